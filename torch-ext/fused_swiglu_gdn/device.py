@@ -6,7 +6,7 @@ from typing import Optional, Tuple
 import torch
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def capability(index: int) -> Optional[Tuple[int, int]]:
     """CUDA compute capability of a GPU by its index; None for AMD GPUs."""
     if torch.version.hip is not None:
@@ -14,12 +14,12 @@ def capability(index: int) -> Optional[Tuple[int, int]]:
     return torch.cuda.get_device_capability(index)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def multiprocessor_count(index: int) -> int:
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def name(index: int) -> str:
     """The device's name with underscores for spaces, as configs/ files carry it."""
     return torch.cuda.get_device_name(index).replace(" ", "_")

@@ -2,15 +2,16 @@
 
 A kernel module `<folder>/<family>.py` exports a launcher `<operation>` and `supports_<operation>`
 with the same arguments. The first folder below that is for the device and whose `supports_...`
-says yes serves the call; else the plain-torch reference does. Kernel modules are imported here
-and only when a device of theirs is met, so the package loads without Triton or with an old one.
+says yes serves the call; if none does, the plain-torch reference serves. Kernel modules are
+imported here alone, and only when a device of theirs is met, so the package loads without Triton
+or with an old one.
 """
 
 import contextlib
 import functools
 import importlib
 import logging
-from typing import Callable, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, Iterator, Optional, Tuple
 
 import torch
 
@@ -22,16 +23,11 @@ logger = logging.getLogger(__name__)
 FOLDERS: Tuple[Tuple[str, Tuple[int, int]], ...] = (("hopper", (9, 0)), ("portable", (8, 0)))
 
 
-class Choice(NamedTuple):
-    implementation: str  # "hopper", "portable" or "reference"
-    launch: Callable
-
-
 _forced: Optional[str] = None
 _records: list = []
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _module(folder: str, family: str):
     """The kernel module, or None where there is none or this Triton cannot load it."""
     name = f"{__package__}.{folder}.{family}"
@@ -46,7 +42,7 @@ def _module(folder: str, family: str):
     return None
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _folders(device_type: str, index: Optional[int]) -> Tuple[str, ...]:
     """The folders whose kernels run on this device, best first."""
     if device_type != "cuda":
@@ -57,9 +53,7 @@ def _folders(device_type: str, index: Optional[int]) -> Tuple[str, ...]:
         return ("portable",)
     served = tuple(folder for folder, least in FOLDERS if capability >= least)
     if not served:
-        logger.warning(
-            "compute capability %d.%d is below 8.0: served by plain torch", *capability
-        )
+        logger.warning("compute capability %d.%d is below 8.0: served by plain torch", *capability)
     return served
 
 
@@ -71,13 +65,12 @@ def has_kernels(family: str, device_type: str, index: Optional[int]) -> bool:
     return any(_module(folder, family) for folder in _folders(device_type, index))
 
 
-def _reference(family: str, operation: str) -> Choice:
-    module = importlib.import_module(f"{__package__}.reference.{family}")
-    return Choice("reference", getattr(module, operation))
+def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional[Callable]:
+    """The launcher that serves operation(*args), or None for the reference.
 
-
-def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Choice:
-    """Who serves operation(*args); args[0] is a tensor on the device of the call."""
+    args[0] is a tensor on the device of the call. Where a gradient is needed, only a module with
+    the matching backward launcher counts.
+    """
     where = args[0].device
     for folder in _folders(where.type, where.index):
         if _forced is not None and folder != _forced:
@@ -89,17 +82,15 @@ def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Choice
         if needs_grad and not hasattr(module, operation.replace("_fwd", "_bwd")):
             continue
         if supports(*args):
-            return _record(operation, Choice(folder, getattr(module, operation)))
-    return _record(operation, _reference_cached(family, operation))
+            _record(operation, folder)
+            return getattr(module, operation)
+    _record(operation, "reference")
+    return None
 
 
-_reference_cached = functools.lru_cache(maxsize=None)(_reference)
-
-
-def _record(operation: str, choice: Choice) -> Choice:
+def _record(operation: str, implementation: str) -> None:
     for record in _records:
-        record.setdefault(operation, []).append(choice.implementation)
-    return choice
+        record.setdefault(operation, []).append(implementation)
 
 
 @contextlib.contextmanager
@@ -110,7 +101,7 @@ def served() -> Iterator[Dict[str, list]]:
     try:
         yield record
     finally:
-        _records.remove(record)
+        _records[:] = [other for other in _records if other is not record]
 
 
 @contextlib.contextmanager

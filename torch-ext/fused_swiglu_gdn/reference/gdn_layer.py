@@ -113,7 +113,14 @@ def causal_conv1d_update(
     W = weight.shape[-1]
     seen = torch.cat([conv_state, x.to(conv_state.dtype)], -1)  # [B, D, S + T]
     y, _ = causal_conv1d_fwd(
-        x, weight, bias, activation, None, None, conv_state[..., conv_state.shape[-1] - W + 1 :], False
+        x,
+        weight,
+        bias,
+        activation,
+        None,
+        None,
+        conv_state[..., conv_state.shape[-1] - W + 1 :],
+        False,
     )
     conv_state.copy_(seen[..., x.shape[-1] :])
     return y
@@ -126,7 +133,7 @@ def rms_norm_gated_fwd(
     eps: float,
     activation: str,
 ) -> torch.Tensor:
-    """y = weight * x / sqrt(mean(x^2) + eps) * act(gate), in fp32, rounded once; act is silu or sigmoid."""
+    """weight * x / sqrt(mean(x^2) + eps) * act(gate) in fp32, rounded once; act: silu, sigmoid."""
     wide = at_least_fp32(x)
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     act = F.silu if activation == "silu" else torch.sigmoid

@@ -1,0 +1,1 @@
+"""nn.Module shells for kernelize (the models branch brings them)."""
