@@ -246,9 +246,7 @@ def test_equals_transformers(kernel, T):
         (kernel.chunk_gated_delta_rule, modeling.torch_chunk_gated_delta_rule),
         (kernel.fused_recurrent_gated_delta_rule, modeling.torch_recurrent_gated_delta_rule),
     ):
-        options = dict(
-            initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
-        )
+        options = dict(initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
         o, final = ours(q, k, v, g, beta, **options)
         expected, expected_final = theirs(q, k, v, g=g, beta=beta, **options)
         assert_close(o, expected, factor=0.1)
