@@ -1,0 +1,1 @@
+"""Triton kernels that portable/ and hopper/ share, so that neither imports the other."""

@@ -1,0 +1,1 @@
+"""Triton implementations for every chip."""
