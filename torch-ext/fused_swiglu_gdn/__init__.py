@@ -12,6 +12,7 @@ from .functional.gdn_prefill import chunk_gated_delta_rule_opt, chunk_gated_delt
 from .functional.implementation import implementation_of
 from .functional.swiglu import fused_swiglu, fused_swiglu_mlp
 from .modules import FusedSwiGLU
+from .verify import verify
 
 __all__ = [
     "FusedSwiGLU",
@@ -27,4 +28,5 @@ __all__ = [
     "implementation_of",
     "layers",
     "rms_norm_gated",
+    "verify",
 ]
