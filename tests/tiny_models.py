@@ -1,4 +1,4 @@
-"""Small random models of every family that the layers serve, and how far a served one may differ."""
+"""Small random models of every family that the layers serve; how far a served one may differ."""
 
 import copy
 import functools
