@@ -4,50 +4,22 @@ The kernel is the built one, loaded as users load it.
 """
 
 import copy
-import importlib.util
-import os
 import shutil
 import sys
 
 import pytest
 import torch
-from conftest import DEVICES, ROOT, relative_error
+from conftest import DEVICES, REPOSITORY, ROOT, build_tool, relative_error
 from tiny_models import CONFIGS, GRADIENTS, LOGITS, WITH_GDN, pair, random_model, tokens
 
 transformers = pytest.importorskip("transformers")
 kernels = pytest.importorskip("kernels")
 
 T = 70  # more than a chunk of 64 tokens
-REPOSITORY = "org/fused-swiglu-gdn"
 pytestmark = pytest.mark.filterwarnings("ignore")
 every_model = pytest.mark.parametrize("name", CONFIGS)
 every_gdn_model = pytest.mark.parametrize("name", WITH_GDN)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
-
-
-def build_tool():
-    spec = importlib.util.spec_from_file_location("build_tool", ROOT / "tools" / "build.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="session")
-def repository(tmp_path_factory):
-    """A built repository of this tree, known to `kernels` by a Hub name."""
-    root = tmp_path_factory.mktemp("hub") / "fused-swiglu-gdn"
-    build_tool().build(out=root / "build")
-    before = os.environ.get("LOCAL_KERNELS")
-    os.environ["LOCAL_KERNELS"] = f"{REPOSITORY}={root}"
-    yield root
-    os.environ.pop("LOCAL_KERNELS")
-    if before is not None:
-        os.environ["LOCAL_KERNELS"] = before
-
-
-@pytest.fixture(scope="session")
-def kernel(repository):
-    return kernels.get_kernel(REPOSITORY, version=1)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -70,16 +42,16 @@ def assert_same(out, ref):
 
 @every_model
 @on_every_device
-def test_logits(kernel, name, device):
-    model, served = pair(kernel, name, device)
+def test_logits(built, name, device):
+    model, served = pair(built, name, device)
     ids = tokens(2, T, device=device)
     assert_same(logits(served, ids), logits(model, ids))
 
 
 @every_model
 @on_every_device
-def test_left_padded_batch(kernel, name, device):
-    model, served = pair(kernel, name, device)
+def test_left_padded_batch(built, name, device):
+    model, served = pair(built, name, device)
     ids = tokens(2, T, device=device)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0  # two lengths, one of them unpadded
@@ -90,8 +62,8 @@ def test_left_padded_batch(kernel, name, device):
 @every_model
 @on_every_device
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_greedy_generation(kernel, name, device, cache):
-    model, served = pair(kernel, name, device)
+def test_greedy_generation(built, name, device, cache):
+    model, served = pair(built, name, device)
     ids = tokens(2, 20, device=device)
     mask = torch.ones_like(ids)
     mask[0, :6] = 0
@@ -124,28 +96,28 @@ def in_parts(model, ids, lengths):
 @every_model
 @on_every_device
 @pytest.mark.parametrize("lengths", [[37, 33], [1] * 8, [2, 1, 64, 3]], ids=str)
-def test_prompt_in_parts(kernel, name, device, lengths):
+def test_prompt_in_parts(built, name, device, lengths):
     """Chunked prefill; prompts shorter than the convolution; several tokens after a state."""
-    model, served = pair(kernel, name, device)
+    model, served = pair(built, name, device)
     ids = tokens(2, sum(lengths), device=device)
     assert_same(in_parts(served, ids, lengths), in_parts(model, ids, lengths))
 
 
 @every_model
 @on_every_device
-def test_prompt_in_parts_is_the_whole_prompt(kernel, name, device):
-    _, served = pair(kernel, name, device)
+def test_prompt_in_parts_is_the_whole_prompt(built, name, device):
+    _, served = pair(built, name, device)
     ids = tokens(2, T, device=device)
     assert relative_error(in_parts(served, ids, [37, 31, 2]), logits(served, ids)) < 1e-5
 
 
 @every_model
 @on_every_device
-def test_packed_batch(kernel, name, device):
+def test_packed_batch(built, name, device):
     """Sequences of a flattened batch come out as they do alone."""
     if name == "qwen4_exp_text":
         pytest.skip("its indexer knows no packed sequences (transformers 5.22)")
-    model, served = pair(kernel, name, device)
+    model, served = pair(built, name, device)
     collator = transformers.DataCollatorWithFlattening(
         return_flash_attn_kwargs=True, return_seq_idx=True
     )
@@ -161,8 +133,8 @@ def test_packed_batch(kernel, name, device):
 
 @every_gdn_model
 @on_every_device
-def test_packed_batch_by_seq_idx_alone(kernel, name, device):
-    _, served = pair(kernel, name, device)
+def test_packed_batch_by_seq_idx_alone(built, name, device):
+    _, served = pair(built, name, device)
     layer = next(m for m in served.modules() if hasattr(m, "conv1d"))
     x = torch.randn(1, 30, 32, device=device)
     index = torch.tensor([[0] * 7 + [1] * 3 + [2] * 20], device=device)
@@ -175,8 +147,8 @@ def test_packed_batch_by_seq_idx_alone(kernel, name, device):
 
 
 @every_gdn_model
-def test_beam_search_reorders_the_states(kernel, name):
-    model, served = pair(kernel, name, "cpu")
+def test_beam_search_reorders_the_states(built, name):
+    model, served = pair(built, name, "cpu")
     ids = tokens(2, 12)
     out, ref = (
         m.generate(ids, max_new_tokens=8, num_beams=3, do_sample=False) for m in (served, model)
@@ -203,12 +175,12 @@ def assert_same_gradients(out, ref, device):
 
 @every_model
 @on_every_device
-def test_gradients_of_a_training_step(kernel, name, device):
+def test_gradients_of_a_training_step(built, name, device):
     model = random_model(name, device)
     ids = tokens(2, T, device=device)
     ref = gradients(model, ids)
     ref = {k: g.clone() for k, g in ref.items()}
-    report = kernel.kernelize(model, mode="training")
+    report = built.kernelize(model, mode="training")
     assert report.served
     assert_same_gradients(gradients(model, ids), ref, device)
 
@@ -216,16 +188,16 @@ def test_gradients_of_a_training_step(kernel, name, device):
 @on_every_device
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_gradient_checkpointing(kernel, name, device, reentrant):
+def test_gradient_checkpointing(built, name, device, reentrant):
     model = random_model(name, device)
     ids = tokens(2, T, device=device)
     ref = {k: g.clone() for k, g in gradients(model, ids).items()}
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    kernel.kernelize(model, mode="training")
+    built.kernelize(model, mode="training")
     assert_same_gradients(gradients(model, ids), ref, device)
 
 
-def test_gradients_after_a_cache(kernel):
+def test_gradients_after_a_cache(built):
     """Autograd's graph survives that the second part overwrites the states of the first.
 
     Transformers' own layer does not; it is spared the overwriting.
@@ -243,19 +215,19 @@ def test_gradients_after_a_cache(kernel):
         return {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
 
     ref = step(keep=True)
-    kernel.kernelize(model, mode="training")
+    built.kernelize(model, mode="training")
     assert_same_gradients(step(keep=False), ref, "cpu")
 
 
 @every_model
-def test_save_pretrained_and_back(kernel, name, tmp_path):
-    model, served = pair(kernel, name, "cpu")
+def test_save_pretrained_and_back(built, name, tmp_path):
+    model, served = pair(built, name, "cpu")
     served.save_pretrained(tmp_path)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
     assert back.state_dict().keys() == model.state_dict().keys()
     ids = tokens(2, 9)
     assert torch.equal(logits(back, ids), logits(model, ids))
-    kernel.kernelize(back)
+    built.kernelize(back)
     assert torch.equal(logits(back, ids), logits(served, ids))
 
 
@@ -275,22 +247,22 @@ def second_version(tmp_path):
     return root
 
 
-def test_two_versions_in_one_process(kernel, repository, tmp_path, monkeypatch):
+def test_two_versions_in_one_process(built, repository, tmp_path, monkeypatch):
     root = second_version(tmp_path)
     monkeypatch.setenv("LOCAL_KERNELS", f"{REPOSITORY}={repository}:org/next={root}")
     other = kernels.get_kernel("org/next", version=2)
-    assert other.__name__ != kernel.__name__
-    assert other.layers.SwiGLUMLP is not kernel.layers.SwiGLUMLP
+    assert other.__name__ != built.__name__
+    assert other.layers.SwiGLUMLP is not built.layers.SwiGLUMLP
     assert sys.modules[f"{other.__name__}.device"].SECOND
-    assert not hasattr(sys.modules[f"{kernel.__name__}.device"], "SECOND")
-    model, _ = pair(kernel, "qwen3_5_text", "cpu")
+    assert not hasattr(sys.modules[f"{built.__name__}.device"], "SECOND")
+    model, _ = pair(built, "qwen3_5_text", "cpu")
     ids = tokens(2, 9)
     ref = logits(model, ids)
     first, second = copy.deepcopy(model), copy.deepcopy(model)
-    assert kernel.kernelize(first).served and other.kernelize(second).served
+    assert built.kernelize(first).served and other.kernelize(second).served
     assert_same(logits(first, ids), ref)
     assert torch.equal(logits(first, ids), logits(second, ids))
     # neither touches what the other serves
-    assert kernel.restore(second) == 0
-    assert "replaced already" in kernel.kernelize(second).left[0].reason
+    assert built.restore(second) == 0
+    assert "replaced already" in built.kernelize(second).left[0].reason
     assert other.restore(second) == 3
