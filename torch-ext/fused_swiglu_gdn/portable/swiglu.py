@@ -21,7 +21,7 @@ def supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
     return x.dtype in SERVED
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _swiglu_fwd_kernel(
     x_ptr,  # [M, K] strides (stride_x, 1)
     w_gate_ptr,  # [N, K] strides (stride_n, stride_k)
