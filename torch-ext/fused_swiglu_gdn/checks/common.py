@@ -20,9 +20,11 @@ def has_shape(name: str, x: object, dims: str, sizes: Dict[str, int]) -> None:
     is_tensor(name, x)
     names = dims.split()
     shape = x.shape
-    if len(shape) == len(names):
-        if all(sizes.setdefault(dim, size) == size for dim, size in zip(names, shape)):
-            return
+    if len(shape) == len(names) and all(
+        sizes.get(dim, size) == size for dim, size in zip(names, shape)
+    ):
+        sizes.update(zip(names, shape))
+        return
     expected = [str(sizes[dim]) if dim in sizes else dim for dim in names]
     raise ValueError(
         f"{name} must have shape [{', '.join(names)}] = [{', '.join(expected)}], got {list(shape)}"
@@ -77,4 +79,4 @@ def is_cu_seqlens(name: str, cu_seqlens: object, total: int, like: torch.Tensor)
         raise ValueError(f"{name} must end with the number of tokens, {total}, got {values[-1]}")
     for n, (a, b) in enumerate(zip(values, values[1:])):
         if b < a:
-            raise ValueError(f"{name} must not decrease, got {a} before {b} at place {n + 1}")
+            raise ValueError(f"{name} must not decrease, got {b} after {a} at place {n + 1}")

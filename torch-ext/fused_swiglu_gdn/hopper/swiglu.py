@@ -12,7 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import device, tuning
-from ..primitives import activate, grouped_tile
+from ..common.primitives import activate, grouped_tile
 
 
 def _aligned(x) -> bool:

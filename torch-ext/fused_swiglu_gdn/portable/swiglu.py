@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .. import device, tuning
-from ..primitives import activate, grouped_tile
+from ..common.primitives import activate, grouped_tile
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
 FAR = 2**23  # 128 rows this far apart still fit 32-bit offsets
