@@ -17,7 +17,7 @@ from . import device as facts
 _CONFIGS = Path(__file__).parent / "configs"
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _table(operation: str, device_name: str) -> dict:
     own = _CONFIGS / f"{operation},device_name={device_name}.json"
     path = own if own.exists() else _CONFIGS / f"{operation}.json"
