@@ -123,7 +123,11 @@ BAD = [
     # packed sequences
     (chunk(cu_seqlens=[0, 8]), TypeError, ["cu_seqlens", "torch.Tensor", "list"]),
     (chunk(cu_seqlens=ints(1, 8)), ValueError, ["cu_seqlens", "start with 0", "1"]),
-    (chunk(cu_seqlens=ints(0, 5, 3, 8)), ValueError, ["cu_seqlens", "not decrease", "3", "5"]),
+    (
+        chunk(cu_seqlens=ints(0, 5, 3, 8), initial_state=None),
+        ValueError,
+        ["cu_seqlens", "not decrease", "3", "5"],
+    ),
     (chunk(cu_seqlens=ints(0, 7)), ValueError, ["cu_seqlens", "end with", "8", "7"]),
     (chunk(cu_seqlens=ints(0, 8).float()), TypeError, ["cu_seqlens", "int32, int64", "float32"]),
     (chunk(cu_seqlens=ints(0, 8).view(1, 2)), ValueError, ["cu_seqlens", "[N + 1]", "[1, 2]"]),

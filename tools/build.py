@@ -159,10 +159,7 @@ def card(root, config, repo_id=None):
     general = config["general"]
     package = root / "torch-ext" / KernelName(general["name"]).python_name
     names = public_names(package / "__init__.py")
-    layers = []
-    if "layers" in names:
-        tree = ast.parse((package / "layers.py").read_text())
-        layers = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    layers = public_names(package / "layers" / "__init__.py")
     engine = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True)
     return engine.from_string((root / "CARD.md").read_text()).render(
         repo_id=repo_id or general["hub"]["repo-id"],

@@ -47,7 +47,7 @@ def why_not_tensor(x: Optional[torch.Tensor]) -> Optional[str]:
 def why_not_linear(module: nn.Module) -> Optional[str]:
     """The module is not just x @ weight.T + bias."""
     if type(module) is not nn.Linear:
-        return f"is a {type(module).__name__}, not nn.Linear"
+        return f"is a {type(module).__module__}.{type(module).__name__}, not nn.Linear"
     if "forward" in module.__dict__:
         return "has a forward of its own"
     reason = why_hooked(module)

@@ -6,6 +6,11 @@ from ..functional.swiglu import fused_swiglu, fused_swiglu_mlp
 from .plain import activation_of, same_dtype, why_not_linear
 
 
+def activation_function(mlp: nn.Module):
+    """The activation by either name that models have for it."""
+    return getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+
+
 def _fused(x, w_gate, w_up, b_gate, b_up, down: nn.Module, activation: str):
     if why_not_linear(down) is None and same_dtype(x, down):
         return fused_swiglu_mlp(
@@ -38,7 +43,7 @@ class SwiGLUMLP(nn.Module):
 
 
 class SwiGLUGateUp(nn.Module):
-    """SwiGLUMLP on one weight [gate; up]: gate, up = gate_up_proj(x).chunk(2, -1).
+    """SwiGLUMLP on one weight [gate; up]: gate, up = gate_up_proj(x).chunk(2, -1). Phi-3, GLM-4.
 
     Shapes:
         x: [..., K] -> [..., K]
@@ -48,11 +53,11 @@ class SwiGLUGateUp(nn.Module):
     can_torch_compile = True
 
     def forward(self, x):
-        gate_up = self.gate_up_proj
-        activation = activation_of(self.act_fn)
+        gate_up, act_fn = self.gate_up_proj, activation_function(self)
+        activation = activation_of(act_fn)
         if activation is None or why_not_linear(gate_up) or not same_dtype(x, gate_up):
             gate, up = gate_up(x).chunk(2, dim=-1)
-            return self.down_proj(self.act_fn(gate) * up)
+            return self.down_proj(act_fn(gate) * up)
         w_gate, w_up = gate_up.weight.chunk(2)  # [N, K] each
         b_gate, b_up = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
         return _fused(x, w_gate, w_up, b_gate, b_up, self.down_proj, activation)
