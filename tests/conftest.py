@@ -20,9 +20,10 @@ NAME = "fused_swiglu_gdn_in_tree"
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
-# Relative error ||out - ref|| / ||ref|| against the reference in fp64 on the same inputs. bf16 has 8
-# significant bits and rounds by up to 2^-9 = 2e-3 of each value; operands of a product are rounded
-# once more, hence a few times that. fp16 has 3 more bits. fp32 is for products in true fp32.
+# Relative error ||out - ref|| / ||ref|| against the reference in fp64 on the same inputs. bf16 has
+# 8 significant bits and rounds by up to 2^-9 = 2e-3 of each value; the operands of a product are
+# rounded once more, hence a few times that. fp16 has 3 more bits. fp32 is for products in true
+# fp32.
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,

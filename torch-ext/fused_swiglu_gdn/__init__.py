@@ -11,6 +11,7 @@ from .functional.gdn_layer import (
 from .functional.gdn_prefill import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_opt_vk
 from .functional.implementation import implementation_of
 from .functional.swiglu import fused_swiglu, fused_swiglu_mlp
+from .mapping import decorate, kernelize, layer_mapping, restore
 from .modules import FusedSwiGLU
 
 __all__ = [
@@ -20,11 +21,15 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_opt",
     "chunk_gated_delta_rule_opt_vk",
+    "decorate",
     "fused_recurrent_gated_delta_rule",
     "fused_swiglu",
     "fused_swiglu_mlp",
     "gated_delta_gate",
     "implementation_of",
+    "kernelize",
+    "layer_mapping",
     "layers",
+    "restore",
     "rms_norm_gated",
 ]

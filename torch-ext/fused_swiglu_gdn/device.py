@@ -1,5 +1,6 @@
 """Facts about a device that do not change while a process runs."""
 
+import contextlib
 import functools
 from typing import Optional, Tuple
 
@@ -23,3 +24,10 @@ def multiprocessor_count(index: int) -> int:
 def name(index: int) -> str:
     """The device's name with underscores for spaces, as configs/ files carry it."""
     return torch.cuda.get_device_name(index).replace(" ", "_")
+
+
+def on(device: torch.device):
+    """A context in which the device is current; nothing is switched where it already is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

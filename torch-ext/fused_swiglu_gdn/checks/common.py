@@ -1,10 +1,39 @@
 """What the checks share. Messages say which argument, what was expected, and what came."""
 
-from typing import Dict, Optional, Sequence
+import functools
+from typing import Callable, Dict, Optional, Sequence
 
 import torch
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def remembered(check: Callable) -> Callable:
+    """The check, passed over for arguments of shapes, dtypes, devices and values that it passed.
+
+    A decoding step's checks cost more than its kernel: this leaves a look into a set. Only for
+    checks that read nothing else of a tensor.
+    """
+    passed = set()
+
+    @functools.wraps(check)
+    def wrapper(*args) -> None:
+        if torch.compiler.is_compiling():
+            return check(*args)
+        key = tuple(
+            [(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in args]
+        )
+        try:
+            if key in passed:
+                return None
+        except TypeError:  # an argument that cannot be hashed, and hardly one that passes
+            return check(*args)
+        check(*args)
+        if len(passed) < 4096:
+            passed.add(key)
+        return None
+
+    return wrapper
 
 
 def is_tensor(name: str, x: object) -> None:
@@ -20,9 +49,11 @@ def has_shape(name: str, x: object, dims: str, sizes: Dict[str, int]) -> None:
     is_tensor(name, x)
     names = dims.split()
     shape = x.shape
-    if len(shape) == len(names):
-        if all(sizes.setdefault(dim, size) == size for dim, size in zip(names, shape)):
-            return
+    if len(shape) == len(names) and all(
+        sizes.get(dim, size) == size for dim, size in zip(names, shape)
+    ):
+        sizes.update(zip(names, shape))
+        return
     expected = [str(sizes[dim]) if dim in sizes else dim for dim in names]
     raise ValueError(
         f"{name} must have shape [{', '.join(names)}] = [{', '.join(expected)}], got {list(shape)}"
@@ -58,17 +89,23 @@ def is_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def is_cu_seqlens(name: str, cu_seqlens: object, total: int, like: torch.Tensor) -> None:
-    """Cumulative lengths [N + 1], 0 first and `total` last, never decreasing.
-
-    Values are read on the CPU only: on a GPU that would stop the host, so there the kernels clamp.
-    """
+def is_cu_seqlens(name: str, cu_seqlens: object, like: torch.Tensor) -> None:
+    """A tensor of cumulative lengths, [N + 1]; holds_cu_seqlens looks at the values."""
     is_tensor(name, cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
     has_dtype(name, cu_seqlens, (torch.int32, torch.int64))
     same_device(name, cu_seqlens, "the inputs", like)
-    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
+
+
+def readable(x: Optional[torch.Tensor]) -> bool:
+    """Values are read on the CPU only: on a GPU that stops the host, so there the kernels clamp."""
+    return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def holds_cu_seqlens(name: str, cu_seqlens: Optional[torch.Tensor], total: int) -> None:
+    """Cumulative lengths are 0 first and `total` last and never decrease."""
+    if not readable(cu_seqlens):
         return
     values = cu_seqlens.tolist()
     if values[0] != 0:
@@ -77,4 +114,4 @@ def is_cu_seqlens(name: str, cu_seqlens: object, total: int, like: torch.Tensor)
         raise ValueError(f"{name} must end with the number of tokens, {total}, got {values[-1]}")
     for n, (a, b) in enumerate(zip(values, values[1:])):
         if b < a:
-            raise ValueError(f"{name} must not decrease, got {a} before {b} at place {n + 1}")
+            raise ValueError(f"{name} must not decrease, got {b} after {a} at place {n + 1}")

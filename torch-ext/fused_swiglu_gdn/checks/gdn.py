@@ -9,8 +9,11 @@ from .common import (
     agrees,
     has_dtype,
     has_shape,
+    holds_cu_seqlens,
     is_cu_seqlens,
     is_floating,
+    readable,
+    remembered,
     same_device,
 )
 
@@ -22,6 +25,21 @@ def gated_delta_rule(
     state_v_first, state_indices=None,
 ) -> None:  # fmt: skip
     """The arguments that the chunked and the recurrent form share."""
+    _shapes(
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
+        state_v_first, state_indices,
+    )  # fmt: skip
+    if cu_seqlens is not None:
+        holds_cu_seqlens("cu_seqlens", cu_seqlens, q.shape[1])
+    if state_indices is not None:
+        _rows("state_indices", state_indices, initial_state.shape[0])
+
+
+@remembered
+def _shapes(
+    q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
+    state_v_first, state_indices,
+) -> None:  # fmt: skip
     sizes = {}
     has_shape("q", q, "B T H K", sizes)
     has_shape("k", k, "B T H K", sizes)
@@ -83,7 +101,7 @@ def _sequences(cu_seqlens, sizes, q) -> None:
         raise ValueError(
             f"q must have shape [1, T, H, K] when cu_seqlens is given, got batch {sizes['B']}"
         )
-    is_cu_seqlens("cu_seqlens", cu_seqlens, sizes["T"], q)
+    is_cu_seqlens("cu_seqlens", cu_seqlens, q)
     sizes["N"] = cu_seqlens.numel() - 1
 
 
@@ -102,13 +120,11 @@ def _state(initial_state, state_v_first, state_indices, sizes, q) -> None:
         has_shape("initial_state", initial_state, dims, sizes)
         is_floating("initial_state", initial_state)
         same_device("initial_state", initial_state, "q", q)
-    if state_indices is not None:
-        _rows("state_indices", state_indices, sizes["P"])
 
 
 def _rows(name: str, indices: torch.Tensor, rows: int) -> None:
-    """Pool rows are in range and written once. Read on the CPU only, as cu_seqlens is."""
-    if indices.device.type != "cpu" or torch.compiler.is_compiling():
+    """Pool rows are in range and written once."""
+    if not readable(indices):
         return
     values = [row for row in indices.tolist() if row >= 0]
     if any(row >= rows for row in values):

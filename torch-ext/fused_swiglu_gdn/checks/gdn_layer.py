@@ -5,10 +5,12 @@ import torch
 from .common import (
     has_dtype,
     has_shape,
+    holds_cu_seqlens,
     is_cu_seqlens,
     is_floating,
     is_one_of,
     is_tensor,
+    remembered,
     same_device,
 )
 
@@ -32,6 +34,13 @@ def _conv(x, weight, bias, activation, sizes) -> None:
 
 
 def causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states) -> None:
+    _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
+    if cu_seqlens is not None:
+        holds_cu_seqlens("cu_seqlens", cu_seqlens, x.shape[2])
+
+
+@remembered
+def _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states) -> None:
     sizes = {}
     has_shape("x", x, "B D T", sizes)
     _conv(x, weight, bias, activation, sizes)
@@ -49,7 +58,7 @@ def causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_s
             raise ValueError(
                 f"x must have shape [1, D, T] when cu_seqlens is given, got batch {sizes['B']}"
             )
-        is_cu_seqlens("cu_seqlens", cu_seqlens, sizes["T"], x)
+        is_cu_seqlens("cu_seqlens", cu_seqlens, x)
         sizes["N"] = cu_seqlens.numel() - 1
     if initial_states is not None:
         has_shape("initial_states", initial_states, "N D W-1", sizes)
@@ -57,6 +66,7 @@ def causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_s
         same_device("initial_states", initial_states, "x", x)
 
 
+@remembered
 def causal_conv1d_update(x, conv_state, weight, bias, activation) -> None:
     sizes = {}
     has_shape("x", x, "B D T", sizes)
@@ -71,6 +81,7 @@ def causal_conv1d_update(x, conv_state, weight, bias, activation) -> None:
         )
 
 
+@remembered
 def rms_norm_gated(x, gate, weight, eps, activation) -> None:
     is_tensor("x", x)
     is_floating("x", x)
@@ -87,6 +98,7 @@ def rms_norm_gated(x, gate, weight, eps, activation) -> None:
     is_one_of("activation", activation, GATE_ACTIVATIONS)
 
 
+@remembered
 def gated_delta_gate(a, A_log, dt_bias) -> None:
     is_tensor("a", a)
     is_floating("a", a)

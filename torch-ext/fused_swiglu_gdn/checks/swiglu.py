@@ -2,11 +2,12 @@
 
 import torch
 
-from .common import agrees, has_shape, is_floating, is_one_of, is_tensor
+from .common import agrees, has_shape, is_floating, is_one_of, is_tensor, remembered
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu")
 
 
+@remembered
 def fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> None:
     is_tensor("x", x)
     if x.ndim < 1:
@@ -21,6 +22,7 @@ def fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> None:
     is_one_of("activation", activation, ACTIVATIONS)
 
 
+@remembered
 def fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation) -> None:
     fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation)
     sizes = {"N": w_gate.shape[0]}

@@ -93,7 +93,8 @@ def chunk_gated_delta_rule_opt_vk(
     if cu_seqlens is not None and (num_decodes or num_decode_tokens):
         cu_seqlens = cu_seqlens[num_decodes:] - num_decode_tokens
     indices, pool = initial_state_indices, initial_state
-    if indices is not None and inplace_final_state is False:
+    own = indices is not None and inplace_final_state is False
+    if own:
         pool, indices = _own_rows(initial_state, indices)
     out, state = chunk_gated_delta_rule(
         q, k, v, g, beta, scale, pool, output_final_state, use_qk_l2norm_in_kernel,
@@ -101,12 +102,15 @@ def chunk_gated_delta_rule_opt_vk(
     )  # fmt: skip
     if o is not None:
         out = o.copy_(out)
-    return out, state if output_final_state else None
+    if not output_final_state:
+        return out, None
+    return out, state.to(state_dtype or torch.float32) if own else state
 
 
 def _own_rows(pool: Tensor, indices: Tensor) -> Tuple[Tensor, Tensor]:
-    """A pool of this call's own, [N, HV, V, K], zero where skipped, and the indices into it."""
+    """A pool of this call's own, fp32 [N, HV, V, K], zero where skipped, and its indices."""
     skipped = indices < 0
-    rows = pool[indices.clamp(min=0).long()].masked_fill(skipped.view(-1, 1, 1, 1), 0.0)
+    rows = pool[indices.clamp(min=0).long()].float()
+    rows = rows.masked_fill(skipped.view(-1, 1, 1, 1), 0.0)
     own = torch.arange(indices.numel(), device=indices.device, dtype=indices.dtype)
     return rows, own.masked_fill(skipped, -1)

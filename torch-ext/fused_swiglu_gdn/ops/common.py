@@ -37,8 +37,17 @@ def run(family: str, operation: str, op: Callable, reference: Callable, args: tu
 
 
 def serve(family: str, operation: str, reference: Callable, args: tuple):
-    """The body of an operator: autograd is above it, so the reference may serve here too."""
-    return (dispatch.choose(family, operation, False, args) or reference)(*args)
+    """The body of an operator: autograd is above it, so the reference may serve here too.
+
+    Its outputs are made contiguous, as the operators' fake implementations say.
+    """
+    launch = dispatch.choose(family, operation, False, args)
+    if launch is not None:
+        return launch(*args)
+    out = reference(*args)
+    if isinstance(out, torch.Tensor):
+        return out.contiguous()
+    return tuple(x if x is None else x.contiguous() for x in out)
 
 
 def present(x, like: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def _causal_conv1d_fwd(
         x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states,
     )  # fmt: skip
     y, final = serve(FAMILY, "causal_conv1d_fwd", reference.causal_conv1d_fwd, args)
-    return y, present(final, x)
+    return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y), present(final, x)
 
 
 @_causal_conv1d_fwd.register_fake
@@ -61,7 +61,8 @@ def _causal_conv1d_update(
     activation: Optional[str],
 ) -> Tensor:
     args = (x, conv_state, weight, bias, activation)
-    return serve(FAMILY, "causal_conv1d_update", reference.causal_conv1d_update, args)
+    y = serve(FAMILY, "causal_conv1d_update", reference.causal_conv1d_update, args)
+    return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y)
 
 
 @_causal_conv1d_update.register_fake

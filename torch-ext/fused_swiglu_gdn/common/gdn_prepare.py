@@ -1,0 +1,244 @@
+"""The chunk-parallel half of the chunked gated delta rule (docs/gdn.md).
+
+Per chunk of C = 64 tokens and value head, with k normalised if asked, G = cumsum(g), Gam_ij = exp(G_i - G_j) for i >= j:
+
+    L  = strict_lower(beta_i Gam_ij k_i.k_j)      Tb = (I + L)^-1 diag(beta)
+    P  = scale lower(Gam_ij q_i.k_j)              F  = row factors of the scan
+
+Sizes: B T H HV K V; N sequences; C chunk; R = HV / H; rows = chunk rows of the call.
+"""
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 64
+
+
+@triton.jit
+def locate_chunk(row, cu_ptr, T, N, NT, IS_PACKED: tl.constexpr):
+    """Chunk row -> (sequence, chunk in it, first token, length); sequence n begins at row cu[n] // 64 + n."""
+    if IS_PACKED:
+        lo = 0
+        hi = N
+        while hi - lo > 1:
+            mid = (lo + hi) // 2
+            below = (tl.load(cu_ptr + mid) // 64 + mid) <= row
+            lo = tl.where(below, mid, lo)
+            hi = tl.where(below, hi, mid)
+        n = lo
+        start = tl.load(cu_ptr + n).to(tl.int64)
+        length = (tl.load(cu_ptr + n + 1).to(tl.int64) - start).to(tl.int32)
+        c = (row - (start // 64 + n)).to(tl.int32)
+    else:
+        n = row // NT
+        c = row % NT
+        start = n.to(tl.int64) * 0
+        length = T
+    return n, c, start, length
+
+
+@triton.jit
+def _log2_decay(g, A_log_ptr, dt_bias_ptr, hv, RAW_GATE: tl.constexpr):
+    """g [C] as given (natural-log decay, or the raw a) -> log2 of the decay, fp32; 2^-200 is 0 in fp32."""
+    if RAW_GATE:
+        x = g + tl.load(dt_bias_ptr + hv).to(tl.float32)
+        softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+        g = -tl.exp(tl.load(A_log_ptr + hv).to(tl.float32)) * softplus
+    return tl.maximum(g * 1.4426950408889634, -200.0)
+
+
+@triton.jit
+def _level(i, j, S: tl.constexpr):
+    """Where the blocks below the diagonal lie that join two S x S blocks into one of 2S x 2S."""
+    return (i // (2 * S) == j // (2 * S)) & ((i // S) % 2 == 1) & ((j // S) % 2 == 0)
+
+
+@triton.jit
+def unit_lower_inverse(low, DOT: tl.constexpr, PREC: tl.constexpr):
+    """(I + low)^-1 of a strictly lower [C, C] fp32 tile: blocks of 16 first, then pairs of blocks.
+
+    [[A, 0], [B, D]]^-1 has -D^-1 B A^-1 below its diagonal; every product stays within |T| <= 1 for unit keys.
+    """
+    i = tl.arange(0, 64)[:, None]
+    j = tl.arange(0, 64)[None, :]
+    a = tl.arange(0, 16)[None, :, None]
+    b = tl.arange(0, 16)[None, None, :]
+    own = tl.arange(0, 4)[:, None, None, None] == tl.arange(0, 4)[None, None, :, None]
+    diag = tl.sum(tl.where(own, tl.reshape(low, (4, 16, 4, 16)), 0.0), axis=2)  # [4, 16, 16] fp32
+    x = tl.where(a == b, 1.0, tl.where(_level(a, b, 1), -diag, 0.0))
+    d = diag.to(DOT)
+    for s in tl.static_range(1, 4):
+        y = tl.dot(x.to(DOT), d, input_precision=PREC)
+        z = tl.dot(y.to(DOT), x.to(DOT), input_precision=PREC)
+        x = tl.where(_level(a, b, 2**s), -z, x)
+    x = tl.reshape(tl.where(own, x[:, :, None, :], 0.0), (64, 64))
+    low = low.to(DOT)
+    for s in tl.static_range(4, 6):
+        y = tl.dot(x.to(DOT), low, input_precision=PREC)
+        z = tl.dot(y.to(DOT), x.to(DOT), input_precision=PREC)
+        x = tl.where(_level(i, j, 2**s), -z, x)
+    return x
+
+
+@triton.jit(do_not_specialize=["T", "N", "NT"])
+def _prepare_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    g_ptr,  # [B, T, HV]
+    beta_ptr,  # [B, T, HV]
+    A_log_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV] or None
+    cu_ptr,  # [N + 1] int32 | int64 or None
+    tb_ptr,  # [rows, HV, C, C]
+    p_ptr,  # [rows, HV, C, C]
+    f_ptr,  # [rows, HV, 4, C] fp32
+    q_strides,  # of B, T, H
+    k_strides,
+    g_strides,  # of B, T, HV
+    beta_strides,
+    T,
+    N,
+    NT,  # ceil(T / C), equal length
+    scale,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    L2NORM: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    DOT: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Tb, P and F of one chunk and the R value heads of one key head."""
+    pid = tl.program_id(0)
+    row = pid // H
+    h = (pid % H).to(tl.int64)
+    n, c, start, length = locate_chunk(row, cu_ptr, T, N, NT, cu_ptr is not None)
+    if c * 64 >= length:
+        return
+    b = n.to(tl.int64) if cu_ptr is None else start * 0
+    t = tl.arange(0, 64)
+    tok = start + c * 64 + t  # [C] int64
+    ok = c * 64 + t < length
+    i = t[:, None]
+    j = t[None, :]
+
+    kk = tl.zeros((64, 64), tl.float32)
+    qk = tl.zeros((64, 64), tl.float32)
+    q2 = tl.zeros((64,), tl.float32)
+    k2 = tl.zeros((64,), tl.float32)
+    for k0 in tl.static_range(0, K, BLOCK_K):
+        d = k0 + tl.arange(0, BLOCK_K)[None, :]
+        mask = ok[:, None] & (d < K)
+        q_at = q_ptr + b * q_strides[0] + tok[:, None] * q_strides[1] + h * q_strides[2] + d
+        k_at = k_ptr + b * k_strides[0] + tok[:, None] * k_strides[1] + h * k_strides[2] + d
+        q = tl.load(q_at, mask=mask, other=0.0)  # [C, BLOCK_K]
+        k = tl.load(k_at, mask=mask, other=0.0)  # [C, BLOCK_K]
+        kk = tl.dot(k, tl.trans(k), kk, input_precision=PREC)
+        qk = tl.dot(q, tl.trans(k), qk, input_precision=PREC)
+        if L2NORM:
+            q2 += tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)
+            k2 += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
+    rq = tl.where(ok, 1.0, 0.0)
+    rk = rq
+    if L2NORM:
+        rq = tl.where(ok, tl.rsqrt(q2 + 1e-6), 0.0)
+        rk = tl.where(ok, tl.rsqrt(k2 + 1e-6), 0.0)
+    kk = tl.where(i > j, kk * rk[:, None] * rk[None, :], 0.0)
+    qk = tl.where(i >= j, qk * (scale * rq)[:, None] * rk[None, :], 0.0)
+
+    for r in range(R):
+        hv = h * R + r
+        g_at = g_ptr + b * g_strides[0] + tok * g_strides[1] + hv * g_strides[2]
+        beta_at = beta_ptr + b * beta_strides[0] + tok * beta_strides[1] + hv * beta_strides[2]
+        g = tl.load(g_at, mask=ok, other=0.0).to(tl.float32)  # [C]
+        beta = tl.load(beta_at, mask=ok, other=0.0).to(tl.float32)  # [C]
+        g = tl.where(ok, _log2_decay(g, A_log_ptr, dt_bias_ptr, hv, A_log_ptr is not None), 0.0)
+        if SIGMOID:
+            beta = tl.sigmoid(beta)
+        beta = tl.where(ok, beta * BETA_MAX, 0.0)
+        G = tl.cumsum(g, axis=0)  # [C] fp32, log2
+        G_end = tl.sum(g, axis=0)
+        gam = tl.exp2(tl.where(i >= j, G[:, None] - G[None, :], 0.0))  # [C, C] fp32
+
+        unit = row.to(tl.int64) * (H * R) + hv
+        at = unit * 4096 + i * 64 + j
+        p = qk * gam
+        tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty))
+        x = unit_lower_inverse(kk * gam * beta[:, None], DOT, PREC)
+        x = x * beta[None, :]
+        tl.store(tb_ptr + at, x.to(tb_ptr.dtype.element_ty))
+
+        grow = tl.where(ok, tl.exp2(G), 0.0)
+        f_at = f_ptr + unit * 256 + t
+        tl.store(f_at, grow * rk)
+        tl.store(f_at + 64, tl.exp2(tl.minimum(G_end - G, 0.0)) * rk)
+        tl.store(f_at + 128, grow * rq * scale)
+        tl.store(f_at + 192, tl.exp2(G_end + t * 0.0))
+
+
+def chunk_rows(T: int, B: int, cu_seqlens: Optional[torch.Tensor]) -> int:
+    """Rows of the prepared blocks: no prefix sum and no device value is needed (gaps are harmless)."""
+    if cu_seqlens is None:
+        return B * -(-T // CHUNK)
+    return T // CHUNK + cu_seqlens.shape[0] - 1
+
+
+def gdn_prepare(
+    q: torch.Tensor,  # [B, T, H, K]
+    k: torch.Tensor,  # [B, T, H, K]
+    g: torch.Tensor,  # [B, T, HV]
+    beta: torch.Tensor,  # [B, T, HV]
+    A_log: Optional[torch.Tensor],  # [HV]
+    dt_bias: Optional[torch.Tensor],  # [HV]
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    scale: float,
+    use_qk_l2norm: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+):
+    """Prepared blocks (Tb, P, F) of every chunk row and value head, as docs/gdn.md defines the boundary."""
+    B, T, H, K = q.shape
+    HV = g.shape[2]
+    rows = chunk_rows(T, B, cu_seqlens)
+    blocks = q.new_empty((2, rows, HV, CHUNK, CHUNK))
+    tb, p = blocks[0], blocks[1]
+    f = q.new_empty((rows, HV, 4, CHUNK), dtype=torch.float32)
+    if rows * HV == 0:
+        return tb, p, f
+    wide = q.dtype == torch.float32
+    _prepare_kernel[(rows * H,)](
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        tb,
+        p,
+        f,
+        q.stride()[:3],
+        k.stride()[:3],
+        g.stride(),
+        beta.stride(),
+        T,
+        1 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
+        -(-T // CHUNK),
+        scale,
+        H=H,
+        R=HV // H,
+        K=K,
+        BLOCK_K=min(triton.next_power_of_2(max(K, 16)), 128),
+        L2NORM=use_qk_l2norm,
+        SIGMOID=use_beta_sigmoid,
+        BETA_MAX=2.0 if allow_neg_eigval else 1.0,
+        DOT=tl.float32 if wide else tl.float16,
+        PREC="tf32x3" if wide else "tf32",
+        num_warps=4,
+    )
+    return tb, p, f

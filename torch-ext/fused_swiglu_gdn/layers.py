@@ -1,1 +1,0 @@
-"""nn.Module shells for kernelize (the models branch brings them)."""

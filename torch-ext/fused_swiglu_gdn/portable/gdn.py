@@ -1,0 +1,73 @@
+"""Chunked gated delta rule for every chip: prepare, then scan (docs/gdn.md). Holds no kernel."""
+
+from typing import Optional
+
+import torch
+
+from ..common.gdn_prepare import gdn_prepare
+from .gdn_scan import gdn_scan
+
+
+def supports_gdn_chunk_fwd(q, k, v, *_) -> bool:
+    """Head dims up to 256, fp16, bf16 and fp32."""
+    return q.shape[-1] <= 256 and v.shape[-1] <= 256 and q.dtype in _DTYPES
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def gdn_chunk_fwd(
+    q: torch.Tensor,  # [B, T, H, K]
+    k: torch.Tensor,  # [B, T, H, K]
+    v: torch.Tensor,  # [B, T, HV, V]
+    g: torch.Tensor,  # [B, T, HV], natural-log decay, or the raw a when A_log is given
+    beta: torch.Tensor,  # [B, T, HV]
+    A_log: Optional[torch.Tensor],  # [HV]
+    dt_bias: Optional[torch.Tensor],  # [HV]
+    initial_state: Optional[torch.Tensor],  # [N | pool, HV, K, V] or [.., V, K]
+    state_indices: Optional[torch.Tensor],  # [N]
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    scale: float,
+    use_qk_l2norm: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    output_final_state: bool,
+    state_dtype: Optional[torch.dtype],
+    checkpoint_every: int,
+):
+    """o [B, T, HV, V], the final state or None, the checkpoints or None."""
+    B, T, _, K = q.shape
+    HV, V = v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    dtype = torch.float32 if state_dtype is None else state_dtype
+    tail = (HV, V, K) if state_v_first else (HV, K, V)
+    final_state, checkpoints = None, None
+    if state_indices is not None:
+        final_state = initial_state
+    elif output_final_state:
+        final_state = torch.empty((N,) + tail, dtype=dtype, device=v.device)
+    if checkpoint_every:
+        rows = B * -(-T // checkpoint_every) if cu_seqlens is None else T // checkpoint_every + N
+        checkpoints = torch.empty((rows,) + tail, dtype=dtype, device=v.device)
+    tb, p, f = gdn_prepare(
+        q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval
+    )
+    config = dict(BLOCK_V=64 if K <= 128 else 32, STAGES=2, num_warps=4)
+    o = gdn_scan(
+        q,
+        k,
+        v,
+        tb,
+        p,
+        f,
+        initial_state,
+        final_state,
+        state_indices,
+        checkpoints,
+        cu_seqlens,
+        state_v_first,
+        checkpoint_every,
+        config,
+    )
+    return o, final_state, checkpoints
