@@ -1,6 +1,7 @@
-"""Gated DeltaNet prefill on Hopper: the prepare kernel, then the warp-specialised scan (docs/gdn_hopper.md).
+"""Gated DeltaNet prefill on Hopper: prepare, then the warp-specialised scan (docs/gdn_hopper.md).
 
-Sizes: B batch, T tokens, H query/key heads, HV value heads, K = V = 128, N sequences, C = 64 tokens a chunk.
+Sizes: B batch, T tokens, H query/key heads, HV value heads, K = V = 128, N sequences, C = 64 tokens
+a chunk.
 """
 
 import functools
@@ -71,7 +72,17 @@ def gdn_chunk_fwd(
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """o [B, T, HV, V]; the final state, the pool, or None; checkpoints or None."""
     blocks = gdn_prepare(
-        q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        cu_seqlens,
+        scale,
+        use_qk_l2norm,
+        use_beta_sigmoid,
+        allow_neg_eigval,
     )
     return gdn_scan(
         q, k, v, *blocks, initial_state, state_indices, cu_seqlens, state_v_first, output_final_state,
@@ -82,7 +93,9 @@ def gdn_chunk_fwd(
 @functools.cache
 def _box(dtype: torch.dtype, *shape: int):
     """(block shape, its shared-memory layout): 128-byte swizzle, none for the one-dimensional F."""
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[dtype]
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[
+        dtype
+    ]
     return list(shape), gl.NVMMASharedLayout.get_default_for(list(shape), element)
 
 
@@ -97,7 +110,10 @@ def _token_desc(x: torch.Tensor, columns: int, packed: bool) -> TensorDescriptor
     token = x.stride(1) if T > 1 else H * D
     head = x.stride(2) if H > 1 else D
     if packed:
-        shape, strides = (0x7FFF0000, 0x7FFF0000, 1 << 30, H, D), ((1 << 34) - token, token, token, head, 1)
+        shape, strides = (
+            (0x7FFF0000, 0x7FFF0000, 1 << 30, H, D),
+            ((1 << 34) - token, token, token, head, 1),
+        )
     else:
         batch = x.stride(0) if B > 1 else token
         shape, strides = (1, B, T, H, D), (batch, batch, token, head, 1)
@@ -146,7 +162,9 @@ def gdn_scan(
         final = torch.empty(N, HV, K, K, dtype=dtype, device=v.device)
     if checkpoint_every:
         rows = B * (T // checkpoint_every)
-        checkpoints = torch.zeros(rows, HV, K, K, dtype=state_dtype or torch.float32, device=v.device)
+        checkpoints = torch.zeros(
+            rows, HV, K, K, dtype=state_dtype or torch.float32, device=v.device
+        )
     W = 1 if 2 * slots * HV <= multiprocessor_count(v.device.index) else 2
     state_registers, load_registers, cap = REGISTERS[W]
     gdn_scan_fwd_kernel[(slots * HV * 2 // W,)](
@@ -158,7 +176,9 @@ def gdn_scan(
     )  # fmt: skip
     if pool is not None and not in_place:
         size = HV * K * K
-        scatter_states_kernel[(N, -(-size // 4096))](final, state_indices, pool, pool.stride(0), size)
+        scatter_states_kernel[(N, -(-size // 4096))](
+            final, state_indices, pool, pool.stride(0), size
+        )
         final = pool
     return o, final, checkpoints
 

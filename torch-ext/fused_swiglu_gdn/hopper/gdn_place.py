@@ -37,8 +37,12 @@ class Unit:
     f_smem: gl.shared_memory_descriptor  # [STAGES, 4 * C] fp32
     o_smem: gl.shared_memory_descriptor  # [W, C, 64]
     full: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads have landed
-    empty: gl.shared_memory_descriptor  # [STAGES] mbarriers: all state warpgroups have read the slot
-    batch: gl.tensor  # coordinates in the token descriptors: (batch, end, row of the first chunk, head, column)
+    empty: (
+        gl.shared_memory_descriptor
+    )  # [STAGES] mbarriers: all state warpgroups have read the slot
+    batch: (
+        gl.tensor
+    )  # coordinates in the token descriptors: (batch, end, row of the first chunk, head, column)
     end: gl.tensor
     row: gl.tensor
     head: gl.tensor  # value head
@@ -52,7 +56,9 @@ class Unit:
     source: gl.tensor  # int64 offset of the initial state, or -1: zeros
     target: gl.tensor  # int64 offset of the final state, or -1: not written
     first: gl.tensor  # number of the first chunk in its sequence
-    full_chunks: gl.tensor  # chunks of the sequence with all 64 tokens: only these end at a checkpoint
+    full_chunks: (
+        gl.tensor
+    )  # chunks of the sequence with all 64 tokens: only these end at a checkpoint
     every: gl.tensor  # chunks between checkpoints
     checkpoint: gl.tensor  # first checkpoint row of the sequence
     W: gl.constexpr  # state warpgroups
@@ -67,7 +73,9 @@ def _add(a, b):
 def _warm_up(decay_ptr, block, heads, c, limit):
     """The fewest chunks before chunk c whose joint transition has a norm below 2^-30; limit + 1 if limit do not do."""
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
-    decay = gl.load(decay_ptr + block + (c - 1 - i) * heads, mask=i < gl.minimum(limit, c), other=0.0)
+    decay = gl.load(
+        decay_ptr + block + (c - 1 - i) * heads, mask=i < gl.minimum(limit, c), other=0.0
+    )
     forgotten = gl.associative_scan(decay, 0, _add) < FORGOTTEN
     return gl.min(gl.where(forgotten, i + 1, limit + 1), 0)
 
@@ -110,7 +118,20 @@ def _sequence(cu_ptr, slot, N):
 
 
 @gluon.jit
-def place(cu_ptr, index_ptr, decay_ptr, T, HV, H, N, every, split, pool_step, IN_PLACE: gl.constexpr, W: gl.constexpr):
+def place(
+    cu_ptr,
+    index_ptr,
+    decay_ptr,
+    T,
+    HV,
+    H,
+    N,
+    every,
+    split,
+    pool_step,
+    IN_PLACE: gl.constexpr,
+    W: gl.constexpr,
+):
     """The fields of Unit from `batch` to `checkpoint` for this CTA. split: the most segments of a sequence."""
     SLICES: gl.constexpr = D // (64 * W)
     pid = gl.program_id(0)
@@ -150,7 +171,11 @@ def place(cu_ptr, index_ptr, decay_ptr, T, HV, H, N, every, split, pool_step, IN
             first += warm
             chunks, warm = n * 0, n * 0
     target = source if IN_PLACE else n.to(gl.int64)
-    target = gl.where(last & (source >= 0), target * (pool_step if IN_PLACE else HV * (D * D)) + head * (D * D), -1)
+    target = gl.where(
+        last & (source >= 0),
+        target * (pool_step if IN_PLACE else HV * (D * D)) + head * (D * D),
+        -1,
+    )
     source = gl.where(mine & (first == 0) & (source >= 0), source * pool_step + head * (D * D), -1)
     return (
         batch, end, row + first * C, head, head // (HV // H), column, HV, block + first * HV, chunks, warm, zeros,

@@ -14,6 +14,7 @@ Sizes: C = 64 tokens a chunk, K = V = 128, W state warpgroups a CTA, STAGES ring
 from .gdn_place import C, D, Unit, place
 from .gluon_compat import (
     WARP_SPECIALIZE_TAKES_LIST,
+    as_box,
     fence_async_shared,
     gl,
     gluon,
@@ -41,7 +42,7 @@ def a_layout(columns):
 
 
 @gluon.jit
-def _load_partition(u):
+def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, V_FIRST: gl.constexpr):
     """One warp: brings chunk after chunk into the ring, at most STAGES ahead of the state warpgroups."""
     BYTES: gl.constexpr = C * (2 * D + 64 * u.W + 2 * C) * 2 + 4 * C * 4
     for c in range(u.chunks):
@@ -53,7 +54,9 @@ def _load_partition(u):
         block = u.block + c * u.heads
         _load_tokens(u.k_desc, u, row, u.key_head, 0, u.k_smem.index(s), full)
         for w in gl.static_range(u.W):
-            _load_tokens(u.v_desc, u, row, u.head, u.column + w * 64, u.v_smem.index(s * u.W + w), full)
+            _load_tokens(
+                u.v_desc, u, row, u.head, u.column + w * 64, u.v_smem.index(s * u.W + w), full
+            )
         tma_load(u.f_desc, [block * (4 * C)], full, u.f_smem.index(s))
         tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
         _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), full)
@@ -63,8 +66,7 @@ def _load_partition(u):
 @gluon.jit
 def _load_tokens(desc, u, row, head, column, smem, bar):
     """A tile [C, columns] of one head from token `row` on; rows past the sequence's end arrive as zeros."""
-    box = smem._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-    tma_load(desc, [u.batch, u.end, row, head, column], bar, box)
+    tma_load(desc, [u.batch, u.end, row, head, column], bar, as_box(smem, desc))
 
 
 @gluon.jit
@@ -73,27 +75,36 @@ def _store_tokens(u, o_smem, o, c, W_INDEX: gl.constexpr):
     tma_store_wait(0)  # the previous store has finished reading o_smem
     o_smem.permute((1, 0)).store(o)
     fence_async_shared()
-    box = o_smem._reinterpret(u.o_desc.dtype, u.o_desc.block_type.shape, u.o_desc.layout)
-    tma_store(u.o_desc, [u.batch, u.end, u.row + c * C, u.head, u.column + W_INDEX * 64], box)
+    tma_store(
+        u.o_desc,
+        [u.batch, u.end, u.row + c * C, u.head, u.column + W_INDEX * 64],
+        as_box(o_smem, u.o_desc),
+    )
 
 
 @gluon.jit
 def _opaque(x):
-    """x, hidden from the optimiser: otherwise the 64 state offsets of the prologue stay in registers over the loop."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+    """x, hidden from the optimiser: else the offsets of the initial state stay in registers over the loop."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
 def _pin(x):
     """x, where LLVM cannot move it: without this phi(cvt(S0), cvt(S)) becomes cvt(phi) at the top of the loop, past the
     point up to which ptxas can see that S is complete, and ptxas then serialises every wgmma (C7515, C7517)."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2)
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+    )
 
 
 @gluon.jit
 def _state_offsets(column, V_FIRST: gl.constexpr):
     """Where S^T [64, K] of columns column.. lies in one head's state, [K, V] or (V_FIRST) [V, K]."""
-    v = gl.expand_dims(column + gl.arange(0, 64, layout=gl.SliceLayout(1, acc_layout(D))), 1)
+    v = gl.expand_dims(
+        column + _opaque(gl.arange(0, 64, layout=gl.SliceLayout(1, acc_layout(D)))), 1
+    )
     k = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, acc_layout(D))), 0)
     if V_FIRST:
         offsets = v * D + k
@@ -125,7 +136,9 @@ def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: 
         k = u.k_smem.index(s)
         mbarrier.wait(u.full.index(s), (c // STAGES) & 1)
         sk = warpgroup_mma(Sb, k.permute((1, 0)), zero, use_acc=False, is_async=True)
-        o1 = warpgroup_mma(Sb, u.q_smem.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
+        o1 = warpgroup_mma(
+            Sb, u.q_smem.index(s).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
         # Under these two products: give the previous slot back, send the previous O out, fetch V and the factors.
         mbarrier.arrive(u.empty.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
         if c > u.warm:
@@ -135,25 +148,33 @@ def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: 
         sk = warpgroup_mma_wait(1, (sk,))
         x = v.to(gl.float32) - gl.expand_dims(f0, 0) * sk
         xa = gl.convert_layout(x.to(DTYPE), X_A, assert_trivial=True)
-        vt = warpgroup_mma(xa, u.t_smem.index(s).permute((1, 0)), zero, use_acc=False, is_async=True)
-        S = S * gl.expand_dims(u.f_smem.index(s).slice(3 * C, C).load(COLUMN), 1)  # under the Tb product
+        vt = warpgroup_mma(
+            xa, u.t_smem.index(s).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
+        S = S * gl.expand_dims(
+            u.f_smem.index(s).slice(3 * C, C).load(COLUMN), 1
+        )  # under the Tb product
         o1 = warpgroup_mma_wait(1, (o1,))
         o1 = o1 * gl.expand_dims(u.f_smem.index(s).slice(2 * C, C).load(TOKEN), 0)
         f1 = u.f_smem.index(s).slice(C, C).load(TOKEN)
-        vt, S, o1, f1 = warpgroup_mma_wait(0, (vt, S, o1, f1))  # naming S, o1, f1 keeps their work before the wait
+        vt, S, o1, f1 = warpgroup_mma_wait(
+            0, (vt, S, o1, f1)
+        )  # naming S, o1, f1 keeps their work before the wait
         wa = gl.convert_layout((vt * gl.expand_dims(f1, 0)).to(DTYPE), X_A, assert_trivial=True)
         S = warpgroup_mma(gl.convert_layout(wa, S_A, assert_trivial=True), k, S, is_async=True)
         va = gl.convert_layout(vt.to(DTYPE), X_A, assert_trivial=True)
         o = warpgroup_mma(va, u.p_smem.index(s).permute((1, 0)), o1, is_async=True)
         S = warpgroup_mma_wait(1, (S,))
         Sb = _pin(gl.convert_layout(S.to(DTYPE), S_A, assert_trivial=True))  # under the P product
-        o = warpgroup_mma_wait(0, (o,))  # ptxas lets no wgmma cross the back edge if a plain instruction reads it later
+        o = warpgroup_mma_wait(
+            0, (o,)
+        )  # ptxas lets no wgmma cross the back edge if a plain instruction reads it later
         ob = _pin(o.to(DTYPE))
         if ck_ptr is not None:
             done = u.first + c + 1  # chunks of the sequence that S now holds
             if (done % u.every == 0) & (done <= u.full_chunks) & (c >= u.warm):
                 block = (u.checkpoint + done // u.every - 1) * u.heads + u.head
-                offsets = block.to(gl.int64) * (D * D) + _state_offsets(_opaque(column), V_FIRST)
+                offsets = block.to(gl.int64) * (D * D) + _state_offsets(column, V_FIRST)
                 gl.store(ck_ptr + offsets, S.to(ck_ptr.dtype.element_ty))
     if u.chunks > 0:
         _store_tokens(u, o_smem, ob, u.chunks - 1, W_INDEX)
@@ -161,7 +182,9 @@ def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: 
         _store_tokens(u, o_smem, zero.to(DTYPE), c, W_INDEX)
     if hT_ptr is not None:
         if u.target >= 0:
-            gl.store(hT_ptr + u.target + _state_offsets(_opaque(column), V_FIRST), S.to(hT_ptr.dtype.element_ty))
+            gl.store(
+                hT_ptr + u.target + _state_offsets(column, V_FIRST), S.to(hT_ptr.dtype.element_ty)
+            )
     tma_store_wait(0)
 
 
@@ -177,14 +200,23 @@ def _state_partition_1(u, h0_ptr, hT_ptr, ck_ptr, V_FIRST: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["T", "HV", "H", "N", "every", "split", "pool_step"])
 def gdn_scan_fwd_kernel(
-    q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc,  # see Unit
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    t_desc,
+    p_desc,
+    f_desc,  # see Unit
     h0_ptr,  # [N or pool, HV, K, V] fp32 or 16 bits, or None
     hT_ptr,  # likewise; may be h0_ptr
     ck_ptr,  # [checkpoint rows, HV, K, V] likewise, or None
     index_ptr,  # [N] rows of the pool, or None
     cu_ptr,  # [N + 1] token offsets, or None: N equal sequences of T tokens
     decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition
-    T, HV, H, N,
+    T,
+    HV,
+    H,
+    N,
     every,  # chunks between checkpoints
     split,  # the most segments of a sequence
     pool_step,  # elements from one initial state to the next
@@ -215,12 +247,23 @@ def gdn_scan_fwd_kernel(
     u = Unit(q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc, q_smem, k_smem, v_smem, t_smem, p_smem, f_smem,
              o_smem, full, empty, *where, W)  # fmt: skip
     args = (u, h0_ptr, hT_ptr, ck_ptr, V_FIRST)
-    if WARP_SPECIALIZE_TAKES_LIST:
-        if W == 2:
-            gl.warp_specialize([(_state_partition_0, args), (_state_partition_1, args), (_load_partition, (u,))],
-                               [4, 1], [STATE_REGISTERS, LOAD_REGISTERS])
+    if W == 2:
+        if WARP_SPECIALIZE_TAKES_LIST:
+            gl.warp_specialize(
+                [(_state_partition_0, args), (_state_partition_1, args), (_load_partition, args)],
+                [4, 1], [STATE_REGISTERS, LOAD_REGISTERS],
+            )  # fmt: skip
         else:
-            gl.warp_specialize([(_state_partition_0, args), (_load_partition, (u,))], [1], [LOAD_REGISTERS])
+            gl.warp_specialize(
+                args, _state_partition_0, args, [_state_partition_1, _load_partition],
+                [4, 1], [STATE_REGISTERS, LOAD_REGISTERS],
+            )  # fmt: skip
+    elif WARP_SPECIALIZE_TAKES_LIST:
+        gl.warp_specialize(
+            [(_state_partition_0, args), (_load_partition, args)], [1], [LOAD_REGISTERS]
+        )
+    else:
+        gl.warp_specialize(args, _state_partition_0, args, [_load_partition], [1], [LOAD_REGISTERS])
 
 
 @gluon.jit(do_not_specialize=["pool_step", "size"])
@@ -233,8 +276,14 @@ def scatter_states_kernel(
 ):
     """pool[index[n]] = state[n] for index[n] >= 0; a program moves 4096 elements."""
     n = gl.program_id(0)
-    offsets = gl.program_id(1) * 4096 + gl.arange(0, 4096, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    offsets = gl.program_id(1) * 4096 + gl.arange(
+        0, 4096, layout=gl.BlockedLayout([4], [32], [4], [0])
+    )
     slot = gl.load(index_ptr + n).to(gl.int64)
     if slot >= 0:
         state = gl.load(state_ptr + n.to(gl.int64) * size + offsets, mask=offsets < size)
-        gl.store(pool_ptr + slot * pool_step + offsets, state.to(pool_ptr.dtype.element_ty), mask=offsets < size)
+        gl.store(
+            pool_ptr + slot * pool_step + offsets,
+            state.to(pool_ptr.dtype.element_ty),
+            mask=offsets < size,
+        )

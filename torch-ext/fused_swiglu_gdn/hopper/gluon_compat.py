@@ -18,6 +18,7 @@ from triton.language.core import _aggregate
 
 __all__ = [
     "TensorDescriptor",
+    "as_box",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -34,8 +35,11 @@ __all__ = [
 
 TRITON_VERSION = tuple(int(x) for x in triton.__version__.split("+")[0].split(".")[:2])
 
-# 3.5: warp_specialize(default_args, default, worker_args, workers, warps, regs); from 3.6 a list of pairs.
+# 3.5: warp_specialize(args, default, worker_args, workers, warps, registers); from 3.6 a list of pairs.
 WARP_SPECIALIZE_TAKES_LIST = gl.constexpr(TRITON_VERSION >= (3, 6))
+
+# 3.9 made it public.
+REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
 
 # 3.8 renamed the bulk copies.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -55,3 +59,12 @@ def record(cls):
     cls.__init__ = __init__
     return _aggregate(cls)
 
+
+@gluon.jit
+def as_box(smem, desc):
+    """A tile in shared memory, seen as the box of a descriptor with more dimensions."""
+    if REINTERPRET_IS_PUBLIC:
+        box = smem.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    else:
+        box = smem._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    return box
