@@ -34,17 +34,17 @@ def _dense_heads(state: Optional[torch.Tensor]) -> bool:
 
 
 def supports_gdn_chunk_fwd(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, scale, use_qk_l2norm,
-    use_beta_sigmoid, allow_neg_eigval, state_v_first, output_final_state, state_dtype, checkpoint_every,
+    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, scale,
+    use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, output_final_state,
+    state_dtype, checkpoint_every,
 ) -> bool:  # fmt: skip
     """Half precision, K = V = 128, at least one token, tensors that the copy engine can address."""
     return (
         q.dtype in (torch.bfloat16, torch.float16)
         and q.dtype == k.dtype == v.dtype
         and q.shape[3] == v.shape[3] == HEAD_DIM
-        and v.shape[0] * v.shape[1] * v.shape[2] > 0
+        and 0 < q.shape[0] * q.shape[1] < 2**30
         and (cu_seqlens is None or cu_seqlens.shape[0] > 1)
-        and q.shape[1] < 2**30
         and all(_reads_by_tma(x) for x in (q, k, v))
         and _dense_heads(initial_state)
     )
@@ -72,21 +72,12 @@ def gdn_chunk_fwd(
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """o [B, T, HV, V]; the final state, the pool, or None; checkpoints or None."""
     blocks = gdn_prepare(
-        q,
-        k,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        scale,
-        use_qk_l2norm,
-        use_beta_sigmoid,
+        q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
         allow_neg_eigval,
-    )
+    )  # fmt: skip
     return gdn_scan(
-        q, k, v, *blocks, initial_state, state_indices, cu_seqlens, state_v_first, output_final_state,
-        state_dtype, checkpoint_every,
+        q, k, v, *blocks, initial_state, state_indices, cu_seqlens, state_v_first,
+        output_final_state, state_dtype, checkpoint_every,
     )  # fmt: skip
 
 
@@ -102,18 +93,17 @@ def _box(dtype: torch.dtype, *shape: int):
 def _token_desc(x: torch.Tensor, columns: int, packed: bool) -> TensorDescriptor:
     """Boxes [1, 1, C, 1, columns] of x [B, T, H, D], cut at the end of each sequence.
 
-    Equal lengths: dimensions (1, B, T, H, D), whose third ends at T. Packed: token i of the sequence [start, end) is
-    (2^30, end, 2^30 - length + i, h, d) with strides (2^34 - s, s, s, ..). That comes to start + i tokens, since
-    2^64 elements wrap to nothing, and the third dimension ends at i = length.
+    Equal lengths: dimensions (1, B, T, H, D), whose third ends at T. Packed: token i of a sequence
+    [start, end) is (2^30, end, 2^30 - length + i, h, d) with strides (2^34 - s, s, s, ..). That
+    comes to start + i tokens, since 2^64 elements wrap to nothing, and the third dimension ends at
+    i = length.
     """
     B, T, H, D = x.shape
     token = x.stride(1) if T > 1 else H * D
     head = x.stride(2) if H > 1 else D
     if packed:
-        shape, strides = (
-            (0x7FFF0000, 0x7FFF0000, 1 << 30, H, D),
-            ((1 << 34) - token, token, token, head, 1),
-        )
+        shape = (0x7FFF0000, 0x7FFF0000, 1 << 30, H, D)
+        strides = ((1 << 34) - token, token, token, head, 1)
     else:
         batch = x.stride(0) if B > 1 else token
         shape, strides = (1, B, T, H, D), (batch, batch, token, head, 1)
@@ -172,7 +162,8 @@ def gdn_scan(
         _token_desc(o, 64, packed), _block_desc(Tb), _block_desc(P), _factor_desc(F),
         initial_state, final, checkpoints, state_indices, cu_seqlens, decay, T, HV, H, N,
         max(checkpoint_every // 64, 1), split, 0 if initial_state is None else initial_state.stride(0),
-        in_place, W, state_v_first, state_registers, load_registers, num_warps=4, maxnreg=cap,
+        in_place, W, state_v_first, state_registers, load_registers,
+        num_warps=4, maxnreg=cap,
     )  # fmt: skip
     if pool is not None and not in_place:
         size = HV * K * K

@@ -1,19 +1,20 @@
-"""What each CTA of the scan works on: sequence, head, columns, and, for long sequences of few heads, which segment.
+"""What each CTA of the scan works on: sequence, head, columns and, where heads are few, segment.
 
-A sequence is cut into segments (by its own length and the head count alone, so that a result does not depend on the
-batch). A segment starts from zero some chunks early, at the first chunk from which the decays prove that the state it
-does not know cannot matter: docs/gdn_hopper.md, "Segments". Decided here, on the device, per head.
+A long sequence of few heads is cut into segments, by its own length and head count alone, so that a
+result does not depend on the batch. A segment starts from zero some chunks early, at the first
+chunk from which the decays prove that the state it does not know cannot matter: "Segments" in
+docs/gdn_hopper.md. Decided here, on the device, per head.
 """
 
-from .gluon_compat import gl, gluon, mbarrier, record, tma
+from .gluon_compat import gl, gluon, record, tma
 
 C = gl.constexpr(64)  # tokens a chunk
 D = gl.constexpr(128)  # head dims K and V
 MIN_SEGMENT = gl.constexpr(32)  # chunks: a sequence shorter than two of these is not cut
 LOOK_BACK = gl.constexpr(128)  # chunks: the longest warm-up
 FORGOTTEN = gl.constexpr(-30.0)  # log2 of the norm below which a transition forgets its start
-# Ragged descriptors (gdn.py, _token_desc) place the end of a packed sequence at this row, so that the copy engine
-# itself zero-fills loads and clips stores past it.
+# Ragged descriptors (gdn.py, _token_desc) place the end of a packed sequence at this row, so that
+# the copy engine itself zero-fills loads and clips stores past it.
 RAGGED_END = gl.constexpr(2**30)
 VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 
@@ -44,7 +45,7 @@ class Unit:
         gl.tensor
     )  # coordinates in the token descriptors: (batch, end, row of the first chunk, head, column)
     end: gl.tensor
-    row: gl.tensor
+    row: gl.tensor  # of the first token
     head: gl.tensor  # value head
     key_head: gl.tensor
     column: gl.tensor  # first column of V
@@ -71,21 +72,24 @@ def _add(a, b):
 
 @gluon.jit
 def _warm_up(decay_ptr, block, heads, c, limit):
-    """The fewest chunks before chunk c whose joint transition has a norm below 2^-30; limit + 1 if limit do not do."""
+    """The fewest chunks before chunk c whose joint transition has a norm below 2^-30.
+
+    limit + 1 if `limit` chunks do not do.
+    """
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
-    decay = gl.load(
-        decay_ptr + block + (c - 1 - i) * heads, mask=i < gl.minimum(limit, c), other=0.0
-    )
+    past = decay_ptr + block + (c - 1 - i) * heads
+    decay = gl.load(past, mask=i < gl.minimum(limit, c), other=0.0)
     forgotten = gl.associative_scan(decay, 0, _add) < FORGOTTEN
     return gl.min(gl.where(forgotten, i + 1, limit + 1), 0)
 
 
 @gluon.jit
 def _segment(decay_ptr, block, heads, i, total, segments):
-    """(first chunk, silent chunks, chunks) of segment i of a sequence; (0, 0, 0) if another segment takes it along.
+    """(first chunk, silent chunks, chunks) of segment i of a sequence.
 
-    A segment whose warm-up would be longer than the segment is joined to the one before. So the work at most doubles,
-    and a head that does not forget costs what an uncut sequence costs.
+    A segment whose warm-up would be longer than itself is joined to the one before, and has no
+    chunks of its own: (0, 0, 0). So the work at most doubles, and a head that does not forget costs
+    what an uncut sequence costs.
     """
     length = (total + segments - 1) // segments
     limit = gl.minimum(length, LOOK_BACK)
@@ -107,7 +111,7 @@ def _segment(decay_ptr, block, heads, i, total, segments):
 
 @gluon.jit
 def _sequence(cu_ptr, slot, N):
-    """(sequence, segment) of a slot: sequence n owns the slots from cu[n] // (MIN_SEGMENT * C) + n on."""
+    """(sequence, segment) of a slot: sequence n owns the slots from cu[n] // SPAN + n on."""
     SPAN: gl.constexpr = MIN_SEGMENT * C
     n = slot * 0 - 1
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
@@ -119,20 +123,10 @@ def _sequence(cu_ptr, slot, N):
 
 @gluon.jit
 def place(
-    cu_ptr,
-    index_ptr,
-    decay_ptr,
-    T,
-    HV,
-    H,
-    N,
-    every,
-    split,
-    pool_step,
-    IN_PLACE: gl.constexpr,
-    W: gl.constexpr,
-):
-    """The fields of Unit from `batch` to `checkpoint` for this CTA. split: the most segments of a sequence."""
+    cu_ptr, index_ptr, decay_ptr, T, HV, H, N, every, split, pool_step,
+    IN_PLACE: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """The fields of Unit from `batch` to `checkpoint` for this CTA; arguments as of the kernel."""
     SLICES: gl.constexpr = D // (64 * W)
     pid = gl.program_id(0)
     column = (pid % SLICES) * (64 * W)
@@ -170,14 +164,13 @@ def place(
             zeros = chunks - warm
             first += warm
             chunks, warm = n * 0, n * 0
-    target = source if IN_PLACE else n.to(gl.int64)
-    target = gl.where(
-        last & (source >= 0),
-        target * (pool_step if IN_PLACE else HV * (D * D)) + head * (D * D),
-        -1,
-    )
-    source = gl.where(mine & (first == 0) & (source >= 0), source * pool_step + head * (D * D), -1)
+    known = source >= 0  # the sequence is not skipped
+    step = pool_step if IN_PLACE else HV * (D * D)
+    target = (source if IN_PLACE else n.to(gl.int64)) * step + head * (D * D)
+    source = source * pool_step + head * (D * D)
     return (
-        batch, end, row + first * C, head, head // (HV // H), column, HV, block + first * HV, chunks, warm, zeros,
-        source, target, first, tokens // C, every, checkpoint,
+        batch, end, row + first * C, head, head // (HV // H), column, HV, block + first * HV,
+        chunks, warm, zeros,
+        gl.where(mine & known & (first == 0), source, -1), gl.where(last & known, target, -1),
+        first, tokens // C, every, checkpoint,
     )  # fmt: skip

@@ -35,7 +35,7 @@ __all__ = [
 
 TRITON_VERSION = tuple(int(x) for x in triton.__version__.split("+")[0].split(".")[:2])
 
-# 3.5: warp_specialize(args, default, worker_args, workers, warps, registers); from 3.6 a list of pairs.
+# 3.5: warp_specialize(args, default, worker_args, workers, warps, registers); from 3.6 pairs.
 WARP_SPECIALIZE_TAKES_LIST = gl.constexpr(TRITON_VERSION >= (3, 6))
 
 # 3.9 made it public.
