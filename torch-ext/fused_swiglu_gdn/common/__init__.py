@@ -1,1 +1,1 @@
-"""Triton kernels that portable/ and hopper/ share, so that neither imports the other."""
+"""Triton that portable and hopper share: device functions, and kernels that both put to use."""

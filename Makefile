@@ -1,0 +1,34 @@
+# The first target that needs it makes .venv (tools/setup_env.py); later runs find it ready.
+# PYTHON=/path/to/python3 chooses whose torch is used; a GPU build of torch is never replaced.
+PYTHON ?= python3
+VENV := .venv/bin/python
+READY := .venv/ready
+
+.PHONY: demo test check bench build clean
+
+demo: build
+	$(VENV) examples/kernelize_llm.py
+
+test: build
+	$(VENV) -m pytest
+
+check: $(READY)
+	$(VENV) -m ruff check .
+	$(VENV) -m ruff format --check .
+	$(VENV) tools/check_grammar.py
+	$(VENV) tools/build.py --in-place
+	$(VENV) -m pytest tests/test_house.py
+
+# every benchmarks/benchmark_*.py, as the Hub's users run them
+bench: build
+	$(VENV) -c "from kernels.cli import main; main()" benchmark .
+
+build: $(READY)
+	$(VENV) tools/build.py
+	$(VENV) tools/build.py --in-place
+
+$(READY): requirements-dev.txt tools/setup_env.py
+	$(PYTHON) tools/setup_env.py
+
+clean:
+	rm -rf .venv build torch-ext/fused_swiglu_gdn/_ops.py

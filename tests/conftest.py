@@ -1,0 +1,130 @@
+"""The kernel as the tests see it, the devices it runs on, and the one table of tolerances.
+
+Tests import `torch-ext/fused_swiglu_gdn` under a name of its own, with the generated `_ops.py`:
+`get_kernel` refuses a CUDA build on a machine without a GPU. tests/test_build.py and
+tests/test_models.py load what tools/build.py built, as users do.
+"""
+
+import importlib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "torch-ext" / "fused_swiglu_gdn"
+NAME = "fused_swiglu_gdn_in_tree"
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+# Relative error ||out - ref|| / ||ref|| against the reference in fp64 on the same inputs. bf16 has
+# 8 significant bits and rounds by up to 2^-9 = 2e-3 of each value; the operands of a product are
+# rounded once more, hence a few times that. fp16 has 3 more bits. fp32 is for products in true
+# fp32.
+TOLERANCE = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 1.5e-3,
+    torch.bfloat16: 1e-2,
+}
+
+
+def load_package(name: str = NAME):
+    """The package in the tree, imported under `name`."""
+    if name in sys.modules:
+        return sys.modules[name]
+    if not (PACKAGE / "_ops.py").exists():
+        subprocess.run([sys.executable, ROOT / "tools" / "build.py", "--in-place"], check=True)
+    spec = importlib.util.spec_from_file_location(
+        name, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def submodule(path: str):
+    """A module of the package by its dotted path, e.g. "portable.swiglu"."""
+    load_package()
+    return importlib.import_module(f"{NAME}.{path}")
+
+
+def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    """||out - ref|| / ||ref|| in fp64; NaN where one has a NaN that the other has not."""
+    assert out.shape == ref.shape, (out.shape, ref.shape)
+    out, ref = out.double(), ref.double()
+    if out.numel() == 0:
+        return 0.0
+    norm = ref.norm()
+    return ((out - ref).norm() / norm if norm > 0 else out.norm()).item()
+
+
+def assert_close(out: torch.Tensor, ref: torch.Tensor, dtype=None, factor: float = 1.0) -> None:
+    """The relative error is within the table's tolerance for the dtype of `out`."""
+    limit = TOLERANCE[dtype or out.dtype] * factor
+    error = relative_error(out, ref)
+    assert error <= limit, f"relative error {error:.2e} above {limit:.2e}"
+
+
+@pytest.fixture(scope="session")
+def kernel():
+    return load_package()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request):
+    return torch.device(request.param)
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+def gdn_inputs(B, T, H, HV, K, V, dtype=torch.float32, device="cpu", seed=0, gates="slow"):
+    """Random q, k, v, g, beta and a state [B, HV, K, V], by name.
+
+    Gates: "slow" logsigmoid(n + 4); "qwen" as Qwen3.5 initialises them, A from 0.01 to 16;
+    "none" g = 0; "extreme" g = -30.
+    """
+    random = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=random, device=device, dtype=torch.float64)
+
+    q, k, v = (normal(B, T, n, d).to(dtype) for n, d in ((H, K), (H, K), (HV, V)))
+    raw = normal(B, T, HV)
+    softplus, logsigmoid = torch.nn.functional.softplus, torch.nn.functional.logsigmoid
+    decay = torch.linspace(0.01, 16, HV, device=device, dtype=torch.float64)
+    g = {
+        "slow": logsigmoid(raw + 4),
+        "qwen": -decay * softplus(raw + 1),
+        "none": torch.zeros_like(raw),
+        "extreme": torch.full_like(raw, -30.0),
+    }[gates]
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    beta = normal(B, T, HV).sigmoid()
+    state = normal(B, HV, K, V) * 0.2
+    return {
+        "q": q,
+        "k": torch.nn.functional.normalize(k.double(), dim=-1).to(dtype),
+        "v": v,
+        "g": g.to(wide),
+        "beta": beta.to(wide),
+        "initial_state": state.to(wide),
+    }
+
+
+def as_fp64(inputs):
+    return {
+        name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x
+        for name, x in inputs.items()
+    }

@@ -1,0 +1,303 @@
+"""Bad input: the message names the argument, what was expected and what came."""
+
+import re
+
+import pytest
+import torch
+from conftest import gdn_inputs
+
+VALID = object()
+
+
+def rule_call(name, **changes):
+    x = gdn_inputs(2, 8, 2, 4, 6, 5)
+    if "cu_seqlens" in changes or changes.pop("packed", False):
+        x = {key: y[:1] for key, y in x.items()}
+    x.update(changes)
+    return lambda kernel: getattr(kernel, name)(**x)
+
+
+def chunk(**changes):
+    return rule_call("chunk_gated_delta_rule", **changes)
+
+
+def recurrent(**changes):
+    return rule_call("fused_recurrent_gated_delta_rule", **changes)
+
+
+def vk(**changes):
+    x = {**gdn_inputs(2, 8, 2, 4, 6, 5), "initial_state": None, **changes}
+    return lambda kernel: kernel.chunk_gated_delta_rule_opt_vk(**x)
+
+
+def opt(**changes):
+    return rule_call("chunk_gated_delta_rule_opt", **changes)
+
+
+def swiglu(**changes):
+    x = {"x": torch.ones(2, 4), "w_gate": torch.ones(3, 4), "w_up": torch.ones(3, 4), **changes}
+    return lambda kernel: kernel.fused_swiglu(**x)
+
+
+def mlp(**changes):
+    x = {"x": torch.ones(2, 4), "w_gate": torch.ones(3, 4), "w_up": torch.ones(3, 4)}
+    x = {**x, "w_down": torch.ones(4, 3), **changes}
+    return lambda kernel: kernel.fused_swiglu_mlp(**x)
+
+
+def conv(**changes):
+    x = {"x": torch.ones(1, 3, 8), "weight": torch.ones(3, 4), **changes}
+    return lambda kernel: kernel.causal_conv1d_fn(**x)
+
+
+def update(**changes):
+    x = {"x": torch.ones(1, 3), "conv_state": torch.ones(1, 3, 4), "weight": torch.ones(3, 4)}
+    return lambda kernel: kernel.causal_conv1d_update(**{**x, **changes})
+
+
+def norm(**changes):
+    x = {"x": torch.ones(2, 4), "gate": torch.ones(2, 4), "weight": torch.ones(4), **changes}
+    return lambda kernel: kernel.rms_norm_gated(**x)
+
+
+def gate(**changes):
+    x = {"a": torch.ones(2, 4), "A_log": torch.ones(4), "dt_bias": torch.ones(4), **changes}
+    return lambda kernel: kernel.gated_delta_gate(**x)
+
+
+def module(*args, **kwargs):
+    return lambda kernel: kernel.FusedSwiGLU(*args, **kwargs)
+
+
+def ints(*values, dtype=torch.int64):
+    return torch.tensor(values, dtype=dtype)
+
+
+META = dict(device="meta")
+POOL = dict(initial_state=torch.zeros(3, 4, 6, 5))
+# (call, error, the words that must stand in its message, in this order)
+BAD = [
+    # shapes
+    (chunk(q=torch.ones(2, 8, 2)), ValueError, ["q", "[B, T, H, K]", "[2, 8, 2]"]),
+    (chunk(k=torch.ones(2, 8, 2, 7)), ValueError, ["k", "[2, 8, 2, 6]", "[2, 8, 2, 7]"]),
+    (chunk(v=torch.ones(2, 9, 4, 5)), ValueError, ["v", "[2, 8, HV, V]", "[2, 9, 4, 5]"]),
+    (chunk(g=torch.ones(2, 8, 2)), ValueError, ["g", "[2, 8, 4]", "[2, 8, 2]"]),
+    (chunk(beta=torch.ones(2, 8)), ValueError, ["beta", "[2, 8, 4]", "[2, 8]"]),
+    (chunk(v=torch.ones(2, 8, 3, 5)), ValueError, ["v", "multiple of the 2 heads", "3 heads"]),
+    (
+        chunk(q=torch.ones(2, 8, 2, 300), k=torch.ones(2, 8, 2, 300)),
+        ValueError,
+        ["q and k", "1 to 256", "300"],
+    ),
+    (chunk(v=torch.ones(2, 8, 4, 0)), ValueError, ["v", "1 to 256", "0"]),
+    # types, dtypes, devices
+    (chunk(q=[1.0]), TypeError, ["q", "torch.Tensor", "list"]),
+    (chunk(g=None), TypeError, ["g", "torch.Tensor", "NoneType"]),
+    (chunk(q=torch.ones(2, 8, 2, 6).long()), TypeError, ["q", "float32", "int64"]),
+    (chunk(k=torch.ones(2, 8, 2, 6).half()), TypeError, ["k", "dtype of q", "float16"]),
+    (chunk(v=torch.ones(2, 8, 4, 5).bfloat16()), TypeError, ["v", "dtype of q", "bfloat16"]),
+    (chunk(beta=torch.ones(2, 8, 4).int()), TypeError, ["beta", "float32", "int32"]),
+    (chunk(k=torch.ones(2, 8, 2, 6, **META)), ValueError, ["k", "device of q", "meta"]),
+    (chunk(g=torch.ones(2, 8, 4, **META)), ValueError, ["g", "device of q", "meta"]),
+    # scale, chunk size, options
+    (chunk(scale=-0.5), ValueError, ["scale", "positive", "-0.5"]),
+    (chunk(scale=0.0), ValueError, ["scale", "positive", "0.0"]),
+    (chunk(scale=float("nan")), ValueError, ["scale", "finite", "nan"]),
+    (chunk(scale="1"), TypeError, ["scale", "float", "str"]),
+    (chunk(chunk_size=32), ValueError, ["chunk_size", "64", "32"]),
+    (chunk(checkpoint_every=100), ValueError, ["checkpoint_every", "multiple of 64", "100"]),
+    (chunk(checkpoint_every=-64), ValueError, ["checkpoint_every", "multiple of 64", "-64"]),
+    (chunk(state_dtype=torch.int8), TypeError, ["state_dtype", "float32", "int8"]),
+    (chunk(use_gate_in_kernel=True), ValueError, ["A_log", "use_gate_in_kernel", "None"]),
+    (chunk(A_log=torch.ones(4)), ValueError, ["A_log", "None unless use_gate_in_kernel"]),
+    (
+        chunk(use_gate_in_kernel=True, A_log=torch.ones(2)),
+        ValueError,
+        ["A_log", "[HV] = [4]", "[2]"],
+    ),
+    (
+        recurrent(use_gate_in_kernel=True, A_log=torch.ones(4), dt_bias=torch.ones(3)),
+        ValueError,
+        ["dt_bias", "[4]", "[3]"],
+    ),
+    # packed sequences
+    (chunk(cu_seqlens=[0, 8]), TypeError, ["cu_seqlens", "torch.Tensor", "list"]),
+    (chunk(cu_seqlens=ints(1, 8)), ValueError, ["cu_seqlens", "start with 0", "1"]),
+    (
+        chunk(cu_seqlens=ints(0, 5, 3, 8), initial_state=None),
+        ValueError,
+        ["cu_seqlens", "not decrease", "3", "5"],
+    ),
+    (chunk(cu_seqlens=ints(0, 7)), ValueError, ["cu_seqlens", "end with", "8", "7"]),
+    (chunk(cu_seqlens=ints(0, 8).float()), TypeError, ["cu_seqlens", "int32, int64", "float32"]),
+    (chunk(cu_seqlens=ints(0, 8).view(1, 2)), ValueError, ["cu_seqlens", "[N + 1]", "[1, 2]"]),
+    (chunk(cu_seqlens=ints()), ValueError, ["cu_seqlens", "[N + 1]", "[0]"]),
+    (chunk(cu_seqlens=ints(0, 4, 8)), ValueError, ["initial_state", "[2, 4, 6, 5]", "[1, 4"]),
+    (
+        chunk(
+            cu_seqlens=ints(0, 8),
+            q=torch.ones(2, 8, 2, 6),
+            k=torch.ones(2, 8, 2, 6),
+            v=torch.ones(2, 8, 4, 5),
+            g=torch.ones(2, 8, 4),
+            beta=torch.ones(2, 8, 4),
+        ),
+        ValueError,
+        ["q", "[1, T, H, K]", "cu_seqlens", "batch 2"],
+    ),
+    # states
+    (
+        chunk(initial_state=torch.ones(2, 4, 5, 6)),
+        ValueError,
+        ["initial_state", "[N, HV, K, V]", "[2, 4, 6, 5]", "[2, 4, 5, 6]"],
+    ),
+    (
+        chunk(state_v_first=True),
+        ValueError,
+        ["initial_state", "[N, HV, V, K]", "[2, 4, 5, 6]", "[2, 4, 6, 5]"],
+    ),
+    (chunk(initial_state=torch.ones(2, 4, 6, 5).int()), TypeError, ["initial_state", "int32"]),
+    (chunk(**POOL, state_indices=ints(0, 3)), ValueError, ["state_indices", "3 rows", "3"]),
+    (chunk(**POOL, state_indices=ints(1, 1)), ValueError, ["state_indices", "twice", "1, 1"]),
+    (chunk(**POOL, state_indices=ints(0)), ValueError, ["state_indices", "[N] = [2]", "[1]"]),
+    (
+        chunk(**POOL, state_indices=ints(0, 1).float()),
+        TypeError,
+        ["state_indices", "int32", "float32"],
+    ),
+    (
+        chunk(initial_state=None, state_indices=ints(0, 1)),
+        ValueError,
+        ["initial_state", "pool", "state_indices"],
+    ),
+    (
+        recurrent(initial_state=None, inplace_final_state=True),
+        ValueError,
+        ["initial_state", "inplace_final_state", "None"],
+    ),
+    (
+        recurrent(inplace_final_state=True, output_all_states=True),
+        ValueError,
+        ["output_all_states", "False"],
+    ),
+    (
+        recurrent(output_state_indices=ints(0, 1), inplace_final_state=True),
+        ValueError,
+        ["state_indices", "output_state_indices"],
+    ),
+    (
+        recurrent(**POOL, state_indices=ints(0, 1)),
+        ValueError,
+        ["inplace_final_state", "True", "state_indices"],
+    ),
+    # forward only
+    (
+        opt(q=torch.ones(2, 8, 2, 6, requires_grad=True)),
+        ValueError,
+        ["q", "gradient", "chunk_gated_delta_rule_opt is forward only"],
+    ),
+    (
+        vk(v=torch.ones(2, 8, 4, 5, requires_grad=True)),
+        ValueError,
+        ["v", "gradient", "chunk_gated_delta_rule_opt_vk is forward only"],
+    ),
+    (vk(use_chunk_hip=True), ValueError, ["use_chunk_hip", "False", "True"]),
+    (vk(num_decodes=-1), ValueError, ["num_decodes", "non-negative", "-1"]),
+    (vk(o=torch.ones(2, 8, 4, 6)), ValueError, ["o", "shape of v", "[2, 8, 4, 6]"]),
+    (vk(inplace_final_state=True), ValueError, ["initial_state_indices", "inplace_final_state"]),
+    # SwiGLU
+    (swiglu(x=1.0), TypeError, ["x", "torch.Tensor", "float"]),
+    (swiglu(x=torch.tensor(1.0)), ValueError, ["x", "[..., K]", "[]"]),
+    (swiglu(w_gate=torch.ones(3, 5)), ValueError, ["w_gate", "[N, 4]", "[3, 5]"]),
+    (swiglu(w_up=torch.ones(2, 4)), ValueError, ["w_up", "[3, 4]", "[2, 4]"]),
+    (swiglu(b_gate=torch.ones(4)), ValueError, ["b_gate", "[3]", "[4]"]),
+    (swiglu(w_up=torch.ones(3, 4).half()), TypeError, ["w_up", "dtype of x", "float16"]),
+    (swiglu(b_up=torch.ones(3, **META)), ValueError, ["b_up", "device of x", "meta"]),
+    (swiglu(x=torch.ones(2, 4).int()), TypeError, ["x", "float32", "int32"]),
+    (swiglu(activation="gelu"), ValueError, ["activation", "'silu'", "'gelu'"]),
+    (mlp(w_down=torch.ones(4, 4)), ValueError, ["w_down", "[O, 3]", "[4, 4]"]),
+    (mlp(b_down=torch.ones(3)), ValueError, ["b_down", "[4]", "[3]"]),
+    (module(0, 4), ValueError, ["in_features", "at least 1", "0"]),
+    (module(4, 4.0), TypeError, ["hidden_dim", "int", "float"]),
+    (module(4, 4, block=-64), ValueError, ["block", "at least 1", "-64"]),
+    (
+        lambda kernel: kernel.FusedSwiGLU(4, 6)(torch.ones(2, 5)),
+        ValueError,
+        ["x", "[..., 4]", "[2, 5]"],
+    ),
+    (
+        lambda kernel: kernel.FusedSwiGLU.from_linears(torch.nn.Linear(4, 6), torch.nn.ReLU()),
+        ValueError,
+        ["gate", "no bias"],
+    ),
+    # the layer's surroundings
+    (conv(x=torch.ones(3, 8)), ValueError, ["x", "[B, D, T]", "[3, 8]"]),
+    (conv(weight=torch.ones(2, 4)), ValueError, ["weight", "[3, W]", "[2, 4]"]),
+    (conv(weight=torch.ones(3, 9)), ValueError, ["weight", "2 to 8", "9"]),
+    (conv(weight=torch.ones(3, 1)), ValueError, ["weight", "2 to 8", "1"]),
+    (conv(bias=torch.ones(2)), ValueError, ["bias", "[3]", "[2]"]),
+    (conv(activation="relu"), ValueError, ["activation", "'silu'", "'relu'"]),
+    (conv(seq_idx=torch.ones(1, 7).int()), ValueError, ["seq_idx", "[1, 8]", "[1, 7]"]),
+    (conv(seq_idx=torch.ones(1, 8)), TypeError, ["seq_idx", "int32", "float32"]),
+    (
+        conv(seq_idx=torch.ones(1, 8).int(), cu_seqlens=ints(0, 8)),
+        ValueError,
+        ["seq_idx", "None", "cu_seqlens"],
+    ),
+    (conv(cu_seqlens=ints(0, 9)), ValueError, ["cu_seqlens", "end with", "8", "9"]),
+    (conv(initial_states=torch.ones(1, 3, 4)), ValueError, ["initial_states", "[1, 3, 3]"]),
+    (update(conv_state=torch.ones(1, 3, 2)), ValueError, ["conv_state", "at least the 3", "2"]),
+    (update(conv_state=torch.ones(2, 3, 4)), ValueError, ["conv_state", "[1, 3, S]", "[2, 3, 4]"]),
+    (norm(gate=torch.ones(2, 3)), ValueError, ["gate", "shape of x", "[2, 3]"]),
+    (norm(weight=torch.ones(3)), ValueError, ["weight", "[4]", "[3]"]),
+    (norm(eps=-1.0), ValueError, ["eps", "non-negative", "-1.0"]),
+    (norm(activation="gelu"), ValueError, ["activation", "'sigmoid'", "'gelu'"]),
+    (gate(A_log=torch.ones(3)), ValueError, ["A_log", "[4]", "[3]"]),
+]
+
+
+@pytest.mark.parametrize("call, error, words", BAD, ids=lambda value: None)
+def test_bad_input(kernel, call, error, words):
+    with pytest.raises(error) as caught:
+        call(kernel)
+    assert type(caught.value) is error
+    message = str(caught.value)
+    pattern = ".*".join(re.escape(word) for word in words)
+    assert re.search(pattern, message, re.DOTALL), message
+
+
+def test_empty_inputs_have_documented_results(kernel):
+    x = gdn_inputs(2, 0, 2, 4, 6, 5)
+    o, state = kernel.chunk_gated_delta_rule(**x, output_final_state=True)
+    assert o.shape == (2, 0, 4, 5) and torch.equal(state, x["initial_state"])
+    x = gdn_inputs(0, 8, 2, 4, 6, 5)
+    o, state = kernel.chunk_gated_delta_rule(**x, output_final_state=True)
+    assert o.shape == (0, 8, 4, 5) and state.shape == (0, 4, 6, 5)
+    x = gdn_inputs(1, 0, 2, 4, 6, 5)
+    x["initial_state"] = torch.ones(0, 4, 6, 5)
+    o, state = kernel.chunk_gated_delta_rule(**x, cu_seqlens=ints(0), output_final_state=True)
+    assert o.shape == (1, 0, 4, 5) and state.shape == (0, 4, 6, 5)
+    z = kernel.fused_swiglu(torch.ones(0, 4), torch.ones(3, 4), torch.ones(3, 4))
+    assert z.shape == (0, 3)
+    assert kernel.causal_conv1d_fn(torch.ones(2, 3, 0), torch.ones(3, 4)).shape == (2, 3, 0)
+
+
+def test_nan_passes_through_and_stays_in_its_row(kernel):
+    x = torch.ones(3, 4)
+    x[1, 2] = float("nan")
+    z = kernel.fused_swiglu(x, torch.ones(3, 4), torch.ones(3, 4))
+    assert z[1].isnan().all() and not z[[0, 2]].isnan().any()
+    inputs = gdn_inputs(2, 80, 2, 4, 6, 5)
+    inputs["v"][0, 70, 1, 2] = float("nan")
+    o, state = kernel.chunk_gated_delta_rule(**inputs, output_final_state=True)
+    assert o[0, 70:, 1, 2].isnan().all() and not o[1].isnan().any()
+    assert state[0, 1, :, 2].isnan().all() and not state[1].isnan().any()
+
+
+def test_cu_seqlens_of_both_integer_types(kernel):
+    inputs = {name: y[:1] for name, y in gdn_inputs(2, 8, 2, 4, 6, 5).items()}
+    results = [
+        kernel.chunk_gated_delta_rule(**inputs, cu_seqlens=ints(0, 8, dtype=dtype))[0]
+        for dtype in (torch.int32, torch.int64)
+    ]
+    assert torch.equal(*results)

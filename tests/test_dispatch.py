@@ -1,0 +1,105 @@
+"""The choice of implementation, with kernel modules made up for the purpose."""
+
+import types
+
+import pytest
+import torch
+from conftest import submodule
+
+
+class Module(types.SimpleNamespace):
+    """A kernel module that supports what `supports` says and names itself."""
+
+    def __init__(self, name, supports=True, backward=False):
+        super().__init__()
+        self.swiglu_fwd = lambda *args: name
+        self.supports_swiglu_fwd = lambda *args: supports
+        if backward:
+            self.swiglu_bwd = lambda *args: name
+
+
+@pytest.fixture
+def dispatch(monkeypatch):
+    """The dispatch on a machine with one CUDA GPU, and a table of modules to fill."""
+    dispatch = submodule("dispatch")
+    modules = {}
+    state = {"capability": (9, 0)}
+    monkeypatch.setattr(dispatch, "_module", lambda folder, family: modules.get(folder))
+    monkeypatch.setattr(dispatch.device, "capability", lambda index: state["capability"])
+    dispatch._folders.cache_clear()
+    yield types.SimpleNamespace(module=dispatch, modules=modules, state=state)
+    dispatch._folders.cache_clear()
+
+
+class OnGpu:
+    """What choose asks of its first argument."""
+
+    device = torch.device("cuda", 0)
+
+
+def chosen(dispatch, needs_grad=False):
+    dispatch.module._folders.cache_clear()
+    launch = dispatch.module.choose("swiglu", "swiglu_fwd", needs_grad, (OnGpu(),))
+    return "reference" if launch is None else launch()
+
+
+def test_first_that_supports_the_call(dispatch):
+    assert chosen(dispatch) == "reference"
+    dispatch.modules["portable"] = Module("portable")
+    assert chosen(dispatch) == "portable"
+    dispatch.modules["hopper"] = Module("hopper")
+    assert chosen(dispatch) == "hopper"
+    dispatch.modules["hopper"] = Module("hopper", supports=False)
+    assert chosen(dispatch) == "portable"
+
+
+@pytest.mark.parametrize(
+    "capability, expected",
+    [
+        ((7, 5), "reference"),
+        ((8, 0), "portable"),
+        ((8, 9), "portable"),
+        ((9, 0), "hopper"),
+        ((10, 0), "hopper"),
+        (None, "portable"),  # AMD
+    ],
+)
+def test_capability(dispatch, capability, expected):
+    dispatch.modules.update(hopper=Module("hopper"), portable=Module("portable"))
+    dispatch.state["capability"] = capability
+    assert chosen(dispatch) == expected
+
+
+def test_old_gpu_says_so(dispatch, caplog):
+    dispatch.state["capability"] = (7, 0)
+    assert chosen(dispatch) == "reference"
+    assert "7.0 is below 8.0" in caplog.text
+
+
+def test_gradient_needs_a_backward(dispatch):
+    dispatch.modules["portable"] = Module("portable")
+    assert chosen(dispatch, needs_grad=True) == "reference"
+    dispatch.modules["portable"] = Module("portable", backward=True)
+    assert chosen(dispatch, needs_grad=True) == "portable"
+
+
+def test_force_and_record(dispatch):
+    dispatch.modules.update(hopper=Module("hopper"), portable=Module("portable"))
+    with dispatch.module.served() as record:
+        for name in ("portable", "reference", "hopper"):
+            with dispatch.module.force(name):
+                assert chosen(dispatch) == name
+        assert chosen(dispatch) == "hopper"
+    assert record == {"swiglu_fwd": ["portable", "reference", "hopper", "hopper"]}
+    assert not dispatch.module._records
+
+
+def test_module_that_does_not_load_is_passed_over(caplog):
+    dispatch = submodule("dispatch")
+    assert dispatch._module("portable", "no_such_family") is None
+    assert not caplog.text
+
+
+def test_cpu_is_served_by_the_reference(kernel):
+    x, w = torch.ones(2, 4), torch.ones(3, 4)
+    assert kernel.implementation_of(kernel.fused_swiglu, x, w, w) == "reference"

@@ -1,0 +1,95 @@
+"""The registered operators: opcheck, and functions compiled without a graph break."""
+
+import pytest
+import torch
+from conftest import gdn_inputs, relative_error, submodule
+
+swiglu, gdn, layer = (submodule(f"ops.{name}") for name in ("swiglu", "gdn", "gdn_layer"))
+# gradients are the reference's own (or a kernel's, tested with that kernel), not the operator's
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def rule_args(device, pool=False, packed=False):
+    x = gdn_inputs(1 if packed else 2, 70, 2, 4, 16, 16, device=device)
+    q, k, v, g, beta, state = x.values()
+    state = torch.cat([state] * 2)[:2] if packed else state
+    indices = torch.tensor([1, 0], device=device) if pool else None
+    cu = torch.tensor([0, 30, 70], device=device) if packed else None
+    return (q, k, v, g, beta, None, None), state, indices, cu
+
+
+@pytest.mark.parametrize("pool", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck_rule(device, pool, packed):
+    first, state, indices, cu = rule_args(device, pool, packed)
+    states = (None, state) if pool else (state, None)
+    options = (0.25, True, False, False, False, True)
+    torch.library.opcheck(
+        gdn._gdn_chunk_fwd, (*first, *states, indices, cu, *options, None, 0), test_utils=CHECKS
+    )
+    torch.library.opcheck(
+        gdn._gdn_recurrent_fwd, (*first, *states, indices, None, cu, *options, False),
+        test_utils=CHECKS,
+    )  # fmt: skip
+
+
+def test_opcheck_checkpoints_and_all_states(device):
+    first, state, _, _ = rule_args(device)
+    options = (0.25, True, False, False, True, True)
+    state = state.mT.contiguous()
+    torch.library.opcheck(
+        gdn._gdn_chunk_fwd, (*first, state, None, None, None, *options, torch.bfloat16, 64),
+        test_utils=CHECKS,
+    )  # fmt: skip
+    torch.library.opcheck(
+        gdn._gdn_recurrent_fwd, (*first, state, None, None, None, None, *options, True),
+        test_utils=CHECKS,
+    )  # fmt: skip
+
+
+def test_opcheck_swiglu_and_layer(device):
+    def normal(*shape):
+        return torch.randn(*shape, device=device)
+
+    x = normal(5, 16)
+    torch.library.opcheck(
+        swiglu._swiglu_fwd, (x, normal(24, 16), normal(24, 16), None, normal(24), "silu"),
+        test_utils=CHECKS,
+    )  # fmt: skip
+    torch.library.opcheck(
+        layer._rms_norm_gated_fwd, (x, normal(5, 16), normal(16), 1e-6, "silu"), test_utils=CHECKS
+    )
+    conv = (normal(2, 6, 9), normal(6, 4), None, "silu")
+    torch.library.opcheck(
+        layer._causal_conv1d_fwd, (*conv, None, None, None, True), test_utils=CHECKS
+    )
+    torch.library.opcheck(
+        layer._causal_conv1d_update, (conv[0], normal(2, 6, 4), *conv[1:]), test_utils=CHECKS
+    )
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_functions_have_one_graph(kernel, device, grad):
+    x = gdn_inputs(1, 70, 1, 2, 16, 16, device=device)
+    if grad:
+        for y in x.values():
+            y.requires_grad_()
+
+    def step(q, k, v, g, beta, initial_state):
+        o, state = kernel.chunk_gated_delta_rule(
+            q, k, v, g, beta, initial_state=initial_state, output_final_state=True
+        )
+        y, state = kernel.fused_recurrent_gated_delta_rule(
+            q[:, :1], k[:, :1], v[:, :1], g[:, :1], beta[:, :1],
+            initial_state=state, output_final_state=True,
+        )  # fmt: skip
+        z = kernel.fused_swiglu(o, v[0, :16, 0], v[0, 16:32, 0])
+        return kernel.rms_norm_gated(z, o, v[0, 0, 0]), y, state
+
+    eager = step(**x)
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(**x)
+    for a, b in zip(compiled, eager):
+        assert relative_error(a, b) < 1e-5
+    if grad:
+        for a, b in zip(*(torch.autograd.grad(y[0].sum(), x["k"]) for y in (compiled, eager))):
+            assert relative_error(a, b) < 1e-5

@@ -1,0 +1,344 @@
+"""The reference against itself and against transformers' own torch functions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import assert_close, gdn_inputs, relative_error, submodule
+
+F64 = torch.float64
+
+
+# T = 63, 64, 65 round a chunk; 1 and 0 are the ends; 200 is several chunks with a ragged tail.
+@pytest.mark.parametrize("T", [0, 1, 63, 64, 65, 200])
+@pytest.mark.parametrize("gates", ["slow", "qwen", "none", "extreme"])
+def test_chunks_equal_recurrence(kernel, T, gates):
+    x = gdn_inputs(2, T, 2, 4, 12, 20, F64, gates=gates)
+    options = dict(output_final_state=True, use_qk_l2norm_in_kernel=True)
+    o, state = kernel.chunk_gated_delta_rule(**x, **options)
+    expected, expected_state = kernel.fused_recurrent_gated_delta_rule(**x, **options)
+    assert relative_error(o, expected) < 1e-12
+    assert relative_error(state, expected_state) < 1e-12
+
+
+def recurrence_by_hand(q, k, v, g, beta, S, scale):
+    """The equation of the paper, written with matrices, one head: an oracle of its own."""
+    o = torch.zeros_like(v)
+    eye = torch.eye(k.shape[-1], dtype=F64)
+    for t in range(len(v)):
+        kk = torch.outer(k[t], k[t])
+        S = g[t].exp() * (eye - beta[t] * kk) @ S + beta[t] * torch.outer(k[t], v[t])
+        o[t] = scale * S.T @ q[t]
+    return o, S
+
+
+def test_recurrence_is_the_papers(kernel):
+    x = gdn_inputs(1, 9, 1, 2, 6, 5, F64)
+    o, state = kernel.fused_recurrent_gated_delta_rule(**x, scale=0.3, output_final_state=True)
+    for head in range(2):
+        expected = recurrence_by_hand(
+            x["q"][0, :, 0], x["k"][0, :, 0], x["v"][0, :, head], x["g"][0, :, head],
+            x["beta"][0, :, head], x["initial_state"][0, head], 0.3,
+        )  # fmt: skip
+        assert relative_error(o[0, :, head], expected[0]) < 1e-12
+        assert relative_error(state[0, head], expected[1]) < 1e-12
+
+
+@pytest.mark.parametrize("function", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
+def test_packed_equals_one_by_one(kernel, function):
+    rule = getattr(kernel, function)
+    x = gdn_inputs(1, 150, 2, 4, 8, 8, F64)
+    cu = torch.tensor([0, 0, 70, 70, 71, 150])  # empty ones at the start and inside, one of 1
+    states = torch.randn(5, 4, 8, 8, dtype=F64)
+    x["initial_state"] = states
+    o, final = rule(**x, cu_seqlens=cu, output_final_state=True)
+    for n, (a, b) in enumerate(zip(cu.tolist(), cu.tolist()[1:])):
+        part = {name: y[:, a:b] for name, y in x.items() if name != "initial_state"}
+        one, one_state = rule(**part, initial_state=states[n : n + 1], output_final_state=True)
+        assert relative_error(o[:, a:b], one) < 1e-12
+        assert relative_error(final[n : n + 1], one_state) < 1e-12
+
+
+def test_segments_equal_the_whole(kernel):
+    x = gdn_inputs(2, 130, 2, 2, 8, 8, F64)
+    whole, final = kernel.chunk_gated_delta_rule(**x, output_final_state=True)
+    state, parts = x.pop("initial_state"), []
+    for a, b in ((0, 50), (50, 51), (51, 130)):
+        part = {name: y[:, a:b] for name, y in x.items()}
+        o, state = kernel.chunk_gated_delta_rule(
+            **part, initial_state=state, output_final_state=True
+        )
+        parts.append(o)
+    assert relative_error(torch.cat(parts, 1), whole) < 1e-12
+    assert relative_error(state, final) < 1e-12
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_checkpoints_are_states_on_the_way(kernel, packed):
+    x = gdn_inputs(1 if packed else 2, 200, 1, 2, 8, 8, F64)
+    cu = torch.tensor([0, 70, 200]) if packed else None
+    x["initial_state"] = torch.randn(2, 2, 8, 8, dtype=F64)
+    *_, rows = kernel.chunk_gated_delta_rule(**x, cu_seqlens=cu, checkpoint_every=64)
+    starts = [(0, 70), (70, 200)] if packed else [(0, 200), (0, 200)]
+    for n, (a, b) in enumerate(starts):
+        batch = slice(0, 1) if packed else slice(n, n + 1)
+        for j in range((b - a) // 64):
+            part = {
+                name: y[batch, a : a + (j + 1) * 64]
+                for name, y in x.items()
+                if name != "initial_state"
+            }
+            _, state = kernel.chunk_gated_delta_rule(
+                **part, initial_state=x["initial_state"][n : n + 1], output_final_state=True
+            )
+            row = a // 64 + j if packed else n * (200 // 64) + j
+            assert relative_error(rows[row : row + 1], state) < 1e-12
+
+
+def test_options_are_what_they_say(kernel):
+    x = gdn_inputs(1, 40, 2, 4, 8, 8, F64)
+    A_log, dt_bias = torch.randn(4, dtype=F64), torch.randn(4, dtype=F64)
+    raw = {**x, "g": torch.randn(1, 40, 4, dtype=F64), "beta": torch.randn(1, 40, 4, dtype=F64)}
+    ready = {
+        **x,
+        "q": F.normalize(x["q"], dim=-1, eps=0),
+        "k": F.normalize(x["k"], dim=-1, eps=0),
+        "g": -A_log.exp() * F.softplus(raw["g"] + dt_bias),
+        "beta": 2 * raw["beta"].sigmoid(),
+        "initial_state": x["initial_state"],
+    }
+    options = dict(
+        use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
+        use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True, state_v_first=True,
+        output_final_state=True,
+    )  # fmt: skip
+    raw["initial_state"] = x["initial_state"].mT.contiguous()
+    for name in ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"):
+        rule = getattr(kernel, name)
+        o, state = rule(**raw, **options)
+        expected, expected_state = rule(**ready, output_final_state=True)
+        assert relative_error(o, expected) < 1e-5  # the norm's 1e-6 under the root
+        assert relative_error(state.mT, expected_state) < 1e-5
+
+
+@pytest.mark.parametrize("function", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
+def test_gradients_of_the_rule(kernel, function):
+    rule = getattr(kernel, function)
+    x = gdn_inputs(1, 67 if "chunk" in function else 5, 1, 2, 3, 2, F64)
+    A_log, dt_bias = torch.randn(2, dtype=F64), torch.randn(2, dtype=F64)
+    tensors = [*x.values(), A_log, dt_bias]
+    for y in tensors:
+        y.requires_grad_()
+
+    def call(q, k, v, g, beta, initial_state, A_log, dt_bias):
+        return rule(
+            q, k, v, g, beta, initial_state=initial_state, A_log=A_log, dt_bias=dt_bias,
+            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+
+    assert torch.autograd.gradcheck(call, tensors, fast_mode=True)
+
+
+def test_gradients_of_swiglu_and_layer(kernel):
+    def normal(*shape):
+        return torch.randn(*shape, dtype=F64, requires_grad=True)
+
+    x, w1, w2, wd = normal(2, 3, 4), normal(5, 4), normal(5, 4), normal(4, 5)
+    biases = normal(5), normal(5), normal(4)
+    for activation in ("silu", "gelu_tanh", "relu"):
+        assert torch.autograd.gradcheck(
+            lambda *a, act=activation: kernel.fused_swiglu_mlp(*a, activation=act),
+            (x, w1, w2, wd, *biases),
+        )
+    assert torch.autograd.gradcheck(kernel.rms_norm_gated, (x, normal(2, 3, 4), normal(4)))
+    conv = (normal(1, 3, 10), normal(3, 4), normal(3), "silu")
+    assert torch.autograd.gradcheck(kernel.causal_conv1d_fn, conv)
+    cu = torch.tensor([0, 2, 2, 10])
+    assert torch.autograd.gradcheck(
+        lambda *a: kernel.causal_conv1d_fn(*a, cu_seqlens=cu, return_final_states=True), conv
+    )
+    assert torch.autograd.gradcheck(
+        kernel.gated_delta_gate, (normal(2, 3, 4), normal(4), normal(4))
+    )
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_state_pool(kernel, in_place):
+    x = gdn_inputs(3, 70, 1, 2, 8, 8, F64)
+    pool = torch.randn(5, 2, 8, 8, dtype=F64)
+    rows = torch.tensor([4, -1, 0])
+    states = pool.clone()
+    expected, final = kernel.chunk_gated_delta_rule(
+        **{**x, "initial_state": pool[[4, 0, 0]]}, output_final_state=True
+    )
+    del x["initial_state"]
+    if in_place:
+        o, returned = kernel.fused_recurrent_gated_delta_rule(
+            **x, initial_state=states, state_indices=rows, inplace_final_state=True
+        )
+    else:
+        o, returned = kernel.chunk_gated_delta_rule(**x, initial_state=states, state_indices=rows)
+    assert returned is states
+    assert relative_error(o[[0, 2]], expected[[0, 2]]) < 1e-12
+    assert (o[1] == 0).all()
+    assert relative_error(states[[4, 0]], final[[0, 2]]) < 1e-12
+    assert torch.equal(states[[1, 2, 3]], pool[[1, 2, 3]])
+
+
+def test_all_states_and_output_rows(kernel):
+    x = gdn_inputs(2, 4, 1, 2, 8, 8, F64)
+    o, states = kernel.fused_recurrent_gated_delta_rule(**x, output_all_states=True)
+    for t in range(4):
+        part = {name: y[:, : t + 1] if name != "initial_state" else y for name, y in x.items()}
+        _, state = kernel.fused_recurrent_gated_delta_rule(**part, output_final_state=True)
+        assert relative_error(states[:, t], state) < 1e-12
+    pool = torch.zeros(4, 2, 8, 8, dtype=F64)
+    pool[:2] = x.pop("initial_state")
+    kernel.fused_recurrent_gated_delta_rule(
+        **x, initial_state=pool, state_indices=torch.tensor([0, 1]),
+        output_state_indices=torch.tensor([3, -1]), inplace_final_state=True,
+    )  # fmt: skip
+    assert relative_error(pool[3], states[0, -1]) < 1e-12
+    assert (pool[2] == 0).all()
+
+
+def test_aiter_functions(kernel):
+    x = gdn_inputs(1, 100, 2, 4, 60, 60, F64)
+    cu = torch.tensor([0, 30, 100])
+    x["initial_state"] = torch.randn(2, 4, 60, 60, dtype=F64)
+    expected, final = kernel.fused_recurrent_gated_delta_rule(
+        **x, cu_seqlens=cu, output_final_state=True
+    )
+    with torch.no_grad():
+        o, state = kernel.chunk_gated_delta_rule_opt(**x, cu_seqlens=cu, output_final_state=True)
+        assert relative_error(o, expected) < 1e-12 and relative_error(state, final) < 1e-12
+        out = torch.full_like(x["v"], float("nan"))
+        start = x.pop("initial_state").mT.contiguous()
+        q, k, v, g, beta = x.values()
+        o, state = kernel.chunk_gated_delta_rule_opt_vk(
+            q, k, v, out, g, beta, None, start, True, cu_seqlens=cu
+        )
+        assert o is out
+        assert relative_error(o, expected) < 1e-12 and relative_error(state.mT, final) < 1e-12
+        prefix = torch.tensor([0, 1, 2, 32, 102])  # two decode sequences of one token before
+        o, _ = kernel.chunk_gated_delta_rule_opt_vk(
+            q, k, v, None, g, beta, None, start, False, False, prefix,
+            num_decodes=2, num_decode_tokens=2,
+        )  # fmt: skip
+        assert relative_error(o, expected) < 1e-12
+        pool = torch.cat([start, torch.zeros_like(start)])
+        before = pool.clone()
+        _, state = kernel.chunk_gated_delta_rule_opt_vk(
+            q, k, v, None, g, beta, None, pool, True, False, cu,
+            initial_state_indices=torch.tensor([0, 1]), inplace_final_state=False,
+            state_dtype=torch.bfloat16,
+        )  # fmt: skip
+        assert torch.equal(pool, before) and state.dtype == torch.bfloat16
+        assert_close(state.mT, final)
+
+
+@pytest.mark.parametrize("T", [1, 64, 150])
+def test_equals_transformers(kernel, T):
+    modeling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    x = gdn_inputs(2, T, 2, 2, 16, 16)
+    q, k, v, g, beta, state = x.values()
+    for ours, theirs in (
+        (kernel.chunk_gated_delta_rule, modeling.torch_chunk_gated_delta_rule),
+        (kernel.fused_recurrent_gated_delta_rule, modeling.torch_recurrent_gated_delta_rule),
+    ):
+        options = dict(initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        o, final = ours(q, k, v, g, beta, **options)
+        expected, expected_final = theirs(q, k, v, g=g, beta=beta, **options)
+        assert_close(o, expected, factor=0.1)
+        assert_close(final, expected_final, factor=0.1)
+    conv = torch.randn(2, 6, T), torch.randn(6, 4), torch.randn(6), "silu"
+    assert_close(kernel.causal_conv1d_fn(*conv), modeling.causal_conv1d_fn(*conv))
+    ours, theirs = torch.randn(2, 6, 4).expand(2, 2, 6, 4).unbind()
+    ours, theirs = ours.clone(), theirs.clone()
+    token = torch.randn(2, 6, 1)
+    assert_close(
+        kernel.causal_conv1d_update(token, ours, *conv[1:]),
+        modeling.causal_conv1d_update(token, theirs, *conv[1:]),
+    )
+    assert torch.equal(ours, theirs)
+    norm = modeling.Qwen3_5RMSNormGated(16)
+    h, gate = torch.randn(5, 16), torch.randn(5, 16)
+    assert_close(kernel.rms_norm_gated(h, gate, norm.weight, norm.variance_epsilon), norm(h, gate))
+
+
+def test_conv_packed_equals_one_by_one(kernel):
+    x, weight = torch.randn(1, 6, 30, dtype=F64), torch.randn(6, 4, dtype=F64)
+    before = torch.randn(4, 6, 3, dtype=F64)
+    cu = torch.tensor([0, 2, 2, 17, 30])
+    y, final = kernel.causal_conv1d_fn(
+        x, weight, None, "silu", cu_seqlens=cu, initial_states=before, return_final_states=True
+    )
+    for n, (a, b) in enumerate(zip(cu.tolist(), cu.tolist()[1:])):
+        one, last = kernel.causal_conv1d_fn(
+            x[..., a:b], weight, None, "silu",
+            initial_states=before[n : n + 1], return_final_states=True,
+        )  # fmt: skip
+        assert relative_error(y[..., a:b], one) < 1e-12
+        assert torch.equal(final[n : n + 1], last)
+    index = torch.searchsorted(cu[1:], torch.arange(30), right=True)[None]
+    assert relative_error(
+        kernel.causal_conv1d_fn(x, weight, seq_idx=index),
+        kernel.causal_conv1d_fn(x, weight, cu_seqlens=cu),
+    ) < 1e-12  # fmt: skip
+
+
+def test_conv_update_continues(kernel):
+    x, weight = torch.randn(2, 6, 12, dtype=F64), torch.randn(6, 4, dtype=F64)
+    y = kernel.causal_conv1d_fn(x, weight, None, "silu")
+    for width in (3, 4):  # causal-conv1d keeps W - 1 inputs, transformers W
+        state = torch.zeros(2, 6, width, dtype=F64)
+        parts = [
+            kernel.causal_conv1d_update(x[..., a:b], state, weight, None, "silu")
+            for a, b in ((0, 5), (5, 6), (6, 12))
+        ]
+        assert relative_error(torch.cat(parts, -1), y) < 1e-12
+        assert torch.equal(state, x[..., 12 - width :])
+
+
+def test_fused_swiglu_module(kernel):
+    gate, up = (torch.nn.Linear(8, 12, bias=False) for _ in range(2))
+    module = kernel.FusedSwiGLU.from_linears(gate, up)
+    x = torch.randn(2, 5, 8)
+    expected = F.silu(gate(x)) * up(x)
+    assert module.Wf.shape == (8, 24)
+    assert_close(module(x), expected)
+    seeds = F.silu(x @ module.Wf[:, :12]) * (x @ module.Wf[:, 12:])
+    assert_close(module(x), seeds)
+    again = kernel.FusedSwiGLU.from_linears(*module.to_linears(), gate_first=False)
+    assert_close(again(x), expected)
+    loaded = kernel.FusedSwiGLU(8, 12, block=128)
+    loaded.load_state_dict(module.state_dict())
+    assert_close(loaded(x), expected)
+    module(x).sum().backward()
+    assert module.Wf.grad.shape == (8, 24)
+    frozen = kernel.FusedSwiGLU(8, 12, weight_grad=False)
+    x.requires_grad_()
+    frozen(x).sum().backward()
+    assert frozen.Wf.grad is None and x.grad.abs().sum() > 0
+
+
+def test_autocast(kernel):
+    x, w1, w2, wd = torch.randn(3, 8), torch.randn(6, 8), torch.randn(6, 8), torch.randn(8, 6)
+    with torch.autocast("cpu", torch.bfloat16):
+        z = kernel.fused_swiglu_mlp(x, w1.requires_grad_(), w2, wd)
+    assert z.dtype == torch.bfloat16
+    z.sum().backward()
+    assert w1.grad.dtype == torch.float32
+    assert_close(z, (F.silu(x @ w1.T) * (x @ w2.T)) @ wd.T, factor=2)
+
+
+def test_reference_has_every_operation():
+    for family, operation in (
+        ("swiglu", "swiglu_fwd"),
+        ("gdn", "gdn_chunk_fwd"),
+        ("gdn_recurrent", "gdn_recurrent_fwd"),
+        ("gdn_layer", "causal_conv1d_fwd"),
+        ("gdn_layer", "causal_conv1d_update"),
+        ("gdn_layer", "rms_norm_gated_fwd"),
+    ):
+        assert callable(getattr(submodule(f"reference.{family}"), operation))

@@ -1,0 +1,216 @@
+"""Writes build/torch-<backend>/ for every backend of build.toml, as kernel-builder does with Nix.
+
+    python tools/build.py               # build/ and its card
+    python tools/build.py --in-place    # torch-ext/.../_ops.py alone: tests import the tree
+
+Same sources, same bytes. A build from uncommitted changes is marked dirty, and its id carries a
+hash of the sources, so that no two different builds meet in one process under one name.
+"""
+
+import argparse
+import ast
+import hashlib
+import json
+import pathlib
+import shutil
+import subprocess
+import tempfile
+
+import jinja2
+import kernels
+from kernels._rust import Build, Digest, DigestAlgorithm, KernelName, Metadata
+from kernels.compat import tomllib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+OPS = '''"""Names this build's operators: a namespace of their own for every build. Generated."""
+
+import torch
+
+_UNIQUE_ID = "{unique_id}"
+
+
+def get_backend() -> str:
+    """The backend that this torch was built for."""
+    if hasattr(torch.backends, "tpu"):
+        return "tpu"
+    if hasattr(torch, "neuron"):
+        return "neuron"
+    if torch.version.cuda is not None:
+        return "cuda"
+    if torch.version.hip is not None:
+        return "rocm"
+    if torch.backends.mps.is_available():
+        return "metal"
+    if getattr(torch.version, "xpu", None) is not None:
+        return "xpu"
+    return "cpu"
+
+
+_OPS_NAME = f"_{name}_{{get_backend()}}_{{_UNIQUE_ID}}"
+
+ops = getattr(torch.ops, _OPS_NAME)
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """The operator's full name."""
+    return f"{{_OPS_NAME}}::{{op_name}}"
+'''
+
+
+def git(root, *arguments):
+    """What git prints, or None where root is no git checkout with a commit."""
+    command = ["git", "-C", str(root), *arguments]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return ran.stdout.strip()
+
+
+def read_config(root):
+    """build.toml as a dictionary, and its backends; ValueError says what is wrong with it."""
+    backends = [str(backend) for backend in Build.open(root).general.backends]
+    return tomllib.loads((root / "build.toml").read_text()), backends
+
+
+def source_files(root, config):
+    """Paths of the shipped files under torch-ext/<name>, sorted; _ops.py is generated."""
+    package = root / "torch-ext" / KernelName(config["general"]["name"]).python_name
+    suffixes = {"." + ext for ext in config.get("torch-noarch", {}).get("pyext", ("py", "pyi"))}
+    return [
+        path.relative_to(package)
+        for path in sorted(package.rglob("*"))
+        if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts
+        if path.relative_to(package).as_posix() != "_ops.py"
+    ]
+
+
+def provenance(root):
+    """{"commit": ..., "dirty": ...} of the sources, or None outside a git checkout."""
+    commit = git(root, "rev-parse", "HEAD")
+    if commit is None or git(root, "rev-parse", "--show-prefix") != "":
+        return None
+    return {"commit": commit, "dirty": bool(git(root, "status", "--porcelain"))}
+
+
+def unique_id(root, config, source):
+    """kernel-builder's: 7 digits of the commit's tree. With uncommitted changes, of the sources."""
+    if source is not None and not source["dirty"]:
+        return git(root, "rev-parse", "HEAD^{tree}")[:7]
+    package = root / "torch-ext" / KernelName(config["general"]["name"]).python_name
+    content = hashlib.sha256((root / "build.toml").read_bytes())
+    for path in source_files(root, config):
+        content.update(path.as_posix().encode() + b"\0" + (package / path).read_bytes() + b"\0")
+    return content.hexdigest()[:7] + "_dirty"
+
+
+def ops_text(config, identity):
+    name = KernelName(config["general"]["name"]).python_name
+    return OPS.format(name=name, unique_id=identity)
+
+
+def metadata(config, backend, identity, source):
+    general = config["general"]
+    archs = {"cuda": "cuda_capabilities", "rocm": "rocm_archs"}.get(backend, "")
+    archs = config.get("torch-noarch", {}).get(archs)
+    result = {
+        "name": general["name"],
+        "id": f"_{KernelName(general['name']).python_name}_{backend}_{identity}",
+        "version": general["version"],
+        "license": general["license"],
+        **{key: general[key] for key in ("upstream", "source") if key in general},
+        "python-depends": general.get("python-depends", []),
+        "kernel-depends": [],
+        "backend": {"type": backend, **({"archs": archs} if archs else {})},
+        "provenance": {"kernel-builder": {"version": kernels.__version__}},
+    }
+    if source is not None:
+        result["provenance"]["kernel"] = source
+    return result
+
+
+def write_variant(root, variant, config, backend, identity, source):
+    """One build/torch-<backend>/, its digest checked with the classes that load it."""
+    package = root / "torch-ext" / KernelName(config["general"]["name"]).python_name
+    for path in source_files(root, config):
+        target = variant / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((package / path).read_bytes())
+    (variant / "_ops.py").write_text(ops_text(config, identity))
+    facts = metadata(config, backend, identity, source)
+    digest = Digest.hash_variant(DigestAlgorithm.SHA256, variant)
+    facts["digest"] = {"algorithm": "sha256", "files": dict(sorted(digest.files.items()))}
+    (variant / "metadata.json").write_text(json.dumps(facts, indent=2) + "\n")
+    read_back = Metadata.read_from_file(variant / "metadata.json")
+    read_back.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+
+
+def public_names(path):
+    """The literal __all__ of a module."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__":
+            return ast.literal_eval(node.value)
+    return []
+
+
+def card(root, config, repo_id=None):
+    """CARD.md filled in as `kernel-builder fill-card` does, with the same variables."""
+    general = config["general"]
+    package = root / "torch-ext" / KernelName(general["name"]).python_name
+    names = public_names(package / "__init__.py")
+    layers = public_names(package / "layers" / "__init__.py")
+    engine = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True)
+    return engine.from_string((root / "CARD.md").read_text()).render(
+        repo_id=repo_id or general["hub"]["repo-id"],
+        version=general["version"],
+        functions=[name for name in names if name != "layers"],
+        layers=layers,
+        has_benchmark=any((root / "benchmarks").glob("benchmark*.py")),
+        license=general["license"].lower(),
+    )
+
+
+def build(root=ROOT, out=None, repo_id=None):
+    """Writes `out` (root/build) whole or not at all; returns the identity in its builds' ids."""
+    root, out = pathlib.Path(root), pathlib.Path(out or root / "build")
+    config, backends = read_config(root)
+    source = provenance(root)
+    identity = unique_id(root, config, source)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=".build-") as scratch:
+        new = pathlib.Path(scratch) / "build"
+        for backend in backends:
+            variant = new / f"torch-{backend}"
+            write_variant(root, variant, config, backend, identity, source)
+        (new / "CARD.md").write_text(card(root, config, repo_id))
+        shutil.rmtree(out, ignore_errors=True)
+        new.rename(out)
+    return identity
+
+
+def write_in_place(root=ROOT):
+    """The tree's own _ops.py, so that torch-ext/ can be imported as it lies."""
+    config, _ = read_config(root)
+    name = KernelName(config["general"]["name"]).python_name
+    path = pathlib.Path(root) / "torch-ext" / name / "_ops.py"
+    path.write_text(ops_text(config, "in_tree"))
+    return path
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--in-place", action="store_true", help="only torch-ext/.../_ops.py")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "build", help="not build/")
+    parser.add_argument("--repo-id", help="for the card; build.toml's repo-id if not given")
+    arguments = parser.parse_args()
+    if arguments.in_place:
+        print("wrote", write_in_place().relative_to(ROOT))
+        return
+    identity = build(ROOT, arguments.out, arguments.repo_id)
+    variants = sorted(path.name for path in arguments.out.glob("torch-*"))
+    print(f"built {', '.join(variants)} as {identity} in {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

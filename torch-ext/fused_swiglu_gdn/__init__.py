@@ -1,0 +1,35 @@
+"""Fused SwiGLU and Gated DeltaNet kernels. `__all__` is the API of this version."""
+
+from . import layers
+from .functional.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from .functional.gdn_layer import (
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    gated_delta_gate,
+    rms_norm_gated,
+)
+from .functional.gdn_prefill import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_opt_vk
+from .functional.implementation import implementation_of
+from .functional.swiglu import fused_swiglu, fused_swiglu_mlp
+from .mapping import decorate, kernelize, layer_mapping, restore
+from .modules import FusedSwiGLU
+
+__all__ = [
+    "FusedSwiGLU",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "chunk_gated_delta_rule_opt",
+    "chunk_gated_delta_rule_opt_vk",
+    "decorate",
+    "fused_recurrent_gated_delta_rule",
+    "fused_swiglu",
+    "fused_swiglu_mlp",
+    "gated_delta_gate",
+    "implementation_of",
+    "kernelize",
+    "layer_mapping",
+    "layers",
+    "restore",
+    "rms_norm_gated",
+]

@@ -1,0 +1,1 @@
+"""Every ValueError and TypeError that a caller can meet. Called by functional/ alone."""

@@ -1,0 +1,117 @@
+"""What the checks share. Messages say which argument, what was expected, and what came."""
+
+import functools
+from typing import Callable, Dict, Optional, Sequence
+
+import torch
+
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def remembered(check: Callable) -> Callable:
+    """The check, passed over for arguments of shapes, dtypes, devices and values that it passed.
+
+    A decoding step's checks cost more than its kernel: this leaves a look into a set. Only for
+    checks that read nothing else of a tensor.
+    """
+    passed = set()
+
+    @functools.wraps(check)
+    def wrapper(*args) -> None:
+        if torch.compiler.is_compiling():
+            return check(*args)
+        key = tuple(
+            [(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in args]
+        )
+        try:
+            if key in passed:
+                return None
+        except TypeError:  # an argument that cannot be hashed, and hardly one that passes
+            return check(*args)
+        check(*args)
+        if len(passed) < 4096:
+            passed.add(key)
+        return None
+
+    return wrapper
+
+
+def is_tensor(name: str, x: object) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+
+
+def has_shape(name: str, x: object, dims: str, sizes: Dict[str, int]) -> None:
+    """x is a tensor whose shape is `dims`, e.g. "B T H K".
+
+    A size met for the first time is added to `sizes`; a known one must agree.
+    """
+    is_tensor(name, x)
+    names = dims.split()
+    shape = x.shape
+    if len(shape) == len(names) and all(
+        sizes.get(dim, size) == size for dim, size in zip(names, shape)
+    ):
+        sizes.update(zip(names, shape))
+        return
+    expected = [str(sizes[dim]) if dim in sizes else dim for dim in names]
+    raise ValueError(
+        f"{name} must have shape [{', '.join(names)}] = [{', '.join(expected)}], got {list(shape)}"
+    )
+
+
+def has_dtype(name: str, x: torch.Tensor, allowed: Sequence[torch.dtype], why: str = "") -> None:
+    if x.dtype not in allowed:
+        names = ", ".join(str(dtype).replace("torch.", "") for dtype in allowed)
+        raise TypeError(f"{name} must be of dtype {names}{why}, got {x.dtype}")
+
+
+def is_floating(name: str, x: torch.Tensor) -> None:
+    has_dtype(name, x, FLOATING)
+
+
+def agrees(name: str, x: Optional[torch.Tensor], first: str, y: torch.Tensor) -> None:
+    """x, if given, has the dtype and device of y."""
+    if x is None:
+        return
+    if x.dtype != y.dtype:
+        raise TypeError(f"{name} must have the dtype of {first}, {y.dtype}, got {x.dtype}")
+    same_device(name, x, first, y)
+
+
+def same_device(name: str, x: Optional[torch.Tensor], first: str, y: torch.Tensor) -> None:
+    if x is not None and x.device != y.device:
+        raise ValueError(f"{name} must be on the device of {first}, {y.device}, got {x.device}")
+
+
+def is_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def is_cu_seqlens(name: str, cu_seqlens: object, like: torch.Tensor) -> None:
+    """A tensor of cumulative lengths, [N + 1]; holds_cu_seqlens looks at the values."""
+    is_tensor(name, cu_seqlens)
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
+        raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
+    has_dtype(name, cu_seqlens, (torch.int32, torch.int64))
+    same_device(name, cu_seqlens, "the inputs", like)
+
+
+def readable(x: Optional[torch.Tensor]) -> bool:
+    """Values are read on the CPU only: on a GPU that stops the host, so there the kernels clamp."""
+    return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
+def holds_cu_seqlens(name: str, cu_seqlens: Optional[torch.Tensor], total: int) -> None:
+    """Cumulative lengths are 0 first and `total` last and never decrease."""
+    if not readable(cu_seqlens):
+        return
+    values = cu_seqlens.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name} must start with 0, got {values[0]}")
+    if values[-1] != total:
+        raise ValueError(f"{name} must end with the number of tokens, {total}, got {values[-1]}")
+    for n, (a, b) in enumerate(zip(values, values[1:])):
+        if b < a:
+            raise ValueError(f"{name} must not decrease, got {b} after {a} at place {n + 1}")

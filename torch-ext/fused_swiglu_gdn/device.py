@@ -1,0 +1,33 @@
+"""Facts about a device that do not change while a process runs."""
+
+import contextlib
+import functools
+from typing import Optional, Tuple
+
+import torch
+
+
+@functools.cache
+def capability(index: int) -> Optional[Tuple[int, int]]:
+    """CUDA compute capability of a GPU by its index; None for AMD GPUs."""
+    if torch.version.hip is not None:
+        return None
+    return torch.cuda.get_device_capability(index)
+
+
+@functools.cache
+def multiprocessor_count(index: int) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+@functools.cache
+def name(index: int) -> str:
+    """The device's name with underscores for spaces, as configs/ files carry it."""
+    return torch.cuda.get_device_name(index).replace(" ", "_")
+
+
+def on(device: torch.device):
+    """A context in which the device is current; nothing is switched where it already is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

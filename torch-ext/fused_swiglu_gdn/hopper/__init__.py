@@ -1,0 +1,1 @@
+"""Kernels that use what Hopper and later GPUs have: tensor descriptors, wgmma, TMA."""

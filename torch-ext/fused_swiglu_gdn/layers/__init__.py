@@ -1,0 +1,25 @@
+"""What `kernels` and transformers swap into models, looked up here by name: forwards alone."""
+
+from .functions import (
+    FusedRMSNormGated,
+    causal_conv1d_fn,
+    causal_conv1d_update,
+    chunk_gated_delta_rule,
+    recurrent_gated_delta_rule,
+)
+from .gdn import OlmoHybridGatedDeltaNet, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet
+from .swiglu import SwiGLUGateUp, SwiGLUGateUpLayout, SwiGLUMLP
+
+__all__ = [
+    "FusedRMSNormGated",
+    "OlmoHybridGatedDeltaNet",
+    "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "SwiGLUGateUp",
+    "SwiGLUGateUpLayout",
+    "SwiGLUMLP",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "recurrent_gated_delta_rule",
+]

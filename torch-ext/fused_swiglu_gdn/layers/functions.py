@@ -1,0 +1,178 @@
+"""Drop-ins for the functions and the norm that transformers asks of other kernel repositories.
+
+The names are transformers' own (integrations/hub_kernels.py), and so are the signatures: a layer of
+the mapping must have the parameters of what it replaces. Callers hand down whatever keyword
+arguments the model was called with; those of packed sequences are used, the rest is dropped.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..functional import gdn, gdn_layer
+
+CONV_ACTIVATIONS = (None, "silu", "swish")
+GATE_ACTIVATIONS = ("silu", "swish", "sigmoid")
+
+
+def packed_lengths(kwargs):
+    """The cumulative lengths [N + 1] of a packed batch by any name that callers have for it."""
+    lengths = kwargs.get("cu_seqlens")
+    return kwargs.get("cu_seq_lens_q") if lengths is None else lengths
+
+
+def convolved(activation, convolution):
+    """convolution(activation), where the kernel has the activation, else the two after another."""
+    if activation in CONV_ACTIVATIONS:
+        return convolution(activation)
+    return _named_activation(activation)(convolution(None))
+
+
+def normed_and_gated(norm, x, gate):
+    """What the forward of a model's RMSNormGated `norm` gives for x and gate [..., D]."""
+    weight, eps = norm.weight, norm.variance_epsilon
+    activation = getattr(norm, "activation", "silu")
+    if activation in GATE_ACTIVATIONS:
+        return gdn_layer.rms_norm_gated(x, gate, weight, eps=eps, activation=activation)
+    y = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    return (y * _named_activation(activation)(gate.float())).to(x.dtype)
+
+
+def _named_activation(name):
+    """Any other activation that a transformers config can name."""
+    from transformers.activations import ACT2FN
+
+    return ACT2FN[name]
+
+
+class chunk_gated_delta_rule(nn.Module):
+    """The gated delta rule in chunks of 64 tokens (see the function of this name).
+
+    q and k may have fewer heads than v (transformers 5.23) or be repeated already (5.22). The
+    result does not depend on chunk_size.
+
+    Shapes:
+        query, key: [B, T, H, K]; value: [B, T, HV, V]; g, beta: [B, T, HV]
+        -> [B, T, HV, V] and the state [N, HV, K, V] in fp32, or None
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        g,
+        beta,
+        chunk_size=64,
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=False,
+        **kwargs,
+    ):
+        return gdn.chunk_gated_delta_rule(
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=packed_lengths(kwargs),
+        )
+
+
+class recurrent_gated_delta_rule(nn.Module):
+    """The gated delta rule token by token: fused_recurrent_gated_delta_rule.
+
+    Shapes: as chunk_gated_delta_rule.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        query,
+        key,
+        value,
+        g,
+        beta,
+        initial_state=None,
+        output_final_state=False,
+        use_qk_l2norm_in_kernel=False,
+        **kwargs,
+    ):
+        return gdn.fused_recurrent_gated_delta_rule(
+            query,
+            key,
+            value,
+            g,
+            beta,
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+            cu_seqlens=packed_lengths(kwargs),
+        )
+
+
+class causal_conv1d_fn(nn.Module):
+    """The short depthwise convolution over a prompt.
+
+    Shapes:
+        hidden_states: [B, D, T]; weight: [D, W]; bias: [D] or None -> [B, D, T]
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states, weight, bias=None, activation=None, **kwargs):
+        seq_idx = kwargs.get("seq_idx")
+        lengths = packed_lengths(kwargs) if seq_idx is None else None
+        if seq_idx is not None:
+            # a cache puts the tokens before these in front; they belong to the first sequence
+            before = hidden_states.shape[-1] - seq_idx.shape[-1]
+            if before > 0:
+                seq_idx = torch.cat([seq_idx[:, :1].expand(-1, before), seq_idx], dim=-1)
+        return convolved(
+            activation,
+            lambda known: gdn_layer.causal_conv1d_fn(
+                hidden_states, weight, bias, known, seq_idx=seq_idx, cu_seqlens=lengths
+            ),
+        )
+
+
+class causal_conv1d_update(nn.Module):
+    """The short convolution of the next token; conv_state is updated in place.
+
+    Shapes:
+        hidden_states: [B, D, T] or [B, D]; conv_state: [B, D, S], S >= W - 1 -> as hidden_states
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states, conv_state, weight, bias=None, activation=None):
+        return convolved(
+            activation,
+            lambda known: gdn_layer.causal_conv1d_update(
+                hidden_states, conv_state, weight, bias, known
+            ),
+        )
+
+
+class FusedRMSNormGated(nn.Module):
+    """weight * hidden_states / rms(hidden_states) * act(gate): the norm comes before the gate.
+
+    Shapes:
+        hidden_states, gate: [..., D] -> [..., D]
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(self, hidden_states, gate):
+        return normed_and_gated(self, hidden_states, gate)

@@ -1,0 +1,83 @@
+"""Whether reading a module's weight is the same as calling the module.
+
+A layer replaces a forward, so it meets whatever else was done to the model: adapters, quantized or
+sharded weights, hooks. Each function gives the reason why not, or None if all is plain.
+"""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_ACTIVATIONS = {F.silu: "silu", F.relu: "relu", nn.SiLU: "silu", nn.ReLU: "relu"}
+_TRANSFORMERS_ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
+
+
+def why_hooked(module: nn.Module) -> Optional[str]:
+    """Calling the module does more than its class's forward."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "has forward hooks"
+    if module._backward_hooks or module._backward_pre_hooks:
+        return "has backward hooks"
+    if hasattr(module, "_hf_hook"):
+        return "has an accelerate hook (offloading, or several devices)"
+    return None
+
+
+def why_not_tensor(x: Optional[torch.Tensor]) -> Optional[str]:
+    """x is sharded, quantized or without data."""
+    if x is None:
+        return None
+    if type(x) not in PLAIN_TENSORS:
+        return f"is a {type(x).__name__}"
+    if x.dtype not in FLOATING:
+        return f"is of dtype {str(x.dtype).replace('torch.', '')}"
+    if x.is_meta:
+        return "is on the meta device"
+    return None
+
+
+def why_not_linear(module: nn.Module) -> Optional[str]:
+    """The module is not just x @ weight.T + bias."""
+    if type(module) is not nn.Linear:
+        return f"is a {type(module).__module__}.{type(module).__name__}, not nn.Linear"
+    if "forward" in module.__dict__:
+        return "has a forward of its own"
+    reason = why_hooked(module)
+    if reason is not None:
+        return reason
+    for name, x in (("weight", module.weight), ("bias", module.bias)):
+        reason = why_not_tensor(x)
+        if reason is not None:
+            return f"has a {name} that {reason}"
+    return None
+
+
+def activation_of(function) -> Optional[str]:
+    """The name that fused_swiglu has for an activation; None for one that it has not."""
+    if isinstance(function, nn.Module):
+        kind = type(function)
+        if why_hooked(function) is not None:
+            return None
+        if kind is nn.GELU:
+            return "gelu_tanh" if function.approximate == "tanh" else None
+        if kind.__module__ == "transformers.activations":
+            return _TRANSFORMERS_ACTIVATIONS.get(kind.__name__)
+        return _ACTIVATIONS.get(kind)
+    return _ACTIVATIONS.get(function)
+
+
+def same_dtype(x: torch.Tensor, *modules: nn.Module) -> bool:
+    """x can be multiplied with the modules' weights, or autocast will see to it."""
+    if type(x) not in PLAIN_TENSORS:
+        return False
+    if torch.is_autocast_enabled(x.device.type):
+        return True
+    return all(x.dtype == module.weight.dtype for module in modules)

@@ -1,0 +1,6 @@
+"""Which layer of which model is served by which of ours: in one call, or through `kernels`."""
+
+from .apply import kernelize, restore
+from .hub import decorate, layer_mapping
+
+__all__ = ["decorate", "kernelize", "layer_mapping", "restore"]

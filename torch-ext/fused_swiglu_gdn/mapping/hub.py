@@ -1,0 +1,141 @@
+"""Our layers for the mappings of `kernels` and transformers; `kernels` is imported on use."""
+
+from pathlib import Path
+from types import ModuleType
+from typing import Dict, Optional, Sequence, Union
+
+from torch import nn
+
+from .. import layers
+from .recognise import recognise
+
+# the names that models are decorated with, or ask functions by, and our layer for each
+NAMES = {
+    "SwiGLUMLP": "SwiGLUMLP",
+    "SwiGLUGateUp": "SwiGLUGateUp",
+    "Qwen3_5GatedDeltaNet": "Qwen3_5GatedDeltaNet",
+    "Qwen3NextGatedDeltaNet": "Qwen3NextGatedDeltaNet",
+    "OlmoHybridGatedDeltaNet": "OlmoHybridGatedDeltaNet",
+    "RMSNormGated": "FusedRMSNormGated",
+    "chunk_gated_delta_rule": "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule": "recurrent_gated_delta_rule",
+    "causal_conv1d_fn": "causal_conv1d_fn",
+    "causal_conv1d_update": "causal_conv1d_update",
+}
+
+
+class _Loaded:
+    """A repository, as `kernels` has them, of layers that are in memory already."""
+
+    def __init__(self, package: ModuleType, layer_name: str):
+        self.package, self.layer_name = package, layer_name
+
+    def load(self):
+        return getattr(self.package, self.layer_name)
+
+    def _key(self):
+        return self.package.__name__, self.layer_name
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __eq__(self, other):
+        return isinstance(other, _Loaded) and self._key() == other._key()
+
+    def __hash__(self):
+        return hash(self._key())
+
+    def __str__(self):
+        return f"`{self.package.__name__}` (in memory), layer `{self.layer_name}`"
+
+
+def layer_mapping(
+    source: Union[None, ModuleType, str, Path] = None,
+    *,
+    version: Optional[int] = None,
+    revision: Optional[str] = None,
+    names: Optional[Sequence[str]] = None,
+    devices: Sequence[str] = ("cuda", "rocm", "cpu", "mps"),
+    trust_remote_code: bool = False,
+) -> Dict[str, dict]:
+    """The mapping for kernels.use_kernel_mapping or kernels.register_kernel_mapping.
+
+    It survives transformers' `use_kernels=True`, which puts its own mapping over others each time:
+    a range of capabilities is narrower than no range, and the narrower one wins.
+
+    Args:
+        source: "org/repo" on the Hub (with version or revision), the path of a local repository,
+            a loaded kernel, or None for this one.
+        version, revision: of the Hub repository; one of them. With LOCAL_KERNELS and no network,
+            only revision works (kernels 0.17.2).
+        names: the names to map, all by default (NAMES has them).
+        devices: the device types to map.
+        trust_remote_code: for a Hub repository whose publisher is not a trusted one.
+
+    Returns:
+        {name: {device: {mode: repository}}}
+    """
+    from kernels import Mode
+
+    both = Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE
+    gradients = Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE
+    mapping = {}
+    for name in NAMES if names is None else names:
+        layer = NAMES[name]
+        repository = _repository(source, layer, version, revision, trust_remote_code)
+        flags = getattr(layers, layer)
+        modes = both + gradients if flags.has_backward else both
+        entry = {mode: repository for mode in modes}
+        mapping[name] = {_device(device): dict(entry) for device in devices}
+    return mapping
+
+
+def _repository(source, layer, version, revision, trust_remote_code):
+    if source is None or isinstance(source, ModuleType):
+        return _Loaded(layers if source is None else source.layers, layer)
+    from kernels import LayerRepository, LocalLayerRepository
+
+    if isinstance(source, Path) or Path(source).is_dir():
+        return LocalLayerRepository(Path(source), layer_name=layer)
+    return LayerRepository(
+        source,
+        layer_name=layer,
+        version=version,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _device(kind: str):
+    from kernels import CUDAProperties, Device, ROCMProperties
+
+    properties = {"cuda": CUDAProperties(0, 1000), "rocm": ROCMProperties(0, 1000)}
+    return Device(type=kind, properties=properties.get(kind))
+
+
+def decorate(model: nn.Module) -> Dict[str, str]:
+    """Makes the model's classes known to `kernels`, which asks for names that most MLPs lack.
+
+    After it, kernels.kernelize, model.set_use_kernels and KernelConfig replace the forwards of
+    the modules that kernelize(model) would serve, and of no others. Classes are decorated for the
+    whole process, once.
+
+    Returns:
+        {class: the name to map}
+    """
+    from kernels import replace_kernel_forward_from_hub
+
+    named = {}
+    for module in model.modules():
+        kind, finding = type(module), recognise(module)
+        if finding is None or finding.reason is not None or kind.__name__ in named:
+            continue
+        if not hasattr(kind, "kernel_layer_name"):
+            replace_kernel_forward_from_hub(kind, finding.layer, condition=_is_served)
+        named[kind.__name__] = kind.kernel_layer_name
+    return named
+
+
+def _is_served(module: nn.Module) -> bool:
+    finding = recognise(module)
+    return finding is not None and finding.reason is None

@@ -1,0 +1,1 @@
+"""Registered operators: schema, fake, autograd; and the way round them in eager mode."""

@@ -1,0 +1,55 @@
+"""How a call reaches the one who serves it."""
+
+from typing import Callable
+
+import torch
+
+from .. import dispatch
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def needs_grad(args: tuple) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in args
+    )
+
+
+def run(family: str, operation: str, op: Callable, reference: Callable, args: tuple):
+    """operation(*args) by a kernel, or by the reference, which torch differentiates and traces.
+
+    A registered operator costs several microseconds a call (docs/gdn.md), so in eager mode without
+    gradients the kernel's launcher is called directly; while tracing, and on tensor subclasses,
+    the operator stands in for it.
+    """
+    where = args[0].device
+    grad = needs_grad(args)
+    if torch.compiler.is_compiling():
+        if grad or not dispatch.has_kernels(family, where.type, where.index):
+            return reference(*args)
+        return op(*args)
+    launch = dispatch.choose(family, operation, grad, args)
+    if launch is None:
+        return reference(*args)
+    if grad or type(args[0]) not in _PLAIN:
+        return op(*args)
+    return launch(*args)
+
+
+def serve(family: str, operation: str, reference: Callable, args: tuple):
+    """The body of an operator: autograd is above it, so the reference may serve here too.
+
+    Its outputs are made contiguous, as the operators' fake implementations say.
+    """
+    launch = dispatch.choose(family, operation, False, args)
+    if launch is not None:
+        return launch(*args)
+    out = reference(*args)
+    if isinstance(out, torch.Tensor):
+        return out.contiguous()
+    return tuple(x if x is None else x.contiguous() for x in out)
+
+
+def present(x, like: torch.Tensor) -> torch.Tensor:
+    """An operator returns tensors only: an absent output is an empty one."""
+    return like.new_empty(0) if x is None else x

@@ -1,0 +1,33 @@
+"""The SwiGLU operator."""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix
+from ..reference import swiglu as reference
+from .common import run, serve
+
+
+@torch.library.custom_op(add_op_namespace_prefix("swiglu_fwd"), mutates_args=())
+def _swiglu_fwd(
+    x: Tensor,  # [M, K]
+    w_gate: Tensor,  # [N, K]
+    w_up: Tensor,  # [N, K]
+    b_gate: Optional[Tensor],  # [N]
+    b_up: Optional[Tensor],  # [N]
+    activation: str,
+) -> Tensor:  # [M, N]
+    args = (x, w_gate, w_up, b_gate, b_up, activation)
+    return serve("swiglu", "swiglu_fwd", reference.swiglu_fwd, args)
+
+
+@_swiglu_fwd.register_fake
+def _(x, w_gate, w_up, b_gate, b_up, activation):
+    return x.new_empty(x.shape[0], w_gate.shape[0])
+
+
+def swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> Tensor:
+    args = (x, w_gate, w_up, b_gate, b_up, activation)
+    return run("swiglu", "swiglu_fwd", _swiglu_fwd, reference.swiglu_fwd, args)

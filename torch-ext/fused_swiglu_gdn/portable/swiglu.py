@@ -1,0 +1,154 @@
+"""SwiGLU with pointers: z = act(x Wg^T + bg) * (x Wu^T + bu) for any layout, size and dtype.
+
+Sizes: M tokens, K model width, N hidden width. Derivation and measurements: docs/swiglu.md.
+"""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from .. import device, tuning
+from ..common.primitives import activate, grouped_tile
+
+SERVED = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
+    return x.dtype in SERVED
+
+
+@triton.jit
+def _swiglu_fwd_kernel(
+    x_ptr,  # [M, K] strides (stride_x, 1)
+    w_gate_ptr,  # [N, K] strides (stride_n, stride_k)
+    w_up_ptr,  # [N, K] strides (stride_n, stride_k)
+    b_gate_ptr,  # [N] or None
+    b_up_ptr,  # [N] or None
+    z_ptr,  # [M, N]
+    M,
+    N,
+    K,
+    stride_x,
+    stride_n,
+    stride_k,
+    ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """z = act(x Wg^T + bg) * (x Wu^T + bu); a program makes one [BLOCK_M, BLOCK_N] tile.
+
+    Gate and up rows alternate in one operand, so one product makes both and a thread holds the two
+    of a pair side by side: splitting them moves nothing.
+    """
+    pid_m, pid_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
+    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    pair = tl.arange(0, 2 * BLOCK_N)
+    # rows past the end read the last one: no mask in the loop, and nothing of them is stored
+    rows_x = tl.minimum(offs_m, M - 1).to(tl.int64)
+    rows_w = tl.minimum(pid_n * BLOCK_N + pair // 2, N - 1).to(tl.int64)
+    x_ptrs = x_ptr + rows_x[:, None] * stride_x + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
+    w_ptrs = tl.where(pair % 2 == 0, w_gate_ptr, w_up_ptr) + rows_w * stride_n
+    w_ptrs = w_ptrs[None, :] + offs_k[:, None] * stride_k  # [BLOCK_K, 2 BLOCK_N]
+    acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        if EVEN_K:
+            x = tl.load(x_ptrs)  # [BLOCK_M, BLOCK_K]
+            w = tl.load(w_ptrs)  # [BLOCK_K, 2 BLOCK_N]
+        else:
+            x = tl.load(x_ptrs, mask=offs_k[None, :] < K - k, other=0.0)
+            w = tl.load(w_ptrs, mask=offs_k[:, None] < K - k, other=0.0)
+        acc = tl.dot(x, w, acc, input_precision=PRECISION)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K * stride_k
+    gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))  # [BLOCK_M, BLOCK_N] fp32
+    if b_gate_ptr is not None:
+        gate += tl.load(b_gate_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    if b_up_ptr is not None:
+        up += tl.load(b_up_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    z = (activate(gate, ACTIVATION) * up).to(z_ptr.dtype.element_ty)
+    z_ptrs = z_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
+    tl.store(z_ptrs, z, mask=(offs_m[:, None] < M) & (offs_n[None, :] < N))
+
+
+def launch(x, w_gate, w_up, b_gate, b_up, activation, config) -> torch.Tensor:
+    """z [M, N] by the kernel above with this configuration."""
+    (M, K), N = x.shape, w_gate.shape[0]
+    if w_gate.stride() != w_up.stride():  # the kernel takes one pair of strides
+        w_gate, w_up = w_gate.contiguous(), w_up.contiguous()
+    z = torch.empty((M, N), dtype=x.dtype, device=x.device)  # [M, N]
+    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
+    if tiles == 0:
+        return z
+    with device.on(x.device):
+        _swiglu_fwd_kernel[(tiles,)](
+            x,
+            w_gate,
+            w_up,
+            b_gate,
+            b_up,
+            z,
+            M,
+            N,
+            K,
+            x.stride(0),
+            *w_gate.stride(),
+            ACTIVATION=activation,
+            PRECISION="ieee",
+            EVEN_K=K % config["BLOCK_K"] == 0,
+            **config,
+        )
+    return z
+
+
+@triton.jit
+def _gate_fwd_kernel(
+    gate_ptr,  # [M, N]
+    up_ptr,  # [M, N]
+    z_ptr,  # [M, N]
+    size,  # M * N
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """z = act(gate) * up; a program makes BLOCK elements."""
+    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_ptr + offs, mask=offs < size).to(tl.float32)  # [BLOCK]
+    up = tl.load(up_ptr + offs, mask=offs < size).to(tl.float32)  # [BLOCK]
+    z = activate(gate, ACTIVATION) * up
+    tl.store(z_ptr + offs, z.to(z_ptr.dtype.element_ty), mask=offs < size)
+
+
+def _products_and_gate(x, w_gate, w_up, b_gate, b_up, activation) -> torch.Tensor:
+    """z [M, N] from two products of cuBLAS (rocBLAS) and one launch for the gate."""
+    gate = F.linear(x, w_gate, b_gate)  # [M, N]
+    up = F.linear(x, w_up, b_up)  # [M, N]
+    z = torch.empty_like(gate)
+    with device.on(x.device):
+        _gate_fwd_kernel[(triton.cdiv(z.numel(), 1024),)](
+            gate, up, z, z.numel(), ACTIVATION=activation, BLOCK=1024
+        )
+    return z
+
+
+def swiglu_fwd(
+    x: torch.Tensor,  # [M, K], last dimension dense
+    w_gate: torch.Tensor,  # [N, K], any strides
+    w_up: torch.Tensor,  # [N, K], any strides
+    b_gate: Optional[torch.Tensor],  # [N]
+    b_up: Optional[torch.Tensor],  # [N]
+    activation: str,
+) -> torch.Tensor:  # [M, N]
+    """One launch for fp16 and bf16; fp32 keeps torch's own products and their tf32 setting."""
+    (M, K), N = x.shape, w_gate.shape[0]
+    if x.dtype == torch.float32 and x.is_cuda and M * N > 0:
+        return _products_and_gate(x, w_gate, w_up, b_gate, b_up, activation)
+    config = tuning.lookup("portable_swiglu_fwd", x.device, M=M, N=N, K=K)
+    return launch(x, w_gate, w_up, b_gate, b_up, activation, config)
