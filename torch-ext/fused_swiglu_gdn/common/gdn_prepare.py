@@ -41,10 +41,15 @@ def locate_chunk(row, cu_ptr, T, N, NT, IS_PACKED: tl.constexpr):
 
 
 @triton.jit
-def _log2_decay(g, A_log_ptr, dt_bias_ptr, hv, RAW_GATE: tl.constexpr):
-    """g [C] as given (natural-log decay, or the raw a) -> log2 of the decay, fp32; 2^-200 is 0 in fp32."""
-    if RAW_GATE:
-        x = g + tl.load(dt_bias_ptr + hv).to(tl.float32)
+def _log2_decay(g, A_log_ptr, dt_bias_ptr, hv):
+    """g [C] as given (natural-log decay; the raw a with A_log) -> log2 of the decay, fp32.
+
+    Cut at 2^-200, which is 0 in fp32, so that one reset does not cost its chunk all precision.
+    """
+    if A_log_ptr is not None:
+        x = g
+        if dt_bias_ptr is not None:
+            x += tl.load(dt_bias_ptr + hv).to(tl.float32)
         softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
         g = -tl.exp(tl.load(A_log_ptr + hv).to(tl.float32)) * softplus
     return tl.maximum(g * 1.4426950408889634, -200.0)
@@ -108,8 +113,7 @@ def _prepare_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     L2NORM: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BETA_MAX: tl.constexpr,
+    BETA_MAX: tl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
     DOT: tl.constexpr,
     DIAG: tl.constexpr,
     HEADS: tl.constexpr,
@@ -162,10 +166,10 @@ def _prepare_kernel(
         beta_at = beta_ptr + hv * beta_strides[2] + t * beta_strides[1]
         g = tl.load(g_at, mask=ok, other=0.0).to(tl.float32)  # [C]
         beta = tl.load(beta_at, mask=ok, other=0.0).to(tl.float32)  # [C]
-        g = tl.where(ok, _log2_decay(g, A_log_ptr, dt_bias_ptr, hv, A_log_ptr is not None), 0.0)
-        if SIGMOID:
-            beta = tl.sigmoid(beta)
-        beta = tl.where(ok, beta * BETA_MAX, 0.0)
+        g = tl.where(ok, _log2_decay(g, A_log_ptr, dt_bias_ptr, hv), 0.0)
+        if BETA_MAX > 0.0:
+            beta = BETA_MAX * tl.sigmoid(beta)
+        beta = tl.where(ok, beta, 0.0)
         G = tl.cumsum(g, axis=0)  # [C] fp32, log2
         G_end = tl.sum(g, axis=0)
         gam = tl.exp2(tl.minimum(G[:, None] - G[None, :], 100.0))  # finite above the diagonal
@@ -241,8 +245,7 @@ def gdn_prepare(
         K=K,
         BLOCK_K=min(triton.next_power_of_2(max(K, 16)), 128),
         L2NORM=use_qk_l2norm,
-        SIGMOID=use_beta_sigmoid,
-        BETA_MAX=2.0 if allow_neg_eigval else 1.0,
+        BETA_MAX=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
         DIAG=tl.float32,
         HEADS=heads,
         DOT=tl.float32 if wide else tl.float16,

@@ -65,13 +65,13 @@ def _scan_kernel(
         start = n * 0
         length = T
         row0 = n * ((T + 63) // 64)
-        mid_row = n * ((T + E - 1) // E)
+        mid_row = n * (T // E)
     else:
         b = n * 0
         start = tl.load(cu_ptr + n).to(tl.int64)
         length = (tl.load(cu_ptr + n + 1).to(tl.int64) - start).to(tl.int32)
         row0 = start // 64 + n
-        mid_row = start // E + n
+        mid_row = start // E
     slot = n
     if index_ptr is not None:
         slot = tl.load(index_ptr + n).to(tl.int64)
@@ -103,18 +103,10 @@ def _scan_kernel(
     p_ptr += (row0 * HV + hv) * 4096
     f_ptr += (row0 * HV + hv) * 256
     for c in tl.range(0, NT, num_stages=STAGES):
-        if mid_ptr is not None:
-            if (c * 64) % E == 0:
-                at = ((mid_row + c * 64 // E) * HV + hv) * (K * V)
-                if V_FIRST:
-                    at += d[:, None] + e[None, :] * K
-                else:
-                    at += d[:, None] * V + e[None, :]
-                _store_state(mid_ptr, s, at, in_state)
         left = length - c * 64
         in_k = (t < left)[:, None] & (d < K)[None, :]
         in_v = (t < left)[:, None] & (e < V)[None, :]
-        go = c.to(tl.int64) * 64
+        go = n * 0 + c * 64
         # 64-bit offsets to the chunk, 32-bit ones inside it
         k_tile = k_at + go * k_strides[1] + t[:, None] * k_strides[1] + d[None, :]
         q_tile = q_at + go * q_strides[1] + t[:, None] * q_strides[1] + d[None, :]
@@ -140,6 +132,12 @@ def _scan_kernel(
         o = tl.dot(p, vt.to(k.dtype), o, input_precision=PREC)
         o_tile = o_at + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
         tl.store(o_tile, o.to(o_ptr.dtype.element_ty), mask=in_v)
+        if mid_ptr is not None:
+            done = (c + 1) * 64
+            if (done % E == 0) & (done <= length):
+                at = ((mid_row + done // E - 1) * HV + hv) * (K * V)
+                at += d[:, None] + e[None, :] * K if V_FIRST else d[:, None] * V + e[None, :]
+                _store_state(mid_ptr, s, at, in_state)
 
     if s1_ptr is not None:
         at = slot * s1_strides[0] + hv * s1_strides[1]
