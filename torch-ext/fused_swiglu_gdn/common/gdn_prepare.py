@@ -62,29 +62,30 @@ def _level(i, j, S: tl.constexpr):
 
 
 @triton.jit
-def unit_lower_inverse(low, DIAG: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
-    """(I + low)^-1 of a strictly lower [C, C] fp32 tile: blocks of 16 first, then pairs of blocks.
+def unit_lower_inverse(m, DIAG: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """(I - m)^-1 of a strictly lower [C, C] fp32 tile: blocks of 16 first, then pairs of blocks.
 
-    [[A, 0], [B, D]]^-1 has -D^-1 B A^-1 below its diagonal; every product stays within |T| <= 1 for unit keys.
+    Below the diagonal of [[A, 0], [-M, D]]^-1 stands D^-1 M A^-1; for unit keys every product on the
+    way stays within 1, so no entry is lost to rounding or overflow.
     """
     i = tl.arange(0, 64)[:, None]
     j = tl.arange(0, 64)[None, :]
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     own = tl.arange(0, 4)[:, None, None, None] == tl.arange(0, 4)[None, None, :, None]
-    diag = tl.sum(tl.where(own, tl.reshape(low, (4, 16, 4, 16)), 0.0), axis=2)  # [4, 16, 16] fp32
-    x = tl.where(a == b, 1.0, tl.where(_level(a, b, 1), -diag, 0.0))
+    diag = tl.sum(tl.where(own, tl.reshape(m, (4, 16, 4, 16)), 0.0), axis=2)  # [4, 16, 16] fp32
+    x = tl.where(a == b, 1.0, tl.where(_level(a, b, 1), diag, 0.0))
     d = diag.to(DIAG)
     for s in tl.static_range(1, 4):
-        y = tl.dot(x.to(DIAG), d, input_precision="tf32x3")
-        z = tl.dot(y.to(DIAG), x.to(DIAG), input_precision="tf32x3")
-        x = tl.where(_level(a, b, 2**s), -z, x)
+        y = tl.dot(x.to(DIAG), d, input_precision="tf32x3").to(DIAG)
+        z = tl.dot(y, x.to(DIAG), input_precision="tf32x3")
+        x = tl.where(_level(a, b, 2**s), z, x)
     x = tl.reshape(tl.where(own, x[:, :, None, :], 0.0), (64, 64))
-    low = low.to(DOT)
+    m = m.to(DOT)
     for s in tl.static_range(4, 6):
-        y = tl.dot(x.to(DOT), low, input_precision=PREC)
-        z = tl.dot(y.to(DOT), x.to(DOT), input_precision=PREC)
-        x = tl.where(_level(i, j, 2**s), -z, x)
+        y = tl.dot(x.to(DOT), m, input_precision=PREC).to(DOT)
+        z = tl.dot(y, x.to(DOT), input_precision=PREC)
+        x = tl.where(_level(i, j, 2**s), z, x)
     return x
 
 
@@ -157,7 +158,7 @@ def _prepare_kernel(
     if L2NORM:
         rq = tl.where(ok, tl.rsqrt(q2 + 1e-6), 0.0)
         rk = tl.where(ok, tl.rsqrt(k2 + 1e-6), 0.0)
-    kk = tl.where(i > j, kk * rk[:, None] * rk[None, :], 0.0)
+    kk = tl.where(i > j, kk * -rk[:, None] * rk[None, :], 0.0)  # negative: see the inverse
     qk = tl.where(i >= j, qk * (scale * rq)[:, None] * rk[None, :], 0.0)
 
     for r in range(HEADS):
