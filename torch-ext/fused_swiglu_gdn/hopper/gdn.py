@@ -157,18 +157,19 @@ def gdn_scan(
         )
     W = 1 if 2 * slots * HV <= multiprocessor_count(v.device.index) else 2
     state_registers, load_registers, cap = REGISTERS[W]
+    pool_step = 0 if initial_state is None else initial_state.stride(0)
     gdn_scan_fwd_kernel[(slots * HV * 2 // W,)](
         _token_desc(q, 128, packed), _token_desc(k, 128, packed), _token_desc(v, 64, packed),
         _token_desc(o, 64, packed), _block_desc(Tb), _block_desc(P), _factor_desc(F),
         initial_state, final, checkpoints, state_indices, cu_seqlens, decay, T, HV, H, N,
-        max(checkpoint_every // 64, 1), split, 0 if initial_state is None else initial_state.stride(0),
+        max(checkpoint_every // 64, 1), split, pool_step,
         in_place, W, state_v_first, state_registers, load_registers,
         num_warps=4, maxnreg=cap,
     )  # fmt: skip
     if pool is not None and not in_place:
         size = HV * K * K
         scatter_states_kernel[(N, -(-size // 4096))](
-            final, state_indices, pool, pool.stride(0), size
+            final, state_indices, pool, pool_step, size
         )
         final = pool
     return o, final, checkpoints
