@@ -172,6 +172,7 @@ def gdn_scan(
         ),
         num_warps=4,
         maxnreg=CAP[W],
+        launch_pdl=True,  # it waits for prepare itself, where it needs it
     )  # fmt: skip
     if pool is not None and not in_place:
         size = HV * K * K

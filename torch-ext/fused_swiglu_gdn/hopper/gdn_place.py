@@ -6,7 +6,7 @@ chunk from which the decays prove that the state it does not know cannot matter:
 docs/gdn_hopper.md. Decided here, on the device, per head.
 """
 
-from .gluon_compat import gl, gluon, record, tma
+from .gluon_compat import gl, gluon, record, tma, wait_for_prepare
 
 C = gl.constexpr(64)  # tokens a chunk
 D = gl.constexpr(128)  # head dims K and V
@@ -147,6 +147,7 @@ def place(
     segments = gl.maximum(gl.minimum(split, tokens // (MIN_SEGMENT * C)), 1)
     first, warm, chunks = n * 0, n * 0, gl.where(i < segments, total, 0)
     if segments > 1:
+        wait_for_prepare()  # decay
         first, warm, chunks = _segment(decay_ptr, block, HV, i, total, segments)
     mine = (chunks > 0) | ((total == 0) & (i == 0))
     last = mine & (first + chunks == total)

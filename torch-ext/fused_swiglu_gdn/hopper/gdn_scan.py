@@ -23,6 +23,7 @@ from .gluon_compat import (
     tma_load,
     tma_store,
     tma_store_wait,
+    wait_for_prepare,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -57,9 +58,11 @@ def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, V_FIRST: gl.constexpr):
         for w in gl.static_range(u.W):
             v_smem = u.v_smem.index(s * u.W + w)
             _load_tokens(u.v_desc, u, row, u.head, u.column + w * 64, v_smem, landed)
+        _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), landed)
+        if c == 0:
+            wait_for_prepare()
         tma_load(u.f_desc, [block * (4 * C)], landed, u.f_smem.index(s))
         tma_load(u.t_desc, [block * C, 0], landed, u.t_smem.index(s))
-        _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), landed)
         tma_load(u.p_desc, [block * C, 0], landed, u.p_smem.index(s))
 
 
@@ -187,6 +190,7 @@ def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: 
         if u.target >= 0:
             hT = hT_ptr + u.target + _state_offsets(column, V_FIRST)
             gl.store(hT, S.to(hT_ptr.dtype.element_ty))
+    wait_for_prepare()  # also where no chunk was: this kernel must not end before prepare does
     tma_store_wait(0)
 
 

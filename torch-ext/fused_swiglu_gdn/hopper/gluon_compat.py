@@ -28,6 +28,7 @@ __all__ = [
     "tma_load",
     "tma_store",
     "tma_store_wait",
+    "wait_for_prepare",
     "warpgroup_mma",
     "warpgroup_mma_wait",
     "WARP_SPECIALIZE_TAKES_LIST",
@@ -75,3 +76,11 @@ def as_box(smem, desc):
     else:
         box = smem._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
     return box
+
+
+@gluon.jit
+def wait_for_prepare():
+    """Returns when the kernel launched before this one has finished and its writes can be seen."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
