@@ -36,7 +36,7 @@ class Repo:
         return sha
 
     def resolve(self, revision):
-        sha = self.branches.get(revision, revision)
+        sha = self.branches.get(revision.removeprefix("refs/heads/"), revision)
         return sha if sha in self.commits else None
 
     def files(self, revision):
@@ -141,9 +141,10 @@ class Handler(BaseHTTPRequestHandler):
         """(status, headers, content); Refusal for the rest."""
         query = parse_qs(urlsplit(self.path).query)
         for method, pattern, serve in ROUTES:
-            match = re.fullmatch(pattern, path)
+            match = re.fullmatch(pattern, urlsplit(self.path).path)
             if match and self.command in method.split():
-                result = serve(self, *match.groups(), body=body, query=query)
+                names = [group and unquote(group) for group in match.groups()]
+                result = serve(self, *names, body=body, query=query)
                 if isinstance(result, tuple):
                     return result
                 return 200, {"Content-Type": "application/json"}, json.dumps(result).encode()

@@ -21,7 +21,7 @@ def status_line(status, repo_id, message):
             " access, and the Hub for the approval that publishing kernels needs"
         )
     if status == 404:
-        return f"the Hub knows no such thing (404): is {repo_id} right, and may the token see it?"
+        return f"the Hub knows no such thing (404): check {repo_id}, and that the token may see it"
     if status in (409, 412):
         return f"somebody else changed {repo_id} meanwhile ({status}): run this again"
     if status == 429:
@@ -52,7 +52,7 @@ def cause_line(error, repo_id, endpoint):
         return status_line(error.response.status_code, repo_id, " ".join(message.split()))
     if type(error).__module__.split(".")[0].startswith("httpx"):  # huggingface_hub's own choice
         if type(error).__name__ in ("ConnectError", "ConnectTimeout", "UnsupportedProtocol"):
-            return f"cannot reach the Hub at {endpoint}: is there a network?"
+            return f"cannot reach the Hub at {endpoint}: no network, or HF_ENDPOINT is wrong"
         return f"the connection to the Hub broke ({type(error).__name__}): run this again"
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         where = f" ({error.filename})" if error.filename else ""

@@ -181,7 +181,7 @@ def show(plan, endpoint):
 
 
 def summary(plan, results, variants):
-    print("done")
+    print("done" if results else "nothing to send: the Hub has all of it")
     for where, commit in results.items():
         print(f"  {where}: {commit.pr_url or commit.oid}")
     print(f"  load: get_kernel({plan.repo_id!r}, version={plan.branch[1:]})")
