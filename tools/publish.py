@@ -242,6 +242,7 @@ def publish(arguments, api, root, bar):
                 f" {plan.repo_id} to make it first"
             )
         bar.update()
+        bar.clear()
         show(plan, api.endpoint)
         if arguments.dry_run:
             print("dry run: nothing was sent")
