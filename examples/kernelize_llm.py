@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -120,8 +121,8 @@ def times(models, ids, device: str):
         for _ in range(8):
             model(ids[:, -1:], past_key_values=cache)
 
-    prompts = [lambda model=model: prompt(model) for model in models]
-    steps = [lambda m=model, c=prompt(model): decode(m, c) for model in models]
+    prompts = [partial(prompt, model) for model in models]
+    steps = [partial(decode, model, prompt(model)) for model in models]
     return best(prompts, device), [t / 8 for t in best(steps, device)]
 
 
