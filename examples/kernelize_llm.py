@@ -8,9 +8,9 @@ weights before and after kernelize(model): on the GPU if there is one, else on t
 
 import argparse
 import copy
-import importlib.util
 import logging
 import os
+import subprocess
 import sys
 import time
 from functools import partial
@@ -61,13 +61,10 @@ NEW_TOKENS = 32
 
 def load_kernel():
     """What `make build` writes, loaded by a Hub name; LOCAL_KERNELS stands in for the Hub."""
-    spec = importlib.util.spec_from_file_location("build", ROOT / "tools" / "build.py")
-    build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
-    identity = build.build(ROOT)
+    subprocess.run([sys.executable, ROOT / "tools" / "build.py"], check=True)
     os.environ["LOCAL_KERNELS"] = f"{REPOSITORY}={ROOT}"
     kernel = get_kernel(REPOSITORY, version=1)
-    print(f'Built {identity} and loaded it: get_kernel("{REPOSITORY}", version=1)')
+    print(f'loaded {kernel.__name__}: get_kernel("{REPOSITORY}", version=1)')
     return kernel
 
 
