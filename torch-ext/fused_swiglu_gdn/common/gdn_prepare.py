@@ -41,10 +41,15 @@ def locate_chunk(row, cu_ptr, T, N, NT, IS_PACKED: tl.constexpr):
 
 
 @triton.jit
-def _log2_decay(g, A_log_ptr, dt_bias_ptr, hv, RAW_GATE: tl.constexpr):
-    """g [C] as given (natural-log decay, or the raw a) -> log2 of the decay, fp32; 2^-200 is 0 in fp32."""
-    if RAW_GATE:
-        x = g + tl.load(dt_bias_ptr + hv).to(tl.float32)
+def _log2_decay(g, A_log_ptr, dt_bias_ptr, hv):
+    """g [C] as given (natural-log decay; the raw a with A_log) -> log2 of the decay, fp32.
+
+    Cut at 2^-200, which is 0 in fp32, so that one reset does not cost its chunk all precision.
+    """
+    if A_log_ptr is not None:
+        x = g
+        if dt_bias_ptr is not None:
+            x += tl.load(dt_bias_ptr + hv).to(tl.float32)
         softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
         g = -tl.exp(tl.load(A_log_ptr + hv).to(tl.float32)) * softplus
     return tl.maximum(g * 1.4426950408889634, -200.0)
@@ -53,33 +58,34 @@ def _log2_decay(g, A_log_ptr, dt_bias_ptr, hv, RAW_GATE: tl.constexpr):
 @triton.jit
 def _level(i, j, S: tl.constexpr):
     """Where the blocks below the diagonal lie that join two S x S blocks into one of 2S x 2S."""
-    return (i // (2 * S) == j // (2 * S)) & ((i // S) % 2 == 1) & ((j // S) % 2 == 0)
+    return (i // S == j // S + 1) & ((j // S) % 2 == 0)
 
 
 @triton.jit
-def unit_lower_inverse(low, DOT: tl.constexpr, PREC: tl.constexpr):
-    """(I + low)^-1 of a strictly lower [C, C] fp32 tile: blocks of 16 first, then pairs of blocks.
+def unit_lower_inverse(m, DIAG: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """(I - m)^-1 of a strictly lower [C, C] fp32 tile: blocks of 16 first, then pairs of blocks.
 
-    [[A, 0], [B, D]]^-1 has -D^-1 B A^-1 below its diagonal; every product stays within |T| <= 1 for unit keys.
+    Below the diagonal of [[A, 0], [-M, D]]^-1 stands D^-1 M A^-1; for unit keys every product on the
+    way stays within 1, so no entry is lost to rounding or overflow.
     """
     i = tl.arange(0, 64)[:, None]
     j = tl.arange(0, 64)[None, :]
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     own = tl.arange(0, 4)[:, None, None, None] == tl.arange(0, 4)[None, None, :, None]
-    diag = tl.sum(tl.where(own, tl.reshape(low, (4, 16, 4, 16)), 0.0), axis=2)  # [4, 16, 16] fp32
-    x = tl.where(a == b, 1.0, tl.where(_level(a, b, 1), -diag, 0.0))
-    d = diag.to(DOT)
+    diag = tl.sum(tl.where(own, tl.reshape(m, (4, 16, 4, 16)), 0.0), axis=2)  # [4, 16, 16] fp32
+    x = tl.where(a == b, 1.0, tl.where(_level(a, b, 1), diag, 0.0))
+    d = diag.to(DIAG)
     for s in tl.static_range(1, 4):
-        y = tl.dot(x.to(DOT), d, input_precision=PREC)
-        z = tl.dot(y.to(DOT), x.to(DOT), input_precision=PREC)
-        x = tl.where(_level(a, b, 2**s), -z, x)
+        y = tl.dot(x.to(DIAG), d, input_precision="tf32x3").to(DIAG)
+        z = tl.dot(y, x.to(DIAG), input_precision="tf32x3")
+        x = tl.where(_level(a, b, 2**s), z, x)
     x = tl.reshape(tl.where(own, x[:, :, None, :], 0.0), (64, 64))
-    low = low.to(DOT)
+    m = m.to(DOT)
     for s in tl.static_range(4, 6):
-        y = tl.dot(x.to(DOT), low, input_precision=PREC)
-        z = tl.dot(y.to(DOT), x.to(DOT), input_precision=PREC)
-        x = tl.where(_level(i, j, 2**s), -z, x)
+        y = tl.dot(x.to(DOT), m, input_precision=PREC).to(DOT)
+        z = tl.dot(y, x.to(DOT), input_precision=PREC)
+        x = tl.where(_level(i, j, 2**s), z, x)
     return x
 
 
@@ -95,6 +101,7 @@ def _prepare_kernel(
     tb_ptr,  # [rows, HV, C, C]
     p_ptr,  # [rows, HV, C, C]
     f_ptr,  # [rows, HV, 4, C] fp32
+    decay_ptr,  # [rows, HV] fp32
     q_strides,  # of B, T, H
     k_strides,
     g_strides,  # of B, T, HV
@@ -108,22 +115,28 @@ def _prepare_kernel(
     K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     L2NORM: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BETA_MAX: tl.constexpr,
+    BETA_MAX: tl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
     DOT: tl.constexpr,
+    DIAG: tl.constexpr,
+    HEADS: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Tb, P and F of one chunk and the R value heads of one key head."""
+    """Tb, P and F of one chunk and HEADS of the R value heads of one key head."""
     pid = tl.program_id(0)
-    row = pid // H
-    h = (pid % H).to(tl.int64)
+    row = pid // (H * R // HEADS)
+    hv0 = (pid % (H * R // HEADS)).to(tl.int64) * HEADS
+    h = hv0 // R
     n, c, start, length = locate_chunk(row, cu_ptr, T, N, NT, cu_ptr is not None)
     if c * 64 >= length:
         return
     b = n.to(tl.int64) if cu_ptr is None else start * 0
     t = tl.arange(0, 64)
-    tok = start + c * 64 + t  # [C] int64
-    ok = c * 64 + t < length
+    tok = start + c * 64  # first token, int64; offsets inside a chunk are 32-bit
+    ok = t < length - c * 64
+    q_ptr += b * q_strides[0] + tok * q_strides[1] + h * q_strides[2]
+    k_ptr += b * k_strides[0] + tok * k_strides[1] + h * k_strides[2]
+    g_ptr += b * g_strides[0] + tok * g_strides[1]
+    beta_ptr += b * beta_strides[0] + tok * beta_strides[1]
     i = t[:, None]
     j = t[None, :]
 
@@ -134,44 +147,43 @@ def _prepare_kernel(
     for k0 in tl.static_range(0, K, BLOCK_K):
         d = k0 + tl.arange(0, BLOCK_K)[None, :]
         mask = ok[:, None] & (d < K)
-        q_at = q_ptr + b * q_strides[0] + tok[:, None] * q_strides[1] + h * q_strides[2] + d
-        k_at = k_ptr + b * k_strides[0] + tok[:, None] * k_strides[1] + h * k_strides[2] + d
-        q = tl.load(q_at, mask=mask, other=0.0)  # [C, BLOCK_K]
-        k = tl.load(k_at, mask=mask, other=0.0)  # [C, BLOCK_K]
+        q = tl.load(q_ptr + i * q_strides[1] + d, mask=mask, other=0.0)  # [C, BLOCK_K]
+        k = tl.load(k_ptr + i * k_strides[1] + d, mask=mask, other=0.0)  # [C, BLOCK_K]
         kk = tl.dot(k, tl.trans(k), kk, input_precision=PREC)
         qk = tl.dot(q, tl.trans(k), qk, input_precision=PREC)
+        k2 += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
         if L2NORM:
             q2 += tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)
-            k2 += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
     rq = tl.where(ok, 1.0, 0.0)
     rk = rq
     if L2NORM:
         rq = tl.where(ok, tl.rsqrt(q2 + 1e-6), 0.0)
         rk = tl.where(ok, tl.rsqrt(k2 + 1e-6), 0.0)
-    kk = tl.where(i > j, kk * rk[:, None] * rk[None, :], 0.0)
+        k2 = k2 * rk * rk
+    kk = tl.where(i > j, kk * -rk[:, None] * rk[None, :], 0.0)  # negative: see the inverse
     qk = tl.where(i >= j, qk * (scale * rq)[:, None] * rk[None, :], 0.0)
 
-    for r in range(R):
-        hv = h * R + r
-        g_at = g_ptr + b * g_strides[0] + tok * g_strides[1] + hv * g_strides[2]
-        beta_at = beta_ptr + b * beta_strides[0] + tok * beta_strides[1] + hv * beta_strides[2]
+    for r in range(HEADS):
+        hv = hv0 + r
+        g_at = g_ptr + hv * g_strides[2] + t * g_strides[1]
+        beta_at = beta_ptr + hv * beta_strides[2] + t * beta_strides[1]
         g = tl.load(g_at, mask=ok, other=0.0).to(tl.float32)  # [C]
         beta = tl.load(beta_at, mask=ok, other=0.0).to(tl.float32)  # [C]
-        g = tl.where(ok, _log2_decay(g, A_log_ptr, dt_bias_ptr, hv, A_log_ptr is not None), 0.0)
-        if SIGMOID:
-            beta = tl.sigmoid(beta)
-        beta = tl.where(ok, beta * BETA_MAX, 0.0)
+        g = tl.where(ok, _log2_decay(g, A_log_ptr, dt_bias_ptr, hv), 0.0)
+        if BETA_MAX > 0.0:
+            beta = BETA_MAX * tl.sigmoid(beta)
+        beta = tl.where(ok, beta, 0.0)
         G = tl.cumsum(g, axis=0)  # [C] fp32, log2
         G_end = tl.sum(g, axis=0)
-        gam = tl.exp2(tl.where(i >= j, G[:, None] - G[None, :], 0.0))  # [C, C] fp32
+        gam = tl.exp2(tl.minimum(G[:, None] - G[None, :], 100.0))  # finite above the diagonal
 
         unit = row.to(tl.int64) * (H * R) + hv
-        at = unit * 4096 + i * 64 + j
+        at = i * 64 + j
         p = qk * gam
-        tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty))
-        x = unit_lower_inverse(kk * gam * beta[:, None], DOT, PREC)
+        tl.store(p_ptr + unit * 4096 + at, p.to(p_ptr.dtype.element_ty))
+        x = unit_lower_inverse(kk * gam * beta[:, None], DIAG, DOT, PREC)
         x = x * beta[None, :]
-        tl.store(tb_ptr + at, x.to(tb_ptr.dtype.element_ty))
+        tl.store(tb_ptr + unit * 4096 + at, x.to(tb_ptr.dtype.element_ty))
 
         grow = tl.where(ok, tl.exp2(G), 0.0)
         f_at = f_ptr + unit * 256 + t
@@ -179,6 +191,9 @@ def _prepare_kernel(
         tl.store(f_at + 64, tl.exp2(tl.minimum(G_end - G, 0.0)) * rk)
         tl.store(f_at + 128, grow * rq * scale)
         tl.store(f_at + 192, tl.exp2(G_end + t * 0.0))
+        # A token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|).
+        stretch = tl.log2(tl.maximum(tl.abs(1.0 - beta * k2), 1.0))
+        tl.store(decay_ptr + unit, G_end + tl.sum(stretch, axis=0))
 
 
 def chunk_rows(T: int, B: int, cu_seqlens: Optional[torch.Tensor]) -> int:
@@ -201,17 +216,20 @@ def gdn_prepare(
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
 ):
-    """Prepared blocks (Tb, P, F) of every chunk row and value head, as docs/gdn.md defines the boundary."""
+    """Prepared blocks of every chunk row and value head, as docs/gdn.md defines the boundary: Tb, P,
+    F, and decay [rows, HV] fp32, log2 of a bound of the norm of the chunk's transition."""
     B, T, H, K = q.shape
     HV = g.shape[2]
     rows = chunk_rows(T, B, cu_seqlens)
     blocks = q.new_empty((2, rows, HV, CHUNK, CHUNK))
     tb, p = blocks[0], blocks[1]
     f = q.new_empty((rows, HV, 4, CHUNK), dtype=torch.float32)
+    decay = q.new_empty((rows, HV), dtype=torch.float32)
     if rows * HV == 0:
-        return tb, p, f
+        return tb, p, f, decay
     wide = q.dtype == torch.float32
-    _prepare_kernel[(rows * H,)](
+    heads = HV // H
+    _prepare_kernel[(rows * HV // heads,)](
         q,
         k,
         g,
@@ -222,6 +240,7 @@ def gdn_prepare(
         tb,
         p,
         f,
+        decay,
         q.stride()[:3],
         k.stride()[:3],
         g.stride(),
@@ -235,10 +254,11 @@ def gdn_prepare(
         K=K,
         BLOCK_K=min(triton.next_power_of_2(max(K, 16)), 128),
         L2NORM=use_qk_l2norm,
-        SIGMOID=use_beta_sigmoid,
-        BETA_MAX=2.0 if allow_neg_eigval else 1.0,
+        BETA_MAX=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
+        DIAG=tl.float32,
+        HEADS=heads,
         DOT=tl.float32 if wide else tl.float16,
         PREC="tf32x3" if wide else "tf32",
         num_warps=4,
     )
-    return tb, p, f
+    return tb, p, f, decay

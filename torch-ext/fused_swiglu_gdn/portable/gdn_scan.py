@@ -65,13 +65,13 @@ def _scan_kernel(
         start = n * 0
         length = T
         row0 = n * ((T + 63) // 64)
-        mid_row = n * ((T + E - 1) // E)
+        mid_row = n * (T // E)
     else:
         b = n * 0
         start = tl.load(cu_ptr + n).to(tl.int64)
         length = (tl.load(cu_ptr + n + 1).to(tl.int64) - start).to(tl.int32)
         row0 = start // 64 + n
-        mid_row = start // E + n
+        mid_row = start // E
     slot = n
     if index_ptr is not None:
         slot = tl.load(index_ptr + n).to(tl.int64)
@@ -86,10 +86,10 @@ def _scan_kernel(
     NT = (length + 63) // 64
     if slot < 0:  # a padding row of the batch: nothing is read or written but zeros of o
         for c in range(NT):
-            tok = c * 64 + t.to(tl.int64)
-            at = o_at + tok[:, None] * (HV * V) + e[None, :]
+            at = o_at + t[:, None] * (HV * V) + e[None, :]
             zero = tl.zeros((64, BLOCK_V), o_ptr.dtype.element_ty)
-            tl.store(at, zero, mask=(tok < length)[:, None] & (e < V)[None, :])
+            tl.store(at, zero, mask=(t < length - c * 64)[:, None] & (e < V)[None, :])
+            o_at += 64 * HV * V
         return
 
     in_state = (d < K)[:, None] & (e < V)[None, :]
@@ -99,27 +99,25 @@ def _scan_kernel(
         at += d[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
         s = tl.load(s0_ptr + at, mask=in_state, other=0.0).to(tl.float32)
 
-    unit = row0 * HV + hv
+    tb_ptr += (row0 * HV + hv) * 4096
+    p_ptr += (row0 * HV + hv) * 4096
+    f_ptr += (row0 * HV + hv) * 256
     for c in tl.range(0, NT, num_stages=STAGES):
-        tok = c * 64 + t.to(tl.int64)
-        ok = tok < length
-        if mid_ptr is not None:
-            if (c * 64) % E == 0:
-                at = ((mid_row + c * 64 // E) * HV + hv) * (K * V)
-                if V_FIRST:
-                    at += d[:, None] + e[None, :] * K
-                else:
-                    at += d[:, None] * V + e[None, :]
-                _store_state(mid_ptr, s, at, in_state)
-        in_k = ok[:, None] & (d < K)[None, :]
-        in_v = ok[:, None] & (e < V)[None, :]
-        k = tl.load(k_at + tok[:, None] * k_strides[1] + d[None, :], mask=in_k, other=0.0)  # [C, K]
-        q = tl.load(q_at + tok[:, None] * q_strides[1] + d[None, :], mask=in_k, other=0.0)  # [C, K]
-        v = tl.load(v_at + tok[:, None] * v_strides[1] + e[None, :], mask=in_v, other=0.0)  # [C, V]
-        at = (unit + c * HV) * 4096 + t[:, None] * 64 + t[None, :]
-        tb = tl.load(tb_ptr + at)  # [C, C]
-        p = tl.load(p_ptr + at)  # [C, C]
-        f_at = f_ptr + (unit + c * HV) * 256
+        left = length - c * 64
+        in_k = (t < left)[:, None] & (d < K)[None, :]
+        in_v = (t < left)[:, None] & (e < V)[None, :]
+        go = n * 0 + c * 64
+        # 64-bit offsets to the chunk, 32-bit ones inside it
+        k_tile = k_at + go * k_strides[1] + t[:, None] * k_strides[1] + d[None, :]
+        q_tile = q_at + go * q_strides[1] + t[:, None] * q_strides[1] + d[None, :]
+        v_tile = v_at + go * v_strides[1] + t[:, None] * v_strides[1] + e[None, :]
+        block = t[:, None] * 64 + t[None, :]
+        k = tl.load(k_tile, mask=in_k, other=0.0)  # [C, K]
+        q = tl.load(q_tile, mask=in_k, other=0.0)  # [C, K]
+        v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
+        tb = tl.load(tb_ptr + go * (HV * 64) + block)  # [C, C]
+        p = tl.load(p_ptr + go * (HV * 64) + block)  # [C, C]
+        f_at = f_ptr + go * (HV * 4)
         f0 = tl.load(f_at + t)
         f1 = tl.load(f_at + 64 + t)
         f2 = tl.load(f_at + 128 + t)
@@ -132,8 +130,14 @@ def _scan_kernel(
         s = s * decay
         s = tl.dot(tl.trans(k), (vt * f1[:, None]).to(k.dtype), s, input_precision=PREC)
         o = tl.dot(p, vt.to(k.dtype), o, input_precision=PREC)
-        o_rows = o_at + tok[:, None] * (HV * V) + e[None, :]
-        tl.store(o_rows, o.to(o_ptr.dtype.element_ty), mask=in_v)
+        o_tile = o_at + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
+        tl.store(o_tile, o.to(o_ptr.dtype.element_ty), mask=in_v)
+        if mid_ptr is not None:
+            done = (c + 1) * 64
+            if (done % E == 0) & (done <= length):
+                at = ((mid_row + done // E - 1) * HV + hv) * (K * V)
+                at += d[:, None] + e[None, :] * K if V_FIRST else d[:, None] * V + e[None, :]
+                _store_state(mid_ptr, s, at, in_state)
 
     if s1_ptr is not None:
         at = slot * s1_strides[0] + hv * s1_strides[1]
