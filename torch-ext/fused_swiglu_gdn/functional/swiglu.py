@@ -47,9 +47,9 @@ def fused_swiglu(
 
 
 def _gated(x, w_gate, w_up, b_gate, b_up, activation):
-    rows = dense(x.reshape(-1, x.shape[-1]))
+    rows = dense(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]))
     z = ops.swiglu(rows, w_gate, w_up, b_gate, b_up, activation)
-    return z.view(*x.shape[:-1], w_gate.shape[0])
+    return z if x.ndim == 2 else z.view(*x.shape[:-1], w_gate.shape[0])
 
 
 def fused_swiglu_mlp(
