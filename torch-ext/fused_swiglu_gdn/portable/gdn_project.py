@@ -1,7 +1,7 @@
 """The input projections of a GDN layer for a few tokens: y_i = x W_i^T for all i, in one launch.
 
-A decoding step reads each weight once, so its time is that of memory; separate products pay a launch
-each, and the small ones (b and a) little else. The weights stay where they are.
+A decoding step reads each weight once, so its time is that of memory; separate products pay a
+launch each, and the small ones (b and a) little else. The weights stay where they are.
 
 Sizes: M tokens, K model width, N rows of all weights together.
 """
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .. import device, tuning
+from ..common.launch import prepare
 
 SERVED = (torch.float16, torch.bfloat16)
 MAX_WEIGHTS, MAX_TOKENS = 6, 64
@@ -89,18 +90,21 @@ def _gdn_project_fwd_kernel(
     tl.store(y_ptr + offs_y, y, mask=(offs_m < M)[:, None] & (offs_n < rows)[None, :])
 
 
-def launch(x, weights, config) -> torch.Tensor:
-    """y [M, N] by the kernel above with this configuration."""
-    M, K = x.shape
+def launch(x, weights, config: tuple) -> torch.Tensor:
+    """y [M, N] by the kernel above with this configuration, as (name, value) pairs."""
+    (M, K), stride_x = x.shape, x.stride(0)
     rows = [w.shape[0] for w in weights]
     y = torch.empty((M, sum(rows)), dtype=x.dtype, device=x.device)  # [M, N]
+    (_, BLOCK_N), (_, BLOCK_K), *options = config
+    BLOCK_M = max(16, triton.next_power_of_2(M))  # all tokens are in one tile
     missing = MAX_WEIGHTS - len(weights)
-    tiles = sum(triton.cdiv(n, config["BLOCK_N"]) for n in rows)
-    pointers, sizes = [*weights, *weights[:1] * missing], rows + [0] * missing
+    sizes = (y.shape[1], K, stride_x, *rows, *(0,) * missing)
+    kind = x.device, x.dtype, x.data_ptr() % 16 == 0, sizes
+    blocks = (BLOCK_M, BLOCK_N, BLOCK_K)
+    kernel = prepare(_gdn_project_fwd_kernel, blocks, tuple(options), *kind)
+    tiles = sum(-(-n // BLOCK_N) for n in rows)
     with device.on(x.device):
-        _gdn_project_fwd_kernel[(tiles,)](
-            x, *pointers, y, M, y.shape[1], K, x.stride(0), *sizes, **config
-        )
+        kernel.launch((tiles, 1, 1), x, *weights, *weights[:1] * missing, y, M, *sizes)
     return y
 
 
@@ -110,4 +114,4 @@ def gdn_project_fwd(
 ) -> torch.Tensor:  # [M, N]
     """The products side by side."""
     config = tuning.lookup("portable_gdn_project_fwd", x.device, M=x.shape[0])
-    return launch(x, weights, config)
+    return launch(x, weights, tuple(config.items()))
