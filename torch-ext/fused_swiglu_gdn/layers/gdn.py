@@ -15,7 +15,7 @@ from torch import nn
 from ..functional import gdn, gdn_layer
 from ..functional.gdn_project import project
 from .functions import convolved, normed_and_gated, packed_lengths
-from .plain import why_hooked, why_not_linear
+from .plain import parameters_of, why_hooked
 
 
 class _Sequences:
@@ -141,9 +141,9 @@ def _heads(layer, q, k, v):
 
 def _projections(x, *linears):
     """linear(x) for each; for a few tokens in one launch, if reading their weights is enough."""
-    y = None
-    if all(linear.bias is None and not why_not_linear(linear) for linear in linears):
-        y = project(x, [linear.weight for linear in linears])
+    y, plain = None, [parameters_of(linear) for linear in linears]
+    if all(parameters is not None and parameters[1] is None for parameters in plain):
+        y = project(x, [weight for weight, _ in plain])
     return [linear(x) for linear in linears] if y is None else y
 
 
