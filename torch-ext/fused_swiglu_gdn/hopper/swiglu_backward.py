@@ -7,12 +7,9 @@ dZ exists only in registers; Z, which dWd = dY^T Z needs, is made again beside i
 Sizes: M tokens, K model width, N hidden width, O output width of Wd. docs/swiglu.md derives it.
 """
 
-import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .. import device, tuning
 from ..common.primitives import activate_with_slope, grouped_tile
 
 
