@@ -169,11 +169,11 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("fused", [False, True])
 def test_mlp_is_what_was_made_of_it(kernel, device, change, fused):
     torch.manual_seed(0)
-    mlp = MLP(nn.SiLU(), bias=True, fused=fused).to(device)
+    mlp = MLP(nn.SiLU(), bias=True, fused=fused)
     if change != "nothing":
         kind, part = CHANGES[change]
         kind({"gate_up": "gate_up_proj" if fused else "up_proj"}.get(part, part))(mlp)
-    x = torch.randn(2, 3, 16, device=device)
+    mlp, x = mlp.to(device), torch.randn(2, 3, 16, device=device)
     layer = kernel.layers.SwiGLUGateUp if fused else kernel.layers.SwiGLUMLP
     assert_close(layer.forward(mlp, x), mlp(x))
 

@@ -74,20 +74,22 @@ def _gdn_project_fwd_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
-    # rows past the end read the last one: no mask in the loop, and nothing of them is stored
-    x_ptrs = x_ptr + tl.minimum(offs_m, M - 1)[:, None] * stride_x + offs_k[None, :]
+    # weight rows past the end read the last one, and nothing of them is stored; tokens past the end
+    # are not read, for all programs would read the last one at once
+    mask_m = (offs_m < M)[:, None]
+    x_ptrs = x_ptr + offs_m[:, None] * stride_x + offs_k[None, :]
     w_row = tl.minimum(offs_n, rows - 1).to(tl.int64)
     w_ptrs = w_ptr + w_row[None, :] * K + offs_k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in range(0, K, BLOCK_K):
-        x = tl.load(x_ptrs)  # [BLOCK_M, BLOCK_K]
+        x = tl.load(x_ptrs, mask=mask_m, other=0.0)  # [BLOCK_M, BLOCK_K]
         w = tl.load(w_ptrs, eviction_policy="evict_first")  # [BLOCK_K, BLOCK_N]
         acc = tl.dot(x, w, acc)
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
     y = acc.to(y_ptr.dtype.element_ty)
     offs_y = offs_m[:, None] * N + column + offs_n[None, :]
-    tl.store(y_ptr + offs_y, y, mask=(offs_m < M)[:, None] & (offs_n < rows)[None, :])
+    tl.store(y_ptr + offs_y, y, mask=mask_m & (offs_n < rows)[None, :])
 
 
 def launch(x, weights, config: tuple) -> torch.Tensor:
