@@ -248,6 +248,51 @@ def causal_conv1d_fwd(
 
 
 @triton.jit
+def update_tile(
+    x_row,  # [BLOCK_D] pointers to token 0
+    y_row,  # [BLOCK_D] pointers to token 0
+    state,  # [BLOCK_D] pointers to column 0
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    x_step,
+    y_step,
+    state_step,
+    offs_d,
+    mask_d,
+    T,
+    S,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """T tokens of y after those in the state, which then moves T columns on."""
+    offs_s = tl.arange(0, BLOCK_S)
+    mask = mask_d[:, None] & (offs_s < S)[None, :]
+    state_ptrs = state[:, None] + offs_s[None, :] * state_step  # [BLOCK_D, BLOCK_S]
+    # column s gets what was in column s + T, or a new token
+    kept = (offs_s + T < S)[None, :]
+    old = tl.load(state_ptrs + T * state_step, mask=mask & kept, other=0.0)
+    new_ptrs = x_row[:, None] + (offs_s + T - S)[None, :] * x_step
+    new = tl.load(new_ptrs, mask=mask & (kept == 0), other=0.0)
+    moved = tl.where(kept, old, new.to(old.dtype))  # [BLOCK_D, BLOCK_S]
+    for t in range(0, T):
+        acc = tl.zeros(offs_d.shape, tl.float32)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+        for w in tl.static_range(0, W):
+            tap = tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
+            at = t - (W - 1) + w  # the token, or a column counted from the state's end
+            seen = tl.load(x_row + at * x_step, mask=mask_d & (at >= 0), other=0.0)
+            held = tl.load(state + (S + at) * state_step, mask=mask_d & (at < 0), other=0.0)
+            acc += tap * (seen.to(tl.float32) + held.to(tl.float32))
+        if SILU:
+            acc = activate(acc, "silu")
+        tl.store(y_row + t * y_step, acc.to(y_row.dtype.element_ty), mask=mask_d)
+    tl.debug_barrier()  # every thread has read before any writes
+    tl.store(state_ptrs, moved, mask=mask)
+
+
+@triton.jit
 def _causal_conv1d_update_kernel(
     x_ptr,  # [B, D, T]
     state_ptr,  # [B, D, S]
@@ -270,37 +315,14 @@ def _causal_conv1d_update_kernel(
     pid = tl.program_id(0)
     b = (pid // tiles_d).to(tl.int64)
     offs_d = (pid % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    offs_s = tl.arange(0, BLOCK_S)
-    mask_d = offs_d < D
-    mask = mask_d[:, None] & (offs_s < S)[None, :]
-    x_row = x_ptr + b * x_strides[0] + offs_d.to(tl.int64) * x_strides[1]  # [BLOCK_D]
-    y_row = y_ptr + b * y_strides[0] + offs_d.to(tl.int64) * y_strides[1]  # [BLOCK_D]
-    state = state_ptr + b * state_strides[0] + offs_d.to(tl.int64) * state_strides[1]
-    state_ptrs = state[:, None] + offs_s[None, :] * state_strides[2]  # [BLOCK_D, BLOCK_S]
-
-    # the state T tokens on: column s holds what was in column s + T, or a new token
-    kept = (offs_s + T < S)[None, :]
-    old = tl.load(state_ptrs + T * state_strides[2], mask=mask & kept, other=0.0)
-    new_ptrs = x_row[:, None] + (offs_s + T - S)[None, :] * x_strides[2]
-    new = tl.load(new_ptrs, mask=mask & (kept == 0), other=0.0)
-    moved = tl.where(kept, old, new.to(old.dtype))  # [BLOCK_D, BLOCK_S]
-    for t in range(0, T):
-        acc = tl.zeros((BLOCK_D,), tl.float32)
-        if bias_ptr is not None:
-            acc += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-        for w in tl.static_range(0, W):
-            tap = tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
-            at = t - (W - 1) + w  # the token, or a column of the state counted from its end
-            seen = tl.load(x_row + at * x_strides[2], mask=mask_d & (at >= 0), other=0.0)
-            held = tl.load(
-                state + (S + at) * state_strides[2], mask=mask_d & (at < 0), other=0.0
-            )  # [BLOCK_D]
-            acc += tap * (seen.to(tl.float32) + held.to(tl.float32))
-        if SILU:
-            acc = activate(acc, "silu")
-        tl.store(y_row + t * y_strides[2], acc.to(y_ptr.dtype.element_ty), mask=mask_d)
-    tl.debug_barrier()  # every thread has read before any writes
-    tl.store(state_ptrs, moved, mask=mask)
+    at_d = offs_d.to(tl.int64)
+    update_tile(
+        x_ptr + b * x_strides[0] + at_d * x_strides[1],
+        y_ptr + b * y_strides[0] + at_d * y_strides[1],
+        state_ptr + b * state_strides[0] + at_d * state_strides[1],
+        weight_ptr, bias_ptr, x_strides[2], y_strides[2], state_strides[2], offs_d, offs_d < D,
+        T, S, W, SILU, BLOCK_S,
+    )  # fmt: skip
 
 
 def causal_conv1d_update(

@@ -5,7 +5,7 @@
 Sizes: B T H HV K V; N sequences; P rows of a state pool. Measurements: docs/gdn_decode.md.
 """
 
-from typing import Optional, Tuple
+from typing import Dict, Optional, Tuple
 
 import torch
 import triton
@@ -13,11 +13,12 @@ import triton.language as tl
 
 from .. import device, tuning
 from ..common.gates import log_decay, write_strength
+from ..common.launch import Program
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _is_dense(state: torch.Tensor) -> bool:
+def is_dense(state: torch.Tensor) -> bool:
     """Each row [HV, K, V] is contiguous; rows may be any distance apart."""
     _, heads, rows, columns = state.stride()
     _, _, R, C = state.shape
@@ -34,7 +35,7 @@ def supports_gdn_recurrent_fwd(
     if initial_state is None:
         return True
     written = inplace or state_indices is not None
-    return initial_state.dtype in SERVED and (not written or _is_dense(initial_state))
+    return initial_state.dtype in SERVED and (not written or is_dense(initial_state))
 
 
 @triton.jit
@@ -70,31 +71,28 @@ def _add_pairs(a0, a1, b0, b1):
 
 
 @triton.jit
-def delta_step(
-    S,  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V] fp32
-    q,  # [BLOCK_K] fp32
-    k,  # [BLOCK_K] fp32
-    v,  # [BLOCK_V] fp32
-    g,
-    beta,
-    scale,
-    L2NORM: tl.constexpr,
-    K_AXIS: tl.constexpr,
-):
-    """S_t and o_t [BLOCK_V] from S_{t-1}.
-
-    S_t^T q = decay S_{t-1}^T q + (k.q) delta, so that every reduction starts from what was loaded.
-    """
-    decay = tl.exp(g)
-    wide_k = tl.expand_dims(k, 1 - K_AXIS)
-    wide_q = tl.expand_dims(q, 1 - K_AXIS)
-    seen, asked = tl.reduce((S * wide_k, S * wide_q), K_AXIS, _add_pairs)  # [BLOCK_V] fp32
+def key_norms(q, k, scale, L2NORM: tl.constexpr):
+    """(1 / |k|, scale / |q|, q.k) of q, k [BLOCK_K] fp32; without L2NORM the norms count as 1."""
     kq, kk = tl.reduce((k * q, k * k), 0, _add_pairs)
     rstd_k = 1.0
     if L2NORM:
         rstd_k = tl.rsqrt(kk + 1e-6)
         scale *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
-    delta = (beta * rstd_k) * (v - (decay * rstd_k) * seen)  # [BLOCK_V] fp32, for the raw k
+    return rstd_k, scale, kq
+
+
+@triton.jit
+def delta_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS: tl.constexpr):
+    """S_t and o_t [BLOCK_V] from S_{t-1} [BLOCK_V, BLOCK_K] (K_AXIS = 1) or transposed; all fp32.
+
+    S_t^T q = decay S_{t-1}^T q + (k.q) delta, so that every reduction starts from what was loaded,
+    and k and q stay as they are: their norms are factors of the sums.
+    """
+    decay = tl.exp(g)
+    wide_k = tl.expand_dims(k, 1 - K_AXIS)
+    wide_q = tl.expand_dims(q, 1 - K_AXIS)
+    seen, asked = tl.reduce((S * wide_k, S * wide_q), K_AXIS, _add_pairs)  # [BLOCK_V] fp32
+    delta = (beta * rstd_k) * (v - (decay * rstd_k) * seen)  # [BLOCK_V] fp32
     S = decay * S + wide_k * tl.expand_dims(delta, K_AXIS)
     return S, scale * (decay * asked + kq * delta)
 
@@ -198,7 +196,8 @@ def _gdn_recurrent_fwd_kernel(
             q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, tl.minimum(token + 1, last), h, hv,
             offs_k, offs_v, mask_k, mask_v,
         )  # fmt: skip
-        S, o = delta_step(S, now_q, now_k, now_v, now_g, now_beta, scale, L2NORM, K_AXIS)
+        rstd_k, scale_q, kq = key_norms(now_q, now_k, scale, L2NORM)
+        S, o = delta_step(S, now_q, now_k, now_v, now_g, now_beta, rstd_k, scale_q, kq, K_AXIS)
         if alive is not None:
             o = tl.where(alive, o, 0.0)
         _store(o_ptr + (token * HV + hv) * V + offs_v, o, mask_v)
@@ -206,6 +205,85 @@ def _gdn_recurrent_fwd_kernel(
             _store(final_ptr + token * strides[9] + offs_s, S, mask)
     if not ALL_STATES and final_ptr is not None:
         _store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
+
+
+@triton.jit
+def _gdn_recurrent_step_kernel(
+    q_ptr,  # [N, H, K]
+    k_ptr,  # [N, H, K]
+    v_ptr,  # [N, HV, V]
+    g_ptr,  # [N, HV]
+    beta_ptr,  # [N, HV]
+    A_log_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV] or None
+    initial_ptr,  # [N or P, HV, K, V] or None
+    final_ptr,  # [N or P, HV, K, V] or None
+    o_ptr,  # [N, HV, V]
+    read_ptr,  # [N] rows of initial_ptr, or None
+    write_ptr,  # [N] rows of final_ptr, or None
+    strides,  # of a row and a head in q, k, v; a row in g, beta, initial, final
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    L2NORM: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """One token: a program takes TILES tiles of BLOCK_V columns of one state, the next on its way."""
+    K_AXIS: tl.constexpr = 1 if V_FIRST else 0
+    PARTS: tl.constexpr = (V + BLOCK_V * TILES - 1) // (BLOCK_V * TILES)
+    pid = tl.program_id(0)
+    n = (pid // (PARTS * HV)).to(tl.int64)
+    hv = (pid // PARTS) % HV
+    h = hv // (HV // H)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = None if BLOCK_K == K else offs_k < K
+    row = n
+    write_row = n
+    alive = None
+    if read_ptr is not None:
+        row = tl.load(read_ptr + n).to(tl.int64)
+        write_row = row
+        alive = row >= 0
+    writes = alive
+    if write_ptr is not None:
+        write_row = tl.load(write_ptr + n).to(tl.int64)
+        writes = alive & (write_row >= 0)
+    q = _load(q_ptr + n * strides[0] + h * strides[1] + offs_k, mask_k)
+    k = _load(k_ptr + n * strides[2] + h * strides[3] + offs_k, mask_k)
+    g = log_decay(tl.load(g_ptr + n * strides[6] + hv), A_log_ptr, dt_bias_ptr, hv)
+    beta = write_strength(tl.load(beta_ptr + n * strides[7] + hv), BETA_SCALE)
+    rstd_k, scale, kq = key_norms(q, k, scale, L2NORM)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        offs_v = ((pid % PARTS) * TILES + tile) * BLOCK_V + tl.arange(0, BLOCK_V)
+        EVEN: tl.constexpr = BLOCK_K == K and V % (BLOCK_V * TILES) == 0
+        if EVEN:
+            mask_v = None
+            mask = None
+        else:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
+            mask_v = offs_v < V
+            mask = tl.expand_dims(offs_k < K, 1 - K_AXIS) & tl.expand_dims(mask_v, K_AXIS)
+        if V_FIRST:
+            offs_s = offs_v[:, None] * K + offs_k[None, :] + hv * (K * V)
+        else:
+            offs_s = offs_k[:, None] * V + offs_v[None, :] + hv * (K * V)
+        if initial_ptr is None:
+            S = tl.zeros(offs_s.shape, tl.float32)
+        else:
+            S = _load(initial_ptr + row * strides[8] + offs_s, mask, alive)
+        v = _load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
+        S, o = delta_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
+        if alive is not None:
+            o = tl.where(alive, o, 0.0)
+        _store(o_ptr + (n * HV + hv) * V + offs_v, o, mask_v)
+        if final_ptr is not None:
+            _store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
 
 
 def _token_stride(x: torch.Tensor) -> Optional[int]:
@@ -220,9 +298,8 @@ def launch(
     q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write, cu_seqlens, scale, l2norm,
     beta_scale, state_v_first, all_states, config,
 ) -> None:  # fmt: skip
-    """Runs the kernel above with this configuration; all of its outputs are allocated."""
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
+    """Runs the kernel of any number of tokens; all outputs are allocated, [B, T] is that of o."""
+    (B, T, HV, V), (H, K) = o.shape, q.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     strides = (
         _token_stride(q), q.stride(2), _token_stride(k), k.stride(2), _token_stride(v), v.stride(2),
@@ -259,8 +336,69 @@ def launch(
             V_FIRST=state_v_first,
             ALL_STATES=all_states,
             BLOCK_K=triton.next_power_of_2(K),
-            **config,
+            BLOCK_V=config["BLOCK_V"],
+            num_warps=config["num_warps"],
         )
+
+
+def step_program(
+    N, H, HV, K, V, strides, scale, l2norm, beta_scale, state_v_first, config
+) -> Program:
+    """The program of one token a sequence, for pointers in the order of its kernel."""
+    tile = config["BLOCK_V"]
+    tiles = max(1, min(config["TILES"], V // tile, N * HV * V // (tile * config["PROGRAMS"])))
+    constants = {
+        "H": H, "HV": HV, "K": K, "V": V, "L2NORM": l2norm, "BETA_SCALE": beta_scale,
+        "V_FIRST": state_v_first, "BLOCK_K": triton.next_power_of_2(K), "BLOCK_V": tile,
+        "TILES": tiles, "STAGES": config["STAGES"] if tiles > 1 else 1,
+    }  # fmt: skip
+    size = N * HV * triton.cdiv(V, tile * tiles)
+    options = {"num_warps": config["num_warps"]}
+    return Program(_gdn_recurrent_step_kernel, size, (strides, scale), constants, options)
+
+
+def _config(device, K, state, state_v_first) -> dict:
+    layout = "vk" if state_v_first else "kv"
+    size = 4 if state is None else state.element_size()
+    return tuning.lookup(f"portable_gdn_recurrent_{layout}_fwd", device, K=K, STATE_BYTES=size)
+
+
+def _row_stride(x: Optional[torch.Tensor]) -> int:
+    return 0 if x is None else x.stride(0)
+
+
+_steps: Dict[tuple, Program] = {}
+
+
+def _step(
+    q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write, scale, l2norm, beta_scale,
+    state_v_first,
+) -> None:  # fmt: skip
+    """Runs one token a sequence; all outputs are allocated."""
+    start = initial if initial is not None else o
+    end = final if final is not None else o
+    key = (
+        q.shape, v.shape, q.stride(), k.stride(), v.stride(), g.stride(), beta.stride(),
+        start.stride(), end.stride(), q.dtype, g.dtype, beta.dtype, start.dtype, end.dtype,
+        None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype,
+        None if read is None else read.dtype, None if write is None else write.dtype,
+        initial is None, final is None, q.device, scale, l2norm, beta_scale, state_v_first,
+    )  # fmt: skip
+    program = _steps.get(key)
+    if program is None:
+        strides = (
+            q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
+            g.stride(0), beta.stride(0), _row_stride(initial), _row_stride(final),
+        )  # fmt: skip
+        (N, _, H, K), (HV, V) = q.shape, v.shape[2:]
+        if len(_steps) >= 1024:
+            _steps.clear()
+        config = _config(q.device, K, initial, state_v_first)
+        program = _steps[key] = step_program(
+            N, H, HV, K, V, strides, scale, l2norm, beta_scale, state_v_first, config
+        )
+    with device.on(q.device):
+        program(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
 
 
 def gdn_recurrent_fwd(
@@ -287,11 +425,6 @@ def gdn_recurrent_fwd(
     """One launch: o, and the final state, the states after every token, the pool, or None."""
     (B, T), (HV, V), K = q.shape[:2], v.shape[2:], k.shape[3]
     o = torch.empty((B, T, HV, V), dtype=q.dtype, device=q.device)  # [B, T, HV, V]
-    if T == 0:  # the kernel reads a token before it knows that there is none
-        q, k, v, g, beta = (x.new_zeros(B, 1, *x.shape[2:])[:, :0] for x in (q, k, v, g, beta))
-    q, k, v, g, beta = (
-        x if _token_stride(x) is not None else x.contiguous() for x in (q, k, v, g, beta)
-    )
     final = None
     if inplace:
         final = initial_state
@@ -300,18 +433,23 @@ def gdn_recurrent_fwd(
         rows = (B, T) if all_states else (N,)
         dims = (HV, V, K) if state_v_first else (HV, K, V)
         final = torch.empty(rows + dims, dtype=torch.float32, device=q.device)  # [N, HV, K, V]
-    if initial_state is not None and not inplace and not _is_dense(initial_state):
+    if initial_state is not None and not inplace and not is_dense(initial_state):
         initial_state = initial_state.contiguous()
-    config = tuning.lookup(
-        "portable_gdn_recurrent_vk_fwd" if state_v_first else "portable_gdn_recurrent_kv_fwd",
-        q.device,
-        K=K,
-        STATE_BYTES=4 if initial_state is None else initial_state.element_size(),
-    )
     beta_scale = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
+    if T == 1 and B > 0 and cu_seqlens is None and not all_states:
+        _step(
+            q, k, v, g, beta, A_log, dt_bias, initial_state, final, o, state_indices,
+            output_state_indices, scale, use_qk_l2norm, beta_scale, state_v_first,
+        )  # fmt: skip
+        return o, final
+    if T == 0:  # the kernel reads a token before it knows that there is none
+        q, k, v, g, beta = (x.new_zeros(B, 1, *x.shape[2:]) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (
+        x if _token_stride(x) is not None else x.contiguous() for x in (q, k, v, g, beta)
+    )
     launch(
         q, k, v, g, beta, A_log, dt_bias, initial_state, final, o, state_indices,
         output_state_indices, cu_seqlens, scale, use_qk_l2norm, beta_scale, state_v_first,
-        all_states, config,
+        all_states, _config(q.device, K, initial_state, state_v_first),
     )  # fmt: skip
     return o, final
