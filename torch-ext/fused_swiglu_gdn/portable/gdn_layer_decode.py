@@ -1,4 +1,4 @@
-"""One token of a Gated DeltaNet layer, from its projections to the input of the last, in two launches.
+"""One token of a Gated DeltaNet layer between its projections, in two launches.
 
     q, k, v = silu(conv([q, k, v]))        the convolution's state moves on by a token
     S = exp(g) (I - beta k k^T) S + beta k v^T        o = scale * S^T q        k, q normalised
@@ -15,8 +15,10 @@ import triton.language as tl
 
 from .. import device, tuning
 from ..common.gates import log_decay, write_strength
-from .causal_conv1d import served, update_tile
-from .gdn_recurrent import delta_step, is_dense, key_norms
+from .causal_conv1d import served
+from .causal_conv1d_update import update_tile
+from .gdn_delta import delta_step, key_norms
+from .gdn_recurrent import is_dense
 from .rms_norm_gated import gate_activation
 
 
@@ -50,7 +52,7 @@ def _conv_step_kernel(
     y_ptr,  # [B, D]
     strides,  # of a row and a head in q, k, v
     state_strides,  # of B, D, S
-    S,
+    S: tl.constexpr,
     HK: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -79,7 +81,7 @@ def _conv_step_kernel(
     update_tile(
         x_row + local, y_ptr + b * D + offs_d,
         state_ptr + b * state_strides[0] + at_d * state_strides[1], weight_ptr, bias_ptr, 1, 1,
-        state_strides[2], offs_d, offs_d < D, 1, S, W, SILU, BLOCK_S,
+        state_strides[2], offs_d, offs_d < D, 1, S, W, SILU, True, BLOCK_S,
     )  # fmt: skip
 
 

@@ -1,19 +1,20 @@
-"""The gated delta rule token by token, for decoding: bounded by one read and one write of the state.
+"""The gated delta rule token by token, for decoding.
 
     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
 
 Sizes: B T H HV K V; N sequences; P rows of a state pool. Measurements: docs/gdn_decode.md.
 """
 
-from typing import Dict, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
 
-from .. import device, tuning
+from .. import device
 from ..common.gates import log_decay, write_strength
-from ..common.launch import Program
+from .gdn_delta import delta_step, key_norms, load, store
+from .gdn_recurrent_step import gdn_recurrent_step, step_config
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -39,72 +40,13 @@ def supports_gdn_recurrent_fwd(
 
 
 @triton.jit
-def _load(ptrs, mask, alive=None):
-    """fp32; zeros where a mask is given and false."""
-    if mask is not None and alive is not None:
-        x = tl.load(ptrs, mask=mask & alive, other=0.0)
-    elif mask is not None:
-        x = tl.load(ptrs, mask=mask, other=0.0)
-    elif alive is not None:
-        x = tl.load(ptrs, mask=alive, other=0.0)
-    else:
-        x = tl.load(ptrs)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _store(ptrs, x, mask, alive=None):
-    x = x.to(ptrs.dtype.element_ty)
-    if mask is not None and alive is not None:
-        tl.store(ptrs, x, mask=mask & alive)
-    elif mask is not None:
-        tl.store(ptrs, x, mask=mask)
-    elif alive is not None:
-        tl.store(ptrs, x, mask=alive)
-    else:
-        tl.store(ptrs, x)
-
-
-@triton.jit
-def _add_pairs(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def key_norms(q, k, scale, L2NORM: tl.constexpr):
-    """(1 / |k|, scale / |q|, q.k) of q, k [BLOCK_K] fp32; without L2NORM the norms count as 1."""
-    kq, kk = tl.reduce((k * q, k * k), 0, _add_pairs)
-    rstd_k = 1.0
-    if L2NORM:
-        rstd_k = tl.rsqrt(kk + 1e-6)
-        scale *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
-    return rstd_k, scale, kq
-
-
-@triton.jit
-def delta_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS: tl.constexpr):
-    """S_t and o_t [BLOCK_V] from S_{t-1} [BLOCK_V, BLOCK_K] (K_AXIS = 1) or transposed; all fp32.
-
-    S_t^T q = decay S_{t-1}^T q + (k.q) delta, so that every reduction starts from what was loaded,
-    and k and q stay as they are: their norms are factors of the sums.
-    """
-    decay = tl.exp(g)
-    wide_k = tl.expand_dims(k, 1 - K_AXIS)
-    wide_q = tl.expand_dims(q, 1 - K_AXIS)
-    seen, asked = tl.reduce((S * wide_k, S * wide_q), K_AXIS, _add_pairs)  # [BLOCK_V] fp32
-    delta = (beta * rstd_k) * (v - (decay * rstd_k) * seen)  # [BLOCK_V] fp32
-    S = decay * S + wide_k * tl.expand_dims(delta, K_AXIS)
-    return S, scale * (decay * asked + kq * delta)
-
-
-@triton.jit
 def _load_token(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, token, h, hv, offs_k, offs_v, mask_k, mask_v
 ):
     """q, k [BLOCK_K], v [BLOCK_V] in fp32 and the raw g and beta of a token and a value head."""
-    q = _load(q_ptr + token * strides[0] + h * strides[1] + offs_k, mask_k)
-    k = _load(k_ptr + token * strides[2] + h * strides[3] + offs_k, mask_k)
-    v = _load(v_ptr + token * strides[4] + hv * strides[5] + offs_v, mask_v)
+    q = load(q_ptr + token * strides[0] + h * strides[1] + offs_k, mask_k)
+    k = load(k_ptr + token * strides[2] + h * strides[3] + offs_k, mask_k)
+    v = load(v_ptr + token * strides[4] + hv * strides[5] + offs_v, mask_v)
     g = tl.load(g_ptr + token * strides[6] + hv)
     beta = tl.load(beta_ptr + token * strides[7] + hv)
     return q, k, v, g, beta
@@ -181,7 +123,7 @@ def _gdn_recurrent_fwd_kernel(
     if initial_ptr is None:
         S = tl.zeros(offs_s.shape, tl.float32)
     else:
-        S = _load(initial_ptr + row * strides[8] + offs_s, mask, alive)
+        S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
     last = first + length - 1
     q, k, v, g, beta = _load_token(
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, tl.maximum(tl.minimum(first, last), 0), h, hv,
@@ -200,90 +142,11 @@ def _gdn_recurrent_fwd_kernel(
         S, o = delta_step(S, now_q, now_k, now_v, now_g, now_beta, rstd_k, scale_q, kq, K_AXIS)
         if alive is not None:
             o = tl.where(alive, o, 0.0)
-        _store(o_ptr + (token * HV + hv) * V + offs_v, o, mask_v)
+        store(o_ptr + (token * HV + hv) * V + offs_v, o, mask_v)
         if ALL_STATES:
-            _store(final_ptr + token * strides[9] + offs_s, S, mask)
+            store(final_ptr + token * strides[9] + offs_s, S, mask)
     if not ALL_STATES and final_ptr is not None:
-        _store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
-
-
-@triton.jit
-def _gdn_recurrent_step_kernel(
-    q_ptr,  # [N, H, K]
-    k_ptr,  # [N, H, K]
-    v_ptr,  # [N, HV, V]
-    g_ptr,  # [N, HV]
-    beta_ptr,  # [N, HV]
-    A_log_ptr,  # [HV] or None
-    dt_bias_ptr,  # [HV] or None
-    initial_ptr,  # [N or P, HV, K, V] or None
-    final_ptr,  # [N or P, HV, K, V] or None
-    o_ptr,  # [N, HV, V]
-    read_ptr,  # [N] rows of initial_ptr, or None
-    write_ptr,  # [N] rows of final_ptr, or None
-    strides,  # of a row and a head in q, k, v; a row in g, beta, initial, final
-    scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    L2NORM: tl.constexpr,
-    BETA_SCALE: tl.constexpr,
-    V_FIRST: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
-):
-    """One token: a program takes TILES tiles of BLOCK_V columns of one state, the next on its way."""
-    K_AXIS: tl.constexpr = 1 if V_FIRST else 0
-    PARTS: tl.constexpr = (V + BLOCK_V * TILES - 1) // (BLOCK_V * TILES)
-    pid = tl.program_id(0)
-    n = (pid // (PARTS * HV)).to(tl.int64)
-    hv = (pid // PARTS) % HV
-    h = hv // (HV // H)
-    offs_k = tl.arange(0, BLOCK_K)
-    mask_k = None if BLOCK_K == K else offs_k < K
-    row = n
-    write_row = n
-    alive = None
-    if read_ptr is not None:
-        row = tl.load(read_ptr + n).to(tl.int64)
-        write_row = row
-        alive = row >= 0
-    writes = alive
-    if write_ptr is not None:
-        write_row = tl.load(write_ptr + n).to(tl.int64)
-        writes = alive & (write_row >= 0)
-    q = _load(q_ptr + n * strides[0] + h * strides[1] + offs_k, mask_k)
-    k = _load(k_ptr + n * strides[2] + h * strides[3] + offs_k, mask_k)
-    g = log_decay(tl.load(g_ptr + n * strides[6] + hv), A_log_ptr, dt_bias_ptr, hv)
-    beta = write_strength(tl.load(beta_ptr + n * strides[7] + hv), BETA_SCALE)
-    rstd_k, scale, kq = key_norms(q, k, scale, L2NORM)
-    for tile in tl.range(0, TILES, num_stages=STAGES):
-        offs_v = ((pid % PARTS) * TILES + tile) * BLOCK_V + tl.arange(0, BLOCK_V)
-        EVEN: tl.constexpr = BLOCK_K == K and V % (BLOCK_V * TILES) == 0
-        if EVEN:
-            mask_v = None
-            mask = None
-        else:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
-            mask_v = offs_v < V
-            mask = tl.expand_dims(offs_k < K, 1 - K_AXIS) & tl.expand_dims(mask_v, K_AXIS)
-        if V_FIRST:
-            offs_s = offs_v[:, None] * K + offs_k[None, :] + hv * (K * V)
-        else:
-            offs_s = offs_k[:, None] * V + offs_v[None, :] + hv * (K * V)
-        if initial_ptr is None:
-            S = tl.zeros(offs_s.shape, tl.float32)
-        else:
-            S = _load(initial_ptr + row * strides[8] + offs_s, mask, alive)
-        v = _load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
-        S, o = delta_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
-        if alive is not None:
-            o = tl.where(alive, o, 0.0)
-        _store(o_ptr + (n * HV + hv) * V + offs_v, o, mask_v)
-        if final_ptr is not None:
-            _store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
+        store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
 
 
 def _token_stride(x: torch.Tensor) -> Optional[int]:
@@ -341,66 +204,6 @@ def launch(
         )
 
 
-def step_program(
-    N, H, HV, K, V, strides, scale, l2norm, beta_scale, state_v_first, config
-) -> Program:
-    """The program of one token a sequence, for pointers in the order of its kernel."""
-    tile = config["BLOCK_V"]
-    tiles = max(1, min(config["TILES"], V // tile, N * HV * V // (tile * config["PROGRAMS"])))
-    constants = {
-        "H": H, "HV": HV, "K": K, "V": V, "L2NORM": l2norm, "BETA_SCALE": beta_scale,
-        "V_FIRST": state_v_first, "BLOCK_K": triton.next_power_of_2(K), "BLOCK_V": tile,
-        "TILES": tiles, "STAGES": config["STAGES"] if tiles > 1 else 1,
-    }  # fmt: skip
-    size = N * HV * triton.cdiv(V, tile * tiles)
-    options = {"num_warps": config["num_warps"]}
-    return Program(_gdn_recurrent_step_kernel, size, (strides, scale), constants, options)
-
-
-def _config(device, K, state, state_v_first) -> dict:
-    layout = "vk" if state_v_first else "kv"
-    size = 4 if state is None else state.element_size()
-    return tuning.lookup(f"portable_gdn_recurrent_{layout}_fwd", device, K=K, STATE_BYTES=size)
-
-
-def _row_stride(x: Optional[torch.Tensor]) -> int:
-    return 0 if x is None else x.stride(0)
-
-
-_steps: Dict[tuple, Program] = {}
-
-
-def _step(
-    q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write, scale, l2norm, beta_scale,
-    state_v_first,
-) -> None:  # fmt: skip
-    """Runs one token a sequence; all outputs are allocated."""
-    start = initial if initial is not None else o
-    end = final if final is not None else o
-    key = (
-        q.shape, v.shape, q.stride(), k.stride(), v.stride(), g.stride(), beta.stride(),
-        start.stride(), end.stride(), q.dtype, g.dtype, beta.dtype, start.dtype, end.dtype,
-        None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype,
-        None if read is None else read.dtype, None if write is None else write.dtype,
-        initial is None, final is None, q.device, scale, l2norm, beta_scale, state_v_first,
-    )  # fmt: skip
-    program = _steps.get(key)
-    if program is None:
-        strides = (
-            q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-            g.stride(0), beta.stride(0), _row_stride(initial), _row_stride(final),
-        )  # fmt: skip
-        (N, _, H, K), (HV, V) = q.shape, v.shape[2:]
-        if len(_steps) >= 1024:
-            _steps.clear()
-        config = _config(q.device, K, initial, state_v_first)
-        program = _steps[key] = step_program(
-            N, H, HV, K, V, strides, scale, l2norm, beta_scale, state_v_first, config
-        )
-    with device.on(q.device):
-        program(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
-
-
 def gdn_recurrent_fwd(
     q: torch.Tensor,  # [B, T, H, K]
     k: torch.Tensor,  # [B, T, H, K]
@@ -437,7 +240,7 @@ def gdn_recurrent_fwd(
         initial_state = initial_state.contiguous()
     beta_scale = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
     if T == 1 and B > 0 and cu_seqlens is None and not all_states:
-        _step(
+        gdn_recurrent_step(
             q, k, v, g, beta, A_log, dt_bias, initial_state, final, o, state_indices,
             output_state_indices, scale, use_qk_l2norm, beta_scale, state_v_first,
         )  # fmt: skip
@@ -450,6 +253,6 @@ def gdn_recurrent_fwd(
     launch(
         q, k, v, g, beta, A_log, dt_bias, initial_state, final, o, state_indices,
         output_state_indices, cu_seqlens, scale, use_qk_l2norm, beta_scale, state_v_first,
-        all_states, _config(q.device, K, initial_state, state_v_first),
+        all_states, step_config(q.device, K, initial_state, state_v_first),
     )  # fmt: skip
     return o, final
