@@ -103,14 +103,13 @@ def step_program(
     """The program of one token a sequence, for pointers in the order of its kernel."""
     tile = config["BLOCK_V"]
     tiles = max(1, min(config["TILES"], V // tile, N * HV * V // (tile * config["PROGRAMS"])))
-    constants = {
-        "H": H, "HV": HV, "K": K, "V": V, "L2NORM": l2norm, "BETA_SCALE": beta_scale,
-        "V_FIRST": state_v_first, "BLOCK_K": triton.next_power_of_2(K), "BLOCK_V": tile,
-        "TILES": tiles, "STAGES": config["STAGES"] if tiles > 1 else 1,
-    }  # fmt: skip
+    constexprs = (
+        H, HV, K, V, l2norm, beta_scale, state_v_first, triton.next_power_of_2(K), tile, tiles,
+        config["STAGES"] if tiles > 1 else 1,
+    )  # fmt: skip
     size = N * HV * triton.cdiv(V, tile * tiles)
-    options = {"num_warps": config["num_warps"]}
-    return Program(_gdn_recurrent_step_kernel, size, (strides, scale), constants, options)
+    options = (("num_warps", config["num_warps"]),)
+    return Program(_gdn_recurrent_step_kernel, size, (strides, scale), constexprs, options)
 
 
 def step_config(device, K, state, state_v_first) -> dict:
