@@ -18,13 +18,9 @@ from ..common.gates import log_decay, write_strength
 from .causal_conv1d import served
 from .causal_conv1d_update import update_tile
 from .gdn_delta import delta_step, key_norms
+from .gdn_layer_prologue import channel_block, head_row
 from .gdn_recurrent import is_dense
 from .rms_norm_gated import gate_activation
-
-
-def channel_block(K: int, V: int) -> int:
-    """The widest tile of channels that never spans two heads: a power of two, at most 128."""
-    return min(K & -K, V & -V, 128)
 
 
 def supports_gdn_layer_decode(
@@ -50,7 +46,7 @@ def _conv_step_kernel(
     weight_ptr,  # [D, W]
     bias_ptr,  # [D] or None
     y_ptr,  # [B, D]
-    strides,  # of a row and a head in q, k, v
+    strides,  # of B, T and a head in q, k, v
     state_strides,  # of B, D, S
     S: tl.constexpr,
     HK: tl.constexpr,
@@ -70,12 +66,7 @@ def _conv_step_kernel(
     b = (pid // (D // BLOCK_D)).to(tl.int64)
     d0 = (pid % (D // BLOCK_D)) * BLOCK_D
     local = tl.arange(0, BLOCK_D)
-    if d0 < HK:
-        x_row = q_ptr + b * strides[0] + (d0 // K) * strides[1] + d0 % K
-    elif d0 < 2 * HK:
-        x_row = k_ptr + b * strides[2] + ((d0 - HK) // K) * strides[3] + (d0 - HK) % K
-    else:
-        x_row = v_ptr + b * strides[4] + ((d0 - 2 * HK) // V) * strides[5] + (d0 - 2 * HK) % V
+    x_row, _ = head_row(q_ptr, k_ptr, v_ptr, strides, b, d0, HK, K, V)
     offs_d = d0 + local
     at_d = offs_d.to(tl.int64)
     update_tile(
@@ -179,7 +170,7 @@ def gdn_layer_decode(
     with device.on(q.device):
         _conv_step_kernel[(B * (D // block),)](
             q, k, v, conv_state, weight, bias, qkv,
-            (q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2)),
+            (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
             conv_state.stride(), conv_state.shape[2], HK=H * K, K=K, V=V, D=D, W=W,
             SILU=activation is not None, PDL=bool(pdl),
             BLOCK_S=triton.next_power_of_2(conv_state.shape[2]), BLOCK_D=block, num_warps=1,

@@ -125,9 +125,10 @@ def _gdn_recurrent_fwd_kernel(
     else:
         S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
     last = first + length - 1
+    token = tl.maximum(tl.minimum(first, last), 0)
     q, k, v, g, beta = _load_token(
-        q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, tl.maximum(tl.minimum(first, last), 0), h, hv,
-        offs_k, offs_v, mask_k, mask_v,
+        q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, token, h, hv, offs_k, offs_v, mask_k,
+        mask_v,
     )  # fmt: skip
     for t in range(0, length):
         token = first + t
