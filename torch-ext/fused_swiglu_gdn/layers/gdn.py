@@ -64,10 +64,10 @@ def _decode(layer, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigval: bo
     return fused.decode_step(
         q,
         k,
-        v,
-        z,
-        a,
-        b,
+        v.flatten(2, -2),
+        z.flatten(2, -2),
+        a.flatten(2),
+        b.flatten(2),
         seq.conv_state,
         seq.state,
         layer.conv1d.weight.squeeze(1),
@@ -88,7 +88,7 @@ def _convolution(layer, q, k, v, seq: _Sequences):
     before = None if seq.conv_state is None else seq.conv_state[..., 1 - weight.shape[-1] :]
     width = layer.conv_kernel_size
     # the inputs that the cache keeps: the same launch makes them, but for the rare cases
-    simple = not seq.recording and seq.lengths is None and (before is None or q.shape[1] >= width)
+    simple = not seq.recording and seq.lengths is None
     known = layer.activation in CONV_ACTIVATIONS
     y, latest = fused.convolve_qkv(
         q,
