@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 CHUNK = 64
+# fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
+EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
 
 
 @triton.jit
@@ -135,7 +137,7 @@ def _level(i, j, S: tl.constexpr):
 
 
 @triton.jit
-def unit_lower_inverse(m, DIAG: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+def unit_lower_inverse(m, DOT: tl.constexpr, PREC: tl.constexpr):
     """(I - m)^-1 of a strictly lower [C, C] fp32 tile: blocks of 16 first, then pairs of blocks.
 
     Below the diagonal of [[A, 0], [-M, D]]^-1 stands D^-1 M A^-1; for unit keys every product on the
@@ -149,10 +151,10 @@ def unit_lower_inverse(m, DIAG: tl.constexpr, DOT: tl.constexpr, PREC: tl.conste
     own = own.to(tl.float32)
     diag = tl.sum(tl.reshape(m, (4, 16, 4, 16)) * own, axis=2)  # [4, 16, 16] fp32
     x = tl.where(a == b, 1.0, tl.where(_level(a, b, 1), diag, 0.0))
-    d = diag.to(DIAG)
+    d = diag.to(DOT)
     for s in tl.static_range(1, 4):
-        y = tl.dot(x.to(DIAG), d, input_precision="tf32x3").to(DIAG)
-        z = tl.dot(y, x.to(DIAG), input_precision="tf32x3")
+        y = tl.dot(x.to(DOT), d, input_precision=PREC).to(DOT)
+        z = tl.dot(y, x.to(DOT), input_precision=PREC)
         x = tl.where(_level(a, b, 2**s), z, x)
     x = tl.reshape(x[:, :, None, :] * own, (64, 64))
     m = m.to(DOT)
@@ -191,7 +193,6 @@ def _prepare_kernel(
     L2NORM: tl.constexpr,
     BETA_MAX: tl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
     DOT: tl.constexpr,
-    DIAG: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PREC: tl.constexpr,
@@ -257,7 +258,7 @@ def _prepare_kernel(
         p = qk * gam
         tl.store(p_ptr + head * 4096 + i * 64 + j, p.to(p_ptr.dtype.element_ty))
         m = kk * gam * beta[:, None]
-        tb = unit_lower_inverse(m, DIAG, DOT, PREC) * beta[None, :]
+        tb = unit_lower_inverse(m, DOT, PREC) * beta[None, :]
         tl.store(tb_ptr + head * 4096 + i * 64 + j, tb.to(tb_ptr.dtype.element_ty))
 
 
@@ -266,6 +267,18 @@ def chunk_rows(T: int, B: int, cu_seqlens: Optional[torch.Tensor]) -> int:
     if cu_seqlens is None:
         return B * -(-T // CHUNK)
     return T // CHUNK + cu_seqlens.shape[0] - 1
+
+
+def _precision(dtype: torch.dtype, use_qk_l2norm: bool) -> dict:
+    """How the products of the inverse are taken: in fp16 where its range is sure to do.
+
+    With unit keys nothing exceeds 2, and fp16 has the mantissa of tf32 at twice its rate.
+    """
+    if dtype == torch.float32:
+        return {"DOT": tl.float32, "PREC": EXACT_FP32}
+    if use_qk_l2norm:
+        return {"DOT": tl.float16, "PREC": "tf32"}
+    return {"DOT": tl.float32, "PREC": EXACT_FP32 if torch.version.hip else "tf32"}
 
 
 def gdn_prepare(
@@ -292,39 +305,15 @@ def gdn_prepare(
     decay = q.new_empty((rows, HV), dtype=torch.float32)
     if rows * HV == 0:
         return tb, p, f, decay
-    wide = q.dtype == torch.float32
     heads = HV // H
     _prepare_kernel[(rows * HV // heads,)](
-        q,
-        k,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        tb,
-        p,
-        f,
-        decay,
-        q.stride()[:3],
-        k.stride()[:3],
-        g.stride(),
-        beta.stride(),
-        T,
-        1 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        -(-T // CHUNK),
-        scale,
-        H=H,
-        R=HV // H,
-        K=K,
-        BLOCK_K=min(triton.next_power_of_2(max(K, 16)), 128),
+        q, k, g, beta, A_log, dt_bias, cu_seqlens, tb, p, f, decay,
+        q.stride()[:3], k.stride()[:3], g.stride(), beta.stride(), T,
+        1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // CHUNK), scale,
+        H=H, R=heads, K=K, BLOCK_K=min(triton.next_power_of_2(max(K, 16)), 128),
         L2NORM=use_qk_l2norm,
         BETA_MAX=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
-        DIAG=tl.float32,
-        HEADS=heads,
-        BLOCK_R=triton.next_power_of_2(heads),
-        DOT=tl.float32 if wide else tl.float16,
-        PREC="tf32x3" if wide else "tf32",
-        num_warps=4,
-    )
+        HEADS=heads, BLOCK_R=triton.next_power_of_2(heads),
+        **_precision(q.dtype, use_qk_l2norm), num_warps=4, num_stages=1,
+    )  # fmt: skip
     return tb, p, f, decay
