@@ -58,7 +58,7 @@ def _diagonal(x, i, j):
 
 
 @triton.jit
-def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask):
+def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=True):
     """g as given (natural-log decay; the raw a with A_log) -> log2 of the decay, fp32.
 
     Cut at 2^-200, which is 0 in fp32, so that one reset does not cost its chunk all precision.
@@ -250,7 +250,7 @@ def _prepare_kernel(
     for head in range(HEADS):
         # read again, in the layouts of the [C, C] tiles
         g = tl.load(g_ptr + head * g_strides[2] + t * g_strides[1], mask=ok, other=0.0)
-        g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + head, True)
+        g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + head)
         beta_at = beta_ptr + head * beta_strides[2] + t * beta_strides[1]
         beta = write_strength(tl.load(beta_at, mask=ok, other=0.0), ok, BETA_MAX)
         G, beta = tl.associative_scan((tl.where(ok, g, 0.0), beta), 0, _sum_and_keep)
