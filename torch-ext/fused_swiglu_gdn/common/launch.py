@@ -7,6 +7,18 @@ pointer that is specialized on it) need not pay for that twice.
 """
 
 
+def specialized_on(x):
+    """What Triton compiles for of a pointer: its type, whether it is there and 16-byte aligned."""
+    return None if x is None else (x.dtype, x.data_ptr() % 16 == 0)
+
+
+def steps(x) -> tuple:
+    """Strides of B, T and heads of x [B, T, heads, ..]; 0 for a batch of one, whose stride means
+    nothing but would make a key of its own for each T."""
+    batch, token, head = x.stride()[:3]
+    return (batch if x.shape[0] > 1 else 0, token, head)
+
+
 class Launcher:
     """launch(grid, key, args, **options) is kernel[grid](*args, **options)."""
 
