@@ -38,7 +38,9 @@ def _block(*sizes, dtype="bf16") -> str:
     return f"tensordesc<{dtype}[{', '.join(map(str, sizes))}]>"
 
 
-def _hopper(name, tile, targets, halves=False, bias=False, activation="silu", dtype="bf16"):
+def _hopper(
+    name, tile, targets, halves=False, bias=False, activation="silu", dtype="bf16", saving=False
+):
     BM, BN, BK = (tile[f"BLOCK_{d}"] for d in "MNK")
     signature = {
         "x_desc": _block(BM, BK, dtype=dtype),
@@ -46,7 +48,10 @@ def _hopper(name, tile, targets, halves=False, bias=False, activation="silu", dt
         "z_desc": _block(BM, BN, dtype=dtype),
         **dict.fromkeys(("M", "N", "K", "whole", "group"), "i32"),
     }
-    constexprs = {"w_half_desc": None, "z_half_desc": None, "b_gate_ptr": None, "b_up_ptr": None}
+    optional = ("w_half_desc", "z_half_desc", "gate_desc", "up_desc", "b_gate_ptr", "b_up_ptr")
+    constexprs = dict.fromkeys(optional)
+    if saving:
+        signature.update(dict.fromkeys(("gate_desc", "up_desc"), _block(BM, BN, dtype=dtype)))
     if halves:
         signature["w_half_desc"] = _block(2, BN // 2, BK, dtype=dtype)
         signature["z_half_desc"] = _block(BM, BN // 2, dtype=dtype)
@@ -104,6 +109,7 @@ def _all() -> list:
     for tile in _config("hopper_swiglu_fwd,device_name=NVIDIA_H200")["default"]["tiles"]:
         add(_hopper(f"hopper_swiglu_fwd,{_size(tile)}", tile, ("sm_90",)))
         add(_wf(f"hopper_swiglu_wf_fwd,{_size(tile)}", tile, ("sm_90",)))
+        add(_hopper(f"hopper_swiglu_fwd,{_size(tile)},saving", tile, ("sm_90",), saving=True))
         if tile["half_cost"]:
             add(_hopper(f"hopper_swiglu_fwd,{_size(tile)},halves", tile, ("sm_90",), True))
             name = f"hopper_swiglu_fwd,{_size(tile)},halves,bias,gelu,fp16"

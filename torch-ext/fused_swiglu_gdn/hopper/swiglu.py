@@ -41,18 +41,23 @@ def _gate_and_store(
     b_gate_ptr,  # [N] or None
     b_up_ptr,  # [N] or None
     z_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N]
+    gate_desc,  # as z_desc, or None: gate and up are not saved
+    up_desc,
     row,
     column,
     N,
     ACTIVATION: tl.constexpr,
 ):
-    """z = act(gate + bg) * (up + bu) into the tile at (row, column)."""
+    """z = act(gate + bg) * (up + bu) into the tile at (row, column), gate and up beside it."""
     BLOCK_N: tl.constexpr = gate.shape[1]
     offs_n = column + tl.arange(0, BLOCK_N)
     if b_gate_ptr is not None:
         gate += tl.load(b_gate_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     if b_up_ptr is not None:
         up += tl.load(b_up_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+    if gate_desc is not None:
+        gate_desc.store([row, column], gate.to(gate_desc.dtype))
+        up_desc.store([row, column], up.to(up_desc.dtype))
     z_desc.store([row, column], (activate(gate, ACTIVATION) * up).to(z_desc.dtype))
 
 
@@ -89,6 +94,8 @@ def _swiglu_fwd_kernel(
     z_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N]
     w_half_desc,  # [2, N, K] in blocks [2, BLOCK_N / 2, BLOCK_K], or None
     z_half_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N / 2], or None
+    gate_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N], or None: not saved
+    up_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N], or None
     b_gate_ptr,  # [N] or None
     b_up_ptr,  # [N] or None
     M,
@@ -112,7 +119,9 @@ def _swiglu_fwd_kernel(
         gate, up = _joined_product(
             x_desc, w_desc, row, column, K, UP_FIRST, BLOCK_M, BLOCK_N, BLOCK_K
         )
-        _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_desc, row, column, N, ACTIVATION)
+        _gate_and_store(
+            gate, up, b_gate_ptr, b_up_ptr, z_desc, gate_desc, up_desc, row, column, N, ACTIVATION
+        )
     if w_half_desc is not None:
         HALF: tl.constexpr = BLOCK_N // 2
         tile = whole + tl.program_id(0) // 2
@@ -123,7 +132,9 @@ def _swiglu_fwd_kernel(
             gate, up = _joined_product(
                 x_desc, w_half_desc, row, column, K, UP_FIRST, BLOCK_M, HALF, BLOCK_K
             )
-            _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_half_desc, row, column, N, ACTIVATION)
+            _gate_and_store(
+                gate, up, b_gate_ptr, b_up_ptr, z_half_desc, None, None, row, column, N, ACTIVATION
+            )
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "group"])
@@ -159,7 +170,9 @@ def _swiglu_wf_fwd_kernel(
             x = x_desc.load([row, k])  # [BLOCK_M, BLOCK_K]
             gate = tl.dot(x, w_gate_desc.load([k, column]), gate)
             up = tl.dot(x, w_up_desc.load([k, column]), up)
-        _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_desc, row, column, N, ACTIVATION)
+        _gate_and_store(
+            gate, up, b_gate_ptr, b_up_ptr, z_desc, None, None, row, column, N, ACTIVATION
+        )
 
 
 def _describe(base, shape, strides, block) -> TensorDescriptor:
@@ -219,15 +232,18 @@ def _plan(kernel, where: torch.device, tile: tuple, constexprs: tuple, M: int, N
     return blocks, (min(slots, count), 1, 1), group, prepared
 
 
-def launch(x, w_gate, w_up, b_gate, b_up, activation, tile, whole, halves) -> torch.Tensor:
-    """z [M, N] by the kernels above with this tile configuration, as (name, value) pairs."""
+def launch(x, w_gate, w_up, b_gate, b_up, activation, tile, whole, halves, saved=None):
+    """z [M, N] by the kernels above with this tile configuration, as (name, value) pairs.
+
+    saved: gate and up [M, N], to be written too; only of whole tiles and weights [N, K].
+    """
     (M, K), N = x.shape, w_gate.shape[0]
     z = torch.empty((M, N), dtype=x.dtype, device=x.device)  # [M, N]
     wf = w_gate.stride(1) != 1
     kernel = _swiglu_wf_fwd_kernel if wf else _swiglu_fwd_kernel
     up_first = w_gate.data_ptr() > w_up.data_ptr()
     aligned = tuple(b is None or b.data_ptr() % 16 == 0 for b in (b_gate, b_up))
-    kind = (x.dtype, halves, b_gate is None, b_up is None, aligned)
+    kind = (x.dtype, halves, saved is None, b_gate is None, b_up is None, aligned)
     constexprs = (activation,) if wf else (activation, up_first)
     plan = _plan(kernel, x.device, tile, constexprs, M, N, *kind)
     (BM, BN, BK), grid, group, prepared = plan
@@ -240,7 +256,8 @@ def launch(x, w_gate, w_up, b_gate, b_up, activation, tile, whole, halves) -> to
         w_desc = joined(w_gate, w_up, 2, BN, BK)
         w_half = joined(w_gate, w_up, 2, BN // 2, BK) if halves else None
         z_half = rows(z, BM, BN // 2) if halves else None
-        descs = (x_desc, w_desc, z_desc, w_half, z_half)
+        gate, up = (None, None) if saved is None else (rows(y, BM, BN) for y in saved)
+        descs = (x_desc, w_desc, z_desc, w_half, z_half, gate, up)
         prepared.launch(grid, *descs, b_gate, b_up, M, N, K, whole, group)
     return z
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from .. import device, tuning
 from ..common.launch import prepare
 from ..common.primitives import activate, grouped_tile
+from ..common.swiglu_gate import gate_fwd
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
 FAR = 2**23  # 128 rows this far apart still fit 32-bit offsets
@@ -126,35 +127,6 @@ def launch(x, w_gate, w_up, b_gate, b_up, activation, config: tuple) -> torch.Te
     return z
 
 
-@triton.jit
-def _gate_fwd_kernel(
-    gate_ptr,  # [M, N]
-    up_ptr,  # [M, N]
-    z_ptr,  # [M, N]
-    size,  # M * N
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """z = act(gate) * up; a program makes BLOCK elements."""
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + offs, mask=offs < size).to(tl.float32)  # [BLOCK]
-    up = tl.load(up_ptr + offs, mask=offs < size).to(tl.float32)  # [BLOCK]
-    z = activate(gate, ACTIVATION) * up
-    tl.store(z_ptr + offs, z.to(z_ptr.dtype.element_ty), mask=offs < size)
-
-
-def _products_and_gate(x, w_gate, w_up, b_gate, b_up, activation) -> torch.Tensor:
-    """z [M, N] from two products of cuBLAS (rocBLAS) and one launch for the gate."""
-    gate = F.linear(x, w_gate, b_gate)  # [M, N]
-    up = F.linear(x, w_up, b_up)  # [M, N]
-    z = torch.empty_like(gate)
-    with device.on(x.device):
-        _gate_fwd_kernel[(triton.cdiv(z.numel(), 1024),)](
-            gate, up, z, z.numel(), ACTIVATION=activation, BLOCK=1024
-        )
-    return z
-
-
 @functools.lru_cache(maxsize=4096)
 def _config(where: torch.device, M: int, N: int, K: int) -> tuple:
     return tuple(tuning.lookup("portable_swiglu_fwd", where, M=M, N=N, K=K).items())
@@ -171,6 +143,6 @@ def swiglu_fwd(
     """One launch for fp16 and bf16; fp32 keeps torch's own products and their tf32 setting."""
     (M, K), N = x.shape, w_gate.shape[0]
     if x.dtype == torch.float32 and x.is_cuda and M * N > 0:
-        return _products_and_gate(x, w_gate, w_up, b_gate, b_up, activation)
+        return gate_fwd(F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up), activation)
     config = _config(x.device, M, N, K)
     return launch(x, w_gate, w_up, b_gate, b_up, activation, config)
