@@ -227,8 +227,8 @@ def _plan(kernel, where: torch.device, tile: tuple, constexprs: tuple, M: int, N
     count = tiles_m * triton.cdiv(N, blocks[1])
     slots = device.multiprocessor_count(where.index) * tile["per_processor"]
     group = triton.cdiv(tiles_m, triton.cdiv(tiles_m, tile["GROUP"]))  # equal groups
-    options = (tile["num_warps"], tile["num_stages"])
-    prepared = prepare(kernel, (*constexprs, *blocks), *options, where, *kind)
+    options = tuple((name, tile[name]) for name in ("num_warps", "num_stages"))
+    prepared = prepare(kernel, (*constexprs, *blocks), options, where, *kind)
     return blocks, (min(slots, count), 1, 1), group, prepared
 
 

@@ -101,8 +101,8 @@ def _plan(where: torch.device, config: tuple, activation: str, M: int, N: int, K
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
     blocks = tuple(config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
     constexprs = (activation, "ieee", K % config["BLOCK_K"] == 0, *blocks)
-    options = (config["num_warps"], config["num_stages"])
-    return (tiles, 1, 1), prepare(_swiglu_fwd_kernel, constexprs, *options, where, N, K, *kind)
+    options = tuple((name, config[name]) for name in ("num_warps", "num_stages"))
+    return (tiles, 1, 1), prepare(_swiglu_fwd_kernel, constexprs, options, where, N, K, *kind)
 
 
 def launch(x, w_gate, w_up, b_gate, b_up, activation, config: tuple) -> torch.Tensor:
