@@ -53,7 +53,7 @@ def _gate_bwd_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dgate = dz * up * act'(gate), dup = dz * act(gate), and z again; BLOCK elements of one row."""
+    """dgate = dz * up * act'(gate), dup = dz * act(gate), z again; BLOCK elements of one row."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < N
