@@ -82,6 +82,8 @@ def _config(q: torch.Tensor, v: torch.Tensor) -> dict:
         "scan": scan,
         "segment": 32,
         "segment_heads": 16,
-        "transition": dict(BLOCK_V=32 if wide else 64, STAGES=1 if wide else 3, num_warps=4, PREC=prec),
+        "transition": dict(
+            BLOCK_V=32 if wide else 64, STAGES=1 if wide else 3, num_warps=4, PREC=prec
+        ),
         "carry": dict(BLOCK_V=16, num_warps=8, PREC="tf32x3"),
     }

@@ -87,9 +87,7 @@ def _transition_kernel(
         decay = tl.load(f + 192)
         x = v.to(tl.float32) - f0[:, None] * tl.dot(k, s.to(k.dtype), input_precision=PREC)
         vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, V or K] fp32
-        s = tl.dot(
-            tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC
-        )
+        s = tl.dot(tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC)
     own = tl.where(is_m, K, V)
     at = (row.to(tl.int64) * HV + hv) * ((V + K) * K) + tl.where(is_m, V * K, 0)
     at += d[:, None] + e[None, :] * K

@@ -146,9 +146,7 @@ def _scan_kernel(
         x = v.to(tl.float32) - f0[:, None] * tl.dot(k, operand, input_precision=PREC)  # [C, V]
         o = f2[:, None] * tl.dot(q, operand, input_precision=PREC)  # [C, V] fp32
         vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, V] fp32
-        s = tl.dot(
-            tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC
-        )
+        s = tl.dot(tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC)
         o = tl.dot(p, vt.to(k.dtype), o, input_precision=PREC)
         o_tile = o_ptr + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
         tl.store(o_tile, o.to(o_ptr.dtype.element_ty), mask=in_v)
