@@ -12,15 +12,14 @@ from torch import Tensor
 Gradients = Tuple[Optional[Tensor], ...]
 
 
-def weight_gradients(d_gate_up: Tensor, x: Tensor, needs: Sequence[bool]) -> Gradients:
-    """(dw_gate, dw_up), [N, K] each: halves of one product where both are needed."""
-    N = d_gate_up.shape[1] // 2
+def weight_gradients(d_gate_up: Tensor, x: Tensor, needs: Sequence[bool]) -> Optional[Tensor]:
+    """dWg above dWu [2 N, K] in one product, or the one that is needed [N, K]."""
     if needs[1] and needs[2]:
-        return torch.mm(d_gate_up.t(), x).split(N)  # [2 N, K]
-    d_gate, d_up = d_gate_up.split(N, dim=1)
-    dw_gate = torch.mm(d_gate.t(), x) if needs[1] else None  # [N, K]
-    dw_up = torch.mm(d_up.t(), x) if needs[2] else None  # [N, K]
-    return dw_gate, dw_up
+        return torch.mm(d_gate_up.t(), x)  # [2 N, K]
+    d_gate, d_up = d_gate_up.chunk(2, dim=1)
+    if needs[1]:
+        return torch.mm(d_gate.t(), x)  # [N, K]
+    return torch.mm(d_up.t(), x) if needs[2] else None  # [N, K]
 
 
 def projection_gradients(
@@ -31,15 +30,15 @@ def projection_gradients(
     needs: Sequence[bool],
     input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Gradients:
-    """(dx, dw_gate, dw_up, db_gate, db_up)."""
+    """(dx, dw, db_gate, db_up); dw as weight_gradients has it."""
     dx = input_gradient(d_gate_up, w_gate, w_up) if needs[0] else None  # [M, K]
-    dw_gate, dw_up = weight_gradients(d_gate_up, x, needs)
+    dw = weight_gradients(d_gate_up, x, needs)
     d_gate, d_up = d_gate_up.split(w_gate.shape[0], dim=1)
     db_gate, db_up = (
         d.sum(0, dtype=torch.float32).to(d.dtype) if needed else None
         for d, needed in ((d_gate, needs[3]), (d_up, needs[4]))
     )  # [N] each
-    return dx, dw_gate, dw_up, db_gate, db_up
+    return dx, dw, db_gate, db_up
 
 
 def input_gradient(d_gate_up: Tensor, w_gate: Tensor, w_up: Tensor) -> Tensor:

@@ -33,7 +33,10 @@ def supports_swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs) -> bool
 
 
 def swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs):
-    """(dx, dw_gate, dw_up, db_gate, db_up), None where not needed; overwrites gate_up."""
+    """(dx, dw, db_gate, db_up), None where not needed; overwrites gate_up.
+
+    needs: x, w_gate, w_up, b_gate, b_up; dw: dw_gate above dw_up [2 N, K], or one of them [N, K].
+    """
     gate_bwd(dz, gate_up, activation, with_z=False)
     return projection_gradients(gate_up, x, w_gate, w_up, needs, input_gradient)
 
@@ -43,10 +46,10 @@ def supports_swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, activation, ne
 
 
 def swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, activation, needs):
-    """(dx, dw_gate, dw_up, db_gate, db_up, dw_down), None where not needed; overwrites gate_up.
+    """(dx, dw, db_gate, db_up, dw_down), None where not needed; overwrites gate_up.
 
-    dy: [M, D]; w_down: [D, N]; needs: x, w_gate, w_up, b_gate, b_up, w_down. z, which dw_down
-    needs, is made again from gate_up.
+    dy: [M, D]; w_down: [D, N]; needs, dw: as swiglu_bwd, and w_down. z, which dw_down needs, is
+    made again from gate_up.
     """
     dz = torch.mm(dy, w_down)  # [M, N]
     z = gate_bwd(dz, gate_up, activation, with_z=needs[5])  # [M, N]
