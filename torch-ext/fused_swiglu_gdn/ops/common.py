@@ -6,7 +6,7 @@ import torch
 
 from .. import dispatch
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def needs_grad(args: tuple) -> bool:
@@ -31,7 +31,7 @@ def run(family: str, operation: str, op: Callable, reference: Callable, args: tu
     launch = dispatch.choose(family, operation, grad, args)
     if launch is None:
         return reference(*args)
-    if grad or type(args[0]) not in _PLAIN:
+    if grad or type(args[0]) not in PLAIN:
         return op(*args)
     return launch(*args)
 
