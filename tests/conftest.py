@@ -17,6 +17,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torch-ext" / "fused_swiglu_gdn"
 NAME = "fused_swiglu_gdn_in_tree"
+REPOSITORY = "org/fused-swiglu-gdn"
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
@@ -73,6 +74,30 @@ def assert_close(out: torch.Tensor, ref: torch.Tensor, dtype=None, factor: float
 @pytest.fixture(scope="session")
 def kernel():
     return load_package()
+
+
+def build_tool():
+    """tools/build.py as a module."""
+    spec = importlib.util.spec_from_file_location("build_tool", ROOT / "tools" / "build.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def repository(tmp_path_factory):
+    """A built repository of this tree, known to `kernels` by the Hub name REPOSITORY."""
+    root = tmp_path_factory.mktemp("hub") / "fused-swiglu-gdn"
+    build_tool().build(out=root / "build")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_KERNELS", f"{REPOSITORY}={root}")
+        yield root
+
+
+@pytest.fixture(scope="session")
+def built(repository):
+    """The built kernel, loaded as users load it."""
+    return pytest.importorskip("kernels").get_kernel(REPOSITORY, version=1)
 
 
 @pytest.fixture(params=DEVICES)

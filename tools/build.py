@@ -8,7 +8,6 @@ hash of the sources, so that no two different builds meet in one process under o
 """
 
 import argparse
-import ast
 import hashlib
 import json
 import pathlib
@@ -20,6 +19,7 @@ import jinja2
 import kernels
 from kernels._rust import Build, Digest, DigestAlgorithm, KernelName, Metadata
 from kernels.compat import tomllib
+from public_api import literal_all, parse
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -74,9 +74,13 @@ def read_config(root):
     return tomllib.loads((root / "build.toml").read_text()), backends
 
 
+def package_dir(root, config):
+    return root / "torch-ext" / KernelName(config["general"]["name"]).python_name
+
+
 def source_files(root, config):
-    """Paths of the shipped files under torch-ext/<name>, sorted; _ops.py is generated."""
-    package = root / "torch-ext" / KernelName(config["general"]["name"]).python_name
+    """Paths of the shipped files in package_dir, sorted; _ops.py is generated."""
+    package = package_dir(root, config)
     suffixes = {"." + ext for ext in config.get("torch-noarch", {}).get("pyext", ("py", "pyi"))}
     return [
         path.relative_to(package)
@@ -98,7 +102,7 @@ def unique_id(root, config, source):
     """kernel-builder's: 7 digits of the commit's tree. With uncommitted changes, of the sources."""
     if source is not None and not source["dirty"]:
         return git(root, "rev-parse", "HEAD^{tree}")[:7]
-    package = root / "torch-ext" / KernelName(config["general"]["name"]).python_name
+    package = package_dir(root, config)
     content = hashlib.sha256((root / "build.toml").read_bytes())
     for path in source_files(root, config):
         content.update(path.as_posix().encode() + b"\0" + (package / path).read_bytes() + b"\0")
@@ -132,7 +136,7 @@ def metadata(config, backend, identity, source):
 
 def write_variant(root, variant, config, backend, identity, source):
     """One build/torch-<backend>/, its digest checked with the classes that load it."""
-    package = root / "torch-ext" / KernelName(config["general"]["name"]).python_name
+    package = package_dir(root, config)
     for path in source_files(root, config):
         target = variant / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -146,20 +150,14 @@ def write_variant(root, variant, config, backend, identity, source):
     read_back.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
 
 
-def public_names(path):
-    """The literal __all__ of a module."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == "__all__":
-            return ast.literal_eval(node.value)
-    return []
-
-
 def card(root, config, repo_id=None):
     """CARD.md filled in as `kernel-builder fill-card` does, with the same variables."""
     general = config["general"]
-    package = root / "torch-ext" / KernelName(general["name"]).python_name
-    names = public_names(package / "__init__.py")
-    layers = public_names(package / "layers" / "__init__.py")
+    package = package_dir(root, config)
+    names = literal_all(parse(package / "__init__.py"))
+    layers = []
+    if "layers" in names:
+        layers = literal_all(parse(package / "layers" / "__init__.py"))
     engine = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True)
     return engine.from_string((root / "CARD.md").read_text()).render(
         repo_id=repo_id or general["hub"]["repo-id"],
@@ -192,8 +190,7 @@ def build(root=ROOT, out=None, repo_id=None):
 def write_in_place(root=ROOT):
     """The tree's own _ops.py, so that torch-ext/ can be imported as it lies."""
     config, _ = read_config(root)
-    name = KernelName(config["general"]["name"]).python_name
-    path = pathlib.Path(root) / "torch-ext" / name / "_ops.py"
+    path = package_dir(pathlib.Path(root), config) / "_ops.py"
     path.write_text(ops_text(config, "in_tree"))
     return path
 

@@ -97,7 +97,8 @@ def borrowed_environment(torch_version):
     make_venv(with_pip=bool(missing))
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     target = next(VENV.glob("lib*/python*/site-packages"), VENV / "Lib" / "site-packages")
-    (target / "borrowed.pth").write_text("".join(path + "\n" for path in packages))
+    lines = [f"import site; site.addsitedir({path!r})\n" for path in packages]
+    (target / "borrowed.pth").write_text("".join(lines))
     if not missing:
         return
     kept = [f"{name}=={installed(name)}" for name in NEVER_REPLACED if installed(name)]

@@ -13,6 +13,7 @@ from .functional.implementation import implementation_of
 from .functional.swiglu import fused_swiglu, fused_swiglu_mlp
 from .mapping import decorate, kernelize, layer_mapping, restore
 from .modules import FusedSwiGLU
+from .verify import verify
 
 __all__ = [
     "FusedSwiGLU",
@@ -32,4 +33,5 @@ __all__ = [
     "layers",
     "restore",
     "rms_norm_gated",
+    "verify",
 ]

@@ -101,6 +101,7 @@ def _prepare_kernel(
     tb_ptr,  # [rows, HV, C, C]
     p_ptr,  # [rows, HV, C, C]
     f_ptr,  # [rows, HV, 4, C] fp32
+    decay_ptr,  # [rows, HV] fp32
     q_strides,  # of B, T, H
     k_strides,
     g_strides,  # of B, T, HV
@@ -150,14 +151,15 @@ def _prepare_kernel(
         k = tl.load(k_ptr + i * k_strides[1] + d, mask=mask, other=0.0)  # [C, BLOCK_K]
         kk = tl.dot(k, tl.trans(k), kk, input_precision=PREC)
         qk = tl.dot(q, tl.trans(k), qk, input_precision=PREC)
+        k2 += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
         if L2NORM:
             q2 += tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)
-            k2 += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
     rq = tl.where(ok, 1.0, 0.0)
     rk = rq
     if L2NORM:
         rq = tl.where(ok, tl.rsqrt(q2 + 1e-6), 0.0)
         rk = tl.where(ok, tl.rsqrt(k2 + 1e-6), 0.0)
+        k2 = k2 * rk * rk
     kk = tl.where(i > j, kk * -rk[:, None] * rk[None, :], 0.0)  # negative: see the inverse
     qk = tl.where(i >= j, qk * (scale * rq)[:, None] * rk[None, :], 0.0)
 
@@ -189,6 +191,9 @@ def _prepare_kernel(
         tl.store(f_at + 64, tl.exp2(tl.minimum(G_end - G, 0.0)) * rk)
         tl.store(f_at + 128, grow * rq * scale)
         tl.store(f_at + 192, tl.exp2(G_end + t * 0.0))
+        # A token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|).
+        stretch = tl.log2(tl.maximum(tl.abs(1.0 - beta * k2), 1.0))
+        tl.store(decay_ptr + unit, G_end + tl.sum(stretch, axis=0))
 
 
 def chunk_rows(T: int, B: int, cu_seqlens: Optional[torch.Tensor]) -> int:
@@ -211,15 +216,17 @@ def gdn_prepare(
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
 ):
-    """Prepared blocks (Tb, P, F) of every chunk row and value head, as docs/gdn.md defines the boundary."""
+    """Prepared blocks of every chunk row and value head, as docs/gdn.md defines the boundary: Tb, P,
+    F, and decay [rows, HV] fp32, log2 of a bound of the norm of the chunk's transition."""
     B, T, H, K = q.shape
     HV = g.shape[2]
     rows = chunk_rows(T, B, cu_seqlens)
     blocks = q.new_empty((2, rows, HV, CHUNK, CHUNK))
     tb, p = blocks[0], blocks[1]
     f = q.new_empty((rows, HV, 4, CHUNK), dtype=torch.float32)
+    decay = q.new_empty((rows, HV), dtype=torch.float32)
     if rows * HV == 0:
-        return tb, p, f
+        return tb, p, f, decay
     wide = q.dtype == torch.float32
     heads = HV // H
     _prepare_kernel[(rows * HV // heads,)](
@@ -233,6 +240,7 @@ def gdn_prepare(
         tb,
         p,
         f,
+        decay,
         q.stride()[:3],
         k.stride()[:3],
         g.stride(),
@@ -253,4 +261,4 @@ def gdn_prepare(
         PREC="tf32x3" if wide else "tf32",
         num_warps=4,
     )
-    return tb, p, f
+    return tb, p, f, decay

@@ -2,7 +2,6 @@
 
 from typing import Optional
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -44,6 +43,10 @@ def fused_swiglu(
     """
     x, w_gate, w_up, b_gate, b_up = autocast(x, w_gate, w_up, b_gate, b_up)
     checks.fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation)
+    return _gated(x, w_gate, w_up, b_gate, b_up, activation)
+
+
+def _gated(x, w_gate, w_up, b_gate, b_up, activation):
     rows = dense(x.reshape(-1, x.shape[-1]))
     z = ops.swiglu(rows, w_gate, w_up, b_gate, b_up, activation)
     return z.view(*x.shape[:-1], w_gate.shape[0])
@@ -77,6 +80,4 @@ def fused_swiglu_mlp(
     tensors = autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors
     checks.fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation)
-    z = fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation=activation)
-    with torch.autocast(x.device.type, enabled=False):
-        return F.linear(z, w_down, b_down)
+    return F.linear(_gated(x, w_gate, w_up, b_gate, b_up, activation), w_down, b_down)

@@ -81,7 +81,7 @@ def _joined_product(
         return first, second
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "K", "whole"])
 def _swiglu_fwd_kernel(
     x_desc,  # [M, K] in blocks [BLOCK_M, BLOCK_K]
     w_desc,  # [2, N, K] in blocks [2, BLOCK_N, BLOCK_K]
@@ -125,7 +125,7 @@ def _swiglu_fwd_kernel(
             _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_half_desc, row, column, N, ACTIVATION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "N", "K"])
 def _swiglu_wf_fwd_kernel(
     x_desc,  # [M, K] in blocks [BLOCK_M, BLOCK_K]
     w_gate_desc,  # [K, N] in blocks [BLOCK_K, BLOCK_N]

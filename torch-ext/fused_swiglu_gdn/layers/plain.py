@@ -26,7 +26,7 @@ def why_hooked(module: nn.Module) -> Optional[str]:
         return "has forward hooks"
     if module._backward_hooks or module._backward_pre_hooks:
         return "has backward hooks"
-    if hasattr(module, "_hf_hook"):
+    if "_hf_hook" in module.__dict__:
         return "has an accelerate hook (offloading, or several devices)"
     return None
 
@@ -53,10 +53,12 @@ def why_not_linear(module: nn.Module) -> Optional[str]:
     reason = why_hooked(module)
     if reason is not None:
         return reason
-    for name, x in (("weight", module.weight), ("bias", module.bias)):
-        reason = why_not_tensor(x)
-        if reason is not None:
-            return f"has a {name} that {reason}"
+    weight, bias = module.weight, module.bias
+    reason = why_not_tensor(weight)
+    if reason is not None:
+        return f"has a weight that {reason}"
+    if bias is not None and type(bias) not in PLAIN_TENSORS:
+        return f"has a bias that {why_not_tensor(bias)}"
     return None
 
 
@@ -78,6 +80,7 @@ def same_dtype(x: torch.Tensor, *modules: nn.Module) -> bool:
     """x can be multiplied with the modules' weights, or autocast will see to it."""
     if type(x) not in PLAIN_TENSORS:
         return False
-    if torch.is_autocast_enabled(x.device.type):
-        return True
-    return all(x.dtype == module.weight.dtype for module in modules)
+    for module in modules:
+        if x.dtype is not module.weight.dtype:
+            return torch.is_autocast_enabled(x.device.type)
+    return True

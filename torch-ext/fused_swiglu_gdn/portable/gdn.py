@@ -50,7 +50,7 @@ def gdn_chunk_fwd(
     if checkpoint_every:
         rows = B * (T // checkpoint_every)
         checkpoints = torch.empty((rows,) + tail, dtype=dtype, device=v.device)
-    tb, p, f = gdn_prepare(
+    tb, p, f, _ = gdn_prepare(
         q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval
     )
     config = dict(BLOCK_V=64 if K <= 128 else 32, STAGES=2, num_warps=4)

@@ -14,13 +14,14 @@ from .. import device, tuning
 from ..common.primitives import activate, grouped_tile
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
+FAR = 2**23  # 128 rows this far apart still fit 32-bit offsets
 
 
 def supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
     return x.dtype in SERVED
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _swiglu_fwd_kernel(
     x_ptr,  # [M, K] strides (stride_x, 1)
     w_gate_ptr,  # [N, K] strides (stride_n, stride_k)
@@ -48,42 +49,55 @@ def _swiglu_fwd_kernel(
     of a pair side by side: splitting them moves nothing.
     """
     pid_m, pid_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
-    offs_m = pid_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = pid_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = (pid_m * BLOCK_M).to(tl.int64)
+    column = (pid_n * BLOCK_N).to(tl.int64)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     pair = tl.arange(0, 2 * BLOCK_N)
-    # rows past the end read the last one: no mask in the loop, and nothing of them is stored
-    rows_x = tl.minimum(offs_m, M - 1).to(tl.int64)
-    rows_w = tl.minimum(pid_n * BLOCK_N + pair // 2, N - 1).to(tl.int64)
-    x_ptrs = x_ptr + rows_x[:, None] * stride_x + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
-    w_ptrs = tl.where(pair % 2 == 0, w_gate_ptr, w_up_ptr) + rows_w * stride_n
-    w_ptrs = w_ptrs[None, :] + offs_k[:, None] * stride_k  # [BLOCK_K, 2 BLOCK_N]
+    # 64-bit addresses of the tile, 32-bit offsets in it. Rows past the end read the last one: no
+    # mask in the loop, and nothing of them is stored.
+    x_ptr += row * stride_x
+    w_gate_ptr += column * stride_n
+    w_up_ptr += column * stride_n
+    rows_x = tl.minimum(offs_m, M - 1 - row.to(tl.int32))
+    rows_w = tl.minimum(pair // 2, N - 1 - column.to(tl.int32))
+    offs_x = rows_x[:, None] * stride_x + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
+    offs_w = rows_w[None, :] * stride_n + offs_k[:, None] * stride_k  # [BLOCK_K, 2 BLOCK_N]
     acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
+        w_ptrs = tl.where(pair % 2 == 0, w_gate_ptr, w_up_ptr)[None, :] + offs_w
         if EVEN_K:
-            x = tl.load(x_ptrs)  # [BLOCK_M, BLOCK_K]
+            x = tl.load(x_ptr + offs_x)  # [BLOCK_M, BLOCK_K]
             w = tl.load(w_ptrs)  # [BLOCK_K, 2 BLOCK_N]
         else:
-            x = tl.load(x_ptrs, mask=offs_k[None, :] < K - k, other=0.0)
+            x = tl.load(x_ptr + offs_x, mask=offs_k[None, :] < K - k, other=0.0)
             w = tl.load(w_ptrs, mask=offs_k[:, None] < K - k, other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        x_ptrs += BLOCK_K
-        w_ptrs += BLOCK_K * stride_k
+        x_ptr += BLOCK_K
+        w_gate_ptr += BLOCK_K * stride_k
+        w_up_ptr += BLOCK_K * stride_k
     gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))  # [BLOCK_M, BLOCK_N] fp32
+    mask_n = column + offs_n < N
     if b_gate_ptr is not None:
-        gate += tl.load(b_gate_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+        b_gate = tl.load(b_gate_ptr + column + offs_n, mask=mask_n, other=0.0)  # [BLOCK_N]
+        gate += b_gate.to(tl.float32)[None, :]
     if b_up_ptr is not None:
-        up += tl.load(b_up_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
+        b_up = tl.load(b_up_ptr + column + offs_n, mask=mask_n, other=0.0)  # [BLOCK_N]
+        up += b_up.to(tl.float32)[None, :]
     z = (activate(gate, ACTIVATION) * up).to(z_ptr.dtype.element_ty)
-    z_ptrs = z_ptr + offs_m.to(tl.int64)[:, None] * N + offs_n[None, :]
-    tl.store(z_ptrs, z, mask=(offs_m[:, None] < M) & (offs_n[None, :] < N))
+    offs_z = offs_m[:, None] * N + offs_n[None, :]  # [BLOCK_M, BLOCK_N]
+    tl.store(z_ptr + row * N + column + offs_z, z, mask=(row + offs_m < M)[:, None] & mask_n)
 
 
 def launch(x, w_gate, w_up, b_gate, b_up, activation, config) -> torch.Tensor:
     """z [M, N] by the kernel above with this configuration."""
     (M, K), N = x.shape, w_gate.shape[0]
-    if w_gate.stride() != w_up.stride():  # the kernel takes one pair of strides
+    # the kernel takes one pair of strides, and offsets inside a tile are 32-bit
+    if w_gate.stride() != w_up.stride() or max(w_gate.stride()) > FAR:
         w_gate, w_up = w_gate.contiguous(), w_up.contiguous()
+    if x.stride(0) > FAR:
+        x = x.contiguous()
     z = torch.empty((M, N), dtype=x.dtype, device=x.device)  # [M, N]
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
     if tiles == 0:

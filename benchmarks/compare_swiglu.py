@@ -1,0 +1,144 @@
+"""Kernel time and error of `fused_swiglu` against one cuBLAS product, eager torch and Liger.
+
+    python benchmarks/compare_swiglu.py [--quick] [--liger-mlp] [--json FILE]     on a GPU
+    python benchmarks/compare_swiglu.py --render benchmarks/results/swiglu_fwd.json
+                                                     table and picture from a record
+
+`gemm` is one cuBLAS product with the two weights concatenated and no gate: the same operations and
+less to write than the two products, so the wall that a fused kernel races.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from kernel_time import RESULTS, load_package, microseconds, save
+
+LLAMA_8B, QWEN_SMALL = (4096, 14336), (1024, 3072)
+SHAPES = [(*size, M) for size in (LLAMA_8B, QWEN_SMALL) for M in (1, 64, 512, 4096, 16384)]
+MORE = [(*size, M) for size in (LLAMA_8B, QWEN_SMALL) for M in (3, 16, 128, 256, 1000, 2048, 4097)]
+MORE += [(K, N, M) for K, N in ((4096, 11008), (1536, 8960), (5120, 17408)) for M in (1, 512, 4096)]
+
+
+def tensors(K, N, M):
+    x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)  # [M, K]
+    weights = [torch.randn(N, K, device="cuda", dtype=torch.bfloat16) * K**-0.5 for _ in range(2)]
+    return x, *weights  # [N, K] each
+
+
+def calls(package, x, w_gate, w_up, liger_mlp):
+    """What is timed, by name; all but gemm return z [M, N]."""
+    both = torch.cat([w_gate, w_up])  # [2 N, K]
+    found = {
+        "gemm": lambda: F.linear(x, both),
+        "eager": lambda: F.silu(F.linear(x, w_gate)) * F.linear(x, w_up),
+        "ours": lambda: package.fused_swiglu(x, w_gate, w_up),
+    }
+    try:
+        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+        found["liger"] = lambda: LigerSiLUMulFunction.apply(F.linear(x, w_gate), F.linear(x, w_up))
+    except ImportError:
+        pass
+    if liger_mlp:
+        from liger_kernel.ops import mlp
+
+        found["liger_mlp"] = lambda: mlp.gemm_swiglu(x[None], w_gate, w_up, 1.0, False)[0][0]
+    return found
+
+
+def error(z, x, w_gate, w_up) -> float:
+    """Relative error of the first 256 rows against fp64."""
+    x, w_gate, w_up = x[:256].double(), w_gate.double(), w_up.double()
+    ref = F.silu(F.linear(x, w_gate)) * F.linear(x, w_up)
+    return ((z[:256].double() - ref).norm() / ref.norm()).item()
+
+
+def host_microseconds(call) -> float:
+    """Time until an eager call returns, the queue being empty: least mean of 5 runs of 100."""
+    means = []
+    for _ in range(6):
+        start = time.perf_counter()
+        for _ in range(100):
+            call()
+        means.append((time.perf_counter() - start) * 1e4)
+        torch.cuda.synchronize()
+    return min(means[1:])
+
+
+def measure(options) -> None:
+    package = load_package()
+    torch.manual_seed(0)
+    rows = []
+    for K, N, M in SHAPES if options.quick else SHAPES + MORE:
+        with torch.no_grad():
+            args = tensors(K, N, M)
+            timed = calls(package, *args, options.liger_mlp)
+            errors = {name: error(f(), *args) for name, f in timed.items() if name != "gemm"}
+            row = {"K": K, "N": N, "M": M, "us": microseconds(timed), "error": errors}
+            row["served"] = package.implementation_of(package.fused_swiglu, *args)
+            if M in (1, 512) and (K, N) == QWEN_SMALL:
+                row["host_us"] = host_microseconds(timed["ours"])
+        rows.append(row)
+        print(line(row), flush=True)
+    save(options.json, rows)
+
+
+def line(row: dict) -> str:
+    us, gemm = row["us"], row["us"]["gemm"]
+    peers = [name for name in us if name not in ("gemm", "ours")]
+    cells = [f"{row['K']}, {row['N']}", str(row["M"]), f"{us['ours']:.1f}", f"{gemm:.1f}"]
+    cells += [f"{us['ours'] / gemm:.2f}"] + [f"{us['ours'] / us[name]:.2f}" for name in peers]
+    cells += [f"{row['error']['ours'] / row['error']['eager']:.2f}"]
+    return "| " + " | ".join(cells) + " |"
+
+
+def render(path: Path) -> None:
+    """The table as Markdown on the screen, the picture beside the record."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    record = json.loads(path.read_text())
+    rows = record["rows"]
+    peers = [name for name in rows[0]["us"] if name not in ("gemm", "ours")]
+    head = ["K, N", "M", "ours us", "gemm us", "/ gemm"] + [f"/ {name}" for name in peers]
+    head += ["error / eager's"]
+    print(f"{record['gpu']}, torch {record['torch']}, Triton {record['triton']}, {record['date']}")
+    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
+    print("\n".join(line(row) for row in rows))
+    sizes = [LLAMA_8B, QWEN_SMALL]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), sharey=True)
+    for axis, (K, N) in zip(axes, sizes):
+        mine = sorted((r for r in rows if (r["K"], r["N"]) == (K, N)), key=lambda r: r["M"])
+        for name in ["ours", *peers]:
+            ratio = [r["us"][name] / r["us"]["gemm"] for r in mine]
+            axis.plot([r["M"] for r in mine], ratio, marker="o", label=name)
+        axis.axhline(1.0, color="grey", linewidth=0.8)
+        axis.set(xscale="log", title=f"K={K}, N={N}", xlabel="tokens", ylim=(0.8, 2.4))
+    axes[0].set_ylabel("time / one cuBLAS product")
+    axes[0].legend()
+    figure.suptitle(f"SwiGLU forward, bf16, {record['gpu']}, {record['date']}")
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="only the rows of the first table")
+    parser.add_argument("--liger-mlp", action="store_true", help="with liger_kernel.ops.mlp")
+    parser.add_argument("--json", type=Path, default=RESULTS / "swiglu_fwd.json")
+    parser.add_argument("--render", type=Path, help="only render this record")
+    options = parser.parse_args()
+    if options.render:
+        render(options.render)
+    else:
+        measure(options)
+
+
+if __name__ == "__main__":
+    main()

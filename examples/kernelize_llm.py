@@ -1,0 +1,185 @@
+"""Swap the kernel into real transformers models and see that nothing changes but the time.
+
+    make demo          (or: python examples/kernelize_llm.py)
+
+Builds the kernel, loads it as a user does, and runs a small Llama and a small Qwen3.5 with random
+weights before and after kernelize(model): on the GPU if there is one, else on the CPU.
+"""
+
+import argparse
+import copy
+import importlib.util
+import logging
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from kernels import get_kernel
+
+ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY = "org/fused-swiglu-gdn"
+
+SIZES = {  # what a CPU with two cores runs in seconds, and what keeps a GPU busy
+    "cpu": {
+        "hidden_size": 256,
+        "intermediate_size": 704,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    "cuda": {
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+    },
+}
+GDN = {
+    "cpu": {
+        "linear_num_key_heads": 4,
+        "linear_num_value_heads": 8,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+    },
+    "cuda": {
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    },
+}
+PROMPT = {"cpu": 512, "cuda": 8192}
+NEW_TOKENS = 32
+
+
+def load_kernel():
+    """What `make build` writes, loaded by a Hub name; LOCAL_KERNELS stands in for the Hub."""
+    spec = importlib.util.spec_from_file_location("build", ROOT / "tools" / "build.py")
+    build = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(build)
+    identity = build.build(ROOT)
+    os.environ["LOCAL_KERNELS"] = f"{REPOSITORY}={ROOT}"
+    kernel = get_kernel(REPOSITORY, version=1)
+    print(f'Built {identity} and loaded it: get_kernel("{REPOSITORY}", version=1)')
+    return kernel
+
+
+def random_model(family: str, device: str):
+    sizes = {
+        **SIZES[device],
+        "vocab_size": 4096,
+        "max_position_embeddings": 16384,
+        "initializer_range": 0.05,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+    }
+    if family == "Qwen3.5":
+        layers = sizes["num_hidden_layers"]
+        kinds = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(layers)]
+        config = transformers.Qwen3_5TextConfig(**sizes, **GDN[device], layer_types=kinds)
+    else:
+        config = transformers.LlamaConfig(**sizes)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    return model.eval()
+
+
+def seconds(call, device: str, repeats: int = 3) -> float:
+    """The best of a few calls, after one that is not counted."""
+    best = float("inf")
+    for i in range(repeats + 1):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        if i:
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+@torch.no_grad()
+def times(model, ids, device: str):
+    """Seconds for the prompt, and for one token after it."""
+    prompt = seconds(lambda: model(ids, use_cache=True, logits_to_keep=1), device)
+    cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
+    token = ids[:, -1:]
+
+    def decode():
+        for _ in range(8):
+            model(token, past_key_values=cache)
+
+    return prompt, seconds(decode, device) / 8
+
+
+@torch.no_grad()
+def results(model, ids):
+    """The logits of a prompt and the greedy tokens after it, in fp32 as the weights are."""
+    new = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    return model(ids).logits, new[:, ids.shape[1] :]
+
+
+def progress(text: str) -> None:
+    print(f"  ... {text}", flush=True)
+
+
+def compare(kernel, family: str, device: str) -> bool:
+    print(f"\n{family}, random weights, on {device}")
+    progress("making the model")
+    model = random_model(family, device)
+    short = torch.randint(1, 4096, (2, 100), device=device)
+    progress(f"generating {NEW_TOKENS} tokens with transformers alone, in fp32")
+    logits, tokens = results(model, short)
+
+    served = copy.deepcopy(model)
+    report = kernel.kernelize(served)
+    progress(f"generating {NEW_TOKENS} tokens after kernelize(model)")
+    new_logits, new_tokens = results(served, short)
+    same = torch.equal(tokens, new_tokens)
+
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    length = PROMPT[device]
+    progress(f"timing a prompt of {length} tokens and decoding, {dtype}".replace("torch.", ""))
+    model, served = model.to(dtype), served.to(dtype)
+    report = kernel.kernelize(served)  # who serves depends on the dtype
+    ids = torch.randint(1, 4096, (1, length), device=device)
+    before, after = times(model, ids, device), times(served, ids, device)
+
+    print()
+    print(report)
+    print()
+    print(f"  largest difference of logits   {(logits - new_logits).abs().max():.1e}", end="")
+    print(f"   (logits up to {logits.abs().max():.1f})")
+    print(f"  {NEW_TOKENS} greedy tokens x 2 prompts    {'identical' if same else 'DIFFERENT'}")
+    print()
+    print(f"  {'':24}{'before':>12}{'after':>12}{'speed-up':>12}")
+    for name, a, b in zip((f"prompt of {length}", "one token"), before, after):
+        print(f"  {name:24}{a * 1e3:9.2f} ms{b * 1e3:9.2f} ms{a / b:11.2f}x")
+    return same
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    device = parser.parse_args().device
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("kernels").setLevel(logging.ERROR)
+    start = time.perf_counter()
+    where = torch.cuda.get_device_name() if device == "cuda" else f"{torch.get_num_threads()} cores"
+    print(f"torch {torch.__version__}, transformers {transformers.__version__}, {device} ({where})")
+    kernel = load_kernel()
+    same = [compare(kernel, family, device) for family in ("Llama", "Qwen3.5")]
+    print(f"\n{time.perf_counter() - start:.0f} s in all. restore(model) undoes kernelize(model).")
+    return 0 if all(same) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""A committed copy of this repository that a test may change, build and publish."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if shutil.which("git") is None:
+    pytest.skip("needs git", allow_module_level=True)
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = (
+    "build.toml", "CARD.md", "CHANGELOG.md", ".gitignore", "torch-ext", "tools", "benchmarks",
+)  # fmt: skip
+
+# the same commit id on every machine, and no one's git settings
+GIT = {
+    **{f"GIT_{who}_{key}": value for who in ("AUTHOR", "COMMITTER") for key, value in (
+        ("NAME", "test"), ("EMAIL", "test@localhost"), ("DATE", "2026-01-01T00:00:00Z"))},
+    "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull,
+}  # fmt: skip
+
+
+class Checkout:
+    """A repository at `root`; `build`, `publish` and the like run its own tools/."""
+
+    def __init__(self, root: Path):
+        self.root = root
+        for name in COPIED:
+            source = ROOT / name
+            if source.is_dir():
+                ignore = shutil.ignore_patterns("__pycache__", "_ops.py")
+                shutil.copytree(source, root / name, ignore=ignore)
+            elif source.exists():
+                root.mkdir(parents=True, exist_ok=True)
+                shutil.copy(source, root / name)
+        (root / "tests").mkdir()
+        for record in (ROOT / "tests").glob("api_v*.json"):
+            shutil.copy(record, root / "tests")
+        self.git("init", "-q")
+        self.commit("first")
+
+    @property
+    def package(self) -> Path:
+        return self.root / "torch-ext" / "fused_swiglu_gdn"
+
+    def git(self, *arguments):
+        command = ["git", *arguments]
+        ran = subprocess.run(
+            command, cwd=self.root, env={**os.environ, **GIT}, capture_output=True, text=True
+        )
+        assert ran.returncode == 0, ran.stderr
+        return ran.stdout.strip()
+
+    def commit(self, message):
+        self.git("add", "-A")
+        self.git("commit", "-q", "--allow-empty", "-m", message)
+        return self.git("rev-parse", "HEAD")
+
+    def edit(self, name, old, new, message=None):
+        """Replaces text in a file, and commits that if there is a message."""
+        path = self.root / name
+        text = path.read_text()
+        assert old in text, f"{name} has no {old!r}"
+        path.write_text(text.replace(old, new))
+        if message:
+            self.commit(message)
+
+    def run(self, *arguments, env=None):
+        """Runs Python on `arguments` in the checkout; the caller looks at the result."""
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=self.root, capture_output=True, text=True,
+            env={**os.environ, **GIT, **(env or {})}, stdin=subprocess.DEVNULL, timeout=120,
+        )  # fmt: skip
+
+    def build(self, *arguments):
+        ran = self.run("tools/build.py", *arguments)
+        assert ran.returncode == 0, ran.stderr
+        return self.root / "build"

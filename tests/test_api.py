@@ -1,0 +1,76 @@
+"""The API guard: what callers of this version use stays; additions are welcome."""
+
+import inspect
+import json
+import sys
+
+import pytest
+from conftest import PACKAGE, ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+import public_api  # noqa: E402
+
+from build import read_config  # noqa: E402
+
+VERSION = read_config(ROOT)[0]["general"]["version"]
+RECORD = ROOT / "tests" / f"api_v{VERSION}.json"
+
+
+def test_callers_of_this_version_can_go_on():
+    assert RECORD.exists(), f"{RECORD.name} is missing: run tools/public_api.py"
+    broken = public_api.breaks(json.loads(RECORD.read_text()), public_api.public_api(PACKAGE))
+    assert not broken, f"{public_api.BUMP}: this breaks callers of v{VERSION}: {'; '.join(broken)}"
+
+
+def test_source_says_what_python_says(kernel):
+    for name, text in public_api.public_api(PACKAGE).items():
+        found = kernel
+        for part in name.split("."):
+            found = inspect.getattr_static(found, part)
+        if not text.startswith("("):
+            assert inspect.isclass(found) if text == "class" else repr(found) == text, name
+            continue
+        found = getattr(found, "__func__", found)  # a classmethod
+        found = found.__init__ if inspect.isclass(found) else found
+        spoken = [(p.name, p.kind, p.default) for p in inspect.signature(found).parameters.values()]
+        scope = {}
+        exec(f"def f{text}: ...", scope)
+        read = [
+            (p.name, p.kind, p.default) for p in inspect.signature(scope["f"]).parameters.values()
+        ]
+        assert read == spoken, name
+
+
+OLD = "(x, w, scale=None, *, block=64, **kwargs)"
+
+
+@pytest.mark.parametrize(
+    "new, why",
+    [
+        (OLD, None),
+        ("(x, w, scale=None, bias=None, *, block=64, mode=1, **kwargs)", None),  # additions
+        ("(x, w=None, scale=None, *, block=64, **kwargs)", None),  # a default gained
+        ("(x, w, scale=None, block=64, **kwargs)", None),  # may now be positional, too
+        ("(x, scale=None, *, block=64, **kwargs)", "was (x, w"),  # gone
+        ("(w, x, scale=None, *, block=64, **kwargs)", "was (x, w"),  # another order
+        ("(x, weight, scale=None, *, block=64, **kwargs)", "was (x, w"),  # another name
+        ("(x, bias, w, scale=None, *, block=64, **kwargs)", "was (x, w"),  # one in between
+        ("(x, w, scale=None, *, block=64, mode, **kwargs)", "new parameter mode"),
+        ("(x, w, scale=1.0, *, block=64, **kwargs)", "the default of scale"),
+        ("(x, w, scale, *, block=64, **kwargs)", "the default of scale"),
+        ("(x, w, scale=None, *, block=64)", "no longer takes kwargs"),
+        ("class", "was (x, w"),
+    ],
+)
+def test_what_breaks_a_caller(new, why):
+    found = public_api.breaks({"f": OLD, "g": OLD}, {"f": new, "g": OLD})
+    assert (found == []) if why is None else found[0].startswith(f"f: {why}"), found
+
+
+def test_a_name_or_a_flag_that_goes_breaks_a_caller():
+    old = {"f": OLD, "layers.L": "class", "layers.L.has_backward": "True"}
+    assert public_api.breaks(old, {"f": OLD, "layers.L": "class"}) == [
+        "layers.L.has_backward is gone"
+    ]
+    new = {**old, "layers.L.has_backward": "False"}
+    assert public_api.breaks(old, new) == ["layers.L.has_backward: was True, is False"]

@@ -1,0 +1,210 @@
+"""tools/build.py: the Hub's layout, accepted by the loaders, the same bytes every time."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from checkout import Checkout
+from kernels._rust import Digest, DigestAlgorithm, Metadata
+
+BACKENDS = ["cpu", "cuda", "metal", "rocm"]
+HERE = "cuda" if torch.version.cuda else "rocm" if torch.version.hip else "cpu"
+if torch.backends.mps.is_available():
+    HERE = "metal"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A committed checkout with its build; tests that change something take a copy."""
+    checkout = Checkout(tmp_path_factory.mktemp("built") / "repo")
+    checkout.build()
+    return checkout
+
+
+@pytest.fixture
+def copy(built, tmp_path):
+    """Function: a build of the checkout, as it is now, in a folder of its own."""
+
+    def make(name):
+        built.build("--out", str(tmp_path / name / "build"))
+        return tmp_path / name
+
+    return make
+
+
+def contents(folder: Path):
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def python(code, *arguments, **env):
+    """What the code prints in a process of its own."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    ran = subprocess.run(
+        command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def test_every_backend_has_a_variant_that_kernels_can_read(built):
+    variants = sorted((built.root / "build").glob("torch-*"))
+    assert [path.name for path in variants] == [f"torch-{name}" for name in BACKENDS]
+    tree = built.git("rev-parse", "HEAD^{tree}")[:7]
+    for path, backend in zip(variants, BACKENDS):
+        metadata = Metadata.read_from_file(path / "metadata.json")
+        assert metadata.id == f"_fused_swiglu_gdn_{backend}_{tree}"
+        assert (str(metadata.name), metadata.version) == ("fused-swiglu-gdn", 1)
+        assert metadata.provenance.kernel.commit == built.git("rev-parse", "HEAD")
+        assert not metadata.provenance.dirty
+        metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, path))
+        assert f'_UNIQUE_ID = "{tree}"' in (path / "_ops.py").read_text()
+
+
+def test_a_variant_is_the_package_and_two_generated_files(built):
+    shipped = contents(built.package)
+    variant = contents(built.root / "build" / "torch-cuda")
+    assert variant.keys() - shipped.keys() == {"_ops.py", "metadata.json"}
+    assert all(variant[name] == shipped[name] for name in shipped)
+
+
+def test_the_card_is_filled_in_and_lies_beside_the_variants(built):
+    card = (built.root / "build" / "CARD.md").read_text()
+    assert 'get_kernel("org/fused-swiglu-gdn", version=1)' in card
+    assert "- `fused_swiglu`" in card and "- `SwiGLUMLP`" in card and "{{" not in card
+
+
+def test_same_sources_same_bytes(built, copy, tmp_path):
+    assert contents(copy("again") / "build") == contents(built.root / "build")
+    other = tmp_path / "clone"
+    built.git("clone", "-q", str(built.root), str(other))
+    subprocess.run([sys.executable, "tools/build.py"], cwd=other, check=True, capture_output=True)
+    assert contents(other / "build") == contents(built.root / "build")
+
+
+def test_a_build_replaces_what_was_there(copy, built):
+    repo = copy("stale")
+    (repo / "build" / "torch-xpu").mkdir()
+    (repo / "build" / "torch-cpu" / "stale.py").write_text("")
+    built.build("--out", str(repo / "build"))
+    assert contents(repo / "build") == contents(built.root / "build")
+    assert [path.name for path in repo.iterdir()] == ["build"]  # no scratch left
+
+
+def test_uncommitted_changes_are_marked_and_named_by_content(tmp_path):
+    checkout = Checkout(tmp_path / "repo")
+    ids = []
+    for line in ("# one\n", "# two\n"):
+        checkout.edit(
+            "torch-ext/fused_swiglu_gdn/device.py", "import torch\n", "import torch\n" + line
+        )
+        metadata = Metadata.read_from_file(checkout.build() / "torch-cpu" / "metadata.json")
+        assert metadata.provenance.dirty
+        ids.append(metadata.id)
+    assert all(name.endswith("_dirty") for name in ids) and ids[0] != ids[1]
+    shutil.rmtree(checkout.root / ".git")  # a tarball: no commit to name
+    metadata = Metadata.read_from_file(checkout.build() / "torch-cpu" / "metadata.json")
+    assert metadata.provenance.kernel is None and metadata.id == ids[1]
+
+
+def test_a_wrong_build_toml_is_refused_and_the_old_build_stays(tmp_path):
+    checkout = Checkout(tmp_path / "repo")
+    before = contents(checkout.build())
+    checkout.edit("build.toml", "[torch-noarch]", "[torch-noarch]\nsurprise = 1")
+    ran = checkout.run("tools/build.py")
+    assert ran.returncode != 0 and "surprise" in ran.stderr
+    assert contents(checkout.root / "build") == before
+
+
+def test_kernels_info_reads_it(built):
+    out = python("from kernels.cli import main; main()", "info", built.root)
+    assert "Name: fused-swiglu-gdn" in out and "Backends: cpu, cuda, metal, rocm" in out
+
+
+LOAD = """
+import sys
+from pathlib import Path
+from kernels import get_kernel, get_local_kernel
+import torch
+
+local = get_local_kernel(Path(sys.argv[1]))
+hub = get_kernel("org/fused-swiglu-gdn", version=1)  # LOCAL_KERNELS names another build
+assert local.__name__ != hub.__name__, "two builds met under one name"
+assert local.layers is not hub.layers and hub.layers.__name__.startswith(hub.__name__)
+x, w = torch.randn(3, 8, requires_grad=True), torch.randn(16, 8)
+for kernel in (local, hub):
+    z = kernel.fused_swiglu(x, w, w)
+    torch.testing.assert_close(z, torch.nn.functional.silu(x @ w.t()) * (x @ w.t()))
+    z.sum().backward()
+compiled = [torch.compile(k.fused_swiglu, fullgraph=True, backend="eager") for k in (local, hub)]
+for f in compiled:
+    torch.testing.assert_close(f(x.detach(), w, w), z.detach())
+print(local.verify(), hub.verify())
+"""
+
+
+@pytest.mark.skipif(HERE == "cuda" and not torch.cuda.is_available(), reason="kernels wants a GPU")
+def test_two_builds_load_in_one_process_as_users_load_them(copy, built, tmp_path):
+    one = copy("one")
+    changed = Checkout(tmp_path / "changed")
+    changed.edit("torch-ext/fused_swiglu_gdn/verify.py", '"""Whether', '"""If', "another commit")
+    changed.build()
+    out = python(LOAD, one, LOCAL_KERNELS=f"org/fused-swiglu-gdn={changed.root}")
+    first, second = out.split()
+    assert first.startswith("sha256:") and first != second
+
+
+def load_verify(folder: Path):
+    """verify() of the build in a folder, without the package around it."""
+    scope = {"__file__": str(folder / "verify.py"), "__name__": "verify"}
+    exec(compile((folder / "verify.py").read_text(), "verify.py", "exec"), scope)
+    return scope["verify"]
+
+
+def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):
+    variant = copy("repo") / "build" / f"torch-{HERE}"
+    (variant / "__pycache__").mkdir()
+    (variant / "__pycache__" / "device.cpython-311.pyc").write_bytes(b"any")
+    verify = load_verify(variant)
+    digest = verify()
+    assert verify(digest) == digest
+    with pytest.raises(RuntimeError, match="must have digest sha256:0, got sha256:"):
+        verify("sha256:0")
+
+
+@pytest.mark.parametrize(
+    "tamper, says",
+    [
+        (lambda v: (v / "device.py").write_text("import torch"), "changed device.py"),
+        (lambda v: (v / "ops" / "gdn.py").unlink(), "missing ops/gdn.py"),
+        (lambda v: (v / "ops" / "extra.py").write_text(""), "not part of it: ops/extra.py"),
+        (lambda v: (v / "metadata.json").unlink(), "a source tree, not a build"),
+        (lambda v: (v / "metadata.json").write_text("{}"), "holds no digest"),
+        (lambda v: (v / "metadata.json").write_text("half"), "cannot be read"),
+    ],
+)
+def test_verify_finds_what_was_done_to_a_build(copy, tamper, says):
+    variant = copy("repo") / "build" / f"torch-{HERE}"
+    verify = load_verify(variant)
+    tamper(variant)
+    with pytest.raises(RuntimeError, match=says):
+        verify()
+
+
+def test_verify_agrees_with_kernels_own_hash_and_reads_through_links(copy, tmp_path):
+    variant = copy("repo") / "build" / f"torch-{HERE}"
+    cache = tmp_path / "snapshot"  # as the Hub's cache lays files: links into blobs
+    for name in contents(variant):
+        (cache / name).parent.mkdir(parents=True, exist_ok=True)
+        (cache / name).symlink_to(variant / name)
+    assert load_verify(cache)() == load_verify(variant)()
+    recorded = json.loads((cache / "metadata.json").read_text())["digest"]["files"]
+    assert Digest.hash_variant(DigestAlgorithm.SHA256, cache).files == recorded

@@ -1,0 +1,358 @@
+"""The chunked gated delta rule's kernels against the reference in fp64, and what they promise."""
+
+import pytest
+import torch
+from conftest import assert_close, gdn_inputs, relative_error, submodule
+from interpreter import INTERPRETING, compiled, interpreted, rerun
+
+reference = submodule("reference.gdn")
+
+# RMS error over RMS value against an fp64 recurrence: the limit of aiter's own tests (#2686)
+AITER = 0.005
+NAMES = (
+    "q k v g beta A_log dt_bias initial_state state_indices cu_seqlens scale use_qk_l2norm "
+    "use_beta_sigmoid allow_neg_eigval state_v_first output_final_state state_dtype "
+    "checkpoint_every"
+).split()
+
+
+def arguments(x, **options):
+    """The arguments of gdn_chunk_fwd for inputs x by name; what is not given is off."""
+    call = dict.fromkeys(NAMES[5:10])
+    call.update(dict.fromkeys(NAMES[11:15], False), output_final_state=True)
+    call.update(state_dtype=None, checkpoint_every=0, scale=x["q"].shape[-1] ** -0.5)
+    call.update(x)
+    call.update(options)
+    return tuple(call[name] for name in NAMES)
+
+
+def wide(x):
+    return x.double() if torch.is_tensor(x) and x.is_floating_point() else x
+
+
+def expected(args):
+    """The reference in fp64, which leaves the arguments as they are."""
+    *rest, state_dtype, every = [wide(x) for x in args]
+    rest[7] = None if rest[7] is None else rest[7].clone()
+    return reference.gdn_chunk_fwd(*rest, torch.float64, every)
+
+
+def run(implementation, args):
+    module = submodule(f"{implementation}.gdn")
+    assert module.supports_gdn_chunk_fwd(*args)
+    return module.gdn_chunk_fwd(*args)
+
+
+def check(implementation, args, factor=1.0):
+    """Outputs and states are right, with the memory they are given full of NaN before."""
+    ref = expected(args)
+    if args[0].is_cuda:
+        stale = torch.full_like(args[2], float("nan"))
+        del stale  # the caching allocator hands this block to the next tensor of the size
+    o, state, checkpoints = run(implementation, args)
+    dtype = args[0].dtype
+    assert o.dtype == dtype
+    assert_close(o, ref[0], dtype, factor)
+    assert (state is None) == (ref[1] is None)
+    if state is not None:
+        assert_close(state, ref[1], max_dtype(dtype, state.dtype), factor)
+    if checkpoints is not None:
+        used = ref[2].flatten(1).abs().sum(1) > 0  # rows of no sequence are undefined
+        assert_close(checkpoints[used], ref[2][used], max_dtype(dtype, state.dtype), factor)
+
+
+def max_dtype(a, b):
+    """The coarser of two dtypes."""
+    order = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    return min(a, b, key=order.index)
+
+
+def cu(*lengths, device="cpu", dtype=torch.int32):
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    return ends.to(device=device, dtype=dtype)
+
+
+# one token; less than a chunk; exactly one; a ragged last one
+SMALL_LENGTHS = (1, 63, 64, 130)
+
+
+@interpreted
+@pytest.mark.parametrize("T", SMALL_LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_values_interpreted(T, dtype):
+    x = gdn_inputs(1, T, 1, 2, 20, 36, dtype)
+    check("portable", arguments(x, use_qk_l2norm=True))
+
+
+@interpreted
+def test_packed_pool_checkpoints_interpreted():
+    x = gdn_inputs(1, 147, 1, 2, 16, 16, torch.float16)
+    x["initial_state"] = torch.randn(5, 2, 16, 16)
+    args = arguments(
+        x, cu_seqlens=cu(0, 66, 0, 81), state_indices=torch.tensor([2, 4, 0, -1]),
+        checkpoint_every=64, state_v_first=True,
+    )  # fmt: skip
+    before = x["initial_state"].clone()
+    ref = expected(args)
+    o, pool, checkpoints = run("portable", args)
+    assert pool is x["initial_state"]
+    assert_close(o, ref[0])
+    assert_close(pool, ref[1], torch.float16)
+    assert torch.equal(pool[[0, 1, 2, 3]], before[[0, 1, 2, 3]])  # empty, unnamed or skipped
+    assert_close(checkpoints[:1], ref[2][:1], torch.float16)
+
+
+@interpreted
+def test_gate_and_beta_in_the_kernel_interpreted():
+    x = gdn_inputs(1, 70, 2, 2, 16, 16, torch.float16)
+    gate = {"A_log": torch.tensor([-1.0, 2.0]), "dt_bias": torch.tensor([30.0, -1.0])}
+    check("portable", arguments(x, **gate, use_beta_sigmoid=True, allow_neg_eigval=True))
+
+
+@compiled
+def test_in_the_interpreter():
+    rerun(__file__)
+
+
+# ---- on a GPU
+
+
+@pytest.fixture(params=["portable", "hopper"])
+def implementation(request):
+    """Each implementation that stands in the tree and is for this GPU."""
+    if request.param == "hopper":
+        pytest.importorskip("triton")
+        try:
+            submodule("hopper.gdn")
+        except ImportError as error:
+            pytest.skip(f"no Hopper kernels here: {error}")
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("not a Hopper GPU")
+    return request.param
+
+
+def check_where_supported(implementation, args, factor=1.0):
+    module = submodule(f"{implementation}.gdn")
+    if not module.supports_gdn_chunk_fwd(*args):
+        assert implementation != "portable"
+        pytest.skip("another implementation serves this call")
+    check(implementation, args, factor)
+
+
+# aiter's grid (B, T, H, D, scale, gate norm, share of g = 0, l2norm): odd head dims among them
+AITER_GRID = [
+    (1, 63, 1, 64, 1.0, 1.0, 0.0, False),
+    (2, 500, 3, 60, 1.0, 1.0, 0.0, False),
+    (2, 1000, 3, 64, 0.1, 1.0, 0.5, False),
+    (3, 1024, 4, 100, 1.0, 0.1, 0.0, False),
+    (4, 1024, 4, 128, 0.1, 1.0, 0.0, False),
+    (4, 1024, 4, 128, 0.1, 1.0, 0.0, True),
+    (2, 1500, 4, 128, 0.1, 10.0, 0.0, False),
+    (4, 2048, 8, 64, 0.1, 1.0, 0.0, False),
+]
+AITER_PACKED = [
+    (60, (0, 15)),
+    (64, (0, 256, 500, 1000)),
+    (100, (0, 15, 100, 300, 1200, 2000)),
+]
+
+
+def aiter_inputs(B, T, H, D, norm, zeros, dtype, rows):
+    torch.manual_seed(42)
+    q, k, v = torch.randn(3, B, T, H, D, device="cuda").to(dtype)
+    g = torch.nn.functional.logsigmoid(torch.rand(B, T, H, device="cuda")) / norm
+    return {
+        "q": q,
+        "k": torch.nn.functional.normalize(k.float(), dim=-1).to(dtype),
+        "v": v,
+        "g": g * (torch.rand(B, T, H, device="cuda") >= zeros),
+        "beta": torch.rand(B, T, H, device="cuda").to(dtype).float(),
+        "initial_state": torch.randn(rows, H, D, D, device="cuda"),
+    }
+
+
+def assert_aiter(implementation, args):
+    if not submodule(f"{implementation}.gdn").supports_gdn_chunk_fwd(*args):
+        pytest.skip("another implementation serves this call")
+    ref = expected(args)
+    o, state, _ = run(implementation, args)
+    assert relative_error(o, ref[0]) < AITER
+    assert relative_error(state, ref[1]) < AITER
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("B, T, H, D, scale, norm, zeros, l2norm", AITER_GRID)
+def test_aiter_grid(implementation, B, T, H, D, scale, norm, zeros, l2norm, dtype):
+    x = aiter_inputs(B, T, H, D, norm, zeros, dtype, B)
+    assert_aiter(implementation, arguments(x, scale=scale, use_qk_l2norm=l2norm))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("D, ends", AITER_PACKED)
+def test_aiter_grid_packed(implementation, D, ends):
+    x = aiter_inputs(1, ends[-1], 4, D, 1.0, 0.0, torch.float16, len(ends) - 1)
+    cu_seqlens = torch.tensor(ends, device="cuda")
+    assert_aiter(implementation, arguments(x, cu_seqlens=cu_seqlens))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("gates", ["qwen", "slow", "none", "extreme"])
+@pytest.mark.parametrize("beta", [None, 0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_regimes(implementation, gates, beta, dtype):
+    x = gdn_inputs(2, 300, 2, 8, 128, 128, dtype, "cuda", gates=gates)
+    if beta is not None:
+        x["beta"].fill_(beta)
+    check_where_supported(implementation, arguments(x, use_qk_l2norm=True))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_repeated_keys(implementation, dtype):
+    x = gdn_inputs(1, 256, 1, 2, 128, 128, dtype, "cuda", gates="none")
+    x["k"][:] = x["k"][:, :1]
+    x["beta"].fill_(1.0)
+    check_where_supported(implementation, arguments(x, use_qk_l2norm=True))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("K, V", [(60, 60), (96, 100), (128, 64), (256, 256), (16, 200)])
+@pytest.mark.parametrize("HV", [2, 6])
+def test_head_dims_and_groups(implementation, K, V, HV):
+    x = gdn_inputs(2, 200, 2, HV, K, V, torch.bfloat16, "cuda")
+    check_where_supported(implementation, arguments(x, use_qk_l2norm=True))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("v_first", [False, True])
+@pytest.mark.parametrize("lengths", [(0, 1, 63, 64, 65, 0, 200), (0,), (1,)])
+def test_packed_states(implementation, lengths, v_first, state_dtype):
+    x = gdn_inputs(1, sum(lengths), 2, 4, 128, 128, torch.bfloat16, "cuda")
+    x["initial_state"] = torch.randn(len(lengths), 4, 128, 128, device="cuda").to(state_dtype)
+    args = arguments(
+        x, cu_seqlens=cu(*lengths, device="cuda"), state_v_first=v_first, state_dtype=state_dtype,
+        checkpoint_every=64, use_qk_l2norm=True,
+    )  # fmt: skip
+    check_where_supported(implementation, args)
+
+
+@pytest.mark.gpu
+@compiled
+def test_no_token_leaks_into_a_neighbour(implementation):
+    x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
+    x["initial_state"] = torch.randn(3, 4, 128, 128, device="cuda")
+    lengths = (100, 70, 130)
+    args = arguments(x, cu_seqlens=cu(*lengths, device="cuda"), use_qk_l2norm=True)
+    o, state, _ = run(implementation, args)
+    for name in ("q", "k", "v", "g", "beta"):
+        x[name][:, :100] = float("nan")
+        x[name][:, 170:] = float("nan")
+    poisoned = arguments(x, cu_seqlens=cu(*lengths, device="cuda"), use_qk_l2norm=True)
+    o2, state2, _ = run(implementation, poisoned)
+    assert torch.equal(o[:, 100:170], o2[:, 100:170])
+    assert torch.equal(state[1], state2[1])
+
+
+@pytest.mark.gpu
+@compiled
+def test_bitwise_repeatable_and_batch_invariant(implementation):
+    x = gdn_inputs(4, 1100, 4, 8, 128, 128, torch.bfloat16, "cuda")
+    o, state, _ = run(implementation, arguments(x, use_qk_l2norm=True))
+    again, state2, _ = run(implementation, arguments(x, use_qk_l2norm=True))
+    assert torch.equal(o, again) and torch.equal(state, state2)
+    alone = {name: value[2:3] for name, value in x.items()}
+    o1, state1, _ = run(implementation, arguments(alone, use_qk_l2norm=True))
+    assert torch.equal(o[2:3], o1) and torch.equal(state[2:3], state1)
+
+
+@pytest.mark.gpu
+@compiled
+def test_pool_in_place(implementation):
+    x = gdn_inputs(1, 200, 2, 4, 128, 128, torch.bfloat16, "cuda")
+    padded = torch.randn(6, 5, 128, 128, device="cuda")  # slots further apart than a state
+    x["initial_state"] = padded[:, :4]
+    indices = torch.tensor([5, -1, 1], device="cuda")
+    before = padded.clone()
+    args = arguments(
+        x, cu_seqlens=cu(80, 50, 70, device="cuda"), state_indices=indices, use_qk_l2norm=True
+    )
+    ref = expected(args)
+    o, pool, _ = run(implementation, args)
+    assert pool.data_ptr() == padded.data_ptr()
+    assert_close(o, ref[0])
+    assert not o[:, 80:130].any()
+    assert_close(pool, ref[1], torch.bfloat16)
+    untouched = [0, 2, 3, 4]
+    assert torch.equal(padded[untouched], before[untouched])
+    assert torch.equal(padded[:, 4:], before[:, 4:])
+
+
+@pytest.mark.gpu
+@compiled
+def test_views_need_no_copy(implementation):
+    T, H, HV, D = 130, 2, 4, 128
+    x = gdn_inputs(1, T, H, HV, D, D, torch.bfloat16, "cuda")
+    packed = torch.cat([x["q"].flatten(2), x["k"].flatten(2), x["v"].flatten(2)], -1)
+    y = dict(x)
+    y["q"], y["k"], y["v"] = (
+        part.unflatten(-1, (-1, D)) for part in packed.split([H * D, H * D, HV * D], -1)
+    )
+    y["g"] = torch.stack([x["g"], x["beta"]], -1)[..., 0]
+    y["beta"] = x["beta"].transpose(1, 2).contiguous().transpose(1, 2)
+    o, state, _ = run(implementation, arguments(x, use_qk_l2norm=True))
+    o2, state2, _ = run(implementation, arguments(y, use_qk_l2norm=True))
+    assert torch.equal(o, o2) and torch.equal(state, state2)
+
+
+@pytest.mark.gpu
+@compiled
+def test_graph_with_changing_cu_seqlens(implementation):
+    x = gdn_inputs(1, 512, 2, 4, 128, 128, torch.bfloat16, "cuda")
+    x["initial_state"] = torch.randn(3, 4, 128, 128, device="cuda")
+    cu_seqlens = cu(100, 200, 212, device="cuda")
+    args = arguments(x, cu_seqlens=cu_seqlens, use_qk_l2norm=True)
+    run(implementation, args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        o, state, _ = run(implementation, args)
+    for lengths in ((100, 200, 212), (0, 511, 1), (64, 0, 448)):
+        cu_seqlens.copy_(cu(*lengths, device="cuda"))
+        graph.replay()
+        eager = run(implementation, args)
+        assert torch.equal(o, eager[0]) and torch.equal(state, eager[1])
+
+
+@pytest.mark.gpu
+@compiled
+def test_more_elements_than_32_bits_count(implementation):
+    if torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs 60 GB")
+    T, HV = 2**17 + 100, 130  # T * HV * 128 is beyond 2^31
+    q, k = torch.randn(2, 1, T, 1, 128, device="cuda", dtype=torch.bfloat16)
+    v = torch.randn(1, T, HV, 128, device="cuda", dtype=torch.bfloat16)
+    g = torch.full((1, T, HV), -1.0, device="cuda")  # 64 tokens forget all there was
+    beta = torch.rand(1, T, HV, device="cuda")
+    x = {"q": q, "k": k, "v": v, "g": g, "beta": beta}
+    o, state, _ = run(implementation, arguments(x, use_qk_l2norm=True))
+    tail = {name: value[:, -1124:, -1:] for name, value in x.items() if name not in "qk"}
+    tail.update(q=q[:, -1124:], k=k[:, -1124:])
+    ref = expected(arguments(tail, use_qk_l2norm=True))
+    assert_close(o[:, -1000:, -1:], ref[0][:, -1000:])
+    assert_close(state[:, -1:], ref[1], torch.bfloat16)
+
+
+def test_supports():
+    if INTERPRETING:
+        pytest.skip("nothing to interpret")
+    portable = submodule("portable.gdn")
+    x = gdn_inputs(1, 4, 1, 1, 8, 8)
+    assert portable.supports_gdn_chunk_fwd(*arguments(x))
+    assert not portable.supports_gdn_chunk_fwd(*arguments({n: y.double() for n, y in x.items()}))

@@ -1,0 +1,340 @@
+"""The layers: the Hub's rules, their flags, and the same values as what they replace."""
+
+import functools
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import DEVICES, assert_close, gdn_inputs
+from tiny_models import GDN, config_of, pair, tokens
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def modeling(name: str):
+    import importlib
+
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def replaced(layer: str):
+    """What transformers has where our layer goes: a module class, or a function's."""
+    qwen = modeling("qwen3_5")
+    functions = {
+        "chunk_gated_delta_rule": qwen.torch_chunk_gated_delta_rule,
+        "recurrent_gated_delta_rule": qwen.torch_recurrent_gated_delta_rule,
+        "causal_conv1d_fn": qwen.causal_conv1d_fn,
+        "causal_conv1d_update": qwen.causal_conv1d_update,
+    }
+    classes = {
+        "SwiGLUMLP": modeling("llama").LlamaMLP,
+        "SwiGLUGateUp": modeling("phi3").Phi3MLP,
+        "FusedRMSNormGated": qwen.Qwen3_5RMSNormGated,
+        "Qwen3_5GatedDeltaNet": qwen.Qwen3_5GatedDeltaNet,
+        "Qwen3NextGatedDeltaNet": modeling("qwen3_next").Qwen3NextGatedDeltaNet,
+        "OlmoHybridGatedDeltaNet": modeling("olmo_hybrid").OlmoHybridGatedDeltaNet,
+    }
+    return classes[layer] if layer in classes else type(functions[layer])
+
+
+LAYERS = [
+    "FusedRMSNormGated",
+    "OlmoHybridGatedDeltaNet",
+    "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "SwiGLUGateUp",
+    "SwiGLUMLP",
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "chunk_gated_delta_rule",
+    "recurrent_gated_delta_rule",
+]
+
+
+def test_the_list_is_whole(kernel):
+    assert sorted([*LAYERS, "SwiGLUGateUpLayout"]) == sorted(kernel.layers.__all__)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_rules_of_the_hub(kernel, name):
+    """No constructor, nothing but forward and two flags, the parameters of what is replaced."""
+    layer = getattr(kernel.layers, name)
+    assert layer.__init__ is nn.Module.__init__
+    own = {member for member in vars(layer) if not member.startswith("__")}
+    assert own == {"forward", "has_backward", "can_torch_compile"}
+    ours, theirs = (inspect.signature(c.forward).parameters for c in (layer, replaced(name)))
+    assert [p.kind for p in ours.values()] == [p.kind for p in theirs.values()]
+    if name != "SwiGLUGateUp":  # transformers has no one name for its argument
+        assert list(ours) == list(theirs)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_kernels_accepts(kernel, name):
+    layer_module = pytest.importorskip("kernels.layer.layer")
+    layer_module._validate_layer(
+        check_cls=replaced(name), cls=getattr(kernel.layers, name), repo=name
+    )
+
+
+class MLP(nn.Module):
+    def __init__(self, act_fn, bias=False, fused=False):
+        super().__init__()
+        if fused:
+            self.gate_up_proj = nn.Linear(16, 48, bias=bias)
+        else:
+            self.gate_proj = nn.Linear(16, 24, bias=bias)
+            self.up_proj = nn.Linear(16, 24, bias=bias)
+        self.down_proj = nn.Linear(24, 16, bias=bias)
+        self.act_fn = act_fn
+
+    def forward(self, x):
+        if hasattr(self, "gate_up_proj"):
+            gate, up = self.gate_up_proj(x).chunk(2, -1)
+        else:
+            gate, up = self.gate_proj(x), self.up_proj(x)
+        return self.down_proj(self.act_fn(gate) * up)
+
+
+class Adapter(nn.Module):
+    """As PEFT wraps a linear layer: reading its weight would lose the adapter."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.low_rank = nn.Linear(base.in_features, base.out_features, bias=False)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    @property
+    def bias(self):
+        return self.base.bias
+
+    def forward(self, x):
+        return self.base(x) + self.low_rank(x)
+
+
+def _adapter(name):
+    def change(mlp):
+        setattr(mlp, name, Adapter(getattr(mlp, name)))
+
+    return change
+
+
+def _hook(name):
+    def change(mlp):
+        getattr(mlp, name).register_forward_hook(lambda module, args, out: out * 2)
+
+    return change
+
+
+def _own_forward(name):
+    def change(mlp):
+        getattr(mlp, name).forward = lambda x: x.sum(-1, keepdim=True) * x.new_ones(16)
+
+    return change
+
+
+def _weight_norm(name):
+    return lambda mlp: nn.utils.parametrizations.weight_norm(getattr(mlp, name))
+
+
+# what was done to which part; "gate_up" is gate_up_proj, or up_proj where the two are apart
+CHANGES = {
+    "nothing": None,
+    "adapter on gate_up": (_adapter, "gate_up"),
+    "adapter on down": (_adapter, "down_proj"),
+    "hook on gate_up": (_hook, "gate_up"),
+    "hook on down": (_hook, "down_proj"),
+    "hook on the activation": (_hook, "act_fn"),
+    "weight norm on gate_up": (_weight_norm, "gate_up"),
+    "own forward of down": (_own_forward, "down_proj"),
+}
+ACTIVATIONS = {
+    "silu": nn.SiLU,
+    "relu": nn.ReLU,
+    "gelu tanh": functools.partial(nn.GELU, approximate="tanh"),
+    "gelu": nn.GELU,  # not one of ours: the formula of the modules
+    "of transformers": lambda: transformers.activations.ACT2FN["gelu_pytorch_tanh"],
+}
+
+
+@on_every_device
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("fused", [False, True])
+def test_mlp_is_what_was_made_of_it(kernel, device, change, fused):
+    torch.manual_seed(0)
+    mlp = MLP(nn.SiLU(), bias=True, fused=fused).to(device)
+    if change != "nothing":
+        kind, part = CHANGES[change]
+        kind({"gate_up": "gate_up_proj" if fused else "up_proj"}.get(part, part))(mlp)
+    x = torch.randn(2, 3, 16, device=device)
+    layer = kernel.layers.SwiGLUGateUp if fused else kernel.layers.SwiGLUMLP
+    assert_close(layer.forward(mlp, x), mlp(x))
+
+
+@on_every_device
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_mlp_activations_and_gradients(kernel, device, name, bias):
+    torch.manual_seed(0)
+    mlp = MLP(ACTIVATIONS[name](), bias).to(device)
+    x = torch.randn(2, 3, 16, device=device, requires_grad=True)
+    inputs = [x, *mlp.parameters()]
+    out, ref = kernel.layers.SwiGLUMLP.forward(mlp, x), mlp(x)
+    assert_close(out, ref)
+    grads = [torch.autograd.grad(y.square().sum(), inputs) for y in (out, ref)]
+    for got, expected in zip(*grads):
+        assert_close(got, expected)
+
+
+@on_every_device
+def test_mlp_under_autocast(kernel, device):
+    mlp = MLP(nn.SiLU()).to(device)
+    x = torch.randn(4, 16, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out, ref = kernel.layers.SwiGLUMLP.forward(mlp, x), mlp(x)
+    assert out.dtype == ref.dtype == torch.bfloat16
+    assert_close(out, ref)
+
+
+def test_mlp_raises_what_the_modules_raise(kernel):
+    """Dtypes that do not fit: the error of nn.Linear, as before."""
+    mlp = MLP(nn.SiLU()).to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match="same dtype"):
+        kernel.layers.SwiGLUMLP.forward(mlp, torch.randn(4, 16))
+
+
+@on_every_device
+@pytest.mark.parametrize("repeated", [False, True], ids=["5.23", "5.22"])
+@pytest.mark.parametrize("name, T", [("chunk", 70), ("recurrent", 3)])
+def test_rules_take_what_transformers_sends(kernel, device, name, T, repeated):
+    """Heads repeated by the caller (5.22) or not (5.23); keyword arguments of the whole model."""
+    x = gdn_inputs(2, T, 2, 4, 16, 8, device=device)
+    q, k = (y.repeat_interleave(2, 2) for y in (x["q"], x["k"]))
+    rest = x["v"], x["g"], x["beta"]
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    reference = kernel.chunk_gated_delta_rule  # checked against transformers in test_reference.py
+    ref = reference(q, k, *rest, initial_state=x["initial_state"], **options)
+    if not repeated:
+        q, k = x["q"], x["k"]
+    layer = getattr(kernel.layers, f"{name}_gated_delta_rule")()
+    out = layer(
+        q, k, *rest, initial_state=x["initial_state"], cu_seqlens=None, use_cache=True,
+        output_router_logits=False, max_length_q=None, **options,
+    )  # fmt: skip
+    for got, expected in zip(out, ref):
+        assert_close(got, expected)
+
+
+@on_every_device
+def test_packed_functions(kernel, device):
+    lengths = torch.tensor([0, 5, 5, 30], dtype=torch.int32, device=device)
+    index = torch.tensor([[0] * 5 + [2] * 25], device=device)
+    x = gdn_inputs(1, 30, 2, 4, 16, 8, device=device)
+    args = [x[n] for n in ("q", "k", "v", "g", "beta")]
+    rule = kernel.layers.chunk_gated_delta_rule()
+    out, _ = rule(*args, cu_seqlens=lengths, seq_idx=index)
+    parts = [rule(*(y[:, a:b] for y in args))[0] for a, b in ((0, 5), (5, 30))]
+    assert_close(out, torch.cat(parts, 1))
+    conv = kernel.layers.causal_conv1d_fn()
+    u, w = torch.randn(1, 6, 30, device=device), torch.randn(6, 4, device=device)
+    ref = torch.cat([conv(u[..., :5], w), conv(u[..., 5:], w)], -1)
+    for packing in ({"seq_idx": index}, {"cu_seq_lens_q": lengths}):
+        assert_close(conv(u, w, None, None, use_cache=False, **packing), ref)
+    # tokens that a cache puts in front belong to the first sequence
+    before = torch.randn(1, 6, 4, device=device)
+    out = conv(torch.cat([before, u], -1), w, seq_idx=index)[..., -30:]
+    first = conv(torch.cat([before, u[..., :5]], -1), w)[..., 4:]
+    assert_close(out, torch.cat([first, conv(u[..., 5:], w)], -1))
+
+
+@on_every_device
+@pytest.mark.parametrize("activation", ["silu", "gelu", None])
+def test_convolutions(kernel, device, activation):
+    """Any activation that a config can name; the state is written in place."""
+    torch.manual_seed(0)
+    x, w = torch.randn(2, 6, 9, device=device), torch.randn(6, 4, device=device)
+    bias, state = torch.randn(6, device=device), torch.zeros(2, 6, 4, device=device)
+    act = transformers.activations.ACT2FN[activation] if activation else (lambda y: y)
+    ref = act(F.conv1d(x, w[:, None], bias, padding=3, groups=6)[..., :9])
+    layers = kernel.layers
+    assert_close(layers.causal_conv1d_fn()(x, w, bias, activation=activation), ref)
+    update = layers.causal_conv1d_update()
+    out = [update(x[..., t : t + 1], state, w, bias, activation) for t in range(9)]
+    assert_close(torch.cat(out, -1), ref)
+    assert torch.equal(state, x[..., -4:])
+
+
+@on_every_device
+@pytest.mark.parametrize("activation", ["silu", "sigmoid", "gelu"])
+def test_norm(kernel, device, activation):
+    norm = modeling("qwen4_exp").Qwen4ExpTextRMSNormGated(8, activation=activation).to(device)
+    nn.init.normal_(norm.weight)
+    x, gate = torch.randn(2, 5, 8, device=device), torch.randn(2, 5, 8, device=device)
+    forward = inspect.unwrap(type(norm).forward)
+    assert_close(kernel.layers.FusedRMSNormGated.forward(norm, x, gate), forward(norm, x, gate))
+
+
+def test_recording_the_past(kernel):
+    """Assisted decoding keeps whole convolution states until it crops them."""
+    model, served = pair(kernel, "qwen3_5_text", "cpu")
+    ids = tokens(1, 12)
+    outs = []
+    for m in (model, served):
+        with torch.no_grad():
+            cache = transformers.DynamicCache(config=m.config)
+            cache.activate_past_recording()
+            parts = [m(part, past_key_values=cache).logits for part in ids.split([5, 1, 6], 1)]
+            outs.append((torch.cat(parts, 1), cache.layers[0].conv_states[0]))
+    for got, expected in zip(*outs[::-1]):
+        assert_close(got, expected)
+
+
+def compiled(module, backend="aot_eager_decomp_partition"):
+    """In one graph. The backend traces, splits and decomposes as Inductor, but compiles nothing."""
+    torch._dynamo.reset()
+    return torch.compile(module, fullgraph=True, backend=backend)
+
+
+@on_every_device
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid"])
+def test_compiles_in_one_graph(kernel, device, name, training):
+    """The kernelized MLP and GDN layer: one graph, the same values and gradients."""
+    _, served = pair(kernel, name, device)
+    modules = {type(m): m for m in served.modules() if "forward" in m.__dict__}
+    assert len(modules) == 2
+    for module in modules.values():
+        x = torch.randn(2, 70, 32, device=device, requires_grad=training)
+        with torch.set_grad_enabled(training):
+            out, ref = compiled(module)(x), module(x)
+        assert_close(out, ref)
+        if training:
+            parameters = [x, *module.parameters()]
+            grads = [torch.autograd.grad(y.square().sum(), parameters) for y in (out, ref)]
+            for got, expected in zip(*grads):
+                assert_close(got, expected, factor=10)  # sums of squares through fp32
+
+
+@on_every_device
+def test_decoding_compiles_in_one_graph(kernel, device):
+    """A step with states in a static cache, written in place."""
+    _, served = pair(kernel, "qwen3_5_text", device)
+    layer = next(m for m in served.modules() if hasattr(m, "conv1d"))
+    backend = "inductor" if device == "cuda" else "aot_eager"  # minutes on a small CPU
+    config = config_of("qwen3_5_text")
+    x = torch.randn(2, 12, GDN["linear_key_head_dim"] * 2, device=device)
+    results = []
+    for step in (layer, compiled(layer, backend)):
+        cache = transformers.StaticCache(config=config, max_cache_len=32)
+        with torch.no_grad():
+            parts = [layer(x[:, :10], cache_params=cache)]
+            parts += [step(x[:, t : t + 1], cache_params=cache) for t in (10, 11)]
+        results.append(torch.cat(parts, 1))
+    assert_close(*results)

@@ -1,0 +1,268 @@
+"""Real transformers models, small and random, before and after kernelize: the same, in every use.
+
+The kernel is the built one, loaded as users load it.
+"""
+
+import copy
+import shutil
+import sys
+
+import pytest
+import torch
+from conftest import DEVICES, REPOSITORY, ROOT, build_tool, relative_error
+from tiny_models import CONFIGS, GRADIENTS, LOGITS, WITH_GDN, pair, random_model, tokens
+
+transformers = pytest.importorskip("transformers")
+kernels = pytest.importorskip("kernels")
+
+T = 70  # more than a chunk of 64 tokens
+pytestmark = pytest.mark.filterwarnings("ignore")
+every_model = pytest.mark.parametrize("name", CONFIGS)
+every_gdn_model = pytest.mark.parametrize("name", WITH_GDN)
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def logits(model, ids, **arguments):
+    with torch.no_grad():
+        return model(ids, **arguments).logits
+
+
+def assert_same(out, ref):
+    difference = (out - ref).abs().max().item()
+    assert difference <= LOGITS[out.device.type], f"logits differ by {difference:.1e}"
+
+
+@every_model
+@on_every_device
+def test_logits(built, name, device):
+    model, served = pair(built, name, device)
+    ids = tokens(2, T, device=device)
+    assert_same(logits(served, ids), logits(model, ids))
+
+
+@every_model
+@on_every_device
+def test_left_padded_batch(built, name, device):
+    model, served = pair(built, name, device)
+    ids = tokens(2, T, device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :9] = 0  # two lengths, one of them unpadded
+    out, ref = (logits(m, ids, attention_mask=mask) for m in (served, model))
+    assert_same(out[mask.bool()], ref[mask.bool()])
+
+
+@every_model
+@on_every_device
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_greedy_generation(built, name, device, cache):
+    model, served = pair(built, name, device)
+    ids = tokens(2, 20, device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :6] = 0
+    out, ref = (
+        m.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=32,
+            do_sample=False,
+            cache_implementation=cache,
+            disable_compile=True,
+        )
+        for m in (served, model)
+    )
+    assert out.shape[1] == 52
+    assert torch.equal(out, ref)
+
+
+def in_parts(model, ids, lengths):
+    """The logits of a prompt that is handed over in parts, with a cache between them."""
+    outputs, cache = [], None
+    with torch.no_grad():
+        for part in ids.split(lengths, dim=1):
+            output = model(part, past_key_values=cache, use_cache=True)
+            outputs.append(output.logits)
+            cache = output.past_key_values
+    return torch.cat(outputs, 1)
+
+
+@every_model
+@on_every_device
+@pytest.mark.parametrize("lengths", [[37, 33], [1] * 8, [2, 1, 64, 3]], ids=str)
+def test_prompt_in_parts(built, name, device, lengths):
+    """Chunked prefill; prompts shorter than the convolution; several tokens after a state."""
+    model, served = pair(built, name, device)
+    ids = tokens(2, sum(lengths), device=device)
+    assert_same(in_parts(served, ids, lengths), in_parts(model, ids, lengths))
+
+
+@every_model
+@on_every_device
+def test_prompt_in_parts_is_the_whole_prompt(built, name, device):
+    _, served = pair(built, name, device)
+    ids = tokens(2, T, device=device)
+    assert relative_error(in_parts(served, ids, [37, 31, 2]), logits(served, ids)) < 1e-5
+
+
+@every_model
+@on_every_device
+def test_packed_batch(built, name, device):
+    """Sequences of a flattened batch come out as they do alone."""
+    if name == "qwen4_exp_text":
+        pytest.skip("its indexer knows no packed sequences (transformers 5.22)")
+    model, served = pair(built, name, device)
+    collator = transformers.DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_seq_idx=True
+    )
+    sequences = [tokens(n, seed=n) for n in (5, 67, 1, 20)]
+    batch = collator([{"input_ids": ids.tolist()} for ids in sequences])
+    batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
+    batch.pop("labels")
+    with torch.no_grad():
+        out = served(**batch, use_cache=False).logits[0]
+    ref = [logits(model, ids[None].to(device))[0] for ids in sequences]
+    assert_same(out, torch.cat(ref))
+
+
+@every_gdn_model
+@on_every_device
+def test_packed_batch_by_seq_idx_alone(built, name, device):
+    _, served = pair(built, name, device)
+    layer = next(m for m in served.modules() if hasattr(m, "conv1d"))
+    x = torch.randn(1, 30, 32, device=device)
+    index = torch.tensor([[0] * 7 + [1] * 3 + [2] * 20], device=device)
+    lengths = torch.tensor([0, 7, 10, 30], dtype=torch.int32, device=device)
+    with torch.no_grad():
+        out = layer(x, seq_idx=index)
+        assert_same(out, layer(x, cu_seq_lens_q=lengths, seq_idx=index))
+        parts = [layer(part) for part in x.split([7, 3, 20], dim=1)]
+    assert_same(out, torch.cat(parts, 1))
+
+
+@every_gdn_model
+def test_beam_search_reorders_the_states(built, name):
+    model, served = pair(built, name, "cpu")
+    ids = tokens(2, 12)
+    out, ref = (
+        m.generate(ids, max_new_tokens=8, num_beams=3, do_sample=False) for m in (served, model)
+    )
+    assert torch.equal(out, ref)
+
+
+def gradients(model, ids):
+    model.train()
+    model.zero_grad()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    model.eval()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_gradients(out, ref, device):
+    assert out.keys() == ref.keys()
+    for name, gradient in ref.items():
+        if gradient.norm() < 1e-7:  # an expert that no token went to
+            continue
+        error = relative_error(out[name], gradient)
+        assert error <= GRADIENTS[device], f"{name}: {error:.1e}"
+
+
+@every_model
+@on_every_device
+def test_gradients_of_a_training_step(built, name, device):
+    model = random_model(name, device)
+    ids = tokens(2, T, device=device)
+    ref = gradients(model, ids)
+    ref = {k: g.clone() for k, g in ref.items()}
+    report = built.kernelize(model, mode="training")
+    assert report.served
+    assert_same_gradients(gradients(model, ids), ref, device)
+
+
+@on_every_device
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(built, name, device, reentrant):
+    model = random_model(name, device)
+    ids = tokens(2, T, device=device)
+    ref = {k: g.clone() for k, g in gradients(model, ids).items()}
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    built.kernelize(model, mode="training")
+    assert_same_gradients(gradients(model, ids), ref, device)
+
+
+def test_gradients_after_a_cache(built):
+    """Autograd's graph survives that the second part overwrites the states of the first.
+
+    Transformers' own layer does not; it is spared the overwriting.
+    """
+    model = random_model("qwen3_5_text")
+    ids = tokens(1, T)
+
+    def step(keep):
+        model.zero_grad()
+        with torch.no_grad():
+            cache = model(ids[:, :40], use_cache=True).past_key_values
+        if keep:
+            cache.layers[0].update_recurrent_state = lambda state, *args, **kwargs: state
+        model(ids[:, 40:], past_key_values=cache).logits.square().mean().backward()
+        return {k: p.grad.clone() for k, p in model.named_parameters() if p.grad is not None}
+
+    ref = step(keep=True)
+    built.kernelize(model, mode="training")
+    assert_same_gradients(step(keep=False), ref, "cpu")
+
+
+@every_model
+def test_save_pretrained_and_back(built, name, tmp_path):
+    model, served = pair(built, name, "cpu")
+    served.save_pretrained(tmp_path)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert back.state_dict().keys() == model.state_dict().keys()
+    ids = tokens(2, 9)
+    assert torch.equal(logits(back, ids), logits(model, ids))
+    built.kernelize(back)
+    assert torch.equal(logits(back, ids), logits(served, ids))
+
+
+def second_version(tmp_path):
+    """The same sources as version 2, with another id, as the next release will have."""
+    root = tmp_path / "next"
+    shutil.copytree(ROOT / "torch-ext", root / "torch-ext")
+    shutil.copytree(ROOT / "tools", root / "tools")
+    for file in ("build.toml", "CARD.md"):
+        shutil.copy(ROOT / file, root)
+    text = (root / "build.toml").read_text()
+    assert "version = 1" in text
+    (root / "build.toml").write_text(text.replace("version = 1", "version = 2"))
+    with open(root / "torch-ext" / "fused_swiglu_gdn" / "device.py", "a") as file:
+        file.write("\nSECOND = True\n")
+    build_tool().build(root, root / "build")
+    return root
+
+
+def test_two_versions_in_one_process(built, repository, tmp_path, monkeypatch):
+    root = second_version(tmp_path)
+    monkeypatch.setenv("LOCAL_KERNELS", f"{REPOSITORY}={repository}:org/next={root}")
+    other = kernels.get_kernel("org/next", version=2)
+    assert other.__name__ != built.__name__
+    assert other.layers.SwiGLUMLP is not built.layers.SwiGLUMLP
+    assert sys.modules[f"{other.__name__}.device"].SECOND
+    assert not hasattr(sys.modules[f"{built.__name__}.device"], "SECOND")
+    model, _ = pair(built, "qwen3_5_text", "cpu")
+    ids = tokens(2, 9)
+    ref = logits(model, ids)
+    first, second = copy.deepcopy(model), copy.deepcopy(model)
+    assert built.kernelize(first).served and other.kernelize(second).served
+    assert_same(logits(first, ids), ref)
+    assert torch.equal(logits(first, ids), logits(second, ids))
+    # neither touches what the other serves
+    assert built.restore(second) == 0
+    assert "replaced already" in built.kernelize(second).left[0].reason
+    assert other.restore(second) == 3

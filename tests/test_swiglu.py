@@ -1,0 +1,218 @@
+"""The SwiGLU kernels against the reference in fp64: hopper and portable, and what each promises."""
+
+import pytest
+import torch
+from conftest import assert_close, relative_error, submodule
+from interpreter import INTERPRETING, compiled, interpreted, rerun
+
+reference = submodule("reference.swiglu")
+
+ACTIVATIONS = ("silu", "gelu_tanh", "relu")
+LAYOUTS = ("separate", "swapped", "packed", "interleaved", "wf")
+
+# one rounding of a result that is right to fp32: half of the spacing of bf16 or fp16 values, as RMS
+ROUNDED_ONCE = {torch.bfloat16: 2e-3, torch.float16: 2.5e-4, torch.float32: 2e-6}
+
+
+def weights(N, K, dtype, layout, device):
+    """w_gate, w_up [N, K] of unit variance over sqrt(K), as two views in the layout."""
+
+    def normal(*shape):
+        return torch.randn(*shape, device=device, dtype=dtype) * max(K, 1) ** -0.5
+
+    if layout in ("separate", "swapped"):
+        pair = sorted((normal(N, K), normal(N, K)), key=torch.Tensor.data_ptr)
+        return pair if layout == "separate" else pair[::-1]
+    if layout == "packed":
+        return normal(2 * N, K).chunk(2)
+    if layout == "interleaved":
+        return normal(N, 2, K).unbind(1)
+    wf = normal(K, 2 * N)
+    return wf[:, :N].t(), wf[:, N:].t()
+
+
+def inputs(M, N, K, dtype, layout="separate", bias=False, device="cuda", seed=0):
+    """x with a row stride of its own, weights and biases: arguments of swiglu_fwd but the last."""
+    torch.manual_seed(seed)
+    x = torch.randn(M, K + 8, device=device, dtype=dtype)[:, :K]
+    b_gate, b_up = torch.randn(2, N, device=device, dtype=dtype) if bias else (None, None)
+    return x, *weights(N, K, dtype, layout, device), b_gate, b_up
+
+
+def expected(x, w_gate, w_up, b_gate, b_up, activation):
+    args = (x, w_gate, w_up, b_gate, b_up)
+    wide = (a if a is None else a.double() for a in args)
+    return reference.swiglu_fwd(*wide, activation)
+
+
+def check(run, args, activation):
+    """run(*args, activation) is right everywhere, with its output's memory full of NaN before."""
+    x, w_gate = args[:2]
+    stale = torch.full((x.shape[0], w_gate.shape[0]), float("nan"), dtype=x.dtype, device=x.device)
+    del stale  # the caching allocator hands this block to the next tensor of the size
+    z = run(*args, activation)
+    assert z.dtype == x.dtype
+    ref = expected(*args, activation)
+    assert_close(z, ref)
+    # of few values the worst may stand alone: twice the RMS
+    assert relative_error(z, ref) < ROUNDED_ONCE[x.dtype] * (1 if z.numel() > 1000 else 2)
+
+
+def serve(implementation):
+    """swiglu_fwd of an implementation, which must accept the call."""
+    module = submodule(f"{implementation}.swiglu")
+
+    def run(*args):
+        assert module.supports_swiglu_fwd(*args)
+        return module.swiglu_fwd(*args)
+
+    return run
+
+
+# one row; less than a tile; one tile; several tiles with ragged edges, K below and above a block
+SMALL_SIZES = [(1, 5, 7), (3, 40, 33), (16, 32, 64), (70, 100, 72)]
+
+
+@interpreted
+@pytest.mark.parametrize("M, N, K", SMALL_SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_portable_values_interpreted(M, N, K, layout, dtype):
+    run = serve("portable")
+    check(run, inputs(M, N, K, dtype, layout, device="cpu"), "silu")
+
+
+@interpreted
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_portable_activations_and_bias_interpreted(activation):
+    check(serve("portable"), inputs(5, 40, 24, torch.float32, bias=True, device="cpu"), activation)
+
+
+@interpreted
+@pytest.mark.parametrize("M, N, K", [(0, 4, 8), (2, 0, 8)])
+def test_portable_empty_interpreted(M, N, K):
+    z = serve("portable")(*inputs(M, N, K, torch.float32, device="cpu"), "silu")
+    assert z.shape == (M, N)
+
+
+@interpreted
+def test_portable_unequal_and_far_strides_interpreted():
+    x, w_gate, w_up, _, _ = inputs(3, 6, 10, torch.float32, device="cpu")
+    far = torch.zeros(1).as_strided((1, 10), (2**24, 0))  # a row stride beyond 32-bit offsets
+    run = serve("portable")
+    check(run, (x, w_gate, w_up.t().contiguous().t(), None, None), "silu")
+    check(run, (far, w_gate, w_up, None, None), "relu")
+
+
+@compiled
+def test_under_the_interpreter():
+    rerun(__file__)
+
+
+# hopper serves more rows than portable's small tiles; whole tiles, ragged M, N and K, many waves
+LARGE_SIZES = [(512, 4352, 256), (200, 136, 72), (77, 264, 1000), (65, 8, 8), (1000, 2240, 136)]
+ANY_SIZES = [(1, 3072, 1024), (3, 77, 133), (17, 100, 70), (64, 1024, 512), (130, 129, 131)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M, N, K", LARGE_SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("implementation", ["hopper", "portable"])
+def test_values(implementation, M, N, K, layout, dtype):
+    check(serve(implementation), inputs(M, N, K, dtype, layout), "silu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M, N, K", ANY_SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_portable_values(M, N, K, layout, dtype):
+    check(serve("portable"), inputs(M, N, K, dtype, layout), "silu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("M", [16, 200])
+@pytest.mark.parametrize("implementation", ["hopper", "portable"])
+def test_activations_and_bias(implementation, M, activation):
+    if implementation == "hopper" and M < 65:
+        pytest.skip("portable serves few rows")
+    for dtype in (torch.bfloat16, torch.float16):
+        check(serve(implementation), inputs(M, 264, 128, dtype, bias=True), activation)
+
+
+@pytest.mark.gpu
+def test_fp32_follows_torch(monkeypatch):
+    args = inputs(200, 128, 512, torch.float32)
+    ref = expected(*args, "silu")
+    errors = {}
+    for allowed in (False, True):
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
+        errors[allowed] = relative_error(serve("portable")(*args, "silu"), ref)
+    assert errors[False] < 2e-6 < errors[True] < 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation, M", [("hopper", 300), ("portable", 300), ("portable", 7)])
+def test_bits_repeat(implementation, M):
+    args = inputs(M, 1024, 1024, torch.bfloat16)
+    run = serve(implementation)
+    first = run(*args, "silu")
+    for _ in range(5):
+        assert torch.equal(run(*args, "silu"), first)
+
+
+@pytest.mark.gpu
+def test_graph_replays():
+    for M in (4, 300):
+        args = inputs(M, 512, 256, torch.bfloat16)
+        run = serve("hopper" if M > 64 else "portable")
+        run(*args, "silu")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            z = run(*args, "silu")
+        args[0].copy_(torch.randn_like(args[0]))
+        graph.replay()
+        assert torch.equal(z, run(*args, "silu"))
+
+
+@pytest.mark.gpu
+def test_streams():
+    cases = [inputs(300, 512, 256, torch.bfloat16, seed=seed) for seed in range(4)]
+    run = serve("hopper")
+    ref = [run(*args, "silu") for args in cases]
+    torch.cuda.synchronize()
+    out = []
+    for args in cases:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            out.append(run(*args, "silu"))
+    torch.cuda.synchronize()
+    assert all(torch.equal(z, r) for z, r in zip(out, ref))
+
+
+@compiled
+def test_hopper_declines_what_the_copy_engine_cannot_read():
+    supports = submodule("hopper.swiglu").supports_swiglu_fwd
+
+    def served(*args):
+        return supports(*args, None, None, "silu")
+
+    def pair(N, K, layout="separate"):
+        return weights(N, K, torch.bfloat16, layout, "cpu")
+
+    x = torch.randn(128, 64).bfloat16()
+    assert served(x, *pair(64, 64)) and served(x, *pair(64, 64, "wf"))
+    assert not served(x[:8], *pair(64, 64))  # few rows
+    assert not served(x, *pair(60, 64))  # rows of z off 16 bytes
+    assert not served(x[:, :63], *pair(64, 63))  # rows of the weights off 16 bytes
+    assert not served(x[:, 1:57], *pair(64, 56))  # x off 16 bytes
+    assert not served(x.float(), *(w.float() for w in pair(64, 64)))
+    assert not served(x[:, :0], *pair(64, 0))  # nothing to sum
+    w = pair(64, 64)[0]
+    assert not served(x, w, w)  # nothing between gate and up
+    assert not served(x, w, pair(64, 64, "interleaved")[1])  # strides differ
+
+
+if INTERPRETING:
+    submodule("portable.swiglu")

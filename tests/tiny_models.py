@@ -1,0 +1,109 @@
+"""Small random models of every family that the layers serve; how far a served one may differ."""
+
+import copy
+import functools
+
+import pytest
+import torch
+
+# Largest difference of logits, which are of the order of one, between a model and its kernelized
+# self in fp32: the same sums in another order, through two layers. On a GPU the products of
+# transformers' own forward are in true fp32 too (no TF32 by default), but summed by other tiles.
+LOGITS = {"cpu": 1e-5, "cuda": 5e-5}
+# Relative error of a parameter's gradient after one step, ||g - g'|| / ||g||: as above, through the
+# backward pass.
+GRADIENTS = {"cpu": 1e-4, "cuda": 2e-4}
+
+BASE = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GDN = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+MOE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+}
+HEAD = {"head_dim": 16}
+INDEXER = {
+    "hc_count": 2,
+    "hc_lowrank": 8,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 256,
+    "indexer_compress_ratio": 8,
+    "output_gate_type": "sigmoid",
+}
+CONFIGS = {
+    "llama": {"mlp_bias": True},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": HEAD,
+    "qwen3_5_text": {**HEAD, **GDN},
+    "qwen3_5_moe_text": {**HEAD, **GDN, **MOE},
+    "qwen3_next": {**HEAD, **GDN, **MOE},
+    "olmo_hybrid": {**GDN, "linear_allow_neg_eigval": True},
+    "qwen4_exp_text": {**HEAD, **GDN, **MOE, **INDEXER},
+}
+WITH_GDN = [name for name in CONFIGS if "linear_key_head_dim" in CONFIGS[name]]
+SERVED = {  # layers of ours in each, of two decoder layers
+    "qwen3_5_moe_text": 3,
+    "qwen3_next": 3,
+    "qwen3_5_text": 3,
+    "olmo_hybrid": 3,
+    "qwen4_exp_text": 3,
+}
+
+
+def config_of(name: str, **changes):
+    transformers = pytest.importorskip("transformers")
+    try:
+        return transformers.AutoConfig.for_model(name, **{**BASE, **CONFIGS[name], **changes})
+    except ValueError:
+        pytest.skip(f"this transformers has no {name}")
+
+
+def random_model(name: str, device="cpu", **changes):
+    """A model in evaluation mode; norms, gates and biases are random too."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_of(name, **changes)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(device).eval()
+
+
+@functools.cache
+def pair(kernel, name: str, device: str):
+    """A model and the same one kernelized. Shared by tests: leave both as they are."""
+    model = random_model(name, device)
+    served = copy.deepcopy(model)
+    report = kernel.kernelize(served)
+    assert len(report.served) == SERVED.get(name, 2), report
+    return model, served
+
+
+def tokens(*shape, seed=0, device="cpu"):
+    random = torch.Generator().manual_seed(seed)
+    return torch.randint(2, BASE["vocab_size"], shape, generator=random).to(device)

@@ -1,0 +1,69 @@
+"""The Hopper scan of Gated DeltaNet as its launcher compiles it, for tools/compile_all.py."""
+
+from compile_all import Variant, load
+from triton.experimental.gluon import language as gl
+
+TYPES = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}
+
+
+def _box(*shape: int, dtype: str) -> str:
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), TYPES[dtype])
+    return f"tensordesc<{dtype}[{', '.join(map(str, shape))}],{layout!r}>"
+
+
+def _scan(
+    W: int,
+    dtype: str = "bf16",
+    state: str = "fp32",
+    v_first: bool = False,
+    packed: str = "i32",
+    pool: str = "",
+    in_place: bool = False,
+    checkpoints: bool = False,
+    states: bool = True,
+) -> Variant:
+    """W state warpgroups; packed and pool: types of cu_seqlens and state_indices, "" for none."""
+    registers = load("hopper.gdn").REGISTERS[W]
+    token = {"q": 128, "k": 128, "v": 64, "o": 64}
+    signature = {
+        **{f"{x}_desc": _box(1, 1, 64, 1, columns, dtype=dtype) for x, columns in token.items()},
+        "t_desc": _box(64, 64, dtype=dtype),
+        "p_desc": _box(64, 64, dtype=dtype),
+        "f_desc": _box(256, dtype="fp32"),
+        "decay_ptr": "*fp32:16",
+        **dict.fromkeys(("T", "HV", "H", "N", "every", "split", "pool_step"), "i32"),
+    }
+    pointers = {
+        "h0_ptr": state if states else "",
+        "hT_ptr": state if states else "",
+        "ck_ptr": state if checkpoints else "",
+        "index_ptr": pool,
+        "cu_ptr": packed,
+    }
+    signature.update({name: f"*{kind}:16" for name, kind in pointers.items() if kind})
+    constexprs = {name: None for name, kind in pointers.items() if not kind}
+    constexprs.update(IN_PLACE=in_place, W=W, V_FIRST=v_first)
+    constexprs.update(STATE_REGISTERS=registers[0], LOAD_REGISTERS=registers[1])
+    said = [dtype, f"state={state if states else None}", f"packed={packed or None}"]
+    said += [f"pool={pool}"] if pool else []
+    flags = {"v_first": v_first, "in_place": in_place, "checkpoints": checkpoints}
+    name = ",".join([f"hopper_gdn_scan_fwd,W={W}", *said, *(k for k, v in flags.items() if v)])
+    options = {"num_warps": 4, "maxnreg": registers[2]}
+    kernel = "gdn_scan_fwd_kernel"
+    return Variant(name, "hopper.gdn_scan", kernel, signature, constexprs, options, ("sm_90",))
+
+
+VARIANTS = [
+    _scan(W, **options)
+    for W in (1, 2)
+    for options in (
+        {"packed": ""},
+        {"packed": "", "states": False},
+        {"packed": "", "v_first": True, "dtype": "fp16"},
+        {},
+        {"v_first": True, "pool": "i32", "in_place": True},
+        {"v_first": True, "pool": "i64", "state": "bf16", "packed": "i64"},
+        {"checkpoints": True},
+        {"checkpoints": True, "v_first": True, "pool": "i32", "in_place": True, "state": "bf16"},
+    )
+]

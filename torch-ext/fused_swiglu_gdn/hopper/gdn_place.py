@@ -1,0 +1,176 @@
+"""What each CTA of the scan works on: sequence, head, columns and, where heads are few, segment.
+
+A long sequence of few heads is cut into segments, by its own length and head count alone, so that a
+result does not depend on the batch. A segment starts from zero some chunks early, at the first
+chunk from which the decays prove that the state it does not know cannot matter: "Segments" in
+docs/gdn_hopper.md. Decided here, on the device, per head.
+"""
+
+from .gluon_compat import gl, gluon, record, tma
+
+C = gl.constexpr(64)  # tokens a chunk
+D = gl.constexpr(128)  # head dims K and V
+MIN_SEGMENT = gl.constexpr(32)  # chunks: a sequence shorter than two of these is not cut
+LOOK_BACK = gl.constexpr(128)  # chunks: the longest warm-up
+FORGOTTEN = gl.constexpr(-30.0)  # log2 of the norm below which a transition forgets its start
+# Ragged descriptors (gdn.py, _token_desc) place the end of a packed sequence at this row, so that
+# the copy engine itself zero-fills loads and clips stores past it.
+RAGGED_END = gl.constexpr(2**30)
+VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+
+
+@record
+class Unit:
+    """One CTA's descriptors, ring buffers and barriers, and its place in the batch."""
+
+    q_desc: tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
+    k_desc: tma.tensor_descriptor  # likewise
+    v_desc: tma.tensor_descriptor  # [.., .., tokens, HV, V] box [1, 1, C, 1, 64]
+    o_desc: tma.tensor_descriptor  # likewise
+    t_desc: tma.tensor_descriptor  # Tb [rows * HV * C, C] box [C, C]
+    p_desc: tma.tensor_descriptor  # P, likewise
+    f_desc: tma.tensor_descriptor  # F [rows * HV * 4 * C] fp32 box [4 * C]
+    q_smem: gl.shared_memory_descriptor  # [STAGES, C, K]
+    k_smem: gl.shared_memory_descriptor  # [STAGES, C, K]
+    v_smem: gl.shared_memory_descriptor  # [STAGES * W, C, 64]
+    t_smem: gl.shared_memory_descriptor  # [STAGES, C, C]
+    p_smem: gl.shared_memory_descriptor  # [STAGES, C, C]
+    f_smem: gl.shared_memory_descriptor  # [STAGES, 4 * C] fp32
+    o_smem: gl.shared_memory_descriptor  # [W, C, 64]
+    full: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads have landed
+    empty: (
+        gl.shared_memory_descriptor
+    )  # [STAGES] mbarriers: all state warpgroups have read the slot
+    batch: (
+        gl.tensor
+    )  # coordinates in the token descriptors: (batch, end, row of the first chunk, head, column)
+    end: gl.tensor
+    row: gl.tensor  # of the first token
+    head: gl.tensor  # value head
+    key_head: gl.tensor
+    column: gl.tensor  # first column of V
+    heads: gl.tensor  # HV
+    block: gl.tensor  # chunk row of the first chunk times HV plus the head: index into Tb, P and F
+    chunks: gl.tensor  # to compute; 0 for a skipped or empty sequence or a joined segment
+    warm: gl.tensor  # of these, how many only bring the state up and write nothing
+    zeros: gl.tensor  # chunks of a skipped sequence, whose o is zero
+    source: gl.tensor  # int64 offset of the initial state, or -1: zeros
+    target: gl.tensor  # int64 offset of the final state, or -1: not written
+    first: gl.tensor  # number of the first chunk in its sequence
+    full_chunks: (
+        gl.tensor
+    )  # chunks of the sequence with all 64 tokens: only these end at a checkpoint
+    every: gl.tensor  # chunks between checkpoints
+    checkpoint: gl.tensor  # first checkpoint row of the sequence
+    W: gl.constexpr  # state warpgroups
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _warm_up(decay_ptr, block, heads, c, limit):
+    """The fewest chunks before chunk c whose joint transition has a norm below 2^-30.
+
+    limit + 1 if `limit` chunks do not do.
+    """
+    i = gl.arange(0, LOOK_BACK, layout=VECTOR)
+    past = decay_ptr + block + (c - 1 - i) * heads
+    decay = gl.load(past, mask=i < gl.minimum(limit, c), other=0.0)
+    forgotten = gl.associative_scan(decay, 0, _add) < FORGOTTEN
+    return gl.min(gl.where(forgotten, i + 1, limit + 1), 0)
+
+
+@gluon.jit
+def _segment(decay_ptr, block, heads, i, total, segments):
+    """(first chunk, silent chunks, chunks) of segment i of a sequence.
+
+    A segment whose warm-up would be longer than itself is joined to the one before, and has no
+    chunks of its own: (0, 0, 0). So the work at most doubles, and a head that does not forget costs
+    what an uncut sequence costs.
+    """
+    length = (total + segments - 1) // segments
+    limit = gl.minimum(length, LOOK_BACK)
+    begin = i * length
+    end = gl.minimum(begin + length, total)
+    warm = i * 0
+    if (i > 0) & (begin < total):
+        warm = _warm_up(decay_ptr, block, heads, begin, limit)
+    mine = (warm <= limit) & (begin < total)
+    going = mine & (end < total)
+    while going:
+        going = _warm_up(decay_ptr, block, heads, end, limit) > limit
+        if going:
+            end = gl.minimum(end + length, total)
+            going = end < total
+    warm = gl.where(mine, warm, 0)
+    return gl.where(mine, begin - warm, 0), warm, gl.where(mine, end - begin + warm, 0)
+
+
+@gluon.jit
+def _sequence(cu_ptr, slot, N):
+    """(sequence, segment) of a slot: sequence n owns the slots from cu[n] // SPAN + n on."""
+    SPAN: gl.constexpr = MIN_SEGMENT * C
+    n = slot * 0 - 1
+    i = gl.arange(0, LOOK_BACK, layout=VECTOR)
+    for j in range(0, N, LOOK_BACK):
+        start = gl.load(cu_ptr + j + i, mask=j + i < N, other=0).to(gl.int32)
+        n += gl.sum(((start // SPAN + j + i <= slot) & (j + i < N)).to(gl.int32), 0)
+    return n, slot - gl.load(cu_ptr + n).to(gl.int32) // SPAN - n
+
+
+@gluon.jit
+def place(
+    cu_ptr, index_ptr, decay_ptr, T, HV, H, N, every, split, pool_step,
+    IN_PLACE: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """The fields of Unit from `batch` to `checkpoint` for this CTA; arguments as of the kernel."""
+    SLICES: gl.constexpr = D // (64 * W)
+    pid = gl.program_id(0)
+    column = (pid % SLICES) * (64 * W)
+    head = (pid // SLICES) % HV
+    slot = pid // (SLICES * HV)
+    if cu_ptr is None:
+        n, i = slot // split, slot % split
+        tokens = T
+        batch, end, row = n * 0, n, n * 0
+        block = n * ((T + C - 1) // C)
+        checkpoint = n * (T // (every * C))
+    else:
+        n, i = slot, slot * 0
+        if split > 1:
+            n, i = _sequence(cu_ptr, slot, N)
+        start = gl.load(cu_ptr + n).to(gl.int32)
+        end = gl.load(cu_ptr + n + 1).to(gl.int32)
+        tokens = end - start
+        batch, row = n * 0 + RAGGED_END, RAGGED_END - tokens
+        block = start // C + n
+        checkpoint = start // (every * C)
+    block = block * HV + head
+    total = (tokens + C - 1) // C
+    segments = gl.maximum(gl.minimum(split, tokens // (MIN_SEGMENT * C)), 1)
+    first, warm, chunks = n * 0, n * 0, gl.where(i < segments, total, 0)
+    if segments > 1:
+        first, warm, chunks = _segment(decay_ptr, block, HV, i, total, segments)
+    mine = (chunks > 0) | ((total == 0) & (i == 0))
+    last = mine & (first + chunks == total)
+    source = n.to(gl.int64)
+    zeros = n * 0
+    if index_ptr is not None:
+        source = gl.load(index_ptr + n).to(gl.int64)
+        if source < 0:
+            zeros = chunks - warm
+            first += warm
+            chunks, warm = n * 0, n * 0
+    known = source >= 0  # the sequence is not skipped
+    step = pool_step if IN_PLACE else HV * (D * D)
+    target = (source if IN_PLACE else n.to(gl.int64)) * step + head * (D * D)
+    source = source * pool_step + head * (D * D)
+    return (
+        batch, end, row + first * C, head, head // (HV // H), column, HV, block + first * HV,
+        chunks, warm, zeros,
+        gl.where(mine & known & (first == 0), source, -1), gl.where(last & known, target, -1),
+        first, tokens // C, every, checkpoint,
+    )  # fmt: skip

@@ -1,0 +1,278 @@
+"""The sequential half of Gated DeltaNet prefill on Hopper: a pass over the chunks of a sequence.
+
+Per chunk of 64 tokens, with what prepare made of it (Tb, P and the row factors F, docs/gdn.md):
+
+    X = V - F0 (K S);   vt = Tb X;   O = F2 (Q S) + P vt;   S = gam_C S + K^T (F1 vt).
+
+A CTA owns one sequence (or a segment of one), one value head and 64 columns of V per state
+warpgroup. Everything is computed transposed, [V, *], so that the fp32 state S^T [64, 128] is a
+wgmma accumulator and, rounded, the next register A operand. docs/gdn_hopper.md has the timeline of
+a chunk and says why nothing here can hang.
+
+Sizes: C = 64 tokens a chunk, K = V = 128, W state warpgroups a CTA, STAGES ring slots.
+"""
+
+from .gdn_place import C, D, Unit, place
+from .gluon_compat import (
+    WARP_SPECIALIZE_TAKES_LIST,
+    as_box,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+STAGES = gl.constexpr(3)
+
+
+@gluon.constexpr_function
+def acc_layout(columns):
+    """A warpgroup's wgmma accumulator [64, columns] fp32."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def a_layout(columns):
+    """The same tile rounded to 16 bits, as a register A operand: the conversion moves nothing."""
+    return gl.DotOperandLayout(0, acc_layout(columns), 2)
+
+
+@gluon.jit
+def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, V_FIRST: gl.constexpr):
+    """One warp: brings chunk after chunk into the ring, STAGES ahead at most."""
+    BYTES: gl.constexpr = C * (2 * D + 64 * u.W + 2 * C) * 2 + 4 * C * 4
+    for c in range(u.chunks):
+        s = c % STAGES
+        full = u.full.index(s)
+        mbarrier.wait(u.empty.index(s), ((c // STAGES) & 1) ^ 1)  # the first round passes at once
+        mbarrier.expect(full, BYTES)
+        row = u.row + c * C
+        block = u.block + c * u.heads
+        _load_tokens(u.k_desc, u, row, u.key_head, 0, u.k_smem.index(s), full)
+        for w in gl.static_range(u.W):
+            v_smem = u.v_smem.index(s * u.W + w)
+            _load_tokens(u.v_desc, u, row, u.head, u.column + w * 64, v_smem, full)
+        tma_load(u.f_desc, [block * (4 * C)], full, u.f_smem.index(s))
+        tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
+        _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), full)
+        tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
+
+
+@gluon.jit
+def _load_tokens(desc, u, row, head, column, smem, full):
+    """A tile [C, columns] of one head; rows past the sequence's end arrive as zeros."""
+    tma_load(desc, [u.batch, u.end, row, head, column], full, as_box(smem, desc))
+
+
+@gluon.jit
+def _store_tokens(u, o_smem, o, c, W_INDEX: gl.constexpr):
+    """O^T [64, C] of chunk c; the copy engine drops rows past the sequence's end."""
+    tma_store_wait(0)  # the previous store has finished reading o_smem
+    o_smem.permute((1, 0)).store(o)
+    fence_async_shared()
+    where = [u.batch, u.end, u.row + c * C, u.head, u.column + W_INDEX * 64]
+    tma_store(u.o_desc, where, as_box(o_smem, u.o_desc))
+
+
+@gluon.jit
+def _opaque(x):
+    """x, hidden from the optimiser: else offsets of the initial state stay live over the loop."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def _pin(x):
+    """x, where LLVM cannot move it.
+
+    Without this phi(round(S0), round(S)) becomes round(phi) at the top of the loop, past the point
+    up to which ptxas can see that S is complete, and ptxas then serializes every wgmma (C7515).
+    """
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+    )
+
+
+@gluon.jit
+def _as_a(x, DTYPE: gl.constexpr):
+    """An accumulator, rounded, as a register A operand."""
+    LAYOUT: gl.constexpr = a_layout(x.shape[1])
+    return gl.convert_layout(x.to(DTYPE), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def _product(a, b):
+    """a b^T [64, C], started: a [64, *] in registers, b [C, *] in shared memory."""
+    zero = gl.zeros((64, C), gl.float32, acc_layout(C))
+    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _state_offsets(column, V_FIRST: gl.constexpr):
+    """Where S^T [64, K] of columns column.. lies in one head's state, [K, V] or [V, K]."""
+    v = _opaque(gl.arange(0, 64, layout=gl.SliceLayout(1, acc_layout(D))))
+    v = gl.expand_dims(column + v, 1)
+    k = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, acc_layout(D))), 0)
+    if V_FIRST:
+        offsets = v * D + k
+    else:
+        offsets = k * D + v
+    return offsets
+
+
+@gluon.jit
+def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr):
+    """One warpgroup: carries S^T of 64 columns of V through the chunks. Tiles are [64, *]."""
+    S_LAYOUT: gl.constexpr = acc_layout(D)
+    X_LAYOUT: gl.constexpr = acc_layout(C)
+    TOKEN: gl.constexpr = gl.SliceLayout(0, X_LAYOUT)  # a factor per token, along the columns
+    DTYPE: gl.constexpr = u.q_desc.dtype
+    column = u.column + W_INDEX * 64
+    o_smem = u.o_smem.index(W_INDEX)
+    S = gl.zeros((64, D), gl.float32, S_LAYOUT)
+    if h0_ptr is not None:
+        if u.source >= 0:
+            S = gl.load(h0_ptr + u.source + _state_offsets(column, V_FIRST)).to(gl.float32)
+    Sa = _as_a(S, DTYPE)
+    ob = gl.zeros((64, C), DTYPE, X_LAYOUT)
+    for c in range(u.chunks):
+        s = c % STAGES
+        k, f = u.k_smem.index(s), u.f_smem.index(s)
+        mbarrier.wait(u.full.index(s), (c // STAGES) & 1)
+        sk = _product(Sa, k)
+        o1 = _product(Sa, u.q_smem.index(s))
+        # Under these two: give the previous slot back, send the previous O out, fetch V and F0.
+        mbarrier.arrive(u.empty.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
+        if c > u.warm:
+            _store_tokens(u, o_smem, ob, c - 1, W_INDEX)
+        f0 = f.slice(0, C).load(TOKEN)
+        v = u.v_smem.index(s * u.W + W_INDEX).permute((1, 0)).load(X_LAYOUT)
+        sk = warpgroup_mma_wait(1, (sk,))
+        x = v.to(gl.float32) - gl.expand_dims(f0, 0) * sk
+        vt = _product(_as_a(x, DTYPE), u.t_smem.index(s))
+        # Under the Tb product: scale S and O.
+        S = S * gl.expand_dims(f.slice(3 * C, C).load(gl.SliceLayout(1, S_LAYOUT)), 1)
+        o1 = warpgroup_mma_wait(1, (o1,))
+        o1 = o1 * gl.expand_dims(f.slice(2 * C, C).load(TOKEN), 0)
+        f1 = f.slice(C, C).load(TOKEN)
+        vt, S, o1, f1 = warpgroup_mma_wait(0, (vt, S, o1, f1))  # all named: none moves past it
+        wa = _as_a(vt * gl.expand_dims(f1, 0), DTYPE)
+        wa = gl.convert_layout(wa, a_layout(D), assert_trivial=True)
+        S = warpgroup_mma(wa, k, S, is_async=True)
+        p = u.p_smem.index(s).permute((1, 0))
+        o = warpgroup_mma(_as_a(vt, DTYPE), p, o1, is_async=True)
+        S = warpgroup_mma_wait(1, (S,))
+        Sa = _pin(_as_a(S, DTYPE))  # under the P product
+        # ptxas lets no wgmma cross the back edge if a plain instruction reads its result later.
+        o = warpgroup_mma_wait(0, (o,))
+        ob = _pin(o.to(DTYPE))
+        if ck_ptr is not None:
+            done = u.first + c + 1  # chunks of the sequence that S now holds
+            if (done % u.every == 0) & (done <= u.full_chunks) & (c >= u.warm):
+                row = (u.checkpoint + done // u.every - 1) * u.heads + u.head
+                ck = ck_ptr + row.to(gl.int64) * (D * D) + _state_offsets(column, V_FIRST)
+                gl.store(ck, S.to(ck_ptr.dtype.element_ty))
+    if u.chunks > 0:
+        _store_tokens(u, o_smem, ob, u.chunks - 1, W_INDEX)
+    for c in range(u.zeros):
+        _store_tokens(u, o_smem, gl.zeros((64, C), DTYPE, X_LAYOUT), c, W_INDEX)
+    if hT_ptr is not None:
+        if u.target >= 0:
+            hT = hT_ptr + u.target + _state_offsets(column, V_FIRST)
+            gl.store(hT, S.to(hT_ptr.dtype.element_ty))
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _state_partition_0(u, h0_ptr, hT_ptr, ck_ptr, V_FIRST: gl.constexpr):
+    _state_partition(u, h0_ptr, hT_ptr, ck_ptr, 0, V_FIRST)
+
+
+@gluon.jit
+def _state_partition_1(u, h0_ptr, hT_ptr, ck_ptr, V_FIRST: gl.constexpr):
+    _state_partition(u, h0_ptr, hT_ptr, ck_ptr, 1, V_FIRST)
+
+
+@gluon.jit(do_not_specialize=["T", "HV", "H", "N", "every", "split", "pool_step"])
+def gdn_scan_fwd_kernel(
+    q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc,  # as in Unit
+    h0_ptr,  # [N or pool, HV, K, V] fp32 or 16 bits, or None
+    hT_ptr,  # likewise; h0_ptr if IN_PLACE
+    ck_ptr,  # [checkpoint rows, HV, K, V] likewise, or None
+    index_ptr,  # [N] rows of the pool, or None
+    cu_ptr,  # [N + 1] token offsets, or None: N equal sequences of T tokens
+    decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition
+    T, HV, H, N,
+    every,  # chunks between checkpoints
+    split,  # the most segments of a sequence
+    pool_step,  # elements from one initial state to the next
+    IN_PLACE: gl.constexpr,  # a final state goes where its initial state was
+    W: gl.constexpr,
+    V_FIRST: gl.constexpr,  # states are [V, K]
+    STATE_REGISTERS: gl.constexpr,  # of the second state warpgroup
+    LOAD_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """X = V - F0 (K S); vt = Tb X; O = F2 (Q S) + P vt; S = gam_C S + K^T (F1 vt), by chunks.
+
+    One program computes 64 W columns of one value head of one sequence or segment.
+    """
+    LAYOUT: gl.constexpr = t_desc.layout  # 128-byte swizzle, for every 16-bit tile
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, C, D], LAYOUT)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES * W, C, 64], LAYOUT)
+    t_smem = gl.allocate_shared_memory(t_desc.dtype, [STAGES, C, C], LAYOUT)
+    f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * C], f_desc.layout)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, C, D], LAYOUT)
+    p_smem = gl.allocate_shared_memory(p_desc.dtype, [STAGES, C, C], LAYOUT)
+    o_smem = gl.allocate_shared_memory(o_desc.dtype, [W, C, 64], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=W)
+    where = place(cu_ptr, index_ptr, decay_ptr, T, HV, H, N, every, split, pool_step, IN_PLACE, W)
+    u = Unit(
+        q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc, q_smem, k_smem, v_smem, t_smem,
+        p_smem, f_smem, o_smem, full, empty, *where, W,
+    )  # fmt: skip
+    args = (u, h0_ptr, hT_ptr, ck_ptr, V_FIRST)
+    if W == 2:
+        if WARP_SPECIALIZE_TAKES_LIST:
+            gl.warp_specialize(
+                [(_state_partition_0, args), (_state_partition_1, args), (_load_partition, args)],
+                [4, 1], [STATE_REGISTERS, LOAD_REGISTERS],
+            )  # fmt: skip
+        else:
+            gl.warp_specialize(
+                args, _state_partition_0, args, [_state_partition_1, _load_partition],
+                [4, 1], [STATE_REGISTERS, LOAD_REGISTERS],
+            )  # fmt: skip
+    elif WARP_SPECIALIZE_TAKES_LIST:
+        gl.warp_specialize(
+            [(_state_partition_0, args), (_load_partition, args)], [1], [LOAD_REGISTERS]
+        )
+    else:
+        gl.warp_specialize(args, _state_partition_0, args, [_load_partition], [1], [LOAD_REGISTERS])
+
+
+@gluon.jit(do_not_specialize=["pool_step", "size"])
+def scatter_states_kernel(
+    state_ptr,  # [N, size]
+    index_ptr,  # [N]
+    pool_ptr,  # [pool, size] with rows pool_step apart
+    pool_step,
+    size,
+):
+    """pool[index[n]] = state[n] for index[n] >= 0; a program moves 4096 elements."""
+    n = gl.program_id(0)
+    i = gl.program_id(1) * 4096 + gl.arange(0, 4096, layout=gl.BlockedLayout([4], [32], [4], [0]))
+    slot = gl.load(index_ptr + n).to(gl.int64)
+    if slot >= 0:
+        state = gl.load(state_ptr + n.to(gl.int64) * size + i, mask=i < size)
+        pool = pool_ptr + slot * pool_step + i
+        gl.store(pool, state.to(pool_ptr.dtype.element_ty), mask=i < size)

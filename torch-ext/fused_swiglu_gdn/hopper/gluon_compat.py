@@ -1,0 +1,70 @@
+"""The one place that knows which Triton this is: names that Gluon moved between 3.5 and 3.9.
+
+Everything else in this folder imports Gluon from here and is written once.
+"""
+
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.core import _aggregate
+
+__all__ = [
+    "TensorDescriptor",
+    "as_box",
+    "fence_async_shared",
+    "gl",
+    "gluon",
+    "mbarrier",
+    "record",
+    "tma",
+    "tma_load",
+    "tma_store",
+    "tma_store_wait",
+    "warpgroup_mma",
+    "warpgroup_mma_wait",
+    "WARP_SPECIALIZE_TAKES_LIST",
+]
+
+TRITON_VERSION = tuple(int(x) for x in triton.__version__.split("+")[0].split(".")[:2])
+
+# 3.5: warp_specialize(args, default, worker_args, workers, warps, registers); from 3.6 pairs.
+WARP_SPECIALIZE_TAKES_LIST = gl.constexpr(TRITON_VERSION >= (3, 6))
+
+# 3.9 made it public.
+REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+# 3.8 renamed the bulk copies.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+tma_store_wait = tma.store_wait
+
+
+def record(cls):
+    """A Gluon aggregate whose constructor takes its fields in order (what 3.8 does by itself)."""
+    names = tuple(cls.__annotations__)
+
+    def __init__(self, *values):
+        for name, value in zip(names, values):
+            setattr(self, name, value)
+
+    __init__.__triton_builtin__ = True  # the source hash then takes it as given
+    cls.__init__ = __init__
+    return _aggregate(cls)
+
+
+@gluon.jit
+def as_box(smem, desc):
+    """A tile in shared memory, seen as the box of a descriptor with more dimensions."""
+    if REINTERPRET_IS_PUBLIC:
+        box = smem.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    else:
+        box = smem._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
+    return box
