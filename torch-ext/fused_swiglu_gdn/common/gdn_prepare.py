@@ -41,7 +41,7 @@ def locate_chunk(row, cu_ptr, T, N, NT, IS_PACKED: tl.constexpr):
 
 
 @triton.jit
-def _log2_decay(g, A_log_ptr, dt_bias_ptr, hv):
+def log2_decay(g, A_log_ptr, dt_bias_ptr, hv):
     """g [C] as given (natural-log decay; the raw a with A_log) -> log2 of the decay, fp32.
 
     Cut at 2^-200, which is 0 in fp32, so that one reset does not cost its chunk all precision.
@@ -169,7 +169,7 @@ def _prepare_kernel(
         beta_at = beta_ptr + hv * beta_strides[2] + t * beta_strides[1]
         g = tl.load(g_at, mask=ok, other=0.0).to(tl.float32)  # [C]
         beta = tl.load(beta_at, mask=ok, other=0.0).to(tl.float32)  # [C]
-        g = tl.where(ok, _log2_decay(g, A_log_ptr, dt_bias_ptr, hv), 0.0)
+        g = tl.where(ok, log2_decay(g, A_log_ptr, dt_bias_ptr, hv), 0.0)
         if BETA_MAX > 0.0:
             beta = BETA_MAX * tl.sigmoid(beta)
         beta = tl.where(ok, beta, 0.0)
@@ -221,8 +221,8 @@ def gdn_prepare(
     B, T, H, K = q.shape
     HV = g.shape[2]
     rows = chunk_rows(T, B, cu_seqlens)
-    blocks = q.new_empty((2, rows, HV, CHUNK, CHUNK))
-    tb, p = blocks[0], blocks[1]
+    tb = q.new_empty((rows, HV, CHUNK, CHUNK))
+    p = torch.empty_like(tb)
     f = q.new_empty((rows, HV, 4, CHUNK), dtype=torch.float32)
     decay = q.new_empty((rows, HV), dtype=torch.float32)
     if rows * HV == 0:

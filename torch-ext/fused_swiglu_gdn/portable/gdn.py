@@ -5,7 +5,11 @@ from typing import Optional
 import torch
 
 from ..common.gdn_prepare import gdn_prepare
+from .gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
 from .gdn_scan import gdn_scan
+
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supports_gdn_chunk_fwd(q, k, v, *_) -> bool:
@@ -13,7 +17,8 @@ def supports_gdn_chunk_fwd(q, k, v, *_) -> bool:
     return q.shape[-1] <= 256 and v.shape[-1] <= 256 and q.dtype in _DTYPES
 
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+def supports_gdn_prepare(q, *_) -> bool:
+    return q.shape[-1] <= 256 and q.dtype in _DTYPES
 
 
 def gdn_chunk_fwd(
@@ -35,6 +40,7 @@ def gdn_chunk_fwd(
     output_final_state: bool,
     state_dtype: Optional[torch.dtype],
     checkpoint_every: int,
+    prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ):
     """o [B, T, HV, V], the final state or None, the checkpoints or None."""
     B, T, _, K = q.shape
@@ -50,9 +56,10 @@ def gdn_chunk_fwd(
     if checkpoint_every:
         rows = B * (T // checkpoint_every)
         checkpoints = torch.empty((rows,) + tail, dtype=dtype, device=v.device)
-    tb, p, f, _ = gdn_prepare(
-        q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval
-    )
+    tb, p, f, _ = prepared or gdn_prepare(
+        q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
+        allow_neg_eigval,
+    )  # fmt: skip
     config = dict(BLOCK_V=64 if K <= 128 else 32, STAGES=2, num_warps=4)
     o = gdn_scan(
         q,

@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import _log2_decay as log2_decay
-from ..common.gdn_prepare import locate_chunk
+from ..common.gdn_prepare import locate_chunk, log2_decay
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
