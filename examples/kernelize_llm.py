@@ -8,11 +8,12 @@ weights before and after kernelize(model): on the GPU if there is one, else on t
 
 import argparse
 import copy
-import importlib.util
 import logging
 import os
+import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -60,13 +61,10 @@ NEW_TOKENS = 32
 
 def load_kernel():
     """What `make build` writes, loaded by a Hub name; LOCAL_KERNELS stands in for the Hub."""
-    spec = importlib.util.spec_from_file_location("build", ROOT / "tools" / "build.py")
-    build = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(build)
-    identity = build.build(ROOT)
+    subprocess.run([sys.executable, ROOT / "tools" / "build.py"], check=True)
     os.environ["LOCAL_KERNELS"] = f"{REPOSITORY}={ROOT}"
     kernel = get_kernel(REPOSITORY, version=1)
-    print(f'Built {identity} and loaded it: get_kernel("{REPOSITORY}", version=1)')
+    print(f'loaded {kernel.__name__}: get_kernel("{REPOSITORY}", version=1)')
     return kernel
 
 
@@ -91,33 +89,38 @@ def random_model(family: str, device: str):
     return model.eval()
 
 
-def seconds(call, device: str, repeats: int = 3) -> float:
-    """The best of a few calls, after one that is not counted."""
-    best = float("inf")
-    for i in range(repeats + 1):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
+def seconds(call, device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def best(calls, device: str, repeats: int = 7):
+    """The least seconds of each call; they take turns, so a busy moment is unfair to none."""
+    for call in calls:
         call()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        if i:
-            best = min(best, time.perf_counter() - start)
-    return best
+    turns = [[seconds(call, device) for call in calls] for _ in range(repeats)]
+    return [min(column) for column in zip(*turns)]
 
 
 @torch.no_grad()
-def times(model, ids, device: str):
-    """Seconds for the prompt, and for one token after it."""
-    prompt = seconds(lambda: model(ids, use_cache=True, logits_to_keep=1), device)
-    cache = model(ids, use_cache=True, logits_to_keep=1).past_key_values
-    token = ids[:, -1:]
+def times(models, ids, device: str):
+    """Seconds of each model for the prompt, and for one token after it."""
 
-    def decode():
+    def prompt(model):
+        return model(ids, use_cache=True, logits_to_keep=1).past_key_values
+
+    def decode(model, cache):
         for _ in range(8):
-            model(token, past_key_values=cache)
+            model(ids[:, -1:], past_key_values=cache)
 
-    return prompt, seconds(decode, device) / 8
+    prompts = [partial(prompt, model) for model in models]
+    steps = [partial(decode, model, prompt(model)) for model in models]
+    return best(prompts, device), [t / 8 for t in best(steps, device)]
 
 
 @torch.no_grad()
@@ -151,7 +154,7 @@ def compare(kernel, family: str, device: str) -> bool:
     model, served = model.to(dtype), served.to(dtype)
     report = kernel.kernelize(served)  # who serves depends on the dtype
     ids = torch.randint(1, 4096, (1, length), device=device)
-    before, after = times(model, ids, device), times(served, ids, device)
+    taken = times((model, served), ids, device)
 
     print()
     print(report)
@@ -161,7 +164,7 @@ def compare(kernel, family: str, device: str) -> bool:
     print(f"  {NEW_TOKENS} greedy tokens x 2 prompts    {'identical' if same else 'DIFFERENT'}")
     print()
     print(f"  {'':24}{'before':>12}{'after':>12}{'speed-up':>12}")
-    for name, a, b in zip((f"prompt of {length}", "one token"), before, after):
+    for name, (a, b) in zip((f"prompt of {length}", "one token"), taken):
         print(f"  {name:24}{a * 1e3:9.2f} ms{b * 1e3:9.2f} ms{a / b:11.2f}x")
     return same
 

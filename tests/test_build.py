@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -164,9 +165,7 @@ def test_two_builds_load_in_one_process_as_users_load_them(copy, built, tmp_path
 
 def load_verify(folder: Path):
     """verify() of the build in a folder, without the package around it."""
-    scope = {"__file__": str(folder / "verify.py"), "__name__": "verify"}
-    exec(compile((folder / "verify.py").read_text(), "verify.py", "exec"), scope)
-    return scope["verify"]
+    return runpy.run_path(str(folder / "verify.py"))["verify"]
 
 
 def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):

@@ -131,6 +131,22 @@ def test_packed_batch(built, name, device):
     assert_same(out, torch.cat(ref))
 
 
+@every_model
+@on_every_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_is_as_close_to_fp32(built, name, device, dtype):
+    """Prompt and decoding: the error of transformers' own forward is not exceeded."""
+    # all experts take part: rounding must not send a token to another one
+    experts = {k: 4 for k in CONFIGS[name] if k == "num_experts_per_tok"}
+    wide = random_model(name, device, hidden_size=64, **experts)
+    ids, lengths = tokens(2, 84, device=device), [70, 10, 1, 1, 1, 1]
+    ref = in_parts(wide, ids, lengths)
+    model = wide.to(dtype)
+    theirs = relative_error(in_parts(model, ids, lengths), ref)
+    assert built.kernelize(model).served
+    assert relative_error(in_parts(model, ids, lengths), ref) <= 1.25 * theirs
+
+
 @every_gdn_model
 @on_every_device
 def test_packed_batch_by_seq_idx_alone(built, name, device):

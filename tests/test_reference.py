@@ -200,6 +200,12 @@ def test_all_states_and_output_rows(kernel):
     )  # fmt: skip
     assert relative_error(pool[3], states[0, -1]) < 1e-12
     assert (pool[2] == 0).all()
+    before = pool.clone()
+    o, _ = kernel.fused_recurrent_gated_delta_rule(
+        **x, initial_state=pool, state_indices=torch.tensor([-1, -1]),
+        output_state_indices=torch.tensor([0, 2]), inplace_final_state=True,
+    )  # fmt: skip
+    assert torch.equal(pool, before) and (o == 0).all()  # a skipped sequence writes nothing
 
 
 def test_aiter_functions(kernel):

@@ -23,7 +23,8 @@ def _scan(
     states: bool = True,
 ) -> Variant:
     """W state warpgroups; packed and pool: types of cu_seqlens and state_indices, "" for none."""
-    registers = load("hopper.gdn").REGISTERS[W]
+    launcher = load("hopper.gdn")
+    registers = launcher.REGISTERS[W]
     token = {"q": 128, "k": 128, "v": 64, "o": 64}
     signature = {
         **{f"{x}_desc": _box(1, 1, 64, 1, columns, dtype=dtype) for x, columns in token.items()},
@@ -48,7 +49,7 @@ def _scan(
     said += [f"pool={pool}"] if pool else []
     flags = {"v_first": v_first, "in_place": in_place, "checkpoints": checkpoints}
     name = ",".join([f"hopper_gdn_scan_fwd,W={W}", *said, *(k for k, v in flags.items() if v)])
-    options = {"num_warps": 4, "maxnreg": registers[2]}
+    options = {"num_warps": 4, "maxnreg": launcher.CAP[W]}
     kernel = "gdn_scan_fwd_kernel"
     return Variant(name, "hopper.gdn_scan", kernel, signature, constexprs, options, ("sm_90",))
 

@@ -44,7 +44,7 @@ def _hopper(name, tile, targets, halves=False, bias=False, activation="silu", dt
         "x_desc": _block(BM, BK, dtype=dtype),
         "w_desc": _block(2, BN, BK, dtype=dtype),
         "z_desc": _block(BM, BN, dtype=dtype),
-        **dict.fromkeys(("M", "N", "K", "whole"), "i32"),
+        **dict.fromkeys(("M", "N", "K", "whole", "group"), "i32"),
     }
     constexprs = {"w_half_desc": None, "z_half_desc": None, "b_gate_ptr": None, "b_up_ptr": None}
     if halves:
@@ -52,7 +52,7 @@ def _hopper(name, tile, targets, halves=False, bias=False, activation="silu", dt
         signature["z_half_desc"] = _block(BM, BN // 2, dtype=dtype)
     if bias:
         signature.update(dict.fromkeys(("b_gate_ptr", "b_up_ptr"), f"*{dtype}:16"))
-    constexprs.update(ACTIVATION=activation, UP_FIRST=False, GROUP=tile["GROUP"])
+    constexprs.update(ACTIVATION=activation, UP_FIRST=False)
     constexprs.update(BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK)
     options = {k: tile[k] for k in ("num_warps", "num_stages")}
     return Variant(
@@ -67,10 +67,10 @@ def _wf(name, tile, targets):
         "w_gate_desc": _block(BK, BN),
         "w_up_desc": _block(BK, BN),
         "z_desc": _block(BM, BN),
-        **dict.fromkeys(("M", "N", "K"), "i32"),
+        **dict.fromkeys(("M", "N", "K", "group"), "i32"),
     }
     constexprs = {"b_gate_ptr": None, "b_up_ptr": None, "ACTIVATION": "silu"}
-    constexprs.update(BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK, GROUP=tile["GROUP"])
+    constexprs.update(BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK)
     options = {k: tile[k] for k in ("num_warps", "num_stages")}
     return Variant(
         name, "hopper.swiglu", "_swiglu_wf_fwd_kernel", signature, constexprs, options, targets

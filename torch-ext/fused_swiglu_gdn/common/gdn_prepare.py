@@ -18,41 +18,114 @@ CHUNK = 64
 
 
 @triton.jit
-def locate_chunk(row, cu_ptr, T, N, NT, IS_PACKED: tl.constexpr):
-    """Chunk row -> (sequence, chunk in it, first token, length); sequence n begins at row cu[n] // 64 + n."""
-    if IS_PACKED:
-        lo = 0
-        hi = N
-        while hi - lo > 1:
-            mid = (lo + hi) // 2
-            below = (tl.load(cu_ptr + mid) // 64 + mid) <= row
-            lo = tl.where(below, mid, lo)
-            hi = tl.where(below, hi, mid)
-        n = lo
-        start = tl.load(cu_ptr + n).to(tl.int64)
-        length = (tl.load(cu_ptr + n + 1).to(tl.int64) - start).to(tl.int32)
-        c = (row - (start // 64 + n)).to(tl.int32)
-    else:
-        n = row // NT
-        c = row % NT
-        start = n.to(tl.int64) * 0
+def locate(row, cu_ptr, T, N, ROWS, SPAN):
+    """Row of SPAN tokens -> (sequence, span within it, first token, length of the sequence).
+
+    Sequence n owns the rows from cu[n] // SPAN + n (n * ROWS at equal length) on. That is enough for
+    its tokens, and costs no prefix sum; the caller leaves rows behind a sequence's end alone.
+    """
+    if cu_ptr is None:
+        n = row // ROWS
+        span = row % ROWS
+        start = tl.cast(0, tl.int64)
         length = T
-    return n, c, start, length
+    else:
+        n = 0
+        end = N
+        while end - n > 1:
+            mid = (n + end) // 2
+            left = (tl.load(cu_ptr + mid) // SPAN + mid) > row
+            end = tl.where(left, mid, end)
+            n = tl.where(left, n, mid)
+        # clamped, so that wrong values cannot read or write out of bounds
+        start = tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), T).to(tl.int64)
+        stop = tl.minimum(tl.load(cu_ptr + n + 1), T).to(tl.int64)
+        length = tl.maximum(stop - start, 0).to(tl.int32)
+        span = (row - (start // SPAN + n)).to(tl.int32)
+    return n, span, start, length
 
 
 @triton.jit
-def log2_decay(g, A_log_ptr, dt_bias_ptr, hv):
-    """g [C] as given (natural-log decay; the raw a with A_log) -> log2 of the decay, fp32.
+def locate_chunk(row, cu_ptr, T, N, NT, IS_PACKED: tl.constexpr):
+    return locate(row, cu_ptr, T, N, NT, 64)
+
+
+@triton.jit
+def _diagonal(x, i, j):
+    return tl.sum(tl.where(i == j, x, 0.0), axis=1)
+
+
+@triton.jit
+def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask):
+    """g as given (natural-log decay; the raw a with A_log) -> log2 of the decay, fp32.
 
     Cut at 2^-200, which is 0 in fp32, so that one reset does not cost its chunk all precision.
     """
     if A_log_ptr is not None:
         x = g
         if dt_bias_ptr is not None:
-            x += tl.load(dt_bias_ptr + hv).to(tl.float32)
+            x += tl.load(dt_bias_ptr + hv, mask=mask, other=0.0).to(tl.float32)
         softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-        g = -tl.exp(tl.load(A_log_ptr + hv).to(tl.float32)) * softplus
+        g = -tl.exp(tl.load(A_log_ptr + hv, mask=mask, other=0.0).to(tl.float32)) * softplus
     return tl.maximum(g * 1.4426950408889634, -200.0)
+
+
+@triton.jit
+def write_strength(beta, mask, BETA_MAX: tl.constexpr):
+    """beta as given, or BETA_MAX * sigmoid of it, fp32; 0 outside the mask."""
+    beta = beta.to(tl.float32)
+    if BETA_MAX > 0.0:
+        beta = BETA_MAX * tl.sigmoid(beta)
+    return tl.where(mask, beta, 0.0)
+
+
+@triton.jit
+def _sum_and_keep(g, beta, next_g, next_beta):
+    """Cumulative sum of g. That beta goes through the scan keeps Triton from loading it once more
+    for each layout in which it is needed: 16 scattered loads a thread where 4 from shared do."""
+    return g + next_g, next_beta
+
+
+@triton.jit
+def _store_factors(
+    g_ptr,  # [C, HEADS]
+    beta_ptr,  # [C, HEADS]
+    A_log_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV] or None
+    f_ptr,  # [HEADS, 4, C] fp32
+    decay_ptr,  # [HEADS] fp32
+    g_strides,  # of B, T, HV
+    beta_strides,
+    ok,  # [C]
+    hv0,
+    k2,  # [C] fp32, |k|^2 as used
+    rk,  # [C] fp32
+    rq,  # [C] fp32, with the scale
+    HEADS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+):
+    """F, and log2 of a bound of the norm of the chunk's transition, for all heads at once."""
+    i = tl.arange(0, 64)[:, None]
+    r = tl.arange(0, BLOCK_R)[None, :]
+    has = r < HEADS
+    mask = ok[:, None] & has
+    g = tl.load(g_ptr + i * g_strides[1] + r * g_strides[2], mask=mask, other=0.0)
+    g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + r, has)
+    g = tl.where(mask, g, 0.0)  # [C, HEADS] fp32
+    beta = tl.load(beta_ptr + i * beta_strides[1] + r * beta_strides[2], mask=mask, other=0.0)
+    beta = write_strength(beta, mask, BETA_MAX)
+    G = tl.cumsum(g, axis=0)
+    G_end = tl.sum(g, axis=0)[None, :]  # [1, HEADS]
+    at = f_ptr + r * 256 + i
+    has = tl.broadcast_to(has, (64, BLOCK_R))
+    tl.store(at, tl.exp2(G) * rk[:, None], mask=has)
+    tl.store(at + 64, tl.exp2(tl.minimum(G_end - G, 0.0)) * rk[:, None], mask=has)
+    tl.store(at + 128, tl.exp2(G) * rq[:, None], mask=has)
+    tl.store(at + 192, tl.broadcast_to(tl.exp2(G_end), (64, BLOCK_R)), mask=has)
+    # a token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|)
+    stretch = tl.sum(tl.log2(tl.maximum(tl.abs(1.0 - beta * k2[:, None]), 1.0)), axis=0)
+    tl.store(decay_ptr + r, G_end + stretch[None, :], mask=r < HEADS)
 
 
 @triton.jit
@@ -73,19 +146,20 @@ def unit_lower_inverse(m, DIAG: tl.constexpr, DOT: tl.constexpr, PREC: tl.conste
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     own = tl.arange(0, 4)[:, None, None, None] == tl.arange(0, 4)[None, None, :, None]
-    diag = tl.sum(tl.where(own, tl.reshape(m, (4, 16, 4, 16)), 0.0), axis=2)  # [4, 16, 16] fp32
+    own = own.to(tl.float32)
+    diag = tl.sum(tl.reshape(m, (4, 16, 4, 16)) * own, axis=2)  # [4, 16, 16] fp32
     x = tl.where(a == b, 1.0, tl.where(_level(a, b, 1), diag, 0.0))
     d = diag.to(DIAG)
     for s in tl.static_range(1, 4):
         y = tl.dot(x.to(DIAG), d, input_precision="tf32x3").to(DIAG)
         z = tl.dot(y, x.to(DIAG), input_precision="tf32x3")
         x = tl.where(_level(a, b, 2**s), z, x)
-    x = tl.reshape(tl.where(own, x[:, :, None, :], 0.0), (64, 64))
+    x = tl.reshape(x[:, :, None, :] * own, (64, 64))
     m = m.to(DOT)
     for s in tl.static_range(4, 6):
-        y = tl.dot(x.to(DOT), m, input_precision=PREC).to(DOT)
-        z = tl.dot(y, x.to(DOT), input_precision=PREC)
-        x = tl.where(_level(i, j, 2**s), z, x)
+        pairs = m * _level(i, j, 2**s).to(DOT)
+        y = tl.dot(x.to(DOT), pairs, input_precision=PREC).to(DOT)
+        x = tl.dot(y, x.to(DOT), x, input_precision=PREC)
     return x
 
 
@@ -119,6 +193,7 @@ def _prepare_kernel(
     DOT: tl.constexpr,
     DIAG: tl.constexpr,
     HEADS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """Tb, P and F of one chunk and HEADS of the R value heads of one key head."""
@@ -126,10 +201,10 @@ def _prepare_kernel(
     row = pid // (H * R // HEADS)
     hv0 = (pid % (H * R // HEADS)).to(tl.int64) * HEADS
     h = hv0 // R
-    n, c, start, length = locate_chunk(row, cu_ptr, T, N, NT, cu_ptr is not None)
+    n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
     if c * 64 >= length:
         return
-    b = n.to(tl.int64) if cu_ptr is None else start * 0
+    b = n.to(tl.int64) if cu_ptr is None else start * 0  # packed: a batch of one
     t = tl.arange(0, 64)
     tok = start + c * 64  # first token, int64; offsets inside a chunk are 32-bit
     ok = t < length - c * 64
@@ -142,8 +217,7 @@ def _prepare_kernel(
 
     kk = tl.zeros((64, 64), tl.float32)
     qk = tl.zeros((64, 64), tl.float32)
-    q2 = tl.zeros((64,), tl.float32)
-    k2 = tl.zeros((64,), tl.float32)
+    qq = tl.zeros((64, 64), tl.float32)
     for k0 in tl.static_range(0, K, BLOCK_K):
         d = k0 + tl.arange(0, BLOCK_K)[None, :]
         mask = ok[:, None] & (d < K)
@@ -151,49 +225,40 @@ def _prepare_kernel(
         k = tl.load(k_ptr + i * k_strides[1] + d, mask=mask, other=0.0)  # [C, BLOCK_K]
         kk = tl.dot(k, tl.trans(k), kk, input_precision=PREC)
         qk = tl.dot(q, tl.trans(k), qk, input_precision=PREC)
-        k2 += tl.sum(k.to(tl.float32) * k.to(tl.float32), axis=1)
-        if L2NORM:
-            q2 += tl.sum(q.to(tl.float32) * q.to(tl.float32), axis=1)
-    rq = tl.where(ok, 1.0, 0.0)
+        if L2NORM:  # the tensor cores sum squares with fewer instructions than a reduction
+            qq = tl.dot(q, tl.trans(q), qq, input_precision=PREC)
+    rq = tl.where(ok, 1.0, 0.0)  # [C] fp32
     rk = rq
+    k2 = _diagonal(kk, i, j)  # [C] fp32, |k|^2
     if L2NORM:
-        rq = tl.where(ok, tl.rsqrt(q2 + 1e-6), 0.0)
-        rk = tl.where(ok, tl.rsqrt(k2 + 1e-6), 0.0)
-        k2 = k2 * rk * rk
+        rq *= tl.rsqrt(_diagonal(qq, i, j) + 1e-6)
+        rk *= tl.rsqrt(k2 + 1e-6)
+        k2 *= rk * rk
     kk = tl.where(i > j, kk * -rk[:, None] * rk[None, :], 0.0)  # negative: see the inverse
     qk = tl.where(i >= j, qk * (scale * rq)[:, None] * rk[None, :], 0.0)
 
-    for r in range(HEADS):
-        hv = hv0 + r
-        g_at = g_ptr + hv * g_strides[2] + t * g_strides[1]
-        beta_at = beta_ptr + hv * beta_strides[2] + t * beta_strides[1]
-        g = tl.load(g_at, mask=ok, other=0.0).to(tl.float32)  # [C]
-        beta = tl.load(beta_at, mask=ok, other=0.0).to(tl.float32)  # [C]
-        g = tl.where(ok, log2_decay(g, A_log_ptr, dt_bias_ptr, hv), 0.0)
-        if BETA_MAX > 0.0:
-            beta = BETA_MAX * tl.sigmoid(beta)
-        beta = tl.where(ok, beta, 0.0)
-        G = tl.cumsum(g, axis=0)  # [C] fp32, log2
-        G_end = tl.sum(g, axis=0)
-        gam = tl.exp2(tl.minimum(G[:, None] - G[None, :], 100.0))  # finite above the diagonal
-
-        unit = row.to(tl.int64) * (H * R) + hv
-        at = i * 64 + j
+    g_ptr += hv0 * g_strides[2]
+    beta_ptr += hv0 * beta_strides[2]
+    unit = row.to(tl.int64) * (H * R) + hv0
+    _store_factors(
+        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, f_ptr + unit * 256, decay_ptr + unit,
+        g_strides, beta_strides, ok, hv0, k2, rk, rq * scale, HEADS, BLOCK_R, BETA_MAX,
+    )  # fmt: skip
+    tb_ptr += unit * 4096
+    p_ptr += unit * 4096
+    for head in range(HEADS):
+        # read again, in the layouts of the [C, C] tiles
+        g = tl.load(g_ptr + head * g_strides[2] + t * g_strides[1], mask=ok, other=0.0)
+        g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + head, True)
+        beta_at = beta_ptr + head * beta_strides[2] + t * beta_strides[1]
+        beta = write_strength(tl.load(beta_at, mask=ok, other=0.0), ok, BETA_MAX)
+        G, beta = tl.associative_scan((tl.where(ok, g, 0.0), beta), 0, _sum_and_keep)
+        gam = tl.exp2(tl.minimum(G[:, None] - G[None, :], 100.0))  # finite above the diagonal too
         p = qk * gam
-        tl.store(p_ptr + unit * 4096 + at, p.to(p_ptr.dtype.element_ty))
-        x = unit_lower_inverse(kk * gam * beta[:, None], DIAG, DOT, PREC)
-        x = x * beta[None, :]
-        tl.store(tb_ptr + unit * 4096 + at, x.to(tb_ptr.dtype.element_ty))
-
-        grow = tl.where(ok, tl.exp2(G), 0.0)
-        f_at = f_ptr + unit * 256 + t
-        tl.store(f_at, grow * rk)
-        tl.store(f_at + 64, tl.exp2(tl.minimum(G_end - G, 0.0)) * rk)
-        tl.store(f_at + 128, grow * rq * scale)
-        tl.store(f_at + 192, tl.exp2(G_end + t * 0.0))
-        # A token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|).
-        stretch = tl.log2(tl.maximum(tl.abs(1.0 - beta * k2), 1.0))
-        tl.store(decay_ptr + unit, G_end + tl.sum(stretch, axis=0))
+        tl.store(p_ptr + head * 4096 + i * 64 + j, p.to(p_ptr.dtype.element_ty))
+        m = kk * gam * beta[:, None]
+        tb = unit_lower_inverse(m, DIAG, DOT, PREC) * beta[None, :]
+        tl.store(tb_ptr + head * 4096 + i * 64 + j, tb.to(tb_ptr.dtype.element_ty))
 
 
 def chunk_rows(T: int, B: int, cu_seqlens: Optional[torch.Tensor]) -> int:
@@ -257,6 +322,7 @@ def gdn_prepare(
         BETA_MAX=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
         DIAG=tl.float32,
         HEADS=heads,
+        BLOCK_R=triton.next_power_of_2(heads),
         DOT=tl.float32 if wide else tl.float16,
         PREC="tf32x3" if wide else "tf32",
         num_warps=4,

@@ -10,15 +10,17 @@ from typing import Optional, Tuple
 import torch
 
 from ..common.gdn_prepare import gdn_prepare
+from ..common.launch import prepare
 from ..device import multiprocessor_count
 from .gdn_scan import gdn_scan_fwd_kernel, scatter_states_kernel
-from .gluon_compat import TensorDescriptor, gl
+from .gluon_compat import Descriptor, gl
 
 HEAD_DIM = 128
 MIN_SEGMENT_TOKENS = 2048  # gdn_place.MIN_SEGMENT chunks
 
-# By state warpgroups: registers of the second one and of the loader, and the launch's cap at entry.
-REGISTERS = {1: (0, 32, 136), 2: (240, 24, 168)}
+# By state warpgroups: registers of the second one and of the loader, and the cap at launch.
+REGISTERS = {1: (0, 32), 2: (240, 24)}
+CAP = {1: 136, 2: 168}
 
 
 def _reads_by_tma(x: torch.Tensor) -> bool:
@@ -91,7 +93,7 @@ def _box(dtype: torch.dtype, *shape: int):
     return list(shape), gl.NVMMASharedLayout.get_default_for(list(shape), element)
 
 
-def _token_desc(x: torch.Tensor, columns: int, packed: bool) -> TensorDescriptor:
+def _token_desc(x: torch.Tensor, columns: int, packed: bool) -> Descriptor:
     """Boxes [1, 1, C, 1, columns] of x [B, T, H, D], cut at the end of each sequence.
 
     Equal lengths: dimensions (1, B, T, H, D), whose third ends at T. Packed: token i of a sequence
@@ -108,17 +110,17 @@ def _token_desc(x: torch.Tensor, columns: int, packed: bool) -> TensorDescriptor
     else:
         batch = x.stride(0) if B > 1 else token
         shape, strides = (1, B, T, H, D), (batch, batch, token, head, 1)
-    return TensorDescriptor(x, shape, strides, *_box(x.dtype, 1, 1, 64, 1, columns))
+    return Descriptor(x, shape, strides, *_box(x.dtype, 1, 1, 64, 1, columns))
 
 
-def _block_desc(x: torch.Tensor) -> TensorDescriptor:
+def _block_desc(x: torch.Tensor) -> Descriptor:
     """Boxes [C, C] of Tb or P [rows, HV, C, C]."""
-    return TensorDescriptor(x, (x.numel() // 64, 64), (64, 1), *_box(x.dtype, 64, 64))
+    return Descriptor(x, (x.numel() // 64, 64), (64, 1), *_box(x.dtype, 64, 64))
 
 
-def _factor_desc(x: torch.Tensor) -> TensorDescriptor:
+def _factor_desc(x: torch.Tensor) -> Descriptor:
     """Boxes [4 C] of F [rows, HV, 4, C]."""
-    return TensorDescriptor(x, (x.numel(),), (1,), *_box(x.dtype, 256))
+    return Descriptor(x, (x.numel(),), (1,), *_box(x.dtype, 256))
 
 
 def gdn_scan(
@@ -140,41 +142,46 @@ def gdn_scan(
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """The second half of gdn_chunk_fwd, on what gdn_prepare made of q, k, g and beta."""
     B, T, H, K = q.shape
-    HV, packed = v.shape[2], cu_seqlens is not None
+    HV, packed, device = v.shape[2], cu_seqlens is not None, v.device
     N = cu_seqlens.shape[0] - 1 if packed else B
-    split, slots = _segments(N, T, HV, packed, v.device)
+    split, slots = _segments(N, T, HV, packed, device)
     pool = initial_state if state_indices is not None else None
     in_place = pool is not None and split == 1
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    o = torch.empty(v.shape, dtype=v.dtype, device=device)
     final = checkpoints = None
     if in_place:
         final = pool
     elif output_final_state or pool is not None:
         dtype = pool.dtype if pool is not None else state_dtype or torch.float32
-        final = torch.empty(N, HV, K, K, dtype=dtype, device=v.device)
+        final = torch.empty((N, HV, K, K), dtype=dtype, device=device)
     if checkpoint_every:
         rows = B * (T // checkpoint_every)
-        checkpoints = torch.zeros(
-            rows, HV, K, K, dtype=state_dtype or torch.float32, device=v.device
-        )
-    W = 1 if 2 * slots * HV <= multiprocessor_count(v.device.index) else 2
-    state_registers, load_registers, cap = REGISTERS[W]
+        dtype = state_dtype or torch.float32
+        checkpoints = torch.zeros((rows, HV, K, K), dtype=dtype, device=device)
     pool_step = 0 if initial_state is None else initial_state.stride(0)
-    gdn_scan_fwd_kernel[(slots * HV * 2 // W,)](
+    W = 1 if 2 * slots * HV <= multiprocessor_count(device.index) else 2
+    constexprs = (in_place, W, state_v_first, *REGISTERS[W])
+    pointers = (initial_state, final, checkpoints, state_indices, cu_seqlens)
+    # the kernel waits for prepare itself, where it needs it: launch_pdl
+    options = (("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True))
+    kind = (device, v.dtype, pool_step < 2**31, *map(_specialized_on, pointers))
+    prepare(gdn_scan_fwd_kernel, constexprs, options, *kind).launch(
+        (slots * HV * 2 // W, 1, 1),
         _token_desc(q, 128, packed), _token_desc(k, 128, packed), _token_desc(v, 64, packed),
         _token_desc(o, 64, packed), _block_desc(Tb), _block_desc(P), _factor_desc(F),
-        initial_state, final, checkpoints, state_indices, cu_seqlens, decay, T, HV, H, N,
-        max(checkpoint_every // 64, 1), split, pool_step,
-        in_place, W, state_v_first, state_registers, load_registers,
-        num_warps=4, maxnreg=cap,
+        *pointers, decay, T, HV, H, N, max(checkpoint_every // 64, 1), split, pool_step,
     )  # fmt: skip
     if pool is not None and not in_place:
         size = HV * K * K
-        scatter_states_kernel[(N, -(-size // 4096))](
-            final, state_indices, pool, pool_step, size
-        )
+        grid = (N, -(-size // 4096))
+        scatter_states_kernel[grid](final, state_indices, pool, pool_step, size)
         final = pool
     return o, final, checkpoints
+
+
+def _specialized_on(x: Optional[torch.Tensor]):
+    """What Triton compiles for of a pointer: its type, whether it is there and 16-byte aligned."""
+    return None if x is None else (x.dtype, x.data_ptr() % 16 == 0)
 
 
 def _segments(N: int, T: int, HV: int, packed: bool, device: torch.device) -> Tuple[int, int]:
@@ -185,4 +192,4 @@ def _segments(N: int, T: int, HV: int, packed: bool, device: torch.device) -> Tu
     split = min(multiprocessor_count(device.index) // (2 * HV), T // MIN_SEGMENT_TOKENS)
     if split <= 1:
         return 1, N
-    return split, N + T // MIN_SEGMENT_TOKENS if packed else N * split
+    return split, min(N * split, N + T // MIN_SEGMENT_TOKENS) if packed else N * split

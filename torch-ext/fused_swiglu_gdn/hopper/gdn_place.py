@@ -6,7 +6,7 @@ chunk from which the decays prove that the state it does not know cannot matter:
 docs/gdn_hopper.md. Decided here, on the device, per head.
 """
 
-from .gluon_compat import gl, gluon, record, tma
+from .gluon_compat import gl, gluon, record, tma, wait_for_prepare
 
 C = gl.constexpr(64)  # tokens a chunk
 D = gl.constexpr(128)  # head dims K and V
@@ -37,13 +37,9 @@ class Unit:
     p_smem: gl.shared_memory_descriptor  # [STAGES, C, C]
     f_smem: gl.shared_memory_descriptor  # [STAGES, 4 * C] fp32
     o_smem: gl.shared_memory_descriptor  # [W, C, 64]
-    full: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads have landed
-    empty: (
-        gl.shared_memory_descriptor
-    )  # [STAGES] mbarriers: all state warpgroups have read the slot
-    batch: (
-        gl.tensor
-    )  # coordinates in the token descriptors: (batch, end, row of the first chunk, head, column)
+    landed: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads are complete
+    free: gl.shared_memory_descriptor  # [STAGES] mbarriers: all state warpgroups are done with it
+    batch: gl.tensor  # coordinates in the token descriptors: (batch, end, row, head, column)
     end: gl.tensor
     row: gl.tensor  # of the first token
     head: gl.tensor  # value head
@@ -56,12 +52,10 @@ class Unit:
     zeros: gl.tensor  # chunks of a skipped sequence, whose o is zero
     source: gl.tensor  # int64 offset of the initial state, or -1: zeros
     target: gl.tensor  # int64 offset of the final state, or -1: not written
-    first: gl.tensor  # number of the first chunk in its sequence
-    full_chunks: (
-        gl.tensor
-    )  # chunks of the sequence with all 64 tokens: only these end at a checkpoint
-    every: gl.tensor  # chunks between checkpoints
-    checkpoint: gl.tensor  # first checkpoint row of the sequence
+    full: gl.tensor  # of `chunks`, how many have all 64 tokens: only these end at a checkpoint
+    every: gl.tensor  # chunks from one checkpoint to the next
+    next_ck: gl.tensor  # the chunk at whose end the first checkpoint is due
+    ck_row: gl.tensor  # its row times HV plus the head
     W: gl.constexpr  # state warpgroups
 
 
@@ -139,8 +133,8 @@ def place(
         block = n * ((T + C - 1) // C)
         checkpoint = n * (T // (every * C))
     else:
-        n, i = slot, slot * 0
-        if split > 1:
+        n, i = slot // split, slot % split
+        if gl.num_programs(0) != N * split * SLICES * HV:
             n, i = _sequence(cu_ptr, slot, N)
         start = gl.load(cu_ptr + n).to(gl.int32)
         end = gl.load(cu_ptr + n + 1).to(gl.int32)
@@ -153,6 +147,7 @@ def place(
     segments = gl.maximum(gl.minimum(split, tokens // (MIN_SEGMENT * C)), 1)
     first, warm, chunks = n * 0, n * 0, gl.where(i < segments, total, 0)
     if segments > 1:
+        wait_for_prepare()  # decay
         first, warm, chunks = _segment(decay_ptr, block, HV, i, total, segments)
     mine = (chunks > 0) | ((total == 0) & (i == 0))
     last = mine & (first + chunks == total)
@@ -164,6 +159,7 @@ def place(
             zeros = chunks - warm
             first += warm
             chunks, warm = n * 0, n * 0
+    passed = (first + warm) // every  # checkpoints before this segment
     known = source >= 0  # the sequence is not skipped
     step = pool_step if IN_PLACE else HV * (D * D)
     target = (source if IN_PLACE else n.to(gl.int64)) * step + head * (D * D)
@@ -172,5 +168,6 @@ def place(
         batch, end, row + first * C, head, head // (HV // H), column, HV, block + first * HV,
         chunks, warm, zeros,
         gl.where(mine & known & (first == 0), source, -1), gl.where(last & known, target, -1),
-        first, tokens // C, every, checkpoint,
+        tokens // C - first, every, (passed + 1) * every - 1 - first,
+        (checkpoint + passed) * HV + head,
     )  # fmt: skip

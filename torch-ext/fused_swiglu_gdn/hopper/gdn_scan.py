@@ -23,6 +23,7 @@ from .gluon_compat import (
     tma_load,
     tma_store,
     tma_store_wait,
+    wait_for_prepare,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -48,25 +49,27 @@ def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, V_FIRST: gl.constexpr):
     BYTES: gl.constexpr = C * (2 * D + 64 * u.W + 2 * C) * 2 + 4 * C * 4
     for c in range(u.chunks):
         s = c % STAGES
-        full = u.full.index(s)
-        mbarrier.wait(u.empty.index(s), ((c // STAGES) & 1) ^ 1)  # the first round passes at once
-        mbarrier.expect(full, BYTES)
+        landed = u.landed.index(s)
+        mbarrier.wait(u.free.index(s), ((c // STAGES) & 1) ^ 1)  # the first round passes at once
+        mbarrier.expect(landed, BYTES)
         row = u.row + c * C
         block = u.block + c * u.heads
-        _load_tokens(u.k_desc, u, row, u.key_head, 0, u.k_smem.index(s), full)
+        _load_tokens(u.k_desc, u, row, u.key_head, 0, u.k_smem.index(s), landed)
         for w in gl.static_range(u.W):
             v_smem = u.v_smem.index(s * u.W + w)
-            _load_tokens(u.v_desc, u, row, u.head, u.column + w * 64, v_smem, full)
-        tma_load(u.f_desc, [block * (4 * C)], full, u.f_smem.index(s))
-        tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
-        _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), full)
-        tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
+            _load_tokens(u.v_desc, u, row, u.head, u.column + w * 64, v_smem, landed)
+        _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), landed)
+        if c == 0:
+            wait_for_prepare()
+        tma_load(u.f_desc, [block * (4 * C)], landed, u.f_smem.index(s))
+        tma_load(u.t_desc, [block * C, 0], landed, u.t_smem.index(s))
+        tma_load(u.p_desc, [block * C, 0], landed, u.p_smem.index(s))
 
 
 @gluon.jit
-def _load_tokens(desc, u, row, head, column, smem, full):
+def _load_tokens(desc, u, row, head, column, smem, landed):
     """A tile [C, columns] of one head; rows past the sequence's end arrive as zeros."""
-    tma_load(desc, [u.batch, u.end, row, head, column], full, as_box(smem, desc))
+    tma_load(desc, [u.batch, u.end, row, head, column], landed, as_box(smem, desc))
 
 
 @gluon.jit
@@ -141,14 +144,15 @@ def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: 
             S = gl.load(h0_ptr + u.source + _state_offsets(column, V_FIRST)).to(gl.float32)
     Sa = _as_a(S, DTYPE)
     ob = gl.zeros((64, C), DTYPE, X_LAYOUT)
+    next_ck, ck_row = u.next_ck, u.ck_row
     for c in range(u.chunks):
         s = c % STAGES
         k, f = u.k_smem.index(s), u.f_smem.index(s)
-        mbarrier.wait(u.full.index(s), (c // STAGES) & 1)
+        mbarrier.wait(u.landed.index(s), (c // STAGES) & 1)
         sk = _product(Sa, k)
         o1 = _product(Sa, u.q_smem.index(s))
         # Under these two: give the previous slot back, send the previous O out, fetch V and F0.
-        mbarrier.arrive(u.empty.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
+        mbarrier.arrive(u.free.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
         if c > u.warm:
             _store_tokens(u, o_smem, ob, c - 1, W_INDEX)
         f0 = f.slice(0, C).load(TOKEN)
@@ -173,11 +177,11 @@ def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: 
         o = warpgroup_mma_wait(0, (o,))
         ob = _pin(o.to(DTYPE))
         if ck_ptr is not None:
-            done = u.first + c + 1  # chunks of the sequence that S now holds
-            if (done % u.every == 0) & (done <= u.full_chunks) & (c >= u.warm):
-                row = (u.checkpoint + done // u.every - 1) * u.heads + u.head
-                ck = ck_ptr + row.to(gl.int64) * (D * D) + _state_offsets(column, V_FIRST)
+            if (c == next_ck) & (c < u.full):
+                ck = ck_ptr + ck_row.to(gl.int64) * (D * D) + _state_offsets(column, V_FIRST)
                 gl.store(ck, S.to(ck_ptr.dtype.element_ty))
+                next_ck += u.every
+                ck_row += u.heads
     if u.chunks > 0:
         _store_tokens(u, o_smem, ob, u.chunks - 1, W_INDEX)
     for c in range(u.zeros):
@@ -186,6 +190,7 @@ def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: 
         if u.target >= 0:
             hT = hT_ptr + u.target + _state_offsets(column, V_FIRST)
             gl.store(hT, S.to(hT_ptr.dtype.element_ty))
+    wait_for_prepare()  # also where no chunk was: this kernel must not end before prepare does
     tma_store_wait(0)
 
 
@@ -230,15 +235,15 @@ def gdn_scan_fwd_kernel(
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, C, D], LAYOUT)
     p_smem = gl.allocate_shared_memory(p_desc.dtype, [STAGES, C, C], LAYOUT)
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [W, C, 64], LAYOUT)
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=W)
+        mbarrier.init(landed.index(i), count=1)
+        mbarrier.init(free.index(i), count=W)
     where = place(cu_ptr, index_ptr, decay_ptr, T, HV, H, N, every, split, pool_step, IN_PLACE, W)
     u = Unit(
         q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc, q_smem, k_smem, v_smem, t_smem,
-        p_smem, f_smem, o_smem, full, empty, *where, W,
+        p_smem, f_smem, o_smem, landed, free, *where, W,
     )  # fmt: skip
     args = (u, h0_ptr, hT_ptr, ck_ptr, V_FIRST)
     if W == 2:

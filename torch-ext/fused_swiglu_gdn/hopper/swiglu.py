@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import device, tuning
+from ..common.launch import prepare
 from ..common.primitives import activate, grouped_tile
 
 
@@ -81,7 +82,7 @@ def _joined_product(
         return first, second
 
 
-@triton.jit(do_not_specialize=["M", "N", "K", "whole"])
+@triton.jit(do_not_specialize=["M", "N", "K", "whole", "group"])
 def _swiglu_fwd_kernel(
     x_desc,  # [M, K] in blocks [BLOCK_M, BLOCK_K]
     w_desc,  # [2, N, K] in blocks [2, BLOCK_N, BLOCK_K]
@@ -94,18 +95,18 @@ def _swiglu_fwd_kernel(
     N,
     K,
     whole,  # tiles made whole; those after it are made in halves, one a program
+    group,  # rows of tiles that are walked together
     ACTIVATION: tl.constexpr,
     UP_FIRST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """z = act(x Wg^T + bg) * (x Wu^T + bu); programs stride over tiles [BLOCK_M, BLOCK_N]."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), whole, tl.num_programs(0), flatten=True):
-        pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
+        pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, group)
         row = pid_m * BLOCK_M
         column = pid_n * BLOCK_N
         gate, up = _joined_product(
@@ -116,7 +117,7 @@ def _swiglu_fwd_kernel(
         HALF: tl.constexpr = BLOCK_N // 2
         tile = whole + tl.program_id(0) // 2
         if tile < tiles_m * tiles_n:
-            pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
+            pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, group)
             row = pid_m * BLOCK_M
             column = pid_n * BLOCK_N + (tl.program_id(0) % 2) * HALF
             gate, up = _joined_product(
@@ -125,7 +126,7 @@ def _swiglu_fwd_kernel(
             _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_half_desc, row, column, N, ACTIVATION)
 
 
-@triton.jit(do_not_specialize=["M", "N", "K"])
+@triton.jit(do_not_specialize=["M", "N", "K", "group"])
 def _swiglu_wf_fwd_kernel(
     x_desc,  # [M, K] in blocks [BLOCK_M, BLOCK_K]
     w_gate_desc,  # [K, N] in blocks [BLOCK_K, BLOCK_N]
@@ -136,11 +137,11 @@ def _swiglu_wf_fwd_kernel(
     M,
     N,
     K,
+    group,  # rows of tiles that are walked together
     ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
 ):
     """The same for weights whose hidden dimension is the dense one: two products a step.
 
@@ -149,7 +150,7 @@ def _swiglu_wf_fwd_kernel(
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
+        pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, group)
         row = pid_m * BLOCK_M
         column = pid_n * BLOCK_N
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -161,23 +162,31 @@ def _swiglu_wf_fwd_kernel(
         _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_desc, row, column, N, ACTIVATION)
 
 
-def _rows(x, *block) -> TensorDescriptor:
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+def _describe(base, shape, strides, block) -> TensorDescriptor:
+    """A descriptor without the checks of its constructor, 2 us each: supports_... has made them."""
+    descriptor = TensorDescriptor.__new__(TensorDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides = base, shape, strides
+    descriptor.block_shape, descriptor.padding = block, "zero"
+    return descriptor
 
 
-def _joined(w_gate, w_up, *block) -> TensorDescriptor:
-    """Both weights as one [2, N, K]: the first dimension's stride is how far they lie apart.
+def rows(x, *block) -> TensorDescriptor:
+    return _describe(x, list(x.shape), list(x.stride()), list(block))
 
-    The stacked and the interleaved layout are special cases; for two allocations the stride is
-    the difference of their addresses. The lower one comes first, whichever it is.
+
+def joined(first, second, *block) -> TensorDescriptor:
+    """Two [N, K] as one [2, N, K]: the first dimension's stride is how far they lie apart.
+
+    Halves of a packed and of an interleaved weight are special cases; for two allocations the
+    stride is the difference of their addresses. The lower one comes first, whichever it is.
     """
-    low, high = sorted((w_gate, w_up), key=torch.Tensor.data_ptr)
-    apart = (high.data_ptr() - low.data_ptr()) // low.element_size()
-    return TensorDescriptor(low, [2, *low.shape], [apart, *low.stride()], list(block))
+    apart = (second.data_ptr() - first.data_ptr()) // first.element_size()
+    low = first if apart > 0 else second
+    return _describe(low, [2, *low.shape], [abs(apart), *low.stride()], list(block))
 
 
 @functools.lru_cache(maxsize=4096)
-def _choose(where: torch.device, M: int, N: int, K: int):
+def choose(where: torch.device, M: int, N: int, K: int):
     """(tile configuration, tiles made whole, whether the rest is made in halves), by least time.
 
     A tile configuration carries its measured cost: microseconds a K step and a tile.
@@ -192,37 +201,47 @@ def _choose(where: torch.device, M: int, N: int, K: int):
         halves = bool(tile["half_cost"]) and full > 0 and 0 < 2 * rest <= slots
         time = one * (full + (tile["half_cost"] if halves else rest > 0))
         if best is None or time < best[0]:
-            best = time, tile, full * slots if halves else count, halves
+            best = time, tuple(tile.items()), full * slots if halves else count, halves
     return best[1:]
 
 
+@functools.lru_cache(maxsize=4096)
+def _plan(kernel, where: torch.device, tile: tuple, constexprs: tuple, M: int, N: int, *kind):
+    """(blocks, grid, rows of tiles to a group, prepared kernel); kind: what else its code is for."""
+    tile = dict(tile)
+    blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
+    tiles_m = triton.cdiv(M, blocks[0])
+    count = tiles_m * triton.cdiv(N, blocks[1])
+    slots = device.multiprocessor_count(where.index) * tile["per_processor"]
+    group = triton.cdiv(tiles_m, triton.cdiv(tiles_m, tile["GROUP"]))  # equal groups
+    options = tuple((name, tile[name]) for name in ("num_warps", "num_stages"))
+    prepared = prepare(kernel, (*constexprs, *blocks), options, where, *kind)
+    return blocks, (min(slots, count), 1, 1), group, prepared
+
+
 def launch(x, w_gate, w_up, b_gate, b_up, activation, tile, whole, halves) -> torch.Tensor:
-    """z [M, N] by the kernels above with this tile configuration."""
+    """z [M, N] by the kernels above with this tile configuration, as (name, value) pairs."""
     (M, K), N = x.shape, w_gate.shape[0]
     z = torch.empty((M, N), dtype=x.dtype, device=x.device)  # [M, N]
-    BM, BN, BK = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
-    count = triton.cdiv(M, BM) * triton.cdiv(N, BN)
-    slots = device.multiprocessor_count(x.device.index) * tile["per_processor"]
-    grid = (min(slots, count),)
-    blocks = {"BLOCK_M": BM, "BLOCK_N": BN, "BLOCK_K": BK, "GROUP": tile["GROUP"]}
-    options = {"num_warps": tile["num_warps"], "num_stages": tile["num_stages"]}
-    x_desc, z_desc = _rows(x, BM, BK), _rows(z, BM, BN)
-    biases = (b_gate, b_up)
+    wf = w_gate.stride(1) != 1
+    kernel = _swiglu_wf_fwd_kernel if wf else _swiglu_fwd_kernel
+    up_first = w_gate.data_ptr() > w_up.data_ptr()
+    aligned = tuple(b is None or b.data_ptr() % 16 == 0 for b in (b_gate, b_up))
+    kind = (x.dtype, halves, b_gate is None, b_up is None, aligned)
+    constexprs = (activation,) if wf else (activation, up_first)
+    plan = _plan(kernel, x.device, tile, constexprs, M, N, *kind)
+    (BM, BN, BK), grid, group, prepared = plan
     with device.on(x.device):
-        if w_gate.stride(1) != 1:
-            w_gate, w_up = (_rows(w.t(), BK, BN) for w in (w_gate, w_up))
-            _swiglu_wf_fwd_kernel[grid](
-                x_desc, w_gate, w_up, z_desc, *biases, M, N, K, activation, **blocks, **options
-            )
+        x_desc, z_desc = rows(x, BM, BK), rows(z, BM, BN)
+        if wf:
+            descs = (x_desc, rows(w_gate.t(), BK, BN), rows(w_up.t(), BK, BN), z_desc)
+            prepared.launch(grid, *descs, b_gate, b_up, M, N, K, group)
             return z
-        w_desc = _joined(w_gate, w_up, 2, BN, BK)
-        w_half = _joined(w_gate, w_up, 2, BN // 2, BK) if halves else None
-        z_half = _rows(z, BM, BN // 2) if halves else None
-        up_first = w_gate.data_ptr() > w_up.data_ptr()
+        w_desc = joined(w_gate, w_up, 2, BN, BK)
+        w_half = joined(w_gate, w_up, 2, BN // 2, BK) if halves else None
+        z_half = rows(z, BM, BN // 2) if halves else None
         descs = (x_desc, w_desc, z_desc, w_half, z_half)
-        _swiglu_fwd_kernel[grid](
-            *descs, *biases, M, N, K, whole, activation, up_first, **blocks, **options
-        )
+        prepared.launch(grid, *descs, b_gate, b_up, M, N, K, whole, group)
     return z
 
 
@@ -235,5 +254,4 @@ def swiglu_fwd(
     activation: str,
 ) -> torch.Tensor:  # [M, N]
     (M, K), N = x.shape, w_gate.shape[0]
-    tile, whole, halves = _choose(x.device, M, N, K)
-    return launch(x, w_gate, w_up, b_gate, b_up, activation, tile, whole, halves)
+    return launch(x, w_gate, w_up, b_gate, b_up, activation, *choose(x.device, M, N, K))

@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from ..functional import gdn, gdn_layer
+from ..functional.gdn_project import project
 from .functions import convolved, normed_and_gated, packed_lengths
-from .plain import why_hooked
+from .plain import why_hooked, why_not_linear
 
 
 class _Sequences:
@@ -63,14 +64,15 @@ def _weights_of(conv1d):
         hook.post_forward(conv1d, ())
 
 
-def _convolution(layer, x, seq: _Sequences):
-    """act(conv(x)) of x [B, D, T], after the inputs in the cache, which x then joins."""
+def _convolution(layer, q, k, v, seq: _Sequences):
+    """act(conv([q k v])), [B, T, D], after the inputs in the cache, which these then join."""
+    x = torch.cat([y.flatten(2) for y in (q, k, v)], dim=-1).transpose(1, 2)  # [B, D, T]
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias  # [D, W], [D]
     if seq.in_place:
         return convolved(
             layer.activation,
             lambda known: gdn_layer.causal_conv1d_update(x, seq.conv_state, weight, bias, known),
-        )
+        ).transpose(1, 2)
     before = None if seq.conv_state is None else seq.conv_state[..., 1 - weight.shape[-1] :]
     y = convolved(
         layer.activation,
@@ -83,7 +85,7 @@ def _convolution(layer, x, seq: _Sequences):
         seq.cache.update_conv_state(
             latest, layer.layer_idx, conv_kernel_size=layer.conv_kernel_size
         )
-    return y
+    return y.transpose(1, 2)
 
 
 def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
@@ -110,24 +112,39 @@ def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
     return o
 
 
-def _gated_delta_net(layer, norm, qkv, z, a, b, seq: _Sequences, allow_neg_eigval=False):
+def _gated_delta_net(layer, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigval=False):
     """From the input projections to the input of the output projection.
 
-    qkv [B, T, D]; z [B, T, HV, V] or [B, T, HV * V]; a, b [B, T, HV] -> [B, T, HV * V]
+    q, k [B, T, H, K]; v, z [B, T, HV, V]; a, b [B, T, HV] -> [B, T, HV * V]
     """
-    B, T = qkv.shape[:2]
+    B, T = q.shape[:2]
     with _weights_of(layer.conv1d):
-        qkv = _convolution(layer, qkv.transpose(1, 2), seq).transpose(1, 2)  # [B, T, D]
-    q, k, v = qkv.split([layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
-    q, k = (x.unflatten(-1, (-1, layer.head_k_dim)) for x in (q, k))  # [B, T, H, K]
-    v = v.unflatten(-1, (-1, layer.head_v_dim))  # [B, T, HV, V]
+        qkv = _convolution(layer, q, k, v, seq)  # [B, T, D]
+    q, k, v = _heads(layer, *qkv.split(_widths(layer), dim=-1))
     o = _rule(layer, q, k, v, a, b, allow_neg_eigval, seq)
-    z = z.reshape(v.shape)
     if why_hooked(norm) is None:
         o = normed_and_gated(norm, o, z)
     else:
-        o = norm(o.reshape(-1, v.shape[-1]), z.reshape(-1, v.shape[-1]))
+        o = norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, o.shape[-1]))
     return o.reshape(B, T, -1)
+
+
+def _widths(layer):
+    return [layer.key_dim, layer.key_dim, layer.value_dim]
+
+
+def _heads(layer, q, k, v):
+    """q, k [B, T, H, K] and v [B, T, HV, V] of [B, T, H * K] and [B, T, HV * V]."""
+    K, V = layer.head_k_dim, layer.head_v_dim
+    return q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
+
+
+def _projections(x, *linears):
+    """linear(x) for each; for a few tokens in one launch, if reading their weights is enough."""
+    y = None
+    if all(linear.bias is None and not why_not_linear(linear) for linear in linears):
+        y = project(x, [linear.weight for linear in linears])
+    return [linear(x) for linear in linears] if y is None else y
 
 
 def _without_padding(hidden_states, attention_mask):
@@ -150,9 +167,12 @@ class Qwen3_5GatedDeltaNet(nn.Module):
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
         x = _without_padding(hidden_states, attention_mask)
         seq = _Sequences(self, x.shape[1], cache_params, kwargs)
-        qkv, z = self.in_proj_qkv(x), self.in_proj_z(x)
-        a, b = self.in_proj_a(x), self.in_proj_b(x)
-        return self.out_proj(_gated_delta_net(self, self.norm, qkv, z, a, b, seq))
+        qkv, z, b, a = _projections(
+            x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+        )
+        q, k, v = _heads(self, *qkv.split(_widths(self), dim=-1))
+        z = z.unflatten(-1, (-1, self.head_v_dim))
+        return self.out_proj(_gated_delta_net(self, self.norm, q, k, v, z, a, b, seq))
 
 
 class Qwen3NextGatedDeltaNet(nn.Module):
@@ -168,14 +188,15 @@ class Qwen3NextGatedDeltaNet(nn.Module):
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
         x = _without_padding(hidden_states, attention_mask)
         seq = _Sequences(self, x.shape[1], cache_params, kwargs)
-        heads = (self.num_k_heads, -1)
+        qkvz, ba = _projections(x, self.in_proj_qkvz, self.in_proj_ba)
         ratio = self.num_v_heads // self.num_k_heads
+        heads = (self.num_k_heads, -1)
         K, V = self.head_k_dim, ratio * self.head_v_dim
-        q, k, v, z = self.in_proj_qkvz(x).unflatten(-1, heads).split([K, K, V, V], dim=-1)
-        b, a = self.in_proj_ba(x).unflatten(-1, heads).split(ratio, dim=-1)  # [B, T, H, HV / H]
-        qkv = torch.cat([y.flatten(-2) for y in (q, k, v)], dim=-1)
-        o = _gated_delta_net(self, self.norm, qkv, z, a.flatten(-2), b.flatten(-2), seq)
-        return self.out_proj(o)
+        q, k, v, z = qkvz.unflatten(-1, heads).split([K, K, V, V], dim=-1)  # [B, T, H, ...]
+        b, a = ba.unflatten(-1, heads).split(ratio, dim=-1)  # [B, T, H, HV / H]
+        v, z = (y.reshape(*y.shape[:2], -1, self.head_v_dim) for y in (v, z))
+        a, b = a.flatten(-2), b.flatten(-2)
+        return self.out_proj(_gated_delta_net(self, self.norm, q, k, v, z, a, b, seq))
 
 
 class OlmoHybridGatedDeltaNet(nn.Module):
@@ -191,7 +212,10 @@ class OlmoHybridGatedDeltaNet(nn.Module):
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
         x = _without_padding(hidden_states, attention_mask)
         seq = _Sequences(self, x.shape[1], cache_params, kwargs)
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], dim=-1)
-        z, a, b = self.g_proj(x), self.a_proj(x), self.b_proj(x)
-        o = _gated_delta_net(self, self.o_norm, qkv, z, a, b, seq, self.allow_neg_eigval)
+        q, k, v, z, b, a = _projections(
+            x, self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj
+        )
+        q, k, v = _heads(self, q, k, v)
+        z = z.unflatten(-1, (-1, self.head_v_dim))
+        o = _gated_delta_net(self, self.o_norm, q, k, v, z, a, b, seq, self.allow_neg_eigval)
         return self.o_proj(o)

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import locate_chunk, log2_decay
+from ..common.gdn_prepare import locate, log2_decay
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
@@ -57,7 +57,7 @@ def _beta_bwd_kernel(
     row = tl.program_id(0) // HV
     hv = (tl.program_id(0) % HV).to(tl.int64)
     h = hv // R
-    n, c, start, length = locate_chunk(row, cu_ptr, T, N, NT, cu_ptr is not None)
+    n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
     b = n.to(tl.int64) if cu_ptr is None else start * 0
     t = tl.arange(0, 64)
     i = t[:, None]
@@ -84,7 +84,7 @@ def _beta_bwd_kernel(
         kk = kk * rk[:, None] * rk[None, :]
     g_at = g_ptr + b * g_strides[0] + tok * g_strides[1] + hv * g_strides[2]
     g2 = tl.load(g_at, mask=ok, other=0.0).to(tl.float32)
-    g2 = log2_decay(g2, A_log_ptr, dt_bias_ptr, hv)
+    g2 = log2_decay(g2, A_log_ptr, dt_bias_ptr, hv, True)
     G = tl.cumsum(tl.where(ok, g2, 0.0), axis=0)  # [C] fp32, log2
     span = G[:, None] - G[None, :]
     kk *= tl.exp2(tl.where(i >= j, span, -span))

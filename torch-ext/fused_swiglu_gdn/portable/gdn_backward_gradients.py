@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import locate_chunk, log2_decay
+from ..common.gdn_prepare import locate, log2_decay
 
 
 @triton.jit
@@ -31,7 +31,7 @@ def _decays(g_ptr, tok_stride, tok, ok, A_log_ptr, dt_bias_ptr, hv):
     """Gam [C, C] fp32, in both triangles, of one head whose gates are at g_ptr."""
     t = tl.arange(0, 64)
     g2 = tl.load(g_ptr + tok * tok_stride, mask=ok, other=0.0).to(tl.float32)  # [C]
-    g2 = tl.where(ok, log2_decay(g2, A_log_ptr, dt_bias_ptr, hv), 0.0)
+    g2 = tl.where(ok, log2_decay(g2, A_log_ptr, dt_bias_ptr, hv, True), 0.0)
     G = tl.cumsum(g2, axis=0)  # [C] fp32
     span = G[:, None] - G[None, :]
     return tl.exp2(tl.where(t[:, None] >= t[None, :], span, -span))
@@ -145,7 +145,7 @@ def _key_side(
 @triton.jit
 def _gate_gradient(dg, g, A_log_ptr, dt_bias_ptr, hv):
     """da [C] and the sums of dA_log and ddt_bias, from dg [C] and the raw gates g [C]."""
-    g2 = log2_decay(g, A_log_ptr, dt_bias_ptr, hv)
+    g2 = log2_decay(g, A_log_ptr, dt_bias_ptr, hv, True)
     if dt_bias_ptr is not None:
         g += tl.load(dt_bias_ptr + hv).to(tl.float32)
     da = dg * -tl.exp(tl.load(A_log_ptr + hv).to(tl.float32)) * tl.sigmoid(g)
@@ -201,7 +201,7 @@ def _gradients_bwd_kernel(
     hv = h * R
     unit = row.to(tl.int64) * HV + hv
     other_gate = tl.num_programs(0).to(tl.int64) * R
-    n, c, start, length = locate_chunk(row, cu_ptr, T, N, NT, cu_ptr is not None)
+    n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
     if c * 64 >= length:
         if gate_ptr is not None:
             for r in range(R):  # a row that no chunk uses adds nothing

@@ -3,6 +3,7 @@
 Sizes: M tokens, K model width, N hidden width. Derivation and measurements: docs/swiglu.md.
 """
 
+import functools
 from typing import Optional
 
 import torch
@@ -11,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .. import device, tuning
+from ..common.launch import prepare
 from ..common.primitives import activate, grouped_tile
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
@@ -55,24 +57,25 @@ def _swiglu_fwd_kernel(
     offs_n = tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
     pair = tl.arange(0, 2 * BLOCK_N)
-    # 64-bit addresses of the tile, 32-bit offsets in it. Rows past the end read the last one: no
-    # mask in the loop, and nothing of them is stored.
+    # 64-bit addresses of the tile, 32-bit offsets in it. Rows past the end of the weights read the
+    # last row, those of x nothing: one token 16 times would be a hot line that all programs want
     x_ptr += row * stride_x
     w_gate_ptr += column * stride_n
     w_up_ptr += column * stride_n
-    rows_x = tl.minimum(offs_m, M - 1 - row.to(tl.int32))
+    mask_m = row + offs_m < M
     rows_w = tl.minimum(pair // 2, N - 1 - column.to(tl.int32))
-    offs_x = rows_x[:, None] * stride_x + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
+    offs_x = offs_m[:, None] * stride_x + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
     offs_w = rows_w[None, :] * stride_n + offs_k[:, None] * stride_k  # [BLOCK_K, 2 BLOCK_N]
     acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         w_ptrs = tl.where(pair % 2 == 0, w_gate_ptr, w_up_ptr)[None, :] + offs_w
         if EVEN_K:
-            x = tl.load(x_ptr + offs_x)  # [BLOCK_M, BLOCK_K]
+            x = tl.load(x_ptr + offs_x, mask=mask_m[:, None], other=0.0)  # [BLOCK_M, BLOCK_K]
             w = tl.load(w_ptrs)  # [BLOCK_K, 2 BLOCK_N]
         else:
-            x = tl.load(x_ptr + offs_x, mask=offs_k[None, :] < K - k, other=0.0)
-            w = tl.load(w_ptrs, mask=offs_k[:, None] < K - k, other=0.0)
+            mask_k = offs_k < K - k
+            x = tl.load(x_ptr + offs_x, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+            w = tl.load(w_ptrs, mask=mask_k[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
         x_ptr += BLOCK_K
         w_gate_ptr += BLOCK_K * stride_k
@@ -87,39 +90,39 @@ def _swiglu_fwd_kernel(
         up += b_up.to(tl.float32)[None, :]
     z = (activate(gate, ACTIVATION) * up).to(z_ptr.dtype.element_ty)
     offs_z = offs_m[:, None] * N + offs_n[None, :]  # [BLOCK_M, BLOCK_N]
-    tl.store(z_ptr + row * N + column + offs_z, z, mask=(row + offs_m < M)[:, None] & mask_n)
+    tl.store(z_ptr + row * N + column + offs_z, z, mask=mask_m[:, None] & mask_n)
 
 
-def launch(x, w_gate, w_up, b_gate, b_up, activation, config) -> torch.Tensor:
-    """z [M, N] by the kernel above with this configuration."""
+@functools.lru_cache(maxsize=4096)
+def _plan(where: torch.device, config: tuple, activation: str, M: int, N: int, K: int, *kind):
+    """(grid, prepared kernel) for a call; kind is what else its code depends on."""
+    config = dict(config)
+    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
+    blocks = tuple(config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
+    constexprs = (activation, "ieee", K % config["BLOCK_K"] == 0, *blocks)
+    options = tuple((name, config[name]) for name in ("num_warps", "num_stages"))
+    return (tiles, 1, 1), prepare(_swiglu_fwd_kernel, constexprs, options, where, N, K, *kind)
+
+
+def launch(x, w_gate, w_up, b_gate, b_up, activation, config: tuple) -> torch.Tensor:
+    """z [M, N] by the kernel above with this configuration, as (name, value) pairs."""
     (M, K), N = x.shape, w_gate.shape[0]
+    strides = w_gate.stride()
     # the kernel takes one pair of strides, and offsets inside a tile are 32-bit
-    if w_gate.stride() != w_up.stride() or max(w_gate.stride()) > FAR:
+    if strides != w_up.stride() or max(strides) > FAR:
         w_gate, w_up = w_gate.contiguous(), w_up.contiguous()
+        strides = w_gate.stride()
     if x.stride(0) > FAR:
         x = x.contiguous()
     z = torch.empty((M, N), dtype=x.dtype, device=x.device)  # [M, N]
-    tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
-    if tiles == 0:
+    if M == 0 or N == 0:
         return z
+    tensors = (x, w_gate, w_up, b_gate, b_up)
+    aligned = tuple(t is None or t.data_ptr() % 16 == 0 for t in tensors)
+    kind = (x.dtype, x.stride(0), strides, b_gate is None, b_up is None, aligned)
+    grid, prepared = _plan(x.device, config, activation, M, N, K, *kind)
     with device.on(x.device):
-        _swiglu_fwd_kernel[(tiles,)](
-            x,
-            w_gate,
-            w_up,
-            b_gate,
-            b_up,
-            z,
-            M,
-            N,
-            K,
-            x.stride(0),
-            *w_gate.stride(),
-            ACTIVATION=activation,
-            PRECISION="ieee",
-            EVEN_K=K % config["BLOCK_K"] == 0,
-            **config,
-        )
+        prepared.launch(grid, *tensors, z, M, N, K, x.stride(0), *strides)
     return z
 
 
@@ -152,6 +155,11 @@ def _products_and_gate(x, w_gate, w_up, b_gate, b_up, activation) -> torch.Tenso
     return z
 
 
+@functools.lru_cache(maxsize=4096)
+def _config(where: torch.device, M: int, N: int, K: int) -> tuple:
+    return tuple(tuning.lookup("portable_swiglu_fwd", where, M=M, N=N, K=K).items())
+
+
 def swiglu_fwd(
     x: torch.Tensor,  # [M, K], last dimension dense
     w_gate: torch.Tensor,  # [N, K], any strides
@@ -164,5 +172,5 @@ def swiglu_fwd(
     (M, K), N = x.shape, w_gate.shape[0]
     if x.dtype == torch.float32 and x.is_cuda and M * N > 0:
         return _products_and_gate(x, w_gate, w_up, b_gate, b_up, activation)
-    config = tuning.lookup("portable_swiglu_fwd", x.device, M=M, N=N, K=K)
+    config = _config(x.device, M, N, K)
     return launch(x, w_gate, w_up, b_gate, b_up, activation, config)

@@ -49,8 +49,9 @@ def gdn_recurrent_fwd(
     final = final.mT.contiguous() if state_v_first else final
     o = silence_skipped(o, state_indices, cu_seqlens)
     if inplace:
-        rows = state_indices if output_state_indices is None else output_state_indices
-        if rows is None:
+        if state_indices is None:
             return o, initial_state.copy_(final)
+        rows = state_indices if output_state_indices is None else output_state_indices
+        rows = rows.masked_fill(state_indices < 0, -1)
         return o, write_pool(initial_state, rows, final)
     return o, final if output_final_state or all_states else None

@@ -1,0 +1,200 @@
+"""Publish, pin, lock and load against a double of the Hub, with the real clients."""
+
+import json
+
+import pytest
+import torch
+from hub_double import TOKEN
+from hub_fixtures import (  # noqa: F401
+    REPO,
+    checkout,
+    expected,
+    hub,
+    one_line,
+    release,
+    send,
+    small,
+    unchanged,
+    user,
+    whole,
+)  # fmt: skip
+from huggingface_hub import HfApi
+
+loads = pytest.mark.skipif(
+    torch.version.cuda is not None and not torch.cuda.is_available(),
+    reason="kernels loads a CUDA build with a GPU only",
+)
+
+# ---- what a maintainer does
+
+
+def test_the_command_publishes_and_a_second_run_sends_nothing(hub, unchanged, tmp_path):
+    env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
+    ran = unchanged.run("tools/publish.py", "--repo-id", REPO, env=env)
+    assert ran.returncode == 0, ran.stderr
+    assert "v1 (new version)" in ran.stdout and "done" in ran.stdout
+    assert whole(hub, expected(unchanged), "v1")
+    card = hub.repos[REPO].files("main")["README.md"].decode()
+    assert f'get_kernel("{REPO}", version=1)' in card
+    assert set(hub.repos[REPO].branches) == {"main", "v1"}
+    before, hub.log[:] = dict(hub.repos[REPO].branches), []
+    ran = unchanged.run("tools/publish.py", "--repo-id", REPO, env=env)
+    assert ran.returncode == 0 and "nothing to send" in ran.stdout and hub.writes() == []
+    assert hub.repos[REPO].branches == before
+
+
+def test_a_dry_run_reads_only(hub, small, send):
+    code, out, _ = send(small, "--dry-run", token=False)
+    assert code == 0 and "(new repository)" in out and "nothing was sent" in out
+    assert hub.writes() == [] and hub.repos == {}
+
+
+def test_private_is_asked_of_a_new_repository(hub, small, send, monkeypatch):
+    asked = {}
+    create = HfApi.create_repo
+    monkeypatch.setattr(HfApi, "create_repo", lambda *a, **k: asked.update(k) or create(*a, **k))
+    assert send(small, "--private")[0] == 0
+    assert asked["private"] is True
+
+
+def test_a_pull_request_changes_no_branch(hub, checkout, send):
+    code, _, err = send(checkout, "--create-pr")
+    assert code == 1 and "needs the branch v1" in one_line(err) and hub.repos == {}
+    assert send(checkout)[0] == 0
+    before = dict(hub.repos[REPO].branches)
+    checkout.edit("CARD.md", "# fused-swiglu-gdn", "# fused-swiglu-gdn!", "card")
+    code, out, _ = send(checkout, "--create-pr")
+    assert code == 0 and "/discussions/1" in out and "/discussions/2" in out
+    assert hub.repos[REPO].branches == before
+    (v1, proposed), (main, _) = hub.repos[REPO].pull_requests
+    assert (v1, main) == ("v1", "main") and whole(hub, expected(checkout), proposed)
+
+
+def test_a_changed_version_replaces_what_it_had(hub, checkout, send):
+    assert send(checkout)[0] == 0
+    first = hub.repos[REPO].branches["v1"]
+    stale = checkout.package / "stale.py"
+    stale.write_text("# not for long\n")
+    checkout.commit("a file more")
+    assert send(checkout)[0] == 0
+    stale.unlink()
+    checkout.commit("a file less")
+    code, out, _ = send(checkout)
+    assert code == 0 and "remove build/torch-cpu/stale.py" in out
+    assert whole(hub, expected(checkout), "v1") and hub.repos[REPO].branches["v1"] != first
+
+
+# ---- what a user does
+
+SHOW = """
+import sys
+from kernels import get_kernel
+kernel = get_kernel(sys.argv[1], **eval(sys.argv[2]))
+print(kernel.verify(), hasattr(kernel, "news"))
+"""
+
+
+@loads
+def test_load_by_version_and_find_a_tampered_file(hub, unchanged, send, user):
+    _, out, _ = send(unchanged)
+    digest, news = user(SHOW, REPO, "dict(version=1)").split()
+    assert f"kernel.verify('{digest}')" in out and news == "False"
+    files = hub.repos[REPO].files("v1")
+    for path in list(files):  # somebody with access to the store, not to the build
+        if path.endswith("/device.py"):
+            files[path] += b"\nSTOLEN = True\n"
+    home = str(unchanged.root.parent / "another-home")
+    told = user(SHOW, REPO, "dict(version=1)", fails=True, HF_HOME=home)
+    assert "is not as it was built: changed device.py" in told
+
+
+CLI = """
+import sys
+from kernels.cli import main
+words = sys.argv[1:]
+at = words.index("--")
+for arguments in (words[:at], words[at + 1 :]):
+    sys.argv[1:] = arguments
+    main()
+"""
+LOCKED = """
+import sys
+from pathlib import Path
+from kernels import get_kernel, get_locked_kernel
+old = get_locked_kernel(sys.argv[1], lockfile=Path("kernels.lock"))
+one, two = (get_kernel(sys.argv[1], version=n) for n in (1, 2))
+assert len({k.__name__ for k in (old, one, two)}) == 3 and one.layers is not two.layers
+print(*[getattr(k, "news", 0) for k in (old, one, two)])
+"""
+
+
+@loads
+def test_lock_then_a_changed_v1_and_a_v2_all_in_one_process(hub, checkout, send, user, tmp_path):
+    init = "torch-ext/fused_swiglu_gdn/__init__.py"
+    assert send(checkout)[0] == 0
+    first = hub.repos[REPO].branches["v1"]
+    project = f'[tool.kernels.dependencies]\n"{REPO}" = 1\n'
+    (tmp_path / "pyproject.toml").write_text(project)
+    assert "Version 1:" in user(CLI, "lock", ".", "--", "versions", REPO)
+    assert first in (tmp_path / "kernels.lock").read_text()
+
+    checkout.edit(init, "from . import layers\n", "from . import layers\n\nnews = 1\n", "news")
+    assert send(checkout)[0] == 0
+    checkout.edit(init, "news = 1\n", "news = 2\n")
+    checkout.edit("build.toml", "version = 1", "version = 2")
+    checkout.edit("CHANGELOG.md", "## 1\n", "## 2\n\n- News.\n\n## 1\n")
+    release(checkout)
+    assert send(checkout)[0] == 0
+    assert set(hub.repos[REPO].branches) == {"main", "v1", "v2"}
+    assert b"version=2" in hub.repos[REPO].files("main")["README.md"]
+    assert user(LOCKED, REPO).split() == ["0", "1", "2"]
+    by_commit = user(SHOW, REPO, f"dict(revision={first!r})")
+    assert by_commit.split()[1] == "False"
+
+
+@loads
+def test_an_untrusted_organisation_needs_the_users_word(hub, small, send, user):
+    repo = "untrusted/fused-swiglu-gdn"
+    assert send(small, repo=repo)[0] == 0
+    refused = user(SHOW, repo, "dict(version=1)", fails=True)
+    assert "is not from a trusted publisher" in refused
+    assert "sha256:" in user(SHOW, repo, "dict(version=1, trust_remote_code=True)")
+    assert "sha256:" in user(SHOW, repo, f"dict(version=1, trust_remote_code=[{repo!r}])")
+
+
+DOWNLOAD = """
+import sys
+from huggingface_hub import HfApi
+HfApi().snapshot_download(sys.argv[1], repo_type="kernel", revision="v1")
+"""
+OFFLINE = """
+import sys
+from pathlib import Path
+from kernels import get_kernel, get_locked_kernel, load_kernel
+repo, commit = sys.argv[1:]
+for load in (
+    lambda: get_kernel(repo, version=1),
+    lambda: get_kernel(repo, revision=commit),
+    lambda: get_locked_kernel(repo, lockfile=Path("kernels.lock")),
+    lambda: load_kernel(repo, lockfile=Path("kernels.lock")),
+):
+    try:
+        print(load().verify()[:6])
+    except Exception as error:
+        print(type(error).__name__)
+"""
+
+
+@loads
+def test_offline_needs_a_whole_snapshot(hub, small, send, user, tmp_path):
+    assert send(small)[0] == 0
+    commit = hub.repos[REPO].branches["v1"]
+    lock = [{"dependency": {"repo-id": REPO, "version": 1}, "lock": {"commit": commit}}]
+    (tmp_path / "kernels.lock").write_text(json.dumps(lock))
+    user(SHOW, REPO, "dict(version=1)")
+    away = {"HF_HUB_OFFLINE": "1"}
+    not_enough = user(OFFLINE, REPO, commit, **away).split()
+    assert "sha256" not in not_enough
+    user(DOWNLOAD, REPO)
+    hub.log.clear()
+    assert user(OFFLINE, REPO, commit, **away).split() == ["sha256"] * 4 and hub.log == []

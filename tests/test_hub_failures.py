@@ -1,0 +1,249 @@
+"""Publishing that is refused or breaks on the way: one clear line, and no half of a version."""
+
+import errno
+import json
+import pathlib
+import shutil
+
+import pytest
+from checkout import Checkout
+from hub_double import CUT, LOST
+from hub_fixtures import (  # noqa: F401
+    REPO,
+    checkout,
+    expected,
+    hub,
+    one_line,
+    publish,
+    release,
+    send,
+    small,
+    whole,
+)  # fmt: skip
+
+# ---- what is refused before anything is sent
+
+
+def dirty(checkout):
+    (checkout.root / "build.toml").write_text((checkout.root / "build.toml").read_text() + "\n")
+
+
+def untracked(checkout):
+    (checkout.package / "extra.py").write_text("")
+
+
+def no_commit(checkout):
+    shutil.rmtree(checkout.root / ".git")
+
+
+def version_two_without_changelog(checkout):
+    checkout.edit("build.toml", "version = 1", "version = 2")
+    release(checkout)
+
+
+def changelog_says_nothing(checkout):
+    text = (checkout.root / "CHANGELOG.md").read_text()
+    (checkout.root / "CHANGELOG.md").write_text(text[: text.index("## 1")] + "## 1\n")
+    checkout.commit("empty")
+
+
+def card_of_another_version(checkout):
+    checkout.edit("CARD.md", "version={{ version }}", "version=7", "card")
+
+
+def card_with_a_number_of_nowhere(checkout):
+    results = checkout.root / "benchmarks" / "results"
+    results.mkdir(parents=True, exist_ok=True)
+    (results / "gdn.json").write_text(json.dumps({"ours": {"ms": 0.3125}, "theirs": [{"ms": 0.5}]}))
+    good = "| prefill | 0.31 ms | 0.5 ms | 1.6x | <!-- gdn.json -->\n"
+    bad = "| decode | 0.21 ms | <!-- gdn.json -->\n"
+    with (checkout.root / "CARD.md").open("a") as card:
+        card.write("\n| | ours | theirs | |\n|---|---|---|---|\n" + good + bad)
+    checkout.commit("numbers")
+
+
+def card_with_a_number_of_no_file(checkout):
+    with (checkout.root / "CARD.md").open("a") as card:
+        card.write("\n| decode | 0.21 ms |\n")
+    checkout.commit("numbers")
+
+
+def api_that_shrank(checkout):
+    checkout.edit("torch-ext/fused_swiglu_gdn/__init__.py", ', "verify"]', "]", "smaller")
+
+
+def api_not_recorded(checkout):
+    checkout.edit(
+        "torch-ext/fused_swiglu_gdn/verify.py",
+        "expected: Optional[str] = None)", "expected: Optional[str] = None, deep: bool = False)",
+        "larger",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (dirty, "uncommitted changes: build.toml"),
+        (untracked, "uncommitted changes: torch-ext/fused_swiglu_gdn/extra.py"),
+        (no_commit, "no git checkout with a commit"),
+        (version_two_without_changelog, "build.toml is at version 2, CHANGELOG.md's newest"),
+        (changelog_says_nothing, "CHANGELOG.md says nothing under 1"),
+        (card_of_another_version, "CARD.md speaks of version 7, build.toml of 1"),
+        (card_with_a_number_of_nowhere, "CARD.md, row 'decode': 0.21 is not in gdn.json"),
+        (card_with_a_number_of_no_file, "row 'decode': names no file of benchmarks/results"),
+        (api_that_shrank, "bump the version in build.toml: verify is gone"),
+        (api_not_recorded, "does not have all of the API: run tools/public_api.py"),
+    ],
+)
+def test_what_does_not_agree_is_named_and_nothing_is_asked(hub, checkout, send, change, says):
+    change(checkout)
+    code, _, err = send(checkout)
+    assert code == 1 and says in one_line(err) and hub.log == []
+
+
+def test_the_api_on_the_hub_holds_even_where_its_record_was_rewritten(hub, checkout, send):
+    assert send(checkout)[0] == 0
+    before, hub.log[:] = dict(hub.repos[REPO].branches), []
+    api_that_shrank(checkout)
+    (checkout.root / "tests" / "api_v1.json").unlink()
+    release(checkout)
+    code, _, err = send(checkout)
+    assert code == 1 and "bump the version in build.toml" in one_line(err)
+    assert "verify is gone" in err and hub.writes() == [] and hub.repos[REPO].branches == before
+    checkout.edit("build.toml", "version = 1", "version = 2")
+    checkout.edit("CHANGELOG.md", "## 1\n", "## 2\n\n- No verify.\n\n## 1\n")
+    release(checkout)
+    assert send(checkout)[0] == 0 and hub.repos[REPO].branches["v1"] == before["v1"]
+
+
+# ---- whatever breaks on the way
+
+WRITES = [
+    r"/repos/create", r"/branch/publish-", r"/preupload/publish-", r"/commit/publish-",
+    r"/branch/v1", r"/validate-yaml", r"/preupload/main", r"/commit/main",
+]  # fmt: skip
+STATUSES = [401, 403, 404, 409, 429, 507]
+BREAKS = [500, CUT, LOST]
+
+
+@pytest.mark.parametrize(
+    "path, what",
+    [(path, what) for path in WRITES for what in BREAKS]
+    + [(path, what) for path in (WRITES[3], WRITES[4]) for what in STATUSES],
+)
+def test_a_new_version_is_there_whole_or_not_at_all(hub, small, send, path, what):
+    hub.fault("POST", path, what, times=99 if what != LOST else 1)
+    code, _, err = send(small)
+    repo = hub.repos.get(REPO)
+    there = repo is not None and "v1" in repo.branches
+    assert not there or whole(hub, expected(small), "v1")
+    if code == 0:  # the client tried again, and well
+        assert what == LOST
+    else:
+        assert ("v1 is there whole" in one_line(err)) == there, err
+    hub.faults.clear()
+    code, _, err = send(small)
+    assert code == 0, err
+    assert whole(hub, expected(small), "v1") and set(hub.repos[REPO].branches) == {"main", "v1"}
+    assert b"version=1" in hub.repos[REPO].files("main")["README.md"]
+
+
+@pytest.fixture(scope="module")
+def two_commits(tmp_path_factory):
+    """A checkout with its next commit made, and the one before: (checkout, first, second)."""
+    checkout = release(Checkout(tmp_path_factory.mktemp("two") / "repo", small=True))
+    first = checkout.git("rev-parse", "HEAD")
+    (checkout.package / "extra.py").write_text('"""More."""\n')
+    checkout.edit("CARD.md", "# fused-swiglu-gdn", "# Fused")
+    return checkout, first, checkout.commit("more")
+
+
+EXISTING = [r"/preupload/v1", r"/commit/v1", r"/commit/main"]
+
+
+@pytest.mark.parametrize(
+    "path, what",
+    [(path, what) for path in EXISTING for what in BREAKS]
+    + [(r"/commit/v1", what) for what in STATUSES],
+)
+def test_a_version_that_is_out_changes_all_at_once(hub, two_commits, send, path, what):
+    checkout, first, second = two_commits
+    checkout.git("checkout", "-q", first)
+    assert send(checkout)[0] == 0
+    old = dict(hub.repos[REPO].branches)
+    checkout.git("checkout", "-q", second)
+    hub.fault("POST", path, what, times=99 if what != LOST else 1)
+    code, _, err = send(checkout)
+    head = hub.repos[REPO].branches["v1"]
+    assert head == old["v1"] or whole(hub, expected(checkout), "v1")
+    if code:
+        said = "v1 is as it was" if head == old["v1"] else "v1 is there whole"
+        assert said in one_line(err)
+    hub.faults.clear()
+    assert send(checkout)[0] == 0
+    assert whole(hub, expected(checkout), "v1")
+    assert b"# Fused" in hub.repos[REPO].files("main")["README.md"]
+
+
+@pytest.mark.parametrize(
+    "method, path, what, says",
+    [
+        ("GET", "whoami", 401, "refuses the token (401): log in"),
+        ("GET", "/refs", 403, "may not do that in org (403)"),
+        ("GET", "/refs", 500, "the Hub failed (500)"),
+        ("GET", "/refs", CUT, "the connection to the Hub broke"),
+        ("POST", "/repos/create", 403, "the approval that publishing kernels needs"),
+        ("POST", "/repos/create", 404, "check org/fused-swiglu-gdn"),
+        ("POST", "/repos/create", 409, "somebody else changed"),
+        ("POST", "/repos/create", 429, "too many requests (429)"),
+    ],
+)
+def test_a_refusal_at_the_start_leaves_nothing(hub, small, send, method, path, what, says):
+    hub.fault(method, path, what, times=99)
+    code, _, err = send(small)
+    assert code == 1 and says in one_line(err) and hub.repos == {}
+    assert err.rstrip().endswith("Nothing was changed")
+
+
+def test_the_token_and_the_organisation_are_the_hubs_to_refuse(hub, small, send, tmp_path):
+    assert "refuses the token (401)" in one_line(send(small, token="hf_wrong")[2])
+    ran = small.run("tools/publish.py", "--repo-id", REPO, env={"HF_HOME": str(tmp_path)})
+    assert ran.returncode == 1 and "there is no token" in one_line(ran.stderr)
+    assert "may not do that in other (403)" in one_line(send(small, repo="other/name")[2])
+    assert hub.repos == {}
+
+
+def test_no_network_is_one_line(small, send):
+    code, _, err = send(small, endpoint="http://127.0.0.1:9")
+    assert code == 1 and "cannot reach the Hub at http://127.0.0.1:9" in one_line(err)
+
+
+def test_a_second_maintainer_in_between_is_seen(hub, checkout, send, monkeypatch):
+    assert send(checkout)[0] == 0
+    repo = hub.repos[REPO]
+    checkout.edit("CARD.md", "# fused-swiglu-gdn", "# Fused", "card")
+    show = publish.show
+
+    def meanwhile(*arguments):
+        head = repo.branches["v1"]
+        repo.branches["v1"] = repo.commit(repo.files(head), head)
+        show(*arguments)
+
+    monkeypatch.setattr(publish, "show", meanwhile)
+    code, _, err = send(checkout)
+    assert code == 1 and "somebody else changed" in one_line(err)
+
+
+@pytest.mark.parametrize("files", [0, 7])
+def test_a_full_disk_is_one_line_and_nothing_is_sent(hub, small, send, monkeypatch, files):
+    write, left = pathlib.Path.write_bytes, [files]
+
+    def full(path, data):
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, data)
+
+    monkeypatch.setattr(pathlib.Path, "write_bytes", full)
+    code, _, err = send(small)
+    assert code == 1 and "the disk is full" in one_line(err) and hub.writes() == []

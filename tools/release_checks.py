@@ -1,0 +1,64 @@
+"""What must agree before a version goes out: tree, build.toml, CHANGELOG.md, CARD.md, the API."""
+
+import json
+import re
+
+import card_numbers
+from build import card, git, package_dir, provenance
+from public_api import BUMP, breaks, public_api
+
+
+def tree_problems(root):
+    source = provenance(root)
+    if source is None:
+        return ["this is no git checkout with a commit to name"]
+    if not source["dirty"]:
+        return []
+    changed = [line.split(None, 1)[1] for line in git(root, "status", "--porcelain").splitlines()]
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return [f"uncommitted changes: {', '.join(changed[:3])}{more}"]
+
+
+def changelog_problems(root, version):
+    """The newest heading is this version's, and says something."""
+    text = (root / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.*)$", text, flags=re.M)
+    if not headings or headings[0].strip() != str(version):
+        newest = headings[0].strip() if headings else "none"
+        return [f"build.toml is at version {version}, CHANGELOG.md's newest heading is {newest}"]
+    entry = text.split(f"## {headings[0]}", 1)[1].split("\n## ", 1)[0]
+    return [] if "- " in entry else [f"CHANGELOG.md says nothing under {version}"]
+
+
+def card_problems(root, config, repo_id):
+    version = config["general"]["version"]
+    text = card(root, config, repo_id)
+    said = {int(n) for n in re.findall(r"(?:version=|This is version )(\d+)", text)}
+    wrong = [
+        f"CARD.md speaks of version {n}, build.toml of {version}" for n in sorted(said - {version})
+    ]
+    return wrong + card_numbers.problems(root)
+
+
+def api_problems(root, config):
+    """The API recorded in tests/ holds, and the record knows all of today's."""
+    record = root / "tests" / f"api_v{config['general']['version']}.json"
+    if not record.exists():
+        return [f"tests/{record.name} is missing: run tools/public_api.py"]
+    old, new = json.loads(record.read_text()), public_api(package_dir(root, config))
+    broken = breaks(old, new)
+    if broken:
+        return [f"{BUMP}: {'; '.join(broken)}"]
+    if old != new:
+        return [f"tests/{record.name} does not have all of the API: run tools/public_api.py"]
+    return []
+
+
+def problems(root, config, repo_id):
+    """One line for everything that does not agree."""
+    return [
+        *tree_problems(root),
+        *changelog_problems(root, config["general"]["version"]),
+        *card_problems(root, config, repo_id),
+        *api_problems(root, config),
+    ]

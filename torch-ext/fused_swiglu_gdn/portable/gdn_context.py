@@ -1,0 +1,180 @@
+"""Exact context parallelism inside one GPU: segments of a long sequence at the same time.
+
+A segment maps the state before it to the state after it, S -> M S + N, with N its final state from
+S = 0, and M the same recurrence without V from S = I. Three launches (docs/gdn.md):
+
+    transition: M and N of every segment but a sequence's last, at once
+    carry:      S_1 = M_0 S_0 + N_0, S_2 = M_1 S_1 + N_1, ... in fp32
+    scan:       gdn_scan.py from those states, all segments at once
+
+Where segments begin depends on the sequence alone, so neither do results on the rest of the batch.
+"""
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from ..common.gdn_prepare import locate
+from .gdn_scan import kv_strides, segments
+
+
+@triton.jit(do_not_specialize=["T", "N", "NS", "SEGMENT"])
+def _transition_kernel(
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    tb_ptr,  # [rows, HV, C, C]
+    f_ptr,  # [rows, HV, 4, C] fp32
+    cu_ptr,  # [N + 1] int32 | int64 or None
+    carry_ptr,  # [segments, HV, V + K, K] fp32
+    k_strides,  # of B, T, H
+    v_strides,  # of B, T, HV
+    T,
+    N,
+    NS,  # segments a sequence, equal length
+    SEGMENT,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """BLOCK_V columns of [N, M] of one value head of one segment, stored transposed."""
+    HV: tl.constexpr = H * R
+    NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    NW: tl.constexpr = NV + (K + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    row = pid // (NW * HV)
+    hv = ((pid // NW) % HV).to(tl.int64)
+    h = hv // R
+    n, segment, start, length = locate(row, cu_ptr, T, N, NS, SEGMENT * 64)
+    first = segment * SEGMENT
+    if (first + SEGMENT) * 64 >= length:  # nothing comes behind a sequence's last segment
+        return
+    n = n.to(tl.int64)
+    b = n
+    chunk_row = n * ((length + 63) // 64) + first
+    if cu_ptr is not None:
+        b = n * 0
+        chunk_row = start // 64 + n + first
+    t = tl.arange(0, 64)
+    d = tl.arange(0, BLOCK_K)
+    is_m = pid % NW >= NV
+    e = (pid % NW - tl.where(is_m, NV, 0)) * BLOCK_V + tl.arange(0, BLOCK_V)  # column of N or M
+    token = start + first * 64
+    k_ptr += b * k_strides[0] + token * k_strides[1] + h * k_strides[2]
+    v_ptr += b * v_strides[0] + token * v_strides[1] + hv * v_strides[2]
+    tb_ptr += (chunk_row * HV + hv) * 4096
+    f_ptr += (chunk_row * HV + hv) * 256
+
+    s = tl.where(is_m & (d[:, None] == e[None, :]), 1.0, 0.0)  # [K, V or K] fp32
+    in_k = tl.broadcast_to((d < K)[None, :], (64, BLOCK_K))
+    in_v = tl.broadcast_to(((e < V) & (pid % NW < NV))[None, :], (64, BLOCK_V))
+    for c in tl.range(0, SEGMENT, num_stages=STAGES):
+        go = n * 0 + c * 64  # 64-bit offsets to the chunk, 32-bit ones inside it
+        k_tile = k_ptr + go * k_strides[1] + t[:, None] * k_strides[1] + d[None, :]
+        v_tile = v_ptr + go * v_strides[1] + t[:, None] * v_strides[1] + e[None, :]
+        k = tl.load(k_tile, mask=in_k, other=0.0)  # [C, K]
+        v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
+        tb = tl.load(tb_ptr + go * (HV * 64) + t[:, None] * 64 + t[None, :])  # [C, C]
+        f = f_ptr + go * (HV * 4)
+        f0 = tl.load(f + t)  # [C] fp32
+        f1 = tl.load(f + 64 + t)
+        decay = tl.load(f + 192)
+        x = v.to(tl.float32) - f0[:, None] * tl.dot(k, s.to(k.dtype), input_precision=PREC)
+        vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, V or K] fp32
+        s = tl.dot(tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC)
+    own = tl.where(is_m, K, V)
+    at = (row.to(tl.int64) * HV + hv) * ((V + K) * K) + tl.where(is_m, V * K, 0)
+    at += d[:, None] + e[None, :] * K
+    tl.store(carry_ptr + at, s, mask=(d < K)[:, None] & (e < own)[None, :])
+
+
+@triton.jit(do_not_specialize=["T", "NS", "SEGMENT"])
+def _carry_kernel(
+    carry_ptr,  # [segments, HV, V + K, K] fp32
+    s0_ptr,  # [N | pool, HV, K, V] or None
+    index_ptr,  # [N] int32 | int64 or None
+    cu_ptr,  # [N + 1] int32 | int64 or None
+    s0_strides,  # of sequence or slot, HV, K, V
+    T,
+    NS,
+    SEGMENT,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """S <- M S + N over the segments of a sequence; every S takes the place of its N.
+
+    On rows: S^T <- S^T M^T + N^T for BLOCK_V columns of the state of one value head.
+    """
+    NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    hv = ((pid // NV) % HV).to(tl.int64)
+    n = (pid // (NV * HV)).to(tl.int64)
+    row = n * NS
+    length = T
+    if cu_ptr is not None:
+        start = tl.load(cu_ptr + n).to(tl.int64)
+        length = (tl.load(cu_ptr + n + 1) - start).to(tl.int32)
+        row = start // (SEGMENT * 64) + n
+    slot = n
+    if index_ptr is not None:
+        slot = tl.load(index_ptr + n).to(tl.int64)
+        if slot < 0:
+            return
+    d = tl.arange(0, BLOCK_K)
+    e = (pid % NV) * BLOCK_V + tl.arange(0, BLOCK_V)
+    is_state = (e < V)[:, None] & (d < K)[None, :]
+    is_m = (d < K)[:, None] & (d < K)[None, :]
+    s = tl.zeros((BLOCK_V, BLOCK_K), tl.float32)  # [V, K]
+    if s0_ptr is not None:
+        at = slot * s0_strides[0] + hv * s0_strides[1]
+        at += e[:, None] * s0_strides[3] + d[None, :] * s0_strides[2]
+        s = tl.load(s0_ptr + at, mask=is_state, other=0.0).to(tl.float32)
+    carry_ptr += (row * HV + hv) * ((V + K) * K)
+    for _ in range((length - 1) // (SEGMENT * 64)):
+        m = tl.load(carry_ptr + V * K + d[:, None] * K + d[None, :], mask=is_m, other=0.0)  # M^T
+        own = carry_ptr + e[:, None] * K + d[None, :]
+        s = tl.dot(s, m, tl.load(own, mask=is_state, other=0.0), input_precision=PREC)
+        tl.store(own, s, mask=is_state)
+        carry_ptr += HV * ((V + K) * K)
+
+
+def gdn_carry(
+    k: torch.Tensor,  # [B, T, H, K]
+    v: torch.Tensor,  # [B, T, HV, V]
+    tb: torch.Tensor,  # [rows, HV, C, C]
+    f: torch.Tensor,  # [rows, HV, 4, C] fp32
+    initial_state: Optional[torch.Tensor],  # [N | pool, HV, K, V] or [.., V, K]
+    state_indices: Optional[torch.Tensor],  # [N]
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    state_v_first: bool,
+    segment: int,
+    config: dict,
+    carry_config: dict,
+) -> torch.Tensor:
+    """[segments, HV, V + K, K] fp32 whose first V rows are the (transposed) state after each."""
+    B, T, H, K = k.shape
+    HV, V = v.shape[2:]
+    rows, own = segments(T, B, cu_seqlens, segment * 64)
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    carry = torch.empty((rows, HV, V + K, K), dtype=torch.float32, device=k.device)
+    BLOCK_K = triton.next_power_of_2(max(K, 16))
+    width = config["BLOCK_V"]
+    _transition_kernel[(rows * HV * (-(-V // width) - (-K // width)),)](
+        k, v, tb, f, cu_seqlens, carry, k.stride()[:3], v.stride()[:3], T, N, own, segment,
+        H=H, R=HV // H, K=K, V=V, BLOCK_K=BLOCK_K, **config,
+    )  # fmt: skip
+    _carry_kernel[(N * HV * -(-V // carry_config["BLOCK_V"]),)](
+        carry, initial_state, state_indices, cu_seqlens, kv_strides(initial_state, state_v_first),
+        T, own, segment, HV=HV, K=K, V=V, BLOCK_K=BLOCK_K, **carry_config,
+    )  # fmt: skip
+    return carry

@@ -1,0 +1,113 @@
+"""The input projections of a GDN layer for a few tokens: y_i = x W_i^T for all i, in one launch.
+
+A decoding step reads each weight once, so its time is that of memory; separate products pay a launch
+each, and the small ones (b and a) little else. The weights stay where they are.
+
+Sizes: M tokens, K model width, N rows of all weights together.
+"""
+
+from typing import List
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import device, tuning
+
+SERVED = (torch.float16, torch.bfloat16)
+MAX_WEIGHTS, MAX_TOKENS = 6, 64
+
+
+def supports_gdn_project_fwd(x, weights) -> bool:
+    if x.dtype not in SERVED or not 1 <= len(weights) <= MAX_WEIGHTS:
+        return False
+    dense = all(w.stride() == (w.shape[1], 1) and w.data_ptr() % 16 == 0 for w in weights)
+    return dense and 0 < x.shape[0] <= MAX_TOKENS and x.shape[1] % 64 == 0
+
+
+@triton.jit
+def _next_weight(tile, w_ptr, rows, column, next_ptr, next_rows, BLOCK_N: tl.constexpr):
+    """Moves on to the next weight if the tile lies past this one."""
+    tiles = tl.cdiv(rows, BLOCK_N)
+    past = tile >= tiles
+    return (
+        tl.where(past, tile - tiles, tile),
+        tl.where(past, next_ptr, w_ptr),
+        tl.where(past, next_rows, rows),
+        tl.where(past, column + rows, column),
+    )
+
+
+@triton.jit(do_not_specialize=["M"])
+def _gdn_project_fwd_kernel(
+    x_ptr,  # [M, K] strides (stride_x, 1)
+    w0_ptr,  # [rows0, K]
+    w1_ptr,  # [rows1, K]
+    w2_ptr,  # [rows2, K]
+    w3_ptr,  # [rows3, K]
+    w4_ptr,  # [rows4, K]
+    w5_ptr,  # [rows5, K]
+    y_ptr,  # [M, N]
+    M,
+    N,
+    K,
+    stride_x,
+    rows0,
+    rows1,
+    rows2,
+    rows3,
+    rows4,
+    rows5,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """y = x [W_0; W_1; ...]^T; a program makes the columns [BLOCK_M, BLOCK_N] of one weight."""
+    column = 0
+    tile, w_ptr, rows = tl.program_id(0), w0_ptr, rows0
+    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w1_ptr, rows1, BLOCK_N)
+    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w2_ptr, rows2, BLOCK_N)
+    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w3_ptr, rows3, BLOCK_N)
+    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w4_ptr, rows4, BLOCK_N)
+    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w5_ptr, rows5, BLOCK_N)
+    offs_m = tl.arange(0, BLOCK_M)
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    offs_k = tl.arange(0, BLOCK_K)
+    # rows past the end read the last one: no mask in the loop, and nothing of them is stored
+    x_ptrs = x_ptr + tl.minimum(offs_m, M - 1)[:, None] * stride_x + offs_k[None, :]
+    w_row = tl.minimum(offs_n, rows - 1).to(tl.int64)
+    w_ptrs = w_ptr + w_row[None, :] * K + offs_k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for _ in range(0, K, BLOCK_K):
+        x = tl.load(x_ptrs)  # [BLOCK_M, BLOCK_K]
+        w = tl.load(w_ptrs, eviction_policy="evict_first")  # [BLOCK_K, BLOCK_N]
+        acc = tl.dot(x, w, acc)
+        x_ptrs += BLOCK_K
+        w_ptrs += BLOCK_K
+    y = acc.to(y_ptr.dtype.element_ty)
+    offs_y = offs_m[:, None] * N + column + offs_n[None, :]
+    tl.store(y_ptr + offs_y, y, mask=(offs_m < M)[:, None] & (offs_n < rows)[None, :])
+
+
+def launch(x, weights, config) -> torch.Tensor:
+    """y [M, N] by the kernel above with this configuration."""
+    M, K = x.shape
+    rows = [w.shape[0] for w in weights]
+    y = torch.empty((M, sum(rows)), dtype=x.dtype, device=x.device)  # [M, N]
+    missing = MAX_WEIGHTS - len(weights)
+    tiles = sum(triton.cdiv(n, config["BLOCK_N"]) for n in rows)
+    pointers, sizes = [*weights, *weights[:1] * missing], rows + [0] * missing
+    with device.on(x.device):
+        _gdn_project_fwd_kernel[(tiles,)](
+            x, *pointers, y, M, y.shape[1], K, x.stride(0), *sizes, **config
+        )
+    return y
+
+
+def gdn_project_fwd(
+    x: torch.Tensor,  # [M, K], last dimension dense
+    weights: List[torch.Tensor],  # [N_i, K] each
+) -> torch.Tensor:  # [M, N]
+    """The products side by side."""
+    config = tuning.lookup("portable_gdn_project_fwd", x.device, M=x.shape[0])
+    return launch(x, weights, config)
