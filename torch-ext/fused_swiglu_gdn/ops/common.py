@@ -58,3 +58,15 @@ def serve(family: str, operation: str, reference: Callable, args: tuple):
 def present(x, like: torch.Tensor) -> torch.Tensor:
     """An operator returns tensors only: an absent output is an empty one."""
     return like.new_empty(0) if x is None else x
+
+
+def no_second_derivative(op: Callable, function: str) -> None:
+    """Makes differentiating `op`, which is the gradient of a public function, a clear error."""
+
+    def refuse(ctx, *_):
+        raise NotImplementedError(
+            f"{function} has no second derivative on these kernels: its gradient cannot be "
+            "differentiated (create_graph=True, a penalty on gradients)"
+        )
+
+    op.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)

@@ -13,7 +13,7 @@ from .. import dispatch
 from .._ops import add_op_namespace_prefix
 from ..reference import gdn as reference
 from ..reference import gdn_backward as backward_reference
-from .common import present, serve
+from .common import no_second_derivative, present, serve
 
 CHUNK = 64
 
@@ -154,12 +154,5 @@ def _gradients(ctx, do, d_final_state, *_):
     return (*(x if want else None for x, want in zip(grads, wanted)), *[None] * 9)
 
 
-def _no_second_derivative(ctx, *_):
-    raise NotImplementedError(
-        "chunk_gated_delta_rule has no second derivative: its gradient cannot be differentiated "
-        "(create_graph=True, or a penalty on gradients); under dispatch.force('reference') it can"
-    )
-
-
 gdn_chunk_train.register_autograd(_gradients, setup_context=_save)
-gdn_chunk_bwd.register_autograd(_no_second_derivative, setup_context=lambda ctx, inputs, output: None)
+no_second_derivative(gdn_chunk_bwd, "chunk_gated_delta_rule")

@@ -101,6 +101,7 @@ def _causal_conv1d_bwd_kernel(
     P,
     STEPS,
     W: tl.constexpr,
+    TAPS: tl.constexpr,  # W + 1 or the next power of two
     SILU: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -118,8 +119,8 @@ def _causal_conv1d_bwd_kernel(
     if seq_ptr is not None:
         seq_ptr += row * T
     wide_d = offs_d.to(tl.int64)
-    taps = tl.arange(0, 8)[:, None]  # W + 1 of them count
-    sums = tl.zeros((8, BLOCK_D), tl.float32)
+    taps = tl.arange(0, TAPS)[:, None]  # W + 1 of them count
+    sums = tl.zeros((TAPS, BLOCK_D), tl.float32)
     for tile in range(0, TILES):
         tok = ((group % P) * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
         ok = tok < T
@@ -237,7 +238,7 @@ def causal_conv1d_bwd(
             grid = (B * groups * triton.cdiv(D, config["BLOCK_D"]),)
             _causal_conv1d_bwd_kernel[grid](
                 *given, dx, sums, *strides, initial, T, D, N, groups, N.bit_length(), W=W,
-                SILU=activation is not None, **config,
+                TAPS=triton.next_power_of_2(W + 1), SILU=activation is not None, **config,
             )  # fmt: skip
         if d_initial is not None and d_initial.numel() > 0:
             _initial_bwd_kernel[(N * triton.cdiv(D, 128),)](
