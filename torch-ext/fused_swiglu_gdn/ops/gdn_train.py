@@ -107,7 +107,7 @@ def gdn_chunk_bwd(
     state_v_first: bool,
     values_only: bool,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; with values_only dv and the last."""
+    """Gradients of the first eight arguments; with values_only of v and initial_state alone."""
     prepared = None if tb is None else (tb, p, f)
     args = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, do, d_final_state, prepared,

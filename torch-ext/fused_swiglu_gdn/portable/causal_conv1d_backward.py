@@ -1,6 +1,6 @@
 """The gradient of the short depthwise causal convolution (causal_conv1d.py).
 
-With z_t = bias + sum_w weight[w] x[t - W + 1 + w], y = act(z) and dz = dy act'(z), within a sequence:
+Within a sequence, with z_t = bias + sum_w weight[w] x[t - W + 1 + w] and dz = dy act'(z):
 
     dx_s = sum_f weight[W - 1 - f] dz[s + f]      dweight[W - 1 - f] = sum_t dz_t x[t - f]
 
@@ -178,7 +178,7 @@ def _initial_bwd_kernel(
     BLOCK_T: tl.constexpr,  # at least W - 1
     BLOCK_D: tl.constexpr,
 ):
-    """dinitial[c] = sum_p weight[c - p] dz[p] over the sequence's first tokens p, of one sequence."""
+    """dinitial[c] = sum_p weight[c - p] dz[p] over the first tokens p of one sequence."""
     tiles_d = tl.cdiv(D, BLOCK_D)
     n = (tl.program_id(0) // tiles_d).to(tl.int64)
     offs_d = (tl.program_id(0) % tiles_d).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)

@@ -65,7 +65,9 @@ def _query_side(
         s_at = s_ptr + r * (K * V) + d[:, None] * V + e[None, :]
         s = tl.load(s_at, mask=in_state, other=0.0)  # [K, BLOCK_V]
         f2 = tl.load(f_ptr + r * 256 + 128 + t)  # [C] fp32
-        gam = _decays(g_ptr + r * g_strides[2], g_strides[1], tok, ok, A_log_ptr, dt_bias_ptr, h + r)
+        gam = _decays(
+            g_ptr + r * g_strides[2], g_strides[1], tok, ok, A_log_ptr, dt_bias_ptr, h + r
+        )
         gam = tl.where(i >= j, gam, 0.0)
         gam *= tl.dot(do, tl.trans(vt), input_precision=PREC)  # [C, C] fp32
         dp += gam
@@ -115,7 +117,9 @@ def _key_side(
         ends += tl.where(mine, tl.sum(s.to(tl.float32) * ds.to(tl.float32)), 0.0)
         f0 = tl.load(f_ptr + r * 256 + t)  # [C] fp32
         f1 = tl.load(f_ptr + r * 256 + 64 + t)
-        gam = _decays(g_ptr + r * g_strides[2], g_strides[1], tok, ok, A_log_ptr, dt_bias_ptr, h + r)
+        gam = _decays(
+            g_ptr + r * g_strides[2], g_strides[1], tok, ok, A_log_ptr, dt_bias_ptr, h + r
+        )
 
         own = tl.dot(vt, tl.trans(do), input_precision=PREC)  # [C, C] fp32
         dp += tl.where(i <= j, own * gam, 0.0)
@@ -275,6 +279,7 @@ def _gradients_bwd_kernel(
         # where beta is next to nothing, gdn_backward_beta.py writes over this
         dbeta = tl.sum(tl.where(heads == r, dots, 0.0), 0) / beta / beta * slope
         tl.store(dbeta_ptr + out, dbeta.to(dbeta_ptr.dtype.element_ty), mask=ok)
+
 
 def gdn_backward_gradients(
     q, k, g, beta, A_log, dt_bias, cu_seqlens, f, do, vt, dv, h, dh, scale, use_qk_l2norm,
