@@ -320,8 +320,8 @@ def gdn_prepare(
     B, T, H, K = q.shape
     HV = g.shape[2]
     rows = chunk_rows(T, B, cu_seqlens)
-    blocks = q.new_empty((2, rows, HV, CHUNK, CHUNK))
-    tb, p = blocks[0], blocks[1]
+    tb = q.new_empty((rows, HV, CHUNK, CHUNK))
+    p = torch.empty_like(tb)
     f = q.new_empty((rows, HV, 4, CHUNK), dtype=torch.float32)
     decay = q.new_empty((rows, HV), dtype=torch.float32)
     if rows * HV == 0:

@@ -71,9 +71,10 @@ def gdn_chunk_fwd(
     output_final_state: bool,
     state_dtype: Optional[torch.dtype],
     checkpoint_every: int,
+    prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """o [B, T, HV, V]; the final state, the pool, or None; checkpoints or None."""
-    blocks = gdn_prepare(
+    blocks = prepared or gdn_prepare(
         q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
         allow_neg_eigval,
     )  # fmt: skip
@@ -137,6 +138,7 @@ def gdn_scan(
     output_final_state: bool,
     state_dtype: Optional[torch.dtype],
     checkpoint_every: int,
+    prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """The second half of gdn_chunk_fwd, on what gdn_prepare made of q, k, g and beta."""
     B, T, H, K = q.shape

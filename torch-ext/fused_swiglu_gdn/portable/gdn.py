@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 
 from ..common.gdn_prepare import gdn_prepare
+from .gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
 from .gdn_context import gdn_carry
 from .gdn_scan import gdn_scan
 
@@ -15,6 +16,10 @@ def supports_gdn_chunk_fwd(q, k, v, *_) -> bool:
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def supports_gdn_prepare(q, *_) -> bool:
+    return q.shape[-1] <= 256 and q.dtype in _DTYPES
 
 
 def gdn_chunk_fwd(
@@ -36,6 +41,7 @@ def gdn_chunk_fwd(
     output_final_state: bool,
     state_dtype: Optional[torch.dtype],
     checkpoint_every: int,
+    prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ):
     """o [B, T, HV, V], the final state or None, the checkpoints or None."""
     B, T, _, K = q.shape
@@ -51,10 +57,11 @@ def gdn_chunk_fwd(
     if checkpoint_every:
         rows = B * (T // checkpoint_every)
         checkpoints = torch.empty((rows,) + tail, dtype=dtype, device=v.device)
-    blocks = gdn_prepare(
+    prepared = prepared or gdn_prepare(
         q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
         allow_neg_eigval,
-    )[:3]  # fmt: skip
+    )  # fmt: skip
+    blocks = prepared[:3]
     config = _config(q, v)
     segment, carry = config["segment"], None
     if HV <= config["segment_heads"] and T > segment * 64 and max(K, V) <= 128:
