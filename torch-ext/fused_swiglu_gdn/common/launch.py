@@ -6,7 +6,9 @@ than a decoding kernel runs. A `Prepared` keeps what the first launch found.
 """
 
 import functools
-from typing import Any, Tuple
+from typing import Any, Optional, Tuple
+
+import torch
 
 
 class Prepared:
@@ -35,3 +37,33 @@ def prepare(kernel, constexprs: tuple, options: tuple, *kind) -> Prepared:
     does not name in do_not_specialize.
     """
     return Prepared(kernel, constexprs, options)
+
+
+class Program:
+    """A Prepared at one grid, for any pointers of one kind: dtypes, and which of them are None.
+
+    The kernel's parameters are pointers, then numbers, then constexprs. The pointers are handed on
+    as addresses, which spares Triton a call of the driver for each.
+    """
+
+    __slots__ = ("prepared", "grid", "numbers")
+
+    def __init__(self, kernel, size: int, numbers: tuple, constexprs: tuple, options: tuple):
+        self.prepared = Prepared(kernel, constexprs, options)
+        self.grid, self.numbers = (size, 1, 1), numbers
+
+    def __call__(self, *pointers: Optional[torch.Tensor]) -> None:
+        prepared = self.prepared
+        addresses, bits = [], 0
+        for x in pointers:
+            address = None if x is None else x.data_ptr()
+            addresses.append(address)
+            bits |= address or 0
+        if bits % 16:  # rare, and other code: Triton finds it
+            prepared.kernel[self.grid](
+                *pointers, *self.numbers, *prepared.constexprs, **prepared.options
+            )
+        elif prepared.compiled is None:
+            prepared.launch(self.grid, *pointers, *self.numbers)
+        else:
+            prepared.launch(self.grid, *addresses, *self.numbers)
