@@ -30,7 +30,7 @@ def trains(*args) -> bool:
     x = args[0]
     if not needs_grad(args) or x.dtype not in SERVED:
         return False
-    if not dispatch.has_kernels("swiglu_backward", x.device.type, x.device.index):
+    if not dispatch.has_kernels("swiglu_backward", "swiglu_bwd", x.device.type, x.device.index):
         return False
     return all(arg is None or type(arg) in PLAIN for arg in args)
 
