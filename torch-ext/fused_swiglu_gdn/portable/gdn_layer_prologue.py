@@ -110,7 +110,7 @@ def gdn_layer_prologue(
     final_width: int,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """One launch: act(conv([q, k, v])) [B, T, D], and the last inputs [N, D, S] or None."""
-    (B, T, H, K), (HV, V), (D, W) = q.shape, v.shape[2:], weight.shape
+    (B, T, H, K), V, (D, W) = q.shape, v.shape[3], weight.shape
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = torch.empty((B, T, D), dtype=q.dtype, device=q.device)  # [B, T, D]
     final = q.new_empty(N, D, final_width) if final_width else None  # [N, D, S]

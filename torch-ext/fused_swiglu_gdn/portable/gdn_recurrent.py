@@ -13,7 +13,7 @@ import triton.language as tl
 
 from .. import device
 from ..common.gates import log_decay, write_strength
-from .gdn_delta import delta_step, key_norms, load, store
+from .gdn_delta import key_norms, load, read_step, store, write_step
 from .gdn_recurrent_step import gdn_recurrent_step, step_config
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
@@ -140,7 +140,8 @@ def _gdn_recurrent_fwd_kernel(
             offs_k, offs_v, mask_k, mask_v,
         )  # fmt: skip
         rstd_k, scale_q, kq = key_norms(now_q, now_k, scale, L2NORM)
-        S, o = delta_step(S, now_q, now_k, now_v, now_g, now_beta, rstd_k, scale_q, kq, K_AXIS)
+        delta, o = read_step(S, now_q, now_k, now_v, now_g, now_beta, rstd_k, scale_q, kq, K_AXIS)
+        S = write_step(S, now_k, delta, now_g, K_AXIS)
         if alive is not None:
             o = tl.where(alive, o, 0.0)
         store(o_ptr + (token * HV + hv) * V + offs_v, o, mask_v)

@@ -15,7 +15,7 @@ import triton.language as tl
 from .. import device, tuning
 from ..common.gates import log_decay, write_strength
 from ..common.launch import Program
-from .gdn_delta import delta_step, key_norms, load, store
+from .gdn_delta import key_norms, load, read_step, store, write_step
 
 
 @triton.jit
@@ -45,6 +45,7 @@ def _gdn_recurrent_step_kernel(
     BLOCK_V: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     """A program takes TILES tiles of BLOCK_V columns of one state, the next one on its way."""
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
@@ -89,11 +90,14 @@ def _gdn_recurrent_step_kernel(
         else:
             S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
         v = load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
-        S, o = delta_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
+        delta, o = read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
         if alive is not None:
             o = tl.where(alive, o, 0.0)
         store(o_ptr + (n * HV + hv) * V + offs_v, o, mask_v)
         if final_ptr is not None:
+            if RELOAD and initial_ptr is not None:
+                S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
+            S = write_step(S, k, delta, g, K_AXIS)
             store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
 
 
@@ -105,10 +109,10 @@ def step_program(
     tiles = max(1, min(config["TILES"], V // tile, N * HV * V // (tile * config["PROGRAMS"])))
     constexprs = (
         H, HV, K, V, l2norm, beta_scale, state_v_first, triton.next_power_of_2(K), tile, tiles,
-        config["STAGES"] if tiles > 1 else 1,
+        config["STAGES"] if tiles > 1 else 1, config["RELOAD"],
     )  # fmt: skip
     size = N * HV * triton.cdiv(V, tile * tiles)
-    options = (("num_warps", config["num_warps"]),)
+    options = tuple((n, config[n]) for n in ("num_warps", "maxnreg") if n in config)
     return Program(_gdn_recurrent_step_kernel, size, (strides, scale), constexprs, options)
 
 
