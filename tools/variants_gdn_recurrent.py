@@ -99,7 +99,8 @@ def _layer(pdl, targets):
     where = ("portable.gdn_layer_decode", "_gated_step_kernel")
     for config in _configs("portable_gdn_layer_decode"):
         name = f"portable_gdn_layer_decode,step,PDL={pdl}"
-        yield Variant(name, *where, step, constexprs, dict(config), targets)
+        own = {**constexprs, "RELOAD": config["RELOAD"]}
+        yield Variant(name, *where, step, own, {"num_warps": config["num_warps"]}, targets)
 
 
 def _norm(config, D):

@@ -18,7 +18,7 @@ from ..common.gates import log_decay, write_strength
 from ..common.launch import Program
 from .causal_conv1d import served
 from .causal_conv1d_update import update_tile
-from .gdn_delta import key_norms, read_step, write_step
+from .gdn_delta import key_norms, load, read_step, store, write_step
 from .gdn_layer_prologue import channel_block, head_row
 from .gdn_recurrent import is_dense
 from .rms_norm_gated import gate_activation
@@ -100,6 +100,7 @@ def _gated_step_kernel(
     PDL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     """A program takes one head of one row: its whole state, so that it can norm what it read."""
     pid = tl.program_id(0)
@@ -110,13 +111,11 @@ def _gated_step_kernel(
     mask_k = offs_k < K
     mask_v = offs_v < V
     state_ptrs = state_ptr + row * strides[4] + hv * (K * V) + offs_k[:, None] * V + offs_v[None, :]
-    EVEN: tl.constexpr = BLOCK_K == K and BLOCK_V == V
-    # the state, the gates and z were there before the convolution began
-    if EVEN:
-        S = tl.load(state_ptrs).to(tl.float32)  # [BLOCK_K, BLOCK_V]
-    else:
+    mask = None
+    if BLOCK_K != K or BLOCK_V != V:
         mask = mask_k[:, None] & mask_v[None, :]
-        S = tl.load(state_ptrs, mask=mask, other=0.0).to(tl.float32)
+    # the state, the gates and z were there before the convolution began
+    S = load(state_ptrs, mask)  # [BLOCK_K, BLOCK_V] fp32
     z = tl.load(z_ptr + row * strides[0] + hv * strides[1] + offs_v, mask=mask_v, other=0.0)
     norm = tl.load(norm_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
     g = log_decay(tl.load(a_ptr + row * strides[2] + hv), A_log_ptr, dt_bias_ptr, hv)
@@ -130,14 +129,12 @@ def _gated_step_kernel(
     v = tl.load(qkv_ptr + row * D + 2 * H * K + hv * V + offs_v, mask=mask_v, other=0.0)
     rstd_k, scale, kq = key_norms(q, k, scale, True)
     delta, o = read_step(S, q, k, v.to(tl.float32), g, beta, rstd_k, scale, kq, 0)
-    S = write_step(S, k, delta, g, 0)
-    if EVEN:
-        tl.store(state_ptrs, S.to(state_ptr.dtype.element_ty))
-    else:
-        tl.store(state_ptrs, S.to(state_ptr.dtype.element_ty), mask=mask)
     rstd = tl.rsqrt(tl.sum(o * o, 0) / V + eps)
     y = norm * (o * rstd) * gate_activation(z.to(tl.float32), SILU)
     tl.store(y_ptr + (row * HV + hv) * V + offs_v, y.to(y_ptr.dtype.element_ty), mask=mask_v)
+    if RELOAD:  # from the cache, so that registers hold less while more programs run
+        S = load(state_ptrs, mask)
+    store(state_ptrs, write_step(S, k, delta, g, 0), mask)
 
 
 def _both_programs(
@@ -166,6 +163,7 @@ def _both_programs(
         (
             H, HV, K, V, 2.0 if allow_neg_eigval else 1.0, gate_activation != "sigmoid", pdl,
             triton.next_power_of_2(K), triton.next_power_of_2(V),
+            config["RELOAD"],
         ),
         (("num_warps", config["num_warps"]),) + ((("launch_pdl", True),) if pdl else ()),
     )  # fmt: skip
