@@ -20,7 +20,7 @@ from .causal_conv1d import served
 from .causal_conv1d_update import update_tile
 from .gdn_delta import key_norms, load, read_step, store, write_step
 from .gdn_layer_prologue import channel_block, head_row
-from .gdn_recurrent import is_dense
+from .gdn_recurrent_step import is_dense
 from .rms_norm_gated import gate_activation
 
 
