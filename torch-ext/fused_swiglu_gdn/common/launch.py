@@ -11,6 +11,20 @@ from typing import Any, Optional, Tuple
 import torch
 
 
+def specialized_on(x: Optional[torch.Tensor]):
+    """What Triton compiles for of a pointer: its type, whether it is there and 16-byte aligned."""
+    return None if x is None else (x.dtype, x.data_ptr() % 16 == 0)
+
+
+def steps(x: torch.Tensor) -> tuple:
+    """Strides of B, T and heads of x [B, T, heads, ..].
+
+    0 for a batch of one, whose stride means nothing but would make a kind of its own for each T.
+    """
+    batch, token, head = x.stride()[:3]
+    return (batch if x.shape[0] > 1 else 0, token, head)
+
+
 class Prepared:
     """One kernel with its constexprs and options, for arguments of one kind."""
 

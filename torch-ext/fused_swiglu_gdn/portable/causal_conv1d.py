@@ -28,7 +28,7 @@ def supports_causal_conv1d_fwd(
 
 
 @triton.jit
-def _sequence_of(token, cu_ptr, N, STEPS):
+def sequence_of(token, cu_ptr, N, STEPS):
     """The n with cu[n] <= token < cu[n + 1], by bisection; token [BLOCK_T] int64."""
     low = tl.zeros_like(token)
     high = low + N
@@ -73,7 +73,7 @@ def conv_tile(
     position = offs_t  # in the token's sequence
     n = row.to(tl.int64) + tl.zeros_like(offs_t)
     if cu_ptr is not None:
-        n = _sequence_of(offs_t.to(tl.int64), cu_ptr, N, STEPS)
+        n = sequence_of(offs_t.to(tl.int64), cu_ptr, N, STEPS)
         position = (offs_t - tl.load(cu_ptr + n).to(tl.int64)).to(tl.int32)
     if seq_ptr is not None:
         mine = tl.load(seq_ptr + offs_t, mask=mask_t, other=0)  # [BLOCK_T]

@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 
 from ..common.gdn_prepare import gdn_prepare
+from .gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
 from .gdn_context import gdn_carry
 from .gdn_scan import gdn_scan
 
@@ -15,6 +16,10 @@ def supports_gdn_chunk_fwd(q, k, v, *_) -> bool:
 
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def supports_gdn_prepare(q, *_) -> bool:
+    return q.shape[-1] <= 256 and q.dtype in _DTYPES
 
 
 def gdn_chunk_fwd(
@@ -36,6 +41,7 @@ def gdn_chunk_fwd(
     output_final_state: bool,
     state_dtype: Optional[torch.dtype],
     checkpoint_every: int,
+    prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ):
     """o [B, T, HV, V], the final state or None, the checkpoints or None."""
     B, T, _, K = q.shape
@@ -51,10 +57,11 @@ def gdn_chunk_fwd(
     if checkpoint_every:
         rows = B * (T // checkpoint_every)
         checkpoints = torch.empty((rows,) + tail, dtype=dtype, device=v.device)
-    blocks = gdn_prepare(
+    prepared = prepared or gdn_prepare(
         q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
         allow_neg_eigval,
-    )[:3]  # fmt: skip
+    )  # fmt: skip
+    blocks = prepared[:3]
     config = _config(q, v)
     segment, carry = config["segment"], None
     if HV <= config["segment_heads"] and T > segment * 64 and max(K, V) <= 128:
@@ -74,16 +81,12 @@ def gdn_chunk_fwd(
 def _config(q: torch.Tensor, v: torch.Tensor) -> dict:
     """Launch configurations of the phases."""
     wide = q.dtype == torch.float32 or max(q.shape[-1], v.shape[-1]) > 128
-    prec = "tf32x3" if q.dtype == torch.float32 else "tf32"
     HV = v.shape[2]
     width, stages = (16, 3) if HV <= 8 else (32, 3 if HV <= 32 else 2)
-    scan = dict(BLOCK_V=32 if wide else width, STAGES=1 if wide else stages, num_warps=4, PREC=prec)
     return {
-        "scan": scan,
+        "scan": dict(BLOCK_V=32 if wide else width, STAGES=1 if wide else stages, num_warps=4),
         "segment": 32,
         "segment_heads": 16,
-        "transition": dict(
-            BLOCK_V=32 if wide else 64, STAGES=1 if wide else 3, num_warps=4, PREC=prec
-        ),
-        "carry": dict(BLOCK_V=16, num_warps=8, PREC="tf32x3"),
+        "transition": dict(BLOCK_V=32 if wide else 64, STAGES=1 if wide else 3, num_warps=4),
+        "carry": dict(BLOCK_V=16, num_warps=8),
     }
