@@ -65,7 +65,7 @@ def _reverse(
     dv_stride, length, d, e,
     K: tl.constexpr, V: tl.constexpr, HV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dS and dV of every chunk of one sequence and value head, last chunk first; dS at the start."""
+    """dS and dV of every chunk of one sequence and value head, last first; dS at the start."""
     t = tl.arange(0, 64)
     square = t[:, None] * 64 + t[None, :]
     in_state = (d < K)[:, None] & (e < V)[None, :]
