@@ -10,7 +10,7 @@ from typing import Optional, Tuple
 import torch
 
 from ..common.gdn_prepare import gdn_prepare
-from ..common.launch import prepare
+from ..common.launch import prepare, specialized_on
 from ..device import multiprocessor_count
 from .gdn_scan import gdn_scan_fwd_kernel, scatter_states_kernel
 from .gluon_compat import Descriptor, gl
@@ -164,7 +164,7 @@ def gdn_scan(
     pointers = (initial_state, final, checkpoints, state_indices, cu_seqlens)
     # the kernel waits for prepare itself, where it needs it: launch_pdl
     options = (("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True))
-    kind = (device, v.dtype, pool_step < 2**31, *map(_specialized_on, pointers))
+    kind = (device, v.dtype, pool_step < 2**31, *map(specialized_on, pointers))
     prepare(gdn_scan_fwd_kernel, constexprs, options, *kind).launch(
         (slots * HV * 2 // W, 1, 1),
         _token_desc(q, 128, packed), _token_desc(k, 128, packed), _token_desc(v, 64, packed),
@@ -177,11 +177,6 @@ def gdn_scan(
         scatter_states_kernel[grid](final, state_indices, pool, pool_step, size)
         final = pool
     return o, final, checkpoints
-
-
-def _specialized_on(x: Optional[torch.Tensor]):
-    """What Triton compiles for of a pointer: its type, whether it is there and 16-byte aligned."""
-    return None if x is None else (x.dtype, x.data_ptr() % 16 == 0)
 
 
 def _segments(N: int, T: int, HV: int, packed: bool, device: torch.device) -> Tuple[int, int]:

@@ -6,7 +6,7 @@ import torch
 
 from .. import dispatch
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def needs_grad(args: tuple) -> bool:
@@ -36,7 +36,7 @@ def run(
         launch = dispatch.choose(family, operation, grad, args)
         if launch is None:
             return reference(*args)
-        if not grad and type(args[0]) in _PLAIN:
+        if not grad and type(args[0]) in PLAIN:
             return launch(*args)
     return (train or op)(*args) if grad else op(*args)
 

@@ -81,16 +81,12 @@ def gdn_chunk_fwd(
 def _config(q: torch.Tensor, v: torch.Tensor) -> dict:
     """Launch configurations of the phases."""
     wide = q.dtype == torch.float32 or max(q.shape[-1], v.shape[-1]) > 128
-    prec = "tf32x3" if q.dtype == torch.float32 else "tf32"
     HV = v.shape[2]
     width, stages = (16, 3) if HV <= 8 else (32, 3 if HV <= 32 else 2)
-    scan = dict(BLOCK_V=32 if wide else width, STAGES=1 if wide else stages, num_warps=4, PREC=prec)
     return {
-        "scan": scan,
+        "scan": dict(BLOCK_V=32 if wide else width, STAGES=1 if wide else stages, num_warps=4),
         "segment": 32,
         "segment_heads": 16,
-        "transition": dict(
-            BLOCK_V=32 if wide else 64, STAGES=1 if wide else 3, num_warps=4, PREC=prec
-        ),
-        "carry": dict(BLOCK_V=16, num_warps=8, PREC="tf32x3"),
+        "transition": dict(BLOCK_V=32 if wide else 64, STAGES=1 if wide else 3, num_warps=4),
+        "carry": dict(BLOCK_V=16, num_warps=8),
     }
