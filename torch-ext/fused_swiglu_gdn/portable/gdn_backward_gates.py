@@ -3,7 +3,7 @@
     dg_u = sum over i >= u of dG by rows + sum over i < u of dG by columns + gam_C <S, dS>
     dbeta = (dV . vt) / beta^2
 
-then through the gate, g = -exp(A_log) softplus(a + dt_bias), and the sigmoid (docs/gdn_backward.md).
+then through the gate g = -exp(A_log) softplus(a + dt_bias) and the sigmoid (docs/gdn_backward.md).
 `parts` [rows, HV, NV, 8, C] holds, by block of V,
 
     0 rows, 1 columns of dP * QK^T      2 rows of F2 (dO S^T) * Q      3 rows' dV . vt
@@ -12,7 +12,6 @@ then through the gate, g = -exp(A_log) softplus(a + dt_bias), and the sigmoid (d
 Sizes: B T H HV; N sequences; C = 64 tokens a chunk; rows = chunk rows of the call; NV blocks of V.
 """
 
-import torch
 import triton
 import triton.language as tl
 
