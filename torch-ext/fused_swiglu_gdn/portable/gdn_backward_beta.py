@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import locate
+from ..common.gdn_prepare import locate, precision
 from .gdn_backward_query import inverse_norm, tile
 
 
@@ -155,6 +155,6 @@ def gdn_backward_beta(
         BETA_MAX=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
         SMALL=2.0**-6 if k.dtype == torch.float16 else 1e-12,
         BLOCK_K=triton.next_power_of_2(max(K, 16)),
-        PREC="tf32x3" if k.dtype == torch.float32 else "tf32",
+        PREC=precision(k.dtype),
         **config,
     )  # fmt: skip

@@ -13,11 +13,10 @@ a transposed accumulator on Hopper (flash-linear-attention#640).
 Sizes as in gdn_backward_query.py.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import locate
+from ..common.gdn_prepare import locate, precision
 from .gdn_backward_query import inverse_norm, tile
 
 
@@ -68,7 +67,6 @@ def _key_bwd_kernel(
     i = t[:, None]
     j = t[None, :]
     d = tl.arange(0, BLOCK_K)
-    tok = t.to(tl.int64)  # from the chunk's first
     ok = c * 64 + t < length
     first = start + c * 64
     in_k = ok[:, None] & (d < K)[None, :]
@@ -83,7 +81,7 @@ def _key_bwd_kernel(
     cumulative_ptr += unit * 64
     parts_ptr += unit * (NV * 512)
     ends_ptr += unit * NV
-    k = tile(k_ptr, tok, k_strides[1], d, in_k)  # [C, K]
+    k = tile(k_ptr, t, k_strides[1], d, in_k)  # [C, K]
     rk = inverse_norm(k, NORM)
     kk = tl.dot(k, tl.trans(k), input_precision=PREC) * rk[:, None] * rk[None, :]  # [C, C]
     dk = tl.zeros((64, BLOCK_K), tl.float32)  # rk times the gradient of the normalised k
@@ -93,7 +91,7 @@ def _key_bwd_kernel(
         r = step // NV
         e = (step % NV) * BLOCK_V + tl.arange(0, BLOCK_V)
         in_v = ok[:, None] & (e < V)[None, :]
-        do = tile(do_ptr + r * do_strides[2], tok, do_strides[1], e, in_v)  # [C, BLOCK_V]
+        do = tile(do_ptr + r * do_strides[2], t, do_strides[1], e, in_v)  # [C, BLOCK_V]
         vt = tile(vt_ptr + r * V, t, HV * V, e, in_v)  # [C, BLOCK_V]
         dv = tile(dv_ptr + r * V, t, HV * V, e, in_v)  # [C, BLOCK_V]
         in_state = (d < K)[:, None] & (e < V)[None, :]
@@ -125,7 +123,7 @@ def _key_bwd_kernel(
         wide = f1[:, None] * tl.dot(vt, tl.trans(ds), input_precision=PREC)
         dk += wide
         tl.store(at + 448, tl.sum(wide * k.to(tl.float32), 1))
-    q = tile(q_ptr, tok, q_strides[1], d, in_k)  # [C, K]
+    q = tile(q_ptr, t, q_strides[1], d, in_k)  # [C, K]
     rq = inverse_norm(q, NORM)
     dp = (dp * (scale * rk)[:, None] * rq[None, :]).to(k.dtype)
     dk = tl.dot(dp, q, dk, input_precision=PREC)
@@ -133,7 +131,8 @@ def _key_bwd_kernel(
     dk = tl.dot(dn, k, dk, input_precision=PREC)
     if NORM:
         dk -= k.to(tl.float32) * (rk * rk * tl.sum(dk * k.to(tl.float32), 1))[:, None]
-    at = ((b * T + first + tok) * H + h)[:, None] * K + d[None, :]
+    dk_ptr += ((b * T + first) * H + h) * K
+    at = t[:, None] * (H * K) + d[None, :]
     tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=in_k)
 
 
@@ -153,7 +152,7 @@ def gdn_backward_key(
         H=H, R=HV // H, K=K, V=V,
         NORM=use_qk_l2norm,
         BLOCK_K=triton.next_power_of_2(max(K, 16)),
-        PREC="tf32x3" if q.dtype == torch.float32 else "tf32",
+        PREC=precision(q.dtype),
         **config,
     )  # fmt: skip
     return dk

@@ -12,11 +12,10 @@ NV blocks of V. `parts` [rows, HV, NV, 8, C] takes the vectors that gdn_backward
 together, see there.
 """
 
-import torch
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import locate, log2_decay
+from ..common.gdn_prepare import locate, log2_decay, precision
 
 
 @triton.jit
@@ -98,7 +97,6 @@ def _query_bwd_kernel(
     i = t[:, None]
     j = t[None, :]
     d = tl.arange(0, BLOCK_K)
-    tok = t.to(tl.int64)  # from the chunk's first
     ok = c * 64 + t < length
     first = start + c * 64
     in_k = ok[:, None] & (d < K)[None, :]
@@ -114,8 +112,8 @@ def _query_bwd_kernel(
     _store_cumulative_gates(
         cumulative_ptr, g_ptr, A_log_ptr, dt_bias_ptr, g_strides, ok, hv, R, HEADS
     )
-    q = tile(q_ptr, tok, q_strides[1], d, in_k)  # [C, K]
-    k = tile(k_ptr, tok, k_strides[1], d, in_k)  # [C, K]
+    q = tile(q_ptr, t, q_strides[1], d, in_k)  # [C, K]
+    k = tile(k_ptr, t, k_strides[1], d, in_k)  # [C, K]
     rq = inverse_norm(q, NORM)
     rk = inverse_norm(k, NORM)
     qk = tl.dot(q, tl.trans(k), input_precision=PREC)  # [C, C] fp32
@@ -126,7 +124,7 @@ def _query_bwd_kernel(
         r = step // NV
         e = (step % NV) * BLOCK_V + tl.arange(0, BLOCK_V)
         in_v = ok[:, None] & (e < V)[None, :]
-        do = tile(do_ptr + r * do_strides[2], tok, do_strides[1], e, in_v)  # [C, BLOCK_V]
+        do = tile(do_ptr + r * do_strides[2], t, do_strides[1], e, in_v)  # [C, BLOCK_V]
         vt = tile(vt_ptr + r * V, t, HV * V, e, in_v)  # [C, BLOCK_V]
         s_at = r * (K * V) + d[:, None] * V + e[None, :]
         s = tl.load(h_ptr + s_at, mask=(d < K)[:, None] & (e < V)[None, :], other=0.0)  # [K, ..]
@@ -147,7 +145,8 @@ def _query_bwd_kernel(
     dq = tl.dot(dp, k, dq, input_precision=PREC)
     if NORM:
         dq -= q.to(tl.float32) * (rq * rq * tl.sum(dq * q.to(tl.float32), 1))[:, None]
-    at = ((b * T + first + tok) * H + h)[:, None] * K + d[None, :]
+    dq_ptr += ((b * T + first) * H + h) * K
+    at = t[:, None] * (H * K) + d[None, :]
     tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=in_k)
 
 
@@ -168,7 +167,7 @@ def gdn_backward_query(
         H=H, R=HV // H, HEADS=triton.next_power_of_2(HV // H), K=K, V=V,
         NORM=use_qk_l2norm,
         BLOCK_K=triton.next_power_of_2(max(K, 16)),
-        PREC="tf32x3" if q.dtype == torch.float32 else "tf32",
+        PREC=precision(q.dtype),
         **config,
     )  # fmt: skip
     return dq
