@@ -100,6 +100,7 @@ def _store_factors(
     A_log_ptr,  # [HV] or None
     dt_bias_ptr,  # [HV] or None
     f_ptr,  # [heads, 4, C] fp32
+    gates_ptr,  # [heads, 2, C] fp32: g and beta, read again in the layouts of the [C, C] tiles
     decay_ptr,  # [heads] fp32
     g_strides,  # of B, T, HV
     beta_strides,
@@ -124,6 +125,8 @@ def _store_factors(
     beta = write_strength(beta, mask, BETA_MAX)
     G = tl.cumsum(g, axis=0)
     G_end = tl.sum(g, axis=0)[None, :]  # [1, heads]
+    tl.store(gates_ptr + r * 128 + i, g, mask=tl.broadcast_to(has, (64, BLOCK_R)))
+    tl.store(gates_ptr + r * 128 + 64 + i, beta, mask=tl.broadcast_to(has, (64, BLOCK_R)))
     at = f_ptr + r * 256 + i
     has = tl.broadcast_to(has, (64, BLOCK_R))
     tl.store(at, tl.exp2(G) * rk[:, None], mask=has)
@@ -142,14 +145,37 @@ def _level(i, j, S: tl.constexpr):
 
 
 @triton.jit
+def _columns(x, S: tl.constexpr):
+    """The even and the odd blocks of S columns of a [C, C] tile: two [C, C / 2], no data moves."""
+    x = tl.permute(tl.reshape(x, (64, 32 // S, 2, S)), (0, 1, 3, 2))
+    even, odd = tl.split(x)
+    return tl.reshape(even, (64, 32)), tl.reshape(odd, (64, 32))
+
+
+@triton.jit
+def _interleave(even, odd, S: tl.constexpr):
+    """The inverse of _columns."""
+    x = tl.join(tl.reshape(even, (64, 32 // S, S)), tl.reshape(odd, (64, 32 // S, S)))
+    return tl.reshape(tl.permute(x, (0, 1, 3, 2)), (64, 64))
+
+
+@triton.jit
+def _join_pairs(x, m, S: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """From the inverses x of the S x S blocks of the diagonal to those of 2S x 2S.
+
+    Below the diagonal of [[A, 0], [-M, D]]^-1 stands D^-1 M A^-1: only even columns change.
+    """
+    low = m * _level(tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :], S).to(DOT)
+    y = tl.dot(x.to(DOT), low, input_precision=PREC).to(DOT)
+    return tl.dot(y, x.to(DOT), x, input_precision=PREC)
+
+
+@triton.jit
 def unit_lower_inverse(m, DOT: tl.constexpr, PREC: tl.constexpr):
     """(I - m)^-1 of a strictly lower [C, C] fp32 tile: blocks of 16 first, then pairs of blocks.
 
-    Below the diagonal of [[A, 0], [-M, D]]^-1 stands D^-1 M A^-1; for unit keys every product on the
-    way stays within 1, so no entry is lost to rounding or overflow.
+    For unit keys every product on the way stays within 1, so nothing is lost to cancellation.
     """
-    i = tl.arange(0, 64)[:, None]
-    j = tl.arange(0, 64)[None, :]
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     own = tl.arange(0, 4)[:, None, None, None] == tl.arange(0, 4)[None, None, :, None]
@@ -162,12 +188,8 @@ def unit_lower_inverse(m, DOT: tl.constexpr, PREC: tl.constexpr):
         z = tl.dot(y, x.to(DOT), input_precision=PREC)
         x = tl.where(_level(a, b, 2**s), z, x)
     x = tl.reshape(x[:, :, None, :] * own, (64, 64))
-    m = m.to(DOT)
-    for s in tl.static_range(4, 6):
-        pairs = m * _level(i, j, 2**s).to(DOT)
-        y = tl.dot(x.to(DOT), pairs, input_precision=PREC).to(DOT)
-        x = tl.dot(y, x.to(DOT), x, input_precision=PREC)
-    return x
+    x = _join_pairs(x, m.to(DOT), 16, DOT, PREC)
+    return _join_pairs(x, m.to(DOT), 32, DOT, PREC)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "heads"])
@@ -182,6 +204,7 @@ def _prepare_kernel(
     tb_ptr,  # [rows, HV, C, C]
     p_ptr,  # [rows, HV, C, C]
     f_ptr,  # [rows, HV, 4, C] fp32
+    gates_ptr,  # [rows, HV, 2, C] fp32, scratch
     decay_ptr,  # [rows, HV] fp32
     q_strides,  # of B, T, H
     k_strides,
@@ -246,19 +269,18 @@ def _prepare_kernel(
     g_ptr += hv0 * g_strides[2]
     beta_ptr += hv0 * beta_strides[2]
     unit = row.to(tl.int64) * (H * R) + hv0
+    gates_ptr += unit * 128
     _store_factors(
-        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, f_ptr + unit * 256, decay_ptr + unit,
+        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, f_ptr + unit * 256, gates_ptr, decay_ptr + unit,
         g_strides, beta_strides, ok, hv0, k2, rk, rq * scale, heads, BLOCK_R, BETA_MAX,
     )  # fmt: skip
+    tl.debug_barrier()  # the gates are read by other threads than wrote them
     tb_ptr += unit * 4096
     p_ptr += unit * 4096
     for head in range(heads):
-        # read again, in the layouts of the [C, C] tiles
-        g = tl.load(g_ptr + head * g_strides[2] + t * g_strides[1], mask=ok, other=0.0)
-        g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + head)
-        beta_at = beta_ptr + head * beta_strides[2] + t * beta_strides[1]
-        beta = write_strength(tl.load(beta_at, mask=ok, other=0.0), ok, BETA_MAX)
-        G, beta = tl.associative_scan((tl.where(ok, g, 0.0), beta), 0, _sum_and_keep)
+        g = tl.load(gates_ptr + head * 128 + t)  # [C] fp32, log2
+        beta = tl.load(gates_ptr + head * 128 + 64 + t)  # [C] fp32
+        G, beta = tl.associative_scan((g, beta), 0, _sum_and_keep)
         gam = tl.exp2(tl.minimum(G[:, None] - G[None, :], 100.0))  # finite above the diagonal too
         p = qk * gam
         tl.store(p_ptr + head * 4096 + i * 64 + j, p.to(p_ptr.dtype.element_ty))
@@ -326,6 +348,7 @@ def gdn_prepare(
     blocks = q.new_empty((2, rows, HV, CHUNK, CHUNK))
     tb, p = blocks[0], blocks[1]
     f = q.new_empty((rows, HV, 4, CHUNK), dtype=torch.float32)
+    gates = q.new_empty((rows, HV, 2, CHUNK), dtype=torch.float32)
     decay = q.new_empty((rows, HV), dtype=torch.float32)
     if rows * HV == 0:
         return tb, p, f, decay
@@ -339,7 +362,7 @@ def gdn_prepare(
     _launch(
         (rows * HV // heads, 1, 1),
         (q.device.index, *map(specialized_on, inputs), strides, fixed),
-        (*inputs, tb, p, f, decay, *strides, T, N, -(-T // CHUNK), heads, scale, *fixed),
+        (*inputs, tb, p, f, gates, decay, *strides, T, N, -(-T // CHUNK), heads, scale, *fixed),
         **lookup("common_gdn_prepare", q.device, R=HV // H),
     )
     return tb, p, f, decay
