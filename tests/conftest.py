@@ -81,8 +81,8 @@ def kernel():
 
 
 def build_tool():
-    """tools/build.py as a module."""
-    sys.path.append(str(ROOT / "tools"))
+    """tools/build.py as a module; first on the path, since a package is called `build` as well."""
+    sys.path.insert(0, str(ROOT / "tools"))
     return importlib.import_module("build")
 
 

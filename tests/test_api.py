@@ -9,7 +9,6 @@ from conftest import PACKAGE, ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 import public_api  # noqa: E402
-
 from build import read_config  # noqa: E402
 
 VERSION = read_config(ROOT)[0]["general"]["version"]

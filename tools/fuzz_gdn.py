@@ -298,10 +298,8 @@ def run_group(module, problems: List[Problem]) -> int:
         wrong = compare(p, out, o_ref, S_ref, kept, at)
         if wrong:
             bad += 1
-            print(
-                f"MISS --repeat {p.seeds[0]} {p.seeds[1]}: {wrong}; lengths {p.lengths} {p.variant}",
-                flush=True,
-            )
+            seeds = " ".join(map(str, p.seeds))
+            print(f"MISS --repeat {seeds}: {wrong}; {p.lengths} {p.variant}", flush=True)
         at += len(p.lengths) * p.variant.H * p.variant.R
     return bad
 

@@ -18,13 +18,12 @@ import typing
 
 import hub_errors
 import release_checks
+from build import ROOT, build, read_config
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars
 from public_api import BUMP, breaks, public_api
 from tqdm import tqdm
-
-from build import ROOT, build, read_config
 
 KERNEL = {"repo_type": "kernel"}
 STEPS = 5  # of the progress bar

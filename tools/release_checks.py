@@ -4,9 +4,8 @@ import json
 import re
 
 import card_numbers
-from public_api import BUMP, breaks, public_api
-
 from build import card, git, package_dir, provenance
+from public_api import BUMP, breaks, public_api
 
 
 def tree_problems(root):

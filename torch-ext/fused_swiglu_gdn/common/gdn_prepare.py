@@ -1,6 +1,7 @@
 """The chunk-parallel half of the chunked gated delta rule (docs/gdn.md).
 
-Per chunk of C = 64 tokens and value head, with k normalised if asked, G = cumsum(g), Gam_ij = exp(G_i - G_j) for i >= j:
+Per chunk of C = 64 tokens and value head, with q and k normalised if asked, G = cumsum(g) and
+Gam_ij = exp(G_i - G_j) for i >= j:
 
     L  = strict_lower(beta_i Gam_ij k_i.k_j)      Tb = (I + L)^-1 diag(beta)
     P  = scale lower(Gam_ij q_i.k_j)              F  = row factors of the scan
@@ -17,7 +18,7 @@ import triton.language as tl
 
 from ..device import multiprocessor_count
 from ..tuning import lookup
-from .launch import Launcher, specialized_on, steps
+from .launch import prepare, specialized_on, steps
 
 CHUNK = 64
 # fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
@@ -28,8 +29,8 @@ EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
 def locate(row, cu_ptr, T, N, ROWS, SPAN):
     """Row of SPAN tokens -> (sequence, span within it, first token, length of the sequence).
 
-    Sequence n owns the rows from cu[n] // SPAN + n (n * ROWS at equal length) on. That is enough for
-    its tokens, and costs no prefix sum; the caller leaves rows behind a sequence's end alone.
+    Sequence n owns the rows from cu[n] // SPAN + n (n * ROWS at equal length) on. That is enough
+    for its tokens and costs no prefix sum; the caller leaves rows behind a sequence's end alone.
     """
     if cu_ptr is None:
         n = row // ROWS
@@ -50,11 +51,6 @@ def locate(row, cu_ptr, T, N, ROWS, SPAN):
         length = tl.maximum(stop - start, 0).to(tl.int32)
         span = (row - (start // SPAN + n)).to(tl.int32)
     return n, span, start, length
-
-
-@triton.jit
-def locate_chunk(row, cu_ptr, T, N, NT, IS_PACKED: tl.constexpr):
-    return locate(row, cu_ptr, T, N, NT, 64)
 
 
 @triton.jit
@@ -145,25 +141,10 @@ def _level(i, j, S: tl.constexpr):
 
 
 @triton.jit
-def _columns(x, S: tl.constexpr):
-    """The even and the odd blocks of S columns of a [C, C] tile: two [C, C / 2], no data moves."""
-    x = tl.permute(tl.reshape(x, (64, 32 // S, 2, S)), (0, 1, 3, 2))
-    even, odd = tl.split(x)
-    return tl.reshape(even, (64, 32)), tl.reshape(odd, (64, 32))
-
-
-@triton.jit
-def _interleave(even, odd, S: tl.constexpr):
-    """The inverse of _columns."""
-    x = tl.join(tl.reshape(even, (64, 32 // S, S)), tl.reshape(odd, (64, 32 // S, S)))
-    return tl.reshape(tl.permute(x, (0, 1, 3, 2)), (64, 64))
-
-
-@triton.jit
 def _join_pairs(x, m, S: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
     """From the inverses x of the S x S blocks of the diagonal to those of 2S x 2S.
 
-    Below the diagonal of [[A, 0], [-M, D]]^-1 stands D^-1 M A^-1: only even columns change.
+    Below the diagonal of [[A, 0], [-M, D]]^-1 stands D^-1 M A^-1.
     """
     low = m * _level(tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :], S).to(DOT)
     y = tl.dot(x.to(DOT), low, input_precision=PREC).to(DOT)
@@ -289,9 +270,6 @@ def _prepare_kernel(
         tl.store(tb_ptr + head * 4096 + i * 64 + j, tb.to(tb_ptr.dtype.element_ty))
 
 
-_launch = Launcher(_prepare_kernel)
-
-
 def precision(dtype: torch.dtype) -> str:
     """input_precision of products of tensors of the dtype; only fp32 depends on it."""
     if dtype == torch.float32 or torch.version.hip is not None:
@@ -300,7 +278,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def chunk_rows(T: int, B: int, cu_seqlens: Optional[torch.Tensor]) -> int:
-    """Rows of the prepared blocks: no prefix sum and no device value is needed (gaps are harmless)."""
+    """Rows of the prepared blocks: no prefix sum, no device value is needed; gaps are harmless."""
     if cu_seqlens is None:
         return B * -(-T // CHUNK)
     return T // CHUNK + cu_seqlens.shape[0] - 1
@@ -340,13 +318,12 @@ def gdn_prepare(
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
 ):
-    """Prepared blocks of every chunk row and value head, as docs/gdn.md defines the boundary: Tb, P,
-    F, and decay [rows, HV] fp32, log2 of a bound of the norm of the chunk's transition."""
+    """Tb, P, F and decay of every chunk row and value head: the boundary of docs/gdn.md."""
     B, T, H, K = q.shape
     HV = g.shape[2]
     rows = chunk_rows(T, B, cu_seqlens)
-    blocks = q.new_empty((2, rows, HV, CHUNK, CHUNK))
-    tb, p = blocks[0], blocks[1]
+    tb = q.new_empty((rows, HV, CHUNK, CHUNK))
+    p = torch.empty_like(tb)
     f = q.new_empty((rows, HV, 4, CHUNK), dtype=torch.float32)
     gates = q.new_empty((rows, HV, 2, CHUNK), dtype=torch.float32)
     decay = q.new_empty((rows, HV), dtype=torch.float32)
@@ -359,10 +336,10 @@ def gdn_prepare(
     fixed = constexprs(q.dtype == torch.float32, H, HV // H, K, *flags)
     # all heads of a key head in one program share its products, if that leaves programs enough
     heads = HV // H if rows * H >= 2 * _processors(q.device) else 1
-    _launch(
+    options = tuple(lookup("common_gdn_prepare", q.device, R=HV // H).items())
+    kind = (q.device, *map(specialized_on, inputs), strides)
+    prepare(_prepare_kernel, fixed, options, *kind).launch(
         (rows * HV // heads, 1, 1),
-        (q.device.index, *map(specialized_on, inputs), strides, fixed),
-        (*inputs, tb, p, f, gates, decay, *strides, T, N, -(-T // CHUNK), heads, scale, *fixed),
-        **lookup("common_gdn_prepare", q.device, R=HV // H),
-    )
+        *inputs, tb, p, f, gates, decay, *strides, T, N, -(-T // CHUNK), heads, scale,
+    )  # fmt: skip
     return tb, p, f, decay

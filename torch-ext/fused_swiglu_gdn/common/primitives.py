@@ -5,6 +5,12 @@ import triton.language as tl
 
 
 @triton.jit
+def _sigmoid(x):
+    """1 / (1 + exp(-x)); exp2 takes two thirds of the instructions that exp does."""
+    return 1.0 / (1.0 + tl.exp2(-1.4426950408889634 * x))
+
+
+@triton.jit
 def activate(x, ACTIVATION: tl.constexpr):
     """The activation of a gate, x and result fp32.
 
@@ -14,14 +20,32 @@ def activate(x, ACTIVATION: tl.constexpr):
     if ACTIVATION == "relu":
         return tl.where(x < 0.0, 0.0, x)
     if ACTIVATION == "gelu_tanh":
-        return x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
-    return x / (1.0 + tl.exp(-x))
+        return x / (1.0 + tl.exp2(-2.302208198144325 * (x + 0.044715 * x * x * x)))
+    return x / (1.0 + tl.exp2(-1.4426950408889634 * x))
 
 
 @triton.jit
-def grouped_tile(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
-    """(row, column) of a tile, GROUP rows of tiles at a time so that L2 keeps their operands."""
-    per_group = GROUP * tiles_n
-    first = (tile // per_group) * GROUP
-    rows = min(tiles_m - first, GROUP)
+def activate_with_slope(x, ACTIVATION: tl.constexpr):
+    """The activation of a gate and its derivative, all fp32.
+
+    silu: s = sigmoid(x), (x s)' = s (1 + x (1 - s)); gelu_tanh is x sigmoid(2 y), see above.
+    """
+    if ACTIVATION == "relu":
+        return activate(x, ACTIVATION), tl.where(x > 0.0, 1.0, 0.0)
+    if ACTIVATION == "gelu_tanh":
+        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        inner = x
+        slope = 1.0
+    s = _sigmoid(inner)
+    return x * s, s * (1.0 + x * slope * (1.0 - s))
+
+
+@triton.jit
+def grouped_tile(tile, tiles_m, tiles_n, group):
+    """(row, column) of a tile, `group` rows of tiles at a time so that L2 keeps their operands."""
+    per_group = group * tiles_n
+    first = (tile // per_group) * group
+    rows = min(tiles_m - first, group)
     return first + (tile % per_group) % rows, (tile % per_group) // rows

@@ -10,7 +10,7 @@ from typing import Optional, Tuple
 import torch
 
 from ..common.gdn_prepare import gdn_prepare
-from ..common.launch import Launcher
+from ..common.launch import prepare, specialized_on
 from ..device import multiprocessor_count
 from .gdn_scan import gdn_scan_fwd_kernel, scatter_states_kernel
 from .gluon_compat import Descriptor, gl
@@ -71,9 +71,10 @@ def gdn_chunk_fwd(
     output_final_state: bool,
     state_dtype: Optional[torch.dtype],
     checkpoint_every: int,
+    prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """o [B, T, HV, V]; the final state, the pool, or None; checkpoints or None."""
-    blocks = gdn_prepare(
+    blocks = prepared or gdn_prepare(
         q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
         allow_neg_eigval,
     )  # fmt: skip
@@ -137,6 +138,7 @@ def gdn_scan(
     output_final_state: bool,
     state_dtype: Optional[torch.dtype],
     checkpoint_every: int,
+    prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """The second half of gdn_chunk_fwd, on what gdn_prepare made of q, k, g and beta."""
     B, T, H, K = q.shape
@@ -160,19 +162,14 @@ def gdn_scan(
     W = 1 if 2 * slots * HV <= multiprocessor_count(device.index) else 2
     constexprs = (in_place, W, state_v_first, *REGISTERS[W])
     pointers = (initial_state, final, checkpoints, state_indices, cu_seqlens)
-    key = (device.index, v.dtype, pool_step < 2**31, constexprs, *map(_specialized_on, pointers))
-    _scan(
+    # the kernel waits for prepare itself, where it needs it: launch_pdl
+    options = (("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True))
+    kind = (device, v.dtype, pool_step < 2**31, *map(specialized_on, pointers))
+    prepare(gdn_scan_fwd_kernel, constexprs, options, *kind).launch(
         (slots * HV * 2 // W, 1, 1),
-        key,
-        (
-            _token_desc(q, 128, packed), _token_desc(k, 128, packed), _token_desc(v, 64, packed),
-            _token_desc(o, 64, packed), _block_desc(Tb), _block_desc(P), _factor_desc(F),
-            *pointers, decay, T, HV, H, N, max(checkpoint_every // 64, 1), split, pool_step,
-            *constexprs,
-        ),
-        num_warps=4,
-        maxnreg=CAP[W],
-        launch_pdl=True,  # it waits for prepare itself, where it needs it
+        _token_desc(q, 128, packed), _token_desc(k, 128, packed), _token_desc(v, 64, packed),
+        _token_desc(o, 64, packed), _block_desc(Tb), _block_desc(P), _factor_desc(F),
+        *pointers, decay, T, HV, H, N, max(checkpoint_every // 64, 1), split, pool_step,
     )  # fmt: skip
     if pool is not None and not in_place:
         size = HV * K * K
@@ -180,14 +177,6 @@ def gdn_scan(
         scatter_states_kernel[grid](final, state_indices, pool, pool_step, size)
         final = pool
     return o, final, checkpoints
-
-
-_scan = Launcher(gdn_scan_fwd_kernel)
-
-
-def _specialized_on(x: Optional[torch.Tensor]):
-    """What Triton compiles for of a pointer: its type, whether it is there and 16-byte aligned."""
-    return None if x is None else (x.dtype, x.data_ptr() % 16 == 0)
 
 
 def _segments(N: int, T: int, HV: int, packed: bool, device: torch.device) -> Tuple[int, int]:

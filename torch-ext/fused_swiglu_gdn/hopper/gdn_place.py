@@ -112,6 +112,7 @@ def _sequence(cu_ptr, slot, N):
     for j in range(0, N, LOOK_BACK):
         start = gl.load(cu_ptr + j + i, mask=j + i < N, other=0).to(gl.int32)
         n += gl.sum(((start // SPAN + j + i <= slot) & (j + i < N)).to(gl.int32), 0)
+    n = gl.maximum(n, 0)
     return n, slot - gl.load(cu_ptr + n).to(gl.int32) // SPAN - n
 
 
@@ -136,8 +137,10 @@ def place(
         n, i = slot // split, slot % split
         if gl.num_programs(0) != N * split * SLICES * HV:
             n, i = _sequence(cu_ptr, slot, N)
-        start = gl.load(cu_ptr + n).to(gl.int32)
-        end = gl.load(cu_ptr + n + 1).to(gl.int32)
+        # Clamped, so that wrong values cannot read or write out of bounds.
+        start = gl.minimum(gl.maximum(gl.load(cu_ptr + n), 0), T).to(gl.int32)
+        end = gl.minimum(gl.load(cu_ptr + n + 1), T).to(gl.int32)
+        end = gl.maximum(end, start)
         tokens = end - start
         batch, row = n * 0 + RAGGED_END, RAGGED_END - tokens
         block = start // C + n

@@ -6,17 +6,21 @@ import torch
 
 from ..common.gdn_prepare import CHUNK, gdn_prepare
 from ..tuning import lookup
+from .gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
 from .gdn_context import gdn_carry
 from .gdn_scan import gdn_scan
 
-
 WHOLE = 1 << 24  # chunks in a segment that no sequence fills
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supports_gdn_chunk_fwd(q, k, v, *_) -> bool:
     """Head dims up to 256; fp16, bf16 and fp32."""
-    dtypes = (torch.float16, torch.bfloat16, torch.float32)
-    return q.dtype in dtypes and q.shape[-1] <= 256 and v.shape[-1] <= 256
+    return q.dtype in _DTYPES and q.shape[-1] <= 256 and v.shape[-1] <= 256
+
+
+def supports_gdn_prepare(q, *_) -> bool:
+    return q.shape[-1] <= 256 and q.dtype in _DTYPES
 
 
 def gdn_chunk_fwd(
@@ -38,6 +42,7 @@ def gdn_chunk_fwd(
     output_final_state: bool,
     state_dtype: Optional[torch.dtype],
     checkpoint_every: int,
+    prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ):
     """o [B, T, HV, V], the final state or None, the checkpoints or None."""
     B, T, _, K = q.shape
@@ -53,10 +58,11 @@ def gdn_chunk_fwd(
     if checkpoint_every:
         rows = B * (T // checkpoint_every)
         checkpoints = torch.empty((rows,) + tail, dtype=dtype, device=v.device)
-    blocks = gdn_prepare(
+    prepared = prepared or gdn_prepare(
         q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
         allow_neg_eigval,
-    )[:3]  # fmt: skip
+    )  # fmt: skip
+    blocks = prepared[:3]
     wide = q.dtype == torch.float32 or max(K, V) > 128
     context = lookup("portable_gdn_context", v.device)
     segment, carry = WHOLE, None

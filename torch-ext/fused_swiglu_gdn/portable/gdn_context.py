@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..common.gdn_prepare import EXACT_FP32, locate, precision
-from ..common.launch import Launcher, specialized_on, steps
+from ..common.launch import prepare, specialized_on, steps
 from .gdn_scan import kv_strides, segments
 
 
@@ -88,9 +88,7 @@ def _transition_kernel(
         decay = tl.load(f + 192)
         x = v.to(tl.float32) - f0[:, None] * tl.dot(k, s.to(k.dtype), input_precision=PREC)
         vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, V or K] fp32
-        s = tl.dot(
-            tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC
-        )
+        s = tl.dot(tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC)
     own = tl.where(is_m, K, V)
     at = (row.to(tl.int64) * HV + hv) * ((V + K) * K) + tl.where(is_m, V * K, 0)
     at += d[:, None] + e[None, :] * K
@@ -151,10 +149,6 @@ def _carry_kernel(
         carry_ptr += HV * ((V + K) * K)
 
 
-_launch_transition = Launcher(_transition_kernel)
-_launch_carry = Launcher(_carry_kernel)
-
-
 def gdn_carry(
     k: torch.Tensor,  # [B, T, H, K]
     v: torch.Tensor,  # [B, T, HV, V]
@@ -182,21 +176,19 @@ def gdn_carry(
         H, HV // H, K, V, BLOCK_K, width, config["STAGES"],
         precision(k.dtype),
     )  # fmt: skip
-    _launch_transition(
+    options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
+    kind = (k.device, *map(specialized_on, inputs), strides)
+    prepare(_transition_kernel, constexprs, options, *kind).launch(
         (rows * HV * (-(-V // width) - (-K // width)), 1, 1),
-        (k.device.index, *map(specialized_on, inputs), strides, constexprs),
-        (*inputs, carry, *strides, T, N, own, segment, *constexprs),
-        num_warps=config["num_warps"],
-        num_stages=config["STAGES"],
+        *(*inputs, carry, *strides, T, N, own, segment),
     )
     inputs = (initial_state, state_indices, cu_seqlens)
     strides = kv_strides(initial_state, state_v_first)
     constexprs = (HV, K, V, BLOCK_K, carry_config["BLOCK_V"], EXACT_FP32)
-    _launch_carry(
+    options = (("num_warps", carry_config["num_warps"]), ("num_stages", 1))
+    kind = (k.device, *map(specialized_on, inputs), strides)
+    prepare(_carry_kernel, constexprs, options, *kind).launch(
         (N * HV * -(-V // carry_config["BLOCK_V"]), 1, 1),
-        (k.device.index, *map(specialized_on, inputs), strides, constexprs),
-        (carry, *inputs, strides, T, own, segment, *constexprs),
-        num_warps=carry_config["num_warps"],
-        num_stages=1,
+        *(carry, *inputs, strides, T, own, segment),
     )
     return carry

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from ..common.gdn_prepare import CHUNK, locate, precision
-from ..common.launch import Launcher, specialized_on, steps
+from ..common.launch import prepare, specialized_on, steps
 from ..tuning import lookup
 
 
@@ -148,9 +148,7 @@ def _scan_kernel(
         x = v.to(tl.float32) - f0[:, None] * tl.dot(k, operand, input_precision=PREC)  # [C, V]
         o = f2[:, None] * tl.dot(q, operand, input_precision=PREC)  # [C, V] fp32
         vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, V] fp32
-        s = tl.dot(
-            tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC
-        )
+        s = tl.dot(tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC)
         o = tl.dot(p, vt.to(k.dtype), o, input_precision=PREC)
         o_tile = o_ptr + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
         tl.store(o_tile, o.to(o_ptr.dtype.element_ty), mask=in_v)
@@ -165,9 +163,6 @@ def _scan_kernel(
         at = slot * s1_strides[0] + hv * s1_strides[1]
         at += d[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
         _store_state(s1_ptr, at, s, is_state & (last == chunks))
-
-
-_launch = Launcher(_scan_kernel)
 
 
 def kv_strides(state: Optional[torch.Tensor], v_first: bool):
@@ -222,14 +217,11 @@ def gdn_scan(
         config["STAGES"], precision(q.dtype),
     )  # fmt: skip
     inputs = (q, k, v)
-    _launch(
+    options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
+    kind = (v.device, *map(specialized_on, (*inputs, cu_seqlens, *states)), strides)
+    prepare(_scan_kernel, constexprs, options, *kind).launch(
         (rows * HV * -(-V // config["BLOCK_V"]), 1, 1),
-        (v.device.index, *map(specialized_on, (*inputs, cu_seqlens, *states)), strides, constexprs),
-        (
-            *inputs, o, *blocks, cu_seqlens, *states, *strides, T, N, own, segment,
-            max(checkpoint_every, CHUNK), *constexprs,
-        ),
-        num_warps=config["num_warps"],
-        num_stages=config["STAGES"],
+        *inputs, o, *blocks, cu_seqlens, *states, *strides, T, N, own, segment,
+        max(checkpoint_every, CHUNK),
     )  # fmt: skip
     return o

@@ -1,0 +1,146 @@
+"""What is particular to the Hopper scan: segments, one or two state warpgroups, what it refuses.
+
+The rest is tested for all implementations alike in test_gdn_chunk.py, the compiled code in
+test_compile.py, and random small problems by tools/fuzz_gdn.py.
+"""
+
+import pytest
+import torch
+from conftest import assert_close, gdn_inputs, submodule
+from interpreter import compiled
+from test_gdn_chunk import arguments, check, cu, expected
+
+pytest.importorskip("triton")
+gdn = pytest.importorskip("triton.experimental.gluon") and submodule("hopper.gdn")
+
+
+def supports(**options):
+    x = gdn_inputs(1, 64, 2, 4, 128, 128, torch.bfloat16)
+    x.pop("initial_state", None)
+    x.update({name: options.pop(name) for name in list(options) if name in x})
+    return gdn.supports_gdn_chunk_fwd(*arguments(x, **options))
+
+
+def test_takes_what_the_copy_engine_reads():
+    x = gdn_inputs(1, 64, 2, 4, 128, 128, torch.bfloat16)
+    packed = torch.cat([x["q"].flatten(2), x["k"].flatten(2), x["v"].flatten(2)], -1)
+    q, k, v = (y.unflatten(-1, (-1, 128)) for y in packed.split([256, 256, 512], -1))
+    assert supports() and supports(q=q, k=k, v=v)
+    assert supports(initial_state=torch.zeros(6, 5, 128, 128)[:, :4])
+    head_major = torch.zeros(1, 2, 64, 128, dtype=torch.bfloat16).transpose(1, 2)
+    assert supports(q=head_major)
+
+
+@pytest.mark.parametrize("what", ["fp32", "head dim", "no token", "odd stride", "odd start"])
+def test_leaves_the_rest_to_the_portable_scan(what):
+    x = gdn_inputs(1, 64, 2, 4, 128, 128, torch.bfloat16)
+    if what == "fp32":
+        x.update({name: x[name].float() for name in "qkv"})
+    elif what == "head dim":
+        x["v"] = x["v"][..., :64]
+    elif what == "no token":
+        x = {name: y[:, :0] if y.dim() > 2 and y.shape[1] == 64 else y for name, y in x.items()}
+    elif what == "odd stride":
+        x["k"] = torch.zeros(1, 64, 2, 132, dtype=torch.bfloat16)[..., :128]
+    else:
+        x["q"] = torch.zeros(64 * 256 + 1, dtype=torch.bfloat16)[1:].view(1, 64, 2, 128)
+    x.pop("initial_state", None)
+    assert not gdn.supports_gdn_chunk_fwd(*arguments(x))
+
+
+@pytest.mark.parametrize("HV", [2, 8, 24, 32, 64])
+@pytest.mark.parametrize(
+    "lengths", [(100,), (32768,), (2047, 4095, 1), (4096, 0, 6000), (64,) * 99]
+)
+def test_every_segment_has_a_slot(monkeypatch, lengths, HV):
+    """Sequence n owns the slots from cu[n] // span + n on: as many as it is cut into."""
+    monkeypatch.setattr(gdn, "multiprocessor_count", lambda index: 132)
+    N, T, span = len(lengths), sum(lengths), gdn.MIN_SEGMENT_TOKENS
+    split, slots = gdn._segments(N, T, HV, True, torch.device("cuda", 0))
+    start = 0
+    for n, length in enumerate(lengths):
+        cut = max(min(split, length // span), 1)
+        end = start + length
+        first, next_first = start // span + n, end // span + n + 1
+        if slots != N * split:
+            assert first + cut <= next_first and first + cut <= slots
+        alone, _ = gdn._segments(1, length, HV, False, torch.device("cuda", 0))
+        assert cut == max(min(alone, length // span), 1)  # the same as without the batch
+        start = end
+
+
+@pytest.fixture
+def warpgroups(request, monkeypatch):
+    """One or two state warpgroups a CTA, whatever the batch."""
+    count = gdn.multiprocessor_count
+    limit = {1: 10**9, 2: 0}[request.param]
+    segments = gdn._segments
+    monkeypatch.setattr(gdn, "multiprocessor_count", lambda index: limit)
+
+    def as_ever(*args):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gdn, "multiprocessor_count", count)
+            return segments(*args)
+
+    monkeypatch.setattr(gdn, "_segments", as_ever)
+
+
+both = pytest.mark.parametrize("warpgroups", [1, 2], indirect=True)
+
+
+@pytest.mark.gpu
+@compiled
+@both
+@pytest.mark.parametrize("gates", ["qwen", "slow", "none"])
+@pytest.mark.parametrize("lengths", [(4500, 100, 6001, 0, 2047, 4096)])
+def test_segments(warpgroups, gates, lengths):
+    """Heads that forget are cut, others not; checkpoints fall into warm-ups and behind them."""
+    x = gdn_inputs(1, sum(lengths), 2, 4, 128, 128, torch.bfloat16, "cuda", gates=gates)
+    x["initial_state"] = torch.randn(len(lengths), 4, 128, 128, device="cuda")
+    offsets = cu(*lengths, device="cuda")
+    check("hopper", arguments(x, cu_seqlens=offsets, checkpoint_every=1024, use_qk_l2norm=True))
+
+
+@pytest.mark.gpu
+@compiled
+def test_cut_pool_is_written_behind_all_reads():
+    lengths = (4500, 4600, 4200)
+    x = gdn_inputs(1, sum(lengths), 2, 4, 128, 128, torch.bfloat16, "cuda")
+    x["initial_state"] = torch.randn(5, 4, 128, 128, device="cuda")
+    args = arguments(
+        x, cu_seqlens=cu(*lengths, device="cuda"), use_qk_l2norm=True, state_v_first=True,
+        state_indices=torch.tensor([4, -1, 1], device="cuda"),
+    )  # fmt: skip
+    ref = expected(args)
+    o, pool, _ = gdn.gdn_chunk_fwd(*args)
+    assert_close(o, ref[0])
+    assert_close(pool, ref[1], torch.bfloat16)
+    assert not o[:, 4500:9100].any()
+
+
+@pytest.mark.gpu
+@compiled
+def test_cut_alone_as_in_a_batch():
+    lengths = (4500, 100, 6001)
+    x = gdn_inputs(1, sum(lengths), 2, 4, 128, 128, torch.bfloat16, "cuda", gates="qwen")
+    x.pop("initial_state", None)
+    offsets = cu(*lengths, device="cuda")
+    o, state, _ = gdn.gdn_chunk_fwd(*arguments(x, cu_seqlens=offsets, use_qk_l2norm=True))
+    for n in (0, 2):
+        own = slice(int(offsets[n]), int(offsets[n + 1]))
+        alone = {name: y[:, own] for name, y in x.items()}
+        o1, state1, _ = gdn.gdn_chunk_fwd(*arguments(alone, use_qk_l2norm=True))
+        assert torch.equal(o[:, own], o1) and torch.equal(state[n : n + 1], state1)
+
+
+@pytest.mark.gpu
+@compiled
+@both
+def test_wrong_offsets_stay_in_bounds(warpgroups):
+    """No check on the host can see them; they must neither hang nor write elsewhere."""
+    x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
+    x.pop("initial_state", None)
+    for ends in ([0, 500, 300], [-70, 100, 300], [200, 100, 10**6]):
+        offsets = torch.tensor(ends, device="cuda", dtype=torch.int32)
+        gdn.gdn_chunk_fwd(*arguments(x, cu_seqlens=offsets, use_qk_l2norm=True))
+        torch.cuda.synchronize()
