@@ -152,7 +152,6 @@ print(local.verify(), hub.verify())
 """
 
 
-@pytest.mark.skipif(HERE == "cuda" and not torch.cuda.is_available(), reason="kernels wants a GPU")
 def test_two_builds_load_in_one_process_as_users_load_them(copy, built, tmp_path):
     one = copy("one")
     changed = Checkout(tmp_path / "changed")

@@ -16,6 +16,7 @@ class Module(types.SimpleNamespace):
         self.supports_swiglu_fwd = lambda *args: supports
         if backward:
             self.swiglu_bwd = lambda *args: name
+            self.supports_swiglu_bwd = lambda *args: supports
 
 
 @pytest.fixture
@@ -81,6 +82,8 @@ def test_gradient_needs_a_backward(dispatch):
     assert chosen(dispatch, needs_grad=True) == "reference"
     dispatch.modules["portable"] = Module("portable", backward=True)
     assert chosen(dispatch, needs_grad=True) == "portable"
+    dispatch.modules["hopper"] = Module("hopper")  # the gradient may come from another folder
+    assert chosen(dispatch, needs_grad=True) == "hopper"
 
 
 def test_force_and_record(dispatch):

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-import torch
 from hub_double import TOKEN
 from hub_fixtures import (  # noqa: F401
     REPO,
@@ -19,11 +17,6 @@ from hub_fixtures import (  # noqa: F401
     whole,
 )  # fmt: skip
 from huggingface_hub import HfApi
-
-loads = pytest.mark.skipif(
-    torch.version.cuda is not None and not torch.cuda.is_available(),
-    reason="kernels loads a CUDA build with a GPU only",
-)
 
 # ---- what a maintainer does
 
@@ -94,7 +87,6 @@ print(kernel.verify(), hasattr(kernel, "news"))
 """
 
 
-@loads
 def test_load_by_version_and_find_a_tampered_file(hub, unchanged, send, user):
     _, out, _ = send(unchanged)
     digest, news = user(SHOW, REPO, "dict(version=1)").split()
@@ -128,7 +120,6 @@ print(*[getattr(k, "news", 0) for k in (old, one, two)])
 """
 
 
-@loads
 def test_lock_then_a_changed_v1_and_a_v2_all_in_one_process(hub, checkout, send, user, tmp_path):
     init = "torch-ext/fused_swiglu_gdn/__init__.py"
     assert send(checkout)[0] == 0
@@ -152,7 +143,6 @@ def test_lock_then_a_changed_v1_and_a_v2_all_in_one_process(hub, checkout, send,
     assert by_commit.split()[1] == "False"
 
 
-@loads
 def test_an_untrusted_organisation_needs_the_users_word(hub, small, send, user):
     repo = "untrusted/fused-swiglu-gdn"
     assert send(small, repo=repo)[0] == 0
@@ -185,7 +175,6 @@ for load in (
 """
 
 
-@loads
 def test_offline_needs_a_whole_snapshot(hub, small, send, user, tmp_path):
     assert send(small)[0] == 0
     commit = hub.repos[REPO].branches["v1"]

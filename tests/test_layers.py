@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import DEVICES, assert_close, gdn_inputs
-from tiny_models import GDN, config_of, pair, tokens
+from tiny_models import GDN, config_of, pair, random_model, tokens
 from torch import nn
 
 transformers = pytest.importorskip("transformers")
@@ -169,11 +169,11 @@ ACTIVATIONS = {
 @pytest.mark.parametrize("fused", [False, True])
 def test_mlp_is_what_was_made_of_it(kernel, device, change, fused):
     torch.manual_seed(0)
-    mlp = MLP(nn.SiLU(), bias=True, fused=fused).to(device)
+    mlp = MLP(nn.SiLU(), bias=True, fused=fused)
     if change != "nothing":
         kind, part = CHANGES[change]
         kind({"gate_up": "gate_up_proj" if fused else "up_proj"}.get(part, part))(mlp)
-    x = torch.randn(2, 3, 16, device=device)
+    mlp, x = mlp.to(device), torch.randn(2, 3, 16, device=device)
     layer = kernel.layers.SwiGLUGateUp if fused else kernel.layers.SwiGLUMLP
     assert_close(layer.forward(mlp, x), mlp(x))
 
@@ -338,3 +338,37 @@ def test_decoding_compiles_in_one_graph(kernel, device):
             parts += [step(x[:, t : t + 1], cache_params=cache) for t in (10, 11)]
         results.append(torch.cat(parts, 1))
     assert_close(*results)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid"])
+def test_decoding_in_a_cuda_graph(kernel, name):
+    """A captured step replays as the step runs: nothing waits for the host, states stay put."""
+    model = random_model(name, "cuda", hidden_size=64).bfloat16()
+    assert kernel.kernelize(model).served
+    layer = next(m for m in model.modules() if hasattr(m, "conv1d"))
+    x = torch.randn(2, 20, 64, device="cuda", dtype=torch.bfloat16)
+
+    def started():
+        cache = transformers.DynamicCache(config=model.config)
+        layer(x[:, :10], cache_params=cache)
+        return cache
+
+    with torch.no_grad():
+        cache = started()
+        ref = torch.cat([layer(x[:, t : t + 1], cache_params=cache) for t in range(10, 20)], 1)
+        token, cache = x[:, 10:11].clone(), started()
+        states = cache.layers[0].conv_states[0], cache.layers[0].recurrent_states[0]
+        before = [state.clone() for state in states]
+        layer(token, cache_params=cache)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = layer(token, cache_params=cache)
+        for state, first in zip(states, before):
+            state.copy_(first)
+        outs = []
+        for t in range(10, 20):
+            token.copy_(x[:, t : t + 1])
+            graph.replay()
+            outs.append(y.clone())
+    assert torch.equal(torch.cat(outs, 1), ref)

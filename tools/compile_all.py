@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Dict, List, Optional, Tuple
+from typing import Dict, List, Optional, Tuple, Union
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -41,13 +41,14 @@ class Variant:
     """One kernel as one launch compiles it.
 
     signature: type of each run-time argument, "*bf16", "i32", "tensordesc<bf16[128, 64]>"; with
-    ":16" behind it the value is a multiple of 16, which Triton sees of arguments at run time.
+    ":16" behind it the value is a multiple of 16, which Triton sees of arguments at run time. The
+    type of a tuple is a tuple.
     """
 
     name: str
     module: str  # dotted, inside the package: "hopper.swiglu"
     kernel: str
-    signature: Dict[str, str]
+    signature: Dict[str, Union[str, tuple]]
     constexprs: Dict[str, object]
     options: Dict[str, int]
     targets: Tuple[str, ...] = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -79,15 +80,22 @@ def load(path: str):
     return importlib.import_module(f"{NAME}.{path}")
 
 
+def _argument(kind, path: tuple, attributes: dict):
+    """The type of an argument (or of each part of a tuple); its divisibility goes to attributes."""
+    if isinstance(kind, tuple):
+        return tuple(_argument(part, (*path, j), attributes) for j, part in enumerate(kind))
+    kind, _, multiple = kind.partition(":")
+    if multiple:
+        attributes[path] = [["tt.divisibility", int(multiple)]]
+    return kind
+
+
 def source(variant: Variant):
     kernel = getattr(load(variant.module), variant.kernel)
     signature, constexprs, attributes = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in variant.signature:
-            kind, _, multiple = variant.signature[argument].partition(":")
-            signature[argument] = kind
-            if multiple:
-                attributes[(i,)] = [["tt.divisibility", int(multiple)]]
+            signature[argument] = _argument(variant.signature[argument], (i,), attributes)
         else:
             signature[argument] = "constexpr"
             constexprs[(i,)] = variant.constexprs[argument]

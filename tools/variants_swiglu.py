@@ -38,7 +38,9 @@ def _block(*sizes, dtype="bf16") -> str:
     return f"tensordesc<{dtype}[{', '.join(map(str, sizes))}]>"
 
 
-def _hopper(name, tile, targets, halves=False, bias=False, activation="silu", dtype="bf16"):
+def _hopper(
+    name, tile, targets, halves=False, bias=False, activation="silu", dtype="bf16", saving=False
+):
     BM, BN, BK = (tile[f"BLOCK_{d}"] for d in "MNK")
     signature = {
         "x_desc": _block(BM, BK, dtype=dtype),
@@ -46,7 +48,10 @@ def _hopper(name, tile, targets, halves=False, bias=False, activation="silu", dt
         "z_desc": _block(BM, BN, dtype=dtype),
         **dict.fromkeys(("M", "N", "K", "whole", "group"), "i32"),
     }
-    constexprs = {"w_half_desc": None, "z_half_desc": None, "b_gate_ptr": None, "b_up_ptr": None}
+    optional = ("w_half_desc", "z_half_desc", "gate_desc", "up_desc", "b_gate_ptr", "b_up_ptr")
+    constexprs = dict.fromkeys(optional)
+    if saving:
+        signature.update(dict.fromkeys(("gate_desc", "up_desc"), _block(BM, BN, dtype=dtype)))
     if halves:
         signature["w_half_desc"] = _block(2, BN // 2, BK, dtype=dtype)
         signature["z_half_desc"] = _block(BM, BN // 2, dtype=dtype)
@@ -56,8 +61,20 @@ def _hopper(name, tile, targets, halves=False, bias=False, activation="silu", dt
     constexprs.update(BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK)
     options = {k: tile[k] for k in ("num_warps", "num_stages")}
     return Variant(
-        name, "hopper.swiglu", "_swiglu_fwd_kernel", signature, constexprs, options, targets
+        name, "hopper.swiglu_kernels", "swiglu_fwd_kernel", signature, constexprs, options, targets
     )
+
+
+def _three_quarter(name, tile, targets):
+    BM, BN, BK = (tile[f"BLOCK_{d}"] for d in "MNK")
+    signature = {
+        "x_desc": _block(BM, BK),
+        "w_half_desc": _block(2, BN // 2, BK),
+        "w_quarter_desc": _block(2, BN // 4, BK),
+        "z_half_desc": _block(BM, BN // 2),
+        "z_quarter_desc": _block(BM, BN // 4),
+    }
+    return _plain("three_quarter_fwd", name, tile, targets, signature, {"UP_FIRST": False})
 
 
 def _wf(name, tile, targets):
@@ -67,14 +84,37 @@ def _wf(name, tile, targets):
         "w_gate_desc": _block(BK, BN),
         "w_up_desc": _block(BK, BN),
         "z_desc": _block(BM, BN),
-        **dict.fromkeys(("M", "N", "K", "group"), "i32"),
     }
-    constexprs = {"b_gate_ptr": None, "b_up_ptr": None, "ACTIVATION": "silu"}
-    constexprs.update(BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK)
+    return _plain("wf_fwd", name, tile, targets, signature, {})
+
+
+def _dx(name, tile, targets):
+    BM, BN, BK = (tile[f"BLOCK_{d}"] for d in "MNK")
+    signature = {"d_desc": _block(1, BM, BK), "w_desc": _block(1, BK, BN)}
+    signature.update(dx_desc=_block(BM, BN // 2), **dict.fromkeys(("M", "N", "K", "group"), "i32"))
+    constexprs = {"UP_FIRST": False, **{f"BLOCK_{d}": tile[f"BLOCK_{d}"] for d in "MNK"}}
     options = {k: tile[k] for k in ("num_warps", "num_stages")}
-    return Variant(
-        name, "hopper.swiglu", "_swiglu_wf_fwd_kernel", signature, constexprs, options, targets
-    )
+    module = "hopper.swiglu_backward"
+    return Variant(name, module, "_swiglu_dx_kernel", signature, constexprs, options, targets)
+
+
+def _gate(name, kernel, operands, targets):
+    """A kernel of common/swiglu_gate.py: pointers in front, no products."""
+    signature = dict.fromkeys(operands, "*bf16:16")
+    signature.update({f"stride_{kernel}": "i32:16"}, N="i32:16")
+    constexprs = {"ACTIVATION": "silu", "BLOCK": 1024}
+    module = "common.swiglu_gate"
+    return Variant(name, module, f"_{name[7:]}_kernel", signature, constexprs, {}, targets)
+
+
+def _plain(kernel, name, tile, targets, signature, constexprs):
+    """A kernel of hopper/swiglu_kernels.py without bias, by what its descriptors are."""
+    signature = {**signature, **dict.fromkeys(("M", "N", "K", "group"), "i32")}
+    constexprs = {**constexprs, "b_gate_ptr": None, "b_up_ptr": None, "ACTIVATION": "silu"}
+    constexprs.update({f"BLOCK_{d}": tile[f"BLOCK_{d}"] for d in "MNK"})
+    options = {k: tile[k] for k in ("num_warps", "num_stages")}
+    module, kernel = "hopper.swiglu_kernels", f"swiglu_{kernel}_kernel"
+    return Variant(name, module, kernel, signature, constexprs, options, targets)
 
 
 def _size(config: dict) -> str:
@@ -102,12 +142,22 @@ def _all() -> list:
         add(_hopper(f"hopper_swiglu_fwd,{_size(tile)}", tile, ("sm_90", "sm_100", "sm_120")))
         add(_wf(f"hopper_swiglu_wf_fwd,{_size(tile)}", tile, ("sm_90", "sm_100", "sm_120")))
     for tile in _config("hopper_swiglu_fwd,device_name=NVIDIA_H200")["default"]["tiles"]:
-        add(_hopper(f"hopper_swiglu_fwd,{_size(tile)}", tile, ("sm_90",)))
-        add(_wf(f"hopper_swiglu_wf_fwd,{_size(tile)}", tile, ("sm_90",)))
-        if tile["half_cost"]:
-            add(_hopper(f"hopper_swiglu_fwd,{_size(tile)},halves", tile, ("sm_90",), True))
-            name = f"hopper_swiglu_fwd,{_size(tile)},halves,bias,gelu,fp16"
-            add(_hopper(name, tile, ("sm_90",), True, True, "gelu_tanh", "fp16"))
+        name, targets = f"hopper_swiglu_fwd,{_size(tile)}", ("sm_90",)
+        if tile["columns"] != tile["BLOCK_N"]:
+            add(_three_quarter(f"{name},three quarters", tile, targets))
+            continue
+        add(_hopper(name, tile, targets))
+        add(_hopper(f"{name},saving", tile, targets, saving=True))
+        add(_wf(f"hopper_swiglu_wf_fwd,{_size(tile)}", tile, targets))
+        if tile["halves_cost"]:
+            add(_hopper(f"{name},halves", tile, targets, True))
+            add(_hopper(f"{name},halves,bias,gelu", tile, targets, True, True, "gelu_tanh", "fp16"))
+    add(_gate("swiglu_gate_fwd", "in", ("gate_ptr", "up_ptr", "z_ptr"), ANY))
+    add(_gate("swiglu_gate_bwd", "dz", ("dz_ptr", "gate_up_ptr", "z_ptr"), ANY))
+    tile = _config("hopper_swiglu_dx")["default"]
+    add(_dx(f"hopper_swiglu_dx,{_size(tile)}", tile, ("sm_90", "sm_100", "sm_120")))
+    tile = _config("hopper_swiglu_dx,device_name=NVIDIA_H200")["default"]
+    add(_dx(f"hopper_swiglu_dx,{_size(tile)}", tile, ("sm_90",)))
     return list(found.values())
 
 

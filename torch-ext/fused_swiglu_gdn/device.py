@@ -31,3 +31,14 @@ def on(device: torch.device):
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
+
+
+@functools.cache
+def _overlaps_launches(index: int) -> bool:
+    capability_ = capability(index)
+    return capability_ is not None and capability_ >= (9, 0)
+
+
+def overlaps_launches(device: torch.device) -> bool:
+    """Whether a launch may begin before the one that it follows has ended (Hopper and later)."""
+    return device.type == "cuda" and _overlaps_launches(device.index)

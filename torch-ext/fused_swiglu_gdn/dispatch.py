@@ -57,35 +57,44 @@ def _folders(device_type: str, index: Optional[int]) -> Tuple[str, ...]:
     return served
 
 
+def backward_of(operation: str) -> str:
+    """The name of an operation's gradient."""
+    return operation.replace("_fwd", "_bwd")
+
+
 @torch.compiler.assume_constant_result
-def has_kernels(family: str, device_type: str, index: Optional[int]) -> bool:
-    """Whether any kernel of the family exists for the device: a constant while tracing."""
+def has_kernels(family: str, operation: str, device_type: str, index: Optional[int]) -> bool:
+    """Whether any kernel of the operation exists for the device: a constant while tracing."""
     if _forced == "reference":
         return False
-    return any(_module(folder, family) for folder in _folders(device_type, index))
+    folders = _folders(device_type, index)
+    return any(hasattr(_module(folder, family), operation) for folder in folders)
 
 
-def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional[Callable]:
-    """The launcher that serves operation(*args), or None for the reference.
-
-    args[0] is a tensor on the device of the call. Where a gradient is needed, only a module with
-    the matching backward launcher counts.
-    """
+def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Optional[Callable]]:
+    """The first folder, and its launcher, that takes operation(*args)."""
     where = args[0].device
     for folder in _folders(where.type, where.index):
         if _forced is not None and folder != _forced:
             continue
         module = _module(folder, family)
         supports = getattr(module, f"supports_{operation}", None)
-        if supports is None:
-            continue
-        if needs_grad and not hasattr(module, operation.replace("_fwd", "_bwd")):
-            continue
-        if supports(*args):
-            _record(operation, folder)
-            return getattr(module, operation)
-    _record(operation, "reference")
-    return None
+        if supports is not None and supports(*args):
+            return folder, getattr(module, operation)
+    return None, None
+
+
+def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional[Callable]:
+    """The launcher that serves operation(*args), or None for the reference.
+
+    args[0] is a tensor on the device of the call. Where a gradient is needed, some kernel must
+    have it as well, which supports_<operation>_bwd says of the forward's arguments too.
+    """
+    folder, launch = _find(family, operation, args)
+    if needs_grad and launch is not None and _find(family, backward_of(operation), args)[1] is None:
+        folder, launch = None, None
+    _record(operation, folder or "reference")
+    return launch
 
 
 def _record(operation: str, implementation: str) -> None:

@@ -1,6 +1,7 @@
 """The chunk-parallel half of the chunked gated delta rule (docs/gdn.md).
 
-Per chunk of C = 64 tokens and value head, with k normalised if asked, G = cumsum(g), Gam_ij = exp(G_i - G_j) for i >= j:
+Per chunk of C = 64 tokens and value head, with q and k normalised if asked, G = cumsum(g) and
+Gam_ij = exp(G_i - G_j) for i >= j:
 
     L  = strict_lower(beta_i Gam_ij k_i.k_j)      Tb = (I + L)^-1 diag(beta)
     P  = scale lower(Gam_ij q_i.k_j)              F  = row factors of the scan
@@ -8,21 +9,28 @@ Per chunk of C = 64 tokens and value head, with k normalised if asked, G = cumsu
 Sizes: B T H HV K V; N sequences; C chunk; R = HV / H; rows = chunk rows of the call.
 """
 
+import functools
 from typing import Optional
 
 import torch
 import triton
 import triton.language as tl
 
+from ..device import multiprocessor_count
+from ..tuning import lookup
+from .launch import prepare, specialized_on, steps
+
 CHUNK = 64
+# fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
+EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
 
 
 @triton.jit
 def locate(row, cu_ptr, T, N, ROWS, SPAN):
     """Row of SPAN tokens -> (sequence, span within it, first token, length of the sequence).
 
-    Sequence n owns the rows from cu[n] // SPAN + n (n * ROWS at equal length) on. That is enough for
-    its tokens, and costs no prefix sum; the caller leaves rows behind a sequence's end alone.
+    Sequence n owns the rows from cu[n] // SPAN + n (n * ROWS at equal length) on. That is enough
+    for its tokens and costs no prefix sum; the caller leaves rows behind a sequence's end alone.
     """
     if cu_ptr is None:
         n = row // ROWS
@@ -46,17 +54,12 @@ def locate(row, cu_ptr, T, N, ROWS, SPAN):
 
 
 @triton.jit
-def locate_chunk(row, cu_ptr, T, N, NT, IS_PACKED: tl.constexpr):
-    return locate(row, cu_ptr, T, N, NT, 64)
-
-
-@triton.jit
 def _diagonal(x, i, j):
     return tl.sum(tl.where(i == j, x, 0.0), axis=1)
 
 
 @triton.jit
-def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask):
+def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=True):
     """g as given (natural-log decay; the raw a with A_log) -> log2 of the decay, fp32.
 
     Cut at 2^-200, which is 0 in fp32, so that one reset does not cost its chunk all precision.
@@ -88,12 +91,13 @@ def _sum_and_keep(g, beta, next_g, next_beta):
 
 @triton.jit
 def _store_factors(
-    g_ptr,  # [C, HEADS]
-    beta_ptr,  # [C, HEADS]
+    g_ptr,  # [C, heads]
+    beta_ptr,  # [C, heads]
     A_log_ptr,  # [HV] or None
     dt_bias_ptr,  # [HV] or None
-    f_ptr,  # [HEADS, 4, C] fp32
-    decay_ptr,  # [HEADS] fp32
+    f_ptr,  # [heads, 4, C] fp32
+    gates_ptr,  # [heads, 2, C] fp32: g and beta, read again in the layouts of the [C, C] tiles
+    decay_ptr,  # [heads] fp32
     g_strides,  # of B, T, HV
     beta_strides,
     ok,  # [C]
@@ -101,22 +105,24 @@ def _store_factors(
     k2,  # [C] fp32, |k|^2 as used
     rk,  # [C] fp32
     rq,  # [C] fp32, with the scale
-    HEADS: tl.constexpr,
+    heads,
     BLOCK_R: tl.constexpr,
     BETA_MAX: tl.constexpr,
 ):
     """F, and log2 of a bound of the norm of the chunk's transition, for all heads at once."""
     i = tl.arange(0, 64)[:, None]
     r = tl.arange(0, BLOCK_R)[None, :]
-    has = r < HEADS
+    has = r < heads
     mask = ok[:, None] & has
     g = tl.load(g_ptr + i * g_strides[1] + r * g_strides[2], mask=mask, other=0.0)
     g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + r, has)
-    g = tl.where(mask, g, 0.0)  # [C, HEADS] fp32
+    g = tl.where(mask, g, 0.0)  # [C, heads] fp32
     beta = tl.load(beta_ptr + i * beta_strides[1] + r * beta_strides[2], mask=mask, other=0.0)
     beta = write_strength(beta, mask, BETA_MAX)
     G = tl.cumsum(g, axis=0)
-    G_end = tl.sum(g, axis=0)[None, :]  # [1, HEADS]
+    G_end = tl.sum(g, axis=0)[None, :]  # [1, heads]
+    tl.store(gates_ptr + r * 128 + i, g, mask=tl.broadcast_to(has, (64, BLOCK_R)))
+    tl.store(gates_ptr + r * 128 + 64 + i, beta, mask=tl.broadcast_to(has, (64, BLOCK_R)))
     at = f_ptr + r * 256 + i
     has = tl.broadcast_to(has, (64, BLOCK_R))
     tl.store(at, tl.exp2(G) * rk[:, None], mask=has)
@@ -125,7 +131,7 @@ def _store_factors(
     tl.store(at + 192, tl.broadcast_to(tl.exp2(G_end), (64, BLOCK_R)), mask=has)
     # a token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|)
     stretch = tl.sum(tl.log2(tl.maximum(tl.abs(1.0 - beta * k2[:, None]), 1.0)), axis=0)
-    tl.store(decay_ptr + r, G_end + stretch[None, :], mask=r < HEADS)
+    tl.store(decay_ptr + r, G_end + stretch[None, :], mask=r < heads)
 
 
 @triton.jit
@@ -135,35 +141,39 @@ def _level(i, j, S: tl.constexpr):
 
 
 @triton.jit
-def unit_lower_inverse(m, DIAG: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+def _join_pairs(x, m, S: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """From the inverses x of the S x S blocks of the diagonal to those of 2S x 2S.
+
+    Below the diagonal of [[A, 0], [-M, D]]^-1 stands D^-1 M A^-1.
+    """
+    low = m * _level(tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :], S).to(DOT)
+    y = tl.dot(x.to(DOT), low, input_precision=PREC).to(DOT)
+    return tl.dot(y, x.to(DOT), x, input_precision=PREC)
+
+
+@triton.jit
+def unit_lower_inverse(m, DOT: tl.constexpr, PREC: tl.constexpr):
     """(I - m)^-1 of a strictly lower [C, C] fp32 tile: blocks of 16 first, then pairs of blocks.
 
-    Below the diagonal of [[A, 0], [-M, D]]^-1 stands D^-1 M A^-1; for unit keys every product on the
-    way stays within 1, so no entry is lost to rounding or overflow.
+    For unit keys every product on the way stays within 1, so nothing is lost to cancellation.
     """
-    i = tl.arange(0, 64)[:, None]
-    j = tl.arange(0, 64)[None, :]
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     own = tl.arange(0, 4)[:, None, None, None] == tl.arange(0, 4)[None, None, :, None]
     own = own.to(tl.float32)
     diag = tl.sum(tl.reshape(m, (4, 16, 4, 16)) * own, axis=2)  # [4, 16, 16] fp32
     x = tl.where(a == b, 1.0, tl.where(_level(a, b, 1), diag, 0.0))
-    d = diag.to(DIAG)
+    d = diag.to(DOT)
     for s in tl.static_range(1, 4):
-        y = tl.dot(x.to(DIAG), d, input_precision="tf32x3").to(DIAG)
-        z = tl.dot(y, x.to(DIAG), input_precision="tf32x3")
+        y = tl.dot(x.to(DOT), d, input_precision=PREC).to(DOT)
+        z = tl.dot(y, x.to(DOT), input_precision=PREC)
         x = tl.where(_level(a, b, 2**s), z, x)
     x = tl.reshape(x[:, :, None, :] * own, (64, 64))
-    m = m.to(DOT)
-    for s in tl.static_range(4, 6):
-        pairs = m * _level(i, j, 2**s).to(DOT)
-        y = tl.dot(x.to(DOT), pairs, input_precision=PREC).to(DOT)
-        x = tl.dot(y, x.to(DOT), x, input_precision=PREC)
-    return x
+    x = _join_pairs(x, m.to(DOT), 16, DOT, PREC)
+    return _join_pairs(x, m.to(DOT), 32, DOT, PREC)
 
 
-@triton.jit(do_not_specialize=["T", "N", "NT"])
+@triton.jit(do_not_specialize=["T", "N", "NT", "heads"])
 def _prepare_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -175,6 +185,7 @@ def _prepare_kernel(
     tb_ptr,  # [rows, HV, C, C]
     p_ptr,  # [rows, HV, C, C]
     f_ptr,  # [rows, HV, 4, C] fp32
+    gates_ptr,  # [rows, HV, 2, C] fp32, scratch
     decay_ptr,  # [rows, HV] fp32
     q_strides,  # of B, T, H
     k_strides,
@@ -183,23 +194,22 @@ def _prepare_kernel(
     T,
     N,
     NT,  # ceil(T / C), equal length
+    heads,
     scale,
     H: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     L2NORM: tl.constexpr,
     BETA_MAX: tl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
-    DOT: tl.constexpr,
-    DIAG: tl.constexpr,
-    HEADS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Tb, P and F of one chunk and HEADS of the R value heads of one key head."""
-    pid = tl.program_id(0)
-    row = pid // (H * R // HEADS)
-    hv0 = (pid % (H * R // HEADS)).to(tl.int64) * HEADS
+    """Tb, P and F of one chunk and `heads` of the R value heads of one key head."""
+    parts = H * R // heads
+    row = tl.program_id(0) // parts
+    hv0 = (tl.program_id(0) % parts).to(tl.int64) * heads
     h = hv0 // R
     n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
     if c * 64 >= length:
@@ -240,32 +250,59 @@ def _prepare_kernel(
     g_ptr += hv0 * g_strides[2]
     beta_ptr += hv0 * beta_strides[2]
     unit = row.to(tl.int64) * (H * R) + hv0
+    gates_ptr += unit * 128
     _store_factors(
-        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, f_ptr + unit * 256, decay_ptr + unit,
-        g_strides, beta_strides, ok, hv0, k2, rk, rq * scale, HEADS, BLOCK_R, BETA_MAX,
+        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, f_ptr + unit * 256, gates_ptr, decay_ptr + unit,
+        g_strides, beta_strides, ok, hv0, k2, rk, rq * scale, heads, BLOCK_R, BETA_MAX,
     )  # fmt: skip
+    tl.debug_barrier()  # the gates are read by other threads than wrote them
     tb_ptr += unit * 4096
     p_ptr += unit * 4096
-    for head in range(HEADS):
-        # read again, in the layouts of the [C, C] tiles
-        g = tl.load(g_ptr + head * g_strides[2] + t * g_strides[1], mask=ok, other=0.0)
-        g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + head, True)
-        beta_at = beta_ptr + head * beta_strides[2] + t * beta_strides[1]
-        beta = write_strength(tl.load(beta_at, mask=ok, other=0.0), ok, BETA_MAX)
-        G, beta = tl.associative_scan((tl.where(ok, g, 0.0), beta), 0, _sum_and_keep)
+    for head in range(heads):
+        g = tl.load(gates_ptr + head * 128 + t)  # [C] fp32, log2
+        beta = tl.load(gates_ptr + head * 128 + 64 + t)  # [C] fp32
+        G, beta = tl.associative_scan((g, beta), 0, _sum_and_keep)
         gam = tl.exp2(tl.minimum(G[:, None] - G[None, :], 100.0))  # finite above the diagonal too
         p = qk * gam
         tl.store(p_ptr + head * 4096 + i * 64 + j, p.to(p_ptr.dtype.element_ty))
         m = kk * gam * beta[:, None]
-        tb = unit_lower_inverse(m, DIAG, DOT, PREC) * beta[None, :]
+        tb = unit_lower_inverse(m, DOT, PREC) * beta[None, :]
         tl.store(tb_ptr + head * 4096 + i * 64 + j, tb.to(tb_ptr.dtype.element_ty))
 
 
+def precision(dtype: torch.dtype) -> str:
+    """input_precision of products of tensors of the dtype; only fp32 depends on it."""
+    if dtype == torch.float32 or torch.version.hip is not None:
+        return EXACT_FP32
+    return "tf32"
+
+
 def chunk_rows(T: int, B: int, cu_seqlens: Optional[torch.Tensor]) -> int:
-    """Rows of the prepared blocks: no prefix sum and no device value is needed (gaps are harmless)."""
+    """Rows of the prepared blocks: no prefix sum, no device value is needed; gaps are harmless."""
     if cu_seqlens is None:
         return B * -(-T // CHUNK)
     return T // CHUNK + cu_seqlens.shape[0] - 1
+
+
+@functools.cache
+def constexprs(
+    wide: bool, H: int, R: int, K: int, use_qk_l2norm: bool, use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+) -> tuple:  # fmt: skip
+    """The kernel's constexprs in their order; wide for fp32 inputs.
+
+    The inverse's products are in fp16 where its range is sure to do: with unit keys nothing exceeds
+    2, and fp16 has the mantissa of tf32 at twice its rate.
+    """
+    beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
+    block_k = min(triton.next_power_of_2(max(K, 16)), 128)
+    dot = tl.float16 if use_qk_l2norm and not wide else tl.float32
+    exactness = precision(torch.float32 if wide else torch.float16)
+    return (H, R, K, use_qk_l2norm, beta_max, block_k, triton.next_power_of_2(R), dot, exactness)
+
+
+def _processors(device: torch.device) -> int:
+    return multiprocessor_count(device.index) if device.type == "cuda" else 1
 
 
 def gdn_prepare(
@@ -281,50 +318,28 @@ def gdn_prepare(
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
 ):
-    """Prepared blocks of every chunk row and value head, as docs/gdn.md defines the boundary: Tb, P,
-    F, and decay [rows, HV] fp32, log2 of a bound of the norm of the chunk's transition."""
+    """Tb, P, F and decay of every chunk row and value head: the boundary of docs/gdn.md."""
     B, T, H, K = q.shape
     HV = g.shape[2]
     rows = chunk_rows(T, B, cu_seqlens)
-    blocks = q.new_empty((2, rows, HV, CHUNK, CHUNK))
-    tb, p = blocks[0], blocks[1]
+    tb = q.new_empty((rows, HV, CHUNK, CHUNK))
+    p = torch.empty_like(tb)
     f = q.new_empty((rows, HV, 4, CHUNK), dtype=torch.float32)
+    gates = q.new_empty((rows, HV, 2, CHUNK), dtype=torch.float32)
     decay = q.new_empty((rows, HV), dtype=torch.float32)
     if rows * HV == 0:
         return tb, p, f, decay
-    wide = q.dtype == torch.float32
-    heads = HV // H
-    _prepare_kernel[(rows * HV // heads,)](
-        q,
-        k,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        cu_seqlens,
-        tb,
-        p,
-        f,
-        decay,
-        q.stride()[:3],
-        k.stride()[:3],
-        g.stride(),
-        beta.stride(),
-        T,
-        1 if cu_seqlens is None else cu_seqlens.shape[0] - 1,
-        -(-T // CHUNK),
-        scale,
-        H=H,
-        R=HV // H,
-        K=K,
-        BLOCK_K=min(triton.next_power_of_2(max(K, 16)), 128),
-        L2NORM=use_qk_l2norm,
-        BETA_MAX=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
-        DIAG=tl.float32,
-        HEADS=heads,
-        BLOCK_R=triton.next_power_of_2(heads),
-        DOT=tl.float32 if wide else tl.float16,
-        PREC="tf32x3" if wide else "tf32",
-        num_warps=4,
-    )
+    N = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
+    strides = (steps(q), steps(k), steps(g), steps(beta))
+    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
+    fixed = constexprs(q.dtype == torch.float32, H, HV // H, K, *flags)
+    # all heads of a key head in one program share its products, if that leaves programs enough
+    heads = HV // H if rows * H >= 2 * _processors(q.device) else 1
+    options = tuple(lookup("common_gdn_prepare", q.device, R=HV // H).items())
+    kind = (q.device, *map(specialized_on, inputs), strides)
+    prepare(_prepare_kernel, fixed, options, *kind).launch(
+        (rows * HV // heads, 1, 1),
+        *inputs, tb, p, f, gates, decay, *strides, T, N, -(-T // CHUNK), heads, scale,
+    )  # fmt: skip
     return tb, p, f, decay

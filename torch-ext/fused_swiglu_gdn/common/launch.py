@@ -6,7 +6,23 @@ than a decoding kernel runs. A `Prepared` keeps what the first launch found.
 """
 
 import functools
-from typing import Any, Tuple
+from typing import Any, Optional, Tuple
+
+import torch
+
+
+def specialized_on(x: Optional[torch.Tensor]):
+    """What Triton compiles for of a pointer: its type, whether it is there and 16-byte aligned."""
+    return None if x is None else (x.dtype, x.data_ptr() % 16 == 0)
+
+
+def steps(x: torch.Tensor) -> tuple:
+    """Strides of B, T and heads of x [B, T, heads, ..].
+
+    0 for a batch of one, whose stride means nothing but would make a kind of its own for each T.
+    """
+    batch, token, head = x.stride()[:3]
+    return (batch if x.shape[0] > 1 else 0, token, head)
 
 
 class Prepared:
@@ -35,3 +51,33 @@ def prepare(kernel, constexprs: tuple, options: tuple, *kind) -> Prepared:
     does not name in do_not_specialize.
     """
     return Prepared(kernel, constexprs, options)
+
+
+class Program:
+    """A Prepared at one grid, for any pointers of one kind: dtypes, and which of them are None.
+
+    The kernel's parameters are pointers, then numbers, then constexprs. The pointers are handed on
+    as addresses, which spares Triton a call of the driver for each.
+    """
+
+    __slots__ = ("prepared", "grid", "numbers")
+
+    def __init__(self, kernel, size: int, numbers: tuple, constexprs: tuple, options: tuple):
+        self.prepared = Prepared(kernel, constexprs, options)
+        self.grid, self.numbers = (size, 1, 1), numbers
+
+    def __call__(self, *pointers: Optional[torch.Tensor]) -> None:
+        prepared = self.prepared
+        addresses, bits = [], 0
+        for x in pointers:
+            address = None if x is None else x.data_ptr()
+            addresses.append(address)
+            bits |= address or 0
+        if bits % 16:  # rare, and other code: Triton finds it
+            prepared.kernel[self.grid](
+                *pointers, *self.numbers, *prepared.constexprs, **prepared.options
+            )
+        elif prepared.compiled is None:
+            prepared.launch(self.grid, *pointers, *self.numbers)
+        else:
+            prepared.launch(self.grid, *addresses, *self.numbers)

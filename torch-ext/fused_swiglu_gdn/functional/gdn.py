@@ -32,6 +32,7 @@ def chunk_gated_delta_rule(
     state_dtype: Optional[torch.dtype] = None,
     checkpoint_every: int = 0,
     chunk_size: int = 64,
+    recompute: bool = True,
 ):
     """The gated delta rule (https://arxiv.org/abs/2412.06464) in chunks of 64 tokens.
 
@@ -65,6 +66,9 @@ def chunk_gated_delta_rule(
         state_dtype: dtype of the returned states, fp32 by default.
         checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
         chunk_size: 64; anything else is refused.
+        recompute: for gradients: True keeps the inputs alone; False also keeps the prepared blocks
+            of each chunk, 272 bytes a token and head of v in half precision (528 in fp32), which
+            the gradient otherwise makes again.
 
     Returns:
         o [B, T, HV, V], the dtype of q, and the final state [N, HV, K, V] (the pool with
@@ -89,7 +93,7 @@ def chunk_gated_delta_rule(
         dense(q), dense(k), dense(v), g, beta, A_log, dt_bias, initial_state, state_indices,
         cu_seqlens, q.shape[-1] ** -0.5 if scale is None else float(scale),
         use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
-        output_final_state, state_dtype, checkpoint_every,
+        output_final_state, state_dtype, checkpoint_every, recompute,
     )  # fmt: skip
     return (o, state, checkpoints) if checkpoint_every else (o, state)
 

@@ -2,7 +2,6 @@
 
 from typing import Optional
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..checks import swiglu as checks
@@ -43,13 +42,9 @@ def fused_swiglu(
     """
     x, w_gate, w_up, b_gate, b_up = autocast(x, w_gate, w_up, b_gate, b_up)
     checks.fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation)
-    return _gated(x, w_gate, w_up, b_gate, b_up, activation)
-
-
-def _gated(x, w_gate, w_up, b_gate, b_up, activation):
-    rows = dense(x.reshape(-1, x.shape[-1]))
+    rows = dense(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]))
     z = ops.swiglu(rows, w_gate, w_up, b_gate, b_up, activation)
-    return z.view(*x.shape[:-1], w_gate.shape[0])
+    return z if x.ndim == 2 else z.view(*x.shape[:-1], w_gate.shape[0])
 
 
 def fused_swiglu_mlp(
@@ -62,6 +57,7 @@ def fused_swiglu_mlp(
     b_down: Optional[Tensor] = None,
     *,
     activation: str = "silu",
+    recompute: bool = False,
 ) -> Tensor:
     """The Llama MLP: fused_swiglu(x, w_gate, w_up, b_gate, b_up) @ w_down.T + b_down.
 
@@ -70,6 +66,8 @@ def fused_swiglu_mlp(
         w_gate, w_up: [N, K]; w_down: [O, N]; the dtype of x.
         b_gate, b_up: [N] or None; b_down: [O] or None; the dtype of x.
         activation: "silu", "gelu_tanh" or "relu".
+        recompute: for training: keep x alone for the backward, an eighth of x, gate and up
+            at Llama's sizes, and make those two products again there.
 
     Returns:
         [..., O], the dtype of x (of autocast, where that is on).
@@ -80,4 +78,6 @@ def fused_swiglu_mlp(
     tensors = autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors
     checks.fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation)
-    return F.linear(_gated(x, w_gate, w_up, b_gate, b_up, activation), w_down, b_down)
+    rows = dense(x.reshape(-1, x.shape[-1]))
+    args = (rows, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute)
+    return ops.swiglu_mlp(*args).view(*x.shape[:-1], w_down.shape[0])

@@ -10,7 +10,7 @@ from typing import Optional, Tuple
 import torch
 
 from ..common.gdn_prepare import gdn_prepare
-from ..common.launch import prepare
+from ..common.launch import prepare, specialized_on
 from ..device import multiprocessor_count
 from .gdn_scan import gdn_scan_fwd_kernel, scatter_states_kernel
 from .gluon_compat import Descriptor, gl
@@ -71,9 +71,10 @@ def gdn_chunk_fwd(
     output_final_state: bool,
     state_dtype: Optional[torch.dtype],
     checkpoint_every: int,
+    prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """o [B, T, HV, V]; the final state, the pool, or None; checkpoints or None."""
-    blocks = gdn_prepare(
+    blocks = prepared or gdn_prepare(
         q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
         allow_neg_eigval,
     )  # fmt: skip
@@ -137,6 +138,7 @@ def gdn_scan(
     output_final_state: bool,
     state_dtype: Optional[torch.dtype],
     checkpoint_every: int,
+    prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """The second half of gdn_chunk_fwd, on what gdn_prepare made of q, k, g and beta."""
     B, T, H, K = q.shape
@@ -164,7 +166,7 @@ def gdn_scan(
     pointers = (initial_state, final, checkpoints, state_indices, cu_seqlens)
     # the kernel waits for prepare itself, where it needs it: launch_pdl
     options = (("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True))
-    kind = (device, v.dtype, pool_step < 2**31, *map(_specialized_on, pointers))
+    kind = (device, v.dtype, pool_step < 2**31, *map(specialized_on, pointers))
     prepare(gdn_scan_fwd_kernel, constexprs, options, *kind).launch(
         (slots * HV * 2 // W, 1, 1),
         _token_desc(q, 128, packed), _token_desc(k, 128, packed), _token_desc(v, 64, packed),
@@ -177,11 +179,6 @@ def gdn_scan(
         scatter_states_kernel[grid](final, state_indices, pool, pool_step, size)
         final = pool
     return o, final, checkpoints
-
-
-def _specialized_on(x: Optional[torch.Tensor]):
-    """What Triton compiles for of a pointer: its type, whether it is there and 16-byte aligned."""
-    return None if x is None else (x.dtype, x.data_ptr() % 16 == 0)
 
 
 def _segments(N: int, T: int, HV: int, packed: bool, device: torch.device) -> Tuple[int, int]:

@@ -8,158 +8,35 @@ from typing import Optional
 
 import torch
 import triton
-import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import device, tuning
 from ..common.launch import prepare
-from ..common.primitives import activate, grouped_tile
+from .swiglu_kernels import (
+    swiglu_fwd_kernel,
+    swiglu_three_quarter_fwd_kernel,
+    swiglu_wf_fwd_kernel,
+)
 
 
-def _aligned(x) -> bool:
-    """Address and row stride as the copy engine wants them."""
-    return x.data_ptr() % 16 == 0 and x.stride(0) * x.element_size() % 16 == 0
+@functools.lru_cache(maxsize=4096)
+def _serves(where, dtype, size, strides, gate_size, gate_strides, up_strides) -> bool:
+    """Whether the copy engine can read tensors of these sizes and strides, addresses apart."""
+    (M, K), N, dense = size, gate_size[0], 8  # elements of 16 bytes
+    least = tuning.lookup("hopper_swiglu_fwd", where)["least_rows"]
+    if M < least or K < 1 or N % dense or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    if gate_strides != up_strides or strides[0] < K or strides[0] % dense or 1 not in gate_strides:
+        return False
+    return max(gate_strides) % dense == 0 and min(gate_strides) > 0
 
 
 def supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
-    (M, K), N = x.shape, w_gate.shape[0]
-    least = tuning.lookup("hopper_swiglu_fwd", x.device)["least_rows"]
-    if M < least or K < 1 or N % 8 or x.dtype not in (torch.float16, torch.bfloat16):
+    sizes = (x.shape, x.stride(), w_gate.shape, w_gate.stride(), w_up.stride())
+    if not _serves(x.device, x.dtype, *sizes):
         return False
-    if w_gate.stride() != w_up.stride() or x.stride(0) < K or not _aligned(x):
-        return False
-    if w_gate.stride(1) != 1:  # Wf [K, 2 N]
-        return w_gate.stride(0) == 1 and _aligned(w_gate.t()) and _aligned(w_up.t())
-    apart = abs(w_gate.data_ptr() - w_up.data_ptr())
-    return _aligned(w_gate) and _aligned(w_up) and 0 < apart < 2**40 and w_gate.stride(0) > 0
-
-
-@triton.jit
-def _gate_and_store(
-    gate,  # [BLOCK_M, BLOCK_N] fp32
-    up,  # [BLOCK_M, BLOCK_N] fp32
-    b_gate_ptr,  # [N] or None
-    b_up_ptr,  # [N] or None
-    z_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N]
-    row,
-    column,
-    N,
-    ACTIVATION: tl.constexpr,
-):
-    """z = act(gate + bg) * (up + bu) into the tile at (row, column)."""
-    BLOCK_N: tl.constexpr = gate.shape[1]
-    offs_n = column + tl.arange(0, BLOCK_N)
-    if b_gate_ptr is not None:
-        gate += tl.load(b_gate_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    if b_up_ptr is not None:
-        up += tl.load(b_up_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    z_desc.store([row, column], (activate(gate, ACTIVATION) * up).to(z_desc.dtype))
-
-
-@triton.jit
-def _joined_product(
-    x_desc,  # [M, K] in blocks [BLOCK_M, BLOCK_K]
-    w_desc,  # [2, N, K] in blocks [2, BLOCK_N, BLOCK_K]
-    row,
-    column,
-    K,
-    UP_FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """x Wg^T and x Wu^T, [BLOCK_M, BLOCK_N] fp32 each, by one product of width 2 BLOCK_N."""
-    acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        x = x_desc.load([row, k])  # [BLOCK_M, BLOCK_K]
-        w = w_desc.load([0, column, k]).reshape(2 * BLOCK_N, BLOCK_K)
-        acc = tl.dot(x, w.T, acc)
-    acc = tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1))
-    first, second = tl.split(acc)  # renames registers: a thread holds both of a pair
-    if UP_FIRST:
-        return second, first
-    else:
-        return first, second
-
-
-@triton.jit(do_not_specialize=["M", "N", "K", "whole", "group"])
-def _swiglu_fwd_kernel(
-    x_desc,  # [M, K] in blocks [BLOCK_M, BLOCK_K]
-    w_desc,  # [2, N, K] in blocks [2, BLOCK_N, BLOCK_K]
-    z_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N]
-    w_half_desc,  # [2, N, K] in blocks [2, BLOCK_N / 2, BLOCK_K], or None
-    z_half_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N / 2], or None
-    b_gate_ptr,  # [N] or None
-    b_up_ptr,  # [N] or None
-    M,
-    N,
-    K,
-    whole,  # tiles made whole; those after it are made in halves, one a program
-    group,  # rows of tiles that are walked together
-    ACTIVATION: tl.constexpr,
-    UP_FIRST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """z = act(x Wg^T + bg) * (x Wu^T + bu); programs stride over tiles [BLOCK_M, BLOCK_N]."""
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), whole, tl.num_programs(0), flatten=True):
-        pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, group)
-        row = pid_m * BLOCK_M
-        column = pid_n * BLOCK_N
-        gate, up = _joined_product(
-            x_desc, w_desc, row, column, K, UP_FIRST, BLOCK_M, BLOCK_N, BLOCK_K
-        )
-        _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_desc, row, column, N, ACTIVATION)
-    if w_half_desc is not None:
-        HALF: tl.constexpr = BLOCK_N // 2
-        tile = whole + tl.program_id(0) // 2
-        if tile < tiles_m * tiles_n:
-            pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, group)
-            row = pid_m * BLOCK_M
-            column = pid_n * BLOCK_N + (tl.program_id(0) % 2) * HALF
-            gate, up = _joined_product(
-                x_desc, w_half_desc, row, column, K, UP_FIRST, BLOCK_M, HALF, BLOCK_K
-            )
-            _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_half_desc, row, column, N, ACTIVATION)
-
-
-@triton.jit(do_not_specialize=["M", "N", "K", "group"])
-def _swiglu_wf_fwd_kernel(
-    x_desc,  # [M, K] in blocks [BLOCK_M, BLOCK_K]
-    w_gate_desc,  # [K, N] in blocks [BLOCK_K, BLOCK_N]
-    w_up_desc,  # [K, N] in blocks [BLOCK_K, BLOCK_N]
-    z_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N]
-    b_gate_ptr,  # [N] or None
-    b_up_ptr,  # [N] or None
-    M,
-    N,
-    K,
-    group,  # rows of tiles that are walked together
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """The same for weights whose hidden dimension is the dense one: two products a step.
-
-    Not flattened: with two accumulators that would serialize the products (docs/swiglu.md).
-    """
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
-        pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, group)
-        row = pid_m * BLOCK_M
-        column = pid_n * BLOCK_N
-        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, K, BLOCK_K):
-            x = x_desc.load([row, k])  # [BLOCK_M, BLOCK_K]
-            gate = tl.dot(x, w_gate_desc.load([k, column]), gate)
-            up = tl.dot(x, w_up_desc.load([k, column]), up)
-        _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_desc, row, column, N, ACTIVATION)
+    gate, up = w_gate.data_ptr(), w_up.data_ptr()
+    return (x.data_ptr() | gate | up) % 16 == 0 and 0 < abs(gate - up) < 2**40
 
 
 def _describe(base, shape, strides, block) -> TensorDescriptor:
@@ -186,62 +63,80 @@ def joined(first, second, *block) -> TensorDescriptor:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(where: torch.device, M: int, N: int, K: int):
+def choose(where: torch.device, M: int, N: int, K: int, plain: bool = False):
     """(tile configuration, tiles made whole, whether the rest is made in halves), by least time.
 
-    A tile configuration carries its measured cost: microseconds a K step and a tile.
+    A configuration carries its measured cost, in microseconds: a K step and a tile; of a last wave
+    made of halves, or of one tile a processor where two fit, as a share of a whole wave.
+    plain: only whole tiles of the width BLOCK_N.
     """
     best = None
     processors = device.multiprocessor_count(where.index)
     for tile in tuning.lookup("hopper_swiglu_fwd", where)["tiles"]:
-        count = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["BLOCK_N"])
+        if plain and tile["columns"] != tile["BLOCK_N"]:
+            continue
+        count = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["columns"])
         slots = processors * tile["per_processor"]
         full, rest = divmod(count, slots)
-        one = triton.cdiv(K, tile["BLOCK_K"]) * tile["step_us"] + tile["tile_us"]
-        halves = bool(tile["half_cost"]) and full > 0 and 0 < 2 * rest <= slots
-        time = one * (full + (tile["half_cost"] if halves else rest > 0))
+        wave = triton.cdiv(K, tile["BLOCK_K"]) * tile["step_us"] + tile["tile_us"]
+        halves = tile["halves_cost"] > 0 and not plain and full > 0 and 0 < 2 * rest <= slots
+        last = tile["halves_cost"] if halves else float(rest > 0)
+        if tile["per_processor"] > 1 and 0 < rest <= processors:
+            last = tile["alone_cost"]
+        time = wave * (full + last)
         if best is None or time < best[0]:
             best = time, tuple(tile.items()), full * slots if halves else count, halves
     return best[1:]
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(kernel, where: torch.device, tile: tuple, constexprs: tuple, M: int, N: int, *kind):
-    """(blocks, grid, rows of tiles to a group, prepared kernel); kind: what else its code is for."""
+def _plan(where: torch.device, tile: tuple, activation: str, M: int, N: int, wf: bool, *kind):
+    """(tile, grid, rows of tiles to a group, prepared kernel); kind: what else its code is for.
+
+    kind ends with whether up lies first, which the joined kernels are compiled for.
+    """
     tile = dict(tile)
-    blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
-    tiles_m = triton.cdiv(M, blocks[0])
-    count = tiles_m * triton.cdiv(N, blocks[1])
+    tiles_m = triton.cdiv(M, tile["BLOCK_M"])
+    count = tiles_m * triton.cdiv(N, tile["BLOCK_N"] if wf else tile["columns"])
     slots = device.multiprocessor_count(where.index) * tile["per_processor"]
     group = triton.cdiv(tiles_m, triton.cdiv(tiles_m, tile["GROUP"]))  # equal groups
+    three_quarter = not wf and tile["columns"] != tile["BLOCK_N"]
+    kernel = swiglu_three_quarter_fwd_kernel if three_quarter else swiglu_fwd_kernel
+    kernel = swiglu_wf_fwd_kernel if wf else kernel
+    blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
+    constexprs = (activation, *blocks) if wf else (activation, kind[-1], *blocks)
     options = tuple((name, tile[name]) for name in ("num_warps", "num_stages"))
-    prepared = prepare(kernel, (*constexprs, *blocks), options, where, *kind)
-    return blocks, (min(slots, count), 1, 1), group, prepared
+    grid = (count if three_quarter else min(slots, count), 1, 1)
+    return tile, grid, group, prepare(kernel, constexprs, options, where, *kind)
 
 
-def launch(x, w_gate, w_up, b_gate, b_up, activation, tile, whole, halves) -> torch.Tensor:
-    """z [M, N] by the kernels above with this tile configuration, as (name, value) pairs."""
+def launch(x, w_gate, w_up, b_gate, b_up, activation, tile, whole, halves, saved=None):
+    """z [M, N] by the kernels with this tile configuration, as (name, value) pairs.
+
+    saved: gate and up [M, N], to be written too; only of whole tiles and weights [N, K].
+    """
     (M, K), N = x.shape, w_gate.shape[0]
-    z = torch.empty((M, N), dtype=x.dtype, device=x.device)  # [M, N]
+    z = x.new_empty((M, N))  # [M, N]
     wf = w_gate.stride(1) != 1
-    kernel = _swiglu_wf_fwd_kernel if wf else _swiglu_fwd_kernel
+    aligned = tuple([b is None or b.data_ptr() % 16 == 0 for b in (b_gate, b_up)])
     up_first = w_gate.data_ptr() > w_up.data_ptr()
-    aligned = tuple(b is None or b.data_ptr() % 16 == 0 for b in (b_gate, b_up))
-    kind = (x.dtype, halves, b_gate is None, b_up is None, aligned)
-    constexprs = (activation,) if wf else (activation, up_first)
-    plan = _plan(kernel, x.device, tile, constexprs, M, N, *kind)
-    (BM, BN, BK), grid, group, prepared = plan
+    kind = (x.dtype, halves, saved is None, b_gate is None, b_up is None, aligned, up_first)
+    tile, grid, group, prepared = _plan(x.device, tile, activation, M, N, wf, *kind)
+    BM, BN, BK = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
+    sizes = (b_gate, b_up, M, N, K)
+    if wf:
+        descs = (rows(w_gate.t(), BK, BN), rows(w_up.t(), BK, BN), rows(z, BM, BN))
+    elif tile["columns"] != BN:
+        weights = [joined(w_gate, w_up, 2, n, BK) for n in (BN // 2, BN // 4)]
+        descs = (*weights, rows(z, BM, BN // 2), rows(z, BM, BN // 4))
+    else:
+        sizes = (*sizes, whole)
+        descs = (joined(w_gate, w_up, 2, BN, BK), rows(z, BM, BN))
+        half = (joined(w_gate, w_up, 2, BN // 2, BK), rows(z, BM, BN // 2)) if halves else ()
+        gate_up = [rows(y, BM, BN) for y in saved] if saved else (None, None)
+        descs = (*descs, *(half or (None, None)), *gate_up)
     with device.on(x.device):
-        x_desc, z_desc = rows(x, BM, BK), rows(z, BM, BN)
-        if wf:
-            descs = (x_desc, rows(w_gate.t(), BK, BN), rows(w_up.t(), BK, BN), z_desc)
-            prepared.launch(grid, *descs, b_gate, b_up, M, N, K, group)
-            return z
-        w_desc = joined(w_gate, w_up, 2, BN, BK)
-        w_half = joined(w_gate, w_up, 2, BN // 2, BK) if halves else None
-        z_half = rows(z, BM, BN // 2) if halves else None
-        descs = (x_desc, w_desc, z_desc, w_half, z_half)
-        prepared.launch(grid, *descs, b_gate, b_up, M, N, K, whole, group)
+        prepared.launch(grid, rows(x, BM, BK), *descs, *sizes, group)
     return z
 
 
@@ -254,4 +149,5 @@ def swiglu_fwd(
     activation: str,
 ) -> torch.Tensor:  # [M, N]
     (M, K), N = x.shape, w_gate.shape[0]
-    return launch(x, w_gate, w_up, b_gate, b_up, activation, *choose(x.device, M, N, K))
+    wf = w_gate.stride(1) != 1
+    return launch(x, w_gate, w_up, b_gate, b_up, activation, *choose(x.device, M, N, K, wf))

@@ -1,81 +1,40 @@
-"""Gradients of SwiGLU with tensor descriptors (sm_90 and up).
+"""Training SwiGLU with tensor descriptors (sm_90 and up): where they beat torch's own products.
 
-For Y = Z Wd^T, Z = act(G) * U, G = X Wg^T + bg, U = X Wu^T + bu:
-    dZ = dY Wd,  dG = dZ * U * act'(G),  dU = dZ * act(G),  dX = dG Wg + dU Wu.
-dZ exists only in registers; Z, which dWd = dY^T Z needs, is made again beside it.
+    G = X Wg^T + bg,  U = X Wu^T + bu,  Z = act(G) * U,  Y = Z Wd^T
+    dZ = dY Wd,  dG = dZ * U * act'(G),  dU = dZ * act(G),  dX = dG Wg + dU Wu
 
-Sizes: M tokens, K model width, N hidden width, O output width of Wd. docs/swiglu.md derives it.
+The forward writes G and U beside Z; dX is one product over both branches in one accumulator. The
+other products are cuBLAS's, and dG, dU and Z are made in one pass (docs/swiglu.md has the times).
+
+Sizes: M tokens, K model width, N hidden width, D output width of Wd.
 """
 
+import functools
+
+import torch
 import triton
 import triton.language as tl
 
-from ..common.primitives import activate_with_slope, grouped_tile
+from .. import device, tuning
+from ..common.launch import prepare
+from ..common.primitives import grouped_tile
+from ..common.swiglu_gate import gate_bwd
+from ..common.swiglu_gradients import projection_gradients
+from .swiglu import choose, joined, launch, rows, supports_swiglu_fwd
 
 
-@triton.jit
-def _halves(x):
-    """[BLOCK_M, 2 n] -> its left and right [BLOCK_M, n]: renames registers."""
-    BLOCK_M: tl.constexpr = x.shape[0]
-    n: tl.constexpr = x.shape[1] // 2
-    return tl.split(tl.permute(tl.reshape(x, (BLOCK_M, 2, n)), (0, 2, 1)))
+def supports_swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
+    dense = w_gate.stride(1) == 1
+    return dense and supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation)
 
 
-@triton.jit
-def _gate_slice(
-    dz,  # [BLOCK_M, SLICE] fp32
-    gate_desc,  # [M, N] in blocks [BLOCK_M, SLICE]: G, overwritten by dG
-    up_desc,  # [M, N] in blocks [BLOCK_M, SLICE]: U, overwritten by dU
-    z_desc,  # [M, N] in blocks [BLOCK_M, SLICE], or None
-    row,
-    column,
-    ACTIVATION: tl.constexpr,
-):
-    """dG, dU and Z of one slice."""
-    gate = gate_desc.load([row, column]).to(tl.float32)  # [BLOCK_M, SLICE]
-    up = up_desc.load([row, column]).to(tl.float32)  # [BLOCK_M, SLICE]
-    value, slope = activate_with_slope(gate, ACTIVATION)
-    gate_desc.store([row, column], (dz * up * slope).to(gate_desc.dtype))
-    up_desc.store([row, column], (dz * value).to(up_desc.dtype))
-    if z_desc is not None:
-        z_desc.store([row, column], (value * up).to(z_desc.dtype))
-
-
-@triton.jit(do_not_specialize=["M", "N", "O", "group"])
-def _swiglu_down_bwd_kernel(
-    dy_desc,  # [M, O] in blocks [BLOCK_M, BLOCK_K]
-    w_down_desc,  # [O, N] in blocks [BLOCK_K, BLOCK_N]
-    gate_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N / 4]: G, overwritten by dG
-    up_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N / 4]: U, overwritten by dU
-    z_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N / 4], or None
-    M,
-    N,
-    O,
-    group,  # rows of tiles that are walked together
-    ACTIVATION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """dZ = dY Wd, and from it dG, dU and Z; programs stride over tiles [BLOCK_M, BLOCK_N]."""
-    SLICE: tl.constexpr = BLOCK_N // 4
-    tiles_m = tl.cdiv(M, BLOCK_M)
-    tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
-        pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, group)
-        row = pid_m * BLOCK_M
-        column = pid_n * BLOCK_N
-        dz = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, O, BLOCK_K):
-            dy = dy_desc.load([row, k])  # [BLOCK_M, BLOCK_K]
-            dz = tl.dot(dy, w_down_desc.load([k, column]), dz)
-        left, right = _halves(dz)
-        dz0, dz1 = _halves(left)
-        _gate_slice(dz0, gate_desc, up_desc, z_desc, row, column, ACTIVATION)
-        _gate_slice(dz1, gate_desc, up_desc, z_desc, row, column + SLICE, ACTIVATION)
-        dz2, dz3 = _halves(right)
-        _gate_slice(dz2, gate_desc, up_desc, z_desc, row, column + 2 * SLICE, ACTIVATION)
-        _gate_slice(dz3, gate_desc, up_desc, z_desc, row, column + 3 * SLICE, ACTIVATION)
+def swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation):
+    """(z [M, N], gate_up [M, 2 N]): what swiglu_bwd and swiglu_mlp_bwd want of the forward."""
+    (M, K), N = x.shape, w_gate.shape[0]
+    gate_up = x.new_empty((M, 2 * N))  # [M, 2 N]
+    how = choose(x.device, M, N, K, plain=True)
+    z = launch(x, w_gate, w_up, b_gate, b_up, activation, *how, saved=gate_up.split(N, dim=1))
+    return z, gate_up
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "group"])
@@ -107,6 +66,70 @@ def _swiglu_dx_kernel(
             d = d_desc.load([half, row, n]).reshape(BLOCK_M, BLOCK_K)
             w = w_desc.load([half ^ UP_FIRST, n, column]).reshape(BLOCK_K, BLOCK_N)
             dx = tl.dot(d, w, dx)
-        left, right = _halves(dx)
+        halves = tl.permute(tl.reshape(dx, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+        left, right = tl.split(halves)  # renames registers; the store needs half the memory
         dx_desc.store([row, column], left.to(dx_desc.dtype))
         dx_desc.store([row, column + BLOCK_N // 2], right.to(dx_desc.dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def _dx_plan(where: torch.device, dtype, M: int, K: int, up_first: bool):
+    """(blocks, grid, rows of tiles to a group, prepared kernel)."""
+    tile = tuning.lookup("hopper_swiglu_dx", where)
+    blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
+    tiles_m = triton.cdiv(M, blocks[0])
+    count = tiles_m * triton.cdiv(K, blocks[1])
+    group = triton.cdiv(tiles_m, triton.cdiv(tiles_m, tile["GROUP"]))  # equal groups
+    options = tuple((name, tile[name]) for name in ("num_warps", "num_stages"))
+    prepared = prepare(_swiglu_dx_kernel, (up_first, *blocks), options, where, dtype)
+    grid = (min(device.multiprocessor_count(where.index), count), 1, 1)
+    return blocks, grid, group, prepared
+
+
+def input_gradient(d_gate_up, w_gate, w_up) -> torch.Tensor:
+    """dx [M, K] of d_gate_up [M, 2 N] and the weights [N, K]."""
+    M, (N, K) = d_gate_up.shape[0], w_gate.shape
+    dx = d_gate_up.new_empty((M, K))  # [M, K]
+    up_first = w_gate.data_ptr() > w_up.data_ptr()
+    (BM, BN, BK), grid, group, prepared = _dx_plan(dx.device, dx.dtype, M, K, up_first)
+    with device.on(dx.device):
+        d_desc = joined(*d_gate_up.split(N, dim=1), 1, BM, BK)
+        w_desc = joined(w_gate, w_up, 1, BK, BN)
+        prepared.launch(grid, d_desc, w_desc, rows(dx, BM, BN // 2), M, N, K, group)
+    return dx
+
+
+def _supports(x, w_gate, w_up, activation) -> bool:
+    aligned = w_gate.shape[1] % 8 == 0
+    return aligned and supports_swiglu_saving_fwd(x, w_gate, w_up, None, None, activation)
+
+
+def supports_swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs) -> bool:
+    return _supports(x, w_gate, w_up, activation)
+
+
+def swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs):
+    """(dx, dw, db_gate, db_up), None where not needed; overwrites gate_up.
+
+    needs: x, w_gate, w_up, b_gate, b_up; dw: dw_gate above dw_up [2 N, K], or one of them [N, K].
+    """
+    gate_bwd(dz, gate_up, activation, with_z=False)
+    return projection_gradients(gate_up, x, w_gate, w_up, needs, input_gradient)
+
+
+def supports_swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, activation, needs) -> bool:
+    return _supports(x, w_gate, w_up, activation)
+
+
+def swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, activation, needs):
+    """(dx, dw, db_gate, db_up, dw_down), None where not needed; overwrites gate_up.
+
+    dy: [M, D]; w_down: [D, N]; needs, dw: as swiglu_bwd, and w_down. z, which dw_down needs, is
+    made again from gate_up.
+    """
+    dz = torch.mm(dy, w_down)  # [M, N]
+    z = gate_bwd(dz, gate_up, activation, with_z=needs[5])  # [M, N]
+    del dz
+    dw_down = torch.mm(dy.t(), z) if needs[5] else None  # [D, N]
+    del z
+    return (*projection_gradients(gate_up, x, w_gate, w_up, needs, input_gradient), dw_down)

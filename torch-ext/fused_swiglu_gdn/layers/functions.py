@@ -25,7 +25,7 @@ def convolved(activation, convolution):
     """convolution(activation), where the kernel has the activation, else the two after another."""
     if activation in CONV_ACTIVATIONS:
         return convolution(activation)
-    return _named_activation(activation)(convolution(None))
+    return named_activation(activation)(convolution(None))
 
 
 def normed_and_gated(norm, x, gate):
@@ -35,10 +35,10 @@ def normed_and_gated(norm, x, gate):
     if activation in GATE_ACTIVATIONS:
         return gdn_layer.rms_norm_gated(x, gate, weight, eps=eps, activation=activation)
     y = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
-    return (y * _named_activation(activation)(gate.float())).to(x.dtype)
+    return (y * named_activation(activation)(gate.float())).to(x.dtype)
 
 
-def _named_activation(name):
+def named_activation(name):
     """Any other activation that a transformers config can name."""
     from transformers.activations import ACT2FN
 

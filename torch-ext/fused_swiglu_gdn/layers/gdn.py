@@ -7,15 +7,20 @@ Sizes: B batch, T tokens, H heads of q and k, HV heads of v, K and V head dims,
 D = 2 H K + HV V channels of the convolution, W its taps.
 """
 
-from contextlib import contextmanager
-
 import torch
 from torch import nn
 
-from ..functional import gdn, gdn_layer
+from ..functional import gdn
+from ..functional import gdn_layer_fused as fused
 from ..functional.gdn_project import project
-from .functions import convolved, normed_and_gated, packed_lengths
-from .plain import why_hooked, why_not_linear
+from .functions import (
+    CONV_ACTIVATIONS,
+    GATE_ACTIVATIONS,
+    named_activation,
+    normed_and_gated,
+    packed_lengths,
+)
+from .plain import parameters_of, why_hooked
 
 
 class _Sequences:
@@ -35,7 +40,8 @@ class _Sequences:
         if self.lengths is None and kwargs.get("seq_idx") is not None:
             self.lengths = _lengths_of(kwargs["seq_idx"])
         self.one_step = tokens == 1 and self.state is not None
-        self.in_place = self.one_step and not self.recording and not torch.is_grad_enabled()
+        alone = not self.recording and self.lengths is None
+        self.in_place = self.one_step and alone and not torch.is_grad_enabled()
         if self.state is not None and torch.is_grad_enabled():
             # autograd keeps what it reads, and the cache is about to be overwritten
             self.conv_state, self.state = self.conv_state.clone(), self.state.clone()
@@ -53,39 +59,56 @@ def _lengths_of(seq_idx):
     return torch.cat([ends[:1], starts, ends[1:]])
 
 
-@contextmanager
-def _weights_of(conv1d):
-    """The convolution's weight is read, not called: an offloaded one has to be brought first."""
-    hook = getattr(conv1d, "_hf_hook", None)
-    if hook is not None:
-        hook.pre_forward(conv1d)
-    yield
-    if hook is not None:
-        hook.post_forward(conv1d, ())
+def _decode(layer, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigval: bool):
+    """One token, from the input projections to the output's, with both states updated in place."""
+    return fused.decode_step(
+        q,
+        k,
+        v.flatten(2, -2),
+        z.flatten(2, -2),
+        a.flatten(2),
+        b.flatten(2),
+        seq.conv_state,
+        seq.state,
+        layer.conv1d.weight.squeeze(1),
+        layer.conv1d.bias,
+        layer.activation,
+        layer.A_log,
+        layer.dt_bias,
+        norm.weight,
+        norm.variance_epsilon,
+        norm.activation,
+        allow_neg_eigval,
+    ).flatten(2)
 
 
 def _convolution(layer, q, k, v, seq: _Sequences):
     """act(conv([q k v])), [B, T, D], after the inputs in the cache, which these then join."""
-    x = torch.cat([y.flatten(2) for y in (q, k, v)], dim=-1).transpose(1, 2)  # [B, D, T]
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias  # [D, W], [D]
-    if seq.in_place:
-        return convolved(
-            layer.activation,
-            lambda known: gdn_layer.causal_conv1d_update(x, seq.conv_state, weight, bias, known),
-        ).transpose(1, 2)
     before = None if seq.conv_state is None else seq.conv_state[..., 1 - weight.shape[-1] :]
-    y = convolved(
-        layer.activation,
-        lambda known: gdn_layer.causal_conv1d_fn(
-            x, weight, bias, known, cu_seqlens=seq.lengths, initial_states=before
-        ),
+    width = layer.conv_kernel_size
+    # the inputs that the cache keeps: the same launch makes them, but for the rare cases
+    simple = not seq.recording and seq.lengths is None
+    known = layer.activation in CONV_ACTIVATIONS
+    y, latest = fused.convolve_qkv(
+        q,
+        k,
+        v,
+        weight,
+        bias,
+        layer.activation if known else None,
+        cu_seqlens=seq.lengths,
+        initial_states=before,
+        final_width=width if simple and seq.cache is not None else 0,
     )
+    if not known:
+        y = named_activation(layer.activation)(y)
     if seq.cache is not None:
-        latest = x if seq.recording else x[..., -layer.conv_kernel_size :]
-        seq.cache.update_conv_state(
-            latest, layer.layer_idx, conv_kernel_size=layer.conv_kernel_size
-        )
-    return y.transpose(1, 2)
+        if latest is None:
+            last = slice(None) if seq.recording else slice(-width, None)
+            latest = torch.cat([x[:, last].flatten(2) for x in (q, k, v)], dim=-1).transpose(1, 2)
+        seq.cache.update_conv_state(latest, layer.layer_idx, conv_kernel_size=width)
+    return y
 
 
 def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
@@ -115,35 +138,52 @@ def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
 def _gated_delta_net(layer, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigval=False):
     """From the input projections to the input of the output projection.
 
-    q, k [B, T, H, K]; v, z [B, T, HV, V]; a, b [B, T, HV] -> [B, T, HV * V]
+    q, k [B, T, H, K]; v, z [B, T, HV, V] or by k-head [B, T, H, HV / H, V]; a, b [B, T, HV] or
+    [B, T, H, HV / H] -> [B, T, HV * V]
     """
-    B, T = q.shape[:2]
-    with _weights_of(layer.conv1d):
-        qkv = _convolution(layer, q, k, v, seq)  # [B, T, D]
-    q, k, v = _heads(layer, *qkv.split(_widths(layer), dim=-1))
-    o = _rule(layer, q, k, v, a, b, allow_neg_eigval, seq)
-    if why_hooked(norm) is None:
-        o = normed_and_gated(norm, o, z)
+    plain = why_hooked(norm) is None
+    # the convolution's weight is read, not called: an offloaded one has to be brought first
+    hook = layer.conv1d.__dict__.get("_hf_hook")
+    if hook is not None:
+        hook.pre_forward(layer.conv1d)
+    decoding = seq.in_place and plain and _known_activations(layer, norm)
+    if decoding:
+        y = _decode(layer, norm, q, k, v, z, a, b, seq, allow_neg_eigval)
     else:
-        o = norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, o.shape[-1]))
-    return o.reshape(B, T, -1)
+        y = _convolution(layer, q, k, v.flatten(3), seq)  # [B, T, D]
+    if hook is not None:
+        hook.post_forward(layer.conv1d, ())
+    if decoding:
+        return y
+    q, k, v = _split(layer, y)
+    o = _rule(layer, q, k, v, a.flatten(2), b.flatten(2), allow_neg_eigval, seq)
+    if plain:
+        o = normed_and_gated(norm, o.reshape(z.shape), z)
+    else:
+        o = norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, o.shape[-1])).view(z.shape)
+    return o.flatten(2)
 
 
-def _widths(layer):
-    return [layer.key_dim, layer.key_dim, layer.value_dim]
+def _known_activations(layer, norm) -> bool:
+    return layer.activation in CONV_ACTIVATIONS and norm.activation in GATE_ACTIVATIONS
 
 
-def _heads(layer, q, k, v):
-    """q, k [B, T, H, K] and v [B, T, HV, V] of [B, T, H * K] and [B, T, HV * V]."""
-    K, V = layer.head_k_dim, layer.head_v_dim
-    return q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V))
+def _split(layer, qkv):
+    """Views of [B, T, D] as q, k [B, T, H, K] and v [B, T, HV, V]."""
+    q, k, v = qkv.split_with_sizes([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+    return _heads(q, layer.head_k_dim), _heads(k, layer.head_k_dim), _heads(v, layer.head_v_dim)
+
+
+def _heads(x, size: int):
+    """A view of [B, T, ...] by heads of this size."""
+    return x.view(x.shape[0], x.shape[1], -1, size)
 
 
 def _projections(x, *linears):
     """linear(x) for each; for a few tokens in one launch, if reading their weights is enough."""
-    y = None
-    if all(linear.bias is None and not why_not_linear(linear) for linear in linears):
-        y = project(x, [linear.weight for linear in linears])
+    y, plain = None, [parameters_of(linear) for linear in linears]
+    if all(parameters is not None and parameters[1] is None for parameters in plain):
+        y = project(x, [weight for weight, _ in plain])
     return [linear(x) for linear in linears] if y is None else y
 
 
@@ -170,8 +210,8 @@ class Qwen3_5GatedDeltaNet(nn.Module):
         qkv, z, b, a = _projections(
             x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
         )
-        q, k, v = _heads(self, *qkv.split(_widths(self), dim=-1))
-        z = z.unflatten(-1, (-1, self.head_v_dim))
+        q, k, v = _split(self, qkv)
+        z = _heads(z, self.head_v_dim)
         return self.out_proj(_gated_delta_net(self, self.norm, q, k, v, z, a, b, seq))
 
 
@@ -194,8 +234,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
         K, V = self.head_k_dim, ratio * self.head_v_dim
         q, k, v, z = qkvz.unflatten(-1, heads).split([K, K, V, V], dim=-1)  # [B, T, H, ...]
         b, a = ba.unflatten(-1, heads).split(ratio, dim=-1)  # [B, T, H, HV / H]
-        v, z = (y.reshape(*y.shape[:2], -1, self.head_v_dim) for y in (v, z))
-        a, b = a.flatten(-2), b.flatten(-2)
+        v, z = v.unflatten(-1, (ratio, -1)), z.unflatten(-1, (ratio, -1))
         return self.out_proj(_gated_delta_net(self, self.norm, q, k, v, z, a, b, seq))
 
 
@@ -215,7 +254,7 @@ class OlmoHybridGatedDeltaNet(nn.Module):
         q, k, v, z, b, a = _projections(
             x, self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj
         )
-        q, k, v = _heads(self, q, k, v)
-        z = z.unflatten(-1, (-1, self.head_v_dim))
+        q, k = _heads(q, self.head_k_dim), _heads(k, self.head_k_dim)
+        v, z = _heads(v, self.head_v_dim), _heads(z, self.head_v_dim)
         o = _gated_delta_net(self, self.o_norm, q, k, v, z, a, b, seq, self.allow_neg_eigval)
         return self.o_proj(o)

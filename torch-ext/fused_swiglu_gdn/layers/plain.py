@@ -4,7 +4,7 @@ A layer replaces a forward, so it meets whatever else was done to the model: ada
 sharded weights, hooks. Each function gives the reason why not, or None if all is plain.
 """
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,9 @@ def why_not_linear(module: nn.Module) -> Optional[str]:
     reason = why_hooked(module)
     if reason is not None:
         return reason
-    weight, bias = module.weight, module.bias
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if weight is None:
+        return "has a weight that is no parameter of its own"
     reason = why_not_tensor(weight)
     if reason is not None:
         return f"has a weight that {reason}"
@@ -76,11 +78,19 @@ def activation_of(function) -> Optional[str]:
     return _ACTIVATIONS.get(function)
 
 
-def same_dtype(x: torch.Tensor, *modules: nn.Module) -> bool:
-    """x can be multiplied with the modules' weights, or autocast will see to it."""
+def parameters_of(module: nn.Module) -> Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
+    """The weight and the bias, if calling the module is no more than a product with them."""
+    if why_not_linear(module) is not None:
+        return None
+    parameters = module._parameters  # quicker than module.weight, which nn.Module looks for
+    return parameters["weight"], parameters["bias"]
+
+
+def same_dtype(x: torch.Tensor, *weights: torch.Tensor) -> bool:
+    """x can be multiplied with the weights, or autocast will see to it."""
     if type(x) not in PLAIN_TENSORS:
         return False
-    for module in modules:
-        if x.dtype is not module.weight.dtype:
+    for weight in weights:
+        if x.dtype is not weight.dtype:
             return torch.is_autocast_enabled(x.device.type)
     return True

@@ -3,7 +3,7 @@
 from torch import nn
 
 from ..functional.swiglu import fused_swiglu, fused_swiglu_mlp
-from .plain import activation_of, same_dtype, why_not_linear
+from .plain import activation_of, parameters_of, same_dtype
 
 
 def activation_function(mlp: nn.Module):
@@ -12,9 +12,11 @@ def activation_function(mlp: nn.Module):
 
 
 def _fused(x, w_gate, w_up, b_gate, b_up, down: nn.Module, activation: str):
-    if why_not_linear(down) is None and same_dtype(x, down):
+    plain = parameters_of(down)
+    if plain is not None and same_dtype(x, plain[0]):
+        w_down, b_down = plain
         return fused_swiglu_mlp(
-            x, w_gate, w_up, down.weight, b_gate, b_up, down.bias, activation=activation
+            x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation=activation
         )
     return down(fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation=activation))
 
@@ -34,12 +36,14 @@ class SwiGLUMLP(nn.Module):
     can_torch_compile = True
 
     def forward(self, x):
-        gate, up = self.gate_proj, self.up_proj
+        modules = self._modules
         activation = activation_of(self.act_fn)
-        plain = activation is not None and not why_not_linear(gate) and not why_not_linear(up)
-        if not (plain and same_dtype(x, gate, up)):
-            return self.down_proj(self.act_fn(gate(x)) * up(x))
-        return _fused(x, gate.weight, up.weight, gate.bias, up.bias, self.down_proj, activation)
+        gate, up = parameters_of(modules["gate_proj"]), parameters_of(modules["up_proj"])
+        plain = activation is not None and gate is not None and up is not None
+        if not (plain and same_dtype(x, gate[0], up[0])):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        (w_gate, b_gate), (w_up, b_up) = gate, up
+        return _fused(x, w_gate, w_up, b_gate, b_up, modules["down_proj"], activation)
 
 
 class SwiGLUGateUp(nn.Module):
@@ -53,13 +57,13 @@ class SwiGLUGateUp(nn.Module):
     can_torch_compile = True
 
     def forward(self, x):
-        gate_up, act_fn = self.gate_up_proj, activation_function(self)
+        act_fn, plain = activation_function(self), parameters_of(self.gate_up_proj)
         activation = activation_of(act_fn)
-        if activation is None or why_not_linear(gate_up) or not same_dtype(x, gate_up):
-            gate, up = gate_up(x).chunk(2, dim=-1)
+        if activation is None or plain is None or not same_dtype(x, plain[0]):
+            gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
             return self.down_proj(act_fn(gate) * up)
-        w_gate, w_up = gate_up.weight.chunk(2)  # [N, K] each
-        b_gate, b_up = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
+        w_gate, w_up = plain[0].chunk(2)  # [N, K] each
+        b_gate, b_up = (None, None) if plain[1] is None else plain[1].chunk(2)
         return _fused(x, w_gate, w_up, b_gate, b_up, self.down_proj, activation)
 
 

@@ -96,7 +96,8 @@ def _mlp_facts(module: nn.Module, tokens: int):
 
 
 def _gdn_facts(module: nn.Module, tokens: int):
-    w = module.conv1d.weight
+    conv, norm = module.conv1d, getattr(module, "norm", None) or module.o_norm
+    w = conv.weight
     H, HV, K, V = (
         getattr(module, name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
     )
@@ -104,11 +105,13 @@ def _gdn_facts(module: nn.Module, tokens: int):
     def empty(*shape):
         return w.new_empty(1, 1, *shape).expand(1, tokens, *shape)
 
-    q, v, g = empty(H, K), empty(HV, V), empty(HV)
-    inputs = (q, q, v, g, g, module.A_log, module.dt_bias)
+    q, v, a = empty(H, K), empty(HV, V), empty(HV)
     if tokens > 1:
         options = (None, None, None, K**-0.5, True, True, False, False, True, None, 0)
-        return "gdn", "gdn_chunk_fwd", inputs + options
+        args = (q, q, v, a, a, module.A_log, module.dt_bias, *options)
+        return "gdn", "gdn_chunk_fwd", args
+    conv_state = w.new_empty(1, *w.shape[::2])  # [1, D, W]
     state = torch.empty(1, HV, K, V, device=w.device)
-    options = (state, None, None, None, K**-0.5, True, True, False, False, True, True, False)
-    return "gdn_recurrent", "gdn_recurrent_fwd", inputs + options
+    rest = (module.A_log, module.dt_bias, norm.weight, 1e-6, "silu", False)
+    args = (q, q, v, v, a, a, conv_state, state, w.squeeze(1), conv.bias, "silu", *rest)
+    return "gdn_layer", "gdn_layer_decode", args

@@ -1,12 +1,12 @@
 """How a call reaches the one who serves it."""
 
-from typing import Callable
+from typing import Callable, Optional
 
 import torch
 
 from .. import dispatch
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def needs_grad(args: tuple) -> bool:
@@ -15,25 +15,30 @@ def needs_grad(args: tuple) -> bool:
     )
 
 
-def run(family: str, operation: str, op: Callable, reference: Callable, args: tuple):
+def run(
+    family: str, operation: str, op: Callable, reference: Callable, args: tuple,
+    train: Optional[Callable] = None,
+):  # fmt: skip
     """operation(*args) by a kernel, or by the reference, which torch differentiates and traces.
 
-    A registered operator costs several microseconds a call (docs/gdn.md), so in eager mode without
-    gradients the kernel's launcher is called directly; while tracing, and on tensor subclasses,
-    the operator stands in for it.
+    `train` is the operator that has a gradient, if that is not `op`. A registered operator costs
+    several microseconds a call (docs/gdn.md), so in eager mode without gradients the kernel's
+    launcher is called directly; while tracing, and on tensor subclasses, the operator stands in
+    for it.
     """
     where = args[0].device
     grad = needs_grad(args)
     if torch.compiler.is_compiling():
-        if grad or not dispatch.has_kernels(family, where.type, where.index):
+        needed = dispatch.backward_of(operation) if grad else operation
+        if not dispatch.has_kernels(family, needed, where.type, where.index):
             return reference(*args)
-        return op(*args)
-    launch = dispatch.choose(family, operation, grad, args)
-    if launch is None:
-        return reference(*args)
-    if grad or type(args[0]) not in _PLAIN:
-        return op(*args)
-    return launch(*args)
+    else:
+        launch = dispatch.choose(family, operation, grad, args)
+        if launch is None:
+            return reference(*args)
+        if not grad and type(args[0]) in PLAIN:
+            return launch(*args)
+    return (train or op)(*args) if grad else op(*args)
 
 
 def serve(family: str, operation: str, reference: Callable, args: tuple):
@@ -53,3 +58,15 @@ def serve(family: str, operation: str, reference: Callable, args: tuple):
 def present(x, like: torch.Tensor) -> torch.Tensor:
     """An operator returns tensors only: an absent output is an empty one."""
     return like.new_empty(0) if x is None else x
+
+
+def no_second_derivative(op: Callable, function: str) -> None:
+    """Makes differentiating `op`, which is the gradient of a public function, a clear error."""
+
+    def refuse(ctx, *_):
+        raise NotImplementedError(
+            f"{function} has no second derivative on these kernels: its gradient cannot be "
+            "differentiated (create_graph=True, a penalty on gradients)"
+        )
+
+    op.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)

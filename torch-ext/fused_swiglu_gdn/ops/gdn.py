@@ -12,7 +12,8 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from ..reference import gdn as chunk_reference
 from ..reference import gdn_recurrent as recurrent_reference
-from .common import present, run, serve
+from .common import needs_grad, present, run, serve
+from .gdn_train import gdn_chunk_train
 
 
 @torch.library.custom_op(add_op_namespace_prefix("gdn_chunk_fwd"), mutates_args=("state_pool",))
@@ -74,7 +75,7 @@ def _(
 def gdn_chunk(
     q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, scale,
     use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, output_final_state,
-    state_dtype, checkpoint_every,
+    state_dtype, checkpoint_every, recompute,
 ) -> Tuple[Tensor, Optional[Tensor], Optional[Tensor]]:  # fmt: skip
     """o, the final state or the pool or None, checkpoints or None."""
 
@@ -89,12 +90,18 @@ def gdn_chunk(
             state = None
         return o, state, checkpoints if checkpoint_every else None
 
+    def train(*args):
+        o, state, *_ = gdn_chunk_train(*args[:8], *args[9:17], recompute)
+        return o, state if output_final_state else None, None
+
     args = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, scale,
         use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, output_final_state,
         state_dtype, checkpoint_every,
     )  # fmt: skip
-    return run("gdn", "gdn_chunk_fwd", op, chunk_reference.gdn_chunk_fwd, args)
+    if needs_grad(args) and (state_indices is not None or checkpoint_every):
+        return chunk_reference.gdn_chunk_fwd(*args)  # kernels have no gradient of these
+    return run("gdn", "gdn_chunk_fwd", op, chunk_reference.gdn_chunk_fwd, args, train)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("gdn_recurrent_fwd"), mutates_args=("state_pool",))

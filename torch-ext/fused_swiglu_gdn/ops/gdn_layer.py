@@ -8,6 +8,7 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from ..reference import gdn_layer as reference
 from .common import present, run, serve
+from .gdn_layer_train import conv_gradients, norm_gradients, save_conv, save_norm
 
 FAMILY = "gdn_layer"
 
@@ -35,6 +36,9 @@ def _(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_f
     N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     states = (N, x.shape[1], weight.shape[1] - 1) if return_final_states else (0,)
     return torch.empty_like(x), x.new_empty(states)
+
+
+_causal_conv1d_fwd.register_autograd(conv_gradients, setup_context=save_conv)
 
 
 def causal_conv1d(
@@ -92,6 +96,9 @@ def _rms_norm_gated_fwd(
 @_rms_norm_gated_fwd.register_fake
 def _(x, gate, weight, eps, activation):
     return x.new_empty(x.shape)
+
+
+_rms_norm_gated_fwd.register_autograd(norm_gradients, setup_context=save_norm)
 
 
 def rms_norm_gated(x, gate, weight, eps, activation) -> Tensor:

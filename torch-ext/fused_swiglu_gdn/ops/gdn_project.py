@@ -28,7 +28,7 @@ def _(x, weights):
 
 def is_served(x, weights) -> bool:
     """Whether a kernel makes these products; else the modules themselves had better do it."""
-    if not dispatch.has_kernels(FAMILY, x.device.type, x.device.index):
+    if not dispatch.has_kernels(FAMILY, "gdn_project_fwd", x.device.type, x.device.index):
         return False
     if torch.compiler.is_compiling():
         return x.shape[0] <= 64 and x.dtype in (torch.bfloat16, torch.float16)

@@ -3,10 +3,12 @@
 from typing import Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from ..reference import swiglu as reference
+from . import swiglu_training as training
 from .common import run, serve
 
 
@@ -30,4 +32,14 @@ def _(x, w_gate, w_up, b_gate, b_up, activation):
 
 def swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> Tensor:
     args = (x, w_gate, w_up, b_gate, b_up, activation)
+    if training.trains(*args[:5]):
+        return training.swiglu_train(*args)
     return run("swiglu", "swiglu_fwd", _swiglu_fwd, reference.swiglu_fwd, args)
+
+
+def swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute) -> Tensor:
+    """y [M, D] = swiglu(...) @ w_down.T + b_down."""
+    tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    if training.trains(*tensors):
+        return training.swiglu_mlp_train(*tensors, activation, recompute)
+    return F.linear(swiglu(x, w_gate, w_up, b_gate, b_up, activation), w_down, b_down)

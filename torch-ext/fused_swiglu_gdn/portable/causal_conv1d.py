@@ -1,8 +1,8 @@
-"""The short depthwise causal convolution of a layer, over a prompt and for the next tokens.
+"""The short depthwise causal convolution of a layer, over a prompt.
 
     y_t = act(bias + sum_w weight[w] x[t - W + 1 + w])        within each sequence
 
-Sizes: B batch, D channels, T tokens, W taps, N sequences, S columns of a state.
+Sizes: B batch, D channels, T tokens, W taps, N sequences, S columns of a final state.
 """
 
 from typing import Optional, Tuple
@@ -27,12 +27,8 @@ def supports_causal_conv1d_fwd(
     return served(x, weight, bias, initial_states)
 
 
-def supports_causal_conv1d_update(x, conv_state, weight, bias, activation) -> bool:
-    return served(x, conv_state, weight, bias)
-
-
 @triton.jit
-def _sequence_of(token, cu_ptr, N, STEPS):
+def sequence_of(token, cu_ptr, N, STEPS):
     """The n with cu[n] <= token < cu[n + 1], by bisection; token [BLOCK_T] int64."""
     low = tl.zeros_like(token)
     high = low + N
@@ -77,7 +73,7 @@ def conv_tile(
     position = offs_t  # in the token's sequence
     n = row.to(tl.int64) + tl.zeros_like(offs_t)
     if cu_ptr is not None:
-        n = _sequence_of(offs_t.to(tl.int64), cu_ptr, N, STEPS)
+        n = sequence_of(offs_t.to(tl.int64), cu_ptr, N, STEPS)
         position = (offs_t - tl.load(cu_ptr + n).to(tl.int64)).to(tl.int32)
     if seq_ptr is not None:
         mine = tl.load(seq_ptr + offs_t, mask=mask_t, other=0)  # [BLOCK_T]
@@ -245,94 +241,3 @@ def causal_conv1d_fwd(
             **config,
         )
     return y, final
-
-
-@triton.jit
-def _causal_conv1d_update_kernel(
-    x_ptr,  # [B, D, T]
-    state_ptr,  # [B, D, S]
-    weight_ptr,  # [D, W]
-    bias_ptr,  # [D] or None
-    y_ptr,  # [B, D, T]
-    x_strides,  # of B, D, T
-    y_strides,  # of B, D, T
-    state_strides,  # of B, D, S
-    T,
-    D,
-    S,
-    W: tl.constexpr,
-    SILU: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """A program takes BLOCK_D channels of a row through its T tokens, then moves the state on."""
-    tiles_d = tl.cdiv(D, BLOCK_D)
-    pid = tl.program_id(0)
-    b = (pid // tiles_d).to(tl.int64)
-    offs_d = (pid % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
-    offs_s = tl.arange(0, BLOCK_S)
-    mask_d = offs_d < D
-    mask = mask_d[:, None] & (offs_s < S)[None, :]
-    x_row = x_ptr + b * x_strides[0] + offs_d.to(tl.int64) * x_strides[1]  # [BLOCK_D]
-    y_row = y_ptr + b * y_strides[0] + offs_d.to(tl.int64) * y_strides[1]  # [BLOCK_D]
-    state = state_ptr + b * state_strides[0] + offs_d.to(tl.int64) * state_strides[1]
-    state_ptrs = state[:, None] + offs_s[None, :] * state_strides[2]  # [BLOCK_D, BLOCK_S]
-
-    # the state T tokens on: column s holds what was in column s + T, or a new token
-    kept = (offs_s + T < S)[None, :]
-    old = tl.load(state_ptrs + T * state_strides[2], mask=mask & kept, other=0.0)
-    new_ptrs = x_row[:, None] + (offs_s + T - S)[None, :] * x_strides[2]
-    new = tl.load(new_ptrs, mask=mask & (kept == 0), other=0.0)
-    moved = tl.where(kept, old, new.to(old.dtype))  # [BLOCK_D, BLOCK_S]
-    for t in range(0, T):
-        acc = tl.zeros((BLOCK_D,), tl.float32)
-        if bias_ptr is not None:
-            acc += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
-        for w in tl.static_range(0, W):
-            tap = tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
-            at = t - (W - 1) + w  # the token, or a column of the state counted from its end
-            seen = tl.load(x_row + at * x_strides[2], mask=mask_d & (at >= 0), other=0.0)
-            held = tl.load(
-                state + (S + at) * state_strides[2], mask=mask_d & (at < 0), other=0.0
-            )  # [BLOCK_D]
-            acc += tap * (seen.to(tl.float32) + held.to(tl.float32))
-        if SILU:
-            acc = activate(acc, "silu")
-        tl.store(y_row + t * y_strides[2], acc.to(y_ptr.dtype.element_ty), mask=mask_d)
-    tl.debug_barrier()  # every thread has read before any writes
-    tl.store(state_ptrs, moved, mask=mask)
-
-
-def causal_conv1d_update(
-    x: torch.Tensor,  # [B, D, T], any strides
-    conv_state: torch.Tensor,  # [B, D, S], any strides, updated in place
-    weight: torch.Tensor,  # [D, W]
-    bias: Optional[torch.Tensor],  # [D]
-    activation: Optional[str],
-) -> torch.Tensor:  # [B, D, T]
-    """One launch; y in the memory order of x."""
-    (B, D, T), W, S = x.shape, weight.shape[1], conv_state.shape[2]
-    y = torch.empty_like(x)  # [B, D, T]
-    config = tuning.lookup("portable_causal_conv1d_update", x.device, D=D)
-    programs = B * triton.cdiv(D, config["BLOCK_D"])
-    if programs == 0 or T == 0:
-        return y
-    with device.on(x.device):
-        _causal_conv1d_update_kernel[(programs,)](
-            x,
-            conv_state,
-            weight.contiguous(),
-            bias,
-            y,
-            x.stride(),
-            y.stride(),
-            conv_state.stride(),
-            T,
-            D,
-            S,
-            W=W,
-            SILU=activation is not None,
-            BLOCK_S=triton.next_power_of_2(S),
-            **config,
-        )
-    return y

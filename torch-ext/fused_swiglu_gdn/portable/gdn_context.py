@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import locate
+from ..common.gdn_prepare import EXACT_FP32, locate, precision
+from ..common.launch import prepare, specialized_on, steps
 from .gdn_scan import kv_strides, segments
 
 
@@ -169,12 +170,25 @@ def gdn_carry(
     carry = torch.empty((rows, HV, V + K, K), dtype=torch.float32, device=k.device)
     BLOCK_K = triton.next_power_of_2(max(K, 16))
     width = config["BLOCK_V"]
-    _transition_kernel[(rows * HV * (-(-V // width) - (-K // width)),)](
-        k, v, tb, f, cu_seqlens, carry, k.stride()[:3], v.stride()[:3], T, N, own, segment,
-        H=H, R=HV // H, K=K, V=V, BLOCK_K=BLOCK_K, **config,
+    inputs = (k, v, tb, f, cu_seqlens)
+    strides = (steps(k), steps(v))
+    constexprs = (
+        H, HV // H, K, V, BLOCK_K, width, config["STAGES"],
+        precision(k.dtype),
     )  # fmt: skip
-    _carry_kernel[(N * HV * -(-V // carry_config["BLOCK_V"]),)](
-        carry, initial_state, state_indices, cu_seqlens, kv_strides(initial_state, state_v_first),
-        T, own, segment, HV=HV, K=K, V=V, BLOCK_K=BLOCK_K, **carry_config,
-    )  # fmt: skip
+    options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
+    kind = (k.device, *map(specialized_on, inputs), strides)
+    prepare(_transition_kernel, constexprs, options, *kind).launch(
+        (rows * HV * (-(-V // width) - (-K // width)), 1, 1),
+        *(*inputs, carry, *strides, T, N, own, segment),
+    )
+    inputs = (initial_state, state_indices, cu_seqlens)
+    strides = kv_strides(initial_state, state_v_first)
+    constexprs = (HV, K, V, BLOCK_K, carry_config["BLOCK_V"], EXACT_FP32)
+    options = (("num_warps", carry_config["num_warps"]), ("num_stages", 1))
+    kind = (k.device, *map(specialized_on, inputs), strides)
+    prepare(_carry_kernel, constexprs, options, *kind).launch(
+        (N * HV * -(-V // carry_config["BLOCK_V"]), 1, 1),
+        *(carry, *inputs, strides, T, own, segment),
+    )
     return carry

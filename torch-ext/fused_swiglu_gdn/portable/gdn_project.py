@@ -1,7 +1,7 @@
 """The input projections of a GDN layer for a few tokens: y_i = x W_i^T for all i, in one launch.
 
-A decoding step reads each weight once, so its time is that of memory; separate products pay a launch
-each, and the small ones (b and a) little else. The weights stay where they are.
+A decoding step reads each weight once, so its time is that of memory; separate products pay a
+launch each, and the small ones (b and a) little else. The weights stay where they are.
 
 Sizes: M tokens, K model width, N rows of all weights together.
 """
@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from .. import device, tuning
+from ..common.launch import prepare
 
 SERVED = (torch.float16, torch.bfloat16)
 MAX_WEIGHTS, MAX_TOKENS = 6, 64
@@ -73,34 +74,39 @@ def _gdn_project_fwd_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
-    # rows past the end read the last one: no mask in the loop, and nothing of them is stored
-    x_ptrs = x_ptr + tl.minimum(offs_m, M - 1)[:, None] * stride_x + offs_k[None, :]
+    # weight rows past the end read the last one, and nothing of them is stored; tokens past the end
+    # are not read, for all programs would read the last one at once
+    mask_m = (offs_m < M)[:, None]
+    x_ptrs = x_ptr + offs_m[:, None] * stride_x + offs_k[None, :]
     w_row = tl.minimum(offs_n, rows - 1).to(tl.int64)
     w_ptrs = w_ptr + w_row[None, :] * K + offs_k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for _ in range(0, K, BLOCK_K):
-        x = tl.load(x_ptrs)  # [BLOCK_M, BLOCK_K]
+        x = tl.load(x_ptrs, mask=mask_m, other=0.0)  # [BLOCK_M, BLOCK_K]
         w = tl.load(w_ptrs, eviction_policy="evict_first")  # [BLOCK_K, BLOCK_N]
         acc = tl.dot(x, w, acc)
         x_ptrs += BLOCK_K
         w_ptrs += BLOCK_K
     y = acc.to(y_ptr.dtype.element_ty)
     offs_y = offs_m[:, None] * N + column + offs_n[None, :]
-    tl.store(y_ptr + offs_y, y, mask=(offs_m < M)[:, None] & (offs_n < rows)[None, :])
+    tl.store(y_ptr + offs_y, y, mask=mask_m & (offs_n < rows)[None, :])
 
 
-def launch(x, weights, config) -> torch.Tensor:
-    """y [M, N] by the kernel above with this configuration."""
-    M, K = x.shape
+def launch(x, weights, config: tuple) -> torch.Tensor:
+    """y [M, N] by the kernel above with this configuration, as (name, value) pairs."""
+    (M, K), stride_x = x.shape, x.stride(0)
     rows = [w.shape[0] for w in weights]
     y = torch.empty((M, sum(rows)), dtype=x.dtype, device=x.device)  # [M, N]
+    (_, BLOCK_N), (_, BLOCK_K), *options = config
+    BLOCK_M = max(16, triton.next_power_of_2(M))  # all tokens are in one tile
     missing = MAX_WEIGHTS - len(weights)
-    tiles = sum(triton.cdiv(n, config["BLOCK_N"]) for n in rows)
-    pointers, sizes = [*weights, *weights[:1] * missing], rows + [0] * missing
+    sizes = (y.shape[1], K, stride_x, *rows, *(0,) * missing)
+    kind = x.device, x.dtype, x.data_ptr() % 16 == 0, sizes
+    blocks = (BLOCK_M, BLOCK_N, BLOCK_K)
+    kernel = prepare(_gdn_project_fwd_kernel, blocks, tuple(options), *kind)
+    tiles = sum(-(-n // BLOCK_N) for n in rows)
     with device.on(x.device):
-        _gdn_project_fwd_kernel[(tiles,)](
-            x, *pointers, y, M, y.shape[1], K, x.stride(0), *sizes, **config
-        )
+        kernel.launch((tiles, 1, 1), x, *weights, *weights[:1] * missing, y, M, *sizes)
     return y
 
 
@@ -110,4 +116,4 @@ def gdn_project_fwd(
 ) -> torch.Tensor:  # [M, N]
     """The products side by side."""
     config = tuning.lookup("portable_gdn_project_fwd", x.device, M=x.shape[0])
-    return launch(x, weights, config)
+    return launch(x, weights, tuple(config.items()))

@@ -1,4 +1,4 @@
-"""The gated delta rule token by token, for decoding: bounded by one read and one write of the state.
+"""The gated delta rule token by token, for decoding.
 
     S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T        o_t = scale * S_t^T q_t
 
@@ -11,13 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import device, tuning
+from .. import device
 from ..common.gates import log_decay, write_strength
+from .gdn_delta import delta_step, key_norms, load, store
+from .gdn_recurrent_step import gdn_recurrent_step, step_config
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _is_dense(state: torch.Tensor) -> bool:
+def is_dense(state: torch.Tensor) -> bool:
     """Each row [HV, K, V] is contiguous; rows may be any distance apart."""
     _, heads, rows, columns = state.stride()
     _, _, R, C = state.shape
@@ -34,69 +36,7 @@ def supports_gdn_recurrent_fwd(
     if initial_state is None:
         return True
     written = inplace or state_indices is not None
-    return initial_state.dtype in SERVED and (not written or _is_dense(initial_state))
-
-
-@triton.jit
-def _load(ptrs, mask, alive=None):
-    """fp32; zeros where a mask is given and false."""
-    if mask is not None and alive is not None:
-        x = tl.load(ptrs, mask=mask & alive, other=0.0)
-    elif mask is not None:
-        x = tl.load(ptrs, mask=mask, other=0.0)
-    elif alive is not None:
-        x = tl.load(ptrs, mask=alive, other=0.0)
-    else:
-        x = tl.load(ptrs)
-    return x.to(tl.float32)
-
-
-@triton.jit
-def _store(ptrs, x, mask, alive=None):
-    x = x.to(ptrs.dtype.element_ty)
-    if mask is not None and alive is not None:
-        tl.store(ptrs, x, mask=mask & alive)
-    elif mask is not None:
-        tl.store(ptrs, x, mask=mask)
-    elif alive is not None:
-        tl.store(ptrs, x, mask=alive)
-    else:
-        tl.store(ptrs, x)
-
-
-@triton.jit
-def _add_pairs(a0, a1, b0, b1):
-    return a0 + b0, a1 + b1
-
-
-@triton.jit
-def delta_step(
-    S,  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V] fp32
-    q,  # [BLOCK_K] fp32
-    k,  # [BLOCK_K] fp32
-    v,  # [BLOCK_V] fp32
-    g,
-    beta,
-    scale,
-    L2NORM: tl.constexpr,
-    K_AXIS: tl.constexpr,
-):
-    """S_t and o_t [BLOCK_V] from S_{t-1}.
-
-    S_t^T q = decay S_{t-1}^T q + (k.q) delta, so that every reduction starts from what was loaded.
-    """
-    decay = tl.exp(g)
-    wide_k = tl.expand_dims(k, 1 - K_AXIS)
-    wide_q = tl.expand_dims(q, 1 - K_AXIS)
-    seen, asked = tl.reduce((S * wide_k, S * wide_q), K_AXIS, _add_pairs)  # [BLOCK_V] fp32
-    kq, kk = tl.reduce((k * q, k * k), 0, _add_pairs)
-    rstd_k = 1.0
-    if L2NORM:
-        rstd_k = tl.rsqrt(kk + 1e-6)
-        scale *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
-    delta = (beta * rstd_k) * (v - (decay * rstd_k) * seen)  # [BLOCK_V] fp32, for the raw k
-    S = decay * S + wide_k * tl.expand_dims(delta, K_AXIS)
-    return S, scale * (decay * asked + kq * delta)
+    return initial_state.dtype in SERVED and (not written or is_dense(initial_state))
 
 
 @triton.jit
@@ -104,9 +44,9 @@ def _load_token(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, token, h, hv, offs_k, offs_v, mask_k, mask_v
 ):
     """q, k [BLOCK_K], v [BLOCK_V] in fp32 and the raw g and beta of a token and a value head."""
-    q = _load(q_ptr + token * strides[0] + h * strides[1] + offs_k, mask_k)
-    k = _load(k_ptr + token * strides[2] + h * strides[3] + offs_k, mask_k)
-    v = _load(v_ptr + token * strides[4] + hv * strides[5] + offs_v, mask_v)
+    q = load(q_ptr + token * strides[0] + h * strides[1] + offs_k, mask_k)
+    k = load(k_ptr + token * strides[2] + h * strides[3] + offs_k, mask_k)
+    v = load(v_ptr + token * strides[4] + hv * strides[5] + offs_v, mask_v)
     g = tl.load(g_ptr + token * strides[6] + hv)
     beta = tl.load(beta_ptr + token * strides[7] + hv)
     return q, k, v, g, beta
@@ -183,11 +123,12 @@ def _gdn_recurrent_fwd_kernel(
     if initial_ptr is None:
         S = tl.zeros(offs_s.shape, tl.float32)
     else:
-        S = _load(initial_ptr + row * strides[8] + offs_s, mask, alive)
+        S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
     last = first + length - 1
+    token = tl.maximum(tl.minimum(first, last), 0)
     q, k, v, g, beta = _load_token(
-        q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, tl.maximum(tl.minimum(first, last), 0), h, hv,
-        offs_k, offs_v, mask_k, mask_v,
+        q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, token, h, hv, offs_k, offs_v, mask_k,
+        mask_v,
     )  # fmt: skip
     for t in range(0, length):
         token = first + t
@@ -198,14 +139,15 @@ def _gdn_recurrent_fwd_kernel(
             q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, tl.minimum(token + 1, last), h, hv,
             offs_k, offs_v, mask_k, mask_v,
         )  # fmt: skip
-        S, o = delta_step(S, now_q, now_k, now_v, now_g, now_beta, scale, L2NORM, K_AXIS)
+        rstd_k, scale_q, kq = key_norms(now_q, now_k, scale, L2NORM)
+        S, o = delta_step(S, now_q, now_k, now_v, now_g, now_beta, rstd_k, scale_q, kq, K_AXIS)
         if alive is not None:
             o = tl.where(alive, o, 0.0)
-        _store(o_ptr + (token * HV + hv) * V + offs_v, o, mask_v)
+        store(o_ptr + (token * HV + hv) * V + offs_v, o, mask_v)
         if ALL_STATES:
-            _store(final_ptr + token * strides[9] + offs_s, S, mask)
+            store(final_ptr + token * strides[9] + offs_s, S, mask)
     if not ALL_STATES and final_ptr is not None:
-        _store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
+        store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
 
 
 def _token_stride(x: torch.Tensor) -> Optional[int]:
@@ -220,9 +162,8 @@ def launch(
     q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write, cu_seqlens, scale, l2norm,
     beta_scale, state_v_first, all_states, config,
 ) -> None:  # fmt: skip
-    """Runs the kernel above with this configuration; all of its outputs are allocated."""
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
+    """Runs the kernel of any number of tokens; all outputs are allocated, [B, T] is that of o."""
+    (B, T, HV, V), (H, K) = o.shape, q.shape[2:]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     strides = (
         _token_stride(q), q.stride(2), _token_stride(k), k.stride(2), _token_stride(v), v.stride(2),
@@ -259,7 +200,8 @@ def launch(
             V_FIRST=state_v_first,
             ALL_STATES=all_states,
             BLOCK_K=triton.next_power_of_2(K),
-            **config,
+            BLOCK_V=config["BLOCK_V"],
+            num_warps=config["num_warps"],
         )
 
 
@@ -287,11 +229,6 @@ def gdn_recurrent_fwd(
     """One launch: o, and the final state, the states after every token, the pool, or None."""
     (B, T), (HV, V), K = q.shape[:2], v.shape[2:], k.shape[3]
     o = torch.empty((B, T, HV, V), dtype=q.dtype, device=q.device)  # [B, T, HV, V]
-    if T == 0:  # the kernel reads a token before it knows that there is none
-        q, k, v, g, beta = (x.new_zeros(B, 1, *x.shape[2:])[:, :0] for x in (q, k, v, g, beta))
-    q, k, v, g, beta = (
-        x if _token_stride(x) is not None else x.contiguous() for x in (q, k, v, g, beta)
-    )
     final = None
     if inplace:
         final = initial_state
@@ -300,18 +237,23 @@ def gdn_recurrent_fwd(
         rows = (B, T) if all_states else (N,)
         dims = (HV, V, K) if state_v_first else (HV, K, V)
         final = torch.empty(rows + dims, dtype=torch.float32, device=q.device)  # [N, HV, K, V]
-    if initial_state is not None and not inplace and not _is_dense(initial_state):
+    if initial_state is not None and not inplace and not is_dense(initial_state):
         initial_state = initial_state.contiguous()
-    config = tuning.lookup(
-        "portable_gdn_recurrent_vk_fwd" if state_v_first else "portable_gdn_recurrent_kv_fwd",
-        q.device,
-        K=K,
-        STATE_BYTES=4 if initial_state is None else initial_state.element_size(),
-    )
     beta_scale = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
+    if T == 1 and B > 0 and cu_seqlens is None and not all_states:
+        gdn_recurrent_step(
+            q, k, v, g, beta, A_log, dt_bias, initial_state, final, o, state_indices,
+            output_state_indices, scale, use_qk_l2norm, beta_scale, state_v_first,
+        )  # fmt: skip
+        return o, final
+    if T == 0:  # the kernel reads a token before it knows that there is none
+        q, k, v, g, beta = (x.new_zeros(B, 1, *x.shape[2:]) for x in (q, k, v, g, beta))
+    q, k, v, g, beta = (
+        x if _token_stride(x) is not None else x.contiguous() for x in (q, k, v, g, beta)
+    )
     launch(
         q, k, v, g, beta, A_log, dt_bias, initial_state, final, o, state_indices,
         output_state_indices, cu_seqlens, scale, use_qk_l2norm, beta_scale, state_v_first,
-        all_states, config,
+        all_states, step_config(q.device, K, initial_state, state_v_first),
     )  # fmt: skip
     return o, final

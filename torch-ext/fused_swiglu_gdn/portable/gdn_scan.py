@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import locate
+from ..common.gdn_prepare import CHUNK, locate, precision
+from ..common.launch import prepare, specialized_on, steps
+from ..tuning import lookup
 
 
 @triton.jit
@@ -193,7 +195,7 @@ def gdn_scan(
     state_v_first: bool,
     checkpoint_every: int,
     segment: int,
-    config: dict,
+    wide: bool,
 ) -> torch.Tensor:
     """o [B, T, HV, V]; the final state and the checkpoints are written into the tensors given."""
     B, T, H, K = q.shape
@@ -201,15 +203,25 @@ def gdn_scan(
     o = torch.empty((B, T, HV, V), dtype=v.dtype, device=v.device)
     rows, own = segments(T, B, cu_seqlens, segment * 64)
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    grid = (rows * HV * -(-V // config["BLOCK_V"]),)
-    if grid[0] == 0:
+    if rows * HV == 0:
         return o
-    _scan_kernel[grid](
-        q, k, v, o, *blocks, cu_seqlens, initial_state, state_indices, final_state, carry,
-        checkpoints, q.stride()[:3], k.stride()[:3], v.stride()[:3],
+    kind = "portable_gdn_scan_wide" if wide else "portable_gdn_scan"
+    config = lookup(kind, v.device, units=rows * HV)
+    states = (initial_state, state_indices, final_state, carry, checkpoints)
+    strides = (
+        steps(q), steps(k), steps(v),
         kv_strides(initial_state, state_v_first), kv_strides(final_state, state_v_first),
-        T, N, own, segment, max(checkpoint_every, 64),
-        H=H, R=HV // H, K=K, V=V, V_FIRST=state_v_first,
-        BLOCK_K=triton.next_power_of_2(max(K, 16)), **config,
+    )  # fmt: skip
+    constexprs = (
+        H, HV // H, K, V, state_v_first, triton.next_power_of_2(max(K, 16)), config["BLOCK_V"],
+        config["STAGES"], precision(q.dtype),
+    )  # fmt: skip
+    inputs = (q, k, v)
+    options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
+    kind = (v.device, *map(specialized_on, (*inputs, cu_seqlens, *states)), strides)
+    prepare(_scan_kernel, constexprs, options, *kind).launch(
+        (rows * HV * -(-V // config["BLOCK_V"]), 1, 1),
+        *inputs, o, *blocks, cu_seqlens, *states, *strides, T, N, own, segment,
+        max(checkpoint_every, CHUNK),
     )  # fmt: skip
     return o

@@ -59,7 +59,7 @@ def _rms_norm_gated_fwd_kernel(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _two_strides(x: torch.Tensor) -> Optional[Tuple[int, int]]:
+def two_strides(x: torch.Tensor) -> Optional[Tuple[int, int]]:
     """Of a group of x.shape[-2] rows and of a row of x [..., D], or None if they do not suffice."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         return None
@@ -83,8 +83,8 @@ def rms_norm_gated_fwd(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # [..., D]
     if M == 0:
         return y
-    x = x if _two_strides(x) is not None else x.contiguous()
-    gate = gate if _two_strides(gate) is not None else gate.contiguous()
+    x = x if two_strides(x) is not None else x.contiguous()
+    gate = gate if two_strides(gate) is not None else gate.contiguous()
     config = tuning.lookup("portable_rms_norm_gated_fwd", x.device, D=D)
     with device.on(x.device):
         _rms_norm_gated_fwd_kernel[(triton.cdiv(M, config["BLOCK_M"]),)](
@@ -92,8 +92,8 @@ def rms_norm_gated_fwd(
             gate,
             weight.contiguous(),
             y,
-            _two_strides(x),
-            _two_strides(gate),
+            two_strides(x),
+            two_strides(gate),
             M,
             R,
             eps,

@@ -14,6 +14,7 @@ import triton.language as tl
 from .. import device, tuning
 from ..common.launch import prepare
 from ..common.primitives import activate, grouped_tile
+from ..common.swiglu_gate import gate_fwd
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
 FAR = 2**23  # 128 rows this far apart still fit 32-bit offsets
@@ -60,26 +61,22 @@ def _swiglu_fwd_kernel(
     # 64-bit addresses of the tile, 32-bit offsets in it. Rows past the end of the weights read the
     # last row, those of x nothing: one token 16 times would be a hot line that all programs want
     x_ptr += row * stride_x
-    w_gate_ptr += column * stride_n
-    w_up_ptr += column * stride_n
+    w_ptr = tl.where(pair % 2 == 0, w_gate_ptr, w_up_ptr) + column * stride_n  # [2 BLOCK_N]
     mask_m = row + offs_m < M
     rows_w = tl.minimum(pair // 2, N - 1 - column.to(tl.int32))
     offs_x = offs_m[:, None] * stride_x + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
     offs_w = rows_w[None, :] * stride_n + offs_k[:, None] * stride_k  # [BLOCK_K, 2 BLOCK_N]
     acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
-    for k in range(0, K, BLOCK_K):
-        w_ptrs = tl.where(pair % 2 == 0, w_gate_ptr, w_up_ptr)[None, :] + offs_w
+    for k in tl.range(0, K, BLOCK_K):
+        w_ptrs = w_ptr[None, :] + tl.cast(k, tl.int64) * stride_k + offs_w
         if EVEN_K:
-            x = tl.load(x_ptr + offs_x, mask=mask_m[:, None], other=0.0)  # [BLOCK_M, BLOCK_K]
+            x = tl.load(x_ptr + k + offs_x, mask=mask_m[:, None], other=0.0)  # [BLOCK_M, BLOCK_K]
             w = tl.load(w_ptrs)  # [BLOCK_K, 2 BLOCK_N]
         else:
             mask_k = offs_k < K - k
-            x = tl.load(x_ptr + offs_x, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
+            x = tl.load(x_ptr + k + offs_x, mask=mask_m[:, None] & mask_k[None, :], other=0.0)
             w = tl.load(w_ptrs, mask=mask_k[:, None], other=0.0)
         acc = tl.dot(x, w, acc, input_precision=PRECISION)
-        x_ptr += BLOCK_K
-        w_gate_ptr += BLOCK_K * stride_k
-        w_up_ptr += BLOCK_K * stride_k
     gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))  # [BLOCK_M, BLOCK_N] fp32
     mask_n = column + offs_n < N
     if b_gate_ptr is not None:
@@ -94,70 +91,38 @@ def _swiglu_fwd_kernel(
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(where: torch.device, config: tuple, activation: str, M: int, N: int, K: int, *kind):
-    """(grid, prepared kernel) for a call; kind is what else its code depends on."""
-    config = dict(config)
+def _plan(where: torch.device, dtype, M: int, N: int, K: int, activation: str, config, *kind):
+    """(grid, prepared kernel) of a call; kind is what else its code depends on."""
+    config = dict(config or tuning.lookup("portable_swiglu_fwd", where, M=M, N=N, K=K))
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
     blocks = tuple(config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
     constexprs = (activation, "ieee", K % config["BLOCK_K"] == 0, *blocks)
     options = tuple((name, config[name]) for name in ("num_warps", "num_stages"))
-    return (tiles, 1, 1), prepare(_swiglu_fwd_kernel, constexprs, options, where, N, K, *kind)
+    prepared = prepare(_swiglu_fwd_kernel, constexprs, options, where, dtype, N, K, *kind)
+    return (tiles, 1, 1), prepared
 
 
-def launch(x, w_gate, w_up, b_gate, b_up, activation, config: tuple) -> torch.Tensor:
-    """z [M, N] by the kernel above with this configuration, as (name, value) pairs."""
+def launch(x, w_gate, w_up, b_gate, b_up, activation, config=None) -> torch.Tensor:
+    """z [M, N] by the kernel above, configured from the table or by `config`, (name, value) pairs.
+
+    The kernel takes one pair of strides for both weights, and 32-bit offsets inside a tile.
+    """
     (M, K), N = x.shape, w_gate.shape[0]
-    strides = w_gate.stride()
-    # the kernel takes one pair of strides, and offsets inside a tile are 32-bit
+    stride_x, strides = x.stride(0), w_gate.stride()
     if strides != w_up.stride() or max(strides) > FAR:
-        w_gate, w_up = w_gate.contiguous(), w_up.contiguous()
-        strides = w_gate.stride()
-    if x.stride(0) > FAR:
-        x = x.contiguous()
-    z = torch.empty((M, N), dtype=x.dtype, device=x.device)  # [M, N]
+        return launch(x, w_gate.contiguous(), w_up.contiguous(), b_gate, b_up, activation, config)
+    if stride_x > FAR:
+        return launch(x.contiguous(), w_gate, w_up, b_gate, b_up, activation, config)
+    z = x.new_empty((M, N))  # [M, N]
     if M == 0 or N == 0:
         return z
     tensors = (x, w_gate, w_up, b_gate, b_up)
-    aligned = tuple(t is None or t.data_ptr() % 16 == 0 for t in tensors)
-    kind = (x.dtype, x.stride(0), strides, b_gate is None, b_up is None, aligned)
-    grid, prepared = _plan(x.device, config, activation, M, N, K, *kind)
+    aligned = tuple([t is None or t.data_ptr() % 16 == 0 for t in tensors])
+    kind = (stride_x, strides, b_gate is None, b_up is None, aligned)
+    grid, prepared = _plan(x.device, x.dtype, M, N, K, activation, config, *kind)
     with device.on(x.device):
-        prepared.launch(grid, *tensors, z, M, N, K, x.stride(0), *strides)
+        prepared.launch(grid, *tensors, z, M, N, K, stride_x, *strides)
     return z
-
-
-@triton.jit
-def _gate_fwd_kernel(
-    gate_ptr,  # [M, N]
-    up_ptr,  # [M, N]
-    z_ptr,  # [M, N]
-    size,  # M * N
-    ACTIVATION: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """z = act(gate) * up; a program makes BLOCK elements."""
-    offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_ptr + offs, mask=offs < size).to(tl.float32)  # [BLOCK]
-    up = tl.load(up_ptr + offs, mask=offs < size).to(tl.float32)  # [BLOCK]
-    z = activate(gate, ACTIVATION) * up
-    tl.store(z_ptr + offs, z.to(z_ptr.dtype.element_ty), mask=offs < size)
-
-
-def _products_and_gate(x, w_gate, w_up, b_gate, b_up, activation) -> torch.Tensor:
-    """z [M, N] from two products of cuBLAS (rocBLAS) and one launch for the gate."""
-    gate = F.linear(x, w_gate, b_gate)  # [M, N]
-    up = F.linear(x, w_up, b_up)  # [M, N]
-    z = torch.empty_like(gate)
-    with device.on(x.device):
-        _gate_fwd_kernel[(triton.cdiv(z.numel(), 1024),)](
-            gate, up, z, z.numel(), ACTIVATION=activation, BLOCK=1024
-        )
-    return z
-
-
-@functools.lru_cache(maxsize=4096)
-def _config(where: torch.device, M: int, N: int, K: int) -> tuple:
-    return tuple(tuning.lookup("portable_swiglu_fwd", where, M=M, N=N, K=K).items())
 
 
 def swiglu_fwd(
@@ -168,9 +133,11 @@ def swiglu_fwd(
     b_up: Optional[torch.Tensor],  # [N]
     activation: str,
 ) -> torch.Tensor:  # [M, N]
-    """One launch for fp16 and bf16; fp32 keeps torch's own products and their tf32 setting."""
-    (M, K), N = x.shape, w_gate.shape[0]
-    if x.dtype == torch.float32 and x.is_cuda and M * N > 0:
-        return _products_and_gate(x, w_gate, w_up, b_gate, b_up, activation)
-    config = _config(x.device, M, N, K)
-    return launch(x, w_gate, w_up, b_gate, b_up, activation, config)
+    """One launch for fp16 and bf16; fp32 keeps torch's own products and their tf32 setting.
+
+    Of fp16 and bf16 the bits of a row do not depend on the other rows, on their number or on who
+    serves: every path sums K in the same order (tests/test_swiglu.py). Of fp32 cuBLAS decides.
+    """
+    if x.dtype == torch.float32 and x.is_cuda:
+        return gate_fwd(F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up), activation)
+    return launch(x, w_gate, w_up, b_gate, b_up, activation)

@@ -18,7 +18,7 @@ from .swiglu import at_least_fp32
 CHUNK = 64
 
 
-def _to_chunks(x: torch.Tensor, dim: int) -> torch.Tensor:
+def to_chunks(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Pads the token dimension with zeros and splits it into [NT, C]."""
     pad = -x.shape[dim] % CHUNK
     if pad:
@@ -31,7 +31,7 @@ def _chunked(x: Inputs, S: torch.Tensor, checkpoint_every: int):
     T = x.v.shape[3]
     if T == 0:
         return torch.zeros_like(x.v), S, []
-    q, k, v, g, beta = (_to_chunks(y, 3) for y in x)  # padding: beta = 0 and g = 0 change nothing
+    q, k, v, g, beta = (to_chunks(y, 3) for y in x)  # padding: beta = 0 and g = 0 change nothing
     G = g.cumsum(-1)  # [B, H, R, NT, C]
     future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)
     decay = (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill(future, float("-inf")).exp()

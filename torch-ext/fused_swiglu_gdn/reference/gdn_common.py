@@ -53,7 +53,7 @@ def prepare_inputs(
     return Inputs(q, k, v, g, beta)
 
 
-def _spans(B: int, T: int, cu_seqlens: Optional[torch.Tensor]):
+def spans(B: int, T: int, cu_seqlens: Optional[torch.Tensor]):
     """(batch rows, token range) of each group of equally long sequences that run together."""
     if cu_seqlens is None:
         return [(slice(0, B), slice(0, T))]
@@ -71,7 +71,7 @@ def run(step, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, scale, flags)
         state = x.v.new_zeros(N, HV, K, V)
     state = state.to(x.v.dtype).unflatten(1, (H, HV // H))
     outputs, results = [], []
-    for n, (rows, tokens) in enumerate(_spans(B, T, cu_seqlens)):
+    for n, (rows, tokens) in enumerate(spans(B, T, cu_seqlens)):
         part = Inputs(*(y[rows, :, :, tokens] for y in x))
         o, *rest = step(part, state if cu_seqlens is None else state[n : n + 1])
         outputs.append(o)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from .swiglu import at_least_fp32
 
 
-def _sequence_of_token(T: int, seq_idx, cu_seqlens) -> Optional[torch.Tensor]:
+def sequence_of_token(T: int, seq_idx, cu_seqlens) -> Optional[torch.Tensor]:
     """Which sequence each token belongs to, [B or 1, T], or None when a row is one sequence."""
     if seq_idx is not None:
         return seq_idx
@@ -58,7 +58,7 @@ def causal_conv1d_fwd(
     W, T = weight.shape[-1], x.shape[-1]
     wide, taps = at_least_fp32(x), at_least_fp32(weight)
     bias = None if bias is None else at_least_fp32(bias)
-    sequence = _sequence_of_token(T, seq_idx, cu_seqlens)
+    sequence = sequence_of_token(T, seq_idx, cu_seqlens)
     if initial_states is None:
         N = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
         initial_states = wide.new_zeros(N, x.shape[1], W - 1)

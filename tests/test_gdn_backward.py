@@ -1,0 +1,285 @@
+"""Gradients of the chunked gated delta rule against fp64 automatic differentiation of the
+recurrence: the written-out reference, the kernels, and the operators that train."""
+
+import pytest
+import torch
+from conftest import gdn_inputs, relative_error, submodule
+from interpreter import compiled, interpreted, rerun
+
+recurrent = submodule("reference.gdn_recurrent")
+written_out = submodule("reference.gdn_backward")
+train = submodule("ops.gdn_train")
+functional = submodule("functional.gdn")
+
+GRADS = "q k v g beta A_log dt_bias initial_state".split()
+
+# Relative errors of gradients. Two half-precision tensors meet in most products (o has one), and
+# the gradients of the gates are differences: twice the limit that conftest.py has for outputs.
+# fp32 sums of the gates' gradients cancel: up to 1e-4 of their terms is left of 1e-7 errors.
+LIMIT = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+OPTIONS = {
+    "plain": {},
+    "norm": {"l2norm": True},
+    "gate": {"l2norm": True, "gate": True},
+    "no bias": {"gate": True, "dt_bias": False},
+    "sigmoid": {"l2norm": True, "sigmoid": True},
+    "negative": {"l2norm": True, "sigmoid": True, "negative": True, "gate": True},
+    "state_v_first": {"v_first": True},
+    "packed": {"lengths": (0, 1, 64, 70, 0, 3)},
+    "packed gate": {"lengths": (65, 0, 20), "gate": True, "sigmoid": True, "l2norm": True},
+    "no states": {"states": False},
+    "zero beta": {"zero_beta": True},
+}
+
+
+class Case:
+    """Inputs, gradients of the outputs and options of one call."""
+
+    def __init__(
+        self, B, T, H, HV, K, V, dtype, device="cpu", gates="slow", seed=0, l2norm=False,
+        gate=False, dt_bias=True, sigmoid=False, negative=False, v_first=False, lengths=None,
+        states=True, zero_beta=False,
+    ):  # fmt: skip
+        if lengths is not None:
+            B, T = 1, sum(lengths)
+        x = gdn_inputs(B, T, H, HV, K, V, dtype, device, seed, gates)
+        random = torch.Generator(device=device).manual_seed(seed + 1)
+
+        def normal(*shape, dtype=x["g"].dtype):
+            x = torch.randn(*shape, generator=random, device=device, dtype=torch.float64)
+            return x.to(dtype)
+
+        self.cu_seqlens = None
+        N = B
+        if lengths is not None:
+            N = len(lengths)
+            ends = torch.tensor(lengths, device=device).cumsum(0)
+            self.cu_seqlens = torch.cat([ends.new_zeros(1), ends]).to(torch.int32)
+        x.update(A_log=None, dt_bias=None, initial_state=None)
+        shape = (N, HV, V, K) if v_first else (N, HV, K, V)
+        self.d_final = None
+        if states:
+            x["initial_state"] = normal(*shape) * 0.2
+            self.d_final = normal(*shape) * 0.1
+        if l2norm:
+            x["k"] = normal(B, T, H, K, dtype=dtype)
+        if gate:
+            x["g"] = normal(B, T, HV, dtype=dtype)
+            x["A_log"] = torch.linspace(-3, 2.5, HV, device=device).to(x["beta"].dtype)
+            x["dt_bias"] = normal(HV) if dt_bias else None
+        if sigmoid:
+            x["beta"] = normal(B, T, HV, dtype=dtype)
+        if zero_beta:
+            x["beta"][:, ::5] = 0
+        self.inputs = tuple(x[name] for name in GRADS)
+        self.do = normal(B, T, HV, V, dtype=dtype)
+        self.flags = (l2norm, sigmoid, negative, v_first)
+        self.scale = K**-0.5
+
+    def expected(self):
+        """Gradients by automatic differentiation of the recurrence in fp64, and its o."""
+        leaves = [None if x is None else x.double().requires_grad_() for x in self.inputs]
+        has_final = self.d_final is not None
+        o, state = recurrent.gdn_recurrent_fwd(
+            *leaves, None, None, self.cu_seqlens, self.scale, *self.flags, has_final, False, False
+        )
+        loss = (o * self.do.double()).sum()
+        if has_final:
+            loss = loss + (state * self.d_final.double()).sum()
+        given = [x for x in leaves if x is not None]
+        grads = iter(torch.autograd.grad(loss, given))
+        return [None if x is None else next(grads) for x in leaves]
+
+    def gradients(self, module, prepared=None, values_only=False):
+        return module.gdn_chunk_bwd(
+            *self.inputs, self.cu_seqlens, self.do, self.d_final, prepared, self.scale,
+            *self.flags, values_only,
+        )  # fmt: skip
+
+
+def compare(got, want, dtype, factor=1.0):
+    """Every gradient is there where it should be, and right."""
+    errors = {}
+    for name, a, b in zip(GRADS, got, want):
+        assert (a is None) == (b is None), name
+        if a is not None:
+            errors[name] = relative_error(a, b)
+    limit = LIMIT[dtype] * factor
+    assert all(error <= limit for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_written_out(options):
+    case = Case(2, 70, 2, 4, 8, 6, torch.float64, **options)
+    compare(case.gradients(written_out), case.expected(), torch.float64)
+
+
+@pytest.mark.parametrize("gates", ["none", "qwen", "extreme"])
+def test_written_out_for_gates(gates):
+    case = Case(1, 130, 1, 2, 8, 8, torch.float64, gates=gates)
+    compare(case.gradients(written_out), case.expected(), torch.float64)
+
+
+@compiled
+def test_in_the_interpreter():
+    rerun(__file__)
+
+
+@interpreted
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels(options, dtype):
+    case = Case(2, 70, 1, 2, 16, 16, dtype, **options)
+    got = case.gradients(submodule("portable.gdn_backward"))
+    compare(got, case.expected(), dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("K, V", [(16, 40), (20, 16), (8, 8)])
+def test_kernels_of_head_dims(K, V):
+    case = Case(1, 66, 2, 6, K, V, torch.float32)
+    got = case.gradients(submodule("portable.gdn_backward"))
+    compare(got, case.expected(), torch.float32)
+
+
+@interpreted
+def test_kernels_in_part():
+    """From saved blocks the same bits; the values' gradients alone, too."""
+    module = submodule("portable.gdn_backward")
+    case = Case(1, 66, 1, 2, 16, 16, torch.float32)
+    whole = case.gradients(module)
+    q, k, _, g, beta, A_log, dt_bias, _ = case.inputs
+    prepared = submodule("common.gdn_prepare").gdn_prepare(
+        q, k, g, beta, A_log, dt_bias, None, case.scale, *case.flags[:3]
+    )
+    for a, b in zip(case.gradients(module, prepared), whole):
+        assert (a is None) == (b is None)
+        assert a is None or torch.equal(a, b)
+    part = case.gradients(module, values_only=True)
+    assert [x is None for x in part] == [True, True, False] + [True] * 4 + [False]
+    assert torch.equal(part[2], whole[2]) and torch.equal(part[7], whole[7])
+
+
+@interpreted
+@pytest.mark.parametrize("B, T, lengths", [(0, 5, None), (2, 0, None), (1, 0, (0, 0))])
+def test_kernels_of_nothing(B, T, lengths):
+    module = submodule("portable.gdn_backward")
+    case = Case(B, T, 1, 2, 16, 16, torch.float32, lengths=lengths, gate=True)
+    got = case.gradients(module)
+    for grad, x in zip(got, case.inputs):
+        assert grad.shape == x.shape
+    if T == 0:
+        assert torch.equal(got[7], case.d_final)
+
+
+def leaves(dtype=torch.float64):
+    x = gdn_inputs(1, 70, 1, 2, 8, 8, dtype)
+    return {name: t.requires_grad_() for name, t in x.items()}
+
+
+def operator_arguments(x, recompute):
+    inputs = (x["q"], x["k"], x["v"], x["g"], x["beta"], None, None, x["initial_state"])
+    return (*inputs, None, 0.3, True, False, False, False, True, torch.float64, recompute)
+
+
+@compiled
+@pytest.mark.parametrize("recompute", [True, False])
+def test_operator(recompute):
+    args = operator_arguments(leaves(), recompute)
+    torch.library.opcheck(train.gdn_chunk_train, args)
+
+
+@compiled
+def test_gradient_of_the_operator():
+    x = leaves()
+    wanted = ("q", "k", "v", "g", "beta", "initial_state")
+
+    def both(*tensors):
+        return train.gdn_chunk_train(*operator_arguments(dict(zip(wanted, tensors)), True))[:2]
+
+    torch.autograd.gradcheck(both, [x[name] for name in wanted], fast_mode=True)
+
+
+@compiled
+def test_second_derivative_is_refused():
+    x = leaves()
+    o = train.gdn_chunk_train(*operator_arguments(x, True))[0]
+    (dq,) = torch.autograd.grad(o.sum(), x["q"], create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        dq.sum().backward()
+
+
+@compiled
+def test_only_what_is_wanted():
+    x = leaves()
+    for name in ("q", "k", "g", "beta"):
+        x[name].requires_grad_(False)
+    _, state = train.gdn_chunk_train(*operator_arguments(x, True))[:2]
+    state.sum().backward()  # no gradient of o comes in
+    assert x["v"].grad is not None and x["initial_state"].grad is not None
+    assert x["q"].grad is None
+
+
+CALLS = {
+    "eager": lambda call, x: call(x),
+    "checkpoint": lambda call, x: torch.utils.checkpoint.checkpoint(call, x, use_reentrant=False),
+    "compiled": lambda call, x: torch.compile(call, fullgraph=True)(x),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("way", CALLS.values(), ids=CALLS)
+def test_training_on_the_gpu(way, recompute):
+    do = torch.randn(2, 130, 4, 64, device="cuda", dtype=torch.bfloat16)
+
+    def gradients(way):
+        x = gdn_inputs(2, 130, 2, 4, 64, 64, torch.bfloat16, "cuda")
+        x = {name: t.requires_grad_() for name, t in x.items()}
+
+        def call(x):
+            return functional.chunk_gated_delta_rule(
+                **x, output_final_state=True, use_qk_l2norm_in_kernel=True, recompute=recompute
+            )
+
+        o, state = way(call, x)
+        ((o * do).sum() + state.sum()).backward()
+        return [t.grad for t in x.values()]
+
+    with submodule("dispatch").force("reference"):
+        want = gradients(CALLS["eager"])
+    for a, b in zip(gradients(way), want):
+        assert relative_error(a, b) < LIMIT[torch.bfloat16]
+
+
+HEADS = [(1, 1), (2, 4), (4, 4), (1, 4)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gates", ["slow", "qwen", "extreme"])
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("H, HV", HEADS)
+def test_gpu(H, HV, T, gates):
+    """The grid of flash-linear-attention#640: a transposed accumulator miscompiled on Hopper."""
+    case = Case(1, T, H, HV, 128, 128, torch.bfloat16, "cuda", gates=gates)
+    got = case.gradients(submodule("portable.gdn_backward"))
+    compare(got, case.expected(), torch.bfloat16)
+    for a, b in zip(got, case.gradients(submodule("portable.gdn_backward"))):
+        assert a is None or torch.equal(a, b)  # the same bits every run
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gpu_options(options, dtype):
+    case = Case(2, 300, 2, 4, 64, 128, dtype, "cuda", **options)
+    compare(case.gradients(submodule("portable.gdn_backward")), case.expected(), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("K, V", [(60, 100), (64, 64), (128, 256), (256, 64), (256, 256)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_head_dims(K, V, dtype):
+    case = Case(1, 130, 2, 4, K, V, dtype, "cuda")
+    compare(case.gradients(submodule("portable.gdn_backward")), case.expected(), dtype)

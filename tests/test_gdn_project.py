@@ -1,0 +1,67 @@
+"""The one-launch input projections against the reference, and when they are used."""
+
+import pytest
+import torch
+from conftest import assert_close, submodule
+from interpreter import compiled, interpreted, rerun
+
+reference = submodule("reference.gdn_project")
+
+# weights of Qwen3.5 (qkv, z, b, a), Qwen3-Next (two) and OLMo-Hybrid (six); rows past a tile
+ROWS = [(96, 64, 4, 4), (130, 8), (64, 64, 96, 96, 4, 4), (1,)]
+
+
+def inputs(M, K, rows, dtype, device):
+    torch.manual_seed(M)
+    x = torch.randn(M, K + 16, device=device, dtype=dtype)[:, :K]
+    return x, [torch.randn(n, K, device=device, dtype=dtype) * K**-0.5 for n in rows]
+
+
+def check(dtype, device):
+    portable = submodule("portable.gdn_project")
+    for rows in ROWS:
+        for M in (1, 5, 16, 33, 64):
+            x, weights = inputs(M, 128, rows, dtype, device)
+            assert portable.supports_gdn_project_fwd(x, weights)
+            y = portable.gdn_project_fwd(x, weights)
+            ref = reference.gdn_project_fwd(x.double(), [w.double() for w in weights])
+            assert_close(y, ref)
+
+
+@interpreted
+def test_in_the_interpreter():
+    check(torch.float16, "cpu")
+
+
+@compiled
+def test_reruns_in_the_interpreter():
+    rerun(__file__)
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_on_a_gpu(dtype):
+    check(dtype, "cuda")
+
+
+@compiled
+def test_what_is_refused():
+    """More tokens than a decoding batch, other dtypes, odd widths, weights that are not dense."""
+    supports = submodule("portable.gdn_project").supports_gdn_project_fwd
+    x, weights = inputs(4, 128, (96, 8), torch.bfloat16, "cpu")
+    assert supports(x, weights)
+    assert not supports(x.repeat(17, 1), weights)
+    assert not supports(x.float(), [w.float() for w in weights])
+    assert not supports(x[:, :100], [w[:, :100] for w in weights])
+    assert not supports(x, [w.t().contiguous().t() for w in weights])
+    assert not supports(x, weights * 4)
+
+
+@compiled
+def test_without_a_kernel_the_modules_are_called(kernel):
+    """On a CPU, with gradients and under autocast there is nothing to gain."""
+    project = submodule("functional.gdn_project").project
+    x, weights = inputs(4, 128, (96, 8), torch.bfloat16, "cpu")
+    with torch.no_grad():
+        assert project(x[None], weights) is None

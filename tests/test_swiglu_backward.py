@@ -1,0 +1,168 @@
+"""Training SwiGLU: gradients of the kernels against the reference's in fp64, and what is saved."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import relative_error, submodule
+from interpreter import compiled, interpreted, rerun
+
+NAMES = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
+# a product of operands that were rounded once or twice: RMS of the rounding times a few
+LIMIT = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 2e-6}
+
+
+def inputs(M, N, K, D, dtype, device, bias=True, seed=0):
+    """The tensors of NAMES, biases None without `bias`, and dy."""
+    torch.manual_seed(seed)
+
+    def normal(*shape, scale=1.0):
+        return (torch.randn(*shape, device=device) * scale).to(dtype)
+
+    weights = [normal(*s, scale=s[1] ** -0.5) for s in ((N, K), (N, K), (D, N))]
+    biases = [normal(n) if bias else None for n in (N, N, D)]
+    return (normal(M, K), *weights, *biases), normal(M, D)
+
+
+def gradients(function, tensors, dy, frozen=()):
+    """The output and the gradients of the tensors that are not None and not named in frozen."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+    for name, leaf in zip(NAMES, leaves):
+        if name in frozen:
+            leaf.requires_grad_(False)
+    wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
+    y = function(*leaves)
+    return [y, *torch.autograd.grad(y, wanted, dy)]
+
+
+def reference(activation):
+    gated = submodule("reference.swiglu").swiglu_fwd
+
+    def mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down):
+        return F.linear(gated(x, w_gate, w_up, b_gate, b_up, activation), w_down, b_down)
+
+    return mlp
+
+
+def check(kernel, tensors, dy, activation="silu", recompute=False, frozen=()):
+    def ours(x, w_gate, w_up, w_down, b_gate, b_up, b_down):
+        args = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+        return kernel.fused_swiglu_mlp(*args, activation=activation, recompute=recompute)
+
+    got = gradients(ours, tensors, dy, frozen)
+    wide = [None if t is None else t.double() for t in tensors]
+    want = gradients(reference(activation), wide, dy.double(), frozen)
+    assert len(got) == len(want)
+    for out, ref in zip(got, want):
+        assert out.dtype == dy.dtype
+        assert relative_error(out, ref) < LIMIT[dy.dtype]
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """The portable kernels serve CPU tensors: the interpreter runs them."""
+    dispatch = submodule("dispatch")
+    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
+
+
+@interpreted
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_mlp_gradients_interpreted(kernel, on_cpu, activation, recompute):
+    check(kernel, *inputs(7, 11, 5, 6, torch.float32, "cpu"), activation, recompute)
+
+
+@interpreted
+@pytest.mark.parametrize("frozen", [("w_gate",), ("x", "b_up"), ("w_gate", "w_up", "w_down")])
+def test_frozen_interpreted(kernel, on_cpu, frozen):
+    check(kernel, *inputs(7, 11, 5, 6, torch.float32, "cpu"), frozen=frozen)
+
+
+@interpreted
+def test_gated_gradients_interpreted(kernel, on_cpu):
+    (x, w_gate, w_up, _, b_gate, b_up, _), _ = inputs(4, 9, 8, 3, torch.float32, "cpu")
+    tensors = (x, w_gate, w_up, b_gate, b_up)
+    leaves = [t.requires_grad_() for t in tensors]
+    kernel.fused_swiglu(*leaves).sum().backward()  # the gradient is one number, expanded
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    submodule("reference.swiglu").swiglu_fwd(*wide, "silu").sum().backward()
+    assert all(relative_error(a.grad, b.grad) < 1e-6 for a, b in zip(leaves, wide))
+
+
+@interpreted
+@pytest.mark.parametrize("recompute", [False, True])
+def test_second_backward_raises_or_is_right_interpreted(kernel, on_cpu, recompute):
+    tensors, dy = inputs(4, 9, 8, 3, torch.float32, "cpu", bias=False)
+    leaves = [t.requires_grad_() for t in tensors[:4]]
+    y = kernel.fused_swiglu_mlp(*leaves, recompute=recompute)
+    first = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+    if recompute:
+        again = torch.autograd.grad(y, leaves, dy)
+        assert all(torch.equal(a, b) for a, b in zip(first, again))
+    else:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(y, leaves, dy)
+
+
+@compiled
+def test_under_the_interpreter():
+    rerun(__file__)
+
+
+# whole tiles; ragged in every dimension; too few rows and odd sizes, which portable serves
+SIZES = [(512, 512, 256, 256), (200, 264, 136, 72), (9, 33, 17, 5)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("M, N, K, D", SIZES)
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_mlp_gradients(kernel, M, N, K, D, recompute, dtype):
+    check(kernel, *inputs(M, N, K, D, dtype, "cuda"), "silu", recompute)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["hopper", "portable"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
+def test_implementations(kernel, implementation, activation):
+    with submodule("dispatch").force(implementation):
+        check(kernel, *inputs(200, 264, 136, 72, torch.bfloat16, "cuda"), activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("frozen", [("w_gate", "w_up", "w_down"), ("x",), ("w_up", "b_gate")])
+def test_frozen(kernel, frozen):
+    check(kernel, *inputs(200, 264, 136, 72, torch.bfloat16, "cuda"), frozen=frozen)
+
+
+@pytest.mark.gpu
+def test_gradients_repeat(kernel):
+    tensors, dy = inputs(300, 512, 256, 256, torch.bfloat16, "cuda")
+    runs = [gradients(kernel.fused_swiglu_mlp, tensors, dy) for _ in range(3)]
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(run, runs[0]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute, share", [(False, 0.7), (True, 0.1)])
+def test_held_memory(kernel, recompute, share):
+    """Of what Liger and eager torch hold: x, gate, up and z (their silu(gate) not counted)."""
+    M, N, K = 4096, 3584, 1024
+    tensors, _ = inputs(M, N, K, K, torch.bfloat16, "cuda", bias=False)
+    leaves = [t.requires_grad_() for t in tensors[:4]]
+    kernel.fused_swiglu_mlp(*leaves, recompute=recompute)
+    before = torch.cuda.memory_allocated()
+    y = kernel.fused_swiglu_mlp(*leaves, recompute=recompute)
+    held = torch.cuda.memory_allocated() - before - y.nbytes
+    assert held + leaves[0].nbytes <= share * (M * K + 3 * M * N) * 2 + 2**20
+
+
+@pytest.mark.gpu
+def test_compiled_step(kernel):
+    tensors, dy = inputs(200, 264, 136, 72, torch.bfloat16, "cuda", bias=False)
+
+    def step(x, w_gate, w_up, w_down):
+        return kernel.fused_swiglu_mlp(x, w_gate, w_up, w_down)
+
+    fast = torch.compile(step, fullgraph=True)
+    got = gradients(lambda *leaves: fast(*leaves[:4]), tensors, dy)
+    want = gradients(lambda *leaves: step(*leaves[:4]), tensors, dy)
+    assert all(relative_error(a, b) < 1e-2 for a, b in zip(got, want))

@@ -1,0 +1,162 @@
+"""The GDN prefill kernels as their launchers compile them, for tools/compile_all.py."""
+
+import dataclasses
+import json
+
+import torch
+from compile_all import PACKAGE, Variant, load
+
+ANY = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+H200 = ("sm_90",)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+STRIDES = ("i32:16",) * 3
+
+
+def _config(name: str) -> dict:
+    return json.loads((PACKAGE / "configs" / f"{name}.json").read_text())
+
+
+def _pointers(dtype: str, *names: str) -> dict:
+    return {f"{name}_ptr": f"*{dtype}:16" for name in names}
+
+
+def _integers(*names: str) -> dict:
+    return dict.fromkeys(names, "i32")
+
+
+def _packed(packed: bool):
+    """(signature, constexprs) of cu_seqlens."""
+    return ({"cu_ptr": "*i64"}, {}) if packed else ({}, {"cu_ptr": None})
+
+
+def _named(kernel, signature: dict, constexprs: dict, values: tuple) -> dict:
+    """constexprs, and `values` for the kernel's other parameters in their order."""
+    rest = [name for name in kernel.arg_names if name not in {**signature, **constexprs}]
+    assert len(rest) == len(values), (rest, values)
+    return {**constexprs, **dict(zip(rest, values))}
+
+
+def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packed=False, raw=False):
+    module = load("common.gdn_prepare")
+    cu, constexprs = _packed(packed)
+    signature = {
+        **_pointers(dtype, "q", "k", "tb", "p"),
+        **_pointers("fp32", "g", "beta", "f", "decay"),
+        **cu,
+        **{f"{x}_strides": STRIDES for x in "qk"},
+        **{f"{x}_strides": ("i32", "i32", "i32") for x in ("g", "beta")},
+        **_integers("T", "N", "NT", "heads"),
+        "scale": "fp32",
+    }
+    gate = ("A_log_ptr", "dt_bias_ptr")
+    if raw:
+        signature.update(dict.fromkeys(gate, "*fp32:16"))
+    else:
+        constexprs.update(dict.fromkeys(gate))
+    values = module.constexprs(dtype == "fp32", 16, R, K, l2norm, raw, False)
+    constexprs = _named(module._prepare_kernel, signature, constexprs, values)
+    where = ("common.gdn_prepare", "_prepare_kernel")
+    return Variant(name, *where, signature, constexprs, dict(config), targets)
+
+
+def _options(config: dict) -> dict:
+    return {"num_warps": config["num_warps"], "num_stages": config["STAGES"]}
+
+
+def _scan(name, targets, config, dtype="bf16", D=128, packed=False, carry=False):
+    module = load("portable.gdn_scan")
+    cu, constexprs = _packed(packed)
+    signature = {
+        **_pointers(dtype, "q", "k", "v", "o", "tb", "p"),
+        **_pointers("fp32", "f", "s0", "s1", *(["carry"] if carry else [])),
+        **cu,
+        **{f"{x}_strides": STRIDES for x in "qkv"},
+        **{f"{x}_strides": (*STRIDES, "i32:16") for x in ("s0", "s1")},
+        **_integers("T", "N", "NS", "SEGMENT", "E"),
+    }
+    absent = ("index_ptr", "mid_ptr") if carry else ("index_ptr", "mid_ptr", "carry_ptr")
+    constexprs.update(dict.fromkeys(absent))
+    block_k = module.triton.next_power_of_2(D)
+    exactness = module.precision(DTYPES[dtype])
+    values = (16, 4, D, D, False, block_k, config["BLOCK_V"], config["STAGES"], exactness)
+    constexprs = _named(module._scan_kernel, signature, constexprs, values)
+    where = ("portable.gdn_scan", "_scan_kernel")
+    return Variant(name, *where, signature, constexprs, _options(config), targets)
+
+
+def _transition(name, targets, config, dtype="bf16"):
+    module = load("portable.gdn_context")
+    signature = {
+        **_pointers(dtype, "k", "v", "tb"),
+        **_pointers("fp32", "f", "carry"),
+        **{f"{x}_strides": STRIDES for x in "kv"},
+        **_integers("T", "N", "NS", "SEGMENT"),
+    }
+    exactness = module.precision(DTYPES[dtype])
+    values = (2, 4, 128, 128, 128, config["BLOCK_V"], config["STAGES"], exactness)
+    constexprs = _named(module._transition_kernel, signature, {"cu_ptr": None}, values)
+    where = ("portable.gdn_context", "_transition_kernel")
+    return Variant(name, *where, signature, constexprs, _options(config), targets)
+
+
+def _carry(name, targets, config):
+    module = load("portable.gdn_context")
+    signature = {
+        **_pointers("fp32", "carry", "s0"),
+        "s0_strides": (*STRIDES, "i32:16"),
+        **_integers("T", "NS", "SEGMENT"),
+    }
+    constexprs = dict.fromkeys(("index_ptr", "cu_ptr"))
+    values = (8, 128, 128, 128, config["BLOCK_V"], module.EXACT_FP32)
+    constexprs = _named(module._carry_kernel, signature, constexprs, values)
+    options = {"num_warps": config["num_warps"], "num_stages": 1}
+    where = ("portable.gdn_context", "_carry_kernel")
+    return Variant(name, *where, signature, constexprs, options, targets)
+
+
+def _all():
+    prepare = _config("common_gdn_prepare")["default"]
+    wide = _config("common_gdn_prepare_wide")["default"]
+    yield _prepare("gdn_prepare bf16", ANY, prepare)
+    yield _prepare("gdn_prepare bf16 R=1 packed raw", ANY, prepare, R=1, packed=True, raw=True)
+    yield _prepare("gdn_prepare fp16 no l2norm", ANY, prepare, "fp16", l2norm=False)
+    yield _prepare("gdn_prepare fp32", ANY, wide, "fp32")
+    yield _prepare("gdn_prepare bf16 K=256", ANY, wide, K=256)
+    scan = _config("portable_gdn_scan")["default"]
+    wide = _config("portable_gdn_scan_wide")["default"]
+    yield _scan("gdn_scan bf16", ANY, scan)
+    yield _scan("gdn_scan fp16 packed segments", ANY, scan, "fp16", packed=True, carry=True)
+    yield _scan("gdn_scan bf16 D=100", ANY, scan, D=100)
+    yield _scan("gdn_scan bf16 D=64", ANY, scan, D=64)
+    yield _scan("gdn_scan fp32", ANY, wide, "fp32")
+    yield _scan("gdn_scan bf16 D=256", ANY, wide, D=256)
+    yield _scan("gdn_scan fp32 D=256", ANY, wide, "fp32", D=256)
+    context = _config("portable_gdn_context")["default"]
+    yield _transition("gdn_transition bf16", ANY, context["transition"])
+    yield _transition("gdn_transition fp32", ANY, context["transition_wide"], "fp32")
+    yield _carry("gdn_carry", ANY, context["carry"])
+    tuned = "device_name=NVIDIA_H200"
+    prepare = _config(f"common_gdn_prepare,{tuned}")["default"]
+    yield _prepare("gdn_prepare bf16 H200", H200, prepare, packed=True)
+    for entry in _config(f"portable_gdn_scan,{tuned}")["tuned"]:
+        name = f"gdn_scan bf16 H200 {entry['sizes']['units']} units"
+        yield _scan(name, H200, entry["config"], packed=True, carry=True)
+    context = _config(f"portable_gdn_context,{tuned}")["default"]
+    yield _transition("gdn_transition bf16 H200", H200, context["transition"])
+
+
+def _for_amd(variant: Variant) -> Variant:
+    """The same on an AMD GPU, where common/gdn_prepare.py takes fp32 products as they are."""
+    exact = {k: "ieee" if v in ("tf32", "tf32x3") else v for k, v in variant.constexprs.items()}
+    return dataclasses.replace(variant, constexprs=exact, targets=("gfx942",))
+
+
+def _split(found):
+    for variant in found:
+        nvidia = tuple(t for t in variant.targets if t != "gfx942")
+        yield dataclasses.replace(variant, targets=nvidia)
+        if "gfx942" in variant.targets:
+            yield _for_amd(variant)
+
+
+VARIANTS = list(_split(_all()))

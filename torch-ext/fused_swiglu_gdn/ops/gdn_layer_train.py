@@ -1,0 +1,92 @@
+"""The gradients of the operators round the gated delta rule."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix
+from ..reference import gdn_layer_backward as reference
+from .common import no_second_derivative, present, serve
+
+FAMILY = "gdn_layer"
+
+
+@torch.library.custom_op(add_op_namespace_prefix("causal_conv1d_bwd"), mutates_args=())
+def _causal_conv1d_bwd(
+    x: Tensor,  # [B, D, T]
+    weight: Tensor,  # [D, W]
+    bias: Optional[Tensor],  # [D]
+    activation: Optional[str],
+    seq_idx: Optional[Tensor],  # [B, T]
+    cu_seqlens: Optional[Tensor],  # [N + 1]
+    initial_states: Optional[Tensor],  # [N, D, W - 1]
+    dy: Tensor,  # [B, D, T]
+    d_final: Optional[Tensor],  # [N, D, W - 1]
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    args = (x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, dy, d_final)
+    dx, *rest = serve(FAMILY, "causal_conv1d_bwd", reference.causal_conv1d_bwd, args)
+    dx = dx if dx.stride() == x.stride() else torch.empty_like(x).copy_(dx)
+    return (dx, *(present(d, x) for d in rest))
+
+
+@_causal_conv1d_bwd.register_fake
+def _(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, dy, d_final):
+    def like(t):
+        return x.new_empty(0) if t is None else t.new_empty(t.shape)
+
+    return torch.empty_like(x), like(weight), like(bias), like(initial_states)
+
+
+def save_conv(ctx, inputs, output) -> None:
+    x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, has_final = inputs
+    ctx.save_for_backward(x, weight, bias, seq_idx, cu_seqlens, initial_states)
+    ctx.activation, ctx.has_final = activation, has_final
+    ctx.set_materialize_grads(False)
+
+
+def conv_gradients(ctx, dy, d_final):
+    x, weight, bias, seq_idx, cu_seqlens, initial_states = ctx.saved_tensors
+    dy = torch.zeros_like(x) if dy is None else dy
+    dx, dweight, dbias, d_initial = _causal_conv1d_bwd(
+        x, weight, bias, ctx.activation, seq_idx, cu_seqlens, initial_states, dy,
+        d_final if ctx.has_final else None,
+    )  # fmt: skip
+    need = ctx.needs_input_grad
+    return (
+        dx if need[0] else None, dweight if need[1] else None, dbias if need[2] else None, None,
+        None, None, d_initial if need[6] else None, None,
+    )  # fmt: skip
+
+
+@torch.library.custom_op(add_op_namespace_prefix("rms_norm_gated_bwd"), mutates_args=())
+def _rms_norm_gated_bwd(
+    x: Tensor,  # [..., D]
+    gate: Tensor,  # [..., D]
+    weight: Tensor,  # [D]
+    dy: Tensor,  # [..., D]
+    eps: float,
+    activation: str,
+) -> Tuple[Tensor, Tensor, Tensor]:
+    args = (x, gate, weight, dy, eps, activation)
+    return serve(FAMILY, "rms_norm_gated_bwd", reference.rms_norm_gated_bwd, args)
+
+
+@_rms_norm_gated_bwd.register_fake
+def _(x, gate, weight, dy, eps, activation):
+    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
+
+
+def save_norm(ctx, inputs, output) -> None:
+    x, gate, weight, ctx.eps, ctx.activation = inputs
+    ctx.save_for_backward(x, gate, weight)
+
+
+def norm_gradients(ctx, dy):
+    x, gate, weight = ctx.saved_tensors
+    grads = _rms_norm_gated_bwd(x, gate, weight, dy, ctx.eps, ctx.activation)
+    return (*(d if need else None for d, need in zip(grads, ctx.needs_input_grad)), None, None)
+
+
+no_second_derivative(_causal_conv1d_bwd, "causal_conv1d_fn")
+no_second_derivative(_rms_norm_gated_bwd, "rms_norm_gated")

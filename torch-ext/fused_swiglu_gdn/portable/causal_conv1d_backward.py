@@ -1,0 +1,252 @@
+"""The gradient of the short depthwise causal convolution (causal_conv1d.py).
+
+Within a sequence, with z_t = bias + sum_w weight[w] x[t - W + 1 + w] and dz = dy act'(z):
+
+    dx_s = sum_f weight[W - 1 - f] dz[s + f]      dweight[W - 1 - f] = sum_t dz_t x[t - f]
+
+z is made again from x, W times an element: x stays in cache, and nothing is saved.
+
+Sizes: B batch, D channels, T tokens, W taps, N sequences; P groups of tokens.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import device, tuning
+from .causal_conv1d import sequence_of, served
+
+
+def supports_causal_conv1d_bwd(x, weight, bias, *_) -> bool:
+    return served(x, weight, bias)
+
+
+@triton.jit
+def _input(
+    x_ptr, seq_ptr, initial_ptr, x_strides, initial_strides, tok, position, n, ok, offs_d, mask_d,
+    back, W: tl.constexpr,
+):  # fmt: skip
+    """x of `back` tokens before each token, from the initial state before the first; fp32."""
+    inside = ok & (position >= back)
+    if seq_ptr is not None:
+        mine = tl.load(seq_ptr + tok, mask=ok, other=0)
+        inside = inside & (tl.load(seq_ptr + tok - back, mask=inside, other=0) == mine)
+    at = (tok - back).to(tl.int64)[:, None] * x_strides[0] + offs_d[None, :] * x_strides[1]
+    x = tl.load(x_ptr + at, mask=inside[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
+    if initial_ptr is not None:
+        at = n * initial_strides[0] + (W - 1 + position - back) * initial_strides[2]
+        at = at[:, None] + offs_d[None, :] * initial_strides[1]
+        wanted = (ok & (position < back))[:, None] & mask_d[None, :]
+        x += tl.load(initial_ptr + at, mask=wanted, other=0.0).to(tl.float32)
+    return x  # [BLOCK_T, BLOCK_D]
+
+
+@triton.jit
+def _dz(
+    x_ptr, dy_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, x_strides, dy_strides,
+    initial_strides, tok, position, n, ok, offs_d, mask_d, W: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """The gradient of z [BLOCK_T, BLOCK_D] fp32; zeros where not ok."""
+    at = tok.to(tl.int64)[:, None] * dy_strides[0] + offs_d[None, :] * dy_strides[1]
+    dy = tl.load(dy_ptr + at, mask=ok[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
+    if SILU:
+        z = tl.zeros_like(dy)
+        if bias_ptr is not None:
+            z += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+        for back in tl.static_range(0, W):
+            tap = tl.load(weight_ptr + offs_d * W + (W - 1 - back), mask=mask_d, other=0.0)
+            x = _input(
+                x_ptr, seq_ptr, initial_ptr, x_strides, initial_strides, tok, position, n, ok,
+                offs_d, mask_d, back, W,
+            )  # fmt: skip
+            z += x * tap.to(tl.float32)[None, :]
+        s = 1.0 / (1.0 + tl.exp(-z))
+        dy = dy * s * (1.0 + z * (1.0 - s))
+    return dy
+
+
+@triton.jit
+def _place(tok, cu_ptr, row, T, N, STEPS):
+    """Of each token its sequence, position in it, and the tokens from there to its end."""
+    if cu_ptr is None:
+        n = row.to(tl.int64) + tl.zeros_like(tok)
+        return n, tok, T - tok
+    n = sequence_of(tok.to(tl.int64), cu_ptr, N, STEPS)
+    first = tl.load(cu_ptr + n).to(tl.int64)
+    end = tl.load(cu_ptr + n + 1).to(tl.int64)
+    return n, (tok - first).to(tl.int32), (end - tok).to(tl.int32)
+
+
+@triton.jit
+def _causal_conv1d_bwd_kernel(
+    x_ptr,  # [B, D, T]
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    seq_ptr,  # [B, T] or None
+    cu_ptr,  # [N + 1] or None
+    initial_ptr,  # [N, D, W - 1] or None
+    dy_ptr,  # [B, D, T]
+    dfinal_ptr,  # [N, D, W - 1] or None, contiguous
+    dx_ptr,  # [B, D, T]
+    sums_ptr,  # [B, P, W + 1, D] fp32: the group's share of dweight by tap and of dbias
+    x_strides,  # of B, T, D
+    dy_strides,
+    dx_strides,
+    initial_strides,  # of N, D, W - 1
+    T,
+    D,
+    N,
+    P,
+    STEPS,
+    W: tl.constexpr,
+    TAPS: tl.constexpr,  # W + 1 or the next power of two
+    SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """dx of TILES tiles of BLOCK_T tokens and BLOCK_D channels, and what they add to dweight."""
+    tiles_d = tl.cdiv(D, BLOCK_D)
+    offs_d = (tl.program_id(0) % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    group = tl.program_id(0) // tiles_d  # of B * P
+    mask_d = offs_d < D
+    row = (group // P).to(tl.int64)
+    x_ptr += row * x_strides[0]
+    dy_ptr += row * dy_strides[0]
+    dx_ptr += row * dx_strides[0]
+    if seq_ptr is not None:
+        seq_ptr += row * T
+    wide_d = offs_d.to(tl.int64)
+    taps = tl.arange(0, TAPS)[:, None]  # W + 1 of them count
+    sums = tl.zeros((TAPS, BLOCK_D), tl.float32)
+    for tile in range(0, TILES):
+        tok = ((group % P) * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
+        ok = tok < T
+        n, position, left = _place(tok, cu_ptr, row, T, N, STEPS)
+        dx = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+        for ahead in tl.static_range(0, W):
+            good = ok & (left > ahead)
+            if seq_ptr is not None:
+                mine = tl.load(seq_ptr + tok, mask=ok, other=0)
+                good = good & (tl.load(seq_ptr + tok + ahead, mask=good, other=0) == mine)
+            dz = _dz(
+                x_ptr, dy_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, x_strides[1:],
+                dy_strides[1:], initial_strides, tok + ahead, position + ahead, n, good, wide_d,
+                mask_d, W, SILU,
+            )  # fmt: skip
+            tap = tl.load(weight_ptr + wide_d * W + (W - 1 - ahead), mask=mask_d, other=0.0)
+            dx += dz * tap.to(tl.float32)[None, :]
+            if ahead == 0:
+                sums += tl.where(taps == W, tl.sum(dz, 0)[None, :], 0.0)
+                for back in tl.static_range(0, W):
+                    x = _input(
+                        x_ptr, seq_ptr, initial_ptr, x_strides[1:], initial_strides, tok,
+                        position, n, ok, wide_d, mask_d, back, W,
+                    )  # fmt: skip
+                    sums += tl.where(taps == W - 1 - back, tl.sum(dz * x, 0)[None, :], 0.0)
+        here = ok[:, None] & mask_d[None, :]
+        if dfinal_ptr is not None:
+            at = (n[:, None] * D + wide_d[None, :]) * (W - 1) + (W - 1 - left)[:, None]
+            last = here & (left < W)[:, None]
+            dx += tl.load(dfinal_ptr + at, mask=last, other=0.0).to(tl.float32)
+        at = tok.to(tl.int64)[:, None] * dx_strides[1] + wide_d[None, :] * dx_strides[2]
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=here)
+    at = (group * (W + 1) + taps).to(tl.int64) * D + offs_d[None, :]
+    tl.store(sums_ptr + at, sums, mask=(taps <= W) & mask_d[None, :])
+
+
+@triton.jit
+def _initial_bwd_kernel(
+    x_ptr,  # [B, D, T]
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    seq_ptr,  # [B, T] or None
+    cu_ptr,  # [N + 1] or None
+    initial_ptr,  # [N, D, W - 1]
+    dy_ptr,  # [B, D, T]
+    dfinal_ptr,  # [N, D, W - 1] or None, contiguous
+    dinitial_ptr,  # [N, D, W - 1]
+    x_strides,  # of B, T, D
+    dy_strides,
+    initial_strides,  # of N, D, W - 1
+    T,
+    D,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # at least W - 1
+    BLOCK_D: tl.constexpr,
+):
+    """dinitial[c] = sum_p weight[c - p] dz[p] over the first tokens p of one sequence."""
+    tiles_d = tl.cdiv(D, BLOCK_D)
+    n = (tl.program_id(0) // tiles_d).to(tl.int64)
+    offs_d = (tl.program_id(0) % tiles_d).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask_d = offs_d < D
+    p = tl.arange(0, BLOCK_T)
+    row, first = n, n * 0
+    length = first + T
+    if cu_ptr is not None:
+        row = n * 0
+        first = tl.load(cu_ptr + n).to(tl.int64)
+        length = tl.load(cu_ptr + n + 1).to(tl.int64) - first
+    if seq_ptr is not None:
+        seq_ptr += row * T
+    dz = _dz(
+        x_ptr + row * x_strides[0], dy_ptr + row * dy_strides[0], weight_ptr, bias_ptr, seq_ptr,
+        initial_ptr, x_strides[1:], dy_strides[1:], initial_strides, first + p, p, n + p * 0,
+        p < length, offs_d, mask_d, W, SILU,
+    )  # fmt: skip
+    for c in tl.static_range(0, W - 1):
+        reads = (p <= c)[:, None] & mask_d[None, :]
+        tap = tl.load(weight_ptr + offs_d[None, :] * W + (c - p)[:, None], mask=reads, other=0.0)
+        d = tl.sum(dz * tap.to(tl.float32), 0)  # [BLOCK_D]
+        at = (n * D + offs_d) * (W - 1) + c
+        if dfinal_ptr is not None:  # a column that no token pushed out
+            d += tl.load(dfinal_ptr + at - length, mask=mask_d & (length <= c), other=0.0)
+        tl.store(dinitial_ptr + at, d.to(dinitial_ptr.dtype.element_ty), mask=mask_d)
+
+
+def causal_conv1d_bwd(
+    x: torch.Tensor,  # [B, D, T], any strides
+    weight: torch.Tensor,  # [D, W]
+    bias: Optional[torch.Tensor],  # [D]
+    activation: Optional[str],
+    seq_idx: Optional[torch.Tensor],  # [B, T]
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    initial_states: Optional[torch.Tensor],  # [N, D, W - 1]
+    dy: torch.Tensor,  # [B, D, T], any strides
+    d_final: Optional[torch.Tensor],  # [N, D, W - 1]
+) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """dx in the memory order of x, dweight, dbias or None, d_initial_states or None."""
+    (B, D, T), W = x.shape, weight.shape[1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    dx = torch.empty_like(x)  # [B, D, T]
+    order = "td" if x.stride(2) > x.stride(1) else "dt"  # slow dimension first
+    config = tuning.lookup(f"portable_causal_conv1d_{order}_bwd", x.device, D=D)
+    groups = triton.cdiv(T, config["BLOCK_T"] * config["TILES"])
+    sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
+    d_initial = None if initial_states is None else x.new_empty(N, D, W - 1)  # [N, D, W - 1]
+    weight_c = weight.contiguous()
+    seq_idx = None if seq_idx is None else seq_idx.contiguous()
+    d_final = None if d_final is None else d_final.contiguous()
+    strides = [(t.stride(0), t.stride(2), t.stride(1)) for t in (x, dy, dx)]
+    initial = (0, 0, 0) if initial_states is None else initial_states.stride()
+    given = (x, weight_c, bias, seq_idx, cu_seqlens, initial_states, dy, d_final)
+    with device.on(x.device):
+        if dx.numel() > 0:
+            grid = (B * groups * triton.cdiv(D, config["BLOCK_D"]),)
+            _causal_conv1d_bwd_kernel[grid](
+                *given, dx, sums, *strides, initial, T, D, N, groups, N.bit_length(), W=W,
+                TAPS=triton.next_power_of_2(W + 1), SILU=activation is not None, **config,
+            )  # fmt: skip
+        if d_initial is not None and d_initial.numel() > 0:
+            _initial_bwd_kernel[(N * triton.cdiv(D, 128),)](
+                *given, d_initial, *strides[:2], initial, T, D, W=W, SILU=activation is not None,
+                BLOCK_T=triton.next_power_of_2(W - 1), BLOCK_D=128,
+            )  # fmt: skip
+    sums = sums.sum((0, 1))  # [W + 1, D]
+    dbias = None if bias is None else sums[W].to(bias.dtype)
+    if d_initial is not None:
+        d_initial = d_initial.to(initial_states.dtype)
+    return dx, sums[:W].t().contiguous().to(weight.dtype), dbias, d_initial

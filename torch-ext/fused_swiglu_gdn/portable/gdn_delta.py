@@ -1,0 +1,66 @@
+"""One step of the gated delta rule on a tile of a state: what the decode kernels share.
+
+Sizes: K and V head dims; a tile is [BLOCK_V, BLOCK_K] for states kept as [V, K], else transposed.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load(ptrs, mask, alive=None):
+    """fp32; zeros where a mask is given and false."""
+    if mask is not None and alive is not None:
+        x = tl.load(ptrs, mask=mask & alive, other=0.0)
+    elif mask is not None:
+        x = tl.load(ptrs, mask=mask, other=0.0)
+    elif alive is not None:
+        x = tl.load(ptrs, mask=alive, other=0.0)
+    else:
+        x = tl.load(ptrs)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def store(ptrs, x, mask, alive=None):
+    x = x.to(ptrs.dtype.element_ty)
+    if mask is not None and alive is not None:
+        tl.store(ptrs, x, mask=mask & alive)
+    elif mask is not None:
+        tl.store(ptrs, x, mask=mask)
+    elif alive is not None:
+        tl.store(ptrs, x, mask=alive)
+    else:
+        tl.store(ptrs, x)
+
+
+@triton.jit
+def _add_pairs(a0, a1, b0, b1):
+    return a0 + b0, a1 + b1
+
+
+@triton.jit
+def key_norms(q, k, scale, L2NORM: tl.constexpr):
+    """(1 / |k|, scale / |q|, q.k) of q, k [BLOCK_K] fp32; without L2NORM the norms count as 1."""
+    kq, kk = tl.reduce((k * q, k * k), 0, _add_pairs)
+    rstd_k = 1.0
+    if L2NORM:
+        rstd_k = tl.rsqrt(kk + 1e-6)
+        scale *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6)
+    return rstd_k, scale, kq
+
+
+@triton.jit
+def delta_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS: tl.constexpr):
+    """S_t and o_t [BLOCK_V] from S_{t-1} [BLOCK_V, BLOCK_K] (K_AXIS = 1) or transposed; all fp32.
+
+    S_t^T q = decay S_{t-1}^T q + (k.q) delta, so that every reduction starts from what was loaded,
+    and k and q stay as they are: their norms are factors of the sums.
+    """
+    decay = tl.exp(g)
+    wide_k = tl.expand_dims(k, 1 - K_AXIS)
+    wide_q = tl.expand_dims(q, 1 - K_AXIS)
+    seen, asked = tl.reduce((S * wide_k, S * wide_q), K_AXIS, _add_pairs)  # [BLOCK_V] fp32
+    delta = (beta * rstd_k) * (v - (decay * rstd_k) * seen)  # [BLOCK_V] fp32
+    S = decay * S + wide_k * tl.expand_dims(delta, K_AXIS)
+    return S, scale * (decay * asked + kq * delta)

@@ -1,0 +1,185 @@
+"""One token of a Gated DeltaNet layer between its projections, in two launches.
+
+    q, k, v = silu(conv([q, k, v]))        the convolution's state moves on by a token
+    S = exp(g) (I - beta k k^T) S + beta k v^T        o = scale * S^T q        k, q normalised
+    y = weight * o / sqrt(mean(o^2) + eps) * act(z)
+
+Sizes: B rows, H and HV heads, K and V head dims, D = 2 H K + HV V channels, W taps, S columns.
+"""
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import device, tuning
+from ..common.gates import log_decay, write_strength
+from .causal_conv1d import served
+from .causal_conv1d_update import update_tile
+from .gdn_delta import delta_step, key_norms
+from .gdn_layer_prologue import channel_block, head_row
+from .gdn_recurrent import is_dense
+from .rms_norm_gated import gate_activation
+
+
+def supports_gdn_layer_decode(
+    q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm_weight, eps,
+    gate_activation, allow_neg_eigval,
+) -> bool:  # fmt: skip
+    K, V = q.shape[3], v.shape[3]
+    return (
+        served(q, k, v, z, a, b, conv_state, state, weight, bias, norm_weight)
+        and all(x.shape[1] == 1 and x.stride(-1) == 1 for x in (q, k, v, z, a, b))
+        and channel_block(K, V) >= 16
+        and max(K, V) <= 256
+        and is_dense(state)
+    )
+
+
+@triton.jit
+def _conv_step_kernel(
+    q_ptr,  # [B, H, K]
+    k_ptr,  # [B, H, K]
+    v_ptr,  # [B, HV, V]
+    state_ptr,  # [B, D, S]
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    y_ptr,  # [B, D]
+    strides,  # of B, T and a head in q, k, v
+    state_strides,  # of B, D, S
+    S: tl.constexpr,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program makes BLOCK_D channels of one head."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    pid = tl.program_id(0)
+    b = (pid // (D // BLOCK_D)).to(tl.int64)
+    d0 = (pid % (D // BLOCK_D)) * BLOCK_D
+    local = tl.arange(0, BLOCK_D)
+    x_row, _ = head_row(q_ptr, k_ptr, v_ptr, strides, b, d0, HK, K, V)
+    offs_d = d0 + local
+    at_d = offs_d.to(tl.int64)
+    update_tile(
+        x_row + local, y_ptr + b * D + offs_d,
+        state_ptr + b * state_strides[0] + at_d * state_strides[1], weight_ptr, bias_ptr, 1, 1,
+        state_strides[2], offs_d, offs_d < D, 1, S, W, SILU, True, BLOCK_S,
+    )  # fmt: skip
+
+
+@triton.jit
+def _gated_step_kernel(
+    qkv_ptr,  # [B, D]
+    z_ptr,  # [B, HV, V]
+    a_ptr,  # [B, HV]
+    b_ptr,  # [B, HV]
+    A_log_ptr,  # [HV]
+    dt_bias_ptr,  # [HV] or None
+    state_ptr,  # [B, HV, K, V]
+    norm_ptr,  # [V]
+    y_ptr,  # [B, HV, V]
+    strides,  # of a row and a head in z, a row in a, b, a row of the states
+    scale,
+    eps,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
+    SILU: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """A program takes one head of one row: its whole state, so that it can norm what it read."""
+    pid = tl.program_id(0)
+    row = (pid // HV).to(tl.int64)
+    hv = pid % HV
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_v = tl.arange(0, BLOCK_V)
+    mask_k = offs_k < K
+    mask_v = offs_v < V
+    state_ptrs = state_ptr + row * strides[4] + hv * (K * V) + offs_k[:, None] * V + offs_v[None, :]
+    EVEN: tl.constexpr = BLOCK_K == K and BLOCK_V == V
+    # the state, the gates and z were there before the convolution began
+    if EVEN:
+        S = tl.load(state_ptrs).to(tl.float32)  # [BLOCK_K, BLOCK_V]
+    else:
+        mask = mask_k[:, None] & mask_v[None, :]
+        S = tl.load(state_ptrs, mask=mask, other=0.0).to(tl.float32)
+    z = tl.load(z_ptr + row * strides[0] + hv * strides[1] + offs_v, mask=mask_v, other=0.0)
+    norm = tl.load(norm_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
+    g = log_decay(tl.load(a_ptr + row * strides[2] + hv), A_log_ptr, dt_bias_ptr, hv)
+    beta = write_strength(tl.load(b_ptr + row * strides[3] + hv), BETA_SCALE)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    D: tl.constexpr = 2 * H * K + HV * V
+    q_at = qkv_ptr + row * D + (hv // (HV // H)) * K + offs_k
+    q = tl.load(q_at, mask=mask_k, other=0.0).to(tl.float32)
+    k = tl.load(q_at + H * K, mask=mask_k, other=0.0).to(tl.float32)
+    v = tl.load(qkv_ptr + row * D + 2 * H * K + hv * V + offs_v, mask=mask_v, other=0.0)
+    rstd_k, scale, kq = key_norms(q, k, scale, True)
+    S, o = delta_step(S, q, k, v.to(tl.float32), g, beta, rstd_k, scale, kq, 0)
+    if EVEN:
+        tl.store(state_ptrs, S.to(state_ptr.dtype.element_ty))
+    else:
+        tl.store(state_ptrs, S.to(state_ptr.dtype.element_ty), mask=mask)
+    rstd = tl.rsqrt(tl.sum(o * o, 0) / V + eps)
+    y = norm * (o * rstd) * gate_activation(z.to(tl.float32), SILU)
+    tl.store(y_ptr + (row * HV + hv) * V + offs_v, y.to(y_ptr.dtype.element_ty), mask=mask_v)
+
+
+def gdn_layer_decode(
+    q: torch.Tensor,  # [B, 1, H, K], last dimension dense
+    k: torch.Tensor,  # [B, 1, H, K]
+    v: torch.Tensor,  # [B, 1, HV, V]
+    z: torch.Tensor,  # [B, 1, HV, V]
+    a: torch.Tensor,  # [B, 1, HV]
+    b: torch.Tensor,  # [B, 1, HV]
+    conv_state: torch.Tensor,  # [B, D, S], updated in place
+    state: torch.Tensor,  # [B, HV, K, V], updated in place
+    weight: torch.Tensor,  # [D, W]
+    bias: Optional[torch.Tensor],  # [D]
+    activation: Optional[str],
+    A_log: torch.Tensor,  # [HV]
+    dt_bias: Optional[torch.Tensor],  # [HV]
+    norm_weight: torch.Tensor,  # [V]
+    eps: float,
+    gate_activation: str,
+    allow_neg_eigval: bool,
+) -> torch.Tensor:  # [B, 1, HV, V]
+    """Two launches: the convolution, then rule and norm. Both states are updated in place."""
+    (B, _, H, K), (HV, V) = q.shape, v.shape[2:]
+    D, W = weight.shape
+    y = torch.empty((B, 1, HV, V), dtype=q.dtype, device=q.device)  # [B, 1, HV, V]
+    if B == 0:
+        return y
+    qkv = torch.empty((B, D), dtype=q.dtype, device=q.device)  # [B, D]
+    pdl = {"launch_pdl": True} if device.overlaps_launches(q.device) else {}
+    config = tuning.lookup("portable_gdn_layer_decode", q.device, K=K)
+    block = channel_block(K, V)
+    with device.on(q.device):
+        _conv_step_kernel[(B * (D // block),)](
+            q, k, v, conv_state, weight, bias, qkv,
+            (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+            conv_state.stride(), conv_state.shape[2], HK=H * K, K=K, V=V, D=D, W=W,
+            SILU=activation is not None, PDL=bool(pdl),
+            BLOCK_S=triton.next_power_of_2(conv_state.shape[2]), BLOCK_D=block, num_warps=1,
+        )  # fmt: skip
+        _gated_step_kernel[(B * HV,)](
+            qkv, z, a, b, A_log, dt_bias, state, norm_weight, y,
+            (z.stride(0), z.stride(2), a.stride(0), b.stride(0), state.stride(0)), K**-0.5, eps,
+            H=H, HV=HV, K=K, V=V, BETA_SCALE=2.0 if allow_neg_eigval else 1.0,
+            SILU=gate_activation != "sigmoid", PDL=bool(pdl), BLOCK_K=triton.next_power_of_2(K),
+            BLOCK_V=triton.next_power_of_2(V), **config, **pdl,
+        )  # fmt: skip
+    return y

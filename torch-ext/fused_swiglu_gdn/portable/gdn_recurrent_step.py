@@ -1,0 +1,156 @@
+"""One token a sequence: the gated delta rule's step, bounded by one read and write of the state.
+
+    S = exp(g) (I - beta k k^T) S + beta k v^T        o = scale * S^T q
+
+Sizes: N sequences, H and HV heads, K and V head dims, P rows of a state pool. Measurements:
+docs/gdn_decode.md.
+"""
+
+from typing import Dict, Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from .. import device, tuning
+from ..common.gates import log_decay, write_strength
+from ..common.launch import Program
+from .gdn_delta import delta_step, key_norms, load, store
+
+
+@triton.jit
+def _gdn_recurrent_step_kernel(
+    q_ptr,  # [N, H, K]
+    k_ptr,  # [N, H, K]
+    v_ptr,  # [N, HV, V]
+    g_ptr,  # [N, HV]
+    beta_ptr,  # [N, HV]
+    A_log_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV] or None
+    initial_ptr,  # [N or P, HV, K, V] or None
+    final_ptr,  # [N or P, HV, K, V] or None
+    o_ptr,  # [N, HV, V]
+    read_ptr,  # [N] rows of initial_ptr, or None
+    write_ptr,  # [N] rows of final_ptr, or None
+    strides,  # of a row and a head in q, k, v; a row in g, beta, initial, final
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    L2NORM: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    TILES: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A program takes TILES tiles of BLOCK_V columns of one state, the next one on its way."""
+    K_AXIS: tl.constexpr = 1 if V_FIRST else 0
+    PARTS: tl.constexpr = (V + BLOCK_V * TILES - 1) // (BLOCK_V * TILES)
+    pid = tl.program_id(0)
+    n = (pid // (PARTS * HV)).to(tl.int64)
+    hv = (pid // PARTS) % HV
+    h = hv // (HV // H)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = None if BLOCK_K == K else offs_k < K
+    row = n
+    write_row = n
+    alive = None
+    if read_ptr is not None:
+        row = tl.load(read_ptr + n).to(tl.int64)
+        write_row = row
+        alive = row >= 0
+    writes = alive
+    if write_ptr is not None:
+        write_row = tl.load(write_ptr + n).to(tl.int64)
+        writes = alive & (write_row >= 0)
+    q = load(q_ptr + n * strides[0] + h * strides[1] + offs_k, mask_k)
+    k = load(k_ptr + n * strides[2] + h * strides[3] + offs_k, mask_k)
+    g = log_decay(tl.load(g_ptr + n * strides[6] + hv), A_log_ptr, dt_bias_ptr, hv)
+    beta = write_strength(tl.load(beta_ptr + n * strides[7] + hv), BETA_SCALE)
+    rstd_k, scale, kq = key_norms(q, k, scale, L2NORM)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        offs_v = ((pid % PARTS) * TILES + tile) * BLOCK_V + tl.arange(0, BLOCK_V)
+        EVEN: tl.constexpr = BLOCK_K == K and V % (BLOCK_V * TILES) == 0
+        if EVEN:
+            mask_v = None
+            mask = None
+        else:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
+            mask_v = offs_v < V
+            mask = tl.expand_dims(offs_k < K, 1 - K_AXIS) & tl.expand_dims(mask_v, K_AXIS)
+        if V_FIRST:
+            offs_s = offs_v[:, None] * K + offs_k[None, :] + hv * (K * V)
+        else:
+            offs_s = offs_k[:, None] * V + offs_v[None, :] + hv * (K * V)
+        if initial_ptr is None:
+            S = tl.zeros(offs_s.shape, tl.float32)
+        else:
+            S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
+        v = load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
+        S, o = delta_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
+        if alive is not None:
+            o = tl.where(alive, o, 0.0)
+        store(o_ptr + (n * HV + hv) * V + offs_v, o, mask_v)
+        if final_ptr is not None:
+            store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
+
+
+def step_program(
+    N, H, HV, K, V, strides, scale, l2norm, beta_scale, state_v_first, config
+) -> Program:
+    """The program of one token a sequence, for pointers in the order of its kernel."""
+    tile = config["BLOCK_V"]
+    tiles = max(1, min(config["TILES"], V // tile, N * HV * V // (tile * config["PROGRAMS"])))
+    constexprs = (
+        H, HV, K, V, l2norm, beta_scale, state_v_first, triton.next_power_of_2(K), tile, tiles,
+        config["STAGES"] if tiles > 1 else 1,
+    )  # fmt: skip
+    size = N * HV * triton.cdiv(V, tile * tiles)
+    options = (("num_warps", config["num_warps"]),)
+    return Program(_gdn_recurrent_step_kernel, size, (strides, scale), constexprs, options)
+
+
+def step_config(device, K, state, state_v_first) -> dict:
+    layout = "vk" if state_v_first else "kv"
+    size = 4 if state is None else state.element_size()
+    return tuning.lookup(f"portable_gdn_recurrent_{layout}_fwd", device, K=K, STATE_BYTES=size)
+
+
+def _row_stride(x: Optional[torch.Tensor]) -> int:
+    return 0 if x is None else x.stride(0)
+
+
+_steps: Dict[tuple, Program] = {}
+
+
+def gdn_recurrent_step(
+    q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write, scale, l2norm, beta_scale,
+    state_v_first,
+) -> None:  # fmt: skip
+    """Runs one token a sequence; all outputs are allocated."""
+    start = initial if initial is not None else o
+    end = final if final is not None else o
+    key = (
+        q.shape, v.shape, q.stride(), k.stride(), v.stride(), g.stride(), beta.stride(),
+        start.stride(), end.stride(), q.dtype, g.dtype, beta.dtype, start.dtype, end.dtype,
+        None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype,
+        None if read is None else read.dtype, None if write is None else write.dtype,
+        initial is None, final is None, q.device, scale, l2norm, beta_scale, state_v_first,
+    )  # fmt: skip
+    program = _steps.get(key)
+    if program is None:
+        strides = (
+            q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
+            g.stride(0), beta.stride(0), _row_stride(initial), _row_stride(final),
+        )  # fmt: skip
+        (N, _, H, K), (HV, V) = q.shape, v.shape[2:]
+        if len(_steps) >= 1024:
+            _steps.clear()
+        config = step_config(q.device, K, initial, state_v_first)
+        program = _steps[key] = step_program(
+            N, H, HV, K, V, strides, scale, l2norm, beta_scale, state_v_first, config
+        )
+    with device.on(q.device):
+        program(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
