@@ -84,11 +84,13 @@ def flashinfer(x):
     flat = [y.flatten(0, 1) for y in (q, k, v)]
     alpha, beta = g.exp().flatten(0, 1), beta.flatten(0, 1)
     cu_seqlens = torch.arange(B + 1, device="cuda") * T
+    final = torch.empty_like(state)
 
     def call():
-        o, final = chunk_gated_delta_rule(
-            *flat, alpha, beta, None, state, True, cu_seqlens, use_qk_l2norm_in_kernel=True
-        )
+        o, _ = chunk_gated_delta_rule(
+            *flat, alpha, beta, initial_state=state, output_final_state=True, output_state=final,
+            cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
         return o.unflatten(0, (B, T)), final.mT
 
     return call

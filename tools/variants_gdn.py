@@ -88,12 +88,12 @@ def _transition(name, targets, config, dtype="bf16"):
     module = load("portable.gdn_context")
     signature = {
         **_pointers(dtype, "k", "v", "tb"),
-        **_pointers("fp32", "f", "carry"),
+        **_pointers("fp32", "f", "decay", "carry"),
         **{f"{x}_strides": STRIDES for x in "kv"},
         **_integers("T", "N", "NS", "SEGMENT"),
     }
     exactness = module.precision(DTYPES[dtype])
-    values = (2, 4, 128, 128, 128, config["BLOCK_V"], config["STAGES"], exactness)
+    values = (2, 4, 128, 128, 32, 128, config["BLOCK_V"], config["STAGES"], exactness)
     constexprs = _named(module._transition_kernel, signature, {"cu_ptr": None}, values)
     where = ("portable.gdn_context", "_transition_kernel")
     return Variant(name, *where, signature, constexprs, _options(config), targets)
