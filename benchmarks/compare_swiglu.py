@@ -86,7 +86,7 @@ def measure(options) -> None:
                 row["host_us"] = host_microseconds(timed["ours"])
         rows.append(row)
         print(line(row), flush=True)
-    save(options.json, rows)
+        save(options.json, rows)
 
 
 def line(row: dict) -> str:
