@@ -80,7 +80,7 @@ def measure(options) -> None:
             args = tensors(K, N, M)
             timed = calls(package, *args, options.liger_mlp)
             errors = {name: error(f(), *args) for name, f in timed.items() if name != "gemm"}
-            row = {"K": K, "N": N, "M": M, "us": microseconds(timed, rounds=3), "error": errors}
+            row = {"K": K, "N": N, "M": M, "us": microseconds(timed, rounds=2), "error": errors}
             row["served"] = package.implementation_of(package.fused_swiglu, *args)
             if M in (1, 512) and (K, N) == QWEN_SMALL:
                 row["host_us"] = host_microseconds(timed["ours"])
