@@ -32,6 +32,25 @@ def _add_initial(
 
 
 @triton.jit
+def _sequence_at(row, token, T, cu_ptr, N):
+    """(n, its first token, the one behind its last) of the sequence of a token; all int64."""
+    n = row.to(tl.int64)
+    start = n * 0
+    stop = start + T
+    if cu_ptr is not None:
+        n = start
+        beyond = start + N
+        while beyond - n > 1:  # bisection
+            middle = (n + beyond) // 2
+            below = tl.load(cu_ptr + middle).to(tl.int64) <= token
+            n = tl.where(below, middle, n)
+            beyond = tl.where(below, beyond, middle)
+        start = tl.load(cu_ptr + n).to(tl.int64)
+        stop = tl.load(cu_ptr + n + 1).to(tl.int64)
+    return n, start, stop
+
+
+@triton.jit
 def conv_rows(
     x_ptr,  # token 0 of the row, first channel of the tile
     y_ptr,  # as x_ptr
@@ -66,19 +85,7 @@ def conv_rows(
     for w in tl.static_range(W):
         tap = tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
         taps = taps + (tap,)
-    n = row.to(tl.int64)
-    start = n * 0
-    stop = start + T
-    if cu_ptr is not None:  # the first token's sequence, by bisection
-        n = start
-        beyond = start + N
-        while beyond - n > 1:
-            middle = (n + beyond) // 2
-            below = tl.load(cu_ptr + middle).to(tl.int64) <= t0
-            n = tl.where(below, middle, n)
-            beyond = tl.where(below, beyond, middle)
-        start = tl.load(cu_ptr + n).to(tl.int64)
-        stop = tl.load(cu_ptr + n + 1).to(tl.int64)
+    n, start, stop = _sequence_at(row, t0, T, cu_ptr, N)
     for run in range(0, tl.cdiv(tl.minimum(T - t0, BLOCK_T), RUN)):
         first = t0 + run * RUN
         x_at = x_ptr + first.to(tl.int64) * x_strides[0] + local_d * x_strides[1]
