@@ -69,7 +69,8 @@ def gdn_chunk_fwd(
     if HV <= context["heads"] and T > context["segment"] * CHUNK and max(K, V) <= 128:
         segment = context["segment"]
         carry = gdn_carry(
-            k, v, blocks[0], *prepared[2:4], initial_state, state_indices, cu_seqlens, state_v_first,
+            k, v, blocks[0], *prepared[2:4], initial_state, state_indices, cu_seqlens,
+            state_v_first,
             segment, context["transition_wide" if wide else "transition"], context["carry"],
         )  # fmt: skip
     o = gdn_scan(

@@ -199,7 +199,8 @@ def gdn_layer_decode(
     key = (
         *[x.shape for x in tensors], *[x.stride() for x in tensors], *[x.dtype for x in tensors],
         None if bias is None else bias.dtype, None if dt_bias is None else dt_bias.dtype,
-        A_log.dtype, norm_weight.dtype, activation, eps, gate_activation, allow_neg_eigval, q.device,
+        A_log.dtype, norm_weight.dtype, activation, eps, gate_activation, allow_neg_eigval,
+        q.device,
     )  # fmt: skip
     programs = _programs.get(key)
     if programs is None:
