@@ -56,7 +56,9 @@ def gdn_chunk_bwd(
         prepared = gdn_prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, *flags)
     tb, p, f = prepared[:3]
     K = triton.next_power_of_2(q.shape[3])
-    config = tuning.lookup("portable_gdn_chunk_bwd", q.device, K=K, bytes=q.element_size())
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    sizes = {"K": K, "bytes": q.element_size(), "units": N * v.shape[2]}
+    config = tuning.lookup("portable_gdn_chunk_bwd", q.device, **sizes)
     h, dh, vt, dv, d_initial = gdn_backward_states(
         q, k, v, do, tb, p, f, initial_state, d_final_state, cu_seqlens, state_v_first,
         config["states"],
@@ -64,19 +66,20 @@ def gdn_chunk_bwd(
     if values_only:
         return None, None, dv, None, None, None, None, d_initial
     rows, HV = tb.shape[:2]
-    NV = -(-v.shape[3] // config["query"]["BLOCK_V"])  # the blocks of both kernels of gradients
     cumulative = f.new_empty(rows, HV, 64)
-    parts, ends = f.new_empty(rows, HV, NV, 8, 64), f.new_empty(rows, HV, NV)
+    NQ, NK = (-(-v.shape[3] // config[side]["BLOCK_V"]) for side in ("query", "key"))
+    by_query = f.new_empty(rows, HV, NQ, 8, 64)
+    by_key, ends = f.new_empty(rows, HV, NK, 8, 64), f.new_empty(rows, HV, NK)
     dq = gdn_backward_query(
-        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, cumulative, parts, scale, use_qk_l2norm,
+        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, cumulative, by_query, scale, use_qk_l2norm,
         config["query"],
     )  # fmt: skip
     dk = gdn_backward_key(
-        q, k, cu_seqlens, f, cumulative, do, vt, dv, h, dh, parts, ends, scale, use_qk_l2norm,
+        q, k, cu_seqlens, f, cumulative, do, vt, dv, h, dh, by_key, ends, scale, use_qk_l2norm,
         config["key"],
     )  # fmt: skip
     dg, dbeta, dA_log, ddt_bias = gdn_backward_gates(
-        g, beta, A_log, dt_bias, cu_seqlens, f, parts, ends, use_beta_sigmoid, allow_neg_eigval,
+        g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, use_beta_sigmoid, allow_neg_eigval,
         config["gates"],
     )  # fmt: skip
     gdn_backward_beta(
