@@ -61,6 +61,7 @@ class Problem:
     args: tuple  # of gdn_chunk_fwd
     states: Optional[torch.Tensor]  # [N, HV, K, V] fp64: where the sequences start
     every: int
+    repeated_key: bool
     indices: Optional[List[int]]
     pool_before: Optional[torch.Tensor]
 
@@ -123,9 +124,10 @@ def draw_tokens(v: Variant, rng, shape, generator, device):
         q, k, w = (rn(B, T, h, v.D) for h in (v.H, v.H, HV))
     if not v.l2norm:  # unit keys in place, so that the strides stay
         k.div_(k.float().norm(dim=-1, keepdim=True).clamp(min=1e-3).to(v.dtype))
-    if rng.random() < 0.2 and T > 2:
-        k[:, 1:] = k[:, :1]  # one key repeated
-    return q, k, w
+    repeated = rng.random() < 0.2
+    if repeated:
+        k[:] = k[:, :1].clone()
+    return q, k, w, repeated
 
 
 def draw_problem(v: Variant, seeds: tuple, is_long: bool, device) -> Problem:
@@ -141,7 +143,7 @@ def draw_problem(v: Variant, seeds: tuple, is_long: bool, device) -> Problem:
     if sum(lengths) == 0:
         lengths[0] = 1
     B, T = (1, sum(lengths)) if v.packed else (N, lengths[0])
-    q, k, w = draw_tokens(v, rng, (B, T), generator, device)
+    q, k, w, repeated = draw_tokens(v, rng, (B, T), generator, device)
     HV = v.H * v.R
     g = draw_gates(rng.choice(GATES), (B, T, HV), generator, device)
     A_log = dt_bias = None
@@ -182,7 +184,7 @@ def draw_problem(v: Variant, seeds: tuple, is_long: bool, device) -> Problem:
         q, k, w, g, beta, A_log, dt_bias, start, index_tensor, cu, v.D**-0.5, v.l2norm, v.sigmoid,
         v.neg, v.v_first, v.final, v.state_dtype, every,
     )  # fmt: skip
-    return Problem(seeds, v, lengths, args, states, every, indices, before)
+    return Problem(seeds, v, lengths, args, states, every, repeated, indices, before)
 
 
 def units(problem: Problem):
@@ -255,7 +257,9 @@ def compare(problem: Problem, out, o_ref, S_ref, kept, at: int) -> Optional[str]
     """What is wrong with one result, or None. at: first unit of the problem."""
     o, final, checkpoints = out
     v, HV = problem.variant, problem.variant.H * problem.variant.R
-    tolerance = TOLERANCE[v.dtype]
+    # With one key the state is one row, the sum of a chunk's 64 writes, which all but cancel: the
+    # roundings of 64 terms remain in it.
+    tolerance = TOLERANCE[v.dtype] * (4 if problem.repeated_key else 1)
     state_tolerance = max(tolerance, TOLERANCE[v.state_dtype])
     start = 0
     for n, length in enumerate(problem.lengths):

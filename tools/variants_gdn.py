@@ -41,7 +41,7 @@ def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packe
     cu, constexprs = _packed(packed)
     signature = {
         **_pointers(dtype, "q", "k", "tb", "p"),
-        **_pointers("fp32", "g", "beta", "f", "decay"),
+        **_pointers("fp32", "g", "beta", "f", "gates", "decay"),
         **cu,
         **{f"{x}_strides": STRIDES for x in "qk"},
         **{f"{x}_strides": ("i32", "i32", "i32") for x in ("g", "beta")},
@@ -53,7 +53,7 @@ def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packe
         signature.update(dict.fromkeys(gate, "*fp32:16"))
     else:
         constexprs.update(dict.fromkeys(gate))
-    values = module.constexprs(dtype == "fp32", 16, R, K, l2norm, raw, False)
+    values = module.constexprs(dtype == "fp32", 16, R, K, l2norm, raw, False, False)
     constexprs = _named(module._prepare_kernel, signature, constexprs, values)
     where = ("common.gdn_prepare", "_prepare_kernel")
     return Variant(name, *where, signature, constexprs, dict(config), targets)
@@ -88,12 +88,12 @@ def _transition(name, targets, config, dtype="bf16"):
     module = load("portable.gdn_context")
     signature = {
         **_pointers(dtype, "k", "v", "tb"),
-        **_pointers("fp32", "f", "carry"),
+        **_pointers("fp32", "f", "decay", "carry"),
         **{f"{x}_strides": STRIDES for x in "kv"},
         **_integers("T", "N", "NS", "SEGMENT"),
     }
     exactness = module.precision(DTYPES[dtype])
-    values = (2, 4, 128, 128, 128, config["BLOCK_V"], config["STAGES"], exactness)
+    values = (2, 4, 128, 128, 32, 128, config["BLOCK_V"], config["STAGES"], exactness)
     constexprs = _named(module._transition_kernel, signature, {"cu_ptr": None}, values)
     where = ("portable.gdn_context", "_transition_kernel")
     return Variant(name, *where, signature, constexprs, _options(config), targets)

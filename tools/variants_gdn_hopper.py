@@ -64,7 +64,7 @@ VARIANTS = [
         {},
         {"v_first": True, "pool": "i32", "in_place": True},
         {"v_first": True, "pool": "i64", "state": "bf16", "packed": "i64"},
-        {"checkpoints": True},
+        {"checkpoints": True, "v_first": True},
         {"checkpoints": True, "v_first": True, "pool": "i32", "in_place": True, "state": "bf16"},
     )
-]
+] + [_scan(1, checkpoints=True)]

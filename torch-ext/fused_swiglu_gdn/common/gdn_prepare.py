@@ -1,6 +1,7 @@
 """The chunk-parallel half of the chunked gated delta rule (docs/gdn.md).
 
-Per chunk of C = 64 tokens and value head, with k normalised if asked, G = cumsum(g), Gam_ij = exp(G_i - G_j) for i >= j:
+Per chunk of C = 64 tokens and value head, with q and k normalised if asked, G = cumsum(g) and
+Gam_ij = exp(G_i - G_j) for i >= j:
 
     L  = strict_lower(beta_i Gam_ij k_i.k_j)      Tb = (I + L)^-1 diag(beta)
     P  = scale lower(Gam_ij q_i.k_j)              F  = row factors of the scan
@@ -15,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import multiprocessor_count
+from ..device import multiprocessor_count, overlaps_launches
 from ..tuning import lookup
 from .launch import prepare, specialized_on, steps
 
@@ -23,13 +24,17 @@ CHUNK = 64
 # fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
 EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
 
+# Programs of a grid that runs at once: there a scan that begins early costs prepare nothing (H200:
+# 2 us less a call; on grids of several waves it takes their place, 2 % more).
+SMALL_GRID = tl.constexpr(1024)
+
 
 @triton.jit
 def locate(row, cu_ptr, T, N, ROWS, SPAN):
     """Row of SPAN tokens -> (sequence, span within it, first token, length of the sequence).
 
-    Sequence n owns the rows from cu[n] // SPAN + n (n * ROWS at equal length) on. That is enough for
-    its tokens, and costs no prefix sum; the caller leaves rows behind a sequence's end alone.
+    Sequence n owns the rows from cu[n] // SPAN + n (n * ROWS at equal length) on. That is enough
+    for its tokens and costs no prefix sum; the caller leaves rows behind a sequence's end alone.
     """
     if cu_ptr is None:
         n = row // ROWS
@@ -50,11 +55,6 @@ def locate(row, cu_ptr, T, N, ROWS, SPAN):
         length = tl.maximum(stop - start, 0).to(tl.int32)
         span = (row - (start // SPAN + n)).to(tl.int32)
     return n, span, start, length
-
-
-@triton.jit
-def locate_chunk(row, cu_ptr, T, N, NT, IS_PACKED: tl.constexpr):
-    return locate(row, cu_ptr, T, N, NT, 64)
 
 
 @triton.jit
@@ -100,6 +100,7 @@ def _store_factors(
     A_log_ptr,  # [HV] or None
     dt_bias_ptr,  # [HV] or None
     f_ptr,  # [heads, 4, C] fp32
+    gates_ptr,  # [heads, 2, C] fp32: g and beta, read again in the layouts of the [C, C] tiles
     decay_ptr,  # [heads] fp32
     g_strides,  # of B, T, HV
     beta_strides,
@@ -124,6 +125,8 @@ def _store_factors(
     beta = write_strength(beta, mask, BETA_MAX)
     G = tl.cumsum(g, axis=0)
     G_end = tl.sum(g, axis=0)[None, :]  # [1, heads]
+    tl.store(gates_ptr + r * 128 + i, g, mask=tl.broadcast_to(has, (64, BLOCK_R)))
+    tl.store(gates_ptr + r * 128 + 64 + i, beta, mask=tl.broadcast_to(has, (64, BLOCK_R)))
     at = f_ptr + r * 256 + i
     has = tl.broadcast_to(has, (64, BLOCK_R))
     tl.store(at, tl.exp2(G) * rk[:, None], mask=has)
@@ -142,14 +145,22 @@ def _level(i, j, S: tl.constexpr):
 
 
 @triton.jit
+def _join_pairs(x, m, S: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+    """From the inverses x of the S x S blocks of the diagonal to those of 2S x 2S.
+
+    Below the diagonal of [[A, 0], [-M, D]]^-1 stands D^-1 M A^-1.
+    """
+    low = m * _level(tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :], S).to(DOT)
+    y = tl.dot(x.to(DOT), low, input_precision=PREC).to(DOT)
+    return tl.dot(y, x.to(DOT), x, input_precision=PREC)
+
+
+@triton.jit
 def unit_lower_inverse(m, DOT: tl.constexpr, PREC: tl.constexpr):
     """(I - m)^-1 of a strictly lower [C, C] fp32 tile: blocks of 16 first, then pairs of blocks.
 
-    Below the diagonal of [[A, 0], [-M, D]]^-1 stands D^-1 M A^-1; for unit keys every product on the
-    way stays within 1, so no entry is lost to rounding or overflow.
+    For unit keys every product on the way stays within 1, so nothing is lost to cancellation.
     """
-    i = tl.arange(0, 64)[:, None]
-    j = tl.arange(0, 64)[None, :]
     a = tl.arange(0, 16)[None, :, None]
     b = tl.arange(0, 16)[None, None, :]
     own = tl.arange(0, 4)[:, None, None, None] == tl.arange(0, 4)[None, None, :, None]
@@ -162,12 +173,8 @@ def unit_lower_inverse(m, DOT: tl.constexpr, PREC: tl.constexpr):
         z = tl.dot(y, x.to(DOT), input_precision=PREC)
         x = tl.where(_level(a, b, 2**s), z, x)
     x = tl.reshape(x[:, :, None, :] * own, (64, 64))
-    m = m.to(DOT)
-    for s in tl.static_range(4, 6):
-        pairs = m * _level(i, j, 2**s).to(DOT)
-        y = tl.dot(x.to(DOT), pairs, input_precision=PREC).to(DOT)
-        x = tl.dot(y, x.to(DOT), x, input_precision=PREC)
-    return x
+    x = _join_pairs(x, m.to(DOT), 16, DOT, PREC)
+    return _join_pairs(x, m.to(DOT), 32, DOT, PREC)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT", "heads"])
@@ -182,6 +189,7 @@ def _prepare_kernel(
     tb_ptr,  # [rows, HV, C, C]
     p_ptr,  # [rows, HV, C, C]
     f_ptr,  # [rows, HV, 4, C] fp32
+    gates_ptr,  # [rows, HV, 2, C] fp32, scratch
     decay_ptr,  # [rows, HV] fp32
     q_strides,  # of B, T, H
     k_strides,
@@ -201,8 +209,12 @@ def _prepare_kernel(
     BLOCK_R: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
+    OVERLAPS: tl.constexpr,  # the next launch may begin before this one has ended
 ):
     """Tb, P and F of one chunk and `heads` of the R value heads of one key head."""
+    if OVERLAPS:
+        if tl.num_programs(0) <= SMALL_GRID:
+            tl.extra.cuda.gdc_launch_dependents()
     parts = H * R // heads
     row = tl.program_id(0) // parts
     hv0 = (tl.program_id(0) % parts).to(tl.int64) * heads
@@ -246,19 +258,18 @@ def _prepare_kernel(
     g_ptr += hv0 * g_strides[2]
     beta_ptr += hv0 * beta_strides[2]
     unit = row.to(tl.int64) * (H * R) + hv0
+    gates_ptr += unit * 128
     _store_factors(
-        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, f_ptr + unit * 256, decay_ptr + unit,
+        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, f_ptr + unit * 256, gates_ptr, decay_ptr + unit,
         g_strides, beta_strides, ok, hv0, k2, rk, rq * scale, heads, BLOCK_R, BETA_MAX,
     )  # fmt: skip
+    tl.debug_barrier()  # the gates are read by other threads than wrote them
     tb_ptr += unit * 4096
     p_ptr += unit * 4096
     for head in range(heads):
-        # read again, in the layouts of the [C, C] tiles
-        g = tl.load(g_ptr + head * g_strides[2] + t * g_strides[1], mask=ok, other=0.0)
-        g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + head)
-        beta_at = beta_ptr + head * beta_strides[2] + t * beta_strides[1]
-        beta = write_strength(tl.load(beta_at, mask=ok, other=0.0), ok, BETA_MAX)
-        G, beta = tl.associative_scan((tl.where(ok, g, 0.0), beta), 0, _sum_and_keep)
+        g = tl.load(gates_ptr + head * 128 + t)  # [C] fp32, log2
+        beta = tl.load(gates_ptr + head * 128 + 64 + t)  # [C] fp32
+        G, beta = tl.associative_scan((g, beta), 0, _sum_and_keep)
         gam = tl.exp2(tl.minimum(G[:, None] - G[None, :], 100.0))  # finite above the diagonal too
         p = qk * gam
         tl.store(p_ptr + head * 4096 + i * 64 + j, p.to(p_ptr.dtype.element_ty))
@@ -275,7 +286,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def chunk_rows(T: int, B: int, cu_seqlens: Optional[torch.Tensor]) -> int:
-    """Rows of the prepared blocks: no prefix sum and no device value is needed (gaps are harmless)."""
+    """Rows of the prepared blocks: no prefix sum, no device value is needed; gaps are harmless."""
     if cu_seqlens is None:
         return B * -(-T // CHUNK)
     return T // CHUNK + cu_seqlens.shape[0] - 1
@@ -284,7 +295,7 @@ def chunk_rows(T: int, B: int, cu_seqlens: Optional[torch.Tensor]) -> int:
 @functools.cache
 def constexprs(
     wide: bool, H: int, R: int, K: int, use_qk_l2norm: bool, use_beta_sigmoid: bool,
-    allow_neg_eigval: bool,
+    allow_neg_eigval: bool, overlaps: bool,
 ) -> tuple:  # fmt: skip
     """The kernel's constexprs in their order; wide for fp32 inputs.
 
@@ -295,7 +306,8 @@ def constexprs(
     block_k = min(triton.next_power_of_2(max(K, 16)), 128)
     dot = tl.float16 if use_qk_l2norm and not wide else tl.float32
     exactness = precision(torch.float32 if wide else torch.float16)
-    return (H, R, K, use_qk_l2norm, beta_max, block_k, triton.next_power_of_2(R), dot, exactness)
+    block_r = triton.next_power_of_2(R)
+    return (H, R, K, use_qk_l2norm, beta_max, block_k, block_r, dot, exactness, overlaps)
 
 
 def _processors(device: torch.device) -> int:
@@ -315,21 +327,21 @@ def gdn_prepare(
     use_beta_sigmoid: bool,
     allow_neg_eigval: bool,
 ):
-    """Prepared blocks of every chunk row and value head, as docs/gdn.md defines the boundary: Tb, P,
-    F, and decay [rows, HV] fp32, log2 of a bound of the norm of the chunk's transition."""
+    """Tb, P, F and decay of every chunk row and value head: the boundary of docs/gdn.md."""
     B, T, H, K = q.shape
     HV = g.shape[2]
     rows = chunk_rows(T, B, cu_seqlens)
     tb = q.new_empty((rows, HV, CHUNK, CHUNK))
     p = torch.empty_like(tb)
     f = q.new_empty((rows, HV, 4, CHUNK), dtype=torch.float32)
+    gates = q.new_empty((rows, HV, 2, CHUNK), dtype=torch.float32)
     decay = q.new_empty((rows, HV), dtype=torch.float32)
     if rows * HV == 0:
         return tb, p, f, decay
     N = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
     strides = (steps(q), steps(k), steps(g), steps(beta))
-    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
+    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, overlaps_launches(q.device))
     fixed = constexprs(q.dtype == torch.float32, H, HV // H, K, *flags)
     # all heads of a key head in one program share its products, if that leaves programs enough
     heads = HV // H if rows * H >= 2 * _processors(q.device) else 1
@@ -337,6 +349,6 @@ def gdn_prepare(
     kind = (q.device, *map(specialized_on, inputs), strides)
     prepare(_prepare_kernel, fixed, options, *kind).launch(
         (rows * HV // heads, 1, 1),
-        *(*inputs, tb, p, f, decay, *strides, T, N, -(-T // CHUNK), heads, scale),
-    )
+        *inputs, tb, p, f, gates, decay, *strides, T, N, -(-T // CHUNK), heads, scale,
+    )  # fmt: skip
     return tb, p, f, decay

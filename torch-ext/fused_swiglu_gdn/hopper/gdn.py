@@ -160,6 +160,8 @@ def gdn_scan(
         checkpoints = torch.zeros((rows, HV, K, K), dtype=dtype, device=device)
     pool_step = 0 if initial_state is None else initial_state.stride(0)
     W = 1 if 2 * slots * HV <= multiprocessor_count(device.index) else 2
+    if checkpoint_every and not state_v_first:
+        W = 1  # the addresses of a [K, V] state are more than two warpgroups have registers for
     constexprs = (in_place, W, state_v_first, *REGISTERS[W])
     pointers = (initial_state, final, checkpoints, state_indices, cu_seqlens)
     # the kernel waits for prepare itself, where it needs it: launch_pdl

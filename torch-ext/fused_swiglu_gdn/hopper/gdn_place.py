@@ -50,8 +50,10 @@ class Unit:
     chunks: gl.tensor  # to compute; 0 for a skipped or empty sequence or a joined segment
     warm: gl.tensor  # of these, how many only bring the state up and write nothing
     zeros: gl.tensor  # chunks of a skipped sequence, whose o is zero
-    source: gl.tensor  # int64 offset of the initial state, or -1: zeros
-    target: gl.tensor  # int64 offset of the final state, or -1: not written
+    source: gl.tensor  # where in h0 the initial state is, or -1: zeros
+    target: gl.tensor  # where in hT the final state goes, or -1: nowhere
+    source_step: gl.tensor  # elements from one such place to the next
+    target_step: gl.tensor
     full: gl.tensor  # of `chunks`, how many have all 64 tokens: only these end at a checkpoint
     every: gl.tensor  # chunks from one checkpoint to the next
     next_ck: gl.tensor  # the chunk at whose end the first checkpoint is due
@@ -154,23 +156,22 @@ def place(
         first, warm, chunks = _segment(decay_ptr, block, HV, i, total, segments)
     mine = (chunks > 0) | ((total == 0) & (i == 0))
     last = mine & (first + chunks == total)
-    source = n.to(gl.int64)
+    source = n
     zeros = n * 0
     if index_ptr is not None:
-        source = gl.load(index_ptr + n).to(gl.int64)
+        source = gl.load(index_ptr + n).to(gl.int32)
         if source < 0:
             zeros = chunks - warm
             first += warm
             chunks, warm = n * 0, n * 0
     passed = (first + warm) // every  # checkpoints before this segment
     known = source >= 0  # the sequence is not skipped
-    step = pool_step if IN_PLACE else HV * (D * D)
-    target = (source if IN_PLACE else n.to(gl.int64)) * step + head * (D * D)
-    source = source * pool_step + head * (D * D)
     return (
         batch, end, row + first * C, head, head // (HV // H), column, HV, block + first * HV,
         chunks, warm, zeros,
-        gl.where(mine & known & (first == 0), source, -1), gl.where(last & known, target, -1),
+        gl.where(mine & known & (first == 0), source, -1),
+        gl.where(last & known, source if IN_PLACE else n, -1),
+        pool_step, pool_step if IN_PLACE else HV * (D * D),
         tokens // C - first, every, (passed + 1) * every - 1 - first,
         (checkpoint + passed) * HV + head,
     )  # fmt: skip

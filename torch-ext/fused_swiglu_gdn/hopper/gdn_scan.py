@@ -16,6 +16,7 @@ from .gdn_place import C, D, Unit, place
 from .gluon_compat import (
     WARP_SPECIALIZE_TAKES_LIST,
     as_box,
+    barrier,
     fence_async_shared,
     gl,
     gluon,
@@ -95,10 +96,12 @@ def _pin(x):
     """x, where LLVM cannot move it.
 
     Without this phi(round(S0), round(S)) becomes round(phi) at the top of the loop, past the point
-    up to which ptxas can see that S is complete, and ptxas then serializes every wgmma (C7515).
+    up to which ptxas can see that S is complete, and ptxas then serializes every wgmma (C7515). So
+    it is with S itself, which the next chunk scales while products are in flight (C7517).
     """
+    PACK: gl.constexpr = 32 // x.dtype.primitive_bitwidth
     return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=2
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK
     )
 
 
@@ -114,6 +117,13 @@ def _product(a, b):
     """a b^T [64, C], started: a [64, *] in registers, b [C, *] in shared memory."""
     zero = gl.zeros((64, C), gl.float32, acc_layout(C))
     return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _decayed(S, f, more):
+    """gam_C S for the chunk whose factors are f; S if there is none."""
+    gam = f.slice(3 * C, C).load(gl.SliceLayout(1, acc_layout(D)))
+    return S * gl.expand_dims(gl.where(more, gam, 1.0), 1)
 
 
 @gluon.jit
@@ -141,14 +151,16 @@ def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: 
     S = gl.zeros((64, D), gl.float32, S_LAYOUT)
     if h0_ptr is not None:
         if u.source >= 0:
-            S = gl.load(h0_ptr + u.source + _state_offsets(column, V_FIRST)).to(gl.float32)
+            h0 = h0_ptr + u.source.to(gl.int64) * u.source_step + u.head * (D * D)
+            S = gl.load(h0 + _state_offsets(column, V_FIRST)).to(gl.float32)
     Sa = _as_a(S, DTYPE)
     ob = gl.zeros((64, C), DTYPE, X_LAYOUT)
     next_ck, ck_row = u.next_ck, u.ck_row
+    mbarrier.wait(u.landed.index(0), 0, pred=u.chunks > 0)
+    S = _pin(_decayed(S, u.f_smem.index(0), u.chunks > 0))
     for c in range(u.chunks):
-        s = c % STAGES
+        s, n = c % STAGES, (c + 1) % STAGES  # this chunk's slot and the next one's
         k, f = u.k_smem.index(s), u.f_smem.index(s)
-        mbarrier.wait(u.landed.index(s), (c // STAGES) & 1)
         sk = _product(Sa, k)
         o1 = _product(Sa, u.q_smem.index(s))
         # Under these two: give the previous slot back, send the previous O out, fetch V and F0.
@@ -160,36 +172,41 @@ def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: 
         sk = warpgroup_mma_wait(1, (sk,))
         x = v.to(gl.float32) - gl.expand_dims(f0, 0) * sk
         vt = _product(_as_a(x, DTYPE), u.t_smem.index(s))
-        # Under the Tb product: scale S and O.
-        S = S * gl.expand_dims(f.slice(3 * C, C).load(gl.SliceLayout(1, S_LAYOUT)), 1)
+        # Under the Tb product: scale O.
         o1 = warpgroup_mma_wait(1, (o1,))
         o1 = o1 * gl.expand_dims(f.slice(2 * C, C).load(TOKEN), 0)
         f1 = f.slice(C, C).load(TOKEN)
-        vt, S, o1, f1 = warpgroup_mma_wait(0, (vt, S, o1, f1))  # all named: none moves past it
+        vt, o1, f1 = warpgroup_mma_wait(0, (vt, o1, f1))  # all named: none moves past it
         wa = _as_a(vt * gl.expand_dims(f1, 0), DTYPE)
         wa = gl.convert_layout(wa, a_layout(D), assert_trivial=True)
         S = warpgroup_mma(wa, k, S, is_async=True)
         p = u.p_smem.index(s).permute((1, 0))
         o = warpgroup_mma(_as_a(vt, DTYPE), p, o1, is_async=True)
+        more = c + 1 < u.chunks
+        mbarrier.wait(u.landed.index(n), ((c + 1) // STAGES) & 1, pred=more)
         S = warpgroup_mma_wait(1, (S,))
-        Sa = _pin(_as_a(S, DTYPE))  # under the P product
+        # Under the P product: round S, and scale it for the next chunk.
+        Sa = _pin(_as_a(S, DTYPE))
+        if ck_ptr is None:
+            S = _decayed(S, u.f_smem.index(n), more)
         # ptxas lets no wgmma cross the back edge if a plain instruction reads its result later.
-        o = warpgroup_mma_wait(0, (o,))
+        o, S = warpgroup_mma_wait(0, (o, S))
         ob = _pin(o.to(DTYPE))
         if ck_ptr is not None:
             if (c == next_ck) & (c < u.full):
-                ck = ck_ptr + ck_row.to(gl.int64) * (D * D) + _state_offsets(column, V_FIRST)
-                gl.store(ck, S.to(ck_ptr.dtype.element_ty))
+                ck = ck_ptr + ck_row.to(gl.int64) * (D * D)
+                gl.store(ck + _state_offsets(column, V_FIRST), S.to(ck_ptr.dtype.element_ty))
                 next_ck += u.every
                 ck_row += u.heads
+            S = _decayed(S, u.f_smem.index(n), more)
     if u.chunks > 0:
         _store_tokens(u, o_smem, ob, u.chunks - 1, W_INDEX)
     for c in range(u.zeros):
         _store_tokens(u, o_smem, gl.zeros((64, C), DTYPE, X_LAYOUT), c, W_INDEX)
     if hT_ptr is not None:
         if u.target >= 0:
-            hT = hT_ptr + u.target + _state_offsets(column, V_FIRST)
-            gl.store(hT, S.to(hT_ptr.dtype.element_ty))
+            hT = hT_ptr + u.target.to(gl.int64) * u.target_step + u.head * (D * D)
+            gl.store(hT + _state_offsets(column, V_FIRST), S.to(hT_ptr.dtype.element_ty))
     wait_for_prepare()  # also where no chunk was: this kernel must not end before prepare does
     tma_store_wait(0)
 
@@ -246,6 +263,8 @@ def gdn_scan_fwd_kernel(
         p_smem, f_smem, o_smem, landed, free, *where, W,
     )  # fmt: skip
     args = (u, h0_ptr, hT_ptr, ck_ptr, V_FIRST)
+    # Triton passes args to the workers through memory that the reductions in `place` may still use.
+    barrier()
     if W == 2:
         if WARP_SPECIALIZE_TAKES_LIST:
             gl.warp_specialize(

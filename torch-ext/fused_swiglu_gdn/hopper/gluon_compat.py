@@ -19,6 +19,7 @@ from triton.language.core import _aggregate
 __all__ = [
     "Descriptor",
     "as_box",
+    "barrier",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -46,6 +47,9 @@ REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reint
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+
+# 3.7 renamed it.
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 class Descriptor(TensorDescriptor):

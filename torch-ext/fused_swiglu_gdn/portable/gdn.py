@@ -4,18 +4,19 @@ from typing import Optional
 
 import torch
 
-from ..common.gdn_prepare import gdn_prepare
+from ..common.gdn_prepare import CHUNK, gdn_prepare
+from ..tuning import lookup
 from .gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
 from .gdn_context import gdn_carry
 from .gdn_scan import gdn_scan
 
+WHOLE = 1 << 24  # chunks in a segment that no sequence fills
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 
 def supports_gdn_chunk_fwd(q, k, v, *_) -> bool:
-    """Head dims up to 256, fp16, bf16 and fp32."""
-    return q.shape[-1] <= 256 and v.shape[-1] <= 256 and q.dtype in _DTYPES
-
-
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+    """Head dims up to 256; fp16, bf16 and fp32."""
+    return q.dtype in _DTYPES and q.shape[-1] <= 256 and v.shape[-1] <= 256
 
 
 def supports_gdn_prepare(q, *_) -> bool:
@@ -62,31 +63,18 @@ def gdn_chunk_fwd(
         allow_neg_eigval,
     )  # fmt: skip
     blocks = prepared[:3]
-    config = _config(q, v)
-    segment, carry = config["segment"], None
-    if HV <= config["segment_heads"] and T > segment * 64 and max(K, V) <= 128:
+    wide = q.dtype == torch.float32 or max(K, V) > 128
+    context = lookup("portable_gdn_context", v.device)
+    segment, carry = WHOLE, None
+    if HV <= context["heads"] and T > context["segment"] * CHUNK and max(K, V) <= 128:
+        segment = context["segment"]
         carry = gdn_carry(
-            k, v, blocks[0], blocks[2], initial_state, state_indices, cu_seqlens, state_v_first,
-            segment, config["transition"], config["carry"],
+            k, v, blocks[0], *prepared[2:4], initial_state, state_indices, cu_seqlens,
+            state_v_first,
+            segment, context["transition_wide" if wide else "transition"], context["carry"],
         )  # fmt: skip
-    else:
-        segment = 1 << 24  # one for the whole sequence
     o = gdn_scan(
         q, k, v, blocks, initial_state, final_state, state_indices, carry, checkpoints, cu_seqlens,
-        state_v_first, checkpoint_every, segment, config["scan"],
+        state_v_first, checkpoint_every, segment, wide,
     )  # fmt: skip
     return o, final_state, checkpoints
-
-
-def _config(q: torch.Tensor, v: torch.Tensor) -> dict:
-    """Launch configurations of the phases."""
-    wide = q.dtype == torch.float32 or max(q.shape[-1], v.shape[-1]) > 128
-    HV = v.shape[2]
-    width, stages = (16, 3) if HV <= 8 else (32, 3 if HV <= 32 else 2)
-    return {
-        "scan": dict(BLOCK_V=32 if wide else width, STAGES=1 if wide else stages, num_warps=4),
-        "segment": 32,
-        "segment_heads": 16,
-        "transition": dict(BLOCK_V=32 if wide else 64, STAGES=1 if wide else 3, num_warps=4),
-        "carry": dict(BLOCK_V=16, num_warps=8),
-    }

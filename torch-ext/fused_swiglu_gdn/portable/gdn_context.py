@@ -7,6 +7,10 @@ S = 0, and M the same recurrence without V from S = I. Three launches (docs/gdn.
     carry:      S_1 = M_0 S_0 + N_0, S_2 = M_1 S_1 + N_1, ... in fp32
     scan:       gdn_scan.py from those states, all segments at once
 
+A chunk's transition stretches no state by more than 2^decay (prepare). Where the decays of a
+segment's last chunks come to less than 2^-30, those alone are run from zero, and M is zero: the
+device decides for each segment and head, and nothing that fp32 could hold is lost.
+
 Where segments begin depends on the sequence alone, so neither do results on the rest of the batch.
 """
 
@@ -20,6 +24,8 @@ from ..common.gdn_prepare import EXACT_FP32, locate, precision
 from ..common.launch import prepare, specialized_on, steps
 from .gdn_scan import kv_strides, segments
 
+FORGOTTEN = tl.constexpr(-30.0)  # log2 of the norm below which fp32 has no digit left
+
 
 @triton.jit(do_not_specialize=["T", "N", "NS", "SEGMENT"])
 def _transition_kernel(
@@ -27,6 +33,7 @@ def _transition_kernel(
     v_ptr,  # [B, T, HV, V]
     tb_ptr,  # [rows, HV, C, C]
     f_ptr,  # [rows, HV, 4, C] fp32
+    decay_ptr,  # [rows, HV] fp32, log2 of a bound of the norm of a chunk's transition
     cu_ptr,  # [N + 1] int32 | int64 or None
     carry_ptr,  # [segments, HV, V + K, K] fp32
     k_strides,  # of B, T, H
@@ -39,6 +46,7 @@ def _transition_kernel(
     R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
@@ -72,10 +80,18 @@ def _transition_kernel(
     tb_ptr += (chunk_row * HV + hv) * 4096
     f_ptr += (chunk_row * HV + hv) * 256
 
-    s = tl.where(is_m & (d[:, None] == e[None, :]), 1.0, 0.0)  # [K, V or K] fp32
+    # the last chunk from which on all that was before is forgotten, or the first
+    i = tl.arange(0, BLOCK_S)
+    stretch = tl.load(decay_ptr + (chunk_row + i) * HV + hv, mask=i < SEGMENT, other=0.0)
+    forgets = tl.cumsum(stretch, axis=0, reverse=True) < FORGOTTEN  # [SEGMENT]
+    begin = tl.max(tl.where(forgets & (i < SEGMENT), i, 0), axis=0)
+    remembers = tl.max(forgets.to(tl.int32), axis=0) == 0
+    begin = tl.where(is_m & (remembers == 0), SEGMENT, begin)  # M is zero
+
+    s = tl.where(is_m & remembers & (d[:, None] == e[None, :]), 1.0, 0.0)  # [K, V or K] fp32
     in_k = tl.broadcast_to((d < K)[None, :], (64, BLOCK_K))
     in_v = tl.broadcast_to(((e < V) & (pid % NW < NV))[None, :], (64, BLOCK_V))
-    for c in tl.range(0, SEGMENT, num_stages=STAGES):
+    for c in tl.range(begin, SEGMENT, num_stages=STAGES):
         go = n * 0 + c * 64  # 64-bit offsets to the chunk, 32-bit ones inside it
         k_tile = k_ptr + go * k_strides[1] + t[:, None] * k_strides[1] + d[None, :]
         v_tile = v_ptr + go * v_strides[1] + t[:, None] * v_strides[1] + e[None, :]
@@ -154,6 +170,7 @@ def gdn_carry(
     v: torch.Tensor,  # [B, T, HV, V]
     tb: torch.Tensor,  # [rows, HV, C, C]
     f: torch.Tensor,  # [rows, HV, 4, C] fp32
+    decay: torch.Tensor,  # [rows, HV] fp32
     initial_state: Optional[torch.Tensor],  # [N | pool, HV, K, V] or [.., V, K]
     state_indices: Optional[torch.Tensor],  # [N]
     cu_seqlens: Optional[torch.Tensor],  # [N + 1]
@@ -170,10 +187,10 @@ def gdn_carry(
     carry = torch.empty((rows, HV, V + K, K), dtype=torch.float32, device=k.device)
     BLOCK_K = triton.next_power_of_2(max(K, 16))
     width = config["BLOCK_V"]
-    inputs = (k, v, tb, f, cu_seqlens)
+    inputs = (k, v, tb, f, decay, cu_seqlens)
     strides = (steps(k), steps(v))
     constexprs = (
-        H, HV // H, K, V, BLOCK_K, width, config["STAGES"],
+        H, HV // H, K, V, triton.next_power_of_2(segment), BLOCK_K, width, config["STAGES"],
         precision(k.dtype),
     )  # fmt: skip
     options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from ..common.gdn_prepare import CHUNK, locate, precision
 from ..common.launch import prepare, specialized_on, steps
+from ..tuning import lookup
 
 
 @triton.jit
@@ -194,7 +195,7 @@ def gdn_scan(
     state_v_first: bool,
     checkpoint_every: int,
     segment: int,
-    config: dict,
+    wide: bool,
 ) -> torch.Tensor:
     """o [B, T, HV, V]; the final state and the checkpoints are written into the tensors given."""
     B, T, H, K = q.shape
@@ -204,6 +205,8 @@ def gdn_scan(
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if rows * HV == 0:
         return o
+    kind = "portable_gdn_scan_wide" if wide else "portable_gdn_scan"
+    config = lookup(kind, v.device, units=rows * HV)
     states = (initial_state, state_indices, final_state, carry, checkpoints)
     strides = (
         steps(q), steps(k), steps(v),

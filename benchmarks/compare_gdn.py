@@ -1,0 +1,227 @@
+"""Kernel time and eager time of GDN prefill against the peers that are installed.
+
+    python benchmarks/compare_gdn.py [--json FILE] [--plot FILE.png]     on a GPU
+
+Head dim 128, bf16, l2norm of q and k in the call, initial and final state, two regimes of gates:
+"qwen" as Qwen3.5 initialises them (A from 0.01 to 16), "slow" logsigmoid(n + 4). Peers: FLA's
+Triton kernels (FLA_FLASH_QLA=0 and FLA_TILELANG=0 keep FLA to them), aiter's
+chunk_gated_delta_rule_opt_vk, FlashInfer. `prepare` is our first kernel alone, `copy` a copy of
+what it must read and write at least. Errors are relative to the recurrence in fp64 on 2048 tokens.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from kernel_time import RESULTS, load_package, microseconds, save
+
+CASES = [
+    (B, T, H, HV)
+    for H, HV in ((16, 64), (16, 32), (2, 8))
+    for B, T in ((1, 2048), (1, 8192), (1, 32768), (4, 8192))
+]
+GATES = ("qwen", "slow")
+OURS = ("portable", "hopper")
+PEERS = ("fla", "aiter", "flashinfer")
+
+
+def tensors(B, T, H, HV, gates, seed=0):
+    torch.manual_seed(seed)
+    q, k = torch.randn(2, B, T, H, 128, device="cuda").bfloat16().unbind(0)
+    v = torch.randn(B, T, HV, 128, device="cuda").bfloat16()
+    raw = torch.randn(B, T, HV, device="cuda")
+    decay = torch.empty(HV, device="cuda").uniform_(0.01, 16)
+    g = -decay * F.softplus(raw * 0.1 + 1) if gates == "qwen" else F.logsigmoid(raw + 4)
+    beta = torch.rand(B, T, HV, device="cuda")
+    state = torch.zeros(B, HV, 128, 128, device="cuda")
+    return q, k, v, g, beta, state
+
+
+def ours(package, folder, x):
+    """The implementation in `folder`, called as dispatch calls it in eager mode."""
+    import importlib
+
+    module = importlib.import_module(f"{package.__name__}.{folder}.gdn")
+    q, k, v, g, beta, state = x
+    args = (
+        q, k, v, g, beta, None, None, state, None, None, 128**-0.5, True, False, False, False,
+        True, None, 0,
+    )  # fmt: skip
+    if not module.supports_gdn_chunk_fwd(*args):
+        raise ImportError(f"{folder} does not serve this call")
+    return lambda: module.gdn_chunk_fwd(*args)[:2]
+
+
+def fla(x):
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    q, k, v, g, beta, state = x
+    return lambda: chunk_gated_delta_rule(
+        q, k, v, g, beta, initial_state=state, output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+
+
+def aiter(x):
+    from aiter.ops.triton.gated_delta_rule import chunk_gated_delta_rule_opt_vk
+
+    q, k, v, g, beta, state = x
+    return lambda: chunk_gated_delta_rule_opt_vk(
+        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+
+
+def flashinfer(x):
+    from flashinfer.gdn_prefill import chunk_gated_delta_rule
+
+    q, k, v, g, beta, state = x
+    B, T = q.shape[:2]
+    flat = [y.flatten(0, 1) for y in (q, k, v)]
+    alpha, beta = g.exp().flatten(0, 1), beta.flatten(0, 1)
+    cu_seqlens = torch.arange(B + 1, device="cuda") * T
+    final = torch.empty_like(state)
+
+    def call():
+        o, _ = chunk_gated_delta_rule(
+            *flat, alpha, beta, initial_state=state, output_final_state=True, output_state=final,
+            cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True,
+        )  # fmt: skip
+        return o.unflatten(0, (B, T)), final.mT
+
+    return call
+
+
+def host(call) -> float:
+    """Median microseconds of an eager call, launch by launch, the GPU idle before each."""
+    for _ in range(10):
+        call()
+    times = []
+    for _ in range(50):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+def recurrence(x):
+    """o and the final state in fp64, token by token."""
+    q, k, v, g, beta, state = (y.double() for y in x)
+    q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6) for y in (q, k))
+    R = v.shape[2] // q.shape[2]
+    q, k = (y.repeat_interleave(R, 2) for y in (q, k))
+    o = torch.empty_like(v)
+    for t in range(q.shape[1]):
+        state = state * g[:, t].exp()[:, :, None, None]
+        write = beta[:, t, :, None] * (v[:, t] - torch.einsum("bhk,bhkv->bhv", k[:, t], state))
+        state = state + k[:, t, :, :, None] * write[:, :, None, :]
+        o[:, t] = torch.einsum("bhk,bhkv->bhv", q[:, t], state) * 128**-0.5
+    return o, state
+
+
+def calls(package, x, only) -> dict:
+    found = {}
+    makers = {name: (lambda name=name: ours(package, name, x)) for name in OURS}
+    makers.update(fla=lambda: fla(x), aiter=lambda: aiter(x), flashinfer=lambda: flashinfer(x))
+    for name, maker in makers.items():
+        if only and name not in only:
+            continue
+        try:
+            call = maker()
+            call()
+            found[name] = call
+        except Exception as error:  # a peer that is not installed or refuses is left out
+            print(f"{name} is left out: {str(error).strip().splitlines()[-1][:120]}")
+    return found
+
+
+def compare(package, B, T, H, HV, gates, only) -> dict:
+    x = tensors(B, T, H, HV, gates)
+    row = {"B": B, "T": T, "heads": [H, HV], "gates": gates}
+    with torch.no_grad():
+        found = calls(package, x, only)
+        row["us"] = microseconds(found, rounds=3, rep_ms=15)
+        row["host_us"] = {name: host(call) for name, call in found.items()}
+        if T == 2048:
+            o, state = recurrence(x)
+            row["error"] = {}
+            for name, call in found.items():
+                got = [y.double() for y in call()]
+                got[1] = got[1].mT if name == "aiter" else got[1]
+                row["error"][name] = [
+                    ((a - b).norm() / b.norm()).item() for a, b in zip(got, (o, state))
+                ]
+    print(row, flush=True)
+    return row
+
+
+def prepare_time(package) -> dict:
+    """The prepare kernel alone at 16/64 and 32768 tokens, and a copy of as many bytes."""
+    import importlib
+
+    module = importlib.import_module(f"{package.__name__}.common.gdn_prepare")
+    q, k, _, g, beta, _ = tensors(1, 32768, 16, 64, "qwen")
+    flags = (None, None, None, 128**-0.5, True, False, False)
+    blocks = module.gdn_prepare(q, k, g, beta, *flags)
+    moved = sum(y.numel() * y.element_size() for y in (q, k, g, beta, *blocks))
+    source = torch.randn(moved // 4, device="cuda").bfloat16()  # read and written: `moved` bytes
+    target = torch.empty_like(source)
+    times = {
+        "prepare": lambda: module.gdn_prepare(q, k, g, beta, *flags),
+        "copy": lambda: target.copy_(source),
+    }
+    return {"bytes": moved, **microseconds(times)}
+
+
+def plot(rows, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows if row["gates"] == "qwen"]
+    names = [n for n in (*OURS, *PEERS) if any(n in row["us"] for row in rows)]
+    labels = [f"{r['heads'][0]}/{r['heads'][1]}\n{r['B']} x {r['T']}" for r in rows]
+    figure, axes = plt.subplots(figsize=(11, 4.5), layout="constrained")
+    width = 0.8 / len(names)
+    for i, name in enumerate(names):
+        best = [min(row["us"].values()) for row in rows]
+        heights = [row["us"].get(name, float("nan")) / b for row, b in zip(rows, best)]
+        axes.bar([j + i * width for j in range(len(rows))], heights, width, label=name)
+    axes.set_xticks([j + 0.4 - width / 2 for j in range(len(rows))], labels, fontsize=8)
+    axes.set_ylabel("kernel time, best of the row = 1")
+    axes.set_title("GDN prefill, head dim 128, bf16: q/k heads over v heads, sequences x tokens")
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=RESULTS / "gdn_chunk.json")
+    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--only", nargs="*", help="of portable, hopper, fla, aiter, flashinfer")
+    parser.add_argument("--gates", nargs="*", default=GATES)
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this long")
+    options = parser.parse_args()
+    os.environ.setdefault("FLA_FLASH_QLA", "0")
+    os.environ.setdefault("FLA_TILELANG", "0")
+    package = load_package()
+    rows, start = [], time.perf_counter()
+    alone = prepare_time(package)
+    print(alone, flush=True)
+    for gates in options.gates:
+        for case in CASES:
+            if time.perf_counter() - start < options.seconds:
+                rows.append(compare(package, *case, gates, options.only))
+                save(options.json, rows, prepare=alone)
+    if options.plot:
+        plot(rows, options.plot)
+
+
+if __name__ == "__main__":
+    main()
