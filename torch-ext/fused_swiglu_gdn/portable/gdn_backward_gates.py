@@ -6,8 +6,8 @@
 then through the gate g = -exp(A_log) softplus(a + dt_bias) and the sigmoid (docs/gdn_backward.md).
 The vectors [rows, HV, NV, 8, C] of each kernel, by its blocks of V, are
 
-    0 rows, 1 columns of dP * QK^T      2 rows of F2 (dO S^T) * Q      3 rows' dV . vt
-    4 rows, 5 columns of -N * KK^T      6 rows of F0 (dV S^T) * K      7 rows of F1 (vt dS^T) * K
+    0 rows, 1 columns of dP * QK^T     2 rows of F2 (dO S^T) * Q     3 rows' dV . vt
+    4 rows, 5 columns of -N * KK^T     6 rows of F0 (dV S^T) * K     7 rows of F1 (vt dS^T) * K
 
 Sizes: B T H HV; N sequences; C = 64 tokens a chunk; rows = chunk rows of the call; NQ, NK blocks of V.
 """
@@ -97,7 +97,18 @@ def _gates_bwd_kernel(
 
 
 def gdn_backward_gates(
-    g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, use_beta_sigmoid, allow_neg_eigval, config
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    f,
+    by_query,
+    by_key,
+    ends,
+    use_beta_sigmoid,
+    allow_neg_eigval,
+    config,
 ):
     """dg (of the raw gate with A_log) and dbeta [B, T, HV]; dA_log and ddt_bias [HV] or None."""
     B, T, HV = g.shape
