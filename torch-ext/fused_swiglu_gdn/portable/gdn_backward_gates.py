@@ -9,7 +9,7 @@ The vectors [rows, HV, NV, 8, C] of each kernel, by its blocks of V, are
     0 rows, 1 columns of dP * QK^T     2 rows of F2 (dO S^T) * Q     3 rows' dV . vt
     4 rows, 5 columns of -N * KK^T     6 rows of F0 (dV S^T) * K     7 rows of F1 (vt dS^T) * K
 
-Sizes: B T H HV; N sequences; C = 64 tokens a chunk; rows = chunk rows of the call; NQ, NK blocks of V.
+Sizes: B T H HV; N sequences; C = 64 tokens; rows = chunk rows of the call; NQ, NK blocks of V.
 """
 
 import triton
