@@ -8,7 +8,7 @@ import json
 
 from compile_all import PACKAGE, Variant, load
 
-NVIDIA = ("sm_80", "sm_100", "sm_120")
+OTHERS = ("sm_80", "sm_100", "sm_120", "gfx942")
 STRIDES = ("i32:16",) * 3
 GATES = ("i32", "i32", "i32")
 TYPES = {  # of pointers that are not in the inputs' dtype
@@ -49,9 +49,9 @@ def _all():
         "default"
     ]
     for phase in ("states", "key"):
-        yield _variant(phase, config[phase], NVIDIA)
+        yield _variant(phase, config[phase], OTHERS)
     for phase in ("query", "gates", "beta"):
-        yield _variant(phase, config[phase], ("sm_90", *NVIDIA))
+        yield _variant(phase, config[phase], ("sm_90", *OTHERS))
 
 
 VARIANTS = list(_all())
