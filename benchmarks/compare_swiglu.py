@@ -1,6 +1,7 @@
 """Kernel time and error of `fused_swiglu` against one cuBLAS product, eager torch and Liger.
 
     python benchmarks/compare_swiglu.py [--quick] [--liger-mlp] [--json FILE]     on a GPU
+    python benchmarks/compare_swiglu.py --training                           a step of the MLP
     python benchmarks/compare_swiglu.py --render benchmarks/results/swiglu_fwd.json
                                                      table and picture from a record
 
@@ -16,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from kernel_time import RESULTS, load_package, microseconds, save
+from swiglu_training import measure_training, table
 
 LLAMA_8B, QWEN_SMALL = (4096, 14336), (1024, 3072)
 SHAPES = [(*size, M) for size in (LLAMA_8B, QWEN_SMALL) for M in (1, 64, 512, 4096, 16384)]
@@ -105,6 +107,9 @@ def render(path: Path) -> None:
 
     record = json.loads(path.read_text())
     rows = record["rows"]
+    if "us" not in rows[0]:
+        print(table(rows))
+        return
     peers = [name for name in rows[0]["us"] if name not in ("gemm", "ours")]
     head = ["K, N", "M", "ours us", "gemm us", "/ gemm"] + [f"/ {name}" for name in peers]
     head += ["error / eager's"]
@@ -131,11 +136,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only the rows of the first table")
     parser.add_argument("--liger-mlp", action="store_true", help="with liger_kernel.ops.mlp")
-    parser.add_argument("--json", type=Path, default=RESULTS / "swiglu_fwd.json")
+    parser.add_argument("--training", action="store_true", help="a training step of the MLP")
+    parser.add_argument("--json", type=Path, help="default: in benchmarks/results/")
     parser.add_argument("--render", type=Path, help="only render this record")
     options = parser.parse_args()
+    name = "swiglu_training.json" if options.training else "swiglu_fwd.json"
+    options.json = options.json or RESULTS / name
     if options.render:
         render(options.render)
+    elif options.training:
+        save(options.json, measure_training(rounds=20))
     else:
         measure(options)
 

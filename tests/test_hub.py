@@ -5,10 +5,12 @@ import json
 from hub_double import TOKEN
 from hub_fixtures import (  # noqa: F401
     REPO,
+    ROOT,
     checkout,
     expected,
     hub,
     one_line,
+    publish,
     release,
     send,
     small,
@@ -34,6 +36,13 @@ def test_the_command_publishes_and_a_second_run_sends_nothing(hub, unchanged, tm
     ran = unchanged.run("tools/publish.py", "--repo-id", REPO, env=env)
     assert ran.returncode == 0 and "nothing to send" in ran.stdout and hub.writes() == []
     assert hub.repos[REPO].branches == before
+
+
+def test_the_card_its_numbers_and_the_changelog_agree_today():
+    config, _ = publish.read_config(ROOT)
+    version = config["general"]["version"]
+    assert publish.release_checks.changelog_problems(ROOT, version) == []
+    assert publish.release_checks.card_problems(ROOT, config, REPO) == []
 
 
 def test_a_dry_run_reads_only(hub, small, send):

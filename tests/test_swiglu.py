@@ -164,6 +164,17 @@ def test_bits_repeat(implementation, M):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("N, K", [(3072, 1024), (1096, 520), (77, 133)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_row_does_not_depend_on_its_batch(kernel, N, K, dtype):
+    """Whoever serves, in whichever tiles: few rows, half and three-quarter tiles, whole ones."""
+    x, w_gate, w_up, _, _ = inputs(1100, N, K, dtype)
+    everything = kernel.fused_swiglu(x, w_gate, w_up)
+    for M in (1, 3, 16, 17, 33, 64, 65, 128, 256, 512, 1000):
+        assert torch.equal(kernel.fused_swiglu(x[-M:], w_gate, w_up), everything[-M:])
+
+
+@pytest.mark.gpu
 def test_graph_replays():
     for M in (4, 300):
         args = inputs(M, 512, 256, torch.bfloat16)
@@ -189,6 +200,22 @@ def test_streams():
             out.append(run(*args, "silu"))
     torch.cuda.synchronize()
     assert all(torch.equal(z, r) for z, r in zip(out, ref))
+
+
+@compiled
+def test_hopper_chooses_by_waves(monkeypatch):
+    """132 processors and the H200's table: what docs/swiglu.md says of M = 512."""
+    hopper, facts = submodule("hopper.swiglu"), submodule("device")
+    monkeypatch.setattr(facts, "multiprocessor_count", lambda index: 132)
+    monkeypatch.setattr(facts, "name", lambda index: "NVIDIA_H200")
+    choose = hopper.choose.__wrapped__  # nothing of this is remembered
+    where = torch.device("cuda", 0)
+    tile, whole, halves = choose(where, 512, 14336, 4096)
+    assert (dict(tile)["columns"], whole, halves) == (128, 396, True)
+    tile, whole, halves = choose(where, 512, 3072, 1024)
+    assert (dict(tile)["columns"], whole, halves) == (96, 128, False)
+    tile, _, halves = choose(where, 512, 3072, 1024, plain=True)
+    assert dict(tile)["columns"] == dict(tile)["BLOCK_N"] and not halves
 
 
 @compiled

@@ -42,7 +42,7 @@ class Variant:
 
     signature: type of each run-time argument, "*bf16", "i32", "tensordesc<bf16[128, 64]>"; with
     ":16" behind it the value is a multiple of 16, which Triton sees of arguments at run time. The
-    type of a tuple is a tuple.
+    type of a tuple is a tuple, in which a 1 stands for itself: Triton compiles it in.
     """
 
     name: str
@@ -80,10 +80,14 @@ def load(path: str):
     return importlib.import_module(f"{NAME}.{path}")
 
 
-def _argument(kind, path: tuple, attributes: dict):
-    """The type of an argument (or of each part of a tuple); its divisibility goes to attributes."""
+def _argument(kind, path: tuple, attributes: dict, constexprs: dict):
+    """The type of an argument (or of each part of a tuple); the rest goes to the dicts."""
     if isinstance(kind, tuple):
-        return tuple(_argument(part, (*path, j), attributes) for j, part in enumerate(kind))
+        parts = enumerate(kind)
+        return tuple(_argument(part, (*path, j), attributes, constexprs) for j, part in parts)
+    if kind == 1:
+        constexprs[path] = 1
+        return "constexpr"
     kind, _, multiple = kind.partition(":")
     if multiple:
         attributes[path] = [["tt.divisibility", int(multiple)]]
@@ -95,7 +99,9 @@ def source(variant: Variant):
     signature, constexprs, attributes = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
         if argument in variant.signature:
-            signature[argument] = _argument(variant.signature[argument], (i,), attributes)
+            signature[argument] = _argument(
+                variant.signature[argument], (i,), attributes, constexprs
+            )
         else:
             signature[argument] = "constexpr"
             constexprs[(i,)] = variant.constexprs[argument]

@@ -18,7 +18,7 @@ import typing
 
 import hub_errors
 import release_checks
-from build import ROOT, build, read_config
+from build import ROOT, build, package_dir, read_config
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars
@@ -43,6 +43,7 @@ class Plan(typing.NamedTuple):
     add: dict  # {path in the repository: local file}, new or changed
     delete: list  # paths there that the build no longer has
     unchanged: int
+    variant: typing.Optional[str]  # a build/<variant>/ there that can be looked at
     card: typing.Optional[pathlib.Path]  # None where README.md is the same already
 
     @property
@@ -79,7 +80,7 @@ def make_plan(api, repo_id, version, files, card):
     try:
         heads = branch_heads(api, repo_id)
     except RepositoryNotFoundError:
-        return Plan(repo_id, branch, None, None, files, [], 0, card)
+        return Plan(repo_id, branch, None, None, files, [], 0, None, card)
     if "main" not in heads:
         raise Stop(f"{repo_id} has no branch main")
     base = heads.get(branch, heads["main"])
@@ -89,27 +90,30 @@ def make_plan(api, repo_id, version, files, card):
     delete = sorted(set(ours) - set(files))
     main = there if base == heads["main"] else remote_files(api, repo_id, heads["main"])
     same_card = main.get("README.md") == git_blob(card)
-    unchanged = len(files) - len(add)
-    return Plan(repo_id, branch, heads, base, add, delete, unchanged, None if same_card else card)
+    variants = [path.split("/")[1] for path in ours if path.count("/") == 2]
+    return Plan(
+        repo_id, branch, heads, base, add, delete, len(files) - len(add),
+        min(variants, default=None), None if same_card else card,
+    )  # fmt: skip
 
 
-def check_published_api(api, plan, variant):
+def check_published_api(api, plan, new):
     """A version that is out keeps what it exports: the build there is read, not run."""
-    if plan.is_new:
+    if plan.is_new or plan.variant is None:
         return
     with tempfile.TemporaryDirectory() as folder:
         api.snapshot_download(
             plan.repo_id, revision=plan.base, local_dir=folder,
-            allow_patterns=f"build/{variant.name}/*.py", **KERNEL,
+            allow_patterns=f"build/{plan.variant}/*.py", **KERNEL,
         )  # fmt: skip
-        published = pathlib.Path(folder, "build", variant.name)
+        published = pathlib.Path(folder, "build", plan.variant)
         if not (published / "__init__.py").exists():
             return
         try:
             old = public_api(published)
         except (SyntaxError, KeyError, ValueError) as error:
             raise Stop(f"cannot read the API of the {plan.branch} on the Hub: {error}") from error
-    broken = breaks(old, public_api(variant))
+    broken = breaks(old, new)
     if broken:
         raise Stop(f"{BUMP}: callers of the {plan.branch} on the Hub break: {'; '.join(broken)}")
 
@@ -149,19 +153,16 @@ def send_card(api, plan, create_pr):
 def state_after(api, plan):
     """What the Hub really has after a failure: an answer may be lost when the deed is done."""
     try:
-        heads = {
-            r.name: r.target_commit for r in api.list_repo_refs(plan.repo_id, **KERNEL).branches
-        }
+        heads = branch_heads(api, plan.repo_id)
     except RepositoryNotFoundError:
         return "Nothing was changed"
     except Exception:
         return "The Hub does not answer; a version is there whole or not at all"
     if heads.get(plan.branch) == (plan.heads or {}).get(plan.branch):
-        there = (
-            f"{plan.branch} is as it was" if plan.branch in heads else f"No {plan.branch} was made"
-        )
+        if plan.branch in heads:
+            return f"{plan.branch} is as it was"
         new = "" if plan.heads is not None else f"; {plan.repo_id} is new and has no version"
-        return there + new
+        return f"No {plan.branch} was made{new}"
     return f"{plan.branch} is there whole, at {heads.get(plan.branch)}; run this again for the rest"
 
 
@@ -203,10 +204,8 @@ def send(api, plan, identity, arguments, bar):
     if plan.heads is None:
         bar.set_description(f"creating {plan.repo_id}")
         api.create_repo(plan.repo_id, private=arguments.private, **KERNEL)
-        main = {
-            r.name: r.target_commit for r in api.list_repo_refs(plan.repo_id, **KERNEL).branches
-        }
-        plan = plan._replace(heads=main, base=main["main"])
+        heads = branch_heads(api, plan.repo_id)
+        plan = plan._replace(heads=heads, base=heads["main"])
     bar.update()
     if plan.add or plan.delete or plan.is_new:
         bar.set_description(f"sending {plan.branch}")
@@ -234,7 +233,7 @@ def publish(arguments, api, root, bar):
         files = local_files(root, built)
         version = config["general"]["version"]
         plan = make_plan(api, arguments.repo_id, version, files, built / "CARD.md")
-        check_published_api(api, plan, min(built.glob("torch-*")))
+        check_published_api(api, plan, public_api(package_dir(root, config)))
         if arguments.create_pr and plan.is_new:
             raise Stop(
                 f"a pull request needs the branch {plan.branch}: ask the owners of"

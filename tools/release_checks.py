@@ -45,7 +45,10 @@ def api_problems(root, config):
     record = root / "tests" / f"api_v{config['general']['version']}.json"
     if not record.exists():
         return [f"tests/{record.name} is missing: run tools/public_api.py"]
-    old, new = json.loads(record.read_text()), public_api(package_dir(root, config))
+    try:
+        old, new = json.loads(record.read_text()), public_api(package_dir(root, config))
+    except (KeyError, SyntaxError, ValueError) as error:
+        return [f"the public API cannot be read: {error}"]
     broken = breaks(old, new)
     if broken:
         return [f"{BUMP}: {'; '.join(broken)}"]

@@ -92,9 +92,8 @@ def borrowed_environment(torch_version):
         for name, pin in pins.items()
         if present[name] is None or (name in PAIRED and present[name] != pin)
     ]
-    missing = [name for name in missing if present[name] is None or name not in NEVER_REPLACED]
     print("setup: using this machine's torch", torch_version)
-    make_venv(with_pip=bool(missing))
+    make_venv(with_pip=False)  # pip is among what is borrowed
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     target = next(VENV.glob("lib*/python*/site-packages"), VENV / "Lib" / "site-packages")
     lines = [f"import site; site.addsitedir({path!r})\n" for path in packages]

@@ -26,10 +26,13 @@ def name(index: int) -> str:
     return torch.cuda.get_device_name(index).replace(" ", "_")
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def on(device: torch.device):
     """A context in which the device is current; nothing is switched where it already is."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
+        return _NOTHING
     return torch.cuda.device(device)
 
 

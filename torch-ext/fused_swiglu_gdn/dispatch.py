@@ -59,7 +59,7 @@ def _folders(device_type: str, index: Optional[int]) -> Tuple[str, ...]:
 
 def backward_of(operation: str) -> str:
     """The name of an operation's gradient."""
-    return operation.replace("_fwd", "_bwd")
+    return (operation[:-4] if operation.endswith("_fwd") else operation) + "_bwd"
 
 
 @torch.compiler.assume_constant_result

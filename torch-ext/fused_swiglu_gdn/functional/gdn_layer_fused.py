@@ -1,4 +1,4 @@
-"""What the layers call in place of several public functions; their arguments are the layers' own."""
+"""What the layers call in place of several public functions."""
 
 from typing import Optional, Tuple
 

@@ -42,9 +42,14 @@ def fused_swiglu(
     """
     x, w_gate, w_up, b_gate, b_up = autocast(x, w_gate, w_up, b_gate, b_up)
     checks.fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation)
-    rows = dense(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]))
+    rows = _rows(x)
     z = ops.swiglu(rows, w_gate, w_up, b_gate, b_up, activation)
     return z if x.ndim == 2 else z.view(*x.shape[:-1], w_gate.shape[0])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as [M, K], its last dimension dense."""
+    return dense(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]))
 
 
 def fused_swiglu_mlp(
@@ -78,6 +83,6 @@ def fused_swiglu_mlp(
     tensors = autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors
     checks.fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation)
-    rows = dense(x.reshape(-1, x.shape[-1]))
-    args = (rows, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute)
-    return ops.swiglu_mlp(*args).view(*x.shape[:-1], w_down.shape[0])
+    args = (_rows(x), w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute)
+    y = ops.swiglu_mlp(*args)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], w_down.shape[0])

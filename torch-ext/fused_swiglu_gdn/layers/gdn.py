@@ -10,7 +10,7 @@ D = 2 H K + HV V channels of the convolution, W its taps.
 import torch
 from torch import nn
 
-from ..functional import gdn
+from ..functional import gdn, gdn_layer
 from ..functional import gdn_layer_fused as fused
 from ..functional.gdn_project import project
 from .functions import (
@@ -82,25 +82,23 @@ def _decode(layer, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigval: bo
     ).flatten(2)
 
 
-def _convolution(layer, q, k, v, seq: _Sequences):
+def _convolution(layer, q, k, v, joined, seq: _Sequences):
     """act(conv([q k v])), [B, T, D], after the inputs in the cache, which these then join."""
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias  # [D, W], [D]
     before = None if seq.conv_state is None else seq.conv_state[..., 1 - weight.shape[-1] :]
-    width = layer.conv_kernel_size
-    # the inputs that the cache keeps: the same launch makes them, but for the rare cases
-    simple = not seq.recording and seq.lengths is None
     known = layer.activation in CONV_ACTIVATIONS
-    y, latest = fused.convolve_qkv(
-        q,
-        k,
-        v,
-        weight,
-        bias,
-        layer.activation if known else None,
-        cu_seqlens=seq.lengths,
-        initial_states=before,
-        final_width=width if simple and seq.cache is not None else 0,
-    )
+    activation, width, latest = layer.activation if known else None, layer.conv_kernel_size, None
+    packing = {"cu_seqlens": seq.lengths, "initial_states": before}
+    if torch.is_grad_enabled():  # the convolution of separate parts has no gradient of its own
+        joined = torch.cat([x.flatten(2) for x in (q, k, v)], -1) if joined is None else joined
+        x = joined.transpose(1, 2)  # [B, D, T]
+        y = gdn_layer.causal_conv1d_fn(x, weight, bias, activation, **packing).transpose(1, 2)
+    else:
+        # the same launch makes the inputs that the cache keeps, but for the rare cases
+        keeps = seq.cache is not None and not seq.recording and seq.lengths is None
+        y, latest = fused.convolve_qkv(
+            q, k, v, weight, bias, activation, final_width=width if keeps else 0, **packing
+        )
     if not known:
         y = named_activation(layer.activation)(y)
     if seq.cache is not None:
@@ -135,11 +133,13 @@ def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
     return o
 
 
-def _gated_delta_net(layer, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigval=False):
+def _gated_delta_net(
+    layer, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigval=False, joined=None
+):
     """From the input projections to the input of the output projection.
 
     q, k [B, T, H, K]; v, z [B, T, HV, V] or by k-head [B, T, H, HV / H, V]; a, b [B, T, HV] or
-    [B, T, H, HV / H] -> [B, T, HV * V]
+    [B, T, H, HV / H] -> [B, T, HV * V]. joined [B, T, D] is q, k and v if they lie side by side.
     """
     plain = why_hooked(norm) is None
     # the convolution's weight is read, not called: an offloaded one has to be brought first
@@ -150,7 +150,7 @@ def _gated_delta_net(layer, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_e
     if decoding:
         y = _decode(layer, norm, q, k, v, z, a, b, seq, allow_neg_eigval)
     else:
-        y = _convolution(layer, q, k, v.flatten(3), seq)  # [B, T, D]
+        y = _convolution(layer, q, k, v.flatten(3), joined, seq)  # [B, T, D]
     if hook is not None:
         hook.post_forward(layer.conv1d, ())
     if decoding:
@@ -212,7 +212,8 @@ class Qwen3_5GatedDeltaNet(nn.Module):
         )
         q, k, v = _split(self, qkv)
         z = _heads(z, self.head_v_dim)
-        return self.out_proj(_gated_delta_net(self, self.norm, q, k, v, z, a, b, seq))
+        o = _gated_delta_net(self, self.norm, q, k, v, z, a, b, seq, joined=qkv)
+        return self.out_proj(o)
 
 
 class Qwen3NextGatedDeltaNet(nn.Module):

@@ -70,14 +70,16 @@ def _is_training(model: nn.Module, mode) -> bool:
 
 def _implementations(module: nn.Module, layer: str, training: bool) -> str:
     """Who computes for a module: for prompts and, if another does, for decoding."""
-    facts = _mlp_facts if layer.startswith("SwiGLU") else _gdn_facts
+    mlp = layer.startswith("SwiGLU")
     names = []
-    for tokens in (PROMPT, 1):
-        family, operation, args = facts(module, tokens)
+    for tokens in (PROMPT,) if training else (PROMPT, 1):
+        family, operation, args = (_mlp_facts if mlp else _gdn_facts)(module, tokens)
+        if training and mlp:  # a forward of its own keeps what the backward needs
+            family, operation = "swiglu_backward", "swiglu_saving_fwd"
         with dispatch.served() as record:
-            dispatch.choose(family, operation, training, args)
+            dispatch.choose(family, operation, training and not mlp, args)
         names.append(record[operation][0])
-    prompt, decode = names
+    prompt, decode = names[0], names[-1]
     return prompt if prompt == decode else f"{prompt}, {decode} for decoding"
 
 

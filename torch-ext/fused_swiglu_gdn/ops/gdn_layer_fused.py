@@ -7,7 +7,8 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from ..reference import gdn_layer_fused as reference
-from .common import present, run, serve
+from .common import needs_grad, present, run, serve
+from .gdn_layer_train import prologue_gradients, save_prologue
 
 FAMILY = "gdn_layer"
 
@@ -36,6 +37,9 @@ def _(q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width
     return q.new_empty(B, T, D), q.new_empty((N, D, final_width) if final_width else (0,))
 
 
+_gdn_layer_prologue.register_autograd(prologue_gradients, setup_context=save_prologue)
+
+
 def gdn_layer_prologue(
     q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width
 ) -> Tuple[Tensor, Optional[Tensor]]:
@@ -44,6 +48,8 @@ def gdn_layer_prologue(
         return y, final if final_width else None
 
     args = (q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width)
+    if final_width and needs_grad(args):  # the kernel has no gradient of the last inputs
+        return reference.gdn_layer_prologue(*args)
     return run(FAMILY, "gdn_layer_prologue", op, reference.gdn_layer_prologue, args)
 
 

@@ -88,5 +88,51 @@ def norm_gradients(ctx, dy):
     return (*(d if need else None for d, need in zip(grads, ctx.needs_input_grad)), None, None)
 
 
+@torch.library.custom_op(add_op_namespace_prefix("gdn_layer_prologue_bwd"), mutates_args=())
+def _gdn_layer_prologue_bwd(
+    q: Tensor,  # [B, T, H, K]
+    k: Tensor,  # [B, T, H, K]
+    v: Tensor,  # [B, T, HV, V]
+    weight: Tensor,  # [D, W]
+    bias: Optional[Tensor],  # [D]
+    activation: Optional[str],
+    cu_seqlens: Optional[Tensor],  # [N + 1]
+    initial_states: Optional[Tensor],  # [N, D, W - 1]
+    dy: Tensor,  # [B, T, D]
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    args = (q, k, v, weight, bias, activation, cu_seqlens, initial_states, dy)
+    dx, *rest = serve(FAMILY, "gdn_layer_prologue_bwd", reference.gdn_layer_prologue_bwd, args)
+    return (dx.contiguous(), *(present(d, q) for d in rest))
+
+
+@_gdn_layer_prologue_bwd.register_fake
+def _(q, k, v, weight, bias, activation, cu_seqlens, initial_states, dy):
+    def like(t):
+        return q.new_empty(0) if t is None else t.new_empty(t.shape)
+
+    return dy.new_empty(dy.shape), like(weight), like(bias), like(initial_states)
+
+
+def save_prologue(ctx, inputs, output) -> None:
+    q, k, v, weight, bias, activation, cu_seqlens, initial_states, _ = inputs
+    ctx.save_for_backward(q, k, v, weight, bias, cu_seqlens, initial_states)
+    ctx.activation = activation
+
+
+def prologue_gradients(ctx, dy, _):
+    q, k, v, weight, bias, cu_seqlens, initial_states = ctx.saved_tensors
+    dx, dweight, dbias, d_initial = _gdn_layer_prologue_bwd(
+        q, k, v, weight, bias, ctx.activation, cu_seqlens, initial_states, dy
+    )
+    sizes = [x.shape[2] * x.shape[3] for x in (q, k, v)]
+    parts = [d.unflatten(2, x.shape[2:]) for d, x in zip(dx.split(sizes, 2), (q, k, v))]
+    need = ctx.needs_input_grad
+    return (
+        *(d if need[i] else None for i, d in enumerate(parts)), dweight if need[3] else None,
+        dbias if need[4] else None, None, None, d_initial if need[7] else None, None,
+    )  # fmt: skip
+
+
 no_second_derivative(_causal_conv1d_bwd, "causal_conv1d_fn")
 no_second_derivative(_rms_norm_gated_bwd, "rms_norm_gated")
+no_second_derivative(_gdn_layer_prologue_bwd, "the layer's convolution")

@@ -177,8 +177,8 @@ def _causal_conv1d_fwd_kernel(
     d0 = (pid % tiles_d) * BLOCK_D
     tile = pid // tiles_d
     rows = N if cu_ptr is None else 1
-    row = tile // TILES_T
-    if row < rows:
+    row = tile // tl.maximum(TILES_T, 1)
+    if tile < rows * TILES_T:
         x_row = x_ptr + row.to(tl.int64) * x_strides[0] + d0.to(tl.int64) * x_strides[2]
         y_row = y_ptr + row.to(tl.int64) * y_strides[0] + d0.to(tl.int64) * y_strides[2]
         seq_row = None if seq_ptr is None else seq_ptr + row.to(tl.int64) * T
@@ -234,7 +234,7 @@ def causal_conv1d_fwd(
             T,
             D,
             N,
-            max(tiles, 1),
+            tiles,
             N.bit_length(),
             W=W,
             SILU=activation is not None,

@@ -250,3 +250,29 @@ def causal_conv1d_bwd(
     if d_initial is not None:
         d_initial = d_initial.to(initial_states.dtype)
     return dx, sums[:W].t().contiguous().to(weight.dtype), dbias, d_initial
+
+
+def _joined(q, k, v) -> torch.Tensor:
+    """[q k v] as [B, T, D]: the projection that they are views of, or a copy."""
+    parts = [x.flatten(2) for x in (q, k, v)]  # no copies where heads are dense
+    first, D = parts[0], sum(x.shape[2] for x in parts)
+    place = first.data_ptr()
+    for x in parts:
+        adjacent = x.data_ptr() == place and x.stride() == first.stride() and x.stride(2) == 1
+        if not adjacent:
+            return torch.cat(parts, -1)
+        place += x.shape[2] * x.element_size()
+    return first.as_strided((*first.shape[:2], D), first.stride())
+
+
+def supports_gdn_layer_prologue_bwd(q, k, v, weight, bias, *_) -> bool:
+    return served(q, weight, bias)
+
+
+def gdn_layer_prologue_bwd(q, k, v, weight, bias, activation, cu_seqlens, initial_states, dy):
+    """Gradients of [q k v] [B, T, D], weight, bias, initial_states or None, from dy [B, T, D]."""
+    x = _joined(q, k, v).transpose(1, 2)  # [B, D, T]
+    dx, *rest = causal_conv1d_bwd(
+        x, weight, bias, activation, None, cu_seqlens, initial_states, dy.transpose(1, 2), None
+    )
+    return (dx.transpose(1, 2), *rest)

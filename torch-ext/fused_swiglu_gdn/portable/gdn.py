@@ -80,13 +80,13 @@ def gdn_chunk_fwd(
     kind = _kind(q, k, v)
     context = lookup("portable_gdn_context", v.device)
     segment, carry = WHOLE, None
-    if kind != "_plain" and HV <= context["heads"] and T > context["segment"] * CHUNK:
-        if max(K, V) <= 128:
-            segment = context["segment"]
-            carry = gdn_carry(
-                k, v, blocks[0], *prepared[2:4], initial_state, state_indices, cu_seqlens,
-                state_v_first, segment, context[f"transition{kind}"], context["carry"],
-            )  # fmt: skip
+    long = HV <= context["heads"] and T > context["segment"] * CHUNK
+    if long and kind != "_plain" and max(K, V) <= 128:
+        segment = context["segment"]
+        carry = gdn_carry(
+            k, v, blocks[0], *prepared[2:4], initial_state, state_indices, cu_seqlens,
+            state_v_first, segment, context[f"transition{kind}"], context["carry"],
+        )  # fmt: skip
     o = gdn_scan(
         q, k, v, blocks, initial_state, final_state, state_indices, carry, checkpoints, cu_seqlens,
         state_v_first, checkpoint_every, segment, kind,

@@ -7,11 +7,14 @@ another, and dbeta where beta is next to nothing. No atomics: the same bits ever
 from typing import Optional
 
 import torch
+import triton
 
 from .. import tuning
 from ..common.gdn_prepare import gdn_prepare
 from .gdn_backward_beta import gdn_backward_beta
-from .gdn_backward_gradients import gdn_backward_gradients
+from .gdn_backward_gates import gdn_backward_gates
+from .gdn_backward_key import gdn_backward_key
+from .gdn_backward_query import gdn_backward_query
 from .gdn_backward_states import gdn_backward_states
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -52,22 +55,31 @@ def gdn_chunk_bwd(
     if prepared is None:
         prepared = gdn_prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, *flags)
     tb, p, f = prepared[:3]
-    sizes = {"K": q.shape[3], "V": v.shape[3], "bytes": q.element_size()}
-    config = tuning.lookup("portable_gdn_chunk_bwd", q.device, **sizes)
+    K = triton.next_power_of_2(q.shape[3])
+    config = tuning.lookup("portable_gdn_chunk_bwd", q.device, K=K, bytes=q.element_size())
     h, dh, vt, dv, d_initial = gdn_backward_states(
         q, k, v, do, tb, p, f, initial_state, d_final_state, cu_seqlens, state_v_first,
         config["states"],
     )  # fmt: skip
     if values_only:
         return None, None, dv, None, None, None, None, d_initial
-    dq, dk, dg, dbeta, dA_log, ddt_bias = gdn_backward_gradients(
-        q, k, g, beta, A_log, dt_bias, cu_seqlens, f, do, vt, dv, h, dh, scale, *flags,
-        config["gradients"],
+    rows, HV = tb.shape[:2]
+    NV = -(-v.shape[3] // config["query"]["BLOCK_V"])  # the blocks of both kernels of gradients
+    cumulative = f.new_empty(rows, HV, 64)
+    parts, ends = f.new_empty(rows, HV, NV, 8, 64), f.new_empty(rows, HV, NV)
+    dq = gdn_backward_query(
+        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, cumulative, parts, scale, use_qk_l2norm,
+        config["query"],
+    )  # fmt: skip
+    dk = gdn_backward_key(
+        q, k, cu_seqlens, f, cumulative, do, vt, dv, h, dh, parts, ends, scale, use_qk_l2norm,
+        config["key"],
+    )  # fmt: skip
+    dg, dbeta, dA_log, ddt_bias = gdn_backward_gates(
+        g, beta, A_log, dt_bias, cu_seqlens, f, parts, ends, use_beta_sigmoid, allow_neg_eigval,
+        config["gates"],
     )  # fmt: skip
     gdn_backward_beta(
-        k, v, g, beta, A_log, dt_bias, cu_seqlens, p, f, do, vt, dv, h, dh, dbeta, *flags,
-        config["beta"],
-    )  # fmt: skip
-    if dt_bias is None:
-        ddt_bias = None
+        k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta, *flags, config["beta"]
+    )
     return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial

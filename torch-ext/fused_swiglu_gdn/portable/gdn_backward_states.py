@@ -18,11 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.gdn_prepare import precision
+
 
 @triton.jit
-def _tile(ptr, tok, stride, d, mask):
-    """Rows `tok` and columns `d` of a matrix of dense rows; zeros where the mask is off."""
-    return tl.load(ptr + tok[:, None] * stride + d[None, :], mask=mask, other=0.0)
+def _tile(ptr, first, stride, d, mask):
+    """64 rows from `first` on and columns `d` of a matrix of dense rows; zeros outside the mask."""
+    at = tl.arange(0, 64)[:, None] * stride + d[None, :]
+    return tl.load(ptr + first * stride + at, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -38,10 +41,11 @@ def _forward(
     at_state = d[:, None] * V + e[None, :]
     for c in tl.range(0, (length + 63) // 64, num_stages=STAGES):
         unit = c * tl.full((), HV, tl.int64)
-        tok = c * 64 + t.to(tl.int64)
-        in_v = (tok < length)[:, None] & (e < V)[None, :]
-        k = _tile(k_ptr, tok, k_stride, d, (tok < length)[:, None] & (d < K)[None, :])  # [C, K]
-        v = _tile(v_ptr, tok, v_stride, e, in_v)  # [C, BLOCK_V]
+        first = c * tl.full((), 64, tl.int64)
+        ok = c * 64 + t < length
+        in_v = ok[:, None] & (e < V)[None, :]
+        k = _tile(k_ptr, first, k_stride, d, ok[:, None] & (d < K)[None, :])  # [C, K]
+        v = _tile(v_ptr, first, v_stride, e, in_v)  # [C, BLOCK_V]
         tb = tl.load(tb_ptr + unit * 4096 + square)  # [C, C]
         f_at = f_ptr + unit * 256
         f0 = tl.load(f_at + t)  # [C] fp32
@@ -52,8 +56,8 @@ def _forward(
         tl.store(h_ptr + unit * (K * V) + at_state, low, mask=in_state)
         x = v.to(tl.float32) - f0[:, None] * tl.dot(k, low, input_precision=PREC)
         vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, BLOCK_V] fp32
-        at_v = tok[:, None] * vt_stride + e[None, :]
-        tl.store(vt_ptr + at_v, vt.to(k.dtype), mask=in_v)
+        at_v = t[:, None] * vt_stride + e[None, :]
+        tl.store(vt_ptr + first * vt_stride + at_v, vt.to(k.dtype), mask=in_v)
         written = (vt * f1[:, None]).to(k.dtype)
         s = tl.dot(tl.trans(k), written, s * decay, input_precision=PREC)
 
@@ -65,7 +69,7 @@ def _reverse(
     dv_stride, length, d, e,
     K: tl.constexpr, V: tl.constexpr, HV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dS and dV of every chunk of one sequence and value head, last chunk first; dS at the start."""
+    """dS and dV of every chunk of one sequence and value head, last first; dS at the start."""
     t = tl.arange(0, 64)
     square = t[:, None] * 64 + t[None, :]
     in_state = (d < K)[:, None] & (e < V)[None, :]
@@ -74,12 +78,13 @@ def _reverse(
     for step in tl.range(0, NT, num_stages=STAGES):
         c = NT - 1 - step
         unit = c * tl.full((), HV, tl.int64)
-        tok = c * 64 + t.to(tl.int64)
-        in_v = (tok < length)[:, None] & (e < V)[None, :]
-        in_k = (tok < length)[:, None] & (d < K)[None, :]
-        k = _tile(k_ptr, tok, k_stride, d, in_k)  # [C, K]
-        q = _tile(q_ptr, tok, q_stride, d, in_k)  # [C, K]
-        do = _tile(do_ptr, tok, do_stride, e, in_v)  # [C, BLOCK_V]
+        first = c * tl.full((), 64, tl.int64)
+        ok = c * 64 + t < length
+        in_v = ok[:, None] & (e < V)[None, :]
+        in_k = ok[:, None] & (d < K)[None, :]
+        k = _tile(k_ptr, first, k_stride, d, in_k)  # [C, K]
+        q = _tile(q_ptr, first, q_stride, d, in_k)  # [C, K]
+        do = _tile(do_ptr, first, do_stride, e, in_v)  # [C, BLOCK_V]
         tb = tl.load(tb_ptr + unit * 4096 + square)  # [C, C]
         p = tl.load(p_ptr + unit * 4096 + square)  # [C, C]
         f_at = f_ptr + unit * 256
@@ -95,7 +100,8 @@ def _reverse(
         read = (do.to(tl.float32) * f2[:, None]).to(k.dtype)  # [C, BLOCK_V]
         ds = tl.dot(tl.trans(q), read, ds * decay, input_precision=PREC)
         dv = tl.dot(tl.trans(tb), dvt.to(k.dtype), input_precision=PREC)  # [C, BLOCK_V] fp32
-        tl.store(dv_ptr + tok[:, None] * dv_stride + e[None, :], dv.to(k.dtype), mask=in_v)
+        at_v = t[:, None] * dv_stride + e[None, :]
+        tl.store(dv_ptr + first * dv_stride + at_v, dv.to(k.dtype), mask=in_v)
         forgot = (dv * -f0[:, None]).to(k.dtype)
         ds = tl.dot(tl.trans(k), forgot, ds, input_precision=PREC)
     return ds
@@ -167,8 +173,8 @@ def _states_bwd_kernel(
     s = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)  # [K, V]
     if (pid // (NV * HV)) % 2 == 1:
         if s0_ptr is not None:
-            at = n * s0_strides[0] + hv * s0_strides[1]
-            at += d[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
+            s0_ptr += n * s0_strides[0] + hv * s0_strides[1]
+            at = d[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
             s = tl.load(s0_ptr + at, mask=in_state, other=0.0).to(tl.float32)
         _forward(
             s, k_ptr, v_ptr, vt_ptr + made, tb_ptr, f_ptr, h_ptr + unit * (K * V), k_strides[1],
@@ -176,16 +182,16 @@ def _states_bwd_kernel(
         )  # fmt: skip
     else:
         if ds1_ptr is not None:
-            at = n * ds1_strides[0] + hv * ds1_strides[1]
-            at += d[:, None] * ds1_strides[2] + e[None, :] * ds1_strides[3]
+            ds1_ptr += n * ds1_strides[0] + hv * ds1_strides[1]
+            at = d[:, None] * ds1_strides[2] + e[None, :] * ds1_strides[3]
             s = tl.load(ds1_ptr + at, mask=in_state, other=0.0).to(tl.float32)
         s = _reverse(
             s, q_ptr, k_ptr, do_ptr, dv_ptr + made, tb_ptr, p_ptr, f_ptr, dh_ptr + unit * (K * V),
             q_strides[1], k_strides[1], do_strides[1], HV * V, length, d, e, K, V, HV, STAGES, PREC,
         )  # fmt: skip
         if ds0_ptr is not None:
-            at = n * ds0_strides[0] + hv * ds0_strides[1]
-            at += d[:, None] * ds0_strides[2] + e[None, :] * ds0_strides[3]
+            ds0_ptr += n * ds0_strides[0] + hv * ds0_strides[1]
+            at = d[:, None] * ds0_strides[2] + e[None, :] * ds0_strides[3]
             tl.store(ds0_ptr + at, s.to(ds0_ptr.dtype.element_ty), mask=in_state)
 
 
@@ -222,7 +228,7 @@ def gdn_backward_states(
         T,
         H=H, R=HV // H, K=K, V=V,
         BLOCK_K=triton.next_power_of_2(max(K, 16)),
-        PREC="tf32x3" if q.dtype == torch.float32 else "tf32",
+        PREC=precision(q.dtype),
         **config,
     )  # fmt: skip
     return h, dh, vt, dv, d_initial

@@ -51,16 +51,21 @@ def key_norms(q, k, scale, L2NORM: tl.constexpr):
 
 
 @triton.jit
-def delta_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS: tl.constexpr):
-    """S_t and o_t [BLOCK_V] from S_{t-1} [BLOCK_V, BLOCK_K] (K_AXIS = 1) or transposed; all fp32.
+def read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS: tl.constexpr):
+    """(delta, o) [BLOCK_V] of a step from S_{t-1} [BLOCK_V, BLOCK_K] (K_AXIS = 1) or transposed.
 
     S_t^T q = decay S_{t-1}^T q + (k.q) delta, so that every reduction starts from what was loaded,
-    and k and q stay as they are: their norms are factors of the sums.
+    and k and q stay as they are: their norms are factors of the sums. All fp32.
     """
     decay = tl.exp(g)
     wide_k = tl.expand_dims(k, 1 - K_AXIS)
     wide_q = tl.expand_dims(q, 1 - K_AXIS)
     seen, asked = tl.reduce((S * wide_k, S * wide_q), K_AXIS, _add_pairs)  # [BLOCK_V] fp32
     delta = (beta * rstd_k) * (v - (decay * rstd_k) * seen)  # [BLOCK_V] fp32
-    S = decay * S + wide_k * tl.expand_dims(delta, K_AXIS)
-    return S, scale * (decay * asked + kq * delta)
+    return delta, scale * (decay * asked + kq * delta)
+
+
+@triton.jit
+def write_step(S, k, delta, g, K_AXIS: tl.constexpr):
+    """S_t from S_{t-1} and delta."""
+    return tl.exp(g) * S + tl.expand_dims(k, 1 - K_AXIS) * tl.expand_dims(delta, K_AXIS)

@@ -1,7 +1,12 @@
 """What stands round the gated delta rule in a layer: the kernels that ops.gdn_layer asks for."""
 
 from .causal_conv1d import causal_conv1d_fwd, supports_causal_conv1d_fwd  # noqa: F401
-from .causal_conv1d_backward import causal_conv1d_bwd, supports_causal_conv1d_bwd  # noqa: F401
+from .causal_conv1d_backward import (  # noqa: F401
+    causal_conv1d_bwd,
+    gdn_layer_prologue_bwd,
+    supports_causal_conv1d_bwd,
+    supports_gdn_layer_prologue_bwd,
+)
 from .causal_conv1d_update import (  # noqa: F401
     causal_conv1d_update,
     supports_causal_conv1d_update,

@@ -7,7 +7,7 @@
 Sizes: B rows, H and HV heads, K and V head dims, D = 2 H K + HV V channels, W taps, S columns.
 """
 
-from typing import Optional
+from typing import Dict, Optional, Tuple
 
 import torch
 import triton
@@ -15,11 +15,12 @@ import triton.language as tl
 
 from .. import device, tuning
 from ..common.gates import log_decay, write_strength
+from ..common.launch import Program
 from .causal_conv1d import served
 from .causal_conv1d_update import update_tile
-from .gdn_delta import delta_step, key_norms
+from .gdn_delta import key_norms, load, read_step, store, write_step
 from .gdn_layer_prologue import channel_block, head_row
-from .gdn_recurrent import is_dense
+from .gdn_recurrent_step import is_dense
 from .rms_norm_gated import gate_activation
 
 
@@ -99,6 +100,7 @@ def _gated_step_kernel(
     PDL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     """A program takes one head of one row: its whole state, so that it can norm what it read."""
     pid = tl.program_id(0)
@@ -109,13 +111,11 @@ def _gated_step_kernel(
     mask_k = offs_k < K
     mask_v = offs_v < V
     state_ptrs = state_ptr + row * strides[4] + hv * (K * V) + offs_k[:, None] * V + offs_v[None, :]
-    EVEN: tl.constexpr = BLOCK_K == K and BLOCK_V == V
-    # the state, the gates and z were there before the convolution began
-    if EVEN:
-        S = tl.load(state_ptrs).to(tl.float32)  # [BLOCK_K, BLOCK_V]
-    else:
+    mask = None
+    if BLOCK_K != K or BLOCK_V != V:
         mask = mask_k[:, None] & mask_v[None, :]
-        S = tl.load(state_ptrs, mask=mask, other=0.0).to(tl.float32)
+    # the state, the gates and z were there before the convolution began
+    S = load(state_ptrs, mask)  # [BLOCK_K, BLOCK_V] fp32
     z = tl.load(z_ptr + row * strides[0] + hv * strides[1] + offs_v, mask=mask_v, other=0.0)
     norm = tl.load(norm_ptr + offs_v, mask=mask_v, other=0.0).to(tl.float32)
     g = log_decay(tl.load(a_ptr + row * strides[2] + hv), A_log_ptr, dt_bias_ptr, hv)
@@ -128,14 +128,49 @@ def _gated_step_kernel(
     k = tl.load(q_at + H * K, mask=mask_k, other=0.0).to(tl.float32)
     v = tl.load(qkv_ptr + row * D + 2 * H * K + hv * V + offs_v, mask=mask_v, other=0.0)
     rstd_k, scale, kq = key_norms(q, k, scale, True)
-    S, o = delta_step(S, q, k, v.to(tl.float32), g, beta, rstd_k, scale, kq, 0)
-    if EVEN:
-        tl.store(state_ptrs, S.to(state_ptr.dtype.element_ty))
-    else:
-        tl.store(state_ptrs, S.to(state_ptr.dtype.element_ty), mask=mask)
+    delta, o = read_step(S, q, k, v.to(tl.float32), g, beta, rstd_k, scale, kq, 0)
     rstd = tl.rsqrt(tl.sum(o * o, 0) / V + eps)
     y = norm * (o * rstd) * gate_activation(z.to(tl.float32), SILU)
     tl.store(y_ptr + (row * HV + hv) * V + offs_v, y.to(y_ptr.dtype.element_ty), mask=mask_v)
+    if RELOAD:  # from the cache, so that registers hold less while more programs run
+        S = load(state_ptrs, mask)
+    store(state_ptrs, write_step(S, k, delta, g, 0), mask)
+
+
+def _both_programs(
+    q, k, v, z, a, b, conv_state, state, weight, activation, eps, gate_activation, allow_neg_eigval
+) -> Tuple[Program, Program]:
+    (B, _, H, K), (HV, V), (D, W) = q.shape, v.shape[2:], weight.shape
+    block, S = channel_block(K, V), conv_state.shape[2]
+    pdl = device.overlaps_launches(q.device)
+    config = tuning.lookup("portable_gdn_layer_decode", q.device, K=K)
+    conv = Program(
+        _conv_step_kernel,
+        B * (D // block),
+        ((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), conv_state.stride()),
+        (
+            S, H * K, K, V, D, W, activation is not None, pdl, triton.next_power_of_2(S), block,
+        ),
+        (("num_warps", 1),),
+    )  # fmt: skip
+    gated = Program(
+        _gated_step_kernel,
+        B * HV,
+        (
+            (z.stride(0), z.stride(2), a.stride(0), b.stride(0), state.stride(0)), K**-0.5,
+            float(eps),
+        ),
+        (
+            H, HV, K, V, 2.0 if allow_neg_eigval else 1.0, gate_activation != "sigmoid", pdl,
+            triton.next_power_of_2(K), triton.next_power_of_2(V),
+            config["RELOAD"],
+        ),
+        (("num_warps", config["num_warps"]),) + ((("launch_pdl", True),) if pdl else ()),
+    )  # fmt: skip
+    return conv, gated
+
+
+_programs: Dict[tuple, Tuple[Program, Program]] = {}
 
 
 def gdn_layer_decode(
@@ -158,28 +193,25 @@ def gdn_layer_decode(
     allow_neg_eigval: bool,
 ) -> torch.Tensor:  # [B, 1, HV, V]
     """Two launches: the convolution, then rule and norm. Both states are updated in place."""
-    (B, _, H, K), (HV, V) = q.shape, v.shape[2:]
-    D, W = weight.shape
-    y = torch.empty((B, 1, HV, V), dtype=q.dtype, device=q.device)  # [B, 1, HV, V]
-    if B == 0:
+    y = torch.empty(v.shape, dtype=q.dtype, device=q.device)  # [B, 1, HV, V]
+    qkv = torch.empty((q.shape[0], weight.shape[0]), dtype=q.dtype, device=q.device)  # [B, D]
+    tensors = (q, k, v, z, a, b, conv_state, state, weight)
+    key = (
+        *[x.shape for x in tensors], *[x.stride() for x in tensors], *[x.dtype for x in tensors],
+        None if bias is None else bias.dtype, None if dt_bias is None else dt_bias.dtype,
+        A_log.dtype, norm_weight.dtype, activation, eps, gate_activation, allow_neg_eigval,
+        q.device,
+    )  # fmt: skip
+    programs = _programs.get(key)
+    if programs is None:
+        if len(_programs) >= 1024:
+            _programs.clear()
+        programs = _programs[key] = _both_programs(
+            *tensors, activation, eps, gate_activation, allow_neg_eigval
+        )
+    if q.shape[0] == 0:
         return y
-    qkv = torch.empty((B, D), dtype=q.dtype, device=q.device)  # [B, D]
-    pdl = {"launch_pdl": True} if device.overlaps_launches(q.device) else {}
-    config = tuning.lookup("portable_gdn_layer_decode", q.device, K=K)
-    block = channel_block(K, V)
     with device.on(q.device):
-        _conv_step_kernel[(B * (D // block),)](
-            q, k, v, conv_state, weight, bias, qkv,
-            (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-            conv_state.stride(), conv_state.shape[2], HK=H * K, K=K, V=V, D=D, W=W,
-            SILU=activation is not None, PDL=bool(pdl),
-            BLOCK_S=triton.next_power_of_2(conv_state.shape[2]), BLOCK_D=block, num_warps=1,
-        )  # fmt: skip
-        _gated_step_kernel[(B * HV,)](
-            qkv, z, a, b, A_log, dt_bias, state, norm_weight, y,
-            (z.stride(0), z.stride(2), a.stride(0), b.stride(0), state.stride(0)), K**-0.5, eps,
-            H=H, HV=HV, K=K, V=V, BETA_SCALE=2.0 if allow_neg_eigval else 1.0,
-            SILU=gate_activation != "sigmoid", PDL=bool(pdl), BLOCK_K=triton.next_power_of_2(K),
-            BLOCK_V=triton.next_power_of_2(V), **config, **pdl,
-        )  # fmt: skip
+        programs[0](q, k, v, conv_state, weight, bias, qkv)
+        programs[1](qkv, z, a, b, A_log, dt_bias, state, norm_weight, y)
     return y

@@ -79,8 +79,8 @@ def _gdn_layer_prologue_kernel(
     d0 = (pid % (D // BLOCK_D)) * BLOCK_D
     tile = pid // (D // BLOCK_D)
     rows = N if cu_ptr is None else 1
-    row = tile // TILES_T
-    if row < rows:
+    row = tile // tl.maximum(TILES_T, 1)
+    if tile < rows * TILES_T:
         x_row, step = head_row(q_ptr, k_ptr, v_ptr, strides, row.to(tl.int64), d0, HK, K, V)
         y_row = y_ptr + row.to(tl.int64) * T * D + d0
         conv_tile(
@@ -110,7 +110,7 @@ def gdn_layer_prologue(
     final_width: int,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """One launch: act(conv([q, k, v])) [B, T, D], and the last inputs [N, D, S] or None."""
-    (B, T, H, K), (HV, V), (D, W) = q.shape, v.shape[2:], weight.shape
+    (B, T, H, K), V, (D, W) = q.shape, v.shape[3], weight.shape
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = torch.empty((B, T, D), dtype=q.dtype, device=q.device)  # [B, T, D]
     final = q.new_empty(N, D, final_width) if final_width else None  # [N, D, S]
@@ -125,7 +125,7 @@ def gdn_layer_prologue(
             q, k, v, weight, bias, cu_seqlens, initial_states, y, final,
             (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
             (0, 0, 0) if initial_states is None else initial_states.stride(),
-            T, N, max(tiles, 1), N.bit_length(), HK=H * K, K=K, V=V, D=D, W=W,
+            T, N, tiles, N.bit_length(), HK=H * K, K=K, V=V, D=D, W=W,
             S=max(final_width, 1), SILU=activation is not None,
             BLOCK_S=triton.next_power_of_2(max(final_width, 1)), BLOCK_T=config["BLOCK_T"],
             BLOCK_D=block, num_warps=config["num_warps"],

@@ -13,17 +13,10 @@ import triton.language as tl
 
 from .. import device
 from ..common.gates import log_decay, write_strength
-from .gdn_delta import delta_step, key_norms, load, store
-from .gdn_recurrent_step import gdn_recurrent_step, step_config
+from .gdn_delta import key_norms, load, read_step, store, write_step
+from .gdn_recurrent_step import gdn_recurrent_step, is_dense, step_config
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def is_dense(state: torch.Tensor) -> bool:
-    """Each row [HV, K, V] is contiguous; rows may be any distance apart."""
-    _, heads, rows, columns = state.stride()
-    _, _, R, C = state.shape
-    return columns == 1 and rows == C and heads == R * C
 
 
 def supports_gdn_recurrent_fwd(
@@ -140,7 +133,8 @@ def _gdn_recurrent_fwd_kernel(
             offs_k, offs_v, mask_k, mask_v,
         )  # fmt: skip
         rstd_k, scale_q, kq = key_norms(now_q, now_k, scale, L2NORM)
-        S, o = delta_step(S, now_q, now_k, now_v, now_g, now_beta, rstd_k, scale_q, kq, K_AXIS)
+        delta, o = read_step(S, now_q, now_k, now_v, now_g, now_beta, rstd_k, scale_q, kq, K_AXIS)
+        S = write_step(S, now_k, delta, now_g, K_AXIS)
         if alive is not None:
             o = tl.where(alive, o, 0.0)
         store(o_ptr + (token * HV + hv) * V + offs_v, o, mask_v)
@@ -227,7 +221,13 @@ def gdn_recurrent_fwd(
     all_states: bool,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """One launch: o, and the final state, the states after every token, the pool, or None."""
+    beta_scale = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
     (B, T), (HV, V), K = q.shape[:2], v.shape[2:], k.shape[3]
+    if T == 1 and B > 0 and cu_seqlens is None and not all_states:
+        return gdn_recurrent_step(
+            q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
+            scale, use_qk_l2norm, beta_scale, state_v_first, output_final_state, inplace,
+        )  # fmt: skip
     o = torch.empty((B, T, HV, V), dtype=q.dtype, device=q.device)  # [B, T, HV, V]
     final = None
     if inplace:
@@ -239,13 +239,6 @@ def gdn_recurrent_fwd(
         final = torch.empty(rows + dims, dtype=torch.float32, device=q.device)  # [N, HV, K, V]
     if initial_state is not None and not inplace and not is_dense(initial_state):
         initial_state = initial_state.contiguous()
-    beta_scale = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
-    if T == 1 and B > 0 and cu_seqlens is None and not all_states:
-        gdn_recurrent_step(
-            q, k, v, g, beta, A_log, dt_bias, initial_state, final, o, state_indices,
-            output_state_indices, scale, use_qk_l2norm, beta_scale, state_v_first,
-        )  # fmt: skip
-        return o, final
     if T == 0:  # the kernel reads a token before it knows that there is none
         q, k, v, g, beta = (x.new_zeros(B, 1, *x.shape[2:]) for x in (q, k, v, g, beta))
     q, k, v, g, beta = (

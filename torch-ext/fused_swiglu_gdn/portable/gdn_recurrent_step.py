@@ -6,7 +6,7 @@ Sizes: N sequences, H and HV heads, K and V head dims, P rows of a state pool. M
 docs/gdn_decode.md.
 """
 
-from typing import Dict, Optional
+from typing import Dict, NamedTuple, Optional, Tuple
 
 import torch
 import triton
@@ -15,7 +15,7 @@ import triton.language as tl
 from .. import device, tuning
 from ..common.gates import log_decay, write_strength
 from ..common.launch import Program
-from .gdn_delta import delta_step, key_norms, load, store
+from .gdn_delta import key_norms, load, read_step, store, write_step
 
 
 @triton.jit
@@ -45,6 +45,7 @@ def _gdn_recurrent_step_kernel(
     BLOCK_V: tl.constexpr,
     TILES: tl.constexpr,
     STAGES: tl.constexpr,
+    RELOAD: tl.constexpr,
 ):
     """A program takes TILES tiles of BLOCK_V columns of one state, the next one on its way."""
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
@@ -89,11 +90,14 @@ def _gdn_recurrent_step_kernel(
         else:
             S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
         v = load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
-        S, o = delta_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
+        delta, o = read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
         if alive is not None:
             o = tl.where(alive, o, 0.0)
         store(o_ptr + (n * HV + hv) * V + offs_v, o, mask_v)
         if final_ptr is not None:
+            if RELOAD and initial_ptr is not None:
+                S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
+            S = write_step(S, k, delta, g, K_AXIS)
             store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
 
 
@@ -105,10 +109,10 @@ def step_program(
     tiles = max(1, min(config["TILES"], V // tile, N * HV * V // (tile * config["PROGRAMS"])))
     constexprs = (
         H, HV, K, V, l2norm, beta_scale, state_v_first, triton.next_power_of_2(K), tile, tiles,
-        config["STAGES"] if tiles > 1 else 1,
+        config["STAGES"] if tiles > 1 else 1, config["RELOAD"],
     )  # fmt: skip
     size = N * HV * triton.cdiv(V, tile * tiles)
-    options = (("num_warps", config["num_warps"]),)
+    options = tuple((n, config[n]) for n in ("num_warps", "maxnreg") if n in config)
     return Program(_gdn_recurrent_step_kernel, size, (strides, scale), constexprs, options)
 
 
@@ -118,39 +122,74 @@ def step_config(device, K, state, state_v_first) -> dict:
     return tuning.lookup(f"portable_gdn_recurrent_{layout}_fwd", device, K=K, STATE_BYTES=size)
 
 
-def _row_stride(x: Optional[torch.Tensor]) -> int:
-    return 0 if x is None else x.stride(0)
+def is_dense(state: torch.Tensor) -> bool:
+    """Each row [HV, K, V] is contiguous; rows may be any distance apart."""
+    _, heads, rows, columns = state.stride()
+    _, _, R, C = state.shape
+    return columns == 1 and rows == C and heads == R * C
 
 
-_steps: Dict[tuple, Program] = {}
+class _Step(NamedTuple):
+    """What a call does, for all calls of its kind."""
+
+    program: Program
+    like_v: bool  # empty_like(v) is contiguous: the fastest way to allocate o
+    final: Optional[tuple]  # shape of a new final state
+    copies: bool  # the initial state's rows are not dense
+
+
+_steps: Dict[tuple, _Step] = {}
+
+
+def _new_step(
+    q, k, v, g, beta, initial, output_final_state, inplace, scale, l2norm, beta_scale, state_v_first
+) -> _Step:  # fmt: skip
+    (N, _, H, K), (HV, V) = q.shape, v.shape[2:]
+    row = HV * K * V
+    copies = initial is not None and not is_dense(initial)
+    read = 0 if initial is None else row if copies else initial.stride(0)
+    strides = (
+        q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2), g.stride(0),
+        beta.stride(0), read, initial.stride(0) if inplace else row,
+    )  # fmt: skip
+    config = step_config(q.device, K, initial, state_v_first)
+    program = step_program(
+        N, H, HV, K, V, strides, scale, l2norm, beta_scale, state_v_first, config
+    )
+    final = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+    wanted = output_final_state and not inplace
+    like_v = v.dtype == q.dtype and torch.empty_like(v).is_contiguous()
+    return _Step(program, like_v, final if wanted else None, copies)
 
 
 def gdn_recurrent_step(
-    q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write, scale, l2norm, beta_scale,
-    state_v_first,
-) -> None:  # fmt: skip
-    """Runs one token a sequence; all outputs are allocated."""
-    start = initial if initial is not None else o
-    end = final if final is not None else o
+    q, k, v, g, beta, A_log, dt_bias, initial, read, write, scale, l2norm, beta_scale,
+    state_v_first, output_final_state, inplace,
+) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
+    """One token a sequence, [N, 1, ...]: o and the final state, the state written, or None."""
     key = (
-        q.shape, v.shape, q.stride(), k.stride(), v.stride(), g.stride(), beta.stride(),
-        start.stride(), end.stride(), q.dtype, g.dtype, beta.dtype, start.dtype, end.dtype,
+        q.shape, v.shape, q.stride(), k.stride(), v.stride(), g.stride(), beta.stride(), q.dtype,
+        v.dtype, g.dtype, beta.dtype, q.device, scale, l2norm, beta_scale, state_v_first,
+        output_final_state, inplace,
+        None if initial is None else (initial.stride(), initial.dtype),
         None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype,
         None if read is None else read.dtype, None if write is None else write.dtype,
-        initial is None, final is None, q.device, scale, l2norm, beta_scale, state_v_first,
     )  # fmt: skip
-    program = _steps.get(key)
-    if program is None:
-        strides = (
-            q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-            g.stride(0), beta.stride(0), _row_stride(initial), _row_stride(final),
-        )  # fmt: skip
-        (N, _, H, K), (HV, V) = q.shape, v.shape[2:]
+    step = _steps.get(key)
+    if step is None:
         if len(_steps) >= 1024:
             _steps.clear()
-        config = step_config(q.device, K, initial, state_v_first)
-        program = _steps[key] = step_program(
-            N, H, HV, K, V, strides, scale, l2norm, beta_scale, state_v_first, config
-        )
+        step = _steps[key] = _new_step(
+            q, k, v, g, beta, initial, output_final_state, inplace, scale, l2norm, beta_scale,
+            state_v_first,
+        )  # fmt: skip
+    program, like_v, final_shape, copies = step
+    o = torch.empty_like(v) if like_v else q.new_empty(v.shape)  # [N, 1, HV, V]
+    final = initial if inplace else None
+    if final_shape is not None:
+        final = torch.empty(final_shape, dtype=torch.float32, device=q.device)  # [N, HV, K, V]
+    if copies:
+        initial = initial.contiguous()
     with device.on(q.device):
         program(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
+    return o, final

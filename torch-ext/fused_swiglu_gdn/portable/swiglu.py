@@ -117,7 +117,7 @@ def launch(x, w_gate, w_up, b_gate, b_up, activation, config=None) -> torch.Tens
     if M == 0 or N == 0:
         return z
     tensors = (x, w_gate, w_up, b_gate, b_up)
-    aligned = tuple([t is None or t.data_ptr() % 16 == 0 for t in tensors])
+    aligned = tuple([t.data_ptr() % 16 == 0 for t in tensors if t is not None])
     kind = (stride_x, strides, b_gate is None, b_up is None, aligned)
     grid, prepared = _plan(x.device, x.dtype, M, N, K, activation, config, *kind)
     with device.on(x.device):

@@ -1,0 +1,68 @@
+"""Wall-clock benchmark of `fused_recurrent_gated_delta_rule` for `kernels benchmark`; kernel time
+against other libraries is in compare_gdn_recurrent.py."""
+
+import torch
+import torch.nn.functional as F
+from kernels.benchmark import Benchmark
+
+
+class _Decode:
+    """One token a sequence, gates raw and q, k normalised in the kernel, the state in place."""
+
+    HEADS = (0, 0)
+
+    def tensors(self, B):
+        H, HV = self.HEADS
+        dtype = torch.float32 if self.device == "cpu" else torch.bfloat16
+
+        def normal(*shape):
+            return torch.randn(*shape, device=self.device)
+
+        self.q, self.k = normal(2, B, 1, H, 128).to(dtype).unbind(0)  # [B, 1, H, K]
+        self.v = normal(B, 1, HV, 128).to(dtype)  # [B, 1, HV, V]
+        self.a, self.b = normal(2, B, 1, HV).to(dtype).unbind(0)  # [B, 1, HV]
+        self.A_log, self.dt_bias = normal(HV), normal(HV)
+        self.before = normal(B, HV, 128, 128) * 0.1  # [B, HV, K, V]
+
+    def run(self):
+        self.state = self.before  # every call goes on from what the one before left
+        self.out, _ = self.kernel.fused_recurrent_gated_delta_rule(
+            self.q, self.k, self.v, self.a, self.b, initial_state=self.state,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=self.A_log,
+            dt_bias=self.dt_bias, use_beta_sigmoid_in_kernel=True, inplace_final_state=True,
+        )  # fmt: skip
+
+    def reference(self):
+        """The output from the state as it is after the step: o = scale * S^T q."""
+        q = self.q[:, 0].float().repeat_interleave(self.HEADS[1] // self.HEADS[0], 1)
+        q = F.normalize(q, dim=-1, eps=1e-6)
+        return (torch.einsum("bhkv,bhk->bhv", self.state, q) * 128**-0.5)[:, None].to(self.q.dtype)
+
+
+def _workloads(H, HV):
+    """One sequence and 64, at one model's heads."""
+
+    class Workloads(_Decode):
+        def setup_decode_1(self):
+            self.tensors(1)
+
+        def setup_decode_64(self):
+            self.tensors(64)
+
+        benchmark_decode_1 = benchmark_decode_64 = _Decode.run
+        verify_decode_1 = verify_decode_64 = _Decode.reference
+
+    Workloads.HEADS = (H, HV)
+    return Workloads
+
+
+class DecodeQwen35Small(_workloads(16, 32), Benchmark):
+    """16 heads of q and k, 32 of v: Qwen3.5-4B."""
+
+    seed = 0
+
+
+class DecodeQwen35Large(_workloads(16, 64), Benchmark):
+    """16 heads of q and k, 64 of v."""
+
+    seed = 0

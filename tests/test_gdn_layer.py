@@ -1,0 +1,251 @@
+"""Convolution, gated norm and the fused layer kernels against plain torch in fp64."""
+
+import pytest
+import torch
+from conftest import assert_close, submodule
+from interpreter import INTERPRETING, compiled, interpreted, rerun
+
+reference = submodule("reference.gdn_layer")
+fused = submodule("reference.gdn_layer_fused")
+
+DTYPES = [torch.float32, torch.float16] if INTERPRETING else [torch.float32, torch.bfloat16]
+
+
+def wide(*args):
+    """The arguments in fp64, in memory of their own."""
+    return [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in args]
+
+
+def poison(*tensors):
+    """Leaves freed memory full of NaN behind, for the allocator to hand out again."""
+    stale = [torch.full_like(x, float("nan")) for x in tensors]
+    del stale
+
+
+class Kernel:
+    """Run twice: under the interpreter on the CPU, and compiled on a GPU."""
+
+    device = "cpu"
+
+    def normal(self, *shape, dtype=torch.float32):
+        return torch.randn(*shape, device=self.device).to(dtype)
+
+    def x(self, order, B, D, T, dtype):
+        """x [B, D, T] as its callers have it: rows of tokens, as transformers, or of channels."""
+        if order == "tokens":
+            return self.normal(B, T, D + 8, dtype=dtype)[..., :D].transpose(1, 2)
+        return self.normal(B, D, T, dtype=dtype)
+
+    @pytest.fixture(autouse=True)
+    def seed(self):
+        torch.manual_seed(0)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("order", ["tokens", "channels"])
+    @pytest.mark.parametrize("W", [2, 4, 8])  # the least, the models', the most
+    def test_convolution(self, W, order, dtype):
+        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        x = self.x(order, 2, 24, 37, dtype)
+        weight, bias = self.normal(24, W, dtype=dtype), self.normal(24, dtype=dtype)
+        before = self.normal(2, W - 1, 24, dtype=dtype).mT
+        for initial, b, activation in ((None, None, None), (before, bias, "silu")):
+            args = (x, weight, b, activation, None, None, initial, True)
+            poison(x)
+            y, final = run(*args)
+            ref_y, ref_final = reference.causal_conv1d_fwd(*wide(*args))
+            assert_close(y, ref_y)
+            assert torch.equal(final.double(), ref_final)
+            assert y.stride() == torch.empty_like(x).stride()
+            assert torch.equal(y, run(*args)[0])
+
+    # a sequence shorter than the taps, empty ones, the last one empty too
+    @pytest.mark.parametrize("cu", [[0, 0, 2, 3, 21, 37, 37], [0, 37]], ids=str)
+    @pytest.mark.parametrize("order", ["tokens", "channels"])
+    def test_packed_convolution(self, order, cu):
+        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        N, x, weight = len(cu) - 1, self.x(order, 1, 24, 37, DTYPES[1]), self.normal(24, 4)
+        initial = self.normal(N, 24, 3, dtype=DTYPES[1])
+        lengths = torch.tensor(cu, device=self.device, dtype=torch.int32)
+        for start in (None, initial):
+            args = (x, weight, None, "silu", None, lengths, start, True)
+            y, final = run(*args)
+            ref_y, ref_final = reference.causal_conv1d_fwd(*wide(*args))
+            assert_close(y, ref_y)
+            assert torch.equal(final.double(), ref_final)
+            for n, (a, b) in enumerate(zip(cu, cu[1:])):  # alone it gives the same bits
+                one = None if start is None else start[n : n + 1]
+                alone, _ = run(x[..., a:b], weight, None, "silu", None, None, one, False)
+                assert torch.equal(alone, y[..., a:b])
+
+    def test_nothing_leaks(self):
+        """NaN of another sequence, by seq_idx or lengths, reaches no other."""
+        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        x, weight = self.x("tokens", 1, 24, 20, torch.float32), self.normal(24, 4)
+        x[..., 5:12] = float("nan")
+        seq_idx = torch.tensor([[0] * 5 + [1] * 7 + [2] * 8], device=self.device)
+        lengths = torch.tensor([0, 5, 12, 20], device=self.device)
+        for args in ((seq_idx, None), (None, lengths)):
+            y, _ = run(x, weight, None, "silu", *args, None, False)
+            assert not y[..., :5].isnan().any() and not y[..., 12:].isnan().any()
+
+    def test_convolution_by_seq_idx(self):
+        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        x, weight = self.x("tokens", 2, 24, 20, DTYPES[1]), self.normal(24, 4, dtype=DTYPES[1])
+        seq_idx = torch.tensor([[0] * 5 + [1] * 15, [3] * 20], device=self.device)
+        args = (x, weight, None, None, seq_idx, None, None, False)
+        assert_close(run(*args)[0], reference.causal_conv1d_fwd(*wide(*args))[0])
+
+    def test_no_tokens(self):
+        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        x, weight, initial = self.normal(2, 24, 0), self.normal(24, 4), self.normal(2, 24, 3)
+        y, final = run(x, weight, None, None, None, None, initial, True)
+        assert y.shape == x.shape and torch.equal(final, initial)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("S", [3, 4, 6])  # the least; transformers'; more
+    @pytest.mark.parametrize("T", [1, 3])
+    def test_update(self, T, S, dtype):
+        run = submodule("portable.gdn_layer").causal_conv1d_update
+        weight, bias = self.normal(24, 4, dtype=dtype), self.normal(24, dtype=dtype)
+        state = self.normal(2, 24, S, dtype=dtype)
+        ref_state = state.double()
+        for order in ("tokens", "channels"):
+            x = self.x(order, 2, 24, T, dtype)
+            y = run(x, state, weight, bias, "silu")
+            ref = reference.causal_conv1d_update(*wide(x), ref_state, *wide(weight, bias), "silu")
+            assert_close(y, ref)
+            assert torch.equal(state.double(), ref_state)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("shape", [(7,), (5, 128), (3, 4, 100), (2, 1, 4, 24)], ids=str)
+    def test_norm(self, shape, dtype):
+        run = submodule("portable.gdn_layer").rms_norm_gated_fwd
+        x, weight = self.normal(*shape, dtype=dtype), self.normal(shape[-1])
+        gate = self.normal(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., : shape[-1]]
+        for activation in ("silu", "sigmoid"):
+            args = (x, gate, weight, 1e-6, activation)
+            poison(x)
+            y = run(*args)
+            assert_close(y, reference.rms_norm_gated_fwd(*wide(*args)))
+            assert torch.equal(y, run(*args))
+
+    # (B, T, H, HV, K, V, W, S, lengths): a head dim of 48 is no power of two
+    @pytest.mark.parametrize(
+        "sizes",
+        [
+            (2, 19, 2, 4, 16, 32, 4, 4, None),
+            (1, 20, 1, 2, 32, 16, 4, 3, [0, 0, 3, 15, 20, 20]),
+            (1, 5, 1, 1, 48, 16, 2, 8, [0, 2, 5]),
+        ],
+        ids=str,
+    )
+    def test_prologue(self, sizes):
+        """q, k, v by key head, as Qwen3-Next has them: what put side by side, convolution gives."""
+        B, T, H, HV, K, V, W, S, cu = sizes
+        layer, R = submodule("portable.gdn_layer"), HV // H
+        packed = self.normal(B, T, H, 2 * K + R * V, dtype=DTYPES[1])
+        q, k, v = packed.split([K, K, R * V], -1)
+        v = v.unflatten(-1, (R, V)).flatten(2, 3)
+        weight = self.normal(2 * H * K + HV * V, W, dtype=DTYPES[1])
+        lengths = None if cu is None else torch.tensor(cu, device=self.device)
+        N = B if cu is None else len(cu) - 1
+        cached = self.normal(N, weight.shape[0], W, dtype=DTYPES[1])
+        for initial in (None, cached[..., 1:]):
+            args = (q, k, v, weight, None, "silu", lengths, initial, S)
+            assert layer.supports_gdn_layer_prologue(*args)
+            y, final = layer.gdn_layer_prologue(*args)
+            ref_y, ref_final = fused.gdn_layer_prologue(*wide(*args))
+            assert_close(y, ref_y)
+            assert torch.equal(final.double(), ref_final)
+
+    # (B, H, HV, K, V, W, S): rows of one projection; grouped heads; a state wider than needed
+    @pytest.mark.parametrize(
+        "sizes",
+        [(2, 2, 4, 16, 32, 4, 4), (1, 1, 1, 32, 16, 4, 3), (3, 1, 2, 48, 16, 2, 5)],
+        ids=str,
+    )
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_decode(self, sizes, dtype):
+        """Two steps of a layer: both states and both outputs."""
+        B, H, HV, K, V, W, S = sizes
+        layer, D = submodule("portable.gdn_layer"), 2 * H * K + HV * V
+        conv_state, state = self.normal(B, D, S, dtype=dtype), self.normal(B, HV, K, V) * 0.2
+        ref_conv, ref_state = wide(conv_state, state)
+        weight = self.normal(D, W, dtype=dtype)
+        vectors = self.normal(2, HV).unbind(0)
+        norm = self.normal(V)
+        for neg in (False, True):
+            rows = self.normal(B, 1, D + HV * V, dtype=dtype)
+            q, k, v, z = rows.split([H * K, H * K, HV * V, HV * V], -1)
+            q, k = (x.unflatten(-1, (H, K)) for x in (q, k))
+            v, z = (x.unflatten(-1, (HV, V)) for x in (v, z))
+            a, b = self.normal(B, 1, 2 * HV, dtype=dtype).split(HV, -1)
+            rest = (weight, None, "silu", *vectors, norm, 1e-6, "silu", neg)
+            args = (q, k, v, z, a, b, conv_state, state, *rest)
+            assert layer.supports_gdn_layer_decode(*args)
+            poison(v)
+            y = layer.gdn_layer_decode(*args)
+            ref = fused.gdn_layer_decode(*wide(q, k, v, z, a, b), ref_conv, ref_state, *wide(*rest))
+            assert_close(y, ref)
+            assert torch.equal(conv_state.double(), ref_conv)
+            # q and k are rounded between the two launches
+            assert_close(state, ref_state, dtype)
+
+
+@interpreted
+class TestInterpreted(Kernel):
+    pass
+
+
+@compiled
+def test_under_the_interpreter():
+    rerun(__file__)
+
+
+@compiled
+@pytest.mark.gpu
+class TestCompiled(Kernel):
+    device = "cuda"
+
+    def test_update_many_times(self):
+        """A race between threads that move the state would show in some of many tries."""
+        run = submodule("portable.gdn_layer").causal_conv1d_update
+        state, weight = self.normal(64, 4096, 4), self.normal(4096, 4)
+        expected = state.clone()
+        for _ in range(50):
+            x = self.normal(64, 4096, 1)
+            run(x, state, weight, None, None)
+            expected = torch.cat([expected, x], -1)[..., 1:]
+            assert torch.equal(state, expected)
+
+    def test_large(self):
+        """More than 2^31 elements, and rows that are read past them."""
+        x = torch.zeros(1, 2**31 // 8192 + 64, 8192, dtype=torch.bfloat16, device="cuda")
+        x[0, -40:] = self.normal(40, 8192)
+        weight = self.normal(8192, 4, dtype=torch.bfloat16)
+        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        y, final = run(x.transpose(1, 2), weight, None, "silu", None, None, None, True)
+        tail = x[:, -43:].transpose(1, 2)
+        ref = reference.causal_conv1d_fwd(*wide(tail, weight), None, "silu", None, None, None, True)
+        assert_close(y[..., -40:], ref[0][..., -40:])
+        assert torch.equal(final.double(), ref[1])
+
+    def test_decode_batch_invariant(self):
+        """A row of a batch gives the bits that it gives alone, every time."""
+        layer, n = submodule("portable.gdn_layer"), 33
+        rows = self.normal(n, 1, 3 * 4 * 128, dtype=torch.bfloat16)
+        q, k, v = (x.unflatten(-1, (4, 128)) for x in rows.chunk(3, -1))
+        z, (a, b) = self.normal(n, 1, 4, 128), self.normal(2, n, 1, 4).unbind(0)
+        conv, state = self.normal(n, 1536, 4, dtype=torch.bfloat16), self.normal(n, 4, 128, 128)
+        rest = (self.normal(1536, 4), None, "silu", *self.normal(2, 4).unbind(0), self.normal(128))
+
+        def run(part):
+            own = [x[part].clone() for x in (conv, state)]
+            args = [x[part] for x in (q, k, v, z, a, b)]
+            return layer.gdn_layer_decode(*args, *own, *rest, 1e-6, "silu", False), own[1]
+
+        y, after = run(slice(None))
+        again = run(slice(None))
+        one = run(slice(7, 8))
+        assert torch.equal(y, again[0]) and torch.equal(after, again[1])
+        assert torch.equal(one[0][0], y[7]) and torch.equal(one[1][0], after[7])

@@ -1,0 +1,168 @@
+"""Gradients of the convolution and the gated norm: written out in torch, and by the kernels,
+against automatic differentiation of the reference in fp64."""
+
+import pytest
+import torch
+from conftest import TOLERANCE, relative_error, submodule
+from interpreter import compiled, interpreted, rerun
+
+reference = submodule("reference.gdn_layer")
+ops = submodule("ops.gdn_layer")
+fused = submodule("ops.gdn_layer_fused")
+
+CONVOLUTIONS = {
+    "plain": {},
+    "no activation": {"activation": None, "bias": False},
+    "states": {"initial": True, "final": True},
+    "shorter than the taps": {"T": 2, "initial": True, "final": True},
+    "seq_idx": {"seq_idx": True},
+    "packed": {"lengths": (0, 3, 0, 17, 2, 28), "initial": True, "final": True},
+    "two taps, channels first": {"W": 2, "channels_first": True},
+    "eight taps": {"W": 8, "initial": True},
+}
+
+
+def wide(x):
+    return x.double() if torch.is_tensor(x) and x.is_floating_point() else x
+
+
+class Convolution:
+    """Arguments of one call, the gradients of its outputs, and those of its inputs."""
+
+    def __init__(
+        self, dtype, device="cpu", T=50, W=4, activation="silu", bias=True, initial=False,
+        final=False, seq_idx=False, lengths=None, channels_first=False,
+    ):  # fmt: skip
+        random = torch.Generator(device=device).manual_seed(0)
+
+        def normal(*shape):
+            x = torch.randn(*shape, generator=random, device=device, dtype=torch.float64)
+            return x.to(dtype)
+
+        def tokens_by_channels(*shape):
+            x = normal(*shape)
+            return x if channels_first else x.mT.contiguous().mT
+
+        B, D = 1 if lengths else 2, 6
+        cu = seq = None
+        N = B
+        if lengths:
+            T, N = sum(lengths), len(lengths)
+            cu = torch.tensor((0, *lengths), device=device).cumsum(0).to(torch.int32)
+        if seq_idx:
+            seq = (torch.arange(T, device=device) > T // 3).int().expand(B, T)
+        self.x, self.dy = tokens_by_channels(B, D, T), tokens_by_channels(B, D, T)
+        weight, bias = normal(D, W), normal(D) if bias else None
+        state = normal(N, D, W - 1) if initial else None
+        self.args = (self.x, weight, bias, activation, seq, cu, state)
+        self.d_final = normal(N, D, W - 1) if final else None
+
+    def expected(self):
+        leaves = {i: self.args[i].double().requires_grad_() for i in self.given()}
+        args = [leaves.get(i, x) for i, x in enumerate(self.args)]
+        y, state = reference.causal_conv1d_fwd(*args, self.d_final is not None)
+        loss = (y * self.dy.double()).sum()
+        if self.d_final is not None:
+            loss = loss + (state * self.d_final.double()).sum()
+        return torch.autograd.grad(loss, list(leaves.values()))
+
+    def given(self):
+        return [i for i in (0, 1, 2, 6) if self.args[i] is not None]
+
+    def check(self, module):
+        got = module.causal_conv1d_bwd(*self.args, self.dy, self.d_final)
+        assert [d is None for d in got] == [i not in self.given() for i in (0, 1, 2, 6)]
+        for a, b in zip([d for d in got if d is not None], self.expected()):
+            assert relative_error(a, b) <= 2 * TOLERANCE[self.x.dtype]
+
+
+def check_norm(module, shape, activation, dtype, device="cpu"):
+    random = torch.Generator(device=device).manual_seed(0)
+    x, gate, dy = (torch.randn(shape, generator=random, device=device).to(dtype) for _ in range(3))
+    weight = torch.randn(shape[-1], generator=random, device=device).to(dtype)
+    gate = gate.repeat(*[1] * (len(shape) - 1), 2)[..., : shape[-1]]  # a view, as layers have it
+    leaves = [t.double().requires_grad_() for t in (x, gate, weight)]
+    y = reference.rms_norm_gated_fwd(*leaves, 1e-6, activation)
+    want = torch.autograd.grad(y, leaves, dy.double())
+    for a, b in zip(module.rms_norm_gated_bwd(x, gate, weight, dy, 1e-6, activation), want):
+        assert relative_error(a, b) <= 2 * TOLERANCE[dtype]
+
+
+NORMS = [((3, 5, 4, 16), "silu"), ((7, 20), "sigmoid"), ((300, 64), "silu")]
+
+
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_written_out_convolution(options):
+    Convolution(torch.float64, **options).check(submodule("reference.gdn_layer_backward"))
+
+
+@pytest.mark.parametrize("shape, activation", NORMS)
+def test_written_out_norm(shape, activation):
+    check_norm(submodule("reference.gdn_layer_backward"), shape, activation, torch.float64)
+
+
+@compiled
+def test_in_the_interpreter():
+    rerun(__file__)
+
+
+@interpreted
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_convolution(options, dtype):
+    Convolution(dtype, **options).check(submodule("portable.causal_conv1d_backward"))
+
+
+@interpreted
+@pytest.mark.parametrize("shape, activation", NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_norm(shape, activation, dtype):
+    check_norm(submodule("portable.rms_norm_gated_backward"), shape, activation, dtype)
+
+
+@interpreted
+@pytest.mark.parametrize("adjacent", [True, False])
+def test_prologue(adjacent):
+    """q, k, v are views of one projection, which is then read as it is, or tensors apart."""
+    module = submodule("portable.causal_conv1d_backward")
+    x, dy, weight = torch.randn(2, 9, 16), torch.randn(2, 9, 16), torch.randn(16, 3)
+    q, k, v = (t if adjacent else t.clone() for t in x.split([4, 4, 8], -1))
+    q, k, v = q.unflatten(-1, (1, 4)), k.unflatten(-1, (1, 4)), v.unflatten(-1, (2, 4))
+    assert (module._joined(q, k, v).data_ptr() == x.data_ptr()) == adjacent
+    got = module.gdn_layer_prologue_bwd(q, k, v, weight, None, "silu", None, None, dy)
+    written_out = submodule("reference.gdn_layer_backward").gdn_layer_prologue_bwd
+    want = written_out(*(wide(t) for t in (q, k, v, weight)), None, "silu", None, None, wide(dy))
+    for a, b in zip(got[:2], want[:2]):
+        assert relative_error(a, b) < 1e-6
+
+
+@compiled
+def test_operators():
+    x = torch.randn(2, 4, 10, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    args = (x, weight, None, "silu", None, None, None, False)
+    torch.library.opcheck(ops._causal_conv1d_fwd, args)
+    gate, scale = torch.randn_like(x, requires_grad=True), torch.ones(10, dtype=torch.float64)
+    torch.library.opcheck(ops._rms_norm_gated_fwd, (x, gate, scale.requires_grad_(), 1e-6, "silu"))
+    heads = [torch.randn(1, 6, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    weight = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(fused._gdn_layer_prologue, (*heads, weight, None, "silu", None, None, 0))
+    y = ops._causal_conv1d_fwd(*args)[0]
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        dx.sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpu_convolution(options, dtype):
+    case = Convolution(dtype, "cuda", **options)
+    case.check(submodule("portable.causal_conv1d_backward"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape, activation", NORMS)
+def test_gpu_norm(shape, activation):
+    module = submodule("portable.rms_norm_gated_backward")
+    check_norm(module, shape, activation, torch.bfloat16, "cuda")

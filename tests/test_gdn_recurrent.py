@@ -1,0 +1,277 @@
+"""The decode kernel against the token recurrence in fp64, and what it promises of states."""
+
+import pytest
+import torch
+from conftest import assert_close, gdn_inputs, relative_error, submodule
+from interpreter import INTERPRETING, compiled, interpreted, rerun
+
+reference = submodule("reference.gdn_recurrent")
+
+# states are kept and summed in fp32: what is left is their own rounding
+STATE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+def arguments(
+    B, T, H, HV, K, V, dtype=torch.float32, device="cpu", *, raw=False, cu=None, v_first=False,
+    l2norm=True, read=None, write=None, pool=0, state=torch.float32, final=True, inplace=False,
+    all_states=False, gates="slow", seed=0,
+):  # fmt: skip
+    """Arguments of gdn_recurrent_fwd by name; raw says that gates come before their functions."""
+    x = gdn_inputs(B, T, H, HV, K, V, dtype, device, seed, gates)
+    random = torch.Generator(device=device).manual_seed(seed + 1)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=random, device=device)
+
+    N = B if cu is None else len(cu) - 1
+    rows = normal(pool or N, HV, K, V) * 0.2
+
+    def indices(values):
+        return None if values is None else torch.tensor(values, device=device)
+
+    return {
+        **{name: x[name] for name in ("q", "k", "v")},
+        "g": normal(B, T, HV).to(dtype) if raw else x["g"],
+        "beta": normal(B, T, HV).to(dtype) if raw else x["beta"],
+        "A_log": normal(HV) if raw else None,
+        "dt_bias": normal(HV) if raw else None,
+        "initial_state": (rows.mT.contiguous() if v_first else rows).to(state),
+        "state_indices": indices(read),
+        "output_state_indices": indices(write),
+        "cu_seqlens": None if cu is None else indices(cu).int(),
+        "scale": K**-0.5,
+        "use_qk_l2norm": l2norm,
+        "use_beta_sigmoid": raw,
+        "allow_neg_eigval": raw,
+        "state_v_first": v_first,
+        "output_final_state": final,
+        "inplace": inplace,
+        "all_states": all_states,
+    }
+
+
+def wide(x):
+    """The arguments in fp64, with a state of their own."""
+    return {
+        name: y.double() if torch.is_tensor(y) and y.is_floating_point() else y
+        for name, y in x.items()
+    }
+
+
+def poisoned(*shapes, dtype, device):
+    """Leaves freed memory full of NaN behind, for the allocator to hand out again."""
+    stale = [torch.full(s, float("nan"), dtype=dtype, device=device) for s in shapes]
+    del stale
+
+
+def check(x):
+    """The kernel's output and states are the reference's; returns them."""
+    kernel = submodule("portable.gdn_recurrent")
+    assert kernel.supports_gdn_recurrent_fwd(*x.values())
+    ref_o, ref_state = reference.gdn_recurrent_fwd(**wide(x))
+    for tensor, dtype in ((x["v"], x["q"].dtype), (x["initial_state"], torch.float32)):
+        poisoned(tensor.shape, dtype=dtype, device=tensor.device)
+    o, state = kernel.gdn_recurrent_fwd(**x)
+    assert o.dtype == x["q"].dtype
+    assert_close(o, ref_o)
+    assert (state is None) == (ref_state is None)
+    if state is not None:
+        assert relative_error(state, ref_state) < STATE[state.dtype]
+    return o, state
+
+
+@pytest.fixture(params=[False, True], ids=["kv", "vk"])
+def v_first(request):
+    return request.param
+
+
+DTYPES = [torch.float32, torch.float16] if INTERPRETING else [torch.float32, torch.bfloat16]
+STATES = [torch.float32, torch.float16] if INTERPRETING else [torch.float32, torch.bfloat16]
+
+# (B, T, H, HV, K, V): one token and several; grouped heads; head dims that fill no tile
+SHAPES = [(3, 1, 1, 2, 32, 32), (2, 4, 2, 4, 24, 40), (1, 1, 1, 1, 16, 8)]
+if not INTERPRETING:
+    SHAPES += [(5, 1, 4, 16, 128, 128), (2, 7, 2, 4, 256, 64), (2, 1, 1, 1, 60, 100)]
+
+
+class Kernel:
+    """Run twice: under the interpreter on the CPU, and compiled on a GPU."""
+
+    device = "cpu"
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("shape", SHAPES, ids=str)
+    @pytest.mark.parametrize("raw", [False, True], ids=["ready", "raw"])
+    def test_right(self, shape, dtype, raw, v_first):
+        check(arguments(*shape, dtype, self.device, raw=raw, v_first=v_first))
+
+    @pytest.mark.parametrize("state", STATES, ids=str)
+    @pytest.mark.parametrize("T", [1, 3])
+    def test_in_place(self, state, T, v_first):
+        options = {"state": state, "inplace": True, "v_first": v_first, "raw": True}
+        x = arguments(2, T, 1, 2, 16, 32, DTYPES[1], self.device, **options)
+        _, after = check(x)
+        assert after is x["initial_state"]
+
+    @pytest.mark.parametrize("gates", ["qwen", "none", "extreme"])
+    def test_gates(self, gates, v_first):
+        check(arguments(2, 1, 1, 2, 16, 16, device=self.device, gates=gates, v_first=v_first))
+        check(arguments(1, 9, 1, 2, 16, 16, device=self.device, gates=gates, v_first=v_first))
+
+    @pytest.mark.parametrize("T", [0, 1, 2])
+    def test_no_state(self, T):
+        x = arguments(2, T, 1, 2, 16, 16, device=self.device)
+        x["initial_state"] = None
+        ref_o, ref_state = reference.gdn_recurrent_fwd(**wide(x))
+        o, state = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**x)
+        assert relative_error(o, ref_o) < 1e-5
+        assert relative_error(state, ref_state) < 1e-5
+
+    def test_no_tokens_and_no_rows(self, v_first):
+        check(arguments(2, 0, 1, 2, 16, 16, device=self.device, v_first=v_first))
+        check(arguments(0, 1, 1, 2, 16, 16, device=self.device, v_first=v_first))
+
+    # empty sequences, one token, and the last one empty too
+    @pytest.mark.parametrize("cu", [[0, 0, 4, 5, 5, 9], [0, 3, 9, 9]], ids=str)
+    def test_packed(self, cu, v_first):
+        x = arguments(1, 9, 1, 2, 16, 16, device=self.device, cu=cu, v_first=v_first, raw=True)
+        o, state = check(x)
+        options = {"device": self.device, "v_first": v_first, "raw": True}
+        for n, (a, b) in enumerate(zip(cu, cu[1:])):  # alone it gives the same bits
+            alone = arguments(1, 9, 1, 2, 16, 16, **options)
+            for name in ("q", "k", "v", "g", "beta"):
+                alone[name] = x[name][:, a:b].clone()
+            for name in ("A_log", "dt_bias"):
+                alone[name] = x[name]
+            alone["initial_state"] = x["initial_state"][n : n + 1].clone()
+            alone["cu_seqlens"] = torch.tensor([0, b - a], device=self.device)
+            mine, after = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**alone)
+            assert torch.equal(mine, o[:, a:b])
+            assert torch.equal(after[0], state[n])
+
+    @pytest.mark.parametrize("T", [1, 2])
+    @pytest.mark.parametrize("write", [None, [1, -1, 2, 5]], ids=str)
+    def test_pool(self, T, write, v_first):
+        """A skipped row gives zeros, and nothing but the rows named is touched, bit for bit."""
+        read = [3, -1, 0, 6]
+        options = {"read": read, "write": write, "pool": 8, "inplace": True, "v_first": v_first}
+        x = arguments(4, T, 1, 2, 16, 16, device=self.device, raw=True, **options)
+        x["q"][1] = float("nan")  # what a padding row holds may be anything
+        before = x["initial_state"].clone()
+        ref = wide(x)
+        ref["q"][1] = 0.0
+        ref_o, ref_pool = reference.gdn_recurrent_fwd(**ref)
+        o, pool = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**x)
+        assert pool is x["initial_state"]
+        assert_close(o, ref_o)
+        assert torch.equal(o[1], torch.zeros_like(o[1]))
+        assert relative_error(pool, ref_pool) < 2e-6
+        named = [r for r in (read if write is None else write) if r >= 0]
+        others = [r for r in range(8) if r not in named]
+        assert torch.equal(pool[others], before[others])
+
+    def test_pool_of_distant_rows(self):
+        """Rows of a pool may be far apart: other layers' states may lie between."""
+        x = arguments(2, 1, 1, 2, 16, 16, device=self.device, read=[1, 2], pool=4, inplace=True)
+        wider = torch.full((4, 3, 2, 16, 16), 7.0, device=self.device)
+        wider[:, 1] = x["initial_state"]
+        x["initial_state"] = wider[:, 1]
+        check(x)
+        assert (wider[:, 0] == 7.0).all() and (wider[:, 2] == 7.0).all()
+
+    @pytest.mark.parametrize("T", [1, 3, 8])
+    def test_every_state(self, T, v_first):
+        """Verifying drafts: the state after token n is that of a call that stopped there."""
+        options = {"v_first": v_first, "raw": True}
+        x = arguments(2, T, 1, 2, 16, 16, device=self.device, all_states=True, **options)
+        _, states = check(x)
+        for n in (1, T):
+            part = {**x, "all_states": False}
+            for name in ("q", "k", "v", "g", "beta"):
+                part[name] = x[name][:, :n]
+            _, state = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**part)
+            assert relative_error(states[:, n - 1], state) < 1e-6
+
+    def test_views(self, v_first):
+        """q, k, v are read where a projection put them: tokens and heads at any distance."""
+        x = arguments(2, 3, 2, 4, 16, 24, device=self.device, v_first=v_first, raw=True)
+        dense = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**x)
+        packed = torch.cat([x[n].flatten(2) for n in ("q", "k", "v")], -1)
+        parts = packed.split([32, 32, 96], -1)
+        for name, part, heads in zip("qkv", parts, (2, 2, 4)):
+            x[name] = part.unflatten(-1, (heads, -1))
+        gates = torch.cat([x["g"], x["beta"]], -1)
+        x["g"], x["beta"] = gates.split(4, -1)
+        x["k"] = x["k"].transpose(0, 1).contiguous().transpose(0, 1)  # tokens before rows
+        o, state = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**x)
+        assert torch.equal(o, dense[0]) and torch.equal(state, dense[1])
+
+    @pytest.mark.parametrize("T", [1, 3])
+    def test_repeatable_and_batch_invariant(self, T, v_first):
+        run = submodule("portable.gdn_recurrent").gdn_recurrent_fwd
+        big = (64, T, 4, 16, 128, 128) if self.device == "cuda" else (5, T, 1, 2, 16, 16)
+        x = arguments(*big, DTYPES[1], self.device, v_first=v_first, raw=True)
+        o, state = run(**x)
+        again = run(**x)
+        assert torch.equal(o, again[0]) and torch.equal(state, again[1])
+        one = {
+            name: y[2:3] if torch.is_tensor(y) and y.ndim > 1 else y for name, y in x.items()
+        }  # the third row alone
+        mine, after = run(**one)
+        assert torch.equal(mine[0], o[2]) and torch.equal(after[0], state[2])
+
+
+@interpreted
+class TestInterpreted(Kernel):
+    pass
+
+
+@compiled
+def test_under_the_interpreter():
+    rerun(__file__)
+
+
+@compiled
+@pytest.mark.gpu
+class TestCompiled(Kernel):
+    device = "cuda"
+
+    def test_graph(self):
+        """A captured step goes on from the state where it was left."""
+        x = arguments(4, 1, 2, 4, 64, 64, torch.bfloat16, "cuda", raw=True, inplace=True)
+        run = submodule("portable.gdn_recurrent").gdn_recurrent_fwd
+        twin = {**x, "initial_state": x["initial_state"].clone()}
+        for _ in range(3):
+            run(**twin)
+        first = {**x, "initial_state": x["initial_state"].clone()}
+        run(**first)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o, state = run(**x)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(state, twin["initial_state"])
+
+    def test_unaligned(self):
+        """Pointers that are no multiple of 16 bytes, after others that were."""
+        x = arguments(2, 1, 1, 2, 64, 64, torch.bfloat16, "cuda", raw=True)
+        check(x)
+        for name in ("q", "k", "v"):
+            y = torch.empty(x[name].numel() + 1, dtype=x[name].dtype, device="cuda")
+            x[name] = y[1:].view(x[name].shape).copy_(x[name])
+        check(x)
+
+    def test_large_pool(self):
+        """Rows past 2^31 elements."""
+        rows = 2**31 // (32 * 128 * 128) + 8
+        x = arguments(1, 1, 16, 32, 128, 128, torch.bfloat16, "cuda", raw=True, inplace=True)
+        pool = torch.zeros(rows, 32, 128, 128, dtype=torch.bfloat16, device="cuda")
+        pool[-2] = x["initial_state"][0]
+        x["initial_state"] = pool[-2:-1].float()
+        ref_o, ref_state = reference.gdn_recurrent_fwd(**wide(x))
+        x["initial_state"] = pool
+        x["state_indices"] = torch.tensor([rows - 2], device="cuda", dtype=torch.int32)
+        o, _ = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**x)
+        assert_close(o, ref_o)
+        assert relative_error(pool[-2], ref_state[0]) < STATE[torch.bfloat16]

@@ -1,0 +1,134 @@
+"""The decode kernels and what stands round the rule as their launchers compile them, for
+tools/compile_all.py."""
+
+import json
+
+from compile_all import PACKAGE, Variant
+
+ANY = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+X, F, STEP = "*bf16:16", "*fp32:16", "i32:16"
+
+
+def _config(name: str) -> dict:
+    return json.loads((PACKAGE / "configs" / f"{name}.json").read_text())
+
+
+def _configs(name: str) -> list:
+    """Every configuration of an operation, tuned or default."""
+    table = _config(name)
+    return [table["default"]] + [entry["config"] for entry in table.get("tuned", [])]
+
+
+def _rule_pointers(state: str) -> dict:
+    names = ("q", "k", "v", "g", "beta", "o")
+    return {
+        **{f"{name}_ptr": X for name in names},
+        "A_log_ptr": F, "dt_bias_ptr": F, "initial_ptr": state, "final_ptr": state,
+        "strides": (STEP,) * 10, "scale": "fp32",
+    }  # fmt: skip
+
+
+def _sizes(K=128, V=128) -> dict:
+    return {"H": 16, "HV": 32, "K": K, "V": V, "L2NORM": True, "BETA_SCALE": 1.0, "BLOCK_K": K}
+
+
+def _rule(name, layout, config, state):
+    """One token, and any number of tokens out of a pool."""
+    config = dict(config)
+    options = {n: config.pop(n) for n in ("num_warps",)}
+    pool = {"read_ptr": "*i64:16"}
+    constexprs = {**_sizes(), "V_FIRST": layout == "vk", "write_ptr": None}
+    one = {**constexprs, **config, "read_ptr": None}
+    many = {**constexprs, "ALL_STATES": False, "BLOCK_V": config["BLOCK_V"], "cu_ptr": None}
+    pointers = _rule_pointers(state)
+    step = ("portable.gdn_recurrent_step", "_gdn_recurrent_step_kernel")
+    loop = ("portable.gdn_recurrent", "_gdn_recurrent_fwd_kernel")
+    yield Variant(f"{name},one token", *step, pointers, one, options, ANY)
+    signature = {**pointers, **pool, "T": "i32"}
+    yield Variant(f"{name},tokens", *loop, signature, many, options, ANY)
+
+
+def _convolution(layout, config):
+    near, far = (1, STEP) if layout == "td" else (STEP, 1)
+    config = dict(config)
+    options = {"num_warps": config.pop("num_warps")}
+    signature = {
+        "x_ptr": X, "weight_ptr": X, "y_ptr": X, "T": STEP, "D": STEP, "N": "i32", "TILES_T": "i32",
+        "STEPS": "i32",
+    }  # fmt: skip
+    strides = {
+        "x_strides": (STEP, far, near),
+        "y_strides": (STEP, far, near),
+        "initial_strides": (STEP,) * 3,
+    }
+    for kind in ("plain", "packed", "seq_idx"):
+        constexprs = {"W": 4, "SILU": True, "bias_ptr": None, **config}
+        more = {}
+        if kind == "packed":
+            more = {"cu_ptr": "*i32:16", "initial_ptr": X, "final_ptr": X}
+        if kind == "seq_idx":
+            more = {"seq_ptr": "*i32:16"}
+        absent = {"seq_ptr", "cu_ptr", "initial_ptr", "final_ptr"} - set(more)
+        constexprs.update(dict.fromkeys(absent))
+        name = f"portable_causal_conv1d_{layout}_fwd,{kind}"
+        where = ("portable.causal_conv1d", "_causal_conv1d_fwd_kernel")
+        yield Variant(name, *where, {**signature, **strides, **more}, constexprs, options, ANY)
+
+
+def _layer(pdl, targets):
+    convolution = {
+        "q_ptr": X, "k_ptr": X, "v_ptr": X, "state_ptr": X, "weight_ptr": X, "y_ptr": X,
+        "strides": (STEP,) * 9, "state_strides": (STEP, "i32", 1),
+    }  # fmt: skip
+    constexprs = {
+        "bias_ptr": None, "S": 4, "HK": 2048, "K": 128, "V": 128, "D": 8192, "W": 4, "SILU": True,
+        "PDL": pdl, "BLOCK_S": 4, "BLOCK_D": 128,
+    }  # fmt: skip
+    where = ("portable.gdn_layer_decode", "_conv_step_kernel")
+    name = f"portable_gdn_layer_decode,convolution,PDL={pdl}"
+    yield Variant(name, *where, convolution, constexprs, {"num_warps": 1}, targets)
+    step = {
+        "qkv_ptr": X, "z_ptr": X, "a_ptr": X, "b_ptr": X, "A_log_ptr": F, "dt_bias_ptr": F,
+        "state_ptr": F, "norm_ptr": F, "y_ptr": X, "strides": (STEP,) * 5, "scale": "fp32",
+        "eps": "fp32",
+    }  # fmt: skip
+    constexprs = {
+        "H": 16, "HV": 32, "K": 128, "V": 128, "BETA_SCALE": 1.0, "SILU": True, "PDL": pdl,
+        "BLOCK_K": 128, "BLOCK_V": 128,
+    }  # fmt: skip
+    where = ("portable.gdn_layer_decode", "_gated_step_kernel")
+    for config in _configs("portable_gdn_layer_decode"):
+        name = f"portable_gdn_layer_decode,step,PDL={pdl}"
+        own = {**constexprs, "RELOAD": config["RELOAD"]}
+        yield Variant(name, *where, step, own, {"num_warps": config["num_warps"]}, targets)
+
+
+def _norm(config, D):
+    config = dict(config)
+    options = {"num_warps": config.pop("num_warps")}
+    signature = {
+        "x_ptr": X, "gate_ptr": X, "weight_ptr": F, "y_ptr": X, "x_strides": (STEP, STEP),
+        "gate_strides": (STEP, STEP), "M": "i32", "R": "i32", "eps": "fp32",
+    }  # fmt: skip
+    constexprs = {"D": D, "SILU": True, "BLOCK_D": D, **config}
+    where = ("portable.rms_norm_gated", "_rms_norm_gated_fwd_kernel")
+    return Variant(f"portable_rms_norm_gated_fwd,{D}", *where, signature, constexprs, options, ANY)
+
+
+def _all():
+    for layout in ("vk", "kv"):
+        for config in _configs(f"portable_gdn_recurrent_{layout}_fwd"):
+            for state in (F, X):
+                sizes = ",".join(f"{n}={v}" for n, v in config.items())
+                name = f"portable_gdn_recurrent_{layout}_fwd,{state[1:5]},{sizes}"
+                yield from _rule(name, layout, config, state)
+    for layout in ("td", "dt"):
+        for config in _configs(f"portable_causal_conv1d_{layout}_fwd"):
+            yield from _convolution(layout, config)
+    yield from _layer(False, ANY)
+    yield from _layer(True, ("sm_90", "sm_100", "sm_120"))
+    for entry in _config("portable_rms_norm_gated_fwd")["tuned"]:
+        yield _norm(entry["config"], entry["sizes"]["D"])
+
+
+VARIANTS = list(_all())
