@@ -86,7 +86,7 @@ def measure(options) -> None:
                 row["host_us"] = host_microseconds(timed["ours"])
         rows.append(row)
         print(line(row), flush=True)
-    save(options.json, rows)
+        save(options.json, rows)
 
 
 def line(row: dict) -> str:
@@ -145,7 +145,7 @@ def main() -> None:
     if options.render:
         render(options.render)
     elif options.training:
-        save(options.json, measure_training(rounds=20))
+        save(options.json, measure_training(rounds=8))
     else:
         measure(options)
 

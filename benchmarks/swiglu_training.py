@@ -1,6 +1,6 @@
 """The part of compare_swiglu.py that times a training step of the whole MLP: `--training`.
 
-Steps of all contenders are taken in turn, one of each a round, so that they meet the same clocks.
+The contenders take turns, four steps each a round, so that they meet the same clocks.
 """
 
 import statistics
@@ -25,7 +25,7 @@ def contenders(package) -> dict:
     def recompute(*tensors):
         return package.fused_swiglu_mlp(*tensors, recompute=True)
 
-    found = {"eager": eager, "compile": torch.compile(eager), "ours": ours, "recompute": recompute}
+    found = {"eager": eager, "ours": ours, "recompute": recompute}
     try:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -47,24 +47,30 @@ def tensors(K, N, M) -> tuple:
     return [leaf.requires_grad_() for leaf in leaves], dy
 
 
-def one_step(function, leaves, dy, events) -> dict:
-    """Times in ms, memory in MiB beyond the leaves, of a forward and a backward."""
-    for leaf in leaves:
-        leaf.grad = None
+def window(function, leaves, dy, steps) -> dict:
+    """ms of a step and of its backward, steps queued one after another; MiB beyond the leaves."""
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    events[0].record()
-    y = function(*leaves)
-    events[1].record()
-    held = torch.cuda.memory_allocated() - before - y.nbytes + leaves[0].nbytes
-    y.backward(dy)
-    events[2].record()
-    events[2].synchronize()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(steps)]
+    for marks in events:
+        for leaf in leaves:
+            leaf.grad = None
+        marks[0].record()
+        y = function(*leaves)
+        marks[1].record()
+        held = torch.cuda.memory_allocated() - before - y.nbytes + leaves[0].nbytes
+        y.backward(dy)
+        marks[2].record()
+        del y
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before + leaves[0].nbytes
+    for leaf in leaves:
+        leaf.grad = None
     return {
-        "step": events[0].elapsed_time(events[2]),
-        "backward": events[1].elapsed_time(events[2]),
+        "step": statistics.median(a.elapsed_time(c) for a, _, c in events[1:]),
+        "backward": statistics.median(b.elapsed_time(c) for _, b, c in events[1:]),
         "held": held / 2**20,
-        "peak": (torch.cuda.max_memory_allocated() - before + leaves[0].nbytes) / 2**20,
+        "peak": peak / 2**20,
     }
 
 
@@ -75,11 +81,10 @@ def measure_step(package, K, N, M, rounds) -> dict:
     cases = {name: (function, leaves) for name, function in functions.items()}
     cases["ours, frozen weights"] = (functions["ours"], frozen)
     taken = {name: [] for name in cases}
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-    for number in range(rounds + 3):
+    for number in range(rounds + 1):
         for name, (function, operands) in cases.items():
-            figures = one_step(function, operands, dy, events)
-            if number >= 3:
+            figures = window(function, operands, dy, steps=4)
+            if number:
                 taken[name].append(figures)
     row = {"K": K, "N": N, "M": M}
     for name, figures in taken.items():

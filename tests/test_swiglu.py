@@ -164,6 +164,17 @@ def test_bits_repeat(implementation, M):
 
 
 @pytest.mark.gpu
+def test_weights_gigabytes_apart():
+    """The stride of the joined weights passes 2^31 elements."""
+    N, K = 256, 128
+    memory = torch.empty(2**31 + 4 * N * K, dtype=torch.bfloat16, device="cuda")
+    pair = [part.view(N, K).normal_() for part in (memory[: N * K], memory[-N * K :])]
+    x = torch.randn(200, K, dtype=torch.bfloat16, device="cuda")
+    for weights in (pair, pair[::-1]):
+        check(serve("hopper"), (x, *weights, None, None), "silu")
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("N, K", [(3072, 1024), (1096, 520), (77, 133)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_does_not_depend_on_its_batch(kernel, N, K, dtype):
@@ -214,7 +225,7 @@ def test_hopper_chooses_by_waves(monkeypatch):
     assert (dict(tile)["columns"], whole, halves) == (128, 396, True)
     tile, whole, halves = choose(where, 512, 3072, 1024)
     assert (dict(tile)["columns"], whole, halves) == (96, 128, False)
-    tile, _, halves = choose(where, 512, 3072, 1024, plain=True)
+    tile, _, halves = choose(where, 512, 3072, 1024, wf=True)
     assert dict(tile)["columns"] == dict(tile)["BLOCK_N"] and not halves
 
 

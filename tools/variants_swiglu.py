@@ -38,9 +38,7 @@ def _block(*sizes, dtype="bf16") -> str:
     return f"tensordesc<{dtype}[{', '.join(map(str, sizes))}]>"
 
 
-def _hopper(
-    name, tile, targets, halves=False, bias=False, activation="silu", dtype="bf16", saving=False
-):
+def _hopper(name, tile, targets, halves=False, bias=False, activation="silu", dtype="bf16"):
     BM, BN, BK = (tile[f"BLOCK_{d}"] for d in "MNK")
     signature = {
         "x_desc": _block(BM, BK, dtype=dtype),
@@ -48,10 +46,8 @@ def _hopper(
         "z_desc": _block(BM, BN, dtype=dtype),
         **dict.fromkeys(("M", "N", "K", "whole", "group"), "i32"),
     }
-    optional = ("w_half_desc", "z_half_desc", "gate_desc", "up_desc", "b_gate_ptr", "b_up_ptr")
+    optional = ("w_half_desc", "z_half_desc", "b_gate_ptr", "b_up_ptr")
     constexprs = dict.fromkeys(optional)
-    if saving:
-        signature.update(dict.fromkeys(("gate_desc", "up_desc"), _block(BM, BN, dtype=dtype)))
     if halves:
         signature["w_half_desc"] = _block(2, BN // 2, BK, dtype=dtype)
         signature["z_half_desc"] = _block(BM, BN // 2, dtype=dtype)
@@ -147,7 +143,6 @@ def _all() -> list:
             add(_three_quarter(f"{name},three quarters", tile, targets))
             continue
         add(_hopper(name, tile, targets))
-        add(_hopper(f"{name},saving", tile, targets, saving=True))
         add(_wf(f"hopper_swiglu_wf_fwd,{_size(tile)}", tile, targets))
         if tile["halves_cost"]:
             add(_hopper(f"{name},halves", tile, targets, True))

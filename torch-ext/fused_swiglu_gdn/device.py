@@ -29,6 +29,9 @@ def name(index: int) -> str:
 _NOTHING = contextlib.nullcontext()
 
 
+_HERE = contextlib.nullcontext()
+
+
 def on(device: torch.device):
     """A context in which the device is current; nothing is switched where it already is."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():

@@ -1,7 +1,13 @@
-"""Gradients of SwiGLU's projections once those of gate and up are known: products that torch makes.
+"""Training SwiGLU: torch's products, and one launch for the gate or for its gradients.
 
-Sizes: M tokens, K model width, N hidden width. `needs` are truth values: x, w_gate, w_up, b_gate,
-b_up; what is not needed costs nothing and comes back as None.
+    G = X Wg^T + bg,  U = X Wu^T + bu,  Z = act(G) * U,  Y = Z Wd^T
+    dZ = dY Wd,  dG = dZ * U * act'(G),  dU = dZ * act(G),  dX = dG Wg + dU Wu
+
+What an implementation has of its own is how it makes dX. Fusing the gate into the products that
+come before it, or its gradients into the one that makes dZ, lost to cuBLAS (docs/swiglu.md).
+
+Sizes: M tokens, K model width, N hidden width, D output width of Wd. `needs` are truth values: x,
+w_gate, w_up, b_gate, b_up, w_down; what is not needed costs nothing and comes back as None.
 """
 
 from typing import Callable, Optional, Sequence, Tuple
@@ -9,10 +15,37 @@ from typing import Callable, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from .swiglu_gate import gate_bwd, gate_fwd
+
 Gradients = Tuple[Optional[Tensor], ...]
+SERVED = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def weight_gradients(d_gate_up: Tensor, x: Tensor, needs: Sequence[bool]) -> Optional[Tensor]:
+def projections(x, w_gate, w_up, b_gate, b_up) -> Tensor:
+    """gate_up [M, 2 N]: gate beside up."""
+    M, N = x.shape[0], w_gate.shape[0]
+    gate_up = x.new_empty((M, 2 * N))  # [M, 2 N]
+    for out, weight, bias in zip(gate_up.split(N, dim=1), (w_gate, w_up), (b_gate, b_up)):
+        if bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
+    return gate_up
+
+
+def saving_fwd(x, w_gate, w_up, b_gate, b_up, activation: str) -> Tuple[Tensor, Tensor]:
+    """(z [M, N], gate_up [M, 2 N]): what the gradients want of the forward."""
+    gate_up = projections(x, w_gate, w_up, b_gate, b_up)
+    return gate_fwd(*gate_up.chunk(2, dim=1), activation), gate_up
+
+
+def input_gradient(d_gate_up: Tensor, w_gate: Tensor, w_up: Tensor) -> Tensor:
+    """dx [M, K] = dgate Wg + dup Wu."""
+    d_gate, d_up = d_gate_up.chunk(2, dim=1)
+    return torch.mm(d_gate, w_gate).addmm_(d_up, w_up)
+
+
+def _weight_gradients(d_gate_up: Tensor, x: Tensor, needs: Sequence[bool]) -> Optional[Tensor]:
     """dWg above dWu [2 N, K] in one product, or the one that is needed [N, K]."""
     if needs[1] and needs[2]:
         return torch.mm(d_gate_up.t(), x)  # [2 N, K]
@@ -22,7 +55,7 @@ def weight_gradients(d_gate_up: Tensor, x: Tensor, needs: Sequence[bool]) -> Opt
     return torch.mm(d_up.t(), x) if needs[2] else None  # [N, K]
 
 
-def projection_gradients(
+def _projection_gradients(
     d_gate_up: Tensor,  # [M, 2 N]
     x: Tensor,  # [M, K]
     w_gate: Tensor,  # [N, K]
@@ -30,10 +63,10 @@ def projection_gradients(
     needs: Sequence[bool],
     input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Gradients:
-    """(dx, dw, db_gate, db_up); dw as weight_gradients has it."""
+    """(dx, dw, db_gate, db_up); dw as _weight_gradients has it."""
     dx = input_gradient(d_gate_up, w_gate, w_up) if needs[0] else None  # [M, K]
-    dw = weight_gradients(d_gate_up, x, needs)
-    d_gate, d_up = d_gate_up.split(w_gate.shape[0], dim=1)
+    dw = _weight_gradients(d_gate_up, x, needs)
+    d_gate, d_up = d_gate_up.chunk(2, dim=1)
     db_gate, db_up = (
         d.sum(0, dtype=torch.float32).to(d.dtype) if needed else None
         for d, needed in ((d_gate, needs[3]), (d_up, needs[4]))
@@ -41,7 +74,27 @@ def projection_gradients(
     return dx, dw, db_gate, db_up
 
 
-def input_gradient(d_gate_up: Tensor, w_gate: Tensor, w_up: Tensor) -> Tensor:
-    """dx [M, K] = dgate Wg + dup Wu."""
-    d_gate, d_up = d_gate_up.split(w_gate.shape[0], dim=1)
-    return torch.mm(d_gate, w_gate).addmm_(d_up, w_up)
+def gated_gradients(
+    dz, x, w_gate, w_up, gate_up, activation, needs, input_gradient=input_gradient
+) -> Gradients:
+    """(dx, dw, db_gate, db_up) of z = act(gate) * up; overwrites gate_up [M, 2 N].
+
+    dw: dw_gate above dw_up [2 N, K] where both are needed, or one of them [N, K].
+    """
+    gate_bwd(dz, gate_up, activation, with_z=False)
+    return _projection_gradients(gate_up, x, w_gate, w_up, needs, input_gradient)
+
+
+def mlp_gradients(
+    dy, x, w_gate, w_up, w_down, gate_up, activation, needs, input_gradient=input_gradient
+) -> Gradients:
+    """(dx, dw, db_gate, db_up, dw_down) of y = z w_down^T; overwrites gate_up [M, 2 N].
+
+    dy: [M, D]; w_down: [D, N]. z, which dw_down needs, is made again from gate_up.
+    """
+    dz = torch.mm(dy, w_down)  # [M, N]
+    z = gate_bwd(dz, gate_up, activation, with_z=needs[5])  # [M, N]
+    del dz  # as large as z, and no longer wanted
+    dw_down = torch.mm(dy.t(), z) if needs[5] else None  # [D, N]
+    del z
+    return (*_projection_gradients(gate_up, x, w_gate, w_up, needs, input_gradient), dw_down)

@@ -63,23 +63,23 @@ def joined(first, second, *block) -> TensorDescriptor:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(where: torch.device, M: int, N: int, K: int, plain: bool = False):
+def choose(where: torch.device, M: int, N: int, K: int, wf: bool = False):
     """(tile configuration, tiles made whole, whether the rest is made in halves), by least time.
 
     A configuration carries its measured cost, in microseconds: a K step and a tile; of a last wave
     made of halves, or of one tile a processor where two fit, as a share of a whole wave.
-    plain: only whole tiles of the width BLOCK_N.
+    wf: for weights whose hidden dimension is dense: only whole tiles of the width BLOCK_N.
     """
     best = None
     processors = device.multiprocessor_count(where.index)
     for tile in tuning.lookup("hopper_swiglu_fwd", where)["tiles"]:
-        if plain and tile["columns"] != tile["BLOCK_N"]:
+        if wf and tile["columns"] != tile["BLOCK_N"]:
             continue
         count = triton.cdiv(M, tile["BLOCK_M"]) * triton.cdiv(N, tile["columns"])
         slots = processors * tile["per_processor"]
         full, rest = divmod(count, slots)
         wave = triton.cdiv(K, tile["BLOCK_K"]) * tile["step_us"] + tile["tile_us"]
-        halves = tile["halves_cost"] > 0 and not plain and full > 0 and 0 < 2 * rest <= slots
+        halves = tile["halves_cost"] > 0 and not wf and full > 0 and 0 < 2 * rest <= slots
         last = tile["halves_cost"] if halves else float(rest > 0)
         if tile["per_processor"] > 1 and 0 < rest <= processors:
             last = tile["alone_cost"]
@@ -110,17 +110,14 @@ def _plan(where: torch.device, tile: tuple, activation: str, M: int, N: int, wf:
     return tile, grid, group, prepare(kernel, constexprs, options, where, *kind)
 
 
-def launch(x, w_gate, w_up, b_gate, b_up, activation, tile, whole, halves, saved=None):
-    """z [M, N] by the kernels with this tile configuration, as (name, value) pairs.
-
-    saved: gate and up [M, N], to be written too; only of whole tiles and weights [N, K].
-    """
+def launch(x, w_gate, w_up, b_gate, b_up, activation, tile, whole, halves) -> torch.Tensor:
+    """z [M, N] by the kernels with this tile configuration, as (name, value) pairs."""
     (M, K), N = x.shape, w_gate.shape[0]
     z = x.new_empty((M, N))  # [M, N]
     wf = w_gate.stride(1) != 1
     aligned = tuple([b is None or b.data_ptr() % 16 == 0 for b in (b_gate, b_up)])
     up_first = w_gate.data_ptr() > w_up.data_ptr()
-    kind = (x.dtype, halves, saved is None, b_gate is None, b_up is None, aligned, up_first)
+    kind = (x.dtype, halves, b_gate is None, b_up is None, aligned, up_first)
     tile, grid, group, prepared = _plan(x.device, tile, activation, M, N, wf, *kind)
     BM, BN, BK = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
     sizes = (b_gate, b_up, M, N, K)
@@ -133,8 +130,7 @@ def launch(x, w_gate, w_up, b_gate, b_up, activation, tile, whole, halves, saved
         sizes = (*sizes, whole)
         descs = (joined(w_gate, w_up, 2, BN, BK), rows(z, BM, BN))
         half = (joined(w_gate, w_up, 2, BN // 2, BK), rows(z, BM, BN // 2)) if halves else ()
-        gate_up = [rows(y, BM, BN) for y in saved] if saved else (None, None)
-        descs = (*descs, *(half or (None, None)), *gate_up)
+        descs = (*descs, *(half or (None, None)))
     with device.on(x.device):
         prepared.launch(grid, rows(x, BM, BK), *descs, *sizes, group)
     return z

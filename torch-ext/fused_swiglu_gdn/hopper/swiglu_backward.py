@@ -1,12 +1,7 @@
-"""Training SwiGLU with tensor descriptors (sm_90 and up): where they beat torch's own products.
+"""Training SwiGLU on sm_90 and up: common/swiglu_gradients.py, but dX = dG Wg + dU Wu at once.
 
-    G = X Wg^T + bg,  U = X Wu^T + bu,  Z = act(G) * U,  Y = Z Wd^T
-    dZ = dY Wd,  dG = dZ * U * act'(G),  dU = dZ * act(G),  dX = dG Wg + dU Wu
-
-The forward writes G and U beside Z; dX is one product over both branches in one accumulator. The
-other products are cuBLAS's, and dG, dU and Z are made in one pass (docs/swiglu.md has the times).
-
-Sizes: M tokens, K model width, N hidden width, D output width of Wd.
+One accumulator for both branches: neither product is rounded before they are added, and the sum
+is not read again. Sizes: M tokens, K model width, N hidden width. docs/swiglu.md has the times.
 """
 
 import functools
@@ -18,23 +13,8 @@ import triton.language as tl
 from .. import device, tuning
 from ..common.launch import prepare
 from ..common.primitives import grouped_tile
-from ..common.swiglu_gate import gate_bwd
-from ..common.swiglu_gradients import projection_gradients
-from .swiglu import choose, joined, launch, rows, supports_swiglu_fwd
-
-
-def supports_swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
-    dense = w_gate.stride(1) == 1
-    return dense and supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation)
-
-
-def swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation):
-    """(z [M, N], gate_up [M, 2 N]): what swiglu_bwd and swiglu_mlp_bwd want of the forward."""
-    (M, K), N = x.shape, w_gate.shape[0]
-    gate_up = x.new_empty((M, 2 * N))  # [M, 2 N]
-    how = choose(x.device, M, N, K, plain=True)
-    z = launch(x, w_gate, w_up, b_gate, b_up, activation, *how, saved=gate_up.split(N, dim=1))
-    return z, gate_up
+from ..common.swiglu_gradients import gated_gradients, mlp_gradients, saving_fwd
+from .swiglu import joined, rows, supports_swiglu_fwd
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "group"])
@@ -99,37 +79,28 @@ def input_gradient(d_gate_up, w_gate, w_up) -> torch.Tensor:
     return dx
 
 
-def _supports(x, w_gate, w_up, activation) -> bool:
-    aligned = w_gate.shape[1] % 8 == 0
-    return aligned and supports_swiglu_saving_fwd(x, w_gate, w_up, None, None, activation)
+def supports_swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
+    dense = w_gate.stride(1) == 1 and w_gate.shape[1] % 8 == 0
+    return dense and supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation)
+
+
+swiglu_saving_fwd = saving_fwd
 
 
 def supports_swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs) -> bool:
-    return _supports(x, w_gate, w_up, activation)
+    return supports_swiglu_saving_fwd(x, w_gate, w_up, None, None, activation)
 
 
 def swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs):
-    """(dx, dw, db_gate, db_up), None where not needed; overwrites gate_up.
-
-    needs: x, w_gate, w_up, b_gate, b_up; dw: dw_gate above dw_up [2 N, K], or one of them [N, K].
-    """
-    gate_bwd(dz, gate_up, activation, with_z=False)
-    return projection_gradients(gate_up, x, w_gate, w_up, needs, input_gradient)
+    """As common's gated_gradients."""
+    return gated_gradients(dz, x, w_gate, w_up, gate_up, activation, needs, input_gradient)
 
 
 def supports_swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, activation, needs) -> bool:
-    return _supports(x, w_gate, w_up, activation)
+    return supports_swiglu_saving_fwd(x, w_gate, w_up, None, None, activation)
 
 
 def swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, activation, needs):
-    """(dx, dw, db_gate, db_up, dw_down), None where not needed; overwrites gate_up.
-
-    dy: [M, D]; w_down: [D, N]; needs, dw: as swiglu_bwd, and w_down. z, which dw_down needs, is
-    made again from gate_up.
-    """
-    dz = torch.mm(dy, w_down)  # [M, N]
-    z = gate_bwd(dz, gate_up, activation, with_z=needs[5])  # [M, N]
-    del dz
-    dw_down = torch.mm(dy.t(), z) if needs[5] else None  # [D, N]
-    del z
-    return (*projection_gradients(gate_up, x, w_gate, w_up, needs, input_gradient), dw_down)
+    """As common's mlp_gradients."""
+    args = (dy, x, w_gate, w_up, w_down, gate_up, activation, needs)
+    return mlp_gradients(*args, input_gradient)

@@ -17,23 +17,18 @@ def _gate_and_store(
     b_gate_ptr,  # [N] or None
     b_up_ptr,  # [N] or None
     z_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N]
-    gate_desc,  # as z_desc, or None: gate and up are not saved
-    up_desc,
     row,
     column,
     N,
     ACTIVATION: tl.constexpr,
 ):
-    """z = act(gate + bg) * (up + bu) into the tile at (row, column), gate and up beside it."""
+    """z = act(gate + bg) * (up + bu) into the tile at (row, column)."""
     BLOCK_N: tl.constexpr = gate.shape[1]
     offs_n = column + tl.arange(0, BLOCK_N)
     if b_gate_ptr is not None:
         gate += tl.load(b_gate_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
     if b_up_ptr is not None:
         up += tl.load(b_up_ptr + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[None, :]
-    if gate_desc is not None:
-        gate_desc.store([row, column], gate.to(gate_desc.dtype))
-        up_desc.store([row, column], up.to(up_desc.dtype))
     z_desc.store([row, column], (activate(gate, ACTIVATION) * up).to(z_desc.dtype))
 
 
@@ -76,8 +71,6 @@ def swiglu_fwd_kernel(
     z_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N]
     w_half_desc,  # [2, N, K] in blocks [2, BLOCK_N / 2, BLOCK_K], or None
     z_half_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N / 2], or None
-    gate_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N], or None: not saved
-    up_desc,  # [M, N] in blocks [BLOCK_M, BLOCK_N], or None
     b_gate_ptr,  # [N] or None
     b_up_ptr,  # [N] or None
     M,
@@ -101,9 +94,7 @@ def swiglu_fwd_kernel(
         gate, up = _joined_product(
             x_desc, w_desc, row, column, K, UP_FIRST, BLOCK_M, BLOCK_N, BLOCK_K
         )
-        _gate_and_store(
-            gate, up, b_gate_ptr, b_up_ptr, z_desc, gate_desc, up_desc, row, column, N, ACTIVATION
-        )
+        _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_desc, row, column, N, ACTIVATION)
     if w_half_desc is not None:
         HALF: tl.constexpr = BLOCK_N // 2
         tile = whole + tl.program_id(0) // 2
@@ -114,9 +105,7 @@ def swiglu_fwd_kernel(
             gate, up = _joined_product(
                 x_desc, w_half_desc, row, column, K, UP_FIRST, BLOCK_M, HALF, BLOCK_K
             )
-            _gate_and_store(
-                gate, up, b_gate_ptr, b_up_ptr, z_half_desc, None, None, row, column, N, ACTIVATION
-            )
+            _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_half_desc, row, column, N, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "group"])
@@ -157,14 +146,10 @@ def swiglu_three_quarter_fwd_kernel(
         w_quarter = w_quarter_desc.load([0, column + HALF, k]).reshape(2 * QUARTER, BLOCK_K)
         quarter = tl.dot(x, w_quarter.T, quarter)
     gate, up = _gate_up(half, UP_FIRST)
-    _gate_and_store(
-        gate, up, b_gate_ptr, b_up_ptr, z_half_desc, None, None, row, column, N, ACTIVATION
-    )
+    _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_half_desc, row, column, N, ACTIVATION)
     column += HALF
     gate, up = _gate_up(quarter, UP_FIRST)
-    _gate_and_store(
-        gate, up, b_gate_ptr, b_up_ptr, z_quarter_desc, None, None, row, column, N, ACTIVATION
-    )
+    _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_quarter_desc, row, column, N, ACTIVATION)
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "group"])
@@ -200,6 +185,4 @@ def swiglu_wf_fwd_kernel(
             x = x_desc.load([row, k])  # [BLOCK_M, BLOCK_K]
             gate = tl.dot(x, w_gate_desc.load([k, column]), gate)
             up = tl.dot(x, w_up_desc.load([k, column]), up)
-        _gate_and_store(
-            gate, up, b_gate_ptr, b_up_ptr, z_desc, None, None, row, column, N, ACTIVATION
-        )
+        _gate_and_store(gate, up, b_gate_ptr, b_up_ptr, z_desc, row, column, N, ACTIVATION)

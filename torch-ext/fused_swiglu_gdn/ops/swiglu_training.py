@@ -1,7 +1,8 @@
 """SwiGLU and its whole MLP with gradients, where kernels serve.
 
 The forward keeps x and gate_up [M, 2 N] (or x alone, with recompute); the backward overwrites
-gate_up with its gradient, so a second backward over the same graph raises.
+gate_up with its gradient, so a second backward over the same graph raises. Tracing sees operators;
+eager mode goes past them, by functions that cost a tenth of their time.
 """
 
 from typing import List, Optional, Sequence, Tuple
@@ -9,6 +10,8 @@ from typing import List, Optional, Sequence, Tuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
 
 from .. import dispatch
 from .._ops import add_op_namespace_prefix
@@ -48,15 +51,18 @@ def _shapes(x, w_gate, needs) -> list:
     return [x.shape if needs[0] else (0,), dw, *bias]
 
 
-def _apart(gradients: Sequence[Tensor], needs: Sequence[bool]) -> list:
+def _apart(gradients: Sequence[Optional[Tensor]], needs: Sequence[bool]) -> list:
     """dx, dw_gate, dw_up, db_gate, db_up, None where not needed: the weights' share a tensor."""
     dx, dw, db_gate, db_up = gradients[:4]
-    pair = iter(dw.split(dw.shape[0] // max(needs[1] + needs[2], 1)) if dw.numel() else ())
-    dw_gate, dw_up = (next(pair, None) if needed else None for needed in needs[1:3])
-    db_gate, db_up = (
-        db if needed else None for db, needed in ((db_gate, needs[3]), (db_up, needs[4]))
-    )
-    return [dx if needs[0] else None, dw_gate, dw_up, db_gate, db_up]
+    dw_gate = dw_up = None
+    if needs[1] and needs[2]:
+        dw_gate, dw_up = dw.chunk(2)
+    elif needs[1]:
+        dw_gate = dw
+    elif needs[2]:
+        dw_up = dw
+    found = (dx, dw_gate, dw_up, db_gate, db_up)
+    return [gradient if needed else None for gradient, needed in zip(found, needs)]
 
 
 @torch.library.custom_op(add_op_namespace_prefix("swiglu_saving_fwd"), mutates_args=())
@@ -112,9 +118,30 @@ def _backward(ctx, dz, _):
 _swiglu_saving_fwd.register_autograd(_backward, setup_context=_save)
 
 
-def swiglu_train(x, w_gate, w_up, b_gate, b_up, activation) -> Tensor:
-    """z [M, N], differentiable."""
-    return _swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation)[0]
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w_gate, w_up, b_gate, b_up, activation):
+        z, gate_up = _launcher("swiglu_saving_fwd", x, w_gate, w_up, b_gate, b_up, activation)
+        ctx.save_for_backward(x, w_gate, w_up, gate_up)
+        ctx.activation = activation
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dz):
+        x, w_gate, w_up, gate_up = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:5])
+        args = (_dense(dz), x, w_gate, w_up, gate_up, ctx.activation, needs)
+        gradients = _launcher("swiglu_bwd", *args)
+        increment_version(gate_up)
+        return (*_apart(gradients, needs), None)
+
+
+def swiglu_train(*args) -> Tensor:
+    """z [M, N] of x, w_gate, w_up, b_gate, b_up and the activation; differentiable."""
+    if torch.compiler.is_compiling():
+        return _swiglu_saving_fwd(*args)[0]
+    return _Gated.apply(*args)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("swiglu_mlp_fwd"), mutates_args=())
@@ -129,6 +156,11 @@ def _swiglu_mlp_fwd(
     activation: str,
     recompute: bool,
 ) -> Tuple[Tensor, Tensor]:  # y [M, D], gate_up [M, 2 N], or empty to be made again
+    args = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    return _run_mlp(*args, activation, recompute)
+
+
+def _run_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute):
     args = (x, w_gate, w_up, b_gate, b_up, activation)
     if recompute:
         z = dispatch.choose("swiglu", "swiglu_fwd", False, args)(*args)
@@ -156,10 +188,14 @@ def _swiglu_mlp_bwd(
     activation: str,
     needs: List[bool],
 ) -> List[Tensor]:
+    args = (x, w_gate, w_up, w_down, b_gate, b_up, gate_up, activation, needs)
+    return [present(gradient, x) for gradient in _run_mlp_bwd(dy, *args)]
+
+
+def _run_mlp_bwd(dy, x, w_gate, w_up, w_down, b_gate, b_up, gate_up, activation, needs):
     if gate_up.numel() == 0:
         gate_up = _again(x, w_gate, w_up, b_gate, b_up)
-    args = (_dense(dy), x, w_gate, w_up, w_down, gate_up, activation, needs)
-    return [present(gradient, x) for gradient in _launcher("swiglu_mlp_bwd", *args)]
+    return _launcher("swiglu_mlp_bwd", dy, x, w_gate, w_up, w_down, gate_up, activation, needs)
 
 
 def _again(x, w_gate, w_up, b_gate, b_up) -> Tensor:
@@ -186,25 +222,47 @@ def _save_mlp(ctx, inputs, output):
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward_mlp(ctx, dy, _):
-    *tensors, gate_up = ctx.saved_tensors
-    if gate_up.numel() == 0:
-        gate_up = gate_up.new_empty(0)  # nothing is overwritten, so a second backward is right
+def _mlp_gradients(ctx, dy, tensors, run) -> tuple:
+    """Gradients of swiglu_mlp_train's nine arguments; run: the operator, or past it."""
     x, gate, up, down, b_gate, b_up, b_down = ctx.needs_input_grad[:7]
     needs = [x, gate, up, b_gate, b_up, down]
-    gradients = _swiglu_mlp_bwd(dy, *tensors, gate_up, ctx.activation, needs)
+    gradients = run(_dense(dy), *tensors, ctx.activation, needs)
     dx, dw_gate, dw_up, db_gate, db_up = _apart(gradients, needs)
     dw_down = gradients[4] if down else None
     db_down = dy.sum(0, dtype=torch.float32).to(dy.dtype) if b_down else None  # [D]
     return dx, dw_gate, dw_up, dw_down, db_gate, db_up, db_down, None, None
 
 
+def _backward_mlp(ctx, dy, _):
+    *tensors, gate_up = ctx.saved_tensors
+    if gate_up.numel() == 0:
+        gate_up = gate_up.new_empty(0)  # nothing is overwritten, so a second backward is right
+    return _mlp_gradients(ctx, dy, (*tensors, gate_up), _swiglu_mlp_bwd)
+
+
 _swiglu_mlp_fwd.register_autograd(_backward_mlp, setup_context=_save_mlp)
 
 
-def swiglu_mlp_train(
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute
-) -> Tensor:
-    """y [M, D], differentiable."""
-    args = (x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute)
-    return _swiglu_mlp_fwd(*args)[0]
+class _MLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *args):
+        y, gate_up = _run_mlp(*args)
+        x, w_gate, w_up, w_down, b_gate, b_up, _, ctx.activation, _ = args
+        ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, gate_up)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        tensors = ctx.saved_tensors
+        gradients = _mlp_gradients(ctx, dy, tensors, _run_mlp_bwd)
+        if tensors[-1].numel():
+            increment_version(tensors[-1])
+        return gradients
+
+
+def swiglu_mlp_train(*args) -> Tensor:
+    """y [M, D] of x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute."""
+    if torch.compiler.is_compiling():
+        return _swiglu_mlp_fwd(*args)[0]
+    return _MLP.apply(*args)
