@@ -277,6 +277,7 @@ def render(path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.4 * len(names) + 1.2))
     bars = axes.barh(names[::-1], ratios[::-1], color="#4878a8")
     axes.bar_label(bars, fmt="%.2fx", padding=3)
+    axes.margins(x=0.1)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel("times as fast as transformers with FLA's kernels")
     axes.set_title(f"{record['gpu']}, bf16, {record['date']}", fontsize=10)
