@@ -350,8 +350,9 @@ def gdn_prepare(
     heads = HV // H if rows * H >= 2 * _processors(q.device) else 1
     options = tuple(lookup("common_gdn_prepare", q.device, R=HV // H).items())
     kind = (q.device, *map(specialized_on, inputs), strides)
-    prepare(_prepare_kernel, fixed, options, *kind).launch(
+    prepare(_prepare_kernel, fixed, options, *kind).launch_at(
         (rows * HV // heads, 1, 1),
-        *inputs, tb, p, f, gates, decay, *strides, T, N, -(-T // CHUNK), heads, scale,
+        (*inputs, tb, p, f, gates, decay),
+        *strides, T, N, -(-T // CHUNK), heads, scale,
     )  # fmt: skip
     return tb, p, f, decay

@@ -218,9 +218,9 @@ def gdn_scan(
     inputs = (q, k, v)
     options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
     code = (v.device, *map(specialized_on, (*inputs, cu_seqlens, *states)), strides)
-    prepare(_scan_kernel, constexprs, options, *code).launch(
+    prepare(_scan_kernel, constexprs, options, *code).launch_at(
         (rows * HV * -(-V // config["BLOCK_V"]), 1, 1),
-        *inputs, o, *blocks, cu_seqlens, *states, *strides, T, N, own, segment,
-        max(checkpoint_every, CHUNK),
+        (*inputs, o, *blocks, cu_seqlens, *states),
+        *strides, T, N, own, segment, max(checkpoint_every, CHUNK),
     )  # fmt: skip
     return o
