@@ -134,7 +134,7 @@ def implementation(request):
 def check_where_supported(implementation, args, factor=1.0):
     module = submodule(f"{implementation}.gdn")
     if not module.supports_gdn_chunk_fwd(*args):
-        assert implementation != "portable"
+        assert implementation != "portable" or max(args[0].shape[-1], args[2].shape[-1]) > 128
         pytest.skip("another implementation serves this call")
     check(implementation, args, factor)
 
@@ -204,6 +204,8 @@ def test_aiter_grid_packed(implementation, D, ends):
 @pytest.mark.parametrize("beta", [None, 0.0, 1.0])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_regimes(implementation, gates, beta, dtype):
+    if (dtype, gates, beta) == (torch.float16, "extreme", 0.0):
+        pytest.skip("o is exp(-30) of the initial state and less: fp16 holds nothing so small")
     x = gdn_inputs(2, 300, 2, 8, 128, 128, dtype, "cuda", gates=gates)
     if beta is not None:
         x["beta"].fill_(beta)
