@@ -63,7 +63,8 @@ def fla(x):
     )  # fmt: skip
 
 
-def flashinfer(x):
+def flashinfer(x, by_index):
+    """by_index: states out of a pool, which spares FlashInfer a launch for its bf16 states."""
     from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
 
     q, k, v, a, b, A_log, dt_bias = x
@@ -71,12 +72,10 @@ def flashinfer(x):
     rows = torch.arange(q.shape[0], device="cuda", dtype=torch.int32)
 
     def call(state):
-        pool = {} if state.dtype == torch.float32 else {
-            "initial_state": state, "initial_state_indices": rows,
-        }  # fmt: skip
+        pool = {"initial_state": state, "initial_state_indices": rows} if by_index else {}
         return gated_delta_rule_decode_pretranspose(
-            q, k, v, None if pool else state, A_log, a, dt_bias, b, scale=128**-0.5, output=out,
-            use_qk_l2norm=True, **pool,
+            q, k, v, None if by_index else state, A_log, a, dt_bias, b, scale=128**-0.5,
+            output=out, use_qk_l2norm=True, **pool,
         )  # fmt: skip
 
     return call
@@ -106,7 +105,9 @@ def compare(package, B, H, HV, dtype, peers) -> dict:
     states = [torch.randn(B, HV, 128, 128, device="cuda").to(dtype) * 0.1 for _ in range(STATES)]
     calls = {"copy": copy, "ours": ours(package, x, True), "ours_kv": ours(package, x, False)}
     if "flashinfer" in peers:
-        calls["flashinfer"] = flashinfer(x)
+        calls["flashinfer"] = flashinfer(x, by_index=False)
+        if dtype == torch.bfloat16:
+            calls["flashinfer_pool"] = flashinfer(x, by_index=True)
     if "fla" in peers and dtype == torch.float32:
         calls["fla"] = fla(x)
     with torch.no_grad():

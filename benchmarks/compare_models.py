@@ -12,6 +12,7 @@ import argparse
 import copy
 import json
 import statistics
+import subprocess
 import sys
 import time
 import types
@@ -19,7 +20,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from kernel_time import RESULTS, load_package, microseconds, save
+from kernel_time import RESULTS, load_package, save
 
 LAYER = {  # Qwen3.5-4B
     "hidden_size": 2560,
@@ -65,6 +66,33 @@ def install_fla_convolution():
     sys.modules["causal_conv1d"] = module
 
 
+def share_autotuning(part: int, parts: int) -> None:
+    """This process tries every parts-th configuration alone, of all that are tuned at run time."""
+    from triton.runtime.autotuner import Autotuner
+
+    original = Autotuner.__init__
+
+    def init(self, fn, arg_names, configs, *args, **kwargs):
+        configs = list(configs or [])
+        original(self, fn, arg_names, configs[part::parts] or configs[:1], *args, **kwargs)
+
+    Autotuner.__init__ = init
+
+
+def warm_up(names, parts: int = 12) -> None:
+    """Compiles what FLA's autotuner will try, minutes one after another, by many processes.
+
+    They leave it in Triton's cache on disk; the tuning itself is then this process's, and whole.
+    """
+    command = [sys.executable, __file__, *(f"--{name}" for name in names), "--warm"]
+    workers = [
+        subprocess.Popen([*command, f"{part}/{parts}"], stdout=subprocess.DEVNULL)
+        for part in range(parts)
+    ]
+    for worker in workers:
+        worker.wait()
+
+
 def randomize(module):
     torch.manual_seed(0)
     with torch.no_grad():
@@ -80,9 +108,9 @@ def relative_error(out, ref):
     return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
-def wall(call, seconds=0.3):
+def wall(call, seconds=0.2):
     """Microseconds of a call as a program sees it: host and GPU, calls one after another."""
-    for _ in range(5):
+    for _ in range(3):
         call()
     torch.cuda.synchronize()
     start = time.perf_counter()
@@ -92,6 +120,12 @@ def wall(call, seconds=0.3):
         count += 1
     torch.cuda.synchronize()
     return (time.perf_counter() - start) / count * 1e6
+
+
+def medians(calls):
+    """wall of each call by name, the median of three turns."""
+    turns = [{name: wall(call) for name, call in calls.items()} for _ in range(3)]
+    return {name: statistics.median(turn[name] for turn in turns) for name in calls}
 
 
 def launches(call):
@@ -119,7 +153,8 @@ def both(package, module):
 
 
 @torch.no_grad()
-def compare_layer(package):
+def layer_calls(package):
+    """[(what, {"before": call, "after": call})] of a layer, made as they are asked for."""
     import transformers
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
@@ -127,36 +162,25 @@ def compare_layer(package):
     with torch.device("cuda"):
         layer = randomize(modeling.Qwen3_5GatedDeltaNet(config, 0)).bfloat16().eval()
     layers = both(package, layer)
-    rows = []
 
     def prompt(layer, x):
         cache = transformers.DynamicCache(config=config)
         return layer(x, cache_params=cache), cache
 
     for batch in (1, 64, 256):
-        tokens = torch.randn(batch, 64, LAYER["hidden_size"], device="cuda", dtype=torch.bfloat16)
-        steps, outs = {}, {}
-        for name, layer in layers.items():
-            _, cache = prompt(layer, tokens)
-            outs[name] = layer(tokens[:, :1], cache_params=cache)
-            steps[name] = partial(layer, tokens[:, :1], cache_params=cache)
-        eager = {name: statistics.median(wall(s) for _ in range(3)) for name, s in steps.items()}
-        row = {"what": f"decode, batch {batch}", "eager_us": eager}
-        row["graph_us"] = microseconds(steps)
-        row["launches"] = {name: launches(step) for name, step in steps.items()}
-        row["difference"] = relative_error(outs["after"], outs["before"])
-        rows.append(shown(row))
+        x = torch.randn(batch, 64, LAYER["hidden_size"], device="cuda", dtype=torch.bfloat16)
+        # both go on from the states that ours leaves: FLA would tune itself for each batch
+        caches = {name: prompt(layers["after"], x)[1] for name in layers}
+        calls = {n: partial(m, x[:, :1], cache_params=caches[n]) for n, m in layers.items()}
+        yield f"layer: token, batch {batch}", calls
     x = torch.randn(1, PROMPT, LAYER["hidden_size"], device="cuda", dtype=torch.bfloat16)
-    prompts = {name: partial(prompt, layer, x) for name, layer in layers.items()}
-    row = {"what": f"prompt of {PROMPT}", "launches": {n: launches(p) for n, p in prompts.items()}}
-    row["eager_us"] = {n: statistics.median(wall(p) for _ in range(3)) for n, p in prompts.items()}
-    row["difference"] = relative_error(prompts["after"]()[0], prompts["before"]()[0])
-    rows.append(shown(row))
-    return rows
+    calls = {n: lambda m=m: prompt(m, x)[0] for n, m in layers.items()}
+    yield f"layer: prompt of {PROMPT}", calls
 
 
 @torch.no_grad()
-def compare_model(package):
+def model_calls(package):
+    """The same of a whole model; a token is a greedy step on static states."""
     import transformers
 
     config = transformers.Qwen3_5TextConfig(**MODEL)
@@ -164,32 +188,25 @@ def compare_model(package):
         model = randomize(transformers.Qwen3_5ForCausalLM(config)).bfloat16().eval()
     models = both(package, model)
     ids = torch.randint(0, config.vocab_size, (1, PROMPT), device="cuda")
-    calls = {n: partial(m, ids, use_cache=True, logits_to_keep=1) for n, m in models.items()}
-    taken = {name: statistics.median(wall(c, 0.5) for _ in range(3)) for name, c in calls.items()}
-    difference = relative_error(calls["after"]().logits, calls["before"]().logits)
-    rows = [
-        shown({"what": f"model: prompt of {PROMPT}", "eager_us": taken, "difference": difference})
-    ]
+    calls = {
+        n: lambda m=m: m(ids, use_cache=True, logits_to_keep=1).logits for n, m in models.items()
+    }
+    yield f"model: prompt of {PROMPT}", calls
     for batch in (1, 64):
         ids = torch.randint(0, config.vocab_size, (batch, 128), device="cuda")
-        row = {"what": f"model: token, batch {batch}", "eager_us": {}, "graph_us": {}}
-        for name, model in models.items():
-            step, replay = decoding(model, config, ids)
-            row["eager_us"][name] = statistics.median(wall(step) for _ in range(3))
-            row["graph_us"][name] = statistics.median(wall(replay) for _ in range(3))
-        rows.append(shown(row))
-    return rows
+        calls = {n: greedy_step(m, models["after"], config, ids) for n, m in models.items()}
+        yield f"model: token, batch {batch}", calls
 
 
-def decoding(model, config, ids):
-    """One greedy step, called and as a CUDA graph, on static states.
+def greedy_step(model, first, config, ids):
+    """A step that writes its token always on the same place of the cache, at the same cost.
 
-    Both write their token on the same place of the cache: a time does not depend on it.
+    `first` is the model that reads the prompt.
     """
     import transformers
 
     cache = transformers.StaticCache(config=config, max_cache_len=512)
-    token = model(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)  # [B, 1]
+    token = first(ids, past_key_values=cache, logits_to_keep=1).logits.argmax(-1)  # [B, 1]
     lengths = [layer.cumulative_length for layer in cache.layers if hasattr(layer, "keys")]
     place = torch.full_like(token, ids.shape[1])
 
@@ -198,16 +215,36 @@ def decoding(model, config, ids):
             length.fill_(ids.shape[1])
         logits = model(token, past_key_values=cache, position_ids=place).logits
         token.copy_(logits.argmax(-1))
+        return logits
 
+    return step
+
+
+def graphed(call):
+    """The call as a CUDA graph."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
+        for _ in range(2):
+            call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
-    return step, graph.replay
+        call()
+    return graph.replay
+
+
+@torch.no_grad()
+def compare(pairs, rows):
+    for what, calls in pairs:
+        row = {"what": what}
+        outs = {name: call() for name, call in calls.items()}
+        row["difference"] = relative_error(outs["after"], outs["before"])
+        row["eager_us"] = medians(calls)
+        if "token" in what:
+            row["graph_us"] = medians({name: graphed(call) for name, call in calls.items()})
+        row["launches"] = {name: launches(call) for name, call in calls.items()}
+        rows.append(shown(row))
+        yield rows
 
 
 def shown(row):
@@ -240,6 +277,7 @@ def render(path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 0.4 * len(names) + 1.2))
     bars = axes.barh(names[::-1], ratios[::-1], color="#4878a8")
     axes.bar_label(bars, fmt="%.2fx", padding=3)
+    axes.margins(x=0.1)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xlabel("times as fast as transformers with FLA's kernels")
     axes.set_title(f"{record['gpu']}, bf16, {record['date']}", fontsize=10)
@@ -253,16 +291,29 @@ def main() -> None:
     parser.add_argument("--model", action="store_true", help="the model alone")
     parser.add_argument("--json", type=Path, default=RESULTS / "models.json")
     parser.add_argument("--render", type=Path)
+    parser.add_argument("--warm", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.render:
         render(arguments.render)
         return
+    kinds = {"layer": layer_calls, "model": model_calls}
+    names = [name for name in kinds if getattr(arguments, name)] or list(kinds)
+    if arguments.warm:
+        share_autotuning(*map(int, arguments.warm.split("/")))
+    else:
+        warm_up(names)
     install_fla_convolution()
     package = load_package()
     rows = []
-    for name, compare in (("layer", compare_layer), ("model", compare_model)):
-        if getattr(arguments, name) or not (arguments.layer or arguments.model):
-            rows += compare(package)
+    for name in names:
+        pairs = kinds[name](package)
+        if arguments.warm:
+            for _, calls in pairs:
+                for call in calls.values():
+                    with torch.no_grad():
+                        call()
+            continue
+        for _ in compare(pairs, rows):
             save(arguments.json, rows)
 
 

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import Dict, Iterator, List
+from typing import Dict, Iterator, List, Optional
 
 import torch
 import transformers
@@ -25,7 +25,7 @@ import transformers
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
     "cpu": {"hidden": 64, "heads": 2, "head_dim": 16, "tokens": 128, "batch": 2},
-    "cuda": {"hidden": 512, "heads": 4, "head_dim": 128, "tokens": 2048, "batch": 8},
+    "cuda": {"hidden": 512, "heads": 4, "head_dim": 128, "tokens": 1024, "batch": 8},
 }
 
 
@@ -127,7 +127,7 @@ def ways(device: str) -> Dict[str, object]:
     def ours(model):
         kernel.kernelize(model, mode="training")
 
-    found: Dict[str, object] = {"torch": None, "ours": ours}
+    found: Dict[str, object] = {"ours": ours, "torch": None}
     if device == "cuda" and importlib.util.find_spec("fla"):
         found["FLA"] = None
     return found
@@ -137,6 +137,8 @@ def run(args) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes, text = SIZES[device], corpus()
     results: Dict[str, dict] = {}
+    gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    report = {"device": gpu, "torch": torch.__version__, "sizes": sizes, "ways": results}
     for name, prepare in ways(device).items():
         curves, speeds = [], []
         for seed in range(args.seeds):
@@ -153,10 +155,16 @@ def run(args) -> dict:
             speeds.append(speed)
             last = statistics.mean(curve[-20:])
             print(f"{name}, seed {seed}: loss {last:.4f}, {speed:,.0f} tokens/s", flush=True)
-        if curves:
             results[name] = {"losses": curves, "tokens_per_second": statistics.median(speeds)}
-    gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    return {"device": gpu, "torch": torch.__version__, "sizes": sizes, "ways": results}
+            write(report, args.out)
+    return report
+
+
+def write(report: dict, folder: Optional[Path]) -> None:
+    """What there is so far: a run that is cut short leaves its part."""
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "train_bytes.json").write_text(json.dumps(report, indent=1))
 
 
 def draw(report: dict, path: Path) -> None:
@@ -191,8 +199,6 @@ def main() -> None:
     args = parser.parse_args()
     report = run(args)
     if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "train_bytes.json").write_text(json.dumps(report, indent=1))
         draw(report, args.out / "train_bytes.png")
 
 

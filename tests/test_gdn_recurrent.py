@@ -89,7 +89,7 @@ DTYPES = [torch.float32, torch.float16] if INTERPRETING else [torch.float32, tor
 STATES = [torch.float32, torch.float16] if INTERPRETING else [torch.float32, torch.bfloat16]
 
 # (B, T, H, HV, K, V): one token and several; grouped heads; head dims that fill no tile
-SHAPES = [(3, 1, 1, 2, 32, 32), (2, 4, 2, 4, 24, 40), (1, 1, 1, 1, 16, 8)]
+SHAPES = [(2, 1, 1, 2, 32, 32), (1, 3, 2, 4, 24, 40), (1, 1, 1, 1, 16, 8)]
 if not INTERPRETING:
     SHAPES += [(5, 1, 4, 16, 128, 128), (2, 7, 2, 4, 256, 64), (2, 1, 1, 1, 60, 100)]
 
@@ -116,7 +116,7 @@ class Kernel:
     @pytest.mark.parametrize("gates", ["qwen", "none", "extreme"])
     def test_gates(self, gates, v_first):
         check(arguments(2, 1, 1, 2, 16, 16, device=self.device, gates=gates, v_first=v_first))
-        check(arguments(1, 9, 1, 2, 16, 16, device=self.device, gates=gates, v_first=v_first))
+        check(arguments(1, 5, 1, 1, 16, 16, device=self.device, gates=gates, v_first=v_first))
 
     @pytest.mark.parametrize("T", [0, 1, 2])
     def test_no_state(self, T):
@@ -179,7 +179,7 @@ class Kernel:
         check(x)
         assert (wider[:, 0] == 7.0).all() and (wider[:, 2] == 7.0).all()
 
-    @pytest.mark.parametrize("T", [1, 3, 8])
+    @pytest.mark.parametrize("T", [1, 3] if INTERPRETING else [1, 3, 8])
     def test_every_state(self, T, v_first):
         """Verifying drafts: the state after token n is that of a call that stopped there."""
         options = {"v_first": v_first, "raw": True}
@@ -209,7 +209,7 @@ class Kernel:
     @pytest.mark.parametrize("T", [1, 3])
     def test_repeatable_and_batch_invariant(self, T, v_first):
         run = submodule("portable.gdn_recurrent").gdn_recurrent_fwd
-        big = (64, T, 4, 16, 128, 128) if self.device == "cuda" else (5, T, 1, 2, 16, 16)
+        big = (64, T, 4, 16, 128, 128) if self.device == "cuda" else (3, T, 1, 1, 16, 16)
         x = arguments(*big, DTYPES[1], self.device, v_first=v_first, raw=True)
         o, state = run(**x)
         again = run(**x)

@@ -22,7 +22,7 @@ LOG = ROOT / ".venv-setup.log"
 TRITON = "triton==3.6.0"  # for a torch that brings none
 NEVER_REPLACED = ("torch", "triton", "numpy")  # of a borrowed environment
 PAIRED = ("kernels", "huggingface_hub", "transformers")  # wanted at their pins there, too
-NOT_NEEDED_TO_RUN = ("ruff", "tabulate", "matplotlib")
+NOT_NEEDED_TO_RUN = ("ruff", "tabulate", "matplotlib", "scikit-learn")
 
 
 def gpu_torch():

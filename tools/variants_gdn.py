@@ -126,7 +126,8 @@ def _all():
     wide = _config("portable_gdn_scan_wide")["default"]
     yield _scan("gdn_scan bf16", ANY, scan)
     yield _scan("gdn_scan fp16 packed segments", ANY, scan, "fp16", packed=True, carry=True)
-    yield _scan("gdn_scan bf16 D=100", ANY, scan, D=100)
+    plain = _config("portable_gdn_scan_plain")["default"]
+    yield _scan("gdn_scan bf16 D=100", ANY, plain, D=100)
     yield _scan("gdn_scan bf16 D=64", ANY, scan, D=64)
     yield _scan("gdn_scan fp32", ANY, wide, "fp32")
     yield _scan("gdn_scan bf16 D=256", ANY, wide, D=256)

@@ -333,9 +333,12 @@ def gdn_prepare(
     rows = chunk_rows(T, B, cu_seqlens)
     tb = q.new_empty((rows, HV, CHUNK, CHUNK))
     p = torch.empty_like(tb)
-    f = q.new_empty((rows, HV, 4, CHUNK), dtype=torch.float32)
-    gates = q.new_empty((rows, HV, 2, CHUNK), dtype=torch.float32)
-    decay = q.new_empty((rows, HV), dtype=torch.float32)
+    # one allocation: an allocation costs the host as much as a third of a launch
+    n = rows * HV
+    small = q.new_empty(n * (6 * CHUNK + 1), dtype=torch.float32)
+    f = small.as_strided((rows, HV, 4, CHUNK), (HV * 4 * CHUNK, 4 * CHUNK, CHUNK, 1))
+    gates = small[n * 4 * CHUNK :]  # [rows, HV, 2, C] fp32, scratch
+    decay = small.as_strided((rows, HV), (HV, 1), n * 6 * CHUNK)
     if rows * HV == 0:
         return tb, p, f, decay
     N = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -347,8 +350,9 @@ def gdn_prepare(
     heads = HV // H if rows * H >= 2 * _processors(q.device) else 1
     options = tuple(lookup("common_gdn_prepare", q.device, R=HV // H).items())
     kind = (q.device, *map(specialized_on, inputs), strides)
-    prepare(_prepare_kernel, fixed, options, *kind).launch(
+    prepare(_prepare_kernel, fixed, options, *kind).launch_at(
         (rows * HV // heads, 1, 1),
-        *inputs, tb, p, f, gates, decay, *strides, T, N, -(-T // CHUNK), heads, scale,
+        (*inputs, tb, p, f, gates, decay),
+        *strides, T, N, -(-T // CHUNK), heads, scale,
     )  # fmt: skip
     return tb, p, f, decay

@@ -40,6 +40,13 @@ class Prepared:
         else:
             self.compiled[grid](*args, *self.constexprs)
 
+    def launch_at(self, grid: Tuple[int, int, int], pointers: tuple, *numbers) -> None:
+        """launch(grid, *pointers, *numbers), with addresses for the pointers once it is compiled:
+        that spares Triton a call of the driver for each."""
+        if self.compiled is not None:
+            pointers = [None if x is None else x.data_ptr() for x in pointers]
+        self.launch(grid, *pointers, *numbers)
+
 
 @functools.lru_cache(maxsize=4096)
 def prepare(kernel, constexprs: tuple, options: tuple, *kind) -> Prepared:
@@ -60,24 +67,25 @@ class Program:
     as addresses, which spares Triton a call of the driver for each.
     """
 
-    __slots__ = ("prepared", "grid", "numbers")
+    __slots__ = ("prepared", "grid", "numbers", "rest", "run")
 
     def __init__(self, kernel, size: int, numbers: tuple, constexprs: tuple, options: tuple):
         self.prepared = Prepared(kernel, constexprs, options)
-        self.grid, self.numbers = (size, 1, 1), numbers
+        self.grid, self.numbers, self.rest = (size, 1, 1), numbers, numbers + constexprs
+        self.run: Any = None
 
     def __call__(self, *pointers: Optional[torch.Tensor]) -> None:
-        prepared = self.prepared
         addresses, bits = [], 0
         for x in pointers:
             address = None if x is None else x.data_ptr()
             addresses.append(address)
             bits |= address or 0
         if bits % 16:  # rare, and other code: Triton finds it
-            prepared.kernel[self.grid](
-                *pointers, *self.numbers, *prepared.constexprs, **prepared.options
-            )
-        elif prepared.compiled is None:
-            prepared.launch(self.grid, *pointers, *self.numbers)
+            prepared = self.prepared
+            prepared.kernel[self.grid](*pointers, *self.rest, **prepared.options)
+        elif self.run is None:
+            self.prepared.launch(self.grid, *pointers, *self.numbers)
+            if self.prepared.compiled is not None:
+                self.run = self.prepared.compiled[self.grid]
         else:
-            prepared.launch(self.grid, *addresses, *self.numbers)
+            self.run(*addresses, *self.rest)

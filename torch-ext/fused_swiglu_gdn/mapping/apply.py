@@ -93,7 +93,7 @@ def _mlp_facts(module: nn.Module, tokens: int):
         weights = module.gate_proj.weight, module.up_proj.weight
         biases = module.gate_proj.bias, module.up_proj.bias
     w = weights[0]
-    x = w.new_empty(1, w.shape[1]).expand(tokens, -1)  # [M, K]
+    x = w.new_empty(tokens, w.shape[1])  # [M, K]
     return "swiglu", "swiglu_fwd", (x, *weights, *biases, activation)
 
 
@@ -105,7 +105,7 @@ def _gdn_facts(module: nn.Module, tokens: int):
     )
 
     def empty(*shape):
-        return w.new_empty(1, 1, *shape).expand(1, tokens, *shape)
+        return w.new_empty(1, tokens, *shape)
 
     q, v, a = empty(H, K), empty(HV, V), empty(HV)
     if tokens > 1:

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .. import device, tuning
 from ..common.primitives import activate
+from .causal_conv1d_rows import conv_rows
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -169,9 +170,10 @@ def _causal_conv1d_fwd_kernel(
     W: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program makes one tile of y; the programs behind the last tile, one final state each."""
+    """A program makes a tile of y (RUN: by rows); those behind the last tile, one final state."""
     tiles_d = tl.cdiv(D, BLOCK_D)
     pid = tl.program_id(0)
     d0 = (pid % tiles_d) * BLOCK_D
@@ -182,11 +184,19 @@ def _causal_conv1d_fwd_kernel(
         x_row = x_ptr + row.to(tl.int64) * x_strides[0] + d0.to(tl.int64) * x_strides[2]
         y_row = y_ptr + row.to(tl.int64) * y_strides[0] + d0.to(tl.int64) * y_strides[2]
         seq_row = None if seq_ptr is None else seq_ptr + row.to(tl.int64) * T
-        conv_tile(
-            x_row, y_row, weight_ptr, bias_ptr, seq_row, cu_ptr, initial_ptr, x_strides[1:],
-            y_strides[1:], initial_strides, row, (tile % TILES_T) * BLOCK_T, d0, T, D, N, STEPS,
-            W, SILU, BLOCK_T, BLOCK_D,
-        )  # fmt: skip
+        t0 = (tile % TILES_T) * BLOCK_T
+        if RUN:
+            conv_rows(
+                x_row, y_row, weight_ptr, bias_ptr, seq_row, cu_ptr, initial_ptr, x_strides[1:],
+                y_strides[1:], initial_strides, row, t0, d0, T, D, N, W, SILU, BLOCK_T, RUN,
+                BLOCK_D,
+            )  # fmt: skip
+        else:
+            conv_tile(
+                x_row, y_row, weight_ptr, bias_ptr, seq_row, cu_ptr, initial_ptr, x_strides[1:],
+                y_strides[1:], initial_strides, row, t0, d0, T, D, N, STEPS, W, SILU, BLOCK_T,
+                BLOCK_D,
+            )  # fmt: skip
     elif final_ptr is not None:
         n = tile - rows * TILES_T
         row = n if cu_ptr is None else n * 0

@@ -28,12 +28,15 @@ def _input(
     x_ptr, seq_ptr, initial_ptr, x_strides, initial_strides, tok, position, n, ok, offs_d, mask_d,
     back, W: tl.constexpr,
 ):  # fmt: skip
-    """x of `back` tokens before each token, from the initial state before the first; fp32."""
+    """x of `back` tokens before each token, from the initial state before the first; fp32.
+
+    Pointers are those of the tile's first token and channel; tok and offs_d count from there.
+    """
     inside = ok & (position >= back)
     if seq_ptr is not None:
         mine = tl.load(seq_ptr + tok, mask=ok, other=0)
         inside = inside & (tl.load(seq_ptr + tok - back, mask=inside, other=0) == mine)
-    at = (tok - back).to(tl.int64)[:, None] * x_strides[0] + offs_d[None, :] * x_strides[1]
+    at = (tok - back)[:, None] * x_strides[0] + offs_d[None, :] * x_strides[1]
     x = tl.load(x_ptr + at, mask=inside[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
     if initial_ptr is not None:
         at = n * initial_strides[0] + (W - 1 + position - back) * initial_strides[2]
@@ -49,7 +52,7 @@ def _dz(
     initial_strides, tok, position, n, ok, offs_d, mask_d, W: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """The gradient of z [BLOCK_T, BLOCK_D] fp32; zeros where not ok."""
-    at = tok.to(tl.int64)[:, None] * dy_strides[0] + offs_d[None, :] * dy_strides[1]
+    at = tok[:, None] * dy_strides[0] + offs_d[None, :] * dy_strides[1]
     dy = tl.load(dy_ptr + at, mask=ok[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
     if SILU:
         z = tl.zeros_like(dy)
@@ -70,13 +73,14 @@ def _dz(
 @triton.jit
 def _place(tok, cu_ptr, row, T, N, STEPS):
     """Of each token its sequence, position in it, and the tokens from there to its end."""
-    if cu_ptr is None:
-        n = row.to(tl.int64) + tl.zeros_like(tok)
-        return n, tok, T - tok
-    n = sequence_of(tok.to(tl.int64), cu_ptr, N, STEPS)
-    first = tl.load(cu_ptr + n).to(tl.int64)
-    end = tl.load(cu_ptr + n + 1).to(tl.int64)
-    return n, (tok - first).to(tl.int32), (end - tok).to(tl.int32)
+    n = row.to(tl.int64) + tl.zeros_like(tok)
+    position = tok
+    left = T - tok
+    if cu_ptr is not None:
+        n = sequence_of(tok.to(tl.int64), cu_ptr, N, STEPS)
+        position = (tok - tl.load(cu_ptr + n).to(tl.int64)).to(tl.int32)
+        left = (tl.load(cu_ptr + n + 1).to(tl.int64) - tok).to(tl.int32)
+    return n, position, left
 
 
 @triton.jit
@@ -109,51 +113,59 @@ def _causal_conv1d_bwd_kernel(
 ):
     """dx of TILES tiles of BLOCK_T tokens and BLOCK_D channels, and what they add to dweight."""
     tiles_d = tl.cdiv(D, BLOCK_D)
-    offs_d = (tl.program_id(0) % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    d0 = ((tl.program_id(0) % tiles_d) * BLOCK_D).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = d0 + offs_d < D
     group = tl.program_id(0) // tiles_d  # of B * P
-    mask_d = offs_d < D
     row = (group // P).to(tl.int64)
-    x_ptr += row * x_strides[0]
-    dy_ptr += row * dy_strides[0]
-    dx_ptr += row * dx_strides[0]
-    if seq_ptr is not None:
-        seq_ptr += row * T
-    wide_d = offs_d.to(tl.int64)
+    x_ptr += row * x_strides[0] + d0 * x_strides[2]
+    dy_ptr += row * dy_strides[0] + d0 * dy_strides[2]
+    dx_ptr += row * dx_strides[0] + d0 * dx_strides[2]
+    weight_ptr += d0 * W
+    if bias_ptr is not None:
+        bias_ptr += d0
+    if initial_ptr is not None:
+        initial_ptr += d0 * initial_strides[1]
     taps = tl.arange(0, TAPS)[:, None]  # W + 1 of them count
     sums = tl.zeros((TAPS, BLOCK_D), tl.float32)
+    tok = tl.arange(0, BLOCK_T)  # from the tile's first
     for tile in range(0, TILES):
-        tok = ((group % P) * TILES + tile) * BLOCK_T + tl.arange(0, BLOCK_T)
-        ok = tok < T
-        n, position, left = _place(tok, cu_ptr, row, T, N, STEPS)
+        t0 = ((group % P) * TILES + tile) * BLOCK_T
+        ok = t0 + tok < T
+        n, position, left = _place(t0 + tok, cu_ptr, row, T, N, STEPS)
+        x_tile = x_ptr + t0.to(tl.int64) * x_strides[1]
+        dy_tile = dy_ptr + t0.to(tl.int64) * dy_strides[1]
+        seq_tile = None if seq_ptr is None else seq_ptr + row * T + t0
         dx = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
         for ahead in tl.static_range(0, W):
             good = ok & (left > ahead)
             if seq_ptr is not None:
-                mine = tl.load(seq_ptr + tok, mask=ok, other=0)
-                good = good & (tl.load(seq_ptr + tok + ahead, mask=good, other=0) == mine)
+                mine = tl.load(seq_tile + tok, mask=ok, other=0)
+                good = good & (tl.load(seq_tile + tok + ahead, mask=good, other=0) == mine)
             dz = _dz(
-                x_ptr, dy_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, x_strides[1:],
-                dy_strides[1:], initial_strides, tok + ahead, position + ahead, n, good, wide_d,
+                x_tile, dy_tile, weight_ptr, bias_ptr, seq_tile, initial_ptr, x_strides[1:],
+                dy_strides[1:], initial_strides, tok + ahead, position + ahead, n, good, offs_d,
                 mask_d, W, SILU,
             )  # fmt: skip
-            tap = tl.load(weight_ptr + wide_d * W + (W - 1 - ahead), mask=mask_d, other=0.0)
+            tap = tl.load(weight_ptr + offs_d * W + (W - 1 - ahead), mask=mask_d, other=0.0)
             dx += dz * tap.to(tl.float32)[None, :]
             if ahead == 0:
                 sums += tl.where(taps == W, tl.sum(dz, 0)[None, :], 0.0)
                 for back in tl.static_range(0, W):
                     x = _input(
-                        x_ptr, seq_ptr, initial_ptr, x_strides[1:], initial_strides, tok,
-                        position, n, ok, wide_d, mask_d, back, W,
+                        x_tile, seq_tile, initial_ptr, x_strides[1:], initial_strides, tok,
+                        position, n, ok, offs_d, mask_d, back, W,
                     )  # fmt: skip
                     sums += tl.where(taps == W - 1 - back, tl.sum(dz * x, 0)[None, :], 0.0)
         here = ok[:, None] & mask_d[None, :]
         if dfinal_ptr is not None:
-            at = (n[:, None] * D + wide_d[None, :]) * (W - 1) + (W - 1 - left)[:, None]
+            at = (n[:, None] * D + d0 + offs_d[None, :]) * (W - 1) + (W - 1 - left)[:, None]
             last = here & (left < W)[:, None]
             dx += tl.load(dfinal_ptr + at, mask=last, other=0.0).to(tl.float32)
-        at = tok.to(tl.int64)[:, None] * dx_strides[1] + wide_d[None, :] * dx_strides[2]
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=here)
-    at = (group * (W + 1) + taps).to(tl.int64) * D + offs_d[None, :]
+        at = tok[:, None] * dx_strides[1] + offs_d[None, :] * dx_strides[2]
+        dx_tile = dx_ptr + t0.to(tl.int64) * dx_strides[1]
+        tl.store(dx_tile + at, dx.to(dx_ptr.dtype.element_ty), mask=here)
+    at = (group * (W + 1)).to(tl.int64) * D + d0 + taps * D + offs_d[None, :]
     tl.store(sums_ptr + at, sums, mask=(taps <= W) & mask_d[None, :])
 
 
@@ -181,27 +193,31 @@ def _initial_bwd_kernel(
     """dinitial[c] = sum_p weight[c - p] dz[p] over the first tokens p of one sequence."""
     tiles_d = tl.cdiv(D, BLOCK_D)
     n = (tl.program_id(0) // tiles_d).to(tl.int64)
-    offs_d = (tl.program_id(0) % tiles_d).to(tl.int64) * BLOCK_D + tl.arange(0, BLOCK_D)
-    mask_d = offs_d < D
+    d0 = ((tl.program_id(0) % tiles_d) * BLOCK_D).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = d0 + offs_d < D
     p = tl.arange(0, BLOCK_T)
-    row, first = n, n * 0
+    row = n
+    first = n * 0
     length = first + T
     if cu_ptr is not None:
         row = n * 0
         first = tl.load(cu_ptr + n).to(tl.int64)
         length = tl.load(cu_ptr + n + 1).to(tl.int64) - first
-    if seq_ptr is not None:
-        seq_ptr += row * T
+    x_ptr += row * x_strides[0] + first * x_strides[1] + d0 * x_strides[2]
+    dy_ptr += row * dy_strides[0] + first * dy_strides[1] + d0 * dy_strides[2]
+    weight_ptr += d0 * W
     dz = _dz(
-        x_ptr + row * x_strides[0], dy_ptr + row * dy_strides[0], weight_ptr, bias_ptr, seq_ptr,
-        initial_ptr, x_strides[1:], dy_strides[1:], initial_strides, first + p, p, n + p * 0,
-        p < length, offs_d, mask_d, W, SILU,
+        x_ptr, dy_ptr, weight_ptr, None if bias_ptr is None else bias_ptr + d0,
+        None if seq_ptr is None else seq_ptr + row * T, initial_ptr + d0 * initial_strides[1],
+        x_strides[1:], dy_strides[1:], initial_strides, p, p, n + p * 0, p < length, offs_d,
+        mask_d, W, SILU,
     )  # fmt: skip
     for c in tl.static_range(0, W - 1):
         reads = (p <= c)[:, None] & mask_d[None, :]
         tap = tl.load(weight_ptr + offs_d[None, :] * W + (c - p)[:, None], mask=reads, other=0.0)
         d = tl.sum(dz * tap.to(tl.float32), 0)  # [BLOCK_D]
-        at = (n * D + offs_d) * (W - 1) + c
+        at = (n * D + d0 + offs_d) * (W - 1) + c
         if dfinal_ptr is not None:  # a column that no token pushed out
             d += tl.load(dfinal_ptr + at - length, mask=mask_d & (length <= c), other=0.0)
         tl.store(dinitial_ptr + at, d.to(dinitial_ptr.dtype.element_ty), mask=mask_d)

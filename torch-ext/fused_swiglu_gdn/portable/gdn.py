@@ -19,6 +19,20 @@ def supports_gdn_chunk_fwd(q, k, v, *_) -> bool:
     return q.dtype in _DTYPES and q.shape[-1] <= 256 and v.shape[-1] <= 256
 
 
+def _kind(*inputs: torch.Tensor) -> str:
+    """Which configurations of configs/ a call takes.
+
+    "_plain": rows that cannot be copied in pieces of 16 bytes must not be loaded ahead: Triton
+    3.6.0's pipelined loop reads wrong addresses then (three stages, head dims 60 and 100, H200).
+    """
+    for x in inputs:
+        if x.data_ptr() % 16 or any(n % 16 for n in (x.shape[-1], *x.stride()[:3])):
+            return "_plain" if max(y.shape[-1] for y in inputs) <= 128 else "_wide"
+    if inputs[0].dtype == torch.float32 or max(x.shape[-1] for x in inputs) > 128:
+        return "_wide"
+    return ""
+
+
 def supports_gdn_prepare(q, *_) -> bool:
     return q.shape[-1] <= 256 and q.dtype in _DTYPES
 
@@ -63,18 +77,18 @@ def gdn_chunk_fwd(
         allow_neg_eigval,
     )  # fmt: skip
     blocks = prepared[:3]
-    wide = q.dtype == torch.float32 or max(K, V) > 128
+    kind = _kind(q, k, v)
     context = lookup("portable_gdn_context", v.device)
     segment, carry = WHOLE, None
-    if HV <= context["heads"] and T > context["segment"] * CHUNK and max(K, V) <= 128:
+    long = HV <= context["heads"] and T > context["segment"] * CHUNK
+    if long and kind != "_plain" and max(K, V) <= 128:
         segment = context["segment"]
         carry = gdn_carry(
             k, v, blocks[0], *prepared[2:4], initial_state, state_indices, cu_seqlens,
-            state_v_first,
-            segment, context["transition_wide" if wide else "transition"], context["carry"],
+            state_v_first, segment, context[f"transition{kind}"], context["carry"],
         )  # fmt: skip
     o = gdn_scan(
         q, k, v, blocks, initial_state, final_state, state_indices, carry, checkpoints, cu_seqlens,
-        state_v_first, checkpoint_every, segment, wide,
+        state_v_first, checkpoint_every, segment, kind,
     )  # fmt: skip
     return o, final_state, checkpoints

@@ -4,12 +4,12 @@
     dbeta = (dV . vt) / beta^2
 
 then through the gate g = -exp(A_log) softplus(a + dt_bias) and the sigmoid (docs/gdn_backward.md).
-`parts` [rows, HV, NV, 8, C] holds, by block of V,
+The vectors [rows, HV, NV, 8, C] of each kernel, by its blocks of V, are
 
-    0 rows, 1 columns of dP * QK^T      2 rows of F2 (dO S^T) * Q      3 rows' dV . vt
-    4 rows, 5 columns of -N * KK^T      6 rows of F0 (dV S^T) * K      7 rows of F1 (vt dS^T) * K
+    0 rows, 1 columns of dP * QK^T     2 rows of F2 (dO S^T) * Q     3 rows' dV . vt
+    4 rows, 5 columns of -N * KK^T     6 rows of F0 (dV S^T) * K     7 rows of F1 (vt dS^T) * K
 
-Sizes: B T H HV; N sequences; C = 64 tokens a chunk; rows = chunk rows of the call; NV blocks of V.
+Sizes: B T H HV; N sequences; C = 64 tokens; rows = chunk rows of the call; NQ, NK blocks of V.
 """
 
 import triton
@@ -26,8 +26,9 @@ def _gates_bwd_kernel(
     dt_bias_ptr,  # [HV] or None
     cu_ptr,  # [N + 1] int32 | int64, or None
     f_ptr,  # [rows, HV, 4, C] fp32
-    parts_ptr,  # [rows, HV, NV, 8, C] fp32
-    ends_ptr,  # [rows, HV, NV] fp32
+    by_query_ptr,  # [rows, HV, NQ, 8, C] fp32: 0 to 2
+    by_key_ptr,  # [rows, HV, NK, 8, C] fp32: 3 to 7
+    ends_ptr,  # [rows, HV, NK] fp32
     dg_ptr,  # [B, T, HV]
     dbeta_ptr,  # [B, T, HV]
     sums_ptr,  # [2, rows, HV] fp32, or None: the chunk's share of dA_log and ddt_bias
@@ -37,7 +38,8 @@ def _gates_bwd_kernel(
     N,
     NT,  # ceil(T / C), equal length
     HV: tl.constexpr,
-    NV: tl.constexpr,
+    NQ: tl.constexpr,
+    NK: tl.constexpr,
     BETA_MAX: tl.constexpr,  # 0: beta as given
 ):
     """dg and dbeta of one chunk and value head."""
@@ -61,13 +63,15 @@ def _gates_bwd_kernel(
     by_col = tl.zeros((64,), tl.float32)
     dots = tl.zeros((64,), tl.float32)
     end = 0.0
-    for step in tl.static_range(0, NV):
-        at = parts_ptr + (unit * NV + step) * 512 + t
+    for step in tl.static_range(0, NQ):
+        at = by_query_ptr + (unit * NQ + step) * 512 + t
         by_row += tl.load(at) - tl.load(at + 64) + tl.load(at + 128)
+    for step in tl.static_range(0, NK):
+        at = by_key_ptr + (unit * NK + step) * 512 + t
         by_row -= tl.load(at + 256) - tl.load(at + 320) + tl.load(at + 384)
         by_col += tl.load(at + 448)
         dots += tl.load(at + 192)
-        end += tl.load(ends_ptr + unit * NV + step)
+        end += tl.load(ends_ptr + unit * NK + step)
     dg = tl.sum(tl.where(i >= j, by_row[:, None], 0.0), 0)
     dg += tl.sum(tl.where(i < j, by_col[:, None], 0.0), 0)
     dg = tl.where(ok, dg + end * tl.load(f_ptr + unit * 256 + 192), 0.0)
@@ -93,19 +97,30 @@ def _gates_bwd_kernel(
 
 
 def gdn_backward_gates(
-    g, beta, A_log, dt_bias, cu_seqlens, f, parts, ends, use_beta_sigmoid, allow_neg_eigval, config
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    cu_seqlens,
+    f,
+    by_query,
+    by_key,
+    ends,
+    use_beta_sigmoid,
+    allow_neg_eigval,
+    config,
 ):
     """dg (of the raw gate with A_log) and dbeta [B, T, HV]; dA_log and ddt_bias [HV] or None."""
     B, T, HV = g.shape
-    rows, _, NV = ends.shape
+    rows = ends.shape[0]
     dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
     sums = None if A_log is None else f.new_empty(2, rows, HV)
     if rows * HV > 0:
         _gates_bwd_kernel[(rows * HV,)](
-            g, beta, A_log, dt_bias, cu_seqlens, f, parts, ends, dg, dbeta, sums,
+            g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, dg, dbeta, sums,
             g.stride(), beta.stride(),
             T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64),
-            HV=HV, NV=NV,
+            HV=HV, NQ=by_query.shape[2], NK=by_key.shape[2],
             BETA_MAX=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
             **config,
         )  # fmt: skip

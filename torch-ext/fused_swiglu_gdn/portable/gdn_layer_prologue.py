@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from .. import device, tuning
-from .causal_conv1d import conv_tile, final_tile, served
+from .causal_conv1d import final_tile, served
+from .causal_conv1d_rows import conv_rows
 
 
 def channel_block(K: int, V: int) -> int:
@@ -62,7 +63,6 @@ def _gdn_layer_prologue_kernel(
     T,
     N,
     TILES_T,
-    STEPS,
     HK: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -72,6 +72,7 @@ def _gdn_layer_prologue_kernel(
     SILU: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    RUN: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """A program makes one tile of y; the programs behind the last tile, one final state each."""
@@ -83,10 +84,10 @@ def _gdn_layer_prologue_kernel(
     if tile < rows * TILES_T:
         x_row, step = head_row(q_ptr, k_ptr, v_ptr, strides, row.to(tl.int64), d0, HK, K, V)
         y_row = y_ptr + row.to(tl.int64) * T * D + d0
-        conv_tile(
+        conv_rows(
             x_row, y_row, weight_ptr, bias_ptr, None, cu_ptr, initial_ptr, (step, 1), (D, 1),
-            initial_strides, row, (tile % TILES_T) * BLOCK_T, d0, T, D, N, STEPS,
-            W, SILU, BLOCK_T, BLOCK_D,
+            initial_strides, row, (tile % TILES_T) * BLOCK_T, d0, T, D, N, W, SILU, BLOCK_T, RUN,
+            BLOCK_D,
         )  # fmt: skip
     elif final_ptr is not None:
         n = tile - rows * TILES_T
@@ -125,9 +126,9 @@ def gdn_layer_prologue(
             q, k, v, weight, bias, cu_seqlens, initial_states, y, final,
             (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
             (0, 0, 0) if initial_states is None else initial_states.stride(),
-            T, N, tiles, N.bit_length(), HK=H * K, K=K, V=V, D=D, W=W,
+            T, N, tiles, HK=H * K, K=K, V=V, D=D, W=W,
             S=max(final_width, 1), SILU=activation is not None,
             BLOCK_S=triton.next_power_of_2(max(final_width, 1)), BLOCK_T=config["BLOCK_T"],
-            BLOCK_D=block, num_warps=config["num_warps"],
+            RUN=config["RUN"], BLOCK_D=block, num_warps=1,
         )  # fmt: skip
     return y, final

@@ -43,13 +43,15 @@ def _gdn_recurrent_step_kernel(
     V_FIRST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    TILES: tl.constexpr,
-    STAGES: tl.constexpr,
     RELOAD: tl.constexpr,
 ):
-    """A program takes TILES tiles of BLOCK_V columns of one state, the next one on its way."""
+    """A program takes one token and BLOCK_V columns of one state.
+
+    RELOAD reads the tile again for its update, from the cache: with fewer registers a program, more
+    programs have their loads under way.
+    """
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
-    PARTS: tl.constexpr = (V + BLOCK_V * TILES - 1) // (BLOCK_V * TILES)
+    PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     n = (pid // (PARTS * HV)).to(tl.int64)
     hv = (pid // PARTS) % HV
@@ -67,52 +69,50 @@ def _gdn_recurrent_step_kernel(
     if write_ptr is not None:
         write_row = tl.load(write_ptr + n).to(tl.int64)
         writes = alive & (write_row >= 0)
+    offs_v = (pid % PARTS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    EVEN: tl.constexpr = BLOCK_K == K and V % BLOCK_V == 0
+    if EVEN:
+        mask_v = None
+        mask = None
+    else:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
+        mask_v = offs_v < V
+        mask = tl.expand_dims(offs_k < K, 1 - K_AXIS) & tl.expand_dims(mask_v, K_AXIS)
+    if V_FIRST:
+        offs_s = offs_v[:, None] * K + offs_k[None, :] + hv * (K * V)
+    else:
+        offs_s = offs_k[:, None] * V + offs_v[None, :] + hv * (K * V)
+    # every load is under way before the first reduction waits for one
+    if initial_ptr is None:
+        S = tl.zeros(offs_s.shape, tl.float32)
+    else:
+        S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
     q = load(q_ptr + n * strides[0] + h * strides[1] + offs_k, mask_k)
     k = load(k_ptr + n * strides[2] + h * strides[3] + offs_k, mask_k)
+    v = load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
     g = log_decay(tl.load(g_ptr + n * strides[6] + hv), A_log_ptr, dt_bias_ptr, hv)
     beta = write_strength(tl.load(beta_ptr + n * strides[7] + hv), BETA_SCALE)
     rstd_k, scale, kq = key_norms(q, k, scale, L2NORM)
-    for tile in tl.range(0, TILES, num_stages=STAGES):
-        offs_v = ((pid % PARTS) * TILES + tile) * BLOCK_V + tl.arange(0, BLOCK_V)
-        EVEN: tl.constexpr = BLOCK_K == K and V % (BLOCK_V * TILES) == 0
-        if EVEN:
-            mask_v = None
-            mask = None
-        else:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
-            mask_v = offs_v < V
-            mask = tl.expand_dims(offs_k < K, 1 - K_AXIS) & tl.expand_dims(mask_v, K_AXIS)
-        if V_FIRST:
-            offs_s = offs_v[:, None] * K + offs_k[None, :] + hv * (K * V)
-        else:
-            offs_s = offs_k[:, None] * V + offs_v[None, :] + hv * (K * V)
-        if initial_ptr is None:
-            S = tl.zeros(offs_s.shape, tl.float32)
-        else:
+    delta, o = read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
+    if alive is not None:
+        o = tl.where(alive, o, 0.0)
+    store(o_ptr + (n * HV + hv) * V + offs_v, o, mask_v)
+    if final_ptr is not None:
+        if RELOAD and initial_ptr is not None:
             S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
-        v = load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
-        delta, o = read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
-        if alive is not None:
-            o = tl.where(alive, o, 0.0)
-        store(o_ptr + (n * HV + hv) * V + offs_v, o, mask_v)
-        if final_ptr is not None:
-            if RELOAD and initial_ptr is not None:
-                S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
-            S = write_step(S, k, delta, g, K_AXIS)
-            store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
+        S = write_step(S, k, delta, g, K_AXIS)
+        store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
 
 
 def step_program(
     N, H, HV, K, V, strides, scale, l2norm, beta_scale, state_v_first, config
 ) -> Program:
     """The program of one token a sequence, for pointers in the order of its kernel."""
-    tile = config["BLOCK_V"]
-    tiles = max(1, min(config["TILES"], V // tile, N * HV * V // (tile * config["PROGRAMS"])))
     constexprs = (
-        H, HV, K, V, l2norm, beta_scale, state_v_first, triton.next_power_of_2(K), tile, tiles,
-        config["STAGES"] if tiles > 1 else 1, config["RELOAD"],
+        H, HV, K, V, l2norm, beta_scale, state_v_first, triton.next_power_of_2(K),
+        config["BLOCK_V"], config["RELOAD"],
     )  # fmt: skip
-    size = N * HV * triton.cdiv(V, tile * tiles)
-    options = tuple((n, config[n]) for n in ("num_warps", "maxnreg") if n in config)
+    size = N * HV * triton.cdiv(V, config["BLOCK_V"])
+    options = (("num_warps", config["num_warps"]),)
     return Program(_gdn_recurrent_step_kernel, size, (strides, scale), constexprs, options)
 
 

@@ -195,7 +195,7 @@ def gdn_scan(
     state_v_first: bool,
     checkpoint_every: int,
     segment: int,
-    wide: bool,
+    kind: str,  # of configuration
 ) -> torch.Tensor:
     """o [B, T, HV, V]; the final state and the checkpoints are written into the tensors given."""
     B, T, H, K = q.shape
@@ -205,8 +205,7 @@ def gdn_scan(
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if rows * HV == 0:
         return o
-    kind = "portable_gdn_scan_wide" if wide else "portable_gdn_scan"
-    config = lookup(kind, v.device, units=rows * HV)
+    config = lookup(f"portable_gdn_scan{kind}", v.device, units=rows * HV)
     states = (initial_state, state_indices, final_state, carry, checkpoints)
     strides = (
         steps(q), steps(k), steps(v),
@@ -218,10 +217,10 @@ def gdn_scan(
     )  # fmt: skip
     inputs = (q, k, v)
     options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
-    kind = (v.device, *map(specialized_on, (*inputs, cu_seqlens, *states)), strides)
-    prepare(_scan_kernel, constexprs, options, *kind).launch(
+    code = (v.device, *map(specialized_on, (*inputs, cu_seqlens, *states)), strides)
+    prepare(_scan_kernel, constexprs, options, *code).launch_at(
         (rows * HV * -(-V // config["BLOCK_V"]), 1, 1),
-        *inputs, o, *blocks, cu_seqlens, *states, *strides, T, N, own, segment,
-        max(checkpoint_every, CHUNK),
+        (*inputs, o, *blocks, cu_seqlens, *states),
+        *strides, T, N, own, segment, max(checkpoint_every, CHUNK),
     )  # fmt: skip
     return o

@@ -1,0 +1,124 @@
+"""The convolution over tokens whose channels lie side by side, as projections leave them.
+
+A thread keeps a few channels of a run of tokens, so that each input is loaded and widened once for
+all of its taps. Sizes: T tokens, D channels, W taps, N sequences.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.primitives import activate
+
+
+@triton.jit
+def _add_initial(
+    acc,  # [BLOCK_D] fp32
+    taps,
+    initial_ptr,  # [N, D, W - 1]
+    strides,
+    n,
+    position,
+    offs_d,
+    mask_d,
+    W: tl.constexpr,
+):
+    """What the inputs before a sequence add to the token at `position` in it."""
+    for back in tl.static_range(1, W):
+        at = n * strides[0] + (W - 1 + position - back) * strides[2]
+        wanted = mask_d & (position < back)
+        x = tl.load(initial_ptr + at + offs_d * strides[1], mask=wanted, other=0.0)
+        acc += x.to(tl.float32) * taps[W - 1 - back]
+    return acc
+
+
+@triton.jit
+def _sequence_at(row, token, T, cu_ptr, N):
+    """(n, its first token, the one behind its last) of the sequence of a token; all int64."""
+    n = row.to(tl.int64)
+    start = n * 0
+    stop = start + T
+    if cu_ptr is not None:
+        n = start
+        beyond = start + N
+        while beyond - n > 1:  # bisection
+            middle = (n + beyond) // 2
+            below = tl.load(cu_ptr + middle).to(tl.int64) <= token
+            n = tl.where(below, middle, n)
+            beyond = tl.where(below, beyond, middle)
+        start = tl.load(cu_ptr + n).to(tl.int64)
+        stop = tl.load(cu_ptr + n + 1).to(tl.int64)
+    return n, start, stop
+
+
+@triton.jit
+def conv_rows(
+    x_ptr,  # token 0 of the row, first channel of the tile
+    y_ptr,  # as x_ptr
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    seq_ptr,  # [T] of the row, or None
+    cu_ptr,  # [N + 1] or None
+    initial_ptr,  # [N, D, W - 1] or None
+    x_strides,  # of T, D
+    y_strides,  # of T, D
+    initial_strides,  # of N, D, W - 1
+    row,  # index in the batch
+    t0,
+    d0,  # the tile's first channel
+    T,
+    D,
+    N,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """y of BLOCK_T tokens and BLOCK_D channels, RUN tokens at a time."""
+    local_d = tl.arange(0, BLOCK_D)
+    offs_d = d0 + local_d
+    mask_d = offs_d < D
+    bias = tl.zeros((BLOCK_D,), tl.float32)
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    taps = ()
+    for w in tl.static_range(W):
+        tap = tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
+        taps = taps + (tap,)
+    n, start, stop = _sequence_at(row, t0, T, cu_ptr, N)
+    for run in range(0, tl.cdiv(tl.minimum(T - t0, BLOCK_T), RUN)):
+        first = t0 + run * RUN
+        x_at = x_ptr + first.to(tl.int64) * x_strides[0] + local_d * x_strides[1]
+        y_at = y_ptr + first.to(tl.int64) * y_strides[0] + local_d * y_strides[1]
+        rows, marks = (), ()
+        for i in tl.static_range(1 - W, RUN):  # every load is under way before the first is used
+            there = (first + i >= 0) & (first + i < T)
+            x = tl.load(x_at + i * x_strides[0], mask=mask_d & there, other=0.0)  # [BLOCK_D]
+            rows = rows + (x,)
+            if seq_ptr is not None:
+                marks = marks + (tl.load(seq_ptr + first + i, mask=there, other=-1),)
+        for i in tl.static_range(RUN):
+            position = first + i - start
+            if cu_ptr is not None:
+                while (first + i >= stop) & (n < N - 1):
+                    n += 1
+                    start = stop
+                    stop = tl.load(cu_ptr + n + 1).to(tl.int64)
+                position = first + i - start
+            acc = bias
+            for back in tl.static_range(W):
+                x = rows[i + W - 1 - back].to(tl.float32)
+                if cu_ptr is not None and back > 0:
+                    x = tl.where(position >= back, x, 0.0)
+                if seq_ptr is not None and back > 0:
+                    x = tl.where(marks[i + W - 1 - back] == marks[i + W - 1], x, 0.0)
+                acc += x * taps[W - 1 - back]
+            if initial_ptr is not None:
+                if position < W - 1:
+                    acc = _add_initial(
+                        acc, taps, initial_ptr, initial_strides, n, position, offs_d, mask_d, W
+                    )
+            if SILU:
+                acc = activate(acc, "silu")
+            y = acc.to(y_ptr.dtype.element_ty)
+            tl.store(y_at + i * y_strides[0], y, mask=mask_d & (first + i < T))
