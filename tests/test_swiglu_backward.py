@@ -89,6 +89,20 @@ def test_gated_gradients_interpreted(kernel, on_cpu):
 
 
 @interpreted
+def test_compiled_step_interpreted(kernel, on_cpu):
+    """What tracing sees: the operators, their fakes and their functionalization."""
+    tensors, dy = inputs(20, 24, 16, 8, torch.float32, "cpu", bias=False)
+
+    def step(x, w_gate, w_up, w_down):
+        return kernel.fused_swiglu_mlp(x, w_gate, w_up, w_down)
+
+    traced = torch.compile(step, fullgraph=True, backend="aot_eager")
+    got = gradients(lambda *leaves: traced(*leaves[:4]), tensors, dy)
+    want = gradients(lambda *leaves: step(*leaves[:4]), tensors, dy)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+
+
+@interpreted
 @pytest.mark.parametrize("recompute", [False, True])
 def test_second_backward_raises_or_is_right_interpreted(kernel, on_cpu, recompute):
     tensors, dy = inputs(4, 9, 8, 3, torch.float32, "cpu", bias=False)
@@ -122,10 +136,30 @@ def test_mlp_gradients(kernel, M, N, K, D, recompute, dtype):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation", ["hopper", "portable"])
-@pytest.mark.parametrize("activation", ["gelu_tanh", "relu"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
 def test_implementations(kernel, implementation, activation):
     with submodule("dispatch").force(implementation):
         check(kernel, *inputs(200, 264, 136, 72, torch.bfloat16, "cuda"), activation)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_gate_gradients(activation, dtype):
+    """Of the same gate and up: relu's slope jumps, so a gate that torch rounded beside 0 may differ
+    from the reference's by its sign, and whole gradients with it."""
+    M, N = 70, 1100
+    torch.manual_seed(0)
+    gate_up, dz = torch.randn(M, 2 * N, device="cuda").to(dtype), torch.randn(M, N, device="cuda")
+    dz = dz.to(dtype)
+    gate, up = (h.double().requires_grad_() for h in gate_up.split(N, 1))
+    act = submodule("reference.swiglu").ACTIVATIONS[activation]
+    ref = act(gate) * up
+    d_gate, d_up = torch.autograd.grad(ref, (gate, up), dz.double())
+    z = submodule("common.swiglu_gate").gate_bwd(dz, gate_up, activation, with_z=True)
+    rounding = {torch.bfloat16: 2e-3, torch.float16: 2.5e-4, torch.float32: 2e-6}[dtype]
+    assert relative_error(z, ref) < rounding
+    assert relative_error(gate_up, torch.cat([d_gate, d_up], 1)) < rounding
 
 
 @pytest.mark.gpu

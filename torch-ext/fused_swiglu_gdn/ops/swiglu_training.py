@@ -92,14 +92,14 @@ def _swiglu_bwd(
     gate_up: Tensor,  # [M, 2 N], overwritten
     activation: str,
     needs: List[bool],
-) -> List[Tensor]:
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # dx, dw, db_gate, db_up
     args = (_dense(dz), x, w_gate, w_up, gate_up, activation, needs)
-    return [present(gradient, x) for gradient in _launcher("swiglu_bwd", *args)]
+    return tuple([present(gradient, x) for gradient in _launcher("swiglu_bwd", *args)])
 
 
 @_swiglu_bwd.register_fake
 def _(dz, x, w_gate, w_up, gate_up, activation, needs):
-    return [x.new_empty(shape) for shape in _shapes(x, w_gate, needs)]
+    return tuple([x.new_empty(shape) for shape in _shapes(x, w_gate, needs)])
 
 
 def _save(ctx, inputs, output):
@@ -187,9 +187,9 @@ def _swiglu_mlp_bwd(
     gate_up: Tensor,  # [M, 2 N], overwritten; or empty
     activation: str,
     needs: List[bool],
-) -> List[Tensor]:
+) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # dx, dw, db_gate, db_up, dw_down
     args = (x, w_gate, w_up, w_down, b_gate, b_up, gate_up, activation, needs)
-    return [present(gradient, x) for gradient in _run_mlp_bwd(dy, *args)]
+    return tuple([present(gradient, x) for gradient in _run_mlp_bwd(dy, *args)])
 
 
 def _run_mlp_bwd(dy, x, w_gate, w_up, w_down, b_gate, b_up, gate_up, activation, needs):
@@ -213,7 +213,7 @@ def _again(x, w_gate, w_up, b_gate, b_up) -> Tensor:
 @_swiglu_mlp_bwd.register_fake
 def _(dy, x, w_gate, w_up, w_down, b_gate, b_up, gate_up, activation, needs):
     shapes = [*_shapes(x, w_gate, needs), w_down.shape if needs[5] else (0,)]
-    return [x.new_empty(shape) for shape in shapes]
+    return tuple([x.new_empty(shape) for shape in shapes])
 
 
 def _save_mlp(ctx, inputs, output):
