@@ -309,9 +309,9 @@ def test_views_need_no_copy(implementation):
     )
     y["g"] = torch.stack([x["g"], x["beta"]], -1)[..., 0]
     y["beta"] = x["beta"].transpose(1, 2).contiguous().transpose(1, 2)
-    o, state, _ = run(implementation, arguments(x, use_qk_l2norm=True))
-    o2, state2, _ = run(implementation, arguments(y, use_qk_l2norm=True))
-    assert torch.equal(o, o2) and torch.equal(state, state2)
+    # not bit for bit as from dense tensors: how g lies decides the layout of its cumulative sum,
+    # and so the order of the additions (they differed on an H200, 2026-11-21)
+    check(implementation, arguments(y, use_qk_l2norm=True))
 
 
 @pytest.mark.gpu
