@@ -9,10 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..checks.gdn_layer import CONV_ACTIVATIONS, GATE_ACTIVATIONS
 from ..functional import gdn, gdn_layer
-
-CONV_ACTIVATIONS = (None, "silu", "swish")
-GATE_ACTIVATIONS = ("silu", "swish", "sigmoid")
 
 
 def packed_lengths(kwargs):

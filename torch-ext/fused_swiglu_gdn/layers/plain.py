@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..checks.common import FLOATING
+
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
-FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _ACTIVATIONS = {F.silu: "silu", F.relu: "relu", nn.SiLU: "silu", nn.ReLU: "relu"}
 _TRANSFORMERS_ACTIVATIONS = {
     "SiLUActivation": "silu",

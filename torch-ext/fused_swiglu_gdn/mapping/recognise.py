@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .. import layers
+from ..checks.gdn import MAX_HEAD_DIM
+from ..checks.gdn_layer import MAX_TAPS
 from ..layers.plain import activation_of, why_not_linear, why_not_tensor
 
 
@@ -30,7 +32,6 @@ GDN_PARTS = {
         "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_proj", "o_norm", "conv1d",
     },
 }  # fmt: skip
-MAX_HEAD_DIM, MAX_TAPS = 256, 8
 
 
 def recognise(module: nn.Module) -> Optional[Finding]:
