@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
+    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -24,6 +25,7 @@ __all__ = [
     "gl",
     "gluon",
     "mbarrier",
+    "mma_v2",
     "record",
     "tma",
     "tma_load",
