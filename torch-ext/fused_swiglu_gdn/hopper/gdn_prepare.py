@@ -1,22 +1,26 @@
-"""The chunk-parallel half of Gated DeltaNet prefill on Hopper, in registers (docs/gdn_hopper.md).
+"""The chunk-parallel half of Gated DeltaNet prefill on Hopper, in fragments of mma.sync.
 
-Same results as `common/gdn_prepare.py`: per chunk of 64 tokens and value head Tb, P, F and decay.
-A CTA owns one chunk and one key head, a warp one of its R value heads. The CTA makes K K^T and
-Q K^T together; from there on each warp works alone, on 16 x 16 blocks in the fragment layout of
-mma.sync.
+The results are those of `common/gdn_prepare.py`: per chunk of 64 tokens and value head Tb, P, F and
+decay. A CTA owns a chunk and some value heads of one key head, a warp one of these heads. The CTA
+makes K K^T and Q K^T; then each warp works alone, in registers, on the 16 x 16 blocks of its head's
+tiles. docs/gdn_hopper.md says how.
 
-Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, rows = chunk rows.
+Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, W warps, which are the
+heads of a CTA.
 """
 
 from .gdn_place import RAGGED_END, C, D
 from .gluon_compat import (
     as_box,
+    as_tile,
     barrier,
     fence_async_shared,
     gl,
     gluon,
+    launch_dependents,
     mbarrier,
     mma_v2,
+    record,
     tma_load,
     tma_store,
     tma_store_wait,
@@ -24,14 +28,22 @@ from .gluon_compat import (
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 # Programs of a grid that runs at once: see common/gdn_prepare.py
-STEP = gl.constexpr(32)
-SMALL_GRID = gl.constexpr(1024)
+SMALL_GRID = gl.constexpr(528)
+ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # vectors, one a head
+# fp32 tiles: rows of 8 fragments of a block fall into different banks
+WORDS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 
 
 @gluon.constexpr_function
 def tile_layout(warps):
-    """Tiles [R, 16, 16], one a warp, as fragments of mma.sync."""
+    """16 x 16 blocks, one a warp [W, 16, 16], as the fragments of mma.sync."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
+
+
+@gluon.constexpr_function
+def pair_layout(warps):
+    """32 rows of K K^T or Q K^T, by all warps."""
+    return gl.NVMMADistributedLayout([2, 0], [min(warps, 2), max(warps // 2, 1)], [16, 8])
 
 
 @gluon.constexpr_function
@@ -41,8 +53,20 @@ def operand(index, layout):
 
 @gluon.constexpr_function
 def gate_layout(warps):
-    """[R, C]: a warp has the tokens of its head, a lane two of them."""
+    """[W, C]: a warp has the tokens of its head, a lane two of them."""
     return gl.BlockedLayout([1, 2], [1, 32], [warps, 1], [1, 0])
+
+
+@record
+class Gates:
+    """Vectors of the CTA's heads in shared memory, each [W, C] fp32. A block has 16 tokens."""
+
+    beta: gl.shared_memory_descriptor
+    inside: gl.shared_memory_descriptor  # log2 of the decay from the block's start
+    since: gl.shared_memory_descriptor  # decay from the block's start
+    until: gl.shared_memory_descriptor  # decay from here to the block's end
+    whole: gl.shared_memory_descriptor  # decay of the block
+    step: gl.shared_memory_descriptor  # beta times the decay of the token alone
 
 
 @gluon.jit
@@ -52,38 +76,141 @@ def _add(a, b):
 
 @gluon.jit
 def _locate(row, cu_ptr, T, N, NT):
-    """Chunk row -> (sequence, chunk, length, batch, end, first row): the last three are coordinates
-    in the token descriptors. Rows of sequence n start at cu[n] // C + n (n * NT at equal length).
+    """Chunk row -> (batch, end, first row) as coordinates of the token descriptors, chunk, length.
+
+    Rows of sequence n start at cu[n] // C + n, or at n * NT at equal length.
     """
     if cu_ptr is None:
-        n = row // NT
-        return n, row % NT, T, n * 0, n, n * 0
+        batch, end, first, c, length = row * 0, row // NT, row * 0, row % NT, T
     else:
         n = row * 0
-        end = N
-        while end - n > 1:
-            mid = (n + end) // 2
+        after = N
+        while after - n > 1:
+            mid = (n + after) // 2
             left = gl.load(cu_ptr + mid).to(gl.int32) // C + mid > row
-            end = gl.where(left, mid, end)
+            after = gl.where(left, mid, after)
             n = gl.where(left, n, mid)
         # clamped, so that wrong values cannot read or write out of bounds
         start = gl.minimum(gl.maximum(gl.load(cu_ptr + n), 0), T).to(gl.int32)
-        stop = gl.maximum(gl.minimum(gl.load(cu_ptr + n + 1), T).to(gl.int32), start)
-        length = stop - start
-        return n, row - start // C - n, length, n * 0 + RAGGED_END, stop, RAGGED_END - length
+        end = gl.maximum(gl.minimum(gl.load(cu_ptr + n + 1), T).to(gl.int32), start)
+        length = end - start
+        batch, first, c = row * 0 + RAGGED_END, RAGGED_END - length, row - start // C - n
+    return batch, end, first, c, length
+
+
+@gluon.jit
+def _log2_decay(g, A_log_ptr, dt_bias_ptr, hv):
+    """g as given (natural-log decay; the raw a with A_log) -> log2 of the decay, -200 at least."""
+    if A_log_ptr is not None:
+        if dt_bias_ptr is not None:
+            g += gl.load(dt_bias_ptr + hv).to(gl.float32)
+        softplus = gl.where(g > 20.0, g, gl.log(1.0 + gl.exp(gl.minimum(g, 20.0))))
+        g = -gl.exp(gl.load(A_log_ptr + hv).to(gl.float32)) * softplus
+    return gl.maximum(g * LOG2_E, -200.0)
+
+
+@gluon.jit
+def _shared_gates(g, beta, W: gl.constexpr):
+    """Gates of log2 decays g and of beta, [W, C] fp32."""
+    GATE: gl.constexpr = gate_layout(W)
+    blocks = g.reshape([W, 4, 16])
+    inside = gl.associative_scan(blocks, 2, _add)
+    until = gl.exp2(gl.expand_dims(gl.sum(blocks, 2), 2) - inside)
+    whole = gl.exp2(gl.expand_dims(gl.sum(blocks, 2), 2) + gl.zeros_like(inside))
+    inside = gl.convert_layout(inside.reshape([W, C]), GATE)
+    until = gl.convert_layout(until.reshape([W, C]), GATE)
+    whole = gl.convert_layout(whole.reshape([W, C]), GATE)
+    return Gates(
+        gl.allocate_shared_memory(gl.float32, [W, C], ROWS, beta),
+        gl.allocate_shared_memory(gl.float32, [W, C], ROWS, inside),
+        gl.allocate_shared_memory(gl.float32, [W, C], ROWS, gl.exp2(inside)),
+        gl.allocate_shared_memory(gl.float32, [W, C], ROWS, until),
+        gl.allocate_shared_memory(gl.float32, [W, C], ROWS, whole),
+        gl.allocate_shared_memory(gl.float32, [W, C], ROWS, beta * gl.exp2(g)),
+    )
+
+
+@gluon.jit
+def _squares(smem, i, j, TILE: gl.constexpr):
+    """|x|^2 [4, 16] of the rows of x [C, D]: the diagonals of four products of blocks. The tensor
+    cores do it with fewer instructions than a reduction."""
+    x = smem.reshape([4, 16, D]).load(operand(0, TILE))
+    xt = gl.convert_layout(x.permute((0, 2, 1)), operand(1, TILE), assert_trivial=True)
+    xx = mma_v2(x, xt, gl.zeros((4, 16, 16), gl.float32, TILE))
+    return gl.sum(gl.where(i == j, xx, 0.0), 2)
+
+
+@gluon.jit
+def _products(q_smem, k_smem, to_smem, rq_smem, rk_smem, FIRST: gl.constexpr, PAIR: gl.constexpr):
+    """-K K^T and Q K^T, normalised, of 32 rows from FIRST on with the rows of to_smem."""
+    N: gl.constexpr = to_smem.shape[0]
+    STEP: gl.constexpr = 32
+    kk = gl.zeros((32, N), gl.float32, PAIR)
+    qk = gl.zeros((32, N), gl.float32, PAIR)
+    for d in gl.static_range(0, D, STEP):
+        kt = to_smem.slice(d, STEP, 1).permute((1, 0)).load(operand(1, PAIR))
+        k = k_smem.slice(FIRST, 32).slice(d, STEP, 1).load(operand(0, PAIR))
+        q = q_smem.slice(FIRST, 32).slice(d, STEP, 1).load(operand(0, PAIR))
+        kk, qk = mma_v2(k, kt, kk), mma_v2(q, kt, qk)
+    rk = gl.expand_dims(rk_smem.slice(FIRST, 32).load(gl.SliceLayout(1, PAIR)), 1)
+    rq = gl.expand_dims(rq_smem.slice(FIRST, 32).load(gl.SliceLayout(1, PAIR)), 1)
+    to = gl.expand_dims(rk_smem.slice(0, N).load(gl.SliceLayout(0, PAIR)), 0)
+    return kk * (-rk * to), qk * (rq * to)
+
+
+@gluon.jit
+def _store_factors(f_ptr, decay_ptr, g, beta, ok, w, token, rq, rk, k2):
+    """F, and log2 of a bound of the norm of the chunk's transition; all [W, C] or a part of it."""
+    G = gl.associative_scan(g, 1, _add)
+    G_end = gl.expand_dims(gl.sum(g, 1), 1)
+    at = f_ptr + w * (4 * C) + token
+    gl.store(at, gl.where(ok, gl.exp2(G) * rk, 0.0))
+    gl.store(at + C, gl.where(ok, gl.exp2(gl.minimum(G_end - G, 0.0)) * rk, 0.0))
+    gl.store(at + 2 * C, gl.where(ok, gl.exp2(G) * rq, 0.0))
+    gl.store(at + 3 * C, gl.exp2(G_end) + gl.zeros_like(G))
+    # a token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|)
+    stretch = gl.sum(gl.log2(gl.maximum(gl.abs(1.0 - beta * k2), 1.0)), 1)
+    gl.store(decay_ptr + w, G_end + gl.expand_dims(stretch, 1))
+
+
+@gluon.jit
+def _row(smem, b: gl.constexpr, TILE: gl.constexpr):
+    """Elements of block b of a vector, one for each row of a 16 x 16 block."""
+    return gl.expand_dims(smem.slice(16 * b, 16, 1).load(gl.SliceLayout(2, TILE)), 2)
+
+
+@gluon.jit
+def _column(smem, b: gl.constexpr, TILE: gl.constexpr):
+    return gl.expand_dims(smem.slice(16 * b, 16, 1).load(gl.SliceLayout(1, TILE)), 1)
+
+
+@gluon.jit
+def _decayed(smem, gates, scale, i, j, bi: gl.constexpr, bj: gl.constexpr, TILE: gl.constexpr):
+    """Block (bi, bj) of Gam times the tile in shared memory, rows times scale [W, 16, 1].
+
+    Between blocks Gam is a product of decays, each an exp2 of nothing positive.
+    """
+    block = smem.slice(16 * bi, 16, 0).slice(16 * bj, 16, 1)
+    block = gl.expand_dims(block.load(gl.SliceLayout(0, TILE)), 0)
+    if bi == bj:
+        gam = gl.exp2(_row(gates.inside, bi, TILE) - _column(gates.inside, bi, TILE))
+        block = block * gl.where(i >= j, gam, 0.0) * scale
+    else:
+        since = _row(gates.since, bi, TILE) * scale
+        for b in gl.static_range(bj + 1, bi):
+            since *= _row(gates.whole, b, TILE)
+        block = block * since * _column(gates.until, bj, TILE)
+    return block
 
 
 @gluon.jit
 def _product(a, b, acc):
-    """a b^T + acc of tiles [R, 16, 16], each where the last product left it: nothing moves.
-
-    A fragment of C is one of A, and one of B of the transpose.
-    """
-    LAYOUT: gl.constexpr = acc.type.layout
-    a = gl.convert_layout(a.to(gl.float16), operand(0, LAYOUT), assert_trivial=True)
+    """a b^T + acc of blocks, each where the last product left it: no element moves, since a
+    fragment of the accumulator is one of A, and one of B of the transpose."""
+    TILE: gl.constexpr = acc.type.layout
+    a = gl.convert_layout(a.to(gl.float16), operand(0, TILE), assert_trivial=True)
     b = b.to(gl.float16).permute((0, 2, 1))
-    b = gl.convert_layout(b, operand(1, LAYOUT), assert_trivial=True)
-    return mma_v2(a, b, acc)
+    return mma_v2(a, gl.convert_layout(b, operand(1, TILE), assert_trivial=True), acc)
 
 
 @gluon.jit
@@ -93,71 +220,96 @@ def _level(i, j, S: gl.constexpr):
 
 
 @gluon.jit
-def _inverse_16(m, mt1, i, j):
-    """(I - m)^-1 and its transpose, [R, 16, 16] fp32, of a tile that is used below its diagonal.
+def _inverse_16(kk_smem, gates, i, j, b: gl.constexpr, TILE: gl.constexpr):
+    """(I - m)^-1 and its transpose of block b of the diagonal, m = -L, [W, 16, 16] fp32.
 
-    mt1: the transpose of m, where m joins pairs of rows.
+    Below the diagonal of [[A, 0], [-m, D]]^-1 stands D^-1 m A^-1. Blocks of 1 join without a
+    product, and without one their transpose: K K^T is symmetric.
     """
+    m = _decayed(kk_smem, gates, _row(gates.beta, b, TILE), i, j, b, b, TILE)
+    kk = kk_smem.slice(16 * b, 16, 0).slice(16 * b, 16, 1).load(gl.SliceLayout(0, TILE))
+    mt = gl.expand_dims(kk, 0) * _column(gates.step, b, TILE)  # right above the diagonal
     x = gl.where(i == j, 1.0, gl.where(_level(i, j, 1), m, 0.0))
-    xt = gl.where(i == j, 1.0, gl.where(_level(j, i, 1), mt1, 0.0))
+    xt = gl.where(i == j, 1.0, gl.where(_level(j, i, 1), mt, 0.0))
     m = m.to(gl.float16)
-    zero = gl.zeros_like(x)
     for s in gl.static_range(1, 4):
         low = m * _level(i, j, 2**s).to(gl.float16)
-        yt = _product(xt, low, zero)  # (low x)^T
+        yt = _product(xt, low, gl.zeros_like(x))  # (low x)^T
         x, xt = _product(x, yt, x), _product(yt, x, xt)
     return x, xt
 
 
 @gluon.jit
-def _rows(smem, b: gl.constexpr, TILE: gl.constexpr):
-    return smem.slice(16 * b, 16, 1).load(gl.SliceLayout(2, TILE))
+def _inverse(kk_smem, gates, i, j, TILE: gl.constexpr):
+    """(I + L)^-1 by 16 x 16 blocks below the diagonal, fp32, row after row; zero for the rest."""
+    o = gl.zeros((gl.num_warps(), 16, 16), gl.float32, TILE)
+    x00, x00t = _inverse_16(kk_smem, gates, i, j, 0, TILE)
+    x11, x11t = _inverse_16(kk_smem, gates, i, j, 1, TILE)
+    x22, x22t = _inverse_16(kk_smem, gates, i, j, 2, TILE)
+    x33, x33t = _inverse_16(kk_smem, gates, i, j, 3, TILE)
+    m10 = _decayed(kk_smem, gates, _row(gates.beta, 1, TILE), i, j, 1, 0, TILE)
+    m32 = _decayed(kk_smem, gates, _row(gates.beta, 3, TILE), i, j, 3, 2, TILE)
+    y10 = _product(x00t, m10, o)  # (m x)^T; with x of what lies left of m
+    x10, x10t = _product(x11, y10, o), _product(y10, x11, o)
+    x32 = _product(x33, _product(x22t, m32, o), o)
+    beta = _row(gates.beta, 2, TILE)
+    m20 = _decayed(kk_smem, gates, beta, i, j, 2, 0, TILE)
+    m21 = _decayed(kk_smem, gates, beta, i, j, 2, 1, TILE)
+    y20 = _product(x00t, m20, _product(x10t, m21, o))
+    y21 = _product(x11t, m21, o)
+    x20, x21 = _product(x22, y20, o), _product(x22, y21, o)
+    beta = _row(gates.beta, 3, TILE)
+    m30 = _decayed(kk_smem, gates, beta, i, j, 3, 0, TILE)
+    m31 = _decayed(kk_smem, gates, beta, i, j, 3, 1, TILE)
+    y30 = _product(x00t, m30, _product(x10t, m31, o))
+    y31 = _product(x11t, m31, o)
+    x30 = _product(x32, y20, _product(x33, y30, o))
+    x31 = _product(x32, y21, _product(x33, y31, o))
+    return (x00, o, o, o), (x10, x11, o, o), (x20, x21, x22, o), (x30, x31, x32, x33)
 
 
 @gluon.jit
-def _columns(smem, b: gl.constexpr, TILE: gl.constexpr):
-    return smem.slice(16 * b, 16, 1).load(gl.SliceLayout(1, TILE))
+def _store(desc, row, stage, r0, r1, r2, r3):
+    """Tiles [W C, C] of four rows of four blocks, to row `row` of desc, through `stage`."""
+    t0 = gl.join(gl.join(r0[0], r0[2]), gl.join(r0[1], r0[3]))  # [W, 16, 16, 2, 2]
+    t1 = gl.join(gl.join(r1[0], r1[2]), gl.join(r1[1], r1[3]))
+    t2 = gl.join(gl.join(r2[0], r2[2]), gl.join(r2[1], r2[3]))
+    t3 = gl.join(gl.join(r3[0], r3[2]), gl.join(r3[1], r3[3]))
+    tile = gl.join(gl.join(t0, t2), gl.join(t1, t3))  # [W, 16, 16, 2 2 (columns), 2 2 (rows)]
+    tile = tile.permute((0, 5, 6, 1, 3, 4, 2)).reshape(stage.shape)
+    stage.store(tile)
+    fence_async_shared()
+    tma_store(desc, [row, 0], stage)
+    barrier()  # ptxas would put the store off until the next one
 
 
 @gluon.jit
-def _block(smem, bi: gl.constexpr, bj: gl.constexpr, TILE: gl.constexpr):
-    block = smem.slice(16 * bi, 16, 0).slice(16 * bj, 16, 1)
-    return gl.expand_dims(block.load(gl.SliceLayout(0, TILE)), 0)
+def _p_row(qk_smem, gates, i, j, bi: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr):
+    """Row bi of the blocks of P."""
+    row = ()
+    for bj in gl.static_range(4):
+        if bj <= bi:
+            block = _decayed(qk_smem, gates, 1.0, i, j, bi, bj, TILE)
+        else:
+            block = gl.zeros((gl.num_warps(), 16, 16), gl.float32, TILE)
+        row = row + (block.to(DTYPE),)
+    return row
 
 
 @gluon.jit
-def _decay_inside(G_smem, b: gl.constexpr, i, j, TILE: gl.constexpr):
-    Gi = gl.expand_dims(_rows(G_smem, b, TILE), 2)
-    Gj = gl.expand_dims(_columns(G_smem, b, TILE), 1)
-    return gl.where(i >= j, gl.exp2(Gi - Gj), 0.0)
-
-
-@gluon.jit
-def _decay_between(since_smem, until_smem, whole_smem, bi: gl.constexpr, bj: gl.constexpr, TILE: gl.constexpr):
-    since = gl.expand_dims(_rows(since_smem, bi, TILE), 2)
-    until = gl.expand_dims(_columns(until_smem, bj, TILE), 1)
-    for b in gl.static_range(bj + 1, bi):
-        since = since * gl.expand_dims(_rows(whole_smem, b, TILE), 2)
-    return since, until
-
-
-@gluon.jit
-def _full_tile(b, R: gl.constexpr):
-    """[R C, C] of blocks [R, 16, 16], a tuple by rows of four blocks."""
-    r0 = gl.join(gl.join(b[0], b[2]), gl.join(b[1], b[3]))  # [R, 16, 16, 2, 2]
-    r1 = gl.join(gl.join(b[4], b[6]), gl.join(b[5], b[7]))
-    r2 = gl.join(gl.join(b[8], b[10]), gl.join(b[9], b[11]))
-    r3 = gl.join(gl.join(b[12], b[14]), gl.join(b[13], b[15]))
-    t = gl.join(gl.join(r0, r2), gl.join(r1, r3))  # [R, i, j, bj1, bj0, bi1, bi0]
-    t = t.permute((0, 5, 6, 1, 3, 4, 2))
-    return t.reshape([R * C, C])
+def _tb_row(x, gates, DTYPE: gl.constexpr, TILE: gl.constexpr):
+    """A row of blocks of Tb, of the inverse's."""
+    row = ()
+    for b in gl.static_range(4):
+        row = row + ((x[b] * _column(gates.beta, b, TILE)).to(DTYPE),)
+    return row
 
 
 @gluon.jit(do_not_specialize=["T", "N", "NT"])
 def gdn_prepare_fwd_kernel(
     q_desc,  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
     k_desc,  # likewise
-    t_desc,  # Tb [rows * HV * C, C] box [R C, C]
+    t_desc,  # Tb [rows * HV * C, C] box [W C, C]
     p_desc,  # P, likewise
     g_ptr,  # [B, T, HV]
     beta_ptr,  # [B, T, HV]
@@ -172,190 +324,95 @@ def gdn_prepare_fwd_kernel(
     N,
     NT,  # ceil(T / C), equal length
     scale,
-    H: gl.constexpr,
+    HV: gl.constexpr,
     R: gl.constexpr,
     BETA_MAX: gl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
 ):
-    """Tb, P, F and decay of one chunk and the R value heads of one key head."""
-    TILE: gl.constexpr = tile_layout(R)
-    PAIR: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [R, 1], [16, 8])
-    GATE: gl.constexpr = gate_layout(R)
+    """Tb, P, F and decay of one chunk and W of the R value heads of one key head."""
+    W: gl.constexpr = gl.num_warps()
+    TILE: gl.constexpr = tile_layout(W)
+    PAIR: gl.constexpr = pair_layout(W)
+    GATE: gl.constexpr = gate_layout(W)
     DTYPE: gl.constexpr = q_desc.dtype
     if gl.num_programs(0) <= SMALL_GRID:
         launch_dependents()
-    h = gl.program_id(0) % H
-    row = gl.program_id(0) // H
-    n, c, length, batch, end, first = _locate(row, cu_ptr, T, N, NT)
-    if c * C < length:
-        landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-        mbarrier.init(landed, count=1)
-        mbarrier.expect(landed, 2 * C * D * 2)
-        qk_smem = gl.allocate_shared_memory(DTYPE, [2, C, D], t_desc.layout)
-        q_smem = qk_smem.index(0)
-        k_smem = qk_smem.index(1)
-        where = [batch, end, first + c * C, h, 0]
-        tma_load(k_desc, where, landed, as_box(k_smem, k_desc))
-        tma_load(q_desc, where, landed, as_box(q_smem, q_desc))
+    row = gl.program_id(0) // (HV // W)
+    hv0 = gl.program_id(0) % (HV // W) * W
+    batch, end, first, c, length = _locate(row, cu_ptr, T, N, NT)
+    if c * C >= length:
+        return
+    landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    # q and k, then Q K^T, then tiles on their way out; and K K^T behind these
+    room = gl.allocate_shared_memory(DTYPE, [max(W, 2) + 2, C, C], t_desc.layout)
+    q_smem = as_tile(room, DTYPE, [C, D], t_desc.layout)
+    k_smem = as_tile(room.index(2), DTYPE, [C, D], t_desc.layout)
+    mbarrier.init(landed, count=1)
+    mbarrier.expect(landed, 2 * C * D * 2)
+    at = [batch, end, first + c * C, hv0 // R, 0]
+    tma_load(k_desc, at, landed, as_box(k_smem, k_desc))
+    tma_load(q_desc, at, landed, as_box(q_smem, q_desc))
+    barrier()  # ptxas would put the loads off until the next one
 
-        # The gates, while q and k come
-        unit = row.to(gl.int64) * (H * R) + h * R
-        token = gl.arange(0, C, layout=gl.SliceLayout(0, GATE))
-        ok = gl.expand_dims(token < length - c * C, 0)
-        token = gl.expand_dims(token, 0)
-        r = gl.expand_dims(gl.arange(0, R, layout=gl.SliceLayout(1, GATE)), 1)
-        hv = h * R + r
-        if cu_ptr is None:
-            b, start = n.to(gl.int64), (c * C).to(gl.int64)
-        else:
-            b, start = n.to(gl.int64) * 0, (end - length + c * C).to(gl.int64)
-        g_at = g_ptr + b * g_strides[0] + start * g_strides[1]
-        beta_at = beta_ptr + b * beta_strides[0] + start * beta_strides[1]
-        g = gl.load(g_at + token * g_strides[1] + hv * g_strides[2], mask=ok, other=0.0)
-        beta = gl.load(beta_at + token * beta_strides[1] + hv * beta_strides[2], mask=ok, other=0.0)
-        g = _log2_decay(g.to(gl.float32), A_log_ptr, dt_bias_ptr, hv)
-        g = gl.where(ok, g, 0.0)  # [R, C]
-        beta = beta.to(gl.float32)
-        if BETA_MAX > 0.0:
-            beta = BETA_MAX / (1.0 + gl.exp2(-LOG2_E * beta))
-        beta = gl.where(ok, beta, 0.0)  # [R, C]
-        G = gl.associative_scan(g, 1, _add)  # [R, C]
-        # Sums inside blocks of 16, and exps of them: from the block's start and to its end
-        part = g.reshape([R, 4, 16])
-        local = gl.associative_scan(part, 2, _add)
-        total = gl.expand_dims(gl.sum(part, 2), 2)
-        to_end = gl.convert_layout((total - local).reshape([R, C]), GATE)
-        local = gl.convert_layout(local.reshape([R, C]), GATE)
-        total = gl.convert_layout((total + local.reshape([R, 4, 16]) * 0.0).reshape([R, C]), GATE)
-        FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        G_smem = gl.allocate_shared_memory(gl.float32, [R, C], FLAT, local)
-        beta_smem = gl.allocate_shared_memory(gl.float32, [R, C], FLAT, beta)
-        step_smem = gl.allocate_shared_memory(gl.float32, [R, C], FLAT, beta * gl.exp2(g))
-        since_smem = gl.allocate_shared_memory(gl.float32, [R, C], FLAT, gl.exp2(local))
-        until_smem = gl.allocate_shared_memory(gl.float32, [R, C], FLAT, gl.exp2(to_end))
-        whole_smem = gl.allocate_shared_memory(gl.float32, [R, C], FLAT, gl.exp2(total))
+    # While they come
+    w = gl.expand_dims(gl.arange(0, W, layout=gl.SliceLayout(1, GATE)), 1)
+    token = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, GATE)), 0)
+    ok = token < length - c * C
+    hv = hv0 + w
+    if cu_ptr is None:
+        b, start = end.to(gl.int64), c * C
+    else:
+        b, start = row.to(gl.int64) * 0, end - length + c * C
+    g_ptr += b * g_strides[0] + start.to(gl.int64) * g_strides[1]
+    beta_ptr += b * beta_strides[0] + start.to(gl.int64) * beta_strides[1]
+    g = gl.load(g_ptr + token * g_strides[1] + hv * g_strides[2], mask=ok, other=0.0)
+    beta = gl.load(beta_ptr + token * beta_strides[1] + hv * beta_strides[2], mask=ok, other=0.0)
+    g = gl.where(ok, _log2_decay(g.to(gl.float32), A_log_ptr, dt_bias_ptr, hv), 0.0)  # [W, C]
+    beta = beta.to(gl.float32)  # [W, C]
+    if BETA_MAX > 0.0:
+        beta = gl.where(ok, BETA_MAX / (1.0 + gl.exp2(-LOG2_E * beta)), 0.0)
+    gates = _shared_gates(g, beta, W)
 
-        mbarrier.wait(landed, 0)
-        kk = gl.zeros((C, C), gl.float32, PAIR)
-        qk = gl.zeros((C, C), gl.float32, PAIR)
-        q2 = gl.zeros((C,), gl.float32, gl.SliceLayout(1, PAIR))
-        k2 = gl.zeros((C,), gl.float32, gl.SliceLayout(1, PAIR))
-        for d in gl.static_range(0, D, STEP):
-            kt = k_smem.slice(d, STEP, 1).permute((1, 0)).load(operand(1, PAIR))
-            q = q_smem.slice(d, STEP, 1).load(operand(0, PAIR))
-            k = k_smem.slice(d, STEP, 1).load(operand(0, PAIR))
-            kk = mma_v2(k, kt, kk)
-            qk = mma_v2(q, kt, qk)
-            q = q.to(gl.float32)
-            k = k.to(gl.float32)
-            q2 += gl.convert_layout(gl.sum(q * q, 1), gl.SliceLayout(1, PAIR))
-            k2 += gl.convert_layout(gl.sum(k * k, 1), gl.SliceLayout(1, PAIR))
-        rq = gl.rsqrt(q2 + 1e-6) * scale
-        rk = gl.rsqrt(k2 + 1e-6)
-        LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        rq_smem = gl.allocate_shared_memory(gl.float32, [C], LINE, rq)
-        rk_smem = gl.allocate_shared_memory(gl.float32, [C], LINE, rk)
-        k2_smem = gl.allocate_shared_memory(gl.float32, [C], LINE, k2 * rk * rk)
-        rk_column = gl.expand_dims(rk_smem.load(gl.SliceLayout(0, PAIR)), 0)
-        WORDS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [1, 0])
-        kk = kk * (gl.expand_dims(-rk, 1) * rk_column)  # negative: see _inverse_16
-        qk = qk * (gl.expand_dims(rq, 1) * rk_column)
-        kk_all = gl.allocate_shared_memory(gl.float32, [C, C], WORDS, kk)
-        qk_all = gl.allocate_shared_memory(gl.float32, [C, C], WORDS, qk)
+    # By all warps: norms, and the two products of q and k, in which upper blocks of 32 do not matter
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, TILE)))
+    i = gl.expand_dims(gl.expand_dims(i, 0), 2)  # [1, 16, 1]
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, TILE)))
+    j = gl.expand_dims(gl.expand_dims(j, 0), 1)  # [1, 1, 16]
+    mbarrier.wait(landed, 0)
+    rq = gl.rsqrt(_squares(q_smem, i, j, TILE) + 1e-6) * scale
+    k2 = _squares(k_smem, i, j, TILE)
+    rk = gl.rsqrt(k2 + 1e-6)
+    rq_smem = gl.allocate_shared_memory(gl.float32, [4, 16], ROWS, rq).reshape([C])
+    rk_smem = gl.allocate_shared_memory(gl.float32, [4, 16], ROWS, rk).reshape([C])
+    k2_smem = gl.allocate_shared_memory(gl.float32, [4, 16], ROWS, k2 * rk * rk).reshape([C])
+    kk0, qk0 = _products(q_smem, k_smem, k_smem.slice(0, 32), rq_smem, rk_smem, 0, PAIR)
+    kk1, qk1 = _products(q_smem, k_smem, k_smem, rq_smem, rk_smem, 32, PAIR)
+    kk_smem = as_tile(room.index(max(W, 2)), gl.float32, [C, C], WORDS)
+    qk_smem = as_tile(room, gl.float32, [C, C], WORDS)
+    kk_smem.slice(0, 32).slice(0, 32, 1).store(kk0)
+    qk_smem.slice(0, 32).slice(0, 32, 1).store(qk0)
+    kk_smem.slice(32, 32).store(kk1)
+    qk_smem.slice(32, 32).store(qk1)
 
-        rk = gl.expand_dims(rk_smem.load(gl.SliceLayout(0, GATE)), 0)
-        rq = gl.expand_dims(rq_smem.load(gl.SliceLayout(0, GATE)), 0)
-        k2 = gl.expand_dims(k2_smem.load(gl.SliceLayout(0, GATE)), 0)
-        G_end = gl.expand_dims(gl.sum(g, 1), 1)
-        f_at = f_ptr + unit * (4 * C) + r * (4 * C) + token
-        gl.store(f_at, gl.where(ok, gl.exp2(G) * rk, 0.0))
-        gl.store(f_at + C, gl.where(ok, gl.exp2(gl.minimum(G_end - G, 0.0)) * rk, 0.0))
-        gl.store(f_at + 2 * C, gl.where(ok, gl.exp2(G) * rq, 0.0))
-        gl.store(f_at + 3 * C, gl.exp2(G_end) + token * 0.0)
-        # a token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|)
-        stretch = gl.sum(gl.log2(gl.maximum(gl.abs(1.0 - beta * k2), 1.0)), 1)
-        gl.store(decay_ptr + unit + r, G_end + gl.expand_dims(stretch, 1))
+    unit = row.to(gl.int64) * HV + hv0
+    rq = gl.expand_dims(rq_smem.load(gl.SliceLayout(0, GATE)), 0)
+    rk = gl.expand_dims(rk_smem.load(gl.SliceLayout(0, GATE)), 0)
+    k2 = gl.expand_dims(k2_smem.load(gl.SliceLayout(0, GATE)), 0)
+    f_ptr += unit * (4 * C)
+    _store_factors(f_ptr, decay_ptr + unit, g, beta, ok, w, token, rq, rk, k2)
 
-        # From here on a warp has its own head
-        i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, TILE)))
-        i = gl.expand_dims(gl.expand_dims(i, 0), 2)
-        j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, TILE)))
-        j = gl.expand_dims(gl.expand_dims(j, 0), 1)
-        zero_tile = gl.zeros((R, 16, 16), gl.float32, TILE)
-        none = zero_tile.to(DTYPE)
-        p = ()
-        for bi in gl.static_range(4):
-            for bj in gl.static_range(4):
-                if bj < bi:
-                    gam = _decay_between(since_smem, until_smem, whole_smem, bi, bj, TILE)
-                    p = p + ((_block(qk_all, bi, bj, TILE) * gam[0] * gam[1]).to(DTYPE),)
-                elif bj == bi:
-                    gam = _decay_inside(G_smem, bi, i, j, TILE)
-                    p = p + ((_block(qk_all, bi, bj, TILE) * gam).to(DTYPE),)
-                else:
-                    p = p + (none,)
-        stage = gl.allocate_shared_memory(DTYPE, [R * C, C], t_desc.layout)
-        stage.store(_full_tile(p, R))
-        fence_async_shared()
-        tma_store(p_desc, [(unit * C).to(gl.int32), 0], stage)
-        m = ()
-        xs = ()
-        for bi in gl.static_range(4):
-            bt = gl.expand_dims(_rows(beta_smem, bi, TILE), 2)
-            for bj in gl.static_range(4):
-                if bj < bi:
-                    gam = _decay_between(since_smem, until_smem, whole_smem, bi, bj, TILE)
-                    mm = _block(kk_all, bi, bj, TILE) * (gam[0] * bt) * gam[1]
-                    m = m + (mm.to(gl.float16),)
-                elif bi == bj:
-                    gam = _decay_inside(G_smem, bi, i, j, TILE)
-                    kkb = _block(kk_all, bi, bj, TILE)
-                    st = gl.expand_dims(_columns(step_smem, bj, TILE), 1)
-                    xs = xs + (_inverse_16(kkb * gam * bt, kkb * st, i, j),)
-                    m = m + (none,)
-                else:
-                    m = m + (none,)
-        x0, x0t = xs[0]
-        x1, x1t = xs[1]
-        x2, x2t = xs[2]
-        x3, x3t = xs[3]
-        yt = _product(x0t, m[4], zero_tile)
-        x10, x10t = _product(x1, yt, zero_tile), _product(yt, x1, zero_tile)
-        x32 = _product(x3, _product(x2t, m[14], zero_tile), zero_tile)
-        y20 = _product(x0t, m[8], _product(x10t, m[9], zero_tile))
-        y30 = _product(x0t, m[12], _product(x10t, m[13], zero_tile))
-        y21 = _product(x1t, m[9], zero_tile)
-        y31 = _product(x1t, m[13], zero_tile)
-        x20 = _product(x2, y20, zero_tile)
-        x21 = _product(x2, y21, zero_tile)
-        x30 = _product(x32, y20, _product(x3, y30, zero_tile))
-        x31 = _product(x32, y21, _product(x3, y31, zero_tile))
-        z = zero_tile
-        tb = ()
-        tiles = (x0, z, z, z, x10, x1, z, z, x20, x21, x2, z, x30, x31, x32, x3)
-        for bi in gl.static_range(16):
-            bt = gl.expand_dims(_columns(beta_smem, bi % 4, TILE), 1)
-            tb = tb + ((tiles[bi] * bt).to(DTYPE),)
-        tma_store_wait(0)
-        stage.store(_full_tile(tb, R))
-        fence_async_shared()
-        tma_store(t_desc, [(unit * C).to(gl.int32), 0], stage)
-        tma_store_wait(0)
-
-
-@gluon.jit
-def launch_dependents():
-    gl.inline_asm_elementwise(
-        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _log2_decay(g, A_log_ptr, dt_bias_ptr, hv):
-    """g as given (natural-log decay; the raw a with A_log) -> log2 of the decay, 2^-200 at least."""
-    if A_log_ptr is not None:
-        x = g
-        if dt_bias_ptr is not None:
-            x += gl.load(dt_bias_ptr + hv).to(gl.float32)
-        softplus = gl.where(x > 20.0, x, gl.log(1.0 + gl.exp(gl.minimum(x, 20.0))))
-        g = -gl.exp(gl.load(A_log_ptr + hv).to(gl.float32)) * softplus
-    return gl.maximum(g * LOG2_E, -200.0)
+    # By each warp for its head
+    stage = as_tile(room, DTYPE, [W * C, C], t_desc.layout)
+    to = (unit * C).to(gl.int32)
+    p0 = _p_row(qk_smem, gates, i, j, 0, DTYPE, TILE)
+    p1 = _p_row(qk_smem, gates, i, j, 1, DTYPE, TILE)
+    p2 = _p_row(qk_smem, gates, i, j, 2, DTYPE, TILE)
+    p3 = _p_row(qk_smem, gates, i, j, 3, DTYPE, TILE)
+    _store(p_desc, to, stage, p0, p1, p2, p3)
+    x0, x1, x2, x3 = _inverse(kk_smem, gates, i, j, TILE)
+    t0 = _tb_row(x0, gates, DTYPE, TILE)
+    t1 = _tb_row(x1, gates, DTYPE, TILE)
+    t2 = _tb_row(x2, gates, DTYPE, TILE)
+    t3 = _tb_row(x3, gates, DTYPE, TILE)
+    tma_store_wait(0)
+    _store(t_desc, to, stage, t0, t1, t2, t3)
+    tma_store_wait(0)
