@@ -5,8 +5,8 @@ decay. A CTA owns a chunk and some value heads of one key head, a warp one of th
 makes K K^T and Q K^T; then each warp works alone, in registers, on the 16 x 16 blocks of its head's
 tiles. docs/gdn_hopper.md says how.
 
-Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, W warps, which are the
-heads of a CTA.
+Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, W = 2 or 4 warps, which
+are the heads of a CTA.
 """
 
 from .gdn_place import RAGGED_END, C, D
@@ -134,10 +134,18 @@ def _shared_gates(g, beta, W: gl.constexpr):
 def _squares(smem, i, j, TILE: gl.constexpr):
     """|x|^2 [4, 16] of the rows of x [C, D]: the diagonals of four products of blocks. The tensor
     cores do it with fewer instructions than a reduction."""
-    x = smem.reshape([4, 16, D]).load(operand(0, TILE))
+    BLOCKS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)  # of the same bytes
+    x = as_tile(smem, smem.dtype, [4, 16, D], BLOCKS).load(operand(0, TILE))
     xt = gl.convert_layout(x.permute((0, 2, 1)), operand(1, TILE), assert_trivial=True)
     xx = mma_v2(x, xt, gl.zeros((4, 16, 16), gl.float32, TILE))
     return gl.sum(gl.where(i == j, xx, 0.0), 2)
+
+
+@gluon.jit
+def _shared_line(x):
+    """[4, 16] fp32 in shared memory, as [C]."""
+    LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return as_tile(gl.allocate_shared_memory(gl.float32, [4, 16], ROWS, x), gl.float32, [C], LINE)
 
 
 @gluon.jit
@@ -242,7 +250,8 @@ def _inverse_16(kk_smem, gates, i, j, b: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def _inverse(kk_smem, gates, i, j, TILE: gl.constexpr):
     """(I + L)^-1 by 16 x 16 blocks below the diagonal, fp32, row after row; zero for the rest."""
-    o = gl.zeros((gl.num_warps(), 16, 16), gl.float32, TILE)
+    W: gl.constexpr = gates.beta.shape[0]
+    o = gl.zeros((W, 16, 16), gl.float32, TILE)
     x00, x00t = _inverse_16(kk_smem, gates, i, j, 0, TILE)
     x11, x11t = _inverse_16(kk_smem, gates, i, j, 1, TILE)
     x22, x22t = _inverse_16(kk_smem, gates, i, j, 2, TILE)
@@ -286,12 +295,13 @@ def _store(desc, row, stage, r0, r1, r2, r3):
 @gluon.jit
 def _p_row(qk_smem, gates, i, j, bi: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr):
     """Row bi of the blocks of P."""
+    W: gl.constexpr = gates.beta.shape[0]
     row = ()
     for bj in gl.static_range(4):
         if bj <= bi:
             block = _decayed(qk_smem, gates, 1.0, i, j, bi, bj, TILE)
         else:
-            block = gl.zeros((gl.num_warps(), 16, 16), gl.float32, TILE)
+            block = gl.zeros((W, 16, 16), gl.float32, TILE)
         row = row + (block.to(DTYPE),)
     return row
 
@@ -326,10 +336,10 @@ def gdn_prepare_fwd_kernel(
     scale,
     HV: gl.constexpr,
     R: gl.constexpr,
+    W: gl.constexpr,
     BETA_MAX: gl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
 ):
     """Tb, P, F and decay of one chunk and W of the R value heads of one key head."""
-    W: gl.constexpr = gl.num_warps()
     TILE: gl.constexpr = tile_layout(W)
     PAIR: gl.constexpr = pair_layout(W)
     GATE: gl.constexpr = gate_layout(W)
@@ -342,10 +352,9 @@ def gdn_prepare_fwd_kernel(
     if c * C >= length:
         return
     landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # q and k, then Q K^T, then tiles on their way out; and K K^T behind these
-    room = gl.allocate_shared_memory(DTYPE, [max(W, 2) + 2, C, C], t_desc.layout)
-    q_smem = as_tile(room, DTYPE, [C, D], t_desc.layout)
-    k_smem = as_tile(room.index(2), DTYPE, [C, D], t_desc.layout)
+    # q and k; in their place Q K^T and, behind what the tiles on their way out need, K K^T
+    room = gl.allocate_shared_memory(DTYPE, [W // 2 + 1, C, D], t_desc.layout)
+    q_smem, k_smem = room.index(0), room.index(1)
     mbarrier.init(landed, count=1)
     mbarrier.expect(landed, 2 * C * D * 2)
     at = [batch, end, first + c * C, hv0 // R, 0]
@@ -381,13 +390,13 @@ def gdn_prepare_fwd_kernel(
     rq = gl.rsqrt(_squares(q_smem, i, j, TILE) + 1e-6) * scale
     k2 = _squares(k_smem, i, j, TILE)
     rk = gl.rsqrt(k2 + 1e-6)
-    rq_smem = gl.allocate_shared_memory(gl.float32, [4, 16], ROWS, rq).reshape([C])
-    rk_smem = gl.allocate_shared_memory(gl.float32, [4, 16], ROWS, rk).reshape([C])
-    k2_smem = gl.allocate_shared_memory(gl.float32, [4, 16], ROWS, k2 * rk * rk).reshape([C])
+    rq_smem = _shared_line(rq)
+    rk_smem = _shared_line(rk)
+    k2_smem = _shared_line(k2 * rk * rk)
     kk0, qk0 = _products(q_smem, k_smem, k_smem.slice(0, 32), rq_smem, rk_smem, 0, PAIR)
     kk1, qk1 = _products(q_smem, k_smem, k_smem, rq_smem, rk_smem, 32, PAIR)
-    kk_smem = as_tile(room.index(max(W, 2)), gl.float32, [C, C], WORDS)
-    qk_smem = as_tile(room, gl.float32, [C, C], WORDS)
+    kk_smem = as_tile(room.index(W // 2), gl.float32, [C, C], WORDS)
+    qk_smem = as_tile(room.index(0), gl.float32, [C, C], WORDS)
     kk_smem.slice(0, 32).slice(0, 32, 1).store(kk0)
     qk_smem.slice(0, 32).slice(0, 32, 1).store(qk0)
     kk_smem.slice(32, 32).store(kk1)

@@ -6,10 +6,11 @@ Everything else in this folder imports Gluon from here and is written once.
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    mma_v2,
     tma,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -56,6 +57,16 @@ tma_store_wait = tma.store_wait
 
 # 3.7 renamed it.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@builtin
+def _mma_v2(a, b, acc, _semantic=None):
+    product = _semantic.dot(a, b, acc, None, None, acc.dtype)
+    return gl.tensor(product.handle, acc.type)
+
+
+# a b + acc by mma.sync, of operands in registers. 3.6 brought it.
+mma_v2 = getattr(hopper, "mma_v2", _mma_v2)
 
 
 class Descriptor(TensorDescriptor):
