@@ -45,8 +45,7 @@ TRITON_VERSION = tuple(int(x) for x in triton.__version__.split("+")[0].split(".
 # 3.5: warp_specialize(args, default, worker_args, workers, warps, registers); from 3.6 pairs.
 WARP_SPECIALIZE_TAKES_LIST = gl.constexpr(TRITON_VERSION >= (3, 6))
 
-# as_tile(smem, dtype, shape, layout): shared memory from where smem begins on, seen as another tile.
-# 3.9 made it public.
+# as_tile(smem, dtype, shape, layout): the bytes of smem, seen as another tile. 3.9 made it public.
 _Smem = gl.shared_memory_descriptor
 as_tile = getattr(_Smem, "reinterpret", None) or _Smem._reinterpret
 
