@@ -1,4 +1,4 @@
-"""The Hopper kernels of Gated DeltaNet as their launchers compile them, for tools/compile_all.py."""
+"""The Hopper kernels of Gated DeltaNet as their launchers compile them: tools/compile_all.py."""
 
 from compile_all import Variant, load
 from triton.experimental.gluon import language as gl
