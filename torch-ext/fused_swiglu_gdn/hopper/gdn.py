@@ -109,8 +109,8 @@ def gdn_prepare(
     kind = (q.device, q.dtype, *map(specialized_on, pointers), strides)
     prepare(gdn_prepare_fwd_kernel, (HV, R, W, beta_max), options, *kind).launch(
         (n // W, 1, 1),
-        _token_desc(q, 128, packed), _token_desc(k, 128, packed), _block_desc(tb, W),
-        _block_desc(p, W), *pointers, f, decay,
+        _token_desc(q, 128, packed), _token_desc(k, 128, packed), _block_desc(tb),
+        _block_desc(p), *pointers, f, decay,
         *strides, T, cu_seqlens.shape[0] - 1 if packed else B, -(-T // 64), scale,
     )  # fmt: skip
     return tb, p, f, decay
@@ -178,9 +178,9 @@ def _token_desc(x: torch.Tensor, columns: int, packed: bool) -> Descriptor:
     return Descriptor(x, shape, strides, *_box(x.dtype, 1, 1, 64, 1, columns))
 
 
-def _block_desc(x: torch.Tensor, heads: int = 1) -> Descriptor:
-    """Boxes [heads C, C] of Tb or P [rows, HV, C, C]."""
-    return Descriptor(x, (x.numel() // 64, 64), (64, 1), *_box(x.dtype, heads * 64, 64))
+def _block_desc(x: torch.Tensor) -> Descriptor:
+    """Boxes [C, C] of Tb or P [rows, HV, C, C]."""
+    return Descriptor(x, (x.numel() // 64, 64), (64, 1), *_box(x.dtype, 64, 64))
 
 
 def _factor_desc(x: torch.Tensor) -> Descriptor:
