@@ -103,6 +103,24 @@ def test_segments(warpgroups, gates, lengths):
 
 @pytest.mark.gpu
 @compiled
+@both
+def test_states_at_cuts(warpgroups):
+    """Heads that forget at some cuts only: a state is found from the last one that is known."""
+    x = gdn_inputs(1, 33000, 1, 4, 128, 128, torch.bfloat16, "cuda", gates="none")
+    x["g"][:, 6000:6100, 0] = x["g"][:, 20000:20700, 0] = -1.0
+    x["g"][:, 9000:, 1] = -0.01
+    x["g"][..., 2] = -0.02 * torch.rand(33000, device="cuda")
+    check("hopper", arguments(x, use_qk_l2norm=True))
+    x["initial_state"] = torch.randn(4, 4, 128, 128, device="cuda")
+    args = arguments(
+        x, cu_seqlens=cu(16600, 20, 16380, device="cuda"), use_qk_l2norm=True, state_v_first=True,
+        state_indices=torch.tensor([2, 0, 3], device="cuda"), checkpoint_every=8192,
+    )  # fmt: skip
+    check("hopper", args)
+
+
+@pytest.mark.gpu
+@compiled
 def test_cut_pool_is_written_behind_all_reads():
     lengths = (4500, 4600, 4200)
     x = gdn_inputs(1, sum(lengths), 2, 4, 128, 128, torch.bfloat16, "cuda")

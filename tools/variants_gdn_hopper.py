@@ -31,8 +31,8 @@ def _scan(
         "t_desc": _box(64, 64, dtype=dtype),
         "p_desc": _box(64, 64, dtype=dtype),
         "f_desc": _box(256, dtype="fp32"),
-        "decay_ptr": "*fp32:16",
-        **dict.fromkeys(("T", "HV", "H", "N", "every", "split", "pool_step"), "i32"),
+        **dict.fromkeys(("decay_ptr", "warm_ptr", "carry_ptr"), "*fp32:16"),
+        **dict.fromkeys(("T", "HV", "H", "N", "every", "split", "pool_step", "transition"), "i32"),
     }
     pointers = {
         "h0_ptr": state if states else "",

@@ -9,9 +9,10 @@ from typing import Optional, Tuple
 
 import torch
 
-from ..common.gdn_prepare import gdn_prepare
+from ..common.gdn_prepare import EXACT_FP32, gdn_prepare
 from ..common.launch import prepare, specialized_on
 from ..device import multiprocessor_count
+from .gdn_carry import gdn_carry_kernel
 from .gdn_scan import gdn_scan_fwd_kernel, scatter_states_kernel
 from .gluon_compat import Descriptor, gl
 
@@ -162,23 +163,51 @@ def gdn_scan(
     W = 1 if 2 * slots * HV <= multiprocessor_count(device.index) else 2
     if checkpoint_every and not state_v_first:
         W = 1  # the addresses of a [K, V] state are more than two warpgroups have registers for
+    warm = carry = decay  # for a call that is not cut, something to point at
+    if split > 1:
+        carry = torch.empty((slots, HV, 2 * K, K), dtype=torch.float32, device=device)
+        warm = torch.empty((slots, HV), dtype=torch.float32, device=device)
     constexprs = (in_place, W, state_v_first, *REGISTERS[W])
     pointers = (initial_state, final, checkpoints, state_indices, cu_seqlens)
     # the kernel waits for prepare itself, where it needs it: launch_pdl
     options = (("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True))
     kind = (device, v.dtype, pool_step < 2**31, *map(specialized_on, pointers))
-    prepare(gdn_scan_fwd_kernel, constexprs, options, *kind).launch(
-        (slots * HV * 2 // W, 1, 1),
+    scan = prepare(gdn_scan_fwd_kernel, constexprs, options, *kind)
+    args = (
         _token_desc(q, 128, packed), _token_desc(k, 128, packed), _token_desc(v, 64, packed),
         _token_desc(o, 64, packed), _block_desc(Tb), _block_desc(P), _factor_desc(F),
-        *pointers, decay, T, HV, H, N, max(checkpoint_every // 64, 1), split, pool_step,
+        *pointers, decay, warm, carry, T, HV, H, N, max(checkpoint_every // 64, 1), split,
+        pool_step,
     )  # fmt: skip
+    programs = slots * HV * 2 // W
+    if split > 1:
+        scan.launch((2 * programs, 1, 1), *args, 1)
+        _carry(cu_seqlens, warm, carry, T, N, split)
+    scan.launch((programs, 1, 1), *args, 0)
     if pool is not None and not in_place:
         size = HV * K * K
         grid = (N, -(-size // 4096))
         scatter_states_kernel[grid](final, state_indices, pool, pool_step, size)
         final = pool
     return o, final, checkpoints
+
+
+def _carry(
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    warm: torch.Tensor,  # [slots, HV] fp32
+    carry: torch.Tensor,  # [slots, HV, V + K, K] fp32
+    T: int,
+    N: int,
+    split: int,
+) -> None:
+    """Puts N and M of the segments together to the states at the cuts."""
+    slots, HV = warm.shape
+    constexprs = (MIN_SEGMENT_TOKENS, 1 << (split - 1).bit_length(), 16, EXACT_FP32)
+    options = (("num_warps", 8), ("launch_pdl", True))
+    kind = (warm.device, specialized_on(cu_seqlens))
+    prepare(gdn_carry_kernel, constexprs, options, *kind).launch(
+        (HV * HEAD_DIM // 16, N, 1), cu_seqlens, warm, carry, T, HV, N, split, slots
+    )
 
 
 def _segments(N: int, T: int, HV: int, packed: bool, device: torch.device) -> Tuple[int, int]:

@@ -23,6 +23,7 @@ __all__ = [
     "fence_async_shared",
     "gl",
     "gluon",
+    "let_next_begin",
     "mbarrier",
     "record",
     "tma",
@@ -87,4 +88,12 @@ def wait_for_prepare():
     """Returns when the kernel launched before this one has finished and its writes can be seen."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def let_next_begin():
+    """The next launch may begin, up to its wait_for_prepare, once every program has been here."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
