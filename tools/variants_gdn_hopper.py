@@ -54,6 +54,21 @@ def _scan(
     return Variant(name, "hopper.gdn_scan", kernel, signature, constexprs, options, ("sm_90",))
 
 
+def _carry(packed: str) -> Variant:
+    signature = {
+        **({"cu_ptr": f"*{packed}:16"} if packed else {}),
+        **dict.fromkeys(("warm_ptr", "carry_ptr"), "*fp32:16"),
+        **dict.fromkeys(("T", "HV", "N", "split", "slots"), "i32"),
+    }
+    constexprs = {"SPAN": 2048, "MOST": 8, "BLOCK_V": 16, "PREC": "tf32x3"}
+    constexprs.update({} if packed else {"cu_ptr": None})
+    name = f"hopper_gdn_carry,packed={packed or None}"
+    options = {"num_warps": 8, "launch_pdl": True}
+    return Variant(
+        name, "hopper.gdn_carry", "gdn_carry_kernel", signature, constexprs, options, ("sm_90",)
+    )
+
+
 VARIANTS = [
     _scan(W, **options)
     for W in (1, 2)
@@ -67,4 +82,4 @@ VARIANTS = [
         {"checkpoints": True, "v_first": True},
         {"checkpoints": True, "v_first": True, "pool": "i32", "in_place": True, "state": "bf16"},
     )
-] + [_scan(1, checkpoints=True)]
+] + [_scan(1, checkpoints=True), _carry("i32"), _carry("")]

@@ -9,7 +9,7 @@ from typing import Optional, Tuple
 
 import torch
 
-from ..common.gdn_prepare import EXACT_FP32, gdn_prepare
+from ..common.gdn_prepare import EXACT_FP32, chunk_rows, gdn_prepare
 from ..common.launch import prepare, specialized_on
 from ..device import multiprocessor_count
 from .gdn_carry import gdn_carry_kernel
@@ -79,10 +79,11 @@ def gdn_chunk_fwd(
         q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
         allow_neg_eigval,
     )  # fmt: skip
-    return gdn_scan(
-        q, k, v, *blocks, initial_state, state_indices, cu_seqlens, state_v_first,
-        output_final_state, state_dtype, checkpoint_every,
+    scan = Scan(
+        q, k, v, initial_state, state_indices, cu_seqlens, state_v_first, output_final_state,
+        state_dtype, checkpoint_every,
     )  # fmt: skip
+    return scan(q, k, v, blocks, initial_state, state_indices, cu_seqlens)
 
 
 @functools.cache
@@ -94,102 +95,111 @@ def _box(dtype: torch.dtype, *shape: int):
     return list(shape), gl.NVMMASharedLayout.get_default_for(list(shape), element)
 
 
-def _token_desc(x: torch.Tensor, columns: int, packed: bool) -> Descriptor:
-    """Boxes [1, 1, C, 1, columns] of x [B, T, H, D], cut at the end of each sequence.
+def _token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) -> tuple:
+    """Boxes [1, 1, C, 1, columns] of a tensor [B, T, H, D], cut at the end of each sequence.
 
     Equal lengths: dimensions (1, B, T, H, D), whose third ends at T. Packed: token i of a sequence
     [start, end) is (2^30, end, 2^30 - length + i, h, d) with strides (2^34 - s, s, s, ..). That
     comes to start + i tokens, since 2^64 elements wrap to nothing, and the third dimension ends at
     i = length.
     """
-    B, T, H, D = x.shape
-    token = x.stride(1) if T > 1 else H * D
-    head = x.stride(2) if H > 1 else D
+    B, T, H, D = shape
+    token = strides[1] if T > 1 else H * D
+    head = strides[2] if H > 1 else D
     if packed:
         shape = (0x7FFF0000, 0x7FFF0000, 1 << 30, H, D)
         strides = ((1 << 34) - token, token, token, head, 1)
     else:
-        batch = x.stride(0) if B > 1 else token
+        batch = strides[0] if B > 1 else token
         shape, strides = (1, B, T, H, D), (batch, batch, token, head, 1)
-    return Descriptor(x, shape, strides, *_box(x.dtype, 1, 1, 64, 1, columns))
+    return (shape, strides, *_box(dtype, 1, 1, 64, 1, columns))
 
 
-def _block_desc(x: torch.Tensor) -> Descriptor:
-    """Boxes [C, C] of Tb or P [rows, HV, C, C]."""
-    return Descriptor(x, (x.numel() // 64, 64), (64, 1), *_box(x.dtype, 64, 64))
+class Scan:
+    """The second half of gdn_chunk_fwd for calls of one kind: what follows from shapes, strides,
+    dtypes and options is found once."""
 
+    __slots__ = ("maps", "numbers", "slots", "split", "programs", "final", "checkpoints", "kernel")
 
-def _factor_desc(x: torch.Tensor) -> Descriptor:
-    """Boxes [4 C] of F [rows, HV, 4, C]."""
-    return Descriptor(x, (x.numel(),), (1,), *_box(x.dtype, 256))
+    def __init__(
+        self, q, k, v, initial_state, state_indices, cu_seqlens, state_v_first, output_final_state,
+        state_dtype, checkpoint_every,
+    ):  # fmt: skip
+        (B, T, H, K), HV = q.shape, v.shape[2]
+        packed, device = cu_seqlens is not None, v.device
+        N = cu_seqlens.shape[0] - 1 if packed else B
+        self.split, self.slots = _segments(N, T, HV, packed, device)
+        in_place = state_indices is not None and self.split == 1
+        state = state_dtype or torch.float32
+        self.final = self.checkpoints = None  # shape and dtype, where they are to be allocated
+        if state_indices is not None:
+            state = initial_state.dtype
+        if not in_place and (output_final_state or state_indices is not None):
+            self.final = ((N, HV, K, K), state)
+        if checkpoint_every:
+            rows = B * (T // checkpoint_every)
+            self.checkpoints = ((rows, HV, K, K), state_dtype or torch.float32)
+        W = 1 if 2 * self.slots * HV <= multiprocessor_count(device.index) else 2
+        if checkpoint_every and not state_v_first:
+            W = 1  # the addresses of a [K, V] state are more than two warpgroups have registers for
+        self.programs = self.slots * HV * 2 // W
+        pool_step = 0 if initial_state is None else initial_state.stride(0)
+        self.numbers = (T, HV, H, N, max(checkpoint_every // 64, 1), self.split, pool_step)
+        units = chunk_rows(T, B, cu_seqlens) * HV
+        dense = (T * HV * K, HV * K, K, 1)
+        block = ((units * 64, 64), (64, 1), *_box(v.dtype, 64, 64))
+        self.maps = (
+            *(_token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k)),
+            _token_map(v.shape, v.stride(), v.dtype, 64, packed),
+            _token_map(v.shape, dense, v.dtype, 64, packed),
+            *(block, block, ((units * 256,), (1,), *_box(torch.float32, 256))),
+        )
+        # the kernel waits for prepare itself, where it needs it: launch_pdl
+        options = (("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True))
+        made = (x and x[1] for x in (self.final, self.checkpoints))  # dtypes
+        given = map(specialized_on, (initial_state, state_indices, cu_seqlens))
+        kind = (device, v.dtype, pool_step < 2**31, *made, *given)
+        constexprs = (in_place, W, state_v_first, *REGISTERS[W])
+        self.kernel = prepare(gdn_scan_fwd_kernel, constexprs, options, *kind)
 
-
-def gdn_scan(
-    q: torch.Tensor,  # [B, T, H, K]
-    k: torch.Tensor,  # [B, T, H, K]
-    v: torch.Tensor,  # [B, T, HV, V]
-    Tb: torch.Tensor,  # [rows, HV, C, C]
-    P: torch.Tensor,  # [rows, HV, C, C]
-    F: torch.Tensor,  # [rows, HV, 4, C] fp32
-    decay: torch.Tensor,  # [rows, HV] fp32
-    initial_state: Optional[torch.Tensor],  # [N or pool, HV, K, V]
-    state_indices: Optional[torch.Tensor],  # [N]
-    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-    state_v_first: bool,
-    output_final_state: bool,
-    state_dtype: Optional[torch.dtype],
-    checkpoint_every: int,
-    prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
-) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """The second half of gdn_chunk_fwd, on what gdn_prepare made of q, k, g and beta."""
-    B, T, H, K = q.shape
-    HV, packed, device = v.shape[2], cu_seqlens is not None, v.device
-    N = cu_seqlens.shape[0] - 1 if packed else B
-    split, slots = _segments(N, T, HV, packed, device)
-    pool = initial_state if state_indices is not None else None
-    in_place = pool is not None and split == 1
-    o = torch.empty(v.shape, dtype=v.dtype, device=device)
-    final = checkpoints = None
-    if in_place:
-        final = pool
-    elif output_final_state or pool is not None:
-        dtype = pool.dtype if pool is not None else state_dtype or torch.float32
-        final = torch.empty((N, HV, K, K), dtype=dtype, device=device)
-    if checkpoint_every:
-        rows = B * (T // checkpoint_every)
-        dtype = state_dtype or torch.float32
-        checkpoints = torch.zeros((rows, HV, K, K), dtype=dtype, device=device)
-    pool_step = 0 if initial_state is None else initial_state.stride(0)
-    W = 1 if 2 * slots * HV <= multiprocessor_count(device.index) else 2
-    if checkpoint_every and not state_v_first:
-        W = 1  # the addresses of a [K, V] state are more than two warpgroups have registers for
-    warm = carry = decay  # for a call that is not cut, something to point at
-    if split > 1:
-        carry = torch.empty((slots, HV, 2 * K, K), dtype=torch.float32, device=device)
-        warm = torch.empty((slots, HV), dtype=torch.float32, device=device)
-    constexprs = (in_place, W, state_v_first, *REGISTERS[W])
-    pointers = (initial_state, final, checkpoints, state_indices, cu_seqlens)
-    # the kernel waits for prepare itself, where it needs it: launch_pdl
-    options = (("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True))
-    kind = (device, v.dtype, pool_step < 2**31, *map(specialized_on, pointers))
-    scan = prepare(gdn_scan_fwd_kernel, constexprs, options, *kind)
-    args = (
-        _token_desc(q, 128, packed), _token_desc(k, 128, packed), _token_desc(v, 64, packed),
-        _token_desc(o, 64, packed), _block_desc(Tb), _block_desc(P), _factor_desc(F),
-        *pointers, decay, warm, carry, T, HV, H, N, max(checkpoint_every // 64, 1), split,
-        pool_step,
-    )  # fmt: skip
-    programs = slots * HV * 2 // W
-    if split > 1:
-        scan.launch((2 * programs, 1, 1), *args, 1)
-        _carry(cu_seqlens, warm, carry, T, N, split)
-    scan.launch((programs, 1, 1), *args, 0)
-    if pool is not None and not in_place:
-        size = HV * K * K
-        grid = (N, -(-size // 4096))
-        scatter_states_kernel[grid](final, state_indices, pool, pool_step, size)
-        final = pool
-    return o, final, checkpoints
+    def __call__(
+        self,
+        q: torch.Tensor,  # [B, T, H, K]
+        k: torch.Tensor,  # [B, T, H, K]
+        v: torch.Tensor,  # [B, T, HV, V]
+        blocks: tuple,  # Tb, P [rows, HV, C, C]; F [rows, HV, 4, C] and decay [rows, HV], both fp32
+        initial_state: Optional[torch.Tensor],  # [N or pool, HV, K, V]
+        state_indices: Optional[torch.Tensor],  # [N]
+        cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
+        """o [B, T, HV, V]; the final state, the pool, or None; checkpoints or None."""
+        *blocks, decay = blocks
+        T, HV, _, N, _, split, pool_step = self.numbers
+        pool = None if state_indices is None else initial_state
+        o = v.new_empty(v.shape)
+        final = pool if self.final is None else v.new_empty(*self.final[:1], dtype=self.final[1])
+        checkpoints = None
+        if self.checkpoints is not None:
+            checkpoints = v.new_zeros(self.checkpoints[0], dtype=self.checkpoints[1])
+        warm = carry = decay  # for a call that is not cut, something to point at
+        if split > 1:
+            warm = decay.new_empty((self.slots, HV))
+            carry = decay.new_empty((self.slots, HV, 2 * HEAD_DIM, HEAD_DIM))
+        args = (
+            *(Descriptor(x, *how) for x, how in zip((q, k, v, o, *blocks), self.maps)),
+            *(initial_state, final, checkpoints, state_indices, cu_seqlens, decay, warm, carry),
+            *self.numbers,
+        )
+        if split > 1:
+            self.kernel.launch((2 * self.programs, 1, 1), *args, 1)
+            _carry(cu_seqlens, warm, carry, T, N, split)
+        self.kernel.launch((self.programs, 1, 1), *args, 0)
+        if pool is not None and final is not pool:
+            size = HV * HEAD_DIM * HEAD_DIM
+            grid = (N, -(-size // 4096))
+            scatter_states_kernel[grid](final, state_indices, pool, pool_step, size)
+            final = pool
+        return o, final, checkpoints
 
 
 def _carry(
