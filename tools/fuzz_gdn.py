@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import List, Tuple
 
 import torch
-import triton
-import triton.language as tl
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from conftest import submodule  # noqa: E402
+from fp64_recurrence import recurrence  # noqa: E402
 from gdn_problems import Problem, Variant, draw_problem, draw_variant  # noqa: E402
 
 # Relative error of o and of the states for one sequence and head, by dtype: bf16 operands are
@@ -37,76 +36,16 @@ FLOOR = 1e-2
 CHECKS = ("o", "o of a skipped sequence", "a final state", "a checkpoint", "an unused pool row")
 
 
-@triton.jit(do_not_specialize=["HV"])
-def _recurrence_kernel(
-    q_ptr,  # [T, HV, D] fp64, scaled
-    k_ptr,  # [T, HV, D] fp64
-    v_ptr,  # [T, HV, D] fp64
-    a_ptr,  # [T, HV] fp64
-    beta_ptr,  # [T, HV] fp64
-    cu_ptr,  # [N + 1]
-    s_ptr,  # [N, HV, D, D] fp64, overwritten
-    o_ptr,  # [T, HV, D] fp64
-    kept_ptr,  # [T // 64, HV, D, D] fp64
-    HV,
-    D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
-    """The recurrence token by token, BLOCK_V columns of one head of one sequence a program."""
-    NV: tl.constexpr = (D + BLOCK_V - 1) // BLOCK_V
-    hv = (tl.program_id(0) // NV) % HV
-    n = tl.program_id(0) // (NV * HV)
-    start = tl.load(cu_ptr + n)
-    d = tl.arange(0, BLOCK_K)
-    e = (tl.program_id(0) % NV) * BLOCK_V + tl.arange(0, BLOCK_V)
-    inside = (d < D)[:, None] & (e < D)[None, :]
-    state = d[:, None] * D + e[None, :]
-    s = tl.load(s_ptr + (n * HV + hv) * (D * D) + state, mask=inside, other=0.0)
-    for t in range(start, tl.load(cu_ptr + n + 1)):
-        at = t * HV + hv
-        k = tl.load(k_ptr + at * D + d, mask=d < D, other=0.0)[:, None]
-        q = tl.load(q_ptr + at * D + d, mask=d < D, other=0.0)[:, None]
-        v = tl.load(v_ptr + at * D + e, mask=e < D, other=0.0)
-        s *= tl.load(a_ptr + at)
-        s += k * (tl.load(beta_ptr + at) * (v - tl.sum(k * s, 0)))[None, :]
-        tl.store(o_ptr + at * D + e, tl.sum(q * s, 0), mask=e < D)
-        done = t + 1 - start
-        if done % 64 == 0:
-            row = start // 64 + done // 64 - 1
-            tl.store(kept_ptr + (row * HV + hv) * (D * D) + state, s, mask=inside)
-    tl.store(s_ptr + (n * HV + hv) * (D * D) + state, s, mask=inside)
-
-
-def recurrence(p: Problem):
-    """In fp64: o [tokens, HV, D] and the final states [N, HV, D, D], and the states [.., HV, D, D]
-    after 64, 128, .. tokens: row start // 64 + j of a sequence that begins at token `start`."""
-    q, k, w, g, beta, A_log, dt_bias = (
-        x if x is None else x.double().flatten(0, 1) if x.dim() > 1 else x.double()
-        for x in p.args[:7]
-    )
-    v, HV = p.variant, p.variant.H * p.variant.R
+def expected(p: Problem):
+    """o, the final states and the states after every 64 tokens, as fp64_recurrence.py has them."""
+    q, k, w, g, beta, A_log, dt_bias = (x if x is None else x.double() for x in p.args[:7])
+    v = p.variant
     if v.raw_gate:
         g = -A_log.exp() * torch.nn.functional.softplus(g + dt_bias)
     if v.sigmoid:
         beta = beta.sigmoid() * (2 if v.neg else 1)
-    if v.l2norm:
-        q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
-    q, k = (x.repeat_interleave(v.R, 1) for x in (q * p.args[10], k))
-    N = len(p.lengths)
-    S = (
-        q.new_zeros(N, HV, v.D, v.D)
-        if p.states is None
-        else p.states.clone(memory_format=torch.contiguous_format)
-    )
-    o = torch.empty_like(w, memory_format=torch.contiguous_format)
-    kept = q.new_zeros(len(q) // 64, HV, v.D, v.D)
     cu = torch.tensor([0] + p.lengths).cumsum(0).to(q.device)
-    D2 = triton.next_power_of_2(v.D)
-    _recurrence_kernel[(N * HV * triton.cdiv(v.D, 16),)](
-        q, k, w.contiguous(), g.exp(), beta.contiguous(), cu, S, o, kept, HV, v.D, D2, 16
-    )  # fmt: skip
-    return o, S, kept
+    return recurrence(q, k, w, g, beta, cu, p.args[10], v.l2norm, p.states, keep=True)
 
 
 def off(x: torch.Tensor, ref: torch.Tensor, tolerance: float, group=None, groups=0):
@@ -126,7 +65,7 @@ def compare(p: Problem, out) -> torch.Tensor:
     """For each of CHECKS the worst error over what is tolerated: [5], on the device."""
     o, final, checkpoints = out
     v, N = p.variant, len(p.lengths)
-    o_ref, S_ref, kept = recurrence(p)
+    o_ref, S_ref, kept = expected(p)
     device = o.device
     # With one key the state is one row, the sum of a chunk's 64 writes, which all but cancel: the
     # roundings of 64 terms remain in it.
