@@ -68,8 +68,10 @@ def compare(p: Problem, out) -> torch.Tensor:
     o_ref, S_ref, kept = expected(p)
     device = o.device
     # With one key the state is one row, the sum of a chunk's 64 writes, which all but cancel: the
-    # roundings of 64 terms remain in it.
+    # roundings of 64 terms remain in it. Where beta reaches 2 the writes are larger: rounding the
+    # operands to bf16 in fp64 arithmetic alone makes up to 12 % there, 3 % in the median.
     tolerance = TOLERANCE[v.dtype] * (4 if p.repeated_key else 1)
+    tolerance *= 3 if p.repeated_key and v.sigmoid and v.neg else 1
     state_tolerance = max(tolerance, TOLERANCE[v.state_dtype])
     worst = torch.zeros(len(CHECKS), dtype=torch.float64, device=device)
     on = lambda rows: torch.tensor(rows, dtype=torch.long, device=device)  # noqa: E731

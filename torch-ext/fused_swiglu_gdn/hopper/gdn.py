@@ -10,7 +10,7 @@ from typing import Optional, Tuple
 import torch
 
 from ..common.gdn_prepare import EXACT_FP32, chunk_rows, gdn_prepare
-from ..common.launch import prepare, specialized_on
+from ..common.launch import Prepared, prepare, specialized_on
 from ..device import multiprocessor_count
 from .gdn_carry import gdn_carry_kernel
 from .gdn_scan import gdn_scan_fwd_kernel, scatter_states_kernel
@@ -115,11 +115,21 @@ def _token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) -
     return (shape, strides, *_box(dtype, 1, 1, 64, 1, columns))
 
 
+def _kernel(in_place: bool, W: int, state_v_first: bool, *kind) -> Prepared:
+    constexprs = (in_place, W, state_v_first, *REGISTERS[W])
+    # the kernel waits for prepare itself, where it needs it: launch_pdl
+    options = (("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True))
+    return prepare(gdn_scan_fwd_kernel, constexprs, options, *kind)
+
+
 class Scan:
     """The second half of gdn_chunk_fwd for calls of one kind: what follows from shapes, strides,
     dtypes and options is found once."""
 
-    __slots__ = ("maps", "numbers", "slots", "split", "programs", "final", "checkpoints", "kernel")
+    __slots__ = (
+        "maps", "numbers", "slots", "split", "programs", "final", "checkpoints", "kernel",
+        "transition",
+    )  # fmt: skip
 
     def __init__(
         self, q, k, v, initial_state, state_indices, cu_seqlens, state_v_first, output_final_state,
@@ -154,13 +164,11 @@ class Scan:
             _token_map(v.shape, dense, v.dtype, 64, packed),
             *(block, block, ((units * 256,), (1,), *_box(torch.float32, 256))),
         )
-        # the kernel waits for prepare itself, where it needs it: launch_pdl
-        options = (("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True))
-        made = (x and x[1] for x in (self.final, self.checkpoints))  # dtypes
         given = map(specialized_on, (initial_state, state_indices, cu_seqlens))
-        kind = (device, v.dtype, pool_step < 2**31, *made, *given)
-        constexprs = (in_place, W, state_v_first, *REGISTERS[W])
-        self.kernel = prepare(gdn_scan_fwd_kernel, constexprs, options, *kind)
+        kind = (device, v.dtype, pool_step < 2**31, self.final and self.final[1], *given)
+        checkpoints = self.checkpoints and self.checkpoints[1]
+        self.kernel = _kernel(in_place, W, state_v_first, checkpoints, *kind)
+        self.transition = _kernel(in_place, 2, state_v_first, None, *kind)  # the second: M
 
     def __call__(
         self,
@@ -177,7 +185,7 @@ class Scan:
         T, HV, _, N, _, split, pool_step = self.numbers
         pool = None if state_indices is None else initial_state
         o = v.new_empty(v.shape)
-        final = pool if self.final is None else v.new_empty(*self.final[:1], dtype=self.final[1])
+        final = pool if self.final is None else v.new_empty(self.final[0], dtype=self.final[1])
         checkpoints = None
         if self.checkpoints is not None:
             checkpoints = v.new_zeros(self.checkpoints[0], dtype=self.checkpoints[1])
@@ -185,15 +193,14 @@ class Scan:
         if split > 1:
             warm = decay.new_empty((self.slots, HV))
             carry = decay.new_empty((self.slots, HV, 2 * HEAD_DIM, HEAD_DIM))
-        args = (
-            *(Descriptor(x, *how) for x, how in zip((q, k, v, o, *blocks), self.maps)),
-            *(initial_state, final, checkpoints, state_indices, cu_seqlens, decay, warm, carry),
-            *self.numbers,
-        )
+        maps = [Descriptor(x, *how) for x, how in zip((q, k, v, o, *blocks), self.maps)]
+        rest = (state_indices, cu_seqlens, decay, warm, carry, *self.numbers)
         if split > 1:
-            self.kernel.launch((2 * self.programs, 1, 1), *args, 1)
+            grid = (2 * self.slots * HV, 1, 1)
+            self.transition.launch(grid, *maps, initial_state, final, None, *rest, 1)
             _carry(cu_seqlens, warm, carry, T, N, split)
-        self.kernel.launch((self.programs, 1, 1), *args, 0)
+        grid = (self.programs, 1, 1)
+        self.kernel.launch(grid, *maps, initial_state, final, checkpoints, *rest, 0)
         if pool is not None and final is not pool:
             size = HV * HEAD_DIM * HEAD_DIM
             grid = (N, -(-size // 4096))

@@ -13,7 +13,7 @@ import triton.language as tl
 @triton.jit(do_not_specialize=["T", "HV", "N", "split", "slots"])
 def gdn_carry_kernel(
     cu_ptr,  # [N + 1] int32 | int64 or None
-    warm_ptr,  # [slots, HV] fp32; negative: the state before the segment must be found
+    warm_ptr,  # [slots, HV] fp32; negative: the state before that segment is to be found
     carry_ptr,  # [slots, HV, V + K, K] fp32: N^T and M^T; N becomes the state after the segment
     T,
     HV,
@@ -38,16 +38,21 @@ def gdn_carry_kernel(
         tokens = tl.minimum(tl.load(cu_ptr + n + 1), T).to(tl.int32) - start
         if slots != N * split:
             slot = start // SPAN + n
-    segments = tl.minimum(split, tokens // SPAN)  # below 2: no cut
-    i = tl.arange(0, MOST)
-    warm = tl.load(warm_ptr + (slot + i) * HV + head, mask=i < segments, other=0.0)
+    # as in gdn_place.py
+    total = (tokens + 63) // 64
+    segments = tl.maximum(tl.minimum(split, tokens // SPAN), 1)
+    length = (total + segments - 1) // segments
+    cuts = (total - 1) // tl.maximum(length, 1)  # cut j is at the end of segment j
+    each = tl.arange(0, MOST)
+    warm_ptr += (slot + 1) * HV + head
+    warm = tl.load(warm_ptr + each * HV, mask=each < cuts, other=0.0)
     if tl.min(warm, 0) < 0.0:
         e = (tl.program_id(0) % (D // BLOCK_V)) * BLOCK_V + tl.arange(0, BLOCK_V)
         d = tl.arange(0, D)
         s = tl.zeros((BLOCK_V, D), tl.float32)  # [V, K]
         known = True
-        for j in range(segments - 1):
-            asked = tl.load(warm_ptr + (slot + j + 1) * HV + head) < 0.0
+        for j in range(cuts):
+            asked = tl.load(warm_ptr + j * HV) < 0.0
             if asked:
                 at = carry_ptr + ((slot + j) * HV + head).to(tl.int64) * (2 * D * D)
                 own = at + e[:, None] * D + d[None, :]  # [V, K]

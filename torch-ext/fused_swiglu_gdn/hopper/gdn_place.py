@@ -16,11 +16,10 @@ FORGOTTEN = gl.constexpr(-30.0)  # log2 of the norm below which a transition for
 # Ragged descriptors (gdn.py, _token_desc) place the end of a packed sequence at this row, so that
 # the copy engine itself zero-fills loads and clips stores past it.
 RAGGED_END = gl.constexpr(2**30)
-VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # each warp has the whole of it
 # `source` and `target` of a Unit that are no row of the caller's states
 NOWHERE = gl.constexpr(-1)  # zeros
 CARRY = gl.constexpr(-2)  # row `carry` of the states at the cuts
-IDENTITY = gl.constexpr(-3)
 
 
 @record
@@ -49,6 +48,7 @@ class Unit:
     head: gl.tensor  # value head
     key_head: gl.tensor
     column: gl.tensor  # first column of V
+    second: gl.tensor  # from there to the second warpgroup's; D where that one has columns of M
     heads: gl.tensor  # HV
     block: gl.tensor  # chunk row of the first chunk times HV plus the head: index into Tb, P and F
     chunks: gl.tensor  # to compute; 0 for a skipped or empty sequence
@@ -100,7 +100,7 @@ def _sequence(cu_ptr, slot, N):
 def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transition):
     """(first chunk, end, warm-up or -1, whether the state at the end must be found) of segment i.
 
-    The transition launch looks at the decays and leaves the warm-ups in warm_ptr for the others.
+    The transition launch looks at the decays before each cut and leaves the warm-ups for the next.
     """
     length = (total + segments - 1) // segments
     begin = gl.minimum(i * length, total)
@@ -109,13 +109,13 @@ def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transit
     warm, asked = i * 0, i < 0
     if transition != 0:
         limit = gl.minimum(length, LOOK_BACK)
-        if (i > 0) & (begin < total):
-            warm = _warm_up(decay_ptr, block, heads, begin, limit)
         if end < total:
-            asked = _warm_up(decay_ptr, block, heads, end, limit) < 0
-        if i < segments:
-            gl.store(warm_ptr + row, warm.to(gl.float32))
-    elif i < segments:
+            after = _warm_up(decay_ptr, block, heads, end, limit)
+            gl.store(warm_ptr + row + heads, after.to(gl.float32))
+            asked = after < 0
+        if asked & (i > 0):
+            warm = _warm_up(decay_ptr, block, heads, begin, limit)
+    elif (i > 0) & (begin < total):
         warm = gl.load(warm_ptr + row).to(gl.int32)
     return begin, end, warm, asked
 
@@ -126,9 +126,10 @@ def place(
     IN_PLACE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
     """The fields of Unit from `batch` to `carry` for this CTA; arguments as of the kernel."""
-    slices = gl.where(transition != 0, 2, 1) * (D // (64 * W))
+    second = gl.where(transition != 0, D, 64)
+    slices = second * 2 // (64 * W)
     pid = gl.program_id(0)
-    column = (pid % slices) * (64 * W)
+    column = (pid % slices) * (D // slices)
     head = (pid // slices) % HV
     slot = pid // (slices * HV)
     if cu_ptr is None:
@@ -171,10 +172,9 @@ def place(
     target = gl.where(last & (source >= 0), source if IN_PLACE else n, NOWHERE)
     source = gl.where(i == 0, gl.maximum(source, NOWHERE), gl.where(unknown, CARRY, NOWHERE))
     full = tokens // C
-    if transition != 0:  # V's columns from zero, or from the state if it is known; then M's
-        is_m = column >= D
-        work = gl.where(asked & (unknown | (is_m == 0)), work, 0)
-        source = gl.where(is_m, IDENTITY, gl.where(unknown, NOWHERE, source))
+    if transition != 0:  # from zero, or from the state if it is known
+        work = gl.where(asked, work, 0)
+        source = gl.where(unknown, NOWHERE, source)
         target = gl.where(work > 0, CARRY, NOWHERE)
         zeros, full = n * 0, n * 0
     else:
@@ -184,7 +184,8 @@ def place(
     silent = gl.where(transition != 0, work + warm, warm)
     passed = begin // every  # checkpoints before this segment
     return (
-        batch, end, row + first * C, head, head // (HV // H), column, HV, block + first * HV,
+        batch, end, row + first * C, head, head // (HV // H), column, second, HV,
+        block + first * HV,
         work + warm, silent, zeros, source, target, pool_step,
         pool_step if IN_PLACE else HV * (D * D), full - first, every,
         (passed + 1) * every - 1 - first, (checkpoint + passed) * HV + head, carry,

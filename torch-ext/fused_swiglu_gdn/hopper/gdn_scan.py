@@ -12,7 +12,7 @@ a chunk and says why nothing here can hang.
 Sizes: C = 64 tokens a chunk, K = V = 128, W state warpgroups a CTA, STAGES ring slots.
 """
 
-from .gdn_place import CARRY, IDENTITY, C, D, Unit, place
+from .gdn_place import CARRY, C, D, Unit, place
 from .gluon_compat import (
     WARP_SPECIALIZE_TAKES_LIST,
     as_box,
@@ -59,7 +59,7 @@ def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, V_FIRST: gl.constexpr)
         _load_tokens(u.k_desc, u, row, u.key_head, 0, u.k_smem.index(s), landed)
         for w in gl.static_range(u.W):
             v_smem = u.v_smem.index(s * u.W + w)
-            _load_tokens(u.v_desc, u, row, u.head, u.column + w * 64, v_smem, landed)
+            _load_tokens(u.v_desc, u, row, u.head, u.column + w * u.second, v_smem, landed)
         _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), landed)
         if c == 0:
             wait_for_prepare()
@@ -80,7 +80,7 @@ def _store_tokens(u, o_smem, o, c, W_INDEX: gl.constexpr):
     tma_store_wait(0)  # the previous store has finished reading o_smem
     o_smem.permute((1, 0)).store(o)
     fence_async_shared()
-    where = [u.batch, u.end, u.row + c * C, u.head, u.column + W_INDEX * 64]
+    where = [u.batch, u.end, u.row + c * C, u.head, u.column + W_INDEX * u.second]
     tma_store(u.o_desc, where, as_box(o_smem, u.o_desc))
 
 
@@ -147,7 +147,7 @@ def _at_cut(u, carry_ptr, column):
 
 
 @gluon.jit
-def _initial_state(u, h0_ptr, carry_ptr, column, V_FIRST: gl.constexpr):
+def _initial_state(u, h0_ptr, carry_ptr, column, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr):
     """S^T [64, K] fp32."""
     S = gl.zeros((64, D), gl.float32, acc_layout(D))
     if h0_ptr is not None:
@@ -156,9 +156,9 @@ def _initial_state(u, h0_ptr, carry_ptr, column, V_FIRST: gl.constexpr):
             S = gl.load(h0 + _state_offsets(column, V_FIRST)).to(gl.float32)
     if u.source == CARRY:
         S = gl.load(_at_cut(u, carry_ptr, column))
-    if u.source == IDENTITY:
-        at = _state_offsets(column - D, True)
-        S = gl.where(at % (D + 1) == 0, 1.0, 0.0)
+    if W_INDEX == 1:
+        if u.second == D:  # M: from the identity
+            S = gl.where(_state_offsets(column - D, True) % (D + 1) == 0, 1.0, 0.0)
     return S
 
 
@@ -170,9 +170,9 @@ def _state_partition(
     X_LAYOUT: gl.constexpr = acc_layout(C)
     TOKEN: gl.constexpr = gl.SliceLayout(0, X_LAYOUT)  # a factor per token, along the columns
     DTYPE: gl.constexpr = u.q_desc.dtype
-    column = u.column + W_INDEX * 64
+    column = u.column + W_INDEX * u.second
     o_smem = u.o_smem.index(W_INDEX)
-    S = _initial_state(u, h0_ptr, carry_ptr, column, V_FIRST)
+    S = _initial_state(u, h0_ptr, carry_ptr, column, W_INDEX, V_FIRST)
     Sa = _as_a(S, DTYPE)
     ob = gl.zeros((64, C), DTYPE, X_LAYOUT)
     next_ck, ck_row = u.next_ck, u.ck_row
