@@ -156,9 +156,12 @@ def test_cut_alone_as_in_a_batch():
 @both
 def test_wrong_offsets_stay_in_bounds(warpgroups):
     """No check on the host can see them; they must neither hang nor write elsewhere."""
-    x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
-    x.pop("initial_state", None)
-    for ends in ([0, 500, 300], [-70, 100, 300], [200, 100, 10**6]):
-        offsets = torch.tensor(ends, device="cuda", dtype=torch.int32)
-        gdn.gdn_chunk_fwd(*arguments(x, cu_seqlens=offsets, use_qk_l2norm=True))
-        torch.cuda.synchronize()
+    short = ([0, 500, 300], [-70, 100, 300], [200, 100, 10**6])
+    long = ([5000, 0, 0, 9000], [0, 9000, 4000, 10**6], [9000, -5000, 8000, 100])
+    for T, wrong in ((300, short), (9000, long)):
+        x = gdn_inputs(1, T, 2, 4, 128, 128, torch.bfloat16, "cuda", gates="none")
+        x.pop("initial_state", None)
+        for ends in wrong:
+            offsets = torch.tensor(ends, device="cuda", dtype=torch.int32)
+            gdn.gdn_chunk_fwd(*arguments(x, cu_seqlens=offsets, use_qk_l2norm=True))
+            torch.cuda.synchronize()

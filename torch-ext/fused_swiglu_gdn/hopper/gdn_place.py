@@ -93,7 +93,7 @@ def _sequence(cu_ptr, slot, N):
         start = gl.load(cu_ptr + j + i, mask=j + i < N, other=0).to(gl.int32)
         n += gl.sum(((start // SPAN + j + i <= slot) & (j + i < N)).to(gl.int32), 0)
     n = gl.maximum(n, 0)
-    return n, slot - gl.load(cu_ptr + n).to(gl.int32) // SPAN - n
+    return n, gl.maximum(slot - gl.load(cu_ptr + n).to(gl.int32) // SPAN - n, 0)  # cu may be wrong
 
 
 @gluon.jit
