@@ -46,7 +46,7 @@ def _conv_step_kernel(
     state_ptr,  # [B, D, S]
     weight_ptr,  # [D, W]
     bias_ptr,  # [D] or None
-    y_ptr,  # [B, D]
+    y_ptr,  # [B, D] fp32
     strides,  # of B, T and a head in q, k, v
     state_strides,  # of B, D, S
     S: tl.constexpr,
@@ -79,7 +79,7 @@ def _conv_step_kernel(
 
 @triton.jit
 def _gated_step_kernel(
-    qkv_ptr,  # [B, D]
+    qkv_ptr,  # [B, D] fp32
     z_ptr,  # [B, HV, V]
     a_ptr,  # [B, HV]
     b_ptr,  # [B, HV]
@@ -194,7 +194,8 @@ def gdn_layer_decode(
 ) -> torch.Tensor:  # [B, 1, HV, V]
     """Two launches: the convolution, then rule and norm. Both states are updated in place."""
     y = torch.empty(v.shape, dtype=q.dtype, device=q.device)  # [B, 1, HV, V]
-    qkv = torch.empty((q.shape[0], weight.shape[0]), dtype=q.dtype, device=q.device)  # [B, D]
+    # fp32: nothing is rounded between the two launches
+    qkv = torch.empty((q.shape[0], weight.shape[0]), dtype=torch.float32, device=q.device)  # [B, D]
     tensors = (q, k, v, z, a, b, conv_state, state, weight)
     key = (
         *[x.shape for x in tensors], *[x.stride() for x in tensors], *[x.dtype for x in tensors],

@@ -6,6 +6,7 @@ launch each, and the small ones (b and a) little else. The weights stay where th
 Sizes: M tokens, K model width, N rows of all weights together.
 """
 
+import math
 from typing import List
 
 import torch
@@ -98,6 +99,7 @@ def launch(x, weights, config: tuple) -> torch.Tensor:
     rows = [w.shape[0] for w in weights]
     y = torch.empty((M, sum(rows)), dtype=x.dtype, device=x.device)  # [M, N]
     (_, BLOCK_N), (_, BLOCK_K), *options = config
+    BLOCK_K = math.gcd(BLOCK_K, K)  # whole tiles: nothing past a row's end is read
     BLOCK_M = max(16, triton.next_power_of_2(M))  # all tokens are in one tile
     missing = MAX_WEIGHTS - len(weights)
     sizes = (y.shape[1], K, stride_x, *rows, *(0,) * missing)
