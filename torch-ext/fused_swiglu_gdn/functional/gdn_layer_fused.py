@@ -1,10 +1,12 @@
 """What the layers call in place of several public functions."""
 
-from typing import Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 from torch import Tensor
 
+from ..facts import keep
 from ..ops import gdn_layer_fused as ops
+from .common import shortcut
 
 
 def convolve_qkv(
@@ -70,8 +72,17 @@ def decode_step(
     Returns:
         [B, 1, HV, V], what the output projection reads.
     """
+    tensors = (q, k, v, z, a, b, conv_state, state, weight, bias)
+    vectors = (A_log, dt_bias, norm_weight)
+    key = shortcut((*tensors, *vectors), activation, eps, gate_activation, allow_neg_eigval)
+    plan = None if key is None else _plans.get(key)
+    if plan is not None:
+        return plan(*tensors, *vectors)
     gate_activation = "sigmoid" if gate_activation == "sigmoid" else "silu"
-    return ops.gdn_layer_decode(
-        q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm_weight,
-        eps, gate_activation, allow_neg_eigval,
-    )  # fmt: skip
+    args = (*tensors, activation, *vectors, eps, gate_activation, allow_neg_eigval)
+    if key is not None and key not in _plans:
+        keep(_plans, key, ops.plan_gdn_layer_decode(args))
+    return ops.gdn_layer_decode(*args)
+
+
+_plans: Dict[tuple, Optional[Callable]] = {}

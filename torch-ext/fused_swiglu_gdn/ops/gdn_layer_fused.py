@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from ..reference import gdn_layer_fused as reference
-from .common import needs_grad, present, run, serve
+from .common import needs_grad, plan, present, run, serve
 from .gdn_layer_train import prologue_gradients, save_prologue
 
 FAMILY = "gdn_layer"
@@ -90,3 +90,8 @@ def _(q, k, v, *_):
 def gdn_layer_decode(*args) -> Tensor:
     """y [B, 1, HV, V] from the arguments of the operator above."""
     return run(FAMILY, "gdn_layer_decode", _gdn_layer_decode, reference.gdn_layer_decode, args)
+
+
+def plan_gdn_layer_decode(args):
+    """What serves eager calls of gdn_layer_decode like this one, from their tensors, or None."""
+    return plan(FAMILY, "gdn_layer_decode", args)

@@ -7,7 +7,7 @@
 Sizes: B rows, H and HV heads, K and V head dims, D = 2 H K + HV V channels, W taps, S columns.
 """
 
-from typing import Dict, Optional, Tuple
+from typing import Dict, Optional
 
 import torch
 import triton
@@ -16,6 +16,7 @@ import triton.language as tl
 from .. import device, tuning
 from ..common.gates import log_decay, write_strength
 from ..common.launch import Program
+from ..facts import facts, keep
 from .causal_conv1d import served
 from .causal_conv1d_update import update_tile
 from .gdn_delta import key_norms, load, read_step, store, write_step
@@ -35,6 +36,7 @@ def supports_gdn_layer_decode(
         and channel_block(K, V) >= 16
         and max(K, V) <= 256
         and is_dense(state)
+        and weight.is_contiguous()
     )
 
 
@@ -137,40 +139,69 @@ def _gated_step_kernel(
     store(state_ptrs, write_step(S, k, delta, g, 0), mask)
 
 
-def _both_programs(
-    q, k, v, z, a, b, conv_state, state, weight, activation, eps, gate_activation, allow_neg_eigval
-) -> Tuple[Program, Program]:
-    (B, _, H, K), (HV, V), (D, W) = q.shape, v.shape[2:], weight.shape
-    block, S = channel_block(K, V), conv_state.shape[2]
-    pdl = device.overlaps_launches(q.device)
-    config = tuning.lookup("portable_gdn_layer_decode", q.device, K=K)
-    conv = Program(
-        _conv_step_kernel,
-        B * (D // block),
-        ((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), conv_state.stride()),
-        (
-            S, H * K, K, V, D, W, activation is not None, pdl, triton.next_power_of_2(S), block,
-        ),
-        (("num_warps", 1),),
-    )  # fmt: skip
-    gated = Program(
-        _gated_step_kernel,
-        B * HV,
-        (
-            (z.stride(0), z.stride(2), a.stride(0), b.stride(0), state.stride(0)), K**-0.5,
-            float(eps),
-        ),
-        (
-            H, HV, K, V, 2.0 if allow_neg_eigval else 1.0, gate_activation != "sigmoid", pdl,
-            triton.next_power_of_2(K), triton.next_power_of_2(V),
-            config["RELOAD"],
-        ),
-        (("num_warps", config["num_warps"]),) + ((("launch_pdl", True),) if pdl else ()),
-    )  # fmt: skip
-    return conv, gated
+class Step:
+    """A token of a layer, for all calls of a kind: the facts of the arguments below."""
+
+    __slots__ = ("conv", "gated", "device", "rows")
+
+    def __init__(
+        self, q, k, v, z, a, b, conv_state, state, weight, activation, eps, gate_activation,
+        allow_neg_eigval,
+    ):  # fmt: skip
+        (B, _, H, K), (HV, V), (D, W) = q.shape, v.shape[2:], weight.shape
+        self.device, self.rows = q.device, (B, D)
+        block, S = channel_block(K, V), conv_state.shape[2]
+        pdl = device.overlaps_launches(q.device)
+        config = tuning.lookup("portable_gdn_layer_decode", q.device, K=K)
+        self.conv = Program(
+            _conv_step_kernel,
+            B * (D // block),
+            ((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), conv_state.stride()),
+            (
+                S, H * K, K, V, D, W, activation is not None, pdl, triton.next_power_of_2(S), block,
+            ),
+            (("num_warps", 1),),
+            q.device,
+        )  # fmt: skip
+        strides = (z.stride(0), z.stride(2), a.stride(0), b.stride(0), state.stride(0))
+        self.gated = Program(
+            _gated_step_kernel,
+            B * HV,
+            (strides, K**-0.5, float(eps)),
+            (
+                H, HV, K, V, 2.0 if allow_neg_eigval else 1.0, gate_activation != "sigmoid", pdl,
+                triton.next_power_of_2(K), triton.next_power_of_2(V), config["RELOAD"],
+            ),
+            (("num_warps", config["num_warps"]),) + ((("launch_pdl", True),) if pdl else ()),
+            q.device,
+        )  # fmt: skip
+
+    def __call__(
+        self, q, k, v, z, a, b, conv_state, state, weight, bias, A_log, dt_bias, norm_weight
+    ) -> torch.Tensor:
+        y = torch.empty(v.shape, dtype=q.dtype, device=self.device)  # [B, 1, HV, V]
+        # fp32: nothing is rounded between the two launches
+        qkv = torch.empty(self.rows, dtype=torch.float32, device=self.device)  # [B, D]
+        with device.on(self.device):
+            self.conv(q, k, v, conv_state, weight, bias, qkv)
+            self.gated(qkv, z, a, b, A_log, dt_bias, state, norm_weight, y)
+        return y
 
 
-_programs: Dict[tuple, Tuple[Program, Program]] = {}
+_steps: Dict[tuple, Step] = {}
+
+
+def plan_gdn_layer_decode(
+    q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm_weight, eps,
+    gate_activation, allow_neg_eigval,
+) -> Optional[Step]:  # fmt: skip
+    """What serves all calls like this one, from the tensors alone, if there are any rows."""
+    if q.shape[0] == 0:
+        return None
+    tensors = (q, k, v, z, a, b, conv_state, state, weight)
+    options = (activation, eps, gate_activation, allow_neg_eigval)
+    key = (facts(*tensors, bias, A_log, dt_bias, norm_weight), options)
+    return _steps.get(key) or keep(_steps, key, Step(*tensors, *options))
 
 
 def gdn_layer_decode(
@@ -193,26 +224,9 @@ def gdn_layer_decode(
     allow_neg_eigval: bool,
 ) -> torch.Tensor:  # [B, 1, HV, V]
     """Two launches: the convolution, then rule and norm. Both states are updated in place."""
-    y = torch.empty(v.shape, dtype=q.dtype, device=q.device)  # [B, 1, HV, V]
-    # fp32: nothing is rounded between the two launches
-    qkv = torch.empty((q.shape[0], weight.shape[0]), dtype=torch.float32, device=q.device)  # [B, D]
-    tensors = (q, k, v, z, a, b, conv_state, state, weight)
-    key = (
-        *[x.shape for x in tensors], *[x.stride() for x in tensors], *[x.dtype for x in tensors],
-        None if bias is None else bias.dtype, None if dt_bias is None else dt_bias.dtype,
-        A_log.dtype, norm_weight.dtype, activation, eps, gate_activation, allow_neg_eigval,
-        q.device,
-    )  # fmt: skip
-    programs = _programs.get(key)
-    if programs is None:
-        if len(_programs) >= 1024:
-            _programs.clear()
-        programs = _programs[key] = _both_programs(
-            *tensors, activation, eps, gate_activation, allow_neg_eigval
-        )
-    if q.shape[0] == 0:
-        return y
-    with device.on(q.device):
-        programs[0](q, k, v, conv_state, weight, bias, qkv)
-        programs[1](qkv, z, a, b, A_log, dt_bias, state, norm_weight, y)
-    return y
+    tensors = (q, k, v, z, a, b, conv_state, state, weight, bias)
+    vectors = (A_log, dt_bias, norm_weight)
+    step = plan_gdn_layer_decode(
+        *tensors, activation, *vectors, eps, gate_activation, allow_neg_eigval
+    )
+    return q.new_empty(v.shape) if step is None else step(*tensors, *vectors)
