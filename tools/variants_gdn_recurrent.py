@@ -77,7 +77,7 @@ def _convolution(layout, config):
 
 def _layer(pdl, targets):
     convolution = {
-        "q_ptr": X, "k_ptr": X, "v_ptr": X, "state_ptr": X, "weight_ptr": X, "y_ptr": X,
+        "q_ptr": X, "k_ptr": X, "v_ptr": X, "state_ptr": X, "weight_ptr": X, "y_ptr": F,
         "strides": (STEP,) * 9, "state_strides": (STEP, "i32", 1),
     }  # fmt: skip
     constexprs = {
@@ -88,8 +88,8 @@ def _layer(pdl, targets):
     name = f"portable_gdn_layer_decode,convolution,PDL={pdl}"
     yield Variant(name, *where, convolution, constexprs, {"num_warps": 1}, targets)
     step = {
-        "qkv_ptr": X, "z_ptr": X, "a_ptr": X, "b_ptr": X, "A_log_ptr": F, "dt_bias_ptr": F,
-        "state_ptr": F, "norm_ptr": F, "y_ptr": X, "strides": (STEP,) * 5, "scale": "fp32",
+        "qkv_ptr": F, "z_ptr": X, "a_ptr": X, "b_ptr": X, "A_log_ptr": F, "dt_bias_ptr": F,
+        "state_ptr": F, "norm_ptr": F, "y_ptr": X, "strides": (STEP,) * 3 + (STEP, 2) * 2 + (STEP,), "scale": "fp32",
         "eps": "fp32",
     }  # fmt: skip
     constexprs = {

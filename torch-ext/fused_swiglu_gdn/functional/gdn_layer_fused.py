@@ -62,7 +62,8 @@ def decode_step(
     """One token of a layer between its projections: convolution, rule, norm and gate.
 
     Args:
-        q, k: [B, 1, H, K]; v, z: [B, 1, HV, V]; a, b: [B, 1, HV]: what the projections gave.
+        q, k: [B, 1, H, K]; v, z: [B, 1, HV, V]; a, b: [B, 1, HV]: what the projections gave;
+            v, z, a, b may have their heads by those of q and k, as [H, HV / H].
         conv_state: [B, D, S], S at least W - 1; state: [B, HV, K, V]; both updated in place.
         weight: [D, W]; bias: [D] or None; activation: None, "silu" or "swish".
         A_log, dt_bias: [HV] of the gate; norm_weight: [V] and eps of the norm.

@@ -59,9 +59,9 @@ def gdn_layer_prologue(
 def _gdn_layer_decode(
     q: Tensor,  # [B, 1, H, K]
     k: Tensor,  # [B, 1, H, K]
-    v: Tensor,  # [B, 1, HV, V]
+    v: Tensor,  # [B, 1, HV, V] or [B, 1, H, HV / H, V], as z
     z: Tensor,  # [B, 1, HV, V]
-    a: Tensor,  # [B, 1, HV]
+    a: Tensor,  # [B, 1, HV] or [B, 1, H, HV / H], as b
     b: Tensor,  # [B, 1, HV]
     conv_state: Tensor,  # [B, D, S], written in place
     state: Tensor,  # [B, HV, K, V], written in place
@@ -84,7 +84,7 @@ def _gdn_layer_decode(
 
 @_gdn_layer_decode.register_fake
 def _(q, k, v, *_):
-    return q.new_empty(v.shape)
+    return q.new_empty(v.flatten(2, -2).shape)
 
 
 def gdn_layer_decode(*args) -> Tensor:
