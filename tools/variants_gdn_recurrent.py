@@ -89,8 +89,8 @@ def _layer(pdl, targets):
     yield Variant(name, *where, convolution, constexprs, {"num_warps": 1}, targets)
     step = {
         "qkv_ptr": F, "z_ptr": X, "a_ptr": X, "b_ptr": X, "A_log_ptr": F, "dt_bias_ptr": F,
-        "state_ptr": F, "norm_ptr": F, "y_ptr": X, "strides": (STEP,) * 3 + (STEP, 2) * 2 + (STEP,), "scale": "fp32",
-        "eps": "fp32",
+        "state_ptr": F, "norm_ptr": F, "y_ptr": X, "scale": "fp32",
+        "strides": (STEP,) * 3 + (STEP, "i32") * 2 + (STEP,), "eps": "fp32",
     }  # fmt: skip
     constexprs = {
         "H": 16, "HV": 32, "K": 128, "V": 128, "BETA_SCALE": 1.0, "SILU": True, "PDL": pdl,

@@ -151,11 +151,11 @@ def conv_rows(
                 position = first + i - start
                 acc = bias
                 for back in tl.static_range(W):
-                    x = rows[i + W - 1 - back].to(tl.float32)
+                    seen = rows[i + W - 1 - back].to(tl.float32)
                     if back > 0:
                         mine = _together(first + i, back, position, seq_ptr, T)
-                        x = tl.where(mine, x, 0.0)
-                    acc += x * taps[W - 1 - back]
+                        seen = tl.where(mine, seen, 0.0)
+                    acc += seen * taps[W - 1 - back]
                 if initial_ptr is not None:
                     if position < W - 1:
                         acc = _add_initial(
