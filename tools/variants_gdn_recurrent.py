@@ -38,12 +38,15 @@ def _rule(name, layout, config, state):
     options = {n: config.pop(n) for n in ("num_warps",)}
     pool = {"read_ptr": "*i64:16"}
     constexprs = {**_sizes(), "V_FIRST": layout == "vk", "write_ptr": None}
-    one = {**constexprs, **config, "read_ptr": None}
+    one = {**constexprs, **config, "read_ptr": None, "INPLACE": False}
+    inplace = {**one, "INPLACE": True, "final_ptr": None}
     many = {**constexprs, "ALL_STATES": False, "BLOCK_V": config["BLOCK_V"], "cu_ptr": None}
     pointers = _rule_pointers(state)
     step = ("portable.gdn_recurrent_step", "_gdn_recurrent_step_kernel")
     loop = ("portable.gdn_recurrent", "_gdn_recurrent_fwd_kernel")
     yield Variant(f"{name},one token", *step, pointers, one, options, ANY)
+    alone = {n: kind for n, kind in pointers.items() if n != "final_ptr"}
+    yield Variant(f"{name},in place", *step, alone, inplace, options, ANY)
     signature = {**pointers, **pool, "T": "i32"}
     yield Variant(f"{name},tokens", *loop, signature, many, options, ANY)
 

@@ -29,7 +29,7 @@ def _gdn_recurrent_step_kernel(
     A_log_ptr,  # [HV] or None
     dt_bias_ptr,  # [HV] or None
     initial_ptr,  # [N or P, HV, K, V] or None
-    final_ptr,  # [N or P, HV, K, V] or None
+    final_ptr,  # [N or P, HV, K, V] or None; None with INPLACE
     o_ptr,  # [N, HV, V]
     read_ptr,  # [N] rows of initial_ptr, or None
     write_ptr,  # [N] rows of final_ptr, or None
@@ -42,12 +42,14 @@ def _gdn_recurrent_step_kernel(
     L2NORM: tl.constexpr,
     BETA_SCALE: tl.constexpr,
     V_FIRST: tl.constexpr,
+    INPLACE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     RELOAD: tl.constexpr,
 ):
     """A program takes one token and BLOCK_V columns of one state.
 
+    INPLACE writes the tile where it was read, which takes no registers for another address.
     RELOAD reads the tile again for its update, from the cache: with fewer registers a program, more
     programs have their loads under way.
     """
@@ -86,7 +88,8 @@ def _gdn_recurrent_step_kernel(
     if initial_ptr is None:
         S = tl.zeros(offs_s.shape, tl.float32)
     else:
-        S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
+        state_ptrs = initial_ptr + row * strides[8] + offs_s
+        S = load(state_ptrs, mask, alive)
     q = load(q_ptr + n * strides[0] + h * strides[1] + offs_k, mask_k)
     k = load(k_ptr + n * strides[2] + h * strides[3] + offs_k, mask_k)
     v = load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
@@ -97,11 +100,14 @@ def _gdn_recurrent_step_kernel(
     if alive is not None:
         o = tl.where(alive, o, 0.0)
     store(o_ptr + (n * HV + hv) * V + offs_v, o, mask_v)
-    if final_ptr is not None:
+    if INPLACE or final_ptr is not None:
         if RELOAD and initial_ptr is not None:
-            S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
+            S = load(state_ptrs, mask, alive)
         S = write_step(S, k, delta, g, K_AXIS)
-        store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
+        if INPLACE:
+            store(state_ptrs, S, mask, alive)
+        else:
+            store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
 
 
 def step_config(device, K, state, state_v_first) -> dict:
@@ -123,15 +129,16 @@ class Step:
     beta_scale sigmoid(beta) is meant where it is not 0.
     """
 
-    __slots__ = ("program", "device", "like_v", "final", "inplace", "copies")
+    __slots__ = ("program", "device", "like_v", "final", "inplace", "moves", "copies")
 
     def __init__(
-        self, q, k, v, g, beta, initial, scale, l2norm, beta_scale, state_v_first,
+        self, q, k, v, g, beta, initial, write, scale, l2norm, beta_scale, state_v_first,
         output_final_state, inplace,
     ):  # fmt: skip
         (N, _, H, K), (HV, V) = q.shape, v.shape[2:]
         row = HV * K * V
         self.device, self.inplace = q.device, inplace
+        self.moves = inplace and write is not None  # from one row of the pool to another
         self.copies = initial is not None and not is_dense(initial)
         self.like_v = v.dtype == q.dtype and torch.empty_like(v).is_contiguous()
         final = (N, HV, V, K) if state_v_first else (N, HV, K, V)
@@ -143,8 +150,8 @@ class Step:
         )  # fmt: skip
         config = step_config(q.device, K, initial, state_v_first)
         constexprs = (
-            H, HV, K, V, l2norm, beta_scale, state_v_first, triton.next_power_of_2(K),
-            config["BLOCK_V"], config["RELOAD"],
+            H, HV, K, V, l2norm, beta_scale, state_v_first, inplace and not self.moves,
+            triton.next_power_of_2(K), config["BLOCK_V"], config["RELOAD"],
         )  # fmt: skip
         size = N * HV * triton.cdiv(V, config["BLOCK_V"])
         options = (("num_warps", config["num_warps"]),)
@@ -157,14 +164,14 @@ class Step:
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """o and the final state, the state written, or None."""
         o = torch.empty_like(v) if self.like_v else q.new_empty(v.shape)  # [N, 1, HV, V]
-        final = initial if self.inplace else None
+        final = initial if self.moves else None
         if self.final is not None:
             final = torch.empty(self.final, dtype=torch.float32, device=self.device)
         if self.copies:
             initial = initial.contiguous()
         with device.on(self.device):
             self.program(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
-        return o, final
+        return o, initial if self.inplace else final
 
 
 _steps: Dict[tuple, Step] = {}
@@ -178,4 +185,4 @@ def step_of(
     options = (scale, l2norm, beta_scale, state_v_first, output_final_state, inplace)
     key = (facts(q, k, v, g, beta, A_log, dt_bias, initial, read, write), options)
     step = _steps.get(key)
-    return step or keep(_steps, key, Step(q, k, v, g, beta, initial, *options))
+    return step or keep(_steps, key, Step(q, k, v, g, beta, initial, write, *options))
