@@ -30,16 +30,17 @@ def steps(x: torch.Tensor) -> tuple:
 class Prepared:
     """One kernel with its constexprs and options, for arguments of one kind."""
 
-    __slots__ = ("kernel", "constexprs", "options", "run", "code")
+    __slots__ = ("kernel", "constexprs", "options", "compiled", "run", "code")
 
     def __init__(self, kernel, constexprs: tuple, options: tuple):
         self.kernel, self.constexprs, self.options = kernel, constexprs, dict(options)
+        self.compiled: Any = None
         self.run: Any = None
-        self.code: Tuple = ()
+        self.code: tuple = ()
 
     def launch(self, grid: Tuple[int, int, int], *args) -> None:
         if self.run is None:
-            compiled = self.kernel[grid](*args, *self.constexprs, **self.options)
+            self.compiled = compiled = self.kernel[grid](*args, *self.constexprs, **self.options)
             if compiled is not None:  # the interpreter compiles nothing
                 self.code = (compiled.function, compiled.packed_metadata, None, None, None)
                 self.run = compiled.run
