@@ -12,6 +12,7 @@ from test_gdn_chunk import arguments, check, cu, expected
 
 pytest.importorskip("triton")
 gdn = pytest.importorskip("triton.experimental.gluon") and submodule("hopper.gdn")
+gdn_plan = submodule("hopper.gdn_plan")
 
 
 def supports(**options):
@@ -54,9 +55,9 @@ def test_leaves_the_rest_to_the_portable_scan(what):
 )
 def test_every_segment_has_a_slot(monkeypatch, lengths, HV):
     """Sequence n owns the slots from cu[n] // span + n on: as many as it is cut into."""
-    monkeypatch.setattr(gdn, "multiprocessor_count", lambda index: 132)
-    N, T, span = len(lengths), sum(lengths), gdn.MIN_SEGMENT_TOKENS
-    split, slots = gdn._segments(N, T, HV, True, torch.device("cuda", 0))
+    monkeypatch.setattr(gdn_plan, "multiprocessor_count", lambda index: 132)
+    N, T, span = len(lengths), sum(lengths), gdn_plan.MIN_SEGMENT_TOKENS
+    split, slots = gdn_plan._segments(N, T, HV, True, torch.device("cuda", 0))
     start = 0
     for n, length in enumerate(lengths):
         cut = max(min(split, length // span), 1)
@@ -64,7 +65,7 @@ def test_every_segment_has_a_slot(monkeypatch, lengths, HV):
         first, next_first = start // span + n, end // span + n + 1
         if slots != N * split:
             assert first + cut <= next_first and first + cut <= slots
-        alone, _ = gdn._segments(1, length, HV, False, torch.device("cuda", 0))
+        alone, _ = gdn_plan._segments(1, length, HV, False, torch.device("cuda", 0))
         assert cut == max(min(alone, length // span), 1)  # the same as without the batch
         start = end
 
@@ -72,17 +73,17 @@ def test_every_segment_has_a_slot(monkeypatch, lengths, HV):
 @pytest.fixture
 def warpgroups(request, monkeypatch):
     """One or two state warpgroups a CTA, whatever the batch."""
-    count = gdn.multiprocessor_count
+    count = gdn_plan.multiprocessor_count
     limit = {1: 10**9, 2: 0}[request.param]
-    segments = gdn._segments
-    monkeypatch.setattr(gdn, "multiprocessor_count", lambda index: limit)
+    segments = gdn_plan._segments
+    monkeypatch.setattr(gdn_plan, "multiprocessor_count", lambda index: limit)
 
     def as_ever(*args):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gdn, "multiprocessor_count", count)
+            patch.setattr(gdn_plan, "multiprocessor_count", count)
             return segments(*args)
 
-    monkeypatch.setattr(gdn, "_segments", as_ever)
+    monkeypatch.setattr(gdn_plan, "_segments", as_ever)
 
 
 both = pytest.mark.parametrize("warpgroups", [1, 2], indirect=True)

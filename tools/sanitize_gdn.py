@@ -25,7 +25,7 @@ PROCESSORS = {1: 10**9, 2: 0}  # by state warpgroups: what the launcher must bel
 def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False, packed=True):
     from conftest import submodule
 
-    gdn = submodule("hopper.gdn")
+    gdn, gdn_plan = submodule("hopper.gdn"), submodule("hopper.gdn_plan")
     count, device = len(lengths), "cuda"
     B, T = (1, sum(lengths)) if packed else (count, lengths[0])
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device) if packed else None
@@ -34,16 +34,16 @@ def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False,
     rows = [count, -1, *range(count)][:count]
     state = torch.randn(count + 1 if pool else count, HV, 128, 128, device=device)
     indices = torch.tensor(rows, device=device) if pool else None
-    segments, processors = gdn._segments, gdn.multiprocessor_count
+    segments, processors = gdn_plan._segments, gdn_plan.multiprocessor_count
     if not cut:
-        gdn._segments = lambda N, *_: (1, N)
-    gdn.multiprocessor_count = lambda index: processors(index) if cut else PROCESSORS[W]
+        gdn_plan._segments = lambda N, *_: (1, N)
+    gdn_plan.multiprocessor_count = lambda index: processors(index) if cut else PROCESSORS[W]
     o, final, checkpoints = gdn.gdn_chunk_fwd(
         q, k, v, g, beta, None, None, state, indices, cu, 128**-0.5, True, False, False, v_first,
         True, None, every,
     )  # fmt: skip
     torch.cuda.synchronize()
-    gdn._segments, gdn.multiprocessor_count = segments, processors
+    gdn_plan._segments, gdn_plan.multiprocessor_count = segments, processors
     assert torch.isfinite(o).all() and torch.isfinite(final).all()
 
 

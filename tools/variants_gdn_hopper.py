@@ -23,7 +23,7 @@ def _scan(
     states: bool = True,
 ) -> Variant:
     """W state warpgroups; packed and pool: types of cu_seqlens and state_indices, "" for none."""
-    launcher = load("hopper.gdn")
+    launcher = load("hopper.gdn_plan")
     registers = launcher.REGISTERS[W]
     token = {"q": 128, "k": 128, "v": 64, "o": 64}
     signature = {

@@ -20,7 +20,7 @@ from .gluon_compat import (
     fence_async_shared,
     gl,
     gluon,
-    let_next_begin,
+    launch_dependents,
     mbarrier,
     tma_load,
     tma_store,
@@ -283,7 +283,7 @@ def gdn_scan_fwd_kernel(
         mbarrier.init(landed.index(i), count=1)
         mbarrier.init(free.index(i), count=W)
     if transition != 0:
-        let_next_begin()
+        launch_dependents()
     where = place(
         cu_ptr, index_ptr, decay_ptr, warm_ptr, T, HV, H, N, every, split, pool_step, transition,
         IN_PLACE, W,
