@@ -223,7 +223,7 @@ def _carry(
 ) -> None:
     """Puts N and M of the segments together to the states at the cuts."""
     slots, HV = warm.shape
-    constexprs = (MIN_SEGMENT_TOKENS, 1 << (split - 1).bit_length(), 16, EXACT_FP32)
+    constexprs = (MIN_SEGMENT_TOKENS, 1 << (split - 1).bit_length(), 16, 32, EXACT_FP32)
     options = (("num_warps", 8), ("launch_pdl", True))
     kind = (warm.device, specialized_on(cu_seqlens))
     prepare(gdn_carry_kernel, constexprs, options, *kind).launch(

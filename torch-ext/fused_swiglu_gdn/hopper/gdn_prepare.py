@@ -129,7 +129,7 @@ def _shared_line(x):
 def _products(q_smem, k_smem, to_smem, rq_smem, rk_smem, FIRST: gl.constexpr, PAIR: gl.constexpr):
     """-K K^T and Q K^T, normalised, of 32 rows from FIRST on with the rows of to_smem."""
     N: gl.constexpr = to_smem.shape[0]
-    STEP: gl.constexpr = 32
+    STEP: gl.constexpr = 16  # operands of one mma at a time: more spill
     kk = gl.zeros((32, N), gl.float32, PAIR)
     qk = gl.zeros((32, N), gl.float32, PAIR)
     for d in gl.static_range(0, D, STEP):
@@ -280,6 +280,7 @@ def gdn_prepare_fwd_kernel(
     t1 = tb_row(x1, gates, DTYPE, TILE)
     t2 = tb_row(x2, gates, DTYPE, TILE)
     t3 = tb_row(x3, gates, DTYPE, TILE)
+    barrier()  # ptxas would wait for P's way out before all this
     tma_store_wait(0)
     _store(t_desc, to, stage, t0, t1, t2, t3)
     tma_store_wait(0)
