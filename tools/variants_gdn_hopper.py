@@ -63,7 +63,7 @@ def _carry(packed: str) -> Variant:
     constexprs = {"SPAN": 2048, "MOST": 8, "BLOCK_V": 16, "BLOCK_K": 32, "PREC": "tf32x3"}
     constexprs.update({} if packed else {"cu_ptr": None})
     name = f"hopper_gdn_carry,packed={packed or None}"
-    options = {"num_warps": 8, "launch_pdl": True}
+    options = {"num_warps": 4, "launch_pdl": True}
     return Variant(
         name, "hopper.gdn_carry", "gdn_carry_kernel", signature, constexprs, options, ("sm_90",)
     )
