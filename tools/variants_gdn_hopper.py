@@ -54,6 +54,21 @@ def _scan(
     return Variant(name, "hopper.gdn_scan", kernel, signature, constexprs, options, ("sm_90",))
 
 
+def _carry(packed: str) -> Variant:
+    signature = {
+        **({"cu_ptr": f"*{packed}:16"} if packed else {}),
+        **dict.fromkeys(("warm_ptr", "carry_ptr"), "*fp32:16"),
+        **dict.fromkeys(("T", "HV", "N", "split", "slots"), "i32"),
+    }
+    constexprs = {"SPAN": 2048, "MOST": 8, "BLOCK_V": 16, "BLOCK_K": 32, "PREC": "tf32x3"}
+    constexprs.update({} if packed else {"cu_ptr": None})
+    name = f"hopper_gdn_carry,packed={packed or None}"
+    options = {"num_warps": 4, "launch_pdl": True}
+    return Variant(
+        name, "hopper.gdn_carry", "gdn_carry_kernel", signature, constexprs, options, ("sm_90",)
+    )
+
+
 def _prepare(W: int, R: int, dtype: str = "bf16", packed: str = "", raw: str = "") -> Variant:
     """W warps and as many heads; packed and raw: types of cu_seqlens and of the raw gates."""
     signature = {
@@ -77,21 +92,6 @@ def _prepare(W: int, R: int, dtype: str = "bf16", packed: str = "", raw: str = "
     options = {"num_warps": W, "maxnreg": load("hopper.gdn_plan").PREPARE_CAP[W]}
     kernel = "gdn_prepare_fwd_kernel"
     return Variant(name, "hopper.gdn_prepare", kernel, signature, constexprs, options, ("sm_90",))
-
-
-def _carry(packed: str) -> Variant:
-    signature = {
-        **({"cu_ptr": f"*{packed}:16"} if packed else {}),
-        **dict.fromkeys(("warm_ptr", "carry_ptr"), "*fp32:16"),
-        **dict.fromkeys(("T", "HV", "N", "split", "slots"), "i32"),
-    }
-    constexprs = {"SPAN": 2048, "MOST": 8, "BLOCK_V": 16, "PREC": "tf32x3"}
-    constexprs.update({} if packed else {"cu_ptr": None})
-    name = f"hopper_gdn_carry,packed={packed or None}"
-    options = {"num_warps": 8, "launch_pdl": True}
-    return Variant(
-        name, "hopper.gdn_carry", "gdn_carry_kernel", signature, constexprs, options, ("sm_90",)
-    )
 
 
 VARIANTS = [

@@ -23,6 +23,7 @@ def gdn_carry_kernel(
     SPAN: tl.constexpr,  # tokens of the shortest segment
     MOST: tl.constexpr,  # no less than split
     BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr,  # of M at a time: little shared memory, so that the scan fits beside it
     PREC: tl.constexpr,
 ):
     """S <- M S + N from cut to cut, for BLOCK_V columns of one head of one sequence."""
@@ -49,18 +50,17 @@ def gdn_carry_kernel(
     if tl.min(warm, 0) < 0.0:
         e = (tl.program_id(0) % (D // BLOCK_V)) * BLOCK_V + tl.arange(0, BLOCK_V)
         d = tl.arange(0, D)
-        s = tl.zeros((BLOCK_V, D), tl.float32)  # [V, K]
-        known = True
+        known = True  # the state before segment j
         for j in range(cuts):
             asked = tl.load(warm_ptr + j * HV) < 0.0
-            if asked:
+            if asked & (known == 0):
                 at = carry_ptr + ((slot + j) * HV + head).to(tl.int64) * (2 * D * D)
-                own = at + e[:, None] * D + d[None, :]  # [V, K]
-                state = tl.load(own)
-                if known:
-                    s = state
-                else:
-                    m = tl.load(at + D * D + d[:, None] * D + d[None, :])  # [K, K], M^T
-                    s = tl.dot(s, m, state, input_precision=PREC)
-                    tl.store(own, s)
+                before = at - HV * (2 * D * D)
+                s = tl.load(before + e[:, None] * D + d[None, :])  # [V, K]
+                for k0 in tl.static_range(0, D, BLOCK_K):
+                    c = k0 + tl.arange(0, BLOCK_K)
+                    m = tl.load(at + D * D + d[:, None] * D + c[None, :])  # M^T [K, BLOCK_K]
+                    own = at + e[:, None] * D + c[None, :]  # [V, BLOCK_K]
+                    tl.store(own, tl.dot(s, m, tl.load(own), input_precision=PREC))
+                tl.debug_barrier()  # the next step reads what other threads wrote
             known = asked == 0

@@ -174,7 +174,7 @@ def place(
     full = tokens // C
     if transition != 0:  # from zero, or from the state if it is known
         work = gl.where(asked, work, 0)
-        source = gl.where(unknown, NOWHERE, source)
+        source = gl.where(unknown | (work == 0), NOWHERE, source)
         target = gl.where(work > 0, CARRY, NOWHERE)
         zeros, full = n * 0, n * 0
     else:
