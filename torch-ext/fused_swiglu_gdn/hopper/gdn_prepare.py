@@ -3,7 +3,7 @@
 The results are those of `common/gdn_prepare.py`: per chunk of 64 tokens and value head Tb, P, F and
 decay. A CTA owns a chunk and some value heads of one key head, a warp one of these heads. The CTA
 makes K K^T and Q K^T; then each warp works alone, in registers, on the 16 x 16 blocks of its head's
-tiles. docs/gdn_hopper.md says how.
+tiles. docs/gdn_hopper_prepare.md says how.
 
 Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, W = 2 or 4 warps, which
 are the heads of a CTA.
