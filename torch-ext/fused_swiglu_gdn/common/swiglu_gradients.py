@@ -3,8 +3,7 @@
     G = X Wg^T + bg,  U = X Wu^T + bu,  Z = act(G) * U,  Y = Z Wd^T
     dZ = dY Wd,  dG = dZ * U * act'(G),  dU = dZ * act(G),  dX = dG Wg + dU Wu
 
-What an implementation has of its own is how it makes dX. Fusing the gate into the products that
-come before it, or its gradients into the one that makes dZ, lost to cuBLAS (docs/swiglu.md).
+An implementation may have its own way to make dX, and dG, dU and Z from dY.
 
 Sizes: M tokens, K model width, N hidden width, D output width of Wd. `needs` are truth values: x,
 w_gate, w_up, b_gate, b_up, w_down; what is not needed costs nothing and comes back as None.
@@ -85,16 +84,25 @@ def gated_gradients(
     return _projection_gradients(gate_up, x, w_gate, w_up, needs, input_gradient)
 
 
+def gate_gradient(
+    dy: Tensor,  # [M, D]
+    w_down: Tensor,  # [D, N]
+    gate_up: Tensor,  # [M, 2 N]: overwritten by its gradient
+    activation: str,
+    with_z: bool,
+) -> Optional[Tensor]:  # z [M, N]
+    return gate_bwd(torch.mm(dy, w_down), gate_up, activation, with_z)
+
+
 def mlp_gradients(
-    dy, x, w_gate, w_up, w_down, gate_up, activation, needs, input_gradient=input_gradient
-) -> Gradients:
+    dy, x, w_gate, w_up, w_down, gate_up, activation, needs,
+    gate_gradient=gate_gradient, input_gradient=input_gradient,
+) -> Gradients:  # fmt: skip
     """(dx, dw, db_gate, db_up, dw_down) of y = z w_down^T; overwrites gate_up [M, 2 N].
 
     dy: [M, D]; w_down: [D, N]. z, which dw_down needs, is made again from gate_up.
     """
-    dz = torch.mm(dy, w_down)  # [M, N]
-    z = gate_bwd(dz, gate_up, activation, with_z=needs[5])  # [M, N]
-    del dz  # as large as z, and no longer wanted
+    z = gate_gradient(dy, w_down, gate_up, activation, needs[5])  # [M, N]
     dw_down = torch.mm(dy.t(), z) if needs[5] else None  # [D, N]
     del z
     return (*_projection_gradients(gate_up, x, w_gate, w_up, needs, input_gradient), dw_down)
