@@ -5,7 +5,8 @@ import torch
 from conftest import relative_error, submodule
 
 pytestmark = pytest.mark.gpu
-ROUNDED_ONCE = {torch.bfloat16: 2e-3, torch.float16: 2.5e-4}
+# dz is handed on with the 11 bits of fp16: beside bf16's 8 it is not rounded at all
+LIMIT = {torch.bfloat16: 2e-3, torch.float16: 4e-4}
 DTYPES = [torch.bfloat16, torch.float16]
 # less than a tile; ragged in every dimension; several tiles to a program
 SIZES = [(16, 8, 8), (130, 264, 136), (1000, 1096, 264), (2100, 4104, 520)]
@@ -20,6 +21,11 @@ def tailed():
 
 def normal(*shape, dtype, scale=1.0):
     return (torch.randn(*shape, device="cuda") * scale).to(dtype)
+
+
+def check(out, ref):
+    # of few values the worst may stand alone: twice the RMS
+    assert relative_error(out, ref) < LIMIT[out.dtype] * (1 if out.numel() > 1000 else 2)
 
 
 def halves(gate_up):
@@ -38,16 +44,15 @@ def test_forward(tailed, M, N, K, dtype, swapped):
     w_gate, w_up = pair[::-1] if swapped else pair
     z, gate_up = tailed.saving_fwd(x, w_gate, w_up, "silu")
     for out, weight in zip(gate_up.chunk(2, 1), (w_gate, w_up)):
-        assert relative_error(out, x.double() @ weight.double().t()) < ROUNDED_ONCE[dtype]
+        check(out, x.double() @ weight.double().t())
     gate, up = halves(gate_up)
-    assert relative_error(z, torch.nn.functional.silu(gate) * up) < ROUNDED_ONCE[dtype]
+    check(z, torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.parametrize("M, N, D", SIZES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
 def test_gradients(tailed, M, N, D, dtype, activation):
-    """Rounded once: dZ is not."""
     torch.manual_seed(0)
     dy, w_down = normal(M, D + 8, dtype=dtype)[:, :D], normal(D, N, dtype=dtype, scale=D**-0.5)
     gate_up = normal(M, 2 * N, dtype=dtype)
@@ -58,13 +63,13 @@ def test_gradients(tailed, M, N, D, dtype, activation):
     z = tailed.gate_gradient(dy, w_down, gate_up, activation, True)
     assert tailed.gate_gradient(dy, w_down, other, activation, False) is None
     assert torch.equal(other, gate_up)
-    assert relative_error(z, ref) < ROUNDED_ONCE[dtype]
+    check(z, ref)
     for out, expected in zip(gate_up.chunk(2, 1), wanted):
-        assert relative_error(out, expected) < ROUNDED_ONCE[dtype]
+        check(out, expected)
 
 
 def test_gradients_of_rows_of_any_size(tailed):
-    """dZ is handed on as fp16, scaled row by row: zeros, tiny and huge rows keep their precision."""
+    """dZ is handed on as fp16, scaled row by row: tiny and huge rows keep their precision."""
     torch.manual_seed(0)
     M, N, D = 256, 512, 128
     size = torch.logspace(-30, 30, M, dtype=torch.float64, device="cuda")
@@ -96,7 +101,7 @@ def test_the_mlp_takes_them(kernel, tailed, monkeypatch):
             found = lookup(operation, *args, **sizes)
             if operation == "hopper_swiglu_training":
                 calls.append(least)
-                return {**found, "least_rows": least, "least_depth": least}
+                return {**found, "forward_rows": least, "gradient_rows": least}
             return found
 
         monkeypatch.setattr(tuning, "lookup", patched)

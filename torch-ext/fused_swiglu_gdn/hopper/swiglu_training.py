@@ -46,7 +46,7 @@ def serves_forward(x, w_gate, b_gate, b_up) -> bool:
     """Of calls that supports_swiglu_saving_fwd takes: whether the kernel does, and wins."""
     if b_gate is not None or b_up is not None or not _hopper(x.device):
         return False
-    return x.shape[0] >= tuning.lookup("hopper_swiglu_training", x.device)["least_rows"]
+    return x.shape[0] >= tuning.lookup("hopper_swiglu_training", x.device)["forward_rows"]
 
 
 def _readable(x: torch.Tensor) -> bool:
@@ -58,9 +58,8 @@ def _readable(x: torch.Tensor) -> bool:
 def serves_gradients(dy: torch.Tensor, w_down: torch.Tensor) -> bool:
     if not _hopper(dy.device) or dy.dtype not in TYPES:
         return False
-    config = tuning.lookup("hopper_swiglu_training", dy.device)
-    large = dy.shape[0] >= config["least_rows"] and dy.shape[1] >= config["least_depth"]
-    return large and _readable(dy) and _readable(w_down)
+    least = tuning.lookup("hopper_swiglu_training", dy.device)["gradient_rows"]
+    return dy.shape[0] >= least and _readable(dy) and _readable(w_down)
 
 
 def saving_fwd(x, w_gate, w_up, activation: str) -> Tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,6 @@ from .gluon_compat import (
 BM = gl.constexpr(128)  # a tile's rows
 BN = gl.constexpr(256)  # and columns
 UNIT = gl.constexpr(8)  # rows of a tile, 64 columns wide, that a warp of the tail takes at a time
-DEPTH = gl.constexpr(2)  # pieces of gate and up on their way
 
 
 @record
@@ -215,13 +214,31 @@ def _load_pair(w, gate_up, i, row, column, LAST: gl.constexpr, WARPS: gl.constex
 
 
 @gluon.jit
-def _make_gradients(
-    w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS: gl.constexpr
-):
-    """gate and up [M, 2 N] overwritten by their gradients, and z = act(gate) * up."""
+def _gradient_piece(w, gate_up, z_ptr, gate, up, i, row, column, WARPS: gl.constexpr):
+    """Piece i from its gate and up (fp32) and the dz of tile_smem."""
     LAYOUT: gl.constexpr = vector_layout(WARPS)
     TYPE: gl.constexpr = gate_up.dtype.element_ty
     N = w.N // 8 * 8
+    scale = _scales(w, i, WARPS).load(gl.SliceLayout(1, LAYOUT))
+    dz = _piece(w, i, WARPS).load(LAYOUT).to(gl.float32) * gl.expand_dims(scale, 1)
+    value, slope = activate_with_slope(gate, w.ACTIVATION, PTX=True)
+    m, n, inside = _elements(w, i, row, column, WARPS)
+    ptrs = gate_up + m.to(gl.int64) * (2 * N) + n
+    gl.store(ptrs, (dz * up * slope).to(TYPE), mask=inside)
+    gl.store(ptrs + N, (dz * value).to(TYPE), mask=inside)
+    if z_ptr is not None:
+        gl.store(z_ptr + m.to(gl.int64) * N + n, (value * up).to(TYPE), mask=inside)
+
+
+@gluon.jit
+def _make_gradients(
+    w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS: gl.constexpr
+):
+    """gate and up [M, 2 N] overwritten by their gradients, and z = act(gate) * up.
+
+    Pieces FIRST to LAST, an even number, by twos: what is loaded for the next two stays in its
+    registers, since a move from one to another would wait for the load.
+    """
     phase = 0
     for tile in range(gl.program_id(0), w.tiles_m * w.tiles_n, gl.num_programs(0)):
         pid_m, pid_n = grouped_tile(tile, w.tiles_m, w.tiles_n, w.group)
@@ -231,22 +248,15 @@ def _make_gradients(
         gate_1, up_1 = _load_pair(w, gate_up, FIRST + 1, row, column, LAST, WARPS)
         mbarrier.wait(w.ready, phase)
         phase ^= 1
-        for i in range(FIRST, LAST):
+        for i in range(FIRST, LAST, 2):
             gate = gate_0.to(gl.float32)
             up = up_0.to(gl.float32)
-            gate_0 = gate_1
-            up_0 = up_1
-            gate_1, up_1 = _load_pair(w, gate_up, i + DEPTH, row, column, LAST, WARPS)
-            scale = _scales(w, i, WARPS).load(gl.SliceLayout(1, LAYOUT))
-            dz = _piece(w, i, WARPS).load(LAYOUT).to(gl.float32) * gl.expand_dims(scale, 1)
-            value, slope = activate_with_slope(gate, w.ACTIVATION, PTX=True)
-            m, n, inside = _elements(w, i, row, column, WARPS)
-            ptrs = gate_up + m.to(gl.int64) * (2 * N) + n
-            gl.store(ptrs, (dz * up * slope).to(TYPE), mask=inside)
-            gl.store(ptrs + N, (dz * value).to(TYPE), mask=inside)
-            if z_ptr is not None:
-                z_ptrs = z_ptr + m.to(gl.int64) * N + n
-                gl.store(z_ptrs, (value * up).to(TYPE), mask=inside)
+            gate_0, up_0 = _load_pair(w, gate_up, i + 2, row, column, LAST, WARPS)
+            _gradient_piece(w, gate_up, z_ptr, gate, up, i, row, column, WARPS)
+            gate = gate_1.to(gl.float32)
+            up = up_1.to(gl.float32)
+            gate_1, up_1 = _load_pair(w, gate_up, i + 3, row, column, LAST, WARPS)
+            _gradient_piece(w, gate_up, z_ptr, gate, up, i + 1, row, column, WARPS)
         mbarrier.arrive(w.taken, count=1)
 
 
@@ -256,7 +266,7 @@ def _tail_partition_0(w, gate_up, z_ptr):
     if len(w.b_desc.block_type.shape) == 3:
         _make_gate(w, gate_up, z_ptr, 0, 11, 2)
     else:
-        _make_gradients(w, gate_up, z_ptr, 0, 21, 2)
+        _make_gradients(w, gate_up, z_ptr, 0, 22, 2)
 
 
 @gluon.jit
@@ -265,7 +275,7 @@ def _tail_partition_1(w, gate_up, z_ptr):
     if len(w.b_desc.block_type.shape) == 3:
         _make_gate(w, gate_up, z_ptr, 22, 32, 1)
     else:
-        _make_gradients(w, gate_up, z_ptr, 42, 64, 1)
+        _make_gradients(w, gate_up, z_ptr, 44, 64, 1)
 
 
 @gluon.jit
