@@ -109,11 +109,13 @@ def gate_gradient(dy, w_down, gate_up, activation: str, with_z: bool):
     return way.gate_gradient(dy, w_down, gate_up, activation, with_z)
 
 
-def supports_swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, activation, needs) -> bool:
+def supports_swiglu_mlp_bwd(
+    dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads
+) -> bool:
     return supports_swiglu_saving_fwd(x, w_gate, w_up, None, None, activation)
 
 
-def swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, activation, needs):
+def swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads):
     """As common's mlp_gradients."""
-    args = (dy, x, w_gate, w_up, w_down, gate_up, activation, needs)
+    args = (dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads)
     return plain.mlp_gradients(*args, gate_gradient, input_gradient)
