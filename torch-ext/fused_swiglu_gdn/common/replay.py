@@ -1,11 +1,11 @@
 """Launching again what has been launched before.
 
-Between `kernel[grid](...)` and the GPU, Triton encodes a map for every tensor descriptor (3 us each
-with what it takes to describe them, H200 machine, 2026-11-21, Triton 3.6.0), asks the driver about
-every pointer and builds the arguments of its launcher. Models launch with the same addresses again
-and again, so a `Replay` keeps those arguments by all that they depend on: the next launch is one
-call. Nothing is kept alive, and nothing that is kept can be wrong: it holds addresses, and the map
-of an address, sizes and strides is the same whatever lies there.
+For every launch Triton encodes a map of each tensor descriptor (3 us each with what it takes to
+describe them, H200 machine, 2026-11-21, Triton 3.6.0) and builds the arguments of its launcher.
+Models launch with the same addresses again and again, so a `Replay` keeps those arguments by all
+that they depend on: the next launch is one call. Nothing is kept alive, and nothing that is kept
+can be wrong: it holds addresses, and the map of an address, sizes and strides is the same whatever
+lies there.
 """
 
 import copy
@@ -85,15 +85,9 @@ class Replay:
             self.keeps = False
             prepared.launch(self.grid, *arguments)
             return
-        hooks = triton.knobs.runtime
         # tensors would be kept alive
         arguments = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
-        arguments += prepared.constexprs
-        metadata = compiled.launch_metadata(self.grid, key[0], *arguments)
-        run(
-            *self.grid, key[0], compiled.function, compiled.packed_metadata, metadata,
-            hooks.launch_enter_hook, hooks.launch_exit_hook, *arguments,
-        )  # fmt: skip
+        run(*self.grid, key[0], *prepared.code, *arguments, *prepared.constexprs)
         if len(self.kept) >= LIMIT:
             self.kept.clear()
         self.kept[key] = found[0]
