@@ -6,6 +6,7 @@ Not for Hopper's list of kernels that may spill nothing: the states' and keys' k
 
 import json
 
+import triton.language as tl
 from compile_all import PACKAGE, Variant, load
 
 OTHERS = ("sm_80", "sm_100", "sm_120", "gfx942")
@@ -18,7 +19,7 @@ TYPES = {  # of pointers that are not in the inputs' dtype
 }  # fmt: skip
 CONSTEXPRS = {
     "cu_ptr": None, "H": 16, "R": 2, "K": 128, "V": 128, "NORM": True, "BETA_MAX": 1.0,
-    "SMALL": 1e-12, "BLOCK_K": 128, "PREC": "tf32", "HV": 32, "NQ": 2, "NK": 2,
+    "SMALL": 1e-12, "LOW": tl.bfloat16, "BLOCK_K": 128, "PREC": "tf32", "HV": 32, "NQ": 2, "NK": 2,
 }  # fmt: skip
 
 

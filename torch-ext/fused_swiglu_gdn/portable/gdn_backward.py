@@ -109,8 +109,9 @@ def _chunk_gradients(
         config["key"],
     )  # fmt: skip
     dg, dbeta, dA_log, ddt_bias = gdn_backward_gates(
-        g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, *flags[1:], config["gates"]
-    )
+        g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, *flags[1:], q.dtype,
+        config["gates"],
+    )  # fmt: skip
     gdn_backward_beta(
         k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta, *flags, config["beta"]
     )

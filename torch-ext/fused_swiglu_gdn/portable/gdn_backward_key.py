@@ -16,8 +16,8 @@ Sizes as in gdn_backward_query.py.
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import locate, precision
-from .gdn_backward_query import inverse_norm, tile
+from ..common.gdn_prepare import precision
+from .gdn_backward_query import at, inverse_norm, place, tile
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
@@ -55,26 +55,21 @@ def _key_bwd_kernel(
     """dK of one chunk and key head, over its R value heads; the keys' part of dG."""
     HV: tl.constexpr = H * R
     NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    row = tl.program_id(0) // H
-    h = (tl.program_id(0) % H).to(tl.int64)
-    n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
-    if c * 64 >= length:
+    b, h, first, left, unit = place(cu_ptr, T, N, NT, H, R)
+    if left <= 0:
         return
-    b = n.to(tl.int64) if cu_ptr is None else start * 0
-    hv = h * R
-    unit = row.to(tl.int64) * HV + hv
     t = tl.arange(0, 64)
     i = t[:, None]
     j = t[None, :]
     d = tl.arange(0, BLOCK_K)
-    ok = c * 64 + t < length
-    first = start + c * 64
+    ok = t < left
     in_k = ok[:, None] & (d < K)[None, :]
-    q_ptr += b * q_strides[0] + first * q_strides[1] + h * q_strides[2]
-    k_ptr += b * k_strides[0] + first * k_strides[1] + h * k_strides[2]
-    do_ptr += b * do_strides[0] + first * do_strides[1] + hv * do_strides[2]
-    vt_ptr += ((b * T + first) * HV + hv) * V
-    dv_ptr += ((b * T + first) * HV + hv) * V
+    q_ptr = at(q_ptr, q_strides, b, first, h)
+    k_ptr = at(k_ptr, k_strides, b, first, h)
+    do_ptr = at(do_ptr, do_strides, b, first, h * R)
+    made = ((b * T + first) * HV + h * R) * V  # of vt and dv, which are contiguous
+    vt_ptr += made
+    dv_ptr += made
     h_ptr += unit * (K * V)
     dh_ptr += unit * (K * V)
     f_ptr += unit * 256
@@ -95,15 +90,15 @@ def _key_bwd_kernel(
         vt = tile(vt_ptr + r * V, t, HV * V, e, in_v)  # [C, BLOCK_V]
         dv = tile(dv_ptr + r * V, t, HV * V, e, in_v)  # [C, BLOCK_V]
         in_state = (d < K)[:, None] & (e < V)[None, :]
-        at = r * (K * V) + d[:, None] * V + e[None, :]
-        s = tl.load(h_ptr + at, mask=in_state, other=0.0)  # [K, BLOCK_V]
-        ds = tl.load(dh_ptr + at, mask=in_state, other=0.0)  # [K, BLOCK_V]
+        cells = r * (K * V) + d[:, None] * V + e[None, :]
+        s = tl.load(h_ptr + cells, mask=in_state, other=0.0)  # [K, BLOCK_V]
+        ds = tl.load(dh_ptr + cells, mask=in_state, other=0.0)  # [K, BLOCK_V]
         f0 = tl.load(f_ptr + r * 256 + t)  # [C] fp32
         f1 = tl.load(f_ptr + r * 256 + 64 + t)
         G = tl.load(cumulative_ptr + r * 64 + t)[:, None]
         G -= tl.load(cumulative_ptr + r * 64 + t)[None, :]
         gam = tl.exp2(tl.minimum(tl.where(i >= j, G, -G), 100.0))  # [C, C] fp32, both triangles
-        at = parts_ptr + step * 512 + t
+        part = parts_ptr + step * 512 + t
         tl.store(ends_ptr + step, tl.sum(s.to(tl.float32) * ds.to(tl.float32)))
 
         own = tl.dot(vt, tl.trans(do), input_precision=PREC)  # [C, C] fp32
@@ -111,18 +106,18 @@ def _key_bwd_kernel(
         own = tl.dot(vt, tl.trans(dv), input_precision=PREC)
         dn += tl.where(i < j, own * gam, 0.0)
         own = tl.dot(dv, tl.trans(vt), input_precision=PREC)
-        tl.store(at + 192, tl.sum(tl.where(i == j, own, 0.0), 1))
+        tl.store(part + 192, tl.sum(tl.where(i == j, own, 0.0), 1))
         own = tl.where(i > j, own * gam, 0.0)
         dn += own
         own *= kk
-        tl.store(at + 256, tl.sum(own, 1))
-        tl.store(at + 320, tl.sum(own, 0))
+        tl.store(part + 256, tl.sum(own, 1))
+        tl.store(part + 320, tl.sum(own, 0))
         wide = f0[:, None] * tl.dot(dv, tl.trans(s), input_precision=PREC)  # [C, K] fp32
         dk -= wide
-        tl.store(at + 384, tl.sum(wide * k.to(tl.float32), 1))
+        tl.store(part + 384, tl.sum(wide * k.to(tl.float32), 1))
         wide = f1[:, None] * tl.dot(vt, tl.trans(ds), input_precision=PREC)
         dk += wide
-        tl.store(at + 448, tl.sum(wide * k.to(tl.float32), 1))
+        tl.store(part + 448, tl.sum(wide * k.to(tl.float32), 1))
     q = tile(q_ptr, t, q_strides[1], d, in_k)  # [C, K]
     rq = inverse_norm(q, NORM)
     dp = (dp * (scale * rk)[:, None] * rq[None, :]).to(k.dtype)
@@ -132,8 +127,8 @@ def _key_bwd_kernel(
     if NORM:
         dk -= k.to(tl.float32) * (rk * rk * tl.sum(dk * k.to(tl.float32), 1))[:, None]
     dk_ptr += ((b * T + first) * H + h) * K
-    at = t[:, None] * (H * K) + d[None, :]
-    tl.store(dk_ptr + at, dk.to(dk_ptr.dtype.element_ty), mask=in_k)
+    cells = t[:, None] * (H * K) + d[None, :]
+    tl.store(dk_ptr + cells, dk.to(dk_ptr.dtype.element_ty), mask=in_k)
 
 
 def gdn_backward_key(

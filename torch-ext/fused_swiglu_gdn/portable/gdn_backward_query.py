@@ -25,6 +25,23 @@ def tile(ptr, tok, stride, d, mask):
 
 
 @triton.jit
+def place(cu_ptr, T, N, NT, H: tl.constexpr, R: tl.constexpr):
+    """A program's chunk and key head: batch, head, first token, how many are left from there on,
+    and the place of its first value head among all chunk rows and value heads."""
+    row = tl.program_id(0) // H
+    h = (tl.program_id(0) % H).to(tl.int64)
+    n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
+    b = n.to(tl.int64) if cu_ptr is None else start * 0
+    return b, h, start + c * 64, length - c * 64, (row.to(tl.int64) * H + h) * R
+
+
+@triton.jit
+def at(ptr, strides, b, tok, head):
+    """ptr of one token and head, by strides of B, T, heads."""
+    return ptr + b * strides[0] + tok * strides[1] + head * strides[2]
+
+
+@triton.jit
 def inverse_norm(x, NORM: tl.constexpr):
     """1 / sqrt(sum(x^2) + 1e-6) of each row, or 1; fp32."""
     if NORM:
@@ -85,32 +102,27 @@ def _query_bwd_kernel(
     """dQ of one chunk and key head, over its R value heads; the queries' part of dG."""
     HV: tl.constexpr = H * R
     NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    row = tl.program_id(0) // H
-    h = (tl.program_id(0) % H).to(tl.int64)
-    n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
-    if c * 64 >= length:
+    b, h, first, left, unit = place(cu_ptr, T, N, NT, H, R)
+    if left <= 0:
         return
-    b = n.to(tl.int64) if cu_ptr is None else start * 0
-    hv = h * R
-    unit = row.to(tl.int64) * HV + hv
     t = tl.arange(0, 64)
     i = t[:, None]
     j = t[None, :]
     d = tl.arange(0, BLOCK_K)
-    ok = c * 64 + t < length
-    first = start + c * 64
+    ok = t < left
     in_k = ok[:, None] & (d < K)[None, :]
-    q_ptr += b * q_strides[0] + first * q_strides[1] + h * q_strides[2]
-    k_ptr += b * k_strides[0] + first * k_strides[1] + h * k_strides[2]
-    g_ptr += b * g_strides[0] + first * g_strides[1] + hv * g_strides[2]
-    do_ptr += b * do_strides[0] + first * do_strides[1] + hv * do_strides[2]
-    vt_ptr += ((b * T + first) * HV + hv) * V
+    q_ptr = at(q_ptr, q_strides, b, first, h)
+    k_ptr = at(k_ptr, k_strides, b, first, h)
+    g_ptr = at(g_ptr, g_strides, b, first, h * R)
+    do_ptr = at(do_ptr, do_strides, b, first, h * R)
+    made = ((b * T + first) * HV + h * R) * V  # of vt and dv, which are contiguous
+    vt_ptr += made
     h_ptr += unit * (K * V)
     f_ptr += unit * 256
     cumulative_ptr += unit * 64
     parts_ptr += unit * (NV * 512)
     _store_cumulative_gates(
-        cumulative_ptr, g_ptr, A_log_ptr, dt_bias_ptr, g_strides, ok, hv, R, HEADS
+        cumulative_ptr, g_ptr, A_log_ptr, dt_bias_ptr, g_strides, ok, h * R, R, HEADS
     )
     q = tile(q_ptr, t, q_strides[1], d, in_k)  # [C, K]
     k = tile(k_ptr, t, k_strides[1], d, in_k)  # [C, K]
@@ -134,20 +146,20 @@ def _query_bwd_kernel(
         own = tl.dot(do, tl.trans(vt), input_precision=PREC)  # [C, C] fp32
         own = tl.where(i >= j, own * tl.exp2(tl.minimum(G, 100.0)), 0.0)
         dp += own
-        at = parts_ptr + step * 512 + t
+        part = parts_ptr + step * 512 + t
         own = tl.where(i > j, own * qk, 0.0)
-        tl.store(at, tl.sum(own, 1))
-        tl.store(at + 64, tl.sum(own, 0))
+        tl.store(part, tl.sum(own, 1))
+        tl.store(part + 64, tl.sum(own, 0))
         wide = f2[:, None] * tl.dot(do, tl.trans(s), input_precision=PREC)  # [C, K] fp32
-        tl.store(at + 128, tl.sum(wide * q.to(tl.float32), 1))
+        tl.store(part + 128, tl.sum(wide * q.to(tl.float32), 1))
         dq += wide
     dp = (dp * (scale * rq)[:, None] * rk[None, :]).to(k.dtype)
     dq = tl.dot(dp, k, dq, input_precision=PREC)
     if NORM:
         dq -= q.to(tl.float32) * (rq * rq * tl.sum(dq * q.to(tl.float32), 1))[:, None]
     dq_ptr += ((b * T + first) * H + h) * K
-    at = t[:, None] * (H * K) + d[None, :]
-    tl.store(dq_ptr + at, dq.to(dq_ptr.dtype.element_ty), mask=in_k)
+    cells = t[:, None] * (H * K) + d[None, :]
+    tl.store(dq_ptr + cells, dq.to(dq_ptr.dtype.element_ty), mask=in_k)
 
 
 def gdn_backward_query(
