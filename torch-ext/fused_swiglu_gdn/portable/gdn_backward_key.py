@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ..common.gdn_prepare import precision
+from ..common.launch import steps
 from .gdn_backward_query import at, inverse_norm, place, tile
 
 
@@ -47,23 +48,21 @@ def _key_bwd_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     NORM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """dK of one chunk and key head, over its R value heads; the keys' part of dG."""
     HV: tl.constexpr = H * R
-    NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    NV: tl.constexpr = V // BLOCK_V
     b, h, first, left, unit = place(cu_ptr, T, N, NT, H, R)
     if left <= 0:
         return
     t = tl.arange(0, 64)
     i = t[:, None]
     j = t[None, :]
-    d = tl.arange(0, BLOCK_K)
+    d = tl.arange(0, K)
     ok = t < left
-    in_k = ok[:, None] & (d < K)[None, :]
     q_ptr = at(q_ptr, q_strides, b, first, h)
     k_ptr = at(k_ptr, k_strides, b, first, h)
     do_ptr = at(do_ptr, do_strides, b, first, h * R)
@@ -76,23 +75,21 @@ def _key_bwd_kernel(
     cumulative_ptr += unit * 64
     parts_ptr += unit * (NV * 512)
     ends_ptr += unit * NV
-    k = tile(k_ptr, t, k_strides[1], d, in_k)  # [C, K]
+    k = tile(k_ptr, t, k_strides[1], d, ok)  # [C, K]
     rk = inverse_norm(k, NORM)
     kk = tl.dot(k, tl.trans(k), input_precision=PREC) * rk[:, None] * rk[None, :]  # [C, C]
-    dk = tl.zeros((64, BLOCK_K), tl.float32)  # rk times the gradient of the normalised k
+    dk = tl.zeros((64, K), tl.float32)  # rk times the gradient of the normalised k
     dp = tl.zeros((64, 64), tl.float32)  # dP^T summed over the group, without scale and norms
     dn = tl.zeros((64, 64), tl.float32)  # -(N + N^T) summed over the group, without norms
     for step in tl.range(0, R * NV, num_stages=STAGES):
         r = step // NV
         e = (step % NV) * BLOCK_V + tl.arange(0, BLOCK_V)
-        in_v = ok[:, None] & (e < V)[None, :]
-        do = tile(do_ptr + r * do_strides[2], t, do_strides[1], e, in_v)  # [C, BLOCK_V]
-        vt = tile(vt_ptr + r * V, t, HV * V, e, in_v)  # [C, BLOCK_V]
-        dv = tile(dv_ptr + r * V, t, HV * V, e, in_v)  # [C, BLOCK_V]
-        in_state = (d < K)[:, None] & (e < V)[None, :]
+        do = tile(do_ptr + r * do_strides[2], t, do_strides[1], e, ok)  # [C, BLOCK_V]
+        vt = tile(vt_ptr + r * V, t, HV * V, e, ok)  # [C, BLOCK_V]
+        dv = tile(dv_ptr + r * V, t, HV * V, e, ok)  # [C, BLOCK_V]
         cells = r * (K * V) + d[:, None] * V + e[None, :]
-        s = tl.load(h_ptr + cells, mask=in_state, other=0.0)  # [K, BLOCK_V]
-        ds = tl.load(dh_ptr + cells, mask=in_state, other=0.0)  # [K, BLOCK_V]
+        s = tl.load(h_ptr + cells)  # [K, BLOCK_V]
+        ds = tl.load(dh_ptr + cells)  # [K, BLOCK_V]
         f0 = tl.load(f_ptr + r * 256 + t)  # [C] fp32
         f1 = tl.load(f_ptr + r * 256 + 64 + t)
         G = tl.load(cumulative_ptr + r * 64 + t)[:, None]
@@ -118,7 +115,7 @@ def _key_bwd_kernel(
         wide = f1[:, None] * tl.dot(vt, tl.trans(ds), input_precision=PREC)
         dk += wide
         tl.store(part + 448, tl.sum(wide * k.to(tl.float32), 1))
-    q = tile(q_ptr, t, q_strides[1], d, in_k)  # [C, K]
+    q = tile(q_ptr, t, q_strides[1], d, ok)  # [C, K]
     rq = inverse_norm(q, NORM)
     dp = (dp * (scale * rk)[:, None] * rq[None, :]).to(k.dtype)
     dk = tl.dot(dp, q, dk, input_precision=PREC)
@@ -128,7 +125,7 @@ def _key_bwd_kernel(
         dk -= k.to(tl.float32) * (rk * rk * tl.sum(dk * k.to(tl.float32), 1))[:, None]
     dk_ptr += ((b * T + first) * H + h) * K
     cells = t[:, None] * (H * K) + d[None, :]
-    tl.store(dk_ptr + cells, dk.to(dk_ptr.dtype.element_ty), mask=in_k)
+    tl.store(dk_ptr + cells, dk.to(dk_ptr.dtype.element_ty), mask=ok[:, None])
 
 
 def gdn_backward_key(
@@ -142,11 +139,10 @@ def gdn_backward_key(
         return dk
     _key_bwd_kernel[(h.shape[0] * H,)](
         q, k, cu_seqlens, f, cumulative, do, vt, dv, h, dh, dk, parts, ends,
-        q.stride()[:3], k.stride()[:3], do.stride()[:3],
+        steps(q), steps(k), steps(do),
         T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64), scale,
         H=H, R=HV // H, K=K, V=V,
         NORM=use_qk_l2norm,
-        BLOCK_K=triton.next_power_of_2(max(K, 16)),
         PREC=precision(q.dtype),
         **config,
     )  # fmt: skip

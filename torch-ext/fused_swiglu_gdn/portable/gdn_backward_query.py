@@ -8,20 +8,21 @@ and what the queries add to dG, the gradient of cumsum(g): rows of dP * QK^T, it
 of F2 (dO S^T) * Q.
 
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; R = HV / H; rows = chunk rows of the call;
-NV blocks of V. `parts` [rows, HV, NV, 8, C] takes the vectors that gdn_backward_gates.py puts
-together, see there.
+NV blocks of V. K and V are powers of two. `parts` [rows, HV, NV, 8, C] takes the vectors that
+gdn_backward_gates.py puts together, see there.
 """
 
 import triton
 import triton.language as tl
 
 from ..common.gdn_prepare import locate, log2_decay, precision
+from ..common.launch import steps
 
 
 @triton.jit
-def tile(ptr, tok, stride, d, mask):
-    """Rows `tok` and columns `d` of a matrix of dense rows; zeros where the mask is off."""
-    return tl.load(ptr + tok[:, None] * stride + d[None, :], mask=mask, other=0.0)
+def tile(ptr, tok, stride, d, ok):
+    """Rows `tok` and columns `d` of a matrix of dense rows; zeros in rows that are not ok."""
+    return tl.load(ptr + tok[:, None] * stride + d[None, :], mask=ok[:, None], other=0.0)
 
 
 @triton.jit
@@ -94,23 +95,21 @@ def _query_bwd_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     NORM: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """dQ of one chunk and key head, over its R value heads; the queries' part of dG."""
     HV: tl.constexpr = H * R
-    NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    NV: tl.constexpr = V // BLOCK_V
     b, h, first, left, unit = place(cu_ptr, T, N, NT, H, R)
     if left <= 0:
         return
     t = tl.arange(0, 64)
     i = t[:, None]
     j = t[None, :]
-    d = tl.arange(0, BLOCK_K)
+    d = tl.arange(0, K)
     ok = t < left
-    in_k = ok[:, None] & (d < K)[None, :]
     q_ptr = at(q_ptr, q_strides, b, first, h)
     k_ptr = at(k_ptr, k_strides, b, first, h)
     g_ptr = at(g_ptr, g_strides, b, first, h * R)
@@ -124,22 +123,20 @@ def _query_bwd_kernel(
     _store_cumulative_gates(
         cumulative_ptr, g_ptr, A_log_ptr, dt_bias_ptr, g_strides, ok, h * R, R, HEADS
     )
-    q = tile(q_ptr, t, q_strides[1], d, in_k)  # [C, K]
-    k = tile(k_ptr, t, k_strides[1], d, in_k)  # [C, K]
+    q = tile(q_ptr, t, q_strides[1], d, ok)  # [C, K]
+    k = tile(k_ptr, t, k_strides[1], d, ok)  # [C, K]
     rq = inverse_norm(q, NORM)
     rk = inverse_norm(k, NORM)
     qk = tl.dot(q, tl.trans(k), input_precision=PREC)  # [C, C] fp32
     qk *= (scale * rq)[:, None] * rk[None, :]
-    dq = tl.zeros((64, BLOCK_K), tl.float32)  # rq times the gradient of the normalised q
+    dq = tl.zeros((64, K), tl.float32)  # rq times the gradient of the normalised q
     dp = tl.zeros((64, 64), tl.float32)  # summed over the group, without scale and norms
     for step in tl.range(0, R * NV, num_stages=STAGES):
         r = step // NV
         e = (step % NV) * BLOCK_V + tl.arange(0, BLOCK_V)
-        in_v = ok[:, None] & (e < V)[None, :]
-        do = tile(do_ptr + r * do_strides[2], t, do_strides[1], e, in_v)  # [C, BLOCK_V]
-        vt = tile(vt_ptr + r * V, t, HV * V, e, in_v)  # [C, BLOCK_V]
-        s_at = r * (K * V) + d[:, None] * V + e[None, :]
-        s = tl.load(h_ptr + s_at, mask=(d < K)[:, None] & (e < V)[None, :], other=0.0)  # [K, ..]
+        do = tile(do_ptr + r * do_strides[2], t, do_strides[1], e, ok)  # [C, BLOCK_V]
+        vt = tile(vt_ptr + r * V, t, HV * V, e, ok)  # [C, BLOCK_V]
+        s = tl.load(h_ptr + r * (K * V) + d[:, None] * V + e[None, :])  # [K, BLOCK_V]
         f2 = tl.load(f_ptr + r * 256 + 128 + t)  # [C] fp32
         G = tl.load(cumulative_ptr + r * 64 + t)[:, None]
         G -= tl.load(cumulative_ptr + r * 64 + t)[None, :]
@@ -159,7 +156,7 @@ def _query_bwd_kernel(
         dq -= q.to(tl.float32) * (rq * rq * tl.sum(dq * q.to(tl.float32), 1))[:, None]
     dq_ptr += ((b * T + first) * H + h) * K
     cells = t[:, None] * (H * K) + d[None, :]
-    tl.store(dq_ptr + cells, dq.to(dq_ptr.dtype.element_ty), mask=in_k)
+    tl.store(dq_ptr + cells, dq.to(dq_ptr.dtype.element_ty), mask=ok[:, None])
 
 
 def gdn_backward_query(
@@ -174,11 +171,10 @@ def gdn_backward_query(
         return dq
     _query_bwd_kernel[(h.shape[0] * H,)](
         q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dq, cumulative, parts,
-        q.stride()[:3], k.stride()[:3], g.stride(), do.stride()[:3],
+        steps(q), steps(k), g.stride(), steps(do),
         T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64), scale,
         H=H, R=HV // H, HEADS=triton.next_power_of_2(HV // H), K=K, V=V,
         NORM=use_qk_l2norm,
-        BLOCK_K=triton.next_power_of_2(max(K, 16)),
         PREC=precision(q.dtype),
         **config,
     )  # fmt: skip
