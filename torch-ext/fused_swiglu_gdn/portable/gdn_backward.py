@@ -124,14 +124,14 @@ def _chunk_gradients(
     cumulative = f.new_empty(rows, HV, 64)
     by_query = f.new_empty(rows, HV, NQ, 8, 64)
     by_key, ends = f.new_empty(rows, HV, NK, 8, 64), f.new_empty(rows, HV, NK)
+    dp = p.new_empty(rows, q.shape[2], 2, 64, 64)  # dP and N of a key head
     dq = gdn_backward_query(
-        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, cumulative, by_query, scale, flags[0],
-        config["query"],
+        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dp, cumulative, by_query, scale,
+        flags[0], config["query"],
     )  # fmt: skip
     dk = gdn_backward_key(
-        q, k, cu_seqlens, f, cumulative, do, vt, dv, h, dh, by_key, ends, scale, flags[0],
-        config["key"],
-    )  # fmt: skip
+        q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, by_key, ends, flags[0], config["key"]
+    )
     dg, dbeta, dA_log, ddt_bias = gdn_backward_gates(
         g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, *flags[1:], q.dtype,
         config["gates"],

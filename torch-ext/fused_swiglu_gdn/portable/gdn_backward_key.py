@@ -1,14 +1,15 @@
 """The gradient of the keys, chunk by chunk (docs/gdn_backward.md).
 
-From the state S before a chunk, the gradient dS of the state after it, vt, dO and dV:
+From the state S before a chunk, the gradient dS of the state after it, vt, dV, and the dP of
+gdn_backward_query.py:
 
-    dP = scale lower(Gam dO vt^T)      N = -strict_lower(Gam dV vt^T)
+    N = -strict_lower(Gam dV vt^T)
     dK = -F0 (dV S^T) + F1 (vt dS^T) + (N + N^T) K + dP^T Q      then through the norm of k
 
 and what the keys add to dG: rows of N * KK^T, its columns, rows of F0 (dV S^T) * K and of
 F1 (vt dS^T) * K, and <S, dS>; and the rows' dV . vt, from which dbeta comes.
-Products that are needed transposed are computed transposed: Triton below 3.7.1 miscompiles a dot of
-a transposed accumulator on Hopper (flash-linear-attention#640).
+N^T and dP^T are read transposed from memory: Triton below 3.7.1 miscompiles a dot of a transposed
+accumulator on Hopper (flash-linear-attention#640).
 
 Sizes as in gdn_backward_query.py.
 """
@@ -28,7 +29,7 @@ def _key_bwd_kernel(
     cu_ptr,  # [N + 1] int32 | int64, or None
     f_ptr,  # [rows, HV, 4, C] fp32
     cumulative_ptr,  # [rows, HV, C] fp32
-    do_ptr,  # [B, T, HV, V]
+    dp_ptr,  # [rows, H, 2, C, C]: dP; N goes to the second
     vt_ptr,  # [B, T, HV, V]
     dv_ptr,  # [B, T, HV, V]
     h_ptr,  # [rows, HV, K, V]
@@ -38,11 +39,9 @@ def _key_bwd_kernel(
     ends_ptr,  # [rows, HV, NV] fp32: <S, dS>
     q_strides,  # of B, T, H
     k_strides,
-    do_strides,  # of B, T, HV
     T,
     N,
     NT,  # ceil(T / C), equal length
-    scale,
     H: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
@@ -65,8 +64,8 @@ def _key_bwd_kernel(
     ok = t < left
     q_ptr = at(q_ptr, q_strides, b, first, h)
     k_ptr = at(k_ptr, k_strides, b, first, h)
-    do_ptr = at(do_ptr, do_strides, b, first, h * R)
     made = ((b * T + first) * HV + h * R) * V  # of vt and dv, which are contiguous
+    dp_ptr += (unit // R) * 8192
     vt_ptr += made
     dv_ptr += made
     h_ptr += unit * (K * V)
@@ -79,12 +78,10 @@ def _key_bwd_kernel(
     rk = inverse_norm(k, NORM)
     kk = tl.dot(k, tl.trans(k), input_precision=PREC) * rk[:, None] * rk[None, :]  # [C, C]
     dk = tl.zeros((64, K), tl.float32)  # rk times the gradient of the normalised k
-    dp = tl.zeros((64, 64), tl.float32)  # dP^T summed over the group, without scale and norms
-    dn = tl.zeros((64, 64), tl.float32)  # -(N + N^T) summed over the group, without norms
+    dn = tl.zeros((64, 64), tl.float32)  # -N summed over the group, without norms
     for step in tl.range(0, R * NV, num_stages=STAGES):
         r = step // NV
         e = (step % NV) * BLOCK_V + tl.arange(0, BLOCK_V)
-        do = tile(do_ptr + r * do_strides[2], t, do_strides[1], e, ok)  # [C, BLOCK_V]
         vt = tile(vt_ptr + r * V, t, HV * V, e, ok)  # [C, BLOCK_V]
         dv = tile(dv_ptr + r * V, t, HV * V, e, ok)  # [C, BLOCK_V]
         cells = r * (K * V) + d[:, None] * V + e[None, :]
@@ -94,17 +91,12 @@ def _key_bwd_kernel(
         f1 = tl.load(f_ptr + r * 256 + 64 + t)
         G = tl.load(cumulative_ptr + r * 64 + t)[:, None]
         G -= tl.load(cumulative_ptr + r * 64 + t)[None, :]
-        gam = tl.exp2(tl.minimum(tl.where(i >= j, G, -G), 100.0))  # [C, C] fp32, both triangles
         part = parts_ptr + step * 512 + t
         tl.store(ends_ptr + step, tl.sum(s.to(tl.float32) * ds.to(tl.float32)))
 
-        own = tl.dot(vt, tl.trans(do), input_precision=PREC)  # [C, C] fp32
-        dp += tl.where(i <= j, own * gam, 0.0)
-        own = tl.dot(vt, tl.trans(dv), input_precision=PREC)
-        dn += tl.where(i < j, own * gam, 0.0)
-        own = tl.dot(dv, tl.trans(vt), input_precision=PREC)
+        own = tl.dot(dv, tl.trans(vt), input_precision=PREC)  # [C, C] fp32
         tl.store(part + 192, tl.sum(tl.where(i == j, own, 0.0), 1))
-        own = tl.where(i > j, own * gam, 0.0)
+        own = tl.where(i > j, own * tl.exp2(tl.minimum(G, 100.0)), 0.0)
         dn += own
         own *= kk
         tl.store(part + 256, tl.sum(own, 1))
@@ -115,12 +107,13 @@ def _key_bwd_kernel(
         wide = f1[:, None] * tl.dot(vt, tl.trans(ds), input_precision=PREC)
         dk += wide
         tl.store(part + 448, tl.sum(wide * k.to(tl.float32), 1))
+    n = (dn * -rk[:, None] * rk[None, :]).to(k.dtype)  # [C, C]
+    tl.store(dp_ptr + 4096 + i * 64 + j, n)
+    tl.debug_barrier()  # the threads of this program read what others of it wrote
+    n += tl.load(dp_ptr + 4096 + j * 64 + i)  # exact: one of the two is zero
+    dk = tl.dot(n, k, dk, input_precision=PREC)
     q = tile(q_ptr, t, q_strides[1], d, ok)  # [C, K]
-    rq = inverse_norm(q, NORM)
-    dp = (dp * (scale * rk)[:, None] * rq[None, :]).to(k.dtype)
-    dk = tl.dot(dp, q, dk, input_precision=PREC)
-    dn = (dn * -rk[:, None] * rk[None, :]).to(k.dtype)
-    dk = tl.dot(dn, k, dk, input_precision=PREC)
+    dk = tl.dot(tl.load(dp_ptr + j * 64 + i), q, dk, input_precision=PREC)
     if NORM:
         dk -= k.to(tl.float32) * (rk * rk * tl.sum(dk * k.to(tl.float32), 1))[:, None]
     dk_ptr += ((b * T + first) * H + h) * K
@@ -129,18 +122,17 @@ def _key_bwd_kernel(
 
 
 def gdn_backward_key(
-    q, k, cu_seqlens, f, cumulative, do, vt, dv, h, dh, parts, ends, scale, use_qk_l2norm, config
+    q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, parts, ends, use_qk_l2norm, config
 ):
-    """dk [B, T, H, K]; fills ends [rows, HV, NV] and five of the vectors in parts."""
+    """dk [B, T, H, K]; fills ends [rows, HV, NV], dp[:, :, 1] and five of the vectors in parts."""
     B, T, H, K = q.shape
-    HV, V = do.shape[2:]
+    HV, V = vt.shape[2:]
     dk = k.new_empty(k.shape)
     if h.shape[0] * HV == 0:
         return dk
     _key_bwd_kernel[(h.shape[0] * H,)](
-        q, k, cu_seqlens, f, cumulative, do, vt, dv, h, dh, dk, parts, ends,
-        steps(q), steps(k), steps(do),
-        T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64), scale,
+        q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, dk, parts, ends, steps(q), steps(k),
+        T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64),
         H=H, R=HV // H, K=K, V=V,
         NORM=use_qk_l2norm,
         PREC=precision(q.dtype),

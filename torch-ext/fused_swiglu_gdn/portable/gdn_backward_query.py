@@ -79,6 +79,7 @@ def _query_bwd_kernel(
     vt_ptr,  # [B, T, HV, V]
     h_ptr,  # [rows, HV, K, V]
     dq_ptr,  # [B, T, H, K]
+    dp_ptr,  # [rows, H, 2, C, C]: dP goes to the first
     cumulative_ptr,  # [rows, HV, C] fp32
     parts_ptr,  # [rows, HV, NV, 8, C] fp32
     q_strides,  # of B, T, H
@@ -151,6 +152,7 @@ def _query_bwd_kernel(
         tl.store(part + 128, tl.sum(wide * q.to(tl.float32), 1))
         dq += wide
     dp = (dp * (scale * rq)[:, None] * rk[None, :]).to(k.dtype)
+    tl.store(dp_ptr + (unit // R) * 8192 + i * 64 + j, dp)
     dq = tl.dot(dp, k, dq, input_precision=PREC)
     if NORM:
         dq -= q.to(tl.float32) * (rq * rq * tl.sum(dq * q.to(tl.float32), 1))[:, None]
@@ -160,17 +162,17 @@ def _query_bwd_kernel(
 
 
 def gdn_backward_query(
-    q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, cumulative, parts, scale, use_qk_l2norm,
+    q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dp, cumulative, parts, scale, use_qk_l2norm,
     config,
 ):  # fmt: skip
-    """dq [B, T, H, K]; fills cumulative [rows, HV, C] and three of the vectors in parts."""
+    """dq [B, T, H, K]; fills cumulative [rows, HV, C], dp[:, :, 0] and three vectors of parts."""
     B, T, H, K = q.shape
     HV, V = do.shape[2:]
     dq = q.new_empty(q.shape)
     if h.shape[0] * HV == 0:
         return dq
     _query_bwd_kernel[(h.shape[0] * H,)](
-        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dq, cumulative, parts,
+        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dq, dp, cumulative, parts,
         steps(q), steps(k), g.stride(), steps(do),
         T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64), scale,
         H=H, R=HV // H, HEADS=triton.next_power_of_2(HV // H), K=K, V=V,
