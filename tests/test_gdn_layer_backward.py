@@ -17,6 +17,8 @@ CONVOLUTIONS = {
     "shorter than the taps": {"T": 2, "initial": True, "final": True},
     "seq_idx": {"seq_idx": True},
     "packed": {"lengths": (0, 3, 0, 17, 2, 28), "initial": True, "final": True},
+    "packed, no states": {"lengths": (0, 3, 0, 17, 2, 170), "D": 7},
+    "eight taps, no states": {"W": 8, "T": 140},
     "two taps, channels first": {"W": 2, "channels_first": True},
     "eight taps": {"W": 8, "initial": True},
 }
