@@ -17,8 +17,8 @@ CONVOLUTIONS = {
     "shorter than the taps": {"T": 2, "initial": True, "final": True},
     "seq_idx": {"seq_idx": True},
     "packed": {"lengths": (0, 3, 0, 17, 2, 28), "initial": True, "final": True},
-    "packed, no states": {"lengths": (0, 3, 0, 17, 2, 170), "D": 7},
-    "eight taps, no states": {"W": 8, "T": 140},
+    "packed, no states": {"lengths": (0, 3, 0, 17, 2, 20), "D": 7},
+    "eight taps, no states": {"W": 8, "T": 20},
     "two taps, channels first": {"W": 2, "channels_first": True},
     "eight taps": {"W": 8, "initial": True},
 }
@@ -161,6 +161,7 @@ def test_operators():
 
 LARGE = {
     "qwen": {"D": 8192, "T": 300},
+    "long, packed": {"D": 300, "lengths": (0, 3, 0, 170, 1, 200)},
     "odd": {"D": 333, "T": 1001, "wider": 7, "initial": True, "final": True},
     "odd, channels first": {"D": 70, "T": 333, "channels_first": True, "wider": 3},
     "packed view": {"D": 256, "wider": 64, "lengths": (1, 0, 130, 2, 300), "initial": True},
