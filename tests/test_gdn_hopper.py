@@ -1,4 +1,5 @@
-"""What is particular to the Hopper scan: segments, one or two state warpgroups, what it refuses.
+"""What is particular to the Hopper kernels: the prepare kernel's blocks against the common one's;
+the scan's segments, one or two state warpgroups; what they refuse.
 
 The rest is tested for all implementations alike in test_gdn_chunk.py, the compiled code in
 test_compile.py, and random small problems by tools/fuzz_gdn.py.
@@ -6,7 +7,7 @@ test_compile.py, and random small problems by tools/fuzz_gdn.py.
 
 import pytest
 import torch
-from conftest import assert_close, gdn_inputs, submodule
+from conftest import assert_close, gdn_inputs, relative_error, submodule
 from interpreter import compiled
 from test_gdn_chunk import arguments, check, cu, expected
 
@@ -144,3 +145,58 @@ def test_wrong_offsets_stay_in_bounds(warpgroups):
         offsets = torch.tensor(ends, device="cuda", dtype=torch.int32)
         gdn.gdn_chunk_fwd(*arguments(x, cu_seqlens=offsets, use_qk_l2norm=True))
         torch.cuda.synchronize()
+
+
+def prepared(H=1, HV=4, T=64, device="cpu", **options):
+    """The arguments of gdn_prepare."""
+    dtype = options.pop("dtype", torch.bfloat16)
+    x = gdn_inputs(1, T, H, HV, 128, 128, dtype, device, gates=options.pop("gates", "slow"))
+    x.pop("initial_state", None)
+    options.setdefault("use_qk_l2norm", True)
+    args = arguments(x, **options)
+    return (*args[:2], *args[3:7], *args[9:14])
+
+
+def test_prepares_pairs_of_heads_with_unit_keys():
+    assert gdn.supports_gdn_prepare(*prepared(2, 12))
+    assert not gdn.supports_gdn_prepare(*prepared(2, 6))
+    assert not gdn.supports_gdn_prepare(*prepared(use_qk_l2norm=False))
+    assert not gdn.supports_gdn_prepare(*prepared(dtype=torch.float32))
+
+
+def same_blocks(args, live=slice(None)):
+    """Against the kernel for all chips: the same but for roundings, and again bit for bit."""
+    blocks = gdn.gdn_prepare(*args)
+    limits = (2e-3, 5e-4, 1e-4, 1e-5)
+    for out, ref, limit in zip(blocks, gdn.common.gdn_prepare(*args), limits):
+        assert relative_error(out[live], ref[live]) < limit
+    assert all(torch.equal(a[live], b[live]) for a, b in zip(blocks, gdn.gdn_prepare(*args)))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("gates", ["qwen", "slow", "none", "extreme"])
+@pytest.mark.parametrize("H, HV, dtype", [(2, 8, torch.bfloat16), (3, 6, torch.float16)])
+def test_prepare(H, HV, dtype, gates):
+    same_blocks(prepared(H, HV, 300, "cuda", dtype=dtype, gates=gates))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("H, HV", [(2, 12), (1, 8)])
+def test_prepare_packed_from_raw_gates(H, HV):
+    """The neighbours' tokens, here NaN, do not enter; rows of no chunk are nobody's."""
+    lengths = (100, 0, 1, 64, 0, 200)
+    raw = {"A_log": torch.randn(HV, device="cuda"), "dt_bias": torch.randn(HV, device="cuda")}
+    offsets = cu(*lengths, device="cuda", dtype=torch.int64)
+    args = list(
+        prepared(H, HV, sum(lengths), "cuda", use_beta_sigmoid=True, cu_seqlens=offsets, **raw)
+    )
+    rows = [0, 1, 3, 4, 7, 8, 9, 10]  # cu[n] // 64 + n + chunk
+    same_blocks(args, rows)
+    before = gdn.gdn_prepare(*args)
+    for i in range(4):
+        args[i] = args[i].clone()
+        args[i][:, 100:165] = float("nan")
+    for out, ref in zip(gdn.gdn_prepare(*args), before):
+        assert torch.equal(out[[0, 1, 7, 8, 9, 10]], ref[[0, 1, 7, 8, 9, 10]])

@@ -9,9 +9,10 @@ from typing import Optional, Tuple
 
 import torch
 
-from ..common.gdn_prepare import gdn_prepare
-from ..common.launch import prepare, specialized_on
+from ..common import gdn_prepare as common
+from ..common.launch import prepare, specialized_on, steps
 from ..device import multiprocessor_count
+from .gdn_prepare import gdn_prepare_fwd_kernel
 from .gdn_scan import gdn_scan_fwd_kernel, scatter_states_kernel
 from .gluon_compat import Descriptor, gl
 
@@ -21,6 +22,8 @@ MIN_SEGMENT_TOKENS = 2048  # gdn_place.MIN_SEGMENT chunks
 # By state warpgroups: registers of the second one and of the loader, and the cap at launch.
 REGISTERS = {1: (0, 32), 2: (240, 24)}
 CAP = {1: 136, 2: 168}
+# Registers of a thread of prepare by its warps: 16 and 12 warps a multiprocessor
+PREPARE_CAP = {4: 128, 2: 168}
 
 
 def _reads_by_tma(x: torch.Tensor) -> bool:
@@ -52,6 +55,67 @@ def supports_gdn_chunk_fwd(
     )
 
 
+def _heads_in_warps(q: torch.Tensor, g: torch.Tensor, use_qk_l2norm: bool) -> bool:
+    """Keys of norm 1, whose products fp16 holds, and an even number of value heads for each."""
+    return use_qk_l2norm and g.shape[2] // q.shape[2] % 2 == 0
+
+
+def supports_gdn_prepare(
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
+    allow_neg_eigval,
+) -> bool:  # fmt: skip
+    """As for the scan, and _heads_in_warps. Other calls are for the common kernel."""
+    return (
+        _heads_in_warps(q, g, use_qk_l2norm)
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.dtype == k.dtype
+        and q.shape[3] == HEAD_DIM
+        and 0 < q.shape[0] * q.shape[1] < 2**30
+        and (cu_seqlens is None or cu_seqlens.shape[0] > 1)
+        and _reads_by_tma(q)
+        and _reads_by_tma(k)
+    )
+
+
+def gdn_prepare(
+    q: torch.Tensor,  # [B, T, H, K]
+    k: torch.Tensor,  # [B, T, H, K]
+    g: torch.Tensor,  # [B, T, HV]
+    beta: torch.Tensor,  # [B, T, HV]
+    A_log: Optional[torch.Tensor],  # [HV]
+    dt_bias: Optional[torch.Tensor],  # [HV]
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    scale: float,
+    use_qk_l2norm: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tb, P, F and decay of every chunk row and value head: the boundary of docs/gdn.md."""
+    B, T, H, K = q.shape
+    HV, packed = g.shape[2], cu_seqlens is not None
+    rows = common.chunk_rows(T, B, cu_seqlens)
+    tb = q.new_empty((rows, HV, 64, 64))
+    p = torch.empty_like(tb)
+    n = rows * HV
+    small = q.new_empty(n * 257, dtype=torch.float32)  # F and decay: an allocation costs time
+    f = small.as_strided((rows, HV, 4, 64), (HV * 256, 256, 64, 1))
+    decay = small.as_strided((rows, HV), (HV, 1), n * 256)
+    R = HV // H
+    W = 4 if R % 4 == 0 else 2
+    beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
+    pointers = (g, beta, A_log, dt_bias, cu_seqlens)
+    strides = (steps(g), steps(beta))
+    options = (("num_warps", W), ("maxnreg", PREPARE_CAP[W]))
+    kind = (q.device, q.dtype, *map(specialized_on, pointers), strides)
+    prepare(gdn_prepare_fwd_kernel, (HV, R, W, beta_max), options, *kind).launch(
+        (n // W, 1, 1),
+        _token_desc(q, 128, packed), _token_desc(k, 128, packed), _block_desc(tb, W),
+        _block_desc(p, W), *pointers, f, decay,
+        *strides, T, cu_seqlens.shape[0] - 1 if packed else B, -(-T // 64), scale,
+    )  # fmt: skip
+    return tb, p, f, decay
+
+
 def gdn_chunk_fwd(
     q: torch.Tensor,  # [B, T, H, K]
     k: torch.Tensor,  # [B, T, H, K]
@@ -74,12 +138,13 @@ def gdn_chunk_fwd(
     prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """o [B, T, HV, V]; the final state, the pool, or None; checkpoints or None."""
-    blocks = prepared or gdn_prepare(
-        q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
-        allow_neg_eigval,
-    )  # fmt: skip
+    if prepared is None:
+        inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens, scale)
+        inputs += (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
+        own = _heads_in_warps(q, g, use_qk_l2norm)
+        prepared = gdn_prepare(*inputs) if own else common.gdn_prepare(*inputs)
     return gdn_scan(
-        q, k, v, *blocks, initial_state, state_indices, cu_seqlens, state_v_first,
+        q, k, v, *prepared, initial_state, state_indices, cu_seqlens, state_v_first,
         output_final_state, state_dtype, checkpoint_every,
     )  # fmt: skip
 
@@ -113,9 +178,9 @@ def _token_desc(x: torch.Tensor, columns: int, packed: bool) -> Descriptor:
     return Descriptor(x, shape, strides, *_box(x.dtype, 1, 1, 64, 1, columns))
 
 
-def _block_desc(x: torch.Tensor) -> Descriptor:
-    """Boxes [C, C] of Tb or P [rows, HV, C, C]."""
-    return Descriptor(x, (x.numel() // 64, 64), (64, 1), *_box(x.dtype, 64, 64))
+def _block_desc(x: torch.Tensor, heads: int = 1) -> Descriptor:
+    """Boxes [heads C, C] of Tb or P [rows, HV, C, C]."""
+    return Descriptor(x, (x.numel() // 64, 64), (64, 1), *_box(x.dtype, heads * 64, 64))
 
 
 def _factor_desc(x: torch.Tensor) -> Descriptor:
@@ -138,7 +203,6 @@ def gdn_scan(
     output_final_state: bool,
     state_dtype: Optional[torch.dtype],
     checkpoint_every: int,
-    prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """The second half of gdn_chunk_fwd, on what gdn_prepare made of q, k, g and beta."""
     B, T, H, K = q.shape
