@@ -95,12 +95,12 @@ def recurrence(q, k, v, g, beta, state):
     return torch.stack(o, 1), state
 
 
-def errors(package, T, only) -> dict:
-    leaves, outer = tensors(2, 4, T)
+def errors(package, T, only, heads=(2, 4)) -> dict:
+    leaves, outer = tensors(*heads, T)
     wide = [x.detach().double().requires_grad_() for x in leaves]
     want = recurrence(*wide)
     want = [*want, *torch.autograd.grad(want, wide, [x.double() for x in outer])]
-    row = {"T": T, "heads": [2, 4], "error": {}}
+    row = {"T": T, "heads": list(heads), "error": {}}
     for way in only:
         try:
             got = forward(package, way)(*leaves)

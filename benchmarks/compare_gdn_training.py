@@ -4,7 +4,8 @@
 
 The layer of Qwen3.5-4B (hidden 2560, 16/32 heads), bf16, one sequence of 8192 tokens: forward and
 backward, all gradients. Before means transformers with FLA's kernels as in compare_models.py, the
-guard of FLA's backward off as in compare_gdn_backward.py. The contenders take turns.
+guard of FLA's backward off as in compare_gdn_backward.py. The contenders take turns. Then the
+gradient of the rule alone at the same heads.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import gc
 import statistics
 from pathlib import Path
 
+import compare_gdn_backward
 import torch
 from compare_models import (
     LAYER,
@@ -24,6 +26,8 @@ from compare_models import (
     warm_up,
 )
 from kernel_time import RESULTS, load_package, save
+
+WAYS = ("recompute", "saved", "fla")
 
 
 def layer():
@@ -104,7 +108,13 @@ def main():
     for name in ("before", "after"):
         print(name, {key: round(value, 3) for key, value in row[name].items()})
     print(f"{row['before']['step_ms'] / row['after']['step_ms']:.2f} times as fast", row)
-    save(options.json, [row])
+    rows = [row]
+    save(options.json, rows)
+    # the rule's gradient alone, in the same process: FLA's kernels are tuned for these heads now
+    rows.append(compare_gdn_backward.errors(package, 1000, WAYS, heads=(16, 32)))
+    for tokens in (8192, 32768):
+        rows.append(compare_gdn_backward.measure(package, 16, 32, tokens, WAYS))
+        save(options.json, rows)
 
 
 if __name__ == "__main__":

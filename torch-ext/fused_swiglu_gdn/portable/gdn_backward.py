@@ -90,8 +90,8 @@ def gdn_chunk_bwd(
 def _padded(x: torch.Tensor, more: int) -> torch.Tensor:
     """x with its last 1 + more dimensions brought to powers of two by zeros, which change nothing.
 
-    The kernels take no other: Triton 3.6.0 compiles products of tiles whose rows cannot be copied
-    by 16 bytes, and of fp32 tiles of 16 columns, so that they are wrong (docs/gdn_backward.md).
+    So every row is copied by 16 bytes and every loop over chunks pipelined: the ptxas of Triton
+    3.4 to 3.6 loses descriptors of products in loops that are not (docs/gdn_backward.md).
     """
     missing = [max(triton.next_power_of_2(n), 32) - n for n in x.shape[-1 - more :]]
     if not any(missing):
