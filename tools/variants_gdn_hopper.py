@@ -23,7 +23,7 @@ def _scan(
     states: bool = True,
 ) -> Variant:
     """W state warpgroups; packed and pool: types of cu_seqlens and state_indices, "" for none."""
-    launcher = load("hopper.gdn")
+    launcher = load("hopper.gdn_plan")
     registers = launcher.REGISTERS[W]
     token = {"q": 128, "k": 128, "v": 64, "o": 64}
     signature = {
@@ -31,8 +31,8 @@ def _scan(
         "t_desc": _box(64, 64, dtype=dtype),
         "p_desc": _box(64, 64, dtype=dtype),
         "f_desc": _box(256, dtype="fp32"),
-        "decay_ptr": "*fp32:16",
-        **dict.fromkeys(("T", "HV", "H", "N", "every", "split", "pool_step"), "i32"),
+        **dict.fromkeys(("decay_ptr", "warm_ptr", "carry_ptr"), "*fp32:16"),
+        **dict.fromkeys(("T", "HV", "H", "N", "every", "split", "pool_step", "transition"), "i32"),
     }
     pointers = {
         "h0_ptr": state if states else "",
@@ -52,6 +52,21 @@ def _scan(
     options = {"num_warps": 4, "maxnreg": launcher.CAP[W]}
     kernel = "gdn_scan_fwd_kernel"
     return Variant(name, "hopper.gdn_scan", kernel, signature, constexprs, options, ("sm_90",))
+
+
+def _carry(packed: str) -> Variant:
+    signature = {
+        **({"cu_ptr": f"*{packed}:16"} if packed else {}),
+        **dict.fromkeys(("warm_ptr", "carry_ptr"), "*fp32:16"),
+        **dict.fromkeys(("T", "HV", "N", "split", "slots"), "i32"),
+    }
+    constexprs = {"SPAN": 2048, "MOST": 8, "BLOCK_V": 16, "BLOCK_K": 32, "PREC": "tf32x3"}
+    constexprs.update({} if packed else {"cu_ptr": None})
+    name = f"hopper_gdn_carry,packed={packed or None}"
+    options = {"num_warps": 4, "launch_pdl": True}
+    return Variant(
+        name, "hopper.gdn_carry", "gdn_carry_kernel", signature, constexprs, options, ("sm_90",)
+    )
 
 
 def _prepare(W: int, R: int, dtype: str = "bf16", packed: str = "", raw: str = "") -> Variant:
@@ -74,7 +89,7 @@ def _prepare(W: int, R: int, dtype: str = "bf16", packed: str = "", raw: str = "
     constexprs = {name: None for name, kind in pointers.items() if not kind}
     constexprs.update(HV=16 * R, R=R, W=W, BETA_MAX=1.0 if raw else 0.0)
     name = f"hopper_gdn_prepare_fwd,W={W},R={R},{dtype},packed={packed or None},raw={raw or None}"
-    options = {"num_warps": W, "maxnreg": load("hopper.gdn").PREPARE_CAP[W]}
+    options = {"num_warps": W, "maxnreg": load("hopper.gdn_plan").PREPARE_CAP[W]}
     kernel = "gdn_prepare_fwd_kernel"
     return Variant(name, "hopper.gdn_prepare", kernel, signature, constexprs, options, ("sm_90",))
 
@@ -92,7 +107,7 @@ VARIANTS = [
         {"checkpoints": True, "v_first": True},
         {"checkpoints": True, "v_first": True, "pool": "i32", "in_place": True, "state": "bf16"},
     )
-] + [_scan(1, checkpoints=True)]
+] + [_scan(1, checkpoints=True), _carry("i32"), _carry("")]
 VARIANTS += [
     _prepare(W, R, **options)
     for W, R in ((4, 4), (2, 6))
