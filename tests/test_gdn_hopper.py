@@ -33,6 +33,13 @@ def test_takes_what_the_copy_engine_reads():
     assert supports(q=head_major)
 
 
+@pytest.mark.parametrize("major, served", [(9, True), (10, False), (12, False)])
+def test_leaves_later_chips_to_the_portable_scan(monkeypatch, major, served):
+    """They have no wgmma."""
+    monkeypatch.setattr(gdn, "capability", lambda index: (major, 0))
+    assert gdn._has_wgmma(torch.device("cuda", 0)) is served
+
+
 @pytest.mark.parametrize("what", ["fp32", "head dim", "no token", "odd stride", "odd start"])
 def test_leaves_the_rest_to_the_portable_scan(what):
     x = gdn_inputs(1, 64, 2, 4, 128, 128, torch.bfloat16)
