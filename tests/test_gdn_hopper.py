@@ -289,3 +289,11 @@ def test_chain_at_cuts(packed):
     carry = carry.cuda()
     launch(offsets, warm.cuda(), carry, T, N, split)
     assert_close(carry.cpu(), ref)
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_device_that_is_not_the_current_one():
+    x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda:1")
+    check("hopper", arguments(x, use_qk_l2norm=True))
