@@ -47,8 +47,10 @@ def _rule(name, layout, config, state):
     yield Variant(f"{name},one token", *step, pointers, one, options, ANY)
     alone = {n: kind for n, kind in pointers.items() if n != "final_ptr"}
     yield Variant(f"{name},in place", *step, alone, inplace, options, ANY)
-    signature = {**pointers, **pool, "T": "i32"}
-    yield Variant(f"{name},tokens", *loop, signature, many, options, ANY)
+    if state == F:  # tiles are kept in fp32 from token to token
+        for states in (F, X):
+            signature = {**_rule_pointers(states), **pool, "T": "i32"}
+            yield Variant(f"{name},tokens,{states[1:5]}", *loop, signature, many, options, ANY)
 
 
 def _convolution(layout, config):
@@ -120,11 +122,11 @@ def _norm(config, D):
 
 def _all():
     for layout in ("vk", "kv"):
-        for config in _configs(f"portable_gdn_recurrent_{layout}_fwd"):
-            for state in (F, X):
-                sizes = ",".join(f"{n}={v}" for n, v in config.items())
-                name = f"portable_gdn_recurrent_{layout}_fwd,{state[1:5]},{sizes}"
-                yield from _rule(name, layout, config, state)
+        for entry in _config(f"portable_gdn_recurrent_{layout}_fwd")["tuned"]:
+            config, state = entry["config"], F if entry["sizes"]["STATE_BYTES"] == 4 else X
+            sizes = ",".join(f"{n}={v}" for n, v in config.items())
+            name = f"portable_gdn_recurrent_{layout}_fwd,{state[1:5]},{sizes}"
+            yield from _rule(name, layout, config, state)
     for layout in ("td", "dt"):
         for config in _configs(f"portable_causal_conv1d_{layout}_fwd"):
             yield from _convolution(layout, config)

@@ -1,15 +1,14 @@
 """The gated delta rule with FLA's interface: in chunks, and token by token."""
 
 import operator
-from typing import Callable, Dict, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ..checks import gdn as checks
-from ..facts import keep
 from ..ops import gdn as ops
-from .common import autocast, dense, shortcut
+from .common import Shortcuts, autocast, dense
 
 
 def chunk_gated_delta_rule(
@@ -151,12 +150,12 @@ def fused_recurrent_gated_delta_rule(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
         cu_seqlens,
     )  # fmt: skip
-    key = shortcut(
-        tensors, scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+    options = (
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, inplace_final_state,
         output_all_states,
     )  # fmt: skip
-    plan = None if key is None else _plans.get(key)
+    plan = _decoding.find(tensors, options)
     if plan is not None:
         return plan(*tensors)
     args = _recurrent_arguments(
@@ -164,13 +163,12 @@ def fused_recurrent_gated_delta_rule(
         allow_neg_eigval, state_v_first, output_final_state, inplace_final_state,
         output_all_states,
     )  # fmt: skip
-    if key is not None and key not in _plans:
-        unchanged = all(map(operator.is_, tensors, args))
-        keep(_plans, key, ops.plan_gdn_recurrent(args) if unchanged else None)
+    if not torch.compiler.is_compiling() and all(map(operator.is_, tensors, args)):
+        _decoding.keep(tensors, options, ops.plan_gdn_recurrent(args))
     return ops.gdn_recurrent(*args)
 
 
-_plans: Dict[tuple, Optional[Callable]] = {}
+_decoding = Shortcuts()
 
 
 def _recurrent_arguments(

@@ -201,9 +201,8 @@ class Step:
         y = torch.empty(self.out, dtype=q.dtype, device=self.device)  # [B, 1, HV, V]
         # fp32: nothing is rounded between the two launches
         qkv = torch.empty(self.rows, dtype=torch.float32, device=self.device)  # [B, D]
-        with device.on(self.device):
-            self.conv(q, k, v, conv_state, weight, bias, qkv)
-            self.gated(qkv, z, a, b, A_log, dt_bias, state, norm_weight, y)
+        self.conv(q, k, v, conv_state, weight, bias, qkv)
+        self.gated(qkv, z, a, b, A_log, dt_bias, state, norm_weight, y)
         return y
 
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import device, tuning
+from .. import tuning
 from ..common.launch import Program
 from ..facts import facts, keep
 
@@ -118,8 +118,7 @@ class Projection:
     def __call__(self, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         """x [..., K] with M rows in all -> [..., N]."""
         y = torch.empty((*x.shape[:-1], self.width), dtype=self.dtype, device=self.device)
-        with device.on(self.device):
-            self.program(x, *weights, *weights[:1] * self.missing, y)
+        self.program(x, *weights, *weights[:1] * self.missing, y)
         return y
 
 
