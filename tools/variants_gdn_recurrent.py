@@ -67,7 +67,8 @@ def _convolution(layout, config):
         "initial_strides": (STEP,) * 3,
     }
     for kind in ("plain", "packed", "seq_idx"):
-        constexprs = {"W": 4, "SILU": True, "bias_ptr": None, **config}
+        quads = layout == "dt" and kind == "plain"
+        constexprs = {"W": 4, "SILU": True, "bias_ptr": None, "QUADS": quads, **config}
         more = {}
         if kind == "packed":
             more = {"cu_ptr": "*i32:16", "initial_ptr": X, "final_ptr": X}
