@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import tuning
+from .. import device, tuning
 from ..common.launch import Program
 from ..facts import facts, keep
 
