@@ -66,8 +66,8 @@ def _convolution(layout, config):
         "y_strides": (STEP, far, near),
         "initial_strides": (STEP,) * 3,
     }
-    for kind in ("plain", "packed", "seq_idx"):
-        quads = layout == "dt" and kind == "plain"
+    for kind in ("plain",) if layout == "quads" else ("plain", "packed", "seq_idx"):
+        quads = layout == "quads"
         constexprs = {"W": 4, "SILU": True, "bias_ptr": None, "QUADS": quads, **config}
         more = {}
         if kind == "packed":
@@ -124,7 +124,7 @@ def _all():
             sizes = ",".join(f"{n}={v}" for n, v in config.items())
             name = f"portable_gdn_recurrent_{layout}_fwd,{state[1:5]},{sizes}"
             yield from _rule(name, layout, config, state)
-    for layout in ("td", "dt"):
+    for layout in ("td", "dt", "quads"):
         for config in _configs(f"portable_causal_conv1d_{layout}_fwd"):
             yield from _convolution(layout, config)
     yield from _layer(False, ANY)

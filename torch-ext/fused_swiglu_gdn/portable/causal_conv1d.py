@@ -231,6 +231,8 @@ def causal_conv1d_fwd(
     y = torch.empty_like(x)  # [B, D, T]
     final = x.new_empty(N, D, W - 1) if return_final_states else None  # [N, D, W - 1]
     order = "td" if x.stride(2) > x.stride(1) else "dt"  # slow dimension first
+    quads = order == "dt" and takes_quads(x, y, seq_idx, cu_seqlens, initial_states)
+    order = "quads" if quads else order
     config = tuning.lookup(f"portable_causal_conv1d_{order}_fwd", x.device, D=D)
     tiles = triton.cdiv(T, config["BLOCK_T"])
     programs = (B * tiles + (N if return_final_states else 0)) * triton.cdiv(D, config["BLOCK_D"])
@@ -256,7 +258,7 @@ def causal_conv1d_fwd(
             N.bit_length(),
             W=W,
             SILU=activation is not None,
-            QUADS=not config["RUN"] and takes_quads(x, y, seq_idx, cu_seqlens, initial_states),
+            QUADS=quads,
             **config,
         )
     return y, final
