@@ -62,9 +62,7 @@ def _advance(n, start, stop, token, cu_ptr, N):
 
 
 @triton.jit
-def _alone(
-    first, start, stop, seq_ptr, cu_ptr, initial_ptr, T, W: tl.constexpr, RUN: tl.constexpr
-):
+def _alone(first, start, stop, seq_ptr, cu_ptr, initial_ptr, T, W: tl.constexpr, RUN: tl.constexpr):
     """Whether a run of tokens and the W - 1 before it lie in one sequence, or before its zeros."""
     alone = first >= 0
     if cu_ptr is not None:
