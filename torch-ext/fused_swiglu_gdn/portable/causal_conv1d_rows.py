@@ -146,7 +146,8 @@ def conv_rows(
                 y = acc.to(y_ptr.dtype.element_ty)
                 tl.store(y_at + i * y_strides[0], y, mask=mask_d & (first + i < T))
         else:  # near where a sequence begins or ends
-            for token in range(first, tl.minimum(first + RUN, T)):
+            for i in range(0, tl.minimum(RUN, T - first)):
+                token = first + i
                 n, start, stop = _advance(n, start, stop, token, cu_ptr, N)
                 at = token.to(tl.int64)
                 acc = bias
