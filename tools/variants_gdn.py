@@ -45,7 +45,7 @@ def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packe
         **cu,
         **{f"{x}_strides": STRIDES for x in "qk"},
         **{f"{x}_strides": ("i32", "i32", "i32") for x in ("g", "beta")},
-        **_integers("T", "N", "NT", "heads"),
+        **_integers("T", "N", "NT"),
         "scale": "fp32",
     }
     gate = ("A_log_ptr", "dt_bias_ptr")
