@@ -18,7 +18,8 @@ import triton.language as tl
 from kernel_time import RESULTS, load_package, microseconds, save
 
 STATES = 3
-CASES = [(B, 16, HV) for HV in (32, 64) for B in (1, 64, 256)]
+# 64 first: FLA 0.6.0 ends in an illegal memory access where it first meets a batch of 256
+CASES = [(B, 16, HV) for HV in (32, 64) for B in (64, 256, 1)]
 
 
 @triton.jit

@@ -1,4 +1,5 @@
-"""What is particular to the Hopper scan: segments, one or two state warpgroups, what it refuses.
+"""What is particular to the Hopper kernels: the prepare kernel's blocks against the common one's;
+the scan's segments, one or two state warpgroups; what they refuse.
 
 The rest is tested for all implementations alike in test_gdn_chunk.py, the compiled code in
 test_compile.py, and random small problems by tools/fuzz_gdn.py.
@@ -6,12 +7,13 @@ test_compile.py, and random small problems by tools/fuzz_gdn.py.
 
 import pytest
 import torch
-from conftest import assert_close, gdn_inputs, submodule
+from conftest import assert_close, gdn_inputs, relative_error, submodule
 from interpreter import compiled
 from test_gdn_chunk import arguments, check, cu, expected
 
 pytest.importorskip("triton")
 gdn = pytest.importorskip("triton.experimental.gluon") and submodule("hopper.gdn")
+gdn_plan = submodule("hopper.gdn_plan")
 
 
 def supports(**options):
@@ -54,9 +56,9 @@ def test_leaves_the_rest_to_the_portable_scan(what):
 )
 def test_every_segment_has_a_slot(monkeypatch, lengths, HV):
     """Sequence n owns the slots from cu[n] // span + n on: as many as it is cut into."""
-    monkeypatch.setattr(gdn, "multiprocessor_count", lambda index: 132)
-    N, T, span = len(lengths), sum(lengths), gdn.MIN_SEGMENT_TOKENS
-    split, slots = gdn._segments(N, T, HV, True, torch.device("cuda", 0))
+    monkeypatch.setattr(gdn_plan, "multiprocessor_count", lambda index: 132)
+    N, T, span = len(lengths), sum(lengths), gdn_plan.MIN_SEGMENT_TOKENS
+    split, slots = gdn_plan._segments(N, T, HV, True, torch.device("cuda", 0))
     start = 0
     for n, length in enumerate(lengths):
         cut = max(min(split, length // span), 1)
@@ -64,7 +66,7 @@ def test_every_segment_has_a_slot(monkeypatch, lengths, HV):
         first, next_first = start // span + n, end // span + n + 1
         if slots != N * split:
             assert first + cut <= next_first and first + cut <= slots
-        alone, _ = gdn._segments(1, length, HV, False, torch.device("cuda", 0))
+        alone, _ = gdn_plan._segments(1, length, HV, False, torch.device("cuda", 0))
         assert cut == max(min(alone, length // span), 1)  # the same as without the batch
         start = end
 
@@ -72,17 +74,17 @@ def test_every_segment_has_a_slot(monkeypatch, lengths, HV):
 @pytest.fixture
 def warpgroups(request, monkeypatch):
     """One or two state warpgroups a CTA, whatever the batch."""
-    count = gdn.multiprocessor_count
+    count = gdn_plan.multiprocessor_count
     limit = {1: 10**9, 2: 0}[request.param]
-    segments = gdn._segments
-    monkeypatch.setattr(gdn, "multiprocessor_count", lambda index: limit)
+    segments = gdn_plan._segments
+    monkeypatch.setattr(gdn_plan, "multiprocessor_count", lambda index: limit)
 
     def as_ever(*args):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gdn, "multiprocessor_count", count)
+            patch.setattr(gdn_plan, "multiprocessor_count", count)
             return segments(*args)
 
-    monkeypatch.setattr(gdn, "_segments", as_ever)
+    monkeypatch.setattr(gdn_plan, "_segments", as_ever)
 
 
 both = pytest.mark.parametrize("warpgroups", [1, 2], indirect=True)
@@ -99,6 +101,24 @@ def test_segments(warpgroups, gates, lengths):
     x["initial_state"] = torch.randn(len(lengths), 4, 128, 128, device="cuda")
     offsets = cu(*lengths, device="cuda")
     check("hopper", arguments(x, cu_seqlens=offsets, checkpoint_every=1024, use_qk_l2norm=True))
+
+
+@pytest.mark.gpu
+@compiled
+@both
+def test_states_at_cuts(warpgroups):
+    """Heads that forget at some cuts only: a state is found from the last one that is known."""
+    x = gdn_inputs(1, 33000, 1, 4, 128, 128, torch.bfloat16, "cuda", gates="none")
+    x["g"][:, 6000:6100, 0] = x["g"][:, 20000:20700, 0] = -1.0
+    x["g"][:, 9000:, 1] = -0.01
+    x["g"][..., 2] = -0.02 * torch.rand(33000, device="cuda")
+    check("hopper", arguments(x, use_qk_l2norm=True))
+    x["initial_state"] = torch.randn(4, 4, 128, 128, device="cuda")
+    args = arguments(
+        x, cu_seqlens=cu(16600, 20, 16380, device="cuda"), use_qk_l2norm=True, state_v_first=True,
+        state_indices=torch.tensor([2, 0, 3], device="cuda"), checkpoint_every=8192,
+    )  # fmt: skip
+    check("hopper", args)
 
 
 @pytest.mark.gpu
@@ -138,9 +158,67 @@ def test_cut_alone_as_in_a_batch():
 @both
 def test_wrong_offsets_stay_in_bounds(warpgroups):
     """No check on the host can see them; they must neither hang nor write elsewhere."""
-    x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
+    short = ([0, 500, 300], [-70, 100, 300], [200, 100, 10**6])
+    long = ([5000, 0, 0, 9000], [0, 9000, 4000, 10**6], [9000, -5000, 8000, 100])
+    for T, wrong in ((300, short), (9000, long)):
+        x = gdn_inputs(1, T, 2, 4, 128, 128, torch.bfloat16, "cuda", gates="none")
+        x.pop("initial_state", None)
+        for ends in wrong:
+            offsets = torch.tensor(ends, device="cuda", dtype=torch.int32)
+            gdn.gdn_chunk_fwd(*arguments(x, cu_seqlens=offsets, use_qk_l2norm=True))
+            torch.cuda.synchronize()
+
+
+def prepared(H=1, HV=4, T=64, device="cpu", **options):
+    """The arguments of gdn_prepare."""
+    dtype = options.pop("dtype", torch.bfloat16)
+    x = gdn_inputs(1, T, H, HV, 128, 128, dtype, device, gates=options.pop("gates", "slow"))
     x.pop("initial_state", None)
-    for ends in ([0, 500, 300], [-70, 100, 300], [200, 100, 10**6]):
-        offsets = torch.tensor(ends, device="cuda", dtype=torch.int32)
-        gdn.gdn_chunk_fwd(*arguments(x, cu_seqlens=offsets, use_qk_l2norm=True))
-        torch.cuda.synchronize()
+    options.setdefault("use_qk_l2norm", True)
+    args = arguments(x, **options)
+    return (*args[:2], *args[3:7], *args[9:14])
+
+
+def test_prepares_pairs_of_heads_with_unit_keys():
+    assert gdn.supports_gdn_prepare(*prepared(2, 12))
+    assert not gdn.supports_gdn_prepare(*prepared(2, 6))
+    assert not gdn.supports_gdn_prepare(*prepared(use_qk_l2norm=False))
+    assert not gdn.supports_gdn_prepare(*prepared(dtype=torch.float32))
+
+
+def same_blocks(args, live=slice(None)):
+    """Against the kernel for all chips: the same but for roundings, and again bit for bit."""
+    blocks = gdn.gdn_prepare(*args)
+    limits = (2e-3, 5e-4, 1e-4, 1e-5)
+    for out, ref, limit in zip(blocks, gdn.common.gdn_prepare(*args), limits):
+        assert relative_error(out[live], ref[live]) < limit
+    assert all(torch.equal(a[live], b[live]) for a, b in zip(blocks, gdn.gdn_prepare(*args)))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("gates", ["qwen", "slow", "none", "extreme"])
+@pytest.mark.parametrize("H, HV, dtype", [(2, 8, torch.bfloat16), (3, 6, torch.float16)])
+def test_prepare(H, HV, dtype, gates):
+    same_blocks(prepared(H, HV, 300, "cuda", dtype=dtype, gates=gates))
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("H, HV", [(2, 12), (1, 8)])
+def test_prepare_packed_from_raw_gates(H, HV):
+    """The neighbours' tokens, here NaN, do not enter; rows of no chunk are nobody's."""
+    lengths = (100, 0, 1, 64, 0, 200)
+    raw = {"A_log": torch.randn(HV, device="cuda"), "dt_bias": torch.randn(HV, device="cuda")}
+    offsets = cu(*lengths, device="cuda", dtype=torch.int64)
+    args = list(
+        prepared(H, HV, sum(lengths), "cuda", use_beta_sigmoid=True, cu_seqlens=offsets, **raw)
+    )
+    rows = [0, 1, 3, 4, 7, 8, 9, 10]  # cu[n] // 64 + n + chunk
+    same_blocks(args, rows)
+    before = gdn.gdn_prepare(*args)
+    for i in range(4):
+        args[i] = args[i].clone()
+        args[i][:, 100:165] = float("nan")
+    for out, ref in zip(gdn.gdn_prepare(*args), before):
+        assert torch.equal(out[[0, 1, 7, 8, 9, 10]], ref[[0, 1, 7, 8, 9, 10]])

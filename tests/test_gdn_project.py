@@ -21,7 +21,7 @@ def check(dtype, device):
     portable = submodule("portable.gdn_project")
     for rows in ROWS:
         for M in (1, 5, 16, 33, 64):
-            x, weights = inputs(M, 128, rows, dtype, device)
+            x, weights = inputs(M, 192 if M < 16 else 128, rows, dtype, device)
             assert portable.supports_gdn_project_fwd(x, weights)
             y = portable.gdn_project_fwd(x, weights)
             ref = reference.gdn_project_fwd(x.double(), [w.double() for w in weights])

@@ -342,6 +342,28 @@ def test_decoding_compiles_in_one_graph(kernel, device):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid"])
+def test_decoding_with_less_overhead(kernel, name):
+    """torch.compile captures the step in CUDA graphs of its own, and skips none."""
+    counters = torch._dynamo.utils.counters
+    model = random_model(name, "cuda", hidden_size=64).bfloat16()
+    assert kernel.kernelize(model).served
+    layer = next(m for m in model.modules() if hasattr(m, "conv1d"))
+    x = torch.randn(2, 20, 64, device="cuda", dtype=torch.bfloat16)
+    torch._dynamo.reset()
+    counters.clear()
+    results = []
+    for step in (layer, torch.compile(layer, fullgraph=True, mode="reduce-overhead")):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=32)
+        with torch.no_grad():
+            layer(x[:, :10], cache_params=cache)
+            outs = [step(x[:, t : t + 1], cache_params=cache).clone() for t in range(10, 20)]
+        results.append(torch.cat(outs, 1))
+    assert_close(*results)
+    assert counters["inductor"]["cudagraph_skips"] == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_next", "olmo_hybrid"])
 def test_decoding_in_a_cuda_graph(kernel, name):
     """A captured step replays as the step runs: nothing waits for the host, states stay put."""
     model = random_model(name, "cuda", hidden_size=64).bfloat16()

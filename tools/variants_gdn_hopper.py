@@ -1,4 +1,4 @@
-"""The Hopper scan of Gated DeltaNet as its launcher compiles it, for tools/compile_all.py."""
+"""The Hopper kernels of Gated DeltaNet as their launchers compile them: tools/compile_all.py."""
 
 from compile_all import Variant, load
 from triton.experimental.gluon import language as gl
@@ -23,7 +23,7 @@ def _scan(
     states: bool = True,
 ) -> Variant:
     """W state warpgroups; packed and pool: types of cu_seqlens and state_indices, "" for none."""
-    launcher = load("hopper.gdn")
+    launcher = load("hopper.gdn_plan")
     registers = launcher.REGISTERS[W]
     token = {"q": 128, "k": 128, "v": 64, "o": 64}
     signature = {
@@ -31,8 +31,8 @@ def _scan(
         "t_desc": _box(64, 64, dtype=dtype),
         "p_desc": _box(64, 64, dtype=dtype),
         "f_desc": _box(256, dtype="fp32"),
-        "decay_ptr": "*fp32:16",
-        **dict.fromkeys(("T", "HV", "H", "N", "every", "split", "pool_step"), "i32"),
+        **dict.fromkeys(("decay_ptr", "warm_ptr", "carry_ptr"), "*fp32:16"),
+        **dict.fromkeys(("T", "HV", "H", "N", "every", "split", "pool_step", "transition"), "i32"),
     }
     pointers = {
         "h0_ptr": state if states else "",
@@ -54,6 +54,46 @@ def _scan(
     return Variant(name, "hopper.gdn_scan", kernel, signature, constexprs, options, ("sm_90",))
 
 
+def _carry(packed: str) -> Variant:
+    signature = {
+        **({"cu_ptr": f"*{packed}:16"} if packed else {}),
+        **dict.fromkeys(("warm_ptr", "carry_ptr"), "*fp32:16"),
+        **dict.fromkeys(("T", "HV", "N", "split", "slots"), "i32"),
+    }
+    constexprs = {"SPAN": 2048, "MOST": 8, "BLOCK_V": 16, "BLOCK_K": 32, "PREC": "tf32x3"}
+    constexprs.update({} if packed else {"cu_ptr": None})
+    name = f"hopper_gdn_carry,packed={packed or None}"
+    options = {"num_warps": 4, "launch_pdl": True}
+    return Variant(
+        name, "hopper.gdn_carry", "gdn_carry_kernel", signature, constexprs, options, ("sm_90",)
+    )
+
+
+def _prepare(W: int, R: int, dtype: str = "bf16", packed: str = "", raw: str = "") -> Variant:
+    """W warps and as many heads; packed and raw: types of cu_seqlens and of the raw gates."""
+    signature = {
+        "q_desc": _box(1, 1, 64, 1, 128, dtype=dtype),
+        "k_desc": _box(1, 1, 64, 1, 128, dtype=dtype),
+        "t_desc": _box(W * 64, 64, dtype=dtype),
+        "p_desc": _box(W * 64, 64, dtype=dtype),
+        "g_ptr": f"*{raw or 'fp32'}:16",
+        "beta_ptr": f"*{raw or 'fp32'}:16",
+        **dict.fromkeys(("f_ptr", "decay_ptr"), "*fp32:16"),
+        "g_strides": ("i32:16", "i32:16", 1),
+        "beta_strides": ("i32:16", "i32:16", 1),
+        **dict.fromkeys(("T", "N", "NT"), "i32"),
+        "scale": "fp32",
+    }
+    pointers = {"A_log_ptr": raw and "fp32", "dt_bias_ptr": raw and "fp32", "cu_ptr": packed}
+    signature.update({name: f"*{kind}:16" for name, kind in pointers.items() if kind})
+    constexprs = {name: None for name, kind in pointers.items() if not kind}
+    constexprs.update(HV=16 * R, R=R, W=W, BETA_MAX=1.0 if raw else 0.0)
+    name = f"hopper_gdn_prepare_fwd,W={W},R={R},{dtype},packed={packed or None},raw={raw or None}"
+    options = {"num_warps": W, "maxnreg": load("hopper.gdn_plan").PREPARE_CAP[W]}
+    kernel = "gdn_prepare_fwd_kernel"
+    return Variant(name, "hopper.gdn_prepare", kernel, signature, constexprs, options, ("sm_90",))
+
+
 VARIANTS = [
     _scan(W, **options)
     for W in (1, 2)
@@ -67,4 +107,9 @@ VARIANTS = [
         {"checkpoints": True, "v_first": True},
         {"checkpoints": True, "v_first": True, "pool": "i32", "in_place": True, "state": "bf16"},
     )
-] + [_scan(1, checkpoints=True)]
+] + [_scan(1, checkpoints=True), _carry("i32"), _carry("")]
+VARIANTS += [
+    _prepare(W, R, **options)
+    for W, R in ((4, 4), (2, 6))
+    for options in ({}, {"dtype": "fp16", "packed": "i64"}, {"packed": "i32", "raw": "bf16"})
+]

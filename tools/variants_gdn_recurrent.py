@@ -38,12 +38,15 @@ def _rule(name, layout, config, state):
     options = {n: config.pop(n) for n in ("num_warps",)}
     pool = {"read_ptr": "*i64:16"}
     constexprs = {**_sizes(), "V_FIRST": layout == "vk", "write_ptr": None}
-    one = {**constexprs, **config, "read_ptr": None}
+    one = {**constexprs, **config, "read_ptr": None, "INPLACE": False}
+    inplace = {**one, "INPLACE": True, "final_ptr": None}
     many = {**constexprs, "ALL_STATES": False, "BLOCK_V": config["BLOCK_V"], "cu_ptr": None}
     pointers = _rule_pointers(state)
     step = ("portable.gdn_recurrent_step", "_gdn_recurrent_step_kernel")
     loop = ("portable.gdn_recurrent", "_gdn_recurrent_fwd_kernel")
     yield Variant(f"{name},one token", *step, pointers, one, options, ANY)
+    alone = {n: kind for n, kind in pointers.items() if n != "final_ptr"}
+    yield Variant(f"{name},in place", *step, alone, inplace, options, ANY)
     signature = {**pointers, **pool, "T": "i32"}
     yield Variant(f"{name},tokens", *loop, signature, many, options, ANY)
 
@@ -77,7 +80,7 @@ def _convolution(layout, config):
 
 def _layer(pdl, targets):
     convolution = {
-        "q_ptr": X, "k_ptr": X, "v_ptr": X, "state_ptr": X, "weight_ptr": X, "y_ptr": X,
+        "q_ptr": X, "k_ptr": X, "v_ptr": X, "state_ptr": X, "weight_ptr": X, "y_ptr": F,
         "strides": (STEP,) * 9, "state_strides": (STEP, "i32", 1),
     }  # fmt: skip
     constexprs = {
@@ -88,9 +91,9 @@ def _layer(pdl, targets):
     name = f"portable_gdn_layer_decode,convolution,PDL={pdl}"
     yield Variant(name, *where, convolution, constexprs, {"num_warps": 1}, targets)
     step = {
-        "qkv_ptr": X, "z_ptr": X, "a_ptr": X, "b_ptr": X, "A_log_ptr": F, "dt_bias_ptr": F,
-        "state_ptr": F, "norm_ptr": F, "y_ptr": X, "strides": (STEP,) * 5, "scale": "fp32",
-        "eps": "fp32",
+        "qkv_ptr": F, "z_ptr": X, "a_ptr": X, "b_ptr": X, "A_log_ptr": F, "dt_bias_ptr": F,
+        "state_ptr": F, "norm_ptr": F, "y_ptr": X, "scale": "fp32",
+        "strides": (STEP,) * 3 + (STEP, "i32") * 2 + (STEP,), "eps": "fp32",
     }  # fmt: skip
     constexprs = {
         "H": 16, "HV": 32, "K": 128, "V": 128, "BETA_SCALE": 1.0, "SILU": True, "PDL": pdl,

@@ -97,6 +97,22 @@ def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Option
     return launch
 
 
+def plan(family: str, operation: str, args: tuple) -> Optional[Callable]:
+    """A callable that serves all calls like operation(*args), from their tensors; or None.
+
+    A kernel module has it as `plan_<operation>`, if at all. "Like" means the same facts of the
+    tensors (facts.py) and the same other arguments.
+    """
+    folder, _ = _find(family, operation, args)
+    make = None if folder is None else getattr(_module(folder, family), f"plan_{operation}", None)
+    return None if make is None else make(*args)
+
+
+def undisturbed() -> bool:
+    """Whether calls are neither recorded nor forced: a plan may serve them."""
+    return _forced is None and not _records
+
+
 def _record(operation: str, implementation: str) -> None:
     for record in _records:
         record.setdefault(operation, []).append(implementation)

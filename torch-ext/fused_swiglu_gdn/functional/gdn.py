@@ -1,13 +1,15 @@
 """The gated delta rule with FLA's interface: in chunks, and token by token."""
 
-from typing import Optional, Tuple
+import operator
+from typing import Callable, Dict, Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ..checks import gdn as checks
+from ..facts import keep
 from ..ops import gdn as ops
-from .common import autocast, dense
+from .common import autocast, dense, shortcut
 
 
 def chunk_gated_delta_rule(
@@ -90,10 +92,11 @@ def chunk_gated_delta_rule(
     checks.checkpoint_every(checkpoint_every)
     checks.state_dtype(state_dtype)
     o, state, checkpoints = ops.gdn_chunk(
-        dense(q), dense(k), dense(v), g, beta, A_log, dt_bias, initial_state, state_indices,
-        cu_seqlens, q.shape[-1] ** -0.5 if scale is None else float(scale),
-        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
-        output_final_state, state_dtype, checkpoint_every, recompute,
+        dense(q), dense(k), dense(v), g, beta, dense(A_log), dense(dt_bias), initial_state,
+        dense(state_indices), dense(cu_seqlens),
+        q.shape[-1] ** -0.5 if scale is None else float(scale), use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, output_final_state,
+        state_dtype, checkpoint_every, recompute,
     )  # fmt: skip
     return (o, state, checkpoints) if checkpoint_every else (o, state)
 
@@ -144,24 +147,55 @@ def fused_recurrent_gated_delta_rule(
     Raises:
         ValueError, TypeError: as chunk_gated_delta_rule.
     """
+    tensors = (
+        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
+        cu_seqlens,
+    )  # fmt: skip
+    key = shortcut(
+        tensors, scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, inplace_final_state,
+        output_all_states,
+    )  # fmt: skip
+    plan = None if key is None else _plans.get(key)
+    if plan is not None:
+        return plan(*tensors)
+    args = _recurrent_arguments(
+        *tensors, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, output_final_state, inplace_final_state,
+        output_all_states,
+    )  # fmt: skip
+    if key is not None and key not in _plans:
+        unchanged = all(map(operator.is_, tensors, args))
+        keep(_plans, key, ops.plan_gdn_recurrent(args) if unchanged else None)
+    return ops.gdn_recurrent(*args)
+
+
+_plans: Dict[tuple, Optional[Callable]] = {}
+
+
+def _recurrent_arguments(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
+    cu_seqlens, scale, use_qk_l2norm, use_gate, use_beta_sigmoid, allow_neg_eigval, state_v_first,
+    output_final_state, inplace, all_states,
+) -> tuple:  # fmt: skip
+    """What the operator takes, checked."""
     q, k, v = autocast(q, k, v)
     if g is None:
         g = v.new_zeros(v.shape[:3], dtype=torch.float32)
     if beta is None:
         beta = v.new_ones(v.shape[:3], dtype=torch.float32)
     checks.gated_delta_rule(
-        q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate, A_log, dt_bias,
         state_v_first, state_indices,
     )  # fmt: skip
-    if inplace_final_state or output_all_states or state_indices is not None:
+    if inplace or all_states or state_indices is not None:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
         checks.decode_states(
-            inplace_final_state, initial_state, state_indices, output_state_indices,
-            output_all_states, N, q,
-        )  # fmt: skip
-    return ops.gdn_recurrent(
-        dense(q), dense(k), dense(v), g, beta, A_log, dt_bias, initial_state, state_indices,
-        output_state_indices, cu_seqlens, q.shape[-1] ** -0.5 if scale is None else float(scale),
-        use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first,
-        output_final_state, inplace_final_state, output_all_states,
+            inplace, initial_state, state_indices, output_state_indices, all_states, N, q
+        )
+    return (
+        *map(dense, (q, k, v, g, beta, A_log, dt_bias)), initial_state,
+        *map(dense, (state_indices, output_state_indices, cu_seqlens)),
+        q.shape[-1] ** -0.5 if scale is None else float(scale), use_qk_l2norm, use_beta_sigmoid,
+        allow_neg_eigval, state_v_first, output_final_state, inplace, all_states,
     )  # fmt: skip

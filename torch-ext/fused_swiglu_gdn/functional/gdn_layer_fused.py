@@ -1,10 +1,12 @@
 """What the layers call in place of several public functions."""
 
-from typing import Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 from torch import Tensor
 
+from ..facts import keep
 from ..ops import gdn_layer_fused as ops
+from .common import shortcut
 
 
 def convolve_qkv(
@@ -60,7 +62,8 @@ def decode_step(
     """One token of a layer between its projections: convolution, rule, norm and gate.
 
     Args:
-        q, k: [B, 1, H, K]; v, z: [B, 1, HV, V]; a, b: [B, 1, HV]: what the projections gave.
+        q, k: [B, 1, H, K]; v, z: [B, 1, HV, V]; a, b: [B, 1, HV]: what the projections gave;
+            v, z, a, b may have their heads by those of q and k, as [H, HV / H].
         conv_state: [B, D, S], S at least W - 1; state: [B, HV, K, V]; both updated in place.
         weight: [D, W]; bias: [D] or None; activation: None, "silu" or "swish".
         A_log, dt_bias: [HV] of the gate; norm_weight: [V] and eps of the norm.
@@ -70,8 +73,17 @@ def decode_step(
     Returns:
         [B, 1, HV, V], what the output projection reads.
     """
+    tensors = (q, k, v, z, a, b, conv_state, state, weight, bias)
+    vectors = (A_log, dt_bias, norm_weight)
+    key = shortcut((*tensors, *vectors), activation, eps, gate_activation, allow_neg_eigval)
+    plan = None if key is None else _plans.get(key)
+    if plan is not None:
+        return plan(*tensors, *vectors)
     gate_activation = "sigmoid" if gate_activation == "sigmoid" else "silu"
-    return ops.gdn_layer_decode(
-        q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm_weight,
-        eps, gate_activation, allow_neg_eigval,
-    )  # fmt: skip
+    args = (*tensors, activation, *vectors, eps, gate_activation, allow_neg_eigval)
+    if key is not None and key not in _plans:
+        keep(_plans, key, ops.plan_gdn_layer_decode(args))
+    return ops.gdn_layer_decode(*args)
+
+
+_plans: Dict[tuple, Optional[Callable]] = {}

@@ -1,11 +1,13 @@
 """The input projections of a GDN layer. For the layers; not part of the API."""
 
-from typing import List, Optional
+from typing import Callable, Dict, List, Optional
 
 import torch
 from torch import Tensor
 
+from ..facts import keep
 from ..ops import gdn_project as ops
+from .common import shortcut
 
 
 def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
@@ -18,6 +20,11 @@ def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
         Views [B, T, N_i] of one tensor; None for more than a few tokens, where a gradient is
         needed, under autocast, and where no kernel serves.
     """
+    sizes = [w.shape[0] for w in weights]
+    key = shortcut((x, *weights))
+    plan = None if key is None else _plans.get(key)
+    if plan is not None:
+        return list(plan(x, *weights).split(sizes, dim=-1))
     kind = x.device.type
     if kind == "cpu" or torch.is_grad_enabled() or torch.is_autocast_enabled(kind):
         return None
@@ -26,5 +33,10 @@ def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
         return None
     if not ops.is_served(rows, weights):
         return None
+    if key is not None and rows.data_ptr() == x.data_ptr():
+        keep(_plans, key, ops.plan_gdn_project(rows, weights))
     y = ops.gdn_project(rows, weights)  # [M, sum of N_i]
-    return list(y.view(*x.shape[:-1], -1).split([w.shape[0] for w in weights], dim=-1))
+    return list(y.view(*x.shape[:-1], -1).split(sizes, dim=-1))
+
+
+_plans: Dict[tuple, Optional[Callable]] = {}

@@ -1,9 +1,9 @@
 """What each CTA of the scan works on: sequence, head, columns and, where heads are few, segment.
 
 A long sequence of few heads is cut into segments, by its own length and head count alone, so that a
-result does not depend on the batch. A segment starts from zero some chunks early, at the first
-chunk from which the decays prove that the state it does not know cannot matter: "Segments" in
-docs/gdn_hopper.md. Decided here, on the device, per head.
+result does not depend on the batch. Where the decays prove that the state before some chunks cannot
+matter any more, a segment starts from zero that much earlier. Elsewhere a launch before this one
+has found the state at the cut: "Segments" in docs/gdn_hopper.md. Decided on the device, per head.
 """
 
 from .gluon_compat import gl, gluon, record, tma, wait_for_prepare
@@ -16,7 +16,10 @@ FORGOTTEN = gl.constexpr(-30.0)  # log2 of the norm below which a transition for
 # Ragged descriptors (gdn.py, _token_desc) place the end of a packed sequence at this row, so that
 # the copy engine itself zero-fills loads and clips stores past it.
 RAGGED_END = gl.constexpr(2**30)
-VECTOR = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
+VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # each warp has the whole of it
+# `source` and `target` of a Unit that are no row of the caller's states
+NOWHERE = gl.constexpr(-1)  # zeros
+CARRY = gl.constexpr(-2)  # row `carry` of the states at the cuts
 
 
 @record
@@ -45,19 +48,21 @@ class Unit:
     head: gl.tensor  # value head
     key_head: gl.tensor
     column: gl.tensor  # first column of V
+    second: gl.tensor  # from there to the second warpgroup's; D where that one has columns of M
     heads: gl.tensor  # HV
     block: gl.tensor  # chunk row of the first chunk times HV plus the head: index into Tb, P and F
-    chunks: gl.tensor  # to compute; 0 for a skipped or empty sequence or a joined segment
+    chunks: gl.tensor  # to compute; 0 for a skipped or empty sequence
     warm: gl.tensor  # of these, how many only bring the state up and write nothing
     zeros: gl.tensor  # chunks of a skipped sequence, whose o is zero
-    source: gl.tensor  # where in h0 the initial state is, or -1: zeros
-    target: gl.tensor  # where in hT the final state goes, or -1: nowhere
+    source: gl.tensor  # where in h0 the initial state is, or one of the above
+    target: gl.tensor  # where in hT the final state goes, or one of the above
     source_step: gl.tensor  # elements from one such place to the next
     target_step: gl.tensor
     full: gl.tensor  # of `chunks`, how many have all 64 tokens: only these end at a checkpoint
     every: gl.tensor  # chunks from one checkpoint to the next
     next_ck: gl.tensor  # the chunk at whose end the first checkpoint is due
     ck_row: gl.tensor  # its row times HV plus the head
+    carry: gl.tensor  # the cut whose state is read or written, times HV plus the head
     W: gl.constexpr  # state warpgroups
 
 
@@ -68,41 +73,14 @@ def _add(a, b):
 
 @gluon.jit
 def _warm_up(decay_ptr, block, heads, c, limit):
-    """The fewest chunks before chunk c whose joint transition has a norm below 2^-30.
-
-    limit + 1 if `limit` chunks do not do.
-    """
+    """The fewest chunks before chunk c whose joint transition has a norm below 2^-30, or -1 if
+    `limit` chunks do not do."""
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
     past = decay_ptr + block + (c - 1 - i) * heads
     decay = gl.load(past, mask=i < gl.minimum(limit, c), other=0.0)
     forgotten = gl.associative_scan(decay, 0, _add) < FORGOTTEN
-    return gl.min(gl.where(forgotten, i + 1, limit + 1), 0)
-
-
-@gluon.jit
-def _segment(decay_ptr, block, heads, i, total, segments):
-    """(first chunk, silent chunks, chunks) of segment i of a sequence.
-
-    A segment whose warm-up would be longer than itself is joined to the one before, and has no
-    chunks of its own: (0, 0, 0). So the work at most doubles, and a head that does not forget costs
-    what an uncut sequence costs.
-    """
-    length = (total + segments - 1) // segments
-    limit = gl.minimum(length, LOOK_BACK)
-    begin = i * length
-    end = gl.minimum(begin + length, total)
-    warm = i * 0
-    if (i > 0) & (begin < total):
-        warm = _warm_up(decay_ptr, block, heads, begin, limit)
-    mine = (warm <= limit) & (begin < total)
-    going = mine & (end < total)
-    while going:
-        going = _warm_up(decay_ptr, block, heads, end, limit) > limit
-        if going:
-            end = gl.minimum(end + length, total)
-            going = end < total
-    warm = gl.where(mine, warm, 0)
-    return gl.where(mine, begin - warm, 0), warm, gl.where(mine, end - begin + warm, 0)
+    fewest = gl.min(gl.where(forgotten, i + 1, LOOK_BACK + 1), 0)
+    return gl.where(fewest <= limit, fewest, -1)
 
 
 @gluon.jit
@@ -115,20 +93,45 @@ def _sequence(cu_ptr, slot, N):
         start = gl.load(cu_ptr + j + i, mask=j + i < N, other=0).to(gl.int32)
         n += gl.sum(((start // SPAN + j + i <= slot) & (j + i < N)).to(gl.int32), 0)
     n = gl.maximum(n, 0)
-    return n, slot - gl.load(cu_ptr + n).to(gl.int32) // SPAN - n
+    return n, gl.maximum(slot - gl.load(cu_ptr + n).to(gl.int32) // SPAN - n, 0)  # cu may be wrong
+
+
+@gluon.jit
+def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transition):
+    """(first chunk, end, warm-up or -1, whether the state at the end must be found) of segment i.
+
+    The transition launch looks at the decays before each cut and leaves the warm-ups for the next.
+    """
+    length = (total + segments - 1) // segments
+    begin = gl.minimum(i * length, total)
+    end = gl.minimum(begin + length, total)
+    wait_for_prepare()  # decay, or what the launches in between made of it
+    warm, asked = i * 0, i < 0
+    if transition != 0:
+        limit = gl.minimum(length, LOOK_BACK)
+        if end < total:
+            after = _warm_up(decay_ptr, block, heads, end, limit)
+            gl.store(warm_ptr + row + heads, after.to(gl.float32))
+            asked = after < 0
+        if asked & (i > 0):
+            warm = _warm_up(decay_ptr, block, heads, begin, limit)
+    elif (i > 0) & (begin < total):
+        warm = gl.load(warm_ptr + row).to(gl.int32)
+    return begin, end, warm, asked
 
 
 @gluon.jit
 def place(
-    cu_ptr, index_ptr, decay_ptr, T, HV, H, N, every, split, pool_step,
+    cu_ptr, index_ptr, decay_ptr, warm_ptr, T, HV, H, N, every, split, pool_step, transition,
     IN_PLACE: gl.constexpr, W: gl.constexpr,
 ):  # fmt: skip
-    """The fields of Unit from `batch` to `checkpoint` for this CTA; arguments as of the kernel."""
-    SLICES: gl.constexpr = D // (64 * W)
+    """The fields of Unit from `batch` to `carry` for this CTA; arguments as of the kernel."""
+    second = gl.where(transition != 0, D, 64)
+    slices = second * 2 // (64 * W)
     pid = gl.program_id(0)
-    column = (pid % SLICES) * (64 * W)
-    head = (pid // SLICES) % HV
-    slot = pid // (SLICES * HV)
+    column = (pid % slices) * (D // slices)
+    head = (pid // slices) % HV
+    slot = pid // (slices * HV)
     if cu_ptr is None:
         n, i = slot // split, slot % split
         tokens = T
@@ -137,7 +140,7 @@ def place(
         checkpoint = n * (T // (every * C))
     else:
         n, i = slot // split, slot % split
-        if gl.num_programs(0) != N * split * SLICES * HV:
+        if gl.num_programs(0) != N * split * slices * HV:
             n, i = _sequence(cu_ptr, slot, N)
         # Clamped, so that wrong values cannot read or write out of bounds.
         start = gl.minimum(gl.maximum(gl.load(cu_ptr + n), 0), T).to(gl.int32)
@@ -150,28 +153,40 @@ def place(
     block = block * HV + head
     total = (tokens + C - 1) // C
     segments = gl.maximum(gl.minimum(split, tokens // (MIN_SEGMENT * C)), 1)
-    first, warm, chunks = n * 0, n * 0, gl.where(i < segments, total, 0)
+    carry = slot * HV + head
+    begin, stop, warm, asked = n * 0, gl.where(i == 0, total, 0), n * 0, i < 0
     if segments > 1:
-        wait_for_prepare()  # decay
-        first, warm, chunks = _segment(decay_ptr, block, HV, i, total, segments)
-    mine = (chunks > 0) | ((total == 0) & (i == 0))
-    last = mine & (first + chunks == total)
+        begin, stop, warm, asked = _segment(
+            decay_ptr, warm_ptr, block, HV, carry, i, total, segments, transition
+        )
+    work = stop - begin
     source = n
-    zeros = n * 0
     if index_ptr is not None:
         source = gl.load(index_ptr + n).to(gl.int32)
-        if source < 0:
-            zeros = chunks - warm
-            first += warm
-            chunks, warm = n * 0, n * 0
-    passed = (first + warm) // every  # checkpoints before this segment
-    known = source >= 0  # the sequence is not skipped
+    skipped = source < 0
+    unknown = warm < 0  # the state before this segment
+    warm = gl.maximum(warm, 0)
+    zeros = gl.where(skipped, work, 0)
+    work = gl.where(skipped, 0, work)
+    last = (stop == total) & (i < segments) & ((begin < total) | (i == 0))
+    target = gl.where(last & (source >= 0), source if IN_PLACE else n, NOWHERE)
+    source = gl.where(i == 0, gl.maximum(source, NOWHERE), gl.where(unknown, CARRY, NOWHERE))
+    full = tokens // C
+    if transition != 0:  # from zero, or from the state if it is known
+        work = gl.where(asked, work, 0)
+        source = gl.where(unknown | (work == 0), NOWHERE, source)
+        target = gl.where(work > 0, CARRY, NOWHERE)
+        zeros, full = n * 0, n * 0
+    else:
+        carry -= HV  # the state at the cut before
+    warm = gl.where(work > 0, warm, 0)
+    first = begin - warm
+    silent = gl.where(transition != 0, work + warm, warm)
+    passed = begin // every  # checkpoints before this segment
     return (
-        batch, end, row + first * C, head, head // (HV // H), column, HV, block + first * HV,
-        chunks, warm, zeros,
-        gl.where(mine & known & (first == 0), source, -1),
-        gl.where(last & known, source if IN_PLACE else n, -1),
-        pool_step, pool_step if IN_PLACE else HV * (D * D),
-        tokens // C - first, every, (passed + 1) * every - 1 - first,
-        (checkpoint + passed) * HV + head,
+        batch, end, row + first * C, head, head // (HV // H), column, second, HV,
+        block + first * HV,
+        work + warm, silent, zeros, source, target, pool_step,
+        pool_step if IN_PLACE else HV * (D * D), full - first, every,
+        (passed + 1) * every - 1 - first, (checkpoint + passed) * HV + head, carry,
     )  # fmt: skip

@@ -12,7 +12,7 @@ a chunk and says why nothing here can hang.
 Sizes: C = 64 tokens a chunk, K = V = 128, W state warpgroups a CTA, STAGES ring slots.
 """
 
-from .gdn_place import C, D, Unit, place
+from .gdn_place import CARRY, C, D, Unit, place
 from .gluon_compat import (
     WARP_SPECIALIZE_TAKES_LIST,
     as_box,
@@ -20,6 +20,7 @@ from .gluon_compat import (
     fence_async_shared,
     gl,
     gluon,
+    launch_dependents,
     mbarrier,
     tma_load,
     tma_store,
@@ -45,7 +46,7 @@ def a_layout(columns):
 
 
 @gluon.jit
-def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, V_FIRST: gl.constexpr):
+def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, V_FIRST: gl.constexpr):
     """One warp: brings chunk after chunk into the ring, STAGES ahead at most."""
     BYTES: gl.constexpr = C * (2 * D + 64 * u.W + 2 * C) * 2 + 4 * C * 4
     for c in range(u.chunks):
@@ -58,7 +59,7 @@ def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, V_FIRST: gl.constexpr):
         _load_tokens(u.k_desc, u, row, u.key_head, 0, u.k_smem.index(s), landed)
         for w in gl.static_range(u.W):
             v_smem = u.v_smem.index(s * u.W + w)
-            _load_tokens(u.v_desc, u, row, u.head, u.column + w * 64, v_smem, landed)
+            _load_tokens(u.v_desc, u, row, u.head, u.column + w * u.second, v_smem, landed)
         _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), landed)
         if c == 0:
             wait_for_prepare()
@@ -79,7 +80,7 @@ def _store_tokens(u, o_smem, o, c, W_INDEX: gl.constexpr):
     tma_store_wait(0)  # the previous store has finished reading o_smem
     o_smem.permute((1, 0)).store(o)
     fence_async_shared()
-    where = [u.batch, u.end, u.row + c * C, u.head, u.column + W_INDEX * 64]
+    where = [u.batch, u.end, u.row + c * C, u.head, u.column + W_INDEX * u.second]
     tma_store(u.o_desc, where, as_box(o_smem, u.o_desc))
 
 
@@ -140,19 +141,38 @@ def _state_offsets(column, V_FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr):
-    """One warpgroup: carries S^T of 64 columns of V through the chunks. Tiles are [64, *]."""
-    S_LAYOUT: gl.constexpr = acc_layout(D)
-    X_LAYOUT: gl.constexpr = acc_layout(C)
-    TOKEN: gl.constexpr = gl.SliceLayout(0, X_LAYOUT)  # a factor per token, along the columns
-    DTYPE: gl.constexpr = u.q_desc.dtype
-    column = u.column + W_INDEX * 64
-    o_smem = u.o_smem.index(W_INDEX)
-    S = gl.zeros((64, D), gl.float32, S_LAYOUT)
+def _at_cut(u, carry_ptr, column):
+    """Where S^T [64, K] of columns column.. of V, then of M, lies in the states at the cuts."""
+    return carry_ptr + u.carry.to(gl.int64) * (2 * D * D) + _state_offsets(column, True)
+
+
+@gluon.jit
+def _initial_state(u, h0_ptr, carry_ptr, column, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr):
+    """S^T [64, K] fp32."""
+    S = gl.zeros((64, D), gl.float32, acc_layout(D))
     if h0_ptr is not None:
         if u.source >= 0:
             h0 = h0_ptr + u.source.to(gl.int64) * u.source_step + u.head * (D * D)
             S = gl.load(h0 + _state_offsets(column, V_FIRST)).to(gl.float32)
+    if u.source == CARRY:
+        S = gl.load(_at_cut(u, carry_ptr, column))
+    if W_INDEX == 1:
+        if u.second == D:  # M: from the identity
+            S = gl.where(_state_offsets(column - D, True) % (D + 1) == 0, 1.0, 0.0)
+    return S
+
+
+@gluon.jit
+def _state_partition(
+    u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr
+):
+    """One warpgroup: carries S^T of 64 columns of V through the chunks. Tiles are [64, *]."""
+    X_LAYOUT: gl.constexpr = acc_layout(C)
+    TOKEN: gl.constexpr = gl.SliceLayout(0, X_LAYOUT)  # a factor per token, along the columns
+    DTYPE: gl.constexpr = u.q_desc.dtype
+    column = u.column + W_INDEX * u.second
+    o_smem = u.o_smem.index(W_INDEX)
+    S = _initial_state(u, h0_ptr, carry_ptr, column, W_INDEX, V_FIRST)
     Sa = _as_a(S, DTYPE)
     ob = gl.zeros((64, C), DTYPE, X_LAYOUT)
     next_ck, ck_row = u.next_ck, u.ck_row
@@ -199,7 +219,7 @@ def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: 
                 next_ck += u.every
                 ck_row += u.heads
             S = _decayed(S, u.f_smem.index(n), more)
-    if u.chunks > 0:
+    if u.chunks > u.warm:
         _store_tokens(u, o_smem, ob, u.chunks - 1, W_INDEX)
     for c in range(u.zeros):
         _store_tokens(u, o_smem, gl.zeros((64, C), DTYPE, X_LAYOUT), c, W_INDEX)
@@ -207,21 +227,23 @@ def _state_partition(u, h0_ptr, hT_ptr, ck_ptr, W_INDEX: gl.constexpr, V_FIRST: 
         if u.target >= 0:
             hT = hT_ptr + u.target.to(gl.int64) * u.target_step + u.head * (D * D)
             gl.store(hT + _state_offsets(column, V_FIRST), S.to(hT_ptr.dtype.element_ty))
+    if u.target == CARRY:
+        gl.store(_at_cut(u, carry_ptr, column), S)
     wait_for_prepare()  # also where no chunk was: this kernel must not end before prepare does
     tma_store_wait(0)
 
 
 @gluon.jit
-def _state_partition_0(u, h0_ptr, hT_ptr, ck_ptr, V_FIRST: gl.constexpr):
-    _state_partition(u, h0_ptr, hT_ptr, ck_ptr, 0, V_FIRST)
+def _state_partition_0(u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, V_FIRST: gl.constexpr):
+    _state_partition(u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, 0, V_FIRST)
 
 
 @gluon.jit
-def _state_partition_1(u, h0_ptr, hT_ptr, ck_ptr, V_FIRST: gl.constexpr):
-    _state_partition(u, h0_ptr, hT_ptr, ck_ptr, 1, V_FIRST)
+def _state_partition_1(u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, V_FIRST: gl.constexpr):
+    _state_partition(u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, 1, V_FIRST)
 
 
-@gluon.jit(do_not_specialize=["T", "HV", "H", "N", "every", "split", "pool_step"])
+@gluon.jit(do_not_specialize=["T", "HV", "H", "N", "every", "split", "pool_step", "transition"])
 def gdn_scan_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc,  # as in Unit
     h0_ptr,  # [N or pool, HV, K, V] fp32 or 16 bits, or None
@@ -230,10 +252,13 @@ def gdn_scan_fwd_kernel(
     index_ptr,  # [N] rows of the pool, or None
     cu_ptr,  # [N + 1] token offsets, or None: N equal sequences of T tokens
     decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition
+    warm_ptr,  # [slots, HV] fp32: chunks that warm a segment up, -1: it starts from carry_ptr
+    carry_ptr,  # [slots, HV, V + K, K] fp32: the state at the end of a segment, then its M
     T, HV, H, N,
     every,  # chunks between checkpoints
     split,  # the most segments of a sequence
     pool_step,  # elements from one initial state to the next
+    transition,  # 1: the launch that finds the states at the cuts
     IN_PLACE: gl.constexpr,  # a final state goes where its initial state was
     W: gl.constexpr,
     V_FIRST: gl.constexpr,  # states are [V, K]
@@ -257,12 +282,17 @@ def gdn_scan_fwd_kernel(
     for i in gl.static_range(STAGES):
         mbarrier.init(landed.index(i), count=1)
         mbarrier.init(free.index(i), count=W)
-    where = place(cu_ptr, index_ptr, decay_ptr, T, HV, H, N, every, split, pool_step, IN_PLACE, W)
+    if transition != 0:
+        launch_dependents()
+    where = place(
+        cu_ptr, index_ptr, decay_ptr, warm_ptr, T, HV, H, N, every, split, pool_step, transition,
+        IN_PLACE, W,
+    )  # fmt: skip
     u = Unit(
         q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc, q_smem, k_smem, v_smem, t_smem,
         p_smem, f_smem, o_smem, landed, free, *where, W,
     )  # fmt: skip
-    args = (u, h0_ptr, hT_ptr, ck_ptr, V_FIRST)
+    args = (u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, V_FIRST)
     # Triton passes args to the workers through memory that the reductions in `place` may still use.
     barrier()
     if W == 2:

@@ -6,6 +6,8 @@ Everything else in this folder imports Gluon from here and is written once.
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -19,11 +21,14 @@ from triton.language.core import _aggregate
 __all__ = [
     "Descriptor",
     "as_box",
+    "as_tile",
     "barrier",
     "fence_async_shared",
     "gl",
     "gluon",
+    "launch_dependents",
     "mbarrier",
+    "mma_v2",
     "record",
     "tma",
     "tma_load",
@@ -40,8 +45,9 @@ TRITON_VERSION = tuple(int(x) for x in triton.__version__.split("+")[0].split(".
 # 3.5: warp_specialize(args, default, worker_args, workers, warps, registers); from 3.6 pairs.
 WARP_SPECIALIZE_TAKES_LIST = gl.constexpr(TRITON_VERSION >= (3, 6))
 
-# 3.9 made it public.
-REINTERPRET_IS_PUBLIC = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+# as_tile(smem, dtype, shape, layout): the bytes of smem, seen as another tile. 3.9 made it public.
+_Smem = gl.shared_memory_descriptor
+as_tile = getattr(_Smem, "reinterpret", None) or _Smem._reinterpret
 
 # 3.8 renamed the bulk copies.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
@@ -50,6 +56,16 @@ tma_store_wait = tma.store_wait
 
 # 3.7 renamed it.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@builtin
+def _mma_v2(a, b, acc, _semantic=None):
+    product = _semantic.dot(a, b, acc, None, None, acc.dtype)
+    return gl.tensor(product.handle, acc.type)
+
+
+# a b + acc by mma.sync, of operands in registers. 3.6 brought it.
+mma_v2 = getattr(hopper, "mma_v2", _mma_v2)
 
 
 class Descriptor(TensorDescriptor):
@@ -75,11 +91,7 @@ def record(cls):
 @gluon.jit
 def as_box(smem, desc):
     """A tile in shared memory, seen as the box of a descriptor with more dimensions."""
-    if REINTERPRET_IS_PUBLIC:
-        box = smem.reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-    else:
-        box = smem._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
-    return box
+    return as_tile(smem, desc.dtype, desc.block_type.shape, desc.layout)
 
 
 @gluon.jit
@@ -87,4 +99,12 @@ def wait_for_prepare():
     """Returns when the kernel launched before this one has finished and its writes can be seen."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def launch_dependents():
+    """Lets the next kernel begin, once all CTAs of this one have said so."""
+    gl.inline_asm_elementwise(
+        "griddepcontrol.launch_dependents; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -41,6 +41,14 @@ def run(
     return (train or op)(*args) if grad else op(*args)
 
 
+def plan(family: str, operation: str, args: tuple) -> Optional[Callable]:
+    """What `run` would come to for all eager calls like this one, if a kernel module has it."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    if needs_grad(args) or any(type(x) not in PLAIN for x in tensors):
+        return None
+    return dispatch.plan(family, operation, args)
+
+
 def serve(family: str, operation: str, reference: Callable, args: tuple):
     """The body of an operator: autograd is above it, so the reference may serve here too.
 

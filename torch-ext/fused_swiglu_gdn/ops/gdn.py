@@ -12,7 +12,7 @@ from torch import Tensor
 from .._ops import add_op_namespace_prefix
 from ..reference import gdn as chunk_reference
 from ..reference import gdn_recurrent as recurrent_reference
-from .common import needs_grad, present, run, serve
+from .common import needs_grad, plan, present, run, serve
 from .gdn_train import gdn_chunk_train
 
 
@@ -176,3 +176,8 @@ def gdn_recurrent(
     )  # fmt: skip
     reference = recurrent_reference.gdn_recurrent_fwd
     return run("gdn_recurrent", "gdn_recurrent_fwd", op, reference, args)
+
+
+def plan_gdn_recurrent(args):
+    """What serves all eager calls of gdn_recurrent like this one, from their tensors, or None."""
+    return plan("gdn_recurrent", "gdn_recurrent_fwd", args)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from ..reference import gdn_layer_fused as reference
-from .common import needs_grad, present, run, serve
+from .common import needs_grad, plan, present, run, serve
 from .gdn_layer_train import prologue_gradients, save_prologue
 
 FAMILY = "gdn_layer"
@@ -59,9 +59,9 @@ def gdn_layer_prologue(
 def _gdn_layer_decode(
     q: Tensor,  # [B, 1, H, K]
     k: Tensor,  # [B, 1, H, K]
-    v: Tensor,  # [B, 1, HV, V]
+    v: Tensor,  # [B, 1, HV, V] or [B, 1, H, HV / H, V], as z
     z: Tensor,  # [B, 1, HV, V]
-    a: Tensor,  # [B, 1, HV]
+    a: Tensor,  # [B, 1, HV] or [B, 1, H, HV / H], as b
     b: Tensor,  # [B, 1, HV]
     conv_state: Tensor,  # [B, D, S], written in place
     state: Tensor,  # [B, HV, K, V], written in place
@@ -84,9 +84,14 @@ def _gdn_layer_decode(
 
 @_gdn_layer_decode.register_fake
 def _(q, k, v, *_):
-    return q.new_empty(v.shape)
+    return q.new_empty(v.flatten(2, -2).shape)
 
 
 def gdn_layer_decode(*args) -> Tensor:
     """y [B, 1, HV, V] from the arguments of the operator above."""
     return run(FAMILY, "gdn_layer_decode", _gdn_layer_decode, reference.gdn_layer_decode, args)
+
+
+def plan_gdn_layer_decode(args):
+    """What serves eager calls of gdn_layer_decode like this one, from their tensors, or None."""
+    return plan(FAMILY, "gdn_layer_decode", args)

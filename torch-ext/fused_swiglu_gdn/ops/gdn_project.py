@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import dispatch
 from .._ops import add_op_namespace_prefix
 from ..reference import gdn_project as reference
-from .common import run, serve
+from .common import plan, run, serve
 
 FAMILY, OPERATION = "gdn_project", "gdn_project_fwd"
 
@@ -37,3 +37,8 @@ def is_served(x, weights) -> bool:
 
 def gdn_project(x, weights) -> Tensor:
     return run(FAMILY, OPERATION, _gdn_project_fwd, reference.gdn_project_fwd, (x, weights))
+
+
+def plan_gdn_project(x, weights):
+    """What serves all eager calls of gdn_project like this one, from the tensors, or None."""
+    return plan(FAMILY, OPERATION, (x, weights))

@@ -51,6 +51,43 @@ def _sequence_at(row, token, T, cu_ptr, N):
 
 
 @triton.jit
+def _advance(n, start, stop, token, cu_ptr, N):
+    """_sequence_at of a token that is not before the sequence at hand."""
+    while (token >= stop) & (n < N - 1):
+        n += 1
+        start = stop
+        stop = tl.load(cu_ptr + n + 1).to(tl.int64)
+    return n, start, stop
+
+
+@triton.jit
+def _alone(first, start, stop, seq_ptr, cu_ptr, initial_ptr, T, W: tl.constexpr, RUN: tl.constexpr):
+    """Whether a run of tokens and the W - 1 before it lie in one sequence, or before its zeros."""
+    alone = first >= 0
+    if cu_ptr is not None:
+        alone = (first - start >= W - 1) & (first + RUN <= stop)
+    elif initial_ptr is not None:
+        alone = first >= W - 1
+    if seq_ptr is not None:
+        at = first + 1 - W + tl.arange(0, triton.next_power_of_2(RUN + W - 1))
+        at = tl.minimum(tl.maximum(at, 0), tl.minimum(first + RUN, T) - 1)
+        marks = tl.load(seq_ptr + at)
+        alone = alone & (tl.min(marks, 0) == tl.max(marks, 0))
+    return alone
+
+
+@triton.jit
+def _together(token, back, position, seq_ptr, T):
+    """Whether the token so many back belongs to the same sequence."""
+    together = position >= back
+    if seq_ptr is not None:
+        there = together & (token < T)
+        theirs = tl.load(seq_ptr + token - back, mask=there, other=0)
+        together = there & (theirs == tl.load(seq_ptr + token, mask=there, other=0))
+    return together
+
+
+@triton.jit
 def conv_rows(
     x_ptr,  # token 0 of the row, first channel of the tile
     y_ptr,  # as x_ptr
@@ -90,35 +127,38 @@ def conv_rows(
         first = t0 + run * RUN
         x_at = x_ptr + first.to(tl.int64) * x_strides[0] + local_d * x_strides[1]
         y_at = y_ptr + first.to(tl.int64) * y_strides[0] + local_d * y_strides[1]
-        rows, marks = (), ()
+        rows = ()
         for i in tl.static_range(1 - W, RUN):  # every load is under way before the first is used
             there = (first + i >= 0) & (first + i < T)
             x = tl.load(x_at + i * x_strides[0], mask=mask_d & there, other=0.0)  # [BLOCK_D]
             rows = rows + (x,)
-            if seq_ptr is not None:
-                marks = marks + (tl.load(seq_ptr + first + i, mask=there, other=-1),)
-        for i in tl.static_range(RUN):
-            position = first + i - start
-            if cu_ptr is not None:
-                while (first + i >= stop) & (n < N - 1):
-                    n += 1
-                    start = stop
-                    stop = tl.load(cu_ptr + n + 1).to(tl.int64)
+        if cu_ptr is not None:
+            n, start, stop = _advance(n, start, stop, first, cu_ptr, N)
+        if _alone(first, start, stop, seq_ptr, cu_ptr, initial_ptr, T, W, RUN):
+            for i in tl.static_range(RUN):
+                acc = bias
+                for back in tl.static_range(W):
+                    acc += rows[i + W - 1 - back].to(tl.float32) * taps[W - 1 - back]
+                y = activate(acc, "silu") if SILU else acc
+                y = y.to(y_ptr.dtype.element_ty)
+                tl.store(y_at + i * y_strides[0], y, mask=mask_d & (first + i < T))
+        else:
+            for i in tl.static_range(RUN):
+                if cu_ptr is not None:
+                    n, start, stop = _advance(n, start, stop, first + i, cu_ptr, N)
                 position = first + i - start
-            acc = bias
-            for back in tl.static_range(W):
-                x = rows[i + W - 1 - back].to(tl.float32)
-                if cu_ptr is not None and back > 0:
-                    x = tl.where(position >= back, x, 0.0)
-                if seq_ptr is not None and back > 0:
-                    x = tl.where(marks[i + W - 1 - back] == marks[i + W - 1], x, 0.0)
-                acc += x * taps[W - 1 - back]
-            if initial_ptr is not None:
-                if position < W - 1:
-                    acc = _add_initial(
-                        acc, taps, initial_ptr, initial_strides, n, position, offs_d, mask_d, W
-                    )
-            if SILU:
-                acc = activate(acc, "silu")
-            y = acc.to(y_ptr.dtype.element_ty)
-            tl.store(y_at + i * y_strides[0], y, mask=mask_d & (first + i < T))
+                acc = bias
+                for back in tl.static_range(W):
+                    seen = rows[i + W - 1 - back].to(tl.float32)
+                    if back > 0:
+                        mine = _together(first + i, back, position, seq_ptr, T)
+                        seen = tl.where(mine, seen, 0.0)
+                    acc += seen * taps[W - 1 - back]
+                if initial_ptr is not None:
+                    if position < W - 1:
+                        acc = _add_initial(
+                            acc, taps, initial_ptr, initial_strides, n, position, offs_d, mask_d, W
+                        )
+                y = activate(acc, "silu") if SILU else acc
+                y = y.to(y_ptr.dtype.element_ty)
+                tl.store(y_at + i * y_strides[0], y, mask=mask_d & (first + i < T))

@@ -9,7 +9,11 @@ from .causal_conv1d_update import (  # noqa: F401
     causal_conv1d_update,
     supports_causal_conv1d_update,
 )
-from .gdn_layer_decode import gdn_layer_decode, supports_gdn_layer_decode  # noqa: F401
+from .gdn_layer_decode import (  # noqa: F401
+    gdn_layer_decode,
+    plan_gdn_layer_decode,
+    supports_gdn_layer_decode,
+)
 from .gdn_layer_prologue import (  # noqa: F401
     gdn_layer_prologue,
     supports_gdn_layer_prologue,

@@ -6,14 +6,16 @@ launch each, and the small ones (b and a) little else. The weights stay where th
 Sizes: M tokens, K model width, N rows of all weights together.
 """
 
-from typing import List
+import math
+from typing import Dict, List
 
 import torch
 import triton
 import triton.language as tl
 
 from .. import device, tuning
-from ..common.launch import prepare
+from ..common.launch import Program
+from ..facts import facts, keep
 
 SERVED = (torch.float16, torch.bfloat16)
 MAX_WEIGHTS, MAX_TOKENS = 6, 64
@@ -23,7 +25,8 @@ def supports_gdn_project_fwd(x, weights) -> bool:
     if x.dtype not in SERVED or not 1 <= len(weights) <= MAX_WEIGHTS:
         return False
     dense = all(w.stride() == (w.shape[1], 1) and w.data_ptr() % 16 == 0 for w in weights)
-    return dense and 0 < x.shape[0] <= MAX_TOKENS and x.shape[1] % 64 == 0
+    fits = 0 < x.shape[0] <= MAX_TOKENS and x.shape[1] % 64 == 0
+    return dense and fits and x.stride(1) == 1
 
 
 @triton.jit
@@ -92,22 +95,44 @@ def _gdn_project_fwd_kernel(
     tl.store(y_ptr + offs_y, y, mask=mask_m & (offs_n < rows)[None, :])
 
 
-def launch(x, weights, config: tuple) -> torch.Tensor:
-    """y [M, N] by the kernel above with this configuration, as (name, value) pairs."""
-    (M, K), stride_x = x.shape, x.stride(0)
-    rows = [w.shape[0] for w in weights]
-    y = torch.empty((M, sum(rows)), dtype=x.dtype, device=x.device)  # [M, N]
-    (_, BLOCK_N), (_, BLOCK_K), *options = config
-    BLOCK_M = max(16, triton.next_power_of_2(M))  # all tokens are in one tile
-    missing = MAX_WEIGHTS - len(weights)
-    sizes = (y.shape[1], K, stride_x, *rows, *(0,) * missing)
-    kind = x.device, x.dtype, x.data_ptr() % 16 == 0, sizes
-    blocks = (BLOCK_M, BLOCK_N, BLOCK_K)
-    kernel = prepare(_gdn_project_fwd_kernel, blocks, tuple(options), *kind)
-    tiles = sum(-(-n // BLOCK_N) for n in rows)
-    with device.on(x.device):
-        kernel.launch((tiles, 1, 1), x, *weights, *weights[:1] * missing, y, M, *sizes)
-    return y
+class Projection:
+    """The products of all calls of a kind: the facts of x [M, K] and of the weights [N_i, K]."""
+
+    __slots__ = ("program", "device", "dtype", "width", "missing")
+
+    def __init__(self, x, weights, config: dict):
+        (M, K), rows = x.shape, [w.shape[0] for w in weights]
+        self.device, self.dtype, self.width = x.device, x.dtype, sum(rows)
+        self.missing = MAX_WEIGHTS - len(weights)
+        options = dict(config)
+        BLOCK_M = max(16, triton.next_power_of_2(M))  # all tokens are in one tile
+        BLOCK_N = options.pop("BLOCK_N")
+        BLOCK_K = math.gcd(options.pop("BLOCK_K"), K)  # nothing past a row's end is read
+        numbers = (M, self.width, K, x.stride(0), *rows, *(0,) * self.missing)
+        tiles = sum(-(-n // BLOCK_N) for n in rows)
+        blocks = (BLOCK_M, BLOCK_N, BLOCK_K)
+        self.program = Program(
+            _gdn_project_fwd_kernel, tiles, numbers, blocks, tuple(options.items()), x.device
+        )
+
+    def __call__(self, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        """x [..., K] with M rows in all -> [..., N]."""
+        y = torch.empty((*x.shape[:-1], self.width), dtype=self.dtype, device=self.device)
+        with device.on(self.device):
+            self.program(x, *weights, *weights[:1] * self.missing, y)
+        return y
+
+
+_projections: Dict[tuple, Projection] = {}
+
+
+def plan_gdn_project_fwd(x: torch.Tensor, weights: List[torch.Tensor]) -> Projection:
+    """What serves all calls like this one, from the tensors alone."""
+    key = facts(x, *weights)
+    if key not in _projections:
+        config = tuning.lookup("portable_gdn_project_fwd", x.device, M=x.shape[0])
+        keep(_projections, key, Projection(x, weights, config))
+    return _projections[key]
 
 
 def gdn_project_fwd(
@@ -115,5 +140,4 @@ def gdn_project_fwd(
     weights: List[torch.Tensor],  # [N_i, K] each
 ) -> torch.Tensor:  # [M, N]
     """The products side by side."""
-    config = tuning.lookup("portable_gdn_project_fwd", x.device, M=x.shape[0])
-    return launch(x, weights, tuple(config.items()))
+    return plan_gdn_project_fwd(x, weights)(x, *weights)

@@ -14,7 +14,7 @@ import triton.language as tl
 from .. import device
 from ..common.gates import log_decay, write_strength
 from .gdn_delta import key_norms, load, read_step, store, write_step
-from .gdn_recurrent_step import gdn_recurrent_step, is_dense, step_config
+from .gdn_recurrent_step import Step, is_dense, step_config, step_of
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -199,6 +199,26 @@ def launch(
         )
 
 
+def _beta_scale(use_beta_sigmoid: bool, allow_neg_eigval: bool) -> float:
+    """The kernels' BETA_SCALE, which multiplies sigmoid(beta); 0 where beta is used as it is."""
+    return (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
+
+
+def plan_gdn_recurrent_fwd(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
+    cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
+    output_final_state, inplace, all_states,
+) -> Optional[Step]:  # fmt: skip
+    """What serves all calls like this one, from the tensors alone, if each sequence has a token."""
+    if q.shape[0] == 0 or q.shape[1] != 1 or cu_seqlens is not None or all_states:
+        return None
+    return step_of(
+        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
+        scale, use_qk_l2norm, _beta_scale(use_beta_sigmoid, allow_neg_eigval), state_v_first,
+        output_final_state, inplace,
+    )  # fmt: skip
+
+
 def gdn_recurrent_fwd(
     q: torch.Tensor,  # [B, T, H, K]
     k: torch.Tensor,  # [B, T, H, K]
@@ -221,13 +241,18 @@ def gdn_recurrent_fwd(
     all_states: bool,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """One launch: o, and the final state, the states after every token, the pool, or None."""
-    beta_scale = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
+    tensors = (
+        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
+        cu_seqlens,
+    )  # fmt: skip
+    step = plan_gdn_recurrent_fwd(
+        *tensors, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
+        output_final_state, inplace, all_states,
+    )  # fmt: skip
+    if step is not None:
+        return step(*tensors)
+    beta_scale = _beta_scale(use_beta_sigmoid, allow_neg_eigval)
     (B, T), (HV, V), K = q.shape[:2], v.shape[2:], k.shape[3]
-    if T == 1 and B > 0 and cu_seqlens is None and not all_states:
-        return gdn_recurrent_step(
-            q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-            scale, use_qk_l2norm, beta_scale, state_v_first, output_final_state, inplace,
-        )  # fmt: skip
     o = torch.empty((B, T, HV, V), dtype=q.dtype, device=q.device)  # [B, T, HV, V]
     final = None
     if inplace:

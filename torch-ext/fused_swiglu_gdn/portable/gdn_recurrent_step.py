@@ -6,7 +6,7 @@ Sizes: N sequences, H and HV heads, K and V head dims, P rows of a state pool. M
 docs/gdn_decode.md.
 """
 
-from typing import Dict, NamedTuple, Optional, Tuple
+from typing import Dict, Optional, Tuple
 
 import torch
 import triton
@@ -15,6 +15,7 @@ import triton.language as tl
 from .. import device, tuning
 from ..common.gates import log_decay, write_strength
 from ..common.launch import Program
+from ..facts import facts, keep
 from .gdn_delta import key_norms, load, read_step, store, write_step
 
 
@@ -28,7 +29,7 @@ def _gdn_recurrent_step_kernel(
     A_log_ptr,  # [HV] or None
     dt_bias_ptr,  # [HV] or None
     initial_ptr,  # [N or P, HV, K, V] or None
-    final_ptr,  # [N or P, HV, K, V] or None
+    final_ptr,  # [N or P, HV, K, V] or None; None with INPLACE
     o_ptr,  # [N, HV, V]
     read_ptr,  # [N] rows of initial_ptr, or None
     write_ptr,  # [N] rows of final_ptr, or None
@@ -41,12 +42,14 @@ def _gdn_recurrent_step_kernel(
     L2NORM: tl.constexpr,
     BETA_SCALE: tl.constexpr,
     V_FIRST: tl.constexpr,
+    INPLACE: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     RELOAD: tl.constexpr,
 ):
     """A program takes one token and BLOCK_V columns of one state.
 
+    INPLACE writes the tile where it was read, which takes no registers for another address.
     RELOAD reads the tile again for its update, from the cache: with fewer registers a program, more
     programs have their loads under way.
     """
@@ -85,7 +88,8 @@ def _gdn_recurrent_step_kernel(
     if initial_ptr is None:
         S = tl.zeros(offs_s.shape, tl.float32)
     else:
-        S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
+        state_ptrs = initial_ptr + row * strides[8] + offs_s
+        S = load(state_ptrs, mask, alive)
     q = load(q_ptr + n * strides[0] + h * strides[1] + offs_k, mask_k)
     k = load(k_ptr + n * strides[2] + h * strides[3] + offs_k, mask_k)
     v = load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
@@ -96,24 +100,14 @@ def _gdn_recurrent_step_kernel(
     if alive is not None:
         o = tl.where(alive, o, 0.0)
     store(o_ptr + (n * HV + hv) * V + offs_v, o, mask_v)
-    if final_ptr is not None:
+    if INPLACE or final_ptr is not None:
         if RELOAD and initial_ptr is not None:
-            S = load(initial_ptr + row * strides[8] + offs_s, mask, alive)
+            S = load(state_ptrs, mask, alive)
         S = write_step(S, k, delta, g, K_AXIS)
-        store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
-
-
-def step_program(
-    N, H, HV, K, V, strides, scale, l2norm, beta_scale, state_v_first, config
-) -> Program:
-    """The program of one token a sequence, for pointers in the order of its kernel."""
-    constexprs = (
-        H, HV, K, V, l2norm, beta_scale, state_v_first, triton.next_power_of_2(K),
-        config["BLOCK_V"], config["RELOAD"],
-    )  # fmt: skip
-    size = N * HV * triton.cdiv(V, config["BLOCK_V"])
-    options = (("num_warps", config["num_warps"]),)
-    return Program(_gdn_recurrent_step_kernel, size, (strides, scale), constexprs, options)
+        if INPLACE:
+            store(state_ptrs, S, mask, alive)
+        else:
+            store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
 
 
 def step_config(device, K, state, state_v_first) -> dict:
@@ -129,67 +123,66 @@ def is_dense(state: torch.Tensor) -> bool:
     return columns == 1 and rows == C and heads == R * C
 
 
-class _Step(NamedTuple):
-    """What a call does, for all calls of its kind."""
+class Step:
+    """One token a sequence, for all calls of a kind: the facts of the arguments below.
 
-    program: Program
-    like_v: bool  # empty_like(v) is contiguous: the fastest way to allocate o
-    final: Optional[tuple]  # shape of a new final state
-    copies: bool  # the initial state's rows are not dense
+    beta_scale sigmoid(beta) is meant where it is not 0.
+    """
+
+    __slots__ = ("program", "device", "like_v", "final", "inplace", "moves", "copies")
+
+    def __init__(
+        self, q, k, v, g, beta, initial, write, scale, l2norm, beta_scale, state_v_first,
+        output_final_state, inplace,
+    ):  # fmt: skip
+        (N, _, H, K), (HV, V) = q.shape, v.shape[2:]
+        row = HV * K * V
+        self.device, self.inplace = q.device, inplace
+        self.moves = inplace and write is not None  # from one row of the pool to another
+        self.copies = initial is not None and not is_dense(initial)
+        self.like_v = v.dtype == q.dtype and torch.empty_like(v).is_contiguous()
+        final = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+        self.final = final if output_final_state and not inplace else None
+        read = 0 if initial is None else row if self.copies else initial.stride(0)
+        strides = (
+            q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
+            g.stride(0), beta.stride(0), read, initial.stride(0) if inplace else row,
+        )  # fmt: skip
+        config = step_config(q.device, K, initial, state_v_first)
+        constexprs = (
+            H, HV, K, V, l2norm, beta_scale, state_v_first, inplace and not self.moves,
+            triton.next_power_of_2(K), config["BLOCK_V"], config["RELOAD"],
+        )  # fmt: skip
+        size = N * HV * triton.cdiv(V, config["BLOCK_V"])
+        options = (("num_warps", config["num_warps"]),)
+        self.program = Program(
+            _gdn_recurrent_step_kernel, size, (strides, scale), constexprs, options, q.device
+        )
+
+    def __call__(
+        self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, cu_seqlens=None
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """o and the final state, the state written, or None."""
+        o = torch.empty_like(v) if self.like_v else q.new_empty(v.shape)  # [N, 1, HV, V]
+        final = initial if self.moves else None
+        if self.final is not None:
+            final = torch.empty(self.final, dtype=torch.float32, device=self.device)
+        if self.copies:
+            initial = initial.contiguous()
+        with device.on(self.device):
+            self.program(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
+        return o, initial if self.inplace else final
 
 
-_steps: Dict[tuple, _Step] = {}
+_steps: Dict[tuple, Step] = {}
 
 
-def _new_step(
-    q, k, v, g, beta, initial, output_final_state, inplace, scale, l2norm, beta_scale, state_v_first
-) -> _Step:  # fmt: skip
-    (N, _, H, K), (HV, V) = q.shape, v.shape[2:]
-    row = HV * K * V
-    copies = initial is not None and not is_dense(initial)
-    read = 0 if initial is None else row if copies else initial.stride(0)
-    strides = (
-        q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2), g.stride(0),
-        beta.stride(0), read, initial.stride(0) if inplace else row,
-    )  # fmt: skip
-    config = step_config(q.device, K, initial, state_v_first)
-    program = step_program(
-        N, H, HV, K, V, strides, scale, l2norm, beta_scale, state_v_first, config
-    )
-    final = (N, HV, V, K) if state_v_first else (N, HV, K, V)
-    wanted = output_final_state and not inplace
-    like_v = v.dtype == q.dtype and torch.empty_like(v).is_contiguous()
-    return _Step(program, like_v, final if wanted else None, copies)
-
-
-def gdn_recurrent_step(
+def step_of(
     q, k, v, g, beta, A_log, dt_bias, initial, read, write, scale, l2norm, beta_scale,
     state_v_first, output_final_state, inplace,
-) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
-    """One token a sequence, [N, 1, ...]: o and the final state, the state written, or None."""
-    key = (
-        q.shape, v.shape, q.stride(), k.stride(), v.stride(), g.stride(), beta.stride(), q.dtype,
-        v.dtype, g.dtype, beta.dtype, q.device, scale, l2norm, beta_scale, state_v_first,
-        output_final_state, inplace,
-        None if initial is None else (initial.stride(), initial.dtype),
-        None if A_log is None else A_log.dtype, None if dt_bias is None else dt_bias.dtype,
-        None if read is None else read.dtype, None if write is None else write.dtype,
-    )  # fmt: skip
+) -> Step:  # fmt: skip
+    """The Step of all calls like this one, with q, k, v [N, 1, ...] and g, beta [N, 1, HV]."""
+    options = (scale, l2norm, beta_scale, state_v_first, output_final_state, inplace)
+    key = (facts(q, k, v, g, beta, A_log, dt_bias, initial, read, write), options)
     step = _steps.get(key)
-    if step is None:
-        if len(_steps) >= 1024:
-            _steps.clear()
-        step = _steps[key] = _new_step(
-            q, k, v, g, beta, initial, output_final_state, inplace, scale, l2norm, beta_scale,
-            state_v_first,
-        )  # fmt: skip
-    program, like_v, final_shape, copies = step
-    o = torch.empty_like(v) if like_v else q.new_empty(v.shape)  # [N, 1, HV, V]
-    final = initial if inplace else None
-    if final_shape is not None:
-        final = torch.empty(final_shape, dtype=torch.float32, device=q.device)  # [N, HV, K, V]
-    if copies:
-        initial = initial.contiguous()
-    with device.on(q.device):
-        program(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
-    return o, final
+    return step or keep(_steps, key, Step(q, k, v, g, beta, initial, write, *options))

@@ -39,7 +39,11 @@ def gdn_layer_decode(
     q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm_weight, eps,
     gate_activation, allow_neg_eigval,
 ):  # fmt: skip
-    """One token between the projections, y [B, 1, HV, V]; both states are updated in place."""
+    """One token between the projections, y [B, 1, HV, V]; both states are updated in place.
+
+    v, z [B, 1, HV, V] and a, b [B, 1, HV], or with the heads as [H, HV / H].
+    """
+    v, z, a, b = v.flatten(2, -2), z.flatten(2, -2), a.flatten(2), b.flatten(2)
     (H, K), (HV, V) = q.shape[2:], v.shape[2:]
     x = causal_conv1d_update(_channels(q, k, v), conv_state, weight, bias, activation)
     q, k, v = x.transpose(1, 2).split([H * K, H * K, HV * V], -1)

@@ -1,0 +1,90 @@
+"""NVIDIA's compute-sanitizer over the Hopper path of GDN prefill, and over a control beside it.
+
+    python tools/sanitize_gdn.py memcheck|racecheck|synccheck [CASE ...]
+
+A small grid: packed sequences with ragged tails and empty ones, pools with skipped rows,
+checkpoints, one and two state warpgroups, segments. The case `control` is no kernel of ours: a
+ring of TMA loads between a worker warp and the default warpgroup, in a dozen lines of Gluon, with
+what Triton makes of it (mbarriers, warp_specialize, setmaxnreg) and the same launch attributes.
+What the sanitizer says of it, it says of Triton or of itself. `broken` is the control without its
+waits, which a sanitizer should see. docs/gdn_hopper.md has the findings.
+"""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+PROCESSORS = {1: 10**9, 2: 0}  # by state warpgroups: what the launcher must believe
+
+
+def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False, packed=True):
+    from conftest import submodule
+
+    gdn, gdn_plan = submodule("hopper.gdn"), submodule("hopper.gdn_plan")
+    count, device = len(lengths), "cuda"
+    B, T = (1, sum(lengths)) if packed else (count, lengths[0])
+    cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device) if packed else None
+    q, k, v = (torch.randn(B, T, n, 128, device=device).bfloat16() for n in (H, H, HV))
+    g, beta = -torch.rand(B, T, HV, device=device), torch.rand(B, T, HV, device=device)
+    rows = [count, -1, *range(count)][:count]
+    state = torch.randn(count + 1 if pool else count, HV, 128, 128, device=device)
+    indices = torch.tensor(rows, device=device) if pool else None
+    segments, processors = gdn_plan._segments, gdn_plan.multiprocessor_count
+    if not cut:
+        gdn_plan._segments = lambda N, *_: (1, N)
+    gdn_plan.multiprocessor_count = lambda index: processors(index) if cut else PROCESSORS[W]
+    o, final, checkpoints = gdn.gdn_chunk_fwd(
+        q, k, v, g, beta, None, None, state, indices, cu, 128**-0.5, True, False, False, v_first,
+        True, None, every,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    gdn_plan._segments, gdn_plan.multiprocessor_count = segments, processors
+    assert torch.isfinite(o).all() and torch.isfinite(final).all()
+
+
+def control(**options):
+    from sanitizer_control import ring_sum
+
+    ring_sum(**options)
+
+
+CASES = {
+    "packed, pool": lambda: call([70, 0, 1, 130], pool=True),
+    "packed, pool, W=2": lambda: call([70, 0, 1, 130], 2, pool=True, v_first=True),
+    "checkpoints": lambda: call([70, 0, 1, 130], every=64),
+    "checkpoints, W=2": lambda: call([70, 0, 1, 130], 2, every=64, v_first=True),
+    "equal": lambda: call([100, 100], packed=False, v_first=True),
+    "equal, W=2": lambda: call([200, 200], 2, packed=False),
+    "segments": lambda: call([4200], packed=False, HV=1, cut=True),
+    "segments, packed, pool": lambda: call([4200, 70, 4100], HV=1, cut=True, pool=True),
+    "control": control,
+    "control, no PDL": lambda: control(pdl=False),
+    "control, no cap": lambda: control(maxnreg=None),
+    "control, 216 KB": lambda: control(slots=27),
+    "broken": lambda: control(waits=False),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tool", help="of compute-sanitizer; `run`: the cases without it")
+    parser.add_argument("cases", nargs="*")
+    options = parser.parse_args()
+    cases = options.cases or list(CASES)
+    if options.tool != "run":
+        command = ["compute-sanitizer", "--tool", options.tool, sys.executable, __file__, "run"]
+        return subprocess.run([*command, *cases]).returncode
+    torch.manual_seed(0)
+    for name in cases:
+        print(f"case: {name}", flush=True)
+        CASES[name]()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

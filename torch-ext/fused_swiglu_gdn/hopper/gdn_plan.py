@@ -1,0 +1,242 @@
+"""The launches of GDN prefill on Hopper, for calls of one kind (docs/gdn_hopper.md).
+
+What follows from shapes, strides, dtypes and options is found once: `Prepare` and `Scan` keep it,
+and a call of them only adds the tensors.
+
+Sizes: B batch, T tokens, H query/key heads, HV value heads, K = V = 128, N sequences, C = 64 tokens
+a chunk, rows of chunks as in docs/gdn.md.
+"""
+
+import functools
+from typing import Optional, Tuple
+
+import torch
+
+from ..common.gdn_prepare import EXACT_FP32, chunk_rows
+from ..common.launch import Prepared, prepare, specialized_on, steps
+from ..device import multiprocessor_count
+from .gdn_carry import gdn_carry_kernel
+from .gdn_prepare import gdn_prepare_fwd_kernel
+from .gdn_scan import gdn_scan_fwd_kernel, scatter_states_kernel
+from .gluon_compat import Descriptor, gl
+
+HEAD_DIM = 128
+MIN_SEGMENT_TOKENS = 2048  # gdn_place.MIN_SEGMENT chunks
+
+# By state warpgroups: registers of the second one and of the loader, and the cap at launch.
+REGISTERS = {1: (0, 32), 2: (240, 24)}
+CAP = {1: 136, 2: 168}
+# Registers of a thread of prepare by its warps: 16 and 12 warps a multiprocessor
+PREPARE_CAP = {4: 128, 2: 168}
+
+
+@functools.cache
+def _box(dtype: torch.dtype, *shape: int):
+    """(block shape, its shared-memory layout): 128-byte swizzle, none for the one-dimensional F."""
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[
+        dtype
+    ]
+    return list(shape), gl.NVMMASharedLayout.get_default_for(list(shape), element)
+
+
+def _token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) -> tuple:
+    """Boxes [1, 1, C, 1, columns] of a tensor [B, T, H, D], cut at the end of each sequence.
+
+    Equal lengths: dimensions (1, B, T, H, D), whose third ends at T. Packed: token i of a sequence
+    [start, end) is (2^30, end, 2^30 - length + i, h, d) with strides (2^34 - s, s, s, ..). That
+    comes to start + i tokens, since 2^64 elements wrap to nothing, and the third dimension ends at
+    i = length.
+    """
+    B, T, H, D = shape
+    token = strides[1] if T > 1 else H * D
+    head = strides[2] if H > 1 else D
+    if packed:
+        shape = (0x7FFF0000, 0x7FFF0000, 1 << 30, H, D)
+        strides = ((1 << 34) - token, token, token, head, 1)
+    else:
+        batch = strides[0] if B > 1 else token
+        shape, strides = (1, B, T, H, D), (batch, batch, token, head, 1)
+    return (shape, strides, *_box(dtype, 1, 1, 64, 1, columns))
+
+
+def _block_map(units: int, dtype: torch.dtype, heads: int) -> tuple:
+    """Boxes [heads C, C] of Tb or P [rows, HV, C, C], rows HV = units."""
+    return ((units * 64, 64), (64, 1), *_box(dtype, heads * 64, 64))
+
+
+def _at(kernel: Prepared, *pointers: Optional[torch.Tensor]):
+    """Addresses for the pointers, once the kernel is compiled: Triton asks the driver about each
+    tensor."""
+    if kernel.run is None:
+        return pointers
+    return [None if x is None else x.data_ptr() for x in pointers]
+
+
+class Prepare:
+    """The first half, for calls of one kind: even numbers of value heads for each key head, unit
+    keys."""
+
+    __slots__ = ("maps", "numbers", "shape", "grid", "kernel")
+
+    def __init__(
+        self, q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_beta_sigmoid, allow_neg_eigval
+    ):
+        (B, T, H, K), HV, packed = q.shape, g.shape[2], cu_seqlens is not None
+        rows = chunk_rows(T, B, cu_seqlens)
+        W = 4 if HV // H % 4 == 0 else 2
+        self.shape = (rows, HV, 64, 64)
+        self.grid = (rows * HV // W, 1, 1)
+        block = _block_map(rows * HV, q.dtype, W)
+        tokens = (_token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k))
+        self.maps = (*tokens, block, block)
+        N = cu_seqlens.shape[0] - 1 if packed else B
+        strides = (steps(g), steps(beta))
+        self.numbers = (*strides, T, N, -(-T // 64), scale)
+        beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
+        given = map(specialized_on, (g, beta, A_log, dt_bias, cu_seqlens))
+        options = (("num_warps", W), ("maxnreg", PREPARE_CAP[W]))
+        constexprs = (HV, HV // H, W, beta_max)
+        kind = (q.device, q.dtype, *given, strides)
+        self.kernel = prepare(gdn_prepare_fwd_kernel, constexprs, options, *kind)
+
+    def __call__(
+        self,
+        q: torch.Tensor,  # [B, T, H, K]
+        k: torch.Tensor,  # [B, T, H, K]
+        *gates: Optional[torch.Tensor],  # g, beta [B, T, HV]; A_log, dt_bias [HV]; cu_seqlens
+    ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tb, P [rows, HV, C, C]; F [rows, HV, 4, C] and decay [rows, HV], both fp32."""
+        rows, HV, C, _ = self.shape
+        tb, p = q.new_empty(self.shape), q.new_empty(self.shape)
+        # F and decay: an allocation costs the host as much as a third of a launch
+        small = q.new_empty(rows * HV * (4 * C + 1), dtype=torch.float32)
+        f = small.as_strided((rows, HV, 4, C), (HV * 4 * C, 4 * C, C, 1))
+        decay = small.as_strided((rows, HV), (HV, 1), rows * HV * 4 * C)
+        maps = [Descriptor(x, *how) for x, how in zip((q, k, tb, p), self.maps)]
+        pointers = _at(self.kernel, *gates, f, decay)
+        self.kernel.launch(self.grid, *maps, *pointers, *self.numbers)
+        return tb, p, f, decay
+
+
+def _kernel(in_place: bool, W: int, state_v_first: bool, *kind) -> Prepared:
+    constexprs = (in_place, W, state_v_first, *REGISTERS[W])
+    # the kernel waits for prepare itself, where it needs it: launch_pdl
+    options = (("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True))
+    return prepare(gdn_scan_fwd_kernel, constexprs, options, *kind)
+
+
+class Scan:
+    """The second half of gdn_chunk_fwd for calls of one kind: what follows from shapes, strides,
+    dtypes and options is found once."""
+
+    __slots__ = (
+        "maps", "numbers", "slots", "split", "programs", "final", "checkpoints", "kernel",
+        "transition",
+    )  # fmt: skip
+
+    def __init__(
+        self, q, k, v, initial_state, state_indices, cu_seqlens, state_v_first, output_final_state,
+        state_dtype, checkpoint_every,
+    ):  # fmt: skip
+        (B, T, H, K), HV = q.shape, v.shape[2]
+        packed, device = cu_seqlens is not None, v.device
+        N = cu_seqlens.shape[0] - 1 if packed else B
+        self.split, self.slots = _segments(N, T, HV, packed, device)
+        in_place = state_indices is not None and self.split == 1
+        state = state_dtype or torch.float32
+        self.final = self.checkpoints = None  # shape and dtype, where they are to be allocated
+        if state_indices is not None:
+            state = initial_state.dtype
+        if not in_place and (output_final_state or state_indices is not None):
+            self.final = ((N, HV, K, K), state)
+        if checkpoint_every:
+            rows = B * (T // checkpoint_every)
+            self.checkpoints = ((rows, HV, K, K), state_dtype or torch.float32)
+        W = 1 if 2 * self.slots * HV <= multiprocessor_count(device.index) else 2
+        if checkpoint_every and not state_v_first:
+            W = 1  # the addresses of a [K, V] state are more than two warpgroups have registers for
+        self.programs = self.slots * HV * 2 // W
+        pool_step = 0 if initial_state is None else initial_state.stride(0)
+        self.numbers = (T, HV, H, N, max(checkpoint_every // 64, 1), self.split, pool_step)
+        units = chunk_rows(T, B, cu_seqlens) * HV
+        dense = (T * HV * K, HV * K, K, 1)
+        block = _block_map(units, v.dtype, 1)
+        self.maps = (
+            *(_token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k)),
+            _token_map(v.shape, v.stride(), v.dtype, 64, packed),
+            _token_map(v.shape, dense, v.dtype, 64, packed),
+            *(block, block, ((units * 256,), (1,), *_box(torch.float32, 256))),
+        )
+        given = map(specialized_on, (initial_state, state_indices, cu_seqlens))
+        kind = (device, v.dtype, pool_step < 2**31, self.final and self.final[1], *given)
+        checkpoints = self.checkpoints and self.checkpoints[1]
+        self.kernel = _kernel(in_place, W, state_v_first, checkpoints, *kind)
+        self.transition = _kernel(in_place, 2, state_v_first, None, *kind)  # the second: M
+
+    def __call__(
+        self,
+        q: torch.Tensor,  # [B, T, H, K]
+        k: torch.Tensor,  # [B, T, H, K]
+        v: torch.Tensor,  # [B, T, HV, V]
+        blocks: tuple,  # Tb, P [rows, HV, C, C]; F [rows, HV, 4, C] and decay [rows, HV], both fp32
+        initial_state: Optional[torch.Tensor],  # [N or pool, HV, K, V]
+        state_indices: Optional[torch.Tensor],  # [N]
+        cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
+        """o [B, T, HV, V]; the final state, the pool, or None; checkpoints or None."""
+        *blocks, decay = blocks
+        T, HV, _, N, _, split, pool_step = self.numbers
+        pool = None if state_indices is None else initial_state
+        o = v.new_empty(v.shape)
+        final = pool if self.final is None else v.new_empty(self.final[0], dtype=self.final[1])
+        checkpoints = None
+        if self.checkpoints is not None:
+            checkpoints = v.new_zeros(self.checkpoints[0], dtype=self.checkpoints[1])
+        warm = carry = decay  # for a call that is not cut, something to point at
+        if split > 1:
+            warm = decay.new_empty((self.slots, HV))
+            carry = decay.new_empty((self.slots, HV, 2 * HEAD_DIM, HEAD_DIM))
+        maps = [Descriptor(x, *how) for x, how in zip((q, k, v, o, *blocks), self.maps)]
+        rest = (state_indices, cu_seqlens, decay, warm, carry)
+        if split > 1:
+            kernel, grid = self.transition, (2 * self.slots * HV, 1, 1)
+            pointers = _at(kernel, initial_state, final, None, *rest)
+            kernel.launch(grid, *maps, *pointers, *self.numbers, 1)
+            _carry(cu_seqlens, warm, carry, T, N, split)
+        pointers = _at(self.kernel, initial_state, final, checkpoints, *rest)
+        self.kernel.launch((self.programs, 1, 1), *maps, *pointers, *self.numbers, 0)
+        if pool is not None and final is not pool:
+            size = HV * HEAD_DIM * HEAD_DIM
+            grid = (N, -(-size // 4096))
+            scatter_states_kernel[grid](final, state_indices, pool, pool_step, size)
+            final = pool
+        return o, final, checkpoints
+
+
+def _carry(
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    warm: torch.Tensor,  # [slots, HV] fp32
+    carry: torch.Tensor,  # [slots, HV, V + K, K] fp32
+    T: int,
+    N: int,
+    split: int,
+) -> None:
+    """Puts N and M of the segments together to the states at the cuts."""
+    slots, HV = warm.shape
+    constexprs = (MIN_SEGMENT_TOKENS, 1 << (split - 1).bit_length(), 16, 32, EXACT_FP32)
+    options = (("num_warps", 4), ("launch_pdl", True))  # few registers: the scan fits beside it
+    kind = (warm.device, specialized_on(cu_seqlens))
+    prepare(gdn_carry_kernel, constexprs, options, *kind).launch(
+        (HV * HEAD_DIM // 16, N, 1), cu_seqlens, warm, carry, T, HV, N, split, slots
+    )
+
+
+def _segments(N: int, T: int, HV: int, packed: bool, device: torch.device) -> Tuple[int, int]:
+    """(the most segments of a sequence, slots for all segments of the batch): gdn_place.py.
+
+    A sequence is cut into as many parts as one alone needs to fill the GPU with 64 columns a CTA.
+    """
+    split = min(multiprocessor_count(device.index) // (2 * HV), T // MIN_SEGMENT_TOKENS)
+    if split <= 1:
+        return 1, N
+    return split, min(N * split, N + T // MIN_SEGMENT_TOKENS) if packed else N * split
