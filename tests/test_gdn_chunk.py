@@ -84,6 +84,15 @@ def test_values_interpreted(T, dtype):
     check("portable", arguments(x, use_qk_l2norm=True))
 
 
+# a program's value heads are those of several key heads, of one, or a part of one's
+@interpreted
+@pytest.mark.parametrize("H, HV", [(4, 4), (3, 3), (2, 4), (1, 3), (1, 6), (1, 8)])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_heads_interpreted(H, HV, l2norm):
+    x = gdn_inputs(1, 70, H, HV, 16, 16, torch.float16)
+    check("portable", arguments(x, use_qk_l2norm=l2norm))
+
+
 @interpreted
 def test_packed_pool_checkpoints_interpreted():
     x = gdn_inputs(1, 147, 1, 2, 16, 16, torch.float16)

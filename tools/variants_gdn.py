@@ -53,7 +53,7 @@ def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packe
         signature.update(dict.fromkeys(gate, "*fp32:16"))
     else:
         constexprs.update(dict.fromkeys(gate))
-    values = module.constexprs(dtype == "fp32", 16, R, K, l2norm, raw, False, False)
+    values = module.constexprs(dtype == "fp32", 16, R, K, l2norm, raw, False)
     constexprs = _named(module._prepare_kernel, signature, constexprs, values)
     where = ("common.gdn_prepare", "_prepare_kernel")
     return Variant(name, *where, signature, constexprs, dict(config), targets)

@@ -25,11 +25,11 @@ def keep_blocks(ptr, x):
 
 
 @triton.jit
-def _block(ptr, I: tl.constexpr, J: tl.constexpr, TURN: tl.constexpr):
-    """Block (I, J) of what keep_blocks stored at each of ptr [1, U, 1] -> [U, 16, 16], or turned."""
+def _block(ptr, BI: tl.constexpr, BJ: tl.constexpr, TURN: tl.constexpr):
+    """Block (BI, BJ) of what keep_blocks stored at ptr [1, U, 1] -> [U, 16, 16], or turned."""
     U: tl.constexpr = ptr.shape[1]
     lane = tl.arange(0, 32)[:, None, None]
-    x = tl.load(ptr + (4 * I + J) * 256 + lane * 8 + tl.arange(0, 8)[None, None, :])  # [32, U, 8]
+    x = tl.load(ptr + (4 * BI + BJ) * 256 + lane * 8 + tl.arange(0, 8)[None, None, :])  # [32, U, 8]
     x = tl.reshape(x, (8, 4, U, 2, 2, 2))  # row, pair, unit, column half, row half, column
     x = tl.reshape(tl.permute(x, (2, 4, 0, 3, 1, 5)), (U, 16, 16))
     return tl.permute(x, (0, 2, 1)) if TURN else x
@@ -46,25 +46,32 @@ def kept_blocks(ptr):
         _block(ptr, 0, 0, False),
         _block(ptr, 0, 1, True), _block(ptr, 1, 1, False),
         _block(ptr, 0, 2, True), _block(ptr, 1, 2, True), _block(ptr, 2, 2, False),
-        _block(ptr, 0, 3, True), _block(ptr, 1, 3, True), _block(ptr, 2, 3, True), _block(ptr, 3, 3, False),
+        _block(ptr, 0, 3, True), _block(ptr, 1, 3, True), _block(ptr, 2, 3, True),
+        _block(ptr, 3, 3, False),
     )  # fmt: skip
 
 
 @triton.jit
-def _row(gates, WHICH: tl.constexpr, I: tl.constexpr):
-    """16 values of a row of each unit's gates [U] -> [U, 16]."""
-    return tl.load(gates[:, None] + (WHICH * 64 + 16 * I) + tl.arange(0, 16)[None, :])
+def minus_abs(x):
+    """-|x|. As a factor, the sign is free: it goes into the instruction that takes the result."""
+    return tl.abs(x) * -1.0
 
 
 @triton.jit
-def _gam(gates, I: tl.constexpr, J: tl.constexpr):
-    """exp2(G_i - G_j), above the diagonal exp2(G_j - G_i), of block (I, J) -> [U, 16, 16] fp32."""
-    if I == J:
-        G = _row(gates, 0, I)
-        return tl.exp2(-tl.abs(G[:, :, None] - G[:, None, :]))
+def _row(gates, WHICH: tl.constexpr, BI: tl.constexpr):
+    """16 values of a row of each unit's gates [U] -> [U, 16]."""
+    return tl.load(gates[:, None] + (WHICH * 64 + 16 * BI) + tl.arange(0, 16)[None, :])
+
+
+@triton.jit
+def _gam(gates, BI: tl.constexpr, BJ: tl.constexpr):
+    """exp2(G_i - G_j) of block (BI, BJ) -> [U, 16, 16] fp32; symmetric in diagonal blocks."""
+    if BI == BJ:
+        G = _row(gates, 0, BI)
+        return tl.exp2(minus_abs(G[:, :, None] - G[:, None, :]))
     # a token between the two: both differences are non-positive, and their factors are stored
-    BETWEEN: tl.constexpr = 1 if I // 2 == J // 2 else 2
-    return _row(gates, BETWEEN, I)[:, :, None] * _row(gates, BETWEEN, J)[:, None, :]
+    BETWEEN: tl.constexpr = 1 if BI // 2 == BJ // 2 else 2
+    return _row(gates, BETWEEN, BI)[:, :, None] * _row(gates, BETWEEN, BJ)[:, None, :]
 
 
 @triton.jit
@@ -105,19 +112,19 @@ def _beside(x, y):
 
 @triton.jit
 def _finish(
-    x, beta, gates, I: tl.constexpr, J: tl.constexpr, GATED: tl.constexpr, TYPE: tl.constexpr
+    x, beta, gates, BI: tl.constexpr, BJ: tl.constexpr, GATED: tl.constexpr, TYPE: tl.constexpr
 ):
-    """Block (I, J) of Tb = X diag(beta); x with the decay in it or yet to come."""
+    """Block (BI, BJ) of Tb = X diag(beta); x with the decay in it or yet to come."""
     if not GATED:
-        x *= _gam(gates, I, J)
+        x *= _gam(gates, BI, BJ)
     return (x * beta[:, None, :]).to(TYPE)
 
 
 @triton.jit
-def _store_row(tb, I: tl.constexpr, x0, x1, x2, x3):
-    """Block row I of each unit's Tb at tb [1, U, 1]: whole lines of 128 bytes."""
+def _store_row(tb, BI: tl.constexpr, x0, x1, x2, x3):
+    """Block row BI of each unit's Tb at tb [1, U, 1]: whole lines of 128 bytes."""
     x = _beside(_beside(x0, x1), _beside(x2, x3))  # [U, 16, C]
-    at = (16 * I + tl.arange(0, 16)[:, None, None]) * 64 + tl.arange(0, 64)[None, None, :]
+    at = (16 * BI + tl.arange(0, 16)[:, None, None]) * 64 + tl.arange(0, 64)[None, None, :]
     tl.store(tb + at, tl.permute(x, (1, 0, 2)))  # so that the units stay a warp each
 
 
@@ -143,9 +150,9 @@ def store_inverse(
 ):
     """Tb of U units. With [[A, 0], [-M, D]], below the diagonal of the inverse stands D^-1 M A^-1.
 
-    The decay is a similarity, (I + L)^-1 = diag(gam) (I + diag(beta) K K^T)^-1 diag(1 / gam): it can
-    come last, so that all heads share the 16-bit blocks of K K^T. Only for keys of length 1, though:
-    what would grow beyond fp32 without the decay needs it first.
+    The decay is a similarity, (I + L)^-1 = diag(gam) (I + diag(beta) K K^T)^-1 diag(1 / gam). So it
+    can come last, and all heads share the blocks of K K^T: for keys of length 1, that is. With
+    others the inverse may grow beyond fp32 unless the decay comes first.
     """
     GATED: tl.constexpr = not UNIT_KEYS
     TYPE: tl.constexpr = tb.dtype.element_ty

@@ -16,19 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import overlaps_launches
 from ..tuning import lookup
-from .gdn_inverse import keep_blocks, kept_blocks, store_inverse
+from .gdn_inverse import keep_blocks, kept_blocks, minus_abs, store_inverse
 from .launch import prepare, specialized_on, steps
 
 CHUNK = 64
 UNITS = 4  # value heads of a program that are inverted at once: a warp each
 # fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
 EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
-
-# Programs of a grid that runs at once: there a scan that begins early costs prepare nothing (H200:
-# 2 us less a call; on grids of several waves it takes their place, 2 % more).
-SMALL_GRID = tl.constexpr(1024)
 
 
 @triton.jit
@@ -136,11 +131,11 @@ def _store_factors(
     tl.store(at + 192 + i, beta, mask=all_has)
     tl.debug_barrier()  # G_r of other threads
     quarter = tl.where(i < 32, tl.load(at + 15, mask=has), tl.load(at + 47, mask=has))
-    tl.store(at + 64 + i, tl.exp2(-tl.abs(G - quarter)), mask=all_has)
-    tl.store(at + 128 + i, tl.exp2(-tl.abs(G - tl.load(at + 31, mask=has))), mask=all_has)
+    tl.store(at + 64 + i, tl.exp2(minus_abs(G - quarter)), mask=all_has)
+    tl.store(at + 128 + i, tl.exp2(minus_abs(G - tl.load(at + 31, mask=has))), mask=all_has)
     at = f_ptr + r * 256 + i
     tl.store(at, tl.exp2(G) * rk[:, None], mask=all_has)
-    tl.store(at + 64, tl.exp2(-tl.abs(G_end - G)) * rk[:, None], mask=all_has)
+    tl.store(at + 64, tl.exp2(minus_abs(G_end - G)) * rk[:, None], mask=all_has)
     tl.store(at + 128, tl.exp2(G) * rq[:, None], mask=all_has)
     tl.store(at + 192, tl.broadcast_to(tl.exp2(G_end), (64, UNITS)), mask=all_has)
     # a token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|)
@@ -185,7 +180,7 @@ def _prepare_key(
     kk = tl.zeros((64, 64), tl.float32)
     qk = tl.zeros((64, 64), tl.float32)
     qq = tl.zeros((64, 64), tl.float32)
-    for k0 in tl.static_range(0, K, BLOCK_K):
+    for k0 in range(0, K, BLOCK_K):  # a loop in the code too: unrolled it spills on sm_80
         d = k0 + tl.arange(0, BLOCK_K)[None, :]
         mask = ok[:, None] & (d < K)
         q = tl.load(q_ptr + i * q_stride + d, mask=mask, other=0.0)  # [C, BLOCK_K]
@@ -214,7 +209,7 @@ def _prepare_key(
     )  # fmt: skip
     for head in range(heads):
         G = gates_ptr + head * (64 * GATES)
-        gam = tl.exp2(-tl.abs(tl.load(G + i) - tl.load(G + j)))  # finite above the diagonal too
+        gam = tl.exp2(minus_abs(tl.load(G + i) - tl.load(G + j)))  # [C, C] fp32
         tl.store(p_ptr + head * 4096 + i * 64 + j, (qk * gam).to(p_ptr.dtype.element_ty))
 
 
@@ -252,12 +247,8 @@ def _prepare_kernel(
     KEPT: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
-    OVERLAPS: tl.constexpr,  # the next launch may begin before this one has ended
 ):
-    """Tb, P and F of one chunk and up to UNITS value heads: those of KEYS key heads or a part of one."""
-    if OVERLAPS:
-        if tl.num_programs(0) <= SMALL_GRID:
-            tl.extra.cuda.gdc_launch_dependents()
+    """Tb, P and F of a chunk and up to UNITS value heads: of KEYS key heads or a part of one's."""
     PARTS: tl.constexpr = (R + UNITS - 1) // UNITS
     row = tl.program_id(0) // (H // KEYS * PARTS)
     h = (tl.program_id(0) // PARTS % (H // KEYS) * KEYS).to(tl.int64)
@@ -286,8 +277,8 @@ def _prepare_kernel(
             q_ptr + key * q_strides[2], k_ptr + key * k_strides[2], g_ptr + u * g_strides[2],
             beta_ptr + u * beta_strides[2], A_log_ptr, dt_bias_ptr, tb_ptr + u * 4096,
             p_ptr + u * 4096, f_ptr + u * 256, gates_ptr + u * (64 * GATES), decay_ptr + u,
-            q_strides[1], k_strides[1], g_strides, beta_strides, ok, hv0 + u, heads, scale, K, L2NORM,
-            BETA_MAX, BLOCK_K, UNITS, GATES, KEPT, PREC,
+            q_strides[1], k_strides[1], g_strides, beta_strides, ok, hv0 + u, heads, scale, K,
+            L2NORM, BETA_MAX, BLOCK_K, UNITS, GATES, KEPT, PREC,
         )  # fmt: skip
     tl.debug_barrier()  # what follows was written by other threads
     u = tl.minimum(tl.arange(0, UNITS), KEYS * heads - 1)  # warps left over repeat the last unit
@@ -324,7 +315,7 @@ def gate_rows(use_qk_l2norm: bool) -> int:
 @functools.cache
 def constexprs(
     wide: bool, H: int, R: int, K: int, use_qk_l2norm: bool, use_beta_sigmoid: bool,
-    allow_neg_eigval: bool, overlaps: bool,
+    allow_neg_eigval: bool, 
 ) -> tuple:  # fmt: skip
     """The kernel's constexprs in their order; wide for fp32 inputs.
 
@@ -332,12 +323,12 @@ def constexprs(
     2, and fp16 has the mantissa of tf32 at twice its rate.
     """
     beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
-    block_k = min(triton.next_power_of_2(max(K, 16)), 128)
+    block_k = min(triton.next_power_of_2(max(K, 16)), 32 if wide else 64)
     dot = tl.float16 if use_qk_l2norm and not wide else tl.float32
     exactness = precision(torch.float32 if wide else torch.float16)
     shape = (keys_together(H, R), UNITS, block_k)
     kept = tl.float32 if wide else tl.float16
-    rest = (gate_rows(use_qk_l2norm), kept, dot, exactness, overlaps)
+    rest = (gate_rows(use_qk_l2norm), kept, dot, exactness)
     return (H, R, K, use_qk_l2norm, beta_max, *shape, *rest)
 
 
@@ -373,7 +364,7 @@ def gdn_prepare(
     R = HV // H
     inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
     strides = (steps(q), steps(k), steps(g), steps(beta))
-    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, overlaps_launches(q.device))
+    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
     fixed = constexprs(q.dtype == torch.float32, H, R, K, *flags)
     options = tuple(lookup("common_gdn_prepare", q.device, R=R).items())
     kind = (q.device, *map(specialized_on, inputs), strides)
