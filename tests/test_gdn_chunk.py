@@ -234,7 +234,7 @@ def test_repeated_keys(implementation, dtype):
 @pytest.mark.gpu
 @compiled
 @pytest.mark.parametrize("K, V", [(60, 60), (96, 100), (128, 64), (256, 256), (16, 200)])
-@pytest.mark.parametrize("HV", [2, 6])
+@pytest.mark.parametrize("HV", [2, 6, 16])
 def test_head_dims_and_groups(implementation, K, V, HV):
     x = gdn_inputs(2, 200, 2, HV, K, V, torch.bfloat16, "cuda")
     check_where_supported(implementation, arguments(x, use_qk_l2norm=True))
