@@ -5,8 +5,8 @@ They take a tile in pieces 64 columns wide, vector by vector. Sizes: M tokens, N
 
 from ..common.primitives import activate, activate_with_slope, grouped_tile
 from .gluon_compat import (
-    REINTERPRET_IS_PUBLIC,
     as_box,
+    as_tile,
     gl,
     gluon,
     mbarrier,
@@ -51,11 +51,7 @@ def _piece(w, i, WARPS: gl.constexpr):
     """Piece i of the tile, [UNIT WARPS, 64]: from top to bottom, then the next 64 columns."""
     smem = w.tile_smem
     SHAPE: gl.constexpr = [4 * BM // (UNIT * WARPS), UNIT * WARPS, 64]
-    if REINTERPRET_IS_PUBLIC:
-        pieces = smem.reinterpret(smem.dtype, SHAPE, smem.layout)
-    else:
-        pieces = smem._reinterpret(smem.dtype, SHAPE, smem.layout)
-    return pieces.index(i)
+    return as_tile(smem, smem.dtype, SHAPE, smem.layout).index(i)
 
 
 @gluon.jit
@@ -63,11 +59,7 @@ def _scales(w, i, WARPS: gl.constexpr):
     """The factors of a piece's rows, [UNIT WARPS]."""
     smem = w.scale_smem
     SHAPE: gl.constexpr = [BM // (UNIT * WARPS), UNIT * WARPS]
-    if REINTERPRET_IS_PUBLIC:
-        scales = smem.reinterpret(smem.dtype, SHAPE, smem.layout)
-    else:
-        scales = smem._reinterpret(smem.dtype, SHAPE, smem.layout)
-    return scales.index(i % SHAPE[0])
+    return as_tile(smem, smem.dtype, SHAPE, smem.layout).index(i % SHAPE[0])
 
 
 @gluon.constexpr_function
