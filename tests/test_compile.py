@@ -1,5 +1,6 @@
-"""Every kernel variant in use, compiled for Hopper without a GPU: nothing spilled, no product of
-wgmma serialized (ptxas's C7510 to C7519, which cost a third of the speed)."""
+"""Every kernel variant in use, compiled for Hopper without a GPU: no operand of wgmma lost (wrong
+code of ptxas, tools/wgmma_descriptors.py), nothing spilled, no product of wgmma serialized (ptxas's
+C7510 to C7519, which cost a third of the speed)."""
 
 import importlib.util
 import sys
@@ -26,15 +27,20 @@ SLOW = {
 
 # Three programs a multiprocessor need at most 168 registers a thread, and the prepare kernel spills
 # a little for that: 0.414 ms against 0.476 without the cap (16/64 heads, 32768 tokens, H200,
-# Triton 3.6.0, 2026-11-21). Instructions that touch local memory.
-WORTH_IT = {"gdn_prepare bf16 H200": 56}
+# Triton 3.6.0, 2026-11-21). The keys' gradient spills with 128 columns a step, and takes 0.03 ms of
+# 0.31 less than with 64. Bytes a thread.
+WORTH_IT = {
+    "gdn_prepare bf16 H200": 56,
+    "gdn_backward_key bf16 H200": 128,
+    "gdn_scan bf16 D=256 plain pool": 8,  # two registers, outside the loop
+}
 
 
 @compiled
 @pytest.mark.parametrize("variant", IN_USE, ids=[variant.name for variant in IN_USE])
 def test_hopper_code(variant):
     report = compile_all.compile_one(variant, "sm_90")
-    assert not report.error
+    assert not report.error and not report.lost
     if variant.name not in SLOW:
         assert report.spills <= WORTH_IT.get(variant.name, 0)
         assert not report.serialized
