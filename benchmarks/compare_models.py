@@ -79,12 +79,12 @@ def share_autotuning(part: int, parts: int) -> None:
     Autotuner.__init__ = init
 
 
-def warm_up(names, parts: int = 12) -> None:
+def warm_up(*script, parts: int = 12) -> None:
     """Compiles what FLA's autotuner will try, minutes one after another, by many processes.
 
     They leave it in Triton's cache on disk; the tuning itself is then this process's, and whole.
     """
-    command = [sys.executable, __file__, *(f"--{name}" for name in names), "--warm"]
+    command = [sys.executable, *script, "--warm"]
     workers = [
         subprocess.Popen([*command, f"{part}/{parts}"], stdout=subprocess.DEVNULL)
         for part in range(parts)
@@ -301,7 +301,7 @@ def main() -> None:
     if arguments.warm:
         share_autotuning(*map(int, arguments.warm.split("/")))
     else:
-        warm_up(names)
+        warm_up(__file__, *(f"--{name}" for name in names))
     install_fla_convolution()
     package = load_package()
     rows = []

@@ -140,8 +140,10 @@ def run(args) -> dict:
     gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     report = {"device": gpu, "torch": torch.__version__, "sizes": sizes, "ways": results}
     for name, prepare in ways(device).items():
+        if args.only and name not in args.only:
+            continue
         curves, speeds = [], []
-        for seed in range(args.seeds):
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
             try:
                 with contextlib.nullcontext() if name == "FLA" else without_fla():
                     model = random_model(sizes, device, seed)
@@ -195,6 +197,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--only", nargs="*", help="of ours, torch, FLA")
     parser.add_argument("--out", type=Path, help="folder for train_bytes.json and train_bytes.png")
     args = parser.parse_args()
     report = run(args)

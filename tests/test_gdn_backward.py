@@ -99,12 +99,15 @@ class Case:
 
 
 def compare(got, want, dtype, factor=1.0):
-    """Every gradient is there where it should be, and right."""
+    """Every gradient is there where it should be, and right.
+
+    A_log and dt_bias take sums over all tokens of terms of either sign, which leaves less of them.
+    """
     errors = {}
     for name, a, b in zip(GRADS, got, want):
         assert (a is None) == (b is None), name
         if a is not None:
-            errors[name] = relative_error(a, b)
+            errors[name] = relative_error(a, b) / (3 if name in ("A_log", "dt_bias") else 1)
     limit = LIMIT[dtype] * factor
     assert all(error <= limit for error in errors.values()), errors
 
@@ -262,10 +265,10 @@ HEADS = [(1, 1), (2, 4), (4, 4), (1, 4)]
 @pytest.mark.parametrize("H, HV", HEADS)
 def test_gpu(H, HV, T, gates):
     """The grid of flash-linear-attention#640: a transposed accumulator miscompiled on Hopper."""
-    case = Case(1, T, H, HV, 128, 128, torch.bfloat16, "cuda", gates=gates)
+    B = 16 if T == 1 else 1  # the gates' gradients are one number a head and token
+    case = Case(B, T, H, HV, 128, 128, torch.bfloat16, "cuda", gates=gates)
     got = case.gradients(submodule("portable.gdn_backward"))
-    # at T = 1 dbeta is one dot of two rounded rows, and nothing averages out
-    compare(got, case.expected(), torch.bfloat16, factor=2.0 if T == 1 else 1.0)
+    compare(got, case.expected(), torch.bfloat16)
     for a, b in zip(got, case.gradients(submodule("portable.gdn_backward"))):
         assert a is None or torch.equal(a, b)  # the same bits every run
 
@@ -274,16 +277,56 @@ def test_gpu(H, HV, T, gates):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gpu_options(options, dtype):
-    K = 64 if dtype == torch.float32 else 128
+    K = 128 if dtype == torch.bfloat16 else 64
     case = Case(2, 300, 2, 4, K, 128, dtype, "cuda", **options)
     compare(case.gradients(submodule("portable.gdn_backward")), case.expected(), dtype)
 
 
+HEAD_DIMS = [
+    (16, 16), (60, 100), (64, 64), (72, 136), (100, 60), (128, 64), (128, 256), (192, 96),
+    (250, 250), (256, 64), (256, 128), (256, 256),
+]  # fmt: skip
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("K, V", [(60, 100), (64, 64), (128, 256), (256, 64), (256, 256)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("K, V", HEAD_DIMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gpu_head_dims(K, V, dtype):
-    case = Case(1, 130, 2, 4, K, V, dtype, "cuda")
-    if not submodule("portable.gdn_backward").supports_gdn_chunk_bwd(*case.inputs):
-        pytest.skip("the reference serves these")
+    case = Case(1, 130, 2, 4, K, V, dtype, "cuda", l2norm=True, zero_beta=True)
     compare(case.gradients(submodule("portable.gdn_backward")), case.expected(), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("H, HV", [(2, 4), (1, 8)])
+def test_gpu_configurations_of_other_chips(H, HV, monkeypatch):
+    """The tables without a device's name, which other Hopper chips take."""
+    module, tuning = submodule("portable.gdn_backward"), submodule("tuning")
+    monkeypatch.setattr(tuning.facts, "name", lambda index: "another")
+    tuning._nearest.cache_clear()
+    module._config.cache_clear()
+    try:
+        for K, V, dtype in ((128, 128, torch.bfloat16), (64, 64, torch.float16)):
+            case = Case(2, 130, H, HV, K, V, dtype, "cuda", l2norm=True)
+            compare(case.gradients(module), case.expected(), dtype)
+    finally:
+        module._config.cache_clear()
+
+
+@pytest.mark.gpu
+def test_gpu_views():
+    """Views that begin or continue off 16 bytes are right too."""
+    module = submodule("portable.gdn_backward")
+    case = Case(2, 130, 2, 4, 64, 64, torch.bfloat16, "cuda")
+    want = case.gradients(module)
+
+    def moved(x, before):
+        """The same values `before` elements into rows that are 3 elements longer."""
+        wide = x.new_empty(*x.shape[:-1], x.shape[-1] + 3)
+        wide[..., before : before + x.shape[-1]] = x
+        return wide[..., before : before + x.shape[-1]]
+
+    q, k, v, *rest = case.inputs
+    for before in (0, 3):
+        case.inputs = (moved(q, before), moved(k, before), moved(v, before), *rest)
+        for a, b in zip(case.gradients(module), want):
+            assert a is None or torch.equal(a, b)

@@ -17,6 +17,8 @@ CONVOLUTIONS = {
     "shorter than the taps": {"T": 2, "initial": True, "final": True},
     "seq_idx": {"seq_idx": True},
     "packed": {"lengths": (0, 3, 0, 17, 2, 28), "initial": True, "final": True},
+    "packed, no states": {"lengths": (0, 3, 0, 17, 2, 20), "D": 7},
+    "eight taps, no states": {"W": 8, "T": 20},
     "two taps, channels first": {"W": 2, "channels_first": True},
     "eight taps": {"W": 8, "initial": True},
 }
@@ -31,7 +33,7 @@ class Convolution:
 
     def __init__(
         self, dtype, device="cpu", T=50, W=4, activation="silu", bias=True, initial=False,
-        final=False, seq_idx=False, lengths=None, channels_first=False,
+        final=False, seq_idx=False, lengths=None, channels_first=False, D=6, wider=0,
     ):  # fmt: skip
         random = torch.Generator(device=device).manual_seed(0)
 
@@ -39,11 +41,12 @@ class Convolution:
             x = torch.randn(*shape, generator=random, device=device, dtype=torch.float64)
             return x.to(dtype)
 
-        def tokens_by_channels(*shape):
-            x = normal(*shape)
-            return x if channels_first else x.mT.contiguous().mT
+        def tokens_by_channels(B, D, T):
+            x = normal(B, D + wider, T)
+            x = x if channels_first else x.mT.contiguous().mT
+            return x[:, :D]  # with `wider`, a view as layers have of their projections
 
-        B, D = 1 if lengths else 2, 6
+        B = 1 if lengths else 2
         cu = seq = None
         N = B
         if lengths:
@@ -89,6 +92,9 @@ def check_norm(module, shape, activation, dtype, device="cpu"):
 
 
 NORMS = [((3, 5, 4, 16), "silu"), ((7, 20), "sigmoid"), ((300, 64), "silu")]
+
+
+LARGE_NORMS = [((2, 500, 32, 128), "silu"), ((3, 8192), "silu"), ((5, 3, 100), "sigmoid")]
 
 
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
@@ -153,16 +159,47 @@ def test_operators():
         dx.sum().backward()
 
 
+LARGE = {
+    "qwen": {"D": 8192, "T": 300},
+    "long, packed": {"D": 300, "lengths": (0, 3, 0, 170, 1, 200)},
+    "odd": {"D": 333, "T": 1001, "wider": 7, "initial": True, "final": True},
+    "odd, channels first": {"D": 70, "T": 333, "channels_first": True, "wider": 3},
+    "packed view": {"D": 256, "wider": 64, "lengths": (1, 0, 130, 2, 300), "initial": True},
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", {**CONVOLUTIONS, **LARGE}.values(), ids=[*CONVOLUTIONS, *LARGE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gpu_convolution(options, dtype):
     case = Convolution(dtype, "cuda", **options)
-    case.check(submodule("portable.causal_conv1d_backward"))
+    module = submodule("portable.causal_conv1d_backward")
+    case.check(module)
+    twice = [module.causal_conv1d_bwd(*case.args, case.dy, case.d_final) for _ in range(2)]
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(*twice))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape, activation", NORMS)
-def test_gpu_norm(shape, activation):
+@pytest.mark.parametrize("shape, activation", NORMS + LARGE_NORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gpu_norm(shape, activation, dtype):
     module = submodule("portable.rms_norm_gated_backward")
-    check_norm(module, shape, activation, torch.bfloat16, "cuda")
+    check_norm(module, shape, activation, dtype, "cuda")
+    x, gate, dy = (torch.randn(shape, device="cuda").to(dtype) for _ in range(3))
+    weight = torch.randn(shape[-1], device="cuda").to(dtype)
+    twice = [module.rms_norm_gated_bwd(x, gate, weight, dy, 1e-6, activation) for _ in range(2)]
+    assert all(torch.equal(a, b) for a, b in zip(*twice))
+
+
+@pytest.mark.gpu
+def test_gpu_prologue():
+    """Views of one projection, as a layer has them."""
+    module = submodule("portable.causal_conv1d_backward")
+    x, dy = (torch.randn(2, 130, 512, device="cuda").bfloat16() for _ in range(2))
+    weight = torch.randn(512, 4, device="cuda").bfloat16()
+    q, k, v = (t.unflatten(-1, (-1, 64)) for t in x.split([128, 128, 256], -1))
+    got = module.gdn_layer_prologue_bwd(q, k, v, weight, None, "silu", None, None, dy)
+    written_out = submodule("reference.gdn_layer_backward").gdn_layer_prologue_bwd
+    want = written_out(*(wide(t) for t in (q, k, v, weight)), None, "silu", None, None, wide(dy))
+    for a, b in zip(got[:2], want[:2]):
+        assert relative_error(a, b) <= 2 * TOLERANCE[torch.bfloat16]

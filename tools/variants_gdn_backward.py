@@ -1,11 +1,11 @@
 """The kernels of the GDN gradient as their launchers compile them, for tools/compile_all.py.
 
-Not for Hopper's list of kernels that may spill nothing: the states' and keys' kernels spill 40 to
-104 bytes outside of their products there, which docs/gdn_backward.md has in its times.
+Of Hopper's, the tables for the H200: others' states and keys, and small betas, spill a little.
 """
 
 import json
 
+import triton.language as tl
 from compile_all import PACKAGE, Variant, load
 
 OTHERS = ("sm_80", "sm_100", "sm_120", "gfx942")
@@ -18,11 +18,11 @@ TYPES = {  # of pointers that are not in the inputs' dtype
 }  # fmt: skip
 CONSTEXPRS = {
     "cu_ptr": None, "H": 16, "R": 2, "K": 128, "V": 128, "NORM": True, "BETA_MAX": 1.0,
-    "SMALL": 1e-12, "BLOCK_K": 128, "PREC": "tf32", "HV": 32, "NQ": 2, "NK": 2,
+    "SMALL": 1e-12, "LOW": tl.bfloat16, "BLOCK_K": 64, "PREC": "tf32", "HV": 32, "NQ": 2, "NK": 2,
 }  # fmt: skip
 
 
-def _variant(phase: str, config: dict, targets) -> Variant:
+def _variant(phase: str, config: dict, targets, where="") -> Variant:
     module, kernel = f"portable.gdn_backward_{phase}", f"_{phase}_bwd_kernel"
     config = dict(config)
     options = {"num_warps": config.pop("num_warps"), "num_stages": 3}
@@ -40,18 +40,23 @@ def _variant(phase: str, config: dict, targets) -> Variant:
         else:
             signature[name] = "fp32" if name == "scale" else "i32"
     return Variant(
-        f"gdn_backward_{phase} bf16", module, kernel, signature, constexprs, options, targets
+        f"gdn_backward_{phase} bf16{where}", module, kernel, signature, constexprs, options, targets
     )
 
 
+def _configs(name: str) -> dict:
+    return json.loads((PACKAGE / "configs" / f"{name}.json").read_text())["default"]
+
+
 def _all():
-    config = json.loads((PACKAGE / "configs" / "portable_gdn_chunk_bwd.json").read_text())[
-        "default"
-    ]
-    for phase in ("states", "key"):
+    config = _configs("portable_gdn_chunk_bwd")
+    for phase in ("states", "key", "beta"):
         yield _variant(phase, config[phase], OTHERS)
-    for phase in ("query", "gates", "beta"):
+    for phase in ("query", "gates"):
         yield _variant(phase, config[phase], ("sm_90", *OTHERS))
+    config = _configs("portable_gdn_chunk_bwd,device_name=NVIDIA_H200")
+    for phase in ("states", "query", "key"):
+        yield _variant(phase, config[phase], ("sm_90",), " H200")
 
 
 VARIANTS = list(_all())

@@ -108,7 +108,12 @@ def gdn_chunk_bwd(
     values_only: bool,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of the first eight arguments; with values_only of v and initial_state alone."""
-    prepared = None if tb is None else (tb, p, f)
+    prepared = (tb, p, f)
+    if tb is None:
+        inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens, scale)
+        inputs += (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
+        launch = dispatch.choose("gdn", "gdn_prepare", False, inputs)
+        prepared = None if launch is None else launch(*inputs)
     args = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, do, d_final_state, prepared,
         scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, values_only,

@@ -17,6 +17,7 @@ import triton.language as tl
 
 from .. import device, tuning
 from .causal_conv1d import sequence_of, served
+from .causal_conv1d_rows_backward import conv_rows_bwd_kernel
 
 
 def supports_causal_conv1d_bwd(x, weight, bias, *_) -> bool:
@@ -223,6 +224,42 @@ def _initial_bwd_kernel(
         tl.store(dinitial_ptr + at, d.to(dinitial_ptr.dtype.element_ty), mask=mask_d)
 
 
+def _steps(x) -> tuple:
+    """Strides of B, T, D of x [B, D, T]."""
+    return x.stride(0), x.stride(2), x.stride(1)
+
+
+def _by_rows(x, weight, bias, cu_seqlens, dy, dx, N: int, silu: bool) -> torch.Tensor:
+    """Fills dx; the groups' shares of dweight and dbias, [B, P, W + 1, D] fp32."""
+    (B, D, T), W = x.shape, weight.shape[1]
+    config = tuning.lookup("portable_causal_conv1d_rows_bwd", x.device, D=D)
+    groups = triton.cdiv(T, config["RUN"] * config["RUNS"])
+    sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
+    if dx.numel() > 0:
+        conv_rows_bwd_kernel[(B * groups * triton.cdiv(D, config["BLOCK_D"]),)](
+            x, weight, bias, cu_seqlens, dy, dx, sums, _steps(x)[:2], _steps(dy)[:2],
+            _steps(dx)[:2], T, D, N, groups, W=W, SILU=silu, **config,
+        )  # fmt: skip
+    return sums
+
+
+def _by_tiles(given, dx, N: int, silu: bool) -> torch.Tensor:
+    """As _by_rows, for every memory order, seq_idx and states."""
+    x, weight, *_, initial_states, dy, _ = given
+    (B, D, T), W = x.shape, weight.shape[1]
+    order = "td" if x.stride(2) > x.stride(1) else "dt"  # slow dimension first
+    config = tuning.lookup(f"portable_causal_conv1d_{order}_bwd", x.device, D=D)
+    groups = triton.cdiv(T, config["BLOCK_T"] * config["TILES"])
+    sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
+    initial = (0, 0, 0) if initial_states is None else initial_states.stride()
+    if dx.numel() > 0:
+        _causal_conv1d_bwd_kernel[(B * groups * triton.cdiv(D, config["BLOCK_D"]),)](
+            *given, dx, sums, _steps(x), _steps(dy), _steps(dx), initial, T, D, N, groups,
+            N.bit_length(), W=W, TAPS=triton.next_power_of_2(W + 1), SILU=silu, **config,
+        )  # fmt: skip
+    return sums
+
+
 def causal_conv1d_bwd(
     x: torch.Tensor,  # [B, D, T], any strides
     weight: torch.Tensor,  # [D, W]
@@ -238,28 +275,22 @@ def causal_conv1d_bwd(
     (B, D, T), W = x.shape, weight.shape[1]
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     dx = torch.empty_like(x)  # [B, D, T]
-    order = "td" if x.stride(2) > x.stride(1) else "dt"  # slow dimension first
-    config = tuning.lookup(f"portable_causal_conv1d_{order}_bwd", x.device, D=D)
-    groups = triton.cdiv(T, config["BLOCK_T"] * config["TILES"])
-    sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
     d_initial = None if initial_states is None else x.new_empty(N, D, W - 1)  # [N, D, W - 1]
     weight_c = weight.contiguous()
     seq_idx = None if seq_idx is None else seq_idx.contiguous()
     d_final = None if d_final is None else d_final.contiguous()
-    strides = [(t.stride(0), t.stride(2), t.stride(1)) for t in (x, dy, dx)]
-    initial = (0, 0, 0) if initial_states is None else initial_states.stride()
     given = (x, weight_c, bias, seq_idx, cu_seqlens, initial_states, dy, d_final)
+    silu = activation is not None
+    alone = seq_idx is None and initial_states is None and d_final is None
     with device.on(x.device):
-        if dx.numel() > 0:
-            grid = (B * groups * triton.cdiv(D, config["BLOCK_D"]),)
-            _causal_conv1d_bwd_kernel[grid](
-                *given, dx, sums, *strides, initial, T, D, N, groups, N.bit_length(), W=W,
-                TAPS=triton.next_power_of_2(W + 1), SILU=activation is not None, **config,
-            )  # fmt: skip
+        if alone and x.stride(1) == dy.stride(1) == dx.stride(1) == 1:
+            sums = _by_rows(x, weight_c, bias, cu_seqlens, dy, dx, N, silu)
+        else:
+            sums = _by_tiles(given, dx, N, silu)
         if d_initial is not None and d_initial.numel() > 0:
             _initial_bwd_kernel[(N * triton.cdiv(D, 128),)](
-                *given, d_initial, *strides[:2], initial, T, D, W=W, SILU=activation is not None,
-                BLOCK_T=triton.next_power_of_2(W - 1), BLOCK_D=128,
+                *given, d_initial, _steps(x), _steps(dy), initial_states.stride(), T, D, W=W,
+                SILU=silu, BLOCK_T=triton.next_power_of_2(W - 1), BLOCK_D=128,
             )  # fmt: skip
     sums = sums.sum((0, 1))  # [W + 1, D]
     dbias = None if bias is None else sums[W].to(bias.dtype)

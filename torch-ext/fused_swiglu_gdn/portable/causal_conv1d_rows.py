@@ -32,7 +32,7 @@ def _add_initial(
 
 
 @triton.jit
-def _sequence_at(row, token, T, cu_ptr, N):
+def sequence_at(row, token, T, cu_ptr, N):
     """(n, its first token, the one behind its last) of the sequence of a token; all int64."""
     n = row.to(tl.int64)
     start = n * 0
@@ -122,7 +122,7 @@ def conv_rows(
     for w in tl.static_range(W):
         tap = tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
         taps = taps + (tap,)
-    n, start, stop = _sequence_at(row, t0, T, cu_ptr, N)
+    n, start, stop = sequence_at(row, t0, T, cu_ptr, N)
     for run in range(0, tl.cdiv(tl.minimum(T - t0, BLOCK_T), RUN)):
         first = t0 + run * RUN
         x_at = x_ptr + first.to(tl.int64) * x_strides[0] + local_d * x_strides[1]

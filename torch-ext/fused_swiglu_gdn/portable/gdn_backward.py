@@ -5,6 +5,7 @@ chunks side by side: queries, keys, gates, and dbeta where beta is next to nothi
 same bits every run.
 """
 
+import functools
 from typing import Optional
 
 import torch
@@ -12,6 +13,7 @@ import triton
 
 from .. import device, tuning
 from ..common.gdn_prepare import gdn_prepare
+from ..common.launch import steps
 from .gdn_backward_beta import gdn_backward_beta
 from .gdn_backward_gates import gdn_backward_gates
 from .gdn_backward_key import gdn_backward_key
@@ -22,24 +24,20 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supports_gdn_chunk_bwd(q, k, v, *_) -> bool:
-    """Head dims of 128 in fp16 and bf16, up to 128 in fp32.
-
-    With others an illegal access was seen on an H200 (Triton 3.6.0, 2026-11-21; K = 64 with V = 128
-    in fp16), so the reference serves them until that is understood.
-    """
-    K, V = q.shape[-1], v.shape[-1]
-    if q.dtype == torch.float32:
-        return max(K, V) <= 128
-    return K == V == 128 and q.dtype in _DTYPES
+    return q.dtype in _DTYPES and max(q.shape[-1], v.shape[-1]) <= 256
 
 
-def _config(q, v, cu_seqlens) -> dict:
-    """Launch configurations of the phases."""
-    K, size = triton.next_power_of_2(q.shape[3]), q.element_size()
+@functools.lru_cache(maxsize=256)
+def _config(units: int, K: int, V: int, size: int, where: torch.device) -> dict:
+    """Launch configurations of the phases for `units` sequences and value heads."""
     if K > 128 or size > 2:
-        return tuning.lookup("portable_gdn_chunk_bwd_wide", q.device, K=K, bytes=size)
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    return tuning.lookup("portable_gdn_chunk_bwd", q.device, units=N * v.shape[2])
+        table = tuning.lookup("portable_gdn_chunk_bwd_wide", where, K=K, bytes=size)
+    else:
+        table = tuning.lookup("portable_gdn_chunk_bwd", where, units=units)
+    return {
+        phase: {**config, "BLOCK_V": min(config["BLOCK_V"], V)} if "BLOCK_V" in config else config
+        for phase, config in table.items()
+    }
 
 
 def gdn_chunk_bwd(
@@ -67,27 +65,53 @@ def gdn_chunk_bwd(
     With values_only, only dv and d_initial_state.
     """
     flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
-    q, k, v, do = (_near(x) for x in (q, k, v, do))
-    config = _config(q, v, cu_seqlens)
+    K, V = q.shape[3], v.shape[3]
+    q, k, v, do = (_near(_padded(x, 0)) for x in (q, k, v, do))
+    states = [None if x is None else _padded(x, 1) for x in (initial_state, d_final_state)]
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    config = _config(N * v.shape[2], q.shape[3], v.shape[3], q.element_size(), q.device)
     with device.on(q.device):
         if prepared is None:
             prepared = gdn_prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, *flags)
         h, dh, vt, dv, d_initial = gdn_backward_states(
-            q, k, v, do, *prepared[:3], initial_state, d_final_state, cu_seqlens, state_v_first,
-            config["states"],
-        )  # fmt: skip
+            q, k, v, do, *prepared[:3], *states, cu_seqlens, state_v_first, config["states"]
+        )
+        if initial_state is not None:
+            d_initial = _cut(d_initial, *initial_state.shape[2:])
         if values_only:
-            return None, None, dv, None, None, None, None, d_initial
+            return None, None, _cut(dv, V), None, None, None, None, d_initial
         dq, dk, *gates = _chunk_gradients(
             q, k, v, g, beta, A_log, dt_bias, cu_seqlens, do, prepared, h, dh, vt, dv, scale, flags,
             config,
         )  # fmt: skip
-    return dq, dk, dv, *gates, d_initial
+    return _cut(dq, K), _cut(dk, K), _cut(dv, V), *gates, d_initial
+
+
+def _padded(x: torch.Tensor, more: int) -> torch.Tensor:
+    """x with its last 1 + more dimensions brought to powers of two by zeros, which change nothing.
+
+    So every row is copied by 16 bytes and every loop over chunks pipelined: the ptxas of Triton
+    3.4 to 3.6 loses descriptors of products in loops that are not (docs/gdn_backward.md).
+    """
+    missing = [max(triton.next_power_of_2(n), 32) - n for n in x.shape[-1 - more :]]
+    if not any(missing):
+        return x
+    return torch.nn.functional.pad(x, [y for n in reversed(missing) for y in (0, n)])
+
+
+def _cut(x: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """The first of x's last dimensions' elements, contiguous."""
+    for dim, size in enumerate(sizes, -len(sizes)):
+        x = x.narrow(dim, 0, size)
+    return x.contiguous()
 
 
 def _near(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where kernels could not reach across a chunk of it with 32 bits."""
-    return x if x.stride(-1) == 1 and x.stride(1) < 2**25 else x.contiguous()
+    """x, or a copy where kernels could not reach across a chunk of it with 32 bits, or not copy its
+    rows by 16 bytes."""
+    reached = x.stride(-1) == 1 and x.stride(1) < 2**25
+    aligned = x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps(x))
+    return x if reached and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
 def _chunk_gradients(
@@ -96,21 +120,22 @@ def _chunk_gradients(
     """dq, dk, dg, dbeta, dA_log and ddt_bias: what each chunk gives by itself."""
     _, p, f = prepared[:3]
     rows, HV = p.shape[:2]
-    NQ, NK = (-(-v.shape[3] // config[side]["BLOCK_V"]) for side in ("query", "key"))
+    NQ, NK = (v.shape[3] // config[side]["BLOCK_V"] for side in ("query", "key"))
     cumulative = f.new_empty(rows, HV, 64)
     by_query = f.new_empty(rows, HV, NQ, 8, 64)
     by_key, ends = f.new_empty(rows, HV, NK, 8, 64), f.new_empty(rows, HV, NK)
+    dp = p.new_empty(rows, q.shape[2], 2, 64, 64)  # dP and N of a key head
     dq = gdn_backward_query(
-        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, cumulative, by_query, scale, flags[0],
-        config["query"],
+        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dp, cumulative, by_query, scale,
+        flags[0], config["query"],
     )  # fmt: skip
     dk = gdn_backward_key(
-        q, k, cu_seqlens, f, cumulative, do, vt, dv, h, dh, by_key, ends, scale, flags[0],
-        config["key"],
-    )  # fmt: skip
-    dg, dbeta, dA_log, ddt_bias = gdn_backward_gates(
-        g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, *flags[1:], config["gates"]
+        q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, by_key, ends, flags[0], config["key"]
     )
+    dg, dbeta, dA_log, ddt_bias = gdn_backward_gates(
+        g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, *flags[1:], q.dtype,
+        config["gates"],
+    )  # fmt: skip
     gdn_backward_beta(
         k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta, *flags, config["beta"]
     )

@@ -7,6 +7,7 @@ holds for every beta; elsewhere u = dV / beta and w = vt / beta give (dV . vt) /
 gdn_backward_key.py has for nothing. A chunk without such a token ends after one load.
 
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; R = HV / H; rows = chunk rows of the call.
+K and V are powers of two.
 """
 
 import torch
@@ -14,7 +15,8 @@ import triton
 import triton.language as tl
 
 from ..common.gdn_prepare import locate, precision
-from .gdn_backward_query import inverse_norm, tile
+from ..common.launch import steps
+from .gdn_backward_query import tile
 
 
 @triton.jit
@@ -28,34 +30,37 @@ def _slow_dbeta(
     t = tl.arange(0, 64)
     i = t[:, None]
     j = t[None, :]
-    d = tl.arange(0, BLOCK_K)
-    k = tile(k_ptr, tok, k_stride, d, ok[:, None] & (d < K)[None, :])  # [C, K]
-    rk = inverse_norm(k, NORM)
-    kk = tl.dot(k, tl.trans(k), input_precision=PREC) * rk[:, None] * rk[None, :]  # [C, C] fp32
+    kk = tl.zeros((64, 64), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        k = tile(k_ptr, tok, k_stride, k0 + tl.arange(0, BLOCK_K), ok)  # [C, BLOCK_K]
+        kk = tl.dot(k, tl.trans(k), kk, input_precision=PREC)
+    if NORM:
+        rk = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 1) + 1e-6)
+        kk *= rk[:, None] * rk[None, :]
     G = tl.load(cumulative_ptr + t)[:, None] - tl.load(cumulative_ptr + t)[None, :]
     kk *= tl.exp2(tl.minimum(tl.where(i >= j, G, -G), 100.0))
-    below = tl.where(i > j, kk, 0.0).to(k.dtype)  # [C, C]
-    above = tl.where(i < j, kk, 0.0).to(k.dtype)
+    low = do_ptr.dtype.element_ty
+    below = tl.where(i > j, kk, 0.0).to(low)  # [C, C]
+    above = tl.where(i < j, kk, 0.0).to(low)
     p = tl.load(p_ptr + j * 64 + i)  # [C, C], transposed
-    f0 = tl.load(f_ptr + t)  # [C] fp32
-    f1 = tl.load(f_ptr + 64 + t)
+    f0 = tl.load(f_ptr + t)[:, None]  # [C, 1] fp32
+    f1 = tl.load(f_ptr + 64 + t)[:, None]
     dbeta = tl.zeros((64,), tl.float32)
     for v0 in range(0, V, BLOCK_V):
         e = v0 + tl.arange(0, BLOCK_V)
-        in_v = ok[:, None] & (e < V)[None, :]
-        v = tile(v_ptr, tok, v_stride, e, in_v)  # [C, BLOCK_V]
-        do = tile(do_ptr, tok, do_stride, e, in_v)
-        vt = tile(vt_ptr, tok, vt_stride, e, in_v)
-        dv = tile(dv_ptr, tok, vt_stride, e, in_v)
-        in_state = (d < K)[:, None] & (e < V)[None, :]
-        at = d[:, None] * V + e[None, :]
-        s = tl.load(h_ptr + at, mask=in_state, other=0.0)  # [K, BLOCK_V]
-        ds = tl.load(dh_ptr + at, mask=in_state, other=0.0)
-        w = v.to(tl.float32) - f0[:, None] * tl.dot(k, s, input_precision=PREC)
+        do = tile(do_ptr, tok, do_stride, e, ok)  # [C, BLOCK_V]
+        vt = tile(vt_ptr, tok, vt_stride, e, ok)
+        dv = tile(dv_ptr, tok, vt_stride, e, ok)
+        w = tile(v_ptr, tok, v_stride, e, ok).to(tl.float32)
         w -= tl.dot(below, vt, input_precision=PREC)  # [C, BLOCK_V] fp32
-        u = f1[:, None] * tl.dot(k, ds, input_precision=PREC)
-        u += tl.dot(p, do, input_precision=PREC)
-        u -= tl.dot(above, dv, input_precision=PREC)
+        u = tl.dot(p, do, input_precision=PREC) - tl.dot(above, dv, input_precision=PREC)
+        for k0 in range(0, K, BLOCK_K):
+            d = k0 + tl.arange(0, BLOCK_K)
+            k = tile(k_ptr, tok, k_stride, d, ok)  # [C, BLOCK_K]
+            s = tl.load(h_ptr + d[:, None] * V + e[None, :])  # [BLOCK_K, BLOCK_V]
+            ds = tl.load(dh_ptr + d[:, None] * V + e[None, :])
+            w -= f0 * tl.dot(k, s, input_precision=PREC)
+            u += f1 * tl.dot(k, ds, input_precision=PREC)
         dbeta += tl.sum(u * w, 1)
     return dbeta
 
@@ -147,14 +152,14 @@ def gdn_backward_beta(
         return
     _beta_bwd_kernel[(rows,)](
         k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta,
-        k.stride()[:3], v.stride()[:3], beta.stride(), do.stride()[:3],
+        steps(k), steps(v), beta.stride(), steps(do),
         T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64),
         H=H, R=HV // H, K=K, V=V,
         HEADS=triton.next_power_of_2(HV),
         NORM=use_qk_l2norm,
         BETA_MAX=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
         SMALL=2.0**-6 if k.dtype == torch.float16 else 1e-12,
-        BLOCK_K=triton.next_power_of_2(max(K, 16)),
+        BLOCK_K=min(K, 64),
         PREC=precision(k.dtype),
         **config,
     )  # fmt: skip

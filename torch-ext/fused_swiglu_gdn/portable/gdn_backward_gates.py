@@ -1,7 +1,7 @@
 """The gradients of g and beta from what the queries' and the keys' kernels left of each chunk.
 
     dg_u = sum over i >= u of dG by rows + sum over i < u of dG by columns + gam_C <S, dS>
-    dbeta = (dV . vt) / beta^2
+    dbeta = (dV . vt) / beta^2        with beta as Tb has it on its diagonal, rounded
 
 then through the gate g = -exp(A_log) softplus(a + dt_bias) and the sigmoid (docs/gdn_backward.md).
 The vectors [rows, HV, NV, 8, C] of each kernel, by its blocks of V, are
@@ -41,6 +41,7 @@ def _gates_bwd_kernel(
     NQ: tl.constexpr,
     NK: tl.constexpr,
     BETA_MAX: tl.constexpr,  # 0: beta as given
+    LOW: tl.constexpr,  # of Tb
 ):
     """dg and dbeta of one chunk and value head."""
     pid = tl.program_id(0)
@@ -92,6 +93,8 @@ def _gates_bwd_kernel(
     if BETA_MAX > 0.0:
         slope = BETA_MAX * tl.sigmoid(beta) * tl.sigmoid(-beta)
         beta = BETA_MAX * tl.sigmoid(beta)
+    # dV and vt went through Tb, whose diagonal is beta as rounded there: so it cancels
+    beta = beta.to(LOW).to(tl.float32)
     dbeta = dots / beta / beta * slope  # where beta is next to nothing: gdn_backward_beta.py
     tl.store(dbeta_ptr + out, dbeta.to(dbeta_ptr.dtype.element_ty), mask=ok)
 
@@ -108,6 +111,7 @@ def gdn_backward_gates(
     ends,
     use_beta_sigmoid,
     allow_neg_eigval,
+    dtype,
     config,
 ):
     """dg (of the raw gate with A_log) and dbeta [B, T, HV]; dA_log and ddt_bias [HV] or None."""
@@ -122,6 +126,7 @@ def gdn_backward_gates(
             T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64),
             HV=HV, NQ=by_query.shape[2], NK=by_key.shape[2],
             BETA_MAX=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
+            LOW=getattr(tl, str(dtype).split(".")[1]),
             **config,
         )  # fmt: skip
     if sums is None:

@@ -12,6 +12,7 @@ Neither needs the other, so half of the programs run the one and half the other.
 factors F come from common/gdn_prepare.py; docs/gdn_backward.md derives both.
 
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; R = HV / H; rows = chunk rows of the call.
+K and V are powers of two.
 """
 
 import torch
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 
 from ..common.gdn_prepare import precision
+from ..common.launch import steps
 
 
 @triton.jit
@@ -30,22 +32,20 @@ def _tile(ptr, first, stride, d, mask):
 
 @triton.jit
 def _forward(
-    s,  # [BLOCK_K, BLOCK_V] fp32
+    s,  # [K, BLOCK_V] fp32
     k_ptr, v_ptr, vt_ptr, tb_ptr, f_ptr, h_ptr, k_stride, v_stride, vt_stride, length, d, e,
     K: tl.constexpr, V: tl.constexpr, HV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """S and vt of every chunk of one sequence and value head, for BLOCK_V of its columns."""
     t = tl.arange(0, 64)
     square = t[:, None] * 64 + t[None, :]
-    in_state = (d < K)[:, None] & (e < V)[None, :]
     at_state = d[:, None] * V + e[None, :]
     for c in tl.range(0, (length + 63) // 64, num_stages=STAGES):
         unit = c * tl.full((), HV, tl.int64)
         first = c * tl.full((), 64, tl.int64)
         ok = c * 64 + t < length
-        in_v = ok[:, None] & (e < V)[None, :]
-        k = _tile(k_ptr, first, k_stride, d, ok[:, None] & (d < K)[None, :])  # [C, K]
-        v = _tile(v_ptr, first, v_stride, e, in_v)  # [C, BLOCK_V]
+        k = _tile(k_ptr, first, k_stride, d, ok[:, None])  # [C, K]
+        v = _tile(v_ptr, first, v_stride, e, ok[:, None])  # [C, BLOCK_V]
         tb = tl.load(tb_ptr + unit * 4096 + square)  # [C, C]
         f_at = f_ptr + unit * 256
         f0 = tl.load(f_at + t)  # [C] fp32
@@ -53,18 +53,18 @@ def _forward(
         decay = tl.load(f_at + 192)
 
         low = s.to(k.dtype)  # [K, BLOCK_V]
-        tl.store(h_ptr + unit * (K * V) + at_state, low, mask=in_state)
+        tl.store(h_ptr + unit * (K * V) + at_state, low)
         x = v.to(tl.float32) - f0[:, None] * tl.dot(k, low, input_precision=PREC)
         vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, BLOCK_V] fp32
         at_v = t[:, None] * vt_stride + e[None, :]
-        tl.store(vt_ptr + first * vt_stride + at_v, vt.to(k.dtype), mask=in_v)
+        tl.store(vt_ptr + first * vt_stride + at_v, vt.to(k.dtype), mask=ok[:, None])
         written = (vt * f1[:, None]).to(k.dtype)
         s = tl.dot(tl.trans(k), written, s * decay, input_precision=PREC)
 
 
 @triton.jit
 def _reverse(
-    ds,  # [BLOCK_K, BLOCK_V] fp32
+    ds,  # [K, BLOCK_V] fp32
     q_ptr, k_ptr, do_ptr, dv_ptr, tb_ptr, p_ptr, f_ptr, dh_ptr, q_stride, k_stride, do_stride,
     dv_stride, length, d, e,
     K: tl.constexpr, V: tl.constexpr, HV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
@@ -72,7 +72,6 @@ def _reverse(
     """dS and dV of every chunk of one sequence and value head, last first; dS at the start."""
     t = tl.arange(0, 64)
     square = t[:, None] * 64 + t[None, :]
-    in_state = (d < K)[:, None] & (e < V)[None, :]
     at_state = d[:, None] * V + e[None, :]
     NT = (length + 63) // 64
     for step in tl.range(0, NT, num_stages=STAGES):
@@ -80,11 +79,9 @@ def _reverse(
         unit = c * tl.full((), HV, tl.int64)
         first = c * tl.full((), 64, tl.int64)
         ok = c * 64 + t < length
-        in_v = ok[:, None] & (e < V)[None, :]
-        in_k = ok[:, None] & (d < K)[None, :]
-        k = _tile(k_ptr, first, k_stride, d, in_k)  # [C, K]
-        q = _tile(q_ptr, first, q_stride, d, in_k)  # [C, K]
-        do = _tile(do_ptr, first, do_stride, e, in_v)  # [C, BLOCK_V]
+        k = _tile(k_ptr, first, k_stride, d, ok[:, None])  # [C, K]
+        q = _tile(q_ptr, first, q_stride, d, ok[:, None])  # [C, K]
+        do = _tile(do_ptr, first, do_stride, e, ok[:, None])  # [C, BLOCK_V]
         tb = tl.load(tb_ptr + unit * 4096 + square)  # [C, C]
         p = tl.load(p_ptr + unit * 4096 + square)  # [C, C]
         f_at = f_ptr + unit * 256
@@ -94,14 +91,14 @@ def _reverse(
         decay = tl.load(f_at + 192)
 
         low = ds.to(k.dtype)  # [K, BLOCK_V]
-        tl.store(dh_ptr + unit * (K * V) + at_state, low, mask=in_state)
+        tl.store(dh_ptr + unit * (K * V) + at_state, low)
         dvt = tl.dot(tl.trans(p), do, input_precision=PREC)  # [C, BLOCK_V] fp32
         dvt += f1[:, None] * tl.dot(k, low, input_precision=PREC)
         read = (do.to(tl.float32) * f2[:, None]).to(k.dtype)  # [C, BLOCK_V]
         ds = tl.dot(tl.trans(q), read, ds * decay, input_precision=PREC)
         dv = tl.dot(tl.trans(tb), dvt.to(k.dtype), input_precision=PREC)  # [C, BLOCK_V] fp32
         at_v = t[:, None] * dv_stride + e[None, :]
-        tl.store(dv_ptr + first * dv_stride + at_v, dv.to(k.dtype), mask=in_v)
+        tl.store(dv_ptr + first * dv_stride + at_v, dv.to(k.dtype), mask=ok[:, None])
         forgot = (dv * -f0[:, None]).to(k.dtype)
         ds = tl.dot(tl.trans(k), forgot, ds, input_precision=PREC)
     return ds
@@ -136,17 +133,16 @@ def _states_bwd_kernel(
     R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """BLOCK_V columns of one value head of one sequence, in one of the two directions."""
     HV: tl.constexpr = H * R
-    NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    NV: tl.constexpr = V // BLOCK_V
     pid = tl.program_id(0)
     e = (pid % NV) * BLOCK_V + tl.arange(0, BLOCK_V)
-    d = tl.arange(0, BLOCK_K)
+    d = tl.arange(0, K)
     hv = ((pid // NV) % HV).to(tl.int64)
     n = (pid // (NV * HV)).to(tl.int64) // 2
     h = hv // R
@@ -169,13 +165,12 @@ def _states_bwd_kernel(
     tb_ptr += unit * 4096
     p_ptr += unit * 4096
     f_ptr += unit * 256
-    in_state = (d < K)[:, None] & (e < V)[None, :]
-    s = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)  # [K, V]
+    s = tl.zeros((K, BLOCK_V), tl.float32)  # [K, V]
     if (pid // (NV * HV)) % 2 == 1:
         if s0_ptr is not None:
             s0_ptr += n * s0_strides[0] + hv * s0_strides[1]
             at = d[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
-            s = tl.load(s0_ptr + at, mask=in_state, other=0.0).to(tl.float32)
+            s = tl.load(s0_ptr + at).to(tl.float32)
         _forward(
             s, k_ptr, v_ptr, vt_ptr + made, tb_ptr, f_ptr, h_ptr + unit * (K * V), k_strides[1],
             v_strides[1], HV * V, length, d, e, K, V, HV, STAGES, PREC,
@@ -184,7 +179,7 @@ def _states_bwd_kernel(
         if ds1_ptr is not None:
             ds1_ptr += n * ds1_strides[0] + hv * ds1_strides[1]
             at = d[:, None] * ds1_strides[2] + e[None, :] * ds1_strides[3]
-            s = tl.load(ds1_ptr + at, mask=in_state, other=0.0).to(tl.float32)
+            s = tl.load(ds1_ptr + at).to(tl.float32)
         s = _reverse(
             s, q_ptr, k_ptr, do_ptr, dv_ptr + made, tb_ptr, p_ptr, f_ptr, dh_ptr + unit * (K * V),
             q_strides[1], k_strides[1], do_strides[1], HV * V, length, d, e, K, V, HV, STAGES, PREC,
@@ -192,7 +187,7 @@ def _states_bwd_kernel(
         if ds0_ptr is not None:
             ds0_ptr += n * ds0_strides[0] + hv * ds0_strides[1]
             at = d[:, None] * ds0_strides[2] + e[None, :] * ds0_strides[3]
-            tl.store(ds0_ptr + at, s.to(ds0_ptr.dtype.element_ty), mask=in_state)
+            tl.store(ds0_ptr + at, s.to(ds0_ptr.dtype.element_ty))
 
 
 def _kv_strides(state, v_first: bool):
@@ -217,17 +212,16 @@ def gdn_backward_states(
     dh = torch.empty_like(h)
     vt, dv = v.new_empty(v.shape), v.new_empty(v.shape)
     d_initial = None if initial_state is None else torch.empty_like(initial_state)
-    grid = (2 * N * HV * triton.cdiv(V, config["BLOCK_V"]),)
+    grid = (2 * N * HV * (V // config["BLOCK_V"]),)
     if grid[0] == 0:
         return h, dh, vt, dv, d_initial
     _states_bwd_kernel[grid](
         q, k, v, do, tb, p, f, cu_seqlens, initial_state, d_final_state, h, dh, vt, dv, d_initial,
-        q.stride()[:3], k.stride()[:3], v.stride()[:3], do.stride()[:3],
+        steps(q), steps(k), steps(v), steps(do),
         _kv_strides(initial_state, state_v_first), _kv_strides(d_final_state, state_v_first),
         _kv_strides(d_initial, state_v_first),
         T,
         H=H, R=HV // H, K=K, V=V,
-        BLOCK_K=triton.next_power_of_2(max(K, 16)),
         PREC=precision(q.dtype),
         **config,
     )  # fmt: skip

@@ -1,10 +1,12 @@
-"""What stands round the gated delta rule in a layer: the kernels that ops.gdn_layer asks for.
-
-causal_conv1d_backward.py and rms_norm_gated_backward.py are right in the interpreter and have not
-run on a GPU, so they are not listed here: torch differentiates the reference instead.
-"""
+"""What stands round the gated delta rule in a layer: the kernels that ops.gdn_layer asks for."""
 
 from .causal_conv1d import causal_conv1d_fwd, supports_causal_conv1d_fwd  # noqa: F401
+from .causal_conv1d_backward import (  # noqa: F401
+    causal_conv1d_bwd,
+    gdn_layer_prologue_bwd,
+    supports_causal_conv1d_bwd,
+    supports_gdn_layer_prologue_bwd,
+)
 from .causal_conv1d_update import (  # noqa: F401
     causal_conv1d_update,
     supports_causal_conv1d_update,
@@ -19,3 +21,4 @@ from .gdn_layer_prologue import (  # noqa: F401
     supports_gdn_layer_prologue,
 )
 from .rms_norm_gated import rms_norm_gated_fwd, supports_rms_norm_gated_fwd  # noqa: F401
+from .rms_norm_gated_backward import rms_norm_gated_bwd, supports_rms_norm_gated_bwd  # noqa: F401

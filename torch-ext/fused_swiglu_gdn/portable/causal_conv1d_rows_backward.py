@@ -1,0 +1,112 @@
+"""The gradient of the convolution over tokens whose channels lie side by side.
+
+What causal_conv1d_backward.py computes, for calls without states and seq_idx: a thread keeps a few
+channels of a run of tokens, so that each input is loaded and each activation made once for all
+taps. Sizes: B batch, T tokens, D channels, W taps, N sequences; P groups of tokens.
+"""
+
+import triton
+import triton.language as tl
+
+from .causal_conv1d_rows import sequence_at
+
+
+@triton.jit
+def _positions(row, first, T, cu_ptr, N, COUNT: tl.constexpr):
+    """Of COUNT tokens from `first` on, the place of each in its sequence; int64."""
+    n, start, stop = sequence_at(row, first, T, cu_ptr, N)
+    found = ()
+    for i in tl.static_range(COUNT):
+        if cu_ptr is not None:
+            while (first + i >= stop) & (n < N - 1):
+                n += 1
+                start = stop
+                stop = tl.load(cu_ptr + n + 1).to(tl.int64)
+        found = found + (first + i - start,)
+    return found
+
+
+@triton.jit
+def _within(x, position, distance: tl.constexpr, PACKED: tl.constexpr):
+    """x, or zeros where the token `distance` before is of another sequence."""
+    if PACKED and distance > 0:
+        x = tl.where(position >= distance, x, 0.0)
+    return x
+
+
+@triton.jit
+def conv_rows_bwd_kernel(
+    x_ptr,  # [B, D, T]
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    cu_ptr,  # [N + 1] or None
+    dy_ptr,  # [B, D, T]
+    dx_ptr,  # [B, D, T]
+    sums_ptr,  # [B, P, W + 1, D] fp32: the group's share of dweight by tap and of dbias
+    x_strides,  # of B, T
+    dy_strides,
+    dx_strides,
+    T,
+    D,
+    N,
+    P,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    RUN: tl.constexpr,
+    RUNS: tl.constexpr,
+):
+    """dx of RUNS runs of RUN tokens and BLOCK_D channels, and what they add to dweight."""
+    AHEAD: tl.constexpr = RUN + W - 1  # tokens whose dz a run needs
+    PACKED: tl.constexpr = cu_ptr is not None
+    tiles_d = tl.cdiv(D, BLOCK_D)
+    d = (tl.program_id(0) % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
+    ok = d < D
+    group = (tl.program_id(0) // tiles_d).to(tl.int64)  # of B * P
+    row = group // P
+    bias = tl.zeros((BLOCK_D,), tl.float32)
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + d, mask=ok, other=0.0).to(tl.float32)
+    taps, sums = (), (bias * 0.0,)
+    for w in tl.static_range(W):
+        taps = taps + (tl.load(weight_ptr + d * W + w, mask=ok, other=0.0).to(tl.float32),)
+        sums = sums + (bias * 0.0,)
+    for run in range(0, RUNS):
+        first = (group % P) * (RUN * RUNS) + run * RUN
+        x_at = x_ptr + row * x_strides[0] + first * x_strides[1] + d
+        dy_at = dy_ptr + row * dy_strides[0] + first * dy_strides[1] + d
+        dx_at = dx_ptr + row * dx_strides[0] + first * dx_strides[1] + d
+        rows, dys, dzs = (), (), ()
+        for i in tl.static_range(1 - W, AHEAD):  # every load is under way before the first is used
+            there = ok & (first + i >= 0) & (first + i < T)
+            rows = rows + (tl.load(x_at + i * x_strides[1], mask=there, other=0.0),)
+            if i >= 0:
+                dys = dys + (tl.load(dy_at + i * dy_strides[1], mask=there, other=0.0),)
+        positions = _positions(row, first, T, cu_ptr, N, AHEAD)
+        for i in tl.static_range(AHEAD):
+            dz = dys[i].to(tl.float32)
+            if SILU:
+                z = bias
+                for back in tl.static_range(W):
+                    x = rows[i + W - 1 - back].to(tl.float32)
+                    z += _within(x, positions[i], back, PACKED) * taps[W - 1 - back]
+                s = 1.0 / (1.0 + tl.exp(-z))
+                dz *= s * (1.0 + z * (1.0 - s))
+            dzs = dzs + (dz,)
+            if i < RUN:
+                added = (sums[0] + dz,)
+                for w in tl.static_range(W):
+                    x = _within(rows[i + w].to(tl.float32), positions[i], W - 1 - w, PACKED)
+                    added = added + (sums[1 + w] + dz * x,)
+                sums = added
+        for i in tl.static_range(RUN):
+            dx = bias * 0.0
+            for ahead in tl.static_range(W):
+                dz = _within(dzs[i + ahead], positions[i + ahead], ahead, PACKED)
+                dx += dz * taps[W - 1 - ahead]
+            there = ok & (first + i < T)
+            tl.store(dx_at + i * dx_strides[1], dx.to(dx_ptr.dtype.element_ty), mask=there)
+    sums_ptr += group * (W + 1) * D + d
+    for w in tl.static_range(W):
+        tl.store(sums_ptr + w * D, sums[1 + w], mask=ok)
+    tl.store(sums_ptr + W * D, sums[0], mask=ok)
