@@ -113,6 +113,34 @@ def test_packed_pool_checkpoints_interpreted(K):
 
 
 @interpreted
+@pytest.mark.parametrize("gates", ["slow", "extreme"])
+@pytest.mark.parametrize("lengths", [None, (0, 300, 10, 64)])
+def test_segments_interpreted(monkeypatch, lengths, gates):
+    """Sequences cut into segments of two chunks."""
+    module = submodule("portable.gdn")
+    step = {"BLOCK_V": 16, "STAGES": 1, "num_warps": 4}
+    context = {"segment": 2, "heads": 16, "transition": step, "carry": step}
+    monkeypatch.setattr(module, "lookup", lambda name, device: context)
+    x = gdn_inputs(1, sum(lengths or (374,)), 1, 2, 16, 32, torch.float16, gates=gates)
+    if lengths is not None:
+        x["initial_state"] = torch.randn(len(lengths), 2, 16, 32)
+        x["cu_seqlens"] = cu(*lengths)
+    check("portable", arguments(x, use_qk_l2norm=True))
+
+
+@interpreted
+def test_a_plan_serves_calls_alike_interpreted():
+    module = submodule("portable.gdn")
+    first, second = (
+        arguments(gdn_inputs(2, 70, 1, 2, 16, 16, torch.float16, seed=seed)) for seed in (0, 1)
+    )
+    plan = module.plan_gdn_chunk_fwd(*first)
+    for args in (first, second):
+        for a, b in zip(plan(*args[:10])[:2], module.gdn_chunk_fwd(*args)):
+            assert torch.equal(a, b)
+
+
+@interpreted
 def test_gate_and_beta_in_the_kernel_interpreted():
     x = gdn_inputs(1, 70, 2, 2, 16, 16, torch.float16)
     gate = {"A_log": torch.tensor([-1.0, 2.0]), "dt_bias": torch.tensor([30.0, -1.0])}

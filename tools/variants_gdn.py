@@ -91,7 +91,7 @@ def _transition(name, targets, config, dtype="bf16"):
     module = load("portable.gdn_context")
     signature = {
         **_pointers(dtype, "k", "v", "tb"),
-        **_pointers("fp32", "f", "decay", "carry"),
+        **_pointers("fp32", "f", "decay", "n", "m"),
         **{f"{x}_strides": STRIDES for x in "kv"},
         **_integers("T", "N", "NS", "SEGMENT"),
     }
@@ -105,7 +105,7 @@ def _transition(name, targets, config, dtype="bf16"):
 def _carry(name, targets, config):
     module = load("portable.gdn_context")
     signature = {
-        **_pointers("fp32", "carry", "s0"),
+        **_pointers("fp32", "n", "m", "s0"),
         "s0_strides": (*STRIDES, "i32:16"),
         **_integers("T", "NS", "SEGMENT"),
     }

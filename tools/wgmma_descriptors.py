@@ -104,6 +104,8 @@ def _step(machine: _Machine, op: str, args: List[str], text: str) -> None:
 
 def lost_descriptors(sass: str) -> List[str]:
     """Addresses of the wgmmas in the output of `nvdisasm -c` one of whose descriptors is lost."""
+    if "HGMMA" not in sass:  # not Hopper's machine code
+        return []
     found = re.findall(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?\s*(\S+)\s*(.*?)\s*;", sass, re.M)
     machine, lost = _Machine(), set()
     for address, op, rest in found * 2:  # twice: loops carry registers round

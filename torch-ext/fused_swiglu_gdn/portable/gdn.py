@@ -4,12 +4,13 @@ from typing import Optional
 
 import torch
 
+from .. import device
 from ..common.gdn_prepare import CHUNK, gdn_prepare
 from ..common.launch import steps
 from ..tuning import lookup
 from .gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
-from .gdn_context import gdn_carry
-from .gdn_scan import gdn_scan
+from .gdn_context import Carry
+from .gdn_scan import Scan
 
 WHOLE = 1 << 24  # chunks in a segment that no sequence fills
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -60,36 +61,89 @@ def gdn_chunk_fwd(
     prepared: Optional[tuple] = None,  # what gdn_prepare gives, where the caller has it
 ):
     """o [B, T, HV, V], the final state or None, the checkpoints or None."""
-    B, T, _, K = q.shape
-    HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    dtype = torch.float32 if state_dtype is None else state_dtype
-    tail = (HV, V, K) if state_v_first else (HV, K, V)
-    final_state, checkpoints = None, None
-    if state_indices is not None:
-        final_state = initial_state
-    elif output_final_state:
-        final_state = torch.empty((N,) + tail, dtype=dtype, device=v.device)
-    if checkpoint_every:
-        rows = B * (T // checkpoint_every)
-        checkpoints = torch.empty((rows,) + tail, dtype=dtype, device=v.device)
-    prepared = prepared or gdn_prepare(
-        q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid,
-        allow_neg_eigval,
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens)
+    call = _Call(
+        *tensors, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
+        output_final_state, state_dtype, checkpoint_every,
     )  # fmt: skip
-    blocks = prepared[:3]
-    kind = _kind(q, k, v)
-    context = lookup("portable_gdn_context", v.device)
-    segment, carry = WHOLE, None
-    long = HV <= context["heads"] and T > context["segment"] * CHUNK
-    if long and kind != "_plain" and max(K, V) <= 128:
-        segment = context["segment"]
-        carry = gdn_carry(
-            k, v, blocks[0], *prepared[2:4], initial_state, state_indices, cu_seqlens,
-            state_v_first, segment, context[f"transition{kind}"], context["carry"],
-        )  # fmt: skip
-    o = gdn_scan(
-        q, k, v, blocks, initial_state, final_state, state_indices, carry, checkpoints, cu_seqlens,
-        state_v_first, checkpoint_every, segment, kind,
-    )  # fmt: skip
-    return o, final_state, checkpoints
+    return call(*tensors, prepared)
+
+
+def plan_gdn_chunk_fwd(*args):
+    """gdn_chunk_fwd for all calls like this one, from their ten tensors."""
+    if not _aligned(args[:10]):
+        return None
+    call, options = _Call(*args), args[10:]
+
+    def run(*tensors):
+        return call(*tensors) if _aligned(tensors) else gdn_chunk_fwd(*tensors, *options)
+
+    return run
+
+
+def _aligned(tensors) -> bool:
+    """Whether all begin at a multiple of 16 bytes: what kernels are compiled for, of what the facts
+    of a call do not tell."""
+    bits = 0
+    for x in tensors:
+        if x is not None:
+            bits |= x.data_ptr()
+    return bits % 16 == 0
+
+
+class _Call:
+    """gdn_chunk_fwd for calls of one kind: shapes, strides, dtypes and options are known."""
+
+    __slots__ = ("options", "final", "checkpoints", "rest", "carry", "scan")
+
+    def __init__(self, *args):
+        q, k, v, *_, initial_state, state_indices, cu_seqlens = args[:10]
+        self.options, rest = args[10:14], args[14:]
+        state_v_first, output_final_state, state_dtype, checkpoint_every = rest
+        (B, T, _, K), (HV, V) = q.shape, v.shape[2:]
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        dtype = torch.float32 if state_dtype is None else state_dtype
+        tail = (HV, V, K) if state_v_first else (HV, K, V)
+        self.final = self.checkpoints = self.carry = self.scan = None
+        if output_final_state and state_indices is None:
+            self.final = {"size": (N, *tail), "dtype": dtype}
+        if checkpoint_every:
+            self.checkpoints = {"size": (B * (T // checkpoint_every), *tail), "dtype": dtype}
+        kind = _kind(q, k, v)
+        context, segment = lookup("portable_gdn_context", v.device), WHOLE
+        long = HV <= context["heads"] and T > context["segment"] * CHUNK
+        if long and kind != "_plain" and max(K, V) <= 128:
+            segment = context["segment"]
+            self.carry = Carry(
+                k, v, initial_state, state_indices, cu_seqlens, state_v_first, segment,
+                context[f"transition{kind}"], context["carry"],
+            )  # fmt: skip
+        self.rest = (state_v_first, checkpoint_every, segment, kind)
+
+    def __call__(
+        self, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens,
+        prepared=None,
+    ):  # fmt: skip
+        with device.on(v.device):
+            return self._run(
+                q, k, v, (g, beta, A_log, dt_bias), initial_state, state_indices, cu_seqlens,
+                prepared,
+            )  # fmt: skip
+
+    def _run(self, q, k, v, gates, initial_state, state_indices, cu_seqlens, prepared):
+        if prepared is None:
+            prepared = gdn_prepare(q, k, *gates, cu_seqlens, *self.options)
+        tb, p, f, *decay = prepared
+        final = None if state_indices is None else initial_state
+        carry = checkpoints = None
+        if self.carry is not None:
+            carry = self.carry(k, v, tb, f, *decay, initial_state, state_indices, cu_seqlens)
+        if self.final is not None:
+            final = v.new_empty(**self.final)
+        if self.checkpoints is not None:
+            checkpoints = v.new_empty(**self.checkpoints)
+        states = (initial_state, state_indices, final, carry, checkpoints)
+        if self.scan is None:
+            self.scan = Scan(q, k, v, cu_seqlens, states, *self.rest)
+        o = self.scan((q, k, v), (tb, p, f), cu_seqlens, states)
+        return o, final, checkpoints

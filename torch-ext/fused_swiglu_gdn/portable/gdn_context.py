@@ -35,7 +35,8 @@ def _transition_kernel(
     f_ptr,  # [rows, HV, 4, C] fp32
     decay_ptr,  # [rows, HV] fp32, log2 of a bound of the norm of a chunk's transition
     cu_ptr,  # [N + 1] int32 | int64 or None
-    carry_ptr,  # [segments, HV, V + K, K] fp32
+    n_ptr,  # [segments, HV, V, K] fp32
+    m_ptr,  # [segments, HV, K, K] fp32
     k_strides,  # of B, T, H
     v_strides,  # of B, T, HV
     T,
@@ -105,15 +106,19 @@ def _transition_kernel(
         x = v.to(tl.float32) - f0[:, None] * tl.dot(k, s.to(k.dtype), input_precision=PREC)
         vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, V or K] fp32
         s = tl.dot(tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC)
+    unit = row.to(tl.int64) * HV + hv
+    to = n_ptr + unit * (V * K)
+    if is_m:
+        to = m_ptr + unit * (K * K)
     own = tl.where(is_m, K, V)
-    at = (row.to(tl.int64) * HV + hv) * ((V + K) * K) + tl.where(is_m, V * K, 0)
-    at += d[:, None] + e[None, :] * K
-    tl.store(carry_ptr + at, s, mask=(d < K)[:, None] & (e < own)[None, :])
+    to += d[:, None] + e[None, :] * K
+    tl.store(to, s, mask=(d < K)[:, None] & (e < own)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "NS", "SEGMENT"])
 def _carry_kernel(
-    carry_ptr,  # [segments, HV, V + K, K] fp32
+    n_ptr,  # [segments, HV, V, K] fp32
+    m_ptr,  # [segments, HV, K, K] fp32
     s0_ptr,  # [N | pool, HV, K, V] or None
     index_ptr,  # [N] int32 | int64 or None
     cu_ptr,  # [N + 1] int32 | int64 or None
@@ -156,56 +161,72 @@ def _carry_kernel(
         at = slot * s0_strides[0] + hv * s0_strides[1]
         at += e[:, None] * s0_strides[3] + d[None, :] * s0_strides[2]
         s = tl.load(s0_ptr + at, mask=is_state, other=0.0).to(tl.float32)
-    carry_ptr += (row * HV + hv) * ((V + K) * K)
+    n_ptr += (row * HV + hv) * (V * K)
+    m_ptr += (row * HV + hv) * (K * K)
     for _ in range((length - 1) // (SEGMENT * 64)):
-        m = tl.load(carry_ptr + V * K + d[:, None] * K + d[None, :], mask=is_m, other=0.0)  # M^T
-        own = carry_ptr + e[:, None] * K + d[None, :]
+        m = tl.load(m_ptr + d[:, None] * K + d[None, :], mask=is_m, other=0.0)  # M^T
+        own = n_ptr + e[:, None] * K + d[None, :]
         s = tl.dot(s, m, tl.load(own, mask=is_state, other=0.0), input_precision=PREC)
         tl.store(own, s, mask=is_state)
-        carry_ptr += HV * ((V + K) * K)
+        n_ptr += HV * (V * K)
+        m_ptr += HV * (K * K)
 
 
-def gdn_carry(
-    k: torch.Tensor,  # [B, T, H, K]
-    v: torch.Tensor,  # [B, T, HV, V]
-    tb: torch.Tensor,  # [rows, HV, C, C]
-    f: torch.Tensor,  # [rows, HV, 4, C] fp32
-    decay: torch.Tensor,  # [rows, HV] fp32
-    initial_state: Optional[torch.Tensor],  # [N | pool, HV, K, V] or [.., V, K]
-    state_indices: Optional[torch.Tensor],  # [N]
-    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-    state_v_first: bool,
-    segment: int,
-    config: dict,
-    carry_config: dict,
-) -> torch.Tensor:
-    """[segments, HV, V + K, K] fp32 whose first V rows are the (transposed) state after each."""
-    B, T, H, K = k.shape
-    HV, V = v.shape[2:]
-    rows, own = segments(T, B, cu_seqlens, segment * 64)
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    carry = torch.empty((rows, HV, V + K, K), dtype=torch.float32, device=k.device)
-    BLOCK_K = triton.next_power_of_2(max(K, 16))
-    width = config["BLOCK_V"]
-    inputs = (k, v, tb, f, decay, cu_seqlens)
-    strides = (steps(k), steps(v))
-    constexprs = (
-        H, HV // H, K, V, triton.next_power_of_2(segment), BLOCK_K, width, config["STAGES"],
-        precision(k.dtype),
-    )  # fmt: skip
-    options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
-    kind = (k.device, *map(specialized_on, inputs), strides)
-    prepare(_transition_kernel, constexprs, options, *kind).launch(
-        (rows * HV * (-(-V // width) - (-K // width)), 1, 1),
-        *(*inputs, carry, *strides, T, N, own, segment),
-    )
-    inputs = (initial_state, state_indices, cu_seqlens)
-    strides = kv_strides(initial_state, state_v_first)
-    constexprs = (HV, K, V, BLOCK_K, carry_config["BLOCK_V"], EXACT_FP32)
-    options = (("num_warps", carry_config["num_warps"]), ("num_stages", 1))
-    kind = (k.device, *map(specialized_on, inputs), strides)
-    prepare(_carry_kernel, constexprs, options, *kind).launch(
-        (N * HV * -(-V // carry_config["BLOCK_V"]), 1, 1),
-        *(carry, *inputs, strides, T, own, segment),
-    )
-    return carry
+class Carry:
+    """The two kernels above for calls of one kind: shapes, strides and dtypes are known."""
+
+    __slots__ = ("shapes", "grids", "numbers", "kernels")
+
+    def __init__(
+        self,
+        k: torch.Tensor,  # [B, T, H, K]
+        v: torch.Tensor,  # [B, T, HV, V]
+        initial_state: Optional[torch.Tensor],  # [N | pool, HV, K, V] or [.., V, K]
+        state_indices: Optional[torch.Tensor],  # [N]
+        cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+        state_v_first: bool,
+        segment: int,
+        transition: dict,  # configurations
+        carry: dict,
+    ):
+        (B, T, H, K), (HV, V) = k.shape, v.shape[2:]
+        rows, own = segments(T, B, cu_seqlens, segment * 64)
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        self.shapes = ((rows, HV, V, K), (rows, HV, K, K))
+        BLOCK_K, width = triton.next_power_of_2(max(K, 16)), transition["BLOCK_V"]
+        tokens, states = (steps(k), steps(v)), kv_strides(initial_state, state_v_first)
+        self.numbers = ((*tokens, T, N, own, segment), (states, T, own, segment))
+        self.grids = (
+            (rows * HV * (-(-V // width) - (-K // width)), 1, 1),
+            (N * HV * -(-V // carry["BLOCK_V"]), 1, 1),
+        )
+        constexprs = (
+            H, HV // H, K, V, triton.next_power_of_2(segment), BLOCK_K, width,
+            transition["STAGES"], precision(k.dtype),
+        )  # fmt: skip
+        options = (("num_warps", transition["num_warps"]), ("num_stages", transition["STAGES"]))
+        kind = (k.device, *map(specialized_on, (k, v, cu_seqlens)))
+        first = prepare(_transition_kernel, constexprs, options, *kind, tokens)
+        constexprs = (HV, K, V, BLOCK_K, carry["BLOCK_V"], EXACT_FP32)
+        options = (("num_warps", carry["num_warps"]), ("num_stages", 1))
+        kind = (k.device, *map(specialized_on, (initial_state, state_indices, cu_seqlens)))
+        self.kernels = (first, prepare(_carry_kernel, constexprs, options, *kind, states))
+
+    def __call__(
+        self,
+        k: torch.Tensor,  # [B, T, H, K]
+        v: torch.Tensor,  # [B, T, HV, V]
+        tb: torch.Tensor,  # [rows, HV, C, C]
+        f: torch.Tensor,  # [rows, HV, 4, C] fp32
+        decay: torch.Tensor,  # [rows, HV] fp32
+        initial_state: Optional[torch.Tensor],
+        state_indices: Optional[torch.Tensor],
+        cu_seqlens: Optional[torch.Tensor],
+    ) -> torch.Tensor:
+        """[segments, HV, V, K] fp32: the (transposed) state after each segment."""
+        n, m = map(f.new_empty, self.shapes)  # m is free again before o is made
+        pointers = (k, v, tb, f, decay, cu_seqlens, n, m)
+        self.kernels[0].launch_at(self.grids[0], pointers, *self.numbers[0])
+        pointers = (n, m, initial_state, state_indices, cu_seqlens)
+        self.kernels[1].launch_at(self.grids[1], pointers, *self.numbers[1])
+        return n

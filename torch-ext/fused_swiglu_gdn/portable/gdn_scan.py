@@ -87,7 +87,7 @@ def _scan_kernel(
     s0_ptr,  # [N | pool, HV, K, V] or None
     index_ptr,  # [N] int32 | int64 or None
     s1_ptr,  # [N | pool, HV, K, V] or None
-    carry_ptr,  # [segments, HV, V + K, K] fp32: the state after each segment; None without
+    carry_ptr,  # [segments, HV, V, K] fp32: the state after each segment; None without
     mid_ptr,  # [checkpoint rows, HV, K, V] or None
     q_strides,  # of B, T, H
     k_strides,
@@ -154,7 +154,7 @@ def _scan_kernel(
             at += (i + d)[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
             part = _load_state(s0_ptr, at, is_state & (segment == 0))
         if carry_ptr is not None:
-            at = ((row - 1).to(tl.int64) * HV + hv) * ((V + K) * K)
+            at = ((row - 1).to(tl.int64) * HV + hv) * (V * K)
             at += (i + d)[:, None] + e[None, :] * K
             part += _load_state(carry_ptr, at, is_state & (segment > 0))
         s += (part,)
@@ -224,47 +224,56 @@ def segments(T: int, B: int, cu_seqlens: Optional[torch.Tensor], span: int):
     return T // span + cu_seqlens.shape[0] - 1, 0
 
 
-def gdn_scan(
-    q: torch.Tensor,  # [B, T, H, K]
-    k: torch.Tensor,  # [B, T, H, K]
-    v: torch.Tensor,  # [B, T, HV, V]
-    blocks,  # Tb, P [rows, HV, C, C] and F [rows, HV, 4, C] fp32
-    initial_state: Optional[torch.Tensor],  # [N | pool, HV, K, V] or [.., V, K]
-    final_state: Optional[torch.Tensor],
-    state_indices: Optional[torch.Tensor],  # [N]
-    carry: Optional[torch.Tensor],  # [segments, HV, V + K, K] fp32
-    checkpoints: Optional[torch.Tensor],  # [.., HV, K, V] or [.., V, K]
-    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-    state_v_first: bool,
-    checkpoint_every: int,
-    segment: int,
-    kind: str,  # of configuration
-) -> torch.Tensor:
-    """o [B, T, HV, V]; the final state and the checkpoints are written into the tensors given."""
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    o = torch.empty((B, T, HV, V), dtype=v.dtype, device=v.device)
-    rows, own = segments(T, B, cu_seqlens, segment * 64)
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    if rows * HV == 0:
+class Scan:
+    """The kernel above for calls of one kind: shapes, strides, dtypes and options are known."""
+
+    __slots__ = ("shape", "grid", "numbers", "kernel")
+
+    def __init__(
+        self,
+        q: torch.Tensor,  # [B, T, H, K]
+        k: torch.Tensor,  # [B, T, H, K]
+        v: torch.Tensor,  # [B, T, HV, V]
+        cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+        states: tuple,  # as __call__ takes them
+        state_v_first: bool,
+        checkpoint_every: int,
+        segment: int,
+        kind: str,  # of configuration
+    ):
+        (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+        self.shape = (B, T, HV, V)
+        rows, own = segments(T, B, cu_seqlens, segment * 64)
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        config = lookup(f"portable_gdn_scan{kind}", v.device, units=rows * HV)
+        block_k = min(triton.next_power_of_2(max(K, 16)), config["BLOCK_K"])
+        self.grid = (rows * HV * -(-V // config["BLOCK_V"]), 1, 1)
+        strides = (
+            steps(q), steps(k), steps(v),
+            kv_strides(states[0], state_v_first), kv_strides(states[2], state_v_first),
+        )  # fmt: skip
+        self.numbers = (*strides, T, N, own, segment, max(checkpoint_every, CHUNK))
+        constexprs = (
+            H, HV // H, K, V, state_v_first, block_k, config["BLOCK_V"], config["STAGES"],
+            precision(q.dtype),
+        )  # fmt: skip
+        options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
+        code = (v.device, *map(specialized_on, (q, k, v, cu_seqlens, *states)), strides)
+        self.kernel = prepare(_scan_kernel, constexprs, options, *code)
+
+    def __call__(
+        self,
+        tokens: tuple,  # q, k [B, T, H, K] and v [B, T, HV, V]
+        blocks: tuple,  # Tb, P [rows, HV, C, C] and F [rows, HV, 4, C] fp32
+        cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+        # initial_state [N | pool, HV, K, V], state_indices [N], final_state (written), carry
+        # [segments, HV, V, K] fp32, checkpoints [.., HV, K, V] (written): each may be None
+        states: tuple,
+    ) -> torch.Tensor:
+        """o [B, T, HV, V]."""
+        o = tokens[2].new_empty(self.shape)
+        if self.grid[0]:
+            self.kernel.launch_at(
+                self.grid, (*tokens, o, *blocks, cu_seqlens, *states), *self.numbers
+            )
         return o
-    config = lookup(f"portable_gdn_scan{kind}", v.device, units=rows * HV)
-    states = (initial_state, state_indices, final_state, carry, checkpoints)
-    strides = (
-        steps(q), steps(k), steps(v),
-        kv_strides(initial_state, state_v_first), kv_strides(final_state, state_v_first),
-    )  # fmt: skip
-    constexprs = (
-        H, HV // H, K, V, state_v_first, min(triton.next_power_of_2(max(K, 16)), config["BLOCK_K"]),
-        config["BLOCK_V"],
-        config["STAGES"], precision(q.dtype),
-    )  # fmt: skip
-    inputs = (q, k, v)
-    options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
-    code = (v.device, *map(specialized_on, (*inputs, cu_seqlens, *states)), strides)
-    prepare(_scan_kernel, constexprs, options, *code).launch_at(
-        (rows * HV * -(-V // config["BLOCK_V"]), 1, 1),
-        (*inputs, o, *blocks, cu_seqlens, *states),
-        *strides, T, N, own, segment, max(checkpoint_every, CHUNK),
-    )  # fmt: skip
-    return o
