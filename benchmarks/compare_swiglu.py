@@ -135,7 +135,7 @@ def render(path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only the rows of the first table")
-    parser.add_argument("--liger-mlp", action="store_true", help="with liger_kernel.ops.mlp")
+    parser.add_argument("--liger-mlp", action="store_true", help="with liger_kernel.ops.mlp (slow)")
     parser.add_argument("--training", action="store_true", help="a training step of the MLP")
     parser.add_argument("--json", type=Path, help="default: in benchmarks/results/")
     parser.add_argument("--render", type=Path, help="only render this record")
@@ -145,7 +145,7 @@ def main() -> None:
     if options.render:
         render(options.render)
     elif options.training:
-        save(options.json, measure_training(rounds=8))
+        save(options.json, measure_training(8, options.liger_mlp))
     else:
         measure(options)
 

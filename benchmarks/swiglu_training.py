@@ -13,8 +13,11 @@ SHAPES = [(4096, 14336, 8192), (1024, 3072, 16384)]  # K, N, M: Llama-3.1-8B and
 NAMES = ("dx", "dw_gate", "dw_up", "dw_down")
 
 
-def contenders(package) -> dict:
-    """y [M, K] of x [M, K], w_gate and w_up [N, K] and w_down [K, N], by name."""
+def contenders(package, liger_mlp=False) -> dict:
+    """y [M, K] of x [M, K], w_gate and w_up [N, K] and w_down [K, N], by name.
+
+    liger_mlp: with liger_kernel.ops.mlp, which takes minutes to tune itself.
+    """
 
     def eager(x, w_gate, w_up, w_down):
         return F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
@@ -25,7 +28,7 @@ def contenders(package) -> dict:
     def recompute(*tensors):
         return package.fused_swiglu_mlp(*tensors, recompute=True)
 
-    found = {"eager": eager, "ours": ours, "recompute": recompute}
+    found = {"eager": eager, "ours": ours, "recompute": recompute, "compile": torch.compile(eager)}
     try:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
@@ -34,6 +37,10 @@ def contenders(package) -> dict:
             return F.linear(z, w_down)
 
         found["liger"] = liger
+        if liger_mlp:
+            from liger_kernel.ops.mlp import LigerMLPFunction
+
+            found["liger_mlp"] = lambda x, *weights: LigerMLPFunction.apply(x[None], *weights)[0]
     except ImportError:
         pass
     return found
@@ -74,9 +81,9 @@ def window(function, leaves, dy, steps) -> dict:
     }
 
 
-def measure_step(package, K, N, M, rounds) -> dict:
+def measure_step(package, K, N, M, rounds, liger_mlp) -> dict:
     leaves, dy = tensors(K, N, M)
-    functions = contenders(package)
+    functions = contenders(package, liger_mlp)
     frozen = [leaves[0], *(leaf.detach() for leaf in leaves[1:])]
     cases = {name: (function, leaves) for name, function in functions.items()}
     cases["ours, frozen weights"] = (functions["ours"], frozen)
@@ -106,12 +113,12 @@ def gradient_errors(package, K=1024, N=3072, M=2048) -> dict:
     return errors
 
 
-def measure_training(rounds: int) -> list:
+def measure_training(rounds: int, liger_mlp: bool) -> list:
     package = load_package()
     torch.manual_seed(0)
     rows = []
     for K, N, M in SHAPES:
-        rows.append(measure_step(package, K, N, M, rounds))
+        rows.append(measure_step(package, K, N, M, rounds, liger_mlp))
         print(table([rows[-1]]), flush=True)
     rows.append({"errors": gradient_errors(package)})
     print(rows[-1])

@@ -1,5 +1,6 @@
-"""Every kernel variant in use, compiled for Hopper without a GPU: nothing spilled, no product of
-wgmma serialized (ptxas's C7510 to C7519, which cost a third of the speed)."""
+"""Every kernel variant in use, compiled for Hopper without a GPU: no operand of wgmma lost (wrong
+code of ptxas, tools/wgmma_descriptors.py), nothing spilled, no product of wgmma serialized (ptxas's
+C7510 to C7519, which cost a third of the speed)."""
 
 import importlib.util
 import sys
@@ -35,7 +36,7 @@ WORTH_IT = {"gdn_prepare bf16 H200": 56, "gdn_backward_key bf16 H200": 128}
 @pytest.mark.parametrize("variant", IN_USE, ids=[variant.name for variant in IN_USE])
 def test_hopper_code(variant):
     report = compile_all.compile_one(variant, "sm_90")
-    assert not report.error
+    assert not report.error and not report.lost
     if variant.name not in SLOW:
         assert report.spills <= WORTH_IT.get(variant.name, 0)
         assert not report.serialized

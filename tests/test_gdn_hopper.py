@@ -33,6 +33,13 @@ def test_takes_what_the_copy_engine_reads():
     assert supports(q=head_major)
 
 
+@pytest.mark.parametrize("major, served", [(9, True), (10, False), (12, False)])
+def test_leaves_later_chips_to_the_portable_scan(monkeypatch, major, served):
+    """They have no wgmma."""
+    monkeypatch.setattr(gdn, "capability", lambda index: (major, 0))
+    assert gdn._has_wgmma(torch.device("cuda", 0)) is served
+
+
 @pytest.mark.parametrize("what", ["fp32", "head dim", "no token", "odd stride", "odd start"])
 def test_leaves_the_rest_to_the_portable_scan(what):
     x = gdn_inputs(1, 64, 2, 4, 128, 128, torch.bfloat16)
@@ -222,3 +229,63 @@ def test_prepare_packed_from_raw_gates(H, HV):
         args[i][:, 100:165] = float("nan")
     for out, ref in zip(gdn.gdn_prepare(*args), before):
         assert torch.equal(out[[0, 1, 7, 8, 9, 10]], ref[[0, 1, 7, 8, 9, 10]])
+
+
+@pytest.mark.gpu
+@compiled
+def test_prompts_like_one_before(kernel):
+    """A plan serves them: the same bits, also where a tensor begins at another address."""
+    x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
+    plans = submodule("functional.gdn")._plans
+    plans.clear()
+
+    def call(x):
+        return kernel.chunk_gated_delta_rule(
+            **x, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+
+    def shifted(y):
+        """At no multiple of 16 bytes."""
+        return torch.cat([y.new_zeros(1), y.flatten()])[1:].view(y.shape)
+
+    with torch.no_grad():
+        first = call(x)
+        assert [plan is not None for plan in plans.values()] == [True]
+        y = {name: value.clone() for name, value in x.items()}
+        assert all(map(torch.equal, call(y), first))
+        for name in ("q", "g", "initial_state"):
+            assert all(map(torch.equal, call({**x, name: shifted(x[name])}), first))
+        assert len(plans) == 1
+        with pytest.raises(ValueError, match="must have shape"):
+            call({**x, "k": x["k"][:, :1]})
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("packed", [False, True])
+def test_chain_at_cuts(packed):
+    """gdn_carry_kernel against the same products in fp64."""
+    launch, HV, split = gdn_plan._carry, 3, 4
+    lengths = [9000, 100, 6000, 4096] if packed else [8300, 8300]
+    N, T = len(lengths), sum(lengths) if packed else lengths[0]
+    offsets = cu(*lengths, device="cuda") if packed else None
+    slots = min(N * split, N + T // 2048) if packed else N * split
+    warm = torch.full((slots, HV), 7.0)
+    carry = torch.randn(slots, HV, 256, 128) * 0.1
+    ref, start = carry.double(), 0
+    for n, length in enumerate(lengths):
+        slot = start // 2048 + n if packed and slots != N * split else n * split
+        start += length
+        chunks = -(-length // 64)
+        cuts = (chunks - 1) // -(-chunks // max(min(split, length // 2048), 1))
+        for h in range(HV):
+            known = True
+            for j in range(slot, slot + cuts):
+                asked = (n + h + j) % 3 > 0
+                warm[j + 1, h] = -1.0 if asked else 3.0
+                if asked and not known:
+                    ref[j, h, :128] += ref[j - 1, h, :128] @ ref[j, h, 128:]
+                known = not asked
+    carry = carry.cuda()
+    launch(offsets, warm.cuda(), carry, T, N, split)
+    assert_close(carry.cpu(), ref)

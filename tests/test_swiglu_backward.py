@@ -43,10 +43,10 @@ def reference(activation):
     return mlp
 
 
-def check(kernel, tensors, dy, activation="silu", recompute=False, frozen=()):
-    def ours(x, w_gate, w_up, w_down, b_gate, b_up, b_down):
-        args = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-        return kernel.fused_swiglu_mlp(*args, activation=activation, recompute=recompute)
+def check(kernel, tensors, dy, activation="silu", recompute=False, keep_z=False, frozen=()):
+    def ours(*leaves):
+        modes = {"recompute": recompute, "keep_z": keep_z}
+        return kernel.fused_swiglu_mlp(*leaves, activation=activation, **modes)
 
     got = gradients(ours, tensors, dy, frozen)
     wide = [None if t is None else t.double() for t in tensors]
@@ -117,6 +117,60 @@ def test_second_backward_raises_or_is_right_interpreted(kernel, on_cpu, recomput
             torch.autograd.grad(y, leaves, dy)
 
 
+@interpreted
+def test_keep_z_interpreted(kernel, on_cpu):
+    tensors, dy = inputs(7, 11, 5, 6, torch.float32, "cpu")
+    check(kernel, tensors, dy, keep_z=True)
+    with pytest.raises(ValueError, match="recompute keeps x alone"):
+        kernel.fused_swiglu_mlp(*tensors, recompute=True, keep_z=True)
+
+
+def accumulate(kernel, dtype, device, with_main_grad, frozen=()):
+    """Two steps with main_grad where named; relative errors of its sums and the gradients left."""
+    tensors, dy = inputs(40, 24, 16, 8, dtype, device)
+    leaves = [torch.nn.Parameter(t.clone(), n not in frozen) for n, t in zip(NAMES, tensors)]
+    start = torch.randn(40, device=device)[0]
+    for name, leaf in zip(NAMES, leaves):
+        if name in with_main_grad:
+            leaf.main_grad = torch.full(leaf.shape, start.item(), device=device)
+    wide = [t.double() for t in tensors]
+    want = dict(zip(NAMES, gradients(reference("silu"), wide, dy.double())[1:]))
+    for _ in range(2):
+        kernel.fused_swiglu_mlp(*leaves, main_grad=True).backward(dy)
+    errors = {}
+    for name, leaf in zip(NAMES, leaves):
+        if name in with_main_grad:
+            found = leaf.main_grad.double() - start.double()
+            assert leaf.grad is None and leaf.main_grad.dtype == torch.float32
+        else:
+            found = leaf.grad
+        if name not in frozen:
+            errors[name] = relative_error(found, 2 * want[name])
+        else:
+            assert found is None or not found.any()
+    return errors
+
+
+@interpreted
+@pytest.mark.parametrize("names", [("w_gate", "w_up", "w_down"), ("w_up",), ("w_gate", "w_down")])
+def test_main_grad_interpreted(kernel, on_cpu, names):
+    errors = accumulate(kernel, torch.float32, "cpu", names)
+    assert max(errors.values()) < 1e-5
+    errors = accumulate(kernel, torch.float32, "cpu", names, frozen=names[:1])
+    assert max(errors.values()) < 1e-5
+
+
+@interpreted
+def test_megatrons_hooks_interpreted(kernel, on_cpu):
+    """A weight that says so learns that its gradient is in main_grad, and gets a stand-in."""
+    tensors, dy = inputs(4, 9, 8, 3, torch.float32, "cpu", bias=False)
+    leaves = [torch.nn.Parameter(t) for t in tensors[:4]]
+    leaves[1].main_grad, leaves[1].grad_added_to_main_grad = torch.zeros_like(leaves[1]), False
+    kernel.fused_swiglu_mlp(*leaves, main_grad=True).backward(dy)
+    assert leaves[1].grad_added_to_main_grad and leaves[1].main_grad.any()
+    assert not leaves[1].grad.any()
+
+
 @compiled
 def test_under_the_interpreter():
     rerun(__file__)
@@ -166,6 +220,20 @@ def test_gate_gradients(activation, dtype):
 @pytest.mark.parametrize("frozen", [("w_gate", "w_up", "w_down"), ("x",), ("w_up", "b_gate")])
 def test_frozen(kernel, frozen):
     check(kernel, *inputs(200, 264, 136, 72, torch.bfloat16, "cuda"), frozen=frozen)
+
+
+@pytest.mark.gpu
+def test_keep_z(kernel):
+    check(kernel, *inputs(200, 264, 136, 72, torch.bfloat16, "cuda"), keep_z=True)
+
+
+@pytest.mark.gpu
+def test_main_grad(kernel):
+    """Added up in fp32, without bf16's rounding of each step's gradient and of their sum."""
+    names = ("w_gate", "w_up", "w_down")
+    assert max(accumulate(kernel, torch.bfloat16, "cuda", names).values()) < 6e-3
+    errors = accumulate(kernel, torch.float32, "cuda", names[:2])
+    assert max(errors.values()) < 1e-5
 
 
 @pytest.mark.gpu

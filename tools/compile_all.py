@@ -3,8 +3,9 @@
     python tools/compile_all.py [--family swiglu] [--target sm_90] [--match fwd] [--json out.json]
 
 Registers, spilled bytes and shared memory a program; for Hopper the wgmma instructions (HGMMA), the
-waits for them (DEPBAR), and whether ptxas says that it serialized them (C7510 to C7519: a wait
-behind every product). A family adds its kernels as `tools/variants_<family>.py`: a list VARIANTS.
+waits for them (DEPBAR), whether ptxas says that it serialized them (C7510 to C7519: a wait behind
+every product), and whether it lost an operand (wgmma_descriptors.py: wrong code). A family adds its
+kernels as `tools/variants_<family>.py`: a list VARIANTS.
 """
 
 import argparse
@@ -21,6 +22,9 @@ from typing import Dict, List, Optional, Tuple, Union
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from wgmma_descriptors import lost_descriptors  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "torch-ext" / "fused_swiglu_gdn"
@@ -63,6 +67,7 @@ class Report:
     shared: int = 0  # bytes
     hgmma: int = 0
     waits: int = 0
+    lost: int = 0  # wgmmas that read at a wrong address
     serialized: bool = False
     error: str = ""
 
@@ -127,6 +132,7 @@ def _read_cubin(cubin: bytes, report: Report) -> None:
     report.registers, report.spills = int(found.group(1)), int(found.group(2))
     report.hgmma = len(re.findall(r"\bHGMMA\.", sass))
     report.waits = len(re.findall(r"\bWARPGROUP\.DEPBAR", sass))
+    report.lost = len(lost_descriptors(sass))
 
 
 def _is_serialized(ptx: str) -> bool:
@@ -190,12 +196,13 @@ def main() -> int:
             r = compile_one(variant, target)
             reports.append(r)
             note = r.error or ("serialized" if r.serialized else "")
+            note = f"{r.lost} operands lost" if r.lost else note
             cells = (r.name, r.target, r.registers, r.spills, r.shared, r.hgmma, r.waits, note)
             print("| " + " | ".join(map(str, cells)) + " |", flush=True)
     if options.json:
         rows = [dataclasses.asdict(r) for r in reports]
         options.json.write_text(json.dumps({"triton": triton.__version__, "rows": rows}, indent=1))
-    return 1 if any(r.error for r in reports) else 0
+    return 1 if any(r.error or r.lost for r in reports) else 0
 
 
 if __name__ == "__main__":

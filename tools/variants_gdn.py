@@ -63,20 +63,23 @@ def _options(config: dict) -> dict:
     return {"num_warps": config["num_warps"], "num_stages": config["STAGES"]}
 
 
-def _scan(name, targets, config, dtype="bf16", D=128, packed=False, carry=False):
+def _scan(name, targets, config, dtype="bf16", D=128, packed=False, carry=False, pool=False):
+    """pool: with indices of rows and with checkpoints, and rows of q, k and v that lie anyhow."""
     module = load("portable.gdn_scan")
     cu, constexprs = _packed(packed)
+    optional = {"carry": "fp32"} if carry else {"index": "i64", "mid": "fp32"} if pool else {}
     signature = {
         **_pointers(dtype, "q", "k", "v", "o", "tb", "p"),
-        **_pointers("fp32", "f", "s0", "s1", *(["carry"] if carry else [])),
+        **_pointers("fp32", "f", "s0", "s1"),
+        **{f"{x}_ptr": f"*{kind}:16" for x, kind in optional.items()},
         **cu,
-        **{f"{x}_strides": STRIDES for x in "qkv"},
-        **{f"{x}_strides": (*STRIDES, "i32:16") for x in ("s0", "s1")},
+        **{f"{x}_strides": ("i32",) * 3 if pool else STRIDES for x in "qkv"},
+        **{f"{x}_strides": (*STRIDES, 1) for x in ("s0", "s1")},
         **_integers("T", "N", "NS", "SEGMENT", "E"),
     }
-    absent = ("index_ptr", "mid_ptr") if carry else ("index_ptr", "mid_ptr", "carry_ptr")
+    absent = [f"{x}_ptr" for x in ("index", "mid", "carry") if x not in optional]
     constexprs.update(dict.fromkeys(absent))
-    block_k = module.triton.next_power_of_2(D)
+    block_k = min(module.triton.next_power_of_2(D), config["BLOCK_K"])
     exactness = module.precision(DTYPES[dtype])
     values = (16, 4, D, D, False, block_k, config["BLOCK_V"], config["STAGES"], exactness)
     constexprs = _named(module._scan_kernel, signature, constexprs, values)
@@ -123,18 +126,20 @@ def _all():
     yield _prepare("gdn_prepare fp32", ANY, wide, "fp32")
     yield _prepare("gdn_prepare bf16 K=256", ANY, wide, K=256)
     scan = _config("portable_gdn_scan")["default"]
-    wide = _config("portable_gdn_scan_wide")["default"]
     yield _scan("gdn_scan bf16", ANY, scan)
     yield _scan("gdn_scan fp16 packed segments", ANY, scan, "fp16", packed=True, carry=True)
-    plain = _config("portable_gdn_scan_plain")["default"]
-    yield _scan("gdn_scan bf16 D=100", ANY, plain, D=100)
     yield _scan("gdn_scan bf16 D=64", ANY, scan, D=64)
-    yield _scan("gdn_scan fp32", ANY, wide, "fp32")
-    yield _scan("gdn_scan bf16 D=256", ANY, wide, D=256)
-    yield _scan("gdn_scan fp32 D=256", ANY, wide, "fp32", D=256)
+    plain = _config("portable_gdn_scan_plain")["default"]
+    for D in (60, 100, 128, 256):
+        yield _scan(f"gdn_scan bf16 D={D} plain", ANY, plain, D=D)
+        yield _scan(f"gdn_scan bf16 D={D} plain pool", ANY, plain, D=D, packed=True, pool=True)
+    wide_scan = _config("portable_gdn_scan_fp32")["default"]
+    for D in (64, 128, 256):
+        yield _scan(f"gdn_scan fp32 D={D}", ANY, wide_scan, "fp32", D=D)
+        yield _scan(f"gdn_scan fp32 D={D} pool", ANY, wide_scan, "fp32", D=D, pool=True)
     context = _config("portable_gdn_context")["default"]
     yield _transition("gdn_transition bf16", ANY, context["transition"])
-    yield _transition("gdn_transition fp32", ANY, context["transition_wide"], "fp32")
+    yield _transition("gdn_transition fp32", ANY, context["transition_fp32"], "fp32")
     yield _carry("gdn_carry", ANY, context["carry"])
     tuned = "device_name=NVIDIA_H200"
     prepare = _config(f"common_gdn_prepare,{tuned}")["default"]

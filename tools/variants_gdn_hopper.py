@@ -74,8 +74,8 @@ def _prepare(W: int, R: int, dtype: str = "bf16", packed: str = "", raw: str = "
     signature = {
         "q_desc": _box(1, 1, 64, 1, 128, dtype=dtype),
         "k_desc": _box(1, 1, 64, 1, 128, dtype=dtype),
-        "t_desc": _box(W * 64, 64, dtype=dtype),
-        "p_desc": _box(W * 64, 64, dtype=dtype),
+        "t_desc": _box(64, 64, dtype=dtype),
+        "p_desc": _box(64, 64, dtype=dtype),
         "g_ptr": f"*{raw or 'fp32'}:16",
         "beta_ptr": f"*{raw or 'fp32'}:16",
         **dict.fromkeys(("f_ptr", "decay_ptr"), "*fp32:16"),

@@ -3,6 +3,7 @@
 import json
 
 from compile_all import PACKAGE, Variant
+from triton.experimental.gluon import language as gl
 
 CONFIGS = PACKAGE / "configs"
 ANY = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
@@ -103,6 +104,54 @@ def _gate(name, kernel, operands, targets):
     return Variant(name, module, f"_{name[7:]}_kernel", signature, constexprs, {}, targets)
 
 
+def _box(*shape: int, dtype: str = "bf16") -> str:
+    element = {"bf16": gl.bfloat16, "fp16": gl.float16}[dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), element)
+    return f"tensordesc<{dtype}[{', '.join(map(str, shape))}],{layout!r}>"
+
+
+def _tailed(name, kernel, operands, sizes, with_z=True, activation="silu", **constexprs):
+    """A kernel of hopper/swiglu_training_kernels.py."""
+    config = _config("hopper_swiglu_training")["default"]
+    signature = {**operands, **dict.fromkeys((*sizes, "group"), "i32")}
+    pointer = operands.get("gate_up_ptr", "*bf16:16")
+    constexprs.update(ACTIVATION=activation, STAGES=config["STAGES"], REGISTERS=config["REGISTERS"])
+    if with_z:
+        signature["z_ptr"] = pointer
+    else:
+        constexprs["z_ptr"] = None
+    options = {"num_warps": 8, "maxnreg": 168}
+    module = "hopper.swiglu_training_kernels"
+    return Variant(name, module, kernel, signature, constexprs, options, ("sm_90",))
+
+
+def _tailed_all() -> list:
+    BK = _config("hopper_swiglu_training")["default"]["BLOCK_K"]
+    forward = {
+        "x_desc": _box(128, BK),
+        "w_desc": _box(2, 128, BK),
+        "gate_up_desc": _box(128, 1, 64),
+    }
+    found = [
+        _tailed(
+            f"hopper_swiglu_saving_fwd,up_first={up_first}", "swiglu_saving_fwd_kernel",
+            forward, "MNK", UP_FIRST=up_first,
+        )
+        for up_first in (False, True)
+    ]  # fmt: skip
+    for dtype, activation, with_z in (
+        ("bf16", "silu", True), ("bf16", "silu", False), ("fp16", "gelu_tanh", True)
+    ):  # fmt: skip
+        operands = {
+            "dy_desc": _box(128, BK, dtype=dtype),
+            "w_down_desc": _box(BK, 256, dtype=dtype),
+            "gate_up_ptr": f"*{dtype}:16",
+        }
+        name = f"hopper_swiglu_gradient,{dtype},{activation}" + (",z" if with_z else "")
+        found.append(_tailed(name, "swiglu_gradient_kernel", operands, "MND", with_z, activation))
+    return found
+
+
 def _plain(kernel, name, tile, targets, signature, constexprs):
     """A kernel of hopper/swiglu_kernels.py without bias, by what its descriptors are."""
     signature = {**signature, **dict.fromkeys(("M", "N", "K", "group"), "i32")}
@@ -153,6 +202,8 @@ def _all() -> list:
     add(_dx(f"hopper_swiglu_dx,{_size(tile)}", tile, ("sm_90", "sm_100", "sm_120")))
     tile = _config("hopper_swiglu_dx,device_name=NVIDIA_H200")["default"]
     add(_dx(f"hopper_swiglu_dx,{_size(tile)}", tile, ("sm_90",)))
+    for variant in _tailed_all():
+        add(variant)
     return list(found.values())
 
 

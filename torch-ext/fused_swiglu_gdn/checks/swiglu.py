@@ -1,5 +1,7 @@
 """Checks of the SwiGLU functions."""
 
+from typing import Tuple
+
 import torch
 
 from .common import agrees, has_shape, is_floating, is_one_of, is_tensor, remembered
@@ -36,6 +38,12 @@ def _biases(named, dim: str, sizes) -> None:
     for name, bias in named:
         if bias is not None:
             has_shape(name, bias, dim, sizes)
+
+
+def training_modes(recompute: bool, keep_z: bool, main_grad: bool) -> Tuple[bool, bool, bool]:
+    if recompute and keep_z:
+        raise ValueError("recompute keeps x alone: it cannot go with keep_z")
+    return bool(recompute), bool(keep_z), bool(main_grad)
 
 
 def packed_weight(Wf: torch.Tensor, in_features: int, hidden_dim: int) -> None:

@@ -83,22 +83,48 @@ def chunk_gated_delta_rule(
         ValueError: a shape, device, scale, cu_seqlens or option does not fit.
         TypeError: an argument is no tensor or of the wrong dtype.
     """
+    tensors = (
+        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens,
+    )  # fmt: skip
+    options = (
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, use_gate_in_kernel, state_dtype, checkpoint_every,
+        chunk_size,
+    )  # fmt: skip
+    key = shortcut(tensors, *options)
+    plan = None if key is None else _plans.get(key)
+    if plan is None:
+        args = _chunk_arguments(*tensors, *options)
+        if key is not None and key not in _plans:
+            unchanged = all(map(operator.is_, tensors, args))
+            plan = keep(_plans, key, ops.plan_gdn_chunk(args) if unchanged else None)
+    results = ops.gdn_chunk(*args, recompute) if plan is None else plan(*tensors)
+    return results if checkpoint_every else results[:2]
+
+
+_plans: Dict[tuple, Optional[Callable]] = {}
+
+
+def _chunk_arguments(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, scale,
+    output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, use_gate,
+    state_dtype, checkpoint_every, chunk_size,
+) -> tuple:  # fmt: skip
+    """What the operator takes, checked."""
     q, k, v = autocast(q, k, v)
     checks.gated_delta_rule(
-        q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate, A_log, dt_bias,
         state_v_first, state_indices,
     )  # fmt: skip
     checks.chunk_size(chunk_size)
     checks.checkpoint_every(checkpoint_every)
     checks.state_dtype(state_dtype)
-    o, state, checkpoints = ops.gdn_chunk(
-        dense(q), dense(k), dense(v), g, beta, dense(A_log), dense(dt_bias), initial_state,
+    return (
+        *map(dense, (q, k, v)), g, beta, dense(A_log), dense(dt_bias), initial_state,
         dense(state_indices), dense(cu_seqlens),
-        q.shape[-1] ** -0.5 if scale is None else float(scale), use_qk_l2norm_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, output_final_state,
-        state_dtype, checkpoint_every, recompute,
+        q.shape[-1] ** -0.5 if scale is None else float(scale), use_qk_l2norm, use_beta_sigmoid,
+        allow_neg_eigval, state_v_first, output_final_state, state_dtype, checkpoint_every,
     )  # fmt: skip
-    return (o, state, checkpoints) if checkpoint_every else (o, state)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -168,9 +194,6 @@ def fused_recurrent_gated_delta_rule(
         unchanged = all(map(operator.is_, tensors, args))
         keep(_plans, key, ops.plan_gdn_recurrent(args) if unchanged else None)
     return ops.gdn_recurrent(*args)
-
-
-_plans: Dict[tuple, Optional[Callable]] = {}
 
 
 def _recurrent_arguments(

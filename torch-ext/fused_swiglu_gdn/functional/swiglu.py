@@ -63,6 +63,8 @@ def fused_swiglu_mlp(
     *,
     activation: str = "silu",
     recompute: bool = False,
+    keep_z: bool = False,
+    main_grad: bool = False,
 ) -> Tensor:
     """The Llama MLP: fused_swiglu(x, w_gate, w_up, b_gate, b_up) @ w_down.T + b_down.
 
@@ -73,16 +75,20 @@ def fused_swiglu_mlp(
         activation: "silu", "gelu_tanh" or "relu".
         recompute: for training: keep x alone for the backward, an eighth of x, gate and up
             at Llama's sizes, and make those two products again there.
+        keep_z: for training: keep fused_swiglu's result too, instead of making it again.
+        main_grad: for training in eager mode: add the gradients of weights that have an attribute
+            `main_grad` (fp32, as Megatron's) to it in fp32, and return none for them.
 
     Returns:
         [..., O], the dtype of x (of autocast, where that is on).
 
     Raises:
-        ValueError, TypeError: as fused_swiglu.
+        ValueError, TypeError: as fused_swiglu; recompute with keep_z.
     """
     tensors = autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors
     checks.fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation)
-    args = (_rows(x), w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute)
+    modes = checks.training_modes(recompute, keep_z, main_grad)
+    args = (_rows(x), w_gate, w_up, w_down, b_gate, b_up, b_down, activation, *modes)
     y = ops.swiglu_mlp(*args)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], w_down.shape[0])

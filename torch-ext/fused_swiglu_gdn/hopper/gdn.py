@@ -9,7 +9,13 @@ from typing import Optional, Tuple
 import torch
 
 from ..common import gdn_prepare as common
+from ..device import capability
 from .gdn_plan import HEAD_DIM, Prepare, Scan
+
+
+def _has_wgmma(device: torch.device) -> bool:
+    """Only Hopper has; its successors are served by the folders after this one."""
+    return device.type != "cuda" or capability(device.index)[0] == 9
 
 
 def _reads_by_tma(x: torch.Tensor) -> bool:
@@ -31,7 +37,8 @@ def supports_gdn_chunk_fwd(
 ) -> bool:  # fmt: skip
     """Half precision, K = V = 128, at least one token, tensors that the copy engine can address."""
     return (
-        q.dtype in (torch.bfloat16, torch.float16)
+        _has_wgmma(q.device)
+        and q.dtype in (torch.bfloat16, torch.float16)
         and q.dtype == k.dtype == v.dtype
         and q.shape[3] == v.shape[3] == HEAD_DIM
         and 0 < q.shape[0] * q.shape[1] < 2**30
@@ -47,7 +54,8 @@ def supports_gdn_prepare(
 ) -> bool:  # fmt: skip
     """As for the scan, and _heads_in_warps. Other calls are for the common kernel."""
     return (
-        _heads_in_warps(q, g, use_qk_l2norm)
+        _has_wgmma(q.device)
+        and _heads_in_warps(q, g, use_qk_l2norm)
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.dtype == k.dtype
         and q.shape[3] == HEAD_DIM

@@ -1,4 +1,4 @@
-"""Tb and P of a value head, by one warp on 16 x 16 blocks in registers: docs/gdn_hopper.md.
+"""Tb and P of a value head, by one warp on 16 x 16 blocks in registers: docs/gdn_hopper_prepare.md.
 
 All blocks are fragments of mma.sync. A fragment of an accumulator is one of the operand A as it
 lies, and one of the operand B of the transpose: so where a product needs a transposed block, the

@@ -59,9 +59,9 @@ def _token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) -
     return (shape, strides, *_box(dtype, 1, 1, 64, 1, columns))
 
 
-def _block_map(units: int, dtype: torch.dtype, heads: int) -> tuple:
-    """Boxes [heads C, C] of Tb or P [rows, HV, C, C], rows HV = units."""
-    return ((units * 64, 64), (64, 1), *_box(dtype, heads * 64, 64))
+def _block_map(units: int, dtype: torch.dtype) -> tuple:
+    """Boxes [C, C] of Tb or P [rows, HV, C, C], rows HV = units."""
+    return ((units * 64, 64), (64, 1), *_box(dtype, 64, 64))
 
 
 def _at(kernel: Prepared, *pointers: Optional[torch.Tensor]):
@@ -86,7 +86,7 @@ class Prepare:
         W = 4 if HV // H % 4 == 0 else 2
         self.shape = (rows, HV, 64, 64)
         self.grid = (rows * HV // W, 1, 1)
-        block = _block_map(rows * HV, q.dtype, W)
+        block = _block_map(rows * HV, q.dtype)
         tokens = (_token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k))
         self.maps = (*tokens, block, block)
         N = cu_seqlens.shape[0] - 1 if packed else B
@@ -160,7 +160,7 @@ class Scan:
         self.numbers = (T, HV, H, N, max(checkpoint_every // 64, 1), self.split, pool_step)
         units = chunk_rows(T, B, cu_seqlens) * HV
         dense = (T * HV * K, HV * K, K, 1)
-        block = _block_map(units, v.dtype, 1)
+        block = _block_map(units, v.dtype)
         self.maps = (
             *(_token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k)),
             _token_map(v.shape, v.stride(), v.dtype, 64, packed),

@@ -3,7 +3,7 @@
 The results are those of `common/gdn_prepare.py`: per chunk of 64 tokens and value head Tb, P, F and
 decay. A CTA owns a chunk and some value heads of one key head, a warp one of these heads. The CTA
 makes K K^T and Q K^T; then each warp works alone, in registers, on the 16 x 16 blocks of its head's
-tiles. docs/gdn_hopper.md says how.
+tiles. docs/gdn_hopper_prepare.md says how.
 
 Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, W = 2 or 4 warps, which
 are the heads of a CTA.
@@ -159,25 +159,29 @@ def _store_factors(f_ptr, decay_ptr, g, beta, ok, w, token, rq, rk, k2):
 
 
 @gluon.jit
-def _store(desc, row, stage, r0, r1, r2, r3):
-    """Tiles [W C, C] of four rows of four blocks, to row `row` of desc, through `stage`."""
+def _store(desc, row, room, r0, r1, r2, r3):
+    """Tiles of W heads, each of four rows of four blocks, to rows row.. of desc, through `room`."""
+    W: gl.constexpr = r0[0].shape[0]
     t0 = gl.join(gl.join(r0[0], r0[2]), gl.join(r0[1], r0[3]))  # [W, 16, 16, 2, 2]
     t1 = gl.join(gl.join(r1[0], r1[2]), gl.join(r1[1], r1[3]))
     t2 = gl.join(gl.join(r2[0], r2[2]), gl.join(r2[1], r2[3]))
     t3 = gl.join(gl.join(r3[0], r3[2]), gl.join(r3[1], r3[3]))
     tile = gl.join(gl.join(t0, t2), gl.join(t1, t3))  # [W, 16, 16, 2 2 (columns), 2 2 (rows)]
-    tile = tile.permute((0, 5, 6, 1, 3, 4, 2)).reshape(stage.shape)
-    stage.store(tile)
+    tile = tile.permute((0, 5, 6, 1, 3, 4, 2)).reshape([W * C, C])
+    as_tile(room, desc.dtype, [W * C, C], desc.layout).store(tile)
     fence_async_shared()
-    tma_store(desc, [row, 0], stage)
-    barrier()  # ptxas would put the store off until the next one
+    for w in gl.static_range(W):
+        tma_store(
+            desc, [row + w * C, 0], as_tile(room, desc.dtype, [W, C, C], desc.layout).index(w)
+        )
+    barrier()  # ptxas would put the stores off until the next one
 
 
 @gluon.jit(do_not_specialize=["T", "N", "NT"])
 def gdn_prepare_fwd_kernel(
     q_desc,  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
     k_desc,  # likewise
-    t_desc,  # Tb [rows * HV * C, C] box [W C, C]
+    t_desc,  # Tb [rows * HV * C, C] box [C, C]
     p_desc,  # P, likewise
     g_ptr,  # [B, T, HV]
     beta_ptr,  # [B, T, HV]
@@ -268,13 +272,12 @@ def gdn_prepare_fwd_kernel(
     _store_factors(f_ptr, decay_ptr + unit, g, beta, ok, w, token, rq, rk, k2)
 
     # By each warp for its head
-    stage = as_tile(room, DTYPE, [W * C, C], t_desc.layout)
     to = (unit * C).to(gl.int32)
     p0 = p_row(qk_smem, gates, i, j, 0, DTYPE, TILE)
     p1 = p_row(qk_smem, gates, i, j, 1, DTYPE, TILE)
     p2 = p_row(qk_smem, gates, i, j, 2, DTYPE, TILE)
     p3 = p_row(qk_smem, gates, i, j, 3, DTYPE, TILE)
-    _store(p_desc, to, stage, p0, p1, p2, p3)
+    _store(p_desc, to, room, p0, p1, p2, p3)
     x0, x1, x2, x3 = inverse(kk_smem, gates, i, j, TILE)
     t0 = tb_row(x0, gates, DTYPE, TILE)
     t1 = tb_row(x1, gates, DTYPE, TILE)
@@ -282,5 +285,5 @@ def gdn_prepare_fwd_kernel(
     t3 = tb_row(x3, gates, DTYPE, TILE)
     barrier()  # ptxas would wait for P's way out before all this
     tma_store_wait(0)
-    _store(t_desc, to, stage, t0, t1, t2, t3)
+    _store(t_desc, to, room, t0, t1, t2, t3)
     tma_store_wait(0)

@@ -4,14 +4,15 @@ Sizes: M tokens, K model width, N hidden width. Derivation and measurements: doc
 """
 
 import functools
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import device, tuning
-from ..common.launch import prepare
+from ..common.launch import prepare, specialized_on
+from ..common.replay import Replay, address
 from .swiglu_kernels import (
     swiglu_fwd_kernel,
     swiglu_three_quarter_fwd_kernel,
@@ -89,12 +90,25 @@ def choose(where: torch.device, M: int, N: int, K: int, wf: bool = False):
     return best[1:]
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(where: torch.device, tile: tuple, activation: str, M: int, N: int, wf: bool, *kind):
-    """(tile, grid, rows of tiles to a group, prepared kernel); kind: what else its code is for.
+class Plan(NamedTuple):
+    """What a call needs besides its addresses."""
 
-    kind ends with whether up lies first, which the joined kernels are compiled for.
-    """
+    tile: dict
+    wf: bool  # the weights' hidden dimension is the dense one
+    whole: int  # tiles made whole
+    halves: bool  # the others are made in halves
+    group: int  # rows of tiles that are walked together
+    replay: Replay
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    where: torch.device, dtype, M: int, N: int, K: int, stride_x: int, strides: tuple,
+    activation: str, b_gate, b_up, up_first: bool,
+) -> Plan:  # fmt: skip
+    """strides: of the weights. b_gate, b_up: as specialized_on has them. up_first: in memory."""
+    wf = strides[1] != 1
+    tile, whole, halves = choose(where, M, N, K, wf)
     tile = dict(tile)
     tiles_m = triton.cdiv(M, tile["BLOCK_M"])
     count = tiles_m * triton.cdiv(N, tile["BLOCK_N"] if wf else tile["columns"])
@@ -104,36 +118,29 @@ def _plan(where: torch.device, tile: tuple, activation: str, M: int, N: int, wf:
     kernel = swiglu_three_quarter_fwd_kernel if three_quarter else swiglu_fwd_kernel
     kernel = swiglu_wf_fwd_kernel if wf else kernel
     blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
-    constexprs = (activation, *blocks) if wf else (activation, kind[-1], *blocks)
+    constexprs = (activation, *blocks) if wf else (activation, up_first, *blocks)
     options = tuple((name, tile[name]) for name in ("num_warps", "num_stages"))
     grid = (count if three_quarter else min(slots, count), 1, 1)
-    return tile, grid, group, prepare(kernel, constexprs, options, where, *kind)
+    prepared = prepare(kernel, constexprs, options, where, dtype, halves, b_gate, b_up)
+    return Plan(tile, wf, whole, halves, group, Replay(prepared, grid, where))
 
 
-def launch(x, w_gate, w_up, b_gate, b_up, activation, tile, whole, halves) -> torch.Tensor:
-    """z [M, N] by the kernels with this tile configuration, as (name, value) pairs."""
+def _arguments(plan: Plan, x, w_gate, w_up, b_gate, b_up, z) -> tuple:
+    """The kernel's, up to its constexprs."""
     (M, K), N = x.shape, w_gate.shape[0]
-    z = x.new_empty((M, N))  # [M, N]
-    wf = w_gate.stride(1) != 1
-    aligned = tuple([b is None or b.data_ptr() % 16 == 0 for b in (b_gate, b_up)])
-    up_first = w_gate.data_ptr() > w_up.data_ptr()
-    kind = (x.dtype, halves, b_gate is None, b_up is None, aligned, up_first)
-    tile, grid, group, prepared = _plan(x.device, tile, activation, M, N, wf, *kind)
-    BM, BN, BK = tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"]
+    BM, BN, BK = (plan.tile[f"BLOCK_{d}"] for d in "MNK")
     sizes = (b_gate, b_up, M, N, K)
-    if wf:
+    if plan.wf:
         descs = (rows(w_gate.t(), BK, BN), rows(w_up.t(), BK, BN), rows(z, BM, BN))
-    elif tile["columns"] != BN:
+    elif plan.tile["columns"] != BN:
         weights = [joined(w_gate, w_up, 2, n, BK) for n in (BN // 2, BN // 4)]
         descs = (*weights, rows(z, BM, BN // 2), rows(z, BM, BN // 4))
     else:
-        sizes = (*sizes, whole)
+        sizes = (*sizes, plan.whole)
         descs = (joined(w_gate, w_up, 2, BN, BK), rows(z, BM, BN))
-        half = (joined(w_gate, w_up, 2, BN // 2, BK), rows(z, BM, BN // 2)) if halves else ()
+        half = (joined(w_gate, w_up, 2, BN // 2, BK), rows(z, BM, BN // 2)) if plan.halves else ()
         descs = (*descs, *(half or (None, None)))
-    with device.on(x.device):
-        prepared.launch(grid, rows(x, BM, BK), *descs, *sizes, group)
-    return z
+    return (rows(x, BM, BK), *descs, *sizes, plan.group)
 
 
 def swiglu_fwd(
@@ -145,5 +152,12 @@ def swiglu_fwd(
     activation: str,
 ) -> torch.Tensor:  # [M, N]
     (M, K), N = x.shape, w_gate.shape[0]
-    wf = w_gate.stride(1) != 1
-    return launch(x, w_gate, w_up, b_gate, b_up, activation, *choose(x.device, M, N, K, wf))
+    z = x.new_empty((M, N))  # [M, N]
+    gate, up = w_gate.data_ptr(), w_up.data_ptr()
+    sizes = (M, N, K, x.stride(0), w_gate.stride())
+    kind = (activation, specialized_on(b_gate), specialized_on(b_up), gate > up)
+    plan = _plan(x.device, x.dtype, *sizes, *kind)
+    addresses = (x.data_ptr(), gate, up, address(b_gate), address(b_up), z.data_ptr())
+    with device.on(x.device):
+        plan.replay(addresses, lambda: _arguments(plan, x, w_gate, w_up, b_gate, b_up, z))
+    return z

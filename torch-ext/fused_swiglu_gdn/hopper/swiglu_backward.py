@@ -1,7 +1,8 @@
-"""Training SwiGLU on sm_90 and up: common/swiglu_gradients.py, but dX = dG Wg + dU Wu at once.
+"""Training SwiGLU on sm_90 and up: common/swiglu_gradients.py, with what kernels of ours do better.
 
-One accumulator for both branches: neither product is rounded before they are added, and the sum
-is not read again. Sizes: M tokens, K model width, N hidden width. docs/swiglu.md has the times.
+dX = dG Wg + dU Wu in one accumulator: neither product is rounded before they are added, and the sum
+is not read again. Large products bring their gate with them (swiglu_training.py).
+Sizes: M tokens, K model width, N hidden width. docs/swiglu.md has the times.
 """
 
 import functools
@@ -11,9 +12,10 @@ import triton
 import triton.language as tl
 
 from .. import device, tuning
+from ..common import swiglu_gradients as plain
 from ..common.launch import prepare
 from ..common.primitives import grouped_tile
-from ..common.swiglu_gradients import gated_gradients, mlp_gradients, saving_fwd
+from . import swiglu_training as tailed
 from .swiglu import joined, rows, supports_swiglu_fwd
 
 
@@ -84,7 +86,11 @@ def supports_swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> boo
     return dense and supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation)
 
 
-swiglu_saving_fwd = saving_fwd
+def swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation: str):
+    """(z [M, N], gate_up [M, 2 N])."""
+    if tailed.serves_forward(x, w_gate, b_gate, b_up):
+        return tailed.saving_fwd(x, w_gate, w_up, activation)
+    return plain.saving_fwd(x, w_gate, w_up, b_gate, b_up, activation)
 
 
 def supports_swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs) -> bool:
@@ -93,14 +99,23 @@ def supports_swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs) -> bool
 
 def swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs):
     """As common's gated_gradients."""
-    return gated_gradients(dz, x, w_gate, w_up, gate_up, activation, needs, input_gradient)
+    args = (dz, x, w_gate, w_up, gate_up, activation, needs)
+    return plain.gated_gradients(*args, input_gradient)
 
 
-def supports_swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, activation, needs) -> bool:
+def gate_gradient(dy, w_down, gate_up, activation: str, with_z: bool):
+    """As common's."""
+    way = tailed if tailed.serves_gradients(dy, w_down) else plain
+    return way.gate_gradient(dy, w_down, gate_up, activation, with_z)
+
+
+def supports_swiglu_mlp_bwd(
+    dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads
+) -> bool:
     return supports_swiglu_saving_fwd(x, w_gate, w_up, None, None, activation)
 
 
-def swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, activation, needs):
+def swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads):
     """As common's mlp_gradients."""
-    args = (dy, x, w_gate, w_up, w_down, gate_up, activation, needs)
-    return mlp_gradients(*args, input_gradient)
+    args = (dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads)
+    return plain.mlp_gradients(*args, gate_gradient, input_gradient)

@@ -104,6 +104,11 @@ def gdn_chunk(
     return run("gdn", "gdn_chunk_fwd", op, chunk_reference.gdn_chunk_fwd, args, train)
 
 
+def plan_gdn_chunk(args):
+    """What serves all eager calls of gdn_chunk like this one, from their tensors, or None."""
+    return plan("gdn", "gdn_chunk_fwd", args)
+
+
 @torch.library.custom_op(add_op_namespace_prefix("gdn_recurrent_fwd"), mutates_args=("state_pool",))
 def _gdn_recurrent_fwd(
     q: Tensor,  # [B, T, H, K]

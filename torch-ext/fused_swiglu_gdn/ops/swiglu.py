@@ -10,6 +10,7 @@ from .._ops import add_op_namespace_prefix
 from ..reference import swiglu as reference
 from . import swiglu_training as training
 from .common import run, serve
+from .swiglu_mlp_training import swiglu_mlp_train
 
 
 @torch.library.custom_op(add_op_namespace_prefix("swiglu_fwd"), mutates_args=())
@@ -37,9 +38,11 @@ def swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> Tensor:
     return run("swiglu", "swiglu_fwd", _swiglu_fwd, reference.swiglu_fwd, args)
 
 
-def swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute) -> Tensor:
+def swiglu_mlp(
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute, keep_z, main_grad
+) -> Tensor:
     """y [M, D] = swiglu(...) @ w_down.T + b_down."""
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     if training.trains(*tensors):
-        return training.swiglu_mlp_train(*tensors, activation, recompute)
+        return swiglu_mlp_train(*tensors, activation, recompute, keep_z, main_grad)
     return F.linear(swiglu(x, w_gate, w_up, b_gate, b_up, activation), w_down, b_down)

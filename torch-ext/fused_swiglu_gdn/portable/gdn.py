@@ -5,6 +5,7 @@ from typing import Optional
 import torch
 
 from ..common.gdn_prepare import CHUNK, gdn_prepare
+from ..common.launch import steps
 from ..tuning import lookup
 from .gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
 from .gdn_context import gdn_carry
@@ -15,26 +16,21 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def supports_gdn_chunk_fwd(q, k, v, *_) -> bool:
-    """Head dims up to 128; fp16, bf16 and fp32.
-
-    Up to 256 the kernels are written and right in the interpreter, but on an H200 an illegal access
-    was seen at 256 (Triton 3.6.0, 2026-11-21), so the reference serves those until that is
-    understood.
-    """
-    return q.dtype in _DTYPES and max(q.shape[-1], v.shape[-1]) <= 128
+    """Head dims up to 256; fp16, bf16 and fp32."""
+    return q.dtype in _DTYPES and max(q.shape[-1], v.shape[-1]) <= 256
 
 
 def _kind(*inputs: torch.Tensor) -> str:
     """Which configurations of configs/ a call takes.
 
-    "_plain": rows that cannot be copied in pieces of 16 bytes must not be loaded ahead: Triton
-    3.6.0's pipelined loop reads wrong addresses then (three stages, head dims 60 and 100, H200).
+    "": a loop that loads ahead, which needs rows that can be copied in pieces of 16 bytes and a
+    state of at most 128 rows. "_plain": any rows and sizes. "_fp32": three products for each.
     """
+    if inputs[0].dtype == torch.float32:
+        return "_fp32"
     for x in inputs:
-        if x.data_ptr() % 16 or any(n % 16 for n in (x.shape[-1], *x.stride()[:3])):
-            return "_plain" if max(y.shape[-1] for y in inputs) <= 128 else "_wide"
-    if inputs[0].dtype == torch.float32 or max(x.shape[-1] for x in inputs) > 128:
-        return "_wide"
+        if x.shape[-1] > 128 or x.data_ptr() % 16 or any(n % 16 for n in (x.shape[-1], *steps(x))):
+            return "_plain"  # Triton takes no step for a multiple of 8 that is none of 16
     return ""
 
 

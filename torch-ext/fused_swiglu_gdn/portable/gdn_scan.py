@@ -20,6 +20,40 @@ from ..tuning import lookup
 
 
 @triton.jit
+def _rows(ptr, stride, ok, first, D: tl.constexpr, BLOCK: tl.constexpr, POLICY: tl.constexpr):
+    """BLOCK columns, from `first` on, of a chunk's rows [C, D]; zeros outside."""
+    t = tl.arange(0, 64)[:, None]
+    d = first + tl.arange(0, BLOCK)[None, :]
+    mask = ok[:, None] & (d < D)
+    return tl.load(ptr + t * stride + d, mask=mask, other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def _read(ptr, stride, ok, s, K: tl.constexpr, PREC: tl.constexpr):
+    """x S for a chunk's rows x [C, K], and the last block of x."""
+    BLOCK: tl.constexpr = s[0].shape[0]
+    out = tl.zeros((64, s[0].shape[1]), tl.float32)
+    for i in tl.static_range(len(s)):
+        x = _rows(ptr, stride, ok, i * BLOCK, K, BLOCK, "")
+        out = tl.dot(x, s[i].to(x.dtype), out, input_precision=PREC)
+    return out, x
+
+
+@triton.jit
+def _write(
+    x, ptr, stride, ok, s, decay, w, K: tl.constexpr, RELOAD: tl.constexpr, PREC: tl.constexpr
+):  # fmt: skip
+    """decay S + x^T w for a chunk's rows x [C, K], which one block holds or are loaded again."""
+    BLOCK: tl.constexpr = s[0].shape[0]
+    new = ()
+    for i in tl.static_range(len(s)):
+        if RELOAD:
+            x = _rows(ptr, stride, ok, i * BLOCK, K, BLOCK, "evict_first")
+        new += (tl.dot(tl.trans(x), w, s[i] * decay, input_precision=PREC),)
+    return new
+
+
+@triton.jit
 def _load_state(ptr, at, mask):
     return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
 
@@ -111,58 +145,67 @@ def _scan_kernel(
             _zero_rows(o_ptr, last - first, length - first * 64, HV * V, e, V)
             return
 
-    is_state = (d < K)[:, None] & (e < V)[None, :]
-    s = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)  # [K, V]
-    if s0_ptr is not None:
-        at = slot * s0_strides[0] + hv * s0_strides[1]
-        at += d[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
-        s = _load_state(s0_ptr, at, is_state & (segment == 0))
-    if carry_ptr is not None:
-        at = ((row - 1).to(tl.int64) * HV + hv) * ((V + K) * K) + d[:, None] + e[None, :] * K
-        s += _load_state(carry_ptr, at, is_state & (segment > 0))
+    s = ()  # the state [K, V] fp32, in blocks of rows
+    for i in tl.static_range(0, K, BLOCK_K):
+        is_state = (i + d < K)[:, None] & (e < V)[None, :]
+        part = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+        if s0_ptr is not None:
+            at = slot * s0_strides[0] + hv * s0_strides[1]
+            at += (i + d)[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
+            part = _load_state(s0_ptr, at, is_state & (segment == 0))
+        if carry_ptr is not None:
+            at = ((row - 1).to(tl.int64) * HV + hv) * ((V + K) * K)
+            at += (i + d)[:, None] + e[None, :] * K
+            part += _load_state(carry_ptr, at, is_state & (segment > 0))
+        s += (part,)
 
     tb_ptr += ((chunk_row + first) * HV + hv) * 4096
     p_ptr += ((chunk_row + first) * HV + hv) * 4096
     f_ptr += ((chunk_row + first) * HV + hv) * 256
     for c in tl.range(0, last - first, num_stages=STAGES):
         left = length - (first + c) * 64
-        in_k = (t < left)[:, None] & (d < K)[None, :]
-        in_v = (t < left)[:, None] & (e < V)[None, :]
+        ok = t < left
+        in_v = ok[:, None] & (e < V)[None, :]
         go = n * 0 + c * 64  # 64-bit offsets to the chunk, 32-bit ones inside it
-        k_tile = k_ptr + go * k_strides[1] + t[:, None] * k_strides[1] + d[None, :]
-        q_tile = q_ptr + go * q_strides[1] + t[:, None] * q_strides[1] + d[None, :]
+        k_tile = k_ptr + go * k_strides[1]
+        q_tile = q_ptr + go * q_strides[1]
         v_tile = v_ptr + go * v_strides[1] + t[:, None] * v_strides[1] + e[None, :]
-        k = tl.load(k_tile, mask=in_k, other=0.0)  # [C, K]
-        q = tl.load(q_tile, mask=in_k, other=0.0)  # [C, K]
-        v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
         block = t[:, None] * 64 + t[None, :]
-        tb = tl.load(tb_ptr + go * (HV * 64) + block)  # [C, C]
-        p = tl.load(p_ptr + go * (HV * 64) + block)  # [C, C]
         f = f_ptr + go * (HV * 4)
         f0 = tl.load(f + t)  # [C] fp32
         f1 = tl.load(f + 64 + t)
         f2 = tl.load(f + 128 + t)
         decay = tl.load(f + 192)
 
-        operand = s.to(k.dtype)  # [K, V]
-        x = v.to(tl.float32) - f0[:, None] * tl.dot(k, operand, input_precision=PREC)  # [C, V]
-        o = f2[:, None] * tl.dot(q, operand, input_precision=PREC)  # [C, V] fp32
-        vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, V] fp32
-        s = tl.dot(tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC)
-        o = tl.dot(p, vt.to(k.dtype), o, input_precision=PREC)
+        # loads stand before their use: held in registers from the top they spill
+        ks, k = _read(k_tile, k_strides[1], ok, s, K, PREC)  # [C, V] fp32
+        v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
+        x = v.to(tl.float32) - f0[:, None] * ks
+        qs, _ = _read(q_tile, q_strides[1], ok, s, K, PREC)
+        tb = tl.load(tb_ptr + go * (HV * 64) + block)  # [C, C]
+        vt = tl.dot(tb, x.to(tb.dtype), input_precision=PREC)  # [C, V] fp32
+        w = (f1[:, None] * vt).to(tb.dtype)
+        s = _write(k, k_tile, k_strides[1], ok, s, decay, w, K, STAGES == 1, PREC)
+        p = tl.load(p_ptr + go * (HV * 64) + block)  # [C, C]
+        o = tl.dot(p, vt.to(p.dtype), f2[:, None] * qs, input_precision=PREC)
         o_tile = o_ptr + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
         tl.store(o_tile, o.to(o_ptr.dtype.element_ty), mask=in_v)
         if mid_ptr is not None:
             done = (first + c + 1) * 64
             if (done % E == 0) & (done <= length):
-                at = ((mid_row + done // E - 1) * HV + hv) * (K * V)
-                at += d[:, None] + e[None, :] * K if V_FIRST else d[:, None] * V + e[None, :]
-                _store_state(mid_ptr, at, s, is_state)
+                for i in tl.static_range(len(s)):
+                    kv = i * BLOCK_K + d
+                    at = ((mid_row + done // E - 1) * HV + hv) * (K * V)
+                    at += kv[:, None] + e[None, :] * K if V_FIRST else kv[:, None] * V + e[None, :]
+                    _store_state(mid_ptr, at, s[i], (kv < K)[:, None] & (e < V)[None, :])
 
     if s1_ptr is not None:
-        at = slot * s1_strides[0] + hv * s1_strides[1]
-        at += d[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
-        _store_state(s1_ptr, at, s, is_state & (last == chunks))
+        for i in tl.static_range(len(s)):
+            kv = i * BLOCK_K + d
+            at = slot * s1_strides[0] + hv * s1_strides[1]
+            at += kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
+            is_state = (kv < K)[:, None] & (e < V)[None, :]
+            _store_state(s1_ptr, at, s[i], is_state & (last == chunks))
 
 
 def kv_strides(state: Optional[torch.Tensor], v_first: bool):
@@ -212,7 +255,8 @@ def gdn_scan(
         kv_strides(initial_state, state_v_first), kv_strides(final_state, state_v_first),
     )  # fmt: skip
     constexprs = (
-        H, HV // H, K, V, state_v_first, triton.next_power_of_2(max(K, 16)), config["BLOCK_V"],
+        H, HV // H, K, V, state_v_first, min(triton.next_power_of_2(max(K, 16)), config["BLOCK_K"]),
+        config["BLOCK_V"],
         config["STAGES"], precision(q.dtype),
     )  # fmt: skip
     inputs = (q, k, v)

@@ -14,6 +14,7 @@ import triton.language as tl
 from .. import device, tuning
 from ..common.launch import prepare
 from ..common.primitives import activate, grouped_tile
+from ..common.replay import Replay, address
 from ..common.swiglu_gate import gate_fwd
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
@@ -91,37 +92,38 @@ def _swiglu_fwd_kernel(
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(where: torch.device, dtype, M: int, N: int, K: int, activation: str, config, *kind):
-    """(grid, prepared kernel) of a call; kind is what else its code depends on."""
-    config = dict(config or tuning.lookup("portable_swiglu_fwd", where, M=M, N=N, K=K))
+def _plan(
+    where: torch.device, dtype, M: int, N: int, K: int, stride_x: int, strides: tuple,
+    activation: str, *kind,
+) -> Replay:  # fmt: skip
+    """strides: of both weights; kind: what else the code depends on."""
+    config = tuning.lookup("portable_swiglu_fwd", where, M=M, N=N, K=K)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
     blocks = tuple(config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
     constexprs = (activation, "ieee", K % config["BLOCK_K"] == 0, *blocks)
     options = tuple((name, config[name]) for name in ("num_warps", "num_stages"))
-    prepared = prepare(_swiglu_fwd_kernel, constexprs, options, where, dtype, N, K, *kind)
-    return (tiles, 1, 1), prepared
+    kind = (where, dtype, N, K, stride_x, strides, *kind)
+    return Replay(prepare(_swiglu_fwd_kernel, constexprs, options, *kind), (tiles, 1, 1), where)
 
 
-def launch(x, w_gate, w_up, b_gate, b_up, activation, config=None) -> torch.Tensor:
-    """z [M, N] by the kernel above, configured from the table or by `config`, (name, value) pairs.
-
-    The kernel takes one pair of strides for both weights, and 32-bit offsets inside a tile.
-    """
+def _launch(x, w_gate, w_up, b_gate, b_up, activation) -> torch.Tensor:
+    """z [M, N] by the kernel above, which has one pair of strides for both weights, and offsets of
+    32 bits inside a tile."""
     (M, K), N = x.shape, w_gate.shape[0]
     stride_x, strides = x.stride(0), w_gate.stride()
     if strides != w_up.stride() or max(strides) > FAR:
-        return launch(x, w_gate.contiguous(), w_up.contiguous(), b_gate, b_up, activation, config)
+        return _launch(x, w_gate.contiguous(), w_up.contiguous(), b_gate, b_up, activation)
     if stride_x > FAR:
-        return launch(x.contiguous(), w_gate, w_up, b_gate, b_up, activation, config)
+        return _launch(x.contiguous(), w_gate, w_up, b_gate, b_up, activation)
     z = x.new_empty((M, N))  # [M, N]
     if M == 0 or N == 0:
         return z
-    tensors = (x, w_gate, w_up, b_gate, b_up)
-    aligned = tuple([t.data_ptr() % 16 == 0 for t in tensors if t is not None])
-    kind = (stride_x, strides, b_gate is None, b_up is None, aligned)
-    grid, prepared = _plan(x.device, x.dtype, M, N, K, activation, config, *kind)
+    tensors = (x, w_gate, w_up, b_gate, b_up, z)
+    addresses = tuple([address(t) for t in tensors])
+    aligned = tuple([a if a is None else a % 16 == 0 for a in addresses])
+    replay = _plan(x.device, x.dtype, M, N, K, stride_x, strides, activation, aligned)
     with device.on(x.device):
-        prepared.launch(grid, *tensors, z, M, N, K, stride_x, *strides)
+        replay(addresses, lambda: (*tensors, M, N, K, stride_x, *strides))
     return z
 
 
@@ -140,4 +142,4 @@ def swiglu_fwd(
     """
     if x.dtype == torch.float32 and x.is_cuda:
         return gate_fwd(F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up), activation)
-    return launch(x, w_gate, w_up, b_gate, b_up, activation)
+    return _launch(x, w_gate, w_up, b_gate, b_up, activation)

@@ -13,5 +13,7 @@ def supports_swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs) -> bool
     return x.dtype in SERVED
 
 
-def supports_swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, activation, needs) -> bool:
+def supports_swiglu_mlp_bwd(
+    dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads
+) -> bool:
     return x.dtype in SERVED
