@@ -223,20 +223,31 @@ def plot(rows, path: Path) -> None:
 
 
 def table(rows) -> str:
-    """In Markdown: milliseconds, ours over FlashInfer's, and errors of o and the final state."""
+    """In Markdown: milliseconds, ours over FlashInfer's, and errors of o and of the final state; in
+    each cell one figure for every regime of gates."""
     names = [n for n in (*OURS, *PEERS) if any(n in row["us"] for row in rows)]
-    heads = ["q/k heads / v heads, tokens", "gates", *names, "hopper / flashinfer", "errors"]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for row in rows:
+    regimes = [gates for gates in GATES if any(row["gates"] == gates for row in rows)]
+    heads = ["q/k heads / v heads, tokens", *names, "hopper / flashinfer"]
+    heads += [f"errors, {name}" for name in ("hopper", "flashinfer") if name in names]
+
+    def ratio(row):
         us = row["us"]
-        ratio = ""
-        if "hopper" in us and "flashinfer" in us:
-            ratio = f"{us['hopper'] / us['flashinfer']:.2f}"
-        times = [f"{us[n] / 1e3:.3f}" if n in us else "" for n in names]
-        found = ((n, row["error"].get(n)) for n in ("hopper", "flashinfer"))
-        wrong = "; ".join(f"{e[0] * 1e3:.1f}e-3, {e[1] * 1e3:.1f}e-3" for _, e in found if e)
-        cells = [label(row), row["gates"], *times, ratio, wrong]
-        lines.append("| " + " | ".join(cells) + " |")
+        both = "hopper" in us and "flashinfer" in us
+        return f"{us['hopper'] / us['flashinfer']:.2f}" if both else ""
+
+    def errors_of(row, name):
+        found = row["error"].get(name)
+        return " ".join(f"{e * 1e3:.1f}e-3" for e in found) if found else ""
+
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for case in dict.fromkeys(map(label, rows)):
+        mine = [r for g in regimes for r in rows if label(r) == case and r["gates"] == g]
+        cells = [[f"{r['us'][n] / 1e3:.3f}" if n in r["us"] else "" for r in mine] for n in names]
+        cells.append([ratio(r) for r in mine])
+        cells += [[errors_of(r, n) for r in mine] for n in ("hopper", "flashinfer") if n in names]
+        lines.append(
+            "| " + " | ".join([case, *(" / ".join(filter(None, c)) for c in cells)]) + " |"
+        )
     return "\n".join(lines)
 
 
