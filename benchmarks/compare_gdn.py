@@ -11,6 +11,7 @@ state are relative to the recurrence in fp64. Prints the README's table at the e
 """
 
 import argparse
+import json
 import os
 import statistics
 import sys
@@ -155,7 +156,8 @@ def calls(package, x, only) -> dict:
             call()
             found[name] = call
         except Exception as error:  # a peer that is not installed or refuses is left out
-            print(f"{name} is left out: {str(error).strip().splitlines()[-1][:120]}")
+            said = [type(error).__name__, *str(error).strip().splitlines()]
+            print(f"{name} is left out: {said[-1][:120]}")
     return found
 
 
@@ -164,7 +166,7 @@ def compare(package, B, T, H, HV, gates, only) -> dict:
     row = {"B": B, "T": T, "heads": [H, HV], "gates": gates}
     with torch.no_grad():
         found = calls(package, x, only)
-        row["us"] = microseconds(found, rounds=3, rep_ms=15)
+        row["us"] = microseconds(found, rounds=3, rep_ms=6)
         row["host_us"] = {name: host(call) for name, call in found.items()}
         row["error"] = errors(x, found)
     print(row, flush=True)
@@ -172,20 +174,22 @@ def compare(package, B, T, H, HV, gates, only) -> dict:
 
 
 def prepare_time(package) -> dict:
-    """The prepare kernel alone at 16/64 and 32768 tokens, and a copy of as many bytes."""
+    """The prepare kernels alone at 16/64 and 32768 tokens, and a copy of as many bytes."""
     import importlib
 
-    module = importlib.import_module(f"{package.__name__}.common.gdn_prepare")
+    folders = {"prepare": "common.gdn_prepare", "prepare_hopper": "hopper.gdn"}
+    kernels = {
+        name: importlib.import_module(f"{package.__name__}.{path}").gdn_prepare
+        for name, path in folders.items()
+    }
     q, k, _, g, beta, _ = tensors(1, 32768, 16, 64, "qwen")
-    flags = (None, None, None, 128**-0.5, True, False, False)
-    blocks = module.gdn_prepare(q, k, g, beta, *flags)
+    args = (q, k, g, beta, None, None, None, 128**-0.5, True, False, False)
+    blocks = kernels["prepare"](*args)
     moved = sum(y.numel() * y.element_size() for y in (q, k, g, beta, *blocks))
     source = torch.randn(moved // 4, device="cuda").bfloat16()  # read and written: `moved` bytes
     target = torch.empty_like(source)
-    times = {
-        "prepare": lambda: module.gdn_prepare(q, k, g, beta, *flags),
-        "copy": lambda: target.copy_(source),
-    }
+    times = {name: (lambda f=f: f(*args)) for name, f in kernels.items()}
+    times["copy"] = lambda: target.copy_(source)
     return {"bytes": moved, **microseconds(times)}
 
 
@@ -243,21 +247,30 @@ def main():
     parser.add_argument("--only", nargs="*", help="of portable, hopper, fla, aiter, flashinfer")
     parser.add_argument("--gates", nargs="*", default=GATES)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this long")
+    parser.add_argument("--show", action="store_true", help="the record in --json, without timing")
     options = parser.parse_args()
+    if options.show:
+        rows = json.loads(options.json.read_text())["rows"]
+    else:
+        rows = timed(options)
+    print(table(rows))
+    if options.plot and rows:
+        plot(rows, options.plot)
+
+
+def timed(options) -> list:
     os.environ.setdefault("FLA_FLASH_QLA", "0")
     os.environ.setdefault("FLA_TILELANG", "0")
     package = load_package()
     rows, start = [], time.perf_counter()
     alone = prepare_time(package)
     print(alone, flush=True)
-    for gates in options.gates:
-        for case in CASES:
+    for case in CASES:
+        for gates in options.gates:
             if time.perf_counter() - start < options.seconds:
                 rows.append(compare(package, *case, gates, options.only))
                 save(options.json, rows, prepare=alone)
-    print(table(rows))
-    if options.plot and rows:
-        plot(rows, options.plot)
+    return rows
 
 
 if __name__ == "__main__":

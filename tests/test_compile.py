@@ -25,12 +25,9 @@ SLOW = {
     if name.startswith("gdn") and ("fp32" in name or "D=100" in name)
 }
 
-# Three programs a multiprocessor need at most 168 registers a thread, and the prepare kernel spills
-# a little for that: 0.414 ms against 0.476 without the cap (16/64 heads, 32768 tokens, H200,
-# Triton 3.6.0, 2026-11-21). The keys' gradient spills with 128 columns a step, and takes 0.03 ms of
-# 0.31 less than with 64. Bytes a thread.
+# The keys' gradient spills with 128 columns a step, and takes 0.03 ms of 0.31 less than with 64
+# (H200, Triton 3.6.0, 2026-11-21). Bytes a thread.
 WORTH_IT = {
-    "gdn_prepare bf16 H200": 56,
     "gdn_backward_key bf16 H200": 128,
     "gdn_scan bf16 D=256 plain pool": 8,  # two registers, outside the loop
 }

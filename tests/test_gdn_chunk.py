@@ -84,6 +84,15 @@ def test_values_interpreted(T, dtype):
     check("portable", arguments(x, use_qk_l2norm=True))
 
 
+# a program's value heads are those of several key heads, of one, or a part of one's
+@interpreted
+@pytest.mark.parametrize("H, HV", [(4, 4), (3, 3), (2, 4), (1, 3), (1, 6), (1, 8)])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_heads_interpreted(H, HV, l2norm):
+    x = gdn_inputs(1, 70, H, HV, 16, 16, torch.float16)
+    check("portable", arguments(x, use_qk_l2norm=l2norm))
+
+
 @interpreted
 @pytest.mark.parametrize("K", [16, 80])  # a state in one block of rows, in two
 def test_packed_pool_checkpoints_interpreted(K):
@@ -258,7 +267,7 @@ HEAD_DIMS = [(60, 60), (96, 100), (128, 64), (256, 256), (16, 200), (200, 16), (
 @compiled
 @pytest.mark.parametrize("K, V", HEAD_DIMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("HV", [2, 6])
+@pytest.mark.parametrize("HV", [2, 6, 16])
 def test_head_dims_and_groups(implementation, K, V, HV, dtype):
     x = gdn_inputs(2, 200, 2, HV, K, V, dtype, "cuda")
     check_where_supported(implementation, arguments(x, use_qk_l2norm=True))

@@ -236,8 +236,8 @@ def test_prepare_packed_from_raw_gates(H, HV):
 def test_prompts_like_one_before(kernel):
     """A plan serves them: the same bits, also where a tensor begins at another address."""
     x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
-    plans = submodule("functional.gdn")._plans
-    plans.clear()
+    known = submodule("functional.gdn")._prefilling._known
+    known.clear()
 
     def call(x):
         return kernel.chunk_gated_delta_rule(
@@ -250,12 +250,12 @@ def test_prompts_like_one_before(kernel):
 
     with torch.no_grad():
         first = call(x)
-        assert [plan is not None for plan in plans.values()] == [True]
+        assert len(known) == 1
         y = {name: value.clone() for name, value in x.items()}
         assert all(map(torch.equal, call(y), first))
         for name in ("q", "g", "initial_state"):
             assert all(map(torch.equal, call({**x, name: shifted(x[name])}), first))
-        assert len(plans) == 1
+        assert len(known) == 1
         with pytest.raises(ValueError, match="must have shape"):
             call({**x, "k": x["k"][:, :1]})
 
@@ -289,3 +289,11 @@ def test_chain_at_cuts(packed):
     carry = carry.cuda()
     launch(offsets, warm.cuda(), carry, T, N, split)
     assert_close(carry.cpu(), ref)
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_a_device_that_is_not_the_current_one():
+    x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda:1")
+    check("hopper", arguments(x, use_qk_l2norm=True))

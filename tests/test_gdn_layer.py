@@ -58,6 +58,21 @@ class Kernel:
             assert y.stride() == torch.empty_like(x).stride()
             assert torch.equal(y, run(*args)[0])
 
+    @pytest.mark.parametrize("T", [4, 36, 300])
+    @pytest.mark.parametrize("W", [2, 4, 5, 6, 8])
+    def test_convolution_by_quads(self, W, T):
+        """16-bit tokens side by side, a multiple of four: four at a time."""
+        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        x = self.normal(2, 12, T + 4, dtype=DTYPES[1])[..., 4:]
+        weight, bias = self.normal(12, W, dtype=DTYPES[1]), self.normal(12)
+        assert submodule("portable.causal_conv1d_quads").takes_quads(x, torch.empty_like(x))
+        args = (x, weight, bias, "silu", None, None, None, True)
+        poison(x)
+        y, final = run(*args)
+        ref_y, ref_final = reference.causal_conv1d_fwd(*wide(*args))
+        assert_close(y, ref_y)
+        assert torch.equal(final.double(), ref_final)
+
     # a sequence shorter than the taps, empty ones, the last one empty too
     @pytest.mark.parametrize("cu", [[0, 0, 2, 3, 21, 37, 37], [0, 37]], ids=str)
     @pytest.mark.parametrize("order", ["tokens", "channels"])

@@ -82,3 +82,21 @@ def test_a_triton_that_launches_otherwise(kernel, M, monkeypatch):
     assert not replay.keeps
     assert torch.equal(kernel.fused_swiglu(x, w_gate, w_up), want)
     replay.keeps = True
+
+
+@pytest.mark.parametrize("M", [3, 300, 2048])
+def test_two_devices(kernel, M):
+    """Tensors on a device that is not the current one, in turn with the current one."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    cases = [[t.to(f"cuda:{i}").requires_grad_() for t in setup_case(M)] for i in range(2)]
+    found = []
+    for _ in range(3):
+        for case in cases:
+            z = kernel.fused_swiglu(*(t.detach() for t in case))
+            y = kernel.fused_swiglu_mlp(*case, case[1].detach().t().contiguous())
+            found.append([z, y, *torch.autograd.grad(y.float().sum(), case)])
+    assert torch.cuda.current_device() == 0
+    assert all(t.device == case[0].device for case, out in zip(cases, found) for t in out)
+    for out in found[1:]:
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(out, found[0]))

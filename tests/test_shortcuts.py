@@ -7,42 +7,45 @@ from conftest import assert_close, gdn_inputs, submodule
 NAMES = ("q", "k", "v", "g", "beta")
 
 
-def key(*args):
-    return submodule("functional.common").shortcut(*args)
+@pytest.fixture
+def shortcuts(kernel):
+    return submodule("functional.common").Shortcuts()
 
 
-def test_what_makes_calls_alike(kernel):
-    x = torch.randn(2, 4, 8)
-    assert key((x, None), 1) == key((x.clone(), None), 1)
-    others = [
-        ((x[:1], None), 1), ((x.transpose(0, 1).contiguous().transpose(0, 1), None), 1),
-        ((x.double(), None), 1), ((x.clone().requires_grad_(), None), 1), ((x, x), 1),
-        ((torch.nn.Parameter(x, requires_grad=False), None), 1), ((x.to("meta"), None), 1),
-        ((x, None), 2),
-    ]  # fmt: skip
-    keys = [key((x, None), 1), *(key(*other) for other in others)]
-    assert len(set(keys)) == len(keys)
+def test_what_makes_calls_alike(shortcuts):
+    x, p = torch.randn(2, 4, 8), torch.nn.Parameter(torch.randn(4))
     with torch.no_grad():
-        assert key((x, None), 1) not in keys
+        shortcuts.keep((x, p, None), (1,), "the plan")
+        assert shortcuts.find((x.clone(), p, None), (1,)) == "the plan"
+        others = [
+            (x[:1], p, None), (x.transpose(1, 2).contiguous().transpose(1, 2), p, None),
+            (x.double(), p, None), (x.clone().requires_grad_(), p, None), (x, p.detach(), None),
+            (x, p, x), (x, None, None), (x.to("meta"), p, None), ([1.0], p, None), (x, 1.0, None),
+        ]  # fmt: skip
+        assert [shortcuts.find(other, (1,)) for other in others] == [None] * len(others)
+        assert shortcuts.find((x, p, None), (2,)) is shortcuts.find((x, p, None), ([],)) is None
+    assert shortcuts.find((x, p, None), (1,)) is None  # p asks for a gradient
 
 
-def test_where_there_is_no_shortcut(kernel):
+def test_where_there_is_no_shortcut(shortcuts):
     x = torch.randn(2)
-    assert key(([1.0],)) is None and key((x,), []) is None
+    shortcuts.keep((x,), (), "the plan")
+    found = []
     with submodule("dispatch").served():
-        assert key((x,)) is None
+        found.append(shortcuts.find((x,), ()))
     with submodule("dispatch").force("reference"):
-        assert key((x,)) is None
-    if torch.cuda.is_available():
-        with torch.autocast("cuda", torch.bfloat16):
-            assert key((x,)) is None
-    shortcut = submodule("functional.common").shortcut
+        found.append(shortcuts.find((x,), ()))
+    with torch.autocast("cpu", torch.bfloat16):
+        found.append(shortcuts.find((x,), ()))
+    torch.vmap(lambda y: found.append(shortcuts.find((y,), ())) or y)(torch.randn(3, 2))
+    assert found == [None] * 4
 
     @torch.compile(backend="eager", fullgraph=True)
     def traced(x):
-        return x + (1 if shortcut((x,)) is None else 2)
+        return x + (1 if shortcuts.find((x,), ()) is None else 2)
 
     assert torch.equal(traced(x), x + 1)
+    assert shortcuts.find((x,), ()) == "the plan"
 
 
 def far_apart(x):
@@ -61,11 +64,11 @@ def decode(kernel, x, **options):
 def test_decoding_again(kernel):
     """The second call takes the shortcut: the same bits; one that only looks alike is checked."""
     x = gdn_inputs(3, 1, 2, 4, 64, 64, torch.bfloat16, "cuda")
-    plans = submodule("functional.gdn")._plans
-    plans.clear()
+    known = submodule("functional.gdn")._decoding._known
+    known.clear()
     with torch.no_grad():
         first = decode(kernel, x)
-        assert [plan is not None for plan in plans.values()] == [True]
+        assert len(known) == 1
         for _ in range(2):
             assert all(map(torch.equal, decode(kernel, x), first))
         with submodule("dispatch").force("reference"):

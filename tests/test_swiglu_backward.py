@@ -102,6 +102,37 @@ def test_compiled_step_interpreted(kernel, on_cpu):
     assert all(torch.equal(a, b) for a, b in zip(got, want))
 
 
+def check_operators(device, dtype):
+    """Schema, fakes and autograd of the operators that tracing sees.
+
+    Of the forward's, not test_aot_dispatch_dynamic: it would return gate_up to a user, who never
+    has it, and which the backward overwrites.
+    """
+    some = ("test_schema", "test_autograd_registration", "test_faketensor")
+    gated, mlp = submodule("ops.swiglu_training"), submodule("ops.swiglu_mlp_training")
+    (x, w_gate, w_up, w_down, b_gate, b_up, b_down), dy = inputs(20, 24, 16, 8, dtype, device)
+    leaves = [t.requires_grad_() for t in (x, w_gate, w_up, w_down, b_gate, b_up, b_down)]
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = leaves
+    for args in ((x, w_gate, w_up, b_gate, b_up), (x, w_gate, w_up, None, None)):
+        torch.library.opcheck(gated._swiglu_saving_fwd, (*args, "silu"), test_utils=some)
+    for recompute, keep_z in ((False, False), (True, False), (False, True)):
+        modes = ("silu", recompute, keep_z)
+        torch.library.opcheck(mlp._swiglu_mlp_fwd, (*leaves, *modes), test_utils=some)
+    tensors = [t.detach() for t in leaves]
+    gate_up, z = torch.randn(20, 48, device=device).to(dtype), torch.zeros(0, device=device)
+    needs = [True, True, False, True, False, True]
+    args = (dy, *tensors[:6], gate_up, z.to(dtype), "silu", needs)
+    torch.library.opcheck(mlp._swiglu_mlp_bwd, args)
+    dz = torch.randn(20, 24, device=device).to(dtype)
+    args = (dz, *tensors[:3], gate_up, "silu", needs[:5])
+    torch.library.opcheck(gated._swiglu_bwd, args)
+
+
+@interpreted
+def test_opcheck_interpreted(on_cpu):
+    check_operators("cpu", torch.float32)
+
+
 @interpreted
 @pytest.mark.parametrize("recompute", [False, True])
 def test_second_backward_raises_or_is_right_interpreted(kernel, on_cpu, recompute):
@@ -255,6 +286,11 @@ def test_held_memory(kernel, recompute, share):
     y = kernel.fused_swiglu_mlp(*leaves, recompute=recompute)
     held = torch.cuda.memory_allocated() - before - y.nbytes
     assert held + leaves[0].nbytes <= share * (M * K + 3 * M * N) * 2 + 2**20
+
+
+@pytest.mark.gpu
+def test_opcheck():
+    check_operators("cuda", torch.bfloat16)
 
 
 @pytest.mark.gpu

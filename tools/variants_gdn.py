@@ -45,7 +45,7 @@ def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packe
         **cu,
         **{f"{x}_strides": STRIDES for x in "qk"},
         **{f"{x}_strides": ("i32", "i32", "i32") for x in ("g", "beta")},
-        **_integers("T", "N", "NT", "heads"),
+        **_integers("T", "N", "NT"),
         "scale": "fp32",
     }
     gate = ("A_log_ptr", "dt_bias_ptr")
@@ -53,7 +53,7 @@ def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packe
         signature.update(dict.fromkeys(gate, "*fp32:16"))
     else:
         constexprs.update(dict.fromkeys(gate))
-    values = module.constexprs(dtype == "fp32", 16, R, K, l2norm, raw, False, False)
+    values = module.constexprs(dtype == "fp32", 16, R, K, l2norm, raw, False)
     constexprs = _named(module._prepare_kernel, signature, constexprs, values)
     where = ("common.gdn_prepare", "_prepare_kernel")
     return Variant(name, *where, signature, constexprs, dict(config), targets)

@@ -20,7 +20,7 @@ def _project(tokens: int, config: dict, dtype: str = "bf16") -> Variant:
         "portable.gdn_project",
         "_gdn_project_fwd_kernel",
         signature,
-        config,
+        {**config, "PDL": False},
         options,
     )
 

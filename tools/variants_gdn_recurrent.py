@@ -47,8 +47,10 @@ def _rule(name, layout, config, state):
     yield Variant(f"{name},one token", *step, pointers, one, options, ANY)
     alone = {n: kind for n, kind in pointers.items() if n != "final_ptr"}
     yield Variant(f"{name},in place", *step, alone, inplace, options, ANY)
-    signature = {**pointers, **pool, "T": "i32"}
-    yield Variant(f"{name},tokens", *loop, signature, many, options, ANY)
+    if state == F:  # tiles are kept in fp32 from token to token
+        for states in (F, X):
+            signature = {**_rule_pointers(states), **pool, "T": "i32"}
+            yield Variant(f"{name},tokens,{states[1:5]}", *loop, signature, many, options, ANY)
 
 
 def _convolution(layout, config):
@@ -64,8 +66,9 @@ def _convolution(layout, config):
         "y_strides": (STEP, far, near),
         "initial_strides": (STEP,) * 3,
     }
-    for kind in ("plain", "packed", "seq_idx"):
-        constexprs = {"W": 4, "SILU": True, "bias_ptr": None, **config}
+    for kind in ("plain",) if layout == "quads" else ("plain", "packed", "seq_idx"):
+        quads = layout == "quads"
+        constexprs = {"W": 4, "SILU": True, "bias_ptr": None, "QUADS": quads, **config}
         more = {}
         if kind == "packed":
             more = {"cu_ptr": "*i32:16", "initial_ptr": X, "final_ptr": X}
@@ -79,31 +82,27 @@ def _convolution(layout, config):
 
 
 def _layer(pdl, targets):
-    convolution = {
-        "q_ptr": X, "k_ptr": X, "v_ptr": X, "state_ptr": X, "weight_ptr": X, "y_ptr": F,
-        "strides": (STEP,) * 9, "state_strides": (STEP, "i32", 1),
+    where, held = "portable.gdn_layer_decode", {"held_ptr": X, "held_strides": (STEP, "i32", 1)}
+    parts = {"q_ptr": X, "k_ptr": X, "v_ptr": X}
+    sizes = {"H": 16, "HV": 32, "K": 128, "V": 128, "S": 4, "SILU": True, "PDL": pdl}
+    config = _config("portable_gdn_recurrent_kv_fwd")["tuned"][0]["config"]
+    rule = {
+        **parts, **held, "a_ptr": X, "b_ptr": X, "weight_ptr": X, "A_log_ptr": F, "dt_bias_ptr": F,
+        "state_ptr": F, "o_ptr": F, "state_row": STEP, "scale": "fp32",
+        "strides": (STEP,) * 7 + (STEP, "i32") * 2,
     }  # fmt: skip
-    constexprs = {
-        "bias_ptr": None, "S": 4, "HK": 2048, "K": 128, "V": 128, "D": 8192, "W": 4, "SILU": True,
-        "PDL": pdl, "BLOCK_S": 4, "BLOCK_D": 128,
+    own = {"W": 4, "BETA_SCALE": 1.0, "BLOCK_K": 128, "BLOCK_V": config["BLOCK_V"]}
+    constexprs, options = {**sizes, **own, "bias_ptr": None}, {"num_warps": config["num_warps"]}
+    name = f"portable_gdn_layer_decode,rule,PDL={pdl}"
+    yield Variant(name, where, "_layer_step_kernel", rule, constexprs, options, targets)
+    finish = {
+        **parts, **held, "o_ptr": F, "z_ptr": X, "norm_ptr": F, "y_ptr": X, "heads": STEP,
+        "eps": "fp32", "z_strides": (STEP,) * 3, "strides": (STEP,) * 9,
     }  # fmt: skip
-    where = ("portable.gdn_layer_decode", "_conv_step_kernel")
-    name = f"portable_gdn_layer_decode,convolution,PDL={pdl}"
-    yield Variant(name, *where, convolution, constexprs, {"num_warps": 1}, targets)
-    step = {
-        "qkv_ptr": F, "z_ptr": X, "a_ptr": X, "b_ptr": X, "A_log_ptr": F, "dt_bias_ptr": F,
-        "state_ptr": F, "norm_ptr": F, "y_ptr": X, "scale": "fp32",
-        "strides": (STEP,) * 3 + (STEP, "i32") * 2 + (STEP,), "eps": "fp32",
-    }  # fmt: skip
-    constexprs = {
-        "H": 16, "HV": 32, "K": 128, "V": 128, "BETA_SCALE": 1.0, "SILU": True, "PDL": pdl,
-        "BLOCK_K": 128, "BLOCK_V": 128,
-    }  # fmt: skip
-    where = ("portable.gdn_layer_decode", "_gated_step_kernel")
-    for config in _configs("portable_gdn_layer_decode"):
-        name = f"portable_gdn_layer_decode,step,PDL={pdl}"
-        own = {**constexprs, "RELOAD": config["RELOAD"]}
-        yield Variant(name, *where, step, own, {"num_warps": config["num_warps"]}, targets)
+    own = {"HK": 2048, "WIDE": 128, "D": 8192, "BLOCK_V": 128, "BLOCK_S": 4, "BLOCK_D": 128}
+    name = f"portable_gdn_layer_decode,finish,PDL={pdl}"
+    options = {"num_warps": 1}
+    yield Variant(name, where, "_layer_finish_kernel", finish, {**sizes, **own}, options, targets)
 
 
 def _norm(config, D):
@@ -120,12 +119,12 @@ def _norm(config, D):
 
 def _all():
     for layout in ("vk", "kv"):
-        for config in _configs(f"portable_gdn_recurrent_{layout}_fwd"):
-            for state in (F, X):
-                sizes = ",".join(f"{n}={v}" for n, v in config.items())
-                name = f"portable_gdn_recurrent_{layout}_fwd,{state[1:5]},{sizes}"
-                yield from _rule(name, layout, config, state)
-    for layout in ("td", "dt"):
+        for entry in _config(f"portable_gdn_recurrent_{layout}_fwd")["tuned"]:
+            config, state = entry["config"], F if entry["sizes"]["STATE_BYTES"] == 4 else X
+            sizes = ",".join(f"{n}={v}" for n, v in config.items())
+            name = f"portable_gdn_recurrent_{layout}_fwd,{state[1:5]},{sizes}"
+            yield from _rule(name, layout, config, state)
+    for layout in ("td", "dt", "quads"):
         for config in _configs(f"portable_causal_conv1d_{layout}_fwd"):
             yield from _convolution(layout, config)
     yield from _layer(False, ANY)

@@ -16,17 +16,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ..device import multiprocessor_count, overlaps_launches
 from ..tuning import lookup
+from .gdn_inverse import keep_blocks, kept_blocks, minus_abs, store_inverse
 from .launch import prepare, specialized_on, steps
 
 CHUNK = 64
+UNITS = 4  # value heads of a program that are inverted at once: a warp each
 # fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
 EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
-
-# Programs of a grid that runs at once: there a scan that begins early costs prepare nothing (H200:
-# 2 us less a call; on grids of several waves it takes their place, 2 % more).
-SMALL_GRID = tl.constexpr(1024)
 
 
 @triton.jit
@@ -87,10 +84,8 @@ def write_strength(beta, mask, BETA_MAX: tl.constexpr):
 
 
 @triton.jit
-def _sum_and_keep(g, beta, next_g, next_beta):
-    """Cumulative sum of g. That beta goes through the scan keeps Triton from loading it once more
-    for each layout in which it is needed: 16 scattered loads a thread where 4 from shared do."""
-    return g + next_g, next_beta
+def _product(x, y):
+    return x * y
 
 
 @triton.jit
@@ -100,7 +95,7 @@ def _store_factors(
     A_log_ptr,  # [HV] or None
     dt_bias_ptr,  # [HV] or None
     f_ptr,  # [heads, 4, C] fp32
-    gates_ptr,  # [heads, 2, C] fp32: g and beta, read again in the layouts of the [C, C] tiles
+    gates_ptr,  # [heads, GATES, C] fp32: read again in the layouts of the [C, C] tiles
     decay_ptr,  # [heads] fp32
     g_strides,  # of B, T, HV
     beta_strides,
@@ -110,12 +105,17 @@ def _store_factors(
     rk,  # [C] fp32
     rq,  # [C] fp32, with the scale
     heads,
-    BLOCK_R: tl.constexpr,
+    UNITS: tl.constexpr,
     BETA_MAX: tl.constexpr,
+    GATES: tl.constexpr,
 ):
-    """F, and log2 of a bound of the norm of the chunk's transition, for all heads at once."""
+    """F, the gates and log2 of a bound of the norm of the chunk's transition, all heads at once.
+
+    Gates: G; exp2(-|G - G_r|) for r the last token before the middle of token's half; the same for
+    the chunk's middle; beta. The second or third make Gam_ij for tokens on two sides of an r.
+    """
     i = tl.arange(0, 64)[:, None]
-    r = tl.arange(0, BLOCK_R)[None, :]
+    r = tl.arange(0, UNITS)[None, :]
     has = r < heads
     mask = ok[:, None] & has
     g = tl.load(g_ptr + i * g_strides[1] + r * g_strides[2], mask=mask, other=0.0)
@@ -125,59 +125,95 @@ def _store_factors(
     beta = write_strength(beta, mask, BETA_MAX)
     G = tl.cumsum(g, axis=0)
     G_end = tl.sum(g, axis=0)[None, :]  # [1, heads]
-    tl.store(gates_ptr + r * 128 + i, g, mask=tl.broadcast_to(has, (64, BLOCK_R)))
-    tl.store(gates_ptr + r * 128 + 64 + i, beta, mask=tl.broadcast_to(has, (64, BLOCK_R)))
+    at = gates_ptr + r * (64 * GATES)
+    all_has = tl.broadcast_to(has, (64, UNITS))
+    tl.store(at + i, G, mask=all_has)
+    tl.store(at + 192 + i, beta, mask=all_has)
+    tl.debug_barrier()  # G_r of other threads
+    quarter = tl.where(i < 32, tl.load(at + 15, mask=has), tl.load(at + 47, mask=has))
+    tl.store(at + 64 + i, tl.exp2(minus_abs(G - quarter)), mask=all_has)
+    tl.store(at + 128 + i, tl.exp2(minus_abs(G - tl.load(at + 31, mask=has))), mask=all_has)
     at = f_ptr + r * 256 + i
-    has = tl.broadcast_to(has, (64, BLOCK_R))
-    tl.store(at, tl.exp2(G) * rk[:, None], mask=has)
-    tl.store(at + 64, tl.exp2(tl.minimum(G_end - G, 0.0)) * rk[:, None], mask=has)
-    tl.store(at + 128, tl.exp2(G) * rq[:, None], mask=has)
-    tl.store(at + 192, tl.broadcast_to(tl.exp2(G_end), (64, BLOCK_R)), mask=has)
+    tl.store(at, tl.exp2(G) * rk[:, None], mask=all_has)
+    tl.store(at + 64, tl.exp2(minus_abs(G_end - G)) * rk[:, None], mask=all_has)
+    tl.store(at + 128, tl.exp2(G) * rq[:, None], mask=all_has)
+    tl.store(at + 192, tl.broadcast_to(tl.exp2(G_end), (64, UNITS)), mask=all_has)
     # a token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|)
-    stretch = tl.sum(tl.log2(tl.maximum(tl.abs(1.0 - beta * k2[:, None]), 1.0)), axis=0)
-    tl.store(decay_ptr + r, G_end + stretch[None, :], mask=r < heads)
+    stretch = tl.reduce(tl.maximum(tl.abs(1.0 - beta * k2[:, None]), 1.0), 0, _product)
+    tl.store(decay_ptr + r, G_end + tl.log2(stretch)[None, :], mask=has)
 
 
 @triton.jit
-def _level(i, j, S: tl.constexpr):
-    """Where the blocks below the diagonal lie that join two S x S blocks into one of 2S x 2S."""
-    return (i // S == j // S + 1) & ((j // S) % 2 == 0)
+def _prepare_key(
+    q_ptr,  # [C, K]
+    k_ptr,  # [C, K]
+    g_ptr,  # [C, heads]
+    beta_ptr,  # [C, heads]
+    A_log_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV] or None
+    tb_ptr,  # [heads, C, C]
+    p_ptr,  # [heads, C, C]
+    f_ptr,  # [heads, 4, C] fp32
+    gates_ptr,  # [heads, GATES, C] fp32
+    decay_ptr,  # [heads] fp32
+    q_stride,  # of T
+    k_stride,
+    g_strides,  # of B, T, HV
+    beta_strides,
+    ok,  # [C]
+    hv0,
+    heads,
+    scale,
+    K: tl.constexpr,
+    L2NORM: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNITS: tl.constexpr,
+    GATES: tl.constexpr,
+    KEPT: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """P, F and the gates of one chunk and key head; K K^T goes, in KEPT, where Tb will stand."""
+    t = tl.arange(0, 64)
+    i = t[:, None]
+    j = t[None, :]
+    kk = tl.zeros((64, 64), tl.float32)
+    qk = tl.zeros((64, 64), tl.float32)
+    qq = tl.zeros((64, 64), tl.float32)
+    for k0 in range(0, K, BLOCK_K):  # a loop in the code too: unrolled it spills on sm_80
+        d = k0 + tl.arange(0, BLOCK_K)[None, :]
+        mask = ok[:, None] & (d < K)
+        q = tl.load(q_ptr + i * q_stride + d, mask=mask, other=0.0)  # [C, BLOCK_K]
+        k = tl.load(k_ptr + i * k_stride + d, mask=mask, other=0.0)  # [C, BLOCK_K]
+        kk = tl.dot(k, tl.trans(k), kk, input_precision=PREC)
+        qk = tl.dot(q, tl.trans(k), qk, input_precision=PREC)
+        if L2NORM:  # the tensor cores sum squares with fewer instructions than a reduction
+            qq = tl.dot(q, tl.trans(q), qq, input_precision=PREC)
+    k2 = _diagonal(kk, i, j)  # [C] fp32, |k|^2
+    one = tl.where(ok, 1.0, 0.0)  # [C] fp32
+    unit = one * tl.rsqrt(k2 + 1e-6)  # [C] fp32, makes keys of length 1
+    keep_blocks(tb_ptr.to(tl.pointer_type(KEPT)), (kk * -unit[:, None] * unit[None, :]).to(KEPT))
+    rq = one * scale  # [C] fp32
+    rk = one  # [C] fp32
+    if L2NORM:
+        rq *= tl.rsqrt(_diagonal(qq, i, j) + 1e-6)
+        rk = unit
+        k2 *= rk * rk
+    else:
+        for head in range(heads):
+            tl.store(gates_ptr + (head * GATES + 4) * 64 + t, tl.sqrt(k2 + 1e-6))
+    qk = tl.where(i >= j, qk * rq[:, None] * rk[None, :], 0.0)
+    _store_factors(
+        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, f_ptr, gates_ptr, decay_ptr, g_strides,
+        beta_strides, ok, hv0, k2, rk, rq, heads, UNITS, BETA_MAX, GATES,
+    )  # fmt: skip
+    for head in range(heads):
+        G = gates_ptr + head * (64 * GATES)
+        gam = tl.exp2(minus_abs(tl.load(G + i) - tl.load(G + j)))  # [C, C] fp32
+        tl.store(p_ptr + head * 4096 + i * 64 + j, (qk * gam).to(p_ptr.dtype.element_ty))
 
 
-@triton.jit
-def _join_pairs(x, m, S: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
-    """From the inverses x of the S x S blocks of the diagonal to those of 2S x 2S.
-
-    Below the diagonal of [[A, 0], [-M, D]]^-1 stands D^-1 M A^-1.
-    """
-    low = m * _level(tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :], S).to(DOT)
-    y = tl.dot(x.to(DOT), low, input_precision=PREC).to(DOT)
-    return tl.dot(y, x.to(DOT), x, input_precision=PREC)
-
-
-@triton.jit
-def unit_lower_inverse(m, DOT: tl.constexpr, PREC: tl.constexpr):
-    """(I - m)^-1 of a strictly lower [C, C] fp32 tile: blocks of 16 first, then pairs of blocks.
-
-    For unit keys every product on the way stays within 1, so nothing is lost to cancellation.
-    """
-    a = tl.arange(0, 16)[None, :, None]
-    b = tl.arange(0, 16)[None, None, :]
-    own = tl.arange(0, 4)[:, None, None, None] == tl.arange(0, 4)[None, None, :, None]
-    own = own.to(tl.float32)
-    diag = tl.sum(tl.reshape(m, (4, 16, 4, 16)) * own, axis=2)  # [4, 16, 16] fp32
-    x = tl.where(a == b, 1.0, tl.where(_level(a, b, 1), diag, 0.0))
-    d = diag.to(DOT)
-    for s in tl.static_range(1, 4):
-        y = tl.dot(x.to(DOT), d, input_precision=PREC).to(DOT)
-        z = tl.dot(y, x.to(DOT), input_precision=PREC)
-        x = tl.where(_level(a, b, 2**s), z, x)
-    x = tl.reshape(x[:, :, None, :] * own, (64, 64))
-    x = _join_pairs(x, m.to(DOT), 16, DOT, PREC)
-    return _join_pairs(x, m.to(DOT), 32, DOT, PREC)
-
-
-@triton.jit(do_not_specialize=["T", "N", "NT", "heads"])
+@triton.jit(do_not_specialize=["T", "N", "NT"])
 def _prepare_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -189,7 +225,7 @@ def _prepare_kernel(
     tb_ptr,  # [rows, HV, C, C]
     p_ptr,  # [rows, HV, C, C]
     f_ptr,  # [rows, HV, 4, C] fp32
-    gates_ptr,  # [rows, HV, 2, C] fp32, scratch
+    gates_ptr,  # [rows, HV, GATES, C] fp32, scratch
     decay_ptr,  # [rows, HV] fp32
     q_strides,  # of B, T, H
     k_strides,
@@ -198,84 +234,58 @@ def _prepare_kernel(
     T,
     N,
     NT,  # ceil(T / C), equal length
-    heads,
     scale,
     H: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
     L2NORM: tl.constexpr,
     BETA_MAX: tl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
+    KEYS: tl.constexpr,  # key heads of a program
+    UNITS: tl.constexpr,  # value heads of a program, at most
     BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
+    GATES: tl.constexpr,
+    KEPT: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
-    OVERLAPS: tl.constexpr,  # the next launch may begin before this one has ended
 ):
-    """Tb, P and F of one chunk and `heads` of the R value heads of one key head."""
-    if OVERLAPS:
-        if tl.num_programs(0) <= SMALL_GRID:
-            tl.extra.cuda.gdc_launch_dependents()
-    parts = H * R // heads
-    row = tl.program_id(0) // parts
-    hv0 = (tl.program_id(0) % parts).to(tl.int64) * heads
-    h = hv0 // R
+    """Tb, P and F of a chunk and up to UNITS value heads: of KEYS key heads or a part of one's."""
+    PARTS: tl.constexpr = (R + UNITS - 1) // UNITS
+    row = tl.program_id(0) // (H // KEYS * PARTS)
+    h = (tl.program_id(0) // PARTS % (H // KEYS) * KEYS).to(tl.int64)
+    part = tl.program_id(0) % PARTS * UNITS
+    hv0 = h * R + part
+    heads = R if R <= UNITS else tl.minimum(R - part, UNITS)  # of each key head
     n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
     if c * 64 >= length:
         return
     b = n.to(tl.int64) if cu_ptr is None else start * 0  # packed: a batch of one
-    t = tl.arange(0, 64)
     tok = start + c * 64  # first token, int64; offsets inside a chunk are 32-bit
-    ok = t < length - c * 64
+    ok = tl.arange(0, 64) < length - c * 64
     q_ptr += b * q_strides[0] + tok * q_strides[1] + h * q_strides[2]
     k_ptr += b * k_strides[0] + tok * k_strides[1] + h * k_strides[2]
-    g_ptr += b * g_strides[0] + tok * g_strides[1]
-    beta_ptr += b * beta_strides[0] + tok * beta_strides[1]
-    i = t[:, None]
-    j = t[None, :]
-
-    kk = tl.zeros((64, 64), tl.float32)
-    qk = tl.zeros((64, 64), tl.float32)
-    qq = tl.zeros((64, 64), tl.float32)
-    for k0 in tl.static_range(0, K, BLOCK_K):
-        d = k0 + tl.arange(0, BLOCK_K)[None, :]
-        mask = ok[:, None] & (d < K)
-        q = tl.load(q_ptr + i * q_strides[1] + d, mask=mask, other=0.0)  # [C, BLOCK_K]
-        k = tl.load(k_ptr + i * k_strides[1] + d, mask=mask, other=0.0)  # [C, BLOCK_K]
-        kk = tl.dot(k, tl.trans(k), kk, input_precision=PREC)
-        qk = tl.dot(q, tl.trans(k), qk, input_precision=PREC)
-        if L2NORM:  # the tensor cores sum squares with fewer instructions than a reduction
-            qq = tl.dot(q, tl.trans(q), qq, input_precision=PREC)
-    rq = tl.where(ok, 1.0, 0.0)  # [C] fp32
-    rk = rq
-    k2 = _diagonal(kk, i, j)  # [C] fp32, |k|^2
-    if L2NORM:
-        rq *= tl.rsqrt(_diagonal(qq, i, j) + 1e-6)
-        rk *= tl.rsqrt(k2 + 1e-6)
-        k2 *= rk * rk
-    kk = tl.where(i > j, kk * -rk[:, None] * rk[None, :], 0.0)  # negative: see the inverse
-    qk = tl.where(i >= j, qk * (scale * rq)[:, None] * rk[None, :], 0.0)
-
-    g_ptr += hv0 * g_strides[2]
-    beta_ptr += hv0 * beta_strides[2]
+    g_ptr += b * g_strides[0] + tok * g_strides[1] + hv0 * g_strides[2]
+    beta_ptr += b * beta_strides[0] + tok * beta_strides[1] + hv0 * beta_strides[2]
     unit = row.to(tl.int64) * (H * R) + hv0
-    gates_ptr += unit * 128
-    _store_factors(
-        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, f_ptr + unit * 256, gates_ptr, decay_ptr + unit,
-        g_strides, beta_strides, ok, hv0, k2, rk, rq * scale, heads, BLOCK_R, BETA_MAX,
-    )  # fmt: skip
-    tl.debug_barrier()  # the gates are read by other threads than wrote them
     tb_ptr += unit * 4096
     p_ptr += unit * 4096
-    for head in range(heads):
-        g = tl.load(gates_ptr + head * 128 + t)  # [C] fp32, log2
-        beta = tl.load(gates_ptr + head * 128 + 64 + t)  # [C] fp32
-        G, beta = tl.associative_scan((g, beta), 0, _sum_and_keep)
-        gam = tl.exp2(tl.minimum(G[:, None] - G[None, :], 100.0))  # finite above the diagonal too
-        p = qk * gam
-        tl.store(p_ptr + head * 4096 + i * 64 + j, p.to(p_ptr.dtype.element_ty))
-        m = kk * gam * beta[:, None]
-        tb = unit_lower_inverse(m, DOT, PREC) * beta[None, :]
-        tl.store(tb_ptr + head * 4096 + i * 64 + j, tb.to(tb_ptr.dtype.element_ty))
+    f_ptr += unit * 256
+    gates_ptr += unit * (64 * GATES)
+    decay_ptr += unit
+    for key in range(KEYS):
+        u = key * heads
+        _prepare_key(
+            q_ptr + key * q_strides[2], k_ptr + key * k_strides[2], g_ptr + u * g_strides[2],
+            beta_ptr + u * beta_strides[2], A_log_ptr, dt_bias_ptr, tb_ptr + u * 4096,
+            p_ptr + u * 4096, f_ptr + u * 256, gates_ptr + u * (64 * GATES), decay_ptr + u,
+            q_strides[1], k_strides[1], g_strides, beta_strides, ok, hv0 + u, heads, scale, K,
+            L2NORM, BETA_MAX, BLOCK_K, UNITS, GATES, KEPT, PREC,
+        )  # fmt: skip
+    tl.debug_barrier()  # what follows was written by other threads
+    u = tl.minimum(tl.arange(0, UNITS), KEYS * heads - 1)  # warps left over repeat the last unit
+    m = kept_blocks(tb_ptr.to(tl.pointer_type(KEPT)) + (u // heads * heads)[None, :, None] * 4096)
+    tl.debug_barrier()  # Tb overwrites it
+    tb = tb_ptr + u[None, :, None] * 4096
+    store_inverse(tb, gates_ptr + u * (64 * GATES), m, L2NORM, DOT, PREC)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -292,10 +302,20 @@ def chunk_rows(T: int, B: int, cu_seqlens: Optional[torch.Tensor]) -> int:
     return T // CHUNK + cu_seqlens.shape[0] - 1
 
 
+def keys_together(H: int, R: int) -> int:
+    """Key heads of one program: so many that their value heads fill its warps, if that divides."""
+    return next(n for n in (4, 2, 1) if n * R <= UNITS and H % n == 0 or n == 1)
+
+
+def gate_rows(use_qk_l2norm: bool) -> int:
+    """Rows of the scratch for gates: without l2norm the keys' lengths are one more."""
+    return 4 if use_qk_l2norm else 5
+
+
 @functools.cache
 def constexprs(
     wide: bool, H: int, R: int, K: int, use_qk_l2norm: bool, use_beta_sigmoid: bool,
-    allow_neg_eigval: bool, overlaps: bool,
+    allow_neg_eigval: bool, 
 ) -> tuple:  # fmt: skip
     """The kernel's constexprs in their order; wide for fp32 inputs.
 
@@ -303,15 +323,13 @@ def constexprs(
     2, and fp16 has the mantissa of tf32 at twice its rate.
     """
     beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
-    block_k = min(triton.next_power_of_2(max(K, 16)), 128)
+    block_k = min(triton.next_power_of_2(max(K, 16)), 32 if wide else 64)
     dot = tl.float16 if use_qk_l2norm and not wide else tl.float32
     exactness = precision(torch.float32 if wide else torch.float16)
-    block_r = triton.next_power_of_2(R)
-    return (H, R, K, use_qk_l2norm, beta_max, block_k, block_r, dot, exactness, overlaps)
-
-
-def _processors(device: torch.device) -> int:
-    return multiprocessor_count(device.index) if device.type == "cuda" else 1
+    shape = (keys_together(H, R), UNITS, block_k)
+    kept = tl.float32 if wide else tl.float16
+    rest = (gate_rows(use_qk_l2norm), kept, dot, exactness)
+    return (H, R, K, use_qk_l2norm, beta_max, *shape, *rest)
 
 
 def gdn_prepare(
@@ -335,24 +353,24 @@ def gdn_prepare(
     p = torch.empty_like(tb)
     # one allocation: an allocation costs the host as much as a third of a launch
     n = rows * HV
-    small = q.new_empty(n * (6 * CHUNK + 1), dtype=torch.float32)
+    floats = (4 + gate_rows(use_qk_l2norm)) * CHUNK
+    small = q.new_empty(n * (floats + 1), dtype=torch.float32)
     f = small.as_strided((rows, HV, 4, CHUNK), (HV * 4 * CHUNK, 4 * CHUNK, CHUNK, 1))
-    gates = small[n * 4 * CHUNK :]  # [rows, HV, 2, C] fp32, scratch
-    decay = small.as_strided((rows, HV), (HV, 1), n * 6 * CHUNK)
+    gates = small[n * 4 * CHUNK :]  # [rows, HV, GATES, C] fp32, scratch
+    decay = small.as_strided((rows, HV), (HV, 1), n * floats)
     if rows * HV == 0:
         return tb, p, f, decay
     N = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    R = HV // H
     inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
     strides = (steps(q), steps(k), steps(g), steps(beta))
-    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, overlaps_launches(q.device))
-    fixed = constexprs(q.dtype == torch.float32, H, HV // H, K, *flags)
-    # all heads of a key head in one program share its products, if that leaves programs enough
-    heads = HV // H if rows * H >= 2 * _processors(q.device) else 1
-    options = tuple(lookup("common_gdn_prepare", q.device, R=HV // H).items())
+    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
+    fixed = constexprs(q.dtype == torch.float32, H, R, K, *flags)
+    options = tuple(lookup("common_gdn_prepare", q.device, R=R).items())
     kind = (q.device, *map(specialized_on, inputs), strides)
     prepare(_prepare_kernel, fixed, options, *kind).launch_at(
-        (rows * HV // heads, 1, 1),
+        (rows * H // keys_together(H, R) * -(-R // UNITS), 1, 1),
         (*inputs, tb, p, f, gates, decay),
-        *strides, T, N, -(-T // CHUNK), heads, scale,
+        *strides, T, N, -(-T // CHUNK), scale,
     )  # fmt: skip
     return tb, p, f, decay

@@ -6,6 +6,7 @@ more than a decoding kernel runs. A `Prepared` keeps what the first launch found
 itself; Triton's launch hooks (its profiler Proton has some) see the first launch alone.
 """
 
+import copy
 import functools
 from typing import Any, Optional, Tuple
 
@@ -69,6 +70,25 @@ def prepare(kernel, constexprs: tuple, options: tuple, *kind) -> Prepared:
     return Prepared(kernel, constexprs, options)
 
 
+def _last_step(run, grid, stream, code, arguments: tuple) -> Optional[tuple]:
+    """What Triton's launcher comes to: a function, and what that takes between the stream and the
+    arguments; None where this Triton does it otherwise. Launches nothing."""
+    taken: list = []
+    try:
+        watched = copy.copy(run)
+        last, watched.launch = run.launch, lambda *step: taken.extend(step)
+        watched(*grid, stream, *code, *arguments)
+    except AttributeError:
+        return None
+    place = len(taken) - len(arguments)
+    middle = tuple(taken[4:place])
+    if tuple(taken[:4]) != (*grid, stream) or tuple(taken[place:]) != arguments:
+        return None
+    # no memory that was allocated for this launch
+    plain = all(x is None or isinstance(x, (int, tuple)) for x in middle)
+    return (last, middle) if plain else None
+
+
 class Program:
     """A Prepared at one grid on one device, for any pointers of one kind: dtypes, which are None.
 
@@ -76,27 +96,39 @@ class Program:
     as addresses, which spares Triton a call of the driver for each.
     """
 
-    __slots__ = ("prepared", "grid", "numbers", "rest", "device")
+    __slots__ = ("prepared", "grid", "numbers", "rest", "index", "only", "step", "middle")
 
     def __init__(
         self, kernel, size: int, numbers: tuple, constexprs: tuple, options: tuple, device
     ):
         self.prepared = Prepared(kernel, constexprs, options)
         self.grid, self.numbers, self.rest = (size, 1, 1), numbers, numbers + constexprs
-        self.device = device.index
+        self.index = device.index
+        self.only = device.type != "cuda" or torch.cuda.device_count() == 1
+        self.step: Any = None
+        self.middle: tuple = ()
 
     def __call__(self, *pointers: Optional[torch.Tensor]) -> None:
-        """Launches on the device, which is the current one."""
-        addresses, bits = [], 0
-        for x in pointers:
-            address = None if x is None else x.data_ptr()
-            addresses.append(address)
-            bits |= address or 0
+        if not self.only and torch.cuda.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self(*pointers)
+        addresses = [None if x is None else x.data_ptr() for x in pointers]
+        bits = 0
+        for address in addresses:
+            if address is not None:
+                bits |= address
+        if self.step is None or bits & 15:
+            return self._first(pointers, addresses, bits)
+        stream = driver.active.get_current_stream(self.index)
+        self.step(*self.grid, stream, *self.middle, *addresses, *self.rest)
+
+    def _first(self, pointers: tuple, addresses: list, bits: int) -> None:
         prepared = self.prepared
-        if bits % 16:  # rare, and other code: Triton finds it
+        if bits & 15:  # rare, and other code: Triton finds it
             prepared.kernel[self.grid](*pointers, *self.rest, **prepared.options)
-        elif prepared.run is None:
-            prepared.launch(self.grid, *pointers, *self.numbers)
-        else:
-            stream = driver.active.get_current_stream(self.device)
-            prepared.run(*self.grid, stream, *prepared.code, *addresses, *self.rest)
+            return
+        prepared.launch(self.grid, *pointers, *self.numbers)
+        if prepared.run is not None:
+            arguments = (*addresses, *self.rest)
+            found = _last_step(prepared.run, self.grid, 0, prepared.code, arguments)
+            self.step, self.middle = found or (prepared.run, prepared.code)

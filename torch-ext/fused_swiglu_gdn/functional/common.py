@@ -1,11 +1,16 @@
 """What the public functions share."""
 
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 
 from .. import dispatch
-from ..facts import facts
+from ..facts import keep
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # another torch: every call goes the long way
+    TensorGuards = None
 
 
 def autocast(*tensors: Optional[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
@@ -30,20 +35,39 @@ def dense(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def shortcut(tensors: tuple, *options):
-    """The key of a call, under which a plan may be kept that serves the next call like it.
+class Shortcuts:
+    """Plans of calls that have passed, for calls like them.
 
-    A short call costs the host more than the GPU; whoever passed the checks, and found its kernel,
-    need not do so again. None where only the long way is right: while tracing, under autocast,
-    while calls are recorded, for arguments that are no tensors.
+    A short call costs the host more than the GPU. Whoever passed the checks and found its kernel
+    need not do so again: a plan serves all calls of the same options whose tensors have the same
+    facts (type, sizes, strides, dtype, device, whether a gradient is needed, what modes of torch
+    are on), which torch's own guards compare in a microsecond.
     """
-    if torch.compiler.is_compiling() or not dispatch.undisturbed():
-        return None
-    if torch.is_autocast_enabled("cuda"):
-        return None
-    try:
-        key = (facts(*tensors), options, torch.is_grad_enabled())
-        hash(key)
-    except (AttributeError, TypeError):  # the checks have a better message
-        return None
-    return key
+
+    def __init__(self):
+        self._known: dict = {}
+
+    def find(self, tensors: tuple, options: tuple) -> Optional[Callable]:
+        """The plan of this call, or None: then it goes the long way."""
+        if torch.compiler.is_compiling() or not dispatch.undisturbed():
+            return None
+        try:
+            known = self._known.get((tensors[0].shape, options, torch.is_grad_enabled()))
+        except (AttributeError, TypeError):  # the checks have a better message
+            return None
+        if known is None:
+            return None
+        absent, guards, plan = known
+        if absent != [x is None for x in tensors]:
+            return None
+        return plan if guards.check(*[x for x in tensors if x is not None]) else None
+
+    def keep(self, tensors: tuple, options: tuple, plan: Optional[Callable]) -> None:
+        """Keeps a plan of a call that find() had none for."""
+        if plan is None or TensorGuards is None or not dispatch.undisturbed():
+            return
+        there = [x for x in tensors if x is not None]
+        guards = TensorGuards(*there, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        absent = [x is None for x in tensors]
+        key = (tensors[0].shape, options, torch.is_grad_enabled())
+        keep(self._known, key, (absent, guards, plan))

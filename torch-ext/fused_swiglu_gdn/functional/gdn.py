@@ -1,15 +1,16 @@
 """The gated delta rule with FLA's interface: in chunks, and token by token."""
 
 import operator
-from typing import Callable, Dict, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ..checks import gdn as checks
-from ..facts import keep
 from ..ops import gdn as ops
-from .common import autocast, dense, shortcut
+from .common import Shortcuts, autocast, dense
+
+_prefilling, _decoding = Shortcuts(), Shortcuts()
 
 
 def chunk_gated_delta_rule(
@@ -91,18 +92,13 @@ def chunk_gated_delta_rule(
         allow_neg_eigval, state_v_first, use_gate_in_kernel, state_dtype, checkpoint_every,
         chunk_size,
     )  # fmt: skip
-    key = shortcut(tensors, *options)
-    plan = None if key is None else _plans.get(key)
+    plan = _prefilling.find(tensors, options)
     if plan is None:
         args = _chunk_arguments(*tensors, *options)
-        if key is not None and key not in _plans:
-            unchanged = all(map(operator.is_, tensors, args))
-            plan = keep(_plans, key, ops.plan_gdn_chunk(args) if unchanged else None)
+        if not torch.compiler.is_compiling() and all(map(operator.is_, tensors, args)):
+            _prefilling.keep(tensors, options, ops.plan_gdn_chunk(args))
     results = ops.gdn_chunk(*args, recompute) if plan is None else plan(*tensors)
     return results if checkpoint_every else results[:2]
-
-
-_plans: Dict[tuple, Optional[Callable]] = {}
 
 
 def _chunk_arguments(
@@ -177,12 +173,12 @@ def fused_recurrent_gated_delta_rule(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
         cu_seqlens,
     )  # fmt: skip
-    key = shortcut(
-        tensors, scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+    options = (
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, inplace_final_state,
         output_all_states,
     )  # fmt: skip
-    plan = None if key is None else _plans.get(key)
+    plan = _decoding.find(tensors, options)
     if plan is not None:
         return plan(*tensors)
     args = _recurrent_arguments(
@@ -190,9 +186,8 @@ def fused_recurrent_gated_delta_rule(
         allow_neg_eigval, state_v_first, output_final_state, inplace_final_state,
         output_all_states,
     )  # fmt: skip
-    if key is not None and key not in _plans:
-        unchanged = all(map(operator.is_, tensors, args))
-        keep(_plans, key, ops.plan_gdn_recurrent(args) if unchanged else None)
+    if not torch.compiler.is_compiling() and all(map(operator.is_, tensors, args)):
+        _decoding.keep(tensors, options, ops.plan_gdn_recurrent(args))
     return ops.gdn_recurrent(*args)
 
 

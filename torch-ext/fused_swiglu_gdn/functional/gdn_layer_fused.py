@@ -1,12 +1,12 @@
 """What the layers call in place of several public functions."""
 
-from typing import Callable, Dict, Optional, Tuple
+from typing import Optional, Tuple
 
+import torch
 from torch import Tensor
 
-from ..facts import keep
 from ..ops import gdn_layer_fused as ops
-from .common import shortcut
+from .common import Shortcuts
 
 
 def convolve_qkv(
@@ -75,15 +75,15 @@ def decode_step(
     """
     tensors = (q, k, v, z, a, b, conv_state, state, weight, bias)
     vectors = (A_log, dt_bias, norm_weight)
-    key = shortcut((*tensors, *vectors), activation, eps, gate_activation, allow_neg_eigval)
-    plan = None if key is None else _plans.get(key)
+    options = (activation, eps, gate_activation, allow_neg_eigval)
+    plan = _decoding.find((*tensors, *vectors), options)
     if plan is not None:
         return plan(*tensors, *vectors)
     gate_activation = "sigmoid" if gate_activation == "sigmoid" else "silu"
     args = (*tensors, activation, *vectors, eps, gate_activation, allow_neg_eigval)
-    if key is not None and key not in _plans:
-        keep(_plans, key, ops.plan_gdn_layer_decode(args))
+    if not torch.compiler.is_compiling():
+        _decoding.keep((*tensors, *vectors), options, ops.plan_gdn_layer_decode(args))
     return ops.gdn_layer_decode(*args)
 
 
-_plans: Dict[tuple, Optional[Callable]] = {}
+_decoding = Shortcuts()

@@ -1,13 +1,12 @@
 """The input projections of a GDN layer. For the layers; not part of the API."""
 
-from typing import Callable, Dict, List, Optional
+from typing import List, Optional
 
 import torch
 from torch import Tensor
 
-from ..facts import keep
 from ..ops import gdn_project as ops
-from .common import shortcut
+from .common import Shortcuts
 
 
 def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
@@ -21,8 +20,7 @@ def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
         needed, under autocast, and where no kernel serves.
     """
     sizes = [w.shape[0] for w in weights]
-    key = shortcut((x, *weights))
-    plan = None if key is None else _plans.get(key)
+    plan = _projections.find((x, *weights), ())
     if plan is not None:
         return list(plan(x, *weights).split(sizes, dim=-1))
     kind = x.device.type
@@ -33,10 +31,10 @@ def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
         return None
     if not ops.is_served(rows, weights):
         return None
-    if key is not None and rows.data_ptr() == x.data_ptr():
-        keep(_plans, key, ops.plan_gdn_project(rows, weights))
+    if not torch.compiler.is_compiling() and rows.data_ptr() == x.data_ptr():
+        _projections.keep((x, *weights), (), ops.plan_gdn_project(rows, weights))
     y = ops.gdn_project(rows, weights)  # [M, sum of N_i]
     return list(y.view(*x.shape[:-1], -1).split(sizes, dim=-1))
 
 
-_plans: Dict[tuple, Optional[Callable]] = {}
+_projections = Shortcuts()

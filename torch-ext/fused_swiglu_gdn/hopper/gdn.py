@@ -8,6 +8,7 @@ from typing import Optional, Tuple
 
 import torch
 
+from .. import device
 from ..common import gdn_prepare as common
 from ..device import capability
 from .gdn_plan import HEAD_DIM, Prepare, Scan
@@ -86,7 +87,8 @@ def gdn_prepare(
 ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Tb, P, F and decay of every chunk row and value head: the boundary of docs/gdn.md."""
     tensors = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
-    return Prepare(*tensors, scale, use_beta_sigmoid, allow_neg_eigval)(*tensors)
+    with device.on(q.device):
+        return Prepare(*tensors, scale, use_beta_sigmoid, allow_neg_eigval)(*tensors)
 
 
 def gdn_chunk_fwd(
@@ -163,9 +165,10 @@ class _Call:
         prepared=None,
     ):  # fmt: skip
         gates = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
-        if prepared is None:
-            if self.prepare is None:
-                prepared = common.gdn_prepare(*gates, *self.args[:4])
-            else:
-                prepared = self.prepare(*gates)
-        return self.scan(q, k, v, prepared, initial_state, state_indices, cu_seqlens)
+        with device.on(q.device):
+            if prepared is None:
+                if self.prepare is None:
+                    prepared = common.gdn_prepare(*gates, *self.args[:4])
+                else:
+                    prepared = self.prepare(*gates)
+            return self.scan(q, k, v, prepared, initial_state, state_indices, cu_seqlens)

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .. import device, tuning
 from ..common.primitives import activate
+from .causal_conv1d_quads import conv_quads, takes_quads
 from .causal_conv1d_rows import conv_rows
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
@@ -171,9 +172,11 @@ def _causal_conv1d_fwd_kernel(
     SILU: tl.constexpr,
     BLOCK_T: tl.constexpr,
     RUN: tl.constexpr,
+    QUADS: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program makes a tile of y (RUN: by rows); those behind the last tile, one final state."""
+    """A program makes a tile of y (RUN: by rows, QUADS: by quads of tokens); those behind the last
+    tile, one final state."""
     tiles_d = tl.cdiv(D, BLOCK_D)
     pid = tl.program_id(0)
     d0 = (pid % tiles_d) * BLOCK_D
@@ -190,6 +193,11 @@ def _causal_conv1d_fwd_kernel(
                 x_row, y_row, weight_ptr, bias_ptr, seq_row, cu_ptr, initial_ptr, x_strides[1:],
                 y_strides[1:], initial_strides, row, t0, d0, T, D, N, W, SILU, BLOCK_T, RUN,
                 BLOCK_D,
+            )  # fmt: skip
+        elif QUADS:
+            conv_quads(
+                x_row, y_row, weight_ptr, bias_ptr, x_strides[2], y_strides[2], t0, d0, T, D, W,
+                SILU, BLOCK_T, BLOCK_D,
             )  # fmt: skip
         else:
             conv_tile(
@@ -223,6 +231,8 @@ def causal_conv1d_fwd(
     y = torch.empty_like(x)  # [B, D, T]
     final = x.new_empty(N, D, W - 1) if return_final_states else None  # [N, D, W - 1]
     order = "td" if x.stride(2) > x.stride(1) else "dt"  # slow dimension first
+    quads = order == "dt" and takes_quads(x, y, seq_idx, cu_seqlens, initial_states)
+    order = "quads" if quads else order
     config = tuning.lookup(f"portable_causal_conv1d_{order}_fwd", x.device, D=D)
     tiles = triton.cdiv(T, config["BLOCK_T"])
     programs = (B * tiles + (N if return_final_states else 0)) * triton.cdiv(D, config["BLOCK_D"])
@@ -248,6 +258,7 @@ def causal_conv1d_fwd(
             N.bit_length(),
             W=W,
             SILU=activation is not None,
+            QUADS=quads,
             **config,
         )
     return y, final

@@ -52,11 +52,12 @@ def sequence_at(row, token, T, cu_ptr, N):
 
 @triton.jit
 def _advance(n, start, stop, token, cu_ptr, N):
-    """_sequence_at of a token that is not before the sequence at hand."""
-    while (token >= stop) & (n < N - 1):
-        n += 1
-        start = stop
-        stop = tl.load(cu_ptr + n + 1).to(tl.int64)
+    """sequence_at of a token that is not before the sequence at hand."""
+    if cu_ptr is not None:
+        while (token >= stop) & (n < N - 1):
+            n += 1
+            start = stop
+            stop = tl.load(cu_ptr + n + 1).to(tl.int64)
     return n, start, stop
 
 
@@ -77,13 +78,12 @@ def _alone(first, start, stop, seq_ptr, cu_ptr, initial_ptr, T, W: tl.constexpr,
 
 
 @triton.jit
-def _together(token, back, position, seq_ptr, T):
+def _together(token, back, position, seq_ptr):
     """Whether the token so many back belongs to the same sequence."""
     together = position >= back
     if seq_ptr is not None:
-        there = together & (token < T)
-        theirs = tl.load(seq_ptr + token - back, mask=there, other=0)
-        together = there & (theirs == tl.load(seq_ptr + token, mask=there, other=0))
+        theirs = tl.load(seq_ptr + token - back, mask=together, other=0)
+        together = together & (theirs == tl.load(seq_ptr + token))
     return together
 
 
@@ -123,42 +123,45 @@ def conv_rows(
         tap = tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
         taps = taps + (tap,)
     n, start, stop = sequence_at(row, t0, T, cu_ptr, N)
+    SIMPLE: tl.constexpr = seq_ptr is None and cu_ptr is None and initial_ptr is None
     for run in range(0, tl.cdiv(tl.minimum(T - t0, BLOCK_T), RUN)):
         first = t0 + run * RUN
-        x_at = x_ptr + first.to(tl.int64) * x_strides[0] + local_d * x_strides[1]
-        y_at = y_ptr + first.to(tl.int64) * y_strides[0] + local_d * y_strides[1]
-        rows = ()
-        for i in tl.static_range(1 - W, RUN):  # every load is under way before the first is used
-            there = (first + i >= 0) & (first + i < T)
-            x = tl.load(x_at + i * x_strides[0], mask=mask_d & there, other=0.0)  # [BLOCK_D]
-            rows = rows + (x,)
-        if cu_ptr is not None:
+        alone = True
+        if not SIMPLE:
             n, start, stop = _advance(n, start, stop, first, cu_ptr, N)
-        if _alone(first, start, stop, seq_ptr, cu_ptr, initial_ptr, T, W, RUN):
+            alone = _alone(first, start, stop, seq_ptr, cu_ptr, initial_ptr, T, W, RUN)
+        if alone:
+            x_at = x_ptr + first.to(tl.int64) * x_strides[0] + local_d * x_strides[1]
+            y_at = y_ptr + first.to(tl.int64) * y_strides[0] + local_d * y_strides[1]
+            rows = ()
+            for i in tl.static_range(1 - W, RUN):  # all loads are under way before the first use
+                there = (first + i >= 0) & (first + i < T)
+                x = tl.load(x_at + i * x_strides[0], mask=mask_d & there, other=0.0)  # [BLOCK_D]
+                rows = rows + (x,)
             for i in tl.static_range(RUN):
                 acc = bias
                 for back in tl.static_range(W):
                     acc += rows[i + W - 1 - back].to(tl.float32) * taps[W - 1 - back]
-                y = activate(acc, "silu") if SILU else acc
-                y = y.to(y_ptr.dtype.element_ty)
+                acc = activate(acc, "silu") if SILU else acc
+                y = acc.to(y_ptr.dtype.element_ty)
                 tl.store(y_at + i * y_strides[0], y, mask=mask_d & (first + i < T))
-        else:
-            for i in tl.static_range(RUN):
-                if cu_ptr is not None:
-                    n, start, stop = _advance(n, start, stop, first + i, cu_ptr, N)
-                position = first + i - start
+        else:  # near where a sequence begins or ends
+            for i in range(0, tl.minimum(RUN, T - first)):
+                token = first + i
+                n, start, stop = _advance(n, start, stop, token, cu_ptr, N)
+                at = token.to(tl.int64)
                 acc = bias
                 for back in tl.static_range(W):
-                    seen = rows[i + W - 1 - back].to(tl.float32)
-                    if back > 0:
-                        mine = _together(first + i, back, position, seq_ptr, T)
-                        seen = tl.where(mine, seen, 0.0)
-                    acc += seen * taps[W - 1 - back]
+                    mine = mask_d & _together(token, back, token - start, seq_ptr)
+                    x_back = x_ptr + (at - back) * x_strides[0] + local_d * x_strides[1]
+                    x = tl.load(x_back, mask=mine, other=0.0)
+                    acc += x.to(tl.float32) * taps[W - 1 - back]
                 if initial_ptr is not None:
-                    if position < W - 1:
+                    if token - start < W - 1:
                         acc = _add_initial(
-                            acc, taps, initial_ptr, initial_strides, n, position, offs_d, mask_d, W
-                        )
-                y = activate(acc, "silu") if SILU else acc
-                y = y.to(y_ptr.dtype.element_ty)
-                tl.store(y_at + i * y_strides[0], y, mask=mask_d & (first + i < T))
+                            acc, taps, initial_ptr, initial_strides, n, token - start, offs_d,
+                            mask_d, W,
+                        )  # fmt: skip
+                acc = activate(acc, "silu") if SILU else acc
+                y = acc.to(y_ptr.dtype.element_ty)
+                tl.store(y_ptr + at * y_strides[0] + local_d * y_strides[1], y, mask=mask_d)

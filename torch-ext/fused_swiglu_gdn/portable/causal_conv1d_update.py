@@ -80,6 +80,50 @@ def update_tile(
 
 
 @triton.jit
+def _packed_step(
+    x_row,  # [BLOCK_D] pointers to the token
+    y_row,  # [BLOCK_D] pointers to the token
+    state,  # [BLOCK_D] pointers to column 0
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    offs_d,
+    mask_d,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """update_tile of one token where a channel's four columns of 16 bits are one integer."""
+    state = state.to(tl.pointer_type(tl.int64))
+    held = tl.load(state, mask=mask_d, other=0)  # [BLOCK_D]
+    dtype: tl.constexpr = x_row.dtype.element_ty
+    x = tl.load(x_row, mask=mask_d, other=0.0).to(tl.int16, bitcast=True).to(tl.int64)
+    moved = ((held >> 16) & 0xFFFFFFFFFFFF) | (x << 48)
+    acc = tl.zeros(offs_d.shape, tl.float32)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    for w in tl.static_range(W):
+        tap = tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
+        seen = (moved >> (16 * (4 - W + w))).to(tl.int16).to(dtype, bitcast=True)
+        acc += tap * seen.to(tl.float32)
+    if SILU:
+        acc = activate(acc, "silu")
+    tl.store(y_row, acc.to(y_row.dtype.element_ty), mask=mask_d)
+    tl.store(state, moved, mask=mask_d)
+
+
+def _is_packed(x, conv_state, W: int) -> bool:
+    """Whether _packed_step takes a token of x [B, D, 1]."""
+    return (
+        x.dtype == conv_state.dtype
+        and x.element_size() == 2
+        and conv_state.shape[2] == 4
+        and W <= 4
+        and conv_state.stride()[1:] == (4, 1)
+        and conv_state.stride(0) % 4 == 0
+        and conv_state.data_ptr() % 8 == 0
+    )
+
+
+@triton.jit
 def _causal_conv1d_update_kernel(
     x_ptr,  # [B, D, T]
     state_ptr,  # [B, D, S]
@@ -95,6 +139,7 @@ def _causal_conv1d_update_kernel(
     W: tl.constexpr,
     SILU: tl.constexpr,
     ONE: tl.constexpr,
+    PACKED: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -104,13 +149,16 @@ def _causal_conv1d_update_kernel(
     b = (pid // tiles_d).to(tl.int64)
     offs_d = (pid % tiles_d) * BLOCK_D + tl.arange(0, BLOCK_D)
     at_d = offs_d.to(tl.int64)
-    update_tile(
-        x_ptr + b * x_strides[0] + at_d * x_strides[1],
-        y_ptr + b * y_strides[0] + at_d * y_strides[1],
-        state_ptr + b * state_strides[0] + at_d * state_strides[1],
-        weight_ptr, bias_ptr, x_strides[2], y_strides[2], state_strides[2], offs_d, offs_d < D,
-        T, S, W, SILU, ONE, BLOCK_S,
-    )  # fmt: skip
+    x_row = x_ptr + b * x_strides[0] + at_d * x_strides[1]
+    y_row = y_ptr + b * y_strides[0] + at_d * y_strides[1]
+    state = state_ptr + b * state_strides[0] + at_d * state_strides[1]
+    if PACKED:
+        _packed_step(x_row, y_row, state, weight_ptr, bias_ptr, offs_d, offs_d < D, W, SILU)
+    else:
+        update_tile(
+            x_row, y_row, state, weight_ptr, bias_ptr, x_strides[2], y_strides[2],
+            state_strides[2], offs_d, offs_d < D, T, S, W, SILU, ONE, BLOCK_S,
+        )  # fmt: skip
 
 
 def causal_conv1d_update(
@@ -143,6 +191,7 @@ def causal_conv1d_update(
             W=W,
             SILU=activation is not None,
             ONE=T == 1,
+            PACKED=T == 1 and _is_packed(x, conv_state, W),
             BLOCK_S=triton.next_power_of_2(S),
             **config,
         )

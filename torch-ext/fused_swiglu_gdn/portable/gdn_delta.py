@@ -6,6 +6,8 @@ Sizes: K and V head dims; a tile is [BLOCK_V, BLOCK_K] for states kept as [V, K]
 import triton
 import triton.language as tl
 
+_AS_USUAL = tl.constexpr("")
+
 
 @triton.jit
 def load(ptrs, mask, alive=None):
@@ -22,16 +24,16 @@ def load(ptrs, mask, alive=None):
 
 
 @triton.jit
-def store(ptrs, x, mask, alive=None):
+def store(ptrs, x, mask, alive=None, EVICT: tl.constexpr = _AS_USUAL):
     x = x.to(ptrs.dtype.element_ty)
     if mask is not None and alive is not None:
-        tl.store(ptrs, x, mask=mask & alive)
+        tl.store(ptrs, x, mask=mask & alive, eviction_policy=EVICT)
     elif mask is not None:
-        tl.store(ptrs, x, mask=mask)
+        tl.store(ptrs, x, mask=mask, eviction_policy=EVICT)
     elif alive is not None:
-        tl.store(ptrs, x, mask=alive)
+        tl.store(ptrs, x, mask=alive, eviction_policy=EVICT)
     else:
-        tl.store(ptrs, x)
+        tl.store(ptrs, x, eviction_policy=EVICT)
 
 
 @triton.jit

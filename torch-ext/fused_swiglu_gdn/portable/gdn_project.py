@@ -65,8 +65,11 @@ def _gdn_project_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,  # the next launch may begin before this one has ended
 ):
     """y = x [W_0; W_1; ...]^T; a program makes the columns [BLOCK_M, BLOCK_N] of one weight."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     column = 0
     tile, w_ptr, rows = tl.program_id(0), w0_ptr, rows0
     tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w1_ptr, rows1, BLOCK_N)
@@ -110,7 +113,7 @@ class Projection:
         BLOCK_K = math.gcd(options.pop("BLOCK_K"), K)  # nothing past a row's end is read
         numbers = (M, self.width, K, x.stride(0), *rows, *(0,) * self.missing)
         tiles = sum(-(-n // BLOCK_N) for n in rows)
-        blocks = (BLOCK_M, BLOCK_N, BLOCK_K)
+        blocks = (BLOCK_M, BLOCK_N, BLOCK_K, device.overlaps_launches(x.device))
         self.program = Program(
             _gdn_project_fwd_kernel, tiles, numbers, blocks, tuple(options.items()), x.device
         )
@@ -118,8 +121,7 @@ class Projection:
     def __call__(self, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         """x [..., K] with M rows in all -> [..., N]."""
         y = torch.empty((*x.shape[:-1], self.width), dtype=self.dtype, device=self.device)
-        with device.on(self.device):
-            self.program(x, *weights, *weights[:1] * self.missing, y)
+        self.program(x, *weights, *weights[:1] * self.missing, y)
         return y
 
 

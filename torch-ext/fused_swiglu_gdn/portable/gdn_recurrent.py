@@ -272,6 +272,6 @@ def gdn_recurrent_fwd(
     launch(
         q, k, v, g, beta, A_log, dt_bias, initial_state, final, o, state_indices,
         output_state_indices, cu_seqlens, scale, use_qk_l2norm, beta_scale, state_v_first,
-        all_states, step_config(q.device, K, initial_state, state_v_first),
+        all_states, step_config(q.device, K, 4, state_v_first),
     )  # fmt: skip
     return o, final

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import device, tuning
+from .. import tuning
 from ..common.gates import log_decay, write_strength
 from ..common.launch import Program
 from ..facts import facts, keep
@@ -46,12 +46,14 @@ def _gdn_recurrent_step_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     RELOAD: tl.constexpr,
+    EVICT: tl.constexpr,
 ):
     """A program takes one token and BLOCK_V columns of one state.
 
     INPLACE writes the tile where it was read, which takes no registers for another address.
     RELOAD reads the tile again for its update, from the cache: with fewer registers a program, more
-    programs have their loads under way.
+    programs have their loads under way. EVICT "evict_first" lets the cache drop what was written
+    before what is still to be read.
     """
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
     PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
@@ -105,14 +107,14 @@ def _gdn_recurrent_step_kernel(
             S = load(state_ptrs, mask, alive)
         S = write_step(S, k, delta, g, K_AXIS)
         if INPLACE:
-            store(state_ptrs, S, mask, alive)
+            store(state_ptrs, S, mask, alive, EVICT)
         else:
-            store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
+            store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes, EVICT)
 
 
-def step_config(device, K, state, state_v_first) -> dict:
+def step_config(device, K, size: int, state_v_first) -> dict:
+    """For tiles that are held with so many bytes an element."""
     layout = "vk" if state_v_first else "kv"
-    size = 4 if state is None else state.element_size()
     return tuning.lookup(f"portable_gdn_recurrent_{layout}_fwd", device, K=K, STATE_BYTES=size)
 
 
@@ -129,7 +131,9 @@ class Step:
     beta_scale sigmoid(beta) is meant where it is not 0.
     """
 
-    __slots__ = ("program", "device", "like_v", "final", "inplace", "moves", "copies")
+    __slots__ = (
+        "program", "device", "like_v", "like_initial", "final", "inplace", "moves", "copies",
+    )  # fmt: skip
 
     def __init__(
         self, q, k, v, g, beta, initial, write, scale, l2norm, beta_scale, state_v_first,
@@ -143,15 +147,19 @@ class Step:
         self.like_v = v.dtype == q.dtype and torch.empty_like(v).is_contiguous()
         final = (N, HV, V, K) if state_v_first else (N, HV, K, V)
         self.final = final if output_final_state and not inplace else None
+        given = initial is not None and (initial.dtype, initial.shape, initial.is_contiguous())
+        self.like_initial = self.final is not None and given == (torch.float32, final, True)
         read = 0 if initial is None else row if self.copies else initial.stride(0)
         strides = (
             q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
             g.stride(0), beta.stride(0), read, initial.stride(0) if inplace else row,
         )  # fmt: skip
-        config = step_config(q.device, K, initial, state_v_first)
+        size = 4 if initial is None else initial.element_size()
+        config = step_config(q.device, K, size, state_v_first)
         constexprs = (
             H, HV, K, V, l2norm, beta_scale, state_v_first, inplace and not self.moves,
             triton.next_power_of_2(K), config["BLOCK_V"], config["RELOAD"],
+            config["EVICT"],
         )  # fmt: skip
         size = N * HV * triton.cdiv(V, config["BLOCK_V"])
         options = (("num_warps", config["num_warps"]),)
@@ -163,14 +171,16 @@ class Step:
         self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, cu_seqlens=None
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """o and the final state, the state written, or None."""
+        # empty_like takes half the time of an allocation by shape
         o = torch.empty_like(v) if self.like_v else q.new_empty(v.shape)  # [N, 1, HV, V]
         final = initial if self.moves else None
-        if self.final is not None:
+        if self.like_initial:
+            final = torch.empty_like(initial)
+        elif self.final is not None:
             final = torch.empty(self.final, dtype=torch.float32, device=self.device)
         if self.copies:
             initial = initial.contiguous()
-        with device.on(self.device):
-            self.program(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
+        self.program(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
         return o, initial if self.inplace else final
 
 

@@ -1,0 +1,204 @@
+"""Tb of the chunked gated delta rule: the inverse of I + L, a warp for each value head.
+
+A [C, C] tile is handled as 16 x 16 blocks, the ten on and below its diagonal, each a batched
+product's operand [U, 16, 16] for U units (a unit is a chunk of one value head). Batches of products
+go to one warp each, so a unit's whole inverse stays in the registers of one warp: an accumulator is
+the left operand of the next product as it lies, and its transpose the right one. Hence every block
+that stands on the right later is computed transposed too; that costs less than a way through
+shared memory. docs/gdn.md has the maths.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def keep_blocks(ptr, x):
+    """Stores x [C, C], in blocks that lie as the lanes of a warp hold them: 8 values a lane."""
+    x = tl.reshape(
+        x, (4, 2, 8, 4, 2, 4, 2)
+    )  # block row, half, row, block column, half, pair, column
+    x = tl.reshape(tl.permute(x, (2, 5, 0, 3, 4, 1, 6)), (32, 16, 8))
+    lane = tl.arange(0, 32)[:, None, None]
+    block = tl.arange(0, 16)[None, :, None]
+    tl.store(ptr + block * 256 + lane * 8 + tl.arange(0, 8)[None, None, :], x)
+
+
+@triton.jit
+def _block(ptr, BI: tl.constexpr, BJ: tl.constexpr, TURN: tl.constexpr):
+    """Block (BI, BJ) of what keep_blocks stored at ptr [1, U, 1] -> [U, 16, 16], or turned."""
+    U: tl.constexpr = ptr.shape[1]
+    lane = tl.arange(0, 32)[:, None, None]
+    x = tl.load(ptr + (4 * BI + BJ) * 256 + lane * 8 + tl.arange(0, 8)[None, None, :])  # [32, U, 8]
+    x = tl.reshape(x, (8, 4, U, 2, 2, 2))  # row, pair, unit, column half, row half, column
+    x = tl.reshape(tl.permute(x, (2, 4, 0, 3, 1, 5)), (U, 16, 16))
+    return tl.permute(x, (0, 2, 1)) if TURN else x
+
+
+@triton.jit
+def kept_blocks(ptr):
+    """The blocks (i, j), i >= j, of a symmetric tile: ten [U, 16, 16], row by row.
+
+    Those below the diagonal are read as the transposes of those above, which lie as a product's
+    right operand does.
+    """
+    return (
+        _block(ptr, 0, 0, False),
+        _block(ptr, 0, 1, True), _block(ptr, 1, 1, False),
+        _block(ptr, 0, 2, True), _block(ptr, 1, 2, True), _block(ptr, 2, 2, False),
+        _block(ptr, 0, 3, True), _block(ptr, 1, 3, True), _block(ptr, 2, 3, True),
+        _block(ptr, 3, 3, False),
+    )  # fmt: skip
+
+
+@triton.jit
+def minus_abs(x):
+    """-|x|. As a factor, the sign is free: it goes into the instruction that takes the result."""
+    return tl.abs(x) * -1.0
+
+
+@triton.jit
+def _row(gates, WHICH: tl.constexpr, BI: tl.constexpr):
+    """16 values of a row of each unit's gates [U] -> [U, 16]."""
+    return tl.load(gates[:, None] + (WHICH * 64 + 16 * BI) + tl.arange(0, 16)[None, :])
+
+
+@triton.jit
+def _gam(gates, BI: tl.constexpr, BJ: tl.constexpr):
+    """exp2(G_i - G_j) of block (BI, BJ) -> [U, 16, 16] fp32; symmetric in diagonal blocks."""
+    if BI == BJ:
+        G = _row(gates, 0, BI)
+        return tl.exp2(minus_abs(G[:, :, None] - G[:, None, :]))
+    # a token between the two: both differences are non-positive, and their factors are stored
+    BETWEEN: tl.constexpr = 1 if BI // 2 == BJ // 2 else 2
+    return _row(gates, BETWEEN, BI)[:, :, None] * _row(gates, BETWEEN, BJ)[:, None, :]
+
+
+@triton.jit
+def _turned(x, DOT: tl.constexpr):
+    """x transposed, as a product's right operand: turned in fp32 so that Triton leaves it in
+    registers (it sends 16-bit tensors that go from here to a product through shared memory)."""
+    return tl.permute(x, (0, 2, 1)).to(DOT)
+
+
+@triton.jit
+def _level(i, j, S: tl.constexpr):
+    """Where the blocks below the diagonal lie that join two S x S blocks into one of 2S x 2S."""
+    return (i // S == j // S + 1) & ((j // S) % 2 == 0)
+
+
+@triton.jit
+def _diagonal_inverse(m, beta, DOT: tl.constexpr, PREC: tl.constexpr):
+    """(I - strictly_lower(beta_i m_ij))^-1 and its transpose, fp32; m [U, 16, 16] symmetric."""
+    i = tl.arange(0, 16)[None, :, None]
+    j = tl.arange(0, 16)[None, None, :]
+    full = m.to(tl.float32)
+    x = tl.where(i == j, 1.0, tl.where(_level(i, j, 1), full * beta[:, :, None], 0.0))
+    xt = tl.where(i == j, 1.0, tl.where(_level(j, i, 1), full * beta[:, None, :], 0.0))
+    for s in tl.static_range(1, 4):
+        low = tl.where(_level(i, j, 2**s), tl.permute(m, (0, 2, 1)), 0.0).to(DOT)
+        y = tl.dot((x * beta[:, None, :]).to(DOT), low, input_precision=PREC)
+        x = tl.dot(y.to(DOT), _turned(xt, DOT), x, input_precision=PREC)
+        xt = tl.dot(xt.to(DOT), _turned(y, DOT), xt, input_precision=PREC)
+    return x, xt
+
+
+@triton.jit
+def _beside(x, y):
+    """[x y]: [U, 16, N] twice -> [U, 16, 2 N]."""
+    xy = tl.permute(tl.join(x, y), (0, 1, 3, 2))
+    return tl.reshape(xy, (x.shape[0], 16, 2 * x.shape[2]))
+
+
+@triton.jit
+def _finish(
+    x, beta, gates, BI: tl.constexpr, BJ: tl.constexpr, GATED: tl.constexpr, TYPE: tl.constexpr
+):
+    """Block (BI, BJ) of Tb = X diag(beta); x with the decay in it or yet to come."""
+    if not GATED:
+        x *= _gam(gates, BI, BJ)
+    return (x * beta[:, None, :]).to(TYPE)
+
+
+@triton.jit
+def _store_row(tb, BI: tl.constexpr, x0, x1, x2, x3):
+    """Block row BI of each unit's Tb at tb [1, U, 1]: whole lines of 128 bytes."""
+    x = _beside(_beside(x0, x1), _beside(x2, x3))  # [U, 16, C]
+    at = (16 * BI + tl.arange(0, 16)[:, None, None]) * 64 + tl.arange(0, 64)[None, None, :]
+    tl.store(tb + at, tl.permute(x, (1, 0, 2)))  # so that the units stay a warp each
+
+
+@triton.jit
+def _gated(m, gates, DOT: tl.constexpr):
+    """The ten blocks of m with the decay between their tokens and the keys' lengths, DOT."""
+    out = ()
+    for i in tl.static_range(4):
+        for j in tl.static_range(i + 1):
+            gam = _gam(gates, i, j) * _row(gates, 4, i)[:, :, None] * _row(gates, 4, j)[:, None, :]
+            out = out + ((m[i * (i + 1) // 2 + j].to(tl.float32) * gam).to(DOT),)
+    return out
+
+
+@triton.jit
+def store_inverse(
+    tb,  # [1, U, 1] pointers to [C, C]
+    gates,  # [U] pointers to [4 or 5, C] fp32: G, factors of Gam, beta, lengths of keys
+    m,  # the ten blocks of -k_i.k_j for keys of length 1
+    UNIT_KEYS: tl.constexpr,
+    DOT: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Tb of U units. With [[A, 0], [-M, D]], below the diagonal of the inverse stands D^-1 M A^-1.
+
+    The decay is a similarity, (I + L)^-1 = diag(gam) (I + diag(beta) K K^T)^-1 diag(1 / gam). So it
+    can come last, and all heads share the blocks of K K^T: for keys of length 1, that is. With
+    others the inverse may grow beyond fp32 unless the decay comes first.
+    """
+    GATED: tl.constexpr = not UNIT_KEYS
+    TYPE: tl.constexpr = tb.dtype.element_ty
+    if GATED:
+        m = _gated(m, gates, DOT)
+    b0 = _row(gates, 3, 0)
+    b1 = _row(gates, 3, 1)
+    b2 = _row(gates, 3, 2)
+    b3 = _row(gates, 3, 3)
+    x00, t00 = _diagonal_inverse(m[0], b0, DOT, PREC)
+    x11, t11 = _diagonal_inverse(m[2], b1, DOT, PREC)
+    x22, t22 = _diagonal_inverse(m[5], b2, DOT, PREC)
+    x33, t33 = _diagonal_inverse(m[9], b3, DOT, PREC)
+    # d: beta multiplies the rows of m, that is the columns of the factor on its left; r: right
+    d11 = (x11 * b1[:, None, :]).to(DOT)
+    d22 = (x22 * b2[:, None, :]).to(DOT)
+    d33 = (x33 * b3[:, None, :]).to(DOT)
+    r00 = _turned(t00, DOT)
+    r11 = _turned(t11, DOT)
+    zero = tl.zeros_like(x00).to(TYPE)
+    x00 = _finish(x00, b0, gates, 0, 0, GATED, TYPE)
+    _store_row(tb, 0, x00, zero, zero, zero)
+    y = tl.dot(d11, m[1], input_precision=PREC)
+    x10 = tl.dot(y.to(DOT), r00, input_precision=PREC)
+    r10 = _turned(tl.dot(t00.to(DOT), _turned(y, DOT), input_precision=PREC), DOT)
+    x10 = _finish(x10, b0, gates, 1, 0, GATED, TYPE)
+    x11 = _finish(x11, b1, gates, 1, 1, GATED, TYPE)
+    _store_row(tb, 1, x10, x11, zero, zero)
+    y = tl.dot(d33, m[8], input_precision=PREC)
+    x32 = tl.dot(y.to(DOT), _turned(t22, DOT), input_precision=PREC)
+    d32 = (x32 * b2[:, None, :]).to(DOT)
+    # the join of the two 32 x 32 halves, by 16 x 16 blocks: Y = D M, X = Y A
+    y0 = tl.dot(d22, m[3], input_precision=PREC).to(DOT)
+    y1 = tl.dot(d22, m[4], input_precision=PREC).to(DOT)
+    x20 = tl.dot(y1, r10, tl.dot(y0, r00, input_precision=PREC), input_precision=PREC)
+    x21 = tl.dot(y1, r11, input_precision=PREC)
+    x20 = _finish(x20, b0, gates, 2, 0, GATED, TYPE)
+    x21 = _finish(x21, b1, gates, 2, 1, GATED, TYPE)
+    x22 = _finish(x22, b2, gates, 2, 2, GATED, TYPE)
+    _store_row(tb, 2, x20, x21, x22, zero)
+    y0 = tl.dot(d33, m[6], tl.dot(d32, m[3], input_precision=PREC), input_precision=PREC).to(DOT)
+    y1 = tl.dot(d33, m[7], tl.dot(d32, m[4], input_precision=PREC), input_precision=PREC).to(DOT)
+    x30 = tl.dot(y1, r10, tl.dot(y0, r00, input_precision=PREC), input_precision=PREC)
+    x31 = tl.dot(y1, r11, input_precision=PREC)
+    x30 = _finish(x30, b0, gates, 3, 0, GATED, TYPE)
+    x31 = _finish(x31, b1, gates, 3, 1, GATED, TYPE)
+    x32 = _finish(x32, b2, gates, 3, 2, GATED, TYPE)
+    x33 = _finish(x33, b3, gates, 3, 3, GATED, TYPE)
+    _store_row(tb, 3, x30, x31, x32, x33)
