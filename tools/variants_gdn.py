@@ -129,8 +129,9 @@ def _all():
     yield _scan("gdn_scan bf16", ANY, scan)
     yield _scan("gdn_scan fp16 packed segments", ANY, scan, "fp16", packed=True, carry=True)
     yield _scan("gdn_scan bf16 D=64", ANY, scan, D=64)
-    plain = _config("portable_gdn_scan_plain")["default"]
-    for D in (60, 100, 128, 256):
+    narrow, wide_state = _config("portable_gdn_scan_plain")["tuned"]
+    for D, entry in ((60, narrow), (100, narrow), (128, narrow), (256, wide_state)):
+        plain = entry["config"]
         yield _scan(f"gdn_scan bf16 D={D} plain", ANY, plain, D=D)
         yield _scan(f"gdn_scan bf16 D={D} plain pool", ANY, plain, D=D, packed=True, pool=True)
     wide_scan = _config("portable_gdn_scan_fp32")["default"]

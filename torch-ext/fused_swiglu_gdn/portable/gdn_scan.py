@@ -245,7 +245,7 @@ class Scan:
         self.shape = (B, T, HV, V)
         rows, own = segments(T, B, cu_seqlens, segment * 64)
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        config = lookup(f"portable_gdn_scan{kind}", v.device, units=rows * HV)
+        config = lookup(f"portable_gdn_scan{kind}", v.device, units=rows * HV, K=K)
         block_k = min(triton.next_power_of_2(max(K, 16)), config["BLOCK_K"])
         self.grid = (rows * HV * -(-V // config["BLOCK_V"]), 1, 1)
         strides = (
