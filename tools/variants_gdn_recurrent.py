@@ -82,7 +82,8 @@ def _convolution(layout, config):
 
 
 def _layer(pdl, targets):
-    where, held = "portable.gdn_layer_decode", {"held_ptr": X, "held_strides": (STEP, "i32", 1)}
+    where = "portable.gdn_layer_decode_kernels"
+    held = {"held_ptr": X, "held_strides": (STEP, "i32", 1)}
     parts = {"q_ptr": X, "k_ptr": X, "v_ptr": X}
     sizes = {"H": 16, "HV": 32, "K": 128, "V": 128, "S": 4, "SILU": True, "PDL": pdl}
     config = _config("portable_gdn_recurrent_kv_fwd")["tuned"][0]["config"]
@@ -94,7 +95,7 @@ def _layer(pdl, targets):
     own = {"W": 4, "BETA_SCALE": 1.0, "BLOCK_K": 128, "BLOCK_V": config["BLOCK_V"]}
     constexprs, options = {**sizes, **own, "bias_ptr": None}, {"num_warps": config["num_warps"]}
     name = f"portable_gdn_layer_decode,rule,PDL={pdl}"
-    yield Variant(name, where, "_layer_step_kernel", rule, constexprs, options, targets)
+    yield Variant(name, where, "layer_step_kernel", rule, constexprs, options, targets)
     finish = {
         **parts, **held, "o_ptr": F, "z_ptr": X, "norm_ptr": F, "y_ptr": X, "heads": STEP,
         "eps": "fp32", "z_strides": (STEP,) * 3, "strides": (STEP,) * 9,
@@ -102,7 +103,7 @@ def _layer(pdl, targets):
     own = {"HK": 2048, "WIDE": 128, "D": 8192, "BLOCK_V": 128, "BLOCK_S": 4, "BLOCK_D": 128}
     name = f"portable_gdn_layer_decode,finish,PDL={pdl}"
     options = {"num_warps": 1}
-    yield Variant(name, where, "_layer_finish_kernel", finish, {**sizes, **own}, options, targets)
+    yield Variant(name, where, "layer_finish_kernel", finish, {**sizes, **own}, options, targets)
 
 
 def _norm(config, D):
