@@ -81,6 +81,24 @@ def _convolution(layout, config):
         yield Variant(name, *where, {**signature, **strides, **more}, constexprs, options, ANY)
 
 
+def _prologue(packed):
+    config = _config("portable_causal_conv1d_td_fwd")["default"]
+    signature = {
+        "q_ptr": X, "k_ptr": X, "v_ptr": X, "weight_ptr": X, "y_ptr": X, "final_ptr": X,
+        "strides": (STEP,) * 9, "initial_strides": (STEP,) * 3, "T": STEP, "N": "i32",
+        "TILES_T": "i32",
+    }  # fmt: skip
+    constexprs = {
+        "bias_ptr": None, "HK": 2048, "K": 128, "V": 128, "D": 8192, "W": 4, "S": 4, "SILU": True,
+        "BLOCK_S": 4, "BLOCK_T": config["BLOCK_T"], "RUN": config["RUN"], "BLOCK_D": 128,
+    }  # fmt: skip
+    more = {"cu_ptr": "*i32:16", "initial_ptr": X}
+    (signature if packed else constexprs).update(more if packed else dict.fromkeys(more))
+    where = ("portable.gdn_layer_prologue", "_gdn_layer_prologue_kernel")
+    name = f"portable_gdn_layer_prologue,{'packed' if packed else 'plain'}"
+    return Variant(name, *where, signature, constexprs, {"num_warps": 1}, ANY)
+
+
 def _layer(pdl, targets):
     where = "portable.gdn_layer_decode_kernels"
     held = {"held_ptr": X, "held_strides": (STEP, "i32", 1)}
@@ -128,6 +146,8 @@ def _all():
     for layout in ("td", "dt", "quads"):
         for config in _configs(f"portable_causal_conv1d_{layout}_fwd"):
             yield from _convolution(layout, config)
+    yield _prologue(False)
+    yield _prologue(True)
     yield from _layer(False, ANY)
     yield from _layer(True, ("sm_90", "sm_100", "sm_120"))
     for entry in _config("portable_rms_norm_gated_fwd")["tuned"]:
