@@ -156,9 +156,9 @@ def test_keep_z_interpreted(kernel, on_cpu):
         kernel.fused_swiglu_mlp(*tensors, recompute=True, keep_z=True)
 
 
-def accumulate(kernel, dtype, device, with_main_grad, frozen=()):
+def accumulate(kernel, dtype, device, with_main_grad, frozen=(), sizes=(40, 24, 16, 8)):
     """Two steps with main_grad where named; relative errors of its sums and the gradients left."""
-    tensors, dy = inputs(40, 24, 16, 8, dtype, device)
+    tensors, dy = inputs(*sizes, dtype, device)
     leaves = [torch.nn.Parameter(t.clone(), n not in frozen) for n, t in zip(NAMES, tensors)]
     start = torch.randn(40, device=device)[0]
     for name, leaf in zip(NAMES, leaves):
@@ -260,9 +260,16 @@ def test_keep_z(kernel):
 
 @pytest.mark.gpu
 def test_main_grad(kernel):
-    """Added up in fp32, without bf16's rounding of each step's gradient and of their sum."""
-    names = ("w_gate", "w_up", "w_down")
-    assert max(accumulate(kernel, torch.bfloat16, "cuda", names).values()) < 6e-3
+    """Added up in fp32, without bf16's rounding of each step's gradient and of their sum.
+
+    Of the weights alone: in bf16 the sum of a bias's few gradients may cancel to 1e-2 of error.
+    """
+    names, sizes = ("w_gate", "w_up", "w_down"), (200, 264, 136, 72)
+    errors = accumulate(kernel, torch.bfloat16, "cuda", names, sizes=sizes)
+    rounded = accumulate(kernel, torch.bfloat16, "cuda", (), sizes=sizes)
+    for name in names:
+        assert errors[name] < 6e-3
+        assert errors[name] < rounded[name]
     errors = accumulate(kernel, torch.float32, "cuda", names[:2])
     assert max(errors.values()) < 1e-5
 

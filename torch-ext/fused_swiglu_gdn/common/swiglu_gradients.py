@@ -18,6 +18,7 @@ from .swiglu_gate import gate_bwd, gate_fwd
 
 Gradients = Tuple[Optional[Tensor], ...]
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
+ADDS_TO_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 
 
 def projections(x, w_gate, w_up, b_gate, b_up) -> Tensor:
@@ -45,11 +46,16 @@ def input_gradient(d_gate_up: Tensor, w_gate: Tensor, w_up: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b in the dtype of total, fp32: one product of cuBLAS, rounded nowhere."""
-    if a.dtype != total.dtype and a.is_cuda:
+    """total += a b in the dtype of total, fp32: one product of cuBLAS, rounded nowhere.
+
+    torch before 2.10 cannot add to fp32 what it makes of 16 bits; there the product is rounded.
+    """
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and ADDS_TO_FP32:
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     else:
-        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+        total.add_(torch.mm(a, b))
 
 
 def _weight_gradients(
