@@ -7,7 +7,6 @@ Sizes: B batch, T tokens, H query/key heads, HV value heads, K = V = 128, N sequ
 a chunk, rows of chunks as in docs/gdn.md.
 """
 
-import functools
 from typing import Optional, Tuple
 
 import torch
@@ -18,7 +17,7 @@ from ..device import multiprocessor_count
 from .gdn_carry import gdn_carry_kernel
 from .gdn_prepare import gdn_prepare_fwd_kernel
 from .gdn_scan import gdn_scan_fwd_kernel, scatter_states_kernel
-from .gluon_compat import Descriptor, gl
+from .gluon_compat import Descriptor, box
 
 HEAD_DIM = 128
 MIN_SEGMENT_TOKENS = 2048  # gdn_place.MIN_SEGMENT chunks
@@ -28,15 +27,6 @@ REGISTERS = {1: (0, 32), 2: (240, 24)}
 CAP = {1: 136, 2: 168}
 # Registers of a thread of prepare by its warps: 16 and 12 warps a multiprocessor
 PREPARE_CAP = {4: 128, 2: 168}
-
-
-@functools.cache
-def _box(dtype: torch.dtype, *shape: int):
-    """(block shape, its shared-memory layout): 128-byte swizzle, none for the one-dimensional F."""
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[
-        dtype
-    ]
-    return list(shape), gl.NVMMASharedLayout.get_default_for(list(shape), element)
 
 
 def _token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) -> tuple:
@@ -56,12 +46,12 @@ def _token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) -
     else:
         batch = strides[0] if B > 1 else token
         shape, strides = (1, B, T, H, D), (batch, batch, token, head, 1)
-    return (shape, strides, *_box(dtype, 1, 1, 64, 1, columns))
+    return (shape, strides, *box(dtype, 1, 1, 64, 1, columns))
 
 
 def _block_map(units: int, dtype: torch.dtype) -> tuple:
     """Boxes [C, C] of Tb or P [rows, HV, C, C], rows HV = units."""
-    return ((units * 64, 64), (64, 1), *_box(dtype, 64, 64))
+    return ((units * 64, 64), (64, 1), *box(dtype, 64, 64))
 
 
 def _at(kernel: Prepared, *pointers: Optional[torch.Tensor]):
@@ -165,7 +155,7 @@ class Scan:
             *(_token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k)),
             _token_map(v.shape, v.stride(), v.dtype, 64, packed),
             _token_map(v.shape, dense, v.dtype, 64, packed),
-            *(block, block, ((units * 256,), (1,), *_box(torch.float32, 256))),
+            *(block, block, ((units * 256,), (1,), *box(torch.float32, 256))),
         )
         given = map(specialized_on, (initial_state, state_indices, cu_seqlens))
         kind = (device, v.dtype, pool_step < 2**31, self.final and self.final[1], *given)

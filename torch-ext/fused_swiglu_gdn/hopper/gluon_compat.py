@@ -3,6 +3,9 @@
 Everything else in this folder imports Gluon from here and is written once.
 """
 
+import functools
+
+import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,6 +26,7 @@ __all__ = [
     "as_box",
     "as_tile",
     "barrier",
+    "box",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -66,6 +70,15 @@ def _mma_v2(a, b, acc, _semantic=None):
 
 # a b + acc by mma.sync, of operands in registers. 3.6 brought it.
 mma_v2 = getattr(hopper, "mma_v2", _mma_v2)
+
+
+ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+
+
+@functools.cache
+def box(dtype: torch.dtype, *shape: int):
+    """(block shape, its shared-memory layout): 128-byte swizzle, none for one dimension."""
+    return list(shape), gl.NVMMASharedLayout.get_default_for(list(shape), ELEMENTS[dtype])
 
 
 class Descriptor(TensorDescriptor):

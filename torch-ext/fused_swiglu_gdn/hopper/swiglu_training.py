@@ -11,16 +11,10 @@ import triton
 
 from .. import device, tuning
 from ..common.launch import prepare
-from .gluon_compat import Descriptor, gl
+from .gluon_compat import Descriptor, box
 from .swiglu_training_kernels import BM, BN, swiglu_gradient_kernel, swiglu_saving_fwd_kernel
 
-TYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-@functools.cache
-def _box(dtype: torch.dtype, *shape: int):
-    """(shape, its layout in shared memory)."""
-    return list(shape), gl.NVMMASharedLayout.get_default_for(list(shape), TYPES[dtype])
+SERVED = (torch.bfloat16, torch.float16)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -56,7 +50,7 @@ def _readable(x: torch.Tensor) -> bool:
 
 
 def serves_gradients(dy: torch.Tensor, w_down: torch.Tensor) -> bool:
-    if not _hopper(dy.device) or dy.dtype not in TYPES:
+    if not _hopper(dy.device) or dy.dtype not in SERVED:
         return False
     least = tuning.lookup("hopper_swiglu_training", dy.device)["gradient_rows"]
     return dy.shape[0] >= least and _readable(dy) and _readable(w_down)
@@ -75,11 +69,11 @@ def saving_fwd(x, w_gate, w_up, activation: str) -> Tuple[torch.Tensor, torch.Te
     with device.on(x.device):
         prepared.launch(
             grid,
-            Descriptor(x, (M, K), x.stride(), *_box(x.dtype, BM.value, BK)),
+            Descriptor(x, (M, K), x.stride(), *box(x.dtype, BM.value, BK)),
             Descriptor(
-                low, (2, N, K), (abs(apart), *low.stride()), *_box(x.dtype, 2, BN.value // 2, BK)
+                low, (2, N, K), (abs(apart), *low.stride()), *box(x.dtype, 2, BN.value // 2, BK)
             ),
-            Descriptor(gate_up, (M, 2, N), (2 * N, N, 1), *_box(x.dtype, BM.value, 1, 64)),
+            Descriptor(gate_up, (M, 2, N), (2 * N, N, 1), *box(x.dtype, BM.value, 1, 64)),
             z, M, N, K, group,
         )  # fmt: skip
     return z, gate_up
@@ -100,8 +94,8 @@ def gate_gradient(
     with device.on(dy.device):
         prepared.launch(
             grid,
-            Descriptor(dy, (M, D), dy.stride(), *_box(dy.dtype, BM.value, BK)),
-            Descriptor(w_down, (D, N), w_down.stride(), *_box(dy.dtype, BK, BN.value)),
+            Descriptor(dy, (M, D), dy.stride(), *box(dy.dtype, BM.value, BK)),
+            Descriptor(w_down, (D, N), w_down.stride(), *box(dy.dtype, BK, BN.value)),
             gate_up, z, M, N, D, group,
         )  # fmt: skip
     return z
