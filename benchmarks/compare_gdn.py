@@ -54,17 +54,17 @@ def ours(package, name, x):
     dispatch = importlib.import_module(f"{package.__name__}.dispatch")
     q, k, v, g, beta, state = x
 
-    def call():
+    def public():
         return package.chunk_gated_delta_rule(
             q, k, v, g, beta, initial_state=state, output_final_state=True,
             use_qk_l2norm_in_kernel=True,
         )  # fmt: skip
 
-    def forced():
+    def portable():
         with dispatch.force("portable"):
-            return call()
+            return public()
 
-    call = forced if name == "portable" else call
+    call = portable if name == "portable" else public
     with dispatch.served() as record:
         call()
     if record["gdn_chunk_fwd"] != [name]:

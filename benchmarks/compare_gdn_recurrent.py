@@ -132,12 +132,11 @@ def main():
         except ImportError:
             pass
     package = load_package()
-    rows = [
-        compare(package, *case, dtype, peers)
-        for case in CASES
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    save(options.json, rows, peers=peers)
+    rows = []
+    for case in CASES:
+        for dtype in (torch.float32, torch.bfloat16):
+            rows.append(compare(package, *case, dtype, peers))
+            save(options.json, rows, peers=peers)
 
 
 if __name__ == "__main__":

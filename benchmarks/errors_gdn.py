@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from compare_gdn import recurrence
+from compare_gdn_backward import recurrence
 from kernel_time import RESULTS, load_package, save
 
 GATES = ("qwen", "slow", "g=0", "g=-30")
@@ -88,7 +88,7 @@ def main():
         for case in cases:
             x = tensors(*case, dtype)
             with torch.no_grad():
-                ref = recurrence(x)
+                ref = recurrence(*(y.double() for y in x))
                 found = {}
                 for name, call in calls.items():
                     if name == "hopper" and dtype == torch.float32:

@@ -260,7 +260,17 @@ def test_repeated_keys(implementation, dtype):
     check_where_supported(implementation, arguments(x, use_qk_l2norm=True))
 
 
-HEAD_DIMS = [(60, 60), (96, 100), (128, 64), (256, 256), (16, 200), (200, 16), (192, 256), (36, 8)]
+HEAD_DIMS = [
+    (96, 96),
+    (60, 60),
+    (96, 100),
+    (128, 64),
+    (256, 256),
+    (16, 200),
+    (200, 16),
+    (192, 256),
+    (36, 8),
+]
 
 
 @pytest.mark.gpu

@@ -81,8 +81,27 @@ def _convolution(layout, config):
         yield Variant(name, *where, {**signature, **strides, **more}, constexprs, options, ANY)
 
 
+def _prologue(packed):
+    config = _config("portable_causal_conv1d_td_fwd")["default"]
+    signature = {
+        "q_ptr": X, "k_ptr": X, "v_ptr": X, "weight_ptr": X, "y_ptr": X, "final_ptr": X,
+        "strides": (STEP,) * 9, "initial_strides": (STEP,) * 3, "T": STEP, "N": "i32",
+        "TILES_T": "i32",
+    }  # fmt: skip
+    constexprs = {
+        "bias_ptr": None, "HK": 2048, "K": 128, "V": 128, "D": 8192, "W": 4, "S": 4, "SILU": True,
+        "BLOCK_S": 4, "BLOCK_T": config["BLOCK_T"], "RUN": config["RUN"], "BLOCK_D": 128,
+    }  # fmt: skip
+    more = {"cu_ptr": "*i32:16", "initial_ptr": X}
+    (signature if packed else constexprs).update(more if packed else dict.fromkeys(more))
+    where = ("portable.gdn_layer_prologue", "_gdn_layer_prologue_kernel")
+    name = f"portable_gdn_layer_prologue,{'packed' if packed else 'plain'}"
+    return Variant(name, *where, signature, constexprs, {"num_warps": 1}, ANY)
+
+
 def _layer(pdl, targets):
-    where, held = "portable.gdn_layer_decode", {"held_ptr": X, "held_strides": (STEP, "i32", 1)}
+    where = "portable.gdn_layer_decode_kernels"
+    held = {"held_ptr": X, "held_strides": (STEP, "i32", 1)}
     parts = {"q_ptr": X, "k_ptr": X, "v_ptr": X}
     sizes = {"H": 16, "HV": 32, "K": 128, "V": 128, "S": 4, "SILU": True, "PDL": pdl}
     config = _config("portable_gdn_recurrent_kv_fwd")["tuned"][0]["config"]
@@ -94,7 +113,7 @@ def _layer(pdl, targets):
     own = {"W": 4, "BETA_SCALE": 1.0, "BLOCK_K": 128, "BLOCK_V": config["BLOCK_V"]}
     constexprs, options = {**sizes, **own, "bias_ptr": None}, {"num_warps": config["num_warps"]}
     name = f"portable_gdn_layer_decode,rule,PDL={pdl}"
-    yield Variant(name, where, "_layer_step_kernel", rule, constexprs, options, targets)
+    yield Variant(name, where, "layer_step_kernel", rule, constexprs, options, targets)
     finish = {
         **parts, **held, "o_ptr": F, "z_ptr": X, "norm_ptr": F, "y_ptr": X, "heads": STEP,
         "eps": "fp32", "z_strides": (STEP,) * 3, "strides": (STEP,) * 9,
@@ -102,7 +121,7 @@ def _layer(pdl, targets):
     own = {"HK": 2048, "WIDE": 128, "D": 8192, "BLOCK_V": 128, "BLOCK_S": 4, "BLOCK_D": 128}
     name = f"portable_gdn_layer_decode,finish,PDL={pdl}"
     options = {"num_warps": 1}
-    yield Variant(name, where, "_layer_finish_kernel", finish, {**sizes, **own}, options, targets)
+    yield Variant(name, where, "layer_finish_kernel", finish, {**sizes, **own}, options, targets)
 
 
 def _norm(config, D):
@@ -127,6 +146,8 @@ def _all():
     for layout in ("td", "dt", "quads"):
         for config in _configs(f"portable_causal_conv1d_{layout}_fwd"):
             yield from _convolution(layout, config)
+    yield _prologue(False)
+    yield _prologue(True)
     yield from _layer(False, ANY)
     yield from _layer(True, ("sm_90", "sm_100", "sm_120"))
     for entry in _config("portable_rms_norm_gated_fwd")["tuned"]:

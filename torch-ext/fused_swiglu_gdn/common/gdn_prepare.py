@@ -135,7 +135,9 @@ def _store_factors(
     tl.store(at + 128 + i, tl.exp2(minus_abs(G - tl.load(at + 31, mask=has))), mask=all_has)
     at = f_ptr + r * 256 + i
     tl.store(at, tl.exp2(G) * rk[:, None], mask=all_has)
-    tl.store(at + 64, tl.exp2(minus_abs(G_end - G)) * rk[:, None], mask=all_has)
+    # the decay still to come is a sum of its own: G_end - G has the rounding errors of both
+    later = tl.cumsum(g, axis=0, reverse=True) - g
+    tl.store(at + 64, tl.exp2(minus_abs(later)) * rk[:, None], mask=all_has)
     tl.store(at + 128, tl.exp2(G) * rq[:, None], mask=all_has)
     tl.store(at + 192, tl.broadcast_to(tl.exp2(G_end), (64, UNITS)), mask=all_has)
     # a token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|)

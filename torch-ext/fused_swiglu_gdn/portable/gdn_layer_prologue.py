@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .. import device, tuning
-from .causal_conv1d import conv_tile, final_tile, served
+from .causal_conv1d import final_tile, served
 from .causal_conv1d_rows import conv_rows
 
 
@@ -85,16 +85,10 @@ def _gdn_layer_prologue_kernel(
         x_row, step = head_row(q_ptr, k_ptr, v_ptr, strides, row.to(tl.int64), d0, HK, K, V)
         y_row = y_ptr + row.to(tl.int64) * T * D + d0
         t0 = (tile % TILES_T) * BLOCK_T
-        if RUN:
-            conv_rows(
-                x_row, y_row, weight_ptr, bias_ptr, None, cu_ptr, initial_ptr, (step, 1), (D, 1),
-                initial_strides, row, t0, d0, T, D, N, W, SILU, BLOCK_T, RUN, BLOCK_D,
-            )  # fmt: skip
-        else:
-            conv_tile(
-                x_row, y_row, weight_ptr, bias_ptr, None, cu_ptr, initial_ptr, (step, 1), (D, 1),
-                initial_strides, row, t0, d0, T, D, N, 32, W, SILU, BLOCK_T, BLOCK_D,
-            )  # fmt: skip
+        conv_rows(
+            x_row, y_row, weight_ptr, bias_ptr, None, cu_ptr, initial_ptr, (step, 1), (D, 1),
+            initial_strides, row, t0, d0, T, D, N, W, SILU, BLOCK_T, RUN, BLOCK_D,
+        )  # fmt: skip
     elif final_ptr is not None:
         n = tile - rows * TILES_T
         row = n if cu_ptr is None else n * 0
@@ -135,6 +129,6 @@ def gdn_layer_prologue(
             T, N, tiles, HK=H * K, K=K, V=V, D=D, W=W,
             S=max(final_width, 1), SILU=activation is not None,
             BLOCK_S=triton.next_power_of_2(max(final_width, 1)), BLOCK_T=config["BLOCK_T"],
-            RUN=config["RUN"], BLOCK_D=block, num_warps=1 if config["RUN"] else config["num_warps"],
+            RUN=config["RUN"], BLOCK_D=block, num_warps=1,
         )  # fmt: skip
     return y, final
