@@ -137,6 +137,8 @@ def test_kernels(options, dtype):
     case = Case(2, 70, 1, 2, 16, 16, dtype, **options)
     got = case.gradients(submodule("portable.gdn_backward"))
     compare(got, case.expected(), dtype)
+    places = [x.untyped_storage().data_ptr() for x in got if x is not None]
+    assert len(set(places)) == len(places)  # an operator's results may not share memory
 
 
 @interpreted
@@ -260,8 +262,8 @@ def test_training_on_the_gpu(way, recompute):
         assert relative_error(a, b) < LIMIT[torch.bfloat16]
 
 
-def layer_gradients(device, way, served=True):
-    """Gradients of a step of a small GDN layer: of x and of the parameters by name."""
+def layer_gradients(device, way, seed=0):
+    """Gradients of a step of a small GDN layer under autocast: of x and of the parameters."""
     transformers = pytest.importorskip("transformers")
     from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
 
@@ -269,33 +271,30 @@ def layer_gradients(device, way, served=True):
         hidden_size=128, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=64,
         linear_value_head_dim=64, num_hidden_layers=1, layer_types=["linear_attention"],
     )  # fmt: skip
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     layer = modeling.Qwen3_5GatedDeltaNet(config, 0).to(device).train()
     x, dy = torch.randn(2, 2, 130, 128).to(device).unbind(0)
     x = x.clone().requires_grad_()
-    if served:
-        assert submodule("mapping").kernelize(layer, mode="training").served
+    assert submodule("mapping").kernelize(layer, mode="training").served
     call = torch.compile(layer) if way == "compiled" else layer
-    with torch.autocast(device, torch.bfloat16, enabled=served):
+    with torch.autocast(device, torch.bfloat16):
         y = call(x)
     y.backward(dy.to(y.dtype))
     return {"x": x.grad, **{name: p.grad for name, p in layer.named_parameters()}}
 
 
-@compiled
-@pytest.mark.parametrize(
-    "device, way",
-    [
-        ("cpu", "autocast"),
-        pytest.param("cuda", "autocast", marks=pytest.mark.gpu),
-        pytest.param("cuda", "compiled", marks=pytest.mark.gpu),
-    ],
-)
-def test_a_layer_under_autocast(device, way):
-    """Eager and compiled; its own projections are in bf16 as well, and their errors add up."""
-    want = layer_gradients(device, None, served=False)
-    for name, gradient in layer_gradients(device, way).items():
-        assert relative_error(gradient, want[name]) < 3e-2, name
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_a_layer_under_autocast(way):
+    """Against the reference under the same autocast, so that only the kernels differ.
+
+    What is small goes through l2norm and the gated norm, which enlarge the errors of bf16: 1.5e-2
+    in an interpreter with bf16 products and roundings.
+    """
+    with submodule("dispatch").force("reference"):
+        want = layer_gradients("cuda", "eager")
+    for name, gradient in layer_gradients("cuda", way).items():
+        assert relative_error(gradient, want[name]) < 3 * LIMIT[torch.bfloat16], name
 
 
 HEADS = [(1, 1), (2, 4), (4, 4), (1, 4)]

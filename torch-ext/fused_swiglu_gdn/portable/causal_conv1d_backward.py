@@ -293,7 +293,7 @@ def causal_conv1d_bwd(
                 SILU=silu, BLOCK_T=triton.next_power_of_2(W - 1), BLOCK_D=128,
             )  # fmt: skip
     sums = sums.sum((0, 1))  # [W + 1, D]
-    dbias = None if bias is None else sums[W].to(bias.dtype)
+    dbias = None if bias is None else sums[W].to(bias.dtype, copy=True)  # shares no memory
     if d_initial is not None:
         d_initial = d_initial.to(initial_states.dtype)
     return dx, sums[:W].t().contiguous().to(weight.dtype), dbias, d_initial

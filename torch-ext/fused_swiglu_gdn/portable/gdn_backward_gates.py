@@ -131,6 +131,7 @@ def gdn_backward_gates(
         )  # fmt: skip
     if sums is None:
         return dg, dbeta, None, None
-    dA_log, ddt_bias = sums.sum(1)
-    dA_log = dA_log.to(A_log.dtype)
-    return dg, dbeta, dA_log, None if dt_bias is None else ddt_bias.to(dt_bias.dtype)
+    # two sums: the results of an operator may not share their memory
+    dA_log = sums[0].sum(0).to(A_log.dtype)
+    ddt_bias = None if dt_bias is None else sums[1].sum(0).to(dt_bias.dtype)
+    return dg, dbeta, dA_log, ddt_bias
