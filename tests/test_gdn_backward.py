@@ -289,12 +289,15 @@ def test_a_layer_under_autocast(way):
     """Against the reference under the same autocast, so that only the kernels differ.
 
     What is small goes through l2norm and the gated norm, which enlarge the errors of bf16: 1.5e-2
-    in an interpreter with bf16 products and roundings.
+    in an interpreter with bf16 products and roundings. The gradients of A_log and dt_bias are sums
+    over 260 tokens that cancel: autocast alone moves them by .1 to 8e-2 in torch's own functions
+    (eight seeds, CPU), all others by .8 to 1.5e-2.
     """
     with submodule("dispatch").force("reference"):
         want = layer_gradients("cuda", "eager")
     for name, gradient in layer_gradients("cuda", way).items():
-        assert relative_error(gradient, want[name]) < 3 * LIMIT[torch.bfloat16], name
+        limit = 1e-1 if name in ("A_log", "dt_bias") else 3 * LIMIT[torch.bfloat16]
+        assert relative_error(gradient, want[name]) < limit, name
 
 
 HEADS = [(1, 1), (2, 4), (4, 4), (1, 4)]
