@@ -19,6 +19,16 @@ def specialized_on(x: Optional[torch.Tensor]):
     return None if x is None else (x.dtype, x.data_ptr() % 16 == 0)
 
 
+def aligned(tensors) -> bool:
+    """Whether all begin at a multiple of 16 bytes: what kernels are compiled for, of what the facts
+    of a call do not tell."""
+    bits = 0
+    for x in tensors:
+        if x is not None:
+            bits |= x.data_ptr()
+    return bits % 16 == 0
+
+
 def steps(x: torch.Tensor) -> tuple:
     """Strides of B, T and heads of x [B, T, heads, ..].
 

@@ -10,6 +10,7 @@ import torch
 
 from .. import device
 from ..common import gdn_prepare as common
+from ..common.launch import aligned
 from ..device import capability
 from .gdn_plan import HEAD_DIM, Prepare, Scan
 
@@ -123,27 +124,17 @@ def gdn_chunk_fwd(
 
 def plan_gdn_chunk_fwd(*args):
     """gdn_chunk_fwd for all calls like this one, from their ten tensors."""
-    if not _aligned(args[:10]):
+    if not aligned(args[:10]):
         return None
     call, options = _Call(*args), args[10:]
 
     def run(*tensors):
-        if _aligned(tensors):
+        if aligned(tensors):
             return call(*tensors)
         tokens = (x if _reads_by_tma(x) else x.clone() for x in tensors[:3])
         return gdn_chunk_fwd(*tokens, *tensors[3:], *options)
 
     return run
-
-
-def _aligned(tensors) -> bool:
-    """Whether all begin at a multiple of 16 bytes: what kernels are compiled for, of what a plan's
-    key does not tell."""
-    bits = 0
-    for x in tensors:
-        if x is not None:
-            bits |= x.data_ptr()
-    return bits % 16 == 0
 
 
 class _Call:

@@ -6,7 +6,7 @@ import torch
 
 from .. import device
 from ..common.gdn_prepare import CHUNK, gdn_prepare
-from ..common.launch import steps
+from ..common.launch import aligned, steps
 from ..tuning import lookup
 from .gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
 from .gdn_context import Carry
@@ -71,24 +71,14 @@ def gdn_chunk_fwd(
 
 def plan_gdn_chunk_fwd(*args):
     """gdn_chunk_fwd for all calls like this one, from their ten tensors."""
-    if not _aligned(args[:10]):
+    if not aligned(args[:10]):
         return None
     call, options = _Call(*args), args[10:]
 
     def run(*tensors):
-        return call(*tensors) if _aligned(tensors) else gdn_chunk_fwd(*tensors, *options)
+        return call(*tensors) if aligned(tensors) else gdn_chunk_fwd(*tensors, *options)
 
     return run
-
-
-def _aligned(tensors) -> bool:
-    """Whether all begin at a multiple of 16 bytes: what kernels are compiled for, of what the facts
-    of a call do not tell."""
-    bits = 0
-    for x in tensors:
-        if x is not None:
-            bits |= x.data_ptr()
-    return bits % 16 == 0
 
 
 class _Call:
