@@ -37,8 +37,12 @@ def test_where_there_is_no_shortcut(shortcuts):
         found.append(shortcuts.find((x,), ()))
     with torch.autocast("cpu", torch.bfloat16):
         found.append(shortcuts.find((x,), ()))
+    other = torch.randn(2, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):  # whose dtype may be another the next time
+        shortcuts.keep((other,), (), "the plan")
+        found.append(shortcuts.find((other,), ()))
     torch.vmap(lambda y: found.append(shortcuts.find((y,), ())) or y)(torch.randn(3, 2))
-    assert found == [None] * 4
+    assert found == [None] * 5
 
     @torch.compile(backend="eager", fullgraph=True)
     def traced(x):

@@ -66,6 +66,8 @@ class Shortcuts:
         """Keeps a plan of a call that find() had none for."""
         if plan is None or TensorGuards is None or not dispatch.undisturbed():
             return
+        if torch.is_autocast_enabled(tensors[0].device.type):  # the guards do not know its dtype
+            return
         there = [x for x in tensors if x is not None]
         guards = TensorGuards(*there, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         absent = [x is None for x in tensors]
