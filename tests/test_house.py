@@ -17,7 +17,7 @@ STOREYS = [
     ("mapping",),
     ("__init__",),
 ]
-GROUND = ("_ops", "device", "facts", "tuning", "verify")
+GROUND = ("_ops", "chunks", "device", "facts", "tuning", "verify")
 STOREY = {name: level for level, names in enumerate(STOREYS) for name in names}
 SIBLINGS = {"reference": set(), "common": set(), "portable": {"common"}, "hopper": {"common"}}
 MAX_FILE, MAX_KERNEL, MAX_FUNCTION = 400, 150, 60

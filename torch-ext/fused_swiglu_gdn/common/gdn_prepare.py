@@ -16,11 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..chunks import CHUNK, chunk_rows
 from ..tuning import lookup
 from .gdn_inverse import keep_blocks, kept_blocks, minus_abs, store_inverse
 from .launch import prepare, specialized_on, steps
 
-CHUNK = 64
 UNITS = 4  # value heads of a program that are inverted at once: a warp each
 # fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
 EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
@@ -295,13 +295,6 @@ def precision(dtype: torch.dtype) -> str:
     if dtype == torch.float32 or torch.version.hip is not None:
         return EXACT_FP32
     return "tf32"
-
-
-def chunk_rows(T: int, B: int, cu_seqlens: Optional[torch.Tensor]) -> int:
-    """Rows of the prepared blocks: no prefix sum, no device value is needed; gaps are harmless."""
-    if cu_seqlens is None:
-        return B * -(-T // CHUNK)
-    return T // CHUNK + cu_seqlens.shape[0] - 1
 
 
 def keys_together(H: int, R: int) -> int:

@@ -14,6 +14,10 @@ import torch
 from triton.runtime import driver
 
 
+def address(x: Optional[torch.Tensor]) -> Optional[int]:
+    return None if x is None else x.data_ptr()
+
+
 def specialized_on(x: Optional[torch.Tensor]):
     """What Triton compiles for of a pointer: its type, whether it is there and 16-byte aligned."""
     return None if x is None else (x.dtype, x.data_ptr() % 16 == 0)
@@ -60,12 +64,13 @@ class Prepared:
             stream = active.get_current_stream(active.get_current_device())
             self.run(*grid, stream, *self.code, *args, *self.constexprs)
 
+    def at(self, *pointers: Optional[torch.Tensor]):
+        """What to launch with for the pointers: once it is compiled their addresses, which spares
+        Triton a call of the driver for each."""
+        return pointers if self.run is None else map(address, pointers)
+
     def launch_at(self, grid: Tuple[int, int, int], pointers: tuple, *numbers) -> None:
-        """launch(grid, *pointers, *numbers), with addresses for the pointers once it is compiled:
-        that spares Triton a call of the driver for each."""
-        if self.run is not None:
-            pointers = [None if x is None else x.data_ptr() for x in pointers]
-        self.launch(grid, *pointers, *numbers)
+        self.launch(grid, *self.at(*pointers), *numbers)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -124,9 +129,9 @@ class Program:
                 return self(*pointers)
         addresses = [None if x is None else x.data_ptr() for x in pointers]
         bits = 0
-        for address in addresses:
-            if address is not None:
-                bits |= address
+        for place in addresses:
+            if place is not None:
+                bits |= place
         if self.step is None or bits & 15:
             return self._first(pointers, addresses, bits)
         stream = driver.active.get_current_stream(self.index)

@@ -10,7 +10,7 @@ lies there.
 
 import copy
 import inspect
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Tuple
 
 import torch
 import triton
@@ -18,10 +18,6 @@ import triton
 from .launch import Prepared
 
 LIMIT = 512  # launches kept by one Replay: 2 KB each
-
-
-def address(x: Optional[torch.Tensor]) -> Optional[int]:
-    return None if x is None else x.data_ptr()
 
 
 def _keeping(compiled, kept: List[tuple]) -> Tuple[Any, Callable]:

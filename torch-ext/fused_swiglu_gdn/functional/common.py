@@ -30,11 +30,6 @@ def autocast(*tensors: Optional[torch.Tensor]) -> Tuple[Optional[torch.Tensor], 
     )
 
 
-def dense(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-    """x with its last dimension contiguous, the one thing that kernels ask of strides."""
-    return x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
-
-
 class Shortcuts:
     """Plans of calls that have passed, for calls like them.
 
@@ -62,14 +57,16 @@ class Shortcuts:
             return None
         return plan if guards.check(*[x for x in tensors if x is not None]) else None
 
-    def keep(self, tensors: tuple, options: tuple, plan: Optional[Callable]) -> None:
-        """Keeps a plan of a call that find() had none for."""
+    def keep(self, tensors: tuple, options: tuple, plan: Optional[Callable]) -> Optional[Callable]:
+        """Keeps a plan of a call that find() had none for; returns it, or None if it is not kept:
+        then the call has to go the long way."""
         if plan is None or TensorGuards is None or not dispatch.undisturbed():
-            return
+            return None
         if torch.is_autocast_enabled(tensors[0].device.type):  # the guards do not know its dtype
-            return
+            return None
         there = [x for x in tensors if x is not None]
         guards = TensorGuards(*there, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         absent = [x is None for x in tensors]
         key = (tensors[0].shape, options, torch.is_grad_enabled())
         keep(self._known, key, (absent, guards, plan))
+        return plan

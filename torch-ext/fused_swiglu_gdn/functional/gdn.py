@@ -8,7 +8,8 @@ from torch import Tensor
 
 from ..checks import gdn as checks
 from ..ops import gdn as ops
-from .common import Shortcuts, autocast, dense
+from ..ops.common import dense
+from .common import Shortcuts, autocast
 
 _prefilling, _decoding = Shortcuts(), Shortcuts()
 
@@ -96,7 +97,7 @@ def chunk_gated_delta_rule(
     if plan is None:
         args = _chunk_arguments(*tensors, *options)
         if not torch.compiler.is_compiling() and all(map(operator.is_, tensors, args)):
-            _prefilling.keep(tensors, options, ops.plan_gdn_chunk(args))
+            plan = _prefilling.keep(tensors, options, ops.plan_gdn_chunk(args))
     results = ops.gdn_chunk(*args, recompute) if plan is None else plan(*tensors)
     return results if checkpoint_every else results[:2]
 

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from ..checks import swiglu as checks
 from ..ops import swiglu as ops
-from .common import autocast, dense
+from ..ops.common import dense
+from .common import autocast
 
 
 def fused_swiglu(

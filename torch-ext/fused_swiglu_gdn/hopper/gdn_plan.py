@@ -11,7 +11,8 @@ from typing import Optional, Tuple
 
 import torch
 
-from ..common.gdn_prepare import EXACT_FP32, chunk_rows
+from ..chunks import chunk_rows
+from ..common.gdn_prepare import EXACT_FP32
 from ..common.launch import Prepared, prepare, specialized_on, steps
 from ..device import multiprocessor_count
 from .gdn_carry import gdn_carry_kernel
@@ -52,14 +53,6 @@ def _token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) -
 def _block_map(units: int, dtype: torch.dtype) -> tuple:
     """Boxes [C, C] of Tb or P [rows, HV, C, C], rows HV = units."""
     return ((units * 64, 64), (64, 1), *box(dtype, 64, 64))
-
-
-def _at(kernel: Prepared, *pointers: Optional[torch.Tensor]):
-    """Addresses for the pointers, once the kernel is compiled: Triton asks the driver about each
-    tensor."""
-    if kernel.run is None:
-        return pointers
-    return [None if x is None else x.data_ptr() for x in pointers]
 
 
 class Prepare:
@@ -103,7 +96,7 @@ class Prepare:
         f = small.as_strided((rows, HV, 4, C), (HV * 4 * C, 4 * C, C, 1))
         decay = small.as_strided((rows, HV), (HV, 1), rows * HV * 4 * C)
         maps = [Descriptor(x, *how) for x, how in zip((q, k, tb, p), self.maps)]
-        pointers = _at(self.kernel, *gates, f, decay)
+        pointers = self.kernel.at(*gates, f, decay)
         self.kernel.launch(self.grid, *maps, *pointers, *self.numbers)
         return tb, p, f, decay
 
@@ -190,10 +183,10 @@ class Scan:
         rest = (state_indices, cu_seqlens, decay, warm, carry)
         if split > 1:
             kernel, grid = self.transition, (2 * self.slots * HV, 1, 1)
-            pointers = _at(kernel, initial_state, final, None, *rest)
+            pointers = kernel.at(initial_state, final, None, *rest)
             kernel.launch(grid, *maps, *pointers, *self.numbers, 1)
             _carry(cu_seqlens, warm, carry, T, N, split)
-        pointers = _at(self.kernel, initial_state, final, checkpoints, *rest)
+        pointers = self.kernel.at(initial_state, final, checkpoints, *rest)
         self.kernel.launch((self.programs, 1, 1), *maps, *pointers, *self.numbers, 0)
         if pool is not None and final is not pool:
             size = HV * HEAD_DIM * HEAD_DIM

@@ -4,15 +4,15 @@ Sizes: M tokens, K model width, N hidden width. Derivation and measurements: doc
 """
 
 import functools
-from typing import NamedTuple, Optional
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .. import device, tuning
-from ..common.launch import prepare, specialized_on
-from ..common.replay import Replay, address
+from ..common.launch import address, prepare, specialized_on
+from ..common.replay import Replay
 from .swiglu_kernels import (
     swiglu_fwd_kernel,
     swiglu_three_quarter_fwd_kernel,
@@ -52,15 +52,20 @@ def rows(x, *block) -> TensorDescriptor:
     return _describe(x, list(x.shape), list(x.stride()), list(block))
 
 
+def lower(first: torch.Tensor, second: torch.Tensor) -> Tuple[torch.Tensor, int]:
+    """Which of two lies first in memory, and how many elements further on the other lies."""
+    apart = (second.data_ptr() - first.data_ptr()) // first.element_size()
+    return (first, apart) if apart > 0 else (second, -apart)
+
+
 def joined(first, second, *block) -> TensorDescriptor:
     """Two [N, K] as one [2, N, K]: the first dimension's stride is how far they lie apart.
 
     Halves of a packed and of an interleaved weight are special cases; for two allocations the
     stride is the difference of their addresses. The lower one comes first, whichever it is.
     """
-    apart = (second.data_ptr() - first.data_ptr()) // first.element_size()
-    low = first if apart > 0 else second
-    return _describe(low, [2, *low.shape], [abs(apart), *low.stride()], list(block))
+    low, apart = lower(first, second)
+    return _describe(low, [2, *low.shape], [apart, *low.stride()], list(block))
 
 
 @functools.lru_cache(maxsize=4096)

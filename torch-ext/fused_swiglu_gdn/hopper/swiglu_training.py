@@ -12,6 +12,7 @@ import triton
 from .. import device, tuning
 from ..common.launch import prepare
 from .gluon_compat import Descriptor, box
+from .swiglu import lower
 from .swiglu_training_kernels import BM, BN, swiglu_gradient_kernel, swiglu_saving_fwd_kernel
 
 SERVED = (torch.bfloat16, torch.float16)
@@ -60,9 +61,8 @@ def saving_fwd(x, w_gate, w_up, activation: str) -> Tuple[torch.Tensor, torch.Te
     """(z [M, N], gate_up [M, 2 N])."""
     (M, K), N = x.shape, w_gate.shape[0]
     z, gate_up = x.new_empty((M, N)), x.new_empty((M, 2 * N))
-    apart = (w_up.data_ptr() - w_gate.data_ptr()) // x.element_size()
-    low = w_gate if apart > 0 else w_up
-    constexprs = (apart < 0, activation)
+    low, apart = lower(w_gate, w_up)
+    constexprs = (low is w_up, activation)
     tiles_n = triton.cdiv(N, BN.value // 2)
     plan = _plan(x.device, swiglu_saving_fwd_kernel, M, tiles_n, constexprs, x.dtype)
     BK, grid, group, prepared = plan
@@ -71,7 +71,7 @@ def saving_fwd(x, w_gate, w_up, activation: str) -> Tuple[torch.Tensor, torch.Te
             grid,
             Descriptor(x, (M, K), x.stride(), *box(x.dtype, BM.value, BK)),
             Descriptor(
-                low, (2, N, K), (abs(apart), *low.stride()), *box(x.dtype, 2, BN.value // 2, BK)
+                low, (2, N, K), (apart, *low.stride()), *box(x.dtype, 2, BN.value // 2, BK)
             ),
             Descriptor(gate_up, (M, 2, N), (2 * N, N, 1), *box(x.dtype, BM.value, 1, 64)),
             z, M, N, K, group,

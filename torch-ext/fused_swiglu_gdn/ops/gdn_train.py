@@ -11,11 +11,10 @@ from torch import Tensor
 
 from .. import dispatch
 from .._ops import add_op_namespace_prefix
+from ..chunks import CHUNK, chunk_rows
 from ..reference import gdn as reference
 from ..reference import gdn_backward as backward_reference
 from .common import no_second_derivative, present, serve
-
-CHUNK = 64
 
 
 @torch.library.custom_op(add_op_namespace_prefix("gdn_chunk_train"), mutates_args=())
@@ -60,12 +59,8 @@ def gdn_chunk_train(
 
 def _blocks(q, v, cu_seqlens, recompute):
     """Room for Tb, P and F; none where the gradient makes them again."""
-    rows = 0
-    if not recompute and cu_seqlens is None:
-        rows = q.shape[0] * -(-q.shape[1] // CHUNK)
-    elif not recompute:
-        rows = q.shape[1] // CHUNK + cu_seqlens.shape[0] - 1
-    HV = v.shape[2]
+    B, T, HV = v.shape[:3]
+    rows = 0 if recompute else chunk_rows(T, B, cu_seqlens)
     tb, p = q.new_empty(rows, HV, CHUNK, CHUNK), q.new_empty(rows, HV, CHUNK, CHUNK)
     return tb, p, q.new_empty(rows, HV, 4, CHUNK, dtype=torch.float32)
 

@@ -14,8 +14,8 @@ from torch.autograd.graph import increment_version
 
 from .. import dispatch
 from .._ops import add_op_namespace_prefix
-from .common import present
-from .swiglu_training import apart, dense, launcher, shapes
+from .common import dense, present
+from .swiglu_training import apart, launcher, shapes
 
 
 @torch.library.custom_op(add_op_namespace_prefix("swiglu_mlp_fwd"), mutates_args=())
@@ -75,22 +75,10 @@ def _run_bwd(
     dy, x, w_gate, w_up, w_down, b_gate, b_up, gate_up, z, activation, needs, main_grads
 ) -> tuple:
     if gate_up.numel() == 0:
-        gate_up = _again(x, w_gate, w_up, b_gate, b_up)
+        gate_up = launcher("swiglu_projections", x, w_gate, w_up, b_gate, b_up)
     z = z if z.numel() else None
     args = (dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads)
     return launcher("swiglu_mlp_bwd", *args)
-
-
-def _again(x, w_gate, w_up, b_gate, b_up) -> Tensor:
-    """gate_up [M, 2 N]: the two projections once more, without the gate."""
-    N = w_gate.shape[0]
-    gate_up = x.new_empty(x.shape[0], 2 * N)  # [M, 2 N]
-    for half, weight, bias in zip(gate_up.split(N, 1), (w_gate, w_up), (b_gate, b_up)):
-        if bias is None:
-            torch.mm(x, weight.t(), out=half)
-        else:
-            torch.addmm(bias, x, weight.t(), out=half)
-    return gate_up
 
 
 @_swiglu_mlp_bwd.register_fake

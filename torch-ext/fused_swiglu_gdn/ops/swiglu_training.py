@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from .. import dispatch
 from .._ops import add_op_namespace_prefix
-from .common import PLAIN, needs_grad, present
+from .common import PLAIN, dense, needs_grad, present
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -35,10 +35,6 @@ def trains(*args) -> bool:
     if not dispatch.has_kernels("swiglu_backward", "swiglu_bwd", x.device.type, x.device.index):
         return False
     return all(arg is None or type(arg) in PLAIN for arg in args)
-
-
-def dense(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def shapes(x, w_gate, needs) -> list:

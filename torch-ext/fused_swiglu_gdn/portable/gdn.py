@@ -5,7 +5,8 @@ from typing import Optional
 import torch
 
 from .. import device
-from ..common.gdn_prepare import CHUNK, gdn_prepare
+from ..chunks import CHUNK
+from ..common.gdn_prepare import gdn_prepare
 from ..common.launch import aligned, steps
 from ..tuning import lookup
 from .gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import CHUNK, locate, precision
+from ..chunks import CHUNK
+from ..common.gdn_prepare import locate, precision
 from ..common.launch import prepare, specialized_on, steps
 from ..tuning import lookup
 

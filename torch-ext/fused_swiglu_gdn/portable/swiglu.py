@@ -12,9 +12,9 @@ import triton
 import triton.language as tl
 
 from .. import device, tuning
-from ..common.launch import prepare
+from ..common.launch import address, prepare
 from ..common.primitives import activate, grouped_tile
-from ..common.replay import Replay, address
+from ..common.replay import Replay
 from ..common.swiglu_gate import gate_fwd
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)

@@ -1,11 +1,22 @@
 """Training SwiGLU on any GPU: common/swiglu_gradients.py as it is."""
 
-from ..common.swiglu_gradients import SERVED, gated_gradients, mlp_gradients, saving_fwd
+from ..common.swiglu_gradients import (
+    SERVED,
+    gated_gradients,
+    mlp_gradients,
+    projections,
+    saving_fwd,
+)
 
 swiglu_saving_fwd, swiglu_bwd, swiglu_mlp_bwd = saving_fwd, gated_gradients, mlp_gradients
+swiglu_projections = projections
 
 
 def supports_swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
+    return x.dtype in SERVED
+
+
+def supports_swiglu_projections(x, w_gate, w_up, b_gate, b_up) -> bool:
     return x.dtype in SERVED
 
 

@@ -12,10 +12,9 @@ Sizes as in gdn_common.py, and C = 64 tokens a chunk.
 import torch
 import torch.nn.functional as F
 
+from ..chunks import CHUNK
 from .gdn_common import Inputs, read_state, run, silence_skipped, stacked, write_pool
 from .swiglu import at_least_fp32
-
-CHUNK = 64
 
 
 def to_chunks(x: torch.Tensor, dim: int) -> torch.Tensor:

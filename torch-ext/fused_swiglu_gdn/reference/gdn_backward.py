@@ -14,7 +14,8 @@ Sizes as in gdn_common.py, and C = 64 tokens a chunk.
 
 import torch
 
-from .gdn import CHUNK, to_chunks
+from ..chunks import CHUNK
+from .gdn import to_chunks
 from .gdn_common import Inputs, prepare_inputs, spans
 from .swiglu import at_least_fp32
 
