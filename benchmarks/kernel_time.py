@@ -1,6 +1,7 @@
 """What the compare_*.py scripts share: the package in the tree, kernel time, and the record."""
 
 import datetime
+import importlib.metadata
 import importlib.util
 import json
 import statistics
@@ -42,6 +43,20 @@ def microseconds(calls: Dict[str, Callable], rounds: int = 3, rep_ms: int = 20) 
     return {name: statistics.median(t) for name, t in times.items()}
 
 
+PEERS = ("fla-core", "flashinfer-python", "liger-kernel", "transformers", "aiter")
+
+
+def installed() -> dict:
+    """Versions of the peers that are there."""
+    found = {}
+    for name in PEERS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
 def machine() -> dict:
     import triton
 
@@ -49,6 +64,7 @@ def machine() -> dict:
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
+        "versions": installed(),
         "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
     }
 
