@@ -143,13 +143,16 @@ def test_activations_and_bias(implementation, M, activation):
 
 
 @pytest.mark.gpu
-def test_fp32_follows_torch(monkeypatch):
+def test_fp32_follows_torch():
     args = inputs(200, 128, 512, torch.float32)
     ref = expected(*args, "silu")
-    errors = {}
-    for allowed in (False, True):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", allowed)
-        errors[allowed] = relative_error(serve("portable")(*args, "silu"), ref)
+    errors, before = {}, torch.backends.cuda.matmul.allow_tf32
+    try:
+        for allowed in (False, True):
+            torch.backends.cuda.matmul.allow_tf32 = allowed
+            errors[allowed] = relative_error(serve("portable")(*args, "silu"), ref)
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
     assert errors[False] < 2e-6 < errors[True] < 2e-3
 
 

@@ -20,6 +20,7 @@ from ..chunks import CHUNK, chunk_rows
 from ..tuning import lookup
 from .gdn_inverse import keep_blocks, kept_blocks, minus_abs, store_inverse
 from .launch import prepare, specialized_on, steps
+from .primitives import sequence_bounds
 
 UNITS = 4  # value heads of a program that are inverted at once: a warp each
 # fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
@@ -43,14 +44,14 @@ def locate(row, cu_ptr, T, N, ROWS, SPAN):
         end = N
         while end - n > 1:
             mid = (n + end) // 2
-            left = (tl.load(cu_ptr + mid) // SPAN + mid) > row
+            left = (tl.maximum(tl.load(cu_ptr + mid), 0) // SPAN + mid) > row
             end = tl.where(left, mid, end)
             n = tl.where(left, n, mid)
-        # clamped, so that wrong values cannot read or write out of bounds
-        start = tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), T).to(tl.int64)
-        stop = tl.minimum(tl.load(cu_ptr + n + 1), T).to(tl.int64)
-        length = tl.maximum(stop - start, 0).to(tl.int32)
+        start, stop = sequence_bounds(cu_ptr, n, T)
         span = (row - (start // SPAN + n)).to(tl.int32)
+        # a row before the first sequence, which only wrong offsets leave, has nothing to do
+        length = tl.where(span < 0, 0, stop - start).to(tl.int32)
+        span = tl.maximum(span, 0)
     return n, span, start, length
 
 

@@ -53,6 +53,18 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr, PTX: tl.constexpr = False):
 
 
 @triton.jit
+def sequence_bounds(cu_ptr, n, T):
+    """(first token, the one behind the last) of packed sequence n, int64.
+
+    Within the T tokens of the call whatever cu holds: nobody on the host has seen its values, and
+    wrong ones must not make a kernel read or write out of bounds.
+    """
+    start = tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), T).to(tl.int64)
+    stop = tl.minimum(tl.load(cu_ptr + n + 1), T).to(tl.int64)
+    return start, tl.maximum(stop, start)
+
+
+@triton.jit
 def grouped_tile(tile, tiles_m, tiles_n, group):
     """(row, column) of a tile, `group` rows of tiles at a time so that L2 keeps their operands."""
     per_group = group * tiles_n

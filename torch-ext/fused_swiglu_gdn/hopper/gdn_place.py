@@ -90,10 +90,11 @@ def _sequence(cu_ptr, slot, N):
     n = slot * 0 - 1
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
     for j in range(0, N, LOOK_BACK):
-        start = gl.load(cu_ptr + j + i, mask=j + i < N, other=0).to(gl.int32)
+        start = gl.maximum(gl.load(cu_ptr + j + i, mask=j + i < N, other=0), 0).to(gl.int32)
         n += gl.sum(((start // SPAN + j + i <= slot) & (j + i < N)).to(gl.int32), 0)
     n = gl.maximum(n, 0)
-    return n, gl.maximum(slot - gl.load(cu_ptr + n).to(gl.int32) // SPAN - n, 0)  # cu may be wrong
+    start = gl.maximum(gl.load(cu_ptr + n), 0).to(gl.int32)
+    return n, gl.maximum(slot - start // SPAN - n, 0)  # cu may be wrong
 
 
 @gluon.jit
@@ -116,7 +117,8 @@ def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transit
         if asked & (i > 0):
             warm = _warm_up(decay_ptr, block, heads, begin, limit)
     elif (i > 0) & (begin < total):
-        warm = gl.load(warm_ptr + row).to(gl.int32)
+        # nobody has written it where offsets are wrong
+        warm = gl.minimum(gl.load(warm_ptr + row), begin.to(gl.float32)).to(gl.int32)
     return begin, end, warm, asked
 
 

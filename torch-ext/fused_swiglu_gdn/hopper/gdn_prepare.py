@@ -64,7 +64,7 @@ def _locate(row, cu_ptr, T, N, NT):
         after = N
         while after - n > 1:
             mid = (n + after) // 2
-            left = gl.load(cu_ptr + mid).to(gl.int32) // C + mid > row
+            left = gl.maximum(gl.load(cu_ptr + mid), 0).to(gl.int32) // C + mid > row
             after = gl.where(left, mid, after)
             n = gl.where(left, n, mid)
         # clamped, so that wrong values cannot read or write out of bounds
@@ -211,7 +211,7 @@ def gdn_prepare_fwd_kernel(
     row = gl.program_id(0) // (HV // W)
     hv0 = gl.program_id(0) % (HV // W) * W
     batch, end, first, c, length = _locate(row, cu_ptr, T, N, NT)
-    if c * C >= length:
+    if (c * C >= length) | (c < 0):  # c < 0: wrong offsets
         return
     landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     # q and k; in their place Q K^T and, behind what the tiles on their way out need, K K^T

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .. import device, tuning
-from ..common.primitives import activate
+from ..common.primitives import activate, sequence_bounds
 from .causal_conv1d_quads import conv_quads, takes_quads
 from .causal_conv1d_rows import conv_rows
 
@@ -76,7 +76,8 @@ def conv_tile(
     n = row.to(tl.int64) + tl.zeros_like(offs_t)
     if cu_ptr is not None:
         n = sequence_of(offs_t.to(tl.int64), cu_ptr, N, STEPS)
-        position = (offs_t - tl.load(cu_ptr + n).to(tl.int64)).to(tl.int32)
+        start, _ = sequence_bounds(cu_ptr, n, T)
+        position = tl.maximum(offs_t - start, 0).to(tl.int32)
     if seq_ptr is not None:
         mine = tl.load(seq_ptr + offs_t, mask=mask_t, other=0)  # [BLOCK_T]
     x_ptrs = x_ptr + t0.to(tl.int64) * x_strides[0] + tl.arange(0, BLOCK_T)[:, None] * x_strides[0]
@@ -132,8 +133,8 @@ def final_tile(
     first = n.to(tl.int64) * 0
     length = first + T
     if cu_ptr is not None:
-        first = tl.load(cu_ptr + n).to(tl.int64)
-        length = tl.load(cu_ptr + n + 1).to(tl.int64) - first
+        first, stop = sequence_bounds(cu_ptr, n, T)
+        length = stop - first
     local_d = tl.arange(0, BLOCK_D)
     offs_s = tl.arange(0, BLOCK_S)
     mask = (offs_s < S)[None, :] & (d0 + local_d < D)[:, None]  # [BLOCK_D, BLOCK_S]

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .. import device, tuning
+from ..common.primitives import sequence_bounds
 from .causal_conv1d import sequence_of, served
 from .causal_conv1d_rows_backward import conv_rows_bwd_kernel
 
@@ -79,8 +80,9 @@ def _place(tok, cu_ptr, row, T, N, STEPS):
     left = T - tok
     if cu_ptr is not None:
         n = sequence_of(tok.to(tl.int64), cu_ptr, N, STEPS)
-        position = (tok - tl.load(cu_ptr + n).to(tl.int64)).to(tl.int32)
-        left = (tl.load(cu_ptr + n + 1).to(tl.int64) - tok).to(tl.int32)
+        start, stop = sequence_bounds(cu_ptr, n, T)
+        position = tl.maximum(tok - start, 0).to(tl.int32)
+        left = (stop - tok).to(tl.int32)
     return n, position, left
 
 
@@ -161,7 +163,7 @@ def _causal_conv1d_bwd_kernel(
         here = ok[:, None] & mask_d[None, :]
         if dfinal_ptr is not None:
             at = (n[:, None] * D + d0 + offs_d[None, :]) * (W - 1) + (W - 1 - left)[:, None]
-            last = here & (left < W)[:, None]
+            last = here & ((left > 0) & (left < W))[:, None]
             dx += tl.load(dfinal_ptr + at, mask=last, other=0.0).to(tl.float32)
         at = tok[:, None] * dx_strides[1] + offs_d[None, :] * dx_strides[2]
         dx_tile = dx_ptr + t0.to(tl.int64) * dx_strides[1]
@@ -203,8 +205,8 @@ def _initial_bwd_kernel(
     length = first + T
     if cu_ptr is not None:
         row = n * 0
-        first = tl.load(cu_ptr + n).to(tl.int64)
-        length = tl.load(cu_ptr + n + 1).to(tl.int64) - first
+        first, stop = sequence_bounds(cu_ptr, n, T)
+        length = stop - first
     x_ptr += row * x_strides[0] + first * x_strides[1] + d0 * x_strides[2]
     dy_ptr += row * dy_strides[0] + first * dy_strides[1] + d0 * dy_strides[2]
     weight_ptr += d0 * W

@@ -7,7 +7,7 @@ all of its taps. Sizes: T tokens, D channels, W taps, N sequences.
 import triton
 import triton.language as tl
 
-from ..common.primitives import activate
+from ..common.primitives import activate, sequence_bounds
 
 
 @triton.jit
@@ -45,19 +45,19 @@ def sequence_at(row, token, T, cu_ptr, N):
             below = tl.load(cu_ptr + middle).to(tl.int64) <= token
             n = tl.where(below, middle, n)
             beyond = tl.where(below, beyond, middle)
-        start = tl.load(cu_ptr + n).to(tl.int64)
-        stop = tl.load(cu_ptr + n + 1).to(tl.int64)
+        start, stop = sequence_bounds(cu_ptr, n, T)
+        start = tl.minimum(start, token)  # wrong offsets may leave tokens before the first one
     return n, start, stop
 
 
 @triton.jit
-def _advance(n, start, stop, token, cu_ptr, N):
+def advance(n, start, stop, token, T, cu_ptr, N):
     """sequence_at of a token that is not before the sequence at hand."""
     if cu_ptr is not None:
         while (token >= stop) & (n < N - 1):
             n += 1
             start = stop
-            stop = tl.load(cu_ptr + n + 1).to(tl.int64)
+            _, stop = sequence_bounds(cu_ptr, n, T)
     return n, start, stop
 
 
@@ -128,7 +128,7 @@ def conv_rows(
         first = t0 + run * RUN
         alone = True
         if not SIMPLE:
-            n, start, stop = _advance(n, start, stop, first, cu_ptr, N)
+            n, start, stop = advance(n, start, stop, first, T, cu_ptr, N)
             alone = _alone(first, start, stop, seq_ptr, cu_ptr, initial_ptr, T, W, RUN)
         if alone:
             x_at = x_ptr + first.to(tl.int64) * x_strides[0] + local_d * x_strides[1]
@@ -148,7 +148,7 @@ def conv_rows(
         else:  # near where a sequence begins or ends
             for i in range(0, tl.minimum(RUN, T - first)):
                 token = first + i
-                n, start, stop = _advance(n, start, stop, token, cu_ptr, N)
+                n, start, stop = advance(n, start, stop, token, T, cu_ptr, N)
                 at = token.to(tl.int64)
                 acc = bias
                 for back in tl.static_range(W):

@@ -8,7 +8,7 @@ taps. Sizes: B batch, T tokens, D channels, W taps, N sequences; P groups of tok
 import triton
 import triton.language as tl
 
-from .causal_conv1d_rows import sequence_at
+from .causal_conv1d_rows import advance, sequence_at
 
 
 @triton.jit
@@ -17,11 +17,7 @@ def _positions(row, first, T, cu_ptr, N, COUNT: tl.constexpr):
     n, start, stop = sequence_at(row, first, T, cu_ptr, N)
     found = ()
     for i in tl.static_range(COUNT):
-        if cu_ptr is not None:
-            while (first + i >= stop) & (n < N - 1):
-                n += 1
-                start = stop
-                stop = tl.load(cu_ptr + n + 1).to(tl.int64)
+        n, start, stop = advance(n, start, stop, first + i, T, cu_ptr, N)
         found = found + (first + i - start,)
     return found
 

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from ..common.gdn_prepare import precision
 from ..common.launch import steps
+from ..common.primitives import sequence_bounds
 
 
 @triton.jit
@@ -153,8 +154,8 @@ def _states_bwd_kernel(
         row = n * ((T + 63) // 64)
     else:
         b = n * 0
-        start = tl.load(cu_ptr + n).to(tl.int64)
-        length = (tl.load(cu_ptr + n + 1).to(tl.int64) - start).to(tl.int32)
+        start, stop = sequence_bounds(cu_ptr, n, T)
+        length = (stop - start).to(tl.int32)
         row = start // 64 + n
     q_ptr += b * q_strides[0] + start * q_strides[1] + h * q_strides[2]
     k_ptr += b * k_strides[0] + start * k_strides[1] + h * k_strides[2]

@@ -22,6 +22,7 @@ import triton.language as tl
 
 from ..common.gdn_prepare import EXACT_FP32, locate, precision
 from ..common.launch import prepare, specialized_on, steps
+from ..common.primitives import sequence_bounds
 from .gdn_scan import kv_strides, segments
 
 FORGOTTEN = tl.constexpr(-30.0)  # log2 of the norm below which fp32 has no digit left
@@ -144,8 +145,8 @@ def _carry_kernel(
     row = n * NS
     length = T
     if cu_ptr is not None:
-        start = tl.load(cu_ptr + n).to(tl.int64)
-        length = (tl.load(cu_ptr + n + 1) - start).to(tl.int32)
+        start, stop = sequence_bounds(cu_ptr, n, T)
+        length = (stop - start).to(tl.int32)
         row = start // (SEGMENT * 64) + n
     slot = n
     if index_ptr is not None:

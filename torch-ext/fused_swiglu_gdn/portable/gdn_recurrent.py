@@ -13,6 +13,7 @@ import triton.language as tl
 
 from .. import device
 from ..common.gates import log_decay, write_strength
+from ..common.primitives import sequence_bounds
 from .gdn_delta import key_norms, load, read_step, store, write_step
 from .gdn_recurrent_step import Step, is_dense, step_config, step_of
 
@@ -110,8 +111,8 @@ def _gdn_recurrent_fwd_kernel(
     first = n.to(tl.int64) * T
     length = T
     if cu_ptr is not None:
-        first = tl.load(cu_ptr + n).to(tl.int64)
-        length = (tl.load(cu_ptr + n + 1).to(tl.int64) - first).to(tl.int32)
+        first, stop = sequence_bounds(cu_ptr, n, T)
+        length = (stop - first).to(tl.int32)
     # every load is under way before the first reduction waits for one
     if initial_ptr is None:
         S = tl.zeros(offs_s.shape, tl.float32)
