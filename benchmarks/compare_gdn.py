@@ -4,8 +4,8 @@
 
 Head dim 128, bf16, l2norm of q and k in the call, initial and final state, two regimes of gates:
 "qwen" as Qwen3.5 initialises them (A from 0.01 to 16), "slow" logsigmoid(n + 4). Peers: FLA's
-Triton kernels (FLA_FLASH_QLA=0 and FLA_TILELANG=0 keep FLA to them; they autotune for long and are
-timed on a few rows), aiter's chunk_gated_delta_rule_opt_vk, FlashInfer. `prepare` is our first
+Triton kernels (FLA_FLASH_QLA=0 and FLA_TILELANG=0 keep FLA to them; not on the rows of four
+sequences), aiter's chunk_gated_delta_rule_opt_vk, FlashInfer. `prepare` is our first
 kernel alone, `copy` a copy of what it must read and write at least. Errors of o and of the final
 state are relative to the recurrence in fp64. Prints the README's table at the end.
 """
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from compare_models import share_autotuning, warm_up
 from kernel_time import RESULTS, ROOT, load_package, microseconds, save
 
 sys.path.insert(0, str(ROOT / "tests"))
@@ -29,7 +30,7 @@ CASES = [
     for H, HV in ((16, 64), (16, 32), (2, 8))
     for B, T in ((1, 2048), (1, 8192), (1, 32768), (4, 8192))
 ]
-FLA_CASES = [(1, T, 16, 64) for T in (2048, 8192, 32768)] + [(1, 32768, 2, 8)]
+FLA_CASES = [(1, T, H, HV) for H, HV in ((16, 64), (16, 32), (2, 8)) for T in (2048, 8192, 32768)]
 GATES = ("slow", "qwen")
 OURS = ("hopper", "portable")
 PEERS = ("fla", "aiter", "flashinfer")
@@ -227,13 +228,13 @@ def table(rows) -> str:
     each cell one figure for every regime of gates."""
     names = [n for n in (*OURS, *PEERS) if any(n in row["us"] for row in rows)]
     regimes = [gates for gates in GATES if any(row["gates"] == gates for row in rows)]
-    heads = ["q/k heads / v heads, tokens", *names, "hopper / flashinfer"]
+    ratios = [("hopper", "flashinfer"), ("fla", "hopper"), ("fla", "portable")]
+    ratios = [pair for pair in ratios if set(pair) <= set(names)]
+    heads = ["q/k heads / v heads, tokens", *names, *(f"{a} / {b}" for a, b in ratios)]
     heads += [f"errors, {name}" for name in ("hopper", "flashinfer") if name in names]
 
-    def ratio(row):
-        us = row["us"]
-        both = "hopper" in us and "flashinfer" in us
-        return f"{us['hopper'] / us['flashinfer']:.2f}" if both else ""
+    def ratio(us, a, b):
+        return f"{us[a] / us[b]:.2f}" if a in us and b in us else ""
 
     def errors_of(row, name):
         found = row["error"].get(name)
@@ -243,7 +244,7 @@ def table(rows) -> str:
     for case in dict.fromkeys(map(label, rows)):
         mine = [r for g in regimes for r in rows if label(r) == case and r["gates"] == g]
         cells = [[f"{r['us'][n] / 1e3:.3f}" if n in r["us"] else "" for r in mine] for n in names]
-        cells.append([ratio(r) for r in mine])
+        cells += [[ratio(r["us"], *pair) for r in mine] for pair in ratios]
         cells += [[errors_of(r, n) for r in mine] for n in ("hopper", "flashinfer") if n in names]
         lines.append(
             "| " + " | ".join([case, *(" / ".join(filter(None, c)) for c in cells)]) + " |"
@@ -259,7 +260,16 @@ def main():
     parser.add_argument("--gates", nargs="*", default=GATES)
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this long")
     parser.add_argument("--show", action="store_true", help="the record in --json, without timing")
+    parser.add_argument("--warm", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    os.environ.setdefault("FLA_FLASH_QLA", "0")
+    os.environ.setdefault("FLA_TILELANG", "0")
+    if options.warm:
+        share_autotuning(*map(int, options.warm.split("/")))
+        for H, HV in {case[2:] for case in FLA_CASES}:
+            with torch.no_grad():
+                fla(tensors(1, 256, H, HV, "slow"))()
+        return
     if options.show:
         rows = json.loads(options.json.read_text())["rows"]
     else:
@@ -270,8 +280,8 @@ def main():
 
 
 def timed(options) -> list:
-    os.environ.setdefault("FLA_FLASH_QLA", "0")
-    os.environ.setdefault("FLA_TILELANG", "0")
+    if not options.only or "fla" in options.only:
+        warm_up(__file__)
     package = load_package()
     rows, start = [], time.perf_counter()
     alone = prepare_time(package)
