@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from compare_models import share_autotuning, warm_up
 from kernel_time import RESULTS, load_package, microseconds, save
-from swiglu_training import measure_training, table
+from swiglu_training import measure_training, table, tune_liger_mlp
 
 LLAMA_8B, QWEN_SMALL = (4096, 14336), (1024, 3072)
 SHAPES = [(*size, M) for size in (LLAMA_8B, QWEN_SMALL) for M in (1, 64, 512, 4096, 16384)]
@@ -139,12 +140,19 @@ def main() -> None:
     parser.add_argument("--training", action="store_true", help="a training step of the MLP")
     parser.add_argument("--json", type=Path, help="default: in benchmarks/results/")
     parser.add_argument("--render", type=Path, help="only render this record")
+    parser.add_argument("--warm", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.warm:
+        share_autotuning(*map(int, options.warm.split("/")))
+        tune_liger_mlp()
+        return
     name = "swiglu_training.json" if options.training else "swiglu_fwd.json"
     options.json = options.json or RESULTS / name
     if options.render:
         render(options.render)
     elif options.training:
+        if options.liger_mlp:
+            warm_up(__file__)
         save(options.json, measure_training(8, options.liger_mlp))
     else:
         measure(options)

@@ -16,7 +16,7 @@ NAMES = ("dx", "dw_gate", "dw_up", "dw_down")
 def contenders(package, liger_mlp=False) -> dict:
     """y [M, K] of x [M, K], w_gate and w_up [N, K] and w_down [K, N], by name.
 
-    liger_mlp: with liger_kernel.ops.mlp, which takes minutes to tune itself.
+    liger_mlp: with liger_kernel.ops.mlp, which tunes itself for long.
     """
 
     def eager(x, w_gate, w_up, w_down):
@@ -44,6 +44,13 @@ def contenders(package, liger_mlp=False) -> dict:
     except ImportError:
         pass
     return found
+
+
+def tune_liger_mlp() -> None:
+    """Has liger_kernel.ops.mlp tune itself for all shapes."""
+    for K, N, M in SHAPES:
+        leaves, dy = tensors(K, N, M)
+        contenders(None, liger_mlp=True)["liger_mlp"](*leaves).backward(dy)
 
 
 def tensors(K, N, M) -> tuple:
