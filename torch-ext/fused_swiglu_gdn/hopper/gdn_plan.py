@@ -13,12 +13,13 @@ import torch
 
 from ..chunks import chunk_rows
 from ..common.gdn_prepare import EXACT_FP32
-from ..common.launch import Prepared, prepare, specialized_on, steps
+from ..common.launch import prepare, specialized_on, steps
 from ..device import multiprocessor_count
 from .gdn_carry import gdn_carry_kernel
 from .gdn_prepare import gdn_prepare_fwd_kernel
 from .gdn_scan import gdn_scan_fwd_kernel, scatter_states_kernel
-from .gluon_compat import Descriptor, box
+from .gluon_compat import box
+from .tiles import TiledKernel, Tiles, tiled
 
 HEAD_DIM = 128
 MIN_SEGMENT_TOKENS = 2048  # gdn_place.MIN_SEGMENT chunks
@@ -59,7 +60,7 @@ class Prepare:
     """The first half, for calls of one kind: even numbers of value heads for each key head, unit
     keys."""
 
-    __slots__ = ("maps", "numbers", "shape", "grid", "kernel")
+    __slots__ = ("tiles", "numbers", "shape", "grid", "kernel")
 
     def __init__(
         self, q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_beta_sigmoid, allow_neg_eigval
@@ -71,7 +72,7 @@ class Prepare:
         self.grid = (rows * HV // W, 1, 1)
         block = _block_map(rows * HV, q.dtype)
         tokens = (_token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k))
-        self.maps = (*tokens, block, block)
+        self.tiles = Tiles(*tokens, block, block)
         N = cu_seqlens.shape[0] - 1 if packed else B
         strides = (steps(g), steps(beta))
         self.numbers = (*strides, T, N, -(-T // 64), scale)
@@ -80,7 +81,7 @@ class Prepare:
         options = (("num_warps", W), ("maxnreg", PREPARE_CAP[W]))
         constexprs = (HV, HV // H, W, beta_max)
         kind = (q.device, q.dtype, *given, strides)
-        self.kernel = prepare(gdn_prepare_fwd_kernel, constexprs, options, *kind)
+        self.kernel = tiled(gdn_prepare_fwd_kernel, constexprs, options, *kind)
 
     def __call__(
         self,
@@ -95,17 +96,16 @@ class Prepare:
         small = q.new_empty(rows * HV * (4 * C + 1), dtype=torch.float32)
         f = small.as_strided((rows, HV, 4, C), (HV * 4 * C, 4 * C, C, 1))
         decay = small.as_strided((rows, HV), (HV, 1), rows * HV * 4 * C)
-        maps = [Descriptor(x, *how) for x, how in zip((q, k, tb, p), self.maps)]
-        pointers = self.kernel.at(*gates, f, decay)
-        self.kernel.launch(self.grid, *maps, *pointers, *self.numbers)
+        pointers = (*gates, f, decay)
+        self.kernel.launch(self.grid, self.tiles, (q, k, tb, p), pointers, *self.numbers)
         return tb, p, f, decay
 
 
-def _kernel(in_place: bool, W: int, state_v_first: bool, *kind) -> Prepared:
+def _kernel(in_place: bool, W: int, state_v_first: bool, *kind) -> TiledKernel:
     constexprs = (in_place, W, state_v_first, *REGISTERS[W])
     # the kernel waits for prepare itself, where it needs it: launch_pdl
     options = (("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True))
-    return prepare(gdn_scan_fwd_kernel, constexprs, options, *kind)
+    return tiled(gdn_scan_fwd_kernel, constexprs, options, *kind)
 
 
 class Scan:
@@ -113,7 +113,7 @@ class Scan:
     dtypes and options is found once."""
 
     __slots__ = (
-        "maps", "numbers", "slots", "split", "programs", "final", "checkpoints", "kernel",
+        "tiles", "numbers", "slots", "split", "programs", "final", "checkpoints", "kernel",
         "transition",
     )  # fmt: skip
 
@@ -144,7 +144,7 @@ class Scan:
         units = chunk_rows(T, B, cu_seqlens) * HV
         dense = (T * HV * K, HV * K, K, 1)
         block = _block_map(units, v.dtype)
-        self.maps = (
+        self.tiles = Tiles(
             *(_token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k)),
             _token_map(v.shape, v.stride(), v.dtype, 64, packed),
             _token_map(v.shape, dense, v.dtype, 64, packed),
@@ -179,15 +179,14 @@ class Scan:
         if split > 1:
             warm = decay.new_empty((self.slots, HV))
             carry = decay.new_empty((self.slots, HV, 2 * HEAD_DIM, HEAD_DIM))
-        maps = [Descriptor(x, *how) for x, how in zip((q, k, v, o, *blocks), self.maps)]
+        tensors = (q, k, v, o, *blocks)
         rest = (state_indices, cu_seqlens, decay, warm, carry)
         if split > 1:
-            kernel, grid = self.transition, (2 * self.slots * HV, 1, 1)
-            pointers = kernel.at(initial_state, final, None, *rest)
-            kernel.launch(grid, *maps, *pointers, *self.numbers, 1)
+            grid, pointers = (2 * self.slots * HV, 1, 1), (initial_state, final, None, *rest)
+            self.transition.launch(grid, self.tiles, tensors, pointers, *self.numbers, 1)
             _carry(cu_seqlens, warm, carry, T, N, split)
-        pointers = self.kernel.at(initial_state, final, checkpoints, *rest)
-        self.kernel.launch((self.programs, 1, 1), *maps, *pointers, *self.numbers, 0)
+        pointers = (initial_state, final, checkpoints, *rest)
+        self.kernel.launch((self.programs, 1, 1), self.tiles, tensors, pointers, *self.numbers, 0)
         if pool is not None and final is not pool:
             size = HV * HEAD_DIM * HEAD_DIM
             grid = (N, -(-size // 4096))
