@@ -4,7 +4,8 @@
 
 Three states take turns, so that what one call wrote is no longer in the cache when it is read.
 `copy` is a Triton kernel that reads and writes as many bytes as the state has: the wall. FLA keeps
-its state as [K, V] and writes a new one; FlashInfer has [V, K] and writes in place, as ours do.
+its state as [K, V] and writes a new one; FlashInfer writes in place, as ours do, [V, K] or (fp32
+alone) [K, V].
 FLA_FLASH_QLA=0 and FLA_TILELANG=0 keep FLA to its own kernels.
 """
 
@@ -82,6 +83,17 @@ def flashinfer(x, by_index):
     return call
 
 
+def flashinfer_kv(x):
+    """Its kernel for states kept as [K, V], fp32."""
+    from flashinfer.gdn_decode import gated_delta_rule_decode
+
+    q, k, v, a, b, A_log, dt_bias = x
+    out = torch.empty_like(v)
+    return lambda state: gated_delta_rule_decode(
+        q, k, v, state, A_log, a, dt_bias, b, scale=128**-0.5, output=out, use_qk_l2norm=True
+    )
+
+
 def copy(state):
     block = 4096 if state.numel() >= 2**22 else 2048
     _copy_kernel[(state.numel() // block,)](state, state, BLOCK=block)
@@ -109,6 +121,8 @@ def compare(package, B, H, HV, dtype, peers) -> dict:
         calls["flashinfer"] = flashinfer(x, by_index=False)
         if dtype == torch.bfloat16:
             calls["flashinfer_pool"] = flashinfer(x, by_index=True)
+        else:
+            calls["flashinfer_kv"] = flashinfer_kv(x)
     if "fla" in peers and dtype == torch.float32 and B <= FLA_BATCH:
         calls["fla"] = fla(x)
     with torch.no_grad():
