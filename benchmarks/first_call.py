@@ -99,7 +99,7 @@ def main():
             continue
         rows.append({"what": name, "seconds": json.loads(out.stdout.splitlines()[-1])})
         print(rows[-1], flush=True)
-    save(options.json, rows)
+        save(options.json, rows)
 
 
 if __name__ == "__main__":
