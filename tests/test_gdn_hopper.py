@@ -85,6 +85,7 @@ def warpgroups(request, monkeypatch):
     limit = {1: 10**9, 2: 0}[request.param]
     segments = gdn_plan._segments
     monkeypatch.setattr(gdn_plan, "multiprocessor_count", lambda index: limit)
+    monkeypatch.setattr(gdn, "_calls", {})
 
     def as_ever(*args):
         with pytest.MonkeyPatch.context() as patch:

@@ -12,6 +12,7 @@ from .. import device
 from ..common import gdn_prepare as common
 from ..common.launch import aligned
 from ..device import capability
+from ..facts import facts, keep
 from .gdn_plan import HEAD_DIM, Prepare, Scan
 
 
@@ -115,7 +116,7 @@ def gdn_chunk_fwd(
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """o [B, T, HV, V]; the final state, the pool, or None; checkpoints or None."""
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens)
-    call = _Call(
+    call = _call(
         *tensors, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
         output_final_state, state_dtype, checkpoint_every,
     )  # fmt: skip
@@ -126,7 +127,7 @@ def plan_gdn_chunk_fwd(*args):
     """gdn_chunk_fwd for all calls like this one, from their ten tensors."""
     if not aligned(args[:10]):
         return None
-    call, options = _Call(*args), args[10:]
+    call, options = _call(*args), args[10:]
 
     def run(*tensors):
         if aligned(tensors):
@@ -135,6 +136,17 @@ def plan_gdn_chunk_fwd(*args):
         return gdn_chunk_fwd(*tokens, *tensors[3:], *options)
 
     return run
+
+
+_calls: dict = {}
+
+
+def _call(*args) -> "_Call":
+    """The _Call of these arguments, from among those that have been made."""
+    if not aligned(args[:10]):
+        return _Call(*args)
+    key = (facts(*args[:10]), args[10:])
+    return _calls.get(key) or keep(_calls, key, _Call(*args))
 
 
 class _Call:
