@@ -53,7 +53,7 @@ def _rule(name, layout, config, state):
             yield Variant(f"{name},tokens,{states[1:5]}", *loop, signature, many, options, ANY)
 
 
-def _convolution(layout, config):
+def _convolution(layout, config, ptx, targets):
     near, far = (1, STEP) if layout == "td" else (STEP, 1)
     config = dict(config)
     options = {"num_warps": config.pop("num_warps")}
@@ -68,7 +68,9 @@ def _convolution(layout, config):
     }
     for kind in ("plain",) if layout == "quads" else ("plain", "packed", "seq_idx"):
         quads = layout == "quads"
-        constexprs = {"W": 4, "SILU": True, "bias_ptr": None, "QUADS": quads, **config}
+        constexprs = {
+            "W": 4, "SILU": True, "PTX": ptx, "bias_ptr": None, "QUADS": quads, **config
+        }  # fmt: skip
         more = {}
         if kind == "packed":
             more = {"cu_ptr": "*i32:16", "initial_ptr": X, "final_ptr": X}
@@ -76,12 +78,12 @@ def _convolution(layout, config):
             more = {"seq_ptr": "*i32:16"}
         absent = {"seq_ptr", "cu_ptr", "initial_ptr", "final_ptr"} - set(more)
         constexprs.update(dict.fromkeys(absent))
-        name = f"portable_causal_conv1d_{layout}_fwd,{kind}"
+        name = f"portable_causal_conv1d_{layout}_fwd,{kind},PTX={ptx}"
         where = ("portable.causal_conv1d", "_causal_conv1d_fwd_kernel")
-        yield Variant(name, *where, {**signature, **strides, **more}, constexprs, options, ANY)
+        yield Variant(name, *where, {**signature, **strides, **more}, constexprs, options, targets)
 
 
-def _prologue(packed):
+def _prologue(packed, ptx, targets):
     config = _config("portable_causal_conv1d_td_fwd")["default"]
     signature = {
         "q_ptr": X, "k_ptr": X, "v_ptr": X, "weight_ptr": X, "y_ptr": X, "final_ptr": X,
@@ -90,13 +92,14 @@ def _prologue(packed):
     }  # fmt: skip
     constexprs = {
         "bias_ptr": None, "HK": 2048, "K": 128, "V": 128, "D": 8192, "W": 4, "S": 4, "SILU": True,
-        "BLOCK_S": 4, "BLOCK_T": config["BLOCK_T"], "RUN": config["RUN"], "BLOCK_D": 128,
+        "PTX": ptx, "BLOCK_S": 4, "BLOCK_T": config["BLOCK_T"], "RUN": config["RUN"],
+        "BLOCK_D": 128,
     }  # fmt: skip
     more = {"cu_ptr": "*i32:16", "initial_ptr": X}
     (signature if packed else constexprs).update(more if packed else dict.fromkeys(more))
     where = ("portable.gdn_layer_prologue", "_gdn_layer_prologue_kernel")
-    name = f"portable_gdn_layer_prologue,{'packed' if packed else 'plain'}"
-    return Variant(name, *where, signature, constexprs, {"num_warps": 1}, ANY)
+    name = f"portable_gdn_layer_prologue,{'packed' if packed else 'plain'},PTX={ptx}"
+    return Variant(name, *where, signature, constexprs, {"num_warps": 1}, targets)
 
 
 def _layer(pdl, targets):
@@ -143,11 +146,12 @@ def _all():
             sizes = ",".join(f"{n}={v}" for n, v in config.items())
             name = f"portable_gdn_recurrent_{layout}_fwd,{state[1:5]},{sizes}"
             yield from _rule(name, layout, config, state)
-    for layout in ("td", "dt", "quads"):
-        for config in _configs(f"portable_causal_conv1d_{layout}_fwd"):
-            yield from _convolution(layout, config)
-    yield _prologue(False)
-    yield _prologue(True)
+    for ptx, targets in ((True, ANY[:4]), (False, ANY[4:])):
+        for layout in ("td", "dt", "quads"):
+            for config in _configs(f"portable_causal_conv1d_{layout}_fwd"):
+                yield from _convolution(layout, config, ptx, targets)
+        yield _prologue(False, ptx, targets)
+        yield _prologue(True, ptx, targets)
     yield from _layer(False, ANY)
     yield from _layer(True, ("sm_90", "sm_100", "sm_120"))
     for entry in _config("portable_rms_norm_gated_fwd")["tuned"]:

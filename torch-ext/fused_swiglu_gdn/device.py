@@ -40,6 +40,17 @@ def on(device: torch.device):
 
 
 @functools.cache
+def _takes_ptx(index: int) -> bool:
+    capability_ = capability(index)
+    return capability_ is not None and capability_ >= (8, 0)
+
+
+def takes_ptx(device: torch.device) -> bool:
+    """Whether a kernel may hold PTX, as of Ampere: not on AMD GPUs, nor under the interpreter."""
+    return device.type == "cuda" and _takes_ptx(device.index)
+
+
+@functools.cache
 def _overlaps_launches(index: int) -> bool:
     capability_ = capability(index)
     return capability_ is not None and capability_ >= (9, 0)

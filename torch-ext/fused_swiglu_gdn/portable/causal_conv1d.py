@@ -63,6 +63,7 @@ def conv_tile(
     STEPS,
     W: tl.constexpr,
     SILU: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
@@ -105,7 +106,7 @@ def conv_tile(
                 x = tl.load(initial_ptr + at, mask=wanted, other=0.0)  # [BLOCK_T, BLOCK_D]
                 acc += x.to(tl.float32) * tap.to(tl.float32)[None, :]
     if SILU:
-        acc = activate(acc, "silu")
+        acc = activate(acc, "silu", PTX)
     y_ptrs = y_ptr + t0.to(tl.int64) * y_strides[0] + tl.arange(0, BLOCK_T)[:, None] * y_strides[0]
     y_ptrs += local_d[None, :] * y_strides[1]
     y = acc.to(y_ptr.dtype.element_ty)
@@ -152,6 +153,24 @@ def final_tile(
 
 
 @triton.jit
+def _place(
+    pid, tiles_t, tiles_d, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, ALONG: tl.constexpr
+):
+    """(row of the batch, first token, first channel) of a tile; with few divisions, each of which
+    takes the instructions of two elements. ALONG: the next program has the next tokens of the same
+    channels, and without it the next channels of the same tokens."""
+    inner = tiles_t if ALONG else tiles_d
+    outer = tiles_d if ALONG else tiles_t
+    at = pid // inner
+    row = at // outer
+    i, j = pid - at * inner, at - row * outer
+    if ALONG:
+        return row, i * BLOCK_T, j * BLOCK_D
+    else:
+        return row, j * BLOCK_T, i * BLOCK_D
+
+
+@triton.jit
 def _causal_conv1d_fwd_kernel(
     x_ptr,  # [B, D, T]
     weight_ptr,  # [D, W]
@@ -171,43 +190,44 @@ def _causal_conv1d_fwd_kernel(
     STEPS,
     W: tl.constexpr,
     SILU: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_T: tl.constexpr,
     RUN: tl.constexpr,
     QUADS: tl.constexpr,
+    ALONG: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
     """A program makes a tile of y (RUN: by rows, QUADS: by quads of tokens); those behind the last
-    tile, one final state."""
+    tile, one final state. PTX: silu and rounding as for NVIDIA GPUs; ALONG: as _place has it."""
     tiles_d = tl.cdiv(D, BLOCK_D)
-    pid = tl.program_id(0)
-    d0 = (pid % tiles_d) * BLOCK_D
-    tile = pid // tiles_d
     rows = N if cu_ptr is None else 1
-    row = tile // tl.maximum(TILES_T, 1)
-    if tile < rows * TILES_T:
+    pid = tl.program_id(0)
+    behind = pid - rows * TILES_T * tiles_d
+    if behind < 0:
+        row, t0, d0 = _place(pid, TILES_T, tiles_d, BLOCK_T, BLOCK_D, ALONG)
         x_row = x_ptr + row.to(tl.int64) * x_strides[0] + d0.to(tl.int64) * x_strides[2]
         y_row = y_ptr + row.to(tl.int64) * y_strides[0] + d0.to(tl.int64) * y_strides[2]
         seq_row = None if seq_ptr is None else seq_ptr + row.to(tl.int64) * T
-        t0 = (tile % TILES_T) * BLOCK_T
         if RUN:
             conv_rows(
                 x_row, y_row, weight_ptr, bias_ptr, seq_row, cu_ptr, initial_ptr, x_strides[1:],
-                y_strides[1:], initial_strides, row, t0, d0, T, D, N, W, SILU, BLOCK_T, RUN,
+                y_strides[1:], initial_strides, row, t0, d0, T, D, N, W, SILU, PTX, BLOCK_T, RUN,
                 BLOCK_D,
             )  # fmt: skip
         elif QUADS:
             conv_quads(
                 x_row, y_row, weight_ptr, bias_ptr, x_strides[2], y_strides[2], t0, d0, T, D, W,
-                SILU, BLOCK_T, BLOCK_D,
+                SILU, PTX, BLOCK_T, BLOCK_D,
             )  # fmt: skip
         else:
             conv_tile(
                 x_row, y_row, weight_ptr, bias_ptr, seq_row, cu_ptr, initial_ptr, x_strides[1:],
-                y_strides[1:], initial_strides, row, t0, d0, T, D, N, STEPS, W, SILU, BLOCK_T,
-                BLOCK_D,
+                y_strides[1:], initial_strides, row, t0, d0, T, D, N, STEPS, W, SILU, PTX,
+                BLOCK_T, BLOCK_D,
             )  # fmt: skip
     elif final_ptr is not None:
-        n = tile - rows * TILES_T
+        n = behind // tiles_d
+        d0 = (behind - n * tiles_d) * BLOCK_D
         row = n if cu_ptr is None else n * 0
         x_row = x_ptr + row.to(tl.int64) * x_strides[0] + d0.to(tl.int64) * x_strides[2]
         final_tile(
@@ -259,6 +279,7 @@ def causal_conv1d_fwd(
             N.bit_length(),
             W=W,
             SILU=activation is not None,
+            PTX=device.takes_ptx(x.device),
             QUADS=quads,
             **config,
         )

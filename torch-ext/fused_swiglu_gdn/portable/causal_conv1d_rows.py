@@ -88,6 +88,18 @@ def _together(token, back, position, seq_ptr):
 
 
 @triton.jit
+def _load_run(x_ptr, strides, first, local_d, mask_d, T, W: tl.constexpr, RUN: tl.constexpr):
+    """The inputs of a run and the W - 1 before it, [BLOCK_D] each; zeros beyond the T tokens."""
+    x_at = x_ptr + (first.to(tl.int64) + (1 - W)) * strides[0] + local_d * strides[1]
+    rows = ()
+    for i in tl.static_range(1 - W, RUN):
+        there = first >= -i if i < 0 else i < T - first
+        rows = rows + (tl.load(x_at, mask=mask_d & there, other=0.0),)
+        x_at += strides[0]  # a sum for each, where products would all be kept in registers
+    return rows
+
+
+@triton.jit
 def conv_rows(
     x_ptr,  # token 0 of the row, first channel of the tile
     y_ptr,  # as x_ptr
@@ -107,6 +119,7 @@ def conv_rows(
     N,
     W: tl.constexpr,
     SILU: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_T: tl.constexpr,
     RUN: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -122,29 +135,28 @@ def conv_rows(
     for w in tl.static_range(W):
         tap = tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
         taps = taps + (tap,)
-    n, start, stop = sequence_at(row, t0, T, cu_ptr, N)
     SIMPLE: tl.constexpr = seq_ptr is None and cu_ptr is None and initial_ptr is None
+    n, start, stop = sequence_at(row, t0, T, None, N)
     for run in range(0, tl.cdiv(tl.minimum(T - t0, BLOCK_T), RUN)):
         first = t0 + run * RUN
+        # on their way before it is known whether they serve: they need not wait for the search
+        rows = _load_run(x_ptr, x_strides, first, local_d, mask_d, T, W, RUN)
         alone = True
         if not SIMPLE:
+            if run == 0:
+                n, start, stop = sequence_at(row, first, T, cu_ptr, N)
             n, start, stop = advance(n, start, stop, first, T, cu_ptr, N)
             alone = _alone(first, start, stop, seq_ptr, cu_ptr, initial_ptr, T, W, RUN)
         if alone:
-            x_at = x_ptr + first.to(tl.int64) * x_strides[0] + local_d * x_strides[1]
             y_at = y_ptr + first.to(tl.int64) * y_strides[0] + local_d * y_strides[1]
-            rows = ()
-            for i in tl.static_range(1 - W, RUN):  # all loads are under way before the first use
-                there = (first + i >= 0) & (first + i < T)
-                x = tl.load(x_at + i * x_strides[0], mask=mask_d & there, other=0.0)  # [BLOCK_D]
-                rows = rows + (x,)
             for i in tl.static_range(RUN):
                 acc = bias
                 for back in tl.static_range(W):
                     acc += rows[i + W - 1 - back].to(tl.float32) * taps[W - 1 - back]
-                acc = activate(acc, "silu") if SILU else acc
+                acc = activate(acc, "silu", PTX) if SILU else acc
                 y = acc.to(y_ptr.dtype.element_ty)
-                tl.store(y_at + i * y_strides[0], y, mask=mask_d & (first + i < T))
+                tl.store(y_at, y, mask=mask_d & (i < T - first))
+                y_at += y_strides[0]
         else:  # near where a sequence begins or ends
             for i in range(0, tl.minimum(RUN, T - first)):
                 token = first + i
@@ -162,6 +174,6 @@ def conv_rows(
                             acc, taps, initial_ptr, initial_strides, n, token - start, offs_d,
                             mask_d, W,
                         )  # fmt: skip
-                acc = activate(acc, "silu") if SILU else acc
+                acc = activate(acc, "silu", PTX) if SILU else acc
                 y = acc.to(y_ptr.dtype.element_ty)
                 tl.store(y_ptr + at * y_strides[0] + local_d * y_strides[1], y, mask=mask_d)

@@ -70,6 +70,7 @@ def _gdn_layer_prologue_kernel(
     W: tl.constexpr,
     S: tl.constexpr,
     SILU: tl.constexpr,
+    PTX: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_T: tl.constexpr,
     RUN: tl.constexpr,
@@ -84,10 +85,10 @@ def _gdn_layer_prologue_kernel(
     if tile < rows * TILES_T:
         x_row, step = head_row(q_ptr, k_ptr, v_ptr, strides, row.to(tl.int64), d0, HK, K, V)
         y_row = y_ptr + row.to(tl.int64) * T * D + d0
-        t0 = (tile % TILES_T) * BLOCK_T
+        t0 = (tile - row * TILES_T) * BLOCK_T
         conv_rows(
             x_row, y_row, weight_ptr, bias_ptr, None, cu_ptr, initial_ptr, (step, 1), (D, 1),
-            initial_strides, row, t0, d0, T, D, N, W, SILU, BLOCK_T, RUN, BLOCK_D,
+            initial_strides, row, t0, d0, T, D, N, W, SILU, PTX, BLOCK_T, RUN, BLOCK_D,
         )  # fmt: skip
     elif final_ptr is not None:
         n = tile - rows * TILES_T
@@ -127,7 +128,7 @@ def gdn_layer_prologue(
             (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
             (0, 0, 0) if initial_states is None else initial_states.stride(),
             T, N, tiles, HK=H * K, K=K, V=V, D=D, W=W,
-            S=max(final_width, 1), SILU=activation is not None,
+            S=max(final_width, 1), SILU=activation is not None, PTX=device.takes_ptx(q.device),
             BLOCK_S=triton.next_power_of_2(max(final_width, 1)), BLOCK_T=config["BLOCK_T"],
             RUN=config["RUN"], BLOCK_D=block, num_warps=1,
         )  # fmt: skip
