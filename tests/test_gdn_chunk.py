@@ -159,8 +159,8 @@ def test_short_rests_of_segments_interpreted(monkeypatch, lengths, dtype, K):
 
 @interpreted
 def test_segments_of_a_pool_interpreted(monkeypatch):
-    """Two programs share the columns of a segment; the rows of a skipped sequence are zero, though a
-    cut is in them."""
+    """Two programs share the columns of a segment; the rows of a skipped sequence are zero, though
+    a cut is in them."""
     cut_in_segments_of_two_chunks(monkeypatch)
     x = gdn_inputs(1, 620, 1, 2, 16, 64, torch.float16)
     x["initial_state"] = torch.randn(4, 2, 16, 64)
