@@ -112,20 +112,65 @@ def test_packed_pool_checkpoints_interpreted(K):
     assert_close(checkpoints[:1], ref[2][:1], torch.float16)
 
 
+def cut_in_segments_of_two_chunks(monkeypatch):
+    step = {"BLOCK_V": 16, "STAGES": 1, "num_warps": 4}
+    context = {"segment": 2, "heads": 16}
+    context.update(dict.fromkeys(("transition", "transition_fp32", "carry"), step))
+    monkeypatch.setattr(submodule("portable.gdn"), "lookup", lambda name, device: context)
+
+
 @interpreted
 @pytest.mark.parametrize("gates", ["slow", "extreme"])
 @pytest.mark.parametrize("lengths", [None, (0, 300, 10, 64)])
 def test_segments_interpreted(monkeypatch, lengths, gates):
-    """Sequences cut into segments of two chunks."""
-    module = submodule("portable.gdn")
-    step = {"BLOCK_V": 16, "STAGES": 1, "num_warps": 4}
-    context = {"segment": 2, "heads": 16, "transition": step, "carry": step}
-    monkeypatch.setattr(module, "lookup", lambda name, device: context)
+    cut_in_segments_of_two_chunks(monkeypatch)
     x = gdn_inputs(1, sum(lengths or (374,)), 1, 2, 16, 32, torch.float16, gates=gates)
     if lengths is not None:
         x["initial_state"] = torch.randn(len(lengths), 2, 16, 32)
         x["cu_seqlens"] = cu(*lengths)
     check("portable", arguments(x, use_qk_l2norm=True))
+
+
+# fp16: 64 tokens must lie behind a cut, 128 where K = V; fp32: 32 and 64
+@interpreted
+@pytest.mark.parametrize(
+    "dtype, K", [(torch.float16, 16), (torch.float16, 32), (torch.float32, 32)]
+)
+@pytest.mark.parametrize("lengths", [None, (129, 191, 192, 257)])
+def test_short_rests_of_segments_interpreted(monkeypatch, lengths, dtype, K):
+    """A rest of a token, or one around what a cut needs behind it."""
+    cut_in_segments_of_two_chunks(monkeypatch)
+    x = gdn_inputs(1, sum(lengths or (257,)), 1, 2, K, 32, dtype)
+    if lengths is not None:
+        x["initial_state"] = torch.randn(len(lengths), 2, K, 32)
+        x["cu_seqlens"] = cu(*lengths)
+    args = arguments(x, use_qk_l2norm=True)
+    check("portable", args)
+    if lengths is None:
+        return
+    whole, states, _ = run("portable", args)
+    for n in range(len(lengths)):  # alone as in a batch
+        own = slice(*x["cu_seqlens"][n : n + 2].tolist())
+        alone = {name: x[name][:, own] for name in ("q", "k", "v", "g", "beta")}
+        alone["initial_state"] = x["initial_state"][n : n + 1]
+        o, state, _ = run("portable", arguments(alone, use_qk_l2norm=True))
+        assert torch.equal(o, whole[:, own]) and torch.equal(state[0], states[n])
+
+
+@interpreted
+def test_segments_of_a_pool_interpreted(monkeypatch):
+    """Two programs share the columns of a segment; the rows of a skipped sequence are zero, though
+    a cut is in them."""
+    cut_in_segments_of_two_chunks(monkeypatch)
+    x = gdn_inputs(1, 620, 1, 2, 16, 64, torch.float16)
+    x["initial_state"] = torch.randn(4, 2, 16, 64)
+    indices = torch.tensor([3, -1, 0])
+    args = arguments(x, cu_seqlens=cu(300, 220, 100), state_indices=indices, use_qk_l2norm=True)
+    ref = expected(args)
+    o, pool, _ = run("portable", args)
+    assert_close(o, ref[0])
+    assert not o[:, 300:520].any()
+    assert_close(pool, ref[1], torch.float16)
 
 
 @interpreted

@@ -7,7 +7,7 @@ from interpreter import compiled
 from test_gdn_chunk import arguments, check, cu, expected, run
 
 pytestmark = [pytest.mark.gpu, compiled]
-LENGTHS = (2049, 0, 4500, 1, 64 * 32, 64 * 96)  # around one segment, several, none
+LENGTHS = (2049, 0, 4500, 1, 2048 + 512, 2048 * 3)  # one segment and a rest, several, none
 
 
 def inputs(T, HV=4, D=128, dtype=torch.bfloat16, gates="slow", B=1):

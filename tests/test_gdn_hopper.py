@@ -263,37 +263,6 @@ def test_prompts_like_one_before(kernel):
 
 @pytest.mark.gpu
 @compiled
-@pytest.mark.parametrize("packed", [False, True])
-def test_chain_at_cuts(packed):
-    """gdn_carry_kernel against the same products in fp64."""
-    launch, HV, split = gdn_plan._carry, 3, 4
-    lengths = [9000, 100, 6000, 4096] if packed else [8300, 8300]
-    N, T = len(lengths), sum(lengths) if packed else lengths[0]
-    offsets = cu(*lengths, device="cuda") if packed else None
-    slots = min(N * split, N + T // 2048) if packed else N * split
-    warm = torch.full((slots, HV), 7.0)
-    carry = torch.randn(slots, HV, 256, 128) * 0.1
-    ref, start = carry.double(), 0
-    for n, length in enumerate(lengths):
-        slot = start // 2048 + n if packed and slots != N * split else n * split
-        start += length
-        chunks = -(-length // 64)
-        cuts = (chunks - 1) // -(-chunks // max(min(split, length // 2048), 1))
-        for h in range(HV):
-            known = True
-            for j in range(slot, slot + cuts):
-                asked = (n + h + j) % 3 > 0
-                warm[j + 1, h] = -1.0 if asked else 3.0
-                if asked and not known:
-                    ref[j, h, :128] += ref[j - 1, h, :128] @ ref[j, h, 128:]
-                known = not asked
-    carry = carry.cuda()
-    launch(offsets, warm.cuda(), carry, T, N, split)
-    assert_close(carry.cpu(), ref)
-
-
-@pytest.mark.gpu
-@compiled
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_on_a_device_that_is_not_the_current_one():
     x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda:1")

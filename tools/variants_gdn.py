@@ -63,11 +63,11 @@ def _options(config: dict) -> dict:
     return {"num_warps": config["num_warps"], "num_stages": config["STAGES"]}
 
 
-def _scan(name, targets, config, dtype="bf16", D=128, packed=False, carry=False, pool=False):
+def _scan(name, targets, config, dtype="bf16", D=128, packed=False, cut=False, pool=False):
     """pool: with indices of rows and with checkpoints, and rows of q, k and v that lie anyhow."""
     module = load("portable.gdn_scan")
     cu, constexprs = _packed(packed)
-    optional = {"carry": "fp32"} if carry else {"index": "i64", "mid": "fp32"} if pool else {}
+    optional = {"index": "i64", "mid": "fp32"} if pool else {}
     signature = {
         **_pointers(dtype, "q", "k", "v", "o", "tb", "p"),
         **_pointers("fp32", "f", "s0", "s1"),
@@ -77,40 +77,54 @@ def _scan(name, targets, config, dtype="bf16", D=128, packed=False, carry=False,
         **{f"{x}_strides": (*STRIDES, 1) for x in ("s0", "s1")},
         **_integers("T", "N", "NS", "SEGMENT", "E"),
     }
-    absent = [f"{x}_ptr" for x in ("index", "mid", "carry") if x not in optional]
+    absent = [f"{x}_ptr" for x in ("index", "mid") if x not in optional]
     constexprs.update(dict.fromkeys(absent))
     block_k = min(module.triton.next_power_of_2(D), config["BLOCK_K"])
     exactness = module.precision(DTYPES[dtype])
-    values = (16, 4, D, D, False, block_k, config["BLOCK_V"], config["STAGES"], exactness)
+    width, size = config["BLOCK_V"], DTYPES[dtype].itemsize
+    places = (
+        load("common.gdn_cuts").tokens_at_cut(D, D, size) if cut else 0,
+        module.words(width, size),
+    )
+    values = (16, 4, D, D, False, block_k, width, *places, config["STAGES"], exactness)
     constexprs = _named(module._scan_kernel, signature, constexprs, values)
     where = ("portable.gdn_scan", "_scan_kernel")
     return Variant(name, *where, signature, constexprs, _options(config), targets)
 
 
-def _transition(name, targets, config, dtype="bf16"):
+def _places(dtype: str, across: int) -> tuple:
+    """Of the states at the cuts: BEHIND, SLICE and WORDS, for a scan of `across` columns."""
+    cuts, size = load("common.gdn_cuts"), DTYPES[dtype].itemsize
+    return (cuts.tokens_at_cut(128, 128, size), across, cuts.words(across, size))
+
+
+def _transition(name, targets, config, dtype="bf16", across=16):
     module = load("portable.gdn_context")
     signature = {
-        **_pointers(dtype, "k", "v", "tb"),
-        **_pointers("fp32", "f", "decay", "n", "m"),
+        **_pointers(dtype, "k", "v", "tb", "o"),
+        **_pointers("fp32", "f", "decay"),
         **{f"{x}_strides": STRIDES for x in "kv"},
         **_integers("T", "N", "NS", "SEGMENT"),
     }
     exactness = module.precision(DTYPES[dtype])
-    values = (2, 4, 128, 128, 32, 128, config["BLOCK_V"], config["STAGES"], exactness)
+    options = (config["STAGES"], exactness)
+    values = (2, 4, 128, 128, 32, 128, config["BLOCK_V"], *_places(dtype, across), *options)
     constexprs = _named(module._transition_kernel, signature, {"cu_ptr": None}, values)
     where = ("portable.gdn_context", "_transition_kernel")
     return Variant(name, *where, signature, constexprs, _options(config), targets)
 
 
-def _carry(name, targets, config):
+def _carry(name, targets, config, dtype="bf16", across=16):
     module = load("portable.gdn_context")
     signature = {
-        **_pointers("fp32", "n", "m", "s0"),
+        **_pointers(dtype, "o"),
+        **_pointers("fp32", "s0"),
         "s0_strides": (*STRIDES, "i32:16"),
-        **_integers("T", "NS", "SEGMENT"),
+        **_integers("T", "SEGMENT"),
     }
     constexprs = dict.fromkeys(("index_ptr", "cu_ptr"))
-    values = (8, 128, 128, 128, config["BLOCK_V"], module.EXACT_FP32)
+    places = _places(dtype, across)
+    values = (8, 128, 128, 128, config["BLOCK_V"], *places, module.EXACT_FP32)
     constexprs = _named(module._carry_kernel, signature, constexprs, values)
     options = {"num_warps": config["num_warps"], "num_stages": 1}
     where = ("portable.gdn_context", "_carry_kernel")
@@ -127,7 +141,7 @@ def _all():
     yield _prepare("gdn_prepare bf16 K=256", ANY, wide, K=256)
     scan = _config("portable_gdn_scan")["default"]
     yield _scan("gdn_scan bf16", ANY, scan)
-    yield _scan("gdn_scan fp16 packed segments", ANY, scan, "fp16", packed=True, carry=True)
+    yield _scan("gdn_scan fp16 packed segments", ANY, scan, "fp16", packed=True, cut=True)
     yield _scan("gdn_scan bf16 D=64", ANY, scan, D=64)
     narrow, wide_state = _config("portable_gdn_scan_plain")["tuned"]
     for D, entry in ((60, narrow), (100, narrow), (128, narrow), (256, wide_state)):
@@ -138,16 +152,18 @@ def _all():
     for D in (64, 128, 256):
         yield _scan(f"gdn_scan fp32 D={D}", ANY, wide_scan, "fp32", D=D)
         yield _scan(f"gdn_scan fp32 D={D} pool", ANY, wide_scan, "fp32", D=D, pool=True)
+    yield _scan("gdn_scan fp32 segments", ANY, wide_scan, "fp32", cut=True)
     context = _config("portable_gdn_context")["default"]
     yield _transition("gdn_transition bf16", ANY, context["transition"])
     yield _transition("gdn_transition fp32", ANY, context["transition_fp32"], "fp32")
-    yield _carry("gdn_carry", ANY, context["carry"])
+    yield _carry("gdn_carry", ANY, context["carry"], across=32)
+    yield _carry("gdn_carry fp32", ANY, context["carry"], "fp32")
     tuned = "device_name=NVIDIA_H200"
     prepare = _config(f"common_gdn_prepare,{tuned}")["default"]
     yield _prepare("gdn_prepare bf16 H200", H200, prepare, packed=True)
     for entry in _config(f"portable_gdn_scan,{tuned}")["tuned"]:
         name = f"gdn_scan bf16 H200 {entry['sizes']['units']} units"
-        yield _scan(name, H200, entry["config"], packed=True, carry=True)
+        yield _scan(name, H200, entry["config"], packed=True, cut=True)
     context = _config(f"portable_gdn_context,{tuned}")["default"]
     yield _transition("gdn_transition bf16 H200", H200, context["transition"])
 

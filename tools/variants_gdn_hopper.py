@@ -31,7 +31,8 @@ def _scan(
         "t_desc": _box(64, 64, dtype=dtype),
         "p_desc": _box(64, 64, dtype=dtype),
         "f_desc": _box(256, dtype="fp32"),
-        **dict.fromkeys(("decay_ptr", "warm_ptr", "carry_ptr"), "*fp32:16"),
+        **dict.fromkeys(("decay_ptr", "warm_ptr"), "*fp32:16"),
+        "o_ptr": f"*{dtype}:16",
         **dict.fromkeys(("T", "HV", "H", "N", "every", "split", "pool_step", "transition"), "i32"),
     }
     pointers = {
@@ -54,15 +55,18 @@ def _scan(
     return Variant(name, "hopper.gdn_scan", kernel, signature, constexprs, options, ("sm_90",))
 
 
-def _carry(packed: str) -> Variant:
+def _carry(packed: str, pool: str = "") -> Variant:
+    """pool: the type of its states [K, V], "" for none."""
+    pointers = {"pool_ptr": pool, "index_ptr": pool and "i64", "cu_ptr": packed}
     signature = {
-        **({"cu_ptr": f"*{packed}:16"} if packed else {}),
-        **dict.fromkeys(("warm_ptr", "carry_ptr"), "*fp32:16"),
-        **dict.fromkeys(("T", "HV", "N", "split", "slots"), "i32"),
+        **{name: f"*{kind}:16" for name, kind in pointers.items() if kind},
+        "warm_ptr": "*fp32:16",
+        "o_ptr": "*bf16:16",
+        **dict.fromkeys(("T", "HV", "N", "split", "slots", "pool_step"), "i32"),
     }
     constexprs = {"SPAN": 2048, "MOST": 8, "BLOCK_V": 16, "BLOCK_K": 32, "PREC": "tf32x3"}
-    constexprs.update({} if packed else {"cu_ptr": None})
-    name = f"hopper_gdn_carry,packed={packed or None}"
+    constexprs.update({name: None for name, kind in pointers.items() if not kind}, V_FIRST=False)
+    name = f"hopper_gdn_carry,packed={packed or None},pool={pool or None}"
     options = {"num_warps": 4, "launch_pdl": True}
     return Variant(
         name, "hopper.gdn_carry", "gdn_carry_kernel", signature, constexprs, options, ("sm_90",)
@@ -107,7 +111,7 @@ VARIANTS = [
         {"checkpoints": True, "v_first": True},
         {"checkpoints": True, "v_first": True, "pool": "i32", "in_place": True, "state": "bf16"},
     )
-] + [_scan(1, checkpoints=True), _carry("i32"), _carry("")]
+] + [_scan(1, checkpoints=True), _carry("i32"), _carry(""), _carry("i32", "bf16")]
 VARIANTS += [
     _prepare(W, R, **options)
     for W, R in ((4, 4), (2, 6))

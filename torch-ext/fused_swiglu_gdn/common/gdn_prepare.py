@@ -349,11 +349,11 @@ def gdn_prepare(
     p = torch.empty_like(tb)
     # one allocation: an allocation costs the host as much as a third of a launch
     n = rows * HV
-    floats = (4 + gate_rows(use_qk_l2norm)) * CHUNK
-    small = q.new_empty(n * (floats + 1), dtype=torch.float32)
+    small = q.new_empty(n * (4 * CHUNK + 1), dtype=torch.float32)
     f = small.as_strided((rows, HV, 4, CHUNK), (HV * 4 * CHUNK, 4 * CHUNK, CHUNK, 1))
-    gates = small[n * 4 * CHUNK :]  # [rows, HV, GATES, C] fp32, scratch
-    decay = small.as_strided((rows, HV), (HV, 1), n * floats)
+    decay = small.as_strided((rows, HV), (HV, 1), n * 4 * CHUNK)
+    # scratch, apart: free again for o
+    gates = small.new_empty((rows, HV, gate_rows(use_qk_l2norm), CHUNK))
     if rows * HV == 0:
         return tb, p, f, decay
     N = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1

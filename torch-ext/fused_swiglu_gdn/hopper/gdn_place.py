@@ -6,6 +6,7 @@ matter any more, a segment starts from zero that much earlier. Elsewhere a launc
 has found the state at the cut: "Segments" in docs/gdn_hopper.md. Decided on the device, per head.
 """
 
+from ..common.gdn_cuts import chunk_at_cut
 from .gluon_compat import gl, gluon, record, tma, wait_for_prepare
 
 C = gl.constexpr(64)  # tokens a chunk
@@ -19,7 +20,7 @@ RAGGED_END = gl.constexpr(2**30)
 VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # each warp has the whole of it
 # `source` and `target` of a Unit that are no row of the caller's states
 NOWHERE = gl.constexpr(-1)  # zeros
-CARRY = gl.constexpr(-2)  # row `carry` of the states at the cuts
+CARRY = gl.constexpr(-2)  # the rows of o from token `carry` on
 
 
 @record
@@ -62,7 +63,7 @@ class Unit:
     every: gl.tensor  # chunks from one checkpoint to the next
     next_ck: gl.tensor  # the chunk at whose end the first checkpoint is due
     ck_row: gl.tensor  # its row times HV plus the head
-    carry: gl.tensor  # the cut whose state is read or written, times HV plus the head
+    carry: gl.tensor  # the token behind the cut whose state is read or written
     W: gl.constexpr  # state warpgroups
 
 
@@ -103,13 +104,12 @@ def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transit
 
     The transition launch looks at the decays before each cut and leaves the warm-ups for the next.
     """
-    length = (total + segments - 1) // segments
-    begin = gl.minimum(i * length, total)
-    end = gl.minimum(begin + length, total)
+    begin = chunk_at_cut(gl.minimum(i, segments), total, segments)
+    end = chunk_at_cut(gl.minimum(i + 1, segments), total, segments)
     wait_for_prepare()  # decay, or what the launches in between made of it
     warm, asked = i * 0, i < 0
     if transition != 0:
-        limit = gl.minimum(length, LOOK_BACK)
+        limit = gl.minimum(total // segments, LOOK_BACK)
         if end < total:
             after = _warm_up(decay_ptr, block, heads, end, limit)
             gl.store(warm_ptr + row + heads, after.to(gl.float32))
@@ -137,6 +137,7 @@ def place(
     if cu_ptr is None:
         n, i = slot // split, slot % split
         tokens = T
+        start = n * T
         batch, end, row = n * 0, n, n * 0
         block = n * ((T + C - 1) // C)
         checkpoint = n * (T // (every * C))
@@ -155,11 +156,10 @@ def place(
     block = block * HV + head
     total = (tokens + C - 1) // C
     segments = gl.maximum(gl.minimum(split, tokens // (MIN_SEGMENT * C)), 1)
-    carry = slot * HV + head
     begin, stop, warm, asked = n * 0, gl.where(i == 0, total, 0), n * 0, i < 0
     if segments > 1:
         begin, stop, warm, asked = _segment(
-            decay_ptr, warm_ptr, block, HV, carry, i, total, segments, transition
+            decay_ptr, warm_ptr, block, HV, slot * HV + head, i, total, segments, transition
         )
     work = stop - begin
     source = n
@@ -170,17 +170,18 @@ def place(
     warm = gl.maximum(warm, 0)
     zeros = gl.where(skipped, work, 0)
     work = gl.where(skipped, 0, work)
-    last = (stop == total) & (i < segments) & ((begin < total) | (i == 0))
-    target = gl.where(last & (source >= 0), source if IN_PLACE else n, NOWHERE)
-    source = gl.where(i == 0, gl.maximum(source, NOWHERE), gl.where(unknown, CARRY, NOWHERE))
+    target = gl.where((i == segments - 1) & (source >= 0), source if IN_PLACE else n, NOWHERE)
+    if IN_PLACE:  # the carry launch took the pool's row to o, since the last segment writes it
+        unknown |= (i == 0) & (segments > 1) & (transition == 0) & (source >= 0)
+    source = gl.where(unknown, CARRY, gl.where(i == 0, gl.maximum(source, NOWHERE), NOWHERE))
     full = tokens // C
+    carry = start + begin * C
     if transition != 0:  # from zero, or from the state if it is known
+        carry = start + stop * C
         work = gl.where(asked, work, 0)
         source = gl.where(unknown | (work == 0), NOWHERE, source)
         target = gl.where(work > 0, CARRY, NOWHERE)
         zeros, full = n * 0, n * 0
-    else:
-        carry -= HV  # the state at the cut before
     warm = gl.where(work > 0, warm, 0)
     first = begin - warm
     silent = gl.where(transition != 0, work + warm, warm)

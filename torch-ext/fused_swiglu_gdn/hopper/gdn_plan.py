@@ -13,11 +13,11 @@ import torch
 
 from ..chunks import chunk_rows
 from ..common.gdn_prepare import EXACT_FP32
-from ..common.launch import prepare, specialized_on, steps
+from ..common.launch import Prepared, prepare, specialized_on, steps
 from ..device import multiprocessor_count
 from .gdn_carry import gdn_carry_kernel
 from .gdn_prepare import gdn_prepare_fwd_kernel
-from .gdn_scan import gdn_scan_fwd_kernel, scatter_states_kernel
+from .gdn_scan import gdn_scan_fwd_kernel
 from .gluon_compat import box
 from .tiles import TiledKernel, Tiles, tiled
 
@@ -108,13 +108,20 @@ def _kernel(in_place: bool, W: int, state_v_first: bool, *kind) -> TiledKernel:
     return tiled(gdn_scan_fwd_kernel, constexprs, options, *kind)
 
 
+def _carry(split: int, state_v_first: bool, *kind) -> Prepared:
+    most = 1 << (split - 1).bit_length()
+    constexprs = (state_v_first, MIN_SEGMENT_TOKENS, most, 16, 32, EXACT_FP32)
+    options = (("num_warps", 4), ("launch_pdl", True))  # few registers: the scan fits beside it
+    return prepare(gdn_carry_kernel, constexprs, options, *kind)
+
+
 class Scan:
     """The second half of gdn_chunk_fwd for calls of one kind: what follows from shapes, strides,
     dtypes and options is found once."""
 
     __slots__ = (
         "tiles", "numbers", "slots", "split", "programs", "final", "checkpoints", "kernel",
-        "transition",
+        "transition", "carry",
     )  # fmt: skip
 
     def __init__(
@@ -125,12 +132,10 @@ class Scan:
         packed, device = cu_seqlens is not None, v.device
         N = cu_seqlens.shape[0] - 1 if packed else B
         self.split, self.slots = _segments(N, T, HV, packed, device)
-        in_place = state_indices is not None and self.split == 1
+        in_place = state_indices is not None
         state = state_dtype or torch.float32
         self.final = self.checkpoints = None  # shape and dtype, where they are to be allocated
-        if state_indices is not None:
-            state = initial_state.dtype
-        if not in_place and (output_final_state or state_indices is not None):
+        if output_final_state and not in_place:
             self.final = ((N, HV, K, K), state)
         if checkpoint_every:
             rows = B * (T // checkpoint_every)
@@ -155,6 +160,9 @@ class Scan:
         checkpoints = self.checkpoints and self.checkpoints[1]
         self.kernel = _kernel(in_place, W, state_v_first, checkpoints, *kind)
         self.transition = _kernel(in_place, 2, state_v_first, None, *kind)  # the second: M
+        pool = (specialized_on(x) if in_place else None for x in (initial_state, state_indices))
+        kind = (device, v.dtype, pool_step < 2**31, *pool, specialized_on(cu_seqlens))
+        self.carry = _carry(self.split, in_place and state_v_first, *kind)
 
     def __call__(
         self,
@@ -175,42 +183,21 @@ class Scan:
         checkpoints = None
         if self.checkpoints is not None:
             checkpoints = v.new_zeros(self.checkpoints[0], dtype=self.checkpoints[1])
-        warm = carry = decay  # for a call that is not cut, something to point at
+        warm = decay  # for a call that is not cut, something to point at
         if split > 1:
             warm = decay.new_empty((self.slots, HV))
-            carry = decay.new_empty((self.slots, HV, 2 * HEAD_DIM, HEAD_DIM))
         tensors = (q, k, v, o, *blocks)
-        rest = (state_indices, cu_seqlens, decay, warm, carry)
+        rest = (state_indices, cu_seqlens, decay, warm, o)
         if split > 1:
             grid, pointers = (2 * self.slots * HV, 1, 1), (initial_state, final, None, *rest)
             self.transition.launch(grid, self.tiles, tensors, pointers, *self.numbers, 1)
-            _carry(cu_seqlens, warm, carry, T, N, split)
+            self.carry.launch_at(
+                (HV * HEAD_DIM // 16, N, 1), (pool, state_indices, cu_seqlens, warm, o),
+                *(T, HV, N, split, self.slots, pool_step),
+            )  # fmt: skip
         pointers = (initial_state, final, checkpoints, *rest)
         self.kernel.launch((self.programs, 1, 1), self.tiles, tensors, pointers, *self.numbers, 0)
-        if pool is not None and final is not pool:
-            size = HV * HEAD_DIM * HEAD_DIM
-            grid = (N, -(-size // 4096))
-            scatter_states_kernel[grid](final, state_indices, pool, pool_step, size)
-            final = pool
         return o, final, checkpoints
-
-
-def _carry(
-    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-    warm: torch.Tensor,  # [slots, HV] fp32
-    carry: torch.Tensor,  # [slots, HV, V + K, K] fp32
-    T: int,
-    N: int,
-    split: int,
-) -> None:
-    """Puts N and M of the segments together to the states at the cuts."""
-    slots, HV = warm.shape
-    constexprs = (MIN_SEGMENT_TOKENS, 1 << (split - 1).bit_length(), 16, 32, EXACT_FP32)
-    options = (("num_warps", 4), ("launch_pdl", True))  # few registers: the scan fits beside it
-    kind = (warm.device, specialized_on(cu_seqlens))
-    prepare(gdn_carry_kernel, constexprs, options, *kind).launch(
-        (HV * HEAD_DIM // 16, N, 1), cu_seqlens, warm, carry, T, HV, N, split, slots
-    )
 
 
 def _segments(N: int, T: int, HV: int, packed: bool, device: torch.device) -> Tuple[int, int]:

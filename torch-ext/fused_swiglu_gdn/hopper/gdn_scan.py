@@ -12,11 +12,13 @@ a chunk and says why nothing here can hang.
 Sizes: C = 64 tokens a chunk, K = V = 128, W state warpgroups a CTA, STAGES ring slots.
 """
 
+from ..common.gdn_cuts import word_at_cut
 from .gdn_place import CARRY, C, D, Unit, place
 from .gluon_compat import (
     WARP_SPECIALIZE_TAKES_LIST,
     as_box,
     barrier,
+    fence_async_global,
     fence_async_shared,
     gl,
     gluon,
@@ -46,7 +48,7 @@ def a_layout(columns):
 
 
 @gluon.jit
-def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, V_FIRST: gl.constexpr):
+def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
     """One warp: brings chunk after chunk into the ring, STAGES ahead at most."""
     BYTES: gl.constexpr = C * (2 * D + 64 * u.W + 2 * C) * 2 + 4 * C * 4
     for c in range(u.chunks):
@@ -141,13 +143,19 @@ def _state_offsets(column, V_FIRST: gl.constexpr):
 
 
 @gluon.jit
-def _at_cut(u, carry_ptr, column):
-    """Where S^T [64, K] of columns column.. of V, then of M, lies in the states at the cuts."""
-    return carry_ptr + u.carry.to(gl.int64) * (2 * D * D) + _state_offsets(column, True)
+def _at_cut(u, o_ptr, column):
+    """Where S^T [64, K] of columns column.. of V, then of M, lies in o while o is not yet there."""
+    WORDS: gl.constexpr = D // 2  # fp32 words in a head's row of o; half of them in a slice
+    x = _opaque(gl.arange(0, 64, layout=gl.SliceLayout(1, acc_layout(D))))
+    x = gl.expand_dims(column + x, 1)
+    k = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, acc_layout(D))), 0)
+    at = o_ptr.to(gl.pointer_type(gl.float32))
+    at += (u.carry.to(gl.int64) * u.heads + u.head) * WORDS
+    return at + word_at_cut(x, k, u.heads * WORDS, D, D, 64, WORDS // 2)
 
 
 @gluon.jit
-def _initial_state(u, h0_ptr, carry_ptr, column, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr):
+def _initial_state(u, h0_ptr, o_ptr, column, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr):
     """S^T [64, K] fp32."""
     S = gl.zeros((64, D), gl.float32, acc_layout(D))
     if h0_ptr is not None:
@@ -155,7 +163,10 @@ def _initial_state(u, h0_ptr, carry_ptr, column, W_INDEX: gl.constexpr, V_FIRST:
             h0 = h0_ptr + u.source.to(gl.int64) * u.source_step + u.head * (D * D)
             S = gl.load(h0 + _state_offsets(column, V_FIRST)).to(gl.float32)
     if u.source == CARRY:
-        S = gl.load(_at_cut(u, carry_ptr, column))
+        S = gl.load(_at_cut(u, o_ptr, column))
+        # The copy engine writes O over it, through another proxy, by order of another thread: the
+        # barrier before a store orders threads, only this fence the proxies.
+        fence_async_global()
     if W_INDEX == 1:
         if u.second == D:  # M: from the identity
             S = gl.where(_state_offsets(column - D, True) % (D + 1) == 0, 1.0, 0.0)
@@ -164,7 +175,7 @@ def _initial_state(u, h0_ptr, carry_ptr, column, W_INDEX: gl.constexpr, V_FIRST:
 
 @gluon.jit
 def _state_partition(
-    u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr
+    u, h0_ptr, hT_ptr, ck_ptr, o_ptr, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr
 ):
     """One warpgroup: carries S^T of 64 columns of V through the chunks. Tiles are [64, *]."""
     X_LAYOUT: gl.constexpr = acc_layout(C)
@@ -172,7 +183,7 @@ def _state_partition(
     DTYPE: gl.constexpr = u.q_desc.dtype
     column = u.column + W_INDEX * u.second
     o_smem = u.o_smem.index(W_INDEX)
-    S = _initial_state(u, h0_ptr, carry_ptr, column, W_INDEX, V_FIRST)
+    S = _initial_state(u, h0_ptr, o_ptr, column, W_INDEX, V_FIRST)
     Sa = _as_a(S, DTYPE)
     ob = gl.zeros((64, C), DTYPE, X_LAYOUT)
     next_ck, ck_row = u.next_ck, u.ck_row
@@ -221,6 +232,9 @@ def _state_partition(
             S = _decayed(S, u.f_smem.index(n), more)
     if u.chunks > u.warm:
         _store_tokens(u, o_smem, ob, u.chunks - 1, W_INDEX)
+    # Also where no chunk was: this kernel must not end before prepare does, nor write o before the
+    # launches that use it are complete.
+    wait_for_prepare()
     for c in range(u.zeros):
         _store_tokens(u, o_smem, gl.zeros((64, C), DTYPE, X_LAYOUT), c, W_INDEX)
     if hT_ptr is not None:
@@ -228,19 +242,18 @@ def _state_partition(
             hT = hT_ptr + u.target.to(gl.int64) * u.target_step + u.head * (D * D)
             gl.store(hT + _state_offsets(column, V_FIRST), S.to(hT_ptr.dtype.element_ty))
     if u.target == CARRY:
-        gl.store(_at_cut(u, carry_ptr, column), S)
-    wait_for_prepare()  # also where no chunk was: this kernel must not end before prepare does
+        gl.store(_at_cut(u, o_ptr, column), S)
     tma_store_wait(0)
 
 
 @gluon.jit
-def _state_partition_0(u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, V_FIRST: gl.constexpr):
-    _state_partition(u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, 0, V_FIRST)
+def _state_partition_0(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
+    _state_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, 0, V_FIRST)
 
 
 @gluon.jit
-def _state_partition_1(u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, V_FIRST: gl.constexpr):
-    _state_partition(u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, 1, V_FIRST)
+def _state_partition_1(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
+    _state_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, 1, V_FIRST)
 
 
 @gluon.jit(do_not_specialize=["T", "HV", "H", "N", "every", "split", "pool_step", "transition"])
@@ -252,8 +265,8 @@ def gdn_scan_fwd_kernel(
     index_ptr,  # [N] rows of the pool, or None
     cu_ptr,  # [N + 1] token offsets, or None: N equal sequences of T tokens
     decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition
-    warm_ptr,  # [slots, HV] fp32: chunks that warm a segment up, -1: it starts from carry_ptr
-    carry_ptr,  # [slots, HV, V + K, K] fp32: the state at the end of a segment, then its M
+    warm_ptr,  # [slots, HV] fp32: chunks that warm a segment up, -1: it starts from o's rows
+    o_ptr,  # [B, T, HV, V]; before that the states at the cuts, fp32, where word_at_cut says
     T, HV, H, N,
     every,  # chunks between checkpoints
     split,  # the most segments of a sequence
@@ -292,7 +305,7 @@ def gdn_scan_fwd_kernel(
         q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc, q_smem, k_smem, v_smem, t_smem,
         p_smem, f_smem, o_smem, landed, free, *where, W,
     )  # fmt: skip
-    args = (u, h0_ptr, hT_ptr, ck_ptr, carry_ptr, V_FIRST)
+    args = (u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST)
     # Triton passes args to the workers through memory that the reductions in `place` may still use.
     barrier()
     if W == 2:
@@ -312,21 +325,3 @@ def gdn_scan_fwd_kernel(
         )
     else:
         gl.warp_specialize(args, _state_partition_0, args, [_load_partition], [1], [LOAD_REGISTERS])
-
-
-@gluon.jit(do_not_specialize=["pool_step", "size"])
-def scatter_states_kernel(
-    state_ptr,  # [N, size]
-    index_ptr,  # [N]
-    pool_ptr,  # [pool, size] with rows pool_step apart
-    pool_step,
-    size,
-):
-    """pool[index[n]] = state[n] for index[n] >= 0; a program moves 4096 elements."""
-    n = gl.program_id(0)
-    i = gl.program_id(1) * 4096 + gl.arange(0, 4096, layout=gl.BlockedLayout([4], [32], [4], [0]))
-    slot = gl.load(index_ptr + n).to(gl.int64)
-    if slot >= 0:
-        state = gl.load(state_ptr + n.to(gl.int64) * size + i, mask=i < size)
-        pool = pool_ptr + slot * pool_step + i
-        gl.store(pool, state.to(pool_ptr.dtype.element_ty), mask=i < size)

@@ -27,6 +27,7 @@ __all__ = [
     "as_tile",
     "barrier",
     "box",
+    "fence_async_global",
     "fence_async_shared",
     "gl",
     "gluon",
@@ -105,6 +106,14 @@ def record(cls):
 def as_box(smem, desc):
     """A tile in shared memory, seen as the box of a descriptor with more dimensions."""
     return as_tile(smem, desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def fence_async_global():
+    """Orders this thread's plain accesses of global memory before those of the copy engine."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

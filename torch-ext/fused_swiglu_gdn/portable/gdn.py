@@ -6,6 +6,7 @@ import torch
 
 from .. import device
 from ..chunks import CHUNK
+from ..common.gdn_cuts import tokens_at_cut
 from ..common.gdn_prepare import gdn_prepare
 from ..common.launch import aligned, steps
 from ..tuning import lookup
@@ -102,14 +103,16 @@ class _Call:
             self.checkpoints = {"size": (B * (T // checkpoint_every), *tail), "dtype": dtype}
         kind = _kind(q, k, v)
         context, segment = lookup("portable_gdn_context", v.device), WHOLE
-        long = HV <= context["heads"] and T > context["segment"] * CHUNK
-        if long and kind != "_plain" and max(K, V) <= 128:
+        span, behind = context["segment"] * CHUNK, tokens_at_cut(K, V, v.element_size())
+        cut = HV <= context["heads"] and T > span and 0 < behind <= span
+        if cut and kind != "_plain" and max(K, V) <= 128:
             segment = context["segment"]
             self.carry = Carry(
-                k, v, initial_state, state_indices, cu_seqlens, state_v_first, segment,
+                k, v, initial_state, state_indices, cu_seqlens, state_v_first, segment, kind,
                 context[f"transition{kind}"], context["carry"],
             )  # fmt: skip
-        self.rest = (state_v_first, checkpoint_every, segment, kind)
+        behind = 0 if self.carry is None else behind
+        self.rest = (state_v_first, checkpoint_every, segment, behind, kind)
 
     def __call__(
         self, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens,
@@ -126,15 +129,16 @@ class _Call:
             prepared = gdn_prepare(q, k, *gates, cu_seqlens, *self.options)
         tb, p, f, *decay = prepared
         final = None if state_indices is None else initial_state
-        carry = checkpoints = None
+        checkpoints = None
+        o = v.new_empty(v.shape)
         if self.carry is not None:
-            carry = self.carry(k, v, tb, f, *decay, initial_state, state_indices, cu_seqlens)
+            self.carry(k, v, tb, f, *decay, o, initial_state, state_indices, cu_seqlens)
         if self.final is not None:
             final = v.new_empty(**self.final)
         if self.checkpoints is not None:
             checkpoints = v.new_empty(**self.checkpoints)
-        states = (initial_state, state_indices, final, carry, checkpoints)
+        states = (initial_state, state_indices, final, checkpoints)
         if self.scan is None:
             self.scan = Scan(q, k, v, cu_seqlens, states, *self.rest)
-        o = self.scan((q, k, v), (tb, p, f), cu_seqlens, states)
+        self.scan((q, k, v, o), (tb, p, f), cu_seqlens, states)
         return o, final, checkpoints

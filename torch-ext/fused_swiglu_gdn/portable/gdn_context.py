@@ -5,7 +5,10 @@ S = 0, and M the same recurrence without V from S = I. Three launches (docs/gdn.
 
     transition: M and N of every segment but a sequence's last, at once
     carry:      S_1 = M_0 S_0 + N_0, S_2 = M_1 S_1 + N_1, ... in fp32
-    scan:       gdn_scan.py from those states, all segments at once
+    scan:       gdn_scan.py from those states, S_0 too, all segments at once
+
+They lie in o, in the place of the first rows of the segment that starts from them
+(common/gdn_cuts.py). A rest too short for that is no segment, but the end of the one before.
 
 A chunk's transition stretches no state by more than 2^decay (prepare). Where the decays of a
 segment's last chunks come to less than 2^-30, those alone are run from zero, and M is zero: the
@@ -20,10 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..common.gdn_cuts import count_cuts, tokens_at_cut, word_at_cut, words
 from ..common.gdn_prepare import EXACT_FP32, locate, precision
 from ..common.launch import prepare, specialized_on, steps
 from ..common.primitives import sequence_bounds
-from .gdn_scan import kv_strides, segments
+from .gdn_scan import configuration, kv_strides, segments
 
 FORGOTTEN = tl.constexpr(-30.0)  # log2 of the norm below which fp32 has no digit left
 
@@ -36,8 +40,7 @@ def _transition_kernel(
     f_ptr,  # [rows, HV, 4, C] fp32
     decay_ptr,  # [rows, HV] fp32, log2 of a bound of the norm of a chunk's transition
     cu_ptr,  # [N + 1] int32 | int64 or None
-    n_ptr,  # [segments, HV, V, K] fp32
-    m_ptr,  # [segments, HV, K, K] fp32
+    o_ptr,  # [B, T, HV, V]: N and M, fp32, go where word_at_cut says
     k_strides,  # of B, T, H
     v_strides,  # of B, T, HV
     T,
@@ -51,6 +54,9 @@ def _transition_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BEHIND: tl.constexpr,  # tokens behind a cut at least
+    SLICE: tl.constexpr,  # columns of a program of the scan
+    WORDS: tl.constexpr,  # fp32 words in those of a row of o
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
 ):
@@ -64,7 +70,7 @@ def _transition_kernel(
     h = hv // R
     n, segment, start, length = locate(row, cu_ptr, T, N, NS, SEGMENT * 64)
     first = segment * SEGMENT
-    if (first + SEGMENT) * 64 >= length:  # nothing comes behind a sequence's last segment
+    if segment >= count_cuts(length, SEGMENT * 64, BEHIND):  # nothing comes behind the last
         return
     n = n.to(tl.int64)
     b = n
@@ -107,34 +113,36 @@ def _transition_kernel(
         x = v.to(tl.float32) - f0[:, None] * tl.dot(k, s.to(k.dtype), input_precision=PREC)
         vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, V or K] fp32
         s = tl.dot(tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC)
-    unit = row.to(tl.int64) * HV + hv
-    to = n_ptr + unit * (V * K)
-    if is_m:
-        to = m_ptr + unit * (K * K)
+    o_ptr += ((b * T + token + SEGMENT * 64) * HV + hv) * V
+    x = tl.where(is_m, V, 0) + e
     own = tl.where(is_m, K, V)
-    to += d[:, None] + e[None, :] * K
+    to = word_at_cut(x[None, :], d[:, None], HV * (V // SLICE * WORDS), K, V, SLICE, WORDS)
+    to += o_ptr.to(tl.pointer_type(tl.float32))
     tl.store(to, s, mask=(d < K)[:, None] & (e < own)[None, :])
 
 
-@triton.jit(do_not_specialize=["T", "NS", "SEGMENT"])
+@triton.jit(do_not_specialize=["T", "SEGMENT"])
 def _carry_kernel(
-    n_ptr,  # [segments, HV, V, K] fp32
-    m_ptr,  # [segments, HV, K, K] fp32
+    o_ptr,  # [B, T, HV, V]: of each segment behind a cut holds N and M
     s0_ptr,  # [N | pool, HV, K, V] or None
     index_ptr,  # [N] int32 | int64 or None
     cu_ptr,  # [N + 1] int32 | int64 or None
     s0_strides,  # of sequence or slot, HV, K, V
     T,
-    NS,
     SEGMENT,
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BEHIND: tl.constexpr,
+    SLICE: tl.constexpr,
+    WORDS: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """S <- M S + N over the segments of a sequence; every S takes the place of its N.
+
+    S_0 goes to the first segment's rows: the last one may write the pool's row that it came from.
 
     On rows: S^T <- S^T M^T + N^T for BLOCK_V columns of the state of one value head.
     """
@@ -142,12 +150,14 @@ def _carry_kernel(
     pid = tl.program_id(0)
     hv = ((pid // NV) % HV).to(tl.int64)
     n = (pid // (NV * HV)).to(tl.int64)
-    row = n * NS
+    token = n * T
     length = T
     if cu_ptr is not None:
-        start, stop = sequence_bounds(cu_ptr, n, T)
-        length = (stop - start).to(tl.int32)
-        row = start // (SEGMENT * 64) + n
+        token, stop = sequence_bounds(cu_ptr, n, T)
+        length = (stop - token).to(tl.int32)
+    cuts = count_cuts(length, SEGMENT * 64, BEHIND)
+    if cuts == 0:
+        return
     slot = n
     if index_ptr is not None:
         slot = tl.load(index_ptr + n).to(tl.int64)
@@ -162,21 +172,23 @@ def _carry_kernel(
         at = slot * s0_strides[0] + hv * s0_strides[1]
         at += e[:, None] * s0_strides[3] + d[None, :] * s0_strides[2]
         s = tl.load(s0_ptr + at, mask=is_state, other=0.0).to(tl.float32)
-    n_ptr += (row * HV + hv) * (V * K)
-    m_ptr += (row * HV + hv) * (K * K)
-    for _ in range((length - 1) // (SEGMENT * 64)):
-        m = tl.load(m_ptr + d[:, None] * K + d[None, :], mask=is_m, other=0.0)  # M^T
-        own = n_ptr + e[:, None] * K + d[None, :]
-        s = tl.dot(s, m, tl.load(own, mask=is_state, other=0.0), input_precision=PREC)
-        tl.store(own, s, mask=is_state)
-        n_ptr += HV * (V * K)
-        m_ptr += HV * (K * K)
+    step = HV * (V // SLICE * WORDS)  # words from a token to the next
+    n_at = word_at_cut(e[:, None], d[None, :], step, K, V, SLICE, WORDS)
+    m_at = word_at_cut(V + d[:, None], d[None, :], step, K, V, SLICE, WORDS)
+    at_cut = (o_ptr + (token * HV + hv) * V).to(tl.pointer_type(tl.float32))
+    tl.store(at_cut + n_at, s, mask=is_state)
+    for _ in range(cuts):
+        at_cut += (SEGMENT * 64).to(tl.int64) * step
+        m = tl.load(at_cut + m_at, mask=is_m, other=0.0)  # M^T
+        own = tl.load(at_cut + n_at, mask=is_state, other=0.0)
+        s = tl.dot(s, m, own, input_precision=PREC)
+        tl.store(at_cut + n_at, s, mask=is_state)
 
 
 class Carry:
     """The two kernels above for calls of one kind: shapes, strides and dtypes are known."""
 
-    __slots__ = ("shapes", "grids", "numbers", "kernels")
+    __slots__ = ("grids", "numbers", "kernels")
 
     def __init__(
         self,
@@ -187,30 +199,33 @@ class Carry:
         cu_seqlens: Optional[torch.Tensor],  # [N + 1]
         state_v_first: bool,
         segment: int,
+        kind: str,  # of configurations
         transition: dict,  # configurations
         carry: dict,
     ):
         (B, T, H, K), (HV, V) = k.shape, v.shape[2:]
         rows, own = segments(T, B, cu_seqlens, segment * 64)
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        self.shapes = ((rows, HV, V, K), (rows, HV, K, K))
+        across = configuration(kind, v.device, rows * HV, K)["BLOCK_V"]
+        size = v.element_size()
+        places = (tokens_at_cut(K, V, size), across, words(across, size))
         BLOCK_K, width = triton.next_power_of_2(max(K, 16)), transition["BLOCK_V"]
         tokens, states = (steps(k), steps(v)), kv_strides(initial_state, state_v_first)
-        self.numbers = ((*tokens, T, N, own, segment), (states, T, own, segment))
+        self.numbers = ((*tokens, T, N, own, segment), (states, T, segment))
         self.grids = (
             (rows * HV * (-(-V // width) - (-K // width)), 1, 1),
             (N * HV * -(-V // carry["BLOCK_V"]), 1, 1),
         )
         constexprs = (
-            H, HV // H, K, V, triton.next_power_of_2(segment), BLOCK_K, width,
+            H, HV // H, K, V, triton.next_power_of_2(segment), BLOCK_K, width, *places,
             transition["STAGES"], precision(k.dtype),
         )  # fmt: skip
         options = (("num_warps", transition["num_warps"]), ("num_stages", transition["STAGES"]))
         kind = (k.device, *map(specialized_on, (k, v, cu_seqlens)))
         first = prepare(_transition_kernel, constexprs, options, *kind, tokens)
-        constexprs = (HV, K, V, BLOCK_K, carry["BLOCK_V"], EXACT_FP32)
+        constexprs = (HV, K, V, BLOCK_K, carry["BLOCK_V"], *places, EXACT_FP32)
         options = (("num_warps", carry["num_warps"]), ("num_stages", 1))
-        kind = (k.device, *map(specialized_on, (initial_state, state_indices, cu_seqlens)))
+        kind = (k.device, v.dtype, *map(specialized_on, (initial_state, state_indices, cu_seqlens)))
         self.kernels = (first, prepare(_carry_kernel, constexprs, options, *kind, states))
 
     def __call__(
@@ -220,14 +235,13 @@ class Carry:
         tb: torch.Tensor,  # [rows, HV, C, C]
         f: torch.Tensor,  # [rows, HV, 4, C] fp32
         decay: torch.Tensor,  # [rows, HV] fp32
+        o: torch.Tensor,  # [B, T, HV, V], contiguous
         initial_state: Optional[torch.Tensor],
         state_indices: Optional[torch.Tensor],
         cu_seqlens: Optional[torch.Tensor],
-    ) -> torch.Tensor:
-        """[segments, HV, V, K] fp32: the (transposed) state after each segment."""
-        n, m = map(f.new_empty, self.shapes)  # m is free again before o is made
-        pointers = (k, v, tb, f, decay, cu_seqlens, n, m)
+    ) -> None:
+        """Leaves in o the state before each segment of a sequence that is cut."""
+        pointers = (k, v, tb, f, decay, cu_seqlens, o)
         self.kernels[0].launch_at(self.grids[0], pointers, *self.numbers[0])
-        pointers = (n, m, initial_state, state_indices, cu_seqlens)
+        pointers = (o, initial_state, state_indices, cu_seqlens)
         self.kernels[1].launch_at(self.grids[1], pointers, *self.numbers[1])
-        return n

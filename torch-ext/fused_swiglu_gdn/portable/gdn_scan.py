@@ -5,7 +5,8 @@ Per chunk, with S [K, V] fp32 carried along and Tb, P, F made by common/gdn_prep
     X = V - F0 (K S)    vt = Tb X    O = F2 (Q S) + P vt    S = gam_C S + K^T (F1 vt)
 
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; E tokens between checkpoints; a segment is
-SEGMENT chunks of a long sequence that run at the same time (gdn_context.py).
+SEGMENT chunks of a long sequence that run at the same time (gdn_context.py). Segments of a sequence
+that is cut start from states in o, in the place of their first rows (common/gdn_cuts.py).
 """
 
 from typing import Optional
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..chunks import CHUNK
+from ..common.gdn_cuts import count_cuts, word_at_cut, words
 from ..common.gdn_prepare import locate, precision
 from ..common.launch import prepare, specialized_on, steps
 from ..tuning import lookup
@@ -88,7 +90,6 @@ def _scan_kernel(
     s0_ptr,  # [N | pool, HV, K, V] or None
     index_ptr,  # [N] int32 | int64 or None
     s1_ptr,  # [N | pool, HV, K, V] or None
-    carry_ptr,  # [segments, HV, V, K] fp32: the state after each segment; None without
     mid_ptr,  # [checkpoint rows, HV, K, V] or None
     q_strides,  # of B, T, H
     k_strides,
@@ -107,6 +108,8 @@ def _scan_kernel(
     V_FIRST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    BEHIND: tl.constexpr,  # tokens behind a cut at least; 0 where no sequence is cut
+    WORDS: tl.constexpr,  # fp32 words in BLOCK_V columns of o
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
 ):
@@ -119,10 +122,11 @@ def _scan_kernel(
     h = hv // R
     n, segment, start, length = locate(row, cu_ptr, T, N, NS, SEGMENT * 64)
     chunks = (length + 63) // 64
-    first = segment * SEGMENT
-    last = tl.minimum(chunks, first + SEGMENT)
-    if (first >= chunks) & (segment > 0):
+    cuts = count_cuts(length, SEGMENT * 64, BEHIND)
+    if segment > cuts:
         return
+    first = segment * SEGMENT
+    last = tl.where(segment == cuts, chunks, first + SEGMENT)
     n = n.to(tl.int64)
     b = n
     chunk_row = n * chunks
@@ -153,12 +157,15 @@ def _scan_kernel(
         if s0_ptr is not None:
             at = slot * s0_strides[0] + hv * s0_strides[1]
             at += (i + d)[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
-            part = _load_state(s0_ptr, at, is_state & (segment == 0))
-        if carry_ptr is not None:
-            at = ((row - 1).to(tl.int64) * HV + hv) * (V * K)
-            at += (i + d)[:, None] + e[None, :] * K
-            part += _load_state(carry_ptr, at, is_state & (segment > 0))
+            part = _load_state(s0_ptr, at, is_state & (cuts == 0))
+        if BEHIND:
+            step = HV * (V // BLOCK_V * WORDS)
+            at = word_at_cut(e[None, :], (i + d)[:, None], step, K, V, BLOCK_V, WORDS)
+            start_ptr = o_ptr.to(tl.pointer_type(tl.float32))
+            part += _load_state(start_ptr, at, is_state & (cuts > 0))
         s += (part,)
+    if BEHIND:
+        tl.debug_barrier()  # no thread may write its o over a state that another has yet to read
 
     tb_ptr += ((chunk_row + first) * HV + hv) * 4096
     p_ptr += ((chunk_row + first) * HV + hv) * 4096
@@ -225,10 +232,15 @@ def segments(T: int, B: int, cu_seqlens: Optional[torch.Tensor], span: int):
     return T // span + cu_seqlens.shape[0] - 1, 0
 
 
+def configuration(kind: str, device: torch.device, units: int, K: int) -> dict:
+    """Of the kernel above, for `units` segments and value heads."""
+    return lookup(f"portable_gdn_scan{kind}", device, units=units, K=K)
+
+
 class Scan:
     """The kernel above for calls of one kind: shapes, strides, dtypes and options are known."""
 
-    __slots__ = ("shape", "grid", "numbers", "kernel")
+    __slots__ = ("grid", "numbers", "kernel")
 
     def __init__(
         self,
@@ -240,13 +252,13 @@ class Scan:
         state_v_first: bool,
         checkpoint_every: int,
         segment: int,
+        behind: int,  # tokens behind a cut at least, or 0
         kind: str,  # of configuration
     ):
         (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
-        self.shape = (B, T, HV, V)
         rows, own = segments(T, B, cu_seqlens, segment * 64)
+        config = configuration(kind, v.device, rows * HV, K)
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        config = lookup(f"portable_gdn_scan{kind}", v.device, units=rows * HV, K=K)
         block_k = min(triton.next_power_of_2(max(K, 16)), config["BLOCK_K"])
         self.grid = (rows * HV * -(-V // config["BLOCK_V"]), 1, 1)
         strides = (
@@ -255,8 +267,8 @@ class Scan:
         )  # fmt: skip
         self.numbers = (*strides, T, N, own, segment, max(checkpoint_every, CHUNK))
         constexprs = (
-            H, HV // H, K, V, state_v_first, block_k, config["BLOCK_V"], config["STAGES"],
-            precision(q.dtype),
+            H, HV // H, K, V, state_v_first, block_k, config["BLOCK_V"], behind,
+            words(config["BLOCK_V"], v.element_size()), config["STAGES"], precision(q.dtype),
         )  # fmt: skip
         options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
         code = (v.device, *map(specialized_on, (q, k, v, cu_seqlens, *states)), strides)
@@ -264,17 +276,13 @@ class Scan:
 
     def __call__(
         self,
-        tokens: tuple,  # q, k [B, T, H, K] and v [B, T, HV, V]
+        # q, k [B, T, H, K], v [B, T, HV, V] and o like v, contiguous (written)
+        tokens: tuple,
         blocks: tuple,  # Tb, P [rows, HV, C, C] and F [rows, HV, 4, C] fp32
         cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-        # initial_state [N | pool, HV, K, V], state_indices [N], final_state (written), carry
-        # [segments, HV, V, K] fp32, checkpoints [.., HV, K, V] (written): each may be None
+        # initial_state [N | pool, HV, K, V], state_indices [N], final_state (written), checkpoints
+        # [.., HV, K, V] (written): each may be None
         states: tuple,
-    ) -> torch.Tensor:
-        """o [B, T, HV, V]."""
-        o = tokens[2].new_empty(self.shape)
+    ) -> None:
         if self.grid[0]:
-            self.kernel.launch_at(
-                self.grid, (*tokens, o, *blocks, cu_seqlens, *states), *self.numbers
-            )
-        return o
+            self.kernel.launch_at(self.grid, (*tokens, *blocks, cu_seqlens, *states), *self.numbers)
