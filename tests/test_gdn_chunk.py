@@ -118,7 +118,7 @@ def test_packed_pool_checkpoints_interpreted(K):
 def test_segments_interpreted(monkeypatch, lengths, gates):
     """Sequences cut into segments of two chunks."""
     module = submodule("portable.gdn")
-    step = {"BLOCK_V": 16, "STAGES": 1, "num_warps": 4}
+    step = {"BLOCK_K": 16, "BLOCK_V": 16, "STAGES": 1, "num_warps": 4}
     context = {"segment": 2, "heads": 16, "transition": step, "carry": step}
     monkeypatch.setattr(module, "lookup", lambda name, device: context)
     x = gdn_inputs(1, sum(lengths or (374,)), 1, 2, 16, 32, torch.float16, gates=gates)

@@ -23,7 +23,7 @@ import triton.language as tl
 from ..common.gdn_prepare import EXACT_FP32, locate, precision
 from ..common.launch import prepare, specialized_on, steps
 from ..common.primitives import sequence_bounds
-from .gdn_scan import kv_strides, segments
+from .gdn_scan import kv_strides, own_rows, read, segments, write
 
 FORGOTTEN = tl.constexpr(-30.0)  # log2 of the norm below which fp32 has no digit left
 
@@ -90,30 +90,37 @@ def _transition_kernel(
     remembers = tl.max(forgets.to(tl.int32), axis=0) == 0
     begin = tl.where(is_m & (remembers == 0), SEGMENT, begin)  # M is zero
 
-    s = tl.where(is_m & remembers & (d[:, None] == e[None, :]), 1.0, 0.0)  # [K, V or K] fp32
-    in_k = tl.broadcast_to((d < K)[None, :], (64, BLOCK_K))
+    s = ()  # [K, V or K] fp32, in blocks of rows
+    for i in tl.static_range(0, K, BLOCK_K):
+        s += (tl.where(is_m & remembers & (i + d[:, None] == e[None, :]), 1.0, 0.0),)
     in_v = tl.broadcast_to(((e < V) & (pid % NW < NV))[None, :], (64, BLOCK_V))
-    for c in tl.range(begin, SEGMENT, num_stages=STAGES):
+    for c in tl.range(begin, SEGMENT, num_stages=STAGES, disable_licm=STAGES == 1):
         go = n * 0 + c * 64  # 64-bit offsets to the chunk, 32-bit ones inside it
-        k_tile = k_ptr + go * k_strides[1] + t[:, None] * k_strides[1] + d[None, :]
-        v_tile = v_ptr + go * v_strides[1] + t[:, None] * v_strides[1] + e[None, :]
-        k = tl.load(k_tile, mask=in_k, other=0.0)  # [C, K]
+        left = length - (first + c) * 64  # a whole chunk at least
+        own = own_rows(left, STAGES)
+        k_tile = k_ptr + go * k_strides[1]
+        v_tile = v_ptr + go * v_strides[1] + own[:, None] * v_strides[1] + e[None, :]
+        ks, k = read(k_tile, own * k_strides[1], t < 64, s, K, PREC)  # [C, V or K] fp32
         v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
         tb = tl.load(tb_ptr + go * (HV * 64) + t[:, None] * 64 + t[None, :])  # [C, C]
         f = f_ptr + go * (HV * 4)
         f0 = tl.load(f + t)  # [C] fp32
         f1 = tl.load(f + 64 + t)
         decay = tl.load(f + 192)
-        x = v.to(tl.float32) - f0[:, None] * tl.dot(k, s.to(k.dtype), input_precision=PREC)
-        vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, V or K] fp32
-        s = tl.dot(tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC)
+        x = v.to(tl.float32) - f0[:, None] * ks
+        vt = tl.dot(tb, x.to(tb.dtype), input_precision=PREC)  # [C, V or K] fp32
+        w = (f1[:, None] * vt).to(tb.dtype)
+        s = write(k, k_tile, own * k_strides[1], t < 64, s, decay, w, K, STAGES == 1, PREC)
     unit = row.to(tl.int64) * HV + hv
     to = n_ptr + unit * (V * K)
     if is_m:
         to = m_ptr + unit * (K * K)
-    own = tl.where(is_m, K, V)
-    to += d[:, None] + e[None, :] * K
-    tl.store(to, s, mask=(d < K)[:, None] & (e < own)[None, :])
+    size = tl.where(is_m, K, V)
+    for i in tl.static_range(len(s)):
+        kd = i * BLOCK_K + d
+        tl.store(
+            to + kd[:, None] + e[None, :] * K, s[i], mask=(kd < K)[:, None] & (e < size)[None, :]
+        )
 
 
 @triton.jit(do_not_specialize=["T", "NS", "SEGMENT"])
@@ -202,8 +209,8 @@ class Carry:
             (N * HV * -(-V // carry["BLOCK_V"]), 1, 1),
         )
         constexprs = (
-            H, HV // H, K, V, triton.next_power_of_2(segment), BLOCK_K, width,
-            transition["STAGES"], precision(k.dtype),
+            H, HV // H, K, V, triton.next_power_of_2(segment),
+            min(BLOCK_K, transition["BLOCK_K"]), width, transition["STAGES"], precision(k.dtype),
         )  # fmt: skip
         options = (("num_warps", transition["num_warps"]), ("num_stages", transition["STAGES"]))
         kind = (k.device, *map(specialized_on, (k, v, cu_seqlens)))
