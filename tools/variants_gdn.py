@@ -36,7 +36,10 @@ def _named(kernel, signature: dict, constexprs: dict, values: tuple) -> dict:
     return {**constexprs, **dict(zip(rest, values))}
 
 
-def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packed=False, raw=False):
+def _prepare(
+    name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packed=False, raw=False, heads=4,
+    early=False,
+):  # fmt: skip
     module = load("common.gdn_prepare")
     cu, constexprs = _packed(packed)
     signature = {
@@ -53,7 +56,7 @@ def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packe
         signature.update(dict.fromkeys(gate, "*fp32:16"))
     else:
         constexprs.update(dict.fromkeys(gate))
-    values = module.constexprs(dtype == "fp32", 16, R, K, l2norm, raw, False)
+    values = module.constexprs(dtype == "fp32", 16, R, K, l2norm, raw, False, heads, early)
     constexprs = _named(module._prepare_kernel, signature, constexprs, values)
     where = ("common.gdn_prepare", "_prepare_kernel")
     return Variant(name, *where, signature, constexprs, dict(config), targets)
@@ -63,7 +66,9 @@ def _options(config: dict) -> dict:
     return {"num_warps": config["num_warps"], "num_stages": config["STAGES"]}
 
 
-def _scan(name, targets, config, dtype="bf16", D=128, packed=False, cut=False, pool=False):
+def _scan(
+    name, targets, config, dtype="bf16", D=128, packed=False, cut=False, pool=False, pdl=False
+):
     """pool: with indices of rows and with checkpoints, and rows of q, k and v that lie anyhow."""
     module = load("portable.gdn_scan")
     cu, constexprs = _packed(packed)
@@ -86,10 +91,11 @@ def _scan(name, targets, config, dtype="bf16", D=128, packed=False, cut=False, p
         load("common.gdn_cuts").tokens_at_cut(D, D, size) if cut else 0,
         module.words(width, size),
     )
-    values = (16, 4, D, D, False, block_k, width, *places, config["STAGES"], exactness)
+    values = (16, 4, D, D, False, block_k, width, *places, config["STAGES"], exactness, pdl)
     constexprs = _named(module._scan_kernel, signature, constexprs, values)
     where = ("portable.gdn_scan", "_scan_kernel")
-    return Variant(name, *where, signature, constexprs, _options(config), targets)
+    options = {**_options(config), **({"launch_pdl": True} if pdl else {})}
+    return Variant(name, *where, signature, constexprs, options, targets)
 
 
 def _places(dtype: str, across: int) -> tuple:
@@ -107,8 +113,8 @@ def _transition(name, targets, config, dtype="bf16", across=16):
         **_integers("T", "N", "NS", "SEGMENT"),
     }
     exactness = module.precision(DTYPES[dtype])
-    options = (config["STAGES"], exactness)
-    values = (2, 4, 128, 128, 32, 128, config["BLOCK_V"], *_places(dtype, across), *options)
+    sizes = (2, 4, 128, 128, 32, config["BLOCK_K"], config["BLOCK_V"])
+    values = (*sizes, *_places(dtype, across), config["STAGES"], exactness)
     constexprs = _named(module._transition_kernel, signature, {"cu_ptr": None}, values)
     where = ("portable.gdn_context", "_transition_kernel")
     return Variant(name, *where, signature, constexprs, _options(config), targets)
@@ -148,11 +154,12 @@ def _all():
         plain = entry["config"]
         yield _scan(f"gdn_scan bf16 D={D} plain", ANY, plain, D=D)
         yield _scan(f"gdn_scan bf16 D={D} plain pool", ANY, plain, D=D, packed=True, pool=True)
-    wide_scan = _config("portable_gdn_scan_fp32")["default"]
-    for D in (64, 128, 256):
-        yield _scan(f"gdn_scan fp32 D={D}", ANY, wide_scan, "fp32", D=D)
-        yield _scan(f"gdn_scan fp32 D={D} pool", ANY, wide_scan, "fp32", D=D, pool=True)
-    yield _scan("gdn_scan fp32 segments", ANY, wide_scan, "fp32", cut=True)
+    narrow, wide_state = _config("portable_gdn_scan_fp32")["tuned"]
+    for D, entry in ((64, narrow), (128, narrow), (256, wide_state)):
+        exact = entry["config"]
+        yield _scan(f"gdn_scan fp32 D={D}", ANY, exact, "fp32", D=D)
+        yield _scan(f"gdn_scan fp32 D={D} pool", ANY, exact, "fp32", D=D, pool=True)
+    yield _scan("gdn_scan fp32 segments", ANY, narrow["config"], "fp32", cut=True)
     context = _config("portable_gdn_context")["default"]
     yield _transition("gdn_transition bf16", ANY, context["transition"])
     yield _transition("gdn_transition fp32", ANY, context["transition_fp32"], "fp32")
@@ -160,12 +167,20 @@ def _all():
     yield _carry("gdn_carry fp32", ANY, context["carry"], "fp32")
     tuned = "device_name=NVIDIA_H200"
     prepare = _config(f"common_gdn_prepare,{tuned}")["default"]
-    yield _prepare("gdn_prepare bf16 H200", H200, prepare, packed=True)
+    yield _prepare("gdn_prepare bf16 H200", H200, prepare, packed=True, early=True)
+    for heads in (1, 2):
+        name = f"gdn_prepare bf16 H200 heads={heads}"
+        yield _prepare(name, H200, prepare, heads=heads, early=True)
     for entry in _config(f"portable_gdn_scan,{tuned}")["tuned"]:
         name = f"gdn_scan bf16 H200 {entry['sizes']['units']} units"
         yield _scan(name, H200, entry["config"], packed=True, cut=True)
+        yield _scan(f"{name} pdl", H200, entry["config"], pdl=True)
+    exact = _config(f"portable_gdn_scan_fp32,{tuned}")["default"]
+    for D in (64, 128, 256):
+        yield _scan(f"gdn_scan fp32 D={D} H200", H200, exact, "fp32", D=D, pdl=True)
     context = _config(f"portable_gdn_context,{tuned}")["default"]
     yield _transition("gdn_transition bf16 H200", H200, context["transition"])
+    yield _transition("gdn_transition fp32 H200", H200, context["transition_fp32"], "fp32")
 
 
 def _for_amd(variant: Variant) -> Variant:

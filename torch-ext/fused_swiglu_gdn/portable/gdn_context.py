@@ -27,7 +27,7 @@ from ..common.gdn_cuts import count_cuts, tokens_at_cut, word_at_cut, words
 from ..common.gdn_prepare import EXACT_FP32, locate, precision
 from ..common.launch import prepare, specialized_on, steps
 from ..common.primitives import sequence_bounds
-from .gdn_scan import configuration, kv_strides, segments
+from .gdn_scan import configuration, kv_strides, own_rows, read, segments, write
 
 FORGOTTEN = tl.constexpr(-30.0)  # log2 of the norm below which fp32 has no digit left
 
@@ -96,29 +96,35 @@ def _transition_kernel(
     remembers = tl.max(forgets.to(tl.int32), axis=0) == 0
     begin = tl.where(is_m & (remembers == 0), SEGMENT, begin)  # M is zero
 
-    s = tl.where(is_m & remembers & (d[:, None] == e[None, :]), 1.0, 0.0)  # [K, V or K] fp32
-    in_k = tl.broadcast_to((d < K)[None, :], (64, BLOCK_K))
+    s = ()  # [K, V or K] fp32, in blocks of rows
+    for i in tl.static_range(0, K, BLOCK_K):
+        s += (tl.where(is_m & remembers & (i + d[:, None] == e[None, :]), 1.0, 0.0),)
     in_v = tl.broadcast_to(((e < V) & (pid % NW < NV))[None, :], (64, BLOCK_V))
-    for c in tl.range(begin, SEGMENT, num_stages=STAGES):
+    for c in tl.range(begin, SEGMENT, num_stages=STAGES, disable_licm=STAGES == 1):
         go = n * 0 + c * 64  # 64-bit offsets to the chunk, 32-bit ones inside it
-        k_tile = k_ptr + go * k_strides[1] + t[:, None] * k_strides[1] + d[None, :]
-        v_tile = v_ptr + go * v_strides[1] + t[:, None] * v_strides[1] + e[None, :]
-        k = tl.load(k_tile, mask=in_k, other=0.0)  # [C, K]
+        left = length - (first + c) * 64  # a whole chunk at least
+        own = own_rows(left, STAGES)
+        k_tile = k_ptr + go * k_strides[1]
+        v_tile = v_ptr + go * v_strides[1] + own[:, None] * v_strides[1] + e[None, :]
+        ks, k = read(k_tile, own * k_strides[1], t < 64, s, K, PREC)  # [C, V or K] fp32
         v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
         tb = tl.load(tb_ptr + go * (HV * 64) + t[:, None] * 64 + t[None, :])  # [C, C]
         f = f_ptr + go * (HV * 4)
         f0 = tl.load(f + t)  # [C] fp32
         f1 = tl.load(f + 64 + t)
         decay = tl.load(f + 192)
-        x = v.to(tl.float32) - f0[:, None] * tl.dot(k, s.to(k.dtype), input_precision=PREC)
-        vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, V or K] fp32
-        s = tl.dot(tl.trans(k), (f1[:, None] * vt).to(k.dtype), s * decay, input_precision=PREC)
+        x = v.to(tl.float32) - f0[:, None] * ks
+        vt = tl.dot(tb, x.to(tb.dtype), input_precision=PREC)  # [C, V or K] fp32
+        w = (f1[:, None] * vt).to(tb.dtype)
+        s = write(k, k_tile, own * k_strides[1], t < 64, s, decay, w, K, STAGES == 1, PREC)
     o_ptr += ((b * T + token + SEGMENT * 64) * HV + hv) * V
-    x = tl.where(is_m, V, 0) + e
-    own = tl.where(is_m, K, V)
-    to = word_at_cut(x[None, :], d[:, None], HV * (V // SLICE * WORDS), K, V, SLICE, WORDS)
-    to += o_ptr.to(tl.pointer_type(tl.float32))
-    tl.store(to, s, mask=(d < K)[:, None] & (e < own)[None, :])
+    to = o_ptr.to(tl.pointer_type(tl.float32))
+    x = (tl.where(is_m, V, 0) + e)[None, :]
+    is_own = (e < tl.where(is_m, K, V))[None, :]
+    for i in tl.static_range(len(s)):
+        kd = (i * BLOCK_K + d)[:, None]
+        at = word_at_cut(x, kd, HV * (V // SLICE * WORDS), K, V, SLICE, WORDS)
+        tl.store(to + at, s[i], mask=(kd < K) & is_own)
 
 
 @triton.jit(do_not_specialize=["T", "SEGMENT"])
@@ -217,8 +223,9 @@ class Carry:
             (N * HV * -(-V // carry["BLOCK_V"]), 1, 1),
         )
         constexprs = (
-            H, HV // H, K, V, triton.next_power_of_2(segment), BLOCK_K, width, *places,
-            transition["STAGES"], precision(k.dtype),
+            H, HV // H, K, V, triton.next_power_of_2(segment),
+            min(BLOCK_K, transition["BLOCK_K"]), width, *places, transition["STAGES"],
+            precision(k.dtype),
         )  # fmt: skip
         options = (("num_warps", transition["num_warps"]), ("num_stages", transition["STAGES"]))
         kind = (k.device, *map(specialized_on, (k, v, cu_seqlens)))

@@ -9,49 +9,79 @@ SEGMENT chunks of a long sequence that run at the same time (gdn_context.py). Se
 that is cut start from states in o, in the place of their first rows (common/gdn_cuts.py).
 """
 
+import inspect
 from typing import Optional
 
 import torch
 import triton
 import triton.language as tl
 
+from .. import device
 from ..chunks import CHUNK
 from ..common.gdn_cuts import count_cuts, word_at_cut, words
 from ..common.gdn_prepare import locate, precision
 from ..common.launch import prepare, specialized_on, steps
 from ..tuning import lookup
 
+if "disable_licm" not in inspect.signature(tl.range.__init__).parameters:
+    raise ImportError("Triton 3.5 or newer is needed")  # then dispatch takes the reference
+
 
 @triton.jit
-def _rows(ptr, stride, ok, first, D: tl.constexpr, BLOCK: tl.constexpr, POLICY: tl.constexpr):
-    """BLOCK columns, from `first` on, of a chunk's rows [C, D]; zeros outside."""
-    t = tl.arange(0, 64)[:, None]
+def own_rows(left, STAGES: tl.constexpr):
+    """Rows 0 to C - 1 of a chunk, as addresses are made of them; `left` tokens from its first on.
+
+    A loop that does not load ahead bounds them by what is left of the sequence, which changes none
+    that is read: so the addresses are made anew in each chunk. Kept from chunk to chunk, as those
+    of a constant are, they take more registers than there are.
+    """
+    t = tl.arange(0, 64)
+    return t if STAGES > 1 else tl.minimum(t, left - 1)
+
+
+@triton.jit
+def _rows(ptr, at, ok, first, D: tl.constexpr, BLOCK: tl.constexpr, POLICY: tl.constexpr):
+    """BLOCK columns, from `first` on, of a chunk's rows [C, D] at `at` [C]; zeros outside."""
     d = first + tl.arange(0, BLOCK)[None, :]
     mask = ok[:, None] & (d < D)
-    return tl.load(ptr + t * stride + d, mask=mask, other=0.0, eviction_policy=POLICY)
+    return tl.load(ptr + at[:, None] + d, mask=mask, other=0.0, eviction_policy=POLICY)
 
 
 @triton.jit
-def _read(ptr, stride, ok, s, K: tl.constexpr, PREC: tl.constexpr):
+def read(ptr, at, ok, s, K: tl.constexpr, PREC: tl.constexpr):
     """x S for a chunk's rows x [C, K], and the last block of x."""
     BLOCK: tl.constexpr = s[0].shape[0]
     out = tl.zeros((64, s[0].shape[1]), tl.float32)
     for i in tl.static_range(len(s)):
-        x = _rows(ptr, stride, ok, i * BLOCK, K, BLOCK, "")
+        x = _rows(ptr, at, ok, i * BLOCK, K, BLOCK, "")
         out = tl.dot(x, s[i].to(x.dtype), out, input_precision=PREC)
     return out, x
 
 
 @triton.jit
-def _write(
-    x, ptr, stride, ok, s, decay, w, K: tl.constexpr, RELOAD: tl.constexpr, PREC: tl.constexpr
+def _read_both(k_ptr, k_at, q_ptr, q_at, ok, s, K: tl.constexpr, PREC: tl.constexpr):
+    """k S and q S, block by block of S: as operand of both a block is in registers only once."""
+    BLOCK: tl.constexpr = s[0].shape[0]
+    ks = tl.zeros((64, s[0].shape[1]), tl.float32)
+    qs = ks
+    for i in tl.static_range(len(s)):
+        k = _rows(k_ptr, k_at, ok, i * BLOCK, K, BLOCK, "")
+        ks = tl.dot(k, s[i].to(k.dtype), ks, input_precision=PREC)
+        q = _rows(q_ptr, q_at, ok, i * BLOCK, K, BLOCK, "")
+        qs = tl.dot(q, s[i].to(q.dtype), qs, input_precision=PREC)
+    return ks, qs
+
+
+@triton.jit
+def write(
+    x, ptr, at, ok, s, decay, w, K: tl.constexpr, RELOAD: tl.constexpr, PREC: tl.constexpr
 ):  # fmt: skip
     """decay S + x^T w for a chunk's rows x [C, K], which one block holds or are loaded again."""
     BLOCK: tl.constexpr = s[0].shape[0]
     new = ()
     for i in tl.static_range(len(s)):
         if RELOAD:
-            x = _rows(ptr, stride, ok, i * BLOCK, K, BLOCK, "evict_first")
+            x = _rows(ptr, at, ok, i * BLOCK, K, BLOCK, "evict_first")
         new += (tl.dot(tl.trans(x), w, s[i] * decay, input_precision=PREC),)
     return new
 
@@ -67,6 +97,33 @@ def _store_state(ptr, at, s, mask):
 
 
 @triton.jit
+def _start_state(
+    s0_ptr, o_ptr, s0_strides, at_s0, cuts, d, e, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, WORDS: tl.constexpr, BEHIND: tl.constexpr,
+):  # fmt: skip
+    """The state before a segment [K, V] fp32, in blocks of rows: the caller's, or out of o where
+    the sequence is cut."""
+    BLOCK_K: tl.constexpr = d.shape[0]
+    BLOCK_V: tl.constexpr = e.shape[0]
+    s = ()
+    for i in tl.static_range(0, K, BLOCK_K):
+        is_state = (i + d < K)[:, None] & (e < V)[None, :]
+        part = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+        if s0_ptr is not None:
+            at = at_s0 + (i + d)[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
+            part = _load_state(s0_ptr, at, is_state & (cuts == 0))
+        if BEHIND:
+            step = HV * (V // BLOCK_V * WORDS)
+            at = word_at_cut(e[None, :], (i + d)[:, None], step, K, V, BLOCK_V, WORDS)
+            start_ptr = o_ptr.to(tl.pointer_type(tl.float32))
+            part += _load_state(start_ptr, at, is_state & (cuts > 0))
+        s += (part,)
+    if BEHIND:
+        tl.debug_barrier()  # no thread may write its o over a state that another has yet to read
+    return s
+
+
+@triton.jit
 def _zero_rows(o_ptr, chunks, length, stride, columns, V: tl.constexpr):
     """Zeros in the outputs of a sequence that is skipped."""
     t = tl.arange(0, 64)
@@ -75,6 +132,13 @@ def _zero_rows(o_ptr, chunks, length, stride, columns, V: tl.constexpr):
         zero = tl.zeros((64, columns.shape[0]), o_ptr.dtype.element_ty)
         tl.store(at, zero, mask=(t < length - c * 64)[:, None] & (columns < V)[None, :])
         o_ptr += 64 * stride
+
+
+@triton.jit
+def _wait(PDL: tl.constexpr):
+    """For the end of the launch before this one, where that has not been waited for already."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["T", "N", "NS", "SEGMENT", "E"])
@@ -112,8 +176,18 @@ def _scan_kernel(
     WORDS: tl.constexpr,  # fp32 words in BLOCK_V columns of o
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
+    PDL: tl.constexpr,  # launched while prepare may still run
 ):
-    """BLOCK_V columns of one value head of one segment, from its first token to its last."""
+    """BLOCK_V columns of one value head of one segment, from its first token to its last.
+
+    With PDL a program may begin before prepare has ended, but neither reads what that writes, nor
+    writes, nor ends before gdc_wait. Why all is ordered as without: prepare itself is launched
+    without the attribute, so what came before it on the stream is done and may be read at once
+    (offsets, indices, initial states). The scan has ended only when each of its programs has, thus
+    after prepare, and lets nobody begin early: so the next launch, with the attribute or without,
+    finds both done. A carry lies between the two, whose launches do not wait: then PDL is off.
+    """
+    tl.static_assert(not PDL or BEHIND == 0)
     HV: tl.constexpr = H * R
     NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
@@ -124,6 +198,7 @@ def _scan_kernel(
     chunks = (length + 63) // 64
     cuts = count_cuts(length, SEGMENT * 64, BEHIND)
     if segment > cuts:
+        _wait(PDL)
         return
     first = segment * SEGMENT
     last = tl.where(segment == cuts, chunks, first + SEGMENT)
@@ -147,37 +222,28 @@ def _scan_kernel(
     if index_ptr is not None:
         slot = tl.load(index_ptr + n).to(tl.int64)
         if slot < 0:
+            _wait(PDL)
             _zero_rows(o_ptr, last - first, length - first * 64, HV * V, e, V)
             return
 
-    s = ()  # the state [K, V] fp32, in blocks of rows
-    for i in tl.static_range(0, K, BLOCK_K):
-        is_state = (i + d < K)[:, None] & (e < V)[None, :]
-        part = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
-        if s0_ptr is not None:
-            at = slot * s0_strides[0] + hv * s0_strides[1]
-            at += (i + d)[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
-            part = _load_state(s0_ptr, at, is_state & (cuts == 0))
-        if BEHIND:
-            step = HV * (V // BLOCK_V * WORDS)
-            at = word_at_cut(e[None, :], (i + d)[:, None], step, K, V, BLOCK_V, WORDS)
-            start_ptr = o_ptr.to(tl.pointer_type(tl.float32))
-            part += _load_state(start_ptr, at, is_state & (cuts > 0))
-        s += (part,)
-    if BEHIND:
-        tl.debug_barrier()  # no thread may write its o over a state that another has yet to read
+    s = _start_state(
+        s0_ptr, o_ptr, s0_strides, slot * s0_strides[0] + hv * s0_strides[1], cuts, d, e, HV, K, V,
+        WORDS, BEHIND,
+    )  # fmt: skip
 
+    _wait(PDL)
     tb_ptr += ((chunk_row + first) * HV + hv) * 4096
     p_ptr += ((chunk_row + first) * HV + hv) * 4096
     f_ptr += ((chunk_row + first) * HV + hv) * 256
-    for c in tl.range(0, last - first, num_stages=STAGES):
+    for c in tl.range(0, last - first, num_stages=STAGES, disable_licm=STAGES == 1):
         left = length - (first + c) * 64
         ok = t < left
+        own = own_rows(left, STAGES)
         in_v = ok[:, None] & (e < V)[None, :]
         go = n * 0 + c * 64  # 64-bit offsets to the chunk, 32-bit ones inside it
         k_tile = k_ptr + go * k_strides[1]
         q_tile = q_ptr + go * q_strides[1]
-        v_tile = v_ptr + go * v_strides[1] + t[:, None] * v_strides[1] + e[None, :]
+        v_tile = v_ptr + go * v_strides[1] + own[:, None] * v_strides[1] + e[None, :]
         block = t[:, None] * 64 + t[None, :]
         f = f_ptr + go * (HV * 4)
         f0 = tl.load(f + t)  # [C] fp32
@@ -186,14 +252,22 @@ def _scan_kernel(
         decay = tl.load(f + 192)
 
         # loads stand before their use: held in registers from the top they spill
-        ks, k = _read(k_tile, k_strides[1], ok, s, K, PREC)  # [C, V] fp32
-        v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
-        x = v.to(tl.float32) - f0[:, None] * ks
-        qs, _ = _read(q_tile, q_strides[1], ok, s, K, PREC)
+        if STAGES == 1:
+            ks, qs = _read_both(
+                k_tile, own * k_strides[1], q_tile, own * q_strides[1], ok, s, K, PREC
+            )
+            v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
+            x = v.to(tl.float32) - f0[:, None] * ks
+            k = v  # is loaded again
+        else:
+            ks, k = read(k_tile, own * k_strides[1], ok, s, K, PREC)  # [C, V] fp32
+            v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
+            x = v.to(tl.float32) - f0[:, None] * ks
+            qs, _ = read(q_tile, own * q_strides[1], ok, s, K, PREC)
         tb = tl.load(tb_ptr + go * (HV * 64) + block)  # [C, C]
         vt = tl.dot(tb, x.to(tb.dtype), input_precision=PREC)  # [C, V] fp32
         w = (f1[:, None] * vt).to(tb.dtype)
-        s = _write(k, k_tile, k_strides[1], ok, s, decay, w, K, STAGES == 1, PREC)
+        s = write(k, k_tile, own * k_strides[1], ok, s, decay, w, K, STAGES == 1, PREC)
         p = tl.load(p_ptr + go * (HV * 64) + block)  # [C, C]
         o = tl.dot(p, vt.to(p.dtype), f2[:, None] * qs, input_precision=PREC)
         o_tile = o_ptr + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
@@ -254,6 +328,7 @@ class Scan:
         segment: int,
         behind: int,  # tokens behind a cut at least, or 0
         kind: str,  # of configuration
+        after_prepare: bool,  # the launch before this one is common/gdn_prepare.py's
     ):
         (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
         rows, own = segments(T, B, cu_seqlens, segment * 64)
@@ -266,11 +341,14 @@ class Scan:
             kv_strides(states[0], state_v_first), kv_strides(states[2], state_v_first),
         )  # fmt: skip
         self.numbers = (*strides, T, N, own, segment, max(checkpoint_every, CHUNK))
+        pdl = after_prepare and device.overlaps_launches(v.device)
         constexprs = (
             H, HV // H, K, V, state_v_first, block_k, config["BLOCK_V"], behind,
-            words(config["BLOCK_V"], v.element_size()), config["STAGES"], precision(q.dtype),
+            words(config["BLOCK_V"], v.element_size()), config["STAGES"], precision(q.dtype), pdl,
         )  # fmt: skip
         options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
+        if pdl:
+            options += (("launch_pdl", True),)
         code = (v.device, *map(specialized_on, (q, k, v, cu_seqlens, *states)), strides)
         self.kernel = prepare(_scan_kernel, constexprs, options, *code)
 
