@@ -93,30 +93,6 @@ def test_heads_interpreted(H, HV, l2norm):
     check("portable", arguments(x, use_qk_l2norm=l2norm))
 
 
-# on 9 processors programs of two heads or of one, on 0 of four
-@interpreted
-@pytest.mark.parametrize("H, HV", [(2, 2), (4, 4), (2, 4), (1, 3), (1, 4), (1, 6)])
-@pytest.mark.parametrize("l2norm", [True, False])
-def test_fewer_heads_a_program_interpreted(monkeypatch, H, HV, l2norm):
-    x = gdn_inputs(1, 130, H, HV, 16, 16, torch.float16)
-    args = arguments(x, use_qk_l2norm=l2norm)
-    before = run("portable", args)
-    monkeypatch.setattr(submodule("common.gdn_grid"), "processors", lambda where: 9)
-    assert all(torch.equal(a, b) for a, b in zip(run("portable", args)[:2], before))
-
-
-def test_heads_together(monkeypatch):
-    grid = submodule("common.gdn_grid")
-    monkeypatch.setattr(grid, "processors", lambda where: 132)
-    cpu = torch.device("cpu")
-    assert grid.heads_together(8, 2, 4, cpu) == 1
-    assert grid.heads_together(32, 2, 4, cpu) == 2  # 2048 tokens of 2/8 heads
-    assert grid.heads_together(32, 16, 4, cpu) == 4
-    assert grid.programs(32, 2, 4, 2) == 128 and grid.programs(32, 2, 4, 4) == 64
-    assert grid.programs(3, 4, 1, 4) == 3 and grid.programs(3, 4, 1, 1) == 12
-    assert grid.programs(3, 1, 6, 4) == 6 and grid.programs(3, 3, 1, 4) == 9
-
-
 @interpreted
 @pytest.mark.parametrize("K", [16, 80])  # a state in one block of rows, in two
 def test_packed_pool_checkpoints_interpreted(K):

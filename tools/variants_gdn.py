@@ -36,10 +36,7 @@ def _named(kernel, signature: dict, constexprs: dict, values: tuple) -> dict:
     return {**constexprs, **dict(zip(rest, values))}
 
 
-def _prepare(
-    name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packed=False, raw=False, heads=4,
-    early=False,
-):  # fmt: skip
+def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packed=False, raw=False):
     module = load("common.gdn_prepare")
     cu, constexprs = _packed(packed)
     signature = {
@@ -56,7 +53,7 @@ def _prepare(
         signature.update(dict.fromkeys(gate, "*fp32:16"))
     else:
         constexprs.update(dict.fromkeys(gate))
-    values = module.constexprs(dtype == "fp32", 16, R, K, l2norm, raw, False, heads, early)
+    values = module.constexprs(dtype == "fp32", 16, R, K, l2norm, raw, False)
     constexprs = _named(module._prepare_kernel, signature, constexprs, values)
     where = ("common.gdn_prepare", "_prepare_kernel")
     return Variant(name, *where, signature, constexprs, dict(config), targets)
@@ -66,9 +63,7 @@ def _options(config: dict) -> dict:
     return {"num_warps": config["num_warps"], "num_stages": config["STAGES"]}
 
 
-def _scan(
-    name, targets, config, dtype="bf16", D=128, packed=False, cut=False, pool=False, pdl=False
-):
+def _scan(name, targets, config, dtype="bf16", D=128, packed=False, cut=False, pool=False):
     """pool: with indices of rows and with checkpoints, and rows of q, k and v that lie anyhow."""
     module = load("portable.gdn_scan")
     cu, constexprs = _packed(packed)
@@ -91,11 +86,10 @@ def _scan(
         load("common.gdn_cuts").tokens_at_cut(D, D, size) if cut else 0,
         module.words(width, size),
     )
-    values = (16, 4, D, D, False, block_k, width, *places, config["STAGES"], exactness, pdl)
+    values = (16, 4, D, D, False, block_k, width, *places, config["STAGES"], exactness)
     constexprs = _named(module._scan_kernel, signature, constexprs, values)
     where = ("portable.gdn_scan", "_scan_kernel")
-    options = {**_options(config), **({"launch_pdl": True} if pdl else {})}
-    return Variant(name, *where, signature, constexprs, options, targets)
+    return Variant(name, *where, signature, constexprs, _options(config), targets)
 
 
 def _places(dtype: str, across: int) -> tuple:
@@ -167,17 +161,14 @@ def _all():
     yield _carry("gdn_carry fp32", ANY, context["carry"], "fp32")
     tuned = "device_name=NVIDIA_H200"
     prepare = _config(f"common_gdn_prepare,{tuned}")["default"]
-    yield _prepare("gdn_prepare bf16 H200", H200, prepare, packed=True, early=True)
-    for heads in (1, 2):
-        name = f"gdn_prepare bf16 H200 heads={heads}"
-        yield _prepare(name, H200, prepare, heads=heads, early=True)
+    yield _prepare("gdn_prepare bf16 H200", H200, prepare, packed=True)
     for entry in _config(f"portable_gdn_scan,{tuned}")["tuned"]:
         name = f"gdn_scan bf16 H200 {entry['sizes']['units']} units"
         yield _scan(name, H200, entry["config"], packed=True, cut=True)
-        yield _scan(f"{name} pdl", H200, entry["config"], pdl=True)
+        yield _scan(f"{name} uncut", H200, entry["config"])
     exact = _config(f"portable_gdn_scan_fp32,{tuned}")["default"]
     for D in (64, 128, 256):
-        yield _scan(f"gdn_scan fp32 D={D} H200", H200, exact, "fp32", D=D, pdl=True)
+        yield _scan(f"gdn_scan fp32 D={D} H200", H200, exact, "fp32", D=D)
     context = _config(f"portable_gdn_context,{tuned}")["default"]
     yield _transition("gdn_transition bf16 H200", H200, context["transition"])
     yield _transition("gdn_transition fp32 H200", H200, context["transition_fp32"], "fp32")

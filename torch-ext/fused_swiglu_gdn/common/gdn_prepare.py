@@ -16,18 +16,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import device
 from ..chunks import CHUNK, chunk_rows
 from ..tuning import lookup
-from .gdn_grid import UNITS, heads_together, keys_together, programs
 from .gdn_inverse import keep_blocks, kept_blocks, minus_abs, store_inverse
 from .launch import prepare, specialized_on, steps
 from .primitives import sequence_bounds
 
-# Programs of a grid that runs at once (H200: 3 a multiprocessor, at 168 registers): a scan that is
-# launched with programmatic dependent launch may begin beside it. Beside a larger one it would take
-# the place of programs that it waits for.
-SMALL_GRID = tl.constexpr(396)
+UNITS = 4  # value heads of a program that are inverted at once: a warp each
 # fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
 EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
 
@@ -249,28 +244,20 @@ def _prepare_kernel(
     L2NORM: tl.constexpr,
     BETA_MAX: tl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
     KEYS: tl.constexpr,  # key heads of a program
-    HEADS: tl.constexpr,  # value heads of a program, at most
-    UNITS: tl.constexpr,
+    UNITS: tl.constexpr,  # value heads of a program, at most
     BLOCK_K: tl.constexpr,
     GATES: tl.constexpr,
     KEPT: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
-    EARLY: tl.constexpr,  # the next launch may begin before this one has ended
 ):
-    """Tb, P and F of a chunk and up to HEADS value heads: of KEYS key heads or a part of one's.
-
-    EARLY lets only a launch with the attribute begin early, and that waits itself (gdn_scan.py).
-    """
-    if EARLY:
-        if tl.num_programs(0) <= SMALL_GRID:
-            tl.extra.cuda.gdc_launch_dependents()
-    PARTS: tl.constexpr = (R + HEADS - 1) // HEADS
+    """Tb, P and F of a chunk and up to UNITS value heads: of KEYS key heads or a part of one's."""
+    PARTS: tl.constexpr = (R + UNITS - 1) // UNITS
     row = tl.program_id(0) // (H // KEYS * PARTS)
     h = (tl.program_id(0) // PARTS % (H // KEYS) * KEYS).to(tl.int64)
-    part = tl.program_id(0) % PARTS * HEADS
+    part = tl.program_id(0) % PARTS * UNITS
     hv0 = h * R + part
-    heads = R if R <= HEADS else tl.minimum(R - part, HEADS)  # of each key head
+    heads = R if R <= UNITS else tl.minimum(R - part, UNITS)  # of each key head
     n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
     if c * 64 >= length:
         return
@@ -311,6 +298,11 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32"
 
 
+def keys_together(H: int, R: int) -> int:
+    """Key heads of one program: so many that their value heads fill its warps, if that divides."""
+    return next(n for n in (4, 2, 1) if n * R <= UNITS and H % n == 0 or n == 1)
+
+
 def gate_rows(use_qk_l2norm: bool) -> int:
     """Rows of the scratch for gates: without l2norm the keys' lengths are one more."""
     return 4 if use_qk_l2norm else 5
@@ -319,7 +311,7 @@ def gate_rows(use_qk_l2norm: bool) -> int:
 @functools.cache
 def constexprs(
     wide: bool, H: int, R: int, K: int, use_qk_l2norm: bool, use_beta_sigmoid: bool,
-    allow_neg_eigval: bool, heads: int = UNITS, early: bool = False,
+    allow_neg_eigval: bool, 
 ) -> tuple:  # fmt: skip
     """The kernel's constexprs in their order; wide for fp32 inputs.
 
@@ -330,9 +322,9 @@ def constexprs(
     block_k = min(triton.next_power_of_2(max(K, 16)), 32 if wide else 64)
     dot = tl.float16 if use_qk_l2norm and not wide else tl.float32
     exactness = precision(torch.float32 if wide else torch.float16)
-    shape = (keys_together(H, R, heads), heads, UNITS, block_k)
+    shape = (keys_together(H, R), UNITS, block_k)
     kept = tl.float32 if wide else tl.float16
-    rest = (gate_rows(use_qk_l2norm), kept, dot, exactness, early)
+    rest = (gate_rows(use_qk_l2norm), kept, dot, exactness)
     return (H, R, K, use_qk_l2norm, beta_max, *shape, *rest)
 
 
@@ -370,13 +362,12 @@ def gdn_prepare(
     strides = (steps(q), steps(k), steps(g), steps(beta))
     flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
     exact = q.dtype == torch.float32
-    heads = heads_together(rows, H, R, q.device)
-    fixed = constexprs(exact, H, R, K, *flags, heads, device.overlaps_launches(q.device))
+    fixed = constexprs(exact, H, R, K, *flags)
     name = "common_gdn_prepare_wide" if exact or K > 128 else "common_gdn_prepare"
     options = tuple(lookup(name, q.device, R=R).items())
     kind = (q.device, *map(specialized_on, inputs), strides)
     prepare(_prepare_kernel, fixed, options, *kind).launch_at(
-        (programs(rows, H, R, heads), 1, 1),
+        (rows * H // keys_together(H, R) * -(-R // UNITS), 1, 1),
         (*inputs, tb, p, f, gates, decay),
         *strides, T, N, -(-T // CHUNK), scale,
     )  # fmt: skip

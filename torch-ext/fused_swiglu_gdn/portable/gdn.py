@@ -125,7 +125,6 @@ class _Call:
             )  # fmt: skip
 
     def _run(self, q, k, v, gates, initial_state, state_indices, cu_seqlens, prepared):
-        after_prepare = prepared is None and self.carry is None
         if prepared is None:
             prepared = gdn_prepare(q, k, *gates, cu_seqlens, *self.options)
         tb, p, f, *decay = prepared
@@ -140,6 +139,6 @@ class _Call:
             checkpoints = v.new_empty(**self.checkpoints)
         states = (initial_state, state_indices, final, checkpoints)
         if self.scan is None:
-            self.scan = Scan(q, k, v, cu_seqlens, states, *self.rest, after_prepare)
+            self.scan = Scan(q, k, v, cu_seqlens, states, *self.rest)
         self.scan((q, k, v, o), (tb, p, f), cu_seqlens, states)
         return o, final, checkpoints

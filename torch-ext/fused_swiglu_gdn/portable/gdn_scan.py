@@ -16,7 +16,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import device
 from ..chunks import CHUNK
 from ..common.gdn_cuts import count_cuts, word_at_cut, words
 from ..common.gdn_prepare import locate, precision
@@ -134,13 +133,6 @@ def _zero_rows(o_ptr, chunks, length, stride, columns, V: tl.constexpr):
         o_ptr += 64 * stride
 
 
-@triton.jit
-def _wait(PDL: tl.constexpr):
-    """For the end of the launch before this one, where that has not been waited for already."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-
-
 @triton.jit(do_not_specialize=["T", "N", "NS", "SEGMENT", "E"])
 def _scan_kernel(
     q_ptr,  # [B, T, H, K]
@@ -176,18 +168,8 @@ def _scan_kernel(
     WORDS: tl.constexpr,  # fp32 words in BLOCK_V columns of o
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
-    PDL: tl.constexpr,  # launched while prepare may still run
 ):
-    """BLOCK_V columns of one value head of one segment, from its first token to its last.
-
-    With PDL a program may begin before prepare has ended, but neither reads what that writes, nor
-    writes, nor ends before gdc_wait. Why all is ordered as without: prepare itself is launched
-    without the attribute, so what came before it on the stream is done and may be read at once
-    (offsets, indices, initial states). The scan has ended only when each of its programs has, thus
-    after prepare, and lets nobody begin early: so the next launch, with the attribute or without,
-    finds both done. A carry lies between the two, whose launches do not wait: then PDL is off.
-    """
-    tl.static_assert(not PDL or BEHIND == 0)
+    """BLOCK_V columns of one value head of one segment, from its first token to its last."""
     HV: tl.constexpr = H * R
     NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
@@ -198,7 +180,6 @@ def _scan_kernel(
     chunks = (length + 63) // 64
     cuts = count_cuts(length, SEGMENT * 64, BEHIND)
     if segment > cuts:
-        _wait(PDL)
         return
     first = segment * SEGMENT
     last = tl.where(segment == cuts, chunks, first + SEGMENT)
@@ -222,7 +203,6 @@ def _scan_kernel(
     if index_ptr is not None:
         slot = tl.load(index_ptr + n).to(tl.int64)
         if slot < 0:
-            _wait(PDL)
             _zero_rows(o_ptr, last - first, length - first * 64, HV * V, e, V)
             return
 
@@ -231,7 +211,6 @@ def _scan_kernel(
         WORDS, BEHIND,
     )  # fmt: skip
 
-    _wait(PDL)
     tb_ptr += ((chunk_row + first) * HV + hv) * 4096
     p_ptr += ((chunk_row + first) * HV + hv) * 4096
     f_ptr += ((chunk_row + first) * HV + hv) * 256
@@ -328,7 +307,6 @@ class Scan:
         segment: int,
         behind: int,  # tokens behind a cut at least, or 0
         kind: str,  # of configuration
-        after_prepare: bool,  # the launch before this one is common/gdn_prepare.py's
     ):
         (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
         rows, own = segments(T, B, cu_seqlens, segment * 64)
@@ -341,14 +319,11 @@ class Scan:
             kv_strides(states[0], state_v_first), kv_strides(states[2], state_v_first),
         )  # fmt: skip
         self.numbers = (*strides, T, N, own, segment, max(checkpoint_every, CHUNK))
-        pdl = after_prepare and device.overlaps_launches(v.device)
         constexprs = (
             H, HV // H, K, V, state_v_first, block_k, config["BLOCK_V"], behind,
-            words(config["BLOCK_V"], v.element_size()), config["STAGES"], precision(q.dtype), pdl,
+            words(config["BLOCK_V"], v.element_size()), config["STAGES"], precision(q.dtype),
         )  # fmt: skip
         options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
-        if pdl:
-            options += (("launch_pdl", True),)
         code = (v.device, *map(specialized_on, (q, k, v, cu_seqlens, *states)), strides)
         self.kernel = prepare(_scan_kernel, constexprs, options, *code)
 
