@@ -56,6 +56,7 @@ def test_the_last_step_gets_what_triton_would_give_it(monkeypatch):
         return [("map", descriptor.base.data_ptr()), *descriptor.shape]
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     active = types.SimpleNamespace(get_current_stream=lambda index: 0)
     monkeypatch.setattr(tiles, "driver", types.SimpleNamespace(active=active))
     prepared = Stand(driver)

@@ -13,7 +13,7 @@ import torch
 
 from ..chunks import chunk_rows
 from ..common.gdn_prepare import EXACT_FP32
-from ..common.launch import Prepared, prepare, specialized_on, steps
+from ..common.launch import specialized_on, steps
 from ..device import multiprocessor_count
 from .gdn_carry import gdn_carry_kernel
 from .gdn_prepare import gdn_prepare_fwd_kernel
@@ -27,6 +27,7 @@ MIN_SEGMENT_TOKENS = 2048  # gdn_place.MIN_SEGMENT chunks
 # By state warpgroups: registers of the second one and of the loader, and the cap at launch.
 REGISTERS = {1: (0, 32), 2: (240, 24)}
 CAP = {1: 136, 2: 168}
+NO_TILES = Tiles()
 # Registers of a thread of prepare by its warps: 16 and 12 warps a multiprocessor
 PREPARE_CAP = {4: 128, 2: 168}
 
@@ -108,11 +109,11 @@ def _kernel(in_place: bool, W: int, state_v_first: bool, *kind) -> TiledKernel:
     return tiled(gdn_scan_fwd_kernel, constexprs, options, *kind)
 
 
-def _carry(split: int, state_v_first: bool, *kind) -> Prepared:
+def _carry(split: int, state_v_first: bool, *kind) -> TiledKernel:
     most = 1 << (split - 1).bit_length()
     constexprs = (state_v_first, MIN_SEGMENT_TOKENS, most, 16, 32, EXACT_FP32)
     options = (("num_warps", 4), ("launch_pdl", True))  # few registers: the scan fits beside it
-    return prepare(gdn_carry_kernel, constexprs, options, *kind)
+    return tiled(gdn_carry_kernel, constexprs, options, *kind)
 
 
 class Scan:
@@ -191,10 +192,9 @@ class Scan:
         if split > 1:
             grid, pointers = (2 * self.slots * HV, 1, 1), (initial_state, final, None, *rest)
             self.transition.launch(grid, self.tiles, tensors, pointers, *self.numbers, 1)
-            self.carry.launch_at(
-                (HV * HEAD_DIM // 16, N, 1), (pool, state_indices, cu_seqlens, warm, o),
-                *(T, HV, N, split, self.slots, pool_step),
-            )  # fmt: skip
+            grid, pointers = (HV * HEAD_DIM // 16, N, 1), (pool, state_indices, cu_seqlens, warm, o)
+            numbers = (T, HV, N, split, self.slots, pool_step)
+            self.carry.launch(grid, NO_TILES, (), pointers, *numbers)
         pointers = (initial_state, final, checkpoints, *rest)
         self.kernel.launch((self.programs, 1, 1), self.tiles, tensors, pointers, *self.numbers, 0)
         return o, final, checkpoints

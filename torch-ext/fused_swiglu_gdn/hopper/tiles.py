@@ -10,6 +10,7 @@ import functools
 import inspect
 from typing import Any, Optional, Tuple
 
+import torch
 from triton.runtime import driver
 
 from ..common.launch import Prepared, _last_step, address, prepare
@@ -21,12 +22,13 @@ LIMIT = 512  # maps kept for one tensor
 class Tiles:
     """The tensors that a kernel moves by the copy engine, and their maps, for calls of one kind."""
 
-    __slots__ = ("how", "kept")
+    __slots__ = ("how", "kept", "latest")
 
     def __init__(self, *how: tuple):
         """how: shape, strides, box and layout of each tensor."""
         self.how = how
         self.kept: Tuple[dict, ...] = tuple({} for _ in how)
+        self.latest: tuple = ([], [])  # addresses and what encoded() gave for them
 
     def described(self, tensors) -> list:
         """As Triton takes them."""
@@ -34,15 +36,20 @@ class Tiles:
 
     def encoded(self, tensors, encode) -> list:
         """As Triton's launcher takes them in the end."""
-        found: list = []
-        for i, x in enumerate(tensors):
-            kept, place = self.kept[i], x.data_ptr()
+        places = [x.data_ptr() for x in tensors]
+        before, found = self.latest
+        if places == before:
+            return found
+        found = []
+        for i, place in enumerate(places):
+            kept = self.kept[i]
             mapped = kept.get(place)
             if mapped is None:
                 if len(kept) >= LIMIT:
                     kept.clear()
-                mapped = kept[place] = encode(i, Descriptor(x, *self.how[i]))
+                mapped = kept[place] = encode(i, Descriptor(tensors[i], *self.how[i]))
             found += mapped
+        self.latest = (places, found)
         return found
 
 
@@ -73,7 +80,7 @@ class TiledKernel:
         prepared = self.prepared
         prepared.launch(grid, *descriptors, *prepared.at(*pointers), *numbers)
         if self.index is None and prepared.run is not None:
-            self.index = descriptors[0].base.device.index
+            self.index = torch.cuda.current_device()
             places = map(address, pointers)
             self._find((*descriptors, *places, *numbers, *prepared.constexprs), grid)
 
@@ -85,27 +92,29 @@ class TiledKernel:
             from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
             encoding, middle = found
-            step = inspect.getclosurevars(encoding).nonlocals["launcher"]
             kinds = [s for s in compiled.src.signature.values() if str(s).startswith("tensordesc")]
             metas = compiled.metadata.tensordesc_meta
+            step = encoding
+            if kinds:
+                step = inspect.getclosurevars(encoding).nonlocals["launcher"]
             base = 4 + len(middle)  # arguments before the kernel's own
-            for kind, meta in zip(kinds, metas):
-                taken: list = []  # filled anew by each call of the encoder
-                keep = functools.partial(_keep, taken, base)
-                self.encoders.append((wrap_handle_tensordesc(keep, {0: kind}, [meta]), taken, base))
+            self.encoders = [
+                functools.partial(_encoded, wrap_handle_tensordesc, kind, meta, base)
+                for kind, meta in zip(kinds, metas or ())
+            ]
         except (AttributeError, ImportError, KeyError, TypeError):
             return
         self.step, self.middle = step, middle
 
     def _encode(self, i: int, descriptor: Descriptor) -> list:
-        encoder, taken, base = self.encoders[i]
-        taken.clear()
-        encoder(*(0,) * base, descriptor)
-        return list(taken)
+        return self.encoders[i](descriptor)
 
 
-def _keep(taken: list, base: int, *step) -> None:
-    taken += step[base:]
+def _encoded(wrap, kind: str, meta, base: int, descriptor: Descriptor) -> list:
+    """What Triton's wrapper of a last step with one descriptor hands on in its place."""
+    taken: list = []
+    wrap(lambda *step: taken.extend(step[base:]), {0: kind}, [meta])(*(0,) * base, descriptor)
+    return taken
 
 
 @functools.lru_cache(maxsize=4096)
