@@ -86,6 +86,17 @@ def test_few_maps_are_kept(monkeypatch):
     assert len(one.kept[0]) <= 4
 
 
+def test_few_are_kept_by_all(monkeypatch):
+    tiles, compat = submodule("hopper.tiles"), submodule("hopper.gluon_compat")
+    monkeypatch.setattr(tiles, "BOUND", submodule("facts").Bound(10))
+    how = ((64, 64), (64, 1), *compat.box(torch.bfloat16, 64, 64))
+    many = [tiles.Tiles(how) for _ in range(7)]
+    for x in torch.zeros(9, 64, 64, dtype=torch.bfloat16):
+        for one in many:
+            one.encoded([x], lambda i, descriptor: [descriptor.base.data_ptr()])
+            assert sum(len(one.kept[0]) for one in many) <= 10
+
+
 @pytest.mark.gpu
 @compiled
 @pytest.mark.parametrize("T", [300, 9000])

@@ -184,6 +184,8 @@ def main() -> int:
                 worst, bad = max(worst, error), bad + len(misses)
                 for miss in misses:
                     print("MISS", miss, flush=True)
+                if done % 1000 < len(waiting[future]):  # what a run that is cut short has seen
+                    print(f"{done} done, {bad} misses, {time.time() - begin:.0f} s", flush=True)
         except concurrent.futures.TimeoutError:
             hung = [str(waiting[future].start) for future in waiting if not future.done()]
             print(f"NOT BACK in {options.patience:.0f} s: from {', '.join(hung)} on", flush=True)

@@ -1,4 +1,6 @@
-"""What a call depends on besides the values of its tensors."""
+"""What a call depends on besides the values of its tensors, and bounds on what is kept by it."""
+
+import weakref
 
 
 def facts(*tensors) -> tuple:
@@ -19,3 +21,23 @@ def keep(plans: dict, key, plan):
         plans.clear()
     plans[key] = plan
     return plan
+
+
+class Bound:
+    """A limit on what many holders keep together: past it all of them forget.
+
+    A server meets ever new lengths, each with a plan of its own; what plans keep must not add up.
+    """
+
+    def __init__(self, most: int):
+        self.most, self.count = most, 0
+        self.holders: weakref.WeakSet = weakref.WeakSet()
+
+    def count_one(self, holder) -> None:
+        """The holder, which has a method forget(), is about to keep one thing more."""
+        if self.count >= self.most:
+            for each in list(self.holders):
+                each.forget()
+            self.count = 0
+        self.count += 1
+        self.holders.add(holder)

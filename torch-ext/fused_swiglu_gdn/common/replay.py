@@ -15,9 +15,11 @@ from typing import Any, Callable, Dict, List, Tuple
 import torch
 import triton
 
+from ..facts import Bound
 from .launch import Prepared
 
 LIMIT = 512  # launches kept by one Replay: 2 KB each
+BOUND = Bound(8192)  # by all of them
 
 
 def _keeping(compiled, kept: List[tuple]) -> Tuple[Any, Callable]:
@@ -47,7 +49,7 @@ def _keeping(compiled, kept: List[tuple]) -> Tuple[Any, Callable]:
 class Replay:
     """A Prepared at one grid, whose launches are kept."""
 
-    __slots__ = ("prepared", "grid", "index", "kept", "last", "keeps")
+    __slots__ = ("prepared", "grid", "index", "kept", "last", "keeps", "__weakref__")
 
     def __init__(self, prepared: Prepared, grid: Tuple[int, int, int], where: torch.device):
         self.prepared, self.grid, self.index = prepared, grid, where.index
@@ -84,6 +86,10 @@ class Replay:
         # tensors would be kept alive
         arguments = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         run(*self.grid, key[0], *prepared.code, *arguments, *prepared.constexprs)
+        BOUND.count_one(self)
         if len(self.kept) >= LIMIT:
             self.kept.clear()
         self.kept[key] = found[0]
+
+    def forget(self) -> None:
+        self.kept.clear()

@@ -14,15 +14,17 @@ import torch
 from triton.runtime import driver
 
 from ..common.launch import Prepared, _last_step, address, prepare
+from ..facts import Bound
 from .gluon_compat import Descriptor
 
-LIMIT = 512  # maps kept for one tensor
+LIMIT = 64  # maps kept for one tensor: half a KB each
+BOUND = Bound(32768)  # for all
 
 
 class Tiles:
     """The tensors that a kernel moves by the copy engine, and their maps, for calls of one kind."""
 
-    __slots__ = ("how", "kept", "latest")
+    __slots__ = ("how", "kept", "latest", "__weakref__")
 
     def __init__(self, *how: tuple):
         """how: shape, strides, box and layout of each tensor."""
@@ -45,12 +47,17 @@ class Tiles:
             kept = self.kept[i]
             mapped = kept.get(place)
             if mapped is None:
+                BOUND.count_one(self)
                 if len(kept) >= LIMIT:
                     kept.clear()
                 mapped = kept[place] = encode(i, Descriptor(tensors[i], *self.how[i]))
             found += mapped
         self.latest = (places, found)
         return found
+
+    def forget(self) -> None:
+        for kept in self.kept:
+            kept.clear()
 
 
 class TiledKernel:
