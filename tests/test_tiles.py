@@ -48,6 +48,8 @@ class Stand:
 
 def test_the_last_step_gets_what_triton_would_give_it(monkeypatch):
     driver = pytest.importorskip("triton.backends.nvidia.driver")
+    if submodule("hopper.gluon_compat").TRITON_VERSION >= (3, 7):
+        pytest.skip("Triton 3.7 packs its arguments: its launches go as usual")
     tiles, compat = submodule("hopper.tiles"), submodule("hopper.gluon_compat")
     encoded = []
 
