@@ -240,11 +240,15 @@ def test_save_pretrained_and_back(built, name, tmp_path):
     model, served = pair(built, name, "cpu")
     served.save_pretrained(tmp_path)
     back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    assert back.state_dict().keys() == model.state_dict().keys()
+    before, after = model.state_dict(), back.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    # Not to the bit: loaded weights lie at other addresses, and by those torch's products of
+    # experts on a CPU choose their order of sums (3e-8 apart, in transformers alone as well).
     ids = tokens(2, 9)
-    assert torch.equal(logits(back, ids), logits(model, ids))
+    assert relative_error(logits(back, ids), logits(model, ids)) < 1e-6
     built.kernelize(back)
-    assert torch.equal(logits(back, ids), logits(served, ids))
+    assert relative_error(logits(back, ids), logits(served, ids)) < 1e-6
 
 
 def second_version(tmp_path):
