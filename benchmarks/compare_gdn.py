@@ -12,7 +12,6 @@ state are relative to the recurrence in fp64. Prints the README's table at the e
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import time
@@ -20,8 +19,16 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from compare_models import share_autotuning, warm_up
-from kernel_time import RESULTS, ROOT, load_package, microseconds, save
+from kernel_time import (
+    RESULTS,
+    ROOT,
+    keep_fla_to_triton,
+    load_package,
+    microseconds,
+    save,
+    share_autotuning,
+    warm_up,
+)
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -262,8 +269,7 @@ def main():
     parser.add_argument("--show", action="store_true", help="the record in --json, without timing")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    os.environ.setdefault("FLA_FLASH_QLA", "0")
-    os.environ.setdefault("FLA_TILELANG", "0")
+    keep_fla_to_triton()
     if options.warm:
         share_autotuning(*map(int, options.warm.split("/")))
         for H, HV in {case[2:] for case in FLA_CASES}:

@@ -9,14 +9,19 @@ minutes. Errors are relative to automatic differentiation of the recurrence in f
 """
 
 import argparse
-import os
 import statistics
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from compare_models import share_autotuning, warm_up
-from kernel_time import RESULTS, load_package, save
+from kernel_time import (
+    RESULTS,
+    keep_fla_to_triton,
+    load_package,
+    save,
+    share_autotuning,
+    warm_up,
+)
 
 SHAPES = [(16, 32, 8192), (16, 32, 32768), (8, 16, 8192), (8, 16, 32768)]  # H, HV, T
 WAYS = ("recompute", "saved", "fla", "flash_qla")
@@ -123,8 +128,7 @@ def main():
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="the first so many")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    os.environ.setdefault("FLA_FLASH_QLA", "0")
-    os.environ.setdefault("FLA_TILELANG", "0")
+    keep_fla_to_triton()
     if options.warm:
         share_autotuning(*map(int, options.warm.split("/")))
         for H, HV in {shape[:2] for shape in SHAPES} | {(2, 4)}:

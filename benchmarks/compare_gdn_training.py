@@ -22,10 +22,8 @@ from compare_models import (
     install_fla_convolution,
     randomize,
     relative_error,
-    share_autotuning,
-    warm_up,
 )
-from kernel_time import RESULTS, load_package, save
+from kernel_time import RESULTS, load_package, save, share_autotuning, warm_up
 
 WAYS = ("recompute", "saved", "fla")
 

@@ -12,7 +12,6 @@ import argparse
 import copy
 import json
 import statistics
-import subprocess
 import sys
 import time
 import types
@@ -20,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from kernel_time import RESULTS, load_package, save
+from kernel_time import RESULTS, load_package, save, share_autotuning, warm_up
 
 LAYER = {  # Qwen3.5-4B
     "hidden_size": 2560,
@@ -64,33 +63,6 @@ def install_fla_convolution():
     module = types.ModuleType("causal_conv1d")
     module.causal_conv1d_fn, module.causal_conv1d_update = fn, update
     sys.modules["causal_conv1d"] = module
-
-
-def share_autotuning(part: int, parts: int) -> None:
-    """This process tries every parts-th configuration alone, of all that are tuned at run time."""
-    from triton.runtime.autotuner import Autotuner
-
-    original = Autotuner.__init__
-
-    def init(self, fn, arg_names, configs, *args, **kwargs):
-        configs = list(configs or [])
-        original(self, fn, arg_names, configs[part::parts] or configs[:1], *args, **kwargs)
-
-    Autotuner.__init__ = init
-
-
-def warm_up(*script, parts: int = 12) -> None:
-    """Compiles what FLA's autotuner will try, minutes one after another, by many processes.
-
-    They leave it in Triton's cache on disk; the tuning itself is then this process's, and whole.
-    """
-    command = [sys.executable, *script, "--warm"]
-    workers = [
-        subprocess.Popen([*command, f"{part}/{parts}"], stdout=subprocess.DEVNULL)
-        for part in range(parts)
-    ]
-    for worker in workers:
-        worker.wait()
 
 
 def randomize(module):

@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from compare_models import share_autotuning, warm_up
-from kernel_time import RESULTS, load_package, microseconds, save
+from kernel_time import RESULTS, load_package, microseconds, save, share_autotuning, warm_up
 from swiglu_training import measure_training, table, tune_liger_mlp
 
 LLAMA_8B, QWEN_SMALL = (4096, 14336), (1024, 3072)

@@ -10,13 +10,12 @@ we are further off than FLA (FLA_FLASH_QLA=0 and FLA_TILELANG=0 keep it to its T
 
 import argparse
 import importlib
-import os
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from compare_gdn_backward import recurrence
-from kernel_time import RESULTS, load_package, save
+from kernel_time import RESULTS, keep_fla_to_triton, load_package, save
 
 GATES = ("qwen", "slow", "g=0", "g=-30")
 BETAS = ("random", "0", "1")
@@ -100,8 +99,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "gdn_errors.json")
     options = parser.parse_args()
-    os.environ.setdefault("FLA_FLASH_QLA", "0")
-    os.environ.setdefault("FLA_TILELANG", "0")
+    keep_fla_to_triton()
     calls = functions(load_package())
     cases = [(g, b, "random") for g in GATES for b in BETAS]
     cases += [(g, b, "repeated") for g in ("g=0", "slow") for b in ("random", "1")]

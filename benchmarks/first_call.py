@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import torch
+from compare_gdn import tensors
 from kernel_time import RESULTS, load_package, save
 
 
@@ -28,9 +29,7 @@ def swiglu(package, M):
 
 
 def prefill(package, T, packed=False):
-    q, k = torch.randn(2, 1, T, 16, 128, device="cuda", dtype=torch.bfloat16).unbind(0)
-    v = torch.randn(1, T, 32, 128, device="cuda", dtype=torch.bfloat16)
-    g, beta = -torch.rand(1, T, 32, device="cuda"), torch.rand(1, T, 32, device="cuda")
+    q, k, v, g, beta, _ = tensors(1, T, 16, 32, "slow")
     cu_seqlens = torch.tensor([0, T // 3, T], device="cuda") if packed else None
     return lambda: package.chunk_gated_delta_rule(
         q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True,
@@ -39,10 +38,8 @@ def prefill(package, T, packed=False):
 
 
 def training(package, T):
-    q, k = torch.randn(2, 1, T, 16, 128, device="cuda", dtype=torch.bfloat16).unbind(0)
-    v = torch.randn(1, T, 32, 128, device="cuda", dtype=torch.bfloat16)
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    g, beta = -torch.rand(1, T, 32, device="cuda"), torch.rand(1, T, 32, device="cuda")
+    *qkv, g, beta, _ = tensors(1, T, 16, 32, "slow")
+    leaves = [x.clone().requires_grad_() for x in qkv]
 
     def step():
         o, _ = package.chunk_gated_delta_rule(*leaves, g, beta, use_qk_l2norm_in_kernel=True)

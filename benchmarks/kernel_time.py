@@ -1,9 +1,11 @@
-"""What the compare_*.py scripts share: the package in the tree, kernel time, and the record."""
+"""What the compare_*.py scripts share: the package in the tree, kernel time, the peers' tuning, and
+the record."""
 
 import datetime
 import importlib.metadata
 import importlib.util
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -41,6 +43,39 @@ def microseconds(calls: Dict[str, Callable], rounds: int = 3, rep_ms: int = 20) 
         for name, call in calls.items():
             times[name].append(do_bench_cudagraph(call, rep=rep_ms, return_mode="median") * 1e3)
     return {name: statistics.median(t) for name, t in times.items()}
+
+
+def keep_fla_to_triton() -> None:
+    """FLA hands calls to FlashQLA and TileLang where they are installed; not after this."""
+    os.environ.setdefault("FLA_FLASH_QLA", "0")
+    os.environ.setdefault("FLA_TILELANG", "0")
+
+
+def share_autotuning(part: int, parts: int) -> None:
+    """This process tries every parts-th configuration alone, of all that are tuned at run time."""
+    from triton.runtime.autotuner import Autotuner
+
+    original = Autotuner.__init__
+
+    def init(self, fn, arg_names, configs, *args, **kwargs):
+        configs = list(configs or [])
+        original(self, fn, arg_names, configs[part::parts] or configs[:1], *args, **kwargs)
+
+    Autotuner.__init__ = init
+
+
+def warm_up(*script, parts: int = 12) -> None:
+    """Compiles what a peer's autotuner will try, minutes one after another, by many processes.
+
+    They leave it in Triton's cache on disk; the tuning itself is then this process's, and whole.
+    """
+    command = [sys.executable, *script, "--warm"]
+    workers = [
+        subprocess.Popen([*command, f"{part}/{parts}"], stdout=subprocess.DEVNULL)
+        for part in range(parts)
+    ]
+    for worker in workers:
+        worker.wait()
 
 
 PEERS = ("fla-core", "flashinfer-python", "liger-kernel", "transformers", "aiter")

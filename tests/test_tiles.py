@@ -82,9 +82,7 @@ def test_few_maps_are_kept(monkeypatch):
     how = ((64, 64), (64, 1), *compat.box(torch.bfloat16, 64, 64))
     one = tiles.Tiles(how)
     for x in torch.zeros(9, 64, 64, dtype=torch.bfloat16):
-        assert one.encoded([x], lambda i, descriptor: [descriptor.base.data_ptr()]) == [
-            x.data_ptr()
-        ]
+        assert one.encoded([x], [lambda descriptor: [descriptor.base.data_ptr()]]) == [x.data_ptr()]
     assert len(one.kept[0]) <= 4
 
 
@@ -95,7 +93,7 @@ def test_few_are_kept_by_all(monkeypatch):
     many = [tiles.Tiles(how) for _ in range(7)]
     for x in torch.zeros(9, 64, 64, dtype=torch.bfloat16):
         for one in many:
-            one.encoded([x], lambda i, descriptor: [descriptor.base.data_ptr()])
+            one.encoded([x], [lambda descriptor: [descriptor.base.data_ptr()]])
             assert sum(len(one.kept[0]) for one in many) <= 10
 
 

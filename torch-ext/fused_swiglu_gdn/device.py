@@ -29,9 +29,6 @@ def name(index: int) -> str:
 _NOTHING = contextlib.nullcontext()
 
 
-_HERE = contextlib.nullcontext()
-
-
 def on(device: torch.device):
     """A context in which the device is current; nothing is switched where it already is."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
@@ -40,22 +37,16 @@ def on(device: torch.device):
 
 
 @functools.cache
-def _takes_ptx(index: int) -> bool:
-    capability_ = capability(index)
-    return capability_ is not None and capability_ >= (8, 0)
+def _is_at_least(index: int, major: int) -> bool:
+    found = capability(index)
+    return found is not None and found >= (major, 0)
 
 
 def takes_ptx(device: torch.device) -> bool:
     """Whether a kernel may hold PTX, as of Ampere: not on AMD GPUs, nor under the interpreter."""
-    return device.type == "cuda" and _takes_ptx(device.index)
-
-
-@functools.cache
-def _overlaps_launches(index: int) -> bool:
-    capability_ = capability(index)
-    return capability_ is not None and capability_ >= (9, 0)
+    return device.type == "cuda" and _is_at_least(device.index, 8)
 
 
 def overlaps_launches(device: torch.device) -> bool:
     """Whether a launch may begin before the one that it follows has ended (Hopper and later)."""
-    return device.type == "cuda" and _overlaps_launches(device.index)
+    return device.type == "cuda" and _is_at_least(device.index, 9)

@@ -85,7 +85,7 @@ def prepare(kernel, constexprs: tuple, options: tuple, *kind) -> Prepared:
     return Prepared(kernel, constexprs, options)
 
 
-def _last_step(run, grid, stream, code, arguments: tuple) -> Optional[tuple]:
+def last_step(run, grid, stream, code, arguments: tuple) -> Optional[tuple]:
     """What Triton's launcher comes to: a function, and what that takes between the stream and the
     arguments; None where this Triton does it otherwise. Launches nothing."""
     taken: list = []
@@ -145,5 +145,5 @@ class Program:
         prepared.launch(self.grid, *pointers, *self.numbers)
         if prepared.run is not None:
             arguments = (*addresses, *self.rest)
-            found = _last_step(prepared.run, self.grid, 0, prepared.code, arguments)
+            found = last_step(prepared.run, self.grid, 0, prepared.code, arguments)
             self.step, self.middle = found or (prepared.run, prepared.code)

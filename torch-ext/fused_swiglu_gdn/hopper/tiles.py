@@ -13,7 +13,7 @@ from typing import Any, Optional, Tuple
 import torch
 from triton.runtime import driver
 
-from ..common.launch import Prepared, _last_step, address, prepare
+from ..common.launch import Prepared, address, last_step, prepare
 from ..facts import Bound
 from .gluon_compat import Descriptor
 
@@ -36,7 +36,7 @@ class Tiles:
         """As Triton takes them."""
         return [Descriptor(x, *how) for x, how in zip(tensors, self.how)]
 
-    def encoded(self, tensors, encode) -> list:
+    def encoded(self, tensors, encoders) -> list:
         """As Triton's launcher takes them in the end."""
         places = [x.data_ptr() for x in tensors]
         before, found = self.latest
@@ -50,7 +50,7 @@ class Tiles:
                 BOUND.count_one(self)
                 if len(kept) >= LIMIT:
                     kept.clear()
-                mapped = kept[place] = encode(i, Descriptor(tensors[i], *self.how[i]))
+                mapped = kept[place] = encoders[i](Descriptor(tensors[i], *self.how[i]))
             found += mapped
         self.latest = (places, found)
         return found
@@ -79,7 +79,7 @@ class TiledKernel:
             return
         stream = driver.active.get_current_stream(self.index)
         self.step(
-            *grid, stream, *self.middle, *tiles.encoded(tensors, self._encode),
+            *grid, stream, *self.middle, *tiles.encoded(tensors, self.encoders),
             *map(address, pointers), *numbers, *self.prepared.constexprs,
         )  # fmt: skip
 
@@ -94,7 +94,7 @@ class TiledKernel:
     def _find(self, arguments: tuple, grid) -> None:
         """Triton's last step, where this Triton has one as those before it."""
         compiled = self.prepared.compiled
-        found = _last_step(self.prepared.run, grid, 0, self.prepared.code, arguments)
+        found = last_step(self.prepared.run, grid, 0, self.prepared.code, arguments)
         try:
             from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
@@ -112,9 +112,6 @@ class TiledKernel:
         except (AttributeError, ImportError, KeyError, TypeError):
             return
         self.step, self.middle = step, middle
-
-    def _encode(self, i: int, descriptor: Descriptor) -> list:
-        return self.encoders[i](descriptor)
 
 
 def _encoded(wrap, kind: str, meta, base: int, descriptor: Descriptor) -> list:
