@@ -5,7 +5,8 @@
 Head dim 128, bf16, l2norm of q and k in the call, initial and final state, two regimes of gates:
 "qwen" as Qwen3.5 initialises them (A from 0.01 to 16), "slow" logsigmoid(n + 4). Peers: FLA's
 Triton kernels (FLA_FLASH_QLA=0 and FLA_TILELANG=0 keep FLA to them; not on the rows of four
-sequences), aiter's chunk_gated_delta_rule_opt_vk, FlashInfer. `prepare` is our first
+sequences), aiter's chunk_gated_delta_rule_opt_vk (tuned; GATED_DELTA_RULE_TRITON_AUTOTUNE=0 takes
+its defaults), FlashInfer, FlashQLA: see gdn_peers.py. `prepare` is our first
 kernel alone, `copy` a copy of what it must read and write at least. Errors of o and of the final
 state are relative to the recurrence in fp64. Prints the README's table at the end.
 """
@@ -19,16 +20,8 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from kernel_time import (
-    RESULTS,
-    ROOT,
-    keep_fla_to_triton,
-    load_package,
-    microseconds,
-    save,
-    share_autotuning,
-    warm_up,
-)
+from gdn_peers import MAKERS, WARMED, warm
+from kernel_time import RESULTS, ROOT, load_package, microseconds, save, warm_up
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -40,7 +33,7 @@ CASES = [
 FLA_CASES = [(1, T, H, HV) for H, HV in ((16, 64), (16, 32), (2, 8)) for T in (2048, 8192, 32768)]
 GATES = ("slow", "qwen")
 OURS = ("hopper", "portable")
-PEERS = ("fla", "aiter", "flashinfer")
+PEERS = tuple(MAKERS)
 
 
 def tensors(B, T, H, HV, gates, seed=0):
@@ -80,46 +73,6 @@ def ours(package, name, x):
     return call
 
 
-def fla(x):
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    q, k, v, g, beta, state = x
-    return lambda: chunk_gated_delta_rule(
-        q, k, v, g, beta, initial_state=state, output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )  # fmt: skip
-
-
-def aiter(x):
-    from aiter.ops.triton.gated_delta_rule import chunk_gated_delta_rule_opt_vk
-
-    q, k, v, g, beta, state = x
-    return lambda: chunk_gated_delta_rule_opt_vk(
-        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True,
-        use_qk_l2norm_in_kernel=True,
-    )  # fmt: skip
-
-
-def flashinfer(x):
-    from flashinfer.gdn_prefill import chunk_gated_delta_rule
-
-    q, k, v, g, beta, state = x
-    B, T = q.shape[:2]
-    flat = [y.flatten(0, 1) for y in (q, k, v)]
-    alpha, beta = g.exp().flatten(0, 1), beta.flatten(0, 1)
-    cu_seqlens = torch.arange(B + 1, device="cuda") * T
-    final = torch.empty_like(state)
-
-    def call():
-        o, _ = chunk_gated_delta_rule(
-            *flat, alpha, beta, initial_state=state, output_final_state=True, output_state=final,
-            cu_seqlens=cu_seqlens, use_qk_l2norm_in_kernel=True,
-        )  # fmt: skip
-        return o.unflatten(0, (B, T)), final.mT
-
-    return call
-
-
 def host(call) -> float:
     """Median microseconds of an eager call, launch by launch, the GPU idle before each."""
     for _ in range(10):
@@ -144,9 +97,7 @@ def errors(x, found) -> dict:
     o = o.unflatten(0, (B, T))
     out = {}
     for name, call in found.items():
-        got = list(call())
-        got[1] = got[1].mT if name == "aiter" else got[1]
-        pairs = zip(got, (o, final))
+        pairs = zip(call(), (o, final))
         out[name] = [((y.double() - z).norm() / z.norm()).item() for y, z in pairs]
     return out
 
@@ -155,9 +106,9 @@ def calls(package, x, only) -> dict:
     found = {}
     case = (*x[0].shape[:3], x[2].shape[2])
     makers = {name: (lambda name=name: ours(package, name, x)) for name in OURS}
-    makers.update(fla=lambda: fla(x), aiter=lambda: aiter(x), flashinfer=lambda: flashinfer(x))
+    makers.update({name: (lambda make=make: make(x)) for name, make in MAKERS.items()})
     for name, maker in makers.items():
-        if (only and name not in only) or (name == "fla" and case not in FLA_CASES):
+        if name not in only or (name == "fla" and case not in FLA_CASES):
             continue
         try:
             call = maker()
@@ -201,9 +152,12 @@ def prepare_time(package) -> dict:
     return {"bytes": moved, **microseconds(times)}
 
 
-def label(row) -> str:
-    tokens = f"{row['T']}" if row["B"] == 1 else f"{row['B']} x {row['T']}"
-    return f"{row['heads'][0]}/{row['heads'][1]}, {tokens}"
+def label(B, T, H, HV) -> str:
+    return f"{H}/{HV}, {T}" if B == 1 else f"{H}/{HV}, {B} x {T}"
+
+
+def label_of(row) -> str:
+    return label(row["B"], row["T"], *row["heads"])
 
 
 def plot(rows, path: Path) -> None:
@@ -222,7 +176,7 @@ def plot(rows, path: Path) -> None:
         for i, name in enumerate(names):
             heights = [r["us"].get(name, float("nan")) / min(r["us"].values()) for r in mine]
             axes.bar([j + i * width for j in range(len(mine))], heights, width, label=name)
-        marks = [label(row).replace(", ", "\n") for row in mine]
+        marks = [label_of(row).replace(", ", "\n") for row in mine]
         axes.set_xticks([j + 0.4 - width / 2 for j in range(len(mine))], marks, fontsize=8)
         axes.set_ylabel("kernel time, best of the row = 1")
         axes.set_title(f"GDN prefill, head dim 128, bf16, gates: {gates}")
@@ -236,9 +190,11 @@ def table(rows) -> str:
     names = [n for n in (*OURS, *PEERS) if any(n in row["us"] for row in rows)]
     regimes = [gates for gates in GATES if any(row["gates"] == gates for row in rows)]
     ratios = [("hopper", "flashinfer"), ("fla", "hopper"), ("fla", "portable")]
+    ratios += [("flashqla", "hopper"), ("aiter", "hopper"), ("aiter", "portable")]
     ratios = [pair for pair in ratios if set(pair) <= set(names)]
+    checked = [n for n in ("hopper", "flashinfer", "flashqla", "aiter") if n in names]
     heads = ["q/k heads / v heads, tokens", *names, *(f"{a} / {b}" for a, b in ratios)]
-    heads += [f"errors, {name}" for name in ("hopper", "flashinfer") if name in names]
+    heads += [f"errors, {name}" for name in checked]
 
     def ratio(us, a, b):
         return f"{us[a] / us[b]:.2f}" if a in us and b in us else ""
@@ -248,11 +204,11 @@ def table(rows) -> str:
         return " ".join(f"{e * 1e3:.1f}e-3" for e in found) if found else ""
 
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for case in dict.fromkeys(map(label, rows)):
-        mine = [r for g in regimes for r in rows if label(r) == case and r["gates"] == g]
+    for case in dict.fromkeys(map(label_of, rows)):
+        mine = [r for g in regimes for r in rows if label_of(r) == case and r["gates"] == g]
         cells = [[f"{r['us'][n] / 1e3:.3f}" if n in r["us"] else "" for r in mine] for n in names]
         cells += [[ratio(r["us"], *pair) for r in mine] for pair in ratios]
-        cells += [[errors_of(r, n) for r in mine] for n in ("hopper", "flashinfer") if n in names]
+        cells += [[errors_of(r, n) for r in mine] for n in checked]
         lines.append(
             "| " + " | ".join([case, *(" / ".join(filter(None, c)) for c in cells)]) + " |"
         )
@@ -263,36 +219,37 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "gdn_chunk.json")
     parser.add_argument("--plot", type=Path)
-    parser.add_argument("--only", nargs="*", help="of portable, hopper, fla, aiter, flashinfer")
+    parser.add_argument("--only", nargs="*", default=(*OURS, *PEERS), help="default: all")
     parser.add_argument("--gates", nargs="*", default=GATES)
+    parser.add_argument("--rows", nargs="*", help='as printed, "16/64, 2048"; default: all')
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this long")
     parser.add_argument("--show", action="store_true", help="the record in --json, without timing")
+    parser.add_argument("--compiled", action="store_true", help="warm nothing up before")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    keep_fla_to_triton()
+    cases = [case for case in CASES if not options.rows or label(*case) in options.rows]
     if options.warm:
-        share_autotuning(*map(int, options.warm.split("/")))
-        for H, HV in {case[2:] for case in FLA_CASES}:
-            with torch.no_grad():
-                fla(tensors(1, 256, H, HV, "slow"))()
+        warm(tensors, cases, options.only, *map(int, options.warm.split("/")))
         return
     if options.show:
         rows = json.loads(options.json.read_text())["rows"]
     else:
-        rows = timed(options)
+        rows = timed(options, cases)
     print(table(rows))
     if options.plot and rows:
         plot(rows, options.plot)
 
 
-def timed(options) -> list:
-    if not options.only or "fla" in options.only:
-        warm_up(__file__)
+def timed(options, cases) -> list:
+    warmed = [name for name in WARMED if name in options.only]
+    if warmed and not options.compiled:
+        chosen = ["--rows", *options.rows] if options.rows else []
+        warm_up(__file__, "--only", *warmed, *chosen)
     package = load_package()
     rows, start = [], time.perf_counter()
     alone = prepare_time(package)
     print(alone, flush=True)
-    for case in CASES:
+    for case in cases:
         for gates in options.gates:
             if time.perf_counter() - start < options.seconds:
                 rows.append(compare(package, *case, gates, options.only))

@@ -1,14 +1,16 @@
 """The gradient of the chunked gated delta rule alone: its time and errors, ours and the peers'.
 
-    python benchmarks/compare_gdn_backward.py [--json FILE] [--only recompute saved fla]
+    python benchmarks/compare_gdn_backward.py [--json FILE] [--only recompute saved fla flashqla]
 
 Head dim 128, bf16, l2norm in the call, initial and final state. FLA's Triton backward refuses to
 run on Hopper with Triton 3.4.0 to 3.7.0, which miscompiles it (flash-linear-attention#640); here
-its guard is off, for its time and its errors. FlashQLA, where it is installed, compiles for
-minutes. Errors are relative to automatic differentiation of the recurrence in fp64.
+its guard is off, for its time and its errors. FlashQLA compiles for minutes. `ms` is an eager
+call's time, `kernel_ms` the sum of its kernels' by torch's profiler: where they part, the host is
+the slower. Errors are relative to automatic differentiation of the recurrence in fp64.
 """
 
 import argparse
+import contextlib
 import statistics
 from pathlib import Path
 
@@ -24,7 +26,8 @@ from kernel_time import (
 )
 
 SHAPES = [(16, 32, 8192), (16, 32, 32768), (8, 16, 8192), (8, 16, 32768)]  # H, HV, T
-WAYS = ("recompute", "saved", "fla", "flash_qla")
+WAYS = ("recompute", "saved", "fla", "flashqla")
+ERROR_HEADS, ERROR_TOKENS = (2, 4), (64, 1000)
 NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "d_initial")
 
 
@@ -48,7 +51,7 @@ def forward(package, way: str):
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
         guarded.TRITON_ABOVE_3_7_1 = True
-    elif way == "flash_qla":
+    elif way == "flashqla":
         from flash_qla import chunk_gated_delta_rule
     else:
         chunk_gated_delta_rule = package.chunk_gated_delta_rule
@@ -65,6 +68,19 @@ def backward(call, leaves, outer):
     return lambda: torch.autograd.grad(outputs, leaves, outer, retain_graph=True)
 
 
+def said(error) -> str:
+    return [type(error).__name__, *str(error).strip().splitlines()][-1][:120]
+
+
+def kernel_ms(call, calls: int = 5) -> float:
+    """The sum of the kernels' times of one call, what they read warm in the L2 or not."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    return sum(e.self_device_time_total for e in profiler.key_averages()) / calls / 1e3
+
+
 def measure(package, H, HV, T, only) -> dict:
     from triton.testing import do_bench
 
@@ -76,12 +92,13 @@ def measure(package, H, HV, T, only) -> dict:
             calls[way]()
         except Exception as error:  # a peer that is not installed or refuses is left out
             calls.pop(way, None)
-            print(f"{way} is left out: {str(error).strip().splitlines()[-1][:120]}")
+            print(f"{way} is left out: {said(error)}")
     times = {way: [] for way in calls}
     for _ in range(3):
         for way, call in calls.items():
             times[way].append(do_bench(call, warmup=10, rep=40, return_mode="median"))
     row["ms"] = {way: round(statistics.median(t), 4) for way, t in times.items()}
+    row["kernel_ms"] = {way: round(kernel_ms(call), 4) for way, call in calls.items()}
     print(row, flush=True)
     return row
 
@@ -100,18 +117,18 @@ def recurrence(q, k, v, g, beta, state):
     return torch.stack(o, 1), state
 
 
-def errors(package, T, only, heads=(2, 4)) -> dict:
-    leaves, outer = tensors(*heads, T)
+def errors(package, T, only) -> dict:
+    leaves, outer = tensors(*ERROR_HEADS, T)
     wide = [x.detach().double().requires_grad_() for x in leaves]
     want = recurrence(*wide)
     want = [*want, *torch.autograd.grad(want, wide, [x.double() for x in outer])]
-    row = {"T": T, "heads": list(heads), "error": {}}
+    row = {"T": T, "heads": list(ERROR_HEADS), "error": {}}
     for way in only:
         try:
             got = forward(package, way)(*leaves)
             got = [*got, *torch.autograd.grad(got, leaves, outer)]
         except Exception as error:
-            print(f"{way} is left out: {str(error).strip().splitlines()[-1][:120]}")
+            print(f"{way} is left out: {said(error)}")
             continue
         row["error"][way] = {
             name: float(f"{((a.double() - b).norm() / b.norm()).item():.2e}")
@@ -121,26 +138,38 @@ def errors(package, T, only, heads=(2, 4)) -> dict:
     return row
 
 
+def warm(shapes, only, part: int, parts: int) -> None:
+    """One part of what the peers compile: of FLA's configurations, of FlashQLA's shapes."""
+    share_autotuning(part, parts)
+    shapes = [*shapes, *((*ERROR_HEADS, T) for T in ERROR_TOKENS)]
+    todo = {"fla": [(*heads, 256) for heads in {shape[:2] for shape in shapes}]}
+    todo["flashqla"] = shapes[part::parts]
+    for way, chosen in todo.items():
+        with contextlib.suppress(ImportError):
+            for shape in chosen if way in only else ():
+                backward(forward(None, way), *tensors(*shape))()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "gdn_backward.json")
     parser.add_argument("--only", nargs="*", default=WAYS)
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="the first so many")
+    parser.add_argument("--compiled", action="store_true", help="warm nothing up before")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     options = parser.parse_args()
     keep_fla_to_triton()
+    shapes = SHAPES[: options.shapes]
     if options.warm:
-        share_autotuning(*map(int, options.warm.split("/")))
-        for H, HV in {shape[:2] for shape in SHAPES} | {(2, 4)}:
-            leaves, outer = tensors(H, HV, 256)
-            backward(forward(None, "fla"), leaves, outer)()
+        warm(shapes, options.only, *map(int, options.warm.split("/")))
         return
-    if "fla" in options.only:
-        warm_up(__file__)
+    peers = [way for way in ("fla", "flashqla") if way in options.only]
+    if peers and not options.compiled:
+        warm_up(__file__, "--shapes", str(options.shapes), "--only", *peers)
     package, rows = load_package(), []
-    for T in (64, 1000):
+    for T in ERROR_TOKENS:
         rows.append(errors(package, T, options.only))
-    for shape in SHAPES[: options.shapes]:
+    for shape in shapes:
         rows.append(measure(package, *shape, options.only))
         save(options.json, rows)
 

@@ -67,7 +67,7 @@ def share_autotuning(part: int, parts: int) -> None:
 def warm_up(*script, parts: int = 12) -> None:
     """Compiles what a peer's autotuner will try, minutes one after another, by many processes.
 
-    They leave it in Triton's cache on disk; the tuning itself is then this process's, and whole.
+    They leave it in the caches on disk; the tuning itself is then this process's, and whole.
     """
     command = [sys.executable, *script, "--warm"]
     workers = [
@@ -78,7 +78,10 @@ def warm_up(*script, parts: int = 12) -> None:
         worker.wait()
 
 
-PEERS = ("fla-core", "flashinfer-python", "liger-kernel", "transformers", "aiter")
+PEERS = (
+    *("fla-core", "flashinfer-python", "flash-qla", "tilelang", "aiter"),
+    *("liger-kernel", "transformers"),
+)
 
 
 def installed() -> dict:
