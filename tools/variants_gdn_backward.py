@@ -18,7 +18,8 @@ TYPES = {  # of pointers that are not in the inputs' dtype
 }  # fmt: skip
 CONSTEXPRS = {
     "cu_ptr": None, "H": 16, "R": 2, "K": 128, "V": 128, "NORM": True, "BETA_MAX": 1.0,
-    "SMALL": 1e-12, "LOW": tl.bfloat16, "BLOCK_K": 64, "PREC": "tf32", "HV": 32, "NQ": 4, "NK": 4,
+    "SMALL": 1e-12, "FEW_TOKENS": 8, "LOW": tl.bfloat16, "BLOCK_K": 64, "PREC": "tf32", "HV": 32,
+    "NQ": 4, "NK": 4,
 }  # fmt: skip
 
 

@@ -14,6 +14,18 @@ import torch
 from triton.runtime import driver
 
 
+class Place:
+    """Where something lies inside a tensor, for launches: all that they ask of a tensor."""
+
+    __slots__ = ("at", "dtype")
+
+    def __init__(self, at: int, dtype: torch.dtype):
+        self.at, self.dtype = at, dtype
+
+    def data_ptr(self) -> int:
+        return self.at
+
+
 def address(x: Optional[torch.Tensor]) -> Optional[int]:
     return None if x is None else x.data_ptr()
 

@@ -167,11 +167,13 @@ class _Call:
         self, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens,
         prepared=None,
     ):  # fmt: skip
-        gates = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
+        gates = (g, beta, A_log, dt_bias, cu_seqlens)
+        rest = (initial_state, state_indices, cu_seqlens)
         with device.on(q.device):
-            if prepared is None:
-                if self.prepare is None:
-                    prepared = common.gdn_prepare(*gates, *self.args[:4])
-                else:
-                    prepared = self.prepare(*gates)
-            return self.scan(q, k, v, prepared, initial_state, state_indices, cu_seqlens)
+            if prepared is None and self.prepare is not None:
+                memory, (*blocks, warm) = self.prepare.places(q, self.scan.warm)
+                self.prepare.launch(q, k, gates, blocks)
+            else:
+                blocks = prepared or common.gdn_prepare(q, k, *gates, *self.args[:4])
+                warm = blocks[3].new_empty(self.scan.warm)
+            return self.scan(q, k, v, blocks, warm, *rest)

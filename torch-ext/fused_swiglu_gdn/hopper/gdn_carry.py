@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.gdn_cuts import chunk_at_cut, word_at_cut
+from ..common.primitives import sequence_bounds
 
 
 @triton.jit
@@ -71,8 +72,9 @@ def gdn_carry_kernel(
     start = n * T
     tokens = T
     if cu_ptr is not None:
-        start = tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), T).to(tl.int32)
-        tokens = tl.minimum(tl.load(cu_ptr + n + 1), T).to(tl.int32) - start
+        start, stop = sequence_bounds(cu_ptr, n, T)
+        start = start.to(tl.int32)
+        tokens = stop.to(tl.int32) - start
         if slots != N * split:
             slot = start // SPAN + n
     # as in gdn_place.py

@@ -7,13 +7,13 @@ Sizes: B batch, T tokens, H query/key heads, HV value heads, K = V = 128, N sequ
 a chunk, rows of chunks as in docs/gdn.md.
 """
 
-from typing import Optional, Tuple
+from typing import Optional, Tuple, Union
 
 import torch
 
 from ..chunks import chunk_rows
 from ..common.gdn_prepare import EXACT_FP32
-from ..common.launch import specialized_on, steps
+from ..common.launch import Place, specialized_on, steps
 from ..device import multiprocessor_count
 from .gdn_carry import gdn_carry_kernel
 from .gdn_prepare import gdn_prepare_fwd_kernel
@@ -61,7 +61,7 @@ class Prepare:
     """The first half, for calls of one kind: even numbers of value heads for each key head, unit
     keys."""
 
-    __slots__ = ("tiles", "numbers", "shape", "grid", "kernel")
+    __slots__ = ("tiles", "numbers", "shape", "units", "grid", "kernel")
 
     def __init__(
         self, q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_beta_sigmoid, allow_neg_eigval
@@ -70,6 +70,7 @@ class Prepare:
         rows = chunk_rows(T, B, cu_seqlens)
         W = 4 if HV // H % 4 == 0 else 2
         self.shape = (rows, HV, 64, 64)
+        self.units = rows * HV
         self.grid = (rows * HV // W, 1, 1)
         block = _block_map(rows * HV, q.dtype)
         tokens = (_token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k))
@@ -92,14 +93,30 @@ class Prepare:
     ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tb, P [rows, HV, C, C]; F [rows, HV, 4, C] and decay [rows, HV], both fp32."""
         rows, HV, C, _ = self.shape
-        tb, p = q.new_empty(self.shape), q.new_empty(self.shape)
-        # F and decay: an allocation costs the host as much as a third of a launch
-        small = q.new_empty(rows * HV * (4 * C + 1), dtype=torch.float32)
-        f = small.as_strided((rows, HV, 4, C), (HV * 4 * C, 4 * C, C, 1))
-        decay = small.as_strided((rows, HV), (HV, 1), rows * HV * 4 * C)
-        pointers = (*gates, f, decay)
-        self.kernel.launch(self.grid, self.tiles, (q, k, tb, p), pointers, *self.numbers)
-        return tb, p, f, decay
+        f = q.new_empty((rows, HV, 4, C), dtype=torch.float32)
+        blocks = q.new_empty(self.shape), q.new_empty(self.shape), f, f.new_empty((rows, HV))
+        self.launch(q, k, gates, blocks)
+        return blocks
+
+    def launch(self, q, k, gates, blocks) -> None:
+        *tiles, decay = blocks
+        pointers = (*gates, tiles[2], decay)
+        self.kernel.launch(self.grid, self.tiles, (q, k, *tiles[:2]), pointers, *self.numbers)
+
+    def places(self, q: torch.Tensor, more: int) -> tuple:
+        """The memory of Tb, P, F, decay and `more` fp32 words, one tensor; where they lie in it.
+
+        An allocation costs the host as much as half a launch, and so does each view.
+        """
+        units = self.units
+        size = units * 64 * 64 * q.element_size()  # of Tb and of P
+        words = -(-units // 4) * 4  # the last place begins at a multiple of 16 bytes, too
+        space = q.new_empty(2 * size + 4 * (units * 4 * 64 + words + more), dtype=torch.uint8)
+        at = space.data_ptr()
+        f = at + 2 * size
+        decay = f + units * (4 * 64 * 4)
+        floats = (Place(x, torch.float32) for x in (f, decay, decay + 4 * words))
+        return space, (Place(at, q.dtype), Place(at + size, q.dtype), *floats)
 
 
 def _kernel(in_place: bool, W: int, state_v_first: bool, *kind) -> TiledKernel:
@@ -121,8 +138,8 @@ class Scan:
     dtypes and options is found once."""
 
     __slots__ = (
-        "tiles", "numbers", "slots", "split", "programs", "final", "checkpoints", "kernel",
-        "transition", "carry",
+        "tiles", "numbers", "slots", "split", "warm", "like_v", "programs", "final", "checkpoints",
+        "kernel", "transition", "carry",
     )  # fmt: skip
 
     def __init__(
@@ -133,6 +150,8 @@ class Scan:
         packed, device = cu_seqlens is not None, v.device
         N = cu_seqlens.shape[0] - 1 if packed else B
         self.split, self.slots = _segments(N, T, HV, packed, device)
+        self.warm = self.slots * HV if self.split > 1 else 0
+        self.like_v = torch.empty_like(v).is_contiguous()
         in_place = state_indices is not None
         state = state_dtype or torch.float32
         self.final = self.checkpoints = None  # shape and dtype, where they are to be allocated
@@ -171,6 +190,7 @@ class Scan:
         k: torch.Tensor,  # [B, T, H, K]
         v: torch.Tensor,  # [B, T, HV, V]
         blocks: tuple,  # Tb, P [rows, HV, C, C]; F [rows, HV, 4, C] and decay [rows, HV], both fp32
+        warm: Union[torch.Tensor, Place],  # self.warm fp32 words
         initial_state: Optional[torch.Tensor],  # [N or pool, HV, K, V]
         state_indices: Optional[torch.Tensor],  # [N]
         cu_seqlens: Optional[torch.Tensor],  # [N + 1]
@@ -179,14 +199,11 @@ class Scan:
         *blocks, decay = blocks
         T, HV, _, N, _, split, pool_step = self.numbers
         pool = None if state_indices is None else initial_state
-        o = v.new_empty(v.shape)
+        o = torch.empty_like(v) if self.like_v else v.new_empty(v.shape)
         final = pool if self.final is None else v.new_empty(self.final[0], dtype=self.final[1])
         checkpoints = None
         if self.checkpoints is not None:
             checkpoints = v.new_zeros(self.checkpoints[0], dtype=self.checkpoints[1])
-        warm = decay  # for a call that is not cut, something to point at
-        if split > 1:
-            warm = decay.new_empty((self.slots, HV))
         tensors = (q, k, v, o, *blocks)
         rest = (state_indices, cu_seqlens, decay, warm, o)
         if split > 1:

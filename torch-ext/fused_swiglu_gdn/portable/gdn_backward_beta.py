@@ -1,10 +1,12 @@
-"""The gradient of beta where beta is too small to divide by (docs/gdn_backward.md).
+"""The gradient of beta where beta is too small to divide by, or a chunk has few tokens
+(docs/gdn_backward.md).
 
     w = X - strict_lower(Gam K K^T) vt
     u = dvt - strict_upper(Gam^T K K^T) dV      dbeta = u . w
 
 holds for every beta; elsewhere u = dV / beta and w = vt / beta give (dV . vt) / beta^2, which
-gdn_backward_key.py has for nothing. A chunk without such a token ends after one load.
+gdn_backward_key.py has for nothing. There dV and vt were rounded once more than here, which is
+nothing beside the error of many tokens, but not of a few. Other chunks end after one load.
 
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; R = HV / H; rows = chunk rows of the call.
 K and V are powers of two.
@@ -17,6 +19,8 @@ import triton.language as tl
 from ..common.gdn_prepare import locate, precision
 from ..common.launch import steps
 from .gdn_backward_query import tile
+
+FEW = 8  # tokens
 
 
 @triton.jit
@@ -95,11 +99,12 @@ def _beta_bwd_kernel(
     NORM: tl.constexpr,
     BETA_MAX: tl.constexpr,  # 0: beta as given
     SMALL: tl.constexpr,
+    FEW_TOKENS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """dbeta of the tokens of one chunk with |beta| < SMALL, in any value head."""
+    """dbeta of the tokens of one chunk with |beta| < SMALL, in any value head, or of all FEW."""
     HV: tl.constexpr = H * R
     row = tl.program_id(0)
     n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
@@ -113,7 +118,7 @@ def _beta_bwd_kernel(
     beta = tl.load(beta_ptr + b * beta_strides[0] + at, mask=inside, other=1.0).to(tl.float32)
     if BETA_MAX > 0.0:
         beta = BETA_MAX * tl.sigmoid(beta)
-    small = inside & (tl.abs(beta) < SMALL)  # [C, HEADS]
+    small = inside & ((tl.abs(beta) < SMALL) | (length - c * 64 < FEW_TOKENS))  # [C, HEADS]
     if tl.max(tl.max(small.to(tl.int32), 1), 0) == 0:
         return
     for head in range(HV):
@@ -144,7 +149,8 @@ def gdn_backward_beta(
     k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta, use_qk_l2norm,
     use_beta_sigmoid, allow_neg_eigval, config,
 ):  # fmt: skip
-    """Overwrites dbeta where |beta| is so small that (dV . vt) / beta^2 is lost to rounding."""
+    """Overwrites dbeta where |beta| is so small, or so few tokens are there, that too much of
+    (dV . vt) / beta^2 is lost to rounding."""
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     rows = h.shape[0]
@@ -159,6 +165,7 @@ def gdn_backward_beta(
         NORM=use_qk_l2norm,
         BETA_MAX=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
         SMALL=2.0**-6 if k.dtype == torch.float16 else 1e-12,
+        FEW_TOKENS=FEW,
         BLOCK_K=min(K, 64),
         PREC=precision(k.dtype),
         **config,

@@ -32,6 +32,18 @@ def _tile(ptr, first, stride, d, mask):
 
 
 @triton.jit
+def _solve(matrix, diagonal_ptr, x, PREC: tl.constexpr):
+    """Tb x or Tb^T x [C, BLOCK_V] fp32. What a row of x loses to rounding comes back through the
+    diagonal, which is most of what it does."""
+    low = x.to(matrix.dtype)
+    if low.dtype == tl.float32:
+        return tl.dot(matrix, low, input_precision=PREC)
+    else:
+        beta = tl.load(diagonal_ptr + tl.arange(0, 64) * 65).to(tl.float32)  # [C]
+        return tl.dot(matrix, low, beta[:, None] * (x - low.to(tl.float32)), input_precision=PREC)
+
+
+@triton.jit
 def _forward(
     s,  # [K, BLOCK_V] fp32
     k_ptr, v_ptr, vt_ptr, tb_ptr, f_ptr, h_ptr, k_stride, v_stride, vt_stride, length, d, e,
@@ -56,7 +68,7 @@ def _forward(
         low = s.to(k.dtype)  # [K, BLOCK_V]
         tl.store(h_ptr + unit * (K * V) + at_state, low)
         x = v.to(tl.float32) - f0[:, None] * tl.dot(k, low, input_precision=PREC)
-        vt = tl.dot(tb, x.to(k.dtype), input_precision=PREC)  # [C, BLOCK_V] fp32
+        vt = _solve(tb, tb_ptr + unit * 4096, x, PREC)  # [C, BLOCK_V] fp32
         at_v = t[:, None] * vt_stride + e[None, :]
         tl.store(vt_ptr + first * vt_stride + at_v, vt.to(k.dtype), mask=ok[:, None])
         written = (vt * f1[:, None]).to(k.dtype)
@@ -97,7 +109,7 @@ def _reverse(
         dvt += f1[:, None] * tl.dot(k, low, input_precision=PREC)
         read = (do.to(tl.float32) * f2[:, None]).to(k.dtype)  # [C, BLOCK_V]
         ds = tl.dot(tl.trans(q), read, ds * decay, input_precision=PREC)
-        dv = tl.dot(tl.trans(tb), dvt.to(k.dtype), input_precision=PREC)  # [C, BLOCK_V] fp32
+        dv = _solve(tl.trans(tb), tb_ptr + unit * 4096, dvt, PREC)  # [C, BLOCK_V] fp32
         at_v = t[:, None] * dv_stride + e[None, :]
         tl.store(dv_ptr + first * dv_stride + at_v, dv.to(k.dtype), mask=ok[:, None])
         forgot = (dv * -f0[:, None]).to(k.dtype)
