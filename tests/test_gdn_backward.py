@@ -135,7 +135,7 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernels(options, dtype):
     case = Case(2, 70, 1, 2, 16, 16, dtype, **options)
-    got = case.gradients(submodule("portable.gdn_backward"))
+    got = case.gradients(submodule("common.gdn_backward"))
     compare(got, case.expected(), dtype)
     places = [x.untyped_storage().data_ptr() for x in got if x is not None]
     assert len(set(places)) == len(places)  # an operator's results may not share memory
@@ -145,14 +145,14 @@ def test_kernels(options, dtype):
 @pytest.mark.parametrize("K, V", [(16, 40), (20, 16), (8, 8)])
 def test_kernels_of_head_dims(K, V):
     case = Case(1, 66, 2, 6, K, V, torch.float32)
-    got = case.gradients(submodule("portable.gdn_backward"))
+    got = case.gradients(submodule("common.gdn_backward"))
     compare(got, case.expected(), torch.float32)
 
 
 @interpreted
 def test_kernels_in_part():
     """From saved blocks the same bits; the values' gradients alone, too."""
-    module = submodule("portable.gdn_backward")
+    module = submodule("common.gdn_backward")
     case = Case(1, 66, 1, 2, 16, 16, torch.float32)
     whole = case.gradients(module)
     q, k, _, g, beta, A_log, dt_bias, _ = case.inputs
@@ -170,7 +170,7 @@ def test_kernels_in_part():
 @interpreted
 @pytest.mark.parametrize("B, T, lengths", [(0, 5, None), (2, 0, None), (1, 0, (0, 0))])
 def test_kernels_of_nothing(B, T, lengths):
-    module = submodule("portable.gdn_backward")
+    module = submodule("common.gdn_backward")
     case = Case(B, T, 1, 2, 16, 16, torch.float32, lengths=lengths, gate=True)
     got = case.gradients(module)
     for grad, x in zip(got, case.inputs):
@@ -311,9 +311,9 @@ def test_gpu(H, HV, T, gates):
     """The grid of flash-linear-attention#640: a transposed accumulator miscompiled on Hopper."""
     B = 16 if T == 1 else 1  # the gates' gradients are one number a head and token
     case = Case(B, T, H, HV, 128, 128, torch.bfloat16, "cuda", gates=gates)
-    got = case.gradients(submodule("portable.gdn_backward"))
+    got = case.gradients(submodule("common.gdn_backward"))
     compare(got, case.expected(), torch.bfloat16)
-    for a, b in zip(got, case.gradients(submodule("portable.gdn_backward"))):
+    for a, b in zip(got, case.gradients(submodule("common.gdn_backward"))):
         assert a is None or torch.equal(a, b)  # the same bits every run
 
 
@@ -323,7 +323,7 @@ def test_gpu(H, HV, T, gates):
 def test_gpu_options(options, dtype):
     K = 128 if dtype == torch.bfloat16 else 64
     case = Case(2, 300, 2, 4, K, 128, dtype, "cuda", **options)
-    compare(case.gradients(submodule("portable.gdn_backward")), case.expected(), dtype)
+    compare(case.gradients(submodule("common.gdn_backward")), case.expected(), dtype)
 
 
 HEAD_DIMS = [
@@ -337,14 +337,14 @@ HEAD_DIMS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gpu_head_dims(K, V, dtype):
     case = Case(1, 130, 2, 4, K, V, dtype, "cuda", l2norm=True, zero_beta=True)
-    compare(case.gradients(submodule("portable.gdn_backward")), case.expected(), dtype)
+    compare(case.gradients(submodule("common.gdn_backward")), case.expected(), dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("H, HV", [(2, 4), (1, 8)])
 def test_gpu_configurations_of_other_chips(H, HV, monkeypatch):
     """The tables without a device's name, which other Hopper chips take."""
-    module, tuning = submodule("portable.gdn_backward"), submodule("tuning")
+    module, tuning = submodule("common.gdn_backward"), submodule("tuning")
     monkeypatch.setattr(tuning.facts, "name", lambda index: "another")
     tuning._nearest.cache_clear()
     module._config.cache_clear()
@@ -359,7 +359,7 @@ def test_gpu_configurations_of_other_chips(H, HV, monkeypatch):
 @pytest.mark.gpu
 def test_gpu_views():
     """Views that begin or continue off 16 bytes are right too."""
-    module = submodule("portable.gdn_backward")
+    module = submodule("common.gdn_backward")
     case = Case(2, 130, 2, 4, 64, 64, torch.bfloat16, "cuda")
     want = case.gradients(module)
 

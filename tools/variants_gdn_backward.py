@@ -24,7 +24,7 @@ CONSTEXPRS = {
 
 
 def _variant(phase: str, config: dict, targets, where="") -> Variant:
-    module, kernel = f"portable.gdn_backward_{phase}", f"_{phase}_bwd_kernel"
+    module, kernel = f"common.gdn_backward_{phase}", f"_{phase}_bwd_kernel"
     config = dict(config)
     options = {"num_warps": config.pop("num_warps"), "num_stages": 3}
     known = {**CONSTEXPRS, "HEADS": 32 if phase == "beta" else 2, **config}

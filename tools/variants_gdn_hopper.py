@@ -98,20 +98,62 @@ def _prepare(W: int, R: int, dtype: str = "bf16", packed: str = "", raw: str = "
     return Variant(name, "hopper.gdn_prepare", kernel, signature, constexprs, options, ("sm_90",))
 
 
-VARIANTS = [
-    _scan(W, **options)
-    for W in (1, 2)
-    for options in (
-        {"packed": ""},
-        {"packed": "", "states": False},
-        {"packed": "", "v_first": True, "dtype": "fp16"},
-        {},
-        {"v_first": True, "pool": "i32", "in_place": True},
-        {"v_first": True, "pool": "i64", "state": "bf16", "packed": "i64"},
-        {"checkpoints": True, "v_first": True},
-        {"checkpoints": True, "v_first": True, "pool": "i32", "in_place": True, "state": "bf16"},
+def _gradient(R: int, norm: bool = True, dtype: str = "bf16", packed: str = "", raw: str = ""):
+    """R value heads a key head; packed and raw: types of cu_seqlens and of the raw gates."""
+    token = {"q": 128, "k": 128, "do": 64, "vt": 64, "dv": 64}
+    signature = {
+        **{f"{x}_desc": _box(1, 1, 64, 1, columns, dtype=dtype) for x, columns in token.items()},
+        "s_desc": _box(128, 64, dtype=dtype),
+        "ds_desc": _box(128, 64, dtype=dtype),
+        "g_ptr": f"*{raw or 'fp32'}:16",
+        **dict.fromkeys(("dq_ptr", "dk_ptr"), f"*{dtype}:16"),
+        **dict.fromkeys(
+            ("f_ptr", "G_ptr", "by_query_ptr", "by_key_ptr", "ends_ptr"), "*fp32:16"
+        ),
+        "g_strides": ("i32:16", "i32:16", 1),
+        **dict.fromkeys(("T", "N", "NT", "count"), "i32"),
+        "scale": "fp32",
+    }  # fmt: skip
+    pointers = {"A_log_ptr": raw and "fp32", "dt_bias_ptr": raw and "fp32", "cu_ptr": packed}
+    signature.update({name: f"*{kind}:16" for name, kind in pointers.items() if kind})
+    constexprs = {name: None for name, kind in pointers.items() if not kind}
+    constexprs.update(H=16, R=R, NORM=norm, KEY_REGISTERS=232, FEW_REGISTERS=40)
+    name = (
+        f"hopper_gdn_gradient,R={R},{dtype},norm={norm},packed={packed or None},raw={raw or None}"
     )
-] + [_scan(1, checkpoints=True), _carry("i32"), _carry(""), _carry("i32", "bf16")]
+    options = {"num_warps": 4, "maxnreg": 168}
+    kernel = "gdn_gradient_kernel"
+    return Variant(name, "hopper.gdn_gradient", kernel, signature, constexprs, options, ("sm_90",))
+
+
+VARIANTS = (
+    [
+        _gradient(2),
+        _gradient(4, False, "fp16", "i32", "bf16"),
+        _gradient(1, packed="i64"),
+    ]
+    + [
+        _scan(W, **options)
+        for W in (1, 2)
+        for options in (
+            {"packed": ""},
+            {"packed": "", "states": False},
+            {"packed": "", "v_first": True, "dtype": "fp16"},
+            {},
+            {"v_first": True, "pool": "i32", "in_place": True},
+            {"v_first": True, "pool": "i64", "state": "bf16", "packed": "i64"},
+            {"checkpoints": True, "v_first": True},
+            {
+                "checkpoints": True,
+                "v_first": True,
+                "pool": "i32",
+                "in_place": True,
+                "state": "bf16",
+            },
+        )
+    ]
+    + [_scan(1, checkpoints=True), _carry("i32"), _carry(""), _carry("i32", "bf16")]
+)
 VARIANTS += [
     _prepare(W, R, **options)
     for W, R in ((4, 4), (2, 6))

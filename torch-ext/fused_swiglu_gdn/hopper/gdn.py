@@ -11,21 +11,9 @@ import torch
 from .. import device
 from ..common import gdn_prepare as common
 from ..common.launch import aligned
-from ..device import capability
 from ..facts import facts, keep
-from .gdn_plan import HEAD_DIM, Prepare, Scan
-
-
-def _has_wgmma(device: torch.device) -> bool:
-    """Only Hopper has; its successors are served by the folders after this one."""
-    return device.type != "cuda" or capability(device.index)[0] == 9
-
-
-def _reads_by_tma(x: torch.Tensor) -> bool:
-    """The copy engine wants a dense last dimension and 16-byte steps in the others."""
-    if x.stride(3) != 1 or x.data_ptr() % 16:
-        return False
-    return all(s > 0 and s % 8 == 0 for n, s in zip(x.shape[:3], x.stride()[:3]) if n > 1)
+from .gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
+from .gdn_plan import HEAD_DIM, Prepare, Scan, has_wgmma, reads_by_tma
 
 
 def _dense_heads(state: Optional[torch.Tensor]) -> bool:
@@ -40,13 +28,13 @@ def supports_gdn_chunk_fwd(
 ) -> bool:  # fmt: skip
     """Half precision, K = V = 128, at least one token, tensors that the copy engine can address."""
     return (
-        _has_wgmma(q.device)
+        has_wgmma(q.device)
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.dtype == k.dtype == v.dtype
         and q.shape[3] == v.shape[3] == HEAD_DIM
         and 0 < q.shape[0] * q.shape[1] < 2**30
         and (cu_seqlens is None or cu_seqlens.shape[0] > 1)
-        and all(_reads_by_tma(x) for x in (q, k, v))
+        and all(reads_by_tma(x) for x in (q, k, v))
         and _dense_heads(initial_state)
     )
 
@@ -57,15 +45,15 @@ def supports_gdn_prepare(
 ) -> bool:  # fmt: skip
     """As for the scan, and _heads_in_warps. Other calls are for the common kernel."""
     return (
-        _has_wgmma(q.device)
+        has_wgmma(q.device)
         and _heads_in_warps(q, g, use_qk_l2norm)
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.dtype == k.dtype
         and q.shape[3] == HEAD_DIM
         and 0 < q.shape[0] * q.shape[1] < 2**30
         and (cu_seqlens is None or cu_seqlens.shape[0] > 1)
-        and _reads_by_tma(q)
-        and _reads_by_tma(k)
+        and reads_by_tma(q)
+        and reads_by_tma(k)
     )
 
 
@@ -132,7 +120,7 @@ def plan_gdn_chunk_fwd(*args):
     def run(*tensors):
         if aligned(tensors):
             return call(*tensors)
-        tokens = (x if _reads_by_tma(x) else x.clone() for x in tensors[:3])
+        tokens = (x if reads_by_tma(x) else x.clone() for x in tensors[:3])
         return gdn_chunk_fwd(*tokens, *tensors[3:], *options)
 
     return run

@@ -14,7 +14,7 @@ import torch
 from ..chunks import chunk_rows
 from ..common.gdn_prepare import EXACT_FP32
 from ..common.launch import Place, specialized_on, steps
-from ..device import multiprocessor_count
+from ..device import capability, multiprocessor_count
 from .gdn_carry import gdn_carry_kernel
 from .gdn_prepare import gdn_prepare_fwd_kernel
 from .gdn_scan import gdn_scan_fwd_kernel
@@ -32,7 +32,19 @@ NO_TILES = Tiles()
 PREPARE_CAP = {4: 128, 2: 168}
 
 
-def _token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) -> tuple:
+def has_wgmma(device: torch.device) -> bool:
+    """Only Hopper has; its successors are served by the folders after this one."""
+    return device.type != "cuda" or capability(device.index)[0] == 9
+
+
+def reads_by_tma(x: torch.Tensor) -> bool:
+    """The copy engine wants a dense last dimension and 16-byte steps in the others."""
+    if x.stride(3) != 1 or x.data_ptr() % 16:
+        return False
+    return all(s > 0 and s % 8 == 0 for n, s in zip(x.shape[:3], x.stride()[:3]) if n > 1)
+
+
+def token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) -> tuple:
     """Boxes [1, 1, C, 1, columns] of a tensor [B, T, H, D], cut at the end of each sequence.
 
     Equal lengths: dimensions (1, B, T, H, D), whose third ends at T. Packed: token i of a sequence
@@ -73,7 +85,7 @@ class Prepare:
         self.units = rows * HV
         self.grid = (rows * HV // W, 1, 1)
         block = _block_map(rows * HV, q.dtype)
-        tokens = (_token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k))
+        tokens = (token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k))
         self.tiles = Tiles(*tokens, block, block)
         N = cu_seqlens.shape[0] - 1 if packed else B
         strides = (steps(g), steps(beta))
@@ -170,9 +182,9 @@ class Scan:
         dense = (T * HV * K, HV * K, K, 1)
         block = _block_map(units, v.dtype)
         self.tiles = Tiles(
-            *(_token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k)),
-            _token_map(v.shape, v.stride(), v.dtype, 64, packed),
-            _token_map(v.shape, dense, v.dtype, 64, packed),
+            *(token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k)),
+            token_map(v.shape, v.stride(), v.dtype, 64, packed),
+            token_map(v.shape, dense, v.dtype, 64, packed),
             *(block, block, ((units * 256,), (1,), *box(torch.float32, 256))),
         )
         given = map(specialized_on, (initial_state, state_indices, cu_seqlens))

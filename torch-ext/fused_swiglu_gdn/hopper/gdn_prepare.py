@@ -52,7 +52,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def _locate(row, cu_ptr, T, N, NT):
+def locate(row, cu_ptr, T, N, NT):
     """Chunk row -> (batch, end, first row) as coordinates of the token descriptors, chunk, length.
 
     Rows of sequence n start at cu[n] // C + n, or at n * NT at equal length.
@@ -76,7 +76,7 @@ def _locate(row, cu_ptr, T, N, NT):
 
 
 @gluon.jit
-def _log2_decay(g, A_log_ptr, dt_bias_ptr, hv):
+def log2_decay(g, A_log_ptr, dt_bias_ptr, hv):
     """g as given (natural-log decay; the raw a with A_log) -> log2 of the decay, -200 at least."""
     if A_log_ptr is not None:
         if dt_bias_ptr is not None:
@@ -210,7 +210,7 @@ def gdn_prepare_fwd_kernel(
         launch_dependents()
     row = gl.program_id(0) // (HV // W)
     hv0 = gl.program_id(0) % (HV // W) * W
-    batch, end, first, c, length = _locate(row, cu_ptr, T, N, NT)
+    batch, end, first, c, length = locate(row, cu_ptr, T, N, NT)
     if (c * C >= length) | (c < 0):  # c < 0: wrong offsets
         return
     landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -237,7 +237,7 @@ def gdn_prepare_fwd_kernel(
     beta_ptr += b * beta_strides[0] + start.to(gl.int64) * beta_strides[1]
     g = gl.load(g_ptr + token * g_strides[1] + hv * g_strides[2], mask=ok, other=0.0)
     beta = gl.load(beta_ptr + token * beta_strides[1] + hv * beta_strides[2], mask=ok, other=0.0)
-    g = gl.where(ok, _log2_decay(g.to(gl.float32), A_log_ptr, dt_bias_ptr, hv), 0.0)  # [W, C]
+    g = gl.where(ok, log2_decay(g.to(gl.float32), A_log_ptr, dt_bias_ptr, hv), 0.0)  # [W, C]
     beta = beta.to(gl.float32)  # [W, C]
     if BETA_MAX > 0.0:
         beta = gl.where(ok, BETA_MAX / (1.0 + gl.exp2(-LOG2_E * beta)), 0.0)

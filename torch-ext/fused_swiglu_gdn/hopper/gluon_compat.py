@@ -34,6 +34,7 @@ __all__ = [
     "launch_dependents",
     "mbarrier",
     "mma_v2",
+    "own_range",
     "record",
     "tma",
     "tma_load",
@@ -58,6 +59,8 @@ as_tile = getattr(_Smem, "reinterpret", None) or _Smem._reinterpret
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
 tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
+
+own_range = triton.language.range  # takes disable_licm
 
 # 3.7 renamed it.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier

@@ -6,11 +6,11 @@ import torch
 
 from .. import device
 from ..chunks import CHUNK
+from ..common.gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
 from ..common.gdn_cuts import tokens_at_cut
 from ..common.gdn_prepare import gdn_prepare
 from ..common.launch import aligned, steps
 from ..tuning import lookup
-from .gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
 from .gdn_context import Carry
 from .gdn_scan import Scan
 

@@ -19,9 +19,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import precision
-from ..common.launch import steps
-from ..common.primitives import sequence_bounds
+from .gdn_prepare import precision
+from .launch import steps
+from .primitives import sequence_bounds
 
 
 @triton.jit

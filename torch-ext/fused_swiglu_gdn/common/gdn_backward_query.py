@@ -15,8 +15,8 @@ gdn_backward_gates.py puts together, see there.
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import locate, log2_decay, precision
-from ..common.launch import steps
+from .gdn_prepare import locate, log2_decay, precision
+from .launch import steps
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""The gradient of the chunked gated delta rule for every chip (docs/gdn_backward.md).
+"""The gradient of the chunked gated delta rule (docs/gdn_backward.md).
 
 Prepare (unless the forward saved its blocks); both passes over the states in one launch; then all
 chunks side by side: queries, keys, gates, and dbeta where beta is next to nothing. No atomics: the
@@ -6,19 +6,19 @@ same bits every run.
 """
 
 import functools
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 import triton
 
 from .. import device, tuning
-from ..common.gdn_prepare import gdn_prepare
-from ..common.launch import steps
 from .gdn_backward_beta import gdn_backward_beta
 from .gdn_backward_gates import gdn_backward_gates
 from .gdn_backward_key import gdn_backward_key
 from .gdn_backward_query import gdn_backward_query
 from .gdn_backward_states import gdn_backward_states
+from .gdn_prepare import gdn_prepare
+from .launch import steps
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -59,6 +59,7 @@ def gdn_chunk_bwd(
     allow_neg_eigval: bool,
     state_v_first: bool,
     values_only: bool,
+    chunks: Optional[Callable] = None,  # makes dq and dk in place of query_and_key
 ):
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given.
 
@@ -80,9 +81,16 @@ def gdn_chunk_bwd(
             d_initial = _cut(d_initial, *initial_state.shape[2:])
         if values_only:
             return None, None, _cut(dv, V), None, None, None, None, d_initial
-        dq, dk, *gates = _chunk_gradients(
-            q, k, v, g, beta, A_log, dt_bias, cu_seqlens, do, prepared, h, dh, vt, dv, scale, flags,
-            config,
+        _, p, f = prepared[:3]
+        made = do, h, dh, vt, dv
+        inputs = (q, k, g, A_log, dt_bias, cu_seqlens, f, *made, scale, use_qk_l2norm, config)
+        dq, dk, cumulative, *parts = (chunks or query_and_key)(*inputs)
+        gates = gdn_backward_gates(
+            g, beta, A_log, dt_bias, cu_seqlens, f, *parts, *flags[1:], q.dtype, config["gates"]
+        )  # dg, dbeta, dA_log, ddt_bias
+        gdn_backward_beta(
+            k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, gates[1], *flags,
+            config["beta"],
         )  # fmt: skip
     return _cut(dq, K), _cut(dk, K), _cut(dv, V), *gates, d_initial
 
@@ -114,29 +122,23 @@ def _near(x: torch.Tensor) -> torch.Tensor:
     return x if reached and aligned else x.clone(memory_format=torch.contiguous_format)
 
 
-def _chunk_gradients(
-    q, k, v, g, beta, A_log, dt_bias, cu_seqlens, do, prepared, h, dh, vt, dv, scale, flags, config
+def query_and_key(
+    q, k, g, A_log, dt_bias, cu_seqlens, f, do, h, dh, vt, dv, scale, use_qk_l2norm, config
 ):
-    """dq, dk, dg, dbeta, dA_log and ddt_bias: what each chunk gives by itself."""
-    _, p, f = prepared[:3]
-    rows, HV = p.shape[:2]
-    NQ, NK = (v.shape[3] // config[side]["BLOCK_V"] for side in ("query", "key"))
+    """dq, dk; cumsum(g) in log2 [rows, HV, C]; and for the gates the vectors by_query and by_key
+    [rows, HV, NV, 8, C] and <S, dS> [rows, HV, NV]."""
+    rows, HV = f.shape[:2]
+    NQ, NK = (vt.shape[3] // config[side]["BLOCK_V"] for side in ("query", "key"))
     cumulative = f.new_empty(rows, HV, 64)
     by_query = f.new_empty(rows, HV, NQ, 8, 64)
     by_key, ends = f.new_empty(rows, HV, NK, 8, 64), f.new_empty(rows, HV, NK)
-    dp = p.new_empty(rows, q.shape[2], 2, 64, 64)  # dP and N of a key head
+    dp = vt.new_empty(rows, q.shape[2], 2, 64, 64)  # dP and N of a key head
     dq = gdn_backward_query(
         q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dp, cumulative, by_query, scale,
-        flags[0], config["query"],
+        use_qk_l2norm, config["query"],
     )  # fmt: skip
     dk = gdn_backward_key(
-        q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, by_key, ends, flags[0], config["key"]
-    )
-    dg, dbeta, dA_log, ddt_bias = gdn_backward_gates(
-        g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, *flags[1:], q.dtype,
-        config["gates"],
+        q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, by_key, ends, use_qk_l2norm,
+        config["key"],
     )  # fmt: skip
-    gdn_backward_beta(
-        k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta, *flags, config["beta"]
-    )
-    return dq, dk, dg, dbeta, dA_log, ddt_bias
+    return dq, dk, cumulative, by_query, by_key, ends

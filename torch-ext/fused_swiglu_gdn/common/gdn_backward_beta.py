@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import locate, precision
-from ..common.launch import steps
 from .gdn_backward_query import tile
+from .gdn_prepare import locate, precision
+from .launch import steps
 
 FEW = 8  # tokens
 

@@ -17,9 +17,9 @@ Sizes as in gdn_backward_query.py.
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import precision
-from ..common.launch import steps
 from .gdn_backward_query import at, inverse_norm, place, tile
+from .gdn_prepare import precision
+from .launch import steps
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])

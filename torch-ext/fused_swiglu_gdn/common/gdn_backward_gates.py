@@ -15,7 +15,7 @@ Sizes: B T H HV; N sequences; C = 64 tokens; rows = chunk rows of the call; NQ, 
 import triton
 import triton.language as tl
 
-from ..common.gdn_prepare import locate, log2_decay
+from .gdn_prepare import locate, log2_decay
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
