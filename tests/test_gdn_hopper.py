@@ -36,7 +36,7 @@ def test_takes_what_the_copy_engine_reads():
 @pytest.mark.parametrize("major, served", [(9, True), (10, False), (12, False)])
 def test_leaves_later_chips_to_the_portable_scan(monkeypatch, major, served):
     """They have no wgmma."""
-    monkeypatch.setattr(gdn, "capability", lambda index: (major, 0))
+    monkeypatch.setattr(gdn_plan, "capability", lambda index: (major, 0))
     assert gdn._has_wgmma(torch.device("cuda", 0)) is served
 
 

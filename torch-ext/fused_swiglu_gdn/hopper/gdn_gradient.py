@@ -12,9 +12,27 @@ goes from one warpgroup to the other through shared memory, and is read transpos
 Sizes: C = 64 tokens a chunk, K = V = D = 128, R = HV / H, STAGES ring slots of half a value head.
 """
 
+from .gdn_gradient_tiles import (
+    TILE,
+    add_rows,
+    as_a,
+    by_column,
+    by_row,
+    cumulative_gates,
+    decay,
+    finish,
+    first_token,
+    half_of,
+    inverse_norm,
+    line,
+    load_gates,
+    product,
+    rows_of,
+    start,
+    store_line,
+)
 from .gdn_place import C, D
-from .gdn_prepare import locate, log2_decay
-from .gdn_scan import a_layout, acc_layout
+from .gdn_prepare import locate
 from .gluon_compat import (
     WARP_SPECIALIZE_TAKES_LIST,
     as_box,
@@ -33,8 +51,6 @@ from .gluon_compat import (
 
 STAGES = gl.constexpr(3)
 HALF = gl.constexpr(64)  # columns of V in a slot
-LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all tokens of a chunk
-TILE = gl.constexpr(acc_layout(64))  # [C, 64] fp32: of 64 tokens, or of half of D
 
 
 @record
@@ -113,121 +129,6 @@ def _load_partition(
 
 
 @gluon.jit
-def _gates(g_ptr, g_strides, A_log_ptr, dt_bias_ptr, hv, left):
-    """cumsum(g) of a head in log2, [C] fp32."""
-    t = gl.arange(0, C, layout=LINE)
-    g = gl.load(g_ptr + t * g_strides[1] + hv * g_strides[2], mask=t < left, other=0.0)
-    g = gl.where(t < left, log2_decay(g.to(gl.float32), A_log_ptr, dt_bias_ptr, hv), 0.0)
-    return gl.associative_scan(g, 0, _add)
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _by_row(x):
-    """[C] as a column beside a tile."""
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, TILE)), 1)
-
-
-@gluon.jit
-def _by_column(x):
-    return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(0, TILE)), 0)
-
-
-@gluon.jit
-def _decay(G):
-    """Gam [C, C], and beyond it something finite above the diagonal."""
-    return gl.exp2(gl.minimum(_by_row(G) - _by_column(G), 100.0))
-
-
-@gluon.jit
-def _half(smem, d: gl.constexpr):
-    """Columns of a tile [C, D] in shared memory."""
-    return smem.slice(64 * d, 64, 1)
-
-
-@gluon.jit
-def _row_dot(x, smem):
-    """[C]: x [C, 64] fp32 with the rows of a tile in shared memory."""
-    return gl.sum(x * smem.load(TILE).to(gl.float32), 1)
-
-
-@gluon.jit
-def _inverse_norm(smem, NORM: gl.constexpr):
-    """1 / sqrt(sum(x^2) + 1e-6) of each row [C], or 1; fp32."""
-    if NORM:
-        x0 = _half(smem, 0).load(TILE).to(gl.float32)
-        x1 = _half(smem, 1).load(TILE).to(gl.float32)
-        return gl.rsqrt(gl.sum(x0 * x0, 1) + gl.sum(x1 * x1, 1) + 1e-6)
-    else:
-        return gl.full((C,), 1.0, gl.float32, gl.SliceLayout(1, TILE))
-
-
-@gluon.jit
-def _product(a, b):
-    """a b^T [C, 64]."""
-    zero = gl.zeros((C, 64), gl.float32, TILE)
-    acc = warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, (acc,))
-
-
-@gluon.jit
-def _through_state(dx, dots, a, state, d: gl.constexpr, f, x_smem):
-    """dx + f a state^T [C, 64], of half of K, and dots + the rows of a state^T with those of x."""
-    wide = _product(a, state.slice(64 * d, 64, 0))
-    return dx + gl.expand_dims(f, 1) * wide, dots + _row_dot(wide, _half(x_smem, d))
-
-
-@gluon.jit
-def _line(ptr):
-    """[C] fp32, a factor for each row of a tile."""
-    return gl.load(ptr + gl.arange(0, C, layout=gl.SliceLayout(1, TILE)))
-
-
-@gluon.jit
-def _store_line(ptr, x):
-    gl.store(ptr + gl.arange(0, C, layout=x.type.layout), x)
-
-
-@gluon.jit
-def _store_rows(ptr, x, left, H: gl.constexpr):
-    """x [C, 64] of one head to the rows that there are."""
-    i = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, TILE)), 1)
-    d = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, TILE)), 0)
-    gl.store(ptr + i * (H * D) + d, x.to(ptr.dtype.element_ty), mask=i < left)
-
-
-@gluon.jit
-def _finish(dx0, dx1, x_smem, r, ptr, left, NORM: gl.constexpr, H: gl.constexpr):
-    """Through the norm of x, whose inverse is r, to memory."""
-    if NORM:
-        along = _row_dot(dx0, _half(x_smem, 0)) + _row_dot(dx1, _half(x_smem, 1))
-        along = gl.expand_dims(r * r * along, 1)
-        dx0 -= _half(x_smem, 0).load(TILE).to(gl.float32) * along
-        dx1 -= _half(x_smem, 1).load(TILE).to(gl.float32) * along
-    _store_rows(ptr, dx0, left, H)
-    _store_rows(ptr + 64, dx1, left, H)
-
-
-@gluon.jit
-def _as_a(x, DTYPE: gl.constexpr):
-    """An accumulator, rounded, as a register A operand."""
-    return gl.convert_layout(x.to(DTYPE), a_layout(64), assert_trivial=True)
-
-
-@gluon.jit
-def _tokens(cu_ptr, end, c, length, T):
-    """(batch, first token) of chunk c in tensors [B, T, ..], int64."""
-    if cu_ptr is None:
-        return end.to(gl.int64), (c * C).to(gl.int64)
-    else:
-        return end.to(gl.int64) * 0, (end - length + c * C).to(gl.int64)
-
-
-@gluon.jit
 def _query_partition(
     w, g_strides, scale, g_ptr, A_log_ptr, dt_bias_ptr, cu_ptr, f_ptr, dq_ptr, dk_ptr, G_ptr,
     by_query_ptr, by_key_ptr, ends_ptr,
@@ -244,49 +145,54 @@ def _query_partition(
         batch, end, first, c, length = locate(row, cu_ptr, w.T, w.N, w.NT)
         if (c >= 0) & (c * C < length):
             left = length - c * C
-            b, token = _tokens(cu_ptr, end, c, length, w.T)
+            b, token = first_token(cu_ptr, end, c, length, w.T)
             unit = (row.to(gl.int64) * w.H + head) * w.R
             g_at = g_ptr + b * g_strides[0] + token * g_strides[1]
             mbarrier.wait(w.pair_landed, pairs & 1)
-            rq = _inverse_norm(w.q_smem, w.NORM)
-            rk = _inverse_norm(w.k_smem, w.NORM)
+            rq = inverse_norm(w.q_smem, w.NORM)
+            rk = inverse_norm(w.k_smem, w.NORM)
             dq0 = gl.zeros((C, 64), gl.float32, TILE)  # rq times the gradient of the normalised q
             dq1 = gl.zeros((C, 64), gl.float32, TILE)
             dp = gl.zeros((C, C), gl.float32, TILE)  # summed over the group, without norms
             for r in own_range(0, w.R, 1, disable_licm=True):
-                f2 = _line(f_ptr + (unit + r) * (4 * C) + 2 * C)
+                g = load_gates(g_at, g_strides, head * w.R + r, left)
+                f2 = line(f_ptr + (unit + r) * (4 * C) + 2 * C)
                 own = gl.zeros((C, C), gl.float32, TILE)
                 dots = f2 * 0.0
                 for _ in range(2):
                     s = it % STAGES
                     mbarrier.wait(w.landed.index(s), (it // STAGES) & 1)
                     do, state = w.do_smem.index(s), w.s_smem.index(s)
-                    own += _product(do, w.vt_smem.index(s))
-                    dq0, dots = _through_state(dq0, dots, do, state, 0, f2, w.q_smem)
-                    dq1, dots = _through_state(dq1, dots, do, state, 1, f2, w.q_smem)
+                    more, wide0 = start(do, w.vt_smem.index(s)), start(do, rows_of(state, 0))
+                    more, wide0 = warpgroup_mma_wait(0, (more, wide0))
+                    wide1 = start(do, rows_of(state, 1))
+                    own += more
+                    dq0, dots = add_rows(dq0, dots, wide0, f2, half_of(w.q_smem, 0))
+                    wide1 = warpgroup_mma_wait(0, (wide1,))
                     mbarrier.arrive(w.free.index(s), count=1)
+                    dq1, dots = add_rows(dq1, dots, wide1, f2, half_of(w.q_smem, 1))
                     it += 1
-                G = _gates(g_at, g_strides, A_log_ptr, dt_bias_ptr, head * w.R + r, left)
-                _store_line(G_ptr + (unit + r) * C, G)
+                G = cumulative_gates(g, A_log_ptr, dt_bias_ptr, head * w.R + r, left)
+                store_line(G_ptr + (unit + r) * C, G)
                 part = by_query_ptr + (unit + r) * (8 * C)
-                _store_line(part + 2 * C, f2 * dots)
-                own = gl.where(i >= j, own * _decay(G), 0.0)
+                store_line(part + 2 * C, f2 * dots)
+                own = gl.where(i >= j, own * decay(G), 0.0)
                 dp += own
-                qk = _product(w.q_smem, w.k_smem) * _by_row(rq * scale) * _by_column(rk)
+                qk = product(w.q_smem, w.k_smem) * by_row(rq * scale) * by_column(rk)
                 own = gl.where(i > j, own * qk, 0.0)
-                _store_line(part, gl.sum(own, 1))
-                _store_line(part + C, gl.sum(own, 0))
-            dp = dp * _by_row(rq * scale) * _by_column(rk)
+                store_line(part, gl.sum(own, 1))
+                store_line(part + C, gl.sum(own, 0))
+            dp = dp * by_row(rq * scale) * by_column(rk)
             mbarrier.wait(w.dp_free, (pairs & 1) ^ 1)
             w.dp_smem.store(dp.to(DTYPE))
             fence_async_shared()
             mbarrier.arrive(w.dp_ready, count=1)
-            dp = _as_a(dp, DTYPE)
-            dq0 = warpgroup_mma(dp, _half(w.k_smem, 0), dq0, is_async=True)
-            dq1 = warpgroup_mma(dp, _half(w.k_smem, 1), dq1, is_async=True)
+            dp = as_a(dp, DTYPE)
+            dq0 = warpgroup_mma(dp, half_of(w.k_smem, 0), dq0, is_async=True)
+            dq1 = warpgroup_mma(dp, half_of(w.k_smem, 1), dq1, is_async=True)
             dq0, dq1 = warpgroup_mma_wait(0, (dq0, dq1))
             at = dq_ptr + ((b * w.T + token) * w.H + head) * D
-            _finish(dq0, dq1, w.q_smem, rq, at, left, w.NORM, w.H)
+            finish(dq0, dq1, w.q_smem, rq, at, left, w.NORM, w.H)
             mbarrier.arrive(w.pair_free, count=1)
             pairs += 1
 
@@ -294,9 +200,9 @@ def _query_partition(
 @gluon.jit
 def _add_products(dk, n, w, d: gl.constexpr):
     """dk + (N + N^T) K + dP^T Q, started, of half of the columns."""
-    dk = warpgroup_mma(n, _half(w.k_smem, d), dk, is_async=True)
-    dk = warpgroup_mma(w.n_smem.permute((1, 0)), _half(w.k_smem, d), dk, is_async=True)
-    return warpgroup_mma(w.dp_smem.permute((1, 0)), _half(w.q_smem, d), dk, is_async=True)
+    dk = warpgroup_mma(n, half_of(w.k_smem, d), dk, is_async=True)
+    dk = warpgroup_mma(w.n_smem.permute((1, 0)), half_of(w.k_smem, d), dk, is_async=True)
+    return warpgroup_mma(w.dp_smem.permute((1, 0)), half_of(w.q_smem, d), dk, is_async=True)
 
 
 @gluon.jit
@@ -316,18 +222,19 @@ def _key_partition(
         batch, end, first, c, length = locate(row, cu_ptr, w.T, w.N, w.NT)
         if (c >= 0) & (c * C < length):
             left = length - c * C
-            b, token = _tokens(cu_ptr, end, c, length, w.T)
+            b, token = first_token(cu_ptr, end, c, length, w.T)
             unit = (row.to(gl.int64) * w.H + head) * w.R
             g_at = g_ptr + b * g_strides[0] + token * g_strides[1]
             mbarrier.wait(w.pair_landed, pairs & 1)
-            rk = _inverse_norm(w.k_smem, w.NORM)
+            rk = inverse_norm(w.k_smem, w.NORM)
             dk0 = gl.zeros((C, 64), gl.float32, TILE)  # rk times the gradient of the normalised k
             dk1 = gl.zeros((C, 64), gl.float32, TILE)
             dn = gl.zeros((C, C), gl.float32, TILE)  # -N summed over the group, without norms
             for r in own_range(0, w.R, 1, disable_licm=True):
+                g = load_gates(g_at, g_strides, head * w.R + r, left)
                 f_at = f_ptr + (unit + r) * (4 * C)
-                f0 = _line(f_at)
-                f1 = _line(f_at + C)
+                f0 = line(f_at)
+                f1 = line(f_at + C)
                 own = gl.zeros((C, C), gl.float32, TILE)
                 before = f0 * 0.0
                 after = f1 * 0.0
@@ -336,34 +243,42 @@ def _key_partition(
                     mbarrier.wait(w.landed.index(s), (it // STAGES) & 1)
                     dv, vt = w.dv_smem.index(s), w.vt_smem.index(s)
                     state, d_state = w.s_smem.index(s), w.ds_smem.index(s)
-                    own += _product(dv, vt)
-                    dk0, before = _through_state(dk0, before, dv, state, 0, -f0, w.k_smem)
-                    dk1, before = _through_state(dk1, before, dv, state, 1, -f0, w.k_smem)
-                    dk0, after = _through_state(dk0, after, vt, d_state, 0, f1, w.k_smem)
-                    dk1, after = _through_state(dk1, after, vt, d_state, 1, f1, w.k_smem)
+                    more, wide0 = start(dv, vt), start(dv, rows_of(state, 0))
+                    more, wide0 = warpgroup_mma_wait(0, (more, wide0))
+                    wide1 = start(dv, rows_of(state, 1))
+                    own += more
+                    dk0, before = add_rows(dk0, before, wide0, -f0, half_of(w.k_smem, 0))
+                    wide1 = warpgroup_mma_wait(0, (wide1,))
+                    wide0 = start(vt, rows_of(d_state, 0))
+                    dk1, before = add_rows(dk1, before, wide1, -f0, half_of(w.k_smem, 1))
+                    wide0 = warpgroup_mma_wait(0, (wide0,))
+                    wide1 = start(vt, rows_of(d_state, 1))
+                    dk0, after = add_rows(dk0, after, wide0, f1, half_of(w.k_smem, 0))
+                    wide1 = warpgroup_mma_wait(0, (wide1,))
                     mbarrier.arrive(w.free.index(s), count=1)
+                    dk1, after = add_rows(dk1, after, wide1, f1, half_of(w.k_smem, 1))
                     it += 1
-                G = _gates(g_at, g_strides, A_log_ptr, dt_bias_ptr, head * w.R + r, left)
+                G = cumulative_gates(g, A_log_ptr, dt_bias_ptr, head * w.R + r, left)
                 part = by_key_ptr + (unit + r) * (8 * C)
-                _store_line(part + 6 * C, f0 * before)
-                _store_line(part + 7 * C, f1 * after)
-                _store_line(part + 3 * C, gl.sum(gl.where(i == j, own, 0.0), 1))
-                own = gl.where(i > j, own * _decay(G), 0.0)
+                store_line(part + 6 * C, f0 * before)
+                store_line(part + 7 * C, f1 * after)
+                store_line(part + 3 * C, gl.sum(gl.where(i == j, own, 0.0), 1))
+                own = gl.where(i > j, own * decay(G), 0.0)
                 dn += own
-                own *= _product(w.k_smem, w.k_smem) * _by_row(rk) * _by_column(rk)
-                _store_line(part + 4 * C, gl.sum(own, 1))
-                _store_line(part + 5 * C, gl.sum(own, 0))
-            dn = (dn * -_by_row(rk) * _by_column(rk)).to(DTYPE)
+                own *= product(w.k_smem, w.k_smem) * by_row(rk) * by_column(rk)
+                store_line(part + 4 * C, gl.sum(own, 1))
+                store_line(part + 5 * C, gl.sum(own, 0))
+            dn = (dn * -by_row(rk) * by_column(rk)).to(DTYPE)
             w.n_smem.store(dn)
             fence_async_shared()
-            dn = _as_a(dn, DTYPE)
+            dn = as_a(dn, DTYPE)
             mbarrier.wait(w.dp_ready, pairs & 1)
             dk0 = _add_products(dk0, dn, w, 0)
             dk1 = _add_products(dk1, dn, w, 1)
             dk0, dk1 = warpgroup_mma_wait(0, (dk0, dk1))
             mbarrier.arrive(w.dp_free, count=1)
             at = dk_ptr + ((b * w.T + token) * w.H + head) * D
-            _finish(dk0, dk1, w.k_smem, rk, at, left, w.NORM, w.H)
+            finish(dk0, dk1, w.k_smem, rk, at, left, w.NORM, w.H)
             mbarrier.arrive(w.pair_free, count=1)
             pairs += 1
 

@@ -1,0 +1,83 @@
+"""The gradient's own kernel on Hopper (hopper/gdn_gradient.py), against fp64 automatic
+differentiation of the recurrence; its common kernels are in test_gdn_backward.py."""
+
+import pytest
+import torch
+from conftest import submodule
+from test_gdn_backward import HEADS, OPTIONS, Case, compare
+
+pytest.importorskip("triton.experimental.gluon")
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def kernels():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("for Hopper")
+    return submodule("hopper.gdn_backward")
+
+
+@pytest.mark.parametrize("gates", ["slow", "qwen", "extreme"])
+@pytest.mark.parametrize("T", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("H, HV", HEADS)
+def test_grid(kernels, H, HV, T, gates):
+    """The grid of flash-linear-attention#640, and the same bits every run."""
+    B = 16 if T == 1 else 1  # the gates' gradients are one number a head and token
+    case = Case(B, T, H, HV, 128, 128, torch.bfloat16, "cuda", gates=gates, l2norm=T == 1000)
+    got = case.gradients(kernels)
+    compare(got, case.expected(), torch.bfloat16)
+    for a, b in zip(got, case.gradients(kernels)):
+        assert a is None or torch.equal(a, b)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("H, HV", [(2, 4), (1, 3)])
+def test_options(kernels, options, dtype, H, HV):
+    case = Case(2, 300, H, HV, 128, 128, dtype, "cuda", **options)
+    compare(case.gradients(kernels), case.expected(), dtype)
+
+
+def test_many_chunks_a_program(kernels):
+    """More chunks than processors, so that programs go from one to the next; as common's kernels
+    but for the order of sums."""
+    case = Case(2, 6400, 2, 4, 128, 128, torch.bfloat16, "cuda", l2norm=True)
+    got, want = case.gradients(kernels), case.gradients(submodule("common.gdn_backward"))
+    compare(got, want, torch.bfloat16, factor=0.2)
+
+
+def test_layouts(kernels):
+    """q, k and v as views of one tensor, and a dO that is the same everywhere."""
+    case = Case(2, 130, 2, 2, 128, 128, torch.bfloat16, "cuda", l2norm=True)
+    q, k, v, *rest = case.inputs
+    want = case.gradients(kernels)
+    joined = torch.cat([q, k, v], -1)
+    case.inputs = (*joined.split(128, -1), *rest)
+    for a, b in zip(case.gradients(kernels), want):
+        assert a is None or torch.equal(a, b)
+    case.do = torch.ones(1, 1, 1, 128, device="cuda", dtype=torch.bfloat16).expand(2, 130, 2, 128)
+    compare(case.gradients(kernels), case.expected(), torch.bfloat16)
+
+
+def test_saved_blocks(kernels):
+    """From what the forward saved, the same bits; the values' gradients alone, too."""
+    case = Case(1, 200, 2, 4, 128, 128, torch.bfloat16, "cuda", l2norm=True)
+    q, k, _, g, beta, A_log, dt_bias, _ = case.inputs
+    prepared = submodule("common.gdn_prepare").gdn_prepare(
+        q, k, g, beta, A_log, dt_bias, None, case.scale, *case.flags[:3]
+    )
+    whole = case.gradients(kernels)
+    for a, b in zip(case.gradients(kernels, prepared), whole):
+        assert a is None or torch.equal(a, b)
+    part = case.gradients(kernels, values_only=True)
+    assert [x is None for x in part] == [True, True, False] + [True] * 4 + [False]
+    assert torch.equal(part[2], whole[2])
+
+
+def test_who_serves(kernels):
+    case = Case(1, 70, 1, 2, 128, 128, torch.bfloat16, "cuda")
+    leaves = [x.clone().requires_grad_() for x in case.inputs[:5]]
+    with submodule("dispatch").served() as record:
+        o, _ = submodule("functional.gdn").chunk_gated_delta_rule(*leaves)
+        o.backward(case.do)
+    assert record["gdn_chunk_bwd"] == ["hopper"]
