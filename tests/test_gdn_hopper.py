@@ -37,7 +37,7 @@ def test_takes_what_the_copy_engine_reads():
 def test_leaves_later_chips_to_the_portable_scan(monkeypatch, major, served):
     """They have no wgmma."""
     monkeypatch.setattr(gdn_plan, "capability", lambda index: (major, 0))
-    assert gdn._has_wgmma(torch.device("cuda", 0)) is served
+    assert gdn_plan.has_wgmma(torch.device("cuda", 0)) is served
 
 
 @pytest.mark.parametrize("what", ["fp32", "head dim", "no token", "odd stride", "odd start"])
