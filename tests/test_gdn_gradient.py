@@ -1,10 +1,10 @@
-"""The gradient's own kernel on Hopper (hopper/gdn_gradient.py), against fp64 automatic
-differentiation of the recurrence; its common kernels are in test_gdn_backward.py."""
+"""The gradient's own kernel on Hopper (hopper/gdn_gradient.py): what test_gdn_backward.py does not
+ask of it."""
 
 import pytest
 import torch
 from conftest import submodule
-from test_gdn_backward import HEADS, OPTIONS, Case, compare
+from test_gdn_backward import OPTIONS, Case, compare
 
 pytest.importorskip("triton.experimental.gluon")
 pytestmark = pytest.mark.gpu
@@ -17,25 +17,10 @@ def kernels():
     return submodule("hopper.gdn_backward")
 
 
-@pytest.mark.parametrize("gates", ["slow", "qwen", "extreme"])
-@pytest.mark.parametrize("T", [1, 63, 64, 65, 1000])
-@pytest.mark.parametrize("H, HV", HEADS)
-def test_grid(kernels, H, HV, T, gates):
-    """The grid of flash-linear-attention#640, and the same bits every run."""
-    B = 16 if T == 1 else 1  # the gates' gradients are one number a head and token
-    case = Case(B, T, H, HV, 128, 128, torch.bfloat16, "cuda", gates=gates, l2norm=T == 1000)
-    got = case.gradients(kernels)
-    compare(got, case.expected(), torch.bfloat16)
-    for a, b in zip(got, case.gradients(kernels)):
-        assert a is None or torch.equal(a, b)
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("H, HV", [(2, 4), (1, 3)])
-def test_options(kernels, options, dtype, H, HV):
-    case = Case(2, 300, H, HV, 128, 128, dtype, "cuda", **options)
-    compare(case.gradients(kernels), case.expected(), dtype)
+def test_options(kernels, options):
+    case = Case(2, 300, 1, 3, 128, 128, torch.float16, "cuda", **options)
+    compare(case.gradients(kernels), case.expected(), torch.float16)
 
 
 def test_many_chunks_a_program(kernels):

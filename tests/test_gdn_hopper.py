@@ -5,6 +5,8 @@ The rest is tested for all implementations alike in test_gdn_chunk.py, the compi
 test_compile.py, and random small problems by tools/fuzz_gdn.py.
 """
 
+import threading
+
 import pytest
 import torch
 from conftest import assert_close, gdn_inputs, relative_error, submodule
@@ -109,6 +111,25 @@ def test_segments(warpgroups, gates, lengths):
     x["initial_state"] = torch.randn(len(lengths), 4, 128, 128, device="cuda")
     offsets = cu(*lengths, device="cuda")
     check("hopper", arguments(x, cu_seqlens=offsets, checkpoint_every=1024, use_qk_l2norm=True))
+
+
+@pytest.mark.gpu
+@compiled
+def test_in_a_thread_that_has_called_nothing():
+    """Such a thread, of autograd's say, has no CUDA context, which encoding tensor maps takes."""
+    x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
+    options = {"use_qk_l2norm_in_kernel": True}
+    want, _ = submodule("functional.gdn").chunk_gated_delta_rule(**x, **options)
+    moved = {name: tensor.clone() for name, tensor in x.items()}
+    found = []
+
+    def call():
+        found.append(submodule("functional.gdn").chunk_gated_delta_rule(**moved, **options)[0])
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert torch.equal(found[0], want)
 
 
 @pytest.mark.gpu

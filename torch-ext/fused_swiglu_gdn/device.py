@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import threading
 from typing import Optional, Tuple
 
 import torch
@@ -27,13 +28,27 @@ def name(index: int) -> str:
 
 
 _NOTHING = contextlib.nullcontext()
+_thread = threading.local()
 
 
 def on(device: torch.device):
     """A context in which the device is current; nothing is switched where it already is."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
+    if device.type != "cuda":
         return _NOTHING
-    return torch.cuda.device(device)
+    if not hasattr(_thread, "has_context"):
+        _make_context(device)
+    return _NOTHING if device.index == torch.cuda.current_device() else torch.cuda.device(device)
+
+
+def _make_context(device: torch.device) -> None:
+    """Gives this thread its CUDA context, as a thread's first call of CUDA's runtime does.
+
+    Tensor maps are encoded by the driver, which does not: a thread of autograd's that has called
+    nothing else yet would fail.
+    """
+    with torch.cuda.device(device):
+        torch.cuda.mem_get_info()
+    _thread.has_context = True
 
 
 @functools.cache
