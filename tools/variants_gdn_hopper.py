@@ -126,8 +126,35 @@ def _gradient(R: int, norm: bool = True, dtype: str = "bf16", packed: str = "", 
     return Variant(name, "hopper.gdn_gradient", kernel, signature, constexprs, options, ("sm_90",))
 
 
+def _states(reverse: bool, state: str = "fp32", dtype: str = "bf16", packed: str = "") -> Variant:
+    token = {"k": 128, "q": 128, "in": 64, "out": 64}
+    signature = {
+        **{f"{x}_desc": _box(1, 1, 64, 1, columns, dtype=dtype) for x, columns in token.items()},
+        "state_desc": _box(128, 64, dtype=dtype),
+        "t_desc": _box(64, 64, dtype=dtype),
+        "p_desc": _box(64, 64, dtype=dtype),
+        "f_desc": _box(256, dtype="fp32"),
+        "tb_ptr": f"*{dtype}:16",
+        "first_strides": ("i32:16", "i32:16", "i32:16", 1),
+        "last_strides": ("i32:16", "i32:16", "i32:16", 1),
+        **dict.fromkeys(("T", "HV", "H"), "i32"),
+    }
+    pointers = {"first_ptr": state, "last_ptr": reverse and state, "cu_ptr": packed}
+    signature.update({name: f"*{kind}:16" for name, kind in pointers.items() if kind})
+    constexprs = {name: None for name, kind in pointers.items() if not kind}
+    constexprs.update(REVERSE=reverse, LOAD_REGISTERS=32)
+    name = f"hopper_gdn_states,{dtype},reverse={reverse},state={state},packed={packed or None}"
+    options = {"num_warps": 4, "maxnreg": 136, "launch_pdl": not reverse}
+    module, kernel = "hopper.gdn_gradient_states", "gdn_states_kernel"
+    return Variant(name, module, kernel, signature, constexprs, options, ("sm_90",))
+
+
 VARIANTS = (
     [
+        _states(True),
+        _states(False),
+        _states(True, "bf16", "fp16", "i32"),
+        _states(False, "bf16", "fp16", "i64"),
         _gradient(2),
         _gradient(4, False, "fp16", "i32", "bf16"),
         _gradient(1, packed="i64"),

@@ -59,7 +59,8 @@ def gdn_chunk_bwd(
     allow_neg_eigval: bool,
     state_v_first: bool,
     values_only: bool,
-    chunks: Optional[Callable] = None,  # makes dq and dk in place of query_and_key
+    passes: Callable = gdn_backward_states,
+    chunks: Optional[Callable] = None,  # in place of query_and_key
 ):
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given.
 
@@ -74,7 +75,7 @@ def gdn_chunk_bwd(
     with device.on(q.device):
         if prepared is None:
             prepared = gdn_prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, *flags)
-        h, dh, vt, dv, d_initial = gdn_backward_states(
+        h, dh, vt, dv, d_initial = passes(
             q, k, v, do, *prepared[:3], *states, cu_seqlens, state_v_first, config["states"]
         )
         if initial_state is not None:

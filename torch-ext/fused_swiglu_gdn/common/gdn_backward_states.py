@@ -203,7 +203,7 @@ def _states_bwd_kernel(
             tl.store(ds0_ptr + at, s.to(ds0_ptr.dtype.element_ty))
 
 
-def _kv_strides(state, v_first: bool):
+def kv_strides(state, v_first: bool):
     """Strides of (sequence, head, K, V) for either layout of a state."""
     if state is None:
         return (0, 0, 0, 0)
@@ -231,8 +231,8 @@ def gdn_backward_states(
     _states_bwd_kernel[grid](
         q, k, v, do, tb, p, f, cu_seqlens, initial_state, d_final_state, h, dh, vt, dv, d_initial,
         steps(q), steps(k), steps(v), steps(do),
-        _kv_strides(initial_state, state_v_first), _kv_strides(d_final_state, state_v_first),
-        _kv_strides(d_initial, state_v_first),
+        kv_strides(initial_state, state_v_first), kv_strides(d_final_state, state_v_first),
+        kv_strides(d_initial, state_v_first),
         T,
         H=H, R=HV // H, K=K, V=V,
         PREC=precision(q.dtype),

@@ -64,7 +64,7 @@ def token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) ->
     return (shape, strides, *box(dtype, 1, 1, 64, 1, columns))
 
 
-def _block_map(units: int, dtype: torch.dtype) -> tuple:
+def block_map(units: int, dtype: torch.dtype) -> tuple:
     """Boxes [C, C] of Tb or P [rows, HV, C, C], rows HV = units."""
     return ((units * 64, 64), (64, 1), *box(dtype, 64, 64))
 
@@ -84,7 +84,7 @@ class Prepare:
         self.shape = (rows, HV, 64, 64)
         self.units = rows * HV
         self.grid = (rows * HV // W, 1, 1)
-        block = _block_map(rows * HV, q.dtype)
+        block = block_map(rows * HV, q.dtype)
         tokens = (token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k))
         self.tiles = Tiles(*tokens, block, block)
         N = cu_seqlens.shape[0] - 1 if packed else B
@@ -180,7 +180,7 @@ class Scan:
         self.numbers = (T, HV, H, N, max(checkpoint_every // 64, 1), self.split, pool_step)
         units = chunk_rows(T, B, cu_seqlens) * HV
         dense = (T * HV * K, HV * K, K, 1)
-        block = _block_map(units, v.dtype)
+        block = block_map(units, v.dtype)
         self.tiles = Tiles(
             *(token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k)),
             token_map(v.shape, v.stride(), v.dtype, 64, packed),

@@ -95,7 +95,7 @@ def _opaque(x):
 
 
 @gluon.jit
-def _pin(x):
+def pin(x):
     """x, where LLVM cannot move it.
 
     Without this phi(round(S0), round(S)) becomes round(phi) at the top of the loop, past the point
@@ -109,14 +109,14 @@ def _pin(x):
 
 
 @gluon.jit
-def _as_a(x, DTYPE: gl.constexpr):
+def as_a(x, DTYPE: gl.constexpr):
     """An accumulator, rounded, as a register A operand."""
     LAYOUT: gl.constexpr = a_layout(x.shape[1])
     return gl.convert_layout(x.to(DTYPE), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
-def _product(a, b):
+def product(a, b):
     """a b^T [64, C], started: a [64, *] in registers, b [C, *] in shared memory."""
     zero = gl.zeros((64, C), gl.float32, acc_layout(C))
     return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -184,16 +184,16 @@ def _state_partition(
     column = u.column + W_INDEX * u.second
     o_smem = u.o_smem.index(W_INDEX)
     S = _initial_state(u, h0_ptr, o_ptr, column, W_INDEX, V_FIRST)
-    Sa = _as_a(S, DTYPE)
+    Sa = as_a(S, DTYPE)
     ob = gl.zeros((64, C), DTYPE, X_LAYOUT)
     next_ck, ck_row = u.next_ck, u.ck_row
     mbarrier.wait(u.landed.index(0), 0, pred=u.chunks > 0)
-    S = _pin(_decayed(S, u.f_smem.index(0), u.chunks > 0))
+    S = pin(_decayed(S, u.f_smem.index(0), u.chunks > 0))
     for c in range(u.chunks):
         s, n = c % STAGES, (c + 1) % STAGES  # this chunk's slot and the next one's
         k, f = u.k_smem.index(s), u.f_smem.index(s)
-        sk = _product(Sa, k)
-        o1 = _product(Sa, u.q_smem.index(s))
+        sk = product(Sa, k)
+        o1 = product(Sa, u.q_smem.index(s))
         # Under these two: give the previous slot back, send the previous O out, fetch V and F0.
         mbarrier.arrive(u.free.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
         if c > u.warm:
@@ -202,27 +202,27 @@ def _state_partition(
         v = u.v_smem.index(s * u.W + W_INDEX).permute((1, 0)).load(X_LAYOUT)
         sk = warpgroup_mma_wait(1, (sk,))
         x = v.to(gl.float32) - gl.expand_dims(f0, 0) * sk
-        vt = _product(_as_a(x, DTYPE), u.t_smem.index(s))
+        vt = product(as_a(x, DTYPE), u.t_smem.index(s))
         # Under the Tb product: scale O.
         o1 = warpgroup_mma_wait(1, (o1,))
         o1 = o1 * gl.expand_dims(f.slice(2 * C, C).load(TOKEN), 0)
         f1 = f.slice(C, C).load(TOKEN)
         vt, o1, f1 = warpgroup_mma_wait(0, (vt, o1, f1))  # all named: none moves past it
-        wa = _as_a(vt * gl.expand_dims(f1, 0), DTYPE)
+        wa = as_a(vt * gl.expand_dims(f1, 0), DTYPE)
         wa = gl.convert_layout(wa, a_layout(D), assert_trivial=True)
         S = warpgroup_mma(wa, k, S, is_async=True)
         p = u.p_smem.index(s).permute((1, 0))
-        o = warpgroup_mma(_as_a(vt, DTYPE), p, o1, is_async=True)
+        o = warpgroup_mma(as_a(vt, DTYPE), p, o1, is_async=True)
         more = c + 1 < u.chunks
         mbarrier.wait(u.landed.index(n), ((c + 1) // STAGES) & 1, pred=more)
         S = warpgroup_mma_wait(1, (S,))
         # Under the P product: round S, and scale it for the next chunk.
-        Sa = _pin(_as_a(S, DTYPE))
+        Sa = pin(as_a(S, DTYPE))
         if ck_ptr is None:
             S = _decayed(S, u.f_smem.index(n), more)
         # ptxas lets no wgmma cross the back edge if a plain instruction reads its result later.
         o, S = warpgroup_mma_wait(0, (o, S))
-        ob = _pin(o.to(DTYPE))
+        ob = pin(o.to(DTYPE))
         if ck_ptr is not None:
             if (c == next_ck) & (c < u.full):
                 ck = ck_ptr + ck_row.to(gl.int64) * (D * D)
