@@ -18,8 +18,8 @@ from .gdn_plan import CAP, HEAD_DIM, REGISTERS, block_map, has_wgmma, reads_by_t
 from .gluon_compat import box
 from .tiles import Tiles, tiled
 
-# Registers of the gradient kernel's 12 warps: of the keys' (the queries' get as many), of those that
-# load or have little to do; and the cap at launch
+# Registers of the gradient kernel's 12 warps: of the keys' (the queries' get as many), of those
+# that load or have little to do; and the cap at launch
 KEY_REGISTERS, FEW_REGISTERS, GRADIENT_CAP = 232, 40, 168
 
 
