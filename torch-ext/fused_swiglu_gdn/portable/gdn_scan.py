@@ -182,7 +182,7 @@ def _scan_kernel(
     if segment > cuts:
         return
     first = segment * SEGMENT
-    last = tl.where(segment == cuts, chunks, first + SEGMENT)
+    own_chunks = tl.where(segment == cuts, chunks - first, SEGMENT)
     n = n.to(tl.int64)
     b = n
     chunk_row = n * chunks
@@ -203,7 +203,7 @@ def _scan_kernel(
     if index_ptr is not None:
         slot = tl.load(index_ptr + n).to(tl.int64)
         if slot < 0:
-            _zero_rows(o_ptr, last - first, length - first * 64, HV * V, e, V)
+            _zero_rows(o_ptr, own_chunks, length - first * 64, HV * V, e, V)
             return
 
     s = _start_state(
@@ -214,7 +214,7 @@ def _scan_kernel(
     tb_ptr += ((chunk_row + first) * HV + hv) * 4096
     p_ptr += ((chunk_row + first) * HV + hv) * 4096
     f_ptr += ((chunk_row + first) * HV + hv) * 256
-    for c in tl.range(0, last - first, num_stages=STAGES, disable_licm=STAGES == 1):
+    for c in tl.range(0, own_chunks, num_stages=STAGES, disable_licm=STAGES == 1):
         left = length - (first + c) * 64
         ok = t < left
         own = own_rows(left, STAGES)
@@ -266,7 +266,9 @@ def _scan_kernel(
             at = slot * s1_strides[0] + hv * s1_strides[1]
             at += kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
             is_state = (kv < K)[:, None] & (e < V)[None, :]
-            _store_state(s1_ptr, at, s[i], is_state & (last == chunks))
+            # not (first + own_chunks == chunks), which would keep two values more in the loop
+            is_end = length <= (first + own_chunks) * 64
+            _store_state(s1_ptr, at, s[i], is_state & is_end if BEHIND else is_state)
 
 
 def kv_strides(state: Optional[torch.Tensor], v_first: bool):
