@@ -135,7 +135,9 @@ def _store_row(tb, BI: tl.constexpr, x0, x1, x2, x3):
 
 
 @triton.jit
-def _key_block(m, gates, BI: tl.constexpr, BJ: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr):
+def _key_block(
+    m, gates, BI: tl.constexpr, BJ: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr
+):
     """Block (BI, BJ) of m, loaded here if m says where it lies; GATED: with the decay between its
     tokens and the keys' lengths, DOT."""
     if len(m) == 1:
@@ -149,7 +151,9 @@ def _key_block(m, gates, BI: tl.constexpr, BJ: tl.constexpr, GATED: tl.constexpr
 
 
 @triton.jit
-def _diagonal(m, gates, B: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr):
+def _diagonal(
+    m, gates, B: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr
+):
     """Of diagonal block B: beta; its inverse and that transposed; it times beta, DOT."""
     beta = _row(gates, 3, B)
     x, xt = _diagonal_inverse(_key_block(m, gates, B, B, GATED, DOT), beta, DOT, PREC)
@@ -160,7 +164,7 @@ def _diagonal(m, gates, B: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr,
 def store_inverse(
     tb,  # [1, U, 1] pointers to [C, C]
     gates,  # [U] pointers to [4 or 5, C] fp32: G, factors of Gam, beta, lengths of keys
-    m,  # the ten blocks of -k_i.k_j for keys of length 1
+    m,  # the ten blocks of -k_i.k_j for keys of length 1, or (a pointer to where they are kept,)
     UNIT_KEYS: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,

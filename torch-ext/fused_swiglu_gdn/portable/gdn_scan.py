@@ -214,8 +214,8 @@ def _scan_kernel(
     tb_ptr += ((chunk_row + first) * HV + hv) * 4096
     p_ptr += ((chunk_row + first) * HV + hv) * 4096
     f_ptr += ((chunk_row + first) * HV + hv) * 256
+    left = length - first * 64  # tokens; carried along, it leaves registers to the loop
     for c in tl.range(0, own_chunks, num_stages=STAGES, disable_licm=STAGES == 1):
-        left = length - (first + c) * 64
         ok = t < left
         own = own_rows(left, STAGES)
         in_v = ok[:, None] & (e < V)[None, :]
@@ -252,7 +252,7 @@ def _scan_kernel(
         o_tile = o_ptr + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
         tl.store(o_tile, o.to(o_ptr.dtype.element_ty), mask=in_v)
         if mid_ptr is not None:
-            done = (first + c + 1) * 64
+            done = length - left + 64
             if (done % E == 0) & (done <= length):
                 for i in tl.static_range(len(s)):
                     kv = i * BLOCK_K + d
@@ -260,14 +260,15 @@ def _scan_kernel(
                     at += kv[:, None] + e[None, :] * K if V_FIRST else kv[:, None] * V + e[None, :]
                     _store_state(mid_ptr, at, s[i], (kv < K)[:, None] & (e < V)[None, :])
 
+        left -= 64
+
     if s1_ptr is not None:
         for i in tl.static_range(len(s)):
             kv = i * BLOCK_K + d
             at = slot * s1_strides[0] + hv * s1_strides[1]
             at += kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
             is_state = (kv < K)[:, None] & (e < V)[None, :]
-            # not (first + own_chunks == chunks), which would keep two values more in the loop
-            is_end = length <= (first + own_chunks) * 64
+            is_end = left <= 0  # the sequence's; behind a cut there is more
             _store_state(s1_ptr, at, s[i], is_state & is_end if BEHIND else is_state)
 
 
