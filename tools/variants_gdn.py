@@ -156,9 +156,9 @@ def _all():
     yield _scan("gdn_scan fp32 segments", ANY, narrow["config"], "fp32", cut=True)
     context = _config("portable_gdn_context")["default"]
     yield _transition("gdn_transition bf16", ANY, context["transition"])
-    yield _transition("gdn_transition fp32", ANY, context["transition_fp32"], "fp32")
+    yield _transition("gdn_transition fp32", ANY, context["transition_fp32"], "fp32", across=8)
     yield _carry("gdn_carry", ANY, context["carry"], across=32)
-    yield _carry("gdn_carry fp32", ANY, context["carry"], "fp32")
+    yield _carry("gdn_carry fp32", ANY, context["carry"], "fp32", across=8)
     tuned = "device_name=NVIDIA_H200"
     prepare = _config(f"common_gdn_prepare,{tuned}")["default"]
     yield _prepare("gdn_prepare bf16 H200", H200, prepare, packed=True)

@@ -36,19 +36,25 @@ def _block(ptr, BI: tl.constexpr, BJ: tl.constexpr, TURN: tl.constexpr):
 
 
 @triton.jit
-def kept_blocks(ptr):
-    """The blocks (i, j), i >= j, of a symmetric tile: ten [U, 16, 16], row by row.
+def kept_block(ptr, BI: tl.constexpr, BJ: tl.constexpr):
+    """Block (BI, BJ), BI >= BJ, of a symmetric tile -> [U, 16, 16].
 
-    Those below the diagonal are read as the transposes of those above, which lie as a product's
-    right operand does.
+    Below the diagonal it is read as the transpose of the one above, which lies as a product's right
+    operand does.
     """
-    return (
-        _block(ptr, 0, 0, False),
-        _block(ptr, 0, 1, True), _block(ptr, 1, 1, False),
-        _block(ptr, 0, 2, True), _block(ptr, 1, 2, True), _block(ptr, 2, 2, False),
-        _block(ptr, 0, 3, True), _block(ptr, 1, 3, True), _block(ptr, 2, 3, True),
-        _block(ptr, 3, 3, False),
-    )  # fmt: skip
+    if BI == BJ:
+        return _block(ptr, BI, BI, False)
+    return _block(ptr, BJ, BI, True)
+
+
+@triton.jit
+def kept_blocks(ptr):
+    """The blocks (i, j), i >= j, of a symmetric tile: ten [U, 16, 16], row by row."""
+    out = ()
+    for i in tl.static_range(4):
+        for j in tl.static_range(i + 1):
+            out = out + (kept_block(ptr, i, j),)
+    return out
 
 
 @triton.jit
@@ -129,21 +135,36 @@ def _store_row(tb, BI: tl.constexpr, x0, x1, x2, x3):
 
 
 @triton.jit
-def _gated(m, gates, DOT: tl.constexpr):
-    """The ten blocks of m with the decay between their tokens and the keys' lengths, DOT."""
-    out = ()
-    for i in tl.static_range(4):
-        for j in tl.static_range(i + 1):
-            gam = _gam(gates, i, j) * _row(gates, 4, i)[:, :, None] * _row(gates, 4, j)[:, None, :]
-            out = out + ((m[i * (i + 1) // 2 + j].to(tl.float32) * gam).to(DOT),)
-    return out
+def _key_block(
+    m, gates, BI: tl.constexpr, BJ: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr
+):
+    """Block (BI, BJ) of m, loaded here if m says where it lies; GATED: with the decay between its
+    tokens and the keys' lengths, DOT."""
+    if len(m) == 1:
+        x = kept_block(m[0], BI, BJ)
+    else:
+        x = m[BI * (BI + 1) // 2 + BJ]
+    if GATED:
+        gam = _gam(gates, BI, BJ) * _row(gates, 4, BI)[:, :, None] * _row(gates, 4, BJ)[:, None, :]
+        x = (x.to(tl.float32) * gam).to(DOT)
+    return x
+
+
+@triton.jit
+def _diagonal(
+    m, gates, B: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr
+):
+    """Of diagonal block B: beta; its inverse and that transposed; it times beta, DOT."""
+    beta = _row(gates, 3, B)
+    x, xt = _diagonal_inverse(_key_block(m, gates, B, B, GATED, DOT), beta, DOT, PREC)
+    return beta, x, xt, (x * beta[:, None, :]).to(DOT)
 
 
 @triton.jit
 def store_inverse(
     tb,  # [1, U, 1] pointers to [C, C]
     gates,  # [U] pointers to [4 or 5, C] fp32: G, factors of Gam, beta, lengths of keys
-    m,  # the ten blocks of -k_i.k_j for keys of length 1
+    m,  # the ten blocks of -k_i.k_j for keys of length 1, or (a pointer to where they are kept,)
     UNIT_KEYS: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
@@ -156,45 +177,57 @@ def store_inverse(
     """
     GATED: tl.constexpr = not UNIT_KEYS
     TYPE: tl.constexpr = tb.dtype.element_ty
-    if GATED:
-        m = _gated(m, gates, DOT)
+    LATER: tl.constexpr = len(m) == 1  # what is made, when it is needed: a form of fewer registers
     b0 = _row(gates, 3, 0)
     b1 = _row(gates, 3, 1)
-    b2 = _row(gates, 3, 2)
-    b3 = _row(gates, 3, 3)
-    x00, t00 = _diagonal_inverse(m[0], b0, DOT, PREC)
-    x11, t11 = _diagonal_inverse(m[2], b1, DOT, PREC)
-    x22, t22 = _diagonal_inverse(m[5], b2, DOT, PREC)
-    x33, t33 = _diagonal_inverse(m[9], b3, DOT, PREC)
+    x00, t00 = _diagonal_inverse(_key_block(m, gates, 0, 0, GATED, DOT), b0, DOT, PREC)
+    x11, t11 = _diagonal_inverse(_key_block(m, gates, 1, 1, GATED, DOT), b1, DOT, PREC)
+    if not LATER:
+        b2, x22, t22, d22 = _diagonal(m, gates, 2, GATED, DOT, PREC)
+        b3, x33, t33, d33 = _diagonal(m, gates, 3, GATED, DOT, PREC)
     # d: beta multiplies the rows of m, that is the columns of the factor on its left; r: right
     d11 = (x11 * b1[:, None, :]).to(DOT)
-    d22 = (x22 * b2[:, None, :]).to(DOT)
-    d33 = (x33 * b3[:, None, :]).to(DOT)
     r00 = _turned(t00, DOT)
     r11 = _turned(t11, DOT)
     zero = tl.zeros_like(x00).to(TYPE)
     x00 = _finish(x00, b0, gates, 0, 0, GATED, TYPE)
     _store_row(tb, 0, x00, zero, zero, zero)
-    y = tl.dot(d11, m[1], input_precision=PREC)
+    y = tl.dot(d11, _key_block(m, gates, 1, 0, GATED, DOT), input_precision=PREC)
     x10 = tl.dot(y.to(DOT), r00, input_precision=PREC)
     r10 = _turned(tl.dot(t00.to(DOT), _turned(y, DOT), input_precision=PREC), DOT)
     x10 = _finish(x10, b0, gates, 1, 0, GATED, TYPE)
     x11 = _finish(x11, b1, gates, 1, 1, GATED, TYPE)
     _store_row(tb, 1, x10, x11, zero, zero)
-    y = tl.dot(d33, m[8], input_precision=PREC)
-    x32 = tl.dot(y.to(DOT), _turned(t22, DOT), input_precision=PREC)
-    d32 = (x32 * b2[:, None, :]).to(DOT)
+    if LATER:
+        b2, x22, t22, d22 = _diagonal(m, gates, 2, GATED, DOT, PREC)
+    else:
+        y = tl.dot(d33, _key_block(m, gates, 3, 2, GATED, DOT), input_precision=PREC)
+        x32 = tl.dot(y.to(DOT), _turned(t22, DOT), input_precision=PREC)
+        d32 = (x32 * b2[:, None, :]).to(DOT)
     # the join of the two 32 x 32 halves, by 16 x 16 blocks: Y = D M, X = Y A
-    y0 = tl.dot(d22, m[3], input_precision=PREC).to(DOT)
-    y1 = tl.dot(d22, m[4], input_precision=PREC).to(DOT)
+    m20 = _key_block(m, gates, 2, 0, GATED, DOT)
+    m21 = _key_block(m, gates, 2, 1, GATED, DOT)
+    y0 = tl.dot(d22, m20, input_precision=PREC).to(DOT)
+    y1 = tl.dot(d22, m21, input_precision=PREC).to(DOT)
     x20 = tl.dot(y1, r10, tl.dot(y0, r00, input_precision=PREC), input_precision=PREC)
     x21 = tl.dot(y1, r11, input_precision=PREC)
     x20 = _finish(x20, b0, gates, 2, 0, GATED, TYPE)
     x21 = _finish(x21, b1, gates, 2, 1, GATED, TYPE)
     x22 = _finish(x22, b2, gates, 2, 2, GATED, TYPE)
     _store_row(tb, 2, x20, x21, x22, zero)
-    y0 = tl.dot(d33, m[6], tl.dot(d32, m[3], input_precision=PREC), input_precision=PREC).to(DOT)
-    y1 = tl.dot(d33, m[7], tl.dot(d32, m[4], input_precision=PREC), input_precision=PREC).to(DOT)
+    if LATER:
+        b3, x33, t33, d33 = _diagonal(m, gates, 3, GATED, DOT, PREC)
+        y = tl.dot(d33, _key_block(m, gates, 3, 2, GATED, DOT), input_precision=PREC)
+        x32 = tl.dot(y.to(DOT), _turned(t22, DOT), input_precision=PREC)
+        d32 = (x32 * b2[:, None, :]).to(DOT)
+        m20 = _key_block(m, gates, 2, 0, GATED, DOT)
+        m21 = _key_block(m, gates, 2, 1, GATED, DOT)
+    y0 = tl.dot(d32, m20, input_precision=PREC)
+    y1 = tl.dot(d32, m21, input_precision=PREC)
+    m30 = _key_block(m, gates, 3, 0, GATED, DOT)
+    m31 = _key_block(m, gates, 3, 1, GATED, DOT)
+    y0 = tl.dot(d33, m30, y0, input_precision=PREC).to(DOT)
+    y1 = tl.dot(d33, m31, y1, input_precision=PREC).to(DOT)
     x30 = tl.dot(y1, r10, tl.dot(y0, r00, input_precision=PREC), input_precision=PREC)
     x31 = tl.dot(y1, r11, input_precision=PREC)
     x30 = _finish(x30, b0, gates, 3, 0, GATED, TYPE)

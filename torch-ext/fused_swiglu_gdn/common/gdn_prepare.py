@@ -159,6 +159,7 @@ def _prepare_key(
     f_ptr,  # [heads, 4, C] fp32
     gates_ptr,  # [heads, GATES, C] fp32
     decay_ptr,  # [heads] fp32
+    kept_ptr,  # [C, C]
     q_stride,  # of T
     k_stride,
     g_strides,  # of B, T, HV
@@ -173,16 +174,17 @@ def _prepare_key(
     BLOCK_K: tl.constexpr,
     UNITS: tl.constexpr,
     GATES: tl.constexpr,
-    KEPT: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """P, F and the gates of one chunk and key head; K K^T goes, in KEPT, where Tb will stand."""
+    """P, F and the gates of one chunk and key head; K K^T goes to kept_ptr."""
     t = tl.arange(0, 64)
     i = t[:, None]
     j = t[None, :]
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
     kk = tl.zeros((64, 64), tl.float32)
     qk = tl.zeros((64, 64), tl.float32)
-    qq = tl.zeros((64, 64), tl.float32)
+    # the tensor cores sum squares with fewer instructions than a reduction, but not to fp32
+    qq = tl.zeros((64, BLOCK_K if EXACT else 64), tl.float32)
     for k0 in range(0, K, BLOCK_K):  # a loop in the code too: unrolled it spills on sm_80
         d = k0 + tl.arange(0, BLOCK_K)[None, :]
         mask = ok[:, None] & (d < K)
@@ -190,16 +192,18 @@ def _prepare_key(
         k = tl.load(k_ptr + i * k_stride + d, mask=mask, other=0.0)  # [C, BLOCK_K]
         kk = tl.dot(k, tl.trans(k), kk, input_precision=PREC)
         qk = tl.dot(q, tl.trans(k), qk, input_precision=PREC)
-        if L2NORM:  # the tensor cores sum squares with fewer instructions than a reduction
+        if L2NORM and EXACT:
+            qq += q * q
+        elif L2NORM:
             qq = tl.dot(q, tl.trans(q), qq, input_precision=PREC)
     k2 = _diagonal(kk, i, j)  # [C] fp32, |k|^2
     one = tl.where(ok, 1.0, 0.0)  # [C] fp32
     unit = one * tl.rsqrt(k2 + 1e-6)  # [C] fp32, makes keys of length 1
-    keep_blocks(tb_ptr.to(tl.pointer_type(KEPT)), (kk * -unit[:, None] * unit[None, :]).to(KEPT))
+    keep_blocks(kept_ptr, (kk * -unit[:, None] * unit[None, :]).to(kept_ptr.dtype.element_ty))
     rq = one * scale  # [C] fp32
     rk = one  # [C] fp32
     if L2NORM:
-        rq *= tl.rsqrt(_diagonal(qq, i, j) + 1e-6)
+        rq *= tl.rsqrt((tl.sum(qq, axis=1) if EXACT else _diagonal(qq, i, j)) + 1e-6)
         rk = unit
         k2 *= rk * rk
     else:
@@ -247,7 +251,7 @@ def _prepare_kernel(
     UNITS: tl.constexpr,  # value heads of a program, at most
     BLOCK_K: tl.constexpr,
     GATES: tl.constexpr,
-    KEPT: tl.constexpr,
+    LATER: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):
@@ -274,19 +278,24 @@ def _prepare_kernel(
     f_ptr += unit * 256
     gates_ptr += unit * (64 * GATES)
     decay_ptr += unit
-    for key in range(KEYS):
+    # K K^T lies where Tb will, and is read before; or behind the gates, and is read as it is needed
+    STEP: tl.constexpr = 64 * GATES if LATER else 4096
+    kept_ptr = gates_ptr + 320 if LATER else tb_ptr.to(tl.pointer_type(tl.float16))
+    for key in tl.range(KEYS, disable_licm=True):
         u = key * heads
         _prepare_key(
             q_ptr + key * q_strides[2], k_ptr + key * k_strides[2], g_ptr + u * g_strides[2],
             beta_ptr + u * beta_strides[2], A_log_ptr, dt_bias_ptr, tb_ptr + u * 4096,
             p_ptr + u * 4096, f_ptr + u * 256, gates_ptr + u * (64 * GATES), decay_ptr + u,
-            q_strides[1], k_strides[1], g_strides, beta_strides, ok, hv0 + u, heads, scale, K,
-            L2NORM, BETA_MAX, BLOCK_K, UNITS, GATES, KEPT, PREC,
+            kept_ptr + u * STEP, q_strides[1], k_strides[1], g_strides, beta_strides, ok, hv0 + u,
+            heads, scale, K, L2NORM, BETA_MAX, BLOCK_K, UNITS, GATES, PREC,
         )  # fmt: skip
     tl.debug_barrier()  # what follows was written by other threads
     u = tl.minimum(tl.arange(0, UNITS), KEYS * heads - 1)  # warps left over repeat the last unit
-    m = kept_blocks(tb_ptr.to(tl.pointer_type(KEPT)) + (u // heads * heads)[None, :, None] * 4096)
-    tl.debug_barrier()  # Tb overwrites it
+    m = (kept_ptr + (u // heads * heads)[None, :, None] * STEP,)
+    if not LATER:
+        m = kept_blocks(m[0])
+        tl.debug_barrier()  # Tb overwrites it
     tb = tb_ptr + u[None, :, None] * 4096
     store_inverse(tb, gates_ptr + u * (64 * GATES), m, L2NORM, DOT, PREC)
 
@@ -303,9 +312,9 @@ def keys_together(H: int, R: int) -> int:
     return next(n for n in (4, 2, 1) if n * R <= UNITS and H % n == 0 or n == 1)
 
 
-def gate_rows(use_qk_l2norm: bool) -> int:
-    """Rows of the scratch for gates: without l2norm the keys' lengths are one more."""
-    return 4 if use_qk_l2norm else 5
+def gate_rows(wide: bool, use_qk_l2norm: bool) -> int:
+    """Rows of the scratch: gates; the keys' lengths without l2norm; K K^T for fp32 inputs."""
+    return 5 + CHUNK if wide else 4 if use_qk_l2norm else 5
 
 
 @functools.cache
@@ -319,12 +328,11 @@ def constexprs(
     2, and fp16 has the mantissa of tf32 at twice its rate.
     """
     beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
-    block_k = min(triton.next_power_of_2(max(K, 16)), 32 if wide else 64)
+    block_k = min(triton.next_power_of_2(max(K, 16)), 16 if wide else 32 if K > 128 else 64)
     dot = tl.float16 if use_qk_l2norm and not wide else tl.float32
     exactness = precision(torch.float32 if wide else torch.float16)
     shape = (keys_together(H, R), UNITS, block_k)
-    kept = tl.float32 if wide else tl.float16
-    rest = (gate_rows(use_qk_l2norm), kept, dot, exactness)
+    rest = (gate_rows(wide, use_qk_l2norm), wide, dot, exactness)
     return (H, R, K, use_qk_l2norm, beta_max, *shape, *rest)
 
 
@@ -352,8 +360,9 @@ def gdn_prepare(
     small = q.new_empty(n * (4 * CHUNK + 1), dtype=torch.float32)
     f = small.as_strided((rows, HV, 4, CHUNK), (HV * 4 * CHUNK, 4 * CHUNK, CHUNK, 1))
     decay = small.as_strided((rows, HV), (HV, 1), n * 4 * CHUNK)
+    exact = q.dtype == torch.float32
     # scratch, apart: free again for o
-    gates = small.new_empty((rows, HV, gate_rows(use_qk_l2norm), CHUNK))
+    gates = small.new_empty((rows, HV, gate_rows(exact, use_qk_l2norm), CHUNK))
     if rows * HV == 0:
         return tb, p, f, decay
     N = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -361,7 +370,6 @@ def gdn_prepare(
     inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
     strides = (steps(q), steps(k), steps(g), steps(beta))
     flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
-    exact = q.dtype == torch.float32
     fixed = constexprs(exact, H, R, K, *flags)
     name = "common_gdn_prepare_wide" if exact or K > 128 else "common_gdn_prepare"
     options = tuple(lookup(name, q.device, R=R).items())

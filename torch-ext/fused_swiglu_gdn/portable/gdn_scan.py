@@ -182,7 +182,7 @@ def _scan_kernel(
     if segment > cuts:
         return
     first = segment * SEGMENT
-    last = tl.where(segment == cuts, chunks, first + SEGMENT)
+    own_chunks = tl.where(segment == cuts, chunks - first, SEGMENT)
     n = n.to(tl.int64)
     b = n
     chunk_row = n * chunks
@@ -203,7 +203,7 @@ def _scan_kernel(
     if index_ptr is not None:
         slot = tl.load(index_ptr + n).to(tl.int64)
         if slot < 0:
-            _zero_rows(o_ptr, last - first, length - first * 64, HV * V, e, V)
+            _zero_rows(o_ptr, own_chunks, length - first * 64, HV * V, e, V)
             return
 
     s = _start_state(
@@ -214,8 +214,8 @@ def _scan_kernel(
     tb_ptr += ((chunk_row + first) * HV + hv) * 4096
     p_ptr += ((chunk_row + first) * HV + hv) * 4096
     f_ptr += ((chunk_row + first) * HV + hv) * 256
-    for c in tl.range(0, last - first, num_stages=STAGES, disable_licm=STAGES == 1):
-        left = length - (first + c) * 64
+    left = length - first * 64  # tokens; carried along, it leaves registers to the loop
+    for c in tl.range(0, own_chunks, num_stages=STAGES, disable_licm=STAGES == 1):
         ok = t < left
         own = own_rows(left, STAGES)
         in_v = ok[:, None] & (e < V)[None, :]
@@ -252,7 +252,7 @@ def _scan_kernel(
         o_tile = o_ptr + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
         tl.store(o_tile, o.to(o_ptr.dtype.element_ty), mask=in_v)
         if mid_ptr is not None:
-            done = (first + c + 1) * 64
+            done = length - left + 64
             if (done % E == 0) & (done <= length):
                 for i in tl.static_range(len(s)):
                     kv = i * BLOCK_K + d
@@ -260,13 +260,16 @@ def _scan_kernel(
                     at += kv[:, None] + e[None, :] * K if V_FIRST else kv[:, None] * V + e[None, :]
                     _store_state(mid_ptr, at, s[i], (kv < K)[:, None] & (e < V)[None, :])
 
+        left -= 64
+
     if s1_ptr is not None:
         for i in tl.static_range(len(s)):
             kv = i * BLOCK_K + d
             at = slot * s1_strides[0] + hv * s1_strides[1]
             at += kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
             is_state = (kv < K)[:, None] & (e < V)[None, :]
-            _store_state(s1_ptr, at, s[i], is_state & (last == chunks))
+            is_end = left <= 0  # the sequence's; behind a cut there is more
+            _store_state(s1_ptr, at, s[i], is_state & is_end if BEHIND else is_state)
 
 
 def kv_strides(state: Optional[torch.Tensor], v_first: bool):
