@@ -17,10 +17,17 @@ spec.loader.exec_module(compile_all)
 
 IN_USE = [variant for variant in compile_all.variants() if "sm_90" in variant.targets]
 
-# Bytes a thread that may spill. The keys' gradient spills with 128 columns a step, and takes 0.03
-# ms of 0.31 less than with 64 (H200, Triton 3.6.0, 2026-11-21). In
-# fp32 at head dim 256 six values of the form with checkpoints, most of which lie outside the loop.
-SPILLS = {"gdn_backward_key bf16 H200": 128, "gdn_scan fp32 D=256 pool": 24}
+# Bytes a thread that may spill, by how a name begins. The keys' gradient spills with 128 columns a
+# step, and takes 0.03 ms of 0.31 less than with 64; two words of the states' gradient, which takes
+# 0.335 ms with and took 0.373 before it had what they hold (H200, Triton 3.6.0, 2026-11-21). Two
+# words of the warps that make <S, dS>, once a head. In fp32 at head dim 256 six values of the form
+# with checkpoints, most of which lie outside the loop.
+SPILLS = {
+    "gdn_backward_key bf16 H200": 128,
+    "gdn_backward_states bf16 H200": 8,
+    "hopper_gdn_gradient": 8,
+    "gdn_scan fp32 D=256 pool": 24,
+}
 OTHER_TARGETS = [
     (variant, target)
     for variant in compile_all.variants("gdn")
@@ -35,7 +42,8 @@ OTHER_TARGETS = [
 def test_hopper_code(variant):
     report = compile_all.compile_one(variant, "sm_90")
     assert not report.error and not report.lost
-    assert report.spills <= SPILLS.get(variant.name, 0)
+    allowed = [most for start, most in SPILLS.items() if variant.name.startswith(start)]
+    assert report.spills <= max(allowed, default=0)
     assert not report.serialized
     assert report.shared <= 227 * 1024
 

@@ -25,10 +25,8 @@ from .gdn_gradient_tiles import (
     half_of,
     inverse_norm,
     line,
-    load_gates,
     product,
     rows_of,
-    start,
     store_line,
 )
 from .gdn_place import C, D
@@ -155,7 +153,6 @@ def _query_partition(
             dq1 = gl.zeros((C, 64), gl.float32, TILE)
             dp = gl.zeros((C, C), gl.float32, TILE)  # summed over the group, without norms
             for r in own_range(0, w.R, 1, disable_licm=True):
-                g = load_gates(g_at, g_strides, head * w.R + r, left)
                 f2 = line(f_ptr + (unit + r) * (4 * C) + 2 * C)
                 own = gl.zeros((C, C), gl.float32, TILE)
                 dots = f2 * 0.0
@@ -163,16 +160,14 @@ def _query_partition(
                     s = it % STAGES
                     mbarrier.wait(w.landed.index(s), (it // STAGES) & 1)
                     do, state = w.do_smem.index(s), w.s_smem.index(s)
-                    more, wide0 = start(do, w.vt_smem.index(s)), start(do, rows_of(state, 0))
-                    more, wide0 = warpgroup_mma_wait(0, (more, wide0))
-                    wide1 = start(do, rows_of(state, 1))
-                    own += more
+                    own += product(do, w.vt_smem.index(s))
+                    wide0 = product(do, rows_of(state, 0))
                     dq0, dots = add_rows(dq0, dots, wide0, f2, half_of(w.q_smem, 0))
-                    wide1 = warpgroup_mma_wait(0, (wide1,))
+                    wide1 = product(do, rows_of(state, 1))
                     mbarrier.arrive(w.free.index(s), count=1)
                     dq1, dots = add_rows(dq1, dots, wide1, f2, half_of(w.q_smem, 1))
                     it += 1
-                G = cumulative_gates(g, A_log_ptr, dt_bias_ptr, head * w.R + r, left)
+                G = cumulative_gates(g_at, g_strides, A_log_ptr, dt_bias_ptr, head * w.R + r, left)
                 store_line(G_ptr + (unit + r) * C, G)
                 part = by_query_ptr + (unit + r) * (8 * C)
                 store_line(part + 2 * C, f2 * dots)
@@ -231,7 +226,6 @@ def _key_partition(
             dk1 = gl.zeros((C, 64), gl.float32, TILE)
             dn = gl.zeros((C, C), gl.float32, TILE)  # -N summed over the group, without norms
             for r in own_range(0, w.R, 1, disable_licm=True):
-                g = load_gates(g_at, g_strides, head * w.R + r, left)
                 f_at = f_ptr + (unit + r) * (4 * C)
                 f0 = line(f_at)
                 f1 = line(f_at + C)
@@ -243,22 +237,18 @@ def _key_partition(
                     mbarrier.wait(w.landed.index(s), (it // STAGES) & 1)
                     dv, vt = w.dv_smem.index(s), w.vt_smem.index(s)
                     state, d_state = w.s_smem.index(s), w.ds_smem.index(s)
-                    more, wide0 = start(dv, vt), start(dv, rows_of(state, 0))
-                    more, wide0 = warpgroup_mma_wait(0, (more, wide0))
-                    wide1 = start(dv, rows_of(state, 1))
-                    own += more
+                    own += product(dv, vt)
+                    wide0 = product(dv, rows_of(state, 0))
                     dk0, before = add_rows(dk0, before, wide0, -f0, half_of(w.k_smem, 0))
-                    wide1 = warpgroup_mma_wait(0, (wide1,))
-                    wide0 = start(vt, rows_of(d_state, 0))
+                    wide1 = product(dv, rows_of(state, 1))
                     dk1, before = add_rows(dk1, before, wide1, -f0, half_of(w.k_smem, 1))
-                    wide0 = warpgroup_mma_wait(0, (wide0,))
-                    wide1 = start(vt, rows_of(d_state, 1))
+                    wide0 = product(vt, rows_of(d_state, 0))
                     dk0, after = add_rows(dk0, after, wide0, f1, half_of(w.k_smem, 0))
-                    wide1 = warpgroup_mma_wait(0, (wide1,))
+                    wide1 = product(vt, rows_of(d_state, 1))
                     mbarrier.arrive(w.free.index(s), count=1)
                     dk1, after = add_rows(dk1, after, wide1, f1, half_of(w.k_smem, 1))
                     it += 1
-                G = cumulative_gates(g, A_log_ptr, dt_bias_ptr, head * w.R + r, left)
+                G = cumulative_gates(g_at, g_strides, A_log_ptr, dt_bias_ptr, head * w.R + r, left)
                 part = by_key_ptr + (unit + r) * (8 * C)
                 store_line(part + 6 * C, f0 * before)
                 store_line(part + 7 * C, f1 * after)

@@ -14,17 +14,12 @@ TILE = gl.constexpr(acc_layout(64))  # fp32
 
 
 @gluon.jit
-def load_gates(g_ptr, g_strides, hv, left):
-    """g of a head as given, [C]: asked for long before it is used."""
+def cumulative_gates(g_ptr, g_strides, A_log_ptr, dt_bias_ptr, hv, left):
+    """cumsum(g) of a head in log2, [C] fp32."""
     t = gl.arange(0, C, layout=LINE)
-    return gl.load(g_ptr + t * g_strides[1] + hv * g_strides[2], mask=t < left, other=0.0)
-
-
-@gluon.jit
-def cumulative_gates(g, A_log_ptr, dt_bias_ptr, hv, left):
-    """cumsum(g) in log2, [C] fp32."""
-    g = log2_decay(g.to(gl.float32), A_log_ptr, dt_bias_ptr, hv)
-    return gl.associative_scan(gl.where(gl.arange(0, C, layout=LINE) < left, g, 0.0), 0, _sum)
+    g = gl.load(g_ptr + t * g_strides[1] + hv * g_strides[2], mask=t < left, other=0.0)
+    g = gl.where(t < left, log2_decay(g.to(gl.float32), A_log_ptr, dt_bias_ptr, hv), 0.0)
+    return gl.associative_scan(g, 0, _sum)
 
 
 @gluon.jit
@@ -73,16 +68,11 @@ def inverse_norm(smem, NORM: gl.constexpr):
 
 
 @gluon.jit
-def start(a, b):
-    """a b^T [C, 64], started."""
-    zero = gl.zeros((C, 64), gl.float32, TILE)
-    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def product(a, b):
     """a b^T [C, 64]."""
-    return warpgroup_mma_wait(0, (start(a, b),))
+    zero = gl.zeros((C, 64), gl.float32, TILE)
+    acc = warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+    return warpgroup_mma_wait(0, (acc,))
 
 
 @gluon.jit
