@@ -44,6 +44,17 @@ def test_layouts(kernels):
     compare(case.gradients(kernels), case.expected(), torch.bfloat16)
 
 
+def test_views_of_states(kernels):
+    """Initial states that lie apart, or are one for all; their gradients are dense."""
+    case = Case(3, 70, 2, 4, 128, 128, torch.bfloat16, "cuda", l2norm=True)
+    *rest, state = case.inputs
+    pool = state.new_zeros(3, 6, 128, 128)
+    pool[:, 1:5] = state
+    for view in (pool[:, 1:5], state[:1].expand(3, -1, -1, -1)):
+        case.inputs = (*rest, view)
+        compare(case.gradients(kernels), case.expected(), torch.bfloat16)
+
+
 def test_saved_blocks(kernels):
     """From what the forward saved, the same bits; the values' gradients alone, too."""
     case = Case(1, 200, 2, 4, 128, 128, torch.bfloat16, "cuda", l2norm=True)

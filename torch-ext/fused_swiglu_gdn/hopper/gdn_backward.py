@@ -76,8 +76,12 @@ class _Passes:
         block = block_map(rows * HV, q.dtype)
         factors = ((rows * HV * 256,), (1,), *box(torch.float32, 256))
         self.launches = []
-        for reverse, x, first in ((True, do, d_final), (False, v, initial)):
-            last = initial if reverse else None
+        # an initial state may be a view; its gradient is then dense
+        d_initial = None if initial is None else torch.empty_like(initial, device="meta")
+        for reverse, x, first, last in (
+            (True, do, d_final, d_initial),
+            (False, v, initial, None),
+        ):
             strides = (kv_strides(first, v_first), kv_strides(last, v_first))
             given = token_map(x.shape, x.stride(), x.dtype, 64, packed)
             tiles = Tiles(*keys, given, out, state, block, block, factors)
