@@ -61,6 +61,14 @@ def _on_all(phase: str, config: dict, *args) -> tuple:
     return _variant(phase, config, NVIDIA, *args), dataclasses.replace(there, constexprs=exact)
 
 
+def _registers(phase: str, config: dict, nvidia: Variant, amd: Variant, *args) -> tuple:
+    """In fp32, where chips with tensor memory have a form of their own."""
+    own = load("common.gdn_backward").for_registers(phase, config, 128)
+    others = tuple(target for target in nvidia.targets if target != "sm_100")
+    nvidia = dataclasses.replace(nvidia, targets=others)
+    return nvidia, _variant(phase, own, ("sm_100",), *args), amd
+
+
 def _all():
     for phase, config in _table("portable_gdn_chunk_bwd")["default"].items():
         yield from _on_all(phase, config)
@@ -68,7 +76,8 @@ def _all():
         half = entry["sizes"]["bytes"] == 2
         sizes = (" K=256", "bf16", 256) if half else ("", "fp32", 128)
         for phase in LOOPS:
-            yield from _on_all(phase, entry["config"][phase], *sizes)
+            found = _on_all(phase, entry["config"][phase], *sizes)
+            yield from found if half else _registers(phase, entry["config"][phase], *found, *sizes)
     config = _table("portable_gdn_chunk_bwd,device_name=NVIDIA_H200")["default"]
     for phase in LOOPS:
         yield _variant(phase, config[phase], ("sm_90",), " H200")
