@@ -19,12 +19,18 @@ IN_USE = [variant for variant in compile_all.variants() if "sm_90" in variant.ta
 
 # Bytes a thread that may spill, by how a name begins. The keys' gradient spills with 128 columns a
 # step, and takes 0.03 ms of 0.31 less than with 64; two words of the states' gradient, which takes
-# 0.335 ms with and took 0.373 before it had what they hold (H200, Triton 3.6.0, 2026-11-21). Two
+# 0.335 ms with and took 0.373 before it had what they hold (H200, Triton 3.6.0, 2026-11-21). At
+# head dim 256 and in fp32, whose products are three each, accumulators fill the registers. Two
 # words of the warps that make <S, dS>, once a head. In fp32 at head dim 256 six values of the form
 # with checkpoints, most of which lie outside the loop.
 SPILLS = {
     "gdn_backward_key bf16 H200": 128,
     "gdn_backward_states bf16 H200": 8,
+    "gdn_backward_query bf16 K=256": 64,
+    "gdn_backward_key bf16 K=256": 144,
+    "gdn_backward_states fp32": 1720,
+    "gdn_backward_query fp32": 744,
+    "gdn_backward_key fp32": 1080,
     "hopper_gdn_gradient": 8,
     "gdn_scan fp32 D=256 pool": 24,
 }
@@ -34,6 +40,12 @@ OTHER_TARGETS = [
     for target in variant.targets
     if variant.name in ("gdn_scan bf16", "gdn_scan fp32 D=64", "gdn_transition fp32")
     and target != "sm_90"
+]
+OTHER_TARGETS += [
+    (variant, target)
+    for variant in compile_all.variants("gdn_backward")
+    for target in variant.targets
+    if variant.name in ("gdn_backward_states bf16", "gdn_backward_query bf16") and target != "sm_90"
 ]
 
 

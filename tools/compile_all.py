@@ -158,6 +158,9 @@ def compile_one(variant: Variant, target: str) -> Report:
         report.error = f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:100]}"
         return report
     report.shared = compiled.metadata.shared
+    if (getattr(compiled.metadata, "tmem_size", 0) or 0) > 512:  # ptxas is given a trap instead
+        report.error = f"{compiled.metadata.tmem_size} of 512 columns of tensor memory"
+        return report
     if "cubin" in compiled.asm:
         _read_cubin(compiled.asm["cubin"], report)
         report.serialized = report.hgmma > 0 and _is_serialized(compiled.asm["ptx"])

@@ -65,3 +65,9 @@ def takes_ptx(device: torch.device) -> bool:
 def overlaps_launches(device: torch.device) -> bool:
     """Whether a launch may begin before the one that it follows has ended (Hopper and later)."""
     return device.type == "cuda" and _is_at_least(device.index, 9)
+
+
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether Triton keeps accumulators in tensor memory, of which a program has 512 columns."""
+    found = capability(device.index) if device.type == "cuda" else None
+    return found is not None and found[0] == 10

@@ -34,10 +34,29 @@ def _config(units: int, K: int, V: int, size: int, where: torch.device) -> dict:
         table = tuning.lookup("portable_gdn_chunk_bwd_wide", where, K=K, bytes=size)
     else:
         table = tuning.lookup("portable_gdn_chunk_bwd", where, units=units)
+    if torch.version.hip is not None:
+        table = {phase: for_waves(config) for phase, config in table.items()}
+    elif size > 2 and device.has_tensor_memory(where):
+        table = {phase: for_registers(phase, config, K) for phase, config in table.items()}
     return {
         phase: {**config, "BLOCK_V": min(config["BLOCK_V"], V)} if "BLOCK_V" in config else config
         for phase, config in table.items()
     }
+
+
+def for_waves(config: dict) -> dict:
+    """A phase's configuration on AMD: half as many waves, which have twice a warp's threads, and
+    nothing loaded ahead, which takes registers there. Else the loops spill."""
+    if "STAGES" not in config:
+        return config
+    return {**config, "STAGES": 1, "num_warps": config["num_warps"] // 2}
+
+
+def for_registers(phase: str, config: dict, K: int) -> dict:
+    """A phase's configuration in fp32 on chips with tensor memory: where its products overflow it,
+    16 warps, with which Triton leaves it alone. Slow, but it runs."""
+    overflows = phase == "key" or K > 128
+    return {**config, "num_warps": 16} if "STAGES" in config and overflows else config
 
 
 def gdn_chunk_bwd(
