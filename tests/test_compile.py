@@ -65,4 +65,4 @@ def test_hopper_code(variant):
 def test_others_do_not_spill(variant, target):
     report = compile_all.compile_one(variant, target)
     assert not report.error and not report.spills
-    assert report.shared <= 99 * 1024
+    assert report.shared <= (227 if target == "sm_100" else 99) * 1024
