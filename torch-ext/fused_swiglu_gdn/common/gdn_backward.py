@@ -54,9 +54,31 @@ def for_waves(config: dict) -> dict:
 
 def for_registers(phase: str, config: dict, K: int) -> dict:
     """A phase's configuration in fp32 on chips with tensor memory: where its products overflow it,
-    16 warps, with which Triton leaves it alone. Slow, but it runs."""
+    16 warps, with which Triton leaves it alone. Slow: only compiled, never run."""
     overflows = phase == "key" or K > 128
     return {**config, "num_warps": 16} if "STAGES" in config and overflows else config
+
+
+def query_and_key(
+    q, k, g, A_log, dt_bias, cu_seqlens, f, do, h, dh, vt, dv, scale, use_qk_l2norm, config
+):
+    """dq, dk; cumsum(g) in log2 [rows, HV, C]; and for the gates the vectors by_query and by_key
+    [rows, HV, NV, 8, C] and <S, dS> [rows, HV, NV]."""
+    rows, HV = f.shape[:2]
+    NQ, NK = (vt.shape[3] // config[side]["BLOCK_V"] for side in ("query", "key"))
+    cumulative = f.new_empty(rows, HV, 64)
+    by_query = f.new_empty(rows, HV, NQ, 8, 64)
+    by_key, ends = f.new_empty(rows, HV, NK, 8, 64), f.new_empty(rows, HV, NK)
+    dp = vt.new_empty(rows, q.shape[2], 2, 64, 64)  # dP and N of a key head
+    dq = gdn_backward_query(
+        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dp, cumulative, by_query, scale,
+        use_qk_l2norm, config["query"],
+    )  # fmt: skip
+    dk = gdn_backward_key(
+        q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, by_key, ends, use_qk_l2norm,
+        config["key"],
+    )  # fmt: skip
+    return dq, dk, cumulative, by_query, by_key, ends
 
 
 def gdn_chunk_bwd(
@@ -79,7 +101,7 @@ def gdn_chunk_bwd(
     state_v_first: bool,
     values_only: bool,
     passes: Callable = gdn_backward_states,
-    chunks: Optional[Callable] = None,  # in place of query_and_key
+    chunks: Callable = query_and_key,
 ):
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given.
 
@@ -102,9 +124,9 @@ def gdn_chunk_bwd(
         if values_only:
             return None, None, _cut(dv, V), None, None, None, None, d_initial
         _, p, f = prepared[:3]
-        made = do, h, dh, vt, dv
-        inputs = (q, k, g, A_log, dt_bias, cu_seqlens, f, *made, scale, use_qk_l2norm, config)
-        dq, dk, cumulative, *parts = (chunks or query_and_key)(*inputs)
+        dq, dk, cumulative, *parts = chunks(
+            q, k, g, A_log, dt_bias, cu_seqlens, f, do, h, dh, vt, dv, scale, use_qk_l2norm, config
+        )
         gates = gdn_backward_gates(
             g, beta, A_log, dt_bias, cu_seqlens, f, *parts, *flags[1:], q.dtype, config["gates"]
         )  # dg, dbeta, dA_log, ddt_bias
@@ -140,25 +162,3 @@ def _near(x: torch.Tensor) -> torch.Tensor:
     reached = x.stride(-1) == 1 and x.stride(1) < 2**25
     aligned = x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps(x))
     return x if reached and aligned else x.clone(memory_format=torch.contiguous_format)
-
-
-def query_and_key(
-    q, k, g, A_log, dt_bias, cu_seqlens, f, do, h, dh, vt, dv, scale, use_qk_l2norm, config
-):
-    """dq, dk; cumsum(g) in log2 [rows, HV, C]; and for the gates the vectors by_query and by_key
-    [rows, HV, NV, 8, C] and <S, dS> [rows, HV, NV]."""
-    rows, HV = f.shape[:2]
-    NQ, NK = (vt.shape[3] // config[side]["BLOCK_V"] for side in ("query", "key"))
-    cumulative = f.new_empty(rows, HV, 64)
-    by_query = f.new_empty(rows, HV, NQ, 8, 64)
-    by_key, ends = f.new_empty(rows, HV, NK, 8, 64), f.new_empty(rows, HV, NK)
-    dp = vt.new_empty(rows, q.shape[2], 2, 64, 64)  # dP and N of a key head
-    dq = gdn_backward_query(
-        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dp, cumulative, by_query, scale,
-        use_qk_l2norm, config["query"],
-    )  # fmt: skip
-    dk = gdn_backward_key(
-        q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, by_key, ends, use_qk_l2norm,
-        config["key"],
-    )  # fmt: skip
-    return dq, dk, cumulative, by_query, by_key, ends

@@ -15,7 +15,6 @@ Sizes: C = 64 tokens a chunk, K = V = D = 128, R = HV / H, STAGES ring slots of 
 from .gdn_gradient_tiles import (
     TILE,
     add_rows,
-    as_a,
     by_column,
     by_row,
     cumulative_gates,
@@ -31,8 +30,8 @@ from .gdn_gradient_tiles import (
 )
 from .gdn_place import C, D
 from .gdn_prepare import locate
+from .gdn_scan import as_a
 from .gluon_compat import (
-    WARP_SPECIALIZE_TAKES_LIST,
     as_box,
     barrier,
     fence_async_shared,
@@ -43,6 +42,7 @@ from .gluon_compat import (
     record,
     tma,
     tma_load,
+    warp_specialize,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -87,6 +87,14 @@ class Work:
 
 
 @gluon.jit
+def _place(w, number, cu_ptr):
+    """(chunk row, key head) of a number, and what `locate` says of the row."""
+    row = number // w.H
+    batch, end, first, c, length = locate(row, cu_ptr, w.T, w.N, w.NT)
+    return row, number % w.H, batch, end, first, c, length
+
+
+@gluon.jit
 def _load_partition(
     w, g_strides, scale, g_ptr, A_log_ptr, dt_bias_ptr, cu_ptr, f_ptr, dq_ptr, dk_ptr, G_ptr,
     by_query_ptr, by_key_ptr, ends_ptr,
@@ -97,9 +105,7 @@ def _load_partition(
     it = 0
     pairs = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
-        row = number // w.H
-        head = number % w.H
-        batch, end, first, c, length = locate(row, cu_ptr, w.T, w.N, w.NT)
+        row, head, batch, end, first, c, length = _place(w, number, cu_ptr)
         if (c >= 0) & (c * C < length):
             token = first + c * C
             for step in range(2 * w.R):
@@ -138,9 +144,7 @@ def _query_partition(
     it = 0
     pairs = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
-        row = number // w.H
-        head = number % w.H
-        batch, end, first, c, length = locate(row, cu_ptr, w.T, w.N, w.NT)
+        row, head, batch, end, first, c, length = _place(w, number, cu_ptr)
         if (c >= 0) & (c * C < length):
             left = length - c * C
             b, token = first_token(cu_ptr, end, c, length, w.T)
@@ -212,9 +216,7 @@ def _key_partition(
     it = 0
     pairs = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
-        row = number // w.H
-        head = number % w.H
-        batch, end, first, c, length = locate(row, cu_ptr, w.T, w.N, w.NT)
+        row, head, batch, end, first, c, length = _place(w, number, cu_ptr)
         if (c >= 0) & (c * C < length):
             left = length - c * C
             b, token = first_token(cu_ptr, end, c, length, w.T)
@@ -282,10 +284,9 @@ def _ends_partition(
     VECTORS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     it = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
-        row = number // w.H
-        batch, end, first, c, length = locate(row, cu_ptr, w.T, w.N, w.NT)
+        row, head, batch, end, first, c, length = _place(w, number, cu_ptr)
         if (c >= 0) & (c * C < length):
-            unit = (row.to(gl.int64) * w.H + number % w.H) * w.R
+            unit = (row.to(gl.int64) * w.H + head) * w.R
             for r in own_range(0, w.R, 1, disable_licm=True):
                 total = gl.zeros((8, HALF), gl.float32, VECTORS)
                 for _ in range(2):
@@ -354,16 +355,7 @@ def gdn_gradient_kernel(
         by_query_ptr, by_key_ptr, ends_ptr,
     )  # fmt: skip
     barrier()
-    if WARP_SPECIALIZE_TAKES_LIST:
-        gl.warp_specialize(
-            [
-                (_query_partition, args), (_key_partition, args), (_ends_partition, args),
-                (_load_partition, args),
-            ],
-            [4, 2, 1], [KEY_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            args, _query_partition, args, [_key_partition, _ends_partition, _load_partition],
-            [4, 2, 1], [KEY_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
-        )  # fmt: skip
+    warp_specialize(
+        [_query_partition, _key_partition, _ends_partition, _load_partition], args,
+        [4, 2, 1], [KEY_REGISTERS, FEW_REGISTERS, FEW_REGISTERS],
+    )  # fmt: skip

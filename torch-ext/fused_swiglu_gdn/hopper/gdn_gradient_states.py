@@ -14,10 +14,10 @@ The directions are two launches; the second, forward, does not wait for the firs
 Sizes: C = 64 tokens a chunk, K = V = D = 128, STAGES ring slots.
 """
 
+from ..common.primitives import sequence_bounds
 from .gdn_place import RAGGED_END, C, D
-from .gdn_scan import acc_layout, as_a, pin, product
+from .gdn_scan import acc_layout, as_a, pin, start_product
 from .gluon_compat import (
-    WARP_SPECIALIZE_TAKES_LIST,
     as_box,
     barrier,
     fence_async_shared,
@@ -31,6 +31,7 @@ from .gluon_compat import (
     tma_store,
     tma_store_wait,
     wait_for_prepare,
+    warp_specialize,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -173,7 +174,7 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
         k = u.k_smem.index(s)
         low = pin(S.to(DTYPE))
         mbarrier.wait(u.landed.index(s), (i // STAGES) & 1)
-        y = product(as_a(low, DTYPE), k)  # S^T K^T
+        y = start_product(as_a(low, DTYPE), k)  # S^T K^T
         if u.REVERSE:
             do = u.in_smem.index(s).permute((1, 0))
             zero = gl.zeros((64, C), gl.float32, TILE)
@@ -235,9 +236,8 @@ def _run(
         batch, end, row, tokens = n * 0, n, n * 0, T
         block = n * ((T + C - 1) // C)
     else:
-        # clamped, so that wrong values cannot read or write out of bounds
-        start = gl.minimum(gl.maximum(gl.load(cu_ptr + n), 0), T).to(gl.int32)
-        end = gl.maximum(gl.minimum(gl.load(cu_ptr + n + 1), T).to(gl.int32), start)
+        start, end = sequence_bounds(cu_ptr, n, T)
+        start, end = start.to(gl.int32), end.to(gl.int32)
         tokens = end - start
         batch, row = n * 0 + RAGGED_END, RAGGED_END - tokens
         block = start // C + n
@@ -252,12 +252,7 @@ def _run(
         last_ptr += n.to(gl.int64) * last_strides[0]
     args = (u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides)
     barrier()
-    if WARP_SPECIALIZE_TAKES_LIST:
-        gl.warp_specialize(
-            [(_state_partition, args), (_load_partition, args)], [1], [LOAD_REGISTERS]
-        )
-    else:
-        gl.warp_specialize(args, _state_partition, args, [_load_partition], [1], [LOAD_REGISTERS])
+    warp_specialize([_state_partition, _load_partition], args, [1], [LOAD_REGISTERS])
 
 
 @gluon.jit(do_not_specialize=["T", "HV", "H"])

@@ -6,8 +6,8 @@ vector [C] goes with its rows unless it says otherwise.
 
 from .gdn_place import C, D
 from .gdn_prepare import log2_decay
-from .gdn_scan import a_layout, acc_layout
-from .gluon_compat import gl, gluon, warpgroup_mma, warpgroup_mma_wait
+from .gdn_scan import acc_layout, start_product
+from .gluon_compat import add, gl, gluon, warpgroup_mma_wait
 
 LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all tokens of a chunk
 TILE = gl.constexpr(acc_layout(64))  # fp32
@@ -19,12 +19,7 @@ def cumulative_gates(g_ptr, g_strides, A_log_ptr, dt_bias_ptr, hv, left):
     t = gl.arange(0, C, layout=LINE)
     g = gl.load(g_ptr + t * g_strides[1] + hv * g_strides[2], mask=t < left, other=0.0)
     g = gl.where(t < left, log2_decay(g.to(gl.float32), A_log_ptr, dt_bias_ptr, hv), 0.0)
-    return gl.associative_scan(g, 0, _sum)
-
-
-@gluon.jit
-def _sum(a, b):
-    return a + b
+    return gl.associative_scan(g, 0, add)
 
 
 @gluon.jit
@@ -70,9 +65,7 @@ def inverse_norm(smem, NORM: gl.constexpr):
 @gluon.jit
 def product(a, b):
     """a b^T [C, 64]."""
-    zero = gl.zeros((C, 64), gl.float32, TILE)
-    acc = warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
-    return warpgroup_mma_wait(0, (acc,))
+    return warpgroup_mma_wait(0, (start_product(a, b),))
 
 
 @gluon.jit
@@ -116,12 +109,6 @@ def finish(dx0, dx1, x_smem, r, ptr, left, NORM: gl.constexpr, H: gl.constexpr):
         dx1 -= half_of(x_smem, 1).load(TILE).to(gl.float32) * along
     store_rows(ptr, dx0, left, H)
     store_rows(ptr + 64, dx1, left, H)
-
-
-@gluon.jit
-def as_a(x, DTYPE: gl.constexpr):
-    """An accumulator, rounded, as a register A operand."""
-    return gl.convert_layout(x.to(DTYPE), a_layout(64), assert_trivial=True)
 
 
 @gluon.jit

@@ -7,7 +7,8 @@ has found the state at the cut: "Segments" in docs/gdn_hopper.md. Decided on the
 """
 
 from ..common.gdn_cuts import chunk_at_cut
-from .gluon_compat import gl, gluon, record, tma, wait_for_prepare
+from ..common.primitives import sequence_bounds
+from .gluon_compat import add, gl, gluon, record, tma, wait_for_prepare
 
 C = gl.constexpr(64)  # tokens a chunk
 D = gl.constexpr(128)  # head dims K and V
@@ -68,18 +69,13 @@ class Unit:
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def _warm_up(decay_ptr, block, heads, c, limit):
     """The fewest chunks before chunk c whose joint transition has a norm below 2^-30, or -1 if
     `limit` chunks do not do."""
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
     past = decay_ptr + block + (c - 1 - i) * heads
     decay = gl.load(past, mask=i < gl.minimum(limit, c), other=0.0)
-    forgotten = gl.associative_scan(decay, 0, _add) < FORGOTTEN
+    forgotten = gl.associative_scan(decay, 0, add) < FORGOTTEN
     fewest = gl.min(gl.where(forgotten, i + 1, LOOK_BACK + 1), 0)
     return gl.where(fewest <= limit, fewest, -1)
 
@@ -145,10 +141,8 @@ def place(
         n, i = slot // split, slot % split
         if gl.num_programs(0) != N * split * slices * HV:
             n, i = _sequence(cu_ptr, slot, N)
-        # Clamped, so that wrong values cannot read or write out of bounds.
-        start = gl.minimum(gl.maximum(gl.load(cu_ptr + n), 0), T).to(gl.int32)
-        end = gl.minimum(gl.load(cu_ptr + n + 1), T).to(gl.int32)
-        end = gl.maximum(end, start)
+        start, end = sequence_bounds(cu_ptr, n, T)
+        start, end = start.to(gl.int32), end.to(gl.int32)
         tokens = end - start
         batch, row = n * 0 + RAGGED_END, RAGGED_END - tokens
         block = start // C + n

@@ -9,9 +9,11 @@ Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, W = 2 
 are the heads of a CTA.
 """
 
+from ..common.primitives import sequence_bounds
 from .gdn_blocks import Gates, inverse, operand, p_row, tb_row, tile_layout
 from .gdn_place import RAGGED_END, C, D
 from .gluon_compat import (
+    add,
     as_box,
     as_tile,
     barrier,
@@ -47,11 +49,6 @@ def gate_layout(warps):
 
 
 @gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
 def locate(row, cu_ptr, T, N, NT):
     """Chunk row -> (batch, end, first row) as coordinates of the token descriptors, chunk, length.
 
@@ -67,9 +64,8 @@ def locate(row, cu_ptr, T, N, NT):
             left = gl.maximum(gl.load(cu_ptr + mid), 0).to(gl.int32) // C + mid > row
             after = gl.where(left, mid, after)
             n = gl.where(left, n, mid)
-        # clamped, so that wrong values cannot read or write out of bounds
-        start = gl.minimum(gl.maximum(gl.load(cu_ptr + n), 0), T).to(gl.int32)
-        end = gl.maximum(gl.minimum(gl.load(cu_ptr + n + 1), T).to(gl.int32), start)
+        start, end = sequence_bounds(cu_ptr, n, T)
+        start, end = start.to(gl.int32), end.to(gl.int32)
         length = end - start
         batch, first, c = row * 0 + RAGGED_END, RAGGED_END - length, row - start // C - n
     return batch, end, first, c, length
@@ -91,7 +87,7 @@ def _shared_gates(g, beta, W: gl.constexpr):
     """Gates of log2 decays g and of beta, [W, C] fp32."""
     GATE: gl.constexpr = gate_layout(W)
     blocks = g.reshape([W, 4, 16])
-    inside = gl.associative_scan(blocks, 2, _add)
+    inside = gl.associative_scan(blocks, 2, add)
     until = gl.exp2(gl.expand_dims(gl.sum(blocks, 2), 2) - inside)
     whole = gl.exp2(gl.expand_dims(gl.sum(blocks, 2), 2) + gl.zeros_like(inside))
     inside = gl.convert_layout(inside.reshape([W, C]), GATE)
@@ -146,7 +142,7 @@ def _products(q_smem, k_smem, to_smem, rq_smem, rk_smem, FIRST: gl.constexpr, PA
 @gluon.jit
 def _store_factors(f_ptr, decay_ptr, g, beta, ok, w, token, rq, rk, k2):
     """F, and log2 of a bound of the norm of the chunk's transition; all [W, C] or a part of it."""
-    G = gl.associative_scan(g, 1, _add)
+    G = gl.associative_scan(g, 1, add)
     G_end = gl.expand_dims(gl.sum(g, 1), 1)
     at = f_ptr + w * (4 * C) + token
     gl.store(at, gl.where(ok, gl.exp2(G) * rk, 0.0))

@@ -15,7 +15,6 @@ Sizes: C = 64 tokens a chunk, K = V = 128, W state warpgroups a CTA, STAGES ring
 from ..common.gdn_cuts import word_at_cut
 from .gdn_place import CARRY, C, D, Unit, place
 from .gluon_compat import (
-    WARP_SPECIALIZE_TAKES_LIST,
     as_box,
     barrier,
     fence_async_global,
@@ -28,6 +27,7 @@ from .gluon_compat import (
     tma_store,
     tma_store_wait,
     wait_for_prepare,
+    warp_specialize,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -116,7 +116,7 @@ def as_a(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def product(a, b):
+def start_product(a, b):
     """a b^T [64, C], started: a [64, *] in registers, b [C, *] in shared memory."""
     zero = gl.zeros((64, C), gl.float32, acc_layout(C))
     return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
@@ -192,8 +192,8 @@ def _state_partition(
     for c in range(u.chunks):
         s, n = c % STAGES, (c + 1) % STAGES  # this chunk's slot and the next one's
         k, f = u.k_smem.index(s), u.f_smem.index(s)
-        sk = product(Sa, k)
-        o1 = product(Sa, u.q_smem.index(s))
+        sk = start_product(Sa, k)
+        o1 = start_product(Sa, u.q_smem.index(s))
         # Under these two: give the previous slot back, send the previous O out, fetch V and F0.
         mbarrier.arrive(u.free.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
         if c > u.warm:
@@ -202,7 +202,7 @@ def _state_partition(
         v = u.v_smem.index(s * u.W + W_INDEX).permute((1, 0)).load(X_LAYOUT)
         sk = warpgroup_mma_wait(1, (sk,))
         x = v.to(gl.float32) - gl.expand_dims(f0, 0) * sk
-        vt = product(as_a(x, DTYPE), u.t_smem.index(s))
+        vt = start_product(as_a(x, DTYPE), u.t_smem.index(s))
         # Under the Tb product: scale O.
         o1 = warpgroup_mma_wait(1, (o1,))
         o1 = o1 * gl.expand_dims(f.slice(2 * C, C).load(TOKEN), 0)
@@ -309,19 +309,9 @@ def gdn_scan_fwd_kernel(
     # Triton passes args to the workers through memory that the reductions in `place` may still use.
     barrier()
     if W == 2:
-        if WARP_SPECIALIZE_TAKES_LIST:
-            gl.warp_specialize(
-                [(_state_partition_0, args), (_state_partition_1, args), (_load_partition, args)],
-                [4, 1], [STATE_REGISTERS, LOAD_REGISTERS],
-            )  # fmt: skip
-        else:
-            gl.warp_specialize(
-                args, _state_partition_0, args, [_state_partition_1, _load_partition],
-                [4, 1], [STATE_REGISTERS, LOAD_REGISTERS],
-            )  # fmt: skip
-    elif WARP_SPECIALIZE_TAKES_LIST:
-        gl.warp_specialize(
-            [(_state_partition_0, args), (_load_partition, args)], [1], [LOAD_REGISTERS]
-        )
+        warp_specialize(
+            [_state_partition_0, _state_partition_1, _load_partition], args,
+            [4, 1], [STATE_REGISTERS, LOAD_REGISTERS],
+        )  # fmt: skip
     else:
-        gl.warp_specialize(args, _state_partition_0, args, [_load_partition], [1], [LOAD_REGISTERS])
+        warp_specialize([_state_partition_0, _load_partition], args, [1], [LOAD_REGISTERS])

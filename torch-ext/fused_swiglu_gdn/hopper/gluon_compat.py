@@ -23,6 +23,7 @@ from triton.language.core import _aggregate
 
 __all__ = [
     "Descriptor",
+    "add",
     "as_box",
     "as_tile",
     "barrier",
@@ -43,13 +44,10 @@ __all__ = [
     "wait_for_prepare",
     "warpgroup_mma",
     "warpgroup_mma_wait",
-    "WARP_SPECIALIZE_TAKES_LIST",
+    "warp_specialize",
 ]
 
 TRITON_VERSION = tuple(int(x) for x in triton.__version__.split("+")[0].split(".")[:2])
-
-# 3.5: warp_specialize(args, default, worker_args, workers, warps, registers); from 3.6 pairs.
-WARP_SPECIALIZE_TAKES_LIST = gl.constexpr(TRITON_VERSION >= (3, 6))
 
 # as_tile(smem, dtype, shape, layout): the bytes of smem, seen as another tile. 3.9 made it public.
 _Smem = gl.shared_memory_descriptor
@@ -64,6 +62,18 @@ own_range = triton.language.range  # takes disable_licm
 
 # 3.7 renamed it.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@builtin
+def warp_specialize(partitions, args, warps, registers, _semantic=None, _generator=None):
+    """The first partition in the warps that are there, each other in warps and with registers of
+    its own, all with the same args."""
+    context = {"_semantic": _semantic, "_generator": _generator}
+    if TRITON_VERSION >= (3, 6):
+        pairs = [(partition, args) for partition in partitions]
+        return gl.warp_specialize(pairs, warps, registers, **context)
+    first, *others = partitions
+    return gl.warp_specialize(args, first, args, others, warps, registers, **context)
 
 
 @builtin
@@ -103,6 +113,12 @@ def record(cls):
     __init__.__triton_builtin__ = True  # the source hash then takes it as given
     cls.__init__ = __init__
     return _aggregate(cls)
+
+
+@gluon.jit
+def add(a, b):
+    """What scans combine by."""
+    return a + b
 
 
 @gluon.jit

@@ -8,13 +8,13 @@ memory. Sizes: M tokens, K model width, N hidden width. docs/swiglu.md has the t
 
 from ..common.primitives import grouped_tile
 from .gluon_compat import (
-    WARP_SPECIALIZE_TAKES_LIST,
     barrier,
     fence_async_shared,
     gl,
     gluon,
     mbarrier,
     tma_load,
+    warp_specialize,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -151,20 +151,10 @@ def _run(
     )  # fmt: skip
     args = (w, gate_up, z_ptr)
     barrier()
-    if WARP_SPECIALIZE_TAKES_LIST:
-        gl.warp_specialize(
-            [
-                (_multiply_partition, args), (_tail_partition_0, args), (_tail_partition_1, args),
-                (_load_partition, args),
-            ],
-            [2, 1, 1], [REGISTERS, REGISTERS, REGISTERS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            args, _multiply_partition, args,
-            [_tail_partition_0, _tail_partition_1, _load_partition],
-            [2, 1, 1], [REGISTERS, REGISTERS, REGISTERS],
-        )  # fmt: skip
+    warp_specialize(
+        [_multiply_partition, _tail_partition_0, _tail_partition_1, _load_partition], args,
+        [2, 1, 1], [REGISTERS, REGISTERS, REGISTERS],
+    )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["M", "N", "K", "group"])
