@@ -113,10 +113,14 @@ def test_packed_pool_checkpoints_interpreted(K):
 
 
 def cut_in_segments_of_two_chunks(monkeypatch):
+    """From the second full chunk on, however short the sequence."""
     step = {"BLOCK_K": 16, "BLOCK_V": 16, "STAGES": 1, "num_warps": 4}
-    context = {"segment": 2, "heads": 16}
+    context = {"shortest": 2, "longest": 2, "heads": 16}
     context.update(dict.fromkeys(("transition", "transition_fp32", "carry"), step))
     monkeypatch.setattr(submodule("portable.gdn"), "lookup", lambda name, device: context)
+    monkeypatch.setattr(submodule("portable.gdn"), "FEWEST", 1)
+    monkeypatch.setattr(submodule("common.gdn_cuts"), "FEWEST", 1)
+    monkeypatch.setattr(submodule("common.gdn_cuts"), "_FEWEST", 1)
 
 
 @interpreted

@@ -14,7 +14,7 @@ import triton.language as tl  # noqa: E402
 
 cuts = submodule("common.gdn_cuts")
 chunk_rows = submodule("chunks").chunk_rows
-SPAN, D = 2048, 128  # tokens of the shortest segment on Hopper; its head dims
+SPAN, D = 1024, 128  # tokens of the shortest segment on Hopper; its head dims
 LIMIT = 300  # bytes of extra memory for a token of a value head
 
 
@@ -42,8 +42,9 @@ def test_every_word_has_a_place_in_its_slice(K, V, size, W):
 def test_other_head_dims_are_not_cut():
     for K, V, size in ((128, 48, 2), (100, 128, 2), (24, 32, 2), (16, 32, 4)):
         assert cuts.tokens_at_cut(K, V, size) == 0
-    for V in range(cuts.WIDEST, D + 1, cuts.WIDEST):  # the rest fits into any segment
-        assert all(0 < cuts.tokens_at_cut(D, V, size) <= SPAN for size in (2, 4))
+    for V in range(cuts.WIDEST, D + 1, cuts.WIDEST):  # others fit into the longest segment
+        assert all(0 < cuts.tokens_at_cut(D, V, size) <= 32 * 64 for size in (2, 4))
+    assert cuts.tokens_at_cut(D, D, 2) <= SPAN
 
 
 def test_no_program_of_the_scan_is_wider_than_a_slice():
@@ -68,6 +69,10 @@ def test_segments_of_hopper_are_alike():
             assert tokens - ends[-2] * 64 >= cuts.tokens_at_cut(D, D, 2)
 
 
+def count_segments(length, most):
+    return min(most, length // SPAN) if length >= cuts.FEWEST * SPAN else 1
+
+
 def chain(lengths, packed, split, device, pool=None, indices=None):
     """gdn_carry_kernel on random N and M; what must lie at the cuts is in fp64 beside it."""
     kernel, HV, N = submodule("hopper.gdn_carry").gdn_carry_kernel, 2, len(lengths)
@@ -80,7 +85,7 @@ def chain(lengths, packed, split, device, pool=None, indices=None):
     where, expected = [], []
     for n, (start, length) in enumerate(zip(starts, lengths)):
         slot = start // SPAN + n if packed and slots != N * split else n * split
-        total, segments = -(-length // 64), max(min(split, length // SPAN), 1)
+        total, segments = -(-length // 64), count_segments(length, split)
         for h in range(HV):
             state, known = None, True
             if pool is not None and segments > 1 and indices[n] >= 0:

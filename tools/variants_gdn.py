@@ -75,7 +75,7 @@ def _scan(name, targets, config, dtype="bf16", D=128, packed=False, cut=False, p
         **cu,
         **{f"{x}_strides": ("i32",) * 3 if pool else STRIDES for x in "qkv"},
         **{f"{x}_strides": (*STRIDES, 1) for x in ("s0", "s1")},
-        **_integers("T", "N", "NS", "SEGMENT", "E"),
+        **_integers("T", "N", "NS", "ROW", "E"),
     }
     absent = [f"{x}_ptr" for x in ("index", "mid") if x not in optional]
     constexprs.update(dict.fromkeys(absent))
@@ -86,7 +86,7 @@ def _scan(name, targets, config, dtype="bf16", D=128, packed=False, cut=False, p
         load("common.gdn_cuts").tokens_at_cut(D, D, size) if cut else 0,
         module.words(width, size),
     )
-    values = (16, 4, D, D, False, block_k, width, *places, config["STAGES"], exactness)
+    values = (16, 4, D, D, False, block_k, width, 32, *places, config["STAGES"], exactness)
     constexprs = _named(module._scan_kernel, signature, constexprs, values)
     where = ("portable.gdn_scan", "_scan_kernel")
     return Variant(name, *where, signature, constexprs, _options(config), targets)
@@ -104,10 +104,10 @@ def _transition(name, targets, config, dtype="bf16", across=16):
         **_pointers(dtype, "k", "v", "tb", "o"),
         **_pointers("fp32", "f", "decay"),
         **{f"{x}_strides": STRIDES for x in "kv"},
-        **_integers("T", "N", "NS", "SEGMENT"),
+        **_integers("T", "N", "NS", "ROW"),
     }
     exactness = module.precision(DTYPES[dtype])
-    sizes = (2, 4, 128, 128, 32, config["BLOCK_K"], config["BLOCK_V"])
+    sizes = (2, 4, 128, 128, 32, 32, config["BLOCK_K"], config["BLOCK_V"])
     values = (*sizes, *_places(dtype, across), config["STAGES"], exactness)
     constexprs = _named(module._transition_kernel, signature, {"cu_ptr": None}, values)
     where = ("portable.gdn_context", "_transition_kernel")
@@ -120,11 +120,11 @@ def _carry(name, targets, config, dtype="bf16", across=16):
         **_pointers(dtype, "o"),
         **_pointers("fp32", "s0"),
         "s0_strides": (*STRIDES, "i32:16"),
-        **_integers("T", "SEGMENT"),
+        **_integers("T", "SHORTEST"),
     }
     constexprs = dict.fromkeys(("index_ptr", "cu_ptr"))
     places = _places(dtype, across)
-    values = (8, 128, 128, 128, config["BLOCK_V"], *places, module.EXACT_FP32)
+    values = (8, 128, 128, 32, 128, config["BLOCK_V"], *places, module.EXACT_FP32)
     constexprs = _named(module._carry_kernel, signature, constexprs, values)
     options = {"num_warps": config["num_warps"], "num_stages": 1}
     where = ("portable.gdn_context", "_carry_kernel")

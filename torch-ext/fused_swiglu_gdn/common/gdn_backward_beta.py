@@ -18,7 +18,7 @@ import triton.language as tl
 
 from .gdn_backward_query import tile
 from .gdn_prepare import locate, precision
-from .launch import steps
+from .launch import launch, steps
 
 FEW = 8  # tokens
 
@@ -154,19 +154,15 @@ def gdn_backward_beta(
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     rows = h.shape[0]
-    if rows * HV == 0:
-        return
-    _beta_bwd_kernel[(rows,)](
-        k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta,
-        steps(k), steps(v), beta.stride(), steps(do),
-        T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64),
-        H=H, R=HV // H, K=K, V=V,
-        HEADS=triton.next_power_of_2(HV),
-        NORM=use_qk_l2norm,
-        BETA_MAX=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
-        SMALL=2.0**-6 if k.dtype == torch.float16 else 1e-12,
-        FEW_TOKENS=FEW,
-        BLOCK_K=min(K, 64),
-        PREC=precision(k.dtype),
-        **config,
+    beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
+    small = 2.0**-6 if k.dtype == torch.float16 else 1e-12
+    sizes = (H, HV // H, K, V, triton.next_power_of_2(HV))
+    blocks = (min(K, 64), config["BLOCK_V"])
+    launch(
+        _beta_bwd_kernel, rows if HV else 0,
+        (k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta),
+        (steps(k), steps(v), steps(beta), steps(do)),
+        (T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64)),
+        (*sizes, use_qk_l2norm, beta_max, small, FEW, *blocks, precision(k.dtype)),
+        config["num_warps"],
     )  # fmt: skip

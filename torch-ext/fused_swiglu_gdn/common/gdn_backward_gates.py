@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from .gdn_prepare import locate, log2_decay
+from .launch import launch, steps
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
@@ -119,16 +120,15 @@ def gdn_backward_gates(
     rows = ends.shape[0]
     dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
     sums = None if A_log is None else f.new_empty(2, rows, HV)
-    if rows * HV > 0:
-        _gates_bwd_kernel[(rows * HV,)](
-            g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, dg, dbeta, sums,
-            g.stride(), beta.stride(),
-            T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64),
-            HV=HV, NQ=by_query.shape[2], NK=by_key.shape[2],
-            BETA_MAX=(2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0,
-            LOW=getattr(tl, str(dtype).split(".")[1]),
-            **config,
-        )  # fmt: skip
+    beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
+    low = getattr(tl, str(dtype).split(".")[1])
+    launch(
+        _gates_bwd_kernel, rows * HV,
+        (g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, dg, dbeta, sums),
+        (steps(g), steps(beta)),
+        (T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64)),
+        (HV, by_query.shape[2], by_key.shape[2], beta_max, low), config["num_warps"],
+    )  # fmt: skip
     if sums is None:
         return dg, dbeta, None, None
     # two sums: the results of an operator may not share their memory

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .gdn_backward_query import at, inverse_norm, place, tile
 from .gdn_prepare import precision
-from .launch import steps
+from .launch import launch, steps
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
@@ -130,12 +130,13 @@ def gdn_backward_key(
     dk = k.new_empty(k.shape)
     if h.shape[0] * HV == 0:
         return dk
-    _key_bwd_kernel[(h.shape[0] * H,)](
-        q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, dk, parts, ends, steps(q), steps(k),
-        T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64),
-        H=H, R=HV // H, K=K, V=V,
-        NORM=use_qk_l2norm,
-        PREC=precision(q.dtype),
-        **config,
+    sizes = (H, HV // H, K, V)
+    launch(
+        _key_bwd_kernel, h.shape[0] * H,
+        (q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, dk, parts, ends),
+        (steps(q), steps(k)),
+        (T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64)),
+        (*sizes, use_qk_l2norm, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
+        config["num_warps"],
     )  # fmt: skip
     return dk

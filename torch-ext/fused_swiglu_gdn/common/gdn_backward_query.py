@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from .gdn_prepare import locate, log2_decay, precision
-from .launch import steps
+from .launch import launch, steps
 
 
 @triton.jit
@@ -171,13 +171,13 @@ def gdn_backward_query(
     dq = q.new_empty(q.shape)
     if h.shape[0] * HV == 0:
         return dq
-    _query_bwd_kernel[(h.shape[0] * H,)](
-        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dq, dp, cumulative, parts,
-        steps(q), steps(k), g.stride(), steps(do),
-        T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64), scale,
-        H=H, R=HV // H, HEADS=triton.next_power_of_2(HV // H), K=K, V=V,
-        NORM=use_qk_l2norm,
-        PREC=precision(q.dtype),
-        **config,
+    sizes = (H, HV // H, triton.next_power_of_2(HV // H), K, V)
+    launch(
+        _query_bwd_kernel, h.shape[0] * H,
+        (q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dq, dp, cumulative, parts),
+        (steps(q), steps(k), steps(g), steps(do)),
+        (T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64), scale),
+        (*sizes, use_qk_l2norm, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
+        config["num_warps"],
     )  # fmt: skip
     return dq

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from .gdn_prepare import precision
-from .launch import steps
+from .launch import launch, steps
 from .primitives import sequence_bounds
 
 
@@ -225,17 +225,13 @@ def gdn_backward_states(
     dh = torch.empty_like(h)
     vt, dv = v.new_empty(v.shape), v.new_empty(v.shape)
     d_initial = None if initial_state is None else torch.empty_like(initial_state)
-    grid = (2 * N * HV * (V // config["BLOCK_V"]),)
-    if grid[0] == 0:
-        return h, dh, vt, dv, d_initial
-    _states_bwd_kernel[grid](
-        q, k, v, do, tb, p, f, cu_seqlens, initial_state, d_final_state, h, dh, vt, dv, d_initial,
-        steps(q), steps(k), steps(v), steps(do),
-        kv_strides(initial_state, state_v_first), kv_strides(d_final_state, state_v_first),
-        kv_strides(d_initial, state_v_first),
-        T,
-        H=H, R=HV // H, K=K, V=V,
-        PREC=precision(q.dtype),
-        **config,
+    states = (initial_state, d_final_state, d_initial)
+    launch(
+        _states_bwd_kernel, 2 * N * HV * (V // config["BLOCK_V"]),
+        (q, k, v, do, tb, p, f, cu_seqlens, *states[:2], h, dh, vt, dv, d_initial),
+        (*map(steps, (q, k, v, do)), *(kv_strides(x, state_v_first) for x in states)),
+        (T,),
+        (H, HV // H, K, V, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
+        config["num_warps"],
     )  # fmt: skip
     return h, dh, vt, dv, d_initial

@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 
 WIDEST = 32  # columns of a program of the portable scan, in any file of configs/
+WHOLE = 1 << 24  # chunks in a segment that no sequence fills
+FEWEST = 4  # of the shortest segments a sequence must have room for: cutting others gains nothing
+_WHOLE, _FEWEST = tl.constexpr(WHOLE), tl.constexpr(FEWEST)
 
 
 def words(width: int, size: int) -> int:
@@ -44,10 +47,32 @@ def word_at_cut(x, k, step, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, W
     return row * step + x % V // W * WORDS + k % WORDS
 
 
+def chunks_in_segment(chunks: int, shortest: int, longest: int) -> int:
+    """Chunks in a segment of a sequence of so many full ones, on the portable path.
+
+    A quarter of the sequence: shorter segments take more states to chain, longer ones more steps.
+    """
+    return WHOLE if chunks < FEWEST * shortest else min(chunks // FEWEST, longest)
+
+
+@triton.jit
+def segment_of(length, SHORTEST, LONGEST: tl.constexpr):
+    """As chunks_in_segment, of a sequence's tokens."""
+    chunks = length // 64
+    return tl.where(chunks < _FEWEST * SHORTEST, _WHOLE, tl.minimum(chunks // _FEWEST, LONGEST))
+
+
 @triton.jit
 def count_cuts(length, SPAN, BEHIND: tl.constexpr):
     """Cuts of a sequence cut every SPAN tokens: each has BEHIND tokens behind it or more."""
     return tl.maximum(length - BEHIND, 0) // SPAN
+
+
+@triton.jit
+def count_segments(length, most, SPAN: tl.constexpr):
+    """Segments of a sequence that is cut into `most` alike, or fewer if they had less than SPAN
+    tokens, on Hopper."""
+    return tl.where(length < _FEWEST * SPAN, 1, tl.minimum(most, length // SPAN))
 
 
 @triton.jit

@@ -72,7 +72,8 @@ def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=True):
             x += tl.load(dt_bias_ptr + hv, mask=mask, other=0.0).to(tl.float32)
         softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
         g = -tl.exp(tl.load(A_log_ptr + hv, mask=mask, other=0.0).to(tl.float32)) * softplus
-    return tl.maximum(g * 1.4426950408889634, -200.0)
+    # log2(e) in two parts: fp32's is off by 1.3e-8, which a state that decays for long would show
+    return tl.maximum(g * 1.4426950216293335 + g * 1.925963033500011e-08, -200.0)
 
 
 @triton.jit
@@ -109,6 +110,7 @@ def _store_factors(
     UNITS: tl.constexpr,
     BETA_MAX: tl.constexpr,
     GATES: tl.constexpr,
+    LOW: tl.constexpr,  # of Tb
 ):
     """F, the gates and log2 of a bound of the norm of the chunk's transition, all heads at once.
 
@@ -123,7 +125,8 @@ def _store_factors(
     g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + r, has)
     g = tl.where(mask, g, 0.0)  # [C, heads] fp32
     beta = tl.load(beta_ptr + i * beta_strides[1] + r * beta_strides[2], mask=mask, other=0.0)
-    beta = write_strength(beta, mask, BETA_MAX)
+    # rounded here and not in Tb, the same token's write and what later ones take back agree
+    beta = write_strength(beta, mask, BETA_MAX).to(LOW).to(tl.float32)
     G = tl.cumsum(g, axis=0)
     G_end = tl.sum(g, axis=0)[None, :]  # [1, heads]
     at = gates_ptr + r * (64 * GATES)
@@ -212,7 +215,7 @@ def _prepare_key(
     qk = tl.where(i >= j, qk * rq[:, None] * rk[None, :], 0.0)
     _store_factors(
         g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, f_ptr, gates_ptr, decay_ptr, g_strides,
-        beta_strides, ok, hv0, k2, rk, rq, heads, UNITS, BETA_MAX, GATES,
+        beta_strides, ok, hv0, k2, rk, rq, heads, UNITS, BETA_MAX, GATES, p_ptr.dtype.element_ty,
     )  # fmt: skip
     for head in range(heads):
         G = gates_ptr + head * (64 * GATES)

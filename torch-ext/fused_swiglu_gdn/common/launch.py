@@ -97,6 +97,18 @@ def prepare(kernel, constexprs: tuple, options: tuple, *kind) -> Prepared:
     return Prepared(kernel, constexprs, options)
 
 
+def launch(kernel, size: int, pointers: tuple, strides: tuple, numbers: tuple, constexprs: tuple,
+    num_warps: int,
+) -> None:  # fmt: skip
+    """The kernel with `size` programs, if there are any. Its parameters in their order: pointers,
+    tuples of strides, numbers that it does not specialize on, constexprs."""
+    if size == 0:
+        return
+    kind = (pointers[0].device, *map(specialized_on, pointers), strides)
+    prepared = prepare(kernel, constexprs, (("num_warps", num_warps),), *kind)
+    prepared.launch_at((size, 1, 1), pointers, *strides, *numbers)
+
+
 def last_step(run, grid, stream, code, arguments: tuple) -> Optional[tuple]:
     """What Triton's launcher comes to: a function, and what that takes between the stream and the
     arguments; None where this Triton does it otherwise. Launches nothing."""

@@ -10,7 +10,7 @@ Sizes: HV value heads, K = V = 128, slots of segments as in gdn_place.py.
 import triton
 import triton.language as tl
 
-from ..common.gdn_cuts import chunk_at_cut, word_at_cut
+from ..common.gdn_cuts import chunk_at_cut, count_segments, word_at_cut
 from ..common.primitives import sequence_bounds
 
 
@@ -79,7 +79,7 @@ def gdn_carry_kernel(
             slot = start // SPAN + n
     # as in gdn_place.py
     total = (tokens + 63) // 64
-    segments = tl.maximum(tl.minimum(split, tokens // SPAN), 1)
+    segments = count_segments(tokens, split, SPAN)
     e = (tl.program_id(0) % (D // BLOCK_V)) * BLOCK_V + tl.arange(0, BLOCK_V)
     d = tl.arange(0, D)
     first = o_ptr.to(tl.pointer_type(tl.float32)) + (start.to(tl.int64) * HV + head) * 64

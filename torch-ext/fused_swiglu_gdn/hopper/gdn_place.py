@@ -6,13 +6,13 @@ matter any more, a segment starts from zero that much earlier. Elsewhere a launc
 has found the state at the cut: "Segments" in docs/gdn_hopper.md. Decided on the device, per head.
 """
 
-from ..common.gdn_cuts import chunk_at_cut
+from ..common.gdn_cuts import chunk_at_cut, count_segments
 from ..common.primitives import sequence_bounds
 from .gluon_compat import add, gl, gluon, record, tma, wait_for_prepare
 
 C = gl.constexpr(64)  # tokens a chunk
 D = gl.constexpr(128)  # head dims K and V
-MIN_SEGMENT = gl.constexpr(32)  # chunks: a sequence shorter than two of these is not cut
+MIN_SEGMENT = gl.constexpr(16)  # chunks
 LOOK_BACK = gl.constexpr(128)  # chunks: the longest warm-up
 FORGOTTEN = gl.constexpr(-30.0)  # log2 of the norm below which a transition forgets its start
 # Ragged descriptors (gdn.py, _token_desc) place the end of a packed sequence at this row, so that
@@ -149,7 +149,7 @@ def place(
         checkpoint = start // (every * C)
     block = block * HV + head
     total = (tokens + C - 1) // C
-    segments = gl.maximum(gl.minimum(split, tokens // (MIN_SEGMENT * C)), 1)
+    segments = count_segments(tokens, split, MIN_SEGMENT * C)
     begin, stop, warm, asked = n * 0, gl.where(i == 0, total, 0), n * 0, i < 0
     if segments > 1:
         begin, stop, warm, asked = _segment(

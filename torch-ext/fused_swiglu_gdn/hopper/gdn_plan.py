@@ -12,6 +12,7 @@ from typing import Optional, Tuple, Union
 import torch
 
 from ..chunks import chunk_rows
+from ..common.gdn_cuts import FEWEST
 from ..common.gdn_prepare import EXACT_FP32
 from ..common.launch import Place, specialized_on, steps
 from ..device import capability, multiprocessor_count
@@ -22,7 +23,7 @@ from .gluon_compat import box
 from .tiles import TiledKernel, Tiles, tiled
 
 HEAD_DIM = 128
-MIN_SEGMENT_TOKENS = 2048  # gdn_place.MIN_SEGMENT chunks
+MIN_SEGMENT_TOKENS = 1024  # gdn_place.MIN_SEGMENT chunks
 
 # By state warpgroups: registers of the second one and of the loader, and the cap at launch.
 REGISTERS = {1: (0, 32), 2: (240, 24)}
@@ -235,6 +236,6 @@ def _segments(N: int, T: int, HV: int, packed: bool, device: torch.device) -> Tu
     A sequence is cut into as many parts as one alone needs to fill the GPU with 64 columns a CTA.
     """
     split = min(multiprocessor_count(device.index) // (2 * HV), T // MIN_SEGMENT_TOKENS)
-    if split <= 1:
+    if split <= 1 or T < FEWEST * MIN_SEGMENT_TOKENS:
         return 1, N
     return split, min(N * split, N + T // MIN_SEGMENT_TOKENS) if packed else N * split

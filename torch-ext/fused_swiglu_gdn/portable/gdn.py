@@ -7,14 +7,13 @@ import torch
 from .. import device
 from ..chunks import CHUNK
 from ..common.gdn_backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
-from ..common.gdn_cuts import tokens_at_cut
+from ..common.gdn_cuts import FEWEST, WHOLE, tokens_at_cut
 from ..common.gdn_prepare import gdn_prepare
 from ..common.launch import aligned, steps
 from ..tuning import lookup
 from .gdn_context import Carry
 from .gdn_scan import Scan
 
-WHOLE = 1 << 24  # chunks in a segment that no sequence fills
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -102,11 +101,12 @@ class _Call:
         if checkpoint_every:
             self.checkpoints = {"size": (B * (T // checkpoint_every), *tail), "dtype": dtype}
         kind = _kind(q, k, v)
-        context, segment = lookup("portable_gdn_context", v.device), WHOLE
-        span, behind = context["segment"] * CHUNK, tokens_at_cut(K, V, v.element_size())
-        cut = HV <= context["heads"] and T > span and 0 < behind <= span
-        if cut and kind != "_plain" and max(K, V) <= 128:
-            segment = context["segment"]
+        context, segment = lookup("portable_gdn_context", v.device), (WHOLE, WHOLE)
+        behind = tokens_at_cut(K, V, v.element_size())
+        shortest = max(context["shortest"], -(-behind // CHUNK))
+        cut = HV <= context["heads"] and T >= FEWEST * shortest * CHUNK
+        if cut and behind > 0 and kind != "_plain" and max(K, V) <= 128:
+            segment = shortest, context["longest"]
             self.carry = Carry(
                 k, v, initial_state, state_indices, cu_seqlens, state_v_first, segment, kind,
                 context[f"transition{kind}"], context["carry"],

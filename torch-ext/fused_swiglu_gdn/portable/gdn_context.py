@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..common.gdn_cuts import count_cuts, tokens_at_cut, word_at_cut, words
+from ..common.gdn_cuts import count_cuts, segment_of, tokens_at_cut, word_at_cut, words
 from ..common.gdn_prepare import EXACT_FP32, locate, precision
 from ..common.launch import prepare, specialized_on, steps
 from ..common.primitives import sequence_bounds
@@ -32,7 +32,7 @@ from .gdn_scan import configuration, kv_strides, own_rows, read, segments, write
 FORGOTTEN = tl.constexpr(-30.0)  # log2 of the norm below which fp32 has no digit left
 
 
-@triton.jit(do_not_specialize=["T", "N", "NS", "SEGMENT"])
+@triton.jit(do_not_specialize=["T", "N", "NS", "ROW"])
 def _transition_kernel(
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
@@ -46,11 +46,12 @@ def _transition_kernel(
     T,
     N,
     NS,  # segments a sequence, equal length
-    SEGMENT,
+    ROW,  # chunks of a row of programs: the shortest segment's
     H: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    LONGEST: tl.constexpr,  # chunks of the longest segment
     BLOCK_S: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -68,9 +69,10 @@ def _transition_kernel(
     row = pid // (NW * HV)
     hv = ((pid // NW) % HV).to(tl.int64)
     h = hv // R
-    n, segment, start, length = locate(row, cu_ptr, T, N, NS, SEGMENT * 64)
-    first = segment * SEGMENT
-    if segment >= count_cuts(length, SEGMENT * 64, BEHIND):  # nothing comes behind the last
+    n, part, start, length = locate(row, cu_ptr, T, N, NS, ROW * 64)
+    segment = segment_of(length, ROW, LONGEST)
+    first = part * segment
+    if part >= count_cuts(length, segment * 64, BEHIND):  # nothing comes behind the last
         return
     n = n.to(tl.int64)
     b = n
@@ -89,18 +91,18 @@ def _transition_kernel(
     f_ptr += (chunk_row * HV + hv) * 256
 
     # the last chunk from which on all that was before is forgotten, or the first
-    i = tl.arange(0, BLOCK_S)
-    stretch = tl.load(decay_ptr + (chunk_row + i) * HV + hv, mask=i < SEGMENT, other=0.0)
-    forgets = tl.cumsum(stretch, axis=0, reverse=True) < FORGOTTEN  # [SEGMENT]
-    begin = tl.max(tl.where(forgets & (i < SEGMENT), i, 0), axis=0)
+    c = tl.arange(0, BLOCK_S)
+    stretch = tl.load(decay_ptr + (chunk_row + c) * HV + hv, mask=c < segment, other=0.0)
+    forgets = tl.cumsum(stretch, axis=0, reverse=True) < FORGOTTEN  # [BLOCK_S]
+    begin = tl.max(tl.where(forgets & (c < segment), c, 0), axis=0)
     remembers = tl.max(forgets.to(tl.int32), axis=0) == 0
-    begin = tl.where(is_m & (remembers == 0), SEGMENT, begin)  # M is zero
+    begin = tl.where(is_m & (remembers == 0), segment, begin)  # M is zero
 
     s = ()  # [K, V or K] fp32, in blocks of rows
     for i in tl.static_range(0, K, BLOCK_K):
         s += (tl.where(is_m & remembers & (i + d[:, None] == e[None, :]), 1.0, 0.0),)
     in_v = tl.broadcast_to(((e < V) & (pid % NW < NV))[None, :], (64, BLOCK_V))
-    for c in tl.range(begin, SEGMENT, num_stages=STAGES, disable_licm=STAGES == 1):
+    for c in tl.range(begin, segment, num_stages=STAGES, disable_licm=STAGES == 1):
         go = n * 0 + c * 64  # 64-bit offsets to the chunk, 32-bit ones inside it
         left = length - (first + c) * 64  # a whole chunk at least
         own = own_rows(left, STAGES)
@@ -117,7 +119,7 @@ def _transition_kernel(
         vt = tl.dot(tb, x.to(tb.dtype), input_precision=PREC)  # [C, V or K] fp32
         w = (f1[:, None] * vt).to(tb.dtype)
         s = write(k, k_tile, own * k_strides[1], t < 64, s, decay, w, K, STAGES == 1, PREC)
-    o_ptr += ((b * T + token + SEGMENT * 64) * HV + hv) * V
+    o_ptr += ((b * T + token + segment * 64) * HV + hv) * V
     to = o_ptr.to(tl.pointer_type(tl.float32))
     x = (tl.where(is_m, V, 0) + e)[None, :]
     is_own = (e < tl.where(is_m, K, V))[None, :]
@@ -127,7 +129,7 @@ def _transition_kernel(
         tl.store(to + at, s[i], mask=(kd < K) & is_own)
 
 
-@triton.jit(do_not_specialize=["T", "SEGMENT"])
+@triton.jit(do_not_specialize=["T", "SHORTEST"])
 def _carry_kernel(
     o_ptr,  # [B, T, HV, V]: of each segment behind a cut holds N and M
     s0_ptr,  # [N | pool, HV, K, V] or None
@@ -135,10 +137,11 @@ def _carry_kernel(
     cu_ptr,  # [N + 1] int32 | int64 or None
     s0_strides,  # of sequence or slot, HV, K, V
     T,
-    SEGMENT,
+    SHORTEST,  # chunks of the shortest segment
     HV: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
+    LONGEST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     BEHIND: tl.constexpr,
@@ -161,7 +164,8 @@ def _carry_kernel(
     if cu_ptr is not None:
         token, stop = sequence_bounds(cu_ptr, n, T)
         length = (stop - token).to(tl.int32)
-    cuts = count_cuts(length, SEGMENT * 64, BEHIND)
+    segment = segment_of(length, SHORTEST, LONGEST)
+    cuts = count_cuts(length, segment * 64, BEHIND)
     if cuts == 0:
         return
     slot = n
@@ -184,7 +188,7 @@ def _carry_kernel(
     at_cut = (o_ptr + (token * HV + hv) * V).to(tl.pointer_type(tl.float32))
     tl.store(at_cut + n_at, s, mask=is_state)
     for _ in range(cuts):
-        at_cut += (SEGMENT * 64).to(tl.int64) * step
+        at_cut += (segment * 64).to(tl.int64) * step
         m = tl.load(at_cut + m_at, mask=is_m, other=0.0)  # M^T
         own = tl.load(at_cut + n_at, mask=is_state, other=0.0)
         s = tl.dot(s, m, own, input_precision=PREC)
@@ -204,33 +208,34 @@ class Carry:
         state_indices: Optional[torch.Tensor],  # [N]
         cu_seqlens: Optional[torch.Tensor],  # [N + 1]
         state_v_first: bool,
-        segment: int,
+        segment: tuple,  # chunks of the shortest and of the longest
         kind: str,  # of configurations
         transition: dict,  # configurations
         carry: dict,
     ):
         (B, T, H, K), (HV, V) = k.shape, v.shape[2:]
-        rows, own = segments(T, B, cu_seqlens, segment * 64)
+        rows, own = segments(T, B, cu_seqlens, *segment)
+        shortest, longest = segment
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         across = configuration(kind, v.device, rows * HV, K)["BLOCK_V"]
         size = v.element_size()
         places = (tokens_at_cut(K, V, size), across, words(across, size))
         BLOCK_K, width = triton.next_power_of_2(max(K, 16)), transition["BLOCK_V"]
         tokens, states = (steps(k), steps(v)), kv_strides(initial_state, state_v_first)
-        self.numbers = ((*tokens, T, N, own, segment), (states, T, segment))
+        self.numbers = ((*tokens, T, N, own, shortest), (states, T, shortest))
         self.grids = (
             (rows * HV * (-(-V // width) - (-K // width)), 1, 1),
             (N * HV * -(-V // carry["BLOCK_V"]), 1, 1),
         )
         constexprs = (
-            H, HV // H, K, V, triton.next_power_of_2(segment),
+            H, HV // H, K, V, longest, triton.next_power_of_2(longest),
             min(BLOCK_K, transition["BLOCK_K"]), width, *places, transition["STAGES"],
             precision(k.dtype),
         )  # fmt: skip
         options = (("num_warps", transition["num_warps"]), ("num_stages", transition["STAGES"]))
         kind = (k.device, *map(specialized_on, (k, v, cu_seqlens)))
         first = prepare(_transition_kernel, constexprs, options, *kind, tokens)
-        constexprs = (HV, K, V, BLOCK_K, carry["BLOCK_V"], *places, EXACT_FP32)
+        constexprs = (HV, K, V, longest, BLOCK_K, carry["BLOCK_V"], *places, EXACT_FP32)
         options = (("num_warps", carry["num_warps"]), ("num_stages", 1))
         kind = (k.device, v.dtype, *map(specialized_on, (initial_state, state_indices, cu_seqlens)))
         self.kernels = (first, prepare(_carry_kernel, constexprs, options, *kind, states))

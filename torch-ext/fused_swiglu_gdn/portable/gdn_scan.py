@@ -4,9 +4,9 @@ Per chunk, with S [K, V] fp32 carried along and Tb, P, F made by common/gdn_prep
 
     X = V - F0 (K S)    vt = Tb X    O = F2 (Q S) + P vt    S = gam_C S + K^T (F1 vt)
 
-Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; E tokens between checkpoints; a segment is
-SEGMENT chunks of a long sequence that run at the same time (gdn_context.py). Segments of a sequence
-that is cut start from states in o, in the place of their first rows (common/gdn_cuts.py).
+Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; E tokens between checkpoints. Segments of a
+long sequence run at the same time (gdn_context.py): they start from states in o, in the place of
+their first rows (common/gdn_cuts.py).
 """
 
 import inspect
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ..chunks import CHUNK
-from ..common.gdn_cuts import count_cuts, word_at_cut, words
+from ..common.gdn_cuts import chunks_in_segment, count_cuts, segment_of, word_at_cut, words
 from ..common.gdn_prepare import locate, precision
 from ..common.launch import prepare, specialized_on, steps
 from ..tuning import lookup
@@ -133,7 +133,7 @@ def _zero_rows(o_ptr, chunks, length, stride, columns, V: tl.constexpr):
         o_ptr += 64 * stride
 
 
-@triton.jit(do_not_specialize=["T", "N", "NS", "SEGMENT", "E"])
+@triton.jit(do_not_specialize=["T", "N", "NS", "ROW", "E"])
 def _scan_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
@@ -155,7 +155,7 @@ def _scan_kernel(
     T,
     N,
     NS,  # segments a sequence, equal length
-    SEGMENT,
+    ROW,  # chunks of a row of programs: the shortest segment's
     E,
     H: tl.constexpr,
     R: tl.constexpr,
@@ -164,6 +164,7 @@ def _scan_kernel(
     V_FIRST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    LONGEST: tl.constexpr,  # chunks of the longest segment
     BEHIND: tl.constexpr,  # tokens behind a cut at least; 0 where no sequence is cut
     WORDS: tl.constexpr,  # fp32 words in BLOCK_V columns of o
     STAGES: tl.constexpr,
@@ -176,13 +177,14 @@ def _scan_kernel(
     row = pid // (NV * HV)
     hv = ((pid // NV) % HV).to(tl.int64)
     h = hv // R
-    n, segment, start, length = locate(row, cu_ptr, T, N, NS, SEGMENT * 64)
+    n, part, start, length = locate(row, cu_ptr, T, N, NS, ROW * 64)
     chunks = (length + 63) // 64
-    cuts = count_cuts(length, SEGMENT * 64, BEHIND)
-    if segment > cuts:
+    segment = segment_of(length, ROW, LONGEST) if BEHIND else ROW
+    cuts = count_cuts(length, segment * 64, BEHIND)
+    if part > cuts:
         return
-    first = segment * SEGMENT
-    own_chunks = tl.where(segment == cuts, chunks - first, SEGMENT)
+    first = part * segment
+    own_chunks = tl.where(part == cuts, chunks - first, segment)
     n = n.to(tl.int64)
     b = n
     chunk_row = n * chunks
@@ -280,12 +282,12 @@ def kv_strides(state: Optional[torch.Tensor], v_first: bool):
     return (a, b, d, c) if v_first else (a, b, c, d)
 
 
-def segments(T: int, B: int, cu_seqlens: Optional[torch.Tensor], span: int):
-    """(rows, rows of a sequence) when sequences are cut into segments of `span` tokens."""
+def segments(T: int, B: int, cu_seqlens: Optional[torch.Tensor], shortest: int, longest: int):
+    """(rows of programs, rows of a sequence) for segments of `shortest` to `longest` chunks."""
     if cu_seqlens is None:
-        own = max(1, -(-T // span))
+        own = max(1, -(-T // (chunks_in_segment(T // CHUNK, shortest, longest) * CHUNK)))
         return B * own, own
-    return T // span + cu_seqlens.shape[0] - 1, 0
+    return T // (shortest * CHUNK) + cu_seqlens.shape[0] - 1, 0
 
 
 def configuration(kind: str, device: torch.device, units: int, K: int) -> dict:
@@ -307,12 +309,12 @@ class Scan:
         states: tuple,  # as __call__ takes them
         state_v_first: bool,
         checkpoint_every: int,
-        segment: int,
+        segment: tuple,  # chunks of the shortest and of the longest
         behind: int,  # tokens behind a cut at least, or 0
         kind: str,  # of configuration
     ):
         (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
-        rows, own = segments(T, B, cu_seqlens, segment * 64)
+        rows, own = segments(T, B, cu_seqlens, *segment)
         config = configuration(kind, v.device, rows * HV, K)
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         block_k = min(triton.next_power_of_2(max(K, 16)), config["BLOCK_K"])
@@ -321,9 +323,9 @@ class Scan:
             steps(q), steps(k), steps(v),
             kv_strides(states[0], state_v_first), kv_strides(states[2], state_v_first),
         )  # fmt: skip
-        self.numbers = (*strides, T, N, own, segment, max(checkpoint_every, CHUNK))
+        self.numbers = (*strides, T, N, own, segment[0], max(checkpoint_every, CHUNK))
         constexprs = (
-            H, HV // H, K, V, state_v_first, block_k, config["BLOCK_V"], behind,
+            H, HV // H, K, V, state_v_first, block_k, config["BLOCK_V"], segment[1], behind,
             words(config["BLOCK_V"], v.element_size()), config["STAGES"], precision(q.dtype),
         )  # fmt: skip
         options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
