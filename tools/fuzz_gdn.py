@@ -72,6 +72,10 @@ def compare(p: Problem, out) -> torch.Tensor:
     # operands to bf16 in fp64 arithmetic alone makes up to 12 % there, 3 % in the median.
     tolerance = TOLERANCE[v.dtype] * (4 if p.repeated_key else 1)
     tolerance *= 3 if p.repeated_key and v.sigmoid and v.neg else 1
+    # Where beta is 1, a token takes back all that the one before wrote: |k|^2 of it, which rounds
+    # alike in all rows of Tb if the caller's key is not quite of length 1. That alone makes up to
+    # 19 %, 3 % in the median (fp16 2.7 and 0.5).
+    tolerance *= 3 if p.repeated_key and p.whole and not v.l2norm else 1
     state_tolerance = max(tolerance, TOLERANCE[v.state_dtype])
     worst = torch.zeros(len(CHECKS), dtype=torch.float64, device=device)
     on = lambda rows: torch.tensor(rows, dtype=torch.long, device=device)  # noqa: E731

@@ -40,6 +40,7 @@ class Problem:
     states: Optional[torch.Tensor]  # [N, HV, K, V] fp64: where the sequences start
     every: int
     repeated_key: bool
+    whole: bool  # beta is 0 or 1
     poisoned: int  # the sequence whose inputs are NaN, or -1
     rows: List[int]  # where the final states go; -1: a skipped sequence
     pool_before: Optional[torch.Tensor]
@@ -160,10 +161,11 @@ def draw_problem(v: Variant, seed: int, is_long: bool, device) -> Problem:
         A_log = torch.rand(HV, device=device, generator=generator) * 4 - 2
         dt_bias = torch.randn(HV, device=device, generator=generator)
     beta = torch.randn(B, T, HV, device=device, generator=generator)
+    whole = False
     if not v.sigmoid:
         beta = beta.sigmoid()
-        if rng.random() < 0.2:
-            beta = beta.round()
+        whole = rng.random() < 0.2
+        beta = beta.round() if whole else beta
     if rng.random() < 0.5:
         beta = beta.to(v.dtype)
     initial, indices, rows, states, before = draw_states(v, rng, N, generator, device)
@@ -179,4 +181,4 @@ def draw_problem(v: Variant, seed: int, is_long: bool, device) -> Problem:
         q, k, w, g, beta, A_log, dt_bias, initial, indices, cu, v.D**-0.5, v.l2norm, v.sigmoid,
         v.neg, v.v_first, v.final, v.state_dtype, every,
     )  # fmt: skip
-    return Problem(v, lengths, args, states, every, repeated, poisoned, rows, before)
+    return Problem(v, lengths, args, states, every, repeated, whole, poisoned, rows, before)

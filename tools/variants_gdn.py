@@ -124,9 +124,9 @@ def _carry(name, targets, config, dtype="bf16", across=16):
     }
     constexprs = dict.fromkeys(("index_ptr", "cu_ptr"))
     places = _places(dtype, across)
-    values = (8, 128, 128, 32, 128, config["BLOCK_V"], *places, module.EXACT_FP32)
+    values = (8, 128, 128, 32, 128, config["BLOCK_V"], *places, config["STAGES"], module.EXACT_FP32)
     constexprs = _named(module._carry_kernel, signature, constexprs, values)
-    options = {"num_warps": config["num_warps"], "num_stages": 1}
+    options = _options(config)
     where = ("portable.gdn_context", "_carry_kernel")
     return Variant(name, *where, signature, constexprs, options, targets)
 

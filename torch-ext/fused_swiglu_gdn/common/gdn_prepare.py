@@ -125,8 +125,9 @@ def _store_factors(
     g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + r, has)
     g = tl.where(mask, g, 0.0)  # [C, heads] fp32
     beta = tl.load(beta_ptr + i * beta_strides[1] + r * beta_strides[2], mask=mask, other=0.0)
-    # rounded here and not in Tb, the same token's write and what later ones take back agree
-    beta = write_strength(beta, mask, BETA_MAX).to(LOW).to(tl.float32)
+    beta = write_strength(beta, mask, BETA_MAX)
+    if LOW == tl.bfloat16:  # so that a token's write and what later ones take back of it agree
+        beta = beta.to(LOW).to(tl.float32)
     G = tl.cumsum(g, axis=0)
     G_end = tl.sum(g, axis=0)[None, :]  # [1, heads]
     at = gates_ptr + r * (64 * GATES)

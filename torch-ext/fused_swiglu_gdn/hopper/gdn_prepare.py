@@ -238,7 +238,8 @@ def gdn_prepare_fwd_kernel(
     beta = beta.to(gl.float32)  # [W, C]
     if BETA_MAX > 0.0:
         beta = gl.where(ok, BETA_MAX / (1.0 + gl.exp2(-LOG2_E * beta)), 0.0)
-    beta = beta.to(DTYPE).to(gl.float32)  # see common/gdn_prepare.py
+    if DTYPE == gl.bfloat16:  # see common/gdn_prepare.py
+        beta = beta.to(DTYPE).to(gl.float32)
     gates = _shared_gates(g, beta, W)
 
     # By all warps: norms, and the products of q and k, without what lies right of 32-row blocks

@@ -103,7 +103,8 @@ class _Call:
         kind = _kind(q, k, v)
         context, segment = lookup("portable_gdn_context", v.device), (WHOLE, WHOLE)
         behind = tokens_at_cut(K, V, v.element_size())
-        shortest = max(context["shortest"], -(-behind // CHUNK))
+        # more heads fill the GPU with longer segments, of which fewer must be found first
+        shortest = max(context["shortest"], HV, -(-behind // CHUNK))
         cut = HV <= context["heads"] and T >= FEWEST * shortest * CHUNK
         if cut and behind > 0 and kind != "_plain" and max(K, V) <= 128:
             segment = shortest, context["longest"]

@@ -147,6 +147,7 @@ def _carry_kernel(
     BEHIND: tl.constexpr,
     SLICE: tl.constexpr,
     WORDS: tl.constexpr,
+    STAGES: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """S <- M S + N over the segments of a sequence; every S takes the place of its N.
@@ -187,7 +188,7 @@ def _carry_kernel(
     m_at = word_at_cut(V + d[:, None], d[None, :], step, K, V, SLICE, WORDS)
     at_cut = (o_ptr + (token * HV + hv) * V).to(tl.pointer_type(tl.float32))
     tl.store(at_cut + n_at, s, mask=is_state)
-    for _ in range(cuts):
+    for _ in tl.range(cuts, num_stages=STAGES):
         at_cut += (segment * 64).to(tl.int64) * step
         m = tl.load(at_cut + m_at, mask=is_m, other=0.0)  # M^T
         own = tl.load(at_cut + n_at, mask=is_state, other=0.0)
@@ -235,8 +236,18 @@ class Carry:
         options = (("num_warps", transition["num_warps"]), ("num_stages", transition["STAGES"]))
         kind = (k.device, *map(specialized_on, (k, v, cu_seqlens)))
         first = prepare(_transition_kernel, constexprs, options, *kind, tokens)
-        constexprs = (HV, K, V, longest, BLOCK_K, carry["BLOCK_V"], *places, EXACT_FP32)
-        options = (("num_warps", carry["num_warps"]), ("num_stages", 1))
+        constexprs = (
+            HV,
+            K,
+            V,
+            longest,
+            BLOCK_K,
+            carry["BLOCK_V"],
+            *places,
+            carry["STAGES"],
+            EXACT_FP32,
+        )
+        options = (("num_warps", carry["num_warps"]), ("num_stages", carry["STAGES"]))
         kind = (k.device, v.dtype, *map(specialized_on, (initial_state, state_indices, cu_seqlens)))
         self.kernels = (first, prepare(_carry_kernel, constexprs, options, *kind, states))
 

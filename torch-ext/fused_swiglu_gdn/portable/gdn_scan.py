@@ -216,6 +216,8 @@ def _scan_kernel(
     tb_ptr += ((chunk_row + first) * HV + hv) * 4096
     p_ptr += ((chunk_row + first) * HV + hv) * 4096
     f_ptr += ((chunk_row + first) * HV + hv) * 256
+    if mid_ptr is not None:
+        mid_ptr += (mid_row * HV + hv) * (K * V)
     left = length - first * 64  # tokens; carried along, it leaves registers to the loop
     for c in tl.range(0, own_chunks, num_stages=STAGES, disable_licm=STAGES == 1):
         ok = t < left
@@ -258,7 +260,7 @@ def _scan_kernel(
             if (done % E == 0) & (done <= length):
                 for i in tl.static_range(len(s)):
                     kv = i * BLOCK_K + d
-                    at = ((mid_row + done // E - 1) * HV + hv) * (K * V)
+                    at = (done // E - 1).to(tl.int64) * (HV * K * V)
                     at += kv[:, None] + e[None, :] * K if V_FIRST else kv[:, None] * V + e[None, :]
                     _store_state(mid_ptr, at, s[i], (kv < K)[:, None] & (e < V)[None, :])
 
