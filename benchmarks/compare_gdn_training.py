@@ -114,8 +114,6 @@ def main():
     for tokens in (8192, 32768):
         rows.append(compare_gdn_backward.measure(package, 16, 32, tokens, WAYS))
         save(options.json, rows)
-    rows.append(compare_gdn_backward.errors(package, 1000, WAYS[:2], heads=(16, 32)))
-    save(options.json, rows)
 
 
 if __name__ == "__main__":

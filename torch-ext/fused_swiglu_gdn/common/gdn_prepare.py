@@ -72,8 +72,7 @@ def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=True):
             x += tl.load(dt_bias_ptr + hv, mask=mask, other=0.0).to(tl.float32)
         softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
         g = -tl.exp(tl.load(A_log_ptr + hv, mask=mask, other=0.0).to(tl.float32)) * softplus
-    # log2(e) in two parts: fp32's is off by 1.3e-8, which a state that decays for long would show
-    return tl.maximum(g * 1.4426950216293335 + g * 1.925963033500011e-08, -200.0)
+    return tl.maximum(g * 1.4426950408889634, -200.0)
 
 
 @triton.jit
