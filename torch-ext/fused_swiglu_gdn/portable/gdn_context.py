@@ -236,17 +236,8 @@ class Carry:
         options = (("num_warps", transition["num_warps"]), ("num_stages", transition["STAGES"]))
         kind = (k.device, *map(specialized_on, (k, v, cu_seqlens)))
         first = prepare(_transition_kernel, constexprs, options, *kind, tokens)
-        constexprs = (
-            HV,
-            K,
-            V,
-            longest,
-            BLOCK_K,
-            carry["BLOCK_V"],
-            *places,
-            carry["STAGES"],
-            EXACT_FP32,
-        )
+        sizes = (HV, K, V, longest, BLOCK_K, carry["BLOCK_V"])
+        constexprs = (*sizes, *places, carry["STAGES"], EXACT_FP32)
         options = (("num_warps", carry["num_warps"]), ("num_stages", carry["STAGES"]))
         kind = (k.device, v.dtype, *map(specialized_on, (initial_state, state_indices, cu_seqlens)))
         self.kernels = (first, prepare(_carry_kernel, constexprs, options, *kind, states))
