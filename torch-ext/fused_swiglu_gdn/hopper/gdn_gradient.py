@@ -30,8 +30,9 @@ from .gdn_gradient_tiles import (
 )
 from .gdn_place import C, D
 from .gdn_prepare import locate
-from .gdn_scan import as_a
+from .gdn_scan import as_a, pin
 from .gluon_compat import (
+    LOADS_FIRST,
     as_box,
     barrier,
     fence_async_shared,
@@ -295,6 +296,8 @@ def _ends_partition(
                     for k in gl.static_range(0, D, 8):
                         x = w.s_smem.index(s).slice(k, 8).load(VECTORS).to(gl.float32)
                         total += x * w.ds_smem.index(s).slice(k, 8).load(VECTORS).to(gl.float32)
+                        if LOADS_FIRST:
+                            total = pin(total)
                     mbarrier.arrive(w.free.index(s), count=1)
                     it += 1
                 gl.store(ends_ptr + unit + r, gl.sum(gl.sum(total, 1), 0))

@@ -23,6 +23,7 @@ from triton.language.core import _aggregate
 
 __all__ = [
     "Descriptor",
+    "LOADS_FIRST",
     "add",
     "as_box",
     "as_tile",
@@ -59,6 +60,9 @@ tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
 tma_store_wait = tma.store_wait
 
 own_range = triton.language.range  # takes disable_licm
+
+# 3.9 takes all loads of an unrolled loop before anything else, and may spill what they bring.
+LOADS_FIRST = gl.constexpr(TRITON_VERSION >= (3, 8))
 
 # 3.7 renamed it.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
