@@ -69,6 +69,21 @@ def test_segments_of_hopper_are_alike():
             assert tokens - ends[-2] * 64 >= cuts.tokens_at_cut(D, D, 2)
 
 
+@triton.jit
+def _segments_kernel(out_ptr, lengths_ptr, N, SHORTEST):
+    for n in range(N):
+        tl.store(out_ptr + n, cuts.segment_of(tl.load(lengths_ptr + n), SHORTEST, 32))
+
+
+@interpreted
+@pytest.mark.parametrize("shortest", [8, 20])
+def test_host_and_device_cut_alike_interpreted(shortest):
+    lengths = [0, 1, 2047, 2048, 2111, 5000, 5119, 5120, 8191, 8192, 2**20]
+    out = torch.full((len(lengths),), -1)
+    _segments_kernel[(1,)](out, torch.tensor(lengths), len(lengths), shortest)
+    assert out.tolist() == [cuts.chunks_in_segment(n // 64, shortest, 32) for n in lengths]
+
+
 def count_segments(length, most):
     return min(most, length // SPAN) if length >= cuts.FEWEST * SPAN else 1
 

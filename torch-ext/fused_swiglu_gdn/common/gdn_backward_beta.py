@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from .gates import beta_max
 from .gdn_backward_query import tile
-from .gdn_prepare import locate, precision
+from .gdn_prepare import chunk_numbers, locate, precision
 from .launch import launch, steps
 
 FEW = 8  # tokens
@@ -154,7 +155,7 @@ def gdn_backward_beta(
     B, T, H, K = k.shape
     HV, V = v.shape[2:]
     rows = h.shape[0]
-    beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
+    limit = beta_max(use_beta_sigmoid, allow_neg_eigval)
     small = 2.0**-6 if k.dtype == torch.float16 else 1e-12
     sizes = (H, HV // H, K, V, triton.next_power_of_2(HV))
     blocks = (min(K, 64), config["BLOCK_V"])
@@ -162,7 +163,7 @@ def gdn_backward_beta(
         _beta_bwd_kernel, rows if HV else 0,
         (k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta),
         (steps(k), steps(v), steps(beta), steps(do)),
-        (T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64)),
-        (*sizes, use_qk_l2norm, beta_max, small, FEW, *blocks, precision(k.dtype)),
+        chunk_numbers(T, cu_seqlens),
+        (*sizes, use_qk_l2norm, limit, small, FEW, *blocks, precision(k.dtype)),
         config["num_warps"],
     )  # fmt: skip

@@ -15,7 +15,8 @@ Sizes: B T H HV; N sequences; C = 64 tokens; rows = chunk rows of the call; NQ, 
 import triton
 import triton.language as tl
 
-from .gdn_prepare import locate, log2_decay
+from .gates import beta_max
+from .gdn_prepare import chunk_numbers, locate, log2_decay
 from .launch import launch, steps
 
 
@@ -120,14 +121,14 @@ def gdn_backward_gates(
     rows = ends.shape[0]
     dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
     sums = None if A_log is None else f.new_empty(2, rows, HV)
-    beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
+    limit = beta_max(use_beta_sigmoid, allow_neg_eigval)
     low = getattr(tl, str(dtype).split(".")[1])
     launch(
         _gates_bwd_kernel, rows * HV,
         (g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, dg, dbeta, sums),
         (steps(g), steps(beta)),
-        (T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64)),
-        (HV, by_query.shape[2], by_key.shape[2], beta_max, low), config["num_warps"],
+        chunk_numbers(T, cu_seqlens),
+        (HV, by_query.shape[2], by_key.shape[2], limit, low), config["num_warps"],
     )  # fmt: skip
     if sums is None:
         return dg, dbeta, None, None

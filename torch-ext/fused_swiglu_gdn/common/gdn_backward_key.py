@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .gdn_backward_query import at, inverse_norm, place, tile
-from .gdn_prepare import precision
+from .gdn_prepare import chunk_numbers, precision
 from .launch import launch, steps
 
 
@@ -135,7 +135,7 @@ def gdn_backward_key(
         _key_bwd_kernel, h.shape[0] * H,
         (q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, dk, parts, ends),
         (steps(q), steps(k)),
-        (T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64)),
+        chunk_numbers(T, cu_seqlens),
         (*sizes, use_qk_l2norm, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
         config["num_warps"],
     )  # fmt: skip

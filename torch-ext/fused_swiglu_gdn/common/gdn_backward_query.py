@@ -15,7 +15,7 @@ gdn_backward_gates.py puts together, see there.
 import triton
 import triton.language as tl
 
-from .gdn_prepare import locate, log2_decay, precision
+from .gdn_prepare import chunk_numbers, locate, log2_decay, precision
 from .launch import launch, steps
 
 
@@ -176,7 +176,7 @@ def gdn_backward_query(
         _query_bwd_kernel, h.shape[0] * H,
         (q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dq, dp, cumulative, parts),
         (steps(q), steps(k), steps(g), steps(do)),
-        (T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // 64), scale),
+        (*chunk_numbers(T, cu_seqlens), scale),
         (*sizes, use_qk_l2norm, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
         config["num_warps"],
     )  # fmt: skip

@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ..chunks import CHUNK, chunk_rows
 from ..tuning import lookup
+from .gates import beta_max
 from .gdn_inverse import keep_blocks, kept_blocks, minus_abs, store_inverse
 from .launch import prepare, specialized_on, steps
 from .primitives import sequence_bounds
@@ -303,6 +304,11 @@ def _prepare_kernel(
     store_inverse(tb, gates_ptr + u * (64 * GATES), m, L2NORM, DOT, PREC)
 
 
+def chunk_numbers(T: int, cu_seqlens: Optional[torch.Tensor]) -> tuple:
+    """T, N and NT of a kernel that finds its chunk by `locate`."""
+    return T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // CHUNK)
+
+
 def precision(dtype: torch.dtype) -> str:
     """input_precision of products of tensors of the dtype; only fp32 depends on it."""
     if dtype == torch.float32 or torch.version.hip is not None:
@@ -330,13 +336,13 @@ def constexprs(
     The inverse's products are in fp16 where its range is sure to do: with unit keys nothing exceeds
     2, and fp16 has the mantissa of tf32 at twice its rate.
     """
-    beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
     block_k = min(triton.next_power_of_2(max(K, 16)), 16 if wide else 32 if K > 128 else 64)
     dot = tl.float16 if use_qk_l2norm and not wide else tl.float32
     exactness = precision(torch.float32 if wide else torch.float16)
     shape = (keys_together(H, R), UNITS, block_k)
     rest = (gate_rows(wide, use_qk_l2norm), wide, dot, exactness)
-    return (H, R, K, use_qk_l2norm, beta_max, *shape, *rest)
+    limit = beta_max(use_beta_sigmoid, allow_neg_eigval)
+    return (H, R, K, use_qk_l2norm, limit, *shape, *rest)
 
 
 def gdn_prepare(
@@ -368,7 +374,6 @@ def gdn_prepare(
     gates = small.new_empty((rows, HV, gate_rows(exact, use_qk_l2norm), CHUNK))
     if rows * HV == 0:
         return tb, p, f, decay
-    N = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
     R = HV // H
     inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
     strides = (steps(q), steps(k), steps(g), steps(beta))
@@ -380,6 +385,6 @@ def gdn_prepare(
     prepare(_prepare_kernel, fixed, options, *kind).launch_at(
         (rows * H // keys_together(H, R) * -(-R // UNITS), 1, 1),
         (*inputs, tb, p, f, gates, decay),
-        *strides, T, N, -(-T // CHUNK), scale,
+        *strides, *chunk_numbers(T, cu_seqlens), scale,
     )  # fmt: skip
     return tb, p, f, decay

@@ -15,8 +15,8 @@ D = gl.constexpr(128)  # head dims K and V
 MIN_SEGMENT = gl.constexpr(16)  # chunks
 LOOK_BACK = gl.constexpr(128)  # chunks: the longest warm-up
 FORGOTTEN = gl.constexpr(-30.0)  # log2 of the norm below which a transition forgets its start
-# Ragged descriptors (gdn.py, _token_desc) place the end of a packed sequence at this row, so that
-# the copy engine itself zero-fills loads and clips stores past it.
+# Ragged descriptors (gdn_plan.py, token_map) place the end of a packed sequence at this row, so
+# that the copy engine itself zero-fills loads and clips stores past it.
 RAGGED_END = gl.constexpr(2**30)
 VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # each warp has the whole of it
 # `source` and `target` of a Unit that are no row of the caller's states

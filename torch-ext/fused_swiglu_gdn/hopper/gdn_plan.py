@@ -12,6 +12,7 @@ from typing import Optional, Tuple, Union
 import torch
 
 from ..chunks import chunk_rows
+from ..common.gates import beta_max
 from ..common.gdn_cuts import FEWEST
 from ..common.gdn_prepare import EXACT_FP32
 from ..common.launch import Place, specialized_on, steps
@@ -91,10 +92,9 @@ class Prepare:
         N = cu_seqlens.shape[0] - 1 if packed else B
         strides = (steps(g), steps(beta))
         self.numbers = (*strides, T, N, -(-T // 64), scale)
-        beta_max = (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
         given = map(specialized_on, (g, beta, A_log, dt_bias, cu_seqlens))
         options = (("num_warps", W), ("maxnreg", PREPARE_CAP[W]))
-        constexprs = (HV, HV // H, W, beta_max)
+        constexprs = (HV, HV // H, W, beta_max(use_beta_sigmoid, allow_neg_eigval))
         kind = (q.device, q.dtype, *given, strides)
         self.kernel = tiled(gdn_prepare_fwd_kernel, constexprs, options, *kind)
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .. import device
-from ..common.gates import log_decay, write_strength
+from ..common.gates import beta_max, log_decay, write_strength
 from ..common.primitives import sequence_bounds
 from .gdn_delta import key_norms, load, read_step, store, write_step
 from .gdn_recurrent_step import Step, is_dense, step_config, step_of
@@ -200,11 +200,6 @@ def launch(
         )
 
 
-def _beta_scale(use_beta_sigmoid: bool, allow_neg_eigval: bool) -> float:
-    """The kernels' BETA_SCALE, which multiplies sigmoid(beta); 0 where beta is used as it is."""
-    return (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
-
-
 def plan_gdn_recurrent_fwd(
     q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
     cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
@@ -215,7 +210,7 @@ def plan_gdn_recurrent_fwd(
         return None
     return step_of(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-        scale, use_qk_l2norm, _beta_scale(use_beta_sigmoid, allow_neg_eigval), state_v_first,
+        scale, use_qk_l2norm, beta_max(use_beta_sigmoid, allow_neg_eigval), state_v_first,
         output_final_state, inplace,
     )  # fmt: skip
 
@@ -252,7 +247,7 @@ def gdn_recurrent_fwd(
     )  # fmt: skip
     if step is not None:
         return step(*tensors)
-    beta_scale = _beta_scale(use_beta_sigmoid, allow_neg_eigval)
+    beta_scale = beta_max(use_beta_sigmoid, allow_neg_eigval)
     (B, T), (HV, V), K = q.shape[:2], v.shape[2:], k.shape[3]
     o = torch.empty((B, T, HV, V), dtype=q.dtype, device=q.device)  # [B, T, HV, V]
     final = None
