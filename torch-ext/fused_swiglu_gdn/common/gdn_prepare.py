@@ -21,7 +21,7 @@ from ..tuning import lookup
 from .gates import beta_max
 from .gdn_inverse import keep_blocks, kept_blocks, minus_abs, store_inverse
 from .launch import prepare, specialized_on, steps
-from .primitives import sequence_bounds
+from .primitives import exact_exp2, sequence_bounds
 
 UNITS = 4  # value heads of a program that are inverted at once: a warp each
 # fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
@@ -73,7 +73,8 @@ def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=True):
             x += tl.load(dt_bias_ptr + hv, mask=mask, other=0.0).to(tl.float32)
         softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
         g = -tl.exp(tl.load(A_log_ptr + hv, mask=mask, other=0.0).to(tl.float32)) * softplus
-    return tl.maximum(g * 1.4426950408889634, -200.0)
+    # log2(e) in two parts: in fp32 it is off by 1.3e-8, which a state that decays for long shows
+    return tl.maximum(g * 1.4426950216293335 + g * 1.925963033500011e-08, -200.0)
 
 
 @triton.jit
@@ -144,7 +145,7 @@ def _store_factors(
     later = tl.cumsum(g, axis=0, reverse=True) - g
     tl.store(at + 64, tl.exp2(minus_abs(later)) * rk[:, None], mask=all_has)
     tl.store(at + 128, tl.exp2(G) * rq[:, None], mask=all_has)
-    tl.store(at + 192, tl.broadcast_to(tl.exp2(G_end), (64, UNITS)), mask=all_has)
+    tl.store(at + 192, tl.broadcast_to(exact_exp2(G_end), (64, UNITS)), mask=all_has)
     # a token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|)
     stretch = tl.reduce(tl.maximum(tl.abs(1.0 - beta * k2[:, None]), 1.0), 0, _product)
     tl.store(decay_ptr + r, G_end + tl.log2(stretch)[None, :], mask=has)

@@ -9,7 +9,7 @@ Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, W = 2 
 are the heads of a CTA.
 """
 
-from ..common.primitives import sequence_bounds
+from ..common.primitives import exact_exp2, sequence_bounds
 from .gdn_blocks import Gates, inverse, operand, p_row, tb_row, tile_layout
 from .gdn_place import RAGGED_END, C, D
 from .gluon_compat import (
@@ -28,7 +28,8 @@ from .gluon_compat import (
     tma_store_wait,
 )
 
-LOG2_E = gl.constexpr(1.4426950408889634)
+LOG2_E = gl.constexpr(1.4426950216293335)
+LOG2_E_REST = gl.constexpr(1.925963033500011e-08)  # see common/gdn_prepare.py
 # Programs of a grid that runs at once: see common/gdn_prepare.py
 SMALL_GRID = gl.constexpr(528)
 ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # vectors, one a head
@@ -79,7 +80,7 @@ def log2_decay(g, A_log_ptr, dt_bias_ptr, hv):
             g += gl.load(dt_bias_ptr + hv).to(gl.float32)
         softplus = gl.where(g > 20.0, g, gl.log(1.0 + gl.exp(gl.minimum(g, 20.0))))
         g = -gl.exp(gl.load(A_log_ptr + hv).to(gl.float32)) * softplus
-    return gl.maximum(g * LOG2_E, -200.0)
+    return gl.maximum(g * LOG2_E + g * LOG2_E_REST, -200.0)
 
 
 @gluon.jit
@@ -148,7 +149,7 @@ def _store_factors(f_ptr, decay_ptr, g, beta, ok, w, token, rq, rk, k2):
     gl.store(at, gl.where(ok, gl.exp2(G) * rk, 0.0))
     gl.store(at + C, gl.where(ok, gl.exp2(gl.minimum(G_end - G, 0.0)) * rk, 0.0))
     gl.store(at + 2 * C, gl.where(ok, gl.exp2(G) * rq, 0.0))
-    gl.store(at + 3 * C, gl.exp2(G_end) + gl.zeros_like(G))
+    gl.store(at + 3 * C, exact_exp2(G_end) + gl.zeros_like(G))
     # a token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|)
     stretch = gl.sum(gl.log2(gl.maximum(gl.abs(1.0 - beta * k2), 1.0)), 1)
     gl.store(decay_ptr + w, G_end + gl.expand_dims(stretch, 1))
