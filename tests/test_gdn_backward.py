@@ -179,6 +179,19 @@ def test_kernels_of_nothing(B, T, lengths):
         assert torch.equal(got[7], case.d_final)
 
 
+@pytest.mark.parametrize("way", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_without_value_heads(way):
+    """No program would write dq and dk: the reference serves, with zeros."""
+    x = gdn_inputs(1, 70, 2, 0, 128, 128, torch.bfloat16, way)
+    x = {name: t.requires_grad_() for name, t in x.items()}
+    with submodule("dispatch").served() as record:
+        o, _ = functional.chunk_gated_delta_rule(**x)
+        o.sum().backward()
+    assert record.get("gdn_chunk_bwd", ["reference"]) == ["reference"]  # none: by autograd
+    assert torch.equal(x["q"].grad, torch.zeros_like(x["q"]))
+    assert torch.equal(x["k"].grad, torch.zeros_like(x["k"]))
+
+
 def leaves(dtype=torch.float64):
     x = gdn_inputs(1, 70, 1, 2, 8, 8, dtype)
     return {name: t.requires_grad_() for name, t in x.items()}

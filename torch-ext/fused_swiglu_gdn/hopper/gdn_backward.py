@@ -30,6 +30,7 @@ def supports_gdn_chunk_bwd(q, k, v, *_) -> bool:
         and q.dtype in (torch.bfloat16, torch.float16)
         and q.dtype == k.dtype == v.dtype
         and q.shape[3] == v.shape[3] == HEAD_DIM
+        and v.shape[2] > 0
         and 0 < q.shape[0] * q.shape[1] < 2**30
     )
 
