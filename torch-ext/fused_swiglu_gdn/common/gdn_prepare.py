@@ -130,7 +130,7 @@ def _store_factors(
     if LOW == tl.bfloat16:  # so that a token's write and what later ones take back of it agree
         beta = beta.to(LOW).to(tl.float32)
     G = tl.cumsum(g, axis=0)
-    G_end = tl.sum(g, axis=0)[None, :]  # [1, heads]
+    G_end = tl.sum(g.to(tl.float64), axis=0)[None, :]  # [1, heads]
     at = gates_ptr + r * (64 * GATES)
     all_has = tl.broadcast_to(has, (64, UNITS))
     tl.store(at + i, G, mask=all_has)
@@ -148,7 +148,7 @@ def _store_factors(
     tl.store(at + 192, tl.broadcast_to(exact_exp2(G_end), (64, UNITS)), mask=all_has)
     # a token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|)
     stretch = tl.reduce(tl.maximum(tl.abs(1.0 - beta * k2[:, None]), 1.0), 0, _product)
-    tl.store(decay_ptr + r, G_end + tl.log2(stretch)[None, :], mask=has)
+    tl.store(decay_ptr + r, G_end.to(tl.float32) + tl.log2(stretch)[None, :], mask=has)
 
 
 @triton.jit

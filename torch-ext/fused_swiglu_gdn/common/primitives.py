@@ -56,19 +56,20 @@ def activate_with_slope(x, ACTIVATION: tl.constexpr, PTX: tl.constexpr = False):
 
 @triton.jit
 def exact_exp2(x):
-    """2^x fp32, right to half a unit in the last place or little more, for x <= 0.
+    """2^x fp32 of x <= 0 fp64, right to half a unit in the last place or little more.
 
-    exp2 is off by up to two, and on average to one side: a state that only decays is multiplied by
-    it once a chunk. 2^n is exact for a whole n; the polynomial is Cephes' for 2^f, |f| <= 1/2.
+    exp2 is off by up to two, and on average to one side, and x in fp32 is itself off by several: a
+    state that only decays is multiplied by the result once a chunk. 2^n is exact for a whole n; the
+    polynomial is Cephes' for 2^f, |f| <= 1/2.
     """
     n = tl.floor(x + 0.5)
-    f = x - n
+    f = (x - n).to(tl.float32)
     p = 1.535336188319500e-4 * f + 1.339887440266574e-3
     p = p * f + 9.618437357674640e-3
     p = p * f + 5.550332471162809e-2
     p = p * f + 2.402264791363012e-1
     p = p * f + 6.931472028550421e-1
-    return (p * f + 1.0) * tl.exp2(n)
+    return (p * f + 1.0) * tl.exp2(n.to(tl.float32))
 
 
 @triton.jit

@@ -144,12 +144,13 @@ def _products(q_smem, k_smem, to_smem, rq_smem, rk_smem, FIRST: gl.constexpr, PA
 def _store_factors(f_ptr, decay_ptr, g, beta, ok, w, token, rq, rk, k2):
     """F, and log2 of a bound of the norm of the chunk's transition; all [W, C] or a part of it."""
     G = gl.associative_scan(g, 1, add)
-    G_end = gl.expand_dims(gl.sum(g, 1), 1)
+    exact = gl.expand_dims(gl.sum(g.to(gl.float64), 1), 1)
+    G_end = exact.to(gl.float32)
     at = f_ptr + w * (4 * C) + token
     gl.store(at, gl.where(ok, gl.exp2(G) * rk, 0.0))
     gl.store(at + C, gl.where(ok, gl.exp2(gl.minimum(G_end - G, 0.0)) * rk, 0.0))
     gl.store(at + 2 * C, gl.where(ok, gl.exp2(G) * rq, 0.0))
-    gl.store(at + 3 * C, exact_exp2(G_end) + gl.zeros_like(G))
+    gl.store(at + 3 * C, exact_exp2(exact) + gl.zeros_like(G))
     # a token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|)
     stretch = gl.sum(gl.log2(gl.maximum(gl.abs(1.0 - beta * k2), 1.0)), 1)
     gl.store(decay_ptr + w, G_end + gl.expand_dims(stretch, 1))
