@@ -287,3 +287,5 @@ def gdn_prepare_fwd_kernel(
     tma_store_wait(0)
     _store(t_desc, to, room, t0, t1, t2, t3)
     tma_store_wait(0)
+    # Till here the barrier has its memory to itself: PTX allows no other use of it before this.
+    mbarrier.invalidate(landed)
