@@ -143,6 +143,13 @@ def _is_serialized(ptx: str) -> bool:
     return "wgmma.mma_async instructions are serialized" in said
 
 
+def _reuses_barriers(ptx: str) -> bool:
+    """Whether a kernel that is not divided among warps (those keep their barriers to the end) may
+    use an mbarrier's memory for something else before mbarrier.inval, which PTX forbids."""
+    missing = ptx.count("mbarrier.init") > ptx.count("mbarrier.inval")
+    return missing and "setmaxnreg" not in ptx
+
+
 def _read_amdgcn(text: str, report: Report) -> None:
     report.registers = int(re.search(r"\.vgpr_count:\s*(\d+)", text).group(1))
     report.spills = 4 * int(re.search(r"\.vgpr_spill_count:\s*(\d+)", text).group(1))
@@ -164,6 +171,8 @@ def compile_one(variant: Variant, target: str) -> Report:
     if "cubin" in compiled.asm:
         _read_cubin(compiled.asm["cubin"], report)
         report.serialized = report.hgmma > 0 and _is_serialized(compiled.asm["ptx"])
+        if _reuses_barriers(compiled.asm["ptx"]):
+            report.error = "an mbarrier is never invalidated: Triton may put something else there"
     else:
         _read_amdgcn(compiled.asm["amdgcn"], report)
     return report
