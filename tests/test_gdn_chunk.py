@@ -94,9 +94,12 @@ def test_heads_interpreted(H, HV, l2norm):
 
 
 @interpreted
-@pytest.mark.parametrize("K", [16, 80])  # a state in one block of rows, in two
-def test_packed_pool_checkpoints_interpreted(K):
-    x = gdn_inputs(1, 147, 1, 2, K, 16, torch.float16)
+@pytest.mark.parametrize(
+    "K, dtype",  # a state in one block of rows; in two; in memory, in three
+    [(16, torch.float16), (80, torch.float16), (80, torch.float32)],
+)
+def test_packed_pool_checkpoints_interpreted(K, dtype):
+    x = gdn_inputs(1, 147, 1, 2, K, 16, dtype)
     x["initial_state"] = torch.randn(5, 2, 16, K)
     args = arguments(
         x, cu_seqlens=cu(0, 66, 0, 81), state_indices=torch.tensor([2, 4, 0, -1]),

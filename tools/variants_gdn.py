@@ -68,6 +68,8 @@ def _scan(name, targets, config, dtype="bf16", D=128, packed=False, cut=False, p
     module = load("portable.gdn_scan")
     cu, constexprs = _packed(packed)
     optional = {"index": "i64", "mid": "fp32"} if pool else {}
+    if dtype == "fp32":
+        optional["s"] = "fp32"
     signature = {
         **_pointers(dtype, "q", "k", "v", "o", "tb", "p"),
         **_pointers("fp32", "f", "s0", "s1"),
@@ -77,7 +79,7 @@ def _scan(name, targets, config, dtype="bf16", D=128, packed=False, cut=False, p
         **{f"{x}_strides": (*STRIDES, 1) for x in ("s0", "s1")},
         **_integers("T", "N", "NS", "ROW", "E"),
     }
-    absent = [f"{x}_ptr" for x in ("index", "mid") if x not in optional]
+    absent = [f"{x}_ptr" for x in ("index", "mid", "s") if x not in optional]
     constexprs.update(dict.fromkeys(absent))
     block_k = min(module.triton.next_power_of_2(D), config["BLOCK_K"])
     exactness = module.precision(DTYPES[dtype])
@@ -90,6 +92,15 @@ def _scan(name, targets, config, dtype="bf16", D=128, packed=False, cut=False, p
     constexprs = _named(module._scan_kernel, signature, constexprs, values)
     where = ("portable.gdn_scan", "_scan_kernel")
     return Variant(name, *where, signature, constexprs, _options(config), targets)
+
+
+def _exact_scans(name, targets, config):
+    for D in (64, 100, 128, 200, 256):
+        for packed in (False, True):
+            where = f"{name} D={D}{' packed' if packed else ''}"
+            yield _scan(where, targets, config, "fp32", D=D, packed=packed)
+            yield _scan(f"{where} pool", targets, config, "fp32", D=D, packed=packed, pool=True)
+            yield _scan(f"{where} segments", targets, config, "fp32", D=D, packed=packed, cut=True)
 
 
 def _places(dtype: str, across: int) -> tuple:
@@ -148,12 +159,7 @@ def _all():
         plain = entry["config"]
         yield _scan(f"gdn_scan bf16 D={D} plain", ANY, plain, D=D)
         yield _scan(f"gdn_scan bf16 D={D} plain pool", ANY, plain, D=D, packed=True, pool=True)
-    narrow, wide_state = _config("portable_gdn_scan_fp32")["tuned"]
-    for D, entry in ((64, narrow), (128, narrow), (256, wide_state)):
-        exact = entry["config"]
-        yield _scan(f"gdn_scan fp32 D={D}", ANY, exact, "fp32", D=D)
-        yield _scan(f"gdn_scan fp32 D={D} pool", ANY, exact, "fp32", D=D, pool=True)
-    yield _scan("gdn_scan fp32 segments", ANY, narrow["config"], "fp32", cut=True)
+    yield from _exact_scans("gdn_scan fp32", ANY, _config("portable_gdn_scan_fp32")["default"])
     context = _config("portable_gdn_context")["default"]
     yield _transition("gdn_transition bf16", ANY, context["transition"])
     yield _transition("gdn_transition fp32", ANY, context["transition_fp32"], "fp32", across=8)
@@ -167,8 +173,7 @@ def _all():
         yield _scan(name, H200, entry["config"], packed=True, cut=True)
         yield _scan(f"{name} uncut", H200, entry["config"])
     exact = _config(f"portable_gdn_scan_fp32,{tuned}")["default"]
-    for D in (64, 128, 256):
-        yield _scan(f"gdn_scan fp32 D={D} H200", H200, exact, "fp32", D=D)
+    yield from _exact_scans("gdn_scan fp32 H200", H200, exact)
     context = _config(f"portable_gdn_context,{tuned}")["default"]
     yield _transition("gdn_transition bf16 H200", H200, context["transition"])
     yield _transition("gdn_transition fp32 H200", H200, context["transition_fp32"], "fp32")

@@ -7,6 +7,9 @@ Per chunk, with S [K, V] fp32 carried along and Tb, P, F made by common/gdn_prep
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; E tokens between checkpoints. Segments of a
 long sequence run at the same time (gdn_context.py): they start from states in o, in the place of
 their first rows (common/gdn_cuts.py).
+
+S stays in registers. In fp32, where an operand takes four times as many as in 16 bits (two parts
+of each number), it lies in memory, and one block of its rows at a time is in registers.
 """
 
 import inspect
@@ -58,16 +61,32 @@ def read(ptr, at, ok, s, K: tl.constexpr, PREC: tl.constexpr):
 
 
 @triton.jit
-def _read_both(k_ptr, k_at, q_ptr, q_at, ok, s, K: tl.constexpr, PREC: tl.constexpr):
+def _block(s_ptr, first, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Where BLOCK_K rows, from `first` on, of a program's state in memory [K, BLOCK_V] are."""
+    d = first + tl.arange(0, BLOCK_K)
+    return s_ptr + d[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+
+
+@triton.jit
+def _read_both(k_ptr, k_at, q_ptr, q_at, ok, s, s_ptr, K: tl.constexpr, PREC: tl.constexpr):
     """k S and q S, block by block of S: as operand of both a block is in registers only once."""
     BLOCK: tl.constexpr = s[0].shape[0]
-    ks = tl.zeros((64, s[0].shape[1]), tl.float32)
+    BLOCK_V: tl.constexpr = s[0].shape[1]
+    ks = tl.zeros((64, BLOCK_V), tl.float32)
     qs = ks
-    for i in tl.static_range(len(s)):
-        k = _rows(k_ptr, k_at, ok, i * BLOCK, K, BLOCK, "")
-        ks = tl.dot(k, s[i].to(k.dtype), ks, input_precision=PREC)
-        q = _rows(q_ptr, q_at, ok, i * BLOCK, K, BLOCK, "")
-        qs = tl.dot(q, s[i].to(q.dtype), qs, input_precision=PREC)
+    if s_ptr is None:
+        for i in tl.static_range(len(s)):
+            k = _rows(k_ptr, k_at, ok, i * BLOCK, K, BLOCK, "")
+            ks = tl.dot(k, s[i].to(k.dtype), ks, input_precision=PREC)
+            q = _rows(q_ptr, q_at, ok, i * BLOCK, K, BLOCK, "")
+            qs = tl.dot(q, s[i].to(q.dtype), qs, input_precision=PREC)
+    else:
+        for first in tl.range(0, K, BLOCK, num_stages=1):
+            part = tl.load(_block(s_ptr, first, BLOCK, BLOCK_V))
+            k = _rows(k_ptr, k_at, ok, first, K, BLOCK, "")
+            ks = tl.dot(k, part, ks, input_precision=PREC)
+            q = _rows(q_ptr, q_at, ok, first, K, BLOCK, "")
+            qs = tl.dot(q, part, qs, input_precision=PREC)
     return ks, qs
 
 
@@ -83,6 +102,45 @@ def write(
             x = _rows(ptr, at, ok, i * BLOCK, K, BLOCK, "evict_first")
         new += (tl.dot(tl.trans(x), w, s[i] * decay, input_precision=PREC),)
     return new
+
+
+@triton.jit
+def _write_to(
+    s_ptr, ptr, at, ok, decay, w, K: tl.constexpr, BLOCK: tl.constexpr, PREC: tl.constexpr
+):  # fmt: skip
+    """The same of a state in memory."""
+    for first in tl.range(0, K, BLOCK, num_stages=1):
+        x = _rows(ptr, at, ok, first, K, BLOCK, "evict_first")
+        to = _block(s_ptr, first, BLOCK, w.shape[1])
+        s = tl.dot(tl.trans(x), w, tl.load(to) * decay, input_precision=PREC)
+        tl.debug_barrier()  # every thread has read what is now overwritten
+        tl.store(to, s)
+    tl.debug_barrier()  # and sees what another wrote
+
+
+@triton.jit
+def _part(s, s_ptr, i: tl.constexpr):
+    """The i-th block of rows of the state."""
+    BLOCK: tl.constexpr = s[0].shape[0]
+    if s_ptr is None:
+        part = s[i]
+    else:
+        part = tl.load(_block(s_ptr, i * BLOCK, BLOCK, s[0].shape[1]))
+    return part
+
+
+@triton.jit
+def _store_checkpoint(
+    ptr, done, E, s, s_ptr, e, STEP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """The state after `done` tokens, a multiple of E; STEP from a checkpoint to the next."""
+    BLOCK: tl.constexpr = s[0].shape[0]
+    for i in tl.static_range(len(s)):
+        d = i * BLOCK + tl.arange(0, BLOCK)
+        at = (done // E - 1).to(tl.int64) * STEP
+        at += d[:, None] + e[None, :] * K if V_FIRST else d[:, None] * V + e[None, :]
+        _store_state(ptr, at, _part(s, s_ptr, i), (d < K)[:, None] & (e < V)[None, :])
 
 
 @triton.jit
@@ -147,6 +205,7 @@ def _scan_kernel(
     index_ptr,  # [N] int32 | int64 or None
     s1_ptr,  # [N | pool, HV, K, V] or None
     mid_ptr,  # [checkpoint rows, HV, K, V] or None
+    s_ptr,  # [programs, K in whole blocks, BLOCK_V] fp32 or None: S, where it is not in registers
     q_strides,  # of B, T, H
     k_strides,
     v_strides,  # of B, T, HV
@@ -185,7 +244,7 @@ def _scan_kernel(
         return
     first = part * segment
     own_chunks = tl.where(part == cuts, chunks - first, segment)
-    n = n.to(tl.int64)
+    n = n.to(tl.uint32).to(tl.int64)  # signed it keeps a register more through the loop
     b = n
     chunk_row = n * chunks
     mid_row = n * (length // E)
@@ -212,6 +271,11 @@ def _scan_kernel(
         s0_ptr, o_ptr, s0_strides, slot * s0_strides[0] + hv * s0_strides[1], cuts, d, e, HV, K, V,
         WORDS, BEHIND,
     )  # fmt: skip
+    if s_ptr is not None:
+        s_ptr += (n * 0 + pid) * (len(s) * BLOCK_K * BLOCK_V)
+        for i in tl.static_range(len(s)):
+            tl.store(_block(s_ptr, i * BLOCK_K, BLOCK_K, BLOCK_V), s[i])
+        tl.debug_barrier()
 
     tb_ptr += ((chunk_row + first) * HV + hv) * 4096
     p_ptr += ((chunk_row + first) * HV + hv) * 4096
@@ -236,9 +300,8 @@ def _scan_kernel(
 
         # loads stand before their use: held in registers from the top they spill
         if STAGES == 1:
-            ks, qs = _read_both(
-                k_tile, own * k_strides[1], q_tile, own * q_strides[1], ok, s, K, PREC
-            )
+            k_at, q_at = own * k_strides[1], own * q_strides[1]
+            ks, qs = _read_both(k_tile, k_at, q_tile, q_at, ok, s, s_ptr, K, PREC)
             v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
             x = v.to(tl.float32) - f0[:, None] * ks
             k = v  # is loaded again
@@ -250,7 +313,10 @@ def _scan_kernel(
         tb = tl.load(tb_ptr + go * (HV * 64) + block)  # [C, C]
         vt = tl.dot(tb, x.to(tb.dtype), input_precision=PREC)  # [C, V] fp32
         w = (f1[:, None] * vt).to(tb.dtype)
-        s = write(k, k_tile, own * k_strides[1], ok, s, decay, w, K, STAGES == 1, PREC)
+        if s_ptr is None:
+            s = write(k, k_tile, own * k_strides[1], ok, s, decay, w, K, STAGES == 1, PREC)
+        else:
+            _write_to(s_ptr, k_tile, own * k_strides[1], ok, decay, w, K, BLOCK_K, PREC)
         p = tl.load(p_ptr + go * (HV * 64) + block)  # [C, C]
         o = tl.dot(p, vt.to(p.dtype), f2[:, None] * qs, input_precision=PREC)
         o_tile = o_ptr + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
@@ -258,11 +324,7 @@ def _scan_kernel(
         if mid_ptr is not None:
             done = length - left + 64
             if (done % E == 0) & (done <= length):
-                for i in tl.static_range(len(s)):
-                    kv = i * BLOCK_K + d
-                    at = (done // E - 1).to(tl.int64) * (HV * K * V)
-                    at += kv[:, None] + e[None, :] * K if V_FIRST else kv[:, None] * V + e[None, :]
-                    _store_state(mid_ptr, at, s[i], (kv < K)[:, None] & (e < V)[None, :])
+                _store_checkpoint(mid_ptr, done, E, s, s_ptr, e, HV * K * V, K, V, V_FIRST)
 
         left -= 64
 
@@ -273,7 +335,7 @@ def _scan_kernel(
             at += kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
             is_state = (kv < K)[:, None] & (e < V)[None, :]
             is_end = left <= 0  # the sequence's; behind a cut there is more
-            _store_state(s1_ptr, at, s[i], is_state & is_end if BEHIND else is_state)
+            _store_state(s1_ptr, at, _part(s, s_ptr, i), is_state & is_end if BEHIND else is_state)
 
 
 def kv_strides(state: Optional[torch.Tensor], v_first: bool):
@@ -300,7 +362,7 @@ def configuration(kind: str, device: torch.device, units: int, K: int) -> dict:
 class Scan:
     """The kernel above for calls of one kind: shapes, strides, dtypes and options are known."""
 
-    __slots__ = ("grid", "numbers", "kernel")
+    __slots__ = ("grid", "numbers", "kernel", "scratch")
 
     def __init__(
         self,
@@ -321,6 +383,8 @@ class Scan:
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         block_k = min(triton.next_power_of_2(max(K, 16)), config["BLOCK_K"])
         self.grid = (rows * HV * -(-V // config["BLOCK_V"]), 1, 1)
+        program = -(-K // block_k) * block_k * config["BLOCK_V"]
+        self.scratch = self.grid[0] * program if q.dtype == torch.float32 else None
         strides = (
             steps(q), steps(k), steps(v),
             kv_strides(states[0], state_v_first), kv_strides(states[2], state_v_first),
@@ -331,8 +395,13 @@ class Scan:
             words(config["BLOCK_V"], v.element_size()), config["STAGES"], precision(q.dtype),
         )  # fmt: skip
         options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
-        code = (v.device, *map(specialized_on, (q, k, v, cu_seqlens, *states)), strides)
+        pointers = (q, k, v, cu_seqlens, *states, self.memory(v))
+        code = (v.device, *map(specialized_on, pointers), strides)
         self.kernel = prepare(_scan_kernel, constexprs, options, *code)
+
+    def memory(self, v: torch.Tensor) -> Optional[torch.Tensor]:
+        """For the states of all programs, where they are not in registers."""
+        return None if self.scratch is None else v.new_empty(self.scratch)
 
     def __call__(
         self,
@@ -345,4 +414,5 @@ class Scan:
         states: tuple,
     ) -> None:
         if self.grid[0]:
-            self.kernel.launch_at(self.grid, (*tokens, *blocks, cu_seqlens, *states), *self.numbers)
+            pointers = (*tokens, *blocks, cu_seqlens, *states, self.memory(tokens[2]))
+            self.kernel.launch_at(self.grid, pointers, *self.numbers)
