@@ -60,7 +60,8 @@ def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packe
 
 
 def _options(config: dict) -> dict:
-    return {"num_warps": config["num_warps"], "num_stages": config["STAGES"]}
+    cap = {"maxnreg": config["maxnreg"]} if "maxnreg" in config else {}
+    return {"num_warps": config["num_warps"], "num_stages": config["STAGES"], **cap}
 
 
 def _scan(name, targets, config, dtype="bf16", D=128, packed=False, cut=False, pool=False):
@@ -182,7 +183,8 @@ def _all():
 def _for_amd(variant: Variant) -> Variant:
     """The same on an AMD GPU, where common/gdn_prepare.py takes fp32 products as they are."""
     exact = {k: "ieee" if v in ("tf32", "tf32x3") else v for k, v in variant.constexprs.items()}
-    return dataclasses.replace(variant, constexprs=exact, targets=("gfx942",))
+    options = {name: value for name, value in variant.options.items() if name != "maxnreg"}
+    return dataclasses.replace(variant, constexprs=exact, options=options, targets=("gfx942",))
 
 
 def _split(found):

@@ -27,7 +27,8 @@ from ..common.gdn_cuts import count_cuts, segment_of, tokens_at_cut, word_at_cut
 from ..common.gdn_prepare import EXACT_FP32, locate, precision
 from ..common.launch import prepare, specialized_on, steps
 from ..common.primitives import sequence_bounds
-from .gdn_scan import configuration, kv_strides, own_rows, read, segments, write
+from .gdn_scan import configuration, kv_strides, segments
+from .gdn_state import own_rows, read, write
 
 FORGOTTEN = tl.constexpr(-30.0)  # log2 of the norm below which fp32 has no digit left
 

@@ -7,9 +7,6 @@ Per chunk, with S [K, V] fp32 carried along and Tb, P, F made by common/gdn_prep
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; E tokens between checkpoints. Segments of a
 long sequence run at the same time (gdn_context.py): they start from states in o, in the place of
 their first rows (common/gdn_cuts.py).
-
-S stays in registers. In fp32, where an operand takes four times as many as in 16 bits (two parts
-of each number), it lies in memory, and one block of its rows at a time is in registers.
 """
 
 import inspect
@@ -24,109 +21,10 @@ from ..common.gdn_cuts import chunks_in_segment, count_cuts, segment_of, word_at
 from ..common.gdn_prepare import locate, precision
 from ..common.launch import prepare, specialized_on, steps
 from ..tuning import lookup
+from .gdn_state import block_at, own_rows, part_of, read, read_both, write, write_to
 
 if "disable_licm" not in inspect.signature(tl.range.__init__).parameters:
     raise ImportError("Triton 3.5 or newer is needed")  # then dispatch takes the reference
-
-
-@triton.jit
-def own_rows(left, STAGES: tl.constexpr):
-    """Rows 0 to C - 1 of a chunk, as addresses are made of them; `left` tokens from its first on.
-
-    A loop that does not load ahead bounds them by what is left of the sequence, which changes none
-    that is read: so the addresses are made anew in each chunk. Kept from chunk to chunk, as those
-    of a constant are, they take more registers than there are.
-    """
-    t = tl.arange(0, 64)
-    return t if STAGES > 1 else tl.minimum(t, left - 1)
-
-
-@triton.jit
-def _rows(ptr, at, ok, first, D: tl.constexpr, BLOCK: tl.constexpr, POLICY: tl.constexpr):
-    """BLOCK columns, from `first` on, of a chunk's rows [C, D] at `at` [C]; zeros outside."""
-    d = first + tl.arange(0, BLOCK)[None, :]
-    mask = ok[:, None] & (d < D)
-    return tl.load(ptr + at[:, None] + d, mask=mask, other=0.0, eviction_policy=POLICY)
-
-
-@triton.jit
-def read(ptr, at, ok, s, K: tl.constexpr, PREC: tl.constexpr):
-    """x S for a chunk's rows x [C, K], and the last block of x."""
-    BLOCK: tl.constexpr = s[0].shape[0]
-    out = tl.zeros((64, s[0].shape[1]), tl.float32)
-    for i in tl.static_range(len(s)):
-        x = _rows(ptr, at, ok, i * BLOCK, K, BLOCK, "")
-        out = tl.dot(x, s[i].to(x.dtype), out, input_precision=PREC)
-    return out, x
-
-
-@triton.jit
-def _block(s_ptr, first, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Where BLOCK_K rows, from `first` on, of a program's state in memory [K, BLOCK_V] are."""
-    d = first + tl.arange(0, BLOCK_K)
-    return s_ptr + d[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
-
-
-@triton.jit
-def _read_both(k_ptr, k_at, q_ptr, q_at, ok, s, s_ptr, K: tl.constexpr, PREC: tl.constexpr):
-    """k S and q S, block by block of S: as operand of both a block is in registers only once."""
-    BLOCK: tl.constexpr = s[0].shape[0]
-    BLOCK_V: tl.constexpr = s[0].shape[1]
-    ks = tl.zeros((64, BLOCK_V), tl.float32)
-    qs = ks
-    if s_ptr is None:
-        for i in tl.static_range(len(s)):
-            k = _rows(k_ptr, k_at, ok, i * BLOCK, K, BLOCK, "")
-            ks = tl.dot(k, s[i].to(k.dtype), ks, input_precision=PREC)
-            q = _rows(q_ptr, q_at, ok, i * BLOCK, K, BLOCK, "")
-            qs = tl.dot(q, s[i].to(q.dtype), qs, input_precision=PREC)
-    else:
-        for first in tl.range(0, K, BLOCK, num_stages=1):
-            part = tl.load(_block(s_ptr, first, BLOCK, BLOCK_V))
-            k = _rows(k_ptr, k_at, ok, first, K, BLOCK, "")
-            ks = tl.dot(k, part, ks, input_precision=PREC)
-            q = _rows(q_ptr, q_at, ok, first, K, BLOCK, "")
-            qs = tl.dot(q, part, qs, input_precision=PREC)
-    return ks, qs
-
-
-@triton.jit
-def write(
-    x, ptr, at, ok, s, decay, w, K: tl.constexpr, RELOAD: tl.constexpr, PREC: tl.constexpr
-):  # fmt: skip
-    """decay S + x^T w for a chunk's rows x [C, K], which one block holds or are loaded again."""
-    BLOCK: tl.constexpr = s[0].shape[0]
-    new = ()
-    for i in tl.static_range(len(s)):
-        if RELOAD:
-            x = _rows(ptr, at, ok, i * BLOCK, K, BLOCK, "evict_first")
-        new += (tl.dot(tl.trans(x), w, s[i] * decay, input_precision=PREC),)
-    return new
-
-
-@triton.jit
-def _write_to(
-    s_ptr, ptr, at, ok, decay, w, K: tl.constexpr, BLOCK: tl.constexpr, PREC: tl.constexpr
-):  # fmt: skip
-    """The same of a state in memory."""
-    for first in tl.range(0, K, BLOCK, num_stages=1):
-        x = _rows(ptr, at, ok, first, K, BLOCK, "evict_first")
-        to = _block(s_ptr, first, BLOCK, w.shape[1])
-        s = tl.dot(tl.trans(x), w, tl.load(to) * decay, input_precision=PREC)
-        tl.debug_barrier()  # every thread has read what is now overwritten
-        tl.store(to, s)
-    tl.debug_barrier()  # and sees what another wrote
-
-
-@triton.jit
-def _part(s, s_ptr, i: tl.constexpr):
-    """The i-th block of rows of the state."""
-    BLOCK: tl.constexpr = s[0].shape[0]
-    if s_ptr is None:
-        part = s[i]
-    else:
-        part = tl.load(_block(s_ptr, i * BLOCK, BLOCK, s[0].shape[1]))
-    return part
 
 
 @triton.jit
@@ -140,7 +38,7 @@ def _store_checkpoint(
         d = i * BLOCK + tl.arange(0, BLOCK)
         at = (done // E - 1).to(tl.int64) * STEP
         at += d[:, None] + e[None, :] * K if V_FIRST else d[:, None] * V + e[None, :]
-        _store_state(ptr, at, _part(s, s_ptr, i), (d < K)[:, None] & (e < V)[None, :])
+        _store_state(ptr, at, part_of(s, s_ptr, i), (d < K)[:, None] & (e < V)[None, :])
 
 
 @triton.jit
@@ -274,7 +172,7 @@ def _scan_kernel(
     if s_ptr is not None:
         s_ptr += (n * 0 + pid) * (len(s) * BLOCK_K * BLOCK_V)
         for i in tl.static_range(len(s)):
-            tl.store(_block(s_ptr, i * BLOCK_K, BLOCK_K, BLOCK_V), s[i])
+            tl.store(block_at(s_ptr, i * BLOCK_K, BLOCK_K, BLOCK_V), s[i])
         tl.debug_barrier()
 
     tb_ptr += ((chunk_row + first) * HV + hv) * 4096
@@ -301,7 +199,7 @@ def _scan_kernel(
         # loads stand before their use: held in registers from the top they spill
         if STAGES == 1:
             k_at, q_at = own * k_strides[1], own * q_strides[1]
-            ks, qs = _read_both(k_tile, k_at, q_tile, q_at, ok, s, s_ptr, K, PREC)
+            ks, qs = read_both(k_tile, k_at, q_tile, q_at, ok, s, s_ptr, K, PREC)
             v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
             x = v.to(tl.float32) - f0[:, None] * ks
             k = v  # is loaded again
@@ -316,7 +214,7 @@ def _scan_kernel(
         if s_ptr is None:
             s = write(k, k_tile, own * k_strides[1], ok, s, decay, w, K, STAGES == 1, PREC)
         else:
-            _write_to(s_ptr, k_tile, own * k_strides[1], ok, decay, w, K, BLOCK_K, PREC)
+            write_to(s_ptr, k_tile, own * k_strides[1], ok, decay, w, K, BLOCK_K, PREC)
         p = tl.load(p_ptr + go * (HV * 64) + block)  # [C, C]
         o = tl.dot(p, vt.to(p.dtype), f2[:, None] * qs, input_precision=PREC)
         o_tile = o_ptr + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
@@ -335,7 +233,9 @@ def _scan_kernel(
             at += kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
             is_state = (kv < K)[:, None] & (e < V)[None, :]
             is_end = left <= 0  # the sequence's; behind a cut there is more
-            _store_state(s1_ptr, at, _part(s, s_ptr, i), is_state & is_end if BEHIND else is_state)
+            _store_state(
+                s1_ptr, at, part_of(s, s_ptr, i), is_state & is_end if BEHIND else is_state
+            )
 
 
 def kv_strides(state: Optional[torch.Tensor], v_first: bool):
@@ -395,6 +295,8 @@ class Scan:
             words(config["BLOCK_V"], v.element_size()), config["STAGES"], precision(q.dtype),
         )  # fmt: skip
         options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
+        if "maxnreg" in config and torch.version.hip is None:  # else ptxas may spill to fit in more
+            options += (("maxnreg", config["maxnreg"]),)
         pointers = (q, k, v, cu_seqlens, *states, self.memory(v))
         code = (v.device, *map(specialized_on, pointers), strides)
         self.kernel = prepare(_scan_kernel, constexprs, options, *code)

@@ -1,0 +1,108 @@
+"""The state S [K, V] fp32 of the portable kernels, BLOCK_V columns a program, in blocks of rows.
+
+It stays in registers. In fp32, where an operand takes four times as many as in 16 bits (two parts
+of each number), it lies in memory, and one block at a time is in registers (docs/gdn.md).
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def own_rows(left, STAGES: tl.constexpr):
+    """Rows 0 to C - 1 of a chunk, as addresses are made of them; `left` tokens from its first on.
+
+    A loop that does not load ahead bounds them by what is left of the sequence, which changes none
+    that is read: so the addresses are made anew in each chunk. Kept from chunk to chunk, as those
+    of a constant are, they take more registers than there are.
+    """
+    t = tl.arange(0, 64)
+    return t if STAGES > 1 else tl.minimum(t, left - 1)
+
+
+@triton.jit
+def _rows(ptr, at, ok, first, D: tl.constexpr, BLOCK: tl.constexpr, POLICY: tl.constexpr):
+    """BLOCK columns, from `first` on, of a chunk's rows [C, D] at `at` [C]; zeros outside."""
+    d = first + tl.arange(0, BLOCK)[None, :]
+    mask = ok[:, None] & (d < D)
+    return tl.load(ptr + at[:, None] + d, mask=mask, other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def read(ptr, at, ok, s, K: tl.constexpr, PREC: tl.constexpr):
+    """x S for a chunk's rows x [C, K], and the last block of x."""
+    BLOCK: tl.constexpr = s[0].shape[0]
+    out = tl.zeros((64, s[0].shape[1]), tl.float32)
+    for i in tl.static_range(len(s)):
+        x = _rows(ptr, at, ok, i * BLOCK, K, BLOCK, "")
+        out = tl.dot(x, s[i].to(x.dtype), out, input_precision=PREC)
+    return out, x
+
+
+@triton.jit
+def block_at(s_ptr, first, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Where BLOCK_K rows, from `first` on, of a program's state in memory [K, BLOCK_V] are."""
+    d = first + tl.arange(0, BLOCK_K)
+    return s_ptr + d[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
+
+
+@triton.jit
+def read_both(k_ptr, k_at, q_ptr, q_at, ok, s, s_ptr, K: tl.constexpr, PREC: tl.constexpr):
+    """k S and q S, block by block of S: as operand of both a block is in registers only once."""
+    BLOCK: tl.constexpr = s[0].shape[0]
+    BLOCK_V: tl.constexpr = s[0].shape[1]
+    ks = tl.zeros((64, BLOCK_V), tl.float32)
+    qs = ks
+    if s_ptr is None:
+        for i in tl.static_range(len(s)):
+            k = _rows(k_ptr, k_at, ok, i * BLOCK, K, BLOCK, "")
+            ks = tl.dot(k, s[i].to(k.dtype), ks, input_precision=PREC)
+            q = _rows(q_ptr, q_at, ok, i * BLOCK, K, BLOCK, "")
+            qs = tl.dot(q, s[i].to(q.dtype), qs, input_precision=PREC)
+    else:
+        for first in tl.range(0, K, BLOCK, num_stages=1):
+            part = tl.load(block_at(s_ptr, first, BLOCK, BLOCK_V))
+            k = _rows(k_ptr, k_at, ok, first, K, BLOCK, "")
+            ks = tl.dot(k, part, ks, input_precision=PREC)
+            q = _rows(q_ptr, q_at, ok, first, K, BLOCK, "")
+            qs = tl.dot(q, part, qs, input_precision=PREC)
+    return ks, qs
+
+
+@triton.jit
+def write(
+    x, ptr, at, ok, s, decay, w, K: tl.constexpr, RELOAD: tl.constexpr, PREC: tl.constexpr
+):  # fmt: skip
+    """decay S + x^T w for a chunk's rows x [C, K], which one block holds or are loaded again."""
+    BLOCK: tl.constexpr = s[0].shape[0]
+    new = ()
+    for i in tl.static_range(len(s)):
+        if RELOAD:
+            x = _rows(ptr, at, ok, i * BLOCK, K, BLOCK, "evict_first")
+        new += (tl.dot(tl.trans(x), w, s[i] * decay, input_precision=PREC),)
+    return new
+
+
+@triton.jit
+def write_to(
+    s_ptr, ptr, at, ok, decay, w, K: tl.constexpr, BLOCK: tl.constexpr, PREC: tl.constexpr
+):  # fmt: skip
+    """The same of a state in memory."""
+    for first in tl.range(0, K, BLOCK, num_stages=1):
+        x = _rows(ptr, at, ok, first, K, BLOCK, "evict_first")
+        to = block_at(s_ptr, first, BLOCK, w.shape[1])
+        s = tl.dot(tl.trans(x), w, tl.load(to) * decay, input_precision=PREC)
+        tl.debug_barrier()  # every thread has read what is now overwritten
+        tl.store(to, s)
+    tl.debug_barrier()  # and sees what another wrote
+
+
+@triton.jit
+def part_of(s, s_ptr, i: tl.constexpr):
+    """The i-th block of rows of the state."""
+    BLOCK: tl.constexpr = s[0].shape[0]
+    if s_ptr is None:
+        part = s[i]
+    else:
+        part = tl.load(block_at(s_ptr, i * BLOCK, BLOCK, s[0].shape[1]))
+    return part
