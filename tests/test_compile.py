@@ -32,7 +32,6 @@ SPILLS = {
     "gdn_backward_query fp32": 744,
     "gdn_backward_key fp32": 1080,
     "hopper_gdn_gradient": 8,
-    "gdn_scan fp32 D=256 pool": 24,
 }
 OTHER_TARGETS = [
     (variant, target)
