@@ -52,7 +52,7 @@ def ours(package, name, x):
     """The public function; for the portable kernels with dispatch held to them."""
     import importlib
 
-    dispatch = importlib.import_module(f"{package.__name__}.dispatch")
+    dispatch = importlib.import_module(f"{package.__name__}.runtime.dispatch")
     q, k, v, g, beta, state = x
 
     def public():
@@ -136,7 +136,7 @@ def prepare_time(package) -> dict:
     """The prepare kernels alone at 16/64 and 32768 tokens, and a copy of as many bytes."""
     import importlib
 
-    folders = {"prepare": "common.gdn_prepare", "prepare_hopper": "hopper.gdn"}
+    folders = {"prepare": "gdn.portable.prepare", "prepare_hopper": "gdn.hopper.chunk"}
     kernels = {
         name: importlib.import_module(f"{package.__name__}.{path}").gdn_prepare
         for name, path in folders.items()

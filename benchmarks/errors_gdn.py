@@ -47,7 +47,7 @@ def tensors(gates: str, beta: str, keys: str, dtype: torch.dtype, seed: int) -> 
 
 def functions(package) -> dict:
     """Name -> function(x) of (outputs, final state)."""
-    dispatch = importlib.import_module(f"{package.__name__}.dispatch")
+    dispatch = importlib.import_module(f"{package.__name__}.runtime.dispatch")
     options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
 
     def ours(folder):

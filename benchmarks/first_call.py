@@ -69,7 +69,7 @@ def seconds(call) -> float:
 def alone(name: str) -> dict:
     implementation, make, (first, other) = CASES[name]
     package = load_package()
-    dispatch = sys.modules[f"{package.__name__}.dispatch"]
+    dispatch = sys.modules[f"{package.__name__}.runtime.dispatch"]
     torch.randn(8, 8, device="cuda").bfloat16() @ torch.randn(8, 8, device="cuda").bfloat16()
     calls = make(package, first), make(package, other)
     with dispatch.force(implementation) if implementation else contextlib.nullcontext():

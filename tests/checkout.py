@@ -26,10 +26,11 @@ GIT = {
 
 # of a package of three files, for tests that publish often: (name, text)
 SMALL = (
-    ("__init__.py", 'from . import layers\nfrom .verify import verify\n\n'
+    ("__init__.py", 'from . import layers\nfrom .runtime.verify import verify\n\n'
      '__all__ = ["layers", "verify"]\n'),
     ("layers/__init__.py", "__all__ = []\n"),
-    ("device.py", "import torch\n"),
+    ("runtime/__init__.py", ""),
+    ("runtime/device.py", "import torch\n"),
 )  # fmt: skip
 
 
@@ -47,9 +48,9 @@ class Checkout:
                 root.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, root / name)
         if small:
-            verify = (self.package / "verify.py").read_text()
+            verify = (self.package / "runtime/verify.py").read_text()
             shutil.rmtree(self.package)
-            for name, text in (*SMALL, ("verify.py", verify)):
+            for name, text in (*SMALL, ("runtime/verify.py", verify)):
                 (self.package / name).parent.mkdir(parents=True, exist_ok=True)
                 (self.package / name).write_text(text)
         (root / "tests").mkdir()

@@ -53,7 +53,7 @@ def load_package(name: str = NAME):
 
 
 def submodule(path: str):
-    """A module of the package by its dotted path, e.g. "portable.swiglu"."""
+    """A module of the package by its dotted path, e.g. "swiglu.portable.forward"."""
     load_package()
     return importlib.import_module(f"{NAME}.{path}")
 

@@ -104,9 +104,8 @@ def test_uncommitted_changes_are_marked_and_named_by_content(tmp_path):
     checkout = Checkout(tmp_path / "repo")
     ids = []
     for line in ("# one\n", "# two\n"):
-        checkout.edit(
-            "torch-ext/fused_swiglu_gdn/device.py", "import torch\n", "import torch\n" + line
-        )
+        device = "torch-ext/fused_swiglu_gdn/runtime/device.py"
+        checkout.edit(device, "import torch\n", "import torch\n" + line)
         metadata = Metadata.read_from_file(checkout.build() / "torch-cpu" / "metadata.json")
         assert metadata.provenance.dirty
         ids.append(metadata.id)
@@ -155,7 +154,8 @@ print(local.verify(), hub.verify())
 def test_two_builds_load_in_one_process_as_users_load_them(copy, built, tmp_path):
     one = copy("one")
     changed = Checkout(tmp_path / "changed")
-    changed.edit("torch-ext/fused_swiglu_gdn/verify.py", '"""Whether', '"""If', "another commit")
+    verify = "torch-ext/fused_swiglu_gdn/runtime/verify.py"
+    changed.edit(verify, '"""Whether', '"""If', "another commit")
     changed.build()
     out = python(LOAD, one, LOCAL_KERNELS=f"org/fused-swiglu-gdn={changed.root}")
     first, second = out.split()
@@ -164,13 +164,13 @@ def test_two_builds_load_in_one_process_as_users_load_them(copy, built, tmp_path
 
 def load_verify(folder: Path):
     """verify() of the build in a folder, without the package around it."""
-    return runpy.run_path(str(folder / "verify.py"))["verify"]
+    return runpy.run_path(str(folder / "runtime/verify.py"))["verify"]
 
 
 def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):
     variant = copy("repo") / "build" / f"torch-{HERE}"
     (variant / "__pycache__").mkdir()
-    (variant / "__pycache__" / "device.cpython-311.pyc").write_bytes(b"any")
+    (variant / "__pycache__" / "__init__.cpython-311.pyc").write_bytes(b"any")
     verify = load_verify(variant)
     digest = verify()
     assert verify(digest) == digest
@@ -181,9 +181,12 @@ def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):
 @pytest.mark.parametrize(
     "tamper, says",
     [
-        (lambda v: (v / "device.py").write_text("import torch"), "changed device.py"),
-        (lambda v: (v / "ops" / "gdn.py").unlink(), "missing ops/gdn.py"),
-        (lambda v: (v / "ops" / "extra.py").write_text(""), "not part of it: ops/extra.py"),
+        (
+            lambda v: (v / "runtime" / "device.py").write_text("import os"),
+            "changed runtime/device.py",
+        ),
+        (lambda v: (v / "gdn" / "ops.py").unlink(), "missing gdn/ops.py"),
+        (lambda v: (v / "gdn" / "extra.py").write_text(""), "not part of it: gdn/extra.py"),
         (lambda v: (v / "metadata.json").unlink(), "a source tree, not a build"),
         (lambda v: (v / "metadata.json").write_text("{}"), "holds no digest"),
         (lambda v: (v / "metadata.json").write_text("half"), "cannot be read"),

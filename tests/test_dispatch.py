@@ -22,7 +22,7 @@ class Module(types.SimpleNamespace):
 @pytest.fixture
 def dispatch(monkeypatch):
     """The dispatch on a machine with one CUDA GPU, and a table of modules to fill."""
-    dispatch = submodule("dispatch")
+    dispatch = submodule("runtime.dispatch")
     modules = {}
     state = {"capability": (9, 0)}
     monkeypatch.setattr(dispatch, "_module", lambda folder, family: modules.get(folder))
@@ -40,7 +40,7 @@ class OnGpu:
 
 def chosen(dispatch, needs_grad=False):
     dispatch.module._folders.cache_clear()
-    launch = dispatch.module.choose("swiglu", "swiglu_fwd", needs_grad, (OnGpu(),))
+    launch = dispatch.module.choose("swiglu.forward", "swiglu_fwd", needs_grad, (OnGpu(),))
     return "reference" if launch is None else launch()
 
 
@@ -98,8 +98,8 @@ def test_force_and_record(dispatch):
 
 
 def test_module_that_does_not_load_is_passed_over(caplog):
-    dispatch = submodule("dispatch")
-    assert dispatch._module("portable", "no_such_family") is None
+    dispatch = submodule("runtime.dispatch")
+    assert dispatch._module("portable", "swiglu.no_such_family") is None
     assert not caplog.text
 
 

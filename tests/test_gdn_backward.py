@@ -6,10 +6,10 @@ import torch
 from conftest import gdn_inputs, relative_error, submodule
 from interpreter import compiled, interpreted, rerun
 
-recurrent = submodule("reference.gdn_recurrent")
-written_out = submodule("reference.gdn_backward")
-train = submodule("ops.gdn_train")
-functional = submodule("functional.gdn")
+recurrent = submodule("gdn.reference.recurrent")
+written_out = submodule("gdn.reference.backward")
+train = submodule("gdn.ops_train")
+functional = submodule("gdn.api")
 
 GRADS = "q k v g beta A_log dt_bias initial_state".split()
 
@@ -135,7 +135,7 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernels(options, dtype):
     case = Case(2, 70, 1, 2, 16, 16, dtype, **options)
-    got = case.gradients(submodule("common.gdn_backward"))
+    got = case.gradients(submodule("gdn.portable.backward"))
     compare(got, case.expected(), dtype)
     places = [x.untyped_storage().data_ptr() for x in got if x is not None]
     assert len(set(places)) == len(places)  # an operator's results may not share memory
@@ -145,18 +145,18 @@ def test_kernels(options, dtype):
 @pytest.mark.parametrize("K, V", [(16, 40), (20, 16), (8, 8)])
 def test_kernels_of_head_dims(K, V):
     case = Case(1, 66, 2, 6, K, V, torch.float32)
-    got = case.gradients(submodule("common.gdn_backward"))
+    got = case.gradients(submodule("gdn.portable.backward"))
     compare(got, case.expected(), torch.float32)
 
 
 @interpreted
 def test_kernels_in_part():
     """From saved blocks the same bits; the values' gradients alone, too."""
-    module = submodule("common.gdn_backward")
+    module = submodule("gdn.portable.backward")
     case = Case(1, 66, 1, 2, 16, 16, torch.float32)
     whole = case.gradients(module)
     q, k, _, g, beta, A_log, dt_bias, _ = case.inputs
-    prepared = submodule("common.gdn_prepare").gdn_prepare(
+    prepared = submodule("gdn.portable.prepare").gdn_prepare(
         q, k, g, beta, A_log, dt_bias, None, case.scale, *case.flags[:3]
     )
     for a, b in zip(case.gradients(module, prepared), whole):
@@ -170,7 +170,7 @@ def test_kernels_in_part():
 @interpreted
 @pytest.mark.parametrize("B, T, lengths", [(0, 5, None), (2, 0, None), (1, 0, (0, 0))])
 def test_kernels_of_nothing(B, T, lengths):
-    module = submodule("common.gdn_backward")
+    module = submodule("gdn.portable.backward")
     case = Case(B, T, 1, 2, 16, 16, torch.float32, lengths=lengths, gate=True)
     got = case.gradients(module)
     for grad, x in zip(got, case.inputs):
@@ -184,7 +184,7 @@ def test_without_value_heads(way):
     """No program would write dq and dk: the reference serves, with zeros."""
     x = gdn_inputs(1, 70, 2, 0, 128, 128, torch.bfloat16, way)
     x = {name: t.requires_grad_() for name, t in x.items()}
-    with submodule("dispatch").served() as record:
+    with submodule("runtime.dispatch").served() as record:
         o, _ = functional.chunk_gated_delta_rule(**x)
         o.sum().backward()
     assert record.get("gdn_chunk_bwd", ["reference"]) == ["reference"]  # none: by autograd
@@ -269,7 +269,7 @@ def test_training_on_the_gpu(way, recompute):
         ((o * do).sum() + state.sum()).backward()
         return [t.grad for t in x.values()]
 
-    with submodule("dispatch").force("reference"):
+    with submodule("runtime.dispatch").force("reference"):
         want = gradients(CALLS["eager"])
     for a, b in zip(gradients(way), want):
         assert relative_error(a, b) < LIMIT[torch.bfloat16]
@@ -288,7 +288,7 @@ def layer_gradients(device, way, seed=0):
     layer = modeling.Qwen3_5GatedDeltaNet(config, 0).to(device).train()
     x, dy = torch.randn(2, 2, 130, 128).to(device).unbind(0)
     x = x.clone().requires_grad_()
-    assert submodule("mapping").kernelize(layer, mode="training").served
+    assert submodule("models").kernelize(layer, mode="training").served
     call = torch.compile(layer) if way == "compiled" else layer
     with torch.autocast(device, torch.bfloat16):
         y = call(x)
@@ -306,7 +306,7 @@ def test_a_layer_under_autocast(way):
     over 260 tokens that cancel: autocast alone moves them by .1 to 8e-2 in torch's own functions
     (eight seeds, CPU), all others by .8 to 1.5e-2.
     """
-    with submodule("dispatch").force("reference"):
+    with submodule("runtime.dispatch").force("reference"):
         want = layer_gradients("cuda", "eager")
     for name, gradient in layer_gradients("cuda", way).items():
         limit = 1e-1 if name in ("A_log", "dt_bias") else 3 * LIMIT[torch.bfloat16]
@@ -318,9 +318,9 @@ HEADS = [(1, 1), (2, 4), (4, 4), (1, 4)]
 
 def kernels(case):
     """The modules whose kernels take the case on this GPU."""
-    found = [submodule("common.gdn_backward")]
+    found = [submodule("gdn.portable.backward")]
     if torch.cuda.get_device_capability()[0] == 9:
-        hopper = submodule("hopper.gdn_backward")
+        hopper = submodule("gdn.hopper.backward")
         found += [hopper] if hopper.supports_gdn_chunk_bwd(*case.inputs) else []
     return found
 
@@ -363,14 +363,14 @@ HEAD_DIMS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gpu_head_dims(K, V, dtype):
     case = Case(1, 130, 2, 4, K, V, dtype, "cuda", l2norm=True, zero_beta=True)
-    compare(case.gradients(submodule("common.gdn_backward")), case.expected(), dtype)
+    compare(case.gradients(submodule("gdn.portable.backward")), case.expected(), dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("H, HV", [(2, 4), (1, 8)])
 def test_gpu_configurations_of_other_chips(H, HV, monkeypatch):
     """The tables without a device's name, which other Hopper chips take."""
-    module, tuning = submodule("common.gdn_backward"), submodule("tuning")
+    module, tuning = submodule("gdn.portable.backward"), submodule("runtime.tuning")
     monkeypatch.setattr(tuning.facts, "name", lambda index: "another")
     tuning._nearest.cache_clear()
     module._config.cache_clear()
@@ -385,7 +385,7 @@ def test_gpu_configurations_of_other_chips(H, HV, monkeypatch):
 @pytest.mark.gpu
 def test_gpu_views():
     """Views that begin or continue off 16 bytes are right too."""
-    module = submodule("common.gdn_backward")
+    module = submodule("gdn.portable.backward")
     case = Case(2, 130, 2, 4, 64, 64, torch.bfloat16, "cuda")
     want = case.gradients(module)
 

@@ -5,7 +5,7 @@ import torch
 from conftest import assert_close, gdn_inputs, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
-reference = submodule("reference.gdn")
+reference = submodule("gdn.reference.chunk")
 
 # RMS error over RMS value against an fp64 recurrence: the limit of aiter's own tests (#2686)
 AITER = 0.005
@@ -38,7 +38,7 @@ def expected(args):
 
 
 def run(implementation, args):
-    module = submodule(f"{implementation}.gdn")
+    module = submodule(f"gdn.{implementation}.chunk")
     assert module.supports_gdn_chunk_fwd(*args)
     return module.gdn_chunk_fwd(*args)
 
@@ -120,10 +120,10 @@ def cut_in_segments_of_two_chunks(monkeypatch):
     step = {"BLOCK_K": 16, "BLOCK_V": 16, "STAGES": 1, "num_warps": 4}
     context = {"shortest": 2, "longest": 2, "heads": 16}
     context.update(dict.fromkeys(("transition", "transition_fp32", "carry"), step))
-    monkeypatch.setattr(submodule("portable.gdn"), "lookup", lambda name, device: context)
-    monkeypatch.setattr(submodule("portable.gdn"), "FEWEST", 1)
-    monkeypatch.setattr(submodule("common.gdn_cuts"), "FEWEST", 1)
-    monkeypatch.setattr(submodule("common.gdn_cuts"), "_FEWEST", 1)
+    monkeypatch.setattr(submodule("gdn.portable.chunk"), "lookup", lambda name, device: context)
+    monkeypatch.setattr(submodule("gdn.portable.chunk"), "FEWEST", 1)
+    monkeypatch.setattr(submodule("gdn.portable.cuts"), "FEWEST", 1)
+    monkeypatch.setattr(submodule("gdn.portable.cuts"), "_FEWEST", 1)
 
 
 @interpreted
@@ -182,7 +182,7 @@ def test_segments_of_a_pool_interpreted(monkeypatch):
 
 @interpreted
 def test_a_plan_serves_calls_alike_interpreted():
-    module = submodule("portable.gdn")
+    module = submodule("gdn.portable.chunk")
     first, second = (
         arguments(gdn_inputs(2, 70, 1, 2, 16, 16, torch.float16, seed=seed)) for seed in (0, 1)
     )
@@ -213,7 +213,7 @@ def implementation(request):
     if request.param == "hopper":
         pytest.importorskip("triton")
         try:
-            submodule("hopper.gdn")
+            submodule("gdn.hopper.chunk")
         except ImportError as error:
             pytest.skip(f"no Hopper kernels here: {error}")
         if torch.cuda.get_device_capability() != (9, 0):
@@ -222,7 +222,7 @@ def implementation(request):
 
 
 def check_where_supported(implementation, args, factor=1.0):
-    module = submodule(f"{implementation}.gdn")
+    module = submodule(f"gdn.{implementation}.chunk")
     if not module.supports_gdn_chunk_fwd(*args):
         assert implementation != "portable"
         pytest.skip("another implementation serves this call")
@@ -262,7 +262,7 @@ def aiter_inputs(B, T, H, D, norm, zeros, dtype, rows):
 
 
 def assert_aiter(implementation, args):
-    if not submodule(f"{implementation}.gdn").supports_gdn_chunk_fwd(*args):
+    if not submodule(f"gdn.{implementation}.chunk").supports_gdn_chunk_fwd(*args):
         pytest.skip("another implementation serves this call")
     ref = expected(args)
     o, state, _ = run(implementation, args)
@@ -458,7 +458,7 @@ def test_more_elements_than_32_bits_count(implementation):
 def test_supports():
     if INTERPRETING:
         pytest.skip("nothing to interpret")
-    portable = submodule("portable.gdn")
+    portable = submodule("gdn.portable.chunk")
     x = gdn_inputs(1, 4, 1, 1, 8, 8)
     assert portable.supports_gdn_chunk_fwd(*arguments(x))
     assert not portable.supports_gdn_chunk_fwd(*arguments({n: y.double() for n, y in x.items()}))

@@ -1,4 +1,4 @@
-"""Sequences that the portable path cuts into segments (portable/gdn_context.py), on a GPU."""
+"""Sequences that the portable path cuts into segments (gdn/portable/context.py), on a GPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def inputs(T, HV=4, D=128, dtype=torch.bfloat16, gates="slow", B=1):
 
 def assert_cut(x):
     """The call is one whose sequences are cut."""
-    module = submodule("portable.gdn")
+    module = submodule("gdn.portable.chunk")
     context = module.lookup("portable_gdn_context", x["v"].device)
     assert x["v"].shape[2] <= context["heads"] and x["v"].shape[1] >= 4 * context["shortest"] * 64
 
@@ -110,7 +110,7 @@ def test_a_million_tokens(gates):
 
 def test_operator_and_compiled_function():
     """opcheck of the operator, and one graph, where the portable kernels serve."""
-    dispatch, ops = submodule("dispatch"), submodule("ops.gdn")
+    dispatch, ops = submodule("runtime.dispatch"), submodule("gdn.ops")
     kernel = load_package()
     x = inputs(2200, HV=2, D=64)
     state = x.pop("initial_state")

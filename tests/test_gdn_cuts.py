@@ -1,5 +1,5 @@
-"""The states at the cuts of long sequences, which lie where o will (common/gdn_cuts.py): where that
-is, the kernel of hopper/ that chains them, and that a call takes no other memory."""
+"""The states at the cuts of long sequences, which lie where o will (gdn/portable/cuts.py): where
+that is, the kernel of hopper/ that chains them, and that a call takes no other memory."""
 
 import json
 
@@ -12,8 +12,8 @@ from test_gdn_chunk import arguments, cu, implementation, run  # noqa: F401
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-cuts = submodule("common.gdn_cuts")
-chunk_rows = submodule("chunks").chunk_rows
+cuts = submodule("gdn.portable.cuts")
+chunk_rows = submodule("gdn.chunks").chunk_rows
 SPAN, D = 1024, 128  # tokens of the shortest segment on Hopper; its head dims
 LIMIT = 300  # bytes of extra memory for a token of a value head
 
@@ -90,7 +90,7 @@ def count_segments(length, most):
 
 def chain(lengths, packed, split, device, pool=None, indices=None):
     """gdn_carry_kernel on random N and M; what must lie at the cuts is in fp64 beside it."""
-    kernel, HV, N = submodule("hopper.gdn_carry").gdn_carry_kernel, 2, len(lengths)
+    kernel, HV, N = submodule("gdn.hopper.carry").gdn_carry_kernel, 2, len(lengths)
     T = sum(lengths) if packed else lengths[0]
     slots = min(N * split, N + T // SPAN) if packed else N * split
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]

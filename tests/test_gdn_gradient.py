@@ -1,4 +1,4 @@
-"""The gradient's own kernel on Hopper (hopper/gdn_gradient.py): what test_gdn_backward.py does not
+"""The gradient's own kernel on Hopper (gdn/hopper/gradient.py): what test_gdn_backward.py does not
 ask of it."""
 
 import pytest
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 def kernels():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("for Hopper")
-    return submodule("hopper.gdn_backward")
+    return submodule("gdn.hopper.backward")
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -27,7 +27,7 @@ def test_many_chunks_a_program(kernels):
     """More chunks than processors, so that programs go from one to the next; as common's kernels
     but for the order of sums."""
     case = Case(2, 6400, 2, 4, 128, 128, torch.bfloat16, "cuda", l2norm=True)
-    got, want = case.gradients(kernels), case.gradients(submodule("common.gdn_backward"))
+    got, want = case.gradients(kernels), case.gradients(submodule("gdn.portable.backward"))
     compare(got, want, torch.bfloat16, factor=0.2)
 
 
@@ -59,7 +59,7 @@ def test_saved_blocks(kernels):
     """From what the forward saved, the same bits; the values' gradients alone, too."""
     case = Case(1, 200, 2, 4, 128, 128, torch.bfloat16, "cuda", l2norm=True)
     q, k, _, g, beta, A_log, dt_bias, _ = case.inputs
-    prepared = submodule("common.gdn_prepare").gdn_prepare(
+    prepared = submodule("gdn.portable.prepare").gdn_prepare(
         q, k, g, beta, A_log, dt_bias, None, case.scale, *case.flags[:3]
     )
     whole = case.gradients(kernels)
@@ -73,7 +73,7 @@ def test_saved_blocks(kernels):
 def test_who_serves(kernels):
     case = Case(1, 70, 1, 2, 128, 128, torch.bfloat16, "cuda")
     leaves = [x.clone().requires_grad_() for x in case.inputs[:5]]
-    with submodule("dispatch").served() as record:
-        o, _ = submodule("functional.gdn").chunk_gated_delta_rule(*leaves)
+    with submodule("runtime.dispatch").served() as record:
+        o, _ = submodule("gdn.api").chunk_gated_delta_rule(*leaves)
         o.backward(case.do)
     assert record["gdn_chunk_bwd"] == ["hopper"]

@@ -14,8 +14,8 @@ from interpreter import compiled
 from test_gdn_chunk import arguments, check, cu, expected
 
 pytest.importorskip("triton")
-gdn = pytest.importorskip("triton.experimental.gluon") and submodule("hopper.gdn")
-gdn_plan = submodule("hopper.gdn_plan")
+gdn = pytest.importorskip("triton.experimental.gluon") and submodule("gdn.hopper.chunk")
+gdn_plan = submodule("gdn.hopper.plan")
 
 
 def supports(**options):
@@ -119,12 +119,12 @@ def test_in_a_thread_that_has_called_nothing():
     """Such a thread, of autograd's say, has no CUDA context, which encoding tensor maps takes."""
     x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
     options = {"use_qk_l2norm_in_kernel": True}
-    want, _ = submodule("functional.gdn").chunk_gated_delta_rule(**x, **options)
+    want, _ = submodule("gdn.api").chunk_gated_delta_rule(**x, **options)
     moved = {name: tensor.clone() for name, tensor in x.items()}
     found = []
 
     def call():
-        found.append(submodule("functional.gdn").chunk_gated_delta_rule(**moved, **options)[0])
+        found.append(submodule("gdn.api").chunk_gated_delta_rule(**moved, **options)[0])
 
     thread = threading.Thread(target=call)
     thread.start()
@@ -258,7 +258,7 @@ def test_prepare_packed_from_raw_gates(H, HV):
 def test_prompts_like_one_before(kernel):
     """A plan serves them: the same bits, also where a tensor begins at another address."""
     x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
-    known = submodule("functional.gdn")._prefilling._known
+    known = submodule("gdn.api")._prefilling._known
     known.clear()
 
     def call(x):

@@ -5,8 +5,8 @@ import torch
 from conftest import assert_close, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
-reference = submodule("reference.gdn_layer")
-fused = submodule("reference.gdn_layer_fused")
+reference = submodule("gdn_layer.reference.layer")
+fused = submodule("gdn_layer.reference.fused")
 
 DTYPES = [torch.float32, torch.float16] if INTERPRETING else [torch.float32, torch.bfloat16]
 
@@ -44,7 +44,7 @@ class Kernel:
     @pytest.mark.parametrize("order", ["tokens", "channels"])
     @pytest.mark.parametrize("W", [2, 4, 8])  # the least, the models', the most
     def test_convolution(self, W, order, dtype):
-        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         x = self.x(order, 2, 24, 37, dtype)
         weight, bias = self.normal(24, W, dtype=dtype), self.normal(24, dtype=dtype)
         before = self.normal(2, W - 1, 24, dtype=dtype).mT
@@ -62,10 +62,12 @@ class Kernel:
     @pytest.mark.parametrize("W", [2, 4, 5, 6, 8])
     def test_convolution_by_quads(self, W, T):
         """16-bit tokens side by side, a multiple of four: four at a time."""
-        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         x = self.normal(2, 12, T + 4, dtype=DTYPES[1])[..., 4:]
         weight, bias = self.normal(12, W, dtype=DTYPES[1]), self.normal(12)
-        assert submodule("portable.causal_conv1d_quads").takes_quads(x, torch.empty_like(x))
+        assert submodule("gdn_layer.portable.causal_conv1d_quads").takes_quads(
+            x, torch.empty_like(x)
+        )
         args = (x, weight, bias, "silu", None, None, None, True)
         poison(x)
         y, final = run(*args)
@@ -77,7 +79,7 @@ class Kernel:
     @pytest.mark.parametrize("cu", [[0, 0, 2, 3, 21, 37, 37], [0, 37]], ids=str)
     @pytest.mark.parametrize("order", ["tokens", "channels"])
     def test_packed_convolution(self, order, cu):
-        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         N, x, weight = len(cu) - 1, self.x(order, 1, 24, 37, DTYPES[1]), self.normal(24, 4)
         initial = self.normal(N, 24, 3, dtype=DTYPES[1])
         lengths = torch.tensor(cu, device=self.device, dtype=torch.int32)
@@ -94,7 +96,7 @@ class Kernel:
 
     def test_nothing_leaks(self):
         """NaN of another sequence, by seq_idx or lengths, reaches no other."""
-        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         x, weight = self.x("tokens", 1, 24, 20, torch.float32), self.normal(24, 4)
         x[..., 5:12] = float("nan")
         seq_idx = torch.tensor([[0] * 5 + [1] * 7 + [2] * 8], device=self.device)
@@ -104,14 +106,14 @@ class Kernel:
             assert not y[..., :5].isnan().any() and not y[..., 12:].isnan().any()
 
     def test_convolution_by_seq_idx(self):
-        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         x, weight = self.x("tokens", 2, 24, 20, DTYPES[1]), self.normal(24, 4, dtype=DTYPES[1])
         seq_idx = torch.tensor([[0] * 5 + [1] * 15, [3] * 20], device=self.device)
         args = (x, weight, None, None, seq_idx, None, None, False)
         assert_close(run(*args)[0], reference.causal_conv1d_fwd(*wide(*args))[0])
 
     def test_no_tokens(self):
-        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         x, weight, initial = self.normal(2, 24, 0), self.normal(24, 4), self.normal(2, 24, 3)
         y, final = run(x, weight, None, None, None, None, initial, True)
         assert y.shape == x.shape and torch.equal(final, initial)
@@ -120,7 +122,7 @@ class Kernel:
     @pytest.mark.parametrize("S", [3, 4, 6])  # the least; transformers'; more
     @pytest.mark.parametrize("T", [1, 3])
     def test_update(self, T, S, dtype):
-        run = submodule("portable.gdn_layer").causal_conv1d_update
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_update
         weight, bias = self.normal(24, 4, dtype=dtype), self.normal(24, dtype=dtype)
         state = self.normal(2, 24, S, dtype=dtype)
         ref_state = state.double()
@@ -134,7 +136,7 @@ class Kernel:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("shape", [(7,), (5, 128), (3, 4, 100), (2, 1, 4, 24)], ids=str)
     def test_norm(self, shape, dtype):
-        run = submodule("portable.gdn_layer").rms_norm_gated_fwd
+        run = submodule("gdn_layer.portable.layer").rms_norm_gated_fwd
         x, weight = self.normal(*shape, dtype=dtype), self.normal(shape[-1])
         gate = self.normal(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., : shape[-1]]
         for activation in ("silu", "sigmoid"):
@@ -157,7 +159,7 @@ class Kernel:
     def test_prologue(self, sizes):
         """q, k, v by key head, as Qwen3-Next has them: what put side by side, convolution gives."""
         B, T, H, HV, K, V, W, S, cu = sizes
-        layer, R = submodule("portable.gdn_layer"), HV // H
+        layer, R = submodule("gdn_layer.portable.layer"), HV // H
         packed = self.normal(B, T, H, 2 * K + R * V, dtype=DTYPES[1])
         q, k, v = packed.split([K, K, R * V], -1)
         v = v.unflatten(-1, (R, V)).flatten(2, 3)
@@ -183,7 +185,7 @@ class Kernel:
     def test_decode(self, sizes, dtype):
         """Two steps of a layer: both states and both outputs."""
         B, H, HV, K, V, W, S = sizes
-        layer, D = submodule("portable.gdn_layer"), 2 * H * K + HV * V
+        layer, D = submodule("gdn_layer.portable.layer"), 2 * H * K + HV * V
         conv_state, state = self.normal(B, D, S, dtype=dtype), self.normal(B, HV, K, V) * 0.2
         ref_conv, ref_state = wide(conv_state, state)
         weight = self.normal(D, W, dtype=dtype)
@@ -230,7 +232,7 @@ class TestCompiled(Kernel):
 
     def test_update_many_times(self):
         """A race between threads that move the state would show in some of many tries."""
-        run = submodule("portable.gdn_layer").causal_conv1d_update
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_update
         state, weight = self.normal(64, 4096, 4), self.normal(4096, 4)
         expected = state.clone()
         for _ in range(50):
@@ -244,7 +246,7 @@ class TestCompiled(Kernel):
         x = torch.zeros(1, 2**31 // 8192 + 64, 8192, dtype=torch.bfloat16, device="cuda")
         x[0, -40:] = self.normal(40, 8192)
         weight = self.normal(8192, 4, dtype=torch.bfloat16)
-        run = submodule("portable.gdn_layer").causal_conv1d_fwd
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         y, final = run(x.transpose(1, 2), weight, None, "silu", None, None, None, True)
         tail = x[:, -43:].transpose(1, 2)
         ref = reference.causal_conv1d_fwd(*wide(tail, weight), None, "silu", None, None, None, True)
@@ -253,7 +255,7 @@ class TestCompiled(Kernel):
 
     def test_decode_batch_invariant(self):
         """A row of a batch gives the bits that it gives alone, every time."""
-        layer, n = submodule("portable.gdn_layer"), 33
+        layer, n = submodule("gdn_layer.portable.layer"), 33
         rows = self.normal(n, 1, 3 * 4 * 128, dtype=torch.bfloat16)
         q, k, v = (x.unflatten(-1, (4, 128)) for x in rows.chunk(3, -1))
         z, (a, b) = self.normal(n, 1, 4, 128), self.normal(2, n, 1, 4).unbind(0)

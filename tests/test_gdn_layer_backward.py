@@ -6,9 +6,9 @@ import torch
 from conftest import TOLERANCE, relative_error, submodule
 from interpreter import compiled, interpreted, rerun
 
-reference = submodule("reference.gdn_layer")
-ops = submodule("ops.gdn_layer")
-fused = submodule("ops.gdn_layer_fused")
+reference = submodule("gdn_layer.reference.layer")
+ops = submodule("gdn_layer.ops")
+fused = submodule("gdn_layer.ops_fused")
 
 CONVOLUTIONS = {
     "plain": {},
@@ -99,12 +99,12 @@ LARGE_NORMS = [((2, 500, 32, 128), "silu"), ((3, 8192), "silu"), ((5, 3, 100), "
 
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_written_out_convolution(options):
-    Convolution(torch.float64, **options).check(submodule("reference.gdn_layer_backward"))
+    Convolution(torch.float64, **options).check(submodule("gdn_layer.reference.backward"))
 
 
 @pytest.mark.parametrize("shape, activation", NORMS)
 def test_written_out_norm(shape, activation):
-    check_norm(submodule("reference.gdn_layer_backward"), shape, activation, torch.float64)
+    check_norm(submodule("gdn_layer.reference.backward"), shape, activation, torch.float64)
 
 
 @compiled
@@ -116,27 +116,27 @@ def test_in_the_interpreter():
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_convolution(options, dtype):
-    Convolution(dtype, **options).check(submodule("portable.causal_conv1d_backward"))
+    Convolution(dtype, **options).check(submodule("gdn_layer.portable.causal_conv1d_backward"))
 
 
 @interpreted
 @pytest.mark.parametrize("shape, activation", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_norm(shape, activation, dtype):
-    check_norm(submodule("portable.rms_norm_gated_backward"), shape, activation, dtype)
+    check_norm(submodule("gdn_layer.portable.rms_norm_gated_backward"), shape, activation, dtype)
 
 
 @interpreted
 @pytest.mark.parametrize("adjacent", [True, False])
 def test_prologue(adjacent):
     """q, k, v are views of one projection, which is then read as it is, or tensors apart."""
-    module = submodule("portable.causal_conv1d_backward")
+    module = submodule("gdn_layer.portable.causal_conv1d_backward")
     x, dy, weight = torch.randn(2, 9, 16), torch.randn(2, 9, 16), torch.randn(16, 3)
     q, k, v = (t if adjacent else t.clone() for t in x.split([4, 4, 8], -1))
     q, k, v = q.unflatten(-1, (1, 4)), k.unflatten(-1, (1, 4)), v.unflatten(-1, (2, 4))
     assert (module._joined(q, k, v).data_ptr() == x.data_ptr()) == adjacent
     got = module.gdn_layer_prologue_bwd(q, k, v, weight, None, "silu", None, None, dy)
-    written_out = submodule("reference.gdn_layer_backward").gdn_layer_prologue_bwd
+    written_out = submodule("gdn_layer.reference.backward").gdn_layer_prologue_bwd
     want = written_out(*(wide(t) for t in (q, k, v, weight)), None, "silu", None, None, wide(dy))
     for a, b in zip(got[:2], want[:2]):
         assert relative_error(a, b) < 1e-6
@@ -173,7 +173,7 @@ LARGE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gpu_convolution(options, dtype):
     case = Convolution(dtype, "cuda", **options)
-    module = submodule("portable.causal_conv1d_backward")
+    module = submodule("gdn_layer.portable.causal_conv1d_backward")
     case.check(module)
     twice = [module.causal_conv1d_bwd(*case.args, case.dy, case.d_final) for _ in range(2)]
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(*twice))
@@ -183,7 +183,7 @@ def test_gpu_convolution(options, dtype):
 @pytest.mark.parametrize("shape, activation", NORMS + LARGE_NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gpu_norm(shape, activation, dtype):
-    module = submodule("portable.rms_norm_gated_backward")
+    module = submodule("gdn_layer.portable.rms_norm_gated_backward")
     check_norm(module, shape, activation, dtype, "cuda")
     x, gate, dy = (torch.randn(shape, device="cuda").to(dtype) for _ in range(3))
     weight = torch.randn(shape[-1], device="cuda").to(dtype)
@@ -194,12 +194,12 @@ def test_gpu_norm(shape, activation, dtype):
 @pytest.mark.gpu
 def test_gpu_prologue():
     """Views of one projection, as a layer has them."""
-    module = submodule("portable.causal_conv1d_backward")
+    module = submodule("gdn_layer.portable.causal_conv1d_backward")
     x, dy = (torch.randn(2, 130, 512, device="cuda").bfloat16() for _ in range(2))
     weight = torch.randn(512, 4, device="cuda").bfloat16()
     q, k, v = (t.unflatten(-1, (-1, 64)) for t in x.split([128, 128, 256], -1))
     got = module.gdn_layer_prologue_bwd(q, k, v, weight, None, "silu", None, None, dy)
-    written_out = submodule("reference.gdn_layer_backward").gdn_layer_prologue_bwd
+    written_out = submodule("gdn_layer.reference.backward").gdn_layer_prologue_bwd
     want = written_out(*(wide(t) for t in (q, k, v, weight)), None, "silu", None, None, wide(dy))
     for a, b in zip(got[:2], want[:2]):
         assert relative_error(a, b) <= 2 * TOLERANCE[torch.bfloat16]

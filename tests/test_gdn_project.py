@@ -5,7 +5,7 @@ import torch
 from conftest import assert_close, submodule
 from interpreter import compiled, interpreted, rerun
 
-reference = submodule("reference.gdn_project")
+reference = submodule("gdn_layer.reference.project")
 
 # weights of Qwen3.5 (qkv, z, b, a), Qwen3-Next (two) and OLMo-Hybrid (six); rows past a tile
 ROWS = [(96, 64, 4, 4), (130, 8), (64, 64, 96, 96, 4, 4), (1,)]
@@ -18,7 +18,7 @@ def inputs(M, K, rows, dtype, device):
 
 
 def check(dtype, device):
-    portable = submodule("portable.gdn_project")
+    portable = submodule("gdn_layer.portable.project")
     for rows in ROWS:
         for M in (1, 5, 16, 33, 64):
             x, weights = inputs(M, 192 if M < 16 else 128, rows, dtype, device)
@@ -48,7 +48,7 @@ def test_on_a_gpu(dtype):
 @compiled
 def test_what_is_refused():
     """More tokens than a decoding batch, other dtypes, odd widths, weights that are not dense."""
-    supports = submodule("portable.gdn_project").supports_gdn_project_fwd
+    supports = submodule("gdn_layer.portable.project").supports_gdn_project_fwd
     x, weights = inputs(4, 128, (96, 8), torch.bfloat16, "cpu")
     assert supports(x, weights)
     assert not supports(x.repeat(17, 1), weights)
@@ -61,7 +61,7 @@ def test_what_is_refused():
 @compiled
 def test_without_a_kernel_the_modules_are_called(kernel):
     """On a CPU, with gradients and under autocast there is nothing to gain."""
-    project = submodule("functional.gdn_project").project
+    project = submodule("gdn_layer.project").project
     x, weights = inputs(4, 128, (96, 8), torch.bfloat16, "cpu")
     with torch.no_grad():
         assert project(x[None], weights) is None

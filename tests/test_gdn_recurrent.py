@@ -5,7 +5,7 @@ import torch
 from conftest import assert_close, gdn_inputs, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
-reference = submodule("reference.gdn_recurrent")
+reference = submodule("gdn.reference.recurrent")
 
 # states are kept and summed in fp32: what is left is their own rounding
 STATE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -66,7 +66,7 @@ def poisoned(*shapes, dtype, device):
 
 def check(x):
     """The kernel's output and states are the reference's; returns them."""
-    kernel = submodule("portable.gdn_recurrent")
+    kernel = submodule("gdn.portable.recurrent")
     assert kernel.supports_gdn_recurrent_fwd(*x.values())
     ref_o, ref_state = reference.gdn_recurrent_fwd(**wide(x))
     for tensor, dtype in ((x["v"], x["q"].dtype), (x["initial_state"], torch.float32)):
@@ -123,7 +123,7 @@ class Kernel:
         x = arguments(2, T, 1, 2, 16, 16, device=self.device)
         x["initial_state"] = None
         ref_o, ref_state = reference.gdn_recurrent_fwd(**wide(x))
-        o, state = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**x)
+        o, state = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**x)
         assert relative_error(o, ref_o) < 1e-5
         assert relative_error(state, ref_state) < 1e-5
 
@@ -145,7 +145,7 @@ class Kernel:
                 alone[name] = x[name]
             alone["initial_state"] = x["initial_state"][n : n + 1].clone()
             alone["cu_seqlens"] = torch.tensor([0, b - a], device=self.device)
-            mine, after = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**alone)
+            mine, after = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**alone)
             assert torch.equal(mine, o[:, a:b])
             assert torch.equal(after[0], state[n])
 
@@ -161,7 +161,7 @@ class Kernel:
         ref = wide(x)
         ref["q"][1] = 0.0
         ref_o, ref_pool = reference.gdn_recurrent_fwd(**ref)
-        o, pool = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**x)
+        o, pool = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**x)
         assert pool is x["initial_state"]
         assert_close(o, ref_o)
         assert torch.equal(o[1], torch.zeros_like(o[1]))
@@ -189,13 +189,13 @@ class Kernel:
             part = {**x, "all_states": False}
             for name in ("q", "k", "v", "g", "beta"):
                 part[name] = x[name][:, :n]
-            _, state = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**part)
+            _, state = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**part)
             assert relative_error(states[:, n - 1], state) < 1e-6
 
     def test_views(self, v_first):
         """q, k, v are read where a projection put them: tokens and heads at any distance."""
         x = arguments(2, 3, 2, 4, 16, 24, device=self.device, v_first=v_first, raw=True)
-        dense = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**x)
+        dense = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**x)
         packed = torch.cat([x[n].flatten(2) for n in ("q", "k", "v")], -1)
         parts = packed.split([32, 32, 96], -1)
         for name, part, heads in zip("qkv", parts, (2, 2, 4)):
@@ -203,12 +203,12 @@ class Kernel:
         gates = torch.cat([x["g"], x["beta"]], -1)
         x["g"], x["beta"] = gates.split(4, -1)
         x["k"] = x["k"].transpose(0, 1).contiguous().transpose(0, 1)  # tokens before rows
-        o, state = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**x)
+        o, state = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**x)
         assert torch.equal(o, dense[0]) and torch.equal(state, dense[1])
 
     @pytest.mark.parametrize("T", [1, 3])
     def test_repeatable_and_batch_invariant(self, T, v_first):
-        run = submodule("portable.gdn_recurrent").gdn_recurrent_fwd
+        run = submodule("gdn.portable.recurrent").gdn_recurrent_fwd
         big = (64, T, 4, 16, 128, 128) if self.device == "cuda" else (3, T, 1, 1, 16, 16)
         x = arguments(*big, DTYPES[1], self.device, v_first=v_first, raw=True)
         o, state = run(**x)
@@ -239,7 +239,7 @@ class TestCompiled(Kernel):
     def test_graph(self):
         """A captured step goes on from the state where it was left."""
         x = arguments(4, 1, 2, 4, 64, 64, torch.bfloat16, "cuda", raw=True, inplace=True)
-        run = submodule("portable.gdn_recurrent").gdn_recurrent_fwd
+        run = submodule("gdn.portable.recurrent").gdn_recurrent_fwd
         twin = {**x, "initial_state": x["initial_state"].clone()}
         for _ in range(3):
             run(**twin)
@@ -272,6 +272,6 @@ class TestCompiled(Kernel):
         ref_o, ref_state = reference.gdn_recurrent_fwd(**wide(x))
         x["initial_state"] = pool
         x["state_indices"] = torch.tensor([rows - 2], device="cuda", dtype=torch.int32)
-        o, _ = submodule("portable.gdn_recurrent").gdn_recurrent_fwd(**x)
+        o, _ = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**x)
         assert_close(o, ref_o)
         assert relative_error(pool[-2], ref_state[0]) < STATE[torch.bfloat16]

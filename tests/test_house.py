@@ -1,4 +1,4 @@
-"""The house: imports go down the storeys, siblings never meet, files and functions stay small."""
+"""The house: imports go down from room to room, files and functions stay small."""
 
 import ast
 import tokenize
@@ -6,61 +6,66 @@ import tokenize
 import pytest
 from conftest import PACKAGE, ROOT
 
-# A module may import from storeys below its own. `_ops` is generated.
-STOREYS = [
-    ("reference", "common", "portable", "hopper"),  # see SIBLINGS for what these may not do
-    ("dispatch",),
-    ("checks",),
-    ("ops",),
-    ("functional",),
-    ("modules", "layers"),
-    ("mapping",),
-    ("__init__",),
-]
-GROUND = ("_ops", "chunks", "device", "facts", "tuning", "verify")
-STOREY = {name: level for level, names in enumerate(STOREYS) for name in names}
-SIBLINGS = {"reference": set(), "common": set(), "portable": {"common"}, "hopper": {"common"}}
+# A room is an operation, and a module imports from its own room and from rooms further left.
+# `_ops` is generated. A new operation becomes a room between `runtime` and `layers`.
+ROOMS = ["_ops", "runtime", "swiglu", "experts", "gdn", "gdn_layer", "layers", "models", "__init__"]
+OPERATIONS = ROOMS[2:6]
+# Inside an operation: api (and module, fused, project) -> ops -> reference, checks; the kernels of
+# a chip are reached through runtime/dispatch.py alone. `chunks` holds sizes that all agree on.
+KINDS = {"chunks": 0, "reference": 1, "checks": 1, "portable": 1, "hopper": 2, "ops": 3}
+KERNELS = ("portable", "hopper")
+# of runtime: what is imported where there is no Triton
+EVERYWHERE = ("dispatch", "device", "facts", "tuning", "verify", "checks", "ops", "shortcuts")
+API = 4
 MAX_FILE, MAX_KERNEL, MAX_FUNCTION = 400, 150, 60
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_ops.py")
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
 
 
-def top(path) -> str:
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def place(parts) -> tuple:
+    """(room, kind) of a module by the parts of its path, e.g. ("gdn", "hopper")."""
+    if parts[0] not in OPERATIONS or len(parts) == 1:
+        return parts[0], ""
+    kind = parts[1]
+    return parts[0], "ops" if kind.startswith("ops_") else kind
 
 
 def imported(path):
-    """(name of the top module or folder of this package, line) for each import in the file."""
-    depth = len(path.relative_to(PACKAGE).parts)
+    """(parts of a module of this package, line) for each import in the file."""
+    package = path.relative_to(PACKAGE).parent.parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             assert not any(a.name.startswith("fused_swiglu_gdn") for a in node.names)
         if not isinstance(node, ast.ImportFrom):
             continue
         assert node.level or not (node.module or "").startswith("fused_swiglu_gdn")
-        if node.level != depth:  # another package's, or within the same folder
-            continue
-        if node.module:
-            yield node.module.split(".")[0], node.lineno
-        else:
+        if node.level:
+            base = package[: len(package) - node.level + 1]
+            base += tuple(node.module.split(".")) if node.module else ()
             for alias in node.names:
-                yield alias.name, node.lineno
+                target = PACKAGE.joinpath(*base, alias.name)
+                is_module = target.is_dir() or target.with_suffix(".py").exists()
+                yield base + ((alias.name,) if is_module else ()), node.lineno
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_imports_go_down(path):
-    mine = top(path)
-    for name, line in imported(path):
-        if name == mine or name in GROUND:
+    room, kind = place(path.relative_to(PACKAGE).with_suffix("").parts)
+    for parts, line in imported(path):
+        theirs, their_kind = place(parts)
+        where = f"{path.name}:{line}: {room}/{kind} imports {'.'.join(parts)}"
+        assert ROOMS.index(theirs) <= ROOMS.index(room), f"{where}, a room above it"
+        if theirs not in OPERATIONS or room not in OPERATIONS:
+            assert their_kind not in KERNELS, f"{where}: that is dispatch's job"
             continue
-        assert mine not in GROUND, f"{path.name}:{line}: {mine} stands on the ground"
-        if mine in SIBLINGS:
-            assert name in SIBLINGS[mine], f"{path.name}:{line}: {mine} must not import {name}"
-            continue
-        assert name in STOREY, f"{path.name}:{line}: {name} has no storey"
-        assert STOREY[name] < STOREY[mine], f"{path.name}:{line}: {mine} imports {name} above it"
-        assert name not in ("portable", "hopper", "common"), f"{path.name}:{line}: dispatch's job"
+        assert KINDS.get(their_kind, API) <= KINDS.get(kind, API), f"{where}, which stands on it"
+        if kind in KERNELS:
+            assert their_kind in ("chunks", *KERNELS), f"{where}: kernels stand on kernels"
+        else:
+            assert their_kind not in KERNELS, f"{where}: that is dispatch's job"
+        if kind == "reference":
+            assert their_kind in ("chunks", "reference"), f"{where}: torch alone"
 
 
 def is_kernel(function) -> bool:
@@ -100,7 +105,9 @@ def test_python_39_grammar_and_lazy_triton(path):
                      [alias.name for alias in node.names])
     }  # fmt: skip
     if "triton" in names:
-        assert top(path) in ("portable", "hopper", "common"), f"{path.name} imports triton"
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        launches = parts[0] == "runtime" and parts[1] not in EVERYWHERE
+        assert launches or place(parts)[1] in KERNELS, f"{path.name} imports triton"
     assert not names & {"transformers", "kernels", "numpy", "huggingface_hub"}
 
 
@@ -119,7 +126,9 @@ def test_nothing_printed_or_left_to_do(path):
 
 def test_every_public_function_says_shapes_and_errors():
     tree = {
-        path.stem: ast.parse(path.read_text()) for path in (PACKAGE / "functional").glob("*.py")
+        path: ast.parse(path.read_text())
+        for path in PACKAGE.glob("*/*.py")
+        if path.stem.startswith("api") or path.stem == "module"
     }
     public = ast.parse((PACKAGE / "__init__.py").read_text())
     exported = next(

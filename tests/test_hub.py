@@ -106,7 +106,7 @@ def test_load_by_version_and_find_a_tampered_file(hub, unchanged, send, user):
             files[path] += b"\nSTOLEN = True\n"
     home = str(unchanged.root.parent / "another-home")
     told = user(SHOW, REPO, "dict(version=1)", fails=True, HF_HOME=home)
-    assert "is not as it was built: changed device.py" in told
+    assert "is not as it was built: changed runtime/device.py" in told
 
 
 CLI = """

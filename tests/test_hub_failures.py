@@ -74,7 +74,7 @@ def api_that_shrank(checkout):
 
 def api_not_recorded(checkout):
     checkout.edit(
-        "torch-ext/fused_swiglu_gdn/verify.py",
+        "torch-ext/fused_swiglu_gdn/runtime/verify.py",
         "expected: Optional[str] = None)", "expected: Optional[str] = None, deep: bool = False)",
         "larger",
     )  # fmt: skip

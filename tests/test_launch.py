@@ -40,7 +40,7 @@ class OtherLauncher:
 
 
 def last_step(run):
-    return submodule("common.launch").last_step(run, (4, 1, 1), 0, CODE, ARGUMENTS)
+    return submodule("runtime.launch").last_step(run, (4, 1, 1), 0, CODE, ARGUMENTS)
 
 
 def test_last_step():

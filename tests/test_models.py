@@ -261,7 +261,7 @@ def second_version(tmp_path):
     text = (root / "build.toml").read_text()
     assert "version = 1" in text
     (root / "build.toml").write_text(text.replace("version = 1", "version = 2"))
-    with open(root / "torch-ext" / "fused_swiglu_gdn" / "device.py", "a") as file:
+    with open(root / "torch-ext" / "fused_swiglu_gdn/runtime/device.py", "a") as file:
         file.write("\nSECOND = True\n")
     build_tool().build(root, root / "build")
     return root
@@ -273,8 +273,8 @@ def test_two_versions_in_one_process(built, repository, tmp_path, monkeypatch):
     other = kernels.get_kernel("org/next", version=2)
     assert other.__name__ != built.__name__
     assert other.layers.SwiGLUMLP is not built.layers.SwiGLUMLP
-    assert sys.modules[f"{other.__name__}.device"].SECOND
-    assert not hasattr(sys.modules[f"{built.__name__}.device"], "SECOND")
+    assert sys.modules[f"{other.__name__}.runtime.device"].SECOND
+    assert not hasattr(sys.modules[f"{built.__name__}.runtime.device"], "SECOND")
     model, _ = pair(built, "qwen3_5_text", "cpu")
     ids = tokens(2, 9)
     ref = logits(model, ids)

@@ -11,8 +11,8 @@ from interpreter import compiled, interpreted, rerun
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-locate = submodule("common.gdn_prepare").locate
-conv_rows = submodule("portable.causal_conv1d_rows")
+locate = submodule("gdn.portable.prepare").locate
+conv_rows = submodule("gdn_layer.portable.causal_conv1d_rows")
 sequence_at, advance = conv_rows.sequence_at, conv_rows.advance
 T, N = 300, 3
 WRONG = ([0, 500, 300, 300], [-70, 100, 90, 300], [200, 100, 0, 10**6], [300, -200, 250, 9])
@@ -73,7 +73,7 @@ def test_no_kernel_faults(kernel, ends):
     options = {"initial_state": state, "cu_seqlens": cu_seqlens, "output_final_state": True}
     o, _ = kernel.chunk_gated_delta_rule(q, k, v, g, beta, **options)
     o.sum().backward()
-    with submodule("dispatch").force("portable"):
+    with submodule("runtime.dispatch").force("portable"):
         kernel.chunk_gated_delta_rule(q, k, v, g, beta, **options)[0].sum().backward()
     with torch.no_grad():
         kernel.fused_recurrent_gated_delta_rule(q, k, v, g, beta, **options)

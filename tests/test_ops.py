@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import gdn_inputs, relative_error, submodule
 
-swiglu, gdn, layer = (submodule(f"ops.{name}") for name in ("swiglu", "gdn", "gdn_layer"))
+swiglu, gdn, layer = (submodule(f"{room}.ops") for room in ("swiglu", "gdn", "gdn_layer"))
 # gradients are the reference's own (or a kernel's, tested with that kernel), not the operator's
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 

@@ -1,4 +1,4 @@
-"""Launches that are kept and made again (common/replay.py)."""
+"""Launches that are kept and made again (runtime/replay.py)."""
 
 import pytest
 import torch
@@ -15,17 +15,17 @@ def setup_case(M):
 
 def replays(kernel, M):
     """fused_swiglu(x, ...), and the Replay that launches it: few rows by pointers, else by maps."""
-    module = submodule("portable.swiglu" if M <= 64 else "hopper.swiglu")
+    module = submodule("swiglu.portable.forward" if M <= 64 else "swiglu.hopper.forward")
     x, w_gate, w_up = setup_case(M)
     found = []
-    original = submodule("common.replay").Replay.__call__
+    original = submodule("runtime.replay").Replay.__call__
 
     def spy(self, key, arguments):
         found.append(self)
         return original(self, key, arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(submodule("common.replay").Replay, "__call__", spy)
+        patch.setattr(submodule("runtime.replay").Replay, "__call__", spy)
         kernel.fused_swiglu(x, w_gate, w_up)
     assert module._plan.cache_info().currsize
     return found[0], x, w_gate, w_up
@@ -60,7 +60,7 @@ def test_nothing_is_kept_alive(kernel, M):
 
 @pytest.mark.parametrize("M", [3, 300])
 def test_few_are_kept(kernel, M, monkeypatch):
-    monkeypatch.setattr(submodule("common.replay"), "LIMIT", 4)
+    monkeypatch.setattr(submodule("runtime.replay"), "LIMIT", 4)
     replay, _, w_gate, w_up = replays(kernel, M)
     xs = torch.randn(10, M, 128, device="cuda", dtype=torch.bfloat16)
     for x in xs:
@@ -76,7 +76,7 @@ def test_a_triton_that_launches_otherwise(kernel, M, monkeypatch):
     def unknown(compiled, kept):
         raise AttributeError("launch")
 
-    monkeypatch.setattr(submodule("common.replay"), "_keeping", unknown)
+    monkeypatch.setattr(submodule("runtime.replay"), "_keeping", unknown)
     replay.kept.clear()
     assert torch.equal(kernel.fused_swiglu(x, w_gate, w_up), want)
     assert not replay.keeps

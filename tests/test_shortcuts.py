@@ -9,7 +9,7 @@ NAMES = ("q", "k", "v", "g", "beta")
 
 @pytest.fixture
 def shortcuts(kernel):
-    return submodule("functional.common").Shortcuts()
+    return submodule("runtime.shortcuts").Shortcuts()
 
 
 def test_what_makes_calls_alike(shortcuts):
@@ -31,9 +31,9 @@ def test_where_there_is_no_shortcut(shortcuts):
     x = torch.randn(2)
     shortcuts.keep((x,), (), "the plan")
     found = []
-    with submodule("dispatch").served():
+    with submodule("runtime.dispatch").served():
         found.append(shortcuts.find((x,), ()))
-    with submodule("dispatch").force("reference"):
+    with submodule("runtime.dispatch").force("reference"):
         found.append(shortcuts.find((x,), ()))
     with torch.autocast("cpu", torch.bfloat16):
         found.append(shortcuts.find((x,), ()))
@@ -68,14 +68,14 @@ def decode(kernel, x, **options):
 def test_decoding_again(kernel):
     """The second call takes the shortcut: the same bits; one that only looks alike is checked."""
     x = gdn_inputs(3, 1, 2, 4, 64, 64, torch.bfloat16, "cuda")
-    known = submodule("functional.gdn")._decoding._known
+    known = submodule("gdn.api")._decoding._known
     known.clear()
     with torch.no_grad():
         first = decode(kernel, x)
         assert len(known) == 1
         for _ in range(2):
             assert all(map(torch.equal, decode(kernel, x), first))
-        with submodule("dispatch").force("reference"):
+        with submodule("runtime.dispatch").force("reference"):
             ref = decode(kernel, x)
         for out, expected in zip(first, ref):
             assert_close(out, expected, torch.bfloat16)

@@ -5,7 +5,7 @@ import torch
 from conftest import assert_close, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
-reference = submodule("reference.swiglu")
+reference = submodule("swiglu.reference")
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu")
 LAYOUTS = ("separate", "swapped", "packed", "interleaved", "wf")
@@ -60,7 +60,7 @@ def check(run, args, activation):
 
 def serve(implementation):
     """swiglu_fwd of an implementation, which must accept the call."""
-    module = submodule(f"{implementation}.swiglu")
+    module = submodule(f"swiglu.{implementation}.forward")
 
     def run(*args):
         assert module.supports_swiglu_fwd(*args)
@@ -219,7 +219,7 @@ def test_streams():
 @compiled
 def test_hopper_chooses_by_waves(monkeypatch):
     """132 processors and the H200's table: what docs/swiglu.md says of M = 512."""
-    hopper, facts = submodule("hopper.swiglu"), submodule("device")
+    hopper, facts = submodule("swiglu.hopper.forward"), submodule("runtime.device")
     monkeypatch.setattr(facts, "multiprocessor_count", lambda index: 132)
     monkeypatch.setattr(facts, "name", lambda index: "NVIDIA_H200")
     choose = hopper.choose.__wrapped__  # nothing of this is remembered
@@ -234,7 +234,7 @@ def test_hopper_chooses_by_waves(monkeypatch):
 
 @compiled
 def test_hopper_declines_what_the_copy_engine_cannot_read():
-    supports = submodule("hopper.swiglu").supports_swiglu_fwd
+    supports = submodule("swiglu.hopper.forward").supports_swiglu_fwd
 
     def served(*args):
         return supports(*args, None, None, "silu")
@@ -256,4 +256,4 @@ def test_hopper_declines_what_the_copy_engine_cannot_read():
 
 
 if INTERPRETING:
-    submodule("portable.swiglu")
+    submodule("swiglu.portable.forward")

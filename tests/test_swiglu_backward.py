@@ -35,7 +35,7 @@ def gradients(function, tensors, dy, frozen=()):
 
 
 def reference(activation):
-    gated = submodule("reference.swiglu").swiglu_fwd
+    gated = submodule("swiglu.reference").swiglu_fwd
 
     def mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down):
         return F.linear(gated(x, w_gate, w_up, b_gate, b_up, activation), w_down, b_down)
@@ -60,7 +60,7 @@ def check(kernel, tensors, dy, activation="silu", recompute=False, keep_z=False,
 @pytest.fixture
 def on_cpu(monkeypatch):
     """The portable kernels serve CPU tensors: the interpreter runs them."""
-    dispatch = submodule("dispatch")
+    dispatch = submodule("runtime.dispatch")
     monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
 
 
@@ -84,7 +84,7 @@ def test_gated_gradients_interpreted(kernel, on_cpu):
     leaves = [t.requires_grad_() for t in tensors]
     kernel.fused_swiglu(*leaves).sum().backward()  # the gradient is one number, expanded
     wide = [t.detach().double().requires_grad_() for t in tensors]
-    submodule("reference.swiglu").swiglu_fwd(*wide, "silu").sum().backward()
+    submodule("swiglu.reference").swiglu_fwd(*wide, "silu").sum().backward()
     assert all(relative_error(a.grad, b.grad) < 1e-6 for a, b in zip(leaves, wide))
 
 
@@ -109,7 +109,7 @@ def check_operators(device, dtype):
     has it, and which the backward overwrites.
     """
     some = ("test_schema", "test_autograd_registration", "test_faketensor")
-    gated, mlp = submodule("ops.swiglu_training"), submodule("ops.swiglu_mlp_training")
+    gated, mlp = submodule("swiglu.ops_train"), submodule("swiglu.ops_mlp")
     (x, w_gate, w_up, w_down, b_gate, b_up, b_down), dy = inputs(20, 24, 16, 8, dtype, device)
     leaves = [t.requires_grad_() for t in (x, w_gate, w_up, w_down, b_gate, b_up, b_down)]
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = leaves
@@ -223,7 +223,7 @@ def test_mlp_gradients(kernel, M, N, K, D, recompute, dtype):
 @pytest.mark.parametrize("implementation", ["hopper", "portable"])
 @pytest.mark.parametrize("activation", ["gelu_tanh", "silu"])
 def test_implementations(kernel, implementation, activation):
-    with submodule("dispatch").force(implementation):
+    with submodule("runtime.dispatch").force(implementation):
         check(kernel, *inputs(200, 264, 136, 72, torch.bfloat16, "cuda"), activation)
 
 
@@ -238,10 +238,10 @@ def test_gate_gradients(activation, dtype):
     gate_up, dz = torch.randn(M, 2 * N, device="cuda").to(dtype), torch.randn(M, N, device="cuda")
     dz = dz.to(dtype)
     gate, up = (h.double().requires_grad_() for h in gate_up.split(N, 1))
-    act = submodule("reference.swiglu").ACTIVATIONS[activation]
+    act = submodule("swiglu.reference").ACTIVATIONS[activation]
     ref = act(gate) * up
     d_gate, d_up = torch.autograd.grad(ref, (gate, up), dz.double())
-    z = submodule("common.swiglu_gate").gate_bwd(dz, gate_up, activation, with_z=True)
+    z = submodule("swiglu.portable.gate").gate_bwd(dz, gate_up, activation, with_z=True)
     rounding = {torch.bfloat16: 2e-3, torch.float16: 2.5e-4, torch.float32: 2e-6}[dtype]
     assert relative_error(z, ref) < rounding
     assert relative_error(gate_up, torch.cat([d_gate, d_up], 1)) < rounding

@@ -1,4 +1,4 @@
-"""The products of a training step that bring the gate with them (hopper/swiglu_training.py)."""
+"""The products of a training step that bring the gate with them (swiglu/hopper/training.py)."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ SIZES = [(16, 8, 8), (130, 264, 136), (1000, 1096, 264), (2100, 4104, 520)]
 def tailed():
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("wgmma is Hopper's own")
-    return submodule("hopper.swiglu_training")
+    return submodule("swiglu.hopper.training")
 
 
 def normal(*shape, dtype, scale=1.0):
@@ -57,7 +57,7 @@ def test_gradients(tailed, M, N, D, dtype, activation):
     dy, w_down = normal(M, D + 8, dtype=dtype)[:, :D], normal(D, N, dtype=dtype, scale=D**-0.5)
     gate_up = normal(M, 2 * N, dtype=dtype)
     gate, up = (h.requires_grad_() for h in halves(gate_up))
-    ref = submodule("reference.swiglu").ACTIVATIONS[activation](gate) * up
+    ref = submodule("swiglu.reference").ACTIVATIONS[activation](gate) * up
     wanted = torch.autograd.grad(ref, (gate, up), dy.double() @ w_down.double())
     other = gate_up.clone()
     z = tailed.gate_gradient(dy, w_down, gate_up, activation, True)
@@ -88,7 +88,7 @@ def test_gradients_of_rows_of_any_size(tailed):
 
 def test_the_mlp_takes_them(kernel, tailed, monkeypatch):
     """And a training step with them equals one without, to rounding; it repeats, bit for bit."""
-    tuning = submodule("tuning")
+    tuning = submodule("runtime.tuning")
     torch.manual_seed(0)
     M, N, K = 300, 520, 264
     shapes = ((M, K, 1.0), (N, K, K**-0.5), (N, K, K**-0.5), (K, N, N**-0.5))

@@ -1,4 +1,4 @@
-"""Tensor maps that are kept and launched with again (hopper/tiles.py)."""
+"""Tensor maps that are kept and launched with again (runtime/tiles.py)."""
 
 import types
 
@@ -48,9 +48,9 @@ class Stand:
 
 def test_the_last_step_gets_what_triton_would_give_it(monkeypatch):
     driver = pytest.importorskip("triton.backends.nvidia.driver")
-    if submodule("hopper.gluon_compat").TRITON_VERSION >= (3, 7):
+    if submodule("runtime.gluon").TRITON_VERSION >= (3, 7):
         pytest.skip("Triton 3.7 packs its arguments: its launches go as usual")
-    tiles, compat = submodule("hopper.tiles"), submodule("hopper.gluon_compat")
+    tiles, compat = submodule("runtime.tiles"), submodule("runtime.gluon")
     encoded = []
 
     def encode(descriptor, meta):
@@ -77,7 +77,7 @@ def test_the_last_step_gets_what_triton_would_give_it(monkeypatch):
 
 
 def test_few_maps_are_kept(monkeypatch):
-    tiles, compat = submodule("hopper.tiles"), submodule("hopper.gluon_compat")
+    tiles, compat = submodule("runtime.tiles"), submodule("runtime.gluon")
     monkeypatch.setattr(tiles, "LIMIT", 4)
     how = ((64, 64), (64, 1), *compat.box(torch.bfloat16, 64, 64))
     one = tiles.Tiles(how)
@@ -87,8 +87,8 @@ def test_few_maps_are_kept(monkeypatch):
 
 
 def test_few_are_kept_by_all(monkeypatch):
-    tiles, compat = submodule("hopper.tiles"), submodule("hopper.gluon_compat")
-    monkeypatch.setattr(tiles, "BOUND", submodule("facts").Bound(10))
+    tiles, compat = submodule("runtime.tiles"), submodule("runtime.gluon")
+    monkeypatch.setattr(tiles, "BOUND", submodule("runtime.facts").Bound(10))
     how = ((64, 64), (64, 1), *compat.box(torch.bfloat16, 64, 64))
     many = [tiles.Tiles(how) for _ in range(7)]
     for x in torch.zeros(9, 64, 64, dtype=torch.bfloat16):
@@ -102,7 +102,7 @@ def test_few_are_kept_by_all(monkeypatch):
 @pytest.mark.parametrize("T", [300, 9000])
 def test_addresses_in_turn(kernel, T):
     """The same kind of call on other tensors, on other values in the same tensors, on a stream."""
-    gdn = submodule("hopper.gdn")
+    gdn = submodule("gdn.hopper.chunk")
     cases = [gdn_inputs(1, T, 2, 4, 128, 128, torch.bfloat16, "cuda", seed=i) for i in range(2)]
     calls = [arguments(x, use_qk_l2norm=True) for x in cases]
     want = [gdn.gdn_chunk_fwd(*args)[0] for args in calls]

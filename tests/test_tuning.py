@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import PACKAGE, submodule
 
-tuning = submodule("tuning")
+tuning = submodule("runtime.tuning")
 CUDA = torch.device("cuda", 0)
 TABLE = {
     "default": {"BLOCK": 1},
@@ -22,7 +22,7 @@ TABLE = {
 def tables(tmp_path, monkeypatch):
     """A folder of configurations of its own, and a GPU called NVIDIA_X."""
     monkeypatch.setattr(tuning, "_CONFIGS", tmp_path)
-    monkeypatch.setattr(submodule("device"), "name", lambda index: "NVIDIA_X")
+    monkeypatch.setattr(submodule("runtime.device"), "name", lambda index: "NVIDIA_X")
     for cache in (tuning._table, tuning._nearest):
         cache.cache_clear()
     yield tmp_path

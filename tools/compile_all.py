@@ -50,7 +50,7 @@ class Variant:
     """
 
     name: str
-    module: str  # dotted, inside the package: "hopper.swiglu"
+    module: str  # dotted, inside the package: "swiglu.hopper.forward"
     kernel: str
     signature: Dict[str, Union[str, tuple]]
     constexprs: Dict[str, object]

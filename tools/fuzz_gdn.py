@@ -136,7 +136,7 @@ def is_long(number: int) -> bool:
 
 def run_variant(implementation: str, seed: int, numbers: range, device: str):
     """As run_group, for the problems of these numbers, which share the variant of the seed."""
-    module = submodule(f"{implementation}.gdn")
+    module = submodule(f"gdn.{implementation}.chunk")
     variant = draw_variant(random.Random(seed), implementation)
     refused, worst, misses = 0, 0.0, []
     for long in (False, True):

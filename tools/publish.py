@@ -193,7 +193,7 @@ def digests(built):
     """{what verify() of a variant returns: the variants it is the same for}."""
     found = {}
     for variant in sorted(built.glob("torch-*")):
-        digest = runpy.run_path(str(variant / "verify.py"))["verify"]()
+        digest = runpy.run_path(str(variant / "runtime/verify.py"))["verify"]()
         found.setdefault(digest, []).append(variant.name)
     return found
 

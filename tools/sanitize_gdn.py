@@ -25,7 +25,7 @@ PROCESSORS = {1: 10**9, 2: 0}  # by state warpgroups: what the launcher must bel
 def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False, packed=True):
     from conftest import submodule
 
-    gdn, gdn_plan = submodule("hopper.gdn"), submodule("hopper.gdn_plan")
+    gdn, gdn_plan = submodule("gdn.hopper.chunk"), submodule("gdn.hopper.plan")
     count, device = len(lengths), "cuda"
     B, T = (1, sum(lengths)) if packed else (count, lengths[0])
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device) if packed else None

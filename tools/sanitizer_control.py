@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 TILES = 9
-compat = submodule("hopper.gluon_compat")
+compat = submodule("runtime.gluon")
 tma_load = compat.tma_load
 LAYOUT = gl.NVMMASharedLayout.get_default_for([64, 32], gl.float32)
 

@@ -37,7 +37,7 @@ def _named(kernel, signature: dict, constexprs: dict, values: tuple) -> dict:
 
 
 def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packed=False, raw=False):
-    module = load("common.gdn_prepare")
+    module = load("gdn.portable.prepare")
     cu, constexprs = _packed(packed)
     signature = {
         **_pointers(dtype, "q", "k", "tb", "p"),
@@ -55,7 +55,7 @@ def _prepare(name, targets, config, dtype="bf16", K=128, R=4, l2norm=True, packe
         constexprs.update(dict.fromkeys(gate))
     values = module.constexprs(dtype == "fp32", 16, R, K, l2norm, raw, False)
     constexprs = _named(module._prepare_kernel, signature, constexprs, values)
-    where = ("common.gdn_prepare", "_prepare_kernel")
+    where = ("gdn.portable.prepare", "_prepare_kernel")
     return Variant(name, *where, signature, constexprs, dict(config), targets)
 
 
@@ -66,7 +66,7 @@ def _options(config: dict) -> dict:
 
 def _scan(name, targets, config, dtype="bf16", D=128, packed=False, cut=False, pool=False):
     """pool: with indices of rows and with checkpoints, and rows of q, k and v that lie anyhow."""
-    module = load("portable.gdn_scan")
+    module = load("gdn.portable.scan")
     cu, constexprs = _packed(packed)
     optional = {"index": "i64", "mid": "fp32"} if pool else {}
     if dtype == "fp32":
@@ -86,12 +86,12 @@ def _scan(name, targets, config, dtype="bf16", D=128, packed=False, cut=False, p
     exactness = module.precision(DTYPES[dtype])
     width, size = config["BLOCK_V"], DTYPES[dtype].itemsize
     places = (
-        load("common.gdn_cuts").tokens_at_cut(D, D, size) if cut else 0,
+        load("gdn.portable.cuts").tokens_at_cut(D, D, size) if cut else 0,
         module.words(width, size),
     )
     values = (16, 4, D, D, False, block_k, width, 32, *places, config["STAGES"], exactness)
     constexprs = _named(module._scan_kernel, signature, constexprs, values)
-    where = ("portable.gdn_scan", "_scan_kernel")
+    where = ("gdn.portable.scan", "_scan_kernel")
     return Variant(name, *where, signature, constexprs, _options(config), targets)
 
 
@@ -106,12 +106,12 @@ def _exact_scans(name, targets, config):
 
 def _places(dtype: str, across: int) -> tuple:
     """Of the states at the cuts: BEHIND, SLICE and WORDS, for a scan of `across` columns."""
-    cuts, size = load("common.gdn_cuts"), DTYPES[dtype].itemsize
+    cuts, size = load("gdn.portable.cuts"), DTYPES[dtype].itemsize
     return (cuts.tokens_at_cut(128, 128, size), across, cuts.words(across, size))
 
 
 def _transition(name, targets, config, dtype="bf16", across=16):
-    module = load("portable.gdn_context")
+    module = load("gdn.portable.context")
     signature = {
         **_pointers(dtype, "k", "v", "tb", "o"),
         **_pointers("fp32", "f", "decay"),
@@ -122,12 +122,12 @@ def _transition(name, targets, config, dtype="bf16", across=16):
     sizes = (2, 4, 128, 128, 32, 32, config["BLOCK_K"], config["BLOCK_V"])
     values = (*sizes, *_places(dtype, across), config["STAGES"], exactness)
     constexprs = _named(module._transition_kernel, signature, {"cu_ptr": None}, values)
-    where = ("portable.gdn_context", "_transition_kernel")
+    where = ("gdn.portable.context", "_transition_kernel")
     return Variant(name, *where, signature, constexprs, _options(config), targets)
 
 
 def _carry(name, targets, config, dtype="bf16", across=16):
-    module = load("portable.gdn_context")
+    module = load("gdn.portable.context")
     signature = {
         **_pointers(dtype, "o"),
         **_pointers("fp32", "s0"),
@@ -139,13 +139,13 @@ def _carry(name, targets, config, dtype="bf16", across=16):
     values = (8, 128, 128, 32, 128, config["BLOCK_V"], *places, config["STAGES"], module.EXACT_FP32)
     constexprs = _named(module._carry_kernel, signature, constexprs, values)
     options = _options(config)
-    where = ("portable.gdn_context", "_carry_kernel")
+    where = ("gdn.portable.context", "_carry_kernel")
     return Variant(name, *where, signature, constexprs, options, targets)
 
 
 def _all():
-    prepare = _config("common_gdn_prepare")["default"]
-    wide = _config("common_gdn_prepare_wide")["default"]
+    prepare = _config("portable_gdn_prepare")["default"]
+    wide = _config("portable_gdn_prepare_wide")["default"]
     yield _prepare("gdn_prepare bf16", ANY, prepare)
     yield _prepare("gdn_prepare bf16 R=1 packed raw", ANY, prepare, R=1, packed=True, raw=True)
     yield _prepare("gdn_prepare fp16 no l2norm", ANY, prepare, "fp16", l2norm=False)
@@ -167,7 +167,7 @@ def _all():
     yield _carry("gdn_carry", ANY, context["carry"], across=32)
     yield _carry("gdn_carry fp32", ANY, context["carry"], "fp32", across=8)
     tuned = "device_name=NVIDIA_H200"
-    prepare = _config(f"common_gdn_prepare,{tuned}")["default"]
+    prepare = _config(f"portable_gdn_prepare,{tuned}")["default"]
     yield _prepare("gdn_prepare bf16 H200", H200, prepare, packed=True)
     for entry in _config(f"portable_gdn_scan,{tuned}")["tuned"]:
         name = f"gdn_scan bf16 H200 {entry['sizes']['units']} units"
@@ -181,7 +181,7 @@ def _all():
 
 
 def _for_amd(variant: Variant) -> Variant:
-    """The same on an AMD GPU, where common/gdn_prepare.py takes fp32 products as they are."""
+    """The same on an AMD GPU, where gdn/portable/prepare.py takes fp32 products as they are."""
     exact = {k: "ieee" if v in ("tf32", "tf32x3") else v for k, v in variant.constexprs.items()}
     options = {name: value for name, value in variant.options.items() if name != "maxnreg"}
     return dataclasses.replace(variant, constexprs=exact, options=options, targets=("gfx942",))

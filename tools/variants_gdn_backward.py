@@ -26,7 +26,7 @@ CONSTEXPRS = {
 
 
 def _variant(phase: str, config: dict, targets, where="", dtype="bf16", K=128) -> Variant:
-    module, kernel = f"common.gdn_backward_{phase}", f"_{phase}_bwd_kernel"
+    module, kernel = f"gdn.portable.backward_{phase}", f"_{phase}_bwd_kernel"
     config = dict(config)
     options = {"num_warps": config.pop("num_warps"), "num_stages": 3}
     known = {**CONSTEXPRS, "HEADS": 32 if phase == "beta" else 2, "K": K, "V": K, **config}
@@ -55,7 +55,7 @@ def _table(name: str) -> dict:
 
 def _on_all(phase: str, config: dict, *args) -> tuple:
     """For NVIDIA, and for AMD with what its launcher makes of the configuration."""
-    amd = load("common.gdn_backward").for_waves(config)
+    amd = load("gdn.portable.backward").for_waves(config)
     there = _variant(phase, amd, ("gfx942",), *args)
     exact = {k: "ieee" if k == "PREC" else v for k, v in there.constexprs.items()}
     return _variant(phase, config, NVIDIA, *args), dataclasses.replace(there, constexprs=exact)
@@ -63,7 +63,7 @@ def _on_all(phase: str, config: dict, *args) -> tuple:
 
 def _registers(phase: str, config: dict, nvidia: Variant, amd: Variant, *args) -> tuple:
     """In fp32, where chips with tensor memory have a form of their own."""
-    own = load("common.gdn_backward").for_registers(phase, config, 128)
+    own = load("gdn.portable.backward").for_registers(phase, config, 128)
     others = tuple(target for target in nvidia.targets if target != "sm_100")
     nvidia = dataclasses.replace(nvidia, targets=others)
     return nvidia, _variant(phase, own, ("sm_100",), *args), amd

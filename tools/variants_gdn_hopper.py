@@ -23,7 +23,7 @@ def _scan(
     states: bool = True,
 ) -> Variant:
     """W state warpgroups; packed and pool: types of cu_seqlens and state_indices, "" for none."""
-    launcher = load("hopper.gdn_plan")
+    launcher = load("gdn.hopper.plan")
     registers = launcher.REGISTERS[W]
     token = {"q": 128, "k": 128, "v": 64, "o": 64}
     signature = {
@@ -52,7 +52,7 @@ def _scan(
     name = ",".join([f"hopper_gdn_scan_fwd,W={W}", *said, *(k for k, v in flags.items() if v)])
     options = {"num_warps": 4, "maxnreg": launcher.CAP[W]}
     kernel = "gdn_scan_fwd_kernel"
-    return Variant(name, "hopper.gdn_scan", kernel, signature, constexprs, options, ("sm_90",))
+    return Variant(name, "gdn.hopper.scan", kernel, signature, constexprs, options, ("sm_90",))
 
 
 def _carry(packed: str, pool: str = "") -> Variant:
@@ -69,7 +69,7 @@ def _carry(packed: str, pool: str = "") -> Variant:
     name = f"hopper_gdn_carry,packed={packed or None},pool={pool or None}"
     options = {"num_warps": 4, "launch_pdl": True}
     return Variant(
-        name, "hopper.gdn_carry", "gdn_carry_kernel", signature, constexprs, options, ("sm_90",)
+        name, "gdn.hopper.carry", "gdn_carry_kernel", signature, constexprs, options, ("sm_90",)
     )
 
 
@@ -93,9 +93,9 @@ def _prepare(W: int, R: int, dtype: str = "bf16", packed: str = "", raw: str = "
     constexprs = {name: None for name, kind in pointers.items() if not kind}
     constexprs.update(HV=16 * R, R=R, W=W, BETA_MAX=1.0 if raw else 0.0)
     name = f"hopper_gdn_prepare_fwd,W={W},R={R},{dtype},packed={packed or None},raw={raw or None}"
-    options = {"num_warps": W, "maxnreg": load("hopper.gdn_plan").PREPARE_CAP[W]}
+    options = {"num_warps": W, "maxnreg": load("gdn.hopper.plan").PREPARE_CAP[W]}
     kernel = "gdn_prepare_fwd_kernel"
-    return Variant(name, "hopper.gdn_prepare", kernel, signature, constexprs, options, ("sm_90",))
+    return Variant(name, "gdn.hopper.prepare", kernel, signature, constexprs, options, ("sm_90",))
 
 
 def _gradient(R: int, norm: bool = True, dtype: str = "bf16", packed: str = "", raw: str = ""):
@@ -123,7 +123,7 @@ def _gradient(R: int, norm: bool = True, dtype: str = "bf16", packed: str = "", 
     )
     options = {"num_warps": 4, "maxnreg": 168}
     kernel = "gdn_gradient_kernel"
-    return Variant(name, "hopper.gdn_gradient", kernel, signature, constexprs, options, ("sm_90",))
+    return Variant(name, "gdn.hopper.gradient", kernel, signature, constexprs, options, ("sm_90",))
 
 
 def _states(reverse: bool, state: str = "fp32", dtype: str = "bf16", packed: str = "") -> Variant:
@@ -145,7 +145,7 @@ def _states(reverse: bool, state: str = "fp32", dtype: str = "bf16", packed: str
     constexprs.update(REVERSE=reverse, LOAD_REGISTERS=32)
     name = f"hopper_gdn_states,{dtype},reverse={reverse},state={state},packed={packed or None}"
     options = {"num_warps": 4, "maxnreg": 136, "launch_pdl": not reverse}
-    module, kernel = "hopper.gdn_gradient_states", "gdn_states_kernel"
+    module, kernel = "gdn.hopper.gradient_states", "gdn_states_kernel"
     return Variant(name, module, kernel, signature, constexprs, options, ("sm_90",))
 
 

@@ -17,7 +17,7 @@ def _project(tokens: int, config: dict, dtype: str = "bf16") -> Variant:
     tile = "x".join(map(str, config.values()))
     return Variant(
         f"project {tile} {dtype}",
-        "portable.gdn_project",
+        "gdn_layer.portable.project",
         "_gdn_project_fwd_kernel",
         signature,
         {**config, "PDL": False},

@@ -42,8 +42,8 @@ def _rule(name, layout, config, state):
     inplace = {**one, "INPLACE": True, "final_ptr": None}
     many = {**constexprs, "ALL_STATES": False, "BLOCK_V": config["BLOCK_V"], "cu_ptr": None}
     pointers = _rule_pointers(state)
-    step = ("portable.gdn_recurrent_step", "_gdn_recurrent_step_kernel")
-    loop = ("portable.gdn_recurrent", "_gdn_recurrent_fwd_kernel")
+    step = ("gdn.portable.recurrent_step", "_gdn_recurrent_step_kernel")
+    loop = ("gdn.portable.recurrent", "_gdn_recurrent_fwd_kernel")
     yield Variant(f"{name},one token", *step, pointers, one, options, ANY)
     alone = {n: kind for n, kind in pointers.items() if n != "final_ptr"}
     yield Variant(f"{name},in place", *step, alone, inplace, options, ANY)
@@ -79,7 +79,7 @@ def _convolution(layout, config, ptx, targets):
         absent = {"seq_ptr", "cu_ptr", "initial_ptr", "final_ptr"} - set(more)
         constexprs.update(dict.fromkeys(absent))
         name = f"portable_causal_conv1d_{layout}_fwd,{kind},PTX={ptx}"
-        where = ("portable.causal_conv1d", "_causal_conv1d_fwd_kernel")
+        where = ("gdn_layer.portable.causal_conv1d", "_causal_conv1d_fwd_kernel")
         yield Variant(name, *where, {**signature, **strides, **more}, constexprs, options, targets)
 
 
@@ -97,13 +97,13 @@ def _prologue(packed, ptx, targets):
     }  # fmt: skip
     more = {"cu_ptr": "*i32:16", "initial_ptr": X}
     (signature if packed else constexprs).update(more if packed else dict.fromkeys(more))
-    where = ("portable.gdn_layer_prologue", "_gdn_layer_prologue_kernel")
+    where = ("gdn_layer.portable.prologue", "_gdn_layer_prologue_kernel")
     name = f"portable_gdn_layer_prologue,{'packed' if packed else 'plain'},PTX={ptx}"
     return Variant(name, *where, signature, constexprs, {"num_warps": 1}, targets)
 
 
 def _layer(pdl, targets):
-    where = "portable.gdn_layer_decode_kernels"
+    where = "gdn_layer.portable.decode_kernels"
     held = {"held_ptr": X, "held_strides": (STEP, "i32", 1)}
     parts = {"q_ptr": X, "k_ptr": X, "v_ptr": X}
     sizes = {"H": 16, "HV": 32, "K": 128, "V": 128, "S": 4, "SILU": True, "PDL": pdl}
@@ -135,7 +135,7 @@ def _norm(config, D):
         "gate_strides": (STEP, STEP), "M": "i32", "R": "i32", "eps": "fp32",
     }  # fmt: skip
     constexprs = {"D": D, "SILU": True, "BLOCK_D": D, **config}
-    where = ("portable.rms_norm_gated", "_rms_norm_gated_fwd_kernel")
+    where = ("gdn_layer.portable.rms_norm_gated", "_rms_norm_gated_fwd_kernel")
     return Variant(f"portable_rms_norm_gated_fwd,{D}", *where, signature, constexprs, options, ANY)
 
 

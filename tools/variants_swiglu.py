@@ -31,7 +31,13 @@ def _portable(name, config, targets, dtype="bf16", even=True, stride_k=1, bias=F
         constexprs["stride_n"] = 1
     constexprs.update(config, ACTIVATION="silu", PRECISION="ieee", EVEN_K=even)
     return Variant(
-        name, "portable.swiglu", "_swiglu_fwd_kernel", signature, constexprs, options, targets
+        name,
+        "swiglu.portable.forward",
+        "_swiglu_fwd_kernel",
+        signature,
+        constexprs,
+        options,
+        targets,
     )
 
 
@@ -58,7 +64,7 @@ def _hopper(name, tile, targets, halves=False, bias=False, activation="silu", dt
     constexprs.update(BLOCK_M=BM, BLOCK_N=BN, BLOCK_K=BK)
     options = {k: tile[k] for k in ("num_warps", "num_stages")}
     return Variant(
-        name, "hopper.swiglu_kernels", "swiglu_fwd_kernel", signature, constexprs, options, targets
+        name, "swiglu.hopper.kernels", "swiglu_fwd_kernel", signature, constexprs, options, targets
     )
 
 
@@ -91,16 +97,16 @@ def _dx(name, tile, targets):
     signature.update(dx_desc=_block(BM, BN // 2), **dict.fromkeys(("M", "N", "K", "group"), "i32"))
     constexprs = {"UP_FIRST": False, **{f"BLOCK_{d}": tile[f"BLOCK_{d}"] for d in "MNK"}}
     options = {k: tile[k] for k in ("num_warps", "num_stages")}
-    module = "hopper.swiglu_backward"
+    module = "swiglu.hopper.backward"
     return Variant(name, module, "_swiglu_dx_kernel", signature, constexprs, options, targets)
 
 
 def _gate(name, kernel, operands, targets):
-    """A kernel of common/swiglu_gate.py: pointers in front, no products."""
+    """A kernel of swiglu/portable/gate.py: pointers in front, no products."""
     signature = dict.fromkeys(operands, "*bf16:16")
     signature.update({f"stride_{kernel}": "i32:16"}, N="i32:16")
     constexprs = {"ACTIVATION": "silu", "BLOCK": 1024}
-    module = "common.swiglu_gate"
+    module = "swiglu.portable.gate"
     return Variant(name, module, f"_{name[7:]}_kernel", signature, constexprs, {}, targets)
 
 
@@ -111,7 +117,7 @@ def _box(*shape: int, dtype: str = "bf16") -> str:
 
 
 def _tailed(name, kernel, operands, sizes, with_z=True, activation="silu", **constexprs):
-    """A kernel of hopper/swiglu_training_kernels.py."""
+    """A kernel of swiglu/hopper/training_kernels.py."""
     config = _config("hopper_swiglu_training")["default"]
     signature = {**operands, **dict.fromkeys((*sizes, "group"), "i32")}
     pointer = operands.get("gate_up_ptr", "*bf16:16")
@@ -121,7 +127,7 @@ def _tailed(name, kernel, operands, sizes, with_z=True, activation="silu", **con
     else:
         constexprs["z_ptr"] = None
     options = {"num_warps": 8, "maxnreg": 168}
-    module = "hopper.swiglu_training_kernels"
+    module = "swiglu.hopper.training_kernels"
     return Variant(name, module, kernel, signature, constexprs, options, ("sm_90",))
 
 
@@ -153,12 +159,12 @@ def _tailed_all() -> list:
 
 
 def _plain(kernel, name, tile, targets, signature, constexprs):
-    """A kernel of hopper/swiglu_kernels.py without bias, by what its descriptors are."""
+    """A kernel of swiglu/hopper/kernels.py without bias, by what its descriptors are."""
     signature = {**signature, **dict.fromkeys(("M", "N", "K", "group"), "i32")}
     constexprs = {**constexprs, "b_gate_ptr": None, "b_up_ptr": None, "ACTIVATION": "silu"}
     constexprs.update({f"BLOCK_{d}": tile[f"BLOCK_{d}"] for d in "MNK"})
     options = {k: tile[k] for k in ("num_warps", "num_stages")}
-    module, kernel = "hopper.swiglu_kernels", f"swiglu_{kernel}_kernel"
+    module, kernel = "swiglu.hopper.kernels", f"swiglu_{kernel}_kernel"
     return Variant(name, module, kernel, signature, constexprs, options, targets)
 
 

@@ -1,19 +1,14 @@
 """Fused SwiGLU and Gated DeltaNet kernels. `__all__` is the API of this version."""
 
 from . import layers
-from .functional.gdn import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
-from .functional.gdn_layer import (
-    causal_conv1d_fn,
-    causal_conv1d_update,
-    gated_delta_gate,
-    rms_norm_gated,
-)
-from .functional.gdn_prefill import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_opt_vk
-from .functional.implementation import implementation_of
-from .functional.swiglu import fused_swiglu, fused_swiglu_mlp
-from .mapping import decorate, kernelize, layer_mapping, restore
-from .modules import FusedSwiGLU
-from .verify import verify
+from .gdn.api import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
+from .gdn.api_aiter import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_opt_vk
+from .gdn_layer.api import causal_conv1d_fn, causal_conv1d_update, gated_delta_gate, rms_norm_gated
+from .models import decorate, kernelize, layer_mapping, restore
+from .runtime.implementation import implementation_of
+from .runtime.verify import verify
+from .swiglu.api import fused_swiglu, fused_swiglu_mlp
+from .swiglu.module import FusedSwiGLU
 
 __all__ = [
     "FusedSwiGLU",

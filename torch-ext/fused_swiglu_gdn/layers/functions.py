@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..checks.gdn_layer import CONV_ACTIVATIONS, GATE_ACTIVATIONS
-from ..functional import gdn, gdn_layer
+from ..gdn import api as gdn
+from ..gdn_layer import api as gdn_layer
+from ..gdn_layer.checks import CONV_ACTIVATIONS, GATE_ACTIVATIONS
 
 
 def packed_lengths(kwargs):

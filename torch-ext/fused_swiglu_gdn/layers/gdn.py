@@ -10,9 +10,10 @@ D = 2 H K + HV V channels of the convolution, W its taps.
 import torch
 from torch import nn
 
-from ..functional import gdn, gdn_layer
-from ..functional import gdn_layer_fused as fused
-from ..functional.gdn_project import project
+from ..gdn import api as gdn
+from ..gdn_layer import api as gdn_layer
+from ..gdn_layer import fused
+from ..gdn_layer.project import project
 from .functions import (
     CONV_ACTIVATIONS,
     GATE_ACTIVATIONS,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..checks.common import FLOATING
+from ..runtime.checks import FLOATING
 
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _ACTIVATIONS = {F.silu: "silu", F.relu: "relu", nn.SiLU: "silu", nn.ReLU: "relu"}

@@ -2,7 +2,7 @@
 
 from torch import nn
 
-from ..functional.swiglu import fused_swiglu, fused_swiglu_mlp
+from ..swiglu.api import fused_swiglu, fused_swiglu_mlp
 from .plain import activation_of, parameters_of, same_dtype
 
 

@@ -1,1 +1,0 @@
-"""Every ValueError and TypeError that a caller can meet. Called by functional/ alone."""

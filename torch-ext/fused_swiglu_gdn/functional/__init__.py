@@ -1,1 +1,0 @@
-"""The public functions: docstring, checks, operator."""

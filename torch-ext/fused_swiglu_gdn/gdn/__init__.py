@@ -1,0 +1,1 @@
+"""The gated delta rule: prompts, training, one-token decoding."""

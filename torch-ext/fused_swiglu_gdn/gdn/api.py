@@ -1,0 +1,219 @@
+"""The gated delta rule with FLA's interface: in chunks, and token by token."""
+
+import operator
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.ops import dense
+from ..runtime.shortcuts import Shortcuts, autocast
+from . import checks, ops
+
+_prefilling, _decoding = Shortcuts(), Shortcuts()
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: Optional[float] = None,
+    initial_state: Optional[Tensor] = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Optional[Tensor] = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None,
+    state_indices: Optional[Tensor] = None,
+    state_dtype: Optional[torch.dtype] = None,
+    checkpoint_every: int = 0,
+    chunk_size: int = 64,
+    recompute: bool = True,
+):
+    """The gated delta rule (https://arxiv.org/abs/2412.06464) in chunks of 64 tokens.
+
+        S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
+        o_t = scale * S_t^T q_t
+
+    For prompts and training. State, gates, cumulative sums and the triangular solve are in fp32
+    (docs/gdn.md). The result of a sequence does not depend on the rest of the batch.
+
+    Args:
+        q, k: [B, T, H, K], K up to 256; fp32, bf16 or fp16. Head h of v uses head h // (HV / H).
+        v: [B, T, HV, V], V up to 256, HV a multiple of H; the dtype of q.
+        g: [B, T, HV], the natural logarithm of the decay, at most 0; or the raw input of the gate,
+            see use_gate_in_kernel. Any floating dtype; fp32 is advised.
+        beta: [B, T, HV], the writing strength, any floating dtype.
+        scale: factor of the outputs, K ** -0.5 by default.
+        initial_state: [N, HV, K, V] or None for zeros; with state_indices the pool [P, HV, K, V].
+        output_final_state: whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum(x ** 2) + 1e-6) first.
+        use_beta_sigmoid_in_kernel: beta is a logit; sigmoid(beta) is used.
+        allow_neg_eigval: with use_beta_sigmoid_in_kernel, 2 * sigmoid(beta) is used.
+        state_v_first: states are [N, HV, V, K].
+        cu_seqlens: [N + 1], int32 or int64, cumulative lengths of N sequences packed into a batch
+            of one (as FlashAttention has it); sequences may be empty. On a GPU its values are not
+            checked, which would stop the host.
+        use_gate_in_kernel: g is raw; -exp(A_log) * softplus(g + dt_bias) is used.
+        A_log, dt_bias: [HV], for use_gate_in_kernel; dt_bias may be None.
+        state_indices: [N], int32 or int64: sequence n starts from row state_indices[n] of the pool
+            `initial_state` and its final state is written there. A negative index skips the
+            sequence: its outputs are zero and no row is touched.
+        state_dtype: dtype of the returned states, fp32 by default.
+        checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
+        chunk_size: 64; anything else is refused.
+        recompute: for gradients: True keeps the inputs alone; False also keeps the prepared blocks
+            of each chunk, 272 bytes a token and head of v in half precision (528 in fp32), which
+            the gradient otherwise makes again.
+
+    Returns:
+        o [B, T, HV, V], the dtype of q, and the final state [N, HV, K, V] (the pool with
+        state_indices; None if it was not asked for). With checkpoint_every also the states
+        [B * (T // E), HV, K, V]: row b * (T // E) + j of an equal-length batch, or cu_seqlens[n]
+        // E + j of a packed one, is the state of the sequence after its first (j + 1) * E tokens;
+        rows that belong to no sequence are undefined.
+
+    Raises:
+        ValueError: a shape, device, scale, cu_seqlens or option does not fit.
+        TypeError: an argument is no tensor or of the wrong dtype.
+    """
+    tensors = (
+        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens,
+    )  # fmt: skip
+    options = (
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, use_gate_in_kernel, state_dtype, checkpoint_every,
+        chunk_size,
+    )  # fmt: skip
+    plan = _prefilling.find(tensors, options)
+    if plan is None:
+        args = _chunk_arguments(*tensors, *options)
+        if not torch.compiler.is_compiling() and all(map(operator.is_, tensors, args)):
+            plan = _prefilling.keep(tensors, options, ops.plan_gdn_chunk(args))
+    results = ops.gdn_chunk(*args, recompute) if plan is None else plan(*tensors)
+    return results if checkpoint_every else results[:2]
+
+
+def _chunk_arguments(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, scale,
+    output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, use_gate,
+    state_dtype, checkpoint_every, chunk_size,
+) -> tuple:  # fmt: skip
+    """What the operator takes, checked."""
+    q, k, v = autocast(q, k, v)
+    checks.gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate, A_log, dt_bias,
+        state_v_first, state_indices,
+    )  # fmt: skip
+    checks.chunk_size(chunk_size)
+    checks.checkpoint_every(checkpoint_every)
+    checks.state_dtype(state_dtype)
+    return (
+        *map(dense, (q, k, v)), g, beta, dense(A_log), dense(dt_bias), initial_state,
+        dense(state_indices), dense(cu_seqlens),
+        q.shape[-1] ** -0.5 if scale is None else float(scale), use_qk_l2norm, use_beta_sigmoid,
+        allow_neg_eigval, state_v_first, output_final_state, state_dtype, checkpoint_every,
+    )  # fmt: skip
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Optional[Tensor] = None,
+    beta: Optional[Tensor] = None,
+    scale: Optional[float] = None,
+    initial_state: Optional[Tensor] = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Optional[Tensor] = None,
+    *,
+    state_indices: Optional[Tensor] = None,
+    output_state_indices: Optional[Tensor] = None,
+    inplace_final_state: bool = False,
+    output_all_states: bool = False,
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """The gated delta rule token by token: for decoding, one or a few tokens a sequence.
+
+    The recurrence, shapes and options are those of chunk_gated_delta_rule; in addition
+
+    Args:
+        g, beta: may be None: no decay, and a writing strength of 1.
+        initial_state: [N, HV, K, V] (fp32, bf16 or fp16) or None for zeros; with state_indices
+            the pool [P, HV, K, V].
+        state_indices: [N], int32 or int64: the pool rows to start from. A negative index skips
+            the sequence: its outputs are zero and no row is touched.
+        output_state_indices: [N]: the pool rows to write, state_indices by default.
+        inplace_final_state: the final state overwrites `initial_state` (its rows, with
+            state_indices) and that tensor is returned.
+        output_all_states: return the state after every token, [B, T, HV, K, V], for speculative
+            decoding: the state to go on from is the one after the last token that was accepted.
+
+    Returns:
+        o [B, T, HV, V], the dtype of q, and the final state, fp32 [N, HV, K, V] (or as the last
+        two arguments say), or None.
+
+    Raises:
+        ValueError, TypeError: as chunk_gated_delta_rule.
+    """
+    tensors = (
+        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
+        cu_seqlens,
+    )  # fmt: skip
+    options = (
+        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
+        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, inplace_final_state,
+        output_all_states,
+    )  # fmt: skip
+    plan = _decoding.find(tensors, options)
+    if plan is not None:
+        return plan(*tensors)
+    args = _recurrent_arguments(
+        *tensors, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
+        allow_neg_eigval, state_v_first, output_final_state, inplace_final_state,
+        output_all_states,
+    )  # fmt: skip
+    if not torch.compiler.is_compiling() and all(map(operator.is_, tensors, args)):
+        _decoding.keep(tensors, options, ops.plan_gdn_recurrent(args))
+    return ops.gdn_recurrent(*args)
+
+
+def _recurrent_arguments(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
+    cu_seqlens, scale, use_qk_l2norm, use_gate, use_beta_sigmoid, allow_neg_eigval, state_v_first,
+    output_final_state, inplace, all_states,
+) -> tuple:  # fmt: skip
+    """What the operator takes, checked."""
+    q, k, v = autocast(q, k, v)
+    if g is None:
+        g = v.new_zeros(v.shape[:3], dtype=torch.float32)
+    if beta is None:
+        beta = v.new_ones(v.shape[:3], dtype=torch.float32)
+    checks.gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate, A_log, dt_bias,
+        state_v_first, state_indices,
+    )  # fmt: skip
+    if inplace or all_states or state_indices is not None:
+        N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+        checks.decode_states(
+            inplace, initial_state, state_indices, output_state_indices, all_states, N, q
+        )
+    return (
+        *map(dense, (q, k, v, g, beta, A_log, dt_bias)), initial_state,
+        *map(dense, (state_indices, output_state_indices, cu_seqlens)),
+        q.shape[-1] ** -0.5 if scale is None else float(scale), use_qk_l2norm, use_beta_sigmoid,
+        allow_neg_eigval, state_v_first, output_final_state, inplace, all_states,
+    )  # fmt: skip

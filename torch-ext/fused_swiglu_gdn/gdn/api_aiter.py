@@ -1,0 +1,116 @@
+"""The two prefill functions of aiter (pull request ROCm/aiter#2686), forward only."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from . import checks
+from .api import chunk_gated_delta_rule
+
+
+def chunk_gated_delta_rule_opt(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: Optional[float] = None,
+    initial_state: Optional[Tensor] = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Optional[Tensor] = None,
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """chunk_gated_delta_rule with aiter's interface: forward only, states [N, HV, K, V].
+
+    Args, Returns: as chunk_gated_delta_rule.
+
+    Raises:
+        ValueError: also when a gradient would be needed.
+    """
+    checks.forward_only(
+        "chunk_gated_delta_rule_opt", "chunk_gated_delta_rule",
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state,
+    )  # fmt: skip
+    return chunk_gated_delta_rule(
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
+
+
+def chunk_gated_delta_rule_opt_vk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Optional[Tensor] = None,
+    g: Optional[Tensor] = None,
+    beta: Optional[Tensor] = None,
+    scale: Optional[float] = None,
+    initial_state: Optional[Tensor] = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    cu_seqlens: Optional[Tensor] = None,
+    use_chunk_hip: bool = False,
+    use_chunk_flydsl: bool = False,
+    use_prepare_flydsl: bool = False,
+    state_dtype: Optional[torch.dtype] = None,
+    use_exp2: bool = True,
+    num_decodes: int = 0,
+    num_decode_tokens: int = 0,
+    seq_lens_cpu: Optional[Tensor] = None,
+    prefill_metadata: Optional[object] = None,
+    initial_state_indices: Optional[Tensor] = None,
+    inplace_final_state: Optional[bool] = None,
+    snapshot_dtype: Optional[torch.dtype] = None,
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """chunk_gated_delta_rule with aiter's interface: forward only, states [N, HV, V, K].
+
+    Mind the order: `o` stands before `g`. What is not listed is as in chunk_gated_delta_rule.
+
+    Args:
+        o: [B, T, HV, V], written and returned, or None.
+        use_chunk_hip, use_chunk_flydsl, use_prepare_flydsl: other backends of aiter; must be False.
+        state_dtype: dtype of the returned state, fp32 by default.
+        use_exp2, seq_lens_cpu, prefill_metadata, snapshot_dtype: accepted; there is nothing here
+            that they would change (no host copy of lengths, no state stored for each chunk).
+        num_decodes, num_decode_tokens: cu_seqlens begins with this many decode sequences and
+            tokens, which the other tensors leave out.
+        initial_state_indices: [N], rows of the pool `initial_state`; a negative one skips.
+        inplace_final_state: with indices, whether the final states go into the pool (the default)
+            or, False, into a new [N, HV, V, K].
+
+    Raises:
+        ValueError: also when a gradient would be needed, or for a backend of aiter's.
+    """
+    checks.forward_only(
+        "chunk_gated_delta_rule_opt_vk", "chunk_gated_delta_rule",
+        q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state,
+    )  # fmt: skip
+    checks.aiter_options(
+        use_chunk_hip, use_chunk_flydsl, use_prepare_flydsl, num_decodes, num_decode_tokens,
+        initial_state_indices, inplace_final_state, o, v,
+    )  # fmt: skip
+    if cu_seqlens is not None and (num_decodes or num_decode_tokens):
+        cu_seqlens = cu_seqlens[num_decodes:] - num_decode_tokens
+    indices, pool = initial_state_indices, initial_state
+    own = indices is not None and inplace_final_state is False
+    if own:
+        pool, indices = _own_rows(initial_state, indices)
+    out, state = chunk_gated_delta_rule(
+        q, k, v, g, beta, scale, pool, output_final_state, use_qk_l2norm_in_kernel,
+        state_v_first=True, cu_seqlens=cu_seqlens, state_indices=indices, state_dtype=state_dtype,
+    )  # fmt: skip
+    if o is not None:
+        out = o.copy_(out)
+    if not output_final_state:
+        return out, None
+    return out, state.to(state_dtype or torch.float32) if own else state
+
+
+def _own_rows(pool: Tensor, indices: Tensor) -> Tuple[Tensor, Tensor]:
+    """A pool of this call's own, fp32 [N, HV, V, K], zero where skipped, and its indices."""
+    skipped = indices < 0
+    rows = pool[indices.clamp(min=0).long()].float()
+    rows = rows.masked_fill(skipped.view(-1, 1, 1, 1), 0.0)
+    own = torch.arange(indices.numel(), device=indices.device, dtype=indices.dtype)
+    return rows, own.masked_fill(skipped, -1)

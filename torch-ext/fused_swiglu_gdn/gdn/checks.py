@@ -1,0 +1,200 @@
+"""Checks of the gated-delta-rule functions."""
+
+import math
+from typing import Optional
+
+import torch
+
+from ..runtime.checks import (
+    agrees,
+    has_dtype,
+    has_shape,
+    holds_cu_seqlens,
+    is_cu_seqlens,
+    is_floating,
+    readable,
+    remembered,
+    same_device,
+)
+
+MAX_HEAD_DIM = 256
+
+
+def gated_delta_rule(
+    q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
+    state_v_first, state_indices=None,
+) -> None:  # fmt: skip
+    """The arguments that the chunked and the recurrent form share."""
+    _shapes(
+        q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
+        state_v_first, state_indices,
+    )  # fmt: skip
+    if cu_seqlens is not None:
+        holds_cu_seqlens("cu_seqlens", cu_seqlens, q.shape[1])
+    if state_indices is not None:
+        _rows("state_indices", state_indices, initial_state.shape[0])
+
+
+@remembered
+def _shapes(
+    q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
+    state_v_first, state_indices,
+) -> None:  # fmt: skip
+    sizes = {}
+    has_shape("q", q, "B T H K", sizes)
+    has_shape("k", k, "B T H K", sizes)
+    has_shape("v", v, "B T HV V", sizes)
+    is_floating("q", q)
+    agrees("k", k, "q", q)
+    agrees("v", v, "q", q)
+    _heads(sizes)
+    for name, x in (("g", g), ("beta", beta)):
+        has_shape(name, x, "B T HV", sizes)
+        is_floating(name, x)
+        same_device(name, x, "q", q)
+    _gate(use_gate_in_kernel, A_log, dt_bias, sizes, q)
+    _scale(scale)
+    _sequences(cu_seqlens, sizes, q)
+    _state(initial_state, state_v_first, state_indices, sizes, q)
+
+
+def _heads(sizes) -> None:
+    H, HV = sizes["H"], sizes["HV"]
+    if H < 1 or HV % H != 0:
+        raise ValueError(f"v must have a multiple of the {H} heads of q and k, got {HV} heads")
+    for name, dim in (("q and k", "K"), ("v", "V")):
+        if not 1 <= sizes[dim] <= MAX_HEAD_DIM:
+            raise ValueError(
+                f"{name} must have a head dim {dim} of 1 to {MAX_HEAD_DIM}, got {sizes[dim]}"
+            )
+
+
+def _gate(use_gate_in_kernel, A_log, dt_bias, sizes, q) -> None:
+    if not use_gate_in_kernel:
+        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+            if x is not None:
+                raise ValueError(f"{name} must be None unless use_gate_in_kernel is True")
+        return
+    if A_log is None:
+        raise ValueError("A_log must be given when use_gate_in_kernel is True, got None")
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is not None:
+            has_shape(name, x, "HV", sizes)
+            is_floating(name, x)
+            same_device(name, x, "q", q)
+
+
+def _scale(scale: Optional[float]) -> None:
+    if scale is None:
+        return
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
+    if not (scale > 0 and math.isfinite(scale)):
+        raise ValueError(f"scale must be positive and finite, got {scale}")
+
+
+def _sequences(cu_seqlens, sizes, q) -> None:
+    sizes["N"] = sizes["B"]
+    if cu_seqlens is None:
+        return
+    if sizes["B"] != 1:
+        raise ValueError(
+            f"q must have shape [1, T, H, K] when cu_seqlens is given, got batch {sizes['B']}"
+        )
+    is_cu_seqlens("cu_seqlens", cu_seqlens, q)
+    sizes["N"] = cu_seqlens.numel() - 1
+
+
+def _state(initial_state, state_v_first, state_indices, sizes, q) -> None:
+    dims = "HV V K" if state_v_first else "HV K V"
+    if state_indices is not None:
+        has_shape("state_indices", state_indices, "N", sizes)
+        has_dtype("state_indices", state_indices, (torch.int32, torch.int64))
+        same_device("state_indices", state_indices, "q", q)
+        if initial_state is None:
+            raise ValueError("initial_state must be the state pool when state_indices is given")
+        dims = "P " + dims
+    else:
+        dims = "N " + dims
+    if initial_state is not None:
+        has_shape("initial_state", initial_state, dims, sizes)
+        is_floating("initial_state", initial_state)
+        same_device("initial_state", initial_state, "q", q)
+
+
+def _rows(name: str, indices: torch.Tensor, rows: int) -> None:
+    """Pool rows are in range and written once."""
+    if not readable(indices):
+        return
+    values = [row for row in indices.tolist() if row >= 0]
+    if any(row >= rows for row in values):
+        raise ValueError(f"{name} must be below the {rows} rows of the pool, got {max(values)}")
+    if len(set(values)) != len(values):
+        raise ValueError(f"{name} must not name a row of the pool twice, got {values}")
+
+
+def chunk_size(value: object) -> None:
+    if value != 64:
+        raise ValueError(f"chunk_size must be 64, the only supported chunk length, got {value!r}")
+
+
+def checkpoint_every(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0 or value % 64 != 0:
+        raise ValueError(f"checkpoint_every must be 0 or a positive multiple of 64, got {value!r}")
+
+
+def state_dtype(value: object) -> None:
+    if value not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise TypeError(f"state_dtype must be float32, bfloat16 or None, got {value!r}")
+
+
+def forward_only(function: str, instead: str, **tensors: Optional[torch.Tensor]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if x is not None and x.requires_grad:
+            raise ValueError(
+                f"{name} must not require a gradient: {function} is forward only; "
+                f"use {instead}, or call it under torch.no_grad()"
+            )
+
+
+def decode_states(
+    inplace, initial_state, state_indices, output_state_indices, all_states, sizes_n, q
+) -> None:
+    """The arguments that only the recurrent form has."""
+    if output_state_indices is not None:
+        has_shape("output_state_indices", output_state_indices, "N", {"N": sizes_n})
+        has_dtype("output_state_indices", output_state_indices, (torch.int32, torch.int64))
+        same_device("output_state_indices", output_state_indices, "q", q)
+        if state_indices is None:
+            raise ValueError("state_indices must be given when output_state_indices is")
+        _rows("output_state_indices", output_state_indices, initial_state.shape[0])
+    if inplace and initial_state is None:
+        raise ValueError("initial_state must be given when inplace_final_state is True, got None")
+    if inplace and all_states:
+        raise ValueError("output_all_states must be False when inplace_final_state is True")
+    if state_indices is not None and not inplace and not all_states:
+        raise ValueError("inplace_final_state must be True when state_indices is given")
+
+
+def aiter_options(
+    use_chunk_hip, use_chunk_flydsl, use_prepare_flydsl, num_decodes, num_decode_tokens,
+    initial_state_indices, inplace_final_state, o, v,
+) -> None:  # fmt: skip
+    for name, value in (
+        ("use_chunk_hip", use_chunk_hip),
+        ("use_chunk_flydsl", use_chunk_flydsl),
+        ("use_prepare_flydsl", use_prepare_flydsl),
+    ):
+        if value:
+            raise ValueError(f"{name} must be False: only Triton kernels are here, got {value!r}")
+    for name, value in (("num_decodes", num_decodes), ("num_decode_tokens", num_decode_tokens)):
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{name} must be a non-negative int, got {value!r}")
+    if inplace_final_state and initial_state_indices is None:
+        raise ValueError("initial_state_indices must be given when inplace_final_state is True")
+    if o is not None:
+        agrees("o", o, "v", v)
+        if o.shape != v.shape:
+            raise ValueError(f"o must have the shape of v, {list(v.shape)}, got {list(o.shape)}")

@@ -1,0 +1,1 @@
+"""What Hopper has: Gluon kernels with wgmma and TMA."""

@@ -1,0 +1,317 @@
+"""The sequential half of Gated DeltaNet prefill on Hopper: a pass over the chunks of a sequence.
+
+Per chunk of 64 tokens, with what prepare made of it (Tb, P and the row factors F, docs/gdn.md):
+
+    X = V - F0 (K S);   vt = Tb X;   O = F2 (Q S) + P vt;   S = gam_C S + K^T (F1 vt).
+
+A CTA owns one sequence (or a segment of one), one value head and 64 columns of V per state
+warpgroup. Everything is computed transposed, [V, *], so that the fp32 state S^T [64, 128] is a
+wgmma accumulator and, rounded, the next register A operand. docs/gdn_hopper.md has the timeline of
+a chunk and says why nothing here can hang.
+
+Sizes: C = 64 tokens a chunk, K = V = 128, W state warpgroups a CTA, STAGES ring slots.
+"""
+
+from ...runtime.gluon import (
+    as_box,
+    barrier,
+    fence_async_global,
+    fence_async_shared,
+    gl,
+    gluon,
+    launch_dependents,
+    mbarrier,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    wait_for_prepare,
+    warp_specialize,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ..portable.cuts import word_at_cut
+from .scheduler import CARRY, C, D, Unit, place
+
+STAGES = gl.constexpr(3)
+
+
+@gluon.constexpr_function
+def acc_layout(columns):
+    """A warpgroup's wgmma accumulator [64, columns] fp32."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def a_layout(columns):
+    """The same tile rounded to 16 bits, as a register A operand: the conversion moves nothing."""
+    return gl.DotOperandLayout(0, acc_layout(columns), 2)
+
+
+@gluon.jit
+def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
+    """One warp: brings chunk after chunk into the ring, STAGES ahead at most."""
+    BYTES: gl.constexpr = C * (2 * D + 64 * u.W + 2 * C) * 2 + 4 * C * 4
+    for c in range(u.chunks):
+        s = c % STAGES
+        landed = u.landed.index(s)
+        mbarrier.wait(u.free.index(s), ((c // STAGES) & 1) ^ 1)  # the first round passes at once
+        mbarrier.expect(landed, BYTES)
+        row = u.row + c * C
+        block = u.block + c * u.heads
+        _load_tokens(u.k_desc, u, row, u.key_head, 0, u.k_smem.index(s), landed)
+        for w in gl.static_range(u.W):
+            v_smem = u.v_smem.index(s * u.W + w)
+            _load_tokens(u.v_desc, u, row, u.head, u.column + w * u.second, v_smem, landed)
+        _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), landed)
+        if c == 0:
+            wait_for_prepare()
+        tma_load(u.f_desc, [block * (4 * C)], landed, u.f_smem.index(s))
+        tma_load(u.t_desc, [block * C, 0], landed, u.t_smem.index(s))
+        tma_load(u.p_desc, [block * C, 0], landed, u.p_smem.index(s))
+
+
+@gluon.jit
+def _load_tokens(desc, u, row, head, column, smem, landed):
+    """A tile [C, columns] of one head; rows past the sequence's end arrive as zeros."""
+    tma_load(desc, [u.batch, u.end, row, head, column], landed, as_box(smem, desc))
+
+
+@gluon.jit
+def _store_tokens(u, o_smem, o, c, W_INDEX: gl.constexpr):
+    """O^T [64, C] of chunk c; the copy engine drops rows past the sequence's end."""
+    tma_store_wait(0)  # the previous store has finished reading o_smem
+    o_smem.permute((1, 0)).store(o)
+    fence_async_shared()
+    where = [u.batch, u.end, u.row + c * C, u.head, u.column + W_INDEX * u.second]
+    tma_store(u.o_desc, where, as_box(o_smem, u.o_desc))
+
+
+@gluon.jit
+def _opaque(x):
+    """x, hidden from the optimiser: else offsets of the initial state stay live over the loop."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def pin(x):
+    """x, where LLVM cannot move it.
+
+    Without this phi(round(S0), round(S)) becomes round(phi) at the top of the loop, past the point
+    up to which ptxas can see that S is complete, and ptxas then serializes every wgmma (C7515). So
+    it is with S itself, which the next chunk scales while products are in flight (C7517).
+    """
+    PACK: gl.constexpr = 32 // x.dtype.primitive_bitwidth
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK
+    )
+
+
+@gluon.jit
+def as_a(x, DTYPE: gl.constexpr):
+    """An accumulator, rounded, as a register A operand."""
+    LAYOUT: gl.constexpr = a_layout(x.shape[1])
+    return gl.convert_layout(x.to(DTYPE), LAYOUT, assert_trivial=True)
+
+
+@gluon.jit
+def start_product(a, b):
+    """a b^T [64, C], started: a [64, *] in registers, b [C, *] in shared memory."""
+    zero = gl.zeros((64, C), gl.float32, acc_layout(C))
+    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _decayed(S, f, more):
+    """gam_C S for the chunk whose factors are f; S if there is none."""
+    gam = f.slice(3 * C, C).load(gl.SliceLayout(1, acc_layout(D)))
+    return S * gl.expand_dims(gl.where(more, gam, 1.0), 1)
+
+
+@gluon.jit
+def _state_offsets(column, V_FIRST: gl.constexpr):
+    """Where S^T [64, K] of columns column.. lies in one head's state, [K, V] or [V, K]."""
+    v = _opaque(gl.arange(0, 64, layout=gl.SliceLayout(1, acc_layout(D))))
+    v = gl.expand_dims(column + v, 1)
+    k = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, acc_layout(D))), 0)
+    if V_FIRST:
+        offsets = v * D + k
+    else:
+        offsets = k * D + v
+    return offsets
+
+
+@gluon.jit
+def _at_cut(u, o_ptr, column):
+    """Where S^T [64, K] of columns column.. of V, then of M, lies in o while o is not yet there."""
+    WORDS: gl.constexpr = D // 2  # fp32 words in a head's row of o; half of them in a slice
+    x = _opaque(gl.arange(0, 64, layout=gl.SliceLayout(1, acc_layout(D))))
+    x = gl.expand_dims(column + x, 1)
+    k = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, acc_layout(D))), 0)
+    at = o_ptr.to(gl.pointer_type(gl.float32))
+    at += (u.carry.to(gl.int64) * u.heads + u.head) * WORDS
+    return at + word_at_cut(x, k, u.heads * WORDS, D, D, 64, WORDS // 2)
+
+
+@gluon.jit
+def _initial_state(u, h0_ptr, o_ptr, column, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr):
+    """S^T [64, K] fp32."""
+    S = gl.zeros((64, D), gl.float32, acc_layout(D))
+    if h0_ptr is not None:
+        if u.source >= 0:
+            h0 = h0_ptr + u.source.to(gl.int64) * u.source_step + u.head * (D * D)
+            S = gl.load(h0 + _state_offsets(column, V_FIRST)).to(gl.float32)
+    if u.source == CARRY:
+        S = gl.load(_at_cut(u, o_ptr, column))
+        # The copy engine writes O over it, through another proxy, by order of another thread: the
+        # barrier before a store orders threads, only this fence the proxies.
+        fence_async_global()
+    if W_INDEX == 1:
+        if u.second == D:  # M: from the identity
+            S = gl.where(_state_offsets(column - D, True) % (D + 1) == 0, 1.0, 0.0)
+    return S
+
+
+@gluon.jit
+def _state_partition(
+    u, h0_ptr, hT_ptr, ck_ptr, o_ptr, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr
+):
+    """One warpgroup: carries S^T of 64 columns of V through the chunks. Tiles are [64, *]."""
+    X_LAYOUT: gl.constexpr = acc_layout(C)
+    TOKEN: gl.constexpr = gl.SliceLayout(0, X_LAYOUT)  # a factor per token, along the columns
+    DTYPE: gl.constexpr = u.q_desc.dtype
+    column = u.column + W_INDEX * u.second
+    o_smem = u.o_smem.index(W_INDEX)
+    S = _initial_state(u, h0_ptr, o_ptr, column, W_INDEX, V_FIRST)
+    Sa = as_a(S, DTYPE)
+    ob = gl.zeros((64, C), DTYPE, X_LAYOUT)
+    next_ck, ck_row = u.next_ck, u.ck_row
+    mbarrier.wait(u.landed.index(0), 0, pred=u.chunks > 0)
+    S = pin(_decayed(S, u.f_smem.index(0), u.chunks > 0))
+    for c in range(u.chunks):
+        s, n = c % STAGES, (c + 1) % STAGES  # this chunk's slot and the next one's
+        k, f = u.k_smem.index(s), u.f_smem.index(s)
+        sk = start_product(Sa, k)
+        o1 = start_product(Sa, u.q_smem.index(s))
+        # Under these two: give the previous slot back, send the previous O out, fetch V and F0.
+        mbarrier.arrive(u.free.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
+        if c > u.warm:
+            _store_tokens(u, o_smem, ob, c - 1, W_INDEX)
+        f0 = f.slice(0, C).load(TOKEN)
+        v = u.v_smem.index(s * u.W + W_INDEX).permute((1, 0)).load(X_LAYOUT)
+        sk = warpgroup_mma_wait(1, (sk,))
+        x = v.to(gl.float32) - gl.expand_dims(f0, 0) * sk
+        vt = start_product(as_a(x, DTYPE), u.t_smem.index(s))
+        # Under the Tb product: scale O.
+        o1 = warpgroup_mma_wait(1, (o1,))
+        o1 = o1 * gl.expand_dims(f.slice(2 * C, C).load(TOKEN), 0)
+        f1 = f.slice(C, C).load(TOKEN)
+        vt, o1, f1 = warpgroup_mma_wait(0, (vt, o1, f1))  # all named: none moves past it
+        wa = as_a(vt * gl.expand_dims(f1, 0), DTYPE)
+        wa = gl.convert_layout(wa, a_layout(D), assert_trivial=True)
+        S = warpgroup_mma(wa, k, S, is_async=True)
+        p = u.p_smem.index(s).permute((1, 0))
+        o = warpgroup_mma(as_a(vt, DTYPE), p, o1, is_async=True)
+        more = c + 1 < u.chunks
+        mbarrier.wait(u.landed.index(n), ((c + 1) // STAGES) & 1, pred=more)
+        S = warpgroup_mma_wait(1, (S,))
+        # Under the P product: round S, and scale it for the next chunk.
+        Sa = pin(as_a(S, DTYPE))
+        if ck_ptr is None:
+            S = _decayed(S, u.f_smem.index(n), more)
+        # ptxas lets no wgmma cross the back edge if a plain instruction reads its result later.
+        o, S = warpgroup_mma_wait(0, (o, S))
+        ob = pin(o.to(DTYPE))
+        if ck_ptr is not None:
+            if (c == next_ck) & (c < u.full):
+                ck = ck_ptr + ck_row.to(gl.int64) * (D * D)
+                gl.store(ck + _state_offsets(column, V_FIRST), S.to(ck_ptr.dtype.element_ty))
+                next_ck += u.every
+                ck_row += u.heads
+            S = _decayed(S, u.f_smem.index(n), more)
+    if u.chunks > u.warm:
+        _store_tokens(u, o_smem, ob, u.chunks - 1, W_INDEX)
+    # Also where no chunk was: this kernel must not end before prepare does, nor write o before the
+    # launches that use it are complete.
+    wait_for_prepare()
+    for c in range(u.zeros):
+        _store_tokens(u, o_smem, gl.zeros((64, C), DTYPE, X_LAYOUT), c, W_INDEX)
+    if hT_ptr is not None:
+        if u.target >= 0:
+            hT = hT_ptr + u.target.to(gl.int64) * u.target_step + u.head * (D * D)
+            gl.store(hT + _state_offsets(column, V_FIRST), S.to(hT_ptr.dtype.element_ty))
+    if u.target == CARRY:
+        gl.store(_at_cut(u, o_ptr, column), S)
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _state_partition_0(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
+    _state_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, 0, V_FIRST)
+
+
+@gluon.jit
+def _state_partition_1(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
+    _state_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, 1, V_FIRST)
+
+
+@gluon.jit(do_not_specialize=["T", "HV", "H", "N", "every", "split", "pool_step", "transition"])
+def gdn_scan_fwd_kernel(
+    q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc,  # as in Unit
+    h0_ptr,  # [N or pool, HV, K, V] fp32 or 16 bits, or None
+    hT_ptr,  # likewise; h0_ptr if IN_PLACE
+    ck_ptr,  # [checkpoint rows, HV, K, V] likewise, or None
+    index_ptr,  # [N] rows of the pool, or None
+    cu_ptr,  # [N + 1] token offsets, or None: N equal sequences of T tokens
+    decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition
+    warm_ptr,  # [slots, HV] fp32: chunks that warm a segment up, -1: it starts from o's rows
+    o_ptr,  # [B, T, HV, V]; before that the states at the cuts, fp32, where word_at_cut says
+    T, HV, H, N,
+    every,  # chunks between checkpoints
+    split,  # the most segments of a sequence
+    pool_step,  # elements from one initial state to the next
+    transition,  # 1: the launch that finds the states at the cuts
+    IN_PLACE: gl.constexpr,  # a final state goes where its initial state was
+    W: gl.constexpr,
+    V_FIRST: gl.constexpr,  # states are [V, K]
+    STATE_REGISTERS: gl.constexpr,  # of the second state warpgroup
+    LOAD_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """X = V - F0 (K S); vt = Tb X; O = F2 (Q S) + P vt; S = gam_C S + K^T (F1 vt), by chunks.
+
+    One program computes 64 W columns of one value head of one sequence or segment.
+    """
+    LAYOUT: gl.constexpr = t_desc.layout  # 128-byte swizzle, for every 16-bit tile
+    k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, C, D], LAYOUT)
+    v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES * W, C, 64], LAYOUT)
+    t_smem = gl.allocate_shared_memory(t_desc.dtype, [STAGES, C, C], LAYOUT)
+    f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * C], f_desc.layout)
+    q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, C, D], LAYOUT)
+    p_smem = gl.allocate_shared_memory(p_desc.dtype, [STAGES, C, C], LAYOUT)
+    o_smem = gl.allocate_shared_memory(o_desc.dtype, [W, C, 64], LAYOUT)
+    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(landed.index(i), count=1)
+        mbarrier.init(free.index(i), count=W)
+    if transition != 0:
+        launch_dependents()
+    where = place(
+        cu_ptr, index_ptr, decay_ptr, warm_ptr, T, HV, H, N, every, split, pool_step, transition,
+        IN_PLACE, W,
+    )  # fmt: skip
+    u = Unit(
+        q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc, q_smem, k_smem, v_smem, t_smem,
+        p_smem, f_smem, o_smem, landed, free, *where, W,
+    )  # fmt: skip
+    args = (u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST)
+    # Triton passes args to the workers through memory that the reductions in `place` may still use.
+    barrier()
+    if W == 2:
+        warp_specialize(
+            [_state_partition_0, _state_partition_1, _load_partition], args,
+            [4, 1], [STATE_REGISTERS, LOAD_REGISTERS],
+        )  # fmt: skip
+    else:
+        warp_specialize([_state_partition_0, _load_partition], args, [1], [LOAD_REGISTERS])

@@ -1,0 +1,189 @@
+"""What each CTA of the scan works on: sequence, head, columns and, where heads are few, segment.
+
+A long sequence of few heads is cut into segments, by its own length and head count alone, so that a
+result does not depend on the batch. Where the decays prove that the state before some chunks cannot
+matter any more, a segment starts from zero that much earlier. Elsewhere a launch before this one
+has found the state at the cut: "Segments" in docs/gdn_hopper.md. Decided on the device, per head.
+"""
+
+from ...runtime.gluon import add, gl, gluon, record, tma, wait_for_prepare
+from ...runtime.primitives import sequence_bounds
+from ..portable.cuts import chunk_at_cut, count_segments
+
+C = gl.constexpr(64)  # tokens a chunk
+D = gl.constexpr(128)  # head dims K and V
+MIN_SEGMENT = gl.constexpr(16)  # chunks
+LOOK_BACK = gl.constexpr(128)  # chunks: the longest warm-up
+FORGOTTEN = gl.constexpr(-30.0)  # log2 of the norm below which a transition forgets its start
+# Ragged descriptors (plan.py, token_map) place the end of a packed sequence at this row, so
+# that the copy engine itself zero-fills loads and clips stores past it.
+RAGGED_END = gl.constexpr(2**30)
+VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # each warp has the whole of it
+# `source` and `target` of a Unit that are no row of the caller's states
+NOWHERE = gl.constexpr(-1)  # zeros
+CARRY = gl.constexpr(-2)  # the rows of o from token `carry` on
+
+
+@record
+class Unit:
+    """One CTA's descriptors, ring buffers and barriers, and its place in the batch."""
+
+    q_desc: tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
+    k_desc: tma.tensor_descriptor  # likewise
+    v_desc: tma.tensor_descriptor  # [.., .., tokens, HV, V] box [1, 1, C, 1, 64]
+    o_desc: tma.tensor_descriptor  # likewise
+    t_desc: tma.tensor_descriptor  # Tb [rows * HV * C, C] box [C, C]
+    p_desc: tma.tensor_descriptor  # P, likewise
+    f_desc: tma.tensor_descriptor  # F [rows * HV * 4 * C] fp32 box [4 * C]
+    q_smem: gl.shared_memory_descriptor  # [STAGES, C, K]
+    k_smem: gl.shared_memory_descriptor  # [STAGES, C, K]
+    v_smem: gl.shared_memory_descriptor  # [STAGES * W, C, 64]
+    t_smem: gl.shared_memory_descriptor  # [STAGES, C, C]
+    p_smem: gl.shared_memory_descriptor  # [STAGES, C, C]
+    f_smem: gl.shared_memory_descriptor  # [STAGES, 4 * C] fp32
+    o_smem: gl.shared_memory_descriptor  # [W, C, 64]
+    landed: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads are complete
+    free: gl.shared_memory_descriptor  # [STAGES] mbarriers: all state warpgroups are done with it
+    batch: gl.tensor  # coordinates in the token descriptors: (batch, end, row, head, column)
+    end: gl.tensor
+    row: gl.tensor  # of the first token
+    head: gl.tensor  # value head
+    key_head: gl.tensor
+    column: gl.tensor  # first column of V
+    second: gl.tensor  # from there to the second warpgroup's; D where that one has columns of M
+    heads: gl.tensor  # HV
+    block: gl.tensor  # chunk row of the first chunk times HV plus the head: index into Tb, P and F
+    chunks: gl.tensor  # to compute; 0 for a skipped or empty sequence
+    warm: gl.tensor  # of these, how many only bring the state up and write nothing
+    zeros: gl.tensor  # chunks of a skipped sequence, whose o is zero
+    source: gl.tensor  # where in h0 the initial state is, or one of the above
+    target: gl.tensor  # where in hT the final state goes, or one of the above
+    source_step: gl.tensor  # elements from one such place to the next
+    target_step: gl.tensor
+    full: gl.tensor  # of `chunks`, how many have all 64 tokens: only these end at a checkpoint
+    every: gl.tensor  # chunks from one checkpoint to the next
+    next_ck: gl.tensor  # the chunk at whose end the first checkpoint is due
+    ck_row: gl.tensor  # its row times HV plus the head
+    carry: gl.tensor  # the token behind the cut whose state is read or written
+    W: gl.constexpr  # state warpgroups
+
+
+@gluon.jit
+def _warm_up(decay_ptr, block, heads, c, limit):
+    """The fewest chunks before chunk c whose joint transition has a norm below 2^-30, or -1 if
+    `limit` chunks do not do."""
+    i = gl.arange(0, LOOK_BACK, layout=VECTOR)
+    past = decay_ptr + block + (c - 1 - i) * heads
+    decay = gl.load(past, mask=i < gl.minimum(limit, c), other=0.0)
+    forgotten = gl.associative_scan(decay, 0, add) < FORGOTTEN
+    fewest = gl.min(gl.where(forgotten, i + 1, LOOK_BACK + 1), 0)
+    return gl.where(fewest <= limit, fewest, -1)
+
+
+@gluon.jit
+def _sequence(cu_ptr, slot, N):
+    """(sequence, segment) of a slot: sequence n owns the slots from cu[n] // SPAN + n on."""
+    SPAN: gl.constexpr = MIN_SEGMENT * C
+    n = slot * 0 - 1
+    i = gl.arange(0, LOOK_BACK, layout=VECTOR)
+    for j in range(0, N, LOOK_BACK):
+        start = gl.maximum(gl.load(cu_ptr + j + i, mask=j + i < N, other=0), 0).to(gl.int32)
+        n += gl.sum(((start // SPAN + j + i <= slot) & (j + i < N)).to(gl.int32), 0)
+    n = gl.maximum(n, 0)
+    start = gl.maximum(gl.load(cu_ptr + n), 0).to(gl.int32)
+    return n, gl.maximum(slot - start // SPAN - n, 0)  # cu may be wrong
+
+
+@gluon.jit
+def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transition):
+    """(first chunk, end, warm-up or -1, whether the state at the end must be found) of segment i.
+
+    The transition launch looks at the decays before each cut and leaves the warm-ups for the next.
+    """
+    begin = chunk_at_cut(gl.minimum(i, segments), total, segments)
+    end = chunk_at_cut(gl.minimum(i + 1, segments), total, segments)
+    wait_for_prepare()  # decay, or what the launches in between made of it
+    warm, asked = i * 0, i < 0
+    if transition != 0:
+        limit = gl.minimum(total // segments, LOOK_BACK)
+        if end < total:
+            after = _warm_up(decay_ptr, block, heads, end, limit)
+            gl.store(warm_ptr + row + heads, after.to(gl.float32))
+            asked = after < 0
+        if asked & (i > 0):
+            warm = _warm_up(decay_ptr, block, heads, begin, limit)
+    elif (i > 0) & (begin < total):
+        # nobody has written it where offsets are wrong
+        warm = gl.minimum(gl.load(warm_ptr + row), begin.to(gl.float32)).to(gl.int32)
+    return begin, end, warm, asked
+
+
+@gluon.jit
+def place(
+    cu_ptr, index_ptr, decay_ptr, warm_ptr, T, HV, H, N, every, split, pool_step, transition,
+    IN_PLACE: gl.constexpr, W: gl.constexpr,
+):  # fmt: skip
+    """The fields of Unit from `batch` to `carry` for this CTA; arguments as of the kernel."""
+    second = gl.where(transition != 0, D, 64)
+    slices = second * 2 // (64 * W)
+    pid = gl.program_id(0)
+    column = (pid % slices) * (D // slices)
+    head = (pid // slices) % HV
+    slot = pid // (slices * HV)
+    if cu_ptr is None:
+        n, i = slot // split, slot % split
+        tokens = T
+        start = n * T
+        batch, end, row = n * 0, n, n * 0
+        block = n * ((T + C - 1) // C)
+        checkpoint = n * (T // (every * C))
+    else:
+        n, i = slot // split, slot % split
+        if gl.num_programs(0) != N * split * slices * HV:
+            n, i = _sequence(cu_ptr, slot, N)
+        start, end = sequence_bounds(cu_ptr, n, T)
+        start, end = start.to(gl.int32), end.to(gl.int32)
+        tokens = end - start
+        batch, row = n * 0 + RAGGED_END, RAGGED_END - tokens
+        block = start // C + n
+        checkpoint = start // (every * C)
+    block = block * HV + head
+    total = (tokens + C - 1) // C
+    segments = count_segments(tokens, split, MIN_SEGMENT * C)
+    begin, stop, warm, asked = n * 0, gl.where(i == 0, total, 0), n * 0, i < 0
+    if segments > 1:
+        begin, stop, warm, asked = _segment(
+            decay_ptr, warm_ptr, block, HV, slot * HV + head, i, total, segments, transition
+        )
+    work = stop - begin
+    source = n
+    if index_ptr is not None:
+        source = gl.load(index_ptr + n).to(gl.int32)
+    skipped = source < 0
+    unknown = warm < 0  # the state before this segment
+    warm = gl.maximum(warm, 0)
+    zeros = gl.where(skipped, work, 0)
+    work = gl.where(skipped, 0, work)
+    target = gl.where((i == segments - 1) & (source >= 0), source if IN_PLACE else n, NOWHERE)
+    if IN_PLACE:  # the carry launch took the pool's row to o, since the last segment writes it
+        unknown |= (i == 0) & (segments > 1) & (transition == 0) & (source >= 0)
+    source = gl.where(unknown, CARRY, gl.where(i == 0, gl.maximum(source, NOWHERE), NOWHERE))
+    full = tokens // C
+    carry = start + begin * C
+    if transition != 0:  # from zero, or from the state if it is known
+        carry = start + stop * C
+        work = gl.where(asked, work, 0)
+        source = gl.where(unknown | (work == 0), NOWHERE, source)
+        target = gl.where(work > 0, CARRY, NOWHERE)
+        zeros, full = n * 0, n * 0
+    warm = gl.where(work > 0, warm, 0)
+    first = begin - warm
+    silent = gl.where(transition != 0, work + warm, warm)
+    passed = begin // every  # checkpoints before this segment
+    return (
+        batch, end, row + first * C, head, head // (HV // H), column, second, HV,
+        block + first * HV,
+        work + warm, silent, zeros, source, target, pool_step,
+        pool_step if IN_PLACE else HV * (D * D), full - first, every,
+        (passed + 1) * every - 1 - first, (checkpoint + passed) * HV + head, carry,
+    )  # fmt: skip

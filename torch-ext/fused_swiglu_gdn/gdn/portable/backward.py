@@ -1,0 +1,165 @@
+"""The gradient of the chunked gated delta rule (docs/gdn_backward.md).
+
+Prepare (unless the forward saved its blocks); both passes over the states in one launch; then all
+chunks side by side: queries, keys, gates, and dbeta where beta is next to nothing. No atomics: the
+same bits every run.
+"""
+
+import functools
+from typing import Callable, Optional
+
+import torch
+import triton
+
+from ...runtime import device, tuning
+from ...runtime.launch import steps
+from .backward_beta import gdn_backward_beta
+from .backward_gates import gdn_backward_gates
+from .backward_key import gdn_backward_key
+from .backward_query import gdn_backward_query
+from .backward_states import gdn_backward_states
+from .prepare import gdn_prepare
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def supports_gdn_chunk_bwd(q, k, v, *_) -> bool:
+    """Head dims up to 256; fp16, bf16 and fp32. Without value heads no program writes dq and dk."""
+    return q.dtype in _DTYPES and max(q.shape[-1], v.shape[-1]) <= 256 and v.shape[2] > 0
+
+
+@functools.lru_cache(maxsize=256)
+def _config(units: int, K: int, V: int, size: int, where: torch.device) -> dict:
+    """Launch configurations of the phases for `units` sequences and value heads."""
+    if K > 128 or size > 2:
+        table = tuning.lookup("portable_gdn_chunk_bwd_wide", where, K=K, bytes=size)
+    else:
+        table = tuning.lookup("portable_gdn_chunk_bwd", where, units=units)
+    if torch.version.hip is not None:
+        table = {phase: for_waves(config) for phase, config in table.items()}
+    elif size > 2 and device.has_tensor_memory(where):
+        table = {phase: for_registers(phase, config, K) for phase, config in table.items()}
+    return {
+        phase: {**config, "BLOCK_V": min(config["BLOCK_V"], V)} if "BLOCK_V" in config else config
+        for phase, config in table.items()
+    }
+
+
+def for_waves(config: dict) -> dict:
+    """A phase's configuration on AMD: half as many waves, which have twice a warp's threads, and
+    nothing loaded ahead, which takes registers there. Else the loops spill."""
+    if "STAGES" not in config:
+        return config
+    return {**config, "STAGES": 1, "num_warps": config["num_warps"] // 2}
+
+
+def for_registers(phase: str, config: dict, K: int) -> dict:
+    """A phase's configuration in fp32 on chips with tensor memory: where its products overflow it,
+    16 warps, with which Triton leaves it alone. Slow: only compiled, never run."""
+    overflows = phase == "key" or K > 128
+    return {**config, "num_warps": 16} if "STAGES" in config and overflows else config
+
+
+def query_and_key(
+    q, k, g, A_log, dt_bias, cu_seqlens, f, do, h, dh, vt, dv, scale, use_qk_l2norm, config
+):
+    """dq, dk; cumsum(g) in log2 [rows, HV, C]; and for the gates the vectors by_query and by_key
+    [rows, HV, NV, 8, C] and <S, dS> [rows, HV, NV]."""
+    rows, HV = f.shape[:2]
+    NQ, NK = (vt.shape[3] // config[side]["BLOCK_V"] for side in ("query", "key"))
+    cumulative = f.new_empty(rows, HV, 64)
+    by_query = f.new_empty(rows, HV, NQ, 8, 64)
+    by_key, ends = f.new_empty(rows, HV, NK, 8, 64), f.new_empty(rows, HV, NK)
+    dp = vt.new_empty(rows, q.shape[2], 2, 64, 64)  # dP and N of a key head
+    dq = gdn_backward_query(
+        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dp, cumulative, by_query, scale,
+        use_qk_l2norm, config["query"],
+    )  # fmt: skip
+    dk = gdn_backward_key(
+        q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, by_key, ends, use_qk_l2norm,
+        config["key"],
+    )  # fmt: skip
+    return dq, dk, cumulative, by_query, by_key, ends
+
+
+def gdn_chunk_bwd(
+    q: torch.Tensor,  # [B, T, H, K]
+    k: torch.Tensor,  # [B, T, H, K]
+    v: torch.Tensor,  # [B, T, HV, V]
+    g: torch.Tensor,  # [B, T, HV], natural-log decay, or the raw a when A_log is given
+    beta: torch.Tensor,  # [B, T, HV]
+    A_log: Optional[torch.Tensor],  # [HV]
+    dt_bias: Optional[torch.Tensor],  # [HV]
+    initial_state: Optional[torch.Tensor],  # [N, HV, K, V]
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    do: torch.Tensor,  # [B, T, HV, V]
+    d_final_state: Optional[torch.Tensor],  # [N, HV, K, V]
+    prepared: Optional[tuple],  # Tb, P, F of gdn_prepare, where the forward saved them
+    scale: float,
+    use_qk_l2norm: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+    state_v_first: bool,
+    values_only: bool,
+    passes: Callable = gdn_backward_states,
+    chunks: Callable = query_and_key,
+):
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given.
+
+    With values_only, only dv and d_initial_state.
+    """
+    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
+    K, V = q.shape[3], v.shape[3]
+    q, k, v, do = (_near(_padded(x, 0)) for x in (q, k, v, do))
+    states = [None if x is None else _padded(x, 1) for x in (initial_state, d_final_state)]
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    config = _config(N * v.shape[2], q.shape[3], v.shape[3], q.element_size(), q.device)
+    with device.on(q.device):
+        if prepared is None:
+            prepared = gdn_prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, *flags)
+        h, dh, vt, dv, d_initial = passes(
+            q, k, v, do, *prepared[:3], *states, cu_seqlens, state_v_first, config["states"]
+        )
+        if initial_state is not None:
+            d_initial = _cut(d_initial, *initial_state.shape[2:])
+        if values_only:
+            return None, None, _cut(dv, V), None, None, None, None, d_initial
+        _, p, f = prepared[:3]
+        dq, dk, cumulative, *parts = chunks(
+            q, k, g, A_log, dt_bias, cu_seqlens, f, do, h, dh, vt, dv, scale, use_qk_l2norm, config
+        )
+        gates = gdn_backward_gates(
+            g, beta, A_log, dt_bias, cu_seqlens, f, *parts, *flags[1:], q.dtype, config["gates"]
+        )  # dg, dbeta, dA_log, ddt_bias
+        gdn_backward_beta(
+            k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, gates[1], *flags,
+            config["beta"],
+        )  # fmt: skip
+    return _cut(dq, K), _cut(dk, K), _cut(dv, V), *gates, d_initial
+
+
+def _padded(x: torch.Tensor, more: int) -> torch.Tensor:
+    """x with its last 1 + more dimensions brought to powers of two by zeros, which change nothing.
+
+    So every row is copied by 16 bytes and every loop over chunks pipelined: the ptxas of Triton
+    3.4 to 3.6 loses descriptors of products in loops that are not (docs/gdn_backward.md).
+    """
+    missing = [max(triton.next_power_of_2(n), 32) - n for n in x.shape[-1 - more :]]
+    if not any(missing):
+        return x
+    return torch.nn.functional.pad(x, [y for n in reversed(missing) for y in (0, n)])
+
+
+def _cut(x: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """The first of x's last dimensions' elements, contiguous."""
+    for dim, size in enumerate(sizes, -len(sizes)):
+        x = x.narrow(dim, 0, size)
+    return x.contiguous()
+
+
+def _near(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy where kernels could not reach across a chunk of it with 32 bits, or not copy its
+    rows by 16 bytes."""
+    reached = x.stride(-1) == 1 and x.stride(1) < 2**25
+    aligned = x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps(x))
+    return x if reached and aligned else x.clone(memory_format=torch.contiguous_format)

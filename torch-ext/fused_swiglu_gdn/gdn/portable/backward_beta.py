@@ -1,0 +1,169 @@
+"""The gradient of beta where beta is too small to divide by, or a chunk has few tokens
+(docs/gdn_backward.md).
+
+    w = X - strict_lower(Gam K K^T) vt
+    u = dvt - strict_upper(Gam^T K K^T) dV      dbeta = u . w
+
+holds for every beta; elsewhere u = dV / beta and w = vt / beta give (dV . vt) / beta^2, which
+backward_key.py has for nothing. There dV and vt were rounded once more than here, which is
+nothing beside the error of many tokens, but not of a few. Other chunks end after one load.
+
+Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; R = HV / H; rows = chunk rows of the call.
+K and V are powers of two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.launch import launch, steps
+from .backward_query import tile
+from .gates import beta_max
+from .prepare import chunk_numbers, locate, precision
+
+FEW = 8  # tokens
+
+
+@triton.jit
+def _slow_dbeta(
+    k_ptr, v_ptr, p_ptr, f_ptr, cumulative_ptr, do_ptr, vt_ptr, dv_ptr, h_ptr, dh_ptr, k_stride,
+    v_stride, do_stride, vt_stride, tok, ok,
+    K: tl.constexpr, V: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """u . w [C] fp32 of one chunk and value head."""
+    t = tl.arange(0, 64)
+    i = t[:, None]
+    j = t[None, :]
+    kk = tl.zeros((64, 64), tl.float32)
+    for k0 in range(0, K, BLOCK_K):
+        k = tile(k_ptr, tok, k_stride, k0 + tl.arange(0, BLOCK_K), ok)  # [C, BLOCK_K]
+        kk = tl.dot(k, tl.trans(k), kk, input_precision=PREC)
+    if NORM:
+        rk = tl.rsqrt(tl.sum(tl.where(i == j, kk, 0.0), 1) + 1e-6)
+        kk *= rk[:, None] * rk[None, :]
+    G = tl.load(cumulative_ptr + t)[:, None] - tl.load(cumulative_ptr + t)[None, :]
+    kk *= tl.exp2(tl.minimum(tl.where(i >= j, G, -G), 100.0))
+    low = do_ptr.dtype.element_ty
+    below = tl.where(i > j, kk, 0.0).to(low)  # [C, C]
+    above = tl.where(i < j, kk, 0.0).to(low)
+    p = tl.load(p_ptr + j * 64 + i)  # [C, C], transposed
+    f0 = tl.load(f_ptr + t)[:, None]  # [C, 1] fp32
+    f1 = tl.load(f_ptr + 64 + t)[:, None]
+    dbeta = tl.zeros((64,), tl.float32)
+    for v0 in range(0, V, BLOCK_V):
+        e = v0 + tl.arange(0, BLOCK_V)
+        do = tile(do_ptr, tok, do_stride, e, ok)  # [C, BLOCK_V]
+        vt = tile(vt_ptr, tok, vt_stride, e, ok)
+        dv = tile(dv_ptr, tok, vt_stride, e, ok)
+        w = tile(v_ptr, tok, v_stride, e, ok).to(tl.float32)
+        w -= tl.dot(below, vt, input_precision=PREC)  # [C, BLOCK_V] fp32
+        u = tl.dot(p, do, input_precision=PREC) - tl.dot(above, dv, input_precision=PREC)
+        for k0 in range(0, K, BLOCK_K):
+            d = k0 + tl.arange(0, BLOCK_K)
+            k = tile(k_ptr, tok, k_stride, d, ok)  # [C, BLOCK_K]
+            s = tl.load(h_ptr + d[:, None] * V + e[None, :])  # [BLOCK_K, BLOCK_V]
+            ds = tl.load(dh_ptr + d[:, None] * V + e[None, :])
+            w -= f0 * tl.dot(k, s, input_precision=PREC)
+            u += f1 * tl.dot(k, ds, input_precision=PREC)
+        dbeta += tl.sum(u * w, 1)
+    return dbeta
+
+
+@triton.jit(do_not_specialize=["T", "N", "NT"])
+def _beta_bwd_kernel(
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    beta_ptr,  # [B, T, HV]
+    cu_ptr,  # [N + 1] int32 | int64, or None
+    p_ptr,  # [rows, HV, C, C]
+    f_ptr,  # [rows, HV, 4, C] fp32
+    cumulative_ptr,  # [rows, HV, C] fp32
+    do_ptr,  # [B, T, HV, V]
+    vt_ptr,  # [B, T, HV, V]
+    dv_ptr,  # [B, T, HV, V]
+    h_ptr,  # [rows, HV, K, V]
+    dh_ptr,  # [rows, HV, K, V]
+    dbeta_ptr,  # [B, T, HV]
+    k_strides,  # of B, T, H
+    v_strides,  # of B, T, HV
+    beta_strides,
+    do_strides,
+    T,
+    N,
+    NT,  # ceil(T / C), equal length
+    H: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    HEADS: tl.constexpr,  # HV or the next power of two
+    NORM: tl.constexpr,
+    BETA_MAX: tl.constexpr,  # 0: beta as given
+    SMALL: tl.constexpr,
+    FEW_TOKENS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """dbeta of the tokens of one chunk with |beta| < SMALL, in any value head, or of all FEW."""
+    HV: tl.constexpr = H * R
+    row = tl.program_id(0)
+    n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
+    b = n.to(tl.int64) if cu_ptr is None else start * 0
+    t = tl.arange(0, 64)
+    tok = start + c * 64 + t  # [C] int64
+    ok = c * 64 + t < length
+    heads = tl.arange(0, HEADS)
+    at = tok[:, None] * beta_strides[1] + heads[None, :] * beta_strides[2]
+    inside = ok[:, None] & (heads < HV)[None, :]
+    beta = tl.load(beta_ptr + b * beta_strides[0] + at, mask=inside, other=1.0).to(tl.float32)
+    if BETA_MAX > 0.0:
+        beta = BETA_MAX * tl.sigmoid(beta)
+    small = inside & ((tl.abs(beta) < SMALL) | (length - c * 64 < FEW_TOKENS))  # [C, HEADS]
+    if tl.max(tl.max(small.to(tl.int32), 1), 0) == 0:
+        return
+    for head in range(HV):
+        mine = tl.max((small & (heads == head)[None, :]).to(tl.int32), 1) > 0  # [C]
+        if tl.max(mine.to(tl.int32), 0) > 0:
+            hv = head + start * 0
+            h = hv // R
+            unit = row.to(tl.int64) * HV + hv
+            dbeta = _slow_dbeta(
+                k_ptr + b * k_strides[0] + h * k_strides[2],
+                v_ptr + b * v_strides[0] + hv * v_strides[2],
+                p_ptr + unit * 4096, f_ptr + unit * 256, cumulative_ptr + unit * 64,
+                do_ptr + b * do_strides[0] + hv * do_strides[2],
+                vt_ptr + (b * T * HV + hv) * V, dv_ptr + (b * T * HV + hv) * V,
+                h_ptr + unit * (K * V), dh_ptr + unit * (K * V),
+                k_strides[1], v_strides[1], do_strides[1], HV * V, tok, ok,
+                K, V, NORM, BLOCK_K, BLOCK_V, PREC,
+            )  # fmt: skip
+            if BETA_MAX > 0.0:
+                beta_at = beta_ptr + b * beta_strides[0] + hv * beta_strides[2]
+                x = tl.load(beta_at + tok * beta_strides[1], mask=ok, other=0.0).to(tl.float32)
+                dbeta *= BETA_MAX * tl.sigmoid(x) * tl.sigmoid(-x)
+            dbeta_at = dbeta_ptr + (b * T + tok) * HV + hv
+            tl.store(dbeta_at, dbeta.to(dbeta_ptr.dtype.element_ty), mask=mine)
+
+
+def gdn_backward_beta(
+    k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta, use_qk_l2norm,
+    use_beta_sigmoid, allow_neg_eigval, config,
+):  # fmt: skip
+    """Overwrites dbeta where |beta| is so small, or so few tokens are there, that too much of
+    (dV . vt) / beta^2 is lost to rounding."""
+    B, T, H, K = k.shape
+    HV, V = v.shape[2:]
+    rows = h.shape[0]
+    limit = beta_max(use_beta_sigmoid, allow_neg_eigval)
+    small = 2.0**-6 if k.dtype == torch.float16 else 1e-12
+    sizes = (H, HV // H, K, V, triton.next_power_of_2(HV))
+    blocks = (min(K, 64), config["BLOCK_V"])
+    launch(
+        _beta_bwd_kernel, rows if HV else 0,
+        (k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta),
+        (steps(k), steps(v), steps(beta), steps(do)),
+        chunk_numbers(T, cu_seqlens),
+        (*sizes, use_qk_l2norm, limit, small, FEW, *blocks, precision(k.dtype)),
+        config["num_warps"],
+    )  # fmt: skip

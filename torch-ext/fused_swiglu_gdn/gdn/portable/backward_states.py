@@ -1,0 +1,237 @@
+"""The two sequential passes of the gated delta rule's gradient, side by side in one launch.
+
+Forward through the chunks, the state S [K, V] that each chunk starts from and its deltas vt:
+
+    X = V - F0 (K S)      vt = Tb X       S <- gam_C S + K^T (F1 vt)
+
+Backward through them, the gradient dS of the state that each chunk ends with and that of V:
+
+    dvt = F1 (K dS) + P^T dO      dV = Tb^T dvt      dS <- gam_C dS + Q^T (F2 dO) - K^T (F0 dV)
+
+Neither needs the other, so half of the programs run the one and half the other. Tb, P and the row
+factors F come from gdn/portable/prepare.py; docs/gdn_backward.md derives both.
+
+Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; R = HV / H; rows = chunk rows of the call.
+K and V are powers of two.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.launch import launch, steps
+from ...runtime.primitives import sequence_bounds
+from .prepare import precision
+
+
+@triton.jit
+def _tile(ptr, first, stride, d, mask):
+    """64 rows from `first` on and columns `d` of a matrix of dense rows; zeros outside the mask."""
+    at = tl.arange(0, 64)[:, None] * stride + d[None, :]
+    return tl.load(ptr + first * stride + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _solve(matrix, diagonal_ptr, x, PREC: tl.constexpr):
+    """Tb x or Tb^T x [C, BLOCK_V] fp32. What a row of x loses to rounding comes back through the
+    diagonal, which is most of what it does."""
+    low = x.to(matrix.dtype)
+    if low.dtype == tl.float32:
+        return tl.dot(matrix, low, input_precision=PREC)
+    else:
+        beta = tl.load(diagonal_ptr + tl.arange(0, 64) * 65).to(tl.float32)  # [C]
+        return tl.dot(matrix, low, beta[:, None] * (x - low.to(tl.float32)), input_precision=PREC)
+
+
+@triton.jit
+def _forward(
+    s,  # [K, BLOCK_V] fp32
+    k_ptr, v_ptr, vt_ptr, tb_ptr, f_ptr, h_ptr, k_stride, v_stride, vt_stride, length, d, e,
+    K: tl.constexpr, V: tl.constexpr, HV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """S and vt of every chunk of one sequence and value head, for BLOCK_V of its columns."""
+    t = tl.arange(0, 64)
+    square = t[:, None] * 64 + t[None, :]
+    at_state = d[:, None] * V + e[None, :]
+    for c in tl.range(0, (length + 63) // 64, num_stages=STAGES):
+        unit = c * tl.full((), HV, tl.int64)
+        first = c * tl.full((), 64, tl.int64)
+        ok = c * 64 + t < length
+        k = _tile(k_ptr, first, k_stride, d, ok[:, None])  # [C, K]
+        v = _tile(v_ptr, first, v_stride, e, ok[:, None])  # [C, BLOCK_V]
+        tb = tl.load(tb_ptr + unit * 4096 + square)  # [C, C]
+        f_at = f_ptr + unit * 256
+        f0 = tl.load(f_at + t)  # [C] fp32
+        f1 = tl.load(f_at + 64 + t)  # [C] fp32
+        decay = tl.load(f_at + 192)
+
+        low = s.to(k.dtype)  # [K, BLOCK_V]
+        tl.store(h_ptr + unit * (K * V) + at_state, low)
+        x = v.to(tl.float32) - f0[:, None] * tl.dot(k, low, input_precision=PREC)
+        vt = _solve(tb, tb_ptr + unit * 4096, x, PREC)  # [C, BLOCK_V] fp32
+        at_v = t[:, None] * vt_stride + e[None, :]
+        tl.store(vt_ptr + first * vt_stride + at_v, vt.to(k.dtype), mask=ok[:, None])
+        written = (vt * f1[:, None]).to(k.dtype)
+        s = tl.dot(tl.trans(k), written, s * decay, input_precision=PREC)
+
+
+@triton.jit
+def _reverse(
+    ds,  # [K, BLOCK_V] fp32
+    q_ptr, k_ptr, do_ptr, dv_ptr, tb_ptr, p_ptr, f_ptr, dh_ptr, q_stride, k_stride, do_stride,
+    dv_stride, length, d, e,
+    K: tl.constexpr, V: tl.constexpr, HV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dS and dV of every chunk of one sequence and value head, last first; dS at the start."""
+    t = tl.arange(0, 64)
+    square = t[:, None] * 64 + t[None, :]
+    at_state = d[:, None] * V + e[None, :]
+    NT = (length + 63) // 64
+    for step in tl.range(0, NT, num_stages=STAGES):
+        c = NT - 1 - step
+        unit = c * tl.full((), HV, tl.int64)
+        first = c * tl.full((), 64, tl.int64)
+        ok = c * 64 + t < length
+        k = _tile(k_ptr, first, k_stride, d, ok[:, None])  # [C, K]
+        q = _tile(q_ptr, first, q_stride, d, ok[:, None])  # [C, K]
+        do = _tile(do_ptr, first, do_stride, e, ok[:, None])  # [C, BLOCK_V]
+        tb = tl.load(tb_ptr + unit * 4096 + square)  # [C, C]
+        p = tl.load(p_ptr + unit * 4096 + square)  # [C, C]
+        f_at = f_ptr + unit * 256
+        f0 = tl.load(f_at + t)  # [C] fp32
+        f1 = tl.load(f_at + 64 + t)  # [C] fp32
+        f2 = tl.load(f_at + 128 + t)  # [C] fp32
+        decay = tl.load(f_at + 192)
+
+        low = ds.to(k.dtype)  # [K, BLOCK_V]
+        tl.store(dh_ptr + unit * (K * V) + at_state, low)
+        dvt = tl.dot(tl.trans(p), do, input_precision=PREC)  # [C, BLOCK_V] fp32
+        dvt += f1[:, None] * tl.dot(k, low, input_precision=PREC)
+        read = (do.to(tl.float32) * f2[:, None]).to(k.dtype)  # [C, BLOCK_V]
+        ds = tl.dot(tl.trans(q), read, ds * decay, input_precision=PREC)
+        dv = _solve(tl.trans(tb), tb_ptr + unit * 4096, dvt, PREC)  # [C, BLOCK_V] fp32
+        at_v = t[:, None] * dv_stride + e[None, :]
+        tl.store(dv_ptr + first * dv_stride + at_v, dv.to(k.dtype), mask=ok[:, None])
+        forgot = (dv * -f0[:, None]).to(k.dtype)
+        ds = tl.dot(tl.trans(k), forgot, ds, input_precision=PREC)
+    return ds
+
+
+@triton.jit(do_not_specialize=["T"])
+def _states_bwd_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    do_ptr,  # [B, T, HV, V]
+    tb_ptr,  # [rows, HV, C, C]
+    p_ptr,  # [rows, HV, C, C]
+    f_ptr,  # [rows, HV, 4, C] fp32
+    cu_ptr,  # [N + 1] int32 | int64, or None
+    s0_ptr,  # [N, HV, K, V], or None
+    ds1_ptr,  # [N, HV, K, V], or None
+    h_ptr,  # [rows, HV, K, V]
+    dh_ptr,  # [rows, HV, K, V]
+    vt_ptr,  # [B, T, HV, V]
+    dv_ptr,  # [B, T, HV, V]
+    ds0_ptr,  # [N, HV, K, V], or None
+    q_strides,  # of B, T, H
+    k_strides,
+    v_strides,  # of B, T, HV
+    do_strides,
+    s0_strides,  # of N, HV, K, V
+    ds1_strides,
+    ds0_strides,
+    T,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """BLOCK_V columns of one value head of one sequence, in one of the two directions."""
+    HV: tl.constexpr = H * R
+    NV: tl.constexpr = V // BLOCK_V
+    pid = tl.program_id(0)
+    e = (pid % NV) * BLOCK_V + tl.arange(0, BLOCK_V)
+    d = tl.arange(0, K)
+    hv = ((pid // NV) % HV).to(tl.int64)
+    n = (pid // (NV * HV)).to(tl.int64) // 2
+    h = hv // R
+    if cu_ptr is None:
+        b = n
+        start = n * 0
+        length = T
+        row = n * ((T + 63) // 64)
+    else:
+        b = n * 0
+        start, stop = sequence_bounds(cu_ptr, n, T)
+        length = (stop - start).to(tl.int32)
+        row = start // 64 + n
+    q_ptr += b * q_strides[0] + start * q_strides[1] + h * q_strides[2]
+    k_ptr += b * k_strides[0] + start * k_strides[1] + h * k_strides[2]
+    v_ptr += b * v_strides[0] + start * v_strides[1] + hv * v_strides[2]
+    do_ptr += b * do_strides[0] + start * do_strides[1] + hv * do_strides[2]
+    made = ((b * T + start) * HV + hv) * V  # of vt and dv, which are contiguous
+    unit = row * HV + hv
+    tb_ptr += unit * 4096
+    p_ptr += unit * 4096
+    f_ptr += unit * 256
+    s = tl.zeros((K, BLOCK_V), tl.float32)  # [K, V]
+    if (pid // (NV * HV)) % 2 == 1:
+        if s0_ptr is not None:
+            s0_ptr += n * s0_strides[0] + hv * s0_strides[1]
+            at = d[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
+            s = tl.load(s0_ptr + at).to(tl.float32)
+        _forward(
+            s, k_ptr, v_ptr, vt_ptr + made, tb_ptr, f_ptr, h_ptr + unit * (K * V), k_strides[1],
+            v_strides[1], HV * V, length, d, e, K, V, HV, STAGES, PREC,
+        )  # fmt: skip
+    else:
+        if ds1_ptr is not None:
+            ds1_ptr += n * ds1_strides[0] + hv * ds1_strides[1]
+            at = d[:, None] * ds1_strides[2] + e[None, :] * ds1_strides[3]
+            s = tl.load(ds1_ptr + at).to(tl.float32)
+        s = _reverse(
+            s, q_ptr, k_ptr, do_ptr, dv_ptr + made, tb_ptr, p_ptr, f_ptr, dh_ptr + unit * (K * V),
+            q_strides[1], k_strides[1], do_strides[1], HV * V, length, d, e, K, V, HV, STAGES, PREC,
+        )  # fmt: skip
+        if ds0_ptr is not None:
+            ds0_ptr += n * ds0_strides[0] + hv * ds0_strides[1]
+            at = d[:, None] * ds0_strides[2] + e[None, :] * ds0_strides[3]
+            tl.store(ds0_ptr + at, s.to(ds0_ptr.dtype.element_ty))
+
+
+def kv_strides(state, v_first: bool):
+    """Strides of (sequence, head, K, V) for either layout of a state."""
+    if state is None:
+        return (0, 0, 0, 0)
+    a, b, c, d = state.stride()
+    return (a, b, d, c) if v_first else (a, b, c, d)
+
+
+def gdn_backward_states(
+    q, k, v, do, tb, p, f, initial_state, d_final_state, cu_seqlens, state_v_first, config
+):
+    """h and dh [rows, HV, K, V], vt and dv [B, T, HV, V], and the initial state's gradient.
+
+    h is the state before each chunk, dh the gradient of the state after it.
+    """
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    h = q.new_empty(tb.shape[0], HV, K, V)
+    dh = torch.empty_like(h)
+    vt, dv = v.new_empty(v.shape), v.new_empty(v.shape)
+    d_initial = None if initial_state is None else torch.empty_like(initial_state)
+    states = (initial_state, d_final_state, d_initial)
+    launch(
+        _states_bwd_kernel, 2 * N * HV * (V // config["BLOCK_V"]),
+        (q, k, v, do, tb, p, f, cu_seqlens, *states[:2], h, dh, vt, dv, d_initial),
+        (*map(steps, (q, k, v, do)), *(kv_strides(x, state_v_first) for x in states)),
+        (T,),
+        (H, HV // H, K, V, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
+        config["num_warps"],
+    )  # fmt: skip
+    return h, dh, vt, dv, d_initial

@@ -1,0 +1,391 @@
+"""The chunk-parallel half of the chunked gated delta rule (docs/gdn.md).
+
+Per chunk of C = 64 tokens and value head, with q and k normalised if asked, G = cumsum(g) and
+Gam_ij = exp(G_i - G_j) for i >= j:
+
+    L  = strict_lower(beta_i Gam_ij k_i.k_j)      Tb = (I + L)^-1 diag(beta)
+    P  = scale lower(Gam_ij q_i.k_j)              F  = row factors of the scan
+
+Sizes: B T H HV K V; N sequences; C chunk; R = HV / H; rows = chunk rows of the call.
+"""
+
+import functools
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.launch import prepare, specialized_on, steps
+from ...runtime.primitives import exact_exp2, sequence_bounds
+from ...runtime.tuning import lookup
+from ..chunks import CHUNK, chunk_rows
+from .gates import beta_max
+from .inverse import keep_blocks, kept_blocks, minus_abs, store_inverse
+
+UNITS = 4  # value heads of a program that are inverted at once: a warp each
+# fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
+EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
+
+
+@triton.jit
+def locate(row, cu_ptr, T, N, ROWS, SPAN):
+    """Row of SPAN tokens -> (sequence, span within it, first token, length of the sequence).
+
+    Sequence n owns the rows from cu[n] // SPAN + n (n * ROWS at equal length) on. That is enough
+    for its tokens and costs no prefix sum; the caller leaves rows behind a sequence's end alone.
+    """
+    if cu_ptr is None:
+        n = row // ROWS
+        span = row % ROWS
+        start = tl.cast(0, tl.int64)
+        length = T
+    else:
+        n = 0
+        end = N
+        while end - n > 1:
+            mid = (n + end) // 2
+            left = (tl.maximum(tl.load(cu_ptr + mid), 0) // SPAN + mid) > row
+            end = tl.where(left, mid, end)
+            n = tl.where(left, n, mid)
+        start, stop = sequence_bounds(cu_ptr, n, T)
+        span = (row - (start // SPAN + n)).to(tl.int32)
+        # a row before the first sequence, which only wrong offsets leave, has nothing to do
+        length = tl.where(span < 0, 0, stop - start).to(tl.int32)
+        span = tl.maximum(span, 0)
+    return n, span, start, length
+
+
+@triton.jit
+def _diagonal(x, i, j):
+    return tl.sum(tl.where(i == j, x, 0.0), axis=1)
+
+
+@triton.jit
+def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=True):
+    """g as given (natural-log decay; the raw a with A_log) -> log2 of the decay, fp32.
+
+    Cut at 2^-200, which is 0 in fp32, so that one reset does not cost its chunk all precision.
+    """
+    if A_log_ptr is not None:
+        x = g
+        if dt_bias_ptr is not None:
+            x += tl.load(dt_bias_ptr + hv, mask=mask, other=0.0).to(tl.float32)
+        softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+        g = -tl.exp(tl.load(A_log_ptr + hv, mask=mask, other=0.0).to(tl.float32)) * softplus
+    # log2(e) in two parts: in fp32 it is off by 1.3e-8, which a state that decays for long shows
+    return tl.maximum(g * 1.4426950216293335 + g * 1.925963033500011e-08, -200.0)
+
+
+@triton.jit
+def write_strength(beta, mask, BETA_MAX: tl.constexpr):
+    """beta as given, or BETA_MAX * sigmoid of it, fp32; 0 outside the mask."""
+    beta = beta.to(tl.float32)
+    if BETA_MAX > 0.0:
+        beta = BETA_MAX * tl.sigmoid(beta)
+    return tl.where(mask, beta, 0.0)
+
+
+@triton.jit
+def _product(x, y):
+    return x * y
+
+
+@triton.jit
+def _store_factors(
+    g_ptr,  # [C, heads]
+    beta_ptr,  # [C, heads]
+    A_log_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV] or None
+    f_ptr,  # [heads, 4, C] fp32
+    gates_ptr,  # [heads, GATES, C] fp32: read again in the layouts of the [C, C] tiles
+    decay_ptr,  # [heads] fp32
+    g_strides,  # of B, T, HV
+    beta_strides,
+    ok,  # [C]
+    hv0,
+    k2,  # [C] fp32, |k|^2 as used
+    rk,  # [C] fp32
+    rq,  # [C] fp32, with the scale
+    heads,
+    UNITS: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    GATES: tl.constexpr,
+    LOW: tl.constexpr,  # of Tb
+):
+    """F, the gates and log2 of a bound of the norm of the chunk's transition, all heads at once.
+
+    Gates: G; exp2(-|G - G_r|) for r the last token before the middle of token's half; the same for
+    the chunk's middle; beta. The second or third make Gam_ij for tokens on two sides of an r.
+    """
+    i = tl.arange(0, 64)[:, None]
+    r = tl.arange(0, UNITS)[None, :]
+    has = r < heads
+    mask = ok[:, None] & has
+    g = tl.load(g_ptr + i * g_strides[1] + r * g_strides[2], mask=mask, other=0.0)
+    g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + r, has)
+    g = tl.where(mask, g, 0.0)  # [C, heads] fp32
+    beta = tl.load(beta_ptr + i * beta_strides[1] + r * beta_strides[2], mask=mask, other=0.0)
+    beta = write_strength(beta, mask, BETA_MAX)
+    if LOW == tl.bfloat16:  # so that a token's write and what later ones take back of it agree
+        beta = beta.to(LOW).to(tl.float32)
+    G = tl.cumsum(g, axis=0)
+    G_end = tl.sum(g.to(tl.float64), axis=0)[None, :]  # [1, heads]
+    at = gates_ptr + r * (64 * GATES)
+    all_has = tl.broadcast_to(has, (64, UNITS))
+    tl.store(at + i, G, mask=all_has)
+    tl.store(at + 192 + i, beta, mask=all_has)
+    tl.debug_barrier()  # G_r of other threads
+    quarter = tl.where(i < 32, tl.load(at + 15, mask=has), tl.load(at + 47, mask=has))
+    tl.store(at + 64 + i, tl.exp2(minus_abs(G - quarter)), mask=all_has)
+    tl.store(at + 128 + i, tl.exp2(minus_abs(G - tl.load(at + 31, mask=has))), mask=all_has)
+    at = f_ptr + r * 256 + i
+    tl.store(at, tl.exp2(G) * rk[:, None], mask=all_has)
+    # the decay still to come is a sum of its own: G_end - G has the rounding errors of both
+    later = tl.cumsum(g, axis=0, reverse=True) - g
+    tl.store(at + 64, tl.exp2(minus_abs(later)) * rk[:, None], mask=all_has)
+    tl.store(at + 128, tl.exp2(G) * rq[:, None], mask=all_has)
+    tl.store(at + 192, tl.broadcast_to(exact_exp2(G_end), (64, UNITS)), mask=all_has)
+    # a token's a (I - beta k k^T) stretches nothing by more than a max(1, |1 - beta |k|^2|)
+    stretch = tl.reduce(tl.maximum(tl.abs(1.0 - beta * k2[:, None]), 1.0), 0, _product)
+    tl.store(decay_ptr + r, G_end.to(tl.float32) + tl.log2(stretch)[None, :], mask=has)
+
+
+@triton.jit
+def _prepare_key(
+    q_ptr,  # [C, K]
+    k_ptr,  # [C, K]
+    g_ptr,  # [C, heads]
+    beta_ptr,  # [C, heads]
+    A_log_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV] or None
+    tb_ptr,  # [heads, C, C]
+    p_ptr,  # [heads, C, C]
+    f_ptr,  # [heads, 4, C] fp32
+    gates_ptr,  # [heads, GATES, C] fp32
+    decay_ptr,  # [heads] fp32
+    kept_ptr,  # [C, C]
+    q_stride,  # of T
+    k_stride,
+    g_strides,  # of B, T, HV
+    beta_strides,
+    ok,  # [C]
+    hv0,
+    heads,
+    scale,
+    K: tl.constexpr,
+    L2NORM: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNITS: tl.constexpr,
+    GATES: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """P, F and the gates of one chunk and key head; K K^T goes to kept_ptr."""
+    t = tl.arange(0, 64)
+    i = t[:, None]
+    j = t[None, :]
+    EXACT: tl.constexpr = q_ptr.dtype.element_ty == tl.float32
+    kk = tl.zeros((64, 64), tl.float32)
+    qk = tl.zeros((64, 64), tl.float32)
+    # the tensor cores sum squares with fewer instructions than a reduction, but not to fp32
+    qq = tl.zeros((64, BLOCK_K if EXACT else 64), tl.float32)
+    for k0 in range(0, K, BLOCK_K):  # a loop in the code too: unrolled it spills on sm_80
+        d = k0 + tl.arange(0, BLOCK_K)[None, :]
+        mask = ok[:, None] & (d < K)
+        q = tl.load(q_ptr + i * q_stride + d, mask=mask, other=0.0)  # [C, BLOCK_K]
+        k = tl.load(k_ptr + i * k_stride + d, mask=mask, other=0.0)  # [C, BLOCK_K]
+        kk = tl.dot(k, tl.trans(k), kk, input_precision=PREC)
+        qk = tl.dot(q, tl.trans(k), qk, input_precision=PREC)
+        if L2NORM and EXACT:
+            qq += q * q
+        elif L2NORM:
+            qq = tl.dot(q, tl.trans(q), qq, input_precision=PREC)
+    k2 = _diagonal(kk, i, j)  # [C] fp32, |k|^2
+    one = tl.where(ok, 1.0, 0.0)  # [C] fp32
+    unit = one * tl.rsqrt(k2 + 1e-6)  # [C] fp32, makes keys of length 1
+    keep_blocks(kept_ptr, (kk * -unit[:, None] * unit[None, :]).to(kept_ptr.dtype.element_ty))
+    rq = one * scale  # [C] fp32
+    rk = one  # [C] fp32
+    if L2NORM:
+        rq *= tl.rsqrt((tl.sum(qq, axis=1) if EXACT else _diagonal(qq, i, j)) + 1e-6)
+        rk = unit
+        k2 *= rk * rk
+    else:
+        for head in range(heads):
+            tl.store(gates_ptr + (head * GATES + 4) * 64 + t, tl.sqrt(k2 + 1e-6))
+    qk = tl.where(i >= j, qk * rq[:, None] * rk[None, :], 0.0)
+    _store_factors(
+        g_ptr, beta_ptr, A_log_ptr, dt_bias_ptr, f_ptr, gates_ptr, decay_ptr, g_strides,
+        beta_strides, ok, hv0, k2, rk, rq, heads, UNITS, BETA_MAX, GATES, p_ptr.dtype.element_ty,
+    )  # fmt: skip
+    for head in range(heads):
+        G = gates_ptr + head * (64 * GATES)
+        gam = tl.exp2(minus_abs(tl.load(G + i) - tl.load(G + j)))  # [C, C] fp32
+        tl.store(p_ptr + head * 4096 + i * 64 + j, (qk * gam).to(p_ptr.dtype.element_ty))
+
+
+@triton.jit(do_not_specialize=["T", "N", "NT"])
+def _prepare_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    g_ptr,  # [B, T, HV]
+    beta_ptr,  # [B, T, HV]
+    A_log_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV] or None
+    cu_ptr,  # [N + 1] int32 | int64 or None
+    tb_ptr,  # [rows, HV, C, C]
+    p_ptr,  # [rows, HV, C, C]
+    f_ptr,  # [rows, HV, 4, C] fp32
+    gates_ptr,  # [rows, HV, GATES, C] fp32, scratch
+    decay_ptr,  # [rows, HV] fp32
+    q_strides,  # of B, T, H
+    k_strides,
+    g_strides,  # of B, T, HV
+    beta_strides,
+    T,
+    N,
+    NT,  # ceil(T / C), equal length
+    scale,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    L2NORM: tl.constexpr,
+    BETA_MAX: tl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
+    KEYS: tl.constexpr,  # key heads of a program
+    UNITS: tl.constexpr,  # value heads of a program, at most
+    BLOCK_K: tl.constexpr,
+    GATES: tl.constexpr,
+    LATER: tl.constexpr,
+    DOT: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Tb, P and F of a chunk and up to UNITS value heads: of KEYS key heads or a part of one's."""
+    PARTS: tl.constexpr = (R + UNITS - 1) // UNITS
+    row = tl.program_id(0) // (H // KEYS * PARTS)
+    h = (tl.program_id(0) // PARTS % (H // KEYS) * KEYS).to(tl.int64)
+    part = tl.program_id(0) % PARTS * UNITS
+    hv0 = h * R + part
+    heads = R if R <= UNITS else tl.minimum(R - part, UNITS)  # of each key head
+    n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
+    if c * 64 >= length:
+        return
+    b = n.to(tl.int64) if cu_ptr is None else start * 0  # packed: a batch of one
+    tok = start + c * 64  # first token, int64; offsets inside a chunk are 32-bit
+    ok = tl.arange(0, 64) < length - c * 64
+    q_ptr += b * q_strides[0] + tok * q_strides[1] + h * q_strides[2]
+    k_ptr += b * k_strides[0] + tok * k_strides[1] + h * k_strides[2]
+    g_ptr += b * g_strides[0] + tok * g_strides[1] + hv0 * g_strides[2]
+    beta_ptr += b * beta_strides[0] + tok * beta_strides[1] + hv0 * beta_strides[2]
+    unit = row.to(tl.int64) * (H * R) + hv0
+    tb_ptr += unit * 4096
+    p_ptr += unit * 4096
+    f_ptr += unit * 256
+    gates_ptr += unit * (64 * GATES)
+    decay_ptr += unit
+    # K K^T lies where Tb will, and is read before; or behind the gates, and is read as it is needed
+    STEP: tl.constexpr = 64 * GATES if LATER else 4096
+    kept_ptr = gates_ptr + 320 if LATER else tb_ptr.to(tl.pointer_type(tl.float16))
+    for key in tl.range(KEYS, disable_licm=True):
+        u = key * heads
+        _prepare_key(
+            q_ptr + key * q_strides[2], k_ptr + key * k_strides[2], g_ptr + u * g_strides[2],
+            beta_ptr + u * beta_strides[2], A_log_ptr, dt_bias_ptr, tb_ptr + u * 4096,
+            p_ptr + u * 4096, f_ptr + u * 256, gates_ptr + u * (64 * GATES), decay_ptr + u,
+            kept_ptr + u * STEP, q_strides[1], k_strides[1], g_strides, beta_strides, ok, hv0 + u,
+            heads, scale, K, L2NORM, BETA_MAX, BLOCK_K, UNITS, GATES, PREC,
+        )  # fmt: skip
+    tl.debug_barrier()  # what follows was written by other threads
+    u = tl.minimum(tl.arange(0, UNITS), KEYS * heads - 1)  # warps left over repeat the last unit
+    m = (kept_ptr + (u // heads * heads)[None, :, None] * STEP,)
+    if not LATER:
+        m = kept_blocks(m[0])
+        tl.debug_barrier()  # Tb overwrites it
+    tb = tb_ptr + u[None, :, None] * 4096
+    store_inverse(tb, gates_ptr + u * (64 * GATES), m, L2NORM, DOT, PREC)
+
+
+def chunk_numbers(T: int, cu_seqlens: Optional[torch.Tensor]) -> tuple:
+    """T, N and NT of a kernel that finds its chunk by `locate`."""
+    return T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // CHUNK)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """input_precision of products of tensors of the dtype; only fp32 depends on it."""
+    if dtype == torch.float32 or torch.version.hip is not None:
+        return EXACT_FP32
+    return "tf32"
+
+
+def keys_together(H: int, R: int) -> int:
+    """Key heads of one program: so many that their value heads fill its warps, if that divides."""
+    return next(n for n in (4, 2, 1) if n * R <= UNITS and H % n == 0 or n == 1)
+
+
+def gate_rows(wide: bool, use_qk_l2norm: bool) -> int:
+    """Rows of the scratch: gates; the keys' lengths without l2norm; K K^T for fp32 inputs."""
+    return 5 + CHUNK if wide else 4 if use_qk_l2norm else 5
+
+
+@functools.cache
+def constexprs(
+    wide: bool, H: int, R: int, K: int, use_qk_l2norm: bool, use_beta_sigmoid: bool,
+    allow_neg_eigval: bool, 
+) -> tuple:  # fmt: skip
+    """The kernel's constexprs in their order; wide for fp32 inputs.
+
+    The inverse's products are in fp16 where its range is sure to do: with unit keys nothing exceeds
+    2, and fp16 has the mantissa of tf32 at twice its rate.
+    """
+    block_k = min(triton.next_power_of_2(max(K, 16)), 16 if wide else 32 if K > 128 else 64)
+    dot = tl.float16 if use_qk_l2norm and not wide else tl.float32
+    exactness = precision(torch.float32 if wide else torch.float16)
+    shape = (keys_together(H, R), UNITS, block_k)
+    rest = (gate_rows(wide, use_qk_l2norm), wide, dot, exactness)
+    limit = beta_max(use_beta_sigmoid, allow_neg_eigval)
+    return (H, R, K, use_qk_l2norm, limit, *shape, *rest)
+
+
+def gdn_prepare(
+    q: torch.Tensor,  # [B, T, H, K]
+    k: torch.Tensor,  # [B, T, H, K]
+    g: torch.Tensor,  # [B, T, HV]
+    beta: torch.Tensor,  # [B, T, HV]
+    A_log: Optional[torch.Tensor],  # [HV]
+    dt_bias: Optional[torch.Tensor],  # [HV]
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    scale: float,
+    use_qk_l2norm: bool,
+    use_beta_sigmoid: bool,
+    allow_neg_eigval: bool,
+):
+    """Tb, P, F and decay of every chunk row and value head: the boundary of docs/gdn.md."""
+    B, T, H, K = q.shape
+    HV = g.shape[2]
+    rows = chunk_rows(T, B, cu_seqlens)
+    tb = q.new_empty((rows, HV, CHUNK, CHUNK))
+    p = torch.empty_like(tb)
+    # one allocation: an allocation costs the host as much as a third of a launch
+    n = rows * HV
+    small = q.new_empty(n * (4 * CHUNK + 1), dtype=torch.float32)
+    f = small.as_strided((rows, HV, 4, CHUNK), (HV * 4 * CHUNK, 4 * CHUNK, CHUNK, 1))
+    decay = small.as_strided((rows, HV), (HV, 1), n * 4 * CHUNK)
+    exact = q.dtype == torch.float32
+    # scratch, apart: free again for o
+    gates = small.new_empty((rows, HV, gate_rows(exact, use_qk_l2norm), CHUNK))
+    if rows * HV == 0:
+        return tb, p, f, decay
+    R = HV // H
+    inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
+    strides = (steps(q), steps(k), steps(g), steps(beta))
+    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
+    fixed = constexprs(exact, H, R, K, *flags)
+    name = "portable_gdn_prepare_wide" if exact or K > 128 else "portable_gdn_prepare"
+    options = tuple(lookup(name, q.device, R=R).items())
+    kind = (q.device, *map(specialized_on, inputs), strides)
+    prepare(_prepare_kernel, fixed, options, *kind).launch_at(
+        (rows * H // keys_together(H, R) * -(-R // UNITS), 1, 1),
+        (*inputs, tb, p, f, gates, decay),
+        *strides, *chunk_numbers(T, cu_seqlens), scale,
+    )  # fmt: skip
+    return tb, p, f, decay

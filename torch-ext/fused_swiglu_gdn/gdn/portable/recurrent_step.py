@@ -1,0 +1,198 @@
+"""One token a sequence: the gated delta rule's step, bounded by one read and write of the state.
+
+    S = exp(g) (I - beta k k^T) S + beta k v^T        o = scale * S^T q
+
+Sizes: N sequences, H and HV heads, K and V head dims, P rows of a state pool. Measurements:
+docs/gdn_decode.md.
+"""
+
+from typing import Dict, Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime import tuning
+from ...runtime.facts import facts, keep
+from ...runtime.launch import Program
+from .delta import key_norms, load, read_step, store, write_step
+from .gates import log_decay, write_strength
+
+
+@triton.jit
+def _gdn_recurrent_step_kernel(
+    q_ptr,  # [N, H, K]
+    k_ptr,  # [N, H, K]
+    v_ptr,  # [N, HV, V]
+    g_ptr,  # [N, HV]
+    beta_ptr,  # [N, HV]
+    A_log_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV] or None
+    initial_ptr,  # [N or P, HV, K, V] or None
+    final_ptr,  # [N or P, HV, K, V] or None; None with INPLACE
+    o_ptr,  # [N, HV, V]
+    read_ptr,  # [N] rows of initial_ptr, or None
+    write_ptr,  # [N] rows of final_ptr, or None
+    strides,  # of a row and a head in q, k, v; a row in g, beta, initial, final
+    scale,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    L2NORM: tl.constexpr,
+    BETA_SCALE: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    INPLACE: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    RELOAD: tl.constexpr,
+    EVICT: tl.constexpr,
+):
+    """A program takes one token and BLOCK_V columns of one state.
+
+    INPLACE writes the tile where it was read, which takes no registers for another address.
+    RELOAD reads the tile again for its update, from the cache: with fewer registers a program, more
+    programs have their loads under way. EVICT "evict_first" lets the cache drop what was written
+    before what is still to be read.
+    """
+    K_AXIS: tl.constexpr = 1 if V_FIRST else 0
+    PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    n = (pid // (PARTS * HV)).to(tl.int64)
+    hv = (pid // PARTS) % HV
+    h = hv // (HV // H)
+    offs_k = tl.arange(0, BLOCK_K)
+    mask_k = None if BLOCK_K == K else offs_k < K
+    row = n
+    write_row = n
+    alive = None
+    if read_ptr is not None:
+        row = tl.load(read_ptr + n).to(tl.int64)
+        write_row = row
+        alive = row >= 0
+    writes = alive
+    if write_ptr is not None:
+        write_row = tl.load(write_ptr + n).to(tl.int64)
+        writes = alive & (write_row >= 0)
+    offs_v = (pid % PARTS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    EVEN: tl.constexpr = BLOCK_K == K and V % BLOCK_V == 0
+    if EVEN:
+        mask_v = None
+        mask = None
+    else:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
+        mask_v = offs_v < V
+        mask = tl.expand_dims(offs_k < K, 1 - K_AXIS) & tl.expand_dims(mask_v, K_AXIS)
+    if V_FIRST:
+        offs_s = offs_v[:, None] * K + offs_k[None, :] + hv * (K * V)
+    else:
+        offs_s = offs_k[:, None] * V + offs_v[None, :] + hv * (K * V)
+    # every load is under way before the first reduction waits for one
+    if initial_ptr is None:
+        S = tl.zeros(offs_s.shape, tl.float32)
+    else:
+        state_ptrs = initial_ptr + row * strides[8] + offs_s
+        S = load(state_ptrs, mask, alive)
+    q = load(q_ptr + n * strides[0] + h * strides[1] + offs_k, mask_k)
+    k = load(k_ptr + n * strides[2] + h * strides[3] + offs_k, mask_k)
+    v = load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
+    g = log_decay(tl.load(g_ptr + n * strides[6] + hv), A_log_ptr, dt_bias_ptr, hv)
+    beta = write_strength(tl.load(beta_ptr + n * strides[7] + hv), BETA_SCALE)
+    rstd_k, scale, kq = key_norms(q, k, scale, L2NORM)
+    delta, o = read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
+    if alive is not None:
+        o = tl.where(alive, o, 0.0)
+    store(o_ptr + (n * HV + hv) * V + offs_v, o, mask_v)
+    if INPLACE or final_ptr is not None:
+        if RELOAD and initial_ptr is not None:
+            S = load(state_ptrs, mask, alive)
+        S = write_step(S, k, delta, g, K_AXIS)
+        if INPLACE:
+            store(state_ptrs, S, mask, alive, EVICT)
+        else:
+            store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes, EVICT)
+
+
+def step_config(device, K, size: int, state_v_first) -> dict:
+    """For tiles that are held with so many bytes an element."""
+    layout = "vk" if state_v_first else "kv"
+    return tuning.lookup(f"portable_gdn_recurrent_{layout}_fwd", device, K=K, STATE_BYTES=size)
+
+
+def is_dense(state: torch.Tensor) -> bool:
+    """Each row [HV, K, V] is contiguous; rows may be any distance apart."""
+    _, heads, rows, columns = state.stride()
+    _, _, R, C = state.shape
+    return columns == 1 and rows == C and heads == R * C
+
+
+class Step:
+    """One token a sequence, for all calls of a kind: the facts of the arguments below.
+
+    beta_scale sigmoid(beta) is meant where it is not 0.
+    """
+
+    __slots__ = (
+        "program", "device", "like_v", "like_initial", "final", "inplace", "moves", "copies",
+    )  # fmt: skip
+
+    def __init__(
+        self, q, k, v, g, beta, initial, write, scale, l2norm, beta_scale, state_v_first,
+        output_final_state, inplace,
+    ):  # fmt: skip
+        (N, _, H, K), (HV, V) = q.shape, v.shape[2:]
+        row = HV * K * V
+        self.device, self.inplace = q.device, inplace
+        self.moves = inplace and write is not None  # from one row of the pool to another
+        self.copies = initial is not None and not is_dense(initial)
+        self.like_v = v.dtype == q.dtype and torch.empty_like(v).is_contiguous()
+        final = (N, HV, V, K) if state_v_first else (N, HV, K, V)
+        self.final = final if output_final_state and not inplace else None
+        given = initial is not None and (initial.dtype, initial.shape, initial.is_contiguous())
+        self.like_initial = self.final is not None and given == (torch.float32, final, True)
+        read = 0 if initial is None else row if self.copies else initial.stride(0)
+        strides = (
+            q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
+            g.stride(0), beta.stride(0), read, initial.stride(0) if inplace else row,
+        )  # fmt: skip
+        size = 4 if initial is None else initial.element_size()
+        config = step_config(q.device, K, size, state_v_first)
+        constexprs = (
+            H, HV, K, V, l2norm, beta_scale, state_v_first, inplace and not self.moves,
+            triton.next_power_of_2(K), config["BLOCK_V"], config["RELOAD"],
+            config["EVICT"],
+        )  # fmt: skip
+        size = N * HV * triton.cdiv(V, config["BLOCK_V"])
+        options = (("num_warps", config["num_warps"]),)
+        self.program = Program(
+            _gdn_recurrent_step_kernel, size, (strides, scale), constexprs, options, q.device
+        )
+
+    def __call__(
+        self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, cu_seqlens=None
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        """o and the final state, the state written, or None."""
+        # empty_like takes half the time of an allocation by shape
+        o = torch.empty_like(v) if self.like_v else q.new_empty(v.shape)  # [N, 1, HV, V]
+        final = initial if self.moves else None
+        if self.like_initial:
+            final = torch.empty_like(initial)
+        elif self.final is not None:
+            final = torch.empty(self.final, dtype=torch.float32, device=self.device)
+        if self.copies:
+            initial = initial.contiguous()
+        self.program(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
+        return o, initial if self.inplace else final
+
+
+_steps: Dict[tuple, Step] = {}
+
+
+def step_of(
+    q, k, v, g, beta, A_log, dt_bias, initial, read, write, scale, l2norm, beta_scale,
+    state_v_first, output_final_state, inplace,
+) -> Step:  # fmt: skip
+    """The Step of all calls like this one, with q, k, v [N, 1, ...] and g, beta [N, 1, HV]."""
+    options = (scale, l2norm, beta_scale, state_v_first, output_final_state, inplace)
+    key = (facts(q, k, v, g, beta, A_log, dt_bias, initial, read, write), options)
+    step = _steps.get(key)
+    return step or keep(_steps, key, Step(q, k, v, g, beta, initial, write, *options))

@@ -1,0 +1,320 @@
+"""The sequential half of the chunked gated delta rule, in portable Triton (docs/gdn.md).
+
+Per chunk, with S [K, V] fp32 carried along and Tb, P, F made by gdn/portable/prepare.py:
+
+    X = V - F0 (K S)    vt = Tb X    O = F2 (Q S) + P vt    S = gam_C S + K^T (F1 vt)
+
+Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; E tokens between checkpoints. Segments of a
+long sequence run at the same time (context.py): they start from states in o, in the place of
+their first rows (gdn/portable/cuts.py).
+"""
+
+import inspect
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.launch import prepare, specialized_on, steps
+from ...runtime.tuning import lookup
+from ..chunks import CHUNK
+from .cuts import chunks_in_segment, count_cuts, segment_of, word_at_cut, words
+from .prepare import locate, precision
+from .state import block_at, own_rows, part_of, read, read_both, write, write_to
+
+if "disable_licm" not in inspect.signature(tl.range.__init__).parameters:
+    raise ImportError("Triton 3.5 or newer is needed")  # then dispatch takes the reference
+
+
+@triton.jit
+def _store_checkpoint(
+    ptr, done, E, s, s_ptr, e, STEP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    V_FIRST: tl.constexpr,
+):  # fmt: skip
+    """The state after `done` tokens, a multiple of E; STEP from a checkpoint to the next."""
+    BLOCK: tl.constexpr = s[0].shape[0]
+    for i in tl.static_range(len(s)):
+        d = i * BLOCK + tl.arange(0, BLOCK)
+        at = (done // E - 1).to(tl.int64) * STEP
+        at += d[:, None] + e[None, :] * K if V_FIRST else d[:, None] * V + e[None, :]
+        _store_state(ptr, at, part_of(s, s_ptr, i), (d < K)[:, None] & (e < V)[None, :])
+
+
+@triton.jit
+def _load_state(ptr, at, mask):
+    return tl.load(ptr + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _store_state(ptr, at, s, mask):
+    tl.store(ptr + at, s.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _start_state(
+    s0_ptr, o_ptr, s0_strides, at_s0, cuts, d, e, HV: tl.constexpr, K: tl.constexpr,
+    V: tl.constexpr, WORDS: tl.constexpr, BEHIND: tl.constexpr,
+):  # fmt: skip
+    """The state before a segment [K, V] fp32, in blocks of rows: the caller's, or out of o where
+    the sequence is cut."""
+    BLOCK_K: tl.constexpr = d.shape[0]
+    BLOCK_V: tl.constexpr = e.shape[0]
+    s = ()
+    for i in tl.static_range(0, K, BLOCK_K):
+        is_state = (i + d < K)[:, None] & (e < V)[None, :]
+        part = tl.zeros((BLOCK_K, BLOCK_V), tl.float32)
+        if s0_ptr is not None:
+            at = at_s0 + (i + d)[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
+            part = _load_state(s0_ptr, at, is_state & (cuts == 0))
+        if BEHIND:
+            step = HV * (V // BLOCK_V * WORDS)
+            at = word_at_cut(e[None, :], (i + d)[:, None], step, K, V, BLOCK_V, WORDS)
+            start_ptr = o_ptr.to(tl.pointer_type(tl.float32))
+            part += _load_state(start_ptr, at, is_state & (cuts > 0))
+        s += (part,)
+    if BEHIND:
+        tl.debug_barrier()  # no thread may write its o over a state that another has yet to read
+    return s
+
+
+@triton.jit
+def _zero_rows(o_ptr, chunks, length, stride, columns, V: tl.constexpr):
+    """Zeros in the outputs of a sequence that is skipped."""
+    t = tl.arange(0, 64)
+    for c in range(chunks):
+        at = o_ptr + t[:, None] * stride + columns[None, :]
+        zero = tl.zeros((64, columns.shape[0]), o_ptr.dtype.element_ty)
+        tl.store(at, zero, mask=(t < length - c * 64)[:, None] & (columns < V)[None, :])
+        o_ptr += 64 * stride
+
+
+@triton.jit(do_not_specialize=["T", "N", "NS", "ROW", "E"])
+def _scan_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    o_ptr,  # [B, T, HV, V]
+    tb_ptr,  # [rows, HV, C, C]
+    p_ptr,  # [rows, HV, C, C]
+    f_ptr,  # [rows, HV, 4, C] fp32
+    cu_ptr,  # [N + 1] int32 | int64 or None
+    s0_ptr,  # [N | pool, HV, K, V] or None
+    index_ptr,  # [N] int32 | int64 or None
+    s1_ptr,  # [N | pool, HV, K, V] or None
+    mid_ptr,  # [checkpoint rows, HV, K, V] or None
+    s_ptr,  # [programs, K in whole blocks, BLOCK_V] fp32 or None: S, where it is not in registers
+    q_strides,  # of B, T, H
+    k_strides,
+    v_strides,  # of B, T, HV
+    s0_strides,  # of sequence or slot, HV, K, V
+    s1_strides,
+    T,
+    N,
+    NS,  # segments a sequence, equal length
+    ROW,  # chunks of a row of programs: the shortest segment's
+    E,
+    H: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    V_FIRST: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    LONGEST: tl.constexpr,  # chunks of the longest segment
+    BEHIND: tl.constexpr,  # tokens behind a cut at least; 0 where no sequence is cut
+    WORDS: tl.constexpr,  # fp32 words in BLOCK_V columns of o
+    STAGES: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """BLOCK_V columns of one value head of one segment, from its first token to its last."""
+    HV: tl.constexpr = H * R
+    NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    pid = tl.program_id(0)
+    row = pid // (NV * HV)
+    hv = ((pid // NV) % HV).to(tl.int64)
+    h = hv // R
+    n, part, start, length = locate(row, cu_ptr, T, N, NS, ROW * 64)
+    chunks = (length + 63) // 64
+    segment = segment_of(length, ROW, LONGEST) if BEHIND else ROW
+    cuts = count_cuts(length, segment * 64, BEHIND)
+    if part > cuts:
+        return
+    first = part * segment
+    own_chunks = tl.where(part == cuts, chunks - first, segment)
+    n = n.to(tl.uint32).to(tl.int64)  # signed it keeps a register more through the loop
+    b = n
+    chunk_row = n * chunks
+    mid_row = n * (length // E)
+    if cu_ptr is not None:
+        b = n * 0
+        chunk_row = start // 64 + n
+        mid_row = start // E
+    t = tl.arange(0, 64)
+    d = tl.arange(0, BLOCK_K)
+    e = (pid % NV) * BLOCK_V + tl.arange(0, BLOCK_V)
+    token = start + first * 64
+    q_ptr += b * q_strides[0] + token * q_strides[1] + h * q_strides[2]
+    k_ptr += b * k_strides[0] + token * k_strides[1] + h * k_strides[2]
+    v_ptr += b * v_strides[0] + token * v_strides[1] + hv * v_strides[2]
+    o_ptr += ((b * T + token) * HV + hv) * V
+    slot = n
+    if index_ptr is not None:
+        slot = tl.load(index_ptr + n).to(tl.int64)
+        if slot < 0:
+            _zero_rows(o_ptr, own_chunks, length - first * 64, HV * V, e, V)
+            return
+
+    s = _start_state(
+        s0_ptr, o_ptr, s0_strides, slot * s0_strides[0] + hv * s0_strides[1], cuts, d, e, HV, K, V,
+        WORDS, BEHIND,
+    )  # fmt: skip
+    if s_ptr is not None:
+        s_ptr += (n * 0 + pid) * (len(s) * BLOCK_K * BLOCK_V)
+        for i in tl.static_range(len(s)):
+            tl.store(block_at(s_ptr, i * BLOCK_K, BLOCK_K, BLOCK_V), s[i])
+        tl.debug_barrier()
+
+    tb_ptr += ((chunk_row + first) * HV + hv) * 4096
+    p_ptr += ((chunk_row + first) * HV + hv) * 4096
+    f_ptr += ((chunk_row + first) * HV + hv) * 256
+    if mid_ptr is not None:
+        mid_ptr += (mid_row * HV + hv) * (K * V)
+    left = length - first * 64  # tokens; carried along, it leaves registers to the loop
+    for c in tl.range(0, own_chunks, num_stages=STAGES, disable_licm=STAGES == 1):
+        ok = t < left
+        own = own_rows(left, STAGES)
+        in_v = ok[:, None] & (e < V)[None, :]
+        go = n * 0 + c * 64  # 64-bit offsets to the chunk, 32-bit ones inside it
+        k_tile = k_ptr + go * k_strides[1]
+        q_tile = q_ptr + go * q_strides[1]
+        v_tile = v_ptr + go * v_strides[1] + own[:, None] * v_strides[1] + e[None, :]
+        block = t[:, None] * 64 + t[None, :]
+        f = f_ptr + go * (HV * 4)
+        f0 = tl.load(f + t)  # [C] fp32
+        f1 = tl.load(f + 64 + t)
+        f2 = tl.load(f + 128 + t)
+        decay = tl.load(f + 192)
+
+        # loads stand before their use: held in registers from the top they spill
+        if STAGES == 1:
+            k_at, q_at = own * k_strides[1], own * q_strides[1]
+            ks, qs = read_both(k_tile, k_at, q_tile, q_at, ok, s, s_ptr, K, PREC)
+            v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
+            x = v.to(tl.float32) - f0[:, None] * ks
+            k = v  # is loaded again
+        else:
+            ks, k = read(k_tile, own * k_strides[1], ok, s, K, PREC)  # [C, V] fp32
+            v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
+            x = v.to(tl.float32) - f0[:, None] * ks
+            qs, _ = read(q_tile, own * q_strides[1], ok, s, K, PREC)
+        tb = tl.load(tb_ptr + go * (HV * 64) + block)  # [C, C]
+        vt = tl.dot(tb, x.to(tb.dtype), input_precision=PREC)  # [C, V] fp32
+        w = (f1[:, None] * vt).to(tb.dtype)
+        if s_ptr is None:
+            s = write(k, k_tile, own * k_strides[1], ok, s, decay, w, K, STAGES == 1, PREC)
+        else:
+            write_to(s_ptr, k_tile, own * k_strides[1], ok, decay, w, K, BLOCK_K, PREC)
+        p = tl.load(p_ptr + go * (HV * 64) + block)  # [C, C]
+        o = tl.dot(p, vt.to(p.dtype), f2[:, None] * qs, input_precision=PREC)
+        o_tile = o_ptr + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
+        tl.store(o_tile, o.to(o_ptr.dtype.element_ty), mask=in_v)
+        if mid_ptr is not None:
+            done = length - left + 64
+            if (done % E == 0) & (done <= length):
+                _store_checkpoint(mid_ptr, done, E, s, s_ptr, e, HV * K * V, K, V, V_FIRST)
+
+        left -= 64
+
+    if s1_ptr is not None:
+        for i in tl.static_range(len(s)):
+            kv = i * BLOCK_K + d
+            at = slot * s1_strides[0] + hv * s1_strides[1]
+            at += kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
+            is_state = (kv < K)[:, None] & (e < V)[None, :]
+            is_end = left <= 0  # the sequence's; behind a cut there is more
+            _store_state(
+                s1_ptr, at, part_of(s, s_ptr, i), is_state & is_end if BEHIND else is_state
+            )
+
+
+def kv_strides(state: Optional[torch.Tensor], v_first: bool):
+    """Strides of (sequence, head, K, V) for either layout of the state."""
+    if state is None:
+        return (0, 0, 0, 0)
+    a, b, c, d = state.stride()
+    return (a, b, d, c) if v_first else (a, b, c, d)
+
+
+def segments(T: int, B: int, cu_seqlens: Optional[torch.Tensor], shortest: int, longest: int):
+    """(rows of programs, rows of a sequence) for segments of `shortest` to `longest` chunks."""
+    if cu_seqlens is None:
+        own = max(1, -(-T // (chunks_in_segment(T // CHUNK, shortest, longest) * CHUNK)))
+        return B * own, own
+    return T // (shortest * CHUNK) + cu_seqlens.shape[0] - 1, 0
+
+
+def configuration(kind: str, device: torch.device, units: int, K: int) -> dict:
+    """Of the kernel above, for `units` segments and value heads."""
+    return lookup(f"portable_gdn_scan{kind}", device, units=units, K=K)
+
+
+class Scan:
+    """The kernel above for calls of one kind: shapes, strides, dtypes and options are known."""
+
+    __slots__ = ("grid", "numbers", "kernel", "scratch")
+
+    def __init__(
+        self,
+        q: torch.Tensor,  # [B, T, H, K]
+        k: torch.Tensor,  # [B, T, H, K]
+        v: torch.Tensor,  # [B, T, HV, V]
+        cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+        states: tuple,  # as __call__ takes them
+        state_v_first: bool,
+        checkpoint_every: int,
+        segment: tuple,  # chunks of the shortest and of the longest
+        behind: int,  # tokens behind a cut at least, or 0
+        kind: str,  # of configuration
+    ):
+        (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
+        rows, own = segments(T, B, cu_seqlens, *segment)
+        config = configuration(kind, v.device, rows * HV, K)
+        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        block_k = min(triton.next_power_of_2(max(K, 16)), config["BLOCK_K"])
+        self.grid = (rows * HV * -(-V // config["BLOCK_V"]), 1, 1)
+        program = -(-K // block_k) * block_k * config["BLOCK_V"]
+        self.scratch = self.grid[0] * program if q.dtype == torch.float32 else None
+        strides = (
+            steps(q), steps(k), steps(v),
+            kv_strides(states[0], state_v_first), kv_strides(states[2], state_v_first),
+        )  # fmt: skip
+        self.numbers = (*strides, T, N, own, segment[0], max(checkpoint_every, CHUNK))
+        constexprs = (
+            H, HV // H, K, V, state_v_first, block_k, config["BLOCK_V"], segment[1], behind,
+            words(config["BLOCK_V"], v.element_size()), config["STAGES"], precision(q.dtype),
+        )  # fmt: skip
+        options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
+        if "maxnreg" in config and torch.version.hip is None:  # else ptxas may spill to fit in more
+            options += (("maxnreg", config["maxnreg"]),)
+        pointers = (q, k, v, cu_seqlens, *states, self.memory(v))
+        code = (v.device, *map(specialized_on, pointers), strides)
+        self.kernel = prepare(_scan_kernel, constexprs, options, *code)
+
+    def memory(self, v: torch.Tensor) -> Optional[torch.Tensor]:
+        """For the states of all programs, where they are not in registers."""
+        return None if self.scratch is None else v.new_empty(self.scratch)
+
+    def __call__(
+        self,
+        # q, k [B, T, H, K], v [B, T, HV, V] and o like v, contiguous (written)
+        tokens: tuple,
+        blocks: tuple,  # Tb, P [rows, HV, C, C] and F [rows, HV, 4, C] fp32
+        cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+        # initial_state [N | pool, HV, K, V], state_indices [N], final_state (written), checkpoints
+        # [.., HV, K, V] (written): each may be None
+        states: tuple,
+    ) -> None:
+        if self.grid[0]:
+            pointers = (*tokens, *blocks, cu_seqlens, *states, self.memory(tokens[2]))
+            self.kernel.launch_at(self.grid, pointers, *self.numbers)

@@ -1,0 +1,157 @@
+"""The gradient of the gated delta rule in chunks of 64 tokens, written out (docs/gdn_backward.md).
+
+What automatic differentiation of gdn.py gives, in the form that the kernels compute. With the
+state S before a chunk, the gradient dS of the state after it, and what gdn.py calls `new` as W:
+
+    dW = gam_C / gam (K dS) + P^T dO                 dV = T^T dW
+    dS <- gam_C dS + (gam Q)^T dO - (gam K)^T dV     dbeta = (X - strict(Gam K K^T) W) .
+    dP = lower(Gam dO W^T)                                   (dW - strict(Gam K K^T)^T dV)
+    N = -strictly_lower(Gam dV W^T)
+    dQ = gam dO S^T + dP K      dK = -gam dV S^T + gam_C / gam W dS^T + (N + N^T) K + dP^T Q
+
+Sizes as in common.py, and C = 64 tokens a chunk.
+"""
+
+import torch
+
+from ...runtime.dtypes import at_least_fp32
+from ..chunks import CHUNK
+from .chunk import to_chunks
+from .common import Inputs, prepare_inputs, spans
+
+
+def _states(x, gam, k_end, T_beta, P, do, S, dS):
+    """S before and dS after each chunk, and W, dV, X, dW of each chunk; then dS before the first.
+
+    The forward pass over the chunks and the backward one do not need each other.
+    """
+    forward, backward = [], []
+    chunks = x.g.shape[3]
+    q, k = gam * x.q, gam * x.k  # [B, H, R, NT, C, K]
+    for c in range(chunks):
+        X = x.v[:, :, :, c] - k[:, :, :, c] @ S  # [B, H, R, C, V]
+        W = T_beta[:, :, :, c] @ X
+        forward.append((S, W, X))
+        S = gam[:, :, :, c, -1:] * S + k_end[:, :, :, c].mT @ W
+    for c in reversed(range(chunks)):
+        dW = k_end[:, :, :, c] @ dS + P[:, :, :, c].mT @ do[:, :, :, c]
+        dV = T_beta[:, :, :, c].mT @ dW
+        backward.append((dS, dV, dW))
+        dS = gam[:, :, :, c, -1:] * dS + q[:, :, :, c].mT @ do[:, :, :, c]
+        dS = dS - k[:, :, :, c].mT @ dV
+    stacks = [torch.stack(s, 3) for s in (*zip(*forward), *zip(*backward[::-1]))]
+    return (*stacks, dS)
+
+
+def _chunked(x: Inputs, do, S, dS):
+    """Gradients of one sequence batch: Inputs of the gradients, and of the state it starts from."""
+    T = x.v.shape[3]
+    if T == 0:
+        return Inputs(*(torch.zeros_like(y) for y in x)), dS
+    x, do = Inputs(*(to_chunks(y, 3) for y in x)), to_chunks(do, 3)
+    G = x.g.cumsum(-1)  # [B, H, R, NT, C]
+    future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=G.device).triu(1)
+    decay = (G.unsqueeze(-1) - G.unsqueeze(-2)).masked_fill(future, float("-inf")).exp()
+    qk, kk = x.q @ x.k.mT * decay, x.k @ x.k.mT * decay  # [B, H, R, NT, C, C]
+    T_beta = torch.linalg.solve_triangular(
+        x.beta.unsqueeze(-1) * kk, torch.diag_embed(x.beta), upper=False, unitriangular=True
+    )
+    kk = kk.tril(-1)
+    gam, gam_end = G.exp().unsqueeze(-1), (G[..., -1:] - G).exp().unsqueeze(-1)
+    S, W, X, dS, dV, dW, dS0 = _states(x, gam, gam_end * x.k, T_beta, qk, do, S, dS)
+
+    dP = do @ W.mT * decay  # [B, H, R, NT, C, C]
+    N = -(dV @ W.mT * decay).tril(-1)
+    by_q = gam * (do @ S.mT)  # [B, H, R, NT, C, K]
+    by_row = -gam * (dV @ S.mT)
+    by_col = gam_end * (W @ dS.mT)
+    dP_all, N_all = dP.sum(2, keepdim=True), N.sum(2, keepdim=True)
+    dq = by_q.sum(2, keepdim=True) + dP_all @ x.k
+    dk = (by_row + by_col).sum(2, keepdim=True) + (N_all + N_all.mT) @ x.k + dP_all.mT @ x.q
+
+    # dg_u: whatever crosses from before token u to u or later, which is where exp(g_u) stands
+    pairs = (dP * (x.q @ x.k.mT)).tril(-1) + N * (x.k @ x.k.mT)
+    row = (by_q * x.q + by_row * x.k).sum(-1) + pairs.sum(-1) - pairs.sum(-2)
+    col = (by_col * x.k).sum(-1)
+    dg = row.flip(-1).cumsum(-1).flip(-1)
+    dg[..., 1:] += col[..., :-1].cumsum(-1)
+    dg = dg + gam[..., -1, :] * (S * dS).sum((-2, -1)).unsqueeze(-1)
+    dbeta = ((dW - kk.mT @ dV) * (X - kk @ W)).sum(-1)
+    grads = (dq, dk, dV, dg, dbeta)
+    return Inputs(*(y.flatten(3, 4)[:, :, :, :T] for y in grads)), dS0
+
+
+def _through_norm(dx, x):
+    """From the gradient of l2norm(x) to that of x."""
+    r = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return r * dx - x * r.pow(3) * (x * dx).sum(-1, keepdim=True)
+
+
+def _through_gates(dg, dbeta, g, beta, A_log, dt_bias, use_beta_sigmoid, allow_neg_eigval):
+    """Gradients of the raw g and beta, of A_log and of dt_bias."""
+    dA_log = ddt_bias = None
+    if A_log is not None:
+        a = at_least_fp32(g) if dt_bias is None else at_least_fp32(g) + at_least_fp32(dt_bias)
+        slope = -at_least_fp32(A_log).exp()  # of g by softplus(a)
+        dA_log = (dg * slope * torch.nn.functional.softplus(a)).sum((0, 1))
+        dg = dg * slope * a.sigmoid()
+        ddt_bias = None if dt_bias is None else dg.sum((0, 1))
+    if use_beta_sigmoid:
+        s = at_least_fp32(beta).sigmoid()
+        dbeta = dbeta * s * (1 - s) * (2.0 if allow_neg_eigval else 1.0)
+    return dg, dbeta, dA_log, ddt_bias
+
+
+def gdn_chunk_bwd(
+    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, do, d_final_state, prepared, scale,
+    use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, values_only,
+):  # fmt: skip
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given.
+
+    With values_only, only dv and d_initial_state. `prepared` saves kernels work; here it is unused.
+    """
+    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
+    x = prepare_inputs(q, k, v, g, beta, A_log, dt_bias, scale, *flags)
+    B, T, H, K = k.shape
+    HV, V = v.shape[2:]
+    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+
+    def state(given):
+        """[N, H, R, K, V], zeros where none is given."""
+        if given is None:
+            return x.v.new_zeros(N, H, HV // H, K, V)
+        given = given.mT if state_v_first else given
+        return given.to(x.v.dtype).unflatten(1, (H, HV // H))
+
+    S, dS = state(initial_state), state(d_final_state)
+    do = at_least_fp32(do).to(x.v.dtype).transpose(1, 2).unflatten(1, (H, HV // H))
+    parts, starts = [], []
+    for n, (rows, tokens) in enumerate(spans(B, T, cu_seqlens)):
+        own = slice(None) if cu_seqlens is None else slice(n, n + 1)
+        part = Inputs(*(y[rows, :, :, tokens] for y in x))
+        grads, start = _chunked(part, do[rows, :, :, tokens], S[own], dS[own])
+        parts.append(grads)
+        starts.append(start)
+    if parts:
+        dq, dk, dv, dg, dbeta = (torch.cat(y, 3).flatten(1, 2).transpose(1, 2) for y in zip(*parts))
+    else:
+        dq, dk, dv, dg, dbeta = (torch.zeros_like(y, dtype=x.v.dtype) for y in (q, k, v, g, beta))
+    d_initial = None
+    if initial_state is not None:
+        d_initial = torch.cat(starts).flatten(1, 2) if starts else torch.zeros_like(initial_state)
+        d_initial = d_initial.mT if state_v_first and starts else d_initial
+        d_initial = d_initial.to(initial_state.dtype)
+    dv = dv.to(v.dtype)
+    if values_only:
+        return None, None, dv, None, None, None, None, d_initial
+    dq = dq * scale
+    if use_qk_l2norm:
+        dq, dk = _through_norm(dq, at_least_fp32(q)), _through_norm(dk, at_least_fp32(k))
+    dg, dbeta, dA_log, ddt_bias = _through_gates(
+        dg, dbeta, g, beta, A_log, dt_bias, use_beta_sigmoid, allow_neg_eigval
+    )
+    return (
+        dq.to(q.dtype), dk.to(k.dtype), dv, dg.to(g.dtype), dbeta.to(beta.dtype),
+        None if dA_log is None else dA_log.to(A_log.dtype),
+        None if ddt_bias is None else ddt_bias.to(dt_bias.dtype), d_initial,
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""What the two forms of the gated delta rule share: gates, inputs in fp32, sequences, state pools.
+
+Sizes: B batch, T tokens, H query/key heads, HV value heads (R = HV / H each), K and V head dims,
+N sequences. States are [N, HV, K, V]; [N, HV, V, K] with state_v_first.
+"""
+
+from typing import NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+
+from ...runtime.dtypes import at_least_fp32
+
+
+def gated_delta_gate(
+    a: torch.Tensor, A_log: torch.Tensor, dt_bias: Optional[torch.Tensor]
+) -> torch.Tensor:
+    """g = -exp(A_log) * softplus(a + dt_bias): the natural-log decay, [..., HV], fp32."""
+    a = at_least_fp32(a)
+    if dt_bias is not None:
+        a = a + at_least_fp32(dt_bias)
+    return -at_least_fp32(A_log).exp() * F.softplus(a)
+
+
+def l2norm(x: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(sum(x^2) + 1e-6) over the last dimension."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+class Inputs(NamedTuple):
+    """One sequence batch, heads before tokens, in fp32 or fp64; queries and keys per key head."""
+
+    q: torch.Tensor  # [B, H, 1, T, K], scaled
+    k: torch.Tensor  # [B, H, 1, T, K]
+    v: torch.Tensor  # [B, H, R, T, V]
+    g: torch.Tensor  # [B, H, R, T]
+    beta: torch.Tensor  # [B, H, R, T]
+
+
+def prepare_inputs(
+    q, k, v, g, beta, A_log, dt_bias, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval
+) -> Inputs:
+    q, k, v, beta = (at_least_fp32(x) for x in (q, k, v, beta))
+    g = at_least_fp32(g) if A_log is None else gated_delta_gate(g, A_log, dt_bias)
+    if use_beta_sigmoid:
+        beta = beta.sigmoid() * (2.0 if allow_neg_eigval else 1.0)
+    if use_qk_l2norm:
+        q, k = l2norm(q), l2norm(k)
+    H, HV = k.shape[2], v.shape[2]
+    q, k = (x.transpose(1, 2).unsqueeze(2) for x in (q * scale, k))
+    v = v.transpose(1, 2).unflatten(1, (H, HV // H))
+    g, beta = (x.transpose(1, 2).unflatten(1, (H, HV // H)) for x in (g, beta))
+    return Inputs(q, k, v, g, beta)
+
+
+def spans(B: int, T: int, cu_seqlens: Optional[torch.Tensor]):
+    """(batch rows, token range) of each group of equally long sequences that run together."""
+    if cu_seqlens is None:
+        return [(slice(0, B), slice(0, T))]
+    cu = cu_seqlens.tolist()  # a host copy; the kernels read cu_seqlens on the device
+    return [(slice(0, 1), slice(a, b)) for a, b in zip(cu, cu[1:])]
+
+
+def run(step, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, scale, flags):
+    """Calls step(inputs, S) for each sequence; gives o [B, T, HV, V] and their results."""
+    B, T, H = k.shape[:3]
+    HV, V, K = v.shape[2], v.shape[3], k.shape[3]
+    x = prepare_inputs(q, k, v, g, beta, A_log, dt_bias, scale, *flags)
+    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    if state is None:
+        state = x.v.new_zeros(N, HV, K, V)
+    state = state.to(x.v.dtype).unflatten(1, (H, HV // H))
+    outputs, results = [], []
+    for n, (rows, tokens) in enumerate(spans(B, T, cu_seqlens)):
+        part = Inputs(*(y[rows, :, :, tokens] for y in x))
+        o, *rest = step(part, state if cu_seqlens is None else state[n : n + 1])
+        outputs.append(o)
+        results.append(rest)
+    o = torch.cat(outputs, 3) if outputs else torch.zeros_like(x.v)
+    return o.flatten(1, 2).transpose(1, 2).to(q.dtype), results
+
+
+def read_state(initial_state, state_indices, state_v_first):
+    """The states to start from, [N, HV, K, V], out of a pool when indices are given."""
+    if initial_state is None:
+        return None
+    state = initial_state.mT if state_v_first else initial_state
+    if state_indices is None:
+        return state
+    rows = state[state_indices.clamp(min=0).long()]
+    return rows.masked_fill((state_indices < 0).view(-1, 1, 1, 1), 0.0)
+
+
+def write_pool(pool, indices, states):
+    """Writes states[n] to pool[indices[n]] in place; a negative index writes nothing."""
+    keep = indices >= 0
+    pool[indices[keep].long()] = states[keep].to(pool.dtype)
+    return pool
+
+
+def silence_skipped(o, indices, cu_seqlens):
+    """Zeros in the outputs of sequences whose state index is negative."""
+    if indices is None:
+        return o
+    skipped = indices < 0
+    if cu_seqlens is None:
+        return o.masked_fill(skipped.view(-1, 1, 1, 1), 0.0)
+    tokens = skipped.repeat_interleave(cu_seqlens.diff().long())
+    return o.masked_fill(tokens.view(1, -1, 1, 1), 0.0)
+
+
+def stacked(states, like_empty):
+    """[[B, H, R, K, V], ...] -> [N, HV, K, V]."""
+    return torch.cat(states).flatten(1, 2) if states else like_empty

@@ -1,0 +1,1 @@
+"""What surrounds the rule in a Gated DeltaNet layer: convolution, gates, norm, projections."""

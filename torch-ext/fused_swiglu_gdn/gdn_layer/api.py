@@ -1,0 +1,111 @@
+"""What stands round the gated delta rule in a layer: short convolution, gated norm, gate."""
+
+from typing import Optional, Tuple, Union
+
+from torch import Tensor
+
+from ..gdn.reference import common as gdn_common
+from . import checks, ops
+
+
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    activation: Optional[str] = None,
+    *,
+    seq_idx: Optional[Tensor] = None,
+    cu_seqlens: Optional[Tensor] = None,
+    initial_states: Optional[Tensor] = None,
+    return_final_states: bool = False,
+) -> Union[Tensor, Tuple[Tensor, Tensor]]:
+    """Depthwise causal convolution: y_t = act(bias + sum_w weight[:, w] * x_{t - W + 1 + w}).
+
+    The interface of the causal-conv1d package (Dao-AILab), and of transformers.
+
+    Args:
+        x: [B, D, T]; fp32, bf16 or fp16; any strides (a transposed [B, T, D] needs no copy).
+        weight: [D, W], W from 2 to 8; bias: [D] or None.
+        activation: None, "silu" or "swish".
+        seq_idx: [B, T], int32 or int64: which sequence a token belongs to; others are not read.
+        cu_seqlens: [N + 1], the same for a batch of one by cumulative lengths.
+        initial_states: [N, D, W - 1], the inputs before each sequence; zeros by default.
+        return_final_states: also return the last W - 1 inputs of each sequence.
+
+    Returns:
+        y [B, D, T], the dtype of x; with return_final_states also [N, D, W - 1].
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    checks.causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
+    y, final = ops.causal_conv1d(
+        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
+    )
+    return (y, final) if return_final_states else y
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    activation: Optional[str] = None,
+) -> Tensor:
+    """The next tokens of causal_conv1d_fn, with the inputs before them in `conv_state`.
+
+    Args:
+        x: [B, D, T] or, for one token, [B, D].
+        conv_state: [B, D, S], S at least W - 1: the latest inputs; updated in place.
+        weight: [D, W], W from 2 to 8; bias: [D] or None.
+        activation: None, "silu" or "swish".
+
+    Returns:
+        y, the shape and dtype of x.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    single = getattr(x, "ndim", 0) == 2
+    tokens = x.unsqueeze(-1) if single else x
+    checks.causal_conv1d_update(tokens, conv_state, weight, bias, activation)
+    y = ops.causal_conv1d_update(tokens, conv_state, weight, bias, activation)
+    return y.squeeze(-1) if single else y
+
+
+def rms_norm_gated(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float = 1e-6, activation: str = "silu"
+) -> Tensor:
+    """weight * x / sqrt(mean(x ** 2) + eps) * act(gate): RMSNorm (arXiv:1910.07467) with a gate.
+
+    Args:
+        x, gate: [..., D]; fp32, bf16 or fp16. weight: [D].
+        eps: added to the mean square.
+        activation: "silu" ("swish") or "sigmoid", of the gate.
+
+    Returns:
+        [..., D], the dtype of x; fp32 inside, rounded once.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    checks.rms_norm_gated(x, gate, weight, eps, activation)
+    return ops.rms_norm_gated(
+        x, gate, weight, float(eps), "sigmoid" if activation == "sigmoid" else "silu"
+    )
+
+
+def gated_delta_gate(a: Tensor, A_log: Tensor, dt_bias: Optional[Tensor] = None) -> Tensor:
+    """g = -exp(A_log) * softplus(a + dt_bias), the natural-log decay of the gated delta rule.
+
+    Args:
+        a: [..., HV], any floating dtype. A_log, dt_bias: [HV]; dt_bias may be None.
+
+    Returns:
+        [..., HV], fp32, at most 0.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+    """
+    checks.gated_delta_gate(a, A_log, dt_bias)
+    return gdn_common.gated_delta_gate(a, A_log, dt_bias)

@@ -1,0 +1,111 @@
+"""Checks of what stands round the gated delta rule in a layer."""
+
+import torch
+
+from ..runtime.checks import (
+    has_dtype,
+    has_shape,
+    holds_cu_seqlens,
+    is_cu_seqlens,
+    is_floating,
+    is_one_of,
+    is_tensor,
+    remembered,
+    same_device,
+)
+
+CONV_ACTIVATIONS = (None, "silu", "swish")
+GATE_ACTIVATIONS = ("silu", "swish", "sigmoid")
+MAX_TAPS = 8
+
+
+def _conv(x, weight, bias, activation, sizes) -> None:
+    is_floating("x", x)
+    has_shape("weight", weight, "D W", sizes)
+    is_floating("weight", weight)
+    same_device("weight", weight, "x", x)
+    if not 2 <= sizes["W"] <= MAX_TAPS:
+        raise ValueError(f"weight must have 2 to {MAX_TAPS} taps, got {sizes['W']}")
+    if bias is not None:
+        has_shape("bias", bias, "D", sizes)
+        is_floating("bias", bias)
+        same_device("bias", bias, "x", x)
+    is_one_of("activation", activation, CONV_ACTIVATIONS)
+
+
+def causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states) -> None:
+    _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
+    if cu_seqlens is not None:
+        holds_cu_seqlens("cu_seqlens", cu_seqlens, x.shape[2])
+
+
+@remembered
+def _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states) -> None:
+    sizes = {}
+    has_shape("x", x, "B D T", sizes)
+    _conv(x, weight, bias, activation, sizes)
+    sizes["N"], sizes["W-1"] = sizes["B"], sizes["W"] - 1
+    if seq_idx is not None:
+        if cu_seqlens is not None:
+            raise ValueError("seq_idx must be None when cu_seqlens is given: one of the two")
+        if initial_states is not None:
+            raise ValueError("initial_states must be None when seq_idx is given: use cu_seqlens")
+        has_shape("seq_idx", seq_idx, "B T", sizes)
+        has_dtype("seq_idx", seq_idx, (torch.int32, torch.int64))
+        same_device("seq_idx", seq_idx, "x", x)
+    if cu_seqlens is not None:
+        if sizes["B"] != 1:
+            raise ValueError(
+                f"x must have shape [1, D, T] when cu_seqlens is given, got batch {sizes['B']}"
+            )
+        is_cu_seqlens("cu_seqlens", cu_seqlens, x)
+        sizes["N"] = cu_seqlens.numel() - 1
+    if initial_states is not None:
+        has_shape("initial_states", initial_states, "N D W-1", sizes)
+        is_floating("initial_states", initial_states)
+        same_device("initial_states", initial_states, "x", x)
+
+
+@remembered
+def causal_conv1d_update(x, conv_state, weight, bias, activation) -> None:
+    sizes = {}
+    has_shape("x", x, "B D T", sizes)
+    _conv(x, weight, bias, activation, sizes)
+    has_shape("conv_state", conv_state, "B D S", sizes)
+    is_floating("conv_state", conv_state)
+    same_device("conv_state", conv_state, "x", x)
+    if sizes["S"] < sizes["W"] - 1:
+        raise ValueError(
+            f"conv_state must hold at least the {sizes['W'] - 1} inputs before a token, "
+            f"got {sizes['S']}"
+        )
+
+
+@remembered
+def rms_norm_gated(x, gate, weight, eps, activation) -> None:
+    is_tensor("x", x)
+    is_floating("x", x)
+    is_tensor("gate", gate)
+    if gate.shape != x.shape:
+        raise ValueError(f"gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}")
+    is_floating("gate", gate)
+    same_device("gate", gate, "x", x)
+    has_shape("weight", weight, "D", {"D": x.shape[-1] if x.ndim else 0})
+    is_floating("weight", weight)
+    same_device("weight", weight, "x", x)
+    if not isinstance(eps, (int, float)) or eps < 0:
+        raise ValueError(f"eps must be a non-negative float, got {eps!r}")
+    is_one_of("activation", activation, GATE_ACTIVATIONS)
+
+
+@remembered
+def gated_delta_gate(a, A_log, dt_bias) -> None:
+    is_tensor("a", a)
+    is_floating("a", a)
+    sizes = {"HV": a.shape[-1] if a.ndim else 0}
+    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        if x is None and name == "dt_bias":
+            continue
+        has_shape(name, x, "HV", sizes)
+        is_floating(name, x)
+        same_device(name, x, "a", a)

@@ -1,0 +1,89 @@
+"""What the layers call in place of several public functions."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.shortcuts import Shortcuts
+from . import ops_fused as ops
+
+
+def convolve_qkv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor] = None,
+    activation: Optional[str] = None,
+    *,
+    cu_seqlens: Optional[Tensor] = None,
+    initial_states: Optional[Tensor] = None,
+    final_width: int = 0,
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """causal_conv1d_fn of q, k and v side by side, without putting them there.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V]; views of one projection, or of several.
+        weight: [D, W], D = 2 H K + HV V in the order q, k, v; bias: [D] or None.
+        activation: None, "silu" or "swish".
+        cu_seqlens: [N + 1] for packed sequences in a batch of one.
+        initial_states: [N, D, W - 1], the inputs before each sequence.
+        final_width: how many of the last inputs of each sequence to return.
+
+    Returns:
+        y [B, T, D], contiguous, and [N, D, final_width] (zeros where there were not so many
+        inputs) or None.
+    """
+    return ops.gdn_layer_prologue(
+        q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width
+    )
+
+
+def decode_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    z: Tensor,
+    a: Tensor,
+    b: Tensor,
+    conv_state: Tensor,
+    state: Tensor,
+    weight: Tensor,
+    bias: Optional[Tensor],
+    activation: Optional[str],
+    A_log: Tensor,
+    dt_bias: Optional[Tensor],
+    norm_weight: Tensor,
+    eps: float,
+    gate_activation: str = "silu",
+    allow_neg_eigval: bool = False,
+) -> Tensor:
+    """One token of a layer between its projections: convolution, rule, norm and gate.
+
+    Args:
+        q, k: [B, 1, H, K]; v, z: [B, 1, HV, V]; a, b: [B, 1, HV]: what the projections gave;
+            v, z, a, b may have their heads by those of q and k, as [H, HV / H].
+        conv_state: [B, D, S], S at least W - 1; state: [B, HV, K, V]; both updated in place.
+        weight: [D, W]; bias: [D] or None; activation: None, "silu" or "swish".
+        A_log, dt_bias: [HV] of the gate; norm_weight: [V] and eps of the norm.
+        gate_activation: "silu" ("swish") or "sigmoid", of z.
+        allow_neg_eigval: beta is 2 sigmoid(b).
+
+    Returns:
+        [B, 1, HV, V], what the output projection reads.
+    """
+    tensors = (q, k, v, z, a, b, conv_state, state, weight, bias)
+    vectors = (A_log, dt_bias, norm_weight)
+    options = (activation, eps, gate_activation, allow_neg_eigval)
+    plan = _decoding.find((*tensors, *vectors), options)
+    if plan is not None:
+        return plan(*tensors, *vectors)
+    gate_activation = "sigmoid" if gate_activation == "sigmoid" else "silu"
+    args = (*tensors, activation, *vectors, eps, gate_activation, allow_neg_eigval)
+    if not torch.compiler.is_compiling():
+        _decoding.keep((*tensors, *vectors), options, ops.plan_gdn_layer_decode(args))
+    return ops.gdn_layer_decode(*args)
+
+
+_decoding = Shortcuts()

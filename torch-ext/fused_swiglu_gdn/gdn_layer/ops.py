@@ -1,0 +1,108 @@
+"""The operators round the gated delta rule."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix
+from ..runtime.ops import present, run, serve
+from .ops_train import conv_gradients, norm_gradients, save_conv, save_norm
+from .reference import layer as reference
+
+FAMILY = "gdn_layer.layer"
+
+
+@torch.library.custom_op(add_op_namespace_prefix("causal_conv1d_fwd"), mutates_args=())
+def _causal_conv1d_fwd(
+    x: Tensor,  # [B, D, T]
+    weight: Tensor,  # [D, W]
+    bias: Optional[Tensor],  # [D]
+    activation: Optional[str],
+    seq_idx: Optional[Tensor],  # [B, T]
+    cu_seqlens: Optional[Tensor],  # [N + 1]
+    initial_states: Optional[Tensor],  # [N, D, W - 1]
+    return_final_states: bool,
+) -> Tuple[Tensor, Tensor]:
+    args = (
+        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states,
+    )  # fmt: skip
+    y, final = serve(FAMILY, "causal_conv1d_fwd", reference.causal_conv1d_fwd, args)
+    return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y), present(final, x)
+
+
+@_causal_conv1d_fwd.register_fake
+def _(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states):
+    N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    states = (N, x.shape[1], weight.shape[1] - 1) if return_final_states else (0,)
+    return torch.empty_like(x), x.new_empty(states)
+
+
+_causal_conv1d_fwd.register_autograd(conv_gradients, setup_context=save_conv)
+
+
+def causal_conv1d(
+    x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
+) -> Tuple[Tensor, Optional[Tensor]]:
+    def op(*args):
+        y, final = _causal_conv1d_fwd(*args)
+        return y, final if return_final_states else None
+
+    args = (
+        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states,
+    )  # fmt: skip
+    return run(FAMILY, "causal_conv1d_fwd", op, reference.causal_conv1d_fwd, args)
+
+
+@torch.library.custom_op(
+    add_op_namespace_prefix("causal_conv1d_update"), mutates_args=("conv_state",)
+)
+def _causal_conv1d_update(
+    x: Tensor,  # [B, D, T]
+    conv_state: Tensor,  # [B, D, S]
+    weight: Tensor,  # [D, W]
+    bias: Optional[Tensor],  # [D]
+    activation: Optional[str],
+) -> Tensor:
+    args = (x, conv_state, weight, bias, activation)
+    y = serve(FAMILY, "causal_conv1d_update", reference.causal_conv1d_update, args)
+    return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y)
+
+
+@_causal_conv1d_update.register_fake
+def _(x, conv_state, weight, bias, activation):
+    return torch.empty_like(x)
+
+
+def causal_conv1d_update(x, conv_state, weight, bias, activation) -> Tensor:
+    args = (x, conv_state, weight, bias, activation)
+    return run(
+        FAMILY, "causal_conv1d_update", _causal_conv1d_update, reference.causal_conv1d_update, args
+    )
+
+
+@torch.library.custom_op(add_op_namespace_prefix("rms_norm_gated_fwd"), mutates_args=())
+def _rms_norm_gated_fwd(
+    x: Tensor,  # [..., D]
+    gate: Tensor,  # [..., D]
+    weight: Tensor,  # [D]
+    eps: float,
+    activation: str,
+) -> Tensor:
+    args = (x, gate, weight, eps, activation)
+    return serve(FAMILY, "rms_norm_gated_fwd", reference.rms_norm_gated_fwd, args)
+
+
+@_rms_norm_gated_fwd.register_fake
+def _(x, gate, weight, eps, activation):
+    return x.new_empty(x.shape)
+
+
+_rms_norm_gated_fwd.register_autograd(norm_gradients, setup_context=save_norm)
+
+
+def rms_norm_gated(x, gate, weight, eps, activation) -> Tensor:
+    args = (x, gate, weight, eps, activation)
+    return run(
+        FAMILY, "rms_norm_gated_fwd", _rms_norm_gated_fwd, reference.rms_norm_gated_fwd, args
+    )

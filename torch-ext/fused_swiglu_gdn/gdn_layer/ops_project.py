@@ -1,0 +1,44 @@
+"""The operator of a GDN layer's input projections. Forward only."""
+
+from typing import List
+
+import torch
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix
+from ..runtime import dispatch
+from ..runtime.ops import plan, run, serve
+from .reference import project as reference
+
+FAMILY, OPERATION = "gdn_layer.project", "gdn_project_fwd"
+
+
+@torch.library.custom_op(add_op_namespace_prefix("gdn_project_fwd"), mutates_args=())
+def _gdn_project_fwd(
+    x: Tensor,  # [M, K]
+    weights: List[Tensor],  # [N_i, K] each
+) -> Tensor:  # [M, N]
+    return serve(FAMILY, OPERATION, reference.gdn_project_fwd, (x, weights))
+
+
+@_gdn_project_fwd.register_fake
+def _(x, weights):
+    return x.new_empty(x.shape[0], sum(w.shape[0] for w in weights))
+
+
+def is_served(x, weights) -> bool:
+    """Whether a kernel makes these products; else the modules themselves had better do it."""
+    if not dispatch.has_kernels(FAMILY, "gdn_project_fwd", x.device.type, x.device.index):
+        return False
+    if torch.compiler.is_compiling():
+        return x.shape[0] <= 64 and x.dtype in (torch.bfloat16, torch.float16)
+    return dispatch.choose(FAMILY, OPERATION, False, (x, weights)) is not None
+
+
+def gdn_project(x, weights) -> Tensor:
+    return run(FAMILY, OPERATION, _gdn_project_fwd, reference.gdn_project_fwd, (x, weights))
+
+
+def plan_gdn_project(x, weights):
+    """What serves all eager calls of gdn_project like this one, from the tensors, or None."""
+    return plan(FAMILY, OPERATION, (x, weights))

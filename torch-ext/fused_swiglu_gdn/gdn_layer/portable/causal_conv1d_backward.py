@@ -1,0 +1,327 @@
+"""The gradient of the short depthwise causal convolution (causal_conv1d.py).
+
+Within a sequence, with z_t = bias + sum_w weight[w] x[t - W + 1 + w] and dz = dy act'(z):
+
+    dx_s = sum_f weight[W - 1 - f] dz[s + f]      dweight[W - 1 - f] = sum_t dz_t x[t - f]
+
+z is made again from x, W times an element: x stays in cache, and nothing is saved.
+
+Sizes: B batch, D channels, T tokens, W taps, N sequences; P groups of tokens.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime import device, tuning
+from ...runtime.primitives import sequence_bounds
+from .causal_conv1d import sequence_of, served
+from .causal_conv1d_rows_backward import conv_rows_bwd_kernel
+
+
+def supports_causal_conv1d_bwd(x, weight, bias, *_) -> bool:
+    return served(x, weight, bias)
+
+
+@triton.jit
+def _input(
+    x_ptr, seq_ptr, initial_ptr, x_strides, initial_strides, tok, position, n, ok, offs_d, mask_d,
+    back, W: tl.constexpr,
+):  # fmt: skip
+    """x of `back` tokens before each token, from the initial state before the first; fp32.
+
+    Pointers are those of the tile's first token and channel; tok and offs_d count from there.
+    """
+    inside = ok & (position >= back)
+    if seq_ptr is not None:
+        mine = tl.load(seq_ptr + tok, mask=ok, other=0)
+        inside = inside & (tl.load(seq_ptr + tok - back, mask=inside, other=0) == mine)
+    at = (tok - back)[:, None] * x_strides[0] + offs_d[None, :] * x_strides[1]
+    x = tl.load(x_ptr + at, mask=inside[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
+    if initial_ptr is not None:
+        at = n * initial_strides[0] + (W - 1 + position - back) * initial_strides[2]
+        at = at[:, None] + offs_d[None, :] * initial_strides[1]
+        wanted = (ok & (position < back))[:, None] & mask_d[None, :]
+        x += tl.load(initial_ptr + at, mask=wanted, other=0.0).to(tl.float32)
+    return x  # [BLOCK_T, BLOCK_D]
+
+
+@triton.jit
+def _dz(
+    x_ptr, dy_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, x_strides, dy_strides,
+    initial_strides, tok, position, n, ok, offs_d, mask_d, W: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """The gradient of z [BLOCK_T, BLOCK_D] fp32; zeros where not ok."""
+    at = tok[:, None] * dy_strides[0] + offs_d[None, :] * dy_strides[1]
+    dy = tl.load(dy_ptr + at, mask=ok[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
+    if SILU:
+        z = tl.zeros_like(dy)
+        if bias_ptr is not None:
+            z += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)[None, :]
+        for back in tl.static_range(0, W):
+            tap = tl.load(weight_ptr + offs_d * W + (W - 1 - back), mask=mask_d, other=0.0)
+            x = _input(
+                x_ptr, seq_ptr, initial_ptr, x_strides, initial_strides, tok, position, n, ok,
+                offs_d, mask_d, back, W,
+            )  # fmt: skip
+            z += x * tap.to(tl.float32)[None, :]
+        s = 1.0 / (1.0 + tl.exp(-z))
+        dy = dy * s * (1.0 + z * (1.0 - s))
+    return dy
+
+
+@triton.jit
+def _place(tok, cu_ptr, row, T, N, STEPS):
+    """Of each token its sequence, position in it, and the tokens from there to its end."""
+    n = row.to(tl.int64) + tl.zeros_like(tok)
+    position = tok
+    left = T - tok
+    if cu_ptr is not None:
+        n = sequence_of(tok.to(tl.int64), cu_ptr, N, STEPS)
+        start, stop = sequence_bounds(cu_ptr, n, T)
+        position = tl.maximum(tok - start, 0).to(tl.int32)
+        left = (stop - tok).to(tl.int32)
+    return n, position, left
+
+
+@triton.jit
+def _causal_conv1d_bwd_kernel(
+    x_ptr,  # [B, D, T]
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    seq_ptr,  # [B, T] or None
+    cu_ptr,  # [N + 1] or None
+    initial_ptr,  # [N, D, W - 1] or None
+    dy_ptr,  # [B, D, T]
+    dfinal_ptr,  # [N, D, W - 1] or None, contiguous
+    dx_ptr,  # [B, D, T]
+    sums_ptr,  # [B, P, W + 1, D] fp32: the group's share of dweight by tap and of dbias
+    x_strides,  # of B, T, D
+    dy_strides,
+    dx_strides,
+    initial_strides,  # of N, D, W - 1
+    T,
+    D,
+    N,
+    P,
+    STEPS,
+    W: tl.constexpr,
+    TAPS: tl.constexpr,  # W + 1 or the next power of two
+    SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """dx of TILES tiles of BLOCK_T tokens and BLOCK_D channels, and what they add to dweight."""
+    tiles_d = tl.cdiv(D, BLOCK_D)
+    d0 = ((tl.program_id(0) % tiles_d) * BLOCK_D).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = d0 + offs_d < D
+    group = tl.program_id(0) // tiles_d  # of B * P
+    row = (group // P).to(tl.int64)
+    x_ptr += row * x_strides[0] + d0 * x_strides[2]
+    dy_ptr += row * dy_strides[0] + d0 * dy_strides[2]
+    dx_ptr += row * dx_strides[0] + d0 * dx_strides[2]
+    weight_ptr += d0 * W
+    if bias_ptr is not None:
+        bias_ptr += d0
+    if initial_ptr is not None:
+        initial_ptr += d0 * initial_strides[1]
+    taps = tl.arange(0, TAPS)[:, None]  # W + 1 of them count
+    sums = tl.zeros((TAPS, BLOCK_D), tl.float32)
+    tok = tl.arange(0, BLOCK_T)  # from the tile's first
+    for tile in range(0, TILES):
+        t0 = ((group % P) * TILES + tile) * BLOCK_T
+        ok = t0 + tok < T
+        n, position, left = _place(t0 + tok, cu_ptr, row, T, N, STEPS)
+        x_tile = x_ptr + t0.to(tl.int64) * x_strides[1]
+        dy_tile = dy_ptr + t0.to(tl.int64) * dy_strides[1]
+        seq_tile = None if seq_ptr is None else seq_ptr + row * T + t0
+        dx = tl.zeros((BLOCK_T, BLOCK_D), tl.float32)
+        for ahead in tl.static_range(0, W):
+            good = ok & (left > ahead)
+            if seq_ptr is not None:
+                mine = tl.load(seq_tile + tok, mask=ok, other=0)
+                good = good & (tl.load(seq_tile + tok + ahead, mask=good, other=0) == mine)
+            dz = _dz(
+                x_tile, dy_tile, weight_ptr, bias_ptr, seq_tile, initial_ptr, x_strides[1:],
+                dy_strides[1:], initial_strides, tok + ahead, position + ahead, n, good, offs_d,
+                mask_d, W, SILU,
+            )  # fmt: skip
+            tap = tl.load(weight_ptr + offs_d * W + (W - 1 - ahead), mask=mask_d, other=0.0)
+            dx += dz * tap.to(tl.float32)[None, :]
+            if ahead == 0:
+                sums += tl.where(taps == W, tl.sum(dz, 0)[None, :], 0.0)
+                for back in tl.static_range(0, W):
+                    x = _input(
+                        x_tile, seq_tile, initial_ptr, x_strides[1:], initial_strides, tok,
+                        position, n, ok, offs_d, mask_d, back, W,
+                    )  # fmt: skip
+                    sums += tl.where(taps == W - 1 - back, tl.sum(dz * x, 0)[None, :], 0.0)
+        here = ok[:, None] & mask_d[None, :]
+        if dfinal_ptr is not None:
+            at = (n[:, None] * D + d0 + offs_d[None, :]) * (W - 1) + (W - 1 - left)[:, None]
+            last = here & ((left > 0) & (left < W))[:, None]
+            dx += tl.load(dfinal_ptr + at, mask=last, other=0.0).to(tl.float32)
+        at = tok[:, None] * dx_strides[1] + offs_d[None, :] * dx_strides[2]
+        dx_tile = dx_ptr + t0.to(tl.int64) * dx_strides[1]
+        tl.store(dx_tile + at, dx.to(dx_ptr.dtype.element_ty), mask=here)
+    at = (group * (W + 1)).to(tl.int64) * D + d0 + taps * D + offs_d[None, :]
+    tl.store(sums_ptr + at, sums, mask=(taps <= W) & mask_d[None, :])
+
+
+@triton.jit
+def _initial_bwd_kernel(
+    x_ptr,  # [B, D, T]
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    seq_ptr,  # [B, T] or None
+    cu_ptr,  # [N + 1] or None
+    initial_ptr,  # [N, D, W - 1]
+    dy_ptr,  # [B, D, T]
+    dfinal_ptr,  # [N, D, W - 1] or None, contiguous
+    dinitial_ptr,  # [N, D, W - 1]
+    x_strides,  # of B, T, D
+    dy_strides,
+    initial_strides,  # of N, D, W - 1
+    T,
+    D,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_T: tl.constexpr,  # at least W - 1
+    BLOCK_D: tl.constexpr,
+):
+    """dinitial[c] = sum_p weight[c - p] dz[p] over the first tokens p of one sequence."""
+    tiles_d = tl.cdiv(D, BLOCK_D)
+    n = (tl.program_id(0) // tiles_d).to(tl.int64)
+    d0 = ((tl.program_id(0) % tiles_d) * BLOCK_D).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    mask_d = d0 + offs_d < D
+    p = tl.arange(0, BLOCK_T)
+    row = n
+    first = n * 0
+    length = first + T
+    if cu_ptr is not None:
+        row = n * 0
+        first, stop = sequence_bounds(cu_ptr, n, T)
+        length = stop - first
+    x_ptr += row * x_strides[0] + first * x_strides[1] + d0 * x_strides[2]
+    dy_ptr += row * dy_strides[0] + first * dy_strides[1] + d0 * dy_strides[2]
+    weight_ptr += d0 * W
+    dz = _dz(
+        x_ptr, dy_ptr, weight_ptr, None if bias_ptr is None else bias_ptr + d0,
+        None if seq_ptr is None else seq_ptr + row * T, initial_ptr + d0 * initial_strides[1],
+        x_strides[1:], dy_strides[1:], initial_strides, p, p, n + p * 0, p < length, offs_d,
+        mask_d, W, SILU,
+    )  # fmt: skip
+    for c in tl.static_range(0, W - 1):
+        reads = (p <= c)[:, None] & mask_d[None, :]
+        tap = tl.load(weight_ptr + offs_d[None, :] * W + (c - p)[:, None], mask=reads, other=0.0)
+        d = tl.sum(dz * tap.to(tl.float32), 0)  # [BLOCK_D]
+        at = (n * D + d0 + offs_d) * (W - 1) + c
+        if dfinal_ptr is not None:  # a column that no token pushed out
+            d += tl.load(dfinal_ptr + at - length, mask=mask_d & (length <= c), other=0.0)
+        tl.store(dinitial_ptr + at, d.to(dinitial_ptr.dtype.element_ty), mask=mask_d)
+
+
+def _steps(x) -> tuple:
+    """Strides of B, T, D of x [B, D, T]."""
+    return x.stride(0), x.stride(2), x.stride(1)
+
+
+def _by_rows(x, weight, bias, cu_seqlens, dy, dx, N: int, silu: bool) -> torch.Tensor:
+    """Fills dx; the groups' shares of dweight and dbias, [B, P, W + 1, D] fp32."""
+    (B, D, T), W = x.shape, weight.shape[1]
+    config = tuning.lookup("portable_causal_conv1d_rows_bwd", x.device, D=D)
+    groups = triton.cdiv(T, config["RUN"] * config["RUNS"])
+    sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
+    if dx.numel() > 0:
+        conv_rows_bwd_kernel[(B * groups * triton.cdiv(D, config["BLOCK_D"]),)](
+            x, weight, bias, cu_seqlens, dy, dx, sums, _steps(x)[:2], _steps(dy)[:2],
+            _steps(dx)[:2], T, D, N, groups, W=W, SILU=silu, **config,
+        )  # fmt: skip
+    return sums
+
+
+def _by_tiles(given, dx, N: int, silu: bool) -> torch.Tensor:
+    """As _by_rows, for every memory order, seq_idx and states."""
+    x, weight, *_, initial_states, dy, _ = given
+    (B, D, T), W = x.shape, weight.shape[1]
+    order = "td" if x.stride(2) > x.stride(1) else "dt"  # slow dimension first
+    config = tuning.lookup(f"portable_causal_conv1d_{order}_bwd", x.device, D=D)
+    groups = triton.cdiv(T, config["BLOCK_T"] * config["TILES"])
+    sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
+    initial = (0, 0, 0) if initial_states is None else initial_states.stride()
+    if dx.numel() > 0:
+        _causal_conv1d_bwd_kernel[(B * groups * triton.cdiv(D, config["BLOCK_D"]),)](
+            *given, dx, sums, _steps(x), _steps(dy), _steps(dx), initial, T, D, N, groups,
+            N.bit_length(), W=W, TAPS=triton.next_power_of_2(W + 1), SILU=silu, **config,
+        )  # fmt: skip
+    return sums
+
+
+def causal_conv1d_bwd(
+    x: torch.Tensor,  # [B, D, T], any strides
+    weight: torch.Tensor,  # [D, W]
+    bias: Optional[torch.Tensor],  # [D]
+    activation: Optional[str],
+    seq_idx: Optional[torch.Tensor],  # [B, T]
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    initial_states: Optional[torch.Tensor],  # [N, D, W - 1]
+    dy: torch.Tensor,  # [B, D, T], any strides
+    d_final: Optional[torch.Tensor],  # [N, D, W - 1]
+) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """dx in the memory order of x, dweight, dbias or None, d_initial_states or None."""
+    (B, D, T), W = x.shape, weight.shape[1]
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    dx = torch.empty_like(x)  # [B, D, T]
+    d_initial = None if initial_states is None else x.new_empty(N, D, W - 1)  # [N, D, W - 1]
+    weight_c = weight.contiguous()
+    seq_idx = None if seq_idx is None else seq_idx.contiguous()
+    d_final = None if d_final is None else d_final.contiguous()
+    given = (x, weight_c, bias, seq_idx, cu_seqlens, initial_states, dy, d_final)
+    silu = activation is not None
+    alone = seq_idx is None and initial_states is None and d_final is None
+    with device.on(x.device):
+        if alone and x.stride(1) == dy.stride(1) == dx.stride(1) == 1:
+            sums = _by_rows(x, weight_c, bias, cu_seqlens, dy, dx, N, silu)
+        else:
+            sums = _by_tiles(given, dx, N, silu)
+        if d_initial is not None and d_initial.numel() > 0:
+            _initial_bwd_kernel[(N * triton.cdiv(D, 128),)](
+                *given, d_initial, _steps(x), _steps(dy), initial_states.stride(), T, D, W=W,
+                SILU=silu, BLOCK_T=triton.next_power_of_2(W - 1), BLOCK_D=128,
+            )  # fmt: skip
+    sums = sums.sum((0, 1))  # [W + 1, D]
+    dbias = None if bias is None else sums[W].to(bias.dtype, copy=True)  # shares no memory
+    if d_initial is not None:
+        d_initial = d_initial.to(initial_states.dtype)
+    return dx, sums[:W].t().contiguous().to(weight.dtype), dbias, d_initial
+
+
+def _joined(q, k, v) -> torch.Tensor:
+    """[q k v] as [B, T, D]: the projection that they are views of, or a copy."""
+    parts = [x.flatten(2) for x in (q, k, v)]  # no copies where heads are dense
+    first, D = parts[0], sum(x.shape[2] for x in parts)
+    place = first.data_ptr()
+    for x in parts:
+        adjacent = x.data_ptr() == place and x.stride() == first.stride() and x.stride(2) == 1
+        if not adjacent:
+            return torch.cat(parts, -1)
+        place += x.shape[2] * x.element_size()
+    return first.as_strided((*first.shape[:2], D), first.stride())
+
+
+def supports_gdn_layer_prologue_bwd(q, k, v, weight, bias, *_) -> bool:
+    return served(q, weight, bias)
+
+
+def gdn_layer_prologue_bwd(q, k, v, weight, bias, activation, cu_seqlens, initial_states, dy):
+    """Gradients of [q k v] [B, T, D], weight, bias, initial_states or None, from dy [B, T, D]."""
+    x = _joined(q, k, v).transpose(1, 2)  # [B, D, T]
+    dx, *rest = causal_conv1d_bwd(
+        x, weight, bias, activation, None, cu_seqlens, initial_states, dy.transpose(1, 2), None
+    )
+    return (dx.transpose(1, 2), *rest)

@@ -1,0 +1,148 @@
+"""One token of a Gated DeltaNet layer between its projections, in two launches.
+
+    q, k, v = silu(conv([q, k, v]))        the convolution's state moves on by a token
+    S = exp(g) (I - beta k k^T) S + beta k v^T        o = scale * S^T q        k, q normalised
+    y = weight * o / sqrt(mean(o^2) + eps) * act(z)
+
+Sizes: B rows, H and HV heads, R = HV / H, K and V head dims, D = 2 H K + HV V channels, W taps,
+S columns.
+"""
+
+from typing import Dict, Optional
+
+import torch
+import triton
+
+from ...gdn.portable.recurrent_step import is_dense, step_config
+from ...runtime import device
+from ...runtime.facts import facts, keep
+from ...runtime.launch import Program
+from .causal_conv1d import served
+from .decode_kernels import layer_finish_kernel, layer_step_kernel
+from .prologue import channel_block
+
+
+def supports_gdn_layer_decode(
+    q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm_weight, eps,
+    gate_activation, allow_neg_eigval,
+) -> bool:  # fmt: skip
+    K, V = q.shape[3], v.shape[-1]
+    return (
+        served(q, k, v, z, a, b, conv_state, state, weight, bias, norm_weight)
+        and all(x.shape[1] == 1 and x.stride(-1) == 1 for x in (q, k, v, z, a, b))
+        and (v.ndim == 4 or v.stride(3) == V)  # heads of a group side by side
+        and channel_block(K, V) >= 16
+        and max(K, V) <= 256
+        and is_dense(state)
+        and weight.is_contiguous()
+    )
+
+
+def _grouped(x: torch.Tensor, R: int, last: int) -> tuple:
+    """Strides of a row, a group and a head in x, [B, 1, HV, ..] or [B, 1, H, R, ..] alike."""
+    row, head = x.stride(0), x.stride(-1 - last)
+    return (row, x.stride(2) if x.ndim == 4 + last else R * head, head)
+
+
+class Step:
+    """A token of a layer, for all calls of a kind: the facts of the arguments below."""
+
+    __slots__ = ("rule", "finish", "device", "dtype", "out")
+
+    def __init__(
+        self, q, k, v, z, a, b, held, state, weight, activation, eps, gate_activation,
+        allow_neg_eigval,
+    ):  # fmt: skip
+        (B, _, H, K), (D, W), V = q.shape, weight.shape, v.shape[-1]
+        HV, S, R = state.shape[1], held.shape[2], state.shape[1] // H
+        self.device, self.dtype, self.out = q.device, q.dtype, (B, 1, HV, V)
+        pdl = device.overlaps_launches(q.device)
+        early = (("launch_pdl", True),) if pdl else ()
+        silu = activation is not None
+        config = step_config(q.device, K, 4, False)
+        strides = (
+            q.stride(0), q.stride(2), k.stride(0), k.stride(2), *_grouped(v, R, 1),
+            *_grouped(a, R, 0)[:2], *_grouped(b, R, 0)[:2],
+        )  # fmt: skip
+        self.rule = Program(
+            layer_step_kernel,
+            B * HV * triton.cdiv(V, config["BLOCK_V"]),
+            (strides, held.stride(), state.stride(0), K**-0.5),
+            (
+                H, HV, K, V, S, W, silu, 2.0 if allow_neg_eigval else 1.0, pdl,
+                triton.next_power_of_2(K), config["BLOCK_V"],
+            ),
+            (("num_warps", config["num_warps"]), *early),
+            q.device,
+        )  # fmt: skip
+        wide = v.shape[3:].numel()  # channels of v that lie side by side
+        block = channel_block(K, wide)
+        self.finish = Program(
+            layer_finish_kernel,
+            B * HV + B * (D // block),
+            (
+                _grouped(z, R, 1), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+                held.stride(), B * HV, float(eps),
+            ),
+            (
+                H, HV, V, H * K, K, wide, D, S, gate_activation != "sigmoid", pdl,
+                triton.next_power_of_2(V), triton.next_power_of_2(S), block,
+            ),
+            (("num_warps", 1), *early),
+            q.device,
+        )  # fmt: skip
+
+    def __call__(
+        self, q, k, v, z, a, b, held, state, weight, bias, A_log, dt_bias, norm_weight
+    ) -> torch.Tensor:
+        o = torch.empty(self.out, dtype=torch.float32, device=self.device)  # [B, 1, HV, V]
+        y = torch.empty(self.out, dtype=self.dtype, device=self.device)  # [B, 1, HV, V]
+        self.rule(q, k, v, a, b, held, weight, bias, A_log, dt_bias, state, o)
+        self.finish(o, z, norm_weight, y, q, k, v, held)
+        return y
+
+
+_steps: Dict[tuple, Step] = {}
+
+
+def plan_gdn_layer_decode(
+    q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm_weight, eps,
+    gate_activation, allow_neg_eigval,
+) -> Optional[Step]:  # fmt: skip
+    """What serves all calls like this one, from the tensors alone, if there are any rows."""
+    if q.shape[0] == 0:
+        return None
+    tensors = (q, k, v, z, a, b, conv_state, state, weight)
+    options = (activation, eps, gate_activation, allow_neg_eigval)
+    key = (facts(*tensors, bias, A_log, dt_bias, norm_weight), options)
+    return _steps.get(key) or keep(_steps, key, Step(*tensors, *options))
+
+
+def gdn_layer_decode(
+    q: torch.Tensor,  # [B, 1, H, K], last dimension dense
+    k: torch.Tensor,  # [B, 1, H, K]
+    v: torch.Tensor,  # [B, 1, HV, V] or [B, 1, H, R, V], as z
+    z: torch.Tensor,  # [B, 1, HV, V]
+    a: torch.Tensor,  # [B, 1, HV] or [B, 1, H, R], as b
+    b: torch.Tensor,  # [B, 1, HV]
+    conv_state: torch.Tensor,  # [B, D, S], updated in place
+    state: torch.Tensor,  # [B, HV, K, V], updated in place
+    weight: torch.Tensor,  # [D, W]
+    bias: Optional[torch.Tensor],  # [D]
+    activation: Optional[str],
+    A_log: torch.Tensor,  # [HV]
+    dt_bias: Optional[torch.Tensor],  # [HV]
+    norm_weight: torch.Tensor,  # [V]
+    eps: float,
+    gate_activation: str,
+    allow_neg_eigval: bool,
+) -> torch.Tensor:  # [B, 1, HV, V]
+    """Two launches: convolution and rule, then norm and gate. Both states are updated in place."""
+    tensors = (q, k, v, z, a, b, conv_state, state, weight, bias)
+    vectors = (A_log, dt_bias, norm_weight)
+    step = plan_gdn_layer_decode(
+        *tensors, activation, *vectors, eps, gate_activation, allow_neg_eigval
+    )
+    if step is None:
+        return q.new_empty(0, 1, state.shape[1], v.shape[-1])
+    return step(*tensors, *vectors)

@@ -1,0 +1,135 @@
+"""The convolution of a layer over a prompt, from wherever the projections put q, k and v.
+
+Sizes: B T, H and HV heads, K and V head dims, D = 2 H K + HV V channels, W taps, N sequences,
+S columns of a final state.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime import device, tuning
+from .causal_conv1d import final_tile, served
+from .causal_conv1d_rows import conv_rows
+
+
+def channel_block(K: int, V: int) -> int:
+    """The widest tile of channels that never spans two heads: a power of two, at most 128."""
+    return min(K & -K, V & -V, 128)
+
+
+def supports_gdn_layer_prologue(
+    q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width
+) -> bool:
+    return (
+        served(q, k, v, weight, bias, initial_states)
+        and q.dtype == k.dtype == v.dtype
+        and all(x.stride(-1) == 1 for x in (q, k, v))
+        and channel_block(q.shape[3], v.shape[3]) >= 16
+    )
+
+
+@triton.jit
+def head_row(
+    q_ptr, k_ptr, v_ptr, strides, b, d0, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr
+):
+    """Where token 0 of row b and channel d0 of [q, k, v] lies, and how far its tokens are apart."""
+    # selected, not branched for, and no remainders: Triton goes on knowing what is a multiple of 16
+    # and loads 16 bytes at a time
+    in_q, in_k = d0 < HK, d0 < 2 * HK
+    d_k, d_v = d0 - HK, d0 - 2 * HK
+    q_row = q_ptr + b * strides[0] + (d0 // K) * (strides[2] - K) + d0
+    k_row = k_ptr + b * strides[3] + (d_k // K) * (strides[5] - K) + d_k
+    v_row = v_ptr + b * strides[6] + (d_v // V) * (strides[8] - V) + d_v
+    row = tl.where(in_q, q_row, tl.where(in_k, k_row, v_row))
+    return row, tl.where(in_q, strides[1], tl.where(in_k, strides[4], strides[7]))
+
+
+@triton.jit
+def _gdn_layer_prologue_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    v_ptr,  # [B, T, HV, V]
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    cu_ptr,  # [N + 1] or None
+    initial_ptr,  # [N, D, W - 1] or None
+    y_ptr,  # [B, T, D]
+    final_ptr,  # [N, D, S] or None
+    strides,  # of B, T and a head in q, k, v
+    initial_strides,  # of N, D, W - 1
+    T,
+    N,
+    TILES_T,
+    HK: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    D: tl.constexpr,
+    W: tl.constexpr,
+    S: tl.constexpr,
+    SILU: tl.constexpr,
+    PTX: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    RUN: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program makes one tile of y; the programs behind the last tile, one final state each."""
+    pid = tl.program_id(0)
+    d0 = (pid % (D // BLOCK_D)) * BLOCK_D
+    tile = pid // (D // BLOCK_D)
+    rows = N if cu_ptr is None else 1
+    row = tile // tl.maximum(TILES_T, 1)
+    if tile < rows * TILES_T:
+        x_row, step = head_row(q_ptr, k_ptr, v_ptr, strides, row.to(tl.int64), d0, HK, K, V)
+        y_row = y_ptr + row.to(tl.int64) * T * D + d0
+        t0 = (tile - row * TILES_T) * BLOCK_T
+        conv_rows(
+            x_row, y_row, weight_ptr, bias_ptr, None, cu_ptr, initial_ptr, (step, 1), (D, 1),
+            initial_strides, row, t0, d0, T, D, N, W, SILU, PTX, BLOCK_T, RUN, BLOCK_D,
+        )  # fmt: skip
+    elif final_ptr is not None:
+        n = tile - rows * TILES_T
+        row = n if cu_ptr is None else n * 0
+        x_row, step = head_row(q_ptr, k_ptr, v_ptr, strides, row.to(tl.int64), d0, HK, K, V)
+        final_tile(
+            x_row, cu_ptr, initial_ptr, final_ptr, (step, 1), initial_strides, n, d0, T, D,
+            W, S, BLOCK_S, BLOCK_D,
+        )  # fmt: skip
+
+
+def gdn_layer_prologue(
+    q: torch.Tensor,  # [B, T, H, K], last dimension dense, as those below
+    k: torch.Tensor,  # [B, T, H, K]
+    v: torch.Tensor,  # [B, T, HV, V]
+    weight: torch.Tensor,  # [D, W], channels in the order q, k, v
+    bias: Optional[torch.Tensor],  # [D]
+    activation: Optional[str],
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    initial_states: Optional[torch.Tensor],  # [N, D, W - 1]
+    final_width: int,
+) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """One launch: act(conv([q, k, v])) [B, T, D], and the last inputs [N, D, S] or None."""
+    (B, T, H, K), V, (D, W) = q.shape, v.shape[3], weight.shape
+    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    y = torch.empty((B, T, D), dtype=q.dtype, device=q.device)  # [B, T, D]
+    final = q.new_empty(N, D, final_width) if final_width else None  # [N, D, S]
+    config = tuning.lookup("portable_causal_conv1d_td_fwd", q.device, D=D)
+    block = min(channel_block(K, V), config["BLOCK_D"])
+    tiles = triton.cdiv(T, config["BLOCK_T"])
+    programs = (B * tiles + (N if final_width else 0)) * (D // block)
+    if programs == 0:
+        return y, final
+    with device.on(q.device):
+        _gdn_layer_prologue_kernel[(programs,)](
+            q, k, v, weight, bias, cu_seqlens, initial_states, y, final,
+            (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
+            (0, 0, 0) if initial_states is None else initial_states.stride(),
+            T, N, tiles, HK=H * K, K=K, V=V, D=D, W=W,
+            S=max(final_width, 1), SILU=activation is not None, PTX=device.takes_ptx(q.device),
+            BLOCK_S=triton.next_power_of_2(max(final_width, 1)), BLOCK_T=config["BLOCK_T"],
+            RUN=config["RUN"], BLOCK_D=block, num_warps=1,
+        )  # fmt: skip
+    return y, final

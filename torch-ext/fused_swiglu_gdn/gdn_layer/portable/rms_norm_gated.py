@@ -1,0 +1,105 @@
+"""RMSNorm with a gate: y = weight * x / sqrt(mean(x^2) + eps) * act(gate), fp32 inside.
+
+Sizes: M rows (G groups of R rows each the same distance apart), D channels.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime import device, tuning
+from .causal_conv1d import served
+
+MAX_CHANNELS = 16384
+
+
+def supports_rms_norm_gated_fwd(x, gate, weight, eps, activation) -> bool:
+    return served(x, gate, weight) and 0 < x.shape[-1] <= MAX_CHANNELS
+
+
+@triton.jit
+def gate_activation(gate, SILU: tl.constexpr):
+    """silu(gate) or sigmoid(gate), fp32."""
+    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    return gate * sigmoid if SILU else sigmoid
+
+
+@triton.jit
+def _rms_norm_gated_fwd_kernel(
+    x_ptr,  # [M, D]
+    gate_ptr,  # [M, D]
+    weight_ptr,  # [D]
+    y_ptr,  # [M, D]
+    x_strides,  # of a group, a row
+    gate_strides,  # of a group, a row
+    M,
+    R,
+    eps,
+    D: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """A program makes BLOCK_M rows."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    mask = (rows < M)[:, None] & (offs_d < D)
+    group = (rows // R).to(tl.int64)
+    member = (rows % R).to(tl.int64)
+    x_rows = x_ptr + group * x_strides[0] + member * x_strides[1]
+    gate_rows = gate_ptr + group * gate_strides[0] + member * gate_strides[1]
+    x = tl.load(x_rows[:, None] + offs_d, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_rows[:, None] + offs_d, mask=mask, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)  # [BLOCK_M] fp32
+    y = x * rstd[:, None] * weight * gate_activation(gate, SILU)
+    y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * D + offs_d
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+def two_strides(x: torch.Tensor) -> Optional[Tuple[int, int]]:
+    """Of a group of x.shape[-2] rows and of a row of x [..., D], or None if they do not suffice."""
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        return None
+    outer = [(n, s) for n, s in zip(x.shape[:-2], x.stride()[:-2]) if n > 1]
+    if any(s0 != n1 * s1 for (_, s0), (n1, s1) in zip(outer, outer[1:])):
+        return None
+    return (outer[-1][1] if outer else 0, x.stride(-2) if x.ndim > 1 else 0)
+
+
+def rms_norm_gated_fwd(
+    x: torch.Tensor,  # [..., D]
+    gate: torch.Tensor,  # [..., D]
+    weight: torch.Tensor,  # [D]
+    eps: float,
+    activation: str,
+) -> torch.Tensor:  # [..., D]
+    """One launch; views whose rows lie at two strides (heads of tokens) are read as they are."""
+    D = x.shape[-1]
+    M = x.numel() // D
+    R = x.shape[-2] if x.ndim > 1 else 1
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # [..., D]
+    if M == 0:
+        return y
+    x = x if two_strides(x) is not None else x.contiguous()
+    gate = gate if two_strides(gate) is not None else gate.contiguous()
+    config = tuning.lookup("portable_rms_norm_gated_fwd", x.device, D=D)
+    with device.on(x.device):
+        _rms_norm_gated_fwd_kernel[(triton.cdiv(M, config["BLOCK_M"]),)](
+            x,
+            gate,
+            weight.contiguous(),
+            y,
+            two_strides(x),
+            two_strides(gate),
+            M,
+            R,
+            eps,
+            D=D,
+            SILU=activation == "silu",
+            BLOCK_D=triton.next_power_of_2(D),
+            **config,
+        )
+    return y

@@ -1,0 +1,120 @@
+"""The gradient of the gated RMSNorm (rms_norm_gated.py), in one pass over its inputs.
+
+With n = x rstd, rstd = 1 / sqrt(mean(x^2) + eps) and y = weight n act(gate):
+
+    dgate = dy weight n act'(gate)        dweight = sum over rows of dy n act(gate)
+    dn = dy weight act(gate)              dx = rstd (dn - n mean(dn n))
+
+Sizes: M rows, D channels; P programs.
+"""
+
+from typing import Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime import device, tuning
+from .causal_conv1d import served
+from .rms_norm_gated import MAX_CHANNELS, gate_activation, two_strides
+
+
+def supports_rms_norm_gated_bwd(x, gate, weight, *_) -> bool:
+    return served(x, gate, weight) and 0 < x.shape[-1] <= MAX_CHANNELS
+
+
+@triton.jit
+def _rms_norm_gated_bwd_kernel(
+    x_ptr,  # [M, D]
+    gate_ptr,  # [M, D]
+    weight_ptr,  # [D]
+    dy_ptr,  # [M, D]
+    dx_ptr,  # [M, D]
+    dgate_ptr,  # [M, D]
+    dweight_ptr,  # [P, D] fp32
+    x_strides,  # of a group, a row
+    gate_strides,
+    dy_strides,
+    M,
+    R,
+    eps,
+    D: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """TILES tiles of BLOCK_M rows, and what they add to dweight."""
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    weight = tl.load(weight_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
+    dweight = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    first = tl.program_id(0) * (TILES * BLOCK_M)
+    for tile in range(0, TILES):
+        rows = first + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & (offs_d < D)
+        group = (rows // R).to(tl.int64)
+        member = (rows % R).to(tl.int64)
+        x_rows = x_ptr + group * x_strides[0] + member * x_strides[1]
+        gate_rows = gate_ptr + group * gate_strides[0] + member * gate_strides[1]
+        dy_rows = dy_ptr + group * dy_strides[0] + member * dy_strides[1]
+        x = tl.load(x_rows[:, None] + offs_d, mask=mask, other=0.0).to(tl.float32)
+        gate = tl.load(gate_rows[:, None] + offs_d, mask=mask, other=0.0).to(tl.float32)
+        dy = tl.load(dy_rows[:, None] + offs_d, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]  # [BLOCK_M, 1] fp32
+        n = x * rstd
+        act = gate_activation(gate, SILU)
+        sigmoid = gate_activation(gate, False)
+        slope = sigmoid * (1.0 - sigmoid)
+        if SILU:
+            slope = sigmoid + gate * slope
+        dweight += dy * n * act
+        dn = dy * weight * act
+        dx = rstd * (dn - n * (tl.sum(dn * n, 1) / D)[:, None])
+        at = rows.to(tl.int64)[:, None] * D + offs_d
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        dgate = dy * weight * n * slope
+        tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+    at = tl.program_id(0) * D + tl.arange(0, BLOCK_D)
+    tl.store(dweight_ptr + at, tl.sum(dweight, 0), mask=tl.arange(0, BLOCK_D) < D)
+
+
+def rms_norm_gated_bwd(
+    x: torch.Tensor,  # [..., D]
+    gate: torch.Tensor,  # [..., D]
+    weight: torch.Tensor,  # [D]
+    dy: torch.Tensor,  # [..., D]
+    eps: float,
+    activation: str,
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """dx, dgate [..., D] and dweight [D]: one launch, and the sum over its programs."""
+    D = x.shape[-1]
+    M = x.numel() // D
+    R = x.shape[-2] if x.ndim > 1 else 1
+    x, gate, dy = (t if two_strides(t) is not None else t.contiguous() for t in (x, gate, dy))
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # [..., D]
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=x.device)  # [..., D]
+    config = tuning.lookup("portable_rms_norm_gated_bwd", x.device, D=D)
+    programs = triton.cdiv(M, config["BLOCK_M"] * config["TILES"])
+    dweight = torch.empty(programs, D, dtype=torch.float32, device=x.device)  # [P, D]
+    if M > 0:
+        with device.on(x.device):
+            _rms_norm_gated_bwd_kernel[(programs,)](
+                x,
+                gate,
+                weight.contiguous(),
+                dy,
+                dx,
+                dgate,
+                dweight,
+                two_strides(x),
+                two_strides(gate),
+                two_strides(dy),
+                M,
+                R,
+                eps,
+                D=D,
+                SILU=activation == "silu",
+                BLOCK_D=triton.next_power_of_2(D),
+                **config,
+            )
+    return dx, dgate, dweight.sum(0).to(weight.dtype)

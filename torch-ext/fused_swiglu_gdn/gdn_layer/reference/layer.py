@@ -1,0 +1,140 @@
+"""What stands round the gated delta rule in a model's layer, in plain torch.
+
+Sizes: B batch, D channels, T tokens, W taps of the convolution, N packed sequences.
+"""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+
+from ...runtime.dtypes import at_least_fp32
+
+
+def sequence_of_token(T: int, seq_idx, cu_seqlens) -> Optional[torch.Tensor]:
+    """Which sequence each token belongs to, [B or 1, T], or None when a row is one sequence."""
+    if seq_idx is not None:
+        return seq_idx
+    if cu_seqlens is None:
+        return None
+    tokens = torch.arange(T, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True).unsqueeze(0)
+
+
+def _packed_history(x, sequence, initial_states):
+    """x with `initial_states` [N, D, W - 1] before each sequence, laid out one tap a slice."""
+    W = initial_states.shape[-1] + 1
+    T = x.shape[-1]
+    tokens = torch.arange(T, device=x.device)
+    first = torch.ones_like(sequence, dtype=torch.bool)
+    first[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
+    start = torch.where(first, tokens, 0).cummax(-1).values  # [1, T]: where its sequence begins
+    position = (tokens - start)[0]  # [T]
+    taps = []
+    for w in range(W):
+        back = W - 1 - w  # this tap reads the token `back` places before
+        inside = position >= back
+        current = x[..., (tokens - back).clamp(min=0)]
+        column = (W - 1 + position - back).clamp(0, W - 2)
+        before = initial_states[sequence[0].long(), :, column].mT.unsqueeze(0)  # [1, D, T]
+        taps.append(torch.where(inside, current, before))
+    return torch.stack(taps, -1)  # [1, D, T, W]
+
+
+def causal_conv1d_fwd(
+    x: torch.Tensor,  # [B, D, T]
+    weight: torch.Tensor,  # [D, W]
+    bias: Optional[torch.Tensor],  # [D]
+    activation: Optional[str],
+    seq_idx: Optional[torch.Tensor],  # [B, T]
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
+    initial_states: Optional[torch.Tensor],  # [B or N, D, W - 1]
+    return_final_states: bool,
+):
+    """y_t = act(bias + sum_w weight[w] x[t - W + 1 + w]) within each sequence; y [B, D, T].
+
+    Also the last W - 1 inputs of each sequence, [B or N, D, W - 1], or None.
+    """
+    W, T = weight.shape[-1], x.shape[-1]
+    wide, taps = at_least_fp32(x), at_least_fp32(weight)
+    bias = None if bias is None else at_least_fp32(bias)
+    sequence = sequence_of_token(T, seq_idx, cu_seqlens)
+    if initial_states is None:
+        N = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+        initial_states = wide.new_zeros(N, x.shape[1], W - 1)
+    history = at_least_fp32(initial_states)
+    if x.numel() == 0:
+        y = wide
+    elif sequence is None:
+        y = F.conv1d(
+            torch.cat([history, wide], -1), taps.unsqueeze(1), bias, groups=x.shape[1]
+        )  # [B, D, T]
+    elif cu_seqlens is not None:
+        y = (_packed_history(wide, sequence, history) * taps.unsqueeze(1)).sum(-1)
+        y = y if bias is None else y + bias.unsqueeze(-1)
+    else:
+        y = _conv_by_seq_idx(wide, taps, bias, sequence)
+    if activation is not None:
+        y = F.silu(y)
+    final = _final_inputs(wide, history, cu_seqlens, W) if return_final_states else None
+    return y.to(x.dtype), None if final is None else final.to(x.dtype)
+
+
+def _conv_by_seq_idx(x, weight, bias, seq_idx):
+    """The convolution that never reads a token of another sequence; sequences start from zero."""
+    W, T = weight.shape[-1], x.shape[-1]
+    y = x * weight[:, -1:]
+    for back in range(1, min(W, T)):
+        same = (seq_idx[:, back:] == seq_idx[:, :-back]).unsqueeze(1)
+        term = torch.where(same, x[..., :-back], 0.0) * weight[:, W - 1 - back, None]
+        y = y + F.pad(term, (back, 0))
+    return y if bias is None else y + bias.unsqueeze(-1)
+
+
+def _final_inputs(x, history, cu_seqlens, W):
+    if cu_seqlens is None:
+        return torch.cat([history, x], -1)[..., x.shape[-1] :]
+    cu = cu_seqlens.tolist()
+    parts = [
+        torch.cat([history[n], x[0, :, a:b]], -1)[:, b - a :]
+        for n, (a, b) in enumerate(zip(cu, cu[1:]))
+    ]
+    return torch.stack(parts) if parts else history
+
+
+def causal_conv1d_update(
+    x: torch.Tensor,  # [B, D, T]
+    conv_state: torch.Tensor,  # [B, D, S], S >= W - 1, the last inputs; updated in place
+    weight: torch.Tensor,  # [D, W]
+    bias: Optional[torch.Tensor],  # [D]
+    activation: Optional[str],
+) -> torch.Tensor:
+    """One or a few tokens of the convolution, with the state of the tokens before; y [B, D, T]."""
+    W = weight.shape[-1]
+    seen = torch.cat([conv_state, x.to(conv_state.dtype)], -1)  # [B, D, S + T]
+    y, _ = causal_conv1d_fwd(
+        x,
+        weight,
+        bias,
+        activation,
+        None,
+        None,
+        conv_state[..., conv_state.shape[-1] - W + 1 :],
+        False,
+    )
+    conv_state.copy_(seen[..., x.shape[-1] :])
+    return y
+
+
+def rms_norm_gated_fwd(
+    x: torch.Tensor,  # [..., D]
+    gate: torch.Tensor,  # [..., D]
+    weight: torch.Tensor,  # [D]
+    eps: float,
+    activation: str,
+) -> torch.Tensor:
+    """weight * x / sqrt(mean(x^2) + eps) * act(gate) in fp32, rounded once; act: silu, sigmoid."""
+    wide = at_least_fp32(x)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    act = F.silu if activation == "silu" else torch.sigmoid
+    return (at_least_fp32(weight) * normed * act(at_least_fp32(gate))).to(x.dtype)

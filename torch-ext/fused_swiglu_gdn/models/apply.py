@@ -1,0 +1,120 @@
+"""kernelize(model) and restore(model)."""
+
+from types import MethodType
+
+import torch
+from torch import nn
+
+from .. import layers
+from ..layers.plain import activation_of
+from ..runtime import dispatch
+from .recognise import is_ours, recognise
+from .report import Report, Row
+
+PROMPT = 4096  # tokens of a call that stands for prompts and training; 1 stands for decoding
+
+
+def kernelize(model: nn.Module, mode=None) -> Report:
+    """Serves every MLP and Gated DeltaNet layer of a model that our layers compute the same.
+
+    Modules are recognised by what they are, not by the model's name; all others, and those that
+    something else was done to (adapters, quantization, hooks, sharding), are left alone. Only
+    forwards change: parameters, state_dict and configuration stay, and restore(model) undoes it.
+    Call it last, after adapters are added and after `use_kernels=True`.
+
+    Args:
+        model: any nn.Module, on any device.
+        mode: "inference", "training" or a kernels.Mode; by default as model.training says. Layers
+            without gradients are not used for training.
+
+    Returns:
+        A report: print it for a table of the modules, who serves them, and why some are left.
+    """
+    training = _is_training(model, mode)
+    rows = []
+    for name, module in model.named_modules():
+        finding = recognise(module)
+        if finding is None:
+            continue
+        layer = getattr(layers, finding.layer, None)
+        reason = finding.reason
+        if reason is None and training and not layer.has_backward:
+            reason = "the layer has no gradients"
+        implementation = None
+        if reason is None:
+            implementation = _implementations(module, finding.layer, training)
+            module.forward = MethodType(layer.forward, module)
+        elif is_ours(module.__dict__.get("forward")):
+            del module.forward
+        rows.append(Row(name, type(module).__name__, finding.layer, implementation, reason))
+    return Report(rows)
+
+
+def restore(model: nn.Module) -> int:
+    """Gives every module that kernelize served its own forward back; returns how many."""
+    count = 0
+    for module in model.modules():
+        if is_ours(module.__dict__.get("forward")):
+            del module.forward
+            count += 1
+    return count
+
+
+def _is_training(model: nn.Module, mode) -> bool:
+    if mode is None:
+        return model.training
+    words = str(mode).lower()
+    if "training" in words or "inference" in words:
+        return "training" in words
+    raise ValueError(f'mode must be "inference", "training" or a kernels.Mode, got {mode!r}')
+
+
+def _implementations(module: nn.Module, layer: str, training: bool) -> str:
+    """Who computes for a module: for prompts and, if another does, for decoding."""
+    mlp = layer.startswith("SwiGLU")
+    names = []
+    for tokens in (PROMPT,) if training else (PROMPT, 1):
+        family, operation, args = (_mlp_facts if mlp else _gdn_facts)(module, tokens)
+        if training and mlp:  # a forward of its own keeps what the backward needs
+            family, operation = "swiglu.backward", "swiglu_saving_fwd"
+        with dispatch.served() as record:
+            dispatch.choose(family, operation, training and not mlp, args)
+        names.append(record[operation][0])
+    prompt, decode = names[0], names[-1]
+    return prompt if prompt == decode else f"{prompt}, {decode} for decoding"
+
+
+def _mlp_facts(module: nn.Module, tokens: int):
+    activation = activation_of(layers.swiglu.activation_function(module))
+    if hasattr(module, "gate_up_proj"):
+        gate_up = module.gate_up_proj
+        weights = gate_up.weight.chunk(2)
+        biases = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
+    else:
+        weights = module.gate_proj.weight, module.up_proj.weight
+        biases = module.gate_proj.bias, module.up_proj.bias
+    w = weights[0]
+    x = w.new_empty(tokens, w.shape[1])  # [M, K]
+    return "swiglu.forward", "swiglu_fwd", (x, *weights, *biases, activation)
+
+
+def _gdn_facts(module: nn.Module, tokens: int):
+    conv, norm = module.conv1d, getattr(module, "norm", None) or module.o_norm
+    w = conv.weight
+    H, HV, K, V = (
+        getattr(module, name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
+    )
+
+    def empty(*shape):
+        return w.new_empty(1, tokens, *shape)
+
+    q, v, a = empty(H, K), empty(HV, V), empty(HV)
+    if tokens > 1:
+        options = (None, None, None, K**-0.5, True, True, False, False, True, None, 0)
+        args = (q, q, v, a, a, module.A_log, module.dt_bias, *options)
+        return "gdn.chunk", "gdn_chunk_fwd", args
+    conv_state = w.new_empty(1, *w.shape[::2])  # [1, D, W]
+    state = torch.empty(1, HV, K, V, device=w.device)
+    rest = (module.A_log, module.dt_bias, norm.weight, 1e-6, "silu", False)
+    args = (q, q, v, v, a, a, conv_state, state, w.squeeze(1), conv.bias, "silu", *rest)
+    return "gdn_layer.layer", "gdn_layer_decode", args

@@ -1,1 +1,0 @@
-"""Registered operators: schema, fake, autograd; and the way round them in eager mode."""

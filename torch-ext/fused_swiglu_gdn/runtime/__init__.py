@@ -1,0 +1,1 @@
+"""What every operation stands on: choice of a kernel, launching, tuning, checks, verification."""

@@ -1,0 +1,142 @@
+"""THE choice of implementation.
+
+A family is an operation and a module, "gdn.chunk". Its kernels, `gdn/<folder>/chunk.py`, export a
+launcher `<operation>` and `supports_<operation>` with the same arguments. The first folder below
+that is for the device and whose `supports_...` says yes serves the call; if none does, the
+plain-torch reference serves. Kernel modules are imported here alone, and only when a device of
+theirs is met, so the package loads without Triton or with an old one.
+"""
+
+import contextlib
+import functools
+import importlib
+import logging
+from typing import Callable, Dict, Iterator, Optional, Tuple
+
+import torch
+
+from . import device
+
+logger = logging.getLogger(__name__)
+
+# folder, and the least CUDA capability it is for. AMD GPUs are served by portable alone.
+FOLDERS: Tuple[Tuple[str, Tuple[int, int]], ...] = (("hopper", (9, 0)), ("portable", (8, 0)))
+
+
+_PACKAGE = __package__.rpartition(".")[0]
+_forced: Optional[str] = None
+_records: list = []
+
+
+@functools.cache
+def _module(folder: str, family: str):
+    """The kernel module, or None where there is none or this Triton cannot load it."""
+    room, module = family.split(".")
+    name = f"{_PACKAGE}.{room}.{folder}.{module}"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name in (name, name.rpartition(".")[0]):  # the folder has no such kernels
+            return None
+        logger.warning("%s kernels for %s are not used: %s", folder, family, error)
+    except (ImportError, AttributeError) as error:  # a Triton without what the module needs
+        logger.warning("%s kernels for %s are not used: %s", folder, family, error)
+    return None
+
+
+@functools.cache
+def _folders(device_type: str, index: Optional[int]) -> Tuple[str, ...]:
+    """The folders whose kernels run on this device, best first."""
+    if device_type != "cuda":
+        return ()
+    index = torch.cuda.current_device() if index is None else index
+    capability = device.capability(index)
+    if capability is None:
+        return ("portable",)
+    served = tuple(folder for folder, least in FOLDERS if capability >= least)
+    if not served:
+        logger.warning("compute capability %d.%d is below 8.0: served by plain torch", *capability)
+    return served
+
+
+def backward_of(operation: str) -> str:
+    """The name of an operation's gradient."""
+    return (operation[:-4] if operation.endswith("_fwd") else operation) + "_bwd"
+
+
+@torch.compiler.assume_constant_result
+def has_kernels(family: str, operation: str, device_type: str, index: Optional[int]) -> bool:
+    """Whether any kernel of the operation exists for the device: a constant while tracing."""
+    if _forced == "reference":
+        return False
+    folders = _folders(device_type, index)
+    return any(hasattr(_module(folder, family), operation) for folder in folders)
+
+
+def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Optional[Callable]]:
+    """The first folder, and its launcher, that takes operation(*args)."""
+    where = args[0].device
+    for folder in _folders(where.type, where.index):
+        if _forced is not None and folder != _forced:
+            continue
+        module = _module(folder, family)
+        supports = getattr(module, f"supports_{operation}", None)
+        if supports is not None and supports(*args):
+            return folder, getattr(module, operation)
+    return None, None
+
+
+def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional[Callable]:
+    """The launcher that serves operation(*args), or None for the reference.
+
+    args[0] is a tensor on the device of the call. Where a gradient is needed, some kernel must
+    have it as well, which supports_<operation>_bwd says of the forward's arguments too.
+    """
+    folder, launch = _find(family, operation, args)
+    if needs_grad and launch is not None and _find(family, backward_of(operation), args)[1] is None:
+        folder, launch = None, None
+    _record(operation, folder or "reference")
+    return launch
+
+
+def plan(family: str, operation: str, args: tuple) -> Optional[Callable]:
+    """A callable that serves all calls like operation(*args), from their tensors; or None.
+
+    A kernel module has it as `plan_<operation>`, if at all. "Like" means the same facts of the
+    tensors (runtime/facts.py) and the same other arguments.
+    """
+    folder, _ = _find(family, operation, args)
+    make = None if folder is None else getattr(_module(folder, family), f"plan_{operation}", None)
+    return None if make is None else make(*args)
+
+
+def undisturbed() -> bool:
+    """Whether calls are neither recorded nor forced: a plan may serve them."""
+    return _forced is None and not _records
+
+
+def _record(operation: str, implementation: str) -> None:
+    for record in _records:
+        record.setdefault(operation, []).append(implementation)
+
+
+@contextlib.contextmanager
+def served() -> Iterator[Dict[str, list]]:
+    """Records who serves each eager call inside: {"swiglu_fwd": ["hopper", ...], ...}."""
+    record: Dict[str, list] = {}
+    _records.append(record)
+    try:
+        yield record
+    finally:
+        _records[:] = [other for other in _records if other is not record]
+
+
+@contextlib.contextmanager
+def force(implementation: str) -> Iterator[None]:
+    """Only this implementation (or the reference) serves calls inside; for tests and benchmarks."""
+    global _forced
+    before, _forced = _forced, implementation
+    try:
+        yield
+    finally:
+        _forced = before

@@ -1,0 +1,8 @@
+"""What dtype is computed in."""
+
+import torch
+
+
+def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
+    """x in the precision that element-wise maths is done in: fp64 stays, all else becomes fp32."""
+    return x if x.dtype == torch.float64 else x.float()

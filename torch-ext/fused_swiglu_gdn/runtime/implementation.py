@@ -1,0 +1,17 @@
+"""Who serves a call."""
+
+from typing import Callable
+
+from . import dispatch
+
+
+def implementation_of(function: Callable, *args, **kwargs) -> str:
+    """Runs function(*args, **kwargs), one of this package's, and tells who served it.
+
+    Returns:
+        "hopper", "portable" or "reference"; several, joined by "+", if kernels shared the call.
+    """
+    with dispatch.served() as record:
+        function(*args, **kwargs)
+    names = sorted({name for names in record.values() for name in names})
+    return "+".join(names) if names else "reference"

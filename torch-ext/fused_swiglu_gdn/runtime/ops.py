@@ -1,0 +1,85 @@
+"""How a call reaches the one who serves it."""
+
+from typing import Callable, Optional
+
+import torch
+
+from . import dispatch
+
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def needs_grad(args: tuple) -> bool:
+    return torch.is_grad_enabled() and any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in args
+    )
+
+
+def run(
+    family: str, operation: str, op: Callable, reference: Callable, args: tuple,
+    train: Optional[Callable] = None,
+):  # fmt: skip
+    """operation(*args) by a kernel, or by the reference, which torch differentiates and traces.
+
+    `train` is the operator that has a gradient, if that is not `op`. A registered operator costs
+    several microseconds a call (docs/gdn.md), so in eager mode without gradients the kernel's
+    launcher is called directly; while tracing, and on tensor subclasses, the operator stands in
+    for it.
+    """
+    where = args[0].device
+    grad = needs_grad(args)
+    if torch.compiler.is_compiling():
+        needed = dispatch.backward_of(operation) if grad else operation
+        if not dispatch.has_kernels(family, needed, where.type, where.index):
+            return reference(*args)
+    else:
+        launch = dispatch.choose(family, operation, grad, args)
+        if launch is None:
+            return reference(*args)
+        if not grad and type(args[0]) in PLAIN:
+            return launch(*args)
+    return (train or op)(*args) if grad else op(*args)
+
+
+def plan(family: str, operation: str, args: tuple) -> Optional[Callable]:
+    """What `run` would come to for all eager calls like this one, if a kernel module has it."""
+    tensors = [x for x in args if isinstance(x, torch.Tensor)]
+    if needs_grad(args) or any(type(x) not in PLAIN for x in tensors):
+        return None
+    return dispatch.plan(family, operation, args)
+
+
+def serve(family: str, operation: str, reference: Callable, args: tuple):
+    """The body of an operator: autograd is above it, so the reference may serve here too.
+
+    Its outputs are made contiguous, as the operators' fake implementations say.
+    """
+    launch = dispatch.choose(family, operation, False, args)
+    if launch is not None:
+        return launch(*args)
+    out = reference(*args)
+    if isinstance(out, torch.Tensor):
+        return out.contiguous()
+    return tuple(x if x is None else x.contiguous() for x in out)
+
+
+def dense(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    """x with its last dimension contiguous, the one thing that kernels ask of strides."""
+    return x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def present(x, like: torch.Tensor) -> torch.Tensor:
+    """An operator returns tensors only: an absent output is an empty one."""
+    return like.new_empty(0) if x is None else x
+
+
+def no_second_derivative(op: Callable, function: str) -> None:
+    """Makes differentiating `op`, which is the gradient of a public function, a clear error."""
+
+    def refuse(ctx, *_):
+        raise NotImplementedError(
+            f"{function} has no second derivative on these kernels: its gradient cannot be "
+            "differentiated (create_graph=True, a penalty on gradients)"
+        )
+
+    op.register_autograd(refuse, setup_context=lambda ctx, inputs, output: None)

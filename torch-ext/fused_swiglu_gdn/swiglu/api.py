@@ -1,0 +1,94 @@
+"""SwiGLU: both projections and the gate, and the whole MLP."""
+
+from typing import Optional
+
+from torch import Tensor
+
+from ..runtime.ops import dense
+from ..runtime.shortcuts import autocast
+from . import checks, ops
+
+
+def fused_swiglu(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    b_gate: Optional[Tensor] = None,
+    b_up: Optional[Tensor] = None,
+    *,
+    activation: str = "silu",
+) -> Tensor:
+    """act(x @ w_gate.T + b_gate) * (x @ w_up.T + b_up) in one launch.
+
+    SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202) for `activation="silu"`, GeGLU for
+    "gelu_tanh", ReGLU for "relu". Gate and up stay in fp32 until the gate is applied, where a
+    kernel serves; the result is rounded once.
+
+    Args:
+        x: [..., K]; fp32, bf16 or fp16. Any leading dimensions, any strides.
+        w_gate: [N, K], as in nn.Linear; the dtype of x. Any strides: the halves of a packed
+            [gate; up] weight, of an interleaved [N, 2, K] or of a transposed [K, 2N] one are
+            views that need no copy.
+        w_up: [N, K], likewise.
+        b_gate, b_up: [N] or None; the dtype of x.
+        activation: "silu", "gelu_tanh" or "relu".
+
+    Returns:
+        [..., N], the dtype of x (of autocast, where that is on).
+
+    Raises:
+        ValueError: a shape, device or activation does not fit.
+        TypeError: an argument is no tensor, or dtypes differ.
+    """
+    x, w_gate, w_up, b_gate, b_up = autocast(x, w_gate, w_up, b_gate, b_up)
+    checks.fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation)
+    rows = _rows(x)
+    z = ops.swiglu(rows, w_gate, w_up, b_gate, b_up, activation)
+    return z if x.ndim == 2 else z.view(*x.shape[:-1], w_gate.shape[0])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x as [M, K], its last dimension dense."""
+    return dense(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]))
+
+
+def fused_swiglu_mlp(
+    x: Tensor,
+    w_gate: Tensor,
+    w_up: Tensor,
+    w_down: Tensor,
+    b_gate: Optional[Tensor] = None,
+    b_up: Optional[Tensor] = None,
+    b_down: Optional[Tensor] = None,
+    *,
+    activation: str = "silu",
+    recompute: bool = False,
+    keep_z: bool = False,
+    main_grad: bool = False,
+) -> Tensor:
+    """The Llama MLP: fused_swiglu(x, w_gate, w_up, b_gate, b_up) @ w_down.T + b_down.
+
+    Args:
+        x: [..., K]; fp32, bf16 or fp16.
+        w_gate, w_up: [N, K]; w_down: [O, N]; the dtype of x.
+        b_gate, b_up: [N] or None; b_down: [O] or None; the dtype of x.
+        activation: "silu", "gelu_tanh" or "relu".
+        recompute: for training: keep x alone for the backward, an eighth of x, gate and up
+            at Llama's sizes, and make those two products again there.
+        keep_z: for training: keep fused_swiglu's result too, instead of making it again.
+        main_grad: for training in eager mode: add the gradients of weights that have an attribute
+            `main_grad` (fp32, as Megatron's) to it in fp32, and return none for them.
+
+    Returns:
+        [..., O], the dtype of x (of autocast, where that is on).
+
+    Raises:
+        ValueError, TypeError: as fused_swiglu; recompute with keep_z.
+    """
+    tensors = autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors
+    checks.fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation)
+    modes = checks.training_modes(recompute, keep_z, main_grad)
+    args = (_rows(x), w_gate, w_up, w_down, b_gate, b_up, b_down, activation, *modes)
+    y = ops.swiglu_mlp(*args)
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], w_down.shape[0])

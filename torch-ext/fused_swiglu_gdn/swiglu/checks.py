@@ -1,0 +1,78 @@
+"""Checks of the SwiGLU functions."""
+
+from typing import Tuple
+
+import torch
+
+from ..runtime.checks import agrees, has_shape, is_floating, is_one_of, is_tensor, remembered
+
+ACTIVATIONS = ("silu", "gelu_tanh", "relu")
+
+
+@remembered
+def fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> None:
+    is_tensor("x", x)
+    if x.ndim < 1:
+        raise ValueError(f"x must have shape [..., K], got {list(x.shape)}")
+    is_floating("x", x)
+    sizes = {"K": x.shape[-1]}
+    has_shape("w_gate", w_gate, "N K", sizes)
+    has_shape("w_up", w_up, "N K", sizes)
+    _biases((("b_gate", b_gate), ("b_up", b_up)), "N", sizes)
+    for name, y in (("w_gate", w_gate), ("w_up", w_up), ("b_gate", b_gate), ("b_up", b_up)):
+        agrees(name, y, "x", x)
+    is_one_of("activation", activation, ACTIVATIONS)
+
+
+@remembered
+def fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation) -> None:
+    fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation)
+    sizes = {"N": w_gate.shape[0]}
+    has_shape("w_down", w_down, "O N", sizes)
+    _biases((("b_down", b_down),), "O", sizes)
+    agrees("w_down", w_down, "x", x)
+    agrees("b_down", b_down, "x", x)
+
+
+def _biases(named, dim: str, sizes) -> None:
+    for name, bias in named:
+        if bias is not None:
+            has_shape(name, bias, dim, sizes)
+
+
+def training_modes(recompute: bool, keep_z: bool, main_grad: bool) -> Tuple[bool, bool, bool]:
+    if recompute and keep_z:
+        raise ValueError("recompute keeps x alone: it cannot go with keep_z")
+    return bool(recompute), bool(keep_z), bool(main_grad)
+
+
+def packed_weight(Wf: torch.Tensor, in_features: int, hidden_dim: int) -> None:
+    sizes = {"in_features": in_features, "2*hidden_dim": 2 * hidden_dim}
+    has_shape("Wf", Wf, "in_features 2*hidden_dim", sizes)
+
+
+def module_input(x: object, in_features: int) -> None:
+    is_tensor("x", x)
+    if x.ndim < 1 or x.shape[-1] != in_features:
+        raise ValueError(f"x must have shape [..., {in_features}], got {list(x.shape)}")
+
+
+def linears(gate: object, up: object) -> None:
+    for name, linear in (("gate", gate), ("up", up)):
+        if type(linear) is not torch.nn.Linear:
+            raise TypeError(f"{name} must be an nn.Linear, got {type(linear).__name__}")
+        if linear.bias is not None:
+            raise ValueError(f"{name} must have no bias: Wf holds weights only, got one")
+    if gate.weight.shape != up.weight.shape:
+        raise ValueError(
+            f"up must have the weight shape of gate, {list(gate.weight.shape)}, "
+            f"got {list(up.weight.shape)}"
+        )
+
+
+def module_sizes(in_features: object, hidden_dim: object, block: object) -> None:
+    for name, value in (("in_features", in_features), ("hidden_dim", hidden_dim), ("block", block)):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")

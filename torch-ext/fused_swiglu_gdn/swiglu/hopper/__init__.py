@@ -1,0 +1,1 @@
+"""What Hopper and later GPUs have: tensor descriptors, wgmma, TMA."""

@@ -1,0 +1,121 @@
+"""Training SwiGLU on sm_90 and up: portable/gradients.py, with what kernels of ours do better.
+
+dX = dG Wg + dU Wu in one accumulator: neither product is rounded before they are added, and the sum
+is not read again. Large products bring their gate with them (training.py).
+Sizes: M tokens, K model width, N hidden width. docs/swiglu.md has the times.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime import device, tuning
+from ...runtime.launch import prepare
+from ...runtime.primitives import grouped_tile
+from ..portable import gradients as plain
+from . import training as tailed
+from .forward import joined, rows, supports_swiglu_fwd
+
+
+@triton.jit(do_not_specialize=["M", "N", "K", "group"])
+def _swiglu_dx_kernel(
+    d_desc,  # [2, M, N] in blocks [1, BLOCK_M, BLOCK_K]: dG and dU
+    w_desc,  # [2, N, K] in blocks [1, BLOCK_K, BLOCK_N]
+    dx_desc,  # [M, K] in blocks [BLOCK_M, BLOCK_N / 2]
+    M,
+    N,
+    K,
+    group,  # rows of tiles that are walked together
+    UP_FIRST: tl.constexpr,  # in w_desc
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """dX = dG Wg + dU Wu in one accumulator; programs stride over tiles [BLOCK_M, BLOCK_N]."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    tiles_n = tl.cdiv(K, BLOCK_N)
+    steps = tl.cdiv(N, BLOCK_K)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=True):
+        pid_m, pid_n = grouped_tile(tile, tiles_m, tiles_n, group)
+        row = pid_m * BLOCK_M
+        column = pid_n * BLOCK_N
+        dx = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for step in range(2 * steps):
+            half = (step >= steps).to(tl.int32)
+            n = (step - half * steps) * BLOCK_K
+            d = d_desc.load([half, row, n]).reshape(BLOCK_M, BLOCK_K)
+            w = w_desc.load([half ^ UP_FIRST, n, column]).reshape(BLOCK_K, BLOCK_N)
+            dx = tl.dot(d, w, dx)
+        halves = tl.permute(tl.reshape(dx, (BLOCK_M, 2, BLOCK_N // 2)), (0, 2, 1))
+        left, right = tl.split(halves)  # renames registers; the store needs half the memory
+        dx_desc.store([row, column], left.to(dx_desc.dtype))
+        dx_desc.store([row, column + BLOCK_N // 2], right.to(dx_desc.dtype))
+
+
+@functools.lru_cache(maxsize=4096)
+def _dx_plan(where: torch.device, dtype, M: int, K: int, up_first: bool):
+    """(blocks, grid, rows of tiles to a group, prepared kernel)."""
+    tile = tuning.lookup("hopper_swiglu_dx", where)
+    blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
+    tiles_m = triton.cdiv(M, blocks[0])
+    count = tiles_m * triton.cdiv(K, blocks[1])
+    group = triton.cdiv(tiles_m, triton.cdiv(tiles_m, tile["GROUP"]))  # equal groups
+    options = tuple((name, tile[name]) for name in ("num_warps", "num_stages"))
+    prepared = prepare(_swiglu_dx_kernel, (up_first, *blocks), options, where, dtype)
+    grid = (min(device.multiprocessor_count(where.index), count), 1, 1)
+    return blocks, grid, group, prepared
+
+
+def input_gradient(d_gate_up, w_gate, w_up) -> torch.Tensor:
+    """dx [M, K] of d_gate_up [M, 2 N] and the weights [N, K]."""
+    M, (N, K) = d_gate_up.shape[0], w_gate.shape
+    dx = d_gate_up.new_empty((M, K))  # [M, K]
+    up_first = w_gate.data_ptr() > w_up.data_ptr()
+    (BM, BN, BK), grid, group, prepared = _dx_plan(dx.device, dx.dtype, M, K, up_first)
+    with device.on(dx.device):
+        d_desc = joined(*d_gate_up.split(N, dim=1), 1, BM, BK)
+        w_desc = joined(w_gate, w_up, 1, BK, BN)
+        prepared.launch(grid, d_desc, w_desc, rows(dx, BM, BN // 2), M, N, K, group)
+    return dx
+
+
+def supports_swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
+    dense = w_gate.stride(1) == 1 and w_gate.shape[1] % 8 == 0
+    return dense and supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation)
+
+
+def swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation: str):
+    """(z [M, N], gate_up [M, 2 N])."""
+    if tailed.serves_forward(x, w_gate, b_gate, b_up):
+        return tailed.saving_fwd(x, w_gate, w_up, activation)
+    return plain.saving_fwd(x, w_gate, w_up, b_gate, b_up, activation)
+
+
+def supports_swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs) -> bool:
+    return supports_swiglu_saving_fwd(x, w_gate, w_up, None, None, activation)
+
+
+def swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs):
+    """As common's gated_gradients."""
+    args = (dz, x, w_gate, w_up, gate_up, activation, needs)
+    return plain.gated_gradients(*args, input_gradient)
+
+
+def gate_gradient(dy, w_down, gate_up, activation: str, with_z: bool):
+    """As common's."""
+    way = tailed if tailed.serves_gradients(dy, w_down) else plain
+    return way.gate_gradient(dy, w_down, gate_up, activation, with_z)
+
+
+def supports_swiglu_mlp_bwd(
+    dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads
+) -> bool:
+    return supports_swiglu_saving_fwd(x, w_gate, w_up, None, None, activation)
+
+
+def swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads):
+    """As common's mlp_gradients."""
+    args = (dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads)
+    return plain.mlp_gradients(*args, gate_gradient, input_gradient)

@@ -1,0 +1,200 @@
+"""Products of SwiGLU's training step with what comes after them done by warps of their own.
+
+A CTA makes tiles of a product: one warp brings the operands, two warpgroups multiply, and hand the
+finished tile over in shared memory. Two more warps then do the memory-bound part (the gate, or its
+gradients) while the next tile is multiplied, so that part costs no time and the tile never reaches
+memory. Sizes: M tokens, K model width, N hidden width. docs/swiglu.md has the timeline.
+"""
+
+from ...runtime.gluon import (
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    tma_load,
+    warp_specialize,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ...runtime.primitives import grouped_tile
+from .epilogue import BM, BN, Work, make_gate, make_gradients
+
+
+@gluon.jit
+def _load_partition(w, gate_up, z_ptr):
+    """One warp: operands, STAGES steps ahead at most."""
+    PAIR: gl.constexpr = len(w.b_desc.block_type.shape) == 3
+    BK: gl.constexpr = w.a_desc.block_type.shape[1]
+    BYTES: gl.constexpr = (BM + BN) * BK * 2
+    it = 0
+    for tile in range(gl.program_id(0), w.tiles_m * w.tiles_n, gl.num_programs(0)):
+        pid_m, pid_n = grouped_tile(tile, w.tiles_m, w.tiles_n, w.group)
+        for step in range(w.depth):
+            s = it % w.STAGES
+            landed = w.landed.index(s)
+            mbarrier.wait(w.free.index(s), ((it // w.STAGES) & 1) ^ 1)  # the first round passes
+            mbarrier.expect(landed, BYTES)
+            tma_load(w.a_desc, [pid_m * BM, step * BK], landed, w.a_smem.index(s))
+            if PAIR:
+                tma_load(w.b_desc, [0, pid_n * (BN // 2), step * BK], landed, w.b_smem.index(s))
+            else:
+                tma_load(w.b_desc, [step * BK, pid_n * BN], landed, w.b_smem.index(s))
+            it += 1
+
+
+@gluon.jit
+def _multiply_partition(w, gate_up, z_ptr):
+    """Two warpgroups: the product, a tile after another, into tile_smem.
+
+    Gate and up are rounded as they are kept. dZ is handed on as fp16, each row by the power of two
+    that makes the most of its 11 bits: as good as not rounded beside the bf16 of everything else.
+    """
+    PAIR: gl.constexpr = len(w.b_desc.block_type.shape) == 3
+    BK: gl.constexpr = w.a_desc.block_type.shape[1]
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
+    acc = gl.zeros((BM, BN), gl.float32, LAYOUT)
+    it = 0
+    phase = 1  # of `taken`: the first tile passes
+    for _ in range(gl.program_id(0), w.tiles_m * w.tiles_n, gl.num_programs(0)):
+        for step in range(w.depth):
+            s = it % w.STAGES
+            mbarrier.wait(w.landed.index(s), (it // w.STAGES) & 1)
+            b = w.b_smem.index(s)
+            if PAIR:
+                b = b.reshape([BN, BK]).permute((1, 0))
+            acc = warpgroup_mma(w.a_smem.index(s), b, acc, use_acc=step > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, (acc,))
+            mbarrier.arrive(w.free.index((it + w.STAGES - 1) % w.STAGES), count=1, pred=step > 0)
+            it += 1
+        acc = warpgroup_mma_wait(0, (acc,))
+        mbarrier.arrive(w.free.index((it + w.STAGES - 1) % w.STAGES), count=1)
+        mbarrier.wait(w.taken, phase)
+        phase ^= 1
+        if PAIR:
+            _hand_over(w.tile_smem, acc)
+        else:
+            # 2^e <= max of the row < 2^(e + 1); e at least -112, so that 2^(14 - e) is a number
+            most = gl.max(gl.abs(acc), 1).to(gl.int32, bitcast=True) & 0x7F800000
+            most = gl.maximum(most, 15 << 23)
+            w.scale_smem.index(0).store((most - (14 << 23)).to(gl.float32, bitcast=True))
+            scale = ((254 << 23) - most + (14 << 23)).to(gl.float32, bitcast=True)
+            _hand_over(w.tile_smem, acc * gl.expand_dims(scale, 1))
+        fence_async_shared()
+        mbarrier.arrive(w.ready, count=1)
+
+
+@gluon.jit
+def _hand_over(tile_smem, acc):
+    """acc [BM, BN] into [4, BM, 64]; the splits only rename registers."""
+    left, right = acc.reshape((BM, 2, BN // 2)).permute((0, 2, 1)).split()
+    for half in gl.static_range(2):
+        part = left if half == 0 else right
+        first, second = part.reshape((BM, 2, BN // 4)).permute((0, 2, 1)).split()
+        tile_smem.index(2 * half).store(first.to(tile_smem.dtype))
+        tile_smem.index(2 * half + 1).store(second.to(tile_smem.dtype))
+
+
+@gluon.jit
+def _tail_partition_0(w, gate_up, z_ptr):
+    """Two warps: two thirds of what comes after the product."""
+    if len(w.b_desc.block_type.shape) == 3:
+        make_gate(w, gate_up, z_ptr, 0, 11, 2)
+    else:
+        make_gradients(w, gate_up, z_ptr, 0, 22, 2)
+
+
+@gluon.jit
+def _tail_partition_1(w, gate_up, z_ptr):
+    """One warp: the rest."""
+    if len(w.b_desc.block_type.shape) == 3:
+        make_gate(w, gate_up, z_ptr, 22, 32, 1)
+    else:
+        make_gradients(w, gate_up, z_ptr, 44, 64, 1)
+
+
+@gluon.jit
+def _run(
+    a_desc, b_desc, gate_up, z_ptr, M, N, D, group,
+    UP_FIRST: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Sets up one CTA and divides it."""
+    PAIR: gl.constexpr = len(b_desc.block_type.shape) == 3
+    COLUMNS: gl.constexpr = BN // 2 if PAIR else BN  # of N to a tile
+    BK: gl.constexpr = a_desc.block_type.shape[1]
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    HANDED: gl.constexpr = a_desc.dtype if PAIR else gl.float16
+    a_smem = gl.allocate_shared_memory(
+        a_desc.dtype, [STAGES] + a_desc.block_type.shape, a_desc.layout
+    )
+    b_smem = gl.allocate_shared_memory(
+        b_desc.dtype, [STAGES] + b_desc.block_type.shape, b_desc.layout
+    )
+    tile_smem = gl.allocate_shared_memory(HANDED, [4, BM, 64], TILE)
+    scale_smem = gl.allocate_shared_memory(gl.float32, [1, BM], ROW)
+    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(landed.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    mbarrier.init(ready, count=1)
+    mbarrier.init(taken, count=2)
+    w = Work(
+        a_desc, b_desc, a_smem, b_smem, tile_smem, scale_smem, landed, free, ready, taken, M, N,
+        gl.cdiv(D, BK), gl.cdiv(M, BM), gl.cdiv(N, COLUMNS), group, STAGES, UP_FIRST, ACTIVATION,
+    )  # fmt: skip
+    args = (w, gate_up, z_ptr)
+    barrier()
+    warp_specialize(
+        [_multiply_partition, _tail_partition_0, _tail_partition_1, _load_partition], args,
+        [2, 1, 1], [REGISTERS, REGISTERS, REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M", "N", "K", "group"])
+def swiglu_saving_fwd_kernel(
+    x_desc,  # [M, K] in boxes [BM, BK]
+    w_desc,  # [2, N, K] in boxes [2, BN / 2, BK]
+    gate_up_desc,  # [M, 2, N] in boxes [BM, 1, 64]
+    z_ptr,  # [M, N]
+    M,
+    N,
+    K,
+    group,  # rows of tiles that are walked together
+    UP_FIRST: gl.constexpr,  # in w_desc
+    ACTIVATION: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,  # of the last warps
+):
+    """gate = x Wg^T, up = x Wu^T, z = act(gate) * up; programs stride over tiles."""
+    _run(
+        x_desc, w_desc, gate_up_desc, z_ptr, M, N, K, group,
+        UP_FIRST, ACTIVATION, STAGES, REGISTERS,
+    )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["M", "N", "D", "group"])
+def swiglu_gradient_kernel(
+    dy_desc,  # [M, D] in boxes [BM, BK]
+    w_down_desc,  # [D, N] in boxes [BK, BN]
+    gate_up_ptr,  # [M, 2 N]: gate and up, overwritten by their gradients
+    z_ptr,  # [M, N], or None
+    M,
+    N,
+    D,
+    group,
+    ACTIVATION: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """dz = dy Wd, dgate = dz * up * act'(gate), dup = dz * act(gate), and z again."""
+    _run(
+        dy_desc, w_down_desc, gate_up_ptr, z_ptr, M, N, D, group,
+        False, ACTIVATION, STAGES, REGISTERS,
+    )  # fmt: skip

@@ -1,0 +1,48 @@
+"""The SwiGLU operator."""
+
+from typing import Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._ops import add_op_namespace_prefix
+from ..runtime.ops import run, serve
+from . import ops_train as training
+from . import reference
+from .ops_mlp import swiglu_mlp_train
+
+
+@torch.library.custom_op(add_op_namespace_prefix("swiglu_fwd"), mutates_args=())
+def _swiglu_fwd(
+    x: Tensor,  # [M, K]
+    w_gate: Tensor,  # [N, K]
+    w_up: Tensor,  # [N, K]
+    b_gate: Optional[Tensor],  # [N]
+    b_up: Optional[Tensor],  # [N]
+    activation: str,
+) -> Tensor:  # [M, N]
+    args = (x, w_gate, w_up, b_gate, b_up, activation)
+    return serve("swiglu.forward", "swiglu_fwd", reference.swiglu_fwd, args)
+
+
+@_swiglu_fwd.register_fake
+def _(x, w_gate, w_up, b_gate, b_up, activation):
+    return x.new_empty(x.shape[0], w_gate.shape[0])
+
+
+def swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> Tensor:
+    args = (x, w_gate, w_up, b_gate, b_up, activation)
+    if training.trains(*args[:5]):
+        return training.swiglu_train(*args)
+    return run("swiglu.forward", "swiglu_fwd", _swiglu_fwd, reference.swiglu_fwd, args)
+
+
+def swiglu_mlp(
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute, keep_z, main_grad
+) -> Tensor:
+    """y [M, D] = swiglu(...) @ w_down.T + b_down."""
+    tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
+    if training.trains(*tensors):
+        return swiglu_mlp_train(*tensors, activation, recompute, keep_z, main_grad)
+    return F.linear(swiglu(x, w_gate, w_up, b_gate, b_up, activation), w_down, b_down)

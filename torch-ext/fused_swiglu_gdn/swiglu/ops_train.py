@@ -1,0 +1,139 @@
+"""SwiGLU with gradients, where kernels serve; the whole MLP is in ops_mlp.py.
+
+The forward keeps x and gate_up [M, 2 N]; the backward overwrites gate_up with its gradient, so a
+second backward over the same graph raises. Tracing sees operators; eager mode goes past them, by
+functions that cost a tenth of their time.
+"""
+
+from typing import List, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import increment_version
+
+from .._ops import add_op_namespace_prefix
+from ..runtime import dispatch
+from ..runtime.ops import PLAIN, dense, needs_grad, present
+
+SERVED = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def launcher(operation: str, *args):
+    """The kernels' launcher; the caller has asked `trains` before."""
+    return dispatch.choose("swiglu.backward", operation, False, args)(*args)
+
+
+def trains(*args) -> bool:
+    """Whether gradients are wanted of these tensors (or None) and kernels make them.
+
+    Portable takes every size and layout; tensor subclasses (DTensor) stay with torch.
+    """
+    x = args[0]
+    if not needs_grad(args) or x.dtype not in SERVED:
+        return False
+    if not dispatch.has_kernels("swiglu.backward", "swiglu_bwd", x.device.type, x.device.index):
+        return False
+    return all(arg is None or type(arg) in PLAIN for arg in args)
+
+
+def shapes(x, w_gate, needs) -> list:
+    """Shapes of dx, dw, db_gate, db_up; an absent gradient is an empty tensor."""
+    N, K = w_gate.shape
+    weights = N * (needs[1] + needs[2])
+    dw = (weights, K) if weights else (0,)
+    bias = [(N,) if needed else (0,) for needed in needs[3:5]]
+    return [x.shape if needs[0] else (0,), dw, *bias]
+
+
+def apart(gradients: Sequence[Optional[Tensor]], needs: Sequence[bool]) -> list:
+    """dx, dw_gate, dw_up, db_gate, db_up, None where not needed: the weights' share a tensor."""
+    dx, dw, db_gate, db_up = gradients[:4]
+    dw_gate = dw_up = None
+    if needs[1] and needs[2]:
+        dw_gate, dw_up = dw.chunk(2)
+    elif needs[1]:
+        dw_gate = dw
+    elif needs[2]:
+        dw_up = dw
+    found = (dx, dw_gate, dw_up, db_gate, db_up)
+    return [gradient if needed else None for gradient, needed in zip(found, needs)]
+
+
+@torch.library.custom_op(add_op_namespace_prefix("swiglu_saving_fwd"), mutates_args=())
+def _swiglu_saving_fwd(
+    x: Tensor,  # [M, K]
+    w_gate: Tensor,  # [N, K]
+    w_up: Tensor,  # [N, K]
+    b_gate: Optional[Tensor],  # [N]
+    b_up: Optional[Tensor],  # [N]
+    activation: str,
+) -> Tuple[Tensor, Tensor]:  # z [M, N], gate_up [M, 2 N]
+    return launcher("swiglu_saving_fwd", x, w_gate, w_up, b_gate, b_up, activation)
+
+
+@_swiglu_saving_fwd.register_fake
+def _(x, w_gate, w_up, b_gate, b_up, activation):
+    M, N = x.shape[0], w_gate.shape[0]
+    return x.new_empty(M, N), x.new_empty(M, 2 * N)
+
+
+@torch.library.custom_op(add_op_namespace_prefix("swiglu_bwd"), mutates_args=("gate_up",))
+def _swiglu_bwd(
+    dz: Tensor,  # [M, N]
+    x: Tensor,  # [M, K]
+    w_gate: Tensor,  # [N, K]
+    w_up: Tensor,  # [N, K]
+    gate_up: Tensor,  # [M, 2 N], overwritten
+    activation: str,
+    needs: List[bool],
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # dx, dw, db_gate, db_up
+    args = (dense(dz), x, w_gate, w_up, gate_up, activation, needs)
+    return tuple([present(gradient, x) for gradient in launcher("swiglu_bwd", *args)])
+
+
+@_swiglu_bwd.register_fake
+def _(dz, x, w_gate, w_up, gate_up, activation, needs):
+    return tuple([x.new_empty(shape) for shape in shapes(x, w_gate, needs)])
+
+
+def _save(ctx, inputs, output):
+    x, w_gate, w_up, _, _, ctx.activation = inputs
+    ctx.save_for_backward(x, w_gate, w_up, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, dz, _):
+    x, w_gate, w_up, gate_up = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:5])
+    gradients = _swiglu_bwd(dz, x, w_gate, w_up, gate_up, ctx.activation, needs)
+    return (*apart(gradients, needs), None)
+
+
+_swiglu_saving_fwd.register_autograd(_backward, setup_context=_save)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w_gate, w_up, b_gate, b_up, activation):
+        z, gate_up = launcher("swiglu_saving_fwd", x, w_gate, w_up, b_gate, b_up, activation)
+        ctx.save_for_backward(x, w_gate, w_up, gate_up)
+        ctx.activation = activation
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dz):
+        x, w_gate, w_up, gate_up = ctx.saved_tensors
+        needs = list(ctx.needs_input_grad[:5])
+        args = (dense(dz), x, w_gate, w_up, gate_up, ctx.activation, needs)
+        gradients = launcher("swiglu_bwd", *args)
+        increment_version(gate_up)
+        return (*apart(gradients, needs), None)
+
+
+def swiglu_train(*args) -> Tensor:
+    """z [M, N] of x, w_gate, w_up, b_gate, b_up and the activation; differentiable."""
+    if torch.compiler.is_compiling():
+        return _swiglu_saving_fwd(*args)[0]
+    return _Gated.apply(*args)

@@ -1,0 +1,138 @@
+"""Training SwiGLU: torch's products, and one launch for the gate or for its gradients.
+
+    G = X Wg^T + bg,  U = X Wu^T + bu,  Z = act(G) * U,  Y = Z Wd^T
+    dZ = dY Wd,  dG = dZ * U * act'(G),  dU = dZ * act(G),  dX = dG Wg + dU Wu
+
+An implementation may have its own way to make dX, and dG, dU and Z from dY.
+
+Sizes: M tokens, K model width, N hidden width, D output width of Wd. `needs` are truth values: x,
+w_gate, w_up, b_gate, b_up, w_down; what is not needed costs nothing and comes back as None.
+"""
+
+from typing import Callable, Optional, Sequence, Tuple
+
+import torch
+from torch import Tensor
+
+from .gate import gate_bwd, gate_fwd
+
+Gradients = Tuple[Optional[Tensor], ...]
+SERVED = (torch.float16, torch.bfloat16, torch.float32)
+ADDS_TO_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
+
+
+def projections(x, w_gate, w_up, b_gate, b_up) -> Tensor:
+    """gate_up [M, 2 N]: gate beside up."""
+    M, N = x.shape[0], w_gate.shape[0]
+    gate_up = x.new_empty((M, 2 * N))  # [M, 2 N]
+    for out, weight, bias in zip(gate_up.split(N, dim=1), (w_gate, w_up), (b_gate, b_up)):
+        if bias is None:
+            torch.mm(x, weight.t(), out=out)
+        else:
+            torch.addmm(bias, x, weight.t(), out=out)
+    return gate_up
+
+
+def saving_fwd(x, w_gate, w_up, b_gate, b_up, activation: str) -> Tuple[Tensor, Tensor]:
+    """(z [M, N], gate_up [M, 2 N]): what the gradients want of the forward."""
+    gate_up = projections(x, w_gate, w_up, b_gate, b_up)
+    return gate_fwd(*gate_up.chunk(2, dim=1), activation), gate_up
+
+
+def input_gradient(d_gate_up: Tensor, w_gate: Tensor, w_up: Tensor) -> Tensor:
+    """dx [M, K] = dgate Wg + dup Wu."""
+    d_gate, d_up = d_gate_up.chunk(2, dim=1)
+    return torch.mm(d_gate, w_gate).addmm_(d_up, w_up)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a b in the dtype of total, fp32: one product of cuBLAS, rounded nowhere.
+
+    torch before 2.10 cannot add to fp32 what it makes of 16 bits; there the product is rounded.
+    """
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda and ADDS_TO_FP32:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(torch.mm(a, b))
+
+
+def _weight_gradients(
+    d_gate_up: Tensor, x: Tensor, needs: Sequence[bool], main_grads: Sequence[Optional[Tensor]]
+) -> Optional[Tensor]:
+    """dWg above dWu [2 N, K] in one product, or the one that is wanted [N, K].
+
+    What is needed and has a main_grad is added to it, and is then not wanted here.
+    """
+    wanted = []
+    for d, needed, total in zip(d_gate_up.chunk(2, dim=1), needs[1:3], main_grads):
+        if needed and total is not None:
+            _add_product(total, d.t(), x)
+        elif needed:
+            wanted.append(d)
+    if len(wanted) == 2:
+        return torch.mm(d_gate_up.t(), x)  # [2 N, K]
+    return torch.mm(wanted[0].t(), x) if wanted else None  # [N, K]
+
+
+def _projection_gradients(
+    d_gate_up: Tensor,  # [M, 2 N]
+    x: Tensor,  # [M, K]
+    w_gate: Tensor,  # [N, K]
+    w_up: Tensor,  # [N, K]
+    needs: Sequence[bool],
+    input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor],
+    main_grads: Sequence[Optional[Tensor]] = (None, None),
+) -> Gradients:
+    """(dx, dw, db_gate, db_up); dw as _weight_gradients has it."""
+    dx = input_gradient(d_gate_up, w_gate, w_up) if needs[0] else None  # [M, K]
+    dw = _weight_gradients(d_gate_up, x, needs, main_grads)
+    d_gate, d_up = d_gate_up.chunk(2, dim=1)
+    db_gate, db_up = (
+        d.sum(0, dtype=torch.float32).to(d.dtype) if needed else None
+        for d, needed in ((d_gate, needs[3]), (d_up, needs[4]))
+    )  # [N] each
+    return dx, dw, db_gate, db_up
+
+
+def gated_gradients(
+    dz, x, w_gate, w_up, gate_up, activation, needs, input_gradient=input_gradient
+) -> Gradients:
+    """(dx, dw, db_gate, db_up) of z = act(gate) * up; overwrites gate_up [M, 2 N].
+
+    dw: dw_gate above dw_up [2 N, K] where both are needed, or one of them [N, K].
+    """
+    gate_bwd(dz, gate_up, activation, with_z=False)
+    return _projection_gradients(gate_up, x, w_gate, w_up, needs, input_gradient)
+
+
+def gate_gradient(
+    dy: Tensor,  # [M, D]
+    w_down: Tensor,  # [D, N]
+    gate_up: Tensor,  # [M, 2 N]: overwritten by its gradient
+    activation: str,
+    with_z: bool,
+) -> Optional[Tensor]:  # z [M, N]
+    return gate_bwd(torch.mm(dy, w_down), gate_up, activation, with_z)
+
+
+def mlp_gradients(
+    dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads,
+    gate_gradient=gate_gradient, input_gradient=input_gradient,
+) -> Gradients:  # fmt: skip
+    """(dx, dw, db_gate, db_up, dw_down) of y = z w_down^T; overwrites gate_up [M, 2 N].
+
+    dy: [M, D]; w_down: [D, N]. z, which dw_down needs, is made again from gate_up where it is None.
+    main_grads: fp32 tensors to add the gradients of w_gate, w_up and w_down to, or Nones.
+    """
+    made = gate_gradient(dy, w_down, gate_up, activation, needs[5] and z is None)
+    z = made if z is None else z  # [M, N]
+    dw_down = None
+    if needs[5] and main_grads[2] is not None:
+        _add_product(main_grads[2], dy.t(), z)
+    elif needs[5]:
+        dw_down = torch.mm(dy.t(), z)  # [D, N]
+    del made, z
+    args = (gate_up, x, w_gate, w_up, needs, input_gradient, main_grads[:2])
+    return (*_projection_gradients(*args), dw_down)
