@@ -18,11 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
 
-def load_package(name: str = "fused_swiglu_gdn_benchmarked"):
+def load_package(
+    name: str = "fused_swiglu_gdn_benchmarked",
+    package: Path = ROOT / "torch-ext" / "fused_swiglu_gdn",
+):
     """The package in torch-ext/, imported under a name of its own as the Hub's loader does."""
     if name in sys.modules:
         return sys.modules[name]
-    package = ROOT / "torch-ext" / "fused_swiglu_gdn"
     if not (package / "_ops.py").exists():
         subprocess.run([sys.executable, ROOT / "tools" / "build.py", "--in-place"], check=True)
     spec = importlib.util.spec_from_file_location(

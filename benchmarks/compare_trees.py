@@ -1,0 +1,217 @@
+"""Two trees of this package in one process: is anything slower than it was?
+
+    python benchmarks/compare_trees.py --against REV_OR_FOLDER [--rounds 200] [--out FILE]
+
+Times the calls that users make most with this tree and with another one, a revision of this
+repository or a folder that holds one, in turn. For each call: the host's time until the call
+returns, and the time of its kernels by CUDA graph (of a training step, the time by the clock until
+the GPU is done). Exits with 1 if any is above LIMIT times that of the other tree. Needs a GPU; the
+two rows of a whole layer need transformers.
+"""
+
+import argparse
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from kernel_time import ROOT, load_package, machine, microseconds, save
+
+LIMIT = 1.03
+DEVICE, DTYPE = "cuda", torch.bfloat16
+
+
+def copy_of(where: str, scratch: Path) -> Path:
+    """A copy of the other tree's package, whose operators have a namespace of their own."""
+    folder = Path(where)
+    if not folder.is_dir():
+        archive = subprocess.run(
+            ["git", "-C", ROOT, "archive", where], check=True, capture_output=True
+        )
+        subprocess.run(["tar", "-x", "-C", scratch], input=archive.stdout, check=True)
+        folder = scratch
+    package = scratch / "other" / "fused_swiglu_gdn"
+    shutil.copytree(folder / "torch-ext" / "fused_swiglu_gdn", package)
+    names = (ROOT / "torch-ext" / "fused_swiglu_gdn" / "_ops.py").read_text()
+    (package / "_ops.py").write_text(names.replace('"in_tree"', '"other_tree"'))
+    return package
+
+
+def normal(*shape, grad=False):
+    return (torch.randn(*shape, device=DEVICE, dtype=DTYPE) * 0.5).requires_grad_(grad)
+
+
+def rule_inputs(B, T, H, HV, grad=False):
+    """q, k, v, raw gates and raw beta, and what turns them into gates."""
+    q, k, v = normal(B, T, H, 128), normal(B, T, H, 128), normal(B, T, HV, 128)
+    tensors = [x.requires_grad_(grad) for x in (q, k, v, normal(B, T, HV), normal(B, T, HV))]
+    gates = {
+        "A_log": torch.rand(HV, device=DEVICE),
+        "dt_bias": torch.ones(HV, device=DEVICE),
+        "use_gate_in_kernel": True,
+        "use_beta_sigmoid_in_kernel": True,
+        "use_qk_l2norm_in_kernel": True,
+    }
+    return tensors, gates
+
+
+def prefills(kernel) -> dict:
+    tensors, gates = rule_inputs(1, 2048, 16, 32)
+    ends = torch.tensor([0, 700, 1500, 2048], device=DEVICE)
+    packed = {**gates, "cu_seqlens": ends}
+    few, few_gates = rule_inputs(1, 8192, 2, 8)
+    rule = kernel.chunk_gated_delta_rule
+
+    def alternating():
+        rule(*tensors, output_final_state=True, **gates)
+        rule(*tensors, output_final_state=True, **packed)
+
+    return {
+        "prefill 2048, 16/32": lambda: rule(*tensors, output_final_state=True, **gates),
+        "prefill 2048, 16/32, packed": lambda: rule(*tensors, output_final_state=True, **packed),
+        "prefill 2048, both in turn": alternating,
+        "prefill 8192, 2/8": lambda: rule(*few, output_final_state=True, **few_gates),
+    }
+
+
+def decoding(kernel) -> dict:
+    tensors, gates = rule_inputs(1, 1, 16, 32)
+    state = torch.zeros(1, 32, 128, 128, device=DEVICE)
+    options = {"initial_state": state, "output_final_state": True, "inplace_final_state": True}
+    step = kernel.fused_recurrent_gated_delta_rule
+    return {"decode, batch 1, in place": lambda: step(*tensors, **options, **gates)}
+
+
+def swiglus(kernel) -> dict:
+    w_gate, w_up = normal(14336, 4096), normal(14336, 4096)
+    one, many = normal(1, 4096), normal(512, 4096)
+    return {
+        "fused_swiglu, M 1": lambda: kernel.fused_swiglu(one, w_gate, w_up),
+        "fused_swiglu, M 512": lambda: kernel.fused_swiglu(many, w_gate, w_up),
+    }
+
+
+def layer_calls(kernel) -> dict:
+    """A Qwen3.5 layer's prompt of 2048 tokens, and its next token."""
+    try:
+        from transformers import DynamicCache
+        from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+        from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+    except ImportError:
+        return {}
+    config = Qwen3_5TextConfig(
+        hidden_size=2048, num_hidden_layers=1, layer_types=["linear_attention"]
+    )
+    layer = Qwen3_5GatedDeltaNet(config, 0).to(DEVICE, DTYPE).eval()
+    assert kernel.kernelize(layer).served
+    prompt, token = normal(1, 2048, 2048), normal(1, 1, 2048)
+    cache = DynamicCache(config=config)
+    layer(prompt, cache_params=cache)
+    return {
+        "layer, prompt 2048": lambda: layer(prompt, cache_params=None),
+        "layer, next token": lambda: layer(token, cache_params=cache),
+    }
+
+
+def training(kernel) -> dict:
+    """Steps forward and backward, whose kernels cannot be captured without what surrounds them."""
+    x = normal(8192, 4096, grad=True)
+    weights = [normal(*shape, grad=True) for shape in ((14336, 4096),) * 2 + ((4096, 14336),)]
+    tensors, gates = rule_inputs(1, 8192, 16, 32, grad=True)
+
+    def mlp():
+        y = kernel.fused_swiglu_mlp(x, *weights)
+        torch.autograd.grad(y, [x, *weights], y)
+
+    def rule():
+        o, _ = kernel.chunk_gated_delta_rule(*tensors, **gates)
+        torch.autograd.grad(o, tensors, o)
+
+    return {"MLP training step, 8192 rows": mlp, "rule, training step, 8192": rule}
+
+
+def host_microseconds(calls: dict, rounds: int) -> dict:
+    """The median time until each call returns; the GPU is waited for outside the clock."""
+    found = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            found[name].append((time.perf_counter() - start) * 1e6)
+        torch.cuda.synchronize()
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def clock_microseconds(calls: dict, rounds: int) -> dict:
+    """The median time until the GPU is done with each call."""
+    found = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            found[name].append((time.perf_counter() - start) * 1e6)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def compared(make, kernels: dict, rounds: int, is_training: bool) -> list:
+    """A row for each call that make(kernel) has."""
+    calls = {}
+    for side, kernel in kernels.items():
+        torch.manual_seed(0)
+        calls[side] = make(kernel)
+    rows = []
+    for name in calls["this"]:
+        pair = {side: calls[side][name] for side in kernels}
+        for call in pair.values():
+            for _ in range(3):
+                call()
+        row = {"call": name}
+        if is_training:
+            row["clock_us"] = clock_microseconds(pair, rounds // 4)
+        else:
+            with torch.no_grad():
+                row["host_us"] = host_microseconds(pair, rounds)
+                row["kernels_us"] = microseconds(pair)
+        for times in [times for times in row.values() if isinstance(times, dict)]:
+            times["ratio"] = round(times["this"] / times["other"], 3)
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--against", required=True, help="a revision, or a folder with a tree")
+    parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        this = load_package()
+        other = load_package("other_tree", copy_of(options.against, Path(scratch)))
+        kernels = {"this": this, "other": other}
+        rows = []
+        for make in (decoding, swiglus, prefills, layer_calls):
+            with torch.no_grad():
+                rows += compared(make, kernels, options.rounds, False)
+        rows += compared(training, kernels, options.rounds, True)
+    if options.out:
+        save(options.out, rows, against=options.against)
+    print(machine())
+    slower = [
+        f"{row['call']}: {what} {times['ratio']}"
+        for row in rows
+        for what, times in row.items()
+        if isinstance(times, dict) and times["ratio"] > LIMIT
+    ]
+    print("\n".join(["slower than it was:", *slower]) if slower else "nothing is slower")
+    return 1 if slower else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
