@@ -10,7 +10,7 @@ demo: build
 	$(VENV) examples/kernelize_llm.py
 
 test: build
-	$(VENV) -m pytest
+	$(VENV) -m pytest --numprocesses auto --dist worksteal
 
 check: $(READY)
 	$(VENV) -m ruff check .

@@ -7,6 +7,7 @@ tools/build.py built, as users do.
 
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -107,7 +108,27 @@ def device(request):
     return torch.device(request.param)
 
 
+def spread(items: list, workers: int) -> None:
+    """Puts the long tests, each a whole file under the interpreter, where workers begin: a worker's
+    share of the tests lies in one piece, and those that finish early help the others."""
+    long = [item for item in items if item.name.endswith("in_the_interpreter")]
+    short = [item for item in items if item not in long]
+    per_worker = -(-len(items) // workers)
+    items.clear()
+    for worker in range(workers):
+        mine = long[worker::workers]
+        items += mine + short[: per_worker - len(mine)]
+        del short[: per_worker - len(mine)]
+    items += short
+
+
+def pytest_xdist_auto_num_workers(config):
+    """One worker a core; few where all of them share one GPU."""
+    return min(os.cpu_count() or 1, 4) if torch.cuda.is_available() else None
+
+
 def pytest_collection_modifyitems(items):
+    spread(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")

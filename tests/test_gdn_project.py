@@ -29,12 +29,12 @@ def check(dtype, device):
 
 
 @interpreted
-def test_in_the_interpreter():
+def test_values_interpreted():
     check(torch.float16, "cpu")
 
 
 @compiled
-def test_reruns_in_the_interpreter():
+def test_in_the_interpreter():
     rerun(__file__)
 
 

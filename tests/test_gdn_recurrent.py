@@ -227,7 +227,7 @@ class TestInterpreted(Kernel):
 
 
 @compiled
-def test_under_the_interpreter():
+def test_in_the_interpreter():
     rerun(__file__)
 
 

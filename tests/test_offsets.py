@@ -54,7 +54,7 @@ def test_places_lie_within(span):
 
 
 @compiled
-def test_under_the_interpreter():
+def test_in_the_interpreter():
     rerun(__file__)
 
 

@@ -105,7 +105,7 @@ def test_portable_unequal_and_far_strides_interpreted():
 
 
 @compiled
-def test_under_the_interpreter():
+def test_in_the_interpreter():
     rerun(__file__)
 
 

@@ -203,7 +203,7 @@ def test_megatrons_hooks_interpreted(kernel, on_cpu):
 
 
 @compiled
-def test_under_the_interpreter():
+def test_in_the_interpreter():
     rerun(__file__)
 
 
