@@ -1,6 +1,6 @@
 """Kernel time, eager host time and errors of GDN prefill against the peers that are installed.
 
-    python benchmarks/compare_gdn.py [--json FILE] [--plot FILE.png]     on a GPU
+    python benchmarks/compare_gdn.py --only hopper portable fla [--json FILE]     on a GPU
 
 Head dim 128, bf16, l2norm of q and k in the call, initial and final state, two regimes of gates:
 "qwen" as Qwen3.5 initialises them (A from 0.01 to 16), "slow" logsigmoid(n + 4). Peers: FLA's
@@ -8,11 +8,10 @@ Triton kernels (FLA_FLASH_QLA=0 and FLA_TILELANG=0 keep FLA to them; not on the 
 sequences), aiter's chunk_gated_delta_rule_opt_vk (tuned; GATED_DELTA_RULE_TRITON_AUTOTUNE=0 takes
 its defaults), FlashInfer, FlashQLA: see gdn_peers.py. `prepare` is our first
 kernel alone, `copy` a copy of what it must read and write at least. Errors of o and of the final
-state are relative to the recurrence in fp64. Prints the README's table at the end.
+state are relative to the recurrence in fp64. page.py makes the table, pictures.py the picture.
 """
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from gdn_peers import MAKERS, WARMED, warm
-from kernel_time import RESULTS, ROOT, load_package, microseconds, save, warm_up
+from kernel_time import ROOT, load_package, microseconds, record_of, save, warm_up
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -156,74 +155,13 @@ def label(B, T, H, HV) -> str:
     return f"{H}/{HV}, {T}" if B == 1 else f"{H}/{HV}, {B} x {T}"
 
 
-def label_of(row) -> str:
-    return label(row["B"], row["T"], *row["heads"])
-
-
-def plot(rows, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    regimes = [gates for gates in GATES if any(row["gates"] == gates for row in rows)]
-    size = (11, 3.6 * len(regimes))
-    figure, all_axes = plt.subplots(len(regimes), figsize=size, squeeze=False, layout="constrained")
-    names = [n for n in (*OURS, *PEERS) if any(n in row["us"] for row in rows)]
-    width = 0.8 / len(names)
-    for gates, axes in zip(regimes, all_axes[:, 0]):
-        mine = [row for row in rows if row["gates"] == gates]
-        for i, name in enumerate(names):
-            heights = [r["us"].get(name, float("nan")) / min(r["us"].values()) for r in mine]
-            axes.bar([j + i * width for j in range(len(mine))], heights, width, label=name)
-        marks = [label_of(row).replace(", ", "\n") for row in mine]
-        axes.set_xticks([j + 0.4 - width / 2 for j in range(len(mine))], marks, fontsize=8)
-        axes.set_ylabel("kernel time, best of the row = 1")
-        axes.set_title(f"GDN prefill, head dim 128, bf16, gates: {gates}")
-        axes.legend()
-    figure.savefig(path, dpi=150)
-
-
-def table(rows) -> str:
-    """In Markdown: milliseconds, ours over FlashInfer's, and errors of o and of the final state; in
-    each cell one figure for every regime of gates."""
-    names = [n for n in (*OURS, *PEERS) if any(n in row["us"] for row in rows)]
-    regimes = [gates for gates in GATES if any(row["gates"] == gates for row in rows)]
-    ratios = [("hopper", "flashinfer"), ("fla", "hopper"), ("fla", "portable")]
-    ratios += [("flashqla", "hopper"), ("aiter", "hopper"), ("aiter", "portable")]
-    ratios = [pair for pair in ratios if set(pair) <= set(names)]
-    checked = [n for n in ("hopper", "flashinfer", "flashqla", "aiter") if n in names]
-    heads = ["q/k heads / v heads, tokens", *names, *(f"{a} / {b}" for a, b in ratios)]
-    heads += [f"errors, {name}" for name in checked]
-
-    def ratio(us, a, b):
-        return f"{us[a] / us[b]:.2f}" if a in us and b in us else ""
-
-    def errors_of(row, name):
-        found = row["error"].get(name)
-        return " ".join(f"{e * 1e3:.1f}e-3" for e in found) if found else ""
-
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for case in dict.fromkeys(map(label_of, rows)):
-        mine = [r for g in regimes for r in rows if label_of(r) == case and r["gates"] == g]
-        cells = [[f"{r['us'][n] / 1e3:.3f}" if n in r["us"] else "" for r in mine] for n in names]
-        cells += [[ratio(r["us"], *pair) for r in mine] for pair in ratios]
-        cells += [[errors_of(r, n) for r in mine] for n in checked]
-        lines.append(
-            "| " + " | ".join([case, *(" / ".join(filter(None, c)) for c in cells)]) + " |"
-        )
-    return "\n".join(lines)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=RESULTS / "gdn_chunk.json")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--json", type=Path, help="default: gdn_chunk_<peers>.json in results/")
     parser.add_argument("--only", nargs="*", default=(*OURS, *PEERS), help="default: all")
     parser.add_argument("--gates", nargs="*", default=GATES)
     parser.add_argument("--rows", nargs="*", help='as printed, "16/64, 2048"; default: all')
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this long")
-    parser.add_argument("--show", action="store_true", help="the record in --json, without timing")
     parser.add_argument("--compiled", action="store_true", help="warm nothing up before")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -231,16 +169,12 @@ def main():
     if options.warm:
         warm(tensors, cases, options.only, *map(int, options.warm.split("/")))
         return
-    if options.show:
-        rows = json.loads(options.json.read_text())["rows"]
-    else:
-        rows = timed(options, cases)
-    print(table(rows))
-    if options.plot and rows:
-        plot(rows, options.plot)
+    peers = [name for name in options.only if name in PEERS]
+    options.json = options.json or record_of("gdn_chunk", peers)
+    timed(options, cases)
 
 
-def timed(options, cases) -> list:
+def timed(options, cases) -> None:
     warmed = [name for name in WARMED if name in options.only]
     if warmed and not options.compiled:
         chosen = ["--rows", *options.rows] if options.rows else []
@@ -254,7 +188,6 @@ def timed(options, cases) -> list:
             if time.perf_counter() - start < options.seconds:
                 rows.append(compare(package, *case, gates, options.only))
                 save(options.json, rows, prepare=alone)
-    return rows
 
 
 if __name__ == "__main__":

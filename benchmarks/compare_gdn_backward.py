@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from kernel_time import (
-    RESULTS,
     keep_fla_to_triton,
     load_package,
+    record_of,
     save,
     share_autotuning,
     warm_up,
@@ -157,7 +157,7 @@ def warm(shapes, only, part: int, parts: int) -> None:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=RESULTS / "gdn_backward.json")
+    parser.add_argument("--json", type=Path, help="default: gdn_backward_<peers>.json in results/")
     parser.add_argument("--only", nargs="*", default=WAYS)
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="the first so many")
     parser.add_argument("--compiled", action="store_true", help="warm nothing up before")
@@ -171,6 +171,7 @@ def main():
     peers = [way for way in ("fla", "flashqla") if way in options.only]
     if peers and not options.compiled:
         warm_up(__file__, "--shapes", str(options.shapes), "--only", *peers)
+    options.json = options.json or record_of("gdn_backward", peers)
     package, rows = load_package(), []
     for T in ERROR_TOKENS:
         rows.append(errors(package, T, options.only))

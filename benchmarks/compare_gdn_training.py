@@ -88,7 +88,7 @@ def measure(modules: dict) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=RESULTS / "gdn_training.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "gdn_layer_training.json")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.warm:

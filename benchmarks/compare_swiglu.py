@@ -2,22 +2,20 @@
 
     python benchmarks/compare_swiglu.py [--quick] [--liger-mlp] [--json FILE]     on a GPU
     python benchmarks/compare_swiglu.py --training                           a step of the MLP
-    python benchmarks/compare_swiglu.py --render benchmarks/results/swiglu_fwd.json
-                                                     table and picture from a record
 
+page.py and pictures.py make tables and pictures of the records.
 `gemm` is one cuBLAS product with the two weights concatenated and no gate: the same operations and
 less to write than the two products, so the wall that a fused kernel races.
 """
 
 import argparse
-import json
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from kernel_time import RESULTS, load_package, microseconds, save, share_autotuning, warm_up
-from swiglu_training import measure_training, table, tune_liger_mlp
+from swiglu_training import measure_training, tune_liger_mlp
 
 LLAMA_8B, QWEN_SMALL = (4096, 14336), (1024, 3072)
 SHAPES = [(*size, M) for size in (LLAMA_8B, QWEN_SMALL) for M in (1, 64, 512, 4096, 16384)]
@@ -98,47 +96,12 @@ def line(row: dict) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def render(path: Path) -> None:
-    """The table as Markdown on the screen, the picture beside the record."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    record = json.loads(path.read_text())
-    rows = record["rows"]
-    if "us" not in rows[0]:
-        print(table(rows))
-        return
-    peers = [name for name in rows[0]["us"] if name not in ("gemm", "ours")]
-    head = ["K, N", "M", "ours us", "gemm us", "/ gemm"] + [f"/ {name}" for name in peers]
-    head += ["error / eager's"]
-    print(f"{record['gpu']}, torch {record['torch']}, Triton {record['triton']}, {record['date']}")
-    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
-    print("\n".join(line(row) for row in rows))
-    sizes = [LLAMA_8B, QWEN_SMALL]
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 3.6), sharey=True)
-    for axis, (K, N) in zip(axes, sizes):
-        mine = sorted((r for r in rows if (r["K"], r["N"]) == (K, N)), key=lambda r: r["M"])
-        for name in ["ours", *peers]:
-            ratio = [r["us"][name] / r["us"]["gemm"] for r in mine]
-            axis.plot([r["M"] for r in mine], ratio, marker="o", label=name)
-        axis.axhline(1.0, color="grey", linewidth=0.8)
-        axis.set(xscale="log", title=f"K={K}, N={N}", xlabel="tokens", ylim=(0.8, 2.4))
-    axes[0].set_ylabel("time / one cuBLAS product")
-    axes[0].legend()
-    figure.suptitle(f"SwiGLU forward, bf16, {record['gpu']}, {record['date']}")
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only the rows of the first table")
     parser.add_argument("--liger-mlp", action="store_true", help="with liger_kernel.ops.mlp (slow)")
     parser.add_argument("--training", action="store_true", help="a training step of the MLP")
     parser.add_argument("--json", type=Path, help="default: in benchmarks/results/")
-    parser.add_argument("--render", type=Path, help="only render this record")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.warm:
@@ -147,9 +110,7 @@ def main() -> None:
         return
     name = "swiglu_training.json" if options.training else "swiglu_fwd.json"
     options.json = options.json or RESULTS / name
-    if options.render:
-        render(options.render)
-    elif options.training:
+    if options.training:
         if options.liger_mlp:
             warm_up(__file__)
         save(options.json, measure_training(8, options.liger_mlp))

@@ -97,7 +97,7 @@ def compare(calls, case, dtype) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=RESULTS / "gdn_errors.json")
+    parser.add_argument("--json", type=Path, default=RESULTS / "gdn_chunk_errors_fla.json")
     options = parser.parse_args()
     keep_fla_to_triton()
     calls = functions(load_package())

@@ -6,6 +6,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -13,9 +14,9 @@ from pathlib import Path
 from typing import Callable, Dict
 
 import torch
+from records import RESULTS
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+ROOT = RESULTS.parent.parent
 
 
 def load_package(
@@ -86,10 +87,10 @@ PEERS = (
 )
 
 
-def installed() -> dict:
-    """Versions of the peers that are there."""
+def installed(names=PEERS) -> dict:
+    """Versions of those packages that are there."""
     found = {}
-    for name in PEERS:
+    for name in names:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -97,15 +98,36 @@ def installed() -> dict:
     return found
 
 
+def record_of(operation: str, peers) -> Path:
+    """Where a comparison with these peers is kept if nobody says otherwise."""
+    return RESULTS / ("_".join([operation, *sorted(peers)]) + ".json")
+
+
+def command() -> str:
+    """What runs, as one would type it in the repository's root."""
+    script = Path(sys.argv[0]).resolve()
+    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
+    options = sys.argv[1:]
+    if "--json" in options:  # where the record goes is no part of it
+        at = options.index("--json")
+        del options[at : at + 2]
+    return shlex.join(["python", str(name), *options])
+
+
+def today() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+
+
 def machine() -> dict:
     import triton
 
     return {
+        "command": command(),
         "gpu": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,
         "versions": installed(),
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "date": today(),
     }
 
 

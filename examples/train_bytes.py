@@ -29,12 +29,17 @@ SIZES = {
 }
 
 
+def kernel_time():
+    """What the benchmarks share."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import kernel_time
+
+    return kernel_time
+
+
 def load_kernel():
     """The package in the tree, as the benchmarks load it: the tests' way would hide FLA."""
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from kernel_time import load_package
-
-    return load_package()
+    return kernel_time().load_package()
 
 
 def corpus() -> torch.Tensor:
@@ -138,7 +143,17 @@ def run(args) -> dict:
     sizes, text = SIZES[device], corpus()
     results: Dict[str, dict] = {}
     gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    report = {"device": gpu, "torch": torch.__version__, "sizes": sizes, "ways": results}
+    shared = kernel_time()
+    report = {
+        "command": shared.command(),
+        "device": gpu,
+        "torch": torch.__version__,
+        "triton": shared.installed(["triton"]).get("triton"),
+        "versions": shared.installed(),
+        "date": shared.today(),
+        "sizes": sizes,
+        "ways": results,
+    }
     for name, prepare in ways(device).items():
         if args.only and name not in args.only:
             continue

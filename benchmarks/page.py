@@ -1,0 +1,351 @@
+"""Writes the tables of docs/benchmarks.md, README.md and CARD.md from benchmarks/results/*.json.
+
+    python benchmarks/page.py                     # write what has changed
+    python benchmarks/page.py --check [FILE..]    # name what has changed, exit code 1
+
+In README.md and CARD.md the table stands between two comments, MARKS.
+"""
+
+import argparse
+import sys
+import textwrap
+from pathlib import Path
+from typing import Callable, Dict, Iterator, List, Tuple
+
+from records import GATES, OURS, RESULTS, Case, case, cases, errors, load, machine, title_of
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = "docs/benchmarks.md"
+FILES = [PAGE, "README.md", "CARD.md"]
+MARKS = ("<!-- numbers: python benchmarks/page.py -->", "<!-- end of numbers -->")
+
+HEAD = """# Benchmarks
+
+This page is written by `python benchmarks/page.py` from the records in
+[benchmarks/results](../benchmarks/results). A test fails when the page and the records disagree.
+
+- Times are microseconds. A **speed-up** is the peer's time divided by ours: above 1, ours is
+  faster.
+- "ours" and the peers of a table ran in one process and took turns. Times are medians.
+- Kernel times are taken by CUDA graph replay, without the host, unless a row says "eager".
+- Errors are relative to a computation in fp64: ||x - ref|| / ||ref||. Their ratio is the peer's
+  error divided by ours: above 1, ours is closer.
+- Each table names the command that makes its record. The pictures are drawn from the same records
+  by `python benchmarks/pictures.py`.
+"""
+
+# name of a record -> title, and what a reader has to know
+SECTIONS: Dict[str, Tuple[str, str]] = {
+    "swiglu_fwd": (
+        "SwiGLU forward",
+        "`fused_swiglu` in bf16 with two separate weights [N, K]. One cuBLAS product is the "
+        "product with both weights concatenated and no gate: the same operations, and the time "
+        "that a fused kernel can at best reach.",
+    ),
+    "swiglu_training": (
+        "SwiGLU training step",
+        "`fused_swiglu_mlp`, the whole MLP, forward and backward with all four gradients, in bf16.",
+    ),
+    "gdn_chunk_fla": (
+        "GDN prefill beside FLA",
+        "`chunk_gated_delta_rule` in bf16, head dim 128, l2norm in the call, initial and final "
+        "state. Slow gates are logsigmoid(n + 4) of a normal n.",
+    ),
+    "gdn_chunk_few_heads_fla": (
+        "GDN prefill of few heads beside FLA",
+        "The same at 2/8 heads, where long sequences are cut into segments.",
+    ),
+    "gdn_chunk_flashinfer": ("GDN prefill beside FlashInfer", "The same calls."),
+    "gdn_chunk_flashqla": ("GDN prefill beside FlashQLA", "The same calls."),
+    "gdn_chunk_aiter": (
+        "GDN prefill beside aiter",
+        "The same calls. aiter's opt_vk kernels were tuned on this GPU by their own autotuner.",
+    ),
+    "gdn_chunk_errors_fla": (
+        "Errors of GDN prefill beside FLA's",
+        "1024 tokens, 2/8 heads, head dim 128, root mean squares over eight draws. FLA multiplies "
+        "fp32 inputs in tf32.",
+    ),
+    "gdn_recurrent": (
+        "GDN decode",
+        "`fused_recurrent_gated_delta_rule`, one token a sequence, head dim 128, the state updated "
+        "in place. Three states take turns, so that none is read from the cache.",
+    ),
+    "gdn_backward_flashqla": (
+        "GDN gradient",
+        "The gradients of `chunk_gated_delta_rule` alone, bf16, head dim 128. On Hopper two of our "
+        "kernels run side by side, so the sum of their times is more than the GPU was busy.",
+    ),
+    "gdn_layer_training": (
+        "Training step of a GDN layer",
+        "Qwen3.5-4B's layer (hidden 2560, 16/32 heads), bf16, before and after `kernelize`.",
+    ),
+    "models": (
+        "A GDN layer and a model",
+        "Qwen3.5-4B's layer and a model of 24 layers with random weights, bf16, before and after "
+        "`kernelize`. Eager times are those of the clock, host included.",
+    ),
+    "first_call": (
+        "First call",
+        "Seconds of calls in a fresh process with an empty Triton cache, imports apart.",
+    ),
+    "train_bytes": (
+        "Training a small model",
+        "300 steps of a Qwen3.5 of four layers on bytes of Python's library. The loss is the mean "
+        "of the last 20 steps, over the seeds.",
+    ),
+}
+
+Summary = Tuple[str, str, str, str, str]  # what is shown, record, label of the case, ours, peer
+SUMMARY: List[Summary] = [
+    ("SwiGLU forward, K 4096, N 14336, 64 tokens", "swiglu_fwd", "K 4096, N 14336, 64 tokens",
+     "ours", "liger"),
+    ("SwiGLU forward, K 1024, N 3072, 128 tokens", "swiglu_fwd", "K 1024, N 3072, 128 tokens",
+     "ours", "gemm"),
+    ("SwiGLU MLP, training step, K 4096, N 14336, 8192 tokens", "swiglu_training",
+     "K 4096, N 14336, 8192 tokens", "ours", "liger"),
+    ("GDN prefill, 16/64 heads, 2048 tokens", "gdn_chunk_flashinfer",
+     "16/64 heads, 2048 tokens, slow gates", OURS["hopper"], "flashinfer"),
+    ("GDN prefill, 16/64 heads, 32768 tokens", "gdn_chunk_fla",
+     "16/64 heads, 32768 tokens, slow gates", OURS["hopper"], "fla"),
+    ("GDN prefill, 2/8 heads, 8192 tokens", "gdn_chunk_few_heads_fla",
+     "2/8 heads, 8192 tokens, slow gates", OURS["hopper"], "fla"),
+    ("GDN decode, 16/32 heads, batch 64, fp32 state [V, K]", "gdn_recurrent",
+     "16/32 heads, batch 64, fp32 state [V, K]", "ours", "flashinfer"),
+    ("GDN gradient, 16/32 heads, 32768 tokens, eager", "gdn_backward_flashqla",
+     "16/32 heads, 32768 tokens, an eager call", "ours", "flashqla"),
+    ("GDN layer, training step, 8192 tokens", "gdn_layer_training",
+     "layer, 8192 tokens, training step", "ours", "transformers"),
+    ("24-layer hybrid model, one token, CUDA graph", "models",
+     "model, token, batch 1, CUDA graph", "ours", "transformers"),
+]  # fmt: skip
+
+
+def us(time: float) -> str:
+    """Three digits or more."""
+    return f"{time:.2f}" if time < 10 else f"{time:.1f}" if time < 100 else f"{time:.0f}"
+
+
+def table(head: List[str], rows: List[List[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def names(dicts: List[dict]) -> List[str]:
+    return list(dict.fromkeys(name for d in dicts for name in d))
+
+
+def of_cases(found: List[Case]) -> str:
+    ours, peers = names([c.ours for c in found]), names([c.peers for c in found])
+    pairs = [(a, b) for b in peers for a in ours]
+    several = len(ours) > 1
+    head = ["", *(f"{name}, us" for name in (*ours, *peers))]
+    head += [f"speed-up over {b}" + (f": {a}" if several else "") for a, b in pairs]
+    rows = []
+    for c in found:
+        times = {**c.ours, **c.peers}
+        cells = [us(times[name]) if name in times else "" for name in (*ours, *peers)]
+        cells += [f"{c.peers[b] / c.ours[a]:.2f}" if {a, b} <= set(times) else "" for a, b in pairs]
+        rows.append([c.label, *cells])
+    return table(head, rows)
+
+
+def ratio(peer: float, ours: float) -> str:
+    if not ours or not peer:
+        return ""
+    return f"{peer / ours:.2f}" if peer < 100 * ours else f"{peer / ours:.0f}"
+
+
+def of_errors(record: dict) -> str:
+    """Ours as it serves: the first of OURS that is there; beside it the peers."""
+    found = list(errors(record))
+    mine = next(n for n in ("hopper", "recompute", "ours", "portable") if n in found[0][1])
+    other = {"hopper": "portable"}.get(mine, mine)  # where the first does not serve
+    peers = [n for n in ("liger", "compile", "fla", "flashqla") if n in found[0][1]]
+    head = ["", "ours", *(title_of(n, record) for n in peers)]
+    head += [f"{title_of(n, record)} / ours" for n in peers]
+    rows = []
+    for label, e in found:
+        ours = e.get(mine, e.get(other))
+        cells = [f"{ours:.1e}", *(f"{e[n]:.1e}" for n in peers)]
+        rows.append([label, *cells, *(ratio(e[n], ours) for n in peers)])
+    return table(head, rows)
+
+
+def of_swiglu_errors(record: dict) -> str:
+    """The largest over the rows, each way."""
+    ways = names([row["error"] for row in record["rows"]])
+    worst = {way: max(row["error"][way] for row in record["rows"]) for way in ways}
+    head = ["largest relative error of a row", *(title_of(way, record) for way in ways)]
+    return table(head, [["z", *(f"{worst[way]:.2e}" for way in ways)]])
+
+
+def of_gdn_errors(record: dict) -> str:
+    """The largest over the rows, by gates."""
+    ways = names([row["error"] for row in record["rows"]])
+    head = ["largest relative error of a row: o; final state"]
+    head += [OURS.get(way) or title_of(way, record) for way in ways]
+    rows = []
+    for gates in GATES:
+        mine = [row["error"] for row in record["rows"] if row["gates"] == gates]
+        worst = {w: [max(e[w][i] for e in mine if w in e) for i in (0, 1)] for w in ways}
+        rows.append([GATES[gates], *("{:.1e}; {:.1e}".format(*worst[way]) for way in ways)])
+    return table(head, rows)
+
+
+def of_host(record: dict) -> str:
+    """The host's time of an eager call, which differs with the load of the machine."""
+    calls = [row["host_us"] for row in record["rows"]]
+    rows = []
+    for name in names(calls):
+        times = [call[name] for call in calls if name in call]
+        name = name.replace("_host", "")
+        shown = {"ours_kv": "ours [K, V]", "flashinfer_kv": "FlashInfer [K, V]", **OURS}
+        if name != "copy":
+            who = shown.get(name) or title_of(name, record)
+            rows.append([who, us(min(times)), us(max(times))])
+    return table(["host time of an eager call", "least of the rows, us", "most, us"], rows)
+
+
+def of_memory(record: dict) -> str:
+    """MiB between forward and backward, and at the peak."""
+    rows = []
+    for row in record["rows"]:
+        for name, f in row.items():
+            f = f if isinstance(f, dict) else {}
+            held, peak = f.get("held", f.get("held_mib")), f.get("peak", f.get("peak_mib"))
+            if held is not None:
+                shape = f"K {row['K']}, N {row['N']}, {row['M']} tokens, " if "K" in row else ""
+                who = {"before": "transformers with FLA", "after": "ours"}.get(name, name)
+                rows.append([shape + title_of(who, record), f"{held:.0f}", f"{peak:.0f}"])
+    return table(["", "held between forward and backward, MiB", "peak, MiB"], rows)
+
+
+def of_prepare(record: dict) -> str:
+    f = record["prepare"]
+    ours = {"ours (Hopper)": f["prepare_hopper"], "ours (portable)": f["prepare"]}
+    label = "prepare kernel alone, 16/64 heads, 32768 tokens"
+    return of_cases([Case(label, ours, {"a copy of its bytes": f["copy"]})])
+
+
+def of_launches(record: dict) -> str:
+    rows = [
+        [row["what"].replace(":", ","), *(str(row["launches"][w]) for w in ("before", "after"))]
+        for row in record["rows"]
+        if "launches" in row
+    ]
+    return table(["kernels launched", "transformers with FLA", "ours"], rows)
+
+
+def of_first_calls(record: dict) -> str:
+    head = ["", *(f"{name}, seconds" for name in record["rows"][0]["seconds"])]
+    rows = [[r["what"], *(f"{s:.4f}" for s in r["seconds"].values())] for r in record["rows"]]
+    return table(head, rows)
+
+
+def of_training(record: dict) -> str:
+    rows = []
+    for name, way in record["ways"].items():
+        ends = [sum(curve[-20:]) / 20 for curve in way["losses"]]
+        loss = f"{sum(ends) / len(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})"
+        name = {"torch": "transformers' torch functions"}.get(name, name)
+        rows.append([name, loss, f"{way['tokens_per_second']:.0f}"])
+    return table(["", "loss, nats a byte", "tokens a second"], rows)
+
+
+MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tables beside the times
+    "swiglu_fwd": [of_swiglu_errors],
+    "swiglu_training": [of_memory, of_errors],
+    "gdn_chunk_errors": [of_errors],
+    "gdn_chunk_flashinfer": [of_prepare, of_gdn_errors, of_host],
+    "gdn_chunk": [of_gdn_errors, of_host],
+    "gdn_recurrent": [of_host],
+    "gdn_backward": [of_errors],
+    "gdn_layer_training": [of_memory],
+    "models": [of_launches],
+    "first_call": [of_first_calls],
+    "train_bytes": [of_training],
+}
+
+
+def section(record: dict) -> Iterator[str]:
+    name = record["name"]
+    title, about = SECTIONS.get(name, (name.replace("_", " "), ""))
+    yield f"## {title}"
+    if about:
+        yield textwrap.fill(about, 100)
+    source = f"[record](../benchmarks/results/{name}.json)"
+    yield f"`{record['command']}`\\\n{machine(record)}, {source}"
+    if "note" in record:
+        yield textwrap.fill(record["note"], 100)
+    found = cases(record) if "rows" in record else []
+    if found:
+        yield of_cases(found)
+    more = next((makers for start, makers in MORE.items() if name.startswith(start)), [])
+    for make in more:
+        yield make(record)
+    if not found and not more:
+        raise ValueError(f"benchmarks/results/{name}.json has no table: see records.py, page.py")
+    if (RESULTS / f"{name}.png").exists():
+        yield f"![{title}](../benchmarks/results/{name}.png)"
+
+
+def page() -> str:
+    there = {path.stem for path in RESULTS.glob("*.json")}
+    order = [name for name in SECTIONS if name in there]
+    order += sorted(there - set(order))
+    parts = [part for name in order for part in section(load(name))]
+    return HEAD + "\n" + "\n\n".join(parts) + "\n"
+
+
+def summary() -> str:
+    """At most ten rows: what was timed, ours, one peer, the speed-up."""
+    rows, machines = [], {}
+    for what, name, label, ours, peer in SUMMARY:
+        record = load(name)
+        found, peer = case(record, label), title_of(peer, record)
+        a, b = found.ours[ours], found.peers[peer]
+        rows.append([what, us(a), f"{peer}: {us(b)}", f"{b / a:.2f}"])
+        where, date = machine(record).rsplit(", ", 1)
+        machines.setdefault(where, set()).add(date)
+    seen = "; ".join(f"{where}, {' and '.join(sorted(d))}" for where, d in machines.items())
+    head = ["bf16", "ours, us", "peer, us", "speed-up"]
+    return f"{table(head, rows)}\n\nOne {seen}."
+
+
+def filled(text: str) -> str:
+    """The text with the summary between the two marks."""
+    before, rest = text.split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    return f"{before}{MARKS[0]}\n{summary()}\n{MARKS[1]}{after}"
+
+
+def stale(names: List[str]) -> Dict[str, str]:
+    """What those of the files have to hold that hold something else."""
+    found = {}
+    for name in names:
+        path = ROOT / name
+        now = path.read_text() if path.exists() else ""
+        then = page() if name == PAGE else filled(now)
+        if now != then:
+            found[name] = then
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("files", nargs="*", help=f"default: {' '.join(FILES)}")
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    options = parser.parse_args()
+    found = stale(options.files or FILES)
+    for name, text in found.items():
+        if options.check:
+            print(f"{name} and benchmarks/results disagree: run python benchmarks/page.py")
+        else:
+            (ROOT / name).write_text(text)
+            print(f"wrote {name}")
+    sys.exit(options.check and bool(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Draws the pictures of benchmarks/results from the records there, all in one style.
+
+    python benchmarks/pictures.py [NAME ..]     default: all of PICTURES
+
+A bar is a speed-up over the peer that the title names: the peer's time divided by ours. The line
+is at 1, where both take the same time. The GPU, the versions and the dates stand below.
+"""
+
+import argparse
+from typing import Callable, Dict, List, NamedTuple, Tuple
+
+from records import RESULTS, Case, cases, load, machine, title_of
+
+COLOURS = ("#3b6ea5", "#e08e3c", "#6b9e5f")
+LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line must not cross a number
+
+
+class Picture(NamedTuple):
+    title: str  # what was timed; the peer is added
+    records: Tuple[str, ...]
+    peer: str
+    bar: Callable[[Case], Tuple[str, str]]  # a case -> (group, series); no group: left out
+
+
+def tokens(case: Case) -> Tuple[str, str]:
+    *sizes, count = case.label.split(", ")
+    wanted = sizes in (["K 4096", "N 14336"], ["K 1024", "N 3072"])
+    return (count.split()[0] if wanted else ""), "ours, " + ", ".join(sizes)
+
+
+def prompt(case: Case) -> Tuple[str, str]:
+    heads, count, gates = case.label.split(", ")
+    return ("" if gates == "slow gates" else f"{heads}\n{count}"), ""
+
+
+def decode(case: Case) -> Tuple[str, str]:
+    heads, batch, state = case.label.split(", ", 2)
+    return f"{heads}\n{batch}", f"ours, {state}"
+
+
+def model(case: Case) -> Tuple[str, str]:
+    part, what, *batch, how = case.label.split(", ")
+    return "\n".join((part, what, *batch)), f"ours, {how}"
+
+
+PICTURES: Dict[str, Picture] = {
+    "swiglu_fwd": Picture("SwiGLU forward, bf16, by tokens", ("swiglu_fwd",), "liger", tokens),
+    "gdn_chunk_fla": Picture(
+        "GDN prefill, bf16, head dim 128, gates of Qwen3.5",
+        ("gdn_chunk_fla", "gdn_chunk_few_heads_fla"),
+        "fla",
+        prompt,
+    ),
+    "gdn_chunk_flashinfer": Picture(
+        "GDN prefill, bf16, head dim 128, gates of Qwen3.5",
+        ("gdn_chunk_flashinfer",),
+        "flashinfer",
+        prompt,
+    ),
+    "gdn_recurrent": Picture("GDN decode, head dim 128", ("gdn_recurrent",), "flashinfer", decode),
+    "models": Picture("A GDN layer and a 24-layer model, bf16", ("models",), "transformers", model),
+}
+
+
+def bars(picture: Picture) -> Tuple[List[str], Dict[str, Dict[str, float]]]:
+    """The groups in order, and the speed-up by series and group."""
+    series: Dict[str, Dict[str, float]] = {}
+    for name in picture.records:
+        record = load(name)
+        peer = title_of(picture.peer, record)
+        for case in cases(record):
+            group, its_series = picture.bar(case)
+            if group and peer in case.peers:
+                for variant, time in case.ours.items():
+                    mine = series.setdefault(its_series or variant, {})
+                    mine[group] = case.peers[peer] / time
+    groups = list(dict.fromkeys(group for s in series.values() for group in s))
+    if all(group.isdigit() for group in groups):
+        groups.sort(key=int)
+    return groups, series
+
+
+def caption(names: Tuple[str, ...]) -> str:
+    machines: Dict[str, list] = {}
+    for name in names:
+        where, date = machine(load(name)).rsplit(", ", 1)
+        machines.setdefault(where, []).append(date)
+    return "; ".join(f"{m}, {' and '.join(sorted(set(d)))}" for m, d in machines.items())
+
+
+def draw(name: str) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    picture = PICTURES[name]
+    groups, series = bars(picture)
+    figure, axes = pyplot.subplots(figsize=(10, 4.2), layout="constrained")
+    width = 0.8 / len(series)
+    for i, (label, heights) in enumerate(series.items()):
+        at = [j + (i - (len(series) - 1) / 2) * width for j in range(len(groups))]
+        found = [heights.get(group, float("nan")) for group in groups]
+        drawn = axes.bar(at, found, width * 0.94, label=label, color=COLOURS[i])
+        size = 8 if len(groups) * len(series) < 28 else 6.5
+        axes.bar_label(
+            drawn,
+            [f"{h:.2f}" if h == h else "" for h in found],
+            fontsize=size,
+            bbox=LABEL,
+            zorder=3,
+        )
+    axes.axhline(1, color="black", linewidth=0.9)
+    axes.set_xticks(range(len(groups)), groups, fontsize=8.5)
+    axes.set_xlabel(caption(picture.records), fontsize=8, color="#555555", labelpad=8)
+    axes.set_ylabel("speed-up (above 1: ours is faster)", fontsize=9)
+    axes.set_title(f"{picture.title}: speed-up over {title_of(picture.peer, load(name))}")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=len(series), frameon=False)
+    figure.savefig(RESULTS / f"{name}.png", dpi=120)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="default: all")
+    for name in parser.parse_args().names or PICTURES:
+        draw(name)
+        print(f"wrote {RESULTS / name}.png")
+
+
+if __name__ == "__main__":
+    main()
