@@ -107,6 +107,7 @@ def draw(name: str) -> None:
             drawn,
             [f"{h:.2f}" if h == h else "" for h in found],
             fontsize=size,
+            padding=2,
             bbox=LABEL,
             zorder=3,
         )

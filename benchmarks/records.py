@@ -52,7 +52,8 @@ def title_of(peer: str, record: dict) -> str:
 
 def machine(record: dict) -> str:
     gpu = record.get("gpu") or record["device"]
-    return f"{gpu}, torch {record['torch']}, Triton {record['triton']}, {record['date']}"
+    triton = f"Triton {record['triton']}, " if record.get("triton") else ""
+    return f"{gpu}, torch {record['torch']}, {triton}{record['date']}"
 
 
 def split(label: str, us: dict, ours: dict, record: dict) -> Case:

@@ -1,6 +1,7 @@
-"""Whether every number in CARD.md's tables is in the benchmark result that its row names.
+"""Whether the numbers in CARD.md's and README.md's tables are those of benchmarks/results.
 
-A row ends in a comment that names a file of benchmarks/results:
+The table between page.py's two comments must be what page.py writes. Any other row with numbers
+ends in a comment that names a file of benchmarks/results:
 
     | prefill, 4096 tokens | 0.31 ms | 0.53 ms | 1.7x | <!-- gdn_chunk_h200.json -->
 
@@ -10,7 +11,11 @@ an x may also be the ratio of two numbers of its row.
 
 import json
 import re
+import subprocess
+import sys
 
+FILES = ("CARD.md", "README.md")
+WRITTEN = re.compile(r"<!-- numbers: .*?<!-- end of numbers -->", flags=re.S)
 NUMBER = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)(x?)(?![\w.]*\d)")
 SOURCE = re.compile(r"<!--\s*(\S+\.json)\s*-->")
 
@@ -54,12 +59,23 @@ def row_problem(row, results):
     return None
 
 
+def written_problems(root, name):
+    command = [sys.executable, root / "benchmarks" / "page.py", "--check", name]
+    out = subprocess.run(command, capture_output=True, text=True)
+    return out.stdout.splitlines() or ([] if out.returncode == 0 else [out.stderr.strip()])
+
+
 def problems(root):
-    """One line for each row of a table in CARD.md whose numbers its source does not bear out."""
-    rows = [line for line in (root / "CARD.md").read_text().splitlines() if line.startswith("|")]
+    """One line for each table that its source does not bear out."""
     found = []
-    for row in rows:
-        problem = row_problem(row, root / "benchmarks" / "results")
-        if problem:
-            found.append(f"CARD.md, row '{row.strip('| ').split('|')[0].strip()}': {problem}")
+    for name in FILES:
+        if not (root / name).exists():
+            continue
+        text = (root / name).read_text()
+        if WRITTEN.search(text):
+            found += written_problems(root, name)
+        for row in WRITTEN.sub("", text).splitlines():
+            problem = row_problem(row, root / "benchmarks" / "results") if row[:1] == "|" else None
+            if problem:
+                found.append(f"{name}, row '{row.strip('| ').split('|')[0].strip()}': {problem}")
     return found
