@@ -92,7 +92,7 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
     "train_bytes": (
         "Training a small model",
         "300 steps of a Qwen3.5 of four layers on bytes of Python's library. The loss is the mean "
-        "of the last 20 steps, over the seeds.",
+        "of the last 20 steps, and its range over three random seeds.",
     ),
 }
 
