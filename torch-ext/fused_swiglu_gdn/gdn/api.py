@@ -50,7 +50,7 @@ def chunk_gated_delta_rule(
         v: [B, T, HV, V], V up to 256, HV a multiple of H; the dtype of q.
         g: [B, T, HV], the natural logarithm of the decay, at most 0; or the raw input of the gate,
             see use_gate_in_kernel. Any floating dtype; fp32 is advised.
-        beta: [B, T, HV], the writing strength, any floating dtype.
+        beta: [B, T, HV], the write strength, any floating dtype.
         scale: factor of the outputs, K ** -0.5 by default.
         initial_state: [N, HV, K, V] or None for zeros; with state_indices the pool [P, HV, K, V].
         output_final_state: whether to return the state after the last token.
@@ -69,9 +69,9 @@ def chunk_gated_delta_rule(
         state_dtype: dtype of the returned states, fp32 by default.
         checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
         chunk_size: 64; anything else is refused.
-        recompute: for gradients: True keeps the inputs alone; False also keeps the prepared blocks
+        recompute: for training: True saves only the inputs; False also saves the prepared blocks
             of each chunk, 272 bytes a token and head of v in half precision (528 in fp32), which
-            the gradient otherwise makes again.
+            the backward pass otherwise recomputes.
 
     Returns:
         o [B, T, HV, V], the dtype of q, and the final state [N, HV, K, V] (the pool with
@@ -83,6 +83,18 @@ def chunk_gated_delta_rule(
     Raises:
         ValueError: a shape, device, scale, cu_seqlens or option does not fit.
         TypeError: an argument is no tensor or of the wrong dtype.
+
+    Example:
+        >>> B, T, H, HV, K, V = 1, 100, 2, 4, 16, 32
+        >>> q, k = torch.randn(2, B, T, H, K).unbind(0)
+        >>> v, g, beta = torch.randn(B, T, HV, V), -torch.rand(B, T, HV), torch.rand(B, T, HV)
+        >>> cu_seqlens = torch.tensor([0, 30, 100])  # two sequences, packed
+        >>> o, state = chunk_gated_delta_rule(
+        ...     q, k, v, g, beta, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        ...     cu_seqlens=cu_seqlens,
+        ... )
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 4, 32]), torch.Size([2, 4, 16, 32]))
     """
     tensors = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens,
@@ -151,7 +163,7 @@ def fused_recurrent_gated_delta_rule(
     The recurrence, shapes and options are those of chunk_gated_delta_rule; in addition
 
     Args:
-        g, beta: may be None: no decay, and a writing strength of 1.
+        g, beta: may be None: no decay, and a write strength of 1.
         initial_state: [N, HV, K, V] (fp32, bf16 or fp16) or None for zeros; with state_indices
             the pool [P, HV, K, V].
         state_indices: [N], int32 or int64: the pool rows to start from. A negative index skips
@@ -168,6 +180,17 @@ def fused_recurrent_gated_delta_rule(
 
     Raises:
         ValueError, TypeError: as chunk_gated_delta_rule.
+
+    Example:
+        >>> B, H, HV, K, V = 3, 2, 4, 16, 32
+        >>> q, k = torch.randn(2, B, 1, H, K).unbind(0)
+        >>> v, g, beta = torch.randn(B, 1, HV, V), -torch.rand(B, 1, HV), torch.rand(B, 1, HV)
+        >>> state = torch.zeros(B, HV, K, V)
+        >>> o, new = fused_recurrent_gated_delta_rule(
+        ...     q, k, v, g, beta, initial_state=state, inplace_final_state=True
+        ... )
+        >>> o.shape, new is state
+        (torch.Size([3, 1, 4, 32]), True)
     """
     tensors = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,

@@ -27,6 +27,13 @@ def chunk_gated_delta_rule_opt(
 
     Raises:
         ValueError: also when a gradient would be needed.
+
+    Example:
+        >>> q, k = torch.randn(2, 1, 100, 2, 16).unbind(0)
+        >>> v, g, beta = torch.randn(1, 100, 4, 32), -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
+        >>> o, state = chunk_gated_delta_rule_opt(q, k, v, g, beta, output_final_state=True)
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 4, 32]), torch.Size([1, 4, 16, 32]))
     """
     checks.forward_only(
         "chunk_gated_delta_rule_opt", "chunk_gated_delta_rule",
@@ -81,6 +88,15 @@ def chunk_gated_delta_rule_opt_vk(
 
     Raises:
         ValueError: also when a gradient would be needed, or for a backend of aiter's.
+
+    Example:
+        >>> q, k = torch.randn(2, 1, 100, 2, 16).unbind(0)
+        >>> v, g, beta = torch.randn(1, 100, 4, 32), -torch.rand(1, 100, 4), torch.rand(1, 100, 4)
+        >>> o, state = chunk_gated_delta_rule_opt_vk(
+        ...     q, k, v, g=g, beta=beta, output_final_state=True
+        ... )
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 4, 32]), torch.Size([1, 4, 32, 16]))
     """
     checks.forward_only(
         "chunk_gated_delta_rule_opt_vk", "chunk_gated_delta_rule",

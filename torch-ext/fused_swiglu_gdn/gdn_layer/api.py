@@ -1,4 +1,4 @@
-"""What stands round the gated delta rule in a layer: short convolution, gated norm, gate."""
+"""The parts of a layer around the gated delta rule: short convolution, gated norm, gate."""
 
 from typing import Optional, Tuple, Union
 
@@ -37,6 +37,12 @@ def causal_conv1d_fn(
 
     Raises:
         ValueError, TypeError: an argument does not fit.
+
+    Example:
+        >>> x, weight = torch.randn(2, 8, 10), torch.randn(8, 4)
+        >>> y = causal_conv1d_fn(x, weight, activation="silu")
+        >>> y.shape
+        torch.Size([2, 8, 10])
     """
     checks.causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
     y, final = ops.causal_conv1d(
@@ -65,6 +71,12 @@ def causal_conv1d_update(
 
     Raises:
         ValueError, TypeError: an argument does not fit.
+
+    Example:
+        >>> weight, conv_state = torch.randn(8, 4), torch.zeros(2, 8, 3)
+        >>> y = causal_conv1d_update(torch.randn(2, 8), conv_state, weight)
+        >>> y.shape, bool(conv_state[..., -1].any())
+        (torch.Size([2, 8]), True)
     """
     single = getattr(x, "ndim", 0) == 2
     tokens = x.unsqueeze(-1) if single else x
@@ -88,6 +100,11 @@ def rms_norm_gated(
 
     Raises:
         ValueError, TypeError: an argument does not fit.
+
+    Example:
+        >>> x, gate = torch.randn(2, 3, 5, 16).unbind(0)
+        >>> rms_norm_gated(x, gate, torch.ones(16)).shape
+        torch.Size([3, 5, 16])
     """
     checks.rms_norm_gated(x, gate, weight, eps, activation)
     return ops.rms_norm_gated(
@@ -106,6 +123,11 @@ def gated_delta_gate(a: Tensor, A_log: Tensor, dt_bias: Optional[Tensor] = None)
 
     Raises:
         ValueError, TypeError: an argument does not fit.
+
+    Example:
+        >>> g = gated_delta_gate(torch.randn(2, 7, 4), A_log=torch.zeros(4), dt_bias=torch.zeros(4))
+        >>> g.shape, bool((g <= 0).all())
+        (torch.Size([2, 7, 4]), True)
     """
     checks.gated_delta_gate(a, A_log, dt_bias)
     return gdn_common.gated_delta_gate(a, A_log, dt_bias)

@@ -1,4 +1,4 @@
-"""Checks of what stands round the gated delta rule in a layer."""
+"""Checks for the parts of a layer around the gated delta rule."""
 
 import torch
 

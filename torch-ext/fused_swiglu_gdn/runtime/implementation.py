@@ -10,6 +10,11 @@ def implementation_of(function: Callable, *args, **kwargs) -> str:
 
     Returns:
         "hopper", "portable" or "reference"; several, joined by "+", if kernels shared the call.
+
+    Example:
+        >>> x, w = torch.randn(3, 8), torch.randn(16, 8)
+        >>> implementation_of(fused_swiglu, x, w, w)  # tensors on a CPU
+        'reference'
     """
     with dispatch.served() as record:
         function(*args, **kwargs)

@@ -39,6 +39,11 @@ def fused_swiglu(
     Raises:
         ValueError: a shape, device or activation does not fit.
         TypeError: an argument is no tensor, or dtypes differ.
+
+    Example:
+        >>> x, w_gate, w_up = torch.randn(5, 64), torch.randn(96, 64), torch.randn(96, 64)
+        >>> fused_swiglu(x, w_gate, w_up).shape
+        torch.Size([5, 96])
     """
     x, w_gate, w_up, b_gate, b_up = autocast(x, w_gate, w_up, b_gate, b_up)
     checks.fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation)
@@ -73,9 +78,9 @@ def fused_swiglu_mlp(
         w_gate, w_up: [N, K]; w_down: [O, N]; the dtype of x.
         b_gate, b_up: [N] or None; b_down: [O] or None; the dtype of x.
         activation: "silu", "gelu_tanh" or "relu".
-        recompute: for training: keep x alone for the backward, an eighth of x, gate and up
-            at Llama's sizes, and make those two products again there.
-        keep_z: for training: keep fused_swiglu's result too, instead of making it again.
+        recompute: for training: save only x for the backward pass and recompute the gate and up
+            projections there (about 1/8 of the activation memory at Llama's sizes).
+        keep_z: for training: also save fused_swiglu's result instead of recomputing it.
         main_grad: for training in eager mode: add the gradients of weights that have an attribute
             `main_grad` (fp32, as Megatron's) to it in fp32, and return none for them.
 
@@ -84,6 +89,13 @@ def fused_swiglu_mlp(
 
     Raises:
         ValueError, TypeError: as fused_swiglu; recompute with keep_z.
+
+    Example:
+        >>> x, w_down = torch.randn(2, 5, 64), torch.randn(64, 96, requires_grad=True)
+        >>> y = fused_swiglu_mlp(x, torch.randn(96, 64), torch.randn(96, 64), w_down)
+        >>> y.sum().backward()
+        >>> y.shape, w_down.grad.shape
+        (torch.Size([2, 5, 64]), torch.Size([64, 96]))
     """
     tensors = autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors

@@ -1,4 +1,4 @@
-"""What stands round the gated delta rule in a layer: the kernels that ops.gdn_layer asks for."""
+"""The parts of a layer around the gated delta rule: the kernels that ops.gdn_layer asks for."""
 
 from .causal_conv1d import causal_conv1d_fwd, supports_causal_conv1d_fwd  # noqa: F401
 from .causal_conv1d_backward import (  # noqa: F401

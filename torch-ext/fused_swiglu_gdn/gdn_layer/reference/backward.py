@@ -1,4 +1,4 @@
-"""The gradients of what stands round the gated delta rule, written out in plain torch.
+"""The gradients of the parts around the gated delta rule, written out in plain torch.
 
 What automatic differentiation of layer.py gives, for operators that no kernel of the device
 serves. Sizes as in layer.py.

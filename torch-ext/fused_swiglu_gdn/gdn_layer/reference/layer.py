@@ -1,4 +1,4 @@
-"""What stands round the gated delta rule in a model's layer, in plain torch.
+"""The parts of a model's layer around the gated delta rule, in plain torch.
 
 Sizes: B batch, D channels, T tokens, W taps of the convolution, N packed sequences.
 """
