@@ -7,6 +7,7 @@ is at 1, where both take the same time. The GPU, the versions and the dates stan
 """
 
 import argparse
+import hashlib
 from typing import Callable, Dict, List, NamedTuple, Tuple
 
 from records import RESULTS, Case, cases, load, machine, title_of
@@ -88,6 +89,12 @@ def caption(names: Tuple[str, ...]) -> str:
     return "; ".join(f"{m}, {' and '.join(sorted(set(d)))}" for m, d in machines.items())
 
 
+def digest(picture: Picture) -> str:
+    """Of the records; a picture carries that of the ones that it was drawn from."""
+    records = b"".join((RESULTS / f"{name}.json").read_bytes() for name in picture.records)
+    return hashlib.sha256(records).hexdigest()
+
+
 def draw(name: str) -> None:
     import matplotlib
 
@@ -118,7 +125,7 @@ def draw(name: str) -> None:
     axes.set_title(f"{picture.title}: speed-up over {title_of(picture.peer, load(name))}")
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(series), frameon=False)
-    figure.savefig(RESULTS / f"{name}.png", dpi=120)
+    figure.savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Source": digest(picture)})
     pyplot.close(figure)
 
 

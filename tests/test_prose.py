@@ -1,5 +1,6 @@
 """What people read: it is short, it names what exists, and its numbers are those of the records."""
 
+import importlib
 import json
 import re
 import subprocess
@@ -98,6 +99,15 @@ def test_results_are_records_and_their_pictures():
         assert path.name in (ROOT / "docs" / "benchmarks.md").read_text(), (
             f"{path.name} is not shown"
         )
+
+
+def test_pictures_and_records_agree(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    pictures = importlib.import_module("pictures")
+    for name, picture in pictures.PICTURES.items():
+        drawn = (RESULTS / f"{name}.png").read_bytes()
+        stale = f"{name}.png: run python benchmarks/pictures.py"
+        assert pictures.digest(picture).encode() in drawn, stale
 
 
 def test_a_number_that_no_record_has_is_found(tmp_path):
