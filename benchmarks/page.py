@@ -127,8 +127,8 @@ def us(time: float) -> str:
 
 
 def table(head: List[str], rows: List[List[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = ["| " + " | ".join(line) + " |" for line in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
 
 
 def names(dicts: List[dict]) -> List[str]:
