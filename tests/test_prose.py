@@ -68,7 +68,7 @@ def test_lines_are_not_too_long(path):
 def test_every_path_that_is_named_exists(path):
     text = path.read_text()
     for named in PATHS.findall(text):
-        pattern = re.sub(r"<\w+>|\[_<\w+>\]", "*", named)
+        pattern = re.sub(r"(<\w+>|\[_<\w+>\])+", "*", named)
         found = [True for place in (ROOT, path.parent, PACKAGE) for _ in place.glob(pattern)]
         assert found, f"{name_of(path)}: {named}"
     for named in set(FILES.findall(text)) - ELSEWHERE:
