@@ -1,10 +1,12 @@
 """Bad input: the message names the argument, what was expected and what came."""
 
+import functools
 import re
 
+import numpy as np
 import pytest
 import torch
-from conftest import gdn_inputs
+from conftest import gdn_inputs, relative_error
 
 VALID = object()
 
@@ -104,10 +106,30 @@ BAD = [
     (chunk(scale=0.0), ValueError, ["scale", "positive", "0.0"]),
     (chunk(scale=float("nan")), ValueError, ["scale", "finite", "nan"]),
     (chunk(scale="1"), TypeError, ["scale", "float", "str"]),
+    (chunk(scale=True), TypeError, ["scale", "float", "bool"]),
+    (recurrent(scale=True), TypeError, ["scale", "float", "bool"]),
+    (chunk(scale=float("inf")), ValueError, ["scale", "finite", "inf"]),
+    (chunk(output_final_state=[1.0]), TypeError, ["output_final_state", "True or False", "list"]),
+    (chunk(recompute="no"), TypeError, ["recompute", "True or False", "str"]),
+    (
+        recurrent(inplace_final_state=np.ones(2)),
+        TypeError,
+        ["inplace_final_state", "True or False", "ndarray"],
+    ),
+    (chunk(chunk_size=np.ones(2)), ValueError, ["chunk_size", "64"]),
+    (
+        chunk(state_dtype=[torch.float32]),
+        TypeError,
+        ["state_dtype", "float32", "float64", "[torch.float32]"],
+    ),
     (chunk(chunk_size=32), ValueError, ["chunk_size", "64", "32"]),
     (chunk(checkpoint_every=100), ValueError, ["checkpoint_every", "multiple of 64", "100"]),
     (chunk(checkpoint_every=-64), ValueError, ["checkpoint_every", "multiple of 64", "-64"]),
-    (chunk(state_dtype=torch.int8), TypeError, ["state_dtype", "float32", "int8"]),
+    (
+        chunk(state_dtype=torch.int8),
+        TypeError,
+        ["state_dtype", "float32, bfloat16, float16, float64, or None", "int8"],
+    ),
     (chunk(use_gate_in_kernel=True), ValueError, ["A_log", "use_gate_in_kernel", "None"]),
     (chunk(A_log=torch.ones(4)), ValueError, ["A_log", "None unless use_gate_in_kernel"]),
     (
@@ -201,6 +223,23 @@ BAD = [
         ValueError,
         ["v", "gradient", "chunk_gated_delta_rule_opt_vk is forward only"],
     ),
+    *[
+        (call(**{name: bad}), TypeError, [name, "torch.Tensor", type(bad).__name__])
+        for call in (opt, vk)
+        for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
+        for bad in ([1.0], np.ones(2))
+    ],
+    (vk(o=[1.0]), TypeError, ["o", "torch.Tensor", "list"]),
+    (vk(initial_state_indices=[0, 1]), TypeError, ["initial_state_indices", "Tensor", "list"]),
+    (
+        vk(initial_state_indices=ints(0, 1), inplace_final_state=False),
+        TypeError,
+        ["initial_state", "torch.Tensor", "NoneType"],
+    ),
+    (vk(cu_seqlens=[0, 8], num_decodes=1), TypeError, ["cu_seqlens", "torch.Tensor", "list"]),
+    (vk(use_chunk_hip=np.ones(2)), TypeError, ["use_chunk_hip", "True or False", "ndarray"]),
+    (recurrent(v=[1.0], g=None), TypeError, ["v", "torch.Tensor", "list"]),
+    (recurrent(output_state_indices=[0]), TypeError, ["output_state_indices", "Tensor", "list"]),
     (vk(use_chunk_hip=True), ValueError, ["use_chunk_hip", "False", "True"]),
     (vk(num_decodes=-1), ValueError, ["num_decodes", "non-negative", "-1"]),
     (vk(o=torch.ones(2, 8, 4, 6)), ValueError, ["o", "shape of v", "[2, 8, 4, 6]"]),
@@ -215,6 +254,8 @@ BAD = [
     (swiglu(b_up=torch.ones(3, **META)), ValueError, ["b_up", "device of x", "meta"]),
     (swiglu(x=torch.ones(2, 4).int()), TypeError, ["x", "float32", "int32"]),
     (swiglu(activation="gelu"), ValueError, ["activation", "'silu'", "'gelu'"]),
+    (swiglu(activation=np.ones(2)), ValueError, ["activation", "'silu'", "array"]),
+    (mlp(main_grad=[1.0]), TypeError, ["main_grad", "True or False", "list"]),
     (mlp(w_down=torch.ones(4, 4)), ValueError, ["w_down", "[O, 3]", "[4, 4]"]),
     (mlp(b_down=torch.ones(3)), ValueError, ["b_down", "[4]", "[3]"]),
     (module(0, 4), ValueError, ["in_features", "at least 1", "0"]),
@@ -246,11 +287,17 @@ BAD = [
     ),
     (conv(cu_seqlens=ints(0, 9)), ValueError, ["cu_seqlens", "end with", "8", "9"]),
     (conv(initial_states=torch.ones(1, 3, 4)), ValueError, ["initial_states", "[1, 3, 3]"]),
+    (update(x=np.ones((1, 3))), TypeError, ["x", "torch.Tensor", "ndarray"]),
+    (conv(return_final_states="no"), TypeError, ["return_final_states", "True or False", "str"]),
     (update(conv_state=torch.ones(1, 3, 2)), ValueError, ["conv_state", "at least the 3", "2"]),
     (update(conv_state=torch.ones(2, 3, 4)), ValueError, ["conv_state", "[1, 3, S]", "[2, 3, 4]"]),
     (norm(gate=torch.ones(2, 3)), ValueError, ["gate", "shape of x", "[2, 3]"]),
     (norm(weight=torch.ones(3)), ValueError, ["weight", "[4]", "[3]"]),
     (norm(eps=-1.0), ValueError, ["eps", "non-negative", "-1.0"]),
+    (norm(eps=float("nan")), ValueError, ["eps", "non-negative and finite", "nan"]),
+    (norm(eps=float("inf")), ValueError, ["eps", "non-negative and finite", "inf"]),
+    (norm(eps=True), TypeError, ["eps", "float", "bool"]),
+    (norm(eps="1"), TypeError, ["eps", "float", "str"]),
     (norm(activation="gelu"), ValueError, ["activation", "'sigmoid'", "'gelu'"]),
     (gate(A_log=torch.ones(3)), ValueError, ["A_log", "[4]", "[3]"]),
 ]
@@ -264,6 +311,74 @@ def test_bad_input(kernel, call, error, words):
     message = str(caught.value)
     pattern = ".*".join(re.escape(word) for word in words)
     assert re.search(pattern, message, re.DOTALL), message
+
+
+@pytest.mark.parametrize(
+    "call, name, good, bad",
+    [
+        (chunk, "scale", [1, 1.0], True),
+        (recurrent, "scale", [1, 1.0], True),
+        (norm, "eps", [1, 1.0, 0], True),
+        (norm, "eps", [0, 0.0], False),
+    ],
+)
+def test_a_value_that_passed_lets_no_equal_of_another_type_pass(kernel, call, name, good, bad):
+    for value in good:
+        call(**{name: value})(kernel)
+    with pytest.raises(TypeError, match=f"{name} must be a float"):
+        call(**{name: bad})(kernel)
+
+
+def test_state_dtypes_are_served_as_documented(kernel):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    x = gdn_inputs(2, 70, 2, 4, 6, 5)
+    _, ref = kernel.chunk_gated_delta_rule(**x, output_final_state=True)
+    for dtype in dtypes:
+        options = dict(output_final_state=True, state_dtype=dtype, checkpoint_every=64)
+        _, state, checkpoints = kernel.chunk_gated_delta_rule(**x, **options)
+        assert state.dtype == checkpoints.dtype == dtype
+        assert torch.equal(state, ref.to(dtype))  # rounded once
+        given = {**x, "initial_state": x["initial_state"].to(dtype)}
+        o, _ = kernel.chunk_gated_delta_rule(**given)
+        again, _ = kernel.fused_recurrent_gated_delta_rule(**given)
+        assert relative_error(o, again) < 1e-5
+
+
+def tracked(function, **tensors):
+    """The first result of function(**tensors), with gradients wanted of one tensor in turn."""
+    for name in tensors:
+        given = {key: x.detach().requires_grad_(key == name) for key, x in tensors.items()}
+        out = function(**given)
+        yield name, given, out[0] if isinstance(out, tuple) else out
+
+
+def test_empty_outputs_are_differentiable(kernel):
+    rule = gdn_inputs(2, 0, 2, 4, 6, 5)
+    packed = {name: x[:1] for name, x in rule.items()}
+    nobody = {**packed, "initial_state": torch.ones(0, 4, 6, 5)}
+    calls = []
+    for function in (kernel.chunk_gated_delta_rule, kernel.fused_recurrent_gated_delta_rule):
+        calls += [
+            (function, rule),
+            (functools.partial(function, cu_seqlens=ints(0, 0)), packed),
+            (functools.partial(function, cu_seqlens=ints(0)), nobody),
+        ]
+    conv = {"x": torch.ones(2, 3, 0), "weight": torch.ones(3, 4), "bias": torch.ones(3)}
+    swiglu = {"x": torch.ones(0, 4), "w_gate": torch.ones(3, 4), "w_up": torch.ones(3, 4)}
+    norm = {"x": torch.ones(0, 4), "gate": torch.ones(0, 4), "weight": torch.ones(4)}
+    calls += [
+        (kernel.causal_conv1d_fn, conv),
+        (kernel.causal_conv1d_fn, {**conv, "initial_states": torch.ones(2, 3, 3)}),
+        (kernel.fused_swiglu, swiglu),
+        (kernel.fused_swiglu_mlp, {**swiglu, "w_down": torch.ones(4, 3)}),
+        (kernel.rms_norm_gated, norm),
+    ]
+    for function, tensors in calls:
+        for name, given, out in tracked(function, **tensors):
+            assert out.grad_fn is not None and out.numel() == 0, (function, name)
+            out.sum().backward()
+            gradient = given[name].grad
+            assert gradient.shape == given[name].shape and not gradient.any(), (function, name)
 
 
 def test_empty_inputs_have_documented_results(kernel):

@@ -27,6 +27,14 @@ def test_what_makes_calls_alike(shortcuts):
     assert shortcuts.find((x, p, None), (1,)) is None  # p asks for a gradient
 
 
+def test_equal_options_of_other_types_are_other_calls(shortcuts):
+    x = torch.randn(2)
+    shortcuts.keep((x,), (1, False), "the plan")
+    assert shortcuts.find((x,), (1, False)) == "the plan"
+    others = [(True, False), (1.0, False), (1, 0), (1, 0.0)]
+    assert [shortcuts.find((x,), options) for options in others] == [None] * 4
+
+
 def test_where_there_is_no_shortcut(shortcuts):
     x = torch.randn(2)
     shortcuts.keep((x,), (), "the plan")

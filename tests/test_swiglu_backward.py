@@ -182,8 +182,47 @@ def accumulate(kernel, dtype, device, with_main_grad, frozen=(), sizes=(40, 24, 
     return errors
 
 
+MAIN = [("w_gate", "w_up", "w_down"), ("w_up",), ("w_gate", "w_down")]
+
+
+@compiled
+@pytest.mark.parametrize("names", MAIN)
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_main_grad_without_kernels(kernel, names, frozen):
+    errors = accumulate(kernel, torch.float32, "cpu", names, frozen=names[:frozen])
+    assert max(errors.values()) < 1e-5
+
+
+@compiled
+def test_main_grad_of_what_autocast_replaces(kernel):
+    tensors, dy = inputs(40, 24, 16, 8, torch.float32, "cpu", bias=False)
+    leaves = [torch.nn.Parameter(t) for t in tensors[:4]]
+    for leaf in leaves[1:]:
+        leaf.main_grad = torch.zeros_like(leaf)
+    want = gradients(reference("silu"), [*(t.double() for t in tensors[:4]), None, None, None],
+                     dy.double())[1:]  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16):
+        y = kernel.fused_swiglu_mlp(*leaves, main_grad=True)
+    y.backward(dy.to(y.dtype))
+    for leaf, ref in zip(leaves[1:], want[1:]):
+        assert leaf.grad is None and relative_error(leaf.main_grad, ref) < 1.5e-2
+
+
+@compiled
+def test_megatrons_hooks_without_kernels(kernel):
+    stand_in(kernel)
+
+
+@compiled
+def test_main_grad_is_refused_while_compiling(kernel):
+    leaves = [torch.nn.Parameter(t) for t in inputs(4, 9, 8, 3, torch.float32, "cpu")[0]]
+    compiled_mlp = torch.compile(kernel.fused_swiglu_mlp, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match="main_grad=True is for eager mode"):
+        compiled_mlp(*leaves, main_grad=True)
+
+
 @interpreted
-@pytest.mark.parametrize("names", [("w_gate", "w_up", "w_down"), ("w_up",), ("w_gate", "w_down")])
+@pytest.mark.parametrize("names", MAIN)
 def test_main_grad_interpreted(kernel, on_cpu, names):
     errors = accumulate(kernel, torch.float32, "cpu", names)
     assert max(errors.values()) < 1e-5
@@ -193,6 +232,10 @@ def test_main_grad_interpreted(kernel, on_cpu, names):
 
 @interpreted
 def test_megatrons_hooks_interpreted(kernel, on_cpu):
+    stand_in(kernel)
+
+
+def stand_in(kernel):
     """A weight that says so learns that its gradient is in main_grad, and gets a stand-in."""
     tensors, dy = inputs(4, 9, 8, 3, torch.float32, "cpu", bias=False)
     leaves = [torch.nn.Parameter(t) for t in tensors[:4]]

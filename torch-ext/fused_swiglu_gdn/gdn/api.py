@@ -52,7 +52,8 @@ def chunk_gated_delta_rule(
             see use_gate_in_kernel. Any floating dtype; fp32 is advised.
         beta: [B, T, HV], the write strength, any floating dtype.
         scale: factor of the outputs, K ** -0.5 by default.
-        initial_state: [N, HV, K, V] or None for zeros; with state_indices the pool [P, HV, K, V].
+        initial_state: [N, HV, K, V], any floating dtype, or None for zeros; with state_indices the
+            pool [P, HV, K, V].
         output_final_state: whether to return the state after the last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum(x ** 2) + 1e-6) first.
         use_beta_sigmoid_in_kernel: beta is a logit; sigmoid(beta) is used.
@@ -66,7 +67,8 @@ def chunk_gated_delta_rule(
         state_indices: [N], int32 or int64: sequence n starts from row state_indices[n] of the pool
             `initial_state` and its final state is written there. A negative index skips the
             sequence: its outputs are zero and no row is touched.
-        state_dtype: dtype of the returned states, fp32 by default.
+        state_dtype: dtype of the returned states: fp32 (the default), bf16, fp16 or fp64. They are
+            computed in fp32 (in fp64 if the inputs are fp64) and rounded to it once.
         checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
         chunk_size: 64; anything else is refused.
         recompute: for training: True saves only the inputs; False also saves the prepared blocks
@@ -106,6 +108,7 @@ def chunk_gated_delta_rule(
     )  # fmt: skip
     plan = _prefilling.find(tensors, options)
     if plan is None:
+        checks.are_flags(recompute=recompute)
         args = _chunk_arguments(*tensors, *options)
         if not torch.compiler.is_compiling() and all(map(operator.is_, tensors, args)):
             plan = _prefilling.keep(tensors, options, ops.plan_gdn_chunk(args))
@@ -120,6 +123,10 @@ def _chunk_arguments(
 ) -> tuple:  # fmt: skip
     """What the operator takes, checked."""
     q, k, v = autocast(q, k, v)
+    checks.rule_flags(
+        output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
+        use_gate,
+    )  # fmt: skip
     checks.gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate, A_log, dt_bias,
         state_v_first, state_indices,
@@ -164,7 +171,7 @@ def fused_recurrent_gated_delta_rule(
 
     Args:
         g, beta: may be None: no decay, and a write strength of 1.
-        initial_state: [N, HV, K, V] (fp32, bf16 or fp16) or None for zeros; with state_indices
+        initial_state: [N, HV, K, V], any floating dtype, or None for zeros; with state_indices
             the pool [P, HV, K, V].
         state_indices: [N], int32 or int64: the pool rows to start from. A negative index skips
             the sequence: its outputs are zero and no row is touched.
@@ -221,6 +228,12 @@ def _recurrent_arguments(
 ) -> tuple:  # fmt: skip
     """What the operator takes, checked."""
     q, k, v = autocast(q, k, v)
+    checks.is_tensor("v", v)
+    checks.rule_flags(
+        output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
+        use_gate,
+    )  # fmt: skip
+    checks.are_flags(inplace_final_state=inplace, output_all_states=all_states)
     if g is None:
         g = v.new_zeros(v.shape[:3], dtype=torch.float32)
     if beta is None:
@@ -229,7 +242,8 @@ def _recurrent_arguments(
         q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate, A_log, dt_bias,
         state_v_first, state_indices,
     )  # fmt: skip
-    if inplace or all_states or state_indices is not None:
+    indexed = state_indices is not None or output_state_indices is not None
+    if inplace or all_states or indexed:
         N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
         checks.decode_states(
             inplace, initial_state, state_indices, output_state_indices, all_states, N, q

@@ -77,7 +77,7 @@ def chunk_gated_delta_rule_opt_vk(
     Args:
         o: [B, T, HV, V], written and returned, or None.
         use_chunk_hip, use_chunk_flydsl, use_prepare_flydsl: other backends of aiter; must be False.
-        state_dtype: dtype of the returned state, fp32 by default.
+        state_dtype: dtype of the returned state, as in chunk_gated_delta_rule.
         use_exp2, seq_lens_cpu, prefill_metadata, snapshot_dtype: accepted; there is nothing here
             that they would change (no host copy of lengths, no state stored for each chunk).
         num_decodes, num_decode_tokens: cu_seqlens begins with this many decode sequences and
@@ -107,10 +107,12 @@ def chunk_gated_delta_rule_opt_vk(
         initial_state_indices, inplace_final_state, o, v,
     )  # fmt: skip
     if cu_seqlens is not None and (num_decodes or num_decode_tokens):
+        checks.is_cu_seqlens("cu_seqlens", cu_seqlens, v)
         cu_seqlens = cu_seqlens[num_decodes:] - num_decode_tokens
     indices, pool = initial_state_indices, initial_state
     own = indices is not None and inplace_final_state is False
     if own:
+        checks.is_tensor("initial_state", initial_state)
         pool, indices = _own_rows(initial_state, indices)
     out, state = chunk_gated_delta_rule(
         q, k, v, g, beta, scale, pool, output_final_state, use_qk_l2norm_in_kernel,

@@ -1,17 +1,21 @@
 """Checks of the gated-delta-rule functions."""
 
-import math
+import numbers
 from typing import Optional
 
 import torch
 
 from ..runtime.checks import (
+    FLOATING,
     agrees,
+    are_flags,
     has_dtype,
     has_shape,
     holds_cu_seqlens,
     is_cu_seqlens,
     is_floating,
+    is_number,
+    is_tensor,
     readable,
     remembered,
     same_device,
@@ -58,6 +62,16 @@ def _shapes(
     _state(initial_state, state_v_first, state_indices, sizes, q)
 
 
+def rule_flags(
+    output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, use_gate
+) -> None:
+    are_flags(
+        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm,
+        use_beta_sigmoid_in_kernel=use_beta_sigmoid, allow_neg_eigval=allow_neg_eigval,
+        state_v_first=state_v_first, use_gate_in_kernel=use_gate,
+    )  # fmt: skip
+
+
 def _heads(sizes) -> None:
     H, HV = sizes["H"], sizes["HV"]
     if H < 1 or HV % H != 0:
@@ -85,23 +99,19 @@ def _gate(use_gate_in_kernel, A_log, dt_bias, sizes, q) -> None:
 
 
 def _scale(scale: Optional[float]) -> None:
-    if scale is None:
-        return
-    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
-        raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
-    if not (scale > 0 and math.isfinite(scale)):
-        raise ValueError(f"scale must be positive and finite, got {scale}")
+    if scale is not None:
+        is_number("scale", scale, "positive", " or None")
 
 
 def _sequences(cu_seqlens, sizes, q) -> None:
     sizes["N"] = sizes["B"]
     if cu_seqlens is None:
         return
+    is_cu_seqlens("cu_seqlens", cu_seqlens, q)
     if sizes["B"] != 1:
         raise ValueError(
             f"q must have shape [1, T, H, K] when cu_seqlens is given, got batch {sizes['B']}"
         )
-    is_cu_seqlens("cu_seqlens", cu_seqlens, q)
     sizes["N"] = cu_seqlens.numel() - 1
 
 
@@ -134,7 +144,7 @@ def _rows(name: str, indices: torch.Tensor, rows: int) -> None:
 
 
 def chunk_size(value: object) -> None:
-    if value != 64:
+    if not isinstance(value, numbers.Real) or value != 64:
         raise ValueError(f"chunk_size must be 64, the only supported chunk length, got {value!r}")
 
 
@@ -144,15 +154,16 @@ def checkpoint_every(value: object) -> None:
 
 
 def state_dtype(value: object) -> None:
-    if value not in (None, torch.float32, torch.bfloat16, torch.float16, torch.float64):
-        raise TypeError(f"state_dtype must be float32, bfloat16 or None, got {value!r}")
+    if value is not None and not (isinstance(value, torch.dtype) and value in FLOATING):
+        names = ", ".join(str(dtype).replace("torch.", "") for dtype in FLOATING)
+        raise TypeError(f"state_dtype must be one of {names}, or None, got {value!r}")
 
 
 def forward_only(function: str, instead: str, **tensors: Optional[torch.Tensor]) -> None:
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
-        if x is not None and x.requires_grad:
+        if isinstance(x, torch.Tensor) and x.requires_grad:  # what is no tensor is refused later
             raise ValueError(
                 f"{name} must not require a gradient: {function} is forward only; "
                 f"use {instead}, or call it under torch.no_grad()"
@@ -182,6 +193,13 @@ def aiter_options(
     use_chunk_hip, use_chunk_flydsl, use_prepare_flydsl, num_decodes, num_decode_tokens,
     initial_state_indices, inplace_final_state, o, v,
 ) -> None:  # fmt: skip
+    are_flags(
+        use_chunk_hip=use_chunk_hip, use_chunk_flydsl=use_chunk_flydsl,
+        use_prepare_flydsl=use_prepare_flydsl, inplace_final_state=inplace_final_state,
+    )  # fmt: skip
+    is_tensor("v", v)
+    if initial_state_indices is not None:
+        is_tensor("initial_state_indices", initial_state_indices)
     for name, value in (
         ("use_chunk_hip", use_chunk_hip),
         ("use_chunk_flydsl", use_chunk_flydsl),
@@ -195,6 +213,7 @@ def aiter_options(
     if inplace_final_state and initial_state_indices is None:
         raise ValueError("initial_state_indices must be given when inplace_final_state is True")
     if o is not None:
+        is_tensor("o", o)
         agrees("o", o, "v", v)
         if o.shape != v.shape:
             raise ValueError(f"o must have the shape of v, {list(v.shape)}, got {list(o.shape)}")

@@ -44,10 +44,9 @@ def causal_conv1d_fn(
         >>> y.shape
         torch.Size([2, 8, 10])
     """
-    checks.causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
-    y, final = ops.causal_conv1d(
-        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
-    )
+    args = (x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states)
+    checks.causal_conv1d_fn(*args)
+    y, final = ops.causal_conv1d(*args)
     return (y, final) if return_final_states else y
 
 
@@ -78,7 +77,7 @@ def causal_conv1d_update(
         >>> y.shape, bool(conv_state[..., -1].any())
         (torch.Size([2, 8]), True)
     """
-    single = getattr(x, "ndim", 0) == 2
+    single = isinstance(x, Tensor) and x.ndim == 2
     tokens = x.unsqueeze(-1) if single else x
     checks.causal_conv1d_update(tokens, conv_state, weight, bias, activation)
     y = ops.causal_conv1d_update(tokens, conv_state, weight, bias, activation)

@@ -3,11 +3,13 @@
 import torch
 
 from ..runtime.checks import (
+    are_flags,
     has_dtype,
     has_shape,
     holds_cu_seqlens,
     is_cu_seqlens,
     is_floating,
+    is_number,
     is_one_of,
     is_tensor,
     remembered,
@@ -33,7 +35,10 @@ def _conv(x, weight, bias, activation, sizes) -> None:
     is_one_of("activation", activation, CONV_ACTIVATIONS)
 
 
-def causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states) -> None:
+def causal_conv1d_fn(
+    x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
+) -> None:
+    are_flags(return_final_states=return_final_states)
     _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
     if cu_seqlens is not None:
         holds_cu_seqlens("cu_seqlens", cu_seqlens, x.shape[2])
@@ -54,11 +59,11 @@ def _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_
         has_dtype("seq_idx", seq_idx, (torch.int32, torch.int64))
         same_device("seq_idx", seq_idx, "x", x)
     if cu_seqlens is not None:
+        is_cu_seqlens("cu_seqlens", cu_seqlens, x)
         if sizes["B"] != 1:
             raise ValueError(
                 f"x must have shape [1, D, T] when cu_seqlens is given, got batch {sizes['B']}"
             )
-        is_cu_seqlens("cu_seqlens", cu_seqlens, x)
         sizes["N"] = cu_seqlens.numel() - 1
     if initial_states is not None:
         has_shape("initial_states", initial_states, "N D W-1", sizes)
@@ -93,8 +98,7 @@ def rms_norm_gated(x, gate, weight, eps, activation) -> None:
     has_shape("weight", weight, "D", {"D": x.shape[-1] if x.ndim else 0})
     is_floating("weight", weight)
     same_device("weight", weight, "x", x)
-    if not isinstance(eps, (int, float)) or eps < 0:
-        raise ValueError(f"eps must be a non-negative float, got {eps!r}")
+    is_number("eps", eps, "non-negative")
     is_one_of("activation", activation, GATE_ACTIVATIONS)
 
 

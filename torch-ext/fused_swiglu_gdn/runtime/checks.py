@@ -1,6 +1,7 @@
 """What the checks share. Messages say which argument, what was expected, and what came."""
 
 import functools
+import math
 from typing import Callable, Dict, Optional, Sequence
 
 import torch
@@ -12,7 +13,7 @@ def remembered(check: Callable) -> Callable:
     """The check, passed over for arguments of shapes, dtypes, devices and values that it passed.
 
     A decoding step's checks cost more than its kernel: this leaves a look into a set. Only for
-    checks that read nothing else of a tensor.
+    checks that read nothing else of a tensor. A value counts with its type: True == 1 == 1.0.
     """
     passed = set()
 
@@ -21,7 +22,10 @@ def remembered(check: Callable) -> Callable:
         if torch.compiler.is_compiling():
             return check(*args)
         key = tuple(
-            [(x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else x for x in args]
+            [
+                (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x)
+                for x in args
+            ]
         )
         try:
             if key in passed:
@@ -85,8 +89,24 @@ def same_device(name: str, x: Optional[torch.Tensor], first: str, y: torch.Tenso
 
 
 def is_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    if value not in allowed:
+    """value is a string of `allowed`, or None where that is allowed."""
+    if (value is not None and not isinstance(value, str)) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def are_flags(**values: object) -> None:
+    """Truth values; 0, 1 and None pass for them. Anything else is an argument in a wrong place."""
+    for name, value in values.items():
+        if not isinstance(value, int) and value is not None:
+            raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+
+
+def is_number(name: str, value: object, least: str, or_none: str = "") -> None:
+    """A finite float or int; least: "positive" or "non-negative"."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a float{or_none}, got {type(value).__name__}")
+    if not (value > 0 or value == 0 and least == "non-negative") or not math.isfinite(value):
+        raise ValueError(f"{name} must be {least} and finite, got {value}")
 
 
 def is_cu_seqlens(name: str, cu_seqlens: object, like: torch.Tensor) -> None:

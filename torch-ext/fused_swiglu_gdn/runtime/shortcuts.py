@@ -30,6 +30,11 @@ def autocast(*tensors: Optional[torch.Tensor]) -> Tuple[Optional[torch.Tensor], 
     )
 
 
+def _key(tensors: tuple, options: tuple) -> tuple:
+    """Of an option also the type: True == 1 == 1.0, and the checks tell them apart."""
+    return tensors[0].shape, options, tuple(map(type, options)), torch.is_grad_enabled()
+
+
 class Shortcuts:
     """Plans of calls that have passed, for calls like them.
 
@@ -47,7 +52,7 @@ class Shortcuts:
         if torch.compiler.is_compiling() or not dispatch.undisturbed():
             return None
         try:
-            known = self._known.get((tensors[0].shape, options, torch.is_grad_enabled()))
+            known = self._known.get(_key(tensors, options))
         except (AttributeError, TypeError):  # the checks have a better message
             return None
         if known is None:
@@ -67,6 +72,5 @@ class Shortcuts:
         there = [x for x in tensors if x is not None]
         guards = TensorGuards(*there, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         absent = [x is None for x in tensors]
-        key = (tensors[0].shape, options, torch.is_grad_enabled())
-        keep(self._known, key, (absent, guards, plan))
+        keep(self._known, _key(tensors, options), (absent, guards, plan))
         return plan

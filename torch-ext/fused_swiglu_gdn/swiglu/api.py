@@ -97,10 +97,16 @@ def fused_swiglu_mlp(
         >>> y.shape, w_down.grad.shape
         (torch.Size([2, 5, 64]), torch.Size([64, 96]))
     """
-    tensors = autocast(x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = tensors
-    checks.fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation)
     modes = checks.training_modes(recompute, keep_z, main_grad)
+    given = (w_gate, w_up, w_down)
+    x, *weights, b_gate, b_up, b_down = autocast(x, *given, b_gate, b_up, b_down)
+    if main_grad:  # what autocast made of a weight has none
+        weights = [
+            w if w is own else autocast(ops.into_main_grad(own))[0]
+            for w, own in zip(weights, given)
+        ]
+    w_gate, w_up, w_down = weights
+    checks.fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation)
     args = (_rows(x), w_gate, w_up, w_down, b_gate, b_up, b_down, activation, *modes)
     y = ops.swiglu_mlp(*args)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], w_down.shape[0])

@@ -4,7 +4,15 @@ from typing import Tuple
 
 import torch
 
-from ..runtime.checks import agrees, has_shape, is_floating, is_one_of, is_tensor, remembered
+from ..runtime.checks import (
+    agrees,
+    are_flags,
+    has_shape,
+    is_floating,
+    is_one_of,
+    is_tensor,
+    remembered,
+)
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu")
 
@@ -41,6 +49,9 @@ def _biases(named, dim: str, sizes) -> None:
 
 
 def training_modes(recompute: bool, keep_z: bool, main_grad: bool) -> Tuple[bool, bool, bool]:
+    are_flags(recompute=recompute, keep_z=keep_z, main_grad=main_grad)
+    if main_grad and torch.compiler.is_compiling():
+        raise NotImplementedError("main_grad=True is for eager mode, not torch.compile")
     if recompute and keep_z:
         raise ValueError("recompute keeps x alone: it cannot go with keep_z")
     return bool(recompute), bool(keep_z), bool(main_grad)

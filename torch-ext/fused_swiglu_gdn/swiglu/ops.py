@@ -10,7 +10,7 @@ from .._ops import add_op_namespace_prefix
 from ..runtime.ops import run, serve
 from . import ops_train as training
 from . import reference
-from .ops_mlp import swiglu_mlp_train
+from .ops_mlp import into_main_grad, swiglu_mlp_train
 
 
 @torch.library.custom_op(add_op_namespace_prefix("swiglu_fwd"), mutates_args=())
@@ -45,4 +45,6 @@ def swiglu_mlp(
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
     if training.trains(*tensors):
         return swiglu_mlp_train(*tensors, activation, recompute, keep_z, main_grad)
+    if main_grad:
+        w_gate, w_up, w_down = map(into_main_grad, (w_gate, w_up, w_down))
     return F.linear(swiglu(x, w_gate, w_up, b_gate, b_up, activation), w_down, b_down)

@@ -126,6 +126,27 @@ def _stand_in(weight: Tensor) -> Optional[Tensor]:
     return torch.zeros_like(weight)
 
 
+class _IntoMainGrad(torch.autograd.Function):
+    """A weight, whose gradient goes into its main_grad."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        ctx.weight.main_grad.add_(gradient)
+        return _stand_in(ctx.weight)
+
+
+def into_main_grad(weight: Tensor) -> Tensor:
+    """The weight for an MLP that torch differentiates: if it has a main_grad, that is added to."""
+    wanted = torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "main_grad")
+    return _IntoMainGrad.apply(weight) if wanted else weight
+
+
 class _MLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *args):
@@ -157,8 +178,5 @@ def swiglu_mlp_train(*args) -> Tensor:
     """y [M, D] of x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute, keep_z,
     main_grad."""
     if torch.compiler.is_compiling():
-        *args, main_grad = args
-        if main_grad:
-            raise NotImplementedError("main_grad=True is for eager mode, not torch.compile")
-        return _swiglu_mlp_fwd(*args)[0]
+        return _swiglu_mlp_fwd(*args[:-1])[0]  # checks/ refuses main_grad here
     return _MLP.apply(*args)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from ...runtime.dtypes import at_least_fp32
 from ..chunks import CHUNK
-from .common import Inputs, read_state, run, silence_skipped, stacked, write_pool
+from .common import Inputs, no_tokens, read_state, run, silence_skipped, stacked, write_pool
 
 
 def to_chunks(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -29,7 +29,7 @@ def _chunked(x: Inputs, S: torch.Tensor, checkpoint_every: int):
     """The chunk form. S [B, H, R, K, V] -> o [B, H, R, T, V], S and the checkpointed states."""
     T = x.v.shape[3]
     if T == 0:
-        return torch.zeros_like(x.v), S, []
+        return no_tokens(x, S), S, []
     q, k, v, g, beta = (to_chunks(y, 3) for y in x)  # padding: beta = 0 and g = 0 change nothing
     G = g.cumsum(-1)  # [B, H, R, NT, C]
     future = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=g.device).triu(1)

@@ -61,6 +61,11 @@ def spans(B: int, T: int, cu_seqlens: Optional[torch.Tensor]):
     return [(slice(0, 1), slice(a, b)) for a, b in zip(cu, cu[1:])]
 
 
+def no_tokens(x: Inputs, S: torch.Tensor) -> torch.Tensor:
+    """o [B, H, R, T, V] where that is empty: autograd sees what it would depend on."""
+    return x.v + sum(y.sum() for y in (x.q, x.k, x.g, x.beta, S))
+
+
 def run(step, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, scale, flags):
     """Calls step(inputs, S) for each sequence; gives o [B, T, HV, V] and their results."""
     B, T, H = k.shape[:3]
@@ -76,7 +81,7 @@ def run(step, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, scale, flags)
         o, *rest = step(part, state if cu_seqlens is None else state[n : n + 1])
         outputs.append(o)
         results.append(rest)
-    o = torch.cat(outputs, 3) if outputs else torch.zeros_like(x.v)
+    o = torch.cat(outputs, 3) if outputs else no_tokens(x, state)
     return o.flatten(1, 2).transpose(1, 2).to(q.dtype), results
 
 

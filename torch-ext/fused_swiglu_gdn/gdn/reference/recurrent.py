@@ -8,7 +8,7 @@ Sizes as in common.py.
 import torch
 
 from ...runtime.dtypes import at_least_fp32
-from .common import Inputs, read_state, run, silence_skipped, stacked, write_pool
+from .common import Inputs, no_tokens, read_state, run, silence_skipped, stacked, write_pool
 
 
 def _recurrent(x: Inputs, S: torch.Tensor, all_states: bool):
@@ -23,7 +23,7 @@ def _recurrent(x: Inputs, S: torch.Tensor, all_states: bool):
         o.append((S * x.q[:, :, :, t, :, None]).sum(-2))
         if all_states:
             states.append(S)
-    o = torch.stack(o, 3) if o else torch.zeros_like(x.v)
+    o = torch.stack(o, 3) if o else no_tokens(x, S)
     if not all_states:
         return o, S
     return o, torch.stack(states, 1) if states else S.unsqueeze(1)[:, :0]

@@ -64,7 +64,7 @@ def causal_conv1d_fwd(
         initial_states = wide.new_zeros(N, x.shape[1], W - 1)
     history = at_least_fp32(initial_states)
     if x.numel() == 0:
-        y = wide
+        y = wide + sum(t.sum() for t in (taps, history, bias) if t is not None)  # empty
     elif sequence is None:
         y = F.conv1d(
             torch.cat([history, wide], -1), taps.unsqueeze(1), bias, groups=x.shape[1]
