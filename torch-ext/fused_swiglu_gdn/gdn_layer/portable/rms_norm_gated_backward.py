@@ -51,7 +51,8 @@ def _rms_norm_gated_bwd_kernel(
     first = tl.program_id(0) * (TILES * BLOCK_M)
     for tile in range(0, TILES):
         rows = first + tile * BLOCK_M + tl.arange(0, BLOCK_M)
-        mask = (rows < M)[:, None] & (offs_d < D)
+        inside = (rows < M)[:, None]
+        mask = inside & (offs_d < D)
         group = (rows // R).to(tl.int64)
         member = (rows % R).to(tl.int64)
         x_rows = x_ptr + group * x_strides[0] + member * x_strides[1]
@@ -60,7 +61,8 @@ def _rms_norm_gated_bwd_kernel(
         x = tl.load(x_rows[:, None] + offs_d, mask=mask, other=0.0).to(tl.float32)
         gate = tl.load(gate_rows[:, None] + offs_d, mask=mask, other=0.0).to(tl.float32)
         dy = tl.load(dy_rows[:, None] + offs_d, mask=mask, other=0.0).to(tl.float32)
-        rstd = tl.rsqrt(tl.sum(x * x, 1) / D + eps)[:, None]  # [BLOCK_M, 1] fp32
+        square = tl.where(inside, (tl.sum(x * x, 1) / D + eps)[:, None], 1.0)
+        rstd = tl.rsqrt(square)  # [BLOCK_M, 1] fp32; rows that are not there add 0 to dweight
         n = x * rstd
         act = gate_activation(gate, SILU)
         sigmoid = gate_activation(gate, False)

@@ -1,0 +1,174 @@
+"""Lanes that are not there, and values at the edge: kernels whose masked lanes divide by zero or
+take its root, and NaN that must stay in its row, head or sequence."""
+
+import pytest
+import torch
+from conftest import TOLERANCE, assert_close, relative_error, submodule
+from interpreter import compiled, interpreted, rerun
+from test_gdn_backward import Case
+
+layer = submodule("reference.gdn_layer")
+NAN = float("nan")
+
+
+def norm_inputs(rows, D, dtype=torch.float32, device="cpu"):
+    random = torch.Generator(device=device).manual_seed(0)
+    x, gate, dy = (torch.randn(rows, D, generator=random, device=device) for _ in range(3))
+    weight = torch.randn(D, generator=random, device=device)
+    return [t.to(dtype) for t in (x, gate, weight, dy)]
+
+
+def check_norm_without_eps(rows, D, device="cpu", dtype=torch.float32):
+    """eps = 0 and rows that are no multiple of the block: nothing is NaN, everything is right."""
+    x, gate, weight, dy = norm_inputs(rows, D, dtype, device)
+    leaves = [t.double().requires_grad_() for t in (x, gate, weight)]
+    y = layer.rms_norm_gated_fwd(*leaves, 0.0, "silu")
+    want = [y, *torch.autograd.grad(y, leaves, dy.double())]
+    out = submodule("portable.rms_norm_gated").rms_norm_gated_fwd(x, gate, weight, 0.0, "silu")
+    backward = submodule("portable.rms_norm_gated_backward").rms_norm_gated_bwd
+    for a, b in zip([out, *backward(x, gate, weight, dy, 0.0, "silu")], want):
+        assert relative_error(a, b) <= 2 * TOLERANCE[dtype]
+
+
+def check_norm_keeps_nan_in_its_row(rows, D, device="cpu"):
+    """A row of zeros without eps and a row with NaN spoil themselves and dweight alone."""
+    x, gate, weight, dy = norm_inputs(rows, D, device=device)
+    clean = x.clone()
+    x[0], x[rows - 1, 1] = 0.0, NAN
+    backward = submodule("portable.rms_norm_gated_backward").rms_norm_gated_bwd
+    got, want = (backward(t, gate, weight, dy, 0.0, "silu") for t in (x, clean))
+    for a, b in zip(got[:2], want[:2]):
+        assert torch.equal(a[1:-1], b[1:-1]) and a[-1].isnan().any()
+    assert got[2].isnan().all()  # the sum over all rows, as torch has it
+
+
+ROWS = [(1, 5), (5, 100), (17, 128), (9, 1024)]  # blocks have 1, 1, 16 and 2 rows
+
+
+@interpreted
+@pytest.mark.parametrize("rows, D", ROWS)
+def test_norm_without_eps(rows, D):
+    check_norm_without_eps(rows, D)
+
+
+@interpreted
+def test_norm_keeps_nan_in_its_row():
+    check_norm_keeps_nan_in_its_row(17, 128)
+
+
+@interpreted
+def test_convolutions_gradient_keeps_nan_in_its_sequence():
+    backward = submodule("portable.causal_conv1d_backward").causal_conv1d_bwd
+    x, dy, weight = torch.randn(1, 24, 20), torch.randn(1, 24, 20), torch.randn(24, 4)
+    states, d_final = torch.randn(3, 24, 3), torch.randn(3, 24, 3)
+    spoiled = x.clone()
+    spoiled[..., 5:12] = NAN
+    seq_idx = torch.tensor([[0] * 5 + [1] * 7 + [2] * 8])
+    cu = torch.tensor([0, 5, 12, 20])
+    for where in ((seq_idx, None, None), (None, cu, states), (None, cu, None)):
+        last = None if where[2] is None else d_final
+        for order in (lambda t: t, lambda t: t.mT.contiguous().mT):  # both layouts' kernels
+            got, want = (
+                backward(order(t), weight, None, "silu", *where, order(dy), last)
+                for t in (spoiled, x)
+            )
+            assert torch.equal(got[0][..., :5], want[0][..., :5])
+            assert torch.equal(got[0][..., 12:], want[0][..., 12:])
+            if where[2] is not None:
+                assert torch.equal(got[3][[0, 2]], want[3][[0, 2]])
+
+
+def zeroed(case):
+    """Keys, queries and beta of zero among others and in the last token."""
+    q, k, _, _, beta, *_ = case.inputs
+    for x in (q, k, beta):
+        x[:, ::7] = 0.0
+        x[:, -1] = 0.0
+    return case
+
+
+# ragged chunks, among them one token; raw gates of masked tokens are not those of zeros
+GDN = {
+    "plain": {},
+    "norm, gate": {"l2norm": True, "gate": True},
+    "packed": {"lengths": (3, 65, 0, 1), "gate": True, "l2norm": True},
+}
+
+
+@interpreted
+@pytest.mark.parametrize("options", GDN.values(), ids=GDN)
+def test_zeros_in_the_rule(options):
+    case = zeroed(Case(1, 70, 1, 2, 16, 16, torch.float32, **options))
+    wanted, got = case.expected(), case.gradients(submodule("common.gdn_backward"))
+    for a, b in zip(got, wanted):
+        assert a is None or not a.isnan().any()
+        assert a is None or relative_error(a, b) < 3e-4  # of sums that cancel, test_gdn_backward.py
+
+
+@interpreted
+def test_nan_stays_in_its_sequence_of_the_rule():
+    """Packed sequences, forward and gradients: NaN in every input of one leaves the others' bits.
+
+    What is summed over sequences, A_log's and dt_bias' gradients, has it.
+    """
+    spoiled, clean = (
+        Case(1, 0, 1, 2, 16, 16, torch.float32, lengths=(66, 3, 20), gate=True) for _ in range(2)
+    )
+    for x in (*spoiled.inputs[:5], spoiled.do):
+        x[:, 66:69] = NAN
+    spoiled.inputs[7][1] = NAN
+    forward = submodule("portable.gdn").gdn_chunk_fwd
+    results = []
+    for case in (spoiled, clean):
+        *tensors, state = case.inputs
+        o, final, _ = forward(
+            *tensors, state, None, case.cu_seqlens, case.scale, *case.flags, True, None, 0
+        )
+        grads = case.gradients(submodule("common.gdn_backward"))
+        results.append(([o, *grads[:5]], [final, grads[7]]))
+    for a, b in zip(*(tokens for tokens, _ in results)):
+        assert torch.equal(a[:, :66], b[:, :66]) and torch.equal(a[:, 69:], b[:, 69:])
+    for a, b in zip(*(states for _, states in results)):
+        assert torch.equal(a[[0, 2]], b[[0, 2]])
+
+
+@interpreted
+@pytest.mark.parametrize("V", [16, 24])
+def test_decoding_without_eps(V):
+    """A layer's step with eps = 0 where V is no power of two: masked lanes of the norm."""
+    B, H, HV, K, W = 2, 1, 2, 16, 4
+    D = 2 * H * K + HV * V
+    rows, gates = torch.randn(B, 1, D + HV * V), torch.randn(B, 1, 2 * HV)
+    q, k, v, z = rows.split([H * K, H * K, HV * V, HV * V], -1)
+    q, k = (x.unflatten(-1, (H, K)) for x in (q, k))
+    v, z = (x.unflatten(-1, (HV, V)) for x in (v, z))
+    tensors = (q, k, v, z, *gates.split(HV, -1))
+    weight, norm = torch.randn(D, W), torch.randn(V)
+    vectors = torch.randn(2, HV).unbind(0)
+    rest = (weight, None, "silu", *vectors, norm, 0.0, "silu", False)
+    states = torch.randn(B, D, W), torch.randn(B, HV, K, V)
+    module = submodule("portable.gdn_layer")
+    if not module.supports_gdn_layer_decode(*tensors, *states, *rest):
+        pytest.skip("no kernel for this head dim")
+    wide = [[t.double() if torch.is_tensor(t) else t for t in part] for part in (tensors, rest)]
+    ref = submodule("reference.gdn_layer_fused").gdn_layer_decode(
+        *wide[0], *(t.double() for t in states), *wide[1]
+    )
+    assert_close(module.gdn_layer_decode(*tensors, *states, *rest), ref)
+
+
+@compiled
+def test_under_the_interpreter():
+    rerun(__file__)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, D", [*ROWS, (1000, 128), (1001, 8192)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gpu_norm_without_eps(rows, D, dtype):
+    check_norm_without_eps(rows, D, "cuda", dtype)
+
+
+@pytest.mark.gpu
+def test_gpu_norm_keeps_nan_in_its_row():
+    check_norm_keeps_nan_in_its_row(17, 128, "cuda")
