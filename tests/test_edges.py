@@ -7,7 +7,7 @@ from conftest import TOLERANCE, assert_close, relative_error, submodule
 from interpreter import compiled, interpreted, rerun
 from test_gdn_backward import Case
 
-layer = submodule("reference.gdn_layer")
+layer = submodule("gdn_layer.reference.layer")
 NAN = float("nan")
 
 
@@ -24,8 +24,10 @@ def check_norm_without_eps(rows, D, device="cpu", dtype=torch.float32):
     leaves = [t.double().requires_grad_() for t in (x, gate, weight)]
     y = layer.rms_norm_gated_fwd(*leaves, 0.0, "silu")
     want = [y, *torch.autograd.grad(y, leaves, dy.double())]
-    out = submodule("portable.rms_norm_gated").rms_norm_gated_fwd(x, gate, weight, 0.0, "silu")
-    backward = submodule("portable.rms_norm_gated_backward").rms_norm_gated_bwd
+    out = submodule("gdn_layer.portable.rms_norm_gated").rms_norm_gated_fwd(
+        x, gate, weight, 0.0, "silu"
+    )
+    backward = submodule("gdn_layer.portable.rms_norm_gated_backward").rms_norm_gated_bwd
     for a, b in zip([out, *backward(x, gate, weight, dy, 0.0, "silu")], want):
         assert relative_error(a, b) <= 2 * TOLERANCE[dtype]
 
@@ -35,7 +37,7 @@ def check_norm_keeps_nan_in_its_row(rows, D, device="cpu"):
     x, gate, weight, dy = norm_inputs(rows, D, device=device)
     clean = x.clone()
     x[0], x[rows - 1, 1] = 0.0, NAN
-    backward = submodule("portable.rms_norm_gated_backward").rms_norm_gated_bwd
+    backward = submodule("gdn_layer.portable.rms_norm_gated_backward").rms_norm_gated_bwd
     got, want = (backward(t, gate, weight, dy, 0.0, "silu") for t in (x, clean))
     for a, b in zip(got[:2], want[:2]):
         assert torch.equal(a[1:-1], b[1:-1]) and a[-1].isnan().any()
@@ -58,7 +60,7 @@ def test_norm_keeps_nan_in_its_row():
 
 @interpreted
 def test_convolutions_gradient_keeps_nan_in_its_sequence():
-    backward = submodule("portable.causal_conv1d_backward").causal_conv1d_bwd
+    backward = submodule("gdn_layer.portable.causal_conv1d_backward").causal_conv1d_bwd
     x, dy, weight = torch.randn(1, 24, 20), torch.randn(1, 24, 20), torch.randn(24, 4)
     states, d_final = torch.randn(3, 24, 3), torch.randn(3, 24, 3)
     spoiled = x.clone()
@@ -99,7 +101,7 @@ GDN = {
 @pytest.mark.parametrize("options", GDN.values(), ids=GDN)
 def test_zeros_in_the_rule(options):
     case = zeroed(Case(1, 70, 1, 2, 16, 16, torch.float32, **options))
-    wanted, got = case.expected(), case.gradients(submodule("common.gdn_backward"))
+    wanted, got = case.expected(), case.gradients(submodule("gdn.portable.backward"))
     for a, b in zip(got, wanted):
         assert a is None or not a.isnan().any()
         assert a is None or relative_error(a, b) < 3e-4  # of sums that cancel, test_gdn_backward.py
@@ -117,14 +119,14 @@ def test_nan_stays_in_its_sequence_of_the_rule():
     for x in (*spoiled.inputs[:5], spoiled.do):
         x[:, 66:69] = NAN
     spoiled.inputs[7][1] = NAN
-    forward = submodule("portable.gdn").gdn_chunk_fwd
+    forward = submodule("gdn.portable.chunk").gdn_chunk_fwd
     results = []
     for case in (spoiled, clean):
         *tensors, state = case.inputs
         o, final, _ = forward(
             *tensors, state, None, case.cu_seqlens, case.scale, *case.flags, True, None, 0
         )
-        grads = case.gradients(submodule("common.gdn_backward"))
+        grads = case.gradients(submodule("gdn.portable.backward"))
         results.append(([o, *grads[:5]], [final, grads[7]]))
     for a, b in zip(*(tokens for tokens, _ in results)):
         assert torch.equal(a[:, :66], b[:, :66]) and torch.equal(a[:, 69:], b[:, 69:])
@@ -147,11 +149,11 @@ def test_decoding_without_eps(V):
     vectors = torch.randn(2, HV).unbind(0)
     rest = (weight, None, "silu", *vectors, norm, 0.0, "silu", False)
     states = torch.randn(B, D, W), torch.randn(B, HV, K, V)
-    module = submodule("portable.gdn_layer")
+    module = submodule("gdn_layer.portable.layer")
     if not module.supports_gdn_layer_decode(*tensors, *states, *rest):
         pytest.skip("no kernel for this head dim")
     wide = [[t.double() if torch.is_tensor(t) else t for t in part] for part in (tensors, rest)]
-    ref = submodule("reference.gdn_layer_fused").gdn_layer_decode(
+    ref = submodule("gdn_layer.reference.fused").gdn_layer_decode(
         *wide[0], *(t.double() for t in states), *wide[1]
     )
     assert_close(module.gdn_layer_decode(*tensors, *states, *rest), ref)
