@@ -1,11 +1,15 @@
 """tools/build.py: the Hub's layout, accepted by the loaders, the same bytes every time."""
 
+import importlib.util
 import json
+import marshal
 import os
 import runpy
 import shutil
+import struct
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -198,6 +202,96 @@ def test_verify_finds_what_was_done_to_a_build(copy, tamper, says):
     tamper(variant)
     with pytest.raises(RuntimeError, match=says):
         verify()
+
+
+def plant(variant, flags, source="device", file=None):
+    """Byte code that Python runs in place of runtime/<source>.py, with `flags` as PEP 552 has them;
+    file: which file a function in it says it is of."""
+    path = variant / "runtime" / f"{source}.py"
+    cached = Path(importlib.util.cache_from_source(str(path)))
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    text = path.read_text() + ("\nPLANTED = True\n" if file is None else "")
+    code = compile(text, str(path), "exec", dont_inherit=True, optimize=0)
+    if file is not None:
+        inner = next(c for c in code.co_consts if isinstance(c, types.CodeType))
+        consts = [inner.replace(co_filename=file) if c is inner else c for c in code.co_consts]
+        code = code.replace(co_consts=tuple(consts))
+    stat = path.stat()
+    if flags:
+        head = importlib.util.source_hash(path.read_bytes())
+    else:
+        head = struct.pack("<II", int(stat.st_mtime), stat.st_size)
+    cached.write_bytes(
+        importlib.util.MAGIC_NUMBER + struct.pack("<I", flags) + head + marshal.dumps(code)
+    )
+
+
+TIMESTAMP, UNCHECKED, CHECKED = 0, 1, 3
+
+
+@pytest.mark.parametrize("flags", [TIMESTAMP, UNCHECKED, CHECKED])
+def test_verify_reads_byte_code(copy, flags):
+    variant = copy("repo") / "build" / f"torch-{HERE}"
+    verify = load_verify(variant)
+    python("import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=1)", variant)
+    python("import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=1)", "-O", variant)
+    digest = verify()
+    run = "import sys; sys.path.insert(0, sys.argv[1]); import device; print(dir(device))"
+    plant(variant, flags)
+    assert "PLANTED" in python(run, variant / "runtime")  # Python does run it
+    for expected in (None, digest):
+        with pytest.raises(RuntimeError, match="byte code of another source.*runtime/device.py"):
+            verify(expected)
+
+
+def test_verify_reads_where_byte_code_says_it_is_from(copy, tmp_path):
+    """Triton compiles the text of a kernel's source file, which its code object names."""
+    variant = copy("repo") / "build" / f"torch-{HERE}"
+    plant(variant, UNCHECKED, "dispatch", file=str(tmp_path / "other.py"))
+    with pytest.raises(RuntimeError, match="byte code of another source.*runtime/dispatch.py"):
+        load_verify(variant)()
+
+
+def test_verify_reads_byte_code_kept_elsewhere(copy, tmp_path, monkeypatch):
+    variant = copy("repo") / "build" / f"torch-{HERE}"
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))
+    plant(variant, UNCHECKED)
+    assert not list(variant.rglob("*.pyc"))
+    with pytest.raises(RuntimeError, match="byte code of another source"):
+        load_verify(variant)()
+
+
+def linked_folder(variant):
+    """A package that Python prefers to runtime/device.py."""
+    (variant.parent / "device").mkdir()
+    (variant.parent / "device" / "__init__.py").write_text("PLANTED = True\n")
+    (variant / "runtime" / "device").symlink_to(variant.parent / "device")
+
+
+@pytest.mark.parametrize(
+    "tamper, says",
+    [
+        (linked_folder, "a link to a folder: runtime/device"),
+        (lambda v: (v / "gone.py").symlink_to(v / "nowhere"), "a link to no file: gone.py"),
+        (lambda v: (v / "evil.pyc").write_bytes(b""), "not part of it: evil.pyc"),
+        (lambda v: (v / "gdn" / "ops.pyc").write_bytes(b""), "not part of it: gdn/ops.pyc"),
+        (lambda v: planted_in_cache(v, "evil.py"), "not part of it: __pycache__/evil.py"),
+        (lambda v: planted_in_cache(v, "evil.x.pyc"), "not part of it: __pycache__/evil.x.pyc"),
+        (lambda v: os.mkfifo(v / "pipe"), "not part of it: pipe"),
+    ],
+)
+def test_verify_finds_what_is_extra(copy, tamper, says):
+    variant = copy("repo") / "build" / f"torch-{HERE}"
+    verify = load_verify(variant)
+    verify()
+    tamper(variant)
+    with pytest.raises(RuntimeError, match=says):
+        verify()
+
+
+def planted_in_cache(variant, name):
+    (variant / "__pycache__").mkdir()
+    (variant / "__pycache__" / name).write_bytes(b"")
 
 
 def test_verify_agrees_with_kernels_own_hash_and_reads_through_links(copy, tmp_path):

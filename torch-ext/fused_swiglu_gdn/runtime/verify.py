@@ -5,18 +5,24 @@
 
 import base64
 import hashlib
+import importlib.util
 import json
+import marshal
+import sys
 from pathlib import Path
-from typing import Dict, List, Optional
+from types import CodeType
+from typing import Dict, Iterator, List, Optional
 
 # not hashed: the metadata holds the hashes, and its signature comes later
 _UNHASHED = ("metadata.json", "metadata.json.sigstore")
+_CACHE = "__pycache__"
 
 
 def verify(expected: Optional[str] = None) -> str:
     """Checks every file of this build against the hashes recorded when it was built.
 
-    That finds damage and edits. Whoever can rewrite metadata.json and this file too is found only
+    That finds damage and edits, also of the byte code that Python would run in place of a source
+    file. Whoever can rewrite metadata.json and this file too is found only
     by a caller who noted the build's digest when they trusted it, and gives it as `expected`.
 
     Args:
@@ -26,14 +32,21 @@ def verify(expected: Optional[str] = None) -> str:
         The digest of the whole build, "sha256:" and 64 hexadecimal digits.
 
     Raises:
-        RuntimeError: a file is changed, missing or extra, the build's digest is another than
-            `expected`, or this is no build (a source tree has no metadata.json).
+        RuntimeError: a file is changed, missing or extra, a folder is a link, a link leads nowhere,
+            byte code is not that of its source file, the build's digest is another than `expected`,
+            or this is no build (a source tree has no metadata.json).
     """
     root = Path(__file__).parents[1]
     recorded = _recorded(root)
     algorithm = recorded["algorithm"]
-    found = _hashes(root, algorithm)
-    problems = _differences(recorded["files"], found)
+    problems: List[str] = []
+    found = _hashes(root, algorithm, problems)
+    problems += _differences(recorded["files"], found)
+    problems += [
+        f"byte code of another source: {_CACHE} of {name}"
+        for name in sorted(found)
+        if name.endswith(".py") and not _is_compiled_from(root / name)
+    ]
     if problems:
         raise RuntimeError(f"the build in {root} is not as it was built: {'; '.join(problems)}")
     digest = _whole(found)
@@ -57,17 +70,76 @@ def _recorded(root: Path) -> dict:
     raise RuntimeError(f"the build in {root} cannot be verified: {problem}")
 
 
-def _hashes(root: Path, algorithm: str) -> Dict[str, str]:
+def _entries(root: Path, folder: Path, problems: List[str]) -> Iterator[Path]:
+    """Every file below the folder. No build has links to folders, and Python would import them."""
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not path.is_file():
+            kind = "a folder" if path.is_dir() else "no file"
+            problems.append(f"a link to {kind}: {path.relative_to(root).as_posix()}")
+        elif path.is_dir():
+            yield from _entries(root, path, problems)
+        else:
+            yield path
+
+
+def _hashes(root: Path, algorithm: str, problems: List[str]) -> Dict[str, str]:
     """{path: base64 hash} of every file but byte code, as kernels' Digest.hash_variant."""
     found = {}
-    for path in root.rglob("*"):
+    for path in _entries(root, root, problems):
         name = path.relative_to(root).as_posix()
-        if name in _UNHASHED or "__pycache__" in path.parts or path.suffix == ".pyc":
+        if name in _UNHASHED or _is_byte_code(path):
             continue
-        if path.is_file():  # a link into the Hub's cache is followed
-            digest = hashlib.new(algorithm, path.read_bytes()).digest()
-            found[name] = base64.b64encode(digest).decode()
+        if not path.is_file():  # a pipe, a device
+            problems.append(f"not part of it: {name}")
+            continue
+        # a link into the Hub's cache is followed
+        digest = hashlib.new(algorithm, path.read_bytes()).digest()
+        found[name] = base64.b64encode(digest).decode()
     return found
+
+
+def _is_byte_code(path: Path) -> bool:
+    """Whether this is where some Python keeps the byte code of a source file that is there."""
+    if path.parent.name != _CACHE or path.suffix != ".pyc":
+        return False
+    return (path.parent.parent / (path.name.split(".")[0] + ".py")).is_file()
+
+
+def _is_compiled_from(source: Path) -> bool:
+    """Whether the byte code that this Python would run in place of the source file is the source's.
+
+    Python looks at the source's time and size at most, which anybody can set.
+    """
+    if sys.implementation.cache_tag is None:  # it keeps none
+        return True
+    for optimization in ("", 1, 2):
+        cached = importlib.util.cache_from_source(str(source), optimization=optimization)
+        try:
+            data = Path(cached).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        if data[:4] != importlib.util.MAGIC_NUMBER or len(data) < 16:  # Python compiles it anew
+            continue
+        try:
+            code = marshal.loads(data[16:])
+            compiled = compile(
+                source.read_bytes(), str(source), "exec",
+                dont_inherit=True, optimize=int(optimization or 0),
+            )  # fmt: skip
+        except (EOFError, TypeError, ValueError, SyntaxError):
+            return False
+        if code != compiled or len(set(_file_names(code))) != 1:
+            return False
+    return True
+
+
+def _file_names(code: CodeType) -> Iterator[str]:
+    """Where inspect, and Triton with it, reads the source of the code and of what is in it. Python
+    corrects one name; equality of code objects does not see them."""
+    yield code.co_filename
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _file_names(constant)
 
 
 def _differences(recorded: Dict[str, str], found: Dict[str, str]) -> List[str]:
