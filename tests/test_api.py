@@ -26,6 +26,9 @@ def test_source_says_what_python_says(kernel):
         found = kernel
         for part in name.split("."):
             found = inspect.getattr_static(found, part)
+        if text == "property":
+            assert isinstance(found, property), name
+            continue
         if not text.startswith("("):
             assert inspect.isclass(found) if text == "class" else repr(found) == text, name
             continue
@@ -38,6 +41,14 @@ def test_source_says_what_python_says(kernel):
             (p.name, p.kind, p.default) for p in inspect.signature(scope["f"]).parameters.values()
         ]
         assert read == spoken, name
+
+
+def test_the_package_shows_its_public_names_and_its_version(kernel):
+    shown = {name for name in dir(kernel) if not name.startswith("_")}
+    assert shown == set(kernel.__all__)
+    assert kernel.__version__ == str(VERSION) and "__version__" in dir(kernel)
+    assert kernel.layers.SwiGLUMLP and kernel.runtime.verify  # found all the same
+    assert {*kernel.layers.__all__} >= {name for name in dir(kernel.layers) if name[0] != "_"}
 
 
 OLD = "(x, w, scale=None, *, block=64, **kwargs)"

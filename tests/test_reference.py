@@ -328,6 +328,62 @@ def test_fused_swiglu_module(kernel):
     assert frozen.Wf.grad is None and x.grad.abs().sum() > 0
 
 
+def test_fused_swiglu_module_is_saved_as_any(kernel, tmp_path):
+    """safetensors, as in Trainer's checkpoints and save_pretrained, takes dense tensors alone."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = torch.nn.Sequential(kernel.FusedSwiGLU(8, 12), torch.nn.Linear(12, 4))
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+    file = tmp_path / "model.safetensors"
+    safetensors.save_file(model.state_dict(), file, metadata={"format": "pt"})
+    again = torch.nn.Sequential(kernel.FusedSwiGLU(8, 12), torch.nn.Linear(12, 4))
+    again.load_state_dict(safetensors.load_file(file))
+    x = torch.randn(3, 8)
+    assert torch.equal(again(x), model(x))
+    safetensors.save_model(model, file)
+    again[0].reset_parameters()
+    safetensors.load_model(again, file)
+    assert torch.equal(again(x), model(x))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_fused_swiglu_module_takes_states_with_its_weight_transposed(kernel, assign):
+    model = torch.nn.Sequential(kernel.FusedSwiGLU(8, 12))
+    wanted = torch.randn(8, 24)
+    given = {"0.Wf": wanted.clone()}
+    model.load_state_dict(given, assign=assign)
+    assert list(given) == ["0.Wf"] and torch.equal(model[0].Wf, wanted)
+    assert model[0].weight.is_contiguous() and list(model.state_dict()) == ["0.weight"]
+    missing = model.load_state_dict({}, strict=False)
+    assert missing.missing_keys == ["0.weight"]
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        model.load_state_dict({"0.Wf": wanted.t()})
+
+
+def test_the_transposed_weight_is_the_weight(kernel):
+    module = kernel.FusedSwiGLU(8, 12, weight_grad=False)
+    assert module.Wf.data_ptr() == module.weight.data_ptr() and not module.Wf.requires_grad
+    with torch.no_grad():
+        module.Wf.copy_(torch.ones(8, 24))
+        module.Wf[:, 12:].mul_(2)
+    assert torch.equal(
+        module.weight, torch.tensor([1.0, 2]).repeat_interleave(12)[:, None].expand(24, 8)
+    )
+    module.Wf = torch.nn.Parameter(torch.randn(8, 24))
+    assert list(dict(module.named_parameters())) == ["weight"] and module.weight.is_contiguous()
+    x = torch.randn(3, 8)
+    (x @ module.Wf).sum().backward()  # reaches the parameter
+    assert torch.equal(module.Wf.grad, module.weight.grad.t()) and module.weight.grad.any()
+    module.Wf.grad.zero_()  # likewise a view
+    assert not module.weight.grad.any()
+    with pytest.raises(ValueError, match=r"Wf must have shape \[8, 24\], got \[24, 8\]"):
+        module.Wf = torch.nn.Parameter(torch.randn(24, 8))
+    with pytest.raises(TypeError, match="Wf must be a torch.Tensor, got list"):
+        module.Wf = [1.0]
+    module.weight = torch.nn.Parameter(torch.randn(8, 24))
+    with pytest.raises(ValueError, match=r"weight must have shape \[24, 8\], got \[8, 24\]"):
+        module(x)
+
+
 def test_autocast(kernel):
     x, w1, w2, wd = torch.randn(3, 8), torch.randn(6, 8), torch.randn(6, 8), torch.randn(8, 6)
     with torch.autocast("cpu", torch.bfloat16):

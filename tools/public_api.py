@@ -64,6 +64,8 @@ def describe_class(name, node):
         if isinstance(member, ast.FunctionDef):
             if member.name == "__init__":
                 found[name] = signature(member)
+            elif any(getattr(d, "id", None) == "property" for d in member.decorator_list):
+                found[f"{name}.{member.name}"] = "property"
             elif not member.name.startswith("_"):
                 found[f"{name}.{member.name}"] = signature(member)
         elif isinstance(member, ast.Assign) and getattr(member.targets[0], "id", "") in FLAGS:

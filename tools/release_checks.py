@@ -1,11 +1,12 @@
 """What must agree before a version goes out: tree, build.toml, CHANGELOG.md, CARD.md, the API."""
 
+import ast
 import json
 import re
 
 import card_numbers
 from build import card, git, package_dir, provenance
-from public_api import BUMP, breaks, public_api
+from public_api import BUMP, breaks, parse, public_api
 
 
 def tree_problems(root):
@@ -40,6 +41,17 @@ def card_problems(root, config, repo_id):
     return wrong + card_numbers.problems(root)
 
 
+def version_problems(root, config):
+    """__version__ of the package, if there is one, is build.toml's."""
+    version = str(config["general"]["version"])
+    for node in parse(package_dir(root, config) / "__init__.py").body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "__version__":
+            said = ast.literal_eval(node.value)
+            if said != version:
+                return [f"build.toml is at version {version}, the package's __version__ is {said}"]
+    return []
+
+
 def api_problems(root, config):
     """The API recorded in tests/ holds, and the record knows all of today's."""
     record = root / "tests" / f"api_v{config['general']['version']}.json"
@@ -63,5 +75,6 @@ def problems(root, config, repo_id):
         *tree_problems(root),
         *changelog_problems(root, config["general"]["version"]),
         *card_problems(root, config, repo_id),
+        *version_problems(root, config),
         *api_problems(root, config),
     ]

@@ -10,6 +10,8 @@ from .runtime.verify import verify
 from .swiglu.api import fused_swiglu, fused_swiglu_mlp
 from .swiglu.module import FusedSwiGLU
 
+__version__ = "1"  # of the API, as build.toml has it
+
 __all__ = [
     "FusedSwiGLU",
     "causal_conv1d_fn",
@@ -30,3 +32,8 @@ __all__ = [
     "rms_norm_gated",
     "verify",
 ]
+
+
+def __dir__():
+    """The public names: the modules behind them may change."""
+    return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__version__"]

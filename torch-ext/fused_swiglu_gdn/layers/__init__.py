@@ -23,3 +23,8 @@ __all__ = [
     "chunk_gated_delta_rule",
     "recurrent_gated_delta_rule",
 ]
+
+
+def __dir__():
+    """What kernels and transformers look up; the modules behind it may change."""
+    return [*__all__, "__all__", "__doc__", "__file__", "__name__"]

@@ -57,9 +57,11 @@ def training_modes(recompute: bool, keep_z: bool, main_grad: bool) -> Tuple[bool
     return bool(recompute), bool(keep_z), bool(main_grad)
 
 
-def packed_weight(Wf: torch.Tensor, in_features: int, hidden_dim: int) -> None:
-    sizes = {"in_features": in_features, "2*hidden_dim": 2 * hidden_dim}
-    has_shape("Wf", Wf, "in_features 2*hidden_dim", sizes)
+def packed_weight(name: str, weight: object, rows: int, columns: int) -> None:
+    """`weight` of FusedSwiGLU, or its transpose."""
+    is_tensor(name, weight)
+    if weight.shape != (rows, columns):
+        raise ValueError(f"{name} must have shape [{rows}, {columns}], got {list(weight.shape)}")
 
 
 def module_input(x: object, in_features: int) -> None:

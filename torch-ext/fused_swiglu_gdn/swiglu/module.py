@@ -16,15 +16,25 @@ class FusedSwiGLU(nn.Module):
         z = silu(x @ Wf[:, :hidden_dim]) * (x @ Wf[:, hidden_dim:])
 
     A drop-in for two nn.Linear and LigerSiLUMulFunction: [..., in_features] -> [..., hidden_dim].
-    `Wf` [in_features, 2 * hidden_dim] is shown in that shape and lies transposed in memory, so
-    that both halves are nn.Linear weights without a copy.
+    The parameter is `weight` [2 * hidden_dim, in_features], whose halves are nn.Linear weights
+    without a copy. `Wf` [in_features, 2 * hidden_dim] is its transpose, a view of the same memory:
+    what is written into one is in the other, and Wf.grad is the transpose of weight.grad.
+    State dicts hold `weight`; those with `Wf` in its place are loaded as well.
 
     Args:
         in_features: width of the input.
         hidden_dim: width of the output.
         block: accepted for compatibility; tile sizes come from the tuned tables.
-        weight_grad: False freezes Wf; its gradient then costs nothing.
-        gate_first: whether the first half of Wf is the gate.
+        weight_grad: False freezes the weight; its gradient then costs nothing.
+        gate_first: whether the first half is the gate.
+
+    Raises:
+        TypeError, ValueError: a size is no positive int, an input or a weight does not fit.
+
+    Example:
+        >>> layer = FusedSwiGLU(1024, 3072)
+        >>> layer(torch.randn(2, 7, 1024)).shape
+        torch.Size([2, 7, 3072])
     """
 
     def __init__(
@@ -45,18 +55,39 @@ class FusedSwiGLU(nn.Module):
         self.block = block
         self.gate_first = gate_first
         stored = torch.empty(2 * hidden_dim, in_features, device=device, dtype=dtype)
-        self.Wf = nn.Parameter(stored.t(), requires_grad=weight_grad)
+        self.weight = nn.Parameter(stored, requires_grad=weight_grad)
         self.reset_parameters()
+
+    @property
+    def Wf(self) -> Tensor:
+        """weight.T [in_features, 2 * hidden_dim], and its gradient."""
+        view = self.weight.t()
+        if self.weight.grad is not None:
+            view.grad = self.weight.grad.t()
+        return view
+
+    def __setattr__(self, name: str, value) -> None:
+        """Assigning a parameter to Wf makes its transpose the parameter `weight`."""
+        if name == "Wf":
+            checks.packed_weight("Wf", value, self.in_features, 2 * self.hidden_dim)
+            stored = value.detach().t().contiguous()
+            name, value = "weight", nn.Parameter(stored, requires_grad=value.requires_grad)
+        super().__setattr__(name, value)
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        if prefix + "Wf" in state_dict and prefix + "weight" not in state_dict:
+            state_dict[prefix + "weight"] = state_dict.pop(prefix + "Wf").t().contiguous()
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
         """Uniform in +-1 / sqrt(in_features), as nn.Linear."""
         bound = 1 / math.sqrt(self.in_features)
-        nn.init.uniform_(self.Wf, -bound, bound)
+        nn.init.uniform_(self.weight, -bound, bound)
 
     def weights(self) -> Tuple[Tensor, Tensor]:
-        """(gate, up), each [hidden_dim, in_features], as views of Wf."""
-        checks.packed_weight(self.Wf, self.in_features, self.hidden_dim)
-        first, second = self.Wf.t().split(self.hidden_dim)
+        """(gate, up), each [hidden_dim, in_features], as views of `weight`."""
+        checks.packed_weight("weight", self.weight, 2 * self.hidden_dim, self.in_features)
+        first, second = self.weight.split(self.hidden_dim)
         return (first, second) if self.gate_first else (second, first)
 
     def forward(self, x: Tensor) -> Tensor:
