@@ -119,6 +119,90 @@ def test_uncommitted_changes_are_marked_and_named_by_content(tmp_path):
     assert metadata.provenance.kernel is None and metadata.id == ids[1]
 
 
+def test_what_git_ignores_is_not_shipped(tmp_path):
+    """Nor does it make a build dirty; what git would add is shipped and does."""
+    checkout = Checkout(tmp_path / "repo", small=True)
+    before = contents(checkout.build())
+    with (checkout.root / ".git" / "info" / "exclude").open("a") as exclude:
+        exclude.write("secrets.py\nnotes/\nbenchmark_mine.py\n")
+    (checkout.package / "secrets.py").write_text("PASSWORD = 1\n")
+    (checkout.package / "notes").mkdir()
+    (checkout.package / "notes" / "a.json").write_text("{}")
+    assert contents(checkout.build()) == before
+    (checkout.root / "benchmarks" / "benchmark_mine.py").write_text("")
+    command = "import build; print(*[path.name for path in build.benchmark_files(build.ROOT)])"
+    ran = checkout.run("-c", f"import sys; sys.path.insert(0, 'tools'); {command}")
+    assert "benchmark_swiglu.py" in ran.stdout and "benchmark_mine.py" not in ran.stdout
+    (checkout.package / "new.py").write_text("")
+    variant = checkout.build() / "torch-cpu"
+    assert (variant / "new.py").exists()
+    assert Metadata.read_from_file(variant / "metadata.json").provenance.dirty
+
+
+def out_of_the_tree(checkout, elsewhere):
+    (checkout.package / "passwd.py").symlink_to(elsewhere)
+
+
+def folder_out_of_the_tree(checkout, elsewhere):
+    (checkout.package / "linked").symlink_to(elsewhere.parent)
+
+
+def to_nothing(checkout, elsewhere):
+    (checkout.package / "gone.py").symlink_to("nowhere.py")
+
+
+def to_what_git_ignores(checkout, elsewhere):
+    (checkout.package / "_ops.py").write_text("SECRET = 1\n")
+    (checkout.package / "ops.py").symlink_to("_ops.py")
+
+
+def package_elsewhere(checkout, elsewhere):
+    checkout.package.rename(elsewhere.parent / "package")
+    checkout.package.symlink_to(elsewhere.parent / "package")
+
+
+def card_elsewhere(checkout, elsewhere):
+    (checkout.root / "CARD.md").unlink()
+    (checkout.root / "CARD.md").symlink_to(elsewhere)
+
+
+@pytest.mark.parametrize("in_git", [True, False])
+@pytest.mark.parametrize(
+    "change, says",
+    [
+        (out_of_the_tree, "passwd.py is a link to no file of this repository"),
+        (folder_out_of_the_tree, "linked is a link to no file of this repository"),
+        (to_nothing, "gone.py is a link to no file of this repository"),
+        (to_what_git_ignores, "ops.py is a link to no file of this repository"),
+        (package_elsewhere, "fused_swiglu_gdn"),
+        (card_elsewhere, "CARD.md is a link to no file of this repository"),
+    ],
+)
+def test_links_out_of_the_tree_are_refused(tmp_path, change, says, in_git):
+    if change is to_what_git_ignores and not in_git:
+        pytest.skip("without git nothing is ignored")
+    checkout = Checkout(tmp_path / "repo", small=True)
+    before = contents(checkout.build())
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "secret.py").write_text("PASSWORD = 1\n")
+    change(checkout, tmp_path / "outside" / "secret.py")
+    checkout.commit("a link")
+    if not in_git:
+        shutil.rmtree(checkout.root / ".git")
+    ran = checkout.run("tools/build.py")
+    assert ran.returncode != 0 and says in ran.stderr and ran.stderr.count("\n") == 1, ran.stderr
+    assert contents(checkout.root / "build") == before
+
+
+def test_a_link_to_a_file_of_the_tree_is_that_file(tmp_path):
+    checkout = Checkout(tmp_path / "repo", small=True)
+    (checkout.package / "other.py").symlink_to("runtime/device.py")
+    checkout.commit("a link")
+    variant = checkout.build() / "torch-cpu"
+    assert not (variant / "other.py").is_symlink()
+    assert (variant / "other.py").read_text() == "import torch\n"
+
+
 def test_a_wrong_build_toml_is_refused_and_the_old_build_stays(tmp_path):
     checkout = Checkout(tmp_path / "repo")
     before = contents(checkout.build())

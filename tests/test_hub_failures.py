@@ -80,9 +80,42 @@ def api_not_recorded(checkout):
     )  # fmt: skip
 
 
+def without(name):
+    def change(checkout):
+        (checkout.root / name).unlink()
+        checkout.commit("less")
+
+    return change
+
+
+def ending_in(name, text):
+    def change(checkout):
+        with (checkout.root / name).open("ab") as file:
+            file.write(text.encode("latin-1"))
+        checkout.commit("more")
+
+    return change
+
+
 @pytest.mark.parametrize(
     "change, says",
     [
+        (without("build.toml"), "build.toml for reading: No such file"),
+        (ending_in("build.toml", "[["), "TOML parse error at line"),
+        (ending_in("build.toml", "\xff"), "did not contain valid UTF-8"),
+        (without("CHANGELOG.md"), "CHANGELOG.md is missing"),
+        (ending_in("CHANGELOG.md", "\xff"), "CHANGELOG.md is not UTF-8 text"),
+        (without("CARD.md"), "CARD.md is missing"),
+        (ending_in("CARD.md", "\xff"), "CARD.md is not UTF-8 text"),
+        (ending_in("CARD.md", "{% if %}"), "cannot be filled in: Expected an expression"),
+        (ending_in("CARD.md", "{{ a.b }}"), "CARD.md cannot be filled in: 'a' is undefined"),
+        (ending_in("CARD.md", "{{ 1 / 0 }}"), "CARD.md cannot be filled in: division by zero"),
+        (without("torch-ext/fused_swiglu_gdn/__init__.py"), "__init__.py is missing"),
+        (ending_in("torch-ext/fused_swiglu_gdn/__init__.py", "("), "'(' was never closed"),
+        (
+            ending_in("torch-ext/fused_swiglu_gdn/__init__.py", '__version__ = "2"\n'),
+            "build.toml is at version 1, the package's __version__ is 2",
+        ),
         (dirty, "uncommitted changes: build.toml"),
         (untracked, "uncommitted changes: torch-ext/fused_swiglu_gdn/extra.py"),
         (no_commit, "no git checkout with a commit"),
@@ -211,6 +244,40 @@ def test_the_token_and_the_organisation_are_the_hubs_to_refuse(hub, small, send,
     assert ran.returncode == 1 and "there is no token" in one_line(ran.stderr)
     assert "may not do that in other (403)" in one_line(send(small, repo="other/name")[2])
     assert hub.repos == {}
+
+
+@pytest.mark.parametrize(
+    "repo", ["", "name", "a/b/c", "/name", "org/", "org/a b", "https://hub/org/name", "org/n\n"]
+)
+def test_a_repository_id_that_is_none(hub, small, send, repo):
+    code, _, err = send(small, "--dry-run", repo=repo)
+    assert code == 1 and "--repo-id must be organisation/name" in one_line(err) and hub.log == []
+
+
+@pytest.mark.parametrize(
+    "token", ["hf_s\u00e9cret", "hf_s\u20accret", "hf_se cret", "hf_se\x07cret"]
+)
+def test_a_token_that_cannot_be_sent(hub, small, send, token, tmp_path):
+    code, _, err = send(small, token=token)
+    assert code == 1 and "must be ASCII text" in one_line(err) and hub.log == []
+    assert token not in err and token[3:] not in err
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "token").write_bytes(b"hf_\xff")
+    env = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_TOKEN": ""}
+    ran = small.run("tools/publish.py", "--repo-id", REPO, env=env)
+    assert ran.returncode == 1 and "must be ASCII text" in one_line(ran.stderr) and hub.log == []
+
+
+@pytest.mark.parametrize(
+    "address", ["http://me:pa55word@127.0.0.1:9", "https://pa55word@h", "pa55word", "", "ftp://h"]
+)
+def test_an_address_that_is_none_or_holds_a_password(small, send, address):
+    code, out, err = send(small, "--dry-run", endpoint=address or " ")
+    assert code == 1 and "HF_ENDPOINT must" in one_line(err) and "pa55word" not in out + err
+    env = {"HF_ENDPOINT": address}
+    ran = small.run("tools/publish.py", "--repo-id", REPO, "--dry-run", env=env)
+    assert "pa55word" not in ran.stdout + ran.stderr
 
 
 def test_no_network_is_one_line(small, send):

@@ -12,7 +12,7 @@ import hashlib
 import json
 import pathlib
 import shutil
-import subprocess
+import sys
 import tempfile
 
 import jinja2
@@ -20,6 +20,7 @@ import kernels
 from kernels._rust import Build, Digest, DigestAlgorithm, KernelName, Metadata
 from kernels.compat import tomllib
 from public_api import literal_all, parse
+from sources import git, sources, text_of
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 
@@ -58,16 +59,6 @@ def add_op_namespace_prefix(op_name: str) -> str:
 '''
 
 
-def git(root, *arguments):
-    """What git prints, or None where root is no git checkout with a commit."""
-    command = ["git", "-C", str(root), *arguments]
-    try:
-        ran = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return ran.stdout.strip()
-
-
 def read_config(root):
     """build.toml as a dictionary, and its backends; ValueError says what is wrong with it."""
     backends = [str(backend) for backend in Build.open(root).general.backends]
@@ -82,12 +73,20 @@ def source_files(root, config):
     """Paths of the shipped files in package_dir, sorted; _ops.py is generated."""
     package = package_dir(root, config)
     suffixes = {"." + ext for ext in config.get("torch-noarch", {}).get("pyext", ("py", "pyi"))}
-    return [
+    found = [
         path.relative_to(package)
-        for path in sorted(package.rglob("*"))
-        if path.is_file() and path.suffix in suffixes and "__pycache__" not in path.parts
+        for path in sources(root, package)
+        if path.suffix in suffixes and "__pycache__" not in path.parts
         if path.relative_to(package).as_posix() != "_ops.py"
     ]
+    if not found:
+        raise ValueError(f"{package.relative_to(root)} has no source files that git knows")
+    return found
+
+
+def benchmark_files(root):
+    """What `kernels benchmark` runs, sorted."""
+    return sources(root, root / "benchmarks", "benchmark*.py")
 
 
 def provenance(root):
@@ -159,14 +158,21 @@ def card(root, config, repo_id=None):
     if "layers" in names:
         layers = literal_all(parse(package / "layers" / "__init__.py"))
     engine = jinja2.Environment(trim_blocks=True, keep_trailing_newline=True)
-    return engine.from_string((root / "CARD.md").read_text()).render(
-        repo_id=repo_id or general["hub"]["repo-id"],
-        version=general["version"],
-        functions=[name for name in names if name != "layers"],
-        layers=layers,
-        has_benchmark=any((root / "benchmarks").glob("benchmark*.py")),
-        license=general["license"].lower(),
-    )
+    values = {
+        "repo_id": repo_id or general["hub"]["repo-id"],
+        "version": general["version"],
+        "functions": [name for name in names if name != "layers"],
+        "layers": layers,
+        "has_benchmark": bool(benchmark_files(root)),
+        "license": general["license"].lower(),
+    }
+    template = text_of(root, "CARD.md")
+    try:
+        return engine.from_string(template).render(values)
+    except Exception as error:  # whatever an expression in it raises
+        line = getattr(error, "lineno", None)
+        where = f"CARD.md, line {line}" if line else "CARD.md"
+        raise ValueError(f"{where} cannot be filled in: {error}") from error
 
 
 def build(root=ROOT, out=None, repo_id=None):
@@ -204,7 +210,10 @@ def main():
     if arguments.in_place:
         print("wrote", write_in_place().relative_to(ROOT))
         return
-    identity = build(ROOT, arguments.out, arguments.repo_id)
+    try:
+        identity = build(ROOT, arguments.out, arguments.repo_id)
+    except ValueError as error:
+        sys.exit(f"build: {' '.join(str(error).split())}")
     variants = sorted(path.name for path in arguments.out.glob("torch-*"))
     print(f"built {', '.join(variants)} as {identity} in {arguments.out}")
 

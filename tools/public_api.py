@@ -17,7 +17,7 @@ BUMP = "bump the version in build.toml"
 
 
 def parse(path):
-    return ast.parse(path.read_text(encoding="utf-8"))
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def literal_all(tree):

@@ -16,9 +16,10 @@ import sys
 import tempfile
 import typing
 
+import hub_arguments
 import hub_errors
 import release_checks
-from build import ROOT, build, package_dir, read_config
+from build import ROOT, benchmark_files, build, package_dir, read_config
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars
@@ -55,7 +56,7 @@ def local_files(root, built):
     """{path in the repository: local file} of the version branch."""
     files = [path for path in built.rglob("*") if path.is_file() and path.parent != built]
     found = {f"build/{path.relative_to(built).as_posix()}": path for path in files}
-    for path in (root / "benchmarks").glob("benchmark*.py"):
+    for path in benchmark_files(root):
         found[f"benchmarks/{path.name}"] = path
     return dict(sorted(found.items()))
 
@@ -218,19 +219,36 @@ def send(api, plan, identity, arguments, bar):
     return results
 
 
-def publish(arguments, api, root, bar):
-    """Looks, then sends; every refusal that can be known comes before the first change."""
-    config, _ = read_config(root)
-    problems = release_checks.problems(root, config, arguments.repo_id)
+@contextlib.contextmanager
+def reading_the_tree():
+    """What is wrong with a file of the tree is one line. A full disk is told by hub_errors."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise Stop(f"{error.filename} is missing") from error
+    except (ValueError, KeyError, SyntaxError) as error:
+        raise Stop(" ".join(str(error).split())) from error
+
+
+def refuse(problems):
     if problems:
         raise Stop("; ".join(problems))
+
+
+def publish(arguments, api, root, bar):
+    """Looks, then sends; every refusal that can be known comes before the first change."""
+    refuse(hub_arguments.problems(arguments.repo_id, api))
+    with reading_the_tree():
+        config, _ = read_config(root)
+        refuse(release_checks.problems(root, config, arguments.repo_id))
     if not arguments.dry_run:
         api.whoami()
     with tempfile.TemporaryDirectory() as folder:
         built = pathlib.Path(folder, "build")
-        identity = build(root, built, arguments.repo_id)
+        with reading_the_tree():
+            identity = build(root, built, arguments.repo_id)
+            files = local_files(root, built)
         bar.update()
-        files = local_files(root, built)
         version = config["general"]["version"]
         plan = make_plan(api, arguments.repo_id, version, files, built / "CARD.md")
         check_published_api(api, plan, public_api(package_dir(root, config)))

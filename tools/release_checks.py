@@ -5,8 +5,9 @@ import json
 import re
 
 import card_numbers
-from build import card, git, package_dir, provenance
+from build import card, package_dir, provenance
 from public_api import BUMP, breaks, parse, public_api
+from sources import git, text_of
 
 
 def tree_problems(root):
@@ -22,7 +23,10 @@ def tree_problems(root):
 
 def changelog_problems(root, version):
     """The newest heading is this version's, and says something."""
-    text = (root / "CHANGELOG.md").read_text()
+    try:
+        text = text_of(root, "CHANGELOG.md")
+    except ValueError as error:
+        return [str(error)]
     headings = re.findall(r"^## (.*)$", text, flags=re.M)
     if not headings or headings[0].strip() != str(version):
         newest = headings[0].strip() if headings else "none"
