@@ -30,20 +30,30 @@ class _Prefill:
         )  # fmt: skip
 
     def reference(self):
-        """The recurrence, token by token, in fp32."""
+        """Chunks of 64 tokens in plain torch, fp32: what transformers does without a kernel, with
+        a triangular solve for its loop over the rows of a chunk."""
+
+        def chunks(x, heads):  # [1, T, heads, ..] -> [HV, NT, C, ..]
+            x = x[0].float().repeat_interleave(self.HEADS[1] // heads, 1)
+            return x.transpose(0, 1).unflatten(1, (-1, 64))
+
         H, HV = self.HEADS
-        q, k = (
-            F.normalize(x[0].float(), dim=-1).repeat_interleave(HV // H, 1)
-            for x in (self.q, self.k)
-        )
-        v, decay, beta = self.v[0].float(), self.g[0].exp()[..., None], self.beta[0][..., None]
-        S = torch.zeros(HV, 128, 128, device=self.device)
-        out = torch.empty_like(v)
-        for t in range(v.shape[0]):
-            S = S * decay[t][..., None]
-            write = beta[t] * (v[t] - torch.einsum("hk,hkv->hv", k[t], S))
-            S = S + k[t][:, :, None] * write[:, None, :]
-            out[t] = torch.einsum("hk,hkv->hv", q[t], S) * 128**-0.5
+        q, k = (F.normalize(chunks(x, H), dim=-1) for x in (self.q, self.k))
+        v, beta = chunks(self.v, HV), chunks(self.beta, HV)[..., None]
+        G = chunks(self.g, HV).cumsum(-1)
+        gam = G.exp()[..., None]
+        decay = (G[..., :, None] - G[..., None, :]).tril().exp().tril()  # [HV, NT, C, C]
+        A = beta * (k @ k.mT) * decay  # the solve takes its diagonal for 1
+        right = torch.cat([beta * v, beta * gam * k], -1)
+        solved = torch.linalg.solve_triangular(A, right, upper=False, unitriangular=True)
+        u, w = solved.chunk(2, -1)  # [HV, NT, C, V], [HV, NT, C, K]
+        P, k_end = (q @ k.mT) * decay, k * (G[..., -1:] - G).exp()[..., None]
+        S, out = torch.zeros(HV, 128, 128, device=self.device), []
+        for c in range(G.shape[1]):
+            new = u[:, c] - w[:, c] @ S
+            out.append((gam[:, c] * q[:, c]) @ S + P[:, c] @ new)
+            S = gam[:, c, -1:] * S + k_end[:, c].mT @ new
+        out = torch.cat(out, 1).transpose(0, 1) * 128**-0.5  # [T, HV, V]
         return out[None].to(self.v.dtype)
 
 

@@ -22,10 +22,11 @@ class _Decode:
         self.v = normal(B, 1, HV, 128).to(dtype)  # [B, 1, HV, V]
         self.a, self.b = normal(2, B, 1, HV).to(dtype).unbind(0)  # [B, 1, HV]
         self.A_log, self.dt_bias = normal(HV), normal(HV)
-        self.before = normal(B, HV, 128, 128) * 0.1  # [B, HV, K, V]
+        self.start = normal(B, HV, 128, 128) * 0.1  # [B, HV, K, V]
+        self.state = self.start.clone()
 
     def run(self):
-        self.state = self.before  # every call goes on from what the one before left
+        # every call goes on from the state that the one before left
         self.out, _ = self.kernel.fused_recurrent_gated_delta_rule(
             self.q, self.k, self.v, self.a, self.b, initial_state=self.state,
             use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, A_log=self.A_log,
@@ -33,10 +34,19 @@ class _Decode:
         )  # fmt: skip
 
     def reference(self):
-        """The output from the state as it is after the step: o = scale * S^T q."""
-        q = self.q[:, 0].float().repeat_interleave(self.HEADS[1] // self.HEADS[0], 1)
-        q = F.normalize(q, dim=-1, eps=1e-6)
-        return (torch.einsum("bhkv,bhk->bhv", self.state, q) * 128**-0.5)[:, None].to(self.q.dtype)
+        """The same step in plain torch, as transformers has it: norms, gates, state and output."""
+        q, k = (
+            F.normalize(x[:, 0].float(), dim=-1).repeat_interleave(
+                self.HEADS[1] // self.HEADS[0], 1
+            )
+            for x in (self.q, self.k)
+        )  # [B, HV, K]
+        v, beta = self.v[:, 0].float(), self.b[:, 0].float().sigmoid()[..., None]
+        g = -self.A_log.exp() * F.softplus(self.a[:, 0].float() + self.dt_bias)  # [B, HV]
+        S = self.start * g.exp()[..., None, None]  # [B, HV, K, V]
+        delta = (v - (S * k[..., None]).sum(-2)) * beta
+        S = S + k[..., None] * delta[..., None, :]
+        return ((S * q[..., None]).sum(-2) * 128**-0.5)[:, None].to(self.q.dtype)
 
 
 def _workloads(H, HV):
