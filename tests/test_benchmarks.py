@@ -1,4 +1,4 @@
-"""benchmarks/benchmark_*.py: what they time beside ours does the whole of ours, and gives the same."""
+"""benchmarks/benchmark_*.py: what is timed beside ours does the whole of it, and gives the same."""
 
 import importlib.util
 
