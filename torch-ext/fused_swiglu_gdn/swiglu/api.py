@@ -22,7 +22,8 @@ def fused_swiglu(
 
     SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202) for `activation="silu"`, GeGLU for
     "gelu_tanh", ReGLU for "relu". Gate and up stay in fp32 until the gate is applied, where a
-    kernel serves; the result is rounded once.
+    kernel serves; the result is rounded once. Where a gradient is wanted gate and up are saved in
+    the dtype of x for it and rounded before the gate is applied, as in eager torch.
 
     Args:
         x: [..., K]; fp32, bf16 or fp16. Any leading dimensions, any strides.
