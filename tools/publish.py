@@ -232,7 +232,7 @@ def reading_the_tree():
 
 def refuse(problems):
     if problems:
-        raise Stop("; ".join(problems))
+        raise Stop(" ".join("; ".join(problems).split()))
 
 
 def publish(arguments, api, root, bar):

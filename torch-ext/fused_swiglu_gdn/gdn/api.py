@@ -67,8 +67,8 @@ def chunk_gated_delta_rule(
         state_indices: [N], int32 or int64: sequence n starts from row state_indices[n] of the pool
             `initial_state` and its final state is written there. A negative index skips the
             sequence: its outputs are zero and no row is touched.
-        state_dtype: dtype of the returned states: fp32, bf16, fp16 or fp64; fp32 by default, fp64 for
-            inputs in fp64. They are computed in that default and rounded once.
+        state_dtype: dtype of the returned states, fp32, bf16, fp16 or fp64: fp32 by default, fp64
+            for inputs in fp64. They are computed in that default and rounded once.
         checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
         chunk_size: 64; anything else is refused.
         recompute: for training: True saves only the inputs; False also saves the prepared blocks
