@@ -7,6 +7,9 @@ Sizes: B batch, T tokens, H heads of q and k, HV heads of v, K and V head dims,
 D = 2 H K + HV V channels of the convolution, W its taps.
 """
 
+import functools
+from typing import Callable, Optional
+
 import torch
 from torch import nn
 
@@ -21,7 +24,27 @@ from .functions import (
     normed_and_gated,
     packed_lengths,
 )
-from .plain import parameters_of, why_hooked
+from .gated_norm import is_gated_norm
+from .own_code import patched_since
+from .plain import parameters_of
+
+
+@functools.cache
+def _own_class(kind: type, ours: type) -> Optional[type]:
+    """Whose forward stands behind ours in a class that is served."""
+    owners = (base for base in kind.__mro__ if "forward" in vars(base))
+    return next((base for base in owners if vars(base)["forward"] is not ours.forward), None)
+
+
+def _patch(layer, ours: type) -> Optional[Callable]:
+    """The forward of the layer's own class, if that or what it calls was patched since kernelize.
+
+    Whoever patches a class or a module of transformers wants the patch to count.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    own = _own_class(type(layer), ours)
+    return own.forward if patched_since(own) else None
 
 
 class _Sequences:
@@ -142,7 +165,7 @@ def _gated_delta_net(
     q, k [B, T, H, K]; v, z [B, T, HV, V] or by k-head [B, T, H, HV / H, V]; a, b [B, T, HV] or
     [B, T, H, HV / H] -> [B, T, HV * V]. joined [B, T, D] is q, k and v if they lie side by side.
     """
-    plain = why_hooked(norm) is None
+    plain = is_gated_norm(norm)
     # the convolution's weight is read, not called: an offloaded one has to be brought first
     hook = layer.conv1d.__dict__.get("_hf_hook")
     if hook is not None:
@@ -206,6 +229,9 @@ class Qwen3_5GatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        patch = _patch(self, Qwen3_5GatedDeltaNet)
+        if patch is not None:
+            return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
         x = _without_padding(hidden_states, attention_mask)
         seq = _Sequences(self, x.shape[1], cache_params, kwargs)
         qkv, z, b, a = _projections(
@@ -228,6 +254,9 @@ class Qwen3NextGatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        patch = _patch(self, Qwen3NextGatedDeltaNet)
+        if patch is not None:
+            return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
         x = _without_padding(hidden_states, attention_mask)
         seq = _Sequences(self, x.shape[1], cache_params, kwargs)
         qkvz, ba = _projections(x, self.in_proj_qkvz, self.in_proj_ba)
@@ -251,6 +280,9 @@ class OlmoHybridGatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        patch = _patch(self, OlmoHybridGatedDeltaNet)
+        if patch is not None:
+            return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
         x = _without_padding(hidden_states, attention_mask)
         seq = _Sequences(self, x.shape[1], cache_params, kwargs)
         q, k, v, z, b, a = _projections(

@@ -1,15 +1,14 @@
 """kernelize(model) and restore(model)."""
 
-from types import MethodType
-
 import torch
 from torch import nn
 
 from .. import layers
 from ..layers.plain import activation_of
 from ..runtime import dispatch
-from .recognise import is_ours, recognise
+from .recognise import recognise
 from .report import Report, Row
+from .serving import serve, unserve
 
 PROMPT = 4096  # tokens of a call that stands for prompts and training; 1 stands for decoding
 
@@ -30,9 +29,11 @@ def kernelize(model: nn.Module, mode=None) -> Report:
     Returns:
         A report: print it for a table of the modules, who serves them, and why some are left.
     """
+    _check_model("kernelize", model)
     training = _is_training(model, mode)
     rows = []
     for name, module in model.named_modules():
+        unserve(module)
         finding = recognise(module)
         if finding is None:
             continue
@@ -43,21 +44,21 @@ def kernelize(model: nn.Module, mode=None) -> Report:
         implementation = None
         if reason is None:
             implementation = _implementations(module, finding.layer, training)
-            module.forward = MethodType(layer.forward, module)
-        elif is_ours(module.__dict__.get("forward")):
-            del module.forward
+            serve(module, finding.layer, layer.forward)
         rows.append(Row(name, type(module).__name__, finding.layer, implementation, reason))
     return Report(rows)
 
 
 def restore(model: nn.Module) -> int:
     """Gives every module that kernelize served its own forward back; returns how many."""
-    count = 0
-    for module in model.modules():
-        if is_ours(module.__dict__.get("forward")):
-            del module.forward
-            count += 1
-    return count
+    _check_model("restore", model)
+    return sum([unserve(module) for module in model.modules()])
+
+
+def _check_model(function: str, model) -> None:
+    if not isinstance(model, nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"{function}: model must be an instance of torch.nn.Module, got {kind}")
 
 
 def _is_training(model: nn.Module, mode) -> bool:

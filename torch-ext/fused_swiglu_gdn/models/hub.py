@@ -8,6 +8,7 @@ from torch import nn
 
 from .. import layers
 from .recognise import recognise
+from .serving import own_class
 
 # the names that models are decorated with, or ask functions by, and our layer for each
 NAMES = {
@@ -127,7 +128,7 @@ def decorate(model: nn.Module) -> Dict[str, str]:
 
     named = {}
     for module in model.modules():
-        kind, finding = type(module), recognise(module)
+        kind, finding = own_class(module), recognise(module)
         if finding is None or finding.reason is not None or kind.__name__ in named:
             continue
         if not hasattr(kind, "kernel_layer_name"):

@@ -1,0 +1,70 @@
+"""Whether reading a gated norm's weight is the same as calling the norm."""
+
+from types import MethodType, SimpleNamespace
+from typing import Dict
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from .functions import FusedRMSNormGated
+from .own_code import NotOwn, OwnCode, own_code
+from .plain import PLAIN_TENSORS, why_hooked
+
+_has_any_global_hook = getattr(torch_module, "_has_any_global_hook", lambda: False)
+_norms: Dict[type, OwnCode] = {}
+_others: Dict[type, object] = {}  # classes that are not, with their forwards
+
+
+def is_gated_norm(norm: nn.Module) -> bool:
+    """Calling the norm gives weight * x / rms(x) * act(gate), and nothing more happens.
+
+    It is of a class of transformers' with its own forward, whose values were compared with the
+    formula; there are no hooks, and no forward on the instance but its class's or ours.
+    """
+    kind = type(norm)
+    if not issubclass(kind, nn.Module):
+        return False
+    known = _norms.get(kind)
+    if known is None or not known.unchanged():
+        if _others.get(kind) is kind.forward or not _recognised(kind):
+            return False
+    bound = norm.__dict__.get("forward")
+    if bound is not None:
+        function = bound.__func__ if isinstance(bound, MethodType) else None
+        if function is not kind.forward and function is not FusedRMSNormGated.forward:
+            return False
+    if _has_any_global_hook() or why_hooked(norm) is not None:
+        return False
+    return type(norm._parameters.get("weight")) in PLAIN_TENSORS
+
+
+def _recognised(kind: type) -> bool:
+    _norms.pop(kind, None)
+    try:
+        found = own_code(kind)
+        if kind.__call__ is not nn.Module.__call__ or not _is_the_formula(found.forward):
+            raise NotOwn
+    except NotOwn:
+        _others[kind] = kind.forward
+        return False
+    _others.pop(kind, None)
+    _norms[kind] = found
+    return True
+
+
+def _is_the_formula(forward) -> bool:
+    """Told by small numbers; transformers rounds to fp32 inside."""
+    x, gate, weight = torch.linspace(-3, 5, 15, device="cpu").view(3, 5).tensor_split(3)
+    for eps in (1e-6, 0.5):
+        norm = SimpleNamespace(weight=weight[0], variance_epsilon=eps, activation="silu")
+        expected = F.rms_norm(x, (5,), weight[0], eps) * F.silu(gate)
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                got = forward(norm, x, gate)
+        except Exception:
+            return False
+        if got.shape != x.shape or not torch.allclose(got, expected, rtol=1e-5, atol=1e-6):
+            return False
+    return True

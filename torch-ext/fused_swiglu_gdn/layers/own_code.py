@@ -1,0 +1,178 @@
+"""Whether a function of transformers is the one in its file, and so is whatever it calls.
+
+A patch of a class or of a module changes what a model computes, and a layer of ours that stands in
+for the unpatched code would lose it. No list of versions is needed: the code of a function is
+compared with what the loader of its module reads from the file.
+"""
+
+import functools
+import logging
+import sys
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Dict, NamedTuple, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+HARMLESS = (str, int, float, tuple, type(None), logging.Logger, ModuleType)
+DECORATORS = "transformers.integrations.accelerate"  # the one decorator of forwards
+DISPATCHERS = "transformers.integrations.hub_kernels"  # what stands before the torch functions
+
+
+class NotOwn(Exception):
+    """Says what is not as transformers has it."""
+
+
+class OwnCode(NamedTuple):
+    """A forward that is transformers' own."""
+
+    forward: FunctionType  # without decorators
+    functions: Dict[str, FunctionType]  # those it calls by name, without dispatchers
+    names: Tuple[tuple, ...]  # (namespace, name, value) of everything that a patch could replace
+
+    def unchanged(self) -> bool:
+        """Nobody has patched what was looked at since."""
+        for namespace, name, value in self.names:
+            if namespace.get(name) is not value:
+                return False
+        return True
+
+
+def _codes_in(code: CodeType):
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
+
+
+@functools.cache
+def _codes_of(module: str) -> frozenset:
+    """Every code object in a module's file, as its loader reads it."""
+    loader = getattr(sys.modules[module].__spec__, "loader", None)
+    code = loader.get_code(module) if hasattr(loader, "get_code") else None
+    return frozenset() if code is None else frozenset(_codes_in(code))
+
+
+def is_in_its_file(function, package: str) -> bool:
+    """A Python function of `package` whose code is that of the file of its module."""
+    if type(function) is not FunctionType:
+        return False
+    module = function.__globals__.get("__name__", "")
+    if module != package and not module.startswith(package + "."):
+        return False
+    known = sys.modules.get(module)
+    same = known is not None and known.__dict__ is function.__globals__
+    return same and function.__code__ in _codes_of(module)
+
+
+def _cells(function) -> dict:
+    return dict(
+        zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__))
+    )
+
+
+def _undecorated(forward) -> FunctionType:
+    """A forward without transformers' decorator, which fires accelerate's hooks of conv1d."""
+    if getattr(forward, "__closure__", None) and is_in_its_file(forward, DECORATORS):
+        cells = _cells(forward)
+        if cells.get("child_module_names") == ["conv1d"]:
+            return cells.get("forward_func")
+    return forward
+
+
+def _undispatched(value):
+    """The torch function in the dispatcher that transformers puts before it, or the value."""
+    if isinstance(value, nn.Module) and type(value).__module__ == "kernels.layer.layer":
+        bound = value.__dict__.get("forward")
+        if bound is None or _is_put_by_kernels(value, bound):
+            value = _cells(type(value).forward).get("func")
+    if getattr(value, "__closure__", None) and is_in_its_file(value, DISPATCHERS):
+        return _cells(value).get("torch_function")
+    return value
+
+
+def _is_put_by_kernels(module, bound) -> bool:
+    """The forward on a function's module is its own, or of a layer that `kernels` has loaded."""
+    function = bound.__func__ if isinstance(bound, MethodType) else bound
+    loaded = getattr(sys.modules["kernels.layer.layer"], "_CACHED_LAYER", {})
+    return any(function is kind.forward for kind in (type(module), *loaded.values()))
+
+
+def _names_in(function) -> set:
+    return {name for code in _codes_in(function.__code__) for name in code.co_names}
+
+
+def _look_into(function, functions: dict, names: list) -> None:
+    """Raises NotOwn unless the function, and all that it calls by name, are transformers' own."""
+    if not is_in_its_file(function, "transformers") or function.__closure__:
+        where = getattr(function, "__module__", None) or type(function).__module__
+        raise NotOwn(f"is not that of transformers but of {where}")
+    for name in sorted(_names_in(function)):
+        _look_at_torch(name)
+        if name not in function.__globals__:
+            continue
+        value = function.__globals__[name]
+        plain = _undispatched(value)
+        if isinstance(plain, FunctionType):
+            if functions.get(name) is not plain:
+                functions[name] = plain
+                names.append((function.__globals__, name, value))
+                try:
+                    _look_into(plain, functions, names)
+                except NotOwn as error:
+                    raise NotOwn(f"calls {name}, which {error}") from None
+        elif isinstance(plain, type) or name == "ACT2FN":
+            if not plain.__module__.startswith(("transformers.", "torch.")):
+                raise NotOwn(f"uses {name}, which is not that of transformers")
+        elif not isinstance(plain, HARMLESS):
+            raise NotOwn(f"uses {name}, which is a {type(plain).__name__}")
+
+
+def _look_at_torch(name: str) -> None:
+    """Raises NotOwn if torch's function of this name is patched."""
+    for module in (torch, F):
+        value = module.__dict__.get(name)
+        if type(value) is FunctionType and not is_in_its_file(value, "torch"):
+            raise NotOwn(f"calls {module.__name__}.{name}, which is patched")
+        if not isinstance(value, (FunctionType, BuiltinFunctionType, type, *HARMLESS)):
+            if not type(value).__module__.startswith("torch"):
+                raise NotOwn(f"calls {module.__name__}.{name}, which is patched")
+
+
+def _namespace(kind: type, name: str):
+    return next(vars(base) for base in kind.__mro__ if name in vars(base))
+
+
+def _look_at(kind: type) -> OwnCode:
+    namespace = _namespace(kind, "forward")
+    forward = namespace["forward"]
+    plain = _undecorated(forward)
+    names, functions = [(namespace, "forward", forward)], {}
+    _look_into(plain, functions, names)
+    if not plain.__globals__["__name__"].startswith("transformers.models."):
+        raise NotOwn("is not that of a model of transformers")
+    for name in sorted(_names_in(plain)):  # the methods that it calls
+        method = getattr(kind, name, None)
+        if isinstance(method, FunctionType) and not hasattr(nn.Module, name):
+            names.append((_namespace(kind, name), name, method))
+            _look_into(method, functions, names)
+    return OwnCode(plain, functions, tuple(names))
+
+
+_found: Dict[type, OwnCode] = {}
+
+
+def own_code(kind: type) -> OwnCode:
+    """The forward of a class of transformers' models. Raises NotOwn, which says why it is not."""
+    known = _found.get(kind)
+    if known is None or not known.unchanged():
+        _found.pop(kind, None)
+        known = _found[kind] = _look_at(kind)
+    return known
+
+
+def patched_since(kind: type) -> bool:
+    """A class whose forward was transformers' own when own_code looked is patched now."""
+    known = _found.get(kind)
+    return known is not None and not known.unchanged()

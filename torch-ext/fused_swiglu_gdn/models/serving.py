@@ -1,0 +1,126 @@
+"""How a module is served: its class becomes a subclass that differs in its forward alone.
+
+As the forward belongs to the class, copies (copy.copy, copy.deepcopy, replicas of DataParallel) are
+served too, each with its own weights, and whoever binds the class's forward to the module again
+(`kernels` does, where it has no kernel) binds this one. A pickle holds the module's own class, so
+that it can be read where this package is not.
+"""
+
+import copy
+import copyreg
+import functools
+import warnings
+from types import MethodType
+from typing import Callable, Optional
+
+from torch import nn
+
+from .. import layers
+
+PACKAGE = __name__.rsplit(".", 2)[0]
+
+
+class Served:
+    """What is common to the classes of served modules. It stands before the module's own class."""
+
+    serving_package = PACKAGE
+
+    def __init_subclass__(cls, **kwargs):
+        """Whatever the own class does for its subclasses is not done for this one."""
+
+    def __copy__(self):
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def __deepcopy__(self, memo):
+        other = memo[id(self)] = object.__new__(type(self))
+        other.__setstate__(copy.deepcopy(self.__dict__, memo))
+        return other
+
+    def __reduce_ex__(self, protocol):
+        warnings.warn(
+            "a pickle of a kernelized model holds the model without the kernels: "
+            "call kernelize again where it is loaded",
+            stacklevel=2,
+        )
+        state = dict(self.__dict__)
+        if _function(state.get("forward")) is type(self).forward:
+            del state["forward"]
+        return copyreg._reconstructor, (own_class(self), object, None), state
+
+
+@functools.cache
+def _served_class(own: type, layer: str, forward: Callable) -> type:
+    """The subclass of `own` with this forward; `layer` is the name of our layer."""
+    members = {
+        "forward": forward,
+        "served_as": layer,
+        "__doc__": own.__doc__,
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+    }
+    return type(own)(own.__name__, (Served, own), members)
+
+
+def own_class(module: nn.Module) -> type:
+    """The module's class, whether it is served or not."""
+    kind = type(module)
+    return kind.__bases__[1] if kind.__bases__[0] is Served else kind
+
+
+def is_served(module: nn.Module) -> bool:
+    return type(module).__bases__[0] is Served
+
+
+def serve(module: nn.Module, layer: str, forward: Callable) -> None:
+    """Gives a module `forward` for its own; why_replaced says whether that is all right."""
+    module.__dict__.pop("forward", None)
+    module.__class__ = _served_class(own_class(module), layer, forward)
+
+
+def unserve(module: nn.Module) -> bool:
+    """Gives a served module its own forward back; whether it was served."""
+    bound = module.__dict__.get("forward")
+    of_a_layer = _is_of_a_layer(bound)  # `kernels` puts them there
+    if of_a_layer or (is_served(module) and _function(bound) is type(module).forward):
+        del module.forward
+    if not is_served(module):
+        return of_a_layer
+    module.__class__ = own_class(module)
+    return True
+
+
+def _function(bound) -> Optional[Callable]:
+    return bound.__func__ if isinstance(bound, MethodType) else bound
+
+
+def _is_of_a_layer(bound) -> bool:
+    function = _function(bound)
+    return function is not None and any(
+        function is getattr(layers, name).__dict__.get("forward") for name in layers.__all__
+    )
+
+
+SPECIAL = ("__copy__", "__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
+
+
+def why_replaced(module: nn.Module) -> Optional[str]:
+    """Somebody else gave the module another forward than its class's, or its class forbids ours."""
+    package = getattr(type(module), "serving_package", PACKAGE)
+    if package != PACKAGE:
+        return f"its forward is replaced already, by {package}"
+    own = own_class(module)
+    for name in SPECIAL:
+        if getattr(own, name, None) is not getattr(nn.Module, name, None):
+            return f"its class is copied and pickled in a way of its own ({name})"
+    bound = module.__dict__.get("forward")
+    if bound is None or _is_of_a_layer(bound):
+        return None
+    function = _function(bound)
+    if function in (own.forward, type(module).forward):  # `kernels` puts it where it has no kernel
+        return None
+    if hasattr(module, "_hf_hook"):
+        return "has an accelerate hook (offloading, or several devices)"
+    where = getattr(function, "__module__", None) or type(function).__module__
+    return f"its forward is replaced already, by {where}"
