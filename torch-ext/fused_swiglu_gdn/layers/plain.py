@@ -7,27 +7,21 @@ sharded weights, hooks. Each function gives the reason why not, or None if all i
 from typing import Optional, Tuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..runtime.checks import FLOATING
 
 PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
-_ACTIVATIONS = {F.silu: "silu", F.relu: "relu", nn.SiLU: "silu", nn.ReLU: "relu"}
-_TRANSFORMERS_ACTIVATIONS = {
-    "SiLUActivation": "silu",
-    "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",
-}
 
 
 def why_hooked(module: nn.Module) -> Optional[str]:
     """Calling the module does more than its class's forward."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    attributes = module.__dict__
+    if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
         return "has forward hooks"
-    if module._backward_hooks or module._backward_pre_hooks:
+    if attributes["_backward_hooks"] or attributes["_backward_pre_hooks"]:
         return "has backward hooks"
-    if "_hf_hook" in module.__dict__:
+    if "_hf_hook" in attributes:
         return "has an accelerate hook (offloading, or several devices)"
     return None
 
@@ -45,38 +39,26 @@ def why_not_tensor(x: Optional[torch.Tensor]) -> Optional[str]:
     return None
 
 
-def why_not_linear(module: nn.Module) -> Optional[str]:
+def why_not_linear(module: Optional[nn.Module]) -> Optional[str]:
     """The module is not just x @ weight.T + bias."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__module__}.{type(module).__name__}, not nn.Linear"
-    if "forward" in module.__dict__:
+    attributes = module.__dict__
+    if "forward" in attributes or "_call_impl" in attributes:
         return "has a forward of its own"
     reason = why_hooked(module)
     if reason is not None:
         return reason
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
-    if weight is None:
-        return "has a weight that is no parameter of its own"
+    parameters = attributes["_parameters"]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if weight is None or "weight" in attributes or "bias" in attributes:
+        return "has a weight or a bias that is no parameter of its own"
     reason = why_not_tensor(weight)
     if reason is not None:
         return f"has a weight that {reason}"
-    if bias is not None and type(bias) not in PLAIN_TENSORS:
-        return f"has a bias that {why_not_tensor(bias)}"
+    if bias is not None and (type(bias) not in PLAIN_TENSORS or bias.dtype is not weight.dtype):
+        return f"has a bias that {why_not_tensor(bias) or 'is of another dtype'}"
     return None
-
-
-def activation_of(function) -> Optional[str]:
-    """The name that fused_swiglu has for an activation; None for one that it has not."""
-    if isinstance(function, nn.Module):
-        kind = type(function)
-        if why_hooked(function) is not None:
-            return None
-        if kind is nn.GELU:
-            return "gelu_tanh" if function.approximate == "tanh" else None
-        if kind.__module__ == "transformers.activations":
-            return _TRANSFORMERS_ACTIVATIONS.get(kind.__name__)
-        return _ACTIVATIONS.get(kind)
-    return _ACTIVATIONS.get(function)
 
 
 def parameters_of(module: nn.Module) -> Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]]:

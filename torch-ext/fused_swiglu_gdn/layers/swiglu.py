@@ -1,24 +1,162 @@
-"""MLPs with a gate: down(act(gate(x)) * up(x))."""
+"""MLPs with a gate: down(act(gate(x)) * up(x)).
 
+The kernels serve a call if reading the weights of the MLP's parts is all that calling them would
+do, and if they serve its device. Every other call runs the forward of the MLP's own class.
+"""
+
+import functools
+import inspect
+import weakref
+from types import FunctionType
+from typing import Callable, Dict, NamedTuple, Optional, Tuple
+
+import torch
 from torch import nn
 
+from ..runtime import dispatch
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp
-from .plain import activation_of, parameters_of, same_dtype
+from .activations import activation_of
+from .plain import PLAIN_TENSORS, parameters_of, same_dtype
+from .untouched import untouched
 
 
-def activation_function(mlp: nn.Module):
-    """The activation by either name that models have for it."""
-    return getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+class Roles(NamedTuple):
+    """Which attributes of an MLP are what in down(act(gate(x)) * up(x))."""
+
+    gate: str
+    up: Optional[str]  # None: gate makes both, one half each
+    down: str
+    act: Optional[str]  # the attribute that is the activation, or None and
+    function: Optional[str] = None  # the name of the one that the forward calls itself
+    gate_first: bool = True  # gate is the first half of what `gate` makes
+    dropouts: Tuple[str, ...] = ()  # attributes that are nn.Dropout
+    rates: Tuple[str, ...] = ()  # attributes that are the p of a call of dropout
+    casts: bool = False  # it casts to the dtype of down's weight
 
 
-def _fused(x, w_gate, w_up, b_gate, b_up, down: nn.Module, activation: str):
+def activation(mlp: nn.Module, roles: Roles) -> Optional[str]:
+    """The name of its activation for fused_swiglu, or None."""
+    if roles.act is None:
+        return roles.function
+    attributes = mlp.__dict__
+    act = attributes.get(roles.act)
+    return activation_of(attributes["_modules"].get(roles.act) if act is None else act)
+
+
+def drops_out(mlp: nn.Module, roles: Roles) -> bool:
+    """Some of its values are dropped in a call now."""
+    modules = mlp.__dict__["_modules"]
+    for name in roles.dropouts:
+        dropout = modules.get(name)
+        if type(dropout) is not nn.Dropout or (dropout.training and dropout.p):
+            return True
+    return bool(roles.rates) and mlp.training and any(getattr(mlp, name) for name in roles.rates)
+
+
+def weights(mlp: nn.Module, roles: Roles, *like: torch.Tensor) -> Optional[tuple]:
+    """w_gate, w_up, b_gate, b_up of an MLP whose projections are plain and fit x (`like`)."""
+    modules = mlp.__dict__["_modules"]
+    gate = parameters_of(modules.get(roles.gate))
+    if gate is None:
+        return None
+    if roles.up is not None:
+        up = parameters_of(modules.get(roles.up))
+        if up is None or gate[0].shape != up[0].shape or gate[0].dtype is not up[0].dtype:
+            return None
+        if like and not same_dtype(like[0], gate[0], up[0]):
+            return None
+        return gate[0], up[0], gate[1], up[1]
+    if gate[0].shape[0] % 2 or (like and not same_dtype(like[0], gate[0])):
+        return None
+    w_gate, w_up = gate[0].chunk(2)  # [N, K] each
+    b_gate, b_up = (None, None) if gate[1] is None else gate[1].chunk(2)
+    return (w_gate, w_up, b_gate, b_up) if roles.gate_first else (w_up, w_gate, b_up, b_gate)
+
+
+def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tensor]:
+    """What the MLP gives for x [..., K], by kernels; None if the MLP has to be called itself."""
+    if type(x) not in PLAIN_TENSORS or not dispatch.serves("swiglu.forward", "swiglu_fwd", x):
+        return None
+    attributes = mlp.__dict__
+    if roles.gate in attributes or roles.up in attributes or roles.down in attributes:
+        return None  # they hide the modules of these names
+    if x.is_nested or not untouched() or drops_out(mlp, roles):
+        return None
+    name = activation(mlp, roles)
+    if name is None:
+        return None
+    found = weights(mlp, roles, x)
+    if found is None:
+        return None
+    w_gate, w_up, b_gate, b_up = found
+    down = attributes["_modules"].get(roles.down)
     plain = parameters_of(down)
     if plain is not None and same_dtype(x, plain[0]):
         w_down, b_down = plain
-        return fused_swiglu_mlp(
-            x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation=activation
-        )
-    return down(fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation=activation))
+        return fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation=name)
+    if down is None or roles.casts:
+        return None
+    return down(fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation=name))
+
+
+class Form(NamedTuple):
+    """A class of MLPs whose forward is the formula."""
+
+    kind: type
+    forward: Callable  # the class's, as it was when it was recognised
+    argument: str  # the name of its argument
+    roles: Roles
+
+
+FORMS: Dict[type, Form] = {}  # what was recognised so far, for forwards that `kernels` binds
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_of(form: Form) -> Callable:
+    """A forward for the modules of a class: the kernels', or the class's own where they differ."""
+    kind, own, argument, roles = form
+
+    def forward(self, *args, **kwargs):
+        if len(args) == 1 and not kwargs:
+            x = args[0]
+        elif not args and len(kwargs) == 1 and argument in kwargs:
+            x = kwargs[argument]
+        else:
+            return kind.forward(self, *args, **kwargs)  # raises, as ever
+        y = serve(self, x, roles) if kind.forward is own else None
+        return kind.forward(self, x) if y is None else y
+
+    forward.__signature__ = inspect.signature(own)
+    forward.__qualname__ = f"{'SwiGLUMLP' if roles.up else 'SwiGLUGateUp'}.forward"
+    _forwards.add(forward)
+    return forward
+
+
+_forwards: "weakref.WeakSet[Callable]" = weakref.WeakSet()
+
+
+def is_mlp_forward(function: object) -> bool:
+    """The function was made by forward_of."""
+    return isinstance(function, FunctionType) and function in _forwards
+
+
+def _serve_class(mlp: nn.Module, x: torch.Tensor, default: Roles) -> Optional[torch.Tensor]:
+    """serve() by what is known of the module's class, else by the names of `default`."""
+    form = FORMS.get(type(mlp))
+    if form is None:
+        if default.act not in mlp._modules and not hasattr(mlp, default.act):
+            default = default._replace(act="activation_fn")
+        return serve(mlp, x, default)
+    y = serve(mlp, x, form.roles) if form.kind.forward is form.forward else None
+    return form.kind.forward(mlp, x) if y is None else y
+
+
+_SEPARATE = Roles("gate_proj", "up_proj", "down_proj", "act_fn")
+_JOINED = Roles("gate_up_proj", None, "down_proj", "act_fn")
+
+
+def _activated(mlp: nn.Module, gate: torch.Tensor) -> torch.Tensor:
+    return getattr(mlp, "act_fn" if hasattr(mlp, "act_fn") else "activation_fn")(gate)
 
 
 class SwiGLUMLP(nn.Module):
@@ -36,14 +174,10 @@ class SwiGLUMLP(nn.Module):
     can_torch_compile = True
 
     def forward(self, x):
-        modules = self._modules
-        activation = activation_of(self.act_fn)
-        gate, up = parameters_of(modules["gate_proj"]), parameters_of(modules["up_proj"])
-        plain = activation is not None and gate is not None and up is not None
-        if not (plain and same_dtype(x, gate[0], up[0])):
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        (w_gate, b_gate), (w_up, b_up) = gate, up
-        return _fused(x, w_gate, w_up, b_gate, b_up, modules["down_proj"], activation)
+        y = _serve_class(self, x, _SEPARATE)
+        if y is None:
+            y = self.down_proj(_activated(self, self.gate_proj(x)) * self.up_proj(x))
+        return y
 
 
 class SwiGLUGateUp(nn.Module):
@@ -57,14 +191,11 @@ class SwiGLUGateUp(nn.Module):
     can_torch_compile = True
 
     def forward(self, x):
-        act_fn, plain = activation_function(self), parameters_of(self.gate_up_proj)
-        activation = activation_of(act_fn)
-        if activation is None or plain is None or not same_dtype(x, plain[0]):
+        y = _serve_class(self, x, _JOINED)
+        if y is None:
             gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-            return self.down_proj(act_fn(gate) * up)
-        w_gate, w_up = plain[0].chunk(2)  # [N, K] each
-        b_gate, b_up = (None, None) if plain[1] is None else plain[1].chunk(2)
-        return _fused(x, w_gate, w_up, b_gate, b_up, self.down_proj, activation)
+            y = self.down_proj(_activated(self, gate) * up)
+        return y
 
 
 class _GateUpConversion:

@@ -4,9 +4,10 @@ import torch
 from torch import nn
 
 from .. import layers
-from ..layers.plain import activation_of
+from ..layers.swiglu import FORMS, forward_of
 from ..runtime import dispatch
-from .recognise import recognise
+from . import gated_mlp
+from .recognise import Finding, recognise
 from .report import Report, Row
 from .serving import serve, unserve
 
@@ -43,8 +44,11 @@ def kernelize(model: nn.Module, mode=None) -> Report:
             reason = "the layer has no gradients"
         implementation = None
         if reason is None:
-            implementation = _implementations(module, finding.layer, training)
-            serve(module, finding.layer, layer.forward)
+            implementation = _implementations(module, finding, training)
+            forward = layer.forward if finding.form is None else forward_of(finding.form)
+            serve(module, finding.layer, forward)
+            if finding.form is not None:
+                FORMS[type(module)] = finding.form
         rows.append(Row(name, type(module).__name__, finding.layer, implementation, reason))
     return Report(rows)
 
@@ -70,33 +74,28 @@ def _is_training(model: nn.Module, mode) -> bool:
     raise ValueError(f'mode must be "inference", "training" or a kernels.Mode, got {mode!r}')
 
 
-def _implementations(module: nn.Module, layer: str, training: bool) -> str:
+def _implementations(module: nn.Module, finding: Finding, training: bool) -> str:
     """Who computes for a module: for prompts and, if another does, for decoding."""
-    mlp = layer.startswith("SwiGLU")
+    mlp = finding.form is not None
     names = []
     for tokens in (PROMPT,) if training else (PROMPT, 1):
-        family, operation, args = (_mlp_facts if mlp else _gdn_facts)(module, tokens)
+        if mlp:
+            family, operation, args = gated_mlp.facts(module, finding.form, tokens)
+        else:
+            family, operation, args = _gdn_facts(module, tokens)
         if training and mlp:  # a forward of its own keeps what the backward needs
             family, operation = "swiglu.backward", "swiglu_saving_fwd"
         with dispatch.served() as record:
             dispatch.choose(family, operation, training and not mlp, args)
         names.append(record[operation][0])
+        if mlp and names[-1] == "reference":
+            names[-1] = f"its own forward (no kernel for {_place(args[0])})"
     prompt, decode = names[0], names[-1]
     return prompt if prompt == decode else f"{prompt}, {decode} for decoding"
 
 
-def _mlp_facts(module: nn.Module, tokens: int):
-    activation = activation_of(layers.swiglu.activation_function(module))
-    if hasattr(module, "gate_up_proj"):
-        gate_up = module.gate_up_proj
-        weights = gate_up.weight.chunk(2)
-        biases = (None, None) if gate_up.bias is None else gate_up.bias.chunk(2)
-    else:
-        weights = module.gate_proj.weight, module.up_proj.weight
-        biases = module.gate_proj.bias, module.up_proj.bias
-    w = weights[0]
-    x = w.new_empty(tokens, w.shape[1])  # [M, K]
-    return "swiglu.forward", "swiglu_fwd", (x, *weights, *biases, activation)
+def _place(x: torch.Tensor) -> str:
+    return "fp64" if x.dtype == torch.float64 else x.device.type
 
 
 def _gdn_facts(module: nn.Module, tokens: int):

@@ -69,8 +69,26 @@ def has_kernels(family: str, operation: str, device_type: str, index: Optional[i
     """Whether any kernel of the operation exists for the device: a constant while tracing."""
     if _forced == "reference":
         return False
+    return _exists(family, operation, device_type, index)
+
+
+@functools.cache
+def _exists(family: str, operation: str, device_type: str, index: Optional[int]) -> bool:
     folders = _folders(device_type, index)
     return any(hasattr(_module(folder, family), operation) for folder in folders)
+
+
+def serves(family: str, operation: str, x: torch.Tensor) -> bool:
+    """Whether some kernel may serve operation(x, ...), or somebody is forced to.
+
+    A layer asks, which can do without any of us. No kernel computes in fp64.
+    """
+    if _forced is not None:
+        return True
+    if not x.is_cuda or x.dtype is torch.float64:
+        return False
+    where = x.device
+    return has_kernels(family, operation, where.type, where.index)
 
 
 def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Optional[Callable]]:

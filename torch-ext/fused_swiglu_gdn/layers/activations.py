@@ -1,0 +1,77 @@
+"""Which activation of fused_swiglu a model's activation is."""
+
+import functools
+import sys
+from typing import Callable, Dict, NamedTuple, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .plain import why_hooked
+from .untouched import is_torchs_own
+
+NAMES = ("silu", "gelu_tanh", "relu")
+# NewGELUActivation spells out the formula that the other two ask torch for
+_OF_TRANSFORMERS = {
+    "SiLUActivation": "silu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+}
+_FUNCTIONS = {F.silu: "silu", F.relu: "relu", torch.relu: "relu"}
+
+
+class _Known(NamedTuple):
+    name: str
+    forward: Callable  # the class's, as it was when it was first met
+
+
+_known: Dict[type, _Known] = {nn.SiLU: _Known("silu", nn.SiLU.forward)}
+_known[nn.ReLU] = _Known("relu", nn.ReLU.forward)
+_known[nn.GELU] = _Known("gelu_tanh", nn.GELU.forward)
+
+
+def _meet(kind: type) -> Optional[_Known]:
+    """A class of transformers.activations with the forward that its file has."""
+    module = sys.modules.get("transformers.activations")
+    name = _OF_TRANSFORMERS.get(kind.__name__)
+    if name is None or getattr(module, kind.__name__, None) is not kind:
+        return None
+    if not is_torchs_own(kind.forward, module.__file__):
+        return None
+    _known[kind] = _Known(name, kind.forward)
+    return _known[kind]
+
+
+def activation_of(function) -> Optional[str]:
+    """The name that fused_swiglu has for an activation; None for one that it has not."""
+    if not isinstance(function, nn.Module):
+        return _of_function(function)
+    kind = type(function)
+    known = _known.get(kind) or _meet(kind)
+    if known is None or kind.forward is not known.forward:
+        return None
+    attributes = function.__dict__
+    if "forward" in attributes or why_hooked(function) is not None:
+        return None
+    if known.name == "gelu_tanh" and not _by_tanh(attributes):
+        return None
+    return known.name
+
+
+def _by_tanh(attributes: dict) -> bool:
+    """A GELU takes the tanh form where its class leaves that to the instance."""
+    if "approximate" in attributes:  # nn.GELU
+        return attributes["approximate"] == "tanh"
+    return "act" not in attributes or _of_function(attributes["act"]) == "gelu_tanh"
+
+
+def _of_function(function) -> Optional[str]:
+    if isinstance(function, functools.partial):
+        tanh = function.func is F.gelu and function.keywords == {"approximate": "tanh"}
+        return "gelu_tanh" if tanh and not function.args else None
+    try:
+        return _FUNCTIONS.get(function)
+    except TypeError:  # cannot be hashed, so it is none of torch's
+        return None

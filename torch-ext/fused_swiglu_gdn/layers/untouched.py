@@ -1,0 +1,74 @@
+"""Whether torch itself still does what it did, and whether nothing watches the calls of modules.
+
+A kernel that reads a module's weight does less than a call of the module where somebody patched
+nn.Linear or torch.nn.functional, registered a hook for all modules, traces, or differentiates
+forwards. None of that leaves a trace on the module, so it is looked at in every call.
+"""
+
+from types import BuiltinFunctionType, FunctionType
+from typing import Optional
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as modules
+
+_LINEAR, _SILU, _RELU, _GELU = F.linear, F.silu, F.relu, F.gelu
+_LINEAR_FORWARD, _CALL, _CALL_IMPL = nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl
+_functorch = torch._C._functorch.peek_interpreter_stack  # None outside vmap, grad, jvp, ...
+
+
+def is_torchs_own(function, file: str) -> bool:
+    """The function is a built-in one, or written in this file: no patch, no wrapper."""
+    if isinstance(function, FunctionType):
+        return function.__code__.co_filename == file and not hasattr(function, "__wrapped__")
+    return isinstance(function, BuiltinFunctionType)
+
+
+def why_patched() -> Optional[str]:
+    """torch had been patched before this package was imported."""
+    for name, function in (("linear", _LINEAR), ("silu", _SILU), ("relu", _RELU), ("gelu", _GELU)):
+        if not is_torchs_own(function, F.__file__):
+            return f"torch.nn.functional.{name} is patched"
+    if not is_torchs_own(_LINEAR_FORWARD, nn.modules.linear.__file__):
+        return "nn.Linear.forward is patched"
+    if not (is_torchs_own(_CALL, modules.__file__) and is_torchs_own(_CALL_IMPL, modules.__file__)):
+        return "nn.Module.__call__ is patched"
+    return None
+
+
+def same_functions() -> bool:
+    """Nobody patched, since this package was imported, what a gated MLP calls of torch."""
+    return (
+        F.linear is _LINEAR
+        and F.silu is _SILU
+        and F.gelu is _GELU
+        and F.relu is _RELU
+        and nn.Linear.forward is _LINEAR_FORWARD
+        and nn.Linear.__call__ is _CALL
+        and nn.Linear._call_impl is _CALL_IMPL
+    )
+
+
+def has_global_hooks() -> bool:
+    """torch.nn.modules.module.register_module_forward_hook and the like."""
+    return bool(
+        modules._global_forward_hooks
+        or modules._global_forward_pre_hooks
+        or modules._global_backward_hooks
+        or modules._global_backward_pre_hooks
+    )
+
+
+def untouched() -> bool:
+    """Reading a plain module's weight is, in this call, as good as calling the module."""
+    if has_global_hooks() or not same_functions():
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return (
+        forward_ad._current_level < 0
+        and _functorch() is None
+        and torch._C._get_tracing_state() is None
+    )
