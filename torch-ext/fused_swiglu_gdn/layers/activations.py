@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .plain import why_hooked
 from .untouched import is_torchs_own
 
 NAMES = ("silu", "gelu_tanh", "relu")
@@ -53,7 +52,15 @@ def activation_of(function) -> Optional[str]:
     if known is None or kind.forward is not known.forward:
         return None
     attributes = function.__dict__
-    if "forward" in attributes or why_hooked(function) is not None:
+    if (
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
+        or "_call_impl" in attributes
+        or "_hf_hook" in attributes
+    ):
         return None
     if known.name == "gelu_tanh" and not _by_tanh(attributes):
         return None

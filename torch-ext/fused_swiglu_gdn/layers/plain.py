@@ -11,7 +11,7 @@ from torch import nn
 
 from ..runtime.checks import FLOATING
 
-PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
 
 
 def why_hooked(module: nn.Module) -> Optional[str]:
@@ -61,19 +61,48 @@ def why_not_linear(module: Optional[nn.Module]) -> Optional[str]:
     return None
 
 
-def parameters_of(module: nn.Module) -> Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
-    """The weight and the bias, if calling the module is no more than a product with them."""
-    if why_not_linear(module) is not None:
+def parameters_of(
+    module: Optional[nn.Module],
+) -> Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
+    """The weight and the bias, if calling the module is no more than a product with them.
+
+    What why_not_linear says in words, for every call; dtypes and devices are the product's to tell.
+    """
+    if type(module) is not nn.Linear:
         return None
-    parameters = module._parameters  # quicker than module.weight, which nn.Module looks for
-    return parameters["weight"], parameters["bias"]
+    attributes = module.__dict__
+    if (
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
+        or "_call_impl" in attributes
+        or "_hf_hook" in attributes
+        or "weight" in attributes
+        or "bias" in attributes
+    ):
+        return None
+    parameters = attributes["_parameters"]
+    weight, bias = parameters.get("weight"), parameters.get("bias")
+    if type(weight) not in PLAIN_TENSORS:
+        return None
+    if bias is not None and type(bias) not in PLAIN_TENSORS:
+        return None
+    return weight, bias
 
 
-def same_dtype(x: torch.Tensor, *weights: torch.Tensor) -> bool:
+def same_dtype(x: torch.Tensor, *weights: Optional[torch.Tensor]) -> bool:
     """x can be multiplied with the weights, or autocast will see to it."""
     if type(x) not in PLAIN_TENSORS:
         return False
+    dtype = x.dtype
     for weight in weights:
-        if x.dtype is not weight.dtype:
-            return torch.is_autocast_enabled(x.device.type)
+        if weight is not None and weight.dtype is not dtype:
+            kind = x.device.type
+            return torch.is_autocast_enabled(kind) and _castable(weights)
     return True
+
+
+def _castable(weights) -> bool:
+    return all([weight is None or weight.dtype in FLOATING for weight in weights])

@@ -16,7 +16,7 @@ from torch import nn
 from ..runtime import dispatch
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp
 from .activations import activation_of
-from .plain import PLAIN_TENSORS, parameters_of, same_dtype
+from .plain import PLAIN_TENSORS, parameters_of, same_dtype, why_hooked
 from .untouched import untouched
 
 
@@ -39,34 +39,34 @@ def activation(mlp: nn.Module, roles: Roles) -> Optional[str]:
     if roles.act is None:
         return roles.function
     attributes = mlp.__dict__
-    act = attributes.get(roles.act)
-    return activation_of(attributes["_modules"].get(roles.act) if act is None else act)
+    if roles.act in attributes:  # a function, or what hides the module of this name
+        return activation_of(attributes[roles.act])
+    return activation_of(attributes["_modules"].get(roles.act))
 
 
 def drops_out(mlp: nn.Module, roles: Roles) -> bool:
     """Some of its values are dropped in a call now."""
-    modules = mlp.__dict__["_modules"]
     for name in roles.dropouts:
-        dropout = modules.get(name)
-        if type(dropout) is not nn.Dropout or (dropout.training and dropout.p):
+        dropout = mlp.__dict__["_modules"].get(name)
+        if type(dropout) is not nn.Dropout or why_hooked(dropout) is not None:
+            return True
+        if "forward" in dropout.__dict__ or name in mlp.__dict__:
+            return True
+        if dropout.training and dropout.p:
             return True
     return bool(roles.rates) and mlp.training and any(getattr(mlp, name) for name in roles.rates)
 
 
-def weights(mlp: nn.Module, roles: Roles, *like: torch.Tensor) -> Optional[tuple]:
-    """w_gate, w_up, b_gate, b_up of an MLP whose projections are plain and fit x (`like`)."""
+def projections(mlp: nn.Module, roles: Roles) -> Optional[tuple]:
+    """w_gate, w_up, b_gate, b_up of an MLP whose projections are plain; else None."""
     modules = mlp.__dict__["_modules"]
     gate = parameters_of(modules.get(roles.gate))
     if gate is None:
         return None
     if roles.up is not None:
         up = parameters_of(modules.get(roles.up))
-        if up is None or gate[0].shape != up[0].shape or gate[0].dtype is not up[0].dtype:
-            return None
-        if like and not same_dtype(like[0], gate[0], up[0]):
-            return None
-        return gate[0], up[0], gate[1], up[1]
-    if gate[0].shape[0] % 2 or (like and not same_dtype(like[0], gate[0])):
+        return None if up is None else (gate[0], up[0], gate[1], up[1])
+    if gate[0].shape[0] % 2:
         return None
     w_gate, w_up = gate[0].chunk(2)  # [N, K] each
     b_gate, b_up = (None, None) if gate[1] is None else gate[1].chunk(2)
@@ -82,21 +82,22 @@ def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tenso
         return None  # they hide the modules of these names
     if x.is_nested or not untouched() or drops_out(mlp, roles):
         return None
-    name = activation(mlp, roles)
-    if name is None:
+    name, found = activation(mlp, roles), projections(mlp, roles)
+    if name is None or found is None:
         return None
-    found = weights(mlp, roles, x)
-    if found is None:
-        return None
-    w_gate, w_up, b_gate, b_up = found
     down = attributes["_modules"].get(roles.down)
     plain = parameters_of(down)
-    if plain is not None and same_dtype(x, plain[0]):
-        w_down, b_down = plain
-        return fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation=name)
-    if down is None or roles.casts:
+    try:
+        if plain is not None and same_dtype(x, *found, *plain):
+            w_gate, w_up, b_gate, b_up = found
+            w_down, b_down = plain
+            return fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation=name)
+        if down is None or roles.casts or not same_dtype(x, *found):
+            return None
+        z = fused_swiglu(x, *found, activation=name)
+    except (TypeError, ValueError):  # what does not fit is the modules' to take or to refuse
         return None
-    return down(fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation=name))
+    return down(z)
 
 
 class Form(NamedTuple):

@@ -38,37 +38,23 @@ def why_patched() -> Optional[str]:
     return None
 
 
-def same_functions() -> bool:
-    """Nobody patched, since this package was imported, what a gated MLP calls of torch."""
-    return (
-        F.linear is _LINEAR
-        and F.silu is _SILU
-        and F.gelu is _GELU
-        and F.relu is _RELU
-        and nn.Linear.forward is _LINEAR_FORWARD
-        and nn.Linear.__call__ is _CALL
-        and nn.Linear._call_impl is _CALL_IMPL
-    )
-
-
-def has_global_hooks() -> bool:
-    """torch.nn.modules.module.register_module_forward_hook and the like."""
-    return bool(
+def untouched() -> bool:
+    """Reading a plain module's weight is, in this call, as good as calling the module."""
+    if (
         modules._global_forward_hooks
         or modules._global_forward_pre_hooks
         or modules._global_backward_hooks
         or modules._global_backward_pre_hooks
-    )
-
-
-def untouched() -> bool:
-    """Reading a plain module's weight is, in this call, as good as calling the module."""
-    if has_global_hooks() or not same_functions():
+        or F.linear is not _LINEAR
+        or F.silu is not _SILU
+        or F.gelu is not _GELU
+        or F.relu is not _RELU
+        or nn.Linear.forward is not _LINEAR_FORWARD
+        or nn.Linear.__call__ is not _CALL
+        or nn.Linear._call_impl is not _CALL_IMPL
+        or forward_ad._current_level >= 0
+    ):
         return False
     if torch.compiler.is_compiling():
         return True
-    return (
-        forward_ad._current_level < 0
-        and _functorch() is None
-        and torch._C._get_tracing_state() is None
-    )
+    return _functorch() is None and torch._C._get_tracing_state() is None

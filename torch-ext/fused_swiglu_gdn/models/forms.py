@@ -121,8 +121,8 @@ class _Reader:
             self.assign(statement.target, self.value(statement.value))
         elif isinstance(statement, ast.If):
             self.cast(statement)
-        elif not isinstance(getattr(statement, "value", None), ast.Constant):  # a docstring
-            self.refuse(statement)
+        elif not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)):
+            self.refuse(statement)  # no docstring either
 
     def assign(self, target: ast.expr, value: tuple) -> None:
         if isinstance(target, ast.Name) and target.id != self.me:
@@ -157,7 +157,10 @@ class _Reader:
         if self.part(node) is not None:
             return ("part", self.part(node))
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-            return ("product", self.value(node.left), self.value(node.right))
+            factors = self.value(node.left), self.value(node.right)
+            if any(factor[0] in ("part", "halves", "x") for factor in factors):
+                self.refuse(node)
+            return ("product", *factors)
         if isinstance(node, ast.Subscript):
             pair, i = self.value(node.value), getattr(node.slice, "value", None)
             if pair[0] == "halves" and type(i) is int and i in (0, 1):

@@ -135,8 +135,9 @@ def _why_not_parts(module: nn.Module, roles: Roles) -> Optional[str]:
         if reason is not None:
             return f"{name} {reason}"
     if swiglu.drops_out(module, roles):
-        return "it drops values out, as it is in training"
-    if swiglu.weights(module, roles) is None:
+        return "it drops values out: it has dropout and is in training"
+    found = swiglu.projections(module, roles)
+    if found is None or found[0].shape != found[1].shape or found[0].dtype != found[1].dtype:
         return "its weights are of several dtypes, or sizes"
     return None
 
@@ -154,7 +155,7 @@ def _exact(gelu: object) -> bool:
 
 def facts(module: nn.Module, form: Form, tokens: int) -> Tuple[str, str, tuple]:
     """(family, operation, arguments) of a call on so many tokens, to ask who serves it."""
-    w_gate, w_up, b_gate, b_up = swiglu.weights(module, form.roles)
+    w_gate, w_up, b_gate, b_up = swiglu.projections(module, form.roles)
     x = w_gate.new_empty(tokens, w_gate.shape[1])  # [M, K]
     name = swiglu.activation(module, form.roles)
     return "swiglu.forward", "swiglu_fwd", (x, w_gate, w_up, b_gate, b_up, name)
