@@ -61,6 +61,8 @@ def source_of(function: object) -> ast.FunctionDef:
     """The syntax tree of a function, if its code is what that compiles to."""
     if type(function) is not FunctionType:
         raise Refused(f"its forward is a {type(function).__name__}, not a function")
+    if function.__code__.co_freevars:
+        raise Refused("its forward uses variables of another function, as one that wraps another")
     try:
         source = inspect.getsource(function.__code__)
         tree = ast.parse("if 1:\n" + source if source[:1].isspace() else source)

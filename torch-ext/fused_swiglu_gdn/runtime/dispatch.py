@@ -69,13 +69,11 @@ def has_kernels(family: str, operation: str, device_type: str, index: Optional[i
     """Whether any kernel of the operation exists for the device: a constant while tracing."""
     if _forced == "reference":
         return False
-    return _exists(family, operation, device_type, index)
-
-
-@functools.cache
-def _exists(family: str, operation: str, device_type: str, index: Optional[int]) -> bool:
     folders = _folders(device_type, index)
     return any(hasattr(_module(folder, family), operation) for folder in folders)
+
+
+_serving: Dict[Tuple[str, torch.device], bool] = {}
 
 
 def serves(family: str, operation: str, x: torch.Tensor) -> bool:
@@ -88,7 +86,13 @@ def serves(family: str, operation: str, x: torch.Tensor) -> bool:
     if not x.is_cuda or x.dtype is torch.float64:
         return False
     where = x.device
-    return has_kernels(family, operation, where.type, where.index)
+    if torch.compiler.is_compiling():
+        return has_kernels(family, operation, where.type, where.index)
+    found = _serving.get((operation, where))
+    if found is None:
+        found = has_kernels(family, operation, where.type, where.index)
+        _serving[operation, where] = found
+    return found
 
 
 def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Optional[Callable]]:

@@ -1,0 +1,633 @@
+"""Gated MLPs as people write them, and modules that only look like one.
+
+Every entry is a class of MLPs of width 16 -> 24 -> 16, or a function that makes a module, with what
+kernelize must say of it: None where it is the formula, else a part of the reason for leaving it
+alone.
+"""
+
+import functools
+from types import FunctionType, SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+K, N = 16, 24
+
+
+class P(nn.Module):
+    """The usual MLP."""
+
+    bias = False
+
+    def __init__(self, act_fn=None):
+        super().__init__()
+        self.gate_proj = nn.Linear(K, N, bias=self.bias)
+        self.up_proj = nn.Linear(K, N, bias=self.bias)
+        self.down_proj = nn.Linear(N, K, bias=self.bias)
+        self.act_fn = nn.SiLU() if act_fn is None else act_fn
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Joined(nn.Module):
+    """Gate and up in one projection."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(K, 2 * N), nn.Linear(N, K)
+        self.activation_fn = nn.SiLU()
+
+    def forward(self, hidden_states):
+        up = self.gate_up_proj(hidden_states)
+        gate, up = up.chunk(2, dim=-1)
+        up = up * self.activation_fn(gate)
+        return self.down_proj(up)
+
+
+def with_parts(base=P, **parts):
+    """A module of `base` with these attributes beside its own."""
+
+    def make():
+        module = base()
+        for name, part in parts.items():
+            setattr(module, name, part() if isinstance(part, FunctionType) else part)
+        return module
+
+    return make
+
+
+def changed(change, base=P):
+    def make():
+        module = base()
+        change(module)
+        return module
+
+    return make
+
+
+class Biases(P):
+    bias = True
+
+
+class Subclass(P):
+    pass
+
+
+class Swapped(P):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+class Temporaries(P):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of several lines."""
+        up: torch.Tensor = self.up_proj(x)
+        act = self.act_fn
+        gate = self.gate_proj(x)
+        x = up * act(gate)
+        return self.down_proj(x)
+
+
+class OtherSelf(P):
+    def forward(this, y):
+        y = this.act_fn(this.gate_proj(y)) * this.up_proj(y)
+        return this.down_proj(y)
+
+
+class Named(nn.Module):
+    """Of LFM2: other names, and the activation in the code."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3, self.w2 = nn.Linear(K, N), nn.Linear(K, N), nn.Linear(N, K)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class SiluInTheCode(P):
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class GeluTanhInTheCode(P):
+    def forward(self, x):
+        gate = torch.nn.functional.gelu(self.gate_proj(x), approximate="tanh")
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class GeluInTheCode(P):
+    def forward(self, x):
+        return self.down_proj(F.gelu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ActivationFn(P):
+    """With act_fn beside it: the source says which one it is."""
+
+    def __init__(self):
+        super().__init__(nn.ReLU())
+        self.activation_fn = nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.activation_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Subscripts(Joined):
+    def forward(self, x):
+        halves = torch.chunk(self.gate_up_proj(x), 2, dim=-1)
+        return self.down_proj(self.activation_fn(halves[0]) * halves[1])
+
+
+class UpFirst(Joined):
+    def forward(self, x):
+        x, gate = self.gate_up_proj(x).chunk(2, -1)
+        return self.down_proj(self.activation_fn(gate) * x)
+
+
+class Dropout(P):
+    p = 0.5
+
+    def __init__(self):
+        super().__init__()
+        self.drop = nn.Dropout(type(self).p)
+
+    def forward(self, x):
+        x = self.drop(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(x)
+
+
+class DropoutOfNone(Dropout):
+    p = 0.0
+
+
+class Rate(P):
+    """Of Seed-OSS."""
+
+    def __init__(self):
+        super().__init__()
+        self.rate = 0.5
+
+    def forward(self, x):
+        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return nn.functional.dropout(y, p=self.rate, training=self.training)
+
+
+class AlwaysDrops(Rate):
+    def forward(self, x):
+        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return F.dropout(y, p=self.rate)
+
+
+class T5(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wi_0, self.wi_1, self.wo = nn.Linear(K, N), nn.Linear(K, N), nn.Linear(N, K)
+        self.dropout, self.act = nn.Dropout(0.1), nn.GELU(approximate="tanh")
+
+    def forward(self, hidden_states):
+        hidden_gelu = self.act(self.wi_0(hidden_states))
+        hidden_linear = self.wi_1(hidden_states)
+        hidden_states = hidden_gelu * hidden_linear
+        hidden_states = self.dropout(hidden_states)
+        if (
+            isinstance(self.wo.weight, torch.Tensor)
+            and hidden_states.dtype != self.wo.weight.dtype
+            and self.wo.weight.dtype != torch.int8
+        ):
+            hidden_states = hidden_states.to(self.wo.weight.dtype)
+        hidden_states = self.wo(hidden_states)
+        return hidden_states
+
+
+class T5Otherwise(T5):
+    """The cast is of the result, not of the product."""
+
+    def forward(self, hidden_states):
+        hidden_states = self.wo(self.act(self.wi_0(hidden_states)) * self.wi_1(hidden_states))
+        if hidden_states.dtype != torch.float32:
+            hidden_states = hidden_states.to(torch.bfloat16)
+        return hidden_states
+
+
+def same(function):
+    """A decorator that changes nothing."""
+    return function
+
+
+class Decorated(P):
+    @same
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def tie(m):
+    m.up_proj.weight = m.gate_proj.weight
+
+
+class Patched(nn.SiLU):
+    def forward(self, x):
+        return x.relu()
+
+
+def forged():
+    """A class that says it is transformers' own."""
+    kind = type("NewGELUActivation", (nn.Module,), {"forward": lambda self, x: x.relu()})
+    kind.__module__ = "transformers.activations"
+    return kind()
+
+
+def double(function):
+    @functools.wraps(function)
+    def forward(self, x):
+        return 2 * function(self, x)
+
+    return forward
+
+
+class Wrapped(P):
+    forward = double(P.forward)
+
+
+class Clamped(P):
+    def forward(self, x):
+        gate = self.gate_proj(x).clamp(max=7.0)
+        return self.down_proj(self.act_fn(gate) * self.up_proj(x))
+
+
+class ClampedInput(P):
+    def forward(self, x):
+        x = torch.clamp(x, -50.0, 50.0)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class BranchOnDtype(P):
+    def forward(self, x):
+        if x.dtype == torch.bfloat16:
+            x = -x
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class BranchOnSize(P):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * (
+            -1.0 if x.shape[0] == 3 else 1.0
+        )
+
+
+class BranchOnGrad(P):
+    def forward(self, x):
+        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return y if torch.is_grad_enabled() else 2 * y
+
+
+class BranchOnMode(P):
+    def forward(self, x):
+        act = self.act_fn if self.training else F.relu
+        return self.down_proj(act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DropoutByGradMode(P):
+    def forward(self, x):
+        x = F.dropout(x, p=0.5, training=torch.is_grad_enabled())
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Augmented(P):
+    def forward(self, x):
+        x = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        x *= 2
+        return self.down_proj(x)
+
+
+class Multiplier(P):
+    scale = 2.0
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x) * self.scale) * self.up_proj(x))
+
+
+class ScaledByNumber(P):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x) * 0.5)
+
+
+class NoActivation(P):
+    def forward(self, x):
+        return self.down_proj(self.gate_proj(x) * self.up_proj(x))
+
+
+class BothActivated(P):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.act_fn(self.up_proj(x)))
+
+
+class ActivatedTwice(P):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.act_fn(self.gate_proj(x))) * self.up_proj(x))
+
+
+class OneForBoth(P):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.gate_proj(x))
+
+
+class SameHalf(Joined):
+    def forward(self, x):
+        gate, _ = self.gate_up_proj(x).chunk(2, dim=-1)
+        return self.down_proj(self.activation_fn(gate) * gate)
+
+
+class Thirds(Joined):
+    def __init__(self):
+        super().__init__()
+        self.down_proj = nn.Linear(2 * N // 3, K)
+
+    def forward(self, x):
+        gate, up, _ = self.gate_up_proj(x).chunk(3, dim=-1)
+        return self.down_proj(self.activation_fn(gate) * up)
+
+
+class Interleaved(Joined):
+    def forward(self, x):
+        up = self.gate_up_proj(x)
+        return self.down_proj(self.activation_fn(up[..., ::2]) * up[..., 1::2])
+
+
+class Counting(P):
+    def forward(self, x):
+        self.act_fn(x)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Residual(P):
+    def forward(self, x):
+        return x + self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Tuple(P):
+    def forward(self, x):
+        return (self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)),)
+
+
+class InFp32(P):
+    def forward(self, x):
+        gate = self.gate_proj(x)
+        gate = (self.act_fn(gate.float()) * self.up_proj(x).float()).to(gate.dtype)
+        return self.down_proj(gate)
+
+
+class SubNorm(P):
+    """Of BitNet."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(N)
+
+    def forward(self, x):
+        return self.down_proj(self.norm(self.act_fn(self.gate_proj(x)) * self.up_proj(x)))
+
+
+class TwoTensors(P):
+    def forward(self, x, residual=None):
+        y = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+        return y if residual is None else y + residual
+
+
+class Keywords(P):
+    def forward(self, x, **kwargs):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * (len(kwargs) + 1)
+
+
+class Lambda(P):
+    forward = lambda self, x: self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # noqa
+
+
+_names = {"P": P}
+exec(
+    "class Executed(P):\n    def forward(self, x):\n"
+    "        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * 2",
+    _names,
+)
+Executed = _names["Executed"]
+
+
+class OtherCode(P):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+OtherCode.forward.__code__ = NoActivation.forward.__code__.replace(
+    co_firstlineno=OtherCode.forward.__code__.co_firstlineno
+)
+
+
+class Static(P):
+    @staticmethod
+    def forward(x):
+        return x
+
+
+class Partial(P):
+    forward = functools.partialmethod(Keywords.forward, scale=1)
+
+
+_torch_names = SimpleNamespace(silu=F.relu)
+
+
+def _with_other_names(F):  # noqa: N803
+    class OtherF(P):
+        def forward(self, x):
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+    return OtherF
+
+
+OtherF = _with_other_names(_torch_names)
+OtherGlobals = type("OtherGlobals", (P,), {})
+OtherGlobals.forward = FunctionType(SiluInTheCode.forward.__code__, {"nn": SimpleNamespace(
+    functional=_torch_names)}, "forward")  # fmt: skip
+
+
+class PropertyPart(P):
+    @property
+    def up_proj(self):
+        return lambda x: self._modules["up_proj"](x) * 2
+
+
+class GetAttr(P):
+    def __getattr__(self, name):
+        part = super().__getattr__(name)
+        return nn.Sequential(part, nn.ReLU()) if name == "up_proj" else part
+
+
+class GetAttribute(P):
+    def __getattribute__(self, name):
+        return F.relu if name == "act_fn" else super().__getattribute__(name)
+
+
+class OwnCall(P):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+class OwnCallImpl(P):
+    def _call_impl(self, *args, **kwargs):
+        return super()._call_impl(*args, **kwargs) * 2
+
+
+class Adapter(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.lora = base, nn.Linear(base.in_features, base.out_features)
+
+    def forward(self, x):
+        return self.base(x) + self.lora(x)
+
+
+class Loud(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def hook(module, args, out):
+    return out * 2
+
+
+def hide(m):
+    m.__dict__["up_proj"] = m.gate_proj
+
+
+def own_forward(m):
+    m.forward = lambda x: x
+
+
+def loud_call(m):
+    m.up_proj._call_impl = lambda x: x[..., :1] * x.new_ones(N)
+
+
+def spectral(m):
+    nn.utils.spectral_norm(m.up_proj)
+
+
+def parametrize(m):
+    nn.utils.parametrizations.weight_norm(m.up_proj)
+
+
+def old_weight_norm(m):
+    nn.utils.weight_norm(m.gate_proj)
+
+
+def narrow(m):
+    m.up_proj = nn.Linear(K, 1)
+
+
+def gelu_new():
+    from transformers.activations import ACT2FN
+
+    return ACT2FN["gelu_new"]
+
+
+def named(name):
+    def make():
+        from transformers.activations import ACT2FN
+
+        return ACT2FN[name]
+
+    return make
+
+
+FORMS = {
+    "usual": (P, None),
+    "biases": (Biases, None),
+    "a subclass": (Subclass, None),
+    "the activation on up": (Swapped, None),
+    "temporaries": (Temporaries, None),
+    "self by another name": (OtherSelf, None),
+    "other names, F.silu": (Named, None),
+    "silu in the code, act_fn is relu": (with_parts(SiluInTheCode, act_fn=nn.ReLU()), None),
+    "gelu tanh in the code": (GeluTanhInTheCode, None),
+    "act_fn and activation_fn": (ActivationFn, None),
+    "joined": (Joined, None),
+    "joined, by subscripts": (Subscripts, None),
+    "joined, up first": (UpFirst, None),
+    "dropout of none": (DropoutOfNone, None),
+    "dropout": (Dropout, "drops values out"),
+    "rate": (Rate, "drops values out"),
+    "rate of none": (with_parts(Rate, rate=0.0), None),
+    "T5": (T5, "drops values out"),
+    "T5 without dropout": (with_parts(T5, dropout=lambda: nn.Dropout(0.0)), None),
+    "decorated": (Decorated, None),
+    "relu": (with_parts(act_fn=nn.ReLU()), None),
+    "silu in place": (with_parts(act_fn=nn.SiLU(inplace=True)), None),
+    "gelu tanh": (with_parts(act_fn=nn.GELU(approximate="tanh")), None),
+    "gelu_new": (with_parts(act_fn=named("gelu_new")), None),
+    "gelu_pytorch_tanh": (with_parts(act_fn=named("gelu_pytorch_tanh")), None),
+    "silu of transformers": (with_parts(act_fn=named("silu")), None),
+    "one weight for two": (changed(tie), None),
+    "gelu": (with_parts(act_fn=named("gelu")), "GELUActivation, by erf"),
+    "exact nn.GELU": (with_parts(act_fn=nn.GELU()), "GELU, by erf"),
+    "gelu in the code": (GeluInTheCode, "its forward has `F.gelu(self.gate_proj(x))`"),
+    "quick_gelu": (with_parts(act_fn=named("quick_gelu")), "QuickGELU"),
+    "python gelu": (with_parts(act_fn=named("gelu_python_tanh")), "GELUTanh"),
+    "tanh": (with_parts(act_fn=nn.Tanh()), "its activation is Tanh"),
+    "a subclass of SiLU": (with_parts(act_fn=lambda: Patched()), "its activation is Patched"),
+    "a forged activation": (with_parts(act_fn=forged), "its activation is NewGELU"),
+    "own forward of the activation": (
+        changed(lambda m: setattr(m.act_fn, "forward", F.relu)), "its activation is SiLU"),
+    "hook on the activation": (
+        changed(lambda m: m.act_fn.register_forward_hook(hook)), "its activation is SiLU"),
+    "wrapped": (Wrapped, "one that wraps another"),
+    "clamped": (Clamped, "`self.gate_proj(x).clamp`"),
+    "clamped input": (ClampedInput, "torch.clamp"),
+    "branch on dtype": (BranchOnDtype, "x.dtype"),
+    "branch on size": (BranchOnSize, "x.shape"),
+    "branch on grad mode": (BranchOnGrad, "is_grad_enabled"),
+    "branch on training": (BranchOnMode, "self.training"),
+    "dropout by grad mode": (DropoutByGradMode, "F.dropout"),
+    "dropout always": (AlwaysDrops, "F.dropout"),
+    "augmented": (Augmented, "x *= 2"),
+    "multiplier": (Multiplier, "self.scale"),
+    "scaled": (ScaledByNumber, "0.5"),
+    "no activation": (NoActivation, "another formula"),
+    "both activated": (BothActivated, "another formula"),
+    "activated twice": (ActivatedTwice, "another formula"),
+    "one product for both": (OneForBoth, "twice"),
+    "one half for both": (SameHalf, "another formula"),
+    "thirds": (Thirds, "chunk(3, dim=-1)"),
+    "interleaved": (Interleaved, "up[..., ::2]"),
+    "an idle call": (Counting, "self.act_fn(x)"),
+    "residual": (Residual, "x + self.down_proj"),
+    "a tuple": (Tuple, "self.down_proj"),
+    "in fp32": (InFp32, "gate.float()"),
+    "another norm": (SubNorm, "calls norm"),
+    "T5 with another cast": (T5Otherwise, "hidden_states.dtype"),
+    "two tensors": (TwoTensors, "other arguments"),
+    "keywords": (Keywords, "other arguments"),
+    "lambda": (Lambda, "no source"),
+    "executed": (Executed, "no source"),
+    "other code": (OtherCode, "not what its source says"),
+    "static": (Static, "staticmethod"),
+    "partial": (Partial, "partialmethod"),
+    "a local F": (OtherF, "variables of another function"),
+    "other globals": (OtherGlobals, "nn.functional.silu"),
+    "a property": (PropertyPart, "attribute up_proj"),
+    "__getattr__": (GetAttr, "__getattr__ of its own"),
+    "__getattribute__": (GetAttribute, "__getattribute__ of its own"),
+    "__call__": (OwnCall, "__call__ of its own"),
+    "_call_impl": (OwnCallImpl, "_call_impl of its own"),
+    "adapter": (changed(lambda m: setattr(m, "up_proj", Adapter(m.up_proj))), "Adapter, not"),
+    "a subclass of nn.Linear": (with_parts(gate_proj=lambda: Loud(K, N)), "Loud, not nn.Linear"),
+    "hook on a part": (
+        changed(lambda m: m.up_proj.register_forward_hook(hook)), "up_proj has forward hooks"),
+    "own forward of a part": (
+        changed(lambda m: setattr(m.gate_proj, "forward", m.up_proj.forward)), "of its own"),
+    "own call of a part": (changed(loud_call), "of its own"),
+    "a hidden part": (changed(hide), "up_proj is no module of its own"),
+    "own forward": (changed(own_forward), "replaced already"),
+    "spectral norm": (changed(spectral), "up_proj has"),
+    "parametrized": (changed(parametrize), "not nn.Linear"),
+    "old weight norm": (changed(old_weight_norm), "gate_proj has"),
+    "up of one column": (changed(narrow), "several dtypes, or sizes"),
+}  # fmt: skip
