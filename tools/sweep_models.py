@@ -1,0 +1,361 @@
+"""Tiny random models of every type that transformers knows, before and after kernelize.
+
+    python tools/sweep_models.py                  # all: several minutes on two cores
+    python tools/sweep_models.py --only llama mt5
+    python tools/sweep_models.py --sample 12      # types taken evenly from the list
+
+A model is made from its type's default configuration with small sizes. With the package's reference
+standing in for a kernel (no kernel serves a CPU), its logits, greedy tokens, the gradients of its
+parameters and every served MLP by itself are compared with the model's before, and after `restore`
+its logits are the same bits. A row for each type is printed; the exit status is 1 if one is wrong
+or crashes. Types that cannot be made, or called with random tokens or pixels, are counted.
+"""
+
+import argparse
+import copy
+import multiprocessing
+import pathlib
+import signal
+import sys
+import time
+import warnings
+from typing import Iterator, NamedTuple
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+SECONDS = 60  # that a type may take
+# Largest difference, relative to the largest value. fp32: the same sums in another order, through
+# a few layers and back. A module by itself: one rounding of bf16, or of fp64.
+LOGITS, GRADIENTS = 1e-4, 5e-3
+MODULE = {torch.float64: 1e-12, torch.bfloat16: 2e-2}
+
+SIZES = {
+    "vocab_size": 120, "vocab_size_per_layer_input": 120, "max_position_embeddings": 128,
+    "n_positions": 128, "hidden_size": 32, "d_model": 32, "n_embd": 32, "embed_dim": 32, "dim": 32,
+    "embedding_size": 32, "word_embed_proj_dim": 32, "projection_dim": 32, "out_hidden_size": 32,
+    "text_hidden_size": 32, "hidden_dim": 32, "intermediate_size": 48, "ffn_dim": 48, "d_ff": 48,
+    "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "n_inner": 48, "ffn_hidden_size": 48,
+    "mlp_dim": 48, "dense_intermediate_size": 48, "intermediate_size_mlp": 48, "block_ff_dim": 48,
+    "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24, "expert_ffn_dim": 24,
+    "shared_intermediate_size": 24, "expert_ffn_hidden_size": 24, "num_hidden_layers": 2,
+    "num_layers": 2, "n_layer": 2, "n_layers": 2, "encoder_layers": 2, "decoder_layers": 2,
+    "num_decoder_layers": 2, "num_encoder_layers": 2, "depth": 2, "num_attention_heads": 4,
+    "num_heads": 4, "n_head": 4, "n_heads": 4, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "attention_heads": 4, "num_key_value_heads": 2,
+    "num_kv_heads": 2, "head_dim": 8, "d_kv": 8, "attention_head_size": 8, "global_head_dim": 8,
+    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
+    "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 8, "image_size": 32, "patch_size": 8,
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "state_size": 8,
+    "mamba_num_heads": 4, "mamba_head_dim": 16, "time_step_rank": 4, "mamba_dt_rank": 4,
+    "hidden_size_per_layer_input": 8, "sliding_window": 16, "num_codebooks": 2, "lru_width": 32,
+}  # fmt: skip
+# lists by layer, and sizes that the class can work out, left out where all of it will not do
+DROPPED = (
+    (),
+    ("layer_types", "mlp_layer_types", "no_rope_layers", "moe_layers"),
+    ("head_dim", "layer_types"),
+    ("head_dim", "num_key_value_heads", "layer_types", "mlp_layer_types"),
+)
+OF_TYPE = {
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_5_moe_text": {"layer_types": ["linear_attention", "full_attention"]},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
+    "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_groups": 1},
+}
+
+
+class Result(NamedTuple):
+    kind: str
+    state: str  # ok, WRONG, CRASH, not made
+    served: int = 0
+    left: int = 0
+    compared: str = ""
+    note: str = ""
+
+
+class NotMade(Exception):
+    """A model that this tool cannot make."""
+
+
+class Wrong(Exception):
+    """A kernelized model gives something else."""
+
+
+def smaller(values: dict, dropped: tuple) -> dict:
+    """A configuration's dictionary with small sizes, in its parts too."""
+    out = {}
+    for name, value in values.items():
+        if name in dropped or not isinstance(name, str):  # labels by number stay out
+            continue
+        if isinstance(value, dict) and "rope" not in name:
+            out[name] = smaller(value, dropped)
+        elif name in SIZES and type(value) is int:
+            out[name] = SIZES[name]
+        elif name.endswith("layer_types") and isinstance(value, list):
+            out[name] = (list(dict.fromkeys(value)) * 2)[:2]
+        elif name.endswith("token_id") and type(value) is int:
+            out[name] = value % 8
+        elif name not in ("model_type", "transformers_version"):
+            out[name] = value
+    return out
+
+
+def classes(kind: str) -> list:
+    """The classes of a type's models, one that generates first."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    names = []
+    for mapping in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MASKED_LM", ""):
+        of = f"MODEL_FOR_{mapping}_MAPPING_NAMES" if mapping else "MODEL_MAPPING_NAMES"
+        name = getattr(auto, of).get(kind)
+        names += [name] if isinstance(name, str) else list(name or ())
+    return [getattr(transformers, name) for name in dict.fromkeys(names)]
+
+
+def types() -> list:
+    from transformers.models.auto import modeling_auto as auto
+
+    mappings = ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM", "MODEL")
+    mappings += ("MODEL_FOR_MASKED_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT")
+    return sorted({kind for m in mappings for kind in getattr(auto, f"{m}_MAPPING_NAMES")})
+
+
+def models(kind: str) -> Iterator[torch.nn.Module]:
+    """Small random models of a type, in evaluation mode, the best first."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    values = CONFIG_MAPPING[kind]().to_dict()
+    error = None
+    for dropped in DROPPED:
+        small = {**smaller(values, dropped), **OF_TYPE.get(kind, {})}
+        for model in classes(kind):
+            try:
+                config = CONFIG_MAPPING[kind](**small)
+                size = sum(p.numel() for p in _on_meta(model, config).parameters())
+                if size > 2e7:
+                    raise NotMade(f"{size / 1e6:.0f} million parameters")
+                torch.manual_seed(0)
+                yield model._from_config(config).float().eval()
+            except TimeoutError:
+                raise
+            except Exception as failure:
+                error = failure
+    raise NotMade(_short(error))
+
+
+def _on_meta(model, config):
+    with torch.device("meta"):
+        return model._from_config(copy.deepcopy(config))
+
+
+def _short(error) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}".split("\n")[0][:90]
+
+
+def inputs(model) -> Iterator[dict]:
+    """What the model may be called with."""
+    random = torch.Generator().manual_seed(1)
+    ids = torch.randint(8, 100, (2, 9), generator=random)
+    yield (
+        {"input_ids": ids, "decoder_input_ids": ids}
+        if model.config.is_encoder_decoder
+        else {"input_ids": ids}
+    )
+    size = getattr(model.config, "image_size", 32)
+    size = size if isinstance(size, int) else 32
+    yield {"pixel_values": torch.randn(2, 3, size, size, generator=random)}
+
+
+def output_of(model, arguments) -> torch.Tensor:
+    torch.manual_seed(0)
+    out = model(**arguments)
+    for name in ("logits", "last_hidden_state"):
+        if isinstance(out.get(name), torch.Tensor):
+            return out[name]
+    raise ValueError("gives no logits")
+
+
+def gradients(model, arguments) -> dict:
+    model.zero_grad(set_to_none=True)
+    with torch.enable_grad():
+        output_of(model, arguments).float().square().mean().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def difference(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Relative to the largest value; infinite where only one has a NaN."""
+    if a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()):
+        return float("inf")
+    a, b = a.double().nan_to_num(), b.double().nan_to_num()
+    return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item() if a.numel() else 0.0
+
+
+def callable_model(kind: str):
+    """(model, arguments, output): the first that runs; arguments are None where none does."""
+    first = None
+    for model in models(kind):
+        first = model if first is None else first
+        for arguments in inputs(model):
+            try:
+                with torch.no_grad():
+                    return model, arguments, output_of(model, arguments)
+            except TimeoutError:
+                raise
+            except Exception:
+                continue
+    return first, None, None
+
+
+def tokens_of(model, arguments):
+    """Five greedy tokens, or None where the model does not generate."""
+    if "input_ids" not in arguments or not model.can_generate():
+        return None
+    try:
+        ids = arguments["input_ids"]
+        mask = torch.ones_like(ids)
+        return model.generate(ids, attention_mask=mask, max_new_tokens=5, do_sample=False)
+    except TimeoutError:
+        raise
+    except Exception:
+        return None
+
+
+def check_modules(model, served) -> None:
+    """Every served MLP by itself, in fp64 and bf16."""
+    names = {row.module for row in served if row.layer.startswith("SwiGLU")}
+    seen = set()
+    for name, module in model.named_modules():
+        width = next((m.in_features for m in module.children() if hasattr(m, "in_features")), None)
+        if name not in names or (type(module), width) in seen:
+            continue
+        seen.add((type(module), width))
+        for dtype, limit in MODULE.items():
+            twin = copy.deepcopy(module).to(dtype)
+            x = torch.randn(3, width, dtype=torch.float64).to(dtype)
+            with torch.no_grad():
+                got = twin(x)
+                kernel().restore(twin)
+                worst = difference(got, twin(x))
+            if worst > limit:
+                raise Wrong(f"{name} in {str(dtype)[6:]} differs by {worst:.1e}")
+
+
+def kernel():
+    sys.path.insert(0, str(ROOT / "tests"))
+    from conftest import load_package
+
+    return load_package()
+
+
+def compare(kind: str) -> Result:
+    from importlib import import_module
+
+    package = kernel()
+    dispatch = import_module(f"{package.__name__}.runtime.dispatch")
+    try:
+        model, arguments, before = callable_model(kind)
+    except TimeoutError:
+        raise
+    except Exception as error:
+        return Result(kind, "not made", note=_short(error))
+    done, state = [], {name: set(m.__dict__) for name, m in model.named_modules()}
+    if arguments is not None:
+        grads, tokens = gradients(model, arguments), tokens_of(model, arguments)
+    report = package.kernelize(model)
+    with dispatch.force("reference"):
+        check_modules(model, report.served)
+        done.append("modules")
+        if arguments is not None:
+            with torch.no_grad():
+                worst = difference(output_of(model, arguments), before)
+            if worst > LOGITS:
+                raise Wrong(f"logits differ by {worst:.1e}")
+            done.append("logits")
+            if tokens is not None:
+                if not torch.equal(tokens_of(model, arguments), tokens):
+                    raise Wrong("other tokens")
+                done.append("tokens")
+            after = gradients(model, arguments)
+            worst = max([difference(after[n], grads[n]) for n in grads], default=0.0)
+            if worst > GRADIENTS or after.keys() != grads.keys():
+                raise Wrong(f"gradients differ by {worst:.1e}")
+            done.append("gradients")
+    package.restore(model)
+    if {name: set(m.__dict__) for name, m in model.named_modules()} != state:
+        raise Wrong("restore leaves something behind")
+    if arguments is not None:
+        with torch.no_grad():
+            if difference(output_of(model, arguments), before) > 0:
+                raise Wrong("restore gives other logits")
+    reasons = sorted({f"{row.kind}: {row.reason}" for row in report.left})
+    compared = ", ".join(done + ["restore"])
+    return Result(kind, "ok", len(report.served), len(report.left), compared, "; ".join(reasons))
+
+
+def look_at(kind: str) -> Result:
+    def stop(*_):
+        raise TimeoutError(f"took longer than {SECONDS} s")
+
+    from transformers.utils import logging
+
+    warnings.filterwarnings("ignore")
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(SECONDS)
+    try:
+        return compare(kind)
+    except Wrong as error:
+        return Result(kind, "WRONG", note=str(error))
+    except Exception as error:
+        state = "not made" if isinstance(error, TimeoutError) else "CRASH"
+        return Result(kind, state, note=_short(error))
+    finally:
+        signal.alarm(0)
+
+
+def chosen(options) -> list:
+    kinds = types()
+    if options.only:
+        return options.only
+    if options.sample:
+        return kinds[:: max(len(kinds) // options.sample, 1)][: options.sample]
+    return kinds
+
+
+def sweep(kinds: list, processes: int = 2) -> Iterator[Result]:
+    if len(kinds) == 1 or processes == 1:
+        yield from map(look_at, kinds)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+        yield from pool.imap(look_at, kinds)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", nargs="+", metavar="TYPE", help="these types")
+    parser.add_argument("--sample", type=int, metavar="N", help="N types of all")
+    parser.add_argument("--processes", type=int, default=2)
+    options = parser.parse_args()
+    start, counts, bad = time.time(), {}, []
+    for result in sweep(chosen(options), options.processes):
+        counts[result.state] = counts.get(result.state, 0) + 1
+        bad += [result] if result.state in ("WRONG", "CRASH") else []
+        line = f"{result.kind:32} {result.state:9}{result.served:3} served{result.left:3} left"
+        print(f"{line}  {result.compared}  {result.note[:150]}".rstrip(), flush=True)
+    total = ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))
+    print(f"{total}; {time.time() - start:.0f} s")
+    for result in bad:
+        print(f"{result.kind}: {result.state}: {result.note}")
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
