@@ -6,8 +6,6 @@ do, and if they serve its device. Every other call runs the forward of the MLP's
 
 import functools
 import inspect
-import weakref
-from types import FunctionType
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
@@ -129,16 +127,7 @@ def forward_of(form: Form) -> Callable:
 
     forward.__signature__ = inspect.signature(own)
     forward.__qualname__ = f"{'SwiGLUMLP' if roles.up else 'SwiGLUGateUp'}.forward"
-    _forwards.add(forward)
     return forward
-
-
-_forwards: "weakref.WeakSet[Callable]" = weakref.WeakSet()
-
-
-def is_mlp_forward(function: object) -> bool:
-    """The function was made by forward_of."""
-    return isinstance(function, FunctionType) and function in _forwards
 
 
 def _serve_class(mlp: nn.Module, x: torch.Tensor, default: Roles) -> Optional[torch.Tensor]:

@@ -15,7 +15,8 @@ from ..layers.plain import why_not_linear
 from ..layers.swiglu import Form, Roles
 from ..layers.untouched import why_patched
 from .forms import Formula, Refused, formula_of
-from .trial import why_another_formula
+from .mlp_trial import why_another_formula
+from .serving import own_class
 
 # the parts by which a module that is left alone is told to be a gated MLP: the report names it
 KNOWN_PARTS = (
@@ -46,7 +47,7 @@ class GatedMLP(NamedTuple):
 
 def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
     """What our layers can do for a module; None if it is no gated MLP."""
-    kind, parts = type(module), module._modules
+    kind, parts = own_class(module), module._modules
     resembles = any(names <= set(parts) for names in KNOWN_PARTS)
     if not resembles and sum(type(part) is nn.Linear for part in parts.values()) < 2:
         return None
