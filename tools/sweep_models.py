@@ -51,7 +51,7 @@ SIZES = {
     "qk_rope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 8, "image_size": 32, "patch_size": 8,
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "state_size": 8,
     "mamba_num_heads": 4, "mamba_head_dim": 16, "time_step_rank": 4, "mamba_dt_rank": 4,
-    "hidden_size_per_layer_input": 8, "sliding_window": 16, "num_codebooks": 2, "lru_width": 32,
+    "hidden_size_per_layer_input": 8, "emb_dim": 32, "mamba_expand": 2, "expert_layer_period": 1, "sliding_window": 16, "num_codebooks": 2, "lru_width": 32,
 }  # fmt: skip
 # lists by layer, and sizes that the class can work out, left out where all of it will not do
 DROPPED = (
@@ -132,7 +132,7 @@ def models(kind: str) -> Iterator[torch.nn.Module]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     values = CONFIG_MAPPING[kind]().to_dict()
-    error = None
+    error = made = None
     for dropped in DROPPED:
         small = {**smaller(values, dropped), **OF_TYPE.get(kind, {})}
         for model in classes(kind):
@@ -142,12 +142,15 @@ def models(kind: str) -> Iterator[torch.nn.Module]:
                 if size > 2e7:
                     raise NotMade(f"{size / 1e6:.0f} million parameters")
                 torch.manual_seed(0)
-                yield model._from_config(config).float().eval()
+                made = model._from_config(config).float().eval()
             except TimeoutError:
                 raise
             except Exception as failure:
                 error = failure
-    raise NotMade(_short(error))
+                continue
+            yield made
+    if made is None:
+        raise NotMade(_short(error))
 
 
 def _on_meta(model, config):
@@ -254,6 +257,10 @@ def kernel():
     return load_package()
 
 
+def state_of(model) -> dict:
+    return {name: (type(m), set(m.__dict__)) for name, m in model.named_modules()}
+
+
 def compare(kind: str) -> Result:
     from importlib import import_module
 
@@ -265,7 +272,7 @@ def compare(kind: str) -> Result:
         raise
     except Exception as error:
         return Result(kind, "not made", note=_short(error))
-    done, state = [], {name: set(m.__dict__) for name, m in model.named_modules()}
+    done, state = [], state_of(model)
     if arguments is not None:
         grads, tokens = gradients(model, arguments), tokens_of(model, arguments)
     report = package.kernelize(model)
@@ -288,7 +295,7 @@ def compare(kind: str) -> Result:
                 raise Wrong(f"gradients differ by {worst:.1e}")
             done.append("gradients")
     package.restore(model)
-    if {name: set(m.__dict__) for name, m in model.named_modules()} != state:
+    if state_of(model) != state:
         raise Wrong("restore leaves something behind")
     if arguments is not None:
         with torch.no_grad():
@@ -334,7 +341,7 @@ def sweep(kinds: list, processes: int = 2) -> Iterator[Result]:
     if len(kinds) == 1 or processes == 1:
         yield from map(look_at, kinds)
         return
-    with multiprocessing.get_context("spawn").Pool(processes) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes, kernel) as pool:
         yield from pool.imap(look_at, kinds)
 
 
