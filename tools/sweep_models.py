@@ -51,7 +51,8 @@ SIZES = {
     "qk_rope_head_dim": 8, "qk_head_dim": 16, "v_head_dim": 8, "image_size": 32, "patch_size": 8,
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "state_size": 8,
     "mamba_num_heads": 4, "mamba_head_dim": 16, "time_step_rank": 4, "mamba_dt_rank": 4,
-    "hidden_size_per_layer_input": 8, "emb_dim": 32, "mamba_expand": 2, "expert_layer_period": 1, "sliding_window": 16, "num_codebooks": 2, "lru_width": 32,
+    "hidden_size_per_layer_input": 8, "sliding_window": 16, "num_codebooks": 2, "lru_width": 32,
+    "emb_dim": 32, "mamba_expand": 2, "expert_layer_period": 1,
 }  # fmt: skip
 # lists by layer, and sizes that the class can work out, left out where all of it will not do
 DROPPED = (
