@@ -192,6 +192,10 @@ def test_what_is_done_after_kernelize_counts(kernel, name):
         assert not torch.allclose(ref, made(P).double()(x))
 
 
+def reloaded(self, x):
+    return self.down_proj(self.act_fn(self.up_proj(x)))
+
+
 def linear_forward(self, x):
     return F.linear(x, self.weight, self.bias) * 2
 
@@ -220,6 +224,7 @@ PATCHES = {
     "nn.Module.__call__": lambda patch: patch.setattr(
         nn.Module, "__call__", lambda self, x: self.forward(x) * 2),
     "the class's forward": lambda patch: patch.setattr(P, "forward", lambda self, x: x * 3),
+    "its code": lambda patch: patch.setattr(P.forward, "__code__", reloaded.__code__),
 }  # fmt: skip
 
 
@@ -431,6 +436,9 @@ def test_compiled_in_one_graph(kernel):
 def test_random_numbers_and_modes_stay(kernel):
     """Looking at a module draws no random numbers and leaves modes as they are."""
     state, module = torch.get_rng_state(), made(P).eval()
+    torch.set_rng_state(state)
+    with torch.inference_mode():
+        assert kernel.kernelize(made(Joined).eval()).served
     torch.set_rng_state(state)
     with torch.no_grad(), torch.autocast("cpu"):
         kernel.kernelize(module)

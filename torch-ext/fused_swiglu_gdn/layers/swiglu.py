@@ -6,6 +6,7 @@ do, and if they serve its device. Every other call runs the forward of the MLP's
 
 import functools
 import inspect
+from types import CodeType
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
@@ -103,6 +104,7 @@ class Form(NamedTuple):
 
     kind: type
     forward: Callable  # the class's, as it was when it was recognised
+    code: CodeType  # of that forward: reloading tools put another in its place
     argument: str  # the name of its argument
     roles: Roles
 
@@ -113,7 +115,7 @@ FORMS: Dict[type, Form] = {}  # what was recognised so far, for forwards that `k
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: Form) -> Callable:
     """A forward for the modules of a class: the kernels', or the class's own where they differ."""
-    kind, own, argument, roles = form
+    kind, own, code, argument, roles = form
 
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs:
@@ -122,7 +124,8 @@ def forward_of(form: Form) -> Callable:
             x = kwargs[argument]
         else:
             return kind.forward(self, *args, **kwargs)  # raises, as ever
-        y = serve(self, x, roles) if kind.forward is own else None
+        same = kind.forward is own and own.__code__ is code
+        y = serve(self, x, roles) if same else None
         return kind.forward(self, x) if y is None else y
 
     forward.__signature__ = inspect.signature(own)
@@ -137,7 +140,8 @@ def _serve_class(mlp: nn.Module, x: torch.Tensor, default: Roles) -> Optional[to
         if default.act not in mlp._modules and not hasattr(mlp, default.act):
             default = default._replace(act="activation_fn")
         return serve(mlp, x, default)
-    y = serve(mlp, x, form.roles) if form.kind.forward is form.forward else None
+    same = form.kind.forward is form.forward and form.forward.__code__ is form.code
+    y = serve(mlp, x, form.roles) if same else None
     return form.kind.forward(mlp, x) if y is None else y
 
 

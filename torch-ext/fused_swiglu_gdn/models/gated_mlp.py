@@ -52,7 +52,8 @@ def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
     if not resembles and sum(type(part) is nn.Linear for part in parts.values()) < 2:
         return None
     forward = _static(kind, "forward")
-    formula = _formula(forward)
+    code = getattr(forward, "__code__", None)
+    formula = _formula(forward, code)
     layer = "SwiGLUGateUp" if "gate_up_proj" in parts else "SwiGLUMLP"
     if not isinstance(formula, Formula):
         return GatedMLP(layer, formula) if resembles else None
@@ -63,8 +64,8 @@ def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
     roles = _roles(module, formula)
     if isinstance(roles, str):
         return GatedMLP(layer, roles)
-    reason = _why_another_formula(kind, forward, roles) or _why_not_parts(module, roles)
-    form = Form(kind, forward, formula.argument, roles)
+    reason = _why_another_formula(kind, forward, code, roles) or _why_not_parts(module, roles)
+    form = Form(kind, forward, code, formula.argument, roles)
     if reason is None:
         swiglu.FORMS[kind] = form
     return GatedMLP(layer, reason, form)
@@ -76,14 +77,17 @@ def _static(kind: type, name: str) -> object:
 
 
 @functools.lru_cache(maxsize=4096)
-def _formula(forward: object) -> Union[Formula, str]:
+def _formula(forward: object, code: object) -> Union[Formula, str]:
+    """What the forward is while it has this code, or why it is no known form."""
     try:
         return formula_of(forward)
     except Refused as error:
         return str(error)
 
 
-_why_another_formula = functools.lru_cache(maxsize=4096)(why_another_formula)
+@functools.lru_cache(maxsize=4096)
+def _why_another_formula(kind: type, forward: object, code: object, roles: Roles) -> Optional[str]:
+    return why_another_formula(kind, forward, roles)
 
 
 def _why_odd_class(kind: type, formula: Formula) -> Optional[str]:
