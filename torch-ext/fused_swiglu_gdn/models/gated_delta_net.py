@@ -14,6 +14,7 @@ from torch import nn
 from .. import layers
 from ..gdn.checks import MAX_HEAD_DIM
 from ..gdn_layer.checks import MAX_TAPS
+from ..layers.gated_norm import is_gated_norm
 from ..layers.own_code import NotOwn, own_code
 from ..layers.plain import why_not_tensor
 from .serving import own_class
@@ -45,6 +46,7 @@ def why_not_gated_delta_net(module: nn.Module, layer: str) -> Optional[str]:
     except NotOwn as error:
         return f"its forward {error}"
     reason = _why_other_arguments(found.forward, layer) or _why_not_plain(module)
+    is_gated_norm(getattr(module, "norm", None) or module.o_norm)  # while tracing it cannot look
     return reason or why_not_same(found, layer)
 
 

@@ -14,7 +14,16 @@ import torch.nn.functional as F
 
 from ...runtime.dtypes import at_least_fp32
 from ..chunks import CHUNK
-from .common import Inputs, no_tokens, read_state, run, silence_skipped, stacked, write_pool
+from .common import (
+    Inputs,
+    no_tokens,
+    read_state,
+    run,
+    silence_skipped,
+    stacked,
+    without_autocast,
+    write_pool,
+)
 
 
 def to_chunks(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -56,6 +65,7 @@ def _chunked(x: Inputs, S: torch.Tensor, checkpoint_every: int):
     return torch.cat(o, 3)[..., :T, :], S, checkpoints
 
 
+@without_autocast
 def gdn_chunk_fwd(
     q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, scale,
     use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, output_final_state,

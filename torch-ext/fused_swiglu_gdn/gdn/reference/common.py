@@ -4,12 +4,26 @@ Sizes: B batch, T tokens, H query/key heads, HV value heads (R = HV / H each), K
 N sequences. States are [N, HV, K, V]; [N, HV, V, K] with state_v_first.
 """
 
-from typing import NamedTuple, Optional
+import functools
+from typing import Callable, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
 
 from ...runtime.dtypes import at_least_fp32
+
+
+def without_autocast(function: Callable) -> Callable:
+    """Autocast would round the state and all products with it; the inputs are cast before."""
+
+    @functools.wraps(function)
+    def in_full(q, *args, **options):
+        if not torch.is_autocast_enabled(q.device.type):
+            return function(q, *args, **options)
+        with torch.autocast(q.device.type, enabled=False):
+            return function(q, *args, **options)
+
+    return in_full
 
 
 def gated_delta_gate(
@@ -116,4 +130,6 @@ def silence_skipped(o, indices, cu_seqlens):
 
 def stacked(states, like_empty):
     """[[B, H, R, K, V], ...] -> [N, HV, K, V]."""
+    if len(states) == 1:  # a state is large: no copy
+        return states[0].flatten(1, 2)
     return torch.cat(states).flatten(1, 2) if states else like_empty

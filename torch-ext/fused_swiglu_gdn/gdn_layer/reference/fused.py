@@ -5,7 +5,9 @@ Sizes: B T, H and HV heads, K and V head dims, D = 2 H K + HV V channels, W taps
 
 import torch
 
-from ...gdn.reference.recurrent import gdn_recurrent_fwd
+from ...gdn.reference.common import gated_delta_gate, l2norm, without_autocast
+from ...gdn.reference.recurrent import step_in_place
+from ...runtime.dtypes import at_least_fp32
 from .layer import causal_conv1d_fwd, causal_conv1d_update, rms_norm_gated_fwd
 
 
@@ -35,6 +37,7 @@ def gdn_layer_prologue(
     return y, torch.cat(final) if final else wide[..., -final_width:]
 
 
+@without_autocast
 def gdn_layer_decode(
     q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm_weight, eps,
     gate_activation, allow_neg_eigval,
@@ -44,12 +47,16 @@ def gdn_layer_decode(
     v, z [B, 1, HV, V] and a, b [B, 1, HV], or with the heads as [H, HV / H].
     """
     v, z, a, b = v.flatten(2, -2), z.flatten(2, -2), a.flatten(2), b.flatten(2)
-    (H, K), (HV, V) = q.shape[2:], v.shape[2:]
+    (B, _, H, K), (HV, V) = q.shape, v.shape[2:]
     x = causal_conv1d_update(_channels(q, k, v), conv_state, weight, bias, activation)
-    q, k, v = x.transpose(1, 2).split([H * K, H * K, HV * V], -1)
-    q, k, v = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V))
-    o, _ = gdn_recurrent_fwd(
-        q, k, v, a, b, A_log, dt_bias, state, None, None, None, K**-0.5, True, True,
-        allow_neg_eigval, False, True, True, False,
-    )  # fmt: skip
-    return rms_norm_gated_fwd(o, z, norm_weight, eps, gate_activation)
+    qk, v = at_least_fp32(x).squeeze(-1).split([2 * H * K, HV * V], -1)
+    qk = l2norm(qk.view(B, 2, H, K)).repeat_interleave(HV // H, 2)  # [B, 2, HV, K]
+    q, k = (y.reshape(B * HV, 1, K) for y in qk.unbind(1))
+    decay = gated_delta_gate(a, A_log, dt_bias).exp().view(-1, 1, 1)
+    beta = at_least_fp32(b).sigmoid().view(-1, 1, 1)
+    beta = beta * 2 if allow_neg_eigval else beta
+    heads = state.to(v.dtype).reshape(B * HV, K, V)
+    o = step_in_place(q, k, v.reshape(B * HV, 1, V), decay, beta, heads).view(B, 1, HV, V)
+    if heads.data_ptr() != state.data_ptr():
+        state.copy_(heads.view(state.shape))
+    return rms_norm_gated_fwd(o * K**-0.5, z, norm_weight, eps, gate_activation).to(z.dtype)

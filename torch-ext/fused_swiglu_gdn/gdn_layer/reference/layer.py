@@ -57,30 +57,46 @@ def causal_conv1d_fwd(
     """
     W, T = weight.shape[-1], x.shape[-1]
     wide, taps = at_least_fp32(x), at_least_fp32(weight)
-    bias = None if bias is None else at_least_fp32(bias)
     sequence = sequence_of_token(T, seq_idx, cu_seqlens)
-    if initial_states is None:
+    history = initial_states
+    if history is None:
         N = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        initial_states = wide.new_zeros(N, x.shape[1], W - 1)
-    history = at_least_fp32(initial_states)
+        history = wide.new_zeros(N, x.shape[1], W - 1)
+    history = at_least_fp32(history)
     if x.numel() == 0:
         y = wide + sum(t.sum() for t in (taps, history, bias) if t is not None)  # empty
     elif sequence is None:
-        y = F.conv1d(
-            torch.cat([history, wide], -1), taps.unsqueeze(1), bias, groups=x.shape[1]
-        )  # [B, D, T]
+        y = _sum_of_taps(wide, taps, None if initial_states is None else history)
     elif cu_seqlens is not None:
         y = (_packed_history(wide, sequence, history) * taps.unsqueeze(1)).sum(-1)
-        y = y if bias is None else y + bias.unsqueeze(-1)
     else:
-        y = _conv_by_seq_idx(wide, taps, bias, sequence)
+        y = _conv_by_seq_idx(wide, taps, sequence)
+    if bias is not None:
+        y = y + at_least_fp32(bias).unsqueeze(-1)
     if activation is not None:
         y = F.silu(y)
     final = _final_inputs(wide, history, cu_seqlens, W) if return_final_states else None
     return y.to(x.dtype), None if final is None else final.to(x.dtype)
 
 
-def _conv_by_seq_idx(x, weight, bias, seq_idx):
+def _sum_of_taps(x, weight, history):
+    """The convolution of [B, D, T] after `history` [B, D, W - 1] or zeros, tap by tap.
+
+    On a CPU this is four times as fast as the depthwise F.conv1d, which wants another layout.
+    """
+    W, T = weight.shape[-1], x.shape[-1]
+    y = x * weight[:, -1:]
+    for back in range(1, W):
+        tap = weight[:, W - 1 - back, None]
+        if T > back:
+            y[..., back:].addcmul_(x[..., :-back], tap)
+        if history is not None:
+            start, n = W - 1 - back, min(back, T)
+            y[..., :n].addcmul_(history[..., start : start + n], tap)
+    return y
+
+
+def _conv_by_seq_idx(x, weight, seq_idx):
     """The convolution that never reads a token of another sequence; sequences start from zero."""
     W, T = weight.shape[-1], x.shape[-1]
     y = x * weight[:, -1:]
@@ -88,7 +104,7 @@ def _conv_by_seq_idx(x, weight, bias, seq_idx):
         same = (seq_idx[:, back:] == seq_idx[:, :-back]).unsqueeze(1)
         term = torch.where(same, x[..., :-back], 0.0) * weight[:, W - 1 - back, None]
         y = y + F.pad(term, (back, 0))
-    return y if bias is None else y + bias.unsqueeze(-1)
+    return y
 
 
 def _final_inputs(x, history, cu_seqlens, W):
@@ -110,19 +126,16 @@ def causal_conv1d_update(
     activation: Optional[str],
 ) -> torch.Tensor:
     """One or a few tokens of the convolution, with the state of the tokens before; y [B, D, T]."""
-    W = weight.shape[-1]
-    seen = torch.cat([conv_state, x.to(conv_state.dtype)], -1)  # [B, D, S + T]
-    y, _ = causal_conv1d_fwd(
-        x,
-        weight,
-        bias,
-        activation,
-        None,
-        None,
-        conv_state[..., conv_state.shape[-1] - W + 1 :],
-        False,
-    )
-    conv_state.copy_(seen[..., x.shape[-1] :])
+    W, T = weight.shape[-1], x.shape[-1]
+    seen = torch.cat([conv_state, x], -1)  # [B, D, S + T], the wider dtype of the two
+    if T == 1:
+        y = torch.linalg.vecdot(at_least_fp32(seen[..., -W:]), at_least_fp32(weight)).unsqueeze(-1)
+        y = y if bias is None else y + at_least_fp32(bias).unsqueeze(-1)
+        y = (y if activation is None else F.silu(y)).to(x.dtype)
+    else:
+        before = conv_state[..., conv_state.shape[-1] - W + 1 :]
+        y, _ = causal_conv1d_fwd(x, weight, bias, activation, None, None, before, False)
+    conv_state.copy_(seen[..., T:])
     return y
 
 
@@ -134,7 +147,6 @@ def rms_norm_gated_fwd(
     activation: str,
 ) -> torch.Tensor:
     """weight * x / sqrt(mean(x^2) + eps) * act(gate) in fp32, rounded once; act: silu, sigmoid."""
-    wide = at_least_fp32(x)
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    normed = F.rms_norm(at_least_fp32(x), weight.shape, at_least_fp32(weight), eps)
     act = F.silu if activation == "silu" else torch.sigmoid
-    return (at_least_fp32(weight) * normed * act(at_least_fp32(gate))).to(x.dtype)
+    return (normed * act(at_least_fp32(gate))).to(x.dtype)
