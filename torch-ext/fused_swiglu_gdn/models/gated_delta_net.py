@@ -17,8 +17,8 @@ from ..gdn_layer.checks import MAX_TAPS
 from ..layers.gated_norm import is_gated_norm
 from ..layers.own_code import NotOwn, own_code
 from ..layers.plain import why_not_tensor
+from .gdn_trial import why_not_same
 from .serving import own_class
-from .trial import why_not_same
 
 PARTS = {
     "Qwen3_5GatedDeltaNet": {

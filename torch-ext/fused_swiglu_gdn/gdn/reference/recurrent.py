@@ -90,7 +90,7 @@ def gdn_recurrent_fwd(
     o = silence_skipped(o, state_indices, cu_seqlens)
     if inplace:
         if state_indices is None:
-            if final.data_ptr() != initial_state.data_ptr():
+            if torch.compiler.is_compiling() or final.data_ptr() != initial_state.data_ptr():
                 initial_state.copy_(final)
             return o, initial_state
         rows = state_indices if output_state_indices is None else output_state_indices

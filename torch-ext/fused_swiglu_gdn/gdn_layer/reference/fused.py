@@ -55,8 +55,8 @@ def gdn_layer_decode(
     decay = gated_delta_gate(a, A_log, dt_bias).exp().view(-1, 1, 1)
     beta = at_least_fp32(b).sigmoid().view(-1, 1, 1)
     beta = beta * 2 if allow_neg_eigval else beta
-    heads = state.to(v.dtype).reshape(B * HV, K, V)
+    heads = state.to(v.dtype).reshape(B * HV, K, V)  # the state itself, if it can be
     o = step_in_place(q, k, v.reshape(B * HV, 1, V), decay, beta, heads).view(B, 1, HV, V)
-    if heads.data_ptr() != state.data_ptr():
+    if state.dtype != v.dtype or not state.is_contiguous():
         state.copy_(heads.view(state.shape))
     return rms_norm_gated_fwd(o * K**-0.5, z, norm_weight, eps, gate_activation).to(z.dtype)
