@@ -165,11 +165,9 @@ _found: Dict[type, OwnCode] = {}
 
 def own_code(kind: type) -> OwnCode:
     """The forward of a class of transformers' models. Raises NotOwn, which says why it is not."""
-    known = _found.get(kind)
-    if known is None or not known.unchanged():
-        _found.pop(kind, None)
-        known = _found[kind] = _look_at(kind)
-    return known
+    _found.pop(kind, None)
+    found = _found[kind] = _look_at(kind)
+    return found
 
 
 def patched_since(kind: type) -> bool:

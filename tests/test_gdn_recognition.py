@@ -1,0 +1,375 @@
+"""A GDN layer is served only if that changes nothing: parts, classes and modules that are patched."""
+
+import copy
+import functools
+import importlib
+import pickle
+import types
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import submodule
+from tiny_models import random_model, tokens
+from torch import nn
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+FAMILIES = ["qwen3_5_text", "qwen3_next", "olmo_hybrid"]
+every_family = pytest.mark.parametrize("name", FAMILIES)
+
+
+def gdn_of(model):
+    return next(m for m in model.modules() if hasattr(m, "conv1d"))
+
+
+def norm_name(layer):
+    return "norm" if hasattr(layer, "norm") else "o_norm"
+
+
+def modeling(layer):
+    return importlib.import_module(type(layer).__module__)
+
+
+def in_use(model):
+    """The logits of a prompt and of two tokens after it."""
+    ids, outputs, cache = tokens(2, 12), [], None
+    with torch.no_grad():
+        for part in ids.split([10, 1, 1], dim=1):
+            out = model(part, past_key_values=cache, use_cache=True)
+            outputs.append(out.logits)
+            cache = out.past_key_values
+    return torch.cat(outputs, 1)
+
+
+def difference(a, b):
+    return (a - b).abs().max().item()
+
+
+def reason_of(report, model):
+    name = next(name for name, m in model.named_modules() if hasattr(m, "conv1d"))
+    return next(row.reason for row in report.rows if row.module == name)
+
+
+class Doubled(nn.Module):
+    """A norm of another formula, with the attributes of transformers' own."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.activation = norm.weight, norm.activation
+        self.variance_epsilon = norm.variance_epsilon
+
+    def forward(self, x, gate):
+        return 2 * self.weight * x * F.silu(gate)
+
+
+class OfFLA(nn.Module):
+    """As FLA's FusedRMSNormGated: eps under another name."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight, self.eps, self.activation = norm.weight, 0.3, "swish"
+
+    def forward(self, x, g):
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self.eps) * F.silu(g)
+
+
+def replaced(layer, monkeypatch):
+    setattr(layer, norm_name(layer), Doubled(getattr(layer, norm_name(layer))))
+
+
+def of_fla(layer, monkeypatch):
+    setattr(layer, norm_name(layer), OfFLA(getattr(layer, norm_name(layer))))
+
+
+def subclassed(layer, monkeypatch):
+    norm = getattr(layer, norm_name(layer))
+    own = type(norm)
+
+    class Mine(own):
+        def forward(self, hidden_states, gate):
+            return 3 * super().forward(hidden_states, gate)
+
+    norm.__class__ = Mine
+
+
+def called_otherwise(layer, monkeypatch):
+    norm = getattr(layer, norm_name(layer))
+    norm.__class__ = type(
+        "Mine", (type(norm),), {"__call__": lambda self, *args: 3 * nn.Module.__call__(self, *args)}
+    )
+
+
+def patched_on_the_instance(layer, monkeypatch):
+    norm = getattr(layer, norm_name(layer))
+    own = norm.forward
+    norm.forward = lambda x, gate: 3 * own(x, gate)
+
+
+def patched_on_the_class(layer, monkeypatch):
+    kind = type(getattr(layer, norm_name(layer)))
+    own = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x, gate: 3 * own(self, x, gate))
+
+
+def wrapped_on_the_class(layer, monkeypatch):
+    kind = type(getattr(layer, norm_name(layer)))
+    own = kind.forward
+
+    @functools.wraps(own)
+    def forward(self, *args):
+        return 3 * own(self, *args)
+
+    monkeypatch.setattr(kind, "forward", forward)
+
+
+def hooked(layer, monkeypatch):
+    getattr(layer, norm_name(layer)).register_forward_hook(lambda module, args, out: out * 3)
+
+
+def hooked_for_all(layer, monkeypatch):
+    norm = getattr(layer, norm_name(layer))
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, args, out: out * 3 if module is norm else None
+    )
+    layer.hook_for_all = hook  # removed below
+
+
+NORMS = [
+    replaced, of_fla, subclassed, called_otherwise, patched_on_the_instance, patched_on_the_class,
+    wrapped_on_the_class, hooked, hooked_for_all,
+]  # fmt: skip
+
+
+@every_family
+@pytest.mark.parametrize("change", NORMS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_the_norm_that_stands_there_counts(kernel, monkeypatch, name, change, when):
+    model = random_model(name)
+    before = in_use(model)
+    if when == "after":
+        assert reason_of(kernel.kernelize(model), model) is None
+    layer = gdn_of(model)
+    change(layer, monkeypatch)
+    try:
+        if when == "before":
+            kernel.kernelize(model)
+        out = in_use(model)
+        kernel.restore(model)
+        ref = in_use(model)
+    finally:
+        if hasattr(layer, "hook_for_all"):
+            layer.hook_for_all.remove()
+    assert difference(ref, before) > 0.01  # the change is one that can be seen
+    assert difference(out, ref) < 1e-4
+
+
+def wraps(own):
+    @functools.wraps(own)
+    def forward(self, hidden_states, *args, **kwargs):
+        return own(self, hidden_states, *args, **kwargs) * 3
+
+    return forward
+
+
+@every_family
+def test_a_wrapped_forward_of_the_class_is_left_alone(kernel, monkeypatch, name):
+    model = random_model(name)
+    kind = type(gdn_of(model))
+    monkeypatch.setattr(kind, "forward", wraps(kind.forward))
+    ref = in_use(model)
+    assert "not that of transformers" in reason_of(kernel.kernelize(model), model)
+    assert difference(in_use(model), ref) < 1e-4
+
+
+@every_family
+def test_a_forward_of_the_class_that_is_patched_later_counts(kernel, monkeypatch, name):
+    model = random_model(name)
+    assert reason_of(kernel.kernelize(model), model) is None
+    kind = type(gdn_of(model)).__mro__[2]
+    own = in_use(model)
+    monkeypatch.setattr(kind, "forward", wraps(kind.forward))
+    out = in_use(model)
+    kernel.restore(model)
+    ref = in_use(model)
+    assert difference(ref, own) > 0.01 and difference(out, ref) < 1e-4
+
+
+HELPERS = [
+    "apply_mask_to_padding_states",
+    "causal_conv1d_fn",
+    "torch_chunk_gated_delta_rule",
+    "l2norm",
+]
+
+
+@pytest.mark.parametrize("helper", HELPERS)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_patched_function_of_the_module_counts(kernel, monkeypatch, helper, when):
+    model = random_model("qwen3_5_text")
+    module = modeling(gdn_of(model))
+    own = getattr(module, helper)
+
+    def patch(*args, **kwargs):
+        out = own(*args, **kwargs)
+        return (out[0] * 3, out[1]) if isinstance(out, tuple) else out * 3
+
+    before = in_use(model)
+    if when == "after":
+        assert reason_of(kernel.kernelize(model), model) is None
+    monkeypatch.setattr(module, helper, patch)
+    if when == "before":
+        reason = reason_of(kernel.kernelize(model), model)
+        assert helper in reason and "not that of transformers" in reason
+    out = in_use(model)
+    kernel.restore(model)
+    ref = in_use(model)
+    assert difference(ref, before) > 0.01 and difference(out, ref) < 1e-4
+
+
+def test_torch_functions_that_are_patched_count(kernel, monkeypatch):
+    own = F.softplus
+    monkeypatch.setattr(F, "softplus", lambda x: own(x) * 2)
+    model = random_model("qwen3_5_text")
+    assert "softplus, which is patched" in reason_of(kernel.kernelize(model), model)
+
+
+def other_decay(monkeypatch, kind):
+    """A copy of the forward with another formula, as a fork of transformers' file would have it."""
+    own = submodule("layers.own_code").own_code(kind).forward
+    code = own.__code__.replace(
+        co_names=tuple("relu" if n == "softplus" else n for n in own.__code__.co_names)
+    )
+    return types.FunctionType(code, own.__globals__, "forward", own.__defaults__)
+
+
+def test_another_formula_is_told_by_the_trial(kernel, monkeypatch):
+    """Even if its code were in the file."""
+    model = random_model("qwen3_5_text")
+    kind = type(gdn_of(model))
+    forward = other_decay(monkeypatch, kind)
+    own_code = submodule("layers.own_code")
+    codes_of = own_code._codes_of
+    monkeypatch.setattr(own_code, "_codes_of", lambda m: codes_of(m) | {forward.__code__})
+    monkeypatch.setattr(kind, "forward", forward)
+    assert "other values on a small twin" in reason_of(kernel.kernelize(model), model)
+
+
+def test_the_trial_leaves_no_trace(kernel):
+    """No random number is drawn, and hooks for all modules see activation functions at most."""
+    model = random_model("qwen3_5_text")
+    submodule("models.gdn_trial")._why_not_same.cache_clear()
+    seen = []
+    hook = nn.modules.module.register_module_forward_hook(lambda m, *args: seen.append(m))
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    try:
+        kernel.kernelize(model)
+    finally:
+        hook.remove()
+    assert {type(m).__name__ for m in seen} <= {"SiLUActivation"}
+    assert torch.equal(torch.rand(3), expected)
+
+
+class Conv(nn.Conv1d):
+    pass
+
+
+def test_another_convolution_is_left_alone(kernel):
+    model = random_model("qwen3_5_text")
+    gdn_of(model).conv1d.__class__ = Conv
+    assert "not a depthwise nn.Conv1d" in reason_of(kernel.kernelize(model), model)
+
+
+@pytest.mark.parametrize("part", ["in_proj_z", "in_proj_qkv", "out_proj"])
+def test_projections_that_are_patched_later_count(kernel, part):
+    model = random_model("qwen3_5_text")
+    assert reason_of(kernel.kernelize(model), model) is None
+    linear = getattr(gdn_of(model), part)
+    linear.forward = lambda x: F.linear(x, linear.weight) * 0.5
+    out = in_use(model)
+    kernel.restore(model)
+    assert difference(out, in_use(model)) < 1e-4
+
+
+def test_an_activation_that_is_changed_later_counts(kernel):
+    model = random_model("qwen3_5_text")
+    kernel.kernelize(model)
+    layer = gdn_of(model)
+    layer.activation = layer.norm.activation = "relu"
+    out = in_use(model)
+    kernel.restore(model)
+    assert difference(out, in_use(model)) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "llama"])
+def test_copies_are_served_by_their_own_weights(kernel, name):
+    """copy.copy shares its parts with the original until they are set, as DataParallel does."""
+    model = random_model(name)
+    kernel.kernelize(model)
+    module = gdn_of(model) if name != "llama" else model.model.layers[0].mlp
+    x = torch.randn(2, 5, 32)
+    other = copy.copy(module)
+    other._parameters = copy.deepcopy(module._parameters)
+    other._modules = {name: copy.deepcopy(part) for name, part in module._modules.items()}
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+        out = other(x)
+        assert type(other) is type(module)
+        kernel.restore(other)
+        assert type(other) is not type(module)
+        assert difference(out, other(x)) < 1e-5
+        assert difference(out, module(x)) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "llama"])
+def test_a_pickle_holds_the_module_itself(kernel, name):
+    model = random_model(name)
+    kernel.kernelize(model)
+    module = gdn_of(model) if name != "llama" else model.model.layers[0].mlp
+    # `kernels`, where it is installed, puts functions there that cannot be pickled
+    module.__dict__.pop("_kernel_funcs", None)
+    x = torch.randn(2, 5, 32)
+    with pytest.warns(UserWarning, match="call kernelize again where it is loaded"):
+        data = pickle.dumps(module)
+    back = pickle.loads(data)
+    assert type(back) is type(random_model(name).get_submodule(path_of(model, module)))
+    assert len(kernel.kernelize(back).served) == 1
+    with torch.no_grad():
+        assert difference(back(x), module(x)) == 0
+    kernel.restore(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pickle.dumps(module)
+
+
+def path_of(model, module):
+    return next(name for name, m in model.named_modules() if m is module)
+
+
+def test_training_after_use_kernels_and_kernelize(kernel, monkeypatch):
+    """`kernels` binds the class's forward again where it has no kernel: that is still ours."""
+    kernels = pytest.importorskip("kernels")
+    model = random_model("qwen3_5_text")
+    with kernels.use_kernel_mapping({}, inherit_mapping=False):
+        model.use_kernels = True
+        assert reason_of(kernel.kernelize(model), model) is None
+        layer = gdn_of(model)
+        served = type(layer).forward
+        model.train()
+        assert layer.forward.__func__ is served is kernel.layers.Qwen3_5GatedDeltaNet.forward
+        model.eval()
+        assert layer.forward.__func__ is served
+        assert reason_of(kernel.kernelize(model), model) is None
+        assert kernel.restore(model) == 3
+        assert "forward" not in layer.__dict__
+
+
+@pytest.mark.parametrize("model", [None, "llama", nn.Linear, [nn.Linear(2, 2)]], ids=repr)
+def test_what_is_no_model(kernel, model):
+    for function in (kernel.kernelize, kernel.restore):
+        with pytest.raises(TypeError, match="must be an instance of torch.nn.Module, got"):
+            function(model)
