@@ -1,6 +1,8 @@
 """A Gated DeltaNet layer and a whole model, before and after kernelize, on a GPU.
 
     python benchmarks/compare_models.py [--layer] [--model] [--json FILE]
+    python benchmarks/compare_models.py --device cpu [--repeats 20] [--json FILE]
+                                         (what models_on_cpu.py has)
     python benchmarks/compare_models.py --render benchmarks/results/models.json    table and picture
 
 Before means transformers with FLA's kernels: its gated delta rule, which transformers calls where
@@ -18,6 +20,7 @@ import types
 from functools import partial
 from pathlib import Path
 
+import models_on_cpu
 import torch
 from kernel_time import RESULTS, load_package, save, share_autotuning, warm_up
 
@@ -261,12 +264,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layer", action="store_true", help="the layer alone")
     parser.add_argument("--model", action="store_true", help="the model alone")
-    parser.add_argument("--json", type=Path, default=RESULTS / "models.json")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--repeats", type=int, default=20, help="pairs of timings, on a CPU")
+    parser.add_argument("--json", type=Path)
     parser.add_argument("--render", type=Path)
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.render:
         render(arguments.render)
+        return
+    if arguments.device == "cpu":
+        models_on_cpu.compare(arguments.repeats, arguments.json)
         return
     kinds = {"layer": layer_calls, "model": model_calls}
     names = [name for name in kinds if getattr(arguments, name)] or list(kinds)
@@ -286,7 +294,7 @@ def main() -> None:
                         call()
             continue
         for _ in compare(pairs, rows):
-            save(arguments.json, rows)
+            save(arguments.json or RESULTS / "models.json", rows)
 
 
 if __name__ == "__main__":

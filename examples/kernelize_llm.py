@@ -3,13 +3,15 @@
     make demo          (or: python examples/kernelize_llm.py)
 
 Builds the kernel, loads it as a user does, and runs a small Llama and a small Qwen3.5 with random
-weights before and after kernelize(model): on the GPU if there is one, else on the CPU.
+weights before and after kernelize(model): on the GPU if there is one, else on the CPU. The two
+have the same weights and are timed in turns, so that a busy machine is unfair to neither.
 """
 
 import argparse
 import copy
 import logging
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -57,6 +59,8 @@ GDN = {
 }
 PROMPT = {"cpu": 512, "cuda": 8192}
 NEW_TOKENS = 32
+REPEATS = 20  # pairs of timings, before and after
+TOKENS = 8  # decoded in one timing
 
 
 def load_kernel():
@@ -99,28 +103,44 @@ def seconds(call, device: str) -> float:
     return time.perf_counter() - start
 
 
-def best(calls, device: str, repeats: int = 7):
-    """The least seconds of each call; they take turns, so a busy moment is unfair to none."""
+def turns(calls, device: str):
+    """Seconds of both calls, REPEATS pairs. They take turns, and turns to be first."""
     for call in calls:
         call()
-    turns = [[seconds(call, device) for call in calls] for _ in range(repeats)]
-    return [min(column) for column in zip(*turns)]
+    pairs = []
+    for turn in range(REPEATS):
+        order = (0, 1) if turn % 2 else (1, 0)
+        taken = {which: seconds(calls[which], device) for which in order}
+        pairs.append((taken[0], taken[1]))
+    return pairs
 
 
 @torch.no_grad()
 def times(models, ids, device: str):
-    """Seconds of each model for the prompt, and for one token after it."""
+    """{what: pairs of seconds} of the two models for the prompt, and for one token after it."""
 
     def prompt(model):
         return model(ids, use_cache=True, logits_to_keep=1).past_key_values
 
     def decode(model, cache):
-        for _ in range(8):
+        for _ in range(TOKENS):
             model(ids[:, -1:], past_key_values=cache)
 
     prompts = [partial(prompt, model) for model in models]
     steps = [partial(decode, model, prompt(model)) for model in models]
-    return best(prompts, device), [t / 8 for t in best(steps, device)]
+    tokens = [(a / TOKENS, b / TOKENS) for a, b in turns(steps, device)]
+    return {f"prompt of {ids.shape[1]}": turns(prompts, device), "one token": tokens}
+
+
+def show_times(rows) -> None:
+    """The median of each, the median of the ratios of the pairs, and the middle half of those."""
+    print(f"  {'':16}{'before':>12}{'after':>12}{'speed-up':>11}   middle half of {REPEATS} pairs")
+    for name, pairs in rows.items():
+        before, after = (statistics.median(column) * 1e3 for column in zip(*pairs))
+        low, middle, high = statistics.quantiles([a / b for a, b in pairs], n=4)
+        print(
+            f"  {name:16}{before:9.2f} ms{after:9.2f} ms{middle:10.2f}x   {low:.2f} to {high:.2f}"
+        )
 
 
 @torch.no_grad()
@@ -163,9 +183,7 @@ def compare(kernel, family: str, device: str) -> bool:
     print(f"   (logits up to {logits.abs().max():.1f})")
     print(f"  {NEW_TOKENS} greedy tokens x 2 prompts    {'identical' if same else 'DIFFERENT'}")
     print()
-    print(f"  {'':24}{'before':>12}{'after':>12}{'speed-up':>12}")
-    for name, (a, b) in zip((f"prompt of {length}", "one token"), taken):
-        print(f"  {name:24}{a * 1e3:9.2f} ms{b * 1e3:9.2f} ms{a / b:11.2f}x")
+    show_times(taken)
     return same
 
 

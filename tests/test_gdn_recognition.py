@@ -1,4 +1,4 @@
-"""A GDN layer is served only if that changes nothing: parts, classes and modules that are patched."""
+"""A GDN layer is served only if that changes nothing, whatever was patched."""
 
 import copy
 import functools

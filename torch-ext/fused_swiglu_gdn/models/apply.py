@@ -88,8 +88,9 @@ def _implementations(module: nn.Module, finding: Finding, training: bool) -> str
         with dispatch.served() as record:
             dispatch.choose(family, operation, training and not mlp, args)
         names.append(record[operation][0])
-        if mlp and names[-1] == "reference":
-            names[-1] = f"its own forward (no kernel for {_place(args[0])})"
+        if names[-1] == "reference":
+            who = "its own forward" if mlp else "plain torch"
+            names[-1] = f"{who} (no kernel for {_place(args[0])})"
     prompt, decode = names[0], names[-1]
     return prompt if prompt == decode else f"{prompt}, {decode} for decoding"
 
@@ -99,7 +100,7 @@ def _place(x: torch.Tensor) -> str:
 
 
 def _gdn_facts(module: nn.Module, tokens: int):
-    conv, norm = module.conv1d, getattr(module, "norm", None) or module.o_norm
+    conv = module.conv1d
     w = conv.weight
     H, HV, K, V = (
         getattr(module, name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
@@ -115,6 +116,6 @@ def _gdn_facts(module: nn.Module, tokens: int):
         return "gdn.chunk", "gdn_chunk_fwd", args
     conv_state = w.new_empty(1, *w.shape[::2])  # [1, D, W]
     state = torch.empty(1, HV, K, V, device=w.device)
-    rest = (module.A_log, module.dt_bias, norm.weight, 1e-6, "silu", False)
+    rest = (module.A_log, module.dt_bias, w.new_empty(V), 1e-6, "silu", False)
     args = (q, q, v, v, a, a, conv_state, state, w.squeeze(1), conv.bias, "silu", *rest)
     return "gdn_layer.layer", "gdn_layer_decode", args
