@@ -35,9 +35,10 @@ def step_in_place(q, k, v, decay, beta, S):
 def _by_steps_in_place(x: Inputs, S: torch.Tensor):
     """_recurrent without gradients on a CPU; S is overwritten if it is dense."""
     (B, H, R, T, V), K = x.v.shape, x.k.shape[-1]
-    q, k = (y.expand(-1, -1, R, -1, -1).reshape(-1, T, K) for y in (x.q, x.k))  # [N, T, K]
-    v, decay, beta = (y.reshape(B * H * R, T, -1) for y in (x.v, x.g.exp(), x.beta))
-    heads = S.contiguous().view(-1, K, V)
+    N = B * H * R
+    q, k = (y.expand(-1, -1, R, -1, -1).reshape(N, T, K) for y in (x.q, x.k))
+    v, decay, beta = (y.reshape(N, T, n) for y, n in ((x.v, V), (x.g.exp(), 1), (x.beta, 1)))
+    heads = S.contiguous().view(N, K, V)
     o = torch.empty_like(v)
     for t in range(T):
         now = slice(t, t + 1)

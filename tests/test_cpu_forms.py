@@ -1,0 +1,187 @@
+"""What a CPU computes without gradients, which has forms of its own, against the definition.
+
+The definition is what runs where gradients are on: the rule token by token, out of place.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import assert_close, gdn_inputs, relative_error, submodule
+
+SIZES = [(2, 1, 2, 4, 5, 3), (1, 7, 3, 3, 4, 8), (2, 5, 1, 2, 16, 16), (1, 0, 1, 2, 4, 4)]
+
+
+def rule_inputs(*sizes, dtype=torch.float64):
+    inputs = gdn_inputs(*sizes, dtype=dtype)
+    inputs["g"], inputs["beta"] = inputs["g"].to(dtype), inputs["beta"].to(dtype)
+    return inputs
+
+
+def both(function, **inputs):
+    """The results without gradients, and by the definition."""
+    with torch.no_grad():
+        out = function(**{k: x.clone() if torch.is_tensor(x) else x for k, x in inputs.items()})
+    with torch.enable_grad():
+        return out, function(**inputs)
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("options", [{}, {"state_v_first": True}, {"scale": 0.3}], ids=str)
+def test_the_rule_is_the_definition(kernel, sizes, options):
+    inputs = rule_inputs(*sizes)
+    if "state_v_first" in options:
+        inputs["initial_state"] = inputs["initial_state"].mT.contiguous()
+    before = inputs["initial_state"].clone()
+    (o, state), (ref_o, ref_state) = both(
+        kernel.fused_recurrent_gated_delta_rule,
+        **inputs,
+        **options,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    assert_close(o, ref_o)
+    assert_close(state, ref_state)
+    assert torch.equal(inputs["initial_state"], before)
+
+
+@pytest.mark.parametrize("lengths", [[0, 2, 2, 5], [0, 5]], ids=str)
+def test_packed_sequences_are_the_definition(kernel, lengths):
+    inputs = rule_inputs(1, 5, 2, 4, 6, 3)
+    states = torch.randn(len(lengths) - 1, 4, 6, 3, dtype=torch.float64)
+    inputs.update(initial_state=states, cu_seqlens=torch.tensor(lengths))
+    (o, state), (ref_o, ref_state) = both(
+        kernel.fused_recurrent_gated_delta_rule, **inputs, output_final_state=True
+    )
+    assert_close(o, ref_o)
+    assert_close(state, ref_state)
+
+
+@pytest.mark.parametrize("dense", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_the_state_is_written_in_place(kernel, dense, dtype):
+    inputs = rule_inputs(2, 3, 2, 4, 6, 3, dtype=torch.float64)
+    state = inputs.pop("initial_state").to(dtype)
+    _, ref = kernel.fused_recurrent_gated_delta_rule(
+        **inputs, initial_state=state, output_final_state=True
+    )
+    pool = state if dense else state.mT.contiguous().mT
+    address = pool.data_ptr()
+    with torch.no_grad():
+        _, out = kernel.fused_recurrent_gated_delta_rule(
+            **inputs, initial_state=pool, inplace_final_state=True
+        )
+    assert out is pool and pool.data_ptr() == address and pool.dtype == dtype
+    assert_close(pool, ref.to(dtype))
+
+
+def test_only_the_rows_of_a_pool_that_are_named_change(kernel):
+    inputs = rule_inputs(3, 2, 1, 2, 4, 4)
+    pool = torch.randn(6, 2, 4, 4, dtype=torch.float64)
+    before, rows = pool.clone(), torch.tensor([4, -1, 0])
+    inputs["initial_state"] = pool[rows.clamp(min=0)].clone()
+    with torch.enable_grad():
+        ref_o, ref = kernel.fused_recurrent_gated_delta_rule(**inputs, output_final_state=True)
+    inputs["initial_state"] = pool
+    with torch.no_grad():
+        o, _ = kernel.fused_recurrent_gated_delta_rule(
+            **inputs, state_indices=rows, inplace_final_state=True
+        )
+    assert_close(pool[[4, 0]], ref[[0, 2]])
+    assert torch.equal(pool[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
+    assert_close(o[[0, 2]], ref_o[[0, 2]])
+    assert not o[1].any()
+
+
+@pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"])
+def test_autocast_does_not_round_the_state(kernel, name):
+    """Autocast rounds q, k and v, once; the products inside stay in fp32."""
+    inputs = gdn_inputs(1, 130, 2, 4, 32, 32)
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    function = getattr(kernel, name)
+    for x in ("q", "k", "v"):
+        inputs[x] = inputs[x].bfloat16().float()
+    wide = {k: x.double() for k, x in inputs.items()}
+    _, ref = function(**wide, **options)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        o, state = function(**inputs, **options)
+    assert o.dtype == torch.bfloat16
+    assert relative_error(state, ref) < 1e-5
+
+
+def conv1d(x, weight, bias, history):
+    """The convolution as torch has it; x [B, D, T], history [B, D, W - 1]."""
+    return F.conv1d(torch.cat([history, x], -1), weight.unsqueeze(1), bias, groups=x.shape[1])
+
+
+@pytest.mark.parametrize("T", [1, 2, 3, 9])
+@pytest.mark.parametrize("given", [True, False], ids=["history", "zeros"])
+@pytest.mark.parametrize("by_tokens", [True, False], ids=["[B, T, D]", "[B, D, T]"])
+def test_convolution_and_gradients(kernel, T, given, by_tokens):
+    random = torch.Generator().manual_seed(0)
+    shapes = [(2, T, 6) if by_tokens else (2, 6, T), (6, 4), (6,), (2, 6, 3)]
+    raw, weight, bias, history = (
+        torch.randn(s, generator=random, dtype=torch.float64).requires_grad_() for s in shapes
+    )
+    x, before = raw.mT if by_tokens else raw, history if given else None
+    out = kernel.causal_conv1d_fn(x, weight, bias, "silu", initial_states=before)
+    ref = F.silu(conv1d(x, weight, bias, history if given else torch.zeros_like(history)))
+    assert_close(out, ref)
+    assert out.stride() == x.stride() or T == 1  # no transposition on the way
+    inputs = [raw, weight, bias] + [history] * given
+    with torch.no_grad():
+        assert_close(kernel.causal_conv1d_fn(x, weight, bias, "silu", initial_states=before), ref)
+    for got, expected in zip(*(torch.autograd.grad(y.sin().sum(), inputs) for y in (out, ref))):
+        assert_close(got, expected)
+
+
+@pytest.mark.parametrize("columns", [3, 4, 7])
+@pytest.mark.parametrize("state_dtype", [torch.float64, torch.float32], ids=str)
+def test_convolution_of_a_token(kernel, columns, state_dtype):
+    random = torch.Generator().manual_seed(0)
+    x, weight, bias = (
+        torch.randn(s, generator=random, dtype=torch.float64) for s in ((2, 6, 1), (6, 4), (6,))
+    )
+    state = torch.randn(2, 6, columns, generator=random).to(state_dtype)
+    expected = torch.cat([state[..., 1:], x.to(state_dtype)], -1)
+    ref = F.silu(conv1d(x, weight, bias, state[..., -3:].double()))
+    assert_close(kernel.causal_conv1d_update(x, state, weight, bias, "silu"), ref)
+    assert torch.equal(state, expected)
+
+
+@pytest.mark.parametrize("H, HV", [(2, 4), (3, 3)])
+@pytest.mark.parametrize("allow_neg_eigval", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("dense", [True, False])
+def test_token_of_a_layer(kernel, H, HV, allow_neg_eigval, activation, dense):
+    """Its parts one after another, by the public functions with gradients on."""
+    B, K, V, D = 2, 5, 3, 2 * H * 5 + HV * 3
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=random, dtype=torch.float64)
+
+    q, k, v, z, a, b = draw(B, 1, H, K), draw(B, 1, H, K), *draw(2, B, 1, HV, V), *draw(2, B, 1, HV)
+    conv_state, state, weight, bias = draw(B, D, 4), draw(B, HV, K, V), draw(D, 4), draw(D)
+    A_log, dt_bias, norm = draw(HV), draw(HV), draw(V)
+    if not dense:
+        state = state.mT.contiguous().mT
+    own = conv_state.clone(), state.clone()
+    x = torch.cat([y.flatten(2) for y in (q, k, v)], -1).mT  # [B, D, 1]
+    y = kernel.causal_conv1d_update(x, own[0], weight, bias, activation).mT
+    parts = y.split([H * K, H * K, HV * V], -1)
+    with torch.enable_grad():
+        o, final = kernel.fused_recurrent_gated_delta_rule(
+            *(part.view(B, 1, n, -1) for part, n in zip(parts, (H, H, HV))), a, b,
+            initial_state=own[1], output_final_state=True, use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=allow_neg_eigval,
+        )  # fmt: skip
+    ref = kernel.rms_norm_gated(o, z, norm, eps=0.1)
+    with torch.no_grad():
+        out = submodule("gdn_layer.fused").decode_step(
+            q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm,
+            0.1, "silu", allow_neg_eigval,
+        )  # fmt: skip
+    assert_close(out, ref)
+    assert_close(state, final)
+    assert torch.equal(conv_state, own[0])
