@@ -6,13 +6,12 @@ from typing import Dict
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules import module as torch_module
 
 from .functions import FusedRMSNormGated
 from .own_code import NotOwn, OwnCode, own_code
 from .plain import PLAIN_TENSORS, why_hooked
+from .untouched import untouched
 
-_has_any_global_hook = getattr(torch_module, "_has_any_global_hook", lambda: False)
 _norms: Dict[type, OwnCode] = {}
 _others: Dict[type, object] = {}  # classes that are not, with their forwards
 
@@ -38,7 +37,7 @@ def is_gated_norm(norm: nn.Module) -> bool:
         function = bound.__func__ if isinstance(bound, MethodType) else None
         if function is not kind.forward and function is not FusedRMSNormGated.forward:
             return False
-    if _has_any_global_hook() or why_hooked(norm) is not None:
+    if not untouched() or why_hooked(norm) is not None:
         return False
     return type(norm._parameters.get("weight")) in PLAIN_TENSORS
 

@@ -17,6 +17,7 @@ from ..gdn import api as gdn
 from ..gdn_layer import api as gdn_layer
 from ..gdn_layer import fused
 from ..gdn_layer.project import project
+from ..runtime import dispatch
 from .functions import (
     CONV_ACTIVATIONS,
     GATE_ACTIVATIONS,
@@ -27,6 +28,7 @@ from .functions import (
 from .gated_norm import is_gated_norm
 from .own_code import patched_since
 from .plain import parameters_of
+from .untouched import untouched
 
 
 @functools.cache
@@ -205,10 +207,13 @@ def _heads(x, size: int):
 
 def _projections(x, *linears):
     """linear(x) for each; for a few tokens in one launch, if reading their weights is enough."""
-    y, plain = None, [parameters_of(linear) for linear in linears]
-    if all(parameters is not None and parameters[1] is None for parameters in plain):
-        y = project(x, [weight for weight, _ in plain])
-    return [linear(x) for linear in linears] if y is None else y
+    if dispatch.serves("gdn_layer.project", "gdn_project_fwd", x) and untouched():
+        plain = [parameters_of(linear) for linear in linears]
+        if all(parameters is not None and parameters[1] is None for parameters in plain):
+            y = project(x, [weight for weight, _ in plain])
+            if y is not None:
+                return y
+    return [linear(x) for linear in linears]
 
 
 def _without_padding(hidden_states, attention_mask):

@@ -3,6 +3,8 @@
 import re
 from typing import Dict, List, NamedTuple, Optional
 
+COPIES = "copies of these modules are served too; pickles hold them without the kernels"
+
 
 class Row(NamedTuple):
     module: str  # its path in the model
@@ -38,7 +40,7 @@ class Report:
         for (module, kind, layer, implementation, reason), count in groups.items():
             by = implementation if reason is None else f"left alone: {reason}"
             table.append((module, f"x{count}", kind, layer if reason is None else "-", by))
-        return head + "\n" + aligned(table)
+        return "\n".join([head, aligned(table), *([COPIES] if self.served else [])])
 
     __repr__ = __str__
 
