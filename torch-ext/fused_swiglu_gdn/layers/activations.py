@@ -57,7 +57,7 @@ def activation_of(function) -> Optional[str]:
         or attributes["_forward_pre_hooks"]
         or attributes["_backward_hooks"]
         or attributes["_backward_pre_hooks"]
-        or "forward" in attributes
+        or ("forward" in attributes and not _is_bound(attributes["forward"], known.forward))
         or "_call_impl" in attributes
         or "_hf_hook" in attributes
     ):
@@ -65,6 +65,11 @@ def activation_of(function) -> Optional[str]:
     if known.name == "gelu_tanh" and not _by_tanh(attributes):
         return None
     return known.name
+
+
+def _is_bound(forward: object, own: Callable) -> bool:
+    """`kernels` puts the class's own forward on the instance where it has no kernel."""
+    return getattr(forward, "__func__", None) is own
 
 
 def _by_tanh(attributes: dict) -> bool:
