@@ -47,9 +47,10 @@ def _module(folder: str, family: str):
 @functools.cache
 def _folders(device_type: str, index: Optional[int]) -> Tuple[str, ...]:
     """The folders whose kernels run on this device, best first."""
-    if device_type != "cuda":
+    if not device.is_gpu(torch.device(device_type)):
         return ()
-    index = torch.cuda.current_device() if index is None else index
+    if device_type == "cuda" and index is None:
+        index = torch.cuda.current_device()
     capability = device.capability(index)
     if capability is None:
         return ("portable",)
@@ -103,7 +104,7 @@ def plan(family: str, operation: str, args: tuple) -> Optional[Callable]:
     """A callable that serves all calls like operation(*args), from their tensors; or None.
 
     A kernel module has it as `plan_<operation>`, if at all. "Like" means the same facts of the
-    tensors (runtime/facts.py) and the same other arguments.
+    tensors (runtime/cache.py) and the same other arguments.
     """
     folder, _ = _find(family, operation, args)
     make = None if folder is None else getattr(_module(folder, family), f"plan_{operation}", None)

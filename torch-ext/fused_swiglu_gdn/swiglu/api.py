@@ -4,8 +4,7 @@ from typing import Optional
 
 from torch import Tensor
 
-from ..runtime.ops import dense
-from ..runtime.shortcuts import autocast
+from ..runtime.ops import autocast, dense
 from . import checks, ops
 
 
