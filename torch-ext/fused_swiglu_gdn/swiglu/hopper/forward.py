@@ -10,6 +10,7 @@ import torch
 import triton
 
 from ...runtime import device, tuning
+from ...runtime.cache import keep
 from ...runtime.launch import Launch
 from ...runtime.maps import Map
 from .kernels import swiglu_fwd_kernel, swiglu_three_quarter_fwd_kernel, swiglu_wf_fwd_kernel
@@ -130,6 +131,34 @@ def _plan(
         options=tuple((name, tile[name]) for name in ("num_warps", "num_stages")),
     )
     return Plan(launch, (*order, B_GATE, B_UP))
+
+
+def plan_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation):
+    """For the shape of z: swiglu_fwd for all calls like this one, from their tensors. It returns
+    None where supports_swiglu_fwd would not take their addresses."""
+    (M, K), N, size, strides = x.shape, w_gate.shape[0], x.element_size(), w_gate.stride()
+    sizes = (x.device, x.dtype, M, N, K, x.stride(0), strides, activation)
+    together = strides[1] == 1  # both weights by one map, which holds how far they lie apart
+    plans: dict = {}  # by that distance in bytes, since layers of one size differ in it
+
+    def bind(shape: tuple):
+        def run(x, w_gate, w_up, b_gate, b_up):
+            gate, up = w_gate.data_ptr(), w_up.data_ptr()
+            apart = up - gate
+            if (x.data_ptr() | gate | up) & 15 or not 0 < abs(apart) < 2**40:
+                return None
+            plan = plans.get(apart if together else 0)
+            if plan is None:
+                distance = apart // size if together else 0
+                plan = keep(plans, apart if together else 0, _plan(*sizes, distance))
+            z = x.new_empty(shape)
+            tensors = (x, w_gate, w_up, w_up if apart < 0 else w_gate, z, None, b_gate, b_up)
+            plan.kernel(*[tensors[place] for place in plan.order])
+            return z
+
+        return run
+
+    return bind
 
 
 def swiglu_fwd(

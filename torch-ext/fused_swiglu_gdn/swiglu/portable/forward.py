@@ -121,6 +121,24 @@ def _launch(x, w_gate, w_up, b_gate, b_up, activation) -> torch.Tensor:
     return z
 
 
+def plan_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation):
+    """For the shape of z: swiglu_fwd for all calls like this one, from their tensors; or None."""
+    (M, K), N, strides = x.shape, w_gate.shape[0], w_gate.stride()
+    if x.dtype == torch.float32 or strides != w_up.stride() or max(*strides, x.stride(0)) > FAR:
+        return None
+    kernel = _plan(x.device, M, N, K, x.stride(0), strides, activation)
+
+    def bind(shape: tuple):
+        def run(x, w_gate, w_up, b_gate, b_up):
+            z = x.new_empty(shape)
+            kernel(x, w_gate, w_up, b_gate, b_up, z)
+            return z
+
+        return run
+
+    return bind
+
+
 def swiglu_fwd(
     x: torch.Tensor,  # [M, K], last dimension dense
     w_gate: torch.Tensor,  # [N, K], any strides
