@@ -107,12 +107,16 @@ class CallCache:
         """Keeps the value of a call that find() had none for, if it is not None; returns it."""
         if value is None:
             return None
-        row = (_guards(*[x for x in tensors if x is not None]), _autocast_dtype(tensors[0]), value)
         if self._count >= MOST:
             self.cache_clear()
-        self._count += 1
         key = self._key(tensors, options)
-        self._rows[key] = [row, *self._rows.get(key, ())[: ALIKE - 1]]
+        try:
+            others = self._rows.get(key, ())
+        except TypeError:  # an option that cannot be hashed
+            return value
+        row = (_guards(*[x for x in tensors if x is not None]), _autocast_dtype(tensors[0]), value)
+        self._rows[key] = [row, *others[: ALIKE - 1]]
+        self._count += 1
         return value
 
     def get(self, make: Callable, tensors: tuple, options: tuple) -> Any:
