@@ -5,6 +5,8 @@ launches for a call need not do so again for calls like it.
 """
 
 import weakref
+from itertools import compress, repeat
+from operator import is_, is_not
 from typing import Any, Callable, Optional
 
 import torch
@@ -16,6 +18,7 @@ try:
 except ImportError:  # another torch
     TensorGuards = None
 
+_NOTHING = repeat(None)
 MOST, ALIKE = 1024, 16  # values of a CallCache; of one pattern, shape of the first tensor, options
 
 
@@ -91,16 +94,19 @@ class CallCache:
 
     def find(self, tensors: tuple, options: tuple) -> Any:
         """The value of a call like this one, or None."""
+        there = bytes(map(is_not, tensors, _NOTHING))
         try:
-            rows = self._rows.get(self._key(tensors, options))
+            rows = self._rows.get((tensors[0].shape, there, options, torch.is_grad_enabled()))
         except (AttributeError, TypeError):  # an argument of a wrong type: checks will say so
             return None
-        if rows is not None:
-            there = [x for x in tensors if x is not None]
-            for guards, autocast, value in rows:
-                if guards.check(*there):
-                    if autocast is None or autocast is _autocast_dtype(tensors[0]):
-                        return value
+        for guards, kept, types, autocast, value in () if rows is None else rows:
+            if not guards.check(*compress(tensors, there)):
+                continue
+            # 1, 1.0 and True are equal
+            if not all(map(is_, options, kept)) and types != list(map(type, options)):
+                continue
+            if autocast is None or autocast is _autocast_dtype(tensors[0]):
+                return value
         return None
 
     def keep(self, tensors: tuple, options: tuple, value: Any) -> Any:
@@ -109,12 +115,14 @@ class CallCache:
             return None
         if self._count >= MOST:
             self.cache_clear()
-        key = self._key(tensors, options)
+        there = bytes(map(is_not, tensors, _NOTHING))
+        key = (tensors[0].shape, there, options, torch.is_grad_enabled())
         try:
             others = self._rows.get(key, ())
         except TypeError:  # an option that cannot be hashed
             return value
-        row = (_guards(*[x for x in tensors if x is not None]), _autocast_dtype(tensors[0]), value)
+        guards, autocast = _guards(*compress(tensors, there)), _autocast_dtype(tensors[0])
+        row = (guards, options, list(map(type, options)), autocast, value)
         self._rows[key] = [row, *others[: ALIKE - 1]]
         self._count += 1
         return value
@@ -131,16 +139,10 @@ class CallCache:
     def __len__(self) -> int:
         return sum(map(len, self._rows.values()))
 
-    @staticmethod
-    def _key(tensors: tuple, options: tuple) -> tuple:
-        absent = tuple([x is None for x in tensors])
-        types = tuple(map(type, options))
-        return (tensors[0].shape, absent, options, types, torch.is_grad_enabled())
-
 
 def undisturbed() -> bool:
     """Whether a plan may serve a public call: nothing is traced, recorded or forced, and torch's
     guards see all its modes."""
-    if torch.compiler.is_compiling() or TensorGuards is None:
+    if dispatch.forced is not None or dispatch.records or TensorGuards is None:
         return False
-    return dispatch.undisturbed()
+    return not torch.compiler.is_compiling()

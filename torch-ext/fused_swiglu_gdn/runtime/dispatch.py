@@ -24,8 +24,8 @@ FOLDERS: Tuple[Tuple[str, Tuple[int, int]], ...] = (("hopper", (9, 0)), ("portab
 
 
 _PACKAGE = __package__.rpartition(".")[0]
-_forced: Optional[str] = None
-_records: list = []
+forced: Optional[str] = None  # the only implementation that may serve: force()
+records: list = []  # of served()
 
 
 @functools.cache
@@ -68,7 +68,7 @@ def backward_of(operation: str) -> str:
 @torch.compiler.assume_constant_result
 def has_kernels(family: str, operation: str, device_type: str, index: Optional[int]) -> bool:
     """Whether any kernel of the operation exists for the device: a constant while tracing."""
-    if _forced == "reference":
+    if forced == "reference":
         return False
     folders = _folders(device_type, index)
     return any(hasattr(_module(folder, family), operation) for folder in folders)
@@ -78,7 +78,7 @@ def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Opti
     """The first folder, and its launcher, that takes operation(*args)."""
     where = args[0].device
     for folder in _folders(where.type, where.index):
-        if _forced is not None and folder != _forced:
+        if forced is not None and folder != forced:
             continue
         module = _module(folder, family)
         supports = getattr(module, f"supports_{operation}", None)
@@ -111,13 +111,8 @@ def plan(family: str, operation: str, args: tuple) -> Optional[Callable]:
     return None if make is None else make(*args)
 
 
-def undisturbed() -> bool:
-    """Whether calls are neither recorded nor forced: a plan may serve them."""
-    return _forced is None and not _records
-
-
 def _record(operation: str, implementation: str) -> None:
-    for record in _records:
+    for record in records:
         record.setdefault(operation, []).append(implementation)
 
 
@@ -125,19 +120,19 @@ def _record(operation: str, implementation: str) -> None:
 def served() -> Iterator[Dict[str, list]]:
     """Records who serves each eager call inside: {"swiglu_fwd": ["hopper", ...], ...}."""
     record: Dict[str, list] = {}
-    _records.append(record)
+    records.append(record)
     try:
         yield record
     finally:
-        _records[:] = [other for other in _records if other is not record]
+        records[:] = [other for other in records if other is not record]
 
 
 @contextlib.contextmanager
 def force(implementation: str) -> Iterator[None]:
     """Only this implementation (or the reference) serves calls inside; for tests and benchmarks."""
-    global _forced
-    before, _forced = _forced, implementation
+    global forced
+    before, forced = forced, implementation
     try:
         yield
     finally:
-        _forced = before
+        forced = before

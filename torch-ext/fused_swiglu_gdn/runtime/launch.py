@@ -76,21 +76,23 @@ class Launch:
     in this order. A Launch is called with a tensor or None for each map and each pointer.
 
     maps: a Map, or None, for each of the first tensors. options: ("num_warps", 4) and the like.
+    guarded: who calls has found this Launch in a CallCache by the tensors' facts, so that their
+    dtypes need no second look; addresses still do.
     """
 
     __slots__ = (
-        "kernel", "grid", "device", "maps", "numbers", "constexprs", "options", "rest", "alone",
-        "fixed", "types", "code", "latest",
+        "kernel", "grid", "device", "maps", "numbers", "constexprs", "options", "guarded", "rest",
+        "alone", "index", "fixed", "types", "code", "latest",
     )  # fmt: skip
 
     def __init__(
         self, kernel, grid: Union[int, tuple], device: torch.device, *, maps: tuple = (),
-        numbers: tuple = (), constexprs: tuple = (), options: tuple = (),
+        numbers: tuple = (), constexprs: tuple = (), options: tuple = (), guarded: bool = False,
     ):  # fmt: skip
-        self.kernel, self.device, self.maps = kernel, device, maps
+        self.kernel, self.device, self.index, self.maps = kernel, device, device.index, maps
         self.grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
         self.numbers, self.constexprs, self.options = numbers, constexprs, options
-        self.rest = (*numbers, *constexprs)
+        self.guarded, self.rest = guarded, (*numbers, *constexprs)
         self.alone = device.type != "cuda" or torch.cuda.device_count() == 1
         self.fixed: Optional[tuple] = None  # what all calls have in common of their kinds
         # of the kind that is started without a look into the table: dtypes (all addresses are
@@ -104,17 +106,20 @@ class Launch:
             return
         if self.types is None:
             return self._find_and_start(tensors)
-        places, bits = [None if x is None else x.data_ptr() for x in tensors], 0
-        for place in places:
-            if place is not None:
-                bits |= place
-        if bits & 15 or self.types != [None if x is None else x.dtype for x in tensors]:
+        places, bits = [], 0
+        for x in tensors:
+            if x is not None:
+                x = x.data_ptr()
+                bits |= x
+            places.append(x)
+        if bits & 15 or not (self.guarded or self._has_types(tensors)):
             return self._find_and_start(tensors)
-        if not self.alone and torch.cuda.current_device() != self.device.index:
+        if not self.alone and torch.cuda.current_device() != self.index:
             return self._find_and_start(tensors)
-        code, maps = self.code, len(self.maps)
-        stream = code.stream_of(self.device.index)
-        if maps:
+        code = self.code
+        stream = code.stream_of(self.index)
+        if self.maps:
+            maps = len(self.maps)
             before, mapped = self.latest
             if before != places[:maps]:
                 mapped = self._mapped(code, tensors)
@@ -124,6 +129,9 @@ class Launch:
             code.step(*self.grid, stream, *code.middle, (*places, *self.rest))
         else:
             code.step(*self.grid, stream, *code.middle, *places, *self.rest)
+
+    def _has_types(self, tensors: tuple) -> bool:
+        return self.types == [None if x is None else x.dtype for x in tensors]
 
     def _find_and_start(self, tensors: tuple) -> None:
         """By the table of codes; the first call of a kind by Triton."""
@@ -149,7 +157,7 @@ class Launch:
             boxes = tuple([m and (m.kind, *m.box, *m.layout) for m in self.maps])
             numbers = kind_of(self.numbers)
             values = (self.constexprs, types, self.options, numbers, boxes)
-            self.fixed = (id(self.kernel), self.device.index, values)  # a Code keeps its kernel
+            self.fixed = (id(self.kernel), self.index, values)  # a Code keeps its kernel
         maps = len(self.maps)
         described = [None if x is None else x.dtype for x in tensors[:maps]]
         return (self.fixed, *described, *map(_kind_of_pointer, tensors[maps:]))
@@ -164,13 +172,13 @@ class Launch:
     def _first(self, key: tuple, tensors: tuple) -> Optional[Code]:
         arguments = self.arguments(tensors)
         compiled = self.kernel[self.grid](*arguments, **dict(self.options))
-        if compiled is None or self.device.type != "cuda":  # the interpreter compiles nothing
+        if compiled is None:  # the interpreter compiles nothing
             return None
         at = [x.data_ptr() if isinstance(x, (torch.Tensor, Place)) else x for x in arguments]
         return keep(_codes, key, Code(self.kernel, compiled, self.grid, tuple(at)))
 
     def _start(self, code: Code, tensors: tuple) -> None:
-        stream, maps = code.stream_of(self.device.index), len(self.maps)
+        stream, maps = code.stream_of(self.index), len(self.maps)
         places = [None if x is None else x.data_ptr() for x in tensors[maps:]]
         if code.step is None:
             described = self.arguments(tensors)[:maps]
@@ -195,7 +203,7 @@ class Launch:
 
     def kept(self, tensors: tuple) -> Optional[Code]:
         """The code that a call would start without asking Triton, or None."""
-        if self.types == [None if x is None else x.dtype for x in tensors]:
+        if self.types is not None and (self.guarded or self._has_types(tensors)):
             if all(x is None or x.data_ptr() % 16 == 0 for x in tensors):
                 return self.code
         return _codes.get(self._key(tensors))

@@ -85,6 +85,7 @@ class _Passes:
                 numbers=(*strides, T, HV, H),
                 constexprs=(reverse, REGISTERS[1][1]),
                 options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not reverse)),
+                guarded=True,
             )
             self.launches.append(kernel)
 
@@ -134,6 +135,7 @@ class _Chunks:
             numbers=(steps(g), T, N, -(-T // 64), scale, rows * H),
             constexprs=(H, HV // H, use_qk_l2norm, KEY_REGISTERS, FEW_REGISTERS),
             options=(("num_warps", 4), ("maxnreg", GRADIENT_CAP)),
+            guarded=True,
         )
 
     def __call__(self, q, k, g, A_log, dt_bias, cu_seqlens, f, do, h, dh, vt, dv):

@@ -95,6 +95,7 @@ class Prepare:
             numbers=(steps(g), steps(beta), T, N, -(-T // 64), scale),
             constexprs=(HV, HV // H, W, beta_max(use_beta_sigmoid, allow_neg_eigval)),
             options=(("num_warps", W), ("maxnreg", PREPARE_CAP[W])),
+            guarded=True,
         )
 
     def __call__(
@@ -180,6 +181,7 @@ class Scan:
                 numbers=(*numbers, transition),
                 constexprs=(in_place, W, state_v_first, *REGISTERS[W]),
                 options=(("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True)),
+                guarded=True,
             )
 
         self.kernel = launch(W, slots * HV * 2 // W, 0)
@@ -194,6 +196,7 @@ class Scan:
                 numbers=(T, HV, N, self.split, slots, pool_step),
                 constexprs=(in_place and state_v_first, *sizes, EXACT_FP32),
                 options=(("num_warps", 4), ("launch_pdl", True)),  # few registers: fits beside it
+                guarded=True,
             )
 
     def __call__(

@@ -165,7 +165,7 @@ class Step:
         options = (("num_warps", config["num_warps"]),)
         self.kernel = Launch(
             _gdn_recurrent_step_kernel, size, q.device, numbers=(strides, scale),
-            constexprs=constexprs, options=options,
+            constexprs=constexprs, options=options, guarded=True,
         )  # fmt: skip
 
     def __call__(

@@ -74,6 +74,7 @@ class Step:
                 triton.next_power_of_2(K), config["BLOCK_V"],
             ),
             options=(("num_warps", config["num_warps"]), *early),
+            guarded=True,
         )  # fmt: skip
         wide = v.shape[3:].numel()  # channels of v that lie side by side
         block = channel_block(K, wide)
@@ -90,6 +91,7 @@ class Step:
                 triton.next_power_of_2(V), triton.next_power_of_2(S), block,
             ),
             options=(("num_warps", 1), *early),
+            guarded=True,
         )  # fmt: skip
 
     def __call__(

@@ -116,7 +116,7 @@ class Projection:
         blocks = (BLOCK_M, BLOCK_N, BLOCK_K, device.overlaps_launches(x.device))
         self.kernel = Launch(
             _gdn_project_fwd_kernel, tiles, x.device, numbers=numbers, constexprs=blocks,
-            options=tuple(options.items()),
+            options=tuple(options.items()), guarded=True,
         )  # fmt: skip
 
     def __call__(self, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
