@@ -127,6 +127,17 @@ def pytest_xdist_auto_num_workers(config):
     return min(os.cpu_count() or 1, 4) if torch.cuda.is_available() else None
 
 
+@pytest.fixture(autouse=True)
+def paranoid():
+    """On a GPU Triton binds every launch as well, and must come to the code that is started."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    pytest.importorskip("triton")
+    with submodule("runtime.launch").paranoid():
+        yield
+
+
 def pytest_collection_modifyitems(items):
     spread(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     if torch.cuda.is_available():

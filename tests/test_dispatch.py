@@ -94,7 +94,7 @@ def test_force_and_record(dispatch):
                 assert chosen(dispatch) == name
         assert chosen(dispatch) == "hopper"
     assert record == {"swiglu_fwd": ["portable", "reference", "hopper", "hopper"]}
-    assert not dispatch.module._records
+    assert not dispatch.module.records
 
 
 def test_module_that_does_not_load_is_passed_over(caplog):

@@ -87,7 +87,7 @@ def warpgroups(request, monkeypatch):
     limit = {1: 10**9, 2: 0}[request.param]
     segments = gdn_plan._segments
     monkeypatch.setattr(gdn_plan, "multiprocessor_count", lambda index: limit)
-    monkeypatch.setattr(gdn, "_calls", {})
+    monkeypatch.setattr(gdn, "_calls", submodule("runtime.cache").CallCache())
 
     def as_ever(*args):
         with pytest.MonkeyPatch.context() as patch:
@@ -258,8 +258,8 @@ def test_prepare_packed_from_raw_gates(H, HV):
 def test_prompts_like_one_before(kernel):
     """A plan serves them: the same bits, also where a tensor begins at another address."""
     x = gdn_inputs(1, 300, 2, 4, 128, 128, torch.bfloat16, "cuda")
-    known = submodule("gdn.api")._prefilling._known
-    known.clear()
+    known = submodule("gdn.api")._prefilling
+    known.cache_clear()
 
     def call(x):
         return kernel.chunk_gated_delta_rule(

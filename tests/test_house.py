@@ -15,7 +15,7 @@ OPERATIONS = ROOMS[2:6]
 KINDS = {"chunks": 0, "reference": 1, "checks": 1, "portable": 1, "hopper": 2, "ops": 3}
 KERNELS = ("portable", "hopper")
 # of runtime: what is imported where there is no Triton
-EVERYWHERE = ("dispatch", "device", "facts", "tuning", "verify", "checks", "ops", "shortcuts")
+EVERYWHERE = ("dispatch", "device", "tuning", "verify", "checks", "ops", "cache")
 API = 4
 MAX_FILE, MAX_KERNEL, MAX_FUNCTION = 400, 150, 60
 

@@ -35,7 +35,7 @@ def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False,
     state = torch.randn(count + 1 if pool else count, HV, 128, 128, device=device)
     indices = torch.tensor(rows, device=device) if pool else None
     segments, processors = gdn_plan._segments, gdn_plan.multiprocessor_count
-    gdn._calls.clear()
+    gdn._calls.cache_clear()
     if not cut:
         gdn_plan._segments = lambda N, *_: (1, N)
     gdn_plan.multiprocessor_count = lambda index: processors(index) if cut else PROCESSORS[W]

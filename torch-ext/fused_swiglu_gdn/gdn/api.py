@@ -6,11 +6,11 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..runtime.ops import dense
-from ..runtime.shortcuts import Shortcuts, autocast
+from ..runtime.cache import CallCache, undisturbed
+from ..runtime.ops import autocast, dense
 from . import checks, ops
 
-_prefilling, _decoding = Shortcuts(), Shortcuts()
+_prefilling, _decoding = CallCache(), CallCache()
 
 
 def chunk_gated_delta_rule(
@@ -106,11 +106,11 @@ def chunk_gated_delta_rule(
         allow_neg_eigval, state_v_first, use_gate_in_kernel, state_dtype, checkpoint_every,
         chunk_size,
     )  # fmt: skip
-    plan = _prefilling.find(tensors, options)
+    plan = _prefilling.find(tensors, options) if undisturbed() else None
     if plan is None:
         checks.are_flags(recompute=recompute)
         args = _chunk_arguments(*tensors, *options)
-        if not torch.compiler.is_compiling() and all(map(operator.is_, tensors, args)):
+        if undisturbed() and all(map(operator.is_, tensors, args)):
             plan = _prefilling.keep(tensors, options, ops.plan_gdn_chunk(args))
     results = ops.gdn_chunk(*args, recompute) if plan is None else plan(*tensors)
     return results if checkpoint_every else results[:2]
@@ -208,7 +208,7 @@ def fused_recurrent_gated_delta_rule(
         use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, inplace_final_state,
         output_all_states,
     )  # fmt: skip
-    plan = _decoding.find(tensors, options)
+    plan = _decoding.find(tensors, options) if undisturbed() else None
     if plan is not None:
         return plan(*tensors)
     args = _recurrent_arguments(
@@ -216,7 +216,7 @@ def fused_recurrent_gated_delta_rule(
         allow_neg_eigval, state_v_first, output_final_state, inplace_final_state,
         output_all_states,
     )  # fmt: skip
-    if not torch.compiler.is_compiling() and all(map(operator.is_, tensors, args)):
+    if undisturbed() and all(map(operator.is_, tensors, args)):
         _decoding.keep(tensors, options, ops.plan_gdn_recurrent(args))
     return ops.gdn_recurrent(*args)
 

@@ -2,10 +2,9 @@
 
 from typing import Optional, Tuple
 
-import torch
 from torch import Tensor
 
-from ..runtime.shortcuts import Shortcuts
+from ..runtime.cache import CallCache, undisturbed
 from . import ops_fused as ops
 
 
@@ -76,14 +75,14 @@ def decode_step(
     tensors = (q, k, v, z, a, b, conv_state, state, weight, bias)
     vectors = (A_log, dt_bias, norm_weight)
     options = (activation, eps, gate_activation, allow_neg_eigval)
-    plan = _decoding.find((*tensors, *vectors), options)
+    plan = _decoding.find((*tensors, *vectors), options) if undisturbed() else None
     if plan is not None:
         return plan(*tensors, *vectors)
     gate_activation = "sigmoid" if gate_activation == "sigmoid" else "silu"
     args = (*tensors, activation, *vectors, eps, gate_activation, allow_neg_eigval)
-    if not torch.compiler.is_compiling():
+    if undisturbed():
         _decoding.keep((*tensors, *vectors), options, ops.plan_gdn_layer_decode(args))
     return ops.gdn_layer_decode(*args)
 
 
-_decoding = Shortcuts()
+_decoding = CallCache()

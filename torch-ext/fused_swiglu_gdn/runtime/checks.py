@@ -1,42 +1,39 @@
 """What the checks share. Messages say which argument, what was expected, and what came."""
 
 import functools
+import itertools
 import math
 from typing import Callable, Dict, Optional, Sequence
 
 import torch
 
+from .cache import CallCache
+
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def remembered(check: Callable) -> Callable:
-    """The check, passed over for arguments of shapes, dtypes, devices and values that it passed.
+    """The check, passed over for calls like those that passed it (runtime/cache.py).
 
-    A decoding step's checks cost more than its kernel: this leaves a look into a set. Only for
-    checks that read nothing else of a tensor. A value counts with its type: True == 1 == 1.0.
+    A decoding step's checks cost more than its kernel. Only for checks that read no values of a
+    tensor.
     """
-    passed = set()
+    passed = CallCache()
 
     @functools.wraps(check)
     def wrapper(*args) -> None:
         if torch.compiler.is_compiling():
             return check(*args)
-        key = tuple(
-            [
-                (x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else (type(x), x)
-                for x in args
-            ]
-        )
-        try:
-            if key in passed:
-                return None
-        except TypeError:  # an argument that cannot be hashed, and hardly one that passes
-            return check(*args)
-        check(*args)
-        if len(passed) < 4096:
-            passed.add(key)
+        places = tuple([isinstance(x, torch.Tensor) for x in args])
+        tensors = tuple(itertools.compress(args, places))
+        options = (places, *[x for x, is_tensor in zip(args, places) if not is_tensor])
+        if not tensors or passed.find(tensors, options) is None:
+            check(*args)
+            if tensors:
+                passed.keep(tensors, options, True)
         return None
 
+    wrapper.passed = passed
     return wrapper
 
 

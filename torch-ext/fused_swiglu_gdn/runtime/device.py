@@ -3,14 +3,31 @@
 import contextlib
 import functools
 import threading
-from typing import Optional, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
+
+
+class Chip(NamedTuple):
+    """What kernels and their tuning ask of a GPU."""
+
+    name: str  # with underscores for spaces, as configs/ files carry it
+    capability: Optional[Tuple[int, int]]  # of CUDA; None for AMD GPUs
+    multiprocessors: int
+
+
+pretended: Optional[Chip] = None  # what every tensor is taken to be on: runtime/recording.py
+
+
+def is_gpu(device: torch.device) -> bool:
+    return device.type == "cuda" or pretended is not None
 
 
 @functools.cache
 def capability(index: int) -> Optional[Tuple[int, int]]:
     """CUDA compute capability of a GPU by its index; None for AMD GPUs."""
+    if pretended is not None:
+        return pretended.capability
     if torch.version.hip is not None:
         return None
     return torch.cuda.get_device_capability(index)
@@ -18,12 +35,16 @@ def capability(index: int) -> Optional[Tuple[int, int]]:
 
 @functools.cache
 def multiprocessor_count(index: int) -> int:
+    if pretended is not None:
+        return pretended.multiprocessors
     return torch.cuda.get_device_properties(index).multi_processor_count
 
 
 @functools.cache
 def name(index: int) -> str:
     """The device's name with underscores for spaces, as configs/ files carry it."""
+    if pretended is not None:
+        return pretended.name
     return torch.cuda.get_device_name(index).replace(" ", "_")
 
 
@@ -59,15 +80,15 @@ def _is_at_least(index: int, major: int) -> bool:
 
 def takes_ptx(device: torch.device) -> bool:
     """Whether a kernel may hold PTX, as of Ampere: not on AMD GPUs, nor under the interpreter."""
-    return device.type == "cuda" and _is_at_least(device.index, 8)
+    return is_gpu(device) and _is_at_least(device.index, 8)
 
 
 def overlaps_launches(device: torch.device) -> bool:
     """Whether a launch may begin before the one that it follows has ended (Hopper and later)."""
-    return device.type == "cuda" and _is_at_least(device.index, 9)
+    return is_gpu(device) and _is_at_least(device.index, 9)
 
 
 def has_tensor_memory(device: torch.device) -> bool:
     """Whether Triton keeps accumulators in tensor memory, of which a program has 512 columns."""
-    found = capability(device.index) if device.type == "cuda" else None
+    found = capability(device.index) if is_gpu(device) else None
     return found is not None and found[0] == 10

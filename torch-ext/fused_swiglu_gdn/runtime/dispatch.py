@@ -24,8 +24,8 @@ FOLDERS: Tuple[Tuple[str, Tuple[int, int]], ...] = (("hopper", (9, 0)), ("portab
 
 
 _PACKAGE = __package__.rpartition(".")[0]
-_forced: Optional[str] = None
-_records: list = []
+forced: Optional[str] = None  # the only implementation that may serve: force()
+records: list = []  # of served()
 
 
 @functools.cache
@@ -47,9 +47,10 @@ def _module(folder: str, family: str):
 @functools.cache
 def _folders(device_type: str, index: Optional[int]) -> Tuple[str, ...]:
     """The folders whose kernels run on this device, best first."""
-    if device_type != "cuda":
+    if not device.is_gpu(torch.device(device_type)):
         return ()
-    index = torch.cuda.current_device() if index is None else index
+    if device_type == "cuda" and index is None:
+        index = torch.cuda.current_device()
     capability = device.capability(index)
     if capability is None:
         return ("portable",)
@@ -67,7 +68,7 @@ def backward_of(operation: str) -> str:
 @torch.compiler.assume_constant_result
 def has_kernels(family: str, operation: str, device_type: str, index: Optional[int]) -> bool:
     """Whether any kernel of the operation exists for the device: a constant while tracing."""
-    if _forced == "reference":
+    if forced == "reference":
         return False
     folders = _folders(device_type, index)
     return any(hasattr(_module(folder, family), operation) for folder in folders)
@@ -99,7 +100,7 @@ def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Opti
     """The first folder, and its launcher, that takes operation(*args)."""
     where = args[0].device
     for folder in _folders(where.type, where.index):
-        if _forced is not None and folder != _forced:
+        if forced is not None and folder != forced:
             continue
         module = _module(folder, family)
         supports = getattr(module, f"supports_{operation}", None)
@@ -125,20 +126,15 @@ def plan(family: str, operation: str, args: tuple) -> Optional[Callable]:
     """A callable that serves all calls like operation(*args), from their tensors; or None.
 
     A kernel module has it as `plan_<operation>`, if at all. "Like" means the same facts of the
-    tensors (runtime/facts.py) and the same other arguments.
+    tensors (runtime/cache.py) and the same other arguments.
     """
     folder, _ = _find(family, operation, args)
     make = None if folder is None else getattr(_module(folder, family), f"plan_{operation}", None)
     return None if make is None else make(*args)
 
 
-def undisturbed() -> bool:
-    """Whether calls are neither recorded nor forced: a plan may serve them."""
-    return _forced is None and not _records
-
-
 def _record(operation: str, implementation: str) -> None:
-    for record in _records:
+    for record in records:
         record.setdefault(operation, []).append(implementation)
 
 
@@ -146,19 +142,19 @@ def _record(operation: str, implementation: str) -> None:
 def served() -> Iterator[Dict[str, list]]:
     """Records who serves each eager call inside: {"swiglu_fwd": ["hopper", ...], ...}."""
     record: Dict[str, list] = {}
-    _records.append(record)
+    records.append(record)
     try:
         yield record
     finally:
-        _records[:] = [other for other in _records if other is not record]
+        records[:] = [other for other in records if other is not record]
 
 
 @contextlib.contextmanager
 def force(implementation: str) -> Iterator[None]:
     """Only this implementation (or the reference) serves calls inside; for tests and benchmarks."""
-    global _forced
-    before, _forced = _forced, implementation
+    global forced
+    before, forced = forced, implementation
     try:
         yield
     finally:
-        _forced = before
+        forced = before

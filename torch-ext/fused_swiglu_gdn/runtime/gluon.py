@@ -21,14 +21,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate
 
+from .maps import Map
+
 __all__ = [
-    "Descriptor",
     "LOADS_FIRST",
     "add",
     "as_box",
     "as_tile",
     "barrier",
-    "box",
     "fence_async_global",
     "fence_async_shared",
     "gl",
@@ -38,6 +38,7 @@ __all__ = [
     "mma_v2",
     "own_range",
     "record",
+    "tile_map",
     "tma",
     "tma_load",
     "tma_store",
@@ -94,16 +95,21 @@ ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float3
 
 
 @functools.cache
-def box(dtype: torch.dtype, *shape: int):
+def _box(dtype: torch.dtype, *shape: int):
     """(block shape, its shared-memory layout): 128-byte swizzle, none for one dimension."""
     return list(shape), gl.NVMMASharedLayout.get_default_for(list(shape), ELEMENTS[dtype])
 
 
-class Descriptor(TensorDescriptor):
-    """A tensor descriptor whose checks `supports` has made: they cost 8 us a call."""
+class _Descriptor(TensorDescriptor):
+    """As maps.Descriptor, for Gluon's kernels."""
 
     def __post_init__(self):
         pass
+
+
+def tile_map(dtype: torch.dtype, shape, strides, *box: int) -> Map:
+    """The Map of tensors that a Gluon kernel moves in boxes."""
+    return Map(shape, strides, *_box(dtype, *box), kind=_Descriptor)
 
 
 def record(cls):

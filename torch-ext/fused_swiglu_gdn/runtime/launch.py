@@ -1,48 +1,30 @@
-"""Launching a Triton kernel whose compiled code is known already.
+"""THE way to start a kernel.
 
 `kernel[grid](...)` looks at every argument to find the compiled code again, `compiled[grid](...)`
-prepares for launch hooks: 34 us a launch of 19 arguments (H200 machine, 2026-11-21, Triton 3.6.0),
-more than a decoding kernel runs. A `Prepared` keeps what the first launch found and calls the code
-itself; Triton's launch hooks (its profiler Proton has some) see the first launch alone.
+prepares for launch hooks: 34 us a launch of 19 arguments (H200, Triton 3.6.0), more than a decoding
+kernel runs. A `Launch` keeps the compiled code of each kind of call that it met and starts it by
+the last function that Triton's own launcher calls; Triton's launch hooks (its profiler Proton has
+some) see the first launch alone. Where a Triton launches in another way, its own way is taken.
+
+The kind of a call is all that Triton compiles for: dtypes, which arguments are None, which
+addresses are multiples of 16, which numbers are 1 or multiples of 16 or need 64 bits, the boxes of
+tensor maps. It is read off the arguments of each call.
 """
 
-import copy
-import functools
-from typing import Any, Optional, Tuple
+import contextlib
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
-from triton.runtime import driver
 
+from .cache import keep
+from .code import ROCM, Code
+from .device import on
+from .maps import Place
 
-class Place:
-    """Where something lies inside a tensor, for launches: all that they ask of a tensor."""
+Argument = Optional[Union[torch.Tensor, Place]]
 
-    __slots__ = ("at", "dtype")
-
-    def __init__(self, at: int, dtype: torch.dtype):
-        self.at, self.dtype = at, dtype
-
-    def data_ptr(self) -> int:
-        return self.at
-
-
-def address(x: Optional[torch.Tensor]) -> Optional[int]:
-    return None if x is None else x.data_ptr()
-
-
-def specialized_on(x: Optional[torch.Tensor]):
-    """What Triton compiles for of a pointer: its type, whether it is there and 16-byte aligned."""
-    return None if x is None else (x.dtype, x.data_ptr() % 16 == 0)
-
-
-def aligned(tensors) -> bool:
-    """Whether all begin at a multiple of 16 bytes: what kernels are compiled for, of what the facts
-    of a call do not tell."""
-    bits = 0
-    for x in tensors:
-        if x is not None:
-            bits |= x.data_ptr()
-    return bits % 16 == 0
+_codes: Dict[tuple, Code] = {}  # by kind: Launch._key
+_watches: List[Callable] = []  # of recorded() and paranoid()
 
 
 def steps(x: torch.Tensor) -> tuple:
@@ -54,120 +36,200 @@ def steps(x: torch.Tensor) -> tuple:
     return (batch if x.shape[0] > 1 else 0, token, head)
 
 
-class Prepared:
-    """One kernel with its constexprs and options, for arguments of one kind."""
-
-    __slots__ = ("kernel", "constexprs", "options", "compiled", "run", "code")
-
-    def __init__(self, kernel, constexprs: tuple, options: tuple):
-        self.kernel, self.constexprs, self.options = kernel, constexprs, dict(options)
-        self.compiled: Any = None
-        self.run: Any = None
-        self.code: tuple = ()
-
-    def launch(self, grid: Tuple[int, int, int], *args) -> None:
-        if self.run is None:
-            self.compiled = compiled = self.kernel[grid](*args, *self.constexprs, **self.options)
-            if compiled is not None:  # the interpreter compiles nothing
-                self.code = (compiled.function, compiled.packed_metadata, None, None, None)
-                self.run = compiled.run
-        else:
-            active = driver.active
-            stream = active.get_current_stream(active.get_current_device())
-            self.run(*grid, stream, *self.code, *args, *self.constexprs)
-
-    def at(self, *pointers: Optional[torch.Tensor]):
-        """What to launch with for the pointers: once it is compiled their addresses, which spares
-        Triton a call of the driver for each."""
-        return pointers if self.run is None else map(address, pointers)
-
-    def launch_at(self, grid: Tuple[int, int, int], pointers: tuple, *numbers) -> None:
-        self.launch(grid, *self.at(*pointers), *numbers)
+def aligned(*tensors: torch.Tensor) -> bool:
+    """Whether all begin at a multiple of 16 bytes: what the facts of a call do not tell."""
+    bits = 0
+    for x in tensors:
+        bits |= x.data_ptr()
+    return bits % 16 == 0
 
 
-@functools.lru_cache(maxsize=4096)
-def prepare(kernel, constexprs: tuple, options: tuple, *kind) -> Prepared:
-    """The Prepared for calls of a kind: one for each set of values here.
-
-    constexprs: the kernel's last arguments. options: ("num_warps", 4) and the like.
-    kind: whatever else Triton compiles code for or a launch depends on: the device, dtypes, which
-    optional arguments are None, which pointers are aligned to 16 bytes, integers that the kernel
-    does not name in do_not_specialize.
-    """
-    return Prepared(kernel, constexprs, options)
+def named(kernel, **values) -> Tuple[tuple, tuple]:
+    """(constexprs in the kernel's order, options) of values by name; what the kernel does not name
+    is an option: num_warps and the like."""
+    constexprs = tuple([values.pop(name) for name in kernel.arg_names if name in values])
+    return constexprs, tuple(values.items())
 
 
-def launch(kernel, size: int, pointers: tuple, strides: tuple, numbers: tuple, constexprs: tuple,
-    num_warps: int,
-) -> None:  # fmt: skip
-    """The kernel with `size` programs, if there are any. Its parameters in their order: pointers,
-    tuples of strides, numbers that it does not specialize on, constexprs."""
-    if size == 0:
-        return
-    kind = (pointers[0].device, *map(specialized_on, pointers), strides)
-    prepared = prepare(kernel, constexprs, (("num_warps", num_warps),), *kind)
-    prepared.launch_at((size, 1, 1), pointers, *strides, *numbers)
+def kind_of(number) -> Any:
+    """What Triton may compile in of a number or a tuple of them: at least as fine as it does."""
+    if number.__class__ is int:
+        if number == 1:
+            return 1
+        wide = 0 if -(2**31) <= number < 2**31 else 4 if number < 2**63 else 8
+        return wide + (2 if number % 16 else 3)
+    return tuple(map(kind_of, number)) if isinstance(number, tuple) else number.__class__
 
 
-def last_step(run, grid, stream, code, arguments: tuple) -> Optional[tuple]:
-    """What Triton's launcher comes to: a function, and what that takes between the stream and the
-    arguments; None where this Triton does it otherwise. Launches nothing."""
-    taken: list = []
-    try:
-        watched = copy.copy(run)
-        last, watched.launch = run.launch, lambda *step: taken.extend(step)
-        watched(*grid, stream, *code, *arguments)
-    except AttributeError:
+def _kind_of_pointer(x: Argument) -> Any:
+    if x is None:
         return None
-    place = len(taken) - len(arguments)
-    middle = tuple(taken[4:place])
-    if tuple(taken[:4]) != (*grid, stream) or tuple(taken[place:]) != arguments:
-        return None
-    # no memory that was allocated for this launch
-    plain = all(x is None or isinstance(x, (int, tuple)) for x in middle)
-    return (last, middle) if plain else None
+    if ROCM and isinstance(x, torch.Tensor):  # which compiles for offsets of 32 bits, too
+        return (x.dtype, x.data_ptr() % 16, x.untyped_storage().nbytes() < 2**31)
+    return (x.dtype, x.data_ptr() % 16 == 0)
 
 
-class Program:
-    """A Prepared at one grid on one device, for any pointers of one kind: dtypes, which are None.
+class Launch:
+    """A kernel at one grid on one device.
 
-    The kernel's parameters are pointers, then numbers, then constexprs. The pointers are handed on
-    as addresses, which spares Triton a call of the driver for each.
+    The kernel's parameters are tensor maps, pointers, numbers (or tuples of them) and constexprs,
+    in this order. A Launch is called with a tensor or None for each map and each pointer.
+
+    maps: a Map, or None, for each of the first tensors. options: ("num_warps", 4) and the like.
+    guarded: who calls has found this Launch in a CallCache by the tensors' facts, so that their
+    dtypes need no second look; addresses still do.
     """
 
-    __slots__ = ("prepared", "grid", "numbers", "rest", "index", "only", "step", "middle")
+    __slots__ = (
+        "kernel", "grid", "device", "maps", "numbers", "constexprs", "options", "guarded", "rest",
+        "alone", "index", "fixed", "types", "code", "latest",
+    )  # fmt: skip
 
     def __init__(
-        self, kernel, size: int, numbers: tuple, constexprs: tuple, options: tuple, device
-    ):
-        self.prepared = Prepared(kernel, constexprs, options)
-        self.grid, self.numbers, self.rest = (size, 1, 1), numbers, numbers + constexprs
-        self.index = device.index
-        self.only = device.type != "cuda" or torch.cuda.device_count() == 1
-        self.step: Any = None
-        self.middle: tuple = ()
+        self, kernel, grid: Union[int, tuple], device: torch.device, *, maps: tuple = (),
+        numbers: tuple = (), constexprs: tuple = (), options: tuple = (), guarded: bool = False,
+    ):  # fmt: skip
+        self.kernel, self.device, self.index, self.maps = kernel, device, device.index, maps
+        self.grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
+        self.numbers, self.constexprs, self.options = numbers, constexprs, options
+        self.guarded, self.rest = guarded, (*numbers, *constexprs)
+        self.alone = device.type != "cuda" or torch.cuda.device_count() == 1
+        self.fixed: Optional[tuple] = None  # what all calls have in common of their kinds
+        # of the kind that is started without a look into the table: dtypes (all addresses are
+        # multiples of 16) and code; the last addresses of maps, with what the launcher takes
+        self.types: Optional[list] = None
+        self.code: Any = None
+        self.latest: tuple = ([], [])
 
-    def __call__(self, *pointers: Optional[torch.Tensor]) -> None:
-        if not self.only and torch.cuda.current_device() != self.index:
-            with torch.cuda.device(self.index):
-                return self(*pointers)
-        addresses = [None if x is None else x.data_ptr() for x in pointers]
-        bits = 0
-        for place in addresses:
-            if place is not None:
-                bits |= place
-        if self.step is None or bits & 15:
-            return self._first(pointers, addresses, bits)
-        stream = driver.active.get_current_stream(self.index)
-        self.step(*self.grid, stream, *self.middle, *addresses, *self.rest)
-
-    def _first(self, pointers: tuple, addresses: list, bits: int) -> None:
-        prepared = self.prepared
-        if bits & 15:  # rare, and other code: Triton finds it
-            prepared.kernel[self.grid](*pointers, *self.rest, **prepared.options)
+    def __call__(self, *tensors: Argument) -> None:
+        if _watches and any([watch(self, tensors) for watch in _watches]):
             return
-        prepared.launch(self.grid, *pointers, *self.numbers)
-        if prepared.run is not None:
-            arguments = (*addresses, *self.rest)
-            found = last_step(prepared.run, self.grid, 0, prepared.code, arguments)
-            self.step, self.middle = found or (prepared.run, prepared.code)
+        if self.types is None:
+            return self._find_and_start(tensors)
+        places, bits = [], 0
+        for x in tensors:
+            if x is not None:
+                x = x.data_ptr()
+                bits |= x
+            places.append(x)
+        if bits & 15 or not (self.guarded or self._has_types(tensors)):
+            return self._find_and_start(tensors)
+        if not self.alone and torch.cuda.current_device() != self.index:
+            return self._find_and_start(tensors)
+        code = self.code
+        stream = code.stream_of(self.index)
+        if self.maps:
+            maps = len(self.maps)
+            before, mapped = self.latest
+            if before != places[:maps]:
+                mapped = self._mapped(code, tensors)
+                self.latest = places[:maps], mapped
+            places = mapped + places[maps:]
+        if code.packed:
+            code.step(*self.grid, stream, *code.middle, (*places, *self.rest))
+        else:
+            code.step(*self.grid, stream, *code.middle, *places, *self.rest)
+
+    def _has_types(self, tensors: tuple) -> bool:
+        return self.types == [None if x is None else x.dtype for x in tensors]
+
+    def _find_and_start(self, tensors: tuple) -> None:
+        """By the table of codes; the first call of a kind by Triton."""
+        if 0 in self.grid:
+            return
+        with on(self.device):
+            key = self._key(tensors)
+            code = _codes.get(key)
+            if code is None:
+                code = self._first(key, tensors)
+            else:
+                self._start(code, tensors)
+        if self.types is None and code is not None and code.step is not None and not ROCM:
+            if all(x is None or x.data_ptr() % 16 == 0 for x in tensors):
+                self.code = code
+                self.types = [None if x is None else x.dtype for x in tensors]
+
+    def _key(self, tensors: tuple) -> tuple:
+        """The kind of a call."""
+        if self.fixed is None:
+            # 1, 1.0 and True are equal, but not the same to a kernel
+            types = tuple(map(type, self.constexprs))
+            boxes = tuple([m and (m.kind, *m.box, *m.layout) for m in self.maps])
+            numbers = kind_of(self.numbers)
+            values = (self.constexprs, types, self.options, numbers, boxes)
+            self.fixed = (id(self.kernel), self.index, values)  # a Code keeps its kernel
+        maps = len(self.maps)
+        described = [None if x is None else x.dtype for x in tensors[:maps]]
+        return (self.fixed, *described, *map(_kind_of_pointer, tensors[maps:]))
+
+    def arguments(self, tensors: tuple) -> tuple:
+        """The kernel's, as Triton takes them."""
+        maps = len(self.maps)
+        pairs = zip(self.maps, tensors)
+        described = [None if m is None or x is None else m.described(x) for m, x in pairs]
+        return (*described, *tensors[maps:], *self.rest)
+
+    def _first(self, key: tuple, tensors: tuple) -> Optional[Code]:
+        arguments = self.arguments(tensors)
+        compiled = self.kernel[self.grid](*arguments, **dict(self.options))
+        if compiled is None:  # the interpreter compiles nothing
+            return None
+        at = [x.data_ptr() if isinstance(x, (torch.Tensor, Place)) else x for x in arguments]
+        return keep(_codes, key, Code(self.kernel, compiled, self.grid, tuple(at)))
+
+    def _start(self, code: Code, tensors: tuple) -> None:
+        stream, maps = code.stream_of(self.index), len(self.maps)
+        places = [None if x is None else x.data_ptr() for x in tensors[maps:]]
+        if code.step is None:
+            described = self.arguments(tensors)[:maps]
+            code.run(*self.grid, stream, *code.fixed, *described, *places, *self.rest)
+            return
+        values = (*self._mapped(code, tensors), *places, *self.rest)
+        if code.packed:
+            code.step(*self.grid, stream, *code.middle, values)
+        else:
+            code.step(*self.grid, stream, *code.middle, *values)
+
+    def _mapped(self, code: Code, tensors: tuple) -> list:
+        """What Triton's launcher takes in the end for the maps."""
+        found: list = []
+        encoders = iter(code.encoders)
+        for m, x in zip(self.maps, tensors):
+            if m is None or x is None:
+                found.append(None)
+            else:
+                found += m.encoded(x, *next(encoders))
+        return found
+
+    def kept(self, tensors: tuple) -> Optional[Code]:
+        """The code that a call would start without asking Triton, or None."""
+        if self.types is not None and (self.guarded or self._has_types(tensors)):
+            if all(x is None or x.data_ptr() % 16 == 0 for x in tensors):
+                return self.code
+        return _codes.get(self._key(tensors))
+
+
+@contextlib.contextmanager
+def watched(watch: Callable[[Launch, tuple], bool]) -> Iterator[None]:
+    """Calls watch(launch, tensors) for each launch inside; where it says True nothing starts."""
+    _watches.append(watch)
+    try:
+        yield
+    finally:
+        _watches.remove(watch)
+
+
+def _compare(launch: Launch, tensors: tuple) -> bool:
+    code = launch.kept(tensors)
+    if code is not None and 0 not in launch.grid:
+        with on(launch.device):
+            options = dict(launch.options)
+            bound = launch.kernel.warmup(*launch.arguments(tensors), grid=launch.grid, **options)
+        assert bound is code.compiled, f"{launch.kernel.__name__}: not the code of this call"
+    return False
+
+
+def paranoid() -> contextlib.AbstractContextManager:
+    """Inside, each launch that goes past Triton's binder is bound by it as well, and must come to
+    the same compiled code. For tests."""
+    return watched(_compare)

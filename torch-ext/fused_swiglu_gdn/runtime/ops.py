@@ -1,12 +1,29 @@
 """How a call reaches the one who serves it."""
 
-from typing import Callable, Optional
+from typing import Callable, Optional, Tuple
 
 import torch
 
 from . import dispatch
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def autocast(*tensors: Optional[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
+    """The tensors in autocast's dtype where autocast is on, else unchanged."""
+    first = tensors[0]
+    if not isinstance(first, torch.Tensor):
+        return tensors
+    kind = first.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        x.to(dtype)
+        if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        else x
+        for x in tensors
+    )
 
 
 def needs_grad(args: tuple) -> bool:

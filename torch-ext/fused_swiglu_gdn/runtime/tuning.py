@@ -40,5 +40,5 @@ def _nearest(operation: str, device_name: str, sizes: tuple) -> dict:
 
 def lookup(operation: str, device: torch.device, **sizes: int) -> dict:
     """Launch configuration of an operation at these sizes: not to be changed by the caller."""
-    name = facts.name(device.index) if device.type == "cuda" else device.type
+    name = facts.name(device.index) if facts.is_gpu(device) else device.type
     return _nearest(operation, name, tuple(sizes.items()))

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
-from ..runtime.ops import run, serve
+from ..runtime.ops import plan, run, serve
 from . import ops_train as training
 from . import reference
 from .ops_mlp import into_main_grad, swiglu_mlp_train
@@ -36,6 +36,16 @@ def swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> Tensor:
     if training.trains(*args[:5]):
         return training.swiglu_train(*args)
     return run("swiglu.forward", "swiglu_fwd", _swiglu_fwd, reference.swiglu_fwd, args)
+
+
+def plan_swiglu(x, w_gate, w_up, b_gate, b_up, activation, shape):
+    """What serves all eager calls of swiglu like this one, from their tensors, or None.
+
+    It takes whatever [.., K] has the rows of x, and makes z of the shape given. Where addresses
+    differ in what kernels ask of them it makes nothing and returns None.
+    """
+    make = plan("swiglu.forward", "swiglu_fwd", (x, w_gate, w_up, b_gate, b_up, activation))
+    return None if make is None else make(shape)
 
 
 def swiglu_mlp(

@@ -7,11 +7,10 @@ rows of chunks as in docs/gdn.md.
 
 import torch
 
+from ...runtime.cache import CallCache
 from ...runtime.device import multiprocessor_count
-from ...runtime.facts import facts, keep
-from ...runtime.gluon import box
-from ...runtime.launch import specialized_on, steps
-from ...runtime.tiles import Tiles, tiled
+from ...runtime.gluon import tile_map
+from ...runtime.launch import Launch, steps
 from ..portable import backward as common
 from ..portable.backward_states import kv_strides
 from .gradient import gdn_gradient_kernel
@@ -45,37 +44,30 @@ def gdn_chunk_bwd(q, k, v, *args):
     return common.gdn_chunk_bwd(q, k, v, *before, do, *args[7:], _passes, _query_and_key)
 
 
-_plans: dict = {}
-
-
-def _plan(kind, tensors, *options):
-    """kind(*tensors, *options), from among those that have been made."""
-    key = (kind, facts(*tensors), tuple(map(specialized_on, tensors)), options)
-    return _plans.get(key) or keep(_plans, key, kind(*tensors, *options))
+_passing, _chunking = CallCache(), CallCache()
 
 
 def _passes(q, k, v, do, tb, p, f, initial_state, d_final_state, cu_seqlens, v_first, config):
     """As common's gdn_backward_states; config is not used."""
     inputs = (q, k, v, do, tb, p, f, initial_state, d_final_state, cu_seqlens)
-    return _plan(_Passes, inputs, v_first)(*inputs)
+    return _passing.get(_Passes, inputs, (v_first,))(*inputs)
 
 
 class _Passes:
     """Both launches over the states, for calls of one kind."""
 
-    __slots__ = ("grid", "shape", "launches")
+    __slots__ = ("shape", "launches")
 
     def __init__(self, q, k, v, do, tb, p, f, initial, d_final, cu_seqlens, v_first):
         (B, T, H, K), (rows, HV) = q.shape, f.shape[:2]
         packed = cu_seqlens is not None
         N = cu_seqlens.shape[0] - 1 if packed else B
-        self.grid = (N * HV * 2, 1, 1)
         self.shape = (rows, HV, K, K)
         keys = [token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (k, q)]
         out = token_map(v.shape, (T * HV * K, HV * K, K, 1), v.dtype, 64, packed)
-        state = ((rows * HV * K, K), (K, 1), *box(q.dtype, K, 64))
+        state = tile_map(q.dtype, (rows * HV * K, K), (K, 1), K, 64)
         block = block_map(rows * HV, q.dtype)
-        factors = ((rows * HV * 256,), (1,), *box(torch.float32, 256))
+        factors = tile_map(torch.float32, (rows * HV * 256,), (1,), 256)
         self.launches = []
         # an initial state may be a view; its gradient is then dense
         d_initial = None if initial is None else torch.empty_like(initial, device="meta")
@@ -85,24 +77,28 @@ class _Passes:
         ):
             strides = (kv_strides(first, v_first), kv_strides(last, v_first))
             given = token_map(x.shape, x.stride(), x.dtype, 64, packed)
-            tiles = Tiles(*keys, given, out, state, block, block, factors)
-            constexprs = (reverse, REGISTERS[1][1])
-            options = (("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not reverse))
-            kind = (q.device, q.dtype, *map(specialized_on, (first, last, cu_seqlens)), strides)
-            kernel = tiled(gdn_states_kernel, constexprs, options, *kind)
-            self.launches.append((kernel, tiles, (*strides, T, HV, H)))
+            kernel = Launch(
+                gdn_states_kernel,
+                N * HV * 2,
+                q.device,
+                maps=(*keys, given, out, state, block, block, factors),
+                numbers=(*strides, T, HV, H),
+                constexprs=(reverse, REGISTERS[1][1]),
+                options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not reverse)),
+                guarded=True,
+            )
+            self.launches.append(kernel)
 
     def __call__(self, q, k, v, do, tb, p, f, initial, d_final, cu_seqlens):
         h, dh = q.new_empty(self.shape), q.new_empty(self.shape)
         vt, dv = v.new_empty(v.shape), v.new_empty(v.shape)
         d_initial = None if initial is None else torch.empty_like(initial)
         reverse, forward = self.launches
-        for (kernel, tiles, numbers), tokens, states in (
+        for kernel, tokens, states in (
             (reverse, (do, dv, dh), (d_final, d_initial)),
             (forward, (v, vt, h), (initial, None)),
         ):
-            tensors = (k, q, *tokens, tb, p, f)
-            kernel.launch(self.grid, tiles, tensors, (tb, *states, cu_seqlens), *numbers)
+            kernel(k, q, *tokens, tb, p, f, tb, *states, cu_seqlens)
         return h, dh, vt, dv, d_initial
 
 
@@ -111,34 +107,36 @@ def _query_and_key(
 ):
     """As common's query_and_key; config is not used."""
     inputs = (q, k, g, A_log, dt_bias, cu_seqlens, f, do)
-    return _plan(_Chunks, inputs, scale, use_qk_l2norm)(*inputs, h, dh, vt, dv)
+    return _chunking.get(_Chunks, inputs, (scale, use_qk_l2norm))(*inputs, h, dh, vt, dv)
 
 
 class _Chunks:
     """The launch for all chunks, for calls of one kind."""
 
-    __slots__ = ("tiles", "numbers", "grid", "kernel")
+    __slots__ = ("kernel",)
 
     def __init__(self, q, k, g, A_log, dt_bias, cu_seqlens, f, do, scale, use_qk_l2norm):
         (B, T, H, K), (rows, HV) = q.shape, f.shape[:2]
         packed = cu_seqlens is not None
         made = (T * HV * K, HV * K, K, 1)  # strides of vt and dv
-        states = ((rows * HV * K, K), (K, 1), *box(q.dtype, K, 64))
-        self.tiles = Tiles(
+        states = tile_map(q.dtype, (rows * HV * K, K), (K, 1), K, 64)
+        maps = (
             *(token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k)),
             token_map(do.shape, do.stride(), do.dtype, 64, packed),
             *(token_map(do.shape, made, do.dtype, 64, packed) for _ in range(2)),
-            states, states,
-        )  # fmt: skip
-        count = rows * H
-        self.grid = (min(multiprocessor_count(q.device.index), count), 1, 1)
+            *(states, states),
+        )
         N = cu_seqlens.shape[0] - 1 if packed else B
-        self.numbers = (steps(g), T, N, -(-T // 64), scale, count)
-        constexprs = (H, HV // H, use_qk_l2norm, KEY_REGISTERS, FEW_REGISTERS)
-        options = (("num_warps", 4), ("maxnreg", GRADIENT_CAP))
-        given = map(specialized_on, (g, A_log, dt_bias, cu_seqlens))
-        kind = (q.device, q.dtype, *given, steps(g))
-        self.kernel = tiled(gdn_gradient_kernel, constexprs, options, *kind)
+        self.kernel = Launch(
+            gdn_gradient_kernel,
+            min(multiprocessor_count(q.device.index), rows * H),
+            q.device,
+            maps=maps,
+            numbers=(steps(g), T, N, -(-T // 64), scale, rows * H),
+            constexprs=(H, HV // H, use_qk_l2norm, KEY_REGISTERS, FEW_REGISTERS),
+            options=(("num_warps", 4), ("maxnreg", GRADIENT_CAP)),
+            guarded=True,
+        )
 
     def __call__(self, q, k, g, A_log, dt_bias, cu_seqlens, f, do, h, dh, vt, dv):
         rows, HV = f.shape[:2]
@@ -146,6 +144,6 @@ class _Chunks:
         cumulative, ends = f.new_empty(rows, HV, 64), f.new_empty(rows, HV, 1)
         by_query, by_key = f.new_empty(rows, HV, 1, 8, 64), f.new_empty(rows, HV, 1, 8, 64)
         tensors = (q, k, do, vt, dv, h, dh)
-        pointers = (g, A_log, dt_bias, cu_seqlens, f, dq, dk, cumulative, by_query, by_key, ends)
-        self.kernel.launch(self.grid, self.tiles, tensors, pointers, *self.numbers)
+        made = (dq, dk, cumulative, by_query, by_key, ends)
+        self.kernel(*tensors, g, A_log, dt_bias, cu_seqlens, f, *made)
         return dq, dk, cumulative, by_query, by_key, ends

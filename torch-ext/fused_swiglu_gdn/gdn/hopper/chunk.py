@@ -9,7 +9,7 @@ from typing import Optional, Tuple
 import torch
 
 from ...runtime import device
-from ...runtime.facts import facts, keep
+from ...runtime.cache import CallCache
 from ...runtime.launch import aligned
 from ..portable import prepare as common
 from .backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
@@ -113,12 +113,12 @@ def gdn_chunk_fwd(
 
 def plan_gdn_chunk_fwd(*args):
     """gdn_chunk_fwd for all calls like this one, from their ten tensors."""
-    if not aligned(args[:10]):
+    if not aligned(*args[:3]):
         return None
     call, options = _call(*args), args[10:]
 
     def run(*tensors):
-        if aligned(tensors):
+        if aligned(*tensors[:3]):
             return call(*tensors)
         tokens = (x if reads_by_tma(x) else x.clone() for x in tensors[:3])
         return gdn_chunk_fwd(*tokens, *tensors[3:], *options)
@@ -126,15 +126,14 @@ def plan_gdn_chunk_fwd(*args):
     return run
 
 
-_calls: dict = {}
+_calls = CallCache()
 
 
 def _call(*args) -> "_Call":
     """The _Call of these arguments, from among those that have been made."""
-    if not aligned(args[:10]):
+    if not aligned(*args[:3]):
         return _Call(*args)
-    key = (facts(*args[:10]), args[10:])
-    return _calls.get(key) or keep(_calls, key, _Call(*args))
+    return _calls.get(_Call, args[:10], args[10:])
 
 
 class _Call:

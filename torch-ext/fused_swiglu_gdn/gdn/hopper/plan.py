@@ -11,10 +11,10 @@ from typing import Optional, Tuple, Union
 
 import torch
 
-from ...runtime.device import capability, multiprocessor_count
-from ...runtime.gluon import box
-from ...runtime.launch import Place, specialized_on, steps
-from ...runtime.tiles import TiledKernel, Tiles, tiled
+from ...runtime.device import capability, is_gpu, multiprocessor_count
+from ...runtime.gluon import tile_map
+from ...runtime.launch import Launch, steps
+from ...runtime.maps import Map, Place
 from ..chunks import chunk_rows
 from ..portable.cuts import FEWEST
 from ..portable.gates import beta_max
@@ -29,14 +29,13 @@ MIN_SEGMENT_TOKENS = 1024  # gdn_place.MIN_SEGMENT chunks
 # By state warpgroups: registers of the second one and of the loader, and the cap at launch.
 REGISTERS = {1: (0, 32), 2: (240, 24)}
 CAP = {1: 136, 2: 168}
-NO_TILES = Tiles()
 # Registers of a thread of prepare by its warps: 16 and 12 warps a multiprocessor
 PREPARE_CAP = {4: 128, 2: 168}
 
 
 def has_wgmma(device: torch.device) -> bool:
     """Only Hopper has; its successors are served by the folders after this one."""
-    return device.type != "cuda" or capability(device.index)[0] == 9
+    return not is_gpu(device) or capability(device.index)[0] == 9
 
 
 def reads_by_tma(x: torch.Tensor) -> bool:
@@ -46,7 +45,7 @@ def reads_by_tma(x: torch.Tensor) -> bool:
     return all(s > 0 and s % 8 == 0 for n, s in zip(x.shape[:3], x.stride()[:3]) if n > 1)
 
 
-def token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) -> tuple:
+def token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) -> Map:
     """Boxes [1, 1, C, 1, columns] of a tensor [B, T, H, D], cut at the end of each sequence.
 
     Equal lengths: dimensions (1, B, T, H, D), whose third ends at T. Packed: token i of a sequence
@@ -63,19 +62,19 @@ def token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) ->
     else:
         batch = strides[0] if B > 1 else token
         shape, strides = (1, B, T, H, D), (batch, batch, token, head, 1)
-    return (shape, strides, *box(dtype, 1, 1, 64, 1, columns))
+    return tile_map(dtype, shape, strides, 1, 1, 64, 1, columns)
 
 
-def block_map(units: int, dtype: torch.dtype) -> tuple:
+def block_map(units: int, dtype: torch.dtype) -> Map:
     """Boxes [C, C] of Tb or P [rows, HV, C, C], rows HV = units."""
-    return ((units * 64, 64), (64, 1), *box(dtype, 64, 64))
+    return tile_map(dtype, (units * 64, 64), (64, 1), 64, 64)
 
 
 class Prepare:
     """The first half, for calls of one kind: even numbers of value heads for each key head, unit
     keys."""
 
-    __slots__ = ("tiles", "numbers", "shape", "units", "grid", "kernel")
+    __slots__ = ("shape", "units", "kernel")
 
     def __init__(
         self, q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_beta_sigmoid, allow_neg_eigval
@@ -85,18 +84,19 @@ class Prepare:
         W = 4 if HV // H % 4 == 0 else 2
         self.shape = (rows, HV, 64, 64)
         self.units = rows * HV
-        self.grid = (rows * HV // W, 1, 1)
-        block = block_map(rows * HV, q.dtype)
         tokens = (token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k))
-        self.tiles = Tiles(*tokens, block, block)
+        block = block_map(rows * HV, q.dtype)
         N = cu_seqlens.shape[0] - 1 if packed else B
-        strides = (steps(g), steps(beta))
-        self.numbers = (*strides, T, N, -(-T // 64), scale)
-        given = map(specialized_on, (g, beta, A_log, dt_bias, cu_seqlens))
-        options = (("num_warps", W), ("maxnreg", PREPARE_CAP[W]))
-        constexprs = (HV, HV // H, W, beta_max(use_beta_sigmoid, allow_neg_eigval))
-        kind = (q.device, q.dtype, *given, strides)
-        self.kernel = tiled(gdn_prepare_fwd_kernel, constexprs, options, *kind)
+        self.kernel = Launch(
+            gdn_prepare_fwd_kernel,
+            rows * HV // W,
+            q.device,
+            maps=(*tokens, block, block),
+            numbers=(steps(g), steps(beta), T, N, -(-T // 64), scale),
+            constexprs=(HV, HV // H, W, beta_max(use_beta_sigmoid, allow_neg_eigval)),
+            options=(("num_warps", W), ("maxnreg", PREPARE_CAP[W])),
+            guarded=True,
+        )
 
     def __call__(
         self,
@@ -112,9 +112,8 @@ class Prepare:
         return blocks
 
     def launch(self, q, k, gates, blocks) -> None:
-        *tiles, decay = blocks
-        pointers = (*gates, tiles[2], decay)
-        self.kernel.launch(self.grid, self.tiles, (q, k, *tiles[:2]), pointers, *self.numbers)
+        tb, p, f, decay = blocks
+        self.kernel(q, k, tb, p, *gates, f, decay)
 
     def places(self, q: torch.Tensor, more: int) -> tuple:
         """The memory of Tb, P, F, decay and `more` fp32 words, one tensor; where they lie in it.
@@ -132,27 +131,12 @@ class Prepare:
         return space, (Place(at, q.dtype), Place(at + size, q.dtype), *floats)
 
 
-def _kernel(in_place: bool, W: int, state_v_first: bool, *kind) -> TiledKernel:
-    constexprs = (in_place, W, state_v_first, *REGISTERS[W])
-    # the kernel waits for prepare itself, where it needs it: launch_pdl
-    options = (("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True))
-    return tiled(gdn_scan_fwd_kernel, constexprs, options, *kind)
-
-
-def _carry(split: int, state_v_first: bool, *kind) -> TiledKernel:
-    most = 1 << (split - 1).bit_length()
-    constexprs = (state_v_first, MIN_SEGMENT_TOKENS, most, 16, 32, EXACT_FP32)
-    options = (("num_warps", 4), ("launch_pdl", True))  # few registers: the scan fits beside it
-    return tiled(gdn_carry_kernel, constexprs, options, *kind)
-
-
 class Scan:
     """The second half of gdn_chunk_fwd for calls of one kind: what follows from shapes, strides,
     dtypes and options is found once."""
 
     __slots__ = (
-        "tiles", "numbers", "slots", "split", "warm", "like_v", "programs", "final", "checkpoints",
-        "kernel", "transition", "carry",
+        "split", "warm", "like_v", "final", "checkpoints", "kernel", "transition", "carry",
     )  # fmt: skip
 
     def __init__(
@@ -162,8 +146,8 @@ class Scan:
         (B, T, H, K), HV = q.shape, v.shape[2]
         packed, device = cu_seqlens is not None, v.device
         N = cu_seqlens.shape[0] - 1 if packed else B
-        self.split, self.slots = _segments(N, T, HV, packed, device)
-        self.warm = self.slots * HV if self.split > 1 else 0
+        self.split, slots = _segments(N, T, HV, packed, device)
+        self.warm = slots * HV if self.split > 1 else 0
         self.like_v = torch.empty_like(v).is_contiguous()
         in_place = state_indices is not None
         state = state_dtype or torch.float32
@@ -173,29 +157,47 @@ class Scan:
         if checkpoint_every:
             rows = B * (T // checkpoint_every)
             self.checkpoints = ((rows, HV, K, K), state_dtype or torch.float32)
-        W = 1 if 2 * self.slots * HV <= multiprocessor_count(device.index) else 2
+        W = 1 if 2 * slots * HV <= multiprocessor_count(device.index) else 2
         if checkpoint_every and not state_v_first:
             W = 1  # the addresses of a [K, V] state are more than two warpgroups have registers for
-        self.programs = self.slots * HV * 2 // W
         pool_step = 0 if initial_state is None else initial_state.stride(0)
-        self.numbers = (T, HV, H, N, max(checkpoint_every // 64, 1), self.split, pool_step)
+        numbers = (T, HV, H, N, max(checkpoint_every // 64, 1), self.split, pool_step)
         units = chunk_rows(T, B, cu_seqlens) * HV
-        dense = (T * HV * K, HV * K, K, 1)
-        block = block_map(units, v.dtype)
-        self.tiles = Tiles(
+        dense, block = (T * HV * K, HV * K, K, 1), block_map(units, v.dtype)
+        maps = (
             *(token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k)),
             token_map(v.shape, v.stride(), v.dtype, 64, packed),
             token_map(v.shape, dense, v.dtype, 64, packed),
-            *(block, block, ((units * 256,), (1,), *box(torch.float32, 256))),
+            *(block, block, tile_map(torch.float32, (units * 256,), (1,), 256)),
         )
-        given = map(specialized_on, (initial_state, state_indices, cu_seqlens))
-        kind = (device, v.dtype, pool_step < 2**31, self.final and self.final[1], *given)
-        checkpoints = self.checkpoints and self.checkpoints[1]
-        self.kernel = _kernel(in_place, W, state_v_first, checkpoints, *kind)
-        self.transition = _kernel(in_place, 2, state_v_first, None, *kind)  # the second: M
-        pool = (specialized_on(x) if in_place else None for x in (initial_state, state_indices))
-        kind = (device, v.dtype, pool_step < 2**31, *pool, specialized_on(cu_seqlens))
-        self.carry = _carry(self.split, in_place and state_v_first, *kind)
+
+        def launch(W: int, programs: int, transition: int) -> Launch:
+            # the kernel waits for prepare itself, where it needs it: launch_pdl
+            return Launch(
+                gdn_scan_fwd_kernel,
+                programs,
+                device,
+                maps=maps,
+                numbers=(*numbers, transition),
+                constexprs=(in_place, W, state_v_first, *REGISTERS[W]),
+                options=(("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True)),
+                guarded=True,
+            )
+
+        self.kernel = launch(W, slots * HV * 2 // W, 0)
+        self.transition = self.carry = None
+        if self.split > 1:
+            self.transition = launch(2, 2 * slots * HV, 1)  # half of the programs for M
+            sizes = (MIN_SEGMENT_TOKENS, 1 << (self.split - 1).bit_length(), 16, 32)
+            self.carry = Launch(
+                gdn_carry_kernel,
+                (HV * HEAD_DIM // 16, N),
+                device,
+                numbers=(T, HV, N, self.split, slots, pool_step),
+                constexprs=(in_place and state_v_first, *sizes, EXACT_FP32),
+                options=(("num_warps", 4), ("launch_pdl", True)),  # few registers: fits beside it
+                guarded=True,
+            )
 
     def __call__(
         self,
@@ -210,7 +212,6 @@ class Scan:
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
         """o [B, T, HV, V]; the final state, the pool, or None; checkpoints or None."""
         *blocks, decay = blocks
-        T, HV, _, N, _, split, pool_step = self.numbers
         pool = None if state_indices is None else initial_state
         o = torch.empty_like(v) if self.like_v else v.new_empty(v.shape)
         final = pool if self.final is None else v.new_empty(self.final[0], dtype=self.final[1])
@@ -219,14 +220,10 @@ class Scan:
             checkpoints = v.new_zeros(self.checkpoints[0], dtype=self.checkpoints[1])
         tensors = (q, k, v, o, *blocks)
         rest = (state_indices, cu_seqlens, decay, warm, o)
-        if split > 1:
-            grid, pointers = (2 * self.slots * HV, 1, 1), (initial_state, final, None, *rest)
-            self.transition.launch(grid, self.tiles, tensors, pointers, *self.numbers, 1)
-            grid, pointers = (HV * HEAD_DIM // 16, N, 1), (pool, state_indices, cu_seqlens, warm, o)
-            numbers = (T, HV, N, split, self.slots, pool_step)
-            self.carry.launch(grid, NO_TILES, (), pointers, *numbers)
-        pointers = (initial_state, final, checkpoints, *rest)
-        self.kernel.launch((self.programs, 1, 1), self.tiles, tensors, pointers, *self.numbers, 0)
+        if self.carry is not None:
+            self.transition(*tensors, initial_state, final, None, *rest)
+            self.carry(pool, state_indices, cu_seqlens, warm, o)
+        self.kernel(*tensors, initial_state, final, checkpoints, *rest)
         return o, final, checkpoints
 
 

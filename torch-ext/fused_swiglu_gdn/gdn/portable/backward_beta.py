@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import launch, steps
+from ...runtime.launch import Launch, steps
 from .backward_query import tile
 from .gates import beta_max
 from .prepare import chunk_numbers, locate, precision
@@ -159,11 +159,12 @@ def gdn_backward_beta(
     small = 2.0**-6 if k.dtype == torch.float16 else 1e-12
     sizes = (H, HV // H, K, V, triton.next_power_of_2(HV))
     blocks = (min(K, 64), config["BLOCK_V"])
-    launch(
-        _beta_bwd_kernel, rows if HV else 0,
-        (k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta),
-        (steps(k), steps(v), steps(beta), steps(do)),
-        chunk_numbers(T, cu_seqlens),
-        (*sizes, use_qk_l2norm, limit, small, FEW, *blocks, precision(k.dtype)),
-        config["num_warps"],
-    )  # fmt: skip
+    kernel = Launch(
+        _beta_bwd_kernel,
+        rows if HV else 0,
+        k.device,
+        numbers=(*map(steps, (k, v, beta, do)), *chunk_numbers(T, cu_seqlens)),
+        constexprs=(*sizes, use_qk_l2norm, limit, small, FEW, *blocks, precision(k.dtype)),
+        options=(("num_warps", config["num_warps"]),),
+    )
+    kernel(k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta)

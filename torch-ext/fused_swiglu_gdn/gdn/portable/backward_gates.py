@@ -15,7 +15,7 @@ Sizes: B T H HV; N sequences; C = 64 tokens; rows = chunk rows of the call; NQ, 
 import triton
 import triton.language as tl
 
-from ...runtime.launch import launch, steps
+from ...runtime.launch import Launch, steps
 from .gates import beta_max
 from .prepare import chunk_numbers, locate, log2_decay
 
@@ -123,13 +123,15 @@ def gdn_backward_gates(
     sums = None if A_log is None else f.new_empty(2, rows, HV)
     limit = beta_max(use_beta_sigmoid, allow_neg_eigval)
     low = getattr(tl, str(dtype).split(".")[1])
-    launch(
-        _gates_bwd_kernel, rows * HV,
-        (g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, dg, dbeta, sums),
-        (steps(g), steps(beta)),
-        chunk_numbers(T, cu_seqlens),
-        (HV, by_query.shape[2], by_key.shape[2], limit, low), config["num_warps"],
-    )  # fmt: skip
+    kernel = Launch(
+        _gates_bwd_kernel,
+        rows * HV,
+        g.device,
+        numbers=(steps(g), steps(beta), *chunk_numbers(T, cu_seqlens)),
+        constexprs=(HV, by_query.shape[2], by_key.shape[2], limit, low),
+        options=(("num_warps", config["num_warps"]),),
+    )
+    kernel(g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, dg, dbeta, sums)
     if sums is None:
         return dg, dbeta, None, None
     # two sums: the results of an operator may not share their memory

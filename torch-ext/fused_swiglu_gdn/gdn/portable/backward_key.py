@@ -17,7 +17,7 @@ Sizes as in backward_query.py.
 import triton
 import triton.language as tl
 
-from ...runtime.launch import launch, steps
+from ...runtime.launch import Launch, steps
 from .backward_query import at, inverse_norm, place, tile
 from .prepare import chunk_numbers, precision
 
@@ -131,12 +131,15 @@ def gdn_backward_key(
     if h.shape[0] * HV == 0:
         return dk
     sizes = (H, HV // H, K, V)
-    launch(
-        _key_bwd_kernel, h.shape[0] * H,
-        (q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, dk, parts, ends),
-        (steps(q), steps(k)),
-        chunk_numbers(T, cu_seqlens),
-        (*sizes, use_qk_l2norm, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
-        config["num_warps"],
+    kernel = Launch(
+        _key_bwd_kernel,
+        h.shape[0] * H,
+        q.device,
+        numbers=(steps(q), steps(k), *chunk_numbers(T, cu_seqlens)),
+        constexprs=(
+            *sizes, use_qk_l2norm, config["BLOCK_V"], config["STAGES"], precision(q.dtype),
+        ),
+        options=(("num_warps", config["num_warps"]),),
     )  # fmt: skip
+    kernel(q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, dk, parts, ends)
     return dk

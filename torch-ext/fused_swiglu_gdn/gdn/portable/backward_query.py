@@ -15,7 +15,7 @@ backward_gates.py puts together, see there.
 import triton
 import triton.language as tl
 
-from ...runtime.launch import launch, steps
+from ...runtime.launch import Launch, steps
 from .prepare import chunk_numbers, locate, log2_decay, precision
 
 
@@ -172,12 +172,15 @@ def gdn_backward_query(
     if h.shape[0] * HV == 0:
         return dq
     sizes = (H, HV // H, triton.next_power_of_2(HV // H), K, V)
-    launch(
-        _query_bwd_kernel, h.shape[0] * H,
-        (q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dq, dp, cumulative, parts),
-        (steps(q), steps(k), steps(g), steps(do)),
-        (*chunk_numbers(T, cu_seqlens), scale),
-        (*sizes, use_qk_l2norm, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
-        config["num_warps"],
+    kernel = Launch(
+        _query_bwd_kernel,
+        h.shape[0] * H,
+        q.device,
+        numbers=(*map(steps, (q, k, g, do)), *chunk_numbers(T, cu_seqlens), scale),
+        constexprs=(
+            *sizes, use_qk_l2norm, config["BLOCK_V"], config["STAGES"], precision(q.dtype),
+        ),
+        options=(("num_warps", config["num_warps"]),),
     )  # fmt: skip
+    kernel(q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dq, dp, cumulative, parts)
     return dq

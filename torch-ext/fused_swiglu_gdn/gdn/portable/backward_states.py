@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import launch, steps
+from ...runtime.launch import Launch, steps
 from ...runtime.primitives import sequence_bounds
 from .prepare import precision
 
@@ -226,12 +226,14 @@ def gdn_backward_states(
     vt, dv = v.new_empty(v.shape), v.new_empty(v.shape)
     d_initial = None if initial_state is None else torch.empty_like(initial_state)
     states = (initial_state, d_final_state, d_initial)
-    launch(
-        _states_bwd_kernel, 2 * N * HV * (V // config["BLOCK_V"]),
-        (q, k, v, do, tb, p, f, cu_seqlens, *states[:2], h, dh, vt, dv, d_initial),
-        (*map(steps, (q, k, v, do)), *(kv_strides(x, state_v_first) for x in states)),
-        (T,),
-        (H, HV // H, K, V, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
-        config["num_warps"],
-    )  # fmt: skip
+    strides = (*map(steps, (q, k, v, do)), *(kv_strides(x, state_v_first) for x in states))
+    kernel = Launch(
+        _states_bwd_kernel,
+        2 * N * HV * (V // config["BLOCK_V"]),
+        q.device,
+        numbers=(*strides, T),
+        constexprs=(H, HV // H, K, V, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
+        options=(("num_warps", config["num_warps"]),),
+    )
+    kernel(q, k, v, do, tb, p, f, cu_seqlens, *states[:2], h, dh, vt, dv, d_initial)
     return h, dh, vt, dv, d_initial

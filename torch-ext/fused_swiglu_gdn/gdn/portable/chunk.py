@@ -72,12 +72,12 @@ def gdn_chunk_fwd(
 
 def plan_gdn_chunk_fwd(*args):
     """gdn_chunk_fwd for all calls like this one, from their ten tensors."""
-    if not aligned(args[:10]):
+    if not aligned(*args[:3]):
         return None
     call, options = _Call(*args), args[10:]
 
     def run(*tensors):
-        return call(*tensors) if aligned(tensors) else gdn_chunk_fwd(*tensors, *options)
+        return call(*tensors) if aligned(*tensors[:3]) else gdn_chunk_fwd(*tensors, *options)
 
     return run
 

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import prepare, specialized_on, steps
+from ...runtime.launch import Launch, steps
 from ...runtime.primitives import sequence_bounds
 from .cuts import count_cuts, segment_of, tokens_at_cut, word_at_cut, words
 from .prepare import EXACT_FP32, locate, precision
@@ -200,7 +200,7 @@ def _carry_kernel(
 class Carry:
     """The two kernels above for calls of one kind: shapes, strides and dtypes are known."""
 
-    __slots__ = ("grids", "numbers", "kernels")
+    __slots__ = ("transition", "carry")
 
     def __init__(
         self,
@@ -224,24 +224,24 @@ class Carry:
         places = (tokens_at_cut(K, V, size), across, words(across, size))
         BLOCK_K, width = triton.next_power_of_2(max(K, 16)), transition["BLOCK_V"]
         tokens, states = (steps(k), steps(v)), kv_strides(initial_state, state_v_first)
-        self.numbers = ((*tokens, T, N, own, shortest), (states, T, shortest))
-        self.grids = (
-            (rows * HV * (-(-V // width) - (-K // width)), 1, 1),
-            (N * HV * -(-V // carry["BLOCK_V"]), 1, 1),
-        )
         constexprs = (
             H, HV // H, K, V, longest, triton.next_power_of_2(longest),
             min(BLOCK_K, transition["BLOCK_K"]), width, *places, transition["STAGES"],
             precision(k.dtype),
         )  # fmt: skip
         options = (("num_warps", transition["num_warps"]), ("num_stages", transition["STAGES"]))
-        kind = (k.device, *map(specialized_on, (k, v, cu_seqlens)))
-        first = prepare(_transition_kernel, constexprs, options, *kind, tokens)
+        programs = rows * HV * (-(-V // width) - (-K // width))
+        self.transition = Launch(
+            _transition_kernel, programs, k.device, numbers=(*tokens, T, N, own, shortest),
+            constexprs=constexprs, options=options,
+        )  # fmt: skip
         sizes = (HV, K, V, longest, BLOCK_K, carry["BLOCK_V"])
         constexprs = (*sizes, *places, carry["STAGES"], EXACT_FP32)
         options = (("num_warps", carry["num_warps"]), ("num_stages", carry["STAGES"]))
-        kind = (k.device, v.dtype, *map(specialized_on, (initial_state, state_indices, cu_seqlens)))
-        self.kernels = (first, prepare(_carry_kernel, constexprs, options, *kind, states))
+        self.carry = Launch(
+            _carry_kernel, N * HV * -(-V // carry["BLOCK_V"]), k.device,
+            numbers=(states, T, shortest), constexprs=constexprs, options=options,
+        )  # fmt: skip
 
     def __call__(
         self,
@@ -256,7 +256,5 @@ class Carry:
         cu_seqlens: Optional[torch.Tensor],
     ) -> None:
         """Leaves in o the state before each segment of a sequence that is cut."""
-        pointers = (k, v, tb, f, decay, cu_seqlens, o)
-        self.kernels[0].launch_at(self.grids[0], pointers, *self.numbers[0])
-        pointers = (o, initial_state, state_indices, cu_seqlens)
-        self.kernels[1].launch_at(self.grids[1], pointers, *self.numbers[1])
+        self.transition(k, v, tb, f, decay, cu_seqlens, o)
+        self.carry(o, initial_state, state_indices, cu_seqlens)

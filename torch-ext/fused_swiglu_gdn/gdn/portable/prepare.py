@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import prepare, specialized_on, steps
+from ...runtime.launch import Launch, steps
 from ...runtime.primitives import exact_exp2, sequence_bounds
 from ...runtime.tuning import lookup
 from ..chunks import CHUNK, chunk_rows
@@ -382,10 +382,10 @@ def gdn_prepare(
     fixed = constexprs(exact, H, R, K, *flags)
     name = "portable_gdn_prepare_wide" if exact or K > 128 else "portable_gdn_prepare"
     options = tuple(lookup(name, q.device, R=R).items())
-    kind = (q.device, *map(specialized_on, inputs), strides)
-    prepare(_prepare_kernel, fixed, options, *kind).launch_at(
-        (rows * H // keys_together(H, R) * -(-R // UNITS), 1, 1),
-        (*inputs, tb, p, f, gates, decay),
-        *strides, *chunk_numbers(T, cu_seqlens), scale,
-    )  # fmt: skip
+    numbers = (*strides, *chunk_numbers(T, cu_seqlens), scale)
+    programs = rows * H // keys_together(H, R) * -(-R // UNITS)
+    kernel = Launch(
+        _prepare_kernel, programs, q.device, numbers=numbers, constexprs=fixed, options=options
+    )
+    kernel(*inputs, tb, p, f, gates, decay)
     return tb, p, f, decay

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime import device
+from ...runtime.launch import Launch
 from ...runtime.primitives import sequence_bounds
 from .delta import key_norms, load, read_step, store, write_step
 from .gates import beta_max, log_decay, write_strength
@@ -165,39 +165,16 @@ def launch(
         _token_stride(g), _token_stride(beta), 0 if initial is None else initial.stride(0),
         0 if final is None else final.stride(-4),
     )  # fmt: skip
-    grid = (N * HV * triton.cdiv(V, config["BLOCK_V"]),)
-    if grid[0] == 0:
-        return
-    with device.on(q.device):
-        _gdn_recurrent_fwd_kernel[grid](
-            q,
-            k,
-            v,
-            g,
-            beta,
-            A_log,
-            dt_bias,
-            initial,
-            final,
-            o,
-            read,
-            write,
-            cu_seqlens,
-            strides,
-            T,
-            scale,
-            H=H,
-            HV=HV,
-            K=K,
-            V=V,
-            L2NORM=l2norm,
-            BETA_SCALE=beta_scale,
-            V_FIRST=state_v_first,
-            ALL_STATES=all_states,
-            BLOCK_K=triton.next_power_of_2(K),
-            BLOCK_V=config["BLOCK_V"],
-            num_warps=config["num_warps"],
-        )
+    block = (triton.next_power_of_2(K), config["BLOCK_V"])
+    kernel = Launch(
+        _gdn_recurrent_fwd_kernel,
+        N * HV * triton.cdiv(V, config["BLOCK_V"]),
+        q.device,
+        numbers=(strides, T, scale),
+        constexprs=(H, HV, K, V, l2norm, beta_scale, state_v_first, all_states, *block),
+        options=(("num_warps", config["num_warps"]),),
+    )
+    kernel(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write, cu_seqlens)
 
 
 def plan_gdn_recurrent_fwd(

@@ -6,15 +6,15 @@ Sizes: N sequences, H and HV heads, K and V head dims, P rows of a state pool. M
 docs/gdn_decode.md.
 """
 
-from typing import Dict, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ...runtime import tuning
-from ...runtime.facts import facts, keep
-from ...runtime.launch import Program
+from ...runtime.cache import CallCache
+from ...runtime.launch import Launch
 from .delta import key_norms, load, read_step, store, write_step
 from .gates import log_decay, write_strength
 
@@ -132,12 +132,12 @@ class Step:
     """
 
     __slots__ = (
-        "program", "device", "like_v", "like_initial", "final", "inplace", "moves", "copies",
+        "kernel", "device", "like_v", "like_initial", "final", "inplace", "moves", "copies",
     )  # fmt: skip
 
     def __init__(
-        self, q, k, v, g, beta, initial, write, scale, l2norm, beta_scale, state_v_first,
-        output_final_state, inplace,
+        self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, scale, l2norm, beta_scale,
+        state_v_first, output_final_state, inplace,
     ):  # fmt: skip
         (N, _, H, K), (HV, V) = q.shape, v.shape[2:]
         row = HV * K * V
@@ -149,10 +149,10 @@ class Step:
         self.final = final if output_final_state and not inplace else None
         given = initial is not None and (initial.dtype, initial.shape, initial.is_contiguous())
         self.like_initial = self.final is not None and given == (torch.float32, final, True)
-        read = 0 if initial is None else row if self.copies else initial.stride(0)
+        step = 0 if initial is None else row if self.copies else initial.stride(0)
         strides = (
             q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-            g.stride(0), beta.stride(0), read, initial.stride(0) if inplace else row,
+            g.stride(0), beta.stride(0), step, initial.stride(0) if inplace else row,
         )  # fmt: skip
         size = 4 if initial is None else initial.element_size()
         config = step_config(q.device, K, size, state_v_first)
@@ -163,9 +163,10 @@ class Step:
         )  # fmt: skip
         size = N * HV * triton.cdiv(V, config["BLOCK_V"])
         options = (("num_warps", config["num_warps"]),)
-        self.program = Program(
-            _gdn_recurrent_step_kernel, size, (strides, scale), constexprs, options, q.device
-        )
+        self.kernel = Launch(
+            _gdn_recurrent_step_kernel, size, q.device, numbers=(strides, scale),
+            constexprs=constexprs, options=options, guarded=True,
+        )  # fmt: skip
 
     def __call__(
         self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, cu_seqlens=None
@@ -180,11 +181,11 @@ class Step:
             final = torch.empty(self.final, dtype=torch.float32, device=self.device)
         if self.copies:
             initial = initial.contiguous()
-        self.program(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
+        self.kernel(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
         return o, initial if self.inplace else final
 
 
-_steps: Dict[tuple, Step] = {}
+_steps = CallCache()
 
 
 def step_of(
@@ -192,7 +193,6 @@ def step_of(
     state_v_first, output_final_state, inplace,
 ) -> Step:  # fmt: skip
     """The Step of all calls like this one, with q, k, v [N, 1, ...] and g, beta [N, 1, HV]."""
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial, read, write)
     options = (scale, l2norm, beta_scale, state_v_first, output_final_state, inplace)
-    key = (facts(q, k, v, g, beta, A_log, dt_bias, initial, read, write), options)
-    step = _steps.get(key)
-    return step or keep(_steps, key, Step(q, k, v, g, beta, initial, write, *options))
+    return _steps.get(Step, tensors, options)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.launch import prepare, specialized_on, steps
+from ...runtime.launch import Launch, steps
 from ...runtime.tuning import lookup
 from ..chunks import CHUNK
 from .cuts import chunks_in_segment, count_cuts, segment_of, word_at_cut, words
@@ -262,7 +262,7 @@ def configuration(kind: str, device: torch.device, units: int, K: int) -> dict:
 class Scan:
     """The kernel above for calls of one kind: shapes, strides, dtypes and options are known."""
 
-    __slots__ = ("grid", "numbers", "kernel", "scratch")
+    __slots__ = ("kernel", "scratch")
 
     def __init__(
         self,
@@ -282,14 +282,14 @@ class Scan:
         config = configuration(kind, v.device, rows * HV, K)
         N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         block_k = min(triton.next_power_of_2(max(K, 16)), config["BLOCK_K"])
-        self.grid = (rows * HV * -(-V // config["BLOCK_V"]), 1, 1)
-        program = -(-K // block_k) * block_k * config["BLOCK_V"]
-        self.scratch = self.grid[0] * program if q.dtype == torch.float32 else None
+        programs = rows * HV * -(-V // config["BLOCK_V"])
+        state = -(-K // block_k) * block_k * config["BLOCK_V"]
+        self.scratch = programs * state if q.dtype == torch.float32 else None
         strides = (
             steps(q), steps(k), steps(v),
             kv_strides(states[0], state_v_first), kv_strides(states[2], state_v_first),
         )  # fmt: skip
-        self.numbers = (*strides, T, N, own, segment[0], max(checkpoint_every, CHUNK))
+        numbers = (*strides, T, N, own, segment[0], max(checkpoint_every, CHUNK))
         constexprs = (
             H, HV // H, K, V, state_v_first, block_k, config["BLOCK_V"], segment[1], behind,
             words(config["BLOCK_V"], v.element_size()), config["STAGES"], precision(q.dtype),
@@ -297,9 +297,10 @@ class Scan:
         options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
         if "maxnreg" in config and torch.version.hip is None:  # else ptxas may spill to fit in more
             options += (("maxnreg", config["maxnreg"]),)
-        pointers = (q, k, v, cu_seqlens, *states, self.memory(v))
-        code = (v.device, *map(specialized_on, pointers), strides)
-        self.kernel = prepare(_scan_kernel, constexprs, options, *code)
+        self.kernel = Launch(
+            _scan_kernel, programs, v.device, numbers=numbers, constexprs=constexprs,
+            options=options,
+        )  # fmt: skip
 
     def memory(self, v: torch.Tensor) -> Optional[torch.Tensor]:
         """For the states of all programs, where they are not in registers."""
@@ -315,6 +316,4 @@ class Scan:
         # [.., HV, K, V] (written): each may be None
         states: tuple,
     ) -> None:
-        if self.grid[0]:
-            pointers = (*tokens, *blocks, cu_seqlens, *states, self.memory(tokens[2]))
-            self.kernel.launch_at(self.grid, pointers, *self.numbers)
+        self.kernel(*tokens, *blocks, cu_seqlens, *states, self.memory(tokens[2]))

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
+from ...runtime.launch import Launch, named
 from ...runtime.primitives import activate, sequence_bounds
 from .causal_conv1d_quads import conv_quads, takes_quads
 from .causal_conv1d_rows import conv_rows
@@ -259,28 +260,20 @@ def causal_conv1d_fwd(
     programs = (B * tiles + (N if return_final_states else 0)) * triton.cdiv(D, config["BLOCK_D"])
     if programs == 0:
         return y, final
-    with device.on(x.device):
-        _causal_conv1d_fwd_kernel[(programs,)](
-            x,
-            weight.contiguous(),
-            bias,
-            None if seq_idx is None else seq_idx.contiguous(),
-            cu_seqlens,
-            initial_states,
-            y,
-            final,
-            (x.stride(0), x.stride(2), x.stride(1)),
-            (y.stride(0), y.stride(2), y.stride(1)),
-            (0, 0, 0) if initial_states is None else initial_states.stride(),
-            T,
-            D,
-            N,
-            tiles,
-            N.bit_length(),
-            W=W,
-            SILU=activation is not None,
-            PTX=device.takes_ptx(x.device),
-            QUADS=quads,
-            **config,
-        )
+    constexprs, options = named(
+        _causal_conv1d_fwd_kernel, W=W, SILU=activation is not None,
+        PTX=device.takes_ptx(x.device), QUADS=quads, **config,
+    )  # fmt: skip
+    strides = [(a.stride(0), a.stride(2), a.stride(1)) for a in (x, y)]
+    held = (0, 0, 0) if initial_states is None else initial_states.stride()
+    kernel = Launch(
+        _causal_conv1d_fwd_kernel,
+        programs,
+        x.device,
+        numbers=(*strides, held, T, D, N, tiles, N.bit_length()),
+        constexprs=constexprs,
+        options=options,
+    )
+    seq_idx = None if seq_idx is None else seq_idx.contiguous()
+    kernel(x, weight.contiguous(), bias, seq_idx, cu_seqlens, initial_states, y, final)
     return y, final

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
+from ...runtime.launch import Launch, named
 from ...runtime.primitives import sequence_bounds
 from .causal_conv1d import sequence_of, served
 from .causal_conv1d_rows_backward import conv_rows_bwd_kernel
@@ -238,10 +239,16 @@ def _by_rows(x, weight, bias, cu_seqlens, dy, dx, N: int, silu: bool) -> torch.T
     groups = triton.cdiv(T, config["RUN"] * config["RUNS"])
     sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
     if dx.numel() > 0:
-        conv_rows_bwd_kernel[(B * groups * triton.cdiv(D, config["BLOCK_D"]),)](
-            x, weight, bias, cu_seqlens, dy, dx, sums, _steps(x)[:2], _steps(dy)[:2],
-            _steps(dx)[:2], T, D, N, groups, W=W, SILU=silu, **config,
-        )  # fmt: skip
+        constexprs, options = named(conv_rows_bwd_kernel, W=W, SILU=silu, **config)
+        kernel = Launch(
+            conv_rows_bwd_kernel,
+            B * groups * triton.cdiv(D, config["BLOCK_D"]),
+            x.device,
+            numbers=(_steps(x)[:2], _steps(dy)[:2], _steps(dx)[:2], T, D, N, groups),
+            constexprs=constexprs,
+            options=options,
+        )
+        kernel(x, weight, bias, cu_seqlens, dy, dx, sums)
     return sums
 
 
@@ -255,10 +262,18 @@ def _by_tiles(given, dx, N: int, silu: bool) -> torch.Tensor:
     sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
     initial = (0, 0, 0) if initial_states is None else initial_states.stride()
     if dx.numel() > 0:
-        _causal_conv1d_bwd_kernel[(B * groups * triton.cdiv(D, config["BLOCK_D"]),)](
-            *given, dx, sums, _steps(x), _steps(dy), _steps(dx), initial, T, D, N, groups,
-            N.bit_length(), W=W, TAPS=triton.next_power_of_2(W + 1), SILU=silu, **config,
-        )  # fmt: skip
+        taps = triton.next_power_of_2(W + 1)
+        constexprs, options = named(_causal_conv1d_bwd_kernel, W=W, TAPS=taps, SILU=silu, **config)
+        strides = (_steps(x), _steps(dy), _steps(dx), initial)
+        kernel = Launch(
+            _causal_conv1d_bwd_kernel,
+            B * groups * triton.cdiv(D, config["BLOCK_D"]),
+            x.device,
+            numbers=(*strides, T, D, N, groups, N.bit_length()),
+            constexprs=constexprs,
+            options=options,
+        )
+        kernel(*given, dx, sums)
     return sums
 
 
@@ -290,10 +305,14 @@ def causal_conv1d_bwd(
         else:
             sums = _by_tiles(given, dx, N, silu)
         if d_initial is not None and d_initial.numel() > 0:
-            _initial_bwd_kernel[(N * triton.cdiv(D, 128),)](
-                *given, d_initial, _steps(x), _steps(dy), initial_states.stride(), T, D, W=W,
-                SILU=silu, BLOCK_T=triton.next_power_of_2(W - 1), BLOCK_D=128,
-            )  # fmt: skip
+            kernel = Launch(
+                _initial_bwd_kernel,
+                N * triton.cdiv(D, 128),
+                x.device,
+                numbers=(_steps(x), _steps(dy), initial_states.stride(), T, D),
+                constexprs=(W, silu, triton.next_power_of_2(W - 1), 128),
+            )
+            kernel(*given, d_initial)
     sums = sums.sum((0, 1))  # [W + 1, D]
     dbias = None if bias is None else sums[W].to(bias.dtype, copy=True)  # shares no memory
     if d_initial is not None:

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime import device, tuning
+from ...runtime import tuning
+from ...runtime.launch import Launch, named
 from ...runtime.primitives import activate
 from .causal_conv1d import served
 
@@ -175,24 +176,18 @@ def causal_conv1d_update(
     programs = B * triton.cdiv(D, config["BLOCK_D"])
     if programs == 0 or T == 0:
         return y
-    with device.on(x.device):
-        _causal_conv1d_update_kernel[(programs,)](
-            x,
-            conv_state,
-            weight.contiguous(),
-            bias,
-            y,
-            x.stride(),
-            y.stride(),
-            conv_state.stride(),
-            T,
-            D,
-            S=S,
-            W=W,
-            SILU=activation is not None,
-            ONE=T == 1,
-            PACKED=T == 1 and _is_packed(x, conv_state, W),
-            BLOCK_S=triton.next_power_of_2(S),
-            **config,
-        )
+    constexprs, options = named(
+        _causal_conv1d_update_kernel, S=S, W=W, SILU=activation is not None, ONE=T == 1,
+        PACKED=T == 1 and _is_packed(x, conv_state, W), BLOCK_S=triton.next_power_of_2(S),
+        **config,
+    )  # fmt: skip
+    kernel = Launch(
+        _causal_conv1d_update_kernel,
+        programs,
+        x.device,
+        numbers=(x.stride(), y.stride(), conv_state.stride(), T, D),
+        constexprs=constexprs,
+        options=options,
+    )
+    kernel(x, conv_state, weight.contiguous(), bias, y)
     return y

@@ -8,15 +8,15 @@ Sizes: B rows, H and HV heads, R = HV / H, K and V head dims, D = 2 H K + HV V c
 S columns.
 """
 
-from typing import Dict, Optional
+from typing import Optional
 
 import torch
 import triton
 
 from ...gdn.portable.recurrent_step import is_dense, step_config
 from ...runtime import device
-from ...runtime.facts import facts, keep
-from ...runtime.launch import Program
+from ...runtime.cache import CallCache
+from ...runtime.launch import Launch
 from .causal_conv1d import served
 from .decode_kernels import layer_finish_kernel, layer_step_kernel
 from .prologue import channel_block
@@ -50,8 +50,8 @@ class Step:
     __slots__ = ("rule", "finish", "device", "dtype", "out")
 
     def __init__(
-        self, q, k, v, z, a, b, held, state, weight, activation, eps, gate_activation,
-        allow_neg_eigval,
+        self, q, k, v, z, a, b, held, state, weight, bias, A_log, dt_bias, norm_weight, activation,
+        eps, gate_activation, allow_neg_eigval,
     ):  # fmt: skip
         (B, _, H, K), (D, W), V = q.shape, weight.shape, v.shape[-1]
         HV, S, R = state.shape[1], held.shape[2], state.shape[1] // H
@@ -64,32 +64,34 @@ class Step:
             q.stride(0), q.stride(2), k.stride(0), k.stride(2), *_grouped(v, R, 1),
             *_grouped(a, R, 0)[:2], *_grouped(b, R, 0)[:2],
         )  # fmt: skip
-        self.rule = Program(
+        self.rule = Launch(
             layer_step_kernel,
             B * HV * triton.cdiv(V, config["BLOCK_V"]),
-            (strides, held.stride(), state.stride(0), K**-0.5),
-            (
+            q.device,
+            numbers=(strides, held.stride(), state.stride(0), K**-0.5),
+            constexprs=(
                 H, HV, K, V, S, W, silu, 2.0 if allow_neg_eigval else 1.0, pdl,
                 triton.next_power_of_2(K), config["BLOCK_V"],
             ),
-            (("num_warps", config["num_warps"]), *early),
-            q.device,
+            options=(("num_warps", config["num_warps"]), *early),
+            guarded=True,
         )  # fmt: skip
         wide = v.shape[3:].numel()  # channels of v that lie side by side
         block = channel_block(K, wide)
-        self.finish = Program(
+        self.finish = Launch(
             layer_finish_kernel,
             B * HV + B * (D // block),
-            (
+            q.device,
+            numbers=(
                 _grouped(z, R, 1), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
                 held.stride(), B * HV, float(eps),
             ),
-            (
+            constexprs=(
                 H, HV, V, H * K, K, wide, D, S, gate_activation != "sigmoid", pdl,
                 triton.next_power_of_2(V), triton.next_power_of_2(S), block,
             ),
-            (("num_warps", 1), *early),
-            q.device,
+            options=(("num_warps", 1), *early),
+            guarded=True,
         )  # fmt: skip
 
     def __call__(
@@ -102,7 +104,7 @@ class Step:
         return y
 
 
-_steps: Dict[tuple, Step] = {}
+_steps = CallCache()
 
 
 def plan_gdn_layer_decode(
@@ -112,10 +114,8 @@ def plan_gdn_layer_decode(
     """What serves all calls like this one, from the tensors alone, if there are any rows."""
     if q.shape[0] == 0:
         return None
-    tensors = (q, k, v, z, a, b, conv_state, state, weight)
-    options = (activation, eps, gate_activation, allow_neg_eigval)
-    key = (facts(*tensors, bias, A_log, dt_bias, norm_weight), options)
-    return _steps.get(key) or keep(_steps, key, Step(*tensors, *options))
+    tensors = (q, k, v, z, a, b, conv_state, state, weight, bias, A_log, dt_bias, norm_weight)
+    return _steps.get(Step, tensors, (activation, eps, gate_activation, allow_neg_eigval))
 
 
 def gdn_layer_decode(

@@ -7,15 +7,15 @@ Sizes: M tokens, K model width, N rows of all weights together.
 """
 
 import math
-from typing import Dict, List
+from typing import List
 
 import torch
 import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
-from ...runtime.facts import facts, keep
-from ...runtime.launch import Program
+from ...runtime.cache import CallCache
+from ...runtime.launch import Launch
 
 SERVED = (torch.float16, torch.bfloat16)
 MAX_WEIGHTS, MAX_TOKENS = 6, 64
@@ -101,40 +101,37 @@ def _gdn_project_fwd_kernel(
 class Projection:
     """The products of all calls of a kind: the facts of x [M, K] and of the weights [N_i, K]."""
 
-    __slots__ = ("program", "device", "dtype", "width", "missing")
+    __slots__ = ("kernel", "device", "dtype", "width", "missing")
 
-    def __init__(self, x, weights, config: dict):
+    def __init__(self, x, *weights):
         (M, K), rows = x.shape, [w.shape[0] for w in weights]
         self.device, self.dtype, self.width = x.device, x.dtype, sum(rows)
         self.missing = MAX_WEIGHTS - len(weights)
-        options = dict(config)
+        options = dict(tuning.lookup("portable_gdn_project_fwd", x.device, M=M))
         BLOCK_M = max(16, triton.next_power_of_2(M))  # all tokens are in one tile
         BLOCK_N = options.pop("BLOCK_N")
         BLOCK_K = math.gcd(options.pop("BLOCK_K"), K)  # nothing past a row's end is read
         numbers = (M, self.width, K, x.stride(0), *rows, *(0,) * self.missing)
         tiles = sum(-(-n // BLOCK_N) for n in rows)
         blocks = (BLOCK_M, BLOCK_N, BLOCK_K, device.overlaps_launches(x.device))
-        self.program = Program(
-            _gdn_project_fwd_kernel, tiles, numbers, blocks, tuple(options.items()), x.device
-        )
+        self.kernel = Launch(
+            _gdn_project_fwd_kernel, tiles, x.device, numbers=numbers, constexprs=blocks,
+            options=tuple(options.items()), guarded=True,
+        )  # fmt: skip
 
     def __call__(self, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         """x [..., K] with M rows in all -> [..., N]."""
         y = torch.empty((*x.shape[:-1], self.width), dtype=self.dtype, device=self.device)
-        self.program(x, *weights, *weights[:1] * self.missing, y)
+        self.kernel(x, *weights, *weights[:1] * self.missing, y)
         return y
 
 
-_projections: Dict[tuple, Projection] = {}
+_projections = CallCache()
 
 
 def plan_gdn_project_fwd(x: torch.Tensor, weights: List[torch.Tensor]) -> Projection:
     """What serves all calls like this one, from the tensors alone."""
-    key = facts(x, *weights)
-    if key not in _projections:
-        config = tuning.lookup("portable_gdn_project_fwd", x.device, M=x.shape[0])
-        keep(_projections, key, Projection(x, weights, config))
-    return _projections[key]
+    return _projections.get(Projection, (x, *weights), ())
 
 
 def gdn_project_fwd(

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
+from ...runtime.launch import Launch
 from .causal_conv1d import final_tile, served
 from .causal_conv1d_rows import conv_rows
 
@@ -122,14 +123,18 @@ def gdn_layer_prologue(
     programs = (B * tiles + (N if final_width else 0)) * (D // block)
     if programs == 0:
         return y, final
-    with device.on(q.device):
-        _gdn_layer_prologue_kernel[(programs,)](
-            q, k, v, weight, bias, cu_seqlens, initial_states, y, final,
-            (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-            (0, 0, 0) if initial_states is None else initial_states.stride(),
-            T, N, tiles, HK=H * K, K=K, V=V, D=D, W=W,
-            S=max(final_width, 1), SILU=activation is not None, PTX=device.takes_ptx(q.device),
-            BLOCK_S=triton.next_power_of_2(max(final_width, 1)), BLOCK_T=config["BLOCK_T"],
-            RUN=config["RUN"], BLOCK_D=block, num_warps=1,
-        )  # fmt: skip
+    held = (0, 0, 0) if initial_states is None else initial_states.stride()
+    S = max(final_width, 1)
+    kernel = Launch(
+        _gdn_layer_prologue_kernel,
+        programs,
+        q.device,
+        numbers=((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), held, T, N, tiles),
+        constexprs=(
+            H * K, K, V, D, W, S, activation is not None, device.takes_ptx(q.device),
+            triton.next_power_of_2(S), config["BLOCK_T"], config["RUN"], block,
+        ),
+        options=(("num_warps", 1),),
+    )  # fmt: skip
+    kernel(q, k, v, weight, bias, cu_seqlens, initial_states, y, final)
     return y, final

@@ -9,7 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime import device, tuning
+from ...runtime import tuning
+from ...runtime.launch import Launch, named
 from .causal_conv1d import served
 
 MAX_CHANNELS = 16384
@@ -86,20 +87,17 @@ def rms_norm_gated_fwd(
     x = x if two_strides(x) is not None else x.contiguous()
     gate = gate if two_strides(gate) is not None else gate.contiguous()
     config = tuning.lookup("portable_rms_norm_gated_fwd", x.device, D=D)
-    with device.on(x.device):
-        _rms_norm_gated_fwd_kernel[(triton.cdiv(M, config["BLOCK_M"]),)](
-            x,
-            gate,
-            weight.contiguous(),
-            y,
-            two_strides(x),
-            two_strides(gate),
-            M,
-            R,
-            eps,
-            D=D,
-            SILU=activation == "silu",
-            BLOCK_D=triton.next_power_of_2(D),
-            **config,
-        )
+    constexprs, options = named(
+        _rms_norm_gated_fwd_kernel, D=D, SILU=activation == "silu",
+        BLOCK_D=triton.next_power_of_2(D), **config,
+    )  # fmt: skip
+    kernel = Launch(
+        _rms_norm_gated_fwd_kernel,
+        triton.cdiv(M, config["BLOCK_M"]),
+        x.device,
+        numbers=(two_strides(x), two_strides(gate), M, R, eps),
+        constexprs=constexprs,
+        options=options,
+    )
+    kernel(x, gate, weight.contiguous(), y)
     return y

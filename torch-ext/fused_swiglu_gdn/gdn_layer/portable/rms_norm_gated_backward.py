@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime import device, tuning
+from ...runtime import tuning
+from ...runtime.launch import Launch, named
 from .causal_conv1d import served
 from .rms_norm_gated import MAX_CHANNELS, gate_activation, two_strides
 
@@ -99,24 +100,17 @@ def rms_norm_gated_bwd(
     programs = triton.cdiv(M, config["BLOCK_M"] * config["TILES"])
     dweight = torch.empty(programs, D, dtype=torch.float32, device=x.device)  # [P, D]
     if M > 0:
-        with device.on(x.device):
-            _rms_norm_gated_bwd_kernel[(programs,)](
-                x,
-                gate,
-                weight.contiguous(),
-                dy,
-                dx,
-                dgate,
-                dweight,
-                two_strides(x),
-                two_strides(gate),
-                two_strides(dy),
-                M,
-                R,
-                eps,
-                D=D,
-                SILU=activation == "silu",
-                BLOCK_D=triton.next_power_of_2(D),
-                **config,
-            )
+        constexprs, options = named(
+            _rms_norm_gated_bwd_kernel, D=D, SILU=activation == "silu",
+            BLOCK_D=triton.next_power_of_2(D), **config,
+        )  # fmt: skip
+        kernel = Launch(
+            _rms_norm_gated_bwd_kernel,
+            programs,
+            x.device,
+            numbers=(*map(two_strides, (x, gate, dy)), M, R, eps),
+            constexprs=constexprs,
+            options=options,
+        )
+        kernel(x, gate, weight.contiguous(), dy, dx, dgate, dweight)
     return dx, dgate, dweight.sum(0).to(weight.dtype)

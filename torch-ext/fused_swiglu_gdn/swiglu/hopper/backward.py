@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
-from ...runtime.launch import prepare
+from ...runtime.launch import Launch
+from ...runtime.maps import Map
 from ...runtime.primitives import grouped_tile
 from ..portable import gradients as plain
 from . import training as tailed
-from .forward import joined, rows, supports_swiglu_fwd
+from .forward import between, joined, supports_swiglu_fwd
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "group"])
@@ -55,29 +56,35 @@ def _swiglu_dx_kernel(
 
 
 @functools.lru_cache(maxsize=4096)
-def _dx_plan(where: torch.device, dtype, M: int, K: int, up_first: bool):
-    """(blocks, grid, rows of tiles to a group, prepared kernel)."""
+def _dx_plan(where: torch.device, M: int, N: int, K: int, strides: tuple, apart: int) -> Launch:
+    """strides: of the weights. apart: as between(w_gate, w_up)."""
     tile = tuning.lookup("hopper_swiglu_dx", where)
-    blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
-    tiles_m = triton.cdiv(M, blocks[0])
-    count = tiles_m * triton.cdiv(K, blocks[1])
+    BM, BN, BK = blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
+    tiles_m = triton.cdiv(M, BM)
     group = triton.cdiv(tiles_m, triton.cdiv(tiles_m, tile["GROUP"]))  # equal groups
-    options = tuple((name, tile[name]) for name in ("num_warps", "num_stages"))
-    prepared = prepare(_swiglu_dx_kernel, (up_first, *blocks), options, where, dtype)
-    grid = (min(device.multiprocessor_count(where.index), count), 1, 1)
-    return blocks, grid, group, prepared
+    maps = (
+        Map(*joined((M, N), (2 * N, 1), N), (1, BM, BK)),
+        Map(*joined((N, K), strides, apart), (1, BK, BN)),
+        Map((M, K), (K, 1), (BM, BN // 2)),
+    )
+    return Launch(
+        _swiglu_dx_kernel,
+        min(device.multiprocessor_count(where.index), tiles_m * triton.cdiv(K, BN)),
+        where,
+        maps=maps,
+        numbers=(M, N, K, group),
+        constexprs=(apart < 0, *blocks),
+        options=tuple((name, tile[name]) for name in ("num_warps", "num_stages")),
+    )
 
 
 def input_gradient(d_gate_up, w_gate, w_up) -> torch.Tensor:
     """dx [M, K] of d_gate_up [M, 2 N] and the weights [N, K]."""
     M, (N, K) = d_gate_up.shape[0], w_gate.shape
     dx = d_gate_up.new_empty((M, K))  # [M, K]
-    up_first = w_gate.data_ptr() > w_up.data_ptr()
-    (BM, BN, BK), grid, group, prepared = _dx_plan(dx.device, dx.dtype, M, K, up_first)
-    with device.on(dx.device):
-        d_desc = joined(*d_gate_up.split(N, dim=1), 1, BM, BK)
-        w_desc = joined(w_gate, w_up, 1, BK, BN)
-        prepared.launch(grid, d_desc, w_desc, rows(dx, BM, BN // 2), M, N, K, group)
+    apart = between(w_gate, w_up)
+    kernel = _dx_plan(dx.device, M, N, K, w_gate.stride(), apart)
+    kernel(d_gate_up, w_up if apart < 0 else w_gate, dx)
     return dx
 
 

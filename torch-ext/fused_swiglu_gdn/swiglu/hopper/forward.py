@@ -8,12 +8,14 @@ from typing import NamedTuple, Optional, Tuple
 
 import torch
 import triton
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...runtime import device, tuning
-from ...runtime.launch import address, prepare, specialized_on
-from ...runtime.replay import Replay
+from ...runtime.cache import keep
+from ...runtime.launch import Launch
+from ...runtime.maps import Map
 from .kernels import swiglu_fwd_kernel, swiglu_three_quarter_fwd_kernel, swiglu_wf_fwd_kernel
+
+X, GATE, UP, LOWER, Z, NONE, B_GATE, B_UP = range(8)  # the tensors of a call
 
 
 @functools.lru_cache(maxsize=4096)
@@ -36,32 +38,19 @@ def supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
     return (x.data_ptr() | gate | up) % 16 == 0 and 0 < abs(gate - up) < 2**40
 
 
-def _describe(base, shape, strides, block) -> TensorDescriptor:
-    """A descriptor without the checks of its constructor, 2 us each: supports_... has made them."""
-    descriptor = TensorDescriptor.__new__(TensorDescriptor)
-    descriptor.base, descriptor.shape, descriptor.strides = base, shape, strides
-    descriptor.block_shape, descriptor.padding = block, "zero"
-    return descriptor
+def between(first: torch.Tensor, second: torch.Tensor) -> int:
+    """How many elements behind the first the second lies; negative where it lies before."""
+    return (second.data_ptr() - first.data_ptr()) // first.element_size()
 
 
-def rows(x, *block) -> TensorDescriptor:
-    return _describe(x, list(x.shape), list(x.stride()), list(block))
-
-
-def lower(first: torch.Tensor, second: torch.Tensor) -> Tuple[torch.Tensor, int]:
-    """Which of two lies first in memory, and how many elements further on the other lies."""
-    apart = (second.data_ptr() - first.data_ptr()) // first.element_size()
-    return (first, apart) if apart > 0 else (second, -apart)
-
-
-def joined(first, second, *block) -> TensorDescriptor:
-    """Two [N, K] as one [2, N, K]: the first dimension's stride is how far they lie apart.
+def joined(size: tuple, strides: tuple, apart: int) -> Tuple[tuple, tuple]:
+    """Shape and strides of two [N, K] as one [2, N, K]: the first dimension's stride is how far
+    they lie apart.
 
     Halves of a packed and of an interleaved weight are special cases; for two allocations the
     stride is the difference of their addresses. The lower one comes first, whichever it is.
     """
-    low, apart = lower(first, second)
-    return _describe(low, [2, *low.shape], [apart, *low.stride()], list(block))
+    return (2, *size), (abs(apart), *strides)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -94,54 +83,82 @@ def choose(where: torch.device, M: int, N: int, K: int, wf: bool = False):
 class Plan(NamedTuple):
     """What a call needs besides its addresses."""
 
-    tile: dict
-    wf: bool  # the weights' hidden dimension is the dense one
-    whole: int  # tiles made whole
-    halves: bool  # the others are made in halves
-    group: int  # rows of tiles that are walked together
-    replay: Replay
+    kernel: Launch
+    order: tuple  # places of the launch's tensors among x, the weights or the lower one, z, biases
 
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
     where: torch.device, dtype, M: int, N: int, K: int, stride_x: int, strides: tuple,
-    activation: str, b_gate, b_up, up_first: bool,
+    activation: str, apart: int,
 ) -> Plan:  # fmt: skip
-    """strides: of the weights. b_gate, b_up: as specialized_on has them. up_first: in memory."""
+    """strides: of the weights. apart: as between(w_gate, w_up), or 0 where that does not matter."""
     wf = strides[1] != 1
     tile, whole, halves = choose(where, M, N, K, wf)
     tile = dict(tile)
-    tiles_m = triton.cdiv(M, tile["BLOCK_M"])
-    count = tiles_m * triton.cdiv(N, tile["BLOCK_N"] if wf else tile["columns"])
+    BM, BN, BK = (tile[f"BLOCK_{d}"] for d in "MNK")
+    tiles_m = triton.cdiv(M, BM)
+    count = tiles_m * triton.cdiv(N, BN if wf else tile["columns"])
     slots = device.multiprocessor_count(where.index) * tile["per_processor"]
     group = triton.cdiv(tiles_m, triton.cdiv(tiles_m, tile["GROUP"]))  # equal groups
-    three_quarter = not wf and tile["columns"] != tile["BLOCK_N"]
-    kernel = swiglu_three_quarter_fwd_kernel if three_quarter else swiglu_fwd_kernel
-    kernel = swiglu_wf_fwd_kernel if wf else kernel
-    blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
-    constexprs = (activation, *blocks) if wf else (activation, up_first, *blocks)
-    options = tuple((name, tile[name]) for name in ("num_warps", "num_stages"))
-    grid = (count if three_quarter else min(slots, count), 1, 1)
-    prepared = prepare(kernel, constexprs, options, where, dtype, halves, b_gate, b_up)
-    return Plan(tile, wf, whole, halves, group, Replay(prepared, grid, where))
+    three_quarter = not wf and tile["columns"] != BN
+    weights = joined((N, K), strides, apart)
 
+    def made(columns: int) -> Map:
+        return Map((M, N), (N, 1), (BM, columns))
 
-def _arguments(plan: Plan, x, w_gate, w_up, b_gate, b_up, z) -> tuple:
-    """The kernel's, up to its constexprs."""
-    (M, K), N = x.shape, w_gate.shape[0]
-    BM, BN, BK = (plan.tile[f"BLOCK_{d}"] for d in "MNK")
-    sizes = (b_gate, b_up, M, N, K)
-    if plan.wf:
-        descs = (rows(w_gate.t(), BK, BN), rows(w_up.t(), BK, BN), rows(z, BM, BN))
-    elif plan.tile["columns"] != BN:
-        weights = [joined(w_gate, w_up, 2, n, BK) for n in (BN // 2, BN // 4)]
-        descs = (*weights, rows(z, BM, BN // 2), rows(z, BM, BN // 4))
+    numbers, head = (M, N, K, group), (activation, apart < 0)
+    if wf:
+        kernel, head = swiglu_wf_fwd_kernel, (activation,)
+        weight = Map((K, N), strides[::-1], (BK, BN))
+        maps, order = (weight, weight, made(BN)), (X, GATE, UP, Z)
+    elif three_quarter:
+        kernel = swiglu_three_quarter_fwd_kernel
+        maps = (*(Map(*weights, (2, n, BK)) for n in (BN // 2, BN // 4)), made(BN // 2))
+        maps, order = (*maps, made(BN // 4)), (X, LOWER, LOWER, Z, Z)
     else:
-        sizes = (*sizes, plan.whole)
-        descs = (joined(w_gate, w_up, 2, BN, BK), rows(z, BM, BN))
-        half = (joined(w_gate, w_up, 2, BN // 2, BK), rows(z, BM, BN // 2)) if plan.halves else ()
-        descs = (*descs, *(half or (None, None)))
-    return (rows(x, BM, BK), *descs, *sizes, plan.group)
+        kernel, numbers = swiglu_fwd_kernel, (M, N, K, whole, group)
+        maps, order = (Map(*weights, (2, BN, BK)), made(BN)), (X, LOWER, Z)
+        half = (Map(*weights, (2, BN // 2, BK)), made(BN // 2)) if halves else (None, None)
+        maps, order = (*maps, *half), (*order, *((LOWER, Z) if halves else (NONE, NONE)))
+    launch = Launch(
+        kernel,
+        count if three_quarter else min(slots, count),
+        where,
+        maps=(Map((M, K), (stride_x, 1), (BM, BK)), *maps),
+        numbers=numbers,
+        constexprs=(*head, BM, BN, BK),
+        options=tuple((name, tile[name]) for name in ("num_warps", "num_stages")),
+    )
+    return Plan(launch, (*order, B_GATE, B_UP))
+
+
+def plan_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation):
+    """For the shape of z: swiglu_fwd for all calls like this one, from their tensors. It returns
+    None where supports_swiglu_fwd would not take their addresses."""
+    (M, K), N, size, strides = x.shape, w_gate.shape[0], x.element_size(), w_gate.stride()
+    sizes = (x.device, x.dtype, M, N, K, x.stride(0), strides, activation)
+    together = strides[1] == 1  # both weights by one map, which holds how far they lie apart
+    plans: dict = {}  # by that distance in bytes, since layers of one size differ in it
+
+    def bind(shape: tuple):
+        def run(x, w_gate, w_up, b_gate, b_up):
+            gate, up = w_gate.data_ptr(), w_up.data_ptr()
+            apart = up - gate
+            if (x.data_ptr() | gate | up) & 15 or not 0 < abs(apart) < 2**40:
+                return None
+            plan = plans.get(apart if together else 0)
+            if plan is None:
+                distance = apart // size if together else 0
+                plan = keep(plans, apart if together else 0, _plan(*sizes, distance))
+            z = x.new_empty(shape)
+            tensors = (x, w_gate, w_up, w_up if apart < 0 else w_gate, z, None, b_gate, b_up)
+            plan.kernel(*[tensors[place] for place in plan.order])
+            return z
+
+        return run
+
+    return bind
 
 
 def swiglu_fwd(
@@ -152,13 +169,10 @@ def swiglu_fwd(
     b_up: Optional[torch.Tensor],  # [N]
     activation: str,
 ) -> torch.Tensor:  # [M, N]
-    (M, K), N = x.shape, w_gate.shape[0]
+    (M, K), N, strides = x.shape, w_gate.shape[0], w_gate.stride()
     z = x.new_empty((M, N))  # [M, N]
-    gate, up = w_gate.data_ptr(), w_up.data_ptr()
-    sizes = (M, N, K, x.stride(0), w_gate.stride())
-    kind = (activation, specialized_on(b_gate), specialized_on(b_up), gate > up)
-    plan = _plan(x.device, x.dtype, *sizes, *kind)
-    addresses = (x.data_ptr(), gate, up, address(b_gate), address(b_up), z.data_ptr())
-    with device.on(x.device):
-        plan.replay(addresses, lambda: _arguments(plan, x, w_gate, w_up, b_gate, b_up, z))
+    apart = between(w_gate, w_up) if strides[1] == 1 else 0
+    plan = _plan(x.device, x.dtype, M, N, K, x.stride(0), strides, activation, apart)
+    tensors = (x, w_gate, w_up, w_up if apart < 0 else w_gate, z, None, b_gate, b_up)
+    plan.kernel(*[tensors[place] for place in plan.order])
     return z

@@ -10,30 +10,66 @@ import torch
 import triton
 
 from ...runtime import device, tuning
-from ...runtime.gluon import Descriptor, box
-from ...runtime.launch import prepare
-from .forward import lower
+from ...runtime.gluon import tile_map
+from ...runtime.launch import Launch
+from .forward import between, joined
 from .training_kernels import BM, BN, swiglu_gradient_kernel, swiglu_saving_fwd_kernel
 
 SERVED = (torch.bfloat16, torch.float16)
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(where: torch.device, kernel, M: int, tiles_n: int, constexprs: tuple, *kind):
-    """(columns of a step, grid, rows of tiles to a group, prepared kernel)."""
+def _forward_plan(
+    where: torch.device, dtype, M: int, N: int, K: int, stride_x: int, strides: tuple,
+    activation: str, apart: int,
+) -> Launch:  # fmt: skip
+    """strides: of the weights. apart: as between(w_gate, w_up)."""
+    half, BK = BN.value // 2, tuning.lookup("hopper_swiglu_training", where)["BLOCK_K"]
+    weights = joined((N, K), strides, apart)
+    maps = (
+        tile_map(dtype, (M, K), (stride_x, 1), BM.value, BK),
+        tile_map(dtype, *weights, 2, half, BK),
+        tile_map(dtype, (M, 2, N), (2 * N, N, 1), BM.value, 1, 64),
+    )
+    constexprs = (apart < 0, activation)
+    tiles = triton.cdiv(N, half)
+    return _launch(swiglu_saving_fwd_kernel, where, tiles, maps, (M, N, K), constexprs)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gradient_plan(
+    where: torch.device, dtype, M: int, N: int, D: int, stride: int, strides: tuple, activation: str
+) -> Launch:
+    """stride: of the rows of dy; strides: of w_down."""
+    BK = tuning.lookup("hopper_swiglu_training", where)["BLOCK_K"]
+    maps = (
+        tile_map(dtype, (M, D), (stride, 1), BM.value, BK),
+        tile_map(dtype, (D, N), strides, BK, BN.value),
+    )
+    tiles = triton.cdiv(N, BN.value)
+    return _launch(swiglu_gradient_kernel, where, tiles, maps, (M, N, D), (activation,))
+
+
+def _launch(kernel, where, tiles_n: int, maps: tuple, sizes: tuple, constexprs: tuple) -> Launch:
+    """sizes: M, N and the width of the product's sums."""
     config = tuning.lookup("hopper_swiglu_training", where)
-    tiles_m = triton.cdiv(M, BM.value)
+    tiles_m = triton.cdiv(sizes[0], BM.value)
     group = triton.cdiv(tiles_m, triton.cdiv(tiles_m, config["GROUP"]))  # equal groups
-    grid = (min(device.multiprocessor_count(where.index), tiles_m * tiles_n), 1, 1)
-    constexprs = (*constexprs, config["STAGES"], config["REGISTERS"])
-    options = (("num_warps", 8), ("maxnreg", 168))
-    return config["BLOCK_K"], grid, group, prepare(kernel, constexprs, options, where, *kind)
+    return Launch(
+        kernel,
+        min(device.multiprocessor_count(where.index), tiles_m * tiles_n),
+        where,
+        maps=maps,
+        numbers=(*sizes, group),
+        constexprs=(*constexprs, config["STAGES"], config["REGISTERS"]),
+        options=(("num_warps", 8), ("maxnreg", 168)),
+    )
 
 
 @functools.cache
 def _hopper(where: torch.device) -> bool:
     """wgmma is Hopper's own: later chips have other instructions."""
-    capability = device.capability(where.index) if where.type == "cuda" else None
+    capability = device.capability(where.index) if device.is_gpu(where) else None
     return capability is not None and capability[0] == 9
 
 
@@ -61,21 +97,10 @@ def saving_fwd(x, w_gate, w_up, activation: str) -> Tuple[torch.Tensor, torch.Te
     """(z [M, N], gate_up [M, 2 N])."""
     (M, K), N = x.shape, w_gate.shape[0]
     z, gate_up = x.new_empty((M, N)), x.new_empty((M, 2 * N))
-    low, apart = lower(w_gate, w_up)
-    constexprs = (low is w_up, activation)
-    tiles_n = triton.cdiv(N, BN.value // 2)
-    plan = _plan(x.device, swiglu_saving_fwd_kernel, M, tiles_n, constexprs, x.dtype)
-    BK, grid, group, prepared = plan
-    with device.on(x.device):
-        prepared.launch(
-            grid,
-            Descriptor(x, (M, K), x.stride(), *box(x.dtype, BM.value, BK)),
-            Descriptor(
-                low, (2, N, K), (apart, *low.stride()), *box(x.dtype, 2, BN.value // 2, BK)
-            ),
-            Descriptor(gate_up, (M, 2, N), (2 * N, N, 1), *box(x.dtype, BM.value, 1, 64)),
-            z, M, N, K, group,
-        )  # fmt: skip
+    apart = between(w_gate, w_up)
+    strides = (x.stride(0), w_gate.stride())
+    kernel = _forward_plan(x.device, x.dtype, M, N, K, *strides, activation, apart)
+    kernel(x, w_up if apart < 0 else w_gate, gate_up, z)
     return z, gate_up
 
 
@@ -88,14 +113,7 @@ def gate_gradient(
 ) -> Optional[torch.Tensor]:  # z [M, N]
     (M, D), N = dy.shape, w_down.shape[1]
     z = dy.new_empty((M, N)) if with_z else None  # [M, N]
-    tiles_n = triton.cdiv(N, BN.value)
-    plan = _plan(dy.device, swiglu_gradient_kernel, M, tiles_n, (activation,), dy.dtype, with_z)
-    BK, grid, group, prepared = plan
-    with device.on(dy.device):
-        prepared.launch(
-            grid,
-            Descriptor(dy, (M, D), dy.stride(), *box(dy.dtype, BM.value, BK)),
-            Descriptor(w_down, (D, N), w_down.stride(), *box(dy.dtype, BK, BN.value)),
-            gate_up, z, M, N, D, group,
-        )  # fmt: skip
+    strides = (dy.stride(0), w_down.stride())
+    kernel = _gradient_plan(dy.device, dy.dtype, M, N, D, *strides, activation)
+    kernel(dy, w_down, gate_up, z)
     return z

@@ -12,9 +12,8 @@ import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
-from ...runtime.launch import address, prepare
+from ...runtime.launch import Launch
 from ...runtime.primitives import activate, grouped_tile
-from ...runtime.replay import Replay
 from .gate import gate_fwd
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
@@ -93,17 +92,18 @@ def _swiglu_fwd_kernel(
 
 @functools.lru_cache(maxsize=4096)
 def _plan(
-    where: torch.device, dtype, M: int, N: int, K: int, stride_x: int, strides: tuple,
-    activation: str, *kind,
-) -> Replay:  # fmt: skip
-    """strides: of both weights; kind: what else the code depends on."""
+    where: torch.device, M: int, N: int, K: int, stride_x: int, strides: tuple, activation: str
+) -> Launch:
+    """strides: of both weights."""
     config = tuning.lookup("portable_swiglu_fwd", where, M=M, N=N, K=K)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
     blocks = tuple(config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
     constexprs = (activation, "ieee", K % config["BLOCK_K"] == 0, *blocks)
     options = tuple((name, config[name]) for name in ("num_warps", "num_stages"))
-    kind = (where, dtype, N, K, stride_x, strides, *kind)
-    return Replay(prepare(_swiglu_fwd_kernel, constexprs, options, *kind), (tiles, 1, 1), where)
+    return Launch(
+        _swiglu_fwd_kernel, tiles, where, numbers=(M, N, K, stride_x, *strides),
+        constexprs=constexprs, options=options,
+    )  # fmt: skip
 
 
 def _launch(x, w_gate, w_up, b_gate, b_up, activation) -> torch.Tensor:
@@ -116,15 +116,27 @@ def _launch(x, w_gate, w_up, b_gate, b_up, activation) -> torch.Tensor:
     if stride_x > FAR:
         return _launch(x.contiguous(), w_gate, w_up, b_gate, b_up, activation)
     z = x.new_empty((M, N))  # [M, N]
-    if M == 0 or N == 0:
-        return z
-    tensors = (x, w_gate, w_up, b_gate, b_up, z)
-    addresses = tuple([address(t) for t in tensors])
-    aligned = tuple([a if a is None else a % 16 == 0 for a in addresses])
-    replay = _plan(x.device, x.dtype, M, N, K, stride_x, strides, activation, aligned)
-    with device.on(x.device):
-        replay(addresses, lambda: (*tensors, M, N, K, stride_x, *strides))
+    kernel = _plan(x.device, M, N, K, stride_x, strides, activation)
+    kernel(x, w_gate, w_up, b_gate, b_up, z)
     return z
+
+
+def plan_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation):
+    """For the shape of z: swiglu_fwd for all calls like this one, from their tensors; or None."""
+    (M, K), N, strides = x.shape, w_gate.shape[0], w_gate.stride()
+    if x.dtype == torch.float32 or strides != w_up.stride() or max(*strides, x.stride(0)) > FAR:
+        return None
+    kernel = _plan(x.device, M, N, K, x.stride(0), strides, activation)
+
+    def bind(shape: tuple):
+        def run(x, w_gate, w_up, b_gate, b_up):
+            z = x.new_empty(shape)
+            kernel(x, w_gate, w_up, b_gate, b_up, z)
+            return z
+
+        return run
+
+    return bind
 
 
 def swiglu_fwd(
@@ -140,6 +152,6 @@ def swiglu_fwd(
     Of fp16 and bf16 the bits of a row do not depend on the other rows, on their number or on who
     serves: every path sums K in the same order (tests/test_swiglu.py). Of fp32 cuBLAS decides.
     """
-    if x.dtype == torch.float32 and x.is_cuda:
+    if x.dtype == torch.float32 and device.is_gpu(x.device):
         return gate_fwd(F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up), activation)
     return _launch(x, w_gate, w_up, b_gate, b_up, activation)

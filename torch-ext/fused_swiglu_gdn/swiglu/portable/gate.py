@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime import device
+from ...runtime.launch import Launch
 from ...runtime.primitives import activate, activate_with_slope
 
 BLOCK = 1024
@@ -36,10 +36,11 @@ def gate_fwd(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
     """z [M, N] of gate and up [M, N], whose rows lie equally far apart."""
     M, N = gate.shape
     z = torch.empty((M, N), dtype=gate.dtype, device=gate.device)  # [M, N]
-    with device.on(gate.device):
-        if z.numel():
-            grid = (M, triton.cdiv(N, BLOCK))
-            _gate_fwd_kernel[grid](gate, up, z, N, gate.stride(0), activation, BLOCK)
+    kernel = Launch(
+        _gate_fwd_kernel, (M, triton.cdiv(N, BLOCK)), gate.device, numbers=(N, gate.stride(0)),
+        constexprs=(activation, BLOCK),
+    )  # fmt: skip
+    kernel(gate, up, z)
     return z
 
 
@@ -77,8 +78,9 @@ def gate_bwd(
 ) -> Optional[torch.Tensor]:  # z [M, N]
     M, N = dz.shape
     z = torch.empty((M, N), dtype=dz.dtype, device=dz.device) if with_z else None  # [M, N]
-    with device.on(dz.device):
-        if dz.numel():
-            grid = (M, triton.cdiv(N, BLOCK))
-            _gate_bwd_kernel[grid](dz, gate_up, z, N, dz.stride(0), activation, BLOCK)
+    kernel = Launch(
+        _gate_bwd_kernel, (M, triton.cdiv(N, BLOCK)), dz.device, numbers=(N, dz.stride(0)),
+        constexprs=(activation, BLOCK),
+    )  # fmt: skip
+    kernel(dz, gate_up, z)
     return z

@@ -1,0 +1,148 @@
+"""What is remembered between calls, and bounds on it.
+
+A short call costs the host more than the GPU. Whoever passed the checks, found a kernel and its
+launches for a call need not do so again for calls like it.
+"""
+
+import weakref
+from itertools import compress, repeat
+from operator import is_, is_not
+from typing import Any, Callable, Optional
+
+import torch
+
+from . import dispatch
+
+try:
+    from torch._C._dynamo.guards import TensorGuards
+except ImportError:  # another torch
+    TensorGuards = None
+
+_NOTHING = repeat(None)
+MOST, ALIKE = 1024, 16  # values of a CallCache; of one pattern, shape of the first tensor, options
+
+
+def keep(table: dict, key, value):
+    """Adds a value under its key, and returns it; a dict that has grown large starts anew."""
+    if len(table) >= MOST:
+        table.clear()
+    table[key] = value
+    return value
+
+
+class Bound:
+    """A limit on what many holders keep together: past it all of them forget.
+
+    A server meets ever new lengths, each with a plan of its own; what plans keep must not add up.
+    """
+
+    def __init__(self, most: int):
+        self.most, self.count = most, 0
+        self.holders: weakref.WeakSet = weakref.WeakSet()
+
+    def count_one(self, holder) -> None:
+        """The holder, which has a method forget(), is about to keep one thing more."""
+        if self.count >= self.most:
+            for each in list(self.holders):
+                each.forget()
+            self.count = 0
+        self.count += 1
+        self.holders.add(holder)
+
+
+class _Facts:
+    """What TensorGuards compares, but for modes of torch; where there are no TensorGuards."""
+
+    def __init__(self, *tensors: torch.Tensor):
+        self.facts = self._of(tensors)
+
+    @staticmethod
+    def _of(tensors) -> list:
+        return [(type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad) for x in tensors]
+
+    def check(self, *tensors) -> bool:
+        return all(isinstance(x, torch.Tensor) for x in tensors) and self.facts == self._of(tensors)
+
+
+def _guards(*tensors: torch.Tensor):
+    if TensorGuards is None:
+        return _Facts(*tensors)
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+
+
+def _autocast_dtype(x: torch.Tensor) -> Optional[torch.dtype]:
+    kind = x.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+class CallCache:
+    """A value for each kind of call: a plan that serves it, or that its checks were passed.
+
+    Calls are alike that have the same tensors missing, the same facts of the others (type, sizes,
+    strides, dtype, device, whether a gradient is needed, what modes of torch are on), equal options
+    of equal types (1, 1.0 and True differ), the same grad mode and autocast's dtype. torch's own
+    guards compare the facts in a microsecond.
+    """
+
+    __slots__ = ("_rows", "_count")
+
+    def __init__(self):
+        self._rows: dict = {}
+        self._count = 0
+
+    def find(self, tensors: tuple, options: tuple) -> Any:
+        """The value of a call like this one, or None."""
+        there = bytes(map(is_not, tensors, _NOTHING))
+        try:
+            rows = self._rows.get((tensors[0].shape, there, options, torch.is_grad_enabled()))
+        except (AttributeError, TypeError):  # an argument of a wrong type: checks will say so
+            return None
+        for guards, kept, types, autocast, value in () if rows is None else rows:
+            if not guards.check(*compress(tensors, there)):
+                continue
+            # 1, 1.0 and True are equal
+            if not all(map(is_, options, kept)) and types != list(map(type, options)):
+                continue
+            if autocast is None or autocast is _autocast_dtype(tensors[0]):
+                return value
+        return None
+
+    def keep(self, tensors: tuple, options: tuple, value: Any) -> Any:
+        """Keeps the value of a call that find() had none for, if it is not None; returns it."""
+        if value is None:
+            return None
+        if self._count >= MOST:
+            self.cache_clear()
+        there = bytes(map(is_not, tensors, _NOTHING))
+        key = (tensors[0].shape, there, options, torch.is_grad_enabled())
+        try:
+            others = self._rows.get(key, ())
+        except TypeError:  # an option that cannot be hashed
+            return value
+        guards, autocast = _guards(*compress(tensors, there)), _autocast_dtype(tensors[0])
+        row = (guards, options, list(map(type, options)), autocast, value)
+        self._rows[key] = [row, *others[: ALIKE - 1]]
+        self._count += 1
+        return value
+
+    def get(self, make: Callable, tensors: tuple, options: tuple) -> Any:
+        """The value of a call like this one, or else make(*tensors, *options), which is kept."""
+        value = self.find(tensors, options)
+        return self.keep(tensors, options, make(*tensors, *options)) if value is None else value
+
+    def cache_clear(self) -> None:
+        self._rows.clear()
+        self._count = 0
+
+    def __len__(self) -> int:
+        return sum(map(len, self._rows.values()))
+
+
+def undisturbed() -> bool:
+    """Whether a plan may serve a public call: nothing is traced, recorded or forced, and torch's
+    guards see all its modes."""
+    if dispatch.forced is not None or dispatch.records or TensorGuards is None:
+        return False
+    return not torch.compiler.is_compiling()

@@ -1,0 +1,103 @@
+"""What a call launches, without launching it and without a GPU: for tools and tests.
+
+with recorded(Chip("NVIDIA_H200", (9, 0), 132)) as records:
+    chunk_gated_delta_rule(*meta_tensors)
+for record in records:
+    triton.compile(record.source(), target=record.target, options=record.options)
+"""
+
+import contextlib
+import sys
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime import jit
+
+from . import device
+from .launch import Launch, watched
+
+
+class Record(NamedTuple):
+    """One launch: what Triton would compile for it, and its grid."""
+
+    kernel: Any  # triton.jit's or gluon.jit's
+    grid: tuple
+    signature: Dict[str, Any]  # type of each parameter: "*bf16", "i32", "constexpr", "tensordesc<..
+    constexprs: Dict[tuple, Any]  # by (place,), and (place, place in it) in a tuple
+    attributes: Dict[tuple, list]  # likewise: [["tt.divisibility", 16]]
+    options: Dict[str, Any]  # num_warps, num_stages, maxnreg, launch_pdl, as the launch gave them
+    target: GPUTarget
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__
+
+    def source(self) -> ASTSource:
+        """What triton.compile takes."""
+        described = (self.kernel, self.signature, self.constexprs, self.attributes)
+        if not self.kernel.is_gluon():
+            return ASTSource(*described)
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        return GluonASTSource(*described)
+
+
+def _target(chip: device.Chip) -> GPUTarget:
+    if chip.capability is None:
+        return GPUTarget("hip", chip.name, 64)
+    major, minor = chip.capability
+    return GPUTarget("cuda", 10 * major + minor, 32)
+
+
+def record(launch: Launch, tensors: tuple, target: GPUTarget) -> Record:
+    """What Triton's own binder makes of a launch."""
+    kernel, options, backend = launch.kernel, dict(launch.options), make_backend(target)
+    bind = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, special, given = bind(*launch.arguments(tensors), **options)
+    _, *found = kernel._pack_args(backend, dict(options), bound, special, given)
+    return Record(kernel, launch.grid, *found, options, target)
+
+
+@contextlib.contextmanager
+def recorded(chip: Optional[device.Chip] = None) -> Iterator[List[Record]]:
+    """Launches inside are recorded and do not run.
+
+    chip: the GPU that all tensors are taken to be on, wherever they are; meta tensors will do. By
+    default they are where they say, and what is recorded is for Hopper.
+    """
+    records: List[Record] = []
+    target = GPUTarget("cuda", 90, 32) if chip is None else _target(chip)
+
+    def keep(launch: Launch, tensors: tuple) -> bool:
+        if 0 not in launch.grid:
+            records.append(record(launch, tensors, target))
+        return True
+
+    with watched(keep), _pretending(chip):
+        yield records
+
+
+@contextlib.contextmanager
+def _pretending(chip: Optional[device.Chip]) -> Iterator[None]:
+    if chip is None:
+        yield
+        return
+    _forget()
+    before, device.pretended = device.pretended, chip
+    try:
+        yield
+    finally:
+        device.pretended = before
+        _forget()
+
+
+def _forget() -> None:
+    """What the package remembers of the device and of calls."""
+    package = __package__.rpartition(".")[0]
+    for name, module in list(sys.modules.items()):
+        if name.startswith(package):
+            for value in list(vars(module).values()):
+                clear = getattr(value, "cache_clear", None)
+                if callable(clear) and not isinstance(value, type):
+                    clear()
