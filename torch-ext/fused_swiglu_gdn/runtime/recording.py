@@ -83,16 +83,16 @@ def _pretending(chip: Optional[device.Chip]) -> Iterator[None]:
     if chip is None:
         yield
         return
-    _forget()
+    forget()
     before, device.pretended = device.pretended, chip
     try:
         yield
     finally:
         device.pretended = before
-        _forget()
+        forget()
 
 
-def _forget() -> None:
+def forget() -> None:
     """What the package remembers of the device and of calls."""
     package = __package__.rpartition(".")[0]
     for name, module in list(sys.modules.items()):

@@ -1,0 +1,345 @@
+"""The calls whose kernels tools/compile_all.py compiles and tests/test_compile.py looks at.
+
+A call is made on tensors without memory, on a chip that is only pretended: what it launches is
+recorded, not run (runtime/recording.py). `CALLS` names each; those of an operation begin with its
+room's name."""
+
+import functools
+import importlib.util
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Callable, Dict, List, Tuple
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "torch-ext" / "fused_swiglu_gdn"
+NAME = "fused_swiglu_gdn_in_tree"  # as in tests/conftest.py
+# name, CUDA capability, multiprocessors
+CHIPS = {
+    "sm_80": ("NVIDIA_A100-SXM4-80GB", (8, 0), 108),
+    "sm_90": ("NVIDIA_H200", (9, 0), 132),
+    "sm_90 untuned": ("NVIDIA_H100_PCIe", (9, 0), 114),
+    "sm_100": ("NVIDIA_B200", (10, 0), 148),
+    "sm_120": ("NVIDIA_RTX_PRO_6000_Blackwell", (12, 0), 188),
+    "gfx942": ("gfx942", None, 304),
+}
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+# name: a function of the package, and of sizes in place of its own, that makes the tensors and
+# returns the call
+CALLS: Dict[str, Callable] = {}
+
+
+def call(name: str, **options) -> Callable:
+    """Adds a call: of a function of the package and these options."""
+
+    def add(function: Callable) -> Callable:
+        CALLS[name] = functools.partial(function, **options)
+        return function
+
+    return add
+
+
+def load():
+    """The package in the tree."""
+    if NAME not in sys.modules:
+        if not (PACKAGE / "_ops.py").exists():
+            subprocess.run([sys.executable, ROOT / "tools" / "build.py", "--in-place"], check=True)
+        spec = importlib.util.spec_from_file_location(
+            NAME, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
+        )
+        sys.modules[NAME] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[NAME])
+    return sys.modules[NAME]
+
+
+def submodule(path: str):
+    load()
+    return importlib.import_module(f"{NAME}.{path}")
+
+
+def launches(name: str, chip: str) -> List:
+    """What a call launches on a chip: records of runtime/recording.py."""
+    recording, device = submodule("runtime.recording"), submodule("runtime.device")
+    with recording.recorded(device.Chip(*CHIPS[chip])) as records:
+        CALLS[name](load())()
+    return records
+
+
+# On the CPU an operator's body runs (on meta tensors its fake would), and memory that nobody
+# touches costs nothing. tools/tune.py has values on a GPU.
+DEVICE = "cpu"
+
+
+def values(*shape: int, dtype=BF16, grad=False, device=None) -> torch.Tensor:
+    if DEVICE != "cpu":
+        x = torch.randn(*shape, device=DEVICE).mul_(0.3).to(dtype)
+    else:
+        x = torch.empty(*shape, dtype=dtype, device=device)
+    return x.requires_grad_(grad)
+
+
+def offsets(sizes: Tuple[int, ...], dtype=torch.int64) -> torch.Tensor:
+    """cu_seqlens of sequences of these lengths."""
+    return torch.tensor([0, *itertools.accumulate(sizes)], dtype=dtype, device=DEVICE)
+
+
+def rows(count: int, dtype) -> torch.Tensor:
+    return torch.arange(count, dtype=dtype, device=DEVICE)
+
+
+def with_gradients(forward: Callable, *leaves: torch.Tensor) -> Callable:
+    def step():
+        y = forward()
+        return torch.autograd.grad(y, leaves, torch.ones_like(y))
+
+    return step
+
+
+# --- SwiGLU
+
+
+def _swiglu(kernel, M, K=4096, N=14336, dtype=BF16, bias=False, wf=False, activation="silu"):
+    x = values(M, K, dtype=dtype)
+    if wf:
+        w = values(K, 2 * N, dtype=dtype)
+        weights = w[:, :N].T, w[:, N:].T
+    else:
+        weights = values(N, K, dtype=dtype), values(N, K, dtype=dtype)
+    biases = (values(N, dtype=dtype), values(N, dtype=dtype)) if bias else ()
+    return lambda: kernel.fused_swiglu(x, *weights, *biases, activation=activation)
+
+
+for M in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384):
+    call(f"swiglu forward, M {M}", M=M)(_swiglu)
+    call(f"swiglu forward, M {M}, small", M=M, K=1024, N=3072)(_swiglu)
+for M in (1, 64, 512, 4096):
+    call(f"swiglu forward, M {M}, Wf", M=M, wf=True)(_swiglu)
+    call(f"swiglu forward, M {M}, fp16, bias", M=M, dtype=FP16, bias=True, activation="gelu_tanh")(
+        _swiglu
+    )
+call("swiglu forward, odd sizes", M=33, K=1000, N=3001)(_swiglu)
+call("swiglu forward, three quarters", M=4096, N=14336 - 64)(_swiglu)
+
+
+def _swiglu_training(kernel, activation="silu", dtype=BF16, M=8192, K=4096, N=14336, **options):
+    # on the meta device, where the products of cuBLAS cost nothing
+    meta = {"dtype": dtype, "device": "meta", "grad": True}
+    x, w, w_down = values(M, K, **meta), values(2 * N, K, **meta), values(K, N, **meta)
+    w_gate, w_up = (part.detach().requires_grad_() for part in w.chunk(2))
+    tensors = (x, w_gate, w_up, w_down)
+    mlp = functools.partial(kernel.fused_swiglu_mlp, *tensors, activation=activation, **options)
+    return with_gradients(mlp, *tensors)
+
+
+call("swiglu training")(_swiglu_training)
+call("swiglu training, kept z", keep_z=True)(_swiglu_training)
+call("swiglu training, recompute", recompute=True)(_swiglu_training)
+call("swiglu training, fp16", dtype=FP16, activation="gelu_tanh")(_swiglu_training)
+call("swiglu training, small", K=1024, N=3072)(_swiglu_training)
+call("swiglu training, odd sizes", M=100, K=1000, N=3001)(_swiglu_training)
+
+
+# --- the gated delta rule
+
+
+def _rule(
+    kernel, T=2048, H=16, HV=32, K=128, V=128, dtype=BF16, B=1, packed=None, state=None,
+    v_first=False, raw=False, l2norm=True, pool=None, checkpoints=0, padded=False, grad=False,
+    index=torch.int32,
+):  # fmt: skip
+    """Packed by lengths, from states of a dtype (in a pool with indices of a dtype)."""
+    far = 8 if padded else 0
+    q, k = (values(B, T, H, K + far, dtype=dtype)[..., :K] for _ in "qk")
+    v = values(B, T, HV, V + far, dtype=dtype)[..., :V]
+    gate = dtype if raw else FP32
+    tensors = (q, k, v, values(B, T, HV, dtype=gate), values(B, T, HV, dtype=gate))
+    options = {"output_final_state": state is not None, "use_qk_l2norm_in_kernel": l2norm}
+    if raw:
+        options.update(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+        options.update(A_log=values(HV, dtype=FP32), dt_bias=values(HV, dtype=FP32))
+    N = B
+    if packed is not None:
+        N, options["cu_seqlens"] = len(packed), offsets(packed, index)
+    if state is not None:
+        pool_rows = N if pool is None else N + 3
+        shape = (pool_rows, HV, V, K) if v_first else (pool_rows, HV, K, V)
+        options.update(initial_state=values(*shape, dtype=state), state_v_first=v_first)
+    if pool is not None:
+        options["state_indices"] = rows(N, pool)
+    if checkpoints:
+        options["checkpoint_every"] = checkpoints
+    if grad:
+        tensors = [x.detach().requires_grad_() for x in tensors]
+    rule = functools.partial(kernel.chunk_gated_delta_rule, *tensors, **options)
+    return with_gradients(lambda: rule()[0], *tensors) if grad else rule
+
+
+two, many = (700, 1348), (32,) * 64
+for name, options in {
+    "equal lengths": {},
+    "from states": {"state": FP32},
+    "packed": {"packed": two, "state": FP32, "raw": True},
+    "packed, many sequences": {"packed": many, "state": FP32, "v_first": True},
+    "fp16": {"dtype": FP16, "state": BF16, "v_first": True},
+    "fp16, without l2norm": {"dtype": FP16, "l2norm": False},
+    "long": {"T": 32768, "HV": 64, "state": FP32},
+    "long, packed": {"T": 32768, "H": 2, "HV": 8, "packed": (1000, 31768), "state": FP32},
+    "long, packed, bf16 states": {
+        "T": 32768,
+        "packed": (768, 32000),
+        "index": torch.int64,
+        "state": BF16,
+    },
+    "batch of 4": {"B": 4, "T": 8192, "HV": 64},
+    "one value head a key head": {"H": 24, "HV": 24, "raw": True, "packed": two},
+    "six value heads a key head": {"H": 4, "HV": 24},
+    "pool": {"packed": two, "state": FP32, "pool": torch.int32, "v_first": True},
+    "pool, bf16": {"packed": many, "state": BF16, "pool": torch.int64, "checkpoints": 64},
+    "checkpoints": {"state": FP32, "checkpoints": 64, "v_first": True},
+}.items():
+    call(f"gdn prefill, {name}", **options)(_rule)
+for D in (60, 64, 100, 256):
+    call(f"gdn prefill, head dim {D}", K=D, V=D, state=FP32)(_rule)
+    call(
+        f"gdn prefill, head dim {D}, pool", K=D, V=D, state=FP32, pool=torch.int64, checkpoints=64,
+        packed=two, padded=True,
+    )(_rule)  # fmt: skip
+for D in (64, 100, 128, 256):
+    call(f"gdn prefill, fp32, head dim {D}", K=D, V=D, dtype=FP32, state=FP32)(_rule)
+    call(
+        f"gdn prefill, fp32, head dim {D}, pool", K=D, V=D, dtype=FP32, state=FP32,
+        pool=torch.int64, checkpoints=64, packed=two, padded=True,
+    )(_rule)  # fmt: skip
+call("gdn prefill, fp32, long", T=32768, H=2, HV=4, dtype=FP32, state=FP32)(_rule)
+call("gdn prefill, head dim 64, long", T=32768, H=2, HV=4, K=64, V=64)(_rule)
+for name, options in {
+    "bf16": {},
+    "from states, packed": {"state": FP32, "packed": two},
+    "fp16": {
+        "dtype": FP16,
+        "state": BF16,
+        "packed": (100, 1948),
+        "index": torch.int64,
+        "l2norm": False,
+    },
+    "raw gates": {"raw": True, "H": 8},
+    "one value head a key head": {"H": 24, "HV": 24},
+    "head dim 256": {"K": 256, "V": 256},
+    "fp32": {"dtype": FP32},
+}.items():
+    call(f"gdn training, {name}", grad=True, **options)(_rule)
+
+
+def _step(
+    kernel, B=1, T=1, H=16, HV=32, K=128, V=128, state=FP32, v_first=False, inplace=True, pool=None,
+    raw=True, every=False, packed=None,
+):  # fmt: skip
+    q, k, v = values(B, T, H, K), values(B, T, H, K), values(B, T, HV, V)
+    a = values(B, T, HV, dtype=BF16 if raw else FP32)
+    N = B if packed is None else len(packed)
+    pool_rows = N if pool is None else N + 3
+    options = {} if packed is None else {"cu_seqlens": offsets(packed)}
+    options["initial_state"] = values(pool_rows, HV, *((V, K) if v_first else (K, V)), dtype=state)
+    if raw:
+        options.update(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+        options.update(A_log=values(HV, dtype=FP32), dt_bias=values(HV, dtype=FP32))
+    if pool is not None:
+        options["state_indices"] = rows(N, pool)
+    return functools.partial(
+        kernel.fused_recurrent_gated_delta_rule, q, k, v, a, a, output_final_state=True,
+        use_qk_l2norm_in_kernel=True, state_v_first=v_first, inplace_final_state=inplace,
+        output_all_states=every, **options,
+    )  # fmt: skip
+
+
+for B, state, v_first in itertools.product((1, 8, 64, 256), (FP32, BF16), (False, True)):
+    layout = "[V, K]" if v_first else "[K, V]"
+    name = f"gdn decode, batch {B}, {str(state)[6:]} {layout}"
+    call(name, B=B, state=state, v_first=v_first)(_step)
+    call(f"{name}, tokens from a pool", B=B, T=4, state=state, v_first=v_first, pool=torch.int64)(
+        _step
+    )
+call("gdn decode, not in place", inplace=False, raw=False)(_step)
+call("gdn decode, every state", T=4, inplace=False, every=True)(_step)
+call("gdn decode, packed", T=9, inplace=False, packed=(4, 5))(_step)
+
+
+# --- what surrounds the rule
+
+
+def _convolution(
+    kernel, tokens_apart=False, packed=None, seq_idx=False, T=2048, D=8192, grad=False
+):
+    x = values(1, D, T, grad=grad) if tokens_apart else values(1, T, D, grad=grad).transpose(1, 2)
+    weight, options = values(D, 4, grad=grad), {}
+    if packed is not None:
+        options.update(cu_seqlens=offsets(packed), initial_states=values(len(packed), D, 3))
+    if seq_idx:
+        options["seq_idx"] = torch.zeros(1, T, dtype=torch.int32, device=DEVICE)
+    forward = functools.partial(kernel.causal_conv1d_fn, x, weight, None, "silu", **options)
+    return with_gradients(forward, x, weight) if grad else forward
+
+
+def _convolution_update(kernel, B=64, D=8192):
+    tensors = values(B, D), values(B, D, 3), values(D, 4)
+    return lambda: kernel.causal_conv1d_update(*tensors, None, "silu")
+
+
+def _parts(B, T, H=16, HV=32, D=128):
+    qkv = values(B, T, (2 * H + HV) * D).split([H * D, H * D, HV * D], -1)
+    return [x.unflatten(-1, (-1, D)) for x in qkv]
+
+
+def _prologue(kernel, packed=None, T=2048):
+    options = {"final_width": 4}
+    if packed is not None:
+        states = values(len(packed), 8192, 3)
+        options = {"cu_seqlens": offsets(packed), "initial_states": states}
+    tensors, convolve = (*_parts(1, T), values(8192, 4)), submodule("gdn_layer.fused").convolve_qkv
+    return lambda: convolve(*tensors, None, "silu", **options)
+
+
+def _layer_decode(kernel, B=1):
+    q, k, v = _parts(B, 1)
+    z, a = values(B, 1, 32, 128), values(B, 1, 32)
+    return functools.partial(
+        submodule("gdn_layer.fused").decode_step, q, k, v, z, a, a, values(B, 8192, 4),
+        values(B, 32, 128, 128, dtype=FP32), values(8192, 4), None, "silu",
+        values(32, dtype=FP32), values(32, dtype=FP32), values(128, dtype=FP32), 1e-6,
+    )  # fmt: skip
+
+
+def _projections(kernel, B=1, K=2048):
+    # a served model calls this on a GPU; on a CPU its modules, so the operator is called past that
+    weights = [values(n, K) for n in (8192, 4096, 32, 32)]
+    x, project = values(B, K), submodule("gdn_layer.portable.project").gdn_project_fwd
+    return lambda: project(x, weights)
+
+
+def _norm(kernel, D=128, grad=False):
+    x, gate, weight = (values(*s, D, grad=grad) for s in ((4096,), (4096,), ()))
+    forward = functools.partial(kernel.rms_norm_gated, x, gate, weight)
+    return with_gradients(forward, x, gate, weight) if grad else forward
+
+
+for grad, kind in ((False, "convolution"), (True, "convolution, gradient")):
+    call(f"gdn_layer {kind}", grad=grad)(_convolution)
+    call(f"gdn_layer {kind}, packed", packed=two, grad=grad)(_convolution)
+    call(f"gdn_layer {kind}, seq_idx", seq_idx=True, grad=grad)(_convolution)
+    call(f"gdn_layer {kind}, tokens side by side", tokens_apart=True, grad=grad)(_convolution)
+    call(f"gdn_layer {kind}, odd sizes", T=1001, D=1002, tokens_apart=True, grad=grad)(_convolution)
+call("gdn_layer convolution update")(_convolution_update)
+call("gdn_layer prologue")(_prologue)
+call("gdn_layer prologue, packed", packed=two)(_prologue)
+call("gdn_layer decode")(_layer_decode)
+call("gdn_layer decode, batch 64", B=64)(_layer_decode)
+for B in (1, 4):
+    call(f"gdn_layer projections, {B} tokens", B=B)(_projections)
+for D in (64, 128, 256):
+    call(f"gdn_layer norm, {D} channels", D=D)(_norm)
+    call(f"gdn_layer norm, {D} channels, gradient", D=D, grad=True)(_norm)

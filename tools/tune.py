@@ -1,0 +1,170 @@
+"""Tunes an operation for the GPU at hand: times candidate configurations, writes the best.
+
+    python tools/tune.py "swiglu forward, M 64" [--shapes M=96,K=2048,N=8192] [--operation NAME]
+
+Takes the calls of tools/launched.py whose name holds the words given, with other sizes if --shapes
+says so. For each look-up of runtime/tuning.py that such a call makes, it goes from the best
+configuration in any table to its neighbours (each number halved, doubled, or one more or less) for
+as long as one of them is faster, and leaves the winner in
+`configs/<operation>,device_name=<this GPU>.json`. A candidate whose results differ, or that does
+not compile or fit, is passed over. Time is that of the kernels, by CUDA graph. What a table lists
+("tiles" of Hopper's SwiGLU, whose costs are measured) is not varied.
+"""
+
+import argparse
+import copy
+import json
+import sys
+from pathlib import Path
+from typing import Callable, Dict, Iterator, List
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import launched  # noqa: E402
+
+CONFIGS = launched.PACKAGE / "configs"
+GAIN = 0.99  # a neighbour is taken if it needs less than this of the best's time
+
+
+def forget() -> None:
+    launched.submodule("runtime.recording").forget()
+
+
+def lookups(call: Callable) -> Dict[tuple, dict]:
+    """{(operation, sizes): configuration} of what a call asks for."""
+    tuning, found = launched.submodule("runtime.tuning"), {}
+    original = tuning._nearest
+
+    def listen(operation, name, sizes):
+        found[operation, sizes] = original(operation, name, sizes)
+        return found[operation, sizes]
+
+    with replaced(listen):
+        call()
+    return found
+
+
+class replaced:
+    """Inside, the look-up is another function, and nothing that was chosen before is remembered."""
+
+    def __init__(self, nearest: Callable):
+        self.tuning, self.nearest = launched.submodule("runtime.tuning"), nearest
+
+    def __enter__(self):
+        forget()
+        self.original, self.tuning._nearest = self.tuning._nearest, self.nearest
+
+    def __exit__(self, *_):
+        self.tuning._nearest = self.original
+        forget()
+
+
+def known(operation: str) -> List[dict]:
+    """The configurations in all tables of an operation."""
+    found = []
+    for path in (CONFIGS / f"{operation}.json", *CONFIGS.glob(f"{operation},*.json")):
+        table = json.loads(path.read_text())
+        for config in (table["default"], *[entry["config"] for entry in table.get("tuned", [])]):
+            if config not in found:
+                found.append(config)
+    return found
+
+
+def neighbours(config: dict) -> Iterator[dict]:
+    """The configurations that differ in one number, however deep it lies."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            others = list(neighbours(value))
+        elif isinstance(value, bool):
+            others = [not value]
+        elif isinstance(value, int) and value > 0:
+            close = value < 8 and key not in ("num_warps", "W") and not key.startswith("BLOCK")
+            others = [value - 1, value + 1] if close else [value // 2, value * 2]
+        else:
+            continue
+        for other in others:
+            if other or isinstance(other, bool):
+                yield {**copy.deepcopy(config), key: other}
+
+
+def best(operation: str, sizes: tuple, call: Callable, time_of: Callable) -> dict:
+    """The fastest configuration that gives the results of the one in use now."""
+    now, right = lookups(call)[operation, sizes], call()
+    tuning = launched.submodule("runtime.tuning")
+    original, times = tuning._nearest, {}
+
+    def seconds(config: dict) -> float:
+        key = json.dumps(config, sort_keys=True)
+        if key not in times:
+            own = lambda *asked: config if asked[::2] == (operation, sizes) else original(*asked)  # noqa: E731
+            try:
+                with replaced(own):
+                    times[key] = time_of(call) if same(call(), right) else float("inf")
+            except Exception:  # it does not compile, or does not fit
+                times[key] = float("inf")
+        return times[key]
+
+    chosen = min([now, *known(operation)], key=seconds)
+    while True:
+        other = min(neighbours(chosen), key=seconds, default=chosen)
+        if seconds(other) >= GAIN * seconds(chosen):
+            break
+        chosen = other
+    print(f"{operation} {dict(sizes)}: {seconds(now):.4g} -> {seconds(chosen):.4g} us {chosen}")
+    return chosen
+
+
+def same(found, right) -> bool:
+    """Equal but for the roundings of other tiles; tensors, or tuples of them."""
+    if isinstance(right, (tuple, list)):
+        return all(map(same, found, right))
+    if right is None:
+        return found is None
+    error = (found.double() - right.double()).norm()
+    return bool(error <= 1e-2 * right.double().norm())
+
+
+def write(operation: str, device_name: str, sizes: tuple, config: dict) -> Path:
+    path = CONFIGS / f"{operation},device_name={device_name}.json"
+    source = path if path.exists() else CONFIGS / f"{operation}.json"
+    table = json.loads(source.read_text())
+    if not sizes:
+        table["default"] = config
+    else:
+        entries = table.get("tuned", [])
+        told_by = entries[0]["sizes"] if entries else dict(sizes)  # what the table goes by
+        own = {"sizes": {k: v for k, v in sizes if k in told_by}, "config": config}
+        table["tuned"] = [*[entry for entry in entries if entry["sizes"] != own["sizes"]], own]
+    path.write_text(json.dumps(table, indent=1) + "\n")
+    return path
+
+
+def microseconds(call: Callable) -> float:
+    from triton.testing import do_bench_cudagraph
+
+    return do_bench_cudagraph(call, rep=20, return_mode="median") * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("calls", help="words of the calls' names in tools/launched.py")
+    parser.add_argument("--shapes", default="", help="sizes in place of theirs: M=96,K=2048")
+    parser.add_argument("--operation", default="", help="only operations whose name holds this")
+    options = parser.parse_args()
+    launched.DEVICE = "cuda"
+    kernel, device = launched.load(), launched.submodule("runtime.device")
+    sizes = {k: int(v) for k, v in (part.split("=") for part in options.shapes.split(",") if part)}
+    here = device.name(torch.cuda.current_device())
+    for name, make in launched.CALLS.items():
+        if options.calls not in name:
+            continue
+        call = make(kernel, **sizes)
+        for operation, asked in lookups(call):
+            if options.operation in operation:
+                config = best(operation, asked, call, microseconds)
+                print("wrote", write(operation, here, asked, config))
+
+
+if __name__ == "__main__":
+    main()
