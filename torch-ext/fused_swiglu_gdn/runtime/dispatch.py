@@ -82,9 +82,9 @@ def serves(family: str, operation: str, x: torch.Tensor) -> bool:
 
     A layer asks, which can do without any of us. No kernel computes in fp64.
     """
-    if _forced is not None:
+    if forced is not None:
         return True
-    if not x.is_cuda or x.dtype is torch.float64:
+    if not device.is_gpu(x.device) or x.dtype is torch.float64:
         return False
     where = x.device
     if torch.compiler.is_compiling():
