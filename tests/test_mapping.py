@@ -1,10 +1,12 @@
 """kernelize: what it serves, what it leaves alone and says why; and the ways through `kernels`."""
 
 import copy
+import importlib
 import warnings
 
 import pytest
 import torch
+from adversarial_forms import Named, SiluInTheCode, UpFirst
 from conftest import DEVICES, REPOSITORY
 from test_models import assert_same, logits
 from tiny_models import WITH_GDN, pair, random_model, tokens
@@ -268,6 +270,22 @@ def test_through_kernels_kernelize(built, repository, own_mapping, source, name)
     assert len(served) == 2
     ids = tokens(2, 70, device=DEVICE)
     assert_same(logits(model, ids), logits(pair(built, name, DEVICE)[0], ids))
+
+
+@pytest.mark.parametrize("make", [Named, UpFirst, SiluInTheCode])
+def test_parts_by_other_names_through_kernels(built, own_mapping, make):
+    """A layer that `kernels` binds knows the parts of every class that kernelize recognises."""
+    dispatch = importlib.import_module(f"{built.__name__}.runtime.dispatch")
+    model, x = nn.Sequential(make()), torch.randn(3, 16)
+    ref = model(x)
+    built.decorate(model)
+    with kernels.use_kernel_mapping(built.layer_mapping(), inherit_mapping=False):
+        kernels.kernelize(model, mode=Mode.INFERENCE, device="cpu")
+    assert "SwiGLU" in str(model[0].__dict__["forward"])
+    assert_same(model(x), ref)
+    with dispatch.force("reference"), dispatch.served() as record:
+        assert_same(model(x), ref)
+    assert record
 
 
 @pytest.mark.parametrize("name", WITH_GDN)
