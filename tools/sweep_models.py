@@ -1,6 +1,6 @@
 """Tiny random models of every type that transformers knows, before and after kernelize.
 
-    python tools/sweep_models.py                  # all: several minutes on two cores
+    python tools/sweep_models.py                  # all: about three minutes on two cores
     python tools/sweep_models.py --only llama mt5
     python tools/sweep_models.py --sample 12      # types taken evenly from the list
 
