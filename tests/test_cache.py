@@ -67,6 +67,17 @@ def test_calls_that_alternate(cache):
     assert len(made) == len(calls) == len(cache)
 
 
+def test_one_tensor_in_two_places(cache):
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    cache.keep((x, None, x, y), (), "repeated")
+    assert cache.find((y, None, y, x), ()) == "repeated"
+    for other in ((x, None, y, y), (x, None, y, x.clone()), (x, None, x, y[:1]), (x, None, x, x)):
+        assert cache.find(other, ()) is None
+    cache.keep((x, None, y, x.clone()), (), "all others")
+    assert cache.find((x, None, x, y), ()) == "repeated"
+    assert cache.find((y, None, x, x.clone()), ()) == "all others"
+
+
 def test_few_are_kept(cache, monkeypatch):
     monkeypatch.setattr(submodule("runtime.cache"), "MOST", 20)
     x = torch.randn(3)

@@ -5,8 +5,6 @@ launches for a call need not do so again for calls like it.
 """
 
 import weakref
-from itertools import compress, repeat
-from operator import is_, is_not
 from typing import Any, Callable, Optional
 
 import torch
@@ -18,8 +16,7 @@ try:
 except ImportError:  # another torch
     TensorGuards = None
 
-_NOTHING = repeat(None)
-MOST, ALIKE = 1024, 16  # values of a CallCache; of one pattern, shape of the first tensor, options
+MOST, ALIKE = 1024, 16  # values of a CallCache; of one shape of the first tensor and its options
 
 
 def keep(table: dict, key, value):
@@ -64,9 +61,29 @@ class _Facts:
         return all(isinstance(x, torch.Tensor) for x in tensors) and self.facts == self._of(tensors)
 
 
+class _Repeated:
+    """Guards for tensors of which some are the same object, which TensorGuards never let pass."""
+
+    def __init__(self, *tensors: torch.Tensor):
+        self.firsts = self._firsts(tensors)
+        self.guards = _guards(*[tensors[i] for i in sorted(set(self.firsts))])
+
+    @staticmethod
+    def _firsts(tensors) -> list:
+        """For each tensor the first place where it stands."""
+        return list(map(list(map(id, tensors)).index, map(id, tensors)))
+
+    def check(self, *tensors) -> bool:
+        if self._firsts(tensors) != self.firsts:
+            return False
+        return self.guards.check(*[tensors[i] for i in sorted(set(self.firsts))])
+
+
 def _guards(*tensors: torch.Tensor):
     if TensorGuards is None:
         return _Facts(*tensors)
+    if len(set(map(id, tensors))) < len(tensors):
+        return _Repeated(*tensors)
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
@@ -94,19 +111,19 @@ class CallCache:
 
     def find(self, tensors: tuple, options: tuple) -> Any:
         """The value of a call like this one, or None."""
-        there = bytes(map(is_not, tensors, _NOTHING))
         try:
-            rows = self._rows.get((tensors[0].shape, there, options, torch.is_grad_enabled()))
+            rows = self._rows.get((tensors[0].shape, options, torch.is_grad_enabled()))
         except (AttributeError, TypeError):  # an argument of a wrong type: checks will say so
             return None
-        for guards, kept, types, autocast, value in () if rows is None else rows:
-            if not guards.check(*compress(tensors, there)):
-                continue
-            # 1, 1.0 and True are equal
-            if not all(map(is_, options, kept)) and types != list(map(type, options)):
-                continue
-            if autocast is None or autocast is _autocast_dtype(tensors[0]):
-                return value
+        if rows is None:
+            return None
+        absent, there = [x is None for x in tensors], [x for x in tensors if x is not None]
+        for missing, guards, types, autocast, value in rows:
+            if missing == absent and guards.check(*there):
+                # 1, 1.0 and True are equal
+                if types == [x.__class__ for x in options]:
+                    if autocast is None or autocast is _autocast_dtype(tensors[0]):
+                        return value
         return None
 
     def keep(self, tensors: tuple, options: tuple, value: Any) -> Any:
@@ -115,14 +132,14 @@ class CallCache:
             return None
         if self._count >= MOST:
             self.cache_clear()
-        there = bytes(map(is_not, tensors, _NOTHING))
-        key = (tensors[0].shape, there, options, torch.is_grad_enabled())
+        key = (tensors[0].shape, options, torch.is_grad_enabled())
         try:
             others = self._rows.get(key, ())
         except TypeError:  # an option that cannot be hashed
             return value
-        guards, autocast = _guards(*compress(tensors, there)), _autocast_dtype(tensors[0])
-        row = (guards, options, list(map(type, options)), autocast, value)
+        guards = _guards(*[x for x in tensors if x is not None])
+        types = [x.__class__ for x in options]
+        row = ([x is None for x in tensors], guards, types, _autocast_dtype(tensors[0]), value)
         self._rows[key] = [row, *others[: ALIKE - 1]]
         self._count += 1
         return value

@@ -5,6 +5,7 @@
 Sizes: B batch, D channels, T tokens, W taps, N sequences, S columns of a final state.
 """
 
+import functools
 from typing import Optional, Tuple
 
 import torch
@@ -237,6 +238,28 @@ def _causal_conv1d_fwd_kernel(
         )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
+def _plan(
+    where: torch.device, order: str, W: int, silu: bool, B: int, D: int, T: int, N: int, ends: int,
+    *strides: tuple,
+) -> Launch:  # fmt: skip
+    """order: whose configuration. ends: sequences whose last inputs are wanted."""
+    config = tuning.lookup(f"portable_causal_conv1d_{order}_fwd", where, D=D)
+    tiles = triton.cdiv(T, config["BLOCK_T"])
+    constexprs, options = named(
+        _causal_conv1d_fwd_kernel, W=W, SILU=silu, PTX=device.takes_ptx(where),
+        QUADS=order == "quads", **config,
+    )  # fmt: skip
+    return Launch(
+        _causal_conv1d_fwd_kernel,
+        (B * tiles + ends) * triton.cdiv(D, config["BLOCK_D"]),
+        where,
+        numbers=(*strides, T, D, N, tiles, N.bit_length()),
+        constexprs=constexprs,
+        options=options,
+    )
+
+
 def causal_conv1d_fwd(
     x: torch.Tensor,  # [B, D, T], any strides
     weight: torch.Tensor,  # [D, W]
@@ -255,25 +278,10 @@ def causal_conv1d_fwd(
     order = "td" if x.stride(2) > x.stride(1) else "dt"  # slow dimension first
     quads = order == "dt" and takes_quads(x, y, seq_idx, cu_seqlens, initial_states)
     order = "quads" if quads else order
-    config = tuning.lookup(f"portable_causal_conv1d_{order}_fwd", x.device, D=D)
-    tiles = triton.cdiv(T, config["BLOCK_T"])
-    programs = (B * tiles + (N if return_final_states else 0)) * triton.cdiv(D, config["BLOCK_D"])
-    if programs == 0:
-        return y, final
-    constexprs, options = named(
-        _causal_conv1d_fwd_kernel, W=W, SILU=activation is not None,
-        PTX=device.takes_ptx(x.device), QUADS=quads, **config,
-    )  # fmt: skip
     strides = [(a.stride(0), a.stride(2), a.stride(1)) for a in (x, y)]
     held = (0, 0, 0) if initial_states is None else initial_states.stride()
-    kernel = Launch(
-        _causal_conv1d_fwd_kernel,
-        programs,
-        x.device,
-        numbers=(*strides, held, T, D, N, tiles, N.bit_length()),
-        constexprs=constexprs,
-        options=options,
-    )
+    ends = N if return_final_states else 0
+    kernel = _plan(x.device, order, W, activation is not None, B, D, T, N, ends, *strides, held)
     seq_idx = None if seq_idx is None else seq_idx.contiguous()
     kernel(x, weight.contiguous(), bias, seq_idx, cu_seqlens, initial_states, y, final)
     return y, final

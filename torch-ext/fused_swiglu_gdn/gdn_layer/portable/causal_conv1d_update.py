@@ -5,6 +5,7 @@
 Sizes: B batch, D channels, T tokens, W taps, S columns of the state.
 """
 
+import functools
 from typing import Optional
 
 import torch
@@ -162,6 +163,27 @@ def _causal_conv1d_update_kernel(
         )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
+def _plan(
+    where: torch.device, B: int, S: int, W: int, silu: bool, one: bool, packed: bool, *numbers
+) -> Launch:
+    """numbers: the kernel's."""
+    D = numbers[-1]
+    config = tuning.lookup("portable_causal_conv1d_update", where, D=D)
+    constexprs, options = named(
+        _causal_conv1d_update_kernel, S=S, W=W, SILU=silu, ONE=one, PACKED=packed,
+        BLOCK_S=triton.next_power_of_2(S), **config,
+    )  # fmt: skip
+    return Launch(
+        _causal_conv1d_update_kernel,
+        B * triton.cdiv(D, config["BLOCK_D"]),
+        where,
+        numbers=numbers,
+        constexprs=constexprs,
+        options=options,
+    )
+
+
 def causal_conv1d_update(
     x: torch.Tensor,  # [B, D, T], any strides
     conv_state: torch.Tensor,  # [B, D, S], any strides, updated in place
@@ -172,22 +194,10 @@ def causal_conv1d_update(
     """One launch; y in the memory order of x."""
     (B, D, T), W, S = x.shape, weight.shape[1], conv_state.shape[2]
     y = torch.empty_like(x)  # [B, D, T]
-    config = tuning.lookup("portable_causal_conv1d_update", x.device, D=D)
-    programs = B * triton.cdiv(D, config["BLOCK_D"])
-    if programs == 0 or T == 0:
+    if y.numel() == 0:
         return y
-    constexprs, options = named(
-        _causal_conv1d_update_kernel, S=S, W=W, SILU=activation is not None, ONE=T == 1,
-        PACKED=T == 1 and _is_packed(x, conv_state, W), BLOCK_S=triton.next_power_of_2(S),
-        **config,
-    )  # fmt: skip
-    kernel = Launch(
-        _causal_conv1d_update_kernel,
-        programs,
-        x.device,
-        numbers=(x.stride(), y.stride(), conv_state.stride(), T, D),
-        constexprs=constexprs,
-        options=options,
-    )
+    flags = (activation is not None, T == 1, T == 1 and _is_packed(x, conv_state, W))
+    strides = (x.stride(), y.stride(), conv_state.stride())
+    kernel = _plan(x.device, B, S, W, *flags, *strides, T, D)
     kernel(x, conv_state, weight.contiguous(), bias, y)
     return y

@@ -4,6 +4,7 @@ Sizes: B T, H and HV heads, K and V head dims, D = 2 H K + HV V channels, W taps
 S columns of a final state.
 """
 
+import functools
 from typing import Optional, Tuple
 
 import torch
@@ -101,6 +102,27 @@ def _gdn_layer_prologue_kernel(
         )  # fmt: skip
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
+def _plan(
+    where: torch.device, HK: int, K: int, V: int, D: int, W: int, final_width: int, silu: bool,
+    B: int, T: int, N: int, *strides: tuple,
+) -> Launch:  # fmt: skip
+    config = tuning.lookup("portable_causal_conv1d_td_fwd", where, D=D)
+    block, S = min(channel_block(K, V), config["BLOCK_D"]), max(final_width, 1)
+    tiles = triton.cdiv(T, config["BLOCK_T"])
+    return Launch(
+        _gdn_layer_prologue_kernel,
+        (B * tiles + (N if final_width else 0)) * (D // block),
+        where,
+        numbers=(*strides, T, N, tiles),
+        constexprs=(
+            HK, K, V, D, W, S, silu, device.takes_ptx(where), triton.next_power_of_2(S),
+            config["BLOCK_T"], config["RUN"], block,
+        ),
+        options=(("num_warps", 1),),
+    )  # fmt: skip
+
+
 def gdn_layer_prologue(
     q: torch.Tensor,  # [B, T, H, K], last dimension dense, as those below
     k: torch.Tensor,  # [B, T, H, K]
@@ -117,24 +139,10 @@ def gdn_layer_prologue(
     N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
     y = torch.empty((B, T, D), dtype=q.dtype, device=q.device)  # [B, T, D]
     final = q.new_empty(N, D, final_width) if final_width else None  # [N, D, S]
-    config = tuning.lookup("portable_causal_conv1d_td_fwd", q.device, D=D)
-    block = min(channel_block(K, V), config["BLOCK_D"])
-    tiles = triton.cdiv(T, config["BLOCK_T"])
-    programs = (B * tiles + (N if final_width else 0)) * (D // block)
-    if programs == 0:
-        return y, final
     held = (0, 0, 0) if initial_states is None else initial_states.stride()
-    S = max(final_width, 1)
-    kernel = Launch(
-        _gdn_layer_prologue_kernel,
-        programs,
-        q.device,
-        numbers=((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), held, T, N, tiles),
-        constexprs=(
-            H * K, K, V, D, W, S, activation is not None, device.takes_ptx(q.device),
-            triton.next_power_of_2(S), config["BLOCK_T"], config["RUN"], block,
-        ),
-        options=(("num_warps", 1),),
-    )  # fmt: skip
+    strides = ((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), held)
+    kernel = _plan(
+        q.device, H * K, K, V, D, W, final_width, activation is not None, B, T, N, *strides
+    )
     kernel(q, k, v, weight, bias, cu_seqlens, initial_states, y, final)
     return y, final

@@ -3,6 +3,7 @@
 Sizes: M rows (G groups of R rows each the same distance apart), D channels.
 """
 
+import functools
 from typing import Optional, Tuple
 
 import torch
@@ -70,6 +71,23 @@ def two_strides(x: torch.Tensor) -> Optional[Tuple[int, int]]:
     return (outer[-1][1] if outer else 0, x.stride(-2) if x.ndim > 1 else 0)
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
+def _plan(where: torch.device, D: int, silu: bool, *numbers) -> Launch:
+    """numbers: the kernel's."""
+    config = tuning.lookup("portable_rms_norm_gated_fwd", where, D=D)
+    constexprs, options = named(
+        _rms_norm_gated_fwd_kernel, D=D, SILU=silu, BLOCK_D=triton.next_power_of_2(D), **config
+    )
+    return Launch(
+        _rms_norm_gated_fwd_kernel,
+        triton.cdiv(numbers[2], config["BLOCK_M"]),
+        where,
+        numbers=numbers,
+        constexprs=constexprs,
+        options=options,
+    )
+
+
 def rms_norm_gated_fwd(
     x: torch.Tensor,  # [..., D]
     gate: torch.Tensor,  # [..., D]
@@ -86,18 +104,7 @@ def rms_norm_gated_fwd(
         return y
     x = x if two_strides(x) is not None else x.contiguous()
     gate = gate if two_strides(gate) is not None else gate.contiguous()
-    config = tuning.lookup("portable_rms_norm_gated_fwd", x.device, D=D)
-    constexprs, options = named(
-        _rms_norm_gated_fwd_kernel, D=D, SILU=activation == "silu",
-        BLOCK_D=triton.next_power_of_2(D), **config,
-    )  # fmt: skip
-    kernel = Launch(
-        _rms_norm_gated_fwd_kernel,
-        triton.cdiv(M, config["BLOCK_M"]),
-        x.device,
-        numbers=(two_strides(x), two_strides(gate), M, R, eps),
-        constexprs=constexprs,
-        options=options,
-    )
+    strides = (two_strides(x), two_strides(gate))
+    kernel = _plan(x.device, D, activation == "silu", *strides, M, R, eps)
     kernel(x, gate, weight.contiguous(), y)
     return y
