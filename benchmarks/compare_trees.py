@@ -134,27 +134,19 @@ def training(kernel) -> dict:
     return {"MLP training step, 8192 rows": mlp, "rule, training step, 8192": rule}
 
 
-def host_microseconds(calls: dict, rounds: int) -> dict:
-    """The median time until each call returns; the GPU is waited for outside the clock."""
-    found = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            found[name].append((time.perf_counter() - start) * 1e6)
-        torch.cuda.synchronize()
-    return {name: statistics.median(times) for name, times in found.items()}
+def clock(calls: dict, rounds: int, until_done: bool) -> dict:
+    """The median time in microseconds until each call returns, or until the GPU is done with it.
 
-
-def clock_microseconds(calls: dict, rounds: int) -> dict:
-    """The median time until the GPU is done with each call."""
+    Each begins with an idle GPU, and each is first in every other round.
+    """
     found = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
+    for i in range(rounds):
+        for name in sorted(calls, reverse=i % 2 == 1):
             torch.cuda.synchronize()
             start = time.perf_counter()
-            call()
-            torch.cuda.synchronize()
+            calls[name]()
+            if until_done:
+                torch.cuda.synchronize()
             found[name].append((time.perf_counter() - start) * 1e6)
     return {name: statistics.median(times) for name, times in found.items()}
 
@@ -173,10 +165,10 @@ def compared(make, kernels: dict, rounds: int, is_training: bool) -> list:
                 call()
         row = {"call": name}
         if is_training:
-            row["clock_us"] = clock_microseconds(pair, rounds // 4)
+            row["clock_us"] = clock(pair, rounds // 8, until_done=True)
         else:
             with torch.no_grad():
-                row["host_us"] = host_microseconds(pair, rounds)
+                row["host_us"] = clock(pair, rounds, until_done=False)
                 row["kernels_us"] = microseconds(pair)
         for times in [times for times in row.values() if isinstance(times, dict)]:
             times["ratio"] = round(times["this"] / times["other"], 3)
