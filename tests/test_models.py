@@ -185,8 +185,11 @@ def assert_same_gradients(out, ref, device):
     for name, gradient in ref.items():
         if gradient.norm() < 1e-7:  # an expert that no token went to
             continue
+        # The gradients of the gates are sums over tokens that cancel: in fp32 transformers' own are
+        # 3.0e-4 (A_log) and 1.9e-4 (dt_bias) off fp64, ours 2.4e-4 and 1.5e-4.
+        factor = 3 if name.endswith(("A_log", "dt_bias")) else 1
         error = relative_error(out[name], gradient)
-        assert error <= GRADIENTS[device], f"{name}: {error:.1e}"
+        assert error <= factor * GRADIENTS[device], f"{name}: {error:.1e}"
 
 
 @every_model
