@@ -1,0 +1,100 @@
+"""The routed experts in plain torch, any device: one expert after the other.
+
+    out[t] = sum_k w[t, k] (act(x[t] Wg[e]^T) * (x[t] Wu[e]^T)) Wd[e]^T,   e = ids[t, k]
+
+An id outside [0, E) means that the expert is held elsewhere: nothing is added, and the gradient of
+its weight is 0. Sizes: T tokens, K slots, E experts, H model width, I hidden width of an expert.
+"""
+
+from typing import Iterator, Optional, Sequence, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..reference.swiglu import ACTIVATIONS, at_least_fp32
+
+ACTIVATION_GRADIENTS = {
+    "silu": torch.ops.aten.silu_backward,
+    "gelu_tanh": lambda d, x: torch.ops.aten.gelu_backward(d, x, approximate="tanh"),
+    "relu": lambda d, x: torch.ops.aten.threshold_backward(d, x, 0),
+}
+
+
+def _gated(gate: Tensor, up: Tensor, activation: str, limit: Optional[float]) -> Tensor:
+    """z [rows, I], in the precision of gate and up."""
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return ACTIVATIONS[activation](gate) * up
+
+
+def _chosen(ids: Tensor, experts: int) -> Iterator[Tuple[int, Tensor, Tensor]]:
+    """(expert, its tokens, their slots) of each expert that is chosen; the host reads the ids."""
+    for expert in ids.unique().tolist():
+        if 0 <= expert < experts:
+            yield (expert, *(ids == expert).nonzero(as_tuple=True))
+
+
+def experts_fwd(
+    x: Tensor,  # [T, H]
+    w_gate_up: Tensor,  # [E, 2 I, H]: gate above up
+    w_down: Tensor,  # [E, H, I]
+    ids: Tensor,  # [T, K]
+    weights: Tensor,  # [T, K]
+    activation: str,
+    limit: Optional[float],
+) -> Tensor:  # [T, H]
+    """Rounds gate, up, z and the results of the experts to the dtype of x; sums in fp32."""
+    y = at_least_fp32(x.new_zeros((*ids.shape, x.shape[1])))  # [T, K, H]
+    for expert, token, slot in _chosen(ids, w_down.shape[0]):
+        gate, up = at_least_fp32(F.linear(x[token], w_gate_up[expert])).chunk(2, dim=-1)
+        z = _gated(gate, up, activation, limit).to(x.dtype)
+        y = y.index_put((token, slot), F.linear(z, w_down[expert]).to(y.dtype))
+    return (y * weights.to(y.dtype).unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def _gated_gradient(
+    dz: Tensor, gate: Tensor, up: Tensor, activation: str, limit: Optional[float]
+) -> Tensor:
+    """[dgate, dup] [rows, 2 I] of z = _gated(gate, up)."""
+    passes = (gate <= limit, up.abs() <= limit) if limit is not None else None
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    dgate = ACTIVATION_GRADIENTS[activation](dz * up, gate)
+    dup = dz * ACTIVATIONS[activation](gate)
+    if passes is not None:
+        dgate, dup = (torch.where(p, d, torch.zeros_like(d)) for p, d in zip(passes, (dgate, dup)))
+    return torch.cat([dgate, dup], dim=-1)
+
+
+def experts_bwd(
+    dout: Tensor,  # [T, H]
+    x: Tensor,  # [T, H]
+    w_gate_up: Tensor,  # [E, 2 I, H]
+    w_down: Tensor,  # [E, H, I]
+    ids: Tensor,  # [T, K]
+    weights: Tensor,  # [T, K]
+    activation: str,
+    limit: Optional[float],
+    needs: Sequence[bool],  # of x, w_gate_up, w_down, weights
+) -> Tuple[Optional[Tensor], ...]:
+    """(dx, dw_gate_up, dw_down, dweights), None where not needed; for where torch records nothing,
+    as in an operator."""
+    dx = at_least_fp32(x.new_zeros((*ids.shape, x.shape[1])))  # [T, K, H]
+    dw_gate_up = torch.zeros_like(w_gate_up) if needs[1] else None
+    dw_down = torch.zeros_like(w_down) if needs[2] else None
+    dweights = torch.zeros_like(weights)
+    for expert, token, slot in _chosen(ids, w_down.shape[0]):
+        gate, up = at_least_fp32(F.linear(x[token], w_gate_up[expert])).chunk(2, dim=-1)
+        z = _gated(gate, up, activation, limit)
+        dz = at_least_fp32(dout[token] @ w_down[expert])  # [rows, I], not yet weighted
+        weight = weights[token, slot].to(z.dtype).unsqueeze(-1)
+        dweights[token, slot] = (dz * z).sum(-1).to(weights.dtype)
+        d_gate_up = _gated_gradient(dz * weight, gate, up, activation, limit).to(x.dtype)
+        dx[token, slot] = (d_gate_up @ w_gate_up[expert]).to(dx.dtype)
+        if needs[1]:
+            dw_gate_up[expert] = d_gate_up.t() @ x[token]
+        if needs[2]:
+            dw_down[expert] = dout[token].t() @ (weight * z).to(x.dtype)
+    found = (dx.sum(1).to(x.dtype), dw_gate_up, dw_down, dweights)
+    return tuple(gradient if needed else None for gradient, needed in zip(found, needs))

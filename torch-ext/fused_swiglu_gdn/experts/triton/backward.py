@@ -1,0 +1,63 @@
+"""The gradients of the routed experts, from x, the routing and gate_up; see gradients.py.
+
+What is not needed costs nothing: frozen experts leave the products for dx alone. Sizes: T tokens,
+K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
+"""
+
+from typing import Optional, Sequence, Tuple
+
+import torch
+
+from ... import device, tuning
+from .combine import combine, weights_gradient
+from .forward import supports_experts_fwd, tiles_for
+from .gradients import gate_gradient, weight_gradient
+from .products import rows_product, up
+
+
+def supports_experts_bwd(x, w_gate_up, w_down, ids, weights, activation, limit) -> bool:
+    return supports_experts_fwd(x, w_gate_up, w_down, ids, weights, activation, limit)
+
+
+def experts_bwd(
+    dout: torch.Tensor,  # [T, H]
+    x: torch.Tensor,  # [T, H]
+    w_gate_up: torch.Tensor,  # [E, 2 I, H]
+    w_down: torch.Tensor,  # [E, H, I]
+    weights: torch.Tensor,  # [T, K]
+    gate_up: torch.Tensor,  # [S, 2 I] by rows, overwritten; or empty: made again
+    routing: torch.Tensor,
+    activation: str,
+    limit: Optional[float],
+    needs: Sequence[bool],  # of x, w_gate_up, w_down, weights
+    main_grads: Sequence[Optional[torch.Tensor]],  # of w_gate_up, w_down
+) -> Tuple[Optional[torch.Tensor], ...]:
+    """(dx, dw_gate_up, dw_down, dweights): None where not needed or added to a main_grad."""
+    dout, x, weights = dout.contiguous(), x.contiguous(), weights.contiguous()
+    (T, H), (E, _, I), K = x.shape, w_down.shape, weights.shape[1]
+    tiles = tiles_for(x.device, T, K, E)
+    height = tiles["BLOCK_M"]
+    config = tuning.lookup("experts_bwd", x.device, BLOCK_M=height)
+    with device.on(x.device):
+        if gate_up.numel() == 0:
+            gate_up = x.new_empty((T * K, 2 * I))  # [S, 2 I]
+            up(x, w_gate_up, routing, None, gate_up, K, activation, limit, height, tiles["up"])
+        wz = x.new_empty((T * K, I)) if needs[2] else None  # [S, I]
+        parts = gate_gradient(
+            dout, w_down, gate_up, weights, routing, wz, needs[3], activation, limit, height,
+            config["gate"],
+        )  # fmt: skip
+        dx = dw_gate_up = dw_down = dweights = None
+        if needs[3]:
+            dweights = weights_gradient(parts, weights, routing, E)
+        if needs[2]:
+            more = (routing, E, K, True, main_grads[1], config["weight"])
+            dw_down = weight_gradient(dout, wz, *more)  # [E, H, I]
+            del wz
+        if needs[1]:
+            more = (routing, E, K, False, main_grads[0], config["weight"])
+            dw_gate_up = weight_gradient(gate_up, x, *more)  # [E, 2 I, H]
+        if needs[0]:
+            dx = rows_product(gate_up, w_gate_up, routing, False, height, config["rows"])  # [S, H]
+            dx = combine(dx, None, routing, E, K)
+    return dx, dw_gate_up, dw_down, dweights

@@ -1,0 +1,139 @@
+"""A few tokens, as in decoding: two launches that read each chosen expert once and sort nothing.
+
+    z[t, k] = act(x[t] Wg[e]^T) * (x[t] Wu[e]^T),  out[t] = sum_k w[t, k] z[t, k] Wd[e]^T,
+    e = ids[t, k]
+
+Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
+"""
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from ... import device, tuning
+from .gate import gated
+from .launching import launch
+
+
+@triton.jit(do_not_specialize=["E"])
+def _few_up_kernel(
+    x_ptr,  # [T, H]
+    w_ptr,  # [E, 2 I, H]: gate above up
+    ids_ptr,  # [S]
+    z_ptr,  # [S, I]
+    E,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """z of one entry and BLOCK_N columns. Entries are the fast axis: equal experts meet in L2."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    columns = (I + BLOCK_N - 1) // BLOCK_N
+    entries = tl.num_programs(0) // columns
+    entry = (tl.program_id(0) % entries).to(tl.int64)
+    expert = tl.load(ids_ptr + entry).to(tl.int64)
+    if (expert >= 0) & (expert < E):
+        n = (tl.program_id(0) // entries) * BLOCK_N + tl.arange(0, BLOCK_N)
+        rows = w_ptr + (expert * 2 * I + n)[:, None] * H  # [BLOCK_N, 1]
+        gate = tl.zeros((BLOCK_N,), tl.float32)
+        up = tl.zeros((BLOCK_N,), tl.float32)
+        for first in range(0, H, BLOCK_K):
+            k = first + tl.arange(0, BLOCK_K)
+            mask = (n < I)[:, None] & (k < H)[None, :]
+            w_gate = tl.load(rows + k[None, :], mask=mask, other=0.0)  # [BLOCK_N, BLOCK_K]
+            w_up = tl.load(rows + I * H + k[None, :], mask=mask, other=0.0)
+            x = tl.load(x_ptr + entry // TOP_K * H + k, mask=k < H, other=0.0).to(tl.float32)
+            gate += tl.sum(w_gate.to(tl.float32) * x[None, :], 1)
+            up += tl.sum(w_up.to(tl.float32) * x[None, :], 1)
+        z = gated(gate, up, ACTIVATION, LIMIT)
+        tl.store(z_ptr + entry * I + n, z.to(z_ptr.dtype.element_ty), mask=n < I)
+
+
+@triton.jit
+def _slots_of_weights(
+    w_ptr, expert, here, n, first, H: tl.constexpr, I: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Rows n of each slot's expert of [E, H, I]: [SLOTS, BLOCK_N, BLOCK_K]."""
+    k = first + tl.arange(0, BLOCK_K)
+    rows = w_ptr + (expert[:, None] * H + n[None, :]) * I  # [SLOTS, BLOCK_N]
+    mask = here[:, None] & (n < H)[None, :]
+    inside = mask[:, :, None] & (k < I)[None, None, :]
+    return tl.load(rows[:, :, None] + k[None, None, :], mask=inside, other=0.0)
+
+
+@triton.jit(do_not_specialize=["E"])
+def _few_down_kernel(
+    z_ptr,  # [S, I]
+    w_ptr,  # [E, H, I]
+    ids_ptr,  # [S]
+    weights_ptr,  # [S]
+    out_ptr,  # [T, H]
+    E,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SLOTS: tl.constexpr,  # TOP_K, rounded up to a power of two
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out of one token and BLOCK_N columns, all its slots at once.
+
+    PDL: this begins while _few_up_kernel runs; the first weights arrive before z is there.
+    """
+    columns = (H + BLOCK_N - 1) // BLOCK_N
+    tokens = tl.num_programs(0) // columns
+    token = (tl.program_id(0) % tokens).to(tl.int64)
+    n = (tl.program_id(0) // tokens) * BLOCK_N + tl.arange(0, BLOCK_N)
+    slot = tl.arange(0, SLOTS)
+    entry = token * TOP_K + slot
+    expert = tl.load(ids_ptr + entry, mask=slot < TOP_K, other=-1).to(tl.int64)
+    here = (expert >= 0) & (expert < E)
+    weight = tl.load(weights_ptr + entry, mask=here, other=0.0).to(tl.float32)  # [SLOTS]
+    out = tl.zeros((SLOTS, BLOCK_N), tl.float32)
+    w = _slots_of_weights(w_ptr, expert, here, n, 0, H, I, BLOCK_K)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    for first in range(0, I, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        z_ptrs = z_ptr + entry[:, None] * I + k[None, :]
+        z = tl.load(z_ptrs, mask=here[:, None] & (k < I)[None, :], other=0.0).to(tl.float32)
+        out += tl.sum(w.to(tl.float32) * z[:, None, :], 2)
+        w = _slots_of_weights(w_ptr, expert, here, n, first + BLOCK_K, H, I, BLOCK_K)
+    out = tl.sum(out * weight[:, None], 0)  # [BLOCK_N]
+    tl.store(out_ptr + token * H + n, out.to(out_ptr.dtype.element_ty), mask=n < H)
+
+
+def few_fwd(
+    x: torch.Tensor,  # [T, H]
+    w_gate_up: torch.Tensor,  # [E, 2 I, H]
+    w_down: torch.Tensor,  # [E, H, I]
+    ids: torch.Tensor,  # [T, K]
+    weights: torch.Tensor,  # [T, K]
+    activation: str,
+    limit: Optional[float],
+) -> torch.Tensor:  # [T, H]
+    (T, H), (E, _, I), K = x.shape, w_down.shape, ids.shape[1]
+    config = tuning.lookup("experts_few", x.device, H=H, I=I)
+    up, down = config["up"], config["down"]
+    z = x.new_empty((T * K, I))  # [S, I]
+    out = x.new_empty((T, H))  # [T, H]
+    pdl = device.overlaps_launches(x.device)
+    launch(
+        _few_up_kernel, T * K * triton.cdiv(I, up["BLOCK_N"]), (x, w_gate_up, ids, z), (E,),
+        (H, I, K, activation, limit, up["BLOCK_N"], up["BLOCK_K"], pdl), up["num_warps"],
+    )  # fmt: skip
+    slots = triton.next_power_of_2(K)
+    launch(
+        _few_down_kernel, T * triton.cdiv(H, down["BLOCK_N"]), (z, w_down, ids, weights, out), (E,),
+        (H, I, K, slots, down["BLOCK_N"], down["BLOCK_K"], pdl), down["num_warps"], pdl=pdl,
+    )  # fmt: skip
+    return out

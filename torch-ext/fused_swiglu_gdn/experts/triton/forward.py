@@ -1,0 +1,87 @@
+"""The routed experts forward: `few` tokens without routing, all others by grouped products.
+
+Chosen by the number of tokens alone, never by where they go. Sizes: T tokens, K slots, S = T K
+entries, E experts, H model width, I hidden width of an expert.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+
+from ... import device, tuning
+from .combine import combine
+from .few import few_fwd
+from .products import rows_product, up
+from .routing import route
+
+SERVED = (torch.float16, torch.bfloat16)
+FEW = 8  # tokens
+
+
+def _is_readable(x: torch.Tensor) -> bool:
+    """The copy engine reads it: contiguous, from a multiple of 16 bytes on, in rows of such."""
+    return x.is_contiguous() and x.data_ptr() % 16 == 0 and x.shape[-1] % 8 == 0
+
+
+def supports_experts_fwd(x, w_gate_up, w_down, ids, weights, activation, limit) -> bool:
+    E, K = w_down.shape[0], ids.shape[1]
+    return (
+        x.dtype in SERVED
+        and 0 < E <= 1024
+        and 0 < K <= 64
+        and x.shape[0] * K < 2**29
+        and weights.dtype != torch.float64
+        and _is_readable(w_gate_up)
+        and _is_readable(w_down)
+    )
+
+
+def tiles_for(where: torch.device, T: int, K: int, E: int) -> dict:
+    """The tuned tiles for so many rows an expert."""
+    return tuning.lookup("experts_fwd", where, rows=max(1, T * K // E))
+
+
+def _grouped(
+    x, w_gate_up, w_down, ids, weights, activation, limit, gate_up
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, H], routing); fills gate_up [S, 2 I], unless that is None."""
+    (T, H), (E, _, I), K = x.shape, w_down.shape, ids.shape[1]
+    tiles = tiles_for(x.device, T, K, E)
+    height = tiles["BLOCK_M"]
+    routing = route(ids, E, height)
+    z = x.new_empty((T * K, I))  # [S, I]
+    up(x, w_gate_up, routing, z, gate_up, K, activation, limit, height, tiles["up"])
+    y = rows_product(z, w_down, routing, True, height, tiles["down"])  # [S, H]
+    return combine(y, weights, routing, E, K), routing
+
+
+def experts_fwd(
+    x: torch.Tensor,  # [T, H]
+    w_gate_up: torch.Tensor,  # [E, 2 I, H]: gate above up
+    w_down: torch.Tensor,  # [E, H, I]
+    ids: torch.Tensor,  # [T, K] int32 or int64
+    weights: torch.Tensor,  # [T, K]
+    activation: str,
+    limit: Optional[float],
+) -> torch.Tensor:  # [T, H]
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    args = (x, w_gate_up, w_down, ids, weights, activation, limit)
+    with device.on(x.device):
+        return few_fwd(*args) if x.shape[0] <= FEW else _grouped(*args, None)[0]
+
+
+def experts_saving_fwd(
+    x, w_gate_up, w_down, ids, weights, activation, limit, recompute: bool
+) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(out [T, H], gate_up [S, 2 I] by rows or empty, routing): what the gradients want."""
+    x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+    S, width = ids.numel(), w_gate_up.shape[1]
+    gate_up = x.new_empty(0 if recompute else (S, width))  # [S, 2 I]
+    if x.numel() == 0:
+        return torch.empty_like(x), gate_up, ids.new_empty(0, dtype=torch.int32)
+    kept = None if recompute else gate_up
+    with device.on(x.device):
+        out, routing = _grouped(x, w_gate_up, w_down, ids, weights, activation, limit, kept)
+    return out, gate_up, routing

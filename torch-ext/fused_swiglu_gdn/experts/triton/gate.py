@@ -1,0 +1,32 @@
+"""The gate of an expert and its gradient: what the kernels of this folder do between products."""
+
+import triton
+import triton.language as tl
+
+from ...common.primitives import activate, activate_with_slope
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
+    """act(gate) * up, all fp32; with a LIMIT, act(min(gate, LIMIT)) * clamp(up, -LIMIT, LIMIT)."""
+    if LIMIT is not None:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return activate(gate, ACTIVATION) * up
+
+
+@triton.jit
+def gated_with_gradient(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
+    """(z, dz/dgate, dz/dup) of z = gated(gate, up), all fp32."""
+    if LIMIT is not None:
+        gate_passes = gate <= LIMIT
+        up_passes = (up <= LIMIT) & (up >= -LIMIT)
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    value, slope = activate_with_slope(gate, ACTIVATION)
+    by_gate = up * slope
+    by_up = value
+    if LIMIT is not None:
+        by_gate = tl.where(gate_passes, by_gate, 0.0)
+        by_up = tl.where(up_passes, by_up, 0.0)
+    return value * up, by_gate, by_up

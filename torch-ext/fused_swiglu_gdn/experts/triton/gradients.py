@@ -1,0 +1,184 @@
+"""The kernels of the experts' gradients that no other pass has.
+
+    dz[row] = w dout[token] Wd[e],  dgate = dz * up * act'(gate),  dup = dz * act(gate)
+    dw[row] = <dout[token] Wd[e], z[row]>,  which is <dout[token], y[row]>: no y is kept
+    dWg[e], dWu[e] = dgate^T x, dup^T x,  dWd[e] = dout^T (w z),  summed over the expert's rows
+
+Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
+"""
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from ...common.primitives import grouped_tile
+from .gate import gated_with_gradient
+from .launching import box, launch
+from .products import gathered, programs
+from .routing import entry_of_row, first_rows, most_tiles, tile_at
+
+
+@triton.jit(do_not_specialize=["S", "E"])
+def _gate_gradient_kernel(
+    w_desc,  # [E, H, I] in blocks [1, BLOCK_K, BLOCK_N]
+    dout_ptr,  # [T, H]
+    gate_up_ptr,  # [S, 2 I] by rows: gate and up, overwritten by their gradients
+    weights_ptr,  # [S] by entries
+    wz_ptr,  # [S, I] by rows: w z; or None
+    parts_ptr,  # [S, PARTS] fp32 by rows: <dout Wd, z> of each tile's columns; or None
+    routing_ptr,
+    S,
+    E,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLAT: tl.constexpr,
+):
+    """dgate and dup over gate and up, w z, and the parts of dw; tiles [BLOCK_M, BLOCK_N]."""
+    tiles_m = tl.load(routing_ptr)
+    PARTS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    entry_ptr = entry_of_row(routing_ptr, E)
+    for tile in tl.range(tl.program_id(0), tiles_m * PARTS, tl.num_programs(0), flatten=FLAT):
+        m, n = grouped_tile(tile, tiles_m, PARTS, GROUP)
+        expert, row, end = tile_at(routing_ptr, m, S, E)
+        rows = row + tl.arange(0, BLOCK_M)
+        inside = rows < end
+        entry = tl.load(entry_ptr + rows, mask=inside, other=0)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, H, BLOCK_K):
+            dout = gathered(dout_ptr, entry // TOP_K, inside, k, H, BLOCK_K)
+            w = w_desc.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+            acc = tl.dot(dout, w, acc)
+        columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
+        mask = inside[:, None] & (columns < I)[None, :]
+        rows = rows.to(tl.int64)
+        ptrs = gate_up_ptr + rows[:, None] * 2 * I + columns[None, :]
+        gate = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
+        up = tl.load(ptrs + I, mask=mask, other=0.0).to(tl.float32)
+        z, by_gate, by_up = gated_with_gradient(gate, up, ACTIVATION, LIMIT)
+        if parts_ptr is not None:
+            tl.store(parts_ptr + rows * PARTS + n, tl.sum(acc * z, 1), mask=inside)
+        weight = tl.load(weights_ptr + entry, mask=inside, other=0.0).to(tl.float32)[:, None]
+        if wz_ptr is not None:
+            wz_ptrs = wz_ptr + rows[:, None] * I + columns[None, :]
+            tl.store(wz_ptrs, (weight * z).to(wz_ptr.dtype.element_ty), mask=mask)
+        dz = weight * acc
+        tl.store(ptrs, (dz * by_gate).to(gate_up_ptr.dtype.element_ty), mask=mask)
+        tl.store(ptrs + I, (dz * by_up).to(gate_up_ptr.dtype.element_ty), mask=mask)
+
+
+def gate_gradient(
+    dout: torch.Tensor,  # [T, H]
+    w_down: torch.Tensor,  # [E, H, I]
+    gate_up: torch.Tensor,  # [S, 2 I], overwritten
+    weights: torch.Tensor,  # [T, K]
+    routing: torch.Tensor,
+    wz: Optional[torch.Tensor],  # [S, I], filled
+    needs_weights: bool,
+    activation: str,
+    limit: Optional[float],
+    height: int,
+    config: dict,
+) -> Optional[torch.Tensor]:  # [S, PARTS] fp32
+    """Overwrites gate_up with its gradient; returns the parts of dw, if they are needed."""
+    S, (E, H, I) = gate_up.shape[0], w_down.shape
+    BN, BK = config["BLOCK_N"], config["BLOCK_K"]
+    count = triton.cdiv(I, BN)
+    parts = gate_up.new_empty((S, count), dtype=torch.float32) if needs_weights else None
+    operands = (box(w_down, 1, BK, BN), dout, gate_up, weights, wz, parts, routing)
+    tiles = most_tiles(S, E, height) * count
+    tile = (height, BN, BK, config["GROUP"], config["FLAT"])
+    launch(
+        _gate_gradient_kernel, programs(tiles, config, dout.device), operands, (S, E),
+        (H, I, weights.shape[1], activation, limit, *tile), config["num_warps"],
+        config["num_stages"],
+    )  # fmt: skip
+    return parts
+
+
+@triton.jit
+def _expert_rows(ptr, token, rows, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+):  # fmt: skip
+    """Columns first to first + BLOCK of some rows: of [T, WIDTH] by token, or [S, WIDTH]."""
+    if BY_TOKEN:
+        return gathered(ptr, token, inside, first, WIDTH, BLOCK)
+    else:
+        return gathered(ptr, rows, inside, first, WIDTH, BLOCK)
+
+
+@triton.jit(do_not_specialize=["S", "E"])
+def _weight_gradient_kernel(
+    a_ptr,  # [S, M] by rows; A_BY_TOKEN: [T, M]
+    b_ptr,  # [S, N] by rows; not A_BY_TOKEN: [T, N]
+    out_ptr,  # [E, M, N]
+    routing_ptr,
+    S,
+    E,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    TOP_K: tl.constexpr,
+    A_BY_TOKEN: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """out[e] = a^T b over the rows of expert e, in their order; ADD: added to what is there.
+
+    A program makes one tile [BLOCK_M, BLOCK_N] of one expert, zeros where that has no rows.
+    """
+    tiles_m: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    expert = tl.program_id(0) // (tiles_m * tiles_n)
+    m, n = grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
+    start = tl.load(first_rows(routing_ptr) + expert)
+    end = tl.load(first_rows(routing_ptr) + expert + 1)
+    entry_ptr = entry_of_row(routing_ptr, E)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for row in range(start, end, BLOCK_K):
+        rows = row + tl.arange(0, BLOCK_K)
+        inside = rows < end
+        token = tl.load(entry_ptr + rows, mask=inside, other=0) // TOP_K
+        # rows behind the last are another expert's: zeros in both, since 0 * inf is NaN
+        a = _expert_rows(a_ptr, token, rows, inside, m * BLOCK_M, M, BLOCK_M, A_BY_TOKEN)
+        b = _expert_rows(b_ptr, token, rows, inside, n * BLOCK_N, N, BLOCK_N, not A_BY_TOKEN)
+        acc = tl.dot(a.T, b, acc)
+    offs_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
+    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
+    ptrs = out_ptr + (expert.to(tl.int64) * M + offs_m)[:, None] * N + offs_n[None, :]
+    if ADD:
+        acc += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def weight_gradient(
+    a: torch.Tensor,  # [S, M] by rows; a_by_token: [T, M]
+    b: torch.Tensor,  # [S, N] by rows; not a_by_token: [T, N]
+    routing: torch.Tensor,
+    experts: int,
+    top_k: int,
+    a_by_token: bool,
+    main_grad: Optional[torch.Tensor],  # [E, M, N] fp32: added to, in place of a new tensor
+    config: dict,
+) -> Optional[torch.Tensor]:  # [E, M, N]
+    (M, N), S = (a.shape[1], b.shape[1]), (b if a_by_token else a).shape[0]
+    out = a.new_empty((experts, M, N)) if main_grad is None else main_grad
+    BM, BN = config["BLOCK_M"], config["BLOCK_N"]
+    launch(
+        _weight_gradient_kernel, experts * triton.cdiv(M, BM) * triton.cdiv(N, BN),
+        (a, b, out, routing), (S, experts),
+        (M, N, top_k, a_by_token, main_grad is not None, BM, BN, config["BLOCK_K"],
+        config["GROUP"]), config["num_warps"], config["num_stages"],
+    )  # fmt: skip
+    return out if main_grad is None else None

@@ -1,0 +1,212 @@
+"""Grouped products: each row of x, z or a gradient with the weights of the row's expert.
+
+Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
+Rows and tiles of rows are routing.py's. Descriptors have the experts as a dimension of their own,
+so that what lies outside a weight is read as zero, never as its neighbour. Rows behind the last of
+an expert belong to the next: they are computed along and not stored.
+"""
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from ... import device
+from ...common.primitives import grouped_tile
+from .gate import gated
+from .launching import box, launch
+from .routing import entry_of_row, most_tiles, tile_at
+
+
+@triton.jit
+def gathered(
+    x_ptr, token, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """x[token, first : first + BLOCK] of x [T, WIDTH]; zeros for rows that are not inside."""
+    k = first + tl.arange(0, BLOCK)
+    ptrs = x_ptr + token.to(tl.int64)[:, None] * WIDTH + k[None, :]
+    if WIDTH % BLOCK == 0:
+        return tl.load(ptrs, mask=inside[:, None], other=0.0)
+    else:
+        return tl.load(ptrs, mask=inside[:, None] & (k < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _up_tile(
+    x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, column,
+    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """gate and up of BLOCK_M rows by one product of width 2 BLOCK_N, and z of them."""
+    rows = row + tl.arange(0, BLOCK_M)
+    inside = rows < end
+    token = tl.load(entry_ptr + rows, mask=inside, other=0) // TOP_K
+    acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+    for k in range(0, H, BLOCK_K):
+        x = gathered(x_ptr, token, inside, k, H, BLOCK_K)  # [BLOCK_M, BLOCK_K]
+        w = w_desc.load([2 * expert, column, k]).reshape(2 * BLOCK_N, BLOCK_K)
+        acc = tl.dot(x, w.T, acc)
+    # renames registers: a thread holds both of a pair
+    gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
+    columns = column + tl.arange(0, BLOCK_N)
+    mask = inside[:, None] & (columns < I)[None, :]
+    rows = rows.to(tl.int64)[:, None]
+    if gate_up_ptr is not None:
+        ptrs = gate_up_ptr + rows * 2 * I + columns[None, :]
+        tl.store(ptrs, gate.to(gate_up_ptr.dtype.element_ty), mask=mask)
+        tl.store(ptrs + I, up.to(gate_up_ptr.dtype.element_ty), mask=mask)
+    if z_ptr is not None:
+        z = gated(gate, up, ACTIVATION, LIMIT)
+        tl.store(z_ptr + rows * I + columns[None, :], z.to(z_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["S", "E"])
+def _up_kernel(
+    w_desc,  # [2 E, I, H] in blocks [2, BLOCK_N, BLOCK_K]: gate and up of each expert
+    x_ptr,  # [T, H]
+    z_ptr,  # [S, I] by rows, or None
+    gate_up_ptr,  # [S, 2 I] by rows: gate beside up; or None
+    routing_ptr,
+    S,
+    E,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLAT: tl.constexpr,
+    TAIL: tl.constexpr,  # an expert's last rows, if half a tile holds them, are half a tile
+):
+    """z = act(x Wg^T) * (x Wu^T); programs stride over tiles [BLOCK_M, BLOCK_N]."""
+    tiles_m = tl.load(routing_ptr)
+    tiles_n: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+    entry_ptr = entry_of_row(routing_ptr, E)
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
+        m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
+        expert, row, end = tile_at(routing_ptr, m, S, E)
+        if TAIL and end - row <= BLOCK_M // 2:
+            _up_tile(
+                x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, n * BLOCK_N,
+                H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            _up_tile(
+                x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, n * BLOCK_N,
+                H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+
+
+@triton.jit
+def _rows_tile(
+    a_desc, w_desc, y_ptr, expert, row, end, column, N: tl.constexpr, WIDTH: tl.constexpr,
+    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, WIDTH, BLOCK_K):
+        a = a_desc.load([row, k])  # [BLOCK_M, BLOCK_K]
+        if TRANSPOSED:
+            w = w_desc.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K).T
+        else:
+            w = w_desc.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
+        acc = tl.dot(a, w, acc)
+    rows = row + tl.arange(0, BLOCK_M)
+    columns = column + tl.arange(0, BLOCK_N)
+    ptrs = y_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
+    mask = (rows < end)[:, None] & (columns < N)[None, :]
+    tl.store(ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["S", "E"])
+def _rows_kernel(
+    a_desc,  # [S, WIDTH] in blocks [BLOCK_M, BLOCK_K]
+    a_half_desc,  # in blocks [BLOCK_M / 2, BLOCK_K], read if TAIL; or None
+    w_desc,  # [E, N, WIDTH] in blocks [1, BLOCK_N, BLOCK_K]; not TRANSPOSED: [E, WIDTH, N]
+    y_ptr,  # [S, N]
+    routing_ptr,
+    S,
+    E,
+    N: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    FLAT: tl.constexpr,
+    TAIL: tl.constexpr,
+):
+    """y = a W[e]^T by rows, or a W[e]; programs stride over tiles [BLOCK_M, BLOCK_N]."""
+    tiles_m = tl.load(routing_ptr)
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
+        m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
+        expert, row, end = tile_at(routing_ptr, m, S, E)
+        if TAIL and end - row <= BLOCK_M // 2:
+            _rows_tile(
+                a_half_desc, w_desc, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH,
+                TRANSPOSED, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            _rows_tile(
+                a_desc, w_desc, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH,
+                TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+
+
+def programs(tiles: int, config: dict, where: torch.device) -> int:
+    """A program for each tile; where the loop over tiles is flattened, as many as run at once."""
+    if not config["FLAT"] or where.type != "cuda":
+        return tiles
+    return min(tiles, device.multiprocessor_count(where.index) * config["per_processor"])
+
+
+def up(
+    x: torch.Tensor,  # [T, H]
+    w_gate_up: torch.Tensor,  # [E, 2 I, H]
+    routing: torch.Tensor,  # in tiles of height rows
+    z: Optional[torch.Tensor],  # [S, I], filled
+    gate_up: Optional[torch.Tensor],  # [S, 2 I], filled
+    top_k: int,
+    activation: str,
+    limit: Optional[float],
+    height: int,
+    config: dict,
+) -> None:
+    (T, H), (E, I) = x.shape, (w_gate_up.shape[0], w_gate_up.shape[1] // 2)
+    BN, BK = config["BLOCK_N"], config["BLOCK_K"]
+    tiles = most_tiles(T * top_k, E, height) * triton.cdiv(I, BN)
+    operands = (box(w_gate_up.view(2 * E, I, H), 2, BN, BK), x, z, gate_up, routing)
+    tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAIL"])
+    launch(
+        _up_kernel, programs(tiles, config, x.device), operands, (T * top_k, E),
+        (H, I, top_k, activation, limit, *tile), config["num_warps"], config["num_stages"],
+    )  # fmt: skip
+
+
+def rows_product(
+    a: torch.Tensor,  # [S, WIDTH] by rows
+    weight: torch.Tensor,  # [E, N, WIDTH]; not transposed: [E, WIDTH, N]
+    routing: torch.Tensor,  # in tiles of height rows
+    transposed: bool,
+    height: int,
+    config: dict,
+) -> torch.Tensor:  # [S, N] by rows
+    """a W[e]^T, or a W[e], of each row's expert e."""
+    (S, width), E, N = a.shape, weight.shape[0], weight.shape[1 if transposed else 2]
+    y = a.new_empty((S, N))  # [S, N]
+    BN, BK = config["BLOCK_N"], config["BLOCK_K"]
+    half = box(a, height // 2, BK) if config["TAIL"] else None
+    w_desc = box(weight, 1, BN, BK) if transposed else box(weight, 1, BK, BN)
+    tiles = most_tiles(S, E, height) * triton.cdiv(N, BN)
+    tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAIL"])
+    launch(
+        _rows_kernel, programs(tiles, config, a.device), (box(a, height, BK), half, w_desc, y,
+        routing), (S, E), (N, width, transposed, *tile), config["num_warps"], config["num_stages"],
+    )  # fmt: skip
+    return y

@@ -1,0 +1,186 @@
+"""Which rows each expert computes: a stable counting sort of the entries, on the device.
+
+An entry is a pair of token and slot, t K + k. A row is an entry's place once the entries are sorted
+by expert; entries of one expert keep their order, whatever else is in the batch. No atomics in
+global memory, nothing read by the host: the same rows in every run, and the launches can be
+captured in a CUDA graph that is replayed with other ids.
+
+Sizes: T tokens, K slots, S = T K entries, E experts. `routing` is one int32 buffer:
+
+    tiles [1], first row of each expert [E + 1], entry of each row [S], row of each entry [S],
+    expert of each tile [most], first row of each tile [most]       most = S // 16 + E
+
+A tile is up to `height` rows of one expert. An id outside [0, E) means that the expert is held
+elsewhere: such an entry has row -1, and the rows end before S.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .launching import launch
+
+BLOCK = 256  # entries ranked by a program
+CHUNK = 1024  # entries counted in one step
+ALONE = 8192  # up to so many entries every program counts all of them itself
+
+
+def routing_size(entries: int, experts: int) -> int:
+    return 1 + (experts + 1) + 2 * entries + 2 * (entries // 16 + experts)
+
+
+@triton.jit
+def first_rows(routing_ptr):
+    """[E + 1]: the first row of each expert, and the number of rows."""
+    return routing_ptr + 1
+
+
+@triton.jit
+def entry_of_row(routing_ptr, E):
+    """[S]"""
+    return routing_ptr + E + 2
+
+
+@triton.jit
+def row_of_entry(routing_ptr, S, E):
+    """[S]"""
+    return routing_ptr + E + 2 + S
+
+
+@triton.jit
+def tile_at(routing_ptr, tile, S, E):
+    """(expert, first row, the row behind the expert's last) of a tile."""
+    list_ptr = routing_ptr + E + 2 + 2 * S
+    expert = tl.load(list_ptr + tile)
+    row = tl.load(list_ptr + S // 16 + E + tile)
+    return expert, row, tl.load(first_rows(routing_ptr) + expert + 1)
+
+
+@triton.jit
+def _experts_at(ids_ptr, offs, S, E):
+    """The experts of entries; E for those held elsewhere and behind the last entry."""
+    ids = tl.load(ids_ptr + offs, mask=offs < S, other=-1)
+    return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
+
+
+@triton.jit
+def _histogram(ids, E, EXPERTS: tl.constexpr):
+    """[EXPERTS]: how many of the ids are e, for e < E."""
+    return tl.histogram(tl.where(ids < E, ids, 0), EXPERTS, mask=ids < E)
+
+
+@triton.jit(do_not_specialize=["S", "E"])
+def _count_kernel(
+    ids_ptr,  # [S] int32 or int64
+    counts_ptr,  # [blocks + 1, EXPERTS] int32
+    S,
+    E,
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """counts[block, e]: the entries of a block that go to expert e."""
+    block = tl.program_id(0)
+    ids = _experts_at(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), S, E)
+    counts = _histogram(ids, E, EXPERTS)
+    tl.store(counts_ptr + block.to(tl.int64) * EXPERTS + tl.arange(0, EXPERTS), counts)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _scan_kernel(
+    counts_ptr,  # [blocks + 1, EXPERTS] int32
+    blocks,
+    EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    """counts[block, e] becomes the count of all earlier blocks; the last row gets the totals."""
+    e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
+    total = tl.zeros((BLOCK_E,), tl.int32)
+    for first in range(0, blocks, BLOCK_B):
+        block = first + tl.arange(0, BLOCK_B)
+        ptrs = counts_ptr + block.to(tl.int64)[:, None] * EXPERTS + e[None, :]
+        inside = (block < blocks)[:, None]
+        counts = tl.load(ptrs, mask=inside, other=0)  # [BLOCK_B, BLOCK_E]
+        tl.store(ptrs, tl.cumsum(counts, 0) - counts + total[None, :], mask=inside)
+        total += tl.sum(counts, 0)
+    tl.store(counts_ptr + blocks.to(tl.int64) * EXPERTS + e, total)
+
+
+@triton.jit(do_not_specialize=["S", "E", "blocks", "height"])
+def _place_kernel(
+    ids_ptr,  # [S] int32 or int64
+    counts_ptr,  # [blocks + 1, EXPERTS] as _scan_kernel leaves them; None: counted here
+    routing_ptr,  # see the top of this file
+    S,
+    E,
+    blocks,
+    height,  # rows of a tile
+    EXPERTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """row = first row of the expert + its entries before this one; a program places BLOCK entries.
+
+    The entry whose row is the first of a tile writes the tile.
+    """
+    block = tl.program_id(0)
+    offs = block * BLOCK + tl.arange(0, BLOCK)
+    ids = _experts_at(ids_ptr, offs, S, E)  # [BLOCK]
+    e_offs = tl.arange(0, EXPERTS)
+    before = tl.zeros((EXPERTS,), tl.int32)  # entries of each expert in earlier blocks
+    if counts_ptr is None:
+        total = tl.zeros((EXPERTS,), tl.int32)
+        for first in range(0, S, CHUNK):
+            chunk = first + tl.arange(0, CHUNK)
+            every = _experts_at(ids_ptr, chunk, S, E)
+            total += _histogram(every, E, EXPERTS)
+            earlier = tl.where(chunk < block * BLOCK, every, E)
+            before += _histogram(earlier, E, EXPERTS)
+    else:
+        total = tl.load(counts_ptr + blocks.to(tl.int64) * EXPERTS + e_offs)
+        before = tl.load(counts_ptr + block.to(tl.int64) * EXPERTS + e_offs)
+    start = tl.cumsum(total, 0) - total  # [EXPERTS]
+    tiles = (total + height - 1) // height
+    tile_start = tl.cumsum(tiles, 0) - tiles
+    same = tl.zeros((BLOCK, STEP), tl.int32)
+    for first in range(0, BLOCK, STEP):
+        other = block * BLOCK + first + tl.arange(0, STEP)
+        others = _experts_at(ids_ptr, other, S, E)
+        same += ((others[None, :] == ids[:, None]) & (other[None, :] < offs[:, None])).to(tl.int32)
+    here = ids < E
+    e = tl.where(here, ids, 0)
+    rank = tl.sum(same, 1) + tl.gather(before, e, 0)
+    row = tl.gather(start, e, 0) + rank
+    tl.store(entry_of_row(routing_ptr, E) + row, offs, mask=here)
+    tl.store(row_of_entry(routing_ptr, S, E) + offs, tl.where(here, row, -1), mask=offs < S)
+    tile = tl.gather(tile_start, e, 0) + rank // height
+    is_first = here & (rank % height == 0)
+    list_ptr = routing_ptr + E + 2 + 2 * S
+    tl.store(list_ptr + tile, e, mask=is_first)
+    tl.store(list_ptr + S // 16 + E + tile, row, mask=is_first)
+    if block == 0:
+        tl.store(routing_ptr, tl.sum(tiles, 0))
+        tl.store(first_rows(routing_ptr) + e_offs, start, mask=e_offs < E)
+        tl.store(first_rows(routing_ptr) + E, tl.sum(total, 0))
+
+
+def most_tiles(entries: int, experts: int, height: int) -> int:
+    """Tiles at most: every expert that is hit loses less than one tile."""
+    return min(entries, entries // height + min(experts, entries))
+
+
+def route(ids: torch.Tensor, experts: int, height: int) -> torch.Tensor:
+    """The `routing` of ids [T, K], which are contiguous, in tiles of `height` rows."""
+    entries = ids.numel()
+    blocks = triton.cdiv(entries, BLOCK)
+    routing = ids.new_empty(routing_size(entries, experts), dtype=torch.int32)
+    width = max(32, triton.next_power_of_2(experts))
+    counts = None
+    if entries > ALONE:
+        counts = ids.new_empty((blocks + 1, width), dtype=torch.int32)
+        launch(_count_kernel, blocks, (ids, counts), (entries, experts), (width, BLOCK), 4)
+        launch(_scan_kernel, width // 8, (counts,), (blocks,), (width, 8, 512), 8)
+    numbers = (entries, experts, blocks, height)
+    launch(_place_kernel, blocks, (ids, counts, routing), numbers, (width, BLOCK, CHUNK, 32), 8)
+    return routing
