@@ -20,6 +20,39 @@ from .products import gathered, programs
 from .routing import entry_of_row, first_rows, most_tiles, tile_at
 
 
+@triton.jit
+def _halves(x):
+    """The left and the right half of the columns: renames registers, a thread holds some of both."""
+    rows: tl.constexpr = x.shape[0]
+    half: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, (rows, 2, half)), (0, 2, 1)))
+
+
+@triton.jit
+def _gate_columns(
+    dz,  # [BLOCK_M, BLOCK] fp32: dout Wd, not yet weighted
+    gate_up_ptr, wz_ptr, weight, inside, row, column, I: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+):  # fmt: skip
+    """dgate and dup over gate and up, and w z, of some columns; <dz, z> of each row."""
+    BLOCK_M: tl.constexpr = dz.shape[0]
+    BLOCK: tl.constexpr = dz.shape[1]
+    offs_m, offs_n = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK)[None, :]
+    mask = inside[:, None] & (column + offs_n < I)
+    ptrs = gate_up_ptr + row.to(tl.int64) * 2 * I + column + (offs_m * 2 * I + offs_n)
+    gate = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK]
+    up = tl.load(ptrs + I, mask=mask, other=0.0).to(tl.float32)
+    z, by_gate, by_up = gated_with_gradient(gate, up, ACTIVATION, LIMIT)
+    part = tl.sum(dz * z, 1)
+    if wz_ptr is not None:
+        wz = (weight[:, None] * z).to(wz_ptr.dtype.element_ty)
+        tl.store(wz_ptr + row.to(tl.int64) * I + column + (offs_m * I + offs_n), wz, mask=mask)
+    dz *= weight[:, None]
+    tl.store(ptrs, (dz * by_gate).to(gate_up_ptr.dtype.element_ty), mask=mask)
+    tl.store(ptrs + I, (dz * by_up).to(gate_up_ptr.dtype.element_ty), mask=mask)
+    return part
+
+
 @triton.jit(do_not_specialize=["S", "E"])
 def _gate_gradient_kernel(
     w_desc,  # [E, H, I] in blocks [1, BLOCK_K, BLOCK_N]
@@ -57,22 +90,19 @@ def _gate_gradient_kernel(
             dout = gathered(dout_ptr, entry // TOP_K, inside, k, H, BLOCK_K)
             w = w_desc.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
             acc = tl.dot(dout, w, acc)
-        columns = n * BLOCK_N + tl.arange(0, BLOCK_N)
-        mask = inside[:, None] & (columns < I)[None, :]
-        rows = rows.to(tl.int64)
-        ptrs = gate_up_ptr + rows[:, None] * 2 * I + columns[None, :]
-        gate = tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_M, BLOCK_N]
-        up = tl.load(ptrs + I, mask=mask, other=0.0).to(tl.float32)
-        z, by_gate, by_up = gated_with_gradient(gate, up, ACTIVATION, LIMIT)
+        weight = tl.load(weights_ptr + entry, mask=inside, other=0.0).to(tl.float32)
+        part = tl.zeros((BLOCK_M,), tl.float32)
+        left, right = _halves(acc)
+        for half in tl.static_range(2):  # a quarter of the columns at a time: registers
+            pair = _halves(right if half else left)
+            for quarter in tl.static_range(2):
+                column = n * BLOCK_N + (2 * half + quarter) * (BLOCK_N // 4)
+                part += _gate_columns(
+                    pair[quarter], gate_up_ptr, wz_ptr, weight, inside, row, column, I, ACTIVATION,
+                    LIMIT,
+                )  # fmt: skip
         if parts_ptr is not None:
-            tl.store(parts_ptr + rows * PARTS + n, tl.sum(acc * z, 1), mask=inside)
-        weight = tl.load(weights_ptr + entry, mask=inside, other=0.0).to(tl.float32)[:, None]
-        if wz_ptr is not None:
-            wz_ptrs = wz_ptr + rows[:, None] * I + columns[None, :]
-            tl.store(wz_ptrs, (weight * z).to(wz_ptr.dtype.element_ty), mask=mask)
-        dz = weight * acc
-        tl.store(ptrs, (dz * by_gate).to(gate_up_ptr.dtype.element_ty), mask=mask)
-        tl.store(ptrs + I, (dz * by_up).to(gate_up_ptr.dtype.element_ty), mask=mask)
+            tl.store(parts_ptr + rows.to(tl.int64) * PARTS + n, part, mask=inside)
 
 
 def gate_gradient(

@@ -3,7 +3,8 @@
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
 Rows and tiles of rows are routing.py's. Descriptors have the experts as a dimension of their own,
 so that what lies outside a weight is read as zero, never as its neighbour. Rows behind the last of
-an expert belong to the next: they are computed along and not stored.
+an expert belong to the next: they are computed along and not stored. Addresses of a tile have 64
+bits, offsets in it 32.
 """
 
 from typing import Optional
@@ -20,9 +21,7 @@ from .routing import entry_of_row, most_tiles, tile_at
 
 
 @triton.jit
-def gathered(
-    x_ptr, token, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def gathered(x_ptr, token, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     """x[token, first : first + BLOCK] of x [T, WIDTH]; zeros for rows that are not inside."""
     k = first + tl.arange(0, BLOCK)
     ptrs = x_ptr + token.to(tl.int64)[:, None] * WIDTH + k[None, :]
@@ -50,16 +49,15 @@ def _up_tile(
         acc = tl.dot(x, w.T, acc)
     # renames registers: a thread holds both of a pair
     gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
-    columns = column + tl.arange(0, BLOCK_N)
-    mask = inside[:, None] & (columns < I)[None, :]
-    rows = rows.to(tl.int64)[:, None]
+    offs_m, offs_n = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    mask = inside[:, None] & (column + offs_n < I)
     if gate_up_ptr is not None:
-        ptrs = gate_up_ptr + rows * 2 * I + columns[None, :]
+        ptrs = gate_up_ptr + row.to(tl.int64) * 2 * I + column + (offs_m * 2 * I + offs_n)
         tl.store(ptrs, gate.to(gate_up_ptr.dtype.element_ty), mask=mask)
         tl.store(ptrs + I, up.to(gate_up_ptr.dtype.element_ty), mask=mask)
     if z_ptr is not None:
-        z = gated(gate, up, ACTIVATION, LIMIT)
-        tl.store(z_ptr + rows * I + columns[None, :], z.to(z_ptr.dtype.element_ty), mask=mask)
+        z = gated(gate, up, ACTIVATION, LIMIT).to(z_ptr.dtype.element_ty)
+        tl.store(z_ptr + row.to(tl.int64) * I + column + (offs_m * I + offs_n), z, mask=mask)
 
 
 @triton.jit(do_not_specialize=["S", "E"])
@@ -115,10 +113,9 @@ def _rows_tile(
         else:
             w = w_desc.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
         acc = tl.dot(a, w, acc)
-    rows = row + tl.arange(0, BLOCK_M)
-    columns = column + tl.arange(0, BLOCK_N)
-    ptrs = y_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
-    mask = (rows < end)[:, None] & (columns < N)[None, :]
+    offs_m, offs_n = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    ptrs = y_ptr + row.to(tl.int64) * N + column + (offs_m * N + offs_n)
+    mask = (row + offs_m < end) & (column + offs_n < N)
     tl.store(ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
