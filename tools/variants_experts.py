@@ -25,7 +25,7 @@ def _variant(name, module, kernel, operands, numbers, constexprs, config, target
     signature.update(dict.fromkeys(numbers, "i32"))
     absent = {k: None for k, kind in operands.items() if kind is None}
     options = {k: config[k] for k in ("num_warps", "num_stages", "launch_pdl") if k in config}
-    module = f"experts.triton.{module}"
+    module = f"experts.portable.{module}"
     return Variant(name, module, kernel, signature, {**absent, **constexprs}, options, targets)
 
 
@@ -89,7 +89,7 @@ def _weight_gradient(name, config, targets, by_token, add=False) -> Variant:
 
 
 def _products(device: str, targets) -> list:
-    forward, backward = (_config(f"experts_{way}{device}") for way in ("fwd", "bwd"))
+    forward, backward = (_config(f"portable_experts_{way}{device}") for way in ("fwd", "bwd"))
     found = {}
     for config in [forward["default"], *(entry["config"] for entry in forward["tuned"])]:
         height = config["BLOCK_M"]
@@ -114,7 +114,7 @@ def _products(device: str, targets) -> list:
 
 
 def _few(targets, pdl) -> list:
-    config = _config("experts_few")["default"]
+    config = _config("portable_experts_few")["default"]
     b = "*bf16:16"
     up = {"x_ptr": b, "w_ptr": b, "ids_ptr": "*i64:16", "z_ptr": b}
     down = {"z_ptr": b, "w_ptr": b, "ids_ptr": "*i64:16", "weights_ptr": b, "out_ptr": b}

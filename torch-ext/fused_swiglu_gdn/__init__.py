@@ -1,6 +1,7 @@
-"""Fused SwiGLU and Gated DeltaNet kernels. `__all__` is the API of this version."""
+"""Kernels of SwiGLU, routed experts and Gated DeltaNet. `__all__` is the API of this version."""
 
 from . import layers
+from .experts.api import fused_experts
 from .gdn.api import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .gdn.api_aiter import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_opt_vk
 from .gdn_layer.api import causal_conv1d_fn, causal_conv1d_update, gated_delta_gate, rms_norm_gated
@@ -20,6 +21,7 @@ __all__ = [
     "chunk_gated_delta_rule_opt",
     "chunk_gated_delta_rule_opt_vk",
     "decorate",
+    "fused_experts",
     "fused_recurrent_gated_delta_rule",
     "fused_swiglu",
     "fused_swiglu_mlp",

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..reference.swiglu import ACTIVATIONS, at_least_fp32
+from ..runtime.dtypes import at_least_fp32
+from ..swiglu.reference import ACTIVATIONS
 
 ACTIVATION_GRADIENTS = {
     "silu": torch.ops.aten.silu_backward,

@@ -4,7 +4,7 @@ from typing import Optional
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...common.launch import prepare, specialized_on
+from ...runtime.launch import prepare, specialized_on
 
 
 def box(tensor, *block: int) -> TensorDescriptor:

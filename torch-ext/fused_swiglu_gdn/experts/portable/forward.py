@@ -8,11 +8,11 @@ from typing import Optional, Tuple
 
 import torch
 
-from ... import device, tuning
+from ...runtime import device, tuning
 from .combine import combine
 from .few import few_fwd
 from .products import rows_product, up
-from .routing import route
+from .routing import new_routing, route
 
 SERVED = (torch.float16, torch.bfloat16)
 FEW = 8  # tokens
@@ -36,16 +36,22 @@ def supports_experts_fwd(x, w_gate_up, w_down, ids, weights, activation, limit) 
     )
 
 
+def supports_experts_saving_fwd(
+    x, w_gate_up, w_down, ids, weights, activation, limit, recompute
+) -> bool:
+    return supports_experts_fwd(x, w_gate_up, w_down, ids, weights, activation, limit)
+
+
 def tiles_for(where: torch.device, T: int, K: int, E: int) -> dict:
     """The tuned tiles for so many rows an expert."""
-    return tuning.lookup("experts_fwd", where, rows=max(1, T * K // E))
+    return tuning.lookup("portable_experts_fwd", where, rows=max(1, T * K // E))
 
 
 def _grouped(
     x, w_gate_up, w_down, ids, weights, activation, limit, gate_up
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """(out [T, H], routing); fills gate_up [S, 2 I], unless that is None."""
-    (T, H), (E, _, I), K = x.shape, w_down.shape, ids.shape[1]
+    T, (E, _, I), K = x.shape[0], w_down.shape, ids.shape[1]
     tiles = tiles_for(x.device, T, K, E)
     height = tiles["BLOCK_M"]
     routing = route(ids, E, height)
@@ -80,7 +86,7 @@ def experts_saving_fwd(
     S, width = ids.numel(), w_gate_up.shape[1]
     gate_up = x.new_empty(0 if recompute else (S, width))  # [S, 2 I]
     if x.numel() == 0:
-        return torch.empty_like(x), gate_up, ids.new_empty(0, dtype=torch.int32)
+        return torch.empty_like(x), gate_up, new_routing(ids, w_down.shape[0])
     kept = None if recompute else gate_up
     with device.on(x.device):
         out, routing = _grouped(x, w_gate_up, w_down, ids, weights, activation, limit, kept)

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...common.primitives import grouped_tile
+from ...runtime.primitives import grouped_tile
 from .gate import gated_with_gradient
 from .launching import box, launch
 from .products import gathered, programs
@@ -22,7 +22,7 @@ from .routing import entry_of_row, first_rows, most_tiles, tile_at
 
 @triton.jit
 def _halves(x):
-    """The left and the right half of the columns: renames registers, a thread holds some of both."""
+    """The left and the right half of the columns: a thread holds some of both, nothing moves."""
     rows: tl.constexpr = x.shape[0]
     half: tl.constexpr = x.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(x, (rows, 2, half)), (0, 2, 1)))

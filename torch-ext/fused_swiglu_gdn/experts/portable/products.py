@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ... import device
-from ...common.primitives import grouped_tile
+from ...runtime import device
+from ...runtime.primitives import grouped_tile
 from .gate import gated
 from .launching import box, launch
 from .routing import entry_of_row, most_tiles, tile_at

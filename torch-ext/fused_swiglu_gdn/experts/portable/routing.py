@@ -8,7 +8,7 @@ captured in a CUDA graph that is replayed with other ids.
 Sizes: T tokens, K slots, S = T K entries, E experts. `routing` is one int32 buffer:
 
     tiles [1], first row of each expert [E + 1], entry of each row [S], row of each entry [S],
-    expert of each tile [most], first row of each tile [most]       most = S // 16 + E
+    expert of each tile [most], first row of each tile [most], most = S // 16 + E, and to spare
 
 A tile is up to `height` rows of one expert. An id outside [0, E) means that the expert is held
 elsewhere: such an entry has row -1, and the rows end before S.
@@ -25,8 +25,9 @@ CHUNK = 1024  # entries counted in one step
 ALONE = 8192  # up to so many entries every program counts all of them itself
 
 
-def routing_size(entries: int, experts: int) -> int:
-    return 1 + (experts + 1) + 2 * entries + 2 * (entries // 16 + experts)
+def new_routing(ids: torch.Tensor, experts: int) -> torch.Tensor:
+    """The buffer, not filled. Its size is simple, since the operators' fakes say it, too."""
+    return ids.new_empty(3 * (ids.numel() + experts + 1), dtype=torch.int32)
 
 
 @triton.jit
@@ -174,7 +175,7 @@ def route(ids: torch.Tensor, experts: int, height: int) -> torch.Tensor:
     """The `routing` of ids [T, K], which are contiguous, in tiles of `height` rows."""
     entries = ids.numel()
     blocks = triton.cdiv(entries, BLOCK)
-    routing = ids.new_empty(routing_size(entries, experts), dtype=torch.int32)
+    routing = new_routing(ids, experts)
     width = max(32, triton.next_power_of_2(experts))
     counts = None
     if entries > ALONE:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ... import device, tuning
+from ...runtime import device, tuning
 from .gate import gated
 from .launching import launch
 
@@ -122,7 +122,7 @@ def few_fwd(
     limit: Optional[float],
 ) -> torch.Tensor:  # [T, H]
     (T, H), (E, _, I), K = x.shape, w_down.shape, ids.shape[1]
-    config = tuning.lookup("experts_few", x.device, H=H, I=I)
+    config = tuning.lookup("portable_experts_few", x.device, H=H, I=I)
     up, down = config["up"], config["down"]
     z = x.new_empty((T * K, I))  # [S, I]
     out = x.new_empty((T, H))  # [T, H]

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ...common.primitives import activate, activate_with_slope
+from ...runtime.primitives import activate, activate_with_slope
 
 
 @triton.jit

@@ -8,15 +8,17 @@ from typing import Optional, Sequence, Tuple
 
 import torch
 
-from ... import device, tuning
+from ...runtime import device, tuning
 from .combine import combine, weights_gradient
 from .forward import supports_experts_fwd, tiles_for
 from .gradients import gate_gradient, weight_gradient
 from .products import rows_product, up
 
 
-def supports_experts_bwd(x, w_gate_up, w_down, ids, weights, activation, limit) -> bool:
-    return supports_experts_fwd(x, w_gate_up, w_down, ids, weights, activation, limit)
+def supports_experts_bwd(
+    dout, x, w_gate_up, w_down, weights, gate_up, routing, activation, limit, needs, main_grads
+) -> bool:
+    return supports_experts_fwd(x, w_gate_up, w_down, weights, weights, activation, limit)
 
 
 def experts_bwd(
@@ -34,10 +36,12 @@ def experts_bwd(
 ) -> Tuple[Optional[torch.Tensor], ...]:
     """(dx, dw_gate_up, dw_down, dweights): None where not needed or added to a main_grad."""
     dout, x, weights = dout.contiguous(), x.contiguous(), weights.contiguous()
-    (T, H), (E, _, I), K = x.shape, w_down.shape, weights.shape[1]
+    T, (E, _, I), K = x.shape[0], w_down.shape, weights.shape[1]
+    if x.numel() == 0:
+        return _zeros(x, w_gate_up, w_down, weights, needs, main_grads)
     tiles = tiles_for(x.device, T, K, E)
     height = tiles["BLOCK_M"]
-    config = tuning.lookup("experts_bwd", x.device, BLOCK_M=height)
+    config = tuning.lookup("portable_experts_bwd", x.device, BLOCK_M=height)
     with device.on(x.device):
         if gate_up.numel() == 0:
             gate_up = x.new_empty((T * K, 2 * I))  # [S, 2 I]
@@ -61,3 +65,12 @@ def experts_bwd(
             dx = rows_product(gate_up, w_gate_up, routing, False, height, config["rows"])  # [S, H]
             dx = combine(dx, None, routing, E, K)
     return dx, dw_gate_up, dw_down, dweights
+
+
+def _zeros(x, w_gate_up, w_down, weights, needs, main_grads) -> tuple:
+    """The gradients of a call without tokens."""
+    gone = (None, *main_grads, None)
+    return tuple(
+        torch.zeros_like(tensor) if needed and main_grad is None else None
+        for tensor, needed, main_grad in zip((x, w_gate_up, w_down, weights), needs, gone)
+    )

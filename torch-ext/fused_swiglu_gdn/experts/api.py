@@ -1,0 +1,66 @@
+"""The routed experts of a mixture of experts, as one function."""
+
+from typing import Optional
+
+from torch import Tensor
+
+from ..runtime.shortcuts import autocast
+from . import checks, ops
+
+
+def fused_experts(
+    x: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    activation: str = "silu",
+    limit: Optional[float] = None,
+    recompute: bool = False,
+    main_grad: bool = False,
+) -> Tensor:
+    """The routed experts of a mixture of experts, forward and backward.
+
+        out[t] = sum_k w[t, k] (act(x[t] Wg[e]^T) * (x[t] Wu[e]^T)) Wd[e]^T,
+        e = top_k_index[t, k],  w = top_k_weights
+
+    The sum over k is made in fp32, in the order of the slots, and rounded once; every run gives the
+    same bits. Nothing is read by the host, so that a call can be captured in a CUDA graph and
+    replayed with other indices. An index outside [0, E) means that the expert is held elsewhere
+    (expert parallelism): it costs nothing, adds nothing, and its weight has a gradient of 0.
+
+    Kernels serve bf16 and fp16 where H and I are multiples of 8 and the weights are contiguous;
+    everything else is computed by plain torch, one expert after the other.
+
+    Args:
+        x: [T, H]; fp32, bf16 or fp16.
+        w_gate_up: [E, 2 I, H], the rows of the gate above those of up; the dtype of x.
+        w_down: [E, H, I]; the dtype of x.
+        top_k_index: [T, K]; int32 or int64.
+        top_k_weights: [T, K]; fp32, bf16 or fp16.
+        activation: "silu", "gelu_tanh" or "relu".
+        limit: if given, gate is clamped to at most `limit` and up to [-limit, limit] first.
+        recompute: for training: save only x for the backward pass, and compute gate and up again
+            there. Otherwise they are saved, [T K, 2 I], and the backward pass overwrites them: a
+            second backward pass over the same graph is an error.
+        main_grad: for training in eager mode: add the gradients of weights that have an attribute
+            `main_grad` (fp32, as Megatron's) to it in fp32, and return none for them.
+
+    Returns:
+        [T, H], the dtype of x (of autocast, where that is on).
+
+    Raises:
+        ValueError: a shape, device, activation or limit does not fit.
+        TypeError: an argument is no tensor, or a dtype does not fit.
+
+    Example:
+        >>> scores = (x @ w_router.t()).softmax(-1)  # [T, E]
+        >>> weights, index = scores.topk(8, dim=-1)
+        >>> out = fused_experts(x, w_gate_up, w_down, index, weights)
+    """
+    x, w_gate_up, w_down = autocast(x, w_gate_up, w_down)
+    args = (x, w_gate_up, w_down, top_k_index, top_k_weights, activation, limit)
+    checks.fused_experts(*args)
+    limit = None if limit is None else float(limit)
+    return ops.experts(*args[:6], limit, bool(recompute), bool(main_grad))

@@ -1,0 +1,39 @@
+"""Checks of the routed experts."""
+
+import torch
+
+from ..runtime.checks import (
+    agrees,
+    has_dtype,
+    has_shape,
+    is_floating,
+    is_one_of,
+    remembered,
+    same_device,
+)
+from ..swiglu.checks import ACTIVATIONS
+
+
+@remembered
+def fused_experts(x, w_gate_up, w_down, top_k_index, top_k_weights, activation, limit) -> None:
+    sizes: dict = {}
+    has_shape("x", x, "T H", sizes)
+    is_floating("x", x)
+    has_shape("w_down", w_down, "E H I", sizes)
+    sizes["2*I"] = 2 * sizes["I"]
+    has_shape("w_gate_up", w_gate_up, "E 2*I H", sizes)
+    has_shape("top_k_index", top_k_index, "T K", sizes)
+    has_dtype("top_k_index", top_k_index, (torch.int32, torch.int64))
+    has_shape("top_k_weights", top_k_weights, "T K", sizes)
+    is_floating("top_k_weights", top_k_weights)
+    for name, weight in (("w_gate_up", w_gate_up), ("w_down", w_down)):
+        agrees(name, weight, "x", x)
+    for name, routing in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
+        same_device(name, routing, "x", x)
+    is_one_of("activation", activation, ACTIVATIONS)
+    if limit is None:
+        return
+    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
+        raise TypeError(f"limit must be a number or None, got {type(limit).__name__}")
+    if not limit > 0:
+        raise ValueError(f"limit must be above 0, got {limit}")
