@@ -38,7 +38,9 @@ def _up(name, height, config, targets, saving=False, dtype="bf16", **gate) -> Va
     pointer = f"*{dtype}:16"
     block = (2, config["BLOCK_N"], config["BLOCK_K"])
     operands = {
-        "w_desc": _box(*block, dtype=dtype), "x_ptr": pointer, "z_ptr": pointer,
+        "w_desc": _box(*block, dtype=dtype),
+        "z_desc": _box(height, block[1], dtype=dtype) if config["STORE"] else None,
+        "x_ptr": pointer, "z_ptr": pointer,
         "gate_up_ptr": pointer if saving else None, "routing_ptr": "*i32:16",
     }  # fmt: skip
     constexprs = {**SHARED, **GATE, **gate, **_tile(config, height, "TAIL")}
@@ -54,6 +56,7 @@ def _rows(name, height, config, targets, transposed) -> Variant:
         "a_desc": _box(height, BK),
         "a_half_desc": _box(height // 2, BK) if config["TAIL"] else None,
         "w_desc": _box(1, BN, BK) if transposed else _box(1, BK, BN),
+        "y_desc": _box(height, BN // 2) if config["STORE"] else None,
         "y_ptr": "*bf16:16", "routing_ptr": "*i32:16",
     }  # fmt: skip
     width = I if transposed else 2 * I
@@ -76,9 +79,11 @@ def _gate_gradient(name, height, config, targets) -> Variant:
 
 
 def _weight_gradient(name, config, targets, by_token, add=False) -> Variant:
+    BM, BN, BK = (config[f"BLOCK_{d}"] for d in "MNK")
+    desc = _box(BK, BN if by_token else BM) if config["COPY_ENGINE"] else None
     operands = {
-        "a_ptr": "*bf16:16", "b_ptr": "*bf16:16", "out_ptr": "*fp32:16" if add else "*bf16:16",
-        "routing_ptr": "*i32:16",
+        "rows_desc": desc, "a_ptr": "*bf16:16", "b_ptr": "*bf16:16",
+        "out_ptr": "*fp32:16" if add else "*bf16:16", "routing_ptr": "*i32:16",
     }  # fmt: skip
     M, N = (H, I) if by_token else (2 * I, H)
     blocks = {key: config[key] for key in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP")}
@@ -89,28 +94,31 @@ def _weight_gradient(name, config, targets, by_token, add=False) -> Variant:
 
 
 def _products(device: str, targets) -> list:
-    forward, backward = (_config(f"portable_experts_{way}{device}") for way in ("fwd", "bwd"))
+    table = _config(f"portable_experts{device}")
     found = {}
-    for config in [forward["default"], *(entry["config"] for entry in forward["tuned"])]:
-        height = config["BLOCK_M"]
-        name = f"{height} {config['up']['BLOCK_N']}{device[-5:]}"
+    for config in [table["default"], *(entry["config"] for entry in table["tuned"])]:
+        height, mark = config["BLOCK_M"], device[-5:]
         for variant in (
-            _up(name, height, config["up"], targets),
-            _up(name, height, config["up"], targets, saving=True),
-            _rows(name, height, config["down"], targets, True),
-        ):
-            found[variant.name] = variant
-    for entry in backward["tuned"]:
-        height, config = entry["sizes"]["BLOCK_M"], entry["config"]
-        name = f"{height}{device[-5:]}"
-        for variant in (
-            _gate_gradient(name, height, config["gate"], targets),
-            _rows(name, height, config["rows"], targets, False),
-            _weight_gradient(name, config["weight"], targets, True),
-            _weight_gradient(name, config["weight"], targets, False),
+            _up(f"{_name(config['up'], height)}{mark}", height, config["up"], targets),
+            _up(f"{_name(config['up'], height)}{mark}", height, config["up"], targets, True),
+            _rows(f"{_name(config['down'], height)}{mark}", height, config["down"], targets, True),
+            _gate_gradient(
+                f"{_name(config['gate'], height)}{mark}", height, config["gate"], targets
+            ),
+            _rows(f"{_name(config['dx'], height)}{mark}", height, config["dx"], targets, False),
+            *(
+                _weight_gradient(f"{_name(config['weight'])}{mark}", config["weight"], targets, way)
+                for way in (True, False)
+            ),
         ):
             found[variant.name] = variant
     return list(found.values())
+
+
+def _name(config: dict, height: int = 0) -> str:
+    blocks = (height or config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"])
+    marks = [key for key in ("FLAT", "STORE", "COPY_ENGINE") if config.get(key)]
+    return " ".join(["x".join(map(str, blocks)), f"group={config['GROUP']}", *marks])
 
 
 def _few(targets, pdl) -> list:
@@ -137,12 +145,12 @@ def _routing(width: int, targets) -> list:
     place = ("S", "E", "blocks", "height")
     i32 = "*i32:16"
     rows = [
-        ("_count_kernel", {"ids_ptr": "*i64:16", "counts_ptr": i32}, {"BLOCK": 256}, 4),
+        ("_count_kernel", {"ids_ptr": "*i64:16", "counts_ptr": i32}, {"BLOCK": 128}, 4),
         ("_scan_kernel", {"counts_ptr": i32}, {"BLOCK_E": 8, "BLOCK_B": 512}, 8),
     ]
     for counts in (None, i32):
         operands = {"ids_ptr": "*i64:16", "counts_ptr": counts, "routing_ptr": i32}
-        rows.append(("_place_kernel", operands, {"BLOCK": 256, "CHUNK": 1024, "STEP": 32}, 8))
+        rows.append(("_place_kernel", operands, {"BLOCK": 128, "CHUNK": 1024, "STEP": 32}, 4))
     return [
         _variant(
             f"experts{kernel[:-7]} {width}" + (" counted" if operands.get("counts_ptr") else ""),

@@ -44,7 +44,7 @@ def supports_experts_saving_fwd(
 
 def tiles_for(where: torch.device, T: int, K: int, E: int) -> dict:
     """The tuned tiles for so many rows an expert."""
-    return tuning.lookup("portable_experts_fwd", where, rows=max(1, T * K // E))
+    return tuning.lookup("portable_experts", where, rows=max(1, T * K // E))
 
 
 def _grouped(

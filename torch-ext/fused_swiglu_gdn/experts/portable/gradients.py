@@ -16,16 +16,21 @@ import triton.language as tl
 from ...runtime.primitives import grouped_tile
 from .gate import gated_with_gradient
 from .launching import box, launch
-from .products import gathered, programs
+from .products import gathered, halves, programs
 from .routing import entry_of_row, first_rows, most_tiles, tile_at
 
 
 @triton.jit
-def _halves(x):
-    """The left and the right half of the columns: a thread holds some of both, nothing moves."""
-    rows: tl.constexpr = x.shape[0]
-    half: tl.constexpr = x.shape[1] // 2
-    return tl.split(tl.permute(tl.reshape(x, (rows, 2, half)), (0, 2, 1)))
+def _piece(x, NUMBER: tl.constexpr, PIECES: tl.constexpr):
+    """One of PIECES equal pieces of the columns of x, a power of two: nothing moves."""
+    if PIECES == 1:
+        return x
+    else:
+        left, right = halves(x)
+        if NUMBER < PIECES // 2:
+            return _piece(left, NUMBER, PIECES // 2)
+        else:
+            return _piece(right, NUMBER - PIECES // 2, PIECES // 2)
 
 
 @triton.jit
@@ -92,15 +97,11 @@ def _gate_gradient_kernel(
             acc = tl.dot(dout, w, acc)
         weight = tl.load(weights_ptr + entry, mask=inside, other=0.0).to(tl.float32)
         part = tl.zeros((BLOCK_M,), tl.float32)
-        left, right = _halves(acc)
-        for half in tl.static_range(2):  # a quarter of the columns at a time: registers
-            pair = _halves(right if half else left)
-            for quarter in tl.static_range(2):
-                column = n * BLOCK_N + (2 * half + quarter) * (BLOCK_N // 4)
-                part += _gate_columns(
-                    pair[quarter], gate_up_ptr, wz_ptr, weight, inside, row, column, I, ACTIVATION,
-                    LIMIT,
-                )  # fmt: skip
+        for piece in tl.static_range(BLOCK_N // 32):  # 32 columns at a time: registers
+            part += _gate_columns(
+                _piece(acc, piece, BLOCK_N // 32), gate_up_ptr, wz_ptr, weight, inside, row,
+                n * BLOCK_N + piece * 32, I, ACTIVATION, LIMIT,
+            )  # fmt: skip
         if parts_ptr is not None:
             tl.store(parts_ptr + rows.to(tl.int64) * PARTS + n, part, mask=inside)
 
@@ -147,6 +148,7 @@ def _expert_rows(ptr, token, rows, inside, first, WIDTH: tl.constexpr, BLOCK: tl
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _weight_gradient_kernel(
+    rows_desc,  # a or b, whichever is by rows, in blocks [BLOCK_K, its BLOCK]; or None
     a_ptr,  # [S, M] by rows; A_BY_TOKEN: [T, M]
     b_ptr,  # [S, N] by rows; not A_BY_TOKEN: [T, N]
     out_ptr,  # [E, M, N]
@@ -165,7 +167,9 @@ def _weight_gradient_kernel(
 ):
     """out[e] = a^T b over the rows of expert e, in their order; ADD: added to what is there.
 
-    A program makes one tile [BLOCK_M, BLOCK_N] of one expert, zeros where that has no rows.
+    A program makes one tile [BLOCK_M, BLOCK_N] of one expert, zeros where that has no rows. Rows
+    behind an expert's last are another's: they count as zeros in both operands, since 0 * inf is
+    NaN. With rows_desc only whole steps of BLOCK_K rows go that way, and the rest by pointers.
     """
     tiles_m: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -175,18 +179,31 @@ def _weight_gradient_kernel(
     end = tl.load(first_rows(routing_ptr) + expert + 1)
     entry_ptr = entry_of_row(routing_ptr, E)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if rows_desc is not None:
+        whole = start + (end - start) // BLOCK_K * BLOCK_K
+        for row in range(start, whole, BLOCK_K):
+            token = tl.load(entry_ptr + row + tl.arange(0, BLOCK_K)) // TOP_K
+            every = tl.full((BLOCK_K,), True, tl.int1)
+            if A_BY_TOKEN:
+                a = gathered(a_ptr, token, every, m * BLOCK_M, M, BLOCK_M)
+                b = rows_desc.load([row, n * BLOCK_N])
+            else:
+                a = rows_desc.load([row, m * BLOCK_M])
+                b = gathered(b_ptr, token, every, n * BLOCK_N, N, BLOCK_N)
+            acc = tl.dot(a.T, b, acc)
+        start = whole
     for row in range(start, end, BLOCK_K):
         rows = row + tl.arange(0, BLOCK_K)
         inside = rows < end
         token = tl.load(entry_ptr + rows, mask=inside, other=0) // TOP_K
-        # rows behind the last are another expert's: zeros in both, since 0 * inf is NaN
         a = _expert_rows(a_ptr, token, rows, inside, m * BLOCK_M, M, BLOCK_M, A_BY_TOKEN)
         b = _expert_rows(b_ptr, token, rows, inside, n * BLOCK_N, N, BLOCK_N, not A_BY_TOKEN)
         acc = tl.dot(a.T, b, acc)
-    offs_m = m * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_n = n * BLOCK_N + tl.arange(0, BLOCK_N)
-    mask = (offs_m < M)[:, None] & (offs_n < N)[None, :]
-    ptrs = out_ptr + (expert.to(tl.int64) * M + offs_m)[:, None] * N + offs_n[None, :]
+    offs_m = tl.arange(0, BLOCK_M)[:, None]
+    offs_n = tl.arange(0, BLOCK_N)[None, :]
+    first = out_ptr + (expert.to(tl.int64) * M + m * BLOCK_M) * N + n * BLOCK_N
+    ptrs = first + (offs_m * N + offs_n)
+    mask = (m * BLOCK_M + offs_m < M) & (n * BLOCK_N + offs_n < N)
     if ADD:
         acc += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
     tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -205,10 +222,15 @@ def weight_gradient(
     (M, N), S = (a.shape[1], b.shape[1]), (b if a_by_token else a).shape[0]
     out = a.new_empty((experts, M, N)) if main_grad is None else main_grad
     BM, BN = config["BLOCK_M"], config["BLOCK_N"]
+    BK = config["BLOCK_K"]
+    rows_desc = None
+    if config["COPY_ENGINE"]:
+        rows_desc = box(b, BK, BN) if a_by_token else box(a, BK, BM)
+    tile = (BM, BN, BK, config["GROUP"])
     launch(
         _weight_gradient_kernel, experts * triton.cdiv(M, BM) * triton.cdiv(N, BN),
-        (a, b, out, routing), (S, experts),
-        (M, N, top_k, a_by_token, main_grad is not None, BM, BN, config["BLOCK_K"],
-        config["GROUP"]), config["num_warps"], config["num_stages"],
+        (rows_desc, a, b, out, routing), (S, experts),
+        (M, N, top_k, a_by_token, main_grad is not None, *tile), config["num_warps"],
+        config["num_stages"],
     )  # fmt: skip
     return out if main_grad is None else None

@@ -23,13 +23,12 @@ def launch(
     num_stages: Optional[int] = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """The kernel with `size` programs. Its parameters in their order: operands (descriptors,
-    tensors or None), numbers that it does not specialize on, constexprs."""
+    tensors or None, a tensor last), numbers that it does not specialize on, constexprs."""
     options = (("num_warps", num_warps),)
     if num_stages is not None:
         options += (("num_stages", num_stages),)
     if pdl:
         options += (("launch_pdl", True),)
-    first = operands[0]
-    where = first.base.device if isinstance(first, TensorDescriptor) else first.device
+    where = operands[-1].device
     prepared = prepare(kernel, constexprs, options, where, *map(_kind, operands))
     prepared.launch((size, 1, 1), *operands, *numbers)

@@ -32,8 +32,38 @@ def gathered(x_ptr, token, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 
 @triton.jit
+def halves(x):
+    """The left and the right half of the columns: a thread holds some of both, nothing moves."""
+    rows: tl.constexpr = x.shape[0]
+    half: tl.constexpr = x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(x, (rows, 2, half)), (0, 2, 1)))
+
+
+@triton.jit
+def _store_rows(tile, y_ptr, row, end, column, WIDTH: tl.constexpr, STOP: tl.constexpr):
+    """The tile into y [S, WIDTH] at (row, column): its rows before end, its columns before STOP."""
+    offs_m, offs_n = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
+    ptrs = y_ptr + row.to(tl.int64) * WIDTH + column + (offs_m * WIDTH + offs_n)
+    mask = (row + offs_m < end) & (column + offs_n < STOP)
+    tl.store(ptrs, tile.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _store(tile, y_desc, y_ptr, row, end, column, WIDTH: tl.constexpr):
+    """The same into y [S, WIDTH]; a tile whose rows are all there goes by y_desc, if that is there,
+    which does not wait. (It would overwrite the rows behind end.)"""
+    if y_desc is None:
+        _store_rows(tile, y_ptr, row, end, column, WIDTH, WIDTH)
+    else:
+        if row + tile.shape[0] <= end:
+            y_desc.store([row, column], tile.to(y_desc.dtype))
+        else:
+            _store_rows(tile, y_ptr, row, end, column, WIDTH, WIDTH)
+
+
+@triton.jit
 def _up_tile(
-    x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, column,
+    x_ptr, w_desc, z_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, column,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -47,22 +77,19 @@ def _up_tile(
         x = gathered(x_ptr, token, inside, k, H, BLOCK_K)  # [BLOCK_M, BLOCK_K]
         w = w_desc.load([2 * expert, column, k]).reshape(2 * BLOCK_N, BLOCK_K)
         acc = tl.dot(x, w.T, acc)
-    # renames registers: a thread holds both of a pair
-    gate, up = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, BLOCK_N)), (0, 2, 1)))
-    offs_m, offs_n = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
-    mask = inside[:, None] & (column + offs_n < I)
+    gate, up = halves(acc)
     if gate_up_ptr is not None:
-        ptrs = gate_up_ptr + row.to(tl.int64) * 2 * I + column + (offs_m * 2 * I + offs_n)
-        tl.store(ptrs, gate.to(gate_up_ptr.dtype.element_ty), mask=mask)
-        tl.store(ptrs + I, up.to(gate_up_ptr.dtype.element_ty), mask=mask)
+        _store_rows(gate, gate_up_ptr, row, end, column, 2 * I, I)
+        _store_rows(up, gate_up_ptr, row, end, column + I, 2 * I, 2 * I)
     if z_ptr is not None:
-        z = gated(gate, up, ACTIVATION, LIMIT).to(z_ptr.dtype.element_ty)
-        tl.store(z_ptr + row.to(tl.int64) * I + column + (offs_m * I + offs_n), z, mask=mask)
+        z = gated(gate, up, ACTIVATION, LIMIT)
+        _store(z, z_desc, z_ptr, row, end, column, I)
 
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _up_kernel(
     w_desc,  # [2 E, I, H] in blocks [2, BLOCK_N, BLOCK_K]: gate and up of each expert
+    z_desc,  # [S, I] in blocks [BLOCK_M, BLOCK_N], or None
     x_ptr,  # [T, H]
     z_ptr,  # [S, I] by rows, or None
     gate_up_ptr,  # [S, 2 I] by rows: gate beside up; or None
@@ -90,19 +117,19 @@ def _up_kernel(
         expert, row, end = tile_at(routing_ptr, m, S, E)
         if TAIL and end - row <= BLOCK_M // 2:
             _up_tile(
-                x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, n * BLOCK_N,
+                x_ptr, w_desc, None, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, n * BLOCK_N,
                 H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _up_tile(
-                x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, n * BLOCK_N,
-                H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
+                x_ptr, w_desc, z_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end,
+                n * BLOCK_N, H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
 @triton.jit
 def _rows_tile(
-    a_desc, w_desc, y_ptr, expert, row, end, column, N: tl.constexpr, WIDTH: tl.constexpr,
+    a_desc, w_desc, y_desc, y_ptr, expert, row, end, column, N: tl.constexpr, WIDTH: tl.constexpr,
     TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -113,10 +140,9 @@ def _rows_tile(
         else:
             w = w_desc.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
         acc = tl.dot(a, w, acc)
-    offs_m, offs_n = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
-    ptrs = y_ptr + row.to(tl.int64) * N + column + (offs_m * N + offs_n)
-    mask = (row + offs_m < end) & (column + offs_n < N)
-    tl.store(ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+    left, right = halves(acc)  # half the memory on the way to y
+    _store(left, y_desc, y_ptr, row, end, column, N)
+    _store(right, y_desc, y_ptr, row, end, column + BLOCK_N // 2, N)
 
 
 @triton.jit(do_not_specialize=["S", "E"])
@@ -124,6 +150,7 @@ def _rows_kernel(
     a_desc,  # [S, WIDTH] in blocks [BLOCK_M, BLOCK_K]
     a_half_desc,  # in blocks [BLOCK_M / 2, BLOCK_K], read if TAIL; or None
     w_desc,  # [E, N, WIDTH] in blocks [1, BLOCK_N, BLOCK_K]; not TRANSPOSED: [E, WIDTH, N]
+    y_desc,  # [S, N] in blocks [BLOCK_M, BLOCK_N / 2], or None
     y_ptr,  # [S, N]
     routing_ptr,
     S,
@@ -146,12 +173,12 @@ def _rows_kernel(
         expert, row, end = tile_at(routing_ptr, m, S, E)
         if TAIL and end - row <= BLOCK_M // 2:
             _rows_tile(
-                a_half_desc, w_desc, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH,
+                a_half_desc, w_desc, None, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH,
                 TRANSPOSED, BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _rows_tile(
-                a_desc, w_desc, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH,
+                a_desc, w_desc, y_desc, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH,
                 TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
@@ -178,7 +205,8 @@ def up(
     (T, H), (E, I) = x.shape, (w_gate_up.shape[0], w_gate_up.shape[1] // 2)
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     tiles = most_tiles(T * top_k, E, height) * triton.cdiv(I, BN)
-    operands = (box(w_gate_up.view(2 * E, I, H), 2, BN, BK), x, z, gate_up, routing)
+    z_desc = None if z is None or not config["STORE"] else box(z, height, BN)
+    operands = (box(w_gate_up.view(2 * E, I, H), 2, BN, BK), z_desc, x, z, gate_up, routing)
     tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAIL"])
     launch(
         _up_kernel, programs(tiles, config, x.device), operands, (T * top_k, E),
@@ -200,10 +228,12 @@ def rows_product(
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     half = box(a, height // 2, BK) if config["TAIL"] else None
     w_desc = box(weight, 1, BN, BK) if transposed else box(weight, 1, BK, BN)
+    y_desc = box(y, height, BN // 2) if config["STORE"] else None
+    operands = (box(a, height, BK), half, w_desc, y_desc, y, routing)
     tiles = most_tiles(S, E, height) * triton.cdiv(N, BN)
     tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAIL"])
     launch(
-        _rows_kernel, programs(tiles, config, a.device), (box(a, height, BK), half, w_desc, y,
-        routing), (S, E), (N, width, transposed, *tile), config["num_warps"], config["num_stages"],
+        _rows_kernel, programs(tiles, config, a.device), operands, (S, E),
+        (N, width, transposed, *tile), config["num_warps"], config["num_stages"],
     )  # fmt: skip
     return y

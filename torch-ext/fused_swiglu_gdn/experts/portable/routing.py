@@ -20,9 +20,9 @@ import triton.language as tl
 
 from .launching import launch
 
-BLOCK = 256  # entries ranked by a program
-CHUNK = 1024  # entries counted in one step
-ALONE = 8192  # up to so many entries every program counts all of them itself
+BLOCK = 128  # entries ranked by a program
+CHUNK = 1024  # entries counted in one step, at most
+ALONE = 2048  # up to so many entries every program counts all of them itself
 
 
 def new_routing(ids: torch.Tensor, experts: int) -> torch.Tensor:
@@ -68,6 +68,15 @@ def _experts_at(ids_ptr, offs, S, E):
 def _histogram(ids, E, EXPERTS: tl.constexpr):
     """[EXPERTS]: how many of the ids are e, for e < E."""
     return tl.histogram(tl.where(ids < E, ids, 0), EXPERTS, mask=ids < E)
+
+
+@triton.jit
+def _count(ids_ptr, start, stop, E, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
+    """[EXPERTS]: the entries from start to stop that go to each expert."""
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(start, stop, CHUNK):
+        counts += _histogram(_experts_at(ids_ptr, first + tl.arange(0, CHUNK), stop, E), E, EXPERTS)
+    return counts
 
 
 @triton.jit(do_not_specialize=["S", "E"])
@@ -129,15 +138,9 @@ def _place_kernel(
     offs = block * BLOCK + tl.arange(0, BLOCK)
     ids = _experts_at(ids_ptr, offs, S, E)  # [BLOCK]
     e_offs = tl.arange(0, EXPERTS)
-    before = tl.zeros((EXPERTS,), tl.int32)  # entries of each expert in earlier blocks
     if counts_ptr is None:
-        total = tl.zeros((EXPERTS,), tl.int32)
-        for first in range(0, S, CHUNK):
-            chunk = first + tl.arange(0, CHUNK)
-            every = _experts_at(ids_ptr, chunk, S, E)
-            total += _histogram(every, E, EXPERTS)
-            earlier = tl.where(chunk < block * BLOCK, every, E)
-            before += _histogram(earlier, E, EXPERTS)
+        before = _count(ids_ptr, 0, block * BLOCK, E, EXPERTS, CHUNK)
+        total = before + _count(ids_ptr, block * BLOCK, S, E, EXPERTS, CHUNK)
     else:
         total = tl.load(counts_ptr + blocks.to(tl.int64) * EXPERTS + e_offs)
         before = tl.load(counts_ptr + block.to(tl.int64) * EXPERTS + e_offs)
@@ -176,6 +179,7 @@ def route(ids: torch.Tensor, experts: int, height: int) -> torch.Tensor:
     entries = ids.numel()
     blocks = triton.cdiv(entries, BLOCK)
     routing = new_routing(ids, experts)
+    chunk = 256 if entries <= 256 else CHUNK
     width = max(32, triton.next_power_of_2(experts))
     counts = None
     if entries > ALONE:
@@ -183,5 +187,5 @@ def route(ids: torch.Tensor, experts: int, height: int) -> torch.Tensor:
         launch(_count_kernel, blocks, (ids, counts), (entries, experts), (width, BLOCK), 4)
         launch(_scan_kernel, width // 8, (counts,), (blocks,), (width, 8, 512), 8)
     numbers = (entries, experts, blocks, height)
-    launch(_place_kernel, blocks, (ids, counts, routing), numbers, (width, BLOCK, CHUNK, 32), 8)
+    launch(_place_kernel, blocks, (ids, counts, routing), numbers, (width, BLOCK, chunk, 32), 4)
     return routing
