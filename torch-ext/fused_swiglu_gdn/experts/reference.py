@@ -30,10 +30,13 @@ def _gated(gate: Tensor, up: Tensor, activation: str, limit: Optional[float]) ->
 
 
 def _chosen(ids: Tensor, experts: int) -> Iterator[Tuple[int, Tensor, Tensor]]:
-    """(expert, its tokens, their slots) of each expert that is chosen; the host reads the ids."""
-    for expert in ids.unique().tolist():
-        if 0 <= expert < experts:
-            yield (expert, *(ids == expert).nonzero(as_tuple=True))
+    """(expert, its tokens, their slots) of each expert that is chosen; the host reads the ids.
+
+    Where none is, expert 0 with no tokens: gradients are zeros then, not absent.
+    """
+    chosen = [expert for expert in ids.unique().tolist() if 0 <= expert < experts]
+    for expert in chosen or [0]:
+        yield (expert, *(ids == expert).nonzero(as_tuple=True))
 
 
 def experts_fwd(

@@ -1,0 +1,61 @@
+"""Problems of routed experts for the tests: what is asked, and the answer in fp64."""
+
+from typing import NamedTuple, Optional
+
+import torch
+from conftest import submodule
+
+reference = submodule("experts.reference")
+
+
+class Problem(NamedTuple):
+    """Arguments of experts_fwd, in their order."""
+
+    x: torch.Tensor  # [T, H]
+    w_gate_up: torch.Tensor  # [E, 2 I, H]
+    w_down: torch.Tensor  # [E, H, I]
+    ids: torch.Tensor  # [T, K]
+    weights: torch.Tensor  # [T, K]
+    activation: str = "silu"
+    limit: Optional[float] = None
+
+
+def problem(
+    T, K, E, H, I, dtype=torch.float32, device="cpu", routing="random", activation="silu",
+    limit=None, index=torch.int64, seed=0,
+) -> Problem:  # fmt: skip
+    """routing: "random"; "held elsewhere", some of them -1, E or above, and all of one token;
+    "one expert", the same for all; "twice", a token may choose an expert more than once."""
+    random = torch.Generator(device=device).manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=random, device=device)
+
+    ids = torch.rand(T, E, generator=random, device=device).topk(min(K, E), -1)[1]
+    if routing == "twice" or K > E:
+        ids = torch.randint(0, E, (T, K), generator=random, device=device)
+    elif routing == "one expert":
+        ids = torch.full((T, K), E - 1, device=device)
+    elif routing == "held elsewhere":
+        ids[::3, 0], ids[1::4, -1] = E, -1
+        ids[T // 2] = E + 7
+    weights = torch.rand(T, K, generator=random, device=device)
+    tensors = (normal(T, H), normal(E, 2 * I, H) * H**-0.5, normal(E, H, I) * I**-0.5)
+    return Problem(*(t.to(dtype) for t in tensors), ids.to(index), weights, activation, limit)
+
+
+def doubled(p: Problem) -> Problem:
+    return Problem(*(t.double() if t is not None and torch.is_tensor(t) and t.is_floating_point()
+                     else t for t in p))  # fmt: skip
+
+
+def answer(p: Problem) -> torch.Tensor:
+    return reference.experts_fwd(*doubled(p))
+
+
+def gradients(p: Problem, dout: torch.Tensor) -> tuple:
+    """dx, dw_gate_up, dw_down, dweights in fp64, as torch differentiates the reference."""
+    wide = doubled(p)
+    leaves = [t.detach().requires_grad_() for t in (*wide[:3], wide.weights)]
+    out = reference.experts_fwd(*leaves[:3], p.ids, leaves[3], *p[5:])
+    return torch.autograd.grad(out, leaves, dout.double())

@@ -1,0 +1,178 @@
+"""fused_experts: the reference, the checks, the operators and what autograd does with them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import assert_close, relative_error, submodule
+from experts_problems import doubled, gradients, problem
+
+reference, ops, api = (submodule(f"experts.{name}") for name in ("reference", "ops", "api"))
+ROUTINGS = ("random", "held elsewhere", "one expert", "twice")
+ACTS = {"silu": F.silu, "relu": F.relu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+
+
+def by_entry(p):
+    """The definition, one entry at a time."""
+    out = torch.zeros_like(p.x)
+    for t, k in torch.cartesian_prod(*map(torch.arange, p.ids.shape)).tolist():
+        e = int(p.ids[t, k])
+        if not 0 <= e < p.w_down.shape[0]:
+            continue
+        gate, up = (p.w_gate_up[e] @ p.x[t]).chunk(2)
+        if p.limit is not None:
+            gate, up = gate.clamp(max=p.limit), up.clamp(-p.limit, p.limit)
+        out[t] += p.weights[t, k] * (p.w_down[e] @ (ACTS[p.activation](gate) * up))
+    return out
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("activation, limit", [("silu", None), ("gelu_tanh", 0.7), ("relu", None)])
+def test_reference_is_the_definition(routing, activation, limit):
+    p = doubled(problem(9, 3, 5, 6, 4, routing=routing, activation=activation, limit=limit))
+    assert_close(reference.experts_fwd(*p), by_entry(p))
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("activation, limit", [("silu", None), ("gelu_tanh", 0.7), ("relu", 0.2)])
+def test_reference_gradients(routing, activation, limit):
+    p = doubled(problem(9, 3, 5, 6, 4, routing=routing, activation=activation, limit=limit))
+    dout = torch.randn_like(p.x)
+    for mine, torchs in zip(reference.experts_bwd(dout, *p, [True] * 4), gradients(p, dout)):
+        assert_close(mine, torchs)
+    assert reference.experts_bwd(dout, *p, [False] * 4) == (None,) * 4
+
+
+def test_gradcheck():
+    p = doubled(problem(4, 2, 3, 5, 3, routing="held elsewhere"))
+    leaves = [t.requires_grad_() for t in (p.x, p.w_gate_up, p.w_down, p.weights)]
+
+    def function(x, w_gate_up, w_down, weights):
+        return api.fused_experts(x, w_gate_up, w_down, p.ids, weights)
+
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(function, leaves)
+
+
+def test_held_elsewhere_adds_nothing(kernel):
+    p = problem(6, 2, 4, 8, 8, routing="held elsewhere")
+    weights = p.weights.clone().requires_grad_()
+    out = kernel.fused_experts(*p[:4], weights)
+    assert out[3].abs().max() == 0  # all of this token's experts are elsewhere
+    out.sum().backward()
+    here = (p.ids >= 0) & (p.ids < 4)
+    assert torch.equal(weights.grad != 0, here)
+
+
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(kernel, dtype, index):
+    p = problem(5, 2, 4, 16, 8, dtype=dtype, index=index)
+    for weights in (p.weights, p.weights.to(dtype)):
+        out = kernel.fused_experts(*p[:4], weights)
+        assert out.dtype == dtype
+        assert_close(out, reference.experts_fwd(*doubled(p._replace(weights=weights))))
+
+
+@pytest.mark.parametrize("T, K, E", [(0, 2, 3), (1, 1, 1), (3, 2, 1)])
+def test_few_of_everything(kernel, T, K, E):
+    p = problem(T, K, E, 8, 8)
+    leaves = [t.requires_grad_() for t in (p.x, p.w_gate_up, p.w_down)]
+    out = kernel.fused_experts(*p[:5])
+    assert out.shape == (T, 8)
+    out.sum().backward()
+    assert all(leaf.grad is not None and leaf.grad.shape == leaf.shape for leaf in leaves)
+
+
+def test_autocast(kernel):
+    p = problem(5, 2, 4, 16, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = kernel.fused_experts(*p[:5])
+    assert out.dtype == torch.bfloat16
+    assert_close(out, reference.experts_fwd(*doubled(p)))
+
+
+BAD = [
+    ({"x": torch.zeros(5)}, ValueError, "x must have shape [T, H]"),
+    ({"x": "x"}, TypeError, "x must be a torch.Tensor"),
+    ({"w_gate_up": torch.zeros(4, 8, 16)}, ValueError, "w_gate_up must have shape [E, 2*I, H]"),
+    ({"w_down": torch.zeros(4, 15, 8)}, ValueError, "w_down must have shape [E, H, I]"),
+    ({"w_down": torch.zeros(4, 16, 8).double()}, TypeError, "w_down must have the dtype of x"),
+    ({"ids": torch.zeros(5, 3).long()}, ValueError, "top_k_weights must have shape"),
+    ({"ids": torch.zeros(5, 2)}, TypeError, "top_k_index must be of dtype int32, int64"),
+    ({"weights": torch.zeros(5, 2).long()}, TypeError, "top_k_weights must be of dtype"),
+    ({"weights": torch.zeros(5, 2, device="meta")}, ValueError, "on the device of x"),
+    ({"activation": "swish"}, ValueError, "activation must be one of 'silu'"),
+    ({"limit": 0}, ValueError, "limit must be above 0, got 0"),
+    ({"limit": "7"}, TypeError, "limit must be a number or None"),
+]
+
+
+@pytest.mark.parametrize("change, error, says", BAD, ids=[row[2][:32] for row in BAD])
+def test_bad_input(kernel, change, error, says):
+    p = problem(5, 2, 4, 16, 8)._replace(**change)
+    with pytest.raises(error) as raised:
+        kernel.fused_experts(*p[:5], activation=p.activation, limit=p.limit)
+    assert says in str(raised.value)
+
+
+def op_arguments(device, routing="held elsewhere"):
+    return problem(5, 2, 4, 16, 8, device=device, routing=routing, limit=0.5)
+
+
+def test_opcheck(device):
+    p = op_arguments(device)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(ops._experts_fwd, tuple(p), test_utils=checks)
+    p = with_gradients(p)
+    for recompute in (False, True):
+        torch.library.opcheck(ops._experts_saving_fwd, (*p, recompute), test_utils=checks[:2])
+
+
+def with_gradients(p):
+    return p._replace(x=p.x.requires_grad_(), w_down=p.w_down.requires_grad_())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_compiled_equals_eager(kernel, device, recompute):
+    p = op_arguments(device)
+    leaves = [t.requires_grad_() for t in (p.x, p.w_gate_up, p.w_down, p.weights)]
+
+    def function(x, w_gate_up, w_down, weights):
+        y = kernel.fused_experts(
+            x * 2, w_gate_up, w_down, p.ids, weights, limit=0.5, recompute=recompute
+        )
+        return y * y
+
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert relative_error(compiled(*leaves), function(*leaves)) < 1e-6
+    found = [torch.autograd.grad(f(*leaves).sum(), leaves) for f in (compiled, function)]
+    for mine, eager in zip(*found):
+        assert relative_error(mine, eager) < 1e-5
+
+
+def test_compile_sees_no_shapes_from_data(kernel):
+    """Other ids, and another number of tokens, do not compile anew."""
+    counter = torch._dynamo.testing.CompileCounter()
+    p = problem(6, 2, 4, 16, 8)
+    function = torch.compile(
+        lambda x, ids, w: kernel.fused_experts(x, p.w_gate_up, p.w_down, ids, w),
+        fullgraph=True, dynamic=True, backend=counter,
+    )  # fmt: skip
+    for T in (6, 9, 14):
+        q = problem(T, 2, 4, 16, 8, routing="held elsewhere", seed=T)
+        out = function(q.x, q.ids, q.weights)
+        assert_close(out, reference.experts_fwd(q.x, p.w_gate_up, p.w_down, q.ids, q.weights,
+                                                "silu", None).double())  # fmt: skip
+    assert counter.frame_count == 1
+
+
+def test_main_grad_is_for_eager_mode(kernel):
+    p = problem(3, 2, 4, 16, 8)
+    weight = p.w_down.requires_grad_()
+    function = torch.compile(
+        lambda x: kernel.fused_experts(x, p.w_gate_up, weight, p.ids, p.weights, main_grad=True),
+        fullgraph=True, backend="aot_eager",
+    )  # fmt: skip
+    with pytest.raises(Exception, match="main_grad=True is for eager mode"):
+        function(p.x)

@@ -1,0 +1,323 @@
+"""The kernels of the routed experts against the reference in fp64, and what they promise."""
+
+import pytest
+import torch
+from conftest import TOLERANCE, assert_close, relative_error, submodule
+from experts_problems import answer, gradients, problem
+from interpreter import INTERPRETING, compiled, interpreted, rerun
+
+NAMES = ("dx", "dw_gate_up", "dw_down", "dweights")
+ROUTINGS = ("random", "held elsewhere", "one expert", "twice")
+# Gate, up, z and y are rounded once each at most, and out once more
+ROUNDED = {torch.bfloat16: 3.5e-3, torch.float16: 5e-4, torch.float32: 1e-6}
+
+
+def module(name):
+    return submodule(f"experts.portable.{name}")
+
+
+def poison(p):
+    """The allocator's next blocks are full of NaN."""
+    size = 4 * p.ids.numel() * (p.x.shape[1] + p.w_gate_up.shape[1]) + 1000
+    del_me = torch.full((size,), float("nan"), dtype=p.x.dtype, device=p.x.device)
+    del del_me
+
+
+def check_forward(p):
+    poison(p)
+    out = module("forward").experts_fwd(*p)
+    assert out.dtype == p.x.dtype and out.shape == p.x.shape
+    assert relative_error(out, answer(p)) < ROUNDED[p.x.dtype]
+
+
+def backward(p, dout, recompute=False, needs=(True,) * 4, main_grads=(None, None)):
+    """(out, gradients) by the kernels."""
+    out, gate_up, routing = module("forward").experts_saving_fwd(*p, recompute)
+    args = (dout, *p[:3], p.weights, gate_up, routing, *p[5:], needs, main_grads)
+    assert module("backward").supports_experts_bwd(*args) or p.x.dtype == torch.float32
+    return out, module("backward").experts_bwd(*args)
+
+
+def check_backward(p, recompute=False, factor=2.0):
+    """factor: gradients come of more roundings than the output."""
+    dout = torch.randn_like(p.x)
+    poison(p)
+    out, found = backward(p, dout, recompute)
+    assert relative_error(out, answer(p)) < ROUNDED[p.x.dtype]
+    for name, mine, exact in zip(NAMES, found, gradients(p, dout)):
+        error = relative_error(mine, exact)
+        assert error < factor * ROUNDED[p.x.dtype], f"{name}: {error:.1e}"
+
+
+def check_routing(ids, E, height):
+    """The buffer says what a stable sort of the live entries says, and the tiles cover the rows."""
+    routing = module("routing").route(ids, E, height).cpu()
+    flat, S = ids.cpu().reshape(-1).long(), ids.numel()
+    live = (flat >= 0) & (flat < E)
+    rows = int(live.sum())
+    order = torch.argsort(torch.where(live, flat, E), stable=True)[:rows]
+    counts = torch.bincount(flat[live], minlength=E)
+    first = torch.cat([torch.zeros(1).long(), counts.cumsum(0)])
+    assert torch.equal(routing[1 : E + 2].long(), first)
+    assert torch.equal(routing[E + 2 : E + 2 + rows].long(), order)
+    places = torch.full((S,), -1)
+    places[order] = torch.arange(rows)
+    assert torch.equal(routing[E + 2 + S : E + 2 + 2 * S].long(), places)
+    tiles, lists = int(routing[0]), routing[E + 2 + 2 * S :]
+    most = S // 16 + E
+    found = list(zip(lists[:tiles].tolist(), lists[most : most + tiles].tolist()))
+    expected = [
+        (e, row) for e in range(E) for row in range(int(first[e]), int(first[e + 1]), height)
+    ]
+    assert found == expected
+    assert tiles <= module("routing").most_tiles(S, E, height)
+
+
+# ids of one block; of several blocks that count for themselves; of many blocks that are counted
+@interpreted
+@pytest.mark.parametrize("T, K, E", [(1, 1, 1), (20, 3, 9), (100, 4, 40), (1500, 2, 5)])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_routing_interpreted(T, K, E, routing):
+    p = problem(T, K, E, 8, 8, routing=routing, index=torch.int32 if T % 2 else torch.int64)
+    check_routing(p.ids, E, 16 if T < 1000 else 64)
+
+
+# few tokens; tiles of 16, 32 and 64 rows; widths that no block divides
+SMALL = [(3, 2, 5), (30, 2, 20), (40, 3, 7), (70, 2, 2)]
+
+
+@interpreted
+@pytest.mark.parametrize("T, K, E", SMALL)
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_forward_interpreted(T, K, E, routing):
+    check_forward(problem(T, K, E, 72, 40, routing=routing))
+
+
+@interpreted
+@pytest.mark.parametrize("activation, limit", [("silu", 0.3), ("gelu_tanh", None), ("relu", None)])
+def test_gates_interpreted(activation, limit):
+    for T in (3, 30):
+        p = problem(T, 2, 4, 40, 24, torch.float32, activation=activation, limit=limit)
+        check_forward(p)
+        check_backward(p)
+
+
+@interpreted
+@pytest.mark.parametrize("T, K, E", SMALL[1:])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_backward_interpreted(T, K, E, routing):
+    check_backward(problem(T, K, E, 72, 40, routing=routing))
+
+
+@interpreted
+def test_half_precision_interpreted():
+    p = problem(40, 3, 7, 72, 40, torch.float16, routing="held elsewhere")
+    check_forward(p)
+    check_backward(p, recompute=True)
+
+
+@interpreted
+def test_copy_engine_interpreted(monkeypatch):
+    """Weight gradients whose whole steps go by descriptor, stores and tails as configurations may
+    have them."""
+    forward = module("forward")
+    tiles = dict(forward.tiles_for(torch.device("cpu"), 70, 2, 2))
+    tiles["weight"] = {**tiles["weight"], "COPY_ENGINE": True, "BLOCK_K": 16}
+    for part, changes in (("up", {"STORE": True}), ("down", {"STORE": True, "FLAT": True}),
+                          ("dx", {"TAIL": True})):  # fmt: skip
+        tiles[part] = {**tiles[part], **changes}
+    monkeypatch.setattr(forward, "tiles_for", lambda *sizes: tiles)
+    monkeypatch.setattr(module("backward"), "tiles_for", lambda *sizes: tiles)
+    check_backward(problem(70, 2, 2, 72, 40, routing="held elsewhere"))
+
+
+@interpreted
+@pytest.mark.parametrize("needed", range(4))
+def test_one_gradient_alone_interpreted(needed):
+    p = problem(30, 2, 4, 40, 24)
+    dout = torch.randn_like(p.x)
+    needs = [i == needed for i in range(4)]
+    found = backward(p, dout, needs=needs)[1]
+    assert [g is not None for g in found] == needs
+    assert_close(found[needed], gradients(p, dout)[needed])
+
+
+@interpreted
+def test_main_grads_interpreted():
+    p = problem(30, 2, 4, 40, 24)
+    dout = torch.randn_like(p.x)
+    mains = [torch.ones_like(w, dtype=torch.float32) for w in (p.w_gate_up, p.w_down)]
+    found = backward(p, dout, main_grads=mains)[1]
+    assert found[1] is None and found[2] is None
+    for main, exact in zip(mains, gradients(p, dout)[1:3]):
+        assert_close(main - 1, exact)
+
+
+@interpreted
+def test_infinite_rows_stay_with_their_expert():
+    """A step over rows may reach into the next expert's: what those hold must not matter."""
+    p = problem(30, 1, 3, 40, 24)
+    p = p._replace(ids=torch.tensor([[0]] * 7 + [[1]] * 11 + [[2]] * 12))
+    dout = torch.randn_like(p.x)
+    exact = gradients(p, dout)
+    p.x[7:18] = float("inf")
+    found = backward(p, dout)[1]
+    for mine, want in zip(found[1:3], exact[1:3]):
+        for expert in (0, 2):
+            assert_close(mine[expert], want[expert])
+        assert not mine[1].isfinite().all()
+
+
+@interpreted
+def test_no_tokens_interpreted():
+    p = problem(0, 2, 3, 16, 8)
+    assert check_forward(p) is None
+    found = backward(p, p.x)[1]
+    assert [g.shape for g in found] == [p.x.shape, p.w_gate_up.shape, p.w_down.shape, (0, 2)]
+    assert not found[1].any() and not found[2].any()
+
+
+@compiled
+def test_under_the_interpreter():
+    rerun(__file__)
+
+
+@compiled
+def test_what_is_served():
+    supports = module("forward").supports_experts_fwd
+    p = problem(5, 2, 4, 16, 8, torch.bfloat16)
+    assert supports(*p)
+    assert not supports(*problem(5, 2, 4, 16, 8))  # fp32
+    assert not supports(*problem(5, 2, 4, 12, 8, torch.bfloat16))  # rows off 16 bytes
+    assert not supports(*p._replace(w_down=p.w_down.mT.contiguous().mT))
+    assert not supports(*p._replace(weights=p.weights.double()))
+    assert supports(*p._replace(x=p.x.t().contiguous().t()))  # is copied
+
+
+# decoding; tiles of 16, 32, 64 and 128 rows; ragged widths; one expert
+SIZES = [
+    (1, 8, 64, 2048, 512), (7, 10, 32, 2048, 512), (5, 3, 5, 72, 40), (9, 2, 16, 2048, 768),
+    (100, 3, 7, 200, 136), (700, 8, 64, 2048, 512), (3000, 10, 64, 2048, 512),
+    (3000, 2, 8, 72, 200), (600, 1, 1, 256, 128), (1200, 2, 8, 4096, 1792),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_values(sizes, dtype):
+    for routing in ROUTINGS:
+        p = problem(*sizes, dtype, "cuda", routing)
+        check_forward(p)
+        check_backward(p)
+        check_backward(p, recompute=True)
+        check_routing(p.ids, sizes[2], 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES[5:7])
+def test_errors_are_no_larger_than_torchs(sizes):
+    p = problem(*sizes, torch.bfloat16, "cuda")
+    exact = answer(p)
+    torchs = submodule("experts.reference").experts_fwd(*p)
+    mine = module("forward").experts_fwd(*p)
+    assert relative_error(mine, exact) <= relative_error(torchs, exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES)
+def test_bits_repeat(sizes):
+    p = problem(*sizes, torch.bfloat16, "cuda", "held elsewhere" if sizes[0] > 8 else "random")
+    dout = torch.randn_like(p.x)
+    first = (module("forward").experts_fwd(*p), *backward(p, dout)[1])
+    for _ in range(3):
+        again = (module("forward").experts_fwd(*p), *backward(p, dout)[1])
+        assert all(torch.equal(a, b) for a, b in zip(first, again))
+
+
+@pytest.mark.gpu
+def test_a_token_does_not_depend_on_its_batch():
+    """Whatever the height of the tiles; few tokens are summed in another order."""
+    p = problem(3000, 8, 16, 1024, 512, torch.bfloat16, "cuda")
+    everything = module("forward").experts_fwd(*p)
+    for T in (9, 17, 40, 100, 333, 1000):
+        some = p._replace(x=p.x[-T:], ids=p.ids[-T:], weights=p.weights[-T:])
+        assert torch.equal(module("forward").experts_fwd(*some), everything[-T:])
+    few = p._replace(x=p.x[-3:], ids=p.ids[-3:], weights=p.weights[-3:])
+    assert relative_error(module("forward").experts_fwd(*few), everything[-3:]) < 4e-3
+    one = few._replace(x=few.x[-1:], ids=few.ids[-1:], weights=few.weights[-1:])
+    three = module("forward").experts_fwd(*few)
+    assert torch.equal(module("forward").experts_fwd(*one), three[-1:])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T", [1, 5, 64, 700])
+def test_graph_replays_with_other_ids(T):
+    p = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda")
+    run = module("forward").experts_fwd
+    run(*p)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(*p)
+    for routing in ("one expert", "held elsewhere" if T > 2 else "random"):
+        q = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda", routing, seed=1)
+        for kept, new in zip(p[:5], q[:5]):
+            kept.copy_(new)
+        graph.replay()
+        assert torch.equal(out, run(*q))
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_nothing(kernel):
+    for T in (1, 700, 4000):
+        p = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda")
+        leaves = [t.requires_grad_() for t in (p.x, p.w_gate_up, p.w_down, p.weights)]
+        kernel.fused_experts(*p[:5]).sum().backward()
+        torch.cuda.synchronize()
+        try:
+            torch.cuda.set_sync_debug_mode("error")
+            kernel.fused_experts(*p[:5]).sum().backward()
+            with torch.no_grad():
+                kernel.fused_experts(*p[:5])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert all(leaf.grad is not None for leaf in leaves)
+
+
+@pytest.mark.gpu
+def test_who_serves(kernel):
+    p = problem(20, 4, 32, 512, 256, torch.bfloat16, "cuda")
+    assert kernel.implementation_of(kernel.fused_experts, *p[:5]) == "portable"
+    odd = problem(20, 4, 32, 100, 50, torch.bfloat16, "cuda")
+    assert kernel.implementation_of(kernel.fused_experts, *odd[:5]) == "reference"
+    assert_close(kernel.fused_experts(*odd[:5]), answer(odd))
+
+
+@pytest.mark.gpu
+def test_a_second_backward_is_an_error_unless_gate_and_up_are_made_again(kernel):
+    p = problem(20, 4, 32, 512, 256, torch.bfloat16, "cuda")
+    x = p.x.requires_grad_()
+    for recompute in (False, True):
+        out = kernel.fused_experts(x, *p[1:5], recompute=recompute).sum()
+        first = torch.autograd.grad(out, x, retain_graph=True)[0]
+        if recompute:
+            assert torch.equal(torch.autograd.grad(out, x)[0], first)
+        else:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.grad(out, x)
+
+
+@pytest.mark.gpu
+def test_rows_past_32_bits():
+    """2^31 elements and more in the results of the experts."""
+    T, K, E, H, I = 135_000, 8, 2, 2048, 64
+    p = problem(T, K, E, H, I, torch.bfloat16, "cuda", "twice")
+    assert T * K * H > 2**31
+    out = module("forward").experts_fwd(*p)
+    for part in (slice(0, 20), slice(T - 20, T)):
+        some = p._replace(x=p.x[part], ids=p.ids[part], weights=p.weights[part])
+        assert relative_error(out[part], answer(some)) < TOLERANCE[torch.bfloat16]
+
+
+if INTERPRETING:
+    module("backward")

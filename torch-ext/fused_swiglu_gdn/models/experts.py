@@ -1,0 +1,290 @@
+"""Routed experts of transformers' models, served through transformers' own choice of experts
+implementation: no forward is replaced, so that expert parallelism and hooks stay as they are.
+
+A class is served if transformers dispatches its forward, its gate is the default one or one of
+`GATES` word for word, and its own loop over the experts, run on small weights in fp64, gives the
+formula of experts/reference.py. All else is left to transformers' grouped_mm.
+"""
+
+import ast
+import functools
+import inspect
+import logging
+import textwrap
+from typing import Dict, List, NamedTuple, Optional, Union
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..experts import checks, ops, reference
+from ..layers.plain import activation_of, why_not_tensor
+from ..runtime import dispatch
+from .report import Row
+
+NAME = "fused_swiglu_gdn"
+REPLACED = (None, "eager", "batched_mm", "grouped_mm")  # implementations that kernelize replaces
+BEFORE = "_experts_implementation_before"  # attribute of a served module
+
+logger = logging.getLogger(__name__)
+
+
+class Form(NamedTuple):
+    """How a class's gate differs from act_fn(gate) * up."""
+
+    limit: Optional[str] = None  # the attribute with what gate and up are clamped by
+    silu: bool = False  # silu whatever act_fn is
+
+
+# bodies of `_apply_gate` that are known, without comments
+GATES = {
+    """gate, up = gate_up.chunk(2, dim=-1)
+gate = gate.clamp(max=self.limit)
+up = up.clamp(min=-self.limit, max=self.limit)
+return self.act_fn(gate) * up""": Form("limit"),
+    """gate, up = gate_up.chunk(2, dim=-1)
+gate = gate.clamp(min=None, max=self.swiglu_limit)
+up = up.clamp(min=-self.swiglu_limit, max=self.swiglu_limit)
+return F.silu(gate) * up""": Form("swiglu_limit", silu=True),
+    """gate, up = gate_up.chunk(2, dim=-1)
+return (self.act_fn(gate.float()) * up.float()).to(gate.dtype)""": Form(),
+}
+FLAGS = {
+    "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True,
+    "has_post_expert_norm": False,
+}  # fmt: skip
+
+
+def register_experts() -> str:
+    """Makes "fused_swiglu_gdn" an experts implementation of transformers.
+
+    After it, `from_pretrained(..., experts_implementation="fused_swiglu_gdn")` and
+    `model.set_experts_implementation("fused_swiglu_gdn")` work; kernelize(model) calls it itself.
+    Experts that the kernels do not serve are computed by transformers' grouped_mm.
+
+    Returns:
+        The name.
+
+    Raises:
+        ImportError: transformers is not installed, or has no experts implementations.
+    """
+    from transformers.integrations import finegrained_fp8, moe
+
+    moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)
+    return NAME
+
+
+def _refuse_fp8(self, *args, **kwargs):
+    raise NotImplementedError(
+        f'experts_implementation="{NAME}" does not serve FP8 experts: load the model with '
+        'experts_implementation="grouped_mm"'
+    )
+
+
+def experts_forward(
+    self: nn.Module,
+    hidden_states: torch.Tensor,  # [T, H]
+    top_k_index: torch.Tensor,  # [T, K]
+    top_k_weights: torch.Tensor,  # [T, K]
+) -> torch.Tensor:  # [T, H]
+    """What transformers calls for a module of experts."""
+    reason = why_not_experts(self) or why_not_here(self)
+    if reason is not None:
+        return _fall_back(self, reason, hidden_states, top_k_index, top_k_weights)
+    form = form_of(type(self))
+    activation = "silu" if form.silu else activation_of(self.act_fn)
+    limit = None if form.limit is None else float(getattr(self, form.limit))
+    x = hidden_states.to(self.gate_up_proj.dtype)
+    args = (x, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights, activation, limit)
+    checks.fused_experts(*args)
+    return ops.experts(*args, False, False).to(hidden_states.dtype)
+
+
+def _fall_back(self, reason: str, *args) -> torch.Tensor:
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    if not torch.compiler.is_compiling():
+        _say_once(type(self).__name__, reason)
+    return grouped_mm_experts_forward(self, *args)
+
+
+@functools.lru_cache(maxsize=256)
+def _say_once(kind: str, reason: str) -> None:
+    logger.warning("%s is computed by transformers' grouped_mm: %s", kind, reason)
+
+
+_forms: Dict[type, Union[Form, str]] = {}
+
+
+@torch.compiler.assume_constant_result
+def form_of(kind: type) -> Union[Form, str]:
+    """The form of a class's experts, or why it is not served: a constant while tracing."""
+    found = _forms.get(kind)
+    if found is None:
+        found = _forms[kind] = _find_form(kind)
+    return found
+
+
+def _find_form(kind: type) -> Union[Form, str]:
+    try:
+        from transformers.integrations import moe
+    except ImportError:
+        return "transformers has no experts implementations"
+    try:
+        names = inspect.getclosurevars(kind.forward).nonlocals
+    except TypeError:
+        names = {}
+    if names.get("experts_interface") is not moe.ALL_EXPERTS_FUNCTIONS:
+        return "transformers does not choose the implementation of this class"
+    form: Optional[Form] = Form()
+    if kind._apply_gate is not moe._default_apply_gate:
+        form = GATES.get(_body(kind._apply_gate))
+    if form is None:
+        return "its gate is one of its own"
+    return form if _computes(kind, names["original_forward"], form) else "its formula is another"
+
+
+def _body(function) -> str:
+    """The statements of a function in Python's own spelling; "" if its source is not there."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return ""
+    statements = tree.body[0].body
+    if isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant):
+        statements = statements[1:]  # a docstring
+    return "\n".join(ast.unparse(statement) for statement in statements)
+
+
+def _computes(kind: type, forward, form: Form) -> bool:
+    """The class's own loop over its experts gives the formula, on small weights in fp64."""
+    random = torch.Generator().manual_seed(0)
+    x, w_gate_up, w_down, weights = (
+        torch.randn(shape, generator=random, dtype=torch.float64)
+        for shape in ((4, 5), (3, 12, 5), (3, 5, 6), (4, 2))
+    )
+    ids = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0]])
+    limit = None if form.limit is None else 0.5
+    parts = {
+        "num_experts": 3, "hidden_dim": 5, "intermediate_dim": 6, "act_fn": F.silu,
+        "gate_up_proj": w_gate_up, "down_proj": w_down, "_apply_gate": kind._apply_gate,
+    }  # fmt: skip
+    if form.limit is not None:
+        parts[form.limit] = limit
+    stand_in = type("StandIn", (), parts)
+    stand_in.act_fn = staticmethod(F.silu)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            found = forward(stand_in(), x, ids, weights)
+    except Exception:  # it wants something that the formula has not
+        return False
+    expected = reference.experts_fwd(x, w_gate_up, w_down, ids, weights, "silu", limit)
+    return found.shape == expected.shape and torch.allclose(found, expected, 1e-5, 1e-6)
+
+
+def is_experts(module: nn.Module) -> bool:
+    """The module holds experts in one 3-D weight."""
+    weights = module._parameters
+    return any(getattr(weights.get(n), "ndim", 0) == 3 for n in ("gate_up_proj", "up_proj"))
+
+
+def why_not_experts(module: nn.Module) -> Optional[str]:
+    """Why a module of experts is not the formula, whatever the device; None if it is."""
+    form = form_of(type(module))
+    if isinstance(form, str):
+        return form
+    for flag, expected in FLAGS.items():
+        if getattr(module, flag, None) is not expected:
+            return f"{flag} is {getattr(module, flag, None)}"
+    if not form.silu and activation_of(module.act_fn) is None:
+        return f"its activation is {type(module.act_fn).__name__}"
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(module, name, None)
+        reason = "is not there" if weight is None else why_not_tensor(weight)
+        if reason is not None:
+            return f"{name} {reason}"
+    return None
+
+
+def why_not_here(module: nn.Module) -> Optional[str]:
+    """Why no kernel serves a module that is the formula, by device, dtype and sizes."""
+    w_down = module.down_proj
+    device, (_, H, I) = w_down.device, w_down.shape
+    if not dispatch.has_kernels(ops.FORWARD, "experts_fwd", device.type, device.index):
+        return f"there are no kernels for {device.type}"
+    if w_down.dtype not in (torch.bfloat16, torch.float16):
+        return f"its weights are {str(w_down.dtype).replace('torch.', '')}, not bfloat16 or float16"
+    if H % 8 or I % 8:
+        return f"its widths, {H} and {I}, are not multiples of 8"
+    return None
+
+
+def serve_experts(model: nn.Module, training: bool) -> List[Row]:
+    """Has transformers call our kernels for all modules of experts that they serve.
+
+    The choice is the configuration's, which modules share: it is made where all of them are served.
+    """
+    found = [(name, m) for name, m in model.named_modules() if is_experts(m)]
+    reasons = [_why_left(module) for _, module in found]
+    refused = {id(m.config) for (_, m), why in zip(found, reasons) if why and hasattr(m, "config")}
+    rows = []
+    for (name, module), reason in zip(found, reasons):
+        if reason is None and id(module.config) in refused:
+            reason = "other experts of the same configuration are not served"
+        implementation = None
+        if reason is None:
+            implementation = _implementation(module, training)
+            _choose(module)
+        else:
+            _restore(module)
+        rows.append(Row(name, type(module).__name__, "fused_experts", implementation, reason))
+    return rows
+
+
+def _why_left(module: nn.Module) -> Optional[str]:
+    reason = why_not_experts(module) or why_not_here(module)
+    if reason is not None:
+        return reason
+    chosen = module.config._experts_implementation
+    if chosen not in (*REPLACED, NAME):
+        return f"its experts implementation was set to {chosen}"
+    return None
+
+
+def _choose(module: nn.Module) -> None:
+    chosen = module.config._experts_implementation
+    if chosen == NAME:  # asked for by the user, or another module of this configuration was first
+        return
+    register_experts()
+    module.__dict__[BEFORE] = chosen
+    module.config._experts_implementation_internal = NAME
+
+
+def _restore(module: nn.Module) -> bool:
+    if BEFORE not in module.__dict__:
+        return False
+    module.config._experts_implementation_internal = module.__dict__.pop(BEFORE)
+    return True
+
+
+def restore_experts(model: nn.Module) -> int:
+    """Gives the configurations their own choice back; returns how many modules were served."""
+    served = [
+        m for m in model.modules() if is_experts(m) and hasattr(m, "config")
+        and getattr(m.config, "_experts_implementation", None) == NAME
+    ]  # fmt: skip
+    configs = {id(m.config) for m in model.modules() if is_experts(m) and _restore(m)}
+    return sum(id(m.config) in configs for m in served)
+
+
+def _implementation(module: nn.Module, training: bool) -> str:
+    """Who computes for a module that is served."""
+    w_gate_up, w_down = module.gate_up_proj, module.down_proj
+    x = w_down.new_empty(16, w_down.shape[1])
+    ids = torch.empty(16, 2, dtype=torch.int64, device=x.device)
+    args = (x, w_gate_up, w_down, ids, x[:, :2], "silu", None)
+    operation = "experts_saving_fwd" if training else "experts_fwd"
+    with dispatch.served() as record:
+        dispatch.choose(ops.FORWARD, operation, False, (*args, False) if training else args)
+    return record[operation][0]
