@@ -1,0 +1,291 @@
+"""transformers' mixtures of experts: which are served, how one is set, and what stays as it was."""
+
+import copy
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import submodule
+from tiny_models import random_model, tokens
+
+transformers = pytest.importorskip("transformers")
+moe = pytest.importorskip("transformers.integrations.moe")
+experts = submodule("models.experts")
+NAME = "fused_swiglu_gdn"
+OWN_GATE = ("GptOssExperts", "MiniMaxM3VLExperts", "OpenAIPrivacyFilterExperts")
+OTHER_FORMULA = ("AriaExperts", "MuseSparkExperts", "NemotronHExperts")
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Kernels are said to be there for any device and dtype: the reference stands in for them."""
+    monkeypatch.setattr(experts, "why_not_here", lambda module: None)
+
+
+def model_of(name="qwen3_5_moe_text", **changes):
+    model = random_model(name, **changes)
+    model.set_experts_implementation("grouped_mm")
+    return model
+
+
+def modules(model):
+    return [m for m in model.modules() if experts.is_experts(m)]
+
+
+def expert_classes():
+    """Every class of transformers whose experts implementation can be chosen."""
+    root = Path(transformers.__file__).parent / "models"
+    for path in sorted(root.glob("*/modeling_*.py")):
+        if "use_experts_implementation" not in path.read_text():
+            continue
+        try:
+            module = importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}")
+        except ImportError:
+            continue
+        for kind in vars(module).values():
+            if inspect.isclass(kind) and kind.__module__ == module.__name__:
+                if hasattr(kind, "_apply_gate"):
+                    yield kind
+
+
+def test_every_class_of_transformers():
+    """Almost all are the formula; those that are not are told apart."""
+    forms = {kind.__name__: experts.form_of(kind) for kind in expert_classes()}
+    left = {name for name, form in forms.items() if isinstance(form, str)}
+    assert left <= {*OWN_GATE, *OTHER_FORMULA}
+    assert len(forms) - len(left) >= 20
+    known = {"DeepseekV4Experts": "limit", "HYV4Experts": "swiglu_limit", "MixtralExperts": None}
+    for name in known.keys() & forms.keys():
+        assert forms[name].limit == known[name]
+
+
+def decorated(**members):
+    """A class of experts as a model's author would write it; members replace what Qwen's has."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    forward = Qwen3MoeExperts.forward.__wrapped__
+    body = {"__init__": Qwen3MoeExperts.__init__.__wrapped__, "forward": forward, **members}
+    kind = type("AuthorsExperts", (torch.nn.Module,), body)
+    return moe.use_experts_implementation(kind)
+
+
+def test_authors_classes():
+    assert experts.form_of(decorated()) == experts.Form()
+
+    def gate(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(up) * gate
+
+    assert experts.form_of(decorated(_apply_gate=gate)) == "its gate is one of its own"
+    plain = decorated().forward.__wrapped__
+
+    def doubled(self, hidden_states, top_k_index, top_k_weights):
+        return 2 * plain(self, hidden_states, top_k_index, top_k_weights)
+
+    def scaled_input(self, hidden_states, top_k_index, top_k_weights):
+        return plain(self, hidden_states * self.scale, top_k_index, top_k_weights)
+
+    for forward in (doubled, scaled_input):
+        assert experts.form_of(decorated(forward=forward)) == "its formula is another"
+
+    class NotDispatched(torch.nn.Module):
+        def forward(self, x, ids, weights):
+            return x
+
+    assert "does not choose" in experts.form_of(NotDispatched)
+
+
+def test_left_alone_without_kernels():
+    model = model_of()
+    rows = experts.serve_experts(model, False)
+    assert [row.reason for row in rows] == ["there are no kernels for cpu"] * 2
+    assert model.config._experts_implementation == "grouped_mm"
+    assert not any(experts.BEFORE in m.__dict__ for m in modules(model))
+
+
+def test_set_and_restored(everywhere):
+    model = model_of()
+    before, state = model.config.to_dict(), list(model.state_dict())
+    with torch.no_grad():
+        expected = model(tokens(2, 7)).logits
+    for _ in range(2):  # a second time changes nothing
+        rows = experts.serve_experts(model, False)
+        assert [row.reason for row in rows] == [None, None]
+        assert model.config._experts_implementation == NAME
+    with torch.no_grad():
+        assert torch.allclose(model(tokens(2, 7)).logits, expected, atol=1e-5)
+    assert list(model.state_dict()) == state and model.config.to_dict() == before
+    twin = copy.deepcopy(model)
+    assert experts.restore_experts(model) == 2
+    assert model.config._experts_implementation == "grouped_mm"
+    assert experts.restore_experts(model) == 0
+    assert twin.config._experts_implementation == NAME
+    assert experts.restore_experts(twin) == 2
+
+
+def test_reaches_the_function(everywhere, monkeypatch):
+    seen = []
+    run = experts.ops.experts
+    monkeypatch.setattr(experts.ops, "experts", lambda *a: seen.append(a[3].shape) or run(*a))
+    model = model_of()
+    model(tokens(2, 7))
+    assert not seen
+    experts.serve_experts(model, False)
+    model(tokens(2, 7))
+    assert seen == [(14, 2), (14, 2)]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients(everywhere, checkpointing):
+    model = model_of().train()
+    served = copy.deepcopy(model)
+    experts.serve_experts(served, True)
+    for m in (model, served):
+        if checkpointing:
+            m.gradient_checkpointing_enable({"use_reentrant": False})
+        m(tokens(2, 9), labels=tokens(2, 9, seed=1)).loss.backward()
+    for (name, mine), (_, theirs) in zip(served.named_parameters(), model.named_parameters()):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6), name
+
+
+def test_generates(everywhere):
+    model = model_of()
+    served = copy.deepcopy(model)
+    experts.serve_experts(served, False)
+    expected, found = (m.generate(tokens(1, 5), max_new_tokens=6) for m in (model, served))
+    assert torch.equal(found, expected)
+    assert served.config._experts_implementation == NAME
+
+
+def test_compiles_in_one_graph(everywhere):
+    module = modules(model_of())[0]
+    module.config._experts_implementation_internal = experts.register_experts()
+    x = torch.randn(6, 32, requires_grad=True)
+    ids, weights = torch.tensor([[0, 2]] * 6), torch.rand(6, 2)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    assert torch.allclose(compiled(x, ids, weights), module(x, ids, weights), atol=1e-6)
+    found = [torch.autograd.grad(f(x, ids, weights).sum(), x)[0] for f in (compiled, module)]
+    assert torch.allclose(*found, atol=1e-5)
+
+
+def test_asked_for_by_name():
+    """Without kernels, transformers computes."""
+    model = model_of()
+    expected = model(tokens(2, 7)).logits
+    model.set_experts_implementation(experts.register_experts())
+    assert torch.equal(model(tokens(2, 7)).logits, expected)
+    experts.restore_experts(model)  # was not kernelize's choice
+    assert model.config._experts_implementation == NAME
+
+
+def test_saved_and_loaded(everywhere, tmp_path):
+    model = model_of()
+    experts.serve_experts(model, False)
+    model.save_pretrained(tmp_path)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config._experts_implementation == "grouped_mm"
+    named = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, experts_implementation=experts.register_experts()
+    )
+    assert named.config._experts_implementation == NAME
+    with torch.no_grad():
+        first, second, third = (m(tokens(1, 5)).logits for m in (model, again, named))
+    assert torch.allclose(first, second, atol=1e-5) and torch.equal(first, third)
+
+
+def test_held_elsewhere_as_under_expert_parallelism(everywhere):
+    """transformers' router marks experts of other ranks with the number of local ones, weight 0."""
+    module = modules(model_of())[0]
+    module._is_expert_parallel = True
+    x, ids = torch.randn(6, 32), torch.tensor([[0, 4], [4, 4], [3, 1]] * 2)
+    weights = torch.rand(6, 2).masked_fill(ids == 4, 0.0)
+    expected = moe.grouped_mm_experts_forward(module, x, ids, weights)
+    assert torch.allclose(experts.experts_forward(module, x, ids, weights), expected, atol=1e-5)
+
+
+def test_local_width_under_tensor_parallelism(everywhere):
+    """Each rank holds a part of I, and intermediate_dim is still the whole."""
+    module = modules(model_of())[0]
+    gate, up = module.gate_up_proj.data.chunk(2, dim=1)
+    parts = []
+    x, ids, weights = (
+        torch.randn(6, 32),
+        torch.tensor([[0, 2], [1, 3], [3, 1]] * 2),
+        torch.rand(6, 2),
+    )
+    whole = moe.grouped_mm_experts_forward(module, x, ids, weights)
+    for part in (slice(0, 8), slice(8, 16)):
+        local = copy.deepcopy(module)
+        local.gate_up_proj = torch.nn.Parameter(torch.cat([gate[:, part], up[:, part]], 1))
+        local.down_proj = torch.nn.Parameter(module.down_proj.data[:, :, part].contiguous())
+        parts.append(experts.experts_forward(local, x, ids, weights))
+    assert torch.allclose(sum(parts), whole, atol=1e-5)
+
+
+def test_reasons(everywhere):
+    module = modules(model_of())[0]
+    why = experts.why_not_experts
+    assert why(module) is None
+
+    def changed(**members):
+        other = copy.deepcopy(module)
+        for name, value in members.items():
+            setattr(other, name, value)
+        return why(other)
+
+    assert changed(has_bias=True) == "has_bias is True"
+    assert changed(is_transposed=True) == "is_transposed is True"
+    assert "activation is Sigmoid" in changed(act_fn=torch.nn.Sigmoid())
+    quantized = torch.nn.Parameter(module.down_proj.data.to(torch.int8), requires_grad=False)
+    assert changed(down_proj=quantized) == "down_proj is of dtype int8"
+
+
+def test_the_users_choice_stays(everywhere):
+    model = model_of()
+    model.config._experts_implementation_internal = "sonicmoe"
+    rows = experts.serve_experts(model, False)
+    assert rows[0].reason == "its experts implementation was set to sonicmoe"
+    assert model.config._experts_implementation == "sonicmoe"
+
+
+def test_all_of_a_configuration_or_none(everywhere):
+    model = model_of()
+    modules(model)[1].act_fn = torch.nn.Sigmoid()
+    rows = experts.serve_experts(model, False)
+    assert rows[0].reason == "other experts of the same configuration are not served"
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+def test_fp8_is_refused_with_a_reason():
+    fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    name = experts.register_experts()
+    with pytest.raises(NotImplementedError, match="does not serve FP8 experts"):
+        fp8.ALL_FP8_EXPERTS_FUNCTIONS.get_interface(name, None)(None)
+    assert "does not choose" in experts.form_of(fp8.FP8Experts)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+def test_on_a_gpu(kernel, training):
+    """bf16 model, experts by our kernels and by transformers' grouped_mm: both beside fp32."""
+    exact = model_of().cuda()
+    plain = copy.deepcopy(exact).bfloat16()
+    served = copy.deepcopy(plain)
+    rows = experts.serve_experts(served, training)
+    assert [row.implementation for row in rows] == ["portable"] * 2
+    ids = tokens(2, 50, device="cuda")
+    with torch.no_grad():
+        logits = [m(ids).logits.float() for m in (exact, plain, served)]
+    errors = [(out - logits[0]).norm() / logits[0].norm() for out in logits[1:]]
+    assert errors[1] < 1.2 * errors[0]
+    if training:
+        for m in (plain, served):
+            m.train()(ids, labels=ids).loss.backward()
+        for mine, theirs in zip(served.parameters(), plain.parameters()):
+            assert mine.grad is not None
+            assert (mine.grad - theirs.grad).float().norm() <= 0.1 * theirs.grad.float().norm()
+    else:
+        assert served.generate(ids[:1, :5], max_new_tokens=4).shape == (1, 9)
