@@ -2,7 +2,6 @@
 
     python benchmarks/compare_experts.py [--models 35B 30B] [--tokens 1 64] [--json FILE]   on a GPU
     python benchmarks/compare_experts.py --first-call       a new process, nothing compiled before
-    python benchmarks/compare_experts.py --render benchmarks/results/experts.json
 
 `limit` is the time that the chip needs at least: 6 S H I operations at 720 TFLOP/s or the weights
 of the experts that are hit at 4.28 TB/s, whichever is more (a training step: three times that). A
@@ -26,10 +25,16 @@ import torch.nn.functional as F
 from kernel_time import RESULTS, load_package, save
 
 MODELS = {  # experts, slots of a token, model width, hidden width
-    "35B": (256, 8, 2048, 512),  # Qwen3.5-35B-A3B
-    "Next": (512, 10, 2048, 512),  # Qwen3-Next-80B
-    "30B": (128, 8, 2048, 768),  # Qwen3-30B-A3B
-    "Mixtral": (8, 2, 4096, 14336),  # Mixtral-8x7B
+    "35B": (256, 8, 2048, 512),
+    "Next": (512, 10, 2048, 512),
+    "30B": (128, 8, 2048, 768),
+    "Mixtral": (8, 2, 4096, 14336),
+}
+TITLES = {
+    "35B": "Qwen3.5-35B-A3B",
+    "Next": "Qwen3-Next-80B",
+    "30B": "Qwen3-30B-A3B",
+    "Mixtral": "Mixtral-8x7B",
 }
 TOKENS = (1, 16, 64, 512, 8192, 32768)
 STEPS = 5
@@ -82,10 +87,10 @@ def contenders(package, weights, sonic=False) -> dict:
     return found
 
 
-def limit_ms(model, T, ids) -> float:
+def limit_us(model, T, ids) -> float:
     _, K, H, N = MODELS[model]
     flops = 6 * T * K * H * N / 720e12
-    return 1e3 * max(flops, len(ids.unique()) * 3 * H * N * 2 / 4.28e12)
+    return 1e6 * max(flops, len(ids.unique()) * 3 * H * N * 2 / 4.28e12)
 
 
 def error(out, x, ids, top, w_gate_up, w_down) -> float:
@@ -137,58 +142,52 @@ def host_us(call) -> float:
 def measure_forward(package, model, T, weights) -> dict:
     count = 8 if T <= 64 else 2 if T <= 512 else 1
     args = [inputs(model, T, seed) for seed in range(count)]
-    row = {
-        "model": model,
-        "T": T,
-        "limit_ms": limit_ms(model, T, args[0][1]),
-        "ms": {},
-        "error": {},
-    }
+    row = {"what": f"{TITLES[model]}, {T} token" + "s" * (T > 1), "us": {}}
+    row.update(limit_us=limit_us(model, T, args[0][1]), error={})
     with torch.no_grad():
         for name, call in contenders(package, weights).items():
             row["error"][name] = error(call(*args[0]), *args[0], *weights)
-            row["ms"][name] = graph_ms([lambda a=a, call=call: call(*a) for a in args])
+            row["us"][name] = 1e3 * graph_ms([lambda a=a, call=call: call(*a) for a in args])
             if T == 1:
                 row.setdefault("host_us", {})[name] = host_us(lambda c=call: c(*args[0]))
-    row["served"] = package.implementation_of(
-        package.fused_experts, args[0][0], *weights, *args[0][1:]
-    )
+    x, ids, top = args[0]
+    row["served"] = package.implementation_of(package.fused_experts, x, *weights, ids, top)
     return row
 
 
+def one_step(call, args, leaves, dout) -> tuple:
+    """(ms, MiB held between forward and backward, MiB at the peak), beyond what was there."""
+    for leaf in leaves:
+        leaf.grad = None
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    out = call(*args)
+    held = torch.cuda.memory_allocated() - before - out.nbytes
+    out.backward(dout)
+    stop.record()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    return start.elapsed_time(stop), held / 2**20, peak / 2**20
+
+
 def measure_training(package, model, T, sonic=False) -> dict:
-    """ms of a step with the gradients of x, both weights and the routing weights, and MiB."""
+    """A step with the gradients of x, both weights and the routing weights."""
     weights = weights_of(model, requires_grad=True)
     x, ids, top = inputs(model, T)
     x, top, dout = x.requires_grad_(), top.requires_grad_(), torch.randn_like(x)
-    row = {"model": model, "T": T, "training": True, "limit_ms": 3 * limit_ms(model, T, ids)}
-    row.update(ms={}, held_mib={}, peak_mib={})
+    row = {"what": f"{TITLES[model]}, {T} tokens, training step", "us": {}}
+    row.update(limit_us=3 * limit_us(model, T, ids), held_mib={}, peak_mib={})
     calls = contenders(package, weights, sonic)
-    calls["recompute"] = lambda x, ids, top: package.fused_experts(
+    calls["ours, recompute=True"] = lambda x, ids, top: package.fused_experts(
         x, *weights, ids, top, recompute=True
     )
-    leaves = [x, *weights]
     for name, call in calls.items():
-        args = [x, ids, top]
-        times = []
-        for _ in range(STEPS):
-            for leaf in (*leaves, top):
-                leaf.grad = None
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            marks[0].record()
-            out = call(*args)
-            held = torch.cuda.memory_allocated() - before - out.nbytes
-            out.backward(dout)
-            marks[1].record()
-            torch.cuda.synchronize()
-            times.append(marks[0].elapsed_time(marks[1]))
-            peak = torch.cuda.max_memory_allocated() - before
-            del out
-        row["ms"][name] = statistics.median(times[1:])
-        row["held_mib"][name], row["peak_mib"][name] = held / 2**20, peak / 2**20
+        steps = [one_step(call, (x, ids, top), (x, top, *weights), dout) for _ in range(STEPS)]
+        row["us"][name] = 1e3 * statistics.median(ms for ms, _, _ in steps[1:])
+        _, row["held_mib"][name], row["peak_mib"][name] = steps[-1]
     return row
 
 
@@ -210,7 +209,7 @@ def measure(options) -> None:
                 print(line(rows[-1]), flush=True)
         save(options.json, rows)
     if options.first_call:
-        save(options.json, rows, first_call_s=first_calls())
+        save(options.json, rows, first_calls=first_calls())
 
 
 def first_calls() -> dict:
@@ -240,47 +239,17 @@ def call_once() -> None:
 
 
 def line(row: dict) -> str:
-    ms, ours = row["ms"], row["ms"]["ours"]
-    cells = [row["model"], str(row["T"]), "step" if row.get("training") else "forward"]
-    cells += [f"{row['limit_ms']:.4f}", f"{ours:.4f}", f"{ours / row['limit_ms']:.2f}"]
-    cells += [f"{ms['grouped_mm'] / ours:.2f}"]
-    if row.get("training"):
-        held = row["held_mib"]
-        cells += [f"{held['ours']:.0f} / {held['grouped_mm']:.0f}"]
-        cells += [f"recompute {ms['recompute']:.3f} ms, {held['recompute']:.0f} MiB"]
-    else:
-        cells += [f"{row['error']['ours'] / row['error']['grouped_mm']:.2f}"]
-        host = row.get("host_us")
-        cells += [f"host {host['ours']:.1f} us, {host['grouped_mm']:.1f}" if host else ""]
-    return "| " + " | ".join(cells) + " |"
-
-
-def render(path: Path) -> None:
-    """The table as Markdown on the screen, the picture beside the record."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    record = json.loads(path.read_text())
-    rows = record["rows"]
-    head = ["model", "tokens", "", "limit ms", "ours ms", "ours / limit", "speed-up of grouped_mm"]
-    head += ["error / grouped_mm's, or MiB held", ""]
-    print(f"{record['gpu']}, torch {record['torch']}, Triton {record['triton']}, {record['date']}")
-    print("| " + " | ".join(head) + " |\n" + "|---" * len(head) + "|")
-    print("\n".join(line(row) for row in rows))
-    figure, axis = pyplot.subplots(figsize=(6.4, 3.6))
-    for model in MODELS:
-        mine = [r for r in rows if r["model"] == model and not r.get("training")]
-        if mine:
-            speed = [r["ms"]["grouped_mm"] / r["ms"]["ours"] for r in mine]
-            axis.plot([r["T"] for r in mine], speed, marker="o", label=model)
-    axis.axhline(1.0, color="grey", linewidth=0.8)
-    axis.set(xscale="log", xlabel="tokens", ylabel="speed-up over grouped_mm", ylim=(0, None))
-    axis.set_title(f"Routed experts forward, bf16, {record['gpu']}, {record['date']}", fontsize=10)
-    axis.legend()
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
+    us, ours = row["us"], row["us"]["ours"]
+    cells = [row["what"], f"{ours:.1f} us", f"{ours / row['limit_us']:.2f} of the limit"]
+    cells.append(f"{us['grouped_mm'] / ours:.2f} times as fast as grouped_mm")
+    if "error" in row:
+        cells.append(f"error {row['error']['ours']:.1e}, {row['error']['grouped_mm']:.1e}")
+    cells += [
+        f"{key} " + ", ".join(f"{name} {value:.1f}" for name, value in row[key].items())
+        for key in ("host_us", "held_mib")
+        if key in row
+    ]
+    return " | ".join(cells)
 
 
 def main() -> None:
@@ -291,14 +260,11 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no row after so many")
     parser.add_argument("--first-call", action="store_true", help="a new process, too")
     parser.add_argument("--json", type=Path, default=RESULTS / "experts.json")
-    parser.add_argument("--render", type=Path, help="only render this record")
     parser.add_argument("--sonicmoe", action="store_true", help="time its training step, too")
     parser.add_argument("--call-once", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.call_once:
         call_once()
-    elif options.render:
-        render(options.render)
     else:
         measure(options)
 

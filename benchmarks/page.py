@@ -46,6 +46,13 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "SwiGLU training step",
         "`fused_swiglu_mlp`, the whole MLP, forward and backward with all four gradients, in bf16.",
     ),
+    "experts": (
+        "Routed experts",
+        "`fused_experts` in bf16 with random routing. The limit is the time that the chip needs at "
+        "least: the operations at 720 TFLOP/s, or the weights of the experts that are chosen at "
+        "4.28 TB/s. A forward is timed over several routings; a training step, with the gradients "
+        "of the input, both weights and the routing weights, eagerly.",
+    ),
     "gdn_chunk_fla": (
         "GDN prefill beside FLA",
         "`chunk_gated_delta_rule` in bf16, head dim 128, l2norm in the call, initial and final "
@@ -221,6 +228,23 @@ def of_memory(record: dict) -> str:
     return table(["", "held between forward and backward, MiB", "peak, MiB"], rows)
 
 
+def of_expert_limits(record: dict) -> str:
+    rows = []
+    for row in record["rows"]:
+        held = row.get("held_mib", {})
+        cells = [us(row["limit_us"]), f"{row['us']['ours'] / row['limit_us']:.2f}"]
+        cells += [f"{held[n]:.0f}" if n in held else "" for n in ("ours", "grouped_mm")]
+        cells += [f"{e:.1e}" for e in row.get("error", {}).values()] or ["", ""]
+        rows.append([row["what"], *cells])
+    head = ["", "limit, us", "ours / limit", "MiB held: ours", "grouped_mm", "error: ours"]
+    return table([*head, "grouped_mm"], rows)
+
+
+def of_expert_first_calls(record: dict) -> str:
+    found = record["first_calls"].items()
+    return table(["in a new process", "seconds"], [[what, f"{s:.4f}"] for what, s in found])
+
+
 def of_prepare(record: dict) -> str:
     f = record["prepare"]
     ours = {"ours (Hopper)": f["prepare_hopper"], "ours (portable)": f["prepare"]}
@@ -256,6 +280,7 @@ def of_training(record: dict) -> str:
 MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tables beside the times
     "swiglu_fwd": [of_swiglu_errors],
     "swiglu_training": [of_memory, of_errors],
+    "experts": [of_expert_limits, of_expert_first_calls],
     "gdn_chunk_errors": [of_errors],
     "gdn_chunk_flashinfer": [of_prepare, of_gdn_errors, of_host],
     "gdn_chunk": [of_gdn_errors, of_host],
