@@ -5,7 +5,7 @@ from .experts.api import fused_experts
 from .gdn.api import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .gdn.api_aiter import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_opt_vk
 from .gdn_layer.api import causal_conv1d_fn, causal_conv1d_update, gated_delta_gate, rms_norm_gated
-from .models import decorate, kernelize, layer_mapping, restore
+from .models import decorate, kernelize, layer_mapping, register_experts, restore
 from .runtime.implementation import implementation_of
 from .runtime.verify import verify
 from .swiglu.api import fused_swiglu, fused_swiglu_mlp
@@ -30,6 +30,7 @@ __all__ = [
     "kernelize",
     "layer_mapping",
     "layers",
+    "register_experts",
     "restore",
     "rms_norm_gated",
     "verify",

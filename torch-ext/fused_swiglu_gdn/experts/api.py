@@ -55,9 +55,11 @@ def fused_experts(
         TypeError: an argument is no tensor, or a dtype does not fit.
 
     Example:
-        >>> scores = (x @ w_router.t()).softmax(-1)  # [T, E]
-        >>> weights, index = scores.topk(8, dim=-1)
-        >>> out = fused_experts(x, w_gate_up, w_down, index, weights)
+        >>> x = torch.randn(5, 64)
+        >>> w_gate_up, w_down = torch.randn(8, 2 * 32, 64), torch.randn(8, 64, 32)
+        >>> weights, index = torch.rand(5, 8).topk(2, dim=-1)  # a router's
+        >>> fused_experts(x, w_gate_up, w_down, index, weights).shape
+        torch.Size([5, 64])
     """
     x, w_gate_up, w_down = autocast(x, w_gate_up, w_down)
     args = (x, w_gate_up, w_down, top_k_index, top_k_weights, activation, limit)

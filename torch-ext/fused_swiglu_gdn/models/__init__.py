@@ -1,6 +1,7 @@
 """Which layer of which model is served by which of ours: in one call, or through `kernels`."""
 
 from .apply import kernelize, restore
+from .experts import register_experts
 from .hub import decorate, layer_mapping
 
-__all__ = ["decorate", "kernelize", "layer_mapping", "restore"]
+__all__ = ["decorate", "kernelize", "layer_mapping", "register_experts", "restore"]
