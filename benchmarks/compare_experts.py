@@ -6,8 +6,8 @@
 `limit` is the time that the chip needs at least: 6 S H I operations at 720 TFLOP/s or the weights
 of the experts that are hit at 4.28 TB/s, whichever is more (a training step: three times that). A
 forward is timed by CUDA graph over several routings, so that the weights of a few experts do not
-stay in L2; a training step by events, with --sonicmoe also transformers' "sonicmoe", which needs
-`kernels` and the Hub and compiles for minutes.
+stay in L2; an eager training step by events, each started on an idle GPU; with --sonicmoe also that
+of transformers' "sonicmoe", which needs `kernels` and the Hub and compiles for minutes.
 """
 
 import argparse

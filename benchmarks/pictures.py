@@ -12,7 +12,7 @@ from typing import Callable, Dict, List, NamedTuple, Tuple
 
 from records import RESULTS, Case, cases, load, machine, title_of
 
-COLOURS = ("#3b6ea5", "#e08e3c", "#6b9e5f")
+COLOURS = ("#3b6ea5", "#e08e3c", "#6b9e5f", "#8d6aa8")
 LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line must not cross a number
 
 
@@ -27,6 +27,11 @@ def tokens(case: Case) -> Tuple[str, str]:
     *sizes, count = case.label.split(", ")
     wanted = sizes in (["K 4096", "N 14336"], ["K 1024", "N 3072"])
     return (count.split()[0] if wanted else ""), "ours, " + ", ".join(sizes)
+
+
+def experts(case: Case) -> Tuple[str, str]:
+    model, count, *more = case.label.split(", ")
+    return ("" if more else count.split()[0]), f"ours, {model}"
 
 
 def prompt(case: Case) -> Tuple[str, str]:
@@ -46,6 +51,7 @@ def model(case: Case) -> Tuple[str, str]:
 
 PICTURES: Dict[str, Picture] = {
     "swiglu_fwd": Picture("SwiGLU forward, bf16, by tokens", ("swiglu_fwd",), "liger", tokens),
+    "experts": Picture("Routed experts, bf16, by tokens", ("experts",), "grouped_mm", experts),
     "gdn_chunk_fla": Picture(
         "GDN prefill, bf16, head dim 128, gates of Qwen3.5",
         ("gdn_chunk_fla", "gdn_chunk_few_heads_fla"),

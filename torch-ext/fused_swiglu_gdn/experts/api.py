@@ -1,11 +1,15 @@
 """The routed experts of a mixture of experts, as one function."""
 
+import operator
 from typing import Optional
 
 from torch import Tensor
 
-from ..runtime.shortcuts import autocast
+from ..runtime.cache import CallCache, undisturbed
+from ..runtime.ops import autocast
 from . import checks, ops
+
+_calls = CallCache()
 
 
 def fused_experts(
@@ -61,8 +65,15 @@ def fused_experts(
         >>> fused_experts(x, w_gate_up, w_down, index, weights).shape
         torch.Size([5, 64])
     """
-    x, w_gate_up, w_down = autocast(x, w_gate_up, w_down)
-    args = (x, w_gate_up, w_down, top_k_index, top_k_weights, activation, limit)
-    checks.fused_experts(*args)
+    given = (x, w_gate_up, w_down, top_k_index, top_k_weights)
+    options = (activation, limit)
+    plan = _calls.find(given, options) if undisturbed() else None
+    out = plan(*given) if plan is not None else None
+    if out is not None:
+        return out
+    tensors = (*autocast(x, w_gate_up, w_down), top_k_index, top_k_weights)
+    checks.fused_experts(*tensors, *options)
     limit = None if limit is None else float(limit)
-    return ops.experts(*args[:6], limit, bool(recompute), bool(main_grad))
+    if plan is None and undisturbed() and all(map(operator.is_, tensors, given)):
+        _calls.keep(given, options, ops.plan_experts(*tensors, activation, limit))
+    return ops.experts(*tensors, activation, limit, bool(recompute), bool(main_grad))

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 
 from .._ops import add_op_namespace_prefix
 from ..runtime import dispatch
-from ..runtime.ops import PLAIN, needs_grad, present, run, serve
+from ..runtime.ops import PLAIN, needs_grad, plan, present, run, serve
 from ..swiglu.ops_mlp import _stand_in as stand_in
 from . import reference
 
@@ -160,6 +160,13 @@ class _Experts(torch.autograd.Function):
         if tensors[5].numel():
             increment_version(tensors[5])
         return (None, *found[:3], None, found[3], None, None, None, None)
+
+
+def plan_experts(x, w_gate_up, w_down, ids, weights, activation, limit):
+    """What serves all eager calls like this one, from their tensors, or None. Where addresses
+    differ in what kernels ask of them it makes nothing and returns None."""
+    args = (x, w_gate_up, w_down, ids, weights, activation, limit)
+    return plan(FORWARD, "experts_fwd", args)
 
 
 def experts(

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..experts import checks, ops, reference
+from ..experts import ops, reference
+from ..experts.api import fused_experts
 from ..layers.plain import activation_of, why_not_tensor
 from ..runtime import dispatch
 from .report import Row
@@ -96,9 +97,13 @@ def experts_forward(
     activation = "silu" if form.silu else activation_of(self.act_fn)
     limit = None if form.limit is None else float(getattr(self, form.limit))
     x = hidden_states.to(self.gate_up_proj.dtype)
-    args = (x, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights, activation, limit)
-    checks.fused_experts(*args)
-    return ops.experts(*args, False, False).to(hidden_states.dtype)
+    args = (x, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
+    options = {"activation": activation, "limit": limit}
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):  # the weights' dtype is what grouped_mm computes in, too
+        with torch.autocast(kind, enabled=False):
+            return fused_experts(*args, **options).to(hidden_states.dtype)
+    return fused_experts(*args, **options).to(hidden_states.dtype)
 
 
 def _fall_back(self, reason: str, *args) -> torch.Tensor:
@@ -195,8 +200,9 @@ def why_not_experts(module: nn.Module) -> Optional[str]:
     if isinstance(form, str):
         return form
     for flag, expected in FLAGS.items():
-        if getattr(module, flag, None) is not expected:
-            return f"{flag} is {getattr(module, flag, None)}"
+        found = getattr(module, flag, expected)  # older transformers have not all of them
+        if found is not expected:
+            return f"{flag} is {found}"
     if not form.silu and activation_of(module.act_fn) is None:
         return f"its activation is {type(module.act_fn).__name__}"
     for name in ("gate_up_proj", "down_proj"):

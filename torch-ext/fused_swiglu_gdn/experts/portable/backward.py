@@ -8,7 +8,6 @@ from typing import Optional, Sequence, Tuple
 
 import torch
 
-from ...runtime import device
 from .combine import combine, weights_gradient
 from .forward import supports_experts_fwd, tiles_for
 from .gradients import gate_gradient, weight_gradient
@@ -41,28 +40,27 @@ def experts_bwd(
         return _zeros(x, w_gate_up, w_down, weights, needs, main_grads)
     tiles = tiles_for(x.device, T, K, E)
     height = tiles["BLOCK_M"]
-    with device.on(x.device):
-        if gate_up.numel() == 0:
-            gate_up = x.new_empty((T * K, 2 * I))  # [S, 2 I]
-            up(x, w_gate_up, routing, None, gate_up, K, activation, limit, height, tiles["up"])
-        wz = x.new_empty((T * K, I)) if needs[2] else None  # [S, I]
-        parts = gate_gradient(
-            dout, w_down, gate_up, weights, routing, wz, needs[3], activation, limit, height,
-            tiles["gate"],
-        )  # fmt: skip
-        dx = dw_gate_up = dw_down = dweights = None
-        if needs[3]:
-            dweights = weights_gradient(parts, weights, routing, E)
-        if needs[2]:
-            more = (routing, E, K, True, main_grads[1], tiles["weight"])
-            dw_down = weight_gradient(dout, wz, *more)  # [E, H, I]
-            del wz
-        if needs[1]:
-            more = (routing, E, K, False, main_grads[0], tiles["weight"])
-            dw_gate_up = weight_gradient(gate_up, x, *more)  # [E, 2 I, H]
-        if needs[0]:
-            dx = rows_product(gate_up, w_gate_up, routing, False, height, tiles["dx"])  # [S, H]
-            dx = combine(dx, None, routing, E, K)
+    if gate_up.numel() == 0:
+        gate_up = x.new_empty((T * K, 2 * I))  # [S, 2 I]
+        up(x, w_gate_up, routing, None, gate_up, K, activation, limit, height, tiles["up"])
+    wz = x.new_empty((T * K, I)) if needs[2] else None  # [S, I]
+    parts = gate_gradient(
+        dout, w_down, gate_up, weights, routing, wz, needs[3], activation, limit, height,
+        tiles["gate"],
+    )  # fmt: skip
+    dx = dw_gate_up = dw_down = dweights = None
+    if needs[3]:
+        dweights = weights_gradient(parts, weights, routing, E)
+    if needs[2]:
+        more = (routing, E, K, True, main_grads[1], tiles["weight"])
+        dw_down = weight_gradient(dout, wz, *more)  # [E, H, I]
+        del wz
+    if needs[1]:
+        more = (routing, E, K, False, main_grads[0], tiles["weight"])
+        dw_gate_up = weight_gradient(gate_up, x, *more)  # [E, 2 I, H]
+    if needs[0]:
+        dx = rows_product(gate_up, w_gate_up, routing, False, height, tiles["dx"])  # [S, H]
+        dx = combine(dx, None, routing, E, K)
     return dx, dw_gate_up, dw_down, dweights
 
 

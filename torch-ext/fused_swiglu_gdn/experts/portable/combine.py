@@ -56,7 +56,7 @@ def combine(
     # few tokens are divided among more programs
     block = min(triton.next_power_of_2(H), 2048 if T >= 128 else 512)
     launch(
-        _combine_kernel, T * triton.cdiv(H, block), (y, weights, out, routing), (S, experts),
+        _combine_kernel, T * triton.cdiv(H, block), (), (y, weights, out, routing), (S, experts),
         (H, top_k, block), max(1, block // 256),
     )  # fmt: skip
     return out
@@ -90,7 +90,7 @@ def weights_gradient(
     S, count = parts.shape
     out = torch.empty_like(like)
     launch(
-        _weights_gradient_kernel, triton.cdiv(S, 256), (parts, out, routing), (S, experts),
+        _weights_gradient_kernel, triton.cdiv(S, 256), (), (parts, out, routing), (S, experts),
         (count, 256), 4,
     )  # fmt: skip
     return out

@@ -6,15 +6,16 @@
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
 """
 
-from typing import Optional
+import functools
+from typing import Callable, Optional
 
 import torch
 import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
+from ...runtime.launch import Launch
 from .gate import gated
-from .launching import launch
 
 
 @triton.jit(do_not_specialize=["E"])
@@ -112,28 +113,42 @@ def _few_down_kernel(
     tl.store(out_ptr + token * H + n, out.to(out_ptr.dtype.element_ty), mask=n < H)
 
 
-def few_fwd(
-    x: torch.Tensor,  # [T, H]
-    w_gate_up: torch.Tensor,  # [E, 2 I, H]
-    w_down: torch.Tensor,  # [E, H, I]
-    ids: torch.Tensor,  # [T, K]
-    weights: torch.Tensor,  # [T, K]
-    activation: str,
-    limit: Optional[float],
-) -> torch.Tensor:  # [T, H]
-    (T, H), (E, _, I), K = x.shape, w_down.shape, ids.shape[1]
-    config = tuning.lookup("portable_experts_few", x.device, H=H, I=I)
+@functools.lru_cache(maxsize=1024)
+def _launches(where, T: int, K: int, E: int, H: int, I: int, activation: str, limit) -> tuple:
+    """The two launches for calls of these sizes."""
+    config = tuning.lookup("portable_experts_few", where, H=H, I=I)
     up, down = config["up"], config["down"]
-    z = x.new_empty((T * K, I))  # [S, I]
-    out = x.new_empty((T, H))  # [T, H]
-    pdl = device.overlaps_launches(x.device)
-    launch(
-        _few_up_kernel, T * K * triton.cdiv(I, up["BLOCK_N"]), (x, w_gate_up, ids, z), (E,),
-        (H, I, K, activation, limit, up["BLOCK_N"], up["BLOCK_K"], pdl), up["num_warps"],
+    pdl = device.overlaps_launches(where)
+    first = Launch(
+        _few_up_kernel, T * K * triton.cdiv(I, up["BLOCK_N"]), where, numbers=(E,),
+        constexprs=(H, I, K, activation, limit, up["BLOCK_N"], up["BLOCK_K"], pdl),
+        options=(("num_warps", up["num_warps"]),),
     )  # fmt: skip
     slots = triton.next_power_of_2(K)
-    launch(
-        _few_down_kernel, T * triton.cdiv(H, down["BLOCK_N"]), (z, w_down, ids, weights, out), (E,),
-        (H, I, K, slots, down["BLOCK_N"], down["BLOCK_K"], pdl), down["num_warps"], pdl=pdl,
+    early = (("launch_pdl", True),) if pdl else ()
+    second = Launch(
+        _few_down_kernel, T * triton.cdiv(H, down["BLOCK_N"]), where, numbers=(E,),
+        constexprs=(H, I, K, slots, down["BLOCK_N"], down["BLOCK_K"], pdl),
+        options=(("num_warps", down["num_warps"]), *early),
     )  # fmt: skip
-    return out
+    return first, second
+
+
+def plan_few(x, w_down, ids, activation: str, limit: Optional[float]) -> Callable:
+    """few_fwd for all calls of these shapes."""
+    (T, H), (E, _, I), K = x.shape, w_down.shape, ids.shape[1]
+    up, down = _launches(x.device, T, K, E, H, I, activation, limit)
+
+    def run(
+        x: torch.Tensor,  # [T, H]
+        w_gate_up: torch.Tensor,  # [E, 2 I, H]
+        w_down: torch.Tensor,  # [E, H, I]
+        ids: torch.Tensor,  # [T, K]
+        weights: torch.Tensor,  # [T, K]
+    ) -> torch.Tensor:  # [T, H]
+        z, out = x.new_empty((T * K, I)), x.new_empty((T, H))  # [S, I], [T, H]
+        up(x, w_gate_up, ids, z)
+        down(z, w_down, ids, weights, out)
+        return out
+
+    return run

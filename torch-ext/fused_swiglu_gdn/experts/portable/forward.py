@@ -4,13 +4,13 @@ Chosen by the number of tokens alone, never by where they go. Sizes: T tokens, K
 entries, E experts, H model width, I hidden width of an expert.
 """
 
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 
-from ...runtime import device, tuning
+from ...runtime import tuning
 from .combine import combine
-from .few import few_fwd
+from .few import plan_few
 from .products import rows_product, up
 from .routing import new_routing, route
 
@@ -74,8 +74,28 @@ def experts_fwd(
     if x.numel() == 0:
         return torch.empty_like(x)
     args = (x, w_gate_up, w_down, ids, weights, activation, limit)
-    with device.on(x.device):
-        return few_fwd(*args) if x.shape[0] <= FEW else _grouped(*args, None)[0]
+    if x.shape[0] <= FEW:
+        return plan_few(x, w_down, ids, activation, limit)(*args[:5])
+    return _grouped(*args, None)[0]
+
+
+def plan_experts_fwd(x, w_gate_up, w_down, ids, weights, activation, limit) -> Callable:
+    """experts_fwd for all calls like this one, from their tensors. It returns None where
+    supports_experts_fwd would not take their addresses."""
+    few = 0 < x.shape[0] <= FEW and all(t.is_contiguous() for t in (x, ids, weights))
+    if few:
+        run = plan_few(x, w_down, ids, activation, limit)
+    else:
+
+        def run(*tensors):
+            return experts_fwd(*tensors, activation, limit)
+
+    def plan(x, w_gate_up, w_down, ids, weights):
+        if (w_gate_up.data_ptr() | w_down.data_ptr()) & 15:
+            return None
+        return run(x, w_gate_up, w_down, ids, weights)
+
+    return plan
 
 
 def experts_saving_fwd(
@@ -88,6 +108,5 @@ def experts_saving_fwd(
     if x.numel() == 0:
         return torch.empty_like(x), gate_up, new_routing(ids, w_down.shape[0])
     kept = None if recompute else gate_up
-    with device.on(x.device):
-        out, routing = _grouped(x, w_gate_up, w_down, ids, weights, activation, limit, kept)
+    out, routing = _grouped(x, w_gate_up, w_down, ids, weights, activation, limit, kept)
     return out, gate_up, routing

@@ -124,11 +124,11 @@ def gate_gradient(
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     count = triton.cdiv(I, BN)
     parts = gate_up.new_empty((S, count), dtype=torch.float32) if needs_weights else None
-    operands = (box(w_down, 1, BK, BN), dout, gate_up, weights, wz, parts, routing)
+    boxes, pointers = (box(w_down, 1, BK, BN),), (dout, gate_up, weights, wz, parts, routing)
     tiles = most_tiles(S, E, height) * count
     tile = (height, BN, BK, config["GROUP"], config["FLAT"])
     launch(
-        _gate_gradient_kernel, programs(tiles, config, dout.device), operands, (S, E),
+        _gate_gradient_kernel, programs(tiles, config, dout.device), boxes, pointers, (S, E),
         (H, I, weights.shape[1], activation, limit, *tile), config["num_warps"],
         config["num_stages"],
     )  # fmt: skip
@@ -223,13 +223,13 @@ def weight_gradient(
     out = a.new_empty((experts, M, N)) if main_grad is None else main_grad
     BM, BN = config["BLOCK_M"], config["BLOCK_N"]
     BK = config["BLOCK_K"]
-    rows_desc = None
+    rows = None
     if config["COPY_ENGINE"]:
-        rows_desc = box(b, BK, BN) if a_by_token else box(a, BK, BM)
+        rows = box(b, BK, BN) if a_by_token else box(a, BK, BM)
     tile = (BM, BN, BK, config["GROUP"])
     launch(
         _weight_gradient_kernel, experts * triton.cdiv(M, BM) * triton.cdiv(N, BN),
-        (rows_desc, a, b, out, routing), (S, experts),
+        (rows,), (a, b, out, routing), (S, experts),
         (M, N, top_k, a_by_token, main_grad is not None, *tile), config["num_warps"],
         config["num_stages"],
     )  # fmt: skip

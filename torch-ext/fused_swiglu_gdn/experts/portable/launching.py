@@ -1,34 +1,53 @@
-"""How this folder launches: descriptors and pointers, then numbers, then constexprs."""
+"""How this folder launches: what a launch depends on besides addresses is kept."""
 
-from typing import Optional
+import functools
+from typing import NamedTuple, Optional
 
-from triton.tools.tensor_descriptor import TensorDescriptor
+import torch
 
-from ...runtime.launch import prepare, specialized_on
-
-
-def box(tensor, *block: int) -> TensorDescriptor:
-    """The contiguous tensor in blocks of this shape; outside it, zeros are read."""
-    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), list(block))
+from ...runtime.launch import Launch
+from ...runtime.maps import Map
 
 
-def _kind(operand):
-    if isinstance(operand, TensorDescriptor):
-        return operand.base.dtype, tuple(operand.block_shape)
-    return specialized_on(operand)
+class Box(NamedTuple):
+    """A contiguous tensor that a kernel moves in blocks; outside it, zeros are read."""
+
+    tensor: torch.Tensor
+    shape: tuple
+    block: tuple
+
+
+def box(tensor: torch.Tensor, *block: int, shape: Optional[tuple] = None) -> Box:
+    """shape: another one than the tensor's."""
+    return Box(tensor, tuple(tensor.shape) if shape is None else shape, block)
+
+
+def _map(shape: tuple, block: tuple) -> Map:
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.append(strides[-1] * size)
+    return Map(shape, strides[::-1], block)
+
+
+@functools.lru_cache(maxsize=4096)
+def launch_of(kernel, size: int, where, boxes: tuple, numbers, constexprs, options) -> Launch:
+    """boxes: (shape, block), or None, for each tensor map."""
+    maps = tuple([each and _map(*each) for each in boxes])
+    return Launch(
+        kernel, size, where, maps=maps, numbers=numbers, constexprs=constexprs, options=options
+    )
 
 
 def launch(
-    kernel, size: int, operands: tuple, numbers: tuple, constexprs: tuple, num_warps: int,
-    num_stages: Optional[int] = None, pdl: bool = False,
+    kernel, size: int, boxes: tuple, pointers: tuple, numbers: tuple, constexprs: tuple,
+    num_warps: int, num_stages: Optional[int] = None,
 ) -> None:  # fmt: skip
-    """The kernel with `size` programs. Its parameters in their order: operands (descriptors,
-    tensors or None, a tensor last), numbers that it does not specialize on, constexprs."""
-    options = (("num_warps", num_warps),)
+    """The kernel with `size` programs. Its parameters in their order: boxes or None, pointers or
+    None, of which the last is there, numbers, constexprs."""
+    options: tuple = (("num_warps", num_warps),)
     if num_stages is not None:
         options += (("num_stages", num_stages),)
-    if pdl:
-        options += (("launch_pdl", True),)
-    where = operands[-1].device
-    prepared = prepare(kernel, constexprs, options, where, *map(_kind, operands))
-    prepared.launch((size, 1, 1), *operands, *numbers)
+    described = tuple([b and b[1:] for b in boxes])
+    where = pointers[-1].device
+    start = launch_of(kernel, size, where, described, numbers, constexprs, options)
+    start(*[b and b.tensor for b in boxes], *pointers)

@@ -205,12 +205,13 @@ def up(
     (T, H), (E, I) = x.shape, (w_gate_up.shape[0], w_gate_up.shape[1] // 2)
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     tiles = most_tiles(T * top_k, E, height) * triton.cdiv(I, BN)
-    z_desc = None if z is None or not config["STORE"] else box(z, height, BN)
-    operands = (box(w_gate_up.view(2 * E, I, H), 2, BN, BK), z_desc, x, z, gate_up, routing)
+    z_box = None if z is None or not config["STORE"] else box(z, height, BN)
+    boxes = (box(w_gate_up, 2, BN, BK, shape=(2 * E, I, H)), z_box)
     tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAIL"])
     launch(
-        _up_kernel, programs(tiles, config, x.device), operands, (T * top_k, E),
-        (H, I, top_k, activation, limit, *tile), config["num_warps"], config["num_stages"],
+        _up_kernel, programs(tiles, config, x.device), boxes, (x, z, gate_up, routing),
+        (T * top_k, E), (H, I, top_k, activation, limit, *tile), config["num_warps"],
+        config["num_stages"],
     )  # fmt: skip
 
 
@@ -227,13 +228,13 @@ def rows_product(
     y = a.new_empty((S, N))  # [S, N]
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     half = box(a, height // 2, BK) if config["TAIL"] else None
-    w_desc = box(weight, 1, BN, BK) if transposed else box(weight, 1, BK, BN)
-    y_desc = box(y, height, BN // 2) if config["STORE"] else None
-    operands = (box(a, height, BK), half, w_desc, y_desc, y, routing)
+    w_box = box(weight, 1, BN, BK) if transposed else box(weight, 1, BK, BN)
+    y_box = box(y, height, BN // 2) if config["STORE"] else None
+    boxes = (box(a, height, BK), half, w_box, y_box)
     tiles = most_tiles(S, E, height) * triton.cdiv(N, BN)
     tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAIL"])
     launch(
-        _rows_kernel, programs(tiles, config, a.device), operands, (S, E),
+        _rows_kernel, programs(tiles, config, a.device), boxes, (y, routing), (S, E),
         (N, width, transposed, *tile), config["num_warps"], config["num_stages"],
     )  # fmt: skip
     return y

@@ -184,8 +184,9 @@ def route(ids: torch.Tensor, experts: int, height: int) -> torch.Tensor:
     counts = None
     if entries > ALONE:
         counts = ids.new_empty((blocks + 1, width), dtype=torch.int32)
-        launch(_count_kernel, blocks, (ids, counts), (entries, experts), (width, BLOCK), 4)
-        launch(_scan_kernel, width // 8, (counts,), (blocks,), (width, 8, 512), 8)
+        launch(_count_kernel, blocks, (), (ids, counts), (entries, experts), (width, BLOCK), 4)
+        launch(_scan_kernel, width // 8, (), (counts,), (blocks,), (width, 8, 512), 8)
     numbers = (entries, experts, blocks, height)
-    launch(_place_kernel, blocks, (ids, counts, routing), numbers, (width, BLOCK, chunk, 32), 4)
+    constexprs = (width, BLOCK, chunk, 32)
+    launch(_place_kernel, blocks, (), (ids, counts, routing), numbers, constexprs, 4)
     return routing
