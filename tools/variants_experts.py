@@ -39,11 +39,10 @@ def _up(name, height, config, targets, saving=False, dtype="bf16", **gate) -> Va
     block = (2, config["BLOCK_N"], config["BLOCK_K"])
     operands = {
         "w_desc": _box(*block, dtype=dtype),
-        "z_desc": _box(height, block[1], dtype=dtype) if config["STORE"] else None,
         "x_ptr": pointer, "z_ptr": pointer,
         "gate_up_ptr": pointer if saving else None, "routing_ptr": "*i32:16",
     }  # fmt: skip
-    constexprs = {**SHARED, **GATE, **gate, **_tile(config, height, "TAIL")}
+    constexprs = {**SHARED, **GATE, **gate, **_tile(config, height)}
     return _variant(
         f"experts_up {name}" + (" saving" if saving else ""), "products", "_up_kernel", operands,
         "SE", constexprs, config, targets,
@@ -54,13 +53,12 @@ def _rows(name, height, config, targets, transposed) -> Variant:
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     operands = {
         "a_desc": _box(height, BK),
-        "a_half_desc": _box(height // 2, BK) if config["TAIL"] else None,
         "w_desc": _box(1, BN, BK) if transposed else _box(1, BK, BN),
         "y_desc": _box(height, BN // 2) if config["STORE"] else None,
         "y_ptr": "*bf16:16", "routing_ptr": "*i32:16",
     }  # fmt: skip
     width = I if transposed else 2 * I
-    constexprs = {"N": H, "WIDTH": width, "TRANSPOSED": transposed, **_tile(config, height, "TAIL")}
+    constexprs = {"N": H, "WIDTH": width, "TRANSPOSED": transposed, **_tile(config, height)}
     name = f"experts_{'down' if transposed else 'dx'} {name}"
     return _variant(name, "products", "_rows_kernel", operands, "SE", constexprs, config, targets)
 

@@ -63,7 +63,7 @@ def _store(tile, y_desc, y_ptr, row, end, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def _up_tile(
-    x_ptr, w_desc, z_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, column,
+    x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, column,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -83,13 +83,12 @@ def _up_tile(
         _store_rows(up, gate_up_ptr, row, end, column + I, 2 * I, 2 * I)
     if z_ptr is not None:
         z = gated(gate, up, ACTIVATION, LIMIT)
-        _store(z, z_desc, z_ptr, row, end, column, I)
+        _store_rows(z, z_ptr, row, end, column, I, I)
 
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _up_kernel(
     w_desc,  # [2 E, I, H] in blocks [2, BLOCK_N, BLOCK_K]: gate and up of each expert
-    z_desc,  # [S, I] in blocks [BLOCK_M, BLOCK_N], or None
     x_ptr,  # [T, H]
     z_ptr,  # [S, I] by rows, or None
     gate_up_ptr,  # [S, 2 I] by rows: gate beside up; or None
@@ -106,7 +105,6 @@ def _up_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     FLAT: tl.constexpr,
-    TAIL: tl.constexpr,  # an expert's last rows, if half a tile holds them, are half a tile
 ):
     """z = act(x Wg^T) * (x Wu^T); programs stride over tiles [BLOCK_M, BLOCK_N]."""
     tiles_m = tl.load(routing_ptr)
@@ -115,16 +113,10 @@ def _up_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
         expert, row, end = tile_at(routing_ptr, m, S, E)
-        if TAIL and end - row <= BLOCK_M // 2:
-            _up_tile(
-                x_ptr, w_desc, None, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, n * BLOCK_N,
-                H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M // 2, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        else:
-            _up_tile(
-                x_ptr, w_desc, z_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end,
-                n * BLOCK_N, H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+        _up_tile(
+            x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, n * BLOCK_N, H, I,
+            TOP_K, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -148,7 +140,6 @@ def _rows_tile(
 @triton.jit(do_not_specialize=["S", "E"])
 def _rows_kernel(
     a_desc,  # [S, WIDTH] in blocks [BLOCK_M, BLOCK_K]
-    a_half_desc,  # in blocks [BLOCK_M / 2, BLOCK_K], read if TAIL; or None
     w_desc,  # [E, N, WIDTH] in blocks [1, BLOCK_N, BLOCK_K]; not TRANSPOSED: [E, WIDTH, N]
     y_desc,  # [S, N] in blocks [BLOCK_M, BLOCK_N / 2], or None
     y_ptr,  # [S, N]
@@ -163,7 +154,6 @@ def _rows_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     FLAT: tl.constexpr,
-    TAIL: tl.constexpr,
 ):
     """y = a W[e]^T by rows, or a W[e]; programs stride over tiles [BLOCK_M, BLOCK_N]."""
     tiles_m = tl.load(routing_ptr)
@@ -171,16 +161,10 @@ def _rows_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
         expert, row, end = tile_at(routing_ptr, m, S, E)
-        if TAIL and end - row <= BLOCK_M // 2:
-            _rows_tile(
-                a_half_desc, w_desc, None, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH,
-                TRANSPOSED, BLOCK_M // 2, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
-        else:
-            _rows_tile(
-                a_desc, w_desc, y_desc, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH,
-                TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K,
-            )  # fmt: skip
+        _rows_tile(
+            a_desc, w_desc, y_desc, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH, TRANSPOSED,
+            BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
 
 
 def programs(tiles: int, config: dict, where: torch.device) -> int:
@@ -205,9 +189,8 @@ def up(
     (T, H), (E, I) = x.shape, (w_gate_up.shape[0], w_gate_up.shape[1] // 2)
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     tiles = most_tiles(T * top_k, E, height) * triton.cdiv(I, BN)
-    z_box = None if z is None or not config["STORE"] else box(z, height, BN)
-    boxes = (box(w_gate_up, 2, BN, BK, shape=(2 * E, I, H)), z_box)
-    tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAIL"])
+    boxes = (box(w_gate_up, 2, BN, BK, shape=(2 * E, I, H)),)
+    tile = (height, BN, BK, config["GROUP"], config["FLAT"])
     launch(
         _up_kernel, programs(tiles, config, x.device), boxes, (x, z, gate_up, routing),
         (T * top_k, E), (H, I, top_k, activation, limit, *tile), config["num_warps"],
@@ -227,12 +210,11 @@ def rows_product(
     (S, width), E, N = a.shape, weight.shape[0], weight.shape[1 if transposed else 2]
     y = a.new_empty((S, N))  # [S, N]
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
-    half = box(a, height // 2, BK) if config["TAIL"] else None
     w_box = box(weight, 1, BN, BK) if transposed else box(weight, 1, BK, BN)
     y_box = box(y, height, BN // 2) if config["STORE"] else None
-    boxes = (box(a, height, BK), half, w_box, y_box)
+    boxes = (box(a, height, BK), w_box, y_box)
     tiles = most_tiles(S, E, height) * triton.cdiv(N, BN)
-    tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAIL"])
+    tile = (height, BN, BK, config["GROUP"], config["FLAT"])
     launch(
         _rows_kernel, programs(tiles, config, a.device), boxes, (y, routing), (S, E),
         (N, width, transposed, *tile), config["num_warps"], config["num_stages"],
