@@ -7,6 +7,7 @@ from .. import layers
 from ..layers.swiglu import FORMS, forward_of
 from ..runtime import dispatch
 from . import gated_mlp
+from .experts import restore_experts, serve_experts
 from .recognise import Finding, recognise
 from .report import Report, Row
 from .serving import serve, unserve
@@ -15,11 +16,13 @@ PROMPT = 4096  # tokens of a call that stands for prompts and training; 1 stands
 
 
 def kernelize(model: nn.Module, mode=None) -> Report:
-    """Serves every MLP and Gated DeltaNet layer of a model that our layers compute the same.
+    """Serves every MLP, Gated DeltaNet layer and module of routed experts of a model that our
+    layers and fused_experts compute the same.
 
     Modules are recognised by what they are, not by the model's name; all others, and those that
     something else was done to (adapters, quantization, hooks, sharding), are left alone. Only
-    forwards change: parameters, state_dict and configuration stay, and restore(model) undoes it.
+    forwards change, and for experts transformers' choice of their implementation: parameters,
+    state_dict and saved configuration stay, and restore(model) undoes it.
     Call it last, after adapters are added and after `use_kernels=True`.
 
     Args:
@@ -50,13 +53,14 @@ def kernelize(model: nn.Module, mode=None) -> Report:
             if finding.form is not None:
                 FORMS[type(module)] = finding.form
         rows.append(Row(name, type(module).__name__, finding.layer, implementation, reason))
-    return Report(rows)
+    return Report(rows + serve_experts(model, training))
 
 
 def restore(model: nn.Module) -> int:
-    """Gives every module that kernelize served its own forward back; returns how many."""
+    """Gives every module that kernelize served its own forward back, and experts the implementation
+    that they had; returns how many modules."""
     _check_model("restore", model)
-    return sum([unserve(module) for module in model.modules()])
+    return sum([unserve(module) for module in model.modules()]) + restore_experts(model)
 
 
 def _check_model(function: str, model) -> None:

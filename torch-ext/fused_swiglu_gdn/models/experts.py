@@ -19,7 +19,8 @@ from torch import nn
 
 from ..experts import ops, reference
 from ..experts.api import fused_experts
-from ..layers.plain import activation_of, why_not_tensor
+from ..layers.activations import activation_of
+from ..layers.plain import why_not_tensor
 from ..runtime import dispatch
 from .report import Row
 

@@ -30,8 +30,6 @@ def recognise(module: nn.Module) -> Optional[Finding]:
         finding = Finding(*mlp)
     elif "conv1d" in parts and "A_log" in module._parameters:
         finding = Finding(*gated_delta_net(module))
-    elif getattr(module._parameters.get("gate_up_proj"), "ndim", 0) == 3:
-        return Finding("SwiGLU", "experts in one 3-D weight are not served yet")
     else:
         return None
     replaced = why_replaced(module)

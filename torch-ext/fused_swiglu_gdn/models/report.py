@@ -31,7 +31,7 @@ class Report:
     def __str__(self) -> str:
         head = f"{len(self.served)} modules served, {len(self.left)} left alone"
         if not self.rows:
-            return "no MLP and no Gated DeltaNet layer found: nothing to serve"
+            return "no MLP, Gated DeltaNet layer or experts found: nothing to serve"
         groups: Dict[tuple, int] = {}
         for row in self.rows:
             key = (re.sub(r"\.\d+(?=\.|$)", ".*", row.module) or "(the model)", *row[1:])
