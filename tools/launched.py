@@ -144,6 +144,35 @@ call("swiglu training, small", K=1024, N=3072)(_swiglu_training)
 call("swiglu training, odd sizes", M=100, K=1000, N=3001)(_swiglu_training)
 
 
+# --- routed experts
+
+
+def _experts(
+    kernel, T, E=256, K=8, H=2048, N=512, dtype=BF16, index=torch.int64, top=FP32, grad=False,
+    **options,
+):  # fmt: skip
+    x, weights = values(T, H, dtype=dtype, grad=grad), values(T, K, dtype=top, grad=grad)
+    w_gate_up, w_down = values(E, 2 * N, H, dtype=dtype, grad=grad), values(E, H, N, dtype=dtype)
+    ids = torch.arange(T * K, dtype=index, device=DEVICE).remainder_(E).view(T, K)
+    forward = functools.partial(
+        kernel.fused_experts, x, w_gate_up, w_down.requires_grad_(grad), ids, weights, **options
+    )
+    return with_gradients(forward, x, w_gate_up, w_down, weights) if grad else forward
+
+
+for T in (1, 16, 64, 512, 1024, 4096, 8192, 32768):  # from a row an expert to a thousand
+    call(f"experts forward, T {T}", T=T)(_experts)
+for T in (1, 40, 4096):
+    call(f"experts forward, T {T}, fp16, clamped", T=T, E=20, K=6, H=200, N=136, dtype=FP16,
+         index=torch.int32, top=FP16, activation="gelu_tanh", limit=7.0)(_experts)  # fmt: skip
+for T in (40, 512, 1024, 4096, 8192, 32768, 65536):
+    call(f"experts training, T {T}", T=T, grad=True)(_experts)
+call("experts training, recompute", T=8192, grad=True, recompute=True)(_experts)
+call("experts training, odd sizes", T=1000, E=20, K=6, H=200, N=136, dtype=FP16, grad=True)(
+    _experts
+)
+
+
 # --- the gated delta rule
 
 
