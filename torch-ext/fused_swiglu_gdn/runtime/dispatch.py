@@ -74,7 +74,9 @@ def has_kernels(family: str, operation: str, device_type: str, index: Optional[i
     return any(hasattr(_module(folder, family), operation) for folder in folders)
 
 
-_serving: Dict[Tuple[str, torch.device], bool] = {}
+@functools.cache
+def _has_kernels(family: str, operation: str, where: torch.device) -> bool:
+    return has_kernels(family, operation, where.type, where.index)
 
 
 def serves(family: str, operation: str, x: torch.Tensor) -> bool:
@@ -89,11 +91,7 @@ def serves(family: str, operation: str, x: torch.Tensor) -> bool:
     where = x.device
     if torch.compiler.is_compiling():
         return has_kernels(family, operation, where.type, where.index)
-    found = _serving.get((operation, where))
-    if found is None:
-        found = has_kernels(family, operation, where.type, where.index)
-        _serving[operation, where] = found
-    return found
+    return _has_kernels(family, operation, where)
 
 
 def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Optional[Callable]]:
