@@ -54,14 +54,16 @@ def functions(call) -> int:
             if not code.co_filename.endswith(APART):
                 names.append(code.co_name)
 
-    for _ in range(3):
-        call()
-    sys.setprofile(count)
-    try:
-        call()
-    finally:
-        sys.setprofile(None)
-    return len(names) - 1
+    least = []
+    for _ in range(30):  # the fewest, since outputs may lie where none lay before
+        names.clear()
+        sys.setprofile(count)
+        try:
+            call()
+        finally:
+            sys.setprofile(None)
+        least.append(len(names) - 1)
+    return min(least)
 
 
 def tensors(T: int, H: int = 2, HV: int = 4, D: int = 128):
