@@ -11,9 +11,10 @@ from conftest import PACKAGE, ROOT
 ROOMS = ["_ops", "runtime", "swiglu", "experts", "gdn", "gdn_layer", "layers", "models", "__init__"]
 OPERATIONS = ROOMS[2:6]
 # Inside an operation: api (and module, fused, project) -> ops -> reference, checks; the kernels of
-# a chip are reached through runtime/dispatch.py alone. `chunks` holds sizes that all agree on.
-KINDS = {"chunks": 0, "reference": 1, "checks": 1, "portable": 1, "hopper": 2, "ops": 3}
+# a chip are reached through runtime/dispatch.py alone. `chunks` and `call` hold what all agree on.
+KINDS = {"chunks": 0, "call": 0, "reference": 1, "checks": 1, "portable": 1, "hopper": 2, "ops": 3}
 KERNELS = ("portable", "hopper")
+SHARED = ("chunks", "call")
 # of runtime: what is imported where there is no Triton
 EVERYWHERE = ("dispatch", "device", "tuning", "verify", "checks", "ops", "cache")
 API = 4
@@ -61,11 +62,11 @@ def test_imports_go_down(path):
             continue
         assert KINDS.get(their_kind, API) <= KINDS.get(kind, API), f"{where}, which stands on it"
         if kind in KERNELS:
-            assert their_kind in ("chunks", *KERNELS), f"{where}: kernels stand on kernels"
+            assert their_kind in (*SHARED, *KERNELS), f"{where}: kernels stand on kernels"
         else:
             assert their_kind not in KERNELS, f"{where}: that is dispatch's job"
         if kind == "reference":
-            assert their_kind in ("chunks", "reference"), f"{where}: torch alone"
+            assert their_kind in (*SHARED, "reference"), f"{where}: torch alone"
 
 
 def is_kernel(function) -> bool:

@@ -30,8 +30,3 @@ def write_strength(beta, BETA_SCALE: tl.constexpr):
     if BETA_SCALE != 0:
         beta = BETA_SCALE / (1.0 + tl.exp(-beta))
     return beta
-
-
-def beta_max(use_beta_sigmoid: bool, allow_neg_eigval: bool) -> float:
-    """The kernels' BETA_MAX, which multiplies sigmoid(beta); 0 where beta is used as it is."""
-    return (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0
