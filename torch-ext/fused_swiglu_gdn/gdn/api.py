@@ -124,9 +124,9 @@ def _checked(call: GdnCall, use_gate: bool) -> GdnCall:
     q, k, v = autocast(call.q, call.k, call.v)
     call = call._replace(q=q, k=k, v=v)
     checks.rule_flags(call.options, use_gate)
-    checks.gated_delta_rule(call, use_gate)
     checks.checkpoint_every(call.options.checkpoint_every)
     checks.state_dtype(call.options.state_dtype)
+    checks.gated_delta_rule(call, use_gate)
     return _with_scale(
         call._replace(
             q=dense(q), k=dense(k), v=dense(v), A_log=dense(call.A_log),

@@ -1,5 +1,6 @@
 """What the checks share. Messages say which argument, what was expected, and what came."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -31,7 +32,8 @@ def remembered(check: Callable) -> Callable:
         if not tensors or passed.find(tensors, options) is None:
             check(*args)
             if tensors:
-                passed.keep(tensors, options, True)
+                with contextlib.suppress(TypeError):  # a value that cannot be hashed: refused later
+                    passed.keep(tensors, options, True)
         return None
 
     wrapper.passed = passed
