@@ -6,8 +6,7 @@ vector [C] goes with its rows unless it says otherwise.
 
 from ...runtime.gluon import add, gl, gluon, warpgroup_mma_wait
 from .prepare import log2_decay
-from .scan import acc_layout, start_product
-from .scheduler import C, D
+from .primitives import C, D, acc_layout, start_product
 
 LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all tokens of a chunk
 TILE = gl.constexpr(acc_layout(64))  # fp32

@@ -24,9 +24,9 @@ from ...runtime.gluon import (
     tma_store,
     tma_store_wait,
 )
-from ...runtime.primitives import exact_exp2, sequence_bounds
+from ...runtime.primitives import exact_exp2
 from .blocks import Gates, inverse, operand, p_row, tb_row, tile_layout
-from .scheduler import RAGGED_END, C, D
+from .primitives import C, D, locate
 
 LOG2_E = gl.constexpr(1.4426950216293335)
 LOG2_E_REST = gl.constexpr(1.925963033500011e-08)  # see gdn/portable/prepare.py
@@ -47,29 +47,6 @@ def pair_layout(warps):
 def gate_layout(warps):
     """[W, C]: a warp has the tokens of its head, a lane two of them."""
     return gl.BlockedLayout([1, 2], [1, 32], [warps, 1], [1, 0])
-
-
-@gluon.jit
-def locate(row, cu_ptr, T, N, NT):
-    """Chunk row -> (batch, end, first row) as coordinates of the token descriptors, chunk, length.
-
-    Rows of sequence n start at cu[n] // C + n, or at n * NT at equal length.
-    """
-    if cu_ptr is None:
-        batch, end, first, c, length = row * 0, row // NT, row * 0, row % NT, T
-    else:
-        n = row * 0
-        after = N
-        while after - n > 1:
-            mid = (n + after) // 2
-            left = gl.maximum(gl.load(cu_ptr + mid), 0).to(gl.int32) // C + mid > row
-            after = gl.where(left, mid, after)
-            n = gl.where(left, n, mid)
-        start, end = sequence_bounds(cu_ptr, n, T)
-        start, end = start.to(gl.int32), end.to(gl.int32)
-        length = end - start
-        batch, first, c = row * 0 + RAGGED_END, RAGGED_END - length, row - start // C - n
-    return batch, end, first, c, length
 
 
 @gluon.jit

@@ -26,12 +26,10 @@ import triton.language as tl
 from ...runtime.launch import Launch, steps
 from ...runtime.primitives import sequence_bounds
 from ..call import GdnCall
-from .cuts import count_cuts, segment_of, tokens_at_cut, word_at_cut, words
+from .cuts import FORGOTTEN, count_cuts, segment_of, tokens_at_cut, word_at_cut, words
 from .primitives import EXACT_FP32, kv_strides, locate, precision
 from .scan import configuration, segments
 from .state import own_rows, read, write
-
-FORGOTTEN = tl.constexpr(-30.0)  # log2 of the norm below which fp32 has no digit left
 
 
 @triton.jit(do_not_specialize=["T", "N", "NS", "ROW"])

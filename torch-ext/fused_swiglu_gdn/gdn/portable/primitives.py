@@ -45,6 +45,12 @@ def locate(row, cu_ptr, T, N, ROWS, SPAN):
     return n, span, start, length
 
 
+@triton.jit
+def level(i, j, S: tl.constexpr):
+    """Where the blocks below the diagonal lie that join two S x S blocks into one of 2S x 2S."""
+    return (i // S == j // S + 1) & ((j // S) % 2 == 0)
+
+
 def chunk_numbers(call: GdnCall) -> tuple:
     """T, N and NT of a kernel that finds its chunk by `locate`."""
     return call.T, 1 if call.cu_seqlens is None else call.N, -(-call.T // CHUNK)
