@@ -19,6 +19,7 @@ import triton.language as tl
 from ...runtime.launch import Launch, steps
 from ..call import GdnCall
 from .backward_query import tile
+from .gates import write_strength
 from .primitives import chunk_numbers, locate, precision
 
 FEW = 8  # tokens
@@ -116,9 +117,8 @@ def _beta_bwd_kernel(
     heads = tl.arange(0, HEADS)
     at = tok[:, None] * beta_strides[1] + heads[None, :] * beta_strides[2]
     inside = ok[:, None] & (heads < HV)[None, :]
-    beta = tl.load(beta_ptr + b * beta_strides[0] + at, mask=inside, other=1.0).to(tl.float32)
-    if BETA_MAX > 0.0:
-        beta = BETA_MAX * tl.sigmoid(beta)
+    beta = tl.load(beta_ptr + b * beta_strides[0] + at, mask=inside, other=1.0)
+    beta = write_strength(beta, BETA_MAX)
     small = inside & ((tl.abs(beta) < SMALL) | (length - c * 64 < FEW_TOKENS))  # [C, HEADS]
     if tl.max(tl.max(small.to(tl.int32), 1), 0) == 0:
         return
@@ -141,7 +141,7 @@ def _beta_bwd_kernel(
             if BETA_MAX > 0.0:
                 beta_at = beta_ptr + b * beta_strides[0] + hv * beta_strides[2]
                 x = tl.load(beta_at + tok * beta_strides[1], mask=ok, other=0.0).to(tl.float32)
-                dbeta *= BETA_MAX * tl.sigmoid(x) * tl.sigmoid(-x)
+                dbeta *= write_strength(x, BETA_MAX) * tl.sigmoid(-x)
             dbeta_at = dbeta_ptr + (b * T + tok) * HV + hv
             tl.store(dbeta_at, dbeta.to(dbeta_ptr.dtype.element_ty), mask=mine)
 

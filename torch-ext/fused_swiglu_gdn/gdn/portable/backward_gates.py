@@ -17,7 +17,7 @@ import triton.language as tl
 
 from ...runtime.launch import Launch, steps
 from ..call import GdnCall
-from .prepare import log2_decay
+from .gates import log2_decay, write_strength
 from .primitives import chunk_numbers, locate
 
 
@@ -82,7 +82,7 @@ def _gates_bwd_kernel(
     if A_log_ptr is not None:
         g_at = g_ptr + b * g_strides[0] + tok * g_strides[1] + hv * g_strides[2]
         g = tl.load(g_at, mask=ok, other=0.0).to(tl.float32)  # [C], raw
-        g2 = log2_decay(g, A_log_ptr, dt_bias_ptr, hv, True)
+        g2 = log2_decay(g, A_log_ptr, dt_bias_ptr, hv)
         tl.store(sums_ptr + unit, tl.sum(dg * g2 * 0.6931471805599453))
         if dt_bias_ptr is not None:
             g += tl.load(dt_bias_ptr + hv).to(tl.float32)
@@ -94,8 +94,8 @@ def _gates_bwd_kernel(
     beta = tl.load(beta_at, mask=ok, other=1.0).to(tl.float32)
     slope = tl.full((64,), 1.0, tl.float32)
     if BETA_MAX > 0.0:
-        slope = BETA_MAX * tl.sigmoid(beta) * tl.sigmoid(-beta)
-        beta = BETA_MAX * tl.sigmoid(beta)
+        slope = write_strength(beta, BETA_MAX) * tl.sigmoid(-beta)
+    beta = write_strength(beta, BETA_MAX)
     # dV and vt went through Tb, whose diagonal is beta as rounded there: so it cancels
     beta = beta.to(LOW).to(tl.float32)
     dbeta = dots / beta / beta * slope  # where beta is next to nothing: backward_beta.py

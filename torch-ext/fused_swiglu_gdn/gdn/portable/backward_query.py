@@ -18,7 +18,7 @@ import triton.language as tl
 
 from ...runtime.launch import Launch, steps
 from ..call import GdnCall
-from .prepare import log2_decay
+from .gates import log2_decay
 from .primitives import chunk_numbers, locate, precision
 
 
@@ -63,7 +63,7 @@ def _store_cumulative_gates(
     r = tl.arange(0, HEADS)
     mask = (r < R)[:, None] & ok[None, :]
     g = tl.load(g_ptr + r[:, None] * g_strides[2] + t[None, :] * g_strides[1], mask=mask, other=0.0)
-    g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, (hv + r)[:, None], mask)
+    g = log2_decay(g, A_log_ptr, dt_bias_ptr, (hv + r)[:, None], mask)
     G = tl.cumsum(tl.where(mask, g, 0.0), axis=1)  # [HEADS, C] fp32
     tl.store(cumulative_ptr + r[:, None] * 64 + t[None, :], G, mask=(r < R)[:, None])
     tl.debug_barrier()  # the threads of this program read what others of it wrote

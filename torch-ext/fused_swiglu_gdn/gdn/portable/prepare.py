@@ -18,6 +18,7 @@ from ...runtime.primitives import exact_exp2
 from ...runtime.tuning import lookup
 from ..call import GdnCall
 from ..chunks import CHUNK
+from .gates import log2_decay, write_strength
 from .inverse import keep_blocks, kept_blocks, minus_abs, store_inverse
 from .primitives import chunk_numbers, locate, precision
 
@@ -27,31 +28,6 @@ UNITS = 4  # value heads of a program that are inverted at once: a warp each
 @triton.jit
 def _diagonal(x, i, j):
     return tl.sum(tl.where(i == j, x, 0.0), axis=1)
-
-
-@triton.jit
-def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=True):
-    """g as given (natural-log decay; the raw a with A_log) -> log2 of the decay, fp32.
-
-    Cut at 2^-200, which is 0 in fp32, so that one reset does not cost its chunk all precision.
-    """
-    if A_log_ptr is not None:
-        x = g
-        if dt_bias_ptr is not None:
-            x += tl.load(dt_bias_ptr + hv, mask=mask, other=0.0).to(tl.float32)
-        softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-        g = -tl.exp(tl.load(A_log_ptr + hv, mask=mask, other=0.0).to(tl.float32)) * softplus
-    # log2(e) in two parts: in fp32 it is off by 1.3e-8, which a state that decays for long shows
-    return tl.maximum(g * 1.4426950216293335 + g * 1.925963033500011e-08, -200.0)
-
-
-@triton.jit
-def write_strength(beta, mask, BETA_MAX: tl.constexpr):
-    """beta as given, or BETA_MAX * sigmoid of it, fp32; 0 outside the mask."""
-    beta = beta.to(tl.float32)
-    if BETA_MAX > 0.0:
-        beta = BETA_MAX * tl.sigmoid(beta)
-    return tl.where(mask, beta, 0.0)
 
 
 @triton.jit
@@ -91,10 +67,10 @@ def _store_factors(
     has = r < heads
     mask = ok[:, None] & has
     g = tl.load(g_ptr + i * g_strides[1] + r * g_strides[2], mask=mask, other=0.0)
-    g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + r, has)
+    g = log2_decay(g, A_log_ptr, dt_bias_ptr, hv0 + r, has)
     g = tl.where(mask, g, 0.0)  # [C, heads] fp32
     beta = tl.load(beta_ptr + i * beta_strides[1] + r * beta_strides[2], mask=mask, other=0.0)
-    beta = write_strength(beta, mask, BETA_MAX)
+    beta = tl.where(mask, write_strength(beta, BETA_MAX), 0.0)
     if LOW == tl.bfloat16:  # so that a token's write and what later ones take back of it agree
         beta = beta.to(LOW).to(tl.float32)
     G = tl.cumsum(g, axis=0)

@@ -67,7 +67,7 @@ def _gdn_recurrent_fwd_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     L2NORM: tl.constexpr,
-    BETA_SCALE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
     V_FIRST: tl.constexpr,
     ALL_STATES: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -126,7 +126,7 @@ def _gdn_recurrent_fwd_kernel(
         token = first + t
         now_q, now_k, now_v = q, k, v
         now_g = log_decay(g, A_log_ptr, dt_bias_ptr, hv)
-        now_beta = write_strength(beta, BETA_SCALE)
+        now_beta = write_strength(beta, BETA_MAX)
         q, k, v, g, beta = _load_token(
             q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, tl.minimum(token + 1, last), h, hv,
             offs_k, offs_v, mask_k, mask_v,

@@ -41,7 +41,7 @@ def _gdn_recurrent_step_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     L2NORM: tl.constexpr,
-    BETA_SCALE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
     V_FIRST: tl.constexpr,
     INPLACE: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -97,7 +97,7 @@ def _gdn_recurrent_step_kernel(
     k = load(k_ptr + n * strides[2] + h * strides[3] + offs_k, mask_k)
     v = load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
     g = log_decay(tl.load(g_ptr + n * strides[6] + hv), A_log_ptr, dt_bias_ptr, hv)
-    beta = write_strength(tl.load(beta_ptr + n * strides[7] + hv), BETA_SCALE)
+    beta = write_strength(tl.load(beta_ptr + n * strides[7] + hv), BETA_MAX)
     rstd_k, scale, kq = key_norms(q, k, scale, L2NORM)
     delta, o = read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
     if alive is not None:
