@@ -58,7 +58,5 @@ def gdn_layer_decode(call: LayerDecode):
     o = step_in_place(q, k, v.reshape(B * HV, 1, V), decay, beta, heads).view(B, 1, HV, V)
     if state.dtype != v.dtype or not state.is_contiguous():
         state.copy_(heads.view(state.shape))
-    y = rms_norm_gated_fwd(
-        o * K**-0.5, z, call.norm_weight, options.eps, options.gate_activation
-    )
+    y = rms_norm_gated_fwd(o * K**-0.5, z, call.norm_weight, options.eps, options.gate_activation)
     return y.to(z.dtype)
