@@ -8,6 +8,7 @@ from ..gdn.call import GdnCall, GdnOptions
 from ..gdn_layer.call import DecodeOptions, LayerDecode
 from ..layers.swiglu import FORMS, forward_of
 from ..runtime import dispatch
+from ..runtime.ops import tensors_of
 from . import gated_mlp
 from .recognise import Finding, recognise
 from .report import Report, Row
@@ -92,7 +93,7 @@ def _implementations(module: nn.Module, finding: Finding, training: bool) -> str
         names.append(record[operation][0])
         if names[-1] == "reference":
             who = "its own forward" if mlp else "plain torch"
-            names[-1] = f"{who} (no kernel for {_place(args[0])})"
+            names[-1] = f"{who} (no kernel for {_place(tensors_of(args)[0])})"
     prompt, decode = names[0], names[-1]
     return prompt if prompt == decode else f"{prompt}, {decode} for decoding"
 
