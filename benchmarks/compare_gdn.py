@@ -135,13 +135,16 @@ def prepare_time(package) -> dict:
     """The prepare kernels alone at 16/64 and 32768 tokens, and a copy of as many bytes."""
     import importlib
 
-    folders = {"prepare": "gdn.portable.prepare", "prepare_hopper": "gdn.hopper.chunk"}
-    kernels = {
-        name: importlib.import_module(f"{package.__name__}.{path}").gdn_prepare
-        for name, path in folders.items()
-    }
-    q, k, _, g, beta, _ = tensors(1, 32768, 16, 64, "qwen")
-    args = (q, k, g, beta, None, None, None, 128**-0.5, True, False, False)
+    def module(path):
+        return importlib.import_module(f"{package.__name__}.{path}")
+
+    calls = module("gdn.call")
+    q, k, v, g, beta, _ = tensors(1, 32768, 16, 64, "qwen")
+    options = calls.GdnOptions(128**-0.5, use_qk_l2norm=True)
+    call = calls.GdnCall(q, k, v, g, beta, *(None,) * 5, options)
+    folders = {"prepare": "gdn.portable.prepare", "prepare_hopper": "gdn.hopper.plan"}
+    kernels = {name: module(path).Prepare(call) for name, path in folders.items()}
+    args = (q, k, g, beta, None, None, None)
     blocks = kernels["prepare"](*args)
     moved = sum(y.numel() * y.element_size() for y in (q, k, g, beta, *blocks))
     source = torch.randn(moved // 4, device="cuda").bfloat16()  # read and written: `moved` bytes

@@ -122,10 +122,9 @@ def test_nan_stays_in_its_sequence_of_the_rule():
     forward = submodule("gdn.portable.chunk").gdn_chunk_fwd
     results = []
     for case in (spoiled, clean):
-        *tensors, state = case.inputs
-        o, final, _ = forward(
-            *tensors, state, None, case.cu_seqlens, case.scale, *case.flags, True, None, 0
-        )
+        call = case.call()
+        options = call.options._replace(output_final_state=True)
+        o, final, *_ = forward(call._replace(options=options))
         grads = case.gradients(submodule("gdn.portable.backward"))
         results.append(([o, *grads[:5]], [final, grads[7]]))
     for a, b in zip(*(tokens for tokens, _ in results)):
@@ -147,16 +146,16 @@ def test_decoding_without_eps(V):
     tensors = (q, k, v, z, *gates.split(HV, -1))
     weight, norm = torch.randn(D, W), torch.randn(V)
     vectors = torch.randn(2, HV).unbind(0)
-    rest = (weight, None, "silu", *vectors, norm, 0.0, "silu", False)
+    calls = submodule("gdn_layer.call")
+    rest, options = (weight, None, *vectors, norm), calls.DecodeOptions("silu", 0.0, "silu", False)
     states = torch.randn(B, D, W), torch.randn(B, HV, K, V)
     module = submodule("gdn_layer.portable.layer")
-    if not module.supports_gdn_layer_decode(*tensors, *states, *rest):
+    call = calls.LayerDecode(*tensors, *states, *rest, options)
+    if not module.supports_gdn_layer_decode(call):
         pytest.skip("no kernel for this head dim")
-    wide = [[t.double() if torch.is_tensor(t) else t for t in part] for part in (tensors, rest)]
-    ref = submodule("gdn_layer.reference.fused").gdn_layer_decode(
-        *wide[0], *(t.double() for t in states), *wide[1]
-    )
-    assert_close(module.gdn_layer_decode(*tensors, *states, *rest), ref)
+    wide = [t if t is None else t.double() for t in call.tensors]
+    ref = submodule("gdn_layer.reference.fused").gdn_layer_decode(calls.LayerDecode(*wide, options))
+    assert_close(module.gdn_layer_decode(call), ref)
 
 
 @compiled

@@ -8,7 +8,7 @@ from interpreter import compiled, interpreted, rerun
 
 recurrent = submodule("gdn.reference.recurrent")
 written_out = submodule("gdn.reference.backward")
-train = submodule("gdn.ops_train")
+train, calls = submodule("gdn.ops_train"), submodule("gdn.call")
 functional = submodule("gdn.api")
 
 GRADS = "q k v g beta A_log dt_bias initial_state".split()
@@ -82,8 +82,9 @@ class Case:
         """Gradients by automatic differentiation of the recurrence in fp64, and its o."""
         leaves = [None if x is None else x.double().requires_grad_() for x in self.inputs]
         has_final = self.d_final is not None
+        options = calls.RecurrentOptions(self.scale, *self.flags, has_final)
         o, state = recurrent.gdn_recurrent_fwd(
-            *leaves, None, None, self.cu_seqlens, self.scale, *self.flags, has_final, False, False
+            calls.RecurrentCall(*leaves, None, None, self.cu_seqlens, options)
         )
         loss = (o * self.do.double()).sum()
         if has_final:
@@ -93,10 +94,12 @@ class Case:
         return [None if x is None else next(grads) for x in leaves]
 
     def gradients(self, module, prepared=None, values_only=False):
-        return module.gdn_chunk_bwd(
-            *self.inputs, self.cu_seqlens, self.do, self.d_final, prepared, self.scale,
-            *self.flags, values_only,
-        )  # fmt: skip
+        gradient = calls.GdnGradient(self.do, self.d_final, prepared, values_only)
+        return module.gdn_chunk_bwd(self.call(), gradient)
+
+    def call(self):
+        options = calls.GdnOptions(self.scale, *self.flags)
+        return calls.GdnCall(*self.inputs, None, self.cu_seqlens, options)
 
 
 def compare(got, want, dtype, factor=1.0):
@@ -155,10 +158,7 @@ def test_kernels_in_part():
     module = submodule("gdn.portable.backward")
     case = Case(1, 66, 1, 2, 16, 16, torch.float32)
     whole = case.gradients(module)
-    q, k, _, g, beta, A_log, dt_bias, _ = case.inputs
-    prepared = submodule("gdn.portable.prepare").gdn_prepare(
-        q, k, g, beta, A_log, dt_bias, None, case.scale, *case.flags[:3]
-    )
+    *prepared, _ = submodule("gdn.portable.prepare").gdn_prepare(case.call())
     for a, b in zip(case.gradients(module, prepared), whole):
         assert (a is None) == (b is None)
         assert a is None or torch.equal(a, b)
@@ -199,7 +199,11 @@ def leaves(dtype=torch.float64):
 
 def operator_arguments(x, recompute):
     inputs = (x["q"], x["k"], x["v"], x["g"], x["beta"], None, None, x["initial_state"])
-    return (*inputs, None, 0.3, True, False, False, False, True, torch.float64, recompute)
+    options = calls.GdnOptions(
+        0.3, use_qk_l2norm=True, output_final_state=True, state_dtype=torch.float64,
+        save_blocks=not recompute,
+    )  # fmt: skip
+    return (*inputs, None, *options)
 
 
 @compiled
@@ -321,7 +325,7 @@ def kernels(case):
     found = [submodule("gdn.portable.backward")]
     if torch.cuda.get_device_capability()[0] == 9:
         hopper = submodule("gdn.hopper.backward")
-        found += [hopper] if hopper.supports_gdn_chunk_bwd(*case.inputs) else []
+        found += [hopper] if hopper.supports_gdn_chunk_bwd(case.call()) else []
     return found
 
 

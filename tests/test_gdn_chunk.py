@@ -5,25 +5,18 @@ import torch
 from conftest import assert_close, gdn_inputs, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
-reference = submodule("gdn.reference.chunk")
+call, reference = submodule("gdn.call"), submodule("gdn.reference.chunk")
 
 # RMS error over RMS value against an fp64 recurrence: the limit of aiter's own tests (#2686)
 AITER = 0.005
-NAMES = (
-    "q k v g beta A_log dt_bias initial_state state_indices cu_seqlens scale use_qk_l2norm "
-    "use_beta_sigmoid allow_neg_eigval state_v_first output_final_state state_dtype "
-    "checkpoint_every"
-).split()
 
 
 def arguments(x, **options):
-    """The arguments of gdn_chunk_fwd for inputs x by name; what is not given is off."""
-    call = dict.fromkeys(NAMES[5:10])
-    call.update(dict.fromkeys(NAMES[11:15], False), output_final_state=True)
-    call.update(state_dtype=None, checkpoint_every=0, scale=x["q"].shape[-1] ** -0.5)
-    call.update(x)
-    call.update(options)
-    return tuple(call[name] for name in NAMES)
+    """The call of gdn_chunk_fwd for inputs x by name; what is not given is off."""
+    values = {"scale": x["q"].shape[-1] ** -0.5, "output_final_state": True, **x, **options}
+    given = {name: values.pop(name) for name in call.GdnOptions._fields if name in values}
+    tensors = dict.fromkeys(call.GdnCall._fields)
+    return call.GdnCall(**{**tensors, **values, "options": call.GdnOptions(**given)})
 
 
 def wide(x):
@@ -31,26 +24,30 @@ def wide(x):
 
 
 def expected(args):
-    """The reference in fp64, which leaves the arguments as they are."""
-    *rest, state_dtype, every = [wide(x) for x in args]
-    rest[7] = None if rest[7] is None else rest[7].clone()
-    return reference.gdn_chunk_fwd(*rest, torch.float64, every)
+    """The reference in fp64, which leaves the call as it is."""
+    options = args.options._replace(state_dtype=torch.float64)
+    args = call.GdnCall(*map(wide, args.tensors), options)
+    state = None if args.initial_state is None else args.initial_state.clone()
+    o, state, checkpoints, _ = reference.gdn_chunk_fwd(args._replace(initial_state=state))
+    return o, state, checkpoints
 
 
 def run(implementation, args):
+    """o, the final state and the checkpoints."""
     module = submodule(f"gdn.{implementation}.chunk")
-    assert module.supports_gdn_chunk_fwd(*args)
-    return module.gdn_chunk_fwd(*args)
+    assert module.supports_gdn_chunk_fwd(args)
+    o, state, checkpoints, _ = module.gdn_chunk_fwd(args)
+    return o, state, checkpoints
 
 
 def check(implementation, args, factor=1.0):
     """Outputs and states are right, with the memory they are given full of NaN before."""
     ref = expected(args)
-    if args[0].is_cuda:
-        stale = torch.full_like(args[2], float("nan"))
+    if args.q.is_cuda:
+        stale = torch.full_like(args.v, float("nan"))
         del stale  # the caching allocator hands this block to the next tensor of the size
     o, state, checkpoints = run(implementation, args)
-    dtype = args[0].dtype
+    dtype = args.q.dtype
     assert o.dtype == dtype
     assert_close(o, ref[0], dtype, factor)
     assert (state is None) == (ref[1] is None)
@@ -186,10 +183,10 @@ def test_a_plan_serves_calls_alike_interpreted():
     first, second = (
         arguments(gdn_inputs(2, 70, 1, 2, 16, 16, torch.float16, seed=seed)) for seed in (0, 1)
     )
-    plan = module.plan_gdn_chunk_fwd(*first)
+    plan = module.plan_gdn_chunk_fwd(first)
     for args in (first, second):
-        for a, b in zip(plan(*args[:10])[:2], module.gdn_chunk_fwd(*args)):
-            assert torch.equal(a, b)
+        (o, state, _, _), (ref, ref_state, _, _) = plan(*args.tensors), module.gdn_chunk_fwd(args)
+        assert torch.equal(o, ref) and torch.equal(state, ref_state)
 
 
 @interpreted
@@ -223,7 +220,7 @@ def implementation(request):
 
 def check_where_supported(implementation, args, factor=1.0):
     module = submodule(f"gdn.{implementation}.chunk")
-    if not module.supports_gdn_chunk_fwd(*args):
+    if not module.supports_gdn_chunk_fwd(args):
         assert implementation != "portable"
         pytest.skip("another implementation serves this call")
     check(implementation, args, factor)
@@ -262,7 +259,7 @@ def aiter_inputs(B, T, H, D, norm, zeros, dtype, rows):
 
 
 def assert_aiter(implementation, args):
-    if not submodule(f"gdn.{implementation}.chunk").supports_gdn_chunk_fwd(*args):
+    if not submodule(f"gdn.{implementation}.chunk").supports_gdn_chunk_fwd(args):
         pytest.skip("another implementation serves this call")
     ref = expected(args)
     o, state, _ = run(implementation, args)
@@ -460,5 +457,5 @@ def test_supports():
         pytest.skip("nothing to interpret")
     portable = submodule("gdn.portable.chunk")
     x = gdn_inputs(1, 4, 1, 1, 8, 8)
-    assert portable.supports_gdn_chunk_fwd(*arguments(x))
-    assert not portable.supports_gdn_chunk_fwd(*arguments({n: y.double() for n, y in x.items()}))
+    assert portable.supports_gdn_chunk_fwd(arguments(x))
+    assert not portable.supports_gdn_chunk_fwd(arguments({n: y.double() for n, y in x.items()}))

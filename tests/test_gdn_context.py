@@ -115,7 +115,7 @@ def test_operator_and_compiled_function():
     x = inputs(2200, HV=2, D=64)
     state = x.pop("initial_state")
     first = (*x.values(), None, None)
-    options = (0.125, True, False, False, False, True, None, 0)
+    options = ops.GdnOptions(0.125, use_qk_l2norm=True, output_final_state=True)
 
     def call(q, k, v, g, beta):
         return kernel.chunk_gated_delta_rule(

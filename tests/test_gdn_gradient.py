@@ -58,10 +58,10 @@ def test_views_of_states(kernels):
 def test_saved_blocks(kernels):
     """From what the forward saved, the same bits; the values' gradients alone, too."""
     case = Case(1, 200, 2, 4, 128, 128, torch.bfloat16, "cuda", l2norm=True)
-    q, k, _, g, beta, A_log, dt_bias, _ = case.inputs
-    prepared = submodule("gdn.portable.prepare").gdn_prepare(
-        q, k, g, beta, A_log, dt_bias, None, case.scale, *case.flags[:3]
-    )
+    call = case.call()
+    gates = (call.g, call.beta, call.A_log, call.dt_bias)
+    prepare = submodule("gdn.hopper.plan").Prepare(call)
+    *prepared, _ = prepare(call.q, call.k, *gates, call.cu_seqlens)
     whole = case.gradients(kernels)
     for a, b in zip(case.gradients(kernels, prepared), whole):
         assert a is None or torch.equal(a, b)

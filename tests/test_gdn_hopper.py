@@ -22,7 +22,7 @@ def supports(**options):
     x = gdn_inputs(1, 64, 2, 4, 128, 128, torch.bfloat16)
     x.pop("initial_state", None)
     x.update({name: options.pop(name) for name in list(options) if name in x})
-    return gdn.supports_gdn_chunk_fwd(*arguments(x, **options))
+    return gdn.supports_gdn_chunk_fwd(arguments(x, **options))
 
 
 def test_takes_what_the_copy_engine_reads():
@@ -56,7 +56,7 @@ def test_leaves_the_rest_to_the_portable_scan(what):
     else:
         x["q"] = torch.zeros(64 * 256 + 1, dtype=torch.bfloat16)[1:].view(1, 64, 2, 128)
     x.pop("initial_state", None)
-    assert not gdn.supports_gdn_chunk_fwd(*arguments(x))
+    assert not gdn.supports_gdn_chunk_fwd(arguments(x))
 
 
 @pytest.mark.parametrize("HV", [2, 8, 24, 32, 64])
@@ -161,7 +161,7 @@ def test_cut_pool_is_written_behind_all_reads():
         state_indices=torch.tensor([4, -1, 1], device="cuda"),
     )  # fmt: skip
     ref = expected(args)
-    o, pool, _ = gdn.gdn_chunk_fwd(*args)
+    o, pool, *_ = gdn.gdn_chunk_fwd(args)
     assert_close(o, ref[0])
     assert_close(pool, ref[1], torch.bfloat16)
     assert not o[:, 4500:9100].any()
@@ -174,11 +174,11 @@ def test_cut_alone_as_in_a_batch():
     x = gdn_inputs(1, sum(lengths), 2, 4, 128, 128, torch.bfloat16, "cuda", gates="qwen")
     x.pop("initial_state", None)
     offsets = cu(*lengths, device="cuda")
-    o, state, _ = gdn.gdn_chunk_fwd(*arguments(x, cu_seqlens=offsets, use_qk_l2norm=True))
+    o, state, *_ = gdn.gdn_chunk_fwd(arguments(x, cu_seqlens=offsets, use_qk_l2norm=True))
     for n in (0, 2):
         own = slice(int(offsets[n]), int(offsets[n + 1]))
         alone = {name: y[:, own] for name, y in x.items()}
-        o1, state1, _ = gdn.gdn_chunk_fwd(*arguments(alone, use_qk_l2norm=True))
+        o1, state1, *_ = gdn.gdn_chunk_fwd(arguments(alone, use_qk_l2norm=True))
         assert torch.equal(o[:, own], o1) and torch.equal(state[n : n + 1], state1)
 
 
@@ -194,34 +194,39 @@ def test_wrong_offsets_stay_in_bounds(warpgroups):
         x.pop("initial_state", None)
         for ends in wrong:
             offsets = torch.tensor(ends, device="cuda", dtype=torch.int32)
-            gdn.gdn_chunk_fwd(*arguments(x, cu_seqlens=offsets, use_qk_l2norm=True))
+            gdn.gdn_chunk_fwd(arguments(x, cu_seqlens=offsets, use_qk_l2norm=True))
             torch.cuda.synchronize()
 
 
 def prepared(H=1, HV=4, T=64, device="cpu", **options):
-    """The arguments of gdn_prepare."""
+    """A call with what prepare reads."""
     dtype = options.pop("dtype", torch.bfloat16)
     x = gdn_inputs(1, T, H, HV, 128, 128, dtype, device, gates=options.pop("gates", "slow"))
     x.pop("initial_state", None)
     options.setdefault("use_qk_l2norm", True)
-    args = arguments(x, **options)
-    return (*args[:2], *args[3:7], *args[9:14])
+    return arguments(x, **options)
+
+
+def blocks_of(args):
+    """Tb, P, F and decay by the kernel for Hopper."""
+    gates = (args.g, args.beta, args.A_log, args.dt_bias)
+    return gdn.Prepare(args)(args.q, args.k, *gates, args.cu_seqlens)
 
 
 def test_prepares_pairs_of_heads_with_unit_keys():
-    assert gdn.supports_gdn_prepare(*prepared(2, 12))
-    assert not gdn.supports_gdn_prepare(*prepared(2, 6))
-    assert not gdn.supports_gdn_prepare(*prepared(use_qk_l2norm=False))
-    assert not gdn.supports_gdn_prepare(*prepared(dtype=torch.float32))
+    assert gdn.Prepare.serves(prepared(2, 12))
+    assert not gdn.Prepare.serves(prepared(2, 6))
+    assert not gdn.Prepare.serves(prepared(use_qk_l2norm=False))
+    assert not gdn.Prepare.serves(prepared(dtype=torch.float32))
 
 
 def same_blocks(args, live=slice(None)):
     """Against the kernel for all chips: the same but for roundings, and again bit for bit."""
-    blocks = gdn.gdn_prepare(*args)
+    blocks = blocks_of(args)
     limits = (2e-3, 5e-4, 1e-4, 1e-5)
-    for out, ref, limit in zip(blocks, gdn.common.gdn_prepare(*args), limits):
+    for out, ref, limit in zip(blocks, gdn.common.gdn_prepare(args), limits):
         assert relative_error(out[live], ref[live]) < limit
-    assert all(torch.equal(a[live], b[live]) for a, b in zip(blocks, gdn.gdn_prepare(*args)))
+    assert all(torch.equal(a[live], b[live]) for a, b in zip(blocks, blocks_of(args)))
 
 
 @pytest.mark.gpu
@@ -240,16 +245,15 @@ def test_prepare_packed_from_raw_gates(H, HV):
     lengths = (100, 0, 1, 64, 0, 200)
     raw = {"A_log": torch.randn(HV, device="cuda"), "dt_bias": torch.randn(HV, device="cuda")}
     offsets = cu(*lengths, device="cuda", dtype=torch.int64)
-    args = list(
-        prepared(H, HV, sum(lengths), "cuda", use_beta_sigmoid=True, cu_seqlens=offsets, **raw)
-    )
+    args = prepared(H, HV, sum(lengths), "cuda", use_beta_sigmoid=True, cu_seqlens=offsets, **raw)
     rows = [0, 1, 3, 4, 7, 8, 9, 10]  # cu[n] // 64 + n + chunk
     same_blocks(args, rows)
-    before = gdn.gdn_prepare(*args)
-    for i in range(4):
-        args[i] = args[i].clone()
-        args[i][:, 100:165] = float("nan")
-    for out, ref in zip(gdn.gdn_prepare(*args), before):
+    before = blocks_of(args)
+    names = ("q", "k", "g", "beta")
+    args = args._replace(**{name: getattr(args, name).clone() for name in names})
+    for name in names:
+        getattr(args, name)[:, 100:165] = float("nan")
+    for out, ref in zip(blocks_of(args), before):
         assert torch.equal(out[[0, 1, 7, 8, 9, 10]], ref[[0, 1, 7, 8, 9, 10]])
 
 

@@ -6,7 +6,7 @@ from conftest import assert_close, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 reference = submodule("gdn_layer.reference.layer")
-fused = submodule("gdn_layer.reference.fused")
+fused, calls = submodule("gdn_layer.reference.fused"), submodule("gdn_layer.call")
 
 DTYPES = [torch.float32, torch.float16] if INTERPRETING else [torch.float32, torch.bfloat16]
 
@@ -204,12 +204,16 @@ class Kernel:
                 q, k = (x.unflatten(-1, (H, K)) for x in (q, k))
                 v, z = (x.unflatten(-1, (HV, V)) for x in (v, z))
                 a, b = gates.split(HV, -1)
-            rest = (weight, None, "silu", *vectors, norm, 1e-6, "silu", neg)
-            args = (q, k, v, z, a, b, conv_state, state, *rest)
-            assert layer.supports_gdn_layer_decode(*args)
+            options = calls.DecodeOptions("silu", 1e-6, "silu", neg)
+            given, rest = (q, k, v, z, a, b), (weight, None, *vectors, norm)
+            call = calls.LayerDecode(*given, conv_state, state, *rest, options)
+            assert layer.supports_gdn_layer_decode(call)
             poison(v)
-            y = layer.gdn_layer_decode(*args)
-            ref = fused.gdn_layer_decode(*wide(q, k, v, z, a, b), ref_conv, ref_state, *wide(*rest))
+            y = layer.gdn_layer_decode(call)
+            states = (ref_conv, ref_state)
+            ref = fused.gdn_layer_decode(
+                calls.LayerDecode(*wide(*given), *states, *wide(*rest), options)
+            )
             assert_close(y, ref)
             assert torch.equal(conv_state.double(), ref_conv)
             assert relative_error(state, ref_state) < 1e-5
@@ -260,12 +264,13 @@ class TestCompiled(Kernel):
         q, k, v = (x.unflatten(-1, (4, 128)) for x in rows.chunk(3, -1))
         z, (a, b) = self.normal(n, 1, 4, 128), self.normal(2, n, 1, 4).unbind(0)
         conv, state = self.normal(n, 1536, 4, dtype=torch.bfloat16), self.normal(n, 4, 128, 128)
-        rest = (self.normal(1536, 4), None, "silu", *self.normal(2, 4).unbind(0), self.normal(128))
+        rest = (self.normal(1536, 4), None, *self.normal(2, 4).unbind(0), self.normal(128))
+        options = calls.DecodeOptions("silu", 1e-6, "silu", False)
 
         def run(part):
             own = [x[part].clone() for x in (conv, state)]
             args = [x[part] for x in (q, k, v, z, a, b)]
-            return layer.gdn_layer_decode(*args, *own, *rest, 1e-6, "silu", False), own[1]
+            return layer.gdn_layer_decode(calls.LayerDecode(*args, *own, *rest, options)), own[1]
 
         y, after = run(slice(None))
         again = run(slice(None))

@@ -5,7 +5,7 @@ import torch
 from conftest import assert_close, gdn_inputs, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
-reference = submodule("gdn.reference.recurrent")
+reference, calls = submodule("gdn.reference.recurrent"), submodule("gdn.call")
 
 # states are kept and summed in fp32: what is left is their own rounding
 STATE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
@@ -16,7 +16,7 @@ def arguments(
     l2norm=True, read=None, write=None, pool=0, state=torch.float32, final=True, inplace=False,
     all_states=False, gates="slow", seed=0,
 ):  # fmt: skip
-    """Arguments of gdn_recurrent_fwd by name; raw says that gates come before their functions."""
+    """Fields of a RecurrentCall by name; raw says that gates come before their functions."""
     x = gdn_inputs(B, T, H, HV, K, V, dtype, device, seed, gates)
     random = torch.Generator(device=device).manual_seed(seed + 1)
 
@@ -58,6 +58,19 @@ def wide(x):
     }
 
 
+def call(x):
+    """The RecurrentCall of fields and options by name."""
+    given = calls.RecurrentOptions._fields
+    options = calls.RecurrentOptions(**{name: x[name] for name in given})
+    tensors = {name: y for name, y in x.items() if name not in given}
+    return calls.RecurrentCall(**tensors, options=options)
+
+
+def run(x):
+    """The kernels' o and states."""
+    return submodule("gdn.portable.recurrent").gdn_recurrent_fwd(call(x))
+
+
 def poisoned(*shapes, dtype, device):
     """Leaves freed memory full of NaN behind, for the allocator to hand out again."""
     stale = [torch.full(s, float("nan"), dtype=dtype, device=device) for s in shapes]
@@ -67,11 +80,11 @@ def poisoned(*shapes, dtype, device):
 def check(x):
     """The kernel's output and states are the reference's; returns them."""
     kernel = submodule("gdn.portable.recurrent")
-    assert kernel.supports_gdn_recurrent_fwd(*x.values())
-    ref_o, ref_state = reference.gdn_recurrent_fwd(**wide(x))
+    assert kernel.supports_gdn_recurrent_fwd(call(x))
+    ref_o, ref_state = reference.gdn_recurrent_fwd(call(wide(x)))
     for tensor, dtype in ((x["v"], x["q"].dtype), (x["initial_state"], torch.float32)):
         poisoned(tensor.shape, dtype=dtype, device=tensor.device)
-    o, state = kernel.gdn_recurrent_fwd(**x)
+    o, state = run(x)
     assert o.dtype == x["q"].dtype
     assert_close(o, ref_o)
     assert (state is None) == (ref_state is None)
@@ -122,8 +135,8 @@ class Kernel:
     def test_no_state(self, T):
         x = arguments(2, T, 1, 2, 16, 16, device=self.device)
         x["initial_state"] = None
-        ref_o, ref_state = reference.gdn_recurrent_fwd(**wide(x))
-        o, state = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**x)
+        ref_o, ref_state = reference.gdn_recurrent_fwd(call(wide(x)))
+        o, state = run(x)
         assert relative_error(o, ref_o) < 1e-5
         assert relative_error(state, ref_state) < 1e-5
 
@@ -145,7 +158,7 @@ class Kernel:
                 alone[name] = x[name]
             alone["initial_state"] = x["initial_state"][n : n + 1].clone()
             alone["cu_seqlens"] = torch.tensor([0, b - a], device=self.device)
-            mine, after = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**alone)
+            mine, after = run(alone)
             assert torch.equal(mine, o[:, a:b])
             assert torch.equal(after[0], state[n])
 
@@ -160,8 +173,8 @@ class Kernel:
         before = x["initial_state"].clone()
         ref = wide(x)
         ref["q"][1] = 0.0
-        ref_o, ref_pool = reference.gdn_recurrent_fwd(**ref)
-        o, pool = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**x)
+        ref_o, ref_pool = reference.gdn_recurrent_fwd(call(ref))
+        o, pool = run(x)
         assert pool is x["initial_state"]
         assert_close(o, ref_o)
         assert torch.equal(o[1], torch.zeros_like(o[1]))
@@ -189,13 +202,13 @@ class Kernel:
             part = {**x, "all_states": False}
             for name in ("q", "k", "v", "g", "beta"):
                 part[name] = x[name][:, :n]
-            _, state = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**part)
+            _, state = run(part)
             assert relative_error(states[:, n - 1], state) < 1e-6
 
     def test_views(self, v_first):
         """q, k, v are read where a projection put them: tokens and heads at any distance."""
         x = arguments(2, 3, 2, 4, 16, 24, device=self.device, v_first=v_first, raw=True)
-        dense = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**x)
+        dense = run(x)
         packed = torch.cat([x[n].flatten(2) for n in ("q", "k", "v")], -1)
         parts = packed.split([32, 32, 96], -1)
         for name, part, heads in zip("qkv", parts, (2, 2, 4)):
@@ -203,21 +216,20 @@ class Kernel:
         gates = torch.cat([x["g"], x["beta"]], -1)
         x["g"], x["beta"] = gates.split(4, -1)
         x["k"] = x["k"].transpose(0, 1).contiguous().transpose(0, 1)  # tokens before rows
-        o, state = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**x)
+        o, state = run(x)
         assert torch.equal(o, dense[0]) and torch.equal(state, dense[1])
 
     @pytest.mark.parametrize("T", [1, 3])
     def test_repeatable_and_batch_invariant(self, T, v_first):
-        run = submodule("gdn.portable.recurrent").gdn_recurrent_fwd
         big = (64, T, 4, 16, 128, 128) if self.device == "cuda" else (3, T, 1, 1, 16, 16)
         x = arguments(*big, DTYPES[1], self.device, v_first=v_first, raw=True)
-        o, state = run(**x)
-        again = run(**x)
+        o, state = run(x)
+        again = run(x)
         assert torch.equal(o, again[0]) and torch.equal(state, again[1])
         one = {
             name: y[2:3] if torch.is_tensor(y) and y.ndim > 1 else y for name, y in x.items()
         }  # the third row alone
-        mine, after = run(**one)
+        mine, after = run(one)
         assert torch.equal(mine[0], o[2]) and torch.equal(after[0], state[2])
 
 
@@ -239,15 +251,14 @@ class TestCompiled(Kernel):
     def test_graph(self):
         """A captured step goes on from the state where it was left."""
         x = arguments(4, 1, 2, 4, 64, 64, torch.bfloat16, "cuda", raw=True, inplace=True)
-        run = submodule("gdn.portable.recurrent").gdn_recurrent_fwd
         twin = {**x, "initial_state": x["initial_state"].clone()}
         for _ in range(3):
-            run(**twin)
+            run(twin)
         first = {**x, "initial_state": x["initial_state"].clone()}
-        run(**first)  # compiles
+        run(first)  # compiles
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            o, state = run(**x)
+            o, state = run(x)
         for _ in range(3):
             graph.replay()
         torch.cuda.synchronize()
@@ -269,9 +280,9 @@ class TestCompiled(Kernel):
         pool = torch.zeros(rows, 32, 128, 128, dtype=torch.bfloat16, device="cuda")
         pool[-2] = x["initial_state"][0]
         x["initial_state"] = pool[-2:-1].float()
-        ref_o, ref_state = reference.gdn_recurrent_fwd(**wide(x))
+        ref_o, ref_state = reference.gdn_recurrent_fwd(call(wide(x)))
         x["initial_state"] = pool
         x["state_indices"] = torch.tensor([rows - 2], device="cuda", dtype=torch.int32)
-        o, _ = submodule("gdn.portable.recurrent").gdn_recurrent_fwd(**x)
+        o, _ = run(x)
         assert_close(o, ref_o)
         assert relative_error(pool[-2], ref_state[0]) < STATE[torch.bfloat16]

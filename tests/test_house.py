@@ -11,13 +11,16 @@ from conftest import PACKAGE, ROOT
 ROOMS = ["_ops", "runtime", "swiglu", "experts", "gdn", "gdn_layer", "layers", "models", "__init__"]
 OPERATIONS = ROOMS[2:6]
 # Inside an operation: api (and module, fused, project) -> ops -> reference, checks; the kernels of
-# a chip are reached through runtime/dispatch.py alone. `chunks` holds sizes that all agree on.
-KINDS = {"chunks": 0, "reference": 1, "checks": 1, "portable": 1, "hopper": 2, "ops": 3}
+# a chip are reached through runtime/dispatch.py alone. `chunks` and `call` hold what all agree on.
+KINDS = {"chunks": 0, "call": 0, "reference": 1, "checks": 1, "portable": 1, "hopper": 2, "ops": 3}
 KERNELS = ("portable", "hopper")
+SHARED = ("chunks", "call")
 # of runtime: what is imported where there is no Triton
 EVERYWHERE = ("dispatch", "device", "tuning", "verify", "checks", "ops", "cache")
 API = 4
 MAX_FILE, MAX_KERNEL, MAX_FUNCTION = 400, 150, 60
+# Parameters. On the host more are a call (gdn/call.py); a kernel can take no object.
+MOST, MOST_OF_A_KERNEL = 20, 36
 
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_ops.py")
 NAMES = [str(path.relative_to(PACKAGE)) for path in FILES]
@@ -61,11 +64,11 @@ def test_imports_go_down(path):
             continue
         assert KINDS.get(their_kind, API) <= KINDS.get(kind, API), f"{where}, which stands on it"
         if kind in KERNELS:
-            assert their_kind in ("chunks", *KERNELS), f"{where}: kernels stand on kernels"
+            assert their_kind in (*SHARED, *KERNELS), f"{where}: kernels stand on kernels"
         else:
             assert their_kind not in KERNELS, f"{where}: that is dispatch's job"
         if kind == "reference":
-            assert their_kind in ("chunks", "reference"), f"{where}: torch alone"
+            assert their_kind in (*SHARED, "reference"), f"{where}: torch alone"
 
 
 def is_kernel(function) -> bool:
@@ -84,6 +87,16 @@ def code_lines(function) -> int:
     return function.end_lineno - function.lineno + 1 - spared
 
 
+def exported() -> list:
+    """The public names, whose signatures others have fixed."""
+    public = ast.parse((PACKAGE / "__init__.py").read_text())
+    return next(
+        ast.literal_eval(node.value)
+        for node in public.body
+        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
+    )
+
+
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
 def test_sizes(path):
     text = path.read_text()
@@ -91,7 +104,11 @@ def test_sizes(path):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             limit = MAX_KERNEL if is_kernel(node) else MAX_FUNCTION
-            assert code_lines(node) <= limit, f"{path.name}:{node.lineno}: {node.name} is too long"
+            where = f"{path.name}:{node.lineno}: {node.name}"
+            assert code_lines(node) <= limit, f"{where} is too long"
+            most = MOST_OF_A_KERNEL if is_kernel(node) else MOST
+            taken = len(node.args.posonlyargs + node.args.args + node.args.kwonlyargs)
+            assert taken <= most or node.name in exported(), f"{where} takes {taken} parameters"
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)
@@ -130,17 +147,12 @@ def test_every_public_function_says_shapes_and_errors():
         for path in PACKAGE.glob("*/*.py")
         if path.stem.startswith("api") or path.stem == "module"
     }
-    public = ast.parse((PACKAGE / "__init__.py").read_text())
-    exported = next(
-        ast.literal_eval(node.value)
-        for node in public.body
-        if isinstance(node, ast.Assign) and node.targets[0].id == "__all__"
-    )
+    public = exported()
     functions = [
         node
         for module in tree.values()
         for node in module.body
-        if isinstance(node, ast.FunctionDef) and node.name in exported
+        if isinstance(node, ast.FunctionDef) and node.name in public
     ]
     assert functions
     for function in functions:

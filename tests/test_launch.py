@@ -530,25 +530,25 @@ def test_addresses_in_turn(kernel, T):
     gdn = pytest.importorskip("triton.experimental.gluon") and submodule("gdn.hopper.chunk")
     cases = [gdn_inputs(1, T, 2, 4, 128, 128, torch.bfloat16, "cuda", seed=i) for i in range(2)]
     calls = [arguments(x, use_qk_l2norm=True) for x in cases]
-    want = [gdn.gdn_chunk_fwd(*args)[0] for args in calls]
-    run = gdn.plan_gdn_chunk_fwd(*calls[0])
+    want = [gdn.gdn_chunk_fwd(args)[0] for args in calls]
+    run = gdn.plan_gdn_chunk_fwd(calls[0])
     for _ in range(3):
         for args, o in zip(calls, want):
-            assert torch.equal(run(*args[:10])[0], o)
+            assert torch.equal(run(*args.tensors)[0], o)
     for name in "qkv":
         cases[0][name].copy_(cases[1][name])
     for name in ("g", "beta", "initial_state"):
         if name in cases[0]:
             cases[0][name].copy_(cases[1][name])
-    assert torch.equal(run(*calls[0][:10])[0], want[1])
+    assert torch.equal(run(*calls[0].tensors)[0], want[1])
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        o = run(*calls[1][:10])[0]
+        o = run(*calls[1].tensors)[0]
     stream.synchronize()
     assert torch.equal(o, want[1])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = run(*calls[1][:10])[0]
+        o = run(*calls[1].tensors)[0]
     graph.replay()
     assert torch.equal(o, want[1])

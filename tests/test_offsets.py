@@ -11,7 +11,7 @@ from interpreter import compiled, interpreted, rerun
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 
-locate = submodule("gdn.portable.prepare").locate
+locate = submodule("gdn.portable.primitives").locate
 conv_rows = submodule("gdn_layer.portable.causal_conv1d_rows")
 sequence_at, advance = conv_rows.sequence_at, conv_rows.advance
 T, N = 300, 3

@@ -23,26 +23,31 @@ def rule_args(device, pool=False, packed=False):
 def test_opcheck_rule(device, pool, packed):
     first, state, indices, cu = rule_args(device, pool, packed)
     states = (None, state) if pool else (state, None)
-    options = (0.25, True, False, False, False, True)
+    options = {"scale": 0.25, "use_qk_l2norm": True, "output_final_state": True}
+    chunk = gdn.GdnOptions(**options)
     torch.library.opcheck(
-        gdn._gdn_chunk_fwd, (*first, *states, indices, cu, *options, None, 0), test_utils=CHECKS
+        gdn._gdn_chunk_fwd, (*first, *states, indices, cu, *chunk), test_utils=CHECKS
     )
+    recurrent = gdn.RecurrentOptions(**options, inplace=pool)
     torch.library.opcheck(
-        gdn._gdn_recurrent_fwd, (*first, *states, indices, None, cu, *options, False),
+        gdn._gdn_recurrent_fwd, (*first, *states, indices, None, cu, *recurrent),
         test_utils=CHECKS,
     )  # fmt: skip
 
 
 def test_opcheck_checkpoints_and_all_states(device):
     first, state, _, _ = rule_args(device)
-    options = (0.25, True, False, False, True, True)
+    options = {
+        "scale": 0.25, "use_qk_l2norm": True, "state_v_first": True, "output_final_state": True,
+    }  # fmt: skip
     state = state.mT.contiguous()
+    chunk = gdn.GdnOptions(**options, state_dtype=torch.bfloat16, checkpoint_every=64)
     torch.library.opcheck(
-        gdn._gdn_chunk_fwd, (*first, state, None, None, None, *options, torch.bfloat16, 64),
-        test_utils=CHECKS,
-    )  # fmt: skip
+        gdn._gdn_chunk_fwd, (*first, state, None, None, None, *chunk), test_utils=CHECKS
+    )
+    recurrent = gdn.RecurrentOptions(**options, all_states=True)
     torch.library.opcheck(
-        gdn._gdn_recurrent_fwd, (*first, state, None, None, None, None, *options, True),
+        gdn._gdn_recurrent_fwd, (*first, state, None, None, None, None, *recurrent),
         test_utils=CHECKS,
     )  # fmt: skip
 

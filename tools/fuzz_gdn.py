@@ -38,14 +38,16 @@ CHECKS = ("o", "o of a skipped sequence", "a final state", "a checkpoint", "an u
 
 def expected(p: Problem):
     """o, the final states and the states after every 64 tokens, as fp64_recurrence.py has them."""
-    q, k, w, g, beta, A_log, dt_bias = (x if x is None else x.double() for x in p.args[:7])
+    call = p.call
+    inputs = (call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias)
+    q, k, w, g, beta, A_log, dt_bias = (x if x is None else x.double() for x in inputs)
     v = p.variant
     if v.raw_gate:
         g = -A_log.exp() * torch.nn.functional.softplus(g + dt_bias)
     if v.sigmoid:
         beta = beta.sigmoid() * (2 if v.neg else 1)
     cu = torch.tensor([0] + p.lengths).cumsum(0).to(q.device)
-    return recurrence(q, k, w, g, beta, cu, p.args[10], v.l2norm, p.states, keep=True)
+    return recurrence(q, k, w, g, beta, cu, call.options.scale, v.l2norm, p.states, keep=True)
 
 
 def off(x: torch.Tensor, ref: torch.Tensor, tolerance: float, group=None, groups=0):
@@ -63,7 +65,7 @@ def off(x: torch.Tensor, ref: torch.Tensor, tolerance: float, group=None, groups
 
 def compare(p: Problem, out) -> torch.Tensor:
     """For each of CHECKS the worst error over what is tolerated: [5], on the device."""
-    o, final, checkpoints = out
+    o, final, checkpoints, _ = out
     v, N = p.variant, len(p.lengths)
     o_ref, S_ref, kept = expected(p)
     device = o.device
@@ -114,11 +116,11 @@ def run_group(
     errors_of, taken = [], []
     for seed in seeds:
         p = draw_problem(variant, seed, is_long, device)
-        if not module.supports_gdn_chunk_fwd(*p.args):
+        if not module.supports_gdn_chunk_fwd(p.call):
             continue
-        poison = torch.full_like(p.args[2], float("nan"))
+        poison = torch.full_like(p.call.v, float("nan"))
         del poison  # the allocator hands its memory to o
-        errors_of.append(compare(p, module.gdn_chunk_fwd(*p.args)))
+        errors_of.append(compare(p, module.gdn_chunk_fwd(p.call)))
         taken.append((seed, p.lengths))
     found = torch.stack(errors_of).tolist() if errors_of else []  # the group's one wait for the GPU
     say = lambda errors: [f"{c} {e:.2f}" for c, e in zip(CHECKS, errors) if e > 1]  # noqa: E731

@@ -5,7 +5,9 @@ import random
 from typing import List, Optional
 
 import torch
+from conftest import submodule  # of tests/, which its user has put on the path
 
+calls = submodule("gdn.call")
 GATES = ("qwen", "slow", "none", "hard", "mixed", "zero")
 
 
@@ -36,7 +38,7 @@ class Variant:
 class Problem:
     variant: Variant
     lengths: List[int]
-    args: tuple  # of gdn_chunk_fwd
+    call: tuple  # a GdnCall
     states: Optional[torch.Tensor]  # [N, HV, K, V] fp64: where the sequences start
     every: int
     repeated_key: bool
@@ -177,8 +179,8 @@ def draw_problem(v: Variant, seed: int, is_long: bool, device) -> Problem:
             mine = x[0, start : start + lengths[poisoned]] if v.packed else x[poisoned]
             mine.fill_(float("nan"))
     every = rng.choice([64, 128]) if v.checkpoints else 0
-    args = (
-        q, k, w, g, beta, A_log, dt_bias, initial, indices, cu, v.D**-0.5, v.l2norm, v.sigmoid,
-        v.neg, v.v_first, v.final, v.state_dtype, every,
-    )  # fmt: skip
-    return Problem(v, lengths, args, states, every, repeated, whole, poisoned, rows, before)
+    options = calls.GdnOptions(
+        v.D**-0.5, v.l2norm, v.sigmoid, v.neg, v.v_first, v.final, v.state_dtype, every
+    )
+    call = calls.GdnCall(q, k, w, g, beta, A_log, dt_bias, initial, indices, cu, options)
+    return Problem(v, lengths, call, states, every, repeated, whole, poisoned, rows, before)

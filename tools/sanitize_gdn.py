@@ -35,14 +35,18 @@ def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False,
     state = torch.randn(count + 1 if pool else count, HV, 128, 128, device=device)
     indices = torch.tensor(rows, device=device) if pool else None
     segments, processors = gdn_plan._segments, gdn_plan.multiprocessor_count
-    gdn._calls.cache_clear()
+    gdn._kept.cache_clear()
     if not cut:
         gdn_plan._segments = lambda N, *_: (1, N)
     gdn_plan.multiprocessor_count = lambda index: processors(index) if cut else PROCESSORS[W]
-    o, final, checkpoints = gdn.gdn_chunk_fwd(
-        q, k, v, g, beta, None, None, state, indices, cu, 128**-0.5, True, False, False, v_first,
-        True, None, every,
+    calls = submodule("gdn.call")
+    options = calls.GdnOptions(
+        128**-0.5, use_qk_l2norm=True, state_v_first=v_first, output_final_state=True,
+        checkpoint_every=every,
     )  # fmt: skip
+    o, final, *_ = gdn.gdn_chunk_fwd(
+        calls.GdnCall(q, k, v, g, beta, None, None, state, indices, cu, options)
+    )
     torch.cuda.synchronize()
     gdn_plan._segments, gdn_plan.multiprocessor_count = segments, processors
     assert torch.isfinite(o).all() and torch.isfinite(final).all()

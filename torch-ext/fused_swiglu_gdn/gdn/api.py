@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from ..runtime.cache import CallCache, undisturbed
-from ..runtime.ops import autocast, dense
+from ..runtime.ops import autocast, dense, needs_grad
 from . import checks, ops
+from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
 
 _prefilling, _decoding = CallCache(), CallCache()
 
@@ -102,44 +103,44 @@ def chunk_gated_delta_rule(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens,
     )  # fmt: skip
     options = (
-        scale, output_final_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, use_gate_in_kernel, state_dtype, checkpoint_every,
-        chunk_size,
+        scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        state_v_first, output_final_state, state_dtype, checkpoint_every,
     )  # fmt: skip
-    plan = _prefilling.find(tensors, options) if undisturbed() else None
+    kind = (*options, use_gate_in_kernel, chunk_size)
+    plan = _prefilling.find(tensors, kind) if undisturbed() else None
     if plan is None:
         checks.are_flags(recompute=recompute)
-        args = _chunk_arguments(*tensors, *options)
-        if undisturbed() and all(map(operator.is_, tensors, args)):
-            plan = _prefilling.keep(tensors, options, ops.plan_gdn_chunk(args))
-    results = ops.gdn_chunk(*args, recompute) if plan is None else plan(*tensors)
-    return results if checkpoint_every else results[:2]
+        checks.chunk_size(chunk_size)
+        saves = not recompute and needs_grad(tensors)
+        call = _checked(GdnCall(*tensors, GdnOptions(*options, saves)), use_gate_in_kernel)
+        if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
+            plan = _prefilling.keep(tensors, kind, ops.plan_gdn_chunk(call))
+    o, state, checkpoints, _ = ops.gdn_chunk(call) if plan is None else plan(*tensors)
+    return (o, state, checkpoints) if checkpoint_every else (o, state)
 
 
-def _chunk_arguments(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, scale,
-    output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, use_gate,
-    state_dtype, checkpoint_every, chunk_size,
-) -> tuple:  # fmt: skip
-    """What the operator takes, checked."""
-    q, k, v = autocast(q, k, v)
-    checks.rule_flags(
-        output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
-        use_gate,
+def _checked(call: GdnCall, use_gate: bool) -> GdnCall:
+    """The call as the operator takes it."""
+    q, k, v = autocast(call.q, call.k, call.v)
+    call = call._replace(q=q, k=k, v=v)
+    checks.rule_flags(call.options, use_gate)
+    checks.checkpoint_every(call.options.checkpoint_every)
+    checks.state_dtype(call.options.state_dtype)
+    checks.gated_delta_rule(call, use_gate)
+    return _with_scale(
+        call._replace(
+            q=dense(q), k=dense(k), v=dense(v), A_log=dense(call.A_log),
+            dt_bias=dense(call.dt_bias), state_indices=dense(call.state_indices),
+            cu_seqlens=dense(call.cu_seqlens),
+        )
     )  # fmt: skip
-    checks.gated_delta_rule(
-        q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate, A_log, dt_bias,
-        state_v_first, state_indices,
-    )  # fmt: skip
-    checks.chunk_size(chunk_size)
-    checks.checkpoint_every(checkpoint_every)
-    checks.state_dtype(state_dtype)
-    return (
-        *map(dense, (q, k, v)), g, beta, dense(A_log), dense(dt_bias), initial_state,
-        dense(state_indices), dense(cu_seqlens),
-        q.shape[-1] ** -0.5 if scale is None else float(scale), use_qk_l2norm, use_beta_sigmoid,
-        allow_neg_eigval, state_v_first, output_final_state, state_dtype, checkpoint_every,
-    )  # fmt: skip
+
+
+def _with_scale(call):
+    """The call with the scale that is meant where none was given."""
+    scale = call.options.scale
+    scale = call.K**-0.5 if scale is None else float(scale)
+    return call._replace(options=call.options._replace(scale=scale))
 
 
 def fused_recurrent_gated_delta_rule(
@@ -204,53 +205,42 @@ def fused_recurrent_gated_delta_rule(
         cu_seqlens,
     )  # fmt: skip
     options = (
-        scale, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel,
-        use_beta_sigmoid_in_kernel, allow_neg_eigval, state_v_first, inplace_final_state,
-        output_all_states,
+        scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        state_v_first, output_final_state, inplace_final_state, output_all_states,
     )  # fmt: skip
-    plan = _decoding.find(tensors, options) if undisturbed() else None
+    kind = (*options, use_gate_in_kernel)
+    plan = _decoding.find(tensors, kind) if undisturbed() else None
     if plan is not None:
         return plan(*tensors)
-    args = _recurrent_arguments(
-        *tensors, scale, use_qk_l2norm_in_kernel, use_gate_in_kernel, use_beta_sigmoid_in_kernel,
-        allow_neg_eigval, state_v_first, output_final_state, inplace_final_state,
-        output_all_states,
-    )  # fmt: skip
-    if undisturbed() and all(map(operator.is_, tensors, args)):
-        _decoding.keep(tensors, options, ops.plan_gdn_recurrent(args))
-    return ops.gdn_recurrent(*args)
+    call = RecurrentCall(*tensors, RecurrentOptions(*options))
+    call = _checked_recurrent(call, use_gate_in_kernel)
+    if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
+        _decoding.keep(tensors, kind, ops.plan_gdn_recurrent(call))
+    return ops.gdn_recurrent(call)
 
 
-def _recurrent_arguments(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-    cu_seqlens, scale, use_qk_l2norm, use_gate, use_beta_sigmoid, allow_neg_eigval, state_v_first,
-    output_final_state, inplace, all_states,
-) -> tuple:  # fmt: skip
-    """What the operator takes, checked."""
-    q, k, v = autocast(q, k, v)
+def _checked_recurrent(call: RecurrentCall, use_gate: bool) -> RecurrentCall:
+    """The call as the operator takes it."""
+    q, k, v = autocast(call.q, call.k, call.v)
     checks.is_tensor("v", v)
-    checks.rule_flags(
-        output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
-        use_gate,
-    )  # fmt: skip
-    checks.are_flags(inplace_final_state=inplace, output_all_states=all_states)
+    checks.rule_flags(call.options, use_gate)
+    checks.are_flags(
+        inplace_final_state=call.options.inplace, output_all_states=call.options.all_states
+    )
+    g, beta = call.g, call.beta
     if g is None:
         g = v.new_zeros(v.shape[:3], dtype=torch.float32)
     if beta is None:
         beta = v.new_ones(v.shape[:3], dtype=torch.float32)
-    checks.gated_delta_rule(
-        q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate, A_log, dt_bias,
-        state_v_first, state_indices,
-    )  # fmt: skip
-    indexed = state_indices is not None or output_state_indices is not None
-    if inplace or all_states or indexed:
-        N = q.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
-        checks.decode_states(
-            inplace, initial_state, state_indices, output_state_indices, all_states, N, q
+    call = call._replace(q=q, k=k, v=v, g=g, beta=beta)
+    checks.gated_delta_rule(call, use_gate)
+    checks.decode_states(call)
+    return _with_scale(
+        call._replace(
+            q=dense(q), k=dense(k), v=dense(v), g=dense(g), beta=dense(beta),
+            A_log=dense(call.A_log), dt_bias=dense(call.dt_bias),
+            state_indices=dense(call.state_indices),
+            output_state_indices=dense(call.output_state_indices),
+            cu_seqlens=dense(call.cu_seqlens),
         )
-    return (
-        *map(dense, (q, k, v, g, beta, A_log, dt_bias)), initial_state,
-        *map(dense, (state_indices, output_state_indices, cu_seqlens)),
-        q.shape[-1] ** -0.5 if scale is None else float(scale), use_qk_l2norm, use_beta_sigmoid,
-        allow_neg_eigval, state_v_first, output_final_state, inplace, all_states,
     )  # fmt: skip

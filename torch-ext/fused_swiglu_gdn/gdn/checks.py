@@ -24,51 +24,42 @@ from ..runtime.checks import (
 MAX_HEAD_DIM = 256
 
 
-def gated_delta_rule(
-    q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
-    state_v_first, state_indices=None,
-) -> None:  # fmt: skip
-    """The arguments that the chunked and the recurrent form share."""
-    _shapes(
-        q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
-        state_v_first, state_indices,
-    )  # fmt: skip
-    if cu_seqlens is not None:
-        holds_cu_seqlens("cu_seqlens", cu_seqlens, q.shape[1])
-    if state_indices is not None:
-        _rows("state_indices", state_indices, initial_state.shape[0])
+def gated_delta_rule(call, use_gate_in_kernel: bool) -> None:
+    """What a GdnCall and a RecurrentCall share; a scale of None is the default."""
+    _shapes(call, use_gate_in_kernel)
+    if call.cu_seqlens is not None:
+        holds_cu_seqlens("cu_seqlens", call.cu_seqlens, call.T)
+    if call.state_indices is not None:
+        _rows("state_indices", call.state_indices, call.initial_state.shape[0])
 
 
 @remembered
-def _shapes(
-    q, k, v, g, beta, scale, initial_state, cu_seqlens, use_gate_in_kernel, A_log, dt_bias,
-    state_v_first, state_indices,
-) -> None:  # fmt: skip
-    sizes = {}
+def _shapes(call, use_gate_in_kernel) -> None:
+    sizes, q = {}, call.q
     has_shape("q", q, "B T H K", sizes)
-    has_shape("k", k, "B T H K", sizes)
-    has_shape("v", v, "B T HV V", sizes)
+    has_shape("k", call.k, "B T H K", sizes)
+    has_shape("v", call.v, "B T HV V", sizes)
     is_floating("q", q)
-    agrees("k", k, "q", q)
-    agrees("v", v, "q", q)
+    agrees("k", call.k, "q", q)
+    agrees("v", call.v, "q", q)
     _heads(sizes)
-    for name, x in (("g", g), ("beta", beta)):
+    for name, x in (("g", call.g), ("beta", call.beta)):
         has_shape(name, x, "B T HV", sizes)
         is_floating(name, x)
         same_device(name, x, "q", q)
-    _gate(use_gate_in_kernel, A_log, dt_bias, sizes, q)
-    _scale(scale)
-    _sequences(cu_seqlens, sizes, q)
-    _state(initial_state, state_v_first, state_indices, sizes, q)
+    _gate(use_gate_in_kernel, call, sizes)
+    _scale(call.options.scale)
+    _sequences(call, sizes)
+    _state(call, sizes)
 
 
-def rule_flags(
-    output_final_state, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, use_gate
-) -> None:
+def rule_flags(options, use_gate) -> None:
     are_flags(
-        output_final_state=output_final_state, use_qk_l2norm_in_kernel=use_qk_l2norm,
-        use_beta_sigmoid_in_kernel=use_beta_sigmoid, allow_neg_eigval=allow_neg_eigval,
-        state_v_first=state_v_first, use_gate_in_kernel=use_gate,
+        output_final_state=options.output_final_state,
+        use_qk_l2norm_in_kernel=options.use_qk_l2norm,
+        use_beta_sigmoid_in_kernel=options.use_beta_sigmoid,
+        allow_neg_eigval=options.allow_neg_eigval, state_v_first=options.state_v_first,
+        use_gate_in_kernel=use_gate,
     )  # fmt: skip
 
 
@@ -83,19 +74,20 @@ def _heads(sizes) -> None:
             )
 
 
-def _gate(use_gate_in_kernel, A_log, dt_bias, sizes, q) -> None:
+def _gate(use_gate_in_kernel, call, sizes) -> None:
+    given = (("A_log", call.A_log), ("dt_bias", call.dt_bias))
     if not use_gate_in_kernel:
-        for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+        for name, x in given:
             if x is not None:
                 raise ValueError(f"{name} must be None unless use_gate_in_kernel is True")
         return
-    if A_log is None:
+    if call.A_log is None:
         raise ValueError("A_log must be given when use_gate_in_kernel is True, got None")
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
+    for name, x in given:
         if x is not None:
             has_shape(name, x, "HV", sizes)
             is_floating(name, x)
-            same_device(name, x, "q", q)
+            same_device(name, x, "q", call.q)
 
 
 def _scale(scale: Optional[float]) -> None:
@@ -103,33 +95,37 @@ def _scale(scale: Optional[float]) -> None:
         is_number("scale", scale, "positive", " or None")
 
 
-def _sequences(cu_seqlens, sizes, q) -> None:
+def _sequences(call, sizes) -> None:
     sizes["N"] = sizes["B"]
-    if cu_seqlens is None:
+    if call.cu_seqlens is None:
         return
-    is_cu_seqlens("cu_seqlens", cu_seqlens, q)
+    is_cu_seqlens("cu_seqlens", call.cu_seqlens, call.q)
     if sizes["B"] != 1:
         raise ValueError(
             f"q must have shape [1, T, H, K] when cu_seqlens is given, got batch {sizes['B']}"
         )
-    sizes["N"] = cu_seqlens.numel() - 1
+    sizes["N"] = call.N
 
 
-def _state(initial_state, state_v_first, state_indices, sizes, q) -> None:
-    dims = "HV V K" if state_v_first else "HV K V"
-    if state_indices is not None:
-        has_shape("state_indices", state_indices, "N", sizes)
-        has_dtype("state_indices", state_indices, (torch.int32, torch.int64))
-        same_device("state_indices", state_indices, "q", q)
-        if initial_state is None:
+def _state(call, sizes) -> None:
+    dims = "HV V K" if call.options.state_v_first else "HV K V"
+    if call.state_indices is not None:
+        _indices("state_indices", call.state_indices, call, sizes)
+        if call.initial_state is None:
             raise ValueError("initial_state must be the state pool when state_indices is given")
         dims = "P " + dims
     else:
         dims = "N " + dims
-    if initial_state is not None:
-        has_shape("initial_state", initial_state, dims, sizes)
-        is_floating("initial_state", initial_state)
-        same_device("initial_state", initial_state, "q", q)
+    if call.initial_state is not None:
+        has_shape("initial_state", call.initial_state, dims, sizes)
+        is_floating("initial_state", call.initial_state)
+        same_device("initial_state", call.initial_state, "q", call.q)
+
+
+def _indices(name: str, indices, call, sizes) -> None:
+    has_shape(name, indices, "N", sizes)
+    has_dtype(name, indices, (torch.int32, torch.int64))
+    same_device(name, indices, "q", call.q)
 
 
 def _rows(name: str, indices: torch.Tensor, rows: int) -> None:
@@ -170,22 +166,19 @@ def forward_only(function: str, instead: str, **tensors: Optional[torch.Tensor])
             )
 
 
-def decode_states(
-    inplace, initial_state, state_indices, output_state_indices, all_states, sizes_n, q
-) -> None:
-    """The arguments that only the recurrent form has."""
-    if output_state_indices is not None:
-        has_shape("output_state_indices", output_state_indices, "N", {"N": sizes_n})
-        has_dtype("output_state_indices", output_state_indices, (torch.int32, torch.int64))
-        same_device("output_state_indices", output_state_indices, "q", q)
-        if state_indices is None:
+def decode_states(call) -> None:
+    """What only a RecurrentCall has."""
+    inplace, all_states = call.options.inplace, call.options.all_states
+    if call.output_state_indices is not None:
+        _indices("output_state_indices", call.output_state_indices, call, {"N": call.N})
+        if call.state_indices is None:
             raise ValueError("state_indices must be given when output_state_indices is")
-        _rows("output_state_indices", output_state_indices, initial_state.shape[0])
-    if inplace and initial_state is None:
+        _rows("output_state_indices", call.output_state_indices, call.initial_state.shape[0])
+    if inplace and call.initial_state is None:
         raise ValueError("initial_state must be given when inplace_final_state is True, got None")
     if inplace and all_states:
         raise ValueError("output_all_states must be False when inplace_final_state is True")
-    if state_indices is not None and not inplace and not all_states:
+    if call.state_indices is not None and not inplace and not all_states:
         raise ValueError("inplace_final_state must be True when state_indices is given")
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from ..gdn.chunks import count_sequences
 from ..runtime.checks import (
     are_flags,
     has_dtype,
@@ -64,7 +65,7 @@ def _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_
             raise ValueError(
                 f"x must have shape [1, D, T] when cu_seqlens is given, got batch {sizes['B']}"
             )
-        sizes["N"] = cu_seqlens.numel() - 1
+        sizes["N"] = count_sequences(sizes["B"], cu_seqlens)
     if initial_states is not None:
         has_shape("initial_states", initial_states, "N D W-1", sizes)
         is_floating("initial_states", initial_states)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..runtime.cache import CallCache, undisturbed
 from . import ops_fused as ops
+from .call import DecodeOptions, LayerDecode
 
 
 def convolve_qkv(
@@ -72,17 +73,20 @@ def decode_step(
     Returns:
         [B, 1, HV, V], what the output projection reads.
     """
-    tensors = (q, k, v, z, a, b, conv_state, state, weight, bias)
-    vectors = (A_log, dt_bias, norm_weight)
+    tensors = (
+        q, k, v, z, a, b, conv_state, state, weight, bias, A_log, dt_bias, norm_weight,
+    )  # fmt: skip
     options = (activation, eps, gate_activation, allow_neg_eigval)
-    plan = _decoding.find((*tensors, *vectors), options) if undisturbed() else None
+    plan = _decoding.find(tensors, options) if undisturbed() else None
     if plan is not None:
-        return plan(*tensors, *vectors)
+        return plan(*tensors)
     gate_activation = "sigmoid" if gate_activation == "sigmoid" else "silu"
-    args = (*tensors, activation, *vectors, eps, gate_activation, allow_neg_eigval)
+    call = LayerDecode(
+        *tensors, DecodeOptions(activation, eps, gate_activation, allow_neg_eigval)
+    )  # fmt: skip
     if undisturbed():
-        _decoding.keep((*tensors, *vectors), options, ops.plan_gdn_layer_decode(args))
-    return ops.gdn_layer_decode(*args)
+        _decoding.keep(tensors, options, ops.plan_gdn_layer_decode(call))
+    return ops.gdn_layer_decode(call)
 
 
 _decoding = CallCache()

@@ -5,15 +5,15 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix
-from ..runtime.ops import present, run, serve
+from ..gdn.chunks import count_sequences
+from ..runtime.ops import operator, present, run, serve
 from .ops_train import conv_gradients, norm_gradients, save_conv, save_norm
 from .reference import layer as reference
 
 FAMILY = "gdn_layer.layer"
 
 
-@torch.library.custom_op(add_op_namespace_prefix("causal_conv1d_fwd"), mutates_args=())
+@operator("causal_conv1d_fwd")
 def _causal_conv1d_fwd(
     x: Tensor,  # [B, D, T]
     weight: Tensor,  # [D, W]
@@ -33,7 +33,7 @@ def _causal_conv1d_fwd(
 
 @_causal_conv1d_fwd.register_fake
 def _(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states):
-    N = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = count_sequences(x.shape[0], cu_seqlens)
     states = (N, x.shape[1], weight.shape[1] - 1) if return_final_states else (0,)
     return torch.empty_like(x), x.new_empty(states)
 
@@ -54,9 +54,7 @@ def causal_conv1d(
     return run(FAMILY, "causal_conv1d_fwd", op, reference.causal_conv1d_fwd, args)
 
 
-@torch.library.custom_op(
-    add_op_namespace_prefix("causal_conv1d_update"), mutates_args=("conv_state",)
-)
+@operator("causal_conv1d_update", mutates_args=("conv_state",))
 def _causal_conv1d_update(
     x: Tensor,  # [B, D, T]
     conv_state: Tensor,  # [B, D, S]
@@ -81,7 +79,7 @@ def causal_conv1d_update(x, conv_state, weight, bias, activation) -> Tensor:
     )
 
 
-@torch.library.custom_op(add_op_namespace_prefix("rms_norm_gated_fwd"), mutates_args=())
+@operator("rms_norm_gated_fwd")
 def _rms_norm_gated_fwd(
     x: Tensor,  # [..., D]
     gate: Tensor,  # [..., D]

@@ -2,18 +2,18 @@
 
 from typing import Optional, Tuple
 
-import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix
-from ..runtime.ops import needs_grad, plan, present, run, serve
+from ..gdn.chunks import count_sequences
+from ..runtime.ops import operator, plan, present, run, serve
+from .call import DecodeOptions, LayerDecode
 from .ops_train import prologue_gradients, save_prologue
 from .reference import fused as reference
 
 FAMILY = "gdn_layer.layer"
 
 
-@torch.library.custom_op(add_op_namespace_prefix("gdn_layer_prologue"), mutates_args=())
+@operator("gdn_layer_prologue")
 def _gdn_layer_prologue(
     q: Tensor,  # [B, T, H, K]
     k: Tensor,  # [B, T, H, K]
@@ -33,7 +33,7 @@ def _gdn_layer_prologue(
 @_gdn_layer_prologue.register_fake
 def _(q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width):
     (B, T), D = q.shape[:2], weight.shape[0]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = count_sequences(B, cu_seqlens)
     return q.new_empty(B, T, D), q.new_empty((N, D, final_width) if final_width else (0,))
 
 
@@ -48,14 +48,13 @@ def gdn_layer_prologue(
         return y, final if final_width else None
 
     args = (q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width)
-    if final_width and needs_grad(args):  # the kernel has no gradient of the last inputs
-        return reference.gdn_layer_prologue(*args)
-    return run(FAMILY, "gdn_layer_prologue", op, reference.gdn_layer_prologue, args)
+    return run(
+        FAMILY, "gdn_layer_prologue", op, reference.gdn_layer_prologue, args,
+        differentiable=not final_width,  # the kernel has no gradient of the last inputs
+    )  # fmt: skip
 
 
-@torch.library.custom_op(
-    add_op_namespace_prefix("gdn_layer_decode"), mutates_args=("conv_state", "state")
-)
+@operator("gdn_layer_decode", mutates_args=("conv_state", "state"))
 def _gdn_layer_decode(
     q: Tensor,  # [B, 1, H, K]
     k: Tensor,  # [B, 1, H, K]
@@ -67,19 +66,16 @@ def _gdn_layer_decode(
     state: Tensor,  # [B, HV, K, V], written in place
     weight: Tensor,  # [D, W]
     bias: Optional[Tensor],  # [D]
-    activation: Optional[str],
     A_log: Tensor,  # [HV]
     dt_bias: Optional[Tensor],  # [HV]
     norm_weight: Tensor,  # [V]
-    eps: float,
-    gate_activation: str,
-    allow_neg_eigval: bool,
+    *options: DecodeOptions,
 ) -> Tensor:
-    args = (
-        q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm_weight,
-        eps, gate_activation, allow_neg_eigval,
+    call = LayerDecode(
+        q, k, v, z, a, b, conv_state, state, weight, bias, A_log, dt_bias, norm_weight,
+        DecodeOptions(*options),
     )  # fmt: skip
-    return serve(FAMILY, "gdn_layer_decode", reference.gdn_layer_decode, args)
+    return serve(FAMILY, "gdn_layer_decode", reference.gdn_layer_decode, (call,))
 
 
 @_gdn_layer_decode.register_fake
@@ -87,11 +83,15 @@ def _(q, k, v, *_):
     return q.new_empty(v.flatten(2, -2).shape)
 
 
-def gdn_layer_decode(*args) -> Tensor:
-    """y [B, 1, HV, V] from the arguments of the operator above."""
-    return run(FAMILY, "gdn_layer_decode", _gdn_layer_decode, reference.gdn_layer_decode, args)
+def gdn_layer_decode(call: LayerDecode) -> Tensor:
+    """y [B, 1, HV, V]."""
+
+    def op(call):
+        return _gdn_layer_decode(*call.tensors, *call.options)
+
+    return run(FAMILY, "gdn_layer_decode", op, reference.gdn_layer_decode, (call,))
 
 
-def plan_gdn_layer_decode(args):
+def plan_gdn_layer_decode(call: LayerDecode):
     """What serves eager calls of gdn_layer_decode like this one, from their tensors, or None."""
-    return plan(FAMILY, "gdn_layer_decode", args)
+    return plan(FAMILY, "gdn_layer_decode", (call,))

@@ -5,14 +5,13 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix
-from ..runtime.ops import no_second_derivative, present, serve
+from ..runtime.ops import no_second_derivative, operator, present, serve
 from .reference import backward as reference
 
 FAMILY = "gdn_layer.layer"
 
 
-@torch.library.custom_op(add_op_namespace_prefix("causal_conv1d_bwd"), mutates_args=())
+@operator("causal_conv1d_bwd")
 def _causal_conv1d_bwd(
     x: Tensor,  # [B, D, T]
     weight: Tensor,  # [D, W]
@@ -59,7 +58,7 @@ def conv_gradients(ctx, dy, d_final):
     )  # fmt: skip
 
 
-@torch.library.custom_op(add_op_namespace_prefix("rms_norm_gated_bwd"), mutates_args=())
+@operator("rms_norm_gated_bwd")
 def _rms_norm_gated_bwd(
     x: Tensor,  # [..., D]
     gate: Tensor,  # [..., D]
@@ -88,7 +87,7 @@ def norm_gradients(ctx, dy):
     return (*(d if need else None for d, need in zip(grads, ctx.needs_input_grad)), None, None)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("gdn_layer_prologue_bwd"), mutates_args=())
+@operator("gdn_layer_prologue_bwd")
 def _gdn_layer_prologue_bwd(
     q: Tensor,  # [B, T, H, K]
     k: Tensor,  # [B, T, H, K]

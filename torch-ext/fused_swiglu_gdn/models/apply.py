@@ -4,8 +4,11 @@ import torch
 from torch import nn
 
 from .. import layers
+from ..gdn.call import GdnCall, GdnOptions
+from ..gdn_layer.call import DecodeOptions, LayerDecode
 from ..layers.swiglu import FORMS, forward_of
 from ..runtime import dispatch
+from ..runtime.ops import tensors_of
 from . import gated_mlp
 from .experts import restore_experts, serve_experts
 from .recognise import Finding, recognise
@@ -94,7 +97,7 @@ def _implementations(module: nn.Module, finding: Finding, training: bool) -> str
         names.append(record[operation][0])
         if names[-1] == "reference":
             who = "its own forward" if mlp else "plain torch"
-            names[-1] = f"{who} (no kernel for {_place(args[0])})"
+            names[-1] = f"{who} (no kernel for {_place(tensors_of(args)[0])})"
     prompt, decode = names[0], names[-1]
     return prompt if prompt == decode else f"{prompt}, {decode} for decoding"
 
@@ -115,11 +118,14 @@ def _gdn_facts(module: nn.Module, tokens: int):
 
     q, v, a = empty(H, K), empty(HV, V), empty(HV)
     if tokens > 1:
-        options = (None, None, None, K**-0.5, True, True, False, False, True, None, 0)
-        args = (q, q, v, a, a, module.A_log, module.dt_bias, *options)
-        return "gdn.chunk", "gdn_chunk_fwd", args
+        options = GdnOptions(
+            K**-0.5, use_qk_l2norm=True, use_beta_sigmoid=True, output_final_state=True
+        )
+        tensors = (q, q, v, a, a, module.A_log, module.dt_bias)
+        return "gdn.chunk", "gdn_chunk_fwd", (GdnCall(*tensors, None, None, None, options),)
     conv_state = w.new_empty(1, *w.shape[::2])  # [1, D, W]
     state = torch.empty(1, HV, K, V, device=w.device)
-    rest = (module.A_log, module.dt_bias, w.new_empty(V), 1e-6, "silu", False)
-    args = (q, q, v, v, a, a, conv_state, state, w.squeeze(1), conv.bias, "silu", *rest)
-    return "gdn_layer.layer", "gdn_layer_decode", args
+    rest = (w.squeeze(1), conv.bias, module.A_log, module.dt_bias, w.new_empty(V))
+    options = DecodeOptions("silu", 1e-6, "silu", False)
+    call = LayerDecode(q, q, v, v, a, a, conv_state, state, *rest, options)
+    return "gdn_layer.layer", "gdn_layer_decode", (call,)

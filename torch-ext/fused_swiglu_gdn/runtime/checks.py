@@ -1,5 +1,6 @@
 """What the checks share. Messages say which argument, what was expected, and what came."""
 
+import contextlib
 import functools
 import itertools
 import math
@@ -24,17 +25,27 @@ def remembered(check: Callable) -> Callable:
     def wrapper(*args) -> None:
         if torch.compiler.is_compiling():
             return check(*args)
-        places = tuple([isinstance(x, torch.Tensor) for x in args])
-        tensors = tuple(itertools.compress(args, places))
-        options = (places, *[x for x, is_tensor in zip(args, places) if not is_tensor])
+        flat = _flat(args)
+        places = tuple([isinstance(x, torch.Tensor) for x in flat])
+        tensors = tuple(itertools.compress(flat, places))
+        options = (places, *[x for x, is_tensor in zip(flat, places) if not is_tensor])
         if not tensors or passed.find(tensors, options) is None:
             check(*args)
             if tensors:
-                passed.keep(tensors, options, True)
+                with contextlib.suppress(TypeError):  # a value that cannot be hashed: refused later
+                    passed.keep(tensors, options, True)
         return None
 
     wrapper.passed = passed
     return wrapper
+
+
+def _flat(args: tuple) -> list:
+    """Arguments, with the fields of the calls among them."""
+    found = []
+    for x in args:
+        found += _flat(x) if isinstance(x, tuple) else [x]
+    return found
 
 
 def is_tensor(name: str, x: object) -> None:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import logging
+import threading
 from typing import Callable, Dict, Iterator, Optional, Tuple
 
 import torch
@@ -26,6 +27,7 @@ FOLDERS: Tuple[Tuple[str, Tuple[int, int]], ...] = (("hopper", (9, 0)), ("portab
 _PACKAGE = __package__.rpartition(".")[0]
 forced: Optional[str] = None  # the only implementation that may serve: force()
 records: list = []  # of served()
+_thread = threading.local()  # .decision: what hand_over keeps for the body of an operator
 
 
 @functools.cache
@@ -110,14 +112,32 @@ def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Opti
 def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional[Callable]:
     """The launcher that serves operation(*args), or None for the reference.
 
-    args[0] is a tensor on the device of the call. Where a gradient is needed, some kernel must
-    have it as well, which supports_<operation>_bwd says of the forward's arguments too.
+    args[0] is a tensor on the device of the call, or the call. Where a gradient is needed, some
+    kernel must have it as well, which supports_<operation>_bwd says of the forward's arguments too.
     """
+    decision = getattr(_thread, "decision", None)
+    if decision is not None and decision[0] == operation and decision[1] is _first(args):
+        _thread.decision = None
+        return decision[2]
     folder, launch = _find(family, operation, args)
     if needs_grad and launch is not None and _find(family, backward_of(operation), args)[1] is None:
         folder, launch = None, None
     _record(operation, folder or "reference")
     return launch
+
+
+def _first(args: tuple):
+    """The first tensor of a call; a call is a tuple, too."""
+    return args[0][0] if isinstance(args[0], tuple) else args[0]
+
+
+def hand_over(operation: str, launch: Callable, op: Callable, args: tuple):
+    """op(*args), an operator whose body would choose again: it gets what has been chosen here."""
+    _thread.decision = (operation, _first(args), launch)
+    try:
+        return op(*args)
+    finally:
+        _thread.decision = None
 
 
 def plan(family: str, operation: str, args: tuple) -> Optional[Callable]:

@@ -2,6 +2,9 @@
 
 import torch
 
+HALF = (torch.float16, torch.bfloat16)
+SERVED = (*HALF, torch.float32)  # by kernels for every chip; fp64 is the reference's
+
 
 def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
     """x in the precision that element-wise maths is done in: fp64 stays, all else becomes fp32."""

@@ -1,9 +1,16 @@
-"""How a call reaches the one who serves it."""
+"""How operators are registered, and how a call reaches the one who serves it.
 
+The arguments of an operation are tensors and options, or a call: a NamedTuple of them, which has a
+`device`.
+"""
+
+import inspect
+import typing
 from typing import Callable, Optional, Tuple
 
 import torch
 
+from .._ops import add_op_namespace_prefix
 from . import dispatch
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -26,42 +33,86 @@ def autocast(*tensors: Optional[torch.Tensor]) -> Tuple[Optional[torch.Tensor], 
     )
 
 
+def operator(name: str, mutates_args: tuple = ()):
+    """Registers a function as an operator of torch.
+
+    Its signature is the schema, where `*options: Options`, a NamedTuple, stands for the fields of
+    that: all operators of an operation take them as the call has them.
+    """
+
+    def register(function: Callable):
+        signature = inspect.signature(function)
+        spelled = []
+        for parameter in signature.parameters.values():
+            if parameter.kind is parameter.VAR_POSITIONAL:
+                fields = typing.get_type_hints(parameter.annotation).items()
+                kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+                spelled += [inspect.Parameter(x, kind, annotation=hint) for x, hint in fields]
+            else:
+                spelled.append(parameter)
+
+        def prototype():
+            pass
+
+        prototype.__signature__ = signature.replace(parameters=spelled)
+        schema = torch.library.infer_schema(prototype, mutates_args=mutates_args)
+        qualified = add_op_namespace_prefix(name)
+        return torch.library.custom_op(
+            qualified, function, mutates_args=mutates_args, schema=schema
+        )
+
+    return register
+
+
+def tensors_of(args: tuple) -> list:
+    """The tensors among arguments, and in calls among them."""
+    found = []
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            found.append(x)
+        elif isinstance(x, tuple):
+            found += tensors_of(x)
+    return found
+
+
 def needs_grad(args: tuple) -> bool:
-    return torch.is_grad_enabled() and any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in args
-    )
+    return torch.is_grad_enabled() and any([x.requires_grad for x in tensors_of(args)])
 
 
 def run(
     family: str, operation: str, op: Callable, reference: Callable, args: tuple,
-    train: Optional[Callable] = None,
+    train: Optional[Callable] = None, differentiable: bool = True,
 ):  # fmt: skip
     """operation(*args) by a kernel, or by the reference, which torch differentiates and traces.
 
-    `train` is the operator that has a gradient, if that is not `op`. A registered operator costs
-    several microseconds a call (docs/gdn.md), so in eager mode without gradients the kernel's
-    launcher is called directly; while tracing, and on tensor subclasses, the operator stands in
-    for it.
+    `train` is the operator that has a gradient, if that is not `op`; differentiable=False says that
+    none has for these arguments. A registered operator costs several microseconds a call
+    (docs/gdn.md), so in eager mode without gradients the kernel's launcher is called directly;
+    while tracing, and on tensor subclasses, the operator stands in for it.
     """
-    where = args[0].device
     grad = needs_grad(args)
+    if grad and not differentiable:
+        return reference(*args)
+    op = (train or op) if grad else op
     if torch.compiler.is_compiling():
+        where = args[0].device
         needed = dispatch.backward_of(operation) if grad else operation
-        if not dispatch.has_kernels(family, needed, where.type, where.index):
-            return reference(*args)
-    else:
-        launch = dispatch.choose(family, operation, grad, args)
-        if launch is None:
-            return reference(*args)
-        if not grad and type(args[0]) in PLAIN:
-            return launch(*args)
-    return (train or op)(*args) if grad else op(*args)
+        kernels = dispatch.has_kernels(family, needed, where.type, where.index)
+        return op(*args) if kernels else reference(*args)
+    launch = dispatch.choose(family, operation, grad, args)
+    if launch is None:
+        return reference(*args)
+    plain = type(tensors_of(args)[0]) in PLAIN
+    if plain and not grad:
+        return launch(*args)
+    if plain:
+        return dispatch.hand_over(operation, launch, op, args)
+    return op(*args)
 
 
 def plan(family: str, operation: str, args: tuple) -> Optional[Callable]:
     """What `run` would come to for all eager calls like this one, if a kernel module has it."""
-    tensors = [x for x in args if isinstance(x, torch.Tensor)]
-    if needs_grad(args) or any(type(x) not in PLAIN for x in tensors):
+    if needs_grad(args) or any(type(x) not in PLAIN for x in tensors_of(args)):
         return None
     return dispatch.plan(family, operation, args)
 

@@ -8,6 +8,7 @@ W warps of a CTA, each with a head: blocks are [W, 16, 16].
 """
 
 from ...runtime.gluon import gl, gluon, mma_v2, record
+from ..portable.primitives import level
 
 
 @gluon.constexpr_function
@@ -74,12 +75,6 @@ def _product(a, b, acc):
 
 
 @gluon.jit
-def _level(i, j, S: gl.constexpr):
-    """Where the blocks below the diagonal lie that join two S x S blocks into one of 2S x 2S."""
-    return (i // S == j // S + 1) & ((j // S) % 2 == 0)
-
-
-@gluon.jit
 def _inverse_16(kk_smem, gates, i, j, b: gl.constexpr, TILE: gl.constexpr):
     """(I - m)^-1 and its transpose of block b of the diagonal, m = -L, [W, 16, 16] fp32.
 
@@ -89,11 +84,11 @@ def _inverse_16(kk_smem, gates, i, j, b: gl.constexpr, TILE: gl.constexpr):
     m = _decayed(kk_smem, gates, _row(gates.beta, b, TILE), i, j, b, b, TILE)
     kk = kk_smem.slice(16 * b, 16, 0).slice(16 * b, 16, 1).load(gl.SliceLayout(0, TILE))
     mt = gl.expand_dims(kk, 0) * _column(gates.step, b, TILE)  # right above the diagonal
-    x = gl.where(i == j, 1.0, gl.where(_level(i, j, 1), m, 0.0))
-    xt = gl.where(i == j, 1.0, gl.where(_level(j, i, 1), mt, 0.0))
+    x = gl.where(i == j, 1.0, gl.where(level(i, j, 1), m, 0.0))
+    xt = gl.where(i == j, 1.0, gl.where(level(j, i, 1), mt, 0.0))
     m = m.to(gl.float16)
     for s in gl.static_range(1, 4):
-        low = m * _level(i, j, 2**s).to(gl.float16)
+        low = m * level(i, j, 2**s).to(gl.float16)
         yt = _product(xt, low, gl.zeros_like(x))  # (low x)^T
         x, xt = _product(x, yt, x), _product(yt, x, xt)
     return x, xt

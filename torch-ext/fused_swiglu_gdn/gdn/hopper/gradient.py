@@ -44,9 +44,7 @@ from .gradient_tiles import (
     rows_of,
     store_line,
 )
-from .prepare import locate
-from .scan import as_a, pin
-from .scheduler import C, D
+from .primitives import C, D, as_a, locate, pin
 
 STAGES = gl.constexpr(3)
 HALF = gl.constexpr(64)  # columns of V in a slot

@@ -33,8 +33,7 @@ from ...runtime.gluon import (
     warpgroup_mma_wait,
 )
 from ...runtime.primitives import sequence_bounds
-from .scan import acc_layout, as_a, pin, start_product
-from .scheduler import RAGGED_END, C, D
+from .primitives import RAGGED_END, C, D, acc_layout, as_a, pin, start_product
 
 STAGES = gl.constexpr(3)
 TILE = gl.constexpr(acc_layout(64))  # [64 columns of V, C] fp32

@@ -5,9 +5,8 @@ vector [C] goes with its rows unless it says otherwise.
 """
 
 from ...runtime.gluon import add, gl, gluon, warpgroup_mma_wait
-from .prepare import log2_decay
-from .scan import acc_layout, start_product
-from .scheduler import C, D
+from ..portable.gates import log2_decay
+from .primitives import C, D, acc_layout, start_product
 
 LINE = gl.constexpr(gl.BlockedLayout([2], [32], [4], [0]))  # each warp has all tokens of a chunk
 TILE = gl.constexpr(acc_layout(64))  # fp32
@@ -18,7 +17,7 @@ def cumulative_gates(g_ptr, g_strides, A_log_ptr, dt_bias_ptr, hv, left):
     """cumsum(g) of a head in log2, [C] fp32."""
     t = gl.arange(0, C, layout=LINE)
     g = gl.load(g_ptr + t * g_strides[1] + hv * g_strides[2], mask=t < left, other=0.0)
-    g = gl.where(t < left, log2_decay(g.to(gl.float32), A_log_ptr, dt_bias_ptr, hv), 0.0)
+    g = gl.where(t < left, log2_decay(g, A_log_ptr, dt_bias_ptr, hv), 0.0)
     return gl.associative_scan(g, 0, add)
 
 

@@ -12,13 +12,13 @@ from typing import Optional, Tuple, Union
 import torch
 
 from ...runtime.device import capability, is_gpu, multiprocessor_count
+from ...runtime.dtypes import HALF
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch, steps
 from ...runtime.maps import Map, Place
-from ..chunks import chunk_rows
+from ..call import GdnCall
 from ..portable.cuts import FEWEST
-from ..portable.gates import beta_max
-from ..portable.prepare import EXACT_FP32
+from ..portable.primitives import EXACT_FP32
 from .carry import gdn_carry_kernel
 from .prepare import gdn_prepare_fwd_kernel
 from .scan import gdn_scan_fwd_kernel
@@ -76,44 +76,63 @@ class Prepare:
 
     __slots__ = ("shape", "units", "kernel")
 
-    def __init__(
-        self, q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, use_beta_sigmoid, allow_neg_eigval
-    ):
-        (B, T, H, K), HV, packed = q.shape, g.shape[2], cu_seqlens is not None
-        rows = chunk_rows(T, B, cu_seqlens)
+    def __init__(self, call: GdnCall):
+        q, k, H, HV, rows = call.q, call.k, call.H, call.HV, call.rows
+        packed = call.cu_seqlens is not None
         W = 4 if HV // H % 4 == 0 else 2
         self.shape = (rows, HV, 64, 64)
         self.units = rows * HV
-        tokens = (token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k))
+        tokens = (token_map(x.shape, x.stride(), x.dtype, call.K, packed) for x in (q, k))
         block = block_map(rows * HV, q.dtype)
-        N = cu_seqlens.shape[0] - 1 if packed else B
+        chunks = (call.T, call.N, -(-call.T // 64))
         self.kernel = Launch(
             gdn_prepare_fwd_kernel,
             rows * HV // W,
             q.device,
             maps=(*tokens, block, block),
-            numbers=(steps(g), steps(beta), T, N, -(-T // 64), scale),
-            constexprs=(HV, HV // H, W, beta_max(use_beta_sigmoid, allow_neg_eigval)),
+            numbers=(steps(call.g), steps(call.beta), *chunks, call.options.scale),
+            constexprs=(HV, HV // H, W, call.options.beta_max),
             options=(("num_warps", W), ("maxnreg", PREPARE_CAP[W])),
             guarded=True,
+        )
+
+    @staticmethod
+    def serves(call: GdnCall) -> bool:
+        """Keys of norm 1, whose products fp16 holds, an even number of value heads for each, and
+        what supports_gdn_chunk_fwd asks of q and k. Other calls are for the portable kernel."""
+        return (
+            has_wgmma(call.device)
+            and call.options.use_qk_l2norm
+            and call.HV // call.H % 2 == 0
+            and call.q.dtype in HALF
+            and call.q.dtype == call.k.dtype
+            and call.K == HEAD_DIM
+            and 0 < call.B * call.T < 2**30
+            and (call.cu_seqlens is None or call.N > 0)
+            and reads_by_tma(call.q)
+            and reads_by_tma(call.k)
         )
 
     def __call__(
         self,
         q: torch.Tensor,  # [B, T, H, K]
         k: torch.Tensor,  # [B, T, H, K]
-        *gates: Optional[torch.Tensor],  # g, beta [B, T, HV]; A_log, dt_bias [HV]; cu_seqlens
+        g: torch.Tensor,  # [B, T, HV]
+        beta: torch.Tensor,  # [B, T, HV]
+        A_log: Optional[torch.Tensor],  # [HV]
+        dt_bias: Optional[torch.Tensor],  # [HV]
+        cu_seqlens: Optional[torch.Tensor],  # [N + 1]
     ) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Tb, P [rows, HV, C, C]; F [rows, HV, 4, C] and decay [rows, HV], both fp32."""
         rows, HV, C, _ = self.shape
         f = q.new_empty((rows, HV, 4, C), dtype=torch.float32)
         blocks = q.new_empty(self.shape), q.new_empty(self.shape), f, f.new_empty((rows, HV))
-        self.launch(q, k, gates, blocks)
+        self.launch(q, k, g, beta, A_log, dt_bias, cu_seqlens, blocks)
         return blocks
 
-    def launch(self, q, k, gates, blocks) -> None:
+    def launch(self, q, k, g, beta, A_log, dt_bias, cu_seqlens, blocks) -> None:
         tb, p, f, decay = blocks
-        self.kernel(q, k, tb, p, *gates, f, decay)
+        self.kernel(q, k, tb, p, g, beta, A_log, dt_bias, cu_seqlens, f, decay)
 
     def places(self, q: torch.Tensor, more: int) -> tuple:
         """The memory of Tb, P, F, decay and `more` fp32 words, one tensor; where they lie in it.
@@ -139,30 +158,25 @@ class Scan:
         "split", "warm", "like_v", "final", "checkpoints", "kernel", "transition", "carry",
     )  # fmt: skip
 
-    def __init__(
-        self, q, k, v, initial_state, state_indices, cu_seqlens, state_v_first, output_final_state,
-        state_dtype, checkpoint_every,
-    ):  # fmt: skip
-        (B, T, H, K), HV = q.shape, v.shape[2]
-        packed, device = cu_seqlens is not None, v.device
-        N = cu_seqlens.shape[0] - 1 if packed else B
+    def __init__(self, call: GdnCall):
+        q, k, v, T, K, HV, N = call.q, call.k, call.v, call.T, call.K, call.HV, call.N
+        packed, device, options = call.cu_seqlens is not None, v.device, call.options
         self.split, slots = _segments(N, T, HV, packed, device)
         self.warm = slots * HV if self.split > 1 else 0
         self.like_v = torch.empty_like(v).is_contiguous()
-        in_place = state_indices is not None
-        state = state_dtype or torch.float32
+        in_place, state_v_first = call.state_indices is not None, options.state_v_first
+        state, checkpoint_every = options.state_dtype or torch.float32, options.checkpoint_every
         self.final = self.checkpoints = None  # shape and dtype, where they are to be allocated
-        if output_final_state and not in_place:
+        if options.output_final_state and not in_place:
             self.final = ((N, HV, K, K), state)
         if checkpoint_every:
-            rows = B * (T // checkpoint_every)
-            self.checkpoints = ((rows, HV, K, K), state_dtype or torch.float32)
+            self.checkpoints = ((call.B * (T // checkpoint_every), HV, K, K), state)
         W = 1 if 2 * slots * HV <= multiprocessor_count(device.index) else 2
         if checkpoint_every and not state_v_first:
             W = 1  # the addresses of a [K, V] state are more than two warpgroups have registers for
-        pool_step = 0 if initial_state is None else initial_state.stride(0)
-        numbers = (T, HV, H, N, max(checkpoint_every // 64, 1), self.split, pool_step)
-        units = chunk_rows(T, B, cu_seqlens) * HV
+        pool_step = 0 if call.initial_state is None else call.initial_state.stride(0)
+        numbers = (T, HV, call.H, N, max(checkpoint_every // 64, 1), self.split, pool_step)
+        units = call.rows * HV
         dense, block = (T * HV * K, HV * K, K, 1), block_map(units, v.dtype)
         maps = (
             *(token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, k)),

@@ -24,13 +24,13 @@ from ...runtime.gluon import (
     tma_store,
     tma_store_wait,
 )
-from ...runtime.primitives import exact_exp2, sequence_bounds
+from ...runtime.primitives import exact_exp2
+from ..portable.gates import log2_decay, write_strength
 from .blocks import Gates, inverse, operand, p_row, tb_row, tile_layout
-from .scheduler import RAGGED_END, C, D
+from .primitives import C, D, locate
 
-LOG2_E = gl.constexpr(1.4426950216293335)
-LOG2_E_REST = gl.constexpr(1.925963033500011e-08)  # see gdn/portable/prepare.py
-# Programs of a grid that runs at once: see gdn/portable/prepare.py
+# Programs of a grid that runs at once; on a larger one early CTAs of the scan would take the place
+# of CTAs of this kernel (docs/gdn_hopper.md)
 SMALL_GRID = gl.constexpr(528)
 ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))  # vectors, one a head
 # fp32 tiles: rows of 8 fragments of a block fall into different banks
@@ -47,40 +47,6 @@ def pair_layout(warps):
 def gate_layout(warps):
     """[W, C]: a warp has the tokens of its head, a lane two of them."""
     return gl.BlockedLayout([1, 2], [1, 32], [warps, 1], [1, 0])
-
-
-@gluon.jit
-def locate(row, cu_ptr, T, N, NT):
-    """Chunk row -> (batch, end, first row) as coordinates of the token descriptors, chunk, length.
-
-    Rows of sequence n start at cu[n] // C + n, or at n * NT at equal length.
-    """
-    if cu_ptr is None:
-        batch, end, first, c, length = row * 0, row // NT, row * 0, row % NT, T
-    else:
-        n = row * 0
-        after = N
-        while after - n > 1:
-            mid = (n + after) // 2
-            left = gl.maximum(gl.load(cu_ptr + mid), 0).to(gl.int32) // C + mid > row
-            after = gl.where(left, mid, after)
-            n = gl.where(left, n, mid)
-        start, end = sequence_bounds(cu_ptr, n, T)
-        start, end = start.to(gl.int32), end.to(gl.int32)
-        length = end - start
-        batch, first, c = row * 0 + RAGGED_END, RAGGED_END - length, row - start // C - n
-    return batch, end, first, c, length
-
-
-@gluon.jit
-def log2_decay(g, A_log_ptr, dt_bias_ptr, hv):
-    """g as given (natural-log decay; the raw a with A_log) -> log2 of the decay, -200 at least."""
-    if A_log_ptr is not None:
-        if dt_bias_ptr is not None:
-            g += gl.load(dt_bias_ptr + hv).to(gl.float32)
-        softplus = gl.where(g > 20.0, g, gl.log(1.0 + gl.exp(gl.minimum(g, 20.0))))
-        g = -gl.exp(gl.load(A_log_ptr + hv).to(gl.float32)) * softplus
-    return gl.maximum(g * LOG2_E + g * LOG2_E_REST, -200.0)
 
 
 @gluon.jit
@@ -235,11 +201,9 @@ def gdn_prepare_fwd_kernel(
     beta_ptr += b * beta_strides[0] + start.to(gl.int64) * beta_strides[1]
     g = gl.load(g_ptr + token * g_strides[1] + hv * g_strides[2], mask=ok, other=0.0)
     beta = gl.load(beta_ptr + token * beta_strides[1] + hv * beta_strides[2], mask=ok, other=0.0)
-    g = gl.where(ok, log2_decay(g.to(gl.float32), A_log_ptr, dt_bias_ptr, hv), 0.0)  # [W, C]
-    beta = beta.to(gl.float32)  # [W, C]
-    if BETA_MAX > 0.0:
-        beta = gl.where(ok, BETA_MAX / (1.0 + gl.exp2(-LOG2_E * beta)), 0.0)
-    if DTYPE == gl.bfloat16:  # see gdn/portable/prepare.py
+    g = gl.where(ok, log2_decay(g, A_log_ptr, dt_bias_ptr, hv), 0.0)  # [W, C]
+    beta = gl.where(ok, write_strength(beta, BETA_MAX), 0.0)  # [W, C]
+    if DTYPE == gl.bfloat16:  # see _store_factors in gdn/portable/prepare.py
         beta = beta.to(DTYPE).to(gl.float32)
     gates = _shared_gates(g, beta, W)
 

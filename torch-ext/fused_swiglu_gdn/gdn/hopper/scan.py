@@ -30,21 +30,10 @@ from ...runtime.gluon import (
     warpgroup_mma_wait,
 )
 from ..portable.cuts import word_at_cut
-from .scheduler import CARRY, C, D, Unit, place
+from .primitives import C, D, a_layout, acc_layout, as_a, pin, start_product
+from .scheduler import CARRY, Unit, place
 
 STAGES = gl.constexpr(3)
-
-
-@gluon.constexpr_function
-def acc_layout(columns):
-    """A warpgroup's wgmma accumulator [64, columns] fp32."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def a_layout(columns):
-    """The same tile rounded to 16 bits, as a register A operand: the conversion moves nothing."""
-    return gl.DotOperandLayout(0, acc_layout(columns), 2)
 
 
 @gluon.jit
@@ -92,34 +81,6 @@ def _opaque(x):
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
-
-
-@gluon.jit
-def pin(x):
-    """x, where LLVM cannot move it.
-
-    Without this phi(round(S0), round(S)) becomes round(phi) at the top of the loop, past the point
-    up to which ptxas can see that S is complete, and ptxas then serializes every wgmma (C7515). So
-    it is with S itself, which the next chunk scales while products are in flight (C7517).
-    """
-    PACK: gl.constexpr = 32 // x.dtype.primitive_bitwidth
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=PACK
-    )
-
-
-@gluon.jit
-def as_a(x, DTYPE: gl.constexpr):
-    """An accumulator, rounded, as a register A operand."""
-    LAYOUT: gl.constexpr = a_layout(x.shape[1])
-    return gl.convert_layout(x.to(DTYPE), LAYOUT, assert_trivial=True)
-
-
-@gluon.jit
-def start_product(a, b):
-    """a b^T [64, C], started: a [64, *] in registers, b [C, *] in shared memory."""
-    zero = gl.zeros((64, C), gl.float32, acc_layout(C))
-    return warpgroup_mma(a, b.permute((1, 0)), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit

@@ -8,16 +8,11 @@ has found the state at the cut: "Segments" in docs/gdn_hopper.md. Decided on the
 
 from ...runtime.gluon import add, gl, gluon, record, tma, wait_for_prepare
 from ...runtime.primitives import sequence_bounds
-from ..portable.cuts import chunk_at_cut, count_segments
+from ..portable.cuts import FORGOTTEN, chunk_at_cut, count_segments
+from .primitives import RAGGED_END, C, D
 
-C = gl.constexpr(64)  # tokens a chunk
-D = gl.constexpr(128)  # head dims K and V
 MIN_SEGMENT = gl.constexpr(16)  # chunks
 LOOK_BACK = gl.constexpr(128)  # chunks: the longest warm-up
-FORGOTTEN = gl.constexpr(-30.0)  # log2 of the norm below which a transition forgets its start
-# Ragged descriptors (plan.py, token_map) place the end of a packed sequence at this row, so
-# that the copy engine itself zero-fills loads and clips stores past it.
-RAGGED_END = gl.constexpr(2**30)
 VECTOR = gl.constexpr(gl.BlockedLayout([4], [32], [4], [0]))  # each warp has the whole of it
 # `source` and `target` of a Unit that are no row of the caller's states
 NOWHERE = gl.constexpr(-1)  # zeros

@@ -12,7 +12,9 @@ import torch
 import triton
 
 from ...runtime import device, tuning
+from ...runtime.dtypes import SERVED
 from ...runtime.launch import steps
+from ..call import GdnCall, GdnGradient
 from .backward_beta import gdn_backward_beta
 from .backward_gates import gdn_backward_gates
 from .backward_key import gdn_backward_key
@@ -20,12 +22,10 @@ from .backward_query import gdn_backward_query
 from .backward_states import gdn_backward_states
 from .prepare import gdn_prepare
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-
-def supports_gdn_chunk_bwd(q, k, v, *_) -> bool:
+def supports_gdn_chunk_bwd(call: GdnCall, gradient: Optional[GdnGradient] = None) -> bool:
     """Head dims up to 256; fp16, bf16 and fp32. Without value heads no program writes dq and dk."""
-    return q.dtype in _DTYPES and max(q.shape[-1], v.shape[-1]) <= 256 and v.shape[2] > 0
+    return call.q.dtype in SERVED and max(call.K, call.V) <= 256 and call.HV > 0
 
 
 @functools.lru_cache(maxsize=256)
@@ -60,9 +60,7 @@ def for_registers(phase: str, config: dict, K: int) -> dict:
     return {**config, "num_warps": 16} if "STAGES" in config and overflows else config
 
 
-def query_and_key(
-    q, k, g, A_log, dt_bias, cu_seqlens, f, do, h, dh, vt, dv, scale, use_qk_l2norm, config
-):
+def query_and_key(call: GdnCall, f, do, h, dh, vt, dv, config: dict) -> tuple:
     """dq, dk; cumsum(g) in log2 [rows, HV, C]; and for the gates the vectors by_query and by_key
     [rows, HV, NV, 8, C] and <S, dS> [rows, HV, NV]."""
     rows, HV = f.shape[:2]
@@ -70,72 +68,44 @@ def query_and_key(
     cumulative = f.new_empty(rows, HV, 64)
     by_query = f.new_empty(rows, HV, NQ, 8, 64)
     by_key, ends = f.new_empty(rows, HV, NK, 8, 64), f.new_empty(rows, HV, NK)
-    dp = vt.new_empty(rows, q.shape[2], 2, 64, 64)  # dP and N of a key head
-    dq = gdn_backward_query(
-        q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dp, cumulative, by_query, scale,
-        use_qk_l2norm, config["query"],
-    )  # fmt: skip
-    dk = gdn_backward_key(
-        q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, by_key, ends, use_qk_l2norm,
-        config["key"],
-    )  # fmt: skip
+    dp = vt.new_empty(rows, call.H, 2, 64, 64)  # dP and N of a key head
+    dq = gdn_backward_query(call, f, do, vt, h, dp, cumulative, by_query, config["query"])
+    dk = gdn_backward_key(call, f, cumulative, dp, vt, dv, h, dh, by_key, ends, config["key"])
     return dq, dk, cumulative, by_query, by_key, ends
 
 
 def gdn_chunk_bwd(
-    q: torch.Tensor,  # [B, T, H, K]
-    k: torch.Tensor,  # [B, T, H, K]
-    v: torch.Tensor,  # [B, T, HV, V]
-    g: torch.Tensor,  # [B, T, HV], natural-log decay, or the raw a when A_log is given
-    beta: torch.Tensor,  # [B, T, HV]
-    A_log: Optional[torch.Tensor],  # [HV]
-    dt_bias: Optional[torch.Tensor],  # [HV]
-    initial_state: Optional[torch.Tensor],  # [N, HV, K, V]
-    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-    do: torch.Tensor,  # [B, T, HV, V]
-    d_final_state: Optional[torch.Tensor],  # [N, HV, K, V]
-    prepared: Optional[tuple],  # Tb, P, F of gdn_prepare, where the forward saved them
-    scale: float,
-    use_qk_l2norm: bool,
-    use_beta_sigmoid: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    values_only: bool,
+    call: GdnCall,
+    gradient: GdnGradient,
     passes: Callable = gdn_backward_states,
     chunks: Callable = query_and_key,
-):
+) -> tuple:
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given.
 
     With values_only, only dv and d_initial_state.
     """
-    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
-    K, V = q.shape[3], v.shape[3]
-    q, k, v, do = (_near(_padded(x, 0)) for x in (q, k, v, do))
-    states = [None if x is None else _padded(x, 1) for x in (initial_state, d_final_state)]
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    config = _config(N * v.shape[2], q.shape[3], v.shape[3], q.element_size(), q.device)
+    K, V, initial_state = call.K, call.V, call.initial_state
+    do, d_final = _near(_padded(gradient.do, 0)), gradient.d_final_state
+    d_final = None if d_final is None else _padded(d_final, 1)
+    q, k, v = (_near(_padded(x, 0)) for x in (call.q, call.k, call.v))
+    start = None if initial_state is None else _padded(initial_state, 1)
+    call = call._replace(q=q, k=k, v=v, initial_state=start)  # K and V are now powers of two
+    config = _config(call.N * call.HV, call.K, call.V, q.element_size(), q.device)
     with device.on(q.device):
-        if prepared is None:
-            prepared = gdn_prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, *flags)
-        h, dh, vt, dv, d_initial = passes(
-            q, k, v, do, *prepared[:3], *states, cu_seqlens, state_v_first, config["states"]
-        )
+        if gradient.prepared is None:
+            tb, p, f, _ = gdn_prepare(call)
+        else:
+            tb, p, f = gradient.prepared
+        h, dh, vt, dv, d_initial = passes(call, do, d_final, tb, p, f, config["states"])
         if initial_state is not None:
             d_initial = _cut(d_initial, *initial_state.shape[2:])
-        if values_only:
+        if gradient.values_only:
             return None, None, _cut(dv, V), None, None, None, None, d_initial
-        _, p, f = prepared[:3]
-        dq, dk, cumulative, *parts = chunks(
-            q, k, g, A_log, dt_bias, cu_seqlens, f, do, h, dh, vt, dv, scale, use_qk_l2norm, config
-        )
-        gates = gdn_backward_gates(
-            g, beta, A_log, dt_bias, cu_seqlens, f, *parts, *flags[1:], q.dtype, config["gates"]
-        )  # dg, dbeta, dA_log, ddt_bias
-        gdn_backward_beta(
-            k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, gates[1], *flags,
-            config["beta"],
-        )  # fmt: skip
-    return _cut(dq, K), _cut(dk, K), _cut(dv, V), *gates, d_initial
+        dq, dk, cumulative, *parts = chunks(call, f, do, h, dh, vt, dv, config)
+        gates = gdn_backward_gates(call, f, *parts, config["gates"])  # dg, dbeta, dA_log, ddt_bias
+        _, dbeta, _, _ = gates
+        gdn_backward_beta(call, p, f, cumulative, do, vt, dv, h, dh, dbeta, config["beta"])
+    return (_cut(dq, K), _cut(dk, K), _cut(dv, V), *gates, d_initial)
 
 
 def _padded(x: torch.Tensor, more: int) -> torch.Tensor:

@@ -17,9 +17,10 @@ import triton
 import triton.language as tl
 
 from ...runtime.launch import Launch, steps
+from ..call import GdnCall
 from .backward_query import tile
-from .gates import beta_max
-from .prepare import chunk_numbers, locate, precision
+from .gates import write_strength
+from .primitives import chunk_numbers, locate, precision
 
 FEW = 8  # tokens
 
@@ -116,9 +117,8 @@ def _beta_bwd_kernel(
     heads = tl.arange(0, HEADS)
     at = tok[:, None] * beta_strides[1] + heads[None, :] * beta_strides[2]
     inside = ok[:, None] & (heads < HV)[None, :]
-    beta = tl.load(beta_ptr + b * beta_strides[0] + at, mask=inside, other=1.0).to(tl.float32)
-    if BETA_MAX > 0.0:
-        beta = BETA_MAX * tl.sigmoid(beta)
+    beta = tl.load(beta_ptr + b * beta_strides[0] + at, mask=inside, other=1.0)
+    beta = write_strength(beta, BETA_MAX)
     small = inside & ((tl.abs(beta) < SMALL) | (length - c * 64 < FEW_TOKENS))  # [C, HEADS]
     if tl.max(tl.max(small.to(tl.int32), 1), 0) == 0:
         return
@@ -141,30 +141,26 @@ def _beta_bwd_kernel(
             if BETA_MAX > 0.0:
                 beta_at = beta_ptr + b * beta_strides[0] + hv * beta_strides[2]
                 x = tl.load(beta_at + tok * beta_strides[1], mask=ok, other=0.0).to(tl.float32)
-                dbeta *= BETA_MAX * tl.sigmoid(x) * tl.sigmoid(-x)
+                dbeta *= write_strength(x, BETA_MAX) * tl.sigmoid(-x)
             dbeta_at = dbeta_ptr + (b * T + tok) * HV + hv
             tl.store(dbeta_at, dbeta.to(dbeta_ptr.dtype.element_ty), mask=mine)
 
 
 def gdn_backward_beta(
-    k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta, use_qk_l2norm,
-    use_beta_sigmoid, allow_neg_eigval, config,
-):  # fmt: skip
+    call: GdnCall, p, f, cumulative, do, vt, dv, h, dh, dbeta, config: dict
+) -> None:
     """Overwrites dbeta where |beta| is so small, or so few tokens are there, that too much of
     (dV . vt) / beta^2 is lost to rounding."""
-    B, T, H, K = k.shape
-    HV, V = v.shape[2:]
-    rows = h.shape[0]
-    limit = beta_max(use_beta_sigmoid, allow_neg_eigval)
+    k, v, beta, K, HV = call.k, call.v, call.beta, call.K, call.HV
     small = 2.0**-6 if k.dtype == torch.float16 else 1e-12
-    sizes = (H, HV // H, K, V, triton.next_power_of_2(HV))
-    blocks = (min(K, 64), config["BLOCK_V"])
+    sizes = (call.H, HV // call.H, K, call.V, triton.next_power_of_2(HV))
+    gates = (call.options.use_qk_l2norm, call.options.beta_max, small, FEW)
     kernel = Launch(
         _beta_bwd_kernel,
-        rows if HV else 0,
+        h.shape[0] if HV else 0,
         k.device,
-        numbers=(*map(steps, (k, v, beta, do)), *chunk_numbers(T, cu_seqlens)),
-        constexprs=(*sizes, use_qk_l2norm, limit, small, FEW, *blocks, precision(k.dtype)),
+        numbers=(*map(steps, (k, v, beta, do)), *chunk_numbers(call)),
+        constexprs=(*sizes, *gates, min(K, 64), config["BLOCK_V"], precision(k.dtype)),
         options=(("num_warps", config["num_warps"]),),
     )
-    kernel(k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta)
+    kernel(k, v, beta, call.cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta)

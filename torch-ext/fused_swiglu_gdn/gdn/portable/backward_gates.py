@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 
 from ...runtime.launch import Launch, steps
-from .gates import beta_max
-from .prepare import chunk_numbers, locate, log2_decay
+from ..call import GdnCall
+from .gates import log2_decay, write_strength
+from .primitives import chunk_numbers, locate
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
@@ -81,7 +82,7 @@ def _gates_bwd_kernel(
     if A_log_ptr is not None:
         g_at = g_ptr + b * g_strides[0] + tok * g_strides[1] + hv * g_strides[2]
         g = tl.load(g_at, mask=ok, other=0.0).to(tl.float32)  # [C], raw
-        g2 = log2_decay(g, A_log_ptr, dt_bias_ptr, hv, True)
+        g2 = log2_decay(g, A_log_ptr, dt_bias_ptr, hv)
         tl.store(sums_ptr + unit, tl.sum(dg * g2 * 0.6931471805599453))
         if dt_bias_ptr is not None:
             g += tl.load(dt_bias_ptr + hv).to(tl.float32)
@@ -93,45 +94,31 @@ def _gates_bwd_kernel(
     beta = tl.load(beta_at, mask=ok, other=1.0).to(tl.float32)
     slope = tl.full((64,), 1.0, tl.float32)
     if BETA_MAX > 0.0:
-        slope = BETA_MAX * tl.sigmoid(beta) * tl.sigmoid(-beta)
-        beta = BETA_MAX * tl.sigmoid(beta)
+        slope = write_strength(beta, BETA_MAX) * tl.sigmoid(-beta)
+    beta = write_strength(beta, BETA_MAX)
     # dV and vt went through Tb, whose diagonal is beta as rounded there: so it cancels
     beta = beta.to(LOW).to(tl.float32)
     dbeta = dots / beta / beta * slope  # where beta is next to nothing: backward_beta.py
     tl.store(dbeta_ptr + out, dbeta.to(dbeta_ptr.dtype.element_ty), mask=ok)
 
 
-def gdn_backward_gates(
-    g,
-    beta,
-    A_log,
-    dt_bias,
-    cu_seqlens,
-    f,
-    by_query,
-    by_key,
-    ends,
-    use_beta_sigmoid,
-    allow_neg_eigval,
-    dtype,
-    config,
-):
+def gdn_backward_gates(call: GdnCall, f, by_query, by_key, ends, config: dict) -> tuple:
     """dg (of the raw gate with A_log) and dbeta [B, T, HV]; dA_log and ddt_bias [HV] or None."""
-    B, T, HV = g.shape
-    rows = ends.shape[0]
+    g, beta, A_log, dt_bias = call.g, call.beta, call.A_log, call.dt_bias
+    HV, rows = call.HV, ends.shape[0]
     dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
     sums = None if A_log is None else f.new_empty(2, rows, HV)
-    limit = beta_max(use_beta_sigmoid, allow_neg_eigval)
-    low = getattr(tl, str(dtype).split(".")[1])
+    low = getattr(tl, str(call.q.dtype).split(".")[1])
     kernel = Launch(
         _gates_bwd_kernel,
         rows * HV,
         g.device,
-        numbers=(steps(g), steps(beta), *chunk_numbers(T, cu_seqlens)),
-        constexprs=(HV, by_query.shape[2], by_key.shape[2], limit, low),
+        numbers=(steps(g), steps(beta), *chunk_numbers(call)),
+        constexprs=(HV, by_query.shape[2], by_key.shape[2], call.options.beta_max, low),
         options=(("num_warps", config["num_warps"]),),
     )
-    kernel(g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends, dg, dbeta, sums)
+    inputs = (g, beta, A_log, dt_bias, call.cu_seqlens)
+    kernel(*inputs, f, by_query, by_key, ends, dg, dbeta, sums)
     if sums is None:
         return dg, dbeta, None, None
     # two sums: the results of an operator may not share their memory

@@ -14,12 +14,14 @@ accumulator on Hopper (flash-linear-attention#640).
 Sizes as in backward_query.py.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from ...runtime.launch import Launch, steps
+from ..call import GdnCall
 from .backward_query import at, inverse_norm, place, tile
-from .prepare import chunk_numbers, precision
+from .primitives import chunk_numbers, precision
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
@@ -122,24 +124,21 @@ def _key_bwd_kernel(
 
 
 def gdn_backward_key(
-    q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, parts, ends, use_qk_l2norm, config
-):
+    call: GdnCall, f, cumulative, dp, vt, dv, h, dh, parts, ends, config: dict
+) -> torch.Tensor:
     """dk [B, T, H, K]; fills ends [rows, HV, NV], dp[:, :, 1] and five of the vectors in parts."""
-    B, T, H, K = q.shape
-    HV, V = vt.shape[2:]
+    q, k, H, HV = call.q, call.k, call.H, call.HV
     dk = k.new_empty(k.shape)
     if h.shape[0] * HV == 0:
         return dk
-    sizes = (H, HV // H, K, V)
+    loops = (config["BLOCK_V"], config["STAGES"], precision(q.dtype))
     kernel = Launch(
         _key_bwd_kernel,
         h.shape[0] * H,
         q.device,
-        numbers=(steps(q), steps(k), *chunk_numbers(T, cu_seqlens)),
-        constexprs=(
-            *sizes, use_qk_l2norm, config["BLOCK_V"], config["STAGES"], precision(q.dtype),
-        ),
+        numbers=(steps(q), steps(k), *chunk_numbers(call)),
+        constexprs=(H, HV // H, call.K, call.V, call.options.use_qk_l2norm, *loops),
         options=(("num_warps", config["num_warps"]),),
-    )  # fmt: skip
-    kernel(q, k, cu_seqlens, f, cumulative, dp, vt, dv, h, dh, dk, parts, ends)
+    )
+    kernel(q, k, call.cu_seqlens, f, cumulative, dp, vt, dv, h, dh, dk, parts, ends)
     return dk

@@ -12,11 +12,14 @@ NV blocks of V. K and V are powers of two. `parts` [rows, HV, NV, 8, C] takes th
 backward_gates.py puts together, see there.
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from ...runtime.launch import Launch, steps
-from .prepare import chunk_numbers, locate, log2_decay, precision
+from ..call import GdnCall
+from .gates import log2_decay
+from .primitives import chunk_numbers, locate, precision
 
 
 @triton.jit
@@ -60,7 +63,7 @@ def _store_cumulative_gates(
     r = tl.arange(0, HEADS)
     mask = (r < R)[:, None] & ok[None, :]
     g = tl.load(g_ptr + r[:, None] * g_strides[2] + t[None, :] * g_strides[1], mask=mask, other=0.0)
-    g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, (hv + r)[:, None], mask)
+    g = log2_decay(g, A_log_ptr, dt_bias_ptr, (hv + r)[:, None], mask)
     G = tl.cumsum(tl.where(mask, g, 0.0), axis=1)  # [HEADS, C] fp32
     tl.store(cumulative_ptr + r[:, None] * 64 + t[None, :], G, mask=(r < R)[:, None])
     tl.debug_barrier()  # the threads of this program read what others of it wrote
@@ -162,25 +165,23 @@ def _query_bwd_kernel(
 
 
 def gdn_backward_query(
-    q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dp, cumulative, parts, scale, use_qk_l2norm,
-    config,
-):  # fmt: skip
+    call: GdnCall, f, do, vt, h, dp, cumulative, parts, config: dict
+) -> torch.Tensor:
     """dq [B, T, H, K]; fills cumulative [rows, HV, C], dp[:, :, 0] and three vectors of parts."""
-    B, T, H, K = q.shape
-    HV, V = do.shape[2:]
+    q, k, g, H, HV = call.q, call.k, call.g, call.H, call.HV
     dq = q.new_empty(q.shape)
     if h.shape[0] * HV == 0:
         return dq
-    sizes = (H, HV // H, triton.next_power_of_2(HV // H), K, V)
+    sizes = (H, HV // H, triton.next_power_of_2(HV // H), call.K, call.V)
+    loops = (config["BLOCK_V"], config["STAGES"], precision(q.dtype))
     kernel = Launch(
         _query_bwd_kernel,
         h.shape[0] * H,
         q.device,
-        numbers=(*map(steps, (q, k, g, do)), *chunk_numbers(T, cu_seqlens), scale),
-        constexprs=(
-            *sizes, use_qk_l2norm, config["BLOCK_V"], config["STAGES"], precision(q.dtype),
-        ),
+        numbers=(*map(steps, (q, k, g, do)), *chunk_numbers(call), call.options.scale),
+        constexprs=(*sizes, call.options.use_qk_l2norm, *loops),
         options=(("num_warps", config["num_warps"]),),
-    )  # fmt: skip
-    kernel(q, k, g, A_log, dt_bias, cu_seqlens, f, do, vt, h, dq, dp, cumulative, parts)
+    )
+    inputs = (q, k, g, call.A_log, call.dt_bias, call.cu_seqlens)
+    kernel(*inputs, f, do, vt, h, dq, dp, cumulative, parts)
     return dq

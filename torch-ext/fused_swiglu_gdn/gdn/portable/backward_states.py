@@ -21,7 +21,8 @@ import triton.language as tl
 
 from ...runtime.launch import Launch, steps
 from ...runtime.primitives import sequence_bounds
-from .prepare import precision
+from ..call import GdnCall
+from .primitives import kv_strides, precision
 
 
 @triton.jit
@@ -203,37 +204,27 @@ def _states_bwd_kernel(
             tl.store(ds0_ptr + at, s.to(ds0_ptr.dtype.element_ty))
 
 
-def kv_strides(state, v_first: bool):
-    """Strides of (sequence, head, K, V) for either layout of a state."""
-    if state is None:
-        return (0, 0, 0, 0)
-    a, b, c, d = state.stride()
-    return (a, b, d, c) if v_first else (a, b, c, d)
-
-
-def gdn_backward_states(
-    q, k, v, do, tb, p, f, initial_state, d_final_state, cu_seqlens, state_v_first, config
-):
+def gdn_backward_states(call: GdnCall, do, d_final_state, tb, p, f, config: dict) -> tuple:
     """h and dh [rows, HV, K, V], vt and dv [B, T, HV, V], and the initial state's gradient.
 
     h is the state before each chunk, dh the gradient of the state after it.
     """
-    B, T, H, K = q.shape
-    HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    q, k, v, H, HV, K, V = call.q, call.k, call.v, call.H, call.HV, call.K, call.V
     h = q.new_empty(tb.shape[0], HV, K, V)
     dh = torch.empty_like(h)
     vt, dv = v.new_empty(v.shape), v.new_empty(v.shape)
-    d_initial = None if initial_state is None else torch.empty_like(initial_state)
-    states = (initial_state, d_final_state, d_initial)
-    strides = (*map(steps, (q, k, v, do)), *(kv_strides(x, state_v_first) for x in states))
+    initial = call.initial_state
+    d_initial = None if initial is None else torch.empty_like(initial)
+    states = (initial, d_final_state, d_initial)
+    at_states = (kv_strides(x, call.options.state_v_first) for x in states)
     kernel = Launch(
         _states_bwd_kernel,
-        2 * N * HV * (V // config["BLOCK_V"]),
+        2 * call.N * HV * (V // config["BLOCK_V"]),
         q.device,
-        numbers=(*strides, T),
+        numbers=(*map(steps, (q, k, v, do)), *at_states, call.T),
         constexprs=(H, HV // H, K, V, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
         options=(("num_warps", config["num_warps"]),),
     )
-    kernel(q, k, v, do, tb, p, f, cu_seqlens, *states[:2], h, dh, vt, dv, d_initial)
+    inputs = (q, k, v, do, tb, p, f, call.cu_seqlens, initial, d_final_state)
+    kernel(*inputs, h, dh, vt, dv, d_initial)
     return h, dh, vt, dv, d_initial

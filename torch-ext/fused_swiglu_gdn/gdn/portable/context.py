@@ -25,12 +25,11 @@ import triton.language as tl
 
 from ...runtime.launch import Launch, steps
 from ...runtime.primitives import sequence_bounds
-from .cuts import count_cuts, segment_of, tokens_at_cut, word_at_cut, words
-from .prepare import EXACT_FP32, locate, precision
-from .scan import configuration, kv_strides, segments
+from ..call import GdnCall
+from .cuts import FORGOTTEN, count_cuts, segment_of, tokens_at_cut, word_at_cut, words
+from .primitives import EXACT_FP32, kv_strides, locate, precision
+from .scan import configuration, segments
 from .state import own_rows, read, write
-
-FORGOTTEN = tl.constexpr(-30.0)  # log2 of the norm below which fp32 has no digit left
 
 
 @triton.jit(do_not_specialize=["T", "N", "NS", "ROW"])
@@ -204,43 +203,38 @@ class Carry:
 
     def __init__(
         self,
-        k: torch.Tensor,  # [B, T, H, K]
-        v: torch.Tensor,  # [B, T, HV, V]
-        initial_state: Optional[torch.Tensor],  # [N | pool, HV, K, V] or [.., V, K]
-        state_indices: Optional[torch.Tensor],  # [N]
-        cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-        state_v_first: bool,
+        call: GdnCall,
         segment: tuple,  # chunks of the shortest and of the longest
         kind: str,  # of configurations
         transition: dict,  # configurations
         carry: dict,
     ):
-        (B, T, H, K), (HV, V) = k.shape, v.shape[2:]
-        rows, own = segments(T, B, cu_seqlens, *segment)
+        k, v, K, V, HV = call.k, call.v, call.K, call.V, call.HV
+        rows, own = segments(call, *segment)
         shortest, longest = segment
-        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         across = configuration(kind, v.device, rows * HV, K)["BLOCK_V"]
         size = v.element_size()
         places = (tokens_at_cut(K, V, size), across, words(across, size))
         BLOCK_K, width = triton.next_power_of_2(max(K, 16)), transition["BLOCK_V"]
-        tokens, states = (steps(k), steps(v)), kv_strides(initial_state, state_v_first)
         constexprs = (
-            H, HV // H, K, V, longest, triton.next_power_of_2(longest),
+            call.H, HV // call.H, K, V, longest, triton.next_power_of_2(longest),
             min(BLOCK_K, transition["BLOCK_K"]), width, *places, transition["STAGES"],
             precision(k.dtype),
         )  # fmt: skip
         options = (("num_warps", transition["num_warps"]), ("num_stages", transition["STAGES"]))
         programs = rows * HV * (-(-V // width) - (-K // width))
+        numbers = (steps(k), steps(v), call.T, call.N, own, shortest)
         self.transition = Launch(
-            _transition_kernel, programs, k.device, numbers=(*tokens, T, N, own, shortest),
-            constexprs=constexprs, options=options,
+            _transition_kernel, programs, k.device, numbers=numbers, constexprs=constexprs,
+            options=options,
         )  # fmt: skip
+        states = kv_strides(call.initial_state, call.options.state_v_first)
         sizes = (HV, K, V, longest, BLOCK_K, carry["BLOCK_V"])
         constexprs = (*sizes, *places, carry["STAGES"], EXACT_FP32)
         options = (("num_warps", carry["num_warps"]), ("num_stages", carry["STAGES"]))
         self.carry = Launch(
-            _carry_kernel, N * HV * -(-V // carry["BLOCK_V"]), k.device,
-            numbers=(states, T, shortest), constexprs=constexprs, options=options,
+            _carry_kernel, call.N * HV * -(-V // carry["BLOCK_V"]), k.device,
+            numbers=(states, call.T, shortest), constexprs=constexprs, options=options,
         )  # fmt: skip
 
     def __call__(

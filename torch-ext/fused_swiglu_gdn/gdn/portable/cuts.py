@@ -19,6 +19,8 @@ WIDEST = 32  # columns of a program of the portable scan, in any file of configs
 WHOLE = 1 << 24  # chunks in a segment that no sequence fills
 FEWEST = 4  # of the shortest segments a sequence must have room for: cutting others gains nothing
 _WHOLE, _FEWEST = tl.constexpr(WHOLE), tl.constexpr(FEWEST)
+# log2 of the norm below which a transition has forgotten its start: fp32 has no digit of it left
+FORGOTTEN = tl.constexpr(-30.0)
 
 
 def words(width: int, size: int) -> int:

@@ -1,37 +1,57 @@
-"""Helpers of the gated delta rule's gates that kernels of more than one kind share."""
+"""The gates of the gated delta rule: one formula for prefill, decode and gradients on every chip.
+
+All in fp32. `hv` is the value head of each element, `mask` says where there is one, if not
+everywhere.
+"""
 
 import triton
 import triton.language as tl
 
+LOG2_E = tl.constexpr(1.4426950216293335)
+LOG2_E_REST = tl.constexpr(1.925963033500011e-08)
+
 
 @triton.jit
-def log1p(x):
+def _log1p(x):
     """log(1 + x) for x in [0, 1], accurate where 1 + x rounds (Kahan)."""
     u = 1.0 + x
     return tl.where(u == 1.0, x, tl.log(u) * x / tl.where(u == 1.0, 1.0, u - 1.0))
 
 
 @triton.jit
-def log_decay(g, A_log_ptr, dt_bias_ptr, head):
-    """The natural-log decay, fp32: g itself, or -exp(A_log) * softplus(g + dt_bias)."""
+def _of_head(ptr, hv, mask):
+    if mask is None:
+        x = tl.load(ptr + hv)
+    else:
+        x = tl.load(ptr + hv, mask=mask, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def log_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=None):
+    """The natural-log decay: g itself, or -exp(A_log) * softplus(g + dt_bias)."""
     g = g.to(tl.float32)
     if A_log_ptr is not None:
         if dt_bias_ptr is not None:
-            g += tl.load(dt_bias_ptr + head).to(tl.float32)
-        softplus = tl.maximum(g, 0.0) + log1p(tl.exp(-tl.abs(g)))
-        g = -tl.exp(tl.load(A_log_ptr + head).to(tl.float32)) * softplus
+            g += _of_head(dt_bias_ptr, hv, mask)
+        softplus = tl.maximum(g, 0.0) + _log1p(tl.exp(-tl.abs(g)))
+        g = -tl.exp(_of_head(A_log_ptr, hv, mask)) * softplus
     return g
 
 
 @triton.jit
-def write_strength(beta, BETA_SCALE: tl.constexpr):
-    """beta itself, or BETA_SCALE * sigmoid(beta) where that is not 0; fp32."""
+def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=None):
+    """log2 of the decay. Cut at 2^-200, which is 0 in fp32, so that one reset does not cost its
+    chunk all precision."""
+    g = log_decay(g, A_log_ptr, dt_bias_ptr, hv, mask)
+    # log2(e) in two parts: in fp32 it is off by 1.3e-8, which a state that decays for long shows
+    return tl.maximum(g * LOG2_E + g * LOG2_E_REST, -200.0)
+
+
+@triton.jit
+def write_strength(beta, BETA_MAX: tl.constexpr):
+    """beta itself, or BETA_MAX * sigmoid(beta) where that is not 0."""
     beta = beta.to(tl.float32)
-    if BETA_SCALE != 0:
-        beta = BETA_SCALE / (1.0 + tl.exp(-beta))
+    if BETA_MAX != 0:
+        beta = BETA_MAX / (1.0 + tl.exp(-beta))
     return beta
-
-
-def beta_max(use_beta_sigmoid: bool, allow_neg_eigval: bool) -> float:
-    """The kernels' BETA_MAX, which multiplies sigmoid(beta); 0 where beta is used as it is."""
-    return (2.0 if allow_neg_eigval else 1.0) if use_beta_sigmoid else 0.0

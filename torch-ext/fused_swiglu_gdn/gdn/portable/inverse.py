@@ -11,6 +11,8 @@ shared memory. docs/gdn.md has the maths.
 import triton
 import triton.language as tl
 
+from .primitives import level
+
 
 @triton.jit
 def keep_blocks(ptr, x):
@@ -88,21 +90,15 @@ def _turned(x, DOT: tl.constexpr):
 
 
 @triton.jit
-def _level(i, j, S: tl.constexpr):
-    """Where the blocks below the diagonal lie that join two S x S blocks into one of 2S x 2S."""
-    return (i // S == j // S + 1) & ((j // S) % 2 == 0)
-
-
-@triton.jit
 def _diagonal_inverse(m, beta, DOT: tl.constexpr, PREC: tl.constexpr):
     """(I - strictly_lower(beta_i m_ij))^-1 and its transpose, fp32; m [U, 16, 16] symmetric."""
     i = tl.arange(0, 16)[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
     full = m.to(tl.float32)
-    x = tl.where(i == j, 1.0, tl.where(_level(i, j, 1), full * beta[:, :, None], 0.0))
-    xt = tl.where(i == j, 1.0, tl.where(_level(j, i, 1), full * beta[:, None, :], 0.0))
+    x = tl.where(i == j, 1.0, tl.where(level(i, j, 1), full * beta[:, :, None], 0.0))
+    xt = tl.where(i == j, 1.0, tl.where(level(j, i, 1), full * beta[:, None, :], 0.0))
     for s in tl.static_range(1, 4):
-        low = tl.where(_level(i, j, 2**s), tl.permute(m, (0, 2, 1)), 0.0).to(DOT)
+        low = tl.where(level(i, j, 2**s), tl.permute(m, (0, 2, 1)), 0.0).to(DOT)
         y = tl.dot((x * beta[:, None, :]).to(DOT), low, input_precision=PREC)
         x = tl.dot(y.to(DOT), _turned(xt, DOT), x, input_precision=PREC)
         xt = tl.dot(xt.to(DOT), _turned(y, DOT), xt, input_precision=PREC)

@@ -9,81 +9,25 @@ Gam_ij = exp(G_i - G_j) for i >= j:
 Sizes: B T H HV K V; N sequences; C chunk; R = HV / H; rows = chunk rows of the call.
 """
 
-import functools
-from typing import Optional
-
 import torch
 import triton
 import triton.language as tl
 
 from ...runtime.launch import Launch, steps
-from ...runtime.primitives import exact_exp2, sequence_bounds
+from ...runtime.primitives import exact_exp2
 from ...runtime.tuning import lookup
-from ..chunks import CHUNK, chunk_rows
-from .gates import beta_max
+from ..call import GdnCall
+from ..chunks import CHUNK
+from .gates import log2_decay, write_strength
 from .inverse import keep_blocks, kept_blocks, minus_abs, store_inverse
+from .primitives import chunk_numbers, locate, precision
 
 UNITS = 4  # value heads of a program that are inverted at once: a warp each
-# fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
-EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
-
-
-@triton.jit
-def locate(row, cu_ptr, T, N, ROWS, SPAN):
-    """Row of SPAN tokens -> (sequence, span within it, first token, length of the sequence).
-
-    Sequence n owns the rows from cu[n] // SPAN + n (n * ROWS at equal length) on. That is enough
-    for its tokens and costs no prefix sum; the caller leaves rows behind a sequence's end alone.
-    """
-    if cu_ptr is None:
-        n = row // ROWS
-        span = row % ROWS
-        start = tl.cast(0, tl.int64)
-        length = T
-    else:
-        n = 0
-        end = N
-        while end - n > 1:
-            mid = (n + end) // 2
-            left = (tl.maximum(tl.load(cu_ptr + mid), 0) // SPAN + mid) > row
-            end = tl.where(left, mid, end)
-            n = tl.where(left, n, mid)
-        start, stop = sequence_bounds(cu_ptr, n, T)
-        span = (row - (start // SPAN + n)).to(tl.int32)
-        # a row before the first sequence, which only wrong offsets leave, has nothing to do
-        length = tl.where(span < 0, 0, stop - start).to(tl.int32)
-        span = tl.maximum(span, 0)
-    return n, span, start, length
 
 
 @triton.jit
 def _diagonal(x, i, j):
     return tl.sum(tl.where(i == j, x, 0.0), axis=1)
-
-
-@triton.jit
-def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=True):
-    """g as given (natural-log decay; the raw a with A_log) -> log2 of the decay, fp32.
-
-    Cut at 2^-200, which is 0 in fp32, so that one reset does not cost its chunk all precision.
-    """
-    if A_log_ptr is not None:
-        x = g
-        if dt_bias_ptr is not None:
-            x += tl.load(dt_bias_ptr + hv, mask=mask, other=0.0).to(tl.float32)
-        softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-        g = -tl.exp(tl.load(A_log_ptr + hv, mask=mask, other=0.0).to(tl.float32)) * softplus
-    # log2(e) in two parts: in fp32 it is off by 1.3e-8, which a state that decays for long shows
-    return tl.maximum(g * 1.4426950216293335 + g * 1.925963033500011e-08, -200.0)
-
-
-@triton.jit
-def write_strength(beta, mask, BETA_MAX: tl.constexpr):
-    """beta as given, or BETA_MAX * sigmoid of it, fp32; 0 outside the mask."""
-    beta = beta.to(tl.float32)
-    if BETA_MAX > 0.0:
-        beta = BETA_MAX * tl.sigmoid(beta)
-    return tl.where(mask, beta, 0.0)
 
 
 @triton.jit
@@ -123,10 +67,10 @@ def _store_factors(
     has = r < heads
     mask = ok[:, None] & has
     g = tl.load(g_ptr + i * g_strides[1] + r * g_strides[2], mask=mask, other=0.0)
-    g = log2_decay(g.to(tl.float32), A_log_ptr, dt_bias_ptr, hv0 + r, has)
+    g = log2_decay(g, A_log_ptr, dt_bias_ptr, hv0 + r, has)
     g = tl.where(mask, g, 0.0)  # [C, heads] fp32
     beta = tl.load(beta_ptr + i * beta_strides[1] + r * beta_strides[2], mask=mask, other=0.0)
-    beta = write_strength(beta, mask, BETA_MAX)
+    beta = tl.where(mask, write_strength(beta, BETA_MAX), 0.0)
     if LOW == tl.bfloat16:  # so that a token's write and what later ones take back of it agree
         beta = beta.to(LOW).to(tl.float32)
     G = tl.cumsum(g, axis=0)
@@ -305,87 +249,61 @@ def _prepare_kernel(
     store_inverse(tb, gates_ptr + u * (64 * GATES), m, L2NORM, DOT, PREC)
 
 
-def chunk_numbers(T: int, cu_seqlens: Optional[torch.Tensor]) -> tuple:
-    """T, N and NT of a kernel that finds its chunk by `locate`."""
-    return T, 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1, -(-T // CHUNK)
-
-
-def precision(dtype: torch.dtype) -> str:
-    """input_precision of products of tensors of the dtype; only fp32 depends on it."""
-    if dtype == torch.float32 or torch.version.hip is not None:
-        return EXACT_FP32
-    return "tf32"
-
-
 def keys_together(H: int, R: int) -> int:
     """Key heads of one program: so many that their value heads fill its warps, if that divides."""
     return next(n for n in (4, 2, 1) if n * R <= UNITS and H % n == 0 or n == 1)
 
 
-def gate_rows(wide: bool, use_qk_l2norm: bool) -> int:
-    """Rows of the scratch: gates; the keys' lengths without l2norm; K K^T for fp32 inputs."""
-    return 5 + CHUNK if wide else 4 if use_qk_l2norm else 5
+class Prepare:
+    """The kernel above for calls of one kind: shapes, strides, dtypes and options are known."""
 
+    __slots__ = ("kernel", "rows", "heads", "scratch")
 
-@functools.cache
-def constexprs(
-    wide: bool, H: int, R: int, K: int, use_qk_l2norm: bool, use_beta_sigmoid: bool,
-    allow_neg_eigval: bool, 
-) -> tuple:  # fmt: skip
-    """The kernel's constexprs in their order; wide for fp32 inputs.
+    def __init__(self, call: GdnCall):
+        q, K, H, R = call.q, call.K, call.H, call.HV // call.H
+        l2norm, wide = call.options.use_qk_l2norm, q.dtype == torch.float32
+        self.rows, self.heads = call.rows, call.HV
+        # gates; the keys' lengths without l2norm; K K^T for fp32 inputs
+        self.scratch = 5 + CHUNK if wide else 4 if l2norm else 5
+        # The inverse's products are in fp16 where its range is sure to do: with unit keys nothing
+        # exceeds 2, and fp16 has the mantissa of tf32 at twice its rate.
+        dot = tl.float16 if l2norm and not wide else tl.float32
+        exactness = precision(torch.float32 if wide else torch.float16)
+        block_k = min(triton.next_power_of_2(max(K, 16)), 16 if wide else 32 if K > 128 else 64)
+        keys = keys_together(H, R)
+        name = "portable_gdn_prepare_wide" if wide or K > 128 else "portable_gdn_prepare"
+        self.kernel = Launch(
+            _prepare_kernel,
+            self.rows * H // keys * -(-R // UNITS),
+            q.device,
+            numbers=(
+                *map(steps, (q, call.k, call.g, call.beta)), *chunk_numbers(call),
+                call.options.scale,
+            ),
+            constexprs=(
+                H, R, K, l2norm, call.options.beta_max, keys, UNITS, block_k, self.scratch, wide,
+                dot, exactness,
+            ),
+            options=tuple(lookup(name, q.device, R=R).items()),
+        )  # fmt: skip
 
-    The inverse's products are in fp16 where its range is sure to do: with unit keys nothing exceeds
-    2, and fp16 has the mantissa of tf32 at twice its rate.
-    """
-    block_k = min(triton.next_power_of_2(max(K, 16)), 16 if wide else 32 if K > 128 else 64)
-    dot = tl.float16 if use_qk_l2norm and not wide else tl.float32
-    exactness = precision(torch.float32 if wide else torch.float16)
-    shape = (keys_together(H, R), UNITS, block_k)
-    rest = (gate_rows(wide, use_qk_l2norm), wide, dot, exactness)
-    limit = beta_max(use_beta_sigmoid, allow_neg_eigval)
-    return (H, R, K, use_qk_l2norm, limit, *shape, *rest)
-
-
-def gdn_prepare(
-    q: torch.Tensor,  # [B, T, H, K]
-    k: torch.Tensor,  # [B, T, H, K]
-    g: torch.Tensor,  # [B, T, HV]
-    beta: torch.Tensor,  # [B, T, HV]
-    A_log: Optional[torch.Tensor],  # [HV]
-    dt_bias: Optional[torch.Tensor],  # [HV]
-    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-    scale: float,
-    use_qk_l2norm: bool,
-    use_beta_sigmoid: bool,
-    allow_neg_eigval: bool,
-):
-    """Tb, P, F and decay of every chunk row and value head: the boundary of docs/gdn.md."""
-    B, T, H, K = q.shape
-    HV = g.shape[2]
-    rows = chunk_rows(T, B, cu_seqlens)
-    tb = q.new_empty((rows, HV, CHUNK, CHUNK))
-    p = torch.empty_like(tb)
-    # one allocation: an allocation costs the host as much as a third of a launch
-    n = rows * HV
-    small = q.new_empty(n * (4 * CHUNK + 1), dtype=torch.float32)
-    f = small.as_strided((rows, HV, 4, CHUNK), (HV * 4 * CHUNK, 4 * CHUNK, CHUNK, 1))
-    decay = small.as_strided((rows, HV), (HV, 1), n * 4 * CHUNK)
-    exact = q.dtype == torch.float32
-    # scratch, apart: free again for o
-    gates = small.new_empty((rows, HV, gate_rows(exact, use_qk_l2norm), CHUNK))
-    if rows * HV == 0:
+    def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> tuple:
+        """Tb, P [rows, HV, C, C]; F [rows, HV, 4, C] and decay [rows, HV], both fp32."""
+        rows, HV = self.rows, self.heads
+        tb = q.new_empty((rows, HV, CHUNK, CHUNK))
+        p = torch.empty_like(tb)
+        # one allocation: an allocation costs the host as much as a third of a launch
+        n = rows * HV
+        small = q.new_empty(n * (4 * CHUNK + 1), dtype=torch.float32)
+        f = small.as_strided((rows, HV, 4, CHUNK), (HV * 4 * CHUNK, 4 * CHUNK, CHUNK, 1))
+        decay = small.as_strided((rows, HV), (HV, 1), n * 4 * CHUNK)
+        # scratch, apart: free again for o
+        gates = small.new_empty((rows, HV, self.scratch, CHUNK))
+        self.kernel(q, k, g, beta, A_log, dt_bias, cu_seqlens, tb, p, f, gates, decay)
         return tb, p, f, decay
-    R = HV // H
-    inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
-    strides = (steps(q), steps(k), steps(g), steps(beta))
-    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
-    fixed = constexprs(exact, H, R, K, *flags)
-    name = "portable_gdn_prepare_wide" if exact or K > 128 else "portable_gdn_prepare"
-    options = tuple(lookup(name, q.device, R=R).items())
-    numbers = (*strides, *chunk_numbers(T, cu_seqlens), scale)
-    programs = rows * H // keys_together(H, R) * -(-R // UNITS)
-    kernel = Launch(
-        _prepare_kernel, programs, q.device, numbers=numbers, constexprs=fixed, options=options
-    )
-    kernel(*inputs, tb, p, f, gates, decay)
-    return tb, p, f, decay
+
+
+def gdn_prepare(call: GdnCall) -> tuple:
+    """Tb, P, F and decay of every chunk row and value head: the boundary of docs/gdn.md."""
+    gates = (call.g, call.beta, call.A_log, call.dt_bias)
+    return Prepare(call)(call.q, call.k, *gates, call.cu_seqlens)

@@ -11,26 +11,24 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
 from ...runtime.primitives import sequence_bounds
+from ..call import RecurrentCall
 from .delta import key_norms, load, read_step, store, write_step
-from .gates import beta_max, log_decay, write_strength
+from .gates import log_decay, write_strength
 from .recurrent_step import Step, is_dense, step_config, step_of
 
-SERVED = (torch.float16, torch.bfloat16, torch.float32)
 
-
-def supports_gdn_recurrent_fwd(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-    cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
-    output_final_state, inplace, all_states,
-) -> bool:  # fmt: skip
-    if q.dtype not in SERVED or g.dtype not in SERVED or beta.dtype not in SERVED:
+def supports_gdn_recurrent_fwd(call: RecurrentCall) -> bool:
+    """fp16, bf16 and fp32; states that are written where they lie have dense rows."""
+    if not {call.q.dtype, call.g.dtype, call.beta.dtype}.issubset(SERVED):
         return False
-    if initial_state is None:
+    if call.initial_state is None:
         return True
-    written = inplace or state_indices is not None
-    return initial_state.dtype in SERVED and (not written or is_dense(initial_state))
+    written = call.options.inplace or call.state_indices is not None
+    dense = not written or is_dense(call.initial_state)
+    return call.initial_state.dtype in SERVED and dense
 
 
 @triton.jit
@@ -69,7 +67,7 @@ def _gdn_recurrent_fwd_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     L2NORM: tl.constexpr,
-    BETA_SCALE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
     V_FIRST: tl.constexpr,
     ALL_STATES: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -128,7 +126,7 @@ def _gdn_recurrent_fwd_kernel(
         token = first + t
         now_q, now_k, now_v = q, k, v
         now_g = log_decay(g, A_log_ptr, dt_bias_ptr, hv)
-        now_beta = write_strength(beta, BETA_SCALE)
+        now_beta = write_strength(beta, BETA_MAX)
         q, k, v, g, beta = _load_token(
             q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, tl.minimum(token + 1, last), h, hv,
             offs_k, offs_v, mask_k, mask_v,
@@ -153,98 +151,59 @@ def _token_stride(x: torch.Tensor) -> Optional[int]:
     return x.stride(1) if B == 1 or x.stride(0) == T * x.stride(1) else None
 
 
-def launch(
-    q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write, cu_seqlens, scale, l2norm,
-    beta_scale, state_v_first, all_states, config,
-) -> None:  # fmt: skip
-    """Runs the kernel of any number of tokens; all outputs are allocated, [B, T] is that of o."""
-    (B, T, HV, V), (H, K) = o.shape, q.shape[2:]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def _launch(call: RecurrentCall, T: int, final, o) -> None:
+    """Runs the kernel of any number of tokens, T of each row; all outputs are allocated."""
+    q, k, v, g, beta, options = call.q, call.k, call.v, call.g, call.beta, call.options
+    HV, K, V, initial = call.HV, call.K, call.V, call.initial_state
+    config = step_config(q.device, K, 4, options.state_v_first)
     strides = (
         _token_stride(q), q.stride(2), _token_stride(k), k.stride(2), _token_stride(v), v.stride(2),
         _token_stride(g), _token_stride(beta), 0 if initial is None else initial.stride(0),
         0 if final is None else final.stride(-4),
     )  # fmt: skip
-    block = (triton.next_power_of_2(K), config["BLOCK_V"])
     kernel = Launch(
         _gdn_recurrent_fwd_kernel,
-        N * HV * triton.cdiv(V, config["BLOCK_V"]),
+        call.N * HV * triton.cdiv(V, config["BLOCK_V"]),
         q.device,
-        numbers=(strides, T, scale),
-        constexprs=(H, HV, K, V, l2norm, beta_scale, state_v_first, all_states, *block),
+        numbers=(strides, T, options.scale),
+        constexprs=(
+            call.H, HV, K, V, options.use_qk_l2norm, options.beta_max, options.state_v_first,
+            options.all_states, triton.next_power_of_2(K), config["BLOCK_V"],
+        ),
         options=(("num_warps", config["num_warps"]),),
-    )
-    kernel(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write, cu_seqlens)
+    )  # fmt: skip
+    inputs = (q, k, v, g, beta, call.A_log, call.dt_bias, initial)
+    indices = (call.state_indices, call.output_state_indices, call.cu_seqlens)
+    kernel(*inputs, final, o, *indices)
 
 
-def plan_gdn_recurrent_fwd(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-    cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
-    output_final_state, inplace, all_states,
-) -> Optional[Step]:  # fmt: skip
+def plan_gdn_recurrent_fwd(call: RecurrentCall) -> Optional[Step]:
     """What serves all calls like this one, from the tensors alone, if each sequence has a token."""
-    if q.shape[0] == 0 or q.shape[1] != 1 or cu_seqlens is not None or all_states:
+    if call.B == 0 or call.T != 1 or call.cu_seqlens is not None or call.options.all_states:
         return None
-    return step_of(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-        scale, use_qk_l2norm, beta_max(use_beta_sigmoid, allow_neg_eigval), state_v_first,
-        output_final_state, inplace,
-    )  # fmt: skip
+    return step_of(call)
 
 
-def gdn_recurrent_fwd(
-    q: torch.Tensor,  # [B, T, H, K]
-    k: torch.Tensor,  # [B, T, H, K]
-    v: torch.Tensor,  # [B, T, HV, V]
-    g: torch.Tensor,  # [B, T, HV]
-    beta: torch.Tensor,  # [B, T, HV]
-    A_log: Optional[torch.Tensor],  # [HV]
-    dt_bias: Optional[torch.Tensor],  # [HV]
-    initial_state: Optional[torch.Tensor],  # [N or P, HV, K, V]
-    state_indices: Optional[torch.Tensor],  # [N]
-    output_state_indices: Optional[torch.Tensor],  # [N]
-    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-    scale: float,
-    use_qk_l2norm: bool,
-    use_beta_sigmoid: bool,
-    allow_neg_eigval: bool,
-    state_v_first: bool,
-    output_final_state: bool,
-    inplace: bool,
-    all_states: bool,
-) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+def gdn_recurrent_fwd(call: RecurrentCall) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """One launch: o, and the final state, the states after every token, the pool, or None."""
-    tensors = (
-        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-        cu_seqlens,
-    )  # fmt: skip
-    step = plan_gdn_recurrent_fwd(
-        *tensors, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
-        output_final_state, inplace, all_states,
-    )  # fmt: skip
+    step = plan_gdn_recurrent_fwd(call)
     if step is not None:
-        return step(*tensors)
-    beta_scale = beta_max(use_beta_sigmoid, allow_neg_eigval)
-    (B, T), (HV, V), K = q.shape[:2], v.shape[2:], k.shape[3]
-    o = torch.empty((B, T, HV, V), dtype=q.dtype, device=q.device)  # [B, T, HV, V]
+        return step(*call.tensors)
+    options, initial, T = call.options, call.initial_state, call.T
+    o = torch.empty(call.v.shape, dtype=call.q.dtype, device=call.device)  # [B, T, HV, V]
     final = None
-    if inplace:
-        final = initial_state
-    elif output_final_state or all_states:
-        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
-        rows = (B, T) if all_states else (N,)
-        dims = (HV, V, K) if state_v_first else (HV, K, V)
-        final = torch.empty(rows + dims, dtype=torch.float32, device=q.device)  # [N, HV, K, V]
-    if initial_state is not None and not inplace and not is_dense(initial_state):
-        initial_state = initial_state.contiguous()
+    if options.inplace:
+        final = initial
+    elif options.output_final_state or options.all_states:
+        rows = (call.B, T) if options.all_states else (call.N,)
+        shape = (*rows, *call.state_shape)
+        final = torch.empty(shape, dtype=torch.float32, device=call.device)  # [N, HV, K, V]
+    if initial is not None and not options.inplace and not is_dense(initial):
+        initial = initial.contiguous()
+    inputs = (call.q, call.k, call.v, call.g, call.beta)
     if T == 0:  # the kernel reads a token before it knows that there is none
-        q, k, v, g, beta = (x.new_zeros(B, 1, *x.shape[2:]) for x in (q, k, v, g, beta))
-    q, k, v, g, beta = (
-        x if _token_stride(x) is not None else x.contiguous() for x in (q, k, v, g, beta)
-    )
-    launch(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, final, o, state_indices,
-        output_state_indices, cu_seqlens, scale, use_qk_l2norm, beta_scale, state_v_first,
-        all_states, step_config(q.device, K, 4, state_v_first),
-    )  # fmt: skip
+        inputs = (x.new_zeros(call.B, 1, *x.shape[2:]) for x in inputs)
+    q, k, v, g, beta = (x if _token_stride(x) is not None else x.contiguous() for x in inputs)
+    call = call._replace(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial)
+    _launch(call, T, final, o)
     return o, final

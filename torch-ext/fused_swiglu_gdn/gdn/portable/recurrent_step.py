@@ -15,6 +15,7 @@ import triton.language as tl
 from ...runtime import tuning
 from ...runtime.cache import CallCache
 from ...runtime.launch import Launch
+from ..call import RecurrentCall
 from .delta import key_norms, load, read_step, store, write_step
 from .gates import log_decay, write_strength
 
@@ -40,7 +41,7 @@ def _gdn_recurrent_step_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     L2NORM: tl.constexpr,
-    BETA_SCALE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
     V_FIRST: tl.constexpr,
     INPLACE: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -96,7 +97,7 @@ def _gdn_recurrent_step_kernel(
     k = load(k_ptr + n * strides[2] + h * strides[3] + offs_k, mask_k)
     v = load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
     g = log_decay(tl.load(g_ptr + n * strides[6] + hv), A_log_ptr, dt_bias_ptr, hv)
-    beta = write_strength(tl.load(beta_ptr + n * strides[7] + hv), BETA_SCALE)
+    beta = write_strength(tl.load(beta_ptr + n * strides[7] + hv), BETA_MAX)
     rstd_k, scale, kq = key_norms(q, k, scale, L2NORM)
     delta, o = read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
     if alive is not None:
@@ -126,46 +127,41 @@ def is_dense(state: torch.Tensor) -> bool:
 
 
 class Step:
-    """One token a sequence, for all calls of a kind: the facts of the arguments below.
-
-    beta_scale sigmoid(beta) is meant where it is not 0.
-    """
+    """One token a sequence, for all calls of a kind: shapes, strides, dtypes and options."""
 
     __slots__ = (
         "kernel", "device", "like_v", "like_initial", "final", "inplace", "moves", "copies",
     )  # fmt: skip
 
-    def __init__(
-        self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, scale, l2norm, beta_scale,
-        state_v_first, output_final_state, inplace,
-    ):  # fmt: skip
-        (N, _, H, K), (HV, V) = q.shape, v.shape[2:]
-        row = HV * K * V
+    def __init__(self, call: RecurrentCall):
+        q, k, v, g, beta, options = call.q, call.k, call.v, call.g, call.beta, call.options
+        N, H, HV, K, V, initial = call.N, call.H, call.HV, call.K, call.V, call.initial_state
+        row, inplace, v_first = HV * K * V, options.inplace, options.state_v_first
         self.device, self.inplace = q.device, inplace
-        self.moves = inplace and write is not None  # from one row of the pool to another
+        # from one row of the pool to another
+        self.moves = inplace and call.output_state_indices is not None
         self.copies = initial is not None and not is_dense(initial)
         self.like_v = v.dtype == q.dtype and torch.empty_like(v).is_contiguous()
-        final = (N, HV, V, K) if state_v_first else (N, HV, K, V)
-        self.final = final if output_final_state and not inplace else None
+        final = (N, *call.state_shape)
+        self.final = final if options.output_final_state and not inplace else None
         given = initial is not None and (initial.dtype, initial.shape, initial.is_contiguous())
         self.like_initial = self.final is not None and given == (torch.float32, final, True)
-        step = 0 if initial is None else row if self.copies else initial.stride(0)
+        read = 0 if initial is None else row if self.copies else initial.stride(0)
         strides = (
             q.stride(0), q.stride(2), k.stride(0), k.stride(2), v.stride(0), v.stride(2),
-            g.stride(0), beta.stride(0), step, initial.stride(0) if inplace else row,
+            g.stride(0), beta.stride(0), read, initial.stride(0) if inplace else row,
         )  # fmt: skip
         size = 4 if initial is None else initial.element_size()
-        config = step_config(q.device, K, size, state_v_first)
+        config = step_config(q.device, K, size, v_first)
         constexprs = (
-            H, HV, K, V, l2norm, beta_scale, state_v_first, inplace and not self.moves,
-            triton.next_power_of_2(K), config["BLOCK_V"], config["RELOAD"],
-            config["EVICT"],
+            H, HV, K, V, options.use_qk_l2norm, options.beta_max, v_first,
+            inplace and not self.moves, triton.next_power_of_2(K), config["BLOCK_V"],
+            config["RELOAD"], config["EVICT"],
         )  # fmt: skip
-        size = N * HV * triton.cdiv(V, config["BLOCK_V"])
-        options = (("num_warps", config["num_warps"]),)
         self.kernel = Launch(
-            _gdn_recurrent_step_kernel, size, q.device, numbers=(strides, scale),
-            constexprs=constexprs, options=options, guarded=True,
+            _gdn_recurrent_step_kernel, N * HV * triton.cdiv(V, config["BLOCK_V"]), q.device,
+            numbers=(strides, options.scale), constexprs=constexprs,
+            options=(("num_warps", config["num_warps"]),), guarded=True,
         )  # fmt: skip
 
     def __call__(
@@ -188,11 +184,7 @@ class Step:
 _steps = CallCache()
 
 
-def step_of(
-    q, k, v, g, beta, A_log, dt_bias, initial, read, write, scale, l2norm, beta_scale,
-    state_v_first, output_final_state, inplace,
-) -> Step:  # fmt: skip
-    """The Step of all calls like this one, with q, k, v [N, 1, ...] and g, beta [N, 1, HV]."""
-    tensors = (q, k, v, g, beta, A_log, dt_bias, initial, read, write)
-    options = (scale, l2norm, beta_scale, state_v_first, output_final_state, inplace)
-    return _steps.get(Step, tensors, options)
+def step_of(call: RecurrentCall) -> Step:
+    """The Step of all calls like this one: q, k, v [N, 1, ...] and g, beta [N, 1, HV]."""
+    key = (call.tensors, call.options)
+    return _steps.find(*key) or _steps.keep(*key, Step(call))

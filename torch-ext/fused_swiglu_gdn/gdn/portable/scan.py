@@ -18,9 +18,10 @@ import triton.language as tl
 
 from ...runtime.launch import Launch, steps
 from ...runtime.tuning import lookup
+from ..call import GdnCall
 from ..chunks import CHUNK
 from .cuts import chunks_in_segment, count_cuts, segment_of, word_at_cut, words
-from .prepare import locate, precision
+from .primitives import kv_strides, locate, precision
 from .state import block_at, own_rows, part_of, read, read_both, write, write_to
 
 if "disable_licm" not in inspect.signature(tl.range.__init__).parameters:
@@ -238,20 +239,13 @@ def _scan_kernel(
             )
 
 
-def kv_strides(state: Optional[torch.Tensor], v_first: bool):
-    """Strides of (sequence, head, K, V) for either layout of the state."""
-    if state is None:
-        return (0, 0, 0, 0)
-    a, b, c, d = state.stride()
-    return (a, b, d, c) if v_first else (a, b, c, d)
-
-
-def segments(T: int, B: int, cu_seqlens: Optional[torch.Tensor], shortest: int, longest: int):
+def segments(call: GdnCall, shortest: int, longest: int) -> tuple:
     """(rows of programs, rows of a sequence) for segments of `shortest` to `longest` chunks."""
-    if cu_seqlens is None:
+    T = call.T
+    if call.cu_seqlens is None:
         own = max(1, -(-T // (chunks_in_segment(T // CHUNK, shortest, longest) * CHUNK)))
-        return B * own, own
-    return T // (shortest * CHUNK) + cu_seqlens.shape[0] - 1, 0
+        return call.B * own, own
+    return T // (shortest * CHUNK) + call.N, 0
 
 
 def configuration(kind: str, device: torch.device, units: int, K: int) -> dict:
@@ -266,45 +260,38 @@ class Scan:
 
     def __init__(
         self,
-        q: torch.Tensor,  # [B, T, H, K]
-        k: torch.Tensor,  # [B, T, H, K]
-        v: torch.Tensor,  # [B, T, HV, V]
-        cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-        states: tuple,  # as __call__ takes them
-        state_v_first: bool,
-        checkpoint_every: int,
+        call: GdnCall,
+        final: Optional[torch.Tensor],  # like the final states
         segment: tuple,  # chunks of the shortest and of the longest
         behind: int,  # tokens behind a cut at least, or 0
         kind: str,  # of configuration
     ):
-        (B, T, H, K), (HV, V) = q.shape, v.shape[2:]
-        rows, own = segments(T, B, cu_seqlens, *segment)
+        q, k, v, options = call.q, call.k, call.v, call.options
+        K, V, HV = call.K, call.V, call.HV
+        rows, own = segments(call, *segment)
         config = configuration(kind, v.device, rows * HV, K)
-        N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
         block_k = min(triton.next_power_of_2(max(K, 16)), config["BLOCK_K"])
         programs = rows * HV * -(-V // config["BLOCK_V"])
         state = -(-K // block_k) * block_k * config["BLOCK_V"]
         self.scratch = programs * state if q.dtype == torch.float32 else None
         strides = (
-            steps(q), steps(k), steps(v),
-            kv_strides(states[0], state_v_first), kv_strides(states[2], state_v_first),
+            steps(q), steps(k), steps(v), kv_strides(call.initial_state, options.state_v_first),
+            kv_strides(final, options.state_v_first),
         )  # fmt: skip
-        numbers = (*strides, T, N, own, segment[0], max(checkpoint_every, CHUNK))
+        every = max(options.checkpoint_every, CHUNK)
+        numbers = (*strides, call.T, call.N, own, segment[0], every)
         constexprs = (
-            H, HV // H, K, V, state_v_first, block_k, config["BLOCK_V"], segment[1], behind,
-            words(config["BLOCK_V"], v.element_size()), config["STAGES"], precision(q.dtype),
+            call.H, HV // call.H, K, V, options.state_v_first, block_k, config["BLOCK_V"],
+            segment[1], behind, words(config["BLOCK_V"], v.element_size()), config["STAGES"],
+            precision(q.dtype),
         )  # fmt: skip
-        options = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
+        launched = (("num_warps", config["num_warps"]), ("num_stages", config["STAGES"]))
         if "maxnreg" in config and torch.version.hip is None:  # else ptxas may spill to fit in more
-            options += (("maxnreg", config["maxnreg"]),)
+            launched += (("maxnreg", config["maxnreg"]),)
         self.kernel = Launch(
-            _scan_kernel, programs, v.device, numbers=numbers, constexprs=constexprs,
-            options=options,
+            _scan_kernel, programs, v.device, numbers=numbers,
+            constexprs=constexprs, options=launched,
         )  # fmt: skip
-
-    def memory(self, v: torch.Tensor) -> Optional[torch.Tensor]:
-        """For the states of all programs, where they are not in registers."""
-        return None if self.scratch is None else v.new_empty(self.scratch)
 
     def __call__(
         self,
@@ -316,4 +303,7 @@ class Scan:
         # [.., HV, K, V] (written): each may be None
         states: tuple,
     ) -> None:
-        self.kernel(*tokens, *blocks, cu_seqlens, *states, self.memory(tokens[2]))
+        memory = None  # for the states of all programs, where they are not in registers
+        if self.scratch is not None:
+            memory = blocks[2].new_empty(self.scratch)
+        self.kernel(*tokens, *blocks, cu_seqlens, *states, memory)

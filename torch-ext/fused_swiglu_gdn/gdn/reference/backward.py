@@ -15,6 +15,7 @@ Sizes as in common.py, and C = 64 tokens a chunk.
 import torch
 
 from ...runtime.dtypes import at_least_fp32
+from ..call import GdnCall, GdnGradient
 from ..chunks import CHUNK
 from .chunk import to_chunks
 from .common import Inputs, prepare_inputs, spans
@@ -87,71 +88,69 @@ def _through_norm(dx, x):
     return r * dx - x * r.pow(3) * (x * dx).sum(-1, keepdim=True)
 
 
-def _through_gates(dg, dbeta, g, beta, A_log, dt_bias, use_beta_sigmoid, allow_neg_eigval):
+def _through_gates(dg, dbeta, call):
     """Gradients of the raw g and beta, of A_log and of dt_bias."""
     dA_log = ddt_bias = None
-    if A_log is not None:
-        a = at_least_fp32(g) if dt_bias is None else at_least_fp32(g) + at_least_fp32(dt_bias)
-        slope = -at_least_fp32(A_log).exp()  # of g by softplus(a)
-        dA_log = (dg * slope * torch.nn.functional.softplus(a)).sum((0, 1))
+    if call.A_log is not None:
+        a, dt_bias = at_least_fp32(call.g), call.dt_bias
+        a = a if dt_bias is None else a + at_least_fp32(dt_bias)
+        slope = -at_least_fp32(call.A_log).exp()  # of g by softplus(a)
+        dA_log = (dg * slope * torch.nn.functional.softplus(a)).sum((0, 1)).to(call.A_log.dtype)
         dg = dg * slope * a.sigmoid()
-        ddt_bias = None if dt_bias is None else dg.sum((0, 1))
-    if use_beta_sigmoid:
-        s = at_least_fp32(beta).sigmoid()
-        dbeta = dbeta * s * (1 - s) * (2.0 if allow_neg_eigval else 1.0)
-    return dg, dbeta, dA_log, ddt_bias
+        ddt_bias = None if dt_bias is None else dg.sum((0, 1)).to(dt_bias.dtype)
+    if call.options.use_beta_sigmoid:
+        s = at_least_fp32(call.beta).sigmoid()
+        dbeta = dbeta * s * (1 - s) * call.options.beta_max
+    return dg.to(call.g.dtype), dbeta.to(call.beta.dtype), dA_log, ddt_bias
 
 
-def gdn_chunk_bwd(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, do, d_final_state, prepared, scale,
-    use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, values_only,
-):  # fmt: skip
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given.
-
-    With values_only, only dv and d_initial_state. `prepared` saves kernels work; here it is unused.
-    """
-    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
-    x = prepare_inputs(q, k, v, g, beta, A_log, dt_bias, scale, *flags)
-    B, T, H, K = k.shape
-    HV, V = v.shape[2:]
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
-
-    def state(given):
-        """[N, H, R, K, V], zeros where none is given."""
-        if given is None:
-            return x.v.new_zeros(N, H, HV // H, K, V)
-        given = given.mT if state_v_first else given
-        return given.to(x.v.dtype).unflatten(1, (H, HV // H))
-
-    S, dS = state(initial_state), state(d_final_state)
-    do = at_least_fp32(do).to(x.v.dtype).transpose(1, 2).unflatten(1, (H, HV // H))
+def _by_sequence(x: Inputs, do, S, dS, call):
+    """_chunked of each sequence: gradients like q, k, v, g, beta, in fp32 or fp64, and of the
+    states that they start from."""
     parts, starts = [], []
-    for n, (rows, tokens) in enumerate(spans(B, T, cu_seqlens)):
-        own = slice(None) if cu_seqlens is None else slice(n, n + 1)
+    for n, (rows, tokens) in enumerate(spans(call.B, call.T, call.cu_seqlens)):
+        own = slice(None) if call.cu_seqlens is None else slice(n, n + 1)
         part = Inputs(*(y[rows, :, :, tokens] for y in x))
         grads, start = _chunked(part, do[rows, :, :, tokens], S[own], dS[own])
         parts.append(grads)
         starts.append(start)
     if parts:
-        dq, dk, dv, dg, dbeta = (torch.cat(y, 3).flatten(1, 2).transpose(1, 2) for y in zip(*parts))
+        grads = [torch.cat(y, 3).flatten(1, 2).transpose(1, 2) for y in zip(*parts)]
     else:
-        dq, dk, dv, dg, dbeta = (torch.zeros_like(y, dtype=x.v.dtype) for y in (q, k, v, g, beta))
-    d_initial = None
-    if initial_state is not None:
-        d_initial = torch.cat(starts).flatten(1, 2) if starts else torch.zeros_like(initial_state)
-        d_initial = d_initial.mT if state_v_first and starts else d_initial
-        d_initial = d_initial.to(initial_state.dtype)
-    dv = dv.to(v.dtype)
-    if values_only:
+        inputs = (call.q, call.k, call.v, call.g, call.beta)
+        grads = [torch.zeros_like(y, dtype=x.v.dtype) for y in inputs]
+    return grads, starts
+
+
+def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient):
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given.
+
+    With values_only, only dv and d_initial_state. `prepared` saves kernels work; here it is unused.
+    """
+    x, v_first = prepare_inputs(call), call.options.state_v_first
+    group = (call.H, call.HV // call.H)
+
+    def state(given):
+        """[N, H, R, K, V], zeros where none is given."""
+        if given is None:
+            return x.v.new_zeros(call.N, *group, call.K, call.V)
+        given = given.mT if v_first else given
+        return given.to(x.v.dtype).unflatten(1, group)
+
+    S, dS = state(call.initial_state), state(gradient.d_final_state)
+    do = at_least_fp32(gradient.do).to(x.v.dtype).transpose(1, 2).unflatten(1, group)
+    (dq, dk, dv, dg, dbeta), starts = _by_sequence(x, do, S, dS, call)
+    d_initial, initial = None, call.initial_state
+    if initial is not None:
+        d_initial = torch.cat(starts).flatten(1, 2) if starts else torch.zeros_like(initial)
+        d_initial = d_initial.mT if v_first and starts else d_initial
+        d_initial = d_initial.to(initial.dtype)
+    dv = dv.to(call.v.dtype)
+    if gradient.values_only:
         return None, None, dv, None, None, None, None, d_initial
-    dq = dq * scale
-    if use_qk_l2norm:
-        dq, dk = _through_norm(dq, at_least_fp32(q)), _through_norm(dk, at_least_fp32(k))
-    dg, dbeta, dA_log, ddt_bias = _through_gates(
-        dg, dbeta, g, beta, A_log, dt_bias, use_beta_sigmoid, allow_neg_eigval
-    )
-    return (
-        dq.to(q.dtype), dk.to(k.dtype), dv, dg.to(g.dtype), dbeta.to(beta.dtype),
-        None if dA_log is None else dA_log.to(A_log.dtype),
-        None if ddt_bias is None else ddt_bias.to(dt_bias.dtype), d_initial,
-    )  # fmt: skip
+    dq = dq * call.options.scale
+    if call.options.use_qk_l2norm:
+        dq = _through_norm(dq, at_least_fp32(call.q))
+        dk = _through_norm(dk, at_least_fp32(call.k))
+    gates = _through_gates(dg, dbeta, call)
+    return (dq.to(call.q.dtype), dk.to(call.k.dtype), dv, *gates, d_initial)

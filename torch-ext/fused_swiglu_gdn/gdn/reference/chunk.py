@@ -13,17 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from ...runtime.dtypes import at_least_fp32
+from ..call import GdnCall
 from ..chunks import CHUNK
-from .common import (
-    Inputs,
-    no_tokens,
-    read_state,
-    run,
-    silence_skipped,
-    stacked,
-    without_autocast,
-    write_pool,
-)
+from .common import Inputs, no_tokens, run, stacked, without_autocast, write_pool
 
 
 def to_chunks(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -66,48 +58,40 @@ def _chunked(x: Inputs, S: torch.Tensor, checkpoint_every: int):
 
 
 @without_autocast
-def gdn_chunk_fwd(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, scale,
-    use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first, output_final_state,
-    state_dtype, checkpoint_every,
-):  # fmt: skip
-    """o [B, T, HV, V]; the final state [N, HV, K, V], the pool, or None; checkpoints or None.
+def gdn_chunk_fwd(call: GdnCall):
+    """o [B, T, HV, V]; the final state [N, HV, K, V], the pool, or None; checkpoints or None; None.
 
     Checkpoint row cu[n] // E + j (b * (T // E) + j without cu_seqlens) is the state of sequence n
     after its first (j + 1) * E tokens, E = checkpoint_every; rows that no sequence fills are zero.
     """
-    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
-    state = read_state(initial_state, state_indices, state_v_first)
-    o, results = run(
-        lambda x, S: _chunked(x, S, checkpoint_every),
-        q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, scale, flags,
-    )  # fmt: skip
-    wide = at_least_fp32(v[:0]).dtype
-    empty = v.new_zeros(0, v.shape[2], k.shape[3], v.shape[3], dtype=wide)
+    options = call.options
+    every, v_first = options.checkpoint_every, options.state_v_first
+    o, results = run(lambda x, S: _chunked(x, S, every), call)
+    wide = at_least_fp32(call.v[:0]).dtype
+    empty = call.v.new_zeros(0, call.HV, call.K, call.V, dtype=wide)
 
     def finished(S):
-        S = S.mT.contiguous() if state_v_first else S
-        return S.to(state_dtype or wide)
+        S = S.mT.contiguous() if v_first else S
+        return S.to(options.state_dtype or wide)
 
     checkpoints = None
-    if checkpoint_every:
-        checkpoints = finished(_place(results, k, cu_seqlens, checkpoint_every, empty))
-    o = silence_skipped(o, state_indices, cu_seqlens)
+    if every:
+        checkpoints = finished(_place(results, call, empty))
     final = stacked([S for S, _ in results], empty)
-    if state_indices is not None:
-        final = final.mT if state_v_first else final
-        return o, write_pool(initial_state, state_indices, final), checkpoints
-    return o, finished(final) if output_final_state else None, checkpoints
+    if call.state_indices is not None:
+        final = final.mT if v_first else final
+        return o, write_pool(call.initial_state, call.state_indices, final), checkpoints, None
+    return o, finished(final) if options.output_final_state else None, checkpoints, None
 
 
-def _place(results, k, cu_seqlens, every, empty):
+def _place(results, call, empty):
     """The checkpoint rows, in the order that gdn_chunk_fwd documents."""
-    B, T = k.shape[:2]
-    if cu_seqlens is None:
+    every = call.options.checkpoint_every
+    if call.cu_seqlens is None:
         states = results[0][1]
         return torch.stack(states, 1).flatten(0, 1).flatten(1, 2) if states else empty
-    rows = empty.new_zeros(T // every, *empty.shape[1:])
-    for start, (_, states) in zip(cu_seqlens.tolist(), results):
+    rows = empty.new_zeros(call.T // every, *empty.shape[1:])
+    for start, (_, states) in zip(call.cu_seqlens.tolist(), results):
         for j, S in enumerate(states):
             rows[start // every + j] = S[0].flatten(0, 1)
     return rows

@@ -51,17 +51,17 @@ class Inputs(NamedTuple):
     beta: torch.Tensor  # [B, H, R, T]
 
 
-def prepare_inputs(
-    q, k, v, g, beta, A_log, dt_bias, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval
-) -> Inputs:
-    q, k, v, beta = (at_least_fp32(x) for x in (q, k, v, beta))
-    g = at_least_fp32(g) if A_log is None else gated_delta_gate(g, A_log, dt_bias)
-    if use_beta_sigmoid:
-        beta = beta.sigmoid() * (2.0 if allow_neg_eigval else 1.0)
-    if use_qk_l2norm:
+def prepare_inputs(call) -> Inputs:
+    """Of a GdnCall or a RecurrentCall."""
+    q, k, v, beta = (at_least_fp32(x) for x in (call.q, call.k, call.v, call.beta))
+    g, A_log = call.g, call.A_log
+    g = at_least_fp32(g) if A_log is None else gated_delta_gate(g, A_log, call.dt_bias)
+    if call.options.use_beta_sigmoid:
+        beta = beta.sigmoid() * call.options.beta_max
+    if call.options.use_qk_l2norm:
         q, k = l2norm(q), l2norm(k)
-    H, HV = k.shape[2], v.shape[2]
-    q, k = (x.transpose(1, 2).unsqueeze(2) for x in (q * scale, k))
+    H, HV = call.H, call.HV
+    q, k = (x.transpose(1, 2).unsqueeze(2) for x in (q * call.options.scale, k))
     v = v.transpose(1, 2).unflatten(1, (H, HV // H))
     g, beta = (x.transpose(1, 2).unflatten(1, (H, HV // H)) for x in (g, beta))
     return Inputs(q, k, v, g, beta)
@@ -80,34 +80,32 @@ def no_tokens(x: Inputs, S: torch.Tensor) -> torch.Tensor:
     return x.v + sum(y.sum() for y in (x.q, x.k, x.g, x.beta, S))
 
 
-def run(step, q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, scale, flags):
+def run(step, call):
     """Calls step(inputs, S) for each sequence; gives o [B, T, HV, V] and their results."""
-    B, T, H = k.shape[:3]
-    HV, V, K = v.shape[2], v.shape[3], k.shape[3]
-    x = prepare_inputs(q, k, v, g, beta, A_log, dt_bias, scale, *flags)
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    x, state = prepare_inputs(call), _start(call)
     if state is None:
-        state = x.v.new_zeros(N, HV, K, V)
-    state = state.to(x.v.dtype).unflatten(1, (H, HV // H))
+        state = x.v.new_zeros(call.N, call.HV, call.K, call.V)
+    state = state.to(x.v.dtype).unflatten(1, (call.H, call.HV // call.H))
     outputs, results = [], []
-    for n, (rows, tokens) in enumerate(spans(B, T, cu_seqlens)):
+    for n, (rows, tokens) in enumerate(spans(call.B, call.T, call.cu_seqlens)):
         part = Inputs(*(y[rows, :, :, tokens] for y in x))
-        o, *rest = step(part, state if cu_seqlens is None else state[n : n + 1])
+        o, *rest = step(part, state if call.cu_seqlens is None else state[n : n + 1])
         outputs.append(o)
         results.append(rest)
     o = torch.cat(outputs, 3) if outputs else no_tokens(x, state)
-    return o.flatten(1, 2).transpose(1, 2).to(q.dtype), results
+    o = o.flatten(1, 2).transpose(1, 2).to(call.q.dtype)
+    return _silence_skipped(o, call.state_indices, call.cu_seqlens), results
 
 
-def read_state(initial_state, state_indices, state_v_first):
-    """The states to start from, [N, HV, K, V], out of a pool when indices are given."""
-    if initial_state is None:
+def _start(call):
+    """The states to start from, [N, HV, K, V], out of a pool when indices are given, or None."""
+    if call.initial_state is None:
         return None
-    state = initial_state.mT if state_v_first else initial_state
-    if state_indices is None:
+    state = call.initial_state.mT if call.options.state_v_first else call.initial_state
+    if call.state_indices is None:
         return state
-    rows = state[state_indices.clamp(min=0).long()]
-    return rows.masked_fill((state_indices < 0).view(-1, 1, 1, 1), 0.0)
+    rows = state[call.state_indices.clamp(min=0).long()]
+    return rows.masked_fill((call.state_indices < 0).view(-1, 1, 1, 1), 0.0)
 
 
 def write_pool(pool, indices, states):
@@ -117,7 +115,7 @@ def write_pool(pool, indices, states):
     return pool
 
 
-def silence_skipped(o, indices, cu_seqlens):
+def _silence_skipped(o, indices, cu_seqlens):
     """Zeros in the outputs of sequences whose state index is negative."""
     if indices is None:
         return o

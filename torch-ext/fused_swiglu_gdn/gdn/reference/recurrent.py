@@ -8,16 +8,8 @@ Sizes as in common.py.
 import torch
 
 from ...runtime.dtypes import at_least_fp32
-from .common import (
-    Inputs,
-    no_tokens,
-    read_state,
-    run,
-    silence_skipped,
-    stacked,
-    without_autocast,
-    write_pool,
-)
+from ..call import RecurrentCall
+from .common import Inputs, no_tokens, run, stacked, without_autocast, write_pool
 
 
 def step_in_place(q, k, v, decay, beta, S):
@@ -69,32 +61,26 @@ def _recurrent(x: Inputs, S: torch.Tensor, all_states: bool, overwrite: bool):
 
 
 @without_autocast
-def gdn_recurrent_fwd(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-    cu_seqlens, scale, use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval, state_v_first,
-    output_final_state, inplace, all_states,
-):  # fmt: skip
+def gdn_recurrent_fwd(call: RecurrentCall):
     """o [B, T, HV, V] and the final state fp32, all states [B, T, HV, K, V], the pool, or None."""
-    flags = (use_qk_l2norm, use_beta_sigmoid, allow_neg_eigval)
-    state = read_state(initial_state, state_indices, state_v_first)
-    overwrite = inplace or state is None or state_indices is not None
-    o, results = run(
-        lambda x, S: _recurrent(x, S, all_states, overwrite),
-        q, k, v, g, beta, A_log, dt_bias, state, cu_seqlens, scale, flags,
-    )  # fmt: skip
-    empty = v.new_zeros(0, v.shape[2], k.shape[3], v.shape[3], dtype=at_least_fp32(v[:0]).dtype)
+    options, all_states = call.options, call.options.all_states
+    overwrite = options.inplace or call.initial_state is None or call.state_indices is not None
+    o, results = run(lambda x, S: _recurrent(x, S, all_states, overwrite), call)
+    wide = at_least_fp32(call.v[:0]).dtype
+    empty = call.v.new_zeros(0, call.HV, call.K, call.V, dtype=wide)
     if all_states:
-        final = torch.cat([S for (S,) in results], int(cu_seqlens is not None)).flatten(2, 3)
+        final = torch.cat([S for (S,) in results], int(call.cu_seqlens is not None)).flatten(2, 3)
     else:
         final = stacked([S for (S,) in results], empty)
-    final = final.mT.contiguous() if state_v_first else final
-    o = silence_skipped(o, state_indices, cu_seqlens)
-    if inplace:
-        if state_indices is None:
-            if torch.compiler.is_compiling() or final.data_ptr() != initial_state.data_ptr():
-                initial_state.copy_(final)
-            return o, initial_state
-        rows = state_indices if output_state_indices is None else output_state_indices
-        rows = rows.masked_fill(state_indices < 0, -1)
-        return o, write_pool(initial_state, rows, final)
-    return o, final if output_final_state or all_states else None
+    final = final.mT.contiguous() if options.state_v_first else final
+    if options.inplace:
+        initial = call.initial_state
+        if call.state_indices is None:
+            if torch.compiler.is_compiling() or final.data_ptr() != initial.data_ptr():
+                initial.copy_(final)
+            return o, initial
+        rows = call.output_state_indices
+        rows = call.state_indices if rows is None else rows
+        rows = rows.masked_fill(call.state_indices < 0, -1)
+        return o, write_pool(initial, rows, final)
+    return o, final if options.output_final_state or all_states else None

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
 from ...runtime.launch import Launch, named
 from ...runtime.primitives import activate, sequence_bounds
@@ -272,7 +273,7 @@ def causal_conv1d_fwd(
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """One launch: y [B, D, T] in the memory order of x, and the last W - 1 inputs or None."""
     (B, D, T), W = x.shape, weight.shape[1]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = count_sequences(B, cu_seqlens)
     y = torch.empty_like(x)  # [B, D, T]
     final = x.new_empty(N, D, W - 1) if return_final_states else None  # [N, D, W - 1]
     order = "td" if x.stride(2) > x.stride(1) else "dt"  # slow dimension first

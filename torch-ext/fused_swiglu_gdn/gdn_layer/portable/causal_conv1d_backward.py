@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
 from ...runtime.launch import Launch, named
 from ...runtime.primitives import sequence_bounds
@@ -290,7 +291,7 @@ def causal_conv1d_bwd(
 ) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """dx in the memory order of x, dweight, dbias or None, d_initial_states or None."""
     (B, D, T), W = x.shape, weight.shape[1]
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = count_sequences(B, cu_seqlens)
     dx = torch.empty_like(x)  # [B, D, T]
     d_initial = None if initial_states is None else x.new_empty(N, D, W - 1)  # [N, D, W - 1]
     weight_c = weight.contiguous()

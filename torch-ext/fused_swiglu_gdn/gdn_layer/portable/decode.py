@@ -17,24 +17,24 @@ from ...gdn.portable.recurrent_step import is_dense, step_config
 from ...runtime import device
 from ...runtime.cache import CallCache
 from ...runtime.launch import Launch
+from ..call import LayerDecode
 from .causal_conv1d import served
 from .decode_kernels import layer_finish_kernel, layer_step_kernel
 from .prologue import channel_block
 
 
-def supports_gdn_layer_decode(
-    q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm_weight, eps,
-    gate_activation, allow_neg_eigval,
-) -> bool:  # fmt: skip
-    K, V = q.shape[3], v.shape[-1]
+def supports_gdn_layer_decode(call: LayerDecode) -> bool:
+    """One token a row, dense last dimensions, head dims up to 256, states with dense rows."""
+    projected = (call.q, call.k, call.v, call.z, call.a, call.b)
+    K, V = call.q.shape[3], call.v.shape[-1]
     return (
-        served(q, k, v, z, a, b, conv_state, state, weight, bias, norm_weight)
-        and all(x.shape[1] == 1 and x.stride(-1) == 1 for x in (q, k, v, z, a, b))
-        and (v.ndim == 4 or v.stride(3) == V)  # heads of a group side by side
+        served(*projected, call.conv_state, call.state, call.weight, call.bias, call.norm_weight)
+        and all(x.shape[1] == 1 and x.stride(-1) == 1 for x in projected)
+        and (call.v.ndim == 4 or call.v.stride(3) == V)  # heads of a group side by side
         and channel_block(K, V) >= 16
         and max(K, V) <= 256
-        and is_dense(state)
-        and weight.is_contiguous()
+        and is_dense(call.state)
+        and call.weight.is_contiguous()
     )
 
 
@@ -45,20 +45,19 @@ def _grouped(x: torch.Tensor, R: int, last: int) -> tuple:
 
 
 class Step:
-    """A token of a layer, for all calls of a kind: the facts of the arguments below."""
+    """A token of a layer, for all calls of a kind: shapes, strides, dtypes and options."""
 
     __slots__ = ("rule", "finish", "device", "dtype", "out")
 
-    def __init__(
-        self, q, k, v, z, a, b, held, state, weight, bias, A_log, dt_bias, norm_weight, activation,
-        eps, gate_activation, allow_neg_eigval,
-    ):  # fmt: skip
-        (B, _, H, K), (D, W), V = q.shape, weight.shape, v.shape[-1]
+    def __init__(self, call: LayerDecode):
+        q, k, v, z, a, b = call.q, call.k, call.v, call.z, call.a, call.b
+        held, state, options = call.conv_state, call.state, call.options
+        (B, _, H, K), (D, W), V = q.shape, call.weight.shape, v.shape[-1]
         HV, S, R = state.shape[1], held.shape[2], state.shape[1] // H
         self.device, self.dtype, self.out = q.device, q.dtype, (B, 1, HV, V)
         pdl = device.overlaps_launches(q.device)
         early = (("launch_pdl", True),) if pdl else ()
-        silu = activation is not None
+        silu = options.activation is not None
         config = step_config(q.device, K, 4, False)
         strides = (
             q.stride(0), q.stride(2), k.stride(0), k.stride(2), *_grouped(v, R, 1),
@@ -70,7 +69,7 @@ class Step:
             q.device,
             numbers=(strides, held.stride(), state.stride(0), K**-0.5),
             constexprs=(
-                H, HV, K, V, S, W, silu, 2.0 if allow_neg_eigval else 1.0, pdl,
+                H, HV, K, V, S, W, silu, 2.0 if options.allow_neg_eigval else 1.0, pdl,
                 triton.next_power_of_2(K), config["BLOCK_V"],
             ),
             options=(("num_warps", config["num_warps"]), *early),
@@ -84,10 +83,10 @@ class Step:
             q.device,
             numbers=(
                 _grouped(z, R, 1), (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-                held.stride(), B * HV, float(eps),
+                held.stride(), B * HV, float(options.eps),
             ),
             constexprs=(
-                H, HV, V, H * K, K, wide, D, S, gate_activation != "sigmoid", pdl,
+                H, HV, V, H * K, K, wide, D, S, options.gate_activation != "sigmoid", pdl,
                 triton.next_power_of_2(V), triton.next_power_of_2(S), block,
             ),
             options=(("num_warps", 1), *early),
@@ -107,42 +106,17 @@ class Step:
 _steps = CallCache()
 
 
-def plan_gdn_layer_decode(
-    q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm_weight, eps,
-    gate_activation, allow_neg_eigval,
-) -> Optional[Step]:  # fmt: skip
+def plan_gdn_layer_decode(call: LayerDecode) -> Optional[Step]:
     """What serves all calls like this one, from the tensors alone, if there are any rows."""
-    if q.shape[0] == 0:
+    if call.q.shape[0] == 0:
         return None
-    tensors = (q, k, v, z, a, b, conv_state, state, weight, bias, A_log, dt_bias, norm_weight)
-    return _steps.get(Step, tensors, (activation, eps, gate_activation, allow_neg_eigval))
+    key = (call.tensors, call.options)
+    return _steps.find(*key) or _steps.keep(*key, Step(call))
 
 
-def gdn_layer_decode(
-    q: torch.Tensor,  # [B, 1, H, K], last dimension dense
-    k: torch.Tensor,  # [B, 1, H, K]
-    v: torch.Tensor,  # [B, 1, HV, V] or [B, 1, H, R, V], as z
-    z: torch.Tensor,  # [B, 1, HV, V]
-    a: torch.Tensor,  # [B, 1, HV] or [B, 1, H, R], as b
-    b: torch.Tensor,  # [B, 1, HV]
-    conv_state: torch.Tensor,  # [B, D, S], updated in place
-    state: torch.Tensor,  # [B, HV, K, V], updated in place
-    weight: torch.Tensor,  # [D, W]
-    bias: Optional[torch.Tensor],  # [D]
-    activation: Optional[str],
-    A_log: torch.Tensor,  # [HV]
-    dt_bias: Optional[torch.Tensor],  # [HV]
-    norm_weight: torch.Tensor,  # [V]
-    eps: float,
-    gate_activation: str,
-    allow_neg_eigval: bool,
-) -> torch.Tensor:  # [B, 1, HV, V]
+def gdn_layer_decode(call: LayerDecode) -> torch.Tensor:  # [B, 1, HV, V]
     """Two launches: convolution and rule, then norm and gate. Both states are updated in place."""
-    tensors = (q, k, v, z, a, b, conv_state, state, weight, bias)
-    vectors = (A_log, dt_bias, norm_weight)
-    step = plan_gdn_layer_decode(
-        *tensors, activation, *vectors, eps, gate_activation, allow_neg_eigval
-    )
+    step = plan_gdn_layer_decode(call)
     if step is None:
-        return q.new_empty(0, 1, state.shape[1], v.shape[-1])
-    return step(*tensors, *vectors)
+        return call.q.new_empty(0, 1, call.state.shape[1], call.v.shape[-1])
+    return step(*call.tensors)

@@ -69,7 +69,7 @@ def layer_step_kernel(
     S: tl.constexpr,
     W: tl.constexpr,
     SILU: tl.constexpr,
-    BETA_SCALE: tl.constexpr,
+    BETA_MAX: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -117,7 +117,7 @@ def layer_step_kernel(
     a = tl.load(a_ptr + row * strides[7] + group * strides[8] + member)
     g = log_decay(a, A_log_ptr, dt_bias_ptr, hv)
     b = tl.load(b_ptr + row * strides[9] + group * strides[10] + member)
-    beta = write_strength(b, BETA_SCALE)
+    beta = write_strength(b, BETA_MAX)
     rstd_k, scale, kq = key_norms(q, k, scale, True)
     delta, o = read_step(state, q, k, v, g, beta, rstd_k, scale, kq, 0)
     tl.store(o_ptr + (row * HV + hv) * V + offs_v, o, mask=mask_v)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
 from ...runtime.launch import Launch
 from .causal_conv1d import final_tile, served
@@ -136,7 +137,7 @@ def gdn_layer_prologue(
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
     """One launch: act(conv([q, k, v])) [B, T, D], and the last inputs [N, D, S] or None."""
     (B, T, H, K), V, (D, W) = q.shape, v.shape[3], weight.shape
-    N = B if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = count_sequences(B, cu_seqlens)
     y = torch.empty((B, T, D), dtype=q.dtype, device=q.device)  # [B, T, D]
     final = q.new_empty(N, D, final_width) if final_width else None  # [N, D, S]
     held = (0, 0, 0) if initial_states is None else initial_states.stride()

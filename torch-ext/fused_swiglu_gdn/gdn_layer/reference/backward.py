@@ -9,6 +9,7 @@ from typing import Optional, Tuple
 import torch
 import torch.nn.functional as F
 
+from ...gdn.chunks import count_sequences
 from ...runtime.dtypes import at_least_fp32
 from .layer import sequence_of_token
 
@@ -61,7 +62,7 @@ def causal_conv1d_bwd(
     (B, D, T), W = x.shape, weight.shape[1]
     wide, taps, dz = at_least_fp32(x), at_least_fp32(weight), at_least_fp32(dy)
     n, position = _places(B, T, seq_idx, cu_seqlens, x.device)
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    N = count_sequences(B, cu_seqlens)
     history = wide.new_zeros(N, D, W - 1) if initial_states is None else initial_states.to(wide)
     lengths = x.new_full((N,), T, dtype=torch.long) if cu_seqlens is None else cu_seqlens.diff()
 

@@ -5,9 +5,11 @@ Sizes: B T, H and HV heads, K and V head dims, D = 2 H K + HV V channels, W taps
 
 import torch
 
+from ...gdn.chunks import count_sequences
 from ...gdn.reference.common import gated_delta_gate, l2norm, without_autocast
 from ...gdn.reference.recurrent import step_in_place
 from ...runtime.dtypes import at_least_fp32
+from ..call import LayerDecode
 from .layer import causal_conv1d_fwd, causal_conv1d_update, rms_norm_gated_fwd
 
 
@@ -21,7 +23,7 @@ def gdn_layer_prologue(
 ):  # fmt: skip
     """act(conv([q, k, v])) [B, T, D], and the last `final_width` inputs [N, D, S] or None."""
     x, W = _channels(q, k, v), weight.shape[1]
-    N = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+    N = count_sequences(x.shape[0], cu_seqlens)
     before = initial_states
     if before is None:
         before = x.new_zeros(N, x.shape[1], W - 1)
@@ -38,25 +40,23 @@ def gdn_layer_prologue(
 
 
 @without_autocast
-def gdn_layer_decode(
-    q, k, v, z, a, b, conv_state, state, weight, bias, activation, A_log, dt_bias, norm_weight, eps,
-    gate_activation, allow_neg_eigval,
-):  # fmt: skip
-    """One token between the projections, y [B, 1, HV, V]; both states are updated in place.
-
-    v, z [B, 1, HV, V] and a, b [B, 1, HV], or with the heads as [H, HV / H].
-    """
-    v, z, a, b = v.flatten(2, -2), z.flatten(2, -2), a.flatten(2), b.flatten(2)
+def gdn_layer_decode(call: LayerDecode):
+    """One token between the projections, y [B, 1, HV, V]; both states are updated in place."""
+    q, k, v, options = call.q, call.k, call.v.flatten(2, -2), call.options
+    z, a, b, state = call.z.flatten(2, -2), call.a.flatten(2), call.b.flatten(2), call.state
     (B, _, H, K), (HV, V) = q.shape, v.shape[2:]
-    x = causal_conv1d_update(_channels(q, k, v), conv_state, weight, bias, activation)
+    x = causal_conv1d_update(
+        _channels(q, k, v), call.conv_state, call.weight, call.bias, options.activation
+    )
     qk, v = at_least_fp32(x).squeeze(-1).split([2 * H * K, HV * V], -1)
     qk = l2norm(qk.view(B, 2, H, K)).repeat_interleave(HV // H, 2)  # [B, 2, HV, K]
     q, k = (y.reshape(B * HV, 1, K) for y in qk.unbind(1))
-    decay = gated_delta_gate(a, A_log, dt_bias).exp().view(-1, 1, 1)
+    decay = gated_delta_gate(a, call.A_log, call.dt_bias).exp().view(-1, 1, 1)
     beta = at_least_fp32(b).sigmoid().view(-1, 1, 1)
-    beta = beta * 2 if allow_neg_eigval else beta
+    beta = beta * 2 if options.allow_neg_eigval else beta
     heads = state.to(v.dtype).reshape(B * HV, K, V)  # the state itself, if it can be
     o = step_in_place(q, k, v.reshape(B * HV, 1, V), decay, beta, heads).view(B, 1, HV, V)
     if state.dtype != v.dtype or not state.is_contiguous():
         state.copy_(heads.view(state.shape))
-    return rms_norm_gated_fwd(o * K**-0.5, z, norm_weight, eps, gate_activation).to(z.dtype)
+    y = rms_norm_gated_fwd(o * K**-0.5, z, call.norm_weight, options.eps, options.gate_activation)
+    return y.to(z.dtype)

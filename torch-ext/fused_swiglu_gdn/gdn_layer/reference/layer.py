@@ -8,6 +8,7 @@ from typing import Optional
 import torch
 import torch.nn.functional as F
 
+from ...gdn.chunks import count_sequences
 from ...runtime.dtypes import at_least_fp32
 
 
@@ -60,7 +61,7 @@ def causal_conv1d_fwd(
     sequence = sequence_of_token(T, seq_idx, cu_seqlens)
     history = initial_states
     if history is None:
-        N = x.shape[0] if cu_seqlens is None else cu_seqlens.numel() - 1
+        N = count_sequences(x.shape[0], cu_seqlens)
         history = wide.new_zeros(N, x.shape[1], W - 1)
     history = at_least_fp32(history)
     if x.numel() == 0:

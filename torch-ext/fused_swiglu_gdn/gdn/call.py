@@ -1,0 +1,123 @@
+"""One call of the gated delta rule: what everything behind the public functions takes.
+
+A call holds its tensors and its options by name, and tells the sizes that follow from them. Options
+are hashable, and `*options` are the last arguments of the registered operators, in this order.
+
+Sizes: B batch, T tokens, H query/key heads, HV value heads, K and V head dims, N sequences, P rows
+of a state pool; C = 64 tokens a chunk, rows of chunks as in chunks.py.
+"""
+
+from typing import NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from .chunks import chunk_rows, count_sequences
+
+
+def _beta_max(options) -> float:
+    """The factor of sigmoid(beta); 0 where beta is used as it is."""
+    return (2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid else 0.0
+
+
+class GdnOptions(NamedTuple):
+    """Options of the chunked form."""
+
+    scale: float
+    use_qk_l2norm: bool = False
+    use_beta_sigmoid: bool = False
+    allow_neg_eigval: bool = False
+    state_v_first: bool = False
+    output_final_state: bool = False
+    state_dtype: Optional[torch.dtype] = None  # of the states that are returned; None: fp32
+    checkpoint_every: int = 0  # tokens; 0: no checkpoints
+    save_blocks: bool = False  # Tb, P and F of the chunks are returned, for the gradient
+
+    beta_max = property(_beta_max)
+
+
+class RecurrentOptions(NamedTuple):
+    """Options of the form that goes token by token."""
+
+    scale: float
+    use_qk_l2norm: bool = False
+    use_beta_sigmoid: bool = False
+    allow_neg_eigval: bool = False
+    state_v_first: bool = False
+    output_final_state: bool = False
+    inplace: bool = False  # the final states overwrite initial_state, or rows of it
+    all_states: bool = False  # the states after every token are returned
+
+    beta_max = property(_beta_max)
+
+
+def _with_sizes(kind):
+    """Adds to a kind of call what follows from its tensors."""
+    kind.device = property(lambda call: call.q.device)
+    kind.B = property(lambda call: call.q.shape[0])
+    kind.T = property(lambda call: call.q.shape[1])
+    kind.H = property(lambda call: call.q.shape[2])
+    kind.K = property(lambda call: call.q.shape[3])
+    kind.HV = property(lambda call: call.v.shape[2])
+    kind.V = property(lambda call: call.v.shape[3])
+    kind.N = property(lambda call: count_sequences(call.B, call.cu_seqlens))
+    kind.rows = property(lambda call: chunk_rows(call.T, call.B, call.cu_seqlens))
+    kind.state_shape = property(_state_shape)
+    kind.tensors = property(_tensors)
+    return kind
+
+
+def _state_shape(call) -> Tuple[int, int, int]:
+    """(HV, K, V) or, with state_v_first, (HV, V, K)."""
+    dims = (call.V, call.K) if call.options.state_v_first else (call.K, call.V)
+    return (call.HV, *dims)
+
+
+def _tensors(call) -> tuple:
+    """All of a call but its options."""
+    *tensors, _ = call
+    return tuple(tensors)
+
+
+@_with_sizes
+class GdnCall(NamedTuple):
+    """A call of the chunked form."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor  # [B, T, HV], natural-log decay, or the raw a when A_log is given
+    beta: Tensor  # [B, T, HV]
+    A_log: Optional[Tensor]  # [HV]
+    dt_bias: Optional[Tensor]  # [HV]
+    initial_state: Optional[Tensor]  # [N, HV, K, V]; with state_indices the pool [P, HV, K, V]
+    state_indices: Optional[Tensor]  # [N]
+    cu_seqlens: Optional[Tensor]  # [N + 1]
+    options: GdnOptions
+
+
+class GdnGradient(NamedTuple):
+    """What the gradient of a GdnCall takes besides that call."""
+
+    do: Tensor  # [B, T, HV, V]
+    d_final_state: Optional[Tensor]  # [N, HV, K, V]
+    prepared: Optional[tuple]  # Tb, P and F of the call's chunks, where the forward saved them
+    values_only: bool  # only the gradients of v and of initial_state are wanted
+
+
+@_with_sizes
+class RecurrentCall(NamedTuple):
+    """A call of the form that goes token by token."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor  # [B, T, HV], natural-log decay, or the raw a when A_log is given
+    beta: Tensor  # [B, T, HV]
+    A_log: Optional[Tensor]  # [HV]
+    dt_bias: Optional[Tensor]  # [HV]
+    initial_state: Optional[Tensor]  # [N, HV, K, V]; with state_indices the pool [P, HV, K, V]
+    state_indices: Optional[Tensor]  # [N], rows of the pool to start from
+    output_state_indices: Optional[Tensor]  # [N], rows of the pool to write, if not the same
+    cu_seqlens: Optional[Tensor]  # [N + 1]
+    options: RecurrentOptions

@@ -1,0 +1,71 @@
+"""What kernels of the chunked gated delta rule share, on every chip, and their launchers.
+
+Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; rows of chunks as in gdn/chunks.py.
+"""
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.primitives import sequence_bounds
+from ..call import GdnCall
+from ..chunks import CHUNK
+
+# fp32 products to fp32's accuracy: three products of tf32 each on NVIDIA's tensor cores
+EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
+
+
+@triton.jit
+def locate(row, cu_ptr, T, N, ROWS, SPAN):
+    """Row of SPAN tokens -> (sequence, span within it, first token, length of the sequence).
+
+    Sequence n owns the rows from cu[n] // SPAN + n (n * ROWS at equal length) on. That is enough
+    for its tokens and costs no prefix sum; the caller leaves rows behind a sequence's end alone.
+    """
+    if cu_ptr is None:
+        n = row // ROWS
+        span = row % ROWS
+        start = tl.cast(0, tl.int64)
+        length = T
+    else:
+        n = 0
+        end = N
+        while end - n > 1:
+            mid = (n + end) // 2
+            left = (tl.maximum(tl.load(cu_ptr + mid), 0) // SPAN + mid) > row
+            end = tl.where(left, mid, end)
+            n = tl.where(left, n, mid)
+        start, stop = sequence_bounds(cu_ptr, n, T)
+        span = (row - (start // SPAN + n)).to(tl.int32)
+        # a row before the first sequence, which only wrong offsets leave, has nothing to do
+        length = tl.where(span < 0, 0, stop - start).to(tl.int32)
+        span = tl.maximum(span, 0)
+    return n, span, start, length
+
+
+@triton.jit
+def level(i, j, S: tl.constexpr):
+    """Where the blocks below the diagonal lie that join two S x S blocks into one of 2S x 2S."""
+    return (i // S == j // S + 1) & ((j // S) % 2 == 0)
+
+
+def chunk_numbers(call: GdnCall) -> tuple:
+    """T, N and NT of a kernel that finds its chunk by `locate`."""
+    return call.T, 1 if call.cu_seqlens is None else call.N, -(-call.T // CHUNK)
+
+
+def precision(dtype: torch.dtype) -> str:
+    """input_precision of products of tensors of the dtype; only fp32 depends on it."""
+    if dtype == torch.float32 or torch.version.hip is not None:
+        return EXACT_FP32
+    return "tf32"
+
+
+def kv_strides(state: Optional[torch.Tensor], v_first: bool) -> tuple:
+    """Strides of (sequence, head, K, V) for either layout of a state."""
+    if state is None:
+        return (0, 0, 0, 0)
+    a, b, c, d = state.stride()
+    return (a, b, d, c) if v_first else (a, b, c, d)
