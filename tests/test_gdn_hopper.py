@@ -87,7 +87,7 @@ def warpgroups(request, monkeypatch):
     limit = {1: 10**9, 2: 0}[request.param]
     segments = gdn_plan._segments
     monkeypatch.setattr(gdn_plan, "multiprocessor_count", lambda index: limit)
-    monkeypatch.setattr(gdn, "_calls", submodule("runtime.cache").CallCache())
+    monkeypatch.setattr(gdn, "_kept", submodule("runtime.cache").CallCache())
 
     def as_ever(*args):
         with pytest.MonkeyPatch.context() as patch:

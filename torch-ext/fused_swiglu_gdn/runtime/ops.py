@@ -93,7 +93,8 @@ def run(
     grad = needs_grad(args)
     if grad and not differentiable:
         return reference(*args)
-    op = (train or op) if grad else op
+    if grad and train is not None:
+        op = train
     if torch.compiler.is_compiling():
         where = args[0].device
         needed = dispatch.backward_of(operation) if grad else operation
