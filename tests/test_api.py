@@ -11,6 +11,8 @@ sys.path.insert(0, str(ROOT / "tools"))
 import public_api  # noqa: E402
 from build import read_config  # noqa: E402
 
+pytestmark = pytest.mark.kernels_ci
+
 VERSION = read_config(ROOT)[0]["general"]["version"]
 RECORD = ROOT / "tests" / f"api_v{VERSION}.json"
 

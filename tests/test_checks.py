@@ -8,6 +8,8 @@ import pytest
 import torch
 from conftest import gdn_inputs, relative_error
 
+pytestmark = pytest.mark.kernels_ci
+
 VALID = object()
 
 

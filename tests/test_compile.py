@@ -12,18 +12,25 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(ROOT / "tools"))
 compile_all = pytest.importorskip("compile_all")
 
-# Bytes a thread that may spill. The keys' gradient spills with 128 columns a step, and takes
-# 0.03 ms of 0.31 less than with 64; two words of the states' gradient, which takes 0.335 ms with
-# and took 0.373 before it had what they hold (H200, Triton 3.6.0). At head dim 256 and in fp32,
-# whose products are three each, accumulators fill the registers. Two words of the warps that make
-# <S, dS>, once a head.
+# Bytes a thread that may spill, by the beginning of a call's name and the kernel. The keys' gradient
+# spills with 128 columns a step, and takes 0.03 ms of 0.31 less than with 64; the states' gradient
+# takes 0.335 ms with two words and took 0.373 before it had what they hold (H200, Triton 3.6.0). At
+# head dim 256 and in fp32, whose products are three each, accumulators fill the registers. Prepare
+# with one value head a key head, and sizes that are no powers of two, hold more addresses. A
+# program of <S, dS> (the gradient of beta) runs only where beta is next to nothing.
 SPILLS = {
-    ("gdn training, head dim 256", "_query_bwd_kernel"): 64,
-    ("gdn training, head dim 256", "_key_bwd_kernel"): 144,
+    ("swiglu forward, odd sizes", "_swiglu_fwd_kernel"): 8,
+    ("gdn", "_prepare_kernel"): 72,
+    ("gdn training", "gdn_gradient_kernel"): 24,
+    ("gdn training", "_beta_bwd_kernel"): 120,
+    ("gdn training, head dim 256", "_states_bwd_kernel"): 16,
+    ("gdn training, head dim 256", "_query_bwd_kernel"): 80,
+    ("gdn training, head dim 256", "_key_bwd_kernel"): 168,
     ("gdn training, fp32", "_states_bwd_kernel"): 1720,
     ("gdn training, fp32", "_query_bwd_kernel"): 744,
     ("gdn training, fp32", "_key_bwd_kernel"): 1080,
-    ("", "gdn_gradient_kernel"): 8,
+    ("gdn training, fp32", "_beta_bwd_kernel"): 1920,
+    ("gdn_layer convolution, gradient", "_causal_conv1d_bwd_kernel"): 272,
 }
 OTHERS = {"sm_80": 99, "sm_100": 227, "sm_120": 99}  # KiB of shared memory a program may have
 SHARED_KERNELS = ("_scan_kernel", "_transition_kernel", "_states_bwd_kernel", "_query_bwd_kernel")

@@ -45,8 +45,8 @@ def check_backward(p, recompute=False, factor=2.0):
     out, found = backward(p, dout, recompute)
     right = answer(p)
     assert relative_error(out, right) < ROUNDED[p.x.dtype]
-    # dweights is <dout, y> of each slot, which can cancel by chance where there are few of them: its
-    # error is told by the size to expect of it, |y| (dout has unit variance), which is at least this
+    # dweights is <dout, y> of each slot, which can cancel by chance where there are few of them.
+    # Its error is told by the size to expect of it, |y| (dout has unit variance): at least this
     K = p.weights.shape[1]
     size = (K**0.5 * right.norm(dim=1) / p.weights.double().sum(1)).norm()
     for name, mine, exact in zip(NAMES, found, gradients(p, dout)):

@@ -254,6 +254,23 @@ CALLS = {
 }
 
 
+@compiled
+@pytest.mark.parametrize("recompute", [False, True])
+def test_training_is_traced_where_kernels_serve(monkeypatch, recompute):
+    """One graph of operators, whose bodies run the reference here."""
+    has_kernels = torch.compiler.assume_constant_result(lambda *asked: True)
+    monkeypatch.setattr(submodule("runtime.dispatch"), "has_kernels", has_kernels)
+    x = {name: t.requires_grad_() for name, t in gdn_inputs(2, 70, 2, 4, 16, 16).items()}
+    rule = functional.chunk_gated_delta_rule
+    traced = torch.compile(rule, fullgraph=True, backend="aot_eager")
+    found = []
+    for way in (rule, traced):
+        o, state = way(**x, output_final_state=True, recompute=recompute)
+        found.append(torch.autograd.grad(o.sum() + state.square().sum(), list(x.values())))
+    for a, b in zip(*found):
+        assert relative_error(a, b) < 1e-5
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", [True, False])
 @pytest.mark.parametrize("way", CALLS.values(), ids=CALLS)
@@ -329,6 +346,7 @@ def kernels(case):
     return found
 
 
+@pytest.mark.kernels_ci
 @pytest.mark.gpu
 @pytest.mark.parametrize("gates", ["slow", "qwen", "extreme"])
 @pytest.mark.parametrize("T", [1, 63, 64, 65, 1000])

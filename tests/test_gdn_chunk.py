@@ -285,6 +285,7 @@ def test_aiter_grid_packed(implementation, D, ends):
     assert_aiter(implementation, arguments(x, cu_seqlens=cu_seqlens))
 
 
+@pytest.mark.kernels_ci
 @pytest.mark.gpu
 @compiled
 @pytest.mark.parametrize("gates", ["qwen", "slow", "none", "extreme"])
@@ -332,6 +333,7 @@ def test_head_dims_and_groups(implementation, K, V, HV, dtype):
     check_where_supported(implementation, arguments(x, use_qk_l2norm=True))
 
 
+@pytest.mark.kernels_ci
 @pytest.mark.gpu
 @compiled
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
@@ -364,6 +366,7 @@ def test_no_token_leaks_into_a_neighbour(implementation):
     assert torch.equal(state[1], state2[1])
 
 
+@pytest.mark.kernels_ci
 @pytest.mark.gpu
 @compiled
 def test_bitwise_repeatable_and_batch_invariant(implementation):

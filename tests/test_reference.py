@@ -5,6 +5,8 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_close, gdn_inputs, relative_error, submodule
 
+pytestmark = pytest.mark.kernels_ci
+
 F64 = torch.float64
 
 

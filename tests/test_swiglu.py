@@ -123,6 +123,7 @@ def test_values(implementation, M, N, K, layout, dtype):
     check(serve(implementation), inputs(M, N, K, dtype, layout), "silu")
 
 
+@pytest.mark.kernels_ci
 @pytest.mark.gpu
 @pytest.mark.parametrize("M, N, K", ANY_SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -131,6 +132,7 @@ def test_portable_values(M, N, K, layout, dtype):
     check(serve("portable"), inputs(M, N, K, dtype, layout), "silu")
 
 
+@pytest.mark.kernels_ci
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("M", [16, 200])
@@ -156,6 +158,7 @@ def test_fp32_follows_torch():
     assert errors[False] < 2e-6 < errors[True] < 2e-3
 
 
+@pytest.mark.kernels_ci
 @pytest.mark.gpu
 @pytest.mark.parametrize("implementation, M", [("hopper", 300), ("portable", 300), ("portable", 7)])
 def test_bits_repeat(implementation, M):
