@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 sys.path.insert(0, str(ROOT / "tools"))
 compile_all = pytest.importorskip("compile_all")
 
-# Bytes a thread that may spill, by the beginning of a call's name and the kernel. The keys' gradient
+# Bytes a thread that may spill, by how a call's name begins and the kernel. The keys' gradient
 # spills with 128 columns a step, and takes 0.03 ms of 0.31 less than with 64; the states' gradient
 # takes 0.335 ms with two words and took 0.373 before it had what they hold (H200, Triton 3.6.0). At
 # head dim 256 and in fp32, whose products are three each, accumulators fill the registers. Prepare
