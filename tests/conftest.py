@@ -122,6 +122,7 @@ def spread(items: list, workers: int) -> None:
     items += short
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers(config):
     """One worker a core; few where all of them share one GPU."""
     return min(os.cpu_count() or 1, 4) if torch.cuda.is_available() else None
