@@ -406,3 +406,22 @@ def test_reference_has_every_operation():
         ("gdn_layer.reference.layer", "rms_norm_gated_fwd"),
     ):
         assert callable(getattr(submodule(module), operation))
+
+
+@pytest.mark.parametrize("name, same", [("gelu", "none"), ("gelu_pytorch_tanh", "tanh")])
+def test_activations_by_transformers_names(kernel, name, same):
+    leaves = [torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((5, 8), (12, 8))]
+    x, w = leaves
+    wd = torch.randn(8, 12, dtype=torch.float64)
+    expected = (F.gelu(x @ w.T, approximate=same) * (x @ w.T)) @ wd.T
+    for got in (
+        kernel.fused_swiglu(x, w, w, activation=name) @ wd.T,
+        kernel.fused_swiglu_mlp(x, w, w, wd, activation=name),
+        kernel.fused_swiglu_mlp(x, w, w, wd, activation=name, recompute=True),
+    ):
+        assert_close(got, expected)
+        found = torch.autograd.grad(got.sum(), leaves)
+        for mine, ref in zip(found, torch.autograd.grad(expected.sum(), leaves, retain_graph=True)):
+            assert_close(mine, ref)
+    with pytest.raises(ValueError, match="activation must be one of"):
+        kernel.fused_swiglu(x, w, w, activation="gelu_new")

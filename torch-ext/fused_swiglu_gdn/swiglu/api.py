@@ -35,7 +35,8 @@ def fused_swiglu(
             views that need no copy.
         w_up: [N, K], likewise.
         b_gate, b_up: [N] or None; the dtype of x.
-        activation: "silu", "gelu_tanh" or "relu".
+        activation: "silu", "gelu_tanh" (or "gelu_pytorch_tanh"), "relu"; "gelu", by erf, for which
+            there is no kernel: plain torch computes it.
 
     Returns:
         [..., N], the dtype of x (of autocast, where that is on).
@@ -58,6 +59,7 @@ def fused_swiglu(
     given = tensors
     x, w_gate, w_up, b_gate, b_up = tensors = autocast(*given)
     checks.fused_swiglu(*tensors, activation)
+    activation = checks.SAME.get(activation, activation)
     rows = _rows(x)
     shape = (*x.shape[:-1], w_gate.shape[0])
     if plan is None and undisturbed() and rows.data_ptr() == x.data_ptr():
@@ -92,7 +94,8 @@ def fused_swiglu_mlp(
         x: [..., K]; fp32, bf16 or fp16.
         w_gate, w_up: [N, K]; w_down: [O, N]; the dtype of x.
         b_gate, b_up: [N] or None; b_down: [O] or None; the dtype of x.
-        activation: "silu", "gelu_tanh" or "relu".
+        activation: "silu", "gelu_tanh" (or "gelu_pytorch_tanh"), "relu"; "gelu", by erf, for which
+            there is no kernel: plain torch computes it.
         recompute: for training: save only x for the backward pass and recompute the gate and up
             projections there (about 1/8 of the activation memory at Llama's sizes).
         keep_z: for training: also save fused_swiglu's result instead of recomputing it.
@@ -122,6 +125,7 @@ def fused_swiglu_mlp(
         ]
     w_gate, w_up, w_down = weights
     checks.fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation)
+    activation = checks.SAME.get(activation, activation)
     args = (_rows(x), w_gate, w_up, w_down, b_gate, b_up, b_down, activation, *modes)
     y = ops.swiglu_mlp(*args)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], w_down.shape[0])

@@ -15,6 +15,9 @@ from ..runtime.checks import (
 )
 
 ACTIVATIONS = ("silu", "gelu_tanh", "relu")
+# by transformers' names: one that is an alias, and one that plain torch computes, by erf
+SAME = {"gelu_pytorch_tanh": "gelu_tanh"}
+BY_TORCH = ("gelu",)
 
 
 @remembered
@@ -29,7 +32,7 @@ def fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> None:
     _biases((("b_gate", b_gate), ("b_up", b_up)), "N", sizes)
     for name, y in (("w_gate", w_gate), ("w_up", w_up), ("b_gate", b_gate), ("b_up", b_up)):
         agrees(name, y, "x", x)
-    is_one_of("activation", activation, ACTIVATIONS)
+    is_one_of("activation", activation, (*ACTIVATIONS, *BY_TORCH, *SAME))
 
 
 @remembered

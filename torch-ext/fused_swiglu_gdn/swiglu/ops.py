@@ -10,6 +10,7 @@ from .._ops import add_op_namespace_prefix
 from ..runtime.ops import plan, run, serve
 from . import ops_train as training
 from . import reference
+from .checks import BY_TORCH
 from .ops_mlp import into_main_grad, swiglu_mlp_train
 
 
@@ -33,7 +34,7 @@ def _(x, w_gate, w_up, b_gate, b_up, activation):
 
 def swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> Tensor:
     args = (x, w_gate, w_up, b_gate, b_up, activation)
-    if training.trains(*args[:5]):
+    if training.trains(*args[:5]) and activation not in BY_TORCH:
         return training.swiglu_train(*args)
     return run("swiglu.forward", "swiglu_fwd", _swiglu_fwd, reference.swiglu_fwd, args)
 
@@ -53,7 +54,7 @@ def swiglu_mlp(
 ) -> Tensor:
     """y [M, D] = swiglu(...) @ w_down.T + b_down."""
     tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    if training.trains(*tensors):
+    if training.trains(*tensors) and activation not in BY_TORCH:
         return swiglu_mlp_train(*tensors, activation, recompute, keep_z, main_grad)
     if main_grad:
         w_gate, w_up, w_down = map(into_main_grad, (w_gate, w_up, w_down))

@@ -14,6 +14,7 @@ from ..runtime.dtypes import at_least_fp32
 
 ACTIVATIONS = {
     "silu": F.silu,
+    "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
 }

@@ -32,7 +32,7 @@ def _serves(where, dtype, size, strides, gate_size, gate_strides, up_strides) ->
 
 def supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
     sizes = (x.shape, x.stride(), w_gate.shape, w_gate.stride(), w_up.stride())
-    if not _serves(x.device, x.dtype, *sizes):
+    if activation == "gelu" or not _serves(x.device, x.dtype, *sizes):
         return False
     gate, up = w_gate.data_ptr(), w_up.data_ptr()
     return (x.data_ptr() | gate | up) % 16 == 0 and 0 < abs(gate - up) < 2**40
