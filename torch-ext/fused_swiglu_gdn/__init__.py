@@ -1,6 +1,7 @@
 """Kernels of SwiGLU, routed experts and Gated DeltaNet. `__all__` is the API of this version."""
 
 from . import layers
+from .attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
 from .experts.api import fused_experts
 from .gdn.api import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .gdn.api_aiter import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_opt_vk
@@ -15,6 +16,7 @@ __version__ = "1"  # of the API, as build.toml has it
 
 __all__ = [
     "FusedSwiGLU",
+    "attention_with_kvcache",
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
@@ -22,6 +24,7 @@ __all__ = [
     "chunk_gated_delta_rule_opt_vk",
     "decorate",
     "fused_experts",
+    "fused_qk_norm_rope",
     "fused_recurrent_gated_delta_rule",
     "fused_swiglu",
     "fused_swiglu_mlp",
@@ -33,6 +36,7 @@ __all__ = [
     "register_experts",
     "restore",
     "rms_norm_gated",
+    "sigmoid_gate",
     "verify",
 ]
 

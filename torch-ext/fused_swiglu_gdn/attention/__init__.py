@@ -1,0 +1,1 @@
+"""What surrounds attention in a decoder layer, and attention of one token over a static cache."""

@@ -1,0 +1,42 @@
+"""The call of fused_qk_norm_rope.
+
+Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots.
+"""
+
+from typing import NamedTuple, Optional
+
+from torch import Tensor
+
+
+class QkOptions(NamedTuple):
+    """What a call asks for besides its tensors."""
+
+    eps: float  # of the norms
+    offset: float  # added to their weights
+    whole: bool  # a norm over all heads of a token, not over each
+
+
+class QkNormRope(NamedTuple):
+    """The heads of queries and keys between their projections and attention."""
+
+    q: Tensor  # [B, T, HQ, D]
+    k: Tensor  # [B, T, HK, D]
+    cos: Optional[Tensor]  # [B or 1, T, R], as sin
+    sin: Optional[Tensor]
+    q_weight: Optional[Tensor]  # [D] or, over all heads, [HQ * D]
+    k_weight: Optional[Tensor]  # [D] or [HK * D]
+    v: Optional[Tensor]  # [B, T, HK, DV], with the three below or without them
+    key_cache: Optional[Tensor]  # [B, HK, S, D], written in place
+    value_cache: Optional[Tensor]  # [B, HK, S, DV], written in place
+    cache_position: Optional[Tensor]  # [], the first slot that is written
+    options: QkOptions
+
+    @property
+    def device(self):
+        return self.q.device
+
+    @property
+    def tensors(self) -> tuple:
+        """All of it but the options."""
+        *tensors, _ = self
+        return tuple(tensors)

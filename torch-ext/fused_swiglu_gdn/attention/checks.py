@@ -1,0 +1,142 @@
+"""Checks of what surrounds attention."""
+
+import torch
+
+from ..runtime.checks import (
+    FLOATING,
+    agrees,
+    has_dtype,
+    has_shape,
+    is_floating,
+    is_number,
+    is_one_of,
+    is_tensor,
+    remembered,
+    same_device,
+)
+
+CASTING_MODES, NORMS = ("llama", "gemma"), ("head", "all")
+COUNTS = (torch.int32, torch.int64)
+
+
+def _finite(name, value) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
+    if value != value or value in (float("inf"), -float("inf")):
+        raise ValueError(f"{name} must be finite, got {value}")
+
+
+def _tables(cos, sin, q, sizes) -> None:
+    if (cos is None) != (sin is None):
+        given, missing = ("cos", "sin") if sin is None else ("sin", "cos")
+        raise ValueError(f"{missing} must be given where {given} is, got None")
+    if cos is None:
+        return
+    has_shape("cos", cos, "N T R", sizes)
+    has_shape("sin", sin, "N T R", sizes)
+    for name, table in (("cos", cos), ("sin", sin)):
+        is_floating(name, table)
+        same_device(name, table, "q", q)
+    agrees("sin", sin, "cos", cos)
+    if sizes["N"] not in (1, sizes["B"]):
+        raise ValueError(f"cos must have batch {sizes['B']}, as q, or 1, got {sizes['N']}")
+    if not 0 < sizes["R"] <= sizes["D"] or sizes["R"] % 2:
+        raise ValueError(
+            f"cos must have an even number of channels up to {sizes['D']}, got {sizes['R']}"
+        )
+
+
+def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
+    written = {
+        "v": v, "key_cache": key_cache, "value_cache": value_cache,
+        "cache_position": cache_position,
+    }  # fmt: skip
+    missing = [name for name, x in written.items() if x is None]
+    if len(missing) == len(written):
+        return
+    if missing:
+        raise ValueError(f"{missing[0]} must be given where one of {', '.join(written)} is")
+    has_shape("v", v, "B T HK DV", sizes)
+    has_shape("key_cache", key_cache, "B HK S D", sizes)
+    has_shape("value_cache", value_cache, "B HK S DV", sizes)
+    has_shape("cache_position", cache_position, "", sizes)
+    has_dtype("cache_position", cache_position, COUNTS)
+    for name in ("v", "key_cache", "value_cache"):
+        is_floating(name, written[name])
+    for name, x in written.items():
+        same_device(name, x, "q", q)
+    if sizes["T"] > sizes["S"]:
+        raise ValueError(f"key_cache must have a slot for each of {sizes['T']} tokens")
+
+
+@remembered
+def fused_qk_norm_rope(
+    q, k, cos, sin, q_weight, k_weight, v, key_cache, value_cache, cache_position,
+    eps, casting_mode, offset, norm,
+) -> None:  # fmt: skip
+    sizes: dict = {}
+    has_shape("q", q, "B T HQ D", sizes)
+    has_shape("k", k, "B T HK D", sizes)
+    is_floating("q", q)
+    agrees("k", k, "q", q)
+    is_number("eps", eps, "non-negative")
+    is_one_of("casting_mode", casting_mode, CASTING_MODES)
+    _finite("offset", offset)
+    is_one_of("norm", norm, NORMS)
+    _tables(cos, sin, q, sizes)
+    for name, weight, heads in (("q_weight", q_weight, "HQ"), ("k_weight", k_weight, "HK")):
+        if weight is None:
+            continue
+        width = "D" if norm == "head" else f"{heads}*D"
+        sizes[f"{heads}*D"] = sizes[heads] * sizes["D"]
+        has_shape(name, weight, width, sizes)
+        is_floating(name, weight)
+        same_device(name, weight, "q", q)
+    _caches(q, v, key_cache, value_cache, cache_position, sizes)
+    if key_cache is not None and torch.is_grad_enabled():
+        for name, x in (("q", q), ("k", k), ("v", v), ("q_weight", q_weight)):
+            if x is not None and x.requires_grad:
+                raise ValueError(
+                    f"{name} must not require a gradient where key_cache is given, which is written"
+                    " in place: call under torch.no_grad()"
+                )
+
+
+@remembered
+def sigmoid_gate(x, gate) -> None:
+    is_tensor("x", x)
+    is_floating("x", x)
+    is_tensor("gate", gate)
+    if gate.shape != x.shape:
+        raise ValueError(f"gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}")
+    is_floating("gate", gate)
+    same_device("gate", gate, "x", x)
+
+
+@remembered
+def attention_with_kvcache(
+    q, k_cache, v_cache, cache_seqlens, attention_mask, softmax_scale
+) -> None:
+    sizes = {"1": 1}
+    has_shape("q", q, "B 1 HQ D", sizes)
+    has_shape("k_cache", k_cache, "B HK S D", sizes)
+    has_shape("v_cache", v_cache, "B HK S D", sizes)
+    is_floating("q", q)
+    agrees("k_cache", k_cache, "q", q)
+    agrees("v_cache", v_cache, "q", q)
+    HQ, HK = sizes["HQ"], sizes["HK"]
+    if HK == 0 or HQ % HK:
+        raise ValueError(f"q must have a multiple of the {HK} heads of k_cache, got {HQ}")
+    is_tensor("cache_seqlens", cache_seqlens)
+    has_dtype("cache_seqlens", cache_seqlens, COUNTS)
+    same_device("cache_seqlens", cache_seqlens, "q", q)
+    if cache_seqlens.ndim:
+        has_shape("cache_seqlens", cache_seqlens, "B", sizes)
+    if attention_mask is not None:
+        has_shape("attention_mask", attention_mask, "N 1 1 S", sizes)
+        has_dtype("attention_mask", attention_mask, (torch.bool, *FLOATING))
+        same_device("attention_mask", attention_mask, "q", q)
+        if sizes["N"] not in (1, sizes["B"]):
+            raise ValueError(f"attention_mask must have batch {sizes['B']} or 1, got {sizes['N']}")
+    if softmax_scale is not None:
+        _finite("softmax_scale", softmax_scale)

@@ -1,0 +1,189 @@
+"""The operators of what surrounds attention."""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.ops import no_second_derivative, operator, plan, present, run, serve
+from . import reference
+from .call import QkNormRope, QkOptions
+
+FAMILY = "attention.attention"
+
+
+@operator("qk_norm_rope_fwd")
+def _qk_norm_rope_fwd(
+    q: Tensor,  # [B, T, HQ, D]
+    k: Tensor,  # [B, T, HK, D]
+    cos: Optional[Tensor],  # [B or 1, T, R]
+    sin: Optional[Tensor],
+    q_weight: Optional[Tensor],  # [D] or [HQ * D]
+    k_weight: Optional[Tensor],  # [D] or [HK * D]
+    *options: QkOptions,
+) -> Tuple[Tensor, Tensor]:
+    cache = (None, None, None, None)
+    call = QkNormRope(q, k, cos, sin, q_weight, k_weight, *cache, QkOptions(*options))
+    return serve(FAMILY, "qk_norm_rope_fwd", reference.qk_norm_rope_fwd, (call,))
+
+
+@_qk_norm_rope_fwd.register_fake
+def _(q, k, *_):
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+@operator("qk_norm_rope_bwd")
+def _qk_norm_rope_bwd(
+    dq: Tensor,  # [B, T, HQ, D]
+    dk: Tensor,  # [B, T, HK, D]
+    q: Optional[Tensor],  # [B, T, HQ, D], where q_weight is given; likewise k
+    k: Optional[Tensor],
+    cos: Optional[Tensor],  # [B or 1, T, R]
+    sin: Optional[Tensor],
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    *options: QkOptions,
+) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
+    args = (dq, dk, q, k, cos, sin, q_weight, k_weight, QkOptions(*options))
+    found = serve(FAMILY, "qk_norm_rope_bwd", reference.qk_norm_rope_bwd, args)
+    return tuple([present(gradient, dq) for gradient in found])
+
+
+@_qk_norm_rope_bwd.register_fake
+def _(dq, dk, q, k, cos, sin, q_weight, k_weight, *_):
+    weights = [dq.new_empty(0) if w is None else torch.empty_like(w) for w in (q_weight, k_weight)]
+    return (dq.new_empty(dq.shape), dk.new_empty(dk.shape), *weights)
+
+
+def _save_qk(ctx, inputs, output) -> None:
+    q, k, cos, sin, q_weight, k_weight, *options = inputs
+    kept = (None if q_weight is None else q, None if k_weight is None else k)  # only norms read it
+    ctx.save_for_backward(*kept, cos, sin, q_weight, k_weight)
+    ctx.options = options
+
+
+def _qk_gradients(ctx, dq, dk):
+    found = _qk_norm_rope_bwd(dq, dk, *ctx.saved_tensors, *ctx.options)
+    q, k, _, _, q_weight, k_weight = ctx.needs_input_grad[:6]
+    needs = (q, k, q_weight, k_weight)
+    dq, dk, *weights = [d if needed else None for d, needed in zip(found, needs)]
+    return (dq, dk, None, None, *weights, *(None for _ in ctx.options))
+
+
+_qk_norm_rope_fwd.register_autograd(_qk_gradients, setup_context=_save_qk)
+no_second_derivative(_qk_norm_rope_bwd, "fused_qk_norm_rope")
+
+
+@operator("qk_norm_rope_cache", mutates_args=("key_cache", "value_cache"))
+def _qk_norm_rope_cache(
+    q: Tensor,  # [B, T, HQ, D]
+    k: Tensor,  # [B, T, HK, D]
+    cos: Optional[Tensor],  # [B or 1, T, R]
+    sin: Optional[Tensor],
+    q_weight: Optional[Tensor],  # [D] or [HQ * D]
+    k_weight: Optional[Tensor],  # [D] or [HK * D]
+    v: Tensor,  # [B, T, HK, DV]
+    key_cache: Tensor,  # [B, HK, S, D], written in place
+    value_cache: Tensor,  # [B, HK, S, DV], written in place
+    cache_position: Tensor,  # []
+    *options: QkOptions,
+) -> Tuple[Tensor, Tensor]:
+    cache = (v, key_cache, value_cache, cache_position)
+    call = QkNormRope(q, k, cos, sin, q_weight, k_weight, *cache, QkOptions(*options))
+    return serve(FAMILY, "qk_norm_rope_fwd", reference.qk_norm_rope_fwd, (call,))
+
+
+@_qk_norm_rope_cache.register_fake
+def _(q, k, *_):
+    return q.new_empty(q.shape), k.new_empty(k.shape)
+
+
+def qk_norm_rope(call: QkNormRope) -> Tuple[Tensor, Tensor]:
+    def op(call):
+        tensors = call.tensors
+        if call.key_cache is None:
+            return _qk_norm_rope_fwd(*tensors[:6], *call.options)
+        return _qk_norm_rope_cache(*tensors, *call.options)
+
+    return run(
+        FAMILY, "qk_norm_rope_fwd", op, reference.qk_norm_rope_fwd, (call,),
+        differentiable=not any(x is not None and x.requires_grad for x in (call.cos, call.sin)),
+    )  # fmt: skip
+
+
+def plan_qk_norm_rope(call: QkNormRope):
+    """What serves eager calls of qk_norm_rope like this one, from their tensors, or None."""
+    return plan(FAMILY, "qk_norm_rope_fwd", (call,))
+
+
+@operator("sigmoid_gate_fwd")
+def _sigmoid_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
+    return serve(FAMILY, "sigmoid_gate_fwd", reference.sigmoid_gate_fwd, (x, gate))
+
+
+@_sigmoid_gate_fwd.register_fake
+def _(x, gate):
+    return x.new_empty(x.shape)
+
+
+@operator("sigmoid_gate_bwd")
+def _sigmoid_gate_bwd(x: Tensor, gate: Tensor, dy: Tensor) -> Tuple[Tensor, Tensor]:
+    return serve(FAMILY, "sigmoid_gate_bwd", reference.sigmoid_gate_bwd, (x, gate, dy))
+
+
+@_sigmoid_gate_bwd.register_fake
+def _(x, gate, dy):
+    return x.new_empty(x.shape), gate.new_empty(gate.shape)
+
+
+def _save_gate(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gate_gradients(ctx, dy):
+    found = _sigmoid_gate_bwd(*ctx.saved_tensors, dy)
+    return tuple([d if needed else None for d, needed in zip(found, ctx.needs_input_grad)])
+
+
+_sigmoid_gate_fwd.register_autograd(_gate_gradients, setup_context=_save_gate)
+no_second_derivative(_sigmoid_gate_bwd, "sigmoid_gate")
+
+
+def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
+    return run(FAMILY, "sigmoid_gate_fwd", _sigmoid_gate_fwd, reference.sigmoid_gate_fwd, (x, gate))
+
+
+def plan_sigmoid_gate(x: Tensor, gate: Tensor):
+    """What serves eager calls of sigmoid_gate like this one, from their tensors, or None."""
+    return plan(FAMILY, "sigmoid_gate_fwd", (x, gate))
+
+
+@operator("kvcache_attention")
+def _kvcache_attention(
+    q: Tensor,  # [B, 1, HQ, D]
+    k_cache: Tensor,  # [B, HK, S, D]
+    v_cache: Tensor,  # [B, HK, S, D]
+    cache_seqlens: Tensor,  # [] or [B]
+    mask: Optional[Tensor],  # [B or 1, 1, 1, S]
+    scale: float,
+) -> Tensor:
+    args = (q, k_cache, v_cache, cache_seqlens, mask, scale)
+    return serve(FAMILY, "kvcache_attention", reference.kvcache_attention, args)
+
+
+@_kvcache_attention.register_fake
+def _(q, *_):
+    return q.new_empty(q.shape)
+
+
+def kvcache_attention(q, k_cache, v_cache, cache_seqlens, mask, scale) -> Tensor:
+    args = (q, k_cache, v_cache, cache_seqlens, mask, scale)
+    return run(
+        FAMILY, "kvcache_attention", _kvcache_attention, reference.kvcache_attention, args,
+        differentiable=False,
+    )  # fmt: skip
+
+
+def plan_kvcache_attention(q, k_cache, v_cache, cache_seqlens, mask, scale):
+    """What serves eager calls of kvcache_attention like this one, from their tensors, or None."""
+    return plan(FAMILY, "kvcache_attention", (q, k_cache, v_cache, cache_seqlens, mask, scale))

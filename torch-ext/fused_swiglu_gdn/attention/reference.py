@@ -1,0 +1,127 @@
+"""What surrounds attention, in plain torch: the definition.
+
+Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a cache.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..runtime.dtypes import at_least_fp32
+from .call import QkNormRope, QkOptions
+
+
+def _normed(x: Tensor, weight: Optional[Tensor], options: QkOptions) -> Tensor:
+    """x [B, T, H, D] over each head, or over all of a token, times offset + weight."""
+    if weight is None:
+        return x
+    dims = (-2, -1) if options.whole else (-1,)
+    n = x * torch.rsqrt(x.square().mean(dims, keepdim=True) + options.eps)
+    return n * (options.offset + at_least_fp32(weight)).view(x.shape[-len(dims) :])
+
+
+def turned(x: Tensor) -> Tensor:
+    """A quarter turn of each pair (i, i + R / 2) of the last R channels: rotate_half."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def _rotated(x: Tensor, cos: Optional[Tensor], sin: Optional[Tensor]) -> Tensor:
+    """The first R channels of x [B, T, H, D] by tables [B or 1, T, R]; the others pass."""
+    if cos is None:
+        return x
+    head, tail = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    cos, sin = (at_least_fp32(table).unsqueeze(2) for table in (cos, sin))
+    return torch.cat([head * cos + turned(head) * sin, tail.to(head.dtype)], dim=-1)
+
+
+def qk_norm_rope_fwd(call: QkNormRope) -> Tuple[Tensor, Tensor]:
+    """q [B, T, HQ, D] and k [B, T, HK, D] in fp32, rounded once; k and v written to the caches."""
+    q, k = (
+        _rotated(_normed(at_least_fp32(x), weight, call.options), call.cos, call.sin).to(x.dtype)
+        for x, weight in ((call.q, call.q_weight), (call.k, call.k_weight))
+    )
+    if call.key_cache is not None:
+        slots = torch.arange(k.shape[1], device=k.device) + call.cache_position
+        for cache, x in ((call.key_cache, k), (call.value_cache, call.v)):
+            cache.index_copy_(2, slots, x.transpose(1, 2).to(cache.dtype))
+    return q.contiguous(), k.contiguous()
+
+
+def sigmoid_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
+    """x * sigmoid(gate) in fp32, rounded once; contiguous."""
+    return (at_least_fp32(x) * at_least_fp32(gate).sigmoid()).to(x.dtype).contiguous()
+
+
+def kvcache_attention(
+    q: Tensor,  # [B, 1, HQ, D]
+    k_cache: Tensor,  # [B, HK, S, D]
+    v_cache: Tensor,  # [B, HK, S, D]
+    cache_seqlens: Tensor,  # [] or [B]
+    mask: Optional[Tensor],  # [B or 1, 1, 1, S], bool or floating
+    scale: float,
+) -> Tensor:  # [B, 1, HQ, D]
+    """softmax(q k^T scale + mask) v over the filled slots, in fp32; 0 where no slot is attended."""
+    (B, _, HQ, D), (HK, S) = q.shape, k_cache.shape[1:3]
+    slots = torch.arange(S, device=q.device)
+    seen = (slots < cache_seqlens.reshape(-1, 1)).view(-1, 1, 1, S)
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask
+    heads = at_least_fp32(q).view(B, HK, HQ // HK, D)
+    scores = heads @ at_least_fp32(k_cache).mT * scale  # [B, HK, HQ / HK, S]
+    if mask is not None and mask.dtype != torch.bool:
+        scores = scores + at_least_fp32(mask)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    some = (scores > -torch.inf).any(-1, keepdim=True)
+    weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
+    # slots that are not attended may hold anything
+    values = at_least_fp32(v_cache).masked_fill(~seen.view(-1, 1, S, 1), 0.0)
+    return (weights @ values).view(B, 1, HQ, D).to(q.dtype)
+
+
+def _bent(d: Tensor, cos: Optional[Tensor], sin: Optional[Tensor]) -> Tensor:
+    """The gradient of _rotated: the transposed map."""
+    if cos is None:
+        return d
+    head, tail = d.split([cos.shape[-1], d.shape[-1] - cos.shape[-1]], dim=-1)
+    cos, sin = (at_least_fp32(table).unsqueeze(2) for table in (cos, sin))
+    return torch.cat([head * cos - turned(head * sin), tail.to(head.dtype)], dim=-1)
+
+
+def _norm_gradients(d, x, weight, options) -> Tuple[Tensor, Optional[Tensor]]:
+    """The gradients of x and weight in _normed."""
+    if weight is None:
+        return d, None
+    x, dims = at_least_fp32(x), (-2, -1) if options.whole else (-1,)
+    rstd = torch.rsqrt(x.square().mean(dims, keepdim=True) + options.eps)
+    n = x * rstd
+    dweight = (d * n).flatten(0, -1 - len(dims)).sum(0).flatten()
+    dn = d * (options.offset + at_least_fp32(weight)).view(x.shape[-len(dims) :])
+    return rstd * (dn - n * (dn * n).mean(dims, keepdim=True)), dweight.to(weight.dtype)
+
+
+def qk_norm_rope_bwd(
+    dq: Tensor,  # [B, T, HQ, D]
+    dk: Tensor,  # [B, T, HK, D]
+    q: Optional[Tensor],  # [B, T, HQ, D], where q_weight is given; likewise k
+    k: Optional[Tensor],
+    cos: Optional[Tensor],
+    sin: Optional[Tensor],
+    q_weight: Optional[Tensor],
+    k_weight: Optional[Tensor],
+    options: QkOptions,
+) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
+    """The gradients of q, k and the weights."""
+    found = [
+        (d.dtype, *_norm_gradients(_bent(at_least_fp32(d), cos, sin), x, weight, options))
+        for d, x, weight in ((dq, q, q_weight), (dk, k, k_weight))
+    ]
+    (q_dtype, dq, dq_weight), (k_dtype, dk, dk_weight) = found
+    return dq.to(q_dtype), dk.to(k_dtype), dq_weight, dk_weight
+
+
+def sigmoid_gate_bwd(x: Tensor, gate: Tensor, dy: Tensor) -> Tuple[Tensor, Tensor]:
+    """dx and dgate."""
+    s, d = at_least_fp32(gate).sigmoid(), at_least_fp32(dy)
+    return (d * s).to(x.dtype), (d * at_least_fp32(x) * s * (1 - s)).to(gate.dtype)
