@@ -10,8 +10,8 @@ COMPUTE = (
     "fused_swiglu", "fused_swiglu_mlp", "chunk_gated_delta_rule",
     "fused_recurrent_gated_delta_rule", "chunk_gated_delta_rule_opt",
     "chunk_gated_delta_rule_opt_vk", "causal_conv1d_fn", "causal_conv1d_update", "rms_norm_gated",
-    "gated_delta_gate", "implementation_of", "fused_qk_norm_rope", "sigmoid_gate",
-    "attention_with_kvcache",
+    "gated_delta_gate", "rms_norm", "silu_mul", "implementation_of", "fused_qk_norm_rope",
+    "sigmoid_gate", "attention_with_kvcache",
 )  # fmt: skip
 
 

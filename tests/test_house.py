@@ -9,17 +9,9 @@ from conftest import PACKAGE, ROOT
 # A room is an operation, and a module imports from its own room and from rooms further left.
 # `_ops` is generated. A new operation becomes a room between `runtime` and `layers`.
 ROOMS = [
-    "_ops",
-    "runtime",
-    "swiglu",
-    "experts",
-    "attention",
-    "gdn",
-    "gdn_layer",
-    "layers",
-    "models",
-    "__init__",
-]
+    "_ops", "runtime", "norm", "swiglu", "experts", "attention", "gdn", "gdn_layer", "layers",
+    "models", "__init__",
+]  # fmt: skip
 OPERATIONS = ROOMS[2:-3]
 # Inside an operation: api (and module, fused, project) -> ops -> reference, checks; the kernels of
 # a chip are reached through runtime/dispatch.py alone. `chunks` and `call` hold what all agree on.

@@ -1,4 +1,4 @@
-"""Kernels of SwiGLU, routed experts and Gated DeltaNet. `__all__` is the API of this version."""
+"""Kernels of SwiGLU, experts, Gated DeltaNet and RMSNorm. `__all__` is the API of this version."""
 
 from . import layers
 from .attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
@@ -7,9 +7,10 @@ from .gdn.api import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .gdn.api_aiter import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_opt_vk
 from .gdn_layer.api import causal_conv1d_fn, causal_conv1d_update, gated_delta_gate, rms_norm_gated
 from .models import decorate, kernelize, layer_mapping, register_experts, restore
+from .norm.api import rms_norm
 from .runtime.implementation import implementation_of
 from .runtime.verify import verify
-from .swiglu.api import fused_swiglu, fused_swiglu_mlp
+from .swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from .swiglu.module import FusedSwiGLU
 
 __version__ = "1"  # of the API, as build.toml has it
@@ -35,8 +36,10 @@ __all__ = [
     "layers",
     "register_experts",
     "restore",
+    "rms_norm",
     "rms_norm_gated",
     "sigmoid_gate",
+    "silu_mul",
     "verify",
 ]
 

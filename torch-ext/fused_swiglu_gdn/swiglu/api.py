@@ -129,3 +129,30 @@ def fused_swiglu_mlp(
     args = (_rows(x), w_gate, w_up, w_down, b_gate, b_up, b_down, activation, *modes)
     y = ops.swiglu_mlp(*args)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], w_down.shape[0])
+
+
+def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
+    """act(gate) * up: the gate of SwiGLU (arXiv:2002.05202) where both projections are made.
+
+    For an MLP whose projections are modules of their own (LoRA, quantised weights). Computed in
+    fp32 and rounded once. For the gradient gate and up are kept and nothing else.
+
+    Args:
+        gate, up: [..., N], of one dtype: fp32, bf16 or fp16; any strides (halves of one tensor
+            need no copy).
+        activation: as fused_swiglu has it.
+
+    Returns:
+        [..., N] in their dtype.
+
+    Raises:
+        ValueError: a shape, device or activation does not fit.
+        TypeError: an argument is no tensor, or dtypes differ.
+
+    Example:
+        >>> gate, up = torch.randn(2, 5, 192).chunk(2, dim=-1)
+        >>> silu_mul(gate, up).shape
+        torch.Size([2, 5, 96])
+    """
+    checks.silu_mul(gate, up, activation)
+    return ops.silu_mul(gate, up, checks.SAME.get(activation, activation))

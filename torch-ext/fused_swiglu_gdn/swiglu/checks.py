@@ -45,6 +45,19 @@ def fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation) 
     agrees("b_down", b_down, "x", x)
 
 
+@remembered
+def silu_mul(gate, up, activation) -> None:
+    is_tensor("gate", gate)
+    is_floating("gate", gate)
+    is_tensor("up", up)
+    if up.shape != gate.shape:
+        raise ValueError(
+            f"up must have the shape of gate, {list(gate.shape)}, got {list(up.shape)}"
+        )
+    agrees("up", up, "gate", gate)
+    is_one_of("activation", activation, (*ACTIVATIONS, *BY_TORCH, *SAME))
+
+
 def _biases(named, dim: str, sizes) -> None:
     for name, bias in named:
         if bias is not None:

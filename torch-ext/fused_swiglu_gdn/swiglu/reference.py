@@ -32,3 +32,8 @@ def swiglu_fwd(
     gate = at_least_fp32(F.linear(x, w_gate, b_gate))  # [M, N]
     up = at_least_fp32(F.linear(x, w_up, b_up))  # [M, N]
     return (ACTIVATIONS[activation](gate) * up).to(x.dtype)
+
+
+def silu_mul(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """act(gate) * up of tensors [..., N], in fp32, rounded once to their dtype."""
+    return (ACTIVATIONS[activation](at_least_fp32(gate)) * at_least_fp32(up)).to(gate.dtype)

@@ -1,0 +1,1 @@
+"""RMSNorm as transformers' models round it, with the residual added."""

@@ -1,0 +1,38 @@
+"""Checks of RMSNorm."""
+
+from ..runtime.checks import (
+    agrees,
+    has_shape,
+    is_floating,
+    is_number,
+    is_one_of,
+    is_tensor,
+    remembered,
+    same_device,
+)
+
+CASTING_MODES = ("llama", "gemma")
+
+
+@remembered
+def rms_norm(x, weight, residual, eps, casting_mode, offset) -> None:
+    is_tensor("x", x)
+    if x.ndim < 1:
+        raise ValueError(f"x must have shape [..., D], got {list(x.shape)}")
+    is_floating("x", x)
+    if weight is not None:
+        has_shape("weight", weight, "D", {"D": x.shape[-1]})
+        is_floating("weight", weight)
+        same_device("weight", weight, "x", x)
+    if residual is not None:
+        is_tensor("residual", residual)
+        if residual.shape != x.shape:
+            raise ValueError(
+                f"residual must have the shape of x, {list(x.shape)}, got {list(residual.shape)}"
+            )
+        agrees("residual", residual, "x", x)
+    is_number("eps", eps, "non-negative")
+    is_one_of("casting_mode", casting_mode, CASTING_MODES)
+    is_number("offset", offset, "non-negative")
+    if offset and casting_mode == "llama":
+        raise ValueError(f'offset must be 0 with casting_mode "llama", got {offset}')

@@ -1,0 +1,127 @@
+"""The operators of RMSNorm, and how a call reaches them.
+
+What is kept for the gradient: what was normalised (x, or its sum with the residual) and rstd = 1 /
+sqrt(mean(x^2) + eps) of each row. Tracing sees operators; eager mode goes past them.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..runtime import dispatch
+from ..runtime.ops import PLAIN, needs_grad, no_second_derivative, operator, present, serve
+from . import reference
+
+FAMILY = "norm.rms_norm"
+
+
+@operator("rms_norm_fwd")
+def _rms_norm_fwd(
+    x: Tensor,  # [..., D]
+    weight: Optional[Tensor],  # [D]
+    residual: Optional[Tensor],  # [..., D]
+    eps: float,
+    casting_mode: str,
+    offset: float,
+    keep: bool,
+) -> Tuple[Tensor, Tensor, Tensor]:  # y, x + residual or empty, rstd [...] or empty
+    args = (x, weight, residual, eps, casting_mode, offset, keep)
+    return tuple(
+        [present(t, x) for t in serve(FAMILY, "rms_norm_fwd", reference.rms_norm_fwd, args)]
+    )
+
+
+@_rms_norm_fwd.register_fake
+def _(x, weight, residual, eps, casting_mode, offset, keep):
+    y = x.new_empty(x.shape, dtype=reference.result_dtype(x, weight, casting_mode))
+    rows = x.shape[:-1] if keep else (0,)
+    rstd = x.new_empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))
+    return y, x.new_empty((0,) if residual is None else x.shape), rstd
+
+
+@operator("rms_norm_bwd")
+def _rms_norm_bwd(
+    x: Tensor,  # [..., D]: what was normalised
+    rstd: Tensor,  # [...]
+    weight: Optional[Tensor],  # [D]
+    dy: Tensor,  # [..., D]
+    dtotal: Optional[Tensor],  # [..., D]
+    offset: float,
+    needs_weight: bool,
+) -> Tuple[Tensor, Tensor]:  # dx [..., D], dweight [D] or empty
+    args = (x, rstd, weight, dy, dtotal, offset, needs_weight)
+    dx, dweight = serve(FAMILY, "rms_norm_bwd", reference.rms_norm_bwd, args)
+    return dx, present(dweight, x)
+
+
+@_rms_norm_bwd.register_fake
+def _(x, rstd, weight, dy, dtotal, offset, needs_weight):
+    return x.new_empty(x.shape), weight.new_empty(weight.shape) if needs_weight else x.new_empty(0)
+
+
+def _keep(ctx, inputs, output) -> None:
+    x, weight, residual, _, _, ctx.offset, _ = inputs
+    _, total, rstd = output
+    ctx.save_for_backward(x if residual is None else total, rstd, weight)
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, run, dy, dtotal) -> tuple:
+    """Of x, weight and residual."""
+    needs = ctx.needs_input_grad[:3]
+    if dy is None:
+        found = (dtotal, None, dtotal)
+    else:
+        args = (*ctx.saved_tensors, dy, dtotal, ctx.offset, needs[1])
+        dx, dweight = run(*args)
+        found = (dx, dweight, dx)
+    return tuple([d if needed else None for d, needed in zip(found, needs)])
+
+
+def _backward(ctx, dy, dtotal, _):
+    return (*_gradients(ctx, _rms_norm_bwd, dy, dtotal), None, None, None, None)
+
+
+_rms_norm_fwd.register_autograd(_backward, setup_context=_keep)
+no_second_derivative(_rms_norm_bwd, "rms_norm")
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, residual, eps, casting_mode, offset, launch):
+        y, total, rstd = launch(x, weight, residual, eps, casting_mode, offset, True)
+        ctx.save_for_backward(x if residual is None else total, rstd, weight)
+        ctx.set_materialize_grads(False)
+        ctx.offset = offset
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, dtotal):
+        return (*_gradients(ctx, _run_bwd, dy, dtotal), None, None, None, None)
+
+
+def _run_bwd(*args) -> tuple:
+    return dispatch.choose(FAMILY, "rms_norm_bwd", False, args)(*args)
+
+
+def rms_norm(
+    x, weight, residual, eps, casting_mode, offset
+) -> Tuple[Tensor, Optional[Tensor]]:  # y, x + residual
+    args = (x, weight, residual, eps, casting_mode, offset)
+    grad = needs_grad(args)
+    if torch.compiler.is_compiling():
+        operation = "rms_norm_bwd" if grad else "rms_norm_fwd"
+        launch = _rms_norm_fwd
+        if not dispatch.has_kernels(FAMILY, operation, x.device.type, x.device.index):
+            launch = reference.rms_norm_fwd
+        return launch(*args, grad)[:2]
+    launch = dispatch.choose(FAMILY, "rms_norm_fwd", grad, (*args, grad))
+    if launch is None:
+        return reference.rms_norm_fwd(*args, grad)[:2]
+    if type(x) not in PLAIN:
+        return _rms_norm_fwd(*args, grad)[:2]
+    return _Norm.apply(*args, launch) if grad else launch(*args, False)[:2]
