@@ -15,7 +15,6 @@ test: build
 check: $(READY)
 	$(VENV) -m ruff check .
 	$(VENV) -m ruff format --check .
-	$(VENV) tools/check_grammar.py
 	$(VENV) tools/build.py --in-place
 	$(VENV) -m pytest tests/test_house.py
 

@@ -3,7 +3,6 @@ the record."""
 
 import datetime
 import importlib.metadata
-import importlib.util
 import json
 import os
 import shlex
@@ -16,25 +15,8 @@ from typing import Callable, Dict
 import torch
 from records import RESULTS
 
-ROOT = RESULTS.parent.parent
-
-
-def load_package(
-    name: str = "fused_swiglu_gdn_benchmarked",
-    package: Path = ROOT / "torch-ext" / "fused_swiglu_gdn",
-):
-    """The package in torch-ext/, imported under a name of its own as the Hub's loader does."""
-    for module in list(sys.modules.values()):
-        if getattr(module, "__file__", None) == str(package / "__init__.py"):
-            return module  # loaded again it would take the operators of the first away
-    if not (package / "_ops.py").exists():
-        subprocess.run([sys.executable, ROOT / "tools" / "build.py", "--in-place"], check=True)
-    spec = importlib.util.spec_from_file_location(
-        name, package / "__init__.py", submodule_search_locations=[str(package)]
-    )
-    sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
+sys.path.insert(0, str(RESULTS.parent.parent / "tools"))
+from in_tree import ROOT, load_package  # noqa: E402, F401
 
 
 def microseconds(calls: Dict[str, Callable], rounds: int = 3, rep_ms: int = 20) -> Dict[str, float]:

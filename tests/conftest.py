@@ -6,22 +6,21 @@ tools/build.py built, as users do.
 """
 
 import importlib
-import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+# first on the path, since a package is called `build` as well
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+from in_tree import NAME, PACKAGE, ROOT, load_package, submodule  # noqa: E402, F401
+
 # Where these packages are installed, transformers calls them; the tests compare with its own torch
 # functions, which are right in fp32 and on a CPU.
 sys.modules.update(dict.fromkeys(("fla", "causal_conv1d")))
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "torch-ext" / "fused_swiglu_gdn"
-NAME = "fused_swiglu_gdn_in_tree"
 REPOSITORY = "org/fused-swiglu-gdn"
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -36,27 +35,6 @@ TOLERANCE = {
     torch.float16: 1.5e-3,
     torch.bfloat16: 1e-2,
 }
-
-
-def load_package(name: str = NAME):
-    """The package in the tree, imported under `name`."""
-    if name in sys.modules:
-        return sys.modules[name]
-    if not (PACKAGE / "_ops.py").exists():
-        subprocess.run([sys.executable, ROOT / "tools" / "build.py", "--in-place"], check=True)
-    spec = importlib.util.spec_from_file_location(
-        name, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def submodule(path: str):
-    """A module of the package by its dotted path, e.g. "swiglu.portable.forward"."""
-    load_package()
-    return importlib.import_module(f"{NAME}.{path}")
 
 
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
@@ -81,17 +59,11 @@ def kernel():
     return load_package()
 
 
-def build_tool():
-    """tools/build.py as a module; first on the path, since a package is called `build` as well."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    return importlib.import_module("build")
-
-
 @pytest.fixture(scope="session")
 def repository(tmp_path_factory):
     """A built repository of this tree, known to `kernels` by the Hub name REPOSITORY."""
     root = tmp_path_factory.mktemp("hub") / "fused-swiglu-gdn"
-    build_tool().build(out=root / "build")
+    importlib.import_module("build").build(out=root / "build")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOCAL_KERNELS", f"{REPOSITORY}={root}")
         yield root

@@ -1,19 +1,16 @@
 """Fixtures of the tests that publish to the Hub's double and load from it."""
 
 import os
-import pathlib
 import subprocess
 import sys
 import time
 
+import publish
 import pytest
 from checkout import Checkout
+from conftest import ROOT  # noqa: F401
 from hub_double import TOKEN, Hub
 from huggingface_hub import HfApi
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-import publish  # noqa: E402
 
 REPO = "org/fused-swiglu-gdn"
 

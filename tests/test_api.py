@@ -2,14 +2,11 @@
 
 import inspect
 import json
-import sys
 
+import public_api
 import pytest
+from build import read_config
 from conftest import PACKAGE, ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
-import public_api  # noqa: E402
-from build import read_config  # noqa: E402
 
 pytestmark = pytest.mark.kernels_ci
 

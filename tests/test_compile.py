@@ -2,14 +2,10 @@
 (wrong code of ptxas, tools/wgmma_descriptors.py), nothing spilled but what SPILLS allows, no
 product of wgmma serialized (ptxas's C7510 to C7519, which cost a third of the speed)."""
 
-import sys
-
 import pytest
-from conftest import ROOT
 from interpreter import INTERPRETING, compiled
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(ROOT / "tools"))
 compile_all = pytest.importorskip("compile_all")
 
 # Bytes a thread that may spill, by how a call's name begins and the kernel. The keys' gradient

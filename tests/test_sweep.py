@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, submodule
+from conftest import submodule
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -29,7 +29,6 @@ SAMPLE = {  # modules served of each, of two decoder layers
 
 @pytest.fixture(scope="module")
 def tool():
-    sys.path.insert(0, str(ROOT / "tools"))
     threads = torch.get_num_threads()
     yield importlib.import_module("sweep_models")
     torch.set_num_threads(threads)

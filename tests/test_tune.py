@@ -1,15 +1,13 @@
 """tools/tune.py: what it varies, what it takes for right, and what it writes."""
 
 import json
-import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import load_package, submodule
 from interpreter import compiled
 
 pytest.importorskip("triton")
-sys.path.insert(0, str(ROOT / "tools"))
 tune = pytest.importorskip("tune")
 launched = pytest.importorskip("launched")
 
@@ -38,10 +36,10 @@ def test_the_fastest_right_configuration_is_written_and_looked_up(tmp_path, monk
     table = json.loads((tune.CONFIGS / f"{name}.json").read_text())
     (tmp_path / f"{name}.json").write_text(json.dumps(table))
     monkeypatch.setattr(tune, "CONFIGS", tmp_path)
-    tuning, recording = (launched.submodule(f"runtime.{name}") for name in ("tuning", "recording"))
-    chip = launched.submodule("runtime.device").Chip("A_CHIP", (8, 0), 108)
+    tuning, recording = (submodule(f"runtime.{name}") for name in ("tuning", "recording"))
+    chip = submodule("runtime.device").Chip("A_CHIP", (8, 0), 108)
     with recording.recorded(chip) as records:
-        launch = launched.CALLS["swiglu forward, M 64"](launched.load())
+        launch = launched.CALLS["swiglu forward, M 64"](load_package())
 
         def tile_of_a_call() -> dict:
             launch()

@@ -1,14 +1,64 @@
-"""One clear line for whatever the Hub, the network or the disk answers."""
+"""One clear line for what the Hub cannot be asked, and for what it, a network or a disk answers."""
 
 import errno
+from urllib.parse import urlsplit
 
+from huggingface_hub import get_token
 from huggingface_hub.errors import (
     HfHubHTTPError,
+    HFValidationError,
     LocalTokenNotFoundError,
     OfflineModeIsEnabled,
 )
+from huggingface_hub.utils import validate_repo_id
 
 LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+
+
+def repo_id_problems(repo_id):
+    try:
+        validate_repo_id(repo_id)
+        if repo_id.count("/") == 1:
+            return []
+    except HFValidationError:
+        pass
+    rule = "organisation/name, of letters, digits, '-', '_' and '.'"
+    return [f"--repo-id must be {rule}, got {repo_id!r}"]
+
+
+def endpoint_problems(endpoint):
+    """Nothing of the address is shown: it may hold a password."""
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        return ["HF_ENDPOINT must be an address such as https://huggingface.co"]
+    if parts.username is not None or parts.password is not None:
+        return [
+            "HF_ENDPOINT must hold no user and no password: they would be sent in the token's place"
+        ]
+    return []
+
+
+def token_problems(token):
+    """token: HfApi's; None stands for the one of HF_TOKEN or `hf auth login`, False for none."""
+    try:
+        token = get_token() if token is None else token
+        usable = not token or (token.isascii() and token.isprintable() and " " not in token)
+    except ValueError:  # the file that holds it is no text
+        usable = False
+    return [] if usable else ["the token (HF_TOKEN, or of `hf auth login`) must be ASCII text"]
+
+
+def problems(repo_id, api):
+    """What is wrong with a repository id, the address of the Hub and the token."""
+    return [
+        *repo_id_problems(repo_id),
+        *endpoint_problems(api.endpoint),
+        *token_problems(api.token),
+    ]
 
 
 def status_line(status, repo_id, message):

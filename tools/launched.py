@@ -5,18 +5,12 @@ recorded, not run (runtime/recording.py). `CALLS` names each; those of an operat
 room's name."""
 
 import functools
-import importlib.util
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 from typing import Callable, Dict, List, Tuple
 
 import torch
+from in_tree import load_package, submodule
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "torch-ext" / "fused_swiglu_gdn"
-NAME = "fused_swiglu_gdn_in_tree"  # as in tests/conftest.py
 # name, CUDA capability, multiprocessors
 CHIPS = {
     "sm_80": ("NVIDIA_A100-SXM4-80GB", (8, 0), 108),
@@ -44,29 +38,11 @@ def call(name: str, **options) -> Callable:
     return add
 
 
-def load():
-    """The package in the tree."""
-    if NAME not in sys.modules:
-        if not (PACKAGE / "_ops.py").exists():
-            subprocess.run([sys.executable, ROOT / "tools" / "build.py", "--in-place"], check=True)
-        spec = importlib.util.spec_from_file_location(
-            NAME, PACKAGE / "__init__.py", submodule_search_locations=[str(PACKAGE)]
-        )
-        sys.modules[NAME] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[NAME])
-    return sys.modules[NAME]
-
-
-def submodule(path: str):
-    load()
-    return importlib.import_module(f"{NAME}.{path}")
-
-
 def launches(name: str, chip: str) -> List:
     """What a call launches on a chip: records of runtime/recording.py."""
     recording, device = submodule("runtime.recording"), submodule("runtime.device")
     with recording.recorded(device.Chip(*CHIPS[chip])) as records:
-        CALLS[name](load())()
+        CALLS[name](load_package())()
     return records
 
 

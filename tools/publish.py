@@ -16,7 +16,6 @@ import sys
 import tempfile
 import typing
 
-import hub_arguments
 import hub_errors
 import release_checks
 from build import ROOT, benchmark_files, build, package_dir, read_config
@@ -237,7 +236,7 @@ def refuse(problems):
 
 def publish(arguments, api, root, bar):
     """Looks, then sends; every refusal that can be known comes before the first change."""
-    refuse(hub_arguments.problems(arguments.repo_id, api))
+    refuse(hub_errors.problems(arguments.repo_id, api))
     with reading_the_tree():
         config, _ = read_config(root)
         refuse(release_checks.problems(root, config, arguments.repo_id))

@@ -3,11 +3,16 @@
 import ast
 import json
 import re
+import subprocess
+import sys
 
-import card_numbers
 from build import card, package_dir, provenance
 from public_api import BUMP, breaks, parse, public_api
 from sources import git, text_of
+
+PAGES = ("CARD.md", "README.md")  # with tables of numbers that benchmarks/page.py writes
+WRITTEN = re.compile(r"<!-- numbers: .*?<!-- end of numbers -->", flags=re.S)
+NUMBER = re.compile(r"(?<![\w.])\d+(\.\d+)?x?(?![\w.]*\d)")
 
 
 def tree_problems(root):
@@ -42,7 +47,20 @@ def card_problems(root, config, repo_id):
     wrong = [
         f"CARD.md speaks of version {n}, build.toml of {version}" for n in sorted(said - {version})
     ]
-    return wrong + card_numbers.problems(root)
+    return wrong + [problem for name in PAGES for problem in page_problems(root, name)]
+
+
+def page_problems(root, name):
+    """A table that is not what its records say; a number in a table that no record bears out."""
+    if not (root / name).exists():
+        return []
+    command = [sys.executable, root / "benchmarks" / "page.py", "--check", name]
+    out = subprocess.run(command, capture_output=True, text=True)
+    found = out.stdout.splitlines() or ([] if out.returncode == 0 else [out.stderr.strip()])
+    for row in WRITTEN.sub("", (root / name).read_text()).splitlines():
+        if row.startswith("|") and NUMBER.search(row.partition("|")[2].partition("|")[2]):
+            found.append(f"{name}: python benchmarks/page.py writes no such row: {row}")
+    return found
 
 
 def version_problems(root, config):

@@ -1,30 +1,22 @@
-"""NVIDIA's compute-sanitizer over the Hopper path of GDN prefill, and over a control beside it.
+"""NVIDIA's compute-sanitizer over the Hopper path of GDN prefill.
 
     python tools/sanitize_gdn.py memcheck|racecheck|synccheck [CASE ...]
 
 A small grid: packed sequences with ragged tails and empty ones, pools with skipped rows,
-checkpoints, one and two state warpgroups, segments. The case `control` is no kernel of ours: a
-ring of TMA loads between a worker warp and the default warpgroup, in a dozen lines of Gluon, with
-what Triton makes of it (mbarriers, warp_specialize, setmaxnreg) and the same launch attributes.
-What the sanitizer says of it, it says of Triton or of itself. `broken` is the control without its
-waits, which a sanitizer should see. docs/gdn_hopper.md has the findings.
+checkpoints, one and two state warpgroups, segments. docs/gdn_hopper.md has the findings.
 """
 
 import argparse
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
+from in_tree import submodule
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
 PROCESSORS = {1: 10**9, 2: 0}  # by state warpgroups: what the launcher must believe
 
 
 def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False, packed=True):
-    from conftest import submodule
-
     gdn, gdn_plan = submodule("gdn.hopper.chunk"), submodule("gdn.hopper.plan")
     count, device = len(lengths), "cuda"
     B, T = (1, sum(lengths)) if packed else (count, lengths[0])
@@ -52,12 +44,6 @@ def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False,
     assert torch.isfinite(o).all() and torch.isfinite(final).all()
 
 
-def control(**options):
-    from sanitizer_control import ring_sum
-
-    ring_sum(**options)
-
-
 CASES = {
     "packed, pool": lambda: call([70, 0, 1, 130], pool=True),
     "packed, pool, W=2": lambda: call([70, 0, 1, 130], 2, pool=True, v_first=True),
@@ -67,11 +53,6 @@ CASES = {
     "equal, W=2": lambda: call([200, 200], 2, packed=False),
     "segments": lambda: call([4200], packed=False, HV=1, cut=True),
     "segments, packed, pool": lambda: call([4200, 70, 4100], HV=1, cut=True, pool=True),
-    "control": control,
-    "control, no PDL": lambda: control(pdl=False),
-    "control, no cap": lambda: control(maxnreg=None),
-    "control, 216 KB": lambda: control(slots=27),
-    "broken": lambda: control(waits=False),
 }
 
 

@@ -22,18 +22,19 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import launched  # noqa: E402
+from in_tree import PACKAGE, load_package, submodule  # noqa: E402
 
-CONFIGS = launched.PACKAGE / "configs"
+CONFIGS = PACKAGE / "configs"
 GAIN = 0.99  # a neighbour is taken if it needs less than this of the best's time
 
 
 def forget() -> None:
-    launched.submodule("runtime.recording").forget()
+    submodule("runtime.recording").forget()
 
 
 def lookups(call: Callable) -> Dict[tuple, dict]:
     """{(operation, sizes): configuration} of what a call asks for."""
-    tuning, found = launched.submodule("runtime.tuning"), {}
+    tuning, found = submodule("runtime.tuning"), {}
     original = tuning._nearest
 
     def listen(operation, name, sizes):
@@ -49,7 +50,7 @@ class replaced:
     """Inside, the look-up is another function, and nothing that was chosen before is remembered."""
 
     def __init__(self, nearest: Callable):
-        self.tuning, self.nearest = launched.submodule("runtime.tuning"), nearest
+        self.tuning, self.nearest = submodule("runtime.tuning"), nearest
 
     def __enter__(self):
         forget()
@@ -91,7 +92,7 @@ def neighbours(config: dict) -> Iterator[dict]:
 def best(operation: str, sizes: tuple, call: Callable, time_of: Callable) -> dict:
     """The fastest configuration that gives the results of the one in use now."""
     now, right = lookups(call)[operation, sizes], call()
-    tuning = launched.submodule("runtime.tuning")
+    tuning = submodule("runtime.tuning")
     original, times = tuning._nearest, {}
 
     def seconds(config: dict) -> float:
@@ -153,7 +154,7 @@ def main() -> None:
     parser.add_argument("--operation", default="", help="only operations whose name holds this")
     options = parser.parse_args()
     launched.DEVICE = "cuda"
-    kernel, device = launched.load(), launched.submodule("runtime.device")
+    kernel, device = load_package(), submodule("runtime.device")
     sizes = {k: int(v) for k, v in (part.split("=") for part in options.shapes.split(",") if part)}
     here = device.name(torch.cuda.current_device())
     for name, make in launched.CALLS.items():

@@ -5,7 +5,7 @@ import random
 from typing import List, Optional
 
 import torch
-from conftest import submodule  # of tests/, which its user has put on the path
+from conftest import submodule
 
 calls = submodule("gdn.call")
 GATES = ("qwen", "slow", "none", "hard", "mixed", "zero")
