@@ -1,20 +1,22 @@
-"""Kernelized models under FSDP2 and DDP: two processes with half of a batch each reproduce the
-losses and gradients of one with all of it. On two GPUs, and with gloo on the CPU."""
+"""Kernelized models under FSDP2, DDP and tensor parallelism: two processes reproduce the losses and
+gradients of one, with half of a batch each, or of every weight. On two GPUs, and with gloo on the
+CPU."""
 
+import contextlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import load_package, relative_error
+from conftest import load_package, relative_error, submodule
 from interpreter import compiled
 from tiny_models import GRADIENTS, SERVED, random_model, tokens
 
 WORLD = 2
 STEPS = 3
 MODELS = ["llama", "qwen3_5_text"]
-WRAPS = ["ddp", "fsdp2"]
+WRAPS = ["ddp", "fsdp2", "fsdp2 first", "hybrid first", "tp first"]  # first: then kernelize
 
 
 def loss_of(model, ids):
@@ -38,31 +40,58 @@ def steps(model, ids):
     return torch.stack(losses), gradients
 
 
-def wrapped(model, wrap: str):
+def wrapped(model, wrap: str, kind: str):
     if wrap == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model)
+    mesh = torch.distributed.init_device_mesh(kind, (1, WORLD), mesh_dim_names=("dp", "shards"))
+    if wrap == "tp first":
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        return apply_tensor_parallelism(model, mesh["shards"])
     from torch.distributed.fsdp import fully_shard
 
+    mesh = mesh if wrap == "hybrid first" else mesh["shards"]
     for layer in model.model.layers:
-        fully_shard(layer)
-    return fully_shard(model)
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def own_forward(module):
+    """The forward of one of an MLP's projections, which TP puts on the module itself."""
+    return [part.__dict__.get("forward") for part in module.modules()]
 
 
 def check(name: str, wrap: str, rank: int, device) -> dict:
     """Relative errors of this process's results against those of one process alone."""
-    kernelize = load_package().kernelize
+    kernel = load_package()
     ids = tokens(2 * WORLD, 70, device=device)
-    alone, shared = (random_model(name, device).train() for _ in range(2))
-    assert len(kernelize(alone, mode="training").served) == SERVED.get(name, 2)
-    kernelize(shared, mode="training")
+    alone, shared = (
+        random_model(name, device, num_key_value_heads=WORLD).train() for _ in range(2)
+    )
+    served, first = SERVED.get(name, 2), wrap.endswith("first")
+    assert len(kernel.kernelize(alone, mode="training").served) == served
+    if not first:
+        kernel.kernelize(shared, mode="training")
+    shared = wrapped(shared, wrap, device.type)
+    before = own_forward(shared)
+    if first:
+        report = kernel.kernelize(shared, mode="training")
+        assert len(report.served) == served, str(report)
     want_losses, want = steps(alone, ids)
-    losses, got = steps(wrapped(shared, wrap), ids.chunk(WORLD)[rank])
+    dispatch, tp = submodule("runtime.dispatch"), wrap == "tp first"
+    # on a CPU no kernel would serve an MLP
+    forced = dispatch.force("reference") if device.type == "cpu" else contextlib.nullcontext()
+    with forced, dispatch.served() as record:
+        losses, got = steps(shared, ids if tp else ids.chunk(WORLD)[rank])
+    assert "swiglu_fwd" in record or "swiglu_saving_fwd" in record, record.keys()
     dist.all_reduce(losses)
     errors = {"loss": relative_error(losses / WORLD, want_losses)}
     for parameter, gradient in got.items():
-        gradient = gradient.full_tensor() if wrap == "fsdp2" else gradient
+        gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         errors[parameter] = relative_error(gradient, want[parameter.replace("module.", "", 1)])
     assert len(errors) == len(want) + 1
+    if first:
+        assert kernel.restore(shared) == served and own_forward(shared) == before
     return errors
 
 
@@ -94,12 +123,28 @@ def results(request, tmp_path_factory):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)], limit
 
 
+def test_weights_of_zero_3_are_left_alone(kernel):
+    """DeepSpeed leaves empty parameters with a `ds_id`, and hooks on every module."""
+    pytest.importorskip("transformers")
+    for name in MODELS:
+        model = random_model(name)
+        for i, parameter in enumerate(model.parameters()):
+            parameter.data, parameter.ds_id = parameter.data.new_empty(0), i
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda *args: None)
+        report = kernel.kernelize(model)
+        assert not report.served and len(report.left) == SERVED.get(name, 2)
+        assert {row.reason for row in report.left} == {"is partitioned by ZeRO-3"}
+
+
 @compiled
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes_train_as_one(results, name, wrap):
     pytest.importorskip("transformers")
     found, limit = results
+    if wrap == "tp first":
+        limit *= 2  # the parts of each product are rounded before they are added
     for errors in found:
         wrong = {part: error for part, error in errors[f"{name} {wrap}"].items() if error > limit}
         assert not wrong

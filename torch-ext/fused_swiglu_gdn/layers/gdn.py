@@ -27,7 +27,7 @@ from .functions import (
 )
 from .gated_norm import is_gated_norm
 from .own_code import patched_since
-from .plain import parameters_of
+from .plain import PLAIN_TENSORS, parameters_of
 from .untouched import untouched
 
 
@@ -39,14 +39,16 @@ def _own_class(kind: type, ours: type) -> Optional[type]:
 
 
 def _patch(layer, ours: type) -> Optional[Callable]:
-    """The forward of the layer's own class, if that or what it calls was patched since kernelize.
+    """The forward of the layer's own class, if that or what it calls was patched since kernelize,
+    or if the layer's weights are sharded in this call.
 
     Whoever patches a class or a module of transformers wants the patch to count.
     """
     if torch.compiler.is_compiling():
         return None
     own = _own_class(type(layer), ours)
-    return own.forward if patched_since(own) else None
+    plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
+    return None if plain and not patched_since(own) else own.forward
 
 
 class _Sequences:

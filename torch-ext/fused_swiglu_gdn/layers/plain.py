@@ -32,6 +32,8 @@ def why_not_tensor(x: Optional[torch.Tensor]) -> Optional[str]:
         return None
     if type(x) not in PLAIN_TENSORS:
         return f"is a {type(x).__name__}"
+    if hasattr(x, "ds_id"):
+        return "is partitioned by ZeRO-3"
     if x.dtype not in FLOATING:
         return f"is of dtype {str(x.dtype).replace('torch.', '')}"
     if x.is_meta:

@@ -16,6 +16,7 @@ from ..runtime import dispatch
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp
 from .activations import activation_of
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, why_hooked
+from .tensor_parallel import Shards, mlp_on_shards, shards
 from .untouched import untouched
 
 
@@ -72,6 +73,22 @@ def projections(mlp: nn.Module, roles: Roles) -> Optional[tuple]:
     return (w_gate, w_up, b_gate, b_up) if roles.gate_first else (w_up, w_gate, b_up, b_gate)
 
 
+def shards_of(mlp: nn.Module, roles: Roles) -> Optional[Shards]:
+    """The weights of an MLP that is sharded for tensor parallelism; else None."""
+    if roles.up is None or roles.casts or roles.dropouts or roles.rates:
+        return None
+    modules = mlp.__dict__["_modules"]
+    return shards(*(modules.get(name) for name in (roles.gate, roles.up, roles.down)))
+
+
+def _on_shards(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:
+    """serve() for an MLP that is sharded."""
+    found = None if torch.compiler.is_compiling() else shards_of(mlp, roles)
+    if found is None or not same_dtype(x, *found[:6]) or x.shape[-1] != found.w_gate.shape[1]:
+        return None
+    return mlp_on_shards(x, found, name)
+
+
 def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tensor]:
     """What the MLP gives for x [..., K], by kernels; None if the MLP has to be called itself."""
     if type(x) not in PLAIN_TENSORS or not dispatch.serves("swiglu.forward", "swiglu_fwd", x):
@@ -82,8 +99,10 @@ def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tenso
     if x.is_nested or not untouched() or drops_out(mlp, roles):
         return None
     name, found = activation(mlp, roles), projections(mlp, roles)
-    if name is None or found is None:
+    if name is None:
         return None
+    if found is None:
+        return _on_shards(mlp, x, roles, name)
     down = attributes["_modules"].get(roles.down)
     plain = parameters_of(down)
     try:

@@ -14,6 +14,7 @@ from .experts import restore_experts, serve_experts
 from .recognise import Finding, recognise
 from .report import Report, Row
 from .serving import serve, unserve
+from .sharded import as_gathered
 
 PROMPT = 4096  # tokens of a call that stands for prompts and training; 1 stands for decoding
 
@@ -38,6 +39,11 @@ def kernelize(model: nn.Module, mode=None) -> Report:
     """
     _check_model("kernelize", model)
     training = _is_training(model, mode)
+    with as_gathered(model):
+        return _kernelize(model, training)
+
+
+def _kernelize(model: nn.Module, training: bool) -> Report:
     rows = []
     for name, module in model.named_modules():
         unserve(module)

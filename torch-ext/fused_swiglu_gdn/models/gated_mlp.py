@@ -135,6 +135,8 @@ def _why_not_parts(module: nn.Module, roles: Roles) -> Optional[str]:
     if swiglu.activation(module, roles) is None:
         act = module.__dict__.get(roles.act, module._modules.get(roles.act))
         return f"its activation is {_name_of(act)}"
+    if swiglu.shards_of(module, roles) is not None:
+        return None
     for name in (roles.gate, roles.up):
         reason = None if name is None else why_not_linear(module._modules[name])
         if reason is not None:
@@ -160,7 +162,11 @@ def _exact(gelu: object) -> bool:
 
 def facts(module: nn.Module, form: Form, tokens: int) -> Tuple[str, str, tuple]:
     """(family, operation, arguments) of a call on so many tokens, to ask who serves it."""
-    w_gate, w_up, b_gate, b_up = swiglu.projections(module, form.roles)
+    sharded = swiglu.shards_of(module, form.roles)
+    if sharded is None:
+        w_gate, w_up, b_gate, b_up = swiglu.projections(module, form.roles)
+    else:
+        w_gate, w_up, _, b_gate, b_up, _ = sharded.local()
     x = w_gate.new_empty(tokens, w_gate.shape[1])  # [M, K]
     name = swiglu.activation(module, form.roles)
     return "swiglu.forward", "swiglu_fwd", (x, w_gate, w_up, b_gate, b_up, name)

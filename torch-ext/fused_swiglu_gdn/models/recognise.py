@@ -12,6 +12,7 @@ from ..layers.swiglu import Form
 from .gated_delta_net import gated_delta_net
 from .gated_mlp import gated_mlp
 from .serving import is_served, why_replaced
+from .sharded import why_partitioned
 
 
 class Finding(NamedTuple):
@@ -32,5 +33,5 @@ def recognise(module: nn.Module) -> Optional[Finding]:
         finding = Finding(*gated_delta_net(module))
     else:
         return None
-    replaced = why_replaced(module)
-    return finding if replaced is None else Finding(finding.layer, replaced)
+    reason = why_replaced(module) or why_partitioned(module)
+    return finding if reason is None else Finding(finding.layer, reason)

@@ -1,0 +1,145 @@
+"""MLPs that transformers has sharded for tensor parallelism (`DistributedConfig(tp_plan="auto")`).
+
+gate and up hold rows [N / P, K] of their weights and down columns [D, N / P], as DTensors, and each
+has a forward that brings inputs and outputs into their placements. Together they come to
+sum over ranks of down_r(act(gate_r(x)) * up_r(x)): one sum in the forward, and one of x's gradient.
+What they are is told by those placements alone.
+"""
+
+from types import FunctionType
+from typing import NamedTuple, Optional, Tuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..swiglu.api import fused_swiglu_mlp
+from .own_code import is_in_its_file
+from .plain import PLAIN_TENSORS, why_hooked
+
+
+class Shards(NamedTuple):
+    """The weights of an MLP as DTensors, and the processes that share them."""
+
+    w_gate: Tensor  # [N, K], this process has rows [N / P, K]
+    w_up: Tensor  # [N, K], the same rows
+    w_down: Tensor  # [D, N], this process has columns [D, N / P]
+    b_gate: Optional[Tensor]  # [N]
+    b_up: Optional[Tensor]  # [N]
+    b_down: Optional[Tensor]  # [D], alike in all processes
+    group: object
+
+    def local(self) -> Tuple[Optional[Tensor], ...]:
+        """This process's parts; their gradients become DTensors of the same placements."""
+        return tuple([
+            x.to_local(grad_placements=x.placements) if hasattr(x, "placements") else x
+            for x in self[:6]
+        ])  # fmt: skip
+
+
+def shards(gate: object, up: object, down: object) -> Optional[Shards]:
+    """The shards of an MLP whose three projections are these modules, or None."""
+    parts = [_linear(module) for module in (gate, up, down)]
+    if None in parts:
+        return None
+    (w_gate, b_gate, *split), (w_up, b_up, *same), (w_down, b_down, *joined) = parts
+    mesh, P = w_gate.device_mesh, w_gate.device_mesh.size()
+    alike = mesh == w_up.device_mesh == w_down.device_mesh and mesh.ndim == 1
+    if not alike or w_gate.shape != w_up.shape or w_gate.shape[0] % P:
+        return None  # shares that differ would be served in some processes alone
+    for weight, bias, layouts in ((w_gate, b_gate, split), (w_up, b_up, same)):
+        if not (_is_shard(weight, 0) and _from_all_to_shards(layouts)):
+            return None
+        if bias is not None and not _is_shard(bias, 0):
+            return None
+    if not (_is_shard(w_down, 1) and _from_all_to_shards(joined[::-1])):
+        return None
+    if b_down is not None and not _is_replica(b_down):
+        return None
+    return Shards(w_gate, w_up, w_down, b_gate, b_up, b_down, mesh.get_group())
+
+
+def _linear(module: object) -> Optional[tuple]:
+    """weight, bias, placement of the input and of the output, of a nn.Linear that transformers
+    has sharded and that nothing else was done to."""
+    if type(module) is not nn.Linear or why_hooked(module) is not None:
+        return None
+    attributes, parameters = module.__dict__, module._parameters
+    forward, weight = attributes.get("forward"), parameters.get("weight")
+    if not hasattr(weight, "placements") or {"weight", "bias", "_call_impl"} & set(attributes):
+        return None
+    if type(forward) is not FunctionType or not is_in_its_file(forward, "transformers"):
+        return None
+    names = forward.__code__.co_freevars
+    cells = dict(zip(names, (cell.cell_contents for cell in forward.__closure__ or ())))
+    style, own = cells.get("self"), cells.get("original_forward")
+    if getattr(own, "__func__", None) is not nn.Linear.forward or own.__self__ is not module:
+        return None
+    if cells.get("mesh") != weight.device_mesh or not getattr(style, "use_local_output", False):
+        return None
+    layouts = [getattr(style, f"{side}_layouts", None) for side in ("input", "output")]
+    return None if None in layouts else (weight, parameters.get("bias"), *layouts)
+
+
+def _from_all_to_shards(layouts) -> bool:
+    """From a replica to shards of the last dimension."""
+    first, last = layouts
+    return first.is_replicate() and last.is_shard() and last.dim == -1
+
+
+def _is_shard(x: object, dim: int) -> bool:
+    placements = getattr(x, "placements", ())
+    return len(placements) == 1 and placements[0].is_shard(dim) and _is_plain(x)
+
+
+def _is_replica(x: object) -> bool:
+    if type(x) in PLAIN_TENSORS:
+        return True
+    placements = getattr(x, "placements", ())
+    return len(placements) == 1 and placements[0].is_replicate() and _is_plain(x)
+
+
+def _is_plain(x: Tensor) -> bool:
+    """The DTensor has no further meaning: its shards are plain tensors."""
+    return type(x.to_local().detach()) in PLAIN_TENSORS
+
+
+class _Copies(torch.autograd.Function):
+    """x, of which every process of the group has a copy: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum of y over the processes, in place of y."""
+
+    @staticmethod
+    def forward(ctx, y, group):
+        ctx.mark_dirty(y)
+        dist.all_reduce(y, group=group)
+        return y
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def mlp_on_shards(x: Tensor, found: Shards, activation: str) -> Tensor:
+    """down(act(gate(x)) * up(x)), [..., K] -> [..., D], alike in all processes."""
+    w_gate, w_up, w_down, b_gate, b_up, b_down = found.local()
+    if torch.is_grad_enabled() and x.requires_grad:
+        x = _Copies.apply(x, found.group)
+    y = fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, None, activation=activation)
+    y = _Sum.apply(y.contiguous(), found.group)
+    return y if b_down is None else y + b_down
