@@ -9,10 +9,10 @@ from conftest import PACKAGE, ROOT
 # A room is an operation, and a module imports from its own room and from rooms further left.
 # `_ops` is generated. A new operation becomes a room between `runtime` and `layers`.
 ROOMS = [
-    "_ops", "runtime", "norm", "swiglu", "experts", "attention", "gdn", "gdn_layer", "layers",
-    "models", "__init__",
+    "_ops", "runtime", "parallel", "norm", "swiglu", "experts", "attention", "gdn", "gdn_layer",
+    "layers", "models", "__init__",
 ]  # fmt: skip
-OPERATIONS = ROOMS[2:-3]
+OPERATIONS = ROOMS[3:-3]
 # Inside an operation: api (and module, fused, project) -> ops -> reference, checks; the kernels of
 # a chip are reached through runtime/dispatch.py alone. `chunks` and `call` hold what all agree on.
 KINDS = {"chunks": 0, "call": 0, "reference": 1, "checks": 1, "portable": 1, "hopper": 2, "ops": 3}

@@ -8,6 +8,7 @@ from .gdn.api_aiter import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_op
 from .gdn_layer.api import causal_conv1d_fn, causal_conv1d_update, gated_delta_gate, rms_norm_gated
 from .models import decorate, kernelize, layer_mapping, register_experts, restore
 from .norm.api import rms_norm
+from .parallel.api import build_cp_context
 from .runtime.implementation import implementation_of
 from .runtime.verify import verify
 from .swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
@@ -18,6 +19,7 @@ __version__ = "1"  # of the API, as build.toml has it
 __all__ = [
     "FusedSwiGLU",
     "attention_with_kvcache",
+    "build_cp_context",
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",

@@ -9,6 +9,7 @@ from torch import Tensor
 from ..runtime.cache import CallCache, undisturbed
 from ..runtime.ops import autocast, dense, needs_grad
 from . import checks, ops
+from .api_context import chunk_with_context
 from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
 
 _prefilling, _decoding = CallCache(), CallCache()
@@ -37,6 +38,7 @@ def chunk_gated_delta_rule(
     checkpoint_every: int = 0,
     chunk_size: int = 64,
     recompute: bool = True,
+    cp_context=None,
 ):
     """The gated delta rule (https://arxiv.org/abs/2412.06464) in chunks of 64 tokens.
 
@@ -72,6 +74,9 @@ def chunk_gated_delta_rule(
             for inputs in fp64. They are computed in that default and rounded once.
         checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
         chunk_size: 64; anything else is refused.
+        cp_context: from build_cp_context, for sequences that several processes hold parts of. Then
+            the tensors have the tokens of this process, states are those of its pieces of
+            sequences, and cu_seqlens is not given; neither are state_indices and checkpoint_every.
         recompute: for training: True saves only the inputs; False also saves the prepared blocks
             of each chunk, 272 bytes a token and head of v in half precision (528 in fp32), which
             the backward pass otherwise recomputes.
@@ -106,21 +111,27 @@ def chunk_gated_delta_rule(
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, output_final_state, state_dtype, checkpoint_every,
     )  # fmt: skip
+    if cp_context is not None:
+        call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
+        return chunk_with_context(
+            call, cp_context, lambda x: _checked(x, use_gate_in_kernel, chunk_size, recompute)
+        )
     kind = (*options, use_gate_in_kernel, chunk_size)
     plan = _prefilling.find(tensors, kind) if undisturbed() else None
     if plan is None:
-        checks.are_flags(recompute=recompute)
-        checks.chunk_size(chunk_size)
         saves = not recompute and needs_grad(tensors)
-        call = _checked(GdnCall(*tensors, GdnOptions(*options, saves)), use_gate_in_kernel)
+        call = GdnCall(*tensors, GdnOptions(*options, saves))
+        call = _checked(call, use_gate_in_kernel, chunk_size, recompute)
         if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
             plan = _prefilling.keep(tensors, kind, ops.plan_gdn_chunk(call))
     o, state, checkpoints, _ = ops.gdn_chunk(call) if plan is None else plan(*tensors)
     return (o, state, checkpoints) if checkpoint_every else (o, state)
 
 
-def _checked(call: GdnCall, use_gate: bool) -> GdnCall:
+def _checked(call: GdnCall, use_gate: bool, chunk_size: int, recompute: bool) -> GdnCall:
     """The call as the operator takes it."""
+    checks.are_flags(recompute=recompute)
+    checks.chunk_size(chunk_size)
     q, k, v = autocast(call.q, call.k, call.v)
     call = call._replace(q=q, k=k, v=v)
     checks.rule_flags(call.options, use_gate)

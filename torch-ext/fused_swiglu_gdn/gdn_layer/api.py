@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ..gdn.reference import common as gdn_common
 from . import checks, ops
+from .api_context import convolve_with_context
 
 
 def causal_conv1d_fn(
@@ -18,6 +19,7 @@ def causal_conv1d_fn(
     cu_seqlens: Optional[Tensor] = None,
     initial_states: Optional[Tensor] = None,
     return_final_states: bool = False,
+    cp_context=None,
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
     """Depthwise causal convolution: y_t = act(bias + sum_w weight[:, w] * x_{t - W + 1 + w}).
 
@@ -31,6 +33,9 @@ def causal_conv1d_fn(
         cu_seqlens: [N + 1], the same for a batch of one by cumulative lengths.
         initial_states: [N, D, W - 1], the inputs before each sequence; zeros by default.
         return_final_states: also return the last W - 1 inputs of each sequence.
+        cp_context: from build_cp_context, for sequences that several processes hold parts of: x has
+            the tokens of this process, states are those of its pieces of sequences, and cu_seqlens
+            and seq_idx are not given.
 
     Returns:
         y [B, D, T], the dtype of x; with return_final_states also [N, D, W - 1].
@@ -45,6 +50,9 @@ def causal_conv1d_fn(
         torch.Size([2, 8, 10])
     """
     args = (x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states)
+    if cp_context is not None:
+        y, final = convolve_with_context(args, cp_context, checks.causal_conv1d_fn)
+        return (y, final) if return_final_states else y
     checks.causal_conv1d_fn(*args)
     y, final = ops.causal_conv1d(*args)
     return (y, final) if return_final_states else y

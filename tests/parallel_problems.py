@@ -1,0 +1,300 @@
+"""Sequences that several processes hold, against one process: run by tests/test_parallel.py.
+
+    python tests/parallel_problems.py FOLDER [cpu | cuda]
+
+Four processes are forked once (spawned for "cuda": they share one GPU, and gloo) and go through
+CASES, each on a group of the first P of them. FOLDER/RANK.json gets the errors of every case.
+"""
+
+import datetime
+import json
+import random
+import sys
+import traceback
+from pathlib import Path
+from typing import Dict, NamedTuple
+
+import torch
+import torch.distributed as dist
+from conftest import load_package, relative_error, submodule
+
+WORLD = 4
+H, HV, K, V, W = 1, 2, 8, 12, 4  # heads of q and k, of v, head dims, taps
+D = 2 * H * K + HV * V  # channels of the convolution
+OPTIONS = {
+    "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
+    "output_final_state": True,
+}  # fmt: skip
+PACKED = [0, 5, 7, 90, 90, 128, 170, 171, 200]  # one empty, one of one token
+NAMES = ("x", "weight", "a", "b", "A_log", "dt_bias", "conv_state", "state")
+
+
+class Case(NamedTuple):
+    P: int
+    lengths: list
+    layout: object
+    batch: int = 1
+    options: tuple = ()  # of the rule, beyond OPTIONS
+    frozen: tuple = ()  # NAMES of what needs no gradient
+    states: bool = True  # initial states are given
+    exchange: bool = True  # False: the control
+
+
+def random_case(seed: int) -> Case:
+    """A random pack on random shards: of few or no tokens, in any order."""
+    draw = random.Random(seed)
+    P, T = draw.choice([2, 3, 4]), draw.choice([40, 97, 200])
+    lengths = [0, *sorted(draw.choices(range(T + 1), k=draw.randrange(6))), T]
+    cuts = sorted(draw.choices(range(T + 1), k=draw.randrange(2 * P)))
+    near = [cut + draw.choice([-1, 0, 1]) for cut in lengths[1:-1]]  # beside borders of sequences
+    cuts = sorted({0, T, *cuts, *[cut for cut in near if 0 < cut < T and draw.random() < 0.5]})
+    layout = [[] for _ in range(P)]
+    for fragment in zip(cuts, cuts[1:]):
+        layout[draw.randrange(P)].append(fragment)
+    for fragments in layout:
+        draw.shuffle(fragments)
+    return Case(P, lengths, layout)
+
+
+def cases() -> Dict[str, Case]:
+    found = {}
+    for P in (2, 3, 4):
+        for layout in ("contiguous", "zigzag", "torch"):
+            found[f"one sequence, {layout}, {P}"] = Case(P, [0, 200], layout)
+            found[f"packed, {layout}, {P}"] = Case(P, PACKED, layout)
+    rest = [[] for _ in range(2)]
+    found["an empty shard first"] = Case(
+        4, [0, 150, 200], [[], [(0, 64)], [(64, 130)], [(130, 200)]]
+    )
+    found["an empty shard between"] = Case(4, PACKED, [[(0, 100)], *rest, [(100, 200)]])
+    found["an empty shard last"] = Case(3, [0, 200], [[(0, 65)], [(65, 200)], []])
+    found["shards of one token"] = Case(4, [0, 70], [[(0, 1)], [(1, 2)], [(2, 3)], [(3, 70)]])
+    found["in reverse"] = Case(2, [0, 130], [[(64, 130)], [(0, 64)]])
+    found["rows, zigzag"] = Case(2, [0, 60, 70, 140, 210], "zigzag", batch=3)
+    found["rows, contiguous"] = Case(3, [0, 70, 140], "contiguous", batch=2)
+    found["no initial states"] = Case(3, PACKED, "zigzag", states=False)
+    found["states [V, K]"] = Case(3, [0, 200], "zigzag", options=(("state_v_first", True),))
+    found["saved blocks"] = Case(2, PACKED, "zigzag", options=(("recompute", False),))
+    found["only v"] = Case(3, [0, 200], "contiguous", frozen=NAMES[1:])
+    found["nothing needs a gradient"] = Case(3, [0, 200], "contiguous", frozen=NAMES)
+    found["no exchange"] = Case(2, [0, 200], "contiguous", exchange=False)
+    found.update({f"random {seed}": random_case(seed) for seed in range(50)})
+    return found
+
+
+CASES = cases()
+
+
+def inputs(case: Case, device, dtype) -> list:
+    """The same in every process: NAMES, of the whole stream."""
+    generator = torch.Generator().manual_seed(len(case.lengths))
+    N, T = len(case.lengths) - 1, case.lengths[-1]
+
+    def normal(*shape):
+        x = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return x.to(device, dtype)
+
+    made = [normal(1, T, D), normal(D, W) * 0.5, normal(1, T, HV), normal(1, T, HV)]
+    decay = torch.tensor([0.02, 0.5], dtype=torch.float64).log().to(device, dtype)  # one forgets
+    state = normal(N, HV, K, V) * 0.3
+    made += [decay, normal(HV), normal(N, D, W - 1), state]
+    if dict(case.options).get("state_v_first"):
+        made[-1] = state.mT.contiguous()
+    return [x.requires_grad_(name not in case.frozen) for name, x in zip(NAMES, made)]
+
+
+def layer(kernel, case: Case, x, weight, a, b, A_log, dt_bias, conv_state, state, **where):
+    """From a layer's projections to o, the last inputs and the states: (o, final, states)."""
+    if not case.states:
+        conv_state = state = None
+    x = x.transpose(1, 2)
+    y, final = kernel.causal_conv1d_fn(
+        x, weight, None, "silu", initial_states=conv_state, return_final_states=True, **where
+    )
+    q, k, v = y.transpose(1, 2).split([H * K, H * K, HV * V], -1)
+    q, k, v = (t.unflatten(-1, (n, -1)) for t, n in ((q, H), (k, H), (v, HV)))
+    o, states = kernel.chunk_gated_delta_rule(
+        q, k, v, a, b, A_log=A_log, dt_bias=dt_bias, initial_state=state,
+        **{**OPTIONS, **dict(case.options)}, **where,
+    )  # fmt: skip
+    return o, final, states
+
+
+def outer(case: Case, outputs) -> list:
+    """Gradients of the outputs of the whole stream, the same in every process."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in outputs]
+
+
+def alone(case: Case, device, dtype) -> dict:
+    """What one process makes of the whole stream."""
+    given = inputs(case, device, dtype)
+    lengths = torch.tensor(case.lengths, device=device)
+    outputs = layer(load_package(), case, *given, cu_seqlens=lengths)
+    grads = {}
+    wanted = [x for x in given if x.requires_grad]
+    if wanted:
+        found = torch.autograd.grad(outputs, wanted, outer(case, outputs), materialize_grads=True)
+        grads = dict(zip([n for n in NAMES if n not in case.frozen], found))
+    return {"outputs": [x.detach() for x in outputs], "grads": grads}
+
+
+def without_exchange():
+    """A rule whose processes hear nothing."""
+    ops = submodule("gdn.ops_context")
+    told = ops.all_gather
+    ops.all_gather = lambda own, group: torch.zeros_like(told(own, group))
+    return told
+
+
+def check(case: Case, want: dict, group, device, dtype) -> Dict[str, float]:
+    """Relative errors of this process's outputs and gradients."""
+    kernel = load_package()
+    cp = kernel.build_cp_context(case.lengths, group, layout=case.layout, batch_size=case.batch)
+    rows, B = cp.sequences.to(device), case.batch
+    starts, ends = cp.starts_here.to(device), cp.ends_here.to(device)
+
+    def here(x):  # [1, T, ..] of the stream
+        return cp.shard(x.reshape(B, x.shape[1] // B, *x.shape[2:]))
+
+    whole = inputs(case, device, dtype)
+    x, weight, a, b, A_log, dt_bias, conv_state, state = (t.detach() for t in whole)
+    nan = torch.tensor(float("nan"), device=device, dtype=dtype)  # rows that must not be read
+    states = [
+        torch.where(starts.view(-1, *[1] * (s.ndim - 1)), s[rows], nan) for s in (conv_state, state)
+    ]
+    own = [here(x), weight, here(a), here(b), A_log, dt_bias, *states]
+    own = [t.clone().requires_grad_(name not in case.frozen) for name, t in zip(NAMES, own)]
+    outputs = layer(kernel, case, *own, cp_context=cp)
+    expected = [here(want["outputs"][0]), *(t[rows] for t in want["outputs"][1:])]
+    o, *finals = outputs
+    errors = {"o": relative_error(o, expected[0])}
+    for name, got, t in zip(("final inputs", "final states"), finals, expected[1:]):
+        errors[name] = relative_error(got[ends], t[ends])
+    outer_here = outer(case, want["outputs"])
+    outer_here = [here(outer_here[0]), *(t[rows] for t in outer_here[1:])]
+    for i in (1, 2):  # states at cuts are no outputs of one process
+        mask = ends.view(-1, *[1] * (outer_here[i].ndim - 1))
+        outer_here[i] = torch.where(mask, outer_here[i], 0)
+    wanted = [t for t in own if t.requires_grad]
+    if not wanted:
+        return errors
+    found = torch.autograd.grad(outputs, wanted, outer_here, materialize_grads=True)
+    for name, got in zip([n for n in NAMES if n not in case.frozen], found):
+        t = want["grads"][name]
+        if name in ("x", "a", "b"):
+            t = here(t)
+        elif name.endswith("state"):
+            got, t = got[starts], t[rows[starts]]
+        else:  # of parameters each process has a part
+            got = got.detach().cpu()
+            dist.all_reduce(got, group=group)
+            got = got.to(device)
+        errors[f"d{name}"] = relative_error(got, t)
+    return errors
+
+
+def unsharded(group) -> Dict[str, float]:
+    """shard and unshard undo each other, and so do their gradients."""
+    kernel, errors = load_package(), {}
+    for layout in ("contiguous", "zigzag", [[(40, 50)], [], [(0, 40)]]):
+        cp = kernel.build_cp_context([0, 20, 50], group, layout=layout)
+        x = torch.arange(150.0, dtype=torch.float64).view(1, 3, 50)
+        own = cp.shard(x, 2).requires_grad_()
+        back = cp.unshard(own, 2)
+        back.backward(x * (1 + cp.rank))
+        total = sum(range(1, 1 + cp.size))
+        errors[f"{layout}"] = relative_error(back, x)
+        errors[f"gradient {layout}"] = relative_error(own.grad, cp.shard(x, 2) * total)
+        positions = torch.cat([torch.arange(20), torch.arange(30)])[None]
+        errors[f"places {layout}"] = float((cp.position_ids != cp.shard(positions)).sum())
+    return errors
+
+
+def refused(group) -> Dict[str, str]:
+    """What each process says of bad use: all must raise, and go on together afterwards."""
+    kernel, rank = load_package(), dist.get_rank(group)
+    cp = kernel.build_cp_context([0, 12], group)
+    q, v, g = torch.randn(1, 6, 1, 4), torch.randn(1, 6, 1, 4), -torch.ones(1, 6, 1)
+    x, weight = torch.randn(1, 8, 6), torch.randn(8, 4)
+
+    def rule(**options):
+        given = {"q": q, "k": q, "v": v, "g": g, "beta": -g, **options}
+        return kernel.chunk_gated_delta_rule(cp_context=cp, **given)
+
+    def conv(**options):
+        return kernel.causal_conv1d_fn(**{"x": x, "weight": weight, "cp_context": cp, **options})
+
+    def build(lengths, **options):
+        return kernel.build_cp_context(lengths, group, **options)
+
+    first = rank == 0
+    uses = {
+        "tokens of one": lambda: rule(q=q[:, 1:] if first else q),
+        "gradients of one": lambda: rule(v=v.clone().requires_grad_(first)),
+        "a state of one": lambda: rule(initial_state=torch.zeros(2 if first else 1, 1, 4, 4)),
+        "cu_seqlens": lambda: rule(cu_seqlens=torch.tensor([0, 6])),
+        "state_indices": lambda: rule(state_indices=torch.tensor([0])),
+        "checkpoint_every": lambda: rule(checkpoint_every=64),
+        "chunk_size of one": lambda: rule(chunk_size=32 if first else 64),
+        "conv tokens of one": lambda: conv(x=x[..., 1:] if first else x),
+        "conv seq_idx": lambda: conv(seq_idx=torch.zeros(1, 6, dtype=torch.int32)),
+        "conv taps": lambda: conv(weight=torch.randn(8, 3 if first else 4)),
+        "lengths": lambda: build([0, 12 + rank]),
+        "lengths of one": lambda: build([0, 5, 3, 12] if first else [0, 12]),
+        "layout of one": lambda: build([0, 12], layout="zigzag" if first else "contiguous"),
+        "a name": lambda: build([0, 12], layout="ring" if first else "zigzag"),
+        "a hole": lambda: build([0, 12], layout=[[(0, 5)], [(6, 12)]]),
+        "rows": lambda: build([0, 12], batch_size=5),
+        "borders of rows": lambda: build([0, 12], batch_size=2),
+    }
+    said = {}
+    for name, use in uses.items():
+        try:
+            use()
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = str(error)
+    o, _ = rule()  # and all is well
+    assert o.shape == v.shape
+    return said
+
+
+def process(rank: int, folder: str, kind: str, wanted: dict) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
+        timeout=datetime.timedelta(seconds=30),
+    )  # fmt: skip
+    dtype = torch.float64 if kind == "cpu" else torch.float32
+    groups = {P: dist.new_group(list(range(P))) for P in (2, 3, 4)}
+    found = {}
+    try:
+        for name, case in CASES.items():
+            if rank < case.P:
+                told = None if case.exchange else without_exchange()
+                want = wanted[name]
+                found[name] = check(case, want, groups[case.P], torch.device(kind), dtype)
+                if told is not None:
+                    submodule("gdn.ops_context").all_gather = told
+        if rank < 3:
+            found["unshard"] = unsharded(groups[3])
+        if rank < 2:
+            found["refused"] = refused(groups[2])
+    except Exception:
+        found["failed"] = f"{name}: {traceback.format_exc()}"
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main(folder: str, kind: str = "cpu") -> None:
+    torch.set_num_threads(1)
+    dtype = torch.float64 if kind == "cpu" else torch.float32
+    wanted = {name: alone(case, torch.device(kind), dtype) for name, case in CASES.items()}
+    how = "fork" if kind == "cpu" else "spawn"
+    args = (folder, kind, wanted)
+    torch.multiprocessing.start_processes(process, args, nprocs=WORLD, start_method=how)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

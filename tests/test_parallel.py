@@ -1,0 +1,110 @@
+"""Sequences that several processes hold parts of: two, three and four of them reproduce one."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import load_package, submodule
+from interpreter import compiled
+from parallel_problems import CASES, WORLD
+
+pytestmark = compiled
+LIMITS = {"cpu": 1e-11, "cuda": 1e-4}  # of relative errors, in fp64 and in fp32
+BAD_USES = (
+    "tokens of one", "gradients of one", "a state of one", "cu_seqlens", "state_indices",
+    "checkpoint_every", "chunk_size of one", "conv tokens of one", "conv seq_idx", "conv taps",
+    "lengths", "lengths of one", "layout of one", "a name", "a hole", "rows", "borders of rows",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def found(request, tmp_path_factory):
+    """What each process found, and the limit of its errors: one start for all tests."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    folder = tmp_path_factory.mktemp("parallel")
+    script = Path(__file__).with_name("parallel_problems.py")
+    command = [sys.executable, str(script), str(folder), request.param]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    failed = [result["failed"] for result in results if "failed" in result]
+    assert not failed, "\n\n".join(failed)
+    return results, LIMITS[request.param]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_as_one_process(found, name):
+    results, limit = found
+    case = CASES[name]
+    errors = [results[rank][name] for rank in range(case.P)]
+    assert all(len(mine) > 2 for mine in errors)
+    worst = max(max(mine.values()) for mine in errors)
+    if case.exchange:
+        assert all(error <= limit for mine in errors for error in mine.values()), errors
+    else:
+        assert worst > 0.1, "without an exchange the results must be wrong"
+
+
+def test_unshard_undoes_shard(found):
+    for result in found[0][:3]:
+        assert len(result["unshard"]) == 9
+        assert max(result["unshard"].values()) == 0
+
+
+@pytest.mark.parametrize("use", BAD_USES)
+def test_bad_use_is_refused_in_every_process(found, use):
+    said = [result["refused"] for result in found[0][:2]]
+    assert set(said[0]) == set(BAD_USES)
+    for mine in said:
+        assert mine[use] != "nothing"
+
+
+def test_what_refusals_say(found):
+    first, second = (result["refused"] for result in found[0][:2])
+    assert "q must have the 6 tokens that cp_context has" in first["tokens of one"]
+    assert "in process 0 of the group: q must have the 6" in second["tokens of one"]
+    assert "must be alike in all processes of the group" in first["lengths"]
+    assert "state_indices must not be given with cp_context" in first["state_indices"]
+    assert "each of the 12 tokens once, got (6, 12) where 5" in first["a hole"]
+
+
+def test_without_process_groups(kernel):
+    with pytest.raises(ValueError, match="init_process_group"):
+        kernel.build_cp_context([0, 12])
+    x, weight = torch.randn(1, 8, 6), torch.randn(8, 4)
+    with pytest.raises(TypeError, match="cp_context must come from build_cp_context, got str"):
+        kernel.causal_conv1d_fn(x, weight, cp_context="zigzag")
+
+
+def test_layouts():
+    fragments_of = submodule("parallel.layouts").fragments_of
+    assert fragments_of("contiguous", 10, 3) == [[(0, 3)], [(3, 6)], [(6, 10)]]
+    assert fragments_of("zigzag", 16, 2) == [[(0, 4), (12, 16)], [(4, 12)]]
+    assert fragments_of("torch", 16, 2) == fragments_of("zigzag", 16, 2)
+    # torch's context_parallel falls back to torch.chunk
+    parts = [list(part) for part in torch.arange(18).chunk(4)]
+    assert fragments_of("torch", 18, 4) == [[(int(p[0]), int(p[-1]) + 1)] for p in parts]
+    assert fragments_of([[(3, 5), (0, 3)], [(5, 9)]], 9, 2) == [[(3, 5), (0, 3)], [(5, 9)]]
+
+
+def test_messages_do_not_grow_with_the_stream():
+    """One piece a fragment goes out and one comes in, however many sequences there are."""
+    make_plan = submodule("parallel.plan").make_plan
+    fragments_of = submodule("parallel.layouts").fragments_of
+    for T in (1000, 100000):
+        lengths = list(range(0, T + 1, 10))
+        plan = make_plan([0, *[n + 5 for n in lengths[:-1]], T], fragments_of("zigzag", T, 4))
+        assert 1 <= plan.slots_out <= 2 and 1 <= plan.slots_in <= 2
+        assert not plan.has_middle
+    plan = make_plan([0, T], fragments_of("zigzag", T, 4))
+    assert plan.has_middle and (plan.slots_out, plan.slots_in) == (2, 2)
+    whole = make_plan(lengths, fragments_of("contiguous", T, 4))  # cut where sequences end
+    assert whole.slots_out == whole.slots_in == 0 and not whole.chains
+
+
+def test_context_is_public():
+    assert load_package().build_cp_context is submodule("parallel.api").build_cp_context

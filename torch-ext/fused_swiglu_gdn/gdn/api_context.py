@@ -1,0 +1,62 @@
+"""chunk_gated_delta_rule with a cp_context: its arguments as the operator takes them, and back."""
+
+from typing import Callable, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..parallel import checks
+from ..parallel.context import CpContext
+from ..parallel.exchange import agreed
+from ..runtime.dtypes import at_least_fp32
+from ..runtime.ops import needs_grad
+from .call import GdnCall
+from .ops_context import gdn_chunk_context
+
+
+@torch.compiler.disable
+def chunk_with_context(
+    call: GdnCall, cp: object, check: Callable[[GdnCall], GdnCall]
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """o and the states after the pieces here; check: of an ordinary call, as its operator takes it.
+
+    The checks come before the first collective, so that no process waits for one that refused.
+    """
+    checks.is_context(cp)
+
+    def make() -> GdnCall:
+        checks.lengths_are_its_own(cp, call.cu_seqlens)
+        checks.is_absent("state_indices", call.state_indices)
+        checks.is_absent("checkpoint_every", call.options.checkpoint_every)
+        return check(_as_stream(call, cp))
+
+    def facts(made: GdnCall) -> str:
+        sizes = (made.H, made.HV, made.K, made.V)
+        return f"heads and dims {sizes}, {made.q.dtype}, gradients {needs_grad(made.tensors)}"
+
+    made = agreed(make, facts, cp.group, "chunk_gated_delta_rule")
+    options = made.options
+    v_first, wide = options.state_v_first, at_least_fp32(made.v[:0]).dtype
+    initial = made.initial_state
+    if initial is not None:
+        initial = (initial.mT if v_first else initial).to(wide)
+    inner = options._replace(state_v_first=False, output_final_state=True, state_dtype=None)
+    o, states = gdn_chunk_context(made._replace(initial_state=initial, options=inner), cp)
+    o = o.view(call.v.shape)
+    if not options.output_final_state:
+        return o, None
+    states = states.mT.contiguous() if v_first else states
+    return o, states.to(options.state_dtype or wide)
+
+
+def _as_stream(call: GdnCall, cp: CpContext) -> GdnCall:
+    """The rows of a batch one after another, with the pieces here for sequences."""
+    five = (call.q, call.k, call.v, call.g, call.beta)
+    if isinstance(call.q, Tensor) and call.q.ndim == 4:
+        checks.holds_tokens(cp, "q", call.B, call.T)
+    if all(isinstance(x, Tensor) and x.ndim > 2 and x.shape[0] > 1 for x in five):
+        five = tuple(x.flatten(0, 1).unsqueeze(0) for x in five)
+    q, k, v, g, beta = five
+    return call._replace(
+        q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cp.lengths_on(call.q.device)
+    )  # fmt: skip

@@ -1,0 +1,200 @@
+"""The gated delta rule over sequences that several processes hold (docs/parallel.md).
+
+A piece of a sequence maps the state before it to the one behind it, S_out = M S_in + N. Processes
+tell each other N, and M where a piece has others on both sides; then each knows the state that its
+own pieces start from, and the ordinary call does the rest. In the backward they tell each other
+E = dS_in of a piece for dS_out = 0, and the chain runs the other way, by M^T.
+
+One function holds the exchange and all that depends on it, so that every process reaches every
+collective, in the backward as well, whether or not its own tokens need anybody's.
+
+States are [pieces, HV, K, V] here, in fp32 or fp64.
+"""
+
+from typing import List, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..parallel.context import CpContext
+from ..parallel.exchange import all_gather
+from ..parallel.plan import Piece, Slot
+from ..runtime.dtypes import at_least_fp32
+from ..runtime.ops import needs_grad, serve
+from .call import GdnCall, GdnGradient
+from .reference import backward as backward_reference
+from .reference import chunk as reference
+
+
+class Saved(NamedTuple):
+    """What the backward takes from the forward."""
+
+    start: Optional[Tensor]  # the state before each piece here
+    transitions: Optional[Tensor]  # M of the pieces in the middle here, [middle, HV, K, K]
+    blocks: Tuple[Tensor, ...]  # Tb, P, F of the chunks, where the call saves them
+
+
+def _run(call: GdnCall) -> tuple:
+    """o, the final states, and the prepared blocks or None."""
+    o, states, _, blocks = serve("gdn.chunk", "gdn_chunk_fwd", reference.gdn_chunk_fwd, (call,))
+    return o, states, blocks
+
+
+def _gradients(call: GdnCall, gradient: GdnGradient) -> tuple:
+    """Of the first seven tensors of a call, and of its initial state."""
+    args = (call, gradient)
+    return serve("gdn.chunk", "gdn_chunk_bwd", backward_reference.gdn_chunk_bwd, args)
+
+
+def _part(call: GdnCall, cp: CpContext, name: str, start: Tensor) -> GdnCall:
+    """The call on some of the pieces here, from the rows of `start` that are theirs."""
+    subset = cp.subset(name, call.device)
+    q, k, v, g, beta = (subset.take(x) for x in (call.q, call.k, call.v, call.g, call.beta))
+    return call._replace(
+        q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=subset.cu_seqlens, initial_state=start,
+        options=call.options._replace(save_blocks=False, state_dtype=None),
+    )  # fmt: skip
+
+
+def _transitions(call: GdnCall, cp: CpContext, like: Tensor) -> Tensor:
+    """M [middle, HV, K, K] of the pieces that have others on both sides."""
+    middle = cp.subset("middle", call.device).places
+    eye = torch.eye(call.K, dtype=like.dtype, device=like.device)
+    eye = eye.expand(len(middle), call.HV, call.K, call.K)
+    if not middle:
+        return eye
+    nothing = call.v.new_zeros(1, 1, 1, 1).expand(*call.v.shape[:3], call.K)
+    part = _part(call._replace(v=nothing), cp, "middle", eye.contiguous())
+    return _run(part._replace(v=part.v.contiguous()))[1]
+
+
+def _tell(cp: CpContext, slots: int, rows: Tensor, transitions: Tensor, places, middle) -> Tensor:
+    """[P, slots, HV, K, V or V + K]: N or E of every process's pieces, and M beside them.
+
+    rows: those of the pieces `places` here; transitions: of the pieces `middle`, which are some of
+    them.
+    """
+    V, wide = rows.shape[-1], transitions.shape[-1] if cp.plan.has_middle else 0
+    own = rows.new_zeros(slots, *rows.shape[1:3], V + wide)
+    own[: len(places), ..., :V] = rows
+    for i, place in enumerate(middle):
+        own[places.index(place), ..., V:] = transitions[i]
+    return all_gather(own, cp.group)
+
+
+def _chained(told: Tensor, slots: List[Slot], V: int, transposed: bool) -> Tensor:
+    """N_n + M_n (N_(n-1) + M_(n-1) (.. N_0)) of these slots, with M^T where `transposed`.
+
+    In fp64: a product of torch may be in TF32, which a chain of states must not be.
+    """
+    S = told[slots[0].rank, slots[0].number, ..., :V].double()
+    for rank, number in slots[1:]:
+        N, M = told[rank, number].double().split([V, told.shape[-1] - V], -1)
+        S = N + (M.mT if transposed else M) @ S
+    return S.to(told.dtype)
+
+
+def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
+    """o [1, T, HV, V], the state after each piece, and what the backward takes.
+
+    call: a batch of one whose sequences are the pieces here; initial_state is read where a piece
+    starts its sequence.
+    """
+    wide = at_least_fp32(call.v[:0]).dtype
+    start, transitions = call.initial_state, None
+    if cp.plan.chains:
+        first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
+        shape = (len(cp.pieces), call.HV, call.K, call.V)
+        start = (
+            call.v.new_zeros(shape, dtype=wide) if start is None else start.masked_fill(~first, 0)
+        )
+        places = cp.subset("outgoing", call.device).places
+        rows = start[places]
+        if places:
+            rows = _run(_part(call, cp, "outgoing", rows))[1]
+        transitions = _transitions(call, cp, start)
+        middle = cp.subset("middle", call.device).places
+        told = _tell(cp, cp.plan.slots_out, rows, transitions, places, middle)
+        for place in cp.subset("incoming", call.device).places:
+            before, _ = cp.chain(cp.pieces[place])
+            start[place] = _chained(told, _slots(cp.plan.outgoing, before), call.V, False)
+    call = call._replace(initial_state=start)
+    if not cp.tokens:
+        states = call.v.new_empty(0, call.HV, call.K, call.V, dtype=wide)
+        return call.v.new_empty(call.v.shape), states, Saved(start, transitions, ())
+    o, states, blocks = _run(call)
+    return o, states, Saved(start, transitions, blocks or ())
+
+
+def _slots(known: dict, pieces: List[Piece]) -> List[Slot]:
+    return [known[piece] for piece in pieces]
+
+
+def chunk_backward(
+    call: GdnCall,
+    cp: CpContext,
+    saved: Saved,
+    do: Tensor,
+    d_states: Optional[Tensor],
+    values_only: bool,
+) -> tuple:
+    """Gradients of the first seven tensors of the call, and of its initial state."""
+    call = call._replace(initial_state=saved.start)
+    if cp.plan.chains:
+        subset = cp.subset("incoming", call.device)
+        places, rows = subset.places, saved.start[subset.places]
+        d_states = torch.zeros_like(saved.start) if d_states is None else d_states.clone()
+        if places:
+            part = _part(call, cp, "incoming", rows)
+            gradient = GdnGradient(subset.take(do), d_states[places], None, True)
+            rows = _gradients(part, gradient)[7]
+        middle = cp.subset("middle", call.device).places
+        told = _tell(cp, cp.plan.slots_in, rows, saved.transitions, places, middle)
+        for place in cp.subset("outgoing", call.device).places:
+            _, behind = cp.chain(cp.pieces[place])
+            slots = _slots(cp.plan.incoming, behind[::-1])
+            d_states[place] += _chained(told, slots, call.V, True)
+    if not cp.tokens:
+        zeros = [None if x is None else torch.zeros_like(x) for x in call.tensors[:7]]
+        return (*zeros, saved.start)
+    gradient = GdnGradient(do, d_states, saved.blocks or None, values_only)
+    *grads, d_start = _gradients(call, gradient)
+    if cp.plan.chains:
+        first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
+        d_start = d_start.masked_fill(~first, 0)
+    return (*grads, d_start)
+
+
+class _Chunk(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, cp, options, *tensors):
+        call = GdnCall(*tensors, None, cp.lengths_on(tensors[0].device), options)
+        o, states, saved = chunk_forward(call, cp)
+        ctx.cp, ctx.options = cp, options
+        ctx.save_for_backward(*tensors[:7], *saved[:2], *saved.blocks)
+        ctx.set_materialize_grads(False)
+        return o, states
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do, d_states):
+        *tensors, start, transitions = ctx.saved_tensors[:9]
+        cp, blocks = ctx.cp, ctx.saved_tensors[9:]
+        lengths = cp.lengths_on(tensors[0].device)
+        call = GdnCall(*tensors, None, None, lengths, ctx.options)
+        do = torch.zeros_like(call.v) if do is None else do
+        q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[2:]
+        values_only = not any((q, k, g, beta, A_log, dt_bias))
+        grads = chunk_backward(
+            call, cp, Saved(start, transitions, blocks), do, d_states, values_only
+        )
+        return (None, None, *(x if want else None for x, want in zip(grads, wanted)))
+
+
+def gdn_chunk_context(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor]:
+    """o [1, T, HV, V], and the state after each piece here [pieces, HV, K, V]."""
+    tensors = call.tensors[:8]
+    if needs_grad(tensors):
+        return _Chunk.apply(cp, call.options, *tensors)
+    return chunk_forward(call, cp)[:2]

@@ -1,0 +1,48 @@
+"""causal_conv1d_fn with a cp_context: its arguments as the operator takes them, and back."""
+
+from typing import Callable, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..parallel import checks
+from ..parallel.exchange import agreed
+from ..runtime.ops import needs_grad
+from .ops_context import causal_conv1d_context
+
+
+@torch.compiler.disable
+def convolve_with_context(
+    args: tuple, cp: object, check: Callable
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """y and the last inputs of each piece here; args: those of the ordinary call, which `check`
+    refuses or not before the first collective."""
+    checks.is_context(cp)
+
+    def make() -> tuple:
+        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, has_final = args
+        checks.lengths_are_its_own(cp, cu_seqlens)
+        checks.is_absent("seq_idx", seq_idx)
+        if isinstance(x, Tensor) and x.ndim == 3:
+            checks.holds_tokens(cp, "x", x.shape[0], x.shape[2])
+            if x.shape[0] > 1:  # the rows one after another
+                x = x.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
+            cu_seqlens = cp.lengths_on(x.device)
+        made = (x, weight, bias, activation, None, cu_seqlens, initial_states, has_final)
+        check(*made)
+        return made
+
+    def facts(made: tuple) -> str:
+        x, weight, *_ = made
+        grad = needs_grad(made)
+        return f"channels {x.shape[1]}, taps {weight.shape[1]}, {x.dtype}, gradients {grad}"
+
+    made = agreed(make, facts, cp.group, "causal_conv1d_fn")
+    x, weight, bias, activation, _, _, initial_states, has_final = made
+    y, final = causal_conv1d_context(
+        x, weight, bias, activation, initial_states, bool(has_final), cp
+    )
+    B, D, T = args[0].shape
+    if B > 1:
+        y = y.transpose(1, 2).view(B, T, D).transpose(1, 2)
+    return y, final

@@ -1,0 +1,156 @@
+"""The short convolution over sequences that several processes hold (docs/parallel.md).
+
+A piece of a sequence starts from the W - 1 inputs before it. Processes tell each other the last
+W - 1 of their outgoing pieces, the *tails*; one of fewer tokens passes on what came before it. In
+the backward they tell each other the gradients of what they have read, and add those that are
+theirs. One function holds all of it, as gdn/ops_context.py says.
+"""
+
+from typing import List, NamedTuple, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..parallel.context import CpContext
+from ..parallel.exchange import all_gather
+from ..parallel.plan import Piece
+from ..runtime.ops import needs_grad, serve
+from .reference import backward as backward_reference
+from .reference import layer as reference
+
+FAMILY = "gdn_layer.layer"
+
+
+class Source(NamedTuple):
+    """Columns of a piece's tail that are columns of the history of one behind it."""
+
+    piece: Piece
+    tail: slice
+    history: slice
+
+
+def sources(before: List[Piece], taps: int) -> List[Source]:
+    """Where the taps - 1 inputs before a piece come from; `before` are those of its sequence."""
+    found, have = [], taps - 1
+    for at in range(len(before) - 1, -1, -1):
+        # the tail of the first holds what came before the sequence, too
+        count = min(have, before[at].length) if at else have
+        tail = slice(taps - 1 - count, taps - 1)
+        found.append(Source(before[at], tail, slice(have - count, have)))
+        have -= count
+    return [source for source in found if source.history.stop > source.history.start]
+
+
+def _bounds(cp: CpContext, place: int) -> Tuple[int, int]:
+    return cp.bounds[place], cp.bounds[place + 1]
+
+
+def _histories(x: Tensor, taps: int, initial: Optional[Tensor], cp: CpContext) -> Tensor:
+    """The inputs before each piece here, [pieces, D, W - 1], from x [1, D, T]."""
+    D = x.shape[1]
+    history = x.new_zeros(len(cp.pieces), D, taps - 1)
+    if initial is not None:
+        first = cp.marks(cp.plan.incoming, x.device).view(-1, 1, 1)
+        history.copy_(initial.masked_fill(~first, 0))
+    own = x.new_zeros(cp.plan.slots_out, D, taps - 1)
+    for number, place in enumerate(cp.subset("outgoing", x.device).places):
+        start, stop = _bounds(cp, place)
+        tokens = x[0, :, max(start, stop - taps + 1) : stop]  # [D, up to W - 1]
+        own[number] = torch.cat([history[place], tokens], -1)[:, 1 - taps :]
+    told = all_gather(own, cp.group)  # [P, slots, D, W - 1]
+    for place in cp.subset("incoming", x.device).places:
+        before, _ = cp.chain(cp.pieces[place])
+        for piece, tail, columns in sources(before, taps):
+            rank, number = cp.plan.outgoing[piece]
+            history[place, :, columns] = told[rank, number, :, tail]
+    return history
+
+
+def _return(d_history: Tensor, dx: Tensor, taps: int, cp: CpContext) -> Tuple[Tensor, Tensor]:
+    """Adds to dx [1, D, T] what other pieces ask of the tails here; gives that and the gradient of
+    the initial states [pieces, D, W - 1]."""
+    own = d_history.new_zeros(cp.plan.slots_in, *d_history.shape[1:])
+    places = cp.subset("incoming", dx.device).places
+    own[: len(places)] = d_history[places]
+    told = all_gather(own, cp.group)  # [P, slots, D, W - 1]
+    first = cp.marks(cp.plan.incoming, dx.device).view(-1, 1, 1)
+    d_initial = d_history.masked_fill(~first, 0)
+    for place in cp.subset("outgoing", dx.device).places:
+        piece, (start, stop) = cp.pieces[place], _bounds(cp, place)
+        asked = d_history.new_zeros(
+            d_history.shape[1:], dtype=torch.promote_types(dx.dtype, torch.float32)
+        )
+        for other in cp.chain(piece)[1]:
+            rank, number = cp.plan.incoming[other]
+            for source, tail, columns in sources(cp.chain(other)[0], taps):
+                if source == piece:
+                    asked[:, tail] += told[rank, number, :, columns]
+        count = min(stop - start, taps - 1)
+        latest = dx[0, :, stop - count : stop]
+        latest.copy_(latest + asked[:, taps - 1 - count :])
+        if place not in places and count < taps - 1:
+            d_initial[place, :, count:] += asked[:, : taps - 1 - count].to(d_initial.dtype)
+    return dx, d_initial
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, cp, activation, has_final, x, weight, bias, initial):
+        y, final, history = conv_forward(cp, activation, has_final, x, weight, bias, initial)
+        ctx.cp, ctx.activation, ctx.has_initial = cp, activation, initial is not None
+        ctx.save_for_backward(x, weight, bias, history)
+        ctx.set_materialize_grads(False)
+        return y, final
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, d_final):
+        x, weight, bias, history = ctx.saved_tensors
+        dy = torch.zeros_like(x) if dy is None else dy
+        args = (x, weight, bias, ctx.activation, dy, d_final)
+        dx, dweight, dbias, d_initial = conv_backward(ctx.cp, history, *args)
+        _, _, _, *need = ctx.needs_input_grad
+        grads = (dx, dweight, dbias, d_initial)
+        return (None, None, None, *(d if want else None for d, want in zip(grads, need)))
+
+
+def conv_forward(cp, activation, has_final, x, weight, bias, initial) -> tuple:
+    """y [1, D, T], the last inputs of each piece or None, and the inputs before each piece."""
+    taps, history = weight.shape[1], initial
+    if cp.plan.chains:
+        history = _histories(x, taps, initial, cp)
+    if not cp.tokens:
+        final = x.new_empty(0, x.shape[1], taps - 1) if has_final else None
+        return torch.empty_like(x), final, history
+    lengths = cp.lengths_on(x.device)
+    args = (x, weight, bias, activation, None, lengths, history, has_final)
+    y, final = serve(FAMILY, "causal_conv1d_fwd", reference.causal_conv1d_fwd, args)
+    return y, final if has_final else None, history
+
+
+def conv_backward(cp, history, x, weight, bias, activation, dy, d_final) -> tuple:
+    """Gradients of x, weight, bias and the initial states."""
+    taps = weight.shape[1]
+    if cp.tokens:
+        lengths = cp.lengths_on(x.device)
+        args = (x, weight, bias, activation, None, lengths, history, dy, d_final)
+        dx, dweight, dbias, d_history = serve(
+            FAMILY, "causal_conv1d_bwd", backward_reference.causal_conv1d_bwd, args
+        )
+    else:
+        dx, dweight, d_history = torch.empty_like(x), torch.zeros_like(weight), history
+        dbias = None if bias is None else torch.zeros_like(bias)
+    if cp.plan.chains:
+        dx, d_history = _return(d_history, dx, taps, cp)
+    return dx, dweight, dbias, d_history
+
+
+def causal_conv1d_context(
+    x, weight, bias, activation, initial_states, has_final: bool, cp: CpContext
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """y [1, D, T] and the last inputs of each piece here, or None."""
+    args = (cp, activation, has_final, x, weight, bias, initial_states)
+    if needs_grad((x, weight, bias, initial_states)):
+        return _Convolution.apply(*args)
+    return conv_forward(*args)[:2]

@@ -1,0 +1,71 @@
+"""Context parallelism: one batch over several processes, a part of its tokens in each."""
+
+from typing import Optional, Sequence, Union
+
+from torch import Tensor
+
+from . import checks
+from .context import CpContext
+from .exchange import agreed, size
+from .layouts import fragments_of
+
+
+def build_cp_context(
+    cu_seqlens: Union[Tensor, Sequence[int]],
+    group=None,
+    conv1d_kernel_size: Optional[int] = None,
+    cu_seqlens_cpu: Optional[Tensor] = None,
+    use_tf32x3_affine_chain: Optional[bool] = None,
+    *,
+    layout: Union[str, Sequence] = "contiguous",
+    batch_size: int = 1,
+) -> CpContext:
+    """Says which tokens of a batch each process holds, for `cp_context=` of
+    chunk_gated_delta_rule and causal_conv1d_fn (docs/parallel.md). Made once a batch.
+
+    A stream of T tokens, its sequences packed one after another, is dealt to the P processes of
+    the group. Every process of the group calls this, with the same arguments. The interface is that
+    of flash-linear-attention 0.6, which has the two first layouts.
+
+    Args:
+        cu_seqlens: [N + 1], integers: cumulative lengths of the sequences of the whole stream. On
+            the CPU, or in a list: on a GPU they are copied to the host.
+        group: a torch.distributed.ProcessGroup; all processes by default.
+        conv1d_kernel_size, use_tf32x3_affine_chain: taken for FLA's callers, and not needed.
+        cu_seqlens_cpu: cu_seqlens on the CPU, which saves that copy.
+        layout: "contiguous": process r has tokens r T / P to (r + 1) T / P. "zigzag": blocks r and
+            2 P - 1 - r of 2 P, which shares causal attention evenly. "torch": as torch's
+            context_parallel, "zigzag" where 2 P divides T and else torch.chunk. Or for each process
+            a list of its fragments (start, stop).
+        batch_size: B > 1: the stream is B rows of T / B tokens, [B, T / B], and the layout is that
+            of each row.
+
+    Returns:
+        CpContext: `shard(x, dim)` and `unshard(x, dim)`; `cu_seqlens`, `position_ids`, `tokens`,
+        `starts_here`, `ends_here` and `sequences` of the pieces of sequences here.
+
+    Raises:
+        ValueError: the lengths, batch_size or layout do not fit, or (with gloo, or with
+            TORCH_DISTRIBUTED_DEBUG=INFO) differ between processes.
+        TypeError: an argument is of the wrong type.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> if dist.is_initialized():  # in each process that torchrun has started
+        ...     cp = build_cp_context([0, 30, 100], layout="zigzag")
+        ...     x = cp.shard(torch.randn(1, 100, 8))  # the same tokens in all of them
+        ...     assert x.shape[1] == cp.tokens and cp.unshard(x).shape[1] == 100
+    """
+    checks.is_group(group)
+
+    def make() -> CpContext:
+        lengths = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
+        values = checks.lengths(lengths, batch_size)
+        fragments = fragments_of(layout, values[-1] // batch_size, size(group))
+        device = checks.device_of(cu_seqlens, group)
+        return CpContext(values, group, fragments, batch_size, device)
+
+    def facts(cp: CpContext) -> str:
+        return f"{cp.lengths}, layout {cp.layout}, batch_size {cp.batch_size}"
+
+    return agreed(make, facts, group, "build_cp_context: cu_seqlens and layout")

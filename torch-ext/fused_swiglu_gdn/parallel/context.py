@@ -1,0 +1,175 @@
+"""CpContext: what one process knows of a batch that several hold together."""
+
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from . import exchange
+from .plan import Piece, Plan, Slot, make_plan
+
+
+class Subset(NamedTuple):
+    """Some of the pieces here, and their tokens as a packed batch of its own."""
+
+    places: List[int]  # which pieces
+    cu_seqlens: Tensor  # [places + 1]
+    span: Optional[Tuple[int, int]]  # their tokens, if they lie side by side
+    index: Optional[Tensor]  # else which these are
+
+    def take(self, x: Tensor) -> Tensor:
+        """[1, tokens, ..] -> those of the subset."""
+        if self.span is None:
+            return x.index_select(1, self.index)
+        start, stop = self.span
+        return x if stop - start == x.shape[1] else x[:, start:stop]
+
+
+class CpContext:
+    """One batch over the processes of a group, seen from one of them; build_cp_context makes it.
+
+    A stream of packed sequences is cut into the fragments that the processes hold, and borders of
+    sequences cut these into *pieces*, which are what a process's own calls know as sequences.
+
+    Attributes:
+        group, rank, size: the processes, the number of this one, and how many there are.
+        tokens: how many tokens are here, over all rows of the batch.
+        cu_seqlens: [pieces + 1], int32, cumulative lengths of the pieces here.
+        position_ids: [batch_size, tokens / batch_size], of each token here its place in its
+            sequence.
+        sequences: [pieces], the number of each piece's sequence in the stream.
+        starts_here: [pieces], whether it is the first of its sequence: its initial state is read.
+        ends_here: [pieces], whether it is the last: its final state is the sequence's.
+    """
+
+    def __init__(self, cu: Sequence[int], group, layout: Sequence, batch_size: int, device):
+        self.group, self.rank, self.size = group, dist.get_rank(group), exchange.size(group)
+        self.device, self.batch_size = device, batch_size
+        self.lengths, self.layout = list(cu), layout  # of the whole stream; of each of its rows
+        self.row = cu[-1] // batch_size  # tokens of a row, over all processes
+        rows = [n * self.row for n in range(batch_size)] if self.row else []
+        self.plan: Plan = make_plan(
+            cu, [[(row + a, row + b) for row in rows for a, b in mine] for mine in layout]
+        )
+        self.pieces: List[Piece] = self.plan.pieces[self.rank]
+        self.bounds = [0]
+        for piece in self.pieces:
+            self.bounds.append(self.bounds[-1] + piece.length)
+        self.tokens = self.bounds[-1]
+        self._known: Dict[tuple, object] = {}  # what was made for a device
+        self.cu_seqlens = self.lengths_on(device)
+        self.sequences = torch.tensor([p.sequence for p in self.pieces], dtype=torch.int64)
+        self.sequences = self.sequences.to(device)
+        self.starts_here = self.marks(self.plan.incoming, device)
+        self.ends_here = self.marks(self.plan.outgoing, device)
+        self.position_ids = self._positions().view(batch_size, -1).to(device)
+
+    def _positions(self) -> Tensor:
+        starts = [p.start - self.lengths[p.sequence] for p in self.pieces]
+        spans = [torch.arange(s, s + p.length) for s, p in zip(starts, self.pieces)]
+        return torch.cat(spans) if spans else torch.arange(0)
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Of x, which holds the rows of the whole batch along `dim`, the tokens that are here."""
+        if x.shape[dim] != self.row:
+            raise ValueError(f"x must have the {self.row} tokens of a row, got {x.shape[dim]}")
+        return x.index_select(dim, self.columns(x.device))
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """The tokens of all processes in their order, from those that are here: shard undone.
+
+        Every process calls it, in the backward as well, where gradients are summed over processes.
+        """
+        own = self.tokens // self.batch_size
+        if x.shape[dim] != own:
+            raise ValueError(f"x must have the {own} tokens of a row here, got {x.shape[dim]}")
+        return _Unshard.apply(x, self, dim)
+
+    def columns(self, device) -> Tensor:
+        """Which tokens of a row are here, in order."""
+        return self._once("columns", device, lambda: _columns(self.layout[self.rank]))
+
+    def gathered(self, device) -> Tensor:
+        """Where each token of a row stands in what all_gather gives of padded shards."""
+
+        def make():
+            places, most = torch.empty(self.row, dtype=torch.int64), self.most
+            for rank, fragments in enumerate(self.layout):
+                columns = _columns(fragments)
+                places[columns] = rank * most + torch.arange(len(columns))
+            return places
+
+        return self._once("gathered", device, make)
+
+    @property
+    def most(self) -> int:
+        """Tokens of a row in the process that has most."""
+        return max(sum(b - a for a, b in fragments) for fragments in self.layout)
+
+    def lengths_on(self, device) -> Tensor:
+        """cu_seqlens on a device."""
+        return self._once("lengths", device, lambda: torch.tensor(self.bounds, dtype=torch.int32))
+
+    def marks(self, others: Dict[Piece, Slot], device) -> Tensor:
+        """[pieces], which are not among these: others is plan.incoming or plan.outgoing."""
+        name = "starts" if others is self.plan.incoming else "ends"
+        return self._once(name, device, lambda: torch.tensor(
+            [piece not in others for piece in self.pieces], dtype=torch.bool
+        ))  # fmt: skip
+
+    def subset(self, name: str, device) -> Subset:
+        """The pieces here that are "outgoing", "incoming" or, being both, in the "middle"."""
+        kinds = {"outgoing": [self.plan.outgoing], "incoming": [self.plan.incoming]}
+        wanted = kinds.get(name, [self.plan.outgoing, self.plan.incoming])
+        places = [i for i, piece in enumerate(self.pieces) if all(piece in x for x in wanted)]
+
+        def make():
+            spans = [(self.bounds[i], self.bounds[i + 1]) for i in places]
+            bounds = [0]
+            for start, stop in spans:
+                bounds.append(bounds[-1] + stop - start)
+            side_by_side = all(a[1] == b[0] for a, b in zip(spans, spans[1:]))
+            lengths = torch.tensor(bounds, dtype=torch.int32).to(device)
+            if side_by_side:
+                whole = (spans[0][0], spans[-1][1]) if spans else (0, 0)
+                return Subset(places, lengths, whole, None)
+            return Subset(places, lengths, None, _columns(spans).to(device))
+
+        return self._once(name, device, make)
+
+    def chain(self, piece: Piece) -> Tuple[List[Piece], List[Piece]]:
+        """The pieces of a sequence before one of its pieces, and those behind it, in order."""
+        chain = self.plan.chains.get(piece.sequence, [piece])
+        at = chain.index(piece)
+        return chain[:at], chain[at + 1 :]
+
+    def _once(self, name: str, device, make):
+        key = (name, device)
+        if key not in self._known:
+            made = make()
+            self._known[key] = made.to(device) if isinstance(made, Tensor) else made
+        return self._known[key]
+
+
+def _columns(fragments: Sequence[Tuple[int, int]]) -> Tensor:
+    return torch.cat([torch.arange(0), *(torch.arange(a, b) for a, b in fragments)])
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, cp, dim):
+        ctx.cp, ctx.dim = cp, dim
+        own = x.movedim(dim, 0)
+        padded = own.new_zeros(cp.most, *own.shape[1:])
+        padded[: len(own)] = own
+        everyone = exchange.all_gather(padded, cp.group).flatten(0, 1)
+        return everyone.index_select(0, cp.gathered(x.device)).movedim(0, dim)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        cp, gradient = ctx.cp, gradient.movedim(ctx.dim, 0)
+        parts = gradient.new_zeros(cp.size * cp.most, *gradient.shape[1:])
+        parts[cp.gathered(gradient.device)] = gradient
+        own = exchange.sum_scatter(parts.unflatten(0, (cp.size, cp.most)), cp.group)
+        return own[: cp.tokens // cp.batch_size].movedim(0, ctx.dim), None, None

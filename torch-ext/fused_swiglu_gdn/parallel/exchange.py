@@ -1,0 +1,84 @@
+"""The collectives: every process of the group calls the same ones in the same order."""
+
+from typing import Callable, List, Optional
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def size(group) -> int:
+    return dist.get_world_size(group)
+
+
+def _is_gloo(group) -> bool:
+    return dist.get_backend(group) == "gloo"
+
+
+def _one_tensor(name: str) -> Callable:
+    """The collective on one tensor for all processes, by the name that this torch has for it."""
+    older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
+    return getattr(dist, f"{name}_single", None) or getattr(dist, older[name])
+
+
+def all_gather(own: Tensor, group) -> Tensor:
+    """[..] of every process, of one shape -> [P, ..]."""
+    if size(group) == 1:
+        return own.unsqueeze(0)
+    wire = own.contiguous()
+    if _is_gloo(group):  # gloo moves bytes of the host
+        wire = wire.cpu().view(-1).view(torch.uint8)
+    everyone = wire.new_empty(size(group) * wire.numel())
+    _one_tensor("all_gather")(everyone, wire.view(-1), group=group)
+    return everyone.to(own.device).view(own.dtype).view(-1, *own.shape)
+
+
+def sum_scatter(parts: Tensor, group) -> Tensor:
+    """[P, ..] of every process -> [..], the sum of their parts for this one, taken in fp32."""
+    if size(group) == 1:
+        return parts[0]
+    wide = parts.to(torch.promote_types(parts.dtype, torch.float32), copy=True).contiguous()
+    if _is_gloo(group):
+        total = wide.cpu()
+        dist.all_reduce(total, group=group)
+        own = total[dist.get_rank(group)].to(parts.device)
+    else:
+        own = torch.empty_like(wide[0])
+        _one_tensor("reduce_scatter")(own, wide, group=group)
+    return own.to(parts.dtype)
+
+
+def agrees(group) -> bool:
+    """Whether the processes compare what they are about to do.
+
+    That stops the host, so on GPUs it is done where torch is asked to debug its collectives
+    (TORCH_DISTRIBUTED_DEBUG); gloo stops the host anyway.
+    """
+    return _is_gloo(group) or dist.get_debug_level() != dist.DebugLevel.OFF
+
+
+def agreed(make: Callable, facts: Callable, group, what: str):
+    """make(), unless it raises in some process or facts(of it) differ: then all of them raise."""
+    error, made = None, None
+    try:
+        made = make()
+    except Exception as raised:  # whatever it is, the others are not to wait
+        error = raised
+    if not agrees(group):
+        if error is not None:
+            raise error
+        return made
+    own = (None if error is None else str(error), None if error else facts(made))
+    everyone: List[Optional[tuple]] = [None] * size(group)
+    dist.all_gather_object(everyone, own, group=group)
+    if error is not None:
+        raise error
+    for rank, (message, theirs) in enumerate(everyone):
+        if message is not None:
+            raise ValueError(f"{what}, in process {rank} of the group: {message}")
+        if theirs != own[1]:
+            raise ValueError(
+                f"{what} must be alike in all processes of the group, "
+                f"got {own[1]} here and {theirs} in process {rank}"
+            )
+    return made
