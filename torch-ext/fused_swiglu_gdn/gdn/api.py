@@ -116,7 +116,7 @@ def chunk_gated_delta_rule(
         return chunk_with_context(
             call, cp_context, lambda x: _checked(x, use_gate_in_kernel, chunk_size, recompute)
         )
-    kind = (*options, use_gate_in_kernel, chunk_size)
+    kind = (*options, use_gate_in_kernel, chunk_size, recompute)
     plan = _prefilling.find(tensors, kind) if undisturbed() else None
     if plan is None:
         saves = not recompute and needs_grad(tensors)

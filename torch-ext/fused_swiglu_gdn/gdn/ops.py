@@ -9,9 +9,9 @@ from typing import Optional, Tuple
 
 from torch import Tensor
 
-from ..runtime.ops import operator, plan, present, run, serve
+from ..runtime.ops import needs_grad, operator, plan, run, serve
 from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
-from .ops_train import empty_state, gdn_chunk_train
+from .ops_train import empty_state, gdn_chunk_train, trained_by
 from .reference import chunk as chunk_reference
 from .reference import recurrent as recurrent_reference
 
@@ -39,9 +39,7 @@ def _gdn_chunk_fwd(
         q, k, v, g, beta, A_log, dt_bias, start, state_indices, cu_seqlens, GdnOptions(*options)
     )
     o, state, checkpoints, _ = serve(*CHUNK, chunk_reference.gdn_chunk_fwd, (call,))
-    if state_pool is not None:
-        state = None
-    return o, present(state, v), present(checkpoints, v)
+    return o, state if state_pool is None else None, checkpoints
 
 
 @_gdn_chunk_fwd.register_fake
@@ -86,15 +84,28 @@ def gdn_chunk(call: GdnCall) -> tuple:
         )  # fmt: skip
         return o, state if options.output_final_state else None, None, None
 
-    # kernels have no gradient through a pool or of checkpoints
-    differentiable = not pooled and not options.checkpoint_every
     reference = chunk_reference.gdn_chunk_fwd
-    return run(*CHUNK, op, reference, (call,), train, differentiable)
+    return run(*CHUNK, op, reference, (call,), train, _differentiable(call))
+
+
+def _differentiable(call: GdnCall) -> bool:
+    """Kernels have no gradient through a pool or of checkpoints."""
+    return call.state_indices is None and not call.options.checkpoint_every
 
 
 def plan_gdn_chunk(call: GdnCall):
     """What serves all eager calls of gdn_chunk like this one, from their tensors, or None."""
-    return plan(*CHUNK, (call,))
+    launch, options = plan(*CHUNK, (call,), _differentiable(call)), call.options
+    if launch is None or not needs_grad((call,)):
+        return launch
+    body = trained_by(launch)
+
+    def train(q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens):
+        tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+        o, state, *_ = gdn_chunk_train.run(body, *tensors, *options)
+        return o, state, None, None
+
+    return train
 
 
 @operator("gdn_recurrent_fwd", mutates_args=("state_pool",))
@@ -118,7 +129,7 @@ def _gdn_recurrent_fwd(
         state_indices, output_state_indices, cu_seqlens, RecurrentOptions(*options),
     )  # fmt: skip
     o, state = serve(*RECURRENT, recurrent_reference.gdn_recurrent_fwd, (call,))
-    return o, present(state if state_pool is None else None, v)
+    return o, state if state_pool is None else None
 
 
 @_gdn_recurrent_fwd.register_fake

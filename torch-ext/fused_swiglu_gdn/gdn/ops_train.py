@@ -4,16 +4,18 @@ They stand beside the forward operator of ops.py because that one may write a po
 operator with an autograd formula may not.
 """
 
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from ..runtime.ops import no_second_derivative, operator, present, serve
+from ..runtime.ops import no_second_derivative, operator, serve
 from .call import GdnCall, GdnGradient, GdnOptions
 from .chunks import CHUNK
 from .reference import backward as backward_reference
 from .reference import chunk as reference
+
+NONE = (None, None, None)  # in place of Tb, P and F
 
 
 def empty_state(call, rows: int, dtype: Optional[torch.dtype] = None) -> Tensor:
@@ -39,16 +41,27 @@ def gdn_chunk_train(
         q, k, v, g, beta, A_log, dt_bias, initial_state, None, cu_seqlens, GdnOptions(*options)
     )
     o, state, _, blocks = serve("gdn.chunk", "gdn_chunk_fwd", reference.gdn_chunk_fwd, (call,))
-    if blocks is None:  # the reference has nothing to save
+    if blocks is None and call.options.save_blocks:  # the reference has nothing to save
         blocks = [x.zero_() for x in _blocks(call)]
-    return (o, present(state, v), *blocks)
+    return (o, state, *(blocks or NONE))
 
 
 def _blocks(call: GdnCall) -> tuple:
-    """Room for Tb, P and F; none where the gradient makes them again."""
-    rows, HV = call.rows if call.options.save_blocks else 0, call.HV
+    """Room for Tb, P and F."""
+    rows, HV = call.rows, call.HV
     tb, p = (call.q.new_empty(rows, HV, CHUNK, CHUNK) for _ in range(2))
     return tb, p, call.q.new_empty(rows, HV, 4, CHUNK, dtype=torch.float32)
+
+
+def trained_by(launch: Callable) -> Callable:
+    """The body of the operator above where this launcher of gdn_chunk_fwd serves."""
+
+    def body(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *options):
+        tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, None, cu_seqlens)
+        o, state, _, blocks = launch(*tensors)
+        return (o, state, *(blocks or NONE))
+
+    return body
 
 
 @gdn_chunk_train.register_fake
@@ -58,7 +71,8 @@ def _(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *options):
     state = v.new_empty(0)
     if options.output_final_state:
         state = empty_state(call, call.N, options.state_dtype)
-    return (v.new_empty(v.shape), state, *_blocks(call))
+    blocks = _blocks(call) if options.save_blocks else [v.new_empty(0) for _ in NONE]
+    return (v.new_empty(v.shape), state, *blocks)
 
 
 @operator("gdn_chunk_bwd")
@@ -87,8 +101,7 @@ def gdn_chunk_bwd(
     prepared = None if tb is None else (tb, p, f)
     gradient = GdnGradient(do, d_final_state, prepared, values_only)
     args = (call, gradient)
-    grads = serve("gdn.chunk", "gdn_chunk_bwd", backward_reference.gdn_chunk_bwd, args)
-    return tuple(present(x, v) for x in grads)
+    return serve("gdn.chunk", "gdn_chunk_bwd", backward_reference.gdn_chunk_bwd, args)
 
 
 @gdn_chunk_bwd.register_fake
@@ -110,9 +123,9 @@ def _save(ctx, inputs, output) -> None:
     q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *options = inputs
     _, _, *blocks = output
     ctx.options = GdnOptions(*options)
-    saved = blocks if ctx.options.save_blocks else (None, None, None)
+    saved = blocks if ctx.options.save_blocks else NONE
     ctx.save_for_backward(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *saved)
-    ctx.mark_non_differentiable(*blocks)
+    ctx.mark_non_differentiable(*[x for x in blocks if x is not None])
     ctx.set_materialize_grads(False)
 
 

@@ -140,13 +140,15 @@ def hand_over(operation: str, launch: Callable, op: Callable, args: tuple):
         _thread.decision = None
 
 
-def plan(family: str, operation: str, args: tuple) -> Optional[Callable]:
+def plan(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional[Callable]:
     """A callable that serves all calls like operation(*args), from their tensors; or None.
 
     A kernel module has it as `plan_<operation>`, if at all. "Like" means the same facts of the
     tensors (runtime/cache.py) and the same other arguments.
     """
     folder, _ = _find(family, operation, args)
+    if needs_grad and _find(family, backward_of(operation), args)[1] is None:
+        return None
     make = None if folder is None else getattr(_module(folder, family), f"plan_{operation}", None)
     return None if make is None else make(*args)
 
