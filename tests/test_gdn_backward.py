@@ -401,13 +401,13 @@ def test_gpu_configurations_of_other_chips(H, HV, monkeypatch):
     module, tuning = submodule("gdn.portable.backward"), submodule("runtime.tuning")
     monkeypatch.setattr(tuning.facts, "name", lambda index: "another")
     tuning._nearest.cache_clear()
-    module._config.cache_clear()
+    module.configuration.cache_clear()
     try:
         for K, V, dtype in ((128, 128, torch.bfloat16), (64, 64, torch.float16)):
             case = Case(2, 130, H, HV, K, V, dtype, "cuda", l2norm=True)
             compare(case.gradients(module), case.expected(), dtype)
     finally:
-        module._config.cache_clear()
+        module.configuration.cache_clear()
 
 
 @pytest.mark.gpu

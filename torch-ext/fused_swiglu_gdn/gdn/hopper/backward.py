@@ -14,9 +14,13 @@ from ...runtime.cache import CallCache
 from ...runtime.device import multiprocessor_count
 from ...runtime.dtypes import HALF
 from ...runtime.gluon import tile_map
-from ...runtime.launch import Launch, steps
+from ...runtime.launch import Launch, aligned, steps
+from ...runtime.workspace import Workspace
 from ..call import GdnCall, GdnGradient
-from ..portable import backward as common
+from ..portable import prepare as portable_prepare
+from ..portable.backward import configuration, near
+from ..portable.backward_beta import SmallBetas
+from ..portable.backward_gates import Gates
 from ..portable.primitives import kv_strides
 from .gradient import gdn_gradient_kernel
 from .gradient_states import gdn_states_kernel
@@ -40,121 +44,139 @@ def supports_gdn_chunk_bwd(call: GdnCall, gradient: Optional[GdnGradient] = None
 
 
 def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient) -> tuple:
-    """As common's."""
-    if gradient.prepared is None and Prepare.serves(call):
-        with device.on(call.device):
-            gates = (call.g, call.beta, call.A_log, call.dt_bias)
-            *blocks, _ = Prepare(call)(call.q, call.k, *gates, call.cu_seqlens)
-        gradient = gradient._replace(prepared=tuple(blocks))
-    q, k, v, do = (
-        x if reads_by_tma(x) else x.clone(memory_format=torch.contiguous_format)
-        for x in (call.q, call.k, call.v, gradient.do)
-    )
-    call, gradient = call._replace(q=q, k=k, v=v), gradient._replace(do=do)
-    return common.gdn_chunk_bwd(call, gradient, _passes, _query_and_key)
+    """As portable's."""
+    do, d_final, prepared, values_only = gradient
+    tokens = (call.q, call.k, call.v, do)
+    key = ((*call.tensors, do, d_final), (call.options, values_only, prepared is None))
+    kept = _kept.find(*key) or _kept.keep(*key, _Gradient(call, gradient))
+    if not (kept.reads and aligned(*tokens)):
+        q, k, v, do = (x if reads_by_tma(x) and near(x) is x else _copy(x) for x in tokens)
+        return gdn_chunk_bwd(call._replace(q=q, k=k, v=v), gradient._replace(do=do))
+    with device.on(call.device):
+        return kept(call, do, d_final, prepared)
 
 
-_passing, _chunking = CallCache(), CallCache()
+_kept = CallCache()
 
 
-def _passes(call: GdnCall, do, d_final, tb, p, f, config: dict) -> tuple:
-    """As common's gdn_backward_states; config is not used."""
-    key = ((*call.tensors, do, d_final), call.options)
-    both = _passing.find(*key) or _passing.keep(*key, _Passes(call, do, d_final))
-    return both(call, do, d_final, tb, p, f)
+def _copy(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
-class _Passes:
-    """Both launches over the states, for calls of one kind."""
+class _Gradient:
+    """gdn_chunk_bwd for calls of one kind: shapes, strides, dtypes and options are known."""
 
-    __slots__ = ("shape", "launches")
+    __slots__ = (
+        "reads", "values_only", "prepare", "own", "states", "chunks", "gates", "betas", "workspace",
+    )  # fmt: skip
 
-    def __init__(self, call: GdnCall, do, d_final):
-        q, v, T, H, K, HV, rows = call.q, call.v, call.T, call.H, call.K, call.HV, call.rows
-        v_first, packed = call.options.state_v_first, call.cu_seqlens is not None
-        self.shape = (rows, HV, K, K)
-        keys = [token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (call.k, q)]
-        out = token_map(v.shape, (T * HV * K, HV * K, K, 1), v.dtype, 64, packed)
-        state = tile_map(q.dtype, (rows * HV * K, K), (K, 1), K, 64)
-        block = block_map(rows * HV, q.dtype)
-        factors = tile_map(torch.float32, (rows * HV * 256,), (1,), 256)
-        self.launches = []
-        # an initial state may be a view; its gradient is then dense
-        initial = call.initial_state
-        d_initial = None if initial is None else torch.empty_like(initial, device="meta")
-        for reverse, x, first, last in (
-            (True, do, d_final, d_initial),
-            (False, v, initial, None),
-        ):
-            strides = (kv_strides(first, v_first), kv_strides(last, v_first))
-            given = token_map(x.shape, x.stride(), x.dtype, 64, packed)
-            kernel = Launch(
-                gdn_states_kernel,
-                call.N * HV * 2,
-                q.device,
-                maps=(*keys, given, out, state, block, block, factors),
-                numbers=(*strides, T, HV, H),
-                constexprs=(reverse, REGISTERS[1][1]),
-                options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not reverse)),
-                guarded=True,
-            )
-            self.launches.append(kernel)
+    def __init__(self, call: GdnCall, gradient: GdnGradient):
+        do, d_final, prepared, self.values_only = gradient
+        low, fp32 = call.q.dtype, torch.float32
+        self.reads = all(reads_by_tma(x) and near(x) is x for x in (call.q, call.k, call.v, do))
+        if not self.reads:
+            return
+        self.prepare, blocks, self.own = None, (), prepared is None and Prepare.serves(call)
+        if self.own:
+            self.prepare = Prepare(call)
+            blocks = self.prepare.arrays(low)
+        elif prepared is None:
+            self.prepare = portable_prepare.Prepare(call)
+        self.states = _states(call, do, d_final)
+        tokens, units = call.B * call.T * call.HV, call.rows * call.HV
+        arrays = [(units * call.K * call.V, low), (units * call.K * call.V, low)]  # S, dS
+        arrays.append((tokens * call.V, low))  # vt
+        if not self.values_only:
+            config = configuration(call.N * call.HV, call.K, call.V, low.itemsize, call.device)
+            self.chunks = _chunks(call, do)
+            self.gates = Gates(call, 1, 1, config["gates"])
+            self.betas = SmallBetas(call, do, config["beta"])
+            # cumsum(g), the vectors of queries and of keys, <S, dS>
+            arrays += [(units * size, fp32) for size in (64, 8 * 64, 8 * 64, 1)]
+        self.workspace = Workspace(*arrays, *blocks)
 
-    def __call__(self, call: GdnCall, do, d_final, tb, p, f) -> tuple:
-        q, k, v, initial = call.q, call.k, call.v, call.initial_state
-        h, dh = q.new_empty(self.shape), q.new_empty(self.shape)
-        vt, dv = v.new_empty(v.shape), v.new_empty(v.shape)
+    def __call__(self, call: GdnCall, do, d_final, prepared: Optional[tuple]) -> tuple:
+        q, k, v, g, beta, A_log, dt_bias, initial, _, cu_seqlens, _ = call
+        memory, (h, dh, vt, *places) = self.workspace(v)
+        if self.own:
+            *places, tb, p, f, decay = places
+            self.prepare.launch(q, k, g, beta, A_log, dt_bias, cu_seqlens, (tb, p, f, decay))
+        elif prepared is None:
+            tb, p, f, _ = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
+        else:
+            tb, p, f = prepared
+        dv = v.new_empty(v.shape)
         d_initial = None if initial is None else torch.empty_like(initial)
-        reverse, forward = self.launches
-        for kernel, tokens, states in (
-            (reverse, (do, dv, dh), (d_final, d_initial)),
-            (forward, (v, vt, h), (initial, None)),
-        ):
-            kernel(k, q, *tokens, tb, p, f, tb, *states, call.cu_seqlens)
-        return h, dh, vt, dv, d_initial
+        reverse, forward = self.states
+        blocks = (tb, p, f, tb)
+        reverse(k, q, do, dv, dh, *blocks, d_final, d_initial, cu_seqlens)
+        forward(k, q, v, vt, h, *blocks, initial, None, cu_seqlens)
+        d_initial = None if initial is None else d_initial.contiguous()
+        if self.values_only:
+            return None, None, dv, None, None, None, None, d_initial
+        cumulative, by_query, by_key, ends = places
+        dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
+        gates = (g, A_log, dt_bias, cu_seqlens)
+        parts = (by_query, by_key, ends)
+        self.chunks(q, k, do, vt, dv, h, dh, *gates, f, dq, dk, cumulative, *parts)
+        gates = self.gates(call, f, *parts)  # dg, dbeta, dA_log, ddt_bias
+        self.betas(call, p, f, cumulative, do, vt, dv, h, dh, gates[1])
+        return (dq, dk, dv, *gates, d_initial)
 
 
-def _query_and_key(call: GdnCall, f, do, h, dh, vt, dv, config: dict) -> tuple:
-    """As common's query_and_key; config is not used."""
-    key = ((*call.tensors, do), call.options)
-    all_chunks = _chunking.find(*key) or _chunking.keep(*key, _Chunks(call, do))
-    return all_chunks(call, f, do, h, dh, vt, dv)
-
-
-class _Chunks:
-    """The launch for all chunks, for calls of one kind."""
-
-    __slots__ = ("kernel",)
-
-    def __init__(self, call: GdnCall, do):
-        q, g, T, H, K, HV, rows = call.q, call.g, call.T, call.H, call.K, call.HV, call.rows
-        packed = call.cu_seqlens is not None
-        made = (T * HV * K, HV * K, K, 1)  # strides of vt and dv
-        states = tile_map(q.dtype, (rows * HV * K, K), (K, 1), K, 64)
-        maps = (
-            *(token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, call.k)),
-            token_map(do.shape, do.stride(), do.dtype, 64, packed),
-            *(token_map(do.shape, made, do.dtype, 64, packed) for _ in range(2)),
-            *(states, states),
-        )
-        chunks = (T, call.N, -(-T // 64))
-        self.kernel = Launch(
-            gdn_gradient_kernel,
-            min(multiprocessor_count(q.device.index), rows * H),
+def _states(call: GdnCall, do, d_final) -> list:
+    """Both launches over the states: the gradient's, which goes backward, and the state's own."""
+    q, v, T, H, K, HV, rows = call.q, call.v, call.T, call.H, call.K, call.HV, call.rows
+    v_first, packed = call.options.state_v_first, call.cu_seqlens is not None
+    keys = [token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (call.k, q)]
+    out = token_map(v.shape, (T * HV * K, HV * K, K, 1), v.dtype, 64, packed)
+    state = tile_map(q.dtype, (rows * HV * K, K), (K, 1), K, 64)
+    block = block_map(rows * HV, q.dtype)
+    factors = tile_map(torch.float32, (rows * HV * 256,), (1,), 256)
+    launches = []
+    # an initial state may be a view; its gradient is then dense
+    initial = call.initial_state
+    d_initial = None if initial is None else torch.empty_like(initial, device="meta")
+    for reverse, x, first, last in (
+        (True, do, d_final, d_initial),
+        (False, v, initial, None),
+    ):
+        strides = (kv_strides(first, v_first), kv_strides(last, v_first))
+        given = token_map(x.shape, x.stride(), x.dtype, 64, packed)
+        kernel = Launch(
+            gdn_states_kernel,
+            call.N * HV * 2,
             q.device,
-            maps=maps,
-            numbers=(steps(g), *chunks, call.options.scale, rows * H),
-            constexprs=(H, HV // H, call.options.use_qk_l2norm, KEY_REGISTERS, FEW_REGISTERS),
-            options=(("num_warps", 4), ("maxnreg", GRADIENT_CAP)),
+            maps=(*keys, given, out, state, block, block, factors),
+            numbers=(*strides, T, HV, H),
+            constexprs=(reverse, REGISTERS[1][1]),
+            options=(("num_warps", 4), ("maxnreg", CAP[1]), ("launch_pdl", not reverse)),
             guarded=True,
         )
+        launches.append(kernel)
+    return launches
 
-    def __call__(self, call: GdnCall, f, do, h, dh, vt, dv) -> tuple:
-        q, k, rows, HV = call.q, call.k, call.rows, call.HV
-        dq, dk = q.new_empty(q.shape), k.new_empty(k.shape)
-        cumulative, ends = f.new_empty(rows, HV, 64), f.new_empty(rows, HV, 1)
-        by_query, by_key = f.new_empty(rows, HV, 1, 8, 64), f.new_empty(rows, HV, 1, 8, 64)
-        tokens = (q, k, do, vt, dv, h, dh)
-        gates = (call.g, call.A_log, call.dt_bias, call.cu_seqlens)
-        self.kernel(*tokens, *gates, f, dq, dk, cumulative, by_query, by_key, ends)
-        return dq, dk, cumulative, by_query, by_key, ends
+
+def _chunks(call: GdnCall, do) -> Launch:
+    """The launch for the queries and keys of all chunks."""
+    q, g, T, H, K, HV, rows = call.q, call.g, call.T, call.H, call.K, call.HV, call.rows
+    packed = call.cu_seqlens is not None
+    made = (T * HV * K, HV * K, K, 1)  # strides of vt and dv
+    states = tile_map(q.dtype, (rows * HV * K, K), (K, 1), K, 64)
+    maps = (
+        *(token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (q, call.k)),
+        token_map(do.shape, do.stride(), do.dtype, 64, packed),
+        *(token_map(do.shape, made, do.dtype, 64, packed) for _ in range(2)),
+        *(states, states),
+    )
+    chunks = (T, call.N, -(-T // 64))
+    return Launch(
+        gdn_gradient_kernel,
+        min(multiprocessor_count(q.device.index), rows * H),
+        q.device,
+        maps=maps,
+        numbers=(steps(g), *chunks, call.options.scale, rows * H),
+        constexprs=(H, HV // H, call.options.use_qk_l2norm, KEY_REGISTERS, FEW_REGISTERS),
+        options=(("num_warps", 4), ("maxnreg", GRADIENT_CAP)),
+        guarded=True,
+    )

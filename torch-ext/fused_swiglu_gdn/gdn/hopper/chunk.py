@@ -12,6 +12,7 @@ from ...runtime import device
 from ...runtime.cache import CallCache
 from ...runtime.dtypes import HALF
 from ...runtime.launch import aligned
+from ...runtime.workspace import Workspace
 from ..call import GdnCall
 from ..portable import prepare as common
 from .backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
@@ -67,12 +68,16 @@ def _chunked(call: GdnCall) -> "_Chunked":
 class _Chunked:
     """gdn_chunk_fwd for calls of one kind: shapes, strides, dtypes and options are known."""
 
-    __slots__ = ("prepare", "own", "scan", "saves")
+    __slots__ = ("prepare", "scan", "saves", "workspace")
 
     def __init__(self, call: GdnCall):
-        self.own = Prepare.serves(call)
-        self.prepare = Prepare(call) if self.own else common.Prepare(call)
+        own = Prepare.serves(call)
+        self.prepare = Prepare(call) if own else common.Prepare(call)
         self.scan, self.saves = Scan(call), call.options.save_blocks
+        self.workspace = None
+        if own and not self.saves:
+            arrays = self.prepare.arrays(call.q.dtype)
+            self.workspace = Workspace(*arrays, (self.scan.warm, torch.float32))
 
     def __call__(
         self, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens
@@ -80,8 +85,8 @@ class _Chunked:
         inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
         saved = None
         with device.on(q.device):
-            if self.own and not self.saves:
-                memory, (*blocks, warm) = self.prepare.places(q, self.scan.warm)
+            if self.workspace is not None:
+                memory, (*blocks, warm) = self.workspace(q)
                 self.prepare.launch(*inputs, blocks)
             else:
                 blocks = self.prepare(*inputs)

@@ -134,20 +134,10 @@ class Prepare:
         tb, p, f, decay = blocks
         self.kernel(q, k, tb, p, g, beta, A_log, dt_bias, cu_seqlens, f, decay)
 
-    def places(self, q: torch.Tensor, more: int) -> tuple:
-        """The memory of Tb, P, F, decay and `more` fp32 words, one tensor; where they lie in it.
-
-        An allocation costs the host as much as half a launch, and so does each view.
-        """
-        units = self.units
-        size = units * 64 * 64 * q.element_size()  # of Tb and of P
-        words = -(-units // 4) * 4  # the last place begins at a multiple of 16 bytes, too
-        space = q.new_empty(2 * size + 4 * (units * 4 * 64 + words + more), dtype=torch.uint8)
-        at = space.data_ptr()
-        f = at + 2 * size
-        decay = f + units * (4 * 64 * 4)
-        floats = (Place(x, torch.float32) for x in (f, decay, decay + 4 * words))
-        return space, (Place(at, q.dtype), Place(at + size, q.dtype), *floats)
+    def arrays(self, dtype: torch.dtype) -> tuple:
+        """Of Tb, P, F and decay: for a Workspace."""
+        units, fp32 = self.units, torch.float32
+        return *[(units * 64 * 64, dtype)] * 2, (units * 4 * 64, fp32), (units, fp32)
 
 
 class Scan:

@@ -6,7 +6,7 @@ same bits every run.
 """
 
 import functools
-from typing import Callable, Optional
+from typing import Optional
 
 import torch
 import triton
@@ -15,8 +15,8 @@ from ...runtime import device, tuning
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import steps
 from ..call import GdnCall, GdnGradient
-from .backward_beta import gdn_backward_beta
-from .backward_gates import gdn_backward_gates
+from .backward_beta import SmallBetas
+from .backward_gates import Gates
 from .backward_key import gdn_backward_key
 from .backward_query import gdn_backward_query
 from .backward_states import gdn_backward_states
@@ -29,7 +29,7 @@ def supports_gdn_chunk_bwd(call: GdnCall, gradient: Optional[GdnGradient] = None
 
 
 @functools.lru_cache(maxsize=256)
-def _config(units: int, K: int, V: int, size: int, where: torch.device) -> dict:
+def configuration(units: int, K: int, V: int, size: int, where: torch.device) -> dict:
     """Launch configurations of the phases for `units` sequences and value heads."""
     if K > 128 or size > 2:
         table = tuning.lookup("portable_gdn_chunk_bwd_wide", where, K=K, bytes=size)
@@ -60,7 +60,7 @@ def for_registers(phase: str, config: dict, K: int) -> dict:
     return {**config, "num_warps": 16} if "STAGES" in config and overflows else config
 
 
-def query_and_key(call: GdnCall, f, do, h, dh, vt, dv, config: dict) -> tuple:
+def _query_and_key(call: GdnCall, f, do, h, dh, vt, dv, config: dict) -> tuple:
     """dq, dk; cumsum(g) in log2 [rows, HV, C]; and for the gates the vectors by_query and by_key
     [rows, HV, NV, 8, C] and <S, dS> [rows, HV, NV]."""
     rows, HV = f.shape[:2]
@@ -74,37 +74,36 @@ def query_and_key(call: GdnCall, f, do, h, dh, vt, dv, config: dict) -> tuple:
     return dq, dk, cumulative, by_query, by_key, ends
 
 
-def gdn_chunk_bwd(
-    call: GdnCall,
-    gradient: GdnGradient,
-    passes: Callable = gdn_backward_states,
-    chunks: Callable = query_and_key,
-) -> tuple:
+def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient) -> tuple:
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given.
 
     With values_only, only dv and d_initial_state.
     """
     K, V, initial_state = call.K, call.V, call.initial_state
-    do, d_final = _near(_padded(gradient.do, 0)), gradient.d_final_state
+    do, d_final = near(_padded(gradient.do, 0)), gradient.d_final_state
     d_final = None if d_final is None else _padded(d_final, 1)
-    q, k, v = (_near(_padded(x, 0)) for x in (call.q, call.k, call.v))
+    q, k, v = (near(_padded(x, 0)) for x in (call.q, call.k, call.v))
     start = None if initial_state is None else _padded(initial_state, 1)
     call = call._replace(q=q, k=k, v=v, initial_state=start)  # K and V are now powers of two
-    config = _config(call.N * call.HV, call.K, call.V, q.element_size(), q.device)
+    config = configuration(call.N * call.HV, call.K, call.V, q.element_size(), q.device)
     with device.on(q.device):
         if gradient.prepared is None:
             tb, p, f, _ = gdn_prepare(call)
         else:
             tb, p, f = gradient.prepared
-        h, dh, vt, dv, d_initial = passes(call, do, d_final, tb, p, f, config["states"])
+        h, dh, vt, dv, d_initial = gdn_backward_states(
+            call, do, d_final, tb, p, f, config["states"]
+        )
         if initial_state is not None:
             d_initial = _cut(d_initial, *initial_state.shape[2:])
         if gradient.values_only:
             return None, None, _cut(dv, V), None, None, None, None, d_initial
-        dq, dk, cumulative, *parts = chunks(call, f, do, h, dh, vt, dv, config)
-        gates = gdn_backward_gates(call, f, *parts, config["gates"])  # dg, dbeta, dA_log, ddt_bias
+        dq, dk, cumulative, *parts = _query_and_key(call, f, do, h, dh, vt, dv, config)
+        blocks = (call.V // config[side]["BLOCK_V"] for side in ("query", "key"))
+        gates = Gates(call, *blocks, config["gates"])(call, f, *parts)
         _, dbeta, _, _ = gates
-        gdn_backward_beta(call, p, f, cumulative, do, vt, dv, h, dh, dbeta, config["beta"])
+        betas = SmallBetas(call, do, config["beta"])
+        betas(call, p, f, cumulative, do, vt, dv, h, dh, dbeta)
     return (_cut(dq, K), _cut(dk, K), _cut(dv, V), *gates, d_initial)
 
 
@@ -127,7 +126,7 @@ def _cut(x: torch.Tensor, *sizes: int) -> torch.Tensor:
     return x.contiguous()
 
 
-def _near(x: torch.Tensor) -> torch.Tensor:
+def near(x: torch.Tensor) -> torch.Tensor:
     """x, or a copy where kernels could not reach across a chunk of it with 32 bits, or not copy its
     rows by 16 bytes."""
     reached = x.stride(-1) == 1 and x.stride(1) < 2**25

@@ -146,21 +146,28 @@ def _beta_bwd_kernel(
             tl.store(dbeta_at, dbeta.to(dbeta_ptr.dtype.element_ty), mask=mine)
 
 
-def gdn_backward_beta(
-    call: GdnCall, p, f, cumulative, do, vt, dv, h, dh, dbeta, config: dict
-) -> None:
-    """Overwrites dbeta where |beta| is so small, or so few tokens are there, that too much of
-    (dV . vt) / beta^2 is lost to rounding."""
-    k, v, beta, K, HV = call.k, call.v, call.beta, call.K, call.HV
-    small = 2.0**-6 if k.dtype == torch.float16 else 1e-12
-    sizes = (call.H, HV // call.H, K, call.V, triton.next_power_of_2(HV))
-    gates = (call.options.use_qk_l2norm, call.options.beta_max, small, FEW)
-    kernel = Launch(
-        _beta_bwd_kernel,
-        h.shape[0] if HV else 0,
-        k.device,
-        numbers=(*map(steps, (k, v, beta, do)), *chunk_numbers(call)),
-        constexprs=(*sizes, *gates, min(K, 64), config["BLOCK_V"], precision(k.dtype)),
-        options=(("num_warps", config["num_warps"]),),
-    )
-    kernel(k, v, beta, call.cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta)
+class SmallBetas:
+    """The kernel above for calls of one kind."""
+
+    __slots__ = ("kernel",)
+
+    def __init__(self, call: GdnCall, do, config: dict):
+        k, v, K, HV = call.k, call.v, call.K, call.HV
+        small = 2.0**-6 if k.dtype == torch.float16 else 1e-12
+        sizes = (call.H, HV // call.H, K, call.V, triton.next_power_of_2(HV))
+        gates = (call.options.use_qk_l2norm, call.options.beta_max, small, FEW)
+        self.kernel = Launch(
+            _beta_bwd_kernel,
+            call.rows if HV else 0,
+            k.device,
+            numbers=(*map(steps, (k, v, call.beta, do)), *chunk_numbers(call)),
+            constexprs=(*sizes, *gates, min(K, 64), config["BLOCK_V"], precision(k.dtype)),
+            options=(("num_warps", config["num_warps"]),),
+            guarded=True,
+        )
+
+    def __call__(self, call: GdnCall, p, f, cumulative, do, vt, dv, h, dh, dbeta) -> None:
+        """Overwrites dbeta where |beta| is so small, or so few tokens are there, that too much of
+        (dV . vt) / beta^2 is lost to rounding."""
+        _, k, v, _, beta, *_, cu_seqlens, _ = call
+        self.kernel(k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta)

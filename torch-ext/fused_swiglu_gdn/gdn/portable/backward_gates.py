@@ -12,6 +12,7 @@ The vectors [rows, HV, NV, 8, C] of each kernel, by its blocks of V, are
 Sizes: B T H HV; N sequences; C = 64 tokens; rows = chunk rows of the call; NQ, NK blocks of V.
 """
 
+import torch
 import triton
 import triton.language as tl
 
@@ -102,26 +103,35 @@ def _gates_bwd_kernel(
     tl.store(dbeta_ptr + out, dbeta.to(dbeta_ptr.dtype.element_ty), mask=ok)
 
 
-def gdn_backward_gates(call: GdnCall, f, by_query, by_key, ends, config: dict) -> tuple:
-    """dg (of the raw gate with A_log) and dbeta [B, T, HV]; dA_log and ddt_bias [HV] or None."""
-    g, beta, A_log, dt_bias = call.g, call.beta, call.A_log, call.dt_bias
-    HV, rows = call.HV, ends.shape[0]
-    dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
-    sums = None if A_log is None else f.new_empty(2, rows, HV)
-    low = getattr(tl, str(call.q.dtype).split(".")[1])
-    kernel = Launch(
-        _gates_bwd_kernel,
-        rows * HV,
-        g.device,
-        numbers=(steps(g), steps(beta), *chunk_numbers(call)),
-        constexprs=(HV, by_query.shape[2], by_key.shape[2], call.options.beta_max, low),
-        options=(("num_warps", config["num_warps"]),),
-    )
-    inputs = (g, beta, A_log, dt_bias, call.cu_seqlens)
-    kernel(*inputs, f, by_query, by_key, ends, dg, dbeta, sums)
-    if sums is None:
-        return dg, dbeta, None, None
-    # two sums: the results of an operator may not share their memory
-    dA_log = sums[0].sum(0).to(A_log.dtype)
-    ddt_bias = None if dt_bias is None else sums[1].sum(0).to(dt_bias.dtype)
-    return dg, dbeta, dA_log, ddt_bias
+class Gates:
+    """The kernel above for calls of one kind; NQ, NK: blocks of V of by_query, by_key and ends."""
+
+    __slots__ = ("kernel", "rows")
+
+    def __init__(self, call: GdnCall, NQ: int, NK: int, config: dict):
+        low = getattr(tl, str(call.q.dtype).split(".")[1])
+        self.rows = call.rows
+        self.kernel = Launch(
+            _gates_bwd_kernel,
+            self.rows * call.HV,
+            call.device,
+            numbers=(steps(call.g), steps(call.beta), *chunk_numbers(call)),
+            constexprs=(call.HV, NQ, NK, call.options.beta_max, low),
+            options=(("num_warps", config["num_warps"]),),
+            guarded=True,
+        )
+
+    def __call__(self, call: GdnCall, f, by_query, by_key, ends) -> tuple:
+        """dg (of the raw gate with A_log), dbeta [B, T, HV]; dA_log, ddt_bias [HV] or None."""
+        _, _, _, g, beta, A_log, dt_bias, *_, cu_seqlens, _ = call
+        dg, dbeta, sums = g.new_empty(g.shape), beta.new_empty(beta.shape), None
+        if A_log is not None:
+            sums = g.new_empty((2, self.rows, g.shape[2]), dtype=torch.float32)
+        inputs = (g, beta, A_log, dt_bias, cu_seqlens)
+        self.kernel(*inputs, f, by_query, by_key, ends, dg, dbeta, sums)
+        if sums is None:
+            return dg, dbeta, None, None
+        # two sums: the results of an operator may not share their memory
+        dA_log = sums[0].sum(0).to(A_log.dtype)
+        ddt_bias = None if dt_bias is None else sums[1].sum(0).to(dt_bias.dtype)
+        return dg, dbeta, dA_log, ddt_bias
