@@ -4,7 +4,9 @@ A short call costs the host more than the GPU. Whoever passed the checks, found 
 launches for a call need not do so again for calls like it.
 """
 
+import itertools
 import weakref
+from operator import is_, itemgetter
 from typing import Any, Callable, Optional
 
 import torch
@@ -16,6 +18,7 @@ try:
 except ImportError:  # another torch
     TensorGuards = None
 
+NONES = itertools.repeat(None)
 MOST, ALIKE = 1024, 16  # values of a CallCache; of one shape of the first tensor and its options
 
 
@@ -87,6 +90,13 @@ def _guards(*tensors: torch.Tensor):
     return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
 
+def _picking(places: list) -> Callable[[tuple], tuple]:
+    """What lies at these places of a tuple, as a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+
+
 def _autocast_dtype(x: torch.Tensor) -> Optional[torch.dtype]:
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -117,11 +127,10 @@ class CallCache:
             return None
         if rows is None:
             return None
-        absent, there = [x is None for x in tensors], [x for x in tensors if x is not None]
-        for missing, guards, types, autocast, value in rows:
-            if missing == absent and guards.check(*there):
+        for absent, there, guards, types, autocast, value in rows:
+            if all(map(is_, absent(tensors), NONES)) and guards.check(*there(tensors)):
                 # 1, 1.0 and True are equal
-                if types == [x.__class__ for x in options]:
+                if types == list(map(type, options)):
                     if autocast is None or autocast is _autocast_dtype(tensors[0]):
                         return value
         return None
@@ -137,9 +146,10 @@ class CallCache:
             others = self._rows.get(key, ())
         except TypeError:  # an option that cannot be hashed
             return value
-        guards = _guards(*[x for x in tensors if x is not None])
-        types = [x.__class__ for x in options]
-        row = ([x is None for x in tensors], guards, types, _autocast_dtype(tensors[0]), value)
+        absent = _picking([i for i, x in enumerate(tensors) if x is None])
+        there = _picking([i for i, x in enumerate(tensors) if x is not None])
+        types, autocast = list(map(type, options)), _autocast_dtype(tensors[0])
+        row = (absent, there, _guards(*there(tensors)), types, autocast, value)
         self._rows[key] = [row, *others[: ALIKE - 1]]
         self._count += 1
         return value

@@ -88,7 +88,7 @@ def serves(family: str, operation: str, x: torch.Tensor) -> bool:
     """
     if forced is not None:
         return True
-    if not device.is_gpu(x.device) or x.dtype is torch.float64:
+    if x.dtype is torch.float64:
         return False
     where = x.device
     if torch.compiler.is_compiling():

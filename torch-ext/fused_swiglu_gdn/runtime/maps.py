@@ -20,13 +20,10 @@ BOUND = Bound(32768)  # by all of them
 class Place:
     """Where something lies inside a tensor, for launches: all that they ask of a tensor."""
 
-    __slots__ = ("at", "dtype")
+    __slots__ = ("data_ptr", "dtype")
 
     def __init__(self, at: int, dtype: torch.dtype):
-        self.at, self.dtype = at, dtype
-
-    def data_ptr(self) -> int:
-        return self.at
+        self.data_ptr, self.dtype = at.__int__, dtype  # the quickest function that returns it
 
 
 class Descriptor(TensorDescriptor):
