@@ -486,7 +486,7 @@ def test_other_kinds_by_one_launch(kernel):
     """A Launch that meets dtypes, missing pointers and odd addresses takes the code of each."""
     gate = submodule("swiglu.portable.gate")
     one = launches().Launch(
-        gate._gate_bwd_kernel, (4, 1), torch.device("cuda", 0), numbers=(64, 64),
+        gate._gate_bwd_kernel, (4, 1), torch.device("cuda", 0), numbers=(64, 64, 128, 128, 128),
         constexprs=("silu", 1024),
     )  # fmt: skip
     for dtype, shift, with_z in itertools.product((torch.bfloat16, torch.float32), (0, 1), (0, 1)):
@@ -496,7 +496,8 @@ def test_other_kinds_by_one_launch(kernel):
         want = gate_up.clone()
         want_z = gate.gate_bwd(dz, want, "silu", bool(with_z))
         with launches().paranoid():
-            one(dz, gate_up, z)
+            halves = gate_up.chunk(2, dim=1)
+            one(dz, *halves, *halves, z)
         assert torch.equal(gate_up, want) and (z is None or torch.equal(z, want_z))
 
 

@@ -1,39 +1,70 @@
-"""rms_norm and silu_mul: values, gradients, rounding as transformers has it, errors."""
+"""rms_norm and silu_mul: values, rounding as transformers has it, gradients, layouts, errors."""
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_close, relative_error, submodule
+from conftest import TOLERANCE, assert_close, relative_error, submodule
+from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 MODES = [("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0)]
+WIDTHS = [1, 7, 200, 20000] if INTERPRETING else [1, 7, 64, 2560, 4096, 5120, 8192, 20000]
+# The interpreter rounds to bf16 in its own way
+DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETING else [torch.bfloat16])
+HALF = (torch.float16, torch.bfloat16)
+reference, ops = submodule("norm.reference"), submodule("norm.ops")
+gates, gate_ops = submodule("swiglu.reference"), submodule("swiglu.ops_gate")
 
 
-def norms(width: int):
+def modules(width: int):
     """(casting mode, offset, a module of transformers that rounds so), with random weights."""
-    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
     from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 
-    for (mode, offset), kind in zip(MODES, (LlamaRMSNorm, GemmaRMSNorm, Olmo2RMSNorm)):
+    for (mode, offset), kind in zip(MODES, (LlamaRMSNorm, Qwen3_5RMSNorm, Olmo2RMSNorm)):
         module = kind(width, eps=1e-5)
         torch.nn.init.normal_(module.weight)
         yield mode, offset, module
 
 
+def assert_same_bits(y, expected):
+    """Up to the order of a sum in fp32: few elements differ, by a unit in the last place or two."""
+    assert y.dtype == expected.dtype and y.shape == expected.shape
+    if y.dtype not in HALF:
+        return assert_close(y, expected, factor=0.1)
+    differs = y != expected
+    assert differs.float().mean() <= 1e-3
+    unit = 2.0 ** (-7 if y.dtype == torch.bfloat16 else -10)
+    y, expected = y.double(), expected.double()
+    assert ((y - expected).abs() <= 2 * unit * expected.abs() + 1e-7).all()
+
+
+def poison(like, count=3):
+    """Leaves freed memory full of NaN behind, for the allocator to hand out again."""
+    stale = [torch.full_like(like, float("nan")) for _ in range(count)]
+    del stale
+
+
+@compiled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])
-def test_reference_is_transformers_code_to_the_bit(kernel, dtype, weight_dtype):
+def test_is_transformers_code_to_the_bit(kernel, device, dtype, weight_dtype):
     pytest.importorskip("transformers")
-    for mode, offset, module in norms(96):
-        module = module.to(weight_dtype)
-        x, residual = torch.randn(2, 3, 5, 96).to(dtype).unbind(0)
-        options = {"eps": 1e-5, "casting_mode": mode, "offset": offset}
-        y = kernel.rms_norm(x, module.weight, **options)
-        assert y.dtype == module(x).dtype and torch.equal(y, module(x))
-        y, total = kernel.rms_norm(x, module.weight, residual=residual, **options)
-        assert torch.equal(total, x + residual) and torch.equal(y, module(x + residual))
+    torch.manual_seed(0)
+    for width in (96, 4096):
+        for mode, offset, module in modules(width):
+            module = module.to(device, weight_dtype).requires_grad_(False)
+            x, residual = torch.randn(2, 3, 50, width, device=device).to(dtype).unbind(0)
+            options = {"eps": 1e-5, "casting_mode": mode, "offset": offset}
+            same = torch.testing.assert_close if device.type == "cpu" else assert_same_bits
+            exact = {"rtol": 0, "atol": 0} if device.type == "cpu" else {}
+            same(kernel.rms_norm(x, module.weight, **options), module(x), **exact)
+            y, total = kernel.rms_norm(x, module.weight, residual=residual, **options)
+            assert torch.equal(total, x + residual)
+            same(y, module(x + residual), **exact)
 
 
+@compiled
 @pytest.mark.parametrize("mode, offset", MODES)
 def test_gradients_of_the_reference(kernel, mode, offset):
     x, weight, residual = (torch.randn(*s, 7, dtype=torch.float64) for s in ((2, 3), (), (2, 3)))
@@ -46,22 +77,332 @@ def test_gradients_of_the_reference(kernel, mode, offset):
     y, total = norm(*leaves)
     dy, dtotal = torch.randn(2, *y.shape, dtype=torch.float64)
     expected = torch.autograd.grad((y, total), leaves, (dy, dtotal))
-    rms = submodule("norm.reference")
-    args = (x, weight, residual, 1e-3, mode, offset, True)
-    _, total, rstd = rms.rms_norm_fwd(*args)
-    dx, dweight = rms.rms_norm_bwd(total, rstd, weight, dy, dtotal, offset, True)
+    _, total, rstd = reference.rms_norm_fwd(x, weight, residual, 1e-3, mode, offset, True)
+    dx, dweight = reference.rms_norm_bwd(total, rstd, weight, dy, dtotal, offset, True)
     for found, d in zip((dx, dweight, dx), expected):
         assert_close(found, d)
 
 
+@compiled
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gelu_pytorch_tanh", "relu"])
-def test_silu_mul(kernel, activation):
-    gate, up = torch.randn(2, 5, 96, dtype=torch.float64, requires_grad=True).chunk(2, -1)
-    expected = (
-        submodule("swiglu.reference").ACTIVATIONS[
-            {"gelu_pytorch_tanh": "gelu_tanh"}.get(activation, activation)
-        ](gate)
-        * up
-    )
-    assert relative_error(kernel.silu_mul(gate, up, activation=activation), expected) < 1e-12
+def test_silu_mul(kernel, device, activation):
+    plain = {"gelu_pytorch_tanh": "gelu_tanh"}.get(activation, activation)
+    gate, up = torch.randn(2, 5, 192, dtype=torch.float64, device=device).chunk(2, -1)
+    leaves = [gate.requires_grad_(), up.requires_grad_()]
+    z = kernel.silu_mul(gate, up, activation=activation)
+    expected = gates.ACTIVATIONS[plain](gate) * up
+    assert relative_error(z, expected) < 1e-12
+    dz = torch.randn_like(z)
+    found = gates.silu_mul_bwd(gate, up, dz, plain)
+    for d, right in zip(found, torch.autograd.grad(expected, leaves, dz)):
+        assert relative_error(d, right) < 1e-12
     assert torch.equal(kernel.silu_mul(gate, up), F.silu(gate) * up)
+
+
+def gradients(leaves, outputs, d):
+    return torch.autograd.grad(outputs, leaves, d)
+
+
+class Kernel:
+    """Run twice: under the interpreter on the CPU, and compiled on a GPU."""
+
+    device = "cpu"
+
+    @pytest.fixture(autouse=True)
+    def seed(self):
+        torch.manual_seed(0)
+
+    def normal(self, *shape, dtype=torch.float32):
+        return torch.randn(*shape, device=self.device).to(dtype)
+
+    def check(self, x, weight, residual, mode, offset, eps=1e-6):
+        """Forward and backward against the reference; returns what the forward made."""
+        kernels = submodule("norm.portable.rms_norm")
+        args = (x, weight, residual, eps, mode, offset)
+        assert kernels.supports_rms_norm_fwd(*args, True)
+        poison(x)
+        y, total, rstd = kernels.rms_norm_fwd(*args, True)
+        ref_y, ref_total, ref_rstd = reference.rms_norm_fwd(*args, True)
+        assert_same_bits(y, ref_y)
+        assert (total is None) == (residual is None)
+        assert total is None or torch.equal(total, ref_total)
+        assert_close(rstd, ref_rstd)
+        again, _, absent = kernels.rms_norm_fwd(*args, False)
+        assert absent is None and torch.equal(again, y)
+        dy = self.normal(*y.shape, dtype=y.dtype)
+        dtotal = None if residual is None else self.normal(*x.shape, dtype=x.dtype)
+        normed = x if total is None else total
+        self.check_backward(normed, rstd, weight, dy, dtotal, offset, mode, eps)
+        return y, total
+
+    def check_backward(self, x, rstd, weight, dy, dtotal, offset, mode, eps):
+        kernels = submodule("norm.portable.rms_norm")
+        args = (x, rstd, weight, dy, dtotal, offset)
+        poison(x)
+        dx, dweight = kernels.rms_norm_bwd(*args, weight is not None)
+        wide = [None if t is None else t.detach().double() for t in (x, weight)]
+        leaves = [t.requires_grad_() for t in wide if t is not None]
+        y, *_ = reference.rms_norm_fwd(*wide, None, eps, mode, offset, True)
+        right, *more = gradients(leaves, y, dy.double())
+        right = right if dtotal is None else right + dtotal.double()
+        assert dx.dtype == x.dtype
+        # n (1 - n^2 / D) of a single column is eps of its size: what is left of a difference
+        if x.shape[-1] > 1:
+            assert_close(dx, right, factor=0.5)
+        if weight is not None:
+            assert dweight.dtype == weight.dtype
+            assert_close(dweight, more[0], dtype=max(x.dtype, weight.dtype, key=TOLERANCE.get))
+        again = kernels.rms_norm_bwd(*args, weight is not None)
+        assert torch.equal(again[0], dx) and (weight is None or torch.equal(again[1], dweight))
+        assert torch.equal(kernels.rms_norm_bwd(*args, False)[0], dx)
+
+    @pytest.mark.parametrize("D", WIDTHS)
+    @pytest.mark.parametrize("mode, offset", MODES)
+    def test_widths(self, D, mode, offset):
+        M = 3 if INTERPRETING else 300
+        for dtype in (torch.float32, DTYPES[-1]):
+            x, residual = self.normal(2, M, D, dtype=dtype).unbind(0)
+            weight = self.normal(D, dtype=dtype)
+            self.check(x, weight, None, mode, offset)
+            self.check(x, weight, residual, mode, offset)
+
+    @pytest.mark.parametrize("weight_dtype", [*DTYPES, None])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_dtypes(self, dtype, weight_dtype):
+        x, residual = self.normal(2, 9, 136, dtype=dtype).unbind(0)
+        weight = None if weight_dtype is None else self.normal(136, dtype=weight_dtype)
+        for mode, offset in MODES:
+            self.check(x, weight, residual, mode, offset)
+
+    def test_strided_rows(self):
+        D, weight = 64, self.normal(64)
+        wide = self.normal(2, 6, 4, 2 * D)
+        whole, _ = self.check(wide[..., :D].contiguous(), weight, None, "llama", 0.0)
+        for x in (wide[..., :D], wide.transpose(0, 1)[..., :D], wide.transpose(1, 2)[..., :D]):
+            y, _ = self.check(x, weight, None, "llama", 0.0)
+            residual = self.normal(*x.shape[::-1]).permute(3, 2, 1, 0)  # its columns lie apart
+            self.check(x, weight, residual, "gemma", 1.0)
+            if x.shape == whole.shape:
+                assert torch.equal(y, whole)
+        self.check(wide[:1, :1, :1, :D], weight, None, "llama", 0.0)
+        self.check(wide[0, 0, 0, :D], weight[::1], None, "llama", 0.0)
+        self.check(wide[..., :D], self.normal(D, 2)[:, 0], None, "llama", 0.0)
+
+    def test_many_rows_and_none(self):
+        kernels = submodule("norm.portable.rms_norm")
+        M = 70 if INTERPRETING else 70000
+        x, weight = self.normal(M, 24), self.normal(24)
+        self.check(x, weight, x.flip(0), "gemma", 1.0)
+        y, total, rstd = kernels.rms_norm_fwd(x[:0], weight, x[:0], 1e-6, "llama", 0.0, True)
+        assert y.shape == total.shape == (0, 24) and rstd.shape == (0,)
+        dx, dweight = kernels.rms_norm_bwd(x[:0], rstd, weight, y, None, 0.0, True)
+        assert dx.shape == (0, 24) and torch.equal(dweight, torch.zeros_like(weight))
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_extremes(self, dtype):
+        """Zeros, tiny and large rows, an infinity and a NaN give what the reference gives."""
+        x = self.normal(7, 160, dtype=dtype)
+        scales = (0.0, 1e-4, 1e-7, 200.0, 1.0)
+        x[:5] *= torch.tensor(scales, device=self.device, dtype=dtype)[:, None]
+        x[5, 3], x[6, 4] = float("inf"), float("nan")
+        weight, run = self.normal(160, dtype=dtype), submodule("norm.portable.rms_norm")
+        for mode, offset in MODES:
+            args = (x, weight, None, 1e-6, mode, offset, True)
+            y, ref = run.rms_norm_fwd(*args)[0], reference.rms_norm_fwd(*args)[0]
+            assert_same_bits(y[:5], ref[:5])
+            assert torch.equal(y[5:].isnan(), ref[5:].isnan())
+
+    @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
+    @pytest.mark.parametrize("dtype", DTYPES)
+    def test_silu_mul(self, dtype, activation):
+        kernels = submodule("swiglu.portable.gate")
+        joined = self.normal(9, 2 * 1100, dtype=dtype)
+        for gate, up in (joined.chunk(2, 1), joined[:, :14].chunk(2, 1), (joined, joined.flip(0))):
+            dz = self.normal(*gate.shape, dtype=dtype)
+            poison(dz)
+            z = kernels.silu_mul_fwd(gate, up, activation)
+            found = (z, *kernels.silu_mul_bwd(gate, up, dz, activation))
+            wide = gate.double(), up.double()
+            right = gates.silu_mul(*wide, activation)
+            for a, b in zip(found, (right, *gates.silu_mul_bwd(*wide, dz.double(), activation))):
+                assert_close(a, b, factor=0.5)
+
+
+@interpreted
+class TestInterpreted(Kernel):
+    pass
+
+
+@compiled
+@pytest.mark.gpu
+class TestGpu(Kernel):
+    device = "cuda"
+
+    @pytest.mark.parametrize("grad", [False, True])
+    def test_more_than_31_bits_of_elements(self, grad):
+        if torch.cuda.mem_get_info()[0] < 40 * 2**30:
+            pytest.skip("needs 40 GiB")
+        x = torch.randn(2**19 + 3, 4096, device="cuda", dtype=torch.bfloat16)
+        weight = self.normal(4096, dtype=torch.bfloat16)
+        kernels = submodule("norm.portable.rms_norm")
+        y, _, rstd = kernels.rms_norm_fwd(x, weight, None, 1e-6, "llama", 0.0, True)
+        last = x[-5:].clone()
+        right, _, rstd_last = reference.rms_norm_fwd(last, weight, None, 1e-6, "llama", 0.0, True)
+        assert_same_bits(y[-5:], right)
+        dx, _ = kernels.rms_norm_bwd(x, rstd, weight, y, None, 0.0, True)
+        right, _ = reference.rms_norm_bwd(last, rstd_last, weight, y[-5:], None, 0.0, True)
+        assert_close(dx[-5:], right)
+
+
+@compiled
+def test_in_the_interpreter():
+    rerun(__file__)
+
+
+@compiled
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("mode, offset", MODES)
+def test_training(kernel, device, dtype, mode, offset):
+    """Gradients of all three, of few of them, and where one of the results is not used."""
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 3, 70, 264, device=device).to(dtype).unbind(0)
+    leaves = [x, torch.randn(264, device=device).to(dtype), residual]
+
+    def step(norm, wide, needed, used):
+        own = [t.detach().double() if wide else t.detach() for t in leaves]
+        own = [t.requires_grad_(n) for t, n in zip(own, needed)]
+        outputs = norm(own[0], own[1], casting_mode=mode, offset=offset, residual=own[2])
+        total = sum((y.to(own[0].dtype) * (i + 1)).sum() + (y * y).sum().to(own[0].dtype)
+                    for i, y in enumerate(outputs) if used[i])  # fmt: skip
+        wanted = [t for t in own if t.requires_grad]
+        return torch.autograd.grad(total, wanted, allow_unused=True)
+
+    for needed in ((1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)):
+        for used in ((1, 1), (1, 0), (0, 1)):
+            needed, used = tuple(map(bool, needed)), tuple(map(bool, used))
+            if needed == (False, True, False) and not used[0]:
+                continue  # nothing of it needs a gradient
+            found = step(kernel.rms_norm, False, needed, used)
+            right = step(kernel.rms_norm, True, needed, used)
+            for a, b in zip(found, right):
+                if b is None:
+                    assert a is None
+                else:
+                    assert_close(a, b)
+
+
+@compiled
+def test_silu_mul_training(kernel, device):
+    joined = torch.randn(2, 5, 2 * 264, device=device, requires_grad=True)
+    wide = joined.detach().double().requires_grad_()
+    for leaf in (joined, wide):
+        gate, up = leaf.chunk(2, -1)
+        (F.silu(gate) * up if leaf is wide else kernel.silu_mul(gate, up)).square().sum().backward()
+    assert_close(joined.grad, wide.grad)
+
+
+@compiled
+def test_a_call_repeats_and_follows_its_arguments(kernel, device):
+    """Remembered calls: other values, dtypes, options and modes of torch are told apart."""
+    x, residual = torch.randn(2, 4, 64, device=device).unbind(0)
+    weight = torch.randn(64, device=device)
+    for _ in range(3):
+        for dtype in (torch.float32, torch.bfloat16):
+            for mode, offset in MODES:
+                args = (x.to(dtype), weight, residual.to(dtype), 1e-6, mode, offset)
+                options = {"casting_mode": mode, "offset": offset}
+                with torch.no_grad():
+                    y = kernel.rms_norm(*args[:2], **options)
+                    pair = kernel.rms_norm(*args[:2], residual=args[2], **options)
+                ref = reference.rms_norm_fwd(*args[:2], None, *args[3:], False)
+                assert_same_bits(y, ref[0])
+                ref = reference.rms_norm_fwd(*args, False)
+                assert_same_bits(pair[0], ref[0])
+                assert torch.equal(pair[1], ref[1])
+        x = torch.randn_like(x)
+    parameter = torch.nn.Parameter(weight)
+    assert kernel.rms_norm(x, parameter).requires_grad
+    with torch.no_grad():
+        assert not kernel.rms_norm(x, parameter).requires_grad
+
+
+@compiled
+def test_opcheck(device):
+    x, residual = torch.randn(2, 5, 16, device=device).unbind(0)
+    weight = torch.randn(16, device=device)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+    for args in ((x, weight, residual), (x, None, None), (x.bfloat16(), weight, None)):
+        for keep in (False, True):
+            torch.library.opcheck(
+                ops._rms_norm_fwd, (*args, 1e-6, "llama", 0.0, keep), test_utils=checks
+            )
+    rstd = torch.rand(5, device=device)
+    for weight_too in (False, True):
+        torch.library.opcheck(
+            ops._rms_norm_bwd, (x, rstd, weight, x, residual, 0.0, weight_too), test_utils=checks
+        )
+    torch.library.opcheck(gate_ops._silu_mul_fwd, (x, residual, "silu"), test_utils=checks)
+    torch.library.opcheck(gate_ops._silu_mul_bwd, (x, residual, x, "relu"), test_utils=checks)
+
+
+@compiled
+@pytest.mark.parametrize("grad", [False, True])
+def test_compiled_functions_have_one_graph(kernel, device, grad):
+    x, residual = torch.randn(2, 6, 48, device=device).unbind(0)
+    leaves = [x, torch.randn(48, device=device), residual]
+    leaves = [t.detach().requires_grad_(grad) for t in leaves]
+
+    def step(x, weight, residual):
+        y, total = kernel.rms_norm(x, weight, residual=residual)
+        z = kernel.rms_norm(y, weight, casting_mode="gemma", offset=1.0)
+        return kernel.silu_mul(z, total), kernel.rms_norm(total)
+
+    eager = step(*leaves)
+    found = torch.compile(step, fullgraph=True, backend="aot_eager")(*leaves)
+    for a, b in zip(found, eager):
+        assert relative_error(a, b) < 1e-5
+    if grad:
+        both = [torch.autograd.grad([y.sum() for y in o], leaves) for o in (found, eager)]
+        for a, b in zip(*both):
+            assert relative_error(a, b) < 1e-5
+
+
+WRONG = [
+    ({"x": 3}, TypeError, "x must be a torch.Tensor, got int"),
+    ({"x": torch.tensor(1.0)}, ValueError, r"x must have shape \[..., D\], got \[\]"),
+    ({"x": torch.ones(3, 8, dtype=torch.int64)}, TypeError, "x must be of dtype"),
+    ({"weight": torch.ones(7)}, ValueError, r"weight must have shape \[D\] = \[8\], got \[7\]"),
+    ({"weight": torch.ones(8, device="meta")}, ValueError, "weight must be on the device of x"),
+    ({"residual": torch.ones(2, 8)}, ValueError, "residual must have the shape of x"),
+    ({"residual": torch.ones(3, 8).half()}, TypeError, "residual must have the dtype of x"),
+    ({"eps": -1.0}, ValueError, "eps must be non-negative"),
+    ({"eps": "1"}, TypeError, "eps must be a float"),
+    ({"casting_mode": "none"}, ValueError, "casting_mode must be one of 'llama', 'gemma'"),
+    ({"casting_mode": None}, ValueError, "casting_mode must be one of 'llama', 'gemma'"),
+    ({"offset": 1.0}, ValueError, 'offset must be 0 with casting_mode "llama", got 1.0'),
+]
+
+
+@compiled
+@pytest.mark.parametrize("wrong, error, text", WRONG)
+def test_errors(kernel, wrong, error, text):
+    right = {"x": torch.ones(3, 8), "weight": torch.ones(8)}
+    kernel.rms_norm(**right)
+    for _ in range(2):
+        with pytest.raises(error, match=text):
+            kernel.rms_norm(**{**right, **wrong})
+
+
+@compiled
+def test_errors_of_silu_mul(kernel):
+    x = torch.ones(3, 8)
+    for args, error, text in (
+        ((x, 1), TypeError, "up must be a torch.Tensor"),
+        ((x, x[:2]), ValueError, r"up must have the shape of gate, \[3, 8\], got \[2, 8\]"),
+        ((x, x.half()), TypeError, "up must have the dtype of gate"),
+        ((x.long(), x.long()), TypeError, "gate must be of dtype"),
+    ):
+        with pytest.raises(error, match=text):
+            kernel.silu_mul(*args)
+    with pytest.raises(ValueError, match="activation must be one of 'silu'"):
+        kernel.silu_mul(x, x, activation="tanh")

@@ -4,7 +4,10 @@ from typing import Optional, Tuple, Union
 
 from torch import Tensor
 
+from ..runtime.cache import CallCache, undisturbed
 from . import checks, ops
+
+_calls = CallCache()
 
 
 def rms_norm(
@@ -48,6 +51,13 @@ def rms_norm(
         >>> y.shape, residual.shape
         (torch.Size([3, 5, 16]), torch.Size([3, 5, 16]))
     """
-    checks.rms_norm(x, weight, residual, eps, casting_mode, offset)
-    y, total = ops.rms_norm(x, weight, residual, float(eps), casting_mode, float(offset))
+    tensors, options = (x, weight, residual), (eps, casting_mode, offset)
+    serve = _calls.find(tensors, options) if undisturbed() else None
+    if serve is not None:
+        return serve(x, weight, residual)
+    checks.rms_norm(*tensors, *options)
+    args = (*tensors, float(eps), casting_mode, float(offset))
+    if undisturbed():
+        _calls.keep(tensors, options, ops.plan_rms_norm(*args))
+    y, total = ops.rms_norm(*args)
     return y if residual is None else (y, total)

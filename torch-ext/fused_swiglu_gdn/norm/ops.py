@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..runtime import dispatch
-from ..runtime.ops import PLAIN, needs_grad, no_second_derivative, operator, present, serve
+from ..runtime.ops import PLAIN, needs_grad, no_second_derivative, operator, plan, present, serve
 from . import reference
 
 FAMILY = "norm.rms_norm"
@@ -61,11 +61,14 @@ def _(x, rstd, weight, dy, dtotal, offset, needs_weight):
     return x.new_empty(x.shape), weight.new_empty(weight.shape) if needs_weight else x.new_empty(0)
 
 
-def _keep(ctx, inputs, output) -> None:
-    x, weight, residual, _, _, ctx.offset, _ = inputs
-    _, total, rstd = output
+def _save_from_operator(ctx, inputs, output) -> None:
+    ctx.mark_non_differentiable(output[2])
+    _save(ctx, *inputs[:3], *output[1:], inputs[5])
+
+
+def _save(ctx, x, weight, residual, total, rstd, offset) -> None:
     ctx.save_for_backward(x if residual is None else total, rstd, weight)
-    ctx.mark_non_differentiable(rstd)
+    ctx.added, ctx.offset = residual is not None, offset
     ctx.set_materialize_grads(False)
 
 
@@ -73,19 +76,18 @@ def _gradients(ctx, run, dy, dtotal) -> tuple:
     """Of x, weight and residual."""
     needs = ctx.needs_input_grad[:3]
     if dy is None:
-        found = (dtotal, None, dtotal)
+        dx, dweight = dtotal, None
     else:
-        args = (*ctx.saved_tensors, dy, dtotal, ctx.offset, needs[1])
-        dx, dweight = run(*args)
-        found = (dx, dweight, dx)
-    return tuple([d if needed else None for d, needed in zip(found, needs)])
+        dtotal = dtotal if ctx.added else None
+        dx, dweight = run(*ctx.saved_tensors, dy, dtotal, ctx.offset, needs[1])
+    return tuple([d if needed else None for d, needed in zip((dx, dweight, dx), needs)])
 
 
 def _backward(ctx, dy, dtotal, _):
     return (*_gradients(ctx, _rms_norm_bwd, dy, dtotal), None, None, None, None)
 
 
-_rms_norm_fwd.register_autograd(_backward, setup_context=_keep)
+_rms_norm_fwd.register_autograd(_backward, setup_context=_save_from_operator)
 no_second_derivative(_rms_norm_bwd, "rms_norm")
 
 
@@ -93,9 +95,7 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, residual, eps, casting_mode, offset, launch):
         y, total, rstd = launch(x, weight, residual, eps, casting_mode, offset, True)
-        ctx.save_for_backward(x if residual is None else total, rstd, weight)
-        ctx.set_materialize_grads(False)
-        ctx.offset = offset
+        _save(ctx, x, weight, residual, total, rstd, offset)
         return y, total
 
     @staticmethod
@@ -105,7 +105,8 @@ class _Norm(torch.autograd.Function):
 
 
 def _run_bwd(*args) -> tuple:
-    return dispatch.choose(FAMILY, "rms_norm_bwd", False, args)(*args)
+    launch = dispatch.choose(FAMILY, "rms_norm_bwd", False, args)
+    return (reference.rms_norm_bwd if launch is None else launch)(*args)
 
 
 def rms_norm(
@@ -114,14 +115,18 @@ def rms_norm(
     args = (x, weight, residual, eps, casting_mode, offset)
     grad = needs_grad(args)
     if torch.compiler.is_compiling():
-        operation = "rms_norm_bwd" if grad else "rms_norm_fwd"
-        launch = _rms_norm_fwd
-        if not dispatch.has_kernels(FAMILY, operation, x.device.type, x.device.index):
-            launch = reference.rms_norm_fwd
-        return launch(*args, grad)[:2]
-    launch = dispatch.choose(FAMILY, "rms_norm_fwd", grad, (*args, grad))
+        needed = "rms_norm_bwd" if grad else "rms_norm_fwd"
+        kernels = dispatch.has_kernels(FAMILY, needed, x.device.type, x.device.index)
+        return (_rms_norm_fwd if kernels else reference.rms_norm_fwd)(*args, grad)[:2]
+    launch = None
+    if all(type(t) in PLAIN for t in args[:3] if t is not None):
+        launch = dispatch.choose(FAMILY, "rms_norm_fwd", grad, (*args, grad))
     if launch is None:
         return reference.rms_norm_fwd(*args, grad)[:2]
-    if type(x) not in PLAIN:
-        return _rms_norm_fwd(*args, grad)[:2]
     return _Norm.apply(*args, launch) if grad else launch(*args, False)[:2]
+
+
+def plan_rms_norm(*args):
+    """What serves all eager calls of rms_norm like this one, from their tensors, or None: y, or
+    (y, x + residual)."""
+    return plan(FAMILY, "rms_norm_fwd", (*args, False))

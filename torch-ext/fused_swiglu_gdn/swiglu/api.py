@@ -7,9 +7,9 @@ from torch import Tensor
 
 from ..runtime.cache import CallCache, undisturbed
 from ..runtime.ops import autocast, dense
-from . import checks, ops
+from . import checks, ops, ops_gate
 
-_calls = CallCache()
+_calls, _gates = CallCache(), CallCache()
 
 
 def fused_swiglu(
@@ -154,5 +154,14 @@ def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
         >>> silu_mul(gate, up).shape
         torch.Size([2, 5, 96])
     """
+    tensors, options = (gate, up), (activation,)
+    serve = _gates.find(tensors, options) if undisturbed() else None
+    if serve is not None:
+        return serve(gate, up)
     checks.silu_mul(gate, up, activation)
-    return ops.silu_mul(gate, up, checks.SAME.get(activation, activation))
+    activation = checks.SAME.get(activation, activation)
+    rows = _rows(gate), _rows(up)
+    copied = [x.data_ptr() != y.data_ptr() for x, y in zip(rows, tensors)]
+    if undisturbed() and not any(copied):
+        _gates.keep(tensors, options, ops_gate.plan_silu_mul(*rows, activation, gate.shape))
+    return ops_gate.silu_mul(*rows, activation).view(gate.shape)

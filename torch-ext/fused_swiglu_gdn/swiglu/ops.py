@@ -59,8 +59,3 @@ def swiglu_mlp(
     if main_grad:
         w_gate, w_up, w_down = map(into_main_grad, (w_gate, w_up, w_down))
     return F.linear(swiglu(x, w_gate, w_up, b_gate, b_up, activation), w_down, b_down)
-
-
-def silu_mul(gate, up, activation) -> Tensor:
-    """act(gate) * up [..., N]."""
-    return reference.silu_mul(gate, up, activation)

@@ -5,7 +5,7 @@
 Sizes: M tokens, K model width, N hidden width.
 """
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,13 @@ ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
     "relu": F.relu,
+}
+_aten = torch.ops.aten
+SLOPES = {  # by d, the gradient of act(x), and x: the gradient of x
+    "silu": _aten.silu_backward,
+    "gelu": _aten.gelu_backward,
+    "gelu_tanh": lambda d, x: _aten.gelu_backward(d, x, approximate="tanh"),
+    "relu": lambda d, x: _aten.threshold_backward(d, x, 0),
 }
 
 
@@ -37,3 +44,15 @@ def swiglu_fwd(
 def silu_mul(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """act(gate) * up of tensors [..., N], in fp32, rounded once to their dtype."""
     return (ACTIVATIONS[activation](at_least_fp32(gate)) * at_least_fp32(up)).to(gate.dtype)
+
+
+def silu_mul_bwd(
+    gate: torch.Tensor,  # [..., N]
+    up: torch.Tensor,  # [..., N]
+    dz: torch.Tensor,  # [..., N]
+    activation: str,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """dgate and dup [..., N]."""
+    g, u, d = map(at_least_fp32, (gate, up, dz))
+    d_gate = SLOPES[activation](d * u, g)
+    return d_gate.to(gate.dtype), (d * ACTIVATIONS[activation](g)).to(up.dtype)

@@ -4,12 +4,12 @@ Sizes: M rows (G groups of R rows each the same distance apart), D channels.
 """
 
 import functools
-from typing import Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ...norm.portable.rows import two_strides
 from ...runtime import tuning
 from ...runtime.launch import Launch, named
 from .causal_conv1d import served
@@ -59,16 +59,6 @@ def _rms_norm_gated_fwd_kernel(
     y = x * rstd[:, None] * weight * gate_activation(gate, SILU)
     y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * D + offs_d
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
-
-
-def two_strides(x: torch.Tensor) -> Optional[Tuple[int, int]]:
-    """Of a group of x.shape[-2] rows and of a row of x [..., D], or None if they do not suffice."""
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        return None
-    outer = [(n, s) for n, s in zip(x.shape[:-2], x.stride()[:-2]) if n > 1]
-    if any(s0 != n1 * s1 for (_, s0), (n1, s1) in zip(outer, outer[1:])):
-        return None
-    return (outer[-1][1] if outer else 0, x.stride(-2) if x.ndim > 1 else 0)
 
 
 @functools.lru_cache(maxsize=1024, typed=True)

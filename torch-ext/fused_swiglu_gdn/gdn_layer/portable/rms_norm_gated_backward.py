@@ -14,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ...norm.portable.rows import two_strides
 from ...runtime import tuning
 from ...runtime.launch import Launch, named
 from .causal_conv1d import served
-from .rms_norm_gated import MAX_CHANNELS, gate_activation, two_strides
+from .rms_norm_gated import MAX_CHANNELS, gate_activation
 
 
 def supports_rms_norm_gated_bwd(x, gate, weight, *_) -> bool:

@@ -1,24 +1,34 @@
 """The gate of SwiGLU where its operands are in memory: z = act(gate) * up, and its gradients."""
 
-from typing import Optional
+from typing import Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
 
+from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
 from ...runtime.primitives import activate, activate_with_slope
 
 BLOCK = 1024
 
 
+def supports_silu_mul_fwd(gate, up, activation) -> bool:
+    return gate.dtype in SERVED and activation in ("silu", "gelu_tanh", "relu")
+
+
+def supports_silu_mul_bwd(gate, up, *rest) -> bool:
+    return supports_silu_mul_fwd(gate, up, rest[-1])
+
+
 @triton.jit
 def _gate_fwd_kernel(
-    gate_ptr,  # [M, N] rows stride_in apart
-    up_ptr,  # [M, N] rows stride_in apart
+    gate_ptr,  # [M, N]
+    up_ptr,  # [M, N]
     z_ptr,  # [M, N]
     N,
-    stride_in,
+    stride_gate,  # of a row
+    stride_up,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -26,19 +36,19 @@ def _gate_fwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < N
-    gate = tl.load(gate_ptr + row * stride_in + offs, mask=mask).to(tl.float32)  # [BLOCK]
-    up = tl.load(up_ptr + row * stride_in + offs, mask=mask).to(tl.float32)  # [BLOCK]
+    gate = tl.load(gate_ptr + row * stride_gate + offs, mask=mask).to(tl.float32)  # [BLOCK]
+    up = tl.load(up_ptr + row * stride_up + offs, mask=mask).to(tl.float32)  # [BLOCK]
     z = activate(gate, ACTIVATION) * up
     tl.store(z_ptr + row * N + offs, z.to(z_ptr.dtype.element_ty), mask=mask)
 
 
 def gate_fwd(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """z [M, N] of gate and up [M, N], whose rows lie equally far apart."""
+    """z [M, N] of gate and up [M, N], last dimension dense."""
     M, N = gate.shape
     z = torch.empty((M, N), dtype=gate.dtype, device=gate.device)  # [M, N]
     kernel = Launch(
-        _gate_fwd_kernel, (M, triton.cdiv(N, BLOCK)), gate.device, numbers=(N, gate.stride(0)),
-        constexprs=(activation, BLOCK),
+        _gate_fwd_kernel, (M, triton.cdiv(N, BLOCK)), gate.device,
+        numbers=(N, gate.stride(0), up.stride(0)), constexprs=(activation, BLOCK),
     )  # fmt: skip
     kernel(gate, up, z)
     return z
@@ -46,11 +56,17 @@ def gate_fwd(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Ten
 
 @triton.jit
 def _gate_bwd_kernel(
-    dz_ptr,  # [M, N] rows stride_dz apart
-    gate_up_ptr,  # [M, 2 N]: gate and up, overwritten by their gradients
+    dz_ptr,  # [M, N]
+    gate_ptr,  # [M, N]
+    up_ptr,  # [M, N]
+    d_gate_ptr,  # [M, N], may be gate_ptr
+    d_up_ptr,  # [M, N], may be up_ptr
     z_ptr,  # [M, N], or None
     N,
-    stride_dz,
+    stride_dz,  # of a row
+    stride_gate,
+    stride_up,
+    stride_d,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -58,13 +74,13 @@ def _gate_bwd_kernel(
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < N
-    gate_ptrs = gate_up_ptr + row * 2 * N + offs
-    gate = tl.load(gate_ptrs, mask=mask).to(tl.float32)  # [BLOCK]
-    up = tl.load(gate_ptrs + N, mask=mask).to(tl.float32)  # [BLOCK]
+    gate = tl.load(gate_ptr + row * stride_gate + offs, mask=mask).to(tl.float32)  # [BLOCK]
+    up = tl.load(up_ptr + row * stride_up + offs, mask=mask).to(tl.float32)  # [BLOCK]
     dz = tl.load(dz_ptr + row * stride_dz + offs, mask=mask).to(tl.float32)  # [BLOCK]
     value, slope = activate_with_slope(gate, ACTIVATION)
-    tl.store(gate_ptrs, (dz * up * slope).to(gate_up_ptr.dtype.element_ty), mask=mask)
-    tl.store(gate_ptrs + N, (dz * value).to(gate_up_ptr.dtype.element_ty), mask=mask)
+    at = row * stride_d + offs
+    tl.store(d_gate_ptr + at, (dz * up * slope).to(d_gate_ptr.dtype.element_ty), mask=mask)
+    tl.store(d_up_ptr + at, (dz * value).to(d_up_ptr.dtype.element_ty), mask=mask)
     if z_ptr is not None:
         z = (value * up).to(z_ptr.dtype.element_ty)
         tl.store(z_ptr + row * N + offs, z, mask=mask)
@@ -76,11 +92,52 @@ def gate_bwd(
     activation: str,
     with_z: bool,
 ) -> Optional[torch.Tensor]:  # z [M, N]
+    z = torch.empty_like(dz, memory_format=torch.contiguous_format) if with_z else None  # [M, N]
+    gate, up = gate_up.chunk(2, dim=1)
+    _gradients(dz, gate, up, gate, up, z, activation)
+    return z
+
+
+def _gradients(dz, gate, up, d_gate, d_up, z, activation: str) -> None:
+    """Fills d_gate and d_up, whose rows lie equally far apart, and z if it is there."""
     M, N = dz.shape
-    z = torch.empty((M, N), dtype=dz.dtype, device=dz.device) if with_z else None  # [M, N]
+    strides = [x.stride(0) for x in (dz, gate, up, d_gate)]
     kernel = Launch(
-        _gate_bwd_kernel, (M, triton.cdiv(N, BLOCK)), dz.device, numbers=(N, dz.stride(0)),
+        _gate_bwd_kernel, (M, triton.cdiv(N, BLOCK)), dz.device, numbers=(N, *strides),
         constexprs=(activation, BLOCK),
     )  # fmt: skip
-    kernel(dz, gate_up, z)
-    return z
+    kernel(dz, gate, up, d_gate, d_up, z)
+
+
+silu_mul_fwd = gate_fwd
+
+
+def plan_silu_mul_fwd(gate, up, activation):
+    """For the shape of z: silu_mul_fwd for all calls like this one, from their tensors."""
+    M, N = gate.shape
+    kernel = Launch(
+        _gate_fwd_kernel, (M, triton.cdiv(N, BLOCK)), gate.device,
+        numbers=(N, gate.stride(0), up.stride(0)), constexprs=(activation, BLOCK), guarded=True,
+    )  # fmt: skip
+
+    def bind(shape: tuple):
+        def run(gate, up):
+            z = gate.new_empty(shape)
+            kernel(gate, up, z)
+            return z
+
+        return run
+
+    return bind
+
+
+def silu_mul_bwd(
+    gate: torch.Tensor,  # [M, N], last dimension dense, as all
+    up: torch.Tensor,  # [M, N]
+    dz: torch.Tensor,  # [M, N]
+    activation: str,
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """dgate and dup [M, N]."""
+    d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+    _gradients(dz, gate, up, d_gate, d_up, None, activation)
+    return d_gate, d_up

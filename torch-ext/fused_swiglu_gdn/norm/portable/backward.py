@@ -1,0 +1,211 @@
+"""The gradient of RMSNorm (rms_norm.py), in one pass over its inputs.
+
+With n = x rstd and y = weight n:
+
+    dn = dy weight        dx = rstd (dn - n mean(dn n)) + dtotal
+    dweight = sum over rows of dy n
+
+Sizes: M rows, D columns; P programs, each of which leaves its part of dweight for a second kernel.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime import device
+from ...runtime.dtypes import SERVED
+from ...runtime.launch import Launch, named
+from .rows import blocks, layout, readable
+
+
+def supports_rms_norm_bwd(*args) -> bool:
+    """Of the arguments of the forward, too: three tensors come first."""
+    return args[0].shape[-1] > 0 and all(t is None or t.dtype in SERVED for t in args[:3])
+
+
+@triton.jit
+def _loaded(ptr, rows, strides, R, offs, mask):
+    """[BLOCK_M, BLOCK_D] of rows at two strides, fp32."""
+    group = (rows // R).to(tl.int64)
+    member = (rows % R).to(tl.int64)
+    at = group * strides[0] + member * strides[1]
+    return tl.load(ptr + at[:, None] + offs, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _weight(weight_ptr, offs, offset, D: tl.constexpr):
+    """offset + weight [1, BLOCK_D] fp32, or 1."""
+    weight = 1.0
+    if weight_ptr is not None:
+        weight = offset + tl.load(weight_ptr + offs, mask=offs < D, other=0.0).to(tl.float32)
+    return weight
+
+
+@triton.jit
+def _rms_norm_mean_kernel(
+    x_ptr,  # [M, D]
+    rstd_ptr,  # [M]
+    weight_ptr,  # [D] or None
+    dy_ptr,  # [M, D]
+    mean_ptr,  # [M] fp32
+    x_strides,  # of a group, a row
+    dy_strides,
+    M,
+    R,
+    offset,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """mean(dn n) of a row, for rows that are wider than a block."""
+    row = tl.program_id(0) + tl.arange(0, 1)
+    rstd = tl.load(rstd_ptr + row)
+    total = tl.zeros((1,), tl.float32)
+    for d in range(0, D, BLOCK_D):
+        offs = d + tl.arange(0, BLOCK_D)[None, :]
+        x = _loaded(x_ptr, row, x_strides, R, offs, offs < D)
+        dy = _loaded(dy_ptr, row, dy_strides, R, offs, offs < D)
+        dn = dy * _weight(weight_ptr, offs, offset, D)
+        total += tl.sum(dn * x * rstd[:, None], 1)
+    tl.store(mean_ptr + row, total * (1.0 / D))
+
+
+@triton.jit
+def _rms_norm_bwd_kernel(
+    x_ptr,  # [M, D]
+    rstd_ptr,  # [M]
+    weight_ptr,  # [D] or None
+    dy_ptr,  # [M, D]
+    dtotal_ptr,  # [M, D] or None
+    mean_ptr,  # [M], or None where BLOCK_D columns are the row
+    dx_ptr,  # [M, D]
+    parts_ptr,  # [P, D] fp32 or None
+    x_strides,  # of a group, a row
+    dy_strides,
+    dtotal_strides,
+    M,
+    R,
+    offset,
+    TILES,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """BLOCK_D columns of TILES tiles of BLOCK_M rows, and what they add to dweight.
+
+    The tiles of the programs alternate.
+    """
+    offs = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+    weight = _weight(weight_ptr, offs, offset, D)
+    parts = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    for tile in tl.range(0, TILES, num_stages=STAGES):
+        first = (tile * tl.num_programs(0) + tl.program_id(0)) * BLOCK_M
+        rows = first + tl.arange(0, BLOCK_M)
+        mask = (rows < M)[:, None] & (offs < D)
+        x = _loaded(x_ptr, rows, x_strides, R, offs, mask)
+        dy = _loaded(dy_ptr, rows, dy_strides, R, offs, mask)
+        rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        n = x * rstd
+        dn = dy * weight
+        if mean_ptr is None:
+            mean = tl.sum(dn * n, 1)[:, None] * (1.0 / D)
+        else:
+            mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        dx = rstd * (dn - n * mean)
+        if dtotal_ptr is not None:
+            dx += _loaded(dtotal_ptr, rows, dtotal_strides, R, offs, mask)
+        at = rows.to(tl.int64)[:, None] * D + offs
+        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+        if parts_ptr is not None:
+            parts += dy * n
+    if parts_ptr is not None:
+        columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        at = tl.program_id(0).to(tl.int64) * D + columns
+        tl.store(parts_ptr + at, tl.sum(parts, 0), mask=columns < D)
+
+
+@triton.jit
+def _sum_kernel(
+    parts_ptr,  # [P, D] fp32
+    sum_ptr,  # [D]
+    P,
+    D: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The sum over P of BLOCK_D columns."""
+    offs = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
+    for p in range(0, P, BLOCK_P):
+        part = p + tl.arange(0, BLOCK_P)
+        mask = (part < P)[:, None] & (offs < D)[None, :]
+        at = part.to(tl.int64)[:, None] * D + offs[None, :]
+        total += tl.load(parts_ptr + at, mask=mask, other=0.0)
+    tl.store(sum_ptr + offs, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=offs < D)
+
+
+def processors(where: torch.device) -> int:
+    return device.multiprocessor_count(where.index) if device.is_gpu(where) else 1
+
+
+def _summed(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The sum of parts [P, D] over P."""
+    P, D = parts.shape
+    found = torch.empty(D, dtype=dtype, device=parts.device)
+    kernel = Launch(
+        _sum_kernel, triton.cdiv(D, 32), parts.device, numbers=(P,), constexprs=(D, 64, 32)
+    )
+    kernel(parts, found)
+    return found
+
+
+def _row_means(x, rstd, weight, dy, offset: float, strides: tuple, R: int) -> torch.Tensor:
+    """mean(dn n) [M] fp32."""
+    M, D = rstd.numel(), x.shape[-1]
+    means = torch.empty(M, dtype=torch.float32, device=x.device)
+    kernel = Launch(
+        _rms_norm_mean_kernel, M, x.device, numbers=(*strides, M, R, offset),
+        constexprs=(D, 4096), options=(("num_warps", 8),),
+    )  # fmt: skip
+    kernel(x, rstd, weight, dy, means)
+    return means
+
+
+def rms_norm_bwd(
+    x: torch.Tensor,  # [..., D]: what was normalised
+    rstd: torch.Tensor,  # [...]
+    weight: Optional[torch.Tensor],  # [D]
+    dy: torch.Tensor,  # [..., D]
+    dtotal: Optional[torch.Tensor],  # [..., D]
+    offset: float,
+    needs_weight: bool,
+) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+    """dx [..., D], and dweight [D] or None: one launch, one more for dweight."""
+    D = x.shape[-1]
+    M = x.numel() // D
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if M == 0:
+        return dx, torch.zeros_like(weight) if needs_weight else None
+    x, dy, dtotal = map(readable, (x, dy, dtotal))
+    weight = weight if weight is None else weight.contiguous()
+    R, *strides = layout(x, dy, dtotal)
+    config = blocks("portable_rms_norm_bwd", x.device, M, D)
+    means = None
+    if config["BLOCK_D"] < D:
+        means = _row_means(x, rstd, weight, dy, offset, strides[:2], R)
+    tiles = triton.cdiv(M, config["BLOCK_M"])
+    programs = min(tiles, config.pop("per_processor") * processors(x.device))
+    columns = triton.cdiv(D, config["BLOCK_D"])
+    parts = None
+    if needs_weight:
+        parts = torch.empty(programs, D, dtype=torch.float32, device=x.device)  # [P, D]
+    constexprs, options = named(_rms_norm_bwd_kernel, D=D, **config)
+    kernel = Launch(
+        _rms_norm_bwd_kernel, (programs, columns), x.device,
+        numbers=(*strides, M, R, offset, triton.cdiv(tiles, programs)),
+        constexprs=constexprs, options=options,
+    )  # fmt: skip
+    kernel(x, rstd, weight, dy, dtotal, means, dx, parts)
+    return dx, None if parts is None else _summed(parts, weight.dtype)

@@ -1,0 +1,150 @@
+"""RMSNorm: n = x rstd, rstd = 1 / sqrt(mean(x^2) + eps), y = weight n, fp32 inside.
+
+Rounds where norm/reference.py does. Sizes: M rows (groups of R rows each the same distance apart),
+D columns.
+"""
+
+import functools
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.dtypes import SERVED
+from ...runtime.launch import Launch, named
+from .backward import rms_norm_bwd, supports_rms_norm_bwd  # noqa: F401
+from .rows import blocks, layout, readable
+
+
+def supports_rms_norm_fwd(x, weight, residual, eps, casting_mode, offset, keep) -> bool:
+    return x.shape[-1] > 0 and all(t is None or t.dtype in SERVED for t in (x, weight))
+
+
+@triton.jit
+def _added(x_ptr, residual_ptr, at_x, at_residual, mask):
+    """x + residual as it is rounded, or x; fp32."""
+    x = tl.load(x_ptr + at_x, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + at_residual, mask=mask, other=0.0).to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _rms_norm_fwd_kernel(
+    x_ptr,  # [M, D]
+    weight_ptr,  # [D] or None
+    residual_ptr,  # [M, D] or None
+    y_ptr,  # [M, D]
+    total_ptr,  # [M, D] or None
+    rstd_ptr,  # [M] or None
+    x_strides,  # of a group, a row
+    residual_strides,
+    M,
+    R,
+    eps,
+    offset,
+    D: tl.constexpr,
+    LLAMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """BLOCK_M rows. Where they are wider than BLOCK_D, x and residual are read twice."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    inside = (rows < M)[:, None]
+    group = (rows // R).to(tl.int64)[:, None]
+    member = (rows % R).to(tl.int64)[:, None]
+    at_x = group * x_strides[0] + member * x_strides[1]
+    at_residual = group * residual_strides[0] + member * residual_strides[1]
+    at_y = rows.to(tl.int64)[:, None] * D
+    offs_d = tl.arange(0, BLOCK_D)[None, :]
+    mask = inside & (offs_d < D)
+    x = _added(x_ptr, residual_ptr, at_x + offs_d, at_residual + offs_d, mask)
+    square = tl.sum(x * x, 1)  # [BLOCK_M]
+    for d in range(BLOCK_D, D, BLOCK_D):
+        offs = d + offs_d
+        far = _added(x_ptr, residual_ptr, at_x + offs, at_residual + offs, inside & (offs < D))
+        square += tl.sum(far * far, 1)
+    rstd = tl.rsqrt(square * (1.0 / D) + eps)
+    if rstd_ptr is not None:
+        tl.store(rstd_ptr + rows, rstd, mask=rows < M)
+    for d in range(0, D, BLOCK_D):
+        offs = d + offs_d
+        mask = inside & (offs < D)
+        if BLOCK_D < D:
+            x = _added(x_ptr, residual_ptr, at_x + offs, at_residual + offs, mask)
+        if total_ptr is not None:
+            tl.store(total_ptr + at_y + offs, x.to(total_ptr.dtype.element_ty), mask=mask)
+        n = x * rstd[:, None]
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + offs, mask=offs < D, other=0.0).to(tl.float32)
+            if LLAMA:
+                n = weight * n.to(x_ptr.dtype.element_ty).to(tl.float32)
+            else:
+                n = n * (offset + weight)
+        tl.store(y_ptr + at_y + offs, n.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _plan(
+    where: torch.device, M: int, D: int, llama: bool, rows: tuple, guarded: bool, *numbers: float
+) -> Launch:
+    """rows: as layout has them; numbers: eps, offset."""
+    config = blocks("portable_rms_norm_fwd", where, M, D)
+    constexprs, options = named(_rms_norm_fwd_kernel, D=D, LLAMA=llama, **config)
+    R, *strides = rows
+    return Launch(
+        _rms_norm_fwd_kernel, triton.cdiv(M, config["BLOCK_M"]), where,
+        numbers=(*strides, M, R, *numbers), constexprs=constexprs, options=options,
+        guarded=guarded,
+    )  # fmt: skip
+
+
+def _dtype(x: torch.Tensor, weight: Optional[torch.Tensor], llama: bool) -> torch.dtype:
+    """Of y."""
+    return torch.promote_types(x.dtype, weight.dtype) if llama and weight is not None else x.dtype
+
+
+def rms_norm_fwd(
+    x: torch.Tensor,  # [..., D]
+    weight: Optional[torch.Tensor],  # [D]
+    residual: Optional[torch.Tensor],  # [..., D]
+    eps: float,
+    casting_mode: str,
+    offset: float,
+    keep: bool,
+) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """y [..., D], x + residual [..., D] or None, rstd [...] or None: one launch."""
+    D, llama = x.shape[-1], casting_mode == "llama"
+    M = x.numel() // D
+    y = torch.empty(x.shape, dtype=_dtype(x, weight, llama), device=x.device)
+    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if keep else None
+    if M > 0:
+        x, residual = readable(x), readable(residual)
+        kernel = _plan(x.device, M, D, llama, layout(x, residual), False, eps, offset)
+        weight = weight if weight is None else weight.contiguous()
+        kernel(x, weight, residual, y, total, rstd)
+    return y, total, rstd
+
+
+def plan_rms_norm_fwd(x, weight, residual, eps, casting_mode, offset, keep):
+    """y, or (y, x + residual), for all calls like this one, from their tensors; or None."""
+    D, llama = x.shape[-1], casting_mode == "llama"
+    if x.numel() == 0 or not all(t is None or t.is_contiguous() for t in (x, weight, residual)):
+        return None
+    M, rows = x.numel() // D, layout(x, residual)
+    kernel = _plan(x.device, M, D, llama, rows, True, eps, offset)
+    dtype, empty_like = _dtype(x, weight, llama), torch.empty_like
+
+    def run(x, weight, residual):
+        y = empty_like(x, dtype=dtype)
+        if residual is None:
+            kernel(x, weight, None, y, None, None)
+            return y
+        total = empty_like(x)
+        kernel(x, weight, residual, y, total, None)
+        return y, total
+
+    return run

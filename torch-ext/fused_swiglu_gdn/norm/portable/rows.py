@@ -1,0 +1,46 @@
+"""Where the rows of a tensor [..., D] lie, and how many of them a program takes."""
+
+from typing import Optional, Tuple
+
+import torch
+import triton
+
+from ...runtime import tuning
+
+MAX_BLOCK = 16384  # columns that a program holds at once
+
+
+def two_strides(x: torch.Tensor) -> Optional[Tuple[int, int]]:
+    """Of a group of x.shape[-2] rows and of a row of x [..., D], or None if they do not suffice."""
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        return None
+    outer = [(n, s) for n, s in zip(x.shape[:-2], x.stride()[:-2]) if n > 1]
+    if any(s0 != n1 * s1 for (_, s0), (n1, s1) in zip(outer, outer[1:])):
+        return None
+    return (outer[-1][1] if outer else 0, x.stride(-2) if x.ndim > 1 else 0)
+
+
+def readable(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
+    """x, or a copy of it if its rows do not lie at two strides."""
+    return x if x is None or two_strides(x) is not None else x.contiguous()
+
+
+def layout(*tensors: Optional[torch.Tensor]) -> tuple:
+    """(R, of each tensor the strides of a group of R rows and of a row); zeros for None.
+
+    All have one shape. Where one stride does for all of them, R is 1: a group is a row.
+    """
+    x = tensors[0]
+    R = x.shape[-2] if x.ndim > 1 else 1
+    found = [(0, 0) if t is None else two_strides(t) for t in tensors]
+    if x.numel() == R * x.shape[-1] or all(group == R * row for group, row in found):
+        return (1, *((row, 0) for _, row in found))
+    return (R, *found)
+
+
+def blocks(operation: str, where: torch.device, M: int, D: int) -> dict:
+    """Rows and columns of a program, warps, and what else the configuration says."""
+    config = tuning.lookup(operation, where, M=M, D=D)
+    if D > MAX_BLOCK:
+        return {**config, "BLOCK_M": 1, "BLOCK_D": MAX_BLOCK}
+    return {**config, "BLOCK_D": triton.next_power_of_2(D)}
