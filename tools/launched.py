@@ -348,3 +348,40 @@ for B in (1, 4):
 for D in (64, 128, 256):
     call(f"gdn_layer norm, {D} channels", D=D)(_norm)
     call(f"gdn_layer norm, {D} channels, gradient", D=D, grad=True)(_norm)
+
+
+# --- RMSNorm and the gate of SwiGLU alone
+
+
+def _rms_norm(kernel, M, D=4096, dtype=BF16, weight=BF16, added=True, grad=False, **options):
+    x, residual = values(M, D, dtype=dtype, grad=grad), values(M, D, dtype=dtype)
+    tensors = [x] if weight is None else [x, values(D, dtype=weight, grad=grad)]
+    residual = residual if added else None
+
+    def forward():
+        found = kernel.rms_norm(*tensors, residual=residual, **options)
+        return found[0] if added else found
+
+    return with_gradients(forward, *tensors) if grad else forward
+
+
+def _silu_mul(kernel, M=4096, N=14336, dtype=BF16, grad=False, **options):
+    gate, up = values(M, 2 * N, dtype=dtype, grad=grad).chunk(2, -1)
+    forward = functools.partial(kernel.silu_mul, gate, up, **options)
+    return with_gradients(forward, gate, up) if grad else forward
+
+
+centred = {"casting_mode": "gemma", "offset": 1.0}
+for grad, kind in ((False, "forward"), (True, "training")):
+    for D in (128, 1024, 2560, 4096, 5120, 8192, 16384, 20000):
+        call(f"rms_norm {kind}, {D} columns", M=4096, D=D, grad=grad)(_rms_norm)
+    call(f"rms_norm {kind}, few rows", M=3, grad=grad)(_rms_norm)
+    call(f"rms_norm {kind}, odd sizes", M=1001, D=1001, grad=grad, **centred)(_rms_norm)
+    call(f"rms_norm {kind}, fp32", M=4096, dtype=FP32, weight=FP32, grad=grad)(_rms_norm)
+    call(f"rms_norm {kind}, fp16, fp32 weight", M=4096, dtype=FP16, weight=FP32, grad=grad)(
+        _rms_norm
+    )
+    call(f"rms_norm {kind}, alone", M=4096, D=4096, added=False, grad=grad, **centred)(_rms_norm)
+    call(f"silu_mul {kind}", grad=grad)(_silu_mul)
+    call(f"silu_mul {kind}, fp16", dtype=FP16, activation="gelu_tanh", grad=grad)(_silu_mul)
+call("rms_norm forward, no weight", M=4096, weight=None, added=False)(_rms_norm)

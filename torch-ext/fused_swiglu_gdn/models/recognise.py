@@ -8,6 +8,7 @@ from typing import NamedTuple, Optional
 
 from torch import nn
 
+from .. import layers
 from ..layers.swiglu import Form
 from .gated_delta_net import gated_delta_net
 from .gated_mlp import gated_mlp
@@ -24,7 +25,8 @@ class Finding(NamedTuple):
 def recognise(module: nn.Module) -> Optional[Finding]:
     """What our layers can do for a module; None if it is nothing like what they replace."""
     if is_served(module):
-        return Finding(type(module).served_as)
+        layer = type(module).served_as
+        return Finding(layer) if layer in layers.__all__ else None
     parts = set(module._modules)
     mlp = gated_mlp(module)
     if mlp is not None:
