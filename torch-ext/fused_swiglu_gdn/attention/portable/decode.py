@@ -1,0 +1,265 @@
+"""Attention of one token a row over the filled slots of a static cache.
+
+A program takes up to BLOCK_G of the query heads that share a key head, and one of SPLITS parts of
+the filled slots: keys and values are read once, softmax runs along (arXiv:1805.02867). The parts
+are as long as the length on the device asks for, so all programs work however little is filled;
+what they found is combined by a second launch (arXiv:2311.01282), or there is one part.
+
+Sizes: B rows, HQ and HK heads, G = HQ / HK, S slots, D head dim.
+"""
+
+from typing import Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime import device, tuning
+from ...runtime.cache import CallCache
+from ...runtime.dtypes import HALF
+from ...runtime.launch import Launch, named
+from ...runtime.ops import dense
+
+MAX_HEAD, MAX_SPLITS, WAVES = 256, 64, 2
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def supports_kvcache_attention(q, k_cache, v_cache, cache_seqlens, mask, scale) -> bool:
+    """fp16 and bf16, head dims up to 256, caches with dense rows."""
+    D = q.shape[3]
+    return (
+        q.dtype in HALF
+        and q.shape[2] > 0
+        and 0 < D <= MAX_HEAD
+        and k_cache.stride(3) == 1
+        and v_cache.stride(3) == 1
+        and (mask is None or mask.dtype != torch.float64)
+    )
+
+
+@triton.jit
+def _parts(len_ptr, b, len_step, S, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """(filled slots of row b, slots of a part: a multiple of BLOCK_N)."""
+    length = tl.minimum(tl.maximum(tl.load(len_ptr + b * len_step), 0), S).to(tl.int32)
+    return length, tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
+
+
+@triton.jit
+def _kvcache_attention_kernel(
+    q_ptr,  # [B, 1, HQ, D]
+    k_ptr,  # [B, HK, S, D]
+    v_ptr,  # [B, HK, S, D]
+    len_ptr,  # [B] or []
+    mask_ptr,  # [B or 1, 1, 1, S] or None
+    y_ptr,  # [B, HQ, D], or fp32 [B, HQ, SPLITS, D] and [2, B, HQ, SPLITS] where they are many
+    q_strides,  # of B, heads
+    k_strides,  # of B, heads, S
+    v_strides,
+    mask_strides,  # of B, S
+    len_step,
+    B,
+    S,
+    scale,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One part of the slots for BLOCK_G heads. P is split in two for the product with V, so that
+    what is rounded is the result alone."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    G: tl.constexpr = HQ // HK
+    TILES: tl.constexpr = (G + BLOCK_G - 1) // BLOCK_G
+    pid = tl.program_id(0)
+    split = pid % SPLITS
+    pid = pid // SPLITS
+    member = (pid % TILES) * BLOCK_G + tl.arange(0, BLOCK_G)
+    hk = (pid // TILES) % HK
+    b = (pid // (TILES * HK)).to(tl.int64)
+    offs_d = tl.arange(0, BLOCK_D)
+    offs_n = tl.arange(0, BLOCK_N)
+    inside = (member < G)[:, None] & (offs_d < D)[None, :]
+    length, size = _parts(len_ptr, b, len_step, S, SPLITS, BLOCK_N)
+    start = split * size
+    stop = tl.minimum(start + size, length)
+    heads = hk * G + member
+    q_ptrs = q_ptr + b * q_strides[0] + heads[:, None] * q_strides[1] + offs_d[None, :]
+    q = tl.load(q_ptrs, mask=inside, other=0.0)  # [BLOCK_G, BLOCK_D]
+    k_row = k_ptr + b * k_strides[0] + hk.to(tl.int64) * k_strides[1]
+    v_row = v_ptr + b * v_strides[0] + hk.to(tl.int64) * v_strides[1]
+    top = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+    total = tl.zeros((BLOCK_G,), tl.float32)
+    acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+    for n in range(start, stop, BLOCK_N):
+        slots = n + offs_n
+        seen = slots < stop
+        bias = tl.zeros((BLOCK_N,), tl.float32)
+        if mask_ptr is not None:
+            m = tl.load(mask_ptr + b * mask_strides[0] + slots * mask_strides[1], seen, other=0)
+            if mask_ptr.dtype.element_ty == tl.int1:
+                seen &= m != 0
+            else:
+                bias = m.to(tl.float32)
+                seen &= bias != float("-inf")
+        # slots that are not attended cost nothing, whatever they hold
+        slots = slots.to(tl.int64)
+        k = tl.load(
+            k_row + slots[None, :] * k_strides[2] + offs_d[:, None],
+            mask=seen[None, :] & (offs_d < D)[:, None], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            v_row + slots[:, None] * v_strides[2] + offs_d[None, :],
+            mask=seen[:, None] & (offs_d < D)[None, :], other=0.0,
+        )  # fmt: skip
+        s = tl.dot(q, k) * scale + bias[None, :]  # [BLOCK_G, BLOCK_N]
+        s = tl.where(seen[None, :], s, float("-inf"))
+        new = tl.maximum(top, tl.max(s, 1))
+        base = tl.where(new == float("-inf"), 0.0, new)
+        p = tl.exp2((s - base[:, None]) * LOG2E)
+        shrink = tl.exp2((top - base) * LOG2E)
+        total = total * shrink + tl.sum(p, 1)
+        acc = acc * shrink[:, None]
+        high = p.to(v.dtype)
+        low = (p - high.to(tl.float32)).to(v.dtype)
+        acc = tl.dot(high, v, acc)
+        acc = tl.dot(low, v, acc)
+        top = new
+    row = b * HQ + heads
+    if SPLITS == 1:
+        y = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        y_ptrs = y_ptr + row[:, None] * D + offs_d[None, :]
+        tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=inside)
+    elif start < length:
+        rows = B.to(tl.int64) * (HQ * SPLITS)
+        row = row * SPLITS + split
+        tl.store(y_ptr + row[:, None] * D + offs_d[None, :], acc, mask=inside)
+        tl.store(y_ptr + rows * D + row, top, mask=member < G)
+        tl.store(y_ptr + rows * (D + 1) + row, total, mask=member < G)
+
+
+@triton.jit
+def _combine_kernel(
+    parts_ptr,  # fp32 [B, HQ, SPLITS, D] and [2, B, HQ, SPLITS]
+    len_ptr,  # [B] or []
+    y_ptr,  # [B, HQ, D]
+    len_step,
+    B,
+    S,
+    HQ: tl.constexpr,
+    D: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The parts of a head."""
+    row = tl.program_id(0).to(tl.int64)
+    length, size = _parts(len_ptr, row // HQ, len_step, S, SPLITS, BLOCK_N)
+    offs_s = tl.arange(0, BLOCK_S)
+    offs_d = tl.arange(0, BLOCK_D)
+    made = (offs_s < SPLITS) & (offs_s * size < length)
+    rows = B.to(tl.int64) * (HQ * SPLITS)
+    at = row * SPLITS + offs_s
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    top = tl.load(parts_ptr + rows * D + at, mask=made, other=float("-inf"))
+    total = tl.load(parts_ptr + rows * (D + 1) + at, mask=made, other=0.0)
+    acc = tl.load(
+        parts_ptr + at[:, None] * D + offs_d[None, :],
+        mask=made[:, None] & (offs_d < D)[None, :], other=0.0,
+    )  # fmt: skip
+    most = tl.max(top, 0)
+    weight = tl.exp2((top - tl.where(most == float("-inf"), 0.0, most)) * LOG2E)
+    total = tl.sum(weight * total, 0)
+    y = tl.sum(weight[:, None] * acc, 0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(y_ptr + row * D + offs_d, y.to(y_ptr.dtype.element_ty), mask=offs_d < D)
+
+
+def count_parts(where: torch.device, programs: int, blocks: int) -> int:
+    """How many parts fill the device with so many programs a part, and no more than blocks."""
+    most = WAVES * device.multiprocessor_count(where.index) // max(programs, 1)
+    return max(1, min(most, blocks, MAX_SPLITS))
+
+
+class Attention:
+    """All calls of a kind: shapes, strides, dtypes and the scale; the last dimension dense."""
+
+    __slots__ = ("split", "combine", "device", "dtype", "shape", "parts")
+
+    def __init__(self, q, k_cache, v_cache, cache_seqlens, mask, scale):
+        (B, _, HQ, D), (HK, S) = q.shape, k_cache.shape[1:3]
+        self.device, self.dtype, self.shape = q.device, q.dtype, q.shape
+        config = tuning.lookup("portable_kvcache_attention", q.device, D=D)
+        BLOCK_G, BLOCK_N = 16 if HQ // HK <= 16 else 32, config["BLOCK_N"]
+        programs = B * HK * -(-HQ // (HK * BLOCK_G))
+        splits = count_parts(q.device, programs, -(-S // BLOCK_N))
+        self.parts = 0 if splits == 1 else B * HQ * splits * (D + 2)
+        pdl = device.overlaps_launches(q.device) and splits > 1
+        shared = {
+            "HQ": HQ, "HK": HK, "D": D, "SPLITS": splits, "BLOCK_N": BLOCK_N, "PDL": pdl,
+            "BLOCK_D": triton.next_power_of_2(D),
+        }  # fmt: skip
+        mask_steps = (0, 0)
+        if mask is not None:
+            mask_steps = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3))
+        step = cache_seqlens.stride(0) if cache_seqlens.ndim else 0
+        constexprs, options = named(
+            _kvcache_attention_kernel, **shared, BLOCK_G=BLOCK_G, num_warps=config["num_warps"],
+            num_stages=config["num_stages"],
+        )  # fmt: skip
+        self.split = Launch(
+            _kvcache_attention_kernel, programs * splits, q.device,
+            numbers=(
+                (q.stride(0), q.stride(2)), k_cache.stride()[:3], v_cache.stride()[:3], mask_steps,
+                step, B, S, scale,
+            ),
+            constexprs=constexprs, options=options, guarded=True,
+        )  # fmt: skip
+        shared.pop("HK")
+        constexprs, options = named(
+            _combine_kernel, **shared, BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
+            **({"launch_pdl": True} if pdl else {}),
+        )  # fmt: skip
+        self.combine = None if splits == 1 else Launch(
+            _combine_kernel, B * HQ, q.device, numbers=(step, B, S), constexprs=constexprs,
+            options=options, guarded=True,
+        )  # fmt: skip
+
+    def __call__(self, q, k_cache, v_cache, cache_seqlens, mask) -> torch.Tensor:
+        y = torch.empty(self.shape, dtype=self.dtype, device=self.device)  # [B, 1, HQ, D]
+        if self.combine is None:
+            self.split(q, k_cache, v_cache, cache_seqlens, mask, y)
+            return y
+        parts = torch.empty(self.parts, dtype=torch.float32, device=self.device)
+        self.split(q, k_cache, v_cache, cache_seqlens, mask, parts)
+        self.combine(parts, cache_seqlens, y)
+        return y
+
+
+_attentions = CallCache()
+
+
+def plan_kvcache_attention(q, k_cache, v_cache, cache_seqlens, mask, scale) -> Optional[Attention]:
+    """What serves all calls like this one, if q is not to be copied."""
+    if q.stride(3) != 1:
+        return None
+    return _attentions.get(Attention, (q, k_cache, v_cache, cache_seqlens, mask), (scale,))
+
+
+def kvcache_attention(
+    q: torch.Tensor,  # [B, 1, HQ, D]
+    k_cache: torch.Tensor,  # [B, HK, S, D]
+    v_cache: torch.Tensor,  # [B, HK, S, D]
+    cache_seqlens: torch.Tensor,  # [] or [B]
+    mask: Optional[torch.Tensor],  # [B or 1, 1, 1, S]
+    scale: float,
+) -> torch.Tensor:  # [B, 1, HQ, D]
+    """One launch where one part fills the device, else two."""
+    tensors = (dense(q), k_cache, v_cache, cache_seqlens, mask)
+    return plan_kvcache_attention(*tensors, scale)(*tensors)

@@ -1,0 +1,153 @@
+"""y = x sigmoid(gate) and its gradient, from views: rows of channels at up to three strides.
+
+Sizes: M rows, N channels of a row.
+"""
+
+from typing import List, Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime import tuning
+from ...runtime.cache import CallCache
+from ...runtime.launch import Launch, named
+from .rotary import served
+
+
+def supports_sigmoid_gate_fwd(x, gate) -> bool:
+    return served(x, gate) and x.ndim > 0
+
+
+def supports_sigmoid_gate_bwd(x, gate, *dy) -> bool:
+    return served(x, gate, *dy) and x.ndim > 0
+
+
+@triton.jit
+def _row(x_ptr, strides, rows, middle, inner):
+    """Where rows of x begin, int64 [M, 1]."""
+    outer = rows // (middle * inner)
+    place = outer.to(tl.int64) * strides[0]
+    place += ((rows // inner) % middle).to(tl.int64) * strides[1]
+    place += (rows % inner).to(tl.int64) * strides[2]
+    return x_ptr + place[:, None]
+
+
+@triton.jit(do_not_specialize=["M", "middle", "inner", "columns"])
+def _sigmoid_gate_kernel(
+    x_ptr,  # [M, N]
+    gate_ptr,  # [M, N]
+    dy_ptr,  # [M, N] or None
+    y_ptr,  # [M, N]; dx where dy is given
+    dgate_ptr,  # [M, N] or None
+    x_strides,  # of an outer, a middle and an inner row
+    gate_strides,
+    dy_strides,
+    M,
+    middle,
+    inner,
+    N,
+    columns,  # tiles of a row
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """BLOCK_M rows of BLOCK_N channels."""
+    pid = tl.program_id(0)
+    rows = (pid // columns) * BLOCK_M + tl.arange(0, BLOCK_M)
+    offs_n = (pid % columns).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < M)[:, None] & (offs_n < N)
+    x = tl.load(_row(x_ptr, x_strides, rows, middle, inner) + offs_n, mask=mask, other=0.0)
+    gate = tl.load(_row(gate_ptr, gate_strides, rows, middle, inner) + offs_n, mask=mask, other=0.0)
+    x = x.to(tl.float32)
+    s = 1.0 / (1.0 + tl.exp2(-1.4426950408889634 * gate.to(tl.float32)))
+    at = rows.to(tl.int64)[:, None] * N + offs_n
+    if dy_ptr is None:
+        tl.store(y_ptr + at, (x * s).to(y_ptr.dtype.element_ty), mask=mask)
+    else:
+        dy = tl.load(_row(dy_ptr, dy_strides, rows, middle, inner) + offs_n, mask=mask, other=0.0)
+        dx = dy.to(tl.float32) * s
+        tl.store(y_ptr + at, dx.to(y_ptr.dtype.element_ty), mask=mask)
+        dgate = dx * x * (1.0 - s)
+        tl.store(dgate_ptr + at, dgate.to(dgate_ptr.dtype.element_ty), mask=mask)
+
+
+def rows_of(*tensors: torch.Tensor) -> Optional[Tuple[List[int], List[List[int]]]]:
+    """([outer, middle, inner, N], strides of outer, middle, inner for each tensor) of tensors of
+    one shape, as few dimensions as their strides allow; None if these do not suffice."""
+    found: list = []  # (size, strides), innermost first
+    for i in reversed(range(tensors[0].ndim)):
+        size, strides = tensors[0].shape[i], [x.stride(i) for x in tensors]
+        if size == 1 and (found or i):
+            continue
+        if found and strides == [found[-1][0] * s for s in found[-1][1]]:
+            found[-1] = (size * found[-1][0], found[-1][1])
+        else:
+            found.append((size, strides))
+    if not found or any(s != 1 for s in found[0][1]) and found[0][0] > 1 or len(found) > 4:
+        return None
+    found += [(1, [0] * len(tensors))] * (4 - len(found))
+    sizes, strides = zip(*reversed(found))
+    return list(sizes), [list(each) for each in zip(*strides[:3])]
+
+
+class Gate:
+    """All calls of a kind: shape, strides and dtypes; dy only for the gradient."""
+
+    __slots__ = ("kernel", "device", "shape", "dtypes")
+
+    def __init__(self, x, gate, dy=None):
+        tensors = (x, gate) if dy is None else (x, gate, dy)
+        (outer, middle, inner, N), strides = rows_of(*tensors)
+        self.device, self.shape, self.dtypes = x.device, x.shape, (x.dtype, gate.dtype)
+        M = outer * middle * inner
+        config = tuning.lookup("portable_sigmoid_gate", x.device, MN=M * N)
+        BLOCK_N = min(triton.next_power_of_2(max(N, 1)), config["BLOCK"])
+        BLOCK_M = config["BLOCK"] // BLOCK_N
+        columns = -(-N // BLOCK_N)
+        constexprs, options = named(
+            _sigmoid_gate_kernel, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=config["num_warps"]
+        )  # fmt: skip
+        strides = [tuple(each) for each in strides] + [(0, 0, 0)] * (dy is None)
+        self.kernel = Launch(
+            _sigmoid_gate_kernel, -(-M // BLOCK_M) * columns, x.device,
+            numbers=(*strides, M, middle, inner, N, columns), constexprs=constexprs,
+            options=options, guarded=True,
+        )  # fmt: skip
+
+    def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        y = torch.empty(self.shape, dtype=self.dtypes[0], device=self.device)
+        self.kernel(x, gate, None, y, None)
+        return y
+
+    def gradients(self, x, gate, dy) -> Tuple[torch.Tensor, torch.Tensor]:
+        dx, dgate = (
+            torch.empty(self.shape, dtype=dtype, device=self.device) for dtype in self.dtypes
+        )
+        self.kernel(x, gate, dy, dx, dgate)
+        return dx, dgate
+
+
+_gates = CallCache()
+
+
+def plan_sigmoid_gate_fwd(x, gate) -> Optional[Gate]:
+    """What serves all calls like this one, if none of the tensors is to be copied."""
+    return None if rows_of(x, gate) is None else _gates.get(Gate, (x, gate), ())
+
+
+def _regular(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
+    return tensors if rows_of(*tensors) is not None else tuple([x.contiguous() for x in tensors])
+
+
+def sigmoid_gate_fwd(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """The shape of x, contiguous: one launch."""
+    x, gate = _regular(x, gate)
+    return _gates.get(Gate, (x, gate), ())(x, gate)
+
+
+def sigmoid_gate_bwd(
+    x: torch.Tensor, gate: torch.Tensor, dy: torch.Tensor
+) -> Tuple[torch.Tensor, torch.Tensor]:
+    """dx and dgate, contiguous: one launch."""
+    tensors = _regular(x, gate, dy)
+    return _gates.get(Gate, tensors, ()).gradients(*tensors)

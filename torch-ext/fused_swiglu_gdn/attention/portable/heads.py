@@ -1,0 +1,87 @@
+"""What the kernels of rotary.py and rotary_backward.py share: heads of a token in three parts.
+
+The first R channels of a head turn in pairs (i, P + i), P = R / 2, and U = D - R channels stay:
+a tile of heads is [H, P], [H, P] and [H, U]. Each part is contiguous, so all loads are wide.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_heads(
+    x_ptr, heads, stride, H, P: tl.constexpr, U: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+):  # fmt: skip
+    """The three parts of rows `heads` below H, fp32, 0 where there is none."""
+    rows = x_ptr + heads.to(tl.int64)[:, None] * stride
+    there = (heads < H)[:, None]
+    p = tl.arange(0, BLOCK_P)[None, :]
+    u = tl.arange(0, BLOCK_U)[None, :]
+    first = tl.load(rows + p, mask=there & (p < P), other=0.0).to(tl.float32)
+    second = tl.load(rows + P + p, mask=there & (p < P), other=0.0).to(tl.float32)
+    rest = tl.load(rows + 2 * P + u, mask=there & (u < U), other=0.0).to(tl.float32)
+    return first, second, rest
+
+
+@triton.jit
+def store_heads(
+    y_ptr, heads, stride, H, first, second, rest, P: tl.constexpr, U: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_U: tl.constexpr,
+):  # fmt: skip
+    """The parts to rows `heads` below H."""
+    rows = y_ptr + heads.to(tl.int64)[:, None] * stride
+    there = (heads < H)[:, None]
+    p = tl.arange(0, BLOCK_P)[None, :]
+    u = tl.arange(0, BLOCK_U)[None, :]
+    dtype = y_ptr.dtype.element_ty
+    if P > 0:
+        tl.store(rows + p, first.to(dtype), mask=there & (p < P))
+        tl.store(rows + P + p, second.to(dtype), mask=there & (p < P))
+    if U > 0:
+        tl.store(rows + 2 * P + u, rest.to(dtype), mask=there & (u < U))
+
+
+@triton.jit
+def load_weight(
+    w_ptr, heads, H, WHOLE: tl.constexpr, P: tl.constexpr, U: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+):  # fmt: skip
+    """The parts of a norm's weight, [1, ..], or [H, ..] of a norm over all heads."""
+    if WHOLE:
+        return load_heads(w_ptr, heads, 2 * P + U, H, P, U, BLOCK_P, BLOCK_U)
+    else:
+        return load_heads(w_ptr, tl.arange(0, 1), 0, 1, P, U, BLOCK_P, BLOCK_U)
+
+
+@triton.jit
+def mean_of_heads(first, second, rest, heads, H, D: tl.constexpr, WHOLE: tl.constexpr):
+    """[H, 1], or of all heads [1, 1], of three parts."""
+    sums = tl.sum(first, 1) + tl.sum(second, 1) + tl.sum(rest, 1)
+    if WHOLE:
+        return tl.sum(sums, 0, keep_dims=True)[:, None] / (H * D)
+    else:
+        return sums[:, None] / D
+
+
+@triton.jit
+def rms_reciprocal(first, second, rest, heads, H, eps, D: tl.constexpr, WHOLE: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps), [H, 1] or [1, 1]; 1 for heads that are not there."""
+    square = mean_of_heads(
+        first * first, second * second, rest * rest, heads, H, D, WHOLE
+    )  # fmt: skip
+    if WHOLE:
+        return tl.rsqrt(square + eps)
+    else:
+        return tl.rsqrt(tl.where((heads < H)[:, None], square + eps, 1.0))
+
+
+@triton.jit
+def load_turn(cos_ptr, sin_ptr, at, P: tl.constexpr, BLOCK_P: tl.constexpr):
+    """cos and sin of both halves, [1, P] each, fp32; at: where a token's row begins."""
+    p = tl.arange(0, BLOCK_P)[None, :]
+    c1 = tl.load(cos_ptr + at + p, mask=p < P, other=0.0).to(tl.float32)
+    c2 = tl.load(cos_ptr + at + P + p, mask=p < P, other=0.0).to(tl.float32)
+    s1 = tl.load(sin_ptr + at + p, mask=p < P, other=0.0).to(tl.float32)
+    s2 = tl.load(sin_ptr + at + P + p, mask=p < P, other=0.0).to(tl.float32)
+    return c1, c2, s1, s2

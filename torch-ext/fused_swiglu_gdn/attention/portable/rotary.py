@@ -1,0 +1,267 @@
+"""Norm and rotary embedding of queries and keys and the write of keys and values to a cache.
+
+    n = x rstd (offset + weight),  rstd = 1 / sqrt(mean(x^2) + eps)
+    y = [n1 c1 - n2 s1, n2 c2 + n1 s2, n3]
+
+in fp32 and rounded once. One launch: a program takes a few heads of a token, of q, of k or of v.
+
+Sizes: B rows, T tokens, HQ and HK heads, D and DV head dims, R rotary dim, P = R / 2, U = D - R,
+S slots.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime import tuning
+from ...runtime.cache import CallCache
+from ...runtime.dtypes import SERVED
+from ...runtime.launch import Launch, named, steps
+from ...runtime.ops import dense
+from ..call import QkNormRope, QkOptions
+from .heads import load_heads, load_turn, load_weight, rms_reciprocal, store_heads
+
+MAX_HEAD, MAX_WHOLE = 1024, 16384
+
+
+def served(*tensors: Optional[torch.Tensor]) -> bool:
+    return all(x is None or x.dtype in SERVED for x in tensors)
+
+
+def supports_qk_norm_rope_fwd(call: QkNormRope) -> bool:
+    """Head dims up to 1024, norms over up to 16384 channels, caches with dense rows."""
+    q, k, cache, options = call.q, call.k, (call.key_cache, call.value_cache), call.options
+    D = q.shape[3]
+    most = MAX_WHOLE // triton.next_power_of_2(max(D, 1)) if options.whole else 65536
+    wide = D if call.v is None else max(D, call.v.shape[3])
+    return (
+        served(q, k, call.cos, call.sin, call.q_weight, call.k_weight, call.v, *cache)
+        and 0 < D
+        and wide <= MAX_HEAD
+        and 0 < k.shape[2] <= most
+        and 0 < q.shape[2] <= most
+        and all(x is None or x.stride(3) == 1 for x in cache)
+    )
+
+
+@triton.jit
+def _make(
+    x_ptr, w_ptr, cos_ptr, sin_ptr, at, heads, stride, H, eps, offset, WHOLE: tl.constexpr,
+    P: tl.constexpr, U: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_U: tl.constexpr,
+):  # fmt: skip
+    """The parts of a token's heads, normed and turned."""
+    first, second, rest = load_heads(x_ptr, heads, stride, H, P, U, BLOCK_P, BLOCK_U)
+    if w_ptr is not None:
+        w1, w2, w3 = load_weight(w_ptr, heads, H, WHOLE, P, U, BLOCK_P, BLOCK_U)
+        rstd = rms_reciprocal(first, second, rest, heads, H, eps, 2 * P + U, WHOLE)
+        first *= rstd * (offset + w1)
+        second *= rstd * (offset + w2)
+        rest *= rstd * (offset + w3)
+    if P > 0:
+        c1, c2, s1, s2 = load_turn(cos_ptr, sin_ptr, at, P, BLOCK_P)
+        return first * c1 - second * s1, second * c2 + first * s2, rest
+    else:
+        return first, second, rest
+
+
+@triton.jit
+def slots_below(position_ptr, token, S):
+    """(slot, how many heads may be written: all or none) of a token."""
+    slot = tl.load(position_ptr).to(tl.int64) + token
+    return slot, (slot >= 0) & (slot < S)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _qk_norm_rope_kernel(
+    q_ptr,  # [B, T, HQ, D]
+    k_ptr,  # [B, T, HK, D]
+    cos_ptr,  # [B or 1, T, R] or None
+    sin_ptr,
+    q_weight_ptr,  # [D], [HQ * D] or None
+    k_weight_ptr,
+    v_ptr,  # [B, T, HK, DV] or None
+    key_cache_ptr,  # [B, HK, S, D] or None
+    value_cache_ptr,  # [B, HK, S, DV] or None
+    position_ptr,  # [] or None
+    y_q_ptr,  # [B, T, HQ, D]
+    y_k_ptr,  # [B, T, HK, D]
+    q_strides,  # of B, T, heads
+    k_strides,
+    v_strides,
+    turn_strides,  # of B, T in cos and sin
+    key_strides,  # of B, heads, S in the cache
+    value_strides,
+    T,
+    S,
+    eps,
+    offset,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    P: tl.constexpr,
+    U: tl.constexpr,
+    DV: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The heads of a token, BLOCK_Q of q, BLOCK_K of k or of v a program."""
+    D: tl.constexpr = 2 * P + U
+    Q: tl.constexpr = (HQ + BLOCK_Q - 1) // BLOCK_Q
+    K: tl.constexpr = (HK + BLOCK_K - 1) // BLOCK_K
+    BLOCKS: tl.constexpr = Q + (K if v_ptr is None else 2 * K)
+    pid = tl.program_id(0)
+    block = pid % BLOCKS
+    row = (pid // BLOCKS).to(tl.int64)  # of a token
+    b = row // T
+    t = row % T
+    at = 0
+    if P > 0:
+        at = b * turn_strides[0] + t * turn_strides[1]
+    if block < Q:
+        heads = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        first, second, rest = _make(
+            q_ptr + b * q_strides[0] + t * q_strides[1], q_weight_ptr, cos_ptr, sin_ptr, at, heads,
+            q_strides[2], HQ, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U,
+        )  # fmt: skip
+        y = y_q_ptr + row * (HQ * D)
+        store_heads(y, heads, D, HQ, first, second, rest, P, U, BLOCK_P, BLOCK_U)
+    elif block < Q + K:
+        heads = (block - Q) * BLOCK_K + tl.arange(0, BLOCK_K)
+        first, second, rest = _make(
+            k_ptr + b * k_strides[0] + t * k_strides[1], k_weight_ptr, cos_ptr, sin_ptr, at, heads,
+            k_strides[2], HK, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U,
+        )  # fmt: skip
+        y = y_k_ptr + row * (HK * D)
+        store_heads(y, heads, D, HK, first, second, rest, P, U, BLOCK_P, BLOCK_U)
+        if key_cache_ptr is not None:
+            slot, fits = slots_below(position_ptr, t, S)
+            dtype = y_k_ptr.dtype.element_ty
+            store_heads(
+                key_cache_ptr + b * key_strides[0] + slot * key_strides[2], heads, key_strides[1],
+                tl.where(fits, HK, 0), first.to(dtype), second.to(dtype), rest.to(dtype), P, U,
+                BLOCK_P, BLOCK_U,
+            )  # fmt: skip
+    elif v_ptr is not None:
+        heads = (block - Q - K) * BLOCK_K + tl.arange(0, BLOCK_K)
+        slot, fits = slots_below(position_ptr, t, S)
+        d = tl.arange(0, BLOCK_V)[None, :]
+        there = (heads < tl.where(fits, HK, 0))[:, None] & (d < DV)
+        heads = heads.to(tl.int64)[:, None]
+        v = tl.load(
+            v_ptr + b * v_strides[0] + t * v_strides[1] + heads * v_strides[2] + d, mask=there
+        )
+        cache = value_cache_ptr + b * value_strides[0] + slot * value_strides[2]
+        tl.store(
+            cache + heads * value_strides[1] + d, v.to(value_cache_ptr.dtype.element_ty), mask=there
+        )
+
+
+def parts_of(D: int, cos: Optional[torch.Tensor]) -> Tuple[int, int, int, int]:
+    """P, U and their tiles."""
+    R = 0 if cos is None else cos.shape[-1]
+    return (R // 2, D - R, *(triton.next_power_of_2(max(n, 1)) for n in (R // 2, D - R)))
+
+
+def settings(operation: str, q: torch.Tensor, whole: bool) -> dict:
+    """By the number of tokens, or of channels for a norm over all heads."""
+    B, T, H, D = q.shape
+    if whole:
+        return tuning.lookup(f"{operation}_whole", q.device, D=H * D)
+    return tuning.lookup(operation, q.device, M=B * T)
+
+
+def head_tiles(config: dict, D: int, whole: bool, *heads: int) -> Tuple[int, ...]:
+    """How many heads of so many a program takes: all of them for a norm over all of them."""
+    every = [triton.next_power_of_2(n) for n in heads]
+    if whole:
+        return tuple(every)
+    most = max(1, config["BLOCK"] // triton.next_power_of_2(D))
+    return tuple([min(n, most) for n in every])
+
+
+def turn_steps(cos: Optional[torch.Tensor], B: int) -> Tuple[int, int]:
+    """Strides of B and T in the tables."""
+    if cos is None:
+        return (0, 0)
+    return (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
+
+
+class Rotation:
+    """All calls of a kind: shapes, strides, dtypes and options; all last dimensions dense.
+
+    args: the tensors of the call, then its options.
+    """
+
+    __slots__ = ("kernel", "device", "dtype", "q_shape", "k_shape")
+
+    def __init__(self, *args):
+        call = QkNormRope(*args[:10], QkOptions(*args[10:]))
+        q, k, v, options = call.q, call.k, call.v, call.options
+        (B, T, HQ, D), HK = q.shape, k.shape[2]
+        DV = 0 if v is None else v.shape[3]
+        self.device, self.dtype, self.q_shape, self.k_shape = q.device, q.dtype, q.shape, k.shape
+        config = settings("portable_qk_norm_rope", q, options.whole)
+        P, U, BLOCK_P, BLOCK_U = parts_of(D, call.cos)
+        BLOCK_Q, BLOCK_K = head_tiles(config, D, options.whole, HQ, HK)
+        none = (0, 0, 0)
+        numbers = (
+            steps(q), steps(k), none if v is None else steps(v), turn_steps(call.cos, B),
+            *(none if x is None else x.stride()[:3] for x in (call.key_cache, call.value_cache)),
+            T, 0 if v is None else call.key_cache.shape[2], float(options.eps),
+            float(options.offset),
+        )  # fmt: skip
+        constexprs, launched = named(
+            _qk_norm_rope_kernel, HQ=HQ, HK=HK, P=P, U=U, DV=DV, WHOLE=options.whole,
+            BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K, BLOCK_P=BLOCK_P, BLOCK_U=BLOCK_U,
+            BLOCK_V=triton.next_power_of_2(max(DV, 1)), num_warps=config["num_warps"],
+        )  # fmt: skip
+        blocks = -(-HQ // BLOCK_Q) + (1 if v is None else 2) * -(-HK // BLOCK_K)
+        self.kernel = Launch(
+            _qk_norm_rope_kernel, B * T * blocks, q.device, numbers=numbers,
+            constexprs=constexprs, options=launched, guarded=True,
+        )  # fmt: skip
+
+    def __call__(self, *tensors: Optional[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
+        """tensors: of the call, in its order."""
+        y_q = torch.empty(self.q_shape, dtype=self.dtype, device=self.device)  # [B, T, HQ, D]
+        y_k = torch.empty(self.k_shape, dtype=self.dtype, device=self.device)  # [B, T, HK, D]
+        self.kernel(*tensors, y_q, y_k)
+        return y_q, y_k
+
+
+_rotations = CallCache()
+
+
+def _is_dense(call: QkNormRope) -> bool:
+    weights = (call.q_weight, call.k_weight)
+    rows = (call.q, call.k, call.v, call.cos, call.sin)
+    return (
+        all(x is None or x.stride(-1) == 1 for x in (*rows, *weights))
+        and (call.cos is None or call.cos.stride() == call.sin.stride())
+    )  # fmt: skip
+
+
+def plan_qk_norm_rope_fwd(call: QkNormRope) -> Optional[Rotation]:
+    """What serves all calls like this one, from the tensors alone, if none is to be copied."""
+    if not _is_dense(call):
+        return None
+    return _rotations.get(Rotation, call.tensors, call.options)
+
+
+def qk_norm_rope_fwd(call: QkNormRope) -> Tuple[torch.Tensor, torch.Tensor]:
+    """q [B, T, HQ, D] and k [B, T, HK, D]: one launch."""
+    plan = plan_qk_norm_rope_fwd(call)
+    if plan is None:
+        (*rows, q_weight, k_weight), rest = call.tensors[:6], call.tensors[7:]
+        rows = [dense(x) for x in rows]
+        if rows[2] is not None and rows[2].stride() != rows[3].stride():
+            rows[2:] = [x.contiguous() for x in rows[2:]]
+        weights = [x if x is None else x.contiguous() for x in (q_weight, k_weight)]
+        call = QkNormRope(*rows, *weights, dense(call.v), *rest, call.options)
+        plan = plan_qk_norm_rope_fwd(call)
+    return plan(*call.tensors)

@@ -1,0 +1,210 @@
+"""The gradient of rotary.py in one pass over its inputs.
+
+The transpose of a turn is the turn back; with n = x rstd and d the gradient of what was turned:
+
+    dn = d (offset + weight)      dx = rstd (dn - n mean(dn n))      dweight = sum over tokens d n
+
+Sizes: B rows, T tokens, HQ and HK heads, D head dim, P = R / 2, U = D - R.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.launch import Launch, named, steps
+from ...runtime.ops import dense
+from ..call import QkNormRope, QkOptions
+from .heads import (
+    load_heads,
+    load_turn,
+    load_weight,
+    mean_of_heads,
+    rms_reciprocal,
+    store_heads,
+)
+from .rotary import (
+    head_tiles,
+    parts_of,
+    served,
+    settings,
+    supports_qk_norm_rope_fwd,
+    turn_steps,
+)
+
+
+def supports_qk_norm_rope_bwd(*args) -> bool:
+    """Of the call or of the gradient's own arguments: what has been computed forward."""
+    if isinstance(args[0], QkNormRope):
+        return supports_qk_norm_rope_fwd(args[0])
+    dq, dk, q, k, cos, sin, q_weight, k_weight, options = args
+    cache = (None, None, None, None)
+    call = QkNormRope(dq, dk, cos, sin, q_weight, k_weight, *cache, options)
+    return served(q, k) and supports_qk_norm_rope_fwd(call)
+
+
+@triton.jit
+def _differentiate(
+    d_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, dx_ptr, dw_ptr, d_strides, x_strides, turn_strides,
+    start, tokens, T, heads, eps, offset, H: tl.constexpr, WHOLE: tl.constexpr, P: tl.constexpr,
+    U: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_U: tl.constexpr,
+    TILES: tl.constexpr,
+):  # fmt: skip
+    """Some heads of TILES tokens; dw_ptr: the row for what they add to the weight's gradient."""
+    D: tl.constexpr = 2 * P + U
+    dw1 = tl.zeros((BLOCK_H, BLOCK_P), tl.float32)
+    dw2 = tl.zeros((BLOCK_H, BLOCK_P), tl.float32)
+    dw3 = tl.zeros((BLOCK_H, BLOCK_U), tl.float32)
+    for tile in range(0, TILES):
+        row = start + tile
+        there = tl.where(row < tokens, H, 0)  # heads of this token
+        row = tl.minimum(row, tokens - 1)
+        b = row // T
+        t = row % T
+        d = d_ptr + b * d_strides[0] + t * d_strides[1]
+        first, second, rest = load_heads(d, heads, d_strides[2], there, P, U, BLOCK_P, BLOCK_U)
+        if P > 0:
+            at = b * turn_strides[0] + t * turn_strides[1]
+            c1, c2, s1, s2 = load_turn(cos_ptr, sin_ptr, at, P, BLOCK_P)
+            turned = first * c1 + second * s2
+            second = second * c2 - first * s1
+            first = turned
+        if w_ptr is not None:
+            x = x_ptr + b * x_strides[0] + t * x_strides[1]
+            n1, n2, n3 = load_heads(x, heads, x_strides[2], there, P, U, BLOCK_P, BLOCK_U)
+            rstd = rms_reciprocal(n1, n2, n3, heads, H, eps, D, WHOLE)
+            # of heads that are not there eps could be 0, and 0 / 0 would spoil the sums
+            rstd = tl.where((heads < there)[:, None], rstd, 1.0)
+            n1 *= rstd
+            n2 *= rstd
+            n3 *= rstd
+            dw1 += first * n1
+            dw2 += second * n2
+            dw3 += rest * n3
+            w1, w2, w3 = load_weight(w_ptr, heads, H, WHOLE, P, U, BLOCK_P, BLOCK_U)
+            first *= offset + w1
+            second *= offset + w2
+            rest *= offset + w3
+            mean = mean_of_heads(first * n1, second * n2, rest * n3, heads, H, D, WHOLE)
+            first = rstd * (first - n1 * mean)
+            second = rstd * (second - n2 * mean)
+            rest = rstd * (rest - n3 * mean)
+        dx = dx_ptr + row * (H * D)
+        store_heads(dx, heads, D, there, first, second, rest, P, U, BLOCK_P, BLOCK_U)
+    if w_ptr is not None:
+        if WHOLE:
+            store_heads(dw_ptr, heads, D, H, dw1, dw2, dw3, P, U, BLOCK_P, BLOCK_U)
+        else:
+            store_heads(
+                dw_ptr, tl.arange(0, 1), D, 1, tl.sum(dw1, 0, keep_dims=True),
+                tl.sum(dw2, 0, keep_dims=True), tl.sum(dw3, 0, keep_dims=True), P, U, BLOCK_P,
+                BLOCK_U,
+            )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["T", "tokens"])
+def _qk_norm_rope_bwd_kernel(
+    dq_ptr,  # [B, T, HQ, D], the gradient of what was made
+    dk_ptr,  # [B, T, HK, D]
+    q_ptr,  # [B, T, HQ, D] or None
+    k_ptr,  # [B, T, HK, D] or None
+    cos_ptr,  # [B or 1, T, R] or None
+    sin_ptr,
+    q_weight_ptr,  # [D], [HQ * D] or None
+    k_weight_ptr,
+    d_q_ptr,  # [B, T, HQ, D]
+    d_k_ptr,  # [B, T, HK, D]
+    d_q_weight_ptr,  # [programs of q, D or HQ * D] fp32 or None
+    d_k_weight_ptr,
+    dq_strides,  # of B, T, heads
+    dk_strides,
+    q_strides,
+    k_strides,
+    turn_strides,  # of B, T in cos and sin
+    tokens,  # B * T
+    T,
+    eps,
+    offset,
+    HQ: tl.constexpr,
+    HK: tl.constexpr,
+    P: tl.constexpr,
+    U: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    BLOCK_U: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """BLOCK_Q heads of q or BLOCK_K of k, at TILES tokens, a program."""
+    D: tl.constexpr = 2 * P + U
+    Q: tl.constexpr = (HQ + BLOCK_Q - 1) // BLOCK_Q
+    K: tl.constexpr = (HK + BLOCK_K - 1) // BLOCK_K
+    pid = tl.program_id(0)
+    block = pid % (Q + K)
+    group = (pid // (Q + K)).to(tl.int64)  # of TILES tokens
+    if block < Q:
+        heads = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+        place = d_q_weight_ptr
+        if q_weight_ptr is not None:
+            place += (group * Q + block) * ((HQ if WHOLE else 1) * D)
+        _differentiate(
+            dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, d_q_ptr, place, dq_strides, q_strides,
+            turn_strides, group * TILES, tokens, T, heads, eps, offset, HQ, WHOLE, P, U, BLOCK_Q,
+            BLOCK_P, BLOCK_U, TILES,
+        )  # fmt: skip
+    else:
+        heads = (block - Q) * BLOCK_K + tl.arange(0, BLOCK_K)
+        place = d_k_weight_ptr
+        if k_weight_ptr is not None:
+            place += (group * K + block - Q) * ((HK if WHOLE else 1) * D)
+        _differentiate(
+            dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, d_k_ptr, place, dk_strides, k_strides,
+            turn_strides, group * TILES, tokens, T, heads, eps, offset, HK, WHOLE, P, U, BLOCK_K,
+            BLOCK_P, BLOCK_U, TILES,
+        )  # fmt: skip
+
+
+def qk_norm_rope_bwd(
+    dq: torch.Tensor,  # [B, T, HQ, D]
+    dk: torch.Tensor,  # [B, T, HK, D]
+    q: Optional[torch.Tensor],  # [B, T, HQ, D], where q_weight is given; likewise k
+    k: Optional[torch.Tensor],
+    cos: Optional[torch.Tensor],  # [B or 1, T, R]
+    sin: Optional[torch.Tensor],
+    q_weight: Optional[torch.Tensor],
+    k_weight: Optional[torch.Tensor],
+    options: QkOptions,
+) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
+    """The gradients of q, k and the weights: one launch, and a sum over programs for a weight."""
+    (B, T, HQ, D), HK = dq.shape, dk.shape[2]
+    where, whole = dq.device, options.whole
+    if cos is not None:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    rows = [dense(x) for x in (dq, dk, q, k)]
+    weights = [x if x is None else x.contiguous() for x in (q_weight, k_weight)]
+    config = settings("portable_qk_norm_rope_bwd", dq, whole)
+    BLOCK_Q, BLOCK_K = head_tiles(config, D, whole, HQ, HK)
+    groups, Q, K = -(-B * T // config["TILES"]), -(-HQ // BLOCK_Q), -(-HK // BLOCK_K)
+    d_q = torch.empty(dq.shape, dtype=dq.dtype, device=where)  # [B, T, HQ, D]
+    d_k = torch.empty(dk.shape, dtype=dk.dtype, device=where)  # [B, T, HK, D]
+    sums = [
+        x if x is None else x.new_empty(groups * blocks, x.numel(), dtype=torch.float32)
+        for x, blocks in ((weights[0], Q), (weights[1], K))
+    ]
+    P, U, BLOCK_P, BLOCK_U = parts_of(D, cos)
+    constexprs, launched = named(
+        _qk_norm_rope_bwd_kernel, HQ=HQ, HK=HK, P=P, U=U, WHOLE=whole, BLOCK_Q=BLOCK_Q,
+        BLOCK_K=BLOCK_K, BLOCK_P=BLOCK_P, BLOCK_U=BLOCK_U, TILES=config["TILES"],
+        num_warps=config["num_warps"],
+    )  # fmt: skip
+    strides = [(0, 0, 0) if x is None else steps(x) for x in rows]
+    numbers = (*strides, turn_steps(cos, B), B * T, T, options.eps, options.offset)
+    kernel = Launch(
+        _qk_norm_rope_bwd_kernel, groups * (Q + K), where, numbers=numbers, constexprs=constexprs,
+        options=launched,
+    )  # fmt: skip
+    kernel(*rows, cos, sin, *weights, d_q, d_k, *sums)
+    found = [x if x is None else x.sum(0).to(w.dtype) for x, w in zip(sums, weights)]
+    return (d_q, d_k, *found)
