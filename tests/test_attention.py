@@ -30,14 +30,17 @@ def problem(B, T, HQ, HK, D, R, dtype=torch.float32, device="cpu", norm="head", 
     far = 2 * D if gate else D
     weights = (HQ * D, HK * D) if norm == "all" else (D, D)
     cos, sin = tables(rows, T, R, dtype, device)
+    heads = [None, None]
+    if norm is not None:
+        heads = [normal(n, seed=seed, dtype=dtype, device=device) for seed, n in enumerate(weights)]
     return {
         "q": normal(B, T, HQ, far, seed=1, dtype=dtype, device=device)[..., :D],
         "k": normal(B, T, HK, D, seed=2, dtype=dtype, device=device),
         "cos": cos,
         "sin": sin,
-        "q_weight": normal(weights[0], seed=3, dtype=dtype, device=device),
-        "k_weight": normal(weights[1], seed=4, dtype=dtype, device=device),
-        "norm": norm,
+        "q_weight": heads[0],
+        "k_weight": heads[1],
+        "norm": norm or "head",
     }
 
 

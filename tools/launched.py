@@ -149,6 +149,79 @@ call("experts training, odd sizes", T=1000, E=20, K=6, H=200, N=136, dtype=FP16,
 )
 
 
+# --- around attention
+
+
+def _rotary(
+    kernel, B=1, T=1, HQ=32, HK=8, D=128, R=128, norm=None, cache=False, gate=False, dtype=BF16,
+    tables=BF16, weights=BF16, grad=False,
+):  # fmt: skip
+    """norm: None, "head" or "all"; gate: heads of q as Qwen3.5's projection has them."""
+    q, k, v = (values(B, T, n, D * (1 + far), dtype=dtype, grad=grad)[..., :D]
+               for n, far in ((HQ, gate), (HK, False), (HK, False)))  # fmt: skip
+    cos, sin = (values(1, T, R, dtype=tables) if R else None for _ in "cs")
+    options, leaves = {}, [q, k]
+    if norm:
+        wide = (D, D) if norm == "head" else (HQ * D, HK * D)
+        leaves += [values(n, dtype=weights, grad=grad) for n in wide]
+        options.update(norm=norm, offset=1.0, q_weight=leaves[2], k_weight=leaves[3])
+    if cache:
+        caches = {
+            name: values(B, HK, 8192, D, dtype=dtype) for name in ("key_cache", "value_cache")
+        }
+        position = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        options.update(v=v, cache_position=position, **caches)
+    forward = functools.partial(kernel.fused_qk_norm_rope, q, k, cos, sin, **options)
+    if not grad:
+        return forward
+    dq, dk = torch.empty_like(q), torch.empty_like(k)
+    return lambda: torch.autograd.grad(forward(), leaves, (dq, dk))
+
+
+LLAMA, QWEN = {}, {"HQ": 16, "HK": 4, "D": 256, "R": 64, "norm": "head", "gate": True}
+QWEN3, OLMO = {"norm": "head"}, {"HQ": 30, "HK": 30, "norm": "all"}
+for name, options in (("Llama", LLAMA), ("Qwen3", QWEN3), ("Qwen3.5", QWEN), ("OLMo", OLMO)):
+    call(f"attention rotary, {name}, one token", cache=True, **options)(_rotary)
+    call(f"attention rotary, {name}, batch 64", B=64, cache=True, **options)(_rotary)
+    call(f"attention rotary, {name}, prompt", T=8192, **options)(_rotary)
+    call(f"attention rotary, {name}, gradient", T=4096, grad=True, **options)(_rotary)
+call("attention rotary, fp32 weights and tables", B=2, T=100, norm="head", dtype=FP16, tables=FP32,
+     weights=FP32, cache=True)(_rotary)  # fmt: skip
+call("attention rotary, odd sizes", T=77, HQ=9, HK=3, D=80, R=20, norm="head", dtype=FP32,
+     tables=FP32, weights=FP32, grad=True)(_rotary)  # fmt: skip
+call("attention rotary, wide norm", T=77, HQ=64, HK=8, norm="all", grad=True)(_rotary)
+
+
+def _gate(kernel, T=1, H=16, D=256, dtype=BF16, grad=False):
+    x = values(1, H, T, D, dtype=dtype, grad=grad).transpose(1, 2)
+    gate = values(1, T, H, 2 * D, dtype=dtype, grad=grad)[..., D:]
+    forward = functools.partial(kernel.sigmoid_gate, x, gate)
+    return with_gradients(forward, x, gate) if grad else forward
+
+
+for T in (1, 8192):
+    call(f"attention gate, T {T}", T=T)(_gate)
+call("attention gate, gradient", T=4096, grad=True)(_gate)
+call("attention gate, fp32, odd sizes", T=77, D=100, dtype=FP32, grad=True)(_gate)
+
+
+def _kvcache(kernel, B=1, S=8192, HQ=32, HK=8, D=128, mask=torch.bool, dtype=BF16):
+    q, length = values(B, 1, HQ, D, dtype=dtype), torch.ones((), dtype=torch.int64, device=DEVICE)
+    k, v = (values(B, HK, S, D, dtype=dtype) for _ in "kv")
+    if mask is not None:
+        mask = torch.zeros(B, 1, 1, S, dtype=mask, device=DEVICE)
+    return functools.partial(kernel.attention_with_kvcache, q, k, v, length, attention_mask=mask)
+
+
+for B, S in ((1, 640), (1, 8192), (8, 8192), (64, 8192)):
+    call(f"attention decode, batch {B}, {S} slots", B=B, S=S)(_kvcache)
+for B, D in itertools.product((1, 64), (64, 80, 96, 256)):
+    call(f"attention decode, batch {B}, head dim {D}", B=B, D=D, mask=None)(_kvcache)
+call("attention decode, Qwen3.5", HQ=16, HK=4, D=256)(_kvcache)
+call("attention decode, one key head", HQ=71, HK=1, D=64, mask=FP32, dtype=FP16)(_kvcache)
+call("attention decode, a key head each", B=4, HQ=32, HK=32, mask=BF16)(_kvcache)
+
+
 # --- the gated delta rule
 
 

@@ -44,7 +44,7 @@ def _parts(len_ptr, b, len_step, S, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr)
     return length, tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _kvcache_attention_kernel(
     q_ptr,  # [B, 1, HQ, D]
     k_ptr,  # [B, HK, S, D]
@@ -142,7 +142,7 @@ def _kvcache_attention_kernel(
         tl.store(y_ptr + rows * (D + 1) + row, total, mask=member < G)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _combine_kernel(
     parts_ptr,  # fp32 [B, HQ, SPLITS, D] and [2, B, HQ, SPLITS]
     len_ptr,  # [B] or []

@@ -48,29 +48,44 @@ def supports_qk_norm_rope_fwd(call: QkNormRope) -> bool:
 
 @triton.jit
 def _make(
-    x_ptr, w_ptr, cos_ptr, sin_ptr, at, heads, stride, H, eps, offset, WHOLE: tl.constexpr,
-    P: tl.constexpr, U: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_U: tl.constexpr,
+    x_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, cache_ptr, at, heads, stride, cache_stride, writable, H,
+    eps, offset, WHOLE: tl.constexpr, P: tl.constexpr, U: tl.constexpr, BLOCK_P: tl.constexpr,
+    BLOCK_U: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a token's heads, normed and turned."""
+    """A token's heads, normed and turned; also to a cache (or None), below head `writable`."""
+    D: tl.constexpr = 2 * P + U
     first, second, rest = load_heads(x_ptr, heads, stride, H, P, U, BLOCK_P, BLOCK_U)
     if w_ptr is not None:
         w1, w2, w3 = load_weight(w_ptr, heads, H, WHOLE, P, U, BLOCK_P, BLOCK_U)
-        rstd = rms_reciprocal(first, second, rest, heads, H, eps, 2 * P + U, WHOLE)
+        rstd = rms_reciprocal(first, second, rest, heads, H, eps, D, WHOLE)
         first *= rstd * (offset + w1)
         second *= rstd * (offset + w2)
         rest *= rstd * (offset + w3)
     if P > 0:
         c1, c2, s1, s2 = load_turn(cos_ptr, sin_ptr, at, P, BLOCK_P)
-        return first * c1 - second * s1, second * c2 + first * s2, rest
-    else:
-        return first, second, rest
+        turned = first * c1 - second * s1
+        second = second * c2 + first * s2
+        first = turned
+    dtype = y_ptr.dtype.element_ty
+    first, second, rest = first.to(dtype), second.to(dtype), rest.to(dtype)
+    store_heads(y_ptr, heads, D, H, first, second, rest, P, U, BLOCK_P, BLOCK_U)
+    if cache_ptr is not None:
+        store_heads(
+            cache_ptr, heads, cache_stride, writable, first, second, rest, P, U, BLOCK_P, BLOCK_U
+        )
 
 
 @triton.jit
-def slots_below(position_ptr, token, S):
-    """(slot, how many heads may be written: all or none) of a token."""
-    slot = tl.load(position_ptr).to(tl.int64) + token
-    return slot, (slot >= 0) & (slot < S)
+def _copy(
+    v_ptr, cache_ptr, heads, stride, cache_stride, writable, DV: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """A token's values to the cache, below head `writable`."""
+    d = tl.arange(0, BLOCK_V)[None, :]
+    there = (heads < writable)[:, None] & (d < DV)
+    rows = heads.to(tl.int64)[:, None]
+    v = tl.load(v_ptr + rows * stride + d, mask=there)
+    tl.store(cache_ptr + rows * cache_stride + d, v.to(cache_ptr.dtype.element_ty), mask=there)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -119,46 +134,31 @@ def _qk_norm_rope_kernel(
     row = (pid // BLOCKS).to(tl.int64)  # of a token
     b = row // T
     t = row % T
-    at = 0
-    if P > 0:
-        at = b * turn_strides[0] + t * turn_strides[1]
+    at = b * turn_strides[0] + t * turn_strides[1]
+    keys, values, writable = key_cache_ptr, value_cache_ptr, 0
+    if v_ptr is not None:
+        slot = tl.load(position_ptr).to(tl.int64) + t
+        writable = tl.where((slot >= 0) & (slot < S), HK, 0)  # heads: all or none
+        keys += b * key_strides[0] + slot * key_strides[2]
+        values += b * value_strides[0] + slot * value_strides[2]
     if block < Q:
-        heads = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        first, second, rest = _make(
-            q_ptr + b * q_strides[0] + t * q_strides[1], q_weight_ptr, cos_ptr, sin_ptr, at, heads,
-            q_strides[2], HQ, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U,
+        _make(
+            q_ptr + b * q_strides[0] + t * q_strides[1], q_weight_ptr, cos_ptr, sin_ptr,
+            y_q_ptr + row * (HQ * D), None, at, block * BLOCK_Q + tl.arange(0, BLOCK_Q),
+            q_strides[2], 0, 0, HQ, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U,
         )  # fmt: skip
-        y = y_q_ptr + row * (HQ * D)
-        store_heads(y, heads, D, HQ, first, second, rest, P, U, BLOCK_P, BLOCK_U)
     elif block < Q + K:
-        heads = (block - Q) * BLOCK_K + tl.arange(0, BLOCK_K)
-        first, second, rest = _make(
-            k_ptr + b * k_strides[0] + t * k_strides[1], k_weight_ptr, cos_ptr, sin_ptr, at, heads,
-            k_strides[2], HK, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U,
+        _make(
+            k_ptr + b * k_strides[0] + t * k_strides[1], k_weight_ptr, cos_ptr, sin_ptr,
+            y_k_ptr + row * (HK * D), keys, at, (block - Q) * BLOCK_K + tl.arange(0, BLOCK_K),
+            k_strides[2], key_strides[1], writable, HK, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U,
         )  # fmt: skip
-        y = y_k_ptr + row * (HK * D)
-        store_heads(y, heads, D, HK, first, second, rest, P, U, BLOCK_P, BLOCK_U)
-        if key_cache_ptr is not None:
-            slot, fits = slots_below(position_ptr, t, S)
-            dtype = y_k_ptr.dtype.element_ty
-            store_heads(
-                key_cache_ptr + b * key_strides[0] + slot * key_strides[2], heads, key_strides[1],
-                tl.where(fits, HK, 0), first.to(dtype), second.to(dtype), rest.to(dtype), P, U,
-                BLOCK_P, BLOCK_U,
-            )  # fmt: skip
     elif v_ptr is not None:
-        heads = (block - Q - K) * BLOCK_K + tl.arange(0, BLOCK_K)
-        slot, fits = slots_below(position_ptr, t, S)
-        d = tl.arange(0, BLOCK_V)[None, :]
-        there = (heads < tl.where(fits, HK, 0))[:, None] & (d < DV)
-        heads = heads.to(tl.int64)[:, None]
-        v = tl.load(
-            v_ptr + b * v_strides[0] + t * v_strides[1] + heads * v_strides[2] + d, mask=there
-        )
-        cache = value_cache_ptr + b * value_strides[0] + slot * value_strides[2]
-        tl.store(
-            cache + heads * value_strides[1] + d, v.to(value_cache_ptr.dtype.element_ty), mask=there
-        )
+        _copy(
+            v_ptr + b * v_strides[0] + t * v_strides[1], values,
+            (block - Q - K) * BLOCK_K + tl.arange(0, BLOCK_K), v_strides[2], value_strides[1],
+            writable, DV, BLOCK_V,
+        )  # fmt: skip
 
 
 def parts_of(D: int, cos: Optional[torch.Tensor]) -> Tuple[int, int, int, int]:

@@ -47,17 +47,19 @@ def supports_qk_norm_rope_bwd(*args) -> bool:
 @triton.jit
 def _differentiate(
     d_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, dx_ptr, dw_ptr, d_strides, x_strides, turn_strides,
-    start, tokens, T, heads, eps, offset, H: tl.constexpr, WHOLE: tl.constexpr, P: tl.constexpr,
+    group, block, tokens, T, eps, offset, H: tl.constexpr, WHOLE: tl.constexpr, P: tl.constexpr,
     U: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_U: tl.constexpr,
     TILES: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of TILES tokens; dw_ptr: the row for what they add to the weight's gradient."""
+    """A block of heads of a group of TILES tokens, and what they add to the weight's gradient."""
     D: tl.constexpr = 2 * P + U
+    BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
+    heads = block * BLOCK_H + tl.arange(0, BLOCK_H)
     dw1 = tl.zeros((BLOCK_H, BLOCK_P), tl.float32)
     dw2 = tl.zeros((BLOCK_H, BLOCK_P), tl.float32)
     dw3 = tl.zeros((BLOCK_H, BLOCK_U), tl.float32)
     for tile in range(0, TILES):
-        row = start + tile
+        row = group * TILES + tile
         there = tl.where(row < tokens, H, 0)  # heads of this token
         row = tl.minimum(row, tokens - 1)
         b = row // T
@@ -94,12 +96,13 @@ def _differentiate(
         store_heads(dx, heads, D, there, first, second, rest, P, U, BLOCK_P, BLOCK_U)
     if w_ptr is not None:
         if WHOLE:
-            store_heads(dw_ptr, heads, D, H, dw1, dw2, dw3, P, U, BLOCK_P, BLOCK_U)
+            dw = dw_ptr + group * (H * D)
+            store_heads(dw, heads, D, H, dw1, dw2, dw3, P, U, BLOCK_P, BLOCK_U)
         else:
             store_heads(
-                dw_ptr, tl.arange(0, 1), D, 1, tl.sum(dw1, 0, keep_dims=True),
-                tl.sum(dw2, 0, keep_dims=True), tl.sum(dw3, 0, keep_dims=True), P, U, BLOCK_P,
-                BLOCK_U,
+                dw_ptr + (group * BLOCKS + block) * D, tl.arange(0, 1), D, 1,
+                tl.sum(dw1, 0, keep_dims=True), tl.sum(dw2, 0, keep_dims=True),
+                tl.sum(dw3, 0, keep_dims=True), P, U, BLOCK_P, BLOCK_U,
             )  # fmt: skip
 
 
@@ -138,31 +141,22 @@ def _qk_norm_rope_bwd_kernel(
     TILES: tl.constexpr,
 ):
     """BLOCK_Q heads of q or BLOCK_K of k, at TILES tokens, a program."""
-    D: tl.constexpr = 2 * P + U
     Q: tl.constexpr = (HQ + BLOCK_Q - 1) // BLOCK_Q
     K: tl.constexpr = (HK + BLOCK_K - 1) // BLOCK_K
     pid = tl.program_id(0)
     block = pid % (Q + K)
     group = (pid // (Q + K)).to(tl.int64)  # of TILES tokens
     if block < Q:
-        heads = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-        place = d_q_weight_ptr
-        if q_weight_ptr is not None:
-            place += (group * Q + block) * ((HQ if WHOLE else 1) * D)
         _differentiate(
-            dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, d_q_ptr, place, dq_strides, q_strides,
-            turn_strides, group * TILES, tokens, T, heads, eps, offset, HQ, WHOLE, P, U, BLOCK_Q,
+            dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, d_q_ptr, d_q_weight_ptr, dq_strides,
+            q_strides, turn_strides, group, block, tokens, T, eps, offset, HQ, WHOLE, P, U, BLOCK_Q,
             BLOCK_P, BLOCK_U, TILES,
         )  # fmt: skip
     else:
-        heads = (block - Q) * BLOCK_K + tl.arange(0, BLOCK_K)
-        place = d_k_weight_ptr
-        if k_weight_ptr is not None:
-            place += (group * K + block - Q) * ((HK if WHOLE else 1) * D)
         _differentiate(
-            dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, d_k_ptr, place, dk_strides, k_strides,
-            turn_strides, group * TILES, tokens, T, heads, eps, offset, HK, WHOLE, P, U, BLOCK_K,
-            BLOCK_P, BLOCK_U, TILES,
+            dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, d_k_ptr, d_k_weight_ptr, dk_strides,
+            k_strides, turn_strides, group, block - Q, tokens, T, eps, offset, HK, WHOLE, P, U,
+            BLOCK_K, BLOCK_P, BLOCK_U, TILES,
         )  # fmt: skip
 
 
