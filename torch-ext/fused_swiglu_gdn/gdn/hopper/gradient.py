@@ -105,7 +105,7 @@ def _load_partition(
     pairs = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
         row, head, batch, end, first, c, length = _place(w, number, cu_ptr)
-        if (c >= 0) & (c * C < length):
+        if c * C < length:
             token = first + c * C
             for step in range(2 * w.R):
                 s = it % STAGES
@@ -144,7 +144,7 @@ def _query_partition(
     pairs = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
         row, head, batch, end, first, c, length = _place(w, number, cu_ptr)
-        if (c >= 0) & (c * C < length):
+        if c * C < length:
             left = length - c * C
             b, token = first_token(cu_ptr, end, c, length, w.T)
             unit = (row.to(gl.int64) * w.H + head) * w.R
@@ -216,7 +216,7 @@ def _key_partition(
     pairs = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
         row, head, batch, end, first, c, length = _place(w, number, cu_ptr)
-        if (c >= 0) & (c * C < length):
+        if c * C < length:
             left = length - c * C
             b, token = first_token(cu_ptr, end, c, length, w.T)
             unit = (row.to(gl.int64) * w.H + head) * w.R
@@ -284,7 +284,7 @@ def _ends_partition(
     it = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
         row, head, batch, end, first, c, length = _place(w, number, cu_ptr)
-        if (c >= 0) & (c * C < length):
+        if c * C < length:
             unit = (row.to(gl.int64) * w.H + head) * w.R
             for r in own_range(0, w.R, 1, disable_licm=True):
                 total = gl.zeros((8, HALF), gl.float32, VECTORS)

@@ -175,7 +175,7 @@ def gdn_prepare_fwd_kernel(
     row = gl.program_id(0) // (HV // W)
     hv0 = gl.program_id(0) % (HV // W) * W
     batch, end, first, c, length = locate(row, cu_ptr, T, N, NT)
-    if (c * C >= length) | (c < 0):  # c < 0: wrong offsets
+    if c * C >= length:
         return
     landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     # q and k; in their place Q K^T and, behind what the tiles on their way out need, K K^T

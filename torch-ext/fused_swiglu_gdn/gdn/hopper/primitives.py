@@ -1,7 +1,7 @@
 """What the kernels of Gated DeltaNet on Hopper share: sizes, where a chunk lies, products."""
 
 from ...runtime.gluon import gl, gluon, warpgroup_mma
-from ...runtime.primitives import sequence_bounds
+from ..portable.primitives import locate as locate_chunk
 
 C = gl.constexpr(64)  # tokens a chunk
 D = gl.constexpr(128)  # head dims K and V
@@ -12,24 +12,11 @@ RAGGED_END = gl.constexpr(2**30)
 
 @gluon.jit
 def locate(row, cu_ptr, T, N, NT):
-    """Chunk row -> (batch, end, first row) as coordinates of the token descriptors, chunk, length.
-
-    Rows of sequence n start at cu[n] // C + n, or at n * NT at equal length.
-    """
-    if cu_ptr is None:
-        batch, end, first, c, length = row * 0, row // NT, row * 0, row % NT, T
-    else:
-        n = row * 0
-        after = N
-        while after - n > 1:
-            mid = (n + after) // 2
-            left = gl.maximum(gl.load(cu_ptr + mid), 0).to(gl.int32) // C + mid > row
-            after = gl.where(left, mid, after)
-            n = gl.where(left, n, mid)
-        start, end = sequence_bounds(cu_ptr, n, T)
-        start, end = start.to(gl.int32), end.to(gl.int32)
-        length = end - start
-        batch, first, c = row * 0 + RAGGED_END, RAGGED_END - length, row - start // C - n
+    """Chunk row -> (batch, end, first row) as coordinates of the token descriptors, chunk, length."""
+    n, c, start, length = locate_chunk(row, cu_ptr, T, N, NT, C)
+    batch, end, first = row * 0, n, row * 0
+    if cu_ptr is not None:
+        batch, end, first = batch + RAGGED_END, start.to(gl.int32) + length, RAGGED_END - length
     return batch, end, first, c, length
 
 
