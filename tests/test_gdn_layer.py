@@ -177,11 +177,14 @@ class Kernel:
 
     # (B, H, HV, K, V, W, S): rows of one projection; grouped heads; a state wider than needed
     @pytest.mark.parametrize(
-        "sizes",
-        [(2, 2, 4, 16, 32, 4, 4), (1, 1, 1, 32, 16, 4, 3), (3, 1, 2, 48, 16, 2, 5)],
+        "sizes, dtype",
+        [
+            ((2, 2, 4, 16, 32, 4, 4), DTYPES[1]),
+            ((1, 1, 1, 32, 16, 4, 3), DTYPES[0]),
+            ((3, 1, 2, 48, 16, 2, 5), DTYPES[0]),
+        ],
         ids=str,
     )
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     def test_decode(self, sizes, dtype):
         """Two steps of a layer: both states and both outputs."""
         B, H, HV, K, V, W, S = sizes

@@ -12,7 +12,7 @@ RAGGED_END = gl.constexpr(2**30)
 
 @gluon.jit
 def locate(row, cu_ptr, T, N, NT):
-    """Chunk row -> (batch, end, first row) as coordinates of the token descriptors, chunk, length."""
+    """Chunk row -> (batch, end, first row) for the token descriptors, chunk, length."""
     n, c, start, length = locate_chunk(row, cu_ptr, T, N, NT, C)
     batch, end, first = row * 0, n, row * 0
     if cu_ptr is not None:

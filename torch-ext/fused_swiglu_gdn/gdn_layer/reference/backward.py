@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from ...gdn.chunks import count_sequences
 from ...runtime.dtypes import at_least_fp32
-from .layer import sequence_of_token
+from .layer import places, reads
 
 
 def rms_norm_gated_bwd(
@@ -33,20 +33,6 @@ def rms_norm_gated_bwd(
     return dx.to(x.dtype), (d * w * n * slope).to(gate.dtype), dweight.to(weight.dtype)
 
 
-def _places(B, T, seq_idx, cu_seqlens, device):
-    """Of each token [B, T] the row of its initial state, and its position in its sequence."""
-    token = torch.arange(T, device=device)
-    sequence = sequence_of_token(T, seq_idx, cu_seqlens)
-    if sequence is None:
-        return torch.arange(B, device=device).unsqueeze(1).expand(B, T), token.expand(B, T)
-    first = torch.ones_like(sequence, dtype=torch.bool)
-    first[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
-    position = token - torch.where(first, token, 0).cummax(-1).values
-    if cu_seqlens is None:
-        sequence = torch.arange(B, device=device).unsqueeze(1).expand(B, T)
-    return sequence.long(), position
-
-
 def causal_conv1d_bwd(
     x: torch.Tensor,  # [B, D, T]
     weight: torch.Tensor,  # [D, W]
@@ -61,26 +47,19 @@ def causal_conv1d_bwd(
     """dx [B, D, T], dweight [D, W], dbias [D] or None, d_initial_states [N, D, W - 1] or None."""
     (B, D, T), W = x.shape, weight.shape[1]
     wide, taps, dz = at_least_fp32(x), at_least_fp32(weight), at_least_fp32(dy)
-    n, position = _places(B, T, seq_idx, cu_seqlens, x.device)
+    n, position = places(B, T, seq_idx, cu_seqlens, x.device)
     N = count_sequences(B, cu_seqlens)
     history = wide.new_zeros(N, D, W - 1) if initial_states is None else initial_states.to(wide)
     lengths = x.new_full((N,), T, dtype=torch.long) if cu_seqlens is None else cu_seqlens.diff()
 
-    # what each tap reads: the token `back` places before, or a column of the initial state
-    reads = []
-    for back in range(W):
-        inside = (position >= back).unsqueeze(1)  # [B, 1, T]
-        column = (W - 1 + position - back).clamp(0, W - 2)  # [B, T]
-        token = (torch.arange(T, device=x.device) - back).clamp(min=0)
-        seen = torch.where(inside, wide[..., token], history[n, :, column].mT)  # [B, D, T]
-        reads.append((back, inside, column, seen))
+    found = list(reads(wide, history, n, position))
     if activation is not None:
-        z = sum(taps[:, W - 1 - back, None] * seen for back, _, _, seen in reads)
+        z = sum(taps[:, W - 1 - back, None] * seen for back, *_, seen in found)
         z = z if bias is None else z + at_least_fp32(bias).unsqueeze(-1)
         s = z.sigmoid()
         dz = dz * s * (1 + z * (1 - s))
     dx, dweight, d_history = torch.zeros_like(wide), torch.zeros_like(taps), history * 0
-    for back, inside, column, seen in reads:
+    for back, inside, column, seen in found:
         dweight[:, W - 1 - back] = (dz * seen).sum((0, 2))
         d = dz * taps[:, W - 1 - back, None]
         dx = dx + F.pad(torch.where(inside, d, 0.0)[..., back:], (0, min(back, T)))

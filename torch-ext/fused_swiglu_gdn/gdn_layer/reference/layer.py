@@ -22,24 +22,31 @@ def sequence_of_token(T: int, seq_idx, cu_seqlens) -> Optional[torch.Tensor]:
     return torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True).unsqueeze(0)
 
 
-def _packed_history(x, sequence, initial_states):
-    """x with `initial_states` [N, D, W - 1] before each sequence, laid out one tap a slice."""
-    W = initial_states.shape[-1] + 1
-    T = x.shape[-1]
-    tokens = torch.arange(T, device=x.device)
+def places(B: int, T: int, seq_idx, cu_seqlens, device):
+    """Of each token [B, T] the row of its initial state, and its position in its sequence."""
+    token = torch.arange(T, device=device)
+    row = torch.arange(B, device=device).unsqueeze(1).expand(B, T)
+    sequence = sequence_of_token(T, seq_idx, cu_seqlens)
+    if sequence is None:
+        return row, token.expand(B, T)
     first = torch.ones_like(sequence, dtype=torch.bool)
     first[:, 1:] = sequence[:, 1:] != sequence[:, :-1]
-    start = torch.where(first, tokens, 0).cummax(-1).values  # [1, T]: where its sequence begins
-    position = (tokens - start)[0]  # [T]
-    taps = []
-    for w in range(W):
-        back = W - 1 - w  # this tap reads the token `back` places before
-        inside = position >= back
-        current = x[..., (tokens - back).clamp(min=0)]
+    position = token - torch.where(first, token, 0).cummax(-1).values
+    return (row if cu_seqlens is None else sequence.long()), position
+
+
+def reads(x, history, n, position):
+    """What each tap reads: the token `back` places before, or a column of the initial state.
+
+    x: [B, D, T]; history: [N, D, W - 1]; n, position: [B, T] as `places` has them. Yields (back,
+    inside [B, 1, T]: whether it is a token, column [B, T], what is read [B, D, T]).
+    """
+    W, token = history.shape[-1] + 1, torch.arange(x.shape[-1], device=x.device)
+    for back in range(W):
+        inside = (position >= back).unsqueeze(1)
         column = (W - 1 + position - back).clamp(0, W - 2)
-        before = initial_states[sequence[0].long(), :, column].mT.unsqueeze(0)  # [1, D, T]
-        taps.append(torch.where(inside, current, before))
-    return torch.stack(taps, -1)  # [1, D, T, W]
+        before = history[n, :, column].mT
+        yield back, inside, column, torch.where(inside, x[..., (token - back).clamp(min=0)], before)
 
 
 def causal_conv1d_fwd(
@@ -56,9 +63,8 @@ def causal_conv1d_fwd(
 
     Also the last W - 1 inputs of each sequence, [B or N, D, W - 1], or None.
     """
-    W, T = weight.shape[-1], x.shape[-1]
+    W = weight.shape[-1]
     wide, taps = at_least_fp32(x), at_least_fp32(weight)
-    sequence = sequence_of_token(T, seq_idx, cu_seqlens)
     history = initial_states
     if history is None:
         N = count_sequences(x.shape[0], cu_seqlens)
@@ -66,12 +72,13 @@ def causal_conv1d_fwd(
     history = at_least_fp32(history)
     if x.numel() == 0:
         y = wide + sum(t.sum() for t in (taps, history, bias) if t is not None)  # empty
-    elif sequence is None:
+    elif seq_idx is None and cu_seqlens is None:
         y = _sum_of_taps(wide, taps, None if initial_states is None else history)
-    elif cu_seqlens is not None:
-        y = (_packed_history(wide, sequence, history) * taps.unsqueeze(1)).sum(-1)
+    elif seq_idx is not None:
+        y = _conv_by_seq_idx(wide, taps, seq_idx)
     else:
-        y = _conv_by_seq_idx(wide, taps, sequence)
+        found = reads(wide, history, *places(1, x.shape[-1], None, cu_seqlens, x.device))
+        y = sum(seen * taps[:, W - 1 - back, None] for back, *_, seen in found)
     if bias is not None:
         y = y + at_least_fp32(bias).unsqueeze(-1)
     if activation is not None:
