@@ -102,9 +102,13 @@ DTYPES = [torch.float32, torch.float16] if INTERPRETING else [torch.float32, tor
 STATES = [torch.float32, torch.float16] if INTERPRETING else [torch.float32, torch.bfloat16]
 
 # (B, T, H, HV, K, V): one token and several; grouped heads; head dims that fill no tile
-SHAPES = [(2, 1, 1, 2, 32, 32), (1, 3, 2, 4, 24, 40), (1, 1, 1, 1, 16, 8)]
+SHAPES = [(2, 1, 1, 2, 32, 32), (1, 2, 2, 4, 24, 40), (1, 1, 1, 1, 16, 8)]
 if not INTERPRETING:
     SHAPES += [(5, 1, 4, 16, 128, 128), (2, 7, 2, 4, 256, 64), (2, 1, 1, 1, 60, 100)]
+# raw gates come in the dtype of a model; the interpreter takes each of the two once
+RIGHT = [(DTYPES[0], False), (DTYPES[1], True)]
+if not INTERPRETING:
+    RIGHT += [(DTYPES[0], True), (DTYPES[1], False)]
 
 
 class Kernel:
@@ -112,9 +116,8 @@ class Kernel:
 
     device = "cpu"
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("shape", SHAPES, ids=str)
-    @pytest.mark.parametrize("raw", [False, True], ids=["ready", "raw"])
+    @pytest.mark.parametrize("dtype, raw", RIGHT, ids=str)
     def test_right(self, shape, dtype, raw, v_first):
         check(arguments(*shape, dtype, self.device, raw=raw, v_first=v_first))
 
@@ -144,9 +147,8 @@ class Kernel:
         check(arguments(2, 0, 1, 2, 16, 16, device=self.device, v_first=v_first))
         check(arguments(0, 1, 1, 2, 16, 16, device=self.device, v_first=v_first))
 
-    # empty sequences, one token, and the last one empty too
-    @pytest.mark.parametrize("cu", [[0, 0, 4, 5, 5, 9], [0, 3, 9, 9]], ids=str)
-    def test_packed(self, cu, v_first):
+    def test_packed(self, v_first):
+        cu = [0, 0, 3, 3, 4, 9, 9]  # empty sequences first, last and in between, and one token
         x = arguments(1, 9, 1, 2, 16, 16, device=self.device, cu=cu, v_first=v_first, raw=True)
         o, state = check(x)
         options = {"device": self.device, "v_first": v_first, "raw": True}
@@ -207,7 +209,7 @@ class Kernel:
 
     def test_views(self, v_first):
         """q, k, v are read where a projection put them: tokens and heads at any distance."""
-        x = arguments(2, 3, 2, 4, 16, 24, device=self.device, v_first=v_first, raw=True)
+        x = arguments(2, 2, 2, 4, 16, 24, device=self.device, v_first=v_first, raw=True)
         dense = run(x)
         packed = torch.cat([x[n].flatten(2) for n in ("q", "k", "v")], -1)
         parts = packed.split([32, 32, 96], -1)
