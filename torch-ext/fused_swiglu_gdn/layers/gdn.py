@@ -16,8 +16,6 @@ from torch import nn
 from ..gdn import api as gdn
 from ..gdn_layer import api as gdn_layer
 from ..gdn_layer import fused
-from ..gdn_layer.project import project
-from ..runtime import dispatch
 from .functions import (
     CONV_ACTIVATIONS,
     GATE_ACTIVATIONS,
@@ -27,8 +25,8 @@ from .functions import (
 )
 from .gated_norm import is_gated_norm
 from .own_code import patched_since
-from .plain import PLAIN_TENSORS, parameters_of
-from .untouched import untouched
+from .plain import PLAIN_TENSORS
+from .projections import projections
 
 
 @functools.cache
@@ -207,17 +205,6 @@ def _heads(x, size: int):
     return x.view(x.shape[0], x.shape[1], -1, size)
 
 
-def _projections(x, *linears):
-    """linear(x) for each; for a few tokens in one launch, if reading their weights is enough."""
-    if dispatch.serves("gdn_layer.project", "gdn_project_fwd", x) and untouched():
-        plain = [parameters_of(linear) for linear in linears]
-        if all(parameters is not None and parameters[1] is None for parameters in plain):
-            y = project(x, [weight for weight, _ in plain])
-            if y is not None:
-                return y
-    return [linear(x) for linear in linears]
-
-
 def _without_padding(hidden_states, attention_mask):
     """Padding must not reach the states; attention_mask [B, T] is 0 where it stands."""
     if attention_mask is None:
@@ -241,7 +228,7 @@ class Qwen3_5GatedDeltaNet(nn.Module):
             return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
         x = _without_padding(hidden_states, attention_mask)
         seq = _Sequences(self, x.shape[1], cache_params, kwargs)
-        qkv, z, b, a = _projections(
+        qkv, z, b, a = projections(
             x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
         )
         q, k, v = _split(self, qkv)
@@ -266,7 +253,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
             return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
         x = _without_padding(hidden_states, attention_mask)
         seq = _Sequences(self, x.shape[1], cache_params, kwargs)
-        qkvz, ba = _projections(x, self.in_proj_qkvz, self.in_proj_ba)
+        qkvz, ba = projections(x, self.in_proj_qkvz, self.in_proj_ba)
         ratio = self.num_v_heads // self.num_k_heads
         heads = (self.num_k_heads, -1)
         K, V = self.head_k_dim, ratio * self.head_v_dim
@@ -292,7 +279,7 @@ class OlmoHybridGatedDeltaNet(nn.Module):
             return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
         x = _without_padding(hidden_states, attention_mask)
         seq = _Sequences(self, x.shape[1], cache_params, kwargs)
-        q, k, v, z, b, a = _projections(
+        q, k, v, z, b, a = projections(
             x, self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj
         )
         q, k = _heads(q, self.head_k_dim), _heads(k, self.head_k_dim)

@@ -81,7 +81,7 @@ def _undecorated(forward) -> FunctionType:
     return forward
 
 
-def _undispatched(value):
+def undispatched(value):
     """The torch function in the dispatcher that transformers puts before it, or the value."""
     if isinstance(value, nn.Module) and type(value).__module__ == "kernels.layer.layer":
         bound = value.__dict__.get("forward")
@@ -113,7 +113,7 @@ def _look_into(function, functions: dict, names: list) -> None:
         if name not in function.__globals__:
             continue
         value = function.__globals__[name]
-        plain = _undispatched(value)
+        plain = undispatched(value)
         if isinstance(plain, FunctionType):
             if functions.get(name) is not plain:
                 functions[name] = plain

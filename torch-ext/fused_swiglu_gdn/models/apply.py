@@ -1,17 +1,20 @@
 """kernelize(model) and restore(model)."""
 
+from typing import Optional, Sequence
+
 import torch
 from torch import nn
 
-from .. import layers
+from ..attention.call import QkNormRope, QkOptions
+from ..attention.ops import FAMILY as ATTENTION
 from ..gdn.call import GdnCall, GdnOptions
 from ..gdn_layer.call import DecodeOptions, LayerDecode
-from ..layers.swiglu import FORMS, forward_of
+from ..norm.ops import FAMILY as NORM
 from ..runtime import dispatch
 from ..runtime.ops import tensors_of
 from . import gated_mlp
 from .experts import restore_experts, serve_experts
-from .recognise import Finding, recognise
+from .recognise import KINDS, Finding, recognise, remember
 from .report import Report, Row
 from .serving import serve, unserve
 from .sharded import as_gathered
@@ -19,12 +22,18 @@ from .sharded import as_gathered
 PROMPT = 4096  # tokens of a call that stands for prompts and training; 1 stands for decoding
 
 
-def kernelize(model: nn.Module, mode=None) -> Report:
-    """Serves every MLP, Gated DeltaNet layer and module of routed experts of a model that our
-    layers and fused_experts compute the same.
+def kernelize(
+    model: nn.Module,
+    mode=None,
+    *,
+    only: Optional[Sequence[str]] = None,
+    skip: Optional[Sequence[str]] = None,
+) -> Report:
+    """Serves every MLP, norm, attention module, decoder layer, Gated DeltaNet layer and module of
+    routed experts of a model that our layers and fused_experts compute the same.
 
     Modules are recognised by what they are, not by the model's name; all others, and those that
-    something else was done to (adapters, quantization, hooks, sharding), are left alone. Only
+    something else was done to (quantization of what we read, hooks, sharding), are left alone. Only
     forwards change, and for experts transformers' choice of their implementation: parameters,
     state_dict and saved configuration stay, and restore(model) undoes it.
     Call it last, after adapters are added and after `use_kernels=True`.
@@ -33,36 +42,50 @@ def kernelize(model: nn.Module, mode=None) -> Report:
         model: any nn.Module, on any device.
         mode: "inference", "training" or a kernels.Mode; by default as model.training says. Layers
             without gradients are not used for training.
+        only, skip: kinds of modules to serve, or not to: "mlp", "gdn", "norm", "attention",
+            "layer" (decoder layers), "experts". All by default.
 
     Returns:
         A report: print it for a table of the modules, who serves them, and why some are left.
+
+    Raises:
+        TypeError: model is no nn.Module.
+        ValueError: mode, only or skip is no known word.
     """
     _check_model("kernelize", model)
     training = _is_training(model, mode)
+    kinds = _kinds(only, skip)
     with as_gathered(model):
-        return _kernelize(model, training)
+        return _kernelize(model, training, kinds)
 
 
-def _kernelize(model: nn.Module, training: bool) -> Report:
+def _kernelize(model: nn.Module, training: bool, kinds: set) -> Report:
     rows = []
     for name, module in model.named_modules():
         unserve(module)
         finding = recognise(module)
-        if finding is None:
+        if finding is None or finding.kind not in kinds:
             continue
-        layer = getattr(layers, finding.layer, None)
-        reason = finding.reason
-        if reason is None and training and not layer.has_backward:
-            reason = "the layer has no gradients"
         implementation = None
-        if reason is None:
+        if finding.reason is None:
             implementation = _implementations(module, finding, training)
-            forward = layer.forward if finding.form is None else forward_of(finding.form)
-            serve(module, finding.layer, forward)
-            if finding.form is not None:
-                FORMS[type(module)] = finding.form
-        rows.append(Row(name, type(module).__name__, finding.layer, implementation, reason))
-    return Report(rows + serve_experts(model, training))
+            serve(module, finding.layer, finding.forward)
+            remember(module, finding)
+        kind = type(module).__name__
+        rows.append(Row(name, kind, finding.layer, implementation, finding.reason))
+    if "experts" in kinds:
+        rows += serve_experts(model, training)
+    else:
+        restore_experts(model)
+    return Report(rows)
+
+
+def _kinds(only, skip) -> set:
+    """The kinds of modules to serve."""
+    for name, words in (("only", only), ("skip", skip)):
+        if words is not None and (isinstance(words, str) or not set(words) <= set(KINDS)):
+            raise ValueError(f"{name} must be a list of {', '.join(map(repr, KINDS))}, got {words!r}")
+    return set(KINDS if only is None else only) - set(skip or ())
 
 
 def restore(model: nn.Module) -> int:
@@ -89,20 +112,20 @@ def _is_training(model: nn.Module, mode) -> bool:
 
 def _implementations(module: nn.Module, finding: Finding, training: bool) -> str:
     """Who computes for a module: for prompts and, if another does, for decoding."""
-    mlp = finding.form is not None
+    gdn = finding.kind == "gdn"
     names = []
     for tokens in (PROMPT,) if training else (PROMPT, 1):
-        if mlp:
-            family, operation, args = gated_mlp.facts(module, finding.form, tokens)
-        else:
+        if gdn:
             family, operation, args = _gdn_facts(module, tokens)
-        if training and mlp:  # a forward of its own keeps what the backward needs
+        else:
+            family, operation, args = _FACTS[finding.kind](module, finding.form, tokens)
+        if training and finding.kind == "mlp":  # a forward of its own keeps what the backward needs
             family, operation = "swiglu.backward", "swiglu_saving_fwd"
         with dispatch.served() as record:
-            dispatch.choose(family, operation, training and not mlp, args)
+            dispatch.choose(family, operation, training and finding.kind != "mlp", args)
         names.append(record[operation][0])
         if names[-1] == "reference":
-            who = "its own forward" if mlp else "plain torch"
+            who = "plain torch" if gdn else "its own forward"
             names[-1] = f"{who} (no kernel for {_place(tensors_of(args)[0])})"
     prompt, decode = names[0], names[-1]
     return prompt if prompt == decode else f"{prompt}, {decode} for decoding"
@@ -135,3 +158,35 @@ def _gdn_facts(module: nn.Module, tokens: int):
     options = DecodeOptions("silu", 1e-6, "silu", False)
     call = LayerDecode(q, q, v, v, a, a, conv_state, state, *rest, options)
     return "gdn_layer.layer", "gdn_layer_decode", (call,)
+
+
+def _width(module: nn.Module) -> torch.Tensor:
+    """A norm's weight, or a tensor of the dtype and device of a module's parameters."""
+    return next(iter(module.parameters()), torch.empty(1))
+
+
+def _norm_facts(module: nn.Module, form, tokens: int):
+    weight = module._parameters.get(form.weight)
+    x = _width(module).new_empty(tokens, 64 if weight is None else len(weight))
+    return NORM, "rms_norm_fwd", (x, weight, None, 1e-6, form.casting_mode, form.offset, False)
+
+
+def _layer_facts(module: nn.Module, form, tokens: int):
+    weight = next(module._modules[form.order.pre_mlp].parameters())
+    x = weight.new_empty(tokens, len(weight))
+    return NORM, "rms_norm_fwd", (x, weight, x, 1e-6, "gemma", 0.0, False)
+
+
+def _attention_facts(module: nn.Module, form, tokens: int):
+    x, D = _width(module), module.head_dim
+    q, k = (x.new_empty(1, tokens, size // D, D) for size in form.sizes[:2])
+    table = x.new_empty(1, tokens, D) if form.heads.rotary else None
+    norms = [None if n is None else next(module._modules[n].parameters()) for n in (form.q_norm, form.k_norm)]
+    options = QkOptions(1e-6, 0.0, form.heads.norm == "all")
+    call = QkNormRope(q, k, table, table, *norms, None, None, None, None, options)
+    return ATTENTION, "qk_norm_rope_fwd", (call,)
+
+
+_FACTS = {
+    "mlp": gated_mlp.facts, "norm": _norm_facts, "layer": _layer_facts, "attention": _attention_facts,
+}  # fmt: skip

@@ -83,11 +83,19 @@ def _compiled(tree: ast.Module, code: CodeType, names: dict) -> Iterator[CodeTyp
 
     Python compiles calls on imported names in a way of their own.
     """
-    imported = [n for n in code.co_names if isinstance(names.get(n), ModuleType)]
-    for prefix in {"", f"import {', '.join(imported)}" if imported else ""}:
+    modules = [n for n in code.co_names if isinstance(names.get(n), ModuleType)]
+    here = names.get("__name__")
+    others = [n for n in code.co_names if n in names and _home(names[n]) != here]
+    for imported in {(), tuple(modules), tuple(others)}:
+        prefix = f"import {', '.join(imported)}" if imported else ""
         whole = ast.Module([*ast.parse(prefix).body, *tree.body], type_ignores=[])
         compiled = compile(whole, "<forward>", "exec", dont_inherit=True)
         yield from (c for c in compiled.co_consts if isinstance(c, CodeType))
+
+
+def _home(value: object) -> object:
+    """The module that a value, or its class, is of."""
+    return getattr(value, "__module__", None) or type(value).__module__
 
 
 def _same_code(a: CodeType, b: CodeType) -> bool:

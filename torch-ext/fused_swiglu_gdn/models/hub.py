@@ -7,7 +7,7 @@ from typing import Dict, Optional, Sequence, Union
 from torch import nn
 
 from .. import layers
-from .recognise import recognise
+from .recognise import Finding, recognise
 from .serving import own_class
 
 # the names that models are decorated with, or ask functions by, and our layer for each
@@ -129,7 +129,7 @@ def decorate(model: nn.Module) -> Dict[str, str]:
     named = {}
     for module in model.modules():
         kind, finding = own_class(module), recognise(module)
-        if finding is None or finding.reason is not None or kind.__name__ in named:
+        if not _is_named(finding) or kind.__name__ in named:
             continue
         if not hasattr(kind, "kernel_layer_name"):
             replace_kernel_forward_from_hub(kind, finding.layer, condition=_is_served)
@@ -138,5 +138,9 @@ def decorate(model: nn.Module) -> Dict[str, str]:
 
 
 def _is_served(module: nn.Module) -> bool:
-    finding = recognise(module)
-    return finding is not None and finding.reason is None
+    return _is_named(recognise(module))
+
+
+def _is_named(finding: Optional[Finding]) -> bool:
+    """The module is served by a layer that `kernels` can ask for."""
+    return finding is not None and finding.reason is None and finding.layer in NAMES

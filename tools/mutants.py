@@ -1,0 +1,199 @@
+"""Is recognition strict? Single changes of the forwards of norms, attention modules and decoder layers
+of transformers, and which of them are still taken for what they were.
+
+    python tools/mutants.py [--only TYPE ...] [--every N]
+
+Every place of a forward, and of the functions that it calls, is changed in turn: an operand or a call
+is dropped, a sign turned, a keyword left out, a constant raised, a part taken for another, an
+assignment dropped, a condition negated. A change that is still recognised as the same form is printed:
+it must compute the same. Exits with 1 if one is printed that HARMLESS has not.
+"""
+
+import argparse
+import ast
+import copy
+import inspect
+import linecache
+import sys
+import textwrap
+import types
+import warnings
+from pathlib import Path
+
+TYPES = ("llama", "qwen3", "qwen3_5_text", "olmo_hybrid", "gemma2", "phi3")
+FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half")
+SWAPS = {
+    "q_proj": "k_proj", "k_proj": "v_proj", "q_norm": "k_norm", "k_norm": "q_norm",
+    "input_layernorm": "post_attention_layernorm", "post_attention_layernorm": "input_layernorm",
+    "scaling": "head_dim", "layer_idx": "head_dim", "float32": "float64",
+}  # fmt: skip
+OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.Div: ast.Mult}
+
+
+class Mutation(ast.NodeTransformer):
+    """Changes the n-th place of a function; `what` says how, None where there are fewer."""
+
+    def __init__(self, n: int):
+        self.n, self.count, self.what = n, 0, None
+
+    def hit(self, node, what: str) -> bool:
+        self.count += 1
+        if self.count - 1 == self.n:
+            self.what = f"{what}: {ast.unparse(node)[:70]}"
+        return self.count - 1 == self.n
+
+    def visit_BinOp(self, node):
+        self.generic_visit(node)
+        if self.hit(node, "left operand only"):
+            return node.left
+        other = OPERATORS.get(type(node.op))
+        if other and self.hit(node, f"{other.__name__} instead"):
+            return ast.BinOp(node.left, other(), node.right)
+        return node
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        if node.args and self.hit(node, "argument instead of call"):
+            return node.args[0]
+        for i, word in enumerate(node.keywords):
+            if word.arg and self.hit(node, f"without {word.arg}="):
+                node.keywords = node.keywords[:i] + node.keywords[i + 1 :]
+                return node
+        return node
+
+    def visit_Constant(self, node):
+        number = isinstance(node.value, (int, float)) and not isinstance(node.value, bool)
+        return ast.Constant(node.value + 1) if number and self.hit(node, "+1") else node
+
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        if node.attr in SWAPS and self.hit(node, f"{SWAPS[node.attr]} instead"):
+            return ast.Attribute(node.value, SWAPS[node.attr], node.ctx)
+        return node
+
+    def visit_Assign(self, node):
+        self.generic_visit(node)
+        return ast.Pass() if self.hit(node, "dropped") else node
+
+    def visit_If(self, node):
+        self.generic_visit(node)
+        if self.hit(node.test, "negated"):
+            node.test = ast.UnaryOp(ast.Not(), node.test)
+        return node
+
+
+def function_of(tree: ast.Module, name: str, scope: dict):
+    """The function of a tree, with a source that can be read as that of a file can."""
+    text = ast.unparse(ast.fix_missing_locations(tree))
+    file = f"<mutant of {name} {len(linecache.cache)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    space = dict(scope)
+    exec(compile(text, file, "exec"), space)
+    made = space[name]
+    function = types.FunctionType(made.__code__, scope, name, made.__defaults__)
+    function.__kwdefaults__ = made.__kwdefaults__
+    return function
+
+
+def places(kind: type, scope, is_attention: bool):
+    """(owner, name) of the functions that a class's forward consists of."""
+    yield kind, "forward"
+    if "_norm" in vars(kind):
+        yield kind, "_norm"
+    for name in FUNCTIONS if is_attention else ():
+        if hasattr(scope, name):
+            yield scope, name
+
+
+def tree_of(owner, name: str) -> ast.Module:
+    """A function as its file has it, without decorators and annotations."""
+    if inspect.isclass(owner):
+        text = textwrap.dedent(inspect.getsource(inspect.unwrap(vars(owner)[name])))
+        tree = ast.parse(text)
+    else:
+        body = ast.parse(inspect.getsource(owner)).body
+        tree = ast.Module([n for n in body if getattr(n, "name", None) == name], [])
+    function = tree.body[0]
+    function.decorator_list, function.returns = [], None
+    for node in ast.walk(function):
+        if isinstance(node, ast.arg):
+            node.annotation = None
+    return tree
+
+
+def modules_of(model, recognise):
+    """One module of each kind of norm, attention module and decoder layer that is recognised."""
+    done = set()
+    for module in model.modules():
+        finding, key = recognise(module), (type(module), tuple(module._modules))
+        if finding is None or finding.form is None or key in done or finding.kind == "mlp":
+            continue
+        if finding.reason is None:
+            done.add(key)
+            yield module, finding
+
+
+def meaning(finding) -> tuple:
+    """What a form says, without the code by which it was recognised."""
+    if finding is None or finding.reason is not None:
+        return None
+    form = finding.form._asdict()
+    keywords = form.pop("keywords", None)
+    words = keywords and (keywords.__code__.co_code, keywords.__code__.co_consts, keywords.__code__.co_names)
+    return {**{n: v for n, v in form.items() if n != "pinned"}, "keywords": words}
+
+
+def mutants(kind: str, every: int = 1, first: int = 0):
+    """(how many were tried, those that pass) of every n-th change of a type of models."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    from conftest import submodule
+    from tiny_models import random_model
+
+    recognise = submodule("models.recognise").recognise
+    tried, passed, count = 0, [], first
+    for module, finding in modules_of(random_model(kind), recognise):
+        scope = sys.modules[type(module).__module__]
+        for owner, name in places(type(module), scope, finding.kind == "attention"):
+            kept, tree = vars(owner)[name], tree_of(owner, name)
+            for n in range(10**6):
+                mutation = Mutation(n)
+                changed = mutation.visit(copy.deepcopy(tree))
+                if mutation.what is None:
+                    break
+                count += 1
+                if count % every:
+                    continue
+                try:
+                    setattr(owner, name, function_of(changed, name, vars(scope)))
+                    tried += 1
+                    if meaning(recognise(module)) == meaning(finding):
+                        passed.append(f"{type(module).__name__}.{name} {mutation.what}")
+                except SyntaxError:
+                    continue
+                finally:
+                    setattr(owner, name, kept)
+    return tried, passed
+
+
+HARMLESS = ()  # of what passes: why it computes the same
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--only", nargs="+", default=TYPES, metavar="TYPE")
+    parser.add_argument("--every", type=int, default=1, metavar="N")
+    options = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    harmful = 0
+    for kind in options.only:
+        tried, passed = mutants(kind, options.every)
+        bad = [what for what in passed if what not in HARMLESS]
+        harmful += len(bad)
+        print(f"{kind}: {tried} changes, {len(passed)} pass, {len(bad)} of them not known to be harmless")
+        for what in passed:
+            print(f"    {what}", flush=True)
+    return 1 if harmful else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

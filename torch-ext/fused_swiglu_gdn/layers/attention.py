@@ -1,0 +1,186 @@
+"""Attention modules: what surrounds the attention function, which stays the user's own choice.
+
+Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a cache.
+"""
+
+import functools
+import inspect
+import sys
+from typing import Callable, NamedTuple, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ..attention import ops
+from ..attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
+from ..runtime import dispatch
+from .norm import parameters_of_norm, serves
+from .pinned import Pinned, has_values
+from .plain import PLAIN_TENSORS
+from .projections import projections
+
+GATES, NORMS = (False, True), ("none", "head", "all")
+SIXTEEN = (torch.bfloat16, torch.float16)
+# with any of these SDPA does something else than attention by its mask
+NOT_PLAIN = ("cache", "output_attentions", "position_bias", "softcap")
+
+
+class Heads(NamedTuple):
+    """How queries and keys are made from their projections."""
+
+    gated: bool  # the second half of each head of q_proj is a gate on what attention gives
+    norm: str  # over which width queries and keys are normed: "none", "head", "all"
+    rotary: bool  # rotary embedding by halves
+
+
+class AttentionForm(NamedTuple):
+    """A class of attention modules, and which of our forms its forward is."""
+
+    kind: type
+    pinned: Pinned
+    guards: Tuple[Tuple[str, object], ...]
+    names: Tuple[str, ...]  # of its arguments
+    handed: Tuple[str, ...]  # of those, what the attention function gets too
+    projections: Tuple[str, ...]  # q_proj, k_proj, v_proj, or one that makes all
+    sizes: Tuple[int, ...]  # the widths of queries, keys and values
+    q_norm: Optional[str]
+    k_norm: Optional[str]
+    out: str
+    heads: Heads
+    partial: bool  # the tables may be narrower than the heads
+    optional: bool  # without tables there is no rotary embedding
+    keywords: Callable  # module -> what the attention function gets, by the forward's own words
+    eager: Callable  # the attention function of implementation "eager"
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_of(form: AttentionForm) -> Callable:
+    """A forward for the modules of a class: ours, or the class's own where that differs."""
+    kind, names = form.kind, form.names
+
+    def forward(self, *args, **kwargs):
+        found = None
+        if not torch.compiler.is_compiling():
+            given = {**kwargs, **dict(zip(names, args))} if args else kwargs
+            found = _serve(self, form, given)
+        return kind.forward(self, *args, **kwargs) if found is None else found
+
+    forward.__signature__ = inspect.signature(kind.forward)
+    forward.__qualname__ = "Attention.forward"
+    return forward
+
+
+def _serve(attention: nn.Module, form: AttentionForm, given: dict) -> Optional[tuple]:
+    """What the module gives for these arguments; None if it has to compute that itself."""
+    x = given.get("hidden_states")
+    if not serves(x) or x.ndim != 3 or torch.is_autocast_enabled(x.device.type):
+        return None
+    if not (form.pinned.unchanged() and has_values(attention, form.guards)):
+        return None
+    parts, D = attention.__dict__["_modules"], attention.head_dim
+    tables, norms = _tables(form, given, x, D), _norms(form, parts, x)
+    if tables is None or norms is None:
+        return None
+    q, k, v = _projected(form, parts, x)
+    B, T = x.shape[:2]
+    q, gate = q.view(B, T, -1, 2 * D if form.heads.gated else D), None
+    if form.heads.gated:
+        q, gate = q.split(D, -1)  # [B, T, HQ, D] each
+    k, v = k.view(B, T, -1, D), v.unflatten(-1, (k.shape[-1] // D, -1))
+    past, mask = given.get("past_key_values"), given.get("attention_mask")
+    slots = None if past is None else _slots(past, attention.layer_idx, k)
+    if slots is not None:
+        q, _ = fused_qk_norm_rope(
+            q, k, *tables, **norms, v=v, key_cache=slots.keys, value_cache=slots.values,
+            cache_position=slots.cumulative_length,
+        )  # fmt: skip
+        slots.cumulative_length.add_(T)
+        k, v = slots.keys, slots.values
+    else:
+        q, k = fused_qk_norm_rope(q, k, *tables, **norms)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        if past is not None:
+            k, v = past.update(k, v, attention.layer_idx)
+    function = _registry().get_interface(attention.config._attn_implementation, form.eager)
+    keywords = form.keywords(attention)
+    keywords.update({n: value for n, value in given.items() if n not in form.names})
+    keywords.update({name: given.get(name) for name in form.handed})
+    if T == 1 and slots is not None and _by_mask(function, q, mask, keywords):
+        scale = keywords.get("scaling")
+        length = slots.cumulative_length
+        out = attention_with_kvcache(q, k, v, length, attention_mask=mask, softmax_scale=scale)
+        weights = None
+    else:
+        out, weights = function(attention, q.transpose(1, 2), k, v, mask, **keywords)
+    if gate is not None:
+        out = sigmoid_gate(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
+    return parts[form.out](out.reshape(B, T, -1).contiguous()), weights
+
+
+def _tables(form: AttentionForm, given: dict, x: torch.Tensor, D: int) -> Optional[tuple]:
+    """cos and sin, both None where there is no rotary embedding; None where they do not fit."""
+    if not form.heads.rotary:
+        return None, None
+    tables = given.get("position_embeddings")
+    if tables is None:
+        return (None, None) if form.optional else None
+    cos, sin = tables
+    R = cos.shape[-1]
+    if cos.dtype is not x.dtype or cos.ndim != 3 or not (R == D or R < D and form.partial):
+        return None
+    return cos, sin
+
+
+def _norms(form: AttentionForm, parts: dict, x: torch.Tensor) -> Optional[dict]:
+    """How queries and keys are normed, as fused_qk_norm_rope takes it."""
+    if form.q_norm is None:
+        return {}
+    q, k = parameters_of_norm(parts[form.q_norm]), parameters_of_norm(parts[form.k_norm])
+    if q is None or k is None or q[1:] != k[1:]:
+        return None
+    (q_weight, eps, casting_mode, offset), k_weight = q, k[0]
+    if casting_mode == "llama" and not (q_weight.dtype is k_weight.dtype is x.dtype):
+        return None  # the product is of another dtype
+    return {
+        "q_weight": q_weight, "k_weight": k_weight, "eps": eps, "casting_mode": casting_mode,
+        "offset": offset, "norm": form.heads.norm,
+    }  # fmt: skip
+
+
+def _projected(form: AttentionForm, parts: dict, x: torch.Tensor):
+    if len(form.projections) == 1:
+        return parts[form.projections[0]](x).split(form.sizes, -1)
+    return projections(x, *[parts[name] for name in form.projections])
+
+
+def _registry():
+    return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+
+
+def _slots(cache, index: int, k: torch.Tensor):
+    """The layer of a static cache, if its slots are all that updating it with k would change."""
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is None or type(cache) not in (caches.Cache, caches.StaticCache):
+        return None
+    if cache.offloading or cache.layer_class_to_replicate is not None or torch.is_grad_enabled():
+        return None
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if type(layer) is not caches.StaticLayer or not layer.is_initialized or "update" in layer.__dict__:
+        return None
+    keys, length = layer.keys, layer.cumulative_length
+    if type(keys) not in PLAIN_TENSORS or keys.dtype is not k.dtype or keys.device != k.device:
+        return None
+    fits = keys.shape[0] == k.shape[0] and keys.shape[1] == k.shape[2] and length.device == k.device
+    return layer if fits and k.shape[1] <= keys.shape[2] else None
+
+
+def _by_mask(function, q, mask, keywords) -> bool:
+    """`function` is SDPA with no more than a mask, and a kernel of ours can stand in for it."""
+    if mask is None or q.dtype not in SIXTEEN or q.shape[-1] > 256 or mask.ndim != 4:
+        return False
+    sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
+    if function is not getattr(sdpa, "sdpa_attention_forward", None):
+        return False
+    if keywords.get("dropout") or any(keywords.get(name) for name in NOT_PLAIN):
+        return False
+    return mask.shape[1] == mask.shape[2] == 1 and dispatch.serves(ops.FAMILY, "kvcache_attention", q)

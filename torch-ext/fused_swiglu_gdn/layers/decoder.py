@@ -1,0 +1,105 @@
+"""Decoder layers with a norm before the MLP: it is one with the sum before it.
+
+What a layer returns is the true hidden state, for whoever looks at it.
+"""
+
+import functools
+import inspect
+from typing import Callable, NamedTuple, Optional, Tuple
+
+import torch
+from torch import nn
+
+from .norm import is_plain, normed, parameters_of_norm, serves
+from .pinned import Pinned, has_values
+
+
+class Call(NamedTuple):
+    """How a layer calls one of its parts."""
+
+    place: Optional[str]  # the keyword of the hidden states; None: by position
+    arguments: Tuple[Tuple[str, str, object], ...]  # (the part's, the layer's, its default)
+    passes: bool  # whatever else the layer is given
+
+
+class Order(NamedTuple):
+    """The names of a layer's parts. Norms may be missing."""
+
+    pre_mixer: Optional[str]
+    post_mixer: Optional[str]
+    pre_mlp: Optional[str]
+    post_mlp: Optional[str]
+    mixer: str
+    mlp: str
+
+
+class LayerForm(NamedTuple):
+    """A class of decoder layers: r = x + post(mixer(pre(x))); r + post(mlp(pre(r)))."""
+
+    kind: type
+    pinned: Pinned
+    guards: Tuple[Tuple[str, object], ...]
+    names: Tuple[str, ...]  # of its arguments
+    order: Order
+    scale: Optional[str]  # the attribute by which what is added is multiplied
+    mixer: Call
+    mlp: Call
+    dropouts: Tuple[str, ...]  # that drop nothing
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_of(form: LayerForm) -> Callable:
+    """A forward for the layers of a class: ours, or the class's own where that differs."""
+    kind, names = form.kind, form.names
+
+    def forward(self, *args, **kwargs):
+        if torch.compiler.is_compiling():
+            return kind.forward(self, *args, **kwargs)
+        given = {**kwargs, **dict(zip(names, args))} if args else kwargs
+        y = _serve(self, form, given)
+        return kind.forward(self, *args, **kwargs) if y is None else y
+
+    forward.__signature__ = inspect.signature(kind.forward)
+    forward.__qualname__ = "DecoderLayer.forward"
+    return forward
+
+
+def _serve(layer: nn.Module, form: LayerForm, given: dict) -> Optional[torch.Tensor]:
+    x = given.get("hidden_states")
+    if not serves(x) or not form.pinned.unchanged() or not has_values(layer, form.guards):
+        return None
+    parts = layer.__dict__["_modules"]
+    for name in form.dropouts:
+        if getattr(parts[name], "p", 0) or not is_plain(parts[name]):
+            return None
+    order, scale = form.order, form.scale and getattr(layer, form.scale)
+    y = x if order.pre_mixer is None else parts[order.pre_mixer](x)
+    y = _called(parts[order.mixer], form.mixer, y, given, form.names)
+    y = y if order.post_mixer is None else parts[order.post_mixer](y)
+    y, x = _added_and_normed(parts[order.pre_mlp], y if scale is None else y * scale, x)
+    y = _called(parts[order.mlp], form.mlp, y, given, form.names)
+    y = y if order.post_mlp is None else parts[order.post_mlp](y)
+    return x + (y if scale is None else y * scale)
+
+
+def _called(part: nn.Module, call: Call, x: torch.Tensor, given: dict, names) -> torch.Tensor:
+    """The first output of a part, called as the layer's own forward calls it."""
+    keywords = {name: given.get(source, default) for name, source, default in call.arguments}
+    if call.passes:
+        keywords.update({n: value for n, value in given.items() if n not in names})
+    if call.place is None:
+        y = part(x, **keywords)
+    else:
+        keywords[call.place] = x
+        y = part(**keywords)
+    return y[0] if type(y) is tuple else y
+
+
+def _added_and_normed(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor):
+    """norm(residual + x) and residual + x, in one launch if that is all that calling it does."""
+    found = parameters_of_norm(norm)
+    if found is not None and type(x) is type(residual) and x.dtype is residual.dtype:
+        if x.shape == residual.shape:
+            return normed(x, found, residual)
+    total = residual + x
+    return norm(total), total

@@ -1,0 +1,99 @@
+"""RMSNorm modules, served by rms_norm."""
+
+import functools
+import inspect
+from typing import Callable, Dict, NamedTuple, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ..norm.api import rms_norm
+from ..norm.ops import FAMILY
+from ..runtime import dispatch
+from .pinned import Pinned, has_values
+from .plain import PLAIN_TENSORS
+from .untouched import untouched
+
+
+class NormForm(NamedTuple):
+    """A class of norms whose forward is rms_norm."""
+
+    kind: type
+    pinned: Pinned
+    guards: Tuple[Tuple[str, object], ...]
+    argument: str
+    weight: Optional[str]  # the names of its attributes
+    eps: str
+    casting_mode: str
+    offset: float
+
+
+FORMS: Dict[type, NormForm] = {}  # by the classes of served modules
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Calling the module does no more than the forward of its class."""
+    attributes = module.__dict__
+    return not (
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
+        or "_call_impl" in attributes
+        or "_hf_hook" in attributes
+    )
+
+
+def parameters_of_norm(norm: nn.Module) -> Optional[tuple]:
+    """(weight, eps, casting_mode, offset) if calling the norm is no more than rms_norm with them."""
+    form = FORMS.get(type(norm))
+    return _parameters(norm, form) if form is not None and is_plain(norm) else None
+
+
+def _parameters(norm: nn.Module, form: NormForm) -> Optional[tuple]:
+    if not (form.pinned.unchanged() and has_values(norm, form.guards)):
+        return None
+    attributes, weight = norm.__dict__, None
+    if form.weight is not None:
+        weight = attributes["_parameters"].get(form.weight)
+        if type(weight) not in PLAIN_TENSORS or form.weight in attributes:
+            return None
+    eps = attributes.get(form.eps)
+    return (weight, eps, form.casting_mode, form.offset) if type(eps) is float else None
+
+
+def serves(x: torch.Tensor) -> bool:
+    """A kernel may serve rms_norm of x, and nothing watches the calls of modules."""
+    if type(x) not in PLAIN_TENSORS or x.is_nested:
+        return False
+    return dispatch.serves(FAMILY, "rms_norm_fwd", x) and untouched()
+
+
+def normed(x: torch.Tensor, found: tuple, residual: Optional[torch.Tensor] = None):
+    """rms_norm with what parameters_of_norm found."""
+    weight, eps, casting_mode, offset = found
+    return rms_norm(x, weight, eps, casting_mode=casting_mode, offset=offset, residual=residual)
+
+
+@functools.lru_cache(maxsize=1024)
+def forward_of(form: NormForm) -> Callable:
+    """A forward for the modules of a class: rms_norm, or the class's own where that differs."""
+    kind, argument = form.kind, form.argument
+
+    def forward(self, *args, **kwargs):
+        x = args[0] if len(args) == 1 and not kwargs else kwargs.get(argument)
+        if len(args) + len(kwargs) != 1 or torch.compiler.is_compiling() or not serves(x):
+            return kind.forward(self, *args, **kwargs)
+        found = _parameters(self, form)
+        if found is None or x.ndim == 0 or not _fits(x, found[0]):
+            return kind.forward(self, x)
+        return normed(x, found)
+
+    forward.__signature__ = inspect.signature(kind.forward)
+    forward.__qualname__ = "RMSNorm.forward"
+    return forward
+
+
+def _fits(x: torch.Tensor, weight: Optional[torch.Tensor]) -> bool:
+    return weight is None or (x.shape[-1] == weight.shape[0] and x.device == weight.device)

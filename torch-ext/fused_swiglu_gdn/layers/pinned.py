@@ -1,0 +1,44 @@
+"""What was looked at when a module was recognised, and may be changed afterwards."""
+
+from types import CodeType, FunctionType
+from typing import Tuple
+
+from torch import nn
+
+
+class Pinned:
+    """The functions that a forward consists of."""
+
+    def __init__(
+        self,
+        names: Tuple[Tuple[dict, str, object], ...],  # (namespace, name, value)
+        codes: Tuple[Tuple[FunctionType, CodeType], ...],  # reloading tools replace codes
+    ):
+        self.names, self.codes = names, codes
+
+    def unchanged(self) -> bool:
+        """Nobody has patched them since."""
+        for namespace, name, value in self.names:
+            if namespace.get(name) is not value:
+                return False
+        for function, code in self.codes:
+            if function.__code__ is not code:
+                return False
+        return True
+
+
+def found_at(module: nn.Module, path: str) -> object:
+    """The attribute of a module at "config.use_rope"; None where there is none."""
+    value = module
+    for name in path.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def has_values(module: nn.Module, guards: Tuple[Tuple[str, object], ...]) -> bool:
+    """The module's attributes are those by which it was recognised."""
+    for path, value in guards:
+        found = module.__dict__.get(path) if "." not in path else found_at(module, path)
+        if found is not value and found != value:
+            return False
+    return True

@@ -1,0 +1,330 @@
+"""What an attention module does round its attention function, told by its source and by a trial.
+
+The class's forward runs on stand-ins in fp64: what reaches the cache and the attention function, and
+what comes back, is compared with each form that ours has. The trial gives the plan of our forward.
+"""
+
+import ast
+import collections
+import inspect
+import itertools
+from types import FunctionType
+from typing import Callable, Dict, NamedTuple, Optional, Union
+
+import torch
+from torch import nn
+
+from ..layers.attention import GATES, NORMS, AttentionForm, Heads
+from .forms import Refused
+from .norm_trial import norm_form
+from .serving import own_class
+from .source import BUILTINS, plain_values, read, why_odd_class
+from .stand_ins import Cache, Interface, Norm, Opaque, Product, Unknown, quiet, random, same, twin_of
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+JOINED = ("qkv_proj", "query_key_value", "qkv")
+OUT = ("o_proj", "out_proj", "dense", "wo", "c_proj")
+Q_NORM, K_NORM = ("q_norm", "query_layernorm", "q_layernorm"), ("k_norm", "key_layernorm", "k_layernorm")
+ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+DROPOUT = 0.37  # of the twin: 0 in most configurations, which would hide it
+WORD = "a_word_that_nobody_knows"
+
+_forms: Dict[tuple, Union[AttentionForm, str]] = {}
+
+
+class Case(NamedTuple):
+    """One run of a trial."""
+
+    B: int
+    T: int
+    rotary: Optional[float]  # the width of the tables, of the head dim; None: there are none
+    tables: int = 0  # the batch of the tables, as the input's by default
+    cached: bool = False
+    masked: bool = False
+    training: bool = False
+
+
+FIRST = Case(2, 5, 1.0)
+CASES = (Case(2, 1, 1.0, 1, True, True), Case(1, 3, 1.0, 0, True, False, True))
+WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, 0, False, True)
+
+
+def is_attention(module: nn.Module) -> bool:
+    """It makes queries, keys and values, and what comes out of attention."""
+    parts = set(module._modules)
+    makes = set(PROJECTIONS) <= parts or any(name in parts for name in JOINED)
+    return makes and any(name in parts for name in OUT)
+
+
+def attention_form(module: nn.Module) -> Union[AttentionForm, str]:
+    """The form of an attention module, or why it is none of ours."""
+    kind = own_class(module)
+    try:
+        source = read(kind)
+        values = plain_values(module, set(source.reads) - _handed_on(source))
+        norms = {n: norm_form(m) for n, m in module._modules.items() if "norm" in n.lower()}
+        key = (kind, source.pinned.codes, tuple((n, type(v), v) for n, v in values.items()))
+        key += (_parts_key(module), module.config.__class__)
+        key += (tuple((n, f if isinstance(f, str) else f[3:]) for n, f in norms.items()),)
+        if key not in _forms:
+            _forms[key] = _find(module, kind, source, values, norms)
+        return _forms[key]
+    except Refused as why:
+        return str(why)
+
+
+def _parts_key(module: nn.Module) -> tuple:
+    sizes = [(n, type(m), *_features(m)) for n, m in module._modules.items()]
+    return (*sizes, *((n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None))
+
+
+def _features(part: nn.Module) -> tuple:
+    """The sizes of a projection, wrapped or not; () of any other part."""
+    sizes = getattr(part, "in_features", None), getattr(part, "out_features", None)
+    return sizes if all(isinstance(size, int) for size in sizes) else ()
+
+
+def _first(names, parts) -> Optional[str]:
+    return next((name for name in names if name in parts), None)
+
+
+def _find(module, kind, source, values, norms) -> Union[AttentionForm, str]:
+    try:
+        trial = _Trial(module, kind, source, norms)
+        plan = trial.plan()
+    except Refused as why:
+        return str(why)
+    reason = why_odd_class(kind, (*values, *module._modules, "training"))
+    if reason is not None:
+        return reason
+    guards = tuple(values.items())
+    return AttentionForm(kind, source.pinned, guards, trial.names, trial.handed, *plan, trial.keywords, trial.eager)
+
+
+class _Trial:
+    def __init__(self, module, kind, source, norms):
+        self.module, self.kind, self.source = module, kind, source
+        parameters = inspect.signature(source.forward).parameters
+        self.names = tuple(n for n, p in parameters.items() if n != "self" and p.kind is not p.VAR_KEYWORD)
+        self.takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        missing = set(ARGUMENTS[:3]) - set(self.names)
+        if missing or not self.takes_more:
+            raise Refused(f"its forward takes no {missing.pop() if missing else '**kwargs'}")
+        self.parts = {}
+        for i, (name, part) in enumerate(module._modules.items()):
+            self.parts[name] = Unknown(name)
+            if name in norms and not isinstance(norms[name], str):
+                weight = part._parameters.get(norms[name].weight)
+                if weight is not None:
+                    self.parts[name] = Norm(len(weight), 200 + i)
+            elif _features(part):
+                self.parts[name] = Product(*_features(part), 100 + 7 * i)
+            elif isinstance(part, nn.Identity):
+                self.parts[name] = part
+        self.own = {n: random(*p.shape, seed=77) for n, p in module._parameters.items() if p is not None}
+        self.D, self.out = getattr(module, "head_dim", None), _first(OUT, self.parts)
+        if not isinstance(self.D, int) or self.out is None:
+            raise Refused("it has no " + ("output projection" if self.out is None else "head_dim"))
+        self.joined = None if set(PROJECTIONS) <= set(self.parts) else _first(JOINED, self.parts)
+        first = self.joined or "q_proj"
+        if first not in self.parts or not _features(module._modules[first]):
+            raise Refused("its projections are other ones")
+        self.hidden = _features(module._modules[first])[0]
+        self.q_norm, self.k_norm = (
+            _first(names, {n for n, p in self.parts.items() if isinstance(p, Norm)}) for names in (Q_NORM, K_NORM)
+        )
+        self.keywords = _keywords(source)
+        self.handed = tuple(
+            k.arg for k in _attention_call(source).keywords
+            if isinstance(k.value, ast.Name) and k.value.id == k.arg and k.arg in self.names
+        )  # fmt: skip
+        self.eager, self.heads = source.globals.get("eager_attention_forward"), None
+
+    def plan(self) -> tuple:
+        """The fields of an AttentionForm that the trial finds."""
+        with quiet():
+            found = self.run(FIRST)
+            for case in CASES:
+                if self.run(case) != found:
+                    raise Refused("its forward depends on the call")
+            partial, without = self.tries(PARTIAL, found), self.tries(WITHOUT, found._replace(rotary=False))
+        projections = (self.joined,) if self.joined else PROJECTIONS
+        norms = (self.q_norm, self.k_norm) if found.norm != "none" else (None, None)
+        return projections, self.sizes, *norms, self.out, found, partial, without
+
+    def tries(self, case: Case, expected: Heads) -> bool:
+        try:
+            return self.run(case) == expected
+        except Refused:
+            return False
+
+    def run(self, case: Case) -> Heads:
+        """One run of the class's forward; which of our forms it agrees with."""
+        twin = twin_of(self.module, self.kind, self.parts, self.own)
+        twin.training = case.training
+        if "attention_dropout" in twin.__dict__:
+            twin.__dict__["attention_dropout"] = DROPOUT
+        interface, cache = Interface(), Cache() if case.cached else None
+        x = random(case.B, case.T, self.hidden, seed=1)
+        tables = None
+        if case.rotary is not None:
+            width = int(self.D * case.rotary)
+            size = (case.tables or case.B, case.T, width // 2)
+            tables = tuple(torch.cat([random(*size, seed=seed)] * 2, -1) for seed in (21, 22))
+        mask, word = Opaque("attention_mask") if case.masked else None, object()
+        given = dict(zip(ARGUMENTS, (x, tables, mask, cache)))
+        given.update({n: Opaque(n) for n in self.names if n not in ARGUMENTS})
+        given = {n: v for n, v in given.items() if n in self.names}
+        names = {**self.source.globals, self.registry(): interface}
+        forward = self.source.forward
+        forward = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+        try:
+            result = forward(twin, **given, **{WORD: word})
+        except Refused:
+            raise
+        except Exception as error:
+            raise Refused(f"its forward raises {type(error).__name__} on stand-ins: {str(error)[:60]}") from None
+        if len(interface.calls) != 1 or interface.asked != [(twin.config._attn_implementation, self.eager)]:
+            raise Refused("it does not call one attention function, by its configuration")
+        q, k, v, mask_seen, keywords, out = interface.calls[0]
+        if mask_seen is not mask or keywords.pop(WORD, None) is not word:
+            raise Refused("it changes the attention mask, or keeps keyword arguments back")
+        for name in self.handed:
+            if keywords.pop(name, None) is not given.get(name):
+                raise Refused(f"it gives another {name} to its attention function")
+        if keywords != self.keywords(twin):
+            raise Refused("other keyword arguments reach its attention function")
+        k, v = self.before_the_cache(cache, k, v)
+        heads, gate = self.compared(x, tables, q, k, v)
+        y = out.reshape(case.B, case.T, -1)
+        y = self.parts[self.out](y if gate is None else y * torch.sigmoid(gate))
+        if type(result) is not tuple or len(result) != 2 or result[1] != "weights" or not same(result[0], y):
+            raise Refused("it is another formula after attention")
+        return heads
+
+    def registry(self) -> str:
+        """The name by which the forward knows the registry of attention functions."""
+        names = [
+            name for _, name, value in self.source.pinned.names
+            if type(value).__name__ == "AttentionInterface"
+        ]  # fmt: skip
+        if not names:
+            raise Refused("it does not call one attention function, by its configuration")
+        return names[0]
+
+    def before_the_cache(self, cache, k, v):
+        if cache is None:
+            return k, v
+        if len(cache.calls) != 1 or cache.calls[0][2] != self.module.layer_idx:
+            raise Refused("it updates the cache in another way")
+        k_new, v_new, _ = cache.calls[0]
+        kept = torch.cat([k_new * 0.5, k_new], -2), torch.cat([v_new * 0.25, v_new], -2)
+        if not (same(k, kept[0]) and same(v, kept[1])):
+            raise Refused("it changes keys or values after the cache")
+        return k_new, v_new
+
+    def compared(self, x, tables, q, k, v):
+        """The form that gives q, k and v, and its gate."""
+        if not all(isinstance(t, torch.Tensor) and t.ndim == 4 for t in (q, k, v)):
+            raise Refused("it gives its attention function other things than heads")
+        self.sizes = sizes = tuple(t.shape[1] * t.shape[-1] for t in (q, k, v))
+        if self.joined:
+            joined = self.parts[self.joined](x)
+            if joined.shape[-1] != sum(sizes):
+                raise Refused("its joined projection is of another width")
+            raw_q, raw_k, raw_v = joined.split(sizes, -1)
+        else:
+            raw_q, raw_k, raw_v = (self.parts[name](x) for name in PROJECTIONS)
+        if q.shape[-1] != self.D or k.shape[-1] != self.D:
+            raise Refused("its heads are of another size")
+        if not same(v, raw_v.unflatten(-1, (-1, v.shape[-1])).transpose(1, 2)):
+            raise Refused("its values are another formula")
+        for gated, norm, rotary in itertools.product(GATES, NORMS, (True, False)):
+            if gated and raw_q.shape[-1] != 2 * sizes[0] or (norm != "none") != (self.q_norm is not None):
+                continue
+            if rotary and tables is None:
+                continue
+            own_q, gate = raw_q, None
+            if gated:
+                own_q, gate = raw_q.unflatten(-1, (-1, 2 * self.D)).chunk(2, -1)
+                own_q, gate = own_q.flatten(2), gate.flatten(2)
+            rotated = tables if rotary else None
+            try:
+                expected = [
+                    self.formed(t, self.parts.get(name), norm, rotated)
+                    for t, name in ((own_q, self.q_norm), (raw_k, self.k_norm))
+                ]
+            except (Refused, RuntimeError, TypeError):
+                continue
+            if same(q, expected[0]) and same(k, expected[1]):
+                return Heads(gated, norm, rotary), gate
+        raise Refused("its queries and keys are another formula")
+
+    def formed(self, x, norm: Optional[Callable], over: str, tables):
+        """x [B, T, H * D] as heads [B, H, T, D], normed and rotated."""
+        x = norm(x) if over == "all" else x
+        x = x.unflatten(-1, (-1, self.D)).transpose(1, 2)
+        x = norm(x) if over == "head" else x
+        if tables is None:
+            return x
+        cos, sin = (table[:, None] for table in tables)
+        R = cos.shape[-1]
+        y, rest = x[..., :R], x[..., R:]
+        a, b = y.chunk(2, -1)
+        return torch.cat([y * cos + torch.cat([-b, a], -1) * sin, rest], -1)
+
+
+def _attention_call(source) -> ast.Call:
+    """The one call of the attention function, which alone gets the module itself."""
+    found = [
+        node for node in ast.walk(source.definition)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        and node.func.id not in BUILTINS and node.args
+        and isinstance(node.args[0], ast.Name) and node.args[0].id == "self"
+    ]  # fmt: skip
+    if len(found) != 1:
+        raise Refused("it does not call one attention function, by its configuration")
+    return found[0]
+
+
+def _handed_on(source) -> set:
+    """Attributes that its forward only hands to the cache and to the attention function: ours hands
+    on what they are at the time of the call."""
+    own = [function for function, _ in source.pinned.codes if function is not source.forward]
+    if any(f.__code__.co_varnames[:1] == ("self",) for f in own):
+        return set()
+    places = [keyword.value for keyword in _attention_call(source).keywords]
+    for node in ast.walk(source.definition):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("get_interface", "update"):
+            places += node.args
+    handed = collections.Counter(path for place in places for path in _paths(place))
+    everywhere = collections.Counter(_paths(source.definition))
+    return {path for path, count in handed.items() if everywhere[path] == count}
+
+
+def _paths(tree: ast.AST) -> list:
+    """The attributes of the module that are read in a part of a forward."""
+    paths = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            paths.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
+            paths.append(f"{ast.unparse(node.args[0])}.{node.args[1].value}")
+    return [path[5:] for path in paths if path.startswith("self.")]
+
+
+def _keywords(source) -> Callable:
+    """module -> the keywords that its forward gives the attention function, by its own expressions."""
+    keys, values = [], []
+    for keyword in _attention_call(source).keywords:
+        if keyword.arg is not None:
+            if isinstance(keyword.value, ast.Name) and keyword.value.id == keyword.arg:
+                continue  # an argument that is handed on
+            names = {node.id for node in ast.walk(keyword.value) if isinstance(node, ast.Name)}
+            if not names <= {"self", "getattr"}:
+                raise Refused(f"it gives {ast.unparse(keyword)} to its attention function")
+            keys.append(ast.Constant(keyword.arg))
+            values.append(keyword.value)
+    tree = ast.parse("lambda self: 0", mode="eval")
+    tree.body.body = ast.Dict(keys, values)
+    return eval(compile(ast.fix_missing_locations(tree), "<keywords>", "eval"), {"getattr": getattr})

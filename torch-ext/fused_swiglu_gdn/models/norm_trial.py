@@ -1,0 +1,101 @@
+"""Which RMSNorm a class of norms is, told by its source and by a trial.
+
+The variants differ in their roundings alone, so the trial compares bits in 16-bit dtypes.
+"""
+
+import inspect
+from typing import Dict, Optional, Union
+
+import torch
+from torch import nn
+
+from ..layers.norm import NormForm
+from ..norm import reference
+from .forms import Refused
+from .serving import own_class
+from .source import plain_values, read, why_odd_class
+from .stand_ins import quiet, random, twin_of
+
+D = 48
+VARIANTS = (("llama", 0.0), ("gemma", 0.0), ("gemma", 1.0))
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# leading sizes, dtypes of x and weight, and the size of the values: with small ones eps counts
+CASES = (
+    ((3,), FP32, FP32, 1.0),
+    ((2, 3), BF16, BF16, 1.0),
+    ((2, 3, 4), BF16, BF16, 1e-3),
+    ((2, 2), BF16, FP32, 1.0),
+    ((2, 2), FP16, FP16, 30.0),
+    ((5,), FP32, FP32, 1e-4),
+)
+EPS = (1e-6, 0.3)
+
+_forms: Dict[tuple, Union[NormForm, str]] = {}
+
+
+def is_norm(module: nn.Module) -> bool:
+    """It is called an RMS norm, and takes no gate."""
+    name = own_class(module).__name__.lower()
+    return "rmsnorm" in name and "gated" not in name
+
+
+def norm_form(module: nn.Module) -> Union[NormForm, str]:
+    """The form of a module of norms, or why it is none of rms_norm's."""
+    kind = own_class(module)
+    shapes = {n: tuple(p.shape) for n, p in module._parameters.items() if p is not None}
+    if module._modules or any(b is not None for b in module._buffers.values()):
+        return "it has parts or buffers"
+    if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+        return f"it has parameters {', '.join(shapes)}"
+    try:
+        source = read(kind)
+        weight = next(iter(shapes), None)
+        values = plain_values(module, source.reads)
+        key = (kind, source.pinned.codes, weight, tuple((n, type(v), v) for n, v in values.items() if not _is_eps(n, v)))
+        if key not in _forms:
+            _forms[key] = _find(module, kind, source, weight, values)
+        return _forms[key]
+    except Refused as why:
+        return str(why)
+
+
+def _is_eps(name: str, value: object) -> bool:
+    return "eps" in name and isinstance(value, float)
+
+
+def _find(module, kind, source, weight, values) -> Union[NormForm, str]:
+    names = list(inspect.signature(source.forward).parameters)
+    eps = [name for name, value in values.items() if _is_eps(name, value)]
+    if len(names) != 2 or len(eps) != 1:
+        return "its forward takes other arguments than one tensor" if len(names) != 2 else "it has no eps"
+    reason = why_odd_class(kind, (*values, *filter(None, [weight])))
+    if reason is not None:
+        return reason
+    guards = tuple((n, v) for n, v in values.items() if n != eps[0])
+    variants = [("llama", 0.0)] if weight is None else VARIANTS
+    for variant in variants:
+        if _computes(module, kind, source.forward, weight, eps[0], variant):
+            return NormForm(kind, source.pinned, guards, names[1], weight, eps[0], *variant)
+    return "its forward is another formula"
+
+
+def _computes(module, kind, forward, weight: Optional[str], eps_name: str, variant: tuple) -> bool:
+    """The forward gives this variant's bits in 16-bit dtypes, and its numbers in fp32."""
+    with quiet():
+        for shape, dtype, weight_dtype, scale in CASES:
+            w = None if weight is None else random(D, seed=3).mul(0.3).to(weight_dtype)
+            for eps in EPS:
+                twin = twin_of(module, kind, parameters={} if w is None else {weight: w})
+                twin.__dict__[eps_name] = eps
+                x = (random(*shape, D, seed=5) * scale).to(dtype)
+                try:
+                    got = forward(twin, x.clone())
+                except Exception as error:
+                    raise Refused(f"its forward raises {type(error).__name__} on stand-ins") from None
+                y = reference.rms_norm_fwd(x, w, None, eps, *variant, False)[0]
+                if type(got) is not torch.Tensor or got.dtype != y.dtype or got.shape != y.shape:
+                    return False
+                close = dtype is FP32 and torch.allclose(got, y, rtol=2e-6, atol=2e-6 * scale)
+                if not (close or torch.equal(got, y)):
+                    return False
+    return True

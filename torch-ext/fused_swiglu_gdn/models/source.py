@@ -1,0 +1,355 @@
+"""What a forward is made of, read from its source, so that a trial of it says all there is to say.
+
+A trial runs a forward on stand-ins and compares numbers: it tells what the forward computes for what
+was tried. Here the source is read, with the functions and methods that it calls by name, and refused
+where another input could take another way: a branch on a value or a size, a loop, an operation that
+is not in the lists below. Branches on None and on the module's own attributes are left to the trial;
+the attributes are listed in `reads`, since they may change.
+"""
+
+import ast
+import inspect
+from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, ModuleType
+from typing import Dict, Iterable, NamedTuple, NoReturn, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..layers.own_code import undispatched
+from ..layers.pinned import Pinned, found_at
+from .forms import Refused, source_of
+
+# of tensors; those of a cache and of the registry of attention functions
+METHODS = {
+    "chunk", "contiguous", "expand", "flatten", "float", "mean", "mul", "permute", "pow", "reshape",
+    "rsqrt", "sigmoid", "size", "split", "sqrt", "square", "squeeze", "to", "transpose", "type_as",
+    "unflatten", "unsqueeze", "view",
+} | {"get_interface", "update"}  # fmt: skip
+FUNCTIONS = (
+    torch.cat, torch.chunk, torch.mean, torch.mul, torch.pow, torch.rsqrt, torch.sigmoid, torch.split,
+    torch.sqrt, torch.square, F.sigmoid,
+)  # fmt: skip
+ATTRIBUTES = {"device", "dtype", "ndim", "shape"}
+BUILTINS = {"getattr": getattr, "hasattr": hasattr, "int": int, "isinstance": isinstance}
+PLAIN_VALUES = (bool, int, float, str)
+STATEMENTS = (ast.AnnAssign, ast.Assign, ast.AugAssign, ast.Expr, ast.If, ast.Pass, ast.Return)
+EXPRESSIONS = (
+    ast.Attribute, ast.BinOp, ast.Call, ast.Constant, ast.Dict, ast.IfExp, ast.Name, ast.Slice,
+    ast.Starred, ast.Subscript, ast.Tuple, ast.UnaryOp, ast.List,
+)  # fmt: skip
+
+
+class Source(NamedTuple):
+    """A forward whose source is known, with all that it calls by name."""
+
+    forward: FunctionType
+    definition: ast.FunctionDef
+    pinned: Pinned  # what a patch could replace
+    reads: Tuple[str, ...]  # the module's attributes by their paths: "head_dim", "config.use_rope"
+    globals: dict
+
+
+_sources: Dict[type, Source] = {}
+
+
+def read(kind: type) -> Source:
+    """The source of a class's forward; raises Refused."""
+    known = _sources.get(kind)
+    if known is None or not known.pinned.unchanged():
+        known = _sources[kind] = _read(kind)
+    return known
+
+
+def _read(kind: type) -> Source:
+    reader = _Reader(kind)
+    forward, namespace = reader.method("forward")
+    definition = reader.function(forward, (namespace, "forward", forward))
+    pinned = Pinned(tuple(reader.names), tuple(reader.codes))
+    return Source(forward, definition, pinned, tuple(sorted(reader.reads)), forward.__globals__)
+
+
+def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
+    """The values of those attributes that are numbers, words, flags or None, by their paths."""
+    values = {}
+    for path in sorted(reads):
+        value = found_at(module, path)
+        if value is None or isinstance(value, PLAIN_VALUES):
+            values[path] = value
+    return values
+
+
+# what nn.Module has for calling a module and for finding its parts
+MACHINERY = ("__getattr__", "__getattribute__", "__dict__", "_call_impl", "_wrapped_call_impl", "_slow_forward")
+
+
+def why_odd_class(kind: type, names: Tuple[str, ...]) -> Optional[str]:
+    """The class calls modules, or finds its attributes, in a way of its own."""
+
+    def static(owner, name):
+        return next((b.__dict__[name] for b in owner.__mro__ if name in b.__dict__), None)
+
+    for name in MACHINERY:
+        if static(kind, name) is not static(nn.Module, name):
+            return f"its class has a {name} of its own"
+    for name in names:
+        if static(kind, name) is not None:
+            return f"its class has an attribute {name}"
+    return None
+
+
+class _Reader:
+    def __init__(self, kind: type):
+        self.kind, self.names, self.codes, self.reads = kind, [], [], set()
+
+    def method(self, name: str):
+        for base in self.kind.__mro__:
+            if name in base.__dict__:
+                return base.__dict__[name], base.__dict__
+        raise Refused(f"its class has no {name}")
+
+    def function(self, function, place: tuple) -> ast.FunctionDef:
+        """Reads a function that stands at `place`: (namespace, name, value)."""
+        self.names.append(place)
+        if any(function is known for known, _ in self.codes):
+            return None
+        definition = source_of(function)
+        self.codes.append((function, function.__code__))
+        _Body(self, function, definition).look()
+        return definition
+
+
+class _Body:
+    """One function's body."""
+
+    def __init__(self, reader: _Reader, function: FunctionType, definition: ast.FunctionDef):
+        self.reader, self.function, self.definition = reader, function, definition
+        taken = [*definition.args.posonlyargs, *definition.args.args, *definition.args.kwonlyargs]
+        names = [argument.arg for argument in taken]
+        rest = [definition.args.vararg, definition.args.kwarg]
+        self.me = names[0] if names[:1] == ["self"] else None
+        self.local = {*names, *(argument.arg for argument in rest if argument is not None)}
+        for node in ast.walk(definition):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.local.add(node.id)
+        self.interfaces = set()  # local names that hold an attention function
+
+    def refuse(self, node: ast.AST) -> NoReturn:
+        text = ast.unparse(node).split("\n")[0]
+        raise Refused(f"its forward has `{text if len(text) < 60 else text[:57] + '...'}`")
+
+    def look(self) -> None:
+        for default in [*self.definition.args.defaults, *self.definition.args.kw_defaults]:
+            if default is not None and not isinstance(default, ast.Constant):
+                self.refuse(default)
+        for statement in self.definition.body:
+            self.statement(statement)
+
+    def statement(self, node: ast.stmt) -> None:
+        if not isinstance(node, STATEMENTS):
+            self.refuse(node)
+        if isinstance(node, ast.If):
+            self.test(node.test)
+            for inner in [*node.body, *node.orelse]:
+                self.statement(inner)
+            return
+        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            if not all(self.is_target(target) for target in targets):
+                self.refuse(node)
+            if _calls(node.value, "get_interface"):
+                self.interfaces |= {t.id for t in targets if isinstance(t, ast.Name)}
+        if isinstance(node, ast.Expr) and not isinstance(node.value, ast.Constant):
+            self.refuse(node)
+        if getattr(node, "value", None) is not None:
+            self.expression(node.value)
+
+    def is_target(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Tuple):
+            return all(self.is_target(element) for element in node.elts)
+        return isinstance(node, ast.Name) and node.id != self.me
+
+    def path(self, node: ast.expr) -> Optional[str]:
+        """"config.use_rope" of self.config.use_rope."""
+        names = []
+        while isinstance(node, ast.Attribute):
+            names.insert(0, node.attr)
+            node = node.value
+        mine = isinstance(node, ast.Name) and node.id == self.me and self.me is not None
+        return ".".join(names) if mine and names else None
+
+    def test(self, node: ast.expr) -> None:
+        """A condition: on None, on the type of an argument, or on the module's own attributes."""
+        if isinstance(node, ast.BoolOp):
+            for value in node.values:
+                self.test(value)
+        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+            self.test(node.operand)
+        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
+            if len(node.ops) > 1 or not isinstance(node.comparators[0], ast.Constant):
+                self.refuse(node)
+            if not isinstance(node.left, ast.Name):
+                self.own(node.left)
+        elif isinstance(node, ast.Compare):
+            for side in [node.left, *node.comparators]:
+                self.own(side)
+        elif isinstance(node, ast.Call) and self.is_builtin(node.func, "isinstance"):
+            if not isinstance(node.args[0], ast.Name):
+                self.refuse(node)
+        else:
+            self.own(node)
+
+    def own(self, node: ast.expr) -> None:
+        """A constant, an attribute of the module, or getattr(self, "name", constant)."""
+        if isinstance(node, (ast.Tuple, ast.List)):
+            for element in node.elts:
+                self.own(element)
+        elif self.path(node) is not None:
+            self.reader.reads.add(self.path(node))
+        elif not isinstance(node, ast.Constant) and not self.is_getattr(node):
+            self.refuse(node)
+
+    def is_builtin(self, node: ast.expr, name: str) -> bool:
+        if not (isinstance(node, ast.Name) and node.id == name and name not in self.local):
+            return False
+        return self.found(name) is BUILTINS[name]
+
+    def is_getattr(self, node: ast.expr) -> bool:
+        if not isinstance(node, ast.Call) or node.keywords or len(node.args) < 2:
+            return False
+        if not (self.is_builtin(node.func, "getattr") or self.is_builtin(node.func, "hasattr")):
+            return False
+        owner, name, *default = node.args
+        mine = self.path(owner) or ("" if isinstance(owner, ast.Name) and owner.id == self.me else None)
+        if mine is None or not isinstance(name, ast.Constant):
+            return False
+        if not all(isinstance(d, ast.Constant) or self.path(d) for d in default):
+            return False
+        self.reader.reads.add(f"{mine}.{name.value}".lstrip("."))
+        self.reader.reads |= {self.path(d) for d in default if self.path(d)}
+        return True
+
+    def found(self, name: str) -> object:
+        names = self.function.__globals__
+        builtins = names.get("__builtins__", {})
+        builtins = getattr(builtins, "__dict__", builtins)
+        return names.get(name, builtins.get(name, NotImplemented))
+
+    def expression(self, node: ast.expr) -> None:
+        if not isinstance(node, EXPRESSIONS):
+            self.refuse(node)
+        if isinstance(node, ast.Attribute):
+            self.attribute(node)
+        elif isinstance(node, ast.Call):
+            self.call(node)
+        elif isinstance(node, ast.IfExp):
+            self.test(node.test)
+            self.expression(node.body)
+            self.expression(node.orelse)
+        elif isinstance(node, ast.Name):
+            if node.id not in self.local or node.id == self.me:
+                self.refuse(node)
+        else:
+            for child in ast.iter_child_nodes(node):
+                if isinstance(child, ast.expr):
+                    self.expression(child)
+
+    def attribute(self, node: ast.Attribute) -> None:
+        path = self.path(node)
+        if path is not None and path.rsplit(".", 1)[-1] not in ATTRIBUTES:
+            self.reader.reads.add(path)
+        elif path is None and not self.is_dtype(node):
+            if node.attr not in ATTRIBUTES:
+                self.refuse(node)
+            self.expression(node.value)
+
+    def is_dtype(self, node: ast.Attribute) -> bool:
+        if not (isinstance(node.value, ast.Name) and node.value.id not in self.local):
+            return False
+        return self.found(node.value.id) is torch and isinstance(getattr(torch, node.attr, 0), torch.dtype)
+
+    def call(self, node: ast.Call) -> None:
+        if self.is_getattr(node):
+            return
+        self.callee(node)
+        first = node.args[:1] if isinstance(node.func, ast.Name) else []
+        for argument in [*node.args, *(k.value for k in node.keywords)]:
+            if isinstance(argument, ast.Name) and argument.id == self.me and argument in first:
+                if node.func.id in self.interfaces:  # attention functions get the module
+                    continue
+            if _calls(node, "get_interface") and isinstance(argument, ast.Name):
+                if isinstance(self.found(argument.id), FunctionType):
+                    place = (self.function.__globals__, argument.id, self.found(argument.id))
+                    self.reader.names.append(place)
+                    continue
+            self.expression(argument)
+
+    def callee(self, node: ast.Call) -> None:
+        """What is called is known: a part, a method, a listed or a followed function."""
+        function = node.func
+        if isinstance(function, ast.Name):
+            if function.id in self.local:
+                if function.id not in self.interfaces:
+                    self.refuse(node)
+                return
+            if function.id in BUILTINS and self.is_builtin(function, function.id):
+                return
+            value = self.found(function.id)
+            plain = undispatched(value)
+            if not isinstance(plain, FunctionType):
+                self.refuse(node)
+            self.reader.function(plain, (self.function.__globals__, function.id, value))
+            return
+        if not isinstance(function, ast.Attribute):
+            self.refuse(node)
+        path = self.path(function)
+        if path is not None and "." not in path:
+            method = next((b.__dict__[path] for b in self.reader.kind.__mro__ if path in b.__dict__), None)
+            if method is not None:  # else a part
+                self.reader.function(*_with_place(self.reader.method(path), path))
+            return
+        if _root(function) in self.local and function.attr in METHODS or isinstance(function.value, ast.Call):
+            if function.attr not in METHODS:
+                self.refuse(node)
+            self.expression(function.value)
+            return
+        if function.attr in METHODS and isinstance(function.value, (ast.BinOp, ast.Subscript)):
+            self.expression(function.value)
+            return
+        if function.attr == "get_interface" and isinstance(function.value, ast.Name):
+            registry = self.found(function.value.id)
+            if type(registry).__name__ == "AttentionInterface":
+                self.reader.names.append((self.function.__globals__, function.value.id, registry))
+                return
+        self.torch_function(node)
+
+    def torch_function(self, node: ast.Call) -> None:
+        names, value = [], node.func
+        while isinstance(value, ast.Attribute):
+            names.insert(0, value.attr)
+            value = value.value
+        known = self.found(value.id) if isinstance(value, ast.Name) and value.id not in self.local else None
+        for name in names:
+            known = known.__dict__.get(name) if isinstance(known, ModuleType) else None
+        if not any(known is function for function in FUNCTIONS):
+            self.refuse(node)
+        if not isinstance(known, (BuiltinFunctionType, BuiltinMethodType)):
+            if getattr(known, "__module__", "").split(".")[0] != "torch":
+                self.refuse(node)
+
+
+def _with_place(found: tuple, name: str) -> tuple:
+    method, namespace = found
+    return method, (namespace, name, method)
+
+
+def _calls(node: ast.AST, method: str) -> bool:
+    """`node` is a call of a method of this name."""
+    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    return called and node.func.attr == method
+
+
+def _root(node: ast.expr) -> Optional[str]:
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
