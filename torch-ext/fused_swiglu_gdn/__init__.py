@@ -6,7 +6,14 @@ from .experts.api import fused_experts
 from .gdn.api import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .gdn.api_aiter import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_opt_vk
 from .gdn_layer.api import causal_conv1d_fn, causal_conv1d_update, gated_delta_gate, rms_norm_gated
-from .models import decorate, kernelize, layer_mapping, register_experts, restore
+from .models import (
+    decorate,
+    graphed_step,
+    kernelize,
+    layer_mapping,
+    register_experts,
+    restore,
+)
 from .norm.api import rms_norm
 from .parallel.api import build_cp_context
 from .runtime.implementation import implementation_of
@@ -32,6 +39,7 @@ __all__ = [
     "fused_swiglu",
     "fused_swiglu_mlp",
     "gated_delta_gate",
+    "graphed_step",
     "implementation_of",
     "kernelize",
     "layer_mapping",

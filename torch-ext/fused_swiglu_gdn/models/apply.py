@@ -1,6 +1,6 @@
 """kernelize(model) and restore(model)."""
 
-from typing import Optional, Sequence
+from typing import List, Optional, Sequence
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from ..runtime import dispatch
 from ..runtime.ops import tensors_of
 from . import gated_mlp
 from .experts import restore_experts, serve_experts
+from .graphs import restore_graphs, serve_graphs
+from .loss import restore_loss, serve_loss
 from .recognise import KINDS, Finding, recognise, remember
 from .report import Report, Row
 from .serving import serve, unserve
@@ -28,6 +30,8 @@ def kernelize(
     *,
     only: Optional[Sequence[str]] = None,
     skip: Optional[Sequence[str]] = None,
+    loss: bool = False,
+    cuda_graphs: bool = False,
 ) -> Report:
     """Serves every MLP, norm, attention module, decoder layer, Gated DeltaNet layer and module of
     routed experts of a model that our layers and fused_experts compute the same.
@@ -44,6 +48,10 @@ def kernelize(
             without gradients are not used for training.
         only, skip: kinds of modules to serve, or not to: "mlp", "gdn", "norm", "attention",
             "layer" (decoder layers), "experts". All by default.
+        loss: the loss of a language model is made without its logits, by Liger, where liger-kernel
+            is installed.
+        cuda_graphs: `model.generate(..., cache_implementation="static")` then replays a CUDA graph
+            of a decoding step instead of compiling it, where a replay does the same.
 
     Returns:
         A report: print it for a table of the modules, who serves them, and why some are left.
@@ -56,10 +64,14 @@ def kernelize(
     training = _is_training(model, mode)
     kinds = _kinds(only, skip)
     with as_gathered(model):
-        return _kernelize(model, training, kinds)
+        rows = _serve_modules(model, training, kinds)
+    restore_graphs(model)
+    rows += [serve_loss(model)] if loss else []
+    rows += [serve_graphs(model)] if cuda_graphs else []
+    return Report([row for row in rows if row is not None])
 
 
-def _kernelize(model: nn.Module, training: bool, kinds: set) -> Report:
+def _serve_modules(model: nn.Module, training: bool, kinds: set) -> List[Row]:
     rows = []
     for name, module in model.named_modules():
         unserve(module)
@@ -74,25 +86,28 @@ def _kernelize(model: nn.Module, training: bool, kinds: set) -> Report:
         kind = type(module).__name__
         rows.append(Row(name, kind, finding.layer, implementation, finding.reason))
     if "experts" in kinds:
-        rows += serve_experts(model, training)
-    else:
-        restore_experts(model)
-    return Report(rows)
+        return rows + serve_experts(model, training)
+    restore_experts(model)
+    return rows
 
 
 def _kinds(only, skip) -> set:
     """The kinds of modules to serve."""
     for name, words in (("only", only), ("skip", skip)):
         if words is not None and (isinstance(words, str) or not set(words) <= set(KINDS)):
-            raise ValueError(f"{name} must be a list of {', '.join(map(repr, KINDS))}, got {words!r}")
+            raise ValueError(
+                f"{name} must be a list of {', '.join(map(repr, KINDS))}, got {words!r}"
+            )
     return set(KINDS if only is None else only) - set(skip or ())
 
 
 def restore(model: nn.Module) -> int:
-    """Gives every module that kernelize served its own forward back, and experts the implementation
-    that they had; returns how many modules."""
+    """Gives every module that kernelize served its own forward back, experts the implementation
+    that they had and generate its own decoding; returns how many modules."""
     _check_model("restore", model)
-    return sum([unserve(module) for module in model.modules()]) + restore_experts(model)
+    served = restore_loss(model)
+    served += sum([unserve(module) for module in model.modules()])
+    return served + restore_experts(model) + restore_graphs(model)
 
 
 def _check_model(function: str, model) -> None:
@@ -181,7 +196,10 @@ def _attention_facts(module: nn.Module, form, tokens: int):
     x, D = _width(module), module.head_dim
     q, k = (x.new_empty(1, tokens, size // D, D) for size in form.sizes[:2])
     table = x.new_empty(1, tokens, D) if form.heads.rotary else None
-    norms = [None if n is None else next(module._modules[n].parameters()) for n in (form.q_norm, form.k_norm)]
+    norms = [
+        None if n is None else next(module._modules[n].parameters())
+        for n in (form.q_norm, form.k_norm)
+    ]
     options = QkOptions(1e-6, 0.0, form.heads.norm == "all")
     call = QkNormRope(q, k, table, table, *norms, None, None, None, None, options)
     return ATTENTION, "qk_norm_rope_fwd", (call,)

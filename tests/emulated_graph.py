@@ -1,0 +1,87 @@
+"""What a CUDA graph does, on a CPU: the calls of one step, done again on the same memory.
+
+A replay runs no Python: whatever Python would do anew in each step is as it was when the graph was
+captured, and a read of a value by the host cannot be captured at all.
+"""
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+READS = {"aten::_local_scalar_dense", "aten::is_nonzero", "aten::equal", "aten::nonzero",
+         "aten::masked_select"}  # fmt: skip
+
+
+def tensors_in(values):
+    return [x for x in tree_flatten(values)[0] if isinstance(x, torch.Tensor)]
+
+
+class Recording(TorchDispatchMode):
+    """Keeps the calls inside, and takes back at the end what they wrote into older tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.before, self.made = [], {}, set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        schema = function._schema
+        if schema.name in READS:
+            raise RuntimeError(f"{schema.name} is not permitted when a stream is capturing")
+        for place, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[place] if place < len(args) else kwargs.get(argument.name)
+                for x in tensors_in(given):
+                    storage = x.untyped_storage()
+                    if storage.data_ptr() not in self.made:
+                        self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        out = function(*args, **kwargs)
+        read = {x.untyped_storage().data_ptr() for x in tensors_in((args, kwargs))}
+        for x in tensors_in(out):
+            self.made |= {x.untyped_storage().data_ptr()} - read
+        self.calls.append((function, args, kwargs, out))
+        return out
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        for storage, values in self.before.values():
+            storage.copy_(values)
+        self.before.clear()
+
+
+class EmulatedGraph:
+    """Stands for models/capture.py:Graph."""
+
+
+    def __init__(self, device):
+        self.recording = None
+
+    @staticmethod
+    def why_not(device):
+        return None
+
+    @staticmethod
+    def place(device):
+        return 0
+
+    @staticmethod
+    def busy():
+        return False
+
+    def run(self, call):
+        return call()
+
+    def capture(self, call):
+        self.recording = Recording()
+        with self.recording:
+            return call()
+
+    def replay(self):
+        for function, args, kwargs, out in self.recording.calls:
+            again = function(*args, **kwargs)
+            for old, new in zip(tensors_in(out), tensors_in(again)):
+                if old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+    def drop(self):
+        self.recording = None

@@ -1,0 +1,810 @@
+"""Decoding by CUDA graphs: the tokens of eager decoding, whatever happens between two of them.
+
+On a CPU a graph is emulated: tests/emulated_graph.py.
+"""
+
+import copy
+import gc
+import io
+import logging
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from conftest import DEVICES, submodule
+from emulated_graph import EmulatedGraph
+from tiny_models import BASE, CONFIGS, LOGITS, tokens
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+on_every_device = pytest.mark.parametrize("device", DEVICES, indirect=True)
+
+NEW = 20  # tokens that a test generates
+WIDE = {"head_dim": 16, "sliding_window": 64}
+FAMILIES = {
+    **{name: CONFIGS[name] for name in ("llama", "qwen2", "qwen3", "qwen3_5_text", "qwen3_next")},
+    "qwen3_5_moe_text": CONFIGS["qwen3_5_moe_text"],
+    "olmo_hybrid": CONFIGS["olmo_hybrid"],
+    "mistral": {"sliding_window": 64},
+    "gemma2": WIDE,
+    "gemma3_text": WIDE,
+    "phi3": {},
+    "granite": {},
+}
+
+
+class Counted:
+    """Counts captures and replays, and knows which graphs live."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.alive.add(self)
+
+    def capture(self, call):
+        type(self).captures += 1
+        return super().capture(call)
+
+    def replay(self):
+        type(self).replays += 1
+        return super().replay()
+
+
+@pytest.fixture
+def device(request):
+    return request.param
+
+
+@pytest.fixture
+def graph(device, monkeypatch):
+    """The class of graphs, with .captures, .replays and .alive."""
+    real = submodule("models.capture").Graph if device == "cuda" else EmulatedGraph
+    facts = {"captures": 0, "replays": 0, "alive": weakref.WeakSet()}
+    counted = type("Graph", (Counted, real), facts)
+    for module in ("graphs", "graph_rules"):
+        monkeypatch.setattr(submodule(f"models.{module}"), "Graph", counted)
+    return counted
+
+
+def tiny(name, device, **changes):
+    config = transformers.AutoConfig.for_model(
+        name, **{**BASE, **FAMILIES[name], "tie_word_embeddings": False, **changes}
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    return model.to(device).eval()
+
+
+def generate(model, ids, graphed=True, **options):
+    """Greedy tokens on a static cache; on a CPU, too, by the way that a GPU takes."""
+    words = {
+        "max_new_tokens": NEW, "do_sample": False, "cache_implementation": "static",
+        "disable_compile": not graphed, **options,
+    }  # fmt: skip
+    if graphed and ids.device.type == "cpu":
+        words["compile_config"] = config = transformers.CompileConfig()
+        config._compile_all_devices = True
+    return model.generate(ids, **words)
+
+
+def padded(batch, length, device):
+    """Ids, and a mask with padding on the left of all rows but the last."""
+    ids = tokens(batch, length, device=device)
+    mask = torch.ones_like(ids)
+    for row in range(batch - 1):
+        mask[row, : row + 1] = 0
+    return ids, mask
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+@on_every_device
+def test_greedy_tokens(kernel, graph, name, device, batch):
+    model = tiny(name, device)
+    ids, mask = padded(batch, 9, device)
+    assert kernel.kernelize(model, cuda_graphs=True).rows[-1].implementation == "CUDA graph"
+    expected = generate(model, ids, graphed=False, attention_mask=mask)
+    assert graph.replays == 0
+    found = generate(model, ids, attention_mask=mask)
+    assert torch.equal(found, expected)
+    assert (graph.captures, graph.replays) == (1, NEW - 2)  # of NEW - 1 steps one is eager
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@on_every_device
+def test_a_model_without_kernels(graph, name, device):
+    model = tiny(name, device)
+    ids, mask = padded(2, 9, device)
+    expected = generate(model, ids, graphed=False, attention_mask=mask)
+    assert submodule("models.graphs").serve_graphs(model).reason is None
+    assert torch.equal(generate(model, ids, attention_mask=mask), expected)
+    assert graph.replays == NEW - 2
+
+
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "gemma3_text"])
+@on_every_device
+def test_a_window_that_fills(kernel, graph, name, device, caplog):
+    model = tiny(name, device, sliding_window=16)
+    kernel.kernelize(model, cuda_graphs=True)
+    ids, mask = padded(2, 9, device)
+    expected = generate(model, ids, graphed=False, attention_mask=mask)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(generate(model, ids, attention_mask=mask), expected)
+    assert 0 < graph.replays < NEW - 2
+    said = [m for m in caplog.messages if "without a CUDA graph" in m]
+    assert len(said) == 1 and "the sliding window of 16 tokens is full" in said[0]
+
+
+# loops by hand
+
+
+def start(model, length=7, batch=2, slots=48):
+    """A cache with a prompt in it, and the token after that."""
+    cache = transformers.StaticCache(config=model.config, max_cache_len=slots)
+    ids = tokens(batch, length, device=model.device)
+    with torch.no_grad():
+        return cache, model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+
+
+class Loops:
+    """Graphed steps of a model and eager ones of its copy; the same changes are made to both."""
+
+    def __init__(self, kernel, model):
+        self.models = model, copy.deepcopy(model)
+        (self.cache, self.token), (self.other, _) = map(start, self.models)
+        self.graphed = kernel.graphed_step(model, self.cache, batch_size=2)
+
+    def steps(self, count=5):
+        """Runs both; the last logits."""
+        for _ in range(count):
+            logits = self.graphed(self.token).logits
+            with torch.no_grad():
+                expected = self.models[1](self.token, past_key_values=self.other).logits
+            difference = (logits - expected).abs().max().item()
+            assert difference <= LOGITS[logits.device.type], f"logits differ by {difference:.1e}"
+            self.token = expected.argmax(-1)
+        return expected.clone()
+
+    def change(self, function):
+        for model, cache in zip(self.models, (self.cache, self.other)):
+            with torch.no_grad():
+                function(model, cache)
+
+
+def first(model):
+    return model.model.layers[0]
+
+
+def in_place(model, cache):
+    first(model).mlp.up_proj.weight.mul_(1.5)
+
+
+def by_data(model, cache):
+    weight = first(model).mlp.up_proj.weight
+    weight.data = weight.data * 1.5
+
+
+def another_parameter(model, cache):
+    linear = first(model).mlp.up_proj
+    linear.weight = nn.Parameter(linear.weight * 1.5)
+
+
+def assigned(model, cache):
+    state = {name: x * 1.1 for name, x in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+
+
+def loaded(model, cache):
+    model.load_state_dict({name: x * 1.1 for name, x in model.state_dict().items()})
+
+
+def moved_away_and_back(model, cache):
+    kept = [p.data for p in model.parameters()]  # so that the addresses are others
+    model.double().float()
+    for p in model.parameters():
+        p.mul_(1.1)
+    for x in kept:
+        x.fill_(float("nan"))
+
+
+def another_module(model, cache):
+    first(model).mlp = copy.deepcopy(first(model).mlp)
+    another_parameter(model, cache)
+
+
+def another_activation(model, cache):
+    first(model).mlp.act_fn = nn.ReLU()
+
+
+def another_scale(model, cache):
+    first(model).self_attn.scaling = 0.01
+
+
+def another_attention(model, cache):
+    model.set_attn_implementation("eager")
+
+
+def patched_forward(model, cache):
+    first(model).mlp.forward = lambda x: x * 0.5
+
+
+def patched_class(model, cache):
+    kind = type(first(model).mlp)
+    first(model).mlp.__class__ = type("Half", (kind,), {"forward": lambda self, x: x * 0.5})
+
+
+def hooked(model, cache):
+    first(model).mlp.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def a_reset(model, cache):
+    cache.reset()
+    model(tokens(2, 9, seed=1, device=model.device), past_key_values=cache)
+
+
+def reordered(model, cache):
+    cache.reorder_cache(torch.tensor([1, 0], device=model.device))
+
+
+def other_memory(model, cache):
+    for layer in cache.layers:
+        before, layer.keys = layer.keys, layer.keys.clone()
+        before.fill_(float("nan"))
+
+
+def back_by_three(model, cache):
+    """What crop does: the tensors stay."""
+    for layer in cache.layers:
+        layer.cumulative_length.sub_(3)
+
+
+def a_longer_prompt(model, cache):
+    model(tokens(2, 4, seed=2, device=model.device), past_key_values=cache)
+
+
+CHANGES = [
+    in_place, by_data, another_parameter, assigned, loaded, moved_away_and_back, another_module,
+    another_activation, another_scale, another_attention, patched_forward, patched_class, hooked,
+    a_reset, reordered, other_memory, back_by_three, a_longer_prompt,
+]  # fmt: skip
+SAME_GRAPH = (in_place, loaded, a_reset, back_by_three, a_longer_prompt)
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@on_every_device
+def test_nothing_is_stale(kernel, graph, device, change):
+    loops = Loops(kernel, tiny("llama", device, attn_implementation="sdpa"))
+    loops.steps()
+    assert (graph.captures, graph.replays) == (1, 4)
+    loops.change(change)
+    loops.steps()
+    again = 0 if change in SAME_GRAPH else 1
+    if change is hooked:  # a graph would not call it
+        assert (graph.captures, graph.replays) == (1, 4)
+    else:
+        assert (graph.captures, graph.replays) == (1 + again, 4 + 5 - again)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "qwen3_5_moe_text"])
+@on_every_device
+def test_kernelize_and_restore_between_steps(kernel, graph, device, name):
+    loops = Loops(kernel, tiny(name, device))
+    loops.steps()
+    loops.change(lambda model, cache: kernel.kernelize(model))
+    loops.steps()
+    loops.change(lambda model, cache: kernel.restore(model))
+    loops.steps()
+    assert graph.captures == 3
+
+
+class Adapter(nn.Module):
+    """As PEFT's LoRA layers keep their state."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base
+        self._active_adapter, self._disable_adapters = ["one"], False
+        self.merged_adapters, self.scaling = [], {"one": 2.0, "two": 1.0}
+        self.lora_A = nn.ModuleDict({n: nn.Linear(base.in_features, 4, False) for n in self.scaling})
+        self.lora_B = nn.ModuleDict({n: nn.Linear(4, base.out_features, False) for n in self.scaling})
+
+    def delta(self, x, name):
+        return self.lora_B[name](self.lora_A[name](x)) * self.scaling[name]
+
+    def forward(self, x):
+        y = self.base_layer(x)
+        if self._disable_adapters or self.merged_adapters:
+            return y
+        return sum([self.delta(x, name) for name in self._active_adapter], y)
+
+
+def switched(adapter):
+    adapter._active_adapter = ["two"]
+
+
+def switched_in_place(adapter):
+    adapter._active_adapter[0] = "two"
+
+
+def disabled(adapter):
+    adapter._disable_adapters = True
+
+
+def scaled(adapter):
+    adapter.scaling["one"] = 5.0
+
+
+def merged(adapter):
+    size = adapter.base_layer.in_features
+    eye = torch.eye(size, device=adapter.base_layer.weight.device)
+    adapter.base_layer.weight.data += adapter.delta(eye, "one").T
+    adapter.merged_adapters.append("one")
+
+
+@pytest.mark.parametrize("change", [switched, switched_in_place, disabled, scaled, merged])
+@on_every_device
+def test_adapters(kernel, graph, device, change):
+    model = tiny("llama", device)
+    torch.manual_seed(1)
+    first(model).mlp.up_proj = Adapter(first(model).mlp.up_proj).to(device)
+    loops = Loops(kernel, model)
+    loops.steps()
+    loops.change(lambda model, cache: change(first(model).mlp.up_proj))
+    loops.steps()
+    assert (graph.captures, graph.replays) == (2, 8)
+
+
+@on_every_device
+def test_other_inputs(kernel, graph, device):
+    """Arguments that come and go, and change their values."""
+    model = tiny("llama", device)
+    loops = Loops(kernel, model)
+    loops.steps()
+    plain = loops.graphed
+    for shift in (0, 3):
+        place = loops.cache.layers[0].cumulative_length.clone().expand(2, 1) + shift
+        for _ in range(2):
+            found = plain(loops.token, position_ids=place).logits.clone()
+            with torch.no_grad():
+                expected = model(loops.token, past_key_values=loops.other, position_ids=place)
+            assert (found - expected.logits).abs().max() <= LOGITS[device]
+    assert graph.captures == 2
+    with pytest.raises(ValueError, match=r"input_ids must be a tensor of shape \[2, 1\], got \[2, 2\]"):
+        plain(torch.cat([loops.token] * 2, 1))
+
+
+@on_every_device
+def test_changes_that_never_end(kernel, graph, device):
+    """A cache for which captures do not pay is eager from then on, and right."""
+    loops = Loops(kernel, tiny("llama", device))
+    for _ in range(5):
+        loops.steps(3)
+        loops.change(by_data)
+    loops.steps(3)
+    assert graph.captures == 3 and not graph.alive
+    assert loops.graphed.reason == "what a graph has baked in changed again and again"
+
+
+@on_every_device
+def test_changed_between_the_eager_step_and_the_capture(kernel, graph, device):
+    loops = Loops(kernel, tiny("llama", device))
+    loops.steps(1)
+    loops.change(another_parameter)
+    loops.steps(4)
+    assert graph.captures == 1
+
+
+# generate
+
+
+@on_every_device
+def test_another_batch_and_length_and_what_is_freed(kernel, graph, device):
+    model = tiny("qwen3_5_text", device)
+    kernel.kernelize(model, cuda_graphs=True)
+    for batch, length in ((1, 5), (3, 17), (2, 8), (3, 30)):
+        ids = tokens(batch, length, device=device)
+        expected = generate(model, ids, graphed=False)
+        assert torch.equal(generate(model, ids), expected)
+        gc.collect()
+        assert not graph.alive, "a graph outlives its cache"
+    assert graph.captures == 4
+
+
+@pytest.mark.gpu
+def test_memory_is_given_back(kernel):
+    model = tiny("qwen3_5_text", "cuda")
+    kernel.kernelize(model, cuda_graphs=True)
+    ids = tokens(4, 9, device="cuda")
+    generate(model, ids)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    for _ in range(5):
+        generate(model, ids)
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_allocated() <= before + 2**20
+
+
+@on_every_device
+def test_one_cache_for_several_calls(kernel, graph, device):
+    """A conversation: the second prompt goes on from the first one's cache."""
+    model = tiny("llama", device)
+    kernel.kernelize(model, cuda_graphs=True)
+    found = []
+    for graphed in (False, True):
+        cache = transformers.StaticCache(config=model.config, max_cache_len=64)
+        words = {"past_key_values": cache, "cache_implementation": None, "max_new_tokens": 6}
+        ids = generate(model, tokens(1, 8, device=device), graphed, **words)
+        ids = torch.cat([ids, tokens(1, 5, seed=3, device=device)], 1)
+        found.append(generate(model, ids, graphed, **words))
+        cache.reset()
+        found.append(generate(model, tokens(1, 4, seed=4, device=device), graphed, **words))
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    assert graph.captures == 1
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}])
+@on_every_device
+def test_beams_and_assisted_decoding_are_never_graphed(kernel, graph, device, options):
+    model = tiny("llama", device)
+    kernel.kernelize(model, cuda_graphs=True)
+    ids = tokens(1, 9, device=device)
+    if "num_beams" not in options:
+        options = {**options, "cache_implementation": None}
+    expected = generate(model, ids, graphed=False, **options)
+    assert torch.equal(generate(model, ids, **options), expected)
+    assert graph.captures == 0
+
+
+class Stream:
+    """Takes tokens as they come; raises at one."""
+
+    def __init__(self, until=None):
+        self.tokens, self.until = [], until
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+        if self.until is not None and len(self.tokens) > self.until:
+            raise KeyboardInterrupt
+
+    def end(self):
+        self.tokens.append("end")
+
+
+@on_every_device
+def test_streams_criteria_and_sampling(kernel, graph, device):
+    model = tiny("llama", device)
+    kernel.kernelize(model, cuda_graphs=True)
+    ids = tokens(1, 9, device=device)
+    expected = generate(model, ids, graphed=False)
+    stream = Stream()
+    assert torch.equal(generate(model, ids, streamer=stream), expected)
+    assert stream.tokens == [*expected[0].tolist(), "end"]
+
+    class Until(transformers.StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return torch.full((len(input_ids),), input_ids.shape[1] >= 17, device=input_ids.device)
+
+    assert torch.equal(generate(model, ids, stopping_criteria=[Until()]), expected[:, :17])
+    found = []
+    for graphed in (False, True):
+        torch.manual_seed(5)
+        found.append(generate(model, ids, graphed, do_sample=True, top_k=5))
+    assert torch.equal(*found)
+    kept = {"return_dict_in_generate": True, "output_logits": True, "output_scores": True}
+    out, ref = (generate(model, ids, graphed, **kept) for graphed in (True, False))
+    for a, b in zip(out.logits, ref.logits):
+        assert (a - b).abs().max() <= LOGITS[device]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@on_every_device
+def test_a_prompt_in_chunks(kernel, graph, device, name):
+    model = tiny(name, device)
+    kernel.kernelize(model, cuda_graphs=True)
+    ids = tokens(2, 13, device=device)  # the last chunk is one token
+    expected = generate(model, ids, graphed=False, prefill_chunk_size=4)
+    assert torch.equal(generate(model, ids, prefill_chunk_size=4), expected)
+    assert graph.replays > 0
+
+
+@on_every_device
+def test_a_prompt_of_one_token(kernel, graph, device):
+    model = tiny("qwen3_5_text", device)
+    kernel.kernelize(model, cuda_graphs=True)
+    ids = tokens(2, 1, device=device)
+    assert torch.equal(generate(model, ids), generate(model, ids, graphed=False))
+    assert graph.replays == NEW - 2
+
+
+@on_every_device
+def test_interrupted_generation(kernel, graph, device):
+    model = tiny("mistral", device)
+    kernel.kernelize(model, cuda_graphs=True)
+    ids = tokens(1, 9, device=device)
+    expected = generate(model, ids, graphed=False)
+    for until in (9, 10, 11, 14):
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, ids, streamer=Stream(until))
+        assert torch.equal(generate(model, ids), expected)
+
+
+@on_every_device
+def test_two_threads(kernel, graph, device):
+    model = tiny("qwen3_5_text", device)
+    kernel.kernelize(model, cuda_graphs=True)
+    prompts = [tokens(batch, 9, seed=batch, device=device) for batch in (1, 2, 3)]
+    expected = [generate(model, ids, graphed=False) for ids in prompts]
+    wrong, errors = [], []
+
+    def work(which):
+        try:
+            for _ in range(3):
+                if not torch.equal(generate(model, prompts[which]), expected[which]):
+                    wrong.append(which)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and not errors
+    assert graph.captures == 9
+
+
+@pytest.mark.gpu
+def test_another_stream(kernel):
+    model = tiny("qwen3_5_text", "cuda")
+    kernel.kernelize(model, cuda_graphs=True)
+    ids = tokens(2, 9, device="cuda")
+    expected = generate(model, ids, graphed=False)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        found = generate(model, ids)
+    torch.cuda.synchronize()
+    assert torch.equal(found, expected)
+
+
+# what is refused
+
+
+def refusing(model):
+    model.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, args, out: None)
+
+
+def offloaded(model):
+    model.model.layers[0]._hf_hook = object()
+
+
+def tensor_parallel(model):
+    model._tp_size = 2
+
+
+def elsewhere(model):
+    model.model.embed_tokens.to("meta")
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (refusing, "model.layers.1.mlp.down_proj has a hook"),
+        (offloaded, "model.layers.0 has an accelerate hook"),
+        (tensor_parallel, "tensor parallel"),
+        (elsewhere, "it is on several devices"),
+    ],
+)
+@on_every_device
+def test_models_that_are_left_alone(kernel, graph, device, change, reason):
+    model = tiny("llama", device)
+    change(model)
+    row = kernel.kernelize(model, cuda_graphs=True).rows[-1]
+    assert row.layer == "decode" and row.reason.startswith(f"no CUDA graph: {reason}")
+    assert "get_compiled_call" not in model.__dict__
+
+
+@on_every_device
+def test_dynamic_rope(kernel, graph, device):
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = tiny("llama", device, rope_parameters=rope)
+    assert "rope_type is dynamic" in kernel.kernelize(model, cuda_graphs=True).rows[-1].reason
+
+
+def test_on_a_cpu(kernel):
+    model = tiny("llama", "cpu")
+    report = kernel.kernelize(model, cuda_graphs=True)
+    assert report.rows[-1].reason == "no CUDA graph: the model is on cpu"
+    assert "decode" in str(report) or "no CUDA graph" in str(report)
+    report = kernel.kernelize(nn.Linear(2, 2), cuda_graphs=True)
+    assert report.rows[-1].reason == "no CUDA graph: it cannot generate"
+
+
+class OwnCache(transformers.StaticCache):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make, reason",
+    [
+        (lambda config: OwnCache(config=config, max_cache_len=48), "its cache is a OwnCache"),
+        (lambda config: transformers.DynamicCache(config=config), "its cache is a DynamicCache"),
+    ],
+)
+@on_every_device
+def test_caches_that_are_left_alone(kernel, graph, device, make, reason):
+    model = tiny("llama", device)
+    step = kernel.graphed_step(model, make(model.config), 2)
+    assert step.reason.startswith(reason)
+
+
+def test_an_offloaded_cache(kernel):
+    rules = submodule("models.graph_rules")
+    config = tiny("llama", "cpu").config
+    cache = transformers.StaticCache(config=config, max_cache_len=8)
+    assert rules.why_not_cache(cache) is None
+    cache.offloading = True
+    assert rules.why_not_cache(cache) == "its cache is offloaded"
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"output_hidden_states": True}, "output_hidden_states is asked for"),
+        ({"return_dict": False}, "return_dict is False"),
+        ({"attention_mask": torch.ones(2, 8)}, "attention_mask has 2 dimensions, not 4"),
+        ({"logits_to_keep": [0]}, "logits_to_keep is a list"),
+    ],
+)
+@on_every_device
+def test_calls_that_are_left_alone(kernel, graph, device, caplog, options, reason):
+    model = tiny("llama", device)
+    cache, token = start(model)
+    step = kernel.graphed_step(model, cache, 2)
+    options = {n: x.to(device) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    with caplog.at_level(logging.WARNING):
+        try:
+            step(token, **options)
+        except Exception:  # transformers' own, of what it does not take
+            pass
+    assert any(reason in message for message in caplog.messages)
+    assert step.reason is None and graph.captures == 0
+
+
+@on_every_device
+def test_training_and_gradients(kernel, graph, device):
+    model = tiny("llama", device)
+    kernel.kernelize(model, cuda_graphs=True)
+    decode = model.get_compiled_call(None)
+    cache, token = start(model)
+    for _ in range(4):
+        decode(input_ids=token, past_key_values=cache)
+    assert graph.captures == 0
+    model.train()
+    with torch.no_grad():
+        for _ in range(4):
+            decode(input_ids=token, past_key_values=cache)
+    assert graph.captures == 0
+
+
+@on_every_device
+def test_windows_want_positions_and_masks_from_outside(kernel, graph, device):
+    """A sliding layer's length is a number in Python, which a graph would bake in."""
+    model = tiny("mistral", device)
+    loops = Loops(kernel, model)
+    loops.steps()
+    assert graph.captures == 0
+
+
+@on_every_device
+def test_a_capture_that_fails(kernel, graph, device, caplog):
+    """Reads of the host cannot be captured: right tokens, one warning, and torch goes on."""
+    model = tiny("mistral", device)
+
+    class Reads(nn.Module):
+        def forward(self, x):
+            return x * (1.0 if x.abs().max().item() < 1e9 else 0.0)
+
+    first(model).mlp.act_fn = nn.Sequential(first(model).mlp.act_fn, Reads())
+    kernel.kernelize(model, cuda_graphs=True)
+    ids = tokens(2, 9, device=device)
+    expected = generate(model, ids, graphed=False)
+    with caplog.at_level(logging.WARNING):
+        assert torch.equal(generate(model, ids), expected)
+    said = [m for m in caplog.messages if "cannot be captured" in m]
+    assert len(said) == 1 and graph.captures == 1 and graph.replays == 0
+    torch.rand(3, device=device).sum().item()  # torch is as it was
+    first(model).mlp.act_fn = nn.SiLU()
+    ids = tokens(2, 9, device=device)
+    expected = generate(model, ids, graphed=False)
+    assert torch.equal(generate(model, ids), expected)
+    assert graph.replays == NEW - 2
+    found = []
+    for graphed in (False, True):
+        torch.manual_seed(5)
+        found.append(generate(model, ids, graphed, do_sample=True))
+    assert torch.equal(*found)
+
+
+@on_every_device
+def test_modules_that_count(kernel, graph, device):
+    """A number that a module changes in each step is not what a graph knows."""
+    model = tiny("llama", device)
+
+    class Counts(nn.Module):
+        steps = 0
+
+        def __init__(self):
+            super().__init__()
+            self.steps = 0
+
+        def forward(self, x):
+            self.steps += 1
+            return x * (1 + self.steps / 8)
+
+    first(model).mlp.act_fn = Counts()
+    loops = Loops(kernel, model)
+    loops.models[1].model.layers[0].mlp.act_fn.steps = first(model).mlp.act_fn.steps
+    loops.graphed(loops.token)
+    loops.graphed(loops.token)
+    assert "its modules count their steps" in loops.graphed.reason
+    assert graph.replays == 0
+
+
+# copies, pickles, restore
+
+
+@on_every_device
+def test_restore_and_kernelize_without(kernel, graph, device):
+    model = tiny("llama", device)
+    report = kernel.kernelize(model, cuda_graphs=True)
+    assert kernel.restore(model) == len(report.served)
+    assert "get_compiled_call" not in model.__dict__
+    kernel.kernelize(model, cuda_graphs=True)
+    kernel.kernelize(model)
+    assert "get_compiled_call" not in model.__dict__
+
+
+@on_every_device
+def test_copies_decode_by_their_own_weights(kernel, graph, device):
+    model = tiny("llama", device)
+    kernel.kernelize(model, cuda_graphs=True)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(1.3)
+    ids = tokens(1, 9, device=device)
+    expected = generate(other, ids, graphed=False)
+    assert torch.equal(generate(other, ids), expected)
+    assert graph.replays == NEW - 2
+    shallow = copy.copy(model)
+    assert torch.equal(generate(shallow, ids), generate(model, ids, graphed=False))
+    reference = weakref.ref(other)
+    del other
+    gc.collect()
+    assert reference() is None
+
+
+def test_a_pickle_has_the_models_own_function(kernel, monkeypatch):
+    for module in ("graphs", "graph_rules"):
+        monkeypatch.setattr(submodule(f"models.{module}"), "Graph", EmulatedGraph)
+    model = tiny("qwen3_5_text", "cpu")
+    submodule("models.graphs").serve_graphs(model)
+    file = io.BytesIO(pickle.dumps(model))
+    again = pickle.load(file)
+    assert again.get_compiled_call.__func__ is type(model).get_compiled_call
+    assert again.get_compiled_call.__self__ is again
+
+
+def test_wrong_arguments(kernel):
+    model = tiny("llama", "cpu")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=8)
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str"):
+        kernel.graphed_step("llama", cache, 1)
+    with pytest.raises(TypeError, match="batch_size must be an int, got str"):
+        kernel.graphed_step(model, cache, "1")
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        kernel.graphed_step(model, cache, 0)

@@ -1,0 +1,76 @@
+"""A CUDA graph of one step: what of torch.cuda the rest of this room stands on."""
+
+import functools
+import threading
+from typing import Callable, Optional
+
+import torch
+
+from ..runtime.device import on
+
+_capturing = threading.Lock()  # torch cannot capture two graphs of a process at once
+
+
+@functools.lru_cache(maxsize=64)
+def _side(device: torch.device, stream: int) -> torch.cuda.Stream:
+    """Where steps run and are captured that are replayed on this stream.
+
+    Libraries keep a workspace for each stream, which graphs go on using: streams that may run at
+    the same time must not share one.
+    """
+    return torch.cuda.Stream(device)
+
+
+class Graph:
+    """One call, captured on a stream of its own and replayed on the current one."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.graph: Optional[torch.cuda.CUDAGraph] = None
+
+    @staticmethod
+    def why_not(device: torch.device) -> Optional[str]:
+        if device.type != "cuda":
+            return f"the model is on {device.type}"
+        if torch.version.hip is not None:
+            return "there are no CUDA graphs on an AMD GPU"
+        return None
+
+    @staticmethod
+    def place(device: torch.device) -> int:
+        """The current stream: a graph is replayed where it was captured for."""
+        return torch.cuda.current_stream(device).cuda_stream
+
+    @staticmethod
+    def busy() -> bool:
+        """Somebody else captures what is called now."""
+        return torch.cuda.is_current_stream_capturing()
+
+    def run(self, call: Callable):
+        """call() where it will be captured: what is done once, such as compiling, is done here."""
+        with on(self.device):
+            current = torch.cuda.current_stream(self.device)
+            side = _side(self.device, current.cuda_stream)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                out = call()
+            current.wait_stream(side)
+        return out
+
+    def capture(self, call: Callable):
+        """Captures call(), which computes nothing yet; returns what replay() will compute."""
+        self.graph = torch.cuda.CUDAGraph()
+        with on(self.device), _capturing:
+            side = _side(self.device, torch.cuda.current_stream(self.device).cuda_stream)
+            with torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"):
+                return call()
+
+    def replay(self) -> None:
+        with on(self.device):
+            self.graph.replay()
+
+    def drop(self) -> None:
+        """Gives the memory back, also after a capture that failed."""
+        with on(self.device):
+            torch.cuda.synchronize()
+        self.graph = None

@@ -1,0 +1,129 @@
+"""What a CUDA graph of a decoding step would get wrong, and so is left eager.
+
+Each function gives the reason, or None if a graph may serve.
+"""
+
+from typing import Any, Callable, List, Optional
+
+import torch
+from torch import nn
+
+from ..layers.plain import PLAIN_TENSORS
+from ..layers.untouched import untouched
+from .capture import Graph
+from .watch import COUNT, PLAIN
+
+CACHES = "transformers.cache_utils"
+LAYERS = (
+    "StaticLayer", "StaticSlidingWindowLayer", "LinearAttentionLayer",
+    "LinearAttentionAndStaticFullAttentionLayer",
+    "LinearAttentionAndStaticSlidingWindowAttentionLayer",
+)  # fmt: skip
+
+
+def why_not_model(model: nn.Module) -> Optional[str]:
+    """Why a step of the model cannot be captured, or a replay would leave something out."""
+    devices, kinds = set(), set()
+    for name, module in model.named_modules():
+        attributes = module.__dict__
+        if "_hf_hook" in attributes:
+            return f"{name or 'the model'} has an accelerate hook (offloading, or several devices)"
+        if not all(map(_is_idle, _hooks(module))):
+            return f"{name or 'the model'} has a hook, which a graph would not call"
+        for x in (*module._parameters.values(), *module._buffers.values()):
+            if x is not None:
+                devices.add(x.device)
+                kinds.add(type(x))
+    if getattr(model, "_tp_size", None) not in (None, 1):
+        return "tensor parallel"
+    if kinds - set(PLAIN_TENSORS):
+        return f"its weights are {(kinds - set(PLAIN_TENSORS)).pop().__name__}s"
+    if len(devices) != 1:
+        return "it is on several devices" if devices else "it has no weights"
+    if "dynamic" in _rope_types(model):
+        return "its rope_type is dynamic, which reads positions on the host"
+    return Graph.why_not(devices.pop())
+
+
+def _hooks(module: nn.Module) -> List[Callable]:
+    return [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+
+
+def _is_idle(hook: Callable) -> bool:
+    """transformers' own, which records outputs where they are asked for."""
+    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def _rope_types(model: nn.Module) -> set:
+    found = set()
+    for module in model.modules():
+        kind = module.__dict__.get("rope_type")
+        found |= set(kind.values()) if isinstance(kind, dict) else {kind}
+    return found
+
+
+def why_not_cache(cache: Any) -> Optional[str]:
+    """Why a step on the cache cannot be captured; None if it may be."""
+    kind = type(cache)
+    if (kind.__module__, kind.__name__) != (CACHES, "StaticCache"):
+        return f"its cache is a {kind.__name__}, not a StaticCache"
+    if cache.offloading:
+        return "its cache is offloaded"
+    for layer in cache.layers:
+        kind = type(layer)
+        if kind.__module__ != CACHES or kind.__name__ not in LAYERS:
+            return f"its cache has a layer that is a {kind.__name__}"
+        if getattr(layer, "record_past", False):
+            return "its cache records the past"
+    return None
+
+
+def why_not_yet(cache: Any) -> Optional[str]:
+    """What a step would make on its first call is not there."""
+    for layer in cache.layers:
+        made = getattr(layer, "is_initialized", True)
+        if not made or not all(getattr(layer, "has_previous_state", {}).values()):
+            return "no prompt went through its cache"
+    return None
+
+
+# why single calls of a cache that has a graph are eager; not worth a word
+PROMPT = "it is not one token"
+PASSING = (PROMPT, "gradients are on", "autocast is on", "somebody else captures or traces it")
+
+
+def why_eager(model: nn.Module, cache: Any, inputs: dict) -> Optional[str]:
+    """Why this call is not for a graph."""
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
+        return PROMPT
+    if torch.is_grad_enabled():
+        return "gradients are on"
+    if torch.is_autocast_enabled(ids.device.type):
+        return "autocast is on"
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
+    if traced or not untouched() or Graph.busy():
+        return "somebody else captures or traces it"
+    if model.training:
+        return "the model is in training mode"
+    for name in ("output_hidden_states", "output_attentions"):
+        if inputs.get(name) or getattr(model.config, name, False):
+            return f"{name} is asked for, which the next token would overwrite"
+    if inputs.get("return_dict") is False:
+        return "return_dict is False"
+    for name, value in inputs.items():
+        values = value.values() if isinstance(value, dict) else (value,)
+        for x in values:
+            if not (x is None or isinstance(x, torch.Tensor) or x.__class__ in PLAIN):
+                return f"{name} is a {type(x).__name__}"
+            if name == "attention_mask" and x is not None and x.ndim != 4:
+                return f"attention_mask has {x.ndim} dimensions, not 4"
+    for layer in cache.layers:
+        count = layer.__dict__.get(COUNT)
+        if count is None:
+            continue
+        if count >= layer.max_cache_len:
+            return f"the sliding window of {layer.max_cache_len} tokens is full"
+        if inputs.get("position_ids") is None or inputs.get("attention_mask") is None:
+            return "a model with sliding windows needs position_ids and attention_mask"
+    return None

@@ -1,0 +1,295 @@
+"""Decoding by CUDA graphs: kernelize(model, cuda_graphs=True) and graphed_step.
+
+transformers' generate asks a model for the function that decodes, `get_compiled_call`, where its
+cache is static. Served, the model answers with `Decoding.step`: the first token of a cache runs as
+it is, on a side stream, the second is captured, and later ones replay the graph on copies of their
+inputs. A graph belongs to one cache and dies with it.
+"""
+
+import logging
+import weakref
+from typing import Any, Callable, Dict, List, Optional, Tuple
+
+import torch
+from torch import nn
+
+from .capture import Graph
+from .graph_rules import PASSING, why_eager, why_not_cache, why_not_model, why_not_yet
+from .report import Row
+from .watch import CacheWatch, ModelWatch
+
+SEAM = "get_compiled_call"
+PAYS = 16  # replays that pay for a capture
+WASTED = 3  # captures of one cache that may be in vain
+
+logger = logging.getLogger(__name__)
+
+
+def serve_graphs(model: nn.Module) -> Row:
+    """Has transformers' generate decode by graphs, where it has a static cache."""
+    restore_graphs(model)
+    found = _generating(model)
+    if found is None:
+        return Row("", type(model).__name__, "decode", None, "no CUDA graph: it cannot generate")
+    name, inner = found
+    reason = why_not_model(inner)
+    if reason is None:
+        setattr(inner, SEAM, Decoding(inner))
+    else:
+        reason = f"no CUDA graph: {reason}"
+    return Row(name, type(inner).__name__, "decode", None if reason else "CUDA graph", reason)
+
+
+def restore_graphs(model: nn.Module) -> int:
+    """Undoes serve_graphs; returns for how many modules."""
+    served = [m for m in model.modules() if isinstance(m.__dict__.get(SEAM), Decoding)]
+    for module in served:
+        delattr(module, SEAM)
+    return len(served)
+
+
+def _generating(model: nn.Module) -> Optional[Tuple[str, nn.Module]]:
+    """The outermost module whose generate has the seam, with its name."""
+    for name, module in model.named_modules():
+        kind = type(module)
+        if hasattr(kind, SEAM) and hasattr(kind, "prepare_inputs_for_generation"):
+            return name, module
+    return None
+
+
+class Step:
+    """A token on one cache: eager at first, then replayed."""
+
+    def __init__(self, cache: Any):
+        self.reason = why_not_cache(cache)  # why no call on this cache is for a graph
+        self.key: Optional[tuple] = None  # of the calls that a graph is, or will be, for
+        self.graph: Optional[Graph] = None
+        self.static: List[torch.Tensor] = []  # what the graph reads, in the order of _parts
+        self.output: Tuple[type, dict] = (dict, {})  # what it writes, but for the cache
+        self.watches: Tuple[Any, Any] = (None, None)
+        self.replays = self.wasted = 0
+
+    def __call__(self, model: nn.Module, cache: Any, inputs: dict):
+        """model(past_key_values=cache, **inputs)."""
+        reason = self.reason or why_eager(model, cache, inputs)
+        if reason is not None:
+            return self._eager(model, cache, inputs, reason)
+        tensors, plain = _parts(inputs)
+        facts = tuple([(name, x.shape, x.dtype, x.device) for name, x in tensors])
+        device = tensors[0][1].device
+        key = (facts, plain, Graph.place(device), torch.is_inference_mode_enabled())
+        if self.graph is not None:
+            if key == self.key and self._holds(cache):
+                return self._replay(cache, tensors)
+            self._drop()
+        reason = self.reason or why_not_model(model) or why_not_yet(cache)
+        if reason is not None:
+            return self._eager(model, cache, inputs, reason)
+        if key == self.key:
+            return self._capture(model, cache, inputs, Graph(device))
+        self.key = key
+        return Graph(device).run(lambda: model(past_key_values=cache, **inputs))
+
+    @staticmethod
+    def _eager(model: nn.Module, cache: Any, inputs: dict, reason: str):
+        if reason not in PASSING:
+            say(model, reason)
+        return model(past_key_values=cache, **inputs)
+
+    def _holds(self, cache: Any) -> bool:
+        of_cache, of_model = self.watches
+        return of_cache.holds(cache) and of_model.holds()
+
+    def _replay(self, cache: Any, tensors: list):
+        for mine, (_, new) in zip(self.static, tensors):
+            mine.copy_(new)
+        self.graph.replay()
+        self.watches[0].advance()
+        self.replays += 1
+        kind, fields = self.output
+        return kind(**fields, past_key_values=cache)
+
+    def _capture(self, model: nn.Module, cache: Any, inputs: dict, graph: Graph):
+        """Captures the call and replays it: a capture computes nothing, but Python counts."""
+        static = _map(inputs, torch.clone)
+        watch, before = CacheWatch(cache), ModelWatch(model)
+        counts = watch.counts()
+        try:
+            out = graph.capture(lambda: model(past_key_values=cache, **static))
+            self.output = type(out), _fields(out, cache)
+            if not watch.holds(cache):
+                raise RuntimeError("it puts new tensors into its cache")
+            if before.watch.plain() != before.plain:
+                raise RuntimeError("its modules count their steps")
+        except Exception as error:
+            said = str(error).partition("\n")[0] or type(error).__name__
+            self.reason = f"its step cannot be captured: {said}"
+        finally:
+            watch.set_counts(counts)
+        if self.reason is not None:
+            graph.drop()
+            return self._eager(model, cache, inputs, self.reason)
+        self.graph, self.static = graph, [x for _, x in _parts(static)[0]]
+        self.watches = watch, ModelWatch(model)
+        return self._replay(cache, _parts(inputs)[0])
+
+    def _drop(self) -> None:
+        self.wasted += self.replays < PAYS
+        self.key = self.graph = None
+        self.static, self.output, self.watches = [], (dict, {}), (None, None)
+        self.replays = 0
+        if self.wasted >= WASTED:
+            self.reason = "what a graph has baked in changed again and again"
+
+
+def _parts(inputs: dict) -> Tuple[list, tuple]:
+    """(name, tensor) of the tensors among the inputs and the dicts in them, and all else."""
+    tensors, plain = [], []
+    for name, value in inputs.items():
+        items = value.items() if isinstance(value, dict) else ((None, value),)
+        for inner, x in items:
+            if isinstance(x, torch.Tensor):
+                tensors.append(((name, inner), x))
+            else:
+                plain.append((name, inner, x.__class__, x))
+    return tensors, tuple(plain)
+
+
+def _map(value, function: Callable):
+    """The value with function(x) for each tensor x in it and in dicts in it."""
+    if isinstance(value, dict):
+        return {name: _map(x, function) for name, x in value.items()}
+    return function(value) if isinstance(value, torch.Tensor) else value
+
+
+def _fields(out: Any, cache: Any) -> Dict[str, Any]:
+    """What a model returned, but for the cache, which would keep itself alive."""
+    if not isinstance(out, dict) or out.get("past_key_values") is not cache:
+        raise RuntimeError(f"it returns a {type(out).__name__} without its cache")
+    fields = {name: x for name, x in out.items() if name != "past_key_values"}
+    if any(x is cache for x in fields.values()):
+        raise RuntimeError("it returns its cache twice")
+    return fields
+
+
+def say(model: nn.Module, reason: str) -> None:
+    """Warns, once for a model and a reason."""
+    said = _said.setdefault(model, set())
+    if reason not in said:
+        said.add(reason)
+        logger.warning("%s decodes without a CUDA graph: %s", type(model).__name__, reason)
+
+
+_said: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
+
+
+class Decoding:
+    """What stands in place of a model's get_compiled_call."""
+
+    def __init__(self, model: nn.Module):
+        self.of = weakref.ref(model)
+        self.steps: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache
+
+    @property
+    def model(self) -> nn.Module:
+        model = self.of()
+        if model is None:
+            raise RuntimeError(
+                "the model is gone: call kernelize(copy, cuda_graphs=True) for a copy"
+            )
+        return model
+
+    def __call__(self, compile_config=None) -> Callable:
+        """The function that decodes, for one call of generate."""
+        model = self.model
+        reason = why_not_model(model)
+        if reason is None:
+            return self.step
+        say(model, reason)
+        return model.__call__
+
+    def step(self, past_key_values=None, **inputs):
+        if past_key_values is None:
+            return self.model(**inputs)
+        step = self.steps.get(past_key_values)
+        if step is None:
+            step = self.steps[past_key_values] = Step(past_key_values)
+        return step(self.model, past_key_values, inputs)
+
+    def __deepcopy__(self, memo):
+        model = memo.get(id(self.of()))
+        return self if model is None else Decoding(model)
+
+    def __reduce__(self):  # a pickle holds the model's own function
+        return getattr, (self.model, SEAM)
+
+
+class GraphedStep:
+    """What graphed_step returns."""
+
+    def __init__(self, model: nn.Module, cache: Any, batch_size: int):
+        self._model, self._cache, self._batch_size = model, cache, batch_size
+        self._step = Step(cache)
+        self._step.reason = why_not_model(model) or self._step.reason
+
+    @property
+    def reason(self) -> Optional[str]:
+        """Why no step is a graph; None if steps may be."""
+        return self._step.reason
+
+    @torch.no_grad()
+    def __call__(self, input_ids: torch.Tensor, **inputs):
+        expected = (self._batch_size, 1)
+        if not isinstance(input_ids, torch.Tensor) or input_ids.shape != expected:
+            found = list(getattr(input_ids, "shape", ())) or type(input_ids).__name__
+            raise ValueError(f"input_ids must be a tensor of shape {list(expected)}, got {found}")
+        inputs = {"input_ids": input_ids, "use_cache": True, "return_dict": True, **inputs}
+        return self._step(self._model, self._cache, inputs)
+
+
+def graphed_step(model: nn.Module, cache: Any, batch_size: int) -> GraphedStep:
+    """A decoding step of a model of transformers as a CUDA graph, for loops written by hand.
+
+    step(input_ids, **inputs) is model(input_ids, past_key_values=cache, **inputs) without
+    gradients. The first call runs as it is, the second is captured, later ones are replays, as
+    long as nothing changed that the graph holds: shapes, addresses of weights and of the cache,
+    adapters, hooks, modes. Where a graph would not do the same, steps run as they are.
+
+    Args:
+        model: what was prepared for decoding, kernelized or not; in evaluation mode.
+        cache: a transformers.StaticCache through which the prompt went.
+        batch_size: B of the tokens [B, 1] that a step takes.
+
+    Returns:
+        The step. It takes input_ids [B, 1] int64 and what else the model takes, tensors always of
+        the same shapes: position_ids [B, 1], and attention_mask [B, 1, 1, S] for the S slots of the
+        cache. A model with sliding windows needs both. It returns the model's output, whose tensors
+        the next step overwrites. `step.reason` says why steps are not replayed, or is None.
+
+    Raises:
+        TypeError: model is not an nn.Module, or batch_size not an int.
+        ValueError: batch_size is below 1; of a step, input_ids are not [B, 1].
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...                      num_hidden_layers=2, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> cache = StaticCache(config, max_cache_len=16)
+        >>> prompt = torch.tensor([[3, 1, 4, 1, 5]])
+        >>> token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
+        >>> step = graphed_step(model, cache, batch_size=1)
+        >>> for _ in range(4):
+        ...     token = step(token).logits.argmax(-1)
+        >>> token.shape
+        torch.Size([1, 1])
+        >>> step.reason
+        'the model is on cpu'
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(batch_size, int):
+        raise TypeError(f"batch_size must be an int, got {type(batch_size).__name__}")
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    return GraphedStep(model, cache, batch_size)

@@ -1,0 +1,121 @@
+"""Whether what a graph has baked in is still what Python would read.
+
+A replay runs no Python: what modules and cache layers hold must be the same objects at the same
+addresses. `Watch` compares them in tens of microseconds, for every call.
+"""
+
+from itertools import chain
+from typing import Any, List, Optional
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+PLAIN = (bool, int, float, str)
+COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which Python counts
+# of which a call reads parameters and hooks alone
+LEAVES = (nn.Linear, nn.Embedding)
+
+_values = chain.from_iterable
+# torch's own comparison of many addresses, in builds for CUDA; 10 ns a tensor
+_same_places = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
+
+
+class Watch:
+    """The values of dicts and lists, and where their tensors lie."""
+
+    def __init__(self, tables: List[dict], lists: List[list]):
+        self.tables, self.lists = tables, lists
+        self.values = self._now()
+        self.members = list(map(tuple, lists))
+        self.tensors = [i for i, x in enumerate(self.values) if isinstance(x, torch.Tensor)]
+        self.places: List[Optional[int]] = [None] * len(self.values)
+        for i in self.tensors:
+            self.places[i] = self.values[i].data_ptr()
+
+    def _now(self) -> list:
+        return list(_values(map(dict.values, self.tables)))
+
+    def holds(self) -> bool:
+        """All is as it was: the same objects, or equal ones, and tensors at the same addresses."""
+        now = self._now()
+        try:
+            if now != self.values or list(map(tuple, self.lists)) != self.members:
+                return False
+        except (RuntimeError, ValueError):  # another tensor in place of one: no truth value
+            return False
+        if _same_places is not None:
+            return _same_places(now, self.places, self.tensors)
+        return all(now[i].data_ptr() == self.places[i] for i in self.tensors)
+
+    def plain(self) -> list:
+        """What counts and flags say now."""
+        return [x for x in self._now() if x.__class__ in PLAIN]
+
+
+def _tables(attributes: dict) -> List[dict]:
+    """The attributes, and those among them that are dicts with something in them."""
+    inner = [x for x in attributes.values() if isinstance(x, dict) and x]
+    return [attributes, *inner]
+
+
+class ModelWatch:
+    """The parameters, modules, attributes, classes and hooks of a model and its configurations."""
+
+    def __init__(self, model: nn.Module):
+        self.modules = list(model.modules())
+        self.kinds = list(map(type, self.modules))
+        self.attributes = [m.__dict__ for m in self.modules]
+        self.counts = list(map(len, self.attributes))
+        self.hooks = RemovableHandle.next_id  # it grows with every hook that is registered
+        tables: List[dict] = []
+        lists: List[list] = []
+        for kind, attributes in zip(self.kinds, self.attributes):
+            found = _tables(attributes)
+            tables += found[1:] if kind in LEAVES else found
+            lists += [x for x in attributes.values() if isinstance(x, list)]
+        configs = {id(m.config): m.config for m in self.modules if "config" in m.__dict__}
+        tables += [config.__dict__ for config in configs.values() if hasattr(config, "__dict__")]
+        self.watch = Watch(tables, lists)
+        self.plain = self.watch.plain()
+
+    def holds(self) -> bool:
+        return (
+            self.hooks == RemovableHandle.next_id
+            and list(map(type, self.modules)) == self.kinds
+            and list(map(len, self.attributes)) == self.counts
+            and self.watch.holds()
+        )
+
+
+class CacheWatch:
+    """The layers of a static cache: their tensors, and what they know in Python."""
+
+    def __init__(self, cache: Any):
+        self.layers = list(cache.layers)
+        self.watch = Watch([t for layer in self.layers for t in _tables(layer.__dict__)], [])
+        self.counting = []  # a layer's attributes, and where its count stands among the values
+        before = 0
+        for table in self.watch.tables:
+            if COUNT in table:
+                self.counting.append((table, before + list(table).index(COUNT)))
+            before += len(table)
+
+    def holds(self, cache: Any) -> bool:
+        if cache.layers != self.layers:
+            return False
+        for attributes, place in self.counting:  # a count is no change: steps and reset() set it
+            self.watch.values[place] = attributes[COUNT]
+        return self.watch.holds()
+
+    def advance(self) -> None:
+        """What Python does to the counts in a step."""
+        for attributes, _ in self.counting:
+            attributes[COUNT] += 1
+
+    def counts(self) -> List[int]:
+        return [attributes[COUNT] for attributes, _ in self.counting]
+
+    def set_counts(self, counts: List[int]) -> None:
+        for (attributes, _), count in zip(self.counting, counts):
+            attributes[COUNT] = count
