@@ -52,7 +52,6 @@ class Recording(TorchDispatchMode):
 class EmulatedGraph:
     """Stands for models/capture.py:Graph."""
 
-
     def __init__(self, device):
         self.recording = None
 

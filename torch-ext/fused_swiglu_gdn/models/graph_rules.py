@@ -88,8 +88,9 @@ def why_not_yet(cache: Any) -> Optional[str]:
 
 
 # why single calls of a cache that has a graph are eager; not worth a word
-PROMPT = "it is not one token"
-PASSING = (PROMPT, "gradients are on", "autocast is on", "somebody else captures or traces it")
+PROMPT, GRADIENTS, AUTOCAST = "it is not one token", "gradients are on", "autocast is on"
+WATCHED = "modules are patched, traced or captured by others"
+PASSING = (PROMPT, GRADIENTS, AUTOCAST, WATCHED)
 
 
 def why_eager(model: nn.Module, cache: Any, inputs: dict) -> Optional[str]:
@@ -98,26 +99,34 @@ def why_eager(model: nn.Module, cache: Any, inputs: dict) -> Optional[str]:
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
         return PROMPT
     if torch.is_grad_enabled():
-        return "gradients are on"
+        return GRADIENTS
     if torch.is_autocast_enabled(ids.device.type):
-        return "autocast is on"
+        return AUTOCAST
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    if traced or not untouched() or Graph.busy():
-        return "somebody else captures or traces it"
+    if traced or Graph.busy() or not untouched():
+        return WATCHED
     if model.training:
         return "the model is in training mode"
+    return _why_not_inputs(model, inputs) or _why_not_windows(cache, inputs)
+
+
+def _why_not_inputs(model: nn.Module, inputs: dict) -> Optional[str]:
     for name in ("output_hidden_states", "output_attentions"):
         if inputs.get(name) or getattr(model.config, name, False):
             return f"{name} is asked for, which the next token would overwrite"
     if inputs.get("return_dict") is False:
         return "return_dict is False"
     for name, value in inputs.items():
-        values = value.values() if isinstance(value, dict) else (value,)
-        for x in values:
+        for x in value.values() if isinstance(value, dict) else (value,):
             if not (x is None or isinstance(x, torch.Tensor) or x.__class__ in PLAIN):
                 return f"{name} is a {type(x).__name__}"
             if name == "attention_mask" and x is not None and x.ndim != 4:
                 return f"attention_mask has {x.ndim} dimensions, not 4"
+    return None
+
+
+def _why_not_windows(cache: Any, inputs: dict) -> Optional[str]:
+    """A sliding layer counts in Python, and does something else once it is full."""
     for layer in cache.layers:
         count = layer.__dict__.get(COUNT)
         if count is None:

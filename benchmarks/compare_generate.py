@@ -1,0 +1,175 @@
+"""A token of transformers' generate on a static cache: eager, compiled, or a CUDA graph of ours.
+
+    python benchmarks/compare_generate.py [--model qwen llama] [--batch 1 64] [--without compile]
+
+Random weights, bf16, 128 tokens after a prompt of 512, greedy, all ways in one process and on the
+same weights, plain transformers (with FLA's kernels, where they are installed) before ours. A token
+is the median of the times between two calls of a stopping criterion, inside generate. Compiling
+takes a minute for each model and batch.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+from compare_models import install_fla_convolution, randomize
+from kernel_time import RESULTS, load_package, save
+
+PROMPT, NEW = 512, 128
+MODELS = {
+    "qwen": (  # Qwen3.5-4B's layers
+        "Qwen3.5, 16 layers",
+        "qwen3_5_text",
+        {
+            "hidden_size": 2560,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "vocab_size": 248320,
+            "layer_types": [
+                "full_attention" if i % 4 == 3 else "linear_attention" for i in range(16)
+            ],
+        },
+    ),
+    "llama": (  # Llama-3-8B's layers
+        "Llama, 8 layers",
+        "llama",
+        {
+            "hidden_size": 4096,
+            "intermediate_size": 14336,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "vocab_size": 128256,
+        },
+    ),
+}
+
+
+def model_of(name: str):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    _, family, sizes = MODELS[name]
+    config = AutoConfig.for_model(family, **sizes)
+    with torch.device("cuda"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.generation_config.eos_token_id = None
+    return randomize(model).eval()
+
+
+def clock():
+    """A stopping criterion that stops nothing and knows when it was called."""
+    from transformers import StoppingCriteria
+
+    class Clock(StoppingCriteria):
+        def __init__(self):
+            self.times = [time.perf_counter()]
+
+        def __call__(self, input_ids, scores, **kwargs):
+            self.times.append(time.perf_counter())
+            return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+    return Clock()
+
+
+def generate(model, batch: int, new: int = NEW, prompt: int = PROMPT, **options) -> list:
+    """Seconds from the call of generate to each token."""
+    torch.manual_seed(0)
+    ids = torch.randint(1, 1000, (batch, prompt), device="cuda")
+    torch.cuda.synchronize()
+    ticks = clock()
+    model.generate(
+        ids, max_new_tokens=new, do_sample=False, pad_token_id=0, stopping_criteria=[ticks],
+        cache_implementation="static", **options,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+    return [t - ticks.times[0] for t in ticks.times[1:]]
+
+
+def measured(model, batch: int, **options) -> dict:
+    """One way to decode: when its first and fifth token came, a token's time, and memory."""
+    start = generate(model, batch, **options)
+    # what transformers keeps of a model between calls may be made only now
+    times = generate(model, batch, **options)
+    steps = [b - a for a, b in zip(times[8:], times[9:])]
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    generate(model, batch, new=16, **options)
+    return {
+        "us": statistics.median(steps) * 1e6,
+        "first_s": start[0],
+        "fifth_s": start[4],
+        "again_fifth_s": times[4],
+        "all_s": times[-1],
+        "reserved_mib": (torch.cuda.max_memory_reserved() - before) / 2**20,
+    }
+
+
+@torch.no_grad()
+def compare(package, name: str, batches, without) -> list:
+    title, rows = MODELS[name][0], []
+    model = model_of(name)
+    for batch in batches:
+        package.restore(model)
+        ways = {"transformers": measured(model, batch, disable_compile=True)}
+        if "compile" not in without:
+            ways["compile"] = measured(model, batch)
+            torch.compiler.reset()
+            del model._compiled_call
+        print(package.kernelize(model, cuda_graphs=True), flush=True)
+        ways["ours"] = measured(model, batch)
+        ways["ours_eager"] = measured(model, batch, disable_compile=True)
+        other = generate(model, batch + 2, new=8, prompt=PROMPT // 2)
+        for way, found in ways.items():
+            print(f"{title}, batch {batch}, {way:13}", json.dumps(found), flush=True)
+        kinds = {
+            "a token": {"ours": "ours", "compile": "compile"},
+            "an eager token": {"ours": "ours_eager", "transformers": "transformers"},
+        }
+        for what, names in kinds.items():
+            found = {shown: ways[way] for shown, way in names.items() if way in ways}
+            row = {"what": f"{title}, batch {batch}, {what}"}
+            row["us"] = {shown: facts["us"] for shown, facts in found.items()}
+            row["more"] = found
+            rows.append(row)
+        rows[-2]["another_batch_and_length_fifth_s"] = other[4]
+    return rows
+
+
+def merged(path: Path, rows: list) -> list:
+    """The record's rows, with these in place of those of the same name."""
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    new = {row["what"] for row in rows}
+    return [row for row in old if row["what"] not in new] + rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 64])
+    parser.add_argument("--without", nargs="+", choices=["compile"], default=[])
+    parser.add_argument("--json", type=Path, default=RESULTS / "generate.json")
+    arguments = parser.parse_args()
+    install_fla_convolution()
+    package = load_package()
+    for name in arguments.model:
+        rows = compare(package, name, arguments.batch, arguments.without)
+        save(arguments.json, merged(arguments.json, rows))
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Tokens a second and the time to the first tokens of generate: eager, compiled, and graphed.
+
+    python examples/generate_fast.py [--device cuda] [--tokens 128] [--ways eager compiled graphed]
+
+A Qwen3.5 with random weights decodes on a static cache. "compiled" is what transformers does with
+such a cache on a GPU, "graphed" is kernelize(model, cuda_graphs=True). On a CPU, where there are no
+CUDA graphs, the model is tiny and the report says that decoding was left alone.
+"""
+
+import argparse
+import logging
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import transformers
+from kernels import get_kernel
+
+ROOT = Path(__file__).resolve().parent.parent
+REPOSITORY = "org/fused-swiglu-gdn"
+WAYS = ("eager", "compiled", "graphed")
+GPU = {
+    "hidden_size": 2560,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "vocab_size": 32768,
+}
+CPU = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "vocab_size": 512,
+}
+
+
+def load_kernel():
+    """What `make build` writes, loaded by a Hub name; LOCAL_KERNELS stands in for the Hub."""
+    subprocess.run([sys.executable, ROOT / "tools" / "build.py"], check=True)
+    os.environ["LOCAL_KERNELS"] = f"{REPOSITORY}={ROOT}"
+    return get_kernel(REPOSITORY, version=1)
+
+
+def random_model(device: str):
+    sizes = GPU if device == "cuda" else CPU
+    config = transformers.Qwen3_5TextConfig(**sizes, pad_token_id=0, eos_token_id=None)
+    torch.manual_seed(0)
+    with torch.device(device):
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.eval()
+
+
+class Clock(transformers.StoppingCriteria):
+    """Stops nothing; knows when each token was there."""
+
+    def __init__(self):
+        self.times = [time.perf_counter()]
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.times.append(time.perf_counter())
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def generate(model, ids, count: int, way: str):
+    """The tokens, and seconds from the call to each of them."""
+    clock = Clock()
+    tokens = model.generate(
+        ids,
+        max_new_tokens=count,
+        do_sample=False,
+        cache_implementation="static",
+        disable_compile=way == "eager",
+        stopping_criteria=[clock],
+    )
+    return tokens, [t - clock.times[0] for t in clock.times[1:]]
+
+
+def run(kernel, device: str, count: int, ways) -> dict:
+    """{way: (tokens, seconds to each)}, printed as they come."""
+    model = random_model(device)
+    ids = torch.randint(1, 512, (1, 32), device=device)
+    print(f"{'':10}{'first token':>14}{'fifth token':>14}{'tokens/s':>12}")
+    found = {}
+    for way in ways:
+        if way == "graphed":
+            report = kernel.kernelize(model, cuda_graphs=True)
+        tokens, times = generate(model, ids, count, way)
+        steady = times[len(times) // 2 :]
+        rate = (len(steady) - 1) / (steady[-1] - steady[0])
+        print(f"{way:10}{times[0]:12.2f} s{times[4]:12.2f} s{rate:12.1f}", flush=True)
+        found[way] = tokens, times
+    if "graphed" in ways:
+        print(f"\n{report}")
+        kernel.restore(model)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    arguments = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("kernels").setLevel(logging.ERROR)
+    run(load_kernel(), arguments.device, arguments.tokens, arguments.ways)
+
+
+if __name__ == "__main__":
+    main()
