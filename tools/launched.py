@@ -222,6 +222,30 @@ call("attention decode, one key head", HQ=71, HK=1, D=64, mask=FP32, dtype=FP16)
 call("attention decode, a key head each", B=4, HQ=32, HK=32, mask=BF16)(_kvcache)
 
 
+def _topk(kernel, T, E=256, K=8, dtype=BF16, bias=False, grad=False, kind=None, **options):
+    logits, bias = values(T, E, dtype=dtype, grad=grad), values(E, dtype=FP32) if bias else None
+    choose = functools.partial(kernel.fused_topk, logits, K, bias=bias, dtype=kind, **options)
+    return with_gradients(lambda: choose()[0], logits) if grad else choose
+
+
+for T in (1, 8192):
+    call(f"router, T {T}", T=T)(_topk)
+call("router, 512 experts", T=64, E=512, K=10)(_topk)
+call("router, fp16, weights in fp32", T=64, E=8, K=2, dtype=FP16, kind=FP32)(_topk)
+call("router, sigmoid", T=64, dtype=FP32, bias=True, scoring="sigmoid", scale=2.5)(_topk)
+call("router, training", T=8192, grad=True)(_topk)
+
+
+def _shared(kernel, T, H=2048, grad=False):
+    tensors = [values(*shape, grad=grad) for shape in ((T, H), (T, H), (T, H), (H,))]
+    add = functools.partial(submodule("experts.ops_shared").add_shared, *tensors)
+    return with_gradients(add, *tensors) if grad else add
+
+
+call("shared expert, T 1", T=1)(_shared)
+call("shared expert, training", T=8192, grad=True)(_shared)
+
+
 # --- the gated delta rule
 
 

@@ -3,6 +3,7 @@
 from . import layers
 from .attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
 from .experts.api import fused_experts
+from .experts.api_topk import fused_topk
 from .gdn.api import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .gdn.api_aiter import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_opt_vk
 from .gdn_layer.api import causal_conv1d_fn, causal_conv1d_update, gated_delta_gate, rms_norm_gated
@@ -38,6 +39,7 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "fused_swiglu",
     "fused_swiglu_mlp",
+    "fused_topk",
     "gated_delta_gate",
     "graphed_step",
     "implementation_of",

@@ -1,12 +1,15 @@
-"""Checks of the routed experts."""
+"""Checks of the routed experts and of the router's choice."""
 
 import torch
 
 from ..runtime.checks import (
+    FLOATING,
     agrees,
+    are_flags,
     has_dtype,
     has_shape,
     is_floating,
+    is_number,
     is_one_of,
     remembered,
     same_device,
@@ -37,3 +40,26 @@ def fused_experts(x, w_gate_up, w_down, top_k_index, top_k_weights, activation, 
         raise TypeError(f"limit must be a number or None, got {type(limit).__name__}")
     if not limit > 0:
         raise ValueError(f"limit must be above 0, got {limit}")
+
+
+SCORINGS = ("softmax", "sigmoid")
+
+
+@remembered
+def fused_topk(logits, bias, top_k, scoring, renormalize, scale, dtype) -> None:
+    sizes: dict = {}
+    has_shape("logits", logits, "T E", sizes)
+    is_floating("logits", logits)
+    if isinstance(top_k, bool) or not isinstance(top_k, int):
+        raise TypeError(f"top_k must be an int, got {type(top_k).__name__}")
+    if not 0 < top_k <= sizes["E"]:
+        raise ValueError(f"top_k must be from 1 to the number of experts, {sizes['E']}: {top_k}")
+    is_one_of("scoring", scoring, SCORINGS)
+    if bias is not None:
+        has_shape("bias", bias, "E", sizes)
+        is_floating("bias", bias)
+        same_device("bias", bias, "logits", logits)
+    are_flags(renormalize=renormalize)
+    is_number("scale", scale, "positive")
+    if dtype is not None and dtype not in FLOATING:
+        raise TypeError(f"dtype must be a floating dtype or None, got {dtype!r}")

@@ -1,4 +1,5 @@
-"""The routed experts in plain torch, any device: one expert after the other.
+"""The routed experts in plain torch, any device: one expert after the other; and what stands beside
+them in a block, the router's choice and the shared expert.
 
     out[t] = sum_k w[t, k] (act(x[t] Wg[e]^T) * (x[t] Wu[e]^T)) Wd[e]^T,   e = ids[t, k]
 
@@ -102,3 +103,77 @@ def experts_bwd(
             dw_down[expert] = dout[token].t() @ (weight * z).to(x.dtype)
     found = (dx.sum(1).to(x.dtype), dw_gate_up, dw_down, dweights)
     return tuple(gradient if needed else None for gradient, needed in zip(found, needs))
+
+
+def _scores(logits: Tensor, scoring: str) -> Tensor:
+    wide = at_least_fp32(logits)
+    return wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+
+
+LEAST = {"softmax": 0.0, "sigmoid": 1e-20}  # added to a sum of scores before it divides
+
+
+def topk_fwd(
+    logits: Tensor,  # [T, E]
+    bias: Optional[Tensor],  # [E]
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+    dtype: torch.dtype,
+) -> Tuple[Tensor, Tensor]:  # weights [T, K], ids [T, K] int64
+    """Both scores grow with their logit, and two that differ may have equal scores in fp32: without
+    a bias the logits themselves are compared."""
+    scores = _scores(logits, scoring)
+    choice = at_least_fp32(logits) if bias is None else scores + bias
+    ids = choice.sort(dim=-1, descending=True, stable=True)[1][:, :top_k].contiguous()
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST[scoring])
+    return (weights * scale).to(dtype), ids
+
+
+def topk_bwd(
+    dweights: Tensor,  # [T, K]
+    logits: Tensor,  # [T, E]
+    ids: Tensor,  # [T, K]
+    scoring: str,
+    renormalize: bool,
+    scale: float,
+) -> Tensor:  # [T, E]
+    scores = _scores(logits, scoring)
+    dchosen, chosen = dweights.to(scores.dtype) * scale, scores.gather(-1, ids)
+    if renormalize:
+        total = chosen.sum(-1, keepdim=True) + LEAST[scoring]
+        dchosen = (dchosen - (dchosen * chosen / total).sum(-1, keepdim=True)) / total
+    dscores = torch.zeros_like(scores).scatter(-1, ids, dchosen)
+    if scoring == "softmax":
+        dlogits = scores * (dscores - (dscores * scores).sum(-1, keepdim=True))
+    else:
+        dlogits = dscores * scores * (1 - scores)
+    return dlogits.to(logits.dtype)
+
+
+def shared_fwd(
+    routed: Tensor,  # [T, H]
+    shared: Tensor,  # [T, H]
+    x: Tensor,  # [T, H]
+    w_gate: Tensor,  # [H]
+) -> Tensor:  # [T, H]
+    """routed + sigmoid(<x, w_gate>) shared, rounded once."""
+    routed_, shared_, x_, w_ = map(at_least_fp32, (routed, shared, x, w_gate))
+    return (routed_ + (x_ @ w_).sigmoid().unsqueeze(-1) * shared_).to(routed.dtype)
+
+
+def shared_bwd(
+    dout: Tensor,  # [T, H]
+    shared: Tensor,  # [T, H]
+    x: Tensor,  # [T, H]
+    w_gate: Tensor,  # [H]
+) -> Tuple[Tensor, Tensor, Tensor]:
+    """(dshared [T, H], dx [T, H], the gradient of <x, w_gate> [T])."""
+    dout_, shared_, x_, w_ = map(at_least_fp32, (dout, shared, x, w_gate))
+    gate = (x_ @ w_).sigmoid()
+    dgate = gate * (1 - gate) * (dout_ * shared_).sum(-1)
+    dshared, dx = gate.unsqueeze(-1) * dout_, dgate.unsqueeze(-1) * w_
+    return dshared.to(shared.dtype), dx.to(x.dtype), dgate.to(x.dtype)

@@ -16,6 +16,7 @@ from . import gated_mlp
 from .experts import restore_experts, serve_experts
 from .graphs import restore_graphs, serve_graphs
 from .loss import restore_loss, serve_loss
+from .moe_blocks import serve_blocks
 from .recognise import KINDS, Finding, recognise, remember
 from .report import Report, Row
 from .serving import serve, unserve
@@ -86,7 +87,7 @@ def _serve_modules(model: nn.Module, training: bool, kinds: set) -> List[Row]:
         kind = type(module).__name__
         rows.append(Row(name, kind, finding.layer, implementation, finding.reason))
     if "experts" in kinds:
-        return rows + serve_experts(model, training)
+        return rows + serve_blocks(model) + serve_experts(model, training)
     restore_experts(model)
     return rows
 

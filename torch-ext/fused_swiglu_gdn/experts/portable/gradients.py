@@ -58,6 +58,32 @@ def _gate_columns(
     return part
 
 
+@triton.jit
+def _gate_tile(
+    w_desc, dout_ptr, gate_up_ptr, weights_ptr, wz_ptr, parts_ptr, entry_ptr, expert, row, end, n,
+    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, ACTIVATION: tl.constexpr,
+    LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    rows = row + tl.arange(0, BLOCK_M)
+    inside = rows < end
+    entry = tl.load(entry_ptr + rows, mask=inside, other=0)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, H, BLOCK_K):
+        dout = gathered(dout_ptr, entry // TOP_K, inside, k, H, BLOCK_K)
+        w = w_desc.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+        acc = tl.dot(dout, w, acc)
+    weight = tl.load(weights_ptr + entry, mask=inside, other=0.0).to(tl.float32)
+    part = tl.zeros((BLOCK_M,), tl.float32)
+    for piece in tl.static_range(BLOCK_N // 32):  # 32 columns at a time: registers
+        part += _gate_columns(
+            _piece(acc, piece, BLOCK_N // 32), gate_up_ptr, wz_ptr, weight, inside, row,
+            n * BLOCK_N + piece * 32, I, ACTIVATION, LIMIT,
+        )  # fmt: skip
+    if parts_ptr is not None:
+        PARTS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
+        tl.store(parts_ptr + rows.to(tl.int64) * PARTS + n, part, mask=inside)
+
+
 @triton.jit(do_not_specialize=["S", "E"])
 def _gate_gradient_kernel(
     w_desc,  # [E, H, I] in blocks [1, BLOCK_K, BLOCK_N]
@@ -79,31 +105,26 @@ def _gate_gradient_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     FLAT: tl.constexpr,
+    TAILS: tl.constexpr,
 ):
-    """dgate and dup over gate and up, w z, and the parts of dw; tiles [BLOCK_M, BLOCK_N]."""
+    """dgate and dup over gate and up, w z, and the parts of dw; tiles [BLOCK_M, BLOCK_N]. With
+    TAILS, tiles with few rows are computed in half the height."""
     tiles_m = tl.load(routing_ptr)
     PARTS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     entry_ptr = entry_of_row(routing_ptr, E)
     for tile in tl.range(tl.program_id(0), tiles_m * PARTS, tl.num_programs(0), flatten=FLAT):
         m, n = grouped_tile(tile, tiles_m, PARTS, GROUP)
         expert, row, end = tile_at(routing_ptr, m, S, E)
-        rows = row + tl.arange(0, BLOCK_M)
-        inside = rows < end
-        entry = tl.load(entry_ptr + rows, mask=inside, other=0)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k in range(0, H, BLOCK_K):
-            dout = gathered(dout_ptr, entry // TOP_K, inside, k, H, BLOCK_K)
-            w = w_desc.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
-            acc = tl.dot(dout, w, acc)
-        weight = tl.load(weights_ptr + entry, mask=inside, other=0.0).to(tl.float32)
-        part = tl.zeros((BLOCK_M,), tl.float32)
-        for piece in tl.static_range(BLOCK_N // 32):  # 32 columns at a time: registers
-            part += _gate_columns(
-                _piece(acc, piece, BLOCK_N // 32), gate_up_ptr, wz_ptr, weight, inside, row,
-                n * BLOCK_N + piece * 32, I, ACTIVATION, LIMIT,
+        if TAILS and row + BLOCK_M // 2 >= end:
+            _gate_tile(
+                w_desc, dout_ptr, gate_up_ptr, weights_ptr, wz_ptr, parts_ptr, entry_ptr, expert,
+                row, end, n, H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
-        if parts_ptr is not None:
-            tl.store(parts_ptr + rows.to(tl.int64) * PARTS + n, part, mask=inside)
+        else:
+            _gate_tile(
+                w_desc, dout_ptr, gate_up_ptr, weights_ptr, wz_ptr, parts_ptr, entry_ptr, expert,
+                row, end, n, H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
 
 
 def gate_gradient(
@@ -126,7 +147,7 @@ def gate_gradient(
     parts = gate_up.new_empty((S, count), dtype=torch.float32) if needs_weights else None
     boxes, pointers = (box(w_down, 1, BK, BN),), (dout, gate_up, weights, wz, parts, routing)
     tiles = most_tiles(S, E, height) * count
-    tile = (height, BN, BK, config["GROUP"], config["FLAT"])
+    tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
     launch(
         _gate_gradient_kernel, programs(tiles, config, dout.device), boxes, pointers, (S, E),
         (H, I, weights.shape[1], activation, limit, *tile), config["num_warps"],
@@ -164,49 +185,52 @@ def _weight_gradient_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    FLAT: tl.constexpr,
 ):
     """out[e] = a^T b over the rows of expert e, in their order; ADD: added to what is there.
 
-    A program makes one tile [BLOCK_M, BLOCK_N] of one expert, zeros where that has no rows. Rows
+    Programs stride over tiles [BLOCK_M, BLOCK_N] of experts; zeros where one has no rows. Rows
     behind an expert's last are another's: they count as zeros in both operands, since 0 * inf is
     NaN. With rows_desc only whole steps of BLOCK_K rows go that way, and the rest by pointers.
     """
     tiles_m: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    expert = tl.program_id(0) // (tiles_m * tiles_n)
-    m, n = grouped_tile(tl.program_id(0) % (tiles_m * tiles_n), tiles_m, tiles_n, GROUP)
-    start = tl.load(first_rows(routing_ptr) + expert)
-    end = tl.load(first_rows(routing_ptr) + expert + 1)
+    each: tl.constexpr = tiles_m * tiles_n
     entry_ptr = entry_of_row(routing_ptr, E)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if rows_desc is not None:
-        whole = start + (end - start) // BLOCK_K * BLOCK_K
-        for row in range(start, whole, BLOCK_K):
-            token = tl.load(entry_ptr + row + tl.arange(0, BLOCK_K)) // TOP_K
-            every = tl.full((BLOCK_K,), True, tl.int1)
-            if A_BY_TOKEN:
-                a = gathered(a_ptr, token, every, m * BLOCK_M, M, BLOCK_M)
-                b = rows_desc.load([row, n * BLOCK_N])
-            else:
-                a = rows_desc.load([row, m * BLOCK_M])
-                b = gathered(b_ptr, token, every, n * BLOCK_N, N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), E * each, tl.num_programs(0), flatten=FLAT):
+        expert = tile // each
+        m, n = grouped_tile(tile % each, tiles_m, tiles_n, GROUP)
+        start = tl.load(first_rows(routing_ptr) + expert)
+        end = tl.load(first_rows(routing_ptr) + expert + 1)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        if rows_desc is not None:
+            whole = start + (end - start) // BLOCK_K * BLOCK_K
+            for row in range(start, whole, BLOCK_K):
+                token = tl.load(entry_ptr + row + tl.arange(0, BLOCK_K)) // TOP_K
+                every = tl.full((BLOCK_K,), True, tl.int1)
+                if A_BY_TOKEN:
+                    a = gathered(a_ptr, token, every, m * BLOCK_M, M, BLOCK_M)
+                    b = rows_desc.load([row, n * BLOCK_N])
+                else:
+                    a = rows_desc.load([row, m * BLOCK_M])
+                    b = gathered(b_ptr, token, every, n * BLOCK_N, N, BLOCK_N)
+                acc = tl.dot(a.T, b, acc)
+            start = whole
+        for row in range(start, end, BLOCK_K):
+            rows = row + tl.arange(0, BLOCK_K)
+            inside = rows < end
+            token = tl.load(entry_ptr + rows, mask=inside, other=0) // TOP_K
+            a = _expert_rows(a_ptr, token, rows, inside, m * BLOCK_M, M, BLOCK_M, A_BY_TOKEN)
+            b = _expert_rows(b_ptr, token, rows, inside, n * BLOCK_N, N, BLOCK_N, not A_BY_TOKEN)
             acc = tl.dot(a.T, b, acc)
-        start = whole
-    for row in range(start, end, BLOCK_K):
-        rows = row + tl.arange(0, BLOCK_K)
-        inside = rows < end
-        token = tl.load(entry_ptr + rows, mask=inside, other=0) // TOP_K
-        a = _expert_rows(a_ptr, token, rows, inside, m * BLOCK_M, M, BLOCK_M, A_BY_TOKEN)
-        b = _expert_rows(b_ptr, token, rows, inside, n * BLOCK_N, N, BLOCK_N, not A_BY_TOKEN)
-        acc = tl.dot(a.T, b, acc)
-    offs_m = tl.arange(0, BLOCK_M)[:, None]
-    offs_n = tl.arange(0, BLOCK_N)[None, :]
-    first = out_ptr + (expert.to(tl.int64) * M + m * BLOCK_M) * N + n * BLOCK_N
-    ptrs = first + (offs_m * N + offs_n)
-    mask = (m * BLOCK_M + offs_m < M) & (n * BLOCK_N + offs_n < N)
-    if ADD:
-        acc += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
+        offs_m = tl.arange(0, BLOCK_M)[:, None]
+        offs_n = tl.arange(0, BLOCK_N)[None, :]
+        first = out_ptr + (expert.to(tl.int64) * M + m * BLOCK_M) * N + n * BLOCK_N
+        ptrs = first + (offs_m * N + offs_n)
+        mask = (m * BLOCK_M + offs_m < M) & (n * BLOCK_N + offs_n < N)
+        if ADD:
+            acc += tl.load(ptrs, mask=mask, other=0.0).to(tl.float32)
+        tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def weight_gradient(
@@ -226,9 +250,10 @@ def weight_gradient(
     rows = None
     if config["COPY_ENGINE"]:
         rows = box(b, BK, BN) if a_by_token else box(a, BK, BM)
-    tile = (BM, BN, BK, config["GROUP"])
+    tile = (BM, BN, BK, config["GROUP"], config["FLAT"])
+    tiles = experts * triton.cdiv(M, BM) * triton.cdiv(N, BN)
     launch(
-        _weight_gradient_kernel, experts * triton.cdiv(M, BM) * triton.cdiv(N, BN),
+        _weight_gradient_kernel, programs(tiles, config, a.device),
         (rows,), (a, b, out, routing), (S, experts),
         (M, N, top_k, a_by_token, main_grad is not None, *tile), config["num_warps"],
         config["num_stages"],

@@ -105,18 +105,26 @@ def _up_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     FLAT: tl.constexpr,
+    TAILS: tl.constexpr,
 ):
-    """z = act(x Wg^T) * (x Wu^T); programs stride over tiles [BLOCK_M, BLOCK_N]."""
+    """z = act(x Wg^T) * (x Wu^T); programs stride over tiles [BLOCK_M, BLOCK_N]. With TAILS, tiles
+    with few rows are computed in half the height."""
     tiles_m = tl.load(routing_ptr)
     tiles_n: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     entry_ptr = entry_of_row(routing_ptr, E)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
         expert, row, end = tile_at(routing_ptr, m, S, E)
-        _up_tile(
-            x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, n * BLOCK_N, H, I,
-            TOP_K, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+        if TAILS and row + BLOCK_M // 2 >= end:
+            _up_tile(
+                x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, n * BLOCK_N, H, I,
+                TOP_K, ACTIVATION, LIMIT, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            _up_tile(
+                x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, n * BLOCK_N, H, I,
+                TOP_K, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -140,6 +148,7 @@ def _rows_tile(
 @triton.jit(do_not_specialize=["S", "E"])
 def _rows_kernel(
     a_desc,  # [S, WIDTH] in blocks [BLOCK_M, BLOCK_K]
+    tail_desc,  # the same in blocks of half the height, or None
     w_desc,  # [E, N, WIDTH] in blocks [1, BLOCK_N, BLOCK_K]; not TRANSPOSED: [E, WIDTH, N]
     y_desc,  # [S, N] in blocks [BLOCK_M, BLOCK_N / 2], or None
     y_ptr,  # [S, N]
@@ -154,17 +163,25 @@ def _rows_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     FLAT: tl.constexpr,
+    TAILS: tl.constexpr,
 ):
-    """y = a W[e]^T by rows, or a W[e]; programs stride over tiles [BLOCK_M, BLOCK_N]."""
+    """y = a W[e]^T by rows, or a W[e]; programs stride over tiles [BLOCK_M, BLOCK_N]. With TAILS,
+    tiles with few rows are computed in half the height."""
     tiles_m = tl.load(routing_ptr)
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
         expert, row, end = tile_at(routing_ptr, m, S, E)
-        _rows_tile(
-            a_desc, w_desc, y_desc, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH, TRANSPOSED,
-            BLOCK_M, BLOCK_N, BLOCK_K,
-        )  # fmt: skip
+        if TAILS and row + BLOCK_M // 2 >= end:
+            _rows_tile(
+                tail_desc, w_desc, None, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH,
+                TRANSPOSED, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
+        else:
+            _rows_tile(
+                a_desc, w_desc, y_desc, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH, TRANSPOSED,
+                BLOCK_M, BLOCK_N, BLOCK_K,
+            )  # fmt: skip
 
 
 def programs(tiles: int, config: dict, where: torch.device) -> int:
@@ -190,7 +207,7 @@ def up(
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     tiles = most_tiles(T * top_k, E, height) * triton.cdiv(I, BN)
     boxes = (box(w_gate_up, 2, BN, BK, shape=(2 * E, I, H)),)
-    tile = (height, BN, BK, config["GROUP"], config["FLAT"])
+    tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
     launch(
         _up_kernel, programs(tiles, config, x.device), boxes, (x, z, gate_up, routing),
         (T * top_k, E), (H, I, top_k, activation, limit, *tile), config["num_warps"],
@@ -212,9 +229,10 @@ def rows_product(
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     w_box = box(weight, 1, BN, BK) if transposed else box(weight, 1, BK, BN)
     y_box = box(y, height, BN // 2) if config["STORE"] else None
-    boxes = (box(a, height, BK), w_box, y_box)
+    tail_box = box(a, height // 2, BK) if config["TAILS"] else None
+    boxes = (box(a, height, BK), tail_box, w_box, y_box)
     tiles = most_tiles(S, E, height) * triton.cdiv(N, BN)
-    tile = (height, BN, BK, config["GROUP"], config["FLAT"])
+    tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
     launch(
         _rows_kernel, programs(tiles, config, a.device), boxes, (y, routing), (S, E),
         (N, width, transposed, *tile), config["num_warps"], config["num_stages"],

@@ -1,0 +1,384 @@
+"""fused_topk and add_shared: reference, kernels, gradients, and the modules that they serve."""
+
+import copy
+
+import pytest
+import torch
+from conftest import assert_close, relative_error, submodule
+from interpreter import INTERPRETING, compiled, interpreted, rerun
+from tiny_models import random_model, tokens
+
+reference, ops_shared = submodule("experts.reference"), submodule("experts.ops_shared")
+blocks = submodule("models.moe_blocks")
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+OPTIONS = [
+    {}, {"renormalize": False}, {"scoring": "sigmoid", "scale": 2.5},
+    {"scoring": "sigmoid", "renormalize": False}, {"scoring": "sigmoid", "bias": True},
+    {"bias": True, "dtype": torch.float32},
+]  # fmt: skip
+SIZES = [(1, 4, 1), (5, 7, 7), (33, 60, 4), (9, 256, 8), (4, 512, 10), (3, 1000, 16)]
+
+
+def problem(T, E, K, kind=torch.float32, device="cpu", bias=False, **options):
+    random = torch.Generator(device=device).manual_seed(T + E)
+    logits = (2 * torch.randn(T, E, generator=random, device=device)).to(kind)
+    bias = torch.randn(E, generator=random, device=device) if bias else None
+    return logits, K, {"bias": bias, **options}
+
+
+def by_torch(logits, top_k, bias, scoring="softmax", renormalize=True, scale=1.0, dtype=None):
+    """As transformers' routers spell it."""
+    wide = logits if logits.dtype == torch.float64 else logits.float()
+    scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
+    ids = (scores if bias is None else scores + bias).topk(top_k, -1)[1]
+    weights = scores.gather(-1, ids)
+    if renormalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights * scale, ids
+
+
+def portable(name):
+    return submodule(f"experts.portable.{name}")
+
+
+def by_kernel(logits, top_k, bias, scoring="softmax", renormalize=True, scale=1.0, dtype=None):
+    args = (logits, bias, top_k, scoring, renormalize, scale, dtype or logits.dtype)
+    assert portable("topk").supports_topk_fwd(*args)
+    return portable("topk").topk_fwd(*args)
+
+
+def distinct(logits):
+    """No two logits of a token are equal, whatever they were rounded to."""
+    order = logits.float().argsort(-1).argsort(-1).to(logits.dtype)
+    return order / 32 - 3
+
+
+def check(function, T, E, K, kind, device, **options):
+    logits, K, options = problem(T, E, K, kind, device, **options)
+    if kind == torch.float32:
+        logits = distinct(logits)
+    weights, ids = function(logits, K, **options)
+    exact, theirs = by_torch(logits.double(), K, **options)
+    assert ids.dtype == torch.int64 and weights.dtype == (options.get("dtype") or kind)
+    if kind == torch.float32:  # in others logits are equal by chance
+        assert torch.equal(ids, theirs)
+    assert relative_error(weights, exact) < {torch.float32: 1e-6}.get(weights.dtype, 4e-3)
+    again = reference.topk_fwd(
+        logits, options["bias"], K, options.get("scoring", "softmax"),
+        options.get("renormalize", True), options.get("scale", 1.0), weights.dtype,
+    )  # fmt: skip
+    assert torch.equal(ids, again[1])
+
+
+@compiled
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_values(kernel, device, dtype, options):
+    for sizes in SIZES:
+        check(kernel.fused_topk, *sizes, dtype, device, **options)
+
+
+@interpreted
+@pytest.mark.parametrize("options", OPTIONS)
+def test_values_interpreted(options):
+    for sizes in SIZES:
+        check(by_kernel, *sizes, torch.float32, "cpu", **options)
+    check(by_kernel, 9, 40, 3, torch.float16, "cpu", **options)
+
+
+INF, NAN = float("inf"), float("nan")
+TIES = [
+    ([0.0, -0.0, 1.0, 1.0, -1.0], [2, 3, 0]),
+    ([5.0] * 5, [0, 1, 2]),
+    ([-INF, -INF, 3.0, -INF, 2.0], [2, 4, 0]),
+    ([1e-9, 2e-9, 0.0, 3e-9, -1.0], [3, 1, 0]),  # of equal scores in fp32
+    ([1.0, NAN, 2.0, -NAN, INF], [1, 3, 4]),
+    ([-300.0, -200.0, 0.0, -400.0, -250.0], [2, 1, 4]),  # whose scores are 0
+]
+
+
+def check_ties(function, device):
+    logits, expected = (torch.tensor(list(part), device=device) for part in zip(*TIES))
+    weights, ids = function(logits, 3, bias=None)
+    assert torch.equal(ids, expected)
+    assert weights[4].isnan().all() and weights[[0, 1, 2, 3, 5]].isfinite().all()
+    assert_close(weights[2], torch.tensor([1.0, 0.0, 0.0]).to(weights) * weights[2, 0] +
+                 torch.tensor([0.0, 1.0, 0.0]).to(weights) * weights[2, 1])  # fmt: skip
+
+
+@compiled
+@pytest.mark.parametrize("device", DEVICES)
+def test_ties(kernel, device):
+    check_ties(kernel.fused_topk, device)
+
+
+@interpreted
+def test_ties_interpreted():
+    check_ties(by_kernel, "cpu")
+
+
+def check_gradients(function, T, E, K, kind, device, **options):
+    """function(dweights, logits, ids, scoring, renormalize, scale) against torch in fp64."""
+    logits, K, options = problem(T, E, K, kind, device, **options)
+    wide = logits.double().requires_grad_()
+    weights, ids = by_torch(wide, K, **options)
+    dweights = torch.randn(T, K, device=device, dtype=torch.float64)
+    exact = torch.autograd.grad(weights, wide, dweights)[0]
+    scoring, renormalize = options.get("scoring", "softmax"), options.get("renormalize", True)
+    found = function(dweights.float(), logits, ids, scoring, renormalize, options.get("scale", 1.0))
+    assert found.dtype == kind
+    if K > 1 or not renormalize:  # one weight alone is always 1; 1 - sigmoid cancels
+        assert relative_error(found, exact) < {torch.float32: 1e-5}.get(kind, 4e-3)
+
+
+@compiled
+@pytest.mark.parametrize("options", OPTIONS)
+def test_reference_gradients(options):
+    for sizes in SIZES:
+        check_gradients(reference.topk_bwd, *sizes, torch.float32, "cpu", **options)
+
+
+@interpreted
+@pytest.mark.parametrize("options", OPTIONS)
+def test_gradients_interpreted(options):
+    for sizes in SIZES:
+        check_gradients(portable("topk").topk_bwd, *sizes, torch.float32, "cpu", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients(options, dtype):
+    for sizes in SIZES:
+        check_gradients(portable("topk").topk_bwd, *sizes, dtype, "cuda", **options)
+
+
+@compiled
+@pytest.mark.parametrize("device", DEVICES)
+def test_autograd(kernel, device):
+    logits, K, _ = problem(9, 40, 4, device=device)
+    mine, theirs = (logits.clone().requires_grad_() for _ in range(2))
+    dweights = torch.randn(9, 4, device=device)
+    kernel.fused_topk(mine, K)[0].backward(dweights)
+    by_torch(theirs, K, None)[0].backward(dweights)
+    assert_close(mine.grad, theirs.grad)
+    torch._dynamo.reset()
+    traced = torch.compile(kernel.fused_topk, fullgraph=True, backend="aot_eager")
+    again = logits.clone().requires_grad_()
+    traced(again, K)[0].backward(dweights)
+    assert_close(again.grad, mine.grad)
+
+
+@compiled
+def test_bad_input(kernel):
+    logits = torch.randn(3, 5)
+    for top_k, options, error, text in (
+        (6, {}, ValueError, "top_k must be from 1 to the number of experts, 5: 6"),
+        (True, {}, TypeError, "top_k must be an int, got bool"),
+        (2, {"scoring": "tanh"}, ValueError, "scoring must be one of 'softmax', 'sigmoid'"),
+        (2, {"bias": torch.randn(4)}, ValueError, "bias must have shape"),
+        (2, {"scale": 0.0}, ValueError, "scale must be positive"),
+        (2, {"dtype": torch.int32}, TypeError, "dtype must be a floating dtype"),
+        (2, {"renormalize": "no"}, TypeError, "renormalize must be True or False"),
+    ):
+        with pytest.raises(error, match=text):
+            kernel.fused_topk(logits, top_k, **options)
+    with pytest.raises(ValueError, match="logits must have shape"):
+        kernel.fused_topk(logits[0], 2)
+    assert kernel.fused_topk(logits[:0], 2)[1].shape == (0, 2)
+
+
+def shared_problem(T, H, dtype, device="cpu"):
+    random = torch.Generator(device=device).manual_seed(T)
+    rows = [torch.randn(T, H, generator=random, device=device).to(dtype) for _ in range(4)]
+    w_gate = (torch.randn(H, generator=random, device=device) * H**-0.5).to(dtype)
+    return (*rows[:3], w_gate), rows[3]
+
+
+def check_shared(forward, backward, T, H, dtype, device="cpu"):
+    args, dout = shared_problem(T, H, dtype, device)
+    wide = [t.double().requires_grad_() for t in args]
+    routed, shared, x, w_gate = wide
+    exact = routed + (x @ w_gate).sigmoid().unsqueeze(-1) * shared
+    limit = {torch.float32: 1e-6, torch.float16: 6e-4}.get(dtype, 4e-3)
+    assert relative_error(forward(*args), exact) < limit
+    _, dshared, dx, _ = torch.autograd.grad(exact, wide, dout.double())
+    found = backward(dout, *args[1:])
+    dgate = dx @ w_gate / (w_gate @ w_gate)
+    for mine, right in zip(found, (dshared, dx, dgate)):
+        assert mine.dtype == dtype and relative_error(mine, right) < limit
+
+
+@interpreted
+@pytest.mark.parametrize("T, H", [(1, 8), (3, 200), (2, 5000)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_shared_interpreted(T, H, dtype):
+    check_shared(portable("shared").shared_fwd, portable("shared").shared_bwd, T, H, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("T, H", [(1, 8), (3, 200), (2, 5000), (700, 2048)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shared(T, H, dtype):
+    check_shared(portable("shared").shared_fwd, portable("shared").shared_bwd, T, H, dtype, "cuda")
+
+
+@compiled
+@pytest.mark.parametrize("device", DEVICES)
+def test_shared_autograd(device):
+    check_shared(reference.shared_fwd, reference.shared_bwd, 5, 24, torch.float32, device)
+    args, dout = shared_problem(5, 24, torch.float32, device)
+    leaves = [t.requires_grad_() for t in args]
+    found = torch.autograd.grad(ops_shared.add_shared(*leaves), leaves, dout)
+    routed, shared, x, w_gate = leaves
+    exact = routed + (x @ w_gate).sigmoid().unsqueeze(-1) * shared
+    for mine, right in zip(found, torch.autograd.grad(exact, leaves, dout)):
+        assert_close(mine, right)
+
+
+# --- in transformers' models
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Kernels are said to be there for any device and dtype: the reference stands in for them."""
+    monkeypatch.setattr(blocks, "_why_not_dtype", lambda *args: None)
+    monkeypatch.setattr(blocks.dispatch, "serves", lambda *args: True)
+
+
+def served_names(rows):
+    return sorted({row.kind for row in rows if row.reason is None})
+
+
+@compiled
+def test_models_give_the_same(everywhere):
+    for name, kinds in (
+        ("qwen3_5_moe_text", ["Qwen3_5MoeSparseMoeBlock", "Qwen3_5MoeTopKRouter"]),
+        ("qwen3_next", ["Qwen3NextSparseMoeBlock", "Qwen3NextTopKRouter"]),
+    ):
+        model = random_model(name)
+        served = copy.deepcopy(model)
+        assert served_names(blocks.serve_blocks(served)) == kinds
+        for m in (model, served):
+            m.train()(tokens(2, 9), labels=tokens(2, 9, seed=1)).loss.backward()
+        for (name, mine), (_, theirs) in zip(served.named_parameters(), model.named_parameters()):
+            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6), name
+        with torch.no_grad():
+            found, expected = (m.eval()(tokens(2, 9)).logits for m in (served, model))
+        assert torch.allclose(found, expected, atol=1e-5)
+        assert list(served.state_dict()) == list(model.state_dict())
+
+
+@compiled
+def test_router_logits_are_still_recorded(everywhere):
+    model = random_model("qwen3_next")
+    served = copy.deepcopy(model)
+    blocks.serve_blocks(served)
+    found, expected = (
+        m(tokens(1, 5), output_router_logits=True).router_logits for m in (served, model)
+    )
+    assert len(found) == len(expected) > 0
+    for mine, theirs in zip(found, expected):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+@compiled
+def test_restored(kernel, everywhere):
+    model = random_model("qwen3_next")
+    kinds = [type(m) for m in model.modules()]
+    blocks.serve_blocks(model)
+    assert [type(m) for m in model.modules()] != kinds
+    kernel.restore(model)
+    assert [type(m) for m in model.modules()] == kinds
+
+
+@compiled
+def test_left_alone_without_kernels():
+    rows = blocks.serve_blocks(random_model("qwen3_next"))
+    assert {row.reason for row in rows} == {"there are no kernels for cpu"}
+
+
+@compiled
+def test_sigmoid_router(everywhere):
+    modeling = pytest.importorskip("transformers.models.glm4_moe.modeling_glm4_moe")
+    kind = modeling.Glm4MoeTopkRouter
+    form = blocks.form_of(kind)
+    router = object.__new__(kind)
+    torch.nn.Module.__init__(router)
+    router.weight = torch.nn.Parameter(torch.randn(12, 8))
+    router.register_buffer("e_score_correction_bias", torch.randn(12))
+    router.hidden_dim, router.top_k, router.num_experts = 8, 3, 12
+    router.num_group, router.topk_group, router.norm_topk_prob = 1, 1, True
+    router.routed_scaling_factor = 2.5
+    assert blocks.why_not_router(router, form) is None
+    x = torch.randn(5, 8)
+    _, weights, ids = router(x)
+    blocks.serve_blocks(router)
+    logits, mine, my_ids = router(x)
+    dense, theirs = (torch.zeros(5, 12).scatter(1, *p) for p in ((my_ids, mine), (ids, weights)))
+    assert torch.allclose(dense, theirs, atol=1e-6)
+    router.num_group = 2
+    assert blocks.why_not_router(router, form) == "its experts are chosen by groups"
+
+
+@compiled
+def test_changed_forwards_are_not_served():
+    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
+
+    class Louder(modeling.Qwen3MoeTopKRouter):
+        def forward(self, hidden_states):
+            logits, weights, ids = super().forward(hidden_states)
+            return logits, 2 * weights, ids
+
+    assert blocks.form_of(modeling.Qwen3MoeTopKRouter) is not None
+    assert blocks.form_of(Louder) is None and blocks.form_of(torch.nn.Linear) is None
+
+
+@compiled
+def test_what_is_done_to_a_block_is_seen(everywhere):
+    model = random_model("qwen3_next")
+    block = model.model.layers[0].mlp
+    block.shared_expert_gate.register_forward_hook(lambda module, args, out: out + 1)
+    rows = {row.module: row.reason for row in blocks.serve_blocks(model)}
+    assert rows["model.layers.0.mlp"] == "shared_expert_gate is no plain product"
+    assert rows["model.layers.0.mlp.gate"] is None and rows["model.layers.1.mlp"] is None
+    with torch.no_grad():
+        before = model(tokens(1, 5)).logits
+        model.model.layers[1].mlp.shared_expert_gate.register_forward_hook(lambda *a: a[2] + 5)
+        after = model(tokens(1, 5)).logits
+        submodule("models").restore(model)
+        assert torch.allclose(model(tokens(1, 5)).logits, after, atol=1e-5)
+    assert not torch.allclose(before, after, atol=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+def test_blocks_on_a_gpu(kernel, training):
+    exact = random_model("qwen3_5_moe_text").cuda()
+    plain = copy.deepcopy(exact).bfloat16()
+    served = copy.deepcopy(plain)
+    rows = blocks.serve_blocks(served)
+    assert len(rows) == 4 and not any(row.reason for row in rows)
+    ids = tokens(2, 50, device="cuda")
+    if training:
+        for m in (exact, plain, served):
+            m.train()(ids, labels=ids).loss.backward()
+        for right, theirs, mine in zip(*(m.parameters() for m in (exact, plain, served))):
+            errors = [(p.grad - right.grad).norm() for p in (theirs, mine)]
+            assert errors[1] <= 1.5 * errors[0] + 0.02 * right.grad.norm()
+    else:
+        with torch.no_grad():
+            logits = [m(ids).logits.float() for m in (exact, plain, served)]
+        errors = [(out - logits[0]).norm() / logits[0].norm() for out in logits[1:]]
+        assert errors[1] < 1.2 * errors[0]
+        assert served.generate(ids[:1, :5], max_new_tokens=4).shape == (1, 9)
+
+
+@compiled
+def test_under_the_interpreter():
+    rerun(__file__)
+
+
+if INTERPRETING:
+    portable("topk")

@@ -1,0 +1,278 @@
+"""Routers of transformers' mixtures, and blocks that add a shared expert to routed ones.
+
+A class is served if its forward is, word for word, one of those below, which are transformers' own,
+and a run of it on small stand-ins gives what ours gives. The parts of a block stay modules that are
+called, so that hooks on them, which record a router's logits or sum over ranks, see what they saw.
+"""
+
+import ast
+import functools
+from types import SimpleNamespace
+from typing import Callable, Dict, List, NamedTuple, Optional, Union
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..experts import ops_shared, ops_topk
+from ..experts.api_topk import fused_topk
+from ..layers.plain import PLAIN_TENSORS, parameters_of, why_not_tensor
+from ..layers.untouched import untouched
+from ..runtime import dispatch
+from ..runtime.dtypes import HALF
+from .forms import Refused, source_of
+from .report import Row
+from .serving import is_served, own_class, serve, why_replaced
+
+
+class Router(NamedTuple):
+    """What the forward of a router does with the logits, x @ weight.T. Names are of attributes."""
+
+    wide: bool = False  # the product is made in fp32
+    scoring: str = "softmax"
+    renormalize: Union[bool, str] = True
+    dtype: Optional[torch.dtype] = None  # of the weights; None: that of the logits
+    bias: Optional[str] = None
+    scale: Optional[str] = None
+    groups: Optional[str] = None  # of experts, of which some are chosen first
+
+
+_SOFTMAX = """hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+router_logits = F.linear(hidden_states, self.weight)
+router_probs = torch.nn.functional.softmax({softmax}, dim=-1)
+router_top_value, router_indices = torch.topk(router_probs, self.top_k, dim=-1)
+{normalize}
+{cast}router_scores = router_top_value
+return (router_logits, router_scores, router_indices)"""
+_SUM = "router_top_value /= router_top_value.sum(dim=-1, keepdim=True)"
+_CAST = "router_top_value = router_top_value.to(router_logits.dtype)\n"
+_IN_FP32 = "router_logits, dtype=torch.float"
+_GROUPED_SIGMOID = """hidden_states = hidden_states.view(-1, self.hidden_dim)
+router_logits = F.linear(hidden_states.type(torch.float32), self.weight.type(torch.float32))
+scores = router_logits.sigmoid()
+scores_for_choice = scores + self.e_score_correction_bias
+group_scores = scores_for_choice.view(-1, self.num_group, self.num_experts // self.num_group)\
+.topk(2, dim=-1)[0].sum(dim=-1)
+group_idx = torch.topk(group_scores, k=self.topk_group, dim=-1, sorted=False)[1]
+group_mask = torch.zeros_like(group_scores)
+group_mask.scatter_(1, group_idx, 1)
+score_mask = group_mask.unsqueeze(-1).expand(-1, self.num_group, \
+self.num_experts // self.num_group).reshape(-1, self.num_experts)
+scores_for_choice = scores_for_choice.masked_fill(~score_mask.bool(), float('-inf'))
+topk_indices = torch.topk(scores_for_choice, k=self.top_k, dim=-1, sorted=False)[1]
+topk_weights = scores.gather(1, topk_indices)
+if self.norm_topk_prob:
+    denominator = topk_weights.sum(dim=-1, keepdim=True) + 1e-20
+    topk_weights /= denominator
+topk_weights = topk_weights * self.routed_scaling_factor
+return (router_logits, topk_weights, topk_indices)"""
+ROUTERS = {
+    _SOFTMAX.format(
+        softmax=_IN_FP32, normalize=f"if self.norm_topk_prob:\n    {_SUM}", cast=_CAST
+    ): Router(renormalize="norm_topk_prob"),
+    _SOFTMAX.format(softmax=_IN_FP32, normalize=_SUM, cast=_CAST): Router(),
+    _SOFTMAX.format(softmax="router_logits.float()", normalize=_SUM, cast=""): Router(
+        dtype=torch.float32
+    ),
+    _GROUPED_SIGMOID: Router(
+        True, "sigmoid", "norm_topk_prob", None, "e_score_correction_bias",
+        "routed_scaling_factor", "num_group",
+    ),
+}  # fmt: skip
+BLOCK = """batch_size, sequence_length, hidden_dim = hidden_states.shape
+hidden_states_reshaped = hidden_states.view(-1, hidden_dim)
+shared_expert_output = self.shared_expert(hidden_states_reshaped)
+_, routing_weights, selected_experts = self.gate(hidden_states_reshaped)
+expert_output = self.experts(hidden_states_reshaped, selected_experts, routing_weights)
+shared_expert_output = F.sigmoid(self.shared_expert_gate(hidden_states_reshaped)) \
+* shared_expert_output
+expert_output = expert_output + shared_expert_output
+expert_output = expert_output.reshape(batch_size, sequence_length, hidden_dim)
+return expert_output"""
+
+
+def _choose(self, form: Router, hidden_states: torch.Tensor) -> tuple:
+    """(logits [T, E], weights [T, K], ids [T, K]): what a router returns."""
+    x, weight = hidden_states.reshape(-1, self.hidden_dim), self.weight
+    logits = F.linear(x.float(), weight.float()) if form.wide else F.linear(x, weight)
+    normalize = form.renormalize
+    weights, ids = fused_topk(
+        logits,
+        self.top_k,
+        scoring=form.scoring,
+        renormalize=getattr(self, normalize) if isinstance(normalize, str) else normalize,
+        bias=None if form.bias is None else getattr(self, form.bias),
+        scale=1.0 if form.scale is None else float(getattr(self, form.scale)),
+        dtype=form.dtype,
+    )
+    return logits, weights, ids
+
+
+def _with_shared(self, hidden_states: torch.Tensor, w_gate: torch.Tensor) -> torch.Tensor:
+    """A block whose parts are modules: routed experts, and one that is shared by all tokens."""
+    x = hidden_states.view(-1, hidden_states.shape[-1])
+    shared = self.shared_expert(x)
+    _, weights, ids = self.gate(x)
+    routed = self.experts(x, ids, weights)
+    out = ops_shared.add_shared(routed, shared, x, w_gate.view(-1))
+    return out.reshape(hidden_states.shape)
+
+
+@functools.cache
+def _forward(form: Union[Router, str], own: Callable) -> Callable:
+    """A forward for the modules of a class: ours, or the class's own where they may differ."""
+
+    def router(self, hidden_states):
+        if type(hidden_states) not in PLAIN_TENSORS or not untouched():
+            return own(self, hidden_states)
+        if why_not_router(self, form) is not None:
+            return own(self, hidden_states)
+        return _choose(self, form, hidden_states)
+
+    def block(self, hidden_states):
+        x, w_gate = hidden_states, _gate_of(self)
+        kind = x.device.type
+        if (
+            w_gate is None
+            or type(x) not in PLAIN_TENSORS
+            or x.dtype is not w_gate.dtype
+            or torch.is_autocast_enabled(kind)
+            or not untouched()
+            or not dispatch.serves(ops_shared.FAMILY, "shared_fwd", x)
+        ):
+            return own(self, hidden_states)
+        return _with_shared(self, hidden_states, w_gate)
+
+    return block if form == BLOCK else router
+
+
+def _gate_of(block: nn.Module) -> Optional[torch.Tensor]:
+    """The weight [1, H] of a shared expert's gate, if calling the gate is no more than a product
+    with it."""
+    found = parameters_of(block._modules.get("shared_expert_gate"))
+    if found is None or found[1] is not None or found[0].shape[0] != 1:
+        return None
+    return found[0]
+
+
+_forms: Dict[type, tuple] = {}  # the forward that was looked at, and its form
+
+
+def form_of(kind: type) -> Optional[Union[Router, str]]:
+    """The form of a class of routers, BLOCK of a class of blocks, or None."""
+    found = _forms.get(kind)
+    if found is None or found[0] is not kind.forward:
+        found = _forms[kind] = (kind.forward, _find_form(kind.forward))
+    return found[1]
+
+
+def _find_form(forward) -> Optional[Union[Router, str]]:
+    if getattr(forward, "__module__", "").split(".")[0] == "torch":  # most modules of a model
+        return None
+    try:
+        definition = source_of(forward)
+    except Refused:
+        return None
+    names = [a.arg for a in definition.args.args]
+    statements = definition.body
+    if isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant):
+        statements = statements[1:]  # a docstring
+    body = "\n".join(ast.unparse(statement) for statement in statements)
+    form = BLOCK if body == BLOCK else ROUTERS.get(body)
+    if form is None or names != ["self", "hidden_states"]:
+        return None
+    seen = forward.__globals__
+    if any(seen.get(name, known) is not known for name, known in (("torch", torch), ("F", F))):
+        return None
+    same = _same_block(forward) if form == BLOCK else _same_choice(forward, form)
+    return form if same else None
+
+
+def _normal(random: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=random, device="cpu")
+
+
+def _same_choice(forward, form: Router) -> bool:
+    random = torch.Generator("cpu").manual_seed(0)
+    router = SimpleNamespace(hidden_dim=8, top_k=3, num_experts=12, weight=_normal(random, 12, 8))
+    router.e_score_correction_bias = _normal(random, 12)
+    router.routed_scaling_factor, router.num_group, router.topk_group = 2.5, 1, 1
+    x = _normal(random, 2, 9, 8)
+    for router.norm_topk_prob in (True, False):
+        try:
+            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+                theirs, ours = forward(router, x), _choose(router, form, x)
+        except Exception:  # it wants something that the form has not
+            return False
+        dense = [torch.zeros(18, 12).scatter(1, ids, weights) for _, weights, ids in (theirs, ours)]
+        if not torch.equal(theirs[0], ours[0]) or not torch.allclose(*dense, 1e-5, 1e-6):
+            return False
+    return True
+
+
+def _same_block(forward) -> bool:
+    random = torch.Generator("cpu").manual_seed(0)
+    x, w_gate, mix = _normal(random, 2, 3, 8), _normal(random, 1, 8), _normal(random, 8, 8)
+    block = SimpleNamespace(
+        gate=lambda x: (x, x.softmax(-1), x.argsort(-1)),
+        experts=lambda x, ids, weights: x @ mix * weights + ids,
+        shared_expert=lambda x: (x @ mix.T).tanh(),
+        shared_expert_gate=lambda x: F.linear(x, w_gate),
+    )
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            theirs, ours = forward(block, x), _with_shared(block, x, w_gate)
+    except Exception:
+        return False
+    return theirs.shape == ours.shape and torch.allclose(theirs, ours, 1e-5, 1e-6)
+
+
+def why_not_router(router: nn.Module, form: Router) -> Optional[str]:
+    """Why a router of a known class is not served; None if it is."""
+    weight = router._parameters.get("weight")
+    if weight is None or "weight" in router.__dict__:
+        return "its weight is no parameter of its own"
+    bias = None if form.bias is None else getattr(router, form.bias)
+    for name, tensor in (("its weight", weight), ("its bias", bias)):
+        reason = why_not_tensor(tensor)
+        if reason is not None:
+            return f"{name} {reason}"
+    if form.groups is not None and getattr(router, form.groups) != 1:
+        return "its experts are chosen by groups"
+    return _why_not_dtype(weight, ops_topk.FAMILY, "topk_fwd")
+
+
+def _why_not_dtype(weight: torch.Tensor, family: str, operation: str) -> Optional[str]:
+    device = weight.device
+    if not dispatch.has_kernels(family, operation, device.type, device.index):
+        return f"there are no kernels for {device.type}"
+    if weight.dtype not in HALF:
+        return f"its weight is {str(weight.dtype).replace('torch.', '')}, not bfloat16 or float16"
+    return None
+
+
+def _why_not_block(block: nn.Module) -> Optional[str]:
+    w_gate = _gate_of(block)
+    if w_gate is None:
+        return "shared_expert_gate is no plain product"
+    reason = why_not_tensor(w_gate)
+    if reason is not None:
+        return f"shared_expert_gate has a weight that {reason}"
+    return _why_not_dtype(w_gate, ops_shared.FAMILY, "shared_fwd")
+
+
+def serve_blocks(model: nn.Module) -> List[Row]:
+    """Serves all routers, and blocks with a shared expert, whose class is a known one."""
+    rows = []
+    for name, module in model.named_modules():
+        form = None if is_served(module) else form_of(type(module))
+        if form is None:
+            continue
+        reason = _why_not_block(module) if form == BLOCK else why_not_router(module, form)
+        reason = why_replaced(module) or reason
+        layer = "add_shared" if form == BLOCK else "fused_topk"
+        if reason is None:
+            serve(module, layer, _forward(form, own_class(module).forward))
+        implementation = "portable" if reason is None else None
+        rows.append(Row(name, type(module).__name__, layer, implementation, reason))
+    return rows
