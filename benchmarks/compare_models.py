@@ -1,6 +1,7 @@
-"""A Gated DeltaNet layer and a whole model, before and after kernelize, on a GPU.
+"""A Gated DeltaNet layer and whole models, before and after kernelize, on a GPU.
 
     python benchmarks/compare_models.py [--layer] [--model] [--json FILE]
+    python benchmarks/compare_models.py --mixtures --json FILE          mixtures of experts
     python benchmarks/compare_models.py --device cpu [--repeats 20] [--json FILE]
                                          (what models_on_cpu.py has)
     python benchmarks/compare_models.py --render benchmarks/results/models.json    table and picture
@@ -47,6 +48,43 @@ MODEL = {  # 24 layers, every fourth with attention
     "tie_word_embeddings": True,
     "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(24)],
 }
+MIXTURES = {  # of 8 layers; without the vision tower and the prediction of further tokens
+    "Qwen3.5-35B-A3B": (
+        "Qwen3_5Moe",
+        "TextConfig",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention"
+                            for i in range(8)],
+        },
+    ),
+    "Qwen3-30B-A3B": (
+        "Qwen3Moe",
+        "Config",
+        {
+            "hidden_size": 2048,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+    ),
+}  # fmt: skip
 PROMPT = 8192
 
 
@@ -159,18 +197,33 @@ def model_calls(package):
     import transformers
 
     config = transformers.Qwen3_5TextConfig(**MODEL)
+    yield from calls_of(package, "model", transformers.Qwen3_5ForCausalLM, config)
+
+
+@torch.no_grad()
+def mixture_calls(package):
+    """Mixtures of experts of real sizes, of 8 layers."""
+    import transformers
+
+    for name, (family, suffix, sizes) in MIXTURES.items():
+        config = getattr(transformers, family + suffix)(**sizes)
+        kind = getattr(transformers, f"{family}ForCausalLM")
+        yield from calls_of(package, name, kind, config, batches=(1,))
+
+
+def calls_of(package, name, kind, config, batches=(1, 64)):
     with torch.device("cuda"):
-        model = randomize(transformers.Qwen3_5ForCausalLM(config)).bfloat16().eval()
+        model = randomize(kind(config).bfloat16()).eval()
     models = both(package, model)
     ids = torch.randint(0, config.vocab_size, (1, PROMPT), device="cuda")
     calls = {
         n: lambda m=m: m(ids, use_cache=True, logits_to_keep=1).logits for n, m in models.items()
     }
-    yield f"model: prompt of {PROMPT}", calls
-    for batch in (1, 64):
+    yield f"{name}: prompt of {PROMPT}", calls
+    for batch in batches:
         ids = torch.randint(0, config.vocab_size, (batch, 128), device="cuda")
         calls = {n: greedy_step(m, models["after"], config, ids) for n, m in models.items()}
-        yield f"model: token, batch {batch}", calls
+        yield f"{name}: token, batch {batch}", calls
 
 
 def greedy_step(model, first, config, ids):
@@ -264,6 +317,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layer", action="store_true", help="the layer alone")
     parser.add_argument("--model", action="store_true", help="the model alone")
+    parser.add_argument("--mixtures", action="store_true", help="mixtures of experts alone")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repeats", type=int, default=20, help="pairs of timings, on a CPU")
     parser.add_argument("--json", type=Path)
@@ -276,8 +330,8 @@ def main() -> None:
     if arguments.device == "cpu":
         models_on_cpu.compare(arguments.repeats, arguments.json)
         return
-    kinds = {"layer": layer_calls, "model": model_calls}
-    names = [name for name in kinds if getattr(arguments, name)] or list(kinds)
+    kinds = {"layer": layer_calls, "model": model_calls, "mixtures": mixture_calls}
+    names = [name for name in kinds if getattr(arguments, name)] or ["layer", "model"]
     if arguments.warm:
         share_autotuning(*map(int, arguments.warm.split("/")))
     else:

@@ -46,8 +46,7 @@ def fused_experts(
         activation: "silu", "gelu_tanh" or "relu".
         limit: if given, gate is clamped to at most `limit` and up to [-limit, limit] first.
         recompute: for training: save only x for the backward pass, and compute gate and up again
-            there. Otherwise they are saved, [T K, 2 I], and the backward pass overwrites them: a
-            second backward pass over the same graph is an error.
+            there. Otherwise they are saved, [T K, 2 I].
         main_grad: for training in eager mode: add the gradients of weights that have an attribute
             `main_grad` (fp32, as Megatron's) to it in fp32, and return none for them.
 

@@ -1,7 +1,6 @@
 """The operators of the routed experts, and how a call reaches them.
 
 The forward keeps x, the routing and gate_up [S, 2 I], S = T K; or x and the routing (recompute).
-The backward overwrites gate_up with its gradient, so a second one over the same graph raises.
 Tracing sees operators; eager mode goes past them.
 """
 
@@ -10,7 +9,6 @@ from typing import List, Optional, Tuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import increment_version
 
 from .._ops import add_op_namespace_prefix
 from ..runtime import dispatch
@@ -71,7 +69,7 @@ def _(x, w_gate_up, w_down, ids, weights, activation, limit, recompute):
     return (x.new_empty(x.shape), *_kept(x, w_gate_up, ids, recompute))
 
 
-@torch.library.custom_op(add_op_namespace_prefix("experts_bwd"), mutates_args=("gate_up",))
+@torch.library.custom_op(add_op_namespace_prefix("experts_bwd"), mutates_args=())
 def _experts_bwd(
     dout: Tensor,  # [T, H]
     x: Tensor,  # [T, H]
@@ -79,7 +77,7 @@ def _experts_bwd(
     w_down: Tensor,  # [E, H, I]
     ids: Tensor,  # [T, K]
     weights: Tensor,  # [T, K]
-    gate_up: Tensor,  # [S, 2 I], overwritten; or empty
+    gate_up: Tensor,  # [S, 2 I]; or empty
     routing: Tensor,
     activation: str,
     limit: Optional[float],
@@ -123,11 +121,8 @@ def _needs(ctx) -> list:
 
 
 def _backward(ctx, dout, *_):
-    *tensors, gate_up, routing = ctx.saved_tensors
-    if gate_up.numel() == 0:
-        gate_up = gate_up.new_empty(0)  # nothing is overwritten, so a second backward is right
     needs = _needs(ctx)
-    args = (dout, *tensors, gate_up, routing, ctx.activation, ctx.limit, needs)
+    args = (dout, *ctx.saved_tensors, ctx.activation, ctx.limit, needs)
     found = [g if needed else None for g, needed in zip(_experts_bwd(*args), needs)]
     return (*found[:3], None, found[3], None, None, None)
 
@@ -157,8 +152,6 @@ class _Experts(torch.autograd.Function):
         for i, weight in enumerate(ctx.mains, 1):
             if weight is not None and needs[i]:
                 found[i] = stand_in(weight)
-        if tensors[5].numel():
-            increment_version(tensors[5])
         return (None, *found[:3], None, found[3], None, None, None, None)
 
 

@@ -10,8 +10,9 @@ import torch
 
 from .combine import combine, weights_gradient
 from .forward import supports_experts_fwd, tiles_for
-from .gradients import gate_gradient, weight_gradient
+from .gradients import gate_gradient, gather, weight_gradient
 from .products import rows_product, up
+from .routing import rows_apart
 
 
 def supports_experts_bwd(
@@ -26,7 +27,7 @@ def experts_bwd(
     w_gate_up: torch.Tensor,  # [E, 2 I, H]
     w_down: torch.Tensor,  # [E, H, I]
     weights: torch.Tensor,  # [T, K]
-    gate_up: torch.Tensor,  # [S, 2 I] by rows, overwritten; or empty: made again
+    gate_up: torch.Tensor,  # [S, 2 I] by rows; or empty: made again
     routing: torch.Tensor,
     activation: str,
     limit: Optional[float],
@@ -43,24 +44,29 @@ def experts_bwd(
     if gate_up.numel() == 0:
         gate_up = x.new_empty((T * K, 2 * I))  # [S, 2 I]
         up(x, w_gate_up, routing, None, gate_up, K, activation, limit, height, tiles["up"])
-    wz = x.new_empty((T * K, I)) if needs[2] else None  # [S, I]
+    rows = rows_apart(T * K, E)
+    d_gate_up = x.new_empty((rows, 2 * I))
+    wz = x.new_empty((rows, I)) if needs[2] else None
+    douts = gather(dout, routing, E, K, height)  # [rows, H]
     parts = gate_gradient(
-        dout, w_down, gate_up, weights, routing, wz, needs[3], activation, limit, height,
-        tiles["gate"],
+        douts, w_down, gate_up, weights, routing, d_gate_up, wz, needs[3], activation, limit,
+        height, tiles["gate"],
     )  # fmt: skip
     dx = dw_gate_up = dw_down = dweights = None
     if needs[3]:
         dweights = weights_gradient(parts, weights, routing, E)
     if needs[2]:
-        more = (routing, E, K, True, main_grads[1], tiles["weight"])
-        dw_down = weight_gradient(dout, wz, *more)  # [E, H, I]
-        del wz
+        more = (routing, E, main_grads[1], height, tiles["weight"])
+        dw_down = weight_gradient(douts, wz, *more)  # [E, H, I]
+    del douts, wz
     if needs[1]:
-        more = (routing, E, K, False, main_grads[0], tiles["weight"])
-        dw_gate_up = weight_gradient(gate_up, x, *more)  # [E, 2 I, H]
+        xs = gather(x, routing, E, K, height)  # [rows, H]
+        more = (routing, E, main_grads[0], height, tiles["weight"])
+        dw_gate_up = weight_gradient(d_gate_up, xs, *more)  # [E, 2 I, H]
+        del xs
     if needs[0]:
-        dx = rows_product(gate_up, w_gate_up, routing, False, height, tiles["dx"])  # [S, H]
-        dx = combine(dx, None, routing, E, K)
+        more = (routing, T * K, False, True, height, tiles["dx"])
+        dx = combine(rows_product(d_gate_up, w_gate_up, *more), None, routing, E, K)
     return dx, dw_gate_up, dw_down, dweights
 
 

@@ -57,7 +57,7 @@ def _grouped(
     routing = route(ids, E, height)
     z = x.new_empty((T * K, I))  # [S, I]
     up(x, w_gate_up, routing, z, gate_up, K, activation, limit, height, tiles["up"])
-    y = rows_product(z, w_down, routing, True, height, tiles["down"])  # [S, H]
+    y = rows_product(z, w_down, routing, T * K, True, False, height, tiles["down"])  # [S, H]
     return combine(y, weights, routing, E, K), routing
 
 

@@ -17,7 +17,7 @@ from ...runtime import device
 from ...runtime.primitives import grouped_tile
 from .gate import gated
 from .launching import box, launch
-from .routing import entry_of_row, most_tiles, tile_at
+from .routing import PAD, entry_of_row, first_apart, most_tiles, tile_at
 
 
 @triton.jit
@@ -129,12 +129,13 @@ def _up_kernel(
 
 @triton.jit
 def _rows_tile(
-    a_desc, w_desc, y_desc, y_ptr, expert, row, end, column, N: tl.constexpr, WIDTH: tl.constexpr,
-    TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    a_desc, w_desc, y_desc, y_ptr, expert, a_row, row, end, column, N: tl.constexpr,
+    WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, WIDTH, BLOCK_K):
-        a = a_desc.load([row, k])  # [BLOCK_M, BLOCK_K]
+        a = a_desc.load([a_row, k])  # [BLOCK_M, BLOCK_K]
         if TRANSPOSED:
             w = w_desc.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K).T
         else:
@@ -147,7 +148,7 @@ def _rows_tile(
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _rows_kernel(
-    a_desc,  # [S, WIDTH] in blocks [BLOCK_M, BLOCK_K]
+    a_desc,  # [S, WIDTH] in blocks [BLOCK_M, BLOCK_K]; PAD: by rows apart
     tail_desc,  # the same in blocks of half the height, or None
     w_desc,  # [E, N, WIDTH] in blocks [1, BLOCK_N, BLOCK_K]; not TRANSPOSED: [E, WIDTH, N]
     y_desc,  # [S, N] in blocks [BLOCK_M, BLOCK_N / 2], or None
@@ -158,6 +159,7 @@ def _rows_kernel(
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     TRANSPOSED: tl.constexpr,
+    PAD: tl.constexpr,  # of rows apart, or 0
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -172,15 +174,19 @@ def _rows_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
         expert, row, end = tile_at(routing_ptr, m, S, E)
+        a_row = row
+        if PAD:
+            first, apart = first_apart(routing_ptr, expert, PAD)
+            a_row = row - first + apart
         if TAILS and row + BLOCK_M // 2 >= end:
             _rows_tile(
-                tail_desc, w_desc, None, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH,
+                tail_desc, w_desc, None, y_ptr, expert, a_row, row, end, n * BLOCK_N, N, WIDTH,
                 TRANSPOSED, BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _rows_tile(
-                a_desc, w_desc, y_desc, y_ptr, expert, row, end, n * BLOCK_N, N, WIDTH, TRANSPOSED,
-                BLOCK_M, BLOCK_N, BLOCK_K,
+                a_desc, w_desc, y_desc, y_ptr, expert, a_row, row, end, n * BLOCK_N, N, WIDTH,
+                TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
@@ -216,25 +222,28 @@ def up(
 
 
 def rows_product(
-    a: torch.Tensor,  # [S, WIDTH] by rows
+    a: torch.Tensor,  # [S, WIDTH] by rows; apart: by rows apart
     weight: torch.Tensor,  # [E, N, WIDTH]; not transposed: [E, WIDTH, N]
     routing: torch.Tensor,  # in tiles of height rows
+    entries: int,  # S
     transposed: bool,
+    apart: bool,
     height: int,
     config: dict,
 ) -> torch.Tensor:  # [S, N] by rows
     """a W[e]^T, or a W[e], of each row's expert e."""
-    (S, width), E, N = a.shape, weight.shape[0], weight.shape[1 if transposed else 2]
-    y = a.new_empty((S, N))  # [S, N]
+    width, E, N = a.shape[1], weight.shape[0], weight.shape[1 if transposed else 2]
+    y = a.new_empty((entries, N))  # [S, N]
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     w_box = box(weight, 1, BN, BK) if transposed else box(weight, 1, BK, BN)
     y_box = box(y, height, BN // 2) if config["STORE"] else None
     tail_box = box(a, height // 2, BK) if config["TAILS"] else None
     boxes = (box(a, height, BK), tail_box, w_box, y_box)
-    tiles = most_tiles(S, E, height) * triton.cdiv(N, BN)
+    tiles = most_tiles(entries, E, height) * triton.cdiv(N, BN)
     tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
     launch(
-        _rows_kernel, programs(tiles, config, a.device), boxes, (y, routing), (S, E),
-        (N, width, transposed, *tile), config["num_warps"], config["num_stages"],
+        _rows_kernel, programs(tiles, config, a.device), boxes, (y, routing), (entries, E),
+        (N, width, transposed, PAD if apart else 0, *tile), config["num_warps"],
+        config["num_stages"],
     )  # fmt: skip
     return y

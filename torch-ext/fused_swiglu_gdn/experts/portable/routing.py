@@ -11,7 +11,8 @@ Sizes: T tokens, K slots, S = T K entries, E experts. `routing` is one int32 buf
     expert of each tile [most], first row of each tile [most], most = S // 16 + E, and to spare
 
 A tile is up to `height` rows of one expert. An id outside [0, E) means that the expert is held
-elsewhere: such an entry has row -1, and the rows end before S.
+elsewhere: such an entry has row -1, and the rows end before S. Rows apart are the same rows with
+those of each expert from a multiple of PAD on, so that whole steps over them hold nobody else's.
 """
 
 import torch
@@ -23,6 +24,7 @@ from .launching import launch
 BLOCK = 128  # entries ranked by a program
 CHUNK = 1024  # entries counted in one step, at most
 ALONE = 2048  # up to so many entries every program counts all of them itself
+PAD = 64
 
 
 def new_routing(ids: torch.Tensor, experts: int) -> torch.Tensor:
@@ -55,6 +57,13 @@ def tile_at(routing_ptr, tile, S, E):
     expert = tl.load(list_ptr + tile)
     row = tl.load(list_ptr + S // 16 + E + tile)
     return expert, row, tl.load(first_rows(routing_ptr) + expert + 1)
+
+
+@triton.jit
+def first_apart(routing_ptr, expert, PAD: tl.constexpr):
+    """(first row, first row apart) of an expert. All fit into rows_apart(S, E) rows."""
+    first = tl.load(first_rows(routing_ptr) + expert)
+    return first, first // PAD * PAD + PAD * expert
 
 
 @triton.jit
@@ -167,6 +176,11 @@ def _place_kernel(
         tl.store(routing_ptr, tl.sum(tiles, 0))
         tl.store(first_rows(routing_ptr) + e_offs, start, mask=e_offs < E)
         tl.store(first_rows(routing_ptr) + E, tl.sum(total, 0))
+
+
+def rows_apart(entries: int, experts: int) -> int:
+    """Rows that an array of rows apart needs."""
+    return entries + PAD * (experts + 1)
 
 
 def most_tiles(entries: int, experts: int, height: int) -> int:
