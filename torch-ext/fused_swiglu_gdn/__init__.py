@@ -16,7 +16,7 @@ from .models import (
     restore,
 )
 from .norm.api import rms_norm
-from .parallel.api import build_cp_context
+from .parallel.api import build_cp_context, shard_batch
 from .runtime.implementation import implementation_of
 from .runtime.verify import verify
 from .swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
@@ -50,6 +50,7 @@ __all__ = [
     "restore",
     "rms_norm",
     "rms_norm_gated",
+    "shard_batch",
     "sigmoid_gate",
     "silu_mul",
     "verify",

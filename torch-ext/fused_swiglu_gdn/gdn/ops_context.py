@@ -179,8 +179,8 @@ class _Chunk(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, do, d_states):
-        *tensors, start, transitions = ctx.saved_tensors[:9]
-        cp, blocks = ctx.cp, ctx.saved_tensors[9:]
+        cp, kept = ctx.cp, ctx.saved_tensors
+        (*tensors, start, transitions), blocks = kept[:9], kept[9:]
         lengths = cp.lengths_on(tensors[0].device)
         call = GdnCall(*tensors, None, None, lengths, ctx.options)
         do = torch.zeros_like(call.v) if do is None else do

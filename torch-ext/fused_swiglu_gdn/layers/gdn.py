@@ -36,7 +36,7 @@ def _own_class(kind: type, ours: type) -> Optional[type]:
     return next((base for base in owners if vars(base)["forward"] is not ours.forward), None)
 
 
-def _patch(layer, ours: type) -> Optional[Callable]:
+def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
     """The forward of the layer's own class, if that or what it calls was patched since kernelize,
     or if the layer's weights are sharded in this call.
 
@@ -46,14 +46,20 @@ def _patch(layer, ours: type) -> Optional[Callable]:
         return None
     own = _own_class(type(layer), ours)
     plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
-    return None if plain and not patched_since(own) else own.forward
+    if plain and not patched_since(own):
+        return None
+    if kwargs.get("cp_context") is not None:
+        raise ValueError("cp_context must not be given to a layer that is patched or sharded")
+    return own.forward
 
 
 class _Sequences:
     """Where the layer's tokens stand: the cached states they go on from, and packed lengths."""
 
     def __init__(self, layer, tokens, cache, kwargs):
-        self.cache = cache
+        self.cache, self.cp = cache, kwargs.get("cp_context")
+        if cache is not None and self.cp is not None:
+            raise ValueError("use_cache must be False with cp_context: decoding has no such")
         self.conv_state = self.state = None
         self.recording = False
         if cache is not None:
@@ -63,7 +69,9 @@ class _Sequences:
                 self.conv_state = cached.conv_states[0]  # [B, D, W]
                 self.state = cached.recurrent_states[0]  # [B, HV, K, V]
         self.lengths = packed_lengths(kwargs)
-        if self.lengths is None and kwargs.get("seq_idx") is not None:
+        if self.cp is not None:
+            self.lengths = None  # the context has them
+        elif self.lengths is None and kwargs.get("seq_idx") is not None:
             self.lengths = _lengths_of(kwargs["seq_idx"])
         self.one_step = tokens == 1 and self.state is not None
         alone = not self.recording and self.lengths is None
@@ -115,10 +123,13 @@ def _convolution(layer, q, k, v, joined, seq: _Sequences):
     known = layer.activation in CONV_ACTIVATIONS
     activation, width, latest = layer.activation if known else None, layer.conv_kernel_size, None
     packing = {"cu_seqlens": seq.lengths, "initial_states": before}
-    if torch.is_grad_enabled():  # the convolution of separate parts has no gradient of its own
+    if (
+        torch.is_grad_enabled() or seq.cp is not None
+    ):  # the convolution of separate parts has no gradient of its own
         joined = torch.cat([x.flatten(2) for x in (q, k, v)], -1) if joined is None else joined
         x = joined.transpose(1, 2)  # [B, D, T]
-        y = gdn_layer.causal_conv1d_fn(x, weight, bias, activation, **packing).transpose(1, 2)
+        y = gdn_layer.causal_conv1d_fn(x, weight, bias, activation, cp_context=seq.cp, **packing)
+        y = y.transpose(1, 2)
     else:
         # the same launch makes the inputs that the cache keeps, but for the rare cases
         keeps = seq.cache is not None and not seq.recording and seq.lengths is None
@@ -149,7 +160,7 @@ def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
         "cu_seqlens": seq.lengths,
     }
     if not seq.one_step:
-        o, state = gdn.chunk_gated_delta_rule(q, k, v, a, b, **options)
+        o, state = gdn.chunk_gated_delta_rule(q, k, v, a, b, cp_context=seq.cp, **options)
     else:
         o, state = gdn.fused_recurrent_gated_delta_rule(
             q, k, v, a, b, inplace_final_state=seq.in_place, **options
@@ -223,7 +234,7 @@ class Qwen3_5GatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        patch = _patch(self, Qwen3_5GatedDeltaNet)
+        patch = _patch(self, Qwen3_5GatedDeltaNet, kwargs)
         if patch is not None:
             return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
         x = _without_padding(hidden_states, attention_mask)
@@ -248,7 +259,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        patch = _patch(self, Qwen3NextGatedDeltaNet)
+        patch = _patch(self, Qwen3NextGatedDeltaNet, kwargs)
         if patch is not None:
             return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
         x = _without_padding(hidden_states, attention_mask)
@@ -274,7 +285,7 @@ class OlmoHybridGatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        patch = _patch(self, OlmoHybridGatedDeltaNet)
+        patch = _patch(self, OlmoHybridGatedDeltaNet, kwargs)
         if patch is not None:
             return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
         x = _without_padding(hidden_states, attention_mask)

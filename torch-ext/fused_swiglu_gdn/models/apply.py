@@ -10,9 +10,11 @@ from ..attention.ops import FAMILY as ATTENTION
 from ..gdn.call import GdnCall, GdnOptions
 from ..gdn_layer.call import DecodeOptions, LayerDecode
 from ..norm.ops import FAMILY as NORM
+from ..parallel.checks import is_group
 from ..runtime import dispatch
 from ..runtime.ops import tensors_of
 from . import gated_mlp
+from .context_attention import restore_attention, serve_attention
 from .experts import restore_experts, serve_experts
 from .graphs import restore_graphs, serve_graphs
 from .loss import restore_loss, serve_loss
@@ -33,6 +35,8 @@ def kernelize(
     skip: Optional[Sequence[str]] = None,
     loss: bool = False,
     cuda_graphs: bool = False,
+    cp_group=None,
+    cp_attention: bool = True,
 ) -> Report:
     """Serves every MLP, norm, attention module, decoder layer, Gated DeltaNet layer and module of
     routed experts of a model that our layers and fused_experts compute the same.
@@ -53,6 +57,10 @@ def kernelize(
             is installed.
         cuda_graphs: `model.generate(..., cache_implementation="static")` then replays a CUDA graph
             of a decoding step instead of compiling it, where a replay does the same.
+        cp_group: a torch.distributed.ProcessGroup that holds parts of every sequence: the model is
+            then called with what shard_batch gives (docs/parallel.md).
+        cp_attention: with cp_group, whether softmax attention gathers keys and values of the
+            group; False leaves that to torch's context_parallel or to DeepSpeed's Ulysses.
 
     Returns:
         A report: print it for a table of the modules, who serves them, and why some are left.
@@ -64,12 +72,29 @@ def kernelize(
     _check_model("kernelize", model)
     training = _is_training(model, mode)
     kinds = _kinds(only, skip)
+    restore_attention(model)
+    if cp_group is not None:
+        is_group(cp_group)
     with as_gathered(model):
         rows = _serve_modules(model, training, kinds)
+    if cp_group is not None:
+        _exchanges_states(model, rows)
+        rows += serve_attention(model) if cp_attention else []
     restore_graphs(model)
     rows += [serve_loss(model)] if loss else []
     rows += [serve_graphs(model)] if cuda_graphs else []
     return Report([row for row in rows if row is not None])
+
+
+def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
+    """Raises ValueError for a model of which a layer would miss what other processes hold."""
+    for row in rows:
+        if row.reason is not None and row.layer.endswith("GatedDeltaNet"):
+            restore(model)
+            raise ValueError(
+                f"model must have all its Gated DeltaNet layers served with cp_group, but "
+                f"{row.module} is left alone: {row.reason}"
+            )
 
 
 def _serve_modules(model: nn.Module, training: bool, kinds: set) -> List[Row]:
@@ -106,6 +131,7 @@ def restore(model: nn.Module) -> int:
     """Gives every module that kernelize served its own forward back, experts the implementation
     that they had and generate its own decoding; returns how many modules."""
     _check_model("restore", model)
+    restore_attention(model)
     served = restore_loss(model)
     served += sum([unserve(module) for module in model.modules()])
     return served + restore_experts(model) + restore_graphs(model)
@@ -207,5 +233,6 @@ def _attention_facts(module: nn.Module, form, tokens: int):
 
 
 _FACTS = {
-    "mlp": gated_mlp.facts, "norm": _norm_facts, "layer": _layer_facts, "attention": _attention_facts,
+    "mlp": gated_mlp.facts, "norm": _norm_facts, "layer": _layer_facts,
+    "attention": _attention_facts,
 }  # fmt: skip

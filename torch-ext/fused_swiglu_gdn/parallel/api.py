@@ -1,10 +1,12 @@
 """Context parallelism: one batch over several processes, a part of its tokens in each."""
 
+from collections.abc import Mapping
 from typing import Optional, Sequence, Union
 
 from torch import Tensor
 
 from . import checks
+from .batch import Batch, shard
 from .context import CpContext
 from .exchange import agreed, size
 from .layouts import fragments_of
@@ -69,3 +71,49 @@ def build_cp_context(
         return f"{cp.lengths}, layout {cp.layout}, batch_size {cp.batch_size}"
 
     return agreed(make, facts, group, "build_cp_context: cu_seqlens and layout")
+
+
+def shard_batch(batch: dict, group=None, *, layout: Union[str, Sequence] = "contiguous") -> dict:
+    """The part of a model's batch for this process of a group that shares every sequence.
+
+    For a model of `kernelize(model, cp_group=group)`: `model(**shard_batch(batch, group))`. All
+    processes of the group have the same batch. Labels are shifted before they are cut, rows are
+    padded at their end where the layout needs it, and positions are those in each sequence. The
+    loss of a process is its part of the sum over all targets, divided by their number in the whole
+    batch: add the parts over the group for the loss of the batch.
+
+    Args:
+        batch: input_ids [B, T]; and, if there, labels [B, T]; position_ids [B, T], which begin a
+            new sequence where they are 0; cu_seqlens or cu_seq_lens_q [N + 1], of sequences packed
+            into one row; attention_mask [B, T] with its zeros at the end of rows. Other tensors
+            [B, T, ..] are cut as well; the rest is handed on.
+        group: a torch.distributed.ProcessGroup; all processes by default.
+        layout: of each row, as build_cp_context has it. "zigzag" shares softmax attention evenly.
+
+    Returns:
+        The batch with cp_context, position_ids, labels, shift_labels and num_items_in_batch.
+
+    Raises:
+        ValueError: something in the batch does not fit, or (with gloo, or with
+            TORCH_DISTRIBUTED_DEBUG=INFO) differs between processes.
+        TypeError: batch is no dict.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> if dist.is_initialized():  # in each process that torchrun has started
+        ...     ids = torch.randint(2, 90, (2, 100))
+        ...     part = shard_batch({"input_ids": ids, "labels": ids}, layout="zigzag")
+        ...     assert part["input_ids"].shape == part["labels"].shape
+    """
+    checks.is_group(group)
+
+    def make() -> dict:
+        if not isinstance(batch, Mapping):
+            raise TypeError(f"batch must be a dict, got {type(batch).__name__}")
+        return shard(Batch(dict(batch)), group, size(group), layout)
+
+    def facts(part: dict) -> str:
+        cp = part["cp_context"]
+        return f"{cp.lengths}, layout {cp.layout}, batch_size {cp.batch_size}"
+
+    return agreed(make, facts, group, "shard_batch: sequences and layout")

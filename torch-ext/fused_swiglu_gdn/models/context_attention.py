@@ -1,0 +1,108 @@
+"""Softmax attention over sequences that several processes hold: K and V are gathered.
+
+An attention function of transformers' own registry, so that nothing of a model is patched. Every
+process computes the outputs of its own tokens, piece by piece, from the keys of their sequences.
+"""
+
+from typing import List, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..parallel import checks
+from ..parallel.context import CpContext
+from .report import Row
+
+NAME = "fused_swiglu_gdn_cp"
+BEFORE = "_attn_implementation_before"  # attribute of a model whose attention gathers
+UNKNOWN = ("sliding_window", "softcap", "s_aux")  # of attention functions: not computed here
+
+
+def gathered_attention(
+    module: nn.Module,
+    query: Tensor,  # [B, HQ, T, D]
+    key: Tensor,  # [B, HK, T, D]
+    value: Tensor,  # [B, HK, T, D]
+    attention_mask: Optional[Tensor] = None,
+    scaling: Optional[float] = None,
+    dropout: float = 0.0,
+    cp_context: Optional[CpContext] = None,
+    **kwargs,
+):
+    """Causal attention inside each sequence, [B, T, HQ, D], and None for the weights."""
+    if cp_context is None:
+        raise ValueError(
+            "cp_context must be given to a model of kernelize(cp_group=...): shard_batch makes it, "
+            "and restore(model) goes back to one process"
+        )
+    checks.is_context(cp_context)
+    checks.holds_tokens(cp_context, "query", query.shape[0], query.shape[2])
+    given = {"attention_mask": attention_mask, "dropout": dropout}
+    for name, x in {**given, **{name: kwargs.get(name) for name in UNKNOWN}}.items():
+        checks.is_absent(name, x)
+    if not getattr(module, "is_causal", True):
+        raise ValueError("cp_context must not be given for attention that is not causal")
+    both = cp_context.unshard(torch.stack([key, value]), 3)  # one message for both
+    return _attention(query, *both, scaling, cp_context), None
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], cp: CpContext) -> Tensor:
+    T, outputs = q.shape[2], []
+    rows: List[List[Tensor]] = [[] for _ in range(q.shape[0])]
+    for piece, at in zip(cp.pieces, cp.bounds):
+        row, a = divmod(at, T)
+        before = row * cp.row
+        keys = slice(cp.lengths[piece.sequence] - before, piece.stop - before)
+        where = slice(row, row + 1)
+        parts = q[where, :, a : a + piece.length], k[where, :, keys], v[where, :, keys]
+        rows[row].append(_causal(*parts, scale))
+    outputs = [torch.cat(parts, 2) for parts in rows if parts]
+    if not outputs:  # no tokens here: yet the backward is to reach the gather, as in the others
+        return (q + k.flatten()[:0].sum() + v.flatten()[:0].sum()).transpose(1, 2)
+    return torch.cat(outputs).transpose(1, 2).contiguous()
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float]) -> Tensor:
+    """Attention of the last tokens of a sequence to all of it; no mask is made on GPUs."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    alone = q.shape[2] == k.shape[2]
+    mask = None if alone else causal_lower_right(q.shape[2], k.shape[2])
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=alone, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def _no_mask(*args, attention_mask=None, **kwargs) -> None:
+    """What transformers asks for a mask by: pieces say it all."""
+    if attention_mask is not None:
+        raise ValueError("attention_mask must not be given with cp_context: sequences are packed")
+
+
+def serve_attention(model: nn.Module) -> List[Row]:
+    """Lets all of a model's attention gather; restore_attention undoes it."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    AttentionInterface.register(NAME, gathered_attention)
+    AttentionMaskInterface.register(NAME, _no_mask)
+    found = []
+    for name, module in model.named_modules():
+        if not hasattr(module, "set_attn_implementation"):
+            continue
+        if module.config._attn_implementation != NAME:
+            module.__dict__[BEFORE] = module.config._attn_implementation
+            module.set_attn_implementation(NAME)
+        reason = None
+        if module.config._attn_implementation != NAME:
+            reason = "its attention is not by transformers' AttentionInterface"
+        found.append(Row(name, type(module).__name__, "attention", "gathered keys", reason))
+    return found
+
+
+def restore_attention(model: nn.Module) -> None:
+    for module in model.modules():
+        before = module.__dict__.pop(BEFORE, None)
+        if before is not None:
+            module.set_attn_implementation(before)

@@ -1,0 +1,110 @@
+"""The batch of a model as one process gets it."""
+
+from typing import Dict, List, Optional, Union
+
+import torch
+from torch import Tensor
+
+from .context import CpContext
+from .layouts import fragments_of
+
+LENGTHS = ("cu_seq_lens_q", "cu_seqlens")  # names of cumulative lengths
+OTHERS = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # what follows from them
+IGNORED = -100  # the label of no target
+
+
+class Batch:
+    """What shard_batch has been given: tokens [B, T] in rows, and where sequences begin."""
+
+    def __init__(self, given: dict):
+        ids = given.get("input_ids")
+        if not isinstance(ids, Tensor) or ids.ndim != 2:
+            raise ValueError('batch must have "input_ids" of shape [B, T]')
+        self.given, self.ids = given, ids
+        self.B, self.T = ids.shape
+        self.starts = self._starts()  # [B, T], whether a sequence begins here
+
+    def _starts(self) -> Tensor:
+        starts = torch.zeros(self.B, self.T, dtype=torch.bool)
+        starts[:, :1] = True
+        lengths = next((self.given[n] for n in LENGTHS if self.given.get(n) is not None), None)
+        positions, mask = self.given.get("position_ids"), self.given.get("attention_mask")
+        if lengths is not None:
+            if self.B != 1:
+                raise ValueError("input_ids must have shape [1, T] when cu_seqlens is given")
+            ends = lengths.tolist()
+            if ends[0] != 0 or ends[-1] != self.T or ends != sorted(ends):
+                raise ValueError(f"cu_seqlens must go from 0 to {self.T}, got {ends}")
+            starts[0, [n for n in ends if n < self.T]] = True
+        elif positions is not None:
+            if positions.shape != self.ids.shape:
+                raise ValueError(
+                    f"position_ids must have the shape of input_ids, {list(self.ids.shape)}, got "
+                    f"{list(positions.shape)}"
+                )
+            starts |= positions.cpu() == 0
+        if mask is not None:
+            if mask.shape != self.ids.shape:
+                raise ValueError("attention_mask must have the shape of input_ids")
+            here = mask.cpu().bool()
+            if not (here.long().diff() <= 0).all() or not here[:, 0].all():
+                raise ValueError("attention_mask must have its zeros at the end of each row")
+            starts[:, 1:] |= here[:, :-1] & ~here[:, 1:]  # padding is a sequence of its own
+        return starts
+
+    def padded(self, x: Tensor, T: int, value) -> Tensor:
+        """[B, self.T, ..] -> [B, T, ..]."""
+        if T == self.T:
+            return x
+        return torch.cat([x, x.new_full((self.B, T - self.T, *x.shape[2:]), value)], 1)
+
+    def lengths(self, T: int) -> List[int]:
+        """Cumulative lengths of the stream of rows that are padded to T tokens."""
+        starts = self.padded(self.starts, T, False)
+        if T > self.T:
+            starts[:, self.T] = True
+        return [*starts.flatten().nonzero()[:, 0].tolist(), self.B * T]
+
+    def targets(self) -> Optional[Tensor]:
+        """[B, T]: what each token is to predict, if any; the last of a sequence has no target."""
+        shifted = self.given.get("shift_labels")
+        labels = self.given.get("labels") if shifted is None else shifted
+        if labels is None:
+            return None
+        if labels.shape != self.ids.shape:
+            raise ValueError("labels must have the shape of input_ids")
+        if shifted is not None:
+            return shifted
+        ends = torch.ones_like(self.starts)
+        ends[:, :-1] = self.starts[:, 1:]
+        return labels.roll(-1, 1).masked_fill(ends.to(labels.device), IGNORED)
+
+
+def whole_size(T: int, P: int, layout: Union[str, list]) -> int:
+    """Tokens of a row that the layout deals out evenly."""
+    if not isinstance(layout, str):
+        return T
+    parts = P if layout == "contiguous" else 2 * P
+    return -(-T // parts) * parts
+
+
+def shard(batch: Batch, group, P: int, layout) -> Dict[str, object]:
+    """The part of a batch that this process has, and its context."""
+    T = whole_size(batch.T, P, layout)
+    device = batch.ids.device
+    fragments = fragments_of(layout, T, P)
+    cp = CpContext(batch.lengths(T), group, fragments, batch.B, device)
+    found: Dict[str, object] = {}
+    dropped = (*LENGTHS, *OTHERS, "attention_mask", "labels", "shift_labels")
+    for name, x in batch.given.items():
+        if name in dropped:
+            continue
+        by_token = isinstance(x, Tensor) and x.shape[:2] == batch.ids.shape
+        found[name] = cp.shard(batch.padded(x, T, 0)) if by_token else x
+    targets = batch.targets()
+    if targets is not None:
+        targets = batch.padded(targets, T, IGNORED)
+        found["labels"] = found["shift_labels"] = cp.shard(targets)
+        found["num_items_in_batch"] = (targets != IGNORED).sum()
+    found.update(position_ids=cp.position_ids, cp_context=cp, use_cache=False)
+    return found
