@@ -3,7 +3,9 @@
     python tests/parallel_problems.py FOLDER [cpu | cuda]
 
 Four processes are forked once (spawned for "cuda": they share one GPU, and gloo) and go through
-CASES, each on a group of the first P of them. FOLDER/RANK.json gets the errors of every case.
+CASES, each on a group of the first P of them: in fp64 on the CPU, in bf16 by kernels on a GPU.
+FOLDER/RANK.json gets the errors of every case against one process in fp64, and FOLDER/alone.json,
+for a GPU, those of one process there.
 """
 
 import datetime
@@ -19,8 +21,10 @@ import torch.distributed as dist
 from conftest import load_package, relative_error, submodule
 
 WORLD = 4
-H, HV, K, V, W = 1, 2, 8, 12, 4  # heads of q and k, of v, head dims, taps
-D = 2 * H * K + HV * V  # channels of the convolution
+H, HV, W = 1, 2, 4  # heads of q and k, of v, taps
+DIMS = {"cpu": (8, 12), "cuda": (128, 128)}  # head dims K, V
+DTYPES = {"cpu": torch.float64, "cuda": torch.bfloat16}
+FEWER = 10  # random cases on a GPU, where every length compiles
 OPTIONS = {
     "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True,
     "output_final_state": True,
@@ -85,26 +89,34 @@ def cases() -> Dict[str, Case]:
 CASES = cases()
 
 
-def inputs(case: Case, device, dtype) -> list:
-    """The same in every process: NAMES, of the whole stream."""
+def cases_of(kind: str) -> Dict[str, Case]:
+    late = {f"random {seed}" for seed in range(FEWER, 50)} if kind == "cuda" else ()
+    return {name: case for name, case in CASES.items() if name not in late}
+
+
+def inputs(case: Case, kind: str) -> list:
+    """The same in every process: NAMES, of the whole stream, on the CPU."""
     generator = torch.Generator().manual_seed(len(case.lengths))
     N, T = len(case.lengths) - 1, case.lengths[-1]
+    (K, V), dtype = DIMS[kind], DTYPES[kind]
+    D = 2 * H * K + HV * V  # channels of the convolution
 
     def normal(*shape):
-        x = torch.randn(*shape, generator=generator, dtype=torch.float64)
-        return x.to(device, dtype)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     made = [normal(1, T, D), normal(D, W) * 0.5, normal(1, T, HV), normal(1, T, HV)]
-    decay = torch.tensor([0.02, 0.5], dtype=torch.float64).log().to(device, dtype)  # one forgets
+    decay = torch.tensor([0.02, 0.5], dtype=torch.float64).log().to(dtype)  # one forgets
     state = normal(N, HV, K, V) * 0.3
     made += [decay, normal(HV), normal(N, D, W - 1), state]
     if dict(case.options).get("state_v_first"):
         made[-1] = state.mT.contiguous()
-    return [x.requires_grad_(name not in case.frozen) for name, x in zip(NAMES, made)]
+    return made
 
 
 def layer(kernel, case: Case, x, weight, a, b, A_log, dt_bias, conv_state, state, **where):
     """From a layer's projections to o, the last inputs and the states: (o, final, states)."""
+    K = state.shape[-1 if dict(case.options).get("state_v_first") else -2]
+    V = (x.shape[-1] - 2 * H * K) // HV
     if not case.states:
         conv_state = state = None
     x = x.transpose(1, 2)
@@ -120,23 +132,24 @@ def layer(kernel, case: Case, x, weight, a, b, A_log, dt_bias, conv_state, state
     return o, final, states
 
 
-def outer(case: Case, outputs) -> list:
+def outer(outputs) -> list:
     """Gradients of the outputs of the whole stream, the same in every process."""
     generator = torch.Generator().manual_seed(1)
-    return [torch.randn(t.shape, generator=generator).to(t.device, t.dtype) for t in outputs]
+    return [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
 
 
-def alone(case: Case, device, dtype) -> dict:
+def alone(case: Case, kind: str, device, dtype) -> dict:
     """What one process makes of the whole stream."""
-    given = inputs(case, device, dtype)
+    given = [x.to(device, dtype) for x in inputs(case, kind)]
+    given = [x.requires_grad_(name not in case.frozen) for name, x in zip(NAMES, given)]
     lengths = torch.tensor(case.lengths, device=device)
     outputs = layer(load_package(), case, *given, cu_seqlens=lengths)
     grads = {}
     wanted = [x for x in given if x.requires_grad]
     if wanted:
-        found = torch.autograd.grad(outputs, wanted, outer(case, outputs), materialize_grads=True)
-        grads = dict(zip([n for n in NAMES if n not in case.frozen], found))
-    return {"outputs": [x.detach() for x in outputs], "grads": grads}
+        found = torch.autograd.grad(outputs, wanted, outer(outputs), materialize_grads=True)
+        grads = dict(zip([n for n in NAMES if n not in case.frozen], [x.cpu() for x in found]))
+    return {"outputs": [x.detach().cpu() for x in outputs], "grads": grads}
 
 
 def without_exchange():
@@ -147,51 +160,61 @@ def without_exchange():
     return told
 
 
-def check(case: Case, want: dict, group, device, dtype) -> Dict[str, float]:
-    """Relative errors of this process's outputs and gradients."""
-    kernel = load_package()
-    cp = kernel.build_cp_context(case.lengths, group, layout=case.layout, batch_size=case.batch)
-    rows, B = cp.sequences.to(device), case.batch
-    starts, ends = cp.starts_here.to(device), cp.ends_here.to(device)
+def errors_alone(case: Case, want: dict, got: dict) -> Dict[str, float]:
+    names = ("o", "final inputs", "final states")
+    errors = {n: relative_error(g, w) for n, g, w in zip(names, got["outputs"], want["outputs"])}
+    grads = got["grads"]
+    return {**errors, **{f"d{n}": relative_error(grads[n], want["grads"][n]) for n in grads}}
+
+
+def check(case: Case, want: dict, group, kind: str) -> Dict[str, float]:
+    """Relative errors of the outputs and gradients of all processes together."""
+    kernel, B, device = load_package(), case.batch, torch.device(kind)
+    cp = kernel.build_cp_context(case.lengths, group, layout=case.layout, batch_size=B)
+    rows, starts, ends = cp.sequences.cpu(), cp.starts_here.cpu(), cp.ends_here.cpu()
 
     def here(x):  # [1, T, ..] of the stream
         return cp.shard(x.reshape(B, x.shape[1] // B, *x.shape[2:]))
 
-    whole = inputs(case, device, dtype)
-    x, weight, a, b, A_log, dt_bias, conv_state, state = (t.detach() for t in whole)
-    nan = torch.tensor(float("nan"), device=device, dtype=dtype)  # rows that must not be read
-    states = [
-        torch.where(starts.view(-1, *[1] * (s.ndim - 1)), s[rows], nan) for s in (conv_state, state)
-    ]
+    def only(mask, x, other):  # rows of x, and others
+        return torch.where(mask.view(-1, *[1] * (x.ndim - 1)), x, other)
+
+    x, weight, a, b, A_log, dt_bias, *states = inputs(case, kind)
+    nan = torch.tensor(float("nan"), dtype=x.dtype)  # in rows that must not be read
+    states = [only(starts, s[rows], nan) for s in states]
     own = [here(x), weight, here(a), here(b), A_log, dt_bias, *states]
-    own = [t.clone().requires_grad_(name not in case.frozen) for name, t in zip(NAMES, own)]
+    own = [t.to(device, copy=True).requires_grad_(n not in case.frozen) for n, t in zip(NAMES, own)]
     outputs = layer(kernel, case, *own, cp_context=cp)
-    expected = [here(want["outputs"][0]), *(t[rows] for t in want["outputs"][1:])]
-    o, *finals = outputs
-    errors = {"o": relative_error(o, expected[0])}
-    for name, got, t in zip(("final inputs", "final states"), finals, expected[1:]):
-        errors[name] = relative_error(got[ends], t[ends])
-    outer_here = outer(case, want["outputs"])
-    outer_here = [here(outer_here[0]), *(t[rows] for t in outer_here[1:])]
-    for i in (1, 2):  # states at cuts are no outputs of one process
-        mask = ends.view(-1, *[1] * (outer_here[i].ndim - 1))
-        outer_here[i] = torch.where(mask, outer_here[i], 0)
+    pairs = {"o": (outputs[0], here(want["outputs"][0]))}
+    for name, got, t in zip(("final inputs", "final states"), outputs[1:], want["outputs"][1:]):
+        pairs[name] = got.cpu()[ends], t[rows[ends]]
+    d_o, *d_states = outer(want["outputs"])
+    # states at cuts are no outputs of one process
+    d_outputs = [here(d_o), *(only(ends, d[rows], 0) for d in d_states)]
+    d_outputs = [d.to(t) for d, t in zip(d_outputs, outputs)]
     wanted = [t for t in own if t.requires_grad]
-    if not wanted:
-        return errors
-    found = torch.autograd.grad(outputs, wanted, outer_here, materialize_grads=True)
-    for name, got in zip([n for n in NAMES if n not in case.frozen], found):
-        t = want["grads"][name]
-        if name in ("x", "a", "b"):
-            t = here(t)
-        elif name.endswith("state"):
-            got, t = got[starts], t[rows[starts]]
-        else:  # of parameters each process has a part
-            got = got.detach().cpu()
-            dist.all_reduce(got, group=group)
-            got = got.to(device)
-        errors[f"d{name}"] = relative_error(got, t)
-    return errors
+    if wanted:
+        found = torch.autograd.grad(outputs, wanted, d_outputs, materialize_grads=True)
+        for name, got in zip([n for n in NAMES if n not in case.frozen], found):
+            t = want["grads"][name]
+            if name in ("x", "a", "b"):
+                t = here(t)
+            elif name.endswith("state"):
+                got, t = got.cpu()[starts], t[rows[starts]]
+            else:  # of parameters each process has a part
+                got = got.detach().cpu().double()
+                dist.all_reduce(got, group=group)
+            pairs[f"d{name}"] = got, t
+    return {name: error_over(group, *pair) for name, pair in pairs.items()}
+
+
+def error_over(group, got, want) -> float:
+    """||got - want|| / ||want|| over all processes."""
+    got, want = got.detach().cpu().double(), want.double()
+    assert got.shape == want.shape, (got.shape, want.shape)
+    sums = torch.stack([(got - want).square().sum(), want.square().sum()])
+    dist.all_reduce(sums, group=group)
+    return (sums[0] / sums[1].clamp_min(1e-300)).sqrt().item()
 
 
 def unsharded(group) -> Dict[str, float]:
@@ -264,17 +287,15 @@ def process(rank: int, folder: str, kind: str, wanted: dict) -> None:
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
-        timeout=datetime.timedelta(seconds=30),
+        timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
-    dtype = torch.float64 if kind == "cpu" else torch.float32
     groups = {P: dist.new_group(list(range(P))) for P in (2, 3, 4)}
-    found = {}
+    found, name = {}, ""
     try:
-        for name, case in CASES.items():
+        for name, case in cases_of(kind).items():
             if rank < case.P:
                 told = None if case.exchange else without_exchange()
-                want = wanted[name]
-                found[name] = check(case, want, groups[case.P], torch.device(kind), dtype)
+                found[name] = check(case, wanted[name], groups[case.P], kind)
                 if told is not None:
                     submodule("gdn.ops_context").all_gather = told
         if rank < 3:
@@ -289,8 +310,13 @@ def process(rank: int, folder: str, kind: str, wanted: dict) -> None:
 
 def main(folder: str, kind: str = "cpu") -> None:
     torch.set_num_threads(1)
-    dtype = torch.float64 if kind == "cpu" else torch.float32
-    wanted = {name: alone(case, torch.device(kind), dtype) for name, case in CASES.items()}
+    wanted, errors, cpu = {}, {}, torch.device("cpu")
+    for name, case in cases_of(kind).items():
+        wanted[name] = alone(case, kind, cpu, torch.float64)
+        if kind == "cuda":
+            own = alone(case, kind, torch.device(kind), DTYPES[kind])
+            errors[name] = errors_alone(case, wanted[name], own)
+    (Path(folder) / "alone.json").write_text(json.dumps(errors))
     how = "fork" if kind == "cpu" else "spawn"
     args = (folder, kind, wanted)
     torch.multiprocessing.start_processes(process, args, nprocs=WORLD, start_method=how)

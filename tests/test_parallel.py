@@ -12,7 +12,9 @@ from interpreter import compiled
 from parallel_problems import CASES, WORLD
 
 pytestmark = compiled
-LIMITS = {"cpu": 1e-11, "cuda": 1e-4}  # of relative errors, in fp64 and in fp32
+LIMIT = 1e-11  # of relative errors in fp64
+# of one process's error in bf16: pieces are chunks of other tokens, and these are few
+WORSE, LEAST = 1.5, 1e-3
 BAD_USES = (
     "tokens of one", "gradients of one", "a state of one", "cu_seqlens", "state_indices",
     "checkpoint_every", "chunk_size of one", "conv tokens of one", "conv seq_idx", "conv taps",
@@ -22,7 +24,7 @@ BAD_USES = (
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def found(request, tmp_path_factory):
-    """What each process found, and the limit of its errors: one start for all tests."""
+    """What each process found, and the errors of one: a start for all tests."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     folder = tmp_path_factory.mktemp("parallel")
@@ -33,20 +35,22 @@ def found(request, tmp_path_factory):
     results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
     failed = [result["failed"] for result in results if "failed" in result]
     assert not failed, "\n\n".join(failed)
-    return results, LIMITS[request.param]
+    return results, json.loads((folder / "alone.json").read_text())
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_as_one_process(found, name):
-    results, limit = found
-    case = CASES[name]
-    errors = [results[rank][name] for rank in range(case.P)]
-    assert all(len(mine) > 2 for mine in errors)
-    worst = max(max(mine.values()) for mine in errors)
-    if case.exchange:
-        assert all(error <= limit for mine in errors for error in mine.values()), errors
-    else:
-        assert worst > 0.1, "without an exchange the results must be wrong"
+    results, alone = found
+    if name not in results[0]:
+        pytest.skip("not on a GPU")
+    errors = results[0][name]
+    assert len(errors) > 2 and all(results[r][name] == errors for r in range(CASES[name].P))
+    if not CASES[name].exchange:
+        assert max(errors.values()) > 0.1, "without an exchange the results must be wrong"
+        return
+    for part, error in errors.items():
+        limit = max(WORSE * alone[name][part], LEAST) if alone else LIMIT
+        assert error <= limit, (part, error, limit)
 
 
 def test_unshard_undoes_shard(found):
