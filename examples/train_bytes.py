@@ -2,6 +2,10 @@
 
     python examples/train_bytes.py                          # 300 steps on the GPU, three seeds
     python examples/train_bytes.py --steps 4 --seeds 1      # a few on the CPU
+    torchrun --nproc-per-node 2 examples/train_bytes.py --cp 2 --seeds 1
+
+With --cp N every sequence is held by N processes, a part in each (docs/parallel.md); weights are
+sharded over all processes by FSDP2, and activations recomputed in the backward.
 
 The text is what ships with Python: the sources of its standard library. The same model from the
 same seeds trains on transformers' own torch functions, on FLA's kernels where they run, and on
@@ -12,15 +16,18 @@ import argparse
 import contextlib
 import importlib.util
 import json
+import os
 import statistics
 import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import Dict, Iterator, List, Optional
+from typing import Dict, Iterator, Optional
 
 import torch
+import torch.distributed as dist
 import transformers
+from torch.distributed.fsdp import fully_shard
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
@@ -72,12 +79,56 @@ def batches(text: torch.Tensor, sizes: dict, seed: int) -> Iterator[torch.Tensor
         yield text[places + span].long()
 
 
-def train(model, text, sizes: dict, device: str, steps: int, seed: int):
-    """The loss of each step, and tokens a second after the first few."""
+def loss_of(model, batch: torch.Tensor) -> torch.Tensor:
+    """The mean over a batch [batch, tokens + 1] of bytes."""
+    logits = model(batch[:, :-1], use_cache=False).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+class ContextParallel:
+    """Processes that hold sequences together, in groups of `size`; each group has its batches."""
+
+    def __init__(self, size: int, device: str):
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        self.world = dist.get_world_size()
+        shape = (self.world // size, size)
+        self.mesh = dist.init_device_mesh(device, shape, mesh_dim_names=("dp", "cp"))
+        self.group, self.kernel = self.mesh["cp"].get_group(), load_kernel()
+        self.first = dist.get_rank() == 0
+
+    def prepare(self, model) -> None:
+        self.kernel.kernelize(model, mode="training", cp_group=self.group)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        everyone = self.mesh._flatten("dp_cp")
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=everyone)
+        fully_shard(model, mesh=everyone)
+
+    def loss_of(self, model, batch: torch.Tensor) -> torch.Tensor:
+        """This process's part of the mean loss of its group, times their number: FSDP2 averages."""
+        given = {"input_ids": batch[:, :-1], "shift_labels": batch[:, 1:], "labels": batch[:, 1:]}
+        part = self.kernel.shard_batch(given, self.group, layout="zigzag")
+        return model(**part).loss * self.group.size()
+
+    def mean(self, losses: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(losses)
+        return losses / self.world
+
+
+def train(model, text, sizes: dict, device: str, steps: int, seed: int, shared=None):
+    """The loss of each step, and tokens a second after the first few.
+
+    shared: a ContextParallel, whose batches differ between groups.
+    """
+    loss_of_batch = loss_of if shared is None else shared.loss_of
+    if shared is not None:
+        seed += 1000 * shared.mesh["dp"].get_local_rank()
     # fused: one launch for all parameters, so that the optimizer hides nothing
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=device == "cuda")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 30))
-    losses: List[torch.Tensor] = []
+    losses = []
     warm = min(10, steps // 2)
     start = time.perf_counter()
     for step, batch in zip(range(steps), batches(text, sizes, seed)):
@@ -86,10 +137,7 @@ def train(model, text, sizes: dict, device: str, steps: int, seed: int):
             start = time.perf_counter()
         batch = batch.to(device)
         with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            logits = model(batch[:, :-1], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), batch[:, 1:].flatten()
-        )
+            loss = loss_of_batch(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -99,7 +147,10 @@ def train(model, text, sizes: dict, device: str, steps: int, seed: int):
     synchronize(device)
     seconds = time.perf_counter() - start
     per_second = (steps - warm) * sizes["batch"] * sizes["tokens"] / seconds
-    return torch.stack(losses).tolist(), per_second
+    losses = torch.stack(losses)
+    if shared is not None:
+        losses, per_second = shared.mean(losses), per_second * shared.mesh["dp"].size()
+    return losses.tolist(), per_second
 
 
 def synchronize(device: str) -> None:
@@ -126,7 +177,9 @@ def without_fla():
             setattr(modeling, name, function)
 
 
-def ways(device: str) -> Dict[str, object]:
+def ways(device: str, shared: Optional[ContextParallel]) -> Dict[str, object]:
+    if shared is not None:
+        return {"ours": shared.prepare}
     kernel = load_kernel()
 
     def ours(model):
@@ -141,20 +194,21 @@ def ways(device: str) -> Dict[str, object]:
 def run(args) -> dict:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     sizes, text = SIZES[device], corpus()
+    shared = ContextParallel(args.cp, device) if args.cp else None
     results: Dict[str, dict] = {}
     gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    shared = kernel_time()
+    facts = kernel_time()
     report = {
-        "command": shared.command(),
+        "command": facts.command(),
         "device": gpu,
         "torch": torch.__version__,
-        "triton": shared.installed(["triton"]).get("triton"),
-        "versions": shared.installed(),
-        "date": shared.today(),
+        "triton": facts.installed(["triton"]).get("triton"),
+        "versions": facts.installed(),
+        "date": facts.today(),
         "sizes": sizes,
         "ways": results,
     }
-    for name, prepare in ways(device).items():
+    for name, prepare in ways(device, shared).items():
         if args.only and name not in args.only:
             continue
         curves, speeds = [], []
@@ -164,13 +218,15 @@ def run(args) -> dict:
                     model = random_model(sizes, device, seed)
                     if prepare is not None:
                         prepare(model)
-                    curve, speed = train(model, text, sizes, device, args.steps, seed)
+                    curve, speed = train(model, text, sizes, device, args.steps, seed, shared)
             except Exception as error:  # FLA refuses its backward on Hopper with Triton < 3.7.1
                 print(f"{name} does not train here: {type(error).__name__}: {str(error)[:100]}")
                 break
             curves.append(curve)
             speeds.append(speed)
             last = statistics.mean(curve[-20:])
+            if shared is not None and not shared.first:
+                continue
             print(f"{name}, seed {seed}: loss {last:.4f}, {speed:,.0f} tokens/s", flush=True)
             results[name] = {"losses": curves, "tokens_per_second": statistics.median(speeds)}
             write(report, args.out)
@@ -213,11 +269,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--cp", type=int, help="processes that hold each sequence, by torchrun")
     parser.add_argument("--only", nargs="*", help="of ours, torch, FLA")
     parser.add_argument("--out", type=Path, help="folder for train_bytes.json and train_bytes.png")
     args = parser.parse_args()
     report = run(args)
-    if args.out:
+    if args.cp:
+        dist.destroy_process_group()
+    elif args.out:
         draw(report, args.out / "train_bytes.png")
 
 
