@@ -30,6 +30,16 @@ def test_what_makes_calls_alike(cache):
     assert cache.find((x, p, None), (1,)) is None  # p asks for a gradient
 
 
+def test_calls_of_other_numbers_of_tensors(cache):
+    """A product with three weights and one with five begin alike."""
+    x, *weights = (torch.zeros(2, 3) for _ in range(6))
+    for several in (3, 5, 1):
+        assert cache.find((x, *weights[:several]), ()) is None
+        cache.keep((x, *weights[:several]), (), several)
+    for several in (1, 3, 5):
+        assert cache.find((x, *weights[:several]), ()) == several
+
+
 def test_options_that_are_equal_but_of_other_types(cache):
     x = torch.randn(2)
     for value in (1, 1.0, True):

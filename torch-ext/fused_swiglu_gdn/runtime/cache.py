@@ -107,7 +107,7 @@ def _autocast_dtype(x: torch.Tensor) -> Optional[torch.dtype]:
 class CallCache:
     """A value for each kind of call: a plan that serves it, or that its checks were passed.
 
-    Calls are alike that have the same tensors missing, the same facts of the others (type, sizes,
+    Calls are alike that have as many tensors and the same ones missing, the same facts of the others (type, sizes,
     strides, dtype, device, whether a gradient is needed, what modes of torch are on), equal options
     of equal types (1, 1.0 and True differ), the same grad mode and autocast's dtype. torch's own
     guards compare the facts in a microsecond.
@@ -122,7 +122,8 @@ class CallCache:
     def find(self, tensors: tuple, options: tuple) -> Any:
         """The value of a call like this one, or None."""
         try:
-            rows = self._rows.get((tensors[0].shape, options, torch.is_grad_enabled()))
+            key = (len(tensors), tensors[0].shape, options, torch.is_grad_enabled())
+            rows = self._rows.get(key)
         except (AttributeError, TypeError):  # an argument of a wrong type: checks will say so
             return None
         if rows is None:
@@ -141,7 +142,7 @@ class CallCache:
             return None
         if self._count >= MOST:
             self.cache_clear()
-        key = (tensors[0].shape, options, torch.is_grad_enabled())
+        key = (len(tensors), tensors[0].shape, options, torch.is_grad_enabled())
         try:
             others = self._rows.get(key, ())
         except TypeError:  # an option that cannot be hashed
