@@ -107,10 +107,10 @@ def _autocast_dtype(x: torch.Tensor) -> Optional[torch.dtype]:
 class CallCache:
     """A value for each kind of call: a plan that serves it, or that its checks were passed.
 
-    Calls are alike that have as many tensors and the same ones missing, the same facts of the others (type, sizes,
-    strides, dtype, device, whether a gradient is needed, what modes of torch are on), equal options
-    of equal types (1, 1.0 and True differ), the same grad mode and autocast's dtype. torch's own
-    guards compare the facts in a microsecond.
+    Calls are alike that have as many tensors, the same ones missing and the same facts of the
+    others (type, sizes, strides, dtype, device, whether a gradient is needed, what modes of torch
+    are on), equal options of equal types (1, 1.0 and True differ), the same grad mode and
+    autocast's dtype. torch's own guards compare the facts in a microsecond.
     """
 
     __slots__ = ("_rows", "_count")
