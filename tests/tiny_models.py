@@ -62,6 +62,8 @@ CONFIGS = {
     "olmo_hybrid": {**GDN, "linear_allow_neg_eigval": True},
     "qwen4_exp_text": {**HEAD, **GDN, **MOE, **INDEXER},
 }
+# beside those: other roundings, orders of norms, and projections
+MORE = {"gemma2": HEAD, "phi3": {}, "olmo2": {}, "granite": {"residual_multiplier": 0.5}}
 WITH_GDN = [name for name in CONFIGS if "linear_key_head_dim" in CONFIGS[name]]
 SERVED = {  # layers of ours in each, of two decoder layers
     "qwen3_5_moe_text": 3,
@@ -75,7 +77,7 @@ SERVED = {  # layers of ours in each, of two decoder layers
 def config_of(name: str, **changes):
     transformers = pytest.importorskip("transformers")
     try:
-        return transformers.AutoConfig.for_model(name, **{**BASE, **CONFIGS[name], **changes})
+        return transformers.AutoConfig.for_model(name, **{**BASE, **{**CONFIGS, **MORE}[name], **changes})
     except ValueError:
         pytest.skip(f"this transformers has no {name}")
 

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 
 from ..runtime import dispatch
-from ..swiglu.api import fused_swiglu, fused_swiglu_mlp
+from ..runtime.checks import FLOATING
+from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
+from ..swiglu.reference import ACTIVATIONS
 from .activations import activation_of
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, why_hooked
 from .tensor_parallel import Shards, mlp_on_shards, shards
@@ -89,6 +91,24 @@ def _on_shards(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Opti
     return mlp_on_shards(x, found, name)
 
 
+def _of_wrapped(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:
+    """serve() for an MLP whose projections do more than a product: each is called."""
+    modules = mlp.__dict__["_modules"]
+    gate, up, down = (modules.get(part) for part in (roles.gate, roles.up, roles.down))
+    if gate is None or down is None or roles.casts or (up is None) != (roles.up is None):
+        return None
+    g = gate(x)
+    if up is not None:
+        u = up(x)
+    else:
+        g, u = g.chunk(2, dim=-1) if roles.gate_first else reversed(g.chunk(2, dim=-1))
+    plain = type(g) in PLAIN_TENSORS and type(u) in PLAIN_TENSORS
+    if plain and g.shape == u.shape and g.dtype is u.dtype and g.dtype in FLOATING:
+        return down(silu_mul(g, u, activation=name))
+    act = getattr(mlp, roles.act) if roles.act is not None else ACTIVATIONS[name]
+    return down(act(g) * u)
+
+
 def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tensor]:
     """What the MLP gives for x [..., K], by kernels; None if the MLP has to be called itself."""
     if type(x) not in PLAIN_TENSORS or not dispatch.serves("swiglu.forward", "swiglu_fwd", x):
@@ -102,7 +122,8 @@ def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tenso
     if name is None:
         return None
     if found is None:
-        return _on_shards(mlp, x, roles, name)
+        y = _on_shards(mlp, x, roles, name)
+        return _of_wrapped(mlp, x, roles, name) if y is None else y
     down = attributes["_modules"].get(roles.down)
     plain = parameters_of(down)
     try:

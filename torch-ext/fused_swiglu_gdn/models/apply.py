@@ -154,17 +154,17 @@ def _is_training(model: nn.Module, mode) -> bool:
 
 def _implementations(module: nn.Module, finding: Finding, training: bool) -> str:
     """Who computes for a module: for prompts and, if another does, for decoding."""
-    gdn = finding.kind == "gdn"
-    names = []
+    gdn, names = finding.kind == "gdn", []
     for tokens in (PROMPT,) if training else (PROMPT, 1):
         if gdn:
             family, operation, args = _gdn_facts(module, tokens)
         else:
             family, operation, args = _FACTS[finding.kind](module, finding.form, tokens)
-        if training and finding.kind == "mlp":  # a forward of its own keeps what the backward needs
+        saving = training and operation == "swiglu_fwd"
+        if saving:  # a forward of its own keeps what the backward needs
             family, operation = "swiglu.backward", "swiglu_saving_fwd"
         with dispatch.served() as record:
-            dispatch.choose(family, operation, training and finding.kind != "mlp", args)
+            dispatch.choose(family, operation, training and not saving, args)
         names.append(record[operation][0])
         if names[-1] == "reference":
             who = "plain torch" if gdn else "its own forward"

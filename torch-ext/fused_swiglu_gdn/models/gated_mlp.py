@@ -8,6 +8,7 @@ and if these are what the kernels can read. What can change later is looked at a
 import functools
 from typing import NamedTuple, Optional, Tuple, Union
 
+import torch
 from torch import nn
 
 from ..layers import swiglu
@@ -137,12 +138,14 @@ def _why_not_parts(module: nn.Module, roles: Roles) -> Optional[str]:
         return f"its activation is {_name_of(act)}"
     if swiglu.shards_of(module, roles) is not None:
         return None
-    for name in (roles.gate, roles.up):
-        reason = None if name is None else why_not_linear(module._modules[name])
-        if reason is not None:
-            return f"{name} {reason}"
     if swiglu.drops_out(module, roles):
         return "it drops values out: it has dropout and is in training"
+    for name in filter(None, (roles.gate, roles.up)):
+        reason = why_not_linear(module._modules[name])
+        if reason is not None:  # then it is called
+            weights = module._modules[name].parameters()
+            nowhere = roles.casts or any(weight.is_meta for weight in weights)
+            return f"{name} {reason}" if nowhere else None
     found = swiglu.projections(module, roles)
     if found is None or found[0].shape != found[1].shape or found[0].dtype != found[1].dtype:
         return "its weights are of several dtypes, or sizes"
@@ -163,10 +166,15 @@ def _exact(gelu: object) -> bool:
 def facts(module: nn.Module, form: Form, tokens: int) -> Tuple[str, str, tuple]:
     """(family, operation, arguments) of a call on so many tokens, to ask who serves it."""
     sharded = swiglu.shards_of(module, form.roles)
-    if sharded is None:
-        w_gate, w_up, b_gate, b_up = swiglu.projections(module, form.roles)
-    else:
+    plain, name = swiglu.projections(module, form.roles), swiglu.activation(module, form.roles)
+    if sharded is not None:
         w_gate, w_up, _, b_gate, b_up, _ = sharded.local()
+    elif plain is not None:
+        w_gate, w_up, b_gate, b_up = plain
+    else:
+        weights = module._modules[form.roles.gate].parameters()
+        weight = next((w for w in weights if w.is_floating_point()), torch.empty(1))
+        g = weight.new_empty(tokens, 64)
+        return "swiglu.gate", "silu_mul_fwd", (g, g, name)
     x = w_gate.new_empty(tokens, w_gate.shape[1])  # [M, K]
-    name = swiglu.activation(module, form.roles)
     return "swiglu.forward", "swiglu_fwd", (x, w_gate, w_up, b_gate, b_up, name)

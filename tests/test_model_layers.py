@@ -1,0 +1,432 @@
+"""Norms, attention and decoder layers of transformers' models, before and after kernelize.
+
+No kernel serves a CPU, so that the package's own reference stands in for one here (dispatch.force).
+"""
+
+import contextlib
+import copy
+import importlib
+import sys
+
+import pytest
+import torch
+from conftest import DEVICES, ROOT, relative_error, submodule
+from tiny_models import CONFIGS, GRADIENTS, LOGITS, MORE, random_model, tokens
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+dispatch = submodule("runtime.dispatch")
+norm_trial, attention_trial, layer_trial = (
+    submodule(f"models.{name}_trial") for name in ("norm", "attention", "layer")
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+NAMES = [*(set(CONFIGS) - {"qwen4_exp_text"}), *MORE]
+NAMES.sort()
+SOME = ["llama", "qwen3_5_text"]
+OPERATIONS = ("rms_norm_fwd", "qk_norm_rope_fwd")
+
+
+@contextlib.contextmanager
+def serving(device="cpu"):
+    """The kernels serve, or on a CPU the reference; gives the record of who served."""
+    force = dispatch.force("reference") if device == "cpu" else contextlib.nullcontext()
+    with force, dispatch.served() as record:
+        yield record
+
+
+def pair(kernel, name, device="cpu", **changes):
+    model = random_model(name, device, **changes)
+    served = copy.deepcopy(model)
+    kernel.kernelize(served)
+    return model, served
+
+
+def logits(model, ids, **arguments):
+    with torch.no_grad():
+        return model(ids, **arguments).logits
+
+
+def assert_same(out, ref):
+    difference = (out - ref).abs().max().item()
+    assert difference <= LOGITS[out.device.type], f"differs by {difference:.1e}"
+
+
+def kinds_of(report):
+    return {row.layer for row in report.served}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@on_every_device
+def test_logits(kernel, name, device):
+    model, served = pair(kernel, name, device)
+    ids, mask = tokens(2, 19, device=device), torch.ones(2, 19, dtype=torch.int64, device=device)
+    mask[0, :7] = 0
+    for arguments in ({}, {"attention_mask": mask}):
+        ref = logits(model, ids, **arguments)
+        with serving(device) as record:
+            out = logits(served, ids, **arguments)
+        keep = mask.bool() if arguments else torch.ones_like(mask).bool()
+        assert_same(out[keep], ref[keep])
+        assert all(record[operation] for operation in OPERATIONS)
+
+
+def test_what_is_served(kernel):
+    for name in ("llama", "qwen3_5_text", "gemma2", "phi3", "granite"):
+        report = kernel.kernelize(random_model(name))
+        assert {"RMSNorm", "Attention", "DecoderLayer"} <= kinds_of(report) and not report.left
+    report = kernel.kernelize(random_model("olmo2"))
+    (why,) = {row.reason for row in report.left}
+    assert "norms come after attention" in why and {"RMSNorm", "Attention"} <= kinds_of(report)
+
+
+def test_only_and_skip(kernel):
+    model = random_model("llama")
+    layers = {"mlp": "SwiGLUMLP", "norm": "RMSNorm", "attention": "Attention", "layer": "DecoderLayer"}
+    for kind, layer in layers.items():
+        assert kinds_of(kernel.kernelize(model, only=[kind])) == {layer}
+        assert kinds_of(kernel.kernelize(model, skip=[kind])) == set(layers.values()) - {layer}
+    ids = tokens(1, 5)
+    ref = logits(random_model("llama"), ids)
+    for kind in layers:
+        kernel.kernelize(model, only=[kind])
+        with serving() as record:
+            assert_same(logits(model, ids), ref)
+        assert record
+    for wrong in ({"only": ["norms"]}, {"skip": "norm"}, {"only": "norm"}):
+        with pytest.raises(ValueError, match="must be a list of 'mlp', 'gdn'"):
+            kernel.kernelize(model, **wrong)
+
+
+def test_restore(kernel):
+    model, served = pair(kernel, "qwen3_5_text")
+    count = sum(type(m) is not type(own) for m, own in zip(served.modules(), model.modules()))
+    assert kernel.restore(served) == count > 10
+    for m, own in zip(served.modules(), model.modules()):
+        assert type(m) is type(own) and m.__dict__.keys() == own.__dict__.keys()
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@on_every_device
+def test_greedy_generation(kernel, name, cache, device):
+    model, served = pair(kernel, name, device)
+    ids = tokens(2, 9, device=device)
+    mask = torch.ones_like(ids)
+    mask[0, :4] = 0
+    options = {"max_new_tokens": 12, "do_sample": False, "disable_compile": True}
+    options.update(cache_implementation=cache, attention_mask=mask)
+    ref = model.generate(ids, **options)
+    with serving(device):
+        assert torch.equal(served.generate(ids, **options), ref)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_beams_sampling_and_quantised_attention_functions(kernel, name):
+    model, served = pair(kernel, name)
+    ids = tokens(2, 6)
+    for options in ({"num_beams": 3, "do_sample": False}, {"do_sample": True}):
+        results = []
+        for m in (model, served):
+            torch.manual_seed(0)
+            with serving():
+                results.append(m.generate(ids, max_new_tokens=5, **options))
+        assert torch.equal(*results)
+    for m in (model, served):
+        m.set_attn_implementation("eager")
+    with serving():
+        assert_same(logits(served, ids), logits(model, ids))
+        out, ref = (m(ids, output_attentions=True).attentions for m in (served, model))
+    assert len(out) == len(ref) > 0 and all(relative_error(a, b) < 1e-5 for a, b in zip(out, ref))
+
+
+def test_a_registered_attention_function_gets_what_it_got(kernel):
+    seen = []
+
+    def function(module, q, k, v, mask, **keywords):
+        seen.append((q.shape, k.shape, v.shape, keywords))
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2), None
+
+    transformers.AttentionInterface.register("of_this_test", function)
+    model, served = pair(kernel, "mistral")
+    ids, results = tokens(2, 6), []
+    for m in (model, served):
+        m.set_attn_implementation("of_this_test")
+        with serving():
+            results.append(logits(m, ids))
+    assert_same(*results)
+    half = len(seen) // 2
+    for theirs, ours in zip(seen[:half], seen[half:]):
+        assert theirs[:3] == ours[:3] and theirs[3].keys() == ours[3].keys()
+        assert all(theirs[3][n] == ours[3][n] for n in ("dropout", "scaling", "sliding_window"))
+
+
+def gradients(model, ids):
+    model.train()
+    model.zero_grad()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "gemma2", "olmo_hybrid"])
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "saved", "reentrant"])
+@on_every_device
+def test_gradients(kernel, name, checkpointing, device):
+    model = random_model(name, device)
+    ids = tokens(2, 11, device=device)
+    ref = gradients(model, ids)
+    if checkpointing is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": checkpointing})
+    kernel.kernelize(model, mode="training")
+    with serving(device) as record:
+        out = gradients(model, ids)
+    assert all(record[operation] for operation in OPERATIONS) and out.keys() == ref.keys()
+    for key, gradient in ref.items():
+        factor = 3 if key.endswith(("A_log", "dt_bias")) else 1  # sums that cancel
+        assert relative_error(out[key], gradient) <= factor * GRADIENTS[device], key
+
+
+def test_hidden_states_and_hooks(kernel):
+    model, served = pair(kernel, "qwen3_5_text")
+    ids, seen = tokens(2, 7), {}
+    with serving():
+        out, ref = (m(ids, output_hidden_states=True).hidden_states for m in (served, model))
+    assert len(out) == len(ref) == 3
+    for a, b in zip(out, ref):
+        assert relative_error(a, b) < 1e-5
+    for key, m in (("ours", served), ("theirs", model)):
+        for name, module in m.named_modules():
+            if name.endswith(("norm", "self_attn", "layers.1")):
+                hook = lambda module, args, out, place=(key, name): seen.setdefault(place, out)  # noqa: E731
+                module.register_forward_hook(hook)
+        with serving():
+            logits(m, ids)
+    assert len(seen) == 2 * len([place for place in seen if place[0] == "ours"]) > 12
+    for key, name in seen:
+        ours, theirs = ((x[0] if isinstance(x, tuple) else x) for x in (seen["ours", name], seen["theirs", name]))
+        assert relative_error(ours, theirs) < 1e-5
+
+
+def test_copies_and_saving(kernel, tmp_path):
+    model, served = pair(kernel, "qwen3")
+    ids = tokens(1, 5)
+    twin = copy.deepcopy(served)
+    with torch.no_grad():
+        for parameter in (*twin.parameters(), *model.parameters()):
+            parameter.mul_(1.01)
+    with serving() as record:
+        assert_same(logits(twin, ids), logits(model, ids))
+    assert record["rms_norm_fwd"]
+    served.save_pretrained(tmp_path)
+    back = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    with serving():
+        assert relative_error(logits(served, ids), logits(back, ids)) < 1e-6
+
+
+def double(module, args, out):
+    return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+
+class Doubled(nn.Module):
+    def __init__(self, own):
+        super().__init__()
+        self.own = own
+
+    def forward(self, *args, **kwargs):
+        return double(self, args, self.own(*args, **kwargs))
+
+
+def of(path):
+    return lambda model: model.get_submodule(path)
+
+
+def hooked(path):
+    return lambda model: model.get_submodule(path).register_forward_hook(double)
+
+
+def wrapped(path):
+    def change(model):
+        parent, name = path.rsplit(".", 1)
+        setattr(model.get_submodule(parent), name, Doubled(model.get_submodule(path)))
+
+    return change
+
+
+def with_attribute(path, name, value):
+    return lambda model: setattr(model.get_submodule(path), name, value)
+
+
+LAYER = "model.layers.1."
+CHANGES = {
+    "a hook on the second norm": hooked(LAYER + "post_attention_layernorm"),
+    "a hook on the first norm": hooked(LAYER + "input_layernorm"),
+    "a hook on attention": hooked(LAYER + "self_attn"),
+    "a hook on q_norm": hooked(LAYER + "self_attn.q_norm"),
+    "a hook on v_proj": hooked(LAYER + "self_attn.v_proj"),
+    "a hook on the mlp": hooked(LAYER + "mlp"),
+    "an adapter on v_proj": wrapped(LAYER + "self_attn.v_proj"),
+    "an adapter on o_proj": wrapped(LAYER + "self_attn.o_proj"),
+    "an adapter on gate_proj": wrapped(LAYER + "mlp.gate_proj"),
+    "another second norm": wrapped(LAYER + "post_attention_layernorm"),
+    "another k_norm": wrapped(LAYER + "self_attn.k_norm"),
+    "another mlp": wrapped(LAYER + "mlp"),
+    "another eps": with_attribute(LAYER + "post_attention_layernorm", "variance_epsilon", 0.1),
+    "another eps of q_norm": with_attribute(LAYER + "self_attn.q_norm", "variance_epsilon", 0.1),
+    "another scaling": with_attribute(LAYER + "self_attn", "scaling", 0.7),
+    "a forward on a norm": lambda m: setattr(
+        of(LAYER + "input_layernorm")(m), "forward", lambda hidden_states: hidden_states * 2
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_was_changed_counts(kernel, change, when):
+    """Before kernelize or after it."""
+    model = random_model("qwen3")
+    served = copy.deepcopy(model)
+    if when == "after":
+        kernel.kernelize(served)
+    for m in (model, served):
+        CHANGES[change](m)
+    if when == "before":
+        kernel.kernelize(served)
+    ids = tokens(2, 7)
+    ref = logits(model, ids)
+    with serving():
+        assert_same(logits(served, ids), ref)
+    assert (ref - logits(random_model("qwen3"), ids)).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", ["Qwen3RMSNorm", "Qwen3Attention", "Qwen3DecoderLayer"])
+def test_a_patched_class_counts(kernel, name, monkeypatch):
+    from transformers.models.qwen3 import modeling_qwen3
+
+    model, served = pair(kernel, "qwen3")
+    kind = getattr(modeling_qwen3, name)
+    own, ids = kind.forward, tokens(1, 5)
+    monkeypatch.setattr(kind, "forward", lambda *args, **kwargs: double(None, args, own(*args, **kwargs)))
+    with serving():
+        assert_same(logits(served, ids), logits(model, ids))
+    report = kernel.kernelize(served)
+    assert "wraps another" in next(row.reason for row in report.left if row.kind == name)
+
+
+def test_a_patched_rotary_embedding_counts(kernel, monkeypatch):
+    from transformers.models.qwen3 import modeling_qwen3
+
+    model, served = pair(kernel, "qwen3")
+    ids = tokens(1, 5)
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", lambda q, k, cos, sin: (q * 2, k))
+    with serving():
+        assert_same(logits(served, ids), logits(model, ids))
+
+
+def test_norms_round_as_their_own_forward(kernel):
+    """Mixed dtypes as well: to the bit but for the order of sums."""
+    for name in ("llama", "qwen3_5_text", "olmo2"):
+        norm = random_model(name).model.norm
+        for weight, dtype in ((torch.float32, torch.bfloat16), (torch.float16, torch.float16)):
+            x = torch.randn(4, 32).to(dtype)
+            own, served = copy.deepcopy(norm).to(weight), copy.deepcopy(norm).to(weight)
+            kernel.kernelize(served)
+            with serving() as record:
+                out = served(x)
+            assert record["rms_norm_fwd"] and out.dtype == own(x).dtype and torch.equal(out, own(x))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text", "gemma2"])
+@on_every_device
+def test_half_precision_is_as_close_to_fp64(kernel, name, device):
+    exact = random_model(name, device, hidden_size=64).double()
+    ids = tokens(2, 24, device=device)
+    ref = logits(exact, ids)
+    model = exact.bfloat16()
+    theirs = relative_error(logits(model, ids), ref)
+    kernel.kernelize(model)
+    with serving(device):
+        assert relative_error(logits(model, ids), ref) <= 1.1 * theirs
+
+
+@on_every_device
+def test_autocast(kernel, device):
+    model, served = pair(kernel, "qwen3", device)
+    ids = tokens(2, 9, device=device)
+    with torch.autocast(device, torch.bfloat16), serving(device):
+        assert relative_error(logits(served, ids), logits(model, ids)) < 0.02
+
+
+class Scaled(nn.Module):
+    """A norm in all but one respect."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.weight, self.eps, self.how = nn.Parameter(torch.ones(8)), 1e-6, how
+
+
+class ClampedRMSNorm(Scaled):
+    def forward(self, x):
+        x = x.clamp(-1e4, 1e4)
+        return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class BySizeRMSNorm(Scaled):
+    def forward(self, x):
+        if x.shape[0] > 1000:
+            return x
+        return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+class FlaggedRMSNorm(Scaled):
+    def forward(self, x):
+        y = self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return y if self.how else y * 2
+
+
+def test_norms_that_are_none(kernel):
+    for kind, why in ((ClampedRMSNorm, "x.clamp"), (BySizeRMSNorm, "x.shape[0] > 1000")):
+        (row,) = kernel.kernelize(kind(None)).rows
+        assert why in row.reason
+    assert "another formula" in kernel.kernelize(FlaggedRMSNorm(False)).rows[0].reason
+    norm = FlaggedRMSNorm(True)
+    assert kernel.kernelize(norm).served
+    norm.how = False  # another form than the one that was recognised
+    x = torch.randn(3, 8)
+    with serving() as record:
+        assert torch.equal(norm(x), norm(x * 1) * 1) and norm(x).norm() > 1.5 * x.norm()
+    assert not record
+
+
+REFUSED = {
+    ("ministral3", "Ministral3Attention"): "torch.log",
+    ("minimax_m3_vl_text", "MiniMaxM3VLAttention"): "kwargs.get('position_ids')",
+    ("glm", "GlmAttention"): "repeat_interleave",
+    ("hunyuan_v1_dense", "HunYuanDenseV1Attention"): "queries and keys are another formula",
+    ("cohere", "CohereDecoderLayer"): "",
+}
+
+
+@pytest.mark.parametrize("which", REFUSED, ids=str)
+def test_forwards_that_do_more(which):
+    """A scale by position, which is 1 for the positions of most tests; another rotary embedding."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    name, kind = which
+    head = {"head_dim": 128} if "hunyuan" in name else {}
+    config = CONFIG_MAPPING[name](num_hidden_layers=2, **head)
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(config)
+    module = next(m for m in model.modules() if type(m).__name__ == kind)
+    trial = attention_trial.attention_form if "Attention" in kind else layer_trial.layer_form
+    why = trial(module)
+    assert isinstance(why, str) and REFUSED[which] in why
+
+
+def test_no_harmful_change_passes():
+    """Every 12th of the single changes that tools/mutants.py makes."""
+    sys.path.insert(0, str(ROOT / "tools"))
+    mutants = importlib.import_module("mutants")
+    for i, name in enumerate(mutants.TYPES):
+        tried, passed = mutants.mutants(name, every=12, first=i)
+        assert tried >= 5 and set(passed) <= mutants.HARMLESS, passed
