@@ -77,7 +77,9 @@ SERVED = {  # layers of ours in each, of two decoder layers
 def config_of(name: str, **changes):
     transformers = pytest.importorskip("transformers")
     try:
-        return transformers.AutoConfig.for_model(name, **{**BASE, **{**CONFIGS, **MORE}[name], **changes})
+        return transformers.AutoConfig.for_model(
+            name, **{**BASE, **{**CONFIGS, **MORE}[name], **changes}
+        )
     except ValueError:
         pytest.skip(f"this transformers has no {name}")
 

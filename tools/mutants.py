@@ -1,12 +1,12 @@
-"""Is recognition strict? Single changes of the forwards of norms, attention modules and decoder layers
-of transformers, and which of them are still taken for what they were.
+"""Is recognition strict? Single changes of the forwards of norms, attention modules and decoder
+layers of transformers, and which of them are still taken for what they were.
 
     python tools/mutants.py [--only TYPE ...] [--every N]
 
-Every place of a forward, and of the functions that it calls, is changed in turn: an operand or a call
-is dropped, a sign turned, a keyword left out, a constant raised, a part taken for another, an
-assignment dropped, a condition negated. A change that is still recognised as the same form is printed:
-it must compute the same. Exits with 1 if one is printed that HARMLESS has not.
+Every place of a forward, and of the functions that it calls, is changed in turn: an operand or a
+call is dropped, a sign turned, a keyword left out, a constant raised, a part taken for another, an
+assignment dropped, a condition negated. A change that is still recognised as the same form is
+printed: it must compute the same. Exits with 1 if one is printed that HARMLESS has not.
 """
 
 import argparse
@@ -140,7 +140,11 @@ def meaning(finding) -> tuple:
         return None
     form = finding.form._asdict()
     keywords = form.pop("keywords", None)
-    words = keywords and (keywords.__code__.co_code, keywords.__code__.co_consts, keywords.__code__.co_names)
+    words = keywords and (
+        keywords.__code__.co_code,
+        keywords.__code__.co_consts,
+        keywords.__code__.co_names,
+    )
     return {**{n: v for n, v in form.items() if n != "pinned"}, "keywords": words}
 
 
@@ -196,7 +200,7 @@ def main() -> int:
         tried, passed = mutants(kind, options.every)
         bad = [what for what in passed if what not in HARMLESS]
         harmful += len(bad)
-        print(f"{kind}: {tried} changes, {len(passed)} pass, {len(bad)} of them not known to be harmless")
+        print(f"{kind}: {tried} changes, {len(passed)} pass, {len(bad)} of them perhaps harmful")
         for what in passed:
             print(f"    {what}", flush=True)
     return 1 if harmful else 0

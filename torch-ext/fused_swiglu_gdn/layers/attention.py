@@ -165,7 +165,11 @@ def _slots(cache, index: int, k: torch.Tensor):
     if cache.offloading or cache.layer_class_to_replicate is not None or torch.is_grad_enabled():
         return None
     layer = cache.layers[index] if index < len(cache.layers) else None
-    if type(layer) is not caches.StaticLayer or not layer.is_initialized or "update" in layer.__dict__:
+    if (
+        type(layer) is not caches.StaticLayer
+        or not layer.is_initialized
+        or "update" in layer.__dict__
+    ):
         return None
     keys, length = layer.keys, layer.cumulative_length
     if type(keys) not in PLAIN_TENSORS or keys.dtype is not k.dtype or keys.device != k.device:
@@ -183,4 +187,6 @@ def _by_mask(function, q, mask, keywords) -> bool:
         return False
     if keywords.get("dropout") or any(keywords.get(name) for name in NOT_PLAIN):
         return False
-    return mask.shape[1] == mask.shape[2] == 1 and dispatch.serves(ops.FAMILY, "kvcache_attention", q)
+    return mask.shape[1] == mask.shape[2] == 1 and dispatch.serves(
+        ops.FAMILY, "kvcache_attention", q
+    )

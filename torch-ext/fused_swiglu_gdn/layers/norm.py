@@ -46,7 +46,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def parameters_of_norm(norm: nn.Module) -> Optional[tuple]:
-    """(weight, eps, casting_mode, offset) if calling the norm is no more than rms_norm with them."""
+    """(weight, eps, casting_mode, offset) if calling the norm is rms_norm with these alone."""
     form = FORMS.get(type(norm))
     return _parameters(norm, form) if form is not None and is_plain(norm) else None
 

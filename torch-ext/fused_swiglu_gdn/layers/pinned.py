@@ -37,8 +37,9 @@ def found_at(module: nn.Module, path: str) -> object:
 
 def has_values(module: nn.Module, guards: Tuple[Tuple[str, object], ...]) -> bool:
     """The module's attributes are those by which it was recognised."""
+    attributes = module.__dict__
     for path, value in guards:
-        found = module.__dict__.get(path) if "." not in path else found_at(module, path)
+        found = attributes[path] if path in attributes else found_at(module, path)
         if found is not value and found != value:
             return False
     return True

@@ -1,7 +1,8 @@
-"""What an attention module does round its attention function, told by its source and by a trial.
+"""What an attention module does around its attention function, told by its source and a trial.
 
-The class's forward runs on stand-ins in fp64: what reaches the cache and the attention function, and
-what comes back, is compared with each form that ours has. The trial gives the plan of our forward.
+The class's forward runs on stand-ins in fp64: what reaches the cache and the attention function,
+and what comes back, is compared with each form that ours has. The trial gives the plan of our
+forward.
 """
 
 import ast
@@ -18,13 +19,27 @@ from ..layers.attention import GATES, NORMS, AttentionForm, Heads
 from .forms import Refused
 from .norm_trial import norm_form
 from .serving import own_class
-from .source import BUILTINS, plain_values, read, why_odd_class
-from .stand_ins import Cache, Interface, Norm, Opaque, Product, Unknown, quiet, random, same, twin_of
+from .source import BUILTINS, plain_values, read, why_odd_module
+from .stand_ins import (
+    Cache,
+    Interface,
+    Norm,
+    Opaque,
+    Product,
+    Unknown,
+    quiet,
+    random,
+    same,
+    twin_of,
+)
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 JOINED = ("qkv_proj", "query_key_value", "qkv")
 OUT = ("o_proj", "out_proj", "dense", "wo", "c_proj")
-Q_NORM, K_NORM = ("q_norm", "query_layernorm", "q_layernorm"), ("k_norm", "key_layernorm", "k_layernorm")
+Q_NORM, K_NORM = (
+    ("q_norm", "query_layernorm", "q_layernorm"),
+    ("k_norm", "key_layernorm", "k_layernorm"),
+)
 ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 DROPOUT = 0.37  # of the twin: 0 in most configurations, which would hide it
 WORD = "a_word_that_nobody_knows"
@@ -94,18 +109,22 @@ def _find(module, kind, source, values, norms) -> Union[AttentionForm, str]:
         plan = trial.plan()
     except Refused as why:
         return str(why)
-    reason = why_odd_class(kind, (*values, *module._modules, "training"))
+    reason = why_odd_module(module, kind, source, (*values, *module._modules, "training"))
     if reason is not None:
         return reason
     guards = tuple(values.items())
-    return AttentionForm(kind, source.pinned, guards, trial.names, trial.handed, *plan, trial.keywords, trial.eager)
+    return AttentionForm(
+        kind, source.pinned, guards, trial.names, trial.handed, *plan, trial.keywords, trial.eager
+    )
 
 
 class _Trial:
     def __init__(self, module, kind, source, norms):
         self.module, self.kind, self.source = module, kind, source
         parameters = inspect.signature(source.forward).parameters
-        self.names = tuple(n for n, p in parameters.items() if n != "self" and p.kind is not p.VAR_KEYWORD)
+        self.names = tuple(
+            n for n, p in parameters.items() if n != "self" and p.kind is not p.VAR_KEYWORD
+        )
         self.takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         missing = set(ARGUMENTS[:3]) - set(self.names)
         if missing or not self.takes_more:
@@ -121,7 +140,9 @@ class _Trial:
                 self.parts[name] = Product(*_features(part), 100 + 7 * i)
             elif isinstance(part, nn.Identity):
                 self.parts[name] = part
-        self.own = {n: random(*p.shape, seed=77) for n, p in module._parameters.items() if p is not None}
+        self.own = {
+            n: random(*p.shape, seed=77) for n, p in module._parameters.items() if p is not None
+        }
         self.D, self.out = getattr(module, "head_dim", None), _first(OUT, self.parts)
         if not isinstance(self.D, int) or self.out is None:
             raise Refused("it has no " + ("output projection" if self.out is None else "head_dim"))
@@ -131,7 +152,8 @@ class _Trial:
             raise Refused("its projections are other ones")
         self.hidden = _features(module._modules[first])[0]
         self.q_norm, self.k_norm = (
-            _first(names, {n for n, p in self.parts.items() if isinstance(p, Norm)}) for names in (Q_NORM, K_NORM)
+            _first(names, {n for n, p in self.parts.items() if isinstance(p, Norm)})
+            for names in (Q_NORM, K_NORM)
         )
         self.keywords = _keywords(source)
         self.handed = tuple(
@@ -147,7 +169,10 @@ class _Trial:
             for case in CASES:
                 if self.run(case) != found:
                     raise Refused("its forward depends on the call")
-            partial, without = self.tries(PARTIAL, found), self.tries(WITHOUT, found._replace(rotary=False))
+            partial, without = (
+                self.tries(PARTIAL, found),
+                self.tries(WITHOUT, found._replace(rotary=False)),
+            )
         projections = (self.joined,) if self.joined else PROJECTIONS
         norms = (self.q_norm, self.k_norm) if found.norm != "none" else (None, None)
         return projections, self.sizes, *norms, self.out, found, partial, without
@@ -183,8 +208,12 @@ class _Trial:
         except Refused:
             raise
         except Exception as error:
-            raise Refused(f"its forward raises {type(error).__name__} on stand-ins: {str(error)[:60]}") from None
-        if len(interface.calls) != 1 or interface.asked != [(twin.config._attn_implementation, self.eager)]:
+            raise Refused(
+                f"its forward raises {type(error).__name__} on stand-ins: {str(error)[:60]}"
+            ) from None
+        if len(interface.calls) != 1 or interface.asked != [
+            (twin.config._attn_implementation, self.eager)
+        ]:
             raise Refused("it does not call one attention function, by its configuration")
         q, k, v, mask_seen, keywords, out = interface.calls[0]
         if mask_seen is not mask or keywords.pop(WORD, None) is not word:
@@ -198,7 +227,12 @@ class _Trial:
         heads, gate = self.compared(x, tables, q, k, v)
         y = out.reshape(case.B, case.T, -1)
         y = self.parts[self.out](y if gate is None else y * torch.sigmoid(gate))
-        if type(result) is not tuple or len(result) != 2 or result[1] != "weights" or not same(result[0], y):
+        if (
+            type(result) is not tuple
+            or len(result) != 2
+            or result[1] != "weights"
+            or not same(result[0], y)
+        ):
             raise Refused("it is another formula after attention")
         return heads
 
@@ -240,7 +274,11 @@ class _Trial:
         if not same(v, raw_v.unflatten(-1, (-1, v.shape[-1])).transpose(1, 2)):
             raise Refused("its values are another formula")
         for gated, norm, rotary in itertools.product(GATES, NORMS, (True, False)):
-            if gated and raw_q.shape[-1] != 2 * sizes[0] or (norm != "none") != (self.q_norm is not None):
+            if (
+                gated
+                and raw_q.shape[-1] != 2 * sizes[0]
+                or (norm != "none") != (self.q_norm is not None)
+            ):
                 continue
             if rotary and tables is None:
                 continue
@@ -295,7 +333,10 @@ def _handed_on(source) -> set:
         return set()
     places = [keyword.value for keyword in _attention_call(source).keywords]
     for node in ast.walk(source.definition):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("get_interface", "update"):
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
+            "get_interface",
+            "update",
+        ):
             places += node.args
     handed = collections.Counter(path for place in places for path in _paths(place))
     everywhere = collections.Counter(_paths(source.definition))
@@ -314,7 +355,7 @@ def _paths(tree: ast.AST) -> list:
 
 
 def _keywords(source) -> Callable:
-    """module -> the keywords that its forward gives the attention function, by its own expressions."""
+    """module -> the keywords that its forward gives the attention function, in its own words."""
     keys, values = [], []
     for keyword in _attention_call(source).keywords:
         if keyword.arg is not None:
@@ -327,4 +368,6 @@ def _keywords(source) -> Callable:
             values.append(keyword.value)
     tree = ast.parse("lambda self: 0", mode="eval")
     tree.body.body = ast.Dict(keys, values)
-    return eval(compile(ast.fix_missing_locations(tree), "<keywords>", "eval"), {"getattr": getattr})
+    return eval(
+        compile(ast.fix_missing_locations(tree), "<keywords>", "eval"), {"getattr": getattr}
+    )

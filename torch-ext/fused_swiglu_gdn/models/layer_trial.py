@@ -1,4 +1,4 @@
-"""In what order a decoder layer calls its parts and adds them up, told by its source and by a trial.
+"""In what order a decoder layer calls its parts and adds them up, told by its source and a trial.
 
 The class's forward runs on parts that remember what they are given.
 """
@@ -13,7 +13,7 @@ from ..layers.decoder import Call, LayerForm, Order
 from .forms import Refused
 from .norm_trial import norm_form
 from .serving import own_class
-from .source import plain_values, read, why_odd_class
+from .source import plain_values, read, why_odd_module
 from .stand_ins import Block, Opaque, quiet, random, same, twin_of
 
 WORD = "a_word_that_nobody_knows"
@@ -38,7 +38,10 @@ def layer_form(module: nn.Module) -> Union[LayerForm, str]:
         norms = {n for n, m in module._modules.items() if not isinstance(norm_form(m), str)}
         plain = {n for n, m in module._modules.items() if is_identity(m)}
         key = (kind, source.pinned.codes, tuple((n, type(v), v) for n, v in values.items()))
-        key += (tuple((n, n in norms, n in plain) for n in module._modules), bool(module._parameters))
+        key += (
+            tuple((n, n in norms, n in plain) for n in module._modules),
+            bool(module._parameters),
+        )
         if key not in _forms:
             _forms[key] = _find(module, kind, source, values, norms, plain)
         return _forms[key]
@@ -53,10 +56,13 @@ def is_identity(module: nn.Module) -> bool:
 def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
     if any(p is not None for p in module._parameters.values()):
         return "it has parameters of its own"
-    reason = why_odd_class(kind, (*values, *module._modules))
+    reason = why_odd_module(module, kind, source, (*values, *module._modules))
     if reason is not None:
         return reason
-    names, reasons = tuple(n for n in inspect.signature(source.forward).parameters if n != "self"), []
+    names, reasons = (
+        tuple(n for n in inspect.signature(source.forward).parameters if n != "self"),
+        [],
+    )
     with quiet():
         for outputs in itertools.product(OUTPUTS, OUTPUTS[:2]):
             try:
@@ -65,8 +71,10 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
                 reasons.append(str(why))
                 continue
             if found[0].pre_mlp is None:
-                return "its norms come after attention and MLP, where there is no sum to join them with"
-            return LayerForm(kind, source.pinned, tuple(values.items()), names, *found, tuple(plain))
+                return "its norms come after attention and MLP: no sum is before one"
+            return LayerForm(
+                kind, source.pinned, tuple(values.items()), names, *found, tuple(plain)
+            )
     return min(reasons, key=lambda reason: "raises" in reason)
 
 
@@ -95,7 +103,9 @@ def _run(module, kind, source, values, norms, plain, outputs):
     except Refused:
         raise
     except Exception as error:
-        raise Refused(f"its forward raises {type(error).__name__} on stand-ins: {str(error)[:60]}") from None
+        raise Refused(
+            f"its forward raises {type(error).__name__} on stand-ins: {str(error)[:60]}"
+        ) from None
     order, scale = _order(log, norms, x, out, values)
     sources = {id(v): n for n, v in marks.items()}
     called = {name: (place, rest) for name, _, _, place, rest in log}
@@ -113,7 +123,12 @@ def _order(log, norms, x, out, values):
         raise Refused("its parts come in another order: " + ", ".join(names))
     a, m = blocks
     for between in range(m - a):  # norms after the mixer, before those of the MLP
-        groups = names[:a], names[a + 1 : a + 1 + between], names[a + 1 + between : m], names[m + 1 :]
+        groups = (
+            names[:a],
+            names[a + 1 : a + 1 + between],
+            names[a + 1 + between : m],
+            names[m + 1 :],
+        )
         if all(len(group) <= 1 for group in groups):
             order = Order(*(next(iter(group), None) for group in groups), names[a], names[m])
             for scale in (None, *(n for n, v in values.items() if type(v) is float)):
@@ -130,8 +145,9 @@ def _agrees(order: Order, log: dict, x, out, scale) -> bool:
         return value if name is None else log[name][2] if same(log[name][1], value) else None
 
     for pre, block, post in (
-        (order.pre_mixer, order.mixer, order.post_mixer), (order.pre_mlp, order.mlp, order.post_mlp),
-    ):  # fmt: skip
+        (order.pre_mixer, order.mixer, order.post_mixer),
+        (order.pre_mlp, order.mlp, order.post_mlp),
+    ):
         y = x
         for name in (pre, block, post):
             y = None if y is None else through(name, y)

@@ -13,7 +13,7 @@ from ..layers.norm import NormForm
 from ..norm import reference
 from .forms import Refused
 from .serving import own_class
-from .source import plain_values, read, why_odd_class
+from .source import plain_values, read, why_odd_module
 from .stand_ins import quiet, random, twin_of
 
 D = 48
@@ -51,7 +51,12 @@ def norm_form(module: nn.Module) -> Union[NormForm, str]:
         source = read(kind)
         weight = next(iter(shapes), None)
         values = plain_values(module, source.reads)
-        key = (kind, source.pinned.codes, weight, tuple((n, type(v), v) for n, v in values.items() if not _is_eps(n, v)))
+        key = (
+            kind,
+            source.pinned.codes,
+            weight,
+            tuple((n, type(v), v) for n, v in values.items() if not _is_eps(n, v)),
+        )
         if key not in _forms:
             _forms[key] = _find(module, kind, source, weight, values)
         return _forms[key]
@@ -67,8 +72,12 @@ def _find(module, kind, source, weight, values) -> Union[NormForm, str]:
     names = list(inspect.signature(source.forward).parameters)
     eps = [name for name, value in values.items() if _is_eps(name, value)]
     if len(names) != 2 or len(eps) != 1:
-        return "its forward takes other arguments than one tensor" if len(names) != 2 else "it has no eps"
-    reason = why_odd_class(kind, (*values, *filter(None, [weight])))
+        return (
+            "its forward takes other arguments than one tensor"
+            if len(names) != 2
+            else "it has no eps"
+        )
+    reason = why_odd_module(module, kind, source, (*values, *filter(None, [weight])))
     if reason is not None:
         return reason
     guards = tuple((n, v) for n, v in values.items() if n != eps[0])
@@ -91,7 +100,9 @@ def _computes(module, kind, forward, weight: Optional[str], eps_name: str, varia
                 try:
                     got = forward(twin, x.clone())
                 except Exception as error:
-                    raise Refused(f"its forward raises {type(error).__name__} on stand-ins") from None
+                    raise Refused(
+                        f"its forward raises {type(error).__name__} on stand-ins"
+                    ) from None
                 y = reference.rms_norm_fwd(x, w, None, eps, *variant, False)[0]
                 if type(got) is not torch.Tensor or got.dtype != y.dtype or got.shape != y.shape:
                     return False

@@ -1,8 +1,8 @@
 """What a module is, told by its parts, and whether one of our layers computes the same.
 
-A module is served only if that is certain: MLPs, norms, attention and decoder layers are a known form
-by their source and by a trial; a GDN layer has the parts of a known family and transformers' own
-forward.
+A module is served only if that is certain: MLPs, norms, attention and decoder layers are a known
+form by their source and by a trial; a GDN layer has the parts of a known family and transformers'
+own forward.
 """
 
 from typing import Callable, NamedTuple, Optional, Union

@@ -1,14 +1,13 @@
 """What a forward is made of, read from its source, so that a trial of it says all there is to say.
 
-A trial runs a forward on stand-ins and compares numbers: it tells what the forward computes for what
-was tried. Here the source is read, with the functions and methods that it calls by name, and refused
-where another input could take another way: a branch on a value or a size, a loop, an operation that
-is not in the lists below. Branches on None and on the module's own attributes are left to the trial;
-the attributes are listed in `reads`, since they may change.
+A trial runs a forward on stand-ins and compares numbers: it tells what the forward computes for
+what was tried. Here the source is read, with the functions and methods that it calls by name, and
+refused where another input could take another way: a branch on a value or a size, a loop, an
+operation that is not in the lists below. Branches on None and on the module's own attributes are
+left to the trial; the attributes are listed in `reads`, since they may change.
 """
 
 import ast
-import inspect
 from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, ModuleType
 from typing import Dict, Iterable, NamedTuple, NoReturn, Optional, Tuple
 
@@ -27,13 +26,13 @@ METHODS = {
     "unflatten", "unsqueeze", "view",
 } | {"get_interface", "update"}  # fmt: skip
 FUNCTIONS = (
-    torch.cat, torch.chunk, torch.mean, torch.mul, torch.pow, torch.rsqrt, torch.sigmoid, torch.split,
-    torch.sqrt, torch.square, F.sigmoid,
+    torch.cat, torch.chunk, torch.mean, torch.mul, torch.pow, torch.rsqrt, torch.sigmoid,
+    torch.split, torch.sqrt, torch.square, F.sigmoid,
 )  # fmt: skip
 ATTRIBUTES = {"device", "dtype", "ndim", "shape"}
 BUILTINS = {"getattr": getattr, "hasattr": hasattr, "int": int, "isinstance": isinstance}
 PLAIN_VALUES = (bool, int, float, str)
-STATEMENTS = (ast.AnnAssign, ast.Assign, ast.AugAssign, ast.Expr, ast.If, ast.Pass, ast.Return)
+STATEMENTS = (ast.AnnAssign, ast.Assign, ast.Expr, ast.If, ast.Pass, ast.Return)
 EXPRESSIONS = (
     ast.Attribute, ast.BinOp, ast.Call, ast.Constant, ast.Dict, ast.IfExp, ast.Name, ast.Slice,
     ast.Starred, ast.Subscript, ast.Tuple, ast.UnaryOp, ast.List,
@@ -47,6 +46,7 @@ class Source(NamedTuple):
     definition: ast.FunctionDef
     pinned: Pinned  # what a patch could replace
     reads: Tuple[str, ...]  # the module's attributes by their paths: "head_dim", "config.use_rope"
+    parts: Tuple[str, ...]  # what it calls of the module
     globals: dict
 
 
@@ -66,7 +66,8 @@ def _read(kind: type) -> Source:
     forward, namespace = reader.method("forward")
     definition = reader.function(forward, (namespace, "forward", forward))
     pinned = Pinned(tuple(reader.names), tuple(reader.codes))
-    return Source(forward, definition, pinned, tuple(sorted(reader.reads)), forward.__globals__)
+    reads, parts = tuple(sorted(reader.reads)), tuple(sorted(reader.parts))
+    return Source(forward, definition, pinned, reads, parts, forward.__globals__)
 
 
 def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
@@ -80,11 +81,19 @@ def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
 
 
 # what nn.Module has for calling a module and for finding its parts
-MACHINERY = ("__getattr__", "__getattribute__", "__dict__", "_call_impl", "_wrapped_call_impl", "_slow_forward")
+MACHINERY = (
+    "__getattr__",
+    "__getattribute__",
+    "__dict__",
+    "_call_impl",
+    "_wrapped_call_impl",
+    "_slow_forward",
+)
 
 
-def why_odd_class(kind: type, names: Tuple[str, ...]) -> Optional[str]:
-    """The class calls modules, or finds its attributes, in a way of its own."""
+def why_odd_module(module: nn.Module, kind: type, source: Source, names) -> Optional[str]:
+    """The class calls modules, or finds its attributes, in a way of its own, or the forward calls
+    what is no part."""
 
     def static(owner, name):
         return next((b.__dict__[name] for b in owner.__mro__ if name in b.__dict__), None)
@@ -95,12 +104,16 @@ def why_odd_class(kind: type, names: Tuple[str, ...]) -> Optional[str]:
     for name in names:
         if static(kind, name) is not None:
             return f"its class has an attribute {name}"
+    for name in source.parts:
+        if name in module.__dict__:
+            return f"{name} is no module of its own"
     return None
 
 
 class _Reader:
     def __init__(self, kind: type):
-        self.kind, self.names, self.codes, self.reads = kind, [], [], set()
+        self.kind, self.names, self.codes = kind, [], []
+        self.reads, self.parts = set(), set()
 
     def method(self, name: str):
         for base in self.kind.__mro__:
@@ -153,7 +166,7 @@ class _Body:
             for inner in [*node.body, *node.orelse]:
                 self.statement(inner)
             return
-        if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             if not all(self.is_target(target) for target in targets):
                 self.refuse(node)
@@ -170,7 +183,7 @@ class _Body:
         return isinstance(node, ast.Name) and node.id != self.me
 
     def path(self, node: ast.expr) -> Optional[str]:
-        """"config.use_rope" of self.config.use_rope."""
+        """ "config.use_rope" of self.config.use_rope."""
         names = []
         while isinstance(node, ast.Attribute):
             names.insert(0, node.attr)
@@ -220,7 +233,9 @@ class _Body:
         if not (self.is_builtin(node.func, "getattr") or self.is_builtin(node.func, "hasattr")):
             return False
         owner, name, *default = node.args
-        mine = self.path(owner) or ("" if isinstance(owner, ast.Name) and owner.id == self.me else None)
+        mine = self.path(owner)
+        if isinstance(owner, ast.Name) and owner.id == self.me:
+            mine = ""
         if mine is None or not isinstance(name, ast.Constant):
             return False
         if not all(isinstance(d, ast.Constant) or self.path(d) for d in default):
@@ -264,71 +279,78 @@ class _Body:
             self.expression(node.value)
 
     def is_dtype(self, node: ast.Attribute) -> bool:
+        """torch.float32"""
         if not (isinstance(node.value, ast.Name) and node.value.id not in self.local):
             return False
-        return self.found(node.value.id) is torch and isinstance(getattr(torch, node.attr, 0), torch.dtype)
+        value = getattr(torch, node.attr, None)
+        return self.found(node.value.id) is torch and isinstance(value, torch.dtype)
 
     def call(self, node: ast.Call) -> None:
         if self.is_getattr(node):
             return
         self.callee(node)
-        first = node.args[:1] if isinstance(node.func, ast.Name) else []
-        for argument in [*node.args, *(k.value for k in node.keywords)]:
-            if isinstance(argument, ast.Name) and argument.id == self.me and argument in first:
-                if node.func.id in self.interfaces:  # attention functions get the module
-                    continue
-            if _calls(node, "get_interface") and isinstance(argument, ast.Name):
-                if isinstance(self.found(argument.id), FunctionType):
-                    place = (self.function.__globals__, argument.id, self.found(argument.id))
-                    self.reader.names.append(place)
-                    continue
+        attends = isinstance(node.func, ast.Name) and node.func.id in self.interfaces
+        for i, argument in enumerate([*node.args, *(k.value for k in node.keywords)]):
+            name = argument.id if isinstance(argument, ast.Name) else None
+            if attends and i == 0 and name == self.me:
+                continue  # attention functions get the module
+            if _calls(node, "get_interface") and isinstance(self.found(name), FunctionType):
+                place = (self.function.__globals__, name, self.found(name))
+                self.reader.names.append(place)
+                continue
             self.expression(argument)
 
     def callee(self, node: ast.Call) -> None:
-        """What is called is known: a part, a method, a listed or a followed function."""
+        """What is called is known: a part, a listed method or function, or one that is read too."""
         function = node.func
         if isinstance(function, ast.Name):
-            if function.id in self.local:
-                if function.id not in self.interfaces:
-                    self.refuse(node)
-                return
-            if function.id in BUILTINS and self.is_builtin(function, function.id):
-                return
-            value = self.found(function.id)
-            plain = undispatched(value)
-            if not isinstance(plain, FunctionType):
-                self.refuse(node)
-            self.reader.function(plain, (self.function.__globals__, function.id, value))
+            self.by_name(node, function.id)
             return
         if not isinstance(function, ast.Attribute):
             self.refuse(node)
-        path = self.path(function)
-        if path is not None and "." not in path:
-            method = next((b.__dict__[path] for b in self.reader.kind.__mro__ if path in b.__dict__), None)
-            if method is not None:  # else a part
-                self.reader.function(*_with_place(self.reader.method(path), path))
-            return
-        if _root(function) in self.local and function.attr in METHODS or isinstance(function.value, ast.Call):
-            if function.attr not in METHODS:
+        path, name = self.path(function), function.attr
+        if path == name:
+            self.of_the_module(name)
+        elif _root(function) in self.local or not isinstance(
+            function.value, (ast.Name, ast.Attribute)
+        ):
+            if name not in METHODS:
                 self.refuse(node)
             self.expression(function.value)
-            return
-        if function.attr in METHODS and isinstance(function.value, (ast.BinOp, ast.Subscript)):
-            self.expression(function.value)
-            return
-        if function.attr == "get_interface" and isinstance(function.value, ast.Name):
-            registry = self.found(function.value.id)
-            if type(registry).__name__ == "AttentionInterface":
-                self.reader.names.append((self.function.__globals__, function.value.id, registry))
-                return
-        self.torch_function(node)
+        elif not self.is_registry(function):
+            self.torch_function(node)
+
+    def by_name(self, node: ast.Call, name: str) -> None:
+        if name in self.local:
+            if name not in self.interfaces:
+                self.refuse(node)
+        elif not (name in BUILTINS and self.is_builtin(node.func, name)):
+            value = self.found(name)
+            plain = undispatched(value)
+            if not isinstance(plain, FunctionType):
+                self.refuse(node)
+            self.reader.function(plain, (self.function.__globals__, name, value))
+
+    def of_the_module(self, name: str) -> None:
+        """self.name(...): a method of the class, or a part."""
+        if any(name in base.__dict__ for base in self.reader.kind.__mro__):
+            method, namespace = self.reader.method(name)
+            self.reader.function(method, (namespace, name, method))
+        else:
+            self.reader.parts.add(name)
+
+    def is_registry(self, function: ast.Attribute) -> bool:
+        """ALL_ATTENTION_FUNCTIONS.get_interface"""
+        if function.attr != "get_interface" or not isinstance(function.value, ast.Name):
+            return False
+        registry = self.found(function.value.id)
+        place = (self.function.__globals__, function.value.id, registry)
+        self.reader.names.append(place)
+        return type(registry).__name__ == "AttentionInterface"
 
     def torch_function(self, node: ast.Call) -> None:
-        names, value = [], node.func
-        while isinstance(value, ast.Attribute):
-            names.insert(0, value.attr)
-            value = value.value
-        known = self.found(value.id) if isinstance(value, ast.Name) and value.id not in self.local else None
+        root, *names = ast.unparse(node.func).split(".")
+        known = self.found(root)
         for name in names:
             known = known.__dict__.get(name) if isinstance(known, ModuleType) else None
         if not any(known is function for function in FUNCTIONS):
@@ -336,11 +358,6 @@ class _Body:
         if not isinstance(known, (BuiltinFunctionType, BuiltinMethodType)):
             if getattr(known, "__module__", "").split(".")[0] != "torch":
                 self.refuse(node)
-
-
-def _with_place(found: tuple, name: str) -> tuple:
-    method, namespace = found
-    return method, (namespace, name, method)
 
 
 def _calls(node: ast.AST, method: str) -> bool:

@@ -82,7 +82,7 @@ class Product:
 
 
 class Block:
-    """A part of a layer: a function that remembers its calls; outputs(name) says how many it gives."""
+    """A part of a layer, which remembers its calls; outputs(name) says how many it gives."""
 
     def __init__(self, name: str, seed: int, log: list, outputs: Callable):
         self.name, self.seed, self.log, self.outputs = name, seed, log, outputs
@@ -93,7 +93,9 @@ class Block:
         if len(tensors) != 1 or len(args) > 1:
             raise Refused(f"it calls {self.name} in a way that is not known")
         x = tensors[0]
-        y = torch.tanh(x * random(x.shape[-1], seed=self.seed) + random(x.shape[-1], seed=self.seed + 1))
+        y = torch.tanh(
+            x * random(x.shape[-1], seed=self.seed) + random(x.shape[-1], seed=self.seed + 1)
+        )
         place = places[0] if places else None
         rest = {n: v for n, v in kwargs.items() if n != place}
         count = self.outputs(self.name)
