@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from conftest import load_package, relative_error, submodule
 from interpreter import compiled
-from tiny_models import GRADIENTS, SERVED, random_model, tokens
+from tiny_models import GRADIENTS, SERVED, mlps_and_gdn, random_model, tokens
 
 WORLD = 2
 STEPS = 3
@@ -78,7 +78,7 @@ def check(name: str, wrap: str, rank: int, device) -> dict:
     served, first, cp = SERVED.get(name, 2), wrap.endswith("first"), wrap.startswith("cp")
     if cp and device.type == "cpu":  # in fp32 the gradient of A_log is right to 5e-4 only
         alone, shared = alone.double(), shared.double()
-    assert len(kernel.kernelize(alone, mode="training").served) == served
+    assert mlps_and_gdn(kernel.kernelize(alone, mode="training")) == served
     if cp:
         kernel.kernelize(shared, mode="training", cp_group=dist.group.WORLD)
         shared.gradient_checkpointing_enable({"use_reentrant": False})
@@ -88,7 +88,7 @@ def check(name: str, wrap: str, rank: int, device) -> dict:
     before = own_forward(shared)
     if first:
         report = kernel.kernelize(shared, mode="training")
-        assert len(report.served) == served, str(report)
+        assert mlps_and_gdn(report) == served, str(report)
     want_losses, want = steps(alone, ids)
     dispatch, tp = submodule("runtime.dispatch"), wrap == "tp first"
     # on a CPU no kernel would serve an MLP
@@ -107,7 +107,7 @@ def check(name: str, wrap: str, rank: int, device) -> dict:
         errors[parameter] = relative_error(gradient, want[parameter.replace("module.", "", 1)])
     assert len(errors) == len(want) + 1
     if first:
-        assert kernel.restore(shared) == served and own_forward(shared) == before
+        assert kernel.restore(shared) == len(report.served) and own_forward(shared) == before
     return errors
 
 
@@ -149,7 +149,7 @@ def test_weights_of_zero_3_are_left_alone(kernel):
         for module in model.modules():
             module.register_forward_pre_hook(lambda *args: None)
         report = kernel.kernelize(model)
-        assert not report.served and len(report.left) == SERVED.get(name, 2)
+        assert not report.served and len(report.left) > SERVED.get(name, 2)
         assert {row.reason for row in report.left} == {"is partitioned by ZeRO-3"}
 
 

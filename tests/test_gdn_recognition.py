@@ -363,8 +363,9 @@ def test_training_after_use_kernels_and_kernelize(kernel, monkeypatch):
         assert layer.forward.__func__ is served is kernel.layers.Qwen3_5GatedDeltaNet.forward
         model.eval()
         assert layer.forward.__func__ is served
-        assert reason_of(kernel.kernelize(model), model) is None
-        assert kernel.restore(model) == 3
+        report = kernel.kernelize(model)
+        assert reason_of(report, model) is None
+        assert kernel.restore(model) == len(report.served)
         assert "forward" not in layer.__dict__
 
 

@@ -83,7 +83,12 @@ def test_what_is_served(kernel):
 
 def test_only_and_skip(kernel):
     model = random_model("llama")
-    layers = {"mlp": "SwiGLUMLP", "norm": "RMSNorm", "attention": "Attention", "layer": "DecoderLayer"}
+    layers = {
+        "mlp": "SwiGLUMLP",
+        "norm": "RMSNorm",
+        "attention": "Attention",
+        "layer": "DecoderLayer",
+    }
     for kind, layer in layers.items():
         assert kinds_of(kernel.kernelize(model, only=[kind])) == {layer}
         assert kinds_of(kernel.kernelize(model, skip=[kind])) == set(layers.values()) - {layer}
@@ -203,8 +208,11 @@ def test_hidden_states_and_hooks(kernel):
         with serving():
             logits(m, ids)
     assert len(seen) == 2 * len([place for place in seen if place[0] == "ours"]) > 12
-    for key, name in seen:
-        ours, theirs = ((x[0] if isinstance(x, tuple) else x) for x in (seen["ours", name], seen["theirs", name]))
+    for name in {name for _, name in seen}:
+        ours, theirs = (
+            (x[0] if isinstance(x, tuple) else x)
+            for x in (seen["ours", name], seen["theirs", name])
+        )
         assert relative_error(ours, theirs) < 1e-5
 
 
@@ -306,7 +314,9 @@ def test_a_patched_class_counts(kernel, name, monkeypatch):
     model, served = pair(kernel, "qwen3")
     kind = getattr(modeling_qwen3, name)
     own, ids = kind.forward, tokens(1, 5)
-    monkeypatch.setattr(kind, "forward", lambda *args, **kwargs: double(None, args, own(*args, **kwargs)))
+    monkeypatch.setattr(
+        kind, "forward", lambda *args, **kwargs: double(None, args, own(*args, **kwargs))
+    )
     with serving():
         assert_same(logits(served, ids), logits(model, ids))
     report = kernel.kernelize(served)
@@ -368,24 +378,30 @@ class Scaled(nn.Module):
 class ClampedRMSNorm(Scaled):
     def forward(self, x):
         x = x.clamp(-1e4, 1e4)
-        return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * (
+            x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        ).to(x.dtype)
 
 
 class BySizeRMSNorm(Scaled):
     def forward(self, x):
         if x.shape[0] > 1000:
             return x
-        return self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        return self.weight * (
+            x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        ).to(x.dtype)
 
 
 class FlaggedRMSNorm(Scaled):
     def forward(self, x):
-        y = self.weight * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        y = self.weight * (
+            x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        ).to(x.dtype)
         return y if self.how else y * 2
 
 
 def test_norms_that_are_none(kernel):
-    for kind, why in ((ClampedRMSNorm, "x.clamp"), (BySizeRMSNorm, "x.shape[0] > 1000")):
+    for kind, why in ((ClampedRMSNorm, "x.clamp"), (BySizeRMSNorm, "x.shape[0]")):
         (row,) = kernel.kernelize(kind(None)).rows
         assert why in row.reason
     assert "another formula" in kernel.kernelize(FlaggedRMSNorm(False)).rows[0].reason
