@@ -45,7 +45,8 @@ def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
     if torch.compiler.is_compiling():
         return None
     own = _own_class(type(layer), ours)
-    plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
+    weight = layer._modules["conv1d"]._parameters.get("weight")  # what layer.conv1d.weight looks up
+    plain = type(layer._parameters.get("A_log")) in PLAIN_TENSORS and type(weight) in PLAIN_TENSORS
     if plain and not patched_since(own):
         return None
     if kwargs.get("cp_context") is not None:
@@ -93,7 +94,7 @@ def _lengths_of(seq_idx):
     return torch.cat([ends[:1], starts, ends[1:]])
 
 
-def _decode(layer, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigval: bool):
+def _decode(layer, conv, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigval: bool):
     """One token, from the input projections to the output's, with both states updated in place."""
     return fused.decode_step(
         q,
@@ -104,8 +105,8 @@ def _decode(layer, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigval: bo
         b,
         seq.conv_state,
         seq.state,
-        layer.conv1d.weight.squeeze(1),
-        layer.conv1d.bias,
+        conv.weight.squeeze(1),
+        conv.bias,
         layer.activation,
         layer.A_log,
         layer.dt_bias,
@@ -180,16 +181,17 @@ def _gated_delta_net(
     """
     plain = is_gated_norm(norm)
     # the convolution's weight is read, not called: an offloaded one has to be brought first
-    hook = layer.conv1d.__dict__.get("_hf_hook")
+    conv = layer.conv1d
+    hook = conv.__dict__.get("_hf_hook")
     if hook is not None:
-        hook.pre_forward(layer.conv1d)
+        hook.pre_forward(conv)
     decoding = seq.in_place and plain and _known_activations(layer, norm)
     if decoding:
-        y = _decode(layer, norm, q, k, v, z, a, b, seq, allow_neg_eigval)
+        y = _decode(layer, conv, norm, q, k, v, z, a, b, seq, allow_neg_eigval)
     else:
         y = _convolution(layer, q, k, v.flatten(3), joined, seq)  # [B, T, D]
     if hook is not None:
-        hook.post_forward(layer.conv1d, ())
+        hook.post_forward(conv, ())
     if decoding:
         return y
     q, k, v = _split(layer, y)

@@ -33,10 +33,7 @@ class OwnCode(NamedTuple):
 
     def unchanged(self) -> bool:
         """Nobody has patched what was looked at since."""
-        for namespace, name, value in self.names:
-            if namespace.get(name) is not value:
-                return False
-        return True
+        return all([namespace.get(name) is value for namespace, name, value in self.names])
 
 
 def _codes_in(code: CodeType):
