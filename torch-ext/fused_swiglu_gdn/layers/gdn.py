@@ -45,8 +45,7 @@ def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
     if torch.compiler.is_compiling():
         return None
     own = _own_class(type(layer), ours)
-    weight = layer._modules["conv1d"]._parameters.get("weight")  # what layer.conv1d.weight looks up
-    plain = type(layer._parameters.get("A_log")) in PLAIN_TENSORS and type(weight) in PLAIN_TENSORS
+    plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
     if plain and not patched_since(own):
         return None
     if kwargs.get("cp_context") is not None:
