@@ -30,7 +30,7 @@ MIN_SEGMENT_TOKENS = 1024  # gdn_place.MIN_SEGMENT chunks
 REGISTERS = {1: (0, 32), 2: (240, 24)}
 CAP = {1: 136, 2: 168}
 # Registers of a thread of prepare by its warps: 16 and 12 warps a multiprocessor
-PREPARE_CAP = {4: 128, 2: 168}
+PREPARE_CAP = {4: 128, 2: 168, 1: 255}
 
 
 def has_wgmma(device: torch.device) -> bool:
@@ -79,7 +79,7 @@ class Prepare:
     def __init__(self, call: GdnCall):
         q, k, H, HV, rows = call.q, call.k, call.H, call.HV, call.rows
         packed = call.cu_seqlens is not None
-        W = 4 if HV // H % 4 == 0 else 2
+        W = next(n for n in (4, 2, 1) if HV // H % n == 0)
         self.shape = (rows, HV, 64, 64)
         self.units = rows * HV
         tokens = (token_map(x.shape, x.stride(), x.dtype, call.K, packed) for x in (q, k))
@@ -103,7 +103,6 @@ class Prepare:
         return (
             has_wgmma(call.device)
             and call.options.use_qk_l2norm
-            and call.HV // call.H % 2 == 0
             and call.q.dtype in HALF
             and call.q.dtype == call.k.dtype
             and call.K == HEAD_DIM

@@ -179,7 +179,7 @@ def gdn_prepare_fwd_kernel(
         return
     landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     # q and k; in their place Q K^T and, behind what the tiles on their way out need, K K^T
-    room = gl.allocate_shared_memory(DTYPE, [W // 2 + 1, C, D], t_desc.layout)
+    room = gl.allocate_shared_memory(DTYPE, [max(W // 2, 1) + 1, C, D], t_desc.layout)
     q_smem, k_smem = room.index(0), room.index(1)
     mbarrier.init(landed, count=1)
     mbarrier.expect(landed, 2 * C * D * 2)
@@ -221,7 +221,7 @@ def gdn_prepare_fwd_kernel(
     k2_smem = _shared_line(k2 * rk * rk)
     kk0, qk0 = _products(q_smem, k_smem, k_smem.slice(0, 32), rq_smem, rk_smem, 0, PAIR)
     kk1, qk1 = _products(q_smem, k_smem, k_smem, rq_smem, rk_smem, 32, PAIR)
-    kk_smem = as_tile(room.index(W // 2), gl.float32, [C, C], WORDS)
+    kk_smem = as_tile(room.index(max(W // 2, 1)), gl.float32, [C, C], WORDS)
     qk_smem = as_tile(room.index(0), gl.float32, [C, C], WORDS)
     kk_smem.slice(0, 32).slice(0, 32, 1).store(kk0)
     qk_smem.slice(0, 32).slice(0, 32, 1).store(qk0)
