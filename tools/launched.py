@@ -297,6 +297,7 @@ for name, options in {
         "index": torch.int64,
         "state": BF16,
     },
+    "one long of two, packed": {"T": 8192, "HV": 64, "packed": (1024, 7168), "raw": True},
     "batch of 4": {"B": 4, "T": 8192, "HV": 64},
     "one value head a key head": {"H": 24, "HV": 24, "raw": True, "packed": two},
     "six value heads a key head": {"H": 4, "HV": 24},

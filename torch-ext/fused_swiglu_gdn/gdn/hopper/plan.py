@@ -26,6 +26,10 @@ from .scan import gdn_scan_fwd_kernel
 HEAD_DIM = 128
 MIN_SEGMENT_TOKENS = 1024  # gdn_place.MIN_SEGMENT chunks
 
+# One of so few sequences with so many tokens may be longer than the rest together: its chunks
+# follow each other faster with one state warpgroup a CTA. Whether it is is seen on the device.
+FEW_SEQUENCES, LONG = 8, 8192
+
 # By state warpgroups: registers of the second one and of the loader, and the cap at launch.
 REGISTERS = {1: (0, 32), 2: (240, 24)}
 CAP = {1: 136, 2: 168}
@@ -144,7 +148,7 @@ class Scan:
     dtypes and options is found once."""
 
     __slots__ = (
-        "split", "warm", "like_v", "final", "checkpoints", "kernel", "transition", "carry",
+        "split", "warm", "like_v", "final", "checkpoints", "kernels", "transition", "carry",
     )  # fmt: skip
 
     def __init__(self, call: GdnCall):
@@ -161,8 +165,10 @@ class Scan:
         if checkpoint_every:
             self.checkpoints = ((call.B * (T // checkpoint_every), HV, K, K), state)
         W = 1 if 2 * slots * HV <= multiprocessor_count(device.index) else 2
+        by_lengths = W == 2 and packed and 1 < N <= FEW_SEQUENCES and T >= LONG
         if checkpoint_every and not state_v_first:
             W = 1  # the addresses of a [K, V] state are more than two warpgroups have registers for
+            by_lengths = False
         pool_step = 0 if call.initial_state is None else call.initial_state.stride(0)
         numbers = (T, HV, call.H, N, max(checkpoint_every // 64, 1), self.split, pool_step)
         units = call.rows * HV
@@ -174,7 +180,8 @@ class Scan:
             *(block, block, tile_map(torch.float32, (units * 256,), (1,), 256)),
         )
 
-        def launch(W: int, programs: int, transition: int) -> Launch:
+        def launch(W: int, transition: int = 0) -> Launch:
+            programs = slots * HV * (2 + 2 * transition) // W
             # the kernel waits for prepare itself, where it needs it: launch_pdl
             return Launch(
                 gdn_scan_fwd_kernel,
@@ -182,15 +189,15 @@ class Scan:
                 device,
                 maps=maps,
                 numbers=(*numbers, transition),
-                constexprs=(in_place, W, state_v_first, *REGISTERS[W]),
+                constexprs=(in_place, W, state_v_first, *REGISTERS[W], by_lengths > transition),
                 options=(("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True)),
                 guarded=True,
             )
 
-        self.kernel = launch(W, slots * HV * 2 // W, 0)
+        self.kernels = [launch(1), launch(2)] if by_lengths else [launch(W)]
         self.transition = self.carry = None
         if self.split > 1:
-            self.transition = launch(2, 2 * slots * HV, 1)  # half of the programs for M
+            self.transition = launch(2, 1)  # half of the programs for M
             sizes = (MIN_SEGMENT_TOKENS, 1 << (self.split - 1).bit_length(), 16, 32)
             self.carry = Launch(
                 gdn_carry_kernel,
@@ -226,7 +233,8 @@ class Scan:
         if self.carry is not None:
             self.transition(*tensors, initial_state, final, None, *rest)
             self.carry(pool, state_indices, cu_seqlens, warm, o)
-        self.kernel(*tensors, initial_state, final, checkpoints, *rest)
+        for kernel in self.kernels:
+            kernel(*tensors, initial_state, final, checkpoints, *rest)
         return o, final, checkpoints
 
 

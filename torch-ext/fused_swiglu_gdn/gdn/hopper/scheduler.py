@@ -114,9 +114,18 @@ def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transit
 
 
 @gluon.jit
+def _one_is_long(cu_ptr, N, T):
+    """Whether one sequence is longer than the rest together; at most LOOK_BACK sequences."""
+    i = gl.arange(0, LOOK_BACK, layout=VECTOR)
+    start = gl.load(cu_ptr + i, mask=i < N, other=0)
+    stop = gl.load(cu_ptr + i + 1, mask=i < N, other=0)
+    return gl.max((stop - start).to(gl.int32), 0) > T // 2
+
+
+@gluon.jit
 def place(
     cu_ptr, index_ptr, decay_ptr, warm_ptr, T, HV, H, N, every, split, pool_step, transition,
-    IN_PLACE: gl.constexpr, W: gl.constexpr,
+    IN_PLACE: gl.constexpr, W: gl.constexpr, BY_LENGTHS: gl.constexpr,
 ):  # fmt: skip
     """The fields of Unit from `batch` to `carry` for this CTA; arguments as of the kernel."""
     second = gl.where(transition != 0, D, 64)
@@ -171,6 +180,10 @@ def place(
         source = gl.where(unknown | (work == 0), NOWHERE, source)
         target = gl.where(work > 0, CARRY, NOWHERE)
         zeros, full = n * 0, n * 0
+    if BY_LENGTHS:  # else it is the launch with the other W that works
+        idle = _one_is_long(cu_ptr, N, T) != (W == 1)
+        work, zeros = gl.where(idle, 0, work), gl.where(idle, 0, zeros)
+        target = gl.where(idle, NOWHERE, target)
     warm = gl.where(work > 0, warm, 0)
     first = begin - warm
     silent = gl.where(transition != 0, work + warm, warm)
