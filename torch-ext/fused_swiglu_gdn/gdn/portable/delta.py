@@ -37,6 +37,33 @@ def store(ptrs, x, mask, alive=None, EVICT: tl.constexpr = _AS_USUAL):
 
 
 @triton.jit
+def state_tile(
+    pid, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Of a program its sequence, its value head, the rows and columns of its tile of the state, and
+    the tile's offsets in the states of the sequence."""
+    PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    n = (pid // (PARTS * HV)).to(tl.int64)
+    hv = (pid // PARTS) % HV
+    offs_k = tl.arange(0, BLOCK_K)
+    offs_v = (pid % PARTS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    if V_FIRST:
+        offs_s = offs_v[:, None] * K + offs_k[None, :] + hv * (K * V)
+    else:
+        offs_s = offs_k[:, None] * V + offs_v[None, :] + hv * (K * V)
+    return n, hv, offs_k, offs_v, offs_s
+
+
+@triton.jit
+def pool_rows(n, read_ptr, write_ptr):
+    """The rows of a pool that a sequence reads and writes; negative: it does not."""
+    row = n if read_ptr is None else tl.load(read_ptr + n).to(tl.int64)
+    write_row = row if write_ptr is None else tl.load(write_ptr + n).to(tl.int64)
+    return row, write_row
+
+
+@triton.jit
 def _add_pairs(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
 

@@ -15,7 +15,7 @@ from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
 from ...runtime.primitives import sequence_bounds
 from ..call import RecurrentCall
-from .delta import key_norms, load, read_step, store, write_step
+from .delta import key_norms, load, pool_rows, read_step, state_tile, store, write_step
 from .gates import log_decay, write_strength
 from .recurrent_step import Step, is_dense, step_config, step_of
 
@@ -75,38 +75,19 @@ def _gdn_recurrent_fwd_kernel(
 ):
     """A program runs BLOCK_V columns of one state of one sequence through all of its tokens."""
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
-    TILES: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    pid = tl.program_id(0)
-    n = pid // (TILES * HV)
-    hv = (pid // TILES) % HV
+    n, hv, offs_k, offs_v, offs_s = state_tile(
+        tl.program_id(0), HV, K, V, V_FIRST, BLOCK_K, BLOCK_V
+    )
     h = hv // (HV // H)
-    offs_k = tl.arange(0, BLOCK_K)
-    offs_v = (pid % TILES) * BLOCK_V + tl.arange(0, BLOCK_V)
     mask_k = None if BLOCK_K == K else offs_k < K
     mask_v = None if V % BLOCK_V == 0 else offs_v < V
-    EVEN: tl.constexpr = BLOCK_K == K and V % BLOCK_V == 0
-    if EVEN:
-        mask = None
-    else:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
+    mask = None
+    if BLOCK_K != K or V % BLOCK_V != 0:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
         mask = tl.expand_dims(offs_k < K, 1 - K_AXIS) & tl.expand_dims(offs_v < V, K_AXIS)
-    if V_FIRST:
-        offs_s = offs_v[:, None] * K + offs_k[None, :]
-    else:
-        offs_s = offs_k[:, None] * V + offs_v[None, :]
-    offs_s += hv * (K * V)
-
-    row = n.to(tl.int64)
-    write_row = row
-    alive = None
-    if read_ptr is not None:
-        row = tl.load(read_ptr + n).to(tl.int64)
-        write_row = row
-        alive = row >= 0
-    writes = alive
-    if write_ptr is not None:
-        write_row = tl.load(write_ptr + n).to(tl.int64)
-        writes = alive & (write_row >= 0)
-    first = n.to(tl.int64) * T
+    row, write_row = pool_rows(n, read_ptr, write_ptr)
+    alive = None if read_ptr is None else row >= 0
+    writes = alive if write_ptr is None else alive & (write_row >= 0)
+    first = n * T
     length = T
     if cu_ptr is not None:
         first, stop = sequence_bounds(cu_ptr, n, T)

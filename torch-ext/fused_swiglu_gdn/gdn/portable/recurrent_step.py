@@ -16,7 +16,7 @@ from ...runtime import tuning
 from ...runtime.cache import CallCache
 from ...runtime.launch import Launch
 from ..call import RecurrentCall
-from .delta import key_norms, load, read_step, store, write_step
+from .delta import key_norms, load, pool_rows, read_step, state_tile, store, write_step
 from .gates import log_decay, write_strength
 
 
@@ -57,36 +57,18 @@ def _gdn_recurrent_step_kernel(
     before what is still to be read.
     """
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
-    PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    pid = tl.program_id(0)
-    n = (pid // (PARTS * HV)).to(tl.int64)
-    hv = (pid // PARTS) % HV
+    n, hv, offs_k, offs_v, offs_s = state_tile(
+        tl.program_id(0), HV, K, V, V_FIRST, BLOCK_K, BLOCK_V
+    )
     h = hv // (HV // H)
-    offs_k = tl.arange(0, BLOCK_K)
     mask_k = None if BLOCK_K == K else offs_k < K
-    row = n
-    write_row = n
-    alive = None
-    if read_ptr is not None:
-        row = tl.load(read_ptr + n).to(tl.int64)
-        write_row = row
-        alive = row >= 0
-    writes = alive
-    if write_ptr is not None:
-        write_row = tl.load(write_ptr + n).to(tl.int64)
-        writes = alive & (write_row >= 0)
-    offs_v = (pid % PARTS) * BLOCK_V + tl.arange(0, BLOCK_V)
-    EVEN: tl.constexpr = BLOCK_K == K and V % BLOCK_V == 0
-    if EVEN:
-        mask_v = None
-        mask = None
-    else:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
-        mask_v = offs_v < V
-        mask = tl.expand_dims(offs_k < K, 1 - K_AXIS) & tl.expand_dims(mask_v, K_AXIS)
-    if V_FIRST:
-        offs_s = offs_v[:, None] * K + offs_k[None, :] + hv * (K * V)
-    else:
-        offs_s = offs_k[:, None] * V + offs_v[None, :] + hv * (K * V)
+    mask_v = None if V % BLOCK_V == 0 else offs_v < V
+    mask = None
+    if BLOCK_K != K or V % BLOCK_V != 0:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
+        mask = tl.expand_dims(offs_k < K, 1 - K_AXIS) & tl.expand_dims(offs_v < V, K_AXIS)
+    row, write_row = pool_rows(n, read_ptr, write_ptr)
+    alive = None if read_ptr is None else row >= 0
+    writes = alive if write_ptr is None else alive & (write_row >= 0)
     # every load is under way before the first reduction waits for one
     if initial_ptr is None:
         S = tl.zeros(offs_s.shape, tl.float32)
