@@ -52,12 +52,13 @@ def rms_norm(
         (torch.Size([3, 5, 16]), torch.Size([3, 5, 16]))
     """
     tensors, options = (x, weight, residual), (eps, casting_mode, offset)
-    serve = _calls.find(tensors, options) if undisturbed() else None
-    if serve is not None:
-        return serve(x, weight, residual)
-    checks.rms_norm(*tensors, *options)
-    args = (*tensors, float(eps), casting_mode, float(offset))
-    if undisturbed():
-        _calls.keep(tensors, options, ops.plan_rms_norm(*args))
-    y, total = ops.rms_norm(*args)
-    return y if residual is None else (y, total)
+    run = _calls.find(tensors, options) if undisturbed() else None
+    if run is None:
+        checks.rms_norm(*tensors, *options)
+        args = (*tensors, float(eps), casting_mode, float(offset))
+        if undisturbed():
+            _calls.keep(tensors, options, ops.plan_rms_norm(*args))
+        found = ops.rms_norm(*args)
+    else:
+        found = run(x, weight, residual)
+    return found[0] if residual is None else found[:2]

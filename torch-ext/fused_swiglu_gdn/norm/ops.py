@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..runtime import dispatch
-from ..runtime.ops import PLAIN, needs_grad, no_second_derivative, operator, plan, present, serve
+from ..runtime.ops import PLAIN, needs_grad, no_second_derivative, operator, present, serve
 from . import reference
 
 FAMILY = "norm.rms_norm"
@@ -36,9 +36,9 @@ def _rms_norm_fwd(
 @_rms_norm_fwd.register_fake
 def _(x, weight, residual, eps, casting_mode, offset, keep):
     y = x.new_empty(x.shape, dtype=reference.result_dtype(x, weight, casting_mode))
-    rows = x.shape[:-1] if keep else (0,)
-    rstd = x.new_empty(rows, dtype=torch.promote_types(x.dtype, torch.float32))
-    return y, x.new_empty((0,) if residual is None else x.shape), rstd
+    total = x.new_empty((0,) if residual is None else x.shape)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return y, total, x.new_empty(x.shape[:-1], dtype=wide) if keep else x.new_empty(0)
 
 
 @operator("rms_norm_bwd")
@@ -93,15 +93,15 @@ no_second_derivative(_rms_norm_bwd, "rms_norm")
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, residual, eps, casting_mode, offset, launch):
-        y, total, rstd = launch(x, weight, residual, eps, casting_mode, offset, True)
+    def forward(ctx, x, weight, residual, offset, run):
+        y, total, rstd = run(x, weight, residual)
         _save(ctx, x, weight, residual, total, rstd, offset)
         return y, total
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy, dtotal):
-        return (*_gradients(ctx, _run_bwd, dy, dtotal), None, None, None, None)
+        return (*_gradients(ctx, _run_bwd, dy, dtotal), None, None)
 
 
 def _run_bwd(*args) -> tuple:
@@ -109,24 +109,35 @@ def _run_bwd(*args) -> tuple:
     return (reference.rms_norm_bwd if launch is None else launch)(*args)
 
 
-def rms_norm(
-    x, weight, residual, eps, casting_mode, offset
-) -> Tuple[Tensor, Optional[Tensor]]:  # y, x + residual
-    args = (x, weight, residual, eps, casting_mode, offset)
-    grad = needs_grad(args)
+def _plain(*tensors) -> bool:
+    return all(t is None or type(t) in PLAIN for t in tensors)
+
+
+def rms_norm(x, weight, residual, *options) -> tuple:
+    """(y, x + residual, ...); options: eps, casting_mode, offset."""
+    tensors = (x, weight, residual)
+    grad = needs_grad(tensors)
+    args = (*tensors, *options, grad)
     if torch.compiler.is_compiling():
         needed = "rms_norm_bwd" if grad else "rms_norm_fwd"
         kernels = dispatch.has_kernels(FAMILY, needed, x.device.type, x.device.index)
-        return (_rms_norm_fwd if kernels else reference.rms_norm_fwd)(*args, grad)[:2]
+        return (_rms_norm_fwd if kernels else reference.rms_norm_fwd)(*args)
     launch = None
-    if all(type(t) in PLAIN for t in args[:3] if t is not None):
-        launch = dispatch.choose(FAMILY, "rms_norm_fwd", grad, (*args, grad))
+    if _plain(*tensors):
+        launch = dispatch.choose(FAMILY, "rms_norm_fwd", grad, args)
     if launch is None:
-        return reference.rms_norm_fwd(*args, grad)[:2]
-    return _Norm.apply(*args, launch) if grad else launch(*args, False)[:2]
+        return reference.rms_norm_fwd(*args)
+    if grad:
+        return _Norm.apply(*tensors, options[2], lambda *tensors: launch(*tensors, *options, True))
+    return launch(*args)
 
 
-def plan_rms_norm(*args):
-    """What serves all eager calls of rms_norm like this one, from their tensors, or None: y, or
-    (y, x + residual)."""
-    return plan(FAMILY, "rms_norm_fwd", (*args, False))
+def plan_rms_norm(x, weight, residual, *options):
+    """What serves all eager calls of rms_norm like this one, from their tensors, or None."""
+    grad = needs_grad((x, weight, residual))
+    run = None
+    if _plain(x, weight, residual):
+        run = dispatch.plan(FAMILY, "rms_norm_fwd", (x, weight, residual, *options, grad))
+    if run is None or not grad:
+        return run
+    return lambda *tensors: _Norm.apply(*tensors, options[2], run)

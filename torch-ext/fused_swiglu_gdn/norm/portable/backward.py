@@ -8,7 +8,8 @@ With n = x rstd and y = weight n:
 Sizes: M rows, D columns; P programs, each of which leaves its part of dweight for a second kernel.
 """
 
-from typing import Optional, Tuple
+import functools
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 import triton
@@ -19,6 +20,8 @@ from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch, named
 from .rows import blocks, layout, readable
 
+COLUMNS = 32  # that a program of the last sum takes
+
 
 def supports_rms_norm_bwd(*args) -> bool:
     """Of the arguments of the forward, too: three tensors come first."""
@@ -26,11 +29,11 @@ def supports_rms_norm_bwd(*args) -> bool:
 
 
 @triton.jit
-def _loaded(ptr, rows, strides, R, offs, mask):
+def _loaded(ptr, rows, R, stride_group, stride_row, offs, mask):
     """[BLOCK_M, BLOCK_D] of rows at two strides, fp32."""
     group = (rows // R).to(tl.int64)
     member = (rows % R).to(tl.int64)
-    at = group * strides[0] + member * strides[1]
+    at = group * stride_group + member * stride_row
     return tl.load(ptr + at[:, None] + offs, mask=mask, other=0.0).to(tl.float32)
 
 
@@ -50,10 +53,12 @@ def _rms_norm_mean_kernel(
     weight_ptr,  # [D] or None
     dy_ptr,  # [M, D]
     mean_ptr,  # [M] fp32
-    x_strides,  # of a group, a row
-    dy_strides,
     M,
     R,
+    x_group,  # strides of x
+    x_row,
+    dy_group,
+    dy_row,
     offset,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -64,8 +69,8 @@ def _rms_norm_mean_kernel(
     total = tl.zeros((1,), tl.float32)
     for d in range(0, D, BLOCK_D):
         offs = d + tl.arange(0, BLOCK_D)[None, :]
-        x = _loaded(x_ptr, row, x_strides, R, offs, offs < D)
-        dy = _loaded(dy_ptr, row, dy_strides, R, offs, offs < D)
+        x = _loaded(x_ptr, row, R, x_group, x_row, offs, offs < D)
+        dy = _loaded(dy_ptr, row, R, dy_group, dy_row, offs, offs < D)
         dn = dy * _weight(weight_ptr, offs, offset, D)
         total += tl.sum(dn * x * rstd[:, None], 1)
     tl.store(mean_ptr + row, total * (1.0 / D))
@@ -81,11 +86,14 @@ def _rms_norm_bwd_kernel(
     mean_ptr,  # [M], or None where BLOCK_D columns are the row
     dx_ptr,  # [M, D]
     parts_ptr,  # [P, D] fp32 or None
-    x_strides,  # of a group, a row
-    dy_strides,
-    dtotal_strides,
     M,
     R,
+    x_group,  # strides of x
+    x_row,
+    dy_group,
+    dy_row,
+    dtotal_group,
+    dtotal_row,
     offset,
     TILES,
     D: tl.constexpr,
@@ -104,8 +112,8 @@ def _rms_norm_bwd_kernel(
         first = (tile * tl.num_programs(0) + tl.program_id(0)) * BLOCK_M
         rows = first + tl.arange(0, BLOCK_M)
         mask = (rows < M)[:, None] & (offs < D)
-        x = _loaded(x_ptr, rows, x_strides, R, offs, mask)
-        dy = _loaded(dy_ptr, rows, dy_strides, R, offs, mask)
+        x = _loaded(x_ptr, rows, R, x_group, x_row, offs, mask)
+        dy = _loaded(dy_ptr, rows, R, dy_group, dy_row, offs, mask)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
         n = x * rstd
         dn = dy * weight
@@ -115,7 +123,7 @@ def _rms_norm_bwd_kernel(
             mean = tl.load(mean_ptr + rows, mask=rows < M, other=0.0)[:, None]
         dx = rstd * (dn - n * mean)
         if dtotal_ptr is not None:
-            dx += _loaded(dtotal_ptr, rows, dtotal_strides, R, offs, mask)
+            dx += _loaded(dtotal_ptr, rows, R, dtotal_group, dtotal_row, offs, mask)
         at = rows.to(tl.int64)[:, None] * D + offs
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
         if parts_ptr is not None:
@@ -146,31 +154,40 @@ def _sum_kernel(
     tl.store(sum_ptr + offs, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=offs < D)
 
 
-def processors(where: torch.device) -> int:
-    return device.multiprocessor_count(where.index) if device.is_gpu(where) else 1
+class _Plan(NamedTuple):
+    """The launches of a gradient. means: of rows wider than a block; sum: of the parts."""
+
+    gradient: Launch
+    programs: int
+    means: Optional[Launch]
+    sum: Launch
 
 
-def _summed(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of parts [P, D] over P."""
-    P, D = parts.shape
-    found = torch.empty(D, dtype=dtype, device=parts.device)
-    kernel = Launch(
-        _sum_kernel, triton.cdiv(D, 32), parts.device, numbers=(P,), constexprs=(D, 64, 32)
-    )
-    kernel(parts, found)
-    return found
-
-
-def _row_means(x, rstd, weight, dy, offset: float, strides: tuple, R: int) -> torch.Tensor:
-    """mean(dn n) [M] fp32."""
-    M, D = rstd.numel(), x.shape[-1]
-    means = torch.empty(M, dtype=torch.float32, device=x.device)
-    kernel = Launch(
-        _rms_norm_mean_kernel, M, x.device, numbers=(*strides, M, R, offset),
-        constexprs=(D, 4096), options=(("num_warps", 8),),
+@functools.lru_cache(maxsize=1024, typed=True)
+def _plan(where: torch.device, M: int, D: int, rows: tuple, offset: float) -> _Plan:
+    """rows: as layout has them."""
+    config = blocks("portable_rms_norm_bwd", where, M, D)
+    tiles = triton.cdiv(M, config["BLOCK_M"])
+    processors = device.multiprocessor_count(where.index) if device.is_gpu(where) else 1
+    programs = min(tiles, config.pop("per_processor") * processors)
+    constexprs, options = named(_rms_norm_bwd_kernel, D=D, **config)
+    gradient = Launch(
+        _rms_norm_bwd_kernel, (programs, triton.cdiv(D, config["BLOCK_D"])), where,
+        numbers=(M, *rows, offset, triton.cdiv(tiles, programs)), constexprs=constexprs,
+        options=options,
     )  # fmt: skip
-    kernel(x, rstd, weight, dy, means)
-    return means
+    means = None
+    if config["BLOCK_D"] < D:
+        means = Launch(
+            _rms_norm_mean_kernel, M, where, numbers=(M, *rows[:5], offset),
+            constexprs=(D, 4096), options=(("num_warps", 8),),
+        )  # fmt: skip
+    parts = min(512, triton.next_power_of_2(programs))
+    total = Launch(
+        _sum_kernel, triton.cdiv(D, COLUMNS), where, numbers=(programs,),
+        constexprs=(D, parts, COLUMNS), options=(("num_warps", 8),),
+    )  # fmt: skip
+    return _Plan(gradient, programs, means, total)
 
 
 def rms_norm_bwd(
@@ -190,22 +207,15 @@ def rms_norm_bwd(
         return dx, torch.zeros_like(weight) if needs_weight else None
     x, dy, dtotal = map(readable, (x, dy, dtotal))
     weight = weight if weight is None else weight.contiguous()
-    R, *strides = layout(x, dy, dtotal)
-    config = blocks("portable_rms_norm_bwd", x.device, M, D)
-    means = None
-    if config["BLOCK_D"] < D:
-        means = _row_means(x, rstd, weight, dy, offset, strides[:2], R)
-    tiles = triton.cdiv(M, config["BLOCK_M"])
-    programs = min(tiles, config.pop("per_processor") * processors(x.device))
-    columns = triton.cdiv(D, config["BLOCK_D"])
-    parts = None
+    plan = _plan(x.device, M, D, layout(x, dy, dtotal), offset)
+    means = parts = dweight = None
+    if plan.means is not None:
+        means = torch.empty(M, dtype=torch.float32, device=x.device)
+        plan.means(x, rstd, weight, dy, means)
     if needs_weight:
-        parts = torch.empty(programs, D, dtype=torch.float32, device=x.device)  # [P, D]
-    constexprs, options = named(_rms_norm_bwd_kernel, D=D, **config)
-    kernel = Launch(
-        _rms_norm_bwd_kernel, (programs, columns), x.device,
-        numbers=(*strides, M, R, offset, triton.cdiv(tiles, programs)),
-        constexprs=constexprs, options=options,
-    )  # fmt: skip
-    kernel(x, rstd, weight, dy, dtotal, means, dx, parts)
-    return dx, None if parts is None else _summed(parts, weight.dtype)
+        parts = torch.empty(plan.programs, D, dtype=torch.float32, device=x.device)  # [P, D]
+    plan.gradient(x, rstd, weight, dy, dtotal, means, dx, parts)
+    if needs_weight:
+        dweight = torch.empty(D, dtype=weight.dtype, device=x.device)
+        plan.sum(parts, dweight)
+    return dx, dweight

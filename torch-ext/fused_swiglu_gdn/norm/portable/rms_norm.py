@@ -39,10 +39,12 @@ def _rms_norm_fwd_kernel(
     y_ptr,  # [M, D]
     total_ptr,  # [M, D] or None
     rstd_ptr,  # [M] or None
-    x_strides,  # of a group, a row
-    residual_strides,
     M,
     R,
+    x_group,  # strides of x
+    x_row,
+    residual_group,
+    residual_row,
     eps,
     offset,
     D: tl.constexpr,
@@ -55,8 +57,8 @@ def _rms_norm_fwd_kernel(
     inside = (rows < M)[:, None]
     group = (rows // R).to(tl.int64)[:, None]
     member = (rows % R).to(tl.int64)[:, None]
-    at_x = group * x_strides[0] + member * x_strides[1]
-    at_residual = group * residual_strides[0] + member * residual_strides[1]
+    at_x = group * x_group + member * x_row
+    at_residual = group * residual_group + member * residual_row
     at_y = rows.to(tl.int64)[:, None] * D
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     mask = inside & (offs_d < D)
@@ -87,17 +89,15 @@ def _rms_norm_fwd_kernel(
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
-def _plan(
+def _launch(
     where: torch.device, M: int, D: int, llama: bool, rows: tuple, guarded: bool, *numbers: float
 ) -> Launch:
     """rows: as layout has them; numbers: eps, offset."""
     config = blocks("portable_rms_norm_fwd", where, M, D)
     constexprs, options = named(_rms_norm_fwd_kernel, D=D, LLAMA=llama, **config)
-    R, *strides = rows
     return Launch(
         _rms_norm_fwd_kernel, triton.cdiv(M, config["BLOCK_M"]), where,
-        numbers=(*strides, M, R, *numbers), constexprs=constexprs, options=options,
-        guarded=guarded,
+        numbers=(M, *rows, *numbers), constexprs=constexprs, options=options, guarded=guarded,
     )  # fmt: skip
 
 
@@ -123,28 +123,26 @@ def rms_norm_fwd(
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if keep else None
     if M > 0:
         x, residual = readable(x), readable(residual)
-        kernel = _plan(x.device, M, D, llama, layout(x, residual), False, eps, offset)
+        kernel = _launch(x.device, M, D, llama, layout(x, residual), False, eps, offset)
         weight = weight if weight is None else weight.contiguous()
         kernel(x, weight, residual, y, total, rstd)
     return y, total, rstd
 
 
 def plan_rms_norm_fwd(x, weight, residual, eps, casting_mode, offset, keep):
-    """y, or (y, x + residual), for all calls like this one, from their tensors; or None."""
+    """rms_norm_fwd for all calls like this one, from their tensors; or None."""
     D, llama = x.shape[-1], casting_mode == "llama"
     if x.numel() == 0 or not all(t is None or t.is_contiguous() for t in (x, weight, residual)):
         return None
-    M, rows = x.numel() // D, layout(x, residual)
-    kernel = _plan(x.device, M, D, llama, rows, True, eps, offset)
+    rows = layout(x, residual)
+    kernel = _launch(x.device, x.numel() // D, D, llama, rows, True, eps, offset)
     dtype, empty_like = _dtype(x, weight, llama), torch.empty_like
 
     def run(x, weight, residual):
         y = empty_like(x, dtype=dtype)
-        if residual is None:
-            kernel(x, weight, None, y, None, None)
-            return y
-        total = empty_like(x)
-        kernel(x, weight, residual, y, total, None)
-        return y, total
+        total = None if residual is None else empty_like(x)
+        rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if keep else None
+        kernel(x, weight, residual, y, total, rstd)
+        return y, total, rstd
 
     return run

@@ -1,5 +1,6 @@
 """Where the rows of a tensor [..., D] lie, and how many of them a program takes."""
 
+import itertools
 from typing import Optional, Tuple
 
 import torch
@@ -26,7 +27,7 @@ def readable(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
 
 
 def layout(*tensors: Optional[torch.Tensor]) -> tuple:
-    """(R, of each tensor the strides of a group of R rows and of a row); zeros for None.
+    """(R, and of each tensor the strides of a group of R rows and of a row); zeros for None.
 
     All have one shape. Where one stride does for all of them, R is 1: a group is a row.
     """
@@ -34,8 +35,8 @@ def layout(*tensors: Optional[torch.Tensor]) -> tuple:
     R = x.shape[-2] if x.ndim > 1 else 1
     found = [(0, 0) if t is None else two_strides(t) for t in tensors]
     if x.numel() == R * x.shape[-1] or all(group == R * row for group, row in found):
-        return (1, *((row, 0) for _, row in found))
-    return (R, *found)
+        R, found = 1, [(row, 0) for _, row in found]
+    return (R, *itertools.chain(*found))
 
 
 def blocks(operation: str, where: torch.device, M: int, D: int) -> dict:
