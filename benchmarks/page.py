@@ -46,6 +46,13 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "SwiGLU training step",
         "`fused_swiglu_mlp`, the whole MLP, forward and backward with all four gradients, in bf16.",
     ),
+    "rms_norm": (
+        "RMSNorm and the gate of SwiGLU",
+        "`rms_norm` (rows x width, rounded as Llama does) and `silu_mul` in bf16. Eager torch is "
+        "`F.rms_norm`, which rounds once, and `F.silu(gate) * up`. The copy moves as many bytes as "
+        "the call has to, so its time over ours says how near the memory's speed the kernel is. A "
+        "training step is the forward and the gradients of x and the weight, or of gate and up.",
+    ),
     "experts": (
         "Routed experts",
         "`fused_experts` in bf16 with random routing. The limit is the time that the chip needs at "
@@ -185,12 +192,12 @@ def of_errors(record: dict) -> str:
     return table(head, rows)
 
 
-def of_swiglu_errors(record: dict) -> str:
+def of_largest_errors(record: dict) -> str:
     """The largest over the rows, each way."""
-    ways = names([row["error"] for row in record["rows"]])
-    worst = {way: max(row["error"][way] for row in record["rows"]) for way in ways}
-    head = ["largest relative error of a row", *(title_of(way, record) for way in ways)]
-    return table(head, [["z", *(f"{worst[way]:.2e}" for way in ways)]])
+    errors_of = [row["error"] for row in record["rows"] if "error" in row]
+    worst = {way: max(e[way] for e in errors_of if way in e) for way in names(errors_of)}
+    head = ["largest relative error of a row", *(title_of(way, record) for way in worst)]
+    return table(head, [["result", *(f"{e:.2e}" for e in worst.values())]])
 
 
 def of_gdn_errors(record: dict) -> str:
@@ -208,7 +215,7 @@ def of_gdn_errors(record: dict) -> str:
 
 def of_host(record: dict) -> str:
     """The host's time of an eager call, which differs with the load of the machine."""
-    calls = [row["host_us"] for row in record["rows"]]
+    calls = [row["host_us"] for row in record["rows"] if "host_us" in row]
     rows = []
     for name in names(calls):
         times = [call[name] for call in calls if name in call]
@@ -284,7 +291,8 @@ def of_training(record: dict) -> str:
 
 
 MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tables beside the times
-    "swiglu_fwd": [of_swiglu_errors],
+    "swiglu_fwd": [of_largest_errors],
+    "rms_norm": [of_largest_errors, of_host],
     "swiglu_training": [of_memory, of_errors],
     "experts": [of_expert_limits, of_expert_first_calls],
     "gdn_chunk_errors": [of_errors],
