@@ -13,7 +13,8 @@ from launching import Kernel, pretending  # noqa: E402
 
 # Functions of a call, comprehensions apart. With a table of its own for each launcher they were 53,
 # 8, 33, 29 and 10.
-MOST = {"prefill": 32, "decode": 8, "swiglu, M=1": 9, "swiglu, M=512": 12, "layer": 8}
+MOST = {"prefill": 32, "decode": 8, "swiglu, M=1": 9, "swiglu, M=512": 12, "layer": 8, "norm": 9,
+        "gate": 9}  # fmt: skip
 
 
 @pytest.fixture
@@ -94,6 +95,8 @@ def calls(kernel) -> dict:
         "swiglu, M=1": lambda: kernel.fused_swiglu(few, w_gate, w_up),
         "swiglu, M=512": lambda: kernel.fused_swiglu(many, w_gate, w_up),
         "layer": lambda: fused.decode_step(*layer),
+        "norm": lambda: kernel.rms_norm(few, w_gate[0], residual=few),
+        "gate": lambda: kernel.silu_mul(few, few),
     }
 
 
