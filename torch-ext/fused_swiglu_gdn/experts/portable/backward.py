@@ -12,7 +12,7 @@ from .combine import combine, weights_gradient
 from .forward import supports_experts_fwd, tiles_for
 from .gradients import gate_gradient, gather, weight_gradient
 from .products import rows_product, up
-from .routing import rows_apart
+from .routing import places
 
 
 def supports_experts_bwd(
@@ -44,7 +44,7 @@ def experts_bwd(
     if gate_up.numel() == 0:
         gate_up = x.new_empty((T * K, 2 * I))  # [S, 2 I]
         up(x, w_gate_up, routing, None, gate_up, K, activation, limit, height, tiles["up"])
-    rows = rows_apart(T * K, E)
+    rows = places(T * K, E, height)
     d_gate_up = x.new_empty((rows, 2 * I))
     wz = x.new_empty((rows, I)) if needs[2] else None
     douts = gather(dout, routing, E, K, height)  # [rows, H]
@@ -65,8 +65,8 @@ def experts_bwd(
         dw_gate_up = weight_gradient(d_gate_up, xs, *more)  # [E, 2 I, H]
         del xs
     if needs[0]:
-        more = (routing, T * K, False, True, height, tiles["dx"])
-        dx = combine(rows_product(d_gate_up, w_gate_up, *more), None, routing, E, K)
+        dx = rows_product(d_gate_up, w_gate_up, routing, T * K, False, height, tiles["dx"])
+        dx = combine(dx, None, routing, T, E, K)
     return dx, dw_gate_up, dw_down, dweights
 
 

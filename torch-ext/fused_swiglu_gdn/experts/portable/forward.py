@@ -12,7 +12,7 @@ from ...runtime import tuning
 from .combine import combine
 from .few import plan_few
 from .products import rows_product, up
-from .routing import new_routing, route
+from .routing import new_routing, places, route
 
 SERVED = (torch.float16, torch.bfloat16)
 FEW = 8  # tokens
@@ -55,10 +55,10 @@ def _grouped(
     tiles = tiles_for(x.device, T, K, E)
     height = tiles["BLOCK_M"]
     routing = route(ids, E, height)
-    z = x.new_empty((T * K, I))  # [S, I]
+    z = x.new_empty((places(T * K, E, height), I))
     up(x, w_gate_up, routing, z, gate_up, K, activation, limit, height, tiles["up"])
-    y = rows_product(z, w_down, routing, T * K, True, False, height, tiles["down"])  # [S, H]
-    return combine(y, weights, routing, E, K), routing
+    y = rows_product(z, w_down, routing, T * K, True, height, tiles["down"])  # [.., H]
+    return combine(y, weights, routing, T, E, K), routing
 
 
 def experts_fwd(

@@ -4,8 +4,8 @@
     dw[row] = <dout[token] Wd[e], z[row]>,  which is <dout[token], y[row]>: no y is kept
     dWg[e], dWu[e] = dgate^T x, dup^T x,  dWd[e] = dout^T (w z),  summed over the expert's rows
 
-What the sums read is kept by rows apart (routing.py), with zeros behind an expert's last row up to
-the next whole step, so that a step holds nothing of another expert's: 0 * inf is NaN.
+What the sums read is kept by places (routing.py), with zeros behind an expert's last row up to the
+next whole step, so that a step holds nothing of another expert's: 0 * inf is NaN.
 
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
 """
@@ -20,28 +20,35 @@ from ...runtime.primitives import grouped_tile
 from .gate import gated_with_gradient
 from .launching import box, launch
 from .products import gathered, halves, programs
-from .routing import PAD, entry_of_row, first_apart, first_rows, most_tiles, rows_apart, tile_at
+from .routing import (
+    entry_of_row,
+    first_place,
+    first_rows,
+    most_tiles,
+    place_of,
+    places,
+    tile_at,
+)
+
+STEP = tl.constexpr(64)  # rows of a step of the sums, at most
 
 
 @triton.jit
-def _apart(routing_ptr, expert, row, end, HEIGHT: tl.constexpr, PAD: tl.constexpr):
-    """(place of a tile's first row among rows apart, the row behind the last that is to be written
-    there): zeros are written up to a multiple of HEIGHT, or of PAD, that is less."""
-    STEP: tl.constexpr = HEIGHT if HEIGHT < PAD else PAD
-    first, apart = first_apart(routing_ptr, expert, PAD)
-    return row - first + apart, first + (end - first + STEP - 1) // STEP * STEP
+def _written(row, end, HEIGHT: tl.constexpr):
+    """The row behind the last of a tile that is to be written: with zeros, up to a whole step."""
+    SIZE: tl.constexpr = HEIGHT if HEIGHT < STEP else STEP
+    return row + (end - row + SIZE - 1) // SIZE * SIZE
 
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _gather_kernel(
     x_ptr,  # [T, WIDTH]
-    out_ptr,  # by rows apart
+    out_ptr,  # [.., WIDTH] by places
     routing_ptr,
     S,
     E,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
-    PAD: tl.constexpr,
     HEIGHT: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -51,7 +58,7 @@ def _gather_kernel(
     tile = tl.program_id(0) // pieces
     if tile < tl.load(routing_ptr):
         expert, row, end = tile_at(routing_ptr, tile, S, E)
-        place, stop = _apart(routing_ptr, expert, row, end, HEIGHT, PAD)
+        place, stop = place_of(routing_ptr, expert, row, HEIGHT), _written(row, end, HEIGHT)
         offs = (tl.program_id(0) % pieces) * ROWS + tl.arange(0, ROWS)
         inside = row + offs < end
         entry = tl.load(entry_of_row(routing_ptr, E) + row + offs, mask=inside, other=0)
@@ -69,13 +76,13 @@ def gather(
     experts: int,
     top_k: int,
     height: int,
-) -> torch.Tensor:  # by rows apart, [.., WIDTH]
+) -> torch.Tensor:  # by places, [.., WIDTH]
     width, S = x.shape[1], x.shape[0] * top_k
-    out = x.new_empty((rows_apart(S, experts), width))
+    out = x.new_empty((places(S, experts, height), width))
     rows, block = min(height, 16), min(512, triton.next_power_of_2(width))
     launch(
         _gather_kernel, most_tiles(S, experts, height) * (height // rows), (), (x, out, routing),
-        (S, experts), (width, top_k, PAD, height, rows, block), 4,
+        (S, experts), (width, top_k, height, rows, block), 4,
     )  # fmt: skip
     return out
 
@@ -146,19 +153,20 @@ def _gate_tile(
         )  # fmt: skip
     if parts_ptr is not None:
         PARTS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
-        tl.store(parts_ptr + rows.to(tl.int64) * PARTS + n, part, mask=inside)
+        ptrs = parts_ptr + (place + tl.arange(0, BLOCK_M)).to(tl.int64) * PARTS + n
+        tl.store(ptrs, part, mask=inside)
 
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _gate_gradient_kernel(
-    dout_desc,  # [.., H] by rows apart, in blocks [BLOCK_M, BLOCK_K]
+    dout_desc,  # [.., H] by places, in blocks [BLOCK_M, BLOCK_K]
     tail_desc,  # the same in blocks of half the height, or None
     w_desc,  # [E, H, I] in blocks [1, BLOCK_K, BLOCK_N]
     gate_up_ptr,  # [S, 2 I] by rows
-    d_gate_up_ptr,  # [.., 2 I] by rows apart
+    d_gate_up_ptr,  # [.., 2 I] by places
     weights_ptr,  # [S] by entries
-    wz_ptr,  # [.., I] by rows apart: w z; or None
-    parts_ptr,  # [S, PARTS] fp32 by rows: <dout Wd, z> of each tile's columns; or None
+    wz_ptr,  # [.., I] by places: w z; or None
+    parts_ptr,  # [.., PARTS] fp32 by places: <dout Wd, z> of each tile's columns; or None
     routing_ptr,
     S,
     E,
@@ -166,7 +174,6 @@ def _gate_gradient_kernel(
     I: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
-    PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -182,7 +189,7 @@ def _gate_gradient_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * PARTS, tl.num_programs(0), flatten=FLAT):
         m, n = grouped_tile(tile, tiles_m, PARTS, GROUP)
         expert, row, end = tile_at(routing_ptr, m, S, E)
-        place, stop = _apart(routing_ptr, expert, row, end, BLOCK_M, PAD)
+        place, stop = place_of(routing_ptr, expert, row, BLOCK_M), _written(row, end, BLOCK_M)
         if TAILS and row + BLOCK_M // 2 >= end:
             _gate_tile(
                 tail_desc, w_desc, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr,
@@ -198,32 +205,34 @@ def _gate_gradient_kernel(
 
 
 def gate_gradient(
-    dout: torch.Tensor,  # [.., H] by rows apart
+    dout: torch.Tensor,  # [.., H] by places
     w_down: torch.Tensor,  # [E, H, I]
     gate_up: torch.Tensor,  # [S, 2 I]
     weights: torch.Tensor,  # [T, K]
     routing: torch.Tensor,
-    d_gate_up: torch.Tensor,  # [.., 2 I] by rows apart, filled
-    wz: Optional[torch.Tensor],  # [.., I] by rows apart, filled
+    d_gate_up: torch.Tensor,  # [.., 2 I] by places, filled
+    wz: Optional[torch.Tensor],  # [.., I] by places, filled
     needs_weights: bool,
     activation: str,
     limit: Optional[float],
     height: int,
     config: dict,
-) -> Optional[torch.Tensor]:  # [S, PARTS] fp32
+) -> Optional[torch.Tensor]:  # [.., PARTS] fp32 by places
     """Fills d_gate_up and w z; returns the parts of dw, if they are needed."""
     S, (E, H, I) = gate_up.shape[0], w_down.shape
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     count = triton.cdiv(I, BN)
-    parts = gate_up.new_empty((S, count), dtype=torch.float32) if needs_weights else None
-    tail_box = box(dout, height // 2, BK) if config["TAILS"] else None
+    shape = (places(S, E, height), count)
+    parts = gate_up.new_empty(shape, dtype=torch.float32) if needs_weights else None
+    tails = config["TAILS"] and height >= 2 * STEP.value  # half a tile writes a whole step
+    tail_box = box(dout, height // 2, BK) if tails else None
     boxes = (box(dout, height, BK), tail_box, box(w_down, 1, BK, BN))
     pointers = (gate_up, d_gate_up, weights, wz, parts, routing)
     tiles = most_tiles(S, E, height) * count
-    tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
+    tile = (height, BN, BK, config["GROUP"], config["FLAT"], tails)
     launch(
         _gate_gradient_kernel, programs(tiles, config, dout.device), boxes, pointers, (S, E),
-        (H, I, activation, limit, PAD, *tile), config["num_warps"], config["num_stages"],
+        (H, I, activation, limit, *tile), config["num_warps"], config["num_stages"],
     )  # fmt: skip
     return parts
 
@@ -244,18 +253,18 @@ def _store_half(half, out_desc, out_ptr, expert, row, column, M: tl.constexpr, N
         tl.store(ptrs, half.to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["E"])
+@triton.jit(do_not_specialize=["E", "height"])
 def _weight_gradient_kernel(
-    a_desc,  # [.., M] by rows apart, in blocks [BLOCK_K, BLOCK_M]
-    b_desc,  # [.., N] by rows apart, in blocks [BLOCK_K, BLOCK_N]
+    a_desc,  # [.., M] by places, in blocks [BLOCK_K, BLOCK_M]
+    b_desc,  # [.., N] by places, in blocks [BLOCK_K, BLOCK_N]
     out_desc,  # [E, M, N] in blocks [1, BLOCK_M, BLOCK_N / 2], or None
     out_ptr,
     routing_ptr,
     E,
+    height,
     M: tl.constexpr,
     N: tl.constexpr,
     ADD: tl.constexpr,
-    PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -272,12 +281,13 @@ def _weight_gradient_kernel(
     for tile in tl.range(tl.program_id(0), E * each, tl.num_programs(0), flatten=FLAT):
         expert = tile // each
         m, n = grouped_tile(tile % each, tiles_m, tiles_n, GROUP)
-        first, apart = first_apart(routing_ptr, expert, PAD)
+        first = tl.load(first_rows(routing_ptr) + expert)
         rows = tl.load(first_rows(routing_ptr) + expert + 1) - first
+        place = first_place(first, expert, height)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for row in range(0, rows, BLOCK_K):
-            a = a_desc.load([apart + row, m * BLOCK_M])  # [BLOCK_K, BLOCK_M]
-            b = b_desc.load([apart + row, n * BLOCK_N])  # [BLOCK_K, BLOCK_N]
+            a = a_desc.load([place + row, m * BLOCK_M])  # [BLOCK_K, BLOCK_M]
+            b = b_desc.load([place + row, n * BLOCK_N])  # [BLOCK_K, BLOCK_N]
             acc = tl.dot(a.T, b, acc)
         left, right = halves(acc)
         column = n * BLOCK_N
@@ -287,8 +297,8 @@ def _weight_gradient_kernel(
 
 
 def weight_gradient(
-    a: torch.Tensor,  # [.., M] by rows apart
-    b: torch.Tensor,  # [.., N] by rows apart
+    a: torch.Tensor,  # [.., M] by places
+    b: torch.Tensor,  # [.., N] by places
     routing: torch.Tensor,
     experts: int,
     main_grad: Optional[torch.Tensor],  # [E, M, N] fp32: added to, in place of a new tensor
@@ -298,14 +308,14 @@ def weight_gradient(
     M, N = a.shape[1], b.shape[1]
     out = a.new_empty((experts, M, N)) if main_grad is None else main_grad
     BM, BN = config["BLOCK_M"], config["BLOCK_N"]
-    BK = min(config["BLOCK_K"], height)  # so far there are zeros
+    BK = min(config["BLOCK_K"], height, STEP.value)  # so far there are zeros
     stores = main_grad is None and config["STORE"]
     boxes = (box(a, BK, BM), box(b, BK, BN), box(out, 1, BM, BN // 2) if stores else None)
     tile = (BM, BN, BK, config["GROUP"], config["FLAT"])
     tiles = experts * triton.cdiv(M, BM) * triton.cdiv(N, BN)
     launch(
         _weight_gradient_kernel, programs(tiles, config, a.device), boxes, (out, routing),
-        (experts,), (M, N, main_grad is not None, PAD, *tile), config["num_warps"],
+        (experts, height), (M, N, main_grad is not None, *tile), config["num_warps"],
         config["num_stages"],
     )  # fmt: skip
     return out if main_grad is None else None

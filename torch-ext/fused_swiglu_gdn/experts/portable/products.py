@@ -1,10 +1,10 @@
 """Grouped products: each row of x, z or a gradient with the weights of the row's expert.
 
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
-Rows and tiles of rows are routing.py's. Descriptors have the experts as a dimension of their own,
-so that what lies outside a weight is read as zero, never as its neighbour. Rows behind the last of
-an expert belong to the next: they are computed along and not stored. Addresses of a tile have 64
-bits, offsets in it 32.
+Rows, places and tiles are routing.py's. Descriptors have the experts as a dimension of their own,
+so that what lies outside a weight is read as zero, never as its neighbour. A tile may have fewer
+rows than its height: what is computed beside them is stored at places that nobody reads, or not at
+all. Addresses of a tile have 64 bits, offsets in it 32.
 """
 
 from typing import Optional
@@ -17,7 +17,7 @@ from ...runtime import device
 from ...runtime.primitives import grouped_tile
 from .gate import gated
 from .launching import box, launch
-from .routing import PAD, entry_of_row, first_apart, most_tiles, tile_at
+from .routing import entry_of_row, most_tiles, place_of, places, tile_at
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def halves(x):
 
 @triton.jit
 def _store_rows(tile, y_ptr, row, end, column, WIDTH: tl.constexpr, STOP: tl.constexpr):
-    """The tile into y [S, WIDTH] at (row, column): its rows before end, its columns before STOP."""
+    """The tile into y [.., WIDTH] at (row, column): its rows before end, columns before STOP."""
     offs_m, offs_n = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
     ptrs = y_ptr + row.to(tl.int64) * WIDTH + column + (offs_m * WIDTH + offs_n)
     mask = (row + offs_m < end) & (column + offs_n < STOP)
@@ -49,21 +49,17 @@ def _store_rows(tile, y_ptr, row, end, column, WIDTH: tl.constexpr, STOP: tl.con
 
 
 @triton.jit
-def _store(tile, y_desc, y_ptr, row, end, column, WIDTH: tl.constexpr):
-    """The same into y [S, WIDTH]; a tile whose rows are all there goes by y_desc, if that is there,
-    which does not wait. (It would overwrite the rows behind end.)"""
+def _store(tile, y_desc, y_ptr, place, stop, column, WIDTH: tl.constexpr):
+    """The same into y [.., WIDTH] by places; by y_desc, if that is there, which does not wait."""
     if y_desc is None:
-        _store_rows(tile, y_ptr, row, end, column, WIDTH, WIDTH)
+        _store_rows(tile, y_ptr, place, stop, column, WIDTH, WIDTH)
     else:
-        if row + tile.shape[0] <= end:
-            y_desc.store([row, column], tile.to(y_desc.dtype))
-        else:
-            _store_rows(tile, y_ptr, row, end, column, WIDTH, WIDTH)
+        y_desc.store([place, column], tile.to(y_desc.dtype))
 
 
 @triton.jit
 def _up_tile(
-    x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, column,
+    x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, place, column,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -83,14 +79,14 @@ def _up_tile(
         _store_rows(up, gate_up_ptr, row, end, column + I, 2 * I, 2 * I)
     if z_ptr is not None:
         z = gated(gate, up, ACTIVATION, LIMIT)
-        _store_rows(z, z_ptr, row, end, column, I, I)
+        _store_rows(z, z_ptr, place, place + (end - row), column, I, I)
 
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _up_kernel(
     w_desc,  # [2 E, I, H] in blocks [2, BLOCK_N, BLOCK_K]: gate and up of each expert
     x_ptr,  # [T, H]
-    z_ptr,  # [S, I] by rows, or None
+    z_ptr,  # [.., I] by places, or None
     gate_up_ptr,  # [S, 2 I] by rows: gate beside up; or None
     routing_ptr,
     S,
@@ -115,51 +111,51 @@ def _up_kernel(
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
         expert, row, end = tile_at(routing_ptr, m, S, E)
+        place = place_of(routing_ptr, expert, row, BLOCK_M)
         if TAILS and row + BLOCK_M // 2 >= end:
             _up_tile(
-                x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, n * BLOCK_N, H, I,
-                TOP_K, ACTIVATION, LIMIT, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+                x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, place,
+                n * BLOCK_N, H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _up_tile(
-                x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, n * BLOCK_N, H, I,
-                TOP_K, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
+                x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, place,
+                n * BLOCK_N, H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
 @triton.jit
 def _rows_tile(
-    a_desc, w_desc, y_desc, y_ptr, expert, a_row, row, end, column, N: tl.constexpr,
+    a_desc, w_desc, y_desc, y_ptr, expert, place, stop, column, N: tl.constexpr,
     WIDTH: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, WIDTH, BLOCK_K):
-        a = a_desc.load([a_row, k])  # [BLOCK_M, BLOCK_K]
+        a = a_desc.load([place, k])  # [BLOCK_M, BLOCK_K]
         if TRANSPOSED:
             w = w_desc.load([expert, column, k]).reshape(BLOCK_N, BLOCK_K).T
         else:
             w = w_desc.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
         acc = tl.dot(a, w, acc)
     left, right = halves(acc)  # half the memory on the way to y
-    _store(left, y_desc, y_ptr, row, end, column, N)
-    _store(right, y_desc, y_ptr, row, end, column + BLOCK_N // 2, N)
+    _store(left, y_desc, y_ptr, place, stop, column, N)
+    _store(right, y_desc, y_ptr, place, stop, column + BLOCK_N // 2, N)
 
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _rows_kernel(
-    a_desc,  # [S, WIDTH] in blocks [BLOCK_M, BLOCK_K]; PAD: by rows apart
+    a_desc,  # [.., WIDTH] by places, in blocks [BLOCK_M, BLOCK_K]
     tail_desc,  # the same in blocks of half the height, or None
     w_desc,  # [E, N, WIDTH] in blocks [1, BLOCK_N, BLOCK_K]; not TRANSPOSED: [E, WIDTH, N]
-    y_desc,  # [S, N] in blocks [BLOCK_M, BLOCK_N / 2], or None
-    y_ptr,  # [S, N]
+    y_desc,  # [.., N] by places, in blocks [BLOCK_M, BLOCK_N / 2]; or None
+    y_ptr,
     routing_ptr,
     S,
     E,
     N: tl.constexpr,
     WIDTH: tl.constexpr,
     TRANSPOSED: tl.constexpr,
-    PAD: tl.constexpr,  # of rows apart, or 0
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -167,25 +163,23 @@ def _rows_kernel(
     FLAT: tl.constexpr,
     TAILS: tl.constexpr,
 ):
-    """y = a W[e]^T by rows, or a W[e]; programs stride over tiles [BLOCK_M, BLOCK_N]. With TAILS,
-    tiles with few rows are computed in half the height."""
+    """y = a W[e]^T, or a W[e], of each place; programs stride over tiles [BLOCK_M, BLOCK_N]. With
+    TAILS, tiles with few rows are computed in half the height."""
     tiles_m = tl.load(routing_ptr)
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
         expert, row, end = tile_at(routing_ptr, m, S, E)
-        a_row = row
-        if PAD:
-            first, apart = first_apart(routing_ptr, expert, PAD)
-            a_row = row - first + apart
+        place = place_of(routing_ptr, expert, row, BLOCK_M)
+        stop = place + (end - row)
         if TAILS and row + BLOCK_M // 2 >= end:
             _rows_tile(
-                tail_desc, w_desc, None, y_ptr, expert, a_row, row, end, n * BLOCK_N, N, WIDTH,
+                tail_desc, w_desc, None, y_ptr, expert, place, stop, n * BLOCK_N, N, WIDTH,
                 TRANSPOSED, BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _rows_tile(
-                a_desc, w_desc, y_desc, y_ptr, expert, a_row, row, end, n * BLOCK_N, N, WIDTH,
+                a_desc, w_desc, y_desc, y_ptr, expert, place, stop, n * BLOCK_N, N, WIDTH,
                 TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
@@ -201,7 +195,7 @@ def up(
     x: torch.Tensor,  # [T, H]
     w_gate_up: torch.Tensor,  # [E, 2 I, H]
     routing: torch.Tensor,  # in tiles of height rows
-    z: Optional[torch.Tensor],  # [S, I], filled
+    z: Optional[torch.Tensor],  # [.., I] by places, filled
     gate_up: Optional[torch.Tensor],  # [S, 2 I], filled
     top_k: int,
     activation: str,
@@ -222,18 +216,17 @@ def up(
 
 
 def rows_product(
-    a: torch.Tensor,  # [S, WIDTH] by rows; apart: by rows apart
+    a: torch.Tensor,  # [.., WIDTH] by places
     weight: torch.Tensor,  # [E, N, WIDTH]; not transposed: [E, WIDTH, N]
     routing: torch.Tensor,  # in tiles of height rows
     entries: int,  # S
     transposed: bool,
-    apart: bool,
     height: int,
     config: dict,
-) -> torch.Tensor:  # [S, N] by rows
+) -> torch.Tensor:  # [.., N] by places
     """a W[e]^T, or a W[e], of each row's expert e."""
     width, E, N = a.shape[1], weight.shape[0], weight.shape[1 if transposed else 2]
-    y = a.new_empty((entries, N))  # [S, N]
+    y = a.new_empty((places(entries, E, height), N))
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     w_box = box(weight, 1, BN, BK) if transposed else box(weight, 1, BK, BN)
     y_box = box(y, height, BN // 2) if config["STORE"] else None
@@ -243,7 +236,6 @@ def rows_product(
     tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
     launch(
         _rows_kernel, programs(tiles, config, a.device), boxes, (y, routing), (entries, E),
-        (N, width, transposed, PAD if apart else 0, *tile), config["num_warps"],
-        config["num_stages"],
+        (N, width, transposed, *tile), config["num_warps"], config["num_stages"],
     )  # fmt: skip
     return y

@@ -7,12 +7,12 @@ captured in a CUDA graph that is replayed with other ids.
 
 Sizes: T tokens, K slots, S = T K entries, E experts. `routing` is one int32 buffer:
 
-    tiles [1], first row of each expert [E + 1], entry of each row [S], row of each entry [S],
+    tiles [1], first row of each expert [E + 1], entry of each row [S], place of each entry [S],
     expert of each tile [most], first row of each tile [most], most = S // 16 + E, and to spare
 
-A tile is up to `height` rows of one expert. An id outside [0, E) means that the expert is held
-elsewhere: such an entry has row -1, and the rows end before S. Rows apart are the same rows with
-those of each expert from a multiple of PAD on, so that whole steps over them hold nobody else's.
+A tile is up to `height` rows of one expert. Places are rows with gaps: those of an expert begin at
+a multiple of the height, so that whole tiles of them hold nobody else's. An id outside [0, E) means
+that the expert is held elsewhere: such an entry has place -1, and the rows end before S.
 """
 
 import torch
@@ -24,7 +24,6 @@ from .launching import launch
 BLOCK = 128  # entries ranked by a program
 CHUNK = 1024  # entries counted in one step, at most
 ALONE = 2048  # up to so many entries every program counts all of them itself
-PAD = 64
 
 
 def new_routing(ids: torch.Tensor, experts: int) -> torch.Tensor:
@@ -45,7 +44,7 @@ def entry_of_row(routing_ptr, E):
 
 
 @triton.jit
-def row_of_entry(routing_ptr, S, E):
+def place_of_entry(routing_ptr, S, E):
     """[S]"""
     return routing_ptr + E + 2 + S
 
@@ -60,10 +59,16 @@ def tile_at(routing_ptr, tile, S, E):
 
 
 @triton.jit
-def first_apart(routing_ptr, expert, PAD: tl.constexpr):
-    """(first row, first row apart) of an expert. All fit into rows_apart(S, E) rows."""
+def place_of(routing_ptr, expert, row, height):
+    """The place of a row of an expert."""
     first = tl.load(first_rows(routing_ptr) + expert)
-    return first, first // PAD * PAD + PAD * expert
+    return first_place(first, expert, height) + (row - first)
+
+
+@triton.jit
+def first_place(row, expert, height):
+    """The place of an expert's first row. All fit into places(S, E, height)."""
+    return row // height * height + height * expert
 
 
 @triton.jit
@@ -164,9 +169,11 @@ def _place_kernel(
     here = ids < E
     e = tl.where(here, ids, 0)
     rank = tl.sum(same, 1) + tl.gather(before, e, 0)
-    row = tl.gather(start, e, 0) + rank
+    first = tl.gather(start, e, 0)
+    row = first + rank
     tl.store(entry_of_row(routing_ptr, E) + row, offs, mask=here)
-    tl.store(row_of_entry(routing_ptr, S, E) + offs, tl.where(here, row, -1), mask=offs < S)
+    place = first_place(first, e, height) + rank
+    tl.store(place_of_entry(routing_ptr, S, E) + offs, tl.where(here, place, -1), mask=offs < S)
     tile = tl.gather(tile_start, e, 0) + rank // height
     is_first = here & (rank % height == 0)
     list_ptr = routing_ptr + E + 2 + 2 * S
@@ -178,9 +185,9 @@ def _place_kernel(
         tl.store(first_rows(routing_ptr) + E, tl.sum(total, 0))
 
 
-def rows_apart(entries: int, experts: int) -> int:
-    """Rows that an array of rows apart needs."""
-    return entries + PAD * (experts + 1)
+def places(entries: int, experts: int, height: int) -> int:
+    """How long an array by places is."""
+    return entries + height * (experts + 1)
 
 
 def most_tiles(entries: int, experts: int, height: int) -> int:
