@@ -1,7 +1,7 @@
 """A Gated DeltaNet layer and whole models, before and after kernelize, on a GPU.
 
     python benchmarks/compare_models.py [--layer] [--model] [--json FILE]
-    python benchmarks/compare_models.py --mixtures --json FILE          mixtures of experts
+    python benchmarks/compare_models.py --mixtures [--json FILE]        mixtures of experts
     python benchmarks/compare_models.py --device cpu [--repeats 20] [--json FILE]
                                          (what models_on_cpu.py has)
     python benchmarks/compare_models.py --render benchmarks/results/models.json    table and picture
@@ -332,6 +332,7 @@ def main() -> None:
         return
     kinds = {"layer": layer_calls, "model": model_calls, "mixtures": mixture_calls}
     names = [name for name in kinds if getattr(arguments, name)] or ["layer", "model"]
+    record = "mixtures.json" if names == ["mixtures"] else "models.json"
     if arguments.warm:
         share_autotuning(*map(int, arguments.warm.split("/")))
     else:
@@ -348,7 +349,7 @@ def main() -> None:
                         call()
             continue
         for _ in compare(pairs, rows):
-            save(arguments.json or RESULTS / "models.json", rows)
+            save(arguments.json or RESULTS / record, rows)
 
 
 if __name__ == "__main__":

@@ -105,6 +105,11 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "after a prompt of 512, random weights in bf16: `kernelize(model, cuda_graphs=True)` beside "
         "transformers' own compiled step, and both eager.",
     ),
+    "mixtures": (
+        "Mixtures of experts of 8 layers",
+        "Models of the sizes of their names but of 8 layers, with random weights, bf16, before and "
+        "after `kernelize`. Eager times are those of the clock, host included.",
+    ),
     "first_call": (
         "First call",
         "Seconds of calls in a fresh process with an empty Triton cache, imports apart.",
@@ -302,6 +307,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "gdn_backward": [of_errors],
     "gdn_layer_training": [of_memory],
     "models": [of_launches],
+    "mixtures": [of_launches],
     "first_call": [of_first_calls],
     "train_bytes": [of_training],
 }
