@@ -60,6 +60,11 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "4.28 TB/s. A forward is timed over several routings; a training step, with the gradients "
         "of the input, both weights and the routing weights, eagerly.",
     ),
+    "router": (
+        "The router of experts",
+        "`fused_topk` from logits in bf16, beside the five operations of torch that transformers' "
+        "routers have for it.",
+    ),
     "gdn_chunk_fla": (
         "GDN prefill beside FLA",
         "`chunk_gated_delta_rule` in bf16, head dim 128, l2norm in the call, initial and final "

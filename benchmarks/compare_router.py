@@ -1,0 +1,48 @@
+"""Time of `fused_topk` against the same in torch's operations, as transformers' routers have it.
+
+    python benchmarks/compare_router.py [--json FILE]   on a GPU
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from kernel_time import RESULTS, load_package, microseconds, save
+
+SIZES = ((256, 8), (512, 10), (128, 8), (8, 2))  # experts, chosen ones: as compare_experts.MODELS
+TOKENS = (1, 64, 8192)
+
+
+def by_torch(logits, top_k):
+    scores = logits.softmax(-1, dtype=torch.float32)
+    weights, ids = scores.topk(top_k, -1)
+    weights /= weights.sum(-1, keepdim=True)
+    return weights.to(logits.dtype), ids
+
+
+@torch.no_grad()
+def measure(package) -> list:
+    rows = []
+    for E, K in SIZES:
+        for T in TOKENS:
+            logits = torch.randn(T, E, device="cuda", dtype=torch.bfloat16)
+            calls = {
+                "ours": lambda x=logits, K=K: package.fused_topk(x, K),
+                "torch": lambda x=logits, K=K: by_torch(x, K),
+            }
+            plural = "s" if T > 1 else ""
+            row = {"what": f"{K} of {E} experts, {T} token{plural}", "us": microseconds(calls)}
+            print(row, flush=True)
+            rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=RESULTS / "router.json")
+    options = parser.parse_args()
+    save(options.json, measure(load_package()))
+
+
+if __name__ == "__main__":
+    main()
