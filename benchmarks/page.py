@@ -106,7 +106,7 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
     ),
     "generate": (
         "Generating on a static cache",
-        "A token inside transformers' `generate(cache_implementation=\"static\")`, greedy, 128 tokens "
+        'A token inside transformers\' `generate(cache_implementation="static")`, greedy, 128 tokens '
         "after a prompt of 512, random weights in bf16: `kernelize(model, cuda_graphs=True)` beside "
         "transformers' own compiled step, and both eager.",
     ),

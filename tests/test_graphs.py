@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 on_every_device = pytest.mark.parametrize("device", DEVICES, indirect=True)
 
-NEW = 20  # tokens that a test generates
+NEW = 14  # tokens that a test generates
 WIDE = {"head_dim": 16, "sliding_window": 64}
 FAMILIES = {
     **{name: CONFIGS[name] for name in ("llama", "qwen2", "qwen3", "qwen3_5_text", "qwen3_next")},
@@ -49,6 +49,14 @@ class Counted:
     def replay(self):
         type(self).replays += 1
         return super().replay()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture

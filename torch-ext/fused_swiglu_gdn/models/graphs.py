@@ -119,7 +119,7 @@ class Step:
             self.output = type(out), _fields(out, cache)
             if not watch.holds(cache):
                 raise RuntimeError("it puts new tensors into its cache")
-            if before.watch.plain() != before.plain:
+            if before.counts_on():
                 raise RuntimeError("its modules count their steps")
         except Exception as error:
             said = str(error).partition("\n")[0] or type(error).__name__

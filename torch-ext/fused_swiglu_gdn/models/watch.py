@@ -5,7 +5,8 @@ addresses. `Watch` compares them in tens of microseconds, for every call.
 """
 
 from itertools import chain
-from typing import Any, List, Optional
+from operator import itemgetter
+from typing import Any, List, Optional, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which P
 # of which a call reads parameters and hooks alone
 LEAVES = (nn.Linear, nn.Embedding)
 
+TORCHS = set(nn.Module().__dict__) - {"training"}  # attributes of every module
+
 _values = chain.from_iterable
 # torch's own comparison of many addresses, in builds for CUDA; 10 ns a tensor
 _same_places = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
@@ -24,21 +27,21 @@ _same_places = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 class Watch:
     """The values of dicts and lists, and where their tensors lie."""
 
-    def __init__(self, tables: List[dict], lists: List[list]):
+    def __init__(self, tables: List[dict], lists: Sequence[list] = ()):
         self.tables, self.lists = tables, lists
-        self.values = self._now()
+        self.values = self.values_now()
         self.members = list(map(tuple, lists))
         self.tensors = [i for i, x in enumerate(self.values) if isinstance(x, torch.Tensor)]
         self.places: List[Optional[int]] = [None] * len(self.values)
         for i in self.tensors:
             self.places[i] = self.values[i].data_ptr()
 
-    def _now(self) -> list:
+    def values_now(self) -> list:
         return list(_values(map(dict.values, self.tables)))
 
     def holds(self) -> bool:
         """All is as it was: the same objects, or equal ones, and tensors at the same addresses."""
-        now = self._now()
+        now = self.values_now()
         try:
             if now != self.values or list(map(tuple, self.lists)) != self.members:
                 return False
@@ -48,15 +51,10 @@ class Watch:
             return _same_places(now, self.places, self.tensors)
         return all(now[i].data_ptr() == self.places[i] for i in self.tensors)
 
-    def plain(self) -> list:
-        """What counts and flags say now."""
-        return [x for x in self._now() if x.__class__ in PLAIN]
 
-
-def _tables(attributes: dict) -> List[dict]:
-    """The attributes, and those among them that are dicts with something in them."""
-    inner = [x for x in attributes.values() if isinstance(x, dict) and x]
-    return [attributes, *inner]
+def _inner(attributes: dict) -> List[dict]:
+    """The attributes that are dicts with something in them."""
+    return [x for x in attributes.values() if isinstance(x, dict) and x]
 
 
 class ModelWatch:
@@ -65,27 +63,52 @@ class ModelWatch:
     def __init__(self, model: nn.Module):
         self.modules = list(model.modules())
         self.kinds = list(map(type, self.modules))
-        self.attributes = [m.__dict__ for m in self.modules]
-        self.counts = list(map(len, self.attributes))
+        self.all = [m.__dict__ for m in self.modules]
+        self.sizes = list(map(len, self.all))
         self.hooks = RemovableHandle.next_id  # it grows with every hook that is registered
-        tables: List[dict] = []
-        lists: List[list] = []
-        for kind, attributes in zip(self.kinds, self.attributes):
-            found = _tables(attributes)
-            tables += found[1:] if kind in LEAVES else found
-            lists += [x for x in attributes.values() if isinstance(x, list)]
         configs = {id(m.config): m.config for m in self.modules if "config" in m.__dict__}
-        tables += [config.__dict__ for config in configs.values() if hasattr(config, "__dict__")]
+        tables = [config.__dict__ for config in configs.values() if hasattr(config, "__dict__")]
+        lists: List[list] = []
+        self.own, self.held = [], []  # of modules: (function that reads what torch's have not, of)
+        for kind, attributes in zip(self.kinds, self.all):
+            tables += _inner(attributes)
+            if kind in LEAVES:
+                continue
+            lists += [x for x in attributes.values() if isinstance(x, list)]
+            names = [name for name in attributes if name not in TORCHS]
+            self.own.append((itemgetter(*names), attributes))
+            tensors = [n for n in names if isinstance(attributes[n], torch.Tensor)]
+            self.held += [(attributes, n, attributes[n]) for n in tensors]
+        self.read = self._read()
+        self.places = [x.data_ptr() for _, _, x in self.held]
         self.watch = Watch(tables, lists)
-        self.plain = self.watch.plain()
+        self.plain = self._plain()
+
+    def _read(self) -> list:
+        return [read(attributes) for read, attributes in self.own]
 
     def holds(self) -> bool:
-        return (
-            self.hooks == RemovableHandle.next_id
-            and list(map(type, self.modules)) == self.kinds
-            and list(map(len, self.attributes)) == self.counts
-            and self.watch.holds()
-        )
+        if self.hooks != RemovableHandle.next_id:
+            return False
+        if list(map(type, self.modules)) != self.kinds or list(map(len, self.all)) != self.sizes:
+            return False
+        # equal is not the same to tensors
+        if any([attributes.get(name) is not x for attributes, name, x in self.held]):
+            return False
+        if [x.data_ptr() for _, _, x in self.held] != self.places:
+            return False
+        try:
+            return self._read() == self.read and self.watch.holds()
+        except (KeyError, RuntimeError, ValueError):  # an attribute is gone, or a tensor has come
+            return False
+
+    def _plain(self) -> list:
+        values = chain(self.watch.values_now(), *[a.values() for _, a in self.own])
+        return [x for x in values if x.__class__ in PLAIN]
+
+    def counts_on(self) -> bool:
+        """Some number or flag is another than it was."""
+        return self._plain() != self.plain
 
 
 class CacheWatch:
@@ -93,7 +116,8 @@ class CacheWatch:
 
     def __init__(self, cache: Any):
         self.layers = list(cache.layers)
-        self.watch = Watch([t for layer in self.layers for t in _tables(layer.__dict__)], [])
+        attributes = [layer.__dict__ for layer in self.layers]
+        self.watch = Watch([t for x in attributes for t in (x, *_inner(x))])
         self.counting = []  # a layer's attributes, and where its count stands among the values
         before = 0
         for table in self.watch.tables:
