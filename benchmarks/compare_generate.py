@@ -121,29 +121,27 @@ def measured(model, batch: int, **options) -> dict:
 def compare(package, name: str, batches, without) -> list:
     title, rows = MODELS[name][0], []
     model = model_of(name)
+
+    def way(shown: str, batch: int, **options) -> dict:
+        found = measured(model, batch, **options)
+        print(f"{title}, batch {batch}, {shown:13}", json.dumps(found), flush=True)
+        return found
+
     for batch in batches:
         package.restore(model)
-        ways = {"transformers": measured(model, batch, disable_compile=True)}
+        plain = {"transformers": way("transformers", batch, disable_compile=True)}
+        ours = {}
         if "compile" not in without:
-            ways["compile"] = measured(model, batch)
+            ours["compile"] = way("compile", batch)
             torch.compiler.reset()
             del model._compiled_call
         print(package.kernelize(model, cuda_graphs=True), flush=True)
-        ways["ours"] = measured(model, batch)
-        ways["ours_eager"] = measured(model, batch, disable_compile=True)
+        ours["ours"] = way("ours", batch)
+        plain["ours"] = way("ours, eager", batch, disable_compile=True)
         other = generate(model, batch + 2, new=8, prompt=PROMPT // 2)
-        for way, found in ways.items():
-            print(f"{title}, batch {batch}, {way:13}", json.dumps(found), flush=True)
-        kinds = {
-            "a token": {"ours": "ours", "compile": "compile"},
-            "an eager token": {"ours": "ours_eager", "transformers": "transformers"},
-        }
-        for what, names in kinds.items():
-            found = {shown: ways[way] for shown, way in names.items() if way in ways}
-            row = {"what": f"{title}, batch {batch}, {what}"}
-            row["us"] = {shown: facts["us"] for shown, facts in found.items()}
-            row["more"] = found
-            rows.append(row)
+        for what, ways in (("a token", ours), ("an eager token", plain)):
+            times = {shown: facts["us"] for shown, facts in ways.items()}
+            rows.append({"what": f"{title}, batch {batch}, {what}", "us": times, "more": ways})
         rows[-2]["another_batch_and_length_fifth_s"] = other[4]
     return rows
 

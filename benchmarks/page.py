@@ -106,8 +106,8 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
     ),
     "generate": (
         "Generating on a static cache",
-        'A token inside transformers\' `generate(cache_implementation="static")`, greedy, 128 tokens '
-        "after a prompt of 512, random weights in bf16: `kernelize(model, cuda_graphs=True)` beside "
+        "A token inside transformers' `generate` on a static cache, greedy, 128 tokens after a "
+        "prompt of 512, random weights in bf16: `kernelize(model, cuda_graphs=True)` beside "
         "transformers' own compiled step, and both eager.",
     ),
     "mixtures": (
