@@ -119,6 +119,34 @@ def test_greedy_tokens(kernel, graph, name, device, batch):
     assert (graph.captures, graph.replays) == (1, NEW - 2)  # of NEW - 1 steps one is eager
 
 
+WIDER = {  # than the least that kernels serve
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 64, "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64, "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_greedy_tokens_in_bf16(kernel, graph, name, device, batch):
+    """The kernels of decoding are those of 16 bits; graphs repeat them to the bit."""
+    known = transformers.AutoConfig.for_model(name)
+    sizes = {n: x for n, x in WIDER.items() if hasattr(known, n)}
+    model = tiny(name, device, **sizes).bfloat16()
+    kernel.kernelize(model, cuda_graphs=True)
+    ids, mask = padded(batch, 9, device)
+    kept = {"attention_mask": mask, "return_dict_in_generate": True, "output_logits": True}
+    expected = generate(model, ids, graphed=False, **kept)
+    found = generate(model, ids, **kept)
+    assert torch.equal(found.sequences, expected.sequences)
+    for a, b in zip(found.logits, expected.logits):
+        assert torch.equal(a, b)
+    assert graph.replays == NEW - 2
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 @on_every_device
 def test_a_model_without_kernels(graph, name, device):
