@@ -9,7 +9,7 @@ reference = submodule("attention.reference")
 ops = submodule("attention.ops")
 
 # B, T, HQ, HK, D, R
-SHAPES = [(2, 5, 4, 2, 16, 16), (1, 1, 3, 1, 64, 16), (3, 7, 5, 5, 24, 10), (2, 1, 8, 2, 32, 0)]
+SHAPES = [(2, 3, 4, 2, 16, 16), (1, 1, 3, 1, 64, 16), (3, 2, 5, 5, 24, 10), (2, 1, 8, 2, 32, 0)]
 
 
 def normal(*shape, seed=0, dtype=torch.float32, device="cpu"):
@@ -144,3 +144,169 @@ def test_gate(kernel, device):
     want = torch.autograd.grad(kernel.sigmoid_gate(*leaves).sum(), leaves)
     for a, b in zip(reference.sigmoid_gate_bwd(*leaves, torch.ones_like(leaves[0])), want):
         assert_close(a.detach(), b)
+
+
+def rotary(kernel, **changes):
+    return kernel.fused_qk_norm_rope(**{**problem(2, 3, 4, 2, 16, 8), **changes})
+
+
+def cached(kernel, **changes):
+    cache = torch.ones(2, 2, 9, 16)
+    given = {"v": torch.ones(2, 3, 2, 16), "key_cache": cache, "value_cache": cache.clone()}
+    return rotary(kernel, **{**given, "cache_position": torch.tensor(0), **changes})
+
+
+def decode(kernel, **changes):
+    x = {"q": torch.ones(2, 1, 4, 16), "cache_seqlens": torch.tensor(3)}
+    x.update({name: torch.ones(2, 2, 9, 16) for name in ("k_cache", "v_cache")})
+    return kernel.attention_with_kvcache(**{**x, **changes})
+
+
+def gate(kernel, **changes):
+    return kernel.sigmoid_gate(**{"x": torch.ones(2, 3), "gate": torch.ones(2, 3), **changes})
+
+
+ones = torch.ones
+# (call, what is changed, error, the words that must stand in its message, in this order)
+BAD = [
+    (rotary, {"q": ones(2, 3, 4)}, ValueError, ["q", "[B, T, HQ, D]", "[2, 3, 4]"]),
+    (rotary, {"k": ones(2, 4, 2, 16)}, ValueError, ["k", "[2, 3, HK, 16]", "[2, 4, 2, 16]"]),
+    (rotary, {"k": ones(2, 3, 2, 16).half()}, TypeError, ["k", "dtype of q", "float16"]),
+    (rotary, {"q": None}, TypeError, ["q", "torch.Tensor", "NoneType"]),
+    (rotary, {"sin": None}, ValueError, ["sin", "given", "None"]),
+    (rotary, {"cos": ones(3, 3, 8), "sin": ones(3, 3, 8)}, ValueError, ["cos", "2", "or 1", "3"]),
+    (rotary, {"cos": ones(1, 3, 7), "sin": ones(1, 3, 7)}, ValueError, ["cos", "even", "16", "7"]),
+    (rotary, {"cos": ones(1, 3, 18), "sin": ones(1, 3, 18)}, ValueError, ["cos", "16", "18"]),
+    (rotary, {"q_weight": ones(64)}, ValueError, ["q_weight", "[16]", "[64]"]),
+    (rotary, {"norm": "all"}, ValueError, ["q_weight", "[64]", "[16]"]),
+    (rotary, {"norm": "heads"}, ValueError, ["norm", "'head', 'all'", "'heads'"]),
+    (rotary, {"casting_mode": "none"}, ValueError, ["casting_mode", "'llama', 'gemma'", "'none'"]),
+    (rotary, {"eps": -1.0}, ValueError, ["eps", "non-negative", "-1.0"]),
+    (rotary, {"offset": float("inf")}, ValueError, ["offset", "finite", "inf"]),
+    (rotary, {"offset": "1"}, TypeError, ["offset", "float", "str"]),
+    (rotary, {"v": ones(2, 3, 2, 16)}, ValueError, ["key_cache", "given"]),
+    (cached, {"cache_position": None}, ValueError, ["cache_position", "given"]),
+    (cached, {"cache_position": ones(2).long()}, ValueError, ["cache_position", "[]", "[2]"]),
+    (cached, {"cache_position": torch.tensor(0.0)}, TypeError, ["cache_position", "int64"]),
+    (cached, {"key_cache": ones(2, 9, 2, 16)}, ValueError, ["key_cache", "[2, 2, S, 16]"]),
+    (cached, {"key_cache": ones(2, 2, 2, 16), "value_cache": ones(2, 2, 2, 16)}, ValueError,
+     ["key_cache", "slot", "3 tokens"]),
+    (cached, {"q": ones(2, 3, 4, 16, requires_grad=True)}, ValueError, ["q", "gradient"]),
+    (decode, {"q": ones(2, 2, 4, 16)}, ValueError, ["q", "[2, 2, 4, 16]"]),
+    (decode, {"q": ones(2, 1, 3, 16)}, ValueError, ["q", "multiple of the 2 heads", "3"]),
+    (decode, {"v_cache": ones(2, 2, 8, 16)}, ValueError, ["v_cache", "[2, 2, 9, 16]"]),
+    (decode, {"k_cache": ones(2, 2, 9, 16).half()}, TypeError, ["k_cache", "dtype of q"]),
+    (decode, {"cache_seqlens": 3}, TypeError, ["cache_seqlens", "torch.Tensor", "int"]),
+    (decode, {"cache_seqlens": torch.tensor([3])}, ValueError, ["cache_seqlens", "[2]", "[1]"]),
+    (decode, {"cache_seqlens": ones(2)}, TypeError, ["cache_seqlens", "int32", "float32"]),
+    (decode, {"attention_mask": ones(2, 9)}, ValueError, ["attention_mask", "[N, 1, 1, S]"]),
+    (decode, {"attention_mask": ones(3, 1, 1, 9)}, ValueError, ["attention_mask", "2 or 1", "3"]),
+    (decode, {"attention_mask": ones(1, 1, 1, 9).int()}, TypeError, ["attention_mask", "bool"]),
+    (decode, {"softmax_scale": float("nan")}, ValueError, ["softmax_scale", "finite", "nan"]),
+    (gate, {"gate": ones(3, 2)}, ValueError, ["gate", "shape of x, [2, 3]", "[3, 2]"]),
+    (gate, {"gate": ones(2, 3, device="meta")}, ValueError, ["gate", "device of x", "meta"]),
+    (gate, {"x": ones(2, 3).int()}, TypeError, ["x", "float32", "int32"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("call, changes, error, words", BAD)
+def test_bad_input(kernel, call, changes, error, words):
+    with pytest.raises(error) as caught:
+        call(kernel, **changes)
+    message, place = str(caught.value), 0
+    for word in words:
+        assert word in message[place:], message
+        place = message.index(word, place) + len(word)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4, 2, 16, 8), (2, 0, 4, 2, 16, 8)])
+def test_empty(kernel, device, shape):
+    x = problem(*shape, device=device)
+    for name in ("q", "k", "q_weight", "k_weight"):
+        x[name].requires_grad_()
+    q, k = kernel.fused_qk_norm_rope(**x)
+    assert q.shape == x["q"].shape and k.shape == x["k"].shape
+    (q.sum() + k.sum()).backward()
+    assert x["q"].grad.shape == x["q"].shape and not x["q_weight"].grad.any()
+    assert kernel.sigmoid_gate(x["q"], x["q"]).shape == q.shape
+
+
+def test_gradients_through_the_operators(kernel, device):
+    """Of the public functions, in eager mode and compiled, against autograd in fp64."""
+    x = problem(2, 5, 4, 2, 16, 8, device=device, gate=True)
+    names = ("q", "k", "q_weight", "k_weight")
+    leaves = [x[name].detach().requires_grad_() for name in names]
+    right = [wide(x[name]).detach().requires_grad_() for name in names]
+
+    def loss(leaves, tables):
+        given = dict(zip(names, leaves), cos=tables[0], sin=tables[1])
+        q, k = kernel.fused_qk_norm_rope(**given, offset=1.0)
+        return (kernel.sigmoid_gate(q, leaves[0]) ** 2).sum() + (k**3).sum()
+
+    want = torch.autograd.grad(loss(right, (wide(x["cos"]), wide(x["sin"]))), right)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for function in (loss, compiled):
+        found = torch.autograd.grad(function(leaves, (x["cos"], x["sin"])), leaves)
+        for a, b in zip(found, want):
+            assert_close(a, b)
+
+
+def test_gradients_of_tables(kernel, device):
+    x = problem(1, 3, 2, 1, 8, 8, device=device)
+    x["cos"].requires_grad_()
+    q, _ = kernel.fused_qk_norm_rope(**x)
+    assert torch.autograd.grad(q.sum(), x["cos"])[0].any()
+
+
+def test_decoding_is_differentiable_by_the_reference(kernel, device):
+    q = normal(1, 1, 4, 16, device=device).requires_grad_()
+    k, v = (normal(1, 2, 9, 16, seed=seed, device=device) for seed in (1, 2))
+    y = kernel.attention_with_kvcache(q, k, v, torch.tensor(5, device=device))
+    assert torch.autograd.grad(y.sum(), q)[0].any()
+
+
+CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def test_opcheck(device):
+    x = problem(2, 3, 4, 2, 16, 8, device=device)
+    tensors = [x[name] for name in ("q", "k", "cos", "sin", "q_weight", "k_weight")]
+    options = (1e-6, 0.0, False)
+    torch.library.opcheck(ops._qk_norm_rope_fwd, (*tensors, *options), test_utils=CHECKS)
+    none = (*tensors[:2], *[None] * 4, *options)
+    torch.library.opcheck(ops._qk_norm_rope_fwd, none, test_utils=CHECKS)
+    rows = [x["q"].clone(), x["k"].clone()]
+    torch.library.opcheck(ops._qk_norm_rope_bwd, (*rows, *tensors, *options), test_utils=CHECKS)
+    cache = torch.ones(2, 2, 2, 9, 16, device=device).unbind(0)
+    written = (x["k"].clone(), *cache, torch.tensor(1, device=device))
+    torch.library.opcheck(
+        ops._qk_norm_rope_cache, (*tensors, *written, *options), test_utils=CHECKS
+    )
+    pair = (x["q"], x["q"].transpose(1, 2).contiguous().transpose(1, 2))
+    torch.library.opcheck(ops._sigmoid_gate_fwd, pair, test_utils=CHECKS)
+    torch.library.opcheck(ops._sigmoid_gate_bwd, (*pair, rows[0]), test_utils=CHECKS)
+    length = torch.tensor(4, device=device)
+    torch.library.opcheck(
+        ops._kvcache_attention, (x["q"][:, :1], *cache, length, None, 0.25), test_utils=CHECKS
+    )
+
+
+def test_compiled_decoding(kernel, device):
+    dtype = torch.bfloat16
+    x = problem(2, 1, 4, 2, 16, 8, dtype=dtype, device=device)
+    v = normal(2, 1, 2, 16, dtype=dtype, device=device)
+
+    def step(keys, values, position, q):
+        q, _ = kernel.fused_qk_norm_rope(
+            **{**x, "q": q}, v=v, key_cache=keys, value_cache=values, cache_position=position
+        )
+        return kernel.sigmoid_gate(kernel.attention_with_kvcache(q, keys, values, position + 1), q)
+
+    caches = [torch.zeros(2, 2, 2, 9, 16, dtype=dtype, device=device).unbind(0) for _ in "ab"]
+    position = torch.tensor(0, device=device)
+    with torch.no_grad():
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        found, want = (f(*c, position, x["q"]) for f, c in zip((compiled, step), caches))
+    assert torch.equal(found, want)
+    for a, b in zip(*caches):
+        assert torch.equal(a, b) and a[:, :, 0].any()

@@ -36,17 +36,23 @@ def _rotated(x: Tensor, cos: Optional[Tensor], sin: Optional[Tensor]) -> Tensor:
     return torch.cat([head * cos + turned(head) * sin, tail.to(head.dtype)], dim=-1)
 
 
+def _apart(y: Tensor, x: Tensor) -> Tensor:
+    """y, contiguous, in the dtype of x and never x itself: nothing is done without any weights."""
+    y = y.to(x.dtype).contiguous()
+    return y.clone() if y is x else y
+
+
 def qk_norm_rope_fwd(call: QkNormRope) -> Tuple[Tensor, Tensor]:
     """q [B, T, HQ, D] and k [B, T, HK, D] in fp32, rounded once; k and v written to the caches."""
     q, k = (
-        _rotated(_normed(at_least_fp32(x), weight, call.options), call.cos, call.sin).to(x.dtype)
+        _apart(_rotated(_normed(at_least_fp32(x), weight, call.options), call.cos, call.sin), x)
         for x, weight in ((call.q, call.q_weight), (call.k, call.k_weight))
     )
     if call.key_cache is not None:
         slots = torch.arange(k.shape[1], device=k.device) + call.cache_position
         for cache, x in ((call.key_cache, k), (call.value_cache, call.v)):
             cache.index_copy_(2, slots, x.transpose(1, 2).to(cache.dtype))
-    return q.contiguous(), k.contiguous()
+    return q, k
 
 
 def sigmoid_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
@@ -66,14 +72,14 @@ def kvcache_attention(
     (B, _, HQ, D), (HK, S) = q.shape, k_cache.shape[1:3]
     slots = torch.arange(S, device=q.device)
     seen = (slots < cache_seqlens.reshape(-1, 1)).view(-1, 1, 1, S)
-    if mask is not None and mask.dtype == torch.bool:
-        seen = seen & mask
+    if mask is not None:
+        seen = seen & (mask if mask.dtype == torch.bool else mask > -torch.inf)
     heads = at_least_fp32(q).view(B, HK, HQ // HK, D)
     scores = heads @ at_least_fp32(k_cache).mT * scale  # [B, HK, HQ / HK, S]
     if mask is not None and mask.dtype != torch.bool:
         scores = scores + at_least_fp32(mask)
     scores = scores.masked_fill(~seen, -torch.inf)
-    some = (scores > -torch.inf).any(-1, keepdim=True)
+    some = seen.any(-1, keepdim=True)
     weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
     # slots that are not attended may hold anything
     values = at_least_fp32(v_cache).masked_fill(~seen.view(-1, 1, S, 1), 0.0)
@@ -113,12 +119,11 @@ def qk_norm_rope_bwd(
     options: QkOptions,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     """The gradients of q, k and the weights."""
-    found = [
-        (d.dtype, *_norm_gradients(_bent(at_least_fp32(d), cos, sin), x, weight, options))
+    (first, dq_weight), (second, dk_weight) = (
+        _norm_gradients(_bent(at_least_fp32(d), cos, sin), x, weight, options)
         for d, x, weight in ((dq, q, q_weight), (dk, k, k_weight))
-    ]
-    (q_dtype, dq, dq_weight), (k_dtype, dk, dk_weight) = found
-    return dq.to(q_dtype), dk.to(k_dtype), dq_weight, dk_weight
+    )
+    return _apart(first, dq), _apart(second, dk), dq_weight, dk_weight
 
 
 def sigmoid_gate_bwd(x: Tensor, gate: Tensor, dy: Tensor) -> Tuple[Tensor, Tensor]:
