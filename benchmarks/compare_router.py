@@ -1,6 +1,6 @@
 """Time of `fused_topk` against the same in torch's operations, as transformers' routers have it.
 
-    python benchmarks/compare_router.py [--json FILE]   on a GPU
+python benchmarks/compare_router.py [--json FILE]   on a GPU
 """
 
 import argparse

@@ -65,6 +65,12 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "`fused_topk` from logits in bf16, beside the five operations of torch that transformers' "
         "routers have for it.",
     ),
+    "attention": (
+        "Around attention",
+        "`fused_qk_norm_rope`, `sigmoid_gate` and `attention_with_kvcache` in bf16. A token is "
+        "written to a static cache, too. SDPA is called as transformers does in decoding: with a "
+        "mask over all slots, for which keys and values are repeated for each query head.",
+    ),
     "gdn_chunk_fla": (
         "GDN prefill beside FLA",
         "`chunk_gated_delta_rule` in bf16, head dim 128, l2norm in the call, initial and final "
@@ -268,6 +274,18 @@ def of_expert_first_calls(record: dict) -> str:
     return table(["in a new process", "seconds"], [[what, f"{s:.4f}"] for what, s in found])
 
 
+def of_errors_and_host(record: dict) -> str:
+    """Of each row that has them: relative errors, and the host's times of an eager call."""
+    rows = []
+    for row in record["rows"]:
+        error, host = row.get("error", {}), row.get("host_us", {})
+        for name in dict.fromkeys((*error, *host)):
+            cells = [f"{error[name]:.1e}" if name in error else ""]
+            cells.append(us(host[name]) if name in host else "")
+            rows.append([row["what"], title_of(name, record), *cells])
+    return table(["", "", "relative error", "host time of an eager call, us"], rows)
+
+
 def of_prepare(record: dict) -> str:
     f = record["prepare"]
     ours = {"ours (Hopper)": f["prepare_hopper"], "ours (portable)": f["prepare"]}
@@ -305,6 +323,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "rms_norm": [of_largest_errors, of_host],
     "swiglu_training": [of_memory, of_errors],
     "experts": [of_expert_limits, of_expert_first_calls],
+    "attention": [of_errors_and_host],
     "gdn_chunk_errors": [of_errors],
     "gdn_chunk_flashinfer": [of_prepare, of_gdn_errors, of_host],
     "gdn_chunk": [of_gdn_errors, of_host],

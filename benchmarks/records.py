@@ -28,6 +28,8 @@ PEERS = {  # name in a record -> name on the page, and the package whose version
     "grouped_mm": ("transformers' grouped_mm", "transformers"),
     "liger": ("Liger", "liger-kernel"),
     "liger_mlp": ("Liger's mlp", None),
+    "modeling": ("transformers' own functions", "transformers"),
+    "sdpa": ("SDPA", None),
     "transformers": ("transformers with FLA", "fla-core"),
 }
 
