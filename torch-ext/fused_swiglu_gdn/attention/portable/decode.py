@@ -223,7 +223,8 @@ class Attention:
         )  # fmt: skip
         shared.pop("HK")
         constexprs, options = named(
-            _combine_kernel, **shared, BLOCK_S=triton.next_power_of_2(splits), num_warps=4,
+            _combine_kernel, **shared, BLOCK_S=triton.next_power_of_2(splits),
+            num_warps=8 if D > 128 else 4,
             **({"launch_pdl": True} if pdl else {}),
         )  # fmt: skip
         self.combine = None if splits == 1 else Launch(
