@@ -20,6 +20,7 @@ class Call(NamedTuple):
     place: Optional[str]  # the keyword of the hidden states; None: by position
     arguments: Tuple[Tuple[str, str, object], ...]  # (the part's, the layer's, its default)
     passes: bool  # whatever else the layer is given
+    flat: bool  # the layer brings what the part gives into the shape of its input
 
 
 class Order(NamedTuple):
@@ -92,7 +93,8 @@ def _called(part: nn.Module, call: Call, x: torch.Tensor, given: dict, names) ->
     else:
         keywords[call.place] = x
         y = part(**keywords)
-    return y[0] if type(y) is tuple else y
+    y = y[0] if type(y) is tuple else y
+    return y.view(x.shape) if call.flat and y.shape != x.shape else y
 
 
 def _added_and_normed(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor):

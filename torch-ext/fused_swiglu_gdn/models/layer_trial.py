@@ -5,7 +5,7 @@ The class's forward runs on parts that remember what they are given.
 
 import inspect
 import itertools
-from typing import Dict, Union
+from typing import Dict, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
 
@@ -13,7 +13,7 @@ from ..layers.decoder import Call, LayerForm, Order
 from .forms import Refused
 from .norm_trial import norm_form
 from .serving import own_class
-from .source import plain_values, read, why_odd_module
+from .source import Source, plain_values, read, why_odd_module
 from .stand_ins import Block, Opaque, quiet, random, same, twin_of
 
 WORD = "a_word_that_nobody_knows"
@@ -59,60 +59,80 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
     reason = why_odd_module(module, kind, source, (*values, *module._modules))
     if reason is not None:
         return reason
-    names, reasons = (
-        tuple(n for n in inspect.signature(source.forward).parameters if n != "self"),
-        [],
-    )
+    names = tuple(n for n in inspect.signature(source.forward).parameters if n != "self")
+    reasons = []
     with quiet():
         for outputs in itertools.product(OUTPUTS, OUTPUTS[:2]):
+            trial = _Trial(module, kind, source, norms, plain, outputs)
             try:
-                found = _run(module, kind, source, values, norms, plain, outputs)
+                order, scale, *calls = trial.plan(values)
             except Refused as why:
                 reasons.append(str(why))
                 continue
-            if found[0].pre_mlp is None:
+            if order.pre_mlp is None:
                 return "its norms come after attention and MLP: no sum is before one"
-            return LayerForm(
-                kind, source.pinned, tuple(values.items()), names, *found, tuple(plain)
-            )
+            found = (order, scale, *calls, tuple(plain))
+            return LayerForm(kind, source.pinned, tuple(values.items()), names, *found)
     return min(reasons, key=lambda reason: "raises" in reason)
 
 
-def _run(module, kind, source, values, norms, plain, outputs):
-    """One run, with so many outputs of the mixer and of the MLP: what an agreeing LayerForm has."""
-    log, parts = [], {}
+class _Trial(NamedTuple):
+    """Runs of a layer whose mixer and MLP have so many outputs."""
 
-    def count(name):
-        """The outputs of a part that is called now."""
-        return 1 if name in norms else outputs[min(sum(entry[0] not in norms for entry in log), 1)]
+    module: nn.Module
+    kind: type
+    source: Source
+    norms: set
+    plain: set
+    outputs: Tuple[int, int]
 
-    for i, (name, part) in enumerate(module._modules.items()):
-        parts[name] = part if name in plain else Block(name, 300 + 11 * i, log, count)
-    parameters = inspect.signature(source.forward).parameters
-    if "hidden_states" not in parameters:
-        raise Refused("its forward takes no hidden_states")
-    marks = {
-        n: Opaque(n) for n, p in parameters.items()
-        if n not in ("self", "hidden_states") and p.kind is not p.VAR_KEYWORD
-    }  # fmt: skip
-    more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    word = object()
-    twin, x = twin_of(module, kind, parts), random(5, 4, 16, seed=1)
-    try:
-        out = source.forward(twin, x, **marks, **({WORD: word} if more else {}))
-    except Refused:
-        raise
-    except Exception as error:
-        raise Refused(
-            f"its forward raises {type(error).__name__} on stand-ins: {str(error)[:60]}"
-        ) from None
-    order, scale = _order(log, norms, x, out, values)
-    sources = {id(v): n for n, v in marks.items()}
-    called = {name: (place, rest) for name, _, _, place, rest in log}
-    if any(called[name] != (None, {}) for name in norms & set(called)):
-        raise Refused("it gives its norms more than one tensor")
-    calls = [_call(*called[name], sources, word, parameters) for name in (order.mixer, order.mlp)]
-    return order, scale, *calls
+    def plan(self, values: dict) -> tuple:
+        """What an agreeing LayerForm has: its order, its scale, and the calls of mixer and MLP."""
+        x, out, log, marks, word = self.run()
+        order, scale = _order(log, self.norms, x, out, values)
+        sources = {id(v): n for n, v in marks.items()}
+        called = {name: (place, rest) for name, _, _, place, rest in log}
+        if any(called[name] != (None, {}) for name in self.norms & set(called)):
+            raise Refused("it gives its norms more than one tensor")
+        parameters = inspect.signature(self.source.forward).parameters
+        calls = []
+        for name in (order.mixer, order.mlp):
+            try:
+                flat = same(self.run(flat=name)[1], out)
+            except Refused:
+                flat = False
+            calls.append(_call(*called[name], sources, word, parameters, flat))
+        return order, scale, *calls
+
+    def run(self, flat: Optional[str] = None) -> tuple:
+        """The input, the output, what the parts were given, and what stood for other arguments."""
+        log, parts, norms = [], {}, self.norms
+
+        def count(name):
+            """The outputs of a part that is called now."""
+            before = sum(entry[0] not in norms for entry in log)
+            return 1 if name in norms else self.outputs[min(before, 1)]
+
+        for i, (name, part) in enumerate(self.module._modules.items()):
+            block = Block(name, 300 + 11 * i, log, count, name == flat)
+            parts[name] = part if name in self.plain else block
+        parameters = inspect.signature(self.source.forward).parameters
+        if "hidden_states" not in parameters:
+            raise Refused("its forward takes no hidden_states")
+        marks = {
+            n: Opaque(n) for n, p in parameters.items()
+            if n not in ("self", "hidden_states") and p.kind is not p.VAR_KEYWORD
+        }  # fmt: skip
+        more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        twin, x, word = twin_of(self.module, self.kind, parts), random(5, 4, 16, seed=1), object()
+        try:
+            out = self.source.forward(twin, x, **marks, **({WORD: word} if more else {}))
+        except Refused:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__} on stand-ins: {str(error)[:60]}"
+            raise Refused(f"its forward raises {why}") from None
+        return x, out, log, marks, word
 
 
 def _order(log, norms, x, out, values):
@@ -157,7 +177,7 @@ def _agrees(order: Order, log: dict, x, out, scale) -> bool:
     return same(out, x)
 
 
-def _call(place, given: dict, sources: dict, word: object, parameters) -> Call:
+def _call(place, given: dict, sources: dict, word: object, parameters, flat: bool) -> Call:
     """Which argument of the layer is which of a part's."""
     passes = given.pop(WORD, None) is word
     arguments = []
@@ -167,4 +187,4 @@ def _call(place, given: dict, sources: dict, word: object, parameters) -> Call:
             raise Refused(f"it gives a part {name}")
         default = parameters[source].default
         arguments.append((name, source, None if default is inspect.Parameter.empty else default))
-    return Call(place, tuple(arguments), passes)
+    return Call(place, tuple(arguments), passes, flat)

@@ -82,10 +82,12 @@ class Product:
 
 
 class Block:
-    """A part of a layer, which remembers its calls; outputs(name) says how many it gives."""
+    """A part of a layer, which remembers its calls; outputs(name) says how many it gives, and `flat`
+    that rows and tokens are one dimension in them."""
 
-    def __init__(self, name: str, seed: int, log: list, outputs: Callable):
-        self.name, self.seed, self.log, self.outputs = name, seed, log, outputs
+    def __init__(self, name: str, seed: int, log: list, outputs: Callable, flat: bool):
+        self.name, self.seed, self.log = name, seed, log
+        self.outputs, self.flat = outputs, flat
 
     def __call__(self, *args, **kwargs):
         places = [n for n, v in kwargs.items() if isinstance(v, torch.Tensor)]
@@ -98,6 +100,7 @@ class Block:
         )
         place = places[0] if places else None
         rest = {n: v for n, v in kwargs.items() if n != place}
+        y = y.flatten(0, -2) if self.flat else y
         count = self.outputs(self.name)
         self.log.append((self.name, x, y, place, rest))
         return y if count == 1 else (y, *["rest"] * (count - 1))
