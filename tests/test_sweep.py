@@ -22,8 +22,6 @@ SAMPLE = {  # modules served of each, of two decoder layers
     "granitemoehybrid": 2,
     "gemma": 2,
     "qwen3_5": 3,
-    "qwen3_next": 3,
-    "olmo_hybrid": 3,
 }
 
 
