@@ -4,7 +4,6 @@
     python benchmarks/compare_models.py --mixtures [--json FILE]        mixtures of experts
     python benchmarks/compare_models.py --device cpu [--repeats 20] [--json FILE]
                                          (what models_on_cpu.py has)
-    python benchmarks/compare_models.py --render benchmarks/results/models.json    table and picture
 
 Before means transformers with FLA's kernels: its gated delta rule, which transformers calls where
 `fla` is installed, and its Triton convolution, put where transformers looks for the CUDA package
@@ -13,7 +12,6 @@ causal_conv1d. Both run in one process, in turns.
 
 import argparse
 import copy
-import json
 import statistics
 import sys
 import time
@@ -290,29 +288,6 @@ def shown(row):
     return row
 
 
-def render(path: Path) -> None:
-    """A table on the screen, and a picture of the speed-ups beside the record."""
-    import matplotlib.pyplot as plt
-
-    record = json.loads(path.read_text())
-    rows = [shown(row) for row in record["rows"]]
-    names, ratios = [], []
-    for row in rows:
-        for key, how in (("eager_us", "eager"), ("graph_us", "CUDA graph")):
-            if row.get(key):
-                names.append(f"{row['what']}, {how}")
-                ratios.append(row[key]["before"] / row[key]["after"])
-    figure, axes = plt.subplots(figsize=(8, 0.4 * len(names) + 1.2))
-    bars = axes.barh(names[::-1], ratios[::-1], color="#4878a8")
-    axes.bar_label(bars, fmt="%.2fx", padding=3)
-    axes.margins(x=0.1)
-    axes.axvline(1, color="black", linewidth=0.8)
-    axes.set_xlabel("times as fast as transformers with FLA's kernels")
-    axes.set_title(f"{record['gpu']}, bf16, {record['date']}", fontsize=10)
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=150)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layer", action="store_true", help="the layer alone")
@@ -321,12 +296,8 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--repeats", type=int, default=20, help="pairs of timings, on a CPU")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--render", type=Path)
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.render:
-        render(arguments.render)
-        return
     if arguments.device == "cpu":
         models_on_cpu.compare(arguments.repeats, arguments.json)
         return
