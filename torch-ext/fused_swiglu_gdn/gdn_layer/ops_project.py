@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .._ops import add_op_namespace_prefix
 from ..runtime import dispatch
+from ..runtime.dtypes import HALF
 from ..runtime.ops import plan, run, serve
 from .reference import project as reference
 
@@ -31,7 +32,7 @@ def is_served(x, weights) -> bool:
     if not dispatch.has_kernels(FAMILY, "gdn_project_fwd", x.device.type, x.device.index):
         return False
     if torch.compiler.is_compiling():
-        return x.shape[0] <= 64 and x.dtype in (torch.bfloat16, torch.float16)
+        return x.shape[0] <= 64 and x.dtype in HALF
     return dispatch.choose(FAMILY, OPERATION, False, (x, weights)) is not None
 
 

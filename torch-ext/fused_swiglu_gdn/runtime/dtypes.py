@@ -1,9 +1,16 @@
 """What dtype is computed in."""
 
+from typing import Optional
+
 import torch
 
 HALF = (torch.float16, torch.bfloat16)
 SERVED = (*HALF, torch.float32)  # by kernels for every chip; fp64 is the reference's
+
+
+def served(*tensors: Optional[torch.Tensor]) -> bool:
+    """Whether kernels compute in the dtypes of all of these; None is no tensor."""
+    return all(x is None or x.dtype in SERVED for x in tensors)
 
 
 def at_least_fp32(x: torch.Tensor) -> torch.Tensor:

@@ -14,16 +14,11 @@ import triton.language as tl
 
 from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
 from ...runtime.primitives import activate, sequence_bounds
 from .causal_conv1d_quads import conv_quads, takes_quads
 from .causal_conv1d_rows import conv_rows
-
-SERVED = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def served(*tensors) -> bool:
-    return all(x is None or x.dtype in SERVED for x in tensors)
 
 
 def supports_causal_conv1d_fwd(

@@ -17,9 +17,10 @@ import triton.language as tl
 
 from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
 from ...runtime.primitives import sequence_bounds
-from .causal_conv1d import sequence_of, served
+from .causal_conv1d import sequence_of
 from .causal_conv1d_rows_backward import conv_rows_bwd_kernel
 
 

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 
 from ...runtime import tuning
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
 from ...runtime.primitives import activate
-from .causal_conv1d import served
 
 
 def supports_causal_conv1d_update(x, conv_state, weight, bias, activation) -> bool:

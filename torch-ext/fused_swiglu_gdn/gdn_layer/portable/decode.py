@@ -16,9 +16,9 @@ import triton
 from ...gdn.portable.recurrent_step import is_dense, step_config
 from ...runtime import device
 from ...runtime.cache import CallCache
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch
 from ..call import LayerDecode
-from .causal_conv1d import served
 from .decode_kernels import layer_finish_kernel, layer_step_kernel
 from .prologue import channel_block
 

@@ -15,14 +15,14 @@ import triton.language as tl
 
 from ...runtime import device, tuning
 from ...runtime.cache import CallCache
+from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch
 
-SERVED = (torch.float16, torch.bfloat16)
 MAX_WEIGHTS, MAX_TOKENS = 6, 64
 
 
 def supports_gdn_project_fwd(x, weights) -> bool:
-    if x.dtype not in SERVED or not 1 <= len(weights) <= MAX_WEIGHTS:
+    if x.dtype not in HALF or not 1 <= len(weights) <= MAX_WEIGHTS:
         return False
     dense = all(w.stride() == (w.shape[1], 1) and w.data_ptr() % 16 == 0 for w in weights)
     fits = 0 < x.shape[0] <= MAX_TOKENS and x.shape[1] % 64 == 0

@@ -13,8 +13,9 @@ import triton.language as tl
 
 from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch
-from .causal_conv1d import final_tile, served
+from .causal_conv1d import final_tile
 from .causal_conv1d_rows import conv_rows
 
 

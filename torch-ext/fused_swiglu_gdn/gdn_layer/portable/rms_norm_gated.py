@@ -9,10 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ...norm.portable.rows import two_strides
+from ...norm.portable.rows import readable, two_strides
 from ...runtime import tuning
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from .causal_conv1d import served
 
 MAX_CHANNELS = 16384
 
@@ -92,8 +92,7 @@ def rms_norm_gated_fwd(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # [..., D]
     if M == 0:
         return y
-    x = x if two_strides(x) is not None else x.contiguous()
-    gate = gate if two_strides(gate) is not None else gate.contiguous()
+    x, gate = readable(x), readable(gate)
     strides = (two_strides(x), two_strides(gate))
     kernel = _plan(x.device, D, activation == "silu", *strides, M, R, eps)
     kernel(x, gate, weight.contiguous(), y)

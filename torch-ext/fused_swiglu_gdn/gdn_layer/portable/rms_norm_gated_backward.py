@@ -14,10 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
-from ...norm.portable.rows import two_strides
+from ...norm.portable.rows import readable, two_strides
 from ...runtime import tuning
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from .causal_conv1d import served
 from .rms_norm_gated import MAX_CHANNELS, gate_activation
 
 
@@ -94,7 +94,7 @@ def rms_norm_gated_bwd(
     D = x.shape[-1]
     M = x.numel() // D
     R = x.shape[-2] if x.ndim > 1 else 1
-    x, gate, dy = (t if two_strides(t) is not None else t.contiguous() for t in (x, gate, dy))
+    x, gate, dy = map(readable, (x, gate, dy))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # [..., D]
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=x.device)  # [..., D]
     config = tuning.lookup("portable_rms_norm_gated_bwd", x.device, D=D)

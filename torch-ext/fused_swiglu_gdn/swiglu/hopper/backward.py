@@ -17,7 +17,7 @@ from ...runtime.maps import Map
 from ...runtime.primitives import grouped_tile
 from ..portable import gradients as plain
 from . import training as tailed
-from .forward import between, joined, supports_swiglu_fwd
+from .forward import between, equal_groups, joined, supports_swiglu_fwd
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "group"])
@@ -61,7 +61,7 @@ def _dx_plan(where: torch.device, M: int, N: int, K: int, strides: tuple, apart:
     tile = tuning.lookup("hopper_swiglu_dx", where)
     BM, BN, BK = blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
     tiles_m = triton.cdiv(M, BM)
-    group = triton.cdiv(tiles_m, triton.cdiv(tiles_m, tile["GROUP"]))  # equal groups
+    group = equal_groups(tiles_m, tile["GROUP"])
     maps = (
         Map(*joined((M, N), (2 * N, 1), N), (1, BM, BK)),
         Map(*joined((N, K), strides, apart), (1, BK, BN)),

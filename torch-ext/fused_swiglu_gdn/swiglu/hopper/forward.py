@@ -43,6 +43,11 @@ def between(first: torch.Tensor, second: torch.Tensor) -> int:
     return (second.data_ptr() - first.data_ptr()) // first.element_size()
 
 
+def equal_groups(tiles: int, most: int) -> int:
+    """Tiles of a group: so many at most, and in all groups about as many."""
+    return triton.cdiv(tiles, triton.cdiv(tiles, most))
+
+
 def joined(size: tuple, strides: tuple, apart: int) -> Tuple[tuple, tuple]:
     """Shape and strides of two [N, K] as one [2, N, K]: the first dimension's stride is how far
     they lie apart.
@@ -100,7 +105,7 @@ def _plan(
     tiles_m = triton.cdiv(M, BM)
     count = tiles_m * triton.cdiv(N, BN if wf else tile["columns"])
     slots = device.multiprocessor_count(where.index) * tile["per_processor"]
-    group = triton.cdiv(tiles_m, triton.cdiv(tiles_m, tile["GROUP"]))  # equal groups
+    group = equal_groups(tiles_m, tile["GROUP"])
     three_quarter = not wf and tile["columns"] != BN
     weights = joined((N, K), strides, apart)
 

@@ -10,12 +10,11 @@ import torch
 import triton
 
 from ...runtime import device, tuning
+from ...runtime.dtypes import HALF
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch
-from .forward import between, joined
+from .forward import between, equal_groups, joined
 from .training_kernels import BM, BN, swiglu_gradient_kernel, swiglu_saving_fwd_kernel
-
-SERVED = (torch.bfloat16, torch.float16)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -54,7 +53,7 @@ def _launch(kernel, where, tiles_n: int, maps: tuple, sizes: tuple, constexprs: 
     """sizes: M, N and the width of the product's sums."""
     config = tuning.lookup("hopper_swiglu_training", where)
     tiles_m = triton.cdiv(sizes[0], BM.value)
-    group = triton.cdiv(tiles_m, triton.cdiv(tiles_m, config["GROUP"]))  # equal groups
+    group = equal_groups(tiles_m, config["GROUP"])
     return Launch(
         kernel,
         min(device.multiprocessor_count(where.index), tiles_m * tiles_n),
@@ -87,7 +86,7 @@ def _readable(x: torch.Tensor) -> bool:
 
 
 def serves_gradients(dy: torch.Tensor, w_down: torch.Tensor) -> bool:
-    if not _hopper(dy.device) or dy.dtype not in SERVED:
+    if not _hopper(dy.device) or dy.dtype not in HALF:
         return False
     least = tuning.lookup("hopper_swiglu_training", dy.device)["gradient_rows"]
     return dy.shape[0] >= least and _readable(dy) and _readable(w_down)

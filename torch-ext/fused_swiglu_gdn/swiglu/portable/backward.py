@@ -1,6 +1,7 @@
 """Training SwiGLU on any GPU: swiglu/portable/gradients.py as it is."""
 
-from .gradients import SERVED, gated_gradients, mlp_gradients, projections, saving_fwd
+from ...runtime.dtypes import SERVED
+from .gradients import gated_gradients, mlp_gradients, projections, saving_fwd
 
 swiglu_saving_fwd, swiglu_bwd, swiglu_mlp_bwd = saving_fwd, gated_gradients, mlp_gradients
 swiglu_projections = projections

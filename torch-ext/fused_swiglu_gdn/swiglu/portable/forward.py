@@ -12,11 +12,11 @@ import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
+from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
 from ...runtime.primitives import activate, grouped_tile
 from .gate import gate_fwd
 
-SERVED = (torch.float16, torch.bfloat16, torch.float32)
 FAR = 2**23  # 128 rows this far apart still fit 32-bit offsets
 
 

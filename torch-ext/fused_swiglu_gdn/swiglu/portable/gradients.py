@@ -17,7 +17,6 @@ from torch import Tensor
 from .gate import gate_bwd, gate_fwd
 
 Gradients = Tuple[Optional[Tensor], ...]
-SERVED = (torch.float16, torch.bfloat16, torch.float32)
 ADDS_TO_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 10)
 
 
