@@ -153,10 +153,3 @@ def gdn_inputs(B, T, H, HV, K, V, dtype=torch.float32, device="cpu", seed=0, gat
         "beta": beta.to(wide),
         "initial_state": state.to(wide),
     }
-
-
-def as_fp64(inputs):
-    return {
-        name: x.double() if torch.is_tensor(x) and x.is_floating_point() else x
-        for name, x in inputs.items()
-    }
