@@ -137,7 +137,7 @@ def _gradients(ctx, do, d_final_state, *_):
     do = torch.zeros_like(inputs[2]) if do is None else do
     d_final_state = d_final_state if ctx.options.output_final_state else None
     grads = gdn_chunk_bwd(*inputs, do, d_final_state, tb, p, f, values_only, *ctx.options)
-    return (*(x if want else None for x, want in zip(grads, wanted)), *(None for _ in nothing))
+    return (*[x if want else None for x, want in zip(grads, wanted)], *[None for _ in nothing])
 
 
 gdn_chunk_train.register_autograd(_gradients, setup_context=_save)
