@@ -189,7 +189,7 @@ def plan(
     grad = needs_grad(args)
     if grad and not differentiable or any(type(x) not in PLAIN for x in tensors_of(args)):
         return None
-    return dispatch.plan(family, operation, grad, args)
+    return dispatch.plan(family, operation, args, grad)
 
 
 def serve(family: str, operation: str, reference: Callable, args: tuple):
