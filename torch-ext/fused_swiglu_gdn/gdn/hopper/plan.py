@@ -75,8 +75,7 @@ def block_map(units: int, dtype: torch.dtype) -> Map:
 
 
 class Prepare:
-    """The first half, for calls of one kind: even numbers of value heads for each key head, unit
-    keys."""
+    """The first half, for calls of one kind, with unit keys."""
 
     __slots__ = ("shape", "units", "kernel")
 
@@ -102,8 +101,8 @@ class Prepare:
 
     @staticmethod
     def serves(call: GdnCall) -> bool:
-        """Keys of norm 1, whose products fp16 holds, an even number of value heads for each, and
-        what supports_gdn_chunk_fwd asks of q and k. Other calls are for the portable kernel."""
+        """Keys of norm 1, whose products fp16 holds, and what supports_gdn_chunk_fwd asks of q and
+        k. Other calls are for the portable kernel."""
         return (
             has_wgmma(call.device)
             and call.options.use_qk_l2norm

@@ -5,8 +5,8 @@ decay. A CTA owns a chunk and some value heads of one key head, a warp one of th
 makes K K^T and Q K^T; then each warp works alone, in registers, on the 16 x 16 blocks of its head's
 tiles. docs/gdn_hopper_prepare.md says how.
 
-Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, W = 2 or 4 warps, which
-are the heads of a CTA.
+Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, W = 1, 2 or 4 warps,
+which are the heads of a CTA.
 """
 
 from ...runtime.gluon import (
