@@ -68,7 +68,9 @@ class Operator(CustomOpDef):
             return output
 
         def differentiate(ctx, *gradients):
-            return (*backward(ctx, *map(_in_memory, gradients)), None)
+            if not torch.compiler.is_compiling():
+                gradients = map(_in_memory, gradients)
+            return (*backward(ctx, *gradients), None)
 
         parts = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
         self.function = type(self._name, (torch.autograd.Function,), parts)
