@@ -21,6 +21,7 @@ from ...runtime.launch import Launch, named
 from .rows import blocks, layout, readable
 
 COLUMNS = 32  # that a program of the last sum takes
+HELD = tl.constexpr(8192)  # columns up to which a program keeps the weight in registers
 
 
 def supports_rms_norm_bwd(*args) -> bool:
@@ -115,6 +116,8 @@ def _rms_norm_bwd_kernel(
         x = _loaded(x_ptr, rows, R, x_group, x_row, offs, mask)
         dy = _loaded(dy_ptr, rows, R, dy_group, dy_row, offs, mask)
         rstd = tl.load(rstd_ptr + rows, mask=rows < M, other=0.0)[:, None]
+        if BLOCK_D > HELD:
+            weight = _weight(weight_ptr, offs, offset, D)
         n = x * rstd
         dn = dy * weight
         if mean_ptr is None:
