@@ -167,10 +167,12 @@ class _Plan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
-def _plan(where: torch.device, M: int, D: int, rows: tuple, offset: float) -> _Plan:
-    """rows: as layout has them."""
+def _plan(where: torch.device, M: int, D: int, rows: tuple, offset: float, width: int) -> _Plan:
+    """rows: as layout has them; width: bytes of a column of all that is read of a row."""
     config = blocks("portable_rms_norm_bwd", where, M, D)
     tiles = triton.cdiv(M, config["BLOCK_M"])
+    buffers = config.pop("shared") // (width * config["BLOCK_M"] * config["BLOCK_D"])
+    config["STAGES"] = min(config["STAGES"], 1 + buffers)
     processors = device.multiprocessor_count(where.index) if device.is_gpu(where) else 1
     programs = min(tiles, config.pop("per_processor") * processors)
     constexprs, options = named(_rms_norm_bwd_kernel, D=D, **config)
@@ -210,7 +212,8 @@ def rms_norm_bwd(
         return dx, torch.zeros_like(weight) if needs_weight else None
     x, dy, dtotal = map(readable, (x, dy, dtotal))
     weight = weight if weight is None else weight.contiguous()
-    plan = _plan(x.device, M, D, layout(x, dy, dtotal), offset)
+    width = sum([t.element_size() for t in (x, dy, dtotal) if t is not None])
+    plan = _plan(x.device, M, D, layout(x, dy, dtotal), offset, width)
     means = parts = dweight = None
     if plan.means is not None:
         means = torch.empty(M, dtype=torch.float32, device=x.device)
