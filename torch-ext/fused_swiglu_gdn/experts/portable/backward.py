@@ -10,7 +10,7 @@ import torch
 
 from .combine import combine, weights_gradient
 from .forward import supports_experts_fwd, tiles_for
-from .gradients import gate_gradient, gather, weight_gradient
+from .gradients import gate_gradient, spread, weight_gradient
 from .products import rows_product, up
 from .routing import places
 
@@ -47,9 +47,8 @@ def experts_bwd(
     rows = places(T * K, E, height)
     d_gate_up = x.new_empty((rows, 2 * I))
     wz = x.new_empty((rows, I)) if needs[2] else None
-    douts = gather(dout, routing, E, K, height)  # [rows, H]
     parts = gate_gradient(
-        douts, w_down, gate_up, weights, routing, d_gate_up, wz, needs[3], activation, limit,
+        dout, w_down, gate_up, weights, routing, d_gate_up, wz, needs[3], activation, limit,
         height, tiles["gate"],
     )  # fmt: skip
     dx = dw_gate_up = dw_down = dweights = None
@@ -57,13 +56,13 @@ def experts_bwd(
         dweights = weights_gradient(parts, weights, routing, E)
     if needs[2]:
         more = (routing, E, main_grads[1], height, tiles["weight"])
-        dw_down = weight_gradient(douts, wz, *more)  # [E, H, I]
-    del douts, wz
+        dw_down = weight_gradient(spread(dout, routing, E, K, height), wz, *more)  # [E, H, I]
+        del wz
     if needs[1]:
-        xs = gather(x, routing, E, K, height)  # [rows, H]
         more = (routing, E, main_grads[0], height, tiles["weight"])
-        dw_gate_up = weight_gradient(d_gate_up, xs, *more)  # [E, 2 I, H]
-        del xs
+        spread_x = spread(x, routing, E, K, height)
+        dw_gate_up = weight_gradient(d_gate_up, spread_x, *more)  # [E, 2 I, H]
+        del spread_x
     if needs[0]:
         dx = rows_product(d_gate_up, w_gate_up, routing, T * K, False, height, tiles["dx"])
         dx = combine(dx, None, routing, T, E, K)

@@ -26,6 +26,7 @@ from .routing import (
     first_rows,
     most_tiles,
     place_of,
+    place_of_entry,
     places,
     tile_at,
 )
@@ -34,55 +35,59 @@ STEP = tl.constexpr(64)  # rows of a step of the sums, at most
 
 
 @triton.jit
-def _written(row, end, HEIGHT: tl.constexpr):
-    """The row behind the last of a tile that is to be written: with zeros, up to a whole step."""
-    SIZE: tl.constexpr = HEIGHT if HEIGHT < STEP else STEP
-    return row + (end - row + SIZE - 1) // SIZE * SIZE
+def _written(row, end, height):
+    """The row behind the last, of those from row on, that is to be written: with zeros, up to a
+    whole step."""
+    size = tl.minimum(height, STEP)
+    return row + (end - row + size - 1) // size * size
 
 
-@triton.jit(do_not_specialize=["S", "E"])
-def _gather_kernel(
+@triton.jit(do_not_specialize=["S", "E", "height"])
+def _spread_kernel(
     x_ptr,  # [T, WIDTH]
     out_ptr,  # [.., WIDTH] by places
     routing_ptr,
     S,
     E,
+    height,
     WIDTH: tl.constexpr,
     TOP_K: tl.constexpr,
-    HEIGHT: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The token's row of x for each row: ROWS of a tile, BLOCK columns at a time."""
-    pieces: tl.constexpr = HEIGHT // ROWS
-    tile = tl.program_id(0) // pieces
-    if tile < tl.load(routing_ptr):
-        expert, row, end = tile_at(routing_ptr, tile, S, E)
-        place, stop = place_of(routing_ptr, expert, row, HEIGHT), _written(row, end, HEIGHT)
-        offs = (tl.program_id(0) % pieces) * ROWS + tl.arange(0, ROWS)
-        inside = row + offs < end
-        entry = tl.load(entry_of_row(routing_ptr, E) + row + offs, mask=inside, other=0)
-        out = out_ptr + (place + offs).to(tl.int64)[:, None] * WIDTH
-        for first in range(0, WIDTH, BLOCK):
-            k = first + tl.arange(0, BLOCK)
-            x = gathered(x_ptr, entry // TOP_K, inside, first, WIDTH, BLOCK)
-            mask = (row + offs < stop)[:, None] & (k < WIDTH)[None, :]
-            tl.store(out + k[None, :], x, mask=mask)
+    """A token's row of x to its TOP_K places; the last E programs write the zeros of an expert."""
+    columns: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    tokens = S // TOP_K
+    number = tl.program_id(0) // columns
+    offs = (tl.program_id(0) % columns) * BLOCK + tl.arange(0, BLOCK)
+    if number < tokens:
+        token = number.to(tl.int64)
+        x = tl.load(x_ptr + token * WIDTH + offs, mask=offs < WIDTH, other=0.0)
+        for k in tl.static_range(TOP_K):
+            place = tl.load(place_of_entry(routing_ptr, S, E) + token * TOP_K + k).to(tl.int64)
+            tl.store(out_ptr + place * WIDTH + offs, x, mask=(offs < WIDTH) & (place >= 0))
+    else:
+        expert = number - tokens
+        row = tl.load(first_rows(routing_ptr) + expert)
+        end = tl.load(first_rows(routing_ptr) + expert + 1)
+        last = (first_place(row, expert, height) + (end - row)).to(tl.int64)
+        zeros = tl.zeros((BLOCK,), out_ptr.dtype.element_ty)
+        for more in range(_written(row, end, height) - end):
+            tl.store(out_ptr + (last + more) * WIDTH + offs, zeros, mask=offs < WIDTH)
 
 
-def gather(
+def spread(
     x: torch.Tensor,  # [T, WIDTH]
     routing: torch.Tensor,  # in tiles of height rows
     experts: int,
     top_k: int,
     height: int,
-) -> torch.Tensor:  # by places, [.., WIDTH]
-    width, S = x.shape[1], x.shape[0] * top_k
+) -> torch.Tensor:  # [.., WIDTH] by places
+    (T, width), S = x.shape, x.shape[0] * top_k
     out = x.new_empty((places(S, experts, height), width))
-    rows, block = min(height, 16), min(512, triton.next_power_of_2(width))
+    block = min(triton.next_power_of_2(width), 2048)
     launch(
-        _gather_kernel, most_tiles(S, experts, height) * (height // rows), (), (x, out, routing),
-        (S, experts), (width, top_k, height, rows, block), 4,
+        _spread_kernel, (T + experts) * triton.cdiv(width, block), (), (x, out, routing),
+        (S, experts, height), (width, top_k, block), max(1, block // 256),
     )  # fmt: skip
     return out
 
@@ -131,20 +136,20 @@ def _gate_columns(
 
 @triton.jit
 def _gate_tile(
-    dout_desc, w_desc, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr, entry_ptr,
-    expert, row, end, place, stop, n, H: tl.constexpr, I: tl.constexpr, ACTIVATION: tl.constexpr,
-    LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    w_desc, dout_ptr, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr, entry_ptr,
+    expert, row, end, place, stop, n, H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k in range(0, H, BLOCK_K):
-        dout = dout_desc.load([place, k])  # [BLOCK_M, BLOCK_K]
-        w = w_desc.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
-        acc = tl.dot(dout, w, acc)
     rows = row + tl.arange(0, BLOCK_M)
     inside = rows < end
     entry = tl.load(entry_ptr + rows, mask=inside, other=0)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, H, BLOCK_K):
+        dout = gathered(dout_ptr, entry // TOP_K, inside, k, H, BLOCK_K)
+        w = w_desc.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+        acc = tl.dot(dout, w, acc)
     weight = tl.load(weights_ptr + entry, mask=inside, other=0.0).to(tl.float32)
-    acc = tl.where(inside[:, None], acc, 0.0)  # behind the last row there may be anything
     part = tl.zeros((BLOCK_M,), tl.float32)
     for piece in tl.static_range(BLOCK_N // 32):  # 32 columns at a time: registers
         part += _gate_columns(
@@ -159,9 +164,8 @@ def _gate_tile(
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _gate_gradient_kernel(
-    dout_desc,  # [.., H] by places, in blocks [BLOCK_M, BLOCK_K]
-    tail_desc,  # the same in blocks of half the height, or None
     w_desc,  # [E, H, I] in blocks [1, BLOCK_K, BLOCK_N]
+    dout_ptr,  # [T, H]
     gate_up_ptr,  # [S, 2 I] by rows
     d_gate_up_ptr,  # [.., 2 I] by places
     weights_ptr,  # [S] by entries
@@ -172,6 +176,7 @@ def _gate_gradient_kernel(
     E,
     H: tl.constexpr,
     I: tl.constexpr,
+    TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -192,20 +197,20 @@ def _gate_gradient_kernel(
         place, stop = place_of(routing_ptr, expert, row, BLOCK_M), _written(row, end, BLOCK_M)
         if TAILS and row + BLOCK_M // 2 >= end:
             _gate_tile(
-                tail_desc, w_desc, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr,
-                entry_ptr, expert, row, end, place, stop, n, H, I, ACTIVATION, LIMIT,
+                w_desc, dout_ptr, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr,
+                entry_ptr, expert, row, end, place, stop, n, H, I, TOP_K, ACTIVATION, LIMIT,
                 BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _gate_tile(
-                dout_desc, w_desc, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr,
-                entry_ptr, expert, row, end, place, stop, n, H, I, ACTIVATION, LIMIT,
+                w_desc, dout_ptr, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr,
+                entry_ptr, expert, row, end, place, stop, n, H, I, TOP_K, ACTIVATION, LIMIT,
                 BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
 def gate_gradient(
-    dout: torch.Tensor,  # [.., H] by places
+    dout: torch.Tensor,  # [T, H]
     w_down: torch.Tensor,  # [E, H, I]
     gate_up: torch.Tensor,  # [S, 2 I]
     weights: torch.Tensor,  # [T, K]
@@ -225,14 +230,13 @@ def gate_gradient(
     shape = (places(S, E, height), count)
     parts = gate_up.new_empty(shape, dtype=torch.float32) if needs_weights else None
     tails = config["TAILS"] and height >= 2 * STEP.value  # half a tile writes a whole step
-    tail_box = box(dout, height // 2, BK) if tails else None
-    boxes = (box(dout, height, BK), tail_box, box(w_down, 1, BK, BN))
-    pointers = (gate_up, d_gate_up, weights, wz, parts, routing)
+    pointers = (dout, gate_up, d_gate_up, weights, wz, parts, routing)
     tiles = most_tiles(S, E, height) * count
     tile = (height, BN, BK, config["GROUP"], config["FLAT"], tails)
     launch(
-        _gate_gradient_kernel, programs(tiles, config, dout.device), boxes, pointers, (S, E),
-        (H, I, activation, limit, *tile), config["num_warps"], config["num_stages"],
+        _gate_gradient_kernel, programs(tiles, config, dout.device), (box(w_down, 1, BK, BN),),
+        pointers, (S, E), (H, I, weights.shape[1], activation, limit, *tile), config["num_warps"],
+        config["num_stages"],
     )  # fmt: skip
     return parts
 
