@@ -205,6 +205,7 @@ def mixture_calls(package):
 
     for name, (family, suffix, sizes) in MIXTURES.items():
         config = getattr(transformers, family + suffix)(**sizes)
+        config._experts_implementation = "grouped_mm"
         kind = getattr(transformers, f"{family}ForCausalLM")
         yield from calls_of(package, name, kind, config, batches=(1,))
 
@@ -306,7 +307,7 @@ def main() -> None:
     record = "mixtures.json" if names == ["mixtures"] else "models.json"
     if arguments.warm:
         share_autotuning(*map(int, arguments.warm.split("/")))
-    else:
+    elif "mixtures" not in names:  # of which one process fills a good part of the memory
         warm_up(__file__, *(f"--{name}" for name in names))
     install_fla_convolution()
     package = load_package()
