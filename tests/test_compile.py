@@ -16,6 +16,8 @@ compile_all = pytest.importorskip("compile_all")
 # program of <S, dS> (the gradient of beta) runs only where beta is next to nothing.
 SPILLS = {
     ("swiglu forward, odd sizes", "_swiglu_fwd_kernel"): 8,
+    ("experts training, odd sizes", "_up_kernel"): 8,
+    ("experts training, odd sizes", "_gate_gradient_kernel"): 8,
     ("gdn", "_prepare_kernel"): 72,
     ("gdn training", "gdn_gradient_kernel"): 24,
     ("gdn training", "_beta_bwd_kernel"): 120,
