@@ -626,6 +626,10 @@ def tensor_parallel(model):
     model._tp_size = 2
 
 
+def encoding(model):
+    model.config.is_encoder_decoder = True
+
+
 def elsewhere(model):
     model.model.embed_tokens.to("meta")
 
@@ -636,6 +640,7 @@ def elsewhere(model):
         (refusing, "model.layers.1.mlp.down_proj has a hook"),
         (offloaded, "model.layers.0 has an accelerate hook"),
         (tensor_parallel, "tensor parallel"),
+        (encoding, "it has an encoder and a decoder"),
         (elsewhere, "it is on several devices"),
     ],
 )

@@ -34,6 +34,8 @@ def why_not_model(model: nn.Module) -> Optional[str]:
             if x is not None:
                 devices.add(x.device)
                 kinds.add(type(x))
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return "it has an encoder and a decoder"
     if getattr(model, "_tp_size", None) not in (None, 1):
         return "tensor parallel"
     if kinds - set(PLAIN_TENSORS):
