@@ -21,6 +21,9 @@ MOST = {
     "layer": 8,
     "norm": 9,
     "gate": 9,
+    "rotary and cache": 7,
+    "attention gate": 7,
+    "static cache": 8,
     "rule, training step": 150,  # 659 by torch.library and without plans
 }
 
@@ -95,6 +98,9 @@ def calls(kernel) -> dict:
     )  # fmt: skip
     norm = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
     fused = submodule("gdn_layer.fused")
+    heads, table = torch.zeros(1, 1, 2, 64), torch.zeros(1, 1, 64)
+    heads, keys, values = (x.bfloat16() for x in (heads, *torch.zeros(2, 1, 2, 640, 64)))
+    at = torch.tensor(3)
     leaves, do = [x.clone().requires_grad_() for x in prompt], torch.zeros_like(prompt[2])
 
     def training_step():
@@ -103,6 +109,18 @@ def calls(kernel) -> dict:
             torch.autograd.grad(o, leaves, do)
 
     return {
+        "rotary and cache": lambda: kernel.fused_qk_norm_rope(
+            heads,
+            heads.detach(),
+            table,
+            table.detach(),
+            v=heads.detach(),
+            key_cache=keys,
+            value_cache=values,
+            cache_position=at,
+        ),  # fmt: skip
+        "attention gate": lambda: kernel.sigmoid_gate(heads, values[:, :1, :2]),
+        "static cache": lambda: kernel.attention_with_kvcache(heads, keys, values, at),
         "prefill": lambda: kernel.chunk_gated_delta_rule(*prompt, initial_state=state, **norm),
         "decode": lambda: kernel.fused_recurrent_gated_delta_rule(
             *token, initial_state=state, inplace_final_state=True, **norm
