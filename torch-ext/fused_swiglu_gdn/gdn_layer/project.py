@@ -20,7 +20,7 @@ def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
         needed, under autocast, and where no kernel serves.
     """
     sizes = [w.shape[0] for w in weights]
-    plan = _projections.find((x, *weights), ()) if undisturbed() else None
+    plan = _projections.find((x, *weights), (len(weights),)) if undisturbed() else None
     if plan is not None:
         return list(plan(x, *weights).split(sizes, dim=-1))
     kind = x.device.type
@@ -32,7 +32,7 @@ def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
     if not ops.is_served(rows, weights):
         return None
     if undisturbed() and rows.data_ptr() == x.data_ptr():
-        _projections.keep((x, *weights), (), ops.plan_gdn_project(rows, weights))
+        _projections.keep((x, *weights), (len(weights),), ops.plan_gdn_project(rows, weights))
     y = ops.gdn_project(rows, weights)  # [M, sum of N_i]
     return list(y.view(*x.shape[:-1], -1).split(sizes, dim=-1))
 
