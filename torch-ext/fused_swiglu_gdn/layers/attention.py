@@ -103,8 +103,11 @@ def _serve(attention: nn.Module, form: AttentionForm, given: dict) -> Optional[t
             k, v = past.update(k, v, attention.layer_idx)
     function = _registry().get_interface(attention.config._attn_implementation, form.eager)
     keywords = form.keywords(attention)
-    keywords.update({n: value for n, value in given.items() if n not in form.names})
-    keywords.update({name: given.get(name) for name in form.handed})
+    for name in given:
+        if name not in form.names:
+            keywords[name] = given[name]
+    for name in form.handed:
+        keywords[name] = given.get(name)
     if T == 1 and slots is not None and _by_mask(function, q, mask, keywords):
         scale = keywords.get("scaling")
         length = slots.cumulative_length

@@ -10,7 +10,7 @@ from typing import Callable, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from .norm import is_plain, normed, parameters_of_norm, serves
+from .norm import fits, is_plain, normed, parameters_of_norm, serves
 from .pinned import Pinned, has_values
 
 
@@ -74,34 +74,49 @@ def _serve(layer: nn.Module, form: LayerForm, given: dict) -> Optional[torch.Ten
         if getattr(parts[name], "p", 0) or not is_plain(parts[name]):
             return None
     order, scale = form.order, form.scale and getattr(layer, form.scale)
-    y = x if order.pre_mixer is None else parts[order.pre_mixer](x)
+    y = x if order.pre_mixer is None else _normed(parts[order.pre_mixer], x)
     y = _called(parts[order.mixer], form.mixer, y, given, form.names)
-    y = y if order.post_mixer is None else parts[order.post_mixer](y)
+    y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)
     y, x = _added_and_normed(parts[order.pre_mlp], y if scale is None else y * scale, x)
     y = _called(parts[order.mlp], form.mlp, y, given, form.names)
-    y = y if order.post_mlp is None else parts[order.post_mlp](y)
+    y = y if order.post_mlp is None else _normed(parts[order.post_mlp], y)
     return x + (y if scale is None else y * scale)
 
 
 def _called(part: nn.Module, call: Call, x: torch.Tensor, given: dict, names) -> torch.Tensor:
     """The first output of a part, called as the layer's own forward calls it."""
+    if call.place is None and not call.arguments and not call.passes:
+        y = part(x)
+        return _as_given(y, x, call)
     keywords = {name: given.get(source, default) for name, source, default in call.arguments}
     if call.passes:
-        keywords.update({n: value for n, value in given.items() if n not in names})
+        for name in given:
+            if name not in names:
+                keywords[name] = given[name]
     if call.place is None:
         y = part(x, **keywords)
     else:
         keywords[call.place] = x
         y = part(**keywords)
+    return _as_given(y, x, call)
+
+
+def _as_given(y, x: torch.Tensor, call: Call) -> torch.Tensor:
     y = y[0] if type(y) is tuple else y
     return y.view(x.shape) if call.flat and y.shape != x.shape else y
+
+
+def _normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """norm(x), without the call of a module where that does no more."""
+    found = parameters_of_norm(norm)
+    return norm(x) if found is None or not fits(x, found[0]) else normed(x, found)
 
 
 def _added_and_normed(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor):
     """norm(residual + x) and residual + x, in one launch if that is all that calling it does."""
     found = parameters_of_norm(norm)
     if found is not None and type(x) is type(residual) and x.dtype is residual.dtype:
-        if x.shape == residual.shape:
+        if x.shape == residual.shape and fits(x, found[0]):
             return normed(x, found, residual)
     total = residual + x
     return norm(total), total

@@ -86,7 +86,7 @@ def forward_of(form: NormForm) -> Callable:
         if len(args) + len(kwargs) != 1 or torch.compiler.is_compiling() or not serves(x):
             return kind.forward(self, *args, **kwargs)
         found = _parameters(self, form)
-        if found is None or x.ndim == 0 or not _fits(x, found[0]):
+        if found is None or not fits(x, found[0]):
             return kind.forward(self, x)
         return normed(x, found)
 
@@ -95,5 +95,6 @@ def forward_of(form: NormForm) -> Callable:
     return forward
 
 
-def _fits(x: torch.Tensor, weight: Optional[torch.Tensor]) -> bool:
-    return weight is None or (x.shape[-1] == weight.shape[0] and x.device == weight.device)
+def fits(x: torch.Tensor, weight: Optional[torch.Tensor]) -> bool:
+    """rms_norm takes them; what does not fit is the norm's own to refuse."""
+    return weight is None or (x.shape[-1:] == weight.shape and x.device == weight.device)

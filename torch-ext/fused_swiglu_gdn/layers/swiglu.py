@@ -10,6 +10,7 @@ from types import CodeType
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..runtime import dispatch
@@ -130,6 +131,8 @@ def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tenso
         if plain is not None and same_dtype(x, *found, *plain):
             w_gate, w_up, b_gate, b_up = found
             w_down, b_down = plain
+            if not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
+                return F.linear(fused_swiglu(x, *found, activation=name), w_down, b_down)
             return fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation=name)
         if down is None or roles.casts or not same_dtype(x, *found):
             return None

@@ -82,7 +82,7 @@ class Product:
 
 
 class Block:
-    """A part of a layer, which remembers its calls; outputs(name) says how many it gives, and `flat`
+    """A part of a layer, which remembers its calls: outputs(name) says how many it gives, `flat`
     that rows and tokens are one dimension in them."""
 
     def __init__(self, name: str, seed: int, log: list, outputs: Callable, flat: bool):
