@@ -71,6 +71,9 @@ OF_TYPE = {
 }
 
 
+LAYERS = {"RMSNorm", "Attention", "DecoderLayer"}
+
+
 class Result(NamedTuple):
     kind: str
     state: str  # ok, WRONG, CRASH, not made
@@ -78,6 +81,7 @@ class Result(NamedTuple):
     left: int = 0
     compared: str = ""
     note: str = ""
+    whole: bool = False  # it has RMS norms, and they, attention and layers are all served
 
 
 class NotMade(Exception):
@@ -304,7 +308,10 @@ def compare(kind: str) -> Result:
                 raise Wrong("restore gives other logits")
     reasons = sorted({f"{row.kind}: {row.reason}" for row in report.left})
     compared = ", ".join(done + ["restore"])
-    return Result(kind, "ok", len(report.served), len(report.left), compared, "; ".join(reasons))
+    served, left = ({row.layer for row in rows} & LAYERS for rows in (report.served, report.left))
+    whole = "RMSNorm" in served and not left
+    counts = len(report.served), len(report.left)
+    return Result(kind, "ok", *counts, compared, "; ".join(reasons), whole)
 
 
 def look_at(kind: str) -> Result:
@@ -352,14 +359,16 @@ def main() -> int:
     parser.add_argument("--sample", type=int, metavar="N", help="N types of all")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    start, counts, bad = time.time(), {}, []
+    start, counts, bad, whole = time.time(), {}, [], 0
     for result in sweep(chosen(options), options.processes):
         counts[result.state] = counts.get(result.state, 0) + 1
+        whole += result.whole
         bad += [result] if result.state in ("WRONG", "CRASH") else []
         line = f"{result.kind:32} {result.state:9}{result.served:3} served{result.left:3} left"
         print(f"{line}  {result.compared}  {result.note[:150]}".rstrip(), flush=True)
     total = ", ".join(f"{n} {state}" for state, n in sorted(counts.items()))
     print(f"{total}; {time.time() - start:.0f} s")
+    print(f"{whole} types have all their RMS norms, attention modules and decoder layers served")
     for result in bad:
         print(f"{result.kind}: {result.state}: {result.note}")
     return 1 if bad else 0
