@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import sys
 import warnings
 
 import pytest
@@ -53,36 +54,21 @@ def quantize(mlp):
     mlp.up_proj.weight = nn.Parameter(weight)
 
 
-def integers(mlp):
-    mlp.up_proj.weight = nn.Parameter(mlp.up_proj.weight.data.char(), requires_grad=False)
-
-
-def shard(mlp):
-    import torch.distributed as dist
-    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mesh = DeviceMesh("cpu", [0])
-    for linear in (mlp.gate_proj, mlp.up_proj):
-        linear.weight = nn.Parameter(distribute_tensor(linear.weight.data, mesh, [Shard(0)]))
-
-
 def replace(mlp):
     mlp.forward = lambda x: x
 
 
 LEFT_ALONE = {
-    "adapter": (lambda m: setattr(m, "up_proj", Peft(m.up_proj)), "Peft, not nn.Linear"),
-    "quantized weight": (quantize, "up_proj has a weight that is a Quantized"),
-    "integer weight": (integers, "of dtype int8"),
     "meta device": (lambda m: m.to("meta"), "on the meta device"),
-    "tensor parallel": (shard, "gate_proj has a weight that is a DTensor"),
-    "hook": (lambda m: m.gate_proj.register_forward_pre_hook(lambda *a: None), "forward hooks"),
     "gelu": (lambda m: setattr(m, "act_fn", nn.GELU()), "its activation is GELU"),
     "other forward": (replace, "replaced already"),
     "mixed dtypes": (lambda m: m.up_proj.double(), "several dtypes"),
-    "offloaded": (lambda m: setattr(m.up_proj, "_hf_hook", object()), "accelerate hook"),
+}
+CALLED = {
+    "adapter": lambda m: setattr(m, "up_proj", Peft(m.up_proj)),
+    "quantized weight": quantize,
+    "hook": lambda m: m.gate_proj.register_forward_pre_hook(lambda *a: None),
+    "offloaded": lambda m: setattr(m.up_proj, "_hf_hook", object()),
 }
 
 
@@ -92,11 +78,22 @@ def test_left_alone_with_a_reason(built, case):
     model = random_model("llama")
     change(model.model.layers[1].mlp)
     own = model.model.layers[1].mlp.__dict__.get("forward")
-    report = built.kernelize(model)
+    report = built.kernelize(model, only=["mlp"])
     assert [row.module for row in report.served] == ["model.layers.0.mlp"]
     assert reason in reasons(report)["model.layers.1.mlp"]
     assert model.model.layers[1].mlp.__dict__.get("forward") is own
     assert reason in str(report)
+
+
+@pytest.mark.parametrize("case", CALLED)
+def test_projections_that_are_no_plain_products_are_called(built, case):
+    model, ids = random_model("llama"), tokens(2, 9)
+    CALLED[case](model.model.layers[1].mlp)
+    ref = logits(model, ids)
+    assert len(built.kernelize(model, only=["mlp"]).served) == 2
+    dispatch = sys.modules[f"{built.__name__}.runtime.dispatch"]
+    with dispatch.force("reference"):
+        assert_same(logits(model, ids), ref)
 
 
 class Dropout(nn.Module):
@@ -171,7 +168,8 @@ def test_models_without_a_gate_and_other_state_spaces(built):
         vocab_size=97,
     )  # fmt: skip
     report = built.kernelize(transformers.Mamba2ForCausalLM(config))
-    assert not report.served and "not those of a Gated DeltaNet layer" in report.left[0].reason
+    assert {row.layer for row in report.served} == {"RMSNorm"}
+    assert "not those of a Gated DeltaNet layer" in report.left[0].reason
 
 
 def test_a_changed_gdn_layer_is_left_alone(built):
@@ -235,7 +233,7 @@ def test_the_report(built):
     model = random_model("qwen3_5_moe_text")
     text = str(built.kernelize(model, only=["mlp", "gdn", "experts"]))
     lines = [line.split() for line in text.splitlines()]
-    assert text.startswith("3 modules served, 2 left alone")
+    assert text.startswith("3 modules served, 6 left alone")
     assert lines[1] == ["module", "class", "layer", "served", "by"]
     row = next(line for line in lines if line[0] == "model.layers.*.linear_attn")
     assert row[1:4] == ["x1", "Qwen3_5MoeGatedDeltaNet", "Qwen3_5GatedDeltaNet"]
