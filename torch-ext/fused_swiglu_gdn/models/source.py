@@ -27,7 +27,7 @@ METHODS = {
 } | {"get_interface", "update"}  # fmt: skip
 FUNCTIONS = (
     torch.cat, torch.chunk, torch.mean, torch.mul, torch.pow, torch.rsqrt, torch.sigmoid,
-    torch.split, torch.sqrt, torch.square, F.dropout, F.sigmoid,
+    torch.split, torch.sqrt, torch.square, F.sigmoid,
 )  # fmt: skip
 ATTRIBUTES = {"device", "dtype", "ndim", "shape"}
 BUILTINS = {"getattr": getattr, "hasattr": hasattr, "int": int, "isinstance": isinstance}
