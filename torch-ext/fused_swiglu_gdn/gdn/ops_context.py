@@ -11,7 +11,7 @@ collective, in the backward as well, whether or not its own tokens need anybody'
 States are [pieces, HV, K, V] here, in fp32 or fp64.
 """
 
-from typing import List, NamedTuple, Optional, Tuple
+from typing import Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from ..parallel.context import CpContext
 from ..parallel.exchange import all_gather
 from ..parallel.plan import Piece, Slot
+from ..runtime import dispatch
 from ..runtime.dtypes import at_least_fp32
 from ..runtime.ops import needs_grad, serve
 from .call import GdnCall, GdnGradient
@@ -47,6 +48,14 @@ def _gradients(call: GdnCall, gradient: GdnGradient) -> tuple:
     return serve("gdn.chunk", "gdn_chunk_bwd", backward_reference.gdn_chunk_bwd, args)
 
 
+def _entry(call: GdnCall, gradient: GdnGradient) -> Tuple[Tensor, Optional[tuple]]:
+    """The gradient of the initial state alone, and prepared blocks if there are any."""
+    launch = dispatch.choose("gdn.pieces", "gdn_entry_bwd", False, (call, gradient))
+    if launch is not None:
+        return launch(call, gradient)
+    return _gradients(call, gradient)[7], gradient.prepared
+
+
 def _part(call: GdnCall, cp: CpContext, name: str, start: Tensor) -> GdnCall:
     """The call on some of the pieces here, from the rows of `start` that are theirs."""
     subset = cp.subset(name, call.device)
@@ -69,18 +78,17 @@ def _transitions(call: GdnCall, cp: CpContext, like: Tensor) -> Tensor:
     return _run(part._replace(v=part.v.contiguous()))[1]
 
 
-def _tell(cp: CpContext, slots: int, rows: Tensor, transitions: Tensor, places, middle) -> Tensor:
-    """[P, slots, HV, K, V or V + K]: N or E of every process's pieces, and M beside them.
+def _rows(cp: CpContext, slots: int, like: Tensor, call: GdnCall) -> Tensor:
+    """Room for what this process tells, [slots, HV, V or V + K, K]: N^T or E^T, and M^T below."""
+    return like.new_zeros(slots, call.HV, call.V + (call.K if cp.plan.has_middle else 0), call.K)
 
-    rows: those of the pieces `places` here; transitions: of the pieces `middle`, which are some of
-    them.
-    """
-    V, wide = rows.shape[-1], transitions.shape[-1] if cp.plan.has_middle else 0
-    own = rows.new_zeros(slots, *rows.shape[1:3], V + wide)
-    own[: len(places), ..., :V] = rows
+
+def _put(own: Tensor, rows: Tensor, transitions: Tensor, places: list, middle: list) -> None:
+    """rows: N or E of the pieces `places` here; transitions: M of `middle`, some of these."""
+    V = rows.shape[-1]
+    own[: len(places), :, :V] = rows.mT
     for i, place in enumerate(middle):
-        own[places.index(place), ..., V:] = transitions[i]
-    return all_gather(own, cp.group)
+        own[places.index(place), :, V:] = transitions[i].mT
 
 
 def _chained(told: Tensor, slots: List[Slot], V: int, transposed: bool) -> Tensor:
@@ -88,11 +96,37 @@ def _chained(told: Tensor, slots: List[Slot], V: int, transposed: bool) -> Tenso
 
     In fp64: a product of torch may be in TF32, which a chain of states must not be.
     """
-    S = told[slots[0].rank, slots[0].number, ..., :V].double()
+    first = told[slots[0].rank, slots[0].number, :, :V]
+    if len(slots) == 1:
+        return first.mT
+    S = first.double()  # S^T
     for rank, number in slots[1:]:
-        N, M = told[rank, number].double().split([V, told.shape[-1] - V], -1)
-        S = N + (M.mT if transposed else M) @ S
-    return S.to(told.dtype)
+        N, M = told[rank, number].double().split([V, told.shape[-2] - V], -2)
+        S = N + S @ (M.mT if transposed else M)
+    return S.mT.to(told.dtype)
+
+
+def _tell(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Tensor, Callable]:
+    """What this process tells of its outgoing pieces, M of those in the middle, and what gives o,
+    the final states and the blocks from the states before all pieces here."""
+    own = _rows(cp, cp.plan.slots_out, start, call)
+    outgoing = cp.subset("outgoing", call.device)
+    middle = cp.subset("middle", call.device).places
+    rows = cp.rows_on(call.device) if outgoing.places else None
+    before = None if call.initial_state is None else start.mT.contiguous()
+    call = call._replace(initial_state=start)
+    args = (call, rows, own, before)
+    launch = dispatch.choose("gdn.pieces", "gdn_pieces_fwd", False, args) if cp.tokens else None
+    if launch is not None:
+        finish = launch(*args)
+        numbers = [outgoing.places.index(place) for place in middle]
+        transitions = own[numbers, :, call.V :].mT if numbers else start.new_empty(0)
+        return own, transitions, finish
+    transitions = _transitions(call, cp, start)
+    if outgoing.places:
+        ends = _run(_part(call, cp, "outgoing", start[outgoing.places]))[1]
+        _put(own, ends, transitions, outgoing.places, middle)
+    return own, transitions, lambda start: _run(call._replace(initial_state=start))
 
 
 def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
@@ -103,28 +137,26 @@ def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
     """
     wide = at_least_fp32(call.v[:0]).dtype
     start, transitions = call.initial_state, None
-    if cp.plan.chains:
-        first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
-        shape = (len(cp.pieces), call.HV, call.K, call.V)
-        start = (
-            call.v.new_zeros(shape, dtype=wide) if start is None else start.masked_fill(~first, 0)
-        )
-        places = cp.subset("outgoing", call.device).places
-        rows = start[places]
-        if places:
-            rows = _run(_part(call, cp, "outgoing", rows))[1]
-        transitions = _transitions(call, cp, start)
-        middle = cp.subset("middle", call.device).places
-        told = _tell(cp, cp.plan.slots_out, rows, transitions, places, middle)
+    if not cp.plan.chains:
+        if cp.tokens:
+            o, states, blocks = _run(call)
+            return o, states, Saved(start, None, blocks or ())
+    else:
+        if start is None:
+            start = call.v.new_zeros(len(cp.pieces), call.HV, call.K, call.V, dtype=wide)
+        else:
+            first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
+            start = start.masked_fill(~first, 0)
+        own, transitions, finish = _tell(call, cp, start)
+        told = all_gather(own, cp.group)
         for place in cp.subset("incoming", call.device).places:
             before, _ = cp.chain(cp.pieces[place])
             start[place] = _chained(told, _slots(cp.plan.outgoing, before), call.V, False)
-    call = call._replace(initial_state=start)
-    if not cp.tokens:
-        states = call.v.new_empty(0, call.HV, call.K, call.V, dtype=wide)
-        return call.v.new_empty(call.v.shape), states, Saved(start, transitions, ())
-    o, states, blocks = _run(call)
-    return o, states, Saved(start, transitions, blocks or ())
+        if cp.tokens:
+            o, states, blocks = finish(start)
+            return o, states, Saved(start, transitions, blocks or ())
+    states = call.v.new_empty(0, call.HV, call.K, call.V, dtype=wide)
+    return call.v.new_empty(call.v.shape), states, Saved(start, transitions, ())
 
 
 def _slots(known: dict, pieces: List[Piece]) -> List[Slot]:
@@ -140,17 +172,22 @@ def chunk_backward(
     values_only: bool,
 ) -> tuple:
     """Gradients of the first seven tensors of the call, and of its initial state."""
-    call = call._replace(initial_state=saved.start)
+    call, blocks = call._replace(initial_state=saved.start), saved.blocks or None
     if cp.plan.chains:
         subset = cp.subset("incoming", call.device)
         places, rows = subset.places, saved.start[subset.places]
         d_states = torch.zeros_like(saved.start) if d_states is None else d_states.clone()
         if places:
             part = _part(call, cp, "incoming", rows)
-            gradient = GdnGradient(subset.take(do), d_states[places], None, True)
-            rows = _gradients(part, gradient)[7]
+            whole = part.T == call.T  # then its chunks are those of the call
+            asked = d_states[places]
+            gradient = GdnGradient(subset.take(do), asked, blocks if whole else None, True)
+            rows, prepared = _entry(part, gradient)
+            blocks = prepared if whole else blocks
         middle = cp.subset("middle", call.device).places
-        told = _tell(cp, cp.plan.slots_in, rows, saved.transitions, places, middle)
+        own = _rows(cp, cp.plan.slots_in, rows, call)
+        _put(own, rows, saved.transitions, places, middle)
+        told = all_gather(own, cp.group)
         for place in cp.subset("outgoing", call.device).places:
             _, behind = cp.chain(cp.pieces[place])
             slots = _slots(cp.plan.incoming, behind[::-1])
@@ -158,7 +195,7 @@ def chunk_backward(
     if not cp.tokens:
         zeros = [None if x is None else torch.zeros_like(x) for x in call.tensors[:7]]
         return (*zeros, saved.start)
-    gradient = GdnGradient(do, d_states, saved.blocks or None, values_only)
+    gradient = GdnGradient(do, d_states, blocks, values_only)
     *grads, d_start = _gradients(call, gradient)
     if cp.plan.chains:
         first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)

@@ -82,7 +82,7 @@ class _Gradient:
             blocks = self.prepare.arrays(low)
         elif prepared is None:
             self.prepare = portable_prepare.Prepare(call)
-        self.states = _states(call, do, d_final)
+        self.states = both_passes(call, do, d_final)
         tokens, units = call.B * call.T * call.HV, call.rows * call.HV
         arrays = [(units * call.K * call.V, low), (units * call.K * call.V, low)]  # S, dS
         arrays.append((tokens * call.V, low))  # vt
@@ -124,7 +124,7 @@ class _Gradient:
         return (dq, dk, dv, *gates, d_initial)
 
 
-def _states(call: GdnCall, do, d_final) -> list:
+def both_passes(call: GdnCall, do, d_final) -> list:
     """Both launches over the states: the gradient's, which goes backward, and the state's own."""
     q, v, T, H, K, HV, rows = call.q, call.v, call.T, call.H, call.K, call.HV, call.rows
     v_first, packed = call.options.state_v_first, call.cu_seqlens is not None

@@ -64,7 +64,7 @@ class Unit:
 
 
 @gluon.jit
-def _warm_up(decay_ptr, block, heads, c, limit):
+def warm_up(decay_ptr, block, heads, c, limit):
     """The fewest chunks before chunk c whose joint transition has a norm below 2^-30, or -1 if
     `limit` chunks do not do."""
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
@@ -102,11 +102,11 @@ def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transit
     if transition != 0:
         limit = gl.minimum(total // segments, LOOK_BACK)
         if end < total:
-            after = _warm_up(decay_ptr, block, heads, end, limit)
+            after = warm_up(decay_ptr, block, heads, end, limit)
             gl.store(warm_ptr + row + heads, after.to(gl.float32))
             asked = after < 0
         if asked & (i > 0):
-            warm = _warm_up(decay_ptr, block, heads, begin, limit)
+            warm = warm_up(decay_ptr, block, heads, begin, limit)
     elif (i > 0) & (begin < total):
         # nobody has written it where offsets are wrong
         warm = gl.minimum(gl.load(warm_ptr + row), begin.to(gl.float32)).to(gl.int32)
