@@ -80,6 +80,6 @@ def device_of(cu_seqlens: object, group) -> torch.device:
     """Where a context's tensors are to be."""
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.device.type != "cpu":
         return cu_seqlens.device
-    if dist.get_backend(group) == "nccl":
+    if "nccl" in str(dist.get_backend(group)):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
