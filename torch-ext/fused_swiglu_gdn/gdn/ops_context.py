@@ -32,7 +32,8 @@ class Saved(NamedTuple):
     """What the backward takes from the forward."""
 
     start: Optional[Tensor]  # the state before each piece here
-    transitions: Optional[Tensor]  # M of the pieces in the middle here, [middle, HV, K, K]
+    transitions: Optional[Tensor]  # M^T of the outgoing pieces, [slots, HV, K, K], of those in the
+    # middle at least; or None where no piece is
     blocks: Tuple[Tensor, ...]  # Tb, P, F of the chunks, where the call saves them
 
 
@@ -83,14 +84,6 @@ def _rows(cp: CpContext, slots: int, like: Tensor, call: GdnCall) -> Tensor:
     return like.new_zeros(slots, call.HV, call.V + (call.K if cp.plan.has_middle else 0), call.K)
 
 
-def _put(own: Tensor, rows: Tensor, transitions: Tensor, places: list, middle: list) -> None:
-    """rows: N or E of the pieces `places` here; transitions: M of `middle`, some of these."""
-    V = rows.shape[-1]
-    own[: len(places), :, :V] = rows.mT
-    for i, place in enumerate(middle):
-        own[places.index(place), :, V:] = transitions[i].mT
-
-
 def _chained(told: Tensor, slots: List[Slot], V: int, transposed: bool) -> Tensor:
     """N_n + M_n (N_(n-1) + M_(n-1) (.. N_0)) of these slots, with M^T where `transposed`.
 
@@ -106,27 +99,25 @@ def _chained(told: Tensor, slots: List[Slot], V: int, transposed: bool) -> Tenso
     return S.mT.to(told.dtype)
 
 
-def _tell(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Tensor, Callable]:
-    """What this process tells of its outgoing pieces, M of those in the middle, and what gives o,
-    the final states and the blocks from the states before all pieces here."""
+def _tell(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Callable]:
+    """What this process tells of its outgoing pieces; and what gives o, the final states and the
+    blocks from the states before all pieces here."""
     own = _rows(cp, cp.plan.slots_out, start, call)
     outgoing = cp.subset("outgoing", call.device)
-    middle = cp.subset("middle", call.device).places
     rows = cp.rows_on(call.device) if outgoing.places else None
     before = None if call.initial_state is None else start.mT.contiguous()
     call = call._replace(initial_state=start)
     args = (call, rows, own, before)
     launch = dispatch.choose("gdn.pieces", "gdn_pieces_fwd", False, args) if cp.tokens else None
     if launch is not None:
-        finish = launch(*args)
-        numbers = [outgoing.places.index(place) for place in middle]
-        transitions = own[numbers, :, call.V :].mT if numbers else start.new_empty(0)
-        return own, transitions, finish
-    transitions = _transitions(call, cp, start)
+        return own, launch(*args)
     if outgoing.places:
-        ends = _run(_part(call, cp, "outgoing", start[outgoing.places]))[1]
-        _put(own, ends, transitions, outgoing.places, middle)
-    return own, transitions, lambda start: _run(call._replace(initial_state=start))
+        part = _part(call, cp, "outgoing", start.index_select(0, outgoing.rows))
+        own[: len(outgoing.places), :, : call.V] = _run(part)[1].mT
+    middle = cp.subset("middle", call.device).places
+    for place, M in zip(middle, _transitions(call, cp, start)):
+        own[outgoing.places.index(place), :, call.V :] = M.mT
+    return own, lambda start: _run(call._replace(initial_state=start))
 
 
 def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
@@ -147,8 +138,10 @@ def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
         else:
             first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
             start = start.masked_fill(~first, 0)
-        own, transitions, finish = _tell(call, cp, start)
+        own, finish = _tell(call, cp, start)
         told = all_gather(own, cp.group)
+        if cp.plan.has_middle:
+            transitions = own[:, :, call.V :].contiguous()
         for place in cp.subset("incoming", call.device).places:
             before, _ = cp.chain(cp.pieces[place])
             start[place] = _chained(told, _slots(cp.plan.outgoing, before), call.V, False)
@@ -175,18 +168,20 @@ def chunk_backward(
     call, blocks = call._replace(initial_state=saved.start), saved.blocks or None
     if cp.plan.chains:
         subset = cp.subset("incoming", call.device)
-        places, rows = subset.places, saved.start[subset.places]
+        own = _rows(cp, cp.plan.slots_in, saved.start, call)
         d_states = torch.zeros_like(saved.start) if d_states is None else d_states.clone()
-        if places:
-            part = _part(call, cp, "incoming", rows)
+        if subset.places:
+            part = _part(call, cp, "incoming", saved.start.index_select(0, subset.rows))
             whole = part.T == call.T  # then its chunks are those of the call
-            asked = d_states[places]
+            asked = d_states.index_select(0, subset.rows)
             gradient = GdnGradient(subset.take(do), asked, blocks if whole else None, True)
-            rows, prepared = _entry(part, gradient)
+            E, prepared = _entry(part, gradient)
             blocks = prepared if whole else blocks
-        middle = cp.subset("middle", call.device).places
-        own = _rows(cp, cp.plan.slots_in, rows, call)
-        _put(own, rows, saved.transitions, places, middle)
+            own[: len(subset.places), :, : call.V] = E.mT
+        for place in cp.subset("middle", call.device).places:
+            piece = cp.pieces[place]
+            at, out = cp.plan.incoming[piece].number, cp.plan.outgoing[piece].number
+            own[at, :, call.V :] = saved.transitions[out]
         told = all_gather(own, cp.group)
         for place in cp.subset("outgoing", call.device).places:
             _, behind = cp.chain(cp.pieces[place])

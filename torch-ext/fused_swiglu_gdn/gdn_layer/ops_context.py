@@ -71,8 +71,8 @@ def _return(d_history: Tensor, dx: Tensor, taps: int, cp: CpContext) -> Tuple[Te
     """Adds to dx [1, D, T] what other pieces ask of the tails here; gives that and the gradient of
     the initial states [pieces, D, W - 1]."""
     own = d_history.new_zeros(cp.plan.slots_in, *d_history.shape[1:])
-    places = cp.subset("incoming", dx.device).places
-    own[: len(places)] = d_history[places]
+    incoming = cp.subset("incoming", dx.device)
+    own[: len(incoming.places)] = d_history.index_select(0, incoming.rows)
     told = all_gather(own, cp.group)  # [P, slots, D, W - 1]
     first = cp.marks(cp.plan.incoming, dx.device).view(-1, 1, 1)
     d_initial = d_history.masked_fill(~first, 0)
@@ -89,7 +89,7 @@ def _return(d_history: Tensor, dx: Tensor, taps: int, cp: CpContext) -> Tuple[Te
         count = min(stop - start, taps - 1)
         latest = dx[0, :, stop - count : stop]
         latest.copy_(latest + asked[:, taps - 1 - count :])
-        if place not in places and count < taps - 1:
+        if place not in incoming.places and count < taps - 1:
             d_initial[place, :, count:] += asked[:, : taps - 1 - count].to(d_initial.dtype)
     return dx, d_initial
 

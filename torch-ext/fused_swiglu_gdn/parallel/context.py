@@ -14,6 +14,7 @@ class Subset(NamedTuple):
     """Some of the pieces here, and their tokens as a packed batch of its own."""
 
     places: List[int]  # which pieces
+    rows: Tensor  # the same on the device
     cu_seqlens: Tensor  # [places + 1]
     span: Optional[Tuple[int, int]]  # their tokens, if they lie side by side
     index: Optional[Tensor]  # else which these are
@@ -130,21 +131,22 @@ class CpContext:
 
     def subset(self, name: str, device) -> Subset:
         """The pieces here that are "outgoing", "incoming" or, being both, in the "middle"."""
-        kinds = {"outgoing": [self.plan.outgoing], "incoming": [self.plan.incoming]}
-        wanted = kinds.get(name, [self.plan.outgoing, self.plan.incoming])
-        places = [i for i, piece in enumerate(self.pieces) if all(piece in x for x in wanted)]
 
         def make():
+            kinds = {"outgoing": [self.plan.outgoing], "incoming": [self.plan.incoming]}
+            wanted = kinds.get(name, [self.plan.outgoing, self.plan.incoming])
+            places = [i for i, piece in enumerate(self.pieces) if all(piece in x for x in wanted)]
             spans = [(self.bounds[i], self.bounds[i + 1]) for i in places]
             bounds = [0]
             for start, stop in spans:
                 bounds.append(bounds[-1] + stop - start)
             side_by_side = all(a[1] == b[0] for a, b in zip(spans, spans[1:]))
+            rows = torch.tensor(places, dtype=torch.int64).to(device)
             lengths = torch.tensor(bounds, dtype=torch.int32).to(device)
             if side_by_side:
                 whole = (spans[0][0], spans[-1][1]) if spans else (0, 0)
-                return Subset(places, lengths, whole, None)
-            return Subset(places, lengths, None, _columns(spans).to(device))
+                return Subset(places, rows, lengths, whole, None)
+            return Subset(places, rows, lengths, None, _columns(spans).to(device))
 
         return self._once(name, device, make)
 
