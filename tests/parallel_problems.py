@@ -240,6 +240,40 @@ def unsharded(group) -> Dict[str, float]:
     return errors
 
 
+def batches(group) -> Dict[str, int]:
+    """How many values differ between a batch's parts, put together again, and what is meant."""
+    kernel, wrong = load_package(), {}
+    ids = torch.arange(22).view(2, 11) + 1
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    for layout, T in (("zigzag", 12), ("contiguous", 12)):
+        given = {"input_ids": ids, "labels": labels, "attention_mask": mask, "name": "kept"}
+        part = kernel.shard_batch(given, group, layout=layout)
+        cp = part["cp_context"]
+        shifted = [[*range(2, 12), -100, -100], [*range(13, 19), *[-100] * 6]]
+        places = [[*range(11), 0], [*range(7), *range(4), 0]]  # padding is a sequence of its own
+        want = {"shift_labels": torch.tensor(shifted), "position_ids": torch.tensor(places)}
+        want["input_ids"] = torch.nn.functional.pad(ids, (0, 1))
+        for name, expected in want.items():
+            wrong[f"{name} {layout}"] = int((cp.unshard(part[name]) != expected).sum())
+        wrong[f"length {layout}"] = abs(cp.unshard(part["input_ids"]).shape[1] - T)
+        wrong[f"targets {layout}"] = abs(int(part["num_items_in_batch"]) - 16)
+        wrong[f"rest {layout}"] = int(part["name"] != "kept" or "attention_mask" in part)
+    packed = {"input_ids": ids[:1], "labels": ids[:1]}
+    for name, lengths in (
+        ("cu_seq_lens_q", {"cu_seq_lens_q": torch.tensor([0, 4, 5, 11])}),
+        ("position_ids", {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 0, 1, 2, 3, 4, 5]])}),
+    ):
+        part = kernel.shard_batch({**packed, **lengths}, group)
+        shifted = part["cp_context"].unshard(part["shift_labels"])
+        want = torch.tensor([[2, 3, 4, -100, -100, 7, 8, 9, 10, 11, -100, -100]])
+        wrong[f"packed by {name}"] = int((shifted != want).sum())
+    own = kernel.shard_batch({"input_ids": ids, "shift_labels": labels}, group)
+    wrong["shifted before"] = abs(int(own["num_items_in_batch"]) - 18)
+    return wrong
+
+
 def refused(group) -> Dict[str, str]:
     """What each process says of bad use: all must raise, and go on together afterwards."""
     kernel, rank = load_package(), dist.get_rank(group)
@@ -275,6 +309,14 @@ def refused(group) -> Dict[str, str]:
         "a name": lambda: build([0, 12], layout="ring" if first else "zigzag"),
         "a hole": lambda: build([0, 12], layout=[[(0, 5)], [(6, 12)]]),
         "rows": lambda: build([0, 12], batch_size=5),
+        "batch": lambda: kernel.shard_batch({"labels": torch.zeros(1, 4)}, group),
+        "batch labels": lambda: kernel.shard_batch(
+            {"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 5)}, group
+        ),
+        "batch mask": lambda: kernel.shard_batch(
+            {"input_ids": torch.zeros(1, 3), "attention_mask": torch.tensor([[0, 1, 1]])}, group
+        ),
+        "batch of one": lambda: kernel.shard_batch({"input_ids": torch.zeros(1, 4 + rank)}, group),
         "borders of rows": lambda: build([0, 12], batch_size=2),
     }
     said = {}
@@ -306,6 +348,7 @@ def process(rank: int, folder: str, kind: str, wanted: dict) -> None:
                     submodule("gdn.ops_context").all_gather = told
         if rank < 3:
             found["unshard"] = unsharded(groups[3])
+            found["batches"] = batches(groups[3])
         if rank < 2:
             found["refused"] = refused(groups[2])
     except Exception:

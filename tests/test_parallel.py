@@ -19,6 +19,7 @@ BAD_USES = (
     "tokens of one", "gradients of one", "a state of one", "cu_seqlens", "state_indices",
     "checkpoint_every", "chunk_size of one", "conv tokens of one", "conv seq_idx", "conv taps",
     "lengths", "lengths of one", "layout of one", "a name", "a hole", "rows", "borders of rows",
+    "batch", "batch labels", "batch mask", "batch of one",
 )  # fmt: skip
 
 
@@ -57,6 +58,12 @@ def test_unshard_undoes_shard(found):
     for result in found[0][:3]:
         assert len(result["unshard"]) == 9
         assert max(result["unshard"].values()) == 0
+
+
+def test_parts_of_batches(found):
+    for result in found[0][:3]:
+        assert len(result["batches"]) == 15
+        assert set(result["batches"].values()) == {0}, result["batches"]
 
 
 @pytest.mark.parametrize("use", BAD_USES)

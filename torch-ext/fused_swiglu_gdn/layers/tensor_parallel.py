@@ -6,8 +6,10 @@ sum over ranks of down_r(act(gate_r(x)) * up_r(x)): one sum in the forward, and 
 What they are is told by those placements alone.
 """
 
+import operator
 from types import FunctionType
 from typing import NamedTuple, Optional, Tuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -38,8 +40,32 @@ class Shards(NamedTuple):
         ])  # fmt: skip
 
 
+HIDDEN = {"weight", "bias", "_call_impl"}  # attributes that would stand before the module's own
+
+_found: WeakKeyDictionary = WeakKeyDictionary()  # by gate: what was looked at, and its Shards
+
+
 def shards(gate: object, up: object, down: object) -> Optional[Shards]:
     """The shards of an MLP whose three projections are these modules, or None."""
+    modules = (gate, up, down)
+    if any(type(module) is not nn.Linear or why_hooked(module) is not None for module in modules):
+        return None
+    if any(not HIDDEN.isdisjoint(module.__dict__) for module in modules):
+        return None
+    facts = [
+        x for m in modules
+        for x in (m.__dict__.get("forward"), m._parameters.get("weight"), m._parameters.get("bias"))
+    ]  # fmt: skip
+    known, found = _found.get(gate, ((), None))
+    if len(known) == len(facts) and all(map(operator.is_, known, facts)):
+        return found
+    found = _shards(gate, up, down)
+    if found is not None:
+        _found[gate] = facts, found
+    return found
+
+
+def _shards(gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Optional[Shards]:
     parts = [_linear(module) for module in (gate, up, down)]
     if None in parts:
         return None
@@ -60,14 +86,12 @@ def shards(gate: object, up: object, down: object) -> Optional[Shards]:
     return Shards(w_gate, w_up, w_down, b_gate, b_up, b_down, mesh.get_group())
 
 
-def _linear(module: object) -> Optional[tuple]:
-    """weight, bias, placement of the input and of the output, of a nn.Linear that transformers
-    has sharded and that nothing else was done to."""
-    if type(module) is not nn.Linear or why_hooked(module) is not None:
-        return None
+def _linear(module: nn.Linear) -> Optional[tuple]:
+    """weight, bias, placement of the input and of the output, if transformers has sharded it and
+    nothing else was done to it."""
     attributes, parameters = module.__dict__, module._parameters
     forward, weight = attributes.get("forward"), parameters.get("weight")
-    if not hasattr(weight, "placements") or {"weight", "bias", "_call_impl"} & set(attributes):
+    if not hasattr(weight, "placements"):
         return None
     if type(forward) is not FunctionType or not is_in_its_file(forward, "transformers"):
         return None
