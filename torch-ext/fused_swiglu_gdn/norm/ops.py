@@ -137,7 +137,7 @@ def plan_rms_norm(x, weight, residual, *options):
     grad = needs_grad((x, weight, residual))
     run = None
     if _plain(x, weight, residual):
-        run = dispatch.plan(FAMILY, "rms_norm_fwd", grad, (x, weight, residual, *options, grad))
+        run = dispatch.plan(FAMILY, "rms_norm_fwd", (x, weight, residual, *options, grad), grad)
     if run is None or not grad:
         return run
     return lambda *tensors: _Norm.apply(*tensors, options[2], run)
