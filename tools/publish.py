@@ -23,10 +23,8 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars
 from public_api import BUMP, breaks, public_api
-from tqdm import tqdm
 
 KERNEL = {"repo_type": "kernel"}
-STEPS = 5  # of the progress bar
 
 
 class Stop(Exception):
@@ -198,23 +196,20 @@ def digests(built):
     return found
 
 
-def send(api, plan, identity, arguments, bar):
+def send(api, plan, identity, arguments):
     """Everything that changes the Hub; {where: commit}."""
     results = {}
     if plan.heads is None:
-        bar.set_description(f"creating {plan.repo_id}")
+        print(f"creating {plan.repo_id}")
         api.create_repo(plan.repo_id, private=arguments.private, **KERNEL)
         heads = branch_heads(api, plan.repo_id)
         plan = plan._replace(heads=heads, base=heads["main"])
-    bar.update()
     if plan.add or plan.delete or plan.is_new:
-        bar.set_description(f"sending {plan.branch}")
+        print(f"sending {plan.branch}", flush=True)
         results[plan.branch] = send_version(api, plan, identity, arguments.create_pr)
-    bar.update()
     if plan.card:
-        bar.set_description("sending the card")
+        print("sending the card", flush=True)
         results["main"] = send_card(api, plan, arguments.create_pr)
-    bar.update()
     return results
 
 
@@ -234,7 +229,7 @@ def refuse(problems):
         raise Stop(" ".join("; ".join(problems).split()))
 
 
-def publish(arguments, api, root, bar):
+def publish(arguments, api, root):
     """Looks, then sends; every refusal that can be known comes before the first change."""
     refuse(hub_errors.problems(arguments.repo_id, api))
     with reading_the_tree():
@@ -247,7 +242,6 @@ def publish(arguments, api, root, bar):
         with reading_the_tree():
             identity = build(root, built, arguments.repo_id)
             files = local_files(root, built)
-        bar.update()
         version = config["general"]["version"]
         plan = make_plan(api, arguments.repo_id, version, files, built / "CARD.md")
         check_published_api(api, plan, public_api(package_dir(root, config)))
@@ -256,20 +250,17 @@ def publish(arguments, api, root, bar):
                 f"a pull request needs the branch {plan.branch}: ask the owners of"
                 f" {plan.repo_id} to make it first"
             )
-        bar.update()
-        bar.clear()
         show(plan, api.endpoint)
         if arguments.dry_run:
             print("dry run: nothing was sent")
             return
         try:
-            results = send(api, plan, identity, arguments, bar)
+            results = send(api, plan, identity, arguments)
         except Exception as error:
             why = hub_errors.line(error, plan.repo_id, api.endpoint)
             if why is None:
                 raise
             raise Stop(f"{why}. {state_after(api, plan)}") from error
-        bar.close()
         summary(plan, results, digests(built))
 
 
@@ -281,23 +272,19 @@ def main(argv=None, api=None, root=ROOT):
     parser.add_argument("--private", action="store_true", help="of a repository that is new")
     arguments = parser.parse_args(argv)
     api = api or HfApi()
-    disable_progress_bars()  # this tool's own is enough
-    with tqdm(total=STEPS, desc="checking", unit="step", leave=False, disable=None) as bar:
-        try:
-            publish(arguments, api, root, bar)
-            return 0
-        except Stop as stop:
-            bar.close()
-            print(f"publish: {stop}", file=sys.stderr)
-        except KeyboardInterrupt:
-            bar.close()
-            print("publish: interrupted; run this again", file=sys.stderr)
-        except Exception as error:
-            bar.close()
-            why = hub_errors.line(error, arguments.repo_id, api.endpoint)
-            if why is None:
-                raise
-            print(f"publish: {why}. Nothing was changed", file=sys.stderr)
+    disable_progress_bars()  # what is being sent is said
+    try:
+        publish(arguments, api, root)
+        return 0
+    except Stop as stop:
+        print(f"publish: {stop}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("publish: interrupted; run this again", file=sys.stderr)
+    except Exception as error:
+        why = hub_errors.line(error, arguments.repo_id, api.endpoint)
+        if why is None:
+            raise
+        print(f"publish: {why}. Nothing was changed", file=sys.stderr)
     return 1
 
 
