@@ -9,6 +9,7 @@ import typing
 from typing import Callable, Optional, Tuple
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.library import CustomOpDef
 
 from .._ops import add_op_namespace_prefix
@@ -44,14 +45,19 @@ class Operator(CustomOpDef):
     """
 
     body: Callable  # what the operator does; None stands for an output that is not there
+    mutated: tuple = ()  # places of arguments that it changes
     function: Optional[type] = None  # the autograd.Function of an operator with a gradient
 
     def __call__(self, *args):
         if torch.compiler.is_compiling() or not _unwatched(args):
             return super().__call__(*args)
-        if not needs_grad(args):
-            return self.body(*args)
-        return super().__call__(*args) if self.function is None else self.run(self.body, *args)
+        if needs_grad(args):
+            return super().__call__(*args) if self.function is None else self.run(self.body, *args)
+        outputs = self.body(*args)
+        for place in self.mutated:
+            if args[place] is not None:
+                increment_version(args[place])
+        return outputs
 
     def run(self, body: Callable, *args):
         """body(*args), which does what this operator does, with this operator's gradient."""
@@ -127,8 +133,8 @@ def operator(name: str, mutates_args: tuple = ()):
         found = torch.library.custom_op(
             add_op_namespace_prefix(name), presented, mutates_args=mutates_args, schema=schema
         )
-        if not mutates_args:  # torch has to know what changes
-            found.__class__, found.body = Operator, function
+        found.__class__, found.body = Operator, function
+        found.mutated = tuple([i for i, x in enumerate(spelled) if x.name in mutates_args])
         return found
 
     return register

@@ -1,20 +1,16 @@
 """SwiGLU with gradients, where kernels serve; the whole MLP is in ops_mlp.py.
 
 The forward keeps x and gate_up [M, 2 N]; the backward overwrites gate_up with its gradient, so a
-second backward over the same graph raises. Tracing sees operators; eager mode goes past them, by
-functions that cost a tenth of their time.
+second backward over the same graph raises.
 """
 
 from typing import List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.autograd.graph import increment_version
 
-from .._ops import add_op_namespace_prefix
 from ..runtime import dispatch
-from ..runtime.ops import PLAIN, dense, needs_grad, present
+from ..runtime.ops import PLAIN, dense, needs_grad, operator
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -60,7 +56,7 @@ def apart(gradients: Sequence[Optional[Tensor]], needs: Sequence[bool]) -> list:
     return [gradient if needed else None for gradient, needed in zip(found, needs)]
 
 
-@torch.library.custom_op(add_op_namespace_prefix("swiglu_saving_fwd"), mutates_args=())
+@operator("swiglu_saving_fwd")
 def _swiglu_saving_fwd(
     x: Tensor,  # [M, K]
     w_gate: Tensor,  # [N, K]
@@ -78,7 +74,7 @@ def _(x, w_gate, w_up, b_gate, b_up, activation):
     return x.new_empty(M, N), x.new_empty(M, 2 * N)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("swiglu_bwd"), mutates_args=("gate_up",))
+@operator("swiglu_bwd", mutates_args=("gate_up",))
 def _swiglu_bwd(
     dz: Tensor,  # [M, N]
     x: Tensor,  # [M, K]
@@ -88,8 +84,7 @@ def _swiglu_bwd(
     activation: str,
     needs: List[bool],
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # dx, dw, db_gate, db_up
-    args = (dense(dz), x, w_gate, w_up, gate_up, activation, needs)
-    return tuple([present(gradient, x) for gradient in launcher("swiglu_bwd", *args)])
+    return launcher("swiglu_bwd", dense(dz), x, w_gate, w_up, gate_up, activation, needs)
 
 
 @_swiglu_bwd.register_fake
@@ -113,27 +108,6 @@ def _backward(ctx, dz, _):
 _swiglu_saving_fwd.register_autograd(_backward, setup_context=_save)
 
 
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, w_gate, w_up, b_gate, b_up, activation):
-        z, gate_up = launcher("swiglu_saving_fwd", x, w_gate, w_up, b_gate, b_up, activation)
-        ctx.save_for_backward(x, w_gate, w_up, gate_up)
-        ctx.activation = activation
-        return z
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dz):
-        x, w_gate, w_up, gate_up = ctx.saved_tensors
-        needs = list(ctx.needs_input_grad[:5])
-        args = (dense(dz), x, w_gate, w_up, gate_up, ctx.activation, needs)
-        gradients = launcher("swiglu_bwd", *args)
-        increment_version(gate_up)
-        return (*apart(gradients, needs), None)
-
-
 def swiglu_train(*args) -> Tensor:
     """z [M, N] of x, w_gate, w_up, b_gate, b_up and the activation; differentiable."""
-    if torch.compiler.is_compiling():
-        return _swiglu_saving_fwd(*args)[0]
-    return _Gated.apply(*args)
+    return _swiglu_saving_fwd(*args)[0]
