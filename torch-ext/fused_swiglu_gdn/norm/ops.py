@@ -1,17 +1,16 @@
 """The operators of RMSNorm, and how a call reaches them.
 
 What is kept for the gradient: what was normalised (x, or its sum with the residual) and rstd = 1 /
-sqrt(mean(x^2) + eps) of each row. Tracing sees operators; eager mode goes past them.
+sqrt(mean(x^2) + eps) of each row.
 """
 
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..runtime import dispatch
-from ..runtime.ops import PLAIN, needs_grad, no_second_derivative, operator, present, serve
+from ..runtime.ops import PLAIN, needs_grad, no_second_derivative, operator, serve
 from . import reference
 
 FAMILY = "norm.rms_norm"
@@ -26,11 +25,9 @@ def _rms_norm_fwd(
     casting_mode: str,
     offset: float,
     keep: bool,
-) -> Tuple[Tensor, Tensor, Tensor]:  # y, x + residual or empty, rstd [...] or empty
+) -> Tuple[Tensor, Tensor, Tensor]:  # y, x + residual or None, rstd [...] or None
     args = (x, weight, residual, eps, casting_mode, offset, keep)
-    return tuple(
-        [present(t, x) for t in serve(FAMILY, "rms_norm_fwd", reference.rms_norm_fwd, args)]
-    )
+    return serve(FAMILY, "rms_norm_fwd", reference.rms_norm_fwd, args)
 
 
 @_rms_norm_fwd.register_fake
@@ -50,10 +47,9 @@ def _rms_norm_bwd(
     dtotal: Optional[Tensor],  # [..., D]
     offset: float,
     needs_weight: bool,
-) -> Tuple[Tensor, Tensor]:  # dx [..., D], dweight [D] or empty
+) -> Tuple[Tensor, Tensor]:  # dx [..., D], dweight [D] or None
     args = (x, rstd, weight, dy, dtotal, offset, needs_weight)
-    dx, dweight = serve(FAMILY, "rms_norm_bwd", reference.rms_norm_bwd, args)
-    return dx, present(dweight, x)
+    return serve(FAMILY, "rms_norm_bwd", reference.rms_norm_bwd, args)
 
 
 @_rms_norm_bwd.register_fake
@@ -61,52 +57,33 @@ def _(x, rstd, weight, dy, dtotal, offset, needs_weight):
     return x.new_empty(x.shape), weight.new_empty(weight.shape) if needs_weight else x.new_empty(0)
 
 
-def _save_from_operator(ctx, inputs, output) -> None:
-    ctx.mark_non_differentiable(output[2])
-    _save(ctx, *inputs[:3], *output[1:], inputs[5])
-
-
-def _save(ctx, x, weight, residual, total, rstd, offset) -> None:
+def _save(ctx, inputs, output) -> None:
+    x, weight, residual, _, _, ctx.offset, _ = inputs
+    _, total, rstd = output
+    ctx.mark_non_differentiable(rstd)
     ctx.save_for_backward(x if residual is None else total, rstd, weight)
-    ctx.added, ctx.offset = residual is not None, offset
+    ctx.added = residual is not None
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, run, dy, dtotal) -> tuple:
-    """Of x, weight and residual."""
+def _backward(ctx, dy, dtotal, _):
     needs = ctx.needs_input_grad[:3]
     if dy is None:
         dx, dweight = dtotal, None
     else:
         dtotal = dtotal if ctx.added else None
-        dx, dweight = run(*ctx.saved_tensors, dy, dtotal, ctx.offset, needs[1])
-    return tuple([d if needed else None for d, needed in zip((dx, dweight, dx), needs)])
+        dx, dweight = _rms_norm_bwd(*ctx.saved_tensors, dy, dtotal, ctx.offset, needs[1])
+    found = [d if needed else None for d, needed in zip((dx, dweight, dx), needs)]
+    return (*found, None, None, None, None)
 
 
-def _backward(ctx, dy, dtotal, _):
-    return (*_gradients(ctx, _rms_norm_bwd, dy, dtotal), None, None, None, None)
-
-
-_rms_norm_fwd.register_autograd(_backward, setup_context=_save_from_operator)
+_rms_norm_fwd.register_autograd(_backward, setup_context=_save)
 no_second_derivative(_rms_norm_bwd, "rms_norm")
 
 
-class _Norm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, residual, offset, run):
-        y, total, rstd = run(x, weight, residual)
-        _save(ctx, x, weight, residual, total, rstd, offset)
-        return y, total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy, dtotal):
-        return (*_gradients(ctx, _run_bwd, dy, dtotal), None, None)
-
-
-def _run_bwd(*args) -> tuple:
-    launch = dispatch.choose(FAMILY, "rms_norm_bwd", False, args)
-    return (reference.rms_norm_bwd if launch is None else launch)(*args)
+def _trained_by(run) -> Callable:
+    """The body of rms_norm_fwd where run makes y, the sum and rstd of x, weight and residual."""
+    return lambda x, weight, residual, *options: run(x, weight, residual)
 
 
 def _plain(*tensors) -> bool:
@@ -128,7 +105,7 @@ def rms_norm(x, weight, residual, *options) -> tuple:
     if launch is None:
         return reference.rms_norm_fwd(*args)
     if grad:
-        return _Norm.apply(*tensors, options[2], lambda *tensors: launch(*tensors, *options, True))
+        return _rms_norm_fwd.run(launch, *args)
     return launch(*args)
 
 
@@ -140,4 +117,5 @@ def plan_rms_norm(x, weight, residual, *options):
         run = dispatch.plan(FAMILY, "rms_norm_fwd", (x, weight, residual, *options, grad), grad)
     if run is None or not grad:
         return run
-    return lambda *tensors: _Norm.apply(*tensors, options[2], run)
+    body = _trained_by(run)
+    return lambda *tensors: _rms_norm_fwd.run(body, *tensors, *options, True)

@@ -1,13 +1,12 @@
 """The gate of SwiGLU alone, act(gate) * up: its operators, and how a call reaches them.
 
-Kept for the gradient: gate and up. Tracing sees operators; eager mode goes past them.
+Kept for the gradient: gate and up.
 """
 
 from typing import Tuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..runtime import dispatch
 from ..runtime.ops import PLAIN, dense, needs_grad, no_second_derivative, operator, plan, serve
@@ -59,20 +58,6 @@ _silu_mul_fwd.register_autograd(_backward, setup_context=_save)
 no_second_derivative(_silu_mul_bwd, "silu_mul")
 
 
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate, up, activation, launch):
-        _save(ctx, (gate, up, activation), None)
-        return launch(gate, up, activation)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dz):
-        args = (*ctx.saved_tensors, dense(dz), ctx.activation)
-        launch = dispatch.choose(FAMILY, "silu_mul_bwd", False, args)
-        return (*(reference.silu_mul_bwd if launch is None else launch)(*args), None, None)
-
-
 def silu_mul(gate, up, activation) -> Tensor:
     """act(gate) * up [M, N]."""
     args = (gate, up, activation)
@@ -86,7 +71,7 @@ def silu_mul(gate, up, activation) -> Tensor:
         launch = dispatch.choose(FAMILY, "silu_mul_fwd", grad, args)
     if launch is None:
         return reference.silu_mul(*args)
-    return _Gate.apply(*args, launch) if grad else launch(*args)
+    return _silu_mul_fwd.run(launch, *args) if grad else launch(*args)
 
 
 def plan_silu_mul(gate, up, activation, shape):
