@@ -215,15 +215,15 @@ def fused_recurrent_gated_delta_rule(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
         cu_seqlens,
     )  # fmt: skip
-    options = (
+    kind = (
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, output_final_state, inplace_final_state, output_all_states,
+        use_gate_in_kernel,
     )  # fmt: skip
-    kind = (*options, use_gate_in_kernel)
     plan = _decoding.find(tensors, kind) if undisturbed() else None
     if plan is not None:
         return plan(*tensors)
-    call = RecurrentCall(*tensors, RecurrentOptions(*options))
+    call = RecurrentCall(*tensors, RecurrentOptions(*kind[:-1]))
     call = _checked_recurrent(call, use_gate_in_kernel)
     if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
         _decoding.keep(tensors, kind, ops.plan_gdn_recurrent(call))

@@ -4,9 +4,8 @@ A short call costs the host more than the GPU. Whoever passed the checks, found 
 launches for a call need not do so again for calls like it.
 """
 
-import itertools
 import weakref
-from operator import is_, itemgetter
+from operator import itemgetter
 from typing import Any, Callable, Optional
 
 import torch
@@ -18,7 +17,7 @@ try:
 except ImportError:  # another torch
     TensorGuards = None
 
-NONES = itertools.repeat(None)
+NONE = frozenset((None,))
 MOST, ALIKE = 1024, 16  # values of a CallCache; of one shape of the first tensor and its options
 
 
@@ -129,7 +128,7 @@ class CallCache:
         if rows is None:
             return None
         for absent, there, guards, types, autocast, value in rows:
-            if all(map(is_, absent(tensors), NONES)) and guards.check(*there(tensors)):
+            if NONE.issuperset(absent(tensors)) and guards.check(*there(tensors)):
                 # 1, 1.0 and True are equal
                 if types == list(map(type, options)):
                     if autocast is None or autocast is _autocast_dtype(tensors[0]):
