@@ -198,6 +198,31 @@ def test_wrong_offsets_stay_in_bounds(warpgroups):
             torch.cuda.synchronize()
 
 
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("warpgroups", [2], indirect=True)
+@pytest.mark.parametrize("lengths", [(300, 40), (40, 0, 300), (170, 170), (100, 130, 110)])
+def test_one_long_sequence_of_few(warpgroups, monkeypatch, lengths):
+    """Launched with one and with two state warpgroups, of which one works: the same bits, and the
+    states of a pool are written once."""
+    x = gdn_inputs(1, sum(lengths), 2, 4, 128, 128, torch.bfloat16, "cuda")
+    options = {"cu_seqlens": cu(*lengths, device="cuda"), "use_qk_l2norm": True}
+    pool = torch.randn(len(lengths), 4, 128, 128, device="cuda")
+    rows = torch.arange(len(lengths), device="cuda").flip(0)
+    found = []
+    for long in (gdn_plan.LONG, 64):
+        monkeypatch.setattr(gdn_plan, "LONG", long)
+        gdn._kept.cache_clear()
+        x["initial_state"] = pool.clone()
+        call = arguments(x, **options, output_final_state=True)
+        assert len(gdn._chunked(call).scan.kernels) == (2 if long == 64 else 1)
+        held = pool.clone()
+        pooled = arguments({**x, "initial_state": held}, **options, state_indices=rows)
+        found.append((*gdn.gdn_chunk_fwd(call)[:2], *gdn.gdn_chunk_fwd(pooled)[:2]))
+    for a, b in zip(*found):
+        assert torch.equal(a, b)
+
+
 def prepared(H=1, HV=4, T=64, device="cpu", **options):
     """A call with what prepare reads."""
     dtype = options.pop("dtype", torch.bfloat16)
@@ -213,9 +238,9 @@ def blocks_of(args):
     return gdn.Prepare(args)(args.q, args.k, *gates, args.cu_seqlens)
 
 
-def test_prepares_pairs_of_heads_with_unit_keys():
+def test_prepares_unit_keys():
     assert gdn.Prepare.serves(prepared(2, 12))
-    assert not gdn.Prepare.serves(prepared(2, 6))
+    assert gdn.Prepare.serves(prepared(2, 6))
     assert not gdn.Prepare.serves(prepared(use_qk_l2norm=False))
     assert not gdn.Prepare.serves(prepared(dtype=torch.float32))
 
@@ -232,14 +257,17 @@ def same_blocks(args, live=slice(None)):
 @pytest.mark.gpu
 @compiled
 @pytest.mark.parametrize("gates", ["qwen", "slow", "none", "extreme"])
-@pytest.mark.parametrize("H, HV, dtype", [(2, 8, torch.bfloat16), (3, 6, torch.float16)])
+@pytest.mark.parametrize(
+    "H, HV, dtype",
+    [(2, 8, torch.bfloat16), (3, 6, torch.float16), (3, 3, torch.bfloat16), (1, 3, torch.float16)],
+)
 def test_prepare(H, HV, dtype, gates):
     same_blocks(prepared(H, HV, 300, "cuda", dtype=dtype, gates=gates))
 
 
 @pytest.mark.gpu
 @compiled
-@pytest.mark.parametrize("H, HV", [(2, 12), (1, 8)])
+@pytest.mark.parametrize("H, HV", [(2, 12), (1, 8), (3, 3)])
 def test_prepare_packed_from_raw_gates(H, HV):
     """The neighbours' tokens, here NaN, do not enter; rows of no chunk are nobody's."""
     lengths = (100, 0, 1, 64, 0, 200)
