@@ -141,3 +141,16 @@ def test_functions_of_a_call(hopper, name):
         call = calls(hopper)[name]
         found = functions(call)
     assert 3 < found <= MOST[name]
+
+
+@compiled
+def test_plans_do_not_serve_what_is_only_pretended(hopper):
+    """A plan would launch; under FakeTensorMode the operators say what shapes come out."""
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    leaves = [x.requires_grad_() for x in tensors(64)]
+    for _ in range(2):  # the second by the plan of the first
+        hopper.chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        o, _ = hopper.chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True)
+    assert isinstance(o, FakeTensor) and o.shape == leaves[2].shape

@@ -168,8 +168,8 @@ class CallCache:
 
 
 def undisturbed() -> bool:
-    """Whether a plan may serve a public call: nothing is traced, recorded or forced, and torch's
-    guards see all its modes."""
+    """Whether a plan may serve a public call: nothing is traced, recorded or forced, and torch has
+    no modes that its guards do not see, as FakeTensorMode."""
     if dispatch.forced is not None or dispatch.records or TensorGuards is None:
         return False
-    return not torch.compiler.is_compiling()
+    return not torch._C._len_torch_dispatch_stack() and not torch.compiler.is_compiling()

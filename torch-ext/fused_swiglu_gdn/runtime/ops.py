@@ -195,7 +195,7 @@ def plan(
     differentiable: where a gradient is needed, the caller sees to it.
     """
     grad = needs_grad(args)
-    if grad and not differentiable or any(type(x) not in PLAIN for x in tensors_of(args)):
+    if grad and not differentiable or not _unwatched(args):
         return None
     return dispatch.plan(family, operation, args, grad)
 
