@@ -172,4 +172,4 @@ def undisturbed() -> bool:
     no modes that its guards do not see, as FakeTensorMode."""
     if dispatch.forced is not None or dispatch.records or TensorGuards is None:
         return False
-    return not torch._C._len_torch_dispatch_stack() and not torch.compiler.is_compiling()
+    return not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
