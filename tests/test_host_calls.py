@@ -154,3 +154,16 @@ def test_plans_do_not_serve_what_is_only_pretended(hopper):
     with FakeTensorMode(allow_non_fake_inputs=True):
         o, _ = hopper.chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True)
     assert isinstance(o, FakeTensor) and o.shape == leaves[2].shape
+
+
+def test_other_dtypes_by_other_code(hopper):
+    """Calls of equal sizes that a plan serves: Triton's binder comes to the code of each."""
+    x, weight = torch.zeros(2, 64), torch.zeros(64)
+    with torch.no_grad(), submodule("runtime.launch").paranoid():
+        for dtype in (torch.float32, torch.bfloat16, torch.float16) * 3:
+            for added in (None, x.to(dtype)):
+                y = hopper.rms_norm(x.to(dtype), weight, residual=added)
+                y = y if added is None else y[0]
+                assert y.dtype == torch.float32
+                hopper.rms_norm(x.to(dtype), weight.to(dtype), residual=added)
+            hopper.silu_mul(x.to(dtype), x.to(dtype))

@@ -9,8 +9,7 @@ from typing import Callable, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..runtime import dispatch
-from ..runtime.ops import PLAIN, needs_grad, no_second_derivative, operator, serve
+from ..runtime.ops import needs_grad, no_second_derivative, operator, plan, run, serve
 from . import reference
 
 FAMILY = "norm.rms_norm"
@@ -25,7 +24,7 @@ def _rms_norm_fwd(
     casting_mode: str,
     offset: float,
     keep: bool,
-) -> Tuple[Tensor, Tensor, Tensor]:  # y, x + residual or None, rstd [...] or None
+) -> Tuple[Tensor, Tensor, Tensor]:  # y, x + residual or empty, rstd [...] or empty
     args = (x, weight, residual, eps, casting_mode, offset, keep)
     return serve(FAMILY, "rms_norm_fwd", reference.rms_norm_fwd, args)
 
@@ -47,7 +46,7 @@ def _rms_norm_bwd(
     dtotal: Optional[Tensor],  # [..., D]
     offset: float,
     needs_weight: bool,
-) -> Tuple[Tensor, Tensor]:  # dx [..., D], dweight [D] or None
+) -> Tuple[Tensor, Tensor]:  # dx [..., D], dweight [D] or empty
     args = (x, rstd, weight, dy, dtotal, offset, needs_weight)
     return serve(FAMILY, "rms_norm_bwd", reference.rms_norm_bwd, args)
 
@@ -58,22 +57,22 @@ def _(x, rstd, weight, dy, dtotal, offset, needs_weight):
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, residual, _, _, ctx.offset, _ = inputs
+    x, weight, residual, *_, offset, _ = inputs
     _, total, rstd = output
-    ctx.mark_non_differentiable(rstd)
     ctx.save_for_backward(x if residual is None else total, rstd, weight)
-    ctx.added = residual is not None
+    ctx.added, ctx.offset = residual is not None, offset
+    ctx.mark_non_differentiable(rstd)
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dy, dtotal, _):
-    needs = ctx.needs_input_grad[:3]
-    if dy is None:
-        dx, dweight = dtotal, None
-    else:
+    """Of x, weight and residual."""
+    x, weight, residual = ctx.needs_input_grad[:3]
+    dx, dweight = dtotal, None
+    if dy is not None:
         dtotal = dtotal if ctx.added else None
-        dx, dweight = _rms_norm_bwd(*ctx.saved_tensors, dy, dtotal, ctx.offset, needs[1])
-    found = [d if needed else None for d, needed in zip((dx, dweight, dx), needs)]
+        dx, dweight = _rms_norm_bwd(*ctx.saved_tensors, dy, dtotal, ctx.offset, weight)
+    found = (dx if x else None, dweight if weight else None, dx if residual else None)
     return (*found, None, None, None, None)
 
 
@@ -81,41 +80,21 @@ _rms_norm_fwd.register_autograd(_backward, setup_context=_save)
 no_second_derivative(_rms_norm_bwd, "rms_norm")
 
 
-def _trained_by(run) -> Callable:
-    """The body of rms_norm_fwd where run makes y, the sum and rstd of x, weight and residual."""
-    return lambda x, weight, residual, *options: run(x, weight, residual)
+def rms_norm(*args) -> tuple:
+    """(y, x + residual, ..) of x, weight, residual, eps, casting_mode and offset."""
+    args = (*args, needs_grad(args))
+    return run(FAMILY, "rms_norm_fwd", _rms_norm_fwd, reference.rms_norm_fwd, args)
 
 
-def _plain(*tensors) -> bool:
-    return all(t is None or type(t) in PLAIN for t in tensors)
-
-
-def rms_norm(x, weight, residual, *options) -> tuple:
-    """(y, x + residual, ...); options: eps, casting_mode, offset."""
-    tensors = (x, weight, residual)
-    grad = needs_grad(tensors)
-    args = (*tensors, *options, grad)
-    if torch.compiler.is_compiling():
-        needed = "rms_norm_bwd" if grad else "rms_norm_fwd"
-        kernels = dispatch.has_kernels(FAMILY, needed, x.device.type, x.device.index)
-        return (_rms_norm_fwd if kernels else reference.rms_norm_fwd)(*args)
-    launch = None
-    if _plain(*tensors):
-        launch = dispatch.choose(FAMILY, "rms_norm_fwd", grad, args)
-    if launch is None:
-        return reference.rms_norm_fwd(*args)
-    if grad:
-        return _rms_norm_fwd.run(launch, *args)
-    return launch(*args)
-
-
-def plan_rms_norm(x, weight, residual, *options):
+def plan_rms_norm(*args) -> Optional[Callable]:
     """What serves all eager calls of rms_norm like this one, from their tensors, or None."""
-    grad = needs_grad((x, weight, residual))
-    run = None
-    if _plain(x, weight, residual):
-        run = dispatch.plan(FAMILY, "rms_norm_fwd", (x, weight, residual, *options, grad), grad)
-    if run is None or not grad:
-        return run
-    body = _trained_by(run)
-    return lambda *tensors: _rms_norm_fwd.run(body, *tensors, *options, True)
+    grad = needs_grad(args)
+    options = (*args[3:], grad)
+    launch = plan(FAMILY, "rms_norm_fwd", (*args, grad), differentiable=True)
+    if launch is None or not grad:
+        return launch
+
+    def body(x, weight, residual, *_):
+        return launch(x, weight, residual)
+
+    return lambda *tensors: _rms_norm_fwd.run(body, *tensors, *options)

@@ -3,13 +3,11 @@
 Kept for the gradient: gate and up.
 """
 
-from typing import Tuple
+from typing import Callable, Optional, Tuple
 
-import torch
 from torch import Tensor
 
-from ..runtime import dispatch
-from ..runtime.ops import PLAIN, dense, needs_grad, no_second_derivative, operator, plan, serve
+from ..runtime.ops import dense, no_second_derivative, operator, plan, run, serve
 from . import reference
 
 FAMILY = "swiglu.gate"
@@ -58,23 +56,12 @@ _silu_mul_fwd.register_autograd(_backward, setup_context=_save)
 no_second_derivative(_silu_mul_bwd, "silu_mul")
 
 
-def silu_mul(gate, up, activation) -> Tensor:
-    """act(gate) * up [M, N]."""
-    args = (gate, up, activation)
-    grad = needs_grad(args)
-    if torch.compiler.is_compiling():
-        needed = "silu_mul_bwd" if grad else "silu_mul_fwd"
-        kernels = dispatch.has_kernels(FAMILY, needed, gate.device.type, gate.device.index)
-        return (_silu_mul_fwd if kernels else reference.silu_mul)(*args)
-    launch = None
-    if type(gate) in PLAIN and type(up) in PLAIN:
-        launch = dispatch.choose(FAMILY, "silu_mul_fwd", grad, args)
-    if launch is None:
-        return reference.silu_mul(*args)
-    return _silu_mul_fwd.run(launch, *args) if grad else launch(*args)
+def silu_mul(*args) -> Tensor:
+    """act(gate) * up [M, N] of gate, up and activation."""
+    return run(FAMILY, "silu_mul_fwd", _silu_mul_fwd, reference.silu_mul, args)
 
 
-def plan_silu_mul(gate, up, activation, shape):
+def plan_silu_mul(gate, up, activation, shape) -> Optional[Callable]:
     """What serves all eager calls of silu_mul like this one, from their tensors, with a result of
     this shape; or None."""
     make = plan(FAMILY, "silu_mul_fwd", (gate, up, activation))

@@ -88,7 +88,6 @@ def _rms_norm_fwd_kernel(
         tl.store(y_ptr + at_y + offs, n.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
 def _launch(
     where: torch.device, M: int, D: int, llama: bool, rows: tuple, guarded: bool, *numbers: float
 ) -> Launch:
@@ -99,6 +98,9 @@ def _launch(
         _rms_norm_fwd_kernel, triton.cdiv(M, config["BLOCK_M"]), where,
         numbers=(M, *rows, *numbers), constexprs=constexprs, options=options, guarded=guarded,
     )  # fmt: skip
+
+
+_kept = functools.lru_cache(maxsize=1024, typed=True)(_launch)
 
 
 def _dtype(x: torch.Tensor, weight: Optional[torch.Tensor], llama: bool) -> torch.dtype:
@@ -123,7 +125,7 @@ def rms_norm_fwd(
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if keep else None
     if M > 0:
         x, residual = readable(x), readable(residual)
-        kernel = _launch(x.device, M, D, llama, layout(x, residual), False, eps, offset)
+        kernel = _kept(x.device, M, D, llama, layout(x, residual), False, eps, offset)
         weight = weight if weight is None else weight.contiguous()
         kernel(x, weight, residual, y, total, rstd)
     return y, total, rstd
