@@ -125,7 +125,7 @@ def measure_one(package, kind: str, M: int, D: int, training: bool) -> dict:
             if M <= FEW:
                 row["host_us"] = {name: host_microseconds(f) for name, f in timed.items()}
         timed["copy"] = copy_of(units(kind, training), M, D)
-        row["us"] = microseconds(timed, rounds=2, rep_ms=5)
+        row["us"] = microseconds(timed, rounds=2, rep_ms=3)
     return row
 
 

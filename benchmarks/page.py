@@ -53,6 +53,12 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "the call has to, so its time over ours says how near the memory's speed the kernel is. A "
         "training step is the forward and the gradients of x and the weight, or of gate and up.",
     ),
+    "loss": (
+        "The loss of a large vocabulary",
+        "A training step of a bf16 Llama of one layer, with its own loss and with "
+        "`kernelize(model, loss=True)`, which hands it to Liger. What is saved is the logits' "
+        "memory; the time is that of making them in pieces.",
+    ),
     "experts": (
         "Routed experts",
         "`fused_experts` in bf16 with random routing. The limit is the time that the chip needs at "
@@ -257,6 +263,11 @@ def of_memory(record: dict) -> str:
     return table(["", "held between forward and backward, MiB", "peak, MiB"], rows)
 
 
+def of_peaks(record: dict) -> str:
+    rows = [[r["what"], *(f"{r['peak_mib'][n]:.0f}" for n in r["us"])] for r in record["rows"]]
+    return table(["peak of the step, MiB", *record["rows"][0]["us"]], rows)
+
+
 def of_expert_limits(record: dict) -> str:
     rows = []
     for row in record["rows"]:
@@ -321,6 +332,7 @@ def of_training(record: dict) -> str:
 MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tables beside the times
     "swiglu_fwd": [of_largest_errors],
     "rms_norm": [of_largest_errors, of_host],
+    "loss": [of_peaks],
     "swiglu_training": [of_memory, of_errors],
     "experts": [of_expert_limits, of_expert_first_calls],
     "attention": [of_errors_and_host],
