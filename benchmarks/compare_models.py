@@ -212,7 +212,7 @@ def mixture_calls(package):
 
 def calls_of(package, name, kind, config, batches=(1, 64)):
     with torch.device("cuda"):
-        model = randomize(kind(config).bfloat16()).eval()
+        model = randomize(kind._from_config(config, dtype=torch.bfloat16)).eval()
     models = both(package, model)
     ids = torch.randint(0, config.vocab_size, (1, PROMPT), device="cuda")
     calls = {
