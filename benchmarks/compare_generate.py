@@ -129,8 +129,9 @@ def compare(package, name: str, batches, without) -> list:
 
     for batch in batches:
         package.restore(model)
-        plain = {"transformers": way("transformers", batch, disable_compile=True)}
-        ours = {}
+        ours, plain = {}, {}
+        if "transformers" not in without:
+            plain["transformers"] = way("transformers", batch, disable_compile=True)
         if "compile" not in without:
             ours["compile"] = way("compile", batch)
             torch.compiler.reset()
@@ -157,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 64])
-    parser.add_argument("--without", nargs="+", choices=["compile"], default=[])
+    parser.add_argument("--without", nargs="+", choices=["compile", "transformers"], default=[])
     parser.add_argument("--json", type=Path, default=RESULTS / "generate.json")
     arguments = parser.parse_args()
     install_fla_convolution()

@@ -81,6 +81,3 @@ class EmulatedGraph:
             for old, new in zip(tensors_in(out), tensors_in(again)):
                 if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
-
-    def drop(self):
-        self.recording = None

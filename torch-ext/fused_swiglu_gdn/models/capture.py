@@ -8,7 +8,7 @@ import torch
 
 from ..runtime.device import on
 
-_capturing = threading.Lock()  # torch cannot capture two graphs of a process at once
+_capturing = threading.RLock()  # torch cannot capture two graphs of a process at once
 
 
 @functools.lru_cache(maxsize=64)
@@ -48,7 +48,7 @@ class Graph:
 
     def run(self, call: Callable):
         """call() where it will be captured: what is done once, such as compiling, is done here."""
-        with on(self.device):
+        with on(self.device), _capturing:  # code that is loaded breaks another thread's capture
             current = torch.cuda.current_stream(self.device)
             side = _side(self.device, current.cuda_stream)
             side.wait_stream(current)
@@ -60,17 +60,36 @@ class Graph:
     def capture(self, call: Callable):
         """Captures call(), which computes nothing yet; returns what replay() will compute."""
         self.graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle()
         with on(self.device), _capturing:
-            side = _side(self.device, torch.cuda.current_stream(self.device).cuda_stream)
-            with torch.cuda.graph(self.graph, stream=side, capture_error_mode="thread_local"):
-                return call()
+            current = torch.cuda.current_stream(self.device)
+            side = _side(self.device, current.cuda_stream)
+            try:
+                with torch.cuda.stream(current):  # which a failure does not bring back by itself
+                    with _graph(self.graph, side, pool):
+                        return call()
+            except BaseException:
+                self.graph = None
+                torch.cuda.synchronize()
+                _forget(self.device, side, pool)
+                raise
 
     def replay(self) -> None:
         with on(self.device):
             self.graph.replay()
 
-    def drop(self) -> None:
-        """Gives the memory back, also after a capture that failed."""
-        with on(self.device):
-            torch.cuda.synchronize()
-        self.graph = None
+
+def _graph(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool):
+    return torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+
+
+def _forget(device: torch.device, side: torch.cuda.Stream, pool) -> None:
+    """Makes torch forget a capture that failed: its memory, and that it has random numbers."""
+    try:
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+        torch._C._cuda_releasePool(device.index, pool)
+    except (AttributeError, RuntimeError):
+        pass  # the capture came to its end, and the graph gives its memory back
+    x = torch.zeros(1, device=device)
+    with _graph(torch.cuda.CUDAGraph(), side, None):  # random numbers are free once one ends well
+        x.zero_()

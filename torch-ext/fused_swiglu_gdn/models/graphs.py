@@ -122,12 +122,12 @@ class Step:
             if before.counts_on():
                 raise RuntimeError("its modules count their steps")
         except Exception as error:
-            said = str(error).partition("\n")[0] or type(error).__name__
+            cause = error.__context__ or error  # the end of the capture fails after its cause
+            said = str(cause).partition("\n")[0] or type(cause).__name__
             self.reason = f"its step cannot be captured: {said}"
         finally:
             watch.set_counts(counts)
         if self.reason is not None:
-            graph.drop()
             return self._eager(model, cache, inputs, self.reason)
         self.graph, self.static = graph, [x for _, x in _parts(static)[0]]
         self.watches = watch, ModelWatch(model)
