@@ -5,7 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..runtime.ops import no_second_derivative, operator, plan, present, run, serve
+from ..runtime.ops import no_second_derivative, operator, plan, run, serve
 from . import reference
 from .call import QkNormRope, QkOptions
 
@@ -45,8 +45,7 @@ def _qk_norm_rope_bwd(
     *options: QkOptions,
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     args = (dq, dk, q, k, cos, sin, q_weight, k_weight, QkOptions(*options))
-    found = serve(FAMILY, "qk_norm_rope_bwd", reference.qk_norm_rope_bwd, args)
-    return tuple([present(gradient, dq) for gradient in found])
+    return serve(FAMILY, "qk_norm_rope_bwd", reference.qk_norm_rope_bwd, args)
 
 
 @_qk_norm_rope_bwd.register_fake

@@ -19,6 +19,7 @@ from ...runtime.cache import CallCache
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch, named
 from ...runtime.ops import dense
+from .rotary import contiguous_like
 
 MAX_HEAD, MAX_SPLITS, WAVES = 256, 64, 2
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -190,11 +191,11 @@ def count_parts(where: torch.device, programs: int, blocks: int) -> int:
 class Attention:
     """All calls of a kind: shapes, strides, dtypes and the scale; the last dimension dense."""
 
-    __slots__ = ("split", "combine", "device", "dtype", "shape", "parts")
+    __slots__ = ("split", "combine", "make", "parts")
 
     def __init__(self, q, k_cache, v_cache, cache_seqlens, mask, scale):
         (B, _, HQ, D), (HK, S) = q.shape, k_cache.shape[1:3]
-        self.device, self.dtype, self.shape = q.device, q.dtype, q.shape
+        self.make = contiguous_like(q)
         config = tuning.lookup("portable_kvcache_attention", q.device, D=D)
         BLOCK_G, BLOCK_N = 16 if HQ // HK <= 16 else 32, config["BLOCK_N"]
         programs = B * HK * -(-HQ // (HK * BLOCK_G))
@@ -233,11 +234,11 @@ class Attention:
         )  # fmt: skip
 
     def __call__(self, q, k_cache, v_cache, cache_seqlens, mask) -> torch.Tensor:
-        y = torch.empty(self.shape, dtype=self.dtype, device=self.device)  # [B, 1, HQ, D]
+        y = self.make(q)  # [B, 1, HQ, D]
         if self.combine is None:
             self.split(q, k_cache, v_cache, cache_seqlens, mask, y)
             return y
-        parts = torch.empty(self.parts, dtype=torch.float32, device=self.device)
+        parts = q.new_empty(self.parts, dtype=torch.float32)
         self.split(q, k_cache, v_cache, cache_seqlens, mask, parts)
         self.combine(parts, cache_seqlens, y)
         return y

@@ -12,7 +12,7 @@ import triton.language as tl
 from ...runtime import tuning
 from ...runtime.cache import CallCache
 from ...runtime.launch import Launch, named
-from .rotary import served
+from .rotary import contiguous_like, served
 
 
 def supports_sigmoid_gate_fwd(x, gate) -> bool:
@@ -93,12 +93,12 @@ def rows_of(*tensors: torch.Tensor) -> Optional[Tuple[List[int], List[List[int]]
 class Gate:
     """All calls of a kind: shape, strides and dtypes; dy only for the gradient."""
 
-    __slots__ = ("kernel", "device", "shape", "dtypes")
+    __slots__ = ("kernel", "make_x", "make_gate")
 
     def __init__(self, x, gate, dy=None):
         tensors = (x, gate) if dy is None else (x, gate, dy)
         (outer, middle, inner, N), strides = rows_of(*tensors)
-        self.device, self.shape, self.dtypes = x.device, x.shape, (x.dtype, gate.dtype)
+        self.make_x, self.make_gate = contiguous_like(x), contiguous_like(gate)
         M = outer * middle * inner
         config = tuning.lookup("portable_sigmoid_gate", x.device, MN=M * N)
         BLOCK_N = min(triton.next_power_of_2(max(N, 1)), config["BLOCK"])
@@ -115,14 +115,12 @@ class Gate:
         )  # fmt: skip
 
     def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        y = torch.empty(self.shape, dtype=self.dtypes[0], device=self.device)
+        y = self.make_x(x)
         self.kernel(x, gate, None, y, None)
         return y
 
     def gradients(self, x, gate, dy) -> Tuple[torch.Tensor, torch.Tensor]:
-        dx, dgate = (
-            torch.empty(self.shape, dtype=dtype, device=self.device) for dtype in self.dtypes
-        )
+        dx, dgate = self.make_x(x), self.make_gate(gate)
         self.kernel(x, gate, dy, dx, dgate)
         return dx, dgate
 

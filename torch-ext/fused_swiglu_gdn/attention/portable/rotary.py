@@ -9,7 +9,8 @@ Sizes: B rows, T tokens, HQ and HK heads, D and DV head dims, R rotary dim, P = 
 S slots.
 """
 
-from typing import Optional, Tuple
+import functools
+from typing import Callable, Optional, Tuple
 
 import torch
 import triton
@@ -161,18 +162,27 @@ def _qk_norm_rope_kernel(
         )  # fmt: skip
 
 
+def contiguous_like(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    """What makes an empty contiguous tensor for all tensors like x: empty_like where its strides
+    are these, which costs the host half of what empty does."""
+    if torch.empty_like(x, device="meta").is_contiguous():
+        return torch.empty_like
+    return functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
+
+
 def parts_of(D: int, cos: Optional[torch.Tensor]) -> Tuple[int, int, int, int]:
     """P, U and their tiles."""
     R = 0 if cos is None else cos.shape[-1]
     return (R // 2, D - R, *(triton.next_power_of_2(max(n, 1)) for n in (R // 2, D - R)))
 
 
-def settings(operation: str, q: torch.Tensor, whole: bool) -> dict:
-    """By the number of tokens, or of channels for a norm over all heads."""
+def settings(operation: str, q: torch.Tensor, U: int, whole: bool) -> dict:
+    """By the number of tokens and of channels that do not turn, for their tiles lie apart; or of
+    all channels for a norm over all heads."""
     B, T, H, D = q.shape
     if whole:
         return tuning.lookup(f"{operation}_whole", q.device, D=H * D)
-    return tuning.lookup(operation, q.device, M=B * T)
+    return tuning.lookup(operation, q.device, M=B * T, U=U)
 
 
 def head_tiles(config: dict, D: int, whole: bool, *heads: int) -> Tuple[int, ...]:
@@ -197,16 +207,16 @@ class Rotation:
     args: the tensors of the call, then its options.
     """
 
-    __slots__ = ("kernel", "device", "dtype", "q_shape", "k_shape")
+    __slots__ = ("kernel", "make_q", "make_k")
 
     def __init__(self, *args):
         call = QkNormRope(*args[:10], QkOptions(*args[10:]))
         q, k, v, options = call.q, call.k, call.v, call.options
         (B, T, HQ, D), HK = q.shape, k.shape[2]
         DV = 0 if v is None else v.shape[3]
-        self.device, self.dtype, self.q_shape, self.k_shape = q.device, q.dtype, q.shape, k.shape
-        config = settings("portable_qk_norm_rope", q, options.whole)
+        self.make_q, self.make_k = contiguous_like(q), contiguous_like(k)
         P, U, BLOCK_P, BLOCK_U = parts_of(D, call.cos)
+        config = settings("portable_qk_norm_rope", q, U, options.whole)
         BLOCK_Q, BLOCK_K = head_tiles(config, D, options.whole, HQ, HK)
         none = (0, 0, 0)
         numbers = (
@@ -228,8 +238,7 @@ class Rotation:
 
     def __call__(self, *tensors: Optional[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
         """tensors: of the call, in its order."""
-        y_q = torch.empty(self.q_shape, dtype=self.dtype, device=self.device)  # [B, T, HQ, D]
-        y_k = torch.empty(self.k_shape, dtype=self.dtype, device=self.device)  # [B, T, HK, D]
+        y_q, y_k = self.make_q(tensors[0]), self.make_k(tensors[1])
         self.kernel(*tensors, y_q, y_k)
         return y_q, y_k
 

@@ -178,7 +178,8 @@ def qk_norm_rope_bwd(
         cos, sin = cos.contiguous(), sin.contiguous()
     rows = [dense(x) for x in (dq, dk, q, k)]
     weights = [x if x is None else x.contiguous() for x in (q_weight, k_weight)]
-    config = settings("portable_qk_norm_rope_bwd", dq, whole)
+    P, U, BLOCK_P, BLOCK_U = parts_of(D, cos)
+    config = settings("portable_qk_norm_rope_bwd", dq, U, whole)
     BLOCK_Q, BLOCK_K = head_tiles(config, D, whole, HQ, HK)
     groups, Q, K = -(-B * T // config["TILES"]), -(-HQ // BLOCK_Q), -(-HK // BLOCK_K)
     d_q = torch.empty(dq.shape, dtype=dq.dtype, device=where)  # [B, T, HQ, D]
@@ -187,7 +188,6 @@ def qk_norm_rope_bwd(
         x if x is None else x.new_empty(groups * blocks, x.numel(), dtype=torch.float32)
         for x, blocks in ((weights[0], Q), (weights[1], K))
     ]
-    P, U, BLOCK_P, BLOCK_U = parts_of(D, cos)
     constexprs, launched = named(
         _qk_norm_rope_bwd_kernel, HQ=HQ, HK=HK, P=P, U=U, WHOLE=whole, BLOCK_Q=BLOCK_Q,
         BLOCK_K=BLOCK_K, BLOCK_P=BLOCK_P, BLOCK_U=BLOCK_U, TILES=config["TILES"],
