@@ -9,7 +9,7 @@ slots, for which keys and values are repeated for each query head.
 """
 
 import argparse
-import importlib
+import importlib.util
 import time
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -69,7 +69,7 @@ class Rotary:
             for one in self.norms:
                 one.weight.data.normal_(0, 0.3)
                 one.weight.requires_grad_(grad)
-        self.position = torch.tensor(FILLED, device="cuda")
+        self.position = torch.tensor(FILLED - 1, device="cuda")
         if cache:
             self.keys, self.values = (normal(B, HK, SLOTS // max(1, B // 8), D) for _ in "kv")
         self.package = package
@@ -150,7 +150,7 @@ def rotary_rows(package, compiled: bool):
             if T > 1 and compiled:
                 torch._dynamo.reset()
                 calls["compile"] = torch.compile(one.modeling, dynamic=False)
-            if T > 1 and family.norm_class is None:
+            if T > 1 and family.norm_class is None and importlib.util.find_spec("liger_kernel"):
                 calls["liger"] = one.liger
             what = f"batch {B}, and its cache" if T == 1 else f"{T} tokens"
             row.update(what=f"{name}, q and k, {what}", us=microseconds(calls))
