@@ -10,6 +10,7 @@ slots, for which keys and values are repeated for each query head.
 
 import argparse
 import importlib.util
+import itertools
 import time
 from pathlib import Path
 from typing import NamedTuple, Optional
@@ -141,6 +142,7 @@ def host_us(call) -> float:
     return min(means[1:])
 
 
+@torch.no_grad()
 def rotary_rows(package, compiled: bool):
     for name, family in FAMILIES.items():
         for B, T in ((1, 1), (64, 1), (1, 8192)):
@@ -159,7 +161,7 @@ def rotary_rows(package, compiled: bool):
             yield row
 
 
-def training_rows(package, compiled: bool):
+def training_rows(package):
     for name in ("Llama", "Qwen3", "Qwen3.5"):
         one = Rotary(package, FAMILIES[name], 1, 4096, grad=True)
         leaves, d = one.leaves(), [torch.randn_like(y) for y in one.ours()]
@@ -168,14 +170,12 @@ def training_rows(package, compiled: bool):
             return lambda: torch.autograd.grad(forward(), leaves, d)
 
         calls = {"ours": step(one.ours), "modeling": step(one.modeling)}
-        if compiled:
-            torch._dynamo.reset()
-            calls["compile"] = step(torch.compile(one.modeling, dynamic=False))
         yield {"what": f"{name}, q and k, 4096 tokens, forward and backward",
                "us": microseconds(calls)}  # fmt: skip
 
 
-def gate_rows(package, compiled: bool):
+@torch.no_grad()
+def gate_rows(package):
     for B, T in ((1, 1), (64, 1), (1, 8192)):
         x, far = normal(B, T, 16, 256), normal(B, T, 16, 512)
 
@@ -187,8 +187,6 @@ def gate_rows(package, compiled: bool):
             return package.sigmoid_gate(x, far.chunk(2, dim=-1)[1])
 
         calls = {"ours": ours, "modeling": modeling}
-        if T > 1 and compiled:
-            calls["compile"] = torch.compile(modeling, dynamic=False)
         row = {"what": f"Qwen3.5, gate, batch {B}, {T} token" + "s" * (T > 1)}
         row["us"] = microseconds(calls)
         if B == T == 1:
@@ -196,6 +194,7 @@ def gate_rows(package, compiled: bool):
         yield row
 
 
+@torch.no_grad()
 def attention_rows(package):
     for B, S, filled, HQ, HK, D in (
         (1, 640, 600, 32, 8, 128), (1, SLOTS, FILLED, 32, 8, 128), (1, SLOTS, SLOTS, 32, 8, 128),
@@ -243,14 +242,8 @@ def main() -> None:
     options = parser.parse_args()
     package, compiled, rows = load_package(), not options.no_compile, []
     torch.manual_seed(0)
-    with torch.no_grad():
-        for found in (attention_rows(package), rotary_rows(package, compiled),
-                      gate_rows(package, compiled)):  # fmt: skip
-            for row in found:
-                rows.append(row)
-                print(line(row), flush=True)
-                save(options.json, rows)
-    for row in training_rows(package, compiled):
+    groups = (attention_rows(package), gate_rows(package), training_rows(package))
+    for row in itertools.chain(*groups, rotary_rows(package, compiled)):
         rows.append(row)
         print(line(row), flush=True)
         save(options.json, rows)
