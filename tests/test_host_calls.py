@@ -167,3 +167,26 @@ def test_other_dtypes_by_other_code(hopper):
                 assert y.dtype == torch.float32
                 hopper.rms_norm(x.to(dtype), weight.to(dtype), residual=added)
             hopper.silu_mul(x.to(dtype), x.to(dtype))
+
+
+@pytest.mark.parametrize("name, most", [("llama", 175), ("qwen3_5_text", 195)])
+def test_functions_of_a_decoder_layer(hopper, name, most):
+    """A token through attention and MLP, on a static cache; torch's and transformers' own among
+    them."""
+    transformers = pytest.importorskip("transformers")
+    from tiny_models import random_model
+
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+    model = random_model(name, **sizes).bfloat16()
+    hopper.kernelize(model)
+    layer, cache = model.model.layers[1], transformers.StaticCache(model.config, max_cache_len=64)
+    x = torch.zeros(1, 1, 256, dtype=torch.bfloat16)
+    given = {
+        "attention_mask": torch.ones(1, 1, 1, 64, dtype=torch.bool),
+        "position_embeddings": torch.zeros(2, 1, 1, 64, dtype=torch.bfloat16).unbind(),
+        "past_key_values": cache,
+    }
+    with torch.no_grad():
+        cache.layers[1].update(*torch.zeros(2, 1, 1, 1, 64, dtype=torch.bfloat16))
+        found = functions(lambda: cache.layers[1].cumulative_length.zero_() is layer(x, **given))
+    assert 50 < found <= most
