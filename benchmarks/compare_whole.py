@@ -1,7 +1,7 @@
 """Whole models before and after kernelize on a GPU: prompts, tokens and training steps.
 
     python benchmarks/compare_whole.py [--model llama qwen3_5] [--what token prompt training]
-                                       [--compile] [--json FILE]
+                                       [--batch 1 64] [--compile] [--json FILE]
 
 Llama with 8 layers of the 8B model's sizes, and Qwen3.5 with 16 layers of the 4B model's, random
 weights, bf16. Before means transformers with FLA's kernels (compare_models.py); --compile adds
@@ -43,7 +43,7 @@ QWEN = {
     "max_position_embeddings": 16384,
     "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(16)],
 }
-PROMPT, TRAINING, BATCHES = 8192, 4096, (1, 64)
+PROMPT, TRAINING = 8192, 4096
 
 
 def model_of(name: str):
@@ -101,26 +101,26 @@ def training_step(model, ids):
     return loss
 
 
-def inference_rows(name: str, models: dict, what: list):
+def inference_rows(name: str, models: dict, what: list, batches: list):
     config = models["ours"].config
     if "prompt" in what:
         ids = torch.randint(5, config.vocab_size, (1, PROMPT), device="cuda")
         calls = {n: partial(m, ids, use_cache=True, logits_to_keep=1) for n, m in models.items()}
         yield measured(f"{name}: prompt of {PROMPT}", calls)
-    for batch in BATCHES if "token" in what else ():
+    for batch in batches if "token" in what else ():
         ids = torch.randint(5, config.vocab_size, (batch, 128), device="cuda")
         calls = {n: greedy_step(m, models["ours"], config, ids) for n, m in models.items()}
         yield measured(f"{name}: token, batch {batch}", calls)
 
 
-def rows_of(package, name: str, what: list, compiled: bool):
+def rows_of(package, name: str, what: list, batches: list, compiled: bool):
     model = model_of(name)
     models = {"transformers": model, "ours": copy.deepcopy(model)}
     print(package.kernelize(models["ours"]), flush=True)
     if compiled:
         models["compiled"] = torch.compile(model)
     with torch.no_grad():
-        yield from inference_rows(name, models, what)
+        yield from inference_rows(name, models, what, batches)
     if "training" not in what:
         return
     ids = torch.randint(5, model.config.vocab_size, (1, TRAINING), device="cuda")
@@ -142,13 +142,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", nargs="+", default=["llama", "qwen3_5"])
     parser.add_argument("--what", nargs="+", default=["token", "prompt", "training"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 64], help="of tokens")
     parser.add_argument("--compile", action="store_true", help="torch.compile of the plain model")
     parser.add_argument("--json", type=Path, default=RESULTS / "whole_models.json")
     options = parser.parse_args()
-    install_fla_convolution()
+    if "qwen3_5" in options.model:
+        install_fla_convolution()
     package, rows = load_package(), []
     for name in options.model:
-        for row in rows_of(package, name, options.what, options.compile):
+        for row in rows_of(package, name, options.what, options.batch, options.compile):
             rows.append(row)
             ratio = row["ms"]["ours"] / row["ms"]["transformers"]
             print(f"{row}  ours takes {ratio:.3f} of the time", flush=True)

@@ -17,7 +17,7 @@ from ..runtime import dispatch
 from .norm import parameters_of_norm, serves
 from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS
-from .projections import projections
+from .projections import projected, projections
 
 GATES, NORMS = (False, True), ("none", "head", "all")
 SIXTEEN = (torch.bfloat16, torch.float16)
@@ -117,7 +117,7 @@ def _serve(attention: nn.Module, form: AttentionForm, given: dict) -> Optional[t
         out, weights = function(attention, q.transpose(1, 2), k, v, mask, **keywords)
     if gate is not None:
         out = sigmoid_gate(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
-    return parts[form.out](out.reshape(B, T, -1).contiguous()), weights
+    return projected(parts[form.out], out.reshape(B, T, -1).contiguous()), weights
 
 
 def _tables(form: AttentionForm, given: dict, x: torch.Tensor, D: int) -> Optional[tuple]:

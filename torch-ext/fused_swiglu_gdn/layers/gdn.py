@@ -26,7 +26,7 @@ from .functions import (
 from .gated_norm import is_gated_norm
 from .own_code import patched_since
 from .plain import PLAIN_TENSORS
-from .projections import projections
+from .projections import projected, projections
 
 
 @functools.cache
@@ -246,7 +246,7 @@ class Qwen3_5GatedDeltaNet(nn.Module):
         q, k, v = _split(self, qkv)
         z = _heads(z, self.head_v_dim)
         o = _gated_delta_net(self, self.norm, q, k, v, z, a, b, seq, joined=qkv)
-        return self.out_proj(o)
+        return projected(self.out_proj, o)
 
 
 class Qwen3NextGatedDeltaNet(nn.Module):
@@ -272,7 +272,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
         q, k, v, z = qkvz.unflatten(-1, heads).split([K, K, V, V], dim=-1)  # [B, T, H, ...]
         b, a = ba.unflatten(-1, heads).split(ratio, dim=-1)  # [B, T, H, HV / H]
         v, z = v.unflatten(-1, (ratio, -1)), z.unflatten(-1, (ratio, -1))
-        return self.out_proj(_gated_delta_net(self, self.norm, q, k, v, z, a, b, seq))
+        return projected(self.out_proj, _gated_delta_net(self, self.norm, q, k, v, z, a, b, seq))
 
 
 class OlmoHybridGatedDeltaNet(nn.Module):
@@ -297,4 +297,4 @@ class OlmoHybridGatedDeltaNet(nn.Module):
         q, k = _heads(q, self.head_k_dim), _heads(k, self.head_k_dim)
         v, z = _heads(v, self.head_v_dim), _heads(z, self.head_v_dim)
         o = _gated_delta_net(self, self.o_norm, q, k, v, z, a, b, seq, self.allow_neg_eigval)
-        return self.o_proj(o)
+        return projected(self.o_proj, o)

@@ -14,9 +14,20 @@ from .untouched import untouched
 def projections(x: torch.Tensor, *linears: nn.Module) -> List[torch.Tensor]:
     """linear(x) for each; for a few tokens in one launch, if reading their weights is enough."""
     if dispatch.serves("gdn_layer.project", "gdn_project_fwd", x) and untouched():
-        plain = [parameters_of(linear) for linear in linears]
-        if all(parameters is not None and parameters[1] is None for parameters in plain):
-            y = project(x, [weight for weight, _ in plain])
+        weights = []
+        for linear in linears:
+            found = parameters_of(linear)
+            if found is None or found[1] is not None:
+                break
+            weights.append(found[0])
+        else:
+            y = project(x, weights)
             if y is not None:
                 return y
     return [linear(x) for linear in linears]
+
+
+def projected(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """linear(x) of x [B, T, K]; one token in one launch, where cuBLAS splits K and adds up in
+    another, for as much of the GPU's time and less of the host's."""
+    return projections(x, linear)[0] if x.shape[0] * x.shape[1] == 1 else linear(x)
