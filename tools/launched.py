@@ -336,7 +336,7 @@ for name, options in {
     call(f"gdn training, {name}", grad=True, **options)(_rule)
 
 
-def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False):
+def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False, known=False):
     """What a process tells of a sequence that others hold too, and its part of the rule."""
     call, dispatch = submodule("gdn.call"), submodule("runtime.dispatch")
     q, v, g = values(1, T, H, D), values(1, T, HV, D), values(1, T, HV)
@@ -346,7 +346,7 @@ def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False):
     one = call.GdnCall(q, q, v, g, g, None, None, start, None, lengths, options)
     told = values(slots, HV, 2 * D if with_m else D, D, dtype=FP32)
     numbers = rows(slots, torch.int32)
-    args = (one, numbers, told, start)
+    args = (one, numbers, told, start if known else None)
     launch = dispatch.choose("gdn.pieces", "gdn_pieces_fwd", False, args)
     return lambda: launch and launch(*args)(start)
 
@@ -365,6 +365,7 @@ def _entry(kernel, T=8192, H=16, HV=64, D=128):
 
 call("gdn pieces, gradient")(_entry)
 call("gdn pieces, neighbour")(_pieces)
+call("gdn pieces, from states", known=True)(_pieces)
 call("gdn pieces, zigzag", slots=2, with_m=True)(_pieces)
 
 
