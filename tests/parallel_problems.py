@@ -330,8 +330,9 @@ def refused(group) -> Dict[str, str]:
     return said
 
 
-def process(rank: int, folder: str, kind: str, wanted: dict) -> None:
+def process(rank: int, folder: str, kind: str) -> None:
     torch.set_num_threads(1)
+    wanted = torch.load(f"{folder}/wanted.pt")
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
         timeout=datetime.timedelta(seconds=60),
@@ -365,9 +366,9 @@ def main(folder: str, kind: str = "cpu") -> None:
             own = alone(case, kind, torch.device(kind), DTYPES[kind])
             errors[name] = errors_alone(case, wanted[name], own)
     (Path(folder) / "alone.json").write_text(json.dumps(errors))
+    torch.save(wanted, f"{folder}/wanted.pt")
     how = "fork" if kind == "cpu" else "spawn"
-    args = (folder, kind, wanted)
-    torch.multiprocessing.start_processes(process, args, nprocs=WORLD, start_method=how)
+    torch.multiprocessing.start_processes(process, (folder, kind), nprocs=WORLD, start_method=how)
 
 
 if __name__ == "__main__":
