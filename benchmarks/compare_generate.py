@@ -1,6 +1,6 @@
 """A token of transformers' generate on a static cache: eager, compiled, or a CUDA graph of ours.
 
-    python benchmarks/compare_generate.py [--model qwen llama] [--batch 1 64] [--without compile]
+    python benchmarks/compare_generate.py [--cases qwen:1 llama:1 qwen:64] [--without compile]
 
 Random weights, bf16, 128 tokens after a prompt of 512, greedy, all ways in one process and on the
 same weights, plain transformers before ours. Its GDN layers decode with FLA's kernels; prompts, for
@@ -20,7 +20,7 @@ import torch
 from compare_models import install_fla_convolution, randomize
 from kernel_time import RESULTS, load_package, save
 
-PROMPT, NEW = 512, 128
+PROMPT, NEW, EAGER = 512, 128, 48  # tokens; EAGER of the slow ways
 MODELS = {
     "qwen": (  # Qwen3.5-4B's layers
         "Qwen3.5, 16 layers",
@@ -95,7 +95,7 @@ def clock():
     return Clock()
 
 
-def generate(model, batch: int, new: int = NEW, prompt: int = PROMPT, **options) -> list:
+def generate(model, batch: int, new: int, prompt: int = PROMPT, **options) -> list:
     """Seconds from the call of generate to each token."""
     torch.manual_seed(0)
     ids = torch.randint(1, 1000, (batch, prompt), device="cuda")
@@ -109,54 +109,52 @@ def generate(model, batch: int, new: int = NEW, prompt: int = PROMPT, **options)
     return [t - ticks.times[0] for t in ticks.times[1:]]
 
 
-def measured(model, batch: int, **options) -> dict:
+def measured(model, batch: int, new: int = NEW, **options) -> dict:
     """One way to decode: when its first and fifth token came, a token's time, and memory."""
-    start = generate(model, batch, **options)
-    # what transformers keeps of a model between calls may be made only now
-    times = generate(model, batch, **options)
+    start = generate(model, batch, 16, **options)
+    times = generate(model, batch, new, **options)
     steps = [b - a for a, b in zip(times[8:], times[9:])]
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
-    generate(model, batch, new=16, **options)
+    generate(model, batch, 16, **options)
     return {
         "us": statistics.median(steps) * 1e6,
         "first_s": start[0],
         "fifth_s": start[4],
         "again_fifth_s": times[4],
-        "all_s": times[-1],
         "reserved_mib": (torch.cuda.max_memory_reserved() - before) / 2**20,
     }
 
 
 @torch.no_grad()
-def compare(package, name: str, batches, without) -> list:
-    title, rows = MODELS[name][0], []
+def compare(package, name: str, batch: int, without) -> list:
+    title = f"{MODELS[name][0]}, batch {batch}"
     model = model_of(name)
 
-    def way(shown: str, batch: int, **options) -> dict:
-        found = measured(model, batch, **options)
-        print(f"{title}, batch {batch}, {shown:13}", json.dumps(found), flush=True)
+    def way(shown: str, *arguments, **options) -> dict:
+        found = measured(model, batch, *arguments, **options)
+        print(f"{title}, {shown:13}", json.dumps(found), flush=True)
         return found
 
-    for batch in batches:
-        package.restore(model)
-        ours, plain = {}, {}
-        if "transformers" not in without:
-            plain["transformers"] = way("transformers", batch, disable_compile=True)
-        if "compile" not in without:
-            ours["compile"] = way("compile", batch)
-            torch.compiler.reset()
-            del model._compiled_call
-        print(package.kernelize(model, cuda_graphs=True), flush=True)
-        ours["ours"] = way("ours", batch)
-        plain["ours"] = way("ours, eager", batch, disable_compile=True)
-        other = generate(model, batch + 2, new=8, prompt=PROMPT // 2)
-        for what, ways in (("a token", ours), ("an eager token", plain)):
-            times = {shown: facts["us"] for shown, facts in ways.items()}
-            rows.append({"what": f"{title}, batch {batch}, {what}", "us": times, "more": ways})
-        rows[-2]["another_batch_and_length_fifth_s"] = other[4]
+    ours, plain = {}, {}
+    if "compile" not in without:
+        ours["compile"] = way("compile")
+        torch.compiler.reset()
+        del model._compiled_call
+    if "transformers" not in without:
+        plain["transformers"] = way("transformers", EAGER, disable_compile=True)
+    print(package.kernelize(model, cuda_graphs=True), flush=True)
+    ours["ours"] = way("ours")
+    plain["ours"] = way("ours, eager", EAGER, disable_compile=True)
+    rows = []
+    for what, ways in (("a token", ours), ("an eager token", plain)):
+        times = {shown: facts["us"] for shown, facts in ways.items()}
+        rows.append({"what": f"{title}, {what}", "us": times, "more": ways})
+    for again in ("first", "again"):  # of another batch and length
+        other = generate(model, batch + 2, 8, PROMPT // 2)
+        rows[0][f"another_batch_and_length_{again}_fifth_s"] = other[4]
     return rows
 
 
@@ -169,15 +167,16 @@ def merged(path: Path, rows: list) -> list:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--batch", nargs="+", type=int, default=[1, 64])
+    cases = ["qwen:1", "llama:1", "qwen:64"]
+    parser.add_argument("--cases", nargs="+", default=cases, help="model:batch")
     parser.add_argument("--without", nargs="+", choices=["compile", "transformers"], default=[])
     parser.add_argument("--json", type=Path, default=RESULTS / "generate.json")
     arguments = parser.parse_args()
     package = load_package()
     decode_with_fla(package)
-    for name in arguments.model:
-        rows = compare(package, name, arguments.batch, arguments.without)
+    for case in arguments.cases:
+        name, batch = case.split(":")
+        rows = compare(package, name, int(batch), arguments.without)
         save(arguments.json, merged(arguments.json, rows))
         gc.collect()
         torch.cuda.empty_cache()
