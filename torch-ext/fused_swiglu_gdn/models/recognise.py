@@ -76,9 +76,14 @@ def _found(module: nn.Module) -> Optional[Finding]:
 
 
 def remember(module: nn.Module, finding: Finding) -> None:
-    """Lets others know the form of a served module: forwards that `kernels` binds, and layers that
-    read a norm's weight."""
+    """Lets others know the form of a served module: forwards that `kernels` binds, and attention
+    modules and layers, which read the weights of their norms."""
     if finding.kind == "mlp":
         swiglu.FORMS[type(module)] = finding.form
     elif finding.kind == "norm":
-        norm.FORMS[type(module)] = norm.FORMS[own_class(module)] = finding.form
+        norm.FORMS[type(module)] = finding.form
+    elif finding.kind in ("attention", "layer"):
+        for part in filter(is_norm, module._modules.values()):
+            form = norm_form(part)
+            if not isinstance(form, str):
+                norm.FORMS[own_class(part)] = form
