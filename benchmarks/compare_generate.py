@@ -18,42 +18,13 @@ from pathlib import Path
 
 import torch
 from compare_models import install_fla_convolution, randomize
+from compare_whole import LLAMA, QWEN
 from kernel_time import RESULTS, load_package, save
 
 PROMPT, NEW, EAGER = 512, 128, 48  # tokens; EAGER of the slow ways
-MODELS = {
-    "qwen": (  # Qwen3.5-4B's layers
-        "Qwen3.5, 16 layers",
-        "qwen3_5_text",
-        {
-            "hidden_size": 2560,
-            "intermediate_size": 9216,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "head_dim": 256,
-            "linear_num_key_heads": 16,
-            "linear_num_value_heads": 32,
-            "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128,
-            "vocab_size": 248320,
-            "layer_types": [
-                "full_attention" if i % 4 == 3 else "linear_attention" for i in range(16)
-            ],
-        },
-    ),
-    "llama": (  # Llama-3-8B's layers
-        "Llama, 8 layers",
-        "llama",
-        {
-            "hidden_size": 4096,
-            "intermediate_size": 14336,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "vocab_size": 128256,
-        },
-    ),
+MODELS = {  # with the vocabularies of the models whose layers these are
+    "qwen": ("Qwen3.5, 16 layers", "qwen3_5_text", {**QWEN, "vocab_size": 248320}),
+    "llama": ("Llama, 8 layers", "llama", LLAMA),
 }
 
 
