@@ -167,7 +167,8 @@ def form_of(kind: type) -> Optional[Union[Router, str]]:
 
 
 def _find_form(forward) -> Optional[Union[Router, str]]:
-    if (getattr(forward, "__module__", None) or "").split(".")[0] == "torch":  # most modules of a model
+    home = getattr(forward, "__module__", None) or ""
+    if home.split(".")[0] == "torch":  # most modules of a model
         return None
     try:
         definition = source_of(forward)
