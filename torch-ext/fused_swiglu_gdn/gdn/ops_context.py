@@ -11,7 +11,7 @@ collective, in the backward as well, whether or not its own tokens need anybody'
 States are [pieces, HV, K, V] here, in fp32 or fp64.
 """
 
-from typing import Callable, List, NamedTuple, Optional, Tuple
+from typing import List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from torch.autograd.function import once_differentiable
 from ..parallel.context import CpContext
 from ..parallel.exchange import all_gather
 from ..parallel.plan import Piece, Slot
-from ..runtime import dispatch
 from ..runtime.dtypes import at_least_fp32
 from ..runtime.ops import needs_grad, serve
 from .call import GdnCall, GdnGradient
@@ -47,14 +46,6 @@ def _gradients(call: GdnCall, gradient: GdnGradient) -> tuple:
     """Of the first seven tensors of a call, and of its initial state."""
     args = (call, gradient)
     return serve("gdn.chunk", "gdn_chunk_bwd", backward_reference.gdn_chunk_bwd, args)
-
-
-def _entry(call: GdnCall, gradient: GdnGradient) -> Tuple[Tensor, Optional[tuple]]:
-    """The gradient of the initial state alone, and prepared blocks if there are any."""
-    launch = dispatch.choose("gdn.pieces", "gdn_entry_bwd", False, (call, gradient))
-    if launch is not None:
-        return launch(call, gradient)
-    return _gradients(call, gradient)[7], gradient.prepared
 
 
 def _part(call: GdnCall, cp: CpContext, name: str, start: Tensor) -> GdnCall:
@@ -99,25 +90,17 @@ def _chained(told: Tensor, slots: List[Slot], V: int, transposed: bool) -> Tenso
     return S.mT.to(told.dtype)
 
 
-def _tell(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Callable]:
-    """What this process tells of its outgoing pieces; and what gives o, the final states and the
-    blocks from the states before all pieces here."""
+def _tell(call: GdnCall, cp: CpContext, start: Tensor) -> Tensor:
+    """What this process tells of its outgoing pieces."""
     own = _rows(cp, cp.plan.slots_out, start, call)
     outgoing = cp.subset("outgoing", call.device)
-    rows = cp.rows_on(call.device) if outgoing.places else None
-    before = None if call.initial_state is None else start.mT.contiguous()
-    call = call._replace(initial_state=start)
-    args = (call, rows, own, before)
-    launch = dispatch.choose("gdn.pieces", "gdn_pieces_fwd", False, args) if cp.tokens else None
-    if launch is not None:
-        return own, launch(*args)
     if outgoing.places:
         part = _part(call, cp, "outgoing", start.index_select(0, outgoing.rows))
         own[: len(outgoing.places), :, : call.V] = _run(part)[1].mT
     middle = cp.subset("middle", call.device).places
     for place, M in zip(middle, _transitions(call, cp, start)):
         own[outgoing.places.index(place), :, call.V :] = M.mT
-    return own, lambda start: _run(call._replace(initial_state=start))
+    return own
 
 
 def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
@@ -138,7 +121,7 @@ def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
         else:
             first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
             start = start.masked_fill(~first, 0)
-        own, finish = _tell(call, cp, start)
+        own = _tell(call, cp, start)
         told = all_gather(own, cp.group)
         if cp.plan.has_middle:
             transitions = own[:, :, call.V :].contiguous()
@@ -146,7 +129,7 @@ def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
             before, _ = cp.chain(cp.pieces[place])
             start[place] = _chained(told, _slots(cp.plan.outgoing, before), call.V, False)
         if cp.tokens:
-            o, states, blocks = finish(start)
+            o, states, blocks = _run(call._replace(initial_state=start))
             return o, states, Saved(start, transitions, blocks or ())
     states = call.v.new_empty(0, call.HV, call.K, call.V, dtype=wide)
     return call.v.new_empty(call.v.shape), states, Saved(start, transitions, ())
@@ -172,11 +155,8 @@ def chunk_backward(
         d_states = torch.zeros_like(saved.start) if d_states is None else d_states.clone()
         if subset.places:
             part = _part(call, cp, "incoming", saved.start.index_select(0, subset.rows))
-            whole = part.T == call.T  # then its chunks are those of the call
             asked = d_states.index_select(0, subset.rows)
-            gradient = GdnGradient(subset.take(do), asked, blocks if whole else None, True)
-            E, prepared = _entry(part, gradient)
-            blocks = prepared if whole else blocks
+            E = _gradients(part, GdnGradient(subset.take(do), asked, None, True))[7]
             own[: len(subset.places), :, : call.V] = E.mT
         for place in cp.subset("middle", call.device).places:
             piece = cp.pieces[place]
