@@ -473,7 +473,10 @@ for grad, kind in ((False, "forward"), (True, "training")):
         call(f"rms_norm {kind}, {D} columns", M=4096, D=D, grad=grad)(_rms_norm)
     call(f"rms_norm {kind}, few rows", M=3, grad=grad)(_rms_norm)
     call(f"rms_norm {kind}, odd sizes", M=1001, D=1001, grad=grad, **centred)(_rms_norm)
-    call(f"rms_norm {kind}, fp32", M=4096, dtype=FP32, weight=FP32, grad=grad)(_rms_norm)
+    for D in (4096, 16384, 20000):
+        call(
+            f"rms_norm {kind}, fp32, {D} columns", M=4096, D=D, dtype=FP32, weight=FP32, grad=grad
+        )(_rms_norm)
     call(f"rms_norm {kind}, fp16, fp32 weight", M=4096, dtype=FP16, weight=FP32, grad=grad)(
         _rms_norm
     )

@@ -172,7 +172,7 @@ def _plan(where: torch.device, M: int, D: int, rows: tuple, offset: float, width
     config = blocks("portable_rms_norm_bwd", where, M, D)
     tiles = triton.cdiv(M, config["BLOCK_M"])
     buffers = config.pop("shared") // (width * config["BLOCK_M"] * config["BLOCK_D"])
-    config["STAGES"] = min(config["STAGES"], 1 + buffers)
+    config["STAGES"] = min(config["STAGES"], max(1, buffers))
     processors = device.multiprocessor_count(where.index) if device.is_gpu(where) else 1
     programs = min(tiles, config.pop("per_processor") * processors)
     constexprs, options = named(_rms_norm_bwd_kernel, D=D, **config)
