@@ -20,7 +20,8 @@ def example():
 
 def test_a_few_steps(example, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    report = example.run(SimpleNamespace(steps=4, seeds=1, first_seed=0, only=None, out=None))
+    options = {"steps": 4, "seeds": 1, "first_seed": 0, "only": None, "out": None, "cp": None}
+    report = example.run(SimpleNamespace(**options))
     ours, torch_only = (report["ways"][name]["losses"][0] for name in ("ours", "torch"))
     assert len(ours) == 4 and all(loss == loss for loss in ours)
     assert ours == pytest.approx(torch_only, rel=1e-4)
