@@ -6,18 +6,21 @@ Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a
 import functools
 import inspect
 import sys
+from types import BuiltinFunctionType
 from typing import Callable, NamedTuple, Optional, Tuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..attention import ops
 from ..attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
 from ..runtime import dispatch
-from .norm import parameters_of_norm, serves
+from .norm import does_nothing, parameters_of_norm, serves
 from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS
 from .projections import projected, projections
+from .untouched import is_torchs_own
 
 GATES, NORMS = (False, True), ("none", "head", "all")
 SIXTEEN = (torch.bfloat16, torch.float16)
@@ -49,6 +52,7 @@ class AttentionForm(NamedTuple):
     heads: Heads
     partial: bool  # the tables may be narrower than the heads
     optional: bool  # without tables there is no rotary embedding
+    identities: Tuple[str, ...]  # parts that do nothing
     keywords: Callable  # module -> what the attention function gets, by the forward's own words
     eager: Callable  # the attention function of implementation "eager"
 
@@ -75,9 +79,12 @@ def _serve(attention: nn.Module, form: AttentionForm, given: dict) -> Optional[t
     x = given.get("hidden_states")
     if not serves(x) or x.ndim != 3 or torch.is_autocast_enabled(x.device.type):
         return None
-    if not (form.pinned.unchanged() and has_values(attention, form.guards)):
+    if not (form.pinned.unchanged(attention) and has_values(attention, form.guards)):
         return None
     parts, D = attention.__dict__["_modules"], attention.head_dim
+    for name in form.identities:
+        if not does_nothing(parts[name]):
+            return None
     tables, norms = _tables(form, given, x, D), _norms(form, parts, x)
     if tables is None or norms is None:
         return None
@@ -139,7 +146,7 @@ def _norms(form: AttentionForm, parts: dict, x: torch.Tensor) -> Optional[dict]:
     if form.q_norm is None:
         return {}
     q, k = parameters_of_norm(parts[form.q_norm]), parameters_of_norm(parts[form.k_norm])
-    if q is None or k is None or q[1:] != k[1:]:
+    if q is None or k is None or q[1:] != k[1:] or q[0] is None or k[0] is None:
         return None
     (q_weight, eps, casting_mode, offset), k_weight = q, k[0]
     if casting_mode == "llama" and not (q_weight.dtype is k_weight.dtype is x.dtype):
@@ -165,6 +172,8 @@ def _slots(cache, index: int, k: torch.Tensor):
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or type(cache) not in (caches.Cache, caches.StaticCache):
         return None
+    if "update" in cache.__dict__ or not is_torchs_own(type(cache).update, caches.__file__):
+        return None
     if cache.offloading or cache.layer_class_to_replicate is not None or torch.is_grad_enabled():
         return None
     layer = cache.layers[index] if index < len(cache.layers) else None
@@ -172,6 +181,7 @@ def _slots(cache, index: int, k: torch.Tensor):
         type(layer) is not caches.StaticLayer
         or not layer.is_initialized
         or "update" in layer.__dict__
+        or not is_torchs_own(caches.StaticLayer.update, caches.__file__)
     ):
         return None
     keys, length = layer.keys, layer.cumulative_length
@@ -188,6 +198,8 @@ def _by_mask(function, q, mask, keywords) -> bool:
     sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
     if function is not getattr(sdpa, "sdpa_attention_forward", None):
         return False
+    if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
+        return False  # somebody's own stands in for torch's
     if keywords.get("dropout") or any(keywords.get(name) for name in NOT_PLAIN):
         return False
     return mask.shape[1] == mask.shape[2] == 1 and dispatch.serves(

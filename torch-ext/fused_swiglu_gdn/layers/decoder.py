@@ -10,7 +10,7 @@ from typing import Callable, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
-from .norm import fits, is_plain, normed, parameters_of_norm, serves
+from .norm import does_nothing, fits, normed, parameters_of_norm, serves
 from .pinned import Pinned, has_values
 
 
@@ -67,11 +67,11 @@ def forward_of(form: LayerForm) -> Callable:
 
 def _serve(layer: nn.Module, form: LayerForm, given: dict) -> Optional[torch.Tensor]:
     x = given.get("hidden_states")
-    if not serves(x) or not form.pinned.unchanged() or not has_values(layer, form.guards):
+    if not serves(x) or not form.pinned.unchanged(layer) or not has_values(layer, form.guards):
         return None
     parts = layer.__dict__["_modules"]
     for name in form.dropouts:
-        if getattr(parts[name], "p", 0) or not is_plain(parts[name]):
+        if not does_nothing(parts[name]):
             return None
     order, scale = form.order, form.scale and getattr(layer, form.scale)
     y = x if order.pre_mixer is None else _normed(parts[order.pre_mixer], x)

@@ -45,6 +45,12 @@ def is_plain(module: nn.Module) -> bool:
     )
 
 
+def does_nothing(module: nn.Module) -> bool:
+    """Calling the module gives what it is given."""
+    kind = type(module)
+    return (kind is nn.Identity or kind is nn.Dropout and not module.p) and is_plain(module)
+
+
 def parameters_of_norm(norm: nn.Module) -> Optional[tuple]:
     """(weight, eps, casting_mode, offset) if calling the norm is rms_norm with these alone."""
     form = FORMS.get(type(norm))
@@ -52,7 +58,7 @@ def parameters_of_norm(norm: nn.Module) -> Optional[tuple]:
 
 
 def _parameters(norm: nn.Module, form: NormForm) -> Optional[tuple]:
-    if not (form.pinned.unchanged() and has_values(norm, form.guards)):
+    if not (form.pinned.unchanged(norm) and has_values(norm, form.guards)):
         return None
     attributes, weight = norm.__dict__, None
     if form.weight is not None:

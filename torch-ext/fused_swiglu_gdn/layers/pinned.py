@@ -1,7 +1,7 @@
 """What was looked at when a module was recognised, and may be changed afterwards."""
 
 from types import CodeType, FunctionType
-from typing import Tuple
+from typing import Optional, Tuple
 
 from torch import nn
 
@@ -13,11 +13,16 @@ class Pinned:
         self,
         names: Tuple[Tuple[dict, str, object], ...],  # (namespace, name, value)
         codes: Tuple[Tuple[FunctionType, CodeType], ...],  # reloading tools replace codes
+        methods: Tuple[str, ...] = (),  # that the forward calls of its module
     ):
-        self.names, self.codes = names, codes
+        self.names, self.codes, self.methods = names, codes, methods
 
-    def unchanged(self) -> bool:
-        """Nobody has patched them since."""
+    def unchanged(self, module: Optional[nn.Module] = None) -> bool:
+        """Nobody has patched them since, nor given this module methods of its own."""
+        if module is not None:
+            for name in self.methods:
+                if name in module.__dict__:
+                    return False
         for namespace, name, value in self.names:
             if namespace.get(name) is not value:
                 return False

@@ -75,7 +75,7 @@ def attention_form(module: nn.Module) -> Union[AttentionForm, str]:
     """The form of an attention module, or why it is none of ours."""
     kind = own_class(module)
     try:
-        source = read(kind)
+        source = read(kind, module)
         values = plain_values(module, set(source.reads) - _handed_on(source))
         norms = {n: norm_form(m) for n, m in module._modules.items() if "norm" in n.lower()}
         key = (kind, source.pinned.codes, tuple((n, type(v), v) for n, v in values.items()))
@@ -138,7 +138,7 @@ class _Trial:
                     self.parts[name] = Norm(len(weight), 200 + i)
             elif _features(part):
                 self.parts[name] = Product(*_features(part), 100 + 7 * i)
-            elif isinstance(part, nn.Identity):
+            elif type(part) is nn.Identity:
                 self.parts[name] = part
         self.own = {
             n: random(*p.shape, seed=77) for n, p in module._parameters.items() if p is not None
@@ -175,7 +175,8 @@ class _Trial:
             )
         projections = (self.joined,) if self.joined else PROJECTIONS
         norms = (self.q_norm, self.k_norm) if found.norm != "none" else (None, None)
-        return projections, self.sizes, *norms, self.out, found, partial, without
+        identities = tuple(n for n, part in self.parts.items() if isinstance(part, nn.Identity))
+        return projections, self.sizes, *norms, self.out, found, partial, without, identities
 
     def tries(self, case: Case, expected: Heads) -> bool:
         try:

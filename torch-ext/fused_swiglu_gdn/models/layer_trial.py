@@ -33,7 +33,7 @@ def layer_form(module: nn.Module) -> Union[LayerForm, str]:
     """The form of a decoder layer, or why it is none of ours."""
     kind = own_class(module)
     try:
-        source = read(kind)
+        source = read(kind, module)
         values = plain_values(module, source.reads)
         norms = {n for n, m in module._modules.items() if not isinstance(norm_form(m), str)}
         plain = {n for n, m in module._modules.items() if is_identity(m)}

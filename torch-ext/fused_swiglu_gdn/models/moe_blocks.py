@@ -119,24 +119,25 @@ def _with_shared(self, hidden_states: torch.Tensor, w_gate: torch.Tensor) -> tor
 
 
 @functools.cache
-def _forward(form: Union[Router, str], own: Callable) -> Callable:
+def _forward(form: Union[Router, str], kind: type, known: Callable) -> Callable:
     """A forward for the modules of a class: ours, or the class's own where they may differ."""
 
     def router(self, hidden_states):
-        if type(hidden_states) not in PLAIN_TENSORS or not untouched():
+        own = kind.forward
+        if own is not known or type(hidden_states) not in PLAIN_TENSORS or not untouched():
             return own(self, hidden_states)
         if why_not_router(self, form) is not None:
             return own(self, hidden_states)
         return _choose(self, form, hidden_states)
 
     def block(self, hidden_states):
-        x, w_gate = hidden_states, _gate_of(self)
-        kind = x.device.type
+        x, w_gate, own = hidden_states, _gate_of(self), kind.forward
         if (
-            w_gate is None
+            own is not known
+            or w_gate is None
             or type(x) not in PLAIN_TENSORS
             or x.dtype is not w_gate.dtype
-            or torch.is_autocast_enabled(kind)
+            or torch.is_autocast_enabled(x.device.type)
             or not untouched()
             or not dispatch.serves(ops_shared.FAMILY, "shared_fwd", x)
         ):
@@ -273,7 +274,7 @@ def serve_blocks(model: nn.Module) -> List[Row]:
         reason = why_replaced(module) or reason
         layer = "add_shared" if form == BLOCK else "fused_topk"
         if reason is None:
-            serve(module, layer, _forward(form, own_class(module).forward))
+            serve(module, layer, _forward(form, own_class(module), own_class(module).forward))
         implementation = "portable" if reason is None else None
         rows.append(Row(name, type(module).__name__, layer, implementation, reason))
     return rows

@@ -48,7 +48,7 @@ def norm_form(module: nn.Module) -> Union[NormForm, str]:
     if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         return f"it has parameters {', '.join(shapes)}"
     try:
-        source = read(kind)
+        source = read(kind, module)
         weight = next(iter(shapes), None)
         values = plain_values(module, source.reads)
         key = (

@@ -8,6 +8,7 @@ left to the trial; the attributes are listed in `reads`, since they may change.
 """
 
 import ast
+import sys
 from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, ModuleType
 from typing import Dict, Iterable, NamedTuple, NoReturn, Optional, Tuple
 
@@ -53,11 +54,13 @@ class Source(NamedTuple):
 _sources: Dict[type, Source] = {}
 
 
-def read(kind: type) -> Source:
-    """The source of a class's forward; raises Refused."""
+def read(kind: type, module: nn.Module) -> Source:
+    """The source of the forward of a module of this class; raises Refused."""
     known = _sources.get(kind)
     if known is None or not known.pinned.unchanged():
         known = _sources[kind] = _read(kind)
+    if not known.pinned.unchanged(module):
+        raise Refused("it has methods of its own, which its class has not")
     return known
 
 
@@ -65,7 +68,7 @@ def _read(kind: type) -> Source:
     reader = _Reader(kind)
     forward, namespace = reader.method("forward")
     definition = reader.function(forward, (namespace, "forward", forward))
-    pinned = Pinned(tuple(reader.names), tuple(reader.codes))
+    pinned = Pinned(tuple(reader.names), tuple(reader.codes), tuple(sorted(reader.methods)))
     reads, parts = tuple(sorted(reader.reads)), tuple(sorted(reader.parts))
     return Source(forward, definition, pinned, reads, parts, forward.__globals__)
 
@@ -113,12 +116,13 @@ def why_odd_module(module: nn.Module, kind: type, source: Source, names) -> Opti
 class _Reader:
     def __init__(self, kind: type):
         self.kind, self.names, self.codes = kind, [], []
-        self.reads, self.parts = set(), set()
+        self.reads, self.parts, self.methods = set(), set(), set()
 
     def method(self, name: str):
         for base in self.kind.__mro__:
             if name in base.__dict__:
                 return base.__dict__[name], base.__dict__
+            self.names.append((base.__dict__, name, None))
         raise Refused(f"its class has no {name}")
 
     def function(self, function, place: tuple) -> ast.FunctionDef:
@@ -334,6 +338,7 @@ class _Body:
     def of_the_module(self, name: str) -> None:
         """self.name(...): a method of the class, or a part."""
         if any(name in base.__dict__ for base in self.reader.kind.__mro__):
+            self.reader.methods.add(name)
             method, namespace = self.reader.method(name)
             self.reader.function(method, (namespace, name, method))
         else:
@@ -346,7 +351,8 @@ class _Body:
         registry = self.found(function.value.id)
         place = (self.function.__globals__, function.value.id, registry)
         self.reader.names.append(place)
-        return type(registry).__name__ == "AttentionInterface"
+        library = sys.modules.get("transformers.modeling_utils")
+        return registry is getattr(library, "ALL_ATTENTION_FUNCTIONS", NotImplemented)
 
     def torch_function(self, node: ast.Call) -> None:
         root, *names = ast.unparse(node.func).split(".")

@@ -1,0 +1,201 @@
+"""Parts and methods that are put in the place of others after kernelize, or before it."""
+
+import copy
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import submodule
+from test_model_layers import assert_same, logits, pair, serving
+from tiny_models import random_model, tokens
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+attention_trial = submodule("models.attention_trial")
+attention = submodule("layers.attention")
+blocks = submodule("models.moe_blocks")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+WHEN = pytest.mark.parametrize("when", ["before", "after"])
+
+
+def changed(kernel, model, change, when):
+    """The model and its kernelized self, both changed."""
+    served = copy.deepcopy(model)
+    if when == "after":
+        kernel.kernelize(served)
+    change(model), change(served)
+    if when == "before":
+        kernel.kernelize(served)
+    return model, served
+
+
+@WHEN
+def test_a_method_of_one_norm(kernel, when):
+    def change(model):
+        norm = model.model.layers[1].input_layernorm
+        norm._norm = types.MethodType(lambda self, x: x * 2, norm)
+
+    kernel.kernelize(random_model("gemma2"))  # its class is known
+    model, served = changed(kernel, random_model("gemma2"), change, when)
+    ids = tokens(2, 5)
+    with serving():
+        assert_same(logits(served, ids), logits(model, ids))
+    assert (logits(model, ids) - logits(random_model("gemma2"), ids)).abs().max() > 1e-3
+
+
+def test_a_forward_given_to_a_subclass(kernel):
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+    kind = type("SubRMSNorm", (LlamaRMSNorm,), {})
+    norm, x = kind(8), torch.randn(3, 8)
+    assert kernel.kernelize(norm).served
+    kind.forward = lambda self, hidden_states: hidden_states * 2
+    with serving():
+        assert torch.equal(norm(x), x * 2)
+
+
+class Tripled(nn.Module):
+    def forward(self, x):
+        return x * 3
+
+
+@WHEN
+def test_what_takes_the_place_of_a_dropout(kernel, when):
+    def change(model):
+        model.model.layers[0].resid_mlp_dropout = Tripled()
+
+    model, served = changed(kernel, random_model("phi3"), change, when)
+    ids = tokens(2, 5)
+    with serving():
+        assert_same(logits(served, ids), logits(model, ids))
+
+
+@WHEN
+def test_what_takes_the_place_of_an_identity(kernel, when):
+    """A norm of keys that is nn.Identity in some models, as Qwen3-Omni's."""
+
+    def identities(model):
+        for layer in model.model.layers:
+            layer.self_attn.q_norm = layer.self_attn.k_norm = nn.Identity()
+
+    def change(model):
+        model.model.layers[1].self_attn.k_norm = Tripled()
+
+    model = random_model("qwen3")
+    identities(model)
+    form = attention_trial.attention_form(model.model.layers[1].self_attn)
+    assert form.identities == ("q_norm", "k_norm")
+    model, served = changed(kernel, model, change, when)
+    ids = tokens(2, 5)
+    with serving():
+        assert_same(logits(served, ids), logits(model, ids))
+
+
+def test_norms_without_weights_in_the_place_of_others(kernel):
+    class BareRMSNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.eps = 1e-6
+
+        def forward(self, x):
+            y = x.float()
+            return (y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+    def change(model):
+        for layer in model.model.layers:
+            layer.self_attn.q_norm, layer.self_attn.k_norm = BareRMSNorm(), BareRMSNorm()
+
+    assert kernel.kernelize(BareRMSNorm()).served
+    model, served = changed(kernel, random_model("qwen3"), change, "after")
+    ids = tokens(2, 5)
+    with serving():
+        assert_same(logits(served, ids), logits(model, ids))
+
+
+def test_attention_functions_of_a_registry_of_ones_own(kernel, monkeypatch):
+    """transformers' registry is what our forward asks."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    def doubled(module, q, k, v, mask, **keywords):
+        out, weights = transformers.AttentionInterface()["sdpa"](module, q, k, v, mask, **keywords)
+        return out * 2, weights
+
+    own = transformers.AttentionInterface()
+    own["sdpa"] = doubled
+    monkeypatch.setattr(modeling_qwen3, "ALL_ATTENTION_FUNCTIONS", own)
+    model, served = pair(kernel, "qwen3")
+    ids = tokens(2, 5)
+    with serving():
+        assert_same(logits(served, ids), logits(model, ids))
+
+
+def decoded(model, patch):
+    """Logits of a token on a static cache that was patched after the prompt."""
+    cache = transformers.StaticCache(config=model.config, max_cache_len=12)
+    ids = tokens(2, 6)
+    logits(model, ids, past_key_values=cache)
+    patch(cache)
+    return logits(model, ids[:, :1], past_key_values=cache)
+
+
+def scaled(update):
+    def scale(*args, **kwargs):
+        k, v = update(*args, **kwargs)
+        return k, v * 2
+
+    return scale
+
+
+CACHES = {
+    "the cache": lambda cache: setattr(cache, "update", scaled(cache.update)),
+    "a layer of it": lambda cache: setattr(
+        cache.layers[1], "update", scaled(cache.layers[1].update)
+    ),
+}
+
+
+@pytest.mark.parametrize("where", CACHES)
+def test_a_patched_cache(kernel, where):
+    model, served = pair(kernel, "qwen3")
+    ref = decoded(model, CACHES[where])
+    with serving():
+        assert_same(decoded(served, CACHES[where]), ref)
+    assert (ref - decoded(model, lambda cache: None)).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", ["Cache", "StaticLayer"])
+def test_a_patched_class_of_caches(kernel, name, monkeypatch):
+    kind = getattr(transformers.cache_utils, name)
+    model, served = pair(kernel, "qwen3")
+    monkeypatch.setattr(kind, "update", scaled(kind.update))
+    ref = decoded(model, lambda cache: None)
+    with serving():
+        assert_same(decoded(served, lambda cache: None), ref)
+
+
+def test_a_patched_sdpa(kernel, monkeypatch):
+    """Decoding over a static cache is a kernel of ours only where SDPA is torch's."""
+    model, served = (m.bfloat16() for m in pair(kernel, "qwen3"))
+    own = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: own(*a, **k) * 2)
+    ref = decoded(model, lambda cache: None)
+    with serving() as record:
+        out = decoded(served, lambda cache: None)
+    assert "kvcache_attention" not in record and record["qk_norm_rope_fwd"]
+    assert (out - ref).abs().max() < 0.1 * ref.abs().max()
+
+
+def test_a_patched_router(kernel, monkeypatch):
+    from transformers.models.qwen3_moe import modeling_qwen3_moe
+
+    monkeypatch.setattr(submodule("runtime.dispatch"), "has_kernels", lambda *args: True)
+    config = transformers.Qwen3MoeConfig(hidden_size=16, num_experts=8, num_experts_per_tok=2)
+    kind = modeling_qwen3_moe.Qwen3MoeTopKRouter
+    router = kind(config).bfloat16()
+    nn.init.normal_(router.weight)
+    (row,) = blocks.serve_blocks(router)
+    assert row.reason is None
+    monkeypatch.setattr(kind, "forward", lambda self, hidden_states: "patched")
+    assert router(torch.randn(3, 16).bfloat16()) == "patched"
