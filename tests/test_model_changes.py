@@ -199,3 +199,19 @@ def test_a_patched_router(kernel, monkeypatch):
     assert row.reason is None
     monkeypatch.setattr(kind, "forward", lambda self, hidden_states: "patched")
     assert router(torch.randn(3, 16).bfloat16()) == "patched"
+
+
+TABLES = {
+    "sin in bf16": lambda cos, sin: (cos, sin.bfloat16()),
+    "one for all tokens": lambda cos, sin: (cos[:, :1], sin[:, :1]),
+}
+
+
+@pytest.mark.parametrize("which", TABLES)
+def test_tables_that_no_kernel_takes(kernel, which):
+    model, served = pair(kernel, "qwen3")
+    x, *tables = torch.randn(2, 6, 32), *torch.rand(2, 1, 6, 16)
+    given = {"position_embeddings": TABLES[which](*tables), "attention_mask": None}
+    with torch.no_grad(), serving():
+        out, ref = (m.model.layers[0].self_attn(x, **given)[0] for m in (served, model))
+    assert_same(out, ref)

@@ -106,6 +106,26 @@ def test_transforms_meet_the_operator():
         torch.func.grad(lambda x: product(x, y, 2.0)[0].sum())(x)
 
 
+def test_forward_derivatives_are_the_references(monkeypatch):
+    """A kernel reads memory, where torch keeps no tangent: it must not serve."""
+    api, reference = submodule("norm.api"), submodule("norm.reference")
+
+    def launch(x, *rest):
+        return reference.rms_norm_fwd(torch.tensor(x.tolist()), *rest)
+
+    monkeypatch.setattr(submodule("runtime.dispatch"), "choose", lambda *args: launch)
+    x, direction = torch.randn(2, 3, 8, dtype=torch.float64).unbind(0)
+    _, want = torch.func.jvp(
+        lambda x: reference.rms_norm_fwd(x, None, None, 1e-6, "llama", 0.0, False)[0],
+        (x,),
+        (direction,),
+    )
+    with torch.autograd.forward_ad.dual_level():
+        y = api.rms_norm(torch.autograd.forward_ad.make_dual(x, direction))
+        assert torch.equal(torch.autograd.forward_ad.unpack_dual(y).tangent, want)
+    assert torch.equal(torch.func.jvp(api.rms_norm, (x,), (direction,))[1], want)
+
+
 def test_opcheck_and_one_graph():
     x, y = leaves()
     torch.library.opcheck(product, (x, y, 2.0))

@@ -138,6 +138,8 @@ def _tables(form: AttentionForm, given: dict, x: torch.Tensor, D: int) -> Option
     R = cos.shape[-1]
     if cos.dtype is not x.dtype or cos.ndim != 3 or not (R == D or R < D and form.partial):
         return None
+    if sin.dtype is not cos.dtype or sin.shape != cos.shape or cos.shape[1] != x.shape[1]:
+        return None
     return cos, sin
 
 

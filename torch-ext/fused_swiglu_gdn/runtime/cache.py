@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import Any, Callable, Optional
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 from . import dispatch
 
@@ -169,7 +170,9 @@ class CallCache:
 
 def undisturbed() -> bool:
     """Whether a plan may serve a public call: nothing is traced, recorded or forced, and torch has
-    no modes that its guards do not see, as FakeTensorMode."""
+    no modes that its guards do not see, as FakeTensorMode or forward derivatives."""
     if dispatch.forced is not None or dispatch.records or TensorGuards is None:
+        return False
+    if forward_ad._current_level >= 0:
         return False
     return not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()

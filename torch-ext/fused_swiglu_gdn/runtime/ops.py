@@ -9,6 +9,7 @@ import typing
 from typing import Callable, Optional, Tuple
 
 import torch
+import torch.autograd.forward_ad as forward_ad
 from torch.autograd.graph import increment_version
 from torch.library import CustomOpDef
 
@@ -176,6 +177,8 @@ def run(
         needed = dispatch.backward_of(operation) if grad else operation
         kernels = dispatch.has_kernels(family, needed, where.type, where.index)
         return op(*args) if kernels else reference(*args)
+    if forward_ad._current_level >= 0:  # no kernel has a derivative of this kind
+        return reference(*args)
     launch = dispatch.choose(family, operation, grad, args)
     if launch is None:
         return reference(*args)
