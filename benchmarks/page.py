@@ -12,7 +12,19 @@ import textwrap
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List, Tuple
 
-from records import GATES, OURS, RESULTS, Case, case, cases, errors, load, machine, title_of
+from records import (
+    GATES,
+    OURS,
+    RESULTS,
+    Case,
+    case,
+    cases,
+    errors,
+    load,
+    machine,
+    title_of,
+    whole_name,
+)  # fmt: skip
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = "docs/benchmarks.md"
@@ -116,6 +128,11 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "Qwen3.5-4B's layer and a model of 24 layers with random weights, bf16, before and after "
         "`kernelize`. Eager times are those of the clock, host included.",
     ),
+    "whole_models": (
+        "Whole models",
+        "Llama with 8 layers of the 8B model's sizes and Qwen3.5 with 16 layers of the 4B model's, "
+        "random weights, bf16, before and after `kernelize`: the host included.",
+    ),
     "generate": (
         "Generating on a static cache",
         "A token inside transformers' `generate` on a static cache, greedy, 128 tokens after a "
@@ -144,22 +161,22 @@ SUMMARY: List[Summary] = [
      "ours", "liger"),
     ("SwiGLU forward, K 1024, N 3072, 128 tokens", "swiglu_fwd", "K 1024, N 3072, 128 tokens",
      "ours", "gemm"),
-    ("SwiGLU MLP, training step, K 4096, N 14336, 8192 tokens", "swiglu_training",
-     "K 4096, N 14336, 8192 tokens", "ours", "liger"),
     ("GDN prefill, 16/64 heads, 2048 tokens", "gdn_chunk_flashinfer",
      "16/64 heads, 2048 tokens, slow gates", OURS["hopper"], "flashinfer"),
     ("GDN prefill, 16/64 heads, 32768 tokens", "gdn_chunk_fla",
      "16/64 heads, 32768 tokens, slow gates", OURS["hopper"], "fla"),
-    ("GDN prefill, 2/8 heads, 8192 tokens", "gdn_chunk_few_heads_fla",
-     "2/8 heads, 8192 tokens, slow gates", OURS["hopper"], "fla"),
     ("GDN decode, 16/32 heads, batch 64, fp32 state [V, K]", "gdn_recurrent",
      "16/32 heads, batch 64, fp32 state [V, K]", "ours", "flashinfer"),
     ("GDN gradient, 16/32 heads, 32768 tokens, eager", "gdn_backward_flashqla",
      "16/32 heads, 32768 tokens, an eager call", "ours", "flashqla"),
-    ("GDN layer, training step, 8192 tokens", "gdn_layer_training",
-     "layer, 8192 tokens, training step", "ours", "transformers"),
-    ("24-layer hybrid model, one token, CUDA graph", "models",
-     "model, token, batch 1, CUDA graph", "ours", "transformers"),
+    ("Llama, 8 layers, training step of 4096 tokens", "whole_models",
+     "Llama, 8 layers, training step of 4096, eager", "ours", "transformers"),
+    ("Qwen3.5, 16 layers, prompt of 8192 tokens", "whole_models",
+     "Qwen3.5, 16 layers, prompt of 8192, eager", "ours", "transformers"),
+    ("Qwen3.5, 16 layers, one token, eager", "whole_models",
+     "Qwen3.5, 16 layers, token, batch 1, eager", "ours", "transformers"),
+    ("Qwen3.5-35B-A3B, 8 layers, prompt of 8192 tokens", "mixtures",
+     "Qwen3.5-35B-A3B, prompt of 8192, eager", "ours", "transformers"),
 ]  # fmt: skip
 
 
@@ -281,8 +298,9 @@ def of_expert_limits(record: dict) -> str:
 
 
 def of_expert_first_calls(record: dict) -> str:
-    found = record["first_calls"].items()
-    return table(["in a new process", "seconds"], [[what, f"{s:.4f}"] for what, s in found])
+    found = record.get("first_calls", {}).items()
+    rows = [[what, f"{seconds:.4f}"] for what, seconds in found]
+    return table(["in a new process", "seconds"], rows) if rows else ""
 
 
 def of_errors_and_host(record: dict) -> str:
@@ -311,6 +329,18 @@ def of_launches(record: dict) -> str:
         if "launches" in row
     ]
     return table(["kernels launched", "transformers with FLA", "ours"], rows)
+
+
+def of_whole(record: dict) -> str:
+    rows = []
+    for row in record["rows"]:
+        cells = [whole_name(row)]
+        for key, form in (("launches", "{}"), ("busy_ms", "{:.2f}"), ("peak_GiB", "{:.1f}")):
+            found = row.get(key)
+            sides = () if found is None else (found["transformers"], found["ours"])
+            cells.append(" -> ".join(form.format(side) for side in sides))
+        rows.append(cells)
+    return table(["transformers -> ours", "launches", "GPU busy, ms", "peak memory, GiB"], rows)
 
 
 def of_first_calls(record: dict) -> str:
@@ -344,6 +374,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "gdn_layer_training": [of_memory],
     "models": [of_launches],
     "mixtures": [of_launches],
+    "whole_models": [of_whole],
     "first_call": [of_first_calls],
     "train_bytes": [of_training],
 }
@@ -363,8 +394,7 @@ def section(record: dict) -> Iterator[str]:
     if found:
         yield of_cases(found)
     more = next((makers for start, makers in MORE.items() if name.startswith(start)), [])
-    for make in more:
-        yield make(record)
+    yield from filter(None, (make(record) for make in more))
     if not found and not more:
         raise ValueError(f"benchmarks/results/{name}.json has no table: see records.py, page.py")
     if (RESULTS / f"{name}.png").exists():

@@ -136,6 +136,20 @@ def models(record: dict) -> Iterator[Case]:
                 yield split(label, us, {"ours": "ours"}, record)
 
 
+WHOLE = {"llama": "Llama, 8 layers", "qwen3_5": "Qwen3.5, 16 layers"}
+
+
+def whole_name(row: dict) -> str:
+    model, what = row["what"].split(": ")
+    return f"{WHOLE[model]}, {what}"
+
+
+def whole_models(record: dict) -> Iterator[Case]:
+    for row in record["rows"]:
+        us = {name: t * 1e3 for name, t in row["ms"].items()}
+        yield split(f"{whole_name(row)}, eager", us, {"ours": "ours"}, record)
+
+
 def plain(record: dict) -> Iterator[Case]:
     for row in record["rows"]:
         if "us" in row:
@@ -152,6 +166,8 @@ READERS = {  # by the beginning of the record's name
     "gdn_backward": gdn_backward,
     "gdn_layer_training": gdn_layer_training,
     "models": models,
+    "mixtures": models,
+    "whole_models": whole_models,
 }
 
 
