@@ -1,0 +1,75 @@
+"""Adapters of the peft package: kernelized models with them give what they gave."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from conftest import ROOT
+from test_model_layers import SOME, assert_same, kinds_of, logits, serving
+from tiny_models import random_model, tokens
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore")
+PLACES = {
+    "mlp": ["gate_proj", "up_proj", "down_proj"],
+    "attention": ["q_proj", "v_proj", "o_proj"],
+    "all": "all-linear",
+}
+
+
+def adapted(name: str, places: str):
+    """A model with adapters that change something, as freshly made ones do not."""
+    config = peft.LoraConfig(r=4, target_modules=PLACES[places], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(random_model(name), config)
+    for n, p in model.named_parameters():
+        if "lora_B" in n:
+            torch.nn.init.normal_(p, std=0.05)
+    return model
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("name", SOME)
+def test_values_and_gradients(kernel, name, places):
+    model = adapted(name, places)
+    served = copy.deepcopy(model)
+    assert {"RMSNorm", "Attention", "DecoderLayer", "SwiGLUMLP"} <= kinds_of(
+        kernel.kernelize(served)
+    )
+    ids = tokens(2, 19)
+    with serving():
+        out = logits(served, ids)
+        served.train()(ids, labels=ids).loss.backward()
+    assert_same(out, logits(model, ids))
+    model.train()(ids, labels=ids).loss.backward()
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    assert gradients and all("lora" in n for n in gradients)
+    for n, p in served.named_parameters():
+        assert (p.grad is None) == (n not in gradients)
+        if p.grad is not None:
+            torch.testing.assert_close(p.grad, gradients[n], rtol=1e-3, atol=1e-6)
+
+
+def test_adapters_that_are_switched(kernel):
+    """Off, merged, unmerged and taken out after kernelize, each has its own logits."""
+    model = adapted("llama", "all")
+    served, ids = copy.deepcopy(model), tokens(2, 9)
+    kernel.kernelize(served)
+    with model.disable_adapter(), served.disable_adapter(), serving():
+        assert_same(logits(served, ids), logits(model, ids))
+    plain = logits(model, ids)
+    for change in ("merge_adapter", "unmerge_adapter"):
+        getattr(served, change)()
+        with serving():
+            assert_same(logits(served, ids), plain)
+    with serving():
+        assert_same(logits(served.merge_and_unload(), ids), plain)
+
+
+def test_the_example(kernel, capsys):
+    spec = importlib.util.spec_from_file_location("example", ROOT / "examples/finetune_lora.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    before, after = example.run(kernel, "cpu", steps=3)
+    assert before == pytest.approx(after, rel=1e-4) and before[-1] < before[0]
+    assert "seconds a step" in capsys.readouterr().out
