@@ -63,10 +63,11 @@ def forward_of(form: AttentionForm) -> Callable:
     kind, names = form.kind, form.names
 
     def forward(self, *args, **kwargs):
-        found = None
-        if not torch.compiler.is_compiling():
-            given = {**kwargs, **dict(zip(names, args))} if args else kwargs
-            found = _serve(self, form, given)
+        x = args[0] if args else kwargs.get("hidden_states")
+        if torch.compiler.is_compiling() or dispatch.idle(x):
+            return kind.forward(self, *args, **kwargs)
+        given = {**kwargs, **dict(zip(names, args))} if args else kwargs
+        found = _serve(self, form, given)
         return kind.forward(self, *args, **kwargs) if found is None else found
 
     forward.__signature__ = inspect.signature(kind.forward)
