@@ -133,6 +133,7 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "Llama with 8 layers of the 8B model's sizes and Qwen3.5 with 16 layers of the 4B model's, "
         "random weights, bf16, before and after `kernelize`: the host included.",
     ),
+    "whole_models_training": ("Training steps of whole models", "The same models."),
     "generate": (
         "Generating on a static cache",
         "A token inside transformers' `generate` on a static cache, greedy, 128 tokens after a "
@@ -169,7 +170,7 @@ SUMMARY: List[Summary] = [
      "16/32 heads, batch 64, fp32 state [V, K]", "ours", "flashinfer"),
     ("GDN gradient, 16/32 heads, 32768 tokens, eager", "gdn_backward_flashqla",
      "16/32 heads, 32768 tokens, an eager call", "ours", "flashqla"),
-    ("Llama, 8 layers, training step of 4096 tokens", "whole_models",
+    ("Llama, 8 layers, training step of 4096 tokens", "whole_models_training",
      "Llama, 8 layers, training step of 4096, eager", "ours", "transformers"),
     ("Qwen3.5, 16 layers, prompt of 8192 tokens", "whole_models",
      "Qwen3.5, 16 layers, prompt of 8192, eager", "ours", "transformers"),
