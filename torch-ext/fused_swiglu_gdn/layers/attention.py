@@ -4,7 +4,6 @@ Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a
 """
 
 import functools
-import inspect
 import sys
 from types import BuiltinFunctionType
 from typing import Callable, NamedTuple, Optional, Tuple
@@ -16,7 +15,8 @@ from torch import nn
 from ..attention import ops
 from ..attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
 from ..runtime import dispatch
-from .norm import does_nothing, parameters_of_norm, serves
+from .forward import forward_by
+from .norm import does_nothing, parameters_of_norm
 from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS
 from .projections import projected, projections
@@ -60,25 +60,14 @@ class AttentionForm(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: AttentionForm) -> Callable:
     """A forward for the modules of a class: ours, or the class's own where that differs."""
-    kind, names = form.kind, form.names
-
-    def forward(self, *args, **kwargs):
-        x = args[0] if args else kwargs.get("hidden_states")
-        if torch.compiler.is_compiling() or dispatch.idle(x):
-            return kind.forward(self, *args, **kwargs)
-        given = {**kwargs, **dict(zip(names, args))} if args else kwargs
-        found = _serve(self, form, given)
-        return kind.forward(self, *args, **kwargs) if found is None else found
-
-    forward.__signature__ = inspect.signature(kind.forward)
-    forward.__qualname__ = "Attention.forward"
-    return forward
+    return forward_by(form, _serve, "Attention")
 
 
-def _serve(attention: nn.Module, form: AttentionForm, given: dict) -> Optional[tuple]:
+def _serve(
+    attention: nn.Module, form: AttentionForm, x: torch.Tensor, given: dict
+) -> Optional[tuple]:
     """What the module gives for these arguments; None if it has to compute that itself."""
-    x = given.get("hidden_states")
-    if not serves(x) or x.ndim != 3 or torch.is_autocast_enabled(x.device.type):
+    if x.ndim != 3 or torch.is_autocast_enabled(x.device.type):
         return None
     if not (form.pinned.unchanged(attention) and has_values(attention, form.guards)):
         return None

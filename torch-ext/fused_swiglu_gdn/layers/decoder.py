@@ -4,14 +4,13 @@ What a layer returns is the true hidden state, for whoever looks at it.
 """
 
 import functools
-import inspect
 from typing import Callable, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 
-from ..runtime import dispatch
-from .norm import does_nothing, fits, normed, parameters_of_norm, serves
+from .forward import forward_by
+from .norm import does_nothing, fits, normed, parameters_of_norm
 from .pinned import Pinned, has_values
 
 
@@ -52,24 +51,13 @@ class LayerForm(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: LayerForm) -> Callable:
     """A forward for the layers of a class: ours, or the class's own where that differs."""
-    kind, names = form.kind, form.names
-
-    def forward(self, *args, **kwargs):
-        x = args[0] if args else kwargs.get("hidden_states")
-        if torch.compiler.is_compiling() or dispatch.idle(x):
-            return kind.forward(self, *args, **kwargs)
-        given = {**kwargs, **dict(zip(names, args))} if args else kwargs
-        y = _serve(self, form, given)
-        return kind.forward(self, *args, **kwargs) if y is None else y
-
-    forward.__signature__ = inspect.signature(kind.forward)
-    forward.__qualname__ = "DecoderLayer.forward"
-    return forward
+    return forward_by(form, _serve, "DecoderLayer")
 
 
-def _serve(layer: nn.Module, form: LayerForm, given: dict) -> Optional[torch.Tensor]:
-    x = given.get("hidden_states")
-    if not serves(x) or not form.pinned.unchanged(layer) or not has_values(layer, form.guards):
+def _serve(
+    layer: nn.Module, form: LayerForm, x: torch.Tensor, given: dict
+) -> Optional[torch.Tensor]:
+    if not form.pinned.unchanged(layer) or not has_values(layer, form.guards):
         return None
     parts = layer.__dict__["_modules"]
     for name in form.dropouts:

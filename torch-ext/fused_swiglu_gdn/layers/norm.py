@@ -89,9 +89,7 @@ def forward_of(form: NormForm) -> Callable:
 
     def forward(self, *args, **kwargs):
         x = args[0] if len(args) == 1 and not kwargs else kwargs.get(argument)
-        if torch.compiler.is_compiling() or dispatch.idle(x):
-            return kind.forward(self, *args, **kwargs)
-        if len(args) + len(kwargs) != 1 or not serves(x):
+        if len(args) + len(kwargs) != 1 or torch.compiler.is_compiling() or not serves(x):
             return kind.forward(self, *args, **kwargs)
         found = _parameters(self, form)
         if found is None or not fits(x, found[0]):

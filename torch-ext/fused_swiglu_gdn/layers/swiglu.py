@@ -167,8 +167,6 @@ def forward_of(form: Form) -> Callable:
             x = kwargs[argument]
         else:
             return kind.forward(self, *args, **kwargs)  # raises, as ever
-        if not torch.compiler.is_compiling() and dispatch.idle(x):
-            return kind.forward(self, x)
         same = kind.forward is own and own.__code__ is code
         y = serve(self, x, roles) if same else None
         return kind.forward(self, x) if y is None else y

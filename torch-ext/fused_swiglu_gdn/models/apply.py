@@ -67,7 +67,8 @@ def kernelize(
 
     Raises:
         TypeError: model is no nn.Module.
-        ValueError: mode, only or skip is no known word.
+        ValueError: mode, only or skip is no known word; with cp_group, a Gated DeltaNet layer
+            cannot be served.
     """
     _check_model("kernelize", model)
     training = _is_training(model, mode)

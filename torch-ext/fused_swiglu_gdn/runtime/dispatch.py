@@ -96,12 +96,6 @@ def serves(family: str, operation: str, x: torch.Tensor) -> bool:
     return _has_kernels(family, operation, where)
 
 
-def idle(x) -> bool:
-    """No kernel serves x, whatever is asked: it is on a CPU, and nobody is forced to. For layers
-    that cost nothing there."""
-    return getattr(x, "is_cpu", False) and forced is None and not _folders("cpu", None)
-
-
 def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Optional[Callable]]:
     """The first folder, and its launcher, that takes operation(*args)."""
     where = args[0].device
