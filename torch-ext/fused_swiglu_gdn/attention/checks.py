@@ -2,11 +2,13 @@
 
 import torch
 
+from ..norm.checks import CASTING_MODES
 from ..runtime.checks import (
     FLOATING,
     agrees,
     has_dtype,
     has_shape,
+    has_shape_of,
     is_floating,
     is_number,
     is_one_of,
@@ -15,15 +17,8 @@ from ..runtime.checks import (
     same_device,
 )
 
-CASTING_MODES, NORMS = ("llama", "gemma"), ("head", "all")
+NORMS = ("head", "all")
 COUNTS = (torch.int32, torch.int64)
-
-
-def _finite(name, value) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    if value != value or value in (float("inf"), -float("inf")):
-        raise ValueError(f"{name} must be finite, got {value}")
 
 
 def _tables(cos, sin, q, sizes) -> None:
@@ -81,7 +76,7 @@ def fused_qk_norm_rope(
     agrees("k", k, "q", q)
     is_number("eps", eps, "non-negative")
     is_one_of("casting_mode", casting_mode, CASTING_MODES)
-    _finite("offset", offset)
+    is_number("offset", offset)
     is_one_of("norm", norm, NORMS)
     _tables(cos, sin, q, sizes)
     for name, weight, heads in (("q_weight", q_weight, "HQ"), ("k_weight", k_weight, "HK")):
@@ -106,9 +101,7 @@ def fused_qk_norm_rope(
 def sigmoid_gate(x, gate) -> None:
     is_tensor("x", x)
     is_floating("x", x)
-    is_tensor("gate", gate)
-    if gate.shape != x.shape:
-        raise ValueError(f"gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}")
+    has_shape_of("gate", gate, "x", x)
     is_floating("gate", gate)
     same_device("gate", gate, "x", x)
 
@@ -139,4 +132,4 @@ def attention_with_kvcache(
         if sizes["N"] not in (1, sizes["B"]):
             raise ValueError(f"attention_mask must have batch {sizes['B']} or 1, got {sizes['N']}")
     if softmax_scale is not None:
-        _finite("softmax_scale", softmax_scale)
+        is_number("softmax_scale", softmax_scale)

@@ -11,6 +11,7 @@ from ..runtime.checks import (
     are_flags,
     has_dtype,
     has_shape,
+    has_shape_of,
     holds_cu_seqlens,
     is_cu_seqlens,
     is_floating,
@@ -208,5 +209,4 @@ def aiter_options(
     if o is not None:
         is_tensor("o", o)
         agrees("o", o, "v", v)
-        if o.shape != v.shape:
-            raise ValueError(f"o must have the shape of v, {list(v.shape)}, got {list(o.shape)}")
+        has_shape_of("o", o, "v", v)

@@ -7,6 +7,7 @@ from ..runtime.checks import (
     are_flags,
     has_dtype,
     has_shape,
+    has_shape_of,
     holds_cu_seqlens,
     is_cu_seqlens,
     is_floating,
@@ -91,9 +92,7 @@ def causal_conv1d_update(x, conv_state, weight, bias, activation) -> None:
 def rms_norm_gated(x, gate, weight, eps, activation) -> None:
     is_tensor("x", x)
     is_floating("x", x)
-    is_tensor("gate", gate)
-    if gate.shape != x.shape:
-        raise ValueError(f"gate must have the shape of x, {list(x.shape)}, got {list(gate.shape)}")
+    has_shape_of("gate", gate, "x", x)
     is_floating("gate", gate)
     same_device("gate", gate, "x", x)
     has_shape("weight", weight, "D", {"D": x.shape[-1] if x.ndim else 0})

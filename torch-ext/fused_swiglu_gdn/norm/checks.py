@@ -3,6 +3,7 @@
 from ..runtime.checks import (
     agrees,
     has_shape,
+    has_shape_of,
     is_floating,
     is_number,
     is_one_of,
@@ -25,11 +26,7 @@ def rms_norm(x, weight, residual, eps, casting_mode, offset) -> None:
         is_floating("weight", weight)
         same_device("weight", weight, "x", x)
     if residual is not None:
-        is_tensor("residual", residual)
-        if residual.shape != x.shape:
-            raise ValueError(
-                f"residual must have the shape of x, {list(x.shape)}, got {list(residual.shape)}"
-            )
+        has_shape_of("residual", residual, "x", x)
         agrees("residual", residual, "x", x)
     is_number("eps", eps, "non-negative")
     is_one_of("casting_mode", casting_mode, CASTING_MODES)

@@ -72,6 +72,15 @@ def has_shape(name: str, x: object, dims: str, sizes: Dict[str, int]) -> None:
     )
 
 
+def has_shape_of(name: str, x: object, first: str, y: torch.Tensor) -> None:
+    """x is a tensor with the shape of y."""
+    is_tensor(name, x)
+    if x.shape != y.shape:
+        raise ValueError(
+            f"{name} must have the shape of {first}, {list(y.shape)}, got {list(x.shape)}"
+        )
+
+
 def has_dtype(name: str, x: torch.Tensor, allowed: Sequence[torch.dtype], why: str = "") -> None:
     if x.dtype not in allowed:
         names = ", ".join(str(dtype).replace("torch.", "") for dtype in allowed)
@@ -109,12 +118,13 @@ def are_flags(**values: object) -> None:
             raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
-def is_number(name: str, value: object, least: str, or_none: str = "") -> None:
-    """A finite float or int; least: "positive" or "non-negative"."""
+def is_number(name: str, value: object, least: str = "", or_none: str = "") -> None:
+    """A finite float or int; least: "positive", "non-negative", or nothing for any."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a float{or_none}, got {type(value).__name__}")
-    if not (value > 0 or value == 0 and least == "non-negative") or not math.isfinite(value):
-        raise ValueError(f"{name} must be {least} and finite, got {value}")
+    enough = {"positive": value > 0, "non-negative": value >= 0}
+    if not enough.get(least, True) or not math.isfinite(value):
+        raise ValueError(f"{name} must be {least + ' and ' if least else ''}finite, got {value}")
 
 
 def is_cu_seqlens(name: str, cu_seqlens: object, like: torch.Tensor) -> None:

@@ -140,7 +140,7 @@ def hand_over(operation: str, launch: Callable, op: Callable, args: tuple):
         _thread.decision = None
 
 
-def plan(family: str, operation: str, args: tuple, needs_grad: bool = False) -> Optional[Callable]:
+def plan(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional[Callable]:
     """A callable that serves all calls like operation(*args), from their tensors; or None.
 
     A kernel module has it as `plan_<operation>`, if at all. "Like" means the same facts of the

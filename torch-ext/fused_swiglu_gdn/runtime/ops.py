@@ -200,7 +200,7 @@ def plan(
     grad = needs_grad(args)
     if grad and not differentiable or not _unwatched(args):
         return None
-    return dispatch.plan(family, operation, args, grad)
+    return dispatch.plan(family, operation, grad, args)
 
 
 def serve(family: str, operation: str, reference: Callable, args: tuple):

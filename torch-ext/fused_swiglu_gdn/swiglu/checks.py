@@ -8,6 +8,7 @@ from ..runtime.checks import (
     agrees,
     are_flags,
     has_shape,
+    has_shape_of,
     is_floating,
     is_one_of,
     is_tensor,
@@ -49,11 +50,7 @@ def fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation) 
 def silu_mul(gate, up, activation) -> None:
     is_tensor("gate", gate)
     is_floating("gate", gate)
-    is_tensor("up", up)
-    if up.shape != gate.shape:
-        raise ValueError(
-            f"up must have the shape of gate, {list(gate.shape)}, got {list(up.shape)}"
-        )
+    has_shape_of("up", up, "gate", gate)
     agrees("up", up, "gate", gate)
     is_one_of("activation", activation, (*ACTIVATIONS, *BY_TORCH, *SAME))
 
