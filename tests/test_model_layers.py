@@ -102,6 +102,9 @@ def test_only_and_skip(kernel):
     for wrong in ({"only": ["norms"]}, {"skip": "norm"}, {"only": "norm"}):
         with pytest.raises(ValueError, match="must be a list of 'mlp', 'gdn'"):
             kernel.kernelize(model, **wrong)
+    for wrong in ({"only": ["mlp"]}, {"skip": ["gdn"]}):  # whose layers would exchange no states
+        with pytest.raises(ValueError, match='must leave "gdn" in where cp_group is given'):
+            kernel.kernelize(model, cp_group="a group", **wrong)
 
 
 def test_restore(kernel):

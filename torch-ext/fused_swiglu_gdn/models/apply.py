@@ -68,14 +68,16 @@ def kernelize(
     Raises:
         TypeError: model is no nn.Module.
         ValueError: mode, only or skip is no known word; with cp_group, a Gated DeltaNet layer
-            cannot be served.
+            cannot or shall not be served.
     """
     _check_model("kernelize", model)
     training = _is_training(model, mode)
     kinds = _kinds(only, skip)
-    restore_attention(model)
     if cp_group is not None:
+        if "gdn" not in kinds:
+            raise ValueError('only and skip must leave "gdn" in where cp_group is given')
         is_group(cp_group)
+    restore_attention(model)
     with as_gathered(model):
         rows = _serve_modules(model, training, kinds)
     if cp_group is not None:
