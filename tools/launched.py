@@ -79,13 +79,13 @@ def with_gradients(forward: Callable, *leaves: torch.Tensor) -> Callable:
 # --- SwiGLU
 
 
-def _swiglu(kernel, M, K=4096, N=14336, dtype=BF16, bias=False, wf=False, activation="silu"):
+def _swiglu(
+    kernel, M, K=4096, N=14336, dtype=BF16, bias=False, wf=False, up_first=False, activation="silu"
+):
+    # the weights in one memory: Hopper's kernel is compiled for which of the two lies first
     x = values(M, K, dtype=dtype)
-    if wf:
-        w = values(K, 2 * N, dtype=dtype)
-        weights = w[:, :N].T, w[:, N:].T
-    else:
-        weights = values(N, K, dtype=dtype), values(N, K, dtype=dtype)
+    w = values(K, 2 * N, dtype=dtype).T if wf else values(2 * N, K, dtype=dtype)
+    weights = w.chunk(2)[::-1] if up_first else w.chunk(2)
     biases = (values(N, dtype=dtype), values(N, dtype=dtype)) if bias else ()
     return lambda: kernel.fused_swiglu(x, *weights, *biases, activation=activation)
 
@@ -98,6 +98,8 @@ for M in (1, 64, 512, 4096):
     call(f"swiglu forward, M {M}, fp16, bias", M=M, dtype=FP16, bias=True, activation="gelu_tanh")(
         _swiglu
     )
+call("swiglu forward, M 512, small, up first", M=512, K=1024, N=3072, up_first=True)(_swiglu)
+call("swiglu forward, M 4096, up first", M=4096, up_first=True)(_swiglu)
 call("swiglu forward, odd sizes", M=33, K=1000, N=3001)(_swiglu)
 call("swiglu forward, three quarters", M=4096, N=14336 - 64)(_swiglu)
 
