@@ -11,8 +11,10 @@ same.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import re
@@ -20,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Iterator, Tuple
+from typing import Iterator, List, Tuple
 
 os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # machine code alone, whatever lines it came from
 
@@ -61,25 +63,32 @@ def _digest(assembly: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _read_cubin(cubin: bytes, report: Report) -> None:
+def _read_cubin(compiled, report: Report, said: str, digest: bool) -> None:
+    """Takes the kernel apart (half a second) where it has wgmmas, or for its digest."""
+    cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = _run("cuobjdump", "--dump-resource-usage", file.name)
-        sass = _run("nvdisasm", "-c", file.name)
+        sass = _run("nvdisasm", "-c", file.name) if digest or "wgmma.mma_async" in ptx else ""
     found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     report.registers, report.spills = int(found.group(1)), int(found.group(2))
     report.hgmma = len(re.findall(r"\bHGMMA\.", sass))
     report.waits = len(re.findall(r"\bWARPGROUP\.DEPBAR", sass))
     report.lost = len(lost_descriptors(sass))
-    report.code = _digest(sass)
+    report.serialized = report.hgmma > 0 and _is_serialized(ptx, said)
+    report.code = _digest(sass) if digest else ""
+    if _reuses_barriers(ptx):
+        report.error = "an mbarrier is never invalidated: Triton may put something else there"
 
 
-def _is_serialized(ptx: str) -> bool:
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        said = _run("ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null", file.name)
+def _is_serialized(ptx: str, said: str) -> bool:
+    """By what ptxas said, or says now where Triton had the kernel from its cache."""
+    if not said:
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(ptx)
+            file.flush()
+            said = _run("ptxas", "-v", "--gpu-name=sm_90a", "-o", "/dev/null", file.name)
     return "wgmma.mma_async instructions are serialized" in said
 
 
@@ -96,38 +105,35 @@ def _read_amdgcn(text: str, report: Report) -> None:
     report.code = _digest(text)
 
 
-def compile_one(call: str, chip: str, record) -> Report:
-    report = Report(call, record.name, chip)
+def compile_one(call: str, chip: str, record, digest: bool = False) -> Report:
+    report, said = Report(call, record.name, chip), io.StringIO()
     try:
-        compiled = triton.compile(record.source(), target=record.target, options=record.options)
+        with triton.knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+            triton.knobs.nvidia.dump_ptxas_log = True
+            compiled = triton.compile(record.source(), target=record.target, options=record.options)
     except Exception as error:  # a kernel that does not compile is a row of the table
         report.error = f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:100]}"
         return report
     report.shared = compiled.metadata.shared
     if (getattr(compiled.metadata, "tmem_size", 0) or 0) > 512:  # ptxas is given a trap instead
         report.error = f"{compiled.metadata.tmem_size} of 512 columns of tensor memory"
-        return report
-    if "cubin" in compiled.asm:
-        _read_cubin(compiled.asm["cubin"], report)
-        report.serialized = report.hgmma > 0 and _is_serialized(compiled.asm["ptx"])
-        if _reuses_barriers(compiled.asm["ptx"]):
-            report.error = "an mbarrier is never invalidated: Triton may put something else there"
+    elif "cubin" in compiled.asm:
+        _read_cubin(compiled, report, said.getvalue(), digest)
     else:
         _read_amdgcn(compiled.asm["amdgcn"], report)
     return report
 
 
-def kernels(chip: str, match: str = "") -> Iterator[Tuple[str, object]]:
-    """(call, record) of each kernel that the calls launch on a chip, once for each that differs."""
-    seen = set()
-    for name in launched.CALLS:
-        if match not in name:
-            continue
-        for record in launched.launches(name, chip):
-            kind = tuple(map(str, (record.name, *record[2:6])))
-            if kind not in seen:
-                seen.add(kind)
-                yield name, record
+def kernels(chip: str, *match: str) -> List[Tuple[str, object]]:
+    """(call, record) of each kernel that the calls launch on a chip, once for each that differs.
+
+    match: only calls whose name holds one of these.
+    """
+    found = {}
+    for call, record in launched.launches(chip, *match):
+        kind = tuple(map(str, (record.name, *record[2:6])))
+        found.setdefault(kind, (call, record))
+    return list(found.values())
 
 
 def compile_chip(chip: str, match: str = "", kernel: str = "") -> Iterator[Report]:
@@ -137,7 +143,7 @@ def compile_chip(chip: str, match: str = "", kernel: str = "") -> Iterator[Repor
         torch.version.hip = "pretended"
     for name, record in kernels(chip, match):
         if kernel in record.name:
-            yield compile_one(name, chip, record)
+            yield compile_one(name, chip, record, digest=True)
 
 
 def print_row(*cells) -> None:

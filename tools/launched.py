@@ -38,12 +38,20 @@ def call(name: str, **options) -> Callable:
     return add
 
 
-def launches(name: str, chip: str) -> List:
-    """What a call launches on a chip: records of runtime/recording.py."""
+def launches(chip: str, *match: str) -> List[Tuple[str, object]]:
+    """(call, record of runtime/recording.py) of each launch on a chip.
+
+    match: only of calls whose name holds one of these.
+    """
     recording, device = submodule("runtime.recording"), submodule("runtime.device")
+    kernel = load_package()
+    found = []
     with recording.recorded(device.Chip(*CHIPS[chip])) as records:
-        CALLS[name](load_package())()
-    return records
+        for name, make in CALLS.items():
+            if not match or any(words in name for words in match):
+                make(kernel)()
+                found += [(name, record) for record in records[len(found) :]]
+    return found
 
 
 # On the CPU an operator's body runs (on meta tensors its fake would), and memory that nobody
@@ -71,7 +79,8 @@ def rows(count: int, dtype) -> torch.Tensor:
 def with_gradients(forward: Callable, *leaves: torch.Tensor) -> Callable:
     def step():
         y = forward()
-        return torch.autograd.grad(y, leaves, torch.ones_like(y))
+        dy = torch.empty_like(y) if DEVICE == "cpu" else torch.ones_like(y)
+        return torch.autograd.grad(y, leaves, dy)
 
     return step
 
