@@ -214,6 +214,21 @@ BAD = [
         ValueError,
         ["inplace_final_state", "True", "state_indices"],
     ),
+    (recurrent(null_index=1), ValueError, ["null_index", "-1 or 0", "1"]),
+    (recurrent(null_index=False), ValueError, ["null_index", "-1 or 0", "False"]),
+    (
+        recurrent(**POOL, state_indices=ints(1, 1), inplace_final_state=True, null_index=0),
+        ValueError,
+        ["state_indices", "twice", "1, 1"],
+    ),
+    (recurrent(out=1.0), TypeError, ["out", "torch.Tensor", "float"]),
+    (recurrent(out=torch.ones(2, 8, 4, 6)), ValueError, ["out", "shape of v", "[2, 8, 4, 6]"]),
+    (recurrent(out=torch.ones(2, 8, 4, 5).half()), TypeError, ["out", "dtype of v", "float16"]),
+    (
+        recurrent(out=torch.ones(1, 8, 4, 5).expand(2, -1, -1, -1)),
+        ValueError,
+        ["out", "memory for each element", "[0, 20, 5, 1]"],
+    ),
     # forward only
     (
         opt(q=torch.ones(2, 8, 2, 6, requires_grad=True)),

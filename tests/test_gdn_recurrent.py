@@ -14,7 +14,7 @@ STATE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 def arguments(
     B, T, H, HV, K, V, dtype=torch.float32, device="cpu", *, raw=False, cu=None, v_first=False,
     l2norm=True, read=None, write=None, pool=0, state=torch.float32, final=True, inplace=False,
-    all_states=False, gates="slow", seed=0,
+    all_states=False, null=-1, out=None, gates="slow", seed=0,
 ):  # fmt: skip
     """Fields of a RecurrentCall by name; raw says that gates come before their functions."""
     x = gdn_inputs(B, T, H, HV, K, V, dtype, device, seed, gates)
@@ -39,6 +39,7 @@ def arguments(
         "state_indices": indices(read),
         "output_state_indices": indices(write),
         "cu_seqlens": None if cu is None else indices(cu).int(),
+        "out": out,
         "scale": K**-0.5,
         "use_qk_l2norm": l2norm,
         "use_beta_sigmoid": raw,
@@ -47,6 +48,7 @@ def arguments(
         "output_final_state": final,
         "inplace": inplace,
         "all_states": all_states,
+        "null_index": null,
     }
 
 
@@ -190,6 +192,38 @@ class Kernel:
         x["initial_state"] = wider[:, 1]
         check(x)
         assert (wider[:, 0] == 7.0).all() and (wider[:, 2] == 7.0).all()
+
+    @pytest.mark.parametrize("T", [1, 2])
+    @pytest.mark.parametrize("write", [None, [1, 5, 2, 0]], ids=str)
+    def test_null_row(self, T, write, v_first):
+        """Where row 0 is nobody's, an index of 0 is what a negative one is elsewhere."""
+        options = {"pool": 8, "inplace": True, "v_first": v_first, "device": self.device}
+        nobody = None if write is None else [row or -1 for row in write]
+        x = arguments(4, T, 1, 2, 16, 16, read=[3, 0, -1, 6], write=write, null=0, **options)
+        y = arguments(4, T, 1, 2, 16, 16, read=[3, -1, -1, 6], write=nobody, **options)
+        for inputs in (x, y):
+            inputs["q"][1] = float("nan")
+            inputs["initial_state"][0] = float("nan")
+        ref_o, ref_pool = reference.gdn_recurrent_fwd(call({**wide(x), "q": x["q"].nan_to_num()}))
+        o, pool = run(x)
+        assert_close(o, ref_o)
+        assert relative_error(pool[1:], ref_pool[1:]) < 2e-6
+        want, want_pool = run(y)
+        assert torch.equal(o, want) and not o[1:3].any()
+        assert torch.equal(pool[1:], want_pool[1:]) and pool[0].isnan().all()
+
+    @pytest.mark.parametrize("T", [1, 2])
+    @pytest.mark.parametrize("dense", [True, False])
+    def test_out(self, T, dense, v_first):
+        """o goes where it is wanted, and nothing beside it is written."""
+        x = arguments(2, T, 1, 2, 16, 16, DTYPES[1], self.device, v_first=v_first)
+        o, state = run(x)
+        room = torch.full((2, T + 1, 3, 16), 7.0, dtype=o.dtype, device=self.device)
+        x["out"] = torch.full_like(o, float("nan")) if dense else room[:, 1:, :2]
+        mine, after = run(x)
+        assert mine is x["out"] and torch.equal(mine, o) and torch.equal(after, state)
+        room[:, 1:, :2] = 7.0
+        assert (room == 7.0).all()
 
     @pytest.mark.parametrize("T", [1, 3] if INTERPRETING else [1, 3, 8])
     def test_every_state(self, T, v_first):

@@ -29,8 +29,9 @@ def test_opcheck_rule(device, pool, packed):
         gdn._gdn_chunk_fwd, (*first, *states, indices, cu, *chunk), test_utils=CHECKS
     )
     recurrent = gdn.RecurrentOptions(**options, inplace=pool)
+    out = torch.empty_like(first[2]) if pool else None
     torch.library.opcheck(
-        gdn._gdn_recurrent_fwd, (*first, *states, indices, None, cu, *recurrent),
+        gdn._gdn_recurrent_fwd, (*first, *states, indices, None, cu, out, *recurrent),
         test_utils=CHECKS,
     )  # fmt: skip
 
@@ -47,7 +48,7 @@ def test_opcheck_checkpoints_and_all_states(device):
     )
     recurrent = gdn.RecurrentOptions(**options, all_states=True)
     torch.library.opcheck(
-        gdn._gdn_recurrent_fwd, (*first, state, None, None, None, None, *recurrent),
+        gdn._gdn_recurrent_fwd, (*first, state, None, None, None, None, None, *recurrent),
         test_utils=CHECKS,
     )  # fmt: skip
 
@@ -88,6 +89,14 @@ def test_compiled_functions_have_one_graph(kernel, device, grad):
             q[:, :1], k[:, :1], v[:, :1], g[:, :1], beta[:, :1],
             initial_state=state, output_final_state=True,
         )  # fmt: skip
+        if not grad:
+            out, pool = torch.zeros_like(y), torch.stack([state[0]] * 3)
+            kernel.fused_recurrent_gated_delta_rule(
+                q[:, :1], k[:, :1], v[:, :1], g[:, :1], beta[:, :1], initial_state=pool, out=out,
+                state_indices=torch.tensor([2, 0], device=device)[: len(q)], null_index=0,
+                inplace_final_state=True,
+            )  # fmt: skip
+            y = y + out * pool[2, 0, 0, 0]
         z = kernel.fused_swiglu(o, v[0, :16, 0], v[0, 16:32, 0])
         return kernel.rms_norm_gated(z, o, v[0, 0, 0]), y, state
 

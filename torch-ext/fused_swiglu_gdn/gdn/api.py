@@ -176,6 +176,8 @@ def fused_recurrent_gated_delta_rule(
     output_state_indices: Optional[Tensor] = None,
     inplace_final_state: bool = False,
     output_all_states: bool = False,
+    null_index: int = -1,
+    out: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """The gated delta rule token by token: for decoding, one or a few tokens a sequence.
 
@@ -192,6 +194,10 @@ def fused_recurrent_gated_delta_rule(
             state_indices) and that tensor is returned.
         output_all_states: return the state after every token, [B, T, HV, K, V], for speculative
             decoding: the state to go on from is the one after the last token that was accepted.
+        null_index: -1, or 0 for pools whose row 0 is nobody's, as in vLLM: an index up to this one
+            skips the sequence, or in output_state_indices the write.
+        out: [B, T, HV, V], the dtype of v: o is written there, and `out` is returned. It shares no
+            memory with the other tensors. One that is not contiguous is written by a copy.
 
     Returns:
         o [B, T, HV, V], the dtype of q, and the final state, fp32 [N, HV, K, V] (or as the last
@@ -210,14 +216,24 @@ def fused_recurrent_gated_delta_rule(
         ... )
         >>> o.shape, new is state
         (torch.Size([3, 1, 4, 32]), True)
+
+        Rows 2 and 1 of a pool, and a place of the batch that nobody has:
+
+        >>> pool, out = torch.zeros(4, HV, K, V), torch.empty(B, 1, HV, V)
+        >>> o, _ = fused_recurrent_gated_delta_rule(
+        ...     q, k, v, g, beta, initial_state=pool, state_indices=torch.tensor([2, 0, 1]),
+        ...     inplace_final_state=True, null_index=0, out=out,
+        ... )
+        >>> o is out, [bool(row.any()) for row in pool], bool(o[1].any())
+        (True, [False, True, True, False], False)
     """
     tensors = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-        cu_seqlens,
+        cu_seqlens, out,
     )  # fmt: skip
     kind = (
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        state_v_first, output_final_state, inplace_final_state, output_all_states,
+        state_v_first, output_final_state, inplace_final_state, output_all_states, null_index,
         use_gate_in_kernel,
     )  # fmt: skip
     plan = _decoding.find(tensors, kind) if undisturbed() else None
@@ -238,6 +254,7 @@ def _checked_recurrent(call: RecurrentCall, use_gate: bool) -> RecurrentCall:
     checks.are_flags(
         inplace_final_state=call.options.inplace, output_all_states=call.options.all_states
     )
+    checks.null_index(call.options.null_index)
     g, beta = call.g, call.beta
     if g is None:
         g = v.new_zeros(v.shape[:3], dtype=torch.float32)

@@ -47,6 +47,7 @@ class RecurrentOptions(NamedTuple):
     output_final_state: bool = False
     inplace: bool = False  # the final states overwrite initial_state, or rows of it
     all_states: bool = False  # the states after every token are returned
+    null_index: int = -1  # rows of the pool up to this one are nobody's
 
     beta_max = property(_beta_max)
 
@@ -120,4 +121,5 @@ class RecurrentCall(NamedTuple):
     state_indices: Optional[Tensor]  # [N], rows of the pool to start from
     output_state_indices: Optional[Tensor]  # [N], rows of the pool to write, if not the same
     cu_seqlens: Optional[Tensor]  # [N + 1]
+    out: Optional[Tensor]  # [B, T, HV, V], what o is written to
     options: RecurrentOptions

@@ -31,7 +31,8 @@ def gated_delta_rule(call, use_gate_in_kernel: bool) -> None:
     if call.cu_seqlens is not None:
         holds_cu_seqlens("cu_seqlens", call.cu_seqlens, call.T)
     if call.state_indices is not None:
-        _rows("state_indices", call.state_indices, call.initial_state.shape[0])
+        null = getattr(call.options, "null_index", -1)
+        _rows("state_indices", call.state_indices, call.initial_state.shape[0], null)
 
 
 @remembered
@@ -129,11 +130,11 @@ def _indices(name: str, indices, call, sizes) -> None:
     same_device(name, indices, "q", call.q)
 
 
-def _rows(name: str, indices: torch.Tensor, rows: int) -> None:
+def _rows(name: str, indices: torch.Tensor, rows: int, null: int) -> None:
     """Pool rows are in range and written once."""
     if not readable(indices):
         return
-    values = [row for row in indices.tolist() if row >= 0]
+    values = [row for row in indices.tolist() if row > null]
     if any(row >= rows for row in values):
         raise ValueError(f"{name} must be below the {rows} rows of the pool, got {max(values)}")
     if len(set(values)) != len(values):
@@ -174,13 +175,31 @@ def decode_states(call) -> None:
         _indices("output_state_indices", call.output_state_indices, call, {"N": call.N})
         if call.state_indices is None:
             raise ValueError("state_indices must be given when output_state_indices is")
-        _rows("output_state_indices", call.output_state_indices, call.initial_state.shape[0])
+        rows = call.initial_state.shape[0]
+        _rows("output_state_indices", call.output_state_indices, rows, call.options.null_index)
     if inplace and call.initial_state is None:
         raise ValueError("initial_state must be given when inplace_final_state is True, got None")
     if inplace and all_states:
         raise ValueError("output_all_states must be False when inplace_final_state is True")
     if call.state_indices is not None and not inplace and not all_states:
         raise ValueError("inplace_final_state must be True when state_indices is given")
+    if call.out is not None:
+        is_written("out", call.out, call.v)
+
+
+def null_index(value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value not in (-1, 0):
+        raise ValueError(f"null_index must be -1 or 0, the row up to which all are, got {value!r}")
+
+
+def is_written(name: str, out: object, like: torch.Tensor) -> None:
+    """What an output that is like this tensor can be written to."""
+    has_shape_of(name, out, "v", like)
+    agrees(name, out, "v", like)
+    if any(step == 0 and size > 1 for step, size in zip(out.stride(), out.shape)):
+        raise ValueError(
+            f"{name} must have memory for each element, got strides {list(out.stride())}"
+        )
 
 
 def aiter_options(
@@ -207,6 +226,4 @@ def aiter_options(
     if inplace_final_state and initial_state_indices is None:
         raise ValueError("initial_state_indices must be given when inplace_final_state is True")
     if o is not None:
-        is_tensor("o", o)
-        agrees("o", o, "v", v)
-        has_shape_of("o", o, "v", v)
+        is_written("o", o, v)

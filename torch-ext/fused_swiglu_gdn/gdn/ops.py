@@ -108,7 +108,7 @@ def plan_gdn_chunk(call: GdnCall):
     return train
 
 
-@operator("gdn_recurrent_fwd", mutates_args=("state_pool",))
+@operator("gdn_recurrent_fwd", mutates_args=("state_pool", "out"))
 def _gdn_recurrent_fwd(
     q: Tensor,  # [B, T, H, K]
     k: Tensor,  # [B, T, H, K]
@@ -122,32 +122,33 @@ def _gdn_recurrent_fwd(
     state_indices: Optional[Tensor],  # [N]
     output_state_indices: Optional[Tensor],  # [N]
     cu_seqlens: Optional[Tensor],  # [N + 1]
+    out: Optional[Tensor],  # [B, T, HV, V], written
     *options: RecurrentOptions,
 ) -> Tuple[Tensor, Tensor]:
     call = RecurrentCall(
         q, k, v, g, beta, A_log, dt_bias, initial_state if state_pool is None else state_pool,
-        state_indices, output_state_indices, cu_seqlens, RecurrentOptions(*options),
+        state_indices, output_state_indices, cu_seqlens, out, RecurrentOptions(*options),
     )  # fmt: skip
     o, state = serve(*RECURRENT, recurrent_reference.gdn_recurrent_fwd, (call,))
-    return o, state if state_pool is None else None
+    return o if out is None else None, state if state_pool is None else None
 
 
 @_gdn_recurrent_fwd.register_fake
 def _(
     q, k, v, g, beta, A_log, dt_bias, initial_state, state_pool, state_indices,
-    output_state_indices, cu_seqlens, *options,
+    output_state_indices, cu_seqlens, out, *options,
 ):  # fmt: skip
     options = RecurrentOptions(*options)
     call = RecurrentCall(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-        cu_seqlens, options,
+        cu_seqlens, out, options,
     )  # fmt: skip
     state = v.new_empty(0)
     if options.all_states:
         state = empty_state(call, call.B * call.T).unflatten(0, (call.B, call.T))
     elif options.output_final_state and state_pool is None:
         state = empty_state(call, call.N)
-    return v.new_empty(v.shape), state
+    return v.new_empty(v.shape if out is None else 0), state
 
 
 def gdn_recurrent(call: RecurrentCall) -> Tuple[Tensor, Optional[Tensor]]:
@@ -159,8 +160,9 @@ def gdn_recurrent(call: RecurrentCall) -> Tuple[Tensor, Optional[Tensor]]:
         start, pool = (None, state) if options.inplace else (state, None)
         o, state = _gdn_recurrent_fwd(
             call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, start, pool,
-            call.state_indices, call.output_state_indices, call.cu_seqlens, *call.options,
+            call.state_indices, call.output_state_indices, call.cu_seqlens, call.out, *call.options,
         )  # fmt: skip
+        o = o if call.out is None else call.out
         if options.inplace:
             return o, pool
         return o, state if options.output_final_state or options.all_states else None

@@ -70,6 +70,7 @@ def _gdn_recurrent_fwd_kernel(
     BETA_MAX: tl.constexpr,
     V_FIRST: tl.constexpr,
     ALL_STATES: tl.constexpr,
+    FIRST: tl.constexpr,  # the first row of a pool that may be somebody's
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -85,8 +86,8 @@ def _gdn_recurrent_fwd_kernel(
     if BLOCK_K != K or V % BLOCK_V != 0:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
         mask = tl.expand_dims(offs_k < K, 1 - K_AXIS) & tl.expand_dims(offs_v < V, K_AXIS)
     row, write_row = pool_rows(n, read_ptr, write_ptr)
-    alive = None if read_ptr is None else row >= 0
-    writes = alive if write_ptr is None else alive & (write_row >= 0)
+    alive = None if read_ptr is None else row >= FIRST
+    writes = alive if write_ptr is None else alive & (write_row >= FIRST)
     first = n * T
     length = T
     if cu_ptr is not None:
@@ -149,7 +150,8 @@ def _launch(call: RecurrentCall, T: int, final, o) -> None:
         numbers=(strides, T, options.scale),
         constexprs=(
             call.H, HV, K, V, options.use_qk_l2norm, options.beta_max, options.state_v_first,
-            options.all_states, triton.next_power_of_2(K), config["BLOCK_V"],
+            options.all_states, options.null_index + 1, triton.next_power_of_2(K),
+            config["BLOCK_V"],
         ),
         options=(("num_warps", config["num_warps"]),),
     )  # fmt: skip
@@ -171,7 +173,9 @@ def gdn_recurrent_fwd(call: RecurrentCall) -> Tuple[torch.Tensor, Optional[torch
     if step is not None:
         return step(*call.tensors)
     options, initial, T = call.options, call.initial_state, call.T
-    o = torch.empty(call.v.shape, dtype=call.q.dtype, device=call.device)  # [B, T, HV, V]
+    o = call.out  # [B, T, HV, V]
+    if o is None or not o.is_contiguous():
+        o = torch.empty(call.v.shape, dtype=call.q.dtype, device=call.device)
     final = None
     if options.inplace:
         final = initial
@@ -187,4 +191,6 @@ def gdn_recurrent_fwd(call: RecurrentCall) -> Tuple[torch.Tensor, Optional[torch
     q, k, v, g, beta = (x if _token_stride(x) is not None else x.contiguous() for x in inputs)
     call = call._replace(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial)
     _launch(call, T, final, o)
+    if call.out is not None and o is not call.out:
+        o = call.out.copy_(o)
     return o, final

@@ -44,6 +44,7 @@ def _gdn_recurrent_step_kernel(
     BETA_MAX: tl.constexpr,
     V_FIRST: tl.constexpr,
     INPLACE: tl.constexpr,
+    FIRST: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     RELOAD: tl.constexpr,
@@ -52,6 +53,7 @@ def _gdn_recurrent_step_kernel(
     """A program takes one token and BLOCK_V columns of one state.
 
     INPLACE writes the tile where it was read, which takes no registers for another address.
+    FIRST is the first row of a pool that may be somebody's.
     RELOAD reads the tile again for its update, from the cache: with fewer registers a program, more
     programs have their loads under way. EVICT "evict_first" lets the cache drop what was written
     before what is still to be read.
@@ -67,8 +69,8 @@ def _gdn_recurrent_step_kernel(
     if BLOCK_K != K or V % BLOCK_V != 0:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
         mask = tl.expand_dims(offs_k < K, 1 - K_AXIS) & tl.expand_dims(offs_v < V, K_AXIS)
     row, write_row = pool_rows(n, read_ptr, write_ptr)
-    alive = None if read_ptr is None else row >= 0
-    writes = alive if write_ptr is None else alive & (write_row >= 0)
+    alive = None if read_ptr is None else row >= FIRST
+    writes = alive if write_ptr is None else alive & (write_row >= FIRST)
     # every load is under way before the first reduction waits for one
     if initial_ptr is None:
         S = tl.zeros(offs_s.shape, tl.float32)
@@ -112,7 +114,7 @@ class Step:
     """One token a sequence, for all calls of a kind: shapes, strides, dtypes and options."""
 
     __slots__ = (
-        "kernel", "device", "like_v", "like_initial", "final", "inplace", "moves", "copies",
+        "kernel", "device", "into", "like_v", "like_initial", "final", "inplace", "moves", "copies",
     )  # fmt: skip
 
     def __init__(self, call: RecurrentCall):
@@ -123,6 +125,7 @@ class Step:
         # from one row of the pool to another
         self.moves = inplace and call.output_state_indices is not None
         self.copies = initial is not None and not is_dense(initial)
+        self.into = call.out is not None and call.out.is_contiguous()
         self.like_v = v.dtype == q.dtype and torch.empty_like(v).is_contiguous()
         final = (N, *call.state_shape)
         self.final = final if options.output_final_state and not inplace else None
@@ -137,8 +140,8 @@ class Step:
         config = step_config(q.device, K, size, v_first)
         constexprs = (
             H, HV, K, V, options.use_qk_l2norm, options.beta_max, v_first,
-            inplace and not self.moves, triton.next_power_of_2(K), config["BLOCK_V"],
-            config["RELOAD"], config["EVICT"],
+            inplace and not self.moves, options.null_index + 1, triton.next_power_of_2(K),
+            config["BLOCK_V"], config["RELOAD"], config["EVICT"],
         )  # fmt: skip
         self.kernel = Launch(
             _gdn_recurrent_step_kernel, N * HV * triton.cdiv(V, config["BLOCK_V"]), q.device,
@@ -147,11 +150,13 @@ class Step:
         )  # fmt: skip
 
     def __call__(
-        self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, cu_seqlens=None
+        self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, cu_seqlens=None, out=None
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """o and the final state, the state written, or None."""
-        # empty_like takes half the time of an allocation by shape
-        o = torch.empty_like(v) if self.like_v else q.new_empty(v.shape)  # [N, 1, HV, V]
+        if self.into:
+            o = out
+        else:  # empty_like takes half the time of an allocation by shape
+            o = torch.empty_like(v) if self.like_v else q.new_empty(v.shape)  # [N, 1, HV, V]
         final = initial if self.moves else None
         if self.like_initial:
             final = torch.empty_like(initial)
@@ -160,6 +165,8 @@ class Step:
         if self.copies:
             initial = initial.contiguous()
         self.kernel(q, k, v, g, beta, A_log, dt_bias, initial, final, o, read, write)
+        if out is not None and not self.into:
+            o = out.copy_(o)
         return o, initial if self.inplace else final
 
 

@@ -63,6 +63,21 @@ def _recurrent(x: Inputs, S: torch.Tensor, all_states: bool, overwrite: bool):
 @without_autocast
 def gdn_recurrent_fwd(call: RecurrentCall):
     """o [B, T, HV, V] and the final state fp32, all states [B, T, HV, K, V], the pool, or None."""
+    call = call._replace(
+        state_indices=_negative(call.state_indices, call.options.null_index),
+        output_state_indices=_negative(call.output_state_indices, call.options.null_index),
+    )
+    o, state = _by_call(call)
+    return o if call.out is None else call.out.copy_(o), state
+
+
+def _negative(indices, null: int):
+    """Indices with -1 for those that name no row."""
+    return None if indices is None else indices.masked_fill(indices <= null, -1)
+
+
+def _by_call(call: RecurrentCall):
+    """o and states; negative indices alone name no row."""
     options, all_states = call.options, call.options.all_states
     overwrite = options.inplace or call.initial_state is None or call.state_indices is not None
     o, results = run(lambda x, S: _recurrent(x, S, all_states, overwrite), call)
