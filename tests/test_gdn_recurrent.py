@@ -194,6 +194,42 @@ class Kernel:
         assert (wider[:, 0] == 7.0).all() and (wider[:, 2] == 7.0).all()
 
     @pytest.mark.parametrize("T", [1, 2])
+    @pytest.mark.parametrize("layout", ["padded heads", "padded rows", "heads first", "rows first"])
+    def test_pool_of_distant_heads_and_rows(self, T, layout, v_first):
+        """Heads of a state, and rows of a head, may be apart and in any order."""
+        options = {"read": [2, -1, 1], "pool": 4, "inplace": True, "v_first": v_first, "raw": True}
+        x = arguments(3, T, 1, 2, 16, 24, device=self.device, **options)
+        rows = x["initial_state"]
+        if layout == "padded heads":
+            wider = torch.full((4, 3, *rows.shape[2:]), 7.0, device=self.device)
+            x["initial_state"] = wider[:, :2].copy_(rows)
+        elif layout == "padded rows":
+            wider = torch.full((4, 2, rows.shape[2], 32), 7.0, device=self.device)
+            x["initial_state"] = wider[..., : rows.shape[3]].copy_(rows)
+        else:  # the pool is one of the inner dimensions
+            to = (1, 0, 2, 3) if layout == "heads first" else (2, 0, 1, 3)
+            back = (1, 0, 2, 3) if layout == "heads first" else (1, 2, 0, 3)
+            wider = rows.permute(to).contiguous()
+            x["initial_state"] = wider.permute(back)
+        assert not x["initial_state"].is_contiguous()
+        before = rows.clone()
+        _, pool = check(x)
+        assert pool is x["initial_state"]
+        assert torch.equal(pool[[0, 3]], before[[0, 3]])
+        if layout.startswith("padded"):
+            pool.fill_(7.0)
+            assert (wider == 7.0).all()
+
+    def test_pool_that_no_kernel_reaches(self):
+        """Columns apart, rows that share memory: the reference's."""
+        supports = submodule("gdn.portable.recurrent").supports_gdn_recurrent_fwd
+        x = arguments(2, 1, 1, 2, 16, 16, device=self.device, read=[1, 2], pool=4, inplace=True)
+        assert supports(call(x))
+        pool = x["initial_state"]
+        for wrong in (pool.mT, pool[:, :, :1].expand(-1, -1, 16, -1), pool[:, :1].expand_as(pool)):
+            assert not supports(call({**x, "initial_state": wrong}))
+
+    @pytest.mark.parametrize("T", [1, 2])
     @pytest.mark.parametrize("write", [None, [1, 5, 2, 0]], ids=str)
     def test_null_row(self, T, write, v_first):
         """Where row 0 is nobody's, an index of 0 is what a negative one is elsewhere."""

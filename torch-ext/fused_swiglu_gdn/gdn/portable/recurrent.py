@@ -17,18 +17,21 @@ from ...runtime.primitives import sequence_bounds
 from ..call import RecurrentCall
 from .delta import key_norms, load, pool_rows, read_step, state_tile, store, write_step
 from .gates import log_decay, write_strength
-from .recurrent_step import Step, is_dense, step_config, step_of
+from .recurrent_step import Step, is_dense, state_steps, step_config, step_of
 
 
 def supports_gdn_recurrent_fwd(call: RecurrentCall) -> bool:
-    """fp16, bf16 and fp32; states that are written where they lie have dense rows."""
+    """fp16, bf16 and fp32; states that are written where they lie have their columns together."""
     if not {call.q.dtype, call.g.dtype, call.beta.dtype}.issubset(SERVED):
         return False
-    if call.initial_state is None:
+    initial = call.initial_state
+    if initial is None:
         return True
-    written = call.options.inplace or call.state_indices is not None
-    dense = not written or is_dense(call.initial_state)
-    return call.initial_state.dtype in SERVED and dense
+    if call.options.inplace:
+        reached = state_steps(initial, call.state_shape) is not None
+    else:  # others are copied, which a pool is too large for
+        reached = call.state_indices is None or is_dense(initial)
+    return initial.dtype in SERVED and reached
 
 
 @triton.jit
@@ -71,13 +74,15 @@ def _gdn_recurrent_fwd_kernel(
     V_FIRST: tl.constexpr,
     ALL_STATES: tl.constexpr,
     FIRST: tl.constexpr,  # the first row of a pool that may be somebody's
+    HEAD: tl.constexpr,  # elements from a head of a state to the next, and from a row
+    ROW: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
     """A program runs BLOCK_V columns of one state of one sequence through all of its tokens."""
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
     n, hv, offs_k, offs_v, offs_s = state_tile(
-        tl.program_id(0), HV, K, V, V_FIRST, BLOCK_K, BLOCK_V
+        tl.program_id(0), HV, K, V, V_FIRST, HEAD, ROW, BLOCK_K, BLOCK_V
     )
     h = hv // (HV // H)
     mask_k = None if BLOCK_K == K else offs_k < K
@@ -150,8 +155,8 @@ def _launch(call: RecurrentCall, T: int, final, o) -> None:
         numbers=(strides, T, options.scale),
         constexprs=(
             call.H, HV, K, V, options.use_qk_l2norm, options.beta_max, options.state_v_first,
-            options.all_states, options.null_index + 1, triton.next_power_of_2(K),
-            config["BLOCK_V"],
+            options.all_states, options.null_index + 1, *state_steps(initial, call.state_shape),
+            triton.next_power_of_2(K), config["BLOCK_V"],
         ),
         options=(("num_warps", config["num_warps"]),),
     )  # fmt: skip

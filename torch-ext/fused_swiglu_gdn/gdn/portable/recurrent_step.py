@@ -45,6 +45,8 @@ def _gdn_recurrent_step_kernel(
     V_FIRST: tl.constexpr,
     INPLACE: tl.constexpr,
     FIRST: tl.constexpr,
+    HEAD: tl.constexpr,
+    ROW: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
     RELOAD: tl.constexpr,
@@ -53,14 +55,15 @@ def _gdn_recurrent_step_kernel(
     """A program takes one token and BLOCK_V columns of one state.
 
     INPLACE writes the tile where it was read, which takes no registers for another address.
-    FIRST is the first row of a pool that may be somebody's.
+    FIRST is the first row of a pool that may be somebody's; HEAD and ROW are elements from a head
+    of a state, and from a row of a head, to the next.
     RELOAD reads the tile again for its update, from the cache: with fewer registers a program, more
     programs have their loads under way. EVICT "evict_first" lets the cache drop what was written
     before what is still to be read.
     """
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
     n, hv, offs_k, offs_v, offs_s = state_tile(
-        tl.program_id(0), HV, K, V, V_FIRST, BLOCK_K, BLOCK_V
+        tl.program_id(0), HV, K, V, V_FIRST, HEAD, ROW, BLOCK_K, BLOCK_V
     )
     h = hv // (HV // H)
     mask_k = None if BLOCK_K == K else offs_k < K
@@ -110,6 +113,21 @@ def is_dense(state: torch.Tensor) -> bool:
     return columns == 1 and rows == C and heads == R * C
 
 
+def state_steps(state: Optional[torch.Tensor], shape: tuple) -> Optional[tuple]:
+    """Elements from a head [R, C] of a state [.., heads, R, C] to the next, and from a row; None
+    where columns are apart, rows share memory, or a state is wider than offsets of 32 bits."""
+    heads, R, C = shape
+    if state is None or state.numel() == 0:
+        return R * C, C
+    _, head, row, column = state.stride()
+    row = C if R == 1 else row
+    head = R * row if heads == 1 else head
+    if (C > 1 and column != 1) or min(head, row) < C:
+        return None
+    reach = (heads - 1) * head + (R - 1) * row + C
+    return (head, row) if reach < 2**31 else None
+
+
 class Step:
     """One token a sequence, for all calls of a kind: shapes, strides, dtypes and options."""
 
@@ -124,7 +142,8 @@ class Step:
         self.device, self.inplace = q.device, inplace
         # from one row of the pool to another
         self.moves = inplace and call.output_state_indices is not None
-        self.copies = initial is not None and not is_dense(initial)
+        self.copies = initial is not None and not inplace and not is_dense(initial)
+        steps = state_steps(None if self.copies else initial, call.state_shape)
         self.into = call.out is not None and call.out.is_contiguous()
         self.like_v = v.dtype == q.dtype and torch.empty_like(v).is_contiguous()
         final = (N, *call.state_shape)
@@ -140,7 +159,7 @@ class Step:
         config = step_config(q.device, K, size, v_first)
         constexprs = (
             H, HV, K, V, options.use_qk_l2norm, options.beta_max, v_first,
-            inplace and not self.moves, options.null_index + 1, triton.next_power_of_2(K),
+            inplace and not self.moves, options.null_index + 1, *steps, triton.next_power_of_2(K),
             config["BLOCK_V"], config["RELOAD"], config["EVICT"],
         )  # fmt: skip
         self.kernel = Launch(
