@@ -11,7 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
+
+# One thread a worker: the tensors of tests are small, and threads that outnumber the cores spin.
+# Before torch is imported, and for the processes that tests start as well.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch  # noqa: E402
 
 # first on the path, since a package is called `build` as well
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))

@@ -25,14 +25,6 @@ every_gdn_model = pytest.mark.parametrize("name", WITH_GDN)
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def few_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def logits(model, ids, **arguments):
     with torch.no_grad():
         return model(ids, **arguments).logits
