@@ -79,6 +79,11 @@ def ints(*values, dtype=torch.int64):
 
 META = dict(device="meta")
 POOL = dict(initial_state=torch.zeros(3, 4, 6, 5))
+SLOTS = torch.arange(16).view(2, 8)
+DRAFTS = dict(
+    initial_state=torch.zeros(16, 4, 6, 5), state_indices=SLOTS, inplace_final_state=True,
+    num_accepted_tokens=ints(1, 8),
+)  # fmt: skip
 # (call, error, the words that must stand in its message, in this order)
 BAD = [
     # shapes
@@ -221,6 +226,34 @@ BAD = [
         ValueError,
         ["state_indices", "twice", "1, 1"],
     ),
+    *[
+        (recurrent(**{**DRAFTS, **changes}), error, words)
+        for changes, error, words in (
+            (
+                dict(state_indices=None, initial_state=torch.zeros(2, 4, 6, 5)),
+                ValueError,
+                ["state_indices", "num_accepted_tokens", "None"],
+            ),
+            (dict(state_indices=ints(0, 1)), ValueError, ["state_indices", "[2, 1+S]", "[2]"]),
+            (dict(state_indices=SLOTS[:, :7]), ValueError, ["state_indices", "token", "8", "7"]),
+            (dict(state_indices=SLOTS % 15), ValueError, ["state_indices", "twice"]),
+            (dict(num_accepted_tokens=ints(1)), ValueError, ["num_accepted_tokens", "[2]", "[1]"]),
+            (dict(num_accepted_tokens=ints(0, 1)), ValueError, ["num_accepted_tokens", "1 to 8"]),
+            (dict(num_accepted_tokens=ints(1, 9)), ValueError, ["num_accepted_tokens", "[1, 9]"]),
+            (dict(num_accepted_tokens=[1, 1]), TypeError, ["num_accepted_tokens", "list"]),
+            (dict(output_state_indices=ints(0, 1)), ValueError, ["output_state_indices", "None"]),
+            (dict(inplace_final_state=False), ValueError, ["inplace_final_state", "True"]),
+            (
+                dict(
+                    cu_seqlens=ints(0, 8),
+                    state_indices=SLOTS[:1, :7],
+                    num_accepted_tokens=ints(1),
+                ),
+                ValueError,
+                ["state_indices", "a column for each token", "8", "7"],
+            ),
+        )
+    ],
     (recurrent(out=1.0), TypeError, ["out", "torch.Tensor", "float"]),
     (recurrent(out=torch.ones(2, 8, 4, 6)), ValueError, ["out", "shape of v", "[2, 8, 4, 6]"]),
     (recurrent(out=torch.ones(2, 8, 4, 5).half()), TypeError, ["out", "dtype of v", "float16"]),

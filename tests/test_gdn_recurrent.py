@@ -14,7 +14,7 @@ STATE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 def arguments(
     B, T, H, HV, K, V, dtype=torch.float32, device="cpu", *, raw=False, cu=None, v_first=False,
     l2norm=True, read=None, write=None, pool=0, state=torch.float32, final=True, inplace=False,
-    all_states=False, null=-1, out=None, gates="slow", seed=0,
+    all_states=False, accepted=None, null=-1, out=None, gates="slow", seed=0,
 ):  # fmt: skip
     """Fields of a RecurrentCall by name; raw says that gates come before their functions."""
     x = gdn_inputs(B, T, H, HV, K, V, dtype, device, seed, gates)
@@ -38,6 +38,7 @@ def arguments(
         "initial_state": (rows.mT.contiguous() if v_first else rows).to(state),
         "state_indices": indices(read),
         "output_state_indices": indices(write),
+        "num_accepted_tokens": indices(accepted),
         "cu_seqlens": None if cu is None else indices(cu).int(),
         "out": out,
         "scale": K**-0.5,
@@ -247,6 +248,57 @@ class Kernel:
         want, want_pool = run(y)
         assert torch.equal(o, want) and not o[1:3].any()
         assert torch.equal(pool[1:], want_pool[1:]) and pool[0].isnan().all()
+
+    @pytest.mark.parametrize("cu", [None, [0, 2, 2, 5, 6]], ids=str)
+    @pytest.mark.parametrize("null", [-1, 0])
+    @pytest.mark.parametrize("state", STATES, ids=str)
+    def test_drafts(self, cu, null, state, v_first):
+        """A row for each token: all are written but those that nobody has, and nothing else is."""
+        nobody = torch.tensor([[5, 8, 2], [0, 7, 1], [9, 10, 0], [4, 0, 6]]) + null
+        rows = nobody.tolist()  # what starts from nobody's row is skipped
+        x = arguments(
+            4 if cu is None else 1, 3 if cu is None else 6, 1, 2, 16, 24, DTYPES[1], self.device,
+            raw=True, cu=cu, read=rows, accepted=[1, 1, 2, 3], pool=12, null=null, state=state,
+            inplace=True, v_first=v_first,
+        )  # fmt: skip
+        wider = torch.stack([x["state_indices"], x["state_indices"]], -1).flatten(1)
+        x["state_indices"] = torch.cat([x["state_indices"], wider], 1)[:, :3]  # rows are apart
+        before = x["initial_state"].clone()
+        _, pool = check(x)
+        written = set()
+        for n, row in enumerate(rows):
+            length = 3 if cu is None else cu[n + 1] - cu[n]
+            written |= set() if n == 1 else {each for each in row[:length] if each > null}
+        assert written and all(not torch.equal(pool[row], before[row]) for row in written)
+        others = [row for row in range(12) if row not in written]
+        assert torch.equal(pool[others], before[others])
+
+    def test_rejected_drafts_leave_no_trace(self, v_first):
+        """Rounds of drafts of which some are accepted give what those tokens alone give."""
+        counts = [[3, 1, 2, 2], [1, 2, 3, 1]]  # accepted of each round, of two sequences
+        options = {"device": self.device, "raw": True, "v_first": v_first}
+        x = arguments(2, 12, 1, 2, 16, 16, **options, pool=6, inplace=True)
+        first = x["initial_state"][[4, 1]].clone()
+        rows, last = torch.tensor([[4, 2, 0], [1, 5, 3]], device=self.device), [1, 1]
+        outputs = [[], []]
+        for i in range(4):
+            now = {**x, "state_indices": rows}
+            now["num_accepted_tokens"] = torch.tensor(last, device=self.device)
+            for name in ("q", "k", "v", "g", "beta"):
+                now[name] = x[name][:, 3 * i : 3 * i + 3]
+            o, _ = run(now)
+            last = [counts[n][i] for n in range(2)]
+            for n in range(2):
+                outputs[n].append(o[n, : last[n]])
+        for n in range(2):
+            at = [3 * i + t for i in range(4) for t in range(counts[n][i])]
+            alone = {**x, "initial_state": first[n : n + 1], "inplace": False}
+            for name in ("q", "k", "v", "g", "beta"):
+                alone[name] = x[name][n : n + 1, at]
+            ref_o, ref_state = reference.gdn_recurrent_fwd(call(wide(alone)))
+            assert relative_error(torch.cat(outputs[n]), ref_o[0]) < 1e-6
+            kept = x["initial_state"][rows[n, last[n] - 1]]
+            assert relative_error(kept, ref_state[0]) < 1e-6
 
     @pytest.mark.parametrize("T", [1, 2])
     @pytest.mark.parametrize("dense", [True, False])

@@ -31,7 +31,7 @@ def test_opcheck_rule(device, pool, packed):
     recurrent = gdn.RecurrentOptions(**options, inplace=pool)
     out = torch.empty_like(first[2]) if pool else None
     torch.library.opcheck(
-        gdn._gdn_recurrent_fwd, (*first, *states, indices, None, cu, out, *recurrent),
+        gdn._gdn_recurrent_fwd, (*first, *states, indices, None, None, cu, out, *recurrent),
         test_utils=CHECKS,
     )  # fmt: skip
 
@@ -48,7 +48,7 @@ def test_opcheck_checkpoints_and_all_states(device):
     )
     recurrent = gdn.RecurrentOptions(**options, all_states=True)
     torch.library.opcheck(
-        gdn._gdn_recurrent_fwd, (*first, state, None, None, None, None, None, *recurrent),
+        gdn._gdn_recurrent_fwd, (*first, state, *[None] * 6, *recurrent),
         test_utils=CHECKS,
     )  # fmt: skip
 

@@ -349,12 +349,12 @@ for name, options in {
 
 def _step(
     kernel, B=1, T=1, H=16, HV=32, K=128, V=128, state=FP32, v_first=False, inplace=True, pool=None,
-    raw=True, every=False, packed=None,
+    raw=True, every=False, packed=None, drafts=False,
 ):  # fmt: skip
     q, k, v = values(B, T, H, K), values(B, T, H, K), values(B, T, HV, V)
     a = values(B, T, HV, dtype=BF16 if raw else FP32)
     N = B if packed is None else len(packed)
-    pool_rows = N if pool is None else N + 3
+    pool_rows = N if pool is None else N * (T if drafts else 1) + 3
     options = {} if packed is None else {"cu_seqlens": offsets(packed)}
     options["initial_state"] = values(pool_rows, HV, *((V, K) if v_first else (K, V)), dtype=state)
     if raw:
@@ -362,6 +362,9 @@ def _step(
         options.update(A_log=values(HV, dtype=FP32), dt_bias=values(HV, dtype=FP32))
     if pool is not None:
         options["state_indices"] = rows(N, pool)
+    if drafts:
+        options["state_indices"] = rows(N * T, pool).view(N, T)
+        options.update(num_accepted_tokens=rows(N, pool) * 0 + 1, null_index=0)
     return functools.partial(
         kernel.fused_recurrent_gated_delta_rule, q, k, v, a, a, output_final_state=True,
         use_qk_l2norm_in_kernel=True, state_v_first=v_first, inplace_final_state=inplace,
@@ -379,6 +382,7 @@ for B, state, v_first in itertools.product((1, 8, 64, 256), (FP32, BF16), (False
 call("gdn decode, not in place", inplace=False, raw=False)(_step)
 call("gdn decode, every state", T=4, inplace=False, every=True)(_step)
 call("gdn decode, packed", T=9, inplace=False, packed=(4, 5))(_step)
+call("gdn decode, drafts", B=8, T=4, v_first=True, pool=torch.int32, drafts=True)(_step)
 
 
 # --- what surrounds the rule

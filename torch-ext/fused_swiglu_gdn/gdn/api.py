@@ -176,6 +176,7 @@ def fused_recurrent_gated_delta_rule(
     output_state_indices: Optional[Tensor] = None,
     inplace_final_state: bool = False,
     output_all_states: bool = False,
+    num_accepted_tokens: Optional[Tensor] = None,
     null_index: int = -1,
     out: Optional[Tensor] = None,
 ) -> Tuple[Tensor, Optional[Tensor]]:
@@ -194,8 +195,14 @@ def fused_recurrent_gated_delta_rule(
             state_indices) and that tensor is returned.
         output_all_states: return the state after every token, [B, T, HV, K, V], for speculative
             decoding: the state to go on from is the one after the last token that was accepted.
+        num_accepted_tokens: [N], int32 or int64, for verifying drafts in a pool, with state_indices
+            [N, 1 + S] and inplace_final_state: each sequence has 1 + S rows of its own. It starts
+            from row state_indices[n, num_accepted_tokens[n] - 1], and the state after its token t
+            is written to row state_indices[n, t]. So the next call only has to say how many of
+            these tokens were accepted, 1 to 1 + S. A negative index writes nothing, and skips the
+            sequence where it should start there.
         null_index: -1, or 0 for pools whose row 0 is nobody's, as in vLLM: an index up to this one
-            skips the sequence, or in output_state_indices the write.
+            names no row, as a negative one does.
         out: [B, T, HV, V], the dtype of v: o is written there, and `out` is returned. It shares no
             memory with the other tensors. One that is not contiguous is written by a copy.
 
@@ -229,7 +236,7 @@ def fused_recurrent_gated_delta_rule(
     """
     tensors = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-        cu_seqlens, out,
+        num_accepted_tokens, cu_seqlens, out,
     )  # fmt: skip
     kind = (
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
@@ -269,6 +276,7 @@ def _checked_recurrent(call: RecurrentCall, use_gate: bool) -> RecurrentCall:
             A_log=dense(call.A_log), dt_bias=dense(call.dt_bias),
             state_indices=dense(call.state_indices),
             output_state_indices=dense(call.output_state_indices),
+            num_accepted_tokens=dense(call.num_accepted_tokens),
             cu_seqlens=dense(call.cu_seqlens),
         )
     )  # fmt: skip

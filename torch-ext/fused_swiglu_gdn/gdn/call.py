@@ -118,8 +118,9 @@ class RecurrentCall(NamedTuple):
     A_log: Optional[Tensor]  # [HV]
     dt_bias: Optional[Tensor]  # [HV]
     initial_state: Optional[Tensor]  # [N, HV, K, V]; with state_indices the pool [P, HV, K, V]
-    state_indices: Optional[Tensor]  # [N], rows of the pool to start from
+    state_indices: Optional[Tensor]  # [N], rows of the pool to start from; [N, 1 + S] with counts
     output_state_indices: Optional[Tensor]  # [N], rows of the pool to write, if not the same
+    num_accepted_tokens: Optional[Tensor]  # [N], which of its rows a sequence starts from, from 1
     cu_seqlens: Optional[Tensor]  # [N + 1]
     out: Optional[Tensor]  # [B, T, HV, V], what o is written to
     options: RecurrentOptions

@@ -112,7 +112,9 @@ def _sequences(call, sizes) -> None:
 def _state(call, sizes) -> None:
     dims = "HV V K" if call.options.state_v_first else "HV K V"
     if call.state_indices is not None:
-        _indices("state_indices", call.state_indices, call, sizes)
+        counts = getattr(call, "num_accepted_tokens", None)
+        rows = "N" if counts is None else "N 1+S"
+        _indices("state_indices", call.state_indices, call, sizes, rows)
         if call.initial_state is None:
             raise ValueError("initial_state must be the state pool when state_indices is given")
         dims = "P " + dims
@@ -124,8 +126,8 @@ def _state(call, sizes) -> None:
         same_device("initial_state", call.initial_state, "q", call.q)
 
 
-def _indices(name: str, indices, call, sizes) -> None:
-    has_shape(name, indices, "N", sizes)
+def _indices(name: str, indices, call, sizes, dims: str = "N") -> None:
+    has_shape(name, indices, dims, sizes)
     has_dtype(name, indices, (torch.int32, torch.int64))
     same_device(name, indices, "q", call.q)
 
@@ -134,7 +136,7 @@ def _rows(name: str, indices: torch.Tensor, rows: int, null: int) -> None:
     """Pool rows are in range and written once."""
     if not readable(indices):
         return
-    values = [row for row in indices.tolist() if row > null]
+    values = [row for row in indices.flatten().tolist() if row > null]
     if any(row >= rows for row in values):
         raise ValueError(f"{name} must be below the {rows} rows of the pool, got {max(values)}")
     if len(set(values)) != len(values):
@@ -177,6 +179,8 @@ def decode_states(call) -> None:
             raise ValueError("state_indices must be given when output_state_indices is")
         rows = call.initial_state.shape[0]
         _rows("output_state_indices", call.output_state_indices, rows, call.options.null_index)
+    if call.num_accepted_tokens is not None:
+        _accepted(call)
     if inplace and call.initial_state is None:
         raise ValueError("initial_state must be given when inplace_final_state is True, got None")
     if inplace and all_states:
@@ -185,6 +189,28 @@ def decode_states(call) -> None:
         raise ValueError("inplace_final_state must be True when state_indices is given")
     if call.out is not None:
         is_written("out", call.out, call.v)
+
+
+def _accepted(call) -> None:
+    """What a call with num_accepted_tokens has besides."""
+    counts, rows = call.num_accepted_tokens, call.state_indices
+    _indices("num_accepted_tokens", counts, call, {"N": call.N})
+    if rows is None:
+        raise ValueError("state_indices must be given when num_accepted_tokens is, got None")
+    if call.output_state_indices is not None:
+        raise ValueError("output_state_indices must be None when num_accepted_tokens is given")
+    if not call.options.inplace:
+        raise ValueError("inplace_final_state must be True when num_accepted_tokens is given")
+    columns, longest = rows.shape[1], call.T if call.cu_seqlens is None else 0
+    if readable(call.cu_seqlens):
+        longest = max(call.cu_seqlens.diff().tolist(), default=0)
+    if columns < max(longest, 1):
+        raise ValueError(
+            f"state_indices must have a column for each token of a sequence, {longest}, "
+            f"got {columns}"
+        )
+    if readable(counts) and not all(1 <= count <= columns for count in counts.tolist()):
+        raise ValueError(f"num_accepted_tokens must be 1 to {columns}, got {counts.tolist()}")
 
 
 def null_index(value: object) -> None:

@@ -119,15 +119,17 @@ def _gdn_recurrent_fwd(
     dt_bias: Optional[Tensor],  # [HV]
     initial_state: Optional[Tensor],  # [N or P, HV, K, V]
     state_pool: Optional[Tensor],  # [N or P, HV, K, V], written in place
-    state_indices: Optional[Tensor],  # [N]
+    state_indices: Optional[Tensor],  # [N] or [N, 1 + S]
     output_state_indices: Optional[Tensor],  # [N]
+    num_accepted_tokens: Optional[Tensor],  # [N]
     cu_seqlens: Optional[Tensor],  # [N + 1]
     out: Optional[Tensor],  # [B, T, HV, V], written
     *options: RecurrentOptions,
 ) -> Tuple[Tensor, Tensor]:
     call = RecurrentCall(
         q, k, v, g, beta, A_log, dt_bias, initial_state if state_pool is None else state_pool,
-        state_indices, output_state_indices, cu_seqlens, out, RecurrentOptions(*options),
+        state_indices, output_state_indices, num_accepted_tokens, cu_seqlens, out,
+        RecurrentOptions(*options),
     )  # fmt: skip
     o, state = serve(*RECURRENT, recurrent_reference.gdn_recurrent_fwd, (call,))
     return o if out is None else None, state if state_pool is None else None
@@ -136,12 +138,12 @@ def _gdn_recurrent_fwd(
 @_gdn_recurrent_fwd.register_fake
 def _(
     q, k, v, g, beta, A_log, dt_bias, initial_state, state_pool, state_indices,
-    output_state_indices, cu_seqlens, out, *options,
+    output_state_indices, num_accepted_tokens, cu_seqlens, out, *options,
 ):  # fmt: skip
     options = RecurrentOptions(*options)
     call = RecurrentCall(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-        cu_seqlens, out, options,
+        num_accepted_tokens, cu_seqlens, out, options,
     )  # fmt: skip
     state = v.new_empty(0)
     if options.all_states:
@@ -160,7 +162,8 @@ def gdn_recurrent(call: RecurrentCall) -> Tuple[Tensor, Optional[Tensor]]:
         start, pool = (None, state) if options.inplace else (state, None)
         o, state = _gdn_recurrent_fwd(
             call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, start, pool,
-            call.state_indices, call.output_state_indices, call.cu_seqlens, call.out, *call.options,
+            call.state_indices, call.output_state_indices, call.num_accepted_tokens,
+            call.cu_seqlens, call.out, *call.options,
         )  # fmt: skip
         o = o if call.out is None else call.out
         if options.inplace:

@@ -59,10 +59,13 @@ def _gdn_recurrent_fwd_kernel(
     initial_ptr,  # [N or P, HV, K, V] or None
     final_ptr,  # [N or P, HV, K, V], [B, T, HV, K, V] with ALL_STATES, or None
     o_ptr,  # [B, T, HV, V]
-    read_ptr,  # [N] rows of initial_ptr, or None
+    read_ptr,  # [N] rows of initial_ptr, [N, COLUMNS] with accepted_ptr, or None
     write_ptr,  # [N] rows of final_ptr, or None
+    accepted_ptr,  # [N] which of its rows a sequence starts from, counted from 1, or None
     cu_ptr,  # [N + 1] or None
-    strides,  # of a token and a head in q, k, v; a token in g, beta; a row of initial, final
+    # of a token and a head in q, k, v; a token in g, beta; a row of initial, final; a sequence in
+    # read_ptr with accepted_ptr
+    strides,
     T,
     scale,
     H: tl.constexpr,
@@ -73,6 +76,7 @@ def _gdn_recurrent_fwd_kernel(
     BETA_MAX: tl.constexpr,
     V_FIRST: tl.constexpr,
     ALL_STATES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     FIRST: tl.constexpr,  # the first row of a pool that may be somebody's
     HEAD: tl.constexpr,  # elements from a head of a state to the next, and from a row
     ROW: tl.constexpr,
@@ -90,7 +94,13 @@ def _gdn_recurrent_fwd_kernel(
     mask = None
     if BLOCK_K != K or V % BLOCK_V != 0:  # [BLOCK_V, BLOCK_K] or [BLOCK_K, BLOCK_V]
         mask = tl.expand_dims(offs_k < K, 1 - K_AXIS) & tl.expand_dims(offs_v < V, K_AXIS)
-    row, write_row = pool_rows(n, read_ptr, write_ptr)
+    if accepted_ptr is None:
+        row, write_row = pool_rows(n, read_ptr, write_ptr)
+    else:
+        accepted = tl.minimum(tl.maximum(tl.load(accepted_ptr + n), 1), COLUMNS)
+        own_rows = read_ptr + n * strides[10]
+        row = tl.load(own_rows + accepted - 1).to(tl.int64)
+        write_row = row
     alive = None if read_ptr is None else row >= FIRST
     writes = alive if write_ptr is None else alive & (write_row >= FIRST)
     first = n * T
@@ -109,6 +119,8 @@ def _gdn_recurrent_fwd_kernel(
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, token, h, hv, offs_k, offs_v, mask_k,
         mask_v,
     )  # fmt: skip
+    if accepted_ptr is not None:
+        tl.debug_barrier()  # every thread has read its state before any writes
     for t in range(0, length):
         token = first + t
         now_q, now_k, now_v = q, k, v
@@ -126,7 +138,11 @@ def _gdn_recurrent_fwd_kernel(
         store(o_ptr + (token * HV + hv) * V + offs_v, o, mask_v)
         if ALL_STATES:
             store(final_ptr + token * strides[9] + offs_s, S, mask)
-    if not ALL_STATES and final_ptr is not None:
+        if accepted_ptr is not None:
+            own_row = tl.load(own_rows + tl.minimum(t, COLUMNS - 1)).to(tl.int64)
+            is_own = alive & (own_row >= FIRST) & (t < COLUMNS)
+            store(final_ptr + own_row * strides[9] + offs_s, S, mask, is_own)
+    if not ALL_STATES and final_ptr is not None and accepted_ptr is None:
         store(final_ptr + write_row * strides[9] + offs_s, S, mask, writes)
 
 
@@ -148,6 +164,10 @@ def _launch(call: RecurrentCall, T: int, final, o) -> None:
         _token_stride(g), _token_stride(beta), 0 if initial is None else initial.stride(0),
         0 if final is None else final.stride(-4),
     )  # fmt: skip
+    columns = 0
+    if call.num_accepted_tokens is not None:
+        columns = call.state_indices.shape[1]
+        strides += (call.state_indices.stride(0),)
     kernel = Launch(
         _gdn_recurrent_fwd_kernel,
         call.N * HV * triton.cdiv(V, config["BLOCK_V"]),
@@ -155,19 +175,21 @@ def _launch(call: RecurrentCall, T: int, final, o) -> None:
         numbers=(strides, T, options.scale),
         constexprs=(
             call.H, HV, K, V, options.use_qk_l2norm, options.beta_max, options.state_v_first,
-            options.all_states, options.null_index + 1, *state_steps(initial, call.state_shape),
-            triton.next_power_of_2(K), config["BLOCK_V"],
+            options.all_states, columns, options.null_index + 1,
+            *state_steps(initial, call.state_shape), triton.next_power_of_2(K), config["BLOCK_V"],
         ),
         options=(("num_warps", config["num_warps"]),),
     )  # fmt: skip
     inputs = (q, k, v, g, beta, call.A_log, call.dt_bias, initial)
-    indices = (call.state_indices, call.output_state_indices, call.cu_seqlens)
-    kernel(*inputs, final, o, *indices)
+    indices = (call.state_indices, call.output_state_indices, call.num_accepted_tokens)
+    kernel(*inputs, final, o, *indices, call.cu_seqlens)
 
 
 def plan_gdn_recurrent_fwd(call: RecurrentCall) -> Optional[Step]:
     """What serves all calls like this one, from the tensors alone, if each sequence has a token."""
     if call.B == 0 or call.T != 1 or call.cu_seqlens is not None or call.options.all_states:
+        return None
+    if call.num_accepted_tokens is not None:
         return None
     return step_of(call)
 

@@ -169,8 +169,9 @@ class Step:
         )  # fmt: skip
 
     def __call__(
-        self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, cu_seqlens=None, out=None
-    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
+        self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, accepted=None,
+        cu_seqlens=None, out=None,
+    ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
         """o and the final state, the state written, or None."""
         if self.into:
             o = out

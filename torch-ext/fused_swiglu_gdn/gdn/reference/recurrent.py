@@ -67,13 +67,33 @@ def gdn_recurrent_fwd(call: RecurrentCall):
         state_indices=_negative(call.state_indices, call.options.null_index),
         output_state_indices=_negative(call.output_state_indices, call.options.null_index),
     )
-    o, state = _by_call(call)
+    o, state = (_by_call if call.num_accepted_tokens is None else _by_drafts)(call)
     return o if call.out is None else call.out.copy_(o), state
 
 
 def _negative(indices, null: int):
     """Indices with -1 for those that name no row."""
     return None if indices is None else indices.masked_fill(indices <= null, -1)
+
+
+def _by_drafts(call: RecurrentCall):
+    """_by_call where each sequence has a row of the pool for the state after each token."""
+    rows, T = call.state_indices, call.T  # [N, 1 + S]
+    N, columns = rows.shape
+    last = (call.num_accepted_tokens.long() - 1).clamp(0, columns - 1)
+    start = rows.gather(1, last.unsqueeze(1)).squeeze(1)  # [N]
+    options = call.options._replace(inplace=False, all_states=True)
+    o, states = _by_call(
+        call._replace(state_indices=start, num_accepted_tokens=None, options=options)
+    )
+    n = torch.arange(N, device=rows.device)
+    if call.cu_seqlens is None:
+        n, t = n.repeat_interleave(T), torch.arange(T, device=rows.device).repeat(N)
+    else:
+        n = n.repeat_interleave(call.cu_seqlens.diff().long())
+        t = torch.arange(T, device=rows.device) - call.cu_seqlens[n]
+    own = rows[n, t.clamp(max=columns - 1)].masked_fill((start[n] < 0) | (t >= columns), -1)
+    return o, write_pool(call.initial_state, own, states.flatten(0, 1))
 
 
 def _by_call(call: RecurrentCall):
