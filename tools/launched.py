@@ -385,6 +385,51 @@ call("gdn decode, packed", T=9, inplace=False, packed=(4, 5))(_step)
 call("gdn decode, drafts", B=8, T=4, v_first=True, pool=torch.int32, drafts=True)(_step)
 
 
+def _replay(
+    kernel, B=64, T=1, H=16, HV=32, K=128, V=128, state=FP32, pool=True, raw=True, force=False,
+    R=16, max_tokens=1, dtype=BF16,
+):  # fmt: skip
+    q, k, v = (values(B, T, heads, D, dtype=dtype) for heads, D in ((H, K), (H, K), (HV, V)))
+    a = values(B, T, HV, dtype=BF16 if raw else FP32)
+    states = values(B, HV, V, K, dtype=state)
+    ring = kernel.make_ring(states, H, dtype, rows=R, max_tokens=max_tokens)
+    cursor = torch.zeros(B, 2, dtype=torch.int32, device=DEVICE)
+    shared = {"state_indices": rows(B, torch.int32)} if pool else {}
+    flush = {"force_flush": torch.zeros(B, dtype=torch.bool, device=DEVICE)} if force else {}
+    options = {"use_qk_l2norm_in_kernel": True, **shared, **flush}
+    if raw:
+        options.update(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+        options.update(A_log=values(HV, dtype=FP32), dt_bias=values(HV, dtype=FP32))
+    accepted = None if max_tokens == 1 else torch.ones(B, dtype=torch.int32, device=DEVICE)
+
+    def step():
+        o = kernel.replay_gated_delta_rule(q, k, v, a, a, states, ring, cursor, **options)
+        kernel.advance_ring(cursor, ring, accepted, **shared, **flush)
+        for inplace in (False, True):
+            kernel.materialise_ring(states, ring, cursor, inplace=inplace, **shared)
+        return o
+
+    return step
+
+
+for name, options in {
+    "fp32": {},
+    "bf16": {"state": BF16},
+    "64 heads": {"HV": 64},
+    "without a pool, forced": {"pool": False, "force": True, "raw": False},
+    "fp16": {"dtype": FP16, "state": FP16, "R": 12},
+    "fp32 throughout": {"dtype": FP32},
+    "head dim 64": {"K": 64, "V": 64},
+    "head dim 100": {"K": 100, "V": 100},
+    "head dim 256": {"K": 256, "V": 256},
+    "head dim 256, bf16": {"K": 256, "V": 256, "state": BF16},
+    "4 drafts": {"T": 4, "max_tokens": 4, "R": 32},
+    "4 drafts, bf16": {"T": 4, "max_tokens": 4, "R": 32, "state": BF16},
+    "8 drafts": {"T": 8, "max_tokens": 8, "R": 32},
+}.items():
+    call(f"gdn replay, {name}", **options)(_replay)
+
+
 # --- what surrounds the rule
 
 

@@ -6,6 +6,7 @@ from .experts.api import fused_experts
 from .experts.api_topk import fused_topk
 from .gdn.api import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .gdn.api_aiter import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_opt_vk
+from .gdn.api_replay import advance_ring, make_ring, materialise_ring, replay_gated_delta_rule
 from .gdn_layer.api import causal_conv1d_fn, causal_conv1d_update, gated_delta_gate, rms_norm_gated
 from .models import (
     decorate,
@@ -26,6 +27,7 @@ __version__ = "1"  # of the API, as build.toml has it
 
 __all__ = [
     "FusedSwiGLU",
+    "advance_ring",
     "attention_with_kvcache",
     "build_cp_context",
     "causal_conv1d_fn",
@@ -46,7 +48,10 @@ __all__ = [
     "kernelize",
     "layer_mapping",
     "layers",
+    "make_ring",
+    "materialise_ring",
     "register_experts",
+    "replay_gated_delta_rule",
     "restore",
     "rms_norm",
     "rms_norm_gated",

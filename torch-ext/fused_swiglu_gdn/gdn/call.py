@@ -52,6 +52,19 @@ class RecurrentOptions(NamedTuple):
     beta_max = property(_beta_max)
 
 
+class ReplayOptions(NamedTuple):
+    """Options of the form that keeps its latest tokens in a ring."""
+
+    scale: float
+    use_qk_l2norm: bool = False
+    use_beta_sigmoid: bool = False
+    allow_neg_eigval: bool = False
+    max_tokens: int = 1  # of the ring
+
+    beta_max = property(_beta_max)
+    state_v_first, output_final_state = True, False
+
+
 def _with_sizes(kind):
     """Adds to a kind of call what follows from its tensors."""
     kind.device = property(lambda call: call.q.device)
@@ -104,6 +117,45 @@ class GdnGradient(NamedTuple):
     d_final_state: Optional[Tensor]  # [N, HV, K, V]
     prepared: Optional[tuple]  # Tb, P and F of the call's chunks, where the forward saved them
     values_only: bool  # only the gradients of v and of initial_state are wanted
+
+
+class Ring(NamedTuple):
+    """The latest tokens of sequences, which their states have not got yet: row p belongs to row p
+    of the states. What no cursor says is there may be anything.
+
+    A call may bring up to max_tokens. With 1, a token is always kept: it goes into the ring, or
+    with all of the ring into the state. With more, they are drafts, of which some may be dropped:
+    they go into the ring, and the state only ever takes what was there before the call.
+    """
+
+    k: Tensor  # [P, H, R, K], as it was given
+    u: Tensor  # [P, HV, R, V]: beta (v - exp(g) S k^) / |k|, where k^ = k / |k|
+    g: Tensor  # [P, HV, R]: natural-log decay, fp32
+    max_tokens: int = 1
+
+
+@_with_sizes
+class ReplayCall(NamedTuple):
+    """A call of the form that keeps its latest tokens in a ring. States are [P, HV, V, K]."""
+
+    q: Tensor  # [N, T, H, K]
+    k: Tensor  # [N, T, H, K]
+    v: Tensor  # [N, T, HV, V]
+    g: Tensor  # [N, T, HV], natural-log decay, or the raw a when A_log is given
+    beta: Tensor  # [N, T, HV]
+    A_log: Optional[Tensor]  # [HV]
+    dt_bias: Optional[Tensor]  # [HV]
+    initial_state: Tensor  # [P, HV, V, K]: without the tokens of the ring
+    ring_k: Tensor  # [P, H, R, K]
+    ring_u: Tensor  # [P, HV, R, V]
+    ring_g: Tensor  # [P, HV, R]
+    cursor: Tensor  # [N, 2] int32: the ring's first row, and how many rows there are from it on
+    force_flush: Optional[Tensor]  # [N] bool
+    state_indices: Optional[Tensor]  # [N], rows of the states and of the ring
+    options: ReplayOptions
+
+    cu_seqlens = None  # a row of the batch is a sequence
+    R = property(lambda call: call.ring_k.shape[2])
 
 
 @_with_sizes

@@ -105,7 +105,7 @@ def operator(name: str, mutates_args: tuple = ()):
 
     Its signature is the schema, where `*options: Options`, a NamedTuple, stands for the fields of
     that: all operators of an operation take them as the call has them. An operator returns tensors
-    only, so an empty one stands for each None that the function returns.
+    only, so an empty one stands for each None among those that the function returns; or nothing.
     """
 
     def register(function: Callable):
@@ -127,7 +127,7 @@ def operator(name: str, mutates_args: tuple = ()):
 
         def presented(*args):
             outputs = function(*args)
-            if isinstance(outputs, torch.Tensor):
+            if outputs is None or isinstance(outputs, torch.Tensor):
                 return outputs
             return tuple([present(x, args[0]) for x in outputs])
 

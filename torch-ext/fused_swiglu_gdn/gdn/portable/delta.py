@@ -64,14 +64,14 @@ def pool_rows(n, read_ptr, write_ptr):
 
 
 @triton.jit
-def _add_pairs(a0, a1, b0, b1):
+def add_pairs(a0, a1, b0, b1):
     return a0 + b0, a1 + b1
 
 
 @triton.jit
 def key_norms(q, k, scale, L2NORM: tl.constexpr):
     """(1 / |k|, scale / |q|, q.k) of q, k [BLOCK_K] fp32; without L2NORM the norms count as 1."""
-    kq, kk = tl.reduce((k * q, k * k), 0, _add_pairs)
+    kq, kk = tl.reduce((k * q, k * k), 0, add_pairs)
     rstd_k = 1.0
     if L2NORM:
         rstd_k = tl.rsqrt(kk + 1e-6)
@@ -89,7 +89,7 @@ def read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS: tl.constexpr):
     decay = tl.exp(g)
     wide_k = tl.expand_dims(k, 1 - K_AXIS)
     wide_q = tl.expand_dims(q, 1 - K_AXIS)
-    seen, asked = tl.reduce((S * wide_k, S * wide_q), K_AXIS, _add_pairs)  # [BLOCK_V] fp32
+    seen, asked = tl.reduce((S * wide_k, S * wide_q), K_AXIS, add_pairs)  # [BLOCK_V] fp32
     delta = (beta * rstd_k) * (v - (decay * rstd_k) * seen)  # [BLOCK_V] fp32
     return delta, scale * (decay * asked + kq * delta)
 

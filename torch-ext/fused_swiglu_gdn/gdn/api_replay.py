@@ -1,0 +1,223 @@
+"""Decoding with the gated delta rule that reads a state at every token and writes it seldom."""
+
+import operator
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from ..runtime.cache import CallCache, undisturbed
+from ..runtime.ops import autocast, dense
+from . import checks_replay as checks
+from . import ops_replay as ops
+from .call import ReplayCall, ReplayOptions, Ring
+
+_replaying = CallCache()
+
+
+def make_ring(
+    state: Tensor, heads: int, dtype: torch.dtype, *, rows: int = 16, max_tokens: int = 1
+) -> Ring:
+    """Memory for the tokens that states [P, HV, V, K] of one layer have not got yet.
+
+    For replay_gated_delta_rule. It is not filled: a cursor of zeros says that there is no token.
+
+    Args:
+        state: [P, HV, V, K], the states that the ring is for; only its facts matter.
+        heads: H, the heads of k.
+        dtype: of k.
+        rows: R, the tokens that there is room for, at least 2 * max_tokens. A state is written
+            once in about R - 2 * max_tokens + 2 tokens. With 16 rows and fp32 the ring takes a
+            sixth of the memory that the states take.
+        max_tokens: the most tokens of a call: 1, or with drafts 1 + drafts.
+
+    Returns:
+        Ring(k, u, g, max_tokens): k [P, H, R, K] in `dtype`, u [P, HV, R, V] in the dtype of bf16
+        or fp64 states and else fp32, g [P, HV, R] in fp32 (fp64 for fp64 states). Tensors of one's
+        own go in by `ring._replace(k=...)`.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+
+    Example:
+        >>> ring = make_ring(torch.zeros(8, 4, 32, 16), 2, torch.bfloat16)
+        >>> ring.k.shape, ring.u.shape, ring.g.shape
+        (torch.Size([8, 2, 16, 16]), torch.Size([8, 4, 16, 32]), torch.Size([8, 4, 16]))
+    """
+    checks.new_ring(state, heads, dtype, rows, max_tokens)
+    P, HV, V, K = state.shape
+    gates = torch.float64 if state.dtype == torch.float64 else torch.float32
+    values = torch.bfloat16 if state.dtype == torch.bfloat16 else gates
+    return Ring(
+        state.new_empty(P, heads, rows, K, dtype=dtype),
+        state.new_empty(P, HV, rows, V, dtype=values),
+        state.new_empty(P, HV, rows, dtype=gates),
+        max_tokens,
+    )
+
+
+def replay_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor,
+    ring: Ring,
+    cursor: Tensor,
+    *,
+    scale: Optional[float] = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_indices: Optional[Tensor] = None,
+    force_flush: Optional[Tensor] = None,
+) -> Tensor:
+    """The gated delta rule for one token, or a few drafts, that seldom writes a state.
+
+        S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
+        o_t = scale * S_t^T q_t
+
+    fused_recurrent_gated_delta_rule writes the state at every token, which is half of its time for
+    many sequences. This function reads the state and puts what a token changes of it, k and a
+    vector of V numbers, into a ring; once the ring is full, all of it goes into the state
+    (docs/gdn_decode.md). After the last layer of a step, `advance_ring` moves the cursor, which all
+    layers share. Nothing here is read by the host, so a step can be captured in a CUDA graph.
+
+    `initial_state` is without the tokens of the ring: materialise_ring gives it with them.
+
+    Args:
+        q, k, v, g, beta, A_log, dt_bias, and the options: as chunk_gated_delta_rule has them, with
+            q, k [N, T, H, K] and v [N, T, HV, V] for T of 1 to ring.max_tokens tokens.
+        initial_state: [N, HV, V, K], any floating dtype, written when a sequence's ring is full;
+            with state_indices the pool [P, HV, V, K].
+        ring: from make_ring for these states; this call's tokens are written to it.
+        cursor: [N, 2] int32, contiguous: the ring's first row and how many tokens there are. Zeros
+            for a sequence that begins, whatever row it gets. It goes with a row of the batch, not
+            with a row of the pool. Its values are not checked on a GPU.
+        state_indices: [N], int32 or int64: row n of the batch has this row of states and ring.
+            Negative: its outputs are zero and nothing is touched.
+        force_flush: [N] bool: these sequences write their state now. Where ring.max_tokens is 1,
+            that state has this call's token in it; else, only what was in the ring before. Give
+            advance_ring the same.
+
+    Returns:
+        o [N, T, HV, V], the dtype of q.
+
+    Raises:
+        ValueError: a shape, device, value or option does not fit, or a gradient is needed.
+        TypeError: an argument is no tensor or of the wrong dtype.
+
+    Example:
+        >>> N, H, HV, K, V = 3, 2, 4, 16, 32
+        >>> q, k = torch.randn(2, N, 1, H, K).unbind(0)
+        >>> v, g, beta = torch.randn(N, 1, HV, V), -torch.rand(N, 1, HV), torch.rand(N, 1, HV)
+        >>> state, cursor = torch.zeros(N, HV, V, K), torch.zeros(N, 2, dtype=torch.int32)
+        >>> ring = make_ring(state, H, k.dtype)
+        >>> o = replay_gated_delta_rule(q, k, v, g, beta, state, ring, cursor)
+        >>> advance_ring(cursor, ring)
+        >>> o.shape, cursor[0].tolist()
+        (torch.Size([3, 1, 4, 32]), [0, 1])
+    """
+    parts = ring[:3] if isinstance(ring, tuple) else (None, None, None)
+    tensors = (
+        q, k, v, g, beta, A_log, dt_bias, initial_state, *parts, cursor, force_flush, state_indices
+    )  # fmt: skip
+    kind = (
+        scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        getattr(ring, "max_tokens", None), use_gate_in_kernel,
+    )  # fmt: skip
+    plan = _replaying.find(tensors, kind) if undisturbed() else None
+    if plan is not None:
+        return plan(*tensors)
+    checks.is_ring(ring)
+    call = _checked(ReplayCall(*tensors, ReplayOptions(*kind[:-1])), ring, use_gate_in_kernel)
+    if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
+        _replaying.keep(tensors, kind, ops.plan_gdn_replay(call))
+    return ops.gdn_replay(call)
+
+
+def _checked(call: ReplayCall, ring: Ring, use_gate: bool) -> ReplayCall:
+    """The call as the operator takes it."""
+    q, k, v = autocast(call.q, call.k, call.v)
+    call = call._replace(q=q, k=k, v=v)
+    checks.replay(call, ring, use_gate)
+    scale = call.options.scale
+    scale = call.K**-0.5 if scale is None else float(scale)
+    return call._replace(
+        q=dense(q), k=dense(k), v=dense(v), g=dense(call.g), beta=dense(call.beta),
+        A_log=dense(call.A_log), dt_bias=dense(call.dt_bias), force_flush=dense(call.force_flush),
+        state_indices=dense(call.state_indices), options=call.options._replace(scale=scale),
+    )  # fmt: skip
+
+
+def advance_ring(
+    cursor: Tensor,
+    ring: Ring,
+    num_accepted_tokens: Optional[Tensor] = None,
+    *,
+    state_indices: Optional[Tensor] = None,
+    force_flush: Optional[Tensor] = None,
+) -> None:
+    """Moves the cursor, in place, past the tokens of a step: once, after its last layer.
+
+    Drafts are dropped by not counting them: the next call overwrites them.
+
+    Args:
+        cursor, state_indices, force_flush: those of the step's replay_gated_delta_rule. Rows with a
+            negative index stay.
+        ring: the ring of any layer; only its sizes matter.
+        num_accepted_tokens: [N], int32 or int64, where ring.max_tokens is above 1: how many of the
+            step's tokens, from its first on, are kept. None where it is 1.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+
+    Example:
+        >>> ring = make_ring(torch.zeros(2, 4, 32, 16), 2, torch.float32, max_tokens=4)
+        >>> cursor = torch.zeros(2, 2, dtype=torch.int32)
+        >>> advance_ring(cursor, ring, torch.tensor([1, 4]))  # of four tokens each
+        >>> cursor.tolist()
+        [[0, 1], [0, 4]]
+    """
+    checks.advance(cursor, ring, num_accepted_tokens, force_flush, state_indices)
+    tensors = map(dense, (num_accepted_tokens, force_flush, state_indices))
+    ops.gdn_ring_advance(cursor, ring, *tensors)
+
+
+def materialise_ring(
+    state: Tensor,
+    ring: Ring,
+    cursor: Tensor,
+    *,
+    state_indices: Optional[Tensor] = None,
+    inplace: bool = False,
+) -> Tensor:
+    """The states of one layer with all tokens of the ring: for whoever reads states.
+
+        S = exp(g_1 + .. + g_m) S_0 + sum_j exp(g_{j+1} + .. + g_m) u_j k_j^T
+
+    Args:
+        state: [N, HV, V, K], or with state_indices the pool [P, HV, V, K].
+        ring, cursor, state_indices: those of replay_gated_delta_rule, after advance_ring.
+        inplace: write the states where they lie. Then the ring's tokens are in them, so set the
+            cursor's rows to zero (`cursor.zero_()`) once all layers are written.
+
+    Returns:
+        New states [N, HV, V, K] in fp32 (fp64 for fp64 states), zeros for negative indices; with
+        inplace `state`.
+
+    Raises:
+        ValueError, TypeError: an argument does not fit.
+
+    Example:
+        >>> state = torch.ones(2, 4, 32, 16)
+        >>> ring, cursor = make_ring(state, 2, torch.float32), torch.zeros(2, 2, dtype=torch.int32)
+        >>> torch.equal(materialise_ring(state, ring, cursor), state)  # an empty ring
+        True
+    """
+    checks.materialise(state, ring, cursor, state_indices, inplace)
+    return ops.gdn_ring_materialise(state, ring, cursor, dense(state_indices), bool(inplace))

@@ -1,0 +1,177 @@
+"""Checks of decoding with a ring."""
+
+import torch
+
+from ..runtime.checks import (
+    FLOATING,
+    agrees,
+    are_flags,
+    has_dtype,
+    has_shape,
+    is_floating,
+    is_tensor,
+    readable,
+    remembered,
+    same_device,
+)
+from . import checks
+from .call import Ring
+
+HELP = "call it under torch.no_grad()"
+
+
+def new_ring(state, heads, dtype, rows, max_tokens) -> None:
+    has_shape("state", state, "P HV V K", {})
+    is_floating("state", state)
+    for name, value in (("heads", heads), ("rows", rows), ("max_tokens", max_tokens)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name} must be a positive int, got {value!r}")
+    if state.shape[1] % heads != 0:
+        raise ValueError(f"heads must divide the {state.shape[1]} heads of state, got {heads}")
+    if dtype not in FLOATING:
+        raise TypeError(f"dtype must be the floating dtype of k, got {dtype!r}")
+    _room(rows, max_tokens)
+
+
+def _room(rows: int, max_tokens: int) -> None:
+    if rows < 2 * max_tokens:
+        raise ValueError(
+            f"ring must have room for twice max_tokens, {2 * max_tokens} tokens, got {rows}"
+        )
+
+
+def is_ring(ring) -> None:
+    if not isinstance(ring, Ring):
+        raise TypeError(f"ring must come from make_ring, got {type(ring).__name__}")
+
+
+def _ring(ring, like: torch.Tensor, first: str) -> dict:
+    """The sizes of a ring on the device of `like`."""
+    sizes = {}
+    has_shape("ring.k", ring.k, "P H R K", sizes)
+    has_shape("ring.u", ring.u, "P HV R V", sizes)
+    has_shape("ring.g", ring.g, "P HV R", sizes)
+    for name, x in (("ring.k", ring.k), ("ring.u", ring.u), ("ring.g", ring.g)):
+        is_floating(name, x)
+        same_device(name, x, first, like)
+    has_dtype("ring.g", ring.g, (torch.float32, torch.float64))
+    _room(sizes["R"], ring.max_tokens)
+    return sizes
+
+
+def _cursor(cursor, sizes: dict, like: torch.Tensor, first: str) -> None:
+    has_shape("cursor", cursor, "N 2", {**sizes, "2": 2})
+    has_dtype("cursor", cursor, (torch.int32,))
+    same_device("cursor", cursor, first, like)
+    if not cursor.is_contiguous():
+        raise ValueError(f"cursor must be contiguous, got strides {cursor.stride()}")
+
+
+def _of_sequences(sizes: dict, like: torch.Tensor, first: str, **tensors) -> None:
+    """[N] each, if given: flags, or rows."""
+    for name, x in tensors.items():
+        if x is None:
+            continue
+        has_shape(name, x, "N", sizes)
+        flags = name == "force_flush"
+        has_dtype(name, x, (torch.bool,) if flags else (torch.int32, torch.int64))
+        same_device(name, x, first, like)
+
+
+def _is_within(cursor: torch.Tensor, rows: int, max_tokens: int) -> None:
+    """Values of a cursor, where the host can read them."""
+    if not readable(cursor) or cursor.numel() == 0:
+        return
+    first, count = cursor.unbind(1)
+    most = rows - max_tokens
+    if first.min() < 0 or first.max() >= rows or count.min() < 0 or count.max() > most:
+        raise ValueError(
+            f"cursor must have first rows of 0 to {rows - 1} and counts of 0 to {most}, which "
+            f"advance_ring keeps to, got {cursor.tolist()}"
+        )
+
+
+def replay(call, ring, use_gate: bool) -> None:
+    """Of replay_gated_delta_rule."""
+    function, tensors = "replay_gated_delta_rule", {"q": call.q, "k": call.k, "v": call.v}
+    tensors.update(g=call.g, beta=call.beta, initial_state=call.initial_state)
+    checks.forward_only(function, "chunk_gated_delta_rule", **tensors)
+    checks.rule_flags(call.options, use_gate)
+    is_tensor("initial_state", call.initial_state)
+    checks.gated_delta_rule(call, use_gate)
+    _replay(call, ring)
+    _is_within(call.cursor, call.R, ring.max_tokens)
+
+
+@remembered
+def _replay(call, ring) -> None:
+    sizes = _ring(ring, call.q, "q")
+    agrees("ring.k", ring.k, "k", call.k)
+    sizes.update(N=call.N)
+    if call.state_indices is None:
+        has_shape("initial_state", call.initial_state, "N HV V K", sizes)
+    has_shape("initial_state", call.initial_state, "P HV V K", sizes)
+    has_shape("k", call.k, "N T H K", sizes)
+    has_shape("v", call.v, "N T HV V", sizes)
+    if not 1 <= call.T <= ring.max_tokens:
+        raise ValueError(
+            f"q must have 1 to {ring.max_tokens} tokens, ring's max_tokens, got {call.T}"
+        )
+    _cursor(call.cursor, sizes, call.q, "q")
+    _of_sequences(sizes, call.q, "q", force_flush=call.force_flush)
+
+
+@remembered
+def _advance(cursor, ring, accepted, force_flush, state_indices) -> None:
+    is_tensor("cursor", cursor)
+    sizes = _ring(ring, cursor, "cursor")
+    _cursor(cursor, sizes, cursor, "cursor")
+    sizes["N"] = cursor.shape[0]
+    _of_sequences(
+        sizes, cursor, "cursor", num_accepted_tokens=accepted, force_flush=force_flush,
+        state_indices=state_indices,
+    )  # fmt: skip
+    if (accepted is None) != (ring.max_tokens == 1):
+        needed = "be None" if ring.max_tokens == 1 else "be given"
+        raise ValueError(
+            f"num_accepted_tokens must {needed} where ring's max_tokens is {ring.max_tokens}"
+        )
+
+
+def advance(cursor, ring, accepted, force_flush, state_indices) -> None:
+    is_ring(ring)
+    _advance(cursor, ring, accepted, force_flush, state_indices)
+    _is_within(cursor, ring.g.shape[2], ring.max_tokens)
+    if readable(accepted) and accepted.numel():
+        if accepted.min() < 0 or accepted.max() > ring.max_tokens:
+            raise ValueError(
+                f"num_accepted_tokens must be 0 to {ring.max_tokens}, got {accepted.tolist()}"
+            )
+
+
+def materialise(state, ring, cursor, state_indices, inplace) -> None:
+    is_ring(ring)
+    are_flags(inplace=inplace)
+    checks.forward_only("materialise_ring", HELP, state=state)
+    _materialise(state, ring, cursor, state_indices)
+    _is_within(cursor, ring.g.shape[2], ring.max_tokens)
+    if readable(state_indices) and state_indices.numel():
+        if state_indices.max() >= state.shape[0]:
+            raise ValueError(
+                f"state_indices must be below the {state.shape[0]} rows of state, "
+                f"got {state_indices.max()}"
+            )
+
+
+@remembered
+def _materialise(state, ring, cursor, state_indices) -> None:
+    is_tensor("state", state)
+    sizes = _ring(ring, state, "state")
+    has_shape("state", state, "P HV V K", sizes)
+    is_floating("state", state)
+    is_tensor("cursor", cursor)
+    if state_indices is None:
+        sizes["N"] = sizes["P"]
+    _cursor(cursor, sizes, state, "state")
+    sizes["N"] = cursor.shape[0]
+    _of_sequences(sizes, state, "state", state_indices=state_indices)
