@@ -2,10 +2,10 @@
 
     python tests/parallel_problems.py FOLDER [cpu | cuda]
 
-Four processes are forked once (spawned for "cuda": they share one GPU, and gloo) and go through
-CASES, each on a group of the first P of them: in fp64 on the CPU, in bf16 by kernels on a GPU.
-FOLDER/RANK.json gets the errors of every case against one process in fp64, and FOLDER/alone.json,
-for a GPU, those of one process there.
+Four processes are forked once (two are spawned for "cuda": they share one GPU, and gloo) and go
+through CASES, each on a group of the first P of them: in fp64 on the CPU, in bf16 by kernels on a
+GPU. FOLDER/RANK.json gets the errors of every case against one process in fp64, and, for a GPU,
+those of one process there: each process makes some of these, so that they compile side by side.
 """
 
 import datetime
@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from conftest import load_package, relative_error, submodule
 
-WORLD = 4
+WORLD = {"cpu": 4, "cuda": 2}
 H, HV, W = 1, 2, 4  # heads of q and k, of v, taps
 DIMS = {"cpu": (8, 12), "cuda": (128, 128)}  # head dims K, V
 DTYPES = {"cpu": torch.float64, "cuda": torch.bfloat16}
@@ -72,10 +72,13 @@ def cases() -> Dict[str, Case]:
     found["an empty shard between"] = Case(4, PACKED, [[(0, 100)], *rest, [(100, 200)]])
     found["an empty shard last"] = Case(3, [0, 200], [[(0, 65)], [(65, 200)], []])
     found["shards of one token"] = Case(4, [0, 70], [[(0, 1)], [(1, 2)], [(2, 3)], [(3, 70)]])
+    found["an empty shard, in reverse"] = Case(2, PACKED, [[(100, 200), (0, 100)], []])
+    turns = [[(0, 50), (100, 150)], [(50, 100), (150, 200)]]
+    found["in turns"] = Case(2, [0, 200], turns)  # four pieces, two of them in the middle
     found["in reverse"] = Case(2, [0, 130], [[(64, 130)], [(0, 64)]])
     found["rows, zigzag"] = Case(2, [0, 60, 70, 140, 210], "zigzag", batch=3)
     found["rows, contiguous"] = Case(3, [0, 70, 140], "contiguous", batch=2)
-    found["no initial states"] = Case(3, PACKED, "zigzag", states=False)
+    found["no initial states"] = Case(2, PACKED, "zigzag", states=False)
     found["states [V, K]"] = Case(3, [0, 200], "zigzag", options=(("state_v_first", True),))
     found["saved blocks"] = Case(2, PACKED, "zigzag", options=(("recompute", False),))
     found["only v"] = Case(3, [0, 200], "contiguous", frozen=NAMES[1:])
@@ -88,14 +91,13 @@ def cases() -> Dict[str, Case]:
 
 CASES = cases()
 FEW = (
-    "one sequence, contiguous, 2", "one sequence, zigzag, 3", "packed, contiguous, 3",
-    "an empty shard last", "rows, zigzag", "no initial states", "saved blocks", "long",
-    "no exchange",
+    "one sequence, contiguous, 2", "no initial states", "in turns", "packed, contiguous, 2",
+    "an empty shard, in reverse", "rows, zigzag", "saved blocks", "long", "no exchange",
 )  # fmt: skip
 
 
 def cases_of(kind: str) -> Dict[str, Case]:
-    """All, or a few: on a GPU every length compiles."""
+    """All, or those that take two processes through every kernel: a GPU's compile for seconds."""
     return {name: CASES[name] for name in (CASES if kind == "cpu" else FEW)}
 
 
@@ -144,10 +146,11 @@ def outer(outputs) -> list:
 
 
 def alone(case: Case, kind: str, device, dtype) -> dict:
-    """What one process makes of the whole stream."""
-    given = [x.to(device, dtype) for x in inputs(case, kind)]
+    """What one process makes of the whole stream, by the kernels that its parts take."""
+    *given, state = [x.to(device, dtype) for x in inputs(case, kind)]
+    given.append(state.to(torch.promote_types(dtype, torch.float32)))
     given = [x.requires_grad_(name not in case.frozen) for name, x in zip(NAMES, given)]
-    lengths = torch.tensor(case.lengths, device=device)
+    lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     outputs = layer(load_package(), case, *given, cu_seqlens=lengths)
     grads = {}
     wanted = [x for x in given if x.requires_grad]
@@ -165,7 +168,7 @@ def without_exchange():
     return told
 
 
-def errors_alone(case: Case, want: dict, got: dict) -> Dict[str, float]:
+def errors_alone(want: dict, got: dict) -> Dict[str, float]:
     names = ("o", "final inputs", "final states")
     errors = {n: relative_error(g, w) for n, g, w in zip(names, got["outputs"], want["outputs"])}
     grads = got["grads"]
@@ -222,20 +225,26 @@ def error_over(group, got, want) -> float:
     return (sums[0] / sums[1].clamp_min(1e-300)).sqrt().item()
 
 
-def unsharded(group) -> Dict[str, float]:
+def unsharded(group, device: str) -> Dict[str, float]:
     """shard and unshard undo each other, and so do their gradients."""
     kernel, errors = load_package(), {}
-    for layout in ("contiguous", "zigzag", [[(40, 50)], [], [(0, 40)]]):
+    apart = [[(40, 50)], *[[]] * (dist.get_world_size(group) - 2), [(0, 40)]]
+    pieces = kernel.build_cp_context([0, 20, 50], group)
+    for dtype in (torch.bool, torch.int16, torch.bfloat16, torch.float64):
+        x = torch.arange(100, device=device).view(1, 50, 2).to(dtype)
+        errors[f"{dtype}"] = float((pieces.unshard(pieces.shard(x)) != x).sum())
+    errors["nothing"] = float(pieces.unshard(pieces.shard(x[..., :0])).numel())
+    for name, layout in (("contiguous", "contiguous"), ("zigzag", "zigzag"), ("apart", apart)):
         cp = kernel.build_cp_context([0, 20, 50], group, layout=layout)
-        x = torch.arange(150.0, dtype=torch.float64).view(1, 3, 50)
+        x = torch.arange(150.0, dtype=torch.float64, device=device).view(1, 3, 50)
         own = cp.shard(x, 2).requires_grad_()
         back = cp.unshard(own, 2)
         back.backward(x * (1 + cp.rank))
         total = sum(range(1, 1 + cp.size))
-        errors[f"{layout}"] = relative_error(back, x)
-        errors[f"gradient {layout}"] = relative_error(own.grad, cp.shard(x, 2) * total)
+        errors[name] = relative_error(back, x)
+        errors[f"gradient {name}"] = relative_error(own.grad, cp.shard(x, 2) * total)
         positions = torch.cat([torch.arange(20), torch.arange(30)])[None]
-        errors[f"places {layout}"] = float((cp.position_ids != cp.shard(positions)).sum())
+        errors[f"places {name}"] = float((cp.position_ids != cp.shard(positions)).sum())
     return errors
 
 
@@ -332,24 +341,29 @@ def refused(group) -> Dict[str, str]:
 
 def process(rank: int, folder: str, kind: str) -> None:
     torch.set_num_threads(1)
-    wanted = torch.load(f"{folder}/wanted.pt")
+    wanted, world = torch.load(f"{folder}/wanted.pt"), WORLD[kind]
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD,
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world,
         timeout=datetime.timedelta(seconds=60),
     )  # fmt: skip
-    groups = {P: dist.new_group(list(range(P))) for P in (2, 3, 4)}
+    # groups that name their backend in either way
+    backends = {2: "cpu:gloo" if kind == "cpu" else "gloo", 3: "gloo", 4: "gloo"}
+    groups = {P: dist.new_group(list(range(P)), backend=backends[P]) for P in range(2, world + 1)}
     found, name = {}, ""
     try:
+        if kind == "cuda":
+            found["alone"] = alone_on_a_gpu(rank, wanted)
         for name, case in cases_of(kind).items():
             if rank < case.P:
                 told = None if case.exchange else without_exchange()
                 found[name] = check(case, wanted[name], groups[case.P], kind)
                 if told is not None:
                     submodule("gdn.ops_context").all_gather = told
-        if rank < 3:
-            found["unshard"] = unsharded(groups[3])
+        if rank < min(3, world):
+            found["unshard"] = unsharded(groups[min(3, world)], kind)
+        if rank < 3 and kind == "cpu":
             found["batches"] = batches(groups[3])
-        if rank < 2:
+        if rank < 2 and kind == "cpu":
             found["refused"] = refused(groups[2])
     except Exception:
         found["failed"] = f"{name}: {traceback.format_exc()}"
@@ -357,18 +371,24 @@ def process(rank: int, folder: str, kind: str) -> None:
     dist.destroy_process_group()
 
 
+def alone_on_a_gpu(rank: int, wanted: dict) -> Dict[str, dict]:
+    """Errors of one process in bf16, of this process's share of the cases."""
+    found = {}
+    for name in list(wanted)[rank :: WORLD["cuda"]]:
+        own = alone(CASES[name], "cuda", torch.device("cuda"), DTYPES["cuda"])
+        found[name] = errors_alone(wanted[name], own)
+    return found
+
+
 def main(folder: str, kind: str = "cpu") -> None:
     torch.set_num_threads(1)
-    wanted, errors, cpu = {}, {}, torch.device("cpu")
-    for name, case in cases_of(kind).items():
-        wanted[name] = alone(case, kind, cpu, torch.float64)
-        if kind == "cuda":
-            own = alone(case, kind, torch.device(kind), DTYPES[kind])
-            errors[name] = errors_alone(case, wanted[name], own)
-    (Path(folder) / "alone.json").write_text(json.dumps(errors))
+    cpu = torch.device("cpu")
+    cases = cases_of(kind)
+    wanted = {name: alone(cases[name], kind, cpu, torch.float64) for name in cases}
     torch.save(wanted, f"{folder}/wanted.pt")
     how = "fork" if kind == "cpu" else "spawn"
-    torch.multiprocessing.start_processes(process, (folder, kind), nprocs=WORLD, start_method=how)
+    many = WORLD[kind]
+    torch.multiprocessing.start_processes(process, (folder, kind), nprocs=many, start_method=how)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ BAD_USES = (
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def found(request, tmp_path_factory):
-    """What each process found, and the errors of one: a start for all tests."""
+    """What each process found, and on a GPU the errors of one: a start for all tests."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     folder = tmp_path_factory.mktemp("parallel")
@@ -33,10 +33,16 @@ def found(request, tmp_path_factory):
     command = [sys.executable, str(script), str(folder), request.param]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    ranks = range(WORLD[request.param])
+    results = [json.loads((folder / f"{rank}.json").read_text()) for rank in ranks]
     failed = [result["failed"] for result in results if "failed" in result]
     assert not failed, "\n\n".join(failed)
-    return results, json.loads((folder / "alone.json").read_text())
+    return results, {k: v for result in results for k, v in result.get("alone", {}).items()}
+
+
+def only_on_cpu(found) -> None:
+    if "batches" not in found[0][0]:
+        pytest.skip("the host's work alone: made on the CPU")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -56,11 +62,12 @@ def test_as_one_process(found, name):
 
 def test_unshard_undoes_shard(found):
     for result in found[0][:3]:
-        assert len(result["unshard"]) == 9
+        assert len(result["unshard"]) == 14
         assert max(result["unshard"].values()) == 0
 
 
 def test_parts_of_batches(found):
+    only_on_cpu(found)
     for result in found[0][:3]:
         assert len(result["batches"]) == 15
         assert set(result["batches"].values()) == {0}, result["batches"]
@@ -68,6 +75,7 @@ def test_parts_of_batches(found):
 
 @pytest.mark.parametrize("use", BAD_USES)
 def test_bad_use_is_refused_in_every_process(found, use):
+    only_on_cpu(found)
     said = [result["refused"] for result in found[0][:2]]
     assert set(said[0]) == set(BAD_USES)
     for mine in said:
@@ -75,12 +83,25 @@ def test_bad_use_is_refused_in_every_process(found, use):
 
 
 def test_what_refusals_say(found):
+    only_on_cpu(found)
     first, second = (result["refused"] for result in found[0][:2])
     assert "q must have the 6 tokens that cp_context has" in first["tokens of one"]
     assert "in process 0 of the group: q must have the 6" in second["tokens of one"]
     assert "must be alike in all processes of the group" in first["lengths"]
     assert "state_indices must not be given with cp_context" in first["state_indices"]
     assert "each of the 12 tokens once, got (6, 12) where 5" in first["a hole"]
+
+
+@pytest.mark.gpu
+def test_tables_reach_a_gpu_without_a_wait():
+    from_host, values = submodule("runtime.device").from_host, torch.arange(1000)
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = [from_host(x, torch.device("cuda", 0)) for x in (values, values[:0])]
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    assert torch.equal(found[0].cpu(), values) and found[1].shape == (0,) and found[1].is_cuda
 
 
 def test_without_process_groups(kernel):

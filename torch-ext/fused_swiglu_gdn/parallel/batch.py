@@ -5,6 +5,7 @@ from typing import Dict, List, Optional, Union
 import torch
 from torch import Tensor
 
+from ..runtime.device import from_host
 from .context import CpContext
 from .layouts import fragments_of
 
@@ -77,7 +78,7 @@ class Batch:
             return shifted
         ends = torch.ones_like(self.starts)
         ends[:, :-1] = self.starts[:, 1:]
-        return labels.roll(-1, 1).masked_fill(ends.to(labels.device), IGNORED)
+        return labels.roll(-1, 1).masked_fill(from_host(ends, labels.device), IGNORED)
 
 
 def whole_size(T: int, P: int, layout: Union[str, list]) -> int:

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .context import CpContext
+from .exchange import has
 
 
 def lengths(cu_seqlens: Union[Tensor, Sequence[int]], batch_size: int) -> List[int]:
@@ -80,6 +81,6 @@ def device_of(cu_seqlens: object, group) -> torch.device:
     """Where a context's tensors are to be."""
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.device.type != "cpu":
         return cu_seqlens.device
-    if "nccl" in str(dist.get_backend(group)):
+    if has(group, "cuda:nccl"):
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

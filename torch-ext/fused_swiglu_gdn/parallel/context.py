@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..runtime.device import from_host
 from . import exchange
 from .plan import Piece, Plan, Slot, make_plan
 
@@ -60,11 +61,11 @@ class CpContext:
         self.tokens = self.bounds[-1]
         self._known: Dict[tuple, object] = {}  # what was made for a device
         self.cu_seqlens = self.lengths_on(device)
-        self.sequences = torch.tensor([p.sequence for p in self.pieces], dtype=torch.int64)
-        self.sequences = self.sequences.to(device)
+        sequences = torch.tensor([p.sequence for p in self.pieces], dtype=torch.int64)
+        self.sequences = from_host(sequences, device)
         self.starts_here = self.marks(self.plan.incoming, device)
         self.ends_here = self.marks(self.plan.outgoing, device)
-        self.position_ids = self._positions().view(batch_size, -1).to(device)
+        self.position_ids = from_host(self._positions().view(batch_size, -1), device)
 
     def _positions(self) -> Tensor:
         starts = [p.start - self.lengths[p.sequence] for p in self.pieces]
@@ -131,12 +132,12 @@ class CpContext:
             for start, stop in spans:
                 bounds.append(bounds[-1] + stop - start)
             side_by_side = all(a[1] == b[0] for a, b in zip(spans, spans[1:]))
-            rows = torch.tensor(places, dtype=torch.int64).to(device)
-            lengths = torch.tensor(bounds, dtype=torch.int32).to(device)
+            rows = from_host(torch.tensor(places, dtype=torch.int64), device)
+            lengths = from_host(torch.tensor(bounds, dtype=torch.int32), device)
             if side_by_side:
                 whole = (spans[0][0], spans[-1][1]) if spans else (0, 0)
                 return Subset(places, rows, lengths, whole, None)
-            return Subset(places, rows, lengths, None, _columns(spans).to(device))
+            return Subset(places, rows, lengths, None, from_host(_columns(spans), device))
 
         return self._once(name, device, make)
 
@@ -150,7 +151,7 @@ class CpContext:
         key = (name, device)
         if key not in self._known:
             made = make()
-            self._known[key] = made.to(device) if isinstance(made, Tensor) else made
+            self._known[key] = from_host(made, device) if isinstance(made, Tensor) else made
         return self._known[key]
 
 

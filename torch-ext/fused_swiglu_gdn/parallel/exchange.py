@@ -11,8 +11,12 @@ def size(group) -> int:
     return dist.get_world_size(group)
 
 
-def _is_gloo(group) -> bool:
-    return dist.get_backend(group) == "gloo"
+def has(group, backend: str) -> bool:
+    """Whether this, as "cuda:nccl", is one of the group's backends for its types of devices.
+
+    A group that was made without a backend, or with several, has one for each.
+    """
+    return backend in dist.get_backend_config(group).split(",")
 
 
 def _one_tensor(name: str) -> Callable:
@@ -25,12 +29,12 @@ def all_gather(own: Tensor, group) -> Tensor:
     """[..] of every process, of one shape -> [P, ..]."""
     if size(group) == 1:
         return own.unsqueeze(0)
-    wire = own.contiguous()
-    if _is_gloo(group):  # gloo moves bytes of the host
-        wire = wire.cpu().view(-1).view(torch.uint8)
+    wire = own.contiguous().view(-1).view(torch.uint8)  # no backend knows all dtypes
+    if has(group, f"{own.device.type}:gloo"):  # gloo moves bytes of the host
+        wire = wire.cpu()
     everyone = wire.new_empty(size(group) * wire.numel())
-    _one_tensor("all_gather")(everyone, wire.view(-1), group=group)
-    return everyone.to(own.device).view(own.dtype).view(-1, *own.shape)
+    _one_tensor("all_gather")(everyone, wire, group=group)
+    return everyone.to(own.device).view(own.dtype).view(size(group), *own.shape)
 
 
 def sum_scatter(parts: Tensor, group) -> Tensor:
@@ -38,7 +42,7 @@ def sum_scatter(parts: Tensor, group) -> Tensor:
     if size(group) == 1:
         return parts[0]
     wide = parts.to(torch.promote_types(parts.dtype, torch.float32), copy=True).contiguous()
-    if _is_gloo(group):
+    if has(group, f"{parts.device.type}:gloo"):
         total = wide.cpu()
         dist.all_reduce(total, group=group)
         own = total[dist.get_rank(group)].to(parts.device)
@@ -51,10 +55,13 @@ def sum_scatter(parts: Tensor, group) -> Tensor:
 def agrees(group) -> bool:
     """Whether the processes compare what they are about to do.
 
-    That stops the host, so on GPUs it is done where torch is asked to debug its collectives
-    (TORCH_DISTRIBUTED_DEBUG); gloo stops the host anyway.
+    That stops the host, so with NCCL it is done where torch is asked to debug its collectives
+    (TORCH_DISTRIBUTED_DEBUG), and never while a CUDA graph is captured; gloo stops the host anyway.
     """
-    return _is_gloo(group) or dist.get_debug_level() != dist.DebugLevel.OFF
+    if not has(group, "cuda:nccl"):
+        return True
+    debugged = dist.get_debug_level() != dist.DebugLevel.OFF
+    return debugged and not torch.cuda.is_current_stream_capturing()
 
 
 def agreed(make: Callable, facts: Callable, group, what: str):

@@ -72,6 +72,17 @@ def _make_context(device: torch.device) -> None:
     _thread.has_context = True
 
 
+def from_host(x: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """x, which the host has just made, on a device: without a wait for what is queued there.
+
+    While a CUDA graph is captured it is a plain copy, which CUDA refuses: a replay would read
+    memory that the host has given to others.
+    """
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)
+
+
 @functools.cache
 def _is_at_least(index: int, major: int) -> bool:
     found = capability(index)
