@@ -104,8 +104,8 @@ BAD = [
     ({"weights": torch.zeros(5, 2).long()}, TypeError, "top_k_weights must be of dtype"),
     ({"weights": torch.zeros(5, 2, device="meta")}, ValueError, "on the device of x"),
     ({"activation": "swish"}, ValueError, "activation must be one of 'silu'"),
-    ({"limit": 0}, ValueError, "limit must be above 0, got 0"),
-    ({"limit": "7"}, TypeError, "limit must be a number or None"),
+    ({"limit": 0}, ValueError, "limit must be positive and finite, got 0"),
+    ({"limit": "7"}, TypeError, "limit must be a float or None"),
 ]
 
 
@@ -124,14 +124,52 @@ def op_arguments(device, routing="held elsewhere"):
 def test_opcheck(device):
     p = op_arguments(device)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(ops._experts_fwd, tuple(p), test_utils=checks)
-    p = with_gradients(p)
+    torch.library.opcheck(ops._experts_fwd, (*p, False, False, False), test_utils=checks)
+    p = p._replace(x=p.x.requires_grad_(), w_down=p.w_down.requires_grad_())
     for recompute in (False, True):
-        torch.library.opcheck(ops._experts_saving_fwd, (*p, recompute), test_utils=checks[:2])
+        args = (*p, True, recompute, False)
+        torch.library.opcheck(ops._experts_fwd, args, test_utils=checks[:2])
 
 
-def with_gradients(p):
-    return p._replace(x=p.x.requires_grad_(), w_down=p.w_down.requires_grad_())
+def operator_call(recompute=False, main_grad=False):
+    """The operator in eager mode with gradients: out, its leaves, and what was kept for them."""
+    p, kept = problem(9, 2, 4, 16, 8), []
+    leaves = [t.requires_grad_() for t in (p.x, p.w_gate_up, p.w_down, p.weights)]
+    for w in leaves[1:3] if main_grad else ():
+        w.main_grad = torch.ones_like(w)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = ops._experts_fwd(*p[:5], "silu", None, True, recompute, main_grad)[0]
+    return p, out, leaves, kept
+
+
+def test_what_is_kept():
+    """x, the weights and the routing; and gate and up, [T K, 2 I], unless they are made again."""
+    for recompute in (False, True):
+        p, _, _, kept = operator_call(recompute)
+        routing = torch.Size([submodule("experts.call").routing_size(18, 4)])
+        own = [] if recompute else [torch.Size([18, 16])]
+        assert [t.shape for t in kept] == [*(t.shape for t in p[:5]), *own, routing]
+
+
+def test_the_gradient_has_none():
+    _, out, leaves, _ = operator_call()
+    first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+    with pytest.raises(NotImplementedError, match="fused_experts has no second derivative"):
+        first[0].sum().backward()
+
+
+@pytest.mark.parametrize("by_operator", [False, True])
+def test_main_grads(kernel, by_operator):
+    p, out, leaves, _ = operator_call(main_grad=True)
+    if not by_operator:
+        out = kernel.fused_experts(*p[:5], main_grad=True)
+    leaves[2].grad_added_to_main_grad = False
+    out.sum().backward()
+    exact = gradients(p, torch.ones_like(p.x))
+    assert leaves[1].grad is None and not leaves[2].grad.any()
+    assert leaves[2].grad_added_to_main_grad
+    for found, right in zip((leaves[0].grad, *(w.main_grad - 1 for w in leaves[1:3])), exact):
+        assert_close(found, right)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

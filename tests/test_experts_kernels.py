@@ -6,6 +6,7 @@ from conftest import TOLERANCE, assert_close, relative_error, submodule
 from experts_problems import answer, gradients, problem
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
+call = submodule("experts.call")
 NAMES = ("dx", "dw_gate_up", "dw_down", "dweights")
 ROUTINGS = ("random", "held elsewhere", "one expert", "twice")
 # Gate, up, z and y are rounded once each at most, and out once more
@@ -23,19 +24,33 @@ def poison(p):
     del del_me
 
 
+def options(p, **more):
+    return call.ExpertsOptions(p.activation, p.limit, **more)
+
+
+def forward(p):
+    """out by the kernels."""
+    out, gate_up, routing = module("experts").experts_fwd(*p[:5], options(p))
+    assert gate_up is None and routing is None
+    return out
+
+
 def check_forward(p):
     poison(p)
-    out = module("forward").experts_fwd(*p)
+    out = forward(p)
     assert out.dtype == p.x.dtype and out.shape == p.x.shape
     assert relative_error(out, answer(p)) < ROUNDED[p.x.dtype]
 
 
 def backward(p, dout, recompute=False, needs=(True,) * 4, main_grads=(None, None)):
     """(out, gradients) by the kernels."""
-    out, gate_up, routing = module("forward").experts_saving_fwd(*p, recompute)
-    args = (dout, *p[:3], p.weights, gate_up, routing, *p[5:], needs, main_grads)
-    assert module("backward").supports_experts_bwd(*args) or p.x.dtype == torch.float32
-    return out, module("backward").experts_bwd(*args)
+    asked = options(p, keeps=True, recompute=recompute)
+    out, gate_up, routing = module("experts").experts_fwd(*p[:5], asked)
+    assert (gate_up is None) == recompute
+    gradient = call.ExpertsGradient(dout, gate_up, routing, needs, main_grads)
+    args = (*p[:5], asked, gradient)
+    assert module("experts").supports_experts_bwd(*args) or p.x.dtype == torch.float32
+    return out, module("experts").experts_bwd(*args)
 
 
 def check_backward(p, recompute=False, factor=2.0):
@@ -129,13 +144,11 @@ def test_half_precision_interpreted():
 @interpreted
 def test_copy_engine_interpreted(monkeypatch):
     """Flat loops, stores by tensor map, and tiles of half the height."""
-    forward = module("forward")
-    tiles = {**forward.tiles_for(torch.device("cpu"), 150, 2, 2), "BLOCK_M": 128}
+    tiles = {**module("experts").tiles_for(torch.device("cpu"), 150, 2, 2), "BLOCK_M": 128}
     tiles["weight"] = {**tiles["weight"], "FLAT": True, "STORE": True, "BLOCK_K": 16}
     for part in ("up", "down", "dx", "gate"):
         tiles[part] = {**tiles[part], "TAILS": True, "STORE": part == "down"}
-    monkeypatch.setattr(forward, "tiles_for", lambda *sizes: tiles)
-    monkeypatch.setattr(module("backward"), "tiles_for", lambda *sizes: tiles)
+    monkeypatch.setattr(module("experts"), "tiles_for", lambda *sizes: tiles)
     check_backward(problem(150, 2, 2, 72, 40, routing="held elsewhere"))
 
 
@@ -192,14 +205,16 @@ def test_under_the_interpreter():
 
 @compiled
 def test_what_is_served():
-    supports = module("forward").supports_experts_fwd
+    def supports(p):
+        return module("experts").supports_experts_fwd(*p[:5], options(p))
+
     p = problem(5, 2, 4, 16, 8, torch.bfloat16)
-    assert supports(*p)
-    assert not supports(*problem(5, 2, 4, 16, 8))  # fp32
-    assert not supports(*problem(5, 2, 4, 12, 8, torch.bfloat16))  # rows off 16 bytes
-    assert not supports(*p._replace(w_down=p.w_down.mT.contiguous().mT))
-    assert not supports(*p._replace(weights=p.weights.double()))
-    assert supports(*p._replace(x=p.x.t().contiguous().t()))  # is copied
+    assert supports(p)
+    assert not supports(problem(5, 2, 4, 16, 8))  # fp32
+    assert not supports(problem(5, 2, 4, 12, 8, torch.bfloat16))  # rows off 16 bytes
+    assert not supports(p._replace(w_down=p.w_down.mT.contiguous().mT))
+    assert not supports(p._replace(weights=p.weights.double()))
+    assert supports(p._replace(x=p.x.t().contiguous().t()))  # is copied
 
 
 # decoding; tiles of 16, 32, 64 and 128 rows; ragged widths; one expert
@@ -228,7 +243,7 @@ def test_errors_are_no_larger_than_torchs(sizes):
     p = problem(*sizes, torch.bfloat16, "cuda")
     exact = answer(p)
     torchs = submodule("experts.reference").experts_fwd(*p)
-    mine = module("forward").experts_fwd(*p)
+    mine = forward(p)
     assert relative_error(mine, exact) <= relative_error(torchs, exact)
 
 
@@ -237,9 +252,9 @@ def test_errors_are_no_larger_than_torchs(sizes):
 def test_bits_repeat(sizes):
     p = problem(*sizes, torch.bfloat16, "cuda", "held elsewhere" if sizes[0] > 8 else "random")
     dout = torch.randn_like(p.x)
-    first = (module("forward").experts_fwd(*p), *backward(p, dout)[1])
+    first = (forward(p), *backward(p, dout)[1])
     for _ in range(3):
-        again = (module("forward").experts_fwd(*p), *backward(p, dout)[1])
+        again = (forward(p), *backward(p, dout)[1])
         assert all(torch.equal(a, b) for a, b in zip(first, again))
 
 
@@ -247,32 +262,31 @@ def test_bits_repeat(sizes):
 def test_a_token_does_not_depend_on_its_batch():
     """Whatever the height of the tiles; few tokens are summed in another order."""
     p = problem(3000, 8, 16, 1024, 512, torch.bfloat16, "cuda")
-    everything = module("forward").experts_fwd(*p)
+    everything = forward(p)
     for T in (9, 17, 40, 100, 333, 1000):
         some = p._replace(x=p.x[-T:], ids=p.ids[-T:], weights=p.weights[-T:])
-        assert torch.equal(module("forward").experts_fwd(*some), everything[-T:])
+        assert torch.equal(forward(some), everything[-T:])
     few = p._replace(x=p.x[-3:], ids=p.ids[-3:], weights=p.weights[-3:])
-    assert relative_error(module("forward").experts_fwd(*few), everything[-3:]) < 4e-3
+    assert relative_error(forward(few), everything[-3:]) < 4e-3
     one = few._replace(x=few.x[-1:], ids=few.ids[-1:], weights=few.weights[-1:])
-    three = module("forward").experts_fwd(*few)
-    assert torch.equal(module("forward").experts_fwd(*one), three[-1:])
+    three = forward(few)
+    assert torch.equal(forward(one), three[-1:])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 5, 64, 700])
 def test_graph_replays_with_other_ids(T):
     p = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda")
-    run = module("forward").experts_fwd
-    run(*p)
+    forward(p)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = run(*p)
+        out = forward(p)
     for routing in ("one expert", "held elsewhere" if T > 2 else "random"):
         q = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda", routing, seed=1)
         for kept, new in zip(p[:5], q[:5]):
             kept.copy_(new)
         graph.replay()
-        assert torch.equal(out, run(*q))
+        assert torch.equal(out, forward(q))
 
 
 @pytest.mark.gpu
@@ -317,11 +331,11 @@ def test_rows_past_32_bits():
     T, K, E, H, I = 135_000, 8, 2, 2048, 64
     p = problem(T, K, E, H, I, torch.bfloat16, "cuda", "twice")
     assert T * K * H > 2**31
-    out = module("forward").experts_fwd(*p)
+    out = forward(p)
     for part in (slice(0, 20), slice(T - 20, T)):
         some = p._replace(x=p.x[part], ids=p.ids[part], weights=p.weights[part])
         assert relative_error(out[part], answer(some)) < TOLERANCE[torch.bfloat16]
 
 
 if INTERPRETING:
-    module("backward")
+    module("experts")

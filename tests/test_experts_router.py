@@ -9,6 +9,7 @@ from interpreter import INTERPRETING, compiled, interpreted, rerun
 from tiny_models import random_model, tokens
 
 reference, ops_shared = submodule("experts.reference"), submodule("experts.ops_shared")
+TopkOptions = submodule("experts.call").TopkOptions
 blocks = submodule("models.moe_blocks")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OPTIONS = [
@@ -37,12 +38,18 @@ def by_torch(logits, top_k, bias, scoring="softmax", renormalize=True, scale=1.0
     return weights * scale, ids
 
 
+def topk_options(K, dtype, given):
+    scoring, renormalize = given.get("scoring", "softmax"), given.get("renormalize", True)
+    return TopkOptions(K, scoring, renormalize, given.get("scale", 1.0), dtype)
+
+
 def portable(name):
     return submodule(f"experts.portable.{name}")
 
 
 def by_kernel(logits, top_k, bias, scoring="softmax", renormalize=True, scale=1.0, dtype=None):
-    args = (logits, bias, top_k, scoring, renormalize, scale, dtype or logits.dtype)
+    options = TopkOptions(top_k, scoring, renormalize, scale, dtype or logits.dtype)
+    args = (logits, bias, options)
     assert portable("topk").supports_topk_fwd(*args)
     return portable("topk").topk_fwd(*args)
 
@@ -63,10 +70,7 @@ def check(function, T, E, K, kind, device, **options):
     if kind == torch.float32:  # in others logits are equal by chance
         assert torch.equal(ids, theirs)
     assert relative_error(weights, exact) < {torch.float32: 1e-6}.get(weights.dtype, 4e-3)
-    again = reference.topk_fwd(
-        logits, options["bias"], K, options.get("scoring", "softmax"),
-        options.get("renormalize", True), options.get("scale", 1.0), weights.dtype,
-    )  # fmt: skip
+    again = reference.topk_fwd(logits, options["bias"], topk_options(K, weights.dtype, options))
     assert torch.equal(ids, again[1])
 
 
@@ -119,16 +123,16 @@ def test_ties_interpreted():
 
 
 def check_gradients(function, T, E, K, kind, device, **options):
-    """function(dweights, logits, ids, scoring, renormalize, scale) against torch in fp64."""
+    """function(dweights, logits, ids, options) against torch in fp64."""
     logits, K, options = problem(T, E, K, kind, device, **options)
     wide = logits.double().requires_grad_()
     weights, ids = by_torch(wide, K, **options)
     dweights = torch.randn(T, K, device=device, dtype=torch.float64)
     exact = torch.autograd.grad(weights, wide, dweights)[0]
-    scoring, renormalize = options.get("scoring", "softmax"), options.get("renormalize", True)
-    found = function(dweights.float(), logits, ids, scoring, renormalize, options.get("scale", 1.0))
+    chosen = topk_options(K, kind, options)
+    found = function(dweights.float(), logits, ids, chosen)
     assert found.dtype == kind
-    if K > 1 or not renormalize:  # one weight alone is always 1; 1 - sigmoid cancels
+    if K > 1 or not chosen.renormalize:  # one weight alone is always 1; 1 - sigmoid cancels
         assert relative_error(found, exact) < {torch.float32: 1e-5}.get(kind, 4e-3)
 
 

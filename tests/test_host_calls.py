@@ -1,6 +1,7 @@
 """What a call costs the host: how many Python functions a call like one before runs, with Triton's
 own binder and a stand-in for its launcher."""
 
+import functools
 import sys
 
 import pytest
@@ -25,6 +26,10 @@ MOST = {
     "attention gate": 7,
     "static cache": 8,
     "rule, training step": 150,  # 659 by torch.library and without plans
+    "experts, T=1": 11,
+    "experts, T=100": 60,
+    "experts, training step": 260,  # 274 by a Function of its own and without plans
+    "router, training step": 75,  # 124 by torch.library and without plans
 }
 
 
@@ -84,6 +89,13 @@ def tensors(T: int, H: int = 2, HV: int = 4, D: int = 128):
     return [torch.zeros(1, T, *shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
 
 
+def experts_of(T: int) -> list:
+    """x, both weights, ids and weights of the slots."""
+    shapes = (T, 64), (16, 64, 64), (16, 64, 32), (T, 4)
+    x, w_gate_up, w_down, weights = (torch.zeros(s, dtype=torch.bfloat16) for s in shapes)
+    return [x, w_gate_up, w_down, torch.zeros(T, 4, dtype=torch.int64), weights]
+
+
 def calls(kernel) -> dict:
     w_gate, w_up = torch.zeros(128, 64, dtype=torch.bfloat16).chunk(2)
     few, many = (torch.zeros(M, 64, dtype=torch.bfloat16) for M in (1, 512))
@@ -108,7 +120,25 @@ def calls(kernel) -> dict:
             o, _ = kernel.chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True)
             torch.autograd.grad(o, leaves, do)
 
+    experts, dout = experts_of(100), torch.zeros(100, 64, dtype=torch.bfloat16)
+    mixture = [x.clone().requires_grad_(x.is_floating_point()) for x in experts]
+    logits = torch.zeros(4, 32, dtype=torch.bfloat16, requires_grad=True)
+
+    def experts_step():
+        with torch.enable_grad():
+            out = kernel.fused_experts(*mixture)
+            torch.autograd.grad(out, (*mixture[:3], mixture[4]), dout)
+
+    def router_step():
+        with torch.enable_grad():
+            weights, _ = kernel.fused_topk(logits, 4)
+            torch.autograd.grad(weights, logits, dout[:4, :4])
+
     return {
+        "experts, T=1": functools.partial(kernel.fused_experts, *experts_of(1)),
+        "experts, T=100": functools.partial(kernel.fused_experts, *experts),
+        "experts, training step": experts_step,
+        "router, training step": router_step,
         "rotary and cache": lambda: kernel.fused_qk_norm_rope(
             heads,
             heads.detach(),

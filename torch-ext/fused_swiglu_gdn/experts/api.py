@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..runtime.cache import CallCache, undisturbed
 from ..runtime.ops import autocast
+from ..swiglu.ops_mlp import into_main_grad
 from . import checks, ops
 
 _calls = CallCache()
@@ -65,14 +66,21 @@ def fused_experts(
         torch.Size([5, 64])
     """
     given = (x, w_gate_up, w_down, top_k_index, top_k_weights)
-    options = (activation, limit)
-    plan = _calls.find(given, options) if undisturbed() else None
-    out = plan(*given) if plan is not None else None
-    if out is not None:
-        return out
-    tensors = (*autocast(x, w_gate_up, w_down), top_k_index, top_k_weights)
-    checks.fused_experts(*tensors, *options)
+    kind = (activation, limit, recompute, main_grad)
+    plan = _calls.find(given, kind) if undisturbed() else None
+    found = plan(*given) if plan is not None else None
+    if found is not None:
+        return found[0]
+    x, *weights = autocast(*given[:3])
+    if main_grad:  # what autocast made of a weight has none
+        weights = [
+            w if w is own else autocast(into_main_grad(own))[0]
+            for w, own in zip(weights, given[1:3])
+        ]
+    tensors = (x, *weights, top_k_index, top_k_weights)
+    checks.fused_experts(*tensors, *kind)
     limit = None if limit is None else float(limit)
+    options = (activation, limit, bool(recompute), bool(main_grad))
     if plan is None and undisturbed() and all(map(operator.is_, tensors, given)):
-        _calls.keep(given, options, ops.plan_experts(*tensors, activation, limit))
-    return ops.experts(*tensors, activation, limit, bool(recompute), bool(main_grad))
+        _calls.keep(given, kind, ops.plan_experts(*tensors, *options))
+    return ops.experts(*tensors, *options)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..runtime.cache import CallCache, undisturbed
 from . import checks, ops_topk
+from .call import TopkOptions
 
 _calls = CallCache()
 
@@ -55,12 +56,12 @@ def fused_topk(
         >>> index.shape, weights.sum(-1).allclose(torch.ones(5))
         (torch.Size([5, 2]), True)
     """
-    given, options = (logits, bias), (top_k, scoring, renormalize, scale, dtype)
-    plan = _calls.find(given, options) if undisturbed() else None
+    given, kind = (logits, bias), (top_k, scoring, renormalize, scale, dtype)
+    plan = _calls.find(given, kind) if undisturbed() else None
     if plan is not None:
         return plan(logits, bias)
-    checks.fused_topk(logits, bias, *options)
-    call = (top_k, scoring, bool(renormalize), float(scale), dtype or logits.dtype)
+    checks.fused_topk(logits, bias, *kind)
+    options = TopkOptions(top_k, scoring, bool(renormalize), float(scale), dtype or logits.dtype)
     if undisturbed():
-        _calls.keep(given, options, ops_topk.plan_topk(logits, bias, *call))
-    return ops_topk.topk(logits, bias, *call)
+        _calls.keep(given, kind, ops_topk.plan_topk(logits, bias, options))
+    return ops_topk.topk(logits, bias, options)

@@ -18,7 +18,9 @@ from ..swiglu.checks import ACTIVATIONS
 
 
 @remembered
-def fused_experts(x, w_gate_up, w_down, top_k_index, top_k_weights, activation, limit) -> None:
+def fused_experts(
+    x, w_gate_up, w_down, top_k_index, top_k_weights, activation, limit, recompute, main_grad
+) -> None:
     sizes: dict = {}
     has_shape("x", x, "T H", sizes)
     is_floating("x", x)
@@ -34,12 +36,9 @@ def fused_experts(x, w_gate_up, w_down, top_k_index, top_k_weights, activation, 
     for name, routing in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
         same_device(name, routing, "x", x)
     is_one_of("activation", activation, ACTIVATIONS)
-    if limit is None:
-        return
-    if isinstance(limit, bool) or not isinstance(limit, (int, float)):
-        raise TypeError(f"limit must be a number or None, got {type(limit).__name__}")
-    if not limit > 0:
-        raise ValueError(f"limit must be above 0, got {limit}")
+    if limit is not None:
+        is_number("limit", limit, "positive", " or None")
+    are_flags(recompute=recompute, main_grad=main_grad)
 
 
 SCORINGS = ("softmax", "sigmoid")

@@ -2,17 +2,15 @@
 
 from typing import Tuple
 
-import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix
-from ..runtime.ops import no_second_derivative, run, serve
+from ..runtime.ops import no_second_derivative, operator, run, serve
 from . import reference
 
 FAMILY = "experts.shared"
 
 
-@torch.library.custom_op(add_op_namespace_prefix("experts_shared_fwd"), mutates_args=())
+@operator("experts_shared_fwd")
 def _shared_fwd(
     routed: Tensor,  # [T, H]
     shared: Tensor,  # [T, H]
@@ -27,7 +25,7 @@ def _(routed, shared, x, w_gate):
     return routed.new_empty(routed.shape)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("experts_shared_bwd"), mutates_args=())
+@operator("experts_shared_bwd")
 def _shared_bwd(
     dout: Tensor,  # [T, H]
     shared: Tensor,  # [T, H]

@@ -1,76 +1,85 @@
 """The operators of the router's choice."""
 
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix
-from ..runtime.ops import no_second_derivative, plan, run, serve
+from ..runtime.ops import needs_grad, no_second_derivative, operator, plan, run, serve
 from . import reference
+from .call import TopkOptions
 
 FAMILY = "experts.topk"
 
 
-@torch.library.custom_op(add_op_namespace_prefix("topk_fwd"), mutates_args=())
+@operator("topk_fwd")
 def _topk_fwd(
     logits: Tensor,  # [T, E]
     bias: Optional[Tensor],  # [E]
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    scale: float,
-    dtype: torch.dtype,
+    *options: TopkOptions,
 ) -> Tuple[Tensor, Tensor]:  # weights [T, K], ids [T, K] int64
-    args = (logits, bias, top_k, scoring, renormalize, scale, dtype)
-    return serve(FAMILY, "topk_fwd", reference.topk_fwd, args)
+    return serve(FAMILY, "topk_fwd", reference.topk_fwd, (logits, bias, TopkOptions(*options)))
 
 
 @_topk_fwd.register_fake
-def _(logits, bias, top_k, scoring, renormalize, scale, dtype):
-    shape = (logits.shape[0], top_k)
-    return logits.new_empty(shape, dtype=dtype), logits.new_empty(shape, dtype=torch.int64)
+def _(logits, bias, *options):
+    options = TopkOptions(*options)
+    weights = logits.new_empty((logits.shape[0], options.top_k), dtype=options.dtype)
+    return weights, weights.new_empty(weights.shape, dtype=torch.int64)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("topk_bwd"), mutates_args=())
+@operator("topk_bwd")
 def _topk_bwd(
     dweights: Tensor,  # [T, K]
     logits: Tensor,  # [T, E]
     ids: Tensor,  # [T, K]
-    scoring: str,
-    renormalize: bool,
-    scale: float,
+    *options: TopkOptions,
 ) -> Tensor:  # [T, E]
-    args = (dweights, logits, ids, scoring, renormalize, scale)
+    args = (dweights, logits, ids, TopkOptions(*options))
     return serve(FAMILY, "topk_bwd", reference.topk_bwd, args)
 
 
 @_topk_bwd.register_fake
-def _(dweights, logits, ids, scoring, renormalize, scale):
+def _(dweights, logits, ids, *options):
     return logits.new_empty(logits.shape)
 
 
 def _save(ctx, inputs, output):
-    logits, _, _, *ctx.options, _ = inputs
+    logits, _, *ctx.options = inputs
     ctx.save_for_backward(logits, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, dweights, _):
-    return (_topk_bwd(dweights, *ctx.saved_tensors, *ctx.options), *[None] * 6)
+    dlogits = None
+    if dweights is not None:
+        dlogits = _topk_bwd(dweights, *ctx.saved_tensors, *ctx.options)
+    return (dlogits, None, *[None for _ in ctx.options])
 
 
 _topk_fwd.register_autograd(_backward, setup_context=_save)
 no_second_derivative(_topk_bwd, "fused_topk")
 
 
-def plan_topk(logits, bias, *options):
+def plan_topk(logits, bias, options) -> Optional[Callable]:
     """What serves all eager calls like this one, from their tensors, or None."""
-    return plan(FAMILY, "topk_fwd", (logits, bias, *options))
+    launch = plan(FAMILY, "topk_fwd", (logits, bias, options), differentiable=True)
+    if launch is None or not needs_grad((logits, bias)):
+        return launch
+
+    def body(logits, bias, *_):
+        return launch(logits, bias)
+
+    return lambda *tensors: _topk_fwd.run(body, *tensors, *options)
 
 
-def topk(logits, bias, *options) -> Tuple[Tensor, Tensor]:
+def topk(logits, bias, options) -> Tuple[Tensor, Tensor]:
     """(weights [T, K], ids [T, K])."""
     if bias is not None:
         bias = bias.detach()
-    return run(FAMILY, "topk_fwd", _topk_fwd, reference.topk_fwd, (logits, bias, *options))
+
+    def op(logits, bias, options):
+        return _topk_fwd(logits, bias, *options)
+
+    return run(FAMILY, "topk_fwd", op, reference.topk_fwd, (logits, bias, options))

@@ -14,13 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.dtypes import at_least_fp32
-from ..swiglu.reference import ACTIVATIONS
-
-ACTIVATION_GRADIENTS = {
-    "silu": torch.ops.aten.silu_backward,
-    "gelu_tanh": lambda d, x: torch.ops.aten.gelu_backward(d, x, approximate="tanh"),
-    "relu": lambda d, x: torch.ops.aten.threshold_backward(d, x, 0),
-}
+from ..swiglu.reference import ACTIVATIONS, SLOPES
+from .call import LEAST, TopkOptions
 
 
 def _gated(gate: Tensor, up: Tensor, activation: str, limit: Optional[float]) -> Tensor:
@@ -65,7 +60,7 @@ def _gated_gradient(
     passes = (gate <= limit, up.abs() <= limit) if limit is not None else None
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    dgate = ACTIVATION_GRADIENTS[activation](dz * up, gate)
+    dgate = SLOPES[activation](dz * up, gate)
     dup = dz * ACTIVATIONS[activation](gate)
     if passes is not None:
         dgate, dup = (torch.where(p, d, torch.zeros_like(d)) for p, d in zip(passes, (dgate, dup)))
@@ -110,44 +105,35 @@ def _scores(logits: Tensor, scoring: str) -> Tensor:
     return wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
 
 
-LEAST = {"softmax": 0.0, "sigmoid": 1e-20}  # added to a sum of scores before it divides
-
-
 def topk_fwd(
     logits: Tensor,  # [T, E]
     bias: Optional[Tensor],  # [E]
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    scale: float,
-    dtype: torch.dtype,
+    options: TopkOptions,
 ) -> Tuple[Tensor, Tensor]:  # weights [T, K], ids [T, K] int64
     """Both scores grow with their logit, and two that differ may have equal scores in fp32: without
     a bias the logits themselves are compared."""
-    scores = _scores(logits, scoring)
+    scores = _scores(logits, options.scoring)
     choice = at_least_fp32(logits) if bias is None else scores + bias
-    ids = choice.sort(dim=-1, descending=True, stable=True)[1][:, :top_k].contiguous()
+    ids = choice.sort(dim=-1, descending=True, stable=True)[1][:, : options.top_k]
     weights = scores.gather(-1, ids)
-    if renormalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + LEAST[scoring])
-    return (weights * scale).to(dtype), ids
+    if options.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + LEAST[options.scoring])
+    return (weights * options.scale).to(options.dtype), ids.contiguous()
 
 
 def topk_bwd(
     dweights: Tensor,  # [T, K]
     logits: Tensor,  # [T, E]
     ids: Tensor,  # [T, K]
-    scoring: str,
-    renormalize: bool,
-    scale: float,
+    options: TopkOptions,
 ) -> Tensor:  # [T, E]
-    scores = _scores(logits, scoring)
-    dchosen, chosen = dweights.to(scores.dtype) * scale, scores.gather(-1, ids)
-    if renormalize:
-        total = chosen.sum(-1, keepdim=True) + LEAST[scoring]
+    scores = _scores(logits, options.scoring)
+    dchosen, chosen = dweights.to(scores.dtype) * options.scale, scores.gather(-1, ids)
+    if options.renormalize:
+        total = chosen.sum(-1, keepdim=True) + LEAST[options.scoring]
         dchosen = (dchosen - (dchosen * chosen / total).sum(-1, keepdim=True)) / total
     dscores = torch.zeros_like(scores).scatter(-1, ids, dchosen)
-    if scoring == "softmax":
+    if options.scoring == "softmax":
         dlogits = scores * (dscores - (dscores * scores).sum(-1, keepdim=True))
     else:
         dlogits = dscores * scores * (1 - scores)

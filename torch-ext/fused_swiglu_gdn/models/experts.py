@@ -19,9 +19,11 @@ from torch import nn
 
 from ..experts import ops, reference
 from ..experts.api import fused_experts
+from ..experts.call import ExpertsOptions
 from ..layers.activations import activation_of
 from ..layers.plain import why_not_tensor
 from ..runtime import dispatch
+from ..runtime.dtypes import HALF
 from .report import Row
 
 NAME = "fused_swiglu_gdn"
@@ -218,9 +220,9 @@ def why_not_here(module: nn.Module) -> Optional[str]:
     """Why no kernel serves a module that is the formula, by device, dtype and sizes."""
     w_down = module.down_proj
     device, (_, H, I) = w_down.device, w_down.shape
-    if not dispatch.has_kernels(ops.FORWARD, "experts_fwd", device.type, device.index):
+    if not dispatch.has_kernels(ops.FAMILY, "experts_fwd", device.type, device.index):
         return f"there are no kernels for {device.type}"
-    if w_down.dtype not in (torch.bfloat16, torch.float16):
+    if w_down.dtype not in HALF:
         return f"its weights are {str(w_down.dtype).replace('torch.', '')}, not bfloat16 or float16"
     if H % 8 or I % 8:
         return f"its widths, {H} and {I}, are not multiples of 8"
@@ -290,8 +292,8 @@ def _implementation(module: nn.Module, training: bool) -> str:
     w_gate_up, w_down = module.gate_up_proj, module.down_proj
     x = w_down.new_empty(16, w_down.shape[1])
     ids = torch.empty(16, 2, dtype=torch.int64, device=x.device)
-    args = (x, w_gate_up, w_down, ids, x[:, :2], "silu", None)
-    operation = "experts_saving_fwd" if training else "experts_fwd"
+    options = ExpertsOptions(keeps=training)
     with dispatch.served() as record:
-        dispatch.choose(ops.FORWARD, operation, False, (*args, False) if training else args)
-    return record[operation][0]
+        args = (x, w_gate_up, w_down, ids, x[:, :2], options)
+        dispatch.choose(ops.FAMILY, "experts_fwd", training, args)
+    return record["experts_fwd"][0]

@@ -104,7 +104,7 @@ def _backward(ctx, dy, *_):
     weights.append(gradients[4] if here[2] else None)
     for i, (needed, weight) in enumerate(zip((gate, up, down), ctx.mains)):
         if needed and weight is not None:
-            weights[i] = _stand_in(weight)
+            weights[i] = stand_in(weight)
     db_down = dy.sum(0, dtype=torch.float32).to(dy.dtype) if b_down else None  # [D]
     return (dx, *weights, db_gate, db_up, db_down, None, None, None, None)
 
@@ -112,7 +112,7 @@ def _backward(ctx, dy, *_):
 _swiglu_mlp_fwd.register_autograd(_backward, setup_context=_save)
 
 
-def _stand_in(weight: Tensor) -> Optional[Tensor]:
+def stand_in(weight: Tensor) -> Optional[Tensor]:
     """What Megatron's hooks want for a gradient that is in main_grad already."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -132,7 +132,7 @@ class _IntoMainGrad(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         ctx.weight.main_grad.add_(gradient)
-        return _stand_in(ctx.weight)
+        return stand_in(ctx.weight)
 
 
 def into_main_grad(weight: Tensor) -> Tensor:

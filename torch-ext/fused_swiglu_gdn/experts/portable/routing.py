@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..call import routing_size
 from .launching import launch
 
 BLOCK = 128  # entries ranked by a program
@@ -27,8 +28,8 @@ ALONE = 2048  # up to so many entries every program counts all of them itself
 
 
 def new_routing(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """The buffer, not filled. Its size is simple, since the operators' fakes say it, too."""
-    return ids.new_empty(3 * (ids.numel() + experts + 1), dtype=torch.int32)
+    """The buffer, not filled."""
+    return ids.new_empty(routing_size(ids.numel(), experts), dtype=torch.int32)
 
 
 @triton.jit

@@ -10,8 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime.dtypes import SERVED
+from ...runtime.dtypes import SERVED, served
 from ...runtime.launch import Launch
+from ..call import LEAST, TopkOptions
 
 
 @triton.jit
@@ -114,14 +115,11 @@ def _width(E: int) -> int:
     return max(32, triton.next_power_of_2(E))
 
 
-def _least(scoring: str) -> float:
-    return 0.0 if scoring == "softmax" else 1e-20
-
-
 @functools.lru_cache(maxsize=1024)
-def _launch(where, T: int, E: int, K: int, scoring: str, renormalize: bool, scale: float) -> Launch:
+def _launch(where, T: int, E: int, K: int, options: TopkOptions) -> Launch:
+    _, scoring, renormalize, scale, _ = options
     slots = triton.next_power_of_2(K)
-    constexprs = (K, slots, scoring == "softmax", renormalize, _least(scoring), _width(E))
+    constexprs = (K, slots, scoring == "softmax", renormalize, LEAST[scoring], _width(E))
     return Launch(
         _topk_kernel, T, where, numbers=(scale, E), constexprs=constexprs,
         options=(("num_warps", 1),),
@@ -129,18 +127,18 @@ def _launch(where, T: int, E: int, K: int, scoring: str, renormalize: bool, scal
 
 
 @functools.lru_cache(maxsize=1024)
-def _backward_launch(where, T, E, K, scoring: str, renormalize: bool, scale: float) -> Launch:
-    constexprs = (K, scoring == "softmax", renormalize, _least(scoring), _width(E))
+def _backward_launch(where, T: int, E: int, K: int, options: TopkOptions) -> Launch:
+    _, scoring, renormalize, scale, _ = options
+    constexprs = (K, scoring == "softmax", renormalize, LEAST[scoring], _width(E))
     return Launch(
         _topk_backward_kernel, T, where, numbers=(scale, E), constexprs=constexprs,
         options=(("num_warps", 1),),
     )  # fmt: skip
 
 
-def supports_topk_fwd(logits, bias, top_k, scoring, renormalize, scale, dtype) -> bool:
-    dtypes = [logits.dtype, dtype] + ([] if bias is None else [bias.dtype])
-    fits = 0 < logits.shape[1] <= 1024 and top_k <= 64 and logits.shape[0] < 2**31
-    return fits and all(one in SERVED for one in dtypes)
+def supports_topk_fwd(logits, bias, options) -> bool:
+    fits = 0 < logits.shape[1] <= 1024 and options.top_k <= 64 and logits.shape[0] < 2**31
+    return fits and served(logits, bias) and options.dtype in SERVED
 
 
 def supports_topk_bwd(logits, *args) -> bool:
@@ -151,37 +149,30 @@ def supports_topk_bwd(logits, *args) -> bool:
 def topk_fwd(
     logits: torch.Tensor,  # [T, E]
     bias: Optional[torch.Tensor],  # [E]
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    scale: float,
-    dtype: torch.dtype,
+    options: TopkOptions,
 ) -> Tuple[torch.Tensor, torch.Tensor]:  # weights [T, K], ids [T, K] int64
     logits = logits.contiguous()
-    T, E = logits.shape
-    weights = logits.new_empty((T, top_k), dtype=dtype)
-    ids = logits.new_empty((T, top_k), dtype=torch.int64)
-    start = _launch(logits.device, T, E, top_k, scoring, renormalize, scale)
+    (T, E), K = logits.shape, options.top_k
+    weights = logits.new_empty((T, K), dtype=options.dtype)
+    ids = logits.new_empty((T, K), dtype=torch.int64)
+    start = _launch(logits.device, T, E, K, options)
     start(logits, None if bias is None else bias.contiguous(), weights, ids)
     return weights, ids
 
 
-def plan_topk_fwd(logits, bias, *options) -> Callable:
+def plan_topk_fwd(logits, bias, options) -> Callable:
     """topk_fwd for all calls like this one, from their tensors."""
-    return lambda logits, bias: topk_fwd(logits, bias, *options)
+    return lambda logits, bias: topk_fwd(logits, bias, options)
 
 
 def topk_bwd(
     dweights: torch.Tensor,  # [T, K]
     logits: torch.Tensor,  # [T, E]
     ids: torch.Tensor,  # [T, K]
-    scoring: str,
-    renormalize: bool,
-    scale: float,
+    options: TopkOptions,
 ) -> torch.Tensor:  # [T, E]
     dweights, logits = dweights.contiguous(), logits.contiguous()
-    (T, E), K = logits.shape, ids.shape[1]
     dlogits = torch.empty_like(logits)
-    start = _backward_launch(logits.device, T, E, K, scoring, renormalize, scale)
+    start = _backward_launch(logits.device, *logits.shape, ids.shape[1], options)
     start(dweights, logits, ids, dlogits)
     return dlogits

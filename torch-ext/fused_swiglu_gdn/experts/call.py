@@ -1,0 +1,48 @@
+"""What a call of the experts, and one of the router, asks for besides its tensors; and what the
+operators and the kernels agree on.
+
+Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
+"""
+
+from typing import NamedTuple, Optional, Sequence
+
+import torch
+from torch import Tensor
+
+
+class ExpertsOptions(NamedTuple):
+    """Options of the routed experts."""
+
+    activation: str = "silu"
+    limit: Optional[float] = None  # gate is clamped to at most this, up to plus or minus this
+    keeps: bool = False  # what the gradient reads is returned: gate_up and the routing
+    recompute: bool = False  # but not gate_up, which the gradient makes again
+    main_grad: bool = False  # gradients of weights are added to their main_grad
+
+
+class ExpertsGradient(NamedTuple):
+    """What the gradient of a call takes besides that call."""
+
+    dout: Tensor  # [T, H]
+    gate_up: Optional[Tensor]  # [S, 2 I] by rows, if the forward kept it
+    routing: Tensor  # [routing_size(S, E)]
+    needs: Sequence[bool]  # of x, w_gate_up, w_down, weights
+    main_grads: Sequence[Optional[Tensor]]  # of w_gate_up and w_down, fp32: added to
+
+
+class TopkOptions(NamedTuple):
+    """Options of the router's choice."""
+
+    top_k: int
+    scoring: str
+    renormalize: bool
+    scale: float
+    dtype: torch.dtype  # of the weights
+
+
+LEAST = {"softmax": 0.0, "sigmoid": 1e-20}  # added to a sum of scores before it divides
+
+
+def routing_size(entries: int, experts: int) -> int:
+    """How many int32 the buffer of portable/routing.py has, with some to spare."""
+    return 3 * (entries + experts + 1)
