@@ -1,16 +1,18 @@
 """Time, error and memory of `fused_experts` against transformers' grouped_mm experts.
 
     python benchmarks/compare_experts.py [--models 35B 30B] [--tokens 1 64] [--json FILE]   on a GPU
+    python benchmarks/compare_experts.py --sonicmoe         beside SonicMoE, too
     python benchmarks/compare_experts.py --first-call       a new process, nothing compiled before
 
 `limit` is the time that the chip needs at least: 6 S H I operations at 720 TFLOP/s or the weights
 of the experts that are hit at 4.28 TB/s, whichever is more (a training step: three times that). A
 forward is timed by CUDA graph over several routings, so that the weights of a few experts do not
-stay in L2; an eager training step by events, each started on an idle GPU; with --sonicmoe also that
-of transformers' "sonicmoe", which needs `kernels` and the Hub and compiles for minutes.
+stay in L2; an eager training step by events, each started on an idle GPU. SonicMoE is the package
+`sonic-moe`, which compiles for minutes; forwards beside it are timed eagerly, as steps are.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +45,7 @@ NOTE = (
 )
 TOKENS = (1, 16, 64, 512, 8192, 32768)
 STEPS = 5
+DEVICE = "cuda"
 
 
 class Module(torch.nn.Module):
@@ -63,7 +67,7 @@ class Module(torch.nn.Module):
 def weights_of(model, requires_grad=False) -> list:
     E, _, H, N = MODELS[model]
     shapes = ((E, 2 * N, H), (E, H, N))
-    made = [torch.empty(s, device="cuda", dtype=torch.bfloat16).normal_(0, s[-1] ** -0.5)
+    made = [torch.empty(s, device=DEVICE, dtype=torch.bfloat16).normal_(0, s[-1] ** -0.5)
             for s in shapes]  # fmt: skip
     return [torch.nn.Parameter(w, requires_grad=requires_grad) for w in made]
 
@@ -71,9 +75,9 @@ def weights_of(model, requires_grad=False) -> list:
 def inputs(model, T, seed=0) -> tuple:
     """x [T, H], ids and weights [T, K] of a random router."""
     E, K, H, _ = MODELS[model]
-    random = torch.Generator(device="cuda").manual_seed(seed)
-    x = torch.randn(T, H, device="cuda", generator=random).bfloat16()
-    top, ids = torch.rand(T, E, device="cuda", generator=random).topk(K, -1)
+    random = torch.Generator(device=DEVICE).manual_seed(seed)
+    x = torch.randn(T, H, device=DEVICE, generator=random).bfloat16()
+    top, ids = torch.rand(T, E, device=DEVICE, generator=random).topk(K, -1)
     return x, ids, (top / top.sum(-1, keepdim=True)).bfloat16()
 
 
@@ -87,8 +91,24 @@ def contenders(package, weights, sonic=False) -> dict:
         "grouped_mm": lambda *args: moe.grouped_mm_experts_forward(module, *args),
     }
     if sonic:
-        found["sonicmoe"] = lambda *args: moe.sonicmoe_experts_forward(module, *args)
+        found["sonicmoe"] = functools.partial(by_sonicmoe, *weights)
     return found
+
+
+def by_sonicmoe(w_gate_up, w_down, x, ids, top):
+    """As transformers' "sonicmoe" calls it, which takes it from the Hub."""
+    import sonicmoe
+    from sonicmoe.enums import ActivationType
+
+    T, K = ids.shape
+    token = torch.arange(T, device=x.device, dtype=torch.int32)[:, None].expand(T, K).reshape(-1)
+    out, _ = sonicmoe.moe_general_routing_inputs(
+        x, top.reshape(-1), token, ids.reshape(-1).int(), w_gate_up.permute(1, 2, 0), None,
+        w_down.permute(1, 2, 0), None, E=w_down.shape[0], stream_id=None,
+        activation_type=ActivationType.SWIGLU, concat_layout=True,
+        is_inference_mode_enabled=not torch.is_grad_enabled(),
+    )  # fmt: skip
+    return out
 
 
 def limit_us(model, T, ids) -> float:
@@ -100,7 +120,7 @@ def limit_us(model, T, ids) -> float:
 def error(out, x, ids, top, w_gate_up, w_down) -> float:
     """Relative error of up to 12 tokens against fp64."""
     tokens = torch.linspace(0, x.shape[0] - 1, min(12, x.shape[0])).long().unique().tolist()
-    ref = torch.zeros(len(tokens), x.shape[1], device="cuda", dtype=torch.float64)
+    ref = torch.zeros(len(tokens), x.shape[1], device=DEVICE, dtype=torch.float64)
     for i, t in enumerate(tokens):
         for e, weight in zip(ids[t].tolist(), top[t].double()):
             gate, up = (w_gate_up[e].double() @ x[t].double()).chunk(2)
@@ -131,6 +151,20 @@ def graph_ms(calls) -> float:
     return statistics.median(times[1:])
 
 
+def eager_ms(call) -> float:
+    """Milliseconds of an eager call that is started on an idle GPU: the median of 10."""
+    times = []
+    for _ in range(12):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times[2:])
+
+
 def host_us(call) -> float:
     """Time until an eager call returns, the queue being empty: least mean of 5 runs of 50."""
     means = []
@@ -143,17 +177,19 @@ def host_us(call) -> float:
     return min(means[1:])
 
 
-def measure_forward(package, model, T, weights) -> dict:
-    count = 8 if T <= 64 else 2 if T <= 512 else 1
+def measure_forward(package, model, T, weights, sonic=False) -> dict:
+    count = 1 if sonic else 8 if T <= 64 else 2 if T <= 512 else 1
     args = [inputs(model, T, seed) for seed in range(count)]
-    row = {"what": f"{TITLES[model]}, {T} token" + "s" * (T > 1), "us": {}}
+    how = ", eager" if sonic else ""
+    row = {"what": f"{TITLES[model]}, {T} token{'s' * (T > 1)}{how}", "us": {}}
     row.update(limit_us=limit_us(model, T, args[0][1]), error={})
     with torch.no_grad():
-        for name, call in contenders(package, weights).items():
+        for name, call in contenders(package, weights, sonic).items():
             row["error"][name] = error(call(*args[0]), *args[0], *weights)
-            row["us"][name] = 1e3 * graph_ms([lambda a=a, call=call: call(*a) for a in args])
+            calls = [functools.partial(call, *each) for each in args]
+            row["us"][name] = 1e3 * (eager_ms(calls[0]) if sonic else graph_ms(calls))
             if T == 1:
-                row.setdefault("host_us", {})[name] = host_us(lambda c=call: c(*args[0]))
+                row.setdefault("host_us", {})[name] = host_us(calls[0])
     x, ids, top = args[0]
     row["served"] = package.implementation_of(package.fused_experts, x, *weights, ids, top)
     return row
@@ -195,23 +231,26 @@ def measure_training(package, model, T, sonic=False) -> dict:
     return row
 
 
-def measure(options) -> None:
-    package = load_package()
-    torch.manual_seed(0)
-    rows, began = [], time.time()
+def rows_of(package, options) -> Iterator[dict]:
     for model in options.models:
         weights = weights_of(model)
         for T in options.tokens:
-            if time.time() - began < options.seconds:
-                rows.append(measure_forward(package, model, T, weights))
-                print(line(rows[-1]), flush=True)
+            yield measure_forward(package, model, T, weights, options.sonicmoe)
         del weights
         for T in options.training:
-            if time.time() - began < options.seconds:
-                torch.cuda.empty_cache()
-                rows.append(measure_training(package, model, T, options.sonicmoe))
-                print(line(rows[-1]), flush=True)
+            torch.cuda.empty_cache()
+            yield measure_training(package, model, T, options.sonicmoe)
+
+
+def measure(options) -> None:
+    torch.manual_seed(0)
+    rows, began = [], time.time()
+    for row in rows_of(load_package(), options):
+        rows.append(row)
+        print(line(row), flush=True)
         save(options.json, rows, note=NOTE)
+        if time.time() - began > options.seconds:
+            break
     if options.first_call:
         save(options.json, rows, note=NOTE, first_calls=first_calls())
 
@@ -245,9 +284,9 @@ def call_once() -> None:
 def line(row: dict) -> str:
     us, ours = row["us"], row["us"]["ours"]
     cells = [row["what"], f"{ours:.1f} us", f"{ours / row['limit_us']:.2f} of the limit"]
-    cells.append(f"{us['grouped_mm'] / ours:.2f} times as fast as grouped_mm")
+    cells += [f"{us[n] / ours:.2f} times as fast as {n}" for n in us if not n.startswith("ours")]
     if "error" in row:
-        cells.append(f"error {row['error']['ours']:.1e}, {row['error']['grouped_mm']:.1e}")
+        cells.append("error " + ", ".join(f"{value:.1e}" for value in row["error"].values()))
     cells += [
         f"{key} " + ", ".join(f"{name} {value:.1f}" for name, value in row[key].items())
         for key in ("host_us", "held_mib")
@@ -264,7 +303,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no row after so many")
     parser.add_argument("--first-call", action="store_true", help="a new process, too")
     parser.add_argument("--json", type=Path, default=RESULTS / "experts.json")
-    parser.add_argument("--sonicmoe", action="store_true", help="time its training step, too")
+    parser.add_argument("--sonicmoe", action="store_true", help="beside SonicMoE, eagerly")
     parser.add_argument("--call-once", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.call_once:

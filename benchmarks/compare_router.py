@@ -1,6 +1,6 @@
 """Time of `fused_topk` against the same in torch's operations, as transformers' routers have it.
 
-python benchmarks/compare_router.py [--json FILE]   on a GPU
+python benchmarks/compare_router.py [--cases 256:8 8:2] [--json FILE]   on a GPU
 """
 
 import argparse
@@ -11,6 +11,7 @@ from kernel_time import RESULTS, load_package, microseconds, save
 
 SIZES = ((256, 8), (512, 10), (128, 8), (8, 2))  # experts, chosen ones: as compare_experts.MODELS
 TOKENS = (1, 64, 8192)
+DEVICE = "cuda"
 
 
 def by_torch(logits, top_k):
@@ -21,11 +22,11 @@ def by_torch(logits, top_k):
 
 
 @torch.no_grad()
-def measure(package) -> list:
+def measure(package, sizes) -> list:
     rows = []
-    for E, K in SIZES:
+    for E, K in sizes:
         for T in TOKENS:
-            logits = torch.randn(T, E, device="cuda", dtype=torch.bfloat16)
+            logits = torch.randn(T, E, device=DEVICE, dtype=torch.bfloat16)
             calls = {
                 "ours": lambda x=logits, K=K: package.fused_topk(x, K),
                 "torch": lambda x=logits, K=K: by_torch(x, K),
@@ -40,8 +41,11 @@ def measure(package) -> list:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "router.json")
+    cases = [f"{E}:{K}" for E, K in SIZES]
+    parser.add_argument("--cases", nargs="+", default=cases, help="experts:chosen ones")
     options = parser.parse_args()
-    save(options.json, measure(load_package()))
+    sizes = [tuple(map(int, case.split(":"))) for case in options.cases]
+    save(options.json, measure(load_package(), sizes))
 
 
 if __name__ == "__main__":

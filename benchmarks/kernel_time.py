@@ -66,7 +66,7 @@ def warm_up(*script, parts: int = 12) -> None:
 
 PEERS = (
     *("fla-core", "flashinfer-python", "flash-qla", "tilelang", "aiter"),
-    *("liger-kernel", "transformers"),
+    *("liger-kernel", "sonic-moe", "transformers"),
 )
 
 

@@ -78,6 +78,13 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "4.28 TB/s. A forward is timed over several routings; a training step, with the gradients "
         "of the input, both weights and the routing weights, eagerly.",
     ),
+    "experts_next": ("Routed experts of Qwen3-Next-80B", "The same at other sizes."),
+    "experts_mixtral": ("Routed experts of Mixtral-8x7B", "The same at other sizes."),
+    "experts_sonicmoe": (
+        "Routed experts beside SonicMoE",
+        "The same, every call eager and started on an idle GPU. SonicMoE is the package of its "
+        "authors, called as transformers does.",
+    ),
     "router": (
         "The router of experts",
         "`fused_topk` from logits in bf16, beside the five operations of torch that transformers' "
@@ -291,8 +298,9 @@ def of_expert_limits(record: dict) -> str:
     for row in record["rows"]:
         held = row.get("held_mib", {})
         cells = [us(row["limit_us"]), f"{row['us']['ours'] / row['limit_us']:.2f}"]
-        cells += [f"{held[n]:.0f}" if n in held else "" for n in ("ours", "grouped_mm")]
-        cells += [f"{e:.1e}" for e in row.get("error", {}).values()] or ["", ""]
+        error, both = row.get("error", {}), ("ours", "grouped_mm")
+        cells += [f"{held[n]:.0f}" if n in held else "" for n in both]
+        cells += [f"{error[n]:.1e}" if n in error else "" for n in both]
         rows.append([row["what"], *cells])
     head = ["", "limit, us", "ours / limit", "MiB held: ours", "grouped_mm", "error: ours"]
     return table([*head, "grouped_mm"], rows)

@@ -30,6 +30,7 @@ PEERS = {  # name in a record -> name on the page, and the package whose version
     "liger_mlp": ("Liger's mlp", None),
     "modeling": ("transformers' own functions", "transformers"),
     "sdpa": ("SDPA", None),
+    "sonicmoe": ("SonicMoE", "sonic-moe"),
     "transformers": ("transformers with FLA", "fla-core"),
 }
 

@@ -1,6 +1,9 @@
 """benchmarks/benchmark_*.py: what is timed beside ours does the whole of it, and gives the same."""
 
 import importlib.util
+import json
+import sys
+import types
 
 import pytest
 import torch
@@ -9,12 +12,18 @@ from conftest import ROOT, relative_error
 pytest.importorskip("kernels.benchmark")
 
 
-def workloads(name, *sizes):
-    """The workloads of a file at sizes of a test's."""
-    file = ROOT / "benchmarks" / f"benchmark_{name}.py"
+def script(name):
+    """A file of benchmarks/ as a module."""
+    file = ROOT / "benchmarks" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"{name}_under_test", file)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def workloads(name, *sizes):
+    """The workloads of a file at sizes of a test's."""
+    module = script(f"benchmark_{name}")
     return type("Workloads", (module._workloads(*sizes), module.Benchmark), {})
 
 
@@ -50,3 +59,80 @@ def test_the_reference_reads_every_input(name):
         setattr(benchmark, tensor, x.roll(1, -1))
         assert not torch.equal(benchmark.reference(), before), tensor
         setattr(benchmark, tensor, x)
+
+
+@pytest.fixture
+def run_on_cpu(monkeypatch, tmp_path):
+    """Runs a comparison by its command line where there is no GPU, with stand-ins for its clocks,
+    and returns the rows of the record that it wrote."""
+
+    def run(name, *words, **members):
+        monkeypatch.syspath_prepend(ROOT / "benchmarks")
+        module, record = script(name), tmp_path / f"{name}.json"
+        monkeypatch.setattr(sys.modules["kernel_time"], "machine", dict)
+        for member, value in {"DEVICE": "cpu", **members}.items():
+            monkeypatch.setattr(module, member, value)
+        monkeypatch.setattr(sys, "argv", [name, *words, "--json", str(record)])
+        module.main()
+        return module, json.loads(record.read_text())["rows"]
+
+    return run
+
+
+def stub_sonicmoe(kernel):
+    """What SonicMoE's function is called with, answered by ours."""
+
+    def inputs(x, top, token, ids, w1, b1, w2, b2, *, E, concat_layout, **more):
+        assert concat_layout and b1 is None and b2 is None and E == w2.shape[-1]
+        assert token.dtype == ids.dtype == torch.int32 and len(token) == len(ids) == len(top)
+        shape = (len(x), -1)
+        weights = (w.permute(2, 0, 1) for w in (w1, w2))
+        return kernel.fused_experts(x, *weights, ids.view(shape), top.view(shape)), None
+
+    enums = types.SimpleNamespace(ActivationType=types.SimpleNamespace(SWIGLU=None))
+    return types.SimpleNamespace(moe_general_routing_inputs=inputs), enums
+
+
+@pytest.mark.parametrize("sonic", [False, True])
+def test_compare_experts(run_on_cpu, kernel, monkeypatch, sonic):
+    pytest.importorskip("transformers.integrations.moe")
+    for name, module in zip(("sonicmoe", "sonicmoe.enums"), stub_sonicmoe(kernel)):
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def timed(calls):
+        return 0.5 if [call() for call in ([calls] if callable(calls) else calls)] else None
+
+    def one_step(call, args, leaves, dout):
+        call(*args).backward(dout)
+        return 1.0, 2.0, 3.0
+
+    module, rows = run_on_cpu(
+        "compare_experts", "--models", "Next", "--tokens", "1", "9", "--training", "5",
+        *["--sonicmoe"] * sonic, MODELS={"Next": (6, 2, 16, 8)}, graph_ms=timed, eager_ms=timed,
+        host_us=timed, one_step=one_step,
+    )  # fmt: skip
+    names = {"ours", "grouped_mm", *["sonicmoe"] * sonic}
+    how = ", eager" if sonic else ""
+    title = module.TITLES["Next"]
+    labels = [f"{title}, 1 token{how}", f"{title}, 9 tokens{how}"]
+    assert [row["what"] for row in rows] == [*labels, f"{title}, 5 tokens, training step"]
+    assert all(row["us"].keys() == names for row in rows[:2])
+    assert rows[2]["us"].keys() == names | {"ours, recompute=True"}
+    assert all(error < 0.02 for row in rows[:2] for error in row["error"].values())
+    page = script("page")
+    record = {"name": "experts_sonicmoe", "command": "", "gpu": "a GPU", "torch": "", "date": ""}
+    assert title in "".join(page.section({**record, "rows": rows}))
+
+
+def test_compare_router(run_on_cpu):
+    def microseconds(calls):
+        found = {name: call() for name, call in calls.items()}
+        assert torch.allclose(found["ours"][0].float(), found["torch"][0].float(), atol=1e-2)
+        return dict.fromkeys(found, 1.0)
+
+    _, rows = run_on_cpu("compare_router", "--cases", "8:2", "32:4", microseconds=microseconds)
+    assert [row["what"] for row in rows][:2] == [
+        "2 of 8 experts, 1 token",
+        "2 of 8 experts, 64 tokens",
+    ]
+    assert len(rows) == 6
