@@ -59,6 +59,13 @@ class Checkout:
         self.git("init", "-q")
         self.commit("first")
 
+    def copy(self, root: Path) -> "Checkout":
+        """The same at another root, with its history and its build."""
+        shutil.copytree(self.root, root, symlinks=True)
+        other = object.__new__(Checkout)
+        other.root = root
+        return other
+
     @property
     def package(self) -> Path:
         return self.root / "torch-ext" / "fused_swiglu_gdn"

@@ -1,5 +1,6 @@
 """tools/build.py: the Hub's layout, accepted by the loaders, the same bytes every time."""
 
+import compileall
 import importlib.util
 import json
 import marshal
@@ -33,13 +34,22 @@ def built(tmp_path_factory):
 
 @pytest.fixture
 def copy(built, tmp_path):
-    """Function: a build of the checkout, as it is now, in a folder of its own."""
+    """A folder with a copy of the build, which a test may change."""
+    shutil.copytree(built.root / "build", tmp_path / "repo" / "build")
+    return tmp_path / "repo"
 
-    def make(name):
-        built.build("--out", str(tmp_path / name / "build"))
-        return tmp_path / name
 
-    return make
+@pytest.fixture(scope="module")
+def small_built(tmp_path_factory):
+    checkout = Checkout(tmp_path_factory.mktemp("small") / "repo", small=True)
+    checkout.build()
+    return checkout
+
+
+@pytest.fixture
+def small(small_built, tmp_path):
+    """A committed checkout of a small package with its build, which a test may change."""
+    return small_built.copy(tmp_path / "repo")
 
 
 def contents(folder: Path):
@@ -87,8 +97,9 @@ def test_the_card_is_filled_in_and_lies_beside_the_variants(built):
     assert "- `fused_swiglu`" in card and "- `SwiGLUMLP`" in card and "{{" not in card
 
 
-def test_same_sources_same_bytes(built, copy, tmp_path):
-    assert contents(copy("again") / "build") == contents(built.root / "build")
+def test_same_sources_same_bytes(built, tmp_path):
+    built.build("--out", str(tmp_path / "again"))
+    assert contents(tmp_path / "again") == contents(built.root / "build")
     other = tmp_path / "clone"
     built.git("clone", "-q", str(built.root), str(other))
     subprocess.run([sys.executable, "tools/build.py"], cwd=other, check=True, capture_output=True)
@@ -96,12 +107,11 @@ def test_same_sources_same_bytes(built, copy, tmp_path):
 
 
 def test_a_build_replaces_what_was_there(copy, built):
-    repo = copy("stale")
-    (repo / "build" / "torch-xpu").mkdir()
-    (repo / "build" / "torch-cpu" / "stale.py").write_text("")
-    built.build("--out", str(repo / "build"))
-    assert contents(repo / "build") == contents(built.root / "build")
-    assert [path.name for path in repo.iterdir()] == ["build"]  # no scratch left
+    (copy / "build" / "torch-xpu").mkdir()
+    (copy / "build" / "torch-cpu" / "stale.py").write_text("")
+    built.build("--out", str(copy / "build"))
+    assert contents(copy / "build") == contents(built.root / "build")
+    assert [path.name for path in copy.iterdir()] == ["build"]  # no scratch left
 
 
 def test_uncommitted_changes_are_marked_and_named_by_content(tmp_path):
@@ -119,10 +129,9 @@ def test_uncommitted_changes_are_marked_and_named_by_content(tmp_path):
     assert metadata.provenance.kernel is None and metadata.id == ids[1]
 
 
-def test_what_git_ignores_is_not_shipped(tmp_path):
+def test_what_git_ignores_is_not_shipped(small):
     """Nor does it make a build dirty; what git would add is shipped and does."""
-    checkout = Checkout(tmp_path / "repo", small=True)
-    before = contents(checkout.build())
+    checkout, before = small, contents(small.root / "build")
     with (checkout.root / ".git" / "info" / "exclude").open("a") as exclude:
         exclude.write("secrets.py\nnotes/\nbenchmark_mine.py\n")
     (checkout.package / "secrets.py").write_text("PASSWORD = 1\n")
@@ -178,11 +187,10 @@ def card_elsewhere(checkout, elsewhere):
         (card_elsewhere, "CARD.md is a link to no file of this repository"),
     ],
 )
-def test_links_out_of_the_tree_are_refused(tmp_path, change, says, in_git):
+def test_links_out_of_the_tree_are_refused(small, tmp_path, change, says, in_git):
     if change is to_what_git_ignores and not in_git:
         pytest.skip("without git nothing is ignored")
-    checkout = Checkout(tmp_path / "repo", small=True)
-    before = contents(checkout.build())
+    checkout, before = small, contents(small.root / "build")
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "secret.py").write_text("PASSWORD = 1\n")
     change(checkout, tmp_path / "outside" / "secret.py")
@@ -194,22 +202,20 @@ def test_links_out_of_the_tree_are_refused(tmp_path, change, says, in_git):
     assert contents(checkout.root / "build") == before
 
 
-def test_a_link_to_a_file_of_the_tree_is_that_file(tmp_path):
-    checkout = Checkout(tmp_path / "repo", small=True)
-    (checkout.package / "other.py").symlink_to("runtime/device.py")
-    checkout.commit("a link")
-    variant = checkout.build() / "torch-cpu"
+def test_a_link_to_a_file_of_the_tree_is_that_file(small):
+    (small.package / "other.py").symlink_to("runtime/device.py")
+    small.commit("a link")
+    variant = small.build() / "torch-cpu"
     assert not (variant / "other.py").is_symlink()
     assert (variant / "other.py").read_text() == "import torch\n"
 
 
-def test_a_wrong_build_toml_is_refused_and_the_old_build_stays(tmp_path):
-    checkout = Checkout(tmp_path / "repo")
-    before = contents(checkout.build())
-    checkout.edit("build.toml", "[torch-noarch]", "[torch-noarch]\nsurprise = 1")
-    ran = checkout.run("tools/build.py")
+def test_a_wrong_build_toml_is_refused_and_the_old_build_stays(small):
+    before = contents(small.root / "build")
+    small.edit("build.toml", "[torch-noarch]", "[torch-noarch]\nsurprise = 1")
+    ran = small.run("tools/build.py")
     assert ran.returncode != 0 and "surprise" in ran.stderr
-    assert contents(checkout.root / "build") == before
+    assert contents(small.root / "build") == before
 
 
 def test_kernels_info_reads_it(built):
@@ -240,12 +246,11 @@ print(local.verify(), hub.verify())
 
 
 def test_two_builds_load_in_one_process_as_users_load_them(copy, built, tmp_path):
-    one = copy("one")
     changed = Checkout(tmp_path / "changed")
     verify = "torch-ext/fused_swiglu_gdn/runtime/verify.py"
     changed.edit(verify, '"""Whether', '"""If', "another commit")
     changed.build()
-    out = python(LOAD, one, LOCAL_KERNELS=f"org/fused-swiglu-gdn={changed.root}")
+    out = python(LOAD, copy, LOCAL_KERNELS=f"org/fused-swiglu-gdn={changed.root}")
     first, second = out.split()
     assert first.startswith("sha256:") and first != second
 
@@ -256,7 +261,7 @@ def load_verify(folder: Path):
 
 
 def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):
-    variant = copy("repo") / "build" / f"torch-{HERE}"
+    variant = copy / "build" / f"torch-{HERE}"
     (variant / "__pycache__").mkdir()
     (variant / "__pycache__" / "__init__.cpython-311.pyc").write_bytes(b"any")
     verify = load_verify(variant)
@@ -281,7 +286,7 @@ def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):
     ],
 )
 def test_verify_finds_what_was_done_to_a_build(copy, tamper, says):
-    variant = copy("repo") / "build" / f"torch-{HERE}"
+    variant = copy / "build" / f"torch-{HERE}"
     verify = load_verify(variant)
     tamper(variant)
     with pytest.raises(RuntimeError, match=says):
@@ -313,31 +318,37 @@ def plant(variant, flags, source="device", file=None):
 TIMESTAMP, UNCHECKED, CHECKED = 0, 1, 3
 
 
+def test_verify_takes_byte_code_as_python_writes_it(copy):
+    variant = copy / "build" / f"torch-{HERE}"
+    digest = load_verify(variant)()
+    for level in (-1, 1, 2):  # as python, python -O and python -OO do
+        assert compileall.compile_dir(variant, quiet=1, optimize=level)
+    assert load_verify(variant)(digest) == digest
+
+
 @pytest.mark.parametrize("flags", [TIMESTAMP, UNCHECKED, CHECKED])
 def test_verify_reads_byte_code(copy, flags):
-    variant = copy("repo") / "build" / f"torch-{HERE}"
+    variant = copy / "build" / f"torch-{HERE}"
     verify = load_verify(variant)
-    python("import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=1)", variant)
-    python("import compileall, sys; compileall.compile_dir(sys.argv[1], quiet=1)", "-O", variant)
     digest = verify()
-    run = "import sys; sys.path.insert(0, sys.argv[1]); import device; print(dir(device))"
-    plant(variant, flags)
+    run = "import sys; sys.path.insert(0, sys.argv[1]); import verify; print(dir(verify))"
+    plant(variant, flags, "verify")
     assert "PLANTED" in python(run, variant / "runtime")  # Python does run it
     for expected in (None, digest):
-        with pytest.raises(RuntimeError, match="byte code of another source.*runtime/device.py"):
+        with pytest.raises(RuntimeError, match="byte code of another source.*runtime/verify.py"):
             verify(expected)
 
 
 def test_verify_reads_where_byte_code_says_it_is_from(copy, tmp_path):
     """Triton compiles the text of a kernel's source file, which its code object names."""
-    variant = copy("repo") / "build" / f"torch-{HERE}"
+    variant = copy / "build" / f"torch-{HERE}"
     plant(variant, UNCHECKED, "dispatch", file=str(tmp_path / "other.py"))
     with pytest.raises(RuntimeError, match="byte code of another source.*runtime/dispatch.py"):
         load_verify(variant)()
 
 
 def test_verify_reads_byte_code_kept_elsewhere(copy, tmp_path, monkeypatch):
-    variant = copy("repo") / "build" / f"torch-{HERE}"
+    variant = copy / "build" / f"torch-{HERE}"
     monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path / "prefix"))
     plant(variant, UNCHECKED)
     assert not list(variant.rglob("*.pyc"))
@@ -365,7 +376,7 @@ def linked_folder(variant):
     ],
 )
 def test_verify_finds_what_is_extra(copy, tamper, says):
-    variant = copy("repo") / "build" / f"torch-{HERE}"
+    variant = copy / "build" / f"torch-{HERE}"
     verify = load_verify(variant)
     verify()
     tamper(variant)
@@ -379,7 +390,7 @@ def planted_in_cache(variant, name):
 
 
 def test_verify_agrees_with_kernels_own_hash_and_reads_through_links(copy, tmp_path):
-    variant = copy("repo") / "build" / f"torch-{HERE}"
+    variant = copy / "build" / f"torch-{HERE}"
     cache = tmp_path / "snapshot"  # as the Hub's cache lays files: links into blobs
     for name in contents(variant):
         (cache / name).parent.mkdir(parents=True, exist_ok=True)
