@@ -35,9 +35,9 @@ def small(tmp_path_factory):
 
 
 @pytest.fixture
-def checkout(tmp_path):
+def checkout(small, tmp_path):
     """One of a package of a few files, to change."""
-    return release(Checkout(tmp_path / "repo", small=True))
+    return small.copy(tmp_path / "repo")
 
 
 def release(checkout, message="release"):
