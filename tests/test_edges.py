@@ -159,7 +159,7 @@ def test_decoding_without_eps(V):
 
 
 @compiled
-def test_under_the_interpreter():
+def test_in_the_interpreter():
     rerun(__file__)
 
 

@@ -199,7 +199,7 @@ def test_no_tokens_interpreted():
 
 
 @compiled
-def test_under_the_interpreter():
+def test_in_the_interpreter():
     rerun(__file__)
 
 

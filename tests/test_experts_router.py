@@ -380,7 +380,7 @@ def test_blocks_on_a_gpu(kernel, training):
 
 
 @compiled
-def test_under_the_interpreter():
+def test_in_the_interpreter():
     rerun(__file__)
 
 
