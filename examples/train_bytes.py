@@ -89,9 +89,9 @@ class ContextParallel:
     """Processes that hold sequences together, in groups of `size`; each group has its batches."""
 
     def __init__(self, size: int, device: str):
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
-        if device == "cuda":
+        if device == "cuda":  # first: NCCL takes the device that is current
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
         self.world = dist.get_world_size()
         shape = (self.world // size, size)
         self.mesh = dist.init_device_mesh(device, shape, mesh_dim_names=("dp", "cp"))

@@ -3,6 +3,7 @@ losses and gradients of one, with half of a batch each, of every weight, or of e
 two GPUs, and with gloo on the CPU."""
 
 import contextlib
+import datetime
 import json
 from pathlib import Path
 
@@ -111,6 +112,16 @@ def check(name: str, wrap: str, rank: int, device) -> dict:
     return errors
 
 
+def limit_of(wrap: str, kind: str) -> float:
+    """Of those errors."""
+    factor = 1
+    if wrap == "tp first":
+        factor = 2  # the parts of each product are rounded before they are added
+    elif wrap.startswith("cp") and kind == "cuda":
+        factor = 5  # in fp32, where the gradient of A_log is a difference of large sums
+    return factor * GRADIENTS[kind]
+
+
 def process(rank: int, kind: str, folder: str) -> None:
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
@@ -119,13 +130,14 @@ def process(rank: int, kind: str, folder: str) -> None:
         torch.set_num_threads(1)
     where = f"file://{folder}/rendezvous"
     dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo", init_method=where, rank=rank, world_size=WORLD
-    )
-    try:
-        found = {f"{m} {w}": check(m, w, rank, device) for m in MODELS for w in WRAPS}
-        (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
-    finally:
-        dist.destroy_process_group()
+        "nccl" if kind == "cuda" else "gloo", init_method=where, rank=rank, world_size=WORLD,
+        timeout=datetime.timedelta(seconds=120),
+    )  # fmt: skip
+    # one that raises leaves its group standing, and spawn ends the other: to take a group down
+    # that is at work may wait for ever
+    found = {f"{m} {w}": check(m, w, rank, device) for m in MODELS for w in WRAPS}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -135,8 +147,8 @@ def results(request, tmp_path_factory):
         pytest.skip(f"needs {WORLD} GPUs")
     folder = tmp_path_factory.mktemp("distributed")
     torch.multiprocessing.spawn(process, (request.param, str(folder)), nprocs=WORLD)
-    limit = GRADIENTS[request.param]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)], limit
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return found, request.param
 
 
 def test_weights_of_zero_3_are_left_alone(kernel):
@@ -158,9 +170,8 @@ def test_weights_of_zero_3_are_left_alone(kernel):
 @pytest.mark.parametrize("name", MODELS)
 def test_two_processes_train_as_one(results, name, wrap):
     pytest.importorskip("transformers")
-    found, limit = results
-    if wrap == "tp first":
-        limit *= 2  # the parts of each product are rounded before they are added
+    found, kind = results
+    limit = limit_of(wrap, kind)
     for errors in found:
         wrong = {part: error for part, error in errors[f"{name} {wrap}"].items() if error > limit}
         assert not wrong

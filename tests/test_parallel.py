@@ -104,6 +104,21 @@ def test_tables_reach_a_gpu_without_a_wait():
     assert torch.equal(found[0].cpu(), values) and found[1].shape == (0,) and found[1].is_cuda
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would take the GPUs")
+def test_what_several_gpus_run_is_rehearsed():
+    """benchmarks/compare_parallel.py: two processes, gloo, tiny sizes."""
+    script = Path(__file__).parent.parent / "benchmarks" / "compare_parallel.py"
+    parts = ("messages", "bits", "time of 16/64", "time of FLA")
+    command = [sys.executable, str(script), "--seconds", "200", "--only", *parts]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    said = dict(line.split("): ", 1) for line in done.stdout.splitlines())
+    assert [name.rpartition(" (")[0] for name in said] == list(parts)
+    found = list(said.values())
+    assert found[0].startswith("right") and found[1].startswith("right")
+    assert found[3] == "left out: needs GPUs"
+
+
 def test_without_process_groups(kernel):
     with pytest.raises(ValueError, match="init_process_group"):
         kernel.build_cp_context([0, 12])

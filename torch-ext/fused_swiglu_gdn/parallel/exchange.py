@@ -41,9 +41,9 @@ def sum_scatter(parts: Tensor, group) -> Tensor:
     """[P, ..] of every process -> [..], the sum of their parts for this one, taken in fp32."""
     if size(group) == 1:
         return parts[0]
-    wide = parts.to(torch.promote_types(parts.dtype, torch.float32), copy=True).contiguous()
+    wide = parts.to(torch.promote_types(parts.dtype, torch.float32)).contiguous()
     if has(group, f"{parts.device.type}:gloo"):
-        total = wide.cpu()
+        total = wide.to("cpu", copy=True)  # which gloo overwrites
         dist.all_reduce(total, group=group)
         own = total[dist.get_rank(group)].to(parts.device)
     else:

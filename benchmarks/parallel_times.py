@@ -1,0 +1,289 @@
+"""Parts of compare_parallel.py that say how fast several GPUs are, and FLA's cp_context there."""
+
+import copy
+import sys
+from functools import partial
+from typing import Callable, List
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import load_package, relative_error
+from kernel_time import share_autotuning
+from parallel_worker import LeftOut, Part, Worker
+from records import GATES
+
+RULE = (32768, 16, 64)  # tokens over all GPUs, H, HV
+LONG = (32768, 16, 32)  # tokens of each GPU
+LAYER = {
+    "hidden_size": 2560, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
+MLP = {"hidden_size": 4096, "intermediate_size": 14336}
+TUNERS = 12  # processes that try FLA's configurations
+
+
+def sizes(worker: Worker, T: int, H: int, HV: int) -> tuple:
+    """Tiny ones where there is no GPU."""
+    return (T, H, HV) if worker.on_gpu else (256, 1, 2)
+
+
+def tensors(worker: Worker, T: int, H: int, HV: int, gates: str) -> List[torch.Tensor]:
+    """q, k, v, g, beta of a stream, the same in all processes."""
+    random = torch.Generator(worker.device).manual_seed(0)
+    where = {"generator": random, "device": worker.device}
+    q, k = torch.randn(2, 1, T, H, 128, **where).bfloat16().unbind(0)
+    v = torch.randn(1, T, HV, 128, **where).bfloat16()
+    raw, decay = torch.randn(1, T, HV, **where), 0.01 + 16 * torch.rand(HV, **where)
+    g = -decay * F.softplus(raw * 0.1 + 1) if gates == "qwen" else F.logsigmoid(raw + 4)
+    return [q, k, v, g, torch.rand(1, T, HV, **where)]
+
+
+def ours(x: list, **options) -> torch.Tensor:
+    rule = load_package().chunk_gated_delta_rule
+    return rule(*x, use_qk_l2norm_in_kernel=True, **options)[0]
+
+
+def step(call: Callable, x: list) -> Callable:
+    """Forward and backward of o = call(x)."""
+    leaves = [t.detach().requires_grad_() for t in x]
+    do = torch.randn_like(leaves[2])
+    return lambda: torch.autograd.grad(call(leaves), leaves, do)
+
+
+def label(worker: Worker, T: int, H: int, HV: int, gates: str, what: str) -> str:
+    return f"{H}/{HV} heads, {T} tokens over {worker.world}, {GATES[gates]}, {what}"
+
+
+def contexts(worker: Worker, T: int, x: list) -> dict:
+    """Layout -> (context, what is here of x)."""
+    build = load_package().build_cp_context
+    found = {name: build([0, T], worker.group, layout=name) for name in ("contiguous", "zigzag")}
+    return {name: (cp, [cp.shard(t) for t in x]) for name, cp in found.items()}
+
+
+def rule(worker: Worker, T: int, H: int, HV: int) -> tuple:
+    T, H, HV = sizes(worker, T, H, HV)
+    rows, said = [], []
+    for gates in GATES:
+        x = tensors(worker, T, H, HV, gates)
+        parts = contexts(worker, T, x)
+        cp, own = parts["contiguous"]
+        zigzag, turned = parts["zigzag"]
+        with torch.no_grad():
+            want = ours(x)
+            wrong = relative_error(ours(own, cp_context=cp), cp.shard(want))
+            calls = {
+                "one GPU": partial(ours, x), "ours": partial(ours, own, cp_context=cp),
+                "ours, zigzag": partial(ours, turned, cp_context=zigzag),
+                "one GPU, its part alone": partial(ours, own, output_final_state=True),
+            }  # fmt: skip
+            us = {name: worker.microseconds(call) for name, call in calls.items()}
+            more = {name: worker.host_microseconds(call) for name, call in calls.items()}
+            extra = memory(worker, calls["ours"]) - memory(worker, calls["one GPU, its part alone"])
+        what = label(worker, T, H, HV, gates, "forward")
+        rows.append({"what": what, "us": us, "host_us": more, "error": wrong, "more_mib": extra})
+        said.append(f"{gates} {us['ours']:.0f} us, one GPU {us['one GPU']:.0f}")
+        if gates == "slow":
+            steps = {
+                "one GPU": step(ours, x),
+                "ours": step(partial(ours, cp_context=cp), own),
+                "ours, zigzag": step(partial(ours, cp_context=zigzag), turned),
+            }
+            us = {name: worker.microseconds(call, 4, 3) for name, call in steps.items()}
+            what = label(worker, T, H, HV, gates, "forward and backward")
+            rows.append({"what": what, "us": us})
+            said.append(f"with gradients {us['ours']:.0f}, one GPU {us['one GPU']:.0f}")
+    return f"{H}/{HV} heads, {T} tokens: {'; '.join(said)}", rows
+
+
+def memory(worker: Worker, call: Callable) -> float:
+    """MiB at the peak of a call."""
+    if not worker.on_gpu:
+        return 0.0
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
+def packed(worker: Worker) -> tuple:
+    """Sequences that nobody shares, 16 on each GPU."""
+    each, H, HV = (512, 16, 32) if worker.on_gpu else (64, 1, 2)
+    many = 16 * worker.world
+    T = many * each
+    borders = list(range(0, T + 1, each))
+    cp = load_package().build_cp_context(borders, worker.group)
+    own = [cp.shard(t) for t in tensors(worker, T, H, HV, "slow")]
+    with torch.no_grad():
+        us = {
+            "one GPU, its part alone": worker.microseconds(
+                lambda: ours(own, cu_seqlens=cp.cu_seqlens)
+            ),
+            "ours": worker.microseconds(lambda: ours(own, cp_context=cp)),
+        }
+    what = f"{H}/{HV} heads, {many} x {each} tokens over {worker.world}, slow gates, forward"
+    return f"{us}", [{"what": what, "us": us}]
+
+
+def layer_of(worker: Worker):
+    from transformers import Qwen3_5TextConfig
+    from transformers.models.qwen3_5 import modeling_qwen3_5 as modeling
+
+    tiny = {"hidden_size": 64, "linear_num_key_heads": 1, "linear_num_value_heads": 2}
+    config = Qwen3_5TextConfig(**(LAYER if worker.on_gpu else {**LAYER, **tiny}))
+    torch.manual_seed(0)
+    with worker.device:
+        return modeling.Qwen3_5GatedDeltaNet(config, 0).bfloat16().train()
+
+
+def layer_step(module, x: torch.Tensor, **options) -> Callable:
+    dy, leaves = torch.randn_like(x), [x.requires_grad_(), *module.parameters()]
+    return lambda: torch.autograd.grad(module(x, **options), leaves, dy)
+
+
+def layer(worker: Worker) -> tuple:
+    """A training step of Qwen3.5-4B's layer: as many tokens a GPU as one GPU has alone."""
+    kernel, tokens = load_package(), 8192 if worker.on_gpu else 64
+    alone = layer_of(worker)
+    shared = copy.deepcopy(alone)
+    kernel.kernelize(alone, mode="training")
+    kernel.kernelize(shared, mode="training", cp_group=worker.group, cp_attention=False)
+    cp = kernel.build_cp_context([0, tokens * worker.world], worker.group)
+    width = alone.out_proj.weight.shape[0]
+    x = torch.randn(1, tokens, width, device=worker.device, dtype=torch.bfloat16)
+    us = {
+        "one GPU, its part alone": worker.microseconds(layer_step(alone, x.clone()), 3, 3),
+        "ours": worker.microseconds(layer_step(shared, x.clone(), cp_context=cp), 3, 3),
+    }
+    what = f"layer, training step, {tokens * worker.world} tokens over {worker.world}"
+    return f"{us}", [{"what": what, "us": us}]
+
+
+def mlp(worker: Worker) -> tuple:
+    """An MLP under transformers' tensor parallelism, before and after kernelize."""
+    import transformers
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    mesh = dist.init_device_mesh(worker.device.type, (worker.world,), mesh_dim_names=("tp",))
+    config = transformers.AutoConfig.for_model(
+        "llama", num_hidden_layers=1, num_attention_heads=32, num_key_value_heads=8, vocab_size=64,
+        **(MLP if worker.on_gpu else {"hidden_size": 64, "intermediate_size": 96}),
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with worker.device:
+        model = transformers.AutoModelForCausalLM.from_config(config).bfloat16().eval()
+    model, kernel = apply_tensor_parallelism(model, mesh), load_package()
+    module, rows, said = model.model.layers[0].mlp, [], []
+    for M in (4096, 1):
+        shape = (1, M if worker.on_gpu else 2, config.hidden_size)
+        x = torch.randn(shape, device=worker.device, dtype=torch.bfloat16)
+        dist.broadcast(x, 0, group=worker.group)
+        with torch.no_grad():
+            theirs = module(x)
+            us = {"transformers": worker.microseconds(lambda x=x: module(x), 20)}
+            kernel.kernelize(model, mode="inference")
+            error = relative_error(module(x), theirs)
+            us["ours"] = worker.microseconds(lambda x=x: module(x), 20)
+            kernel.restore(model)
+        assert error < 2e-2, f"{error:.1e} from transformers' own"
+        what = f"MLP of Llama 8B, tensor parallel over {worker.world}, {M} tokens"
+        rows.append({"what": what, "us": us, "difference": error})
+        said.append(f"{M} tokens: {us}")
+    return "; ".join(said), rows
+
+
+def import_fla():
+    """FLA's rule, with the guard of its backward off as in compare_gdn_backward.py."""
+    for name in [name for name, module in sys.modules.items() if module is None and name == "fla"]:
+        del sys.modules[name]  # the tests hide it
+    try:
+        import fla.ops.common.chunk_o as guarded
+        from fla.ops.cp import build_cp_context
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
+        raise LeftOut(f"fla-core: {error}") from None
+    guarded.TRITON_ABOVE_3_7_1 = True
+    return chunk_gated_delta_rule, build_cp_context
+
+
+def fla(worker: Worker) -> tuple:
+    worker.needs_gpu()
+    theirs, build = import_fla()
+    T, H, HV = RULE
+    rows, said = [], []
+    for gates in GATES:
+        for name, (_, own) in contexts(worker, T, tensors(worker, T, H, HV, gates)).items():
+            lengths = torch.tensor([0, T], dtype=torch.int32)
+            cp = build(lengths.to(worker.device), worker.group, 4, lengths, layout=name)
+
+            def call(x, cp=cp):
+                options = {"cu_seqlens": cp.cu_seqlens, "cp_context": cp}
+                return theirs(*x, use_qk_l2norm_in_kernel=True, **options)[0]
+
+            with torch.no_grad():
+                time = worker.microseconds(lambda x=own: call(x), 4, 3)
+            which = "fla" if name == "contiguous" else "fla, zigzag"
+            rows.append({"what": label(worker, T, H, HV, gates, "forward"), "us": {which: time}})
+            said.append(f"{gates}, {name} {time:.0f} us")
+            if gates == "slow" and name == "contiguous":
+                time = worker.microseconds(step(call, own), 3, 3)
+                what = label(worker, T, H, HV, gates, "forward and backward")
+                rows.append({"what": what, "us": {which: time}})
+                said.append(f"with gradients {time:.0f}")
+    return "; ".join(said), rows
+
+
+def warm(word: str) -> None:
+    """Compiles, in a process of its own and on one GPU, what a part will start."""
+    import parallel_problems as problems
+    import test_distributed
+    from tiny_models import random_model, tokens
+
+    word, _, which = word.partition(":")
+    torch.cuda.set_device(int(which or 0) % torch.cuda.device_count())
+    worker = Worker(0, 1, torch.device("cuda", torch.cuda.current_device()), None)
+    if word == "fp32":
+        problems.alone(problems.CASES["packed, zigzag, 2"], "cuda", worker.device, torch.float32)
+    elif word == "models":
+        for name in test_distributed.MODELS:
+            model = random_model(name, worker.device, num_key_value_heads=2).train()
+            load_package().kernelize(model, mode="training")
+            test_distributed.steps(model, tokens(4, 70, device=worker.device))
+    elif word == "rule":
+        for T, H, HV in (RULE, LONG):
+            x = tensors(worker, T // 2, H, HV, "slow")
+            start = torch.zeros(1, HV, 128, 128, device=worker.device)
+            lengths = torch.tensor([0, T // 2], dtype=torch.int32, device=worker.device)
+            for more in ({}, {"initial_state": start, "cu_seqlens": lengths}):
+                step(lambda x, more=more: ours(x, output_final_state=True, **more), x)()
+    elif word == "layer":
+        module = layer_of(worker)
+        load_package().kernelize(module, mode="training")
+        x = torch.randn(1, 8192, 2560, device=worker.device, dtype=torch.bfloat16)
+        layer_step(module, x)()
+    elif word == "fla":
+        share_autotuning(int(which), TUNERS)
+        theirs, _ = import_fla()
+        T, H, HV = 4096, *RULE[1:]
+        lengths = torch.tensor([0, T], dtype=torch.int32, device=worker.device)
+        options = {"use_qk_l2norm_in_kernel": True, "cu_seqlens": lengths}
+        step(lambda x: theirs(*x, **options)[0], tensors(worker, T, H, HV, "slow"))()
+
+
+def long(worker: Worker) -> tuple:
+    """As many tokens a GPU as the longest that one GPU is timed with."""
+    T, H, HV = LONG
+    return rule(worker, T * worker.world, H, HV)
+
+
+PARTS = (
+    Part("time of 16/64", 40, partial(rule, T=RULE[0], H=RULE[1], HV=RULE[2]), True, ("rule",)),
+    Part("time of the layer", 30, layer, True, ("layer",)),
+    Part("time of the MLP", 30, mlp, True),
+    Part("time of 16/32", 40, long, True, ("rule",)),
+    Part("time of packed", 20, packed, True),
+    Part("time of FLA", 60, fla, True, tuple(f"fla:{part}" for part in range(TUNERS))),
+)
