@@ -282,6 +282,22 @@ def batches(group) -> Dict[str, int]:
     return wrong
 
 
+def calls_of_the_rule(group) -> Dict[str, list]:
+    """How often this process runs the rule and its gradient: what needs nobody's state runs once,
+    and so does what nobody waits for."""
+    kernel, dispatch, found = load_package(), submodule("runtime.dispatch"), {}
+    layouts = {"contiguous": "contiguous", "zigzag": "zigzag", "empty": [[(6, 12), (0, 6)], []]}
+    for name, layout in layouts.items():
+        cp = kernel.build_cp_context([0, 12], group, layout=layout)
+        q, v = (torch.randn(1, cp.tokens, 1, 4, requires_grad=True) for _ in range(2))
+        g = -torch.ones(1, cp.tokens, 1)
+        with dispatch.served() as record:
+            o, _ = kernel.chunk_gated_delta_rule(q, q, v, g, -g, cp_context=cp)
+            o.sum().backward()
+        found[name] = [len(record.get(n, ())) for n in ("gdn_chunk_fwd", "gdn_chunk_bwd")]
+    return found
+
+
 def refused(group) -> Dict[str, str]:
     """What each process says of bad use: all must raise, and go on together afterwards."""
     kernel, rank = load_package(), dist.get_rank(group)
@@ -364,6 +380,7 @@ def process(rank: int, folder: str, kind: str) -> None:
         if rank < 3 and kind == "cpu":
             found["batches"] = batches(groups[3])
         if rank < 2 and kind == "cpu":
+            found["calls"] = calls_of_the_rule(groups[2])
             found["refused"] = refused(groups[2])
     except Exception:
         found["failed"] = f"{name}: {traceback.format_exc()}"

@@ -73,6 +73,15 @@ def test_parts_of_batches(found):
         assert set(result["batches"].values()) == {0}, result["batches"]
 
 
+def test_how_often_the_rule_runs(found):
+    only_on_cpu(found)
+    first, second = (result["calls"] for result in found[0][:2])
+    assert first["contiguous"] == second["contiguous"] == [1, 1]
+    # the outer two of three pieces; the middle one, whose transition is told, too
+    assert first["zigzag"] == [2, 2] and second["zigzag"] == [3, 2]
+    assert first["empty"] == [2, 2] and second["empty"] == [0, 0]
+
+
 @pytest.mark.parametrize("use", BAD_USES)
 def test_bad_use_is_refused_in_every_process(found, use):
     only_on_cpu(found)

@@ -6,7 +6,8 @@ own pieces start from, and the ordinary call does the rest. In the backward they
 E = dS_in of a piece for dS_out = 0, and the chain runs the other way, by M^T.
 
 One function holds the exchange and all that depends on it, so that every process reaches every
-collective, in the backward as well, whether or not its own tokens need anybody's.
+collective, in the backward as well, whether or not its own tokens need anybody's. One that needs
+nobody's runs its call before the exchange, whose results hold what it has to tell.
 
 States are [pieces, HV, K, V] here, in fp32 or fp64.
 """
@@ -31,15 +32,24 @@ class Saved(NamedTuple):
     """What the backward takes from the forward."""
 
     start: Optional[Tensor]  # the state before each piece here
-    transitions: Optional[Tensor]  # M^T of the outgoing pieces, [slots, HV, K, K], of those in the
-    # middle at least; or None where no piece is
+    transitions: Optional[Tensor]  # M^T of the outgoing pieces here, [slots, HV, K, K], of those
+    # in the middle at least; or None where none is
     blocks: Tuple[Tensor, ...]  # Tb, P, F of the chunks, where the call saves them
 
 
-def _run(call: GdnCall) -> tuple:
-    """o, the final states, and the prepared blocks or None."""
+def _run(call: GdnCall) -> Tuple[Tensor, Tensor, Tuple[Tensor, ...]]:
+    """o, the final states, and the prepared blocks, if the call saves them."""
     o, states, _, blocks = serve("gdn.chunk", "gdn_chunk_fwd", reference.gdn_chunk_fwd, (call,))
-    return o, states, blocks
+    return o, states, blocks or ()
+
+
+def _run_here(call: GdnCall, cp: CpContext, start: Optional[Tensor]) -> tuple:
+    """_run of all that is here, if anything is."""
+    if cp.tokens:
+        return _run(call._replace(initial_state=start))
+    wide = at_least_fp32(call.v[:0]).dtype
+    states = call.v.new_empty(0, call.HV, call.K, call.V, dtype=wide)
+    return torch.empty_like(call.v), states, ()
 
 
 def _gradients(call: GdnCall, gradient: GdnGradient) -> tuple:
@@ -90,13 +100,18 @@ def _chained(told: Tensor, slots: List[Slot], V: int, transposed: bool) -> Tenso
     return S.mT.to(told.dtype)
 
 
-def _tell(call: GdnCall, cp: CpContext, start: Tensor) -> Tensor:
-    """What this process tells of its outgoing pieces."""
+def _tell(call: GdnCall, cp: CpContext, start: Tensor, states: Optional[Tensor]) -> Tensor:
+    """What this process tells of its outgoing pieces; states: those behind its pieces, if they are
+    known already."""
     own = _rows(cp, cp.plan.slots_out, start, call)
     outgoing = cp.subset("outgoing", call.device)
     if outgoing.places:
-        part = _part(call, cp, "outgoing", start.index_select(0, outgoing.rows))
-        own[: len(outgoing.places), :, : call.V] = _run(part)[1].mT
+        if states is None:
+            part = _part(call, cp, "outgoing", start.index_select(0, outgoing.rows))
+            states = _run(part)[1]
+        else:
+            states = states.index_select(0, outgoing.rows)
+        own[: len(outgoing.places), :, : call.V] = states.mT
     middle = cp.subset("middle", call.device).places
     for place, M in zip(middle, _transitions(call, cp, start)):
         own[outgoing.places.index(place), :, call.V :] = M.mT
@@ -109,73 +124,85 @@ def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
     call: a batch of one whose sequences are the pieces here; initial_state is read where a piece
     starts its sequence.
     """
-    wide = at_least_fp32(call.v[:0]).dtype
-    start, transitions = call.initial_state, None
+    start = call.initial_state
     if not cp.plan.chains:
-        if cp.tokens:
-            o, states, blocks = _run(call)
-            return o, states, Saved(start, None, blocks or ())
+        o, states, blocks = _run_here(call, cp, start)
+        return o, states, Saved(start, None, blocks)
+    if start is None:
+        wide = at_least_fp32(call.v[:0]).dtype
+        start = call.v.new_zeros(len(cp.pieces), call.HV, call.K, call.V, dtype=wide)
     else:
-        if start is None:
-            start = call.v.new_zeros(len(cp.pieces), call.HV, call.K, call.V, dtype=wide)
-        else:
-            first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
-            start = start.masked_fill(~first, 0)
-        own = _tell(call, cp, start)
-        told = all_gather(own, cp.group)
-        if cp.plan.has_middle:
-            transitions = own[:, :, call.V :].contiguous()
-        for place in cp.subset("incoming", call.device).places:
-            before, _ = cp.chain(cp.pieces[place])
-            start[place] = _chained(told, _slots(cp.plan.outgoing, before), call.V, False)
-        if cp.tokens:
-            o, states, blocks = _run(call._replace(initial_state=start))
-            return o, states, Saved(start, transitions, blocks or ())
-    states = call.v.new_empty(0, call.HV, call.K, call.V, dtype=wide)
-    return call.v.new_empty(call.v.shape), states, Saved(start, transitions, ())
+        first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
+        start = start.masked_fill(~first, 0)
+    incoming, transitions = cp.subset("incoming", call.device).places, None
+    results = None if incoming else _run_here(call, cp, start)
+    own = _tell(call, cp, start, None if results is None else results[1])
+    told = all_gather(own, cp.group)
+    if cp.subset("middle", call.device).places:
+        transitions = own[:, :, call.V :].contiguous()
+    for place in incoming:
+        before, _ = cp.chain(cp.pieces[place])
+        start[place] = _chained(told, _slots(cp.plan.outgoing, before), call.V, False)
+    o, states, blocks = results or _run_here(call, cp, start)
+    return o, states, Saved(start, transitions, blocks)
 
 
 def _slots(known: dict, pieces: List[Piece]) -> List[Slot]:
     return [known[piece] for piece in pieces]
 
 
-def chunk_backward(
-    call: GdnCall,
-    cp: CpContext,
-    saved: Saved,
-    do: Tensor,
-    d_states: Optional[Tensor],
-    values_only: bool,
-) -> tuple:
+def _gradients_here(call: GdnCall, cp: CpContext, gradient: GdnGradient) -> tuple:
+    """_gradients of all that is here, if anything is."""
+    if cp.tokens:
+        return _gradients(call, gradient)
+    return *[
+        None if x is None else torch.zeros_like(x) for x in call.tensors[:7]
+    ], call.initial_state
+
+
+def _tell_back(
+    call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGradient, d_start: Optional[Tensor]
+) -> Tensor:
+    """What this process tells of its incoming pieces; d_start: the gradients of the states before
+    its pieces, if they are known already."""
+    own = _rows(cp, cp.plan.slots_in, saved.start, call)
+    incoming = cp.subset("incoming", call.device)
+    if incoming.places:
+        if d_start is None:
+            part = _part(call, cp, "incoming", saved.start.index_select(0, incoming.rows))
+            asked = gradient.d_final_state.index_select(0, incoming.rows)
+            d_start = _gradients(part, GdnGradient(incoming.take(gradient.do), asked, None, True))[
+                7
+            ]
+        else:
+            d_start = d_start.index_select(0, incoming.rows)
+        own[: len(incoming.places), :, : call.V] = d_start.mT
+    for place in cp.subset("middle", call.device).places:
+        piece = cp.pieces[place]
+        at, out = cp.plan.incoming[piece].number, cp.plan.outgoing[piece].number
+        own[at, :, call.V :] = saved.transitions[out]
+    return own
+
+
+def chunk_backward(call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGradient) -> tuple:
     """Gradients of the first seven tensors of the call, and of its initial state."""
-    call, blocks = call._replace(initial_state=saved.start), saved.blocks or None
-    if cp.plan.chains:
-        subset = cp.subset("incoming", call.device)
-        own = _rows(cp, cp.plan.slots_in, saved.start, call)
-        d_states = torch.zeros_like(saved.start) if d_states is None else d_states.clone()
-        if subset.places:
-            part = _part(call, cp, "incoming", saved.start.index_select(0, subset.rows))
-            asked = d_states.index_select(0, subset.rows)
-            E = _gradients(part, GdnGradient(subset.take(do), asked, None, True))[7]
-            own[: len(subset.places), :, : call.V] = E.mT
-        for place in cp.subset("middle", call.device).places:
-            piece = cp.pieces[place]
-            at, out = cp.plan.incoming[piece].number, cp.plan.outgoing[piece].number
-            own[at, :, call.V :] = saved.transitions[out]
-        told = all_gather(own, cp.group)
-        for place in cp.subset("outgoing", call.device).places:
-            _, behind = cp.chain(cp.pieces[place])
-            slots = _slots(cp.plan.incoming, behind[::-1])
-            d_states[place] += _chained(told, slots, call.V, True)
-    if not cp.tokens:
-        zeros = [None if x is None else torch.zeros_like(x) for x in call.tensors[:7]]
-        return (*zeros, saved.start)
-    gradient = GdnGradient(do, d_states, blocks, values_only)
-    *grads, d_start = _gradients(call, gradient)
-    if cp.plan.chains:
-        first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
-        d_start = d_start.masked_fill(~first, 0)
-    return (*grads, d_start)
+    call = call._replace(initial_state=saved.start)
+    if not cp.plan.chains:
+        return _gradients_here(call, cp, gradient)
+    asked = gradient.d_final_state
+    d_states = torch.zeros_like(saved.start) if asked is None else asked.clone()
+    gradient = gradient._replace(d_final_state=d_states)
+    outgoing = cp.subset("outgoing", call.device).places
+    grads = None if outgoing else _gradients_here(call, cp, gradient)
+    own = _tell_back(call, cp, saved, gradient, None if grads is None else grads[7])
+    told = all_gather(own, cp.group)
+    for place in outgoing:
+        _, behind = cp.chain(cp.pieces[place])
+        slots = _slots(cp.plan.incoming, behind[::-1])
+        d_states[place] += _chained(told, slots, call.V, True)
+    *grads, d_start = grads or _gradients_here(call, cp, gradient)
+    first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
+    return (*grads, d_start.masked_fill(~first, 0))
 
 
 class _Chunk(torch.autograd.Function):
@@ -198,9 +225,8 @@ class _Chunk(torch.autograd.Function):
         do = torch.zeros_like(call.v) if do is None else do
         q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[2:]
         values_only = not any((q, k, g, beta, A_log, dt_bias))
-        grads = chunk_backward(
-            call, cp, Saved(start, transitions, blocks), do, d_states, values_only
-        )
+        gradient = GdnGradient(do, d_states, blocks or None, values_only)
+        grads = chunk_backward(call, cp, Saved(start, transitions, blocks), gradient)
         return (None, None, *(x if want else None for x, want in zip(grads, wanted)))
 
 
