@@ -1,4 +1,8 @@
-"""Parts of compare_parallel.py that say how fast several GPUs are, and FLA's cp_context there."""
+"""Parts of compare_parallel.py that say how fast several GPUs are, and FLA's cp_context there.
+
+Ten calls in a row are timed, as layers follow each other: one GPU may be at the next call while
+another still has this one. A call by itself begins on idle GPUs, with the host's time in it.
+"""
 
 import copy
 import sys
@@ -79,11 +83,13 @@ def rule(worker: Worker, T: int, H: int, HV: int) -> tuple:
                 "one GPU, its part alone": partial(ours, own, output_final_state=True),
             }  # fmt: skip
             us = {name: worker.microseconds(call) for name, call in calls.items()}
+            us["ours, a call by itself"] = worker.microseconds(calls["ours"], 1, 9)
             more = {name: worker.host_microseconds(call) for name, call in calls.items()}
             extra = memory(worker, calls["ours"]) - memory(worker, calls["one GPU, its part alone"])
         what = label(worker, T, H, HV, gates, "forward")
         rows.append({"what": what, "us": us, "host_us": more, "error": wrong, "more_mib": extra})
-        said.append(f"{gates} {us['ours']:.0f} us, one GPU {us['one GPU']:.0f}")
+        by_itself = f"by itself {us['ours, a call by itself']:.0f}"
+        said.append(f"{gates} {us['ours']:.0f} us, {by_itself}, one GPU {us['one GPU']:.0f}")
         if gates == "slow":
             steps = {
                 "one GPU": step(ours, x),
