@@ -16,6 +16,7 @@ from conftest import load_package, relative_error
 from kernel_time import share_autotuning
 from parallel_worker import LeftOut, Part, Worker
 from records import GATES
+from tiny_models import mlps_and_gdn
 
 RULE = (32768, 16, 64)  # tokens over all GPUs, H, HV
 LONG = (32768, 16, 32)  # tokens of each GPU
@@ -190,7 +191,8 @@ def mlp(worker: Worker) -> tuple:
         with torch.no_grad():
             theirs = module(x)
             us = {"transformers": worker.microseconds(lambda x=x: module(x), 20)}
-            kernel.kernelize(model, mode="inference")
+            report = kernel.kernelize(model, mode="inference")
+            assert not worker.on_gpu or mlps_and_gdn(report) == 1, str(report)
             error = relative_error(module(x), theirs)
             us["ours"] = worker.microseconds(lambda x=x: module(x), 20)
             kernel.restore(model)
