@@ -80,6 +80,10 @@ def ints(*values, dtype=torch.int64):
 META = dict(device="meta")
 POOL = dict(initial_state=torch.zeros(3, 4, 6, 5))
 SLOTS = torch.arange(16).view(2, 8)
+SHORT_DRAFTS = dict(
+    x=torch.ones(2, 3, 3), conv_state=torch.ones(5, 3, 5), conv_state_indices=ints(4, 0),
+    num_accepted_tokens=ints(1, 3),
+)  # fmt: skip
 DRAFTS = dict(
     initial_state=torch.zeros(16, 4, 6, 5), state_indices=SLOTS, inplace_final_state=True,
     num_accepted_tokens=ints(1, 8),
@@ -252,6 +256,23 @@ BAD = [
                 ValueError,
                 ["state_indices", "a column for each token", "8", "7"],
             ),
+        )
+    ],
+    *[
+        (update(**{**SHORT_DRAFTS, **changes}), error, words)
+        for changes, error, words in (
+            (dict(null_index=2), ValueError, ["null_index", "-1 or 0", "2"]),
+            (dict(conv_state_indices=ints(0)), ValueError, ["conv_state_indices", "[2]", "[1]"]),
+            (dict(conv_state_indices=ints(0, 5)), ValueError, ["conv_state_indices", "5 rows"]),
+            (dict(conv_state_indices=ints(3, 3)), ValueError, ["conv_state_indices", "twice"]),
+            (dict(conv_state_indices=None), ValueError, ["conv_state", "[2, 3, S]", "[5, 3, 5]"]),
+            (dict(num_accepted_tokens=ints(0, 1)), ValueError, ["num_accepted_tokens", "1 to 3"]),
+            (dict(num_accepted_tokens=ints(4, 1)), ValueError, ["num_accepted_tokens", "1 to 3"]),
+            (dict(num_accepted_tokens=[1, 1]), TypeError, ["num_accepted_tokens", "list"]),
+            (dict(x=torch.ones(2, 3, 4)), ValueError, ["conv_state", "6 columns", "4 tokens", "5"]),
+            (dict(cu_seqlens=ints(0, 3)), ValueError, ["x", "[1, D, T]", "cu_seqlens", "2"]),
+            (dict(out=torch.ones(2, 3)), ValueError, ["out", "shape of x", "[2, 3]"]),
+            (dict(out=torch.ones(2, 3, 3).half()), TypeError, ["out", "dtype of x", "float16"]),
         )
     ],
     (recurrent(out=1.0), TypeError, ["out", "torch.Tensor", "float"]),

@@ -134,6 +134,87 @@ class Kernel:
             assert torch.equal(state.double(), ref_state)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("S", [3, 4, 6])
+    @pytest.mark.parametrize("T", [1, 3])
+    def test_update_of_slots(self, T, S, dtype):
+        """Rows of a pool: those that nobody has, and others, stay, whatever is in them."""
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_update
+        weight, bias = self.normal(24, 4, dtype=dtype), self.normal(24, dtype=dtype)
+        for null, slots in ((-1, [4, -1, 0, 2]), (0, [4, 0, 3, -1])):
+            pool = self.normal(6, S, 24, dtype=dtype).mT if S == 6 else self.normal(6, 24, S)
+            pool = pool.to(dtype)
+            if null == 0:
+                pool[0] = float("nan")
+            indices = torch.tensor(slots, device=self.device)
+            x, room = self.x("tokens", 4, 24, T, dtype), self.normal(4, T + 1, 24, dtype=dtype)
+            x[1] = float("nan")
+            ref_pool, before, out = pool.double(), room.clone(), room[:, 1:].mT
+            args = (indices, None, None, null)
+            y = run(x, pool, weight, bias, "silu", *args, out)
+            ref = reference.causal_conv1d_update(
+                *wide(x.nan_to_num()), ref_pool, *wide(weight, bias), "silu", *args
+            )
+            assert y is out and torch.equal(room[:, :1], before[:, :1])
+            assert_close(y, ref)
+            assert not y[1].any()
+            assert torch.equal(pool.double().nan_to_num(), ref_pool.nan_to_num())
+            assert torch.isfinite(pool[slots[0]]).all()
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("W", [2, 4])
+    @pytest.mark.parametrize("cu", [None, [0, 2, 2, 5, 6]], ids=str)
+    def test_update_with_drafts(self, cu, W, dtype):
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_update
+        weight, S = self.normal(24, W, dtype=dtype), W + 2  # a column more than 3 tokens need
+        x = self.x("tokens", 4 if cu is None else 1, 24, 3 if cu is None else 6, dtype)
+        lengths = None if cu is None else torch.tensor(cu, device=self.device)
+        pool, ref_pool = self.normal(7, 24, S, dtype=dtype), None
+        for null, counts in ((-1, [1, 2, 3, 4]), (0, [3, 1, 1, 2])):
+            ref_pool = pool.double()
+            rows = torch.tensor([5, 2, 0, 6], device=self.device)
+            args = (rows, torch.tensor(counts, device=self.device), lengths, null)
+            y = run(x, pool, weight, None, None, *args)
+            ref = reference.causal_conv1d_update(
+                *wide(x), ref_pool, *wide(weight), None, None, *args
+            )
+            assert_close(y, ref)
+            assert torch.equal(pool.double(), ref_pool)
+
+    def test_rejected_drafts_leave_no_trace(self):
+        """Rounds of drafts of which some are accepted give what those tokens alone give."""
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_update
+        x, weight = self.x("tokens", 2, 24, 12, torch.float32), self.normal(24, 4)
+        counts = [[3, 1, 2, 2], [1, 2, 3, 1]]  # accepted of each round, of two sequences
+        pool, outputs, last = self.normal(2, 24, 5), [[], []], [1, 1]
+        history = pool[..., :3].clone()
+        for i in range(4):
+            accepted = torch.tensor(last, device=self.device)
+            y = run(x[..., 3 * i : 3 * i + 3], pool, weight, None, "silu", None, accepted)
+            last = [counts[n][i] for n in range(2)]
+            for n in range(2):
+                outputs[n].append(y[n, :, : last[n]])
+        for n in range(2):
+            at = [3 * i + t for i in range(4) for t in range(counts[n][i])]
+            args = (x[n : n + 1, :, at], weight, None, "silu", None, None, history[n : n + 1], True)
+            ref, final = reference.causal_conv1d_fwd(*wide(*args))
+            assert_close(torch.cat(outputs[n], -1), ref[0])
+            assert torch.equal(pool[n, :, last[n] - 1 : last[n] + 2].double(), final[0])
+
+    def test_update_of_packed_sequences(self):
+        run = submodule("gdn_layer.portable.layer").causal_conv1d_update
+        weight, pool = self.normal(24, 4), self.normal(4, 24, 4)
+        x, cu = self.x("tokens", 1, 24, 6, torch.float32), [0, 2, 2, 5, 6]
+        ref_pool, alone = pool.double(), pool.clone()
+        args = (None, "silu", None, None, torch.tensor(cu, device=self.device))
+        y = run(x, pool, weight, *args)
+        assert_close(y, reference.causal_conv1d_update(*wide(x), ref_pool, *wide(weight), *args))
+        assert torch.equal(pool.double(), ref_pool)
+        for n, (a, b) in enumerate(zip(cu, cu[1:])):
+            mine = run(x[..., a:b], alone[n : n + 1], weight, None, "silu")
+            assert_close(y[..., a:b], mine.double())
+        assert torch.equal(alone, pool)
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("shape", [(7,), (5, 128), (3, 4, 100), (2, 1, 4, 24)], ids=str)
     def test_norm(self, shape, dtype):
         run = submodule("gdn_layer.portable.layer").rms_norm_gated_fwd

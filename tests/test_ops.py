@@ -70,7 +70,15 @@ def test_opcheck_swiglu_and_layer(device):
         layer._causal_conv1d_fwd, (*conv, None, None, None, True), test_utils=CHECKS
     )
     torch.library.opcheck(
-        layer._causal_conv1d_update, (conv[0], normal(2, 6, 4), *conv[1:]), test_utils=CHECKS
+        layer._causal_conv1d_update,
+        (conv[0], normal(2, 6, 4), *conv[1:], None, None, None, -1, None),
+        test_utils=CHECKS,
+    )
+    rows = torch.tensor([3, 0], device=device)
+    torch.library.opcheck(
+        layer._causal_conv1d_update,
+        (conv[0], normal(4, 6, 12), *conv[1:], rows, rows - rows + 1, None, 0, normal(2, 6, 9)),
+        test_utils=CHECKS,
     )
 
 

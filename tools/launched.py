@@ -446,9 +446,13 @@ def _convolution(
     return with_gradients(forward, x, weight) if grad else forward
 
 
-def _convolution_update(kernel, B=64, D=8192):
-    tensors = values(B, D), values(B, D, 3), values(D, 4)
-    return lambda: kernel.causal_conv1d_update(*tensors, None, "silu")
+def _convolution_update(kernel, B=64, D=8192, T=1, S=3, drafts=False):
+    x = values(B, D) if T == 1 else values(B, T, D).mT
+    tensors, options = (x, values(B, D, S), values(D, 4)), {}
+    if drafts:
+        options = {"conv_state_indices": rows(B, torch.int32), "null_index": 0}
+        options["num_accepted_tokens"] = rows(B, torch.int32) * 0 + 1
+    return lambda: kernel.causal_conv1d_update(*tensors, None, "silu", **options)
 
 
 def _parts(B, T, H=16, HV=32, D=128):
@@ -495,6 +499,8 @@ for grad, kind in ((False, "convolution"), (True, "convolution, gradient")):
     call(f"gdn_layer {kind}, tokens side by side", tokens_apart=True, grad=grad)(_convolution)
     call(f"gdn_layer {kind}, odd sizes", T=1001, D=1002, tokens_apart=True, grad=grad)(_convolution)
 call("gdn_layer convolution update")(_convolution_update)
+call("gdn_layer convolution update, tokens", T=3)(_convolution_update)
+call("gdn_layer convolution update, drafts", T=3, S=5, drafts=True)(_convolution_update)
 call("gdn_layer prologue")(_prologue)
 call("gdn_layer prologue, packed", packed=two)(_prologue)
 call("gdn_layer decode")(_layer_decode)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.cache import CallCache, undisturbed
+from ..runtime.checks import is_null_index
 from ..runtime.ops import autocast, dense, needs_grad
 from . import checks, ops
 from .api_context import chunk_with_context
@@ -261,7 +262,7 @@ def _checked_recurrent(call: RecurrentCall, use_gate: bool) -> RecurrentCall:
     checks.are_flags(
         inplace_final_state=call.options.inplace, output_all_states=call.options.all_states
     )
-    checks.null_index(call.options.null_index)
+    is_null_index(call.options.null_index)
     g, beta = call.g, call.beta
     if g is None:
         g = v.new_zeros(v.shape[:3], dtype=torch.float32)

@@ -11,12 +11,13 @@ from ..runtime.checks import (
     are_flags,
     has_dtype,
     has_shape,
-    has_shape_of,
     holds_cu_seqlens,
     is_cu_seqlens,
     is_floating,
     is_number,
     is_tensor,
+    is_written,
+    names_rows,
     readable,
     remembered,
     same_device,
@@ -32,7 +33,7 @@ def gated_delta_rule(call, use_gate_in_kernel: bool) -> None:
         holds_cu_seqlens("cu_seqlens", call.cu_seqlens, call.T)
     if call.state_indices is not None:
         null = getattr(call.options, "null_index", -1)
-        _rows("state_indices", call.state_indices, call.initial_state.shape[0], null)
+        names_rows("state_indices", call.state_indices, call.initial_state.shape[0], null)
 
 
 @remembered
@@ -132,17 +133,6 @@ def _indices(name: str, indices, call, sizes, dims: str = "N") -> None:
     same_device(name, indices, "q", call.q)
 
 
-def _rows(name: str, indices: torch.Tensor, rows: int, null: int) -> None:
-    """Pool rows are in range and written once."""
-    if not readable(indices):
-        return
-    values = [row for row in indices.flatten().tolist() if row > null]
-    if any(row >= rows for row in values):
-        raise ValueError(f"{name} must be below the {rows} rows of the pool, got {max(values)}")
-    if len(set(values)) != len(values):
-        raise ValueError(f"{name} must not name a row of the pool twice, got {values}")
-
-
 def chunk_size(value: object) -> None:
     if not isinstance(value, numbers.Real) or value != 64:
         raise ValueError(f"chunk_size must be 64, the only supported chunk length, got {value!r}")
@@ -178,7 +168,7 @@ def decode_states(call) -> None:
         if call.state_indices is None:
             raise ValueError("state_indices must be given when output_state_indices is")
         rows = call.initial_state.shape[0]
-        _rows("output_state_indices", call.output_state_indices, rows, call.options.null_index)
+        names_rows("output_state_indices", call.output_state_indices, rows, call.options.null_index)
     if call.num_accepted_tokens is not None:
         _accepted(call)
     if inplace and call.initial_state is None:
@@ -188,7 +178,7 @@ def decode_states(call) -> None:
     if call.state_indices is not None and not inplace and not all_states:
         raise ValueError("inplace_final_state must be True when state_indices is given")
     if call.out is not None:
-        is_written("out", call.out, call.v)
+        is_written("out", call.out, "v", call.v)
 
 
 def _accepted(call) -> None:
@@ -211,21 +201,6 @@ def _accepted(call) -> None:
         )
     if readable(counts) and not all(1 <= count <= columns for count in counts.tolist()):
         raise ValueError(f"num_accepted_tokens must be 1 to {columns}, got {counts.tolist()}")
-
-
-def null_index(value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value not in (-1, 0):
-        raise ValueError(f"null_index must be -1 or 0, the row up to which all are, got {value!r}")
-
-
-def is_written(name: str, out: object, like: torch.Tensor) -> None:
-    """What an output that is like this tensor can be written to."""
-    has_shape_of(name, out, "v", like)
-    agrees(name, out, "v", like)
-    if any(step == 0 and size > 1 for step, size in zip(out.stride(), out.shape)):
-        raise ValueError(
-            f"{name} must have memory for each element, got strides {list(out.stride())}"
-        )
 
 
 def aiter_options(
@@ -252,4 +227,4 @@ def aiter_options(
     if inplace_final_state and initial_state_indices is None:
         raise ValueError("initial_state_indices must be given when inplace_final_state is True")
     if o is not None:
-        is_written("o", o, v)
+        is_written("o", o, "v", v)

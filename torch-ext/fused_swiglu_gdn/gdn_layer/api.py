@@ -64,14 +64,32 @@ def causal_conv1d_update(
     weight: Tensor,
     bias: Optional[Tensor] = None,
     activation: Optional[str] = None,
+    *,
+    conv_state_indices: Optional[Tensor] = None,
+    num_accepted_tokens: Optional[Tensor] = None,
+    cu_seqlens: Optional[Tensor] = None,
+    null_index: int = -1,
+    out: Optional[Tensor] = None,
 ) -> Tensor:
     """The next tokens of causal_conv1d_fn, with the inputs before them in `conv_state`.
 
     Args:
-        x: [B, D, T] or, for one token, [B, D].
-        conv_state: [B, D, S], S at least W - 1: the latest inputs; updated in place.
+        x: [B, D, T] or, for one token, [B, D]; any strides.
+        conv_state: [B, D, S], S at least W - 1: the latest inputs; updated in place; any strides.
         weight: [D, W], W from 2 to 8; bias: [D] or None.
         activation: None, "silu" or "swish".
+        conv_state_indices: [B], int32 or int64: rows of conv_state, which then is a pool [P, D, S].
+            An index up to null_index skips the sequence: its outputs are zero and no row is
+            touched.
+        num_accepted_tokens: [B], int32 or int64, for verifying drafts. A state then has at least
+            W - 2 + T columns. With n of the tokens of the call before accepted, 1 to S - W + 2, the
+            inputs before x are columns n - 1 to n + W - 3; this call leaves the latest W - 2 of
+            them in the first columns, then its T tokens. After a prompt, whose W - 1 latest inputs
+            are in the first columns, n is 1.
+        cu_seqlens: [N + 1], for x of N sequences packed into a batch of one; states are N then.
+        null_index: -1, or 0 for pools whose row 0 is nobody's, as in vLLM.
+        out: the shape and dtype of x, any strides: y is written there, and `out` is returned. It
+            shares no memory with the other tensors.
 
     Returns:
         y, the shape and dtype of x.
@@ -84,11 +102,29 @@ def causal_conv1d_update(
         >>> y = causal_conv1d_update(torch.randn(2, 8), conv_state, weight)
         >>> y.shape, bool(conv_state[..., -1].any())
         (torch.Size([2, 8]), True)
+
+        Two drafts after a token, of which the latter was refused; the next call has three again:
+
+        >>> pool, slots = torch.zeros(5, 8, 5), torch.tensor([3, 1])
+        >>> for accepted in ([1, 1], [2, 2]):
+        ...     y = causal_conv1d_update(
+        ...         torch.randn(2, 8, 3), pool, weight, conv_state_indices=slots,
+        ...         num_accepted_tokens=torch.tensor(accepted),
+        ...     )
+        >>> y.shape, [bool(row.any()) for row in pool]
+        (torch.Size([2, 8, 3]), [False, True, False, True, False])
     """
     single = isinstance(x, Tensor) and x.ndim == 2
     tokens = x.unsqueeze(-1) if single else x
-    checks.causal_conv1d_update(tokens, conv_state, weight, bias, activation)
-    y = ops.causal_conv1d_update(tokens, conv_state, weight, bias, activation)
+    room = out.unsqueeze(-1) if single and isinstance(out, Tensor) else out
+    args = (
+        tokens, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens,
+        cu_seqlens, null_index, room,
+    )  # fmt: skip
+    checks.causal_conv1d_update(*args)
+    y = ops.causal_conv1d_update(*args)
+    if out is not None:
+        return out
     return y.squeeze(-1) if single else y
 
 

@@ -11,9 +11,13 @@ from ..runtime.checks import (
     holds_cu_seqlens,
     is_cu_seqlens,
     is_floating,
+    is_null_index,
     is_number,
     is_one_of,
     is_tensor,
+    is_written,
+    names_rows,
+    readable,
     remembered,
     same_device,
 )
@@ -35,6 +39,14 @@ def _conv(x, weight, bias, activation, sizes) -> None:
         is_floating("bias", bias)
         same_device("bias", bias, "x", x)
     is_one_of("activation", activation, CONV_ACTIVATIONS)
+
+
+def _is_packed(x, cu_seqlens) -> None:
+    is_cu_seqlens("cu_seqlens", cu_seqlens, x)
+    if x.shape[0] != 1:
+        raise ValueError(
+            f"x must have shape [1, D, T] when cu_seqlens is given, got batch {x.shape[0]}"
+        )
 
 
 def causal_conv1d_fn(
@@ -61,11 +73,7 @@ def _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_
         has_dtype("seq_idx", seq_idx, (torch.int32, torch.int64))
         same_device("seq_idx", seq_idx, "x", x)
     if cu_seqlens is not None:
-        is_cu_seqlens("cu_seqlens", cu_seqlens, x)
-        if sizes["B"] != 1:
-            raise ValueError(
-                f"x must have shape [1, D, T] when cu_seqlens is given, got batch {sizes['B']}"
-            )
+        _is_packed(x, cu_seqlens)
         sizes["N"] = count_sequences(sizes["B"], cu_seqlens)
     if initial_states is not None:
         has_shape("initial_states", initial_states, "N D W-1", sizes)
@@ -73,14 +81,56 @@ def _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_
         same_device("initial_states", initial_states, "x", x)
 
 
+def causal_conv1d_update(
+    x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, null_index, out
+) -> None:
+    is_null_index(null_index)
+    _causal_conv1d_update(
+        x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, out
+    )
+    if cu_seqlens is not None:
+        holds_cu_seqlens("cu_seqlens", cu_seqlens, x.shape[2])
+    if indices is not None:
+        names_rows("conv_state_indices", indices, conv_state.shape[0], null_index)
+    if accepted is not None:
+        _fits_drafts(x, conv_state.shape[2], weight.shape[1], accepted, cu_seqlens)
+
+
+def _fits_drafts(x, columns, taps, accepted, cu_seqlens) -> None:
+    """A state has a column for each token, and one for each input before them but one."""
+    longest = 0 if cu_seqlens is not None else x.shape[2]
+    if readable(cu_seqlens):
+        longest = max(cu_seqlens.diff().tolist(), default=0)
+    if columns < taps - 2 + longest:
+        raise ValueError(
+            f"conv_state must hold {taps - 2 + longest} columns for {longest} tokens whose number "
+            f"may change, got {columns}"
+        )
+    most = columns - taps + 2
+    if readable(accepted) and not all(1 <= count <= most for count in accepted.tolist()):
+        raise ValueError(f"num_accepted_tokens must be 1 to {most}, got {accepted.tolist()}")
+
+
 @remembered
-def causal_conv1d_update(x, conv_state, weight, bias, activation) -> None:
+def _causal_conv1d_update(
+    x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, out
+) -> None:
     sizes = {}
     has_shape("x", x, "B D T", sizes)
     _conv(x, weight, bias, activation, sizes)
-    has_shape("conv_state", conv_state, "B D S", sizes)
+    if cu_seqlens is not None:
+        _is_packed(x, cu_seqlens)
+    sizes["N"] = count_sequences(sizes["B"], cu_seqlens)
+    has_shape("conv_state", conv_state, "N D S" if indices is None else "P D S", sizes)
     is_floating("conv_state", conv_state)
     same_device("conv_state", conv_state, "x", x)
+    for name, y in (("conv_state_indices", indices), ("num_accepted_tokens", accepted)):
+        if y is not None:
+            has_shape(name, y, "N", sizes)
+            has_dtype(name, y, (torch.int32, torch.int64))
+            same_device(name, y, "x", x)
+    if out is not None:
+        is_written("out", out, "x", x)
     if sizes["S"] < sizes["W"] - 1:
         raise ValueError(
             f"conv_state must hold at least the {sizes['W'] - 1} inputs before a token, "

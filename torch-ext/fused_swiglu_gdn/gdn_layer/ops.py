@@ -54,29 +54,42 @@ def causal_conv1d(
     return run(FAMILY, "causal_conv1d_fwd", op, reference.causal_conv1d_fwd, args)
 
 
-@operator("causal_conv1d_update", mutates_args=("conv_state",))
+@operator("causal_conv1d_update", mutates_args=("conv_state", "out"))
 def _causal_conv1d_update(
     x: Tensor,  # [B, D, T]
-    conv_state: Tensor,  # [B, D, S]
+    conv_state: Tensor,  # [N or P, D, S]
     weight: Tensor,  # [D, W]
     bias: Optional[Tensor],  # [D]
     activation: Optional[str],
+    indices: Optional[Tensor],  # [N]
+    accepted: Optional[Tensor],  # [N]
+    cu_seqlens: Optional[Tensor],  # [N + 1]
+    null_index: int,
+    out: Optional[Tensor],  # [B, D, T]
 ) -> Tensor:
-    args = (x, conv_state, weight, bias, activation)
+    args = (
+        x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, null_index, out,
+    )  # fmt: skip
     y = serve(FAMILY, "causal_conv1d_update", reference.causal_conv1d_update, args)
+    if out is not None:
+        return x.new_empty(0)
     return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y)
 
 
 @_causal_conv1d_update.register_fake
-def _(x, conv_state, weight, bias, activation):
-    return torch.empty_like(x)
+def _(x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, null_index, out):
+    return torch.empty_like(x) if out is None else x.new_empty(0)
 
 
-def causal_conv1d_update(x, conv_state, weight, bias, activation) -> Tensor:
-    args = (x, conv_state, weight, bias, activation)
-    return run(
-        FAMILY, "causal_conv1d_update", _causal_conv1d_update, reference.causal_conv1d_update, args
-    )
+def causal_conv1d_update(*args) -> Tensor:
+    """args: the operator's."""
+
+    def op(*args):
+        *_, out = args
+        y = _causal_conv1d_update(*args)
+        return y if out is None else out
+
+    return run(FAMILY, "causal_conv1d_update", op, reference.causal_conv1d_update, args)
 
 
 @operator("rms_norm_gated_fwd")

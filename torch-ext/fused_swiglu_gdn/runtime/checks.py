@@ -153,3 +153,32 @@ def holds_cu_seqlens(name: str, cu_seqlens: Optional[torch.Tensor], total: int) 
     for n, (a, b) in enumerate(zip(values, values[1:])):
         if b < a:
             raise ValueError(f"{name} must not decrease, got {b} after {a} at place {n + 1}")
+
+
+def is_null_index(value: object) -> None:
+    """Up to which index rows of a pool are nobody's."""
+    if not isinstance(value, int) or isinstance(value, bool) or value not in (-1, 0):
+        raise ValueError(
+            f"null_index must be -1 or 0, the last row that is nobody's, got {value!r}"
+        )
+
+
+def is_written(name: str, out: object, first: str, y: torch.Tensor) -> None:
+    """What an output like y can be written to."""
+    has_shape_of(name, out, first, y)
+    agrees(name, out, first, y)
+    if any(step == 0 and size > 1 for step, size in zip(out.stride(), out.shape)):
+        raise ValueError(
+            f"{name} must have memory for each element, got strides {list(out.stride())}"
+        )
+
+
+def names_rows(name: str, indices: torch.Tensor, rows: int, null: int) -> None:
+    """Indices are of rows of a pool, and of each once; up to `null` they name none."""
+    if not readable(indices):
+        return
+    values = [row for row in indices.flatten().tolist() if row > null]
+    if any(row >= rows for row in values):
+        raise ValueError(f"{name} must be below the {rows} rows of the pool, got {max(values)}")
+    if len(set(values)) != len(values):
+        raise ValueError(f"{name} must not name a row of the pool twice, got {values}")

@@ -2,7 +2,7 @@
 
     y_t = act(bias + sum_w weight[w] x[t - W + 1 + w])        with the inputs before in a state
 
-Sizes: B batch, D channels, T tokens, W taps, S columns of the state.
+Sizes: B batch, N sequences, D channels, T tokens, W taps, S columns of a state, P rows of a pool.
 """
 
 import functools
@@ -12,14 +12,35 @@ import torch
 import triton
 import triton.language as tl
 
+from ...gdn.chunks import count_sequences
 from ...runtime import tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from ...runtime.primitives import activate
+from ...runtime.ops import dense
+from ...runtime.primitives import activate, sequence_bounds
 
 
-def supports_causal_conv1d_update(x, conv_state, weight, bias, activation) -> bool:
+def supports_causal_conv1d_update(x, conv_state, weight, bias, activation, *_) -> bool:
     return served(x, conv_state, weight, bias)
+
+
+@triton.jit
+def _convolve_tokens(
+    x_row, y_row, held, weight_ptr, bias, x_step, y_step, state_step, offs_d, mask_d, T,
+    COLUMNS: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
+):  # fmt: skip
+    """T tokens of y after those in COLUMNS columns from `held` on."""
+    for t in range(0, T):
+        acc = bias
+        for w in tl.static_range(0, W):
+            tap = tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
+            at = t - (W - 1) + w  # the token, or a column counted from the state's end
+            seen = tl.load(x_row + at * x_step, mask=mask_d & (at >= 0), other=0.0)
+            before = tl.load(held + (COLUMNS + at) * state_step, mask=mask_d & (at < 0), other=0.0)
+            acc += tap * (seen.to(tl.float32) + before.to(tl.float32))
+        if SILU:
+            acc = activate(acc, "silu")
+        tl.store(y_row + t * y_step, acc.to(y_row.dtype.element_ty), mask=mask_d)
 
 
 @triton.jit
@@ -66,19 +87,55 @@ def update_tile(
             acc = activate(acc, "silu")
         tl.store(y_row, acc.to(y_row.dtype.element_ty), mask=mask_d)
     else:
-        for t in range(0, T):
-            acc = bias
-            for w in tl.static_range(0, W):
-                tap = tl.load(weight_ptr + offs_d * W + w, mask=mask_d, other=0.0).to(tl.float32)
-                at = t - (W - 1) + w  # the token, or a column counted from the state's end
-                seen = tl.load(x_row + at * x_step, mask=mask_d & (at >= 0), other=0.0)
-                held = tl.load(state + (S + at) * state_step, mask=mask_d & (at < 0), other=0.0)
-                acc += tap * (seen.to(tl.float32) + held.to(tl.float32))
-            if SILU:
-                acc = activate(acc, "silu")
-            tl.store(y_row + t * y_step, acc.to(y_row.dtype.element_ty), mask=mask_d)
+        _convolve_tokens(
+            x_row, y_row, state, weight_ptr, bias, x_step, y_step, state_step, offs_d, mask_d, T,
+            S, W, SILU,
+        )  # fmt: skip
     tl.debug_barrier()  # every thread has read before any writes
     tl.store(state_ptrs, moved, mask=mask)
+
+
+@triton.jit
+def _draft_tile(
+    x_row,  # [BLOCK_D] pointers to token 0
+    y_row,  # [BLOCK_D] pointers to token 0
+    state,  # [BLOCK_D] pointers to column 0
+    weight_ptr,  # [D, W]
+    bias_ptr,  # [D] or None
+    x_step,
+    y_step,
+    state_step,
+    offs_d,
+    mask_d,
+    T,
+    accepted,  # tokens of the call before that count, from 1
+    S: tl.constexpr,
+    W: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """update_tile where W - 1 inputs before the tokens begin at column `accepted - 1`. The latest
+    W - 2 of them move to the first columns, and the tokens behind these."""
+    accepted = tl.minimum(tl.maximum(accepted, 1), S - W + 2)
+    held = state + (accepted - 1).to(tl.int64) * state_step
+    offs_s = tl.arange(0, BLOCK_S)
+    kept = (offs_s < W - 2)[None, :]
+    # where there is no token nothing moves
+    mask = (mask_d & (T > 0))[:, None] & (offs_s < tl.minimum(W - 2 + T, S))[None, :]
+    old_ptrs = held[:, None] + (offs_s + 1)[None, :] * state_step  # [BLOCK_D, BLOCK_S]
+    old = tl.load(old_ptrs, mask=mask & kept, other=0.0)
+    new_ptrs = x_row[:, None] + (offs_s - (W - 2))[None, :] * x_step
+    new = tl.load(new_ptrs, mask=mask & (kept == 0), other=0.0)
+    bias = tl.zeros(offs_d.shape, tl.float32)
+    if bias_ptr is not None:
+        bias += tl.load(bias_ptr + offs_d, mask=mask_d, other=0.0).to(tl.float32)
+    _convolve_tokens(
+        x_row, y_row, held, weight_ptr, bias, x_step, y_step, state_step, offs_d, mask_d, T, W - 1,
+        W, SILU,
+    )  # fmt: skip
+    tl.debug_barrier()  # every thread has read before any writes
+    moved = tl.where(kept, old, new.to(old.dtype))
+    tl.store(state[:, None] + offs_s[None, :] * state_step, moved, mask=mask)
 
 
 @triton.jit
@@ -128,13 +185,16 @@ def _is_packed(x, conv_state, W: int) -> bool:
 @triton.jit
 def _causal_conv1d_update_kernel(
     x_ptr,  # [B, D, T]
-    state_ptr,  # [B, D, S]
+    state_ptr,  # [N or P, D, S]
     weight_ptr,  # [D, W]
     bias_ptr,  # [D] or None
     y_ptr,  # [B, D, T]
+    row_ptr,  # [N] rows of state_ptr, or None
+    accepted_ptr,  # [N] or None
+    cu_ptr,  # [N + 1] or None
     x_strides,  # of B, D, T
     y_strides,  # of B, D, T
-    state_strides,  # of B, D, S
+    state_strides,  # of N, D, S
     T,
     D,
     S: tl.constexpr,
@@ -142,10 +202,11 @@ def _causal_conv1d_update_kernel(
     SILU: tl.constexpr,
     ONE: tl.constexpr,
     PACKED: tl.constexpr,
+    FIRST: tl.constexpr,  # the first row of a pool that may be somebody's
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program takes BLOCK_D channels of a row through its T tokens, then moves the state on."""
+    """A program takes BLOCK_D channels of a sequence through its tokens and moves its state on."""
     tiles_d = tl.cdiv(D, BLOCK_D)
     pid = tl.program_id(0)
     b = (pid // tiles_d).to(tl.int64)
@@ -153,30 +214,51 @@ def _causal_conv1d_update_kernel(
     at_d = offs_d.to(tl.int64)
     x_row = x_ptr + b * x_strides[0] + at_d * x_strides[1]
     y_row = y_ptr + b * y_strides[0] + at_d * y_strides[1]
-    state = state_ptr + b * state_strides[0] + at_d * state_strides[1]
-    if PACKED:
+    length = T
+    if cu_ptr is not None:  # a batch of one
+        first, stop = sequence_bounds(cu_ptr, b, T)
+        x_row = x_ptr + first * x_strides[2] + at_d * x_strides[1]
+        y_row = y_ptr + first * y_strides[2] + at_d * y_strides[1]
+        length = (stop - first).to(tl.int32)
+    row = b
+    if row_ptr is not None:
+        row = tl.load(row_ptr + b).to(tl.int64)
+        if row < FIRST:
+            for t in range(0, length):
+                zero = tl.zeros(offs_d.shape, y_ptr.dtype.element_ty)
+                tl.store(y_row + t * y_strides[2], zero, mask=offs_d < D)
+            return
+    state = state_ptr + row * state_strides[0] + at_d * state_strides[1]
+    if accepted_ptr is not None:
+        _draft_tile(
+            x_row, y_row, state, weight_ptr, bias_ptr, x_strides[2], y_strides[2],
+            state_strides[2], offs_d, offs_d < D, length, tl.load(accepted_ptr + b), S, W, SILU,
+            BLOCK_S,
+        )  # fmt: skip
+    elif PACKED:
         _packed_step(x_row, y_row, state, weight_ptr, bias_ptr, offs_d, offs_d < D, W, SILU)
     else:
         update_tile(
             x_row, y_row, state, weight_ptr, bias_ptr, x_strides[2], y_strides[2],
-            state_strides[2], offs_d, offs_d < D, T, S, W, SILU, ONE, BLOCK_S,
+            state_strides[2], offs_d, offs_d < D, length, S, W, SILU, ONE, BLOCK_S,
         )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _plan(
-    where: torch.device, B: int, S: int, W: int, silu: bool, one: bool, packed: bool, *numbers
-) -> Launch:
+    where: torch.device, N: int, S: int, W: int, first: int, silu: bool, one: bool, packed: bool,
+    *numbers,
+) -> Launch:  # fmt: skip
     """numbers: the kernel's."""
     D = numbers[-1]
     config = tuning.lookup("portable_causal_conv1d_update", where, D=D)
     constexprs, options = named(
         _causal_conv1d_update_kernel, S=S, W=W, SILU=silu, ONE=one, PACKED=packed,
-        BLOCK_S=triton.next_power_of_2(S), **config,
+        FIRST=first, BLOCK_S=triton.next_power_of_2(S), **config,
     )  # fmt: skip
     return Launch(
         _causal_conv1d_update_kernel,
-        B * triton.cdiv(D, config["BLOCK_D"]),
+        N * triton.cdiv(D, config["BLOCK_D"]),
         where,
         numbers=numbers,
         constexprs=constexprs,
@@ -186,18 +268,27 @@ def _plan(
 
 def causal_conv1d_update(
     x: torch.Tensor,  # [B, D, T], any strides
-    conv_state: torch.Tensor,  # [B, D, S], any strides, updated in place
+    conv_state: torch.Tensor,  # [N or P, D, S], any strides, updated in place
     weight: torch.Tensor,  # [D, W]
     bias: Optional[torch.Tensor],  # [D]
     activation: Optional[str],
+    indices: Optional[torch.Tensor] = None,  # [N] rows of conv_state
+    accepted: Optional[torch.Tensor] = None,  # [N] tokens of the call before that count, from 1
+    cu_seqlens: Optional[torch.Tensor] = None,  # [N + 1]
+    null_index: int = -1,  # rows of conv_state up to this one are nobody's
+    out: Optional[torch.Tensor] = None,  # [B, D, T], any strides
 ) -> torch.Tensor:  # [B, D, T]
-    """One launch; y in the memory order of x."""
+    """One launch; y is `out`, or in the memory order of x."""
     (B, D, T), W, S = x.shape, weight.shape[1], conv_state.shape[2]
-    y = torch.empty_like(x)  # [B, D, T]
+    y = torch.empty_like(x) if out is None else out  # [B, D, T]
     if y.numel() == 0:
         return y
-    flags = (activation is not None, T == 1, T == 1 and _is_packed(x, conv_state, W))
+    one = T == 1 and cu_seqlens is None
+    packed = one and accepted is None and _is_packed(x, conv_state, W)
+    N = count_sequences(B, cu_seqlens)
     strides = (x.stride(), y.stride(), conv_state.stride())
-    kernel = _plan(x.device, B, S, W, *flags, *strides, T, D)
-    kernel(x, conv_state, weight.contiguous(), bias, y)
+    flags = (null_index + 1, activation is not None, one, packed)
+    kernel = _plan(x.device, N, S, W, *flags, *strides, T, D)
+    lists = (dense(indices), dense(accepted), dense(cu_seqlens))
+    kernel(x, conv_state, weight.contiguous(), bias, y, *lists)
     return y

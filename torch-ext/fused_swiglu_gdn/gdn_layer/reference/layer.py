@@ -128,12 +128,61 @@ def _final_inputs(x, history, cu_seqlens, W):
 
 def causal_conv1d_update(
     x: torch.Tensor,  # [B, D, T]
-    conv_state: torch.Tensor,  # [B, D, S], S >= W - 1, the last inputs; updated in place
+    conv_state: torch.Tensor,  # [N or P, D, S], S >= W - 1, the last inputs; updated in place
     weight: torch.Tensor,  # [D, W]
     bias: Optional[torch.Tensor],  # [D]
     activation: Optional[str],
+    indices: Optional[torch.Tensor] = None,  # [N] rows of conv_state
+    accepted: Optional[torch.Tensor] = None,  # [N] tokens of the call before that count, from 1
+    cu_seqlens: Optional[torch.Tensor] = None,  # [N + 1]
+    null_index: int = -1,  # rows of conv_state up to this one are nobody's
+    out: Optional[torch.Tensor] = None,  # [B, D, T], what y is written to
 ) -> torch.Tensor:
     """One or a few tokens of the convolution, with the state of the tokens before; y [B, D, T]."""
+    rest = (weight, bias, activation)
+    if indices is None and accepted is None and cu_seqlens is None:
+        y = _next_tokens(x, conv_state, *rest)
+    else:
+        if indices is None:
+            indices = torch.arange(conv_state.shape[0], device=x.device)
+            null_index = -1
+        cu = None if cu_seqlens is None else cu_seqlens.tolist()
+        if cu is None:
+            y = _by_slots(x, conv_state, *rest, indices, accepted, null_index)
+        else:
+            y = torch.zeros_like(x)
+            for n, (a, b) in enumerate(zip(cu, cu[1:])):
+                own = slice(n, n + 1)
+                counts = None if accepted is None else accepted[own]
+                tokens = x[..., a:b]
+                if b > a:
+                    y[..., a:b] = _by_slots(
+                        tokens, conv_state, *rest, indices[own], counts, null_index
+                    )
+    return y if out is None else out.copy_(y)
+
+
+def _by_slots(x, conv_state, weight, bias, activation, indices, accepted, null_index):
+    """The next tokens of sequences whose states are rows of conv_state."""
+    W, T, S = weight.shape[-1], x.shape[-1], conv_state.shape[-1]
+    alive, rows = indices > null_index, indices.clamp(min=0).long()
+    held = conv_state[rows]  # [N, D, S]
+    first = torch.full_like(rows, S - W + 1)
+    if accepted is not None:
+        first = accepted.long().clamp(1, S - W + 2) - 1
+    columns = first.unsqueeze(1) + torch.arange(W - 1, device=x.device)  # [N, W - 1]
+    before = held.gather(2, columns.unsqueeze(1).expand(-1, held.shape[1], -1))
+    y, _ = causal_conv1d_fwd(x, weight, bias, activation, None, None, before, False)
+    if accepted is None:
+        moved = torch.cat([held, x], -1)[..., T:]
+    else:
+        moved = torch.cat([before[..., 1:], x, held[..., W - 2 + T :]], -1)[..., :S]
+    conv_state[rows[alive]] = moved[alive].to(conv_state.dtype)
+    return y.masked_fill(~alive.view(-1, 1, 1), 0.0)
+
+
+def _next_tokens(x, conv_state, weight, bias, activation):
+    """The next tokens of all rows of conv_state."""
     W, T = weight.shape[-1], x.shape[-1]
     seen = torch.cat([conv_state, x], -1)  # [B, D, S + T], the wider dtype of the two
     if T == 1:
