@@ -105,6 +105,32 @@ def test_caches_are_written_at_the_position(kernel, device, T):
         assert torch.equal(cache[:, :, 4 + T :], before[:, :, 4 + T :])
 
 
+@pytest.mark.gpu
+def test_full_caches_are_not_silent(kernel):
+    """Tokens without a slot give NaN through both kinds of attention; the others are right."""
+    B, T, HQ, HK, D, S = 2, 3, 4, 2, 64, 9
+    x = problem(B, T, HQ, HK, D, D, dtype=torch.bfloat16, device="cuda")
+    v = normal(B, T, HK, D, seed=6, dtype=torch.bfloat16, device="cuda")
+    keys, values = torch.zeros(2, B, HK, S, D, dtype=torch.bfloat16, device="cuda")
+    position = torch.tensor(S - 2, device="cuda")
+    with torch.no_grad():
+        q, _ = kernel.fused_qk_norm_rope(
+            **x, v=v, key_cache=keys, value_cache=values, cache_position=position
+        )
+    want, k = kernel.fused_qk_norm_rope(**x)
+    assert torch.equal(q[:, :2], want[:, :2]) and q[:, 2].isnan().all()
+    assert torch.equal(keys[:, :, S - 2 :], k[:, :2].transpose(1, 2))
+    assert torch.equal(values[:, :, S - 2 :], v[:, :2].transpose(1, 2))
+    mask = torch.ones(B, 1, T, S, dtype=torch.bool, device="cuda")
+    args = (q.transpose(1, 2), *(c.repeat_interleave(HQ // HK, 1) for c in (keys, values)))
+    out = torch.nn.functional.scaled_dot_product_attention(*args, attn_mask=mask)
+    assert out[:, :, :2].isfinite().all() and out[:, :, 2].isnan().all()
+    length = torch.tensor(S + 1, device="cuda")
+    for kept in (None, mask[:, :, :1]):
+        out = kernel.attention_with_kvcache(q[:, 2:], keys, values, length, attention_mask=kept)
+        assert out.isnan().all()
+
+
 @pytest.mark.parametrize("kind", [None, "bool", "float"])
 @pytest.mark.parametrize("lengths", ["one", "each"])
 def test_attention_is_sdpa_over_the_filled_slots(kernel, device, kind, lengths):
@@ -188,6 +214,8 @@ BAD = [
     (cached, {"cache_position": None}, ValueError, ["cache_position", "given"]),
     (cached, {"cache_position": ones(2).long()}, ValueError, ["cache_position", "[]", "[2]"]),
     (cached, {"cache_position": torch.tensor(0.0)}, TypeError, ["cache_position", "int64"]),
+    (cached, {"cache_position": torch.tensor(7)}, ValueError, ["cache_position", "0 to 6", "7"]),
+    (cached, {"cache_position": torch.tensor(-1)}, ValueError, ["cache_position", "0 to 6", "-1"]),
     (cached, {"key_cache": ones(2, 9, 2, 16)}, ValueError, ["key_cache", "[2, 2, S, 16]"]),
     (cached, {"key_cache": ones(2, 2, 2, 16), "value_cache": ones(2, 2, 2, 16)}, ValueError,
      ["key_cache", "slot", "3 tokens"]),

@@ -111,7 +111,8 @@ class Kernel:
 
     @pytest.mark.parametrize("T, at", [(1, 0), (1, 8), (3, 2), (1, 9), (3, -1), (3, 8)])
     def test_cache(self, T, at):
-        """Slots at cache_position + t, of those there are; others stay as they were."""
+        """Slots at cache_position + t, of those there are; others stay as they were. Tokens
+        without a slot are NaN."""
         x = problem(2, T, 6, 3, 80, 20, dtype=HALF, device=self.device)
         v = self.normal(2, T, 3, 48, seed=6, dtype=HALF)
         keys, values = (
@@ -122,8 +123,10 @@ class Kernel:
         position = torch.tensor(at, device=self.device)
         call = call_of(x, cache=(v, keys, values, position))
         found = self.kernels.qk_norm_rope_fwd(call)
-        want = self.kernels.qk_norm_rope_fwd(call_of(x))
-        assert all(torch.equal(a, b) for a, b in zip(found, want))
+        has_slot = [0 <= at + t < 9 for t in range(T)]
+        for a, b in zip(found, self.kernels.qk_norm_rope_fwd(call_of(x))):
+            assert torch.equal(a[:, has_slot], b[:, has_slot])
+            assert a.isnan().all((0, 2, 3)).tolist() == [not there for there in has_slot]
         for cache, before, new in ((keys, held[0], found[1]), (values, held[1], v)):
             for t in range(T):
                 if 0 <= at + t < 9:
@@ -199,6 +202,27 @@ class Kernel:
         found = self.kernels.kvcache_attention(*args)
         mean = v[:, :, :5].double().mean(2).repeat_interleave(2, 1).view(1, 1, 4, 16)
         assert_close(found, mean)
+
+    @pytest.mark.parametrize("multiprocessors", [1, 132])
+    def test_attention_of_a_query_without_a_slot(self, multiprocessors, monkeypatch):
+        """It is NaN (test_cache), and so is what it gives, by one part and by many."""
+        where = submodule("runtime.device")
+        monkeypatch.setattr(where, "multiprocessor_count", lambda _: multiprocessors)
+        decode = submodule("attention.portable.decode")
+        decode._attentions.cache_clear()
+        q = self.normal(2, 1, 4, 16, dtype=HALF)
+        q[1] = torch.nan
+        k, v = (self.normal(2, 2, 200, 16, seed=seed, dtype=HALF) for seed in (1, 2))
+        length = torch.tensor(201, device=self.device)
+        mask = torch.ones(1, 1, 1, 200, dtype=torch.bool, device=self.device)
+        for kept in (None, mask, torch.zeros_like(mask, dtype=HALF)):
+            args = (q, k, v, length, kept, 0.25)
+            for found in (
+                self.kernels.kvcache_attention(*args),
+                reference.kvcache_attention(*args),
+            ):
+                assert found[0].isfinite().all() and found[1].isnan().all()
+        decode._attentions.cache_clear()
 
 
 @interpreted

@@ -49,14 +49,16 @@ def fused_qk_norm_rope(
         norm: "head", over each head, or "all", over all heads of a token.
         v: [B, T, HK, DV]; with key_cache [B, HK, S, D], value_cache [B, HK, S, DV] and
             cache_position [], int64 or int32: k and v are also written to the slots
-            cache_position + t. The position is read on the device; it must be at most S - T.
+            cache_position + t. The position is read on the device; it must be at most S - T:
+            on a GPU q and k of a token without a slot are NaN, and nothing is written for it.
 
     Returns:
         q [B, T, HQ, D] and k [B, T, HK, D], contiguous. Differentiable in q, k and the weights
         where no caches are given.
 
     Raises:
-        ValueError: a shape, device or option does not fit; a gradient is needed with caches.
+        ValueError: a shape, device or option does not fit; a gradient is needed with caches; on a
+            CPU, a token has no slot.
         TypeError: an argument is no tensor, or a dtype does not fit.
 
     Example:
@@ -75,6 +77,7 @@ def fused_qk_norm_rope(
     if plan is not None:
         return plan(*tensors)
     checks.fused_qk_norm_rope(*tensors, *options)
+    checks.holds_cache_position(cache_position, k, key_cache)
     call = QkNormRope(*tensors, QkOptions(float(eps), float(offset), norm == "all"))
     if undisturbed():
         _rotations.keep(tensors, options, ops.plan_qk_norm_rope(call))

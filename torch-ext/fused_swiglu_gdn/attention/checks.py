@@ -13,6 +13,7 @@ from ..runtime.checks import (
     is_number,
     is_one_of,
     is_tensor,
+    readable,
     remembered,
     same_device,
 )
@@ -95,6 +96,17 @@ def fused_qk_norm_rope(
                     f"{name} must not require a gradient where key_cache is given, which is written"
                     " in place: call under torch.no_grad()"
                 )
+
+
+def holds_cache_position(cache_position, k, key_cache) -> None:
+    """The cache has a slot for each token. On a GPU the kernel looks, and gives NaN."""
+    if not readable(cache_position):
+        return
+    first, T, S = int(cache_position), k.shape[1], key_cache.shape[2]
+    if not 0 <= first <= S - T:
+        raise ValueError(
+            f"cache_position must be from 0 to {S - T}, for {T} tokens in {S} slots, got {first}"
+        )
 
 
 @remembered

@@ -49,11 +49,12 @@ def supports_qk_norm_rope_fwd(call: QkNormRope) -> bool:
 
 @triton.jit
 def _make(
-    x_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, cache_ptr, at, heads, stride, cache_stride, writable, H,
+    x_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, cache_ptr, at, heads, stride, cache_stride, has_slot, H,
     eps, offset, WHOLE: tl.constexpr, P: tl.constexpr, U: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_U: tl.constexpr,
 ):  # fmt: skip
-    """A token's heads, normed and turned; also to a cache (or None), below head `writable`."""
+    """A token's heads, normed and turned, also to a cache (or None); NaN, and to no cache, where
+    has_slot (or None) is 0."""
     D: tl.constexpr = 2 * P + U
     first, second, rest = load_heads(x_ptr, heads, stride, H, P, U, BLOCK_P, BLOCK_U)
     if w_ptr is not None:
@@ -67,10 +68,15 @@ def _make(
         turned = first * c1 - second * s1
         second = second * c2 + first * s2
         first = turned
+    if has_slot is not None:
+        first = tl.where(has_slot, first, float("nan"))
+        second = tl.where(has_slot, second, float("nan"))
+        rest = tl.where(has_slot, rest, float("nan"))
     dtype = y_ptr.dtype.element_ty
     first, second, rest = first.to(dtype), second.to(dtype), rest.to(dtype)
     store_heads(y_ptr, heads, D, H, first, second, rest, P, U, BLOCK_P, BLOCK_U)
     if cache_ptr is not None:
+        writable = tl.where(has_slot, H, 0)  # heads: all or none
         store_heads(
             cache_ptr, heads, cache_stride, writable, first, second, rest, P, U, BLOCK_P, BLOCK_U
         )
@@ -78,12 +84,12 @@ def _make(
 
 @triton.jit
 def _copy(
-    v_ptr, cache_ptr, heads, stride, cache_stride, writable, DV: tl.constexpr,
+    v_ptr, cache_ptr, heads, stride, cache_stride, has_slot, H, DV: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A token's values to the cache, below head `writable`."""
+    """A token's values to the cache, if it has a slot there."""
     d = tl.arange(0, BLOCK_V)[None, :]
-    there = (heads < writable)[:, None] & (d < DV)
+    there = (heads < tl.where(has_slot, H, 0))[:, None] & (d < DV)
     rows = heads.to(tl.int64)[:, None]
     v = tl.load(v_ptr + rows * stride + d, mask=there)
     tl.store(cache_ptr + rows * cache_stride + d, v.to(cache_ptr.dtype.element_ty), mask=there)
@@ -125,7 +131,8 @@ def _qk_norm_rope_kernel(
     BLOCK_U: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """The heads of a token, BLOCK_Q of q, BLOCK_K of k or of v a program."""
+    """The heads of a token, BLOCK_Q of q, BLOCK_K of k or of v a program. Queries and keys of a
+    token that the cache has no slot for are NaN: the host is not asked, and nothing is silent."""
     D: tl.constexpr = 2 * P + U
     Q: tl.constexpr = (HQ + BLOCK_Q - 1) // BLOCK_Q
     K: tl.constexpr = (HK + BLOCK_K - 1) // BLOCK_K
@@ -136,29 +143,29 @@ def _qk_norm_rope_kernel(
     b = row // T
     t = row % T
     at = b * turn_strides[0] + t * turn_strides[1]
-    keys, values, writable = key_cache_ptr, value_cache_ptr, 0
+    keys, values, has_slot = key_cache_ptr, value_cache_ptr, None
     if v_ptr is not None:
         slot = tl.load(position_ptr).to(tl.int64) + t
-        writable = tl.where((slot >= 0) & (slot < S), HK, 0)  # heads: all or none
+        has_slot = (slot >= 0) & (slot < S)
         keys += b * key_strides[0] + slot * key_strides[2]
         values += b * value_strides[0] + slot * value_strides[2]
     if block < Q:
         _make(
             q_ptr + b * q_strides[0] + t * q_strides[1], q_weight_ptr, cos_ptr, sin_ptr,
             y_q_ptr + row * (HQ * D), None, at, block * BLOCK_Q + tl.arange(0, BLOCK_Q),
-            q_strides[2], 0, 0, HQ, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U,
+            q_strides[2], 0, has_slot, HQ, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U,
         )  # fmt: skip
     elif block < Q + K:
         _make(
             k_ptr + b * k_strides[0] + t * k_strides[1], k_weight_ptr, cos_ptr, sin_ptr,
             y_k_ptr + row * (HK * D), keys, at, (block - Q) * BLOCK_K + tl.arange(0, BLOCK_K),
-            k_strides[2], key_strides[1], writable, HK, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U,
+            k_strides[2], key_strides[1], has_slot, HK, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U,
         )  # fmt: skip
     elif v_ptr is not None:
         _copy(
             v_ptr + b * v_strides[0] + t * v_strides[1], values,
             (block - Q - K) * BLOCK_K + tl.arange(0, BLOCK_K), v_strides[2], value_strides[1],
-            writable, DV, BLOCK_V,
+            has_slot, HK, DV, BLOCK_V,
         )  # fmt: skip
 
 
