@@ -25,11 +25,19 @@ def tables(B, T, R, dtype, device="cpu", seed=5):
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
 
-def problem(B, T, HQ, HK, D, R, dtype=torch.float32, device="cpu", norm="head", rows=1, gate=False):
-    """Arguments of fused_qk_norm_rope by name; gate: heads lie twice as far apart."""
+def problem(
+    B, T, HQ, HK, D, R, dtype=torch.float32, device="cpu", norm="head", rows=1, gate=False, angles=0
+):  # fmt: skip
+    """Arguments of fused_qk_norm_rope by name; gate: heads lie twice as far apart; angles: of an
+    interleaved pair."""
     far = 2 * D if gate else D
     weights = (HQ * D, HK * D) if norm == "all" else (D, D)
     cos, sin = tables(rows, T, R, dtype, device)
+    if angles and R:  # as GLM has them, a part of wider tables; as GLM-4V has them
+        cos, sin = normal(2, rows, T, R, seed=5, dtype=dtype, device=device)
+        cos, sin = (
+            x[..., : R // 2] if angles == 1 else x.unflatten(-1, (-1, 2)) for x in (cos, sin)
+        )
     heads = [None, None]
     if norm is not None:
         heads = [normal(n, seed=seed, dtype=dtype, device=device) for seed, n in enumerate(weights)]
@@ -41,6 +49,7 @@ def problem(B, T, HQ, HK, D, R, dtype=torch.float32, device="cpu", norm="head", 
         "q_weight": heads[0],
         "k_weight": heads[1],
         "norm": norm or "head",
+        "interleaved": angles > 0,
     }
 
 
@@ -70,16 +79,36 @@ def test_the_formula_is_transformers(kernel):
             assert_close(a, b.transpose(1, 2))
 
 
+@pytest.mark.parametrize("module, turn", [
+    ("glm", "apply_rotary_pos_emb"), ("helium", "apply_rotary_pos_emb"),
+    ("ernie4_5", "apply_rotary_pos_emb"), ("glm4v", "apply_rotary_pos_emb"),
+])  # fmt: skip
+def test_interleaved_is_transformers(kernel, module, turn):
+    name = f"transformers.models.{module}.modeling_{module}"
+    turn = getattr(pytest.importorskip(name), turn)
+    R = 16 if module in ("glm", "glm4v") else 32
+    x = problem(2, 5, 4, 2, 32, R, norm=None)
+    cos, sin = normal(2, 2, 5, R, seed=5)
+    want = turn(x["q"].transpose(1, 2), x["k"].transpose(1, 2), cos, sin)
+    each = module == "glm4v"
+    x["cos"], x["sin"] = (
+        t.unflatten(-1, (-1, 2)) if each else t[..., : R // 2] for t in (cos, sin)
+    )
+    for a, b in zip(kernel.fused_qk_norm_rope(**{**x, "interleaved": True}), want):
+        assert_close(a, b.transpose(1, 2))
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("norm", ["head", "all"])
-def test_gradient_of_the_reference(shape, norm):
-    x = {n: wide(t) for n, t in problem(*shape, norm=norm, rows=shape[0]).items()}
+@pytest.mark.parametrize("angles", [0, 1, 2])
+def test_gradient_of_the_reference(shape, norm, angles):
+    x = {n: wide(t) for n, t in problem(*shape, norm=norm, rows=shape[0], angles=angles).items()}
     names = ("q", "k", "q_weight", "k_weight")
     leaves = [x[name].detach().requires_grad_() for name in names]
     y = attention.fused_qk_norm_rope(**{**x, **dict(zip(names, leaves))}, offset=0.5)
     d = [normal(*t.shape, seed=9, dtype=torch.float64) for t in y]
     want = torch.autograd.grad(y, leaves, d)
-    options = submodule("attention.call").QkOptions(1e-6, 0.5, norm == "all")
+    options = submodule("attention.call").QkOptions(1e-6, 0.5, norm == "all", angles > 0)
     tensors = (x["q"], x["k"], x["cos"], x["sin"], x["q_weight"], x["k_weight"])
     found = reference.qk_norm_rope_bwd(*d, *tensors, options)
     for a, b in zip(found, want):
@@ -203,6 +232,11 @@ BAD = [
     (rotary, {"cos": ones(3, 3, 8), "sin": ones(3, 3, 8)}, ValueError, ["cos", "2", "or 1", "3"]),
     (rotary, {"cos": ones(1, 3, 7), "sin": ones(1, 3, 7)}, ValueError, ["cos", "even", "16", "7"]),
     (rotary, {"cos": ones(1, 3, 18), "sin": ones(1, 3, 18)}, ValueError, ["cos", "16", "18"]),
+    (rotary, {"interleaved": 1}, TypeError, ["interleaved", "bool", "1"]),
+    (rotary, {"interleaved": True, "cos": ones(1, 3, 9), "sin": ones(1, 3, 9)}, ValueError,
+     ["cos", "8 pairs", "R / 2", "9"]),
+    (rotary, {"interleaved": True, "cos": ones(1, 3, 4, 3), "sin": ones(1, 3, 4, 3)}, ValueError,
+     ["cos", "R/2, 2]", "4, 3"]),
     (rotary, {"q_weight": ones(64)}, ValueError, ["q_weight", "[16]", "[64]"]),
     (rotary, {"norm": "all"}, ValueError, ["q_weight", "[64]", "[16]"]),
     (rotary, {"norm": "heads"}, ValueError, ["norm", "'head', 'all'", "'heads'"]),
@@ -299,7 +333,7 @@ CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 def test_opcheck(device):
     x = problem(2, 3, 4, 2, 16, 8, device=device)
     tensors = [x[name] for name in ("q", "k", "cos", "sin", "q_weight", "k_weight")]
-    options = (1e-6, 0.0, False)
+    options = (1e-6, 0.0, False, False)
     torch.library.opcheck(ops._qk_norm_rope_fwd, (*tensors, *options), test_utils=CHECKS)
     none = (*tensors[:2], *[None] * 4, *options)
     torch.library.opcheck(ops._qk_norm_rope_fwd, none, test_utils=CHECKS)

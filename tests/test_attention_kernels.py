@@ -19,7 +19,7 @@ ATTENTIONS = ATTENTIONS[:3] if INTERPRETING else ATTENTIONS
 
 def call_of(x, offset=0.5, eps=1e-6, cache=(None, None, None, None)):
     tensors = [x[name] for name in ("q", "k", "cos", "sin", "q_weight", "k_weight")]
-    options = calls.QkOptions(eps, offset, x["norm"] == "all")
+    options = calls.QkOptions(eps, offset, x["norm"] == "all", x["interleaved"])
     return calls.QkNormRope(*tensors, *cache, options)
 
 
@@ -59,9 +59,11 @@ class Kernel:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("norm", ["head", "all", None])
     @pytest.mark.parametrize("shape", [*SHAPES, LARGER], ids=str)
-    def test_rotary(self, shape, norm, dtype):
+    @pytest.mark.parametrize("angles", [0, 1, 2])
+    def test_rotary(self, angles, shape, norm, dtype):
         x = problem(
-            *shape, dtype=dtype, device=self.device, norm=norm, rows=shape[0], gate=True
+            *shape, dtype=dtype, device=self.device, norm=norm, rows=shape[0], gate=True,
+            angles=angles,
         )  # fmt: skip
         call = call_of(x)
         poison(x["q"], x["k"])
@@ -74,8 +76,9 @@ class Kernel:
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("norm", ["head", "all", None])
     @pytest.mark.parametrize("shape", [*SHAPES, LARGER], ids=str)
-    def test_rotary_gradient(self, shape, norm, dtype):
-        x = problem(*shape, dtype=dtype, device=self.device, norm=norm, gate=True)
+    @pytest.mark.parametrize("angles", [0, 1, 2])
+    def test_rotary_gradient(self, angles, shape, norm, dtype):
+        x = problem(*shape, dtype=dtype, device=self.device, norm=norm, gate=True, angles=angles)
         call = call_of(x)
         B, T, HQ, HK, D, _ = shape
         dq = self.normal(B, HQ, T, D, seed=8, dtype=dtype).transpose(1, 2)
@@ -92,9 +95,10 @@ class Kernel:
                 assert a.dtype == dtype
                 assert_close(a, b, factor=0.5)
 
-    def test_only_one_norm_and_views(self):
+    @pytest.mark.parametrize("angles", [0, 1, 2])
+    def test_only_one_norm_and_views(self, angles):
         """A norm of q alone; last dimensions that are not dense; a token's table for all rows."""
-        x = problem(2, 5, 4, 2, 16, 8, device=self.device, rows=1)
+        x = problem(2, 5, 4, 2, 16, 8, device=self.device, rows=1, angles=angles)
         x.update(k_weight=None, norm="head", q_weight=self.normal(32)[::2])
         for name in ("q", "k", "cos", "sin"):
             x[name] = x[name].mT.contiguous().mT
@@ -110,10 +114,11 @@ class Kernel:
         assert found[3] is None and want[3] is None
 
     @pytest.mark.parametrize("T, at", [(1, 0), (1, 8), (3, 2), (1, 9), (3, -1), (3, 8)])
-    def test_cache(self, T, at):
+    @pytest.mark.parametrize("angles", [0, 1])
+    def test_cache(self, T, at, angles):
         """Slots at cache_position + t, of those there are; others stay as they were. Tokens
         without a slot are NaN."""
-        x = problem(2, T, 6, 3, 80, 20, dtype=HALF, device=self.device)
+        x = problem(2, T, 6, 3, 80, 20, dtype=HALF, device=self.device, angles=angles)
         v = self.normal(2, T, 3, 48, seed=6, dtype=HALF)
         keys, values = (
             self.normal(2, 9, 3, D, seed=7, dtype=dtype).transpose(1, 2)

@@ -72,8 +72,27 @@ def test_logits(kernel, name, device):
         assert all(record[operation] for operation in OPERATIONS)
 
 
+@pytest.mark.parametrize("name, rows", [("glm4v_text", 2), ("pixtral", 1)])
+def test_attention_with_tables_of_its_own(kernel, name, rows):
+    """Side by side for the two channels of a pair; without rows."""
+    kind = "PixtralAttention" if name == "pixtral" else "Glm4vTextAttention"
+    own = next(m for m in random_model(name).modules() if type(m).__name__ == kind)
+    served = copy.deepcopy(own)
+    assert kinds_of(kernel.kernelize(served)) == {"Attention"}
+    random = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, 7, 32, generator=random)
+    for batch in (rows, 1):
+        size = (7, 16) if name == "pixtral" else (batch, 7, 16)
+        tables = torch.randn(2, *size, generator=random).unbind(0)
+        given = {"position_embeddings": tables, "attention_mask": None}
+        with serving() as record:
+            out = served(x, **given)[0]
+        assert record["qk_norm_rope_fwd"]
+        assert_same(out, own(x, **given)[0])
+
+
 def test_what_is_served(kernel):
-    for name in ("llama", "qwen3_5_text", "gemma2", "phi3", "granite"):
+    for name in ("llama", "qwen3_5_text", "gemma2", "phi3", "granite", "glm", "ernie4_5"):
         report = kernel.kernelize(random_model(name))
         assert {"RMSNorm", "Attention", "DecoderLayer"} <= kinds_of(report) and not report.left
     report = kernel.kernelize(random_model("olmo2"))
@@ -381,7 +400,7 @@ def test_norms_round_as_their_own_forward(kernel):
             assert record["rms_norm_fwd"] and out.dtype == own(x).dtype and torch.equal(out, own(x))
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text", "gemma2"])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5_text", "gemma2", "glm", "ernie4_5"])
 @on_every_device
 def test_half_precision_is_as_close_to_fp64(kernel, name, device):
     exact = random_model(name, device, hidden_size=64).double()
@@ -452,7 +471,7 @@ def test_norms_that_are_none(kernel):
 REFUSED = {
     ("ministral3", "Ministral3Attention"): "torch.log",
     ("minimax_m3_vl_text", "MiniMaxM3VLAttention"): "kwargs.get('position_ids')",
-    ("glm", "GlmAttention"): "repeat_interleave",
+    ("llama4_text", "Llama4TextAttention"): "view_as_complex",
     ("hunyuan_v1_dense", "HunYuanDenseV1Attention"): "queries and keys are another formula",
     ("cohere", "CohereDecoderLayer"): "",
 }

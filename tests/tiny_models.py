@@ -64,6 +64,12 @@ CONFIGS = {
 }
 # beside those: other roundings, orders of norms, and projections
 MORE = {"gemma2": HEAD, "phi3": {}, "olmo2": {}, "granite": {"residual_multiplier": 0.5}}
+# and rotary embeddings of neighbouring channels, of a part of the head and in fp32
+MORE.update(glm=HEAD, ernie4_5=HEAD)
+# without a language model's head: neighbouring channels by tables of their own, and tables that all
+# rows share
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}}
+PARTS = {"glm4v_text": ROPE, "pixtral": {}}
 WITH_GDN = [name for name in CONFIGS if "linear_key_head_dim" in CONFIGS[name]]
 SERVED = {  # MLPs and GDN layers that are served in each, of two decoder layers
     "qwen3_5_moe_text": 3,
@@ -78,7 +84,7 @@ def config_of(name: str, **changes):
     transformers = pytest.importorskip("transformers")
     try:
         return transformers.AutoConfig.for_model(
-            name, **{**BASE, **{**CONFIGS, **MORE}[name], **changes}
+            name, **{**BASE, **{**CONFIGS, **MORE, **PARTS}[name], **changes}
         )
     except ValueError:
         pytest.skip(f"this transformers has no {name}")
@@ -86,11 +92,12 @@ def config_of(name: str, **changes):
 
 def random_model(name: str, device="cpu", **changes):
     """A model in evaluation mode; norms, gates and biases are random too."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModel, AutoModelForCausalLM
 
     config = config_of(name, **changes)
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    generates = type(config) in AutoModelForCausalLM._model_mapping
+    model = (AutoModelForCausalLM if generates else AutoModel).from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -165,13 +165,18 @@ call("experts training, odd sizes", T=1000, E=20, K=6, H=200, N=136, dtype=FP16,
 
 def _rotary(
     kernel, B=1, T=1, HQ=32, HK=8, D=128, R=128, norm=None, cache=False, gate=False, dtype=BF16,
-    tables=BF16, weights=BF16, grad=False,
+    tables=BF16, weights=BF16, grad=False, angles=0,
 ):  # fmt: skip
-    """norm: None, "head" or "all"; gate: heads of q as Qwen3.5's projection has them."""
+    """norm: None, "head" or "all"; gate: heads of q as Qwen3.5's projection has them; angles: of a
+    pair of neighbouring channels."""
     q, k, v = (values(B, T, n, D * (1 + far), dtype=dtype, grad=grad)[..., :D]
                for n, far in ((HQ, gate), (HK, False), (HK, False)))  # fmt: skip
     cos, sin = (values(1, T, R, dtype=tables) if R else None for _ in "cs")
-    options, leaves = {}, [q, k]
+    if angles:
+        cos, sin = (
+            x[..., : R // 2] if angles == 1 else x.unflatten(-1, (-1, 2)) for x in (cos, sin)
+        )
+    options, leaves = {"interleaved": angles > 0}, [q, k]
     if norm:
         wide = (D, D) if norm == "head" else (HQ * D, HK * D)
         leaves += [values(n, dtype=weights, grad=grad) for n in wide]
@@ -189,9 +194,13 @@ def _rotary(
     return lambda: torch.autograd.grad(forward(), leaves, (dq, dk))
 
 
+GLM, GLM_4V = {"HK": 2, "R": 64, "angles": 1}, {"angles": 2}
 LLAMA, QWEN = {}, {"HQ": 16, "HK": 4, "D": 256, "R": 64, "norm": "head", "gate": True}
 QWEN3, OLMO = {"norm": "head"}, {"HQ": 30, "HK": 30, "norm": "all"}
-for name, options in (("Llama", LLAMA), ("Qwen3", QWEN3), ("Qwen3.5", QWEN), ("OLMo", OLMO)):
+for name, options in (
+    ("Llama", LLAMA), ("Qwen3", QWEN3), ("Qwen3.5", QWEN), ("OLMo", OLMO), ("GLM", GLM),
+    ("GLM-4V", GLM_4V),
+):  # fmt: skip
     call(f"attention rotary, {name}, one token", cache=True, **options)(_rotary)
     call(f"attention rotary, {name}, prompt", T=8192, **options)(_rotary)
     call(f"attention rotary, {name}, gradient", T=4096, grad=True, **options)(_rotary)

@@ -20,8 +20,9 @@ import types
 import warnings
 from pathlib import Path
 
-TYPES = ("llama", "qwen3", "qwen3_5_text", "olmo_hybrid", "gemma2", "phi3")
-FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half")
+TYPES = ("llama", "qwen3", "qwen3_5_text", "olmo_hybrid", "gemma2", "phi3", "glm", "ernie4_5",
+         "glm4v_text", "pixtral")  # fmt: skip
+FUNCTIONS = ("apply_rotary_pos_emb", "rotate_half", "rotate_half_llm")
 SWAPS = {
     "q_proj": "k_proj", "k_proj": "v_proj", "q_norm": "k_norm", "k_norm": "q_norm",
     "input_layernorm": "post_attention_layernorm", "post_attention_layernorm": "input_layernorm",
@@ -95,13 +96,14 @@ def function_of(tree: ast.Module, name: str, scope: dict):
     return function
 
 
-def places(kind: type, scope, is_attention: bool):
+def places(kind: type, scope, form):
     """(owner, name) of the functions that a class's forward consists of."""
     yield kind, "forward"
     if "_norm" in vars(kind):
         yield kind, "_norm"
-    for name in FUNCTIONS if is_attention else ():
-        if hasattr(scope, name):
+    called = {function.__name__ for function, _ in form.pinned.codes}
+    for name in FUNCTIONS:
+        if name in called:
             yield scope, name
 
 
@@ -158,7 +160,7 @@ def mutants(kind: str, every: int = 1, first: int = 0):
     tried, passed, count = 0, [], first
     for cls, modules in modules_of(random_model(kind), recognise).items():
         scope, plain = sys.modules[cls.__module__], [recognise(module) for module in modules]
-        for owner, name in places(cls, scope, plain[0].kind == "attention"):
+        for owner, name in places(cls, scope, plain[0].form):
             kept, tree = vars(owner)[name], tree_of(owner, name)
             for n in range(10**6):
                 mutation = Mutation(n)
@@ -182,11 +184,15 @@ def mutants(kind: str, every: int = 1, first: int = 0):
 
 
 # of what passes: norms computed in fp64 inside, where no bit of a 16-bit result is another, a value
-# that is never used, and dropouts that drop nothing, since a layer with one that does is refused
+# that is never used, a default that no call takes, a leading dimension of 1 that broadcasting adds,
+# and dropouts that drop nothing, since a layer with one that does is refused
 HARMLESS = {
     *(f"{name}RMSNorm.forward float64 instead: torch.float32"
-      for name in ("Llama", "Qwen3", "OlmoHybrid", "Phi3")),
+      for name in ("Llama", "Qwen3", "OlmoHybrid", "Phi3", "Glm", "Glm4v", "Ernie4_5", "Pixtral")),
     "OlmoHybridAttention.forward dropped: cos, sin = (None, None)",
+    "PixtralAttention.apply_rotary_pos_emb +1: 1",
+    *(f"PixtralAttention.apply_rotary_pos_emb dropped: {t} = {t}.unsqueeze(unsqueeze_dim)"
+      for t in ("cos", "sin")),
     *(f"Phi3DecoderLayer.forward argument instead of call: self.resid_{name}_dropout(hidden_states)"
       for name in ("attn", "mlp")),
 }  # fmt: skip

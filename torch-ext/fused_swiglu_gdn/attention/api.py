@@ -23,6 +23,7 @@ def fused_qk_norm_rope(
     casting_mode: str = "llama",
     offset: float = 0.0,
     norm: str = "head",
+    interleaved: bool = False,
     v: Optional[Tensor] = None,
     key_cache: Optional[Tensor] = None,
     value_cache: Optional[Tensor] = None,
@@ -32,7 +33,7 @@ def fused_qk_norm_rope(
 
         n = x / sqrt(mean(x^2) + eps) * (offset + weight)    where a weight is given, else x
         y = n[:R] * cos + rotate_half(n[:R]) * sin, and n[R:] as it is    where tables are given
-        rotate_half(n) = [-n[R / 2:], n[:R / 2]]
+        rotate_half(n) = [-n[R / 2:], n[:R / 2]]    or, interleaved, [-n[1], n[0], -n[3], n[2], ..]
 
     All of it in fp32 and rounded once, to the dtype of q, where the models' own code rounds up to
     five times in bf16. In one launch where a kernel serves.
@@ -40,13 +41,17 @@ def fused_qk_norm_rope(
     Args:
         q: [B, T, HQ, D]; fp32, bf16 or fp16; any strides, so a part of a projection needs no copy.
         k: [B, T, HK, D]; the dtype of q.
-        cos, sin: [B or 1, T, R], R even and at most D: a model's own tables, or None.
+        cos, sin: [B or 1, T, R], R even and at most D: a model's own tables, or None. With
+            interleaved=True [B or 1, T, R / 2], one angle for both channels of a pair, as
+            FlashAttention has it, or [B or 1, T, R / 2, 2], one for each.
         q_weight, k_weight: [D], or [HQ * D] and [HK * D] with norm="all"; None: not normalised.
         eps: added to the mean square.
         casting_mode: "llama" or "gemma", as rms_norm has it. With one rounding at the end the two
             are the same.
         offset: added to the weights; 1.0 for Qwen3.5 and Gemma.
         norm: "head", over each head, or "all", over all heads of a token.
+        interleaved: neighbouring channels 2 i and 2 i + 1 turn together (GLM, Ernie, Helium), in
+            place of i and i + R / 2.
         v: [B, T, HK, DV]; with key_cache [B, HK, S, D], value_cache [B, HK, S, DV] and
             cache_position [], int64 or int32: k and v are also written to the slots
             cache_position + t. The position is read on the device; it must be at most S - T:
@@ -72,13 +77,13 @@ def fused_qk_norm_rope(
         (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 2, 64]))
     """
     tensors = (q, k, cos, sin, q_weight, k_weight, v, key_cache, value_cache, cache_position)
-    options = (eps, casting_mode, offset, norm)
+    options = (eps, casting_mode, offset, norm, interleaved)
     plan = _rotations.find(tensors, options) if undisturbed() else None
     if plan is not None:
         return plan(*tensors)
     checks.fused_qk_norm_rope(*tensors, *options)
     checks.holds_cache_position(cache_position, k, key_cache)
-    call = QkNormRope(*tensors, QkOptions(float(eps), float(offset), norm == "all"))
+    call = QkNormRope(*tensors, QkOptions(float(eps), float(offset), norm == "all", interleaved))
     if undisturbed():
         _rotations.keep(tensors, options, ops.plan_qk_norm_rope(call))
     return ops.qk_norm_rope(call)

@@ -14,6 +14,7 @@ class QkOptions(NamedTuple):
     eps: float  # of the norms
     offset: float  # added to their weights
     whole: bool  # a norm over all heads of a token, not over each
+    interleaved: bool = False  # channels 2 i and 2 i + 1 turn together, not i and i + R / 2
 
 
 class QkNormRope(NamedTuple):
@@ -21,7 +22,7 @@ class QkNormRope(NamedTuple):
 
     q: Tensor  # [B, T, HQ, D]
     k: Tensor  # [B, T, HK, D]
-    cos: Optional[Tensor]  # [B or 1, T, R], as sin
+    cos: Optional[Tensor]  # [B or 1, T, R], interleaved [.., R / 2] or [.., R / 2, 2]; as sin
     sin: Optional[Tensor]
     q_weight: Optional[Tensor]  # [D] or, over all heads, [HQ * D]
     k_weight: Optional[Tensor]  # [D] or [HK * D]

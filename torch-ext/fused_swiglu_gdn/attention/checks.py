@@ -22,21 +22,32 @@ NORMS = ("head", "all")
 COUNTS = (torch.int32, torch.int64)
 
 
-def _tables(cos, sin, q, sizes) -> None:
+def _tables(cos, sin, interleaved, q, sizes) -> None:
     if (cos is None) != (sin is None):
         given, missing = ("cos", "sin") if sin is None else ("sin", "cos")
         raise ValueError(f"{missing} must be given where {given} is, got None")
     if cos is None:
         return
-    has_shape("cos", cos, "N T R", sizes)
-    has_shape("sin", sin, "N T R", sizes)
+    is_tensor("cos", cos)
+    dims = "N T R"
+    if interleaved:
+        sizes["2"], dims = 2, "N T R/2" if cos.ndim < 4 else "N T R/2 2"
+    has_shape("cos", cos, dims, sizes)
+    has_shape("sin", sin, dims, sizes)
     for name, table in (("cos", cos), ("sin", sin)):
         is_floating(name, table)
         same_device(name, table, "q", q)
     agrees("sin", sin, "cos", cos)
     if sizes["N"] not in (1, sizes["B"]):
         raise ValueError(f"cos must have batch {sizes['B']}, as q, or 1, got {sizes['N']}")
-    if not 0 < sizes["R"] <= sizes["D"] or sizes["R"] % 2:
+    if interleaved:
+        pairs = sizes["D"] // 2
+        if not 0 < sizes["R/2"] <= pairs:
+            raise ValueError(
+                f"cos must have angles for up to {pairs} pairs of channels, [B or 1, T, R / 2] or "
+                f"[B or 1, T, R / 2, 2] where interleaved, got {list(cos.shape)}"
+            )
+    elif not 0 < sizes["R"] <= sizes["D"] or sizes["R"] % 2:
         raise ValueError(
             f"cos must have an even number of channels up to {sizes['D']}, got {sizes['R']}"
         )
@@ -68,7 +79,7 @@ def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
 @remembered
 def fused_qk_norm_rope(
     q, k, cos, sin, q_weight, k_weight, v, key_cache, value_cache, cache_position,
-    eps, casting_mode, offset, norm,
+    eps, casting_mode, offset, norm, interleaved,
 ) -> None:  # fmt: skip
     sizes: dict = {}
     has_shape("q", q, "B T HQ D", sizes)
@@ -79,7 +90,9 @@ def fused_qk_norm_rope(
     is_one_of("casting_mode", casting_mode, CASTING_MODES)
     is_number("offset", offset)
     is_one_of("norm", norm, NORMS)
-    _tables(cos, sin, q, sizes)
+    if not isinstance(interleaved, bool):
+        raise TypeError(f"interleaved must be a bool, got {interleaved!r}")
+    _tables(cos, sin, interleaved, q, sizes)
     for name, weight, heads in (("q_weight", q_weight, "HQ"), ("k_weight", k_weight, "HK")):
         if weight is None:
             continue

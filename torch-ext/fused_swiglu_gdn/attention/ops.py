@@ -16,7 +16,7 @@ FAMILY = "attention.attention"
 def _qk_norm_rope_fwd(
     q: Tensor,  # [B, T, HQ, D]
     k: Tensor,  # [B, T, HK, D]
-    cos: Optional[Tensor],  # [B or 1, T, R]
+    cos: Optional[Tensor],  # as QkNormRope has it
     sin: Optional[Tensor],
     q_weight: Optional[Tensor],  # [D] or [HQ * D]
     k_weight: Optional[Tensor],  # [D] or [HK * D]
@@ -38,7 +38,7 @@ def _qk_norm_rope_bwd(
     dk: Tensor,  # [B, T, HK, D]
     q: Optional[Tensor],  # [B, T, HQ, D], where q_weight is given; likewise k
     k: Optional[Tensor],
-    cos: Optional[Tensor],  # [B or 1, T, R]
+    cos: Optional[Tensor],  # as QkNormRope has it
     sin: Optional[Tensor],
     q_weight: Optional[Tensor],
     k_weight: Optional[Tensor],
@@ -77,7 +77,7 @@ no_second_derivative(_qk_norm_rope_bwd, "fused_qk_norm_rope")
 def _qk_norm_rope_cache(
     q: Tensor,  # [B, T, HQ, D]
     k: Tensor,  # [B, T, HK, D]
-    cos: Optional[Tensor],  # [B or 1, T, R]
+    cos: Optional[Tensor],  # as QkNormRope has it
     sin: Optional[Tensor],
     q_weight: Optional[Tensor],  # [D] or [HQ * D]
     k_weight: Optional[Tensor],  # [D] or [HK * D]

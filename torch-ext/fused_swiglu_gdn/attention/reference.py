@@ -21,19 +21,28 @@ def _normed(x: Tensor, weight: Optional[Tensor], options: QkOptions) -> Tensor:
     return n * (options.offset + at_least_fp32(weight)).view(x.shape[-len(dims) :])
 
 
-def turned(x: Tensor) -> Tensor:
-    """A quarter turn of each pair (i, i + R / 2) of the last R channels: rotate_half."""
+def turned(x: Tensor, interleaved: bool) -> Tensor:
+    """A quarter turn of each pair of channels, (i, i + R / 2) or (2 i, 2 i + 1): rotate_half."""
+    if interleaved:
+        return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([-second, first], dim=-1)
 
 
-def _rotated(x: Tensor, cos: Optional[Tensor], sin: Optional[Tensor]) -> Tensor:
-    """The first R channels of x [B, T, H, D] by tables [B or 1, T, R]; the others pass."""
+def _by_channel(table: Tensor, interleaved: bool) -> Tensor:
+    """A table as [B or 1, T, 1, R]."""
+    if interleaved:
+        table = table.repeat_interleave(2, -1) if table.ndim == 3 else table.flatten(2)
+    return at_least_fp32(table).unsqueeze(2)
+
+
+def _rotated(x: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool) -> Tensor:
+    """The first R channels of x [B, T, H, D] by the tables; the others pass."""
     if cos is None:
         return x
+    cos, sin = (_by_channel(table, interleaved) for table in (cos, sin))
     head, tail = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
-    cos, sin = (at_least_fp32(table).unsqueeze(2) for table in (cos, sin))
-    return torch.cat([head * cos + turned(head) * sin, tail.to(head.dtype)], dim=-1)
+    return torch.cat([head * cos + turned(head, interleaved) * sin, tail.to(head.dtype)], dim=-1)
 
 
 def _apart(y: Tensor, x: Tensor) -> Tensor:
@@ -44,8 +53,9 @@ def _apart(y: Tensor, x: Tensor) -> Tensor:
 
 def qk_norm_rope_fwd(call: QkNormRope) -> Tuple[Tensor, Tensor]:
     """q [B, T, HQ, D] and k [B, T, HK, D] in fp32, rounded once; k and v written to the caches."""
+    options, turn = call.options, (call.cos, call.sin, call.options.interleaved)
     q, k = (
-        _apart(_rotated(_normed(at_least_fp32(x), weight, call.options), call.cos, call.sin), x)
+        _apart(_rotated(_normed(at_least_fp32(x), weight, options), *turn), x)
         for x, weight in ((call.q, call.q_weight), (call.k, call.k_weight))
     )
     if call.key_cache is not None:
@@ -86,13 +96,13 @@ def kvcache_attention(
     return (weights @ values).view(B, 1, HQ, D).to(q.dtype)
 
 
-def _bent(d: Tensor, cos: Optional[Tensor], sin: Optional[Tensor]) -> Tensor:
+def _bent(d: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool) -> Tensor:
     """The gradient of _rotated: the transposed map."""
     if cos is None:
         return d
+    cos, sin = (_by_channel(table, interleaved) for table in (cos, sin))
     head, tail = d.split([cos.shape[-1], d.shape[-1] - cos.shape[-1]], dim=-1)
-    cos, sin = (at_least_fp32(table).unsqueeze(2) for table in (cos, sin))
-    return torch.cat([head * cos - turned(head * sin), tail.to(head.dtype)], dim=-1)
+    return torch.cat([head * cos - turned(head * sin, interleaved), tail.to(head.dtype)], dim=-1)
 
 
 def _norm_gradients(d, x, weight, options) -> Tuple[Tensor, Optional[Tensor]]:
@@ -120,7 +130,7 @@ def qk_norm_rope_bwd(
 ) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
     """The gradients of q, k and the weights."""
     (first, dq_weight), (second, dk_weight) = (
-        _norm_gradients(_bent(at_least_fp32(d), cos, sin), x, weight, options)
+        _norm_gradients(_bent(at_least_fp32(d), cos, sin, options.interleaved), x, weight, options)
         for d, x, weight in ((dq, q, q_weight), (dk, k, k_weight))
     )
     return _apart(first, dq), _apart(second, dk), dq_weight, dk_weight

@@ -23,6 +23,9 @@ from .projections import projected, projections
 from .untouched import is_torchs_own
 
 GATES, NORMS = (False, True), ("none", "head", "all")
+# which channels turn together: those half a table apart; neighbours, by the first half of the
+# tables (GLM); neighbours, by tables that have their channels side by side (GLM-4V)
+ROTARY = ("halves", "pairs", "channels")
 SIXTEEN = (torch.bfloat16, torch.float16)
 # with any of these SDPA does something else than attention by its mask
 NOT_PLAIN = ("cache", "output_attentions", "position_bias", "softcap")
@@ -33,7 +36,7 @@ class Heads(NamedTuple):
 
     gated: bool  # the second half of each head of q_proj is a gate on what attention gives
     norm: str  # over which width queries and keys are normed: "none", "head", "all"
-    rotary: bool  # rotary embedding by halves
+    rotary: Optional[str]  # of ROTARY; None: no rotary embedding
 
 
 class AttentionForm(NamedTuple):
@@ -50,6 +53,7 @@ class AttentionForm(NamedTuple):
     k_norm: Optional[str]
     out: str
     heads: Heads
+    dims: int  # of the tables: 3, or 2 where all rows have the same positions
     partial: bool  # the tables may be narrower than the heads
     optional: bool  # without tables there is no rotary embedding
     identities: Tuple[str, ...]  # parts that do nothing
@@ -84,6 +88,7 @@ def _serve(
     if form.heads.gated:
         q, gate = q.split(D, -1)  # [B, T, HQ, D] each
     k, v = k.view(B, T, -1, D), v.unflatten(-1, (k.shape[-1] // D, -1))
+    norms["interleaved"] = form.heads.rotary in ROTARY[1:]
     past, mask = given.get("past_key_values"), given.get("attention_mask")
     slots = None if past is None else _slots(past, attention.layer_idx, k)
     if slots is not None:
@@ -118,18 +123,28 @@ def _serve(
 
 
 def _tables(form: AttentionForm, given: dict, x: torch.Tensor, D: int) -> Optional[tuple]:
-    """cos and sin, both None where there is no rotary embedding; None where they do not fit."""
-    if not form.heads.rotary:
+    """cos and sin as fused_qk_norm_rope takes them, both None where there is no rotary embedding;
+    None where they do not fit."""
+    rotary = form.heads.rotary
+    if rotary is None:
         return None, None
     tables = given.get("position_embeddings")
     if tables is None:
         return (None, None) if form.optional else None
     cos, sin = tables
     R = cos.shape[-1]
-    if cos.dtype is not x.dtype or cos.ndim != 3 or not (R == D or R < D and form.partial):
+    if cos.dtype is not x.dtype or cos.ndim != form.dims or cos.shape[-2] != x.shape[1]:
         return None
-    if sin.dtype is not cos.dtype or sin.shape != cos.shape or cos.shape[1] != x.shape[1]:
+    if sin.dtype is not cos.dtype or sin.shape != cos.shape:
         return None
+    if R % 2 or not (R == D or R < D and form.partial):
+        return None
+    if form.dims == 2:
+        cos, sin = cos[None], sin[None]
+    if rotary == "pairs":
+        return cos[..., : R // 2], sin[..., : R // 2]
+    if rotary == "channels":
+        return cos.unflatten(-1, (-1, 2)), sin.unflatten(-1, (-1, 2))
     return cos, sin
 
 

@@ -6,7 +6,6 @@ forward.
 """
 
 import ast
-import collections
 import inspect
 import itertools
 from types import FunctionType
@@ -15,14 +14,17 @@ from typing import Callable, Dict, NamedTuple, Optional, Union
 import torch
 from torch import nn
 
-from ..layers.attention import GATES, NORMS, AttentionForm, Heads
+from ..layers.attention import GATES, NORMS, ROTARY, AttentionForm, Heads
+from .attention_source import attention_call, handed_on, keywords_of
 from .forms import Refused
 from .norm_trial import norm_form
 from .serving import own_class
-from .source import BUILTINS, plain_values, read, why_odd_module
+from .source import plain_values, read, why_odd_module
 from .stand_ins import (
+    F64,
     Cache,
     Interface,
+    KeepsFp64,
     Norm,
     Opaque,
     Product,
@@ -76,7 +78,7 @@ def attention_form(module: nn.Module) -> Union[AttentionForm, str]:
     kind = own_class(module)
     try:
         source = read(kind, module)
-        values = plain_values(module, set(source.reads) - _handed_on(source))
+        values = plain_values(module, set(source.reads) - handed_on(source))
         norms = {n: norm_form(m) for n, m in module._modules.items() if "norm" in n.lower()}
         key = (kind, source.pinned.codes, tuple((n, type(v), v) for n, v in values.items()))
         key += (_parts_key(module), module.config.__class__)
@@ -155,28 +157,51 @@ class _Trial:
             _first(names, {n for n, p in self.parts.items() if isinstance(p, Norm)})
             for names in (Q_NORM, K_NORM)
         )
-        self.keywords = _keywords(source)
+        self.keywords = keywords_of(source)
         self.handed = tuple(
-            k.arg for k in _attention_call(source).keywords
+            k.arg for k in attention_call(source).keywords
             if isinstance(k.value, ast.Name) and k.value.id == k.arg and k.arg in self.names
         )  # fmt: skip
-        self.eager, self.heads = source.globals.get("eager_attention_forward"), None
+        self.eager, self.dims = source.globals.get("eager_attention_forward"), 3
 
     def plan(self) -> tuple:
         """The fields of an AttentionForm that the trial finds."""
         with quiet():
-            found = self.run(FIRST)
+            found = self.first()
             for case in CASES:
                 if self.run(case) != found:
                     raise Refused("its forward depends on the call")
             partial, without = (
                 self.tries(PARTIAL, found),
-                self.tries(WITHOUT, found._replace(rotary=False)),
+                self.tries(WITHOUT, found._replace(rotary=None)),
             )
+            if not self.keeps_dtype():
+                raise Refused("it changes the dtype")
         projections = (self.joined,) if self.joined else PROJECTIONS
         norms = (self.q_norm, self.k_norm) if found.norm != "none" else (None, None)
         identities = tuple(n for n, part in self.parts.items() if isinstance(part, nn.Identity))
-        return projections, self.sizes, *norms, self.out, found, partial, without, identities
+        return (
+            projections,
+            self.sizes,
+            *norms,
+            self.out,
+            found,
+            self.dims,
+            partial,
+            without,
+            identities,
+        )
+
+    def first(self) -> Heads:
+        """The form by tables of each row, or by tables of all rows."""
+        try:
+            return self.run(FIRST)
+        except Refused as why:
+            self.dims = 2
+            try:
+                return self.run(FIRST)
+            except Refused:
+                raise why from None
 
     def tries(self, case: Case, expected: Heads) -> bool:
         try:
@@ -184,19 +209,21 @@ class _Trial:
         except Refused:
             return False
 
-    def run(self, case: Case) -> Heads:
-        """One run of the class's forward; which of our forms it agrees with."""
-        twin = twin_of(self.module, self.kind, self.parts, self.own)
+    def called(self, case: Case, dtype: torch.dtype = F64) -> tuple:
+        """One run of the class's forward: what it was given, met and gave."""
+        own = {name: p.to(dtype) for name, p in self.own.items()}
+        twin = twin_of(self.module, self.kind, self.parts, own)
         twin.training = case.training
         if "attention_dropout" in twin.__dict__:
             twin.__dict__["attention_dropout"] = DROPOUT
-        interface, cache = Interface(), Cache() if case.cached else None
-        x = random(case.B, case.T, self.hidden, seed=1)
+        cached = case.cached and "past_key_values" in self.names
+        interface, cache = Interface(), Cache() if cached else None
+        x = random(case.B, case.T, self.hidden, seed=1, dtype=dtype)
         tables = None
         if case.rotary is not None:
             width = int(self.D * case.rotary)
-            size = (case.tables or case.B, case.T, width // 2)
-            tables = tuple(torch.cat([random(*size, seed=seed)] * 2, -1) for seed in (21, 22))
+            size = (case.tables or case.B, case.T, width)[3 - self.dims :]
+            tables = tuple(random(*size, seed=seed, dtype=dtype) for seed in (21, 22))
         mask, word = Opaque("attention_mask") if case.masked else None, object()
         given = dict(zip(ARGUMENTS, (x, tables, mask, cache)))
         given.update({n: Opaque(n) for n in self.names if n not in ARGUMENTS})
@@ -205,7 +232,8 @@ class _Trial:
         forward = self.source.forward
         forward = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
         try:
-            result = forward(twin, **given, **{WORD: word})
+            with KeepsFp64():
+                result = forward(twin, **given, **{WORD: word})
         except Refused:
             raise
         except Exception as error:
@@ -216,7 +244,13 @@ class _Trial:
             (twin.config._attn_implementation, self.eager)
         ]:
             raise Refused("it does not call one attention function, by its configuration")
-        q, k, v, mask_seen, keywords, out = interface.calls[0]
+        return twin, given, word, cache, interface.calls[0], result
+
+    def run(self, case: Case) -> Heads:
+        """Which of our forms a run of the class's forward agrees with."""
+        twin, given, word, cache, call, result = self.called(case)
+        q, k, v, mask_seen, keywords, out = call
+        x, tables, mask = (given[name] for name in ARGUMENTS[:3])
         if mask_seen is not mask or keywords.pop(WORD, None) is not word:
             raise Refused("it changes the attention mask, or keeps keyword arguments back")
         for name in self.handed:
@@ -236,6 +270,11 @@ class _Trial:
         ):
             raise Refused("it is another formula after attention")
         return heads
+
+    def keeps_dtype(self) -> bool:
+        """All that leaves the forward has the dtype of what came, in 16 bits too."""
+        *_, call, result = self.called(FIRST, torch.bfloat16)
+        return {x.dtype for x in (*call[:3], result[0])} == {torch.bfloat16}
 
     def registry(self) -> str:
         """The name by which the forward knows the registry of attention functions."""
@@ -274,23 +313,22 @@ class _Trial:
             raise Refused("its heads are of another size")
         if not same(v, raw_v.unflatten(-1, (-1, v.shape[-1])).transpose(1, 2)):
             raise Refused("its values are another formula")
-        for gated, norm, rotary in itertools.product(GATES, NORMS, (True, False)):
+        for gated, norm, rotary in itertools.product(GATES, NORMS, (*ROTARY, None)):
             if (
                 gated
                 and raw_q.shape[-1] != 2 * sizes[0]
                 or (norm != "none") != (self.q_norm is not None)
             ):
                 continue
-            if rotary and tables is None:
+            if rotary is not None and tables is None:
                 continue
             own_q, gate = raw_q, None
             if gated:
                 own_q, gate = raw_q.unflatten(-1, (-1, 2 * self.D)).chunk(2, -1)
                 own_q, gate = own_q.flatten(2), gate.flatten(2)
-            rotated = tables if rotary else None
             try:
                 expected = [
-                    self.formed(t, self.parts.get(name), norm, rotated)
+                    self.formed(t, self.parts.get(name), norm, tables, rotary)
                     for t, name in ((own_q, self.q_norm), (raw_k, self.k_norm))
                 ]
             except (Refused, RuntimeError, TypeError):
@@ -299,76 +337,21 @@ class _Trial:
                 return Heads(gated, norm, rotary), gate
         raise Refused("its queries and keys are another formula")
 
-    def formed(self, x, norm: Optional[Callable], over: str, tables):
+    def formed(self, x, norm: Optional[Callable], over: str, tables, rotary: Optional[str]):
         """x [B, T, H * D] as heads [B, H, T, D], normed and rotated."""
         x = norm(x) if over == "all" else x
         x = x.unflatten(-1, (-1, self.D)).transpose(1, 2)
         x = norm(x) if over == "head" else x
-        if tables is None:
+        if rotary is None:
             return x
-        cos, sin = (table[:, None] for table in tables)
+        cos, sin = (table.unsqueeze(-3) for table in tables)
         R = cos.shape[-1]
         y, rest = x[..., :R], x[..., R:]
-        a, b = y.chunk(2, -1)
-        return torch.cat([y * cos + torch.cat([-b, a], -1) * sin, rest], -1)
-
-
-def _attention_call(source) -> ast.Call:
-    """The one call of the attention function, which alone gets the module itself."""
-    found = [
-        node for node in ast.walk(source.definition)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-        and node.func.id not in BUILTINS and node.args
-        and isinstance(node.args[0], ast.Name) and node.args[0].id == "self"
-    ]  # fmt: skip
-    if len(found) != 1:
-        raise Refused("it does not call one attention function, by its configuration")
-    return found[0]
-
-
-def _handed_on(source) -> set:
-    """Attributes that its forward only hands to the cache and to the attention function: ours hands
-    on what they are at the time of the call."""
-    own = [function for function, _ in source.pinned.codes if function is not source.forward]
-    if any(f.__code__.co_varnames[:1] == ("self",) for f in own):
-        return set()
-    places = [keyword.value for keyword in _attention_call(source).keywords]
-    for node in ast.walk(source.definition):
-        if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in (
-            "get_interface",
-            "update",
-        ):
-            places += node.args
-    handed = collections.Counter(path for place in places for path in _paths(place))
-    everywhere = collections.Counter(_paths(source.definition))
-    return {path for path, count in handed.items() if everywhere[path] == count}
-
-
-def _paths(tree: ast.AST) -> list:
-    """The attributes of the module that are read in a part of a forward."""
-    paths = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
-            paths.append(ast.unparse(node))
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("getattr", "hasattr"):
-            paths.append(f"{ast.unparse(node.args[0])}.{node.args[1].value}")
-    return [path[5:] for path in paths if path.startswith("self.")]
-
-
-def _keywords(source) -> Callable:
-    """module -> the keywords that its forward gives the attention function, in its own words."""
-    keys, values = [], []
-    for keyword in _attention_call(source).keywords:
-        if keyword.arg is not None:
-            if isinstance(keyword.value, ast.Name) and keyword.value.id == keyword.arg:
-                continue  # an argument that is handed on
-            names = {node.id for node in ast.walk(keyword.value) if isinstance(node, ast.Name)}
-            if not names <= {"self", "getattr"}:
-                raise Refused(f"it gives {ast.unparse(keyword)} to its attention function")
-            keys.append(ast.Constant(keyword.arg))
-            values.append(keyword.value)
-    tree = ast.parse("lambda self: 0", mode="eval")
-    tree.body.body = ast.Dict(keys, values)
-    return eval(
-        compile(ast.fix_missing_locations(tree), "<keywords>", "eval"), {"getattr": getattr}
-    )
+        if rotary == "halves":
+            a, b = y.chunk(2, -1)
+            turned = torch.cat([-b, a], -1)
+        else:
+            turned = torch.stack([-y[..., 1::2], y[..., ::2]], -1).flatten(-2)
+        if rotary == "pairs":
+            cos, sin = (t[..., : R // 2].repeat_interleave(2, -1) for t in (cos, sin))
+        return torch.cat([y * cos + turned * sin, rest], -1)

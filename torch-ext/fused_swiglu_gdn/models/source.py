@@ -22,13 +22,13 @@ from .forms import Refused, source_of
 
 # of tensors; those of a cache and of the registry of attention functions
 METHODS = {
-    "chunk", "contiguous", "expand", "flatten", "float", "mean", "mul", "permute", "pow", "reshape",
-    "rsqrt", "sigmoid", "size", "split", "sqrt", "square", "squeeze", "to", "transpose", "type_as",
-    "unflatten", "unsqueeze", "view",
+    "chunk", "contiguous", "expand", "flatten", "float", "mean", "mul", "permute", "pow",
+    "repeat_interleave", "reshape", "rsqrt", "sigmoid", "size", "split", "sqrt", "square",
+    "squeeze", "to", "transpose", "type_as", "unflatten", "unsqueeze", "view",
 } | {"get_interface", "update"}  # fmt: skip
 FUNCTIONS = (
     torch.cat, torch.chunk, torch.mean, torch.mul, torch.pow, torch.rsqrt, torch.sigmoid,
-    torch.split, torch.sqrt, torch.square, F.sigmoid,
+    torch.split, torch.sqrt, torch.square, torch.stack, F.sigmoid,
 )  # fmt: skip
 ATTRIBUTES = {"device", "dtype", "ndim", "shape"}
 BUILTINS = {"getattr": getattr, "hasattr": hasattr, "int": int, "isinstance": isinstance}

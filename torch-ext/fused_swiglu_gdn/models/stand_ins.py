@@ -11,6 +11,7 @@ from typing import Callable, Optional
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from .forms import Refused
 
@@ -56,6 +57,15 @@ def rms(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
 
+class KeepsFp64(TorchFunctionMode):
+    """float() leaves fp64 as it is: a part of a formula in fp32 is the same formula."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is torch.Tensor.float and args[0].dtype is F64:
+            return args[0]
+        return function(*args, **(kwargs or {}))
+
+
 class Norm:
     """An RMS norm with a weight of the length of the norm that it stands for."""
 
@@ -67,7 +77,7 @@ class Norm:
             return rms(x)
         if x.shape[-1] != len(self.weight):
             raise Refused("it norms over another width than its weight's")
-        return rms(x) * self.weight
+        return rms(x) * self.weight.to(x.dtype)
 
 
 class Product:
@@ -78,7 +88,7 @@ class Product:
         self.b = random(3, features_out, seed=seed + 1)
 
     def __call__(self, x):
-        return (x @ self.a) @ self.b
+        return (x @ self.a.to(x.dtype)) @ self.b.to(x.dtype)
 
 
 class Block:
@@ -158,6 +168,6 @@ class Interface:
 
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
         B, H, T, _ = query.shape
-        out = random(B, T, H, value.shape[-1], seed=11)
+        out = random(B, T, H, value.shape[-1], seed=11, dtype=query.dtype)
         self.calls.append((query, key, value, attention_mask, kwargs, out))
         return out, "weights"

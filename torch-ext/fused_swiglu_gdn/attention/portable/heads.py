@@ -1,7 +1,10 @@
 """What the kernels of rotary.py and rotary_backward.py share: heads of a token in three parts.
 
-The first R channels of a head turn in pairs (i, P + i), P = R / 2, and U = D - R channels stay:
-a tile of heads is [H, P], [H, P] and [H, U]. Each part is contiguous, so all loads are wide.
+The first R channels of a head turn in P = R / 2 pairs, and U = D - R channels stay: a tile of heads
+is [H, P], [H, P] and [H, U]. ANGLES is 0 where channels (i, P + i) are a pair: then each part is
+contiguous. Where (2 i, 2 i + 1) are one, it says for how many of the two channels the tables have
+an angle, 1 or 2: then all pairs are contiguous, and are taken apart in registers. So all loads are
+wide.
 """
 
 import triton
@@ -9,17 +12,27 @@ import triton.language as tl
 
 
 @triton.jit
+def apart(x, BLOCK_P: tl.constexpr):
+    """The first and the second of neighbours: [H, 2 BLOCK_P] as two of [H, BLOCK_P], fp32."""
+    return tl.split(tl.reshape(x.to(tl.float32), (x.shape[0], BLOCK_P, 2)))
+
+
+@triton.jit
 def load_heads(
     x_ptr, heads, stride, H, P: tl.constexpr, U: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_U: tl.constexpr,
+    BLOCK_U: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
     """The three parts of rows `heads` below H, fp32, 0 where there is none."""
     rows = x_ptr + heads.to(tl.int64)[:, None] * stride
     there = (heads < H)[:, None]
     p = tl.arange(0, BLOCK_P)[None, :]
     u = tl.arange(0, BLOCK_U)[None, :]
-    first = tl.load(rows + p, mask=there & (p < P), other=0.0).to(tl.float32)
-    second = tl.load(rows + P + p, mask=there & (p < P), other=0.0).to(tl.float32)
+    if ANGLES > 0:
+        at = tl.arange(0, 2 * BLOCK_P)[None, :]
+        first, second = apart(tl.load(rows + at, mask=there & (at < 2 * P), other=0.0), BLOCK_P)
+    else:
+        first = tl.load(rows + p, mask=there & (p < P), other=0.0).to(tl.float32)
+        second = tl.load(rows + P + p, mask=there & (p < P), other=0.0).to(tl.float32)
     rest = tl.load(rows + 2 * P + u, mask=there & (u < U), other=0.0).to(tl.float32)
     return first, second, rest
 
@@ -27,7 +40,7 @@ def load_heads(
 @triton.jit
 def store_heads(
     y_ptr, heads, stride, H, first, second, rest, P: tl.constexpr, U: tl.constexpr,
-    BLOCK_P: tl.constexpr, BLOCK_U: tl.constexpr,
+    BLOCK_P: tl.constexpr, BLOCK_U: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
     """The parts to rows `heads` below H."""
     rows = y_ptr + heads.to(tl.int64)[:, None] * stride
@@ -35,7 +48,10 @@ def store_heads(
     p = tl.arange(0, BLOCK_P)[None, :]
     u = tl.arange(0, BLOCK_U)[None, :]
     dtype = y_ptr.dtype.element_ty
-    if P > 0:
+    if ANGLES > 0:
+        at = tl.arange(0, 2 * BLOCK_P)[None, :]
+        tl.store(rows + at, tl.interleave(first, second).to(dtype), mask=there & (at < 2 * P))
+    elif P > 0:
         tl.store(rows + p, first.to(dtype), mask=there & (p < P))
         tl.store(rows + P + p, second.to(dtype), mask=there & (p < P))
     if U > 0:
@@ -45,13 +61,13 @@ def store_heads(
 @triton.jit
 def load_weight(
     w_ptr, heads, H, WHOLE: tl.constexpr, P: tl.constexpr, U: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_U: tl.constexpr,
+    BLOCK_U: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
     """The parts of a norm's weight, [1, ..], or [H, ..] of a norm over all heads."""
     if WHOLE:
-        return load_heads(w_ptr, heads, 2 * P + U, H, P, U, BLOCK_P, BLOCK_U)
+        return load_heads(w_ptr, heads, 2 * P + U, H, P, U, BLOCK_P, BLOCK_U, ANGLES)
     else:
-        return load_heads(w_ptr, tl.arange(0, 1), 0, 1, P, U, BLOCK_P, BLOCK_U)
+        return load_heads(w_ptr, tl.arange(0, 1), 0, 1, P, U, BLOCK_P, BLOCK_U, ANGLES)
 
 
 @triton.jit
@@ -77,11 +93,17 @@ def rms_reciprocal(first, second, rest, heads, H, eps, D: tl.constexpr, WHOLE: t
 
 
 @triton.jit
-def load_turn(cos_ptr, sin_ptr, at, P: tl.constexpr, BLOCK_P: tl.constexpr):
-    """cos and sin of both halves, [1, P] each, fp32; at: where a token's row begins."""
+def load_turn(cos_ptr, sin_ptr, at, P: tl.constexpr, BLOCK_P: tl.constexpr, ANGLES: tl.constexpr):
+    """cos and sin of both channels of each pair, [1, P], fp32; at: where a token's row begins."""
     p = tl.arange(0, BLOCK_P)[None, :]
-    c1 = tl.load(cos_ptr + at + p, mask=p < P, other=0.0).to(tl.float32)
-    c2 = tl.load(cos_ptr + at + P + p, mask=p < P, other=0.0).to(tl.float32)
-    s1 = tl.load(sin_ptr + at + p, mask=p < P, other=0.0).to(tl.float32)
-    s2 = tl.load(sin_ptr + at + P + p, mask=p < P, other=0.0).to(tl.float32)
+    if ANGLES == 2:
+        both = tl.arange(0, 2 * BLOCK_P)[None, :]
+        c1, c2 = apart(tl.load(cos_ptr + at + both, mask=both < 2 * P, other=0.0), BLOCK_P)
+        s1, s2 = apart(tl.load(sin_ptr + at + both, mask=both < 2 * P, other=0.0), BLOCK_P)
+    else:
+        FAR: tl.constexpr = 0 if ANGLES == 1 else P
+        c1 = tl.load(cos_ptr + at + p, mask=p < P, other=0.0).to(tl.float32)
+        c2 = tl.load(cos_ptr + at + FAR + p, mask=p < P, other=0.0).to(tl.float32)
+        s1 = tl.load(sin_ptr + at + p, mask=p < P, other=0.0).to(tl.float32)
+        s2 = tl.load(sin_ptr + at + FAR + p, mask=p < P, other=0.0).to(tl.float32)
     return c1, c2, s1, s2

@@ -1,7 +1,7 @@
 """Norm and rotary embedding of queries and keys and the write of keys and values to a cache.
 
     n = x rstd (offset + weight),  rstd = 1 / sqrt(mean(x^2) + eps)
-    y = [n1 c1 - n2 s1, n2 c2 + n1 s2, n3]
+    y = [n1 c1 - n2 s1, n2 c2 + n1 s2, n3]        n1, n2: the two channels of each pair
 
 in fp32 and rounded once. One launch: a program takes a few heads of a token, of q, of k or of v.
 
@@ -10,7 +10,7 @@ S slots.
 """
 
 import functools
-from typing import Callable, Optional, Tuple
+from typing import Callable, Dict, Optional, Tuple
 
 import torch
 import triton
@@ -51,20 +51,20 @@ def supports_qk_norm_rope_fwd(call: QkNormRope) -> bool:
 def _make(
     x_ptr, w_ptr, cos_ptr, sin_ptr, y_ptr, cache_ptr, at, heads, stride, cache_stride, has_slot, H,
     eps, offset, WHOLE: tl.constexpr, P: tl.constexpr, U: tl.constexpr, BLOCK_P: tl.constexpr,
-    BLOCK_U: tl.constexpr,
+    BLOCK_U: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
     """A token's heads, normed and turned, also to a cache (or None); NaN, and to no cache, where
     has_slot (or None) is 0."""
     D: tl.constexpr = 2 * P + U
-    first, second, rest = load_heads(x_ptr, heads, stride, H, P, U, BLOCK_P, BLOCK_U)
+    first, second, rest = load_heads(x_ptr, heads, stride, H, P, U, BLOCK_P, BLOCK_U, ANGLES)
     if w_ptr is not None:
-        w1, w2, w3 = load_weight(w_ptr, heads, H, WHOLE, P, U, BLOCK_P, BLOCK_U)
+        w1, w2, w3 = load_weight(w_ptr, heads, H, WHOLE, P, U, BLOCK_P, BLOCK_U, ANGLES)
         rstd = rms_reciprocal(first, second, rest, heads, H, eps, D, WHOLE)
         first *= rstd * (offset + w1)
         second *= rstd * (offset + w2)
         rest *= rstd * (offset + w3)
     if P > 0:
-        c1, c2, s1, s2 = load_turn(cos_ptr, sin_ptr, at, P, BLOCK_P)
+        c1, c2, s1, s2 = load_turn(cos_ptr, sin_ptr, at, P, BLOCK_P, ANGLES)
         turned = first * c1 - second * s1
         second = second * c2 + first * s2
         first = turned
@@ -74,11 +74,22 @@ def _make(
         rest = tl.where(has_slot, rest, float("nan"))
     dtype = y_ptr.dtype.element_ty
     first, second, rest = first.to(dtype), second.to(dtype), rest.to(dtype)
-    store_heads(y_ptr, heads, D, H, first, second, rest, P, U, BLOCK_P, BLOCK_U)
+    store_heads(y_ptr, heads, D, H, first, second, rest, P, U, BLOCK_P, BLOCK_U, ANGLES)
     if cache_ptr is not None:
         writable = tl.where(has_slot, H, 0)  # heads: all or none
         store_heads(
-            cache_ptr, heads, cache_stride, writable, first, second, rest, P, U, BLOCK_P, BLOCK_U
+            cache_ptr,
+            heads,
+            cache_stride,
+            writable,
+            first,
+            second,
+            rest,
+            P,
+            U,
+            BLOCK_P,
+            BLOCK_U,
+            ANGLES,
         )
 
 
@@ -130,6 +141,7 @@ def _qk_norm_rope_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_U: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    ANGLES: tl.constexpr,
 ):
     """The heads of a token, BLOCK_Q of q, BLOCK_K of k or of v a program. Queries and keys of a
     token that the cache has no slot for are NaN: the host is not asked, and nothing is silent."""
@@ -153,13 +165,14 @@ def _qk_norm_rope_kernel(
         _make(
             q_ptr + b * q_strides[0] + t * q_strides[1], q_weight_ptr, cos_ptr, sin_ptr,
             y_q_ptr + row * (HQ * D), None, at, block * BLOCK_Q + tl.arange(0, BLOCK_Q),
-            q_strides[2], 0, has_slot, HQ, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U,
+            q_strides[2], 0, has_slot, HQ, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U, ANGLES,
         )  # fmt: skip
     elif block < Q + K:
         _make(
             k_ptr + b * k_strides[0] + t * k_strides[1], k_weight_ptr, cos_ptr, sin_ptr,
             y_k_ptr + row * (HK * D), keys, at, (block - Q) * BLOCK_K + tl.arange(0, BLOCK_K),
             k_strides[2], key_strides[1], has_slot, HK, eps, offset, WHOLE, P, U, BLOCK_P, BLOCK_U,
+            ANGLES,
         )  # fmt: skip
     elif v_ptr is not None:
         _copy(
@@ -177,10 +190,12 @@ def contiguous_like(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
     return functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
-def parts_of(D: int, cos: Optional[torch.Tensor]) -> Tuple[int, int, int, int]:
-    """P, U and their tiles."""
-    R = 0 if cos is None else cos.shape[-1]
-    return (R // 2, D - R, *(triton.next_power_of_2(max(n, 1)) for n in (R // 2, D - R)))
+def parts_of(D: int, cos: Optional[torch.Tensor], interleaved: bool) -> Dict[str, int]:
+    """P, U and their tiles, and ANGLES, by the names of a kernel's parameters."""
+    P = 0 if cos is None else cos.shape[2] if interleaved else cos.shape[2] // 2
+    tiles = [triton.next_power_of_2(max(n, 1)) for n in (P, D - 2 * P)]
+    angles = 0 if cos is None or not interleaved else cos.ndim - 2
+    return {"P": P, "U": D - 2 * P, "BLOCK_P": tiles[0], "BLOCK_U": tiles[1], "ANGLES": angles}
 
 
 def settings(operation: str, q: torch.Tensor, U: int, whole: bool) -> dict:
@@ -222,8 +237,8 @@ class Rotation:
         (B, T, HQ, D), HK = q.shape, k.shape[2]
         DV = 0 if v is None else v.shape[3]
         self.make_q, self.make_k = contiguous_like(q), contiguous_like(k)
-        P, U, BLOCK_P, BLOCK_U = parts_of(D, call.cos)
-        config = settings("portable_qk_norm_rope", q, U, options.whole)
+        parts = parts_of(D, call.cos, options.interleaved)
+        config = settings("portable_qk_norm_rope", q, parts["U"], options.whole)
         BLOCK_Q, BLOCK_K = head_tiles(config, D, options.whole, HQ, HK)
         none = (0, 0, 0)
         numbers = (
@@ -233,9 +248,9 @@ class Rotation:
             float(options.offset),
         )  # fmt: skip
         constexprs, launched = named(
-            _qk_norm_rope_kernel, HQ=HQ, HK=HK, P=P, U=U, DV=DV, WHOLE=options.whole,
-            BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K, BLOCK_P=BLOCK_P, BLOCK_U=BLOCK_U,
-            BLOCK_V=triton.next_power_of_2(max(DV, 1)), num_warps=config["num_warps"],
+            _qk_norm_rope_kernel, HQ=HQ, HK=HK, DV=DV, WHOLE=options.whole, BLOCK_Q=BLOCK_Q,
+            BLOCK_K=BLOCK_K, BLOCK_V=triton.next_power_of_2(max(DV, 1)),
+            num_warps=config["num_warps"], **parts,
         )  # fmt: skip
         blocks = -(-HQ // BLOCK_Q) + (1 if v is None else 2) * -(-HK // BLOCK_K)
         self.kernel = Launch(
@@ -253,13 +268,18 @@ class Rotation:
 _rotations = CallCache()
 
 
+def are_dense(cos: Optional[torch.Tensor], sin: Optional[torch.Tensor]) -> bool:
+    """The angles of a token lie side by side, and both tables alike."""
+    return cos is None or (
+        cos.stride() == sin.stride()
+        and cos.stride(-1) == 1
+        and (cos.ndim < 4 or cos.stride(2) == 2)
+    )
+
+
 def _is_dense(call: QkNormRope) -> bool:
-    weights = (call.q_weight, call.k_weight)
-    rows = (call.q, call.k, call.v, call.cos, call.sin)
-    return (
-        all(x is None or x.stride(-1) == 1 for x in (*rows, *weights))
-        and (call.cos is None or call.cos.stride() == call.sin.stride())
-    )  # fmt: skip
+    rows = (call.q, call.k, call.v, call.q_weight, call.k_weight)
+    return all(x is None or x.stride(-1) == 1 for x in rows) and are_dense(call.cos, call.sin)
 
 
 def plan_qk_norm_rope_fwd(call: QkNormRope) -> Optional[Rotation]:
@@ -273,11 +293,10 @@ def qk_norm_rope_fwd(call: QkNormRope) -> Tuple[torch.Tensor, torch.Tensor]:
     """q [B, T, HQ, D] and k [B, T, HK, D]: one launch."""
     plan = plan_qk_norm_rope_fwd(call)
     if plan is None:
-        (*rows, q_weight, k_weight), rest = call.tensors[:6], call.tensors[7:]
-        rows = [dense(x) for x in rows]
-        if rows[2] is not None and rows[2].stride() != rows[3].stride():
-            rows[2:] = [x.contiguous() for x in rows[2:]]
+        (q, k, *tables, q_weight, k_weight), rest = call.tensors[:6], call.tensors[7:]
+        if not are_dense(*tables):
+            tables = [x.contiguous() for x in tables]
         weights = [x if x is None else x.contiguous() for x in (q_weight, k_weight)]
-        call = QkNormRope(*rows, *weights, dense(call.v), *rest, call.options)
+        call = QkNormRope(dense(q), dense(k), *tables, *weights, dense(call.v), *rest, call.options)
         plan = plan_qk_norm_rope_fwd(call)
     return plan(*call.tensors)

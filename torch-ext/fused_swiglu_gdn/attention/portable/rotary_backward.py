@@ -25,6 +25,7 @@ from .heads import (
     store_heads,
 )
 from .rotary import (
+    are_dense,
     head_tiles,
     parts_of,
     served,
@@ -49,7 +50,7 @@ def _differentiate(
     d_ptr, x_ptr, w_ptr, cos_ptr, sin_ptr, dx_ptr, dw_ptr, d_strides, x_strides, turn_strides,
     group, block, tokens, T, eps, offset, H: tl.constexpr, WHOLE: tl.constexpr, P: tl.constexpr,
     U: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_U: tl.constexpr,
-    TILES: tl.constexpr,
+    ANGLES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """A block of heads of a group of TILES tokens, and what they add to the weight's gradient."""
     D: tl.constexpr = 2 * P + U
@@ -65,16 +66,18 @@ def _differentiate(
         b = row // T
         t = row % T
         d = d_ptr + b * d_strides[0] + t * d_strides[1]
-        first, second, rest = load_heads(d, heads, d_strides[2], there, P, U, BLOCK_P, BLOCK_U)
+        first, second, rest = load_heads(
+            d, heads, d_strides[2], there, P, U, BLOCK_P, BLOCK_U, ANGLES
+        )
         if P > 0:
             at = b * turn_strides[0] + t * turn_strides[1]
-            c1, c2, s1, s2 = load_turn(cos_ptr, sin_ptr, at, P, BLOCK_P)
+            c1, c2, s1, s2 = load_turn(cos_ptr, sin_ptr, at, P, BLOCK_P, ANGLES)
             turned = first * c1 + second * s2
             second = second * c2 - first * s1
             first = turned
         if w_ptr is not None:
             x = x_ptr + b * x_strides[0] + t * x_strides[1]
-            n1, n2, n3 = load_heads(x, heads, x_strides[2], there, P, U, BLOCK_P, BLOCK_U)
+            n1, n2, n3 = load_heads(x, heads, x_strides[2], there, P, U, BLOCK_P, BLOCK_U, ANGLES)
             rstd = rms_reciprocal(n1, n2, n3, heads, H, eps, D, WHOLE)
             # of heads that are not there eps could be 0, and 0 / 0 would spoil the sums
             rstd = tl.where((heads < there)[:, None], rstd, 1.0)
@@ -84,7 +87,7 @@ def _differentiate(
             dw1 += first * n1
             dw2 += second * n2
             dw3 += rest * n3
-            w1, w2, w3 = load_weight(w_ptr, heads, H, WHOLE, P, U, BLOCK_P, BLOCK_U)
+            w1, w2, w3 = load_weight(w_ptr, heads, H, WHOLE, P, U, BLOCK_P, BLOCK_U, ANGLES)
             first *= offset + w1
             second *= offset + w2
             rest *= offset + w3
@@ -93,16 +96,16 @@ def _differentiate(
             second = rstd * (second - n2 * mean)
             rest = rstd * (rest - n3 * mean)
         dx = dx_ptr + row * (H * D)
-        store_heads(dx, heads, D, there, first, second, rest, P, U, BLOCK_P, BLOCK_U)
+        store_heads(dx, heads, D, there, first, second, rest, P, U, BLOCK_P, BLOCK_U, ANGLES)
     if w_ptr is not None:
         if WHOLE:
             dw = dw_ptr + group * (H * D)
-            store_heads(dw, heads, D, H, dw1, dw2, dw3, P, U, BLOCK_P, BLOCK_U)
+            store_heads(dw, heads, D, H, dw1, dw2, dw3, P, U, BLOCK_P, BLOCK_U, ANGLES)
         else:
             store_heads(
                 dw_ptr + (group * BLOCKS + block) * D, tl.arange(0, 1), D, 1,
                 tl.sum(dw1, 0, keep_dims=True), tl.sum(dw2, 0, keep_dims=True),
-                tl.sum(dw3, 0, keep_dims=True), P, U, BLOCK_P, BLOCK_U,
+                tl.sum(dw3, 0, keep_dims=True), P, U, BLOCK_P, BLOCK_U, ANGLES,
             )  # fmt: skip
 
 
@@ -138,6 +141,7 @@ def _qk_norm_rope_bwd_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_U: tl.constexpr,
+    ANGLES: tl.constexpr,
     TILES: tl.constexpr,
 ):
     """BLOCK_Q heads of q or BLOCK_K of k, at TILES tokens, a program."""
@@ -150,13 +154,13 @@ def _qk_norm_rope_bwd_kernel(
         _differentiate(
             dq_ptr, q_ptr, q_weight_ptr, cos_ptr, sin_ptr, d_q_ptr, d_q_weight_ptr, dq_strides,
             q_strides, turn_strides, group, block, tokens, T, eps, offset, HQ, WHOLE, P, U, BLOCK_Q,
-            BLOCK_P, BLOCK_U, TILES,
+            BLOCK_P, BLOCK_U, ANGLES, TILES,
         )  # fmt: skip
     else:
         _differentiate(
             dk_ptr, k_ptr, k_weight_ptr, cos_ptr, sin_ptr, d_k_ptr, d_k_weight_ptr, dk_strides,
             k_strides, turn_strides, group, block - Q, tokens, T, eps, offset, HK, WHOLE, P, U,
-            BLOCK_K, BLOCK_P, BLOCK_U, TILES,
+            BLOCK_K, BLOCK_P, BLOCK_U, ANGLES, TILES,
         )  # fmt: skip
 
 
@@ -174,12 +178,12 @@ def qk_norm_rope_bwd(
     """The gradients of q, k and the weights: one launch, and a sum over programs for a weight."""
     (B, T, HQ, D), HK = dq.shape, dk.shape[2]
     where, whole = dq.device, options.whole
-    if cos is not None:
+    if not are_dense(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()
     rows = [dense(x) for x in (dq, dk, q, k)]
     weights = [x if x is None else x.contiguous() for x in (q_weight, k_weight)]
-    P, U, BLOCK_P, BLOCK_U = parts_of(D, cos)
-    config = settings("portable_qk_norm_rope_bwd", dq, U, whole)
+    parts = parts_of(D, cos, options.interleaved)
+    config = settings("portable_qk_norm_rope_bwd", dq, parts["U"], whole)
     BLOCK_Q, BLOCK_K = head_tiles(config, D, whole, HQ, HK)
     groups, Q, K = -(-B * T // config["TILES"]), -(-HQ // BLOCK_Q), -(-HK // BLOCK_K)
     d_q = torch.empty(dq.shape, dtype=dq.dtype, device=where)  # [B, T, HQ, D]
@@ -189,9 +193,8 @@ def qk_norm_rope_bwd(
         for x, blocks in ((weights[0], Q), (weights[1], K))
     ]
     constexprs, launched = named(
-        _qk_norm_rope_bwd_kernel, HQ=HQ, HK=HK, P=P, U=U, WHOLE=whole, BLOCK_Q=BLOCK_Q,
-        BLOCK_K=BLOCK_K, BLOCK_P=BLOCK_P, BLOCK_U=BLOCK_U, TILES=config["TILES"],
-        num_warps=config["num_warps"],
+        _qk_norm_rope_bwd_kernel, HQ=HQ, HK=HK, WHOLE=whole, BLOCK_Q=BLOCK_Q,
+        BLOCK_K=BLOCK_K, TILES=config["TILES"], num_warps=config["num_warps"], **parts,
     )  # fmt: skip
     strides = [(0, 0, 0) if x is None else steps(x) for x in rows]
     numbers = (*strides, turn_steps(cos, B), B * T, T, options.eps, options.offset)
