@@ -223,6 +223,24 @@ BAD = [
         ValueError,
         ["inplace_final_state", "True", "state_indices"],
     ),
+    *[
+        (chunk(**{**POOL, "state_indices": ints(0, 2), **changes}), error, words)
+        for changes, error, words in (
+            (
+                dict(has_initial_state=torch.ones(3).bool()),
+                ValueError,
+                ["has_initial_state", "[N] = [2]", "[3]"],
+            ),
+            (dict(has_initial_state=ints(0, 1)), TypeError, ["has_initial_state", "bool", "int64"]),
+            (dict(has_initial_state=[True]), TypeError, ["has_initial_state", "Tensor", "list"]),
+            (dict(inplace_final_state="no"), TypeError, ["inplace_final_state", "str"]),
+            (
+                dict(state_indices=None, initial_state=None, inplace_final_state=False),
+                ValueError,
+                ["state_indices", "inplace_final_state=False"],
+            ),
+        )
+    ],
     (recurrent(null_index=1), ValueError, ["null_index", "-1 or 0", "1"]),
     (recurrent(null_index=False), ValueError, ["null_index", "-1 or 0", "False"]),
     (
@@ -304,8 +322,8 @@ BAD = [
     (vk(initial_state_indices=[0, 1]), TypeError, ["initial_state_indices", "Tensor", "list"]),
     (
         vk(initial_state_indices=ints(0, 1), inplace_final_state=False),
-        TypeError,
-        ["initial_state", "torch.Tensor", "NoneType"],
+        ValueError,
+        ["initial_state", "pool"],
     ),
     (vk(cu_seqlens=[0, 8], num_decodes=1), TypeError, ["cu_seqlens", "torch.Tensor", "list"]),
     (vk(use_chunk_hip=np.ones(2)), TypeError, ["use_chunk_hip", "True or False", "ndarray"]),

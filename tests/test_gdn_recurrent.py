@@ -221,6 +221,21 @@ class Kernel:
             pool.fill_(7.0)
             assert (wider == 7.0).all()
 
+    @pytest.mark.parametrize("state", STATES, ids=str)
+    @pytest.mark.parametrize("dense", [True, False])
+    def test_cleared_rows(self, dense, state):
+        """Rows that are to be cleared, and no others."""
+        pool = submodule("gdn.portable.pool")
+        wider = torch.full((7, 3, 40, 24), 7.0, dtype=state, device=self.device)
+        mine = wider if dense else wider[:, 1:].mT[..., 3:]
+        rows = torch.tensor([5, -1, 0, 2, 3], device=self.device)
+        kept = torch.tensor([False, False, True, False, True], device=self.device)
+        assert pool.supports_gdn_clear_rows(mine, rows, kept)
+        expected = wider.clone()
+        (expected if dense else expected[:, 1:].mT[..., 3:])[[5, 2]] = 0.0
+        pool.gdn_clear_rows(mine, rows, kept)
+        assert torch.equal(wider, expected)
+
     def test_pool_that_no_kernel_reaches(self):
         """Columns apart, rows that share memory: the reference's."""
         supports = submodule("gdn.portable.recurrent").supports_gdn_recurrent_fwd

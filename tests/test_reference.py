@@ -187,6 +187,33 @@ def test_state_pool(kernel, in_place):
     assert torch.equal(states[[1, 2, 3]], pool[[1, 2, 3]])
 
 
+@pytest.mark.parametrize("inplace", [True, False])
+@pytest.mark.parametrize("v_first", [False, True])
+def test_prompts_that_start_anew(kernel, inplace, v_first):
+    """Where a sequence has no state yet, what its row of the pool holds is not read."""
+    x = gdn_inputs(4, 70, 1, 2, 8, 12, F64)
+    pool = torch.randn(6, 2, *((12, 8) if v_first else (8, 12)), dtype=F64)
+    pool[2] = float("nan")
+    rows, kept = torch.tensor([4, 2, -1, 0]), torch.tensor([True, False, True, True])
+    start = pool[[4, 2, 0, 0]].masked_fill(~kept.view(-1, 1, 1, 1), 0.0)
+    options = {"state_v_first": v_first, "output_final_state": True}
+    expected, final = kernel.chunk_gated_delta_rule(**{**x, "initial_state": start}, **options)
+    states = pool.clone()
+    o, returned = kernel.chunk_gated_delta_rule(
+        **{**x, "initial_state": states}, **options, state_indices=rows, has_initial_state=kept,
+        inplace_final_state=inplace,
+    )  # fmt: skip
+    assert relative_error(o[[0, 1, 3]], expected[[0, 1, 3]]) < 1e-12 and not o[2].any()
+    if inplace:
+        assert returned is states
+        assert relative_error(states[[4, 2, 0]], final[[0, 1, 3]]) < 1e-12
+        assert torch.equal(states[[1, 3, 5]], pool[[1, 3, 5]])
+    else:
+        assert relative_error(returned[[0, 1, 3]], final[[0, 1, 3]]) < 1e-12
+        assert not returned[2].any()
+        assert torch.equal(states.nan_to_num(), pool.nan_to_num()) and states[2].isnan().all()
+
+
 def test_all_states_and_output_rows(kernel):
     x = gdn_inputs(2, 4, 1, 2, 8, 8, F64)
     o, states = kernel.fused_recurrent_gated_delta_rule(**x, output_all_states=True)

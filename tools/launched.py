@@ -270,7 +270,7 @@ call("shared expert, training", T=8192, grad=True)(_shared)
 def _rule(
     kernel, T=2048, H=16, HV=32, K=128, V=128, dtype=BF16, B=1, packed=None, state=None,
     v_first=False, raw=False, l2norm=True, pool=None, checkpoints=0, padded=False, grad=False,
-    index=torch.int32,
+    index=torch.int32, anew=False,
 ):  # fmt: skip
     """Packed by lengths, from states of a dtype (in a pool with indices of a dtype)."""
     far = 8 if padded else 0
@@ -291,6 +291,8 @@ def _rule(
         options.update(initial_state=values(*shape, dtype=state), state_v_first=v_first)
     if pool is not None:
         options["state_indices"] = rows(N, pool)
+    if anew:
+        options["has_initial_state"] = torch.zeros(N, dtype=torch.bool, device=DEVICE)
     if checkpoints:
         options["checkpoint_every"] = checkpoints
     if grad:
@@ -320,6 +322,7 @@ for name, options in {
     "one value head a key head": {"H": 24, "HV": 24, "raw": True, "packed": two},
     "six value heads a key head": {"H": 4, "HV": 24},
     "pool": {"packed": two, "state": FP32, "pool": torch.int32, "v_first": True},
+    "pool, some anew": {"packed": two, "state": BF16, "pool": torch.int32, "anew": True},
     "pool, bf16": {"packed": many, "state": BF16, "pool": torch.int64, "checkpoints": 64},
     "checkpoints": {"state": FP32, "checkpoints": 64, "v_first": True},
 }.items():

@@ -35,6 +35,8 @@ def chunk_gated_delta_rule(
     A_log: Optional[Tensor] = None,
     dt_bias: Optional[Tensor] = None,
     state_indices: Optional[Tensor] = None,
+    has_initial_state: Optional[Tensor] = None,
+    inplace_final_state: bool = True,
     state_dtype: Optional[torch.dtype] = None,
     checkpoint_every: int = 0,
     chunk_size: int = 64,
@@ -71,6 +73,10 @@ def chunk_gated_delta_rule(
         state_indices: [N], int32 or int64: sequence n starts from row state_indices[n] of the pool
             `initial_state` and its final state is written there. A negative index skips the
             sequence: its outputs are zero and no row is touched.
+        has_initial_state: [N], bool, with state_indices: False: the sequence starts from zeros,
+            whatever its row holds.
+        inplace_final_state: with state_indices: False leaves the pool as it is, and final states
+            are returned as without a pool (zeros for a sequence that is skipped).
         state_dtype: dtype of the returned states, fp32, bf16, fp16 or fp64: fp32 by default, fp64
             for inputs in fp64. They are computed in that default and rounded once.
         checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
@@ -112,6 +118,15 @@ def chunk_gated_delta_rule(
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, output_final_state, state_dtype, checkpoint_every,
     )  # fmt: skip
+    checks.are_flags(inplace_final_state=inplace_final_state)
+    if has_initial_state is not None or not inplace_final_state:
+        call = GdnCall(*tensors, GdnOptions(*options))
+        call = _checked(call, use_gate_in_kernel, chunk_size, recompute)
+        checks.pool_of_prompts(call, has_initial_state, cp_context)
+        pool, rows = ops.states_to_start_from(
+            call.initial_state, call.state_indices, has_initial_state, not inplace_final_state
+        )
+        tensors = (q, k, v, g, beta, A_log, dt_bias, pool, rows, cu_seqlens)
     if cp_context is not None:
         call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
         return chunk_with_context(
@@ -126,6 +141,8 @@ def chunk_gated_delta_rule(
         if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
             plan = _prefilling.keep(tensors, kind, ops.plan_gdn_chunk(call))
     o, state, checkpoints, _ = ops.gdn_chunk(call) if plan is None else plan(*tensors)
+    if not inplace_final_state:
+        state = state.to(state_dtype or state.dtype) if output_final_state else None
     return (o, state, checkpoints) if checkpoint_every else (o, state)
 
 

@@ -109,26 +109,13 @@ def chunk_gated_delta_rule_opt_vk(
     if cu_seqlens is not None and (num_decodes or num_decode_tokens):
         checks.is_cu_seqlens("cu_seqlens", cu_seqlens, v)
         cu_seqlens = cu_seqlens[num_decodes:] - num_decode_tokens
-    indices, pool = initial_state_indices, initial_state
-    own = indices is not None and inplace_final_state is False
-    if own:
-        checks.is_tensor("initial_state", initial_state)
-        pool, indices = _own_rows(initial_state, indices)
+    indices = initial_state_indices
+    in_place = indices is None or inplace_final_state is not False
     out, state = chunk_gated_delta_rule(
-        q, k, v, g, beta, scale, pool, output_final_state, use_qk_l2norm_in_kernel,
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         state_v_first=True, cu_seqlens=cu_seqlens, state_indices=indices, state_dtype=state_dtype,
+        inplace_final_state=in_place,
     )  # fmt: skip
     if o is not None:
         out = o.copy_(out)
-    if not output_final_state:
-        return out, None
-    return out, state.to(state_dtype or torch.float32) if own else state
-
-
-def _own_rows(pool: Tensor, indices: Tensor) -> Tuple[Tensor, Tensor]:
-    """A pool of this call's own, fp32 [N, HV, V, K], zero where skipped, and its indices."""
-    skipped = indices < 0
-    rows = pool[indices.clamp(min=0).long()].float()
-    rows = rows.masked_fill(skipped.view(-1, 1, 1, 1), 0.0)
-    own = torch.arange(indices.numel(), device=indices.device, dtype=indices.dtype)
-    return rows, own.masked_fill(skipped, -1)
+    return out, state if output_final_state else None

@@ -138,6 +138,20 @@ def chunk_size(value: object) -> None:
         raise ValueError(f"chunk_size must be 64, the only supported chunk length, got {value!r}")
 
 
+def pool_of_prompts(call, kept, cp_context) -> None:
+    """What a GdnCall has with has_initial_state, or without inplace_final_state."""
+    if call.state_indices is None:
+        raise ValueError(
+            "state_indices must be given with has_initial_state or inplace_final_state=False"
+        )
+    if cp_context is not None:
+        raise ValueError("has_initial_state must be None when cp_context is given")
+    if kept is not None:
+        has_shape("has_initial_state", kept, "N", {"N": call.N})
+        has_dtype("has_initial_state", kept, (torch.bool,))
+        same_device("has_initial_state", kept, "q", call.q)
+
+
 def checkpoint_every(value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0 or value % 64 != 0:
         raise ValueError(f"checkpoint_every must be 0 or a positive multiple of 64, got {value!r}")

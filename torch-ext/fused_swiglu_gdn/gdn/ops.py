@@ -13,9 +13,11 @@ from ..runtime.ops import needs_grad, operator, plan, run, serve
 from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
 from .ops_train import empty_state, gdn_chunk_train, trained_by
 from .reference import chunk as chunk_reference
+from .reference import common
 from .reference import recurrent as recurrent_reference
 
 CHUNK = ("gdn.chunk", "gdn_chunk_fwd")
+CLEAR = ("gdn.pool", "gdn_clear_rows")
 RECURRENT = ("gdn.recurrent", "gdn_recurrent_fwd")
 
 
@@ -86,6 +88,35 @@ def gdn_chunk(call: GdnCall) -> tuple:
 
     reference = chunk_reference.gdn_chunk_fwd
     return run(*CHUNK, op, reference, (call,), train, _differentiable(call))
+
+
+@operator("gdn_clear_rows", mutates_args=("pool",))
+def _gdn_clear_rows(
+    pool: Tensor,  # [P, HV, K, V]
+    indices: Tensor,  # [N]
+    kept: Tensor,  # [N]
+) -> Tensor:
+    serve(*CLEAR, _cleared, (pool, indices, kept))
+    return indices.new_empty(0)
+
+
+@_gdn_clear_rows.register_fake
+def _(pool, indices, kept):
+    return indices.new_empty(0)
+
+
+def _cleared(pool, indices, kept) -> tuple:
+    common.clear_rows(pool, indices, kept)
+    return ()
+
+
+def states_to_start_from(pool: Tensor, indices: Tensor, kept: Optional[Tensor], copies: bool):
+    """The pool and indices for a call whose sequences start from zeros where kept[n] is false;
+    copies: and which leaves the pool as it is."""
+    if copies:
+        return common.own_rows(pool, indices, kept)
+    run(*CLEAR, _gdn_clear_rows, _cleared, (pool, indices, kept))
+    return pool, indices
 
 
 def _differentiable(call: GdnCall) -> bool:

@@ -115,6 +115,21 @@ def write_pool(pool, indices, states):
     return pool
 
 
+def clear_rows(pool, indices, kept):
+    """Zeros in the rows indices[n] of the pool where kept[n] is false; negative: no row."""
+    pool[indices[(indices >= 0) & ~kept].long()] = 0.0
+
+
+def own_rows(pool, indices, kept):
+    """A pool of the rows indices[n] alone, in order, and their indices in it; in fp32 or more,
+    zero where kept[n] is false; negative indices stay so."""
+    skipped = indices < 0
+    fresh = skipped if kept is None else skipped | ~kept
+    rows = at_least_fp32(pool[indices.clamp(min=0).long()])
+    order = torch.arange(indices.numel(), device=indices.device, dtype=indices.dtype)
+    return rows.masked_fill(fresh.view(-1, 1, 1, 1), 0.0), order.masked_fill(skipped, -1)
+
+
 def _silence_skipped(o, indices, cu_seqlens):
     """Zeros in the outputs of sequences whose state index is negative."""
     if indices is None:

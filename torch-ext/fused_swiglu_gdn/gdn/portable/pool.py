@@ -1,0 +1,55 @@
+"""Rows of a state pool that a call is about to use, in portable Triton.
+
+Sizes: N sequences, P rows of the pool, HV K V.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime.dtypes import SERVED
+from ...runtime.launch import Launch
+
+BLOCK = 4096
+
+
+def supports_gdn_clear_rows(pool, indices, kept) -> bool:
+    return pool.dtype in SERVED
+
+
+@triton.jit
+def _clear_rows_kernel(
+    pool_ptr,  # [P, HV, R, C]
+    index_ptr,  # [N]
+    kept_ptr,  # [N] uint8
+    strides,  # of P, HV, R, C
+    R,
+    C,
+    SIZE,  # HV R C
+    BLOCK: tl.constexpr,
+):
+    """A program writes zeros to BLOCK elements of one sequence's row, if that is to be cleared."""
+    blocks = tl.cdiv(SIZE, BLOCK)
+    n = tl.program_id(0) // blocks
+    row = tl.load(index_ptr + n).to(tl.int64)
+    if (row >= 0) & (tl.load(kept_ptr + n) == 0):
+        e = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+        at = row * strides[0] + (e // (R * C)).to(tl.int64) * strides[1]
+        at += ((e // C) % R).to(tl.int64) * strides[2] + (e % C).to(tl.int64) * strides[3]
+        zero = tl.zeros((BLOCK,), pool_ptr.dtype.element_ty)
+        tl.store(pool_ptr + at, zero, mask=e < SIZE)
+
+
+def gdn_clear_rows(
+    pool: torch.Tensor,  # [P, HV, K, V] or [P, HV, V, K], any strides
+    indices: torch.Tensor,  # [N]
+    kept: torch.Tensor,  # [N] bool
+) -> None:
+    """Zeros in the rows indices[n] of the pool where kept[n] is false; negative: no row."""
+    _, heads, R, C = pool.shape
+    size = heads * R * C
+    kernel = Launch(
+        _clear_rows_kernel, indices.numel() * triton.cdiv(size, BLOCK), pool.device,
+        numbers=(pool.stride(), R, C, size), constexprs=(BLOCK,),
+    )  # fmt: skip
+    kernel(pool, indices, kept.view(torch.uint8))
