@@ -29,13 +29,13 @@ def _copy_kernel(x_ptr, y_ptr, BLOCK: tl.constexpr):
     tl.store(y_ptr + at, tl.load(x_ptr + at))
 
 
-def tensors(B, H, HV):
+def tensors(B, H, HV, T=1):
     def normal(*shape):
         return torch.randn(*shape, device="cuda")
 
-    q, k = normal(2, B, 1, H, 128).bfloat16().unbind(0)
-    v = normal(B, 1, HV, 128).bfloat16()
-    a, b = normal(2, B, 1, HV).bfloat16().unbind(0)
+    q, k = normal(2, B, T, H, 128).bfloat16().unbind(0)
+    v = normal(B, T, HV, 128).bfloat16()
+    a, b = normal(2, B, T, HV).bfloat16().unbind(0)
     return q, k, v, a, b, normal(HV), normal(HV)
 
 

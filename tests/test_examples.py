@@ -12,7 +12,8 @@ COMPUTE = (
     "chunk_gated_delta_rule_opt_vk", "causal_conv1d_fn", "causal_conv1d_update", "rms_norm_gated",
     "gated_delta_gate", "rms_norm", "silu_mul", "implementation_of", "fused_qk_norm_rope",
     "sigmoid_gate", "attention_with_kvcache", "graphed_step", "fused_topk", "fused_experts",
-    "build_cp_context", "shard_batch",
+    "build_cp_context", "shard_batch", "make_ring", "replay_gated_delta_rule", "advance_ring",
+    "materialise_ring",
 )  # fmt: skip
 
 

@@ -83,11 +83,11 @@ def _is_within(cursor: torch.Tensor, rows: int, max_tokens: int) -> None:
     if not readable(cursor) or cursor.numel() == 0:
         return
     first, count = cursor.unbind(1)
-    most = rows - max_tokens
-    if first.min() < 0 or first.max() >= rows or count.min() < 0 or count.max() > most:
+    last, most = rows - 1 if max_tokens > 1 else 0, rows - max_tokens
+    if first.min() < 0 or first.max() > last or count.min() < 0 or count.max() > most:
         raise ValueError(
-            f"cursor must have first rows of 0 to {rows - 1} and counts of 0 to {most}, which "
-            f"advance_ring keeps to, got {cursor.tolist()}"
+            f"cursor must have first rows of 0 to {last} and counts of 0 to {most}, as "
+            f"advance_ring leaves it, got {cursor.tolist()}"
         )
 
 

@@ -30,18 +30,25 @@ ADVANCED = 128  # sequences a program
 
 @triton.jit
 def _ring_row(first, j, R: tl.constexpr):
-    """Where the j-th token of a ring is."""
-    at = first + j
-    return tl.where(at >= R, at - R, at)
+    """Where the j-th token of a ring is, whose first row may be known to be row 0 (None)."""
+    if first is not None:
+        j += first
+        j = tl.where(j >= R, j - R, j)
+    return j
 
 
 @triton.jit
-def _held(row, n, cursor_ptr, R: tl.constexpr):
-    """(first row, tokens) of a sequence's ring; no tokens where it has no row of the pool. Within
-    the ring whatever the cursor says: nobody on the host has seen its values."""
-    first = tl.minimum(tl.maximum(tl.load(cursor_ptr + 2 * n), 0), R - 1)
-    m = tl.minimum(tl.maximum(tl.load(cursor_ptr + 2 * n + 1), 0), R)
-    return first, tl.where(row >= 0, m, 0)
+def _first(n, cursor_ptr, R: tl.constexpr):
+    """The first row of a sequence's ring: within it, whatever the cursor says, for nobody on the
+    host has seen its values."""
+    return tl.minimum(tl.maximum(tl.load(cursor_ptr + 2 * n), 0), R - 1)
+
+
+@triton.jit
+def _count(row, n, cursor_ptr, MOST: tl.constexpr):
+    """The tokens in its ring, likewise; none where the sequence has no row of the pool."""
+    m = tl.minimum(tl.maximum(tl.load(cursor_ptr + 2 * n + 1), 0), MOST)
+    return tl.where(row >= 0, m, 0)
 
 
 @triton.jit
@@ -55,7 +62,8 @@ def _read_ring(
     """
     add_k = tl.zeros(offs_v.shape, tl.float32)
     add_q = tl.zeros(offs_v.shape, tl.float32)
-    oldest = tl.load(ring_g + first, mask=m > 0, other=0.0)
+    start = ring_g if first is None else ring_g + first
+    oldest = tl.load(start, mask=m > 0, other=0.0)
     chunks = (m + ROWS - 1) // ROWS
     for i in range(0, chunks):
         j = (chunks - 1 - i) * ROWS + tl.arange(0, ROWS)
@@ -138,9 +146,12 @@ def _gdn_replay_kernel(
         mask = (offs_k < K)[None, :] & (offs_v < V)[:, None]
     row = n if rows_ptr is None else tl.load(rows_ptr + n).to(tl.int64)
     alive = row >= 0
-    first, m = _held(row, n, cursor_ptr, R)
+    # without drafts a ring always begins with its row 0
+    first = _first(n, cursor_ptr, R) if MAX_TOKENS > 1 else None
+    m = _count(row, n, cursor_ptr, R - MAX_TOKENS)
     state_ptrs = state_ptr + row * strides[13] + offs_s
-    S = load(state_ptrs, mask, alive)  # under way while the ring is read
+    # under way while the ring is read, and as it lies in memory, in half of the registers
+    S = tl.load(state_ptrs, mask=alive if mask is None else mask & alive, other=0.0)
     ring_k = ring_k_ptr + row * strides[14] + h * (R * K)
     ring_u = ring_u_ptr + row * strides[15] + hv * (R * V)
     ring_g = ring_g_ptr + row * strides[16] + hv * R
@@ -163,7 +174,8 @@ def _gdn_replay_kernel(
             ring_k, ring_u, ring_g, first, m, k, q, past, offs_k, offs_v, mask_k, mask_v, K, V, R,
             ROWS,
         )  # fmt: skip
-        x, y = tl.reduce((S * k[None, :], S * q[None, :]), 1, add_pairs)  # [BLOCK_V]
+        wide = S.to(tl.float32)
+        x, y = tl.reduce((wide * k[None, :], wide * q[None, :]), 1, add_pairs)  # [BLOCK_V]
         seen += decay * x
         asked += decay * y
         after = ()
@@ -189,16 +201,16 @@ def _gdn_replay_kernel(
         store(ring_k + at * K + offs_k, k, mask_k, own)
         new_u += (u.to(ring_u_ptr.dtype.element_ty).to(tl.float32),)  # as later calls see it
     if flush & alive:  # the tile is read again, from the cache: so it takes no registers till now
-        S = tl.zeros(offs_s.shape, tl.float32)
+        new = tl.zeros(offs_s.shape, tl.float32)
         if MAX_TOKENS == 1:  # the call's token is no draft
-            S += u[:, None] * k[None, :]
+            new += u[:, None] * k[None, :]
         else:
             past = tl.zeros((), tl.float32)
-        S = _fold(
-            S, ring_k, ring_u, ring_g, first, m, past, state_ptrs, mask, offs_k, offs_v, mask_k,
+        new = _fold(
+            new, ring_k, ring_u, ring_g, first, m, past, state_ptrs, mask, offs_k, offs_v, mask_k,
             mask_v, K, V, R,
         )  # fmt: skip
-        store(state_ptrs, S, mask, None, EVICT)
+        store(state_ptrs, new, mask, None, EVICT)
 
 
 @triton.jit
@@ -257,14 +269,15 @@ def _materialise_kernel(
     mask_v = offs_v < V
     mask = mask_k[None, :] & mask_v[:, None]
     row = n if rows_ptr is None else tl.load(rows_ptr + n).to(tl.int64)
-    first, m = _held(row, n, cursor_ptr, R)
+    first, m = _first(n, cursor_ptr, R), _count(row, n, cursor_ptr, R)
     state_ptrs = state_ptr + row * strides[0] + offs_s
     mask_s = mask & (row >= 0)
+    ring_k = ring_k_ptr + row * strides[1] + hv // (HV // H) * (R * K)
+    ring_u = ring_u_ptr + row * strides[2] + hv * (R * V)
+    ring_g = ring_g_ptr + row * strides[3] + hv * R
     S = _fold(
-        tl.zeros(offs_s.shape, tl.float32), ring_k_ptr + row * strides[1] + hv // (HV // H) * (R * K),
-        ring_u_ptr + row * strides[2] + hv * (R * V), ring_g_ptr + row * strides[3] + hv * R,
-        first, m, tl.zeros((), tl.float32), state_ptrs, mask_s, offs_k, offs_v, mask_k, mask_v,
-        K, V, R,
+        tl.zeros(offs_s.shape, tl.float32), ring_k, ring_u, ring_g, first, m,
+        tl.zeros((), tl.float32), state_ptrs, mask_s, offs_k, offs_v, mask_k, mask_v, K, V, R,
     )  # fmt: skip
     if out_ptr is None:
         store(state_ptrs, S, mask_s)

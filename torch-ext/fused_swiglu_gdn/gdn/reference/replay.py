@@ -1,7 +1,7 @@
 """Decoding that writes a state once in many tokens: the definition.
 
     S_t = exp(g_t) S_{t-1} + u_t k_t^T    u_t = beta_t (v_t - exp(g_t) S_{t-1} k^_t) / |k_t|
-    o_t = scale * S_t q^_t                k^ = k / |k|, q^ = q / |q| with l2norm; else |k| counts as 1
+    o_t = scale * S_t q^_t                k^ = k / |k|, q^ = q / |q|; without l2norm, |x| is 1
 
 which is the gated delta rule for states [V, K]. A ring holds k, u and g of the latest tokens, which
 rebuild the state from the one of the last flush:
