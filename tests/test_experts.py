@@ -10,6 +10,7 @@ from experts_problems import doubled, gradients, problem
 
 reference, ops, api = (submodule(f"experts.{name}") for name in ("reference", "ops", "api"))
 ROUTINGS = ("random", "held elsewhere", "one expert", "twice")
+GATES = [("relu", None), ("silu", None), ("gelu_tanh", 0.7), ("swigluoai", 0.9), ("relu", 0.2)]
 ACTS = {"silu": F.silu, "relu": F.relu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 
 
@@ -23,19 +24,23 @@ def by_entry(p):
         gate, up = (p.w_gate_up[e] @ p.x[t]).chunk(2)
         if p.limit is not None:
             gate, up = gate.clamp(max=p.limit), up.clamp(-p.limit, p.limit)
-        out[t] += p.weights[t, k] * (p.w_down[e] @ (ACTS[p.activation](gate) * up))
+        if p.activation == "swigluoai":
+            z = (up + 1) * gate * torch.sigmoid(1.702 * gate)
+        else:
+            z = ACTS[p.activation](gate) * up
+        out[t] += p.weights[t, k] * (p.w_down[e] @ z)
     return out
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("activation, limit", [("silu", None), ("gelu_tanh", 0.7), ("relu", None)])
+@pytest.mark.parametrize("activation, limit", GATES[:4])
 def test_reference_is_the_definition(routing, activation, limit):
     p = doubled(problem(9, 3, 5, 6, 4, routing=routing, activation=activation, limit=limit))
     assert_close(reference.experts_fwd(*p), by_entry(p))
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("activation, limit", [("silu", None), ("gelu_tanh", 0.7), ("relu", 0.2)])
+@pytest.mark.parametrize("activation, limit", GATES[1:])
 def test_reference_gradients(routing, activation, limit):
     p = doubled(problem(9, 3, 5, 6, 4, routing=routing, activation=activation, limit=limit))
     dout = torch.randn_like(p.x)

@@ -73,7 +73,8 @@ def check_backward(p, recompute=False, factor=2.0):
 
 def check_routing(ids, E, height):
     """The buffer says what a stable sort of the live entries says, and the tiles cover the rows."""
-    routing = module("routing").route(ids, E, height).cpu()
+    found = module("routing").route(ids, E, height)
+    routing = found.buffer.cpu()
     flat, S = ids.cpu().reshape(-1).long(), ids.numel()
     live = (flat >= 0) & (flat < E)
     rows = int(live.sum())
@@ -86,16 +87,16 @@ def check_routing(ids, E, height):
     expert = flat[order]
     gaps = first[expert] // height * height + height * expert - first[expert]
     places[order] = torch.arange(rows) + gaps
-    assert places.max() < module("routing").places(S, E, height)
+    assert places.max() < found.places
     assert torch.equal(routing[E + 2 + S : E + 2 + 2 * S].long(), places)
     tiles, lists = int(routing[0]), routing[E + 2 + 2 * S :]
     most = S // 16 + E
-    found = list(zip(lists[:tiles].tolist(), lists[most : most + tiles].tolist()))
+    listed = list(zip(lists[:tiles].tolist(), lists[most : most + tiles].tolist()))
     expected = [
         (e, row) for e in range(E) for row in range(int(first[e]), int(first[e + 1]), height)
     ]
-    assert found == expected
-    assert tiles <= module("routing").most_tiles(S, E, height)
+    assert listed == expected
+    assert tiles <= found.tiles
 
 
 # ids of one block; of several blocks that count for themselves; of many blocks that are counted
@@ -120,8 +121,11 @@ def test_forward_interpreted(sizes, routing):
     check_forward(problem(*sizes, 72, 40, routing=routing))
 
 
+GATES = [("silu", 0.3), ("gelu_tanh", None), ("relu", None), ("swigluoai", 0.9)]
+
+
 @interpreted
-@pytest.mark.parametrize("activation, limit", [("silu", 0.3), ("gelu_tanh", None), ("relu", None)])
+@pytest.mark.parametrize("activation, limit", GATES)
 def test_gates_interpreted(activation, limit):
     for T in (3, 30):
         p = problem(T, 2, 4, 40, 24, torch.float32, activation=activation, limit=limit)
@@ -236,6 +240,15 @@ def test_values(sizes, dtype):
         check_backward(p)
         check_backward(p, recompute=True)
         check_routing(p.ids, sizes[2], 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation, limit", GATES)
+def test_gates(activation, limit):
+    for T in (3, 30, 3000):
+        p = problem(T, 2, 8, 256, 128, torch.bfloat16, "cuda", activation=activation, limit=limit)
+        check_forward(p)
+        check_backward(p)
 
 
 @pytest.mark.gpu

@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 moe = pytest.importorskip("transformers.integrations.moe")
 experts = submodule("models.experts")
 NAME = "fused_swiglu_gdn"
-OWN_GATE = ("GptOssExperts", "MiniMaxM3VLExperts", "OpenAIPrivacyFilterExperts")
+OWN_GATE = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
 OTHER_FORMULA = ("AriaExperts", "MuseSparkExperts", "NemotronHExperts")
 
 
@@ -56,7 +56,8 @@ def test_every_class_of_transformers():
     left = {name for name, form in forms.items() if isinstance(form, str)}
     assert left <= {*OWN_GATE, *OTHER_FORMULA}
     assert len(forms) - len(left) >= 20
-    known = {"DeepseekV4Experts": "limit", "HYV4Experts": "swiglu_limit", "MixtralExperts": None}
+    known = {"DeepseekV4Experts": "limit", "HYV4Experts": "swiglu_limit", "MixtralExperts": None,
+             "MiniMaxM3VLExperts": "swiglu_limit"}  # fmt: skip
     for name in known.keys() & forms.keys():
         assert forms[name].limit == known[name]
 
@@ -95,6 +96,49 @@ def test_authors_classes():
             return x
 
     assert "does not choose" in experts.form_of(NotDispatched)
+
+
+def test_the_gate_of_minimax(everywhere):
+    name = "transformers.models.minimax_m3_vl"
+    modeling = pytest.importorskip(f"{name}.modeling_minimax_m3_vl")
+    config = importlib.import_module(f"{name}.configuration_minimax_m3_vl").MiniMaxM3VLTextConfig(
+        hidden_size=32, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2
+    )
+    config._experts_implementation = "eager"
+    module = modeling.MiniMaxM3VLExperts(config)
+    for weight in module.parameters():
+        torch.nn.init.normal_(weight)  # gates on both sides of the clamp
+    x, ids, weights = (
+        torch.randn(6, 32),
+        torch.tensor([[0, 2], [1, 3], [3, 1]] * 2),
+        torch.rand(6, 2),
+    )
+    with torch.no_grad():
+        found, expected = experts.experts_forward(module, x, ids, weights), module(x, ids, weights)
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert experts.why_not_experts(module) is None
+    module.swiglu_alpha = 2.0
+    assert experts.why_not_experts(module) == "swiglu_alpha is 2.0, not 1.702"
+
+
+def test_gpt_oss_is_transformers_own_and_says_so_once(caplog):
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    config = transformers.GptOssConfig(
+        hidden_size=32, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2
+    )
+    config._experts_implementation = experts.register_experts()
+    module = modeling.GptOssExperts(config)
+    for weight in module.parameters():
+        torch.nn.init.normal_(weight)
+    args = (torch.randn(6, 32), torch.tensor([[0, 2], [1, 3], [3, 1]] * 2), torch.rand(6, 2))
+    experts._say_once.cache_clear()
+    with torch.no_grad():
+        found = [module(*args) for _ in range(2)]
+        expected = moe.grouped_mm_experts_forward(module, *args)
+    assert all(torch.equal(out, expected) for out in found)
+    said = [r.getMessage() for r in caplog.records if "GptOssExperts" in r.getMessage()]
+    why = "its gate is one of its own"
+    assert said == [f"GptOssExperts is computed by transformers' grouped_mm: {why}"]
 
 
 def test_left_alone_without_kernels():

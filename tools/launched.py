@@ -154,6 +154,9 @@ for T in (1, 40, 4096):
          index=torch.int32, top=FP16, activation="gelu_tanh", limit=7.0)(_experts)  # fmt: skip
 for T in (40, 512, 1024, 4096, 8192, 32768, 65536):
     call(f"experts training, T {T}", T=T, grad=True)(_experts)
+for T in (1, 40, 8192):
+    oai = {"activation": "swigluoai", "limit": 7.0}
+    call(f"experts, swigluoai, T {T}", T=T, grad=T > 1, **oai)(_experts)
 call("experts training, recompute", T=8192, grad=True, recompute=True)(_experts)
 call("experts training, odd sizes", T=1000, E=20, K=6, H=200, N=136, dtype=FP16, grad=True)(
     _experts

@@ -44,7 +44,8 @@ def fused_experts(
         w_down: [E, H, I]; the dtype of x.
         top_k_index: [T, K]; int32 or int64.
         top_k_weights: [T, K]; fp32, bf16 or fp16.
-        activation: "silu", "gelu_tanh" or "relu".
+        activation: "silu", "gelu_tanh", "relu", or "swigluoai", the gate of gpt-oss's kind:
+            gate * sigmoid(1.702 gate) * (up + 1) in place of act(gate) * up.
         limit: if given, gate is clamped to at most `limit` and up to [-limit, limit] first.
         recompute: for training: save only x for the backward pass, and compute gate and up again
             there. Otherwise they are saved, [T K, 2 I].

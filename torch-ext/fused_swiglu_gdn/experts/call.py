@@ -40,6 +40,7 @@ class TopkOptions(NamedTuple):
     dtype: torch.dtype  # of the weights
 
 
+ALPHA = 1.702  # the activation "swigluoai" is gate * sigmoid(ALPHA gate) * (up + 1)
 LEAST = {"softmax": 0.0, "sigmoid": 1e-20}  # added to a sum of scores before it divides
 
 

@@ -14,7 +14,10 @@ from ..runtime.checks import (
     remembered,
     same_device,
 )
-from ..swiglu.checks import ACTIVATIONS
+from ..swiglu.checks import ACTIVATIONS as OF_SWIGLU
+
+ACTIVATIONS = (*OF_SWIGLU, "swigluoai")
+SCORINGS = ("softmax", "sigmoid")
 
 
 @remembered
@@ -39,9 +42,6 @@ def fused_experts(
     if limit is not None:
         is_number("limit", limit, "positive", " or None")
     are_flags(recompute=recompute, main_grad=main_grad)
-
-
-SCORINGS = ("softmax", "sigmoid")
 
 
 @remembered

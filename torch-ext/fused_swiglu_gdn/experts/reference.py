@@ -14,14 +14,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.dtypes import at_least_fp32
-from ..swiglu.reference import ACTIVATIONS, SLOPES
-from .call import LEAST, TopkOptions
+from ..swiglu import reference as swiglu
+from .call import ALPHA, LEAST, TopkOptions
+
+ACTIVATIONS = {**swiglu.ACTIVATIONS, "swigluoai": lambda x: F.silu(ALPHA * x) / ALPHA}
+SLOPES = {  # as swiglu.SLOPES
+    **swiglu.SLOPES,
+    "swigluoai": lambda d, x: torch.ops.aten.silu_backward(d, ALPHA * x),
+}
+ADDED = {"swigluoai": 1.0}  # to up, behind the clamp
+
+
+def _clamped(gate: Tensor, up: Tensor, activation: str, limit: Optional[float]) -> tuple:
+    """What the activation takes, and what it is multiplied by."""
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate, up + ADDED[activation] if activation in ADDED else up
 
 
 def _gated(gate: Tensor, up: Tensor, activation: str, limit: Optional[float]) -> Tensor:
     """z [rows, I], in the precision of gate and up."""
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate, up = _clamped(gate, up, activation, limit)
     return ACTIVATIONS[activation](gate) * up
 
 
@@ -58,8 +71,7 @@ def _gated_gradient(
 ) -> Tensor:
     """[dgate, dup] [rows, 2 I] of z = _gated(gate, up)."""
     passes = (gate <= limit, up.abs() <= limit) if limit is not None else None
-    if limit is not None:
-        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    gate, up = _clamped(gate, up, activation, limit)
     dgate = SLOPES[activation](dz * up, gate)
     dup = dz * ACTIVATIONS[activation](gate)
     if passes is not None:

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..experts import ops, reference
 from ..experts.api import fused_experts
-from ..experts.call import ExpertsOptions
+from ..experts.call import ALPHA, ExpertsOptions
 from ..layers.activations import activation_of
 from ..layers.plain import why_not_tensor
 from ..runtime import dispatch
@@ -37,7 +37,8 @@ class Form(NamedTuple):
     """How a class's gate differs from act_fn(gate) * up."""
 
     limit: Optional[str] = None  # the attribute with what gate and up are clamped by
-    silu: bool = False  # silu whatever act_fn is
+    activation: Optional[str] = None  # whatever act_fn is
+    alpha: Optional[str] = None  # the attribute with swigluoai's factor
 
 
 # bodies of `_apply_gate` that are known, without comments
@@ -49,9 +50,14 @@ return self.act_fn(gate) * up""": Form("limit"),
     """gate, up = gate_up.chunk(2, dim=-1)
 gate = gate.clamp(min=None, max=self.swiglu_limit)
 up = up.clamp(min=-self.swiglu_limit, max=self.swiglu_limit)
-return F.silu(gate) * up""": Form("swiglu_limit", silu=True),
+return F.silu(gate) * up""": Form("swiglu_limit", "silu"),
     """gate, up = gate_up.chunk(2, dim=-1)
 return (self.act_fn(gate.float()) * up.float()).to(gate.dtype)""": Form(),
+    """gate, up = gate_up.chunk(2, dim=-1)
+gate = gate.clamp(max=self.swiglu_limit)
+up = up.clamp(min=-self.swiglu_limit, max=self.swiglu_limit)
+glu = gate * torch.sigmoid(gate * self.swiglu_alpha)
+return (up + 1.0) * glu""": Form("swiglu_limit", "swigluoai", "swiglu_alpha"),
 }
 FLAGS = {
     "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True,
@@ -97,7 +103,7 @@ def experts_forward(
     if reason is not None:
         return _fall_back(self, reason, hidden_states, top_k_index, top_k_weights)
     form = form_of(type(self))
-    activation = "silu" if form.silu else activation_of(self.act_fn)
+    activation = form.activation or activation_of(self.act_fn)
     limit = None if form.limit is None else float(getattr(self, form.limit))
     x = hidden_states.to(self.gate_up_proj.dtype)
     args = (x, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
@@ -178,8 +184,8 @@ def _computes(kind: type, forward, form: Form) -> bool:
         "num_experts": 3, "hidden_dim": 5, "intermediate_dim": 6, "act_fn": F.silu,
         "gate_up_proj": w_gate_up, "down_proj": w_down, "_apply_gate": kind._apply_gate,
     }  # fmt: skip
-    if form.limit is not None:
-        parts[form.limit] = limit
+    parts.update({form.limit: limit} if form.limit else {})
+    parts.update({form.alpha: ALPHA} if form.alpha else {})
     stand_in = type("StandIn", (), parts)
     stand_in.act_fn = staticmethod(F.silu)
     try:
@@ -187,7 +193,8 @@ def _computes(kind: type, forward, form: Form) -> bool:
             found = forward(stand_in(), x, ids, weights)
     except Exception:  # it wants something that the formula has not
         return False
-    expected = reference.experts_fwd(x, w_gate_up, w_down, ids, weights, "silu", limit)
+    args = (x, w_gate_up, w_down, ids, weights, form.activation or "silu", limit)
+    expected = reference.experts_fwd(*args)
     return found.shape == expected.shape and torch.allclose(found, expected, 1e-5, 1e-6)
 
 
@@ -206,7 +213,9 @@ def why_not_experts(module: nn.Module) -> Optional[str]:
         found = getattr(module, flag, expected)  # older transformers have not all of them
         if found is not expected:
             return f"{flag} is {found}"
-    if not form.silu and activation_of(module.act_fn) is None:
+    if form.alpha is not None and getattr(module, form.alpha) != ALPHA:
+        return f"{form.alpha} is {getattr(module, form.alpha)}, not {ALPHA}"
+    if form.activation is None and activation_of(module.act_fn) is None:
         return f"its activation is {type(module.act_fn).__name__}"
     for name in ("gate_up_proj", "down_proj"):
         weight = getattr(module, name, None)

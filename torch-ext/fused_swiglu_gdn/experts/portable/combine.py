@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from .launching import launch
-from .routing import place_of_entry
+from .routing import Routing, place_of_entry
 
 
 @triton.jit(do_not_specialize=["S", "E"])
@@ -46,18 +46,15 @@ def _combine_kernel(
 def combine(
     y: torch.Tensor,  # [.., H] by places
     weights: Optional[torch.Tensor],  # [T, K]
-    routing: torch.Tensor,
-    T: int,
-    experts: int,
-    top_k: int,
+    routing: Routing,
 ) -> torch.Tensor:  # [T, H]
-    S, H = T * top_k, y.shape[1]
+    (buffer, T, K, E, _), H = routing, y.shape[1]
     out = y.new_empty((T, H))  # [T, H]
     # few tokens are divided among more programs
     block = min(triton.next_power_of_2(H), 2048 if T >= 128 else 512)
     launch(
-        _combine_kernel, T * triton.cdiv(H, block), (), (y, weights, out, routing), (S, experts),
-        (H, top_k, block), max(1, block // 256),
+        _combine_kernel, T * triton.cdiv(H, block), (), (y, weights, out, buffer), (T * K, E),
+        (H, K, block), max(1, block // 256),
     )  # fmt: skip
     return out
 
@@ -85,13 +82,12 @@ def _weights_gradient_kernel(
 def weights_gradient(
     parts: torch.Tensor,  # [.., PARTS] fp32 by places
     like: torch.Tensor,  # [T, K]
-    routing: torch.Tensor,
-    experts: int,
+    routing: Routing,
 ) -> torch.Tensor:  # [T, K]
-    S, count = like.numel(), parts.shape[1]
+    (buffer, T, K, E, _), count = routing, parts.shape[1]
     out = torch.empty_like(like)
     launch(
-        _weights_gradient_kernel, triton.cdiv(S, 256), (), (parts, out, routing), (S, experts),
+        _weights_gradient_kernel, triton.cdiv(T * K, 256), (), (parts, out, buffer), (T * K, E),
         (count, 256), 4,
     )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ from .combine import combine, weights_gradient
 from .few import plan_few
 from .gradients import gate_gradient, spread, weight_gradient
 from .products import rows_product, up
-from .routing import new_routing, places, route
+from .routing import Routing, new_buffer, route
 
 FEW = 8  # tokens
 
@@ -63,17 +63,16 @@ def experts_fwd(
     T, (E, _, I), K = x.shape[0], w_down.shape, ids.shape[1]
     gate_up = x.new_empty((T * K, 2 * I)) if keeps and not recompute else None  # [S, 2 I]
     if x.numel() == 0:
-        return torch.empty_like(x), gate_up, new_routing(ids, E) if keeps else None
+        return torch.empty_like(x), gate_up, new_buffer(ids, E) if keeps else None
     if T <= FEW and not keeps:
         few = plan_few(x, w_down, ids, activation, limit)
         return few(x, w_gate_up, w_down, ids, weights), None, None
     tiles = tiles_for(x.device, T, K, E)
-    height = tiles["BLOCK_M"]
-    routing = route(ids, E, height)
-    z = x.new_empty((places(T * K, E, height), I))
-    up(x, w_gate_up, routing, z, gate_up, K, activation, limit, height, tiles["up"])
-    y = rows_product(z, w_down, routing, T * K, True, height, tiles["down"])  # [.., H]
-    return combine(y, weights, routing, T, E, K), gate_up, routing if keeps else None
+    routing = route(ids, E, tiles["BLOCK_M"])
+    z = x.new_empty((routing.places, I))
+    up(x, w_gate_up, routing, z, gate_up, activation, limit, tiles["up"])
+    y = rows_product(z, w_down, routing, True, tiles["down"])  # [.., H]
+    return combine(y, weights, routing), gate_up, routing.buffer if keeps else None
 
 
 def plan_experts_fwd(x, w_gate_up, w_down, ids, weights, options) -> Callable:
@@ -105,38 +104,37 @@ def experts_bwd(
 ) -> Tuple[Optional[torch.Tensor], ...]:
     """(dx, dw_gate_up, dw_down, dweights): None where not needed or added to a main_grad."""
     activation, limit, *_ = options
-    dout, gate_up, routing, needs, main_grads = gradient
+    dout, gate_up, buffer, needs, main_grads = gradient
     dout, x, weights = dout.contiguous(), x.contiguous(), weights.contiguous()
     T, (E, _, I), K = x.shape[0], w_down.shape, weights.shape[1]
     if x.numel() == 0:
         return _zeros(x, w_gate_up, w_down, weights, needs, main_grads)
     tiles = tiles_for(x.device, T, K, E)
-    height = tiles["BLOCK_M"]
+    routing = Routing(buffer, T, K, E, tiles["BLOCK_M"])
     if gate_up is None:
         gate_up = x.new_empty((T * K, 2 * I))  # [S, 2 I]
-        up(x, w_gate_up, routing, None, gate_up, K, activation, limit, height, tiles["up"])
-    rows = places(T * K, E, height)
-    d_gate_up = x.new_empty((rows, 2 * I))
-    wz = x.new_empty((rows, I)) if needs[2] else None
+        up(x, w_gate_up, routing, None, gate_up, activation, limit, tiles["up"])
+    d_gate_up = x.new_empty((routing.places, 2 * I))
+    wz = x.new_empty((routing.places, I)) if needs[2] else None
     parts = gate_gradient(
         dout, w_down, gate_up, weights, routing, d_gate_up, wz, needs[3], activation, limit,
-        height, tiles["gate"],
+        tiles["gate"],
     )  # fmt: skip
     dx = dw_gate_up = dw_down = dweights = None
     if needs[3]:
-        dweights = weights_gradient(parts, weights, routing, E)
+        dweights = weights_gradient(parts, weights, routing)
     if needs[2]:
-        more = (routing, E, main_grads[1], height, tiles["weight"])
-        dw_down = weight_gradient(spread(dout, routing, E, K, height), wz, *more)  # [E, H, I]
+        more = (routing, main_grads[1], tiles["weight"])
+        dw_down = weight_gradient(spread(dout, routing), wz, *more)  # [E, H, I]
         del wz
     if needs[1]:
-        more = (routing, E, main_grads[0], height, tiles["weight"])
-        spread_x = spread(x, routing, E, K, height)
+        more = (routing, main_grads[0], tiles["weight"])
+        spread_x = spread(x, routing)
         dw_gate_up = weight_gradient(d_gate_up, spread_x, *more)  # [E, 2 I, H]
         del spread_x
     if needs[0]:
-        dx = rows_product(d_gate_up, w_gate_up, routing, T * K, False, height, tiles["dx"])
-        dx = combine(dx, None, routing, T, E, K)
+        dx = rows_product(d_gate_up, w_gate_up, routing, False, tiles["dx"])
+        dx = combine(dx, None, routing)
     return dx, dw_gate_up, dw_down, dweights
 
 

@@ -4,15 +4,24 @@ import triton
 import triton.language as tl
 
 from ...runtime.primitives import activate, activate_with_slope
+from ..call import ALPHA
+
+_ALPHA, _BY_ALPHA = tl.constexpr(ALPHA), tl.constexpr(1 / ALPHA)
 
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
-    """act(gate) * up, all fp32; with a LIMIT, act(min(gate, LIMIT)) * clamp(up, -LIMIT, LIMIT)."""
+    """act(gate) * up, all fp32; with a LIMIT, act(min(gate, LIMIT)) * clamp(up, -LIMIT, LIMIT).
+
+    swigluoai: silu(ALPHA gate) / ALPHA * (up + 1).
+    """
     if LIMIT is not None:
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    return activate(gate, ACTIVATION) * up
+    if ACTIVATION == "swigluoai":
+        return activate(gate * _ALPHA, "silu") * (_BY_ALPHA * (up + 1.0))
+    else:
+        return activate(gate, ACTIVATION) * up
 
 
 @triton.jit
@@ -23,7 +32,12 @@ def gated_with_gradient(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr)
         up_passes = (up <= LIMIT) & (up >= -LIMIT)
         gate = tl.where(gate > LIMIT, LIMIT, gate)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-    value, slope = activate_with_slope(gate, ACTIVATION)
+    if ACTIVATION == "swigluoai":
+        up = up + 1.0
+        value, slope = activate_with_slope(gate * _ALPHA, "silu")
+        value = _BY_ALPHA * value
+    else:
+        value, slope = activate_with_slope(gate, ACTIVATION)
     by_gate = up * slope
     by_up = value
     if LIMIT is not None:

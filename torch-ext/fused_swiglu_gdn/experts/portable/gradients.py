@@ -21,13 +21,12 @@ from .gate import gated_with_gradient
 from .launching import box, launch
 from .products import gathered, halves, programs
 from .routing import (
+    Routing,
     entry_of_row,
     first_place,
     first_rows,
-    most_tiles,
     place_of,
     place_of_entry,
-    places,
     tile_at,
 )
 
@@ -77,17 +76,14 @@ def _spread_kernel(
 
 def spread(
     x: torch.Tensor,  # [T, WIDTH]
-    routing: torch.Tensor,  # in tiles of height rows
-    experts: int,
-    top_k: int,
-    height: int,
+    routing: Routing,
 ) -> torch.Tensor:  # [.., WIDTH] by places
-    (T, width), S = x.shape, x.shape[0] * top_k
-    out = x.new_empty((places(S, experts, height), width))
+    (buffer, T, K, E, height), width = routing, x.shape[1]
+    out = x.new_empty((routing.places, width))
     block = min(triton.next_power_of_2(width), 2048)
     launch(
-        _spread_kernel, (T + experts) * triton.cdiv(width, block), (), (x, out, routing),
-        (S, experts, height), (width, top_k, block), max(1, block // 256),
+        _spread_kernel, (T + E) * triton.cdiv(width, block), (), (x, out, buffer),
+        (T * K, E, height), (width, K, block), max(1, block // 256),
     )  # fmt: skip
     return out
 
@@ -214,28 +210,27 @@ def gate_gradient(
     w_down: torch.Tensor,  # [E, H, I]
     gate_up: torch.Tensor,  # [S, 2 I]
     weights: torch.Tensor,  # [T, K]
-    routing: torch.Tensor,
+    routing: Routing,
     d_gate_up: torch.Tensor,  # [.., 2 I] by places, filled
     wz: Optional[torch.Tensor],  # [.., I] by places, filled
     needs_weights: bool,
     activation: str,
     limit: Optional[float],
-    height: int,
     config: dict,
 ) -> Optional[torch.Tensor]:  # [.., PARTS] fp32 by places
     """Fills d_gate_up and w z; returns the parts of dw, if they are needed."""
-    S, (E, H, I) = gate_up.shape[0], w_down.shape
+    (buffer, T, K, E, height), (_, H, I) = routing, w_down.shape
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     count = triton.cdiv(I, BN)
-    shape = (places(S, E, height), count)
+    shape = (routing.places, count)
     parts = gate_up.new_empty(shape, dtype=torch.float32) if needs_weights else None
     tails = config["TAILS"] and height >= 2 * STEP.value  # half a tile writes a whole step
-    pointers = (dout, gate_up, d_gate_up, weights, wz, parts, routing)
-    tiles = most_tiles(S, E, height) * count
+    pointers = (dout, gate_up, d_gate_up, weights, wz, parts, buffer)
+    tiles = routing.tiles * count
     tile = (height, BN, BK, config["GROUP"], config["FLAT"], tails)
     launch(
         _gate_gradient_kernel, programs(tiles, config, dout.device), (box(w_down, 1, BK, BN),),
-        pointers, (S, E), (H, I, weights.shape[1], activation, limit, *tile), config["num_warps"],
+        pointers, (T * K, E), (H, I, K, activation, limit, *tile), config["num_warps"],
         config["num_stages"],
     )  # fmt: skip
     return parts
@@ -303,23 +298,21 @@ def _weight_gradient_kernel(
 def weight_gradient(
     a: torch.Tensor,  # [.., M] by places
     b: torch.Tensor,  # [.., N] by places
-    routing: torch.Tensor,
-    experts: int,
+    routing: Routing,
     main_grad: Optional[torch.Tensor],  # [E, M, N] fp32: added to, in place of a new tensor
-    height: int,
     config: dict,
 ) -> Optional[torch.Tensor]:  # [E, M, N]
-    M, N = a.shape[1], b.shape[1]
-    out = a.new_empty((experts, M, N)) if main_grad is None else main_grad
+    (buffer, _, _, E, height), M, N = routing, a.shape[1], b.shape[1]
+    out = a.new_empty((E, M, N)) if main_grad is None else main_grad
     BM, BN = config["BLOCK_M"], config["BLOCK_N"]
     BK = min(config["BLOCK_K"], height, STEP.value)  # so far there are zeros
     stores = main_grad is None and config["STORE"]
     boxes = (box(a, BK, BM), box(b, BK, BN), box(out, 1, BM, BN // 2) if stores else None)
     tile = (BM, BN, BK, config["GROUP"], config["FLAT"])
-    tiles = experts * triton.cdiv(M, BM) * triton.cdiv(N, BN)
+    tiles = E * triton.cdiv(M, BM) * triton.cdiv(N, BN)
     launch(
-        _weight_gradient_kernel, programs(tiles, config, a.device), boxes, (out, routing),
-        (experts, height), (M, N, main_grad is not None, *tile), config["num_warps"],
+        _weight_gradient_kernel, programs(tiles, config, a.device), boxes, (out, buffer),
+        (E, height), (M, N, main_grad is not None, *tile), config["num_warps"],
         config["num_stages"],
     )  # fmt: skip
     return out if main_grad is None else None

@@ -17,7 +17,7 @@ from ...runtime import device
 from ...runtime.primitives import grouped_tile
 from .gate import gated
 from .launching import box, launch
-from .routing import entry_of_row, most_tiles, place_of, places, tile_at
+from .routing import Routing, entry_of_row, place_of, tile_at
 
 
 @triton.jit
@@ -194,23 +194,21 @@ def programs(tiles: int, config: dict, where: torch.device) -> int:
 def up(
     x: torch.Tensor,  # [T, H]
     w_gate_up: torch.Tensor,  # [E, 2 I, H]
-    routing: torch.Tensor,  # in tiles of height rows
+    routing: Routing,
     z: Optional[torch.Tensor],  # [.., I] by places, filled
     gate_up: Optional[torch.Tensor],  # [S, 2 I], filled
-    top_k: int,
     activation: str,
     limit: Optional[float],
-    height: int,
     config: dict,
 ) -> None:
-    (T, H), (E, I) = x.shape, (w_gate_up.shape[0], w_gate_up.shape[1] // 2)
+    (buffer, T, K, E, height), H, I = routing, x.shape[1], w_gate_up.shape[1] // 2
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
-    tiles = most_tiles(T * top_k, E, height) * triton.cdiv(I, BN)
+    tiles = routing.tiles * triton.cdiv(I, BN)
     boxes = (box(w_gate_up, 2, BN, BK, shape=(2 * E, I, H)),)
     tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
     launch(
-        _up_kernel, programs(tiles, config, x.device), boxes, (x, z, gate_up, routing),
-        (T * top_k, E), (H, I, top_k, activation, limit, *tile), config["num_warps"],
+        _up_kernel, programs(tiles, config, x.device), boxes, (x, z, gate_up, buffer),
+        (T * K, E), (H, I, K, activation, limit, *tile), config["num_warps"],
         config["num_stages"],
     )  # fmt: skip
 
@@ -218,24 +216,23 @@ def up(
 def rows_product(
     a: torch.Tensor,  # [.., WIDTH] by places
     weight: torch.Tensor,  # [E, N, WIDTH]; not transposed: [E, WIDTH, N]
-    routing: torch.Tensor,  # in tiles of height rows
-    entries: int,  # S
+    routing: Routing,
     transposed: bool,
-    height: int,
     config: dict,
 ) -> torch.Tensor:  # [.., N] by places
     """a W[e]^T, or a W[e], of each row's expert e."""
-    width, E, N = a.shape[1], weight.shape[0], weight.shape[1 if transposed else 2]
-    y = a.new_empty((places(entries, E, height), N))
+    (buffer, T, K, E, height), width = routing, a.shape[1]
+    N = weight.shape[1 if transposed else 2]
+    y = a.new_empty((routing.places, N))
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     w_box = box(weight, 1, BN, BK) if transposed else box(weight, 1, BK, BN)
     y_box = box(y, height, BN // 2) if config["STORE"] else None
     tail_box = box(a, height // 2, BK) if config["TAILS"] else None
     boxes = (box(a, height, BK), tail_box, w_box, y_box)
-    tiles = most_tiles(entries, E, height) * triton.cdiv(N, BN)
+    tiles = routing.tiles * triton.cdiv(N, BN)
     tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
     launch(
-        _rows_kernel, programs(tiles, config, a.device), boxes, (y, routing), (entries, E),
+        _rows_kernel, programs(tiles, config, a.device), boxes, (y, buffer), (T * K, E),
         (N, width, transposed, *tile), config["num_warps"], config["num_stages"],
     )  # fmt: skip
     return y

@@ -5,7 +5,7 @@ by expert; entries of one expert keep their order, whatever else is in the batch
 global memory, nothing read by the host: the same rows in every run, and the launches can be
 captured in a CUDA graph that is replayed with other ids.
 
-Sizes: T tokens, K slots, S = T K entries, E experts. `routing` is one int32 buffer:
+Sizes: T tokens, K slots, S = T K entries, E experts. The buffer is one of int32:
 
     tiles [1], first row of each expert [E + 1], entry of each row [S], place of each entry [S],
     expert of each tile [most], first row of each tile [most], most = S // 16 + E, and to spare
@@ -14,6 +14,8 @@ A tile is up to `height` rows of one expert. Places are rows with gaps: those of
 a multiple of the height, so that whole tiles of them hold nobody else's. An id outside [0, E) means
 that the expert is held elsewhere: such an entry has place -1, and the rows end before S.
 """
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -27,7 +29,28 @@ CHUNK = 1024  # entries counted in one step, at most
 ALONE = 2048  # up to so many entries every program counts all of them itself
 
 
-def new_routing(ids: torch.Tensor, experts: int) -> torch.Tensor:
+class Routing(NamedTuple):
+    """Where the entries of a call are computed."""
+
+    buffer: torch.Tensor
+    T: int
+    K: int
+    E: int
+    height: int  # rows of a tile
+
+    @property
+    def places(self) -> int:
+        """How long an array by places is."""
+        return self.T * self.K + self.height * (self.E + 1)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles at most: every expert that is hit loses less than one tile."""
+        entries = self.T * self.K
+        return min(entries, entries // self.height + min(self.E, entries))
+
+
+def new_buffer(ids: torch.Tensor, experts: int) -> torch.Tensor:
     """The buffer, not filled."""
     return ids.new_empty(routing_size(ids.numel(), experts), dtype=torch.int32)
 
@@ -68,7 +91,7 @@ def place_of(routing_ptr, expert, row, height):
 
 @triton.jit
 def first_place(row, expert, height):
-    """The place of an expert's first row. All fit into places(S, E, height)."""
+    """The place of an expert's first row. All fit into Routing.places."""
     return row // height * height + height * expert
 
 
@@ -186,21 +209,11 @@ def _place_kernel(
         tl.store(first_rows(routing_ptr) + E, tl.sum(total, 0))
 
 
-def places(entries: int, experts: int, height: int) -> int:
-    """How long an array by places is."""
-    return entries + height * (experts + 1)
-
-
-def most_tiles(entries: int, experts: int, height: int) -> int:
-    """Tiles at most: every expert that is hit loses less than one tile."""
-    return min(entries, entries // height + min(experts, entries))
-
-
-def route(ids: torch.Tensor, experts: int, height: int) -> torch.Tensor:
-    """The `routing` of ids [T, K], which are contiguous, in tiles of `height` rows."""
+def route(ids: torch.Tensor, experts: int, height: int) -> Routing:
+    """That of ids [T, K], which are contiguous, in tiles of `height` rows."""
     entries = ids.numel()
     blocks = triton.cdiv(entries, BLOCK)
-    routing = new_routing(ids, experts)
+    buffer = new_buffer(ids, experts)
     chunk = 256 if entries <= 256 else CHUNK
     width = max(32, triton.next_power_of_2(experts))
     counts = None
@@ -210,5 +223,5 @@ def route(ids: torch.Tensor, experts: int, height: int) -> torch.Tensor:
         launch(_scan_kernel, width // 8, (), (counts,), (blocks,), (width, 8, 512), 8)
     numbers = (entries, experts, blocks, height)
     constexprs = (width, BLOCK, chunk, 32)
-    launch(_place_kernel, blocks, (), (ids, counts, routing), numbers, constexprs, 4)
-    return routing
+    launch(_place_kernel, blocks, (), (ids, counts, buffer), numbers, constexprs, 4)
+    return Routing(buffer, *ids.shape, experts, height)
