@@ -20,7 +20,8 @@ import torch  # noqa: E402
 
 # first on the path, since a package is called `build` as well
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
-from in_tree import NAME, PACKAGE, ROOT, load_package, submodule  # noqa: E402, F401
+import in_tree  # noqa: E402
+from in_tree import NAME, PACKAGE, ROOT, submodule  # noqa: E402, F401
 
 # Where these packages are installed, transformers calls them; the tests compare with its own torch
 # functions, which are right in fp32 and on a CPU.
@@ -59,6 +60,17 @@ def assert_close(out: torch.Tensor, ref: torch.Tensor, dtype=None, factor: float
     assert error <= limit, f"relative error {error:.2e} above {limit:.2e}"
 
 
+def beside_a_gpu(package):
+    """The package, as on a machine with a GPU: without one kernelize leaves alone what is on a CPU,
+    for no kernel would ever serve it."""
+    sys.modules[f"{package.__name__}.runtime.device"].has_gpu = lambda: True
+    return package
+
+
+def load_package():
+    return beside_a_gpu(in_tree.load_package())
+
+
 @pytest.fixture(scope="session")
 def kernel():
     return load_package()
@@ -77,7 +89,7 @@ def repository(tmp_path_factory):
 @pytest.fixture(scope="session")
 def built(repository):
     """The built kernel, loaded as users load it."""
-    return pytest.importorskip("kernels").get_kernel(REPOSITORY, version=1)
+    return beside_a_gpu(pytest.importorskip("kernels").get_kernel(REPOSITORY, version=1))
 
 
 @pytest.fixture(params=DEVICES)

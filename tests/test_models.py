@@ -10,7 +10,7 @@ import sys
 
 import pytest
 import torch
-from conftest import DEVICES, REPOSITORY, ROOT, relative_error
+from conftest import DEVICES, REPOSITORY, ROOT, beside_a_gpu, relative_error
 from tiny_models import CONFIGS, GRADIENTS, LOGITS, WITH_GDN, pair, random_model, tokens
 
 transformers = pytest.importorskip("transformers")
@@ -268,7 +268,7 @@ def second_version(tmp_path):
 def test_two_versions_in_one_process(built, repository, tmp_path, monkeypatch):
     root = second_version(tmp_path)
     monkeypatch.setenv("LOCAL_KERNELS", f"{REPOSITORY}={repository}:org/next={root}")
-    other = kernels.get_kernel("org/next", version=2)
+    other = beside_a_gpu(kernels.get_kernel("org/next", version=2))
     assert other.__name__ != built.__name__
     assert other.layers.SwiGLUMLP is not built.layers.SwiGLUMLP
     assert sys.modules[f"{other.__name__}.runtime.device"].SECOND

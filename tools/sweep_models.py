@@ -282,8 +282,8 @@ def compare(kind: str) -> Result:
     done, state = [], state_of(model)
     if arguments is not None:
         grads, tokens = gradients(model, arguments), tokens_of(model, arguments)
-    report = package.kernelize(model)
     with dispatch.force("reference"):
+        report = package.kernelize(model)
         check_modules(model, report.served)
         done.append("modules")
         if arguments is not None:

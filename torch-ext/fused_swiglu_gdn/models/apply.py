@@ -21,7 +21,7 @@ from .loss import restore_loss, serve_loss
 from .moe_blocks import serve_blocks
 from .recognise import KINDS, Finding, recognise, remember
 from .report import Report, Row
-from .serving import serve, unserve
+from .serving import serve, unserve, why_nowhere
 from .sharded import as_gathered
 
 PROMPT = 4096  # tokens of a call that stands for prompts and training; 1 stands for decoding
@@ -48,7 +48,8 @@ def kernelize(
     Call it last, after adapters are added and after `use_kernels=True`.
 
     Args:
-        model: any nn.Module, on any device.
+        model: any nn.Module, on any device. Where no kernel can serve a module, it is left alone; on
+            the CPU of a machine with a GPU it is served, since it may be moved (docs/models.md).
         mode: "inference", "training" or a kernels.Mode; by default as model.training says. Layers
             without gradients are not used for training.
         only, skip: kinds of modules to serve, or not to: "mlp", "gdn", "norm", "attention",
@@ -107,17 +108,24 @@ def _serve_modules(model: nn.Module, training: bool, kinds: set) -> List[Row]:
         finding = recognise(module)
         if finding is None or finding.kind not in kinds:
             continue
-        implementation = None
-        if finding.reason is None:
+        implementation, reason = None, finding.reason or _why_no_kernel(module, finding)
+        if reason is None:
             implementation = _implementations(module, finding, training)
             serve(module, finding.layer, finding.forward)
             remember(module, finding)
         kind = type(module).__name__
-        rows.append(Row(name, kind, finding.layer, implementation, finding.reason))
+        rows.append(Row(name, kind, finding.layer, implementation, reason))
     if "experts" in kinds:
         return rows + serve_blocks(model) + serve_experts(model, training)
     restore_experts(model)
     return rows
+
+
+def _why_no_kernel(module: nn.Module, finding: Finding) -> Optional[str]:
+    if finding.kind == "gdn":  # in plain torch ours are the faster ones, too
+        return None
+    family, operation, args = _FACTS[finding.kind](module, finding.form, 1)
+    return why_nowhere(args[0].device, family, operation)
 
 
 def _kinds(only, skip) -> set:

@@ -25,6 +25,7 @@ from ..layers.plain import why_not_tensor
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
 from .report import Row
+from .serving import why_not_on
 
 NAME = "fused_swiglu_gdn"
 REPLACED = (None, "eager", "batched_mm", "grouped_mm")  # implementations that kernelize replaces
@@ -228,9 +229,10 @@ def why_not_experts(module: nn.Module) -> Optional[str]:
 def why_not_here(module: nn.Module) -> Optional[str]:
     """Why no kernel serves a module that is the formula, by device, dtype and sizes."""
     w_down = module.down_proj
-    device, (_, H, I) = w_down.device, w_down.shape
-    if not dispatch.has_kernels(ops.FAMILY, "experts_fwd", device.type, device.index):
-        return f"there are no kernels for {device.type}"
+    _, H, I = w_down.shape
+    reason = why_not_on(w_down.device, ops.FAMILY, "experts_fwd")
+    if reason is not None:
+        return reason
     if w_down.dtype not in HALF:
         return f"its weights are {str(w_down.dtype).replace('torch.', '')}, not bfloat16 or float16"
     if H % 8 or I % 8:

@@ -22,7 +22,7 @@ from ..runtime import dispatch
 from ..runtime.dtypes import HALF
 from .forms import Refused, source_of
 from .report import Row
-from .serving import is_served, own_class, serve, why_replaced
+from .serving import is_served, own_class, serve, why_not_on, why_replaced
 
 
 class Router(NamedTuple):
@@ -245,12 +245,10 @@ def why_not_router(router: nn.Module, form: Router) -> Optional[str]:
 
 
 def _why_not_dtype(weight: torch.Tensor, family: str, operation: str) -> Optional[str]:
-    device = weight.device
-    if not dispatch.has_kernels(family, operation, device.type, device.index):
-        return f"there are no kernels for {device.type}"
-    if weight.dtype not in HALF:
+    reason = why_not_on(weight.device, family, operation)
+    if reason is None and weight.dtype not in HALF:
         return f"its weight is {str(weight.dtype).replace('torch.', '')}, not bfloat16 or float16"
-    return None
+    return reason
 
 
 def _why_not_block(block: nn.Module) -> Optional[str]:

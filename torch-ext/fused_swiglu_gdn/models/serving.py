@@ -13,9 +13,11 @@ import warnings
 from types import MethodType
 from typing import Callable, Optional
 
+import torch
 from torch import nn
 
 from .. import layers
+from ..runtime import device, dispatch
 
 PACKAGE = __name__.rsplit(".", 2)[0]
 
@@ -100,6 +102,22 @@ def _is_of_a_layer(bound) -> bool:
     return function is not None and any(
         function is getattr(layers, name).__dict__.get("forward") for name in layers.__all__
     )
+
+
+def why_not_on(where: torch.device, family: str, operation: str) -> Optional[str]:
+    """No kernel of the operation runs on a device."""
+    if dispatch.has_kernels(family, operation, where.type, where.index):
+        return None
+    return f"there are no kernels for {where.type}"
+
+
+def why_nowhere(where: torch.device, family: str, operation: str) -> Optional[str]:
+    """No kernel can serve a module that is there, so its own forward is to stay: ours would ask in
+    every call, for microseconds. A model on the CPU of a machine with a GPU may be on its way
+    there, as in training that moves it, so it is served."""
+    if dispatch.forced is not None or where.type == "cpu" and device.has_gpu():
+        return None
+    return why_not_on(where, family, operation)
 
 
 SPECIAL = ("__copy__", "__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")

@@ -24,6 +24,12 @@ def is_gpu(device: torch.device) -> bool:
 
 
 @functools.cache
+def has_gpu() -> bool:
+    """This machine has a GPU. Asked without a CUDA context, so that the process can still fork."""
+    return pretended is not None or torch.cuda.device_count() > 0
+
+
+@functools.cache
 def capability(index: int) -> Optional[Tuple[int, int]]:
     """CUDA compute capability of a GPU by its index; None for AMD GPUs."""
     if pretended is not None:

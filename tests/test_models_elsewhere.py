@@ -1,0 +1,92 @@
+"""kernelize where no kernel runs: what is left alone, and models that are moved afterwards."""
+
+import pytest
+import torch
+from conftest import submodule
+from tiny_models import LOGITS, random_model, tokens
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+dispatch, device = submodule("runtime.dispatch"), submodule("runtime.device")
+OURS = {"SwiGLUMLP", "RMSNorm", "Attention", "DecoderLayer"}
+
+
+@pytest.fixture
+def no_gpu(kernel, monkeypatch):
+    monkeypatch.setattr(device, "has_gpu", lambda: False)
+
+
+def kinds_of(model):
+    return [type(module) for module in model.modules()]
+
+
+def layers_of(rows):
+    return {row.layer for row in rows}
+
+
+def logits(model, ids):
+    with torch.no_grad():
+        return model(ids).logits
+
+
+@pytest.mark.parametrize("name, served", [("llama", set()), ("qwen3_5_text", {"linear_attn"})])
+def test_a_cpu_alone(kernel, no_gpu, name, served):
+    """Classes stay as they are, but for GDN layers, which are the faster ones in plain torch."""
+    model, ids = random_model(name), tokens(2, 9)
+    before, ref = kinds_of(model), logits(model, ids)
+    report = kernel.kernelize(model)
+    assert {row.module.split(".")[-1] for row in report.served} == served
+    assert layers_of(report.left) == OURS
+    assert {row.reason for row in report.left} == {"there are no kernels for cpu"}
+    changed = [a for a, b in zip(before, kinds_of(model)) if a is not b]
+    assert len(changed) == len(report.served)
+    out = logits(model, ids)
+    assert torch.equal(out, ref) if not served else (out - ref).abs().max() <= LOGITS["cpu"]
+    with dispatch.force("reference"):  # somebody is to serve
+        assert not kernel.kernelize(model).left
+    assert kernel.kernelize(model).served == report.served
+    assert [a for a, b in zip(before, kinds_of(model)) if a is not b] == changed
+
+
+def test_a_cpu_beside_a_gpu(kernel):
+    """It may be moved there. As long as it is not, its own forwards run."""
+    model, ids = random_model("llama"), tokens(2, 9)
+    ref = logits(model, ids)
+    report = kernel.kernelize(model)
+    assert layers_of(report.served) == OURS and not report.left
+    assert {row.implementation for row in report.served} == {"its own forward (no kernel for cpu)"}
+    with dispatch.served() as record:
+        assert torch.equal(logits(model, ids), ref)
+    assert not record
+
+
+def test_a_model_without_memory(kernel):
+    """Left alone on the meta device, served by kernelize once it has weights."""
+    model = random_model("llama")
+    state, ids = model.state_dict(), tokens(2, 9)
+    ref, empty = logits(model, ids), random_model("llama", "meta")
+    before = kinds_of(empty)
+    report = kernel.kernelize(empty)
+    assert layers_of(report.left) == OURS and not report.served
+    assert all("meta" in row.reason for row in report.left) and kinds_of(empty) == before
+    empty.load_state_dict(state, assign=True)
+    empty.model.rotary_emb = model.model.rotary_emb
+    assert layers_of(kernel.kernelize(empty).served) == OURS
+    assert torch.equal(logits(empty, ids), ref)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+def test_moved_to_a_gpu(kernel, name):
+    """kernelize, then cuda(): the same kernels as the other way round, and the same bits."""
+    first, second = random_model(name).bfloat16(), random_model(name).bfloat16()
+    kernel.kernelize(first)
+    first.cuda()
+    rows = kernel.kernelize(second.cuda()).rows
+    assert kinds_of(first) == kinds_of(second)
+    ids, found = tokens(2, 9, device="cuda"), []
+    for model in (first, second):
+        with dispatch.served() as record:
+            found.append((logits(model, ids), record))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    assert found[0][1]["rms_norm_fwd"] and "reference" not in found[0][1]["rms_norm_fwd"]
+    assert kernel.kernelize(first).rows == rows
