@@ -62,6 +62,8 @@ def test_is_transformers_code_to_the_bit(kernel, device, dtype, weight_dtype):
             y, total = kernel.rms_norm(x, module.weight, residual=residual, **options)
             assert torch.equal(total, x + residual)
             same(y, module(x + residual), **exact)
+            y = kernel.rms_norm(x, module.weight, residual=residual, after=True, **options)
+            same(y, residual + module(x), **exact)
 
 
 @compiled
@@ -73,7 +75,16 @@ def test_gradients_of_the_reference(kernel, mode, offset):
     def norm(x, weight, residual):
         return kernel.rms_norm(x, weight, 1e-3, casting_mode=mode, offset=offset, residual=residual)
 
+    def added_after(x, weight, residual):
+        return residual + kernel.rms_norm(x, weight, 1e-3, casting_mode=mode, offset=offset)
+
     assert torch.autograd.gradcheck(norm, leaves)
+    options = {"casting_mode": mode, "offset": offset, "residual": residual, "after": True}
+    y, ref = kernel.rms_norm(x, weight, 1e-3, **options), added_after(*leaves)
+    assert_close(y, ref)
+    d = torch.randn_like(y)
+    for found, right in zip(*(torch.autograd.grad(t, leaves, d) for t in (y, ref))):
+        assert_close(found, right)
     y, total = norm(*leaves)
     dy, dtotal = torch.randn(2, *y.shape, dtype=torch.float64)
     expected = torch.autograd.grad((y, total), leaves, (dy, dtotal))
@@ -127,6 +138,15 @@ class Kernel:
         dtotal = None if residual is None else self.normal(*x.shape, dtype=x.dtype)
         normed = x if total is None else total
         self.check_backward(normed, rstd, weight, dy, dtotal, offset, mode, eps)
+        if residual is not None:
+            poison(x)
+            found, none, rstd = kernels.rms_norm_fwd(*args, True, True)
+            ref, _, ref_rstd = reference.rms_norm_fwd(*args, True, True)
+            assert none is None
+            # where the sum cancels, an ulp of the norm is many of the sum
+            assert found.dtype == ref.dtype and found.shape == ref.shape
+            assert_close(found, ref, factor=0.3)
+            assert_close(rstd, ref_rstd)
         return y, total
 
     def check_backward(self, x, rstd, weight, dy, dtotal, offset, mode, eps):
@@ -292,6 +312,12 @@ def test_training(kernel, device, dtype, mode, offset):
                 else:
                     assert_close(a, b)
 
+        def after(*args, **options):
+            return (kernel.rms_norm(*args, after=True, **options),)
+
+        for a, b in zip(*(step(after, wide, needed, (True,)) for wide in (False, True))):
+            assert_close(a, b)
+
 
 @compiled
 def test_silu_mul_training(kernel, device):
@@ -321,6 +347,9 @@ def test_a_call_repeats_and_follows_its_arguments(kernel, device):
                 ref = reference.rms_norm_fwd(*args, False)
                 assert_same_bits(pair[0], ref[0])
                 assert torch.equal(pair[1], ref[1])
+                with torch.no_grad():
+                    y = kernel.rms_norm(*args[:2], residual=args[2], after=True, **options)
+                assert_close(y, reference.rms_norm_fwd(*args, False, True)[0])
         x = torch.randn_like(x)
     parameter = torch.nn.Parameter(weight)
     assert kernel.rms_norm(x, parameter).requires_grad
@@ -338,6 +367,8 @@ def test_opcheck(device):
             torch.library.opcheck(
                 ops._rms_norm_fwd, (*args, 1e-6, "llama", 0.0, keep), test_utils=checks
             )
+    args = (x, weight, residual, 1e-6, "gemma", 0.0, True, True)
+    torch.library.opcheck(ops._rms_norm_fwd, args, test_utils=checks)
     rstd = torch.rand(5, device=device)
     for weight_too in (False, True):
         torch.library.opcheck(
@@ -381,6 +412,8 @@ WRONG = [
     ({"eps": "1"}, TypeError, "eps must be a float"),
     ({"casting_mode": "none"}, ValueError, "casting_mode must be one of 'llama', 'gemma'"),
     ({"casting_mode": None}, ValueError, "casting_mode must be one of 'llama', 'gemma'"),
+    ({"after": 1}, TypeError, "after must be a bool, got 1"),
+    ({"after": True}, ValueError, "residual must be given with after=True, got None"),
     ({"offset": 1.0}, ValueError, 'offset must be 0 with casting_mode "llama", got 1.0'),
 ]
 

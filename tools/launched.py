@@ -535,7 +535,7 @@ def _rms_norm(kernel, M, D=4096, dtype=BF16, weight=BF16, added=True, grad=False
 
     def forward():
         found = kernel.rms_norm(*tensors, residual=residual, **options)
-        return found[0] if added else found
+        return found[0] if isinstance(found, tuple) else found
 
     return with_gradients(forward, *tensors) if grad else forward
 
@@ -562,4 +562,5 @@ for grad, kind in ((False, "forward"), (True, "training")):
     call(f"rms_norm {kind}, alone", M=4096, D=4096, added=False, grad=grad, **centred)(_rms_norm)
     call(f"silu_mul {kind}", grad=grad)(_silu_mul)
     call(f"silu_mul {kind}, fp16", dtype=FP16, activation="gelu_tanh", grad=grad)(_silu_mul)
+    call(f"rms_norm {kind}, residual after", M=4096, grad=grad, after=True, **centred)(_rms_norm)
 call("rms_norm forward, no weight", M=4096, weight=None, added=False)(_rms_norm)

@@ -1,4 +1,5 @@
-"""Decoder layers with a norm before the MLP: it is one with the sum before it.
+"""Decoder layers with a norm before the MLP or after mixer and MLP: it is one with the sum before
+or after it.
 
 What a layer returns is the true hidden state, for whoever looks at it.
 """
@@ -66,11 +67,13 @@ def _serve(
     order, scale = form.order, form.scale and getattr(layer, form.scale)
     y = x if order.pre_mixer is None else _normed(parts[order.pre_mixer], x)
     y = _called(parts[order.mixer], form.mixer, y, given, form.names)
-    y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)
-    y, x = _added_and_normed(parts[order.pre_mlp], y if scale is None else y * scale, x)
+    if order.pre_mlp is None:
+        y = x = _normed_and_added(parts, order.post_mixer, y, x, scale)
+    else:
+        y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)
+        y, x = _added_and_normed(parts[order.pre_mlp], y if scale is None else y * scale, x)
     y = _called(parts[order.mlp], form.mlp, y, given, form.names)
-    y = y if order.post_mlp is None else _normed(parts[order.post_mlp], y)
-    return x + (y if scale is None else y * scale)
+    return _normed_and_added(parts, order.post_mlp, y, x, scale)
 
 
 def _called(part: nn.Module, call: Call, x: torch.Tensor, given: dict, names) -> torch.Tensor:
@@ -102,11 +105,29 @@ def _normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return norm(x) if found is None or not fits(x, found[0]) else normed(x, found)
 
 
+def _found(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> Optional[tuple]:
+    """What rms_norm takes, if that is all that calling the norm does and the sum fits into it."""
+    found = parameters_of_norm(norm)
+    if found is None or type(x) is not type(residual) or x.dtype is not residual.dtype:
+        return None
+    return found if x.shape == residual.shape and fits(x, found[0]) else None
+
+
 def _added_and_normed(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor):
     """norm(residual + x) and residual + x, in one launch if that is all that calling it does."""
-    found = parameters_of_norm(norm)
-    if found is not None and type(x) is type(residual) and x.dtype is residual.dtype:
-        if x.shape == residual.shape and fits(x, found[0]):
-            return normed(x, found, residual)
+    found = _found(norm, x, residual)
+    if found is not None:
+        return normed(x, found, residual)
     total = residual + x
     return norm(total), total
+
+
+def _normed_and_added(parts: dict, name: Optional[str], x: torch.Tensor, residual, scale):
+    """residual + norm(x), in one launch if it is not scaled and that is all that calling it does;
+    without a name there is no norm."""
+    if name is not None:
+        found = _found(parts[name], x, residual) if scale is None else None
+        if found is not None:
+            return normed(x, found, residual, after=True)
+        x = _normed(parts[name], x)
+    return residual + (x if scale is None else x * scale)

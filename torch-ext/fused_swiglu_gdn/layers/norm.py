@@ -76,10 +76,14 @@ def serves(x: torch.Tensor) -> bool:
     return dispatch.serves(FAMILY, "rms_norm_fwd", x) and untouched()
 
 
-def normed(x: torch.Tensor, found: tuple, residual: Optional[torch.Tensor] = None):
+def normed(
+    x: torch.Tensor, found: tuple, residual: Optional[torch.Tensor] = None, after: bool = False
+):
     """rms_norm with what parameters_of_norm found."""
     weight, eps, casting_mode, offset = found
-    return rms_norm(x, weight, eps, casting_mode=casting_mode, offset=offset, residual=residual)
+    return rms_norm(
+        x, weight, eps, casting_mode=casting_mode, offset=offset, residual=residual, after=after
+    )
 
 
 @functools.lru_cache(maxsize=1024)

@@ -225,7 +225,7 @@ def _norm_facts(module: nn.Module, form, tokens: int):
 
 
 def _layer_facts(module: nn.Module, form, tokens: int):
-    norm = module._modules[form.order.pre_mlp]
+    norm = module._modules[form.order.pre_mlp or form.order.post_mlp]
     weight = next(norm.parameters(), None)
     x = _width(module).new_empty(tokens, 64 if weight is None else len(weight))
     return NORM, "rms_norm_fwd", (x, weight, x, 1e-6, "gemma", 0.0, False)

@@ -69,8 +69,8 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
             except Refused as why:
                 reasons.append(str(why))
                 continue
-            if order.pre_mlp is None:
-                return "its norms come after attention and MLP: no sum is before one"
+            if order.pre_mlp is None and (scale or not (order.post_mixer and order.post_mlp)):
+                return "no sum is before or after a norm"
             found = (order, scale, *calls, tuple(plain))
             return LayerForm(kind, source.pinned, tuple(values.items()), names, *found)
     return min(reasons, key=lambda reason: "raises" in reason)

@@ -1,4 +1,4 @@
-"""RMSNorm, and the residual added before it."""
+"""RMSNorm, and the residual added before or after it."""
 
 from typing import Optional, Tuple, Union
 
@@ -18,6 +18,7 @@ def rms_norm(
     casting_mode: str = "llama",
     offset: float = 0.0,
     residual: Optional[Tensor] = None,
+    after: bool = False,
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
     """weight * x / sqrt(mean(x ** 2) + eps): RMSNorm (arXiv:1910.07467) over the last dimension.
 
@@ -37,10 +38,11 @@ def rms_norm(
         casting_mode: "llama" or "gemma".
         offset: added to the weight, with "gemma" alone.
         residual: [..., D] as x, added to x first; the sum is rounded to their dtype.
+        after: the residual is added to y instead, which is rounded first: OLMo-2's layers.
 
     Returns:
         y [..., D] in the dtype of x; with "llama" in what torch makes of weight * x, so fp32 of
-        an fp32 weight. With a residual (y, x + residual).
+        an fp32 weight. With a residual (y, x + residual), or y + residual with after=True.
 
     Raises:
         ValueError, TypeError: an argument does not fit.
@@ -51,14 +53,14 @@ def rms_norm(
         >>> y.shape, residual.shape
         (torch.Size([3, 5, 16]), torch.Size([3, 5, 16]))
     """
-    tensors, options = (x, weight, residual), (eps, casting_mode, offset)
+    tensors, options = (x, weight, residual), (eps, casting_mode, offset, after)
     run = _calls.find(tensors, options) if undisturbed() else None
     if run is None:
         checks.rms_norm(*tensors, *options)
-        args = (*tensors, float(eps), casting_mode, float(offset))
+        args = (*tensors, float(eps), casting_mode, float(offset), after)
         if undisturbed():
             _calls.keep(tensors, options, ops.plan_rms_norm(*args))
         found = ops.rms_norm(*args)
     else:
         found = run(x, weight, residual)
-    return found[0] if residual is None else found[:2]
+    return found[0] if residual is None or after else found[:2]

@@ -16,7 +16,7 @@ CASTING_MODES = ("llama", "gemma")
 
 
 @remembered
-def rms_norm(x, weight, residual, eps, casting_mode, offset) -> None:
+def rms_norm(x, weight, residual, eps, casting_mode, offset, after) -> None:
     is_tensor("x", x)
     if x.ndim < 1:
         raise ValueError(f"x must have shape [..., D], got {list(x.shape)}")
@@ -33,3 +33,7 @@ def rms_norm(x, weight, residual, eps, casting_mode, offset) -> None:
     is_number("offset", offset, "non-negative")
     if offset and casting_mode == "llama":
         raise ValueError(f'offset must be 0 with casting_mode "llama", got {offset}')
+    if not isinstance(after, bool):
+        raise TypeError(f"after must be a bool, got {after!r}")
+    if after and residual is None:
+        raise ValueError("residual must be given with after=True, got None")

@@ -24,15 +24,16 @@ def _rms_norm_fwd(
     casting_mode: str,
     offset: float,
     keep: bool,
+    after: bool = False,
 ) -> Tuple[Tensor, Tensor, Tensor]:  # y, x + residual or empty, rstd [...] or empty
-    args = (x, weight, residual, eps, casting_mode, offset, keep)
+    args = (x, weight, residual, eps, casting_mode, offset, keep, after)
     return serve(FAMILY, "rms_norm_fwd", reference.rms_norm_fwd, args)
 
 
 @_rms_norm_fwd.register_fake
-def _(x, weight, residual, eps, casting_mode, offset, keep):
+def _(x, weight, residual, eps, casting_mode, offset, keep, after=False):
     y = x.new_empty(x.shape, dtype=reference.result_dtype(x, weight, casting_mode))
-    total = x.new_empty((0,) if residual is None else x.shape)
+    total = x.new_empty((0,) if residual is None or after else x.shape)
     wide = torch.promote_types(x.dtype, torch.float32)
     return y, total, x.new_empty(x.shape[:-1], dtype=wide) if keep else x.new_empty(0)
 
@@ -57,10 +58,10 @@ def _(x, rstd, weight, dy, dtotal, offset, needs_weight):
 
 
 def _save(ctx, inputs, output) -> None:
-    x, weight, residual, *_, offset, _ = inputs
+    x, weight, residual, _, _, offset, _, ctx.after = inputs
     _, total, rstd = output
-    ctx.save_for_backward(x if residual is None else total, rstd, weight)
-    ctx.added, ctx.offset = residual is not None, offset
+    ctx.added, ctx.offset = residual is not None and not ctx.after, offset
+    ctx.save_for_backward(total if ctx.added else x, rstd, weight)
     ctx.mark_non_differentiable(rstd)
     ctx.set_materialize_grads(False)
 
@@ -72,8 +73,9 @@ def _backward(ctx, dy, dtotal, _):
     if dy is not None:
         dtotal = dtotal if ctx.added else None
         dx, dweight = _rms_norm_bwd(*ctx.saved_tensors, dy, dtotal, ctx.offset, weight)
-    found = (dx if x else None, dweight if weight else None, dx if residual else None)
-    return (*found, None, None, None, None)
+    added = dy.to(ctx.saved_tensors[0].dtype) if ctx.after and dy is not None else dx
+    found = (dx if x else None, dweight if weight else None, added if residual else None)
+    return (*found, None, None, None, None, None)
 
 
 _rms_norm_fwd.register_autograd(_backward, setup_context=_save)
@@ -81,16 +83,16 @@ no_second_derivative(_rms_norm_bwd, "rms_norm")
 
 
 def rms_norm(*args) -> tuple:
-    """(y, x + residual, ..) of x, weight, residual, eps, casting_mode and offset."""
-    args = (*args, needs_grad(args))
+    """(y, x + residual, ..) of x, weight, residual, eps, casting_mode, offset and after."""
+    args = (*args[:6], needs_grad(args), args[6])
     return run(FAMILY, "rms_norm_fwd", _rms_norm_fwd, reference.rms_norm_fwd, args)
 
 
 def plan_rms_norm(*args) -> Optional[Callable]:
     """What serves all eager calls of rms_norm like this one, from their tensors, or None."""
     grad = needs_grad(args)
-    options = (*args[3:], grad)
-    launch = plan(FAMILY, "rms_norm_fwd", (*args, grad), differentiable=True)
+    options = (*args[3:6], grad, args[6])
+    launch = plan(FAMILY, "rms_norm_fwd", (*args[:3], *options), differentiable=True)
     if launch is None or not grad:
         return launch
 

@@ -27,9 +27,13 @@ def rms_norm_fwd(
     casting_mode: str,
     offset: float,
     keep: bool,
+    after: bool = False,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """y [..., D], x + residual [..., D] or None, 1 / sqrt(mean(x^2) + eps) [...] or None."""
-    total = None if residual is None else x + residual  # [..., D]
+    """y [..., D], x + residual [..., D] or None, 1 / sqrt(mean(x^2) + eps) [...] or None.
+
+    after: y + residual and None instead.
+    """
+    total = None if residual is None or after else x + residual  # [..., D]
     x = x if total is None else total
     wide = at_least_fp32(x)
     rstd = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)  # [..., 1]
@@ -41,6 +45,7 @@ def rms_norm_fwd(
     else:
         weight = at_least_fp32(weight)
         y = (n * (offset + weight if offset else weight)).to(x.dtype)
+    y = residual + y if after else y
     return y, total, rstd.squeeze(-1) if keep else None
 
 

@@ -17,7 +17,7 @@ from .backward import rms_norm_bwd, supports_rms_norm_bwd  # noqa: F401
 from .rows import blocks, layout, readable
 
 
-def supports_rms_norm_fwd(x, weight, residual, eps, casting_mode, offset, keep) -> bool:
+def supports_rms_norm_fwd(x, weight, *_) -> bool:
     return x.shape[-1] > 0 and all(t is None or t.dtype in SERVED for t in (x, weight))
 
 
@@ -49,10 +49,12 @@ def _rms_norm_fwd_kernel(
     offset,
     D: tl.constexpr,
     LLAMA: tl.constexpr,
+    AFTER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """BLOCK_M rows. Where they are wider than BLOCK_D, x and residual are read twice."""
+    """BLOCK_M rows. Where they are wider than BLOCK_D, what is normalised is read twice."""
+    before_ptr = None if AFTER else residual_ptr
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < M)[:, None]
     group = (rows // R).to(tl.int64)[:, None]
@@ -62,11 +64,11 @@ def _rms_norm_fwd_kernel(
     at_y = rows.to(tl.int64)[:, None] * D
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     mask = inside & (offs_d < D)
-    x = _added(x_ptr, residual_ptr, at_x + offs_d, at_residual + offs_d, mask)
+    x = _added(x_ptr, before_ptr, at_x + offs_d, at_residual + offs_d, mask)
     square = tl.sum(x * x, 1)  # [BLOCK_M]
     for d in range(BLOCK_D, D, BLOCK_D):
         offs = d + offs_d
-        far = _added(x_ptr, residual_ptr, at_x + offs, at_residual + offs, inside & (offs < D))
+        far = _added(x_ptr, before_ptr, at_x + offs, at_residual + offs, inside & (offs < D))
         square += tl.sum(far * far, 1)
     rstd = tl.rsqrt(square * (1.0 / D) + eps)
     if rstd_ptr is not None:
@@ -75,7 +77,7 @@ def _rms_norm_fwd_kernel(
         offs = d + offs_d
         mask = inside & (offs < D)
         if BLOCK_D < D:
-            x = _added(x_ptr, residual_ptr, at_x + offs, at_residual + offs, mask)
+            x = _added(x_ptr, before_ptr, at_x + offs, at_residual + offs, mask)
         if total_ptr is not None:
             tl.store(total_ptr + at_y + offs, x.to(total_ptr.dtype.element_ty), mask=mask)
         n = x * rstd[:, None]
@@ -85,15 +87,25 @@ def _rms_norm_fwd_kernel(
                 n = weight * n.to(x_ptr.dtype.element_ty).to(tl.float32)
             else:
                 n = n * (offset + weight)
+        if AFTER:
+            residual = tl.load(residual_ptr + at_residual + offs, mask=mask, other=0.0)
+            n = n.to(y_ptr.dtype.element_ty).to(tl.float32) + residual.to(tl.float32)
         tl.store(y_ptr + at_y + offs, n.to(y_ptr.dtype.element_ty), mask=mask)
 
 
 def _launch(
-    where: torch.device, M: int, D: int, llama: bool, rows: tuple, guarded: bool, *numbers: float
+    where: torch.device,
+    M: int,
+    D: int,
+    llama: bool,
+    after: bool,
+    rows: tuple,
+    guarded: bool,
+    *numbers: float,
 ) -> Launch:
     """rows: as layout has them; numbers: eps, offset."""
     config = blocks("portable_rms_norm_fwd", where, M, D)
-    constexprs, options = named(_rms_norm_fwd_kernel, D=D, LLAMA=llama, **config)
+    constexprs, options = named(_rms_norm_fwd_kernel, D=D, LLAMA=llama, AFTER=after, **config)
     return Launch(
         _rms_norm_fwd_kernel, triton.cdiv(M, config["BLOCK_M"]), where,
         numbers=(M, *rows, *numbers), constexprs=constexprs, options=options, guarded=guarded,
@@ -116,33 +128,36 @@ def rms_norm_fwd(
     casting_mode: str,
     offset: float,
     keep: bool,
+    after: bool = False,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """y [..., D], x + residual [..., D] or None, rstd [...] or None: one launch."""
+    added = residual is not None and not after
     D, llama = x.shape[-1], casting_mode == "llama"
     M = x.numel() // D
     y = torch.empty(x.shape, dtype=_dtype(x, weight, llama), device=x.device)
-    total = None if residual is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if added else None
     rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if keep else None
     if M > 0:
         x, residual = readable(x), readable(residual)
-        kernel = _kept(x.device, M, D, llama, layout(x, residual), False, eps, offset)
+        kernel = _kept(x.device, M, D, llama, after, layout(x, residual), False, eps, offset)
         weight = weight if weight is None else weight.contiguous()
         kernel(x, weight, residual, y, total, rstd)
     return y, total, rstd
 
 
-def plan_rms_norm_fwd(x, weight, residual, eps, casting_mode, offset, keep):
+def plan_rms_norm_fwd(x, weight, residual, eps, casting_mode, offset, keep, after=False):
     """rms_norm_fwd for all calls like this one, from their tensors; or None."""
     D, llama = x.shape[-1], casting_mode == "llama"
     if x.numel() == 0 or not all(t is None or t.is_contiguous() for t in (x, weight, residual)):
         return None
     rows = layout(x, residual)
-    kernel = _launch(x.device, x.numel() // D, D, llama, rows, True, eps, offset)
+    kernel = _launch(x.device, x.numel() // D, D, llama, after, rows, True, eps, offset)
+    added = residual is not None and not after
     dtype, empty_like = _dtype(x, weight, llama), torch.empty_like
 
     def run(x, weight, residual):
         y = empty_like(x, dtype=dtype)
-        total = None if residual is None else empty_like(x)
+        total = empty_like(x) if added else None
         rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if keep else None
         kernel(x, weight, residual, y, total, rstd)
         return y, total, rstd
