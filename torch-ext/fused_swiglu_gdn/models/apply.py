@@ -48,8 +48,8 @@ def kernelize(
     Call it last, after adapters are added and after `use_kernels=True`.
 
     Args:
-        model: any nn.Module, on any device. Where no kernel can serve a module, it is left alone; on
-            the CPU of a machine with a GPU it is served, since it may be moved (docs/models.md).
+        model: any nn.Module, on any device. Where no kernel can serve a module, it is left alone;
+            on the CPU of a machine with a GPU it is served, since it may be moved (docs/models.md).
         mode: "inference", "training" or a kernels.Mode; by default as model.training says. Layers
             without gradients are not used for training.
         only, skip: kinds of modules to serve, or not to: "mlp", "gdn", "norm", "attention",
