@@ -39,19 +39,22 @@ def store(ptrs, x, mask, alive=None, EVICT: tl.constexpr = _AS_USUAL):
 @triton.jit
 def state_tile(
     pid, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, V_FIRST: tl.constexpr,
-    HEAD: tl.constexpr, ROW: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HEAD: tl.constexpr = None,
+    ROW: tl.constexpr = None,
 ):  # fmt: skip
     """Of a program its sequence, its value head, the rows and columns of its tile of the state, and
-    the tile's offsets in the states of the sequence, whose heads are HEAD and rows ROW apart."""
+    the tile's offsets in the states of the sequence, whose heads are HEAD and rows ROW apart: side
+    by side where that is not given."""
     PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     n = (pid // (PARTS * HV)).to(tl.int64)
     hv = (pid // PARTS) % HV
     offs_k = tl.arange(0, BLOCK_K)
     offs_v = (pid % PARTS) * BLOCK_V + tl.arange(0, BLOCK_V)
+    HEAD_STEP: tl.constexpr = K * V if HEAD is None else HEAD
     if V_FIRST:
-        offs_s = offs_v[:, None] * ROW + offs_k[None, :] + hv * HEAD
+        offs_s = offs_v[:, None] * (K if ROW is None else ROW) + offs_k[None, :] + hv * HEAD_STEP
     else:
-        offs_s = offs_k[:, None] * ROW + offs_v[None, :] + hv * HEAD
+        offs_s = offs_k[:, None] * (V if ROW is None else ROW) + offs_v[None, :] + hv * HEAD_STEP
     return n, hv, offs_k, offs_v, offs_s
 
 

@@ -86,7 +86,7 @@ def _gdn_recurrent_fwd_kernel(
     """A program runs BLOCK_V columns of one state of one sequence through all of its tokens."""
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
     n, hv, offs_k, offs_v, offs_s = state_tile(
-        tl.program_id(0), HV, K, V, V_FIRST, HEAD, ROW, BLOCK_K, BLOCK_V
+        tl.program_id(0), HV, K, V, V_FIRST, BLOCK_K, BLOCK_V, HEAD, ROW
     )
     h = hv // (HV // H)
     mask_k = None if BLOCK_K == K else offs_k < K

@@ -63,7 +63,7 @@ def _gdn_recurrent_step_kernel(
     """
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
     n, hv, offs_k, offs_v, offs_s = state_tile(
-        tl.program_id(0), HV, K, V, V_FIRST, HEAD, ROW, BLOCK_K, BLOCK_V
+        tl.program_id(0), HV, K, V, V_FIRST, BLOCK_K, BLOCK_V, HEAD, ROW
     )
     h = hv // (HV // H)
     mask_k = None if BLOCK_K == K else offs_k < K
