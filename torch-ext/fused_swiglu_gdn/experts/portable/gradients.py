@@ -147,10 +147,12 @@ def _gate_tile(
         acc = tl.dot(dout, w, acc)
     weight = tl.load(weights_ptr + entry, mask=inside, other=0.0).to(tl.float32)
     part = tl.zeros((BLOCK_M,), tl.float32)
-    for piece in tl.static_range(BLOCK_N // 32):  # 32 columns at a time: registers
+    COLUMNS: tl.constexpr = 16 if ACTIVATION == "swigluoai" else 32  # at a time: registers
+    PIECES: tl.constexpr = BLOCK_N // COLUMNS
+    for piece in tl.static_range(PIECES):
         part += _gate_columns(
-            _piece(acc, piece, BLOCK_N // 32), gate_up_ptr, d_gate_up_ptr, wz_ptr, weight, row,
-            end, place, stop, n * BLOCK_N + piece * 32, I, ACTIVATION, LIMIT,
+            _piece(acc, piece, PIECES), gate_up_ptr, d_gate_up_ptr, wz_ptr, weight, row,
+            end, place, stop, n * BLOCK_N + piece * COLUMNS, I, ACTIVATION, LIMIT,
         )  # fmt: skip
     if parts_ptr is not None:
         PARTS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
