@@ -56,7 +56,8 @@ class Kernel:
             assert_close(y, ref_y)
             assert torch.equal(final.double(), ref_final)
             assert y.stride() == torch.empty_like(x).stride()
-            assert torch.equal(y, run(*args)[0])
+            if self.device != "cpu":  # the interpreter runs one program after the other
+                assert torch.equal(y, run(*args)[0])
 
     @pytest.mark.parametrize("T", [4, 36, 300])
     @pytest.mark.parametrize("W", [2, 4, 5, 6, 8])

@@ -20,7 +20,7 @@ CONVOLUTIONS = {
     "packed, no states": {"lengths": (0, 3, 0, 17, 2, 20), "D": 7},
     "eight taps, no states": {"W": 8, "T": 20},
     "two taps, channels first": {"W": 2, "channels_first": True},
-    "eight taps": {"W": 8, "initial": True},
+    "eight taps": {"W": 8, "T": 20, "initial": True},
 }
 
 
