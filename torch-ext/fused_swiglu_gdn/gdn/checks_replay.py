@@ -10,6 +10,7 @@ from ..runtime.checks import (
     has_shape,
     is_floating,
     is_tensor,
+    names_rows,
     readable,
     remembered,
     same_device,
@@ -155,12 +156,8 @@ def materialise(state, ring, cursor, state_indices, inplace) -> None:
     checks.forward_only("materialise_ring", HELP, state=state)
     _materialise(state, ring, cursor, state_indices)
     _is_within(cursor, ring.g.shape[2], ring.max_tokens)
-    if readable(state_indices) and state_indices.numel():
-        if state_indices.max() >= state.shape[0]:
-            raise ValueError(
-                f"state_indices must be below the {state.shape[0]} rows of state, "
-                f"got {state_indices.max()}"
-            )
+    if state_indices is not None:
+        names_rows("state_indices", state_indices, state.shape[0], -1)
 
 
 @remembered
