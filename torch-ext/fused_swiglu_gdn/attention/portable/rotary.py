@@ -78,19 +78,9 @@ def _make(
     if cache_ptr is not None:
         writable = tl.where(has_slot, H, 0)  # heads: all or none
         store_heads(
-            cache_ptr,
-            heads,
-            cache_stride,
-            writable,
-            first,
-            second,
-            rest,
-            P,
-            U,
-            BLOCK_P,
-            BLOCK_U,
+            cache_ptr, heads, cache_stride, writable, first, second, rest, P, U, BLOCK_P, BLOCK_U,
             ANGLES,
-        )
+        )  # fmt: skip
 
 
 @triton.jit
