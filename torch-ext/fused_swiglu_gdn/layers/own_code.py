@@ -78,6 +78,16 @@ def _undecorated(forward) -> FunctionType:
     return forward
 
 
+def uncheckpointed(forward):
+    """A forward without what transformers' GradientCheckpointingLayer puts around it."""
+    while is_in_its_file(forward, "transformers.modeling_layers") and forward.__closure__:
+        inner = _cells(forward).get("forward")
+        if inner is None or forward.__code__.co_name != "forward_with_checkpointing":
+            break
+        forward = inner
+    return forward
+
+
 def undispatched(value):
     """The torch function in the dispatcher that transformers puts before it, or the value."""
     if isinstance(value, nn.Module) and type(value).__module__ == "kernels.layer.layer":

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .. import layers
+from ..layers.own_code import uncheckpointed
 from ..runtime import device, dispatch
 
 PACKAGE = __name__.rsplit(".", 2)[0]
@@ -62,7 +63,11 @@ def _served_class(own: type, layer: str, forward: Callable) -> type:
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
     }
-    return type(own)(own.__name__, (Served, own), members)
+    made = type(own)(own.__name__, (Served, own), members)
+    if uncheckpointed(own.forward) is not own.forward:
+        # checkpointing is around the forward of the outermost class: transformers puts it there
+        super(own, own).__init_subclass__.__func__(made)
+    return made
 
 
 def own_class(module: nn.Module) -> type:

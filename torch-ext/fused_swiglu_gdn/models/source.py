@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..layers.own_code import undispatched
+from ..layers.own_code import uncheckpointed, undispatched
 from ..layers.pinned import Pinned, found_at
 from .forms import Refused, source_of
 
@@ -67,10 +67,11 @@ def read(kind: type, module: nn.Module) -> Source:
 def _read(kind: type) -> Source:
     reader = _Reader(kind)
     forward, namespace = reader.method("forward")
-    definition = reader.function(forward, (namespace, "forward", forward))
+    plain = uncheckpointed(forward)
+    definition = reader.function(plain, (namespace, "forward", forward))
     pinned = Pinned(tuple(reader.names), tuple(reader.codes), tuple(sorted(reader.methods)))
     reads, parts = tuple(sorted(reader.reads)), tuple(sorted(reader.parts))
-    return Source(forward, definition, pinned, reads, parts, forward.__globals__)
+    return Source(plain, definition, pinned, reads, parts, plain.__globals__)
 
 
 def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
