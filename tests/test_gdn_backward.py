@@ -84,7 +84,7 @@ class Case:
         has_final = self.d_final is not None
         options = calls.RecurrentOptions(self.scale, *self.flags, has_final)
         o, state = recurrent.gdn_recurrent_fwd(
-            calls.RecurrentCall(*leaves, None, None, self.cu_seqlens, options)
+            calls.RecurrentCall(*leaves, None, None, None, self.cu_seqlens, None, options)
         )
         loss = (o * self.do.double()).sum()
         if has_final:

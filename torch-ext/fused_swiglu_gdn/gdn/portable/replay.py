@@ -137,7 +137,7 @@ def _gdn_replay_kernel(
     ring goes to the rows behind these, which the cursor's bounds keep apart from them.
     """
     pid = tl.program_id(0)
-    n, hv, offs_k, offs_v, offs_s = state_tile(pid, HV, K, V, True, K * V, K, BLOCK_K, BLOCK_V)
+    n, hv, offs_k, offs_v, offs_s = state_tile(pid, HV, K, V, True, BLOCK_K, BLOCK_V)
     h = hv // (HV // H)
     mask_k = None if BLOCK_K == K else offs_k < K
     mask_v = None if V % BLOCK_V == 0 else offs_v < V
@@ -264,7 +264,7 @@ def _materialise_kernel(
 ):
     """A program takes BLOCK_V rows of one state."""
     pid = tl.program_id(0)
-    n, hv, offs_k, offs_v, offs_s = state_tile(pid, HV, K, V, True, K * V, K, BLOCK_K, BLOCK_V)
+    n, hv, offs_k, offs_v, offs_s = state_tile(pid, HV, K, V, True, BLOCK_K, BLOCK_V)
     mask_k = offs_k < K
     mask_v = offs_v < V
     mask = mask_k[None, :] & mask_v[:, None]
