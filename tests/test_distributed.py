@@ -35,7 +35,7 @@ def loss_of_part(model, ids, layout: str):
 
 def steps(model, ids, loss_of=loss_of):
     """Losses of a few steps of SGD, and the gradients of the first."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     losses, gradients = [], {}
     for step in range(STEPS):
         loss = loss_of(model, ids)
