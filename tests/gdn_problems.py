@@ -1,4 +1,4 @@
-"""Random gated-delta-rule problems, as tools/fuzz_gdn.py draws them: calls of gdn_chunk_fwd."""
+"""Random gated-delta-rule problems, as tests/fuzz_gdn.py draws them: calls of gdn_chunk_fwd."""
 
 import dataclasses
 import random

@@ -2,7 +2,7 @@
 the scan's segments, one or two state warpgroups; what they refuse.
 
 The rest is tested for all implementations alike in test_gdn_chunk.py, the compiled code in
-test_compile.py, and random small problems by tools/fuzz_gdn.py.
+test_compile.py, and random small problems by tests/fuzz_gdn.py.
 """
 
 import threading

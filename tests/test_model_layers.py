@@ -5,12 +5,11 @@ No kernel serves a CPU, so that the package's own reference stands in for one he
 
 import contextlib
 import copy
-import importlib
-import sys
 
+import mutants
 import pytest
 import torch
-from conftest import DEVICES, ROOT, relative_error, submodule
+from conftest import DEVICES, relative_error, submodule
 from tiny_models import CONFIGS, GRADIENTS, LOGITS, MORE, random_model, tokens
 from torch import nn
 
@@ -491,9 +490,7 @@ def test_forwards_that_do_more(which):
 
 
 def test_no_harmful_change_passes():
-    """Every 12th of the single changes that tools/mutants.py makes."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    mutants = importlib.import_module("mutants")
+    """Every 12th of the single changes that tests/mutants.py makes."""
     for i, name in enumerate(mutants.TYPES):
         tried, passed = mutants.mutants(name, every=12, first=i)
         assert tried >= 5 and set(passed) <= mutants.HARMLESS, passed

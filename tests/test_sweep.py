@@ -1,10 +1,10 @@
-"""tools/sweep_models.py on a sample of types: what it makes, serves and compares; and that it sees
+"""tests/sweep_models.py on a sample of types: what it makes, serves and compares; and that it sees
 a wrong kernel."""
 
-import importlib
 import sys
 
 import pytest
+import sweep_models
 import torch
 from conftest import submodule
 
@@ -28,7 +28,7 @@ SAMPLE = {  # modules served of each, of two decoder layers
 @pytest.fixture(scope="module")
 def tool():
     threads = torch.get_num_threads()
-    yield importlib.import_module("sweep_models")
+    yield sweep_models
     torch.set_num_threads(threads)
 
 

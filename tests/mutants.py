@@ -1,7 +1,7 @@
 """Is recognition strict? Single changes of the forwards of norms, attention modules and decoder
 layers of transformers, and which of them are still taken for what they were.
 
-    python tools/mutants.py [--only TYPE ...] [--every N]
+    python tests/mutants.py [--only TYPE ...] [--every N]
 
 Every place of a forward, and of the functions that it calls, is changed in turn: an operand or a
 call is dropped, a sign turned, a keyword left out, a constant raised, a part taken for another, an
@@ -18,7 +18,9 @@ import sys
 import textwrap
 import types
 import warnings
-from pathlib import Path
+
+from conftest import submodule
+from tiny_models import random_model
 
 TYPES = ("llama", "qwen3", "qwen3_5_text", "olmo_hybrid", "gemma2", "phi3", "glm", "ernie4_5",
          "glm4v_text", "pixtral")  # fmt: skip
@@ -142,20 +144,13 @@ def meaning(finding) -> tuple:
         return None
     form = finding.form._asdict()
     keywords = form.pop("keywords", None)
-    words = keywords and (
-        keywords.__code__.co_code,
-        keywords.__code__.co_consts,
-        keywords.__code__.co_names,
-    )
+    code = keywords and keywords.__code__
+    words = code and (code.co_code, code.co_consts, code.co_names)
     return {**{n: v for n, v in form.items() if n != "pinned"}, "keywords": words}
 
 
 def mutants(kind: str, every: int = 1, first: int = 0):
     """(how many were tried, those that pass) of every n-th change of a type of models."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
-    from conftest import submodule
-    from tiny_models import random_model
-
     recognise = submodule("models.recognise").recognise
     tried, passed, count = 0, [], first
     for cls, modules in modules_of(random_model(kind), recognise).items():

@@ -1,8 +1,8 @@
 """Tiny random models of every type that transformers knows, before and after kernelize.
 
-    python tools/sweep_models.py                  # all: about three minutes on two cores
-    python tools/sweep_models.py --only llama mt5
-    python tools/sweep_models.py --sample 12      # types taken evenly from the list
+    python tests/sweep_models.py                  # all: about three minutes on two cores
+    python tests/sweep_models.py --only llama mt5
+    python tests/sweep_models.py --sample 12      # types taken evenly from the list
 
 A model is made from its type's default configuration with small sizes. With the package's reference
 standing in for a kernel (no kernel serves a CPU), its logits, greedy tokens, the gradients of its
@@ -14,7 +14,6 @@ or crashes. Types that cannot be made, or called with random tokens or pixels, a
 import argparse
 import copy
 import multiprocessing
-import pathlib
 import signal
 import sys
 import time
@@ -22,8 +21,8 @@ import warnings
 from typing import Iterator, NamedTuple
 
 import torch
+from conftest import load_package, submodule
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
 SECONDS = 60  # that a type may take
 # Largest difference, relative to the largest value. fp32: the same sums in another order, through
 # a few layers and back. A module by itself: one rounding of bf16, or of fp64.
@@ -251,17 +250,10 @@ def check_modules(model, served) -> None:
             x = torch.randn(3, width, dtype=torch.float64).to(dtype)
             with torch.no_grad():
                 got = twin(x)
-                kernel().restore(twin)
+                load_package().restore(twin)
                 worst = difference(got, twin(x))
             if worst > limit:
                 raise Wrong(f"{name} in {str(dtype)[6:]} differs by {worst:.1e}")
-
-
-def kernel():
-    sys.path.insert(0, str(ROOT / "tests"))
-    from conftest import load_package
-
-    return load_package()
 
 
 def state_of(model) -> dict:
@@ -269,10 +261,7 @@ def state_of(model) -> dict:
 
 
 def compare(kind: str) -> Result:
-    from importlib import import_module
-
-    package = kernel()
-    dispatch = import_module(f"{package.__name__}.runtime.dispatch")
+    package, dispatch = load_package(), submodule("runtime.dispatch")
     try:
         model, arguments, before = callable_model(kind)
     except TimeoutError:
@@ -351,7 +340,7 @@ def sweep(kinds: list, processes: int = 2) -> Iterator[Result]:
     if len(kinds) == 1 or processes == 1:
         yield from map(look_at, kinds)
         return
-    with multiprocessing.get_context("spawn").Pool(processes, kernel) as pool:
+    with multiprocessing.get_context("spawn").Pool(processes, load_package) as pool:
         yield from pool.imap(look_at, kinds)
 
 

@@ -1,6 +1,6 @@
 """Random small gated-delta-rule problems on the GPU against the token recurrence in fp64.
 
-    python tools/fuzz_gdn.py --implementation hopper [--problems 10000] [--seed 0]
+    python tests/fuzz_gdn.py --implementation hopper [--problems 10000] [--seed 0]
 
 A problem is one call of gdn_chunk_fwd: lengths (packed or equal), heads, gates, states and pools,
 layouts and strides are drawn anew each time, now and then with a neighbour full of NaN; what a
@@ -17,16 +17,12 @@ import os
 import random
 import sys
 import time
-from pathlib import Path
 from typing import List, Tuple
 
 import torch
-
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tests"))
-from conftest import submodule  # noqa: E402
-from fp64_recurrence import recurrence  # noqa: E402
-from gdn_problems import Problem, Variant, draw_problem, draw_variant  # noqa: E402
+from conftest import submodule
+from fp64_recurrence import recurrence
+from gdn_problems import Problem, Variant, draw_problem, draw_variant
 
 # Relative error of o and of the states for one sequence and head, by dtype: bf16 operands are
 # rounded to 2^-9, and one head of one short sequence averages over few elements.
@@ -147,11 +143,8 @@ def run_variant(implementation: str, seed: int, numbers: range, device: str):
             try:
                 more, error, found = run_group(module, variant, mine[at : at + 50], long, device)
             except Exception as error_:
-                more, error, found = (
-                    0,
-                    0.0,
-                    [f"{mine[at]} ff: {type(error_).__name__}: {error_}"[:400]],
-                )
+                text = f"{mine[at]} ff: {type(error_).__name__}: {error_}"
+                more, error, found = 0, 0.0, [text[:400]]
             refused, worst = refused + more, max(worst, error)
             misses += [f"--repeat {seed} {text} {variant}" for text in found]
     return refused, worst, misses
