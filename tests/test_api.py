@@ -5,8 +5,8 @@ import json
 
 import public_api
 import pytest
-from build import read_config
 from conftest import PACKAGE, ROOT
+from sources import read_config
 
 pytestmark = pytest.mark.kernels_ci
 

@@ -17,12 +17,9 @@ import tempfile
 
 import jinja2
 import kernels
-from kernels._rust import Build, Digest, DigestAlgorithm, KernelName, Metadata
-from kernels.compat import tomllib
+from kernels._rust import Digest, DigestAlgorithm, KernelName, Metadata
 from public_api import literal_all, parse
-from sources import git, sources, text_of
-
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from sources import ROOT, git, package_dir, read_config, sources, text_of
 
 OPS = '''"""Names this build's operators: a namespace of their own for every build. Generated."""
 
@@ -57,16 +54,6 @@ def add_op_namespace_prefix(op_name: str) -> str:
     """The operator's full name."""
     return f"{{_OPS_NAME}}::{{op_name}}"
 '''
-
-
-def read_config(root):
-    """build.toml as a dictionary, and its backends; ValueError says what is wrong with it."""
-    backends = [str(backend) for backend in Build.open(root).general.backends]
-    return tomllib.loads((root / "build.toml").read_text()), backends
-
-
-def package_dir(root, config):
-    return root / "torch-ext" / KernelName(config["general"]["name"]).python_name
 
 
 def source_files(root, config):

@@ -26,11 +26,9 @@ from typing import Iterator, List, Tuple
 
 os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # machine code alone, whatever lines it came from
 
+import launched  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import launched  # noqa: E402
 from wgmma_descriptors import lost_descriptors  # noqa: E402
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -181,9 +179,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.chip is None:
         print(f"Triton {triton.__version__}")
-        print_row(
-            "call", "kernel", "chip", "registers", "spills B", "shared B", "HGMMA", "waits", ""
-        )
+        print_row(*"call kernel chip registers spills/B shared/B HGMMA waits note".split())
         print_row(*["---"] * 9)
     rows = compile_each(options) if options.chip is None else compile_here(options)
     if options.json:

@@ -28,14 +28,11 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CALLS: Dict[str, Callable] = {}
 
 
-def call(name: str, **options) -> Callable:
-    """Adds a call: of a function of the package and these options."""
-
-    def add(function: Callable) -> Callable:
-        CALLS[name] = functools.partial(function, **options)
-        return function
-
-    return add
+def calls(function: Callable, kind: str, table: Dict[str, dict], **options) -> None:
+    """Adds calls of a function below, "kind, name", with these options and those of the table."""
+    for name, more in table.items():
+        name = f"{kind}, {name}" if name else kind
+        CALLS[name] = functools.partial(function, **{**options, **more})
 
 
 def launches(chip: str, *match: str) -> List[Tuple[str, object]]:
@@ -100,17 +97,16 @@ def _swiglu(
 
 
 for M in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384):
-    call(f"swiglu forward, M {M}", M=M)(_swiglu)
-    call(f"swiglu forward, M {M}, small", M=M, K=1024, N=3072)(_swiglu)
+    calls(_swiglu, f"swiglu forward, M {M}", {"": {}, "small": dict(K=1024, N=3072)}, M=M)
 for M in (1, 64, 512, 4096):
-    call(f"swiglu forward, M {M}, Wf", M=M, wf=True)(_swiglu)
-    call(f"swiglu forward, M {M}, fp16, bias", M=M, dtype=FP16, bias=True, activation="gelu_tanh")(
-        _swiglu
-    )
-call("swiglu forward, M 512, small, up first", M=512, K=1024, N=3072, up_first=True)(_swiglu)
-call("swiglu forward, M 4096, up first", M=4096, up_first=True)(_swiglu)
-call("swiglu forward, odd sizes", M=33, K=1000, N=3001)(_swiglu)
-call("swiglu forward, three quarters", M=4096, N=14336 - 64)(_swiglu)
+    table = {"Wf": dict(wf=True), "fp16, bias": dict(dtype=FP16, bias=True, activation="gelu_tanh")}
+    calls(_swiglu, f"swiglu forward, M {M}", table, M=M)
+calls(_swiglu, "swiglu forward", {
+    "M 512, small, up first": dict(M=512, K=1024, N=3072, up_first=True),
+    "M 4096, up first": dict(M=4096, up_first=True),
+    "odd sizes": dict(M=33, K=1000, N=3001),
+    "three quarters": dict(M=4096, N=14336 - 64),
+})  # fmt: skip
 
 
 def _swiglu_training(kernel, activation="silu", dtype=BF16, M=8192, K=4096, N=14336, **options):
@@ -123,12 +119,14 @@ def _swiglu_training(kernel, activation="silu", dtype=BF16, M=8192, K=4096, N=14
     return with_gradients(mlp, *tensors)
 
 
-call("swiglu training")(_swiglu_training)
-call("swiglu training, kept z", keep_z=True)(_swiglu_training)
-call("swiglu training, recompute", recompute=True)(_swiglu_training)
-call("swiglu training, fp16", dtype=FP16, activation="gelu_tanh")(_swiglu_training)
-call("swiglu training, small", K=1024, N=3072)(_swiglu_training)
-call("swiglu training, odd sizes", M=100, K=1000, N=3001)(_swiglu_training)
+calls(_swiglu_training, "swiglu training", {
+    "": {},
+    "kept z": dict(keep_z=True),
+    "recompute": dict(recompute=True),
+    "fp16": dict(dtype=FP16, activation="gelu_tanh"),
+    "small": dict(K=1024, N=3072),
+    "odd sizes": dict(M=100, K=1000, N=3001),
+})  # fmt: skip
 
 
 # --- routed experts
@@ -147,20 +145,20 @@ def _experts(
     return with_gradients(forward, x, w_gate_up, w_down, weights) if grad else forward
 
 
-for T in (1, 16, 64, 512, 1024, 4096, 8192, 32768):  # from a row an expert to a thousand
-    call(f"experts forward, T {T}", T=T)(_experts)
-for T in (1, 40, 4096):
-    call(f"experts forward, T {T}, fp16, clamped", T=T, E=20, K=6, H=200, N=136, dtype=FP16,
-         index=torch.int32, top=FP16, activation="gelu_tanh", limit=7.0)(_experts)  # fmt: skip
-for T in (40, 512, 1024, 4096, 8192, 32768, 65536):
-    call(f"experts training, T {T}", T=T, grad=True)(_experts)
-for T in (1, 40, 8192):
-    oai = {"activation": "swigluoai", "limit": 7.0}
-    call(f"experts, swigluoai, T {T}", T=T, grad=T > 1, **oai)(_experts)
-call("experts training, recompute", T=8192, grad=True, recompute=True)(_experts)
-call("experts training, odd sizes", T=1000, E=20, K=6, H=200, N=136, dtype=FP16, grad=True)(
-    _experts
-)
+small = dict(E=20, K=6, H=200, N=136, dtype=FP16)
+calls(_experts, "experts forward", {
+    # from a row an expert to a thousand
+    **{f"T {T}": dict(T=T) for T in (1, 16, 64, 512, 1024, 4096, 8192, 32768)},
+    **{f"T {T}, fp16, clamped": dict(T=T, index=torch.int32, top=FP16, activation="gelu_tanh",
+                                     limit=7.0, **small) for T in (1, 40, 4096)},
+})  # fmt: skip
+tokens = (40, 512, 1024, 4096, 8192, 32768, 65536)
+calls(_experts, "experts training", {f"T {T}": dict(T=T) for T in tokens}, grad=True)
+oai = {f"T {T}": dict(T=T, grad=T > 1) for T in (1, 40, 8192)}
+calls(_experts, "experts, swigluoai", oai, activation="swigluoai", limit=7.0)
+calls(_experts, "experts training", {
+    "recompute": dict(T=8192, recompute=True), "odd sizes": dict(T=1000, **small),
+}, grad=True)  # fmt: skip
 
 
 # --- around attention
@@ -197,21 +195,25 @@ def _rotary(
     return lambda: torch.autograd.grad(forward(), leaves, (dq, dk))
 
 
-GLM, GLM_4V = {"HK": 2, "R": 64, "angles": 1}, {"angles": 2}
-LLAMA, QWEN = {}, {"HQ": 16, "HK": 4, "D": 256, "R": 64, "norm": "head", "gate": True}
-QWEN3, OLMO = {"norm": "head"}, {"HQ": 30, "HK": 30, "norm": "all"}
-for name, options in (
-    ("Llama", LLAMA), ("Qwen3", QWEN3), ("Qwen3.5", QWEN), ("OLMo", OLMO), ("GLM", GLM),
-    ("GLM-4V", GLM_4V),
-):  # fmt: skip
-    call(f"attention rotary, {name}, one token", cache=True, **options)(_rotary)
-    call(f"attention rotary, {name}, prompt", T=8192, **options)(_rotary)
-    call(f"attention rotary, {name}, gradient", T=4096, grad=True, **options)(_rotary)
-call("attention rotary, fp32 weights and tables", B=2, T=100, norm="head", dtype=FP16, tables=FP32,
-     weights=FP32, cache=True)(_rotary)  # fmt: skip
-call("attention rotary, odd sizes", T=77, HQ=9, HK=3, D=80, R=20, norm="head", dtype=FP32,
-     tables=FP32, weights=FP32, grad=True)(_rotary)  # fmt: skip
-call("attention rotary, wide norm", T=77, HQ=64, HK=8, norm="all", grad=True)(_rotary)
+for name, options in {
+    "Llama": {},
+    "Qwen3": dict(norm="head"),
+    "Qwen3.5": dict(HQ=16, HK=4, D=256, R=64, norm="head", gate=True),
+    "OLMo": dict(HQ=30, HK=30, norm="all"),
+    "GLM": dict(HK=2, R=64, angles=1),
+    "GLM-4V": dict(angles=2),
+}.items():
+    table = {
+        "one token": dict(cache=True), "prompt": dict(T=8192), "gradient": dict(T=4096, grad=True),
+    }  # fmt: skip
+    calls(_rotary, f"attention rotary, {name}", table, **options)
+calls(_rotary, "attention rotary", {
+    "fp32 weights and tables": dict(B=2, T=100, norm="head", dtype=FP16, tables=FP32, weights=FP32,
+                                    cache=True),
+    "odd sizes": dict(T=77, HQ=9, HK=3, D=80, R=20, norm="head", dtype=FP32, tables=FP32,
+                      weights=FP32, grad=True),
+    "wide norm": dict(T=77, HQ=64, HK=8, norm="all", grad=True),
+})  # fmt: skip
 
 
 def _gate(kernel, T=1, H=16, D=256, dtype=BF16, grad=False):
@@ -221,10 +223,11 @@ def _gate(kernel, T=1, H=16, D=256, dtype=BF16, grad=False):
     return with_gradients(forward, x, gate) if grad else forward
 
 
-for T in (1, 8192):
-    call(f"attention gate, T {T}", T=T)(_gate)
-call("attention gate, gradient", T=4096, grad=True)(_gate)
-call("attention gate, fp32, odd sizes", T=77, D=100, dtype=FP32, grad=True)(_gate)
+calls(_gate, "attention gate", {
+    **{f"T {T}": dict(T=T) for T in (1, 8192)},
+    "gradient": dict(T=4096, grad=True),
+    "fp32, odd sizes": dict(T=77, D=100, dtype=FP32, grad=True),
+})  # fmt: skip
 
 
 def _kvcache(kernel, B=1, S=8192, HQ=32, HK=8, D=128, mask=torch.bool, dtype=BF16):
@@ -235,12 +238,12 @@ def _kvcache(kernel, B=1, S=8192, HQ=32, HK=8, D=128, mask=torch.bool, dtype=BF1
     return functools.partial(kernel.attention_with_kvcache, q, k, v, length, attention_mask=mask)
 
 
-for B, S in ((1, 640), (64, 8192)):
-    call(f"attention decode, batch {B}, {S} slots", B=B, S=S)(_kvcache)
-for D in (64, 80, 256):
-    call(f"attention decode, head dim {D}", D=D, mask=None)(_kvcache)
-call("attention decode, Qwen3.5", HQ=16, HK=4, D=256)(_kvcache)
-call("attention decode, one key head", HQ=71, HK=1, D=64, mask=FP32, dtype=FP16)(_kvcache)
+calls(_kvcache, "attention decode", {
+    **{f"batch {B}, {S} slots": dict(B=B, S=S) for B, S in ((1, 640), (64, 8192))},
+    **{f"head dim {D}": dict(D=D, mask=None) for D in (64, 80, 256)},
+    "Qwen3.5": dict(HQ=16, HK=4, D=256),
+    "one key head": dict(HQ=71, HK=1, D=64, mask=FP32, dtype=FP16),
+})  # fmt: skip
 
 
 def _topk(kernel, T, E=256, K=8, dtype=BF16, bias=False, grad=False, kind=None, **options):
@@ -249,12 +252,13 @@ def _topk(kernel, T, E=256, K=8, dtype=BF16, bias=False, grad=False, kind=None, 
     return with_gradients(lambda: choose()[0], logits) if grad else choose
 
 
-for T in (1, 8192):
-    call(f"router, T {T}", T=T)(_topk)
-call("router, 512 experts", T=64, E=512, K=10)(_topk)
-call("router, fp16, weights in fp32", T=64, E=8, K=2, dtype=FP16, kind=FP32)(_topk)
-call("router, sigmoid", T=64, dtype=FP32, bias=True, scoring="sigmoid", scale=2.5)(_topk)
-call("router, training", T=8192, grad=True)(_topk)
+calls(_topk, "router", {
+    **{f"T {T}": dict(T=T) for T in (1, 8192)},
+    "512 experts": dict(T=64, E=512, K=10),
+    "fp16, weights in fp32": dict(T=64, E=8, K=2, dtype=FP16, kind=FP32),
+    "sigmoid": dict(T=64, dtype=FP32, bias=True, scoring="sigmoid", scale=2.5),
+    "training": dict(T=8192, grad=True),
+})  # fmt: skip
 
 
 def _shared(kernel, T, H=2048, grad=False):
@@ -263,11 +267,16 @@ def _shared(kernel, T, H=2048, grad=False):
     return with_gradients(add, *tensors) if grad else add
 
 
-call("shared expert, T 1", T=1)(_shared)
-call("shared expert, training", T=8192, grad=True)(_shared)
+calls(_shared, "shared expert", {"T 1": dict(T=1), "training": dict(T=8192, grad=True)})
 
 
 # --- the gated delta rule
+
+
+def raw_gates(HV: int) -> dict:
+    """The options by which a rule computes its gates itself."""
+    tensors = {"A_log": values(HV, dtype=FP32), "dt_bias": values(HV, dtype=FP32)}
+    return {"use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, **tensors}
 
 
 def _rule(
@@ -283,8 +292,7 @@ def _rule(
     tensors = (q, k, v, values(B, T, HV, dtype=gate), values(B, T, HV, dtype=gate))
     options = {"output_final_state": state is not None, "use_qk_l2norm_in_kernel": l2norm}
     if raw:
-        options.update(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
-        options.update(A_log=values(HV, dtype=FP32), dt_bias=values(HV, dtype=FP32))
+        options.update(raw_gates(HV))
     N = B
     if packed is not None:
         N, options["cu_seqlens"] = len(packed), offsets(packed, index)
@@ -305,61 +313,43 @@ def _rule(
 
 
 two, many = (700, 1348), (32,) * 64
-for name, options in {
+pool = dict(pool=torch.int64, checkpoints=64, packed=two, padded=True)
+calls(_rule, "gdn prefill", {
     "equal lengths": {},
-    "from states": {"state": FP32},
-    "packed": {"packed": two, "state": FP32, "raw": True},
-    "packed, many sequences": {"packed": many, "state": FP32, "v_first": True},
-    "fp16": {"dtype": FP16, "state": BF16, "v_first": True},
-    "fp16, without l2norm": {"dtype": FP16, "l2norm": False},
-    "long": {"T": 32768, "HV": 64, "state": FP32},
-    "long, packed": {"T": 32768, "H": 2, "HV": 8, "packed": (1000, 31768), "state": FP32},
-    "long, packed, bf16 states": {
-        "T": 32768,
-        "packed": (768, 32000),
-        "index": torch.int64,
-        "state": BF16,
-    },
-    "one long of two, packed": {"T": 8192, "HV": 64, "packed": (1024, 7168), "raw": True},
-    "batch of 4": {"B": 4, "T": 8192, "HV": 64},
-    "one value head a key head": {"H": 24, "HV": 24, "raw": True, "packed": two},
-    "six value heads a key head": {"H": 4, "HV": 24},
-    "pool": {"packed": two, "state": FP32, "pool": torch.int32, "v_first": True},
-    "pool, some anew": {"packed": two, "state": BF16, "pool": torch.int32, "anew": True},
-    "pool, bf16": {"packed": many, "state": BF16, "pool": torch.int64, "checkpoints": 64},
-    "checkpoints": {"state": FP32, "checkpoints": 64, "v_first": True},
-}.items():
-    call(f"gdn prefill, {name}", **options)(_rule)
+    "from states": dict(state=FP32),
+    "packed": dict(packed=two, state=FP32, raw=True),
+    "packed, many sequences": dict(packed=many, state=FP32, v_first=True),
+    "fp16": dict(dtype=FP16, state=BF16, v_first=True),
+    "fp16, without l2norm": dict(dtype=FP16, l2norm=False),
+    "long": dict(T=32768, HV=64, state=FP32),
+    "long, packed": dict(T=32768, H=2, HV=8, packed=(1000, 31768), state=FP32),
+    "long, packed, bf16 states": dict(T=32768, packed=(768, 32000), index=torch.int64, state=BF16),
+    "one long of two, packed": dict(T=8192, HV=64, packed=(1024, 7168), raw=True),
+    "batch of 4": dict(B=4, T=8192, HV=64),
+    "one value head a key head": dict(H=24, HV=24, raw=True, packed=two),
+    "six value heads a key head": dict(H=4, HV=24),
+    "pool": dict(packed=two, state=FP32, pool=torch.int32, v_first=True),
+    "pool, some anew": dict(packed=two, state=BF16, pool=torch.int32, anew=True),
+    "pool, bf16": dict(packed=many, state=BF16, pool=torch.int64, checkpoints=64),
+    "checkpoints": dict(state=FP32, checkpoints=64, v_first=True),
+})  # fmt: skip
 for D in (60, 64, 100, 256):
-    call(f"gdn prefill, head dim {D}", K=D, V=D, state=FP32)(_rule)
-    call(
-        f"gdn prefill, head dim {D}, pool", K=D, V=D, state=FP32, pool=torch.int64, checkpoints=64,
-        packed=two, padded=True,
-    )(_rule)  # fmt: skip
+    calls(_rule, f"gdn prefill, head dim {D}", {"": {}, "pool": pool}, K=D, V=D, state=FP32)
 for D in (64, 100, 128, 256):
-    call(f"gdn prefill, fp32, head dim {D}", K=D, V=D, dtype=FP32, state=FP32)(_rule)
-    call(
-        f"gdn prefill, fp32, head dim {D}, pool", K=D, V=D, dtype=FP32, state=FP32,
-        pool=torch.int64, checkpoints=64, packed=two, padded=True,
-    )(_rule)  # fmt: skip
-call("gdn prefill, fp32, long", T=32768, H=2, HV=4, dtype=FP32, state=FP32)(_rule)
-call("gdn prefill, head dim 64, long", T=32768, H=2, HV=4, K=64, V=64)(_rule)
-for name, options in {
+    fp32 = dict(K=D, V=D, dtype=FP32, state=FP32)
+    calls(_rule, f"gdn prefill, fp32, head dim {D}", {"": {}, "pool": pool}, **fp32)
+calls(_rule, "gdn prefill", {
+    "fp32, long": dict(dtype=FP32, state=FP32), "head dim 64, long": dict(K=64, V=64),
+}, T=32768, H=2, HV=4)  # fmt: skip
+calls(_rule, "gdn training", {
     "bf16": {},
-    "from states, packed": {"state": FP32, "packed": two},
-    "fp16": {
-        "dtype": FP16,
-        "state": BF16,
-        "packed": (100, 1948),
-        "index": torch.int64,
-        "l2norm": False,
-    },
-    "raw gates": {"raw": True, "H": 8},
-    "one value head a key head": {"H": 24, "HV": 24},
-    "head dim 256": {"K": 256, "V": 256},
-    "fp32": {"dtype": FP32},
-}.items():
-    call(f"gdn training, {name}", grad=True, **options)(_rule)
+    "from states, packed": dict(state=FP32, packed=two),
+    "fp16": dict(dtype=FP16, state=BF16, packed=(100, 1948), index=torch.int64, l2norm=False),
+    "raw gates": dict(raw=True, H=8),
+    "one value head a key head": dict(H=24, HV=24),
+    "head dim 256": dict(K=256, V=256),
+    "fp32": dict(dtype=FP32),
+}, grad=True)  # fmt: skip
 
 
 def _step(
@@ -373,8 +363,7 @@ def _step(
     options = {} if packed is None else {"cu_seqlens": offsets(packed)}
     options["initial_state"] = values(pool_rows, HV, *((V, K) if v_first else (K, V)), dtype=state)
     if raw:
-        options.update(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
-        options.update(A_log=values(HV, dtype=FP32), dt_bias=values(HV, dtype=FP32))
+        options.update(raw_gates(HV))
     if pool is not None:
         options["state_indices"] = rows(N, pool)
     if drafts:
@@ -388,16 +377,15 @@ def _step(
 
 
 for B, state, v_first in itertools.product((1, 8, 64, 256), (FP32, BF16), (False, True)):
-    layout = "[V, K]" if v_first else "[K, V]"
-    name = f"gdn decode, batch {B}, {str(state)[6:]} {layout}"
-    call(name, B=B, state=state, v_first=v_first)(_step)
-    call(f"{name}, tokens from a pool", B=B, T=4, state=state, v_first=v_first, pool=torch.int64)(
-        _step
-    )
-call("gdn decode, not in place", inplace=False, raw=False)(_step)
-call("gdn decode, every state", T=4, inplace=False, every=True)(_step)
-call("gdn decode, packed", T=9, inplace=False, packed=(4, 5))(_step)
-call("gdn decode, drafts", B=8, T=4, v_first=True, pool=torch.int32, drafts=True)(_step)
+    name = f"gdn decode, batch {B}, {str(state)[6:]} {'[V, K]' if v_first else '[K, V]'}"
+    table = {"": {}, "tokens from a pool": dict(T=4, pool=torch.int64)}
+    calls(_step, name, table, B=B, state=state, v_first=v_first)
+calls(_step, "gdn decode", {
+    "not in place": dict(inplace=False, raw=False),
+    "every state": dict(T=4, inplace=False, every=True),
+    "packed": dict(T=9, inplace=False, packed=(4, 5)),
+    "drafts": dict(B=8, T=4, v_first=True, pool=torch.int32, drafts=True),
+})  # fmt: skip
 
 
 def _replay(
@@ -413,8 +401,7 @@ def _replay(
     flush = {"force_flush": torch.zeros(B, dtype=torch.bool, device=DEVICE)} if force else {}
     options = {"use_qk_l2norm_in_kernel": True, **shared, **flush}
     if raw:
-        options.update(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True)
-        options.update(A_log=values(HV, dtype=FP32), dt_bias=values(HV, dtype=FP32))
+        options.update(raw_gates(HV))
     accepted = None if max_tokens == 1 else torch.ones(B, dtype=torch.int32, device=DEVICE)
 
     def step():
@@ -427,20 +414,19 @@ def _replay(
     return step
 
 
-both = (False, True)
-for name, options in {
-    "fp32": {"materialised": both},
-    "bf16": {"state": BF16, "materialised": both},
-    "without a pool, forced": {"pool": False, "force": True, "raw": False},
-    "fp16": {"dtype": FP16, "state": FP16, "R": 12},
-    "head dim 100, fp32 throughout": {"K": 100, "V": 100, "dtype": FP32, "materialised": both},
-    "head dim 256": {"K": 256, "V": 256, "materialised": both},
-    "head dim 256, bf16": {"K": 256, "V": 256, "state": BF16},
-    "4 drafts": {"T": 4, "max_tokens": 4, "R": 32},
-    "4 drafts, bf16": {"T": 4, "max_tokens": 4, "R": 32, "state": BF16},
-    "8 drafts": {"T": 8, "max_tokens": 8, "R": 32},
-}.items():
-    call(f"gdn replay, {name}", **options)(_replay)
+both = dict(materialised=(False, True))
+calls(_replay, "gdn replay", {
+    "fp32": both,
+    "bf16": dict(state=BF16, **both),
+    "without a pool, forced": dict(pool=False, force=True, raw=False),
+    "fp16": dict(dtype=FP16, state=FP16, R=12),
+    "head dim 100, fp32 throughout": dict(K=100, V=100, dtype=FP32, **both),
+    "head dim 256": dict(K=256, V=256, **both),
+    "head dim 256, bf16": dict(K=256, V=256, state=BF16),
+    "4 drafts": dict(T=4, max_tokens=4, R=32),
+    "4 drafts, bf16": dict(T=4, max_tokens=4, R=32, state=BF16),
+    "8 drafts": dict(T=8, max_tokens=8, R=32),
+})  # fmt: skip
 
 
 # --- what surrounds the rule
@@ -506,23 +492,21 @@ def _norm(kernel, D=128, grad=False):
 
 
 for grad, kind in ((False, "convolution"), (True, "convolution, gradient")):
-    call(f"gdn_layer {kind}", grad=grad)(_convolution)
-    call(f"gdn_layer {kind}, packed", packed=two, grad=grad)(_convolution)
-    call(f"gdn_layer {kind}, seq_idx", seq_idx=True, grad=grad)(_convolution)
-    call(f"gdn_layer {kind}, tokens side by side", tokens_apart=True, grad=grad)(_convolution)
-    call(f"gdn_layer {kind}, odd sizes", T=1001, D=1002, tokens_apart=True, grad=grad)(_convolution)
-call("gdn_layer convolution update")(_convolution_update)
-call("gdn_layer convolution update, tokens", T=3)(_convolution_update)
-call("gdn_layer convolution update, drafts", T=3, S=5, drafts=True)(_convolution_update)
-call("gdn_layer prologue")(_prologue)
-call("gdn_layer prologue, packed", packed=two)(_prologue)
-call("gdn_layer decode")(_layer_decode)
-call("gdn_layer decode, batch 64", B=64)(_layer_decode)
-for B in (1, 4):
-    call(f"gdn_layer projections, {B} tokens", B=B)(_projections)
+    calls(_convolution, f"gdn_layer {kind}", {
+        "": {},
+        "packed": dict(packed=two),
+        "seq_idx": dict(seq_idx=True),
+        "tokens side by side": dict(tokens_apart=True),
+        "odd sizes": dict(T=1001, D=1002, tokens_apart=True),
+    }, grad=grad)  # fmt: skip
+calls(_convolution_update, "gdn_layer convolution update", {
+    "": {}, "tokens": dict(T=3), "drafts": dict(T=3, S=5, drafts=True),
+})  # fmt: skip
+calls(_prologue, "gdn_layer prologue", {"": {}, "packed": dict(packed=two)})
+calls(_layer_decode, "gdn_layer decode", {"": {}, "batch 64": dict(B=64)})
+calls(_projections, "gdn_layer projections", {f"{B} tokens": dict(B=B) for B in (1, 4)})
 for D in (64, 128, 256):
-    call(f"gdn_layer norm, {D} channels", D=D)(_norm)
-    call(f"gdn_layer norm, {D} channels, gradient", D=D, grad=True)(_norm)
+    calls(_norm, f"gdn_layer norm, {D} channels", {"": {}, "gradient": dict(grad=True)}, D=D)
 
 
 # --- RMSNorm and the gate of SwiGLU alone
@@ -546,21 +530,18 @@ def _silu_mul(kernel, M=4096, N=14336, dtype=BF16, grad=False, **options):
     return with_gradients(forward, gate, up) if grad else forward
 
 
-centred = {"casting_mode": "gemma", "offset": 1.0}
+fp32, centred = dict(dtype=FP32, weight=FP32), dict(casting_mode="gemma", offset=1.0)
+wide = (128, 1024, 2560, 4096, 5120, 8192, 16384, 20000)
 for grad, kind in ((False, "forward"), (True, "training")):
-    for D in (128, 1024, 2560, 4096, 5120, 8192, 16384, 20000):
-        call(f"rms_norm {kind}, {D} columns", M=4096, D=D, grad=grad)(_rms_norm)
-    call(f"rms_norm {kind}, few rows", M=3, grad=grad)(_rms_norm)
-    call(f"rms_norm {kind}, odd sizes", M=1001, D=1001, grad=grad, **centred)(_rms_norm)
-    for D in (4096, 16384, 20000):
-        call(
-            f"rms_norm {kind}, fp32, {D} columns", M=4096, D=D, dtype=FP32, weight=FP32, grad=grad
-        )(_rms_norm)
-    call(f"rms_norm {kind}, fp16, fp32 weight", M=4096, dtype=FP16, weight=FP32, grad=grad)(
-        _rms_norm
-    )
-    call(f"rms_norm {kind}, alone", M=4096, D=4096, added=False, grad=grad, **centred)(_rms_norm)
-    call(f"silu_mul {kind}", grad=grad)(_silu_mul)
-    call(f"silu_mul {kind}, fp16", dtype=FP16, activation="gelu_tanh", grad=grad)(_silu_mul)
-    call(f"rms_norm {kind}, residual after", M=4096, grad=grad, after=True, **centred)(_rms_norm)
-call("rms_norm forward, no weight", M=4096, weight=None, added=False)(_rms_norm)
+    calls(_rms_norm, f"rms_norm {kind}", {
+        **{f"{D} columns": dict(D=D) for D in wide},
+        "few rows": dict(M=3),
+        "odd sizes": dict(M=1001, D=1001, **centred),
+        **{f"fp32, {D} columns": dict(D=D, **fp32) for D in (4096, 16384, 20000)},
+        "fp16, fp32 weight": dict(dtype=FP16, weight=FP32),
+        "alone": dict(D=4096, added=False, **centred),
+    }, M=4096, grad=grad)  # fmt: skip
+    table = {"": {}, "fp16": dict(dtype=FP16, activation="gelu_tanh")}
+    calls(_silu_mul, f"silu_mul {kind}", table, grad=grad)
+    calls(_rms_norm, f"rms_norm {kind}", {"residual after": centred}, M=4096, grad=grad, after=True)
+calls(_rms_norm, "rms_norm forward", {"no weight": dict(weight=None, added=False)}, M=4096)

@@ -11,7 +11,8 @@ import json
 import pathlib
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+from sources import ROOT, package_dir, read_config
+
 FLAGS = ("has_backward", "can_torch_compile")  # of a layer: kernelize decides by them
 BUMP = "bump the version in build.toml"
 
@@ -138,8 +139,6 @@ def breaks(old, new):
 
 def main():
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    from build import package_dir, read_config
-
     config, _ = read_config(ROOT)
     file = ROOT / "tests" / f"api_v{config['general']['version']}.json"
     new = public_api(package_dir(ROOT, config))

@@ -18,11 +18,12 @@ import typing
 
 import hub_errors
 import release_checks
-from build import ROOT, benchmark_files, build, package_dir, read_config
+from build import benchmark_files, build
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import RepositoryNotFoundError
 from huggingface_hub.utils import disable_progress_bars
 from public_api import BUMP, breaks, public_api
+from sources import ROOT, package_dir, read_config
 
 KERNEL = {"repo_type": "kernel"}
 

@@ -6,9 +6,9 @@ import re
 import subprocess
 import sys
 
-from build import card, package_dir, provenance
+from build import card, provenance
 from public_api import BUMP, breaks, parse, public_api
-from sources import git, text_of
+from sources import git, package_dir, text_of
 
 PAGES = ("CARD.md", "README.md")  # with tables of numbers that benchmarks/page.py writes
 WRITTEN = re.compile(r"<!-- numbers: .*?<!-- end of numbers -->", flags=re.S)

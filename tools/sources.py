@@ -1,6 +1,22 @@
-"""Which files of the repository go into a build: those that git knows, and nothing from outside."""
+"""What a build is made of: build.toml, and the files that git knows and none from outside."""
 
+import pathlib
 import subprocess
+
+from kernels._rust import Build, KernelName
+from kernels.compat import tomllib
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+
+
+def read_config(root):
+    """build.toml as a dictionary, and its backends; ValueError says what is wrong with it."""
+    backends = [str(backend) for backend in Build.open(root).general.backends]
+    return tomllib.loads((root / "build.toml").read_text()), backends
+
+
+def package_dir(root, config):
+    return root / "torch-ext" / KernelName(config["general"]["name"]).python_name
 
 
 def git(root, *arguments):

@@ -14,22 +14,15 @@ not compile or fit, is passed over. Time is that of the kernels, by CUDA graph. 
 import argparse
 import copy
 import json
-import sys
 from pathlib import Path
 from typing import Callable, Dict, Iterator, List
 
+import launched
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import launched  # noqa: E402
-from in_tree import PACKAGE, load_package, submodule  # noqa: E402
+from in_tree import PACKAGE, load_package, submodule
 
 CONFIGS = PACKAGE / "configs"
 GAIN = 0.99  # a neighbour is taken if it needs less than this of the best's time
-
-
-def forget() -> None:
-    submodule("runtime.recording").forget()
 
 
 def lookups(call: Callable) -> Dict[tuple, dict]:
@@ -51,14 +44,15 @@ class replaced:
 
     def __init__(self, nearest: Callable):
         self.tuning, self.nearest = submodule("runtime.tuning"), nearest
+        self.forget = submodule("runtime.recording").forget
 
     def __enter__(self):
-        forget()
+        self.forget()
         self.original, self.tuning._nearest = self.tuning._nearest, self.nearest
 
     def __exit__(self, *_):
         self.tuning._nearest = self.original
-        forget()
+        self.forget()
 
 
 def known(operation: str) -> List[dict]:
@@ -92,8 +86,7 @@ def neighbours(config: dict) -> Iterator[dict]:
 def best(operation: str, sizes: tuple, call: Callable, time_of: Callable) -> dict:
     """The fastest configuration that gives the results of the one in use now."""
     now, right = lookups(call)[operation, sizes], call()
-    tuning = submodule("runtime.tuning")
-    original, times = tuning._nearest, {}
+    original, times = submodule("runtime.tuning")._nearest, {}
 
     def seconds(config: dict) -> float:
         key = json.dumps(config, sort_keys=True)
