@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Iterator, List, Tuple
+from typing import List, Tuple
 
 os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # machine code alone, whatever lines it came from
 
@@ -134,29 +134,24 @@ def kernels(chip: str, *match: str) -> List[Tuple[str, object]]:
     return list(found.values())
 
 
-def compile_chip(chip: str, match: str = "", kernel: str = "") -> Iterator[Report]:
-    """In a process that has not imported the package, where the chip is of AMD: launchers choose
-    by what torch says it was built for."""
-    if launched.CHIPS[chip][1] is None:
-        torch.version.hip = "pretended"
-    for name, record in kernels(chip, match):
-        if kernel in record.name:
-            yield compile_one(name, chip, record, digest=True)
-
-
 def print_row(*cells) -> None:
     print("| " + " | ".join(map(str, cells)) + " |", flush=True)
 
 
 def compile_here(options) -> list:
-    reports = []
-    for r in compile_chip(options.chip, options.call, options.kernel):
-        reports.append(r)
-        note = r.error or ("serialized" if r.serialized else "")
-        note = f"{r.lost} operands lost" if r.lost else note
-        numbers = (r.registers, r.spills, r.shared, r.hgmma, r.waits)
-        print_row(r.call, r.kernel, r.chip, *numbers, note)
-    return [dataclasses.asdict(report) for report in reports]
+    """In a process that has not imported the package, where the chip is of AMD: launchers choose
+    by what torch says it was built for."""
+    if launched.CHIPS[options.chip][1] is None:
+        torch.version.hip = "pretended"
+    rows = []
+    for call, record in kernels(options.chip, options.call):
+        if options.kernel in record.name:
+            r = compile_one(call, options.chip, record, digest=True)
+            note = f"{r.lost} operands lost" if r.lost else "serialized" if r.serialized else ""
+            numbers = (r.registers, r.spills, r.shared, r.hgmma, r.waits)
+            print_row(r.call, r.kernel, r.chip, *numbers, r.error or note)
+            rows.append(dataclasses.asdict(r))
+    return rows
 
 
 def compile_each(options) -> list:
