@@ -56,6 +56,36 @@ def test_a_forward_given_to_a_subclass(kernel):
         assert torch.equal(norm(x), x * 2)
 
 
+@pytest.mark.parametrize("name, norms", [("llama", "layernorm"), ("qwen3", "k_norm")])
+@WHEN
+def test_a_call_given_to_a_class_of_norms(kernel, name, norms, when):
+    """A layer and an attention module read the weights of their norms in place of calling them."""
+
+    def change(model):
+        found = [m for path, m in model.named_modules() if path.endswith(norms)]
+        kind = next(base for base in type(found[0]).__mro__ if base.__name__ == "SubRMSNorm")
+        kind.__call__ = lambda self, x: nn.Module.__call__(self, x) * 1.5
+
+    model, served = random_model(name), random_model(name)
+    for one in (model, served):
+        sub = None
+        for path, module in one.named_modules():
+            if path.endswith(norms):
+                sub = sub or type("SubRMSNorm", (type(module),), {})
+                module.__class__ = sub
+    ids = tokens(2, 5)
+    if when == "after":
+        report = kernel.kernelize(served)
+        assert not report.left
+    change(model), change(served)
+    if when == "before":
+        report = kernel.kernelize(served)
+        assert any("a __call__ of its own" in row.reason for row in report.left)
+    with serving():
+        assert_same(logits(served, ids), logits(model, ids))
+    assert (logits(model, ids) - logits(random_model(name), ids)).abs().max() > 1e-3
+
+
 class Tripled(nn.Module):
     def forward(self, x):
         return x * 3

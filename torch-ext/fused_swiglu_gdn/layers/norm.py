@@ -42,6 +42,7 @@ def is_plain(module: nn.Module) -> bool:
         or "forward" in attributes
         or "_call_impl" in attributes
         or "_hf_hook" in attributes
+        or type(module).__call__ is not nn.Module.__call__
     )
 
 

@@ -18,6 +18,7 @@ from ..layers.untouched import why_patched
 from .forms import Formula, Refused, formula_of
 from .mlp_trial import why_another_formula
 from .serving import own_class
+from .source import static, why_odd_class
 
 # the parts by which a module that is left alone is told to be a gated MLP: the report names it
 KNOWN_PARTS = (
@@ -27,16 +28,6 @@ KNOWN_PARTS = (
     {"wi_0", "wi_1", "wo"},
     {"Wi", "Wo"},
     {"input_linear", "output_linear"},
-)
-# what nn.Module has for calling a module and for finding its parts
-MACHINERY = (
-    "__call__",
-    "_call_impl",
-    "_wrapped_call_impl",
-    "_slow_forward",
-    "__getattr__",
-    "__getattribute__",
-    "__dict__",
 )
 
 
@@ -52,14 +43,15 @@ def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
     resembles = any(names <= set(parts) for names in KNOWN_PARTS)
     if not resembles and sum(type(part) is nn.Linear for part in parts.values()) < 2:
         return None
-    forward = _static(kind, "forward")
+    forward = static(kind, "forward")
     code = getattr(forward, "__code__", None)
     formula = _formula(forward, code)
     layer = "SwiGLUGateUp" if "gate_up_proj" in parts else "SwiGLUMLP"
     if not isinstance(formula, Formula):
         return GatedMLP(layer, formula) if resembles else None
     layer = "SwiGLUGateUp" if formula.up is None else "SwiGLUMLP"
-    reason = why_patched() or _why_odd_class(kind, formula)
+    names = (formula.gate, formula.up, formula.act, *formula.calls, *formula.rates, "training")
+    reason = why_patched() or why_odd_class(kind, filter(None, names), "__call__")
     if reason is not None:
         return GatedMLP(layer, reason)
     roles = _roles(module, formula)
@@ -70,11 +62,6 @@ def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
     if reason is None:
         swiglu.FORMS[kind] = form
     return GatedMLP(layer, reason, form)
-
-
-def _static(kind: type, name: str) -> object:
-    """A class's attribute as it stands there, found without running any code of the class."""
-    return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), None)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -89,18 +76,6 @@ def _formula(forward: object, code: object) -> Union[Formula, str]:
 @functools.lru_cache(maxsize=4096)
 def _why_another_formula(kind: type, forward: object, code: object, roles: Roles) -> Optional[str]:
     return why_another_formula(kind, forward, roles)
-
-
-def _why_odd_class(kind: type, formula: Formula) -> Optional[str]:
-    """The class calls its modules, or finds its parts, in a way of its own."""
-    for name in MACHINERY:
-        if _static(kind, name) is not _static(nn.Module, name):
-            return f"its class has a {name} of its own"
-    names = (formula.gate, formula.up, formula.act, *formula.calls, *formula.rates, "training")
-    for name in names:
-        if name is not None and _static(kind, name) is not None:
-            return f"its class has an attribute {name}"
-    return None
 
 
 def _roles(module: nn.Module, formula: Formula) -> Union[Roles, str]:

@@ -69,22 +69,22 @@ def _is_eps(name: str, value: object) -> bool:
 
 
 def _find(module, kind, source, weight, values) -> Union[NormForm, str]:
-    names = list(inspect.signature(source.forward).parameters)
+    arguments = list(inspect.signature(source.forward).parameters)
     eps = [name for name, value in values.items() if _is_eps(name, value)]
-    if len(names) != 2 or len(eps) != 1:
-        return (
-            "its forward takes other arguments than one tensor"
-            if len(names) != 2
-            else "it has no eps"
-        )
-    reason = why_odd_module(module, kind, source, (*values, *filter(None, [weight])))
+    if len(arguments) != 2:
+        return "its forward takes other arguments than one tensor"
+    if len(eps) != 1:
+        return "it has no eps"
+    # layers and attention modules read a norm's weight in place of calling it
+    names = (*values, *filter(None, [weight]))
+    reason = why_odd_module(module, kind, source, names, "__call__")
     if reason is not None:
         return reason
     guards = tuple((n, v) for n, v in values.items() if n != eps[0])
     variants = [("llama", 0.0)] if weight is None else VARIANTS
     for variant in variants:
         if _computes(module, kind, source.forward, weight, eps[0], variant):
-            return NormForm(kind, source.pinned, guards, names[1], weight, eps[0], *variant)
+            return NormForm(kind, source.pinned, guards, arguments[1], weight, eps[0], *variant)
     return "its forward is another formula"
 
 

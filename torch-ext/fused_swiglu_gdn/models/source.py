@@ -86,28 +86,33 @@ def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
 
 # what nn.Module has for calling a module and for finding its parts
 MACHINERY = (
-    "__getattr__",
-    "__getattribute__",
-    "__dict__",
-    "_call_impl",
-    "_wrapped_call_impl",
+    "__getattr__", "__getattribute__", "__dict__", "_call_impl", "_wrapped_call_impl",
     "_slow_forward",
-)
+)  # fmt: skip
 
 
-def why_odd_module(module: nn.Module, kind: type, source: Source, names) -> Optional[str]:
-    """The class calls modules, or finds its attributes, in a way of its own, or the forward calls
-    what is no part."""
+def static(kind: type, name: str) -> object:
+    """A class's attribute as it stands there, found without running any code of the class."""
+    return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), None)
 
-    def static(owner, name):
-        return next((b.__dict__[name] for b in owner.__mro__ if name in b.__dict__), None)
 
-    for name in MACHINERY:
+def why_odd_class(kind: type, names: Iterable[str], *more: str) -> Optional[str]:
+    """The class has some of MACHINERY, or `more` of it, of its own, or attributes that would hide
+    those of a module by these names."""
+    for name in (*more, *MACHINERY):
         if static(kind, name) is not static(nn.Module, name):
             return f"its class has a {name} of its own"
     for name in names:
         if static(kind, name) is not None:
             return f"its class has an attribute {name}"
+    return None
+
+
+def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) -> Optional[str]:
+    """The class is odd, or the forward calls what is no part."""
+    reason = why_odd_class(kind, names, *more)
+    if reason is not None:
+        return reason
     for name in source.parts:
         if name in module.__dict__:
             return f"{name} is no module of its own"
