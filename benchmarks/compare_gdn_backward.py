@@ -26,20 +26,24 @@ from kernel_time import (
     warm_up,
 )
 
-SHAPES = [(16, 32, 8192), (16, 32, 32768), (8, 16, 8192), (8, 16, 32768)]  # H, HV, T
+SHAPES = [  # B, H, HV, T
+    *((1, 16, 32, 8192), (1, 16, 32, 32768), (4, 16, 32, 4096)),
+    *((1, 16, 64, 8192), (1, 16, 64, 32768), (4, 16, 64, 4096)),
+    *((1, 8, 16, 8192), (1, 8, 16, 32768)),
+]
 WAYS = ("recompute", "saved", "fla", "flashqla")
 ERROR_HEADS, ERROR_TOKENS, SEEDS = (2, 4), (64, 1000), 8
 NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "d_initial")
 
 
-def tensors(H, HV, T, seed=0):
+def tensors(B, H, HV, T, seed=0):
     """q, k, v, g, beta and the initial state as leaves; gradients of o and of the final state."""
     torch.manual_seed(seed)
-    q, k = torch.randn(2, 1, T, H, 128, device="cuda").bfloat16().unbind(0)
-    v, do = torch.randn(2, 1, T, HV, 128, device="cuda").bfloat16().unbind(0)
-    g = F.logsigmoid(torch.randn(1, T, HV, device="cuda") + 4)
-    beta = torch.rand(1, T, HV, device="cuda")
-    state, d_state = torch.randn(2, 1, HV, 128, 128, device="cuda").mul(0.2).unbind(0)
+    q, k = torch.randn(2, B, T, H, 128, device="cuda").bfloat16().unbind(0)
+    v, do = torch.randn(2, B, T, HV, 128, device="cuda").bfloat16().unbind(0)
+    g = F.logsigmoid(torch.randn(B, T, HV, device="cuda") + 4)
+    beta = torch.rand(B, T, HV, device="cuda")
+    state, d_state = torch.randn(2, B, HV, 128, 128, device="cuda").mul(0.2).unbind(0)
     leaves = [x.clone().requires_grad_() for x in (q, k, v, g, beta, state)]
     return leaves, (do, d_state)
 
@@ -82,11 +86,11 @@ def kernel_ms(call, calls: int = 5) -> float:
     return sum(e.self_device_time_total for e in profiler.key_averages()) / calls / 1e3
 
 
-def measure(package, H, HV, T, only) -> dict:
+def measure(package, B, H, HV, T, only) -> dict:
     from triton.testing import do_bench
 
-    leaves, outer = tensors(H, HV, T)
-    calls, row = {}, {"heads": [H, HV], "T": T, "ms": {}}
+    leaves, outer = tensors(B, H, HV, T)
+    calls, row = {}, {"B": B, "heads": [H, HV], "T": T, "ms": {}}
     for way in only:
         try:
             calls[way] = backward(forward(package, way), leaves, outer)
@@ -122,7 +126,7 @@ def errors(package, T, only) -> dict:
     """By way and name."""
     squares = {way: [] for way in only}
     for seed in range(SEEDS):
-        leaves, outer = tensors(*ERROR_HEADS, T, seed)
+        leaves, outer = tensors(1, *ERROR_HEADS, T, seed)
         wide = [x.detach().double().requires_grad_() for x in leaves]
         want = recurrence(*wide)
         want = [*want, *torch.autograd.grad(want, wide, [x.double() for x in outer])]
@@ -146,8 +150,8 @@ def errors(package, T, only) -> dict:
 def warm(shapes, only, part: int, parts: int) -> None:
     """One part of what the peers compile: of FLA's configurations, of FlashQLA's shapes."""
     share_autotuning(part, parts)
-    shapes = [*shapes, *((*ERROR_HEADS, T) for T in ERROR_TOKENS)]
-    todo = {"fla": [(*heads, 256) for heads in {shape[:2] for shape in shapes}]}
+    shapes = [*shapes, *((1, *ERROR_HEADS, T) for T in ERROR_TOKENS)]
+    todo = {"fla": [(1, *heads, 256) for heads in {shape[1:3] for shape in shapes}]}
     todo["flashqla"] = shapes[part::parts]
     for way, chosen in todo.items():
         with contextlib.suppress(ImportError):

@@ -4,8 +4,7 @@
 
 The layer of Qwen3.5-4B (hidden 2560, 16/32 heads), bf16, one sequence of 8192 tokens: forward and
 backward, all gradients. Before means transformers with FLA's kernels as in compare_models.py, the
-guard of FLA's backward off as in compare_gdn_backward.py. The contenders take turns. Then the
-gradient of the rule alone at the same heads.
+guard of FLA's backward off as in compare_gdn_backward.py. The contenders take turns.
 """
 
 import argparse
@@ -14,7 +13,6 @@ import gc
 import statistics
 from pathlib import Path
 
-import compare_gdn_backward
 import torch
 from compare_models import (
     LAYER,
@@ -24,8 +22,6 @@ from compare_models import (
     relative_error,
 )
 from kernel_time import RESULTS, load_package, save, share_autotuning, warm_up
-
-WAYS = ("recompute", "saved", "fla")
 
 
 def layer():
@@ -89,18 +85,17 @@ def measure(modules: dict) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "gdn_layer_training.json")
+    parser.add_argument("--compiled", action="store_true", help="warm nothing up before")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.warm:
         share_autotuning(*map(int, options.warm.split("/")))
-    else:
+    elif not options.compiled:
         warm_up(__file__)
     install_fla_convolution()
     before = layer()
     if options.warm:
         step(before, *tensors())
-        leaves, outer = compare_gdn_backward.tensors(16, 32, PROMPT)
-        compare_gdn_backward.backward(compare_gdn_backward.forward(None, "fla"), leaves, outer)()
         return
     package, after = load_package(), copy.deepcopy(before)
     print(package.kernelize(after, mode="training"))
@@ -108,12 +103,7 @@ def main():
     for name in ("before", "after"):
         print(name, {key: round(value, 3) for key, value in row[name].items()})
     print(f"{row['before']['step_ms'] / row['after']['step_ms']:.2f} times as fast", row)
-    rows = [row]
-    save(options.json, rows)
-    # the rule's gradient alone, in the same process: FLA's kernels are tuned for these heads now
-    for tokens in (8192, 32768):
-        rows.append(compare_gdn_backward.measure(package, 16, 32, tokens, WAYS))
-        save(options.json, rows)
+    save(options.json, [row])
 
 
 if __name__ == "__main__":

@@ -19,8 +19,11 @@ from swiglu_training import measure_training, tune_liger_mlp
 
 LLAMA_8B, QWEN_SMALL = (4096, 14336), (1024, 3072)
 SHAPES = [(*size, M) for size in (LLAMA_8B, QWEN_SMALL) for M in (1, 64, 512, 4096, 16384)]
-MORE = [(*size, M) for size in (LLAMA_8B, QWEN_SMALL) for M in (3, 16, 128, 256, 1000, 2048, 4097)]
-MORE += [(K, N, M) for K, N in ((4096, 11008), (1536, 8960), (5120, 17408)) for M in (1, 512, 4096)]
+MORE = [
+    (*size, M) for size in (LLAMA_8B, QWEN_SMALL) for M in (3, 8, 16, 128, 256, 1000, 2048, 4097)
+]
+MORE += [(*size, M) for size in ((4096, 11008), (1536, 8960)) for M in (1, 512, 4096)]
+MORE += [(5120, 17408, M) for M in (1, 8, 512, 4096)]
 
 
 def tensors(K, N, M):
@@ -78,7 +81,13 @@ def measure(options) -> None:
             args = tensors(K, N, M)
             timed = calls(package, *args, options.liger_mlp)
             errors = {name: error(f(), *args) for name, f in timed.items() if name != "gemm"}
-            row = {"K": K, "N": N, "M": M, "us": microseconds(timed, rounds=2), "error": errors}
+            row = {
+                "K": K,
+                "N": N,
+                "M": M,
+                "us": microseconds(timed, rounds=3, rep_ms=6),
+                "error": errors,
+            }
             row["served"] = package.implementation_of(package.fused_swiglu, *args)
             if M in (1, 512) and (K, N) == QWEN_SMALL:
                 row["host_us"] = host_microseconds(timed["ours"])

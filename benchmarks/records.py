@@ -88,10 +88,13 @@ def heads(row: dict) -> str:
     return "{}/{} heads".format(*row["heads"])
 
 
+def tokens(row: dict) -> str:
+    return f"{row['T']} tokens" if row.get("B", 1) == 1 else f"{row['B']} x {row['T']} tokens"
+
+
 def gdn_chunk(record: dict) -> Iterator[Case]:
     for row in record["rows"]:
-        tokens = f"{row['T']}" if row["B"] == 1 else f"{row['B']} x {row['T']}"
-        label = f"{heads(row)}, {tokens} tokens, {GATES[row['gates']]}"
+        label = f"{heads(row)}, {tokens(row)}, {GATES[row['gates']]}"
         yield split(label, row["us"], OURS, record)
 
 
@@ -116,7 +119,7 @@ def gdn_backward(record: dict) -> Iterator[Case]:
         for row in record["rows"]:
             if key in row:
                 us = {n: t * 1e3 for n, t in row[key].items()}
-                yield split(f"{heads(row)}, {row['T']} tokens, {clock}", us, ours, record)
+                yield split(f"{heads(row)}, {tokens(row)}, {clock}", us, ours, record)
 
 
 def gdn_layer_training(record: dict) -> Iterator[Case]:

@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F
 from kernel_time import load_package
 
-SHAPES = [(4096, 14336, 8192), (1024, 3072, 16384)]  # K, N, M: Llama-3.1-8B and Qwen3-0.6B
+SHAPES = [  # K, N, M: Llama-3.1-8B, Qwen3-0.6B, Qwen3.5-27B
+    (4096, 14336, 8192),
+    (1024, 3072, 16384),
+    (5120, 17408, 8192),
+]
 STEPS = 6
 NAMES = ("dx", "dw_gate", "dw_up", "dw_down")
 
@@ -30,7 +34,8 @@ def contenders(package, liger_mlp=False) -> dict:
     def recompute(*tensors):
         return package.fused_swiglu_mlp(*tensors, recompute=True)
 
-    found = {"eager": eager, "ours": ours, "recompute": recompute, "compile": torch.compile(eager)}
+    compiled = torch.compile(eager, dynamic=False)
+    found = {"eager": eager, "ours": ours, "recompute": recompute, "compile": compiled}
     try:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
