@@ -4,7 +4,9 @@
 
 The layer of Qwen3.5-4B (hidden 2560, 16/32 heads), bf16, one sequence of 8192 tokens: forward and
 backward, all gradients. Before means transformers with FLA's kernels as in compare_models.py, the
-guard of FLA's backward off as in compare_gdn_backward.py. The contenders take turns.
+guard of FLA's backward off as in compare_gdn_backward.py. The contenders take turns. Then the
+gradient of the rule alone at the same heads, for which FLA's kernels are tuned by then:
+gdn_backward_fla.json, beside the record of the layer.
 """
 
 import argparse
@@ -13,6 +15,7 @@ import gc
 import statistics
 from pathlib import Path
 
+import compare_gdn_backward
 import torch
 from compare_models import (
     LAYER,
@@ -22,6 +25,9 @@ from compare_models import (
     relative_error,
 )
 from kernel_time import RESULTS, load_package, save, share_autotuning, warm_up
+
+WAYS = ("recompute", "saved", "fla")
+RULE = [shape for shape in compare_gdn_backward.SHAPES if shape[1:3] == (16, 32)]
 
 
 def layer():
@@ -96,6 +102,8 @@ def main():
     before = layer()
     if options.warm:
         step(before, *tensors())
+        leaves, outer = compare_gdn_backward.tensors(*RULE[0])
+        compare_gdn_backward.backward(compare_gdn_backward.forward(None, "fla"), leaves, outer)()
         return
     package, after = load_package(), copy.deepcopy(before)
     print(package.kernelize(after, mode="training"))
@@ -104,6 +112,8 @@ def main():
         print(name, {key: round(value, 3) for key, value in row[name].items()})
     print(f"{row['before']['step_ms'] / row['after']['step_ms']:.2f} times as fast", row)
     save(options.json, [row])
+    rows = [compare_gdn_backward.measure(package, *shape, WAYS) for shape in RULE]
+    save(options.json.with_name("gdn_backward_fla.json"), rows)
 
 
 if __name__ == "__main__":
