@@ -352,6 +352,39 @@ calls(_rule, "gdn training", {
 }, grad=True)  # fmt: skip
 
 
+def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False, known=False):
+    """What a process tells of a sequence that others hold too, and its part of the rule."""
+    call, dispatch = submodule("gdn.call"), submodule("runtime.dispatch")
+    q, v, g = values(1, T, H, D), values(1, T, HV, D), values(1, T, HV)
+    start = values(slots, HV, D, D, dtype=FP32)
+    options = call.GdnOptions(D**-0.5, use_qk_l2norm=True, output_final_state=True)
+    lengths = offsets((T // slots,) * slots)
+    one = call.GdnCall(q, q, v, g, g, None, None, start, None, lengths, options)
+    told = values(slots, HV, 2 * D if with_m else D, D, dtype=FP32)
+    numbers = rows(slots, torch.int32)
+    args = (one, numbers, told, start if known else None)
+    launch = dispatch.choose("gdn.pieces", "gdn_pieces_fwd", False, args)
+    return lambda: launch and launch(*args)(start)
+
+
+def _entry(kernel, T=8192, H=16, HV=64, D=128):
+    """What a process asks of the state before a sequence that others hold too."""
+    call, dispatch = submodule("gdn.call"), submodule("runtime.dispatch")
+    q, v, g, state = values(1, T, H, D), values(1, T, HV, D), values(1, T, HV), (1, HV, D, D)
+    options = call.GdnOptions(D**-0.5, use_qk_l2norm=True, output_final_state=True)
+    lengths, start = offsets((T,)), values(*state, dtype=FP32)
+    one = call.GdnCall(q, q, v, g, g, None, None, start, None, lengths, options)
+    args = (one, call.GdnGradient(v, values(*state, dtype=FP32), None, True))
+    launch = dispatch.choose("gdn.pieces", "gdn_entry_bwd", False, args)
+    return lambda: launch and launch(*args)
+
+
+call("gdn pieces, gradient")(_entry)
+call("gdn pieces, neighbour")(_pieces)
+call("gdn pieces, from states", known=True)(_pieces)
+call("gdn pieces, zigzag", slots=2, with_m=True)(_pieces)
+
+
 def _step(
     kernel, B=1, T=1, H=16, HV=32, K=128, V=128, state=FP32, v_first=False, inplace=True, pool=None,
     raw=True, every=False, packed=None, drafts=False,

@@ -6,21 +6,23 @@ own pieces start from, and the ordinary call does the rest. In the backward they
 E = dS_in of a piece for dS_out = 0, and the chain runs the other way, by M^T.
 
 One function holds the exchange and all that depends on it, so that every process reaches every
-collective, in the backward as well, whether or not its own tokens need anybody's. One that needs
-nobody's runs its call before the exchange, whose results hold what it has to tell.
+collective, in the backward as well, whether or not its own tokens need anybody's. What needs
+nobody's is launched before the exchange ends. The family gdn.pieces computes what is told, where it
+serves; elsewhere ordinary calls do, and where a call needs nobody's its results hold what it tells.
 
 States are [pieces, HV, K, V] here, in fp32 or fp64.
 """
 
-from typing import List, NamedTuple, Optional, Tuple
+from typing import Callable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..parallel.context import CpContext
-from ..parallel.exchange import all_gather
+from ..parallel.exchange import start_all_gather
 from ..parallel.plan import Piece, Slot
+from ..runtime import dispatch
 from ..runtime.dtypes import at_least_fp32
 from ..runtime.ops import needs_grad, serve
 from .call import GdnCall, GdnGradient
@@ -81,8 +83,9 @@ def _transitions(call: GdnCall, cp: CpContext, like: Tensor) -> Tensor:
 
 
 def _rows(cp: CpContext, slots: int, like: Tensor, call: GdnCall) -> Tensor:
-    """Room for what this process tells, [slots, HV, V or V + K, K]: N^T or E^T, and M^T below."""
-    return like.new_zeros(slots, call.HV, call.V + (call.K if cp.plan.has_middle else 0), call.K)
+    """Room for what this process tells, [slots, HV, V or V + K, K]: N^T or E^T, and M^T below it.
+    What no piece of this process fills nobody reads."""
+    return like.new_empty(slots, call.HV, call.V + (call.K if cp.plan.has_middle else 0), call.K)
 
 
 def _chained(told: Tensor, slots: List[Slot], V: int, transposed: bool) -> Tensor:
@@ -100,22 +103,29 @@ def _chained(told: Tensor, slots: List[Slot], V: int, transposed: bool) -> Tenso
     return S.mT.to(told.dtype)
 
 
-def _tell(call: GdnCall, cp: CpContext, start: Tensor, states: Optional[Tensor]) -> Tensor:
-    """What this process tells of its outgoing pieces; states: those behind its pieces, if they are
-    known already."""
+def _tell(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Callable]:
+    """What this process tells of its outgoing pieces; and what gives o, the final states and the
+    blocks from the states before all pieces here. start: these, but 0 where others know them."""
     own = _rows(cp, cp.plan.slots_out, start, call)
     outgoing = cp.subset("outgoing", call.device)
+    before = None if call.initial_state is None else start.mT.contiguous()
+    rows = cp.slots_on(call.device) if outgoing.places else None
+    args = (call._replace(initial_state=start), rows, own, before)
+    launch = dispatch.choose("gdn.pieces", "gdn_pieces_fwd", False, args) if cp.tokens else None
+    if launch is not None:
+        return own, launch(*args)
+    known = None if cp.subset("incoming", call.device).places else _run_here(call, cp, start)
     if outgoing.places:
-        if states is None:
+        if known is None:
             part = _part(call, cp, "outgoing", start.index_select(0, outgoing.rows))
             states = _run(part)[1]
         else:
-            states = states.index_select(0, outgoing.rows)
+            states = known[1].index_select(0, outgoing.rows)
         own[: len(outgoing.places), :, : call.V] = states.mT
     middle = cp.subset("middle", call.device).places
     for place, M in zip(middle, _transitions(call, cp, start)):
         own[outgoing.places.index(place), :, call.V :] = M.mT
-    return own
+    return own, lambda start: known or _run_here(call, cp, start)
 
 
 def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
@@ -134,17 +144,18 @@ def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
     else:
         first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
         start = start.masked_fill(~first, 0)
+    own, finish = _tell(call, cp, start)
+    exchanged = start_all_gather(own, cp.group)
     incoming, transitions = cp.subset("incoming", call.device).places, None
-    results = None if incoming else _run_here(call, cp, start)
-    own = _tell(call, cp, start, None if results is None else results[1])
-    told = all_gather(own, cp.group)
+    results = None if incoming else finish(start)
+    told = exchanged()
     if cp.subset("middle", call.device).places:
         transitions = own[:, :, call.V :].contiguous()
     for place in incoming:
         before, _ = cp.chain(cp.pieces[place])
         start[place] = _chained(told, _slots(cp.plan.outgoing, before), call.V, False)
-    o, states, blocks = results or _run_here(call, cp, start)
-    return o, states, Saved(start, transitions, blocks)
+    o, states, blocks = results or finish(start)
+    return o, states, Saved(start, transitions, blocks or ())
 
 
 def _slots(known: dict, pieces: List[Piece]) -> List[Slot]:
@@ -161,27 +172,37 @@ def _gradients_here(call: GdnCall, cp: CpContext, gradient: GdnGradient) -> tupl
 
 
 def _tell_back(
-    call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGradient, d_start: Optional[Tensor]
-) -> Tensor:
-    """What this process tells of its incoming pieces; d_start: the gradients of the states before
-    its pieces, if they are known already."""
+    call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGradient
+) -> Tuple[Tensor, Callable]:
+    """What this process tells of its incoming pieces; and what gives all gradients here from those
+    of the states behind all pieces. gradient: with these, but without what others ask of them."""
     own = _rows(cp, cp.plan.slots_in, saved.start, call)
-    incoming = cp.subset("incoming", call.device)
+    incoming, known = cp.subset("incoming", call.device), None
     if incoming.places:
-        if d_start is None:
-            part = _part(call, cp, "incoming", saved.start.index_select(0, incoming.rows))
-            asked = gradient.d_final_state.index_select(0, incoming.rows)
-            d_start = _gradients(part, GdnGradient(incoming.take(gradient.do), asked, None, True))[
-                7
-            ]
+        asked = gradient.d_final_state.index_select(0, incoming.rows)
+        part = _part(call, cp, "incoming", saved.start.index_select(0, incoming.rows))
+        whole = part.T == call.T  # then its chunks are those of the call
+        blocks = gradient.prepared if whole else None
+        args = (part, GdnGradient(incoming.take(gradient.do), asked, blocks, True))
+        launch = dispatch.choose("gdn.pieces", "gdn_entry_bwd", False, args)
+        if launch is not None:
+            E, blocks = launch(*args)
+            gradient = gradient._replace(prepared=blocks) if whole else gradient
+        elif cp.subset("outgoing", call.device).places:
+            E = _gradients(*args)[7]
         else:
-            d_start = d_start.index_select(0, incoming.rows)
-        own[: len(incoming.places), :, : call.V] = d_start.mT
+            known = _gradients_here(call, cp, gradient)
+            E = known[7].index_select(0, incoming.rows)
+        own[: len(incoming.places), :, : call.V] = E.mT
     for place in cp.subset("middle", call.device).places:
         piece = cp.pieces[place]
         at, out = cp.plan.incoming[piece].number, cp.plan.outgoing[piece].number
         own[at, :, call.V :] = saved.transitions[out]
-    return own
+
+    def finish(d_states: Tensor) -> tuple:
+        return known or _gradients_here(call, cp, gradient._replace(d_final_state=d_states))
+
+    return own, finish
 
 
 def chunk_backward(call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGradient) -> tuple:
@@ -191,16 +212,16 @@ def chunk_backward(call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGrad
         return _gradients_here(call, cp, gradient)
     asked = gradient.d_final_state
     d_states = torch.zeros_like(saved.start) if asked is None else asked.clone()
-    gradient = gradient._replace(d_final_state=d_states)
+    own, finish = _tell_back(call, cp, saved, gradient._replace(d_final_state=d_states))
+    exchanged = start_all_gather(own, cp.group)
     outgoing = cp.subset("outgoing", call.device).places
-    grads = None if outgoing else _gradients_here(call, cp, gradient)
-    own = _tell_back(call, cp, saved, gradient, None if grads is None else grads[7])
-    told = all_gather(own, cp.group)
+    grads = None if outgoing else finish(d_states)
+    told = exchanged()
     for place in outgoing:
         _, behind = cp.chain(cp.pieces[place])
         slots = _slots(cp.plan.incoming, behind[::-1])
         d_states[place] += _chained(told, slots, call.V, True)
-    *grads, d_start = grads or _gradients_here(call, cp, gradient)
+    *grads, d_start = grads or finish(d_states)
     first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
     return (*grads, d_start.masked_fill(~first, 0))
 

@@ -113,6 +113,16 @@ class CpContext:
         """cu_seqlens on a device."""
         return self._once("lengths", device, lambda: torch.tensor(self.bounds, dtype=torch.int32))
 
+    def slots_on(self, device) -> Tensor:
+        """[pieces], int32: the slot of an outgoing piece, and -1 for others."""
+
+        def make():
+            slots = [self.plan.outgoing.get(piece) for piece in self.pieces]
+            numbers = [-1 if slot is None else slot.number for slot in slots]
+            return torch.tensor(numbers, dtype=torch.int32)
+
+        return self._once("slots", device, make)
+
     def marks(self, others: Dict[Piece, Slot], device) -> Tensor:
         """[pieces], which are not among these: others is plan.incoming or plan.outgoing."""
         name = "starts" if others is self.plan.incoming else "ends"

@@ -27,14 +27,24 @@ def _one_tensor(name: str) -> Callable:
 
 def all_gather(own: Tensor, group) -> Tensor:
     """[..] of every process, of one shape -> [P, ..]."""
+    return start_all_gather(own, group)()
+
+
+def start_all_gather(own: Tensor, group) -> Callable[[], Tensor]:
+    """What ends the all_gather that this begins: what is launched in between runs beside it."""
     if size(group) == 1:
-        return own.unsqueeze(0)
+        return lambda: own.unsqueeze(0)
     wire = own.contiguous().view(-1).view(torch.uint8)  # no backend knows all dtypes
     if has(group, f"{own.device.type}:gloo"):  # gloo moves bytes of the host
         wire = wire.cpu()
     everyone = wire.new_empty(size(group) * wire.numel())
-    _one_tensor("all_gather")(everyone, wire, group=group)
-    return everyone.to(own.device).view(own.dtype).view(size(group), *own.shape)
+    work = _one_tensor("all_gather")(everyone, wire, group=group, async_op=True)
+
+    def end() -> Tensor:
+        work.wait()
+        return everyone.to(own.device).view(own.dtype).view(size(group), *own.shape)
+
+    return end
 
 
 def sum_scatter(parts: Tensor, group) -> Tensor:

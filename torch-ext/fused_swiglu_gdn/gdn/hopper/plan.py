@@ -150,7 +150,9 @@ class Scan:
         "split", "warm", "like_v", "final", "checkpoints", "kernels", "transition", "carry",
     )  # fmt: skip
 
-    def __init__(self, call: GdnCall):
+    def __init__(self, call: GdnCall, behind_prepare: bool = True):
+        """behind_prepare: nothing is launched between prepare and this, so it may begin before
+        that has ended."""
         q, k, v, T, K, HV, N = call.q, call.k, call.v, call.T, call.K, call.HV, call.N
         packed, device, options = call.cu_seqlens is not None, v.device, call.options
         self.split, slots = _segments(N, T, HV, packed, device)
@@ -189,7 +191,7 @@ class Scan:
                 maps=maps,
                 numbers=(*numbers, transition),
                 constexprs=(in_place, W, state_v_first, *REGISTERS[W], by_lengths > transition),
-                options=(("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", True)),
+                options=(("num_warps", 4), ("maxnreg", CAP[W]), ("launch_pdl", behind_prepare)),
                 guarded=True,
             )
 

@@ -1,0 +1,84 @@
+"""What a process tells of its pieces of sequences, on Hopper, against the ordinary rule: N is the
+final state, M that of the identity without V, E the gradient of the initial state."""
+
+import pytest
+import torch
+from conftest import relative_error, submodule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9,
+        reason="needs Hopper",
+    ),
+]
+D = 128
+GATES = {"slow": (0.001, 0.003), "forgets": (2.0, 5.0), "mixed": (0.001, 5.0)}  # decay of a token
+LIMIT = 6e-3  # two runs of the same in bf16: the order of roundings differs
+
+
+def problem(lengths, H, HV, gates: str):
+    """A GdnCall on packed sequences from random states, and what its gradient takes."""
+    call = submodule("gdn.call")
+    generator = torch.Generator("cuda").manual_seed(len(lengths) + HV)
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, generator=generator, device="cuda", dtype=dtype)
+
+    T, N = sum(lengths), len(lengths)
+    least, most = GATES[gates]
+    g = -torch.linspace(least, most, HV, device="cuda").expand(1, T, HV).contiguous()
+    q, k, v = normal(1, T, H, D), normal(1, T, H, D), normal(1, T, HV, D)
+    beta, start = torch.rand(1, T, HV, device="cuda"), normal(N, HV, D, D, dtype=torch.float32)
+    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
+    options = call.GdnOptions(D**-0.5, use_qk_l2norm=True, output_final_state=True)
+    one = call.GdnCall(q, k, v, g, beta, None, None, start, None, cu, options)
+    return one, call.GdnGradient(normal(1, T, HV, D), torch.randn_like(start), None, True)
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize(
+    "lengths, H, HV", [((1000,), 2, 4), ((130, 64, 700), 2, 4), ((1, 63, 65), 1, 2)]
+)
+def test_pieces(lengths, H, HV, gates):
+    pieces, chunk = submodule("gdn.hopper.pieces"), submodule("gdn.hopper.chunk")
+    call, gradient = problem(lengths, H, HV, gates)
+    N, start = len(lengths), call.initial_state
+    o, states, *_ = chunk.gdn_chunk_fwd(call)
+    eye = torch.eye(D, device="cuda").expand(N, HV, D, D).contiguous()
+    zeros = torch.zeros_like(start)
+    from_zeros = chunk.gdn_chunk_fwd(call._replace(initial_state=zeros))[1]
+    transition = chunk.gdn_chunk_fwd(call._replace(v=torch.zeros_like(call.v), initial_state=eye))[
+        1
+    ]
+    tell = torch.arange(N, device="cuda").roll(1).int()  # in other rows, and the last one nothing
+    tell[-1] = -1 if N > 1 else 0
+    for with_m in (False, True):
+        for before, want in ((None, from_zeros), (start.mT.contiguous(), states)):
+            told = torch.full((N, HV, 2 * D if with_m else D, D), float("nan"), device="cuda")
+            finish = pieces.gdn_pieces_fwd(call, tell, told, before)
+            for n, row in enumerate(tell.tolist()):
+                if row < 0:
+                    continue
+                assert relative_error(told[row, :, :D].mT, want[n]) < LIMIT
+                if with_m:  # what a head has forgotten is nothing
+                    off = (told[row, :, D:].mT - transition[n]).norm()
+                    assert off < LIMIT * transition[n].norm() + 1e-6
+            unused = sorted(set(range(N)) - set(tell.tolist()))
+            assert all(told[row].isnan().all() for row in unused)
+            again = torch.full_like(told, float("nan"))
+            got, ends, _ = finish(start)
+            assert torch.equal(got, o) and torch.equal(ends, states)
+            pieces.gdn_pieces_fwd(call, tell, again, before)
+            assert torch.equal(told.nan_to_num(7.0), again.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("lengths, H, HV", [((1000,), 2, 4), ((130, 64, 700), 2, 4)])
+def test_what_pieces_ask_for(lengths, H, HV):
+    pieces, chunk = submodule("gdn.hopper.pieces"), submodule("gdn.hopper.chunk")
+    call, gradient = problem(lengths, H, HV, "slow")
+    want = chunk.gdn_chunk_bwd(call, gradient)[7]
+    asked, blocks = pieces.gdn_entry_bwd(call, gradient)
+    assert torch.equal(asked, want)
+    again, _ = pieces.gdn_entry_bwd(call, gradient._replace(prepared=blocks))
+    assert torch.equal(asked, again)

@@ -1,0 +1,118 @@
+"""Sequences that several processes hold, on Hopper (gdn/ops_context.py, docs/parallel.md).
+
+One prepare serves what the process tells of its pieces (summary.py) and the ordinary scan, from the
+states that the others have told. In the backward the gradient's own pass over the states tells what
+a piece asks of the state before it, and its prepare serves the ordinary backward.
+
+Sizes: T tokens, HV value heads, K = V = 128, C = 64 tokens a chunk.
+"""
+
+from typing import Callable, Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ...runtime import device
+from ...runtime.cache import CallCache
+from ...runtime.gluon import tile_map
+from ...runtime.launch import Launch
+from ..call import GdnCall, GdnGradient
+from ..portable import prepare as common
+from ..portable.backward import near
+from .backward import both_passes, supports_gdn_chunk_bwd
+from .chunk import supports_gdn_chunk_fwd
+from .plan import CAP, REGISTERS, Prepare, Scan, block_map, reads_by_tma, token_map
+from .summary import gdn_summary_kernel
+
+
+def supports_gdn_pieces_fwd(
+    call: GdnCall, rows: Optional[Tensor], told: Tensor, start: Optional[Tensor]
+) -> bool:
+    return supports_gdn_chunk_fwd(call) and call.cu_seqlens is not None
+
+
+_kept, _asking = CallCache(), CallCache()
+
+
+def gdn_pieces_fwd(
+    call: GdnCall,
+    rows: Optional[Tensor],  # [N] int32: rows of `told` for pieces that others go on from, or < 0
+    told: Tensor,  # [slots, HV, V or V + K, K] fp32, contiguous: gets N^T, and M^T below it
+    start: Optional[Tensor],  # [N, HV, V, K] fp32, contiguous: states before the pieces, or zeros
+) -> Callable:
+    """Starts what is told; gives the rest: initial states [N, HV, K, V] -> o, states, blocks.
+
+    call.initial_state stands for those initial states: it says how they lie.
+    """
+    key = ((*call.tensors, rows, told, start), call.options)
+    kept = _kept.find(*key) or _kept.keep(*key, _Pieces(call, told.shape[2] > call.V))
+    q, k, v, g, beta, A_log, dt_bias, _, _, cu_seqlens, options = call
+    with device.on(call.device):
+        blocks = kept.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
+        tb, _, f, decay = blocks
+        if rows is not None:
+            kept.summary(k, v, tb, f, start, told, rows, cu_seqlens, decay)
+
+    def finish(initial_state: Tensor) -> tuple:
+        with device.on(call.device):
+            warm = decay.new_empty(kept.scan.warm)
+            o, states, _ = kept.scan(q, k, v, blocks, warm, initial_state, None, cu_seqlens)
+        return o, states, tuple(blocks[:3]) if options.save_blocks else None
+
+    return finish
+
+
+class _Pieces:
+    """The launches for calls of one kind: shapes, strides, dtypes and options are known."""
+
+    __slots__ = ("prepare", "scan", "summary")
+
+    def __init__(self, call: GdnCall, with_m: bool):
+        k, v, T, HV, units = call.k, call.v, call.T, call.HV, call.rows * call.HV
+        self.prepare = Prepare(call) if Prepare.serves(call) else common.Prepare(call)
+        self.scan = Scan(call, behind_prepare=False)
+        self.summary = Launch(
+            gdn_summary_kernel,
+            call.N * HV * (2 if with_m else 1),
+            v.device,
+            maps=(
+                token_map(k.shape, k.stride(), k.dtype, call.K, True),
+                token_map(v.shape, v.stride(), v.dtype, 64, True),
+                block_map(units, v.dtype),
+                tile_map(torch.float32, (units * 256,), (1,), 256),
+            ),
+            numbers=(T, HV, call.H),
+            constexprs=(with_m, *REGISTERS[2]),
+            options=(("num_warps", 4), ("maxnreg", CAP[2])),
+            guarded=True,
+        )
+
+
+def supports_gdn_entry_bwd(call: GdnCall, gradient: GdnGradient) -> bool:
+    tokens = (call.q, call.k, call.v, gradient.do)
+    readable = all(reads_by_tma(x) and near(x) is x for x in tokens)
+    return readable and supports_gdn_chunk_bwd(call) and call.initial_state is not None
+
+
+def gdn_entry_bwd(call: GdnCall, gradient: GdnGradient) -> Tuple[Tensor, tuple]:
+    """The gradient of initial_state, and the blocks of the chunks that it was made with."""
+    q, k, v, g, beta, A_log, dt_bias, initial, _, cu_seqlens, _ = call
+    do, d_final, prepared, _ = gradient
+    key = ((*call.tensors, do, d_final), (call.options, prepared is None))
+    kept = _asking.find(*key) or _asking.keep(*key, _made(call, gradient))
+    with device.on(call.device):
+        if prepared is None:
+            prepared = kept[0](q, k, g, beta, A_log, dt_bias, cu_seqlens)[:3]
+        tb, p, f = prepared
+        states = q.new_empty(call.rows * call.HV * call.K, call.V)  # dS of all chunks
+        d_initial, dv = torch.empty_like(initial), v.new_empty(v.shape)
+        kept[1](k, q, do, dv, states, tb, p, f, tb, d_final, d_initial, cu_seqlens)
+    return d_initial, tuple(prepared)
+
+
+def _made(call: GdnCall, gradient: GdnGradient) -> tuple:
+    """prepare, where it is needed, and the pass backward over the states."""
+    prepare = None
+    if gradient.prepared is None:
+        prepare = Prepare(call) if Prepare.serves(call) else common.Prepare(call)
+    return prepare, both_passes(call, gradient.do, gradient.d_final_state)[0]
