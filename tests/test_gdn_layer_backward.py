@@ -18,6 +18,8 @@ CONVOLUTIONS = {
     "seq_idx": {"seq_idx": True},
     "packed": {"lengths": (0, 3, 0, 17, 2, 28), "initial": True, "final": True},
     "packed, no states": {"lengths": (0, 3, 0, 17, 2, 20), "D": 7},
+    "packed, initial states": {"lengths": (1, 3, 0, 17, 2, 20), "initial": True, "D": 7},
+    "shorter than the taps, initial states": {"T": 2, "initial": True},
     "eight taps, no states": {"W": 8, "T": 20},
     "two taps, channels first": {"W": 2, "channels_first": True},
     "eight taps": {"W": 8, "T": 20, "initial": True},

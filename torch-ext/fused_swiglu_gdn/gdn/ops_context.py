@@ -181,13 +181,12 @@ def _tell_back(
     if incoming.places:
         asked = gradient.d_final_state.index_select(0, incoming.rows)
         part = _part(call, cp, "incoming", saved.start.index_select(0, incoming.rows))
-        whole = part.T == call.T  # then its chunks are those of the call
-        blocks = gradient.prepared if whole else None
-        args = (part, GdnGradient(incoming.take(gradient.do), asked, blocks, True))
+        args = (part, GdnGradient(incoming.take(gradient.do), asked, None, True))
         launch = dispatch.choose("gdn.pieces", "gdn_entry_bwd", False, args)
         if launch is not None:
             E, blocks = launch(*args)
-            gradient = gradient._replace(prepared=blocks) if whole else gradient
+            if part.T == call.T and gradient.prepared is None:  # its chunks are those of the call
+                gradient = gradient._replace(prepared=blocks)
         elif cp.subset("outgoing", call.device).places:
             E = _gradients(*args)[7]
         else:

@@ -109,8 +109,8 @@ class _Gradient:
         d_initial = None if initial is None else torch.empty_like(initial)
         reverse, forward = self.states
         blocks = (tb, p, f, tb)
-        reverse(k, q, do, dv, dh, *blocks, d_final, d_initial, cu_seqlens)
-        forward(k, q, v, vt, h, *blocks, initial, None, cu_seqlens)
+        reverse(k, q, do, dv, dh, *blocks, d_final, d_initial, cu_seqlens, None)
+        forward(k, q, v, vt, h, *blocks, initial, None, cu_seqlens, None)
         d_initial = None if initial is None else d_initial.contiguous()
         if self.values_only:
             return None, None, dv, None, None, None, None, d_initial

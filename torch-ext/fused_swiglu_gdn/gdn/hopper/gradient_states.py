@@ -9,7 +9,9 @@ the gradient dS of the state that each ends with and that of V:
 A CTA owns a sequence, a value head, 64 columns of V and one direction. As in scan.py all is
 computed transposed, [V, *], so that an accumulator, rounded, is the next product's register
 operand; one warp loads. What a row of X or dvt loses to rounding comes back through Tb's diagonal.
-The directions are two launches; the second, forward, does not wait for the first.
+The directions are two launches; the second, forward, does not wait for the first. With the decays
+of the chunks the backward one is for the gradient of the initial state alone (pieces.py): it keeps
+nothing else, and begins behind the first chunks where these forget the state before them.
 
 Sizes: C = 64 tokens a chunk, K = V = D = 128, STAGES ring slots.
 """
@@ -34,6 +36,7 @@ from ...runtime.gluon import (
 )
 from ...runtime.primitives import sequence_bounds
 from .primitives import RAGGED_END, C, D, acc_layout, as_a, pin, start_product
+from .scheduler import LOOK_BACK, reach
 
 STAGES = gl.constexpr(3)
 TILE = gl.constexpr(acc_layout(64))  # [64 columns of V, C] fp32
@@ -82,7 +85,7 @@ def _chunk(u, i):
 
 
 @gluon.jit
-def _load_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides):
+def _load_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, from_first):
     """One warp: brings chunk after chunk into the ring, STAGES ahead at most."""
     ALWAYS: gl.constexpr = C * (D + 64 + C) * 2 + 4 * C * 4
     BYTES: gl.constexpr = ALWAYS + (C * (D + C) * 2 if u.REVERSE else 0)
@@ -160,12 +163,18 @@ def _to_state(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides):
-    """One warpgroup: carries S^T or dS^T of 64 columns of V through the chunks."""
+def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, from_first):
+    """One warpgroup: carries S^T or dS^T of 64 columns of V through the chunks.
+
+    from_first: whether it starts from what is at first_ptr, or from zeros; None: as that is given.
+    What it meets on the way is then not kept.
+    """
     DTYPE: gl.constexpr = u.k_desc.dtype
     S = gl.zeros((64, D), gl.float32, STATE)
     if first_ptr is not None:
         S = gl.load(_state_at(first_ptr, first_strides, u)).to(gl.float32)
+        if from_first is not None:
+            S = gl.where(from_first, S, 0.0)
     beta = _diagonal(u, tb_ptr, 0)
     for i in range(u.chunks):
         s = i % STAGES
@@ -178,7 +187,8 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
             do = u.in_smem.index(s).permute((1, 0))
             zero = gl.zeros((64, C), gl.float32, TILE)
             z = warpgroup_mma(do, u.p_smem.index(s), zero, use_acc=False, is_async=True)
-        _keep_state(u, low, c)
+        if from_first is None:
+            _keep_state(u, low, c)
         x = u.in_smem.index(s).permute((1, 0)).load(TILE).to(gl.float32)
         gam = u.f_smem.index(s).slice(3 * C, C).load(gl.SliceLayout(1, STATE))
         if u.REVERSE:
@@ -199,7 +209,8 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
             S = pin(S * gl.expand_dims(gam, 1))
             more = y * _factor(u, s, 1)
         S = warpgroup_mma(_to_state(more, DTYPE), k, S, is_async=True)
-        _keep_tokens(u, y.to(DTYPE), c)
+        if from_first is None:
+            _keep_tokens(u, y.to(DTYPE), c)
         S = warpgroup_mma_wait(0, (S,))
         mbarrier.arrive(u.free.index(s), count=1)
     if last_ptr is not None:
@@ -212,7 +223,7 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
 @gluon.jit
 def _run(
     k_desc, q_desc, in_desc, out_desc, state_desc, t_desc, p_desc, f_desc, tb_ptr, first_ptr,
-    last_ptr, cu_ptr, first_strides, last_strides, T, HV, H, n, head, column,
+    last_ptr, cu_ptr, decay_ptr, first_strides, last_strides, T, HV, H, n, head, column,
     REVERSE: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Sets up one CTA and divides it."""
@@ -240,16 +251,23 @@ def _run(
         tokens = end - start
         batch, row = n * 0 + RAGGED_END, RAGGED_END - tokens
         block = start // C + n
+    block = block * HV + head
+    chunks = (tokens + C - 1) // C
+    from_first = None
+    if decay_ptr is not None:
+        needed = reach(decay_ptr, block, HV, gl.minimum(chunks, LOOK_BACK))
+        from_first = needed < 0
+        chunks = gl.where(from_first, chunks, needed)
     u = Pass(
         k_desc, q_desc, in_desc, out_desc, state_desc, t_desc, p_desc, f_desc, k_smem, q_smem,
         in_smem, t_smem, p_smem, f_smem, out_smem, state_smem, landed, free, batch, end, row, head,
-        head // (HV // H), column, HV, block * HV + head, (tokens + C - 1) // C, REVERSE,
+        head // (HV // H), column, HV, block, chunks, REVERSE,
     )  # fmt: skip
     if first_ptr is not None:
         first_ptr += n.to(gl.int64) * first_strides[0]
     if last_ptr is not None:
         last_ptr += n.to(gl.int64) * last_strides[0]
-    args = (u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides)
+    args = (u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, from_first)
     barrier()
     warp_specialize([_state_partition, _load_partition], args, [1], [LOAD_REGISTERS])
 
@@ -261,6 +279,7 @@ def gdn_states_kernel(
     first_ptr,  # [N, HV, K, V] the initial state, or the gradient of the final one; or None
     last_ptr,  # [N, HV, K, V] the gradient of the initial state, or None
     cu_ptr,  # [N + 1] token offsets, or None: N equal sequences of T tokens
+    decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition; or None
     first_strides,  # of N, HV, K, V
     last_strides,
     T,
@@ -275,6 +294,6 @@ def gdn_states_kernel(
     pid = gl.program_id(0)
     _run(
         k_desc, q_desc, in_desc, out_desc, state_desc, t_desc, p_desc, f_desc, tb_ptr, first_ptr,
-        last_ptr, cu_ptr, first_strides, last_strides, T, HV, H, pid // (2 * HV), (pid // 2) % HV,
-        (pid % 2) * 64, REVERSE, LOAD_REGISTERS,
+        last_ptr, cu_ptr, decay_ptr, first_strides, last_strides, T, HV, H, pid // (2 * HV),
+        (pid // 2) % HV, (pid % 2) * 64, REVERSE, LOAD_REGISTERS,
     )  # fmt: skip

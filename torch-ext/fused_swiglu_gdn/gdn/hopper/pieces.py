@@ -1,8 +1,9 @@
 """Sequences that several processes hold, on Hopper (gdn/ops_context.py, docs/parallel.md).
 
 One prepare serves what the process tells of its pieces (summary.py) and the ordinary scan, from the
-states that the others have told. In the backward the gradient's own pass over the states tells what
-a piece asks of the state before it, and its prepare serves the ordinary backward.
+states that the others have told. In the backward the gradient's pass over the states, which keeps
+nothing on its way, tells what a piece asks of the state before it, and its prepare serves the
+ordinary backward.
 
 Sizes: T tokens, HV value heads, K = V = 128, C = 64 tokens a chunk.
 """
@@ -19,8 +20,10 @@ from ...runtime.launch import Launch
 from ..call import GdnCall, GdnGradient
 from ..portable import prepare as common
 from ..portable.backward import near
-from .backward import both_passes, supports_gdn_chunk_bwd
+from ..portable.primitives import kv_strides
+from .backward import supports_gdn_chunk_bwd
 from .chunk import supports_gdn_chunk_fwd
+from .gradient_states import gdn_states_kernel
 from .plan import CAP, REGISTERS, Prepare, Scan, block_map, reads_by_tma, token_map
 from .summary import gdn_summary_kernel
 
@@ -95,24 +98,41 @@ def supports_gdn_entry_bwd(call: GdnCall, gradient: GdnGradient) -> bool:
 
 
 def gdn_entry_bwd(call: GdnCall, gradient: GdnGradient) -> Tuple[Tensor, tuple]:
-    """The gradient of initial_state, and the blocks of the chunks that it was made with."""
+    """The gradient of initial_state, and Tb, P and F of the chunks."""
     q, k, v, g, beta, A_log, dt_bias, initial, _, cu_seqlens, _ = call
-    do, d_final, prepared, _ = gradient
-    key = ((*call.tensors, do, d_final), (call.options, prepared is None))
-    kept = _asking.find(*key) or _asking.keep(*key, _made(call, gradient))
+    do, d_final = gradient.do, gradient.d_final_state
+    key = ((*call.tensors, do, d_final), call.options)
+    kept = _asking.find(*key) or _asking.keep(*key, _Entry(call, do, d_final))
     with device.on(call.device):
-        if prepared is None:
-            prepared = kept[0](q, k, g, beta, A_log, dt_bias, cu_seqlens)[:3]
-        tb, p, f = prepared
-        states = q.new_empty(call.rows * call.HV * call.K, call.V)  # dS of all chunks
-        d_initial, dv = torch.empty_like(initial), v.new_empty(v.shape)
-        kept[1](k, q, do, dv, states, tb, p, f, tb, d_final, d_initial, cu_seqlens)
-    return d_initial, tuple(prepared)
+        tb, p, f, decay = kept.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
+        d_initial = torch.empty_like(initial)
+        # with decays it keeps neither tokens nor states: their maps are of what it reads
+        kept.states(k, q, do, do, tb, tb, p, f, tb, d_final, d_initial, cu_seqlens, decay)
+    return d_initial, (tb, p, f)
 
 
-def _made(call: GdnCall, gradient: GdnGradient) -> tuple:
-    """prepare, where it is needed, and the pass backward over the states."""
-    prepare = None
-    if gradient.prepared is None:
-        prepare = Prepare(call) if Prepare.serves(call) else common.Prepare(call)
-    return prepare, both_passes(call, gradient.do, gradient.d_final_state)[0]
+class _Entry:
+    """The launches for calls of one kind: shapes, strides, dtypes and options are known."""
+
+    __slots__ = ("prepare", "states")
+
+    def __init__(self, call: GdnCall, do: Tensor, d_final: Optional[Tensor]):
+        q, k, T, HV, v_first = call.q, call.k, call.T, call.HV, call.options.state_v_first
+        self.prepare = Prepare(call) if Prepare.serves(call) else common.Prepare(call)
+        d_initial = torch.empty_like(call.initial_state, device="meta")
+        packed, block = call.cu_seqlens is not None, block_map(call.rows * HV, q.dtype)
+        tokens = token_map(do.shape, do.stride(), do.dtype, 64, packed)
+        self.states = Launch(
+            gdn_states_kernel,
+            call.N * HV * 2,
+            q.device,
+            maps=(
+                *(token_map(x.shape, x.stride(), x.dtype, call.K, packed) for x in (k, q)),
+                *(tokens, tokens, block, block, block),
+                tile_map(torch.float32, (call.rows * HV * 256,), (1,), 256),
+            ),
+            numbers=(kv_strides(d_final, v_first), kv_strides(d_initial, v_first), T, HV, call.H),
+            constexprs=(True, REGISTERS[1][1]),
+            options=(("num_warps", 4), ("maxnreg", CAP[1])),
+            guarded=True,
+        )

@@ -70,6 +70,19 @@ def warm_up(decay_ptr, block, heads, c, limit):
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
     past = decay_ptr + block + (c - 1 - i) * heads
     decay = gl.load(past, mask=i < gl.minimum(limit, c), other=0.0)
+    return _fewest(decay, i, limit)
+
+
+@gluon.jit
+def reach(decay_ptr, block, heads, limit):
+    """warm_up for the chunks from the first on: how far the state before a sequence matters."""
+    i = gl.arange(0, LOOK_BACK, layout=VECTOR)
+    decay = gl.load(decay_ptr + block + i * heads, mask=i < limit, other=0.0)
+    return _fewest(decay, i, limit)
+
+
+@gluon.jit
+def _fewest(decay, i, limit):
     forgotten = gl.associative_scan(decay, 0, add) < FORGOTTEN
     fewest = gl.min(gl.where(forgotten, i + 1, LOOK_BACK + 1), 0)
     return gl.where(fewest <= limit, fewest, -1)

@@ -234,39 +234,44 @@ def _steps(x) -> tuple:
     return x.stride(0), x.stride(2), x.stride(1)
 
 
-def _by_rows(x, weight, bias, cu_seqlens, dy, dx, N: int, silu: bool) -> torch.Tensor:
+def _initial_steps(initial_states: Optional[torch.Tensor]) -> tuple:
+    return (0, 0, 0) if initial_states is None else initial_states.stride()
+
+
+def _by_rows(given, dx, N: int, silu: bool) -> torch.Tensor:
     """Fills dx; the groups' shares of dweight and dbias, [B, P, W + 1, D] fp32."""
+    x, weight, bias, _, cu_seqlens, initial_states, dy, _ = given
     (B, D, T), W = x.shape, weight.shape[1]
     config = tuning.lookup("portable_causal_conv1d_rows_bwd", x.device, D=D)
     groups = triton.cdiv(T, config["RUN"] * config["RUNS"])
     sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
     if dx.numel() > 0:
         constexprs, options = named(conv_rows_bwd_kernel, W=W, SILU=silu, **config)
+        strides = (_steps(x)[:2], _steps(dy)[:2], _steps(dx)[:2])
         kernel = Launch(
             conv_rows_bwd_kernel,
             B * groups * triton.cdiv(D, config["BLOCK_D"]),
             x.device,
-            numbers=(_steps(x)[:2], _steps(dy)[:2], _steps(dx)[:2], T, D, N, groups),
+            numbers=(*strides, _initial_steps(initial_states), T, D, N, groups),
             constexprs=constexprs,
             options=options,
         )
-        kernel(x, weight, bias, cu_seqlens, dy, dx, sums)
+        kernel(x, weight, bias, cu_seqlens, initial_states, dy, dx, sums)
     return sums
 
 
 def _by_tiles(given, dx, N: int, silu: bool) -> torch.Tensor:
-    """As _by_rows, for every memory order, seq_idx and states."""
+    """As _by_rows, for every memory order, seq_idx and final states."""
     x, weight, *_, initial_states, dy, _ = given
     (B, D, T), W = x.shape, weight.shape[1]
     order = "td" if x.stride(2) > x.stride(1) else "dt"  # slow dimension first
     config = tuning.lookup(f"portable_causal_conv1d_{order}_bwd", x.device, D=D)
     groups = triton.cdiv(T, config["BLOCK_T"] * config["TILES"])
     sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
-    initial = (0, 0, 0) if initial_states is None else initial_states.stride()
     if dx.numel() > 0:
         taps = triton.next_power_of_2(W + 1)
         constexprs, options = named(_causal_conv1d_bwd_kernel, W=W, TAPS=taps, SILU=silu, **config)
-        strides = (_steps(x), _steps(dy), _steps(dx), initial)
+        strides = (_steps(x), _steps(dy), _steps(dx), _initial_steps(initial_states))
         kernel = Launch(
             _causal_conv1d_bwd_kernel,
             B * groups * triton.cdiv(D, config["BLOCK_D"]),
@@ -300,10 +305,10 @@ def causal_conv1d_bwd(
     d_final = None if d_final is None else d_final.contiguous()
     given = (x, weight_c, bias, seq_idx, cu_seqlens, initial_states, dy, d_final)
     silu = activation is not None
-    alone = seq_idx is None and initial_states is None and d_final is None
+    alone = seq_idx is None and d_final is None
     with device.on(x.device):
         if alone and x.stride(1) == dy.stride(1) == dx.stride(1) == 1:
-            sums = _by_rows(x, weight_c, bias, cu_seqlens, dy, dx, N, silu)
+            sums = _by_rows(given, dx, N, silu)
         else:
             sums = _by_tiles(given, dx, N, silu)
         if d_initial is not None and d_initial.numel() > 0:

@@ -1,8 +1,8 @@
 """The gradient of the convolution over tokens whose channels lie side by side.
 
-What causal_conv1d_backward.py computes, for calls without states and seq_idx: a thread keeps a few
-channels of a run of tokens, so that each input is loaded and each activation made once for all
-taps. Sizes: B batch, T tokens, D channels, W taps, N sequences; P groups of tokens.
+What causal_conv1d_backward.py computes, for calls without final states and seq_idx: a thread keeps
+a few channels of a run of tokens, so that each input is loaded and each activation made once for
+all taps. Sizes: B batch, T tokens, D channels, W taps, N sequences; P groups of tokens.
 """
 
 import triton
@@ -12,14 +12,14 @@ from .causal_conv1d_rows import advance, sequence_at
 
 
 @triton.jit
-def _positions(row, first, T, cu_ptr, N, COUNT: tl.constexpr):
-    """Of COUNT tokens from `first` on, the place of each in its sequence; int64."""
+def _places(row, first, T, cu_ptr, N, COUNT: tl.constexpr):
+    """Of COUNT tokens from `first` on, the sequence of each and its place there; int64."""
     n, start, stop = sequence_at(row, first, T, cu_ptr, N)
-    found = ()
+    sequences, positions = (), ()
     for i in tl.static_range(COUNT):
         n, start, stop = advance(n, start, stop, first + i, T, cu_ptr, N)
-        found = found + (first + i - start,)
-    return found
+        sequences, positions = sequences + (n,), positions + (first + i - start,)
+    return sequences, positions
 
 
 @triton.jit
@@ -31,17 +31,34 @@ def _within(x, position, distance: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def _input(
+    x, n, position, initial_ptr, initial_strides, d, ok, distance: tl.constexpr, W: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """The input `distance` before a token, in fp32; x is that of the token there."""
+    x = _within(x.to(tl.float32), position, distance, PACKED)
+    if initial_ptr is not None and distance > 0:
+        at = n * initial_strides[0] + (W - 1 + position - distance) * initial_strides[2]
+        at += d.to(tl.int64) * initial_strides[1]
+        before = tl.load(initial_ptr + at, mask=ok & (position < distance), other=0.0)
+        x += before.to(tl.float32)
+    return x
+
+
+@triton.jit
 def conv_rows_bwd_kernel(
     x_ptr,  # [B, D, T]
     weight_ptr,  # [D, W]
     bias_ptr,  # [D] or None
     cu_ptr,  # [N + 1] or None
+    initial_ptr,  # [N, D, W - 1] or None
     dy_ptr,  # [B, D, T]
     dx_ptr,  # [B, D, T]
     sums_ptr,  # [B, P, W + 1, D] fp32: the group's share of dweight by tap and of dbias
     x_strides,  # of B, T
     dy_strides,
     dx_strides,
+    initial_strides,  # of N, D, W - 1
     T,
     D,
     N,
@@ -78,21 +95,28 @@ def conv_rows_bwd_kernel(
             rows = rows + (tl.load(x_at + i * x_strides[1], mask=there, other=0.0),)
             if i >= 0:
                 dys = dys + (tl.load(dy_at + i * dy_strides[1], mask=there, other=0.0),)
-        positions = _positions(row, first, T, cu_ptr, N, AHEAD)
+        sequences, positions = _places(row, first, T, cu_ptr, N, AHEAD)
         for i in tl.static_range(AHEAD):
             dz = dys[i].to(tl.float32)
+            n, position = sequences[i], positions[i]
             if SILU:
                 z = bias
                 for back in tl.static_range(W):
-                    x = rows[i + W - 1 - back].to(tl.float32)
-                    z += _within(x, positions[i], back, PACKED) * taps[W - 1 - back]
+                    x = _input(
+                        rows[i + W - 1 - back], n, position, initial_ptr, initial_strides, d, ok,
+                        back, W, PACKED,
+                    )  # fmt: skip
+                    z += x * taps[W - 1 - back]
                 s = 1.0 / (1.0 + tl.exp(-z))
                 dz *= s * (1.0 + z * (1.0 - s))
             dzs = dzs + (dz,)
             if i < RUN:
                 added = (sums[0] + dz,)
                 for w in tl.static_range(W):
-                    x = _within(rows[i + w].to(tl.float32), positions[i], W - 1 - w, PACKED)
+                    x = _input(
+                        rows[i + w], n, position, initial_ptr, initial_strides, d, ok, W - 1 - w, W,
+                        PACKED,
+                    )  # fmt: skip
                     added = added + (sums[1 + w] + dz * x,)
                 sums = added
         for i in tl.static_range(RUN):
