@@ -85,7 +85,7 @@ def _chunk(u, i):
 
 
 @gluon.jit
-def _load_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, from_first):
+def _load_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, decay_ptr):
     """One warp: brings chunk after chunk into the ring, STAGES ahead at most."""
     ALWAYS: gl.constexpr = C * (D + 64 + C) * 2 + 4 * C * 4
     BYTES: gl.constexpr = ALWAYS + (C * (D + C) * 2 if u.REVERSE else 0)
@@ -163,18 +163,18 @@ def _to_state(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, from_first):
+def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, decay_ptr):
     """One warpgroup: carries S^T or dS^T of 64 columns of V through the chunks.
 
-    from_first: whether it starts from what is at first_ptr, or from zeros; None: as that is given.
-    What it meets on the way is then not kept.
+    With decay_ptr it keeps nothing on its way, and where its chunks are only the first of a packed
+    sequence it starts from zeros.
     """
     DTYPE: gl.constexpr = u.k_desc.dtype
     S = gl.zeros((64, D), gl.float32, STATE)
     if first_ptr is not None:
         S = gl.load(_state_at(first_ptr, first_strides, u)).to(gl.float32)
-        if from_first is not None:
-            S = gl.where(from_first, S, 0.0)
+        if decay_ptr is not None:
+            S = gl.where(u.chunks * C >= RAGGED_END - u.row, S, 0.0)
     beta = _diagonal(u, tb_ptr, 0)
     for i in range(u.chunks):
         s = i % STAGES
@@ -187,7 +187,7 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
             do = u.in_smem.index(s).permute((1, 0))
             zero = gl.zeros((64, C), gl.float32, TILE)
             z = warpgroup_mma(do, u.p_smem.index(s), zero, use_acc=False, is_async=True)
-        if from_first is None:
+        if decay_ptr is None:
             _keep_state(u, low, c)
         x = u.in_smem.index(s).permute((1, 0)).load(TILE).to(gl.float32)
         gam = u.f_smem.index(s).slice(3 * C, C).load(gl.SliceLayout(1, STATE))
@@ -209,7 +209,7 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
             S = pin(S * gl.expand_dims(gam, 1))
             more = y * _factor(u, s, 1)
         S = warpgroup_mma(_to_state(more, DTYPE), k, S, is_async=True)
-        if from_first is None:
+        if decay_ptr is None:
             _keep_tokens(u, y.to(DTYPE), c)
         S = warpgroup_mma_wait(0, (S,))
         mbarrier.arrive(u.free.index(s), count=1)
@@ -251,23 +251,22 @@ def _run(
         tokens = end - start
         batch, row = n * 0 + RAGGED_END, RAGGED_END - tokens
         block = start // C + n
+    key_head = head // (HV // H)
     block = block * HV + head
     chunks = (tokens + C - 1) // C
-    from_first = None
     if decay_ptr is not None:
         needed = reach(decay_ptr, block, HV, gl.minimum(chunks, LOOK_BACK))
-        from_first = needed < 0
-        chunks = gl.where(from_first, chunks, needed)
+        chunks = gl.where(needed < 0, chunks, needed)
     u = Pass(
         k_desc, q_desc, in_desc, out_desc, state_desc, t_desc, p_desc, f_desc, k_smem, q_smem,
         in_smem, t_smem, p_smem, f_smem, out_smem, state_smem, landed, free, batch, end, row, head,
-        head // (HV // H), column, HV, block, chunks, REVERSE,
+        key_head, column, HV, block, chunks, REVERSE,
     )  # fmt: skip
     if first_ptr is not None:
         first_ptr += n.to(gl.int64) * first_strides[0]
     if last_ptr is not None:
         last_ptr += n.to(gl.int64) * last_strides[0]
-    args = (u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, from_first)
+    args = (u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, decay_ptr)
     barrier()
     warp_specialize([_state_partition, _load_partition], args, [1], [LOAD_REGISTERS])
 

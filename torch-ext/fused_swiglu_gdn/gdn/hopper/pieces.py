@@ -94,7 +94,8 @@ class _Pieces:
 def supports_gdn_entry_bwd(call: GdnCall, gradient: GdnGradient) -> bool:
     tokens = (call.q, call.k, call.v, gradient.do)
     readable = all(reads_by_tma(x) and near(x) is x for x in tokens)
-    return readable and supports_gdn_chunk_bwd(call) and call.initial_state is not None
+    given = call.initial_state is not None and call.cu_seqlens is not None
+    return readable and given and supports_gdn_chunk_bwd(call)
 
 
 def gdn_entry_bwd(call: GdnCall, gradient: GdnGradient) -> Tuple[Tensor, tuple]:
