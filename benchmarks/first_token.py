@@ -1,0 +1,107 @@
+"""Where the time goes until the first tokens of a fresh process, with an empty Triton cache.
+
+    python benchmarks/first_token.py [--case qwen:1] [--wait-for FILE] [--json FILE]     on a GPU
+
+From the call of kernelize to each of the first tokens of generate, after everything is imported
+and the model is on the GPU: how much of it Triton compiled, by stage and by kernel, how long the C
+compiler made launchers, and how long the first products of cuBLAS took. --wait-for begins to
+measure once FILE exists: for a GPU that others use meanwhile.
+"""
+
+import argparse
+import collections
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # before Triton is imported
+
+import torch  # noqa: E402
+from compare_generate import generate, model_of, wait_for  # noqa: E402
+from kernel_time import load_package, save  # noqa: E402
+
+
+class Watch:
+    """Seconds of compiling: of kernels by stage, and of launchers."""
+
+    def __init__(self):
+        import triton
+        from triton.runtime import build
+
+        self.kernels, self.launchers = [], []
+        triton.knobs.compilation.listener = self.kernel
+        self.build, build._build = build._build, self.launcher
+
+    def kernel(self, src, metadata, metadata_group, times, cache_hit):
+        stages = {"python": times.ir_initialization, **dict(times.lowering_stages)}
+        found = {stage: us / 1e6 for stage, us in stages.items()}
+        self.kernels.append((time.perf_counter(), metadata["name"], cache_hit, found))
+
+    def launcher(self, name, *arguments, **options):
+        start = time.perf_counter()
+        out = self.build(name, *arguments, **options)
+        self.launchers.append((start, time.perf_counter() - start))
+        return out
+
+    def between(self, start: float, end: float) -> dict:
+        kernels = [k for k in self.kernels if start <= k[0] < end]
+        launchers = [seconds for at, seconds in self.launchers if start <= at < end]
+        stages: collections.Counter = collections.Counter()
+        for _, _, _, found in kernels:
+            stages.update(found)
+        return {
+            "kernels": len(kernels),
+            "from_cache": sum(hit for _, _, hit, _ in kernels),
+            "stages_s": {name: round(x, 3) for name, x in stages.items()},
+            "by_kernel_s": [(name, round(sum(x.values()), 3)) for _, name, _, x in kernels],
+            "launchers": len(launchers),
+            "launchers_s": round(sum(launchers), 3),
+        }
+
+
+def cublas() -> float:
+    """Seconds of its first product: its library is loaded."""
+    x = torch.zeros(64, 64, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    x @ x
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--case", default="qwen:1", help="model:batch")
+    parser.add_argument("--wait-for", type=Path)
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    name, batch = arguments.case.split(":")
+    package, model = load_package(), model_of(name)
+    watch = Watch()
+    if arguments.wait_for:
+        wait_for(arguments.wait_for)
+    row = {"what": f"first tokens, {arguments.case}", "cublas_s": cublas()}
+    start = time.perf_counter()
+    report = package.kernelize(model, cuda_graphs=True)
+    served = time.perf_counter()
+    called = time.perf_counter()
+    times = [called + t for t in generate(model, int(batch), 5)]
+    row["kernelize_s"] = served - start
+    row["tokens_s"] = [t - start for t in times]
+    marks = {"kernelize": start, "first": called, "second": times[0], "third": times[1]}
+    ends = [*list(marks.values())[1:], times[-1]]
+    for (phase, begin), end in zip(marks.items(), ends):
+        row[phase] = watch.between(begin, end)
+    row["again_s"] = generate(model, int(batch), 5)
+    row["other_s"] = generate(model, int(batch) + 2, 5, 300)
+    row["other"] = watch.between(times[-1], time.perf_counter())
+    print(report)
+    print(json.dumps(row, indent=1), flush=True)
+    if arguments.json:
+        save(arguments.json, [row])
+
+
+if __name__ == "__main__":
+    main()
