@@ -1,17 +1,19 @@
 """Where the time goes until the first tokens of a fresh process, with an empty Triton cache.
 
-    python benchmarks/first_token.py [--case qwen:1] [--wait-for FILE] [--json FILE]     on a GPU
+    python benchmarks/first_token.py [--case qwen:1] [--one-by-one] [--wait-for FILE] [--json FILE]
 
 From the call of kernelize to each of the first tokens of generate, after everything is imported
 and the model is on the GPU: how much of it Triton compiled, by stage and by kernel, how long the C
-compiler made launchers, and how long the first products of cuBLAS took. --wait-for begins to
-measure once FILE exists: for a GPU that others use meanwhile.
+compiler made launchers, and how long the first products of cuBLAS took. --one-by-one
+has Triton compile kernels where they are first launched. --wait-for begins to measure once FILE
+exists: for a GPU that others use meanwhile.
 """
 
 import argparse
 import collections
 import json
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -74,11 +76,14 @@ def cublas() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", default="qwen:1", help="model:batch")
+    parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--wait-for", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     name, batch = arguments.case.split(":")
     package, model = load_package(), model_of(name)
+    if arguments.one_by_one:
+        sys.modules[f"{package.__name__}.models.graphs"].expect_prompt = lambda model: None
     watch = Watch()
     if arguments.wait_for:
         wait_for(arguments.wait_for)

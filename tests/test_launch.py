@@ -114,7 +114,7 @@ def test_kinds_are_at_least_as_fine_as_tritons():
         )
         given = tuple(draw.choice(tensors) for _ in range(3))
         special = repr(kernel.specialization(*one.arguments(given)))
-        assert seen.setdefault(one._key(given), special) == special
+        assert seen.setdefault(one.key(given), special) == special
     assert len(seen) > 1000 and len(set(seen.values())) > 500
 
 
@@ -133,7 +133,7 @@ def test_kinds_of_maps():
         one = launches().Launch(kernel, 3, CUDA, maps=(m, n), numbers=(5,), constexprs=(8,))
         given = (None if m is None else x, None if n is None else x, x)
         special = repr(kernel.specialization(*one.arguments(given)))
-        assert seen.setdefault(one._key(given), special) == special
+        assert seen.setdefault(one.key(given), special) == special
     assert len(set(seen.values())) == len(seen)  # sizes and strides make no kind of their own
 
 
@@ -281,7 +281,7 @@ def test_on_rocm_the_size_of_the_storage_counts(cuda, monkeypatch):
     kernel = Kernel(_pointers)
     one, small = pointers(kernel), torch.empty(64, device="meta")
     large = torch.empty(2**29 + 4, device="meta")
-    keys = {one._key((x, None, small)) for x in (small, large)}
+    keys = {one.key((x, None, small)) for x in (small, large)}
     assert len(keys) == 2
     for _ in range(3):
         one(small, None, small)
@@ -324,7 +324,7 @@ def test_paranoia_finds_a_wrong_code(run, cuda):
     one(x, x, x)
     other(x, x, x)
     codes = launches()._codes
-    codes[other._key((x, x, x))] = codes[one._key((x, x, x))]
+    codes[other.key((x, x, x))] = codes[one.key((x, x, x))]
     fresh = pointers(kernel, constexprs=(False, 64))
     with launches().paranoid(), pytest.raises(AssertionError, match="not the code of this call"):
         fresh(x, x, x)

@@ -10,9 +10,11 @@ from torch import nn
 
 from ..layers.plain import PLAIN_TENSORS
 from ..layers.untouched import untouched
+from . import rehearsal
 from .capture import Graph
 from .watch import COUNT, PLAIN
 
+IDLE = ("transformers.utils.output_capturing", rehearsal.__name__)  # modules of hooks
 CACHES = "transformers.cache_utils"
 LAYERS = (
     "StaticLayer", "StaticSlidingWindowLayer", "LinearAttentionLayer",
@@ -52,8 +54,9 @@ def _hooks(module: nn.Module) -> List[Callable]:
 
 
 def _is_idle(hook: Callable) -> bool:
-    """transformers' own, which records outputs where they are asked for."""
-    return getattr(hook, "__module__", None) == "transformers.utils.output_capturing"
+    """transformers' own, which records outputs where they are asked for, or our own, which waits
+    for a prompt."""
+    return getattr(hook, "__module__", None) in IDLE
 
 
 def _rope_types(model: nn.Module) -> set:

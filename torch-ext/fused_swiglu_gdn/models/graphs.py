@@ -15,6 +15,7 @@ from torch import nn
 
 from .capture import Graph
 from .graph_rules import PASSING, why_eager, why_not_cache, why_not_model, why_not_yet
+from .rehearsal import expect_prompt
 from .report import Row
 from .watch import CacheWatch, ModelWatch
 
@@ -189,6 +190,7 @@ class Decoding:
     def __init__(self, model: nn.Module):
         self.of = weakref.ref(model)
         self.steps: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache
+        self.rehearsed = False  # what the first prompt launches has been compiled
 
     @property
     def model(self) -> nn.Module:
@@ -204,6 +206,9 @@ class Decoding:
         model = self.model
         reason = why_not_model(model)
         if reason is None:
+            if not self.rehearsed:
+                self.rehearsed = True
+                expect_prompt(model)
             return self.step
         say(model, reason)
         return model.__call__

@@ -23,7 +23,7 @@ from .maps import Place
 
 Argument = Optional[Union[torch.Tensor, Place]]
 
-_codes: Dict[tuple, Code] = {}  # by kind: Launch._key
+_codes: Dict[tuple, Code] = {}  # by kind: Launch.key
 _watches: List[Callable] = []  # of recorded() and paranoid()
 
 
@@ -138,7 +138,7 @@ class Launch:
         if 0 in self.grid:
             return
         with on(self.device):
-            key = self._key(tensors)
+            key = self.key(tensors)
             code = _codes.get(key)
             if code is None:
                 code = self._first(key, tensors)
@@ -149,7 +149,7 @@ class Launch:
                 self.code = code
                 self.types = [None if x is None else x.dtype for x in tensors]
 
-    def _key(self, tensors: tuple) -> tuple:
+    def key(self, tensors: tuple) -> tuple:
         """The kind of a call."""
         if self.fixed is None:
             # 1, 1.0 and True are equal, but not the same to a kernel
@@ -206,7 +206,7 @@ class Launch:
         if self.types is not None and (self.guarded or self._has_types(tensors)):
             if all(x is None or x.data_ptr() % 16 == 0 for x in tensors):
                 return self.code
-        return _codes.get(self._key(tensors))
+        return _codes.get(self.key(tensors))
 
 
 @contextlib.contextmanager

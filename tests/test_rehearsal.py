@@ -1,0 +1,114 @@
+"""What a prompt and a token launch is compiled ahead, by several threads."""
+
+import threading
+
+import pytest
+import torch
+from conftest import submodule
+from emulated_graph import EmulatedGraph
+from interpreter import compiled
+from test_graphs import WIDER, generate, tiny
+
+pytest.importorskip("triton")
+transformers = pytest.importorskip("transformers")
+pytestmark = [compiled, pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture
+def hopper(kernel, monkeypatch):
+    """CPU tensors are taken to be on a Hopper GPU, and nothing is launched or compiled.
+
+    .ahead and .launched: (key, name) of what was to be compiled, and of what was launched.
+    """
+    ahead, launch = submodule("runtime.ahead"), submodule("runtime.launch")
+    recording, device = submodule("runtime.recording"), submodule("runtime.device")
+    for name in ("graphs", "graph_rules"):
+        monkeypatch.setattr(submodule(f"models.{name}"), "Graph", Eager)
+    kernel.ahead, kernel.launched = [], []
+
+    def compile_one(one, places):
+        kernel.ahead.append((one.key(tuple(places)), one.kernel.__name__))
+
+    def take(one, tensors):
+        if not any(w.__module__ == ahead.__name__ for w in launch._watches):
+            kernel.launched.append((one.key(tensors), one.kernel.__name__))
+        return True
+
+    monkeypatch.setattr(ahead, "_compile", compile_one)
+    chip = device.Chip("NVIDIA_H200", (9, 0), 132)
+    with launch.watched(take), recording._pretending(chip):
+        yield kernel
+
+
+class Eager(EmulatedGraph):
+    """Steps are neither captured nor replayed."""
+
+    def capture(self, call):
+        raise RuntimeError("not here")
+
+
+def bf16(name, **changes):
+    model = tiny(name, "cpu", **{**WIDER, **changes}).bfloat16()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_5_text", "gemma2"])
+def test_all_that_layers_launch(hopper, name, batch):
+    model = bf16(name)
+    report = hopper.kernelize(model, cuda_graphs=True)
+    assert report.rows[-1].implementation == "CUDA graph"
+    generate(model, torch.ones(batch, 100, dtype=torch.int64))
+    keys = [key for key, _ in hopper.ahead]
+    assert keys and len(set(keys)) == len(keys)
+    missed = {name for key, name in hopper.launched if key not in keys}
+    assert not missed
+    assert {key for key, _ in hopper.launched} >= set(keys), "compiled in vain"
+
+
+def test_once_and_only_for_an_empty_static_cache(hopper):
+    model = bf16("llama")
+    hopper.kernelize(model, cuda_graphs=True)
+    layer, ids = model.model.layers[0], torch.ones(1, 100, dtype=torch.int64)
+    for _ in range(2):
+        generate(model, ids)
+        assert not layer._forward_pre_hooks
+    count = len(hopper.ahead)
+    assert count and len({key for key, _ in hopper.ahead}) == count
+    hopper.kernelize(model, cuda_graphs=True)
+    model.get_compiled_call()
+    model(ids, past_key_values=transformers.DynamicCache(config=model.config))
+    assert not layer._forward_pre_hooks and len(hopper.ahead) == count
+
+
+def test_mixtures_are_left_out(kernel):
+    model = bf16("qwen3_5_moe_text")
+    kernel.kernelize(model)
+    submodule("models.rehearsal").expect_prompt(model)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_what_layers_record_is_not_of_the_rehearsal(hopper):
+    model = bf16("llama")
+    hopper.kernelize(model, cuda_graphs=True)
+    model.get_compiled_call()
+    cache = transformers.StaticCache(config=model.config, max_cache_len=120)
+    ids = torch.ones(1, 100, dtype=torch.int64)
+    with torch.no_grad():
+        out = model(ids, past_key_values=cache, output_hidden_states=True)
+    assert hopper.ahead and len(out.hidden_states) == len(model.model.layers) + 1
+    assert cache.get_seq_length() == 100
+
+
+def test_other_threads_launch_meanwhile(hopper):
+    ahead, x = submodule("runtime.ahead"), torch.zeros(2, 64, dtype=torch.bfloat16)
+    with torch.no_grad(), ahead.compiled_ahead():
+        hopper.silu_mul(x, x)
+        hopper.silu_mul(x, x)
+        started = []
+        with submodule("runtime.launch").watched(lambda one, tensors: started.append(one)):
+            thread = threading.Thread(target=lambda: hopper.silu_mul(x, x))
+            thread.start()
+            thread.join()
+    assert len(hopper.ahead) == 1 and len(started) == 1

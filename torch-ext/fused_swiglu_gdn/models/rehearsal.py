@@ -1,0 +1,112 @@
+"""Compiling what a prompt and a token launch, before the first prompt and all at once.
+
+One decoder layer of each kind runs ahead of the first prompt without starting a kernel: on the
+prompt's own hidden states and on a copy of its empty cache, first for the prompt and then for a
+token. What it would launch is compiled meanwhile (runtime/ahead.py). Nothing that it computes is
+used: all of it is garbage.
+"""
+
+import contextvars
+import copy
+import logging
+from typing import Any, Dict, List
+
+import torch
+from torch import nn
+
+from ..runtime import device
+from .serving import is_served
+
+STATIC = ("transformers.cache_utils", "StaticCache")
+
+logger = logging.getLogger(__name__)
+
+
+def expect_prompt(model: nn.Module) -> None:
+    """Rehearses when the first of the model's layers that are served is called next."""
+    layers = [m for m in model.modules() if is_served(m) and m.served_as == "DecoderLayer"]
+    kinds = _kinds(layers)
+    if not kinds:
+        return
+
+    def rehearse_once(layer: nn.Module, args: tuple, kwargs: dict) -> None:
+        handle.remove()
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not args:
+            return
+        x, cache = args[0], kwargs.get("past_key_values")
+        if device.is_gpu(x.device) and x.ndim == 3 and x.shape[1] > 1 and _is_empty(cache):
+            try:  # in a context of its own nobody records what the layers give
+                contextvars.Context().run(rehearse, kinds, x, kwargs)
+            except Exception as error:
+                logger.debug("kernels are compiled one after another: %s", error)
+
+    handle = layers[0].register_forward_pre_hook(rehearse_once, with_kwargs=True)
+
+
+def rehearse(layers: List[nn.Module], x: torch.Tensor, given: Dict[str, Any]) -> None:
+    """Compiles what the layers launch for a prompt x [B, T, hidden], given to them with these
+    keywords, and for a token after it."""
+    from ..runtime.ahead import compiled_ahead  # where there is no Triton nothing is served
+
+    cache = copy.deepcopy(given["past_key_values"])
+    # one layer's mask may not be another's, and none is as good
+    given = {**given, "past_key_values": cache, "attention_mask": None}
+    with compiled_ahead():
+        for layer in layers:
+            layer.forward(x, **given)
+            layer.forward(x[:, -1:].contiguous(), **_of_a_token(layer, x, given))
+
+
+def _of_a_token(layer: nn.Module, x: torch.Tensor, given: dict) -> dict:
+    """The keywords of a layer for the token after the prompt, whose values do not matter."""
+    found = dict(given)
+    tables, positions = given.get("position_embeddings"), given.get("position_ids")
+    if tables is not None:
+        found["position_embeddings"] = tuple(x[..., -1:, :].contiguous() for x in tables)
+    if positions is not None:
+        found["position_ids"] = positions[..., -1:].contiguous()
+    slots = [getattr(each, "keys", None) for each in given["past_key_values"].layers]
+    slots = [keys.shape[2] for keys in slots if isinstance(keys, torch.Tensor)]
+    if slots and not any(hasattr(part, "conv1d") for part in layer.children()):
+        shape = (x.shape[0], 1, 1, max(slots))
+        found["attention_mask"] = torch.ones(shape, dtype=torch.bool, device=x.device)
+    return found
+
+
+def _is_empty(cache: Any) -> bool:
+    kind = type(cache)
+    if (kind.__module__, kind.__name__) != STATIC or cache.offloading:
+        return False
+    made = [getattr(layer, "is_initialized", False) for layer in cache.layers]
+    return not any(any(x.values()) if isinstance(x, dict) else x for x in made)
+
+
+def _kinds(layers: List[nn.Module]) -> List[nn.Module]:
+    """The first layer of each kind. Mixtures are left out: garbage must not choose experts."""
+    found: dict = {}
+    for layer in layers:
+        if _is_dense(layer):
+            parts = tuple((n, type(part), *_words(part)) for n, part in layer.named_modules())
+            sizes = tuple((name, x.shape, x.dtype) for name, x in layer.named_parameters())
+            found.setdefault((parts, sizes, _order(layer)), layer)
+    return list(found.values())
+
+
+def _order(layer: nn.Module) -> tuple:
+    """In which order the weights of its MLP lie in memory: Hopper's kernel is compiled for it."""
+    weights = [list(part.parameters()) for part in layer.children() if _is_mlp(part)]
+    places = [[x.data_ptr() for x in each] for each in weights]
+    return tuple(tuple(map(sorted(each).index, each)) for each in places)
+
+
+def _words(part: nn.Module) -> list:
+    """Attributes that tell kinds apart: a type of attention, but not a layer's number."""
+    return [item for item in part.__dict__.items() if item[1].__class__ in (bool, str)]
+
+
+def _is_dense(layer: nn.Module) -> bool:
+    return any(map(_is_mlp, layer.children()))
+
+
+def _is_mlp(part: nn.Module) -> bool:
+    return is_served(part) and part.served_as == "SwiGLUMLP"

@@ -1,0 +1,55 @@
+"""Compiling by several threads, ahead of the launches.
+
+Triton compiles a kernel where it is first launched, and the C code that launches it, one after
+another: ten seconds for what a prompt needs.
+"""
+
+import contextlib
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Iterator
+
+from triton.runtime import driver
+
+from .device import on
+from .launch import Launch, watched
+from .maps import Place
+
+MOST_THREADS = 16
+
+
+@contextlib.contextmanager
+def compiled_ahead() -> Iterator[None]:
+    """Launches of this thread inside do not start, and what they would write is left as it is.
+    Other threads compile their kernels; at the end all are compiled."""
+    here, met = threading.get_ident(), set()
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+
+        def take(launch: Launch, tensors: tuple) -> bool:
+            if threading.get_ident() != here:
+                return False
+            if not met and launch.device.type == "cuda":
+                driver.active.get_current_device()  # Triton's driver is made by one thread
+            key = launch.key(tensors)
+            if key not in met and 0 not in launch.grid:
+                met.add(key)
+                # no memory waits for the compiler
+                pool.submit(_compile, launch, [None if x is None else _place(x) for x in tensors])
+            return True
+
+        with watched(take):
+            yield
+
+
+def _place(x) -> Place:
+    return Place(x.data_ptr(), x.dtype)
+
+
+def _compile(launch: Launch, places: list) -> None:
+    """As the first launch does; its code is then in Triton's memory. What cannot be compiled fails
+    again where it is launched."""
+    with on(launch.device):
+        options = dict(launch.options)
+        code = launch.kernel.warmup(*launch.arguments(tuple(places)), grid=launch.grid, **options)
+        getattr(code, "run", None)  # a property: it makes the launcher and loads the code
