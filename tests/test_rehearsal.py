@@ -26,7 +26,7 @@ def hopper(kernel, monkeypatch):
         monkeypatch.setattr(submodule(f"models.{name}"), "Graph", Eager)
     kernel.ahead, kernel.launched = [], []
 
-    def compile_one(one, places):
+    def compile_one(one, places, lock):
         kernel.ahead.append((one.key(tuple(places)), one.kernel.__name__))
 
     def take(one, tensors):

@@ -77,8 +77,12 @@ def _is_empty(cache: Any) -> bool:
     kind = type(cache)
     if (kind.__module__, kind.__name__) != STATIC or cache.offloading:
         return False
-    made = [getattr(layer, "is_initialized", False) for layer in cache.layers]
-    return not any(any(x.values()) if isinstance(x, dict) else x for x in made)
+    for layer in cache.layers:
+        if getattr(layer, "is_initialized", False):
+            return False
+        if any(getattr(layer, "has_previous_state", {}).values()):
+            return False
+    return True
 
 
 def _kinds(layers: List[nn.Module]) -> List[nn.Module]:

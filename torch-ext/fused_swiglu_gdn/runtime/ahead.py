@@ -4,6 +4,7 @@ Triton compiles a kernel where it is first launched, and the C code that launche
 another: ten seconds for what a prompt needs.
 """
 
+import collections
 import contextlib
 import os
 import threading
@@ -24,6 +25,7 @@ def compiled_ahead() -> Iterator[None]:
     """Launches of this thread inside do not start, and what they would write is left as it is.
     Other threads compile their kernels; at the end all are compiled."""
     here, met = threading.get_ident(), set()
+    locks: dict = collections.defaultdict(threading.Lock)  # of kernels: kinds may have one code
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
 
         def take(launch: Launch, tensors: tuple) -> bool:
@@ -35,21 +37,18 @@ def compiled_ahead() -> Iterator[None]:
             if key not in met and 0 not in launch.grid:
                 met.add(key)
                 # no memory waits for the compiler
-                pool.submit(_compile, launch, [None if x is None else _place(x) for x in tensors])
+                places = [None if x is None else Place(x.data_ptr(), x.dtype) for x in tensors]
+                pool.submit(_compile, launch, places, locks[id(launch.kernel)])
             return True
 
         with watched(take):
             yield
 
 
-def _place(x) -> Place:
-    return Place(x.data_ptr(), x.dtype)
-
-
-def _compile(launch: Launch, places: list) -> None:
+def _compile(launch: Launch, places: list, lock: threading.Lock) -> None:
     """As the first launch does; its code is then in Triton's memory. What cannot be compiled fails
     again where it is launched."""
-    with on(launch.device):
+    with lock, on(launch.device):
         options = dict(launch.options)
         code = launch.kernel.warmup(*launch.arguments(tuple(places)), grid=launch.grid, **options)
         getattr(code, "run", None)  # a property: it makes the launcher and loads the code

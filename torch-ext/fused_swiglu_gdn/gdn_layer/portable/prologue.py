@@ -51,7 +51,7 @@ def head_row(
     return row, tl.where(in_q, strides[1], tl.where(in_k, strides[4], strides[7]))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "N", "TILES_T"])
 def _gdn_layer_prologue_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]

@@ -31,7 +31,7 @@ def _added(x_ptr, residual_ptr, at_x, at_residual, mask):
     return x
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _rms_norm_fwd_kernel(
     x_ptr,  # [M, D]
     weight_ptr,  # [D] or None
