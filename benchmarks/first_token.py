@@ -21,8 +21,8 @@ from pathlib import Path
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # before Triton is imported
 
 import torch  # noqa: E402
-from compare_generate import generate, model_of, wait_for  # noqa: E402
-from kernel_time import load_package, save  # noqa: E402
+from compare_generate import MODELS, generate, merged, model_of, wait_for  # noqa: E402
+from kernel_time import RESULTS, load_package, save  # noqa: E402
 
 
 class Watch:
@@ -73,12 +73,32 @@ def cublas() -> float:
     return time.perf_counter() - start
 
 
+def measured(package, model, batch: int, watch: Watch) -> dict:
+    found = {"cublas_s": cublas()}
+    start = time.perf_counter()
+    report = package.kernelize(model, cuda_graphs=True)
+    called = time.perf_counter()
+    times = [called + t for t in generate(model, batch, 5)]
+    marks = [start, called, *times]
+    for phase, begin, end in zip(("kernelize", "first token", "second token"), marks, marks[1:]):
+        found[phase] = watch.between(begin, end)
+    print(report)
+    seconds = {
+        "kernelize and first token": times[0] - start,
+        "fifth token": times[4] - start,
+        "fifth token, again": generate(model, batch, 5)[4],
+        "fifth token, another batch and length": generate(model, batch + 2, 5, 300)[4],
+    }
+    found["another"] = watch.between(times[-1], time.perf_counter())
+    return {"seconds": seconds, "more": found}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", default="qwen:1", help="model:batch")
     parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--wait-for", type=Path)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, default=RESULTS / "first_token.json")
     arguments = parser.parse_args()
     name, batch = arguments.case.split(":")
     package, model = load_package(), model_of(name)
@@ -87,25 +107,11 @@ def main() -> None:
     watch = Watch()
     if arguments.wait_for:
         wait_for(arguments.wait_for)
-    row = {"what": f"first tokens, {arguments.case}", "cublas_s": cublas()}
-    start = time.perf_counter()
-    report = package.kernelize(model, cuda_graphs=True)
-    served = time.perf_counter()
-    called = time.perf_counter()
-    times = [called + t for t in generate(model, int(batch), 5)]
-    row["kernelize_s"] = served - start
-    row["tokens_s"] = [t - start for t in times]
-    marks = {"kernelize": start, "first": called, "second": times[0], "third": times[1]}
-    ends = [*list(marks.values())[1:], times[-1]]
-    for (phase, begin), end in zip(marks.items(), ends):
-        row[phase] = watch.between(begin, end)
-    row["again_s"] = generate(model, int(batch), 5)
-    row["other_s"] = generate(model, int(batch) + 2, 5, 300)
-    row["other"] = watch.between(times[-1], time.perf_counter())
-    print(report)
+    way = "one after another" if arguments.one_by_one else "by several threads"
+    row = {"what": f"{MODELS[name][0]}, batch {batch}, compiled {way}"}
+    row.update(measured(package, model, int(batch), watch))
     print(json.dumps(row, indent=1), flush=True)
-    if arguments.json:
-        save(arguments.json, [row])
+    save(arguments.json, merged(arguments.json, [row]))
 
 
 if __name__ == "__main__":

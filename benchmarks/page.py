@@ -158,6 +158,12 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "First call",
         "Seconds of calls in a fresh process with an empty Triton cache, imports apart.",
     ),
+    "first_token": (
+        "First tokens of a fresh process",
+        "Seconds from the call of `kernelize(model, cuda_graphs=True)` to tokens of `generate` on "
+        "a static cache after a prompt of 512, with an empty Triton cache, imports and loading "
+        "apart.",
+    ),
     "train_bytes": (
         "Training a small model",
         "300 steps of a Qwen3.5 of four layers on bytes of Python's library. The loss is the mean "
@@ -360,6 +366,25 @@ def of_first_calls(record: dict) -> str:
     return table(head, rows)
 
 
+def of_generate(record: dict) -> str:
+    """Memory, and a second call of generate with another batch and length."""
+    rows = []
+    for row in record["rows"]:
+        cells = [f"{way['reserved_mib']:.0f}" for way in row["more"].values()]
+        cells = [" / ".join(cells)]
+        for again in ("first", "again"):
+            seconds = row.get(f"another_batch_and_length_{again}_fifth_s")
+            cells.append("" if seconds is None else f"{seconds:.2f}")
+        rows.append([f"{row['what']}: {' / '.join(row['more'])}", *cells])
+    head = [
+        "",
+        "memory reserved, MiB",
+        "ours, another batch and length: fifth token, s",
+        "again, s",
+    ]
+    return table(head, rows)
+
+
 def of_training(record: dict) -> str:
     rows = []
     for name, way in record["ways"].items():
@@ -387,6 +412,8 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "mixtures": [of_launches],
     "whole_models": [of_whole],
     "first_call": [of_first_calls],
+    "first_token": [of_first_calls],
+    "generate": [of_generate],
     "train_bytes": [of_training],
 }
 
