@@ -103,7 +103,7 @@ def main() -> None:
     name, batch = arguments.case.split(":")
     package, model = load_package(), model_of(name)
     if arguments.one_by_one:
-        sys.modules[f"{package.__name__}.models.graphs"].expect_prompt = lambda model: None
+        sys.modules[f"{package.__name__}.models.graphs"].expect_prompt = lambda *_: None
     watch = Watch()
     if arguments.wait_for:
         wait_for(arguments.wait_for)

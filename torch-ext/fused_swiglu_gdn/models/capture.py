@@ -8,7 +8,7 @@ import torch
 
 from ..runtime.device import on
 
-_capturing = threading.RLock()  # torch cannot capture two graphs of a process at once
+capturing = threading.RLock()  # torch cannot capture two graphs of a process at once
 
 
 @functools.lru_cache(maxsize=64)
@@ -44,11 +44,11 @@ class Graph:
     @staticmethod
     def busy() -> bool:
         """Somebody else captures what is called now."""
-        return torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_streamcapturing()
 
     def run(self, call: Callable):
         """call() where it will be captured: what is done once, such as compiling, is done here."""
-        with on(self.device), _capturing:  # code that is loaded breaks another thread's capture
+        with on(self.device), capturing:  # code that is loaded breaks another thread's capture
             current = torch.cuda.current_stream(self.device)
             side = _side(self.device, current.cuda_stream)
             side.wait_stream(current)
@@ -61,7 +61,7 @@ class Graph:
         """Captures call(), which computes nothing yet; returns what replay() will compute."""
         self.graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle()
-        with on(self.device), _capturing:
+        with on(self.device), capturing:
             current = torch.cuda.current_stream(self.device)
             side = _side(self.device, current.cuda_stream)
             try:

@@ -8,7 +8,7 @@ inputs. A graph belongs to one cache and dies with it.
 
 import logging
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 
 import torch
 from torch import nn
@@ -190,7 +190,7 @@ class Decoding:
     def __init__(self, model: nn.Module):
         self.of = weakref.ref(model)
         self.steps: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache
-        self.rehearsed = False  # what the first prompt launches has been compiled
+        self.rehearsed: Set[Tuple[int, int]] = set()  # prompts whose kernels are compiled
 
     @property
     def model(self) -> nn.Module:
@@ -206,9 +206,7 @@ class Decoding:
         model = self.model
         reason = why_not_model(model)
         if reason is None:
-            if not self.rehearsed:
-                self.rehearsed = True
-                expect_prompt(model)
+            expect_prompt(model, self.rehearsed)
             return self.step
         say(model, reason)
         return model.__call__

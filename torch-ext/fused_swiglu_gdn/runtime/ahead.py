@@ -17,7 +17,7 @@ from .device import on
 from .launch import Launch, watched
 from .maps import Place
 
-MOST_THREADS = 16
+MOST_THREADS = 6  # more of them wait for each other in the part of Triton that is Python
 
 
 @contextlib.contextmanager
@@ -25,7 +25,8 @@ def compiled_ahead() -> Iterator[None]:
     """Launches of this thread inside do not start, and what they would write is left as it is.
     Other threads compile their kernels; at the end all are compiled."""
     here, met = threading.get_ident(), set()
-    locks: dict = collections.defaultdict(threading.Lock)  # of kernels: kinds may have one code
+    # several kinds may have one code, which one thread is to compile: those that differ in numbers
+    locks: dict = collections.defaultdict(threading.Lock)
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
 
         def take(launch: Launch, tensors: tuple) -> bool:
@@ -38,7 +39,8 @@ def compiled_ahead() -> Iterator[None]:
                 met.add(key)
                 # no memory waits for the compiler
                 places = [None if x is None else Place(x.data_ptr(), x.dtype) for x in tensors]
-                pool.submit(_compile, launch, places, locks[id(launch.kernel)])
+                alike = (id(launch.kernel), launch.constexprs, tuple(x is None for x in places))
+                pool.submit(_compile, launch, places, locks[alike])
             return True
 
         with watched(take):
