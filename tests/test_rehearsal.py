@@ -132,3 +132,26 @@ def test_other_threads_launch_meanwhile(hopper):
             thread.start()
             thread.join()
     assert len(hopper.ahead) == 1 and len(started) == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+def test_nothing_is_compiled_where_it_is_launched(kernel, name, monkeypatch, tmp_path):
+    triton = pytest.importorskip("triton", minversion="3.4")
+    here, threads = threading.get_ident(), []
+
+    def listen(cache_hit, **facts):
+        if not cache_hit:
+            threads.append(threading.get_ident())
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.compilation, "listener", listen)
+    sizes = {"hidden_size": 320, "intermediate_size": 448, "num_hidden_layers": 4}  # met here alone
+    if name == "qwen3_5_text":
+        sizes["layer_types"] = ["linear_attention", "full_attention"] * 2
+    model = tiny(name, "cuda", **{**WIDER, **sizes}).bfloat16()
+    ids = torch.randint(1, 90, (2, 100), device="cuda")
+    kernel.kernelize(model, cuda_graphs=True)
+    found = generate(model, ids)
+    assert threads and here not in threads
+    assert torch.equal(found, generate(model, ids, graphed=False))
