@@ -27,6 +27,7 @@ from .gated_norm import is_gated_norm
 from .own_code import patched_since
 from .plain import PLAIN_TENSORS
 from .projections import projected, projections
+from .replay import held_states
 
 
 @functools.cache
@@ -56,26 +57,31 @@ def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
 class _Sequences:
     """Where the layer's tokens stand: the cached states they go on from, and packed lengths."""
 
-    def __init__(self, layer, tokens, cache, kwargs):
+    def __init__(self, layer, k, cache, kwargs):
+        tokens = k.shape[1]
         self.cache, self.cp = cache, kwargs.get("cp_context")
         if cache is not None and self.cp is not None:
             raise ValueError("use_cache must be False with cp_context: decoding has no such")
-        self.conv_state = self.state = None
-        self.recording = False
+        self.conv_state = self.state = self.held = None
+        self.recording = before = False
         if cache is not None:
             cached = cache.layers[layer.layer_idx]
             self.recording = getattr(cached, "record_past", False)
-            if cached.has_previous_state[0]:
-                self.conv_state = cached.conv_states[0]  # [B, D, W]
-                self.state = cached.recurrent_states[0]  # [B, HV, K, V]
+            before = cached.has_previous_state[0]
         self.lengths = packed_lengths(kwargs)
         if self.cp is not None:
             self.lengths = None  # the context has them
         elif self.lengths is None and kwargs.get("seq_idx") is not None:
             self.lengths = _lengths_of(kwargs["seq_idx"])
-        self.one_step = tokens == 1 and self.state is not None
+        self.one_step = tokens == 1 and before
         alone = not self.recording and self.lengths is None
         self.in_place = self.one_step and alone and not torch.is_grad_enabled()
+        if before:
+            self.conv_state = cached.conv_states[0]  # [B, D, W]
+            self.held = held_states(layer, cached, k) if self.in_place else None
+            if self.held is None:
+                state = cached.recurrent_states[0]  # [B, HV, K, V]
+                self.state = state if self.in_place else state.contiguous()
         if self.state is not None and torch.is_grad_enabled():
             # autograd keeps what it reads, and the cache is about to be overwritten
             self.conv_state, self.state = self.conv_state.clone(), self.state.clone()
@@ -116,6 +122,11 @@ def _decode(layer, conv, norm, q, k, v, z, a, b, seq: _Sequences, allow_neg_eigv
     ).flatten(2)
 
 
+def _joined(q, k, v, joined=None):
+    """[B, T, D]: `joined` if they lie side by side already."""
+    return torch.cat([x.flatten(2) for x in (q, k, v)], -1) if joined is None else joined
+
+
 def _convolution(layer, q, k, v, joined, seq: _Sequences):
     """act(conv([q k v])), [B, T, D], after the inputs in the cache, which these then join."""
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias  # [D, W], [D]
@@ -123,11 +134,15 @@ def _convolution(layer, q, k, v, joined, seq: _Sequences):
     known = layer.activation in CONV_ACTIVATIONS
     activation, width, latest = layer.activation if known else None, layer.conv_kernel_size, None
     packing = {"cu_seqlens": seq.lengths, "initial_states": before}
+    if seq.in_place:
+        x = _joined(q, k, v, joined).transpose(1, 2)
+        y = gdn_layer.causal_conv1d_update(x, seq.conv_state, weight, bias, activation)
+        y = y.transpose(1, 2)
+        return y if known else named_activation(layer.activation)(y)
     if (
         torch.is_grad_enabled() or seq.cp is not None
     ):  # the convolution of separate parts has no gradient of its own
-        joined = torch.cat([x.flatten(2) for x in (q, k, v)], -1) if joined is None else joined
-        x = joined.transpose(1, 2)  # [B, D, T]
+        x = _joined(q, k, v, joined).transpose(1, 2)  # [B, D, T]
         y = gdn_layer.causal_conv1d_fn(x, weight, bias, activation, cp_context=seq.cp, **packing)
         y = y.transpose(1, 2)
     else:
@@ -141,7 +156,7 @@ def _convolution(layer, q, k, v, joined, seq: _Sequences):
     if seq.cache is not None:
         if latest is None:
             last = slice(None) if seq.recording else slice(-width, None)
-            latest = torch.cat([x[:, last].flatten(2) for x in (q, k, v)], dim=-1).transpose(1, 2)
+            latest = _joined(q[:, last], k[:, last], v[:, last]).transpose(1, 2)
         seq.cache.update_conv_state(latest, layer.layer_idx, conv_kernel_size=width)
     return y
 
@@ -149,16 +164,17 @@ def _convolution(layer, q, k, v, joined, seq: _Sequences):
 def _rule(layer, q, k, v, a, b, allow_neg_eigval, seq: _Sequences):
     """The gated delta rule from raw gates; o [B, T, HV, V]. The cache gets the state after it."""
     options = {
-        "initial_state": seq.state,
-        "output_final_state": seq.cache is not None,
         "use_qk_l2norm_in_kernel": True,
         "use_gate_in_kernel": True,
         "A_log": layer.A_log,
         "dt_bias": layer.dt_bias,
         "use_beta_sigmoid_in_kernel": True,
         "allow_neg_eigval": allow_neg_eigval,
-        "cu_seqlens": seq.lengths,
     }
+    if seq.held is not None:
+        return seq.held.step(q, k, v, a, b, **options)
+    options.update(initial_state=seq.state, output_final_state=seq.cache is not None)
+    options["cu_seqlens"] = seq.lengths
     if not seq.one_step:
         o, state = gdn.chunk_gated_delta_rule(q, k, v, a, b, cp_context=seq.cp, **options)
     else:
@@ -184,7 +200,7 @@ def _gated_delta_net(
     hook = conv.__dict__.get("_hf_hook")
     if hook is not None:
         hook.pre_forward(conv)
-    decoding = seq.in_place and plain and _known_activations(layer, norm)
+    decoding = seq.in_place and seq.held is None and plain and _known_activations(layer, norm)
     if decoding:
         y = _decode(layer, conv, norm, q, k, v, z, a, b, seq, allow_neg_eigval)
     else:
@@ -239,12 +255,12 @@ class Qwen3_5GatedDeltaNet(nn.Module):
         if patch is not None:
             return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
         x = _without_padding(hidden_states, attention_mask)
-        seq = _Sequences(self, x.shape[1], cache_params, kwargs)
         qkv, z, b, a = projections(
             x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
         )
         q, k, v = _split(self, qkv)
         z = _heads(z, self.head_v_dim)
+        seq = _Sequences(self, k, cache_params, kwargs)
         o = _gated_delta_net(self, self.norm, q, k, v, z, a, b, seq, joined=qkv)
         return projected(self.out_proj, o)
 
@@ -264,7 +280,6 @@ class Qwen3NextGatedDeltaNet(nn.Module):
         if patch is not None:
             return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
         x = _without_padding(hidden_states, attention_mask)
-        seq = _Sequences(self, x.shape[1], cache_params, kwargs)
         qkvz, ba = projections(x, self.in_proj_qkvz, self.in_proj_ba)
         ratio = self.num_v_heads // self.num_k_heads
         heads = (self.num_k_heads, -1)
@@ -272,6 +287,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
         q, k, v, z = qkvz.unflatten(-1, heads).split([K, K, V, V], dim=-1)  # [B, T, H, ...]
         b, a = ba.unflatten(-1, heads).split(ratio, dim=-1)  # [B, T, H, HV / H]
         v, z = v.unflatten(-1, (ratio, -1)), z.unflatten(-1, (ratio, -1))
+        seq = _Sequences(self, k, cache_params, kwargs)
         return projected(self.out_proj, _gated_delta_net(self, self.norm, q, k, v, z, a, b, seq))
 
 
@@ -290,11 +306,11 @@ class OlmoHybridGatedDeltaNet(nn.Module):
         if patch is not None:
             return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
         x = _without_padding(hidden_states, attention_mask)
-        seq = _Sequences(self, x.shape[1], cache_params, kwargs)
         q, k, v, z, b, a = projections(
             x, self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj
         )
         q, k = _heads(q, self.head_k_dim), _heads(k, self.head_k_dim)
         v, z = _heads(v, self.head_v_dim), _heads(z, self.head_v_dim)
+        seq = _Sequences(self, k, cache_params, kwargs)
         o = _gated_delta_net(self, self.o_norm, q, k, v, z, a, b, seq, self.allow_neg_eigval)
         return projected(self.o_proj, o)

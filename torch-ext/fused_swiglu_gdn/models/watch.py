@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from ..layers.replay import HeldStates
+
 PLAIN = (bool, int, float, str)
 COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which Python counts
 # of which a call reads parameters and hooks alone
@@ -54,7 +56,8 @@ class Watch:
 
 def _inner(attributes: dict) -> List[dict]:
     """The attributes that are dicts with something in them."""
-    return [x for x in attributes.values() if isinstance(x, dict) and x]
+    values = [x.states if isinstance(x, HeldStates) else x for x in attributes.values()]
+    return [x for x in values if isinstance(x, dict) and x]
 
 
 class ModelWatch:
