@@ -379,10 +379,10 @@ def _entry(kernel, T=8192, H=16, HV=64, D=128):
     return lambda: launch and launch(*args)
 
 
-call("gdn pieces, gradient")(_entry)
-call("gdn pieces, neighbour")(_pieces)
-call("gdn pieces, from states", known=True)(_pieces)
-call("gdn pieces, zigzag", slots=2, with_m=True)(_pieces)
+calls(_pieces, "gdn pieces", {
+    "neighbour": {}, "from states": dict(known=True), "zigzag": dict(slots=2, with_m=True),
+})  # fmt: skip
+calls(_entry, "gdn pieces", {"gradient": {}})
 
 
 def _step(
@@ -466,12 +466,13 @@ calls(_replay, "gdn replay", {
 
 
 def _convolution(
-    kernel, tokens_apart=False, packed=None, seq_idx=False, T=2048, D=8192, grad=False
+    kernel, tokens_apart=False, packed=None, seq_idx=False, T=2048, D=8192, grad=False, states=True
 ):
     x = values(1, D, T, grad=grad) if tokens_apart else values(1, T, D, grad=grad).transpose(1, 2)
     weight, options = values(D, 4, grad=grad), {}
     if packed is not None:
-        options.update(cu_seqlens=offsets(packed), initial_states=values(len(packed), D, 3))
+        options["cu_seqlens"] = offsets(packed)
+        options["initial_states"] = values(len(packed), D, 3) if states else None
     if seq_idx:
         options["seq_idx"] = torch.zeros(1, T, dtype=torch.int32, device=DEVICE)
     forward = functools.partial(kernel.causal_conv1d_fn, x, weight, None, "silu", **options)
@@ -528,6 +529,7 @@ for grad, kind in ((False, "convolution"), (True, "convolution, gradient")):
     calls(_convolution, f"gdn_layer {kind}", {
         "": {},
         "packed": dict(packed=two),
+        "packed, no states": dict(packed=two, states=False),
         "seq_idx": dict(seq_idx=True),
         "tokens side by side": dict(tokens_apart=True),
         "odd sizes": dict(T=1001, D=1002, tokens_apart=True),
