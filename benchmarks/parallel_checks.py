@@ -196,7 +196,7 @@ def messages(worker: Worker) -> tuple:
 def models() -> list:
     def part(name: str, wrap: str) -> Part:
         run: Callable = functools.partial(model, name=name, wrap=wrap)
-        return Part(f"{name} {wrap}", 40, run, warm=("models",))
+        return Part(f"{name} {wrap}", 90, run, warm=("models",))
 
     return [part(name, wrap) for wrap in WRAPS for name in ("qwen3_5_text", "llama")]
 

@@ -112,11 +112,11 @@ def inputs(case: Case, kind: str) -> list:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
     made = [normal(1, T, D), normal(D, W) * 0.5, normal(1, T, HV), normal(1, T, HV)]
-    # whose gradients are sums of those of all processes, which 16 bits would round one by one
-    sums = torch.float32 if kind == "cuda" else dtype
-    decay = torch.tensor([0.02, 0.5], dtype=torch.float64).log().to(sums)  # one forgets
-    state = normal(N, HV, K, V) * 0.3
-    made += [decay, normal(HV).to(sums), normal(N, D, W - 1), state]
+    # their gradients are sums over processes, or chains: 16 bits would round each part of them
+    wide = torch.promote_types(dtype, torch.float32)
+    decay = torch.tensor([0.02, 0.5], dtype=torch.float64).log().to(wide)  # one forgets
+    state = (normal(N, HV, K, V) * 0.3).to(wide)
+    made += [decay, normal(HV).to(wide), normal(N, D, W - 1), state]
     if dict(case.options).get("state_v_first"):
         made[-1] = state.mT.contiguous()
     return made
@@ -149,8 +149,7 @@ def outer(outputs) -> list:
 
 def alone(case: Case, kind: str, device, dtype) -> dict:
     """What one process makes of the whole stream, by the kernels that its parts take."""
-    *given, state = [x.to(device, dtype) for x in inputs(case, kind)]
-    given.append(state.to(torch.promote_types(dtype, torch.float32)))
+    given = [x.to(device, torch.promote_types(x.dtype, dtype)) for x in inputs(case, kind)]
     given = [x.requires_grad_(name not in case.frozen) for name, x in zip(NAMES, given)]
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
     outputs = layer(load_package(), case, *given, cu_seqlens=lengths)
