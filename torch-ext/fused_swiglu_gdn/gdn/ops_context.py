@@ -117,10 +117,10 @@ def _tell(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Callable
     known = None if cp.subset("incoming", call.device).places else _run_here(call, cp, start)
     if outgoing.places:
         if known is None:
-            part = _part(call, cp, "outgoing", start.index_select(0, outgoing.rows))
+            part = _part(call, cp, "outgoing", outgoing.rows_of(start))
             states = _run(part)[1]
         else:
-            states = known[1].index_select(0, outgoing.rows)
+            states = outgoing.rows_of(known[1])
         own[: len(outgoing.places), :, : call.V] = states.mT
     middle = cp.subset("middle", call.device).places
     for place, M in zip(middle, _transitions(call, cp, start)):
@@ -179,8 +179,8 @@ def _tell_back(
     own = _rows(cp, cp.plan.slots_in, saved.start, call)
     incoming, known = cp.subset("incoming", call.device), None
     if incoming.places:
-        asked = gradient.d_final_state.index_select(0, incoming.rows)
-        part = _part(call, cp, "incoming", saved.start.index_select(0, incoming.rows))
+        asked = incoming.rows_of(gradient.d_final_state)
+        part = _part(call, cp, "incoming", incoming.rows_of(saved.start))
         args = (part, GdnGradient(incoming.take(gradient.do), asked, None, True))
         launch = dispatch.choose("gdn.pieces", "gdn_entry_bwd", False, args)
         if launch is not None:
@@ -191,7 +191,7 @@ def _tell_back(
             E = _gradients(*args)[7]
         else:
             known = _gradients_here(call, cp, gradient)
-            E = known[7].index_select(0, incoming.rows)
+            E = incoming.rows_of(known[7])
         own[: len(incoming.places), :, : call.V] = E.mT
     for place in cp.subset("middle", call.device).places:
         piece = cp.pieces[place]
@@ -204,8 +204,11 @@ def _tell_back(
     return own, finish
 
 
-def chunk_backward(call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGradient) -> tuple:
-    """Gradients of the first seven tensors of the call, and of its initial state."""
+def chunk_backward(
+    call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGradient, asks_initial: bool
+) -> tuple:
+    """Gradients of the first seven tensors of the call, and of its initial state if that is asked
+    for."""
     call = call._replace(initial_state=saved.start)
     if not cp.plan.chains:
         return _gradients_here(call, cp, gradient)
@@ -221,8 +224,10 @@ def chunk_backward(call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGrad
         slots = _slots(cp.plan.incoming, behind[::-1])
         d_states[place] += _chained(told, slots, call.V, True)
     *grads, d_start = grads or finish(d_states)
-    first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
-    return (*grads, d_start.masked_fill(~first, 0))
+    if asks_initial:
+        first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
+        d_start = d_start.masked_fill(~first, 0)
+    return (*grads, d_start)
 
 
 class _Chunk(torch.autograd.Function):
@@ -246,7 +251,7 @@ class _Chunk(torch.autograd.Function):
         q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[2:]
         values_only = not any((q, k, g, beta, A_log, dt_bias))
         gradient = GdnGradient(do, d_states, blocks or None, values_only)
-        grads = chunk_backward(call, cp, Saved(start, transitions, blocks), gradient)
+        grads = chunk_backward(call, cp, Saved(start, transitions, blocks), gradient, wanted[-1])
         return (None, None, *(x if want else None for x, want in zip(grads, wanted)))
 
 

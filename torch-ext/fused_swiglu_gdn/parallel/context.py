@@ -27,6 +27,10 @@ class Subset(NamedTuple):
         start, stop = self.span
         return x if stop - start == x.shape[1] else x[:, start:stop]
 
+    def rows_of(self, x: Tensor) -> Tensor:
+        """[pieces here, ..] -> those of the subset."""
+        return x if len(self.places) == len(x) else x.index_select(0, self.rows)
+
 
 class CpContext:
     """One batch over the processes of a group, seen from one of them; build_cp_context makes it.
