@@ -121,13 +121,13 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "`fused_recurrent_gated_delta_rule`, one token a sequence, head dim 128, the state updated "
         "in place. Three states take turns, so that none is read from the cache.",
     ),
-    "gdn_backward": (
+    "gdn_backward_flashqla": (
         "GDN gradient",
         "The gradients of `chunk_gated_delta_rule` alone, bf16, head dim 128. On Hopper two of our "
         "kernels run side by side, so the sum of their times is more than the GPU was busy.",
     ),
     "gdn_backward_fla": ("GDN gradient beside FLA", "The same calls."),
-    "gdn_backward_flashqla": ("GDN gradient beside FlashQLA", "The same calls."),
+    "gdn_backward": ("GDN gradient at more sizes", "The same calls."),
     "gdn_layer_training": (
         "Training step of a GDN layer",
         "Qwen3.5-4B's layer (hidden 2560, 16/32 heads), bf16, before and after `kernelize`.",
