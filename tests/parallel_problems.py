@@ -8,6 +8,7 @@ GPU. FOLDER/RANK.json gets the errors of every case against one process in fp64,
 those of one process there: each process makes some of these, so that they compile side by side.
 """
 
+import contextlib
 import datetime
 import json
 import random
@@ -161,8 +162,9 @@ def alone(case: Case, kind: str, device, dtype) -> dict:
     return {"outputs": [x.detach().cpu() for x in outputs], "grads": grads}
 
 
-def without_exchange():
-    """A rule whose processes hear nothing."""
+@contextlib.contextmanager
+def exchange_of(case: Case):
+    """Inside, a rule whose processes hear nothing, where the case wants that."""
     ops = submodule("gdn.ops_context")
     told = ops.start_all_gather
 
@@ -170,8 +172,12 @@ def without_exchange():
         end = told(own, group)
         return lambda: torch.zeros_like(end())
 
-    ops.start_all_gather = start
-    return told
+    if not case.exchange:
+        ops.start_all_gather = start
+    try:
+        yield
+    finally:
+        ops.start_all_gather = told
 
 
 def errors_alone(want: dict, got: dict) -> Dict[str, float]:
@@ -377,10 +383,8 @@ def process(rank: int, folder: str, kind: str) -> None:
             found["alone"] = alone_on_a_gpu(rank, wanted)
         for name, case in cases_of(kind).items():
             if rank < case.P:
-                told = None if case.exchange else without_exchange()
-                found[name] = check(case, wanted[name], groups[case.P], kind)
-                if told is not None:
-                    submodule("gdn.ops_context").start_all_gather = told
+                with exchange_of(case):
+                    found[name] = check(case, wanted[name], groups[case.P], kind)
         if rank < min(3, world):
             found["unshard"] = unsharded(groups[min(3, world)], kind)
         if rank < 3 and kind == "cpu":

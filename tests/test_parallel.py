@@ -15,6 +15,10 @@ pytestmark = compiled
 LIMIT = 1e-11  # of relative errors in fp64
 # of one process's error in bf16: pieces are chunks of other tokens, and these are few
 WORSE, LEAST = 1.5, 1e-3
+# Two numbers each, sums over all tokens whose errors come from few roundings of states. Of 16 seeds
+# one process's error was 6e-3 on average and 3e-2 at most, so that one sample says little of
+# another; without the exchange they are wrong by more than .1.
+SUMS = {"dA_log": 4e-2, "ddt_bias": 4e-2}
 BAD_USES = (
     "tokens of one", "gradients of one", "a state of one", "cu_seqlens", "state_indices",
     "checkpoint_every", "chunk_size of one", "conv tokens of one", "conv seq_idx", "conv taps",
@@ -56,7 +60,8 @@ def test_as_one_process(found, name):
         assert max(errors.values()) > 0.1, "without an exchange the results must be wrong"
         return
     for part, error in errors.items():
-        limit = max(WORSE * alone[name][part], LEAST) if alone else LIMIT
+        least = SUMS.get(part, LEAST)
+        limit = max(WORSE * alone[name][part], least) if alone else LIMIT
         assert error <= limit, (part, error, limit)
 
 
@@ -134,6 +139,36 @@ def test_without_process_groups(kernel):
     x, weight = torch.randn(1, 8, 6), torch.randn(8, 4)
     with pytest.raises(TypeError, match="cp_context must come from build_cp_context, got str"):
         kernel.causal_conv1d_fn(x, weight, cp_context="zigzag")
+
+
+def test_sequences_that_nobody_shares_are_an_ordinary_call(kernel, monkeypatch):
+    """Where processes compare nothing, as with NCCL."""
+    dist = torch.distributed
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    dist.init_process_group("fake", rank=1, world_size=2, store=fake_pg.FakeStore())
+    try:
+        exchange = submodule("parallel.exchange")
+        monkeypatch.setattr(exchange, "agrees", lambda group: False)
+        cp = kernel.build_cp_context([0, 5, 7, 12], layout=[[(0, 5)], [(5, 12)]])
+        for name in ("gdn.api", "gdn_layer.api"):
+            for function in ("chunk_with_context", "convolve_with_context"):
+                monkeypatch.setattr(submodule(name), function, None, raising=False)
+        q, k, v = torch.randn(3, 1, 7, 2, 8).unbind(0)
+        g, beta, state = -torch.rand(1, 7, 2), torch.rand(1, 7, 2), torch.randn(2, 2, 8, 8)
+        options = {"initial_state": state, "output_final_state": True}
+        lengths = torch.tensor([0, 2, 7])
+        for grad in (False, True):
+            q.requires_grad_(grad)
+            got = kernel.chunk_gated_delta_rule(q, k, v, g, beta, cp_context=cp, **options)
+            want = kernel.chunk_gated_delta_rule(q, k, v, g, beta, cu_seqlens=lengths, **options)
+            assert all(map(torch.equal, got, want)) and got[0].requires_grad == grad
+        x, weight = torch.randn(1, 6, 7), torch.randn(6, 4)
+        y = kernel.causal_conv1d_fn(x, weight, cp_context=cp)
+        assert torch.equal(y, kernel.causal_conv1d_fn(x, weight, cu_seqlens=lengths))
+        with pytest.raises(TypeError, match="NoneType"):  # what is wrong goes the long way
+            kernel.causal_conv1d_fn(x[..., :6], weight, cp_context=cp)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_layouts():

@@ -10,7 +10,7 @@ from ..runtime.cache import CallCache, undisturbed
 from ..runtime.checks import is_null_index
 from ..runtime.ops import autocast, dense, needs_grad
 from . import checks, ops
-from .api_context import chunk_with_context
+from .api_context import chunk_with_context, lengths_alone
 from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
 
 _prefilling, _decoding = CallCache(), CallCache()
@@ -119,9 +119,9 @@ def chunk_gated_delta_rule(
         state_v_first, output_final_state, state_dtype, checkpoint_every,
     )  # fmt: skip
     checks.are_flags(inplace_final_state=inplace_final_state)
+    settings = (use_gate_in_kernel, chunk_size, recompute)
     if has_initial_state is not None or not inplace_final_state:
-        call = GdnCall(*tensors, GdnOptions(*options))
-        call = _checked(call, use_gate_in_kernel, chunk_size, recompute)
+        call = _checked(GdnCall(*tensors, GdnOptions(*options)), *settings)
         checks.pool_of_prompts(call, has_initial_state, cp_context)
         pool, rows = ops.states_to_start_from(
             call.initial_state, call.state_indices, has_initial_state, not inplace_final_state
@@ -129,15 +129,15 @@ def chunk_gated_delta_rule(
         tensors = (q, k, v, g, beta, A_log, dt_bias, pool, rows, cu_seqlens)
     if cp_context is not None:
         call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
-        return chunk_with_context(
-            call, cp_context, lambda x: _checked(x, use_gate_in_kernel, chunk_size, recompute)
-        )
-    kind = (*options, use_gate_in_kernel, chunk_size, recompute)
+        lengths = lengths_alone(call, cp_context)
+        if lengths is None:
+            return chunk_with_context(call, cp_context, lambda x: _checked(x, *settings))
+        tensors = (*tensors[:-1], lengths)
+    kind = (*options, *settings)
     plan = _prefilling.find(tensors, kind) if undisturbed() else None
     if plan is None:
-        saves = not recompute and needs_grad(tensors)
-        call = GdnCall(*tensors, GdnOptions(*options, saves))
-        call = _checked(call, use_gate_in_kernel, chunk_size, recompute)
+        call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
+        call = _checked(call, *settings)
         if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
             plan = _prefilling.keep(tensors, kind, ops.plan_gdn_chunk(call))
     o, state, checkpoints, _ = ops.gdn_chunk(call) if plan is None else plan(*tensors)

@@ -49,6 +49,14 @@ def chunk_with_context(
     return o, states.to(options.state_dtype or wide)
 
 
+def lengths_alone(call: GdnCall, cp: object) -> Optional[Tensor]:
+    """cu_seqlens of the ordinary call that comes to the same, or None."""
+    others = (call.cu_seqlens, call.state_indices, call.options.checkpoint_every or None)
+    if others != (None, None, None) or not isinstance(cp, CpContext):
+        return None
+    return cp.lengths_alone(call.q, 1)
+
+
 def _as_stream(call: GdnCall, cp: CpContext) -> GdnCall:
     """The rows of a batch one after another, with the pieces here for sequences."""
     five = (call.q, call.k, call.v, call.g, call.beta)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..gdn.reference import common as gdn_common
 from . import checks, ops
-from .api_context import convolve_with_context
+from .api_context import convolve_with_context, lengths_alone
 
 
 def causal_conv1d_fn(
@@ -51,8 +51,11 @@ def causal_conv1d_fn(
     """
     args = (x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states)
     if cp_context is not None:
-        y, final = convolve_with_context(args, cp_context, checks.causal_conv1d_fn)
-        return (y, final) if return_final_states else y
+        lengths = lengths_alone(args, cp_context)
+        if lengths is None:
+            y, final = convolve_with_context(args, cp_context, checks.causal_conv1d_fn)
+            return (y, final) if return_final_states else y
+        args = (x, weight, bias, activation, None, lengths, initial_states, return_final_states)
     checks.causal_conv1d_fn(*args)
     y, final = ops.causal_conv1d(*args)
     return (y, final) if return_final_states else y

@@ -165,5 +165,9 @@ def mlp_on_shards(x: Tensor, found: Shards, activation: str) -> Tensor:
     if torch.is_grad_enabled() and x.requires_grad:
         x = _Copies.apply(x, found.group)
     y = fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, None, activation=activation)
-    y = _Sum.apply(y.contiguous(), found.group)
+    y = y.contiguous()
+    if torch.is_grad_enabled():
+        y = _Sum.apply(y, found.group)
+    else:
+        dist.all_reduce(y, group=found.group)
     return y if b_down is None else y + b_down

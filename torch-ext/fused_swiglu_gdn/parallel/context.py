@@ -127,6 +127,16 @@ class CpContext:
 
         return self._once("slots", device, make)
 
+    def lengths_alone(self, x: object, dim: int) -> Optional[Tensor]:
+        """cu_seqlens, where an ordinary call on x, whose dimension `dim` is tokens, comes to the
+        same: no sequence is shared, and the processes compare nothing. Else None."""
+        if torch.compiler.is_compiling() or self.plan.chains or not self.tokens:
+            return None
+        fits = isinstance(x, Tensor) and x.ndim > dim and x.shape[0] == 1
+        if not fits or x.shape[dim] != self.tokens or exchange.agrees(self.group):
+            return None
+        return self.lengths_on(x.device)
+
     def marks(self, others: Dict[Piece, Slot], device) -> Tensor:
         """[pieces], which are not among these: others is plan.incoming or plan.outgoing."""
         name = "starts" if others is self.plan.incoming else "ends"
