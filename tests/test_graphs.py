@@ -7,8 +7,10 @@ import copy
 import gc
 import logging
 import pickle
+import re
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -862,3 +864,11 @@ def test_wrong_arguments(kernel):
         kernel.graphed_step(model, cache, "1")
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
         kernel.graphed_step(model, cache, 0)
+
+
+def test_what_is_called_of_torch_is_there():
+    """Nothing of it runs on a CPU."""
+    text = Path(submodule("models.capture").__file__).read_text()
+    names = set(re.findall(r"torch\.cuda\.(\w+)", text))
+    assert {"CUDAGraph", "is_current_stream_capturing"} <= names
+    assert not [name for name in names if not hasattr(torch.cuda, name)]

@@ -44,7 +44,7 @@ class Graph:
     @staticmethod
     def busy() -> bool:
         """Somebody else captures what is called now."""
-        return torch.cuda.is_current_streamcapturing()
+        return torch.cuda.is_current_stream_capturing()
 
     def run(self, call: Callable):
         """call() where it will be captured: what is done once, such as compiling, is done here."""
