@@ -56,21 +56,22 @@ CASES = {
 }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(script: str, cases: dict) -> int:
+    """`script`, whose cases these are: run under a tool of compute-sanitizer, or as it is."""
+    parser = argparse.ArgumentParser()
     parser.add_argument("tool", help="of compute-sanitizer; `run`: the cases without it")
     parser.add_argument("cases", nargs="*")
     options = parser.parse_args()
-    cases = options.cases or list(CASES)
+    chosen = options.cases or list(cases)
     if options.tool != "run":
-        command = ["compute-sanitizer", "--tool", options.tool, sys.executable, __file__, "run"]
-        return subprocess.run([*command, *cases]).returncode
+        command = ["compute-sanitizer", "--tool", options.tool, sys.executable, script, "run"]
+        return subprocess.run([*command, *chosen]).returncode
     torch.manual_seed(0)
-    for name in cases:
+    for name in chosen:
         print(f"case: {name}", flush=True)
-        CASES[name]()
+        cases[name]()
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__file__, CASES))
