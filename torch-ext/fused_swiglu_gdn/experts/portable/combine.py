@@ -51,9 +51,9 @@ def combine(
     (buffer, T, K, E, _), H = routing, y.shape[1]
     out = y.new_empty((T, H))  # [T, H]
     # few tokens are divided among more programs
-    block = min(triton.next_power_of_2(H), 2048 if T >= 128 else 512)
+    block = min(1 << (H - 1).bit_length(), 2048 if T >= 128 else 512)
     launch(
-        _combine_kernel, T * triton.cdiv(H, block), (), (y, weights, out, buffer), (T * K, E),
+        _combine_kernel, T * -(-H // block), (), (y, weights, out, buffer), (T * K, E),
         (H, K, block), max(1, block // 256),
     )  # fmt: skip
     return out
@@ -87,7 +87,7 @@ def weights_gradient(
     (buffer, T, K, E, _), count = routing, parts.shape[1]
     out = torch.empty_like(like)
     launch(
-        _weights_gradient_kernel, triton.cdiv(T * K, 256), (), (parts, out, buffer), (T * K, E),
+        _weights_gradient_kernel, -(-T * K // 256), (), (parts, out, buffer), (T * K, E),
         (count, 256), 4,
     )  # fmt: skip
     return out

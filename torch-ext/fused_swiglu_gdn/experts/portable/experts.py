@@ -101,8 +101,13 @@ def experts_bwd(
     weights: torch.Tensor,  # [T, K]
     options: ExpertsOptions,
     gradient: ExpertsGradient,
+    product: Callable = weight_gradient,
+    gate: Optional[Callable] = None,
 ) -> Tuple[Optional[torch.Tensor], ...]:
-    """(dx, dw_gate_up, dw_down, dweights): None where not needed or added to a main_grad."""
+    """(dx, dw_gate_up, dw_down, dweights): None where not needed or added to a main_grad.
+
+    product: what serves as weight_gradient. gate: as gate_gradient, if dout lies by places.
+    """
     activation, limit, *_ = options
     dout, gate_up, buffer, needs, main_grads = gradient
     dout, x, weights = dout.contiguous(), x.contiguous(), weights.contiguous()
@@ -116,21 +121,23 @@ def experts_bwd(
         up(x, w_gate_up, routing, None, gate_up, activation, limit, tiles["up"])
     d_gate_up = x.new_empty((routing.places, 2 * I))
     wz = x.new_empty((routing.places, I)) if needs[2] else None
-    parts = gate_gradient(
-        dout, w_down, gate_up, weights, routing, d_gate_up, wz, needs[3], activation, limit,
-        tiles["gate"],
-    )  # fmt: skip
+    spread_dout = spread(dout, routing) if needs[2] else None  # [.., H]
+    more = (w_down, gate_up, weights, routing, d_gate_up, wz, needs[3], activation, limit)
+    if gate is None or spread_dout is None:
+        parts = gate_gradient(dout, *more, tiles["gate"])
+    else:
+        parts = gate(spread_dout, *more)
     dx = dw_gate_up = dw_down = dweights = None
     if needs[3]:
         dweights = weights_gradient(parts, weights, routing)
     if needs[2]:
         more = (routing, main_grads[1], tiles["weight"])
-        dw_down = weight_gradient(spread(dout, routing), wz, *more)  # [E, H, I]
-        del wz
+        dw_down = product(spread_dout, wz, *more)  # [E, H, I]
+        del wz, spread_dout
     if needs[1]:
         more = (routing, main_grads[0], tiles["weight"])
         spread_x = spread(x, routing)
-        dw_gate_up = weight_gradient(d_gate_up, spread_x, *more)  # [E, 2 I, H]
+        dw_gate_up = product(d_gate_up, spread_x, *more)  # [E, 2 I, H]
         del spread_x
     if needs[0]:
         dx = rows_product(d_gate_up, w_gate_up, routing, False, tiles["dx"])

@@ -25,8 +25,10 @@ def gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
 
 
 @triton.jit
-def gated_with_gradient(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
-    """(z, dz/dgate, dz/dup) of z = gated(gate, up), all fp32."""
+def gated_with_gradient(
+    gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr = False
+):
+    """(z, dz/dgate, dz/dup) of z = gated(gate, up), all fp32. PTX: activate_with_slope's."""
     if LIMIT is not None:
         gate_passes = gate <= LIMIT
         up_passes = (up <= LIMIT) & (up >= -LIMIT)
@@ -34,10 +36,10 @@ def gated_with_gradient(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr)
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
     if ACTIVATION == "swigluoai":
         up = up + 1.0
-        value, slope = activate_with_slope(gate * _ALPHA, "silu")
+        value, slope = activate_with_slope(gate * _ALPHA, "silu", PTX)
         value = _BY_ALPHA * value
     else:
-        value, slope = activate_with_slope(gate, ACTIVATION)
+        value, slope = activate_with_slope(gate, ACTIVATION, PTX)
     by_gate = up * slope
     by_up = value
     if LIMIT is not None:

@@ -80,9 +80,9 @@ def spread(
 ) -> torch.Tensor:  # [.., WIDTH] by places
     (buffer, T, K, E, height), width = routing, x.shape[1]
     out = x.new_empty((routing.places, width))
-    block = min(triton.next_power_of_2(width), 2048)
+    block = min(1 << (width - 1).bit_length(), 2048)
     launch(
-        _spread_kernel, (T + E) * triton.cdiv(width, block), (), (x, out, buffer),
+        _spread_kernel, (T + E) * -(-width // block), (), (x, out, buffer),
         (T * K, E, height), (width, K, block), max(1, block // 256),
     )  # fmt: skip
     return out
@@ -223,7 +223,7 @@ def gate_gradient(
     """Fills d_gate_up and w z; returns the parts of dw, if they are needed."""
     (buffer, T, K, E, height), (_, H, I) = routing, w_down.shape
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
-    count = triton.cdiv(I, BN)
+    count = -(-I // BN)
     shape = (routing.places, count)
     parts = gate_up.new_empty(shape, dtype=torch.float32) if needs_weights else None
     tails = config["TAILS"] and height >= 2 * STEP.value  # half a tile writes a whole step
@@ -311,7 +311,7 @@ def weight_gradient(
     stores = main_grad is None and config["STORE"]
     boxes = (box(a, BK, BM), box(b, BK, BN), box(out, 1, BM, BN // 2) if stores else None)
     tile = (BM, BN, BK, config["GROUP"], config["FLAT"])
-    tiles = E * triton.cdiv(M, BM) * triton.cdiv(N, BN)
+    tiles = E * -(-M // BM) * -(-N // BN)
     launch(
         _weight_gradient_kernel, programs(tiles, config, a.device), boxes, (out, buffer),
         (E, height), (M, N, main_grad is not None, *tile), config["num_warps"],

@@ -203,7 +203,7 @@ def up(
 ) -> None:
     (buffer, T, K, E, height), H, I = routing, x.shape[1], w_gate_up.shape[1] // 2
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
-    tiles = routing.tiles * triton.cdiv(I, BN)
+    tiles = routing.tiles * -(-I // BN)
     boxes = (box(w_gate_up, 2, BN, BK, shape=(2 * E, I, H)),)
     tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
     launch(
@@ -229,7 +229,7 @@ def rows_product(
     y_box = box(y, height, BN // 2) if config["STORE"] else None
     tail_box = box(a, height // 2, BK) if config["TAILS"] else None
     boxes = (box(a, height, BK), tail_box, w_box, y_box)
-    tiles = routing.tiles * triton.cdiv(N, BN)
+    tiles = routing.tiles * -(-N // BN)
     tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
     launch(
         _rows_kernel, programs(tiles, config, a.device), boxes, (y, buffer), (T * K, E),

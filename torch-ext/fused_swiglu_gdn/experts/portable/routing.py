@@ -212,10 +212,10 @@ def _place_kernel(
 def route(ids: torch.Tensor, experts: int, height: int) -> Routing:
     """That of ids [T, K], which are contiguous, in tiles of `height` rows."""
     entries = ids.numel()
-    blocks = triton.cdiv(entries, BLOCK)
+    blocks = -(-entries // BLOCK)
     buffer = new_buffer(ids, experts)
     chunk = 256 if entries <= 256 else CHUNK
-    width = max(32, triton.next_power_of_2(experts))
+    width = max(32, 1 << (experts - 1).bit_length())
     counts = None
     if entries > ALONE:
         counts = ids.new_empty((blocks + 1, width), dtype=torch.int32)

@@ -1,0 +1,44 @@
+"""The gradients of the routed experts on Hopper: as portable's, with strips.py and gate.py."""
+
+import functools
+from typing import Optional
+
+import torch
+
+from ...runtime import device, tuning
+from ..portable import experts as plain
+from ..portable import gradients
+from ..portable.routing import Routing
+from . import strips
+from .gate import BM, gate_gradient
+
+
+@functools.cache
+def _hopper(where: torch.device) -> bool:
+    """wgmma is Hopper's own: later chips have other instructions."""
+    capability = device.capability(where.index) if device.is_gpu(where) else None
+    return capability is not None and capability[0] == 9
+
+
+def supports_experts_bwd(x, w_gate_up, w_down, ids, weights, options, gradient=None) -> bool:
+    """Experts with so many rows that the routing's tiles are as high as these kernels'."""
+    args = (x, w_gate_up, w_down, ids, weights, options)
+    if not _hopper(x.device) or not plain.supports_experts_bwd(*args):
+        return False
+    return plain.tiles_for(x.device, *ids.shape, w_down.shape[0])["BLOCK_M"] == BM.value
+
+
+def _weight_gradient(
+    a, b, routing: Routing, main_grad: Optional[torch.Tensor], config: dict
+) -> Optional[torch.Tensor]:
+    """As portable's."""
+    most = tuning.lookup("hopper_experts_weight", a.device)["rows"]  # of an expert
+    if main_grad is None and routing.T * routing.K <= most * routing.E:
+        return strips.weight_gradient(a, b, routing)
+    return gradients.weight_gradient(a, b, routing, main_grad, config)
+
+
+def experts_bwd(x, w_gate_up, w_down, ids, weights, options, gradient) -> tuple:
+    """As portable's."""
+    args = (x, w_gate_up, w_down, ids, weights, options, gradient)
+    return plain.experts_bwd(*args, _weight_gradient, gate_gradient)

@@ -1,0 +1,355 @@
+"""The gradient of the experts' gate, a product with what comes after it in warps of their own.
+
+One warp brings the operands of dz = dout Wd, two groups of four warps multiply and hand a finished
+tile over in shared memory. Three more warps then make dgate, dup, w z and <dz, z> of it, as
+portable/gradients.py says, while the next tile is multiplied.
+
+Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
+"""
+
+import functools
+from typing import Optional
+
+import torch
+
+from ...runtime import device, tuning
+from ...runtime.gluon import (
+    as_tile,
+    barrier,
+    gl,
+    gluon,
+    mbarrier,
+    record,
+    tile_map,
+    tma,
+    tma_load,
+    warp_specialize,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ...runtime.launch import Launch
+from ...runtime.primitives import grouped_tile
+from ..portable.gate import gated_with_gradient
+from ..portable.routing import Routing, entry_of_row, place_of, tile_at
+
+BM = gl.constexpr(128)  # a tile's rows
+BN = gl.constexpr(256)  # and columns
+BK = gl.constexpr(64)
+PART = gl.constexpr(64)  # columns whose <dz, z> is summed at once
+UNIT = gl.constexpr(8)  # rows of a tile, PART columns wide, that a warp of the tail takes at a time
+
+
+@record
+class Work:
+    """What the warps of one CTA share."""
+
+    dout_desc: tma.tensor_descriptor  # [.., H] by places, box [BM, BK]
+    w_desc: tma.tensor_descriptor  # [E, H, I] box [1, BK, BN]
+    gate_up_ptr: gl.tensor  # [S, 2 I] by rows
+    d_gate_up_ptr: gl.tensor  # [.., 2 I] by places
+    wz_ptr: gl.tensor  # [.., I] by places
+    weights_ptr: gl.tensor  # [S] by entries
+    routing_ptr: gl.tensor
+    a_smem: gl.shared_memory_descriptor  # [STAGES, BM, BK]
+    b_smem: gl.shared_memory_descriptor  # [STAGES, 1, BK, BN]
+    tile_smem: gl.shared_memory_descriptor  # [4, BM, 64] a finished dz by columns, fp16
+    rows_smem: gl.shared_memory_descriptor  # [2, BM] fp32: what to multiply its rows by; w of them
+    landed: gl.shared_memory_descriptor  # [STAGES] mbarriers: the operands of a step are there
+    free: gl.shared_memory_descriptor  # [STAGES] mbarriers: they have been multiplied
+    ready: gl.shared_memory_descriptor  # [1] mbarrier: tile_smem is written
+    taken: gl.shared_memory_descriptor  # [1] mbarrier: and read
+    S: gl.tensor
+    E: gl.tensor
+    tiles_m: gl.tensor
+    DEPTH: gl.constexpr  # steps of the product
+    I: gl.constexpr  # noqa: E741
+    TOP_K: gl.constexpr
+    GROUP: gl.constexpr
+    ACTIVATION: gl.constexpr
+    LIMIT: gl.constexpr
+    STAGES: gl.constexpr
+
+
+@gluon.jit
+def _tile(w, number):
+    """(expert, first row, the row behind the expert's last, place, first column) of a tile."""
+    m, n = grouped_tile(number, w.tiles_m, (w.I + BN - 1) // BN, w.GROUP)
+    expert, row, end = tile_at(w.routing_ptr, m, w.S, w.E)
+    return expert, row, end, place_of(w.routing_ptr, expert, row, BM), n * BN
+
+
+@gluon.jit
+def _tiles(w):
+    return w.tiles_m * ((w.I + BN - 1) // BN)
+
+
+@gluon.jit
+def _load_partition(w, parts_ptr):
+    """One warp: operands, STAGES steps ahead at most."""
+    it = 0
+    for number in range(gl.program_id(0), _tiles(w), gl.num_programs(0)):
+        expert, row, end, place, column = _tile(w, number)
+        for step in range(w.DEPTH):
+            s = it % w.STAGES
+            landed = w.landed.index(s)
+            mbarrier.wait(w.free.index(s), ((it // w.STAGES) & 1) ^ 1)
+            mbarrier.expect(landed, (BM + BN) * BK * 2)
+            tma_load(w.dout_desc, [place, step * BK], landed, w.a_smem.index(s))
+            tma_load(w.w_desc, [expert, step * BK, column], landed, w.b_smem.index(s))
+            it += 1
+
+
+@gluon.jit
+def _multiply_partition(w, parts_ptr):
+    """Two warpgroups: dz, a tile after another, into tile_smem.
+
+    It is handed on as fp16, each row by the power of two that makes the most of its 11 bits.
+    """
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
+    ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    acc = gl.zeros((BM, BN), gl.float32, LAYOUT)
+    it = 0
+    phase = 1  # of `taken`: the first tile passes
+    for number in range(gl.program_id(0), _tiles(w), gl.num_programs(0)):
+        expert, row, end, place, column = _tile(w, number)
+        rows = row + gl.arange(0, BM, layout=ROWS)
+        entry = gl.load(entry_of_row(w.routing_ptr, w.E) + rows, mask=rows < end, other=0)
+        weight = gl.load(w.weights_ptr + entry, mask=rows < end, other=0.0).to(gl.float32)
+        for step in range(w.DEPTH):
+            s = it % w.STAGES
+            mbarrier.wait(w.landed.index(s), (it // w.STAGES) & 1)
+            b = w.b_smem.index(s).reshape([BK, BN])
+            acc = warpgroup_mma(w.a_smem.index(s), b, acc, use_acc=step > 0, is_async=True)
+            acc = warpgroup_mma_wait(1, (acc,))
+            mbarrier.arrive(w.free.index((it + w.STAGES - 1) % w.STAGES), count=1, pred=step > 0)
+            it += 1
+        acc = warpgroup_mma_wait(0, (acc,))
+        mbarrier.arrive(w.free.index((it + w.STAGES - 1) % w.STAGES), count=1)
+        mbarrier.wait(w.taken, phase)
+        phase ^= 1
+        # 2^e <= max of the row < 2^(e + 1); e at least -112, so that 2^(14 - e) is a number
+        most = gl.max(gl.abs(acc), 1).to(gl.int32, bitcast=True) & 0x7F800000
+        most = gl.maximum(most, 15 << 23)
+        w.rows_smem.index(0).store((most - (14 << 23)).to(gl.float32, bitcast=True))
+        w.rows_smem.index(1).store(weight)
+        scale = ((254 << 23) - most + (14 << 23)).to(gl.float32, bitcast=True)
+        _hand_over(w.tile_smem, acc * gl.expand_dims(scale, 1))
+        mbarrier.arrive(w.ready, count=1)
+
+
+@gluon.jit
+def _hand_over(tile_smem, acc):
+    """acc [BM, BN] into [4, BM, 64]; the splits only rename registers."""
+    left, right = acc.reshape((BM, 2, BN // 2)).permute((0, 2, 1)).split()
+    for half in gl.static_range(2):
+        part = left if half == 0 else right
+        first, second = part.reshape((BM, 2, BN // 4)).permute((0, 2, 1)).split()
+        tile_smem.index(2 * half).store(first.to(tile_smem.dtype))
+        tile_smem.index(2 * half + 1).store(second.to(tile_smem.dtype))
+
+
+@gluon.constexpr_function
+def _vectors(warps):
+    """Eight neighbours to a thread."""
+    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
+
+
+@gluon.jit
+def _piece(w, i, WARPS: gl.constexpr):
+    """Piece i of the tile, [UNIT WARPS, 64]: from top to bottom, then the next 64 columns."""
+    smem = w.tile_smem
+    SHAPE: gl.constexpr = [4 * BM // (UNIT * WARPS), UNIT * WARPS, 64]
+    return as_tile(smem, smem.dtype, SHAPE, smem.layout).index(i)
+
+
+@gluon.jit
+def _of_rows(w, kind: gl.constexpr, i, WARPS: gl.constexpr):
+    """One of rows_smem for a piece's rows, [UNIT WARPS]."""
+    smem = w.rows_smem
+    SHAPE: gl.constexpr = [2 * BM // (UNIT * WARPS), UNIT * WARPS]
+    HALF: gl.constexpr = SHAPE[0] // 2
+    return as_tile(smem, smem.dtype, SHAPE, smem.layout).index(kind * HALF + i % HALF)
+
+
+@gluon.jit
+def _offsets(i, WARPS: gl.constexpr):
+    """(row in the tile, column in the tile) of the elements of piece i."""
+    LAYOUT: gl.constexpr = _vectors(WARPS)
+    HIGH: gl.constexpr = UNIT * WARPS
+    DOWN: gl.constexpr = BM // HIGH
+    offs_m = (i % DOWN) * HIGH + gl.arange(0, HIGH, layout=gl.SliceLayout(1, LAYOUT))
+    offs_n = (i // DOWN) * 64 + gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    return offs_m, offs_n
+
+
+@gluon.jit
+def _load_pair(w, i, row, end, column, LAST: gl.constexpr, WARPS: gl.constexpr):
+    """gate and up of piece i, nothing past LAST."""
+    offs_m, offs_n = _offsets(i, WARPS)
+    m = gl.expand_dims(row + offs_m, 1)
+    n = gl.expand_dims(column + offs_n, 0)
+    ptrs = w.gate_up_ptr + m.to(gl.int64) * (2 * w.I) + n
+    inside = (m < end) & (n < w.I) & (i < LAST)
+    gate = gl.load(ptrs, mask=inside, other=0.0)
+    up = gl.load(ptrs + w.I, mask=inside, other=0.0)
+    return gate, up
+
+
+@gluon.jit
+def _store_piece(w, parts_ptr, gate, up, i, row, end, place, column, WARPS: gl.constexpr):
+    """Piece i from its gate and up (fp32) and the dz of tile_smem."""
+    LAYOUT: gl.constexpr = _vectors(WARPS)
+    TYPE: gl.constexpr = w.d_gate_up_ptr.dtype.element_ty
+    COUNT: gl.constexpr = (w.I + BN - 1) // BN * (BN // PART)
+    scale = _of_rows(w, 0, i, WARPS).load(gl.SliceLayout(1, LAYOUT))
+    weight = _of_rows(w, 1, i, WARPS).load(gl.SliceLayout(1, LAYOUT))
+    dz = _piece(w, i, WARPS).load(LAYOUT).to(gl.float32) * gl.expand_dims(scale, 1)
+    z, by_gate, by_up = gated_with_gradient(gate, up, w.ACTIVATION, w.LIMIT, True)
+    offs_m, offs_n = _offsets(i, WARPS)
+    if parts_ptr is not None:
+        part = column // PART + i // (BM // (UNIT * WARPS))
+        at = (place + offs_m).to(gl.int64) * COUNT + part
+        gl.store(parts_ptr + at, gl.sum(dz * z, 1), mask=row + offs_m < end)
+    stop = row + (end - row + BK - 1) // BK * BK  # zeros up to a whole step
+    weight = gl.expand_dims(weight, 1)
+    dz = dz * weight
+    m = gl.expand_dims(offs_m, 1)
+    n = gl.expand_dims(column + offs_n, 0)
+    inside = (row + m < stop) & (n < w.I)
+    at = (place + m).to(gl.int64) * w.I
+    gl.store(w.d_gate_up_ptr + 2 * at + n, (dz * by_gate).to(TYPE), mask=inside)
+    gl.store(w.d_gate_up_ptr + 2 * at + w.I + n, (dz * by_up).to(TYPE), mask=inside)
+    gl.store(w.wz_ptr + at + n, (weight * z).to(TYPE), mask=inside)
+
+
+@gluon.jit
+def _tail(w, parts_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS: gl.constexpr):
+    """Pieces FIRST to LAST, an even number, by twos: what is loaded for the next two stays in its
+    registers, since a move from one to another would wait for the load."""
+    phase = 0
+    for number in range(gl.program_id(0), _tiles(w), gl.num_programs(0)):
+        expert, row, end, place, column = _tile(w, number)
+        gate_0, up_0 = _load_pair(w, FIRST, row, end, column, LAST, WARPS)
+        gate_1, up_1 = _load_pair(w, FIRST + 1, row, end, column, LAST, WARPS)
+        mbarrier.wait(w.ready, phase)
+        phase ^= 1
+        for i in range(FIRST, LAST, 2):
+            gate = gate_0.to(gl.float32)
+            up = up_0.to(gl.float32)
+            gate_0, up_0 = _load_pair(w, i + 2, row, end, column, LAST, WARPS)
+            _store_piece(w, parts_ptr, gate, up, i, row, end, place, column, WARPS)
+            gate = gate_1.to(gl.float32)
+            up = up_1.to(gl.float32)
+            gate_1, up_1 = _load_pair(w, i + 3, row, end, column, LAST, WARPS)
+            _store_piece(w, parts_ptr, gate, up, i + 1, row, end, place, column, WARPS)
+        mbarrier.arrive(w.taken, count=1)
+
+
+@gluon.jit
+def _tail_partition_0(w, parts_ptr):
+    """Two warps: two thirds of what comes after the product."""
+    _tail(w, parts_ptr, 0, 22, 2)
+
+
+@gluon.jit
+def _tail_partition_1(w, parts_ptr):
+    """One warp: the rest."""
+    _tail(w, parts_ptr, 44, 64, 1)
+
+
+@gluon.jit(do_not_specialize=["S", "E"])
+def gate_gradient_kernel(
+    dout_desc,  # [.., H] by places, in boxes [BM, BK]
+    w_desc,  # [E, H, I] in boxes [1, BK, BN]
+    gate_up_ptr,  # [S, 2 I] by rows
+    d_gate_up_ptr,  # [.., 2 I] by places
+    weights_ptr,  # [S] by entries
+    wz_ptr,  # [.., I] by places
+    parts_ptr,  # [.., PARTS] fp32 by places: <dout Wd, z> of PART columns; or None
+    routing_ptr,
+    S,
+    E,
+    DEPTH: gl.constexpr,
+    I: gl.constexpr,  # noqa: E741
+    TOP_K: gl.constexpr,
+    ACTIVATION: gl.constexpr,
+    LIMIT: gl.constexpr,
+    GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """dgate and dup, w z, and the parts of dw; programs stride over tiles [BM, BN]."""
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    a_smem = gl.allocate_shared_memory(
+        dout_desc.dtype, [STAGES] + dout_desc.block_type.shape, dout_desc.layout
+    )
+    b_smem = gl.allocate_shared_memory(
+        w_desc.dtype, [STAGES] + w_desc.block_type.shape, w_desc.layout
+    )
+    tile_smem = gl.allocate_shared_memory(gl.float16, [4, BM, 64], TILE)
+    rows_smem = gl.allocate_shared_memory(gl.float32, [2, BM], ROW)
+    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    taken = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(landed.index(i), count=1)
+        mbarrier.init(free.index(i), count=1)
+    mbarrier.init(ready, count=1)
+    mbarrier.init(taken, count=2)
+    w = Work(
+        dout_desc, w_desc, gate_up_ptr, d_gate_up_ptr, wz_ptr, weights_ptr, routing_ptr,
+        a_smem, b_smem, tile_smem, rows_smem, landed, free, ready, taken, S, E,
+        gl.load(routing_ptr), DEPTH, I, TOP_K, GROUP, ACTIVATION, LIMIT, STAGES,
+    )  # fmt: skip
+    barrier()
+    warp_specialize(
+        [_multiply_partition, _tail_partition_0, _tail_partition_1, _load_partition],
+        (w, parts_ptr), [2, 1, 1], [REGISTERS, REGISTERS, REGISTERS],
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(
+    where: torch.device, dtype, places: int, T: int, K: int, E: int, H: int, I: int,  # noqa: E741
+    tiles: int, activation: str, limit: Optional[float],
+) -> Launch:  # fmt: skip
+    config = tuning.lookup("hopper_experts_gate", where)
+    maps = (
+        tile_map(dtype, (places, H), (H, 1), BM.value, BK.value),
+        tile_map(dtype, (E, H, I), (H * I, I, 1), 1, BK.value, BN.value),
+    )
+    tiles *= -(-I // BN.value)
+    constexprs = (-(-H // BK.value), I, K, activation, limit)
+    return Launch(
+        gate_gradient_kernel, min(device.multiprocessor_count(where.index), tiles), where,
+        maps=maps, numbers=(T * K, E),
+        constexprs=(*constexprs, *[config[k] for k in ("GROUP", "STAGES", "REGISTERS")]),
+        options=(("num_warps", 8), ("maxnreg", 168)),
+    )  # fmt: skip
+
+
+def gate_gradient(
+    spread_dout: torch.Tensor,  # [.., H] by places
+    w_down: torch.Tensor,  # [E, H, I]
+    gate_up: torch.Tensor,  # [S, 2 I]
+    weights: torch.Tensor,  # [T, K]
+    routing: Routing,
+    d_gate_up: torch.Tensor,  # [.., 2 I] by places, filled
+    wz: torch.Tensor,  # [.., I] by places, filled
+    needs_weights: bool,
+    activation: str,
+    limit: Optional[float],
+) -> Optional[torch.Tensor]:  # [.., PARTS] fp32 by places
+    """As portable's, in tiles of BM rows."""
+    (buffer, T, K, E, _), (_, H, I) = routing, w_down.shape
+    count = -(-I // BN.value) * (BN.value // PART.value)
+    parts = None
+    if needs_weights:
+        parts = wz.new_empty((routing.places, count), dtype=torch.float32)
+    sizes = (routing.places, T, K, E, H, I, routing.tiles)
+    start = _launch(wz.device, wz.dtype, *sizes, activation, limit)
+    start(spread_dout, w_down, gate_up, d_gate_up, weights, wz, parts, buffer)
+    return parts

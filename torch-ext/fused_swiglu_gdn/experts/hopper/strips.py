@@ -1,0 +1,266 @@
+"""The gradients of the experts' weights, with a strip of one operand held in shared memory.
+
+    dW[e] = a^T b over the rows of expert e, in their order
+
+A CTA takes 128 rows of dW[e] with all its columns. One warp brings the strip's operand once and the
+other operand tile by tile, in chunks of 64 rows of the sum. Two groups of four warps multiply a
+tile of [128, 128] each in turn, so that one stores its tile while the other multiplies. Where an
+expert has more chunks than there is room for, its strips are brought again for each tile.
+
+E experts; rows and places are the routing's (portable/routing.py).
+"""
+
+import functools
+
+import torch
+
+from ...runtime import device, tuning
+from ...runtime.gluon import (
+    as_box,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    record,
+    tile_map,
+    tma,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+    warp_specialize,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from ...runtime.launch import Launch
+from ..portable.routing import Routing, first_place, first_rows
+
+TILE = gl.constexpr(128)  # rows and columns of a tile
+CHUNK = gl.constexpr(64)  # of a sum
+
+
+@record
+class Work:
+    """What the warps of one CTA share."""
+
+    a_desc: tma.tensor_descriptor  # [.., M] by places, box [CHUNK, TILE]
+    b_desc: tma.tensor_descriptor  # [.., N] by places, box [CHUNK, TILE]
+    out_desc: tma.tensor_descriptor  # [E, M, N] box [1, TILE, 64]
+    a_smem: gl.shared_memory_descriptor  # [HELD, *box of a_desc]
+    b_smem: gl.shared_memory_descriptor  # [2 STAGES, *box of b_desc]: a ring for each group
+    out_smem: gl.shared_memory_descriptor  # [2 BUFFERS, TILE, 64]
+    a_landed: gl.shared_memory_descriptor  # [HELD] mbarriers: a chunk is there
+    a_free: gl.shared_memory_descriptor  # [HELD] mbarriers: both groups are done with it
+    b_landed: gl.shared_memory_descriptor  # [2 STAGES]
+    b_free: gl.shared_memory_descriptor  # [2 STAGES]: its group is done with it
+    routing_ptr: gl.tensor
+    height: gl.tensor  # of the routing's tiles
+    strips: gl.tensor
+    TILES_M: gl.constexpr
+    TILES_N: gl.constexpr
+    HELD: gl.constexpr
+    STAGES: gl.constexpr
+    BUFFERS: gl.constexpr
+
+
+@gluon.jit
+def _strip(w, number):
+    """(expert, place of its first row, row of its weight, chunks) of a strip."""
+    expert = number // w.TILES_M
+    first = gl.load(first_rows(w.routing_ptr) + expert)
+    rows = gl.load(first_rows(w.routing_ptr) + expert + 1) - first
+    place = first_place(first, expert, w.height)
+    return expert, place, (number % w.TILES_M) * TILE, (rows + CHUNK - 1) // CHUNK
+
+
+@gluon.jit
+def _load_partition(w):
+    """One warp: both operands, as far ahead as there is room."""
+    BYTES: gl.constexpr = TILE * CHUNK * 2
+    at_a = 0
+    at_0 = 0  # chunks of b that the first group has got
+    at_1 = 0
+    tile = 0
+    for number in range(gl.program_id(0), w.strips, gl.num_programs(0)):
+        expert, place, row, chunks = _strip(w, number)
+        for n in range(w.TILES_N):
+            group = tile % 2
+            at_b = at_0 if group == 0 else at_1
+            for k in range(chunks):
+                if (n == 0) | (chunks > w.HELD):
+                    s = at_a % w.HELD
+                    landed = w.a_landed.index(s)
+                    mbarrier.wait(w.a_free.index(s), ((at_a // w.HELD) & 1) ^ 1)
+                    mbarrier.expect(landed, BYTES)
+                    tma_load(w.a_desc, [place + k * CHUNK, row], landed, w.a_smem.index(s))
+                    at_a += 1
+                j = at_b + k
+                s = group * w.STAGES + j % w.STAGES
+                landed = w.b_landed.index(s)
+                mbarrier.wait(w.b_free.index(s), ((j // w.STAGES) & 1) ^ 1)
+                mbarrier.expect(landed, BYTES)
+                tma_load(w.b_desc, [place + k * CHUNK, n * TILE], landed, w.b_smem.index(s))
+            at_0 += chunks * (1 - group)
+            at_1 += chunks * group
+            tile += 1
+
+
+@gluon.jit
+def _multiply_tile(w, at_a, at_b, chunks, GROUP: gl.constexpr):
+    """A tile's sum. What of a is not held for the next tile is let go as it is multiplied."""
+    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    FIRST: gl.constexpr = GROUP * w.STAGES
+    streams = chunks > w.HELD
+    acc = gl.zeros((TILE, TILE), gl.float32, LAYOUT)
+    for k in range(chunks):
+        i = at_a + k
+        j = at_b + k
+        mbarrier.wait(w.a_landed.index(i % w.HELD), (i // w.HELD) & 1)
+        mbarrier.wait(w.b_landed.index(FIRST + j % w.STAGES), (j // w.STAGES) & 1)
+        a = w.a_smem.index(i % w.HELD).permute((1, 0))
+        b = w.b_smem.index(FIRST + j % w.STAGES)
+        acc = warpgroup_mma(a, b, acc, is_async=True)
+        acc = warpgroup_mma_wait(1, (acc,))
+        i += w.HELD - 1
+        j += w.STAGES - 1
+        mbarrier.arrive(w.b_free.index(FIRST + j % w.STAGES), count=1, pred=k > 0)
+        mbarrier.arrive(w.a_free.index(i % w.HELD), count=1, pred=(k > 0) & streams)
+    acc = warpgroup_mma_wait(0, (acc,))
+    i = at_a + chunks + w.HELD - 1
+    j = at_b + chunks + w.STAGES - 1
+    mbarrier.arrive(w.b_free.index(FIRST + j % w.STAGES), count=1, pred=chunks > 0)
+    mbarrier.arrive(w.a_free.index(i % w.HELD), count=1, pred=(chunks > 0) & streams)
+    return acc
+
+
+@gluon.jit
+def _store_tile(w, acc, expert, row, column, GROUP: gl.constexpr):
+    """By the copy engine, which leaves out what is past the result's end."""
+    left, right = acc.reshape((TILE, 2, TILE // 2)).permute((0, 2, 1)).split()
+    for half in gl.static_range(2):
+        part = left if half == 0 else right
+        smem = w.out_smem.index(GROUP * w.BUFFERS + half % w.BUFFERS)
+        tma_store_wait(w.BUFFERS - 1)  # the last store from there has been read
+        smem.store(part.to(w.out_desc.dtype))
+        fence_async_shared()
+        where = [expert, row, column + half * (TILE // 2)]
+        tma_store(w.out_desc, where, as_box(smem, w.out_desc))
+
+
+@gluon.jit
+def _multiply(w, GROUP: gl.constexpr):
+    """Every second tile; strips and tiles are counted as the loading warp does.
+
+    A group waits for each chunk of a, and lets it go once, whether it multiplies it or not: who
+    misses one could not tell by a barrier's phase which of two has landed.
+    """
+    at_a = 0
+    at_b = 0
+    tile = 0
+    for number in range(gl.program_id(0), w.strips, gl.num_programs(0)):
+        expert, place, row, chunks = _strip(w, number)
+        for n in range(w.TILES_N):
+            if tile % 2 == GROUP:
+                acc = _multiply_tile(w, at_a, at_b, chunks, GROUP)
+                at_b += chunks
+                if (n + 2 >= w.TILES_N) & (chunks <= w.HELD):  # the group's last of the strip
+                    for k in range(chunks):
+                        mbarrier.arrive(w.a_free.index((at_a + k) % w.HELD), count=1)
+                _store_tile(w, acc, expert, row, n * TILE, GROUP)
+            elif (w.TILES_N == 1) | (chunks > w.HELD):
+                for k in range(chunks):
+                    i = at_a + k
+                    mbarrier.wait(w.a_landed.index(i % w.HELD), (i // w.HELD) & 1)
+                    mbarrier.arrive(w.a_free.index(i % w.HELD), count=1)
+            tile += 1
+            if chunks > w.HELD:
+                at_a += chunks
+        if chunks <= w.HELD:
+            at_a += chunks
+    tma_store_wait(0)
+
+
+@gluon.jit
+def _multiply_partition_0(w):
+    _multiply(w, 0)
+
+
+@gluon.jit
+def _multiply_partition_1(w):
+    _multiply(w, 1)
+
+
+@gluon.jit(do_not_specialize=["E", "height"])
+def weight_strips_kernel(
+    a_desc,  # [.., M] by places, in boxes [CHUNK, TILE]
+    b_desc,  # [.., N] by places, in boxes [CHUNK, TILE]
+    out_desc,  # [E, M, N] in boxes [1, TILE, 64]
+    routing_ptr,
+    E,
+    height,
+    TILES_M: gl.constexpr,
+    TILES_N: gl.constexpr,
+    HELD: gl.constexpr,
+    STAGES: gl.constexpr,
+    BUFFERS: gl.constexpr,
+    REGISTERS: gl.constexpr,
+):
+    """out[e] = a^T b over the rows of expert e; zeros where one has none."""
+    OUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    BAR: gl.constexpr = mbarrier.MBarrierLayout()
+    a_smem = gl.allocate_shared_memory(
+        a_desc.dtype, [HELD] + a_desc.block_type.shape, a_desc.layout
+    )
+    b_smem = gl.allocate_shared_memory(
+        b_desc.dtype, [2 * STAGES] + b_desc.block_type.shape, b_desc.layout
+    )
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, TILE, TILE // 2], OUT)
+    a_landed = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
+    a_free = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
+    b_landed = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BAR)
+    b_free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BAR)
+    for i in gl.static_range(HELD):
+        mbarrier.init(a_landed.index(i), count=1)
+        mbarrier.init(a_free.index(i), count=2)
+    for i in gl.static_range(2 * STAGES):
+        mbarrier.init(b_landed.index(i), count=1)
+        mbarrier.init(b_free.index(i), count=1)
+    w = Work(
+        a_desc, b_desc, out_desc, a_smem, b_smem, out_smem, a_landed, a_free, b_landed, b_free,
+        routing_ptr, height, E * TILES_M, TILES_M, TILES_N, HELD, STAGES, BUFFERS,
+    )  # fmt: skip
+    barrier()
+    warp_specialize(
+        [_multiply_partition_0, _multiply_partition_1, _load_partition], (w,),
+        [4, 1], [REGISTERS, 40],
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch(where: torch.device, dtype, places: int, E: int, height: int, M: int, N: int) -> Launch:
+    config, side = tuning.lookup("hopper_experts_weight", where), TILE.value
+    tiles_m, tiles_n = -(-M // side), -(-N // side)
+    maps = (
+        tile_map(dtype, (places, M), (M, 1), CHUNK.value, side),
+        tile_map(dtype, (places, N), (N, 1), CHUNK.value, side),
+        tile_map(dtype, (E, M, N), (M * N, N, 1), 1, side, side // 2),
+    )
+    sizes = [config[k] for k in ("HELD", "STAGES", "BUFFERS", "REGISTERS")]
+    return Launch(
+        weight_strips_kernel, min(device.multiprocessor_count(where.index), E * tiles_m), where,
+        maps=maps, numbers=(E, height), constexprs=(tiles_m, tiles_n, *sizes),
+        options=(("num_warps", 4), ("maxnreg", 168)),
+    )  # fmt: skip
+
+
+def weight_gradient(
+    a: torch.Tensor,  # [.., M] by places
+    b: torch.Tensor,  # [.., N] by places
+    routing: Routing,
+) -> torch.Tensor:  # [E, M, N]
+    """a^T b over the rows of each expert."""
+    E, M, N = routing.E, a.shape[1], b.shape[1]
+    out = a.new_empty((E, M, N))
+    start = _launch(a.device, a.dtype, routing.places, E, routing.height, M, N)
+    start(a, b, out, routing.buffer)
+    return out
