@@ -22,7 +22,7 @@ def by_torch(logits, top_k):
 
 
 @torch.no_grad()
-def measure(package, sizes) -> list:
+def measure(package, sizes, path: Path) -> None:
     rows = []
     for E, K in sizes:
         for T in TOKENS:
@@ -35,7 +35,7 @@ def measure(package, sizes) -> list:
             row = {"what": f"{K} of {E} experts, {T} token{plural}", "us": microseconds(calls)}
             print(row, flush=True)
             rows.append(row)
-    return rows
+            save(path, rows)
 
 
 def main() -> None:
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=cases, help="experts:chosen ones")
     options = parser.parse_args()
     sizes = [tuple(map(int, case.split(":"))) for case in options.cases]
-    save(options.json, measure(load_package(), sizes))
+    measure(load_package(), sizes, options.json)
 
 
 if __name__ == "__main__":
