@@ -19,7 +19,7 @@ every_model = pytest.mark.parametrize("name", WITH_GDN)
 @pytest.fixture(autouse=True)
 def small_states_pay(monkeypatch):
     """A ring for tiny states, too, and where no kernel serves."""
-    monkeypatch.setattr(submodule("layers.replay"), "pays", lambda state: True)
+    monkeypatch.setattr(submodule("layers.replay"), "pays", lambda *args: True)
 
 
 def both(kernel, name, dtype=None, device="cpu", **sizes):

@@ -12,7 +12,7 @@ from . import checks_replay as checks
 from . import ops_replay as ops
 from .call import ReplayCall, ReplayOptions, Ring
 
-_replaying = CallCache()
+_replaying, _advancing = CallCache(), CallCache()
 
 
 def make_ring(
@@ -75,6 +75,8 @@ def replay_gated_delta_rule(
     allow_neg_eigval: bool = False,
     state_indices: Optional[Tensor] = None,
     force_flush: Optional[Tensor] = None,
+    null_index: int = -1,
+    out: Optional[Tensor] = None,
 ) -> Tensor:
     """The gated delta rule for one token, or a few drafts, that seldom writes a state.
 
@@ -103,6 +105,9 @@ def replay_gated_delta_rule(
         force_flush: [N] bool: these sequences write their state now. Where ring.max_tokens is 1,
             that state has this call's token in it; else, only what was in the ring before. Give
             advance_ring the same.
+        null_index: -1, or 0 for pools whose row 0 is nobody's, as in vLLM: indices up to it are
+            what negative ones are. Give advance_ring and materialise_ring the same.
+        out: [N, T, HV, V], the dtype of v: o is written there, and `out` is returned.
 
     Returns:
         o [N, T, HV, V], the dtype of q.
@@ -124,11 +129,12 @@ def replay_gated_delta_rule(
     """
     parts = ring[:3] if isinstance(ring, tuple) else (None, None, None)
     tensors = (
-        q, k, v, g, beta, A_log, dt_bias, initial_state, *parts, cursor, force_flush, state_indices
+        q, k, v, g, beta, A_log, dt_bias, initial_state, *parts, cursor, force_flush, state_indices,
+        out,
     )  # fmt: skip
     kind = (
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        getattr(ring, "max_tokens", None), use_gate_in_kernel,
+        getattr(ring, "max_tokens", None), null_index, use_gate_in_kernel,
     )  # fmt: skip
     plan = _replaying.find(tensors, kind) if undisturbed() else None
     if plan is not None:
@@ -161,14 +167,15 @@ def advance_ring(
     *,
     state_indices: Optional[Tensor] = None,
     force_flush: Optional[Tensor] = None,
+    null_index: int = -1,
 ) -> None:
     """Moves the cursor, in place, past the tokens of a step: once, after its last layer.
 
     Drafts are dropped by not counting them: the next call overwrites them.
 
     Args:
-        cursor, state_indices, force_flush: those of the step's replay_gated_delta_rule. Rows with a
-            negative index stay.
+        cursor, state_indices, force_flush, null_index: those of the step's
+            replay_gated_delta_rule. Rows that were skipped stay.
         ring: the ring of any layer; only its sizes matter.
         num_accepted_tokens: [N], int32 or int64, where ring.max_tokens is above 1: how many of the
             step's tokens, from its first on, are kept. None where it is 1.
@@ -183,9 +190,18 @@ def advance_ring(
         >>> cursor.tolist()
         [[0, 1], [0, 4]]
     """
-    checks.advance(cursor, ring, num_accepted_tokens, force_flush, state_indices)
-    tensors = map(dense, (num_accepted_tokens, force_flush, state_indices))
-    ops.gdn_ring_advance(cursor, ring, *tensors)
+    checks.is_ring(ring)
+    tensors = (cursor, num_accepted_tokens, force_flush, state_indices)
+    kind = (ring.g.shape, ring.max_tokens, null_index)
+    plan = _advancing.find(tensors, kind) if undisturbed() else None
+    if plan is not None:
+        plan(*tensors)
+        return
+    checks.advance(cursor, ring, num_accepted_tokens, force_flush, state_indices, null_index)
+    ready = (cursor, *map(dense, tensors[1:]))
+    if undisturbed() and all(map(operator.is_, tensors, ready)):
+        _advancing.keep(tensors, kind, ops.plan_gdn_ring_advance(ready, ring, null_index))
+    ops.gdn_ring_advance(ready, ring, null_index)
 
 
 def materialise_ring(
@@ -194,6 +210,7 @@ def materialise_ring(
     cursor: Tensor,
     *,
     state_indices: Optional[Tensor] = None,
+    null_index: int = -1,
     inplace: bool = False,
 ) -> Tensor:
     """The states of one layer with all tokens of the ring: for whoever reads states.
@@ -202,12 +219,13 @@ def materialise_ring(
 
     Args:
         state: [N, HV, V, K], or with state_indices the pool [P, HV, V, K].
-        ring, cursor, state_indices: those of replay_gated_delta_rule, after advance_ring.
+        ring, cursor, state_indices, null_index: those of replay_gated_delta_rule, after
+            advance_ring.
         inplace: write the states where they lie. Then the ring's tokens are in them, so set the
             cursor's rows to zero (`cursor.zero_()`) once all layers are written.
 
     Returns:
-        New states [N, HV, V, K] in fp32 (fp64 for fp64 states), zeros for negative indices; with
+        New states [N, HV, V, K] in fp32 (fp64 for fp64 states), zeros for skipped rows; with
         inplace `state`.
 
     Raises:
@@ -219,5 +237,6 @@ def materialise_ring(
         >>> torch.equal(materialise_ring(state, ring, cursor), state)  # an empty ring
         True
     """
-    checks.materialise(state, ring, cursor, state_indices, inplace)
-    return ops.gdn_ring_materialise(state, ring, cursor, dense(state_indices), bool(inplace))
+    checks.materialise(state, ring, cursor, state_indices, null_index, inplace)
+    rows = dense(state_indices)
+    return ops.gdn_ring_materialise(state, ring, cursor, rows, null_index, bool(inplace))

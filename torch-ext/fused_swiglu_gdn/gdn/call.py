@@ -60,6 +60,7 @@ class ReplayOptions(NamedTuple):
     use_beta_sigmoid: bool = False
     allow_neg_eigval: bool = False
     max_tokens: int = 1  # of the ring
+    null_index: int = -1  # rows of the pool up to this one are nobody's
 
     beta_max = property(_beta_max)
     state_v_first, output_final_state = True, False
@@ -152,6 +153,7 @@ class ReplayCall(NamedTuple):
     cursor: Tensor  # [N, 2] int32: the ring's first row, and how many rows there are from it on
     force_flush: Optional[Tensor]  # [N] bool
     state_indices: Optional[Tensor]  # [N], rows of the states and of the ring
+    out: Optional[Tensor]  # [N, T, HV, V], what o is written to
     options: ReplayOptions
 
     cu_seqlens = None  # a row of the batch is a sequence

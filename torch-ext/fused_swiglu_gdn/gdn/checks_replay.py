@@ -9,7 +9,9 @@ from ..runtime.checks import (
     has_dtype,
     has_shape,
     is_floating,
+    is_null_index,
     is_tensor,
+    is_written,
     names_rows,
     readable,
     remembered,
@@ -98,6 +100,7 @@ def replay(call, ring, use_gate: bool) -> None:
     tensors.update(g=call.g, beta=call.beta, initial_state=call.initial_state)
     checks.forward_only(function, "chunk_gated_delta_rule", **tensors)
     checks.rule_flags(call.options, use_gate)
+    is_null_index(call.options.null_index)
     is_tensor("initial_state", call.initial_state)
     checks.gated_delta_rule(call, use_gate)
     _replay(call, ring)
@@ -120,6 +123,8 @@ def _replay(call, ring) -> None:
         )
     _cursor(call.cursor, sizes, call.q, "q")
     _of_sequences(sizes, call.q, "q", force_flush=call.force_flush)
+    if call.out is not None:
+        is_written("out", call.out, "v", call.v)
 
 
 @remembered
@@ -139,8 +144,9 @@ def _advance(cursor, ring, accepted, force_flush, state_indices) -> None:
         )
 
 
-def advance(cursor, ring, accepted, force_flush, state_indices) -> None:
+def advance(cursor, ring, accepted, force_flush, state_indices, null_index) -> None:
     is_ring(ring)
+    is_null_index(null_index)
     _advance(cursor, ring, accepted, force_flush, state_indices)
     _is_within(cursor, ring.g.shape[2], ring.max_tokens)
     if readable(accepted) and accepted.numel():
@@ -150,14 +156,15 @@ def advance(cursor, ring, accepted, force_flush, state_indices) -> None:
             )
 
 
-def materialise(state, ring, cursor, state_indices, inplace) -> None:
+def materialise(state, ring, cursor, state_indices, null_index, inplace) -> None:
     is_ring(ring)
+    is_null_index(null_index)
     are_flags(inplace=inplace)
     checks.forward_only("materialise_ring", HELP, state=state)
     _materialise(state, ring, cursor, state_indices)
     _is_within(cursor, ring.g.shape[2], ring.max_tokens)
     if state_indices is not None:
-        names_rows("state_indices", state_indices, state.shape[0], -1)
+        names_rows("state_indices", state_indices, state.shape[0], null_index)
 
 
 @remembered

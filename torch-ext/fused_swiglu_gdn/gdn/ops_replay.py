@@ -14,7 +14,7 @@ REPLAY, ADVANCE = (FAMILY, "gdn_replay_fwd"), (FAMILY, "gdn_ring_advance")
 MATERIALISE = (FAMILY, "gdn_ring_materialise")
 
 
-@operator("gdn_replay_fwd", mutates_args=("state_pool", "ring_k", "ring_u", "ring_g"))
+@operator("gdn_replay_fwd", mutates_args=("state_pool", "ring_k", "ring_u", "ring_g", "out"))
 def _gdn_replay_fwd(
     q: Tensor,  # [N, T, H, K]
     k: Tensor,  # [N, T, H, K]
@@ -30,25 +30,29 @@ def _gdn_replay_fwd(
     cursor: Tensor,  # [N, 2]
     force_flush: Optional[Tensor],  # [N]
     state_indices: Optional[Tensor],  # [N]
+    out: Optional[Tensor],  # [N, T, HV, V], written
     *options: ReplayOptions,
 ) -> Tensor:
     call = ReplayCall(
         q, k, v, g, beta, A_log, dt_bias, state_pool, ring_k, ring_u, ring_g, cursor, force_flush,
-        state_indices, ReplayOptions(*options),
+        state_indices, out, ReplayOptions(*options),
     )  # fmt: skip
-    return serve(*REPLAY, reference.gdn_replay_fwd, (call,))
+    o = serve(*REPLAY, reference.gdn_replay_fwd, (call,))
+    return o if out is None else q.new_empty(0)
 
 
 @_gdn_replay_fwd.register_fake
 def _(q, k, v, *rest):
-    return v.new_empty(v.shape)
+    out = rest[-1 - len(ReplayOptions._fields)]
+    return v.new_empty(v.shape if out is None else 0)
 
 
 def gdn_replay(call: ReplayCall) -> Tensor:
     """o [N, T, HV, V]; the ring and the states change."""
 
     def op(call):
-        return _gdn_replay_fwd(*call.tensors, *call.options)
+        o = _gdn_replay_fwd(*call.tensors, *call.options)
+        return o if call.out is None else call.out
 
     return run(*REPLAY, op, reference.gdn_replay_fwd, (call,))
 
@@ -66,8 +70,9 @@ def _gdn_ring_advance(
     state_indices: Optional[Tensor],  # [N]
     R: int,
     max_tokens: int,
+    null_index: int,
 ) -> None:
-    args = (cursor, accepted, force_flush, state_indices, R, max_tokens)
+    args = (cursor, accepted, force_flush, state_indices, R, max_tokens, null_index)
     serve(*ADVANCE, reference.gdn_ring_advance, args)
 
 
@@ -76,13 +81,20 @@ def _(*args):
     return None
 
 
-def gdn_ring_advance(
-    cursor: Tensor, ring: Ring, accepted: Optional[Tensor], force_flush: Optional[Tensor],
-    state_indices: Optional[Tensor],
-) -> None:  # fmt: skip
-    """Moves the cursor."""
-    args = (cursor, accepted, force_flush, state_indices, ring.g.shape[2], ring.max_tokens)
+def _advance(tensors: tuple, ring: Ring, null_index: int) -> tuple:
+    return (*tensors, ring.g.shape[2], ring.max_tokens, null_index)
+
+
+def gdn_ring_advance(tensors: tuple, ring: Ring, null_index: int) -> None:
+    """Moves the cursor, the first of: cursor, accepted, force_flush, state_indices."""
+    args = _advance(tensors, ring, null_index)
     run(*ADVANCE, _gdn_ring_advance, reference.gdn_ring_advance, args)
+
+
+def plan_gdn_ring_advance(tensors: tuple, ring: Ring, null_index: int):
+    """What serves all eager calls of gdn_ring_advance like this one, from their tensors, or
+    None."""
+    return plan(*ADVANCE, _advance(tensors, ring, null_index))
 
 
 @operator("gdn_ring_materialise", mutates_args=("state_pool",))
@@ -94,29 +106,31 @@ def _gdn_ring_materialise(
     ring_g: Tensor,  # [P, HV, R]
     cursor: Tensor,  # [N, 2]
     state_indices: Optional[Tensor],  # [N]
+    null_index: int,
 ) -> Tensor:
     inplace = state is None
     tensors = (state_pool if inplace else state, ring_k, ring_u, ring_g, cursor, state_indices)
-    out = serve(*MATERIALISE, reference.gdn_ring_materialise, (*tensors, inplace))
+    out = serve(*MATERIALISE, reference.gdn_ring_materialise, (*tensors, null_index, inplace))
     return cursor.new_empty(0) if inplace else out
 
 
 @_gdn_ring_materialise.register_fake
-def _(state, state_pool, ring_k, ring_u, ring_g, cursor, state_indices):
+def _(state, state_pool, ring_k, ring_u, ring_g, cursor, state_indices, null_index):
     if state is None:
         return cursor.new_empty(0)
     return at_least_fp32(state).new_empty(cursor.shape[0], *state.shape[1:])
 
 
 def gdn_ring_materialise(
-    state: Tensor, ring: Ring, cursor: Tensor, state_indices: Optional[Tensor], inplace: bool
-) -> Tensor:
+    state: Tensor, ring: Ring, cursor: Tensor, state_indices: Optional[Tensor], null_index: int,
+    inplace: bool,
+) -> Tensor:  # fmt: skip
     """The states with all of the ring: new ones, or the pool."""
 
     def op(state, *args):
-        *tensors, inplace = args
-        out = _gdn_ring_materialise(*((None, state) if inplace else (state, None)), *tensors)
+        *rest, inplace = args
+        out = _gdn_ring_materialise(*((None, state) if inplace else (state, None)), *rest)
         return state if inplace else out
 
-    args = (state, ring.k, ring.u, ring.g, cursor, state_indices, inplace)
+    args = (state, ring.k, ring.u, ring.g, cursor, state_indices, null_index, inplace)
     return run(*MATERIALISE, op, reference.gdn_ring_materialise, args)

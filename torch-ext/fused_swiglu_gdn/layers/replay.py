@@ -19,7 +19,16 @@ from ..gdn.call import Ring
 from ..gdn.ops_replay import REPLAY
 from ..runtime import dispatch
 
-PAYS_FROM = 32 * 2**20  # bytes of a layer's states: with fewer, writing them costs less than a ring
+# Bytes of a layer's states from which on a ring pays: in CUDA graphs, and where the host, which
+# starts five kernels instead of two, must not take longer than the GPU
+GRAPHED, EAGER = 32 * 2**20, 256 * 2**20
+
+
+class Replaying(NamedTuple):
+    """What kernelize was asked for."""
+
+    rows: int  # of a ring
+    pays_from: int  # bytes of a layer's states
 
 
 class _Held(NamedTuple):
@@ -79,17 +88,20 @@ class HeldStates(MutableMapping):
         return o
 
 
-def pays(state: Tensor) -> bool:
-    """Whether a token is faster with a ring than without."""
+def pays(state: Tensor, pays_from: int) -> bool:
+    """Whether a token is faster with a ring than without, and now is the time to begin: what a
+    CUDA graph captures would begin anew in every replay."""
     where = state.device
-    many = state.numel() * state.element_size() >= PAYS_FROM
-    return many and dispatch.has_kernels(*REPLAY, where.type, where.index)
+    many = state.numel() * state.element_size() >= pays_from
+    if not many or not dispatch.has_kernels(*REPLAY, where.type, where.index):
+        return False
+    return not (state.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def held_states(layer, cached, k: Tensor) -> Optional[HeldStates]:
     """What a layer decodes a token with, whose key is k [B, 1, H, K]; None: as without a ring."""
-    rows = getattr(type(layer), "replay_rows", 0)
-    if not rows or torch.compiler.is_compiling() or torch.is_autocast_enabled(k.device.type):
+    wanted: Optional[Replaying] = getattr(type(layer), "replaying", None)
+    if wanted is None or torch.compiler.is_compiling() or torch.is_autocast_enabled(k.device.type):
         return None
     states = cached.recurrent_states
     if isinstance(states, HeldStates):
@@ -97,8 +109,8 @@ def held_states(layer, cached, k: Tensor) -> Optional[HeldStates]:
         if held is None:  # offloading keeps the order of a state's memory
             states.states[0] = states.states[0].contiguous()
         return states if held is not None and held.ring.k.dtype == k.dtype else None
-    if type(states) is not dict or list(states) != [0] or not pays(states[0]):
+    if type(states) is not dict or list(states) != [0] or not pays(states[0], wanted.pays_from):
         return None
     with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the mode
-        cached.recurrent_states = HeldStates(states, k, rows)
+        cached.recurrent_states = HeldStates(states, k, wanted.rows)
     return cached.recurrent_states

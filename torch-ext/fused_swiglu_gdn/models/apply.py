@@ -9,7 +9,7 @@ from ..attention.call import QkNormRope, QkOptions
 from ..attention.ops import FAMILY as ATTENTION
 from ..gdn.call import GdnCall, GdnOptions
 from ..gdn_layer.call import DecodeOptions, LayerDecode
-from ..layers.replay import PAYS_FROM
+from ..layers.replay import EAGER, GRAPHED, Replaying
 from ..norm.ops import FAMILY as NORM
 from ..parallel.checks import is_group
 from ..runtime import dispatch
@@ -79,21 +79,21 @@ def kernelize(
     _check_model("kernelize", model)
     training = _is_training(model, mode)
     kinds = _kinds(only, skip)
-    _check_replay(replay)
+    replaying = _replaying(replay, cuda_graphs)
     if cp_group is not None:
         if "gdn" not in kinds:
             raise ValueError('only and skip must leave "gdn" in where cp_group is given')
         is_group(cp_group)
     restore_attention(model)
     with as_gathered(model):
-        rows = _serve_modules(model, training, kinds, replay)
+        rows = _serve_modules(model, training, kinds, replaying)
     if cp_group is not None:
         _exchanges_states(model, rows)
         rows += serve_attention(model) if cp_attention else []
     restore_graphs(model)
     rows += [serve_loss(model)] if loss else []
     rows += [serve_graphs(model)] if cuda_graphs else []
-    rows += [_replays(model, rows, replay)] if replay else []
+    rows += [_replays(model, rows, replaying)] if replay else []
     return Report([row for row in rows if row is not None])
 
 
@@ -108,22 +108,24 @@ def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
             )
 
 
-def _check_replay(replay: int) -> None:
+def _replaying(replay: int, graphed: bool) -> Optional[Replaying]:
     if not isinstance(replay, int) or isinstance(replay, bool):
         raise TypeError(f"replay must be an int, got {type(replay).__name__}")
     if replay < 0 or replay == 1:
         raise ValueError(f"replay must be 0, or at least 2 tokens, got {replay}")
+    return Replaying(replay, GRAPHED if graphed else EAGER) if replay else None
 
 
-def _replays(model: nn.Module, rows: List[Row], replay: int) -> Row:
+def _replays(model: nn.Module, rows: List[Row], replaying: Replaying) -> Row:
     """What the report says of the states of served GDN layers."""
     served = any(row.reason is None and row.layer.endswith("GatedDeltaNet") for row in rows)
-    by = f"states of {PAYS_FROM // 2**20} MB a layer and more, written once in {replay} tokens"
+    size, tokens = replaying.pays_from // 2**20, replaying.rows
+    by = f"states of {size} MiB a layer and more, written once in {tokens} tokens"
     reason = None if served else "no replay: it has no Gated DeltaNet layer that is served"
     return Row("", type(model).__name__, "decode", by if served else None, reason)
 
 
-def _serve_modules(model: nn.Module, training: bool, kinds: set, replay: int) -> List[Row]:
+def _serve_modules(model: nn.Module, training: bool, kinds: set, replaying) -> List[Row]:
     rows = []
     for name, module in model.named_modules():
         unserve(module)
@@ -133,7 +135,8 @@ def _serve_modules(model: nn.Module, training: bool, kinds: set, replay: int) ->
         implementation, reason = None, finding.reason or _why_no_kernel(module, finding)
         if reason is None:
             implementation = _implementations(module, finding, training)
-            serve(module, finding.layer, finding.forward, replay if finding.kind == "gdn" else 0)
+            ring = replaying if finding.kind == "gdn" else None
+            serve(module, finding.layer, finding.forward, ring)
             remember(module, finding)
         kind = type(module).__name__
         rows.append(Row(name, kind, finding.layer, implementation, reason))

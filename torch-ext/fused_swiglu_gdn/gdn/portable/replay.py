@@ -18,7 +18,6 @@ import triton
 
 from ...runtime import tuning
 from ...runtime.cache import CallCache
-from ...runtime.device import overlaps_launches
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch
 from ..call import ReplayCall
@@ -32,7 +31,6 @@ from .replay_kernels import (
 
 MOST_TOKENS = 8  # of a call: the kernel is unrolled over them
 ADVANCED = 128  # sequences a program
-PRODUCT_WARPS = 4
 
 
 def _rows_are_dense(*tensors: torch.Tensor) -> bool:
@@ -47,6 +45,11 @@ def _tile(device, K: int, state: torch.Tensor) -> dict:
     return {**config, "K_PART": min(config["K_PART"], most)}
 
 
+def options_of(config: dict) -> tuple:
+    """num_warps, and maxnreg where a limit of registers pays."""
+    return tuple((name, config[name]) for name in ("num_warps", "maxnreg") if name in config)
+
+
 class Replay:
     """T tokens a sequence, for all calls of a kind: shapes, strides, dtypes and options."""
 
@@ -55,47 +58,45 @@ class Replay:
     def __init__(self, call: ReplayCall):
         q, k, v, g, beta, options = call.q, call.k, call.v, call.g, call.beta, call.options
         state, (N, H, HV, T, R) = call.initial_state, (call.N, call.H, call.HV, call.T, call.R)
-        config, pdl = _tile(q.device, call.K, state), overlaps_launches(q.device)
+        config = _tile(q.device, call.K, state)
         held = (state, call.ring_k, call.ring_u, call.ring_g)
         strides = (
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:2], *beta.stride()[:2],
             *(x.stride(0) for x in held),
         )  # fmt: skip
-        most, blocks = (
-            options.max_tokens,
-            (triton.next_power_of_2(call.K), triton.next_power_of_2(R)),
-        )
+        facts = (options.max_tokens, options.null_index + 1)
+        blocks = tuple(map(triton.next_power_of_2, (call.K, R)))
         self.factors = (N, HV, T, 2, R + T + 2)
         self.products = Launch(
             replay_products_kernel, N * HV, q.device, numbers=(strides, options.scale),
             constexprs=(
-                H, HV, call.K, T, R, most, options.use_qk_l2norm, options.beta_max, pdl, *blocks,
+                H, HV, call.K, T, R, *facts, options.use_qk_l2norm, options.beta_max, *blocks,
             ),
-            options=(("num_warps", PRODUCT_WARPS),), guarded=True,
+            options=(("num_warps", 1),), guarded=True,
         )  # fmt: skip
         self.step = Launch(
             replay_kernel, N * HV * triton.cdiv(call.V, config["BLOCK_V"]), q.device,
             numbers=(strides,),
             constexprs=(
-                H, HV, call.K, call.V, T, R, most, pdl, *blocks, config["BLOCK_V"],
-                config["K_PART"], config["EVICT"],
+                H, HV, call.K, call.V, T, R, *facts, *blocks, config["BLOCK_V"],
+                config["K_PART"], config["FOLDED"], config["EVICT"],
             ),
-            options=(
-                ("num_warps", config["num_warps"]), *((("launch_pdl", True),) if pdl else ()),
-            ),
+            options=options_of(config),
             guarded=True,
         )  # fmt: skip
 
     def __call__(
-        self, q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_u, ring_g, cursor, *rest
-    ) -> torch.Tensor:
+        self, q, k, v, g, beta, A_log, dt_bias, state, ring_k, ring_u, ring_g, cursor, force, rows,
+        out,
+    ) -> torch.Tensor:  # fmt: skip
         """o [N, T, HV, V]."""
-        o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+        into = out is not None and out.is_contiguous()
+        o = out if into else torch.empty(v.shape, dtype=v.dtype, device=v.device)
         factors = torch.empty(self.factors, dtype=torch.float32, device=v.device)
-        gates = (g, beta, A_log, dt_bias)
-        self.products(q, k, *gates, ring_k, ring_g, cursor, *rest, factors)
-        self.step(q, k, v, state, ring_k, ring_u, ring_g, cursor, *rest, factors, o)
-        return o
+        place = (cursor, force, rows, factors)
+        self.products(q, k, g, beta, A_log, dt_bias, ring_k, ring_g, *place)
+        self.step(q, k, v, state, ring_k, ring_u, ring_g, *place, o)
+        return o if out is None or into else out.copy_(o)
 
 
 _replays = CallCache()
@@ -120,27 +121,34 @@ def gdn_replay_fwd(call: ReplayCall) -> torch.Tensor:
 
 
 def supports_gdn_ring_advance(
-    cursor, accepted, force_flush, state_indices, R: int, max_tokens: int
+    cursor, accepted, force_flush, state_indices, R: int, max_tokens: int, null_index: int
 ) -> bool:  # fmt: skip
     return True
 
 
+def plan_gdn_ring_advance(
+    cursor, accepted, force_flush, state_indices, R: int, max_tokens: int, null_index: int
+) -> Launch:  # fmt: skip
+    """What serves all calls like this one, from the tensors alone."""
+    N = cursor.shape[0]
+    return Launch(
+        advance_kernel, triton.cdiv(N, ADVANCED), cursor.device, numbers=(N,),
+        constexprs=(R, max_tokens, null_index + 1, ADVANCED),
+    )  # fmt: skip
+
+
 def gdn_ring_advance(
     cursor: torch.Tensor, accepted: Optional[torch.Tensor], force_flush: Optional[torch.Tensor],
-    state_indices: Optional[torch.Tensor], R: int, max_tokens: int,
+    state_indices: Optional[torch.Tensor], R: int, max_tokens: int, null_index: int,
 ) -> torch.Tensor:  # fmt: skip
     """The cursor, moved."""
-    N = cursor.shape[0]
-    kernel = Launch(
-        advance_kernel, triton.cdiv(N, ADVANCED), cursor.device, numbers=(N,),
-        constexprs=(R, max_tokens, ADVANCED),
-    )  # fmt: skip
-    kernel(cursor, accepted, force_flush, state_indices)
+    tensors = (cursor, accepted, force_flush, state_indices)
+    plan_gdn_ring_advance(*tensors, R, max_tokens, null_index)(*tensors)
     return cursor
 
 
 def supports_gdn_ring_materialise(
-    state, ring_k, ring_u, ring_g, cursor, state_indices, inplace: bool
+    state, ring_k, ring_u, ring_g, cursor, state_indices, null_index: int, inplace: bool
 ) -> bool:  # fmt: skip
     held = (state, ring_k, ring_u, ring_g)
     return served(*held) and _rows_are_dense(*held)
@@ -148,7 +156,8 @@ def supports_gdn_ring_materialise(
 
 def gdn_ring_materialise(
     state: torch.Tensor, ring_k: torch.Tensor, ring_u: torch.Tensor, ring_g: torch.Tensor,
-    cursor: torch.Tensor, state_indices: Optional[torch.Tensor], inplace: bool,
+    cursor: torch.Tensor, state_indices: Optional[torch.Tensor], null_index: int,
+    inplace: bool,
 ) -> torch.Tensor:  # fmt: skip
     """The states with all of the ring."""
     (_, HV, V, K), (_, H, R, _), N = state.shape, ring_k.shape, cursor.shape[0]
@@ -160,10 +169,10 @@ def gdn_ring_materialise(
         materialise_kernel, N * HV * triton.cdiv(V, config["BLOCK_V"]), state.device,
         numbers=(tuple(x.stride(0) for x in (state, ring_k, ring_u, ring_g)),),
         constexprs=(
-            H, HV, K, V, R, *map(triton.next_power_of_2, (K, R)), config["BLOCK_V"],
-            config["K_PART"],
+            H, HV, K, V, R, null_index + 1, *map(triton.next_power_of_2, (K, R)),
+            config["BLOCK_V"], config["K_PART"], config["FOLDED"],
         ),
-        options=(("num_warps", config["num_warps"]),),
+        options=options_of(config),
     )  # fmt: skip
     kernel(state, ring_k, ring_u, ring_g, cursor, state_indices, out)
     return state if inplace else out

@@ -146,3 +146,8 @@ def stacked(states, like_empty):
     if len(states) == 1:  # a state is large: no copy
         return states[0].flatten(1, 2)
     return torch.cat(states).flatten(1, 2) if states else like_empty
+
+
+def negative(indices, null: int):
+    """Indices with -1 for those that name no row."""
+    return None if indices is None else indices.masked_fill(indices <= null, -1)

@@ -9,7 +9,7 @@ import torch
 
 from ...runtime.dtypes import at_least_fp32
 from ..call import RecurrentCall
-from .common import Inputs, no_tokens, run, stacked, without_autocast, write_pool
+from .common import Inputs, negative, no_tokens, run, stacked, without_autocast, write_pool
 
 
 def step_in_place(q, k, v, decay, beta, S):
@@ -64,16 +64,11 @@ def _recurrent(x: Inputs, S: torch.Tensor, all_states: bool, overwrite: bool):
 def gdn_recurrent_fwd(call: RecurrentCall):
     """o [B, T, HV, V] and the final state fp32, all states [B, T, HV, K, V], the pool, or None."""
     call = call._replace(
-        state_indices=_negative(call.state_indices, call.options.null_index),
-        output_state_indices=_negative(call.output_state_indices, call.options.null_index),
+        state_indices=negative(call.state_indices, call.options.null_index),
+        output_state_indices=negative(call.output_state_indices, call.options.null_index),
     )
     o, state = (_by_call if call.num_accepted_tokens is None else _by_drafts)(call)
     return o if call.out is None else call.out.copy_(o), state
-
-
-def _negative(indices, null: int):
-    """Indices with -1 for those that name no row."""
-    return None if indices is None else indices.masked_fill(indices <= null, -1)
 
 
 def _by_drafts(call: RecurrentCall):

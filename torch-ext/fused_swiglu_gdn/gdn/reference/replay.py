@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...runtime.dtypes import at_least_fp32
 from ..call import ReplayCall
-from .common import prepare_inputs, without_autocast, write_pool
+from .common import negative, prepare_inputs, without_autocast, write_pool
 
 
 class _Held(NamedTuple):
@@ -68,6 +68,7 @@ def _held(state, ring_k, ring_u, ring_g, cursor, indices, dtype) -> _Held:
 @without_autocast
 def gdn_replay_fwd(call: ReplayCall) -> Tensor:
     """o [N, T, HV, V]. The tokens go into the ring, or the ring into the states."""
+    rows = negative(call.state_indices, call.options.null_index)
     x, k_raw = prepare_inputs(call), at_least_fp32(call.k)
     rstd = k_raw.new_ones(call.k.shape[:-1])  # [N, T, H]
     if call.options.use_qk_l2norm:
@@ -77,7 +78,7 @@ def gdn_replay_fwd(call: ReplayCall) -> Tensor:
     q = x.q.squeeze(2).transpose(1, 2).repeat_interleave(repeats, 2)
     v, g, beta = (y.flatten(1, 2).transpose(1, 2) for y in (x.v, x.g, x.beta))
     ring = (call.ring_k, call.ring_u, call.ring_g)
-    held = _held(call.initial_state, *ring, call.cursor, call.state_indices, dtype)
+    held = _held(call.initial_state, *ring, call.cursor, rows, dtype)
     alive, single = held.rows >= 0, call.options.max_tokens == 1
     flush = is_full(held.count, call.R, call.options.max_tokens)
     if call.force_flush is not None:
@@ -104,12 +105,13 @@ def gdn_replay_fwd(call: ReplayCall) -> Tensor:
     if single:
         write_pool(call.initial_state, flushed, S)
     o = torch.stack(outputs, 1) if outputs else v
-    return o.to(call.q.dtype).masked_fill(~alive.view(-1, 1, 1, 1), 0.0)
+    o = o.to(call.q.dtype).masked_fill(~alive.view(-1, 1, 1, 1), 0.0)
+    return o if call.out is None else call.out.copy_(o)
 
 
 def gdn_ring_advance(
     cursor: Tensor, accepted: Optional[Tensor], force_flush: Optional[Tensor],
-    state_indices: Optional[Tensor], R: int, max_tokens: int,
+    state_indices: Optional[Tensor], R: int, max_tokens: int, null_index: int = -1,
 ) -> Tensor:  # fmt: skip
     """The cursor after a call, in place."""
     first, count = cursor.unbind(1)
@@ -125,16 +127,17 @@ def gdn_ring_advance(
             1,
         )
     if state_indices is not None:
-        new = torch.where((state_indices >= 0)[:, None], new, cursor)
+        new = torch.where((state_indices > max(null_index, -1))[:, None], new, cursor)
     return cursor.copy_(new)
 
 
 @without_autocast
 def gdn_ring_materialise(
     state: Tensor, ring_k: Tensor, ring_u: Tensor, ring_g: Tensor, cursor: Tensor,
-    state_indices: Optional[Tensor], inplace: bool,
+    state_indices: Optional[Tensor], null_index: int, inplace: bool,
 ) -> Tensor:  # fmt: skip
     """The states with all tokens of the ring: [N, HV, V, K], or their rows of `state` in place."""
     wide = at_least_fp32(state[:0]).dtype
-    held = _held(state, ring_k, ring_u, ring_g, cursor, state_indices, wide)
+    rows = negative(state_indices, null_index)
+    held = _held(state, ring_k, ring_u, ring_g, cursor, rows, wide)
     return write_pool(state, held.rows, held.state) if inplace else held.state
