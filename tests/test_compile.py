@@ -89,3 +89,12 @@ def test_equal_calls_are_compiled_once_and_chips_differ():
     assert ("gdn prefill, equal lengths", "_scan_kernel") in ampere
     again = [name for call, name in hopper if call == "gdn prefill, from states"]
     assert "gdn_prepare_fwd_kernel" not in again  # the call before it has it
+
+
+@compiled
+def test_a_kernel_is_taken_apart_once(monkeypatch):
+    call, record = compile_all.kernels("sm_90", "gdn prefill, batch of 4")[-1]
+    first = compile_all.compile_one(call, "sm_90", record)
+    assert first.hgmma and first.registers
+    monkeypatch.setattr(compile_all, "_run", None)
+    assert compile_all.compile_one(call, "sm_90", record) == first

@@ -29,6 +29,8 @@ os.environ["TRITON_DISABLE_LINE_INFO"] = "1"  # machine code alone, whatever lin
 import launched  # noqa: E402
 import torch  # noqa: E402
 import triton  # noqa: E402
+import wgmma_descriptors  # noqa: E402
+from triton.runtime.cache import get_cache_manager  # noqa: E402
 from wgmma_descriptors import lost_descriptors  # noqa: E402
 
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -62,22 +64,36 @@ def _digest(assembly: str) -> str:
 
 
 def _read_cubin(compiled, report: Report, said: str, digest: bool) -> None:
-    """Takes the kernel apart (half a second) where it has wgmmas, or for its digest."""
+    """Takes the kernel apart once: what was found lies in Triton's cache, by its code and ours."""
     cubin, ptx = compiled.asm["cubin"], compiled.asm["ptx"]
+    ours = (Path(path).read_text() for path in (__file__, wgmma_descriptors.__file__))
+    key = hashlib.sha256("".join([triton.__version__, *ours, ptx, str(digest)]).encode() + cubin)
+    cache = get_cache_manager(key.hexdigest())
+    known = cache.get_file("report.json")
+    if known is None:
+        known = cache.put(json.dumps(_take_apart(cubin, ptx, said, digest)), "report.json")
+    vars(report).update(json.loads(Path(known).read_text()))
+
+
+def _take_apart(cubin: bytes, ptx: str, said: str, digest: bool) -> dict:
+    """Fields of a report. The machine code is looked at (a second) where it has wgmmas, or for its
+    digest."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         usage = _run("cuobjdump", "--dump-resource-usage", file.name)
         sass = _run("nvdisasm", "-c", file.name) if digest or "wgmma.mma_async" in ptx else ""
-    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    report.registers, report.spills = int(found.group(1)), int(found.group(2))
-    report.hgmma = len(re.findall(r"\bHGMMA\.", sass))
-    report.waits = len(re.findall(r"\bWARPGROUP\.DEPBAR", sass))
-    report.lost = len(lost_descriptors(sass))
-    report.serialized = report.hgmma > 0 and _is_serialized(ptx, said)
-    report.code = _digest(sass) if digest else ""
-    if _reuses_barriers(ptx):
-        report.error = "an mbarrier is never invalidated: Triton may put something else there"
+    registers, spills = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
+    hgmma = len(re.findall(r"\bHGMMA\.", sass))
+    error = "an mbarrier is never invalidated: Triton may put something else there"
+    return {
+        "registers": registers, "spills": spills, "hgmma": hgmma,
+        "waits": len(re.findall(r"\bWARPGROUP\.DEPBAR", sass)),
+        "lost": len(lost_descriptors(sass)),
+        "serialized": hgmma > 0 and _is_serialized(ptx, said),
+        "code": _digest(sass) if digest else "",
+        "error": error if _reuses_barriers(ptx) else "",
+    }  # fmt: skip
 
 
 def _is_serialized(ptx: str, said: str) -> bool:

@@ -85,15 +85,13 @@ def with_gradients(forward: Callable, *leaves: torch.Tensor) -> Callable:
 # --- SwiGLU
 
 
-def _swiglu(
-    kernel, M, K=4096, N=14336, dtype=BF16, bias=False, wf=False, up_first=False, activation="silu"
-):
+def _swiglu(kernel, M, K=4096, N=14336, dtype=BF16, bias=False, wf=False, up_first=False, **more):
     # the weights in one memory: Hopper's kernel is compiled for which of the two lies first
     x = values(M, K, dtype=dtype)
     w = values(K, 2 * N, dtype=dtype).T if wf else values(2 * N, K, dtype=dtype)
     weights = w.chunk(2)[::-1] if up_first else w.chunk(2)
     biases = (values(N, dtype=dtype), values(N, dtype=dtype)) if bias else ()
-    return lambda: kernel.fused_swiglu(x, *weights, *biases, activation=activation)
+    return lambda: kernel.fused_swiglu(x, *weights, *biases, **more)
 
 
 for M in (1, 8, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384):
@@ -173,21 +171,19 @@ def _rotary(
     q, k, v = (values(B, T, n, D * (1 + far), dtype=dtype, grad=grad)[..., :D]
                for n, far in ((HQ, gate), (HK, False), (HK, False)))  # fmt: skip
     cos, sin = (values(1, T, R, dtype=tables) if R else None for _ in "cs")
-    if angles:
-        cos, sin = (
-            x[..., : R // 2] if angles == 1 else x.unflatten(-1, (-1, 2)) for x in (cos, sin)
-        )
+    if angles == 1:
+        cos, sin = cos[..., : R // 2], sin[..., : R // 2]
+    elif angles == 2:
+        cos, sin = cos.unflatten(-1, (-1, 2)), sin.unflatten(-1, (-1, 2))
     options, leaves = {"interleaved": angles > 0}, [q, k]
     if norm:
         wide = (D, D) if norm == "head" else (HQ * D, HK * D)
         leaves += [values(n, dtype=weights, grad=grad) for n in wide]
         options.update(norm=norm, offset=1.0, q_weight=leaves[2], k_weight=leaves[3])
     if cache:
-        caches = {
-            name: values(B, HK, 8192, D, dtype=dtype) for name in ("key_cache", "value_cache")
-        }
-        position = torch.zeros((), dtype=torch.int64, device=DEVICE)
-        options.update(v=v, cache_position=position, **caches)
+        keys, cached = (values(B, HK, 8192, D, dtype=dtype) for _ in "kv")
+        options.update(v=v, key_cache=keys, value_cache=cached)
+        options["cache_position"] = torch.zeros((), dtype=torch.int64, device=DEVICE)
     forward = functools.partial(kernel.fused_qk_norm_rope, q, k, cos, sin, **options)
     if not grad:
         return forward
@@ -466,9 +462,9 @@ calls(_replay, "gdn replay", {
 
 
 def _convolution(
-    kernel, tokens_apart=False, packed=None, seq_idx=False, T=2048, D=8192, grad=False, states=True
+    kernel, apart=False, packed=None, seq_idx=False, T=2048, D=8192, grad=False, states=True
 ):
-    x = values(1, D, T, grad=grad) if tokens_apart else values(1, T, D, grad=grad).transpose(1, 2)
+    x = values(1, D, T, grad=grad) if apart else values(1, T, D, grad=grad).transpose(1, 2)
     weight, options = values(D, 4, grad=grad), {}
     if packed is not None:
         options["cu_seqlens"] = offsets(packed)
@@ -531,8 +527,8 @@ for grad, kind in ((False, "convolution"), (True, "convolution, gradient")):
         "packed": dict(packed=two),
         "packed, no states": dict(packed=two, states=False),
         "seq_idx": dict(seq_idx=True),
-        "tokens side by side": dict(tokens_apart=True),
-        "odd sizes": dict(T=1001, D=1002, tokens_apart=True),
+        "tokens side by side": dict(apart=True),
+        "odd sizes": dict(T=1001, D=1002, apart=True),
     }, grad=grad)  # fmt: skip
 calls(_convolution_update, "gdn_layer convolution update", {
     "": {}, "tokens": dict(T=3), "drafts": dict(T=3, S=5, drafts=True),

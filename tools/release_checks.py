@@ -27,10 +27,7 @@ def tree_problems(root):
 
 def changelog_problems(root, version):
     """The newest heading is this version's, and says something."""
-    try:
-        text = text_of(root, "CHANGELOG.md")
-    except ValueError as error:
-        return [str(error)]
+    text = text_of(root, "CHANGELOG.md")
     headings = re.findall(r"^## (.*)$", text, flags=re.M)
     if not headings or headings[0].strip() != str(version):
         newest = headings[0].strip() if headings else "none"
@@ -75,10 +72,7 @@ def api_problems(root, config):
     record = root / "tests" / f"api_v{config['general']['version']}.json"
     if not record.exists():
         return [f"tests/{record.name} is missing: run tools/public_api.py"]
-    try:
-        old, new = json.loads(record.read_text()), public_api(package_dir(root, config))
-    except (KeyError, SyntaxError, ValueError) as error:
-        return [f"the public API cannot be read: {error}"]
+    old, new = json.loads(record.read_text()), public_api(package_dir(root, config))
     broken = breaks(old, new)
     if broken:
         return [f"{BUMP}: {'; '.join(broken)}"]

@@ -12,6 +12,7 @@ not compile or fit, is passed over. Time is that of the kernels, by CUDA graph. 
 """
 
 import argparse
+import contextlib
 import copy
 import json
 from pathlib import Path
@@ -39,20 +40,17 @@ def lookups(call: Callable) -> Dict[tuple, dict]:
     return found
 
 
-class replaced:
+@contextlib.contextmanager
+def replaced(nearest: Callable):
     """Inside, the look-up is another function, and nothing that was chosen before is remembered."""
-
-    def __init__(self, nearest: Callable):
-        self.tuning, self.nearest = submodule("runtime.tuning"), nearest
-        self.forget = submodule("runtime.recording").forget
-
-    def __enter__(self):
-        self.forget()
-        self.original, self.tuning._nearest = self.tuning._nearest, self.nearest
-
-    def __exit__(self, *_):
-        self.tuning._nearest = self.original
-        self.forget()
+    tuning, forget = submodule("runtime.tuning"), submodule("runtime.recording").forget
+    original, tuning._nearest = tuning._nearest, nearest
+    forget()
+    try:
+        yield
+    finally:
+        tuning._nearest = original
+        forget()
 
 
 def known(operation: str) -> List[dict]:

@@ -86,12 +86,10 @@ def _step(machine: _Machine, op: str, args: List[str], text: str) -> None:
         machine.write(target, machine.read(args[1]))
     elif name == "CS2R":
         machine.write(target, *[machine.read(args[1])] * 2)
-    elif op in ("IMAD.MOV.U32", "IMAD.U32", "IMAD.MOV") and args[1:3] == ["RZ", "RZ"]:
+    elif op in ("IMAD.MOV.U32", "IMAD.U32", "IMAD.MOV", "IMAD.X") and args[1:3] == ["RZ", "RZ"]:
         machine.write(target, machine.read(args[3]))
     elif op in ("IADD3.X", "UIADD3.X"):  # a carry out of the lower word does not occur
         machine.write(target, machine.total([x for x in args[1:] if not re.match(r"!?U?P", x)]))
-    elif op == "IMAD.X" and args[1:3] == ["RZ", "RZ"]:
-        machine.write(target, machine.read(args[3]))
     elif op == "UIADD3.64":
         pairs = [x for x in args[1:3] if x.lstrip("-").startswith("UR") and x != "URZ"]
         upper = machine.total([_next(x.lstrip("-")) for x in pairs])
