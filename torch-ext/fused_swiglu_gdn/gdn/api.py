@@ -121,12 +121,10 @@ def chunk_gated_delta_rule(
     checks.are_flags(inplace_final_state=inplace_final_state)
     settings = (use_gate_in_kernel, chunk_size, recompute)
     if has_initial_state is not None or not inplace_final_state:
-        call = _checked(GdnCall(*tensors, GdnOptions(*options)), *settings)
-        checks.pool_of_prompts(call, has_initial_state, cp_context)
-        pool, rows = ops.states_to_start_from(
-            call.initial_state, call.state_indices, has_initial_state, not inplace_final_state
-        )
-        tensors = (q, k, v, g, beta, A_log, dt_bias, pool, rows, cu_seqlens)
+        call = GdnCall(*tensors, GdnOptions(*options))
+        checked = _checked(call, *settings)
+        checks.pool_of_prompts(checked, has_initial_state, cp_context)
+        tensors = _started(call, checked, has_initial_state, not inplace_final_state)
     if cp_context is not None:
         call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
         lengths = lengths_alone(call, cp_context)
@@ -144,6 +142,13 @@ def chunk_gated_delta_rule(
     if not inplace_final_state:
         state = state.to(state_dtype or state.dtype) if output_final_state else None
     return (o, state, checkpoints) if checkpoint_every else (o, state)
+
+
+def _started(call: GdnCall, checked: GdnCall, kept: Optional[Tensor], apart: bool) -> tuple:
+    """The tensors of the call, with the states that its sequences start from."""
+    pool, rows = checked.initial_state, checked.state_indices
+    pool, rows = ops.states_to_start_from(pool, rows, kept, apart)
+    return call._replace(initial_state=pool, state_indices=rows).tensors
 
 
 def _checked(call: GdnCall, use_gate: bool, chunk_size: int, recompute: bool) -> GdnCall:
