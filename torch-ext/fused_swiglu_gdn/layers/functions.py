@@ -60,28 +60,14 @@ class chunk_gated_delta_rule(nn.Module):
 
     def forward(
         self,
-        query,
-        key,
-        value,
-        g,
-        beta,
-        chunk_size=64,
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=False,
-        **kwargs,
-    ):
+        query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
         return gdn.chunk_gated_delta_rule(
-            query,
-            key,
-            value,
-            g,
-            beta,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=packed_lengths(kwargs),
-        )
+        )  # fmt: skip
 
 
 class recurrent_gated_delta_rule(nn.Module):
@@ -95,27 +81,14 @@ class recurrent_gated_delta_rule(nn.Module):
 
     def forward(
         self,
-        query,
-        key,
-        value,
-        g,
-        beta,
-        initial_state=None,
-        output_final_state=False,
-        use_qk_l2norm_in_kernel=False,
-        **kwargs,
-    ):
+        query, key, value, g, beta, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
         return gdn.fused_recurrent_gated_delta_rule(
-            query,
-            key,
-            value,
-            g,
-            beta,
-            initial_state=initial_state,
-            output_final_state=output_final_state,
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
-            cu_seqlens=packed_lengths(kwargs),
-        )
+        )  # fmt: skip
 
 
 class causal_conv1d_fn(nn.Module):

@@ -11,7 +11,7 @@ from ..norm.api import rms_norm
 from ..norm.ops import FAMILY
 from ..runtime import dispatch
 from .pinned import Pinned, has_values
-from .plain import PLAIN_TENSORS
+from .plain import PLAIN_TENSORS, is_plain
 from .untouched import untouched
 
 
@@ -29,21 +29,6 @@ class NormForm(NamedTuple):
 
 
 FORMS: Dict[type, NormForm] = {}  # by the classes of served modules
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Calling the module does no more than the forward of its class."""
-    attributes = module.__dict__
-    return not (
-        attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or "forward" in attributes
-        or "_call_impl" in attributes
-        or "_hf_hook" in attributes
-        or type(module).__call__ is not nn.Module.__call__
-    )
 
 
 def does_nothing(module: nn.Module) -> bool:

@@ -94,6 +94,21 @@ def parameters_of(
     return weight, bias
 
 
+def is_plain(module: nn.Module) -> bool:
+    """Calling the module does no more than the forward of its class."""
+    attributes = module.__dict__
+    return not (
+        attributes["_forward_hooks"]
+        or attributes["_forward_pre_hooks"]
+        or attributes["_backward_hooks"]
+        or attributes["_backward_pre_hooks"]
+        or "forward" in attributes
+        or "_call_impl" in attributes
+        or "_hf_hook" in attributes
+        or type(module).__call__ is not nn.Module.__call__
+    )
+
+
 def same_dtype(x: torch.Tensor, *weights: Optional[torch.Tensor]) -> bool:
     """x can be multiplied with the weights, or autocast will see to it."""
     if type(x) not in PLAIN_TENSORS:

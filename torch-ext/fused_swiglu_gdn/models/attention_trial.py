@@ -22,6 +22,7 @@ from .serving import own_class
 from .source import plain_values, read, why_odd_module
 from .stand_ins import (
     F64,
+    WORD,
     Cache,
     Interface,
     KeepsFp64,
@@ -44,7 +45,6 @@ Q_NORM, K_NORM = (
 )
 ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
 DROPOUT = 0.37  # of the twin: 0 in most configurations, which would hide it
-WORD = "a_word_that_nobody_knows"
 
 _forms: Dict[tuple, Union[AttentionForm, str]] = {}
 

@@ -14,9 +14,8 @@ from .forms import Refused
 from .norm_trial import norm_form
 from .serving import own_class
 from .source import Source, plain_values, read, why_odd_module
-from .stand_ins import Block, Opaque, quiet, random, same, twin_of
+from .stand_ins import WORD, Block, Opaque, quiet, random, same, twin_of
 
-WORD = "a_word_that_nobody_knows"
 OUTPUTS = (1, 2, 3)
 
 _forms: Dict[tuple, Union[LayerForm, str]] = {}

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from .forms import Refused
 
 F64 = torch.float64
+WORD = "a_word_that_nobody_knows"  # a keyword that a forward can only hand on
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
