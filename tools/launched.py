@@ -348,37 +348,28 @@ calls(_rule, "gdn training", {
 }, grad=True)  # fmt: skip
 
 
-def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False, known=False):
-    """What a process tells of a sequence that others hold too, and its part of the rule."""
+def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False, known=False, grad=False):
+    """What a process tells of a sequence that others hold too, and its part of the rule; of the
+    gradient what it asks of the state before that sequence."""
     call, dispatch = submodule("gdn.call"), submodule("runtime.dispatch")
     q, v, g = values(1, T, H, D), values(1, T, HV, D), values(1, T, HV)
-    start = values(slots, HV, D, D, dtype=FP32)
+    start, lengths = values(slots, HV, D, D, dtype=FP32), offsets((T // slots,) * slots)
     options = call.GdnOptions(D**-0.5, use_qk_l2norm=True, output_final_state=True)
-    lengths = offsets((T // slots,) * slots)
     one = call.GdnCall(q, q, v, g, g, None, None, start, None, lengths, options)
+    if grad:
+        args = (one, call.GdnGradient(v, torch.empty_like(start), None, True))
+        launch = dispatch.choose("gdn.pieces", "gdn_entry_bwd", False, args)
+        return lambda: launch and launch(*args)
     told = values(slots, HV, 2 * D if with_m else D, D, dtype=FP32)
-    numbers = rows(slots, torch.int32)
-    args = (one, numbers, told, start if known else None)
+    args = (one, rows(slots, torch.int32), told, start if known else None)
     launch = dispatch.choose("gdn.pieces", "gdn_pieces_fwd", False, args)
     return lambda: launch and launch(*args)(start)
 
 
-def _entry(kernel, T=8192, H=16, HV=64, D=128):
-    """What a process asks of the state before a sequence that others hold too."""
-    call, dispatch = submodule("gdn.call"), submodule("runtime.dispatch")
-    q, v, g, state = values(1, T, H, D), values(1, T, HV, D), values(1, T, HV), (1, HV, D, D)
-    options = call.GdnOptions(D**-0.5, use_qk_l2norm=True, output_final_state=True)
-    lengths, start = offsets((T,)), values(*state, dtype=FP32)
-    one = call.GdnCall(q, q, v, g, g, None, None, start, None, lengths, options)
-    args = (one, call.GdnGradient(v, values(*state, dtype=FP32), None, True))
-    launch = dispatch.choose("gdn.pieces", "gdn_entry_bwd", False, args)
-    return lambda: launch and launch(*args)
-
-
 calls(_pieces, "gdn pieces", {
     "neighbour": {}, "from states": dict(known=True), "zigzag": dict(slots=2, with_m=True),
+    "gradient": dict(grad=True),
 })  # fmt: skip
-calls(_entry, "gdn pieces", {"gradient": {}})
 
 
 def _step(

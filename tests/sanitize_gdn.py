@@ -1,6 +1,6 @@
 """NVIDIA's compute-sanitizer over the Hopper path of GDN prefill.
 
-    python tools/sanitize_gdn.py memcheck|racecheck|synccheck [CASE ...]
+    python tests/sanitize_gdn.py memcheck|racecheck|synccheck [CASE ...]
 
 A small grid: packed sequences with ragged tails and empty ones, pools with skipped rows,
 checkpoints, one and two state warpgroups, segments. docs/gdn_hopper.md has the findings.
@@ -11,7 +11,7 @@ import subprocess
 import sys
 
 import torch
-from in_tree import submodule
+from conftest import submodule
 
 PROCESSORS = {1: 10**9, 2: 0}  # by state warpgroups: what the launcher must believe
 

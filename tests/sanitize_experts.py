@@ -1,6 +1,6 @@
 """NVIDIA's compute-sanitizer over the routed experts, forward and backward, and the router.
 
-    python tools/sanitize_experts.py memcheck|racecheck|synccheck [CASE ...]
+    python tests/sanitize_experts.py memcheck|racecheck|synccheck [CASE ...]
 
 Small sizes that no tile divides, entries held elsewhere and experts without rows, in every form
 that the number of tokens chooses.
@@ -10,7 +10,7 @@ import functools
 import sys
 
 import torch
-from in_tree import load_package
+from conftest import load_package
 from sanitize_gdn import main
 
 
