@@ -163,6 +163,16 @@ def test_every_public_function_says_shapes_and_errors():
         assert "Returns:" in doc or "Args, Returns:" in doc or "Raises:" in doc, function.name
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.name)
+def test_tools_stand_on_no_tests(path):
+    """What compares values lies with the tests, which import tools."""
+    tests = {test.stem for test in (ROOT / "tests").glob("*.py")}
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module] if isinstance(node, ast.ImportFrom) else []
+        assert not tests & set(names), f"{path.name} imports {', '.join(tests & set(names))}"
+
+
 def test_tree_has_no_strays():
     allowed = {"benchmarks", "docs", "examples", "tests", "tools", "torch-ext", "build"}
     folders = {path.name for path in ROOT.iterdir() if path.is_dir()}

@@ -11,12 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.swiglu import Roles
+from ..swiglu.reference import ACTIVATIONS
+from .stand_ins import twin_of
 
-FUNCTIONS = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
 # leading sizes of x, model width, hidden width, and the size of the values
 CASES = (((2,), 5, 3, 1.0), ((1, 7), 16, 24, 100.0), ((3, 1, 2), 8, 40, 1e-3), ((65,), 96, 64, 1.0))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -62,10 +59,8 @@ def _why_not(kind, forward, roles, dtype, case, training) -> Optional[str]:
     gate, up, down = (
         _Product(normal(n, k) * k**-0.5, normal(n)) for n, k in ((N, K), (N, K), (K, N))
     )
-    act = _mark if roles.act is not None else FUNCTIONS[roles.function]
-    twin = object.__new__(kind)
-    twin.__dict__.update(nn.Module().__dict__)
-    parts = twin.__dict__["_modules"]
+    act = _mark if roles.act is not None else ACTIVATIONS[roles.function]
+    parts = {}
     if roles.up is None:
         pair = (gate, up) if roles.gate_first else (up, gate)
         weight, bias = (torch.cat([getattr(p, name) for p in pair]) for name in ("weight", "bias"))
@@ -76,6 +71,7 @@ def _why_not(kind, forward, roles, dtype, case, training) -> Optional[str]:
     parts.update({name: lambda x: x for name in roles.dropouts})
     if roles.act is not None:
         parts[roles.act] = act
+    twin = twin_of(nn.Module(), kind, parts)
     twin.__dict__.update(dict.fromkeys(roles.rates, 0.0), training=training)
     x = (normal(*sizes, K) * scale).requires_grad_(torch.is_grad_enabled())
     if roles.up is None:  # the same product as the forward's: the bits may depend on its size
