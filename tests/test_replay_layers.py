@@ -19,7 +19,7 @@ every_model = pytest.mark.parametrize("name", WITH_GDN)
 @pytest.fixture(autouse=True)
 def small_states_pay(monkeypatch):
     """A ring for tiny states, too, and where no kernel serves."""
-    monkeypatch.setattr(submodule("layers.replay"), "pays", lambda *args: True)
+    monkeypatch.setattr(submodule("layers.replay"), "pays", lambda state: True)
 
 
 def both(kernel, name, dtype=None, device="cpu", **sizes):
@@ -300,8 +300,17 @@ def test_report_and_arguments(kernel):
             kernel.kernelize(model, replay=value)
 
 
-def test_small_states_and_cpus_decode_as_before(kernel, monkeypatch):
+def test_rings_begin_in_graphs_alone(kernel, monkeypatch):
+    """Of large states in fp32, for which there are kernels; else layers decode as ever."""
     monkeypatch.undo()
     x = Pair(both(kernel, "qwen3_5_text"))
-    x.feed(1, 2)
+    module = submodule("layers.replay")
+    with module.rings_begin():
+        x.feed(1, 2)
     assert not states(x.caches[1])
+    monkeypatch.setattr(module.dispatch, "has_kernels", lambda *args: True)
+    small, large = (torch.zeros(1).expand(size // 4) for size in (2**20, 2**25))
+    assert not module.pays(large)
+    with module.rings_begin():
+        assert module.pays(large) and not module.pays(small) and not module.pays(large.double())
+    assert not module.pays(large)

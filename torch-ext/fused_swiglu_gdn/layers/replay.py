@@ -8,7 +8,9 @@ before anybody gets it. So there is nothing that a reader has to know.
 Sizes: B batch, H and HV heads, K and V head dims.
 """
 
+import contextlib
 from collections.abc import MutableMapping
+from contextvars import ContextVar
 from typing import NamedTuple, Optional
 
 import torch
@@ -19,16 +21,20 @@ from ..gdn.call import Ring
 from ..gdn.ops_replay import REPLAY
 from ..runtime import dispatch
 
-# Bytes of a layer's states from which on a ring pays: in CUDA graphs, and where the host, which
-# starts five kernels instead of two, must not take longer than the GPU
-GRAPHED, EAGER = 32 * 2**20, 256 * 2**20
+PAYS_FROM = 32 * 2**20  # bytes of a layer's states: with fewer, writing them costs less than a ring
+
+_begins: ContextVar = ContextVar("rings begin", default=False)
 
 
-class Replaying(NamedTuple):
-    """What kernelize was asked for."""
-
-    rows: int  # of a ring
-    pays_from: int  # bytes of a layer's states
+@contextlib.contextmanager
+def rings_begin():
+    """Layers that are called inside may begin with rings: what is a CUDA graph from the next token
+    on. The host takes longer to start five kernels than two, which a graph hides."""
+    token = _begins.set(True)
+    try:
+        yield
+    finally:
+        _begins.reset(token)
 
 
 class _Held(NamedTuple):
@@ -88,20 +94,18 @@ class HeldStates(MutableMapping):
         return o
 
 
-def pays(state: Tensor, pays_from: int) -> bool:
-    """Whether a token is faster with a ring than without, and now is the time to begin: what a
-    CUDA graph captures would begin anew in every replay."""
-    where = state.device
-    many = state.numel() * state.element_size() >= pays_from
-    if not many or not dispatch.has_kernels(*REPLAY, where.type, where.index):
+def pays(state: Tensor) -> bool:
+    """Whether a token is faster with a ring than without."""
+    where, size = state.device, state.numel() * state.element_size()
+    if not _begins.get() or state.dtype != torch.float32 or size < PAYS_FROM:
         return False
-    return not (state.is_cuda and torch.cuda.is_current_stream_capturing())
+    return dispatch.has_kernels(*REPLAY, where.type, where.index)
 
 
 def held_states(layer, cached, k: Tensor) -> Optional[HeldStates]:
     """What a layer decodes a token with, whose key is k [B, 1, H, K]; None: as without a ring."""
-    wanted: Optional[Replaying] = getattr(type(layer), "replaying", None)
-    if wanted is None or torch.compiler.is_compiling() or torch.is_autocast_enabled(k.device.type):
+    rows = getattr(type(layer), "replay_rows", 0)
+    if not rows or torch.compiler.is_compiling() or torch.is_autocast_enabled(k.device.type):
         return None
     states = cached.recurrent_states
     if isinstance(states, HeldStates):
@@ -109,8 +113,8 @@ def held_states(layer, cached, k: Tensor) -> Optional[HeldStates]:
         if held is None:  # offloading keeps the order of a state's memory
             states.states[0] = states.states[0].contiguous()
         return states if held is not None and held.ring.k.dtype == k.dtype else None
-    if type(states) is not dict or list(states) != [0] or not pays(states[0], wanted.pays_from):
+    if type(states) is not dict or list(states) != [0] or not pays(states[0]):
         return None
     with torch.inference_mode(False), torch.no_grad():  # what is made here outlives the mode
-        cached.recurrent_states = HeldStates(states, k, wanted.rows)
+        cached.recurrent_states = HeldStates(states, k, rows)
     return cached.recurrent_states

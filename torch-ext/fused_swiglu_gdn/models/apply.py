@@ -9,7 +9,7 @@ from ..attention.call import QkNormRope, QkOptions
 from ..attention.ops import FAMILY as ATTENTION
 from ..gdn.call import GdnCall, GdnOptions
 from ..gdn_layer.call import DecodeOptions, LayerDecode
-from ..layers.replay import EAGER, GRAPHED, Replaying
+from ..layers.replay import PAYS_FROM
 from ..norm.ops import FAMILY as NORM
 from ..parallel.checks import is_group
 from ..runtime import dispatch
@@ -60,9 +60,10 @@ def kernelize(
             is installed.
         cuda_graphs: `model.generate(..., cache_implementation="static")` then replays a CUDA graph
             of a decoding step instead of compiling it, where a replay does the same.
-        replay: Gated DeltaNet layers that decode many sequences write their states once in so many
-            tokens, of which 16 are best, by replay_gated_delta_rule. 0: at every token. A state
-            that is read from the cache has all tokens in it, always.
+        replay: in CUDA graphs (cuda_graphs, or graphed_step), Gated DeltaNet layers that decode
+            many sequences write their states once in so many tokens, of which 16 are best, by
+            replay_gated_delta_rule. 0: at every token. A state that is read from the cache has all
+            tokens in it, always.
         cp_group: a torch.distributed.ProcessGroup that holds parts of every sequence: the model is
             then called with what shard_batch gives (docs/parallel.md).
         cp_attention: with cp_group, whether softmax attention gathers keys and values of the
@@ -79,21 +80,21 @@ def kernelize(
     _check_model("kernelize", model)
     training = _is_training(model, mode)
     kinds = _kinds(only, skip)
-    replaying = _replaying(replay, cuda_graphs)
+    _check_replay(replay)
     if cp_group is not None:
         if "gdn" not in kinds:
             raise ValueError('only and skip must leave "gdn" in where cp_group is given')
         is_group(cp_group)
     restore_attention(model)
     with as_gathered(model):
-        rows = _serve_modules(model, training, kinds, replaying)
+        rows = _serve_modules(model, training, kinds, replay)
     if cp_group is not None:
         _exchanges_states(model, rows)
         rows += serve_attention(model) if cp_attention else []
     restore_graphs(model)
     rows += [serve_loss(model)] if loss else []
     rows += [serve_graphs(model)] if cuda_graphs else []
-    rows += [_replays(model, rows, replaying)] if replay else []
+    rows += [_replays(model, rows, replay)] if replay else []
     return Report([row for row in rows if row is not None])
 
 
@@ -108,24 +109,23 @@ def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
             )
 
 
-def _replaying(replay: int, graphed: bool) -> Optional[Replaying]:
+def _check_replay(replay: int) -> None:
     if not isinstance(replay, int) or isinstance(replay, bool):
         raise TypeError(f"replay must be an int, got {type(replay).__name__}")
     if replay < 0 or replay == 1:
         raise ValueError(f"replay must be 0, or at least 2 tokens, got {replay}")
-    return Replaying(replay, GRAPHED if graphed else EAGER) if replay else None
 
 
-def _replays(model: nn.Module, rows: List[Row], replaying: Replaying) -> Row:
+def _replays(model: nn.Module, rows: List[Row], replay: int) -> Row:
     """What the report says of the states of served GDN layers."""
     served = any(row.reason is None and row.layer.endswith("GatedDeltaNet") for row in rows)
-    size, tokens = replaying.pays_from // 2**20, replaying.rows
-    by = f"states of {size} MiB a layer and more, written once in {tokens} tokens"
+    size = PAYS_FROM // 2**20
+    by = f"in CUDA graphs: states of {size} MiB a layer or more, written once in {replay} tokens"
     reason = None if served else "no replay: it has no Gated DeltaNet layer that is served"
     return Row("", type(model).__name__, "decode", by if served else None, reason)
 
 
-def _serve_modules(model: nn.Module, training: bool, kinds: set, replaying) -> List[Row]:
+def _serve_modules(model: nn.Module, training: bool, kinds: set, replay: int) -> List[Row]:
     rows = []
     for name, module in model.named_modules():
         unserve(module)
@@ -135,8 +135,8 @@ def _serve_modules(model: nn.Module, training: bool, kinds: set, replaying) -> L
         implementation, reason = None, finding.reason or _why_no_kernel(module, finding)
         if reason is None:
             implementation = _implementations(module, finding, training)
-            ring = replaying if finding.kind == "gdn" else None
-            serve(module, finding.layer, finding.forward, ring)
+            replay_rows = replay if finding.kind == "gdn" else 0
+            serve(module, finding.layer, finding.forward, replay_rows)
             remember(module, finding)
         kind = type(module).__name__
         rows.append(Row(name, kind, finding.layer, implementation, reason))

@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, List, Optional, Set, Tuple
 import torch
 from torch import nn
 
+from ..layers.replay import rings_begin
 from .capture import Graph
 from .graph_rules import PASSING, why_eager, why_not_cache, why_not_model, why_not_yet
 from .rehearsal import expect_prompt
@@ -89,7 +90,8 @@ class Step:
         if key == self.key:
             return self._capture(model, cache, inputs, Graph(device))
         self.key = key
-        return Graph(device).run(lambda: model(past_key_values=cache, **inputs))
+        with rings_begin():
+            return Graph(device).run(lambda: model(past_key_values=cache, **inputs))
 
     @staticmethod
     def _eager(model: nn.Module, cache: Any, inputs: dict, reason: str):

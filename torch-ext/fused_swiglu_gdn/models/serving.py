@@ -54,14 +54,13 @@ class Served:
 
 
 @functools.cache
-def _served_class(
-    own: type, layer: str, forward: Callable, replaying: Optional[layers.replay.Replaying]
-) -> type:  # fmt: skip
-    """The subclass of `own` with this forward; `layer` is the name of our layer."""
+def _served_class(own: type, layer: str, forward: Callable, replay_rows: int) -> type:
+    """The subclass of `own` with this forward; `layer` is the name of our layer, replay_rows the
+    tokens that it decodes before it writes a state, or 0 (layers/replay.py)."""
     members = {
         "forward": forward,
         "served_as": layer,
-        "replaying": replaying,
+        "replay_rows": replay_rows,
         "__doc__": own.__doc__,
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
@@ -83,13 +82,10 @@ def is_served(module: nn.Module) -> bool:
     return type(module).__bases__[0] is Served
 
 
-def serve(
-    module: nn.Module, layer: str, forward: Callable,
-    replaying: Optional[layers.replay.Replaying] = None,
-) -> None:  # fmt: skip
+def serve(module: nn.Module, layer: str, forward: Callable, replay_rows: int = 0) -> None:
     """Gives a module `forward` for its own; why_replaced says whether that is all right."""
     module.__dict__.pop("forward", None)
-    module.__class__ = _served_class(own_class(module), layer, forward, replaying)
+    module.__class__ = _served_class(own_class(module), layer, forward, replay_rows)
 
 
 def unserve(module: nn.Module) -> bool:

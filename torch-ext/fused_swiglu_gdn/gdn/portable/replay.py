@@ -18,6 +18,7 @@ import triton
 
 from ...runtime import tuning
 from ...runtime.cache import CallCache
+from ...runtime.device import overlaps_launches
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch
 from ..call import ReplayCall
@@ -45,11 +46,6 @@ def _tile(device, K: int, state: torch.Tensor) -> dict:
     return {**config, "K_PART": min(config["K_PART"], most)}
 
 
-def options_of(config: dict) -> tuple:
-    """num_warps, and maxnreg where a limit of registers pays."""
-    return tuple((name, config[name]) for name in ("num_warps", "maxnreg") if name in config)
-
-
 class Replay:
     """T tokens a sequence, for all calls of a kind: shapes, strides, dtypes and options."""
 
@@ -58,7 +54,7 @@ class Replay:
     def __init__(self, call: ReplayCall):
         q, k, v, g, beta, options = call.q, call.k, call.v, call.g, call.beta, call.options
         state, (N, H, HV, T, R) = call.initial_state, (call.N, call.H, call.HV, call.T, call.R)
-        config = _tile(q.device, call.K, state)
+        config, pdl = _tile(q.device, call.K, state), overlaps_launches(q.device)
         held = (state, call.ring_k, call.ring_u, call.ring_g)
         strides = (
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *g.stride()[:2], *beta.stride()[:2],
@@ -70,7 +66,7 @@ class Replay:
         self.products = Launch(
             replay_products_kernel, N * HV, q.device, numbers=(strides, options.scale),
             constexprs=(
-                H, HV, call.K, T, R, *facts, options.use_qk_l2norm, options.beta_max, *blocks,
+                H, HV, call.K, T, R, *facts, options.use_qk_l2norm, options.beta_max, pdl, *blocks,
             ),
             options=(("num_warps", 1),), guarded=True,
         )  # fmt: skip
@@ -78,10 +74,12 @@ class Replay:
             replay_kernel, N * HV * triton.cdiv(call.V, config["BLOCK_V"]), q.device,
             numbers=(strides,),
             constexprs=(
-                H, HV, call.K, call.V, T, R, *facts, *blocks, config["BLOCK_V"],
-                config["K_PART"], config["FOLDED"], config["EVICT"],
+                H, HV, call.K, call.V, T, R, *facts, pdl, *blocks, config["BLOCK_V"],
+                config["K_PART"], config["EVICT"],
             ),
-            options=options_of(config),
+            options=(
+                ("num_warps", config["num_warps"]), *((("launch_pdl", True),) if pdl else ()),
+            ),
             guarded=True,
         )  # fmt: skip
 
@@ -170,9 +168,9 @@ def gdn_ring_materialise(
         numbers=(tuple(x.stride(0) for x in (state, ring_k, ring_u, ring_g)),),
         constexprs=(
             H, HV, K, V, R, null_index + 1, *map(triton.next_power_of_2, (K, R)),
-            config["BLOCK_V"], config["K_PART"], config["FOLDED"],
+            config["BLOCK_V"], config["K_PART"],
         ),
-        options=options_of(config),
+        options=(("num_warps", config["num_warps"]),),
     )  # fmt: skip
     kernel(state, ring_k, ring_u, ring_g, cursor, state_indices, out)
     return state if inplace else out

@@ -72,27 +72,19 @@ def replay_tile(
 
 @triton.jit
 def _fold(
-    state_ptrs, ring_k, ring_u, ring_g, first, m, mask, offs_k, offs_v, K: tl.constexpr,
-    V: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr, FOLDED: tl.constexpr,
+    state_ptrs, ring_k, ring_u, ring_g, first, m, past, mask, offs_k, offs_v, mask_k, mask_v,
+    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a state with m tokens of the ring in it, in fp32 throughout.
-
-    The latest come first, so that decays are sums of later gates; FOLDED at a time, whose loads are
-    under way at once.
-    """
+    """A tile of the state with m tokens of the ring in it, in fp32 throughout; past: the gates
+    since then."""
     j = tl.arange(0, BLOCK_R)
     gates = load(ring_g + ring_row(first, j, R), j < m)
-    S = tl.exp(tl.sum(gates, 0)) * load(state_ptrs, mask)
-    past = tl.zeros((), tl.float32)  # the gates after a token
-    mask_k = None if offs_k.shape[0] * offs_k.shape[1] == K else offs_k < K
-    for i in range(0, m, FOLDED):
-        for step in tl.static_range(FOLDED):
-            there = i + step < m
-            at = ring_row(first, tl.maximum(m - 1 - i - step, 0), R)
-            u = load(ring_u + at * V + offs_v, offs_v < V, there) * tl.exp(past)
-            k = load(ring_k + at * K + offs_k, mask_k, there)
-            S += u[:, None, None] * k[None, :, :]
-            past += tl.load(ring_g + at, mask=there, other=0.0)
+    S = tl.exp(past + tl.sum(gates, 0)) * load(state_ptrs, mask)
+    for i in range(0, m):  # the latest first: decays are sums of later gates
+        at = ring_row(first, m - 1 - i, R)
+        u = load(ring_u + at * V + offs_v, mask_v) * tl.exp(past)
+        S += u[:, None, None] * load(ring_k + at * K + offs_k, mask_k)[None, :, :]
+        past += tl.load(ring_g + at)
     return S
 
 
@@ -121,6 +113,7 @@ def replay_products_kernel(
     FIRST: tl.constexpr,
     L2NORM: tl.constexpr,
     BETA_MAX: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
@@ -130,6 +123,8 @@ def replay_products_kernel(
 
     j: the tokens of the ring, then those of the call. Factors of a token are f_j, f, b; F_j, F, g.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     COLUMNS: tl.constexpr = R + T + 2
     pid = tl.program_id(0)
     n = (pid // HV).to(tl.int64)
@@ -144,20 +139,17 @@ def replay_products_kernel(
     ring_g = ring_g_ptr + row * strides[16] + hv * R
     j = tl.arange(0, BLOCK_R)
     there = j < m
-    # all rows are read, so that the loads do not wait for the cursor
-    held = (j < R) & alive
     at = ring_row(first, j, R)
-    mask_rk = held[:, None] if mask_k is None else held[:, None] & mask_k[None, :]
+    mask_rk = there[:, None] if mask_k is None else there[:, None] & mask_k[None, :]
     keys = load(ring_k + at[:, None] * K + offs_k[None, :], mask_rk)  # [BLOCK_R, BLOCK_K]
-    later = load(ring_g + ring_row(first, j + 1, R), (j + 1 < R) & alive)
-    later = tl.where(j + 1 < m, later, 0.0)  # the gate after token j
-    oldest = tl.load(ring_g if first is None else ring_g + first, mask=alive, other=0.0)
-    oldest = tl.where(m > 0, oldest, 0.0)
+    later = load(ring_g + ring_row(first, j + 1, R), j + 1 < m)  # the gate after token j
+    oldest = tl.load(ring_g if first is None else ring_g + first, mask=m > 0, other=0.0)
     # sums of later gates, never differences: one gate may be minus infinity
     after = tl.cumsum(later, 0, reverse=True)
     whole = oldest + tl.sum(later, 0)
     past = tl.zeros((), tl.float32)  # the gates of the call's tokens so far
     gates = ()  # for each of them the gates after it
+    kept = alive & (flush == 0) if MAX_TOKENS == 1 else alive
     for t in tl.static_range(T):
         q = load(q_ptr + n * strides[0] + t * strides[1] + h * strides[2] + offs_k, mask_k)
         k_rows = k_ptr + n * strides[3] + h * strides[5] + offs_k
@@ -173,9 +165,9 @@ def replay_products_kernel(
         factors = factors_ptr + ((n * HV + hv) * T + t) * (2 * COLUMNS)
         of_q = factors + COLUMNS
         a, b = tl.reduce((keys * k[None, :], keys * q[None, :]), 1, add_pairs)  # [BLOCK_R]
-        w = tl.exp(past + after)
-        tl.store(factors + j, tl.where(there, gain * w * a, 0.0), mask=j < R)
-        tl.store(of_q + j, tl.where(there, scale_q * w * b, 0.0), mask=j < R)
+        w = tl.where(there, tl.exp(past + after), 0.0)
+        tl.store(factors + j, gain * w * a, mask=j < R)
+        tl.store(of_q + j, scale_q * w * b, mask=j < R)
         since = ()
         for i in tl.static_range(t):  # earlier tokens of this call
             gone = gates[i] + g
@@ -192,8 +184,8 @@ def replay_products_kernel(
         tl.store(of_q + R + T, scale_q * decay)
         tl.store(of_q + R + T + 1, g)
         at = ring_row(first, m + t, R)
-        tl.store(ring_g + at, g, mask=alive)
-        store(ring_k + at * K + offs_k, k, mask_k, alive & (hv % (HV // H) == 0))
+        tl.store(ring_g + at, g, mask=kept)
+        store(ring_k + at * K + offs_k, k, mask_k, kept & (hv % (HV // H) == 0))
 
 
 @triton.jit
@@ -219,17 +211,15 @@ def replay_kernel(
     R: tl.constexpr,
     MAX_TOKENS: tl.constexpr,
     FIRST: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     K_PART: tl.constexpr,
-    FOLDED: tl.constexpr,
     EVICT: tl.constexpr,
 ):
     """A program takes T tokens and BLOCK_V rows of one state."""
     COLUMNS: tl.constexpr = R + T + 2
-    PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    pid = tl.program_id(0)
     n, hv, offs_k, offs_v, offs_s = replay_tile(HV, K, V, BLOCK_K, BLOCK_V, K_PART)
     h = hv // (HV // H)
     mask_k = None if BLOCK_K == K else offs_k < K
@@ -245,11 +235,11 @@ def replay_kernel(
     S = tl.load(state_ptrs, mask=alive if mask is None else mask & alive, other=0.0)
     ring_u = ring_u_ptr + row * strides[15] + hv * (R * V)
     j = tl.arange(0, BLOCK_R)
-    # as if u were not contiguous: a thread takes many rows of it, and few shuffles add them up
-    offs_u = tl.max_contiguous((pid % PARTS) * BLOCK_V + tl.arange(0, BLOCK_V), 1)
-    there = (j < m)[None, :] if mask_v is None else (j < m)[None, :] & mask_v[:, None]
-    held_u = load(ring_u + ring_row(first, j, R)[None, :] * V + offs_u[:, None], there)
+    there = (j < m)[:, None] if mask_v is None else (j < m)[:, None] & mask_v[None, :]
+    held_u = load(ring_u + ring_row(first, j, R)[:, None] * V + offs_v[None, :], there)
     new_u = ()
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     for t in tl.static_range(T):
         factors = factors_ptr + ((n * HV + hv) * T + t) * (2 * COLUMNS)
         of_q = factors + COLUMNS
@@ -261,7 +251,7 @@ def replay_kernel(
         wide = S.to(tl.float32)
         x, y = tl.reduce((wide * k[None, :, :], wide * q[None, :, :]), 1, add_pairs)
         x, y = tl.reduce((x, y), 1, add_pairs)  # [BLOCK_V]
-        seen, asked = tl.reduce((f[None, :] * held_u, F[None, :] * held_u), 1, add_pairs)
+        seen, asked = tl.reduce((f[:, None] * held_u, F[:, None] * held_u), 0, add_pairs)
         seen += tl.load(factors + R + T) * x
         asked += tl.load(of_q + R + T) * y
         for i in tl.static_range(t):  # earlier tokens of this call
@@ -270,17 +260,21 @@ def replay_kernel(
         u = tl.load(factors + R + T + 1) * v - seen
         o = tl.where(alive, asked + tl.load(of_q + R + t) * u, 0.0)
         store(o_ptr + ((n * T + t) * HV + hv) * V + offs_v, o, mask_v)
-        store(ring_u + ring_row(first, m + t, R) * V + offs_v, u, mask_v, alive)
+        kept = alive if MAX_TOKENS > 1 else alive & (flush == 0)
+        store(ring_u + ring_row(first, m + t, R) * V + offs_v, u, mask_v, kept)
         new_u += (u.to(ring_u_ptr.dtype.element_ty).to(tl.float32),)  # as later calls see it
-    if flush & alive:
-        tl.debug_barrier()  # every thread has written its u
+    if flush & alive:  # the tile is read again, from the cache: so it takes no registers till now
         ring_k = ring_k_ptr + row * strides[14] + h * (R * K)
         ring_g = ring_g_ptr + row * strides[16] + hv * R
-        tokens = m + 1 if MAX_TOKENS == 1 else m  # a draft may yet be dropped
+        past = tl.zeros((), tl.float32)
+        if MAX_TOKENS == 1:  # the call's token is no draft
+            past += tl.load(of_q + R + T + 1)
         new = _fold(
-            state_ptrs, ring_k, ring_u, ring_g, first, tokens, mask, offs_k, offs_v, K, V, R,
-            BLOCK_R, FOLDED,
+            state_ptrs, ring_k, ring_u, ring_g, first, m, past, mask, offs_k, offs_v, mask_k,
+            mask_v, K, V, R, BLOCK_R,
         )  # fmt: skip
+        if MAX_TOKENS == 1:
+            new += u[:, None, None] * k[None, :, :]
         store(state_ptrs, new, mask, None, EVICT)
 
 
@@ -336,7 +330,6 @@ def materialise_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
     K_PART: tl.constexpr,
-    FOLDED: tl.constexpr,
 ):
     """A program takes BLOCK_V rows of one state."""
     n, hv, offs_k, offs_v, offs_s = replay_tile(HV, K, V, BLOCK_K, BLOCK_V, K_PART)
@@ -351,8 +344,8 @@ def materialise_kernel(
     ring_g = ring_g_ptr + row * strides[3] + hv * R
     if m > 0 or out_ptr is not None:
         S = _fold(
-            state_ptrs, ring_k, ring_u, ring_g, first, m, mask_s, offs_k, offs_v, K, V, R, BLOCK_R,
-            FOLDED,
+            state_ptrs, ring_k, ring_u, ring_g, first, m, tl.zeros((), tl.float32), mask_s, offs_k,
+            offs_v, offs_k < K, offs_v < V, K, V, R, BLOCK_R,
         )  # fmt: skip
         if out_ptr is None:
             store(state_ptrs, S, mask_s)
