@@ -91,9 +91,10 @@ def command() -> str:
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
     options = sys.argv[1:]
-    if "--json" in options:  # where the record goes is no part of it
-        at = options.index("--json")
-        del options[at : at + 2]
+    for name_of_file in ("--json", "--wait-for"):  # where the record goes is no part of it
+        if name_of_file in options:
+            at = options.index(name_of_file)
+            del options[at : at + 2]
     return shlex.join(["python", str(name), *options])
 
 

@@ -8,7 +8,7 @@ inputs. A graph belongs to one cache and dies with it.
 
 import logging
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Set, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -192,7 +192,7 @@ class Decoding:
     def __init__(self, model: nn.Module):
         self.of = weakref.ref(model)
         self.steps: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache
-        self.rehearsed: Set[Tuple[int, int]] = set()  # prompts whose kernels are compiled
+        self.rehearsed = False  # what the first prompt launches has been compiled
 
     @property
     def model(self) -> nn.Module:
@@ -208,7 +208,9 @@ class Decoding:
         model = self.model
         reason = why_not_model(model)
         if reason is None:
-            expect_prompt(model, self.rehearsed)
+            if not self.rehearsed:
+                self.rehearsed = True
+                expect_prompt(model)
             return self.step
         say(model, reason)
         return model.__call__
