@@ -22,7 +22,7 @@ def hopper(kernel, monkeypatch):
     """
     ahead, launch = submodule("runtime.ahead"), submodule("runtime.launch")
     recording, device = submodule("runtime.recording"), submodule("runtime.device")
-    for name in ("graphs", "graph_rules"):
+    for name in ("graphs", "graph_rules", "rehearsal"):
         monkeypatch.setattr(submodule(f"models.{name}"), "Graph", Eager)
     kernel.ahead, kernel.launched = [], []
 
@@ -80,6 +80,16 @@ def test_once_and_only_for_an_empty_static_cache(hopper):
     model.get_compiled_call()
     model(ids, past_key_values=transformers.DynamicCache(config=model.config))
     assert not layer._forward_pre_hooks and len(hopper.ahead) == count
+
+
+@pytest.mark.parametrize("skip", [[], ["attention"]])
+def test_a_cache_without_room_for_a_token(hopper, caplog, skip):
+    """transformers' own write would be out of bounds, which ends the process on a GPU."""
+    model = bf16("llama")
+    hopper.kernelize(model, cuda_graphs=True, skip=skip)
+    with caplog.at_level("DEBUG"):
+        generate(model, torch.ones(1, 100, dtype=torch.int64), max_new_tokens=1)
+    assert hopper.ahead and "one after another" not in caplog.text
 
 
 def test_mixtures_are_left_out(kernel):

@@ -203,6 +203,20 @@ def test_a_cache_that_is_reset_is_used_again(kernel):
         x.each(lambda cache: cache.reset())
 
 
+def test_a_state_that_is_put_back(kernel):
+    """The tokens since it was read are in it: it is the one that decoding goes on from."""
+    x = Pair(both(kernel, "qwen3_5_text"))
+    x.feed(1, 2)
+    kept = [state_of(cache) for cache in x.caches]
+    x.feed(1, 2)
+    for cache, state in zip(x.caches, kept):
+        first = next(layer for layer in cache.layers if hasattr(layer, "recurrent_states"))
+        first.recurrent_states[0] = state
+    assert states(x.caches[1])[0].held is not None
+    x.feed(1, ROWS + 1)
+    x.check_states()
+
+
 def test_beam_search(kernel):
     plain, ringed = both(kernel, "qwen3_5_text")
     want, found = (

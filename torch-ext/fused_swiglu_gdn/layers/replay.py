@@ -54,8 +54,11 @@ class HeldStates(MutableMapping):
     def __init__(self, states: dict, k: Tensor, rows: int):
         self.states = states
         B, HV, K, V = states[0].shape
-        mine = states[0].new_empty_strided((B, HV, K, V), (HV * K * V, K * V, 1, K))
-        states[0] = mine.copy_(states[0])
+        before = states[0]
+        mine = before.new_empty_strided((B, HV, K, V), (HV * K * V, K * V, 1, K))
+        states[0] = mine.copy_(before)
+        if before.is_cuda:  # which came from another stream, whose memory it is
+            before.record_stream(torch.cuda.current_stream(before.device))
         state = mine.transpose(-1, -2)  # [B, HV, V, K]
         ring = gdn.make_ring(state, k.shape[2], k.dtype, rows=rows)
         cursor = torch.zeros(state.shape[0], 2, dtype=torch.int32, device=state.device)
@@ -69,8 +72,9 @@ class HeldStates(MutableMapping):
         return self.states[index]
 
     def __setitem__(self, index, state):
+        same = state is self.states.get(index)  # with all tokens in it, since it was read
         self.states[index] = state
-        if index == 0:
+        if index == 0 and not same:
             self.held = None
 
     def __delitem__(self, index):

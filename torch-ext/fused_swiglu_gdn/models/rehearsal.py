@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..runtime import device
-from .capture import capturing
+from .capture import Graph, capturing
 from .serving import is_served
 
 STATIC = ("transformers.cache_utils", "StaticCache")
@@ -35,7 +35,9 @@ def expect_prompt(model: nn.Module) -> None:
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not args:
             return
         x, cache = args[0], kwargs.get("past_key_values")
-        if device.is_gpu(x.device) and x.ndim == 3 and x.shape[1] > 1 and _is_empty(cache):
+        if not device.is_gpu(x.device) or Graph.busy():
+            return
+        if x.ndim == 3 and x.shape[1] > 1 and _is_empty(cache):
             try:  # in a context of its own, where nobody records what the layers give
                 with capturing:  # code that is loaded breaks another thread's capture
                     contextvars.Context().run(rehearse, kinds, x, kwargs)
@@ -56,7 +58,18 @@ def rehearse(layers: List[nn.Module], x: torch.Tensor, given: Dict[str, Any]) ->
     with compiled_ahead():
         for layer in layers:
             layer.forward(x, **given)
-            layer.forward(x[:, -1:].contiguous(), **_of_a_token(layer, x, given))
+            if _has_room(cache, x.shape[1]):
+                layer.forward(x[:, -1:].contiguous(), **_of_a_token(layer, x, given))
+
+
+def _has_room(cache: Any, tokens: int) -> bool:
+    """Whether a token after so many has a slot: a write beyond would end the process on a GPU."""
+    for each in cache.layers:
+        keys = getattr(each, "keys", None)
+        if isinstance(keys, torch.Tensor) and not getattr(each, "is_sliding", False):
+            if keys.shape[2] <= tokens:
+                return False
+    return True
 
 
 def _of_a_token(layer: nn.Module, x: torch.Tensor, given: dict) -> dict:
