@@ -29,14 +29,12 @@ from ...runtime.gluon import (
 )
 from ...runtime.launch import Launch
 from ...runtime.primitives import grouped_tile
+from ...swiglu.hopper.epilogue import BM, BN, UNIT, hand_over, piece, vector_layout
 from ..portable.gate import gated_with_gradient
 from ..portable.routing import Routing, entry_of_row, place_of, tile_at
 
-BM = gl.constexpr(128)  # a tile's rows
-BN = gl.constexpr(256)  # and columns
 BK = gl.constexpr(64)
 PART = gl.constexpr(64)  # columns whose <dz, z> is summed at once
-UNIT = gl.constexpr(8)  # rows of a tile, PART columns wide, that a warp of the tail takes at a time
 
 
 @record
@@ -63,7 +61,6 @@ class Work:
     tiles_m: gl.tensor
     DEPTH: gl.constexpr  # steps of the product
     I: gl.constexpr  # noqa: E741
-    TOP_K: gl.constexpr
     GROUP: gl.constexpr
     ACTIVATION: gl.constexpr
     LIMIT: gl.constexpr
@@ -133,33 +130,8 @@ def _multiply_partition(w, parts_ptr):
         w.rows_smem.index(0).store((most - (14 << 23)).to(gl.float32, bitcast=True))
         w.rows_smem.index(1).store(weight)
         scale = ((254 << 23) - most + (14 << 23)).to(gl.float32, bitcast=True)
-        _hand_over(w.tile_smem, acc * gl.expand_dims(scale, 1))
+        hand_over(w.tile_smem, acc * gl.expand_dims(scale, 1))
         mbarrier.arrive(w.ready, count=1)
-
-
-@gluon.jit
-def _hand_over(tile_smem, acc):
-    """acc [BM, BN] into [4, BM, 64]; the splits only rename registers."""
-    left, right = acc.reshape((BM, 2, BN // 2)).permute((0, 2, 1)).split()
-    for half in gl.static_range(2):
-        part = left if half == 0 else right
-        first, second = part.reshape((BM, 2, BN // 4)).permute((0, 2, 1)).split()
-        tile_smem.index(2 * half).store(first.to(tile_smem.dtype))
-        tile_smem.index(2 * half + 1).store(second.to(tile_smem.dtype))
-
-
-@gluon.constexpr_function
-def _vectors(warps):
-    """Eight neighbours to a thread."""
-    return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
-
-
-@gluon.jit
-def _piece(w, i, WARPS: gl.constexpr):
-    """Piece i of the tile, [UNIT WARPS, 64]: from top to bottom, then the next 64 columns."""
-    smem = w.tile_smem
-    SHAPE: gl.constexpr = [4 * BM // (UNIT * WARPS), UNIT * WARPS, 64]
-    return as_tile(smem, smem.dtype, SHAPE, smem.layout).index(i)
 
 
 @gluon.jit
@@ -174,7 +146,7 @@ def _of_rows(w, kind: gl.constexpr, i, WARPS: gl.constexpr):
 @gluon.jit
 def _offsets(i, WARPS: gl.constexpr):
     """(row in the tile, column in the tile) of the elements of piece i."""
-    LAYOUT: gl.constexpr = _vectors(WARPS)
+    LAYOUT: gl.constexpr = vector_layout(WARPS)
     HIGH: gl.constexpr = UNIT * WARPS
     DOWN: gl.constexpr = BM // HIGH
     offs_m = (i % DOWN) * HIGH + gl.arange(0, HIGH, layout=gl.SliceLayout(1, LAYOUT))
@@ -198,12 +170,12 @@ def _load_pair(w, i, row, end, column, LAST: gl.constexpr, WARPS: gl.constexpr):
 @gluon.jit
 def _store_piece(w, parts_ptr, gate, up, i, row, end, place, column, WARPS: gl.constexpr):
     """Piece i from its gate and up (fp32) and the dz of tile_smem."""
-    LAYOUT: gl.constexpr = _vectors(WARPS)
+    LAYOUT: gl.constexpr = vector_layout(WARPS)
     TYPE: gl.constexpr = w.d_gate_up_ptr.dtype.element_ty
     COUNT: gl.constexpr = (w.I + BN - 1) // BN * (BN // PART)
     scale = _of_rows(w, 0, i, WARPS).load(gl.SliceLayout(1, LAYOUT))
     weight = _of_rows(w, 1, i, WARPS).load(gl.SliceLayout(1, LAYOUT))
-    dz = _piece(w, i, WARPS).load(LAYOUT).to(gl.float32) * gl.expand_dims(scale, 1)
+    dz = piece(w, i, WARPS).load(LAYOUT).to(gl.float32) * gl.expand_dims(scale, 1)
     z, by_gate, by_up = gated_with_gradient(gate, up, w.ACTIVATION, w.LIMIT, True)
     offs_m, offs_n = _offsets(i, WARPS)
     if parts_ptr is not None:
@@ -271,7 +243,6 @@ def gate_gradient_kernel(
     E,
     DEPTH: gl.constexpr,
     I: gl.constexpr,  # noqa: E741
-    TOP_K: gl.constexpr,
     ACTIVATION: gl.constexpr,
     LIMIT: gl.constexpr,
     GROUP: gl.constexpr,
@@ -302,7 +273,7 @@ def gate_gradient_kernel(
     w = Work(
         dout_desc, w_desc, gate_up_ptr, d_gate_up_ptr, wz_ptr, weights_ptr, routing_ptr,
         a_smem, b_smem, tile_smem, rows_smem, landed, free, ready, taken, S, E,
-        gl.load(routing_ptr), DEPTH, I, TOP_K, GROUP, ACTIVATION, LIMIT, STAGES,
+        gl.load(routing_ptr), DEPTH, I, GROUP, ACTIVATION, LIMIT, STAGES,
     )  # fmt: skip
     barrier()
     warp_specialize(
@@ -322,7 +293,7 @@ def _launch(
         tile_map(dtype, (E, H, I), (H * I, I, 1), 1, BK.value, BN.value),
     )
     tiles *= -(-I // BN.value)
-    constexprs = (-(-H // BK.value), I, K, activation, limit)
+    constexprs = (-(-H // BK.value), I, activation, limit)
     return Launch(
         gate_gradient_kernel, min(device.multiprocessor_count(where.index), tiles), where,
         maps=maps, numbers=(T * K, E),

@@ -47,7 +47,18 @@ class Work:
 
 
 @gluon.jit
-def _piece(w, i, WARPS: gl.constexpr):
+def hand_over(tile_smem, acc):
+    """acc [BM, BN] into [4, BM, 64]; the splits only rename registers."""
+    left, right = acc.reshape((BM, 2, BN // 2)).permute((0, 2, 1)).split()
+    for half in gl.static_range(2):
+        part = left if half == 0 else right
+        first, second = part.reshape((BM, 2, BN // 4)).permute((0, 2, 1)).split()
+        tile_smem.index(2 * half).store(first.to(tile_smem.dtype))
+        tile_smem.index(2 * half + 1).store(second.to(tile_smem.dtype))
+
+
+@gluon.jit
+def piece(w, i, WARPS: gl.constexpr):
     """Piece i of the tile, [UNIT WARPS, 64]: from top to bottom, then the next 64 columns."""
     smem = w.tile_smem
     SHAPE: gl.constexpr = [4 * BM // (UNIT * WARPS), UNIT * WARPS, 64]
@@ -101,8 +112,8 @@ def make_gate(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS:
                 where = [row, (q // 2) ^ w.UP_FIRST, column + (q % 2) * 64]
                 tma_store(gate_up, where, as_box(w.tile_smem.index(q), gate_up))
         for i in range(FIRST, LAST):
-            gate = _piece(w, GATE + i, WARPS).load(LAYOUT).to(gl.float32)
-            up = _piece(w, HALF - GATE + i, WARPS).load(LAYOUT).to(gl.float32)
+            gate = piece(w, GATE + i, WARPS).load(LAYOUT).to(gl.float32)
+            up = piece(w, HALF - GATE + i, WARPS).load(LAYOUT).to(gl.float32)
             z = (activate(gate, w.ACTIVATION) * up).to(z_ptr.dtype.element_ty)
             m, n, inside = _elements(w, i, row, column, WARPS)
             gl.store(z_ptr + m.to(gl.int64) * N + n, z, mask=inside)
@@ -129,7 +140,7 @@ def _gradient_piece(w, gate_up, z_ptr, gate, up, i, row, column, WARPS: gl.const
     TYPE: gl.constexpr = gate_up.dtype.element_ty
     N = w.N // 8 * 8
     scale = _scales(w, i, WARPS).load(gl.SliceLayout(1, LAYOUT))
-    dz = _piece(w, i, WARPS).load(LAYOUT).to(gl.float32) * gl.expand_dims(scale, 1)
+    dz = piece(w, i, WARPS).load(LAYOUT).to(gl.float32) * gl.expand_dims(scale, 1)
     value, slope = activate_with_slope(gate, w.ACTIVATION, PTX=True)
     m, n, inside = _elements(w, i, row, column, WARPS)
     ptrs = gate_up + m.to(gl.int64) * (2 * N) + n

@@ -18,7 +18,7 @@ from ...runtime.gluon import (
     warpgroup_mma_wait,
 )
 from ...runtime.primitives import grouped_tile
-from .epilogue import BM, BN, Work, make_gate, make_gradients
+from .epilogue import BM, BN, Work, hand_over, make_gate, make_gradients
 
 
 @gluon.jit
@@ -72,27 +72,16 @@ def _multiply_partition(w, gate_up, z_ptr):
         mbarrier.wait(w.taken, phase)
         phase ^= 1
         if PAIR:
-            _hand_over(w.tile_smem, acc)
+            hand_over(w.tile_smem, acc)
         else:
             # 2^e <= max of the row < 2^(e + 1); e at least -112, so that 2^(14 - e) is a number
             most = gl.max(gl.abs(acc), 1).to(gl.int32, bitcast=True) & 0x7F800000
             most = gl.maximum(most, 15 << 23)
             w.scale_smem.index(0).store((most - (14 << 23)).to(gl.float32, bitcast=True))
             scale = ((254 << 23) - most + (14 << 23)).to(gl.float32, bitcast=True)
-            _hand_over(w.tile_smem, acc * gl.expand_dims(scale, 1))
+            hand_over(w.tile_smem, acc * gl.expand_dims(scale, 1))
         fence_async_shared()
         mbarrier.arrive(w.ready, count=1)
-
-
-@gluon.jit
-def _hand_over(tile_smem, acc):
-    """acc [BM, BN] into [4, BM, 64]; the splits only rename registers."""
-    left, right = acc.reshape((BM, 2, BN // 2)).permute((0, 2, 1)).split()
-    for half in gl.static_range(2):
-        part = left if half == 0 else right
-        first, second = part.reshape((BM, 2, BN // 4)).permute((0, 2, 1)).split()
-        tile_smem.index(2 * half).store(first.to(tile_smem.dtype))
-        tile_smem.index(2 * half + 1).store(second.to(tile_smem.dtype))
 
 
 @gluon.jit
