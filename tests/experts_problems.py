@@ -1,6 +1,7 @@
 """Problems of routed experts for the tests: what is asked, and the answer in fp64."""
 
 from typing import NamedTuple, Optional
+from unittest import mock
 
 import torch
 from conftest import submodule
@@ -54,8 +55,20 @@ def answer(p: Problem) -> torch.Tensor:
 
 
 def gradients(p: Problem, dout: torch.Tensor) -> tuple:
-    """dx, dw_gate_up, dw_down, dweights in fp64, as torch differentiates the reference."""
+    """dx, dw_gate_up, dw_down, dweights in fp64, as torch differentiates the reference.
+
+    A clamp's gradient jumps at the limit: on which side of it gate and up are is asked of their
+    values in p's dtype, in which the kernels keep them, as transformers does.
+    """
     wide = doubled(p)
     leaves = [t.detach().requires_grad_() for t in (*wide[:3], wide.weights)]
-    out = reference.experts_fwd(*leaves[:3], p.ids, leaves[3], *p[5:])
+    exact = reference._gated
+
+    def gated(gate, up, activation, limit):
+        if limit is not None:
+            gate, up = (t + (t.to(p.x.dtype).to(t.dtype) - t).detach() for t in (gate, up))
+        return exact(gate, up, activation, limit)
+
+    with mock.patch.object(reference, "_gated", gated):
+        out = reference.experts_fwd(*leaves[:3], p.ids, leaves[3], *p[5:])
     return torch.autograd.grad(out, leaves, dout.double())

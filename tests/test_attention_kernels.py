@@ -341,7 +341,7 @@ class TestCompiled(Kernel):
         angle = self.normal(1, T, 64).repeat(1, 1, 2)
         x = {"q": q, "k": k, "cos": angle.cos(), "sin": angle.sin()}
         weight = self.normal(D, dtype=HALF)
-        x.update(q_weight=weight, k_weight=weight, norm="head")
+        x.update(q_weight=weight, k_weight=weight, norm="head", interleaved=False)
         y, _ = kernel.fused_qk_norm_rope(**x)
         x.update({name: x[name][:, -40:] for name in ("q", "k", "cos", "sin")})
         want, _ = reference.qk_norm_rope_fwd(wide_call(call_of(x, offset=0.0)))
