@@ -29,6 +29,11 @@ def test_other_roundings_are_the_same_and_other_values_are_not():
     assert not tune.same(right.new_full((50, 60), float("nan")), right)
 
 
+def test_listed_tiles_are_left_alone():
+    assert tune.lists_tiles({"least_rows": 65, "tiles": [{"BLOCK_M": 128}]})
+    assert not tune.lists_tiles({"BLOCK_M": 128, "key": {"BLOCK_K": 16}})
+
+
 @compiled
 def test_the_fastest_right_configuration_is_written_and_looked_up(tmp_path, monkeypatch):
     """A clock that likes BLOCK_M 32, BLOCK_N 64, and results that are wrong at BLOCK_K 128."""

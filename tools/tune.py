@@ -7,8 +7,8 @@ says so. For each look-up of runtime/tuning.py that such a call makes, it goes f
 configuration in any table to its neighbours (each number halved, doubled, or one more or less) for
 as long as one of them is faster, and leaves the winner in
 `configs/<operation>,device_name=<this GPU>.json`. A candidate whose results differ, or that does
-not compile or fit, is passed over. Time is that of the kernels, by CUDA graph. What a table lists
-("tiles" of Hopper's SwiGLU, whose costs are measured) is not varied.
+not compile or fit, is passed over. Time is that of the kernels, by CUDA graph. Tables that list
+tiles with their measured costs (Hopper's SwiGLU) are left alone: no one call can choose among them.
 """
 
 import argparse
@@ -51,6 +51,10 @@ def replaced(nearest: Callable):
     finally:
         tuning._nearest = original
         forget()
+
+
+def lists_tiles(config: dict) -> bool:
+    return any(isinstance(value, list) for value in config.values())
 
 
 def known(operation: str) -> List[dict]:
@@ -152,8 +156,8 @@ def main() -> None:
         if options.calls not in name:
             continue
         call = make(kernel, **sizes)
-        for operation, asked in lookups(call):
-            if options.operation in operation:
+        for (operation, asked), config in lookups(call).items():
+            if options.operation in operation and not lists_tiles(config):
                 config = best(operation, asked, call, microseconds)
                 print("wrote", write(operation, here, asked, config))
 
