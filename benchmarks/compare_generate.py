@@ -23,7 +23,7 @@ from typing import Optional
 import torch
 from compare_models import install_fla_convolution, randomize
 from compare_whole import LLAMA, QWEN
-from kernel_time import RESULTS, load_package, save
+from kernel_time import RESULTS, load_package, merged, save, wait_for
 
 PROMPT, NEW, EAGER = 512, 128, 48  # tokens; EAGER of the slow ways
 MODELS = {  # with the vocabularies of the models whose layers these are
@@ -94,12 +94,6 @@ def compile_all(package, model, batch: int) -> None:
     generate(model, batch, 4)
 
 
-def wait_for(path: Path) -> None:
-    print("waits for", path, flush=True)
-    while not path.exists():
-        time.sleep(0.1)
-
-
 def measured(model, batch: int, new: int = NEW, **options) -> dict:
     """One way to decode: when its first and fifth token came, a token's time, and memory."""
     start = generate(model, batch, 16, **options)
@@ -150,13 +144,6 @@ def compare(package, name: str, batch: int, without, begin: Optional[Path] = Non
         other = generate(model, batch + 2, 8, PROMPT // 2)
         rows[0][f"another_batch_and_length_{again}_fifth_s"] = other[4]
     return rows
-
-
-def merged(path: Path, rows: list) -> list:
-    """The record's rows, with these in place of those of the same name."""
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    new = {row["what"] for row in rows}
-    return [row for row in old if row["what"] not in new] + rows
 
 
 def main() -> None:

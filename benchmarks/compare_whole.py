@@ -1,23 +1,31 @@
 """Whole models before and after kernelize on a GPU: prompts, tokens and training steps.
 
     python benchmarks/compare_whole.py [--model llama qwen3_5] [--what token prompt training]
-                                       [--batch 1 64] [--compile] [--json FILE]
+                                       [--batch 1 64] [--peers compiled liger] [--json FILE]
+                                       [--wait-for FILE]
 
 Llama with 8 layers of the 8B model's sizes, and Qwen3.5 with 16 layers of the 4B model's, random
-weights, bf16. Before means transformers with FLA's kernels (compare_models.py); --compile adds
-torch.compile of it. All run in one process, in turns: eager wall time, launches, busy time of the
-GPU and, for training, peak memory.
+weights, bf16. Before means transformers with FLA's kernels (compare_models.py), whose backward
+pass takes no notice of its own guard (compare_gdn_backward.py). Peers beside it are torch.compile
+of it, by its defaults and for fixed shapes, and Liger's kernels. All run in one process, in turns:
+wall time, launches, busy time of the GPU, the kernels that take most of it and, for training, peak
+memory. Peers that raise are left out. Rows take the places of the record's of the same name.
+--wait-for compiles everything first and measures once FILE exists.
 """
 
 import argparse
+import collections
 import copy
+import importlib
+import itertools
 import statistics
 from functools import partial
 from pathlib import Path
+from typing import Callable, Optional
 
 import torch
 from compare_models import greedy_step, install_fla_convolution, randomize, wall
-from kernel_time import RESULTS, load_package, save
+from kernel_time import RESULTS, load_package, merged, save, wait_for
 
 LLAMA = {
     "hidden_size": 4096,
@@ -57,8 +65,8 @@ def model_of(name: str):
         return randomize(kind(config)).bfloat16().eval()
 
 
-def profiled(call) -> tuple:
-    """(kernels that a call starts, the milliseconds that they take)."""
+def kernels_of(call) -> list:
+    """(name, milliseconds) of each kernel that a call starts."""
     from torch.profiler import ProfilerActivity, profile
 
     call()
@@ -67,31 +75,42 @@ def profiled(call) -> tuple:
         call()
         torch.cuda.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
-    times = [e.device_time for e in record.events() if e.device_type == on_gpu]
-    return len(times), sum(times) / 1e3
+    events = [e for e in record.events() if e.device_type == on_gpu]
+    return [(e.name[:60], e.device_time / 1e3) for e in events]
+
+
+def longest(kernels: list, most: int = 12) -> dict:
+    """{name: [how often, milliseconds]} of the kernels that take most of the time together."""
+    found = collections.defaultdict(lambda: [0, 0.0])
+    for name, ms in kernels:
+        found[name][0] += 1
+        found[name][1] += ms
+    return dict(sorted(found.items(), key=lambda item: -item[1][1])[:most])
 
 
 def measured(what: str, calls: dict) -> dict:
     """A row: the median of three turns of each call."""
-    for call in calls.values():
-        call()
-    turns = [{name: wall(call, 0.3) / 1e3 for name, call in calls.items()} for _ in range(3)]
+    turns = [{name: wall(call, 0.2) / 1e3 for name, call in calls.items()} for _ in range(3)]
     row = {"what": what}
     row["ms"] = {name: statistics.median(turn[name] for turn in turns) for name in calls}
-    profiles = {name: profiled(call) for name, call in calls.items()}
-    row["launches"] = {name: count for name, (count, _) in profiles.items()}
-    row["busy_ms"] = {name: busy for name, (_, busy) in profiles.items()}
+    profiles = {name: kernels_of(call) for name, call in calls.items()}
+    row["launches"] = {name: len(kernels) for name, kernels in profiles.items()}
+    row["busy_ms"] = {n: sum(ms for _, ms in kernels) for n, kernels in profiles.items()}
+    row["kernels"] = {name: longest(kernels) for name, kernels in profiles.items()}
     return row
 
 
-def peak_memory(call) -> float:
-    """GiB, the model's own among them."""
-    call()
+def peak_memory(call, model, models: list) -> float:
+    """GiB of a call of a model, its weights among them and other models' not."""
+    for other in models:
+        other.zero_grad(set_to_none=True)
     torch.cuda.synchronize()
+    weights = {p.data_ptr(): p.nbytes for p in model.parameters()}
+    others = torch.cuda.memory_allocated() - sum(weights.values())
     torch.cuda.reset_peak_memory_stats()
     call()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() / 2**30
+    return (torch.cuda.max_memory_allocated() - others) / 2**30
 
 
 def training_step(model, ids):
@@ -101,41 +120,90 @@ def training_step(model, ids):
     return loss
 
 
-def inference_rows(name: str, models: dict, what: list, batches: list):
+def with_liger(name: str, model) -> Callable:
+    """Patches the model with Liger's kernels; around(call) is the call while the functions that
+    Liger patches for all models of the family are patched."""
+    from liger_kernel.transformers import monkey_patch
+
+    modeling = vars(importlib.import_module(f"transformers.models.{name}.modeling_{name}"))
+    before = dict(modeling)
+    getattr(monkey_patch, f"apply_liger_kernel_to_{name}")(model=model)
+    patched = {key: value for key, value in modeling.items() if before.get(key) is not value}
+    originals = {key: before[key] for key in patched}
+    modeling.update(originals)
+
+    def around(call):
+        def within():
+            modeling.update(patched)
+            try:
+                return call()
+            finally:
+                modeling.update(originals)
+
+        return within
+
+    return around
+
+
+def calls_of(name: str, models: dict, what: str, batches: list):
+    """(what, {side: call}) of a model's rows."""
     config = models["ours"].config
-    if "prompt" in what:
+    if what == "prompt":
         ids = torch.randint(5, config.vocab_size, (1, PROMPT), device="cuda")
         calls = {n: partial(m, ids, use_cache=True, logits_to_keep=1) for n, m in models.items()}
-        yield measured(f"{name}: prompt of {PROMPT}", calls)
-    for batch in batches if "token" in what else ():
+        yield f"{name}: prompt of {PROMPT}", calls
+    for batch in batches if what == "token" else ():
         ids = torch.randint(5, config.vocab_size, (batch, 128), device="cuda")
         calls = {n: greedy_step(m, models["ours"], config, ids) for n, m in models.items()}
-        yield measured(f"{name}: token, batch {batch}", calls)
+        yield f"{name}: token, batch {batch}", calls
+    if what == "training":
+        ids = torch.randint(5, config.vocab_size, (1, TRAINING), device="cuda")
+        calls = {n: partial(training_step, m, ids) for n, m in models.items()}
+        yield f"{name}: training step of {TRAINING}", calls
 
 
-def rows_of(package, name: str, what: list, batches: list, compiled: bool):
-    model = model_of(name)
-    models = {"transformers": model, "ours": copy.deepcopy(model)}
+def runnable(what: str, calls: dict) -> dict:
+    """Those that do not raise; ours has to run."""
+    found = {}
+    for side, call in calls.items():
+        try:
+            for _ in range(3):
+                call()
+            torch.cuda.synchronize()
+            found[side] = call
+        except Exception as error:
+            if side == "ours":
+                raise
+            print(f"{what}: {side} is left out: {type(error).__name__}: {error}", flush=True)
+    return found
+
+
+def rows_of(package, name: str, what: str, batches: list, peers: list, begin: Optional[Path]):
+    training = what == "training"
+    model = model_of(name).train(training)
+    models, around = {"transformers": model, "ours": copy.deepcopy(model)}, {}
     print(package.kernelize(models["ours"]), flush=True)
-    if compiled:
-        models["compiled"] = torch.compile(model)
-    with torch.no_grad():
-        yield from inference_rows(name, models, what, batches)
-    if "training" not in what:
-        return
-    ids = torch.randint(5, model.config.vocab_size, (1, TRAINING), device="cuda")
-    del models
-    models = {"transformers": lambda: model, "ours": lambda: package.kernelize(model, "training")}
-    row, steps = {"what": f"{name}: training step of {TRAINING}", "peak_GiB": {}}, {}
-    for side, prepare in models.items():  # one model, one after the other: the memory is its own
-        prepare()
-        model.train()
-        step = partial(training_step, model, ids)
-        steps[side] = measured(side, {side: step})
-        row["peak_GiB"][side] = peak_memory(step)
-    for key in ("ms", "launches", "busy_ms"):
-        row[key] = {side: steps[side][key][side] for side in steps}
-    yield row
+    if "liger" in peers:
+        models["liger"] = copy.deepcopy(model)
+        around["liger"] = with_liger(name, models["liger"])
+    if "compiled" in peers:
+        models["compiled"] = torch.compile(model, dynamic=False)
+    with torch.set_grad_enabled(training):
+        found = []
+        for row, calls in calls_of(name, models, what, batches):
+            calls = {n: around.get(n, lambda call: call)(call) for n, call in calls.items()}
+            found.append((row, runnable(row, calls)))
+        for one in models.values():
+            one.zero_grad(set_to_none=True)
+        torch.cuda.empty_cache()
+        if begin is not None:
+            wait_for(begin)
+        for row, calls in found:
+            row = measured(row, calls)
+            if training:
+                every = list(models.values())
+                row["peak_GiB"] = {n: peak_memory(c, models[n], every) for n, c in calls.items()}
+            yield row
 
 
 def main() -> None:
@@ -143,18 +211,22 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", default=["llama", "qwen3_5"])
     parser.add_argument("--what", nargs="+", default=["token", "prompt", "training"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 64], help="of tokens")
-    parser.add_argument("--compile", action="store_true", help="torch.compile of the plain model")
+    parser.add_argument("--peers", nargs="+", choices=["compiled", "liger"], default=[])
+    parser.add_argument("--wait-for", type=Path)
     parser.add_argument("--json", type=Path, default=RESULTS / "whole_models.json")
     options = parser.parse_args()
     if "qwen3_5" in options.model:
+        import fla.ops.common.chunk_o as guarded
+
+        guarded.TRITON_ABOVE_3_7_1 = True
         install_fla_convolution()
-    package, rows = load_package(), []
-    for name in options.model:
-        for row in rows_of(package, name, options.what, options.batch, options.compile):
-            rows.append(row)
-            ratio = row["ms"]["ours"] / row["ms"]["transformers"]
-            print(f"{row}  ours takes {ratio:.3f} of the time", flush=True)
-            save(options.json, rows)
+    package = load_package()
+    for name, what in itertools.product(options.model, options.what):
+        for row in rows_of(package, name, what, options.batch, options.peers, options.wait_for):
+            ratios = {n: round(row["ms"]["ours"] / ms, 3) for n, ms in row["ms"].items()}
+            print(f"{row}  ours takes of the time of {ratios}", flush=True)
+            save(options.json, merged(options.json, [row]))
+        torch.compiler.reset()
         torch.cuda.empty_cache()
 
 

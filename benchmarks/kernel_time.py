@@ -9,6 +9,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Callable, Dict
 
@@ -118,3 +119,16 @@ def machine() -> dict:
 def save(path: Path, rows: list, **more) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**machine(), **more, "rows": rows}, indent=1) + "\n")
+
+
+def merged(path: Path, rows: list) -> list:
+    """The record's rows, with these in place of those of the same name."""
+    old = json.loads(path.read_text())["rows"] if path.exists() else []
+    new = {row["what"] for row in rows}
+    return [row for row in old if row["what"] not in new] + rows
+
+
+def wait_for(path: Path) -> None:
+    print("waits for", path, flush=True)
+    while not path.exists():
+        time.sleep(0.1)
