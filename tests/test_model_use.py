@@ -1,0 +1,176 @@
+"""Ways to use a model, before and after kernelize: caches and decoders of generate, and training
+under autocast and with frozen parts. As in test_model_layers.py."""
+
+import copy
+
+import pytest
+import torch
+from conftest import relative_error
+from test_model_layers import (
+    OPERATIONS,
+    SOME,
+    assert_same,
+    gradients,
+    logits,
+    on_every_device,
+    pair,
+    serving,
+)
+from tiny_models import GRADIENTS, random_model, tokens
+
+transformers = pytest.importorskip("transformers")
+caches = pytest.importorskip("transformers.cache_utils")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+NEW = 10
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="offloading needs a GPU")
+
+
+class EightBits(caches.QuantizedLayer):
+    """Keys and values by 8 bits and a scale of each channel's row, as the backends of transformers
+    hold them, none of which is installed."""
+
+    def _quantize(self, tensor, axis):
+        scale = tensor.abs().amax(-1, keepdim=True).clamp_min(1e-6) / 127
+        return (tensor / scale).round().to(torch.int8), scale
+
+    def _dequantize(self, quantized):
+        values, scale = quantized
+        return values * scale
+
+
+def quantized(model):
+    """After the fourth of the latest tokens they join the others, in 8 bits."""
+    cache = transformers.DynamicCache(config=model.config)
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is caches.DynamicLayer:
+            cache.layers[i] = EightBits(residual_length=4)
+    assert any(type(layer) is EightBits for layer in cache.layers)
+    return {"past_key_values": cache}
+
+
+def generated(model, ids, device, **options):
+    options = {"max_new_tokens": NEW, "do_sample": False, "disable_compile": True, **options}
+    torch.manual_seed(0)
+    with serving(device) as record:
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert (set(OPERATIONS) <= record.keys()) == hasattr(model, "served_here")
+    return found
+
+
+def same_tokens(kernel, name, device, options, batch=2):
+    model, served = pair(kernel, name, device)
+    served.served_here = True
+    ids = tokens(batch, 9, device=device)
+    out, ref = (generated(m, ids, device, **options(m)) for m in (served, model))
+    assert out.shape == (batch, 9 + NEW) and torch.equal(out, ref)
+
+
+WAYS = {
+    "greedily": {},
+    "by sampling": {"do_sample": True, "top_k": 7},
+    "by beams": {"num_beams": 3},
+    "a prompt in chunks": {"prefill_chunk_size": 4},
+    "static, a prompt in chunks": {"prefill_chunk_size": 4, "cache_implementation": "static"},
+    "static, by beams": {"num_beams": 2, "cache_implementation": "static"},
+    "without a cache": {"use_cache": False},
+}
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("way", WAYS)
+@on_every_device
+def test_generates(kernel, name, way, device):
+    same_tokens(kernel, name, device, lambda model: WAYS[way])
+
+
+@pytest.mark.parametrize("name", SOME)
+@on_every_device
+def test_a_quantized_cache(kernel, name, device):
+    same_tokens(kernel, name, device, quantized)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", ["offloaded", "offloaded_static"])
+def test_offloaded_caches(kernel, cache):
+    same_tokens(kernel, "llama", "cuda", lambda model: {"cache_implementation": cache})
+
+
+@pytest.mark.parametrize("how", ["a smaller model", "the prompt's own words"])
+@on_every_device
+def test_assisted_decoding(kernel, how, device):
+    """Several tokens at once after a cache, of which some are taken back."""
+
+    def options(model):
+        if how == "the prompt's own words":
+            return {"prompt_lookup_num_tokens": 3}
+        helper = random_model("llama", device, num_hidden_layers=1)
+        if hasattr(model, "served_here"):
+            kernel.kernelize(helper)
+        return {"assistant_model": helper}
+
+    same_tokens(kernel, "llama", device, options, batch=1)
+
+
+@pytest.mark.parametrize("name", SOME)
+@on_every_device
+def test_trains_under_autocast(kernel, name, device):
+    """Gradients are as close to those without autocast as the plain model's."""
+    model = random_model(name, device)
+    ids = tokens(2, 11, device=device)
+    exact = gradients(model, ids)
+
+    def errors():
+        with torch.autocast(device, torch.bfloat16):
+            found = gradients(model, ids)
+        assert found.keys() == exact.keys()
+        return {key: relative_error(found[key], exact[key]) for key in exact}
+
+    theirs = errors()
+    kernel.kernelize(model, mode="training")
+    with serving(device):
+        ours = errors()
+    worst = max(theirs.values())
+    assert 1e-4 < worst and max(ours.values()) <= 1.2 * worst
+
+
+FROZEN = {
+    "embeddings": lambda name: "embed" in name,
+    "norms": lambda name: "norm" in name,
+    "all but norms": lambda name: "norm" not in name,
+    "the first layer": lambda name: "layers.0." in name or "embed" in name,
+    "the last layer": lambda name: "layers.1." in name,
+    "half of the projections": lambda name: "k_proj" in name or "up_proj" in name,
+}
+
+
+@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("frozen", FROZEN)
+@on_every_device
+def test_frozen_parts(kernel, name, frozen, device):
+    model = random_model(name, device)
+    for key, parameter in model.named_parameters():
+        parameter.requires_grad_(not FROZEN[frozen](key))
+    ids = tokens(2, 11, device=device)
+    ref = gradients(model, ids)
+    kernel.kernelize(model, mode="training")
+    with serving(device) as record:
+        out = gradients(model, ids)
+    assert record["rms_norm_fwd"] and out.keys() == ref.keys()
+    assert 0 < len(ref) < len(list(model.parameters()))
+    for key, gradient in ref.items():
+        factor = 3 if key.endswith(("A_log", "dt_bias")) else 1  # sums that cancel
+        assert relative_error(out[key], gradient) <= factor * GRADIENTS[device], key
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_compiles_in_one_graph(kernel, name):
+    """A served model is traced as a plain one, whose graph has no break either."""
+    model, served = pair(kernel, name)
+    served, ids = copy.deepcopy(served), tokens(1, 9)
+    compiled = torch.compile(served, fullgraph=True, backend="aot_eager", dynamic=False)
+    for use_cache in (False, True):
+        ref = logits(model, ids, use_cache=use_cache)
+        assert_same(logits(compiled, ids, use_cache=use_cache), ref)
+    torch.compiler.reset()
