@@ -356,15 +356,15 @@ def of_launches(record: dict) -> str:
 
 
 def of_whole(record: dict) -> str:
+    """What a row's sides launch, keep busy and hold."""
+    columns = {"launches": "{}", "busy_ms": "{:.2f}", "peak_GiB": "{:.1f}"}
     rows = []
     for row in record["rows"]:
-        cells = [whole_name(row)]
-        for key, form in (("launches", "{}"), ("busy_ms", "{:.2f}"), ("peak_GiB", "{:.1f}")):
-            found = row.get(key)
-            sides = () if found is None else (found["transformers"], found["ours"])
-            cells.append(" -> ".join(form.format(side) for side in sides))
+        cells = [f"{whole_name(row)}: {' / '.join(row['ms'])}"]
+        for key, form in columns.items():
+            cells.append(" / ".join(form.format(side) for side in row.get(key, {}).values()))
         rows.append(cells)
-    return table(["transformers -> ours", "launches", "GPU busy, ms", "peak memory, GiB"], rows)
+    return table(["", "launches", "GPU busy, ms", "peak memory, GiB"], rows)
 
 
 def of_first_calls(record: dict) -> str:
