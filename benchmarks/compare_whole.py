@@ -7,9 +7,10 @@
 Llama with 8 layers of the 8B model's sizes, and Qwen3.5 with 16 layers of the 4B model's, random
 weights, bf16. Before means transformers with FLA's kernels (compare_models.py), whose backward
 pass takes no notice of its own guard (compare_gdn_backward.py). Peers beside it are torch.compile
-of it, by its defaults and for fixed shapes, and Liger's kernels. All run in one process, in turns:
-wall time, launches, busy time of the GPU, the kernels that take most of it and, for training, peak
-memory. Peers that raise are left out. Rows take the places of the record's of the same name.
+of it, by its defaults and for fixed shapes, and Liger's kernels, with which training has
+kernelize(loss=True) as well. All run in one process, in turns: wall time, launches, busy time of
+the GPU, the kernels that take most of it and, for training, peak memory. Peers that raise are left
+out. Rows take the places of the record's of the same name.
 --wait-for compiles everything first and measures once FILE exists.
 """
 
@@ -186,6 +187,9 @@ def rows_of(package, name: str, what: str, batches: list, peers: list, begin: Op
     model = model_of(name).train(training)
     models, around = {"transformers": model, "ours": copy.deepcopy(model)}, {}
     print(package.kernelize(models["ours"]), flush=True)
+    if training and "liger" in peers:  # whose loss this is
+        models["ours, loss=True"] = copy.deepcopy(model)
+        package.kernelize(models["ours, loss=True"], loss=True)
     if "liger" in peers:
         models["liger"] = copy.deepcopy(model)
         around["liger"] = with_liger(name, models["liger"])

@@ -151,7 +151,8 @@ def whole_name(row: dict) -> str:
 def whole_models(record: dict) -> Iterator[Case]:
     for row in record["rows"]:
         us = {name: t * 1e3 for name, t in row["ms"].items()}
-        yield split(f"{whole_name(row)}, eager", us, {"ours": "ours"}, record)
+        ours = {name: name for name in us if name.startswith("ours")}
+        yield split(f"{whole_name(row)}, eager", us, ours, record)
 
 
 def plain(record: dict) -> Iterator[Case]:
