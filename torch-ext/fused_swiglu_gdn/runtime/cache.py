@@ -18,7 +18,7 @@ try:
 except ImportError:  # another torch
     TensorGuards = None
 
-NONE = frozenset((None,))
+_grad_enabled = torch.is_grad_enabled
 MOST, ALIKE = 1024, 16  # values of a CallCache; of one shape of the first tensor and its options
 
 
@@ -94,7 +94,7 @@ def _picking(places: list) -> Callable[[tuple], tuple]:
     """What lies at these places of a tuple, as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
-    return itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
+    return itemgetter(slice(places[0], places[0] + 1))
 
 
 def _autocast_dtype(x: torch.Tensor) -> Optional[torch.dtype]:
@@ -122,16 +122,15 @@ class CallCache:
     def find(self, tensors: tuple, options: tuple) -> Any:
         """The value of a call like this one, or None."""
         try:
-            key = (len(tensors), tensors[0].shape, options, torch.is_grad_enabled())
-            rows = self._rows.get(key)
-        except (AttributeError, TypeError):  # an argument of a wrong type: checks will say so
+            rows = self._rows[len(tensors), tensors[0].shape, options, _grad_enabled()]
+        except (AttributeError, KeyError, TypeError):  # of a wrong type: checks will say so
             return None
-        if rows is None:
-            return None
-        for absent, there, guards, types, autocast, value in rows:
-            if NONE.issuperset(absent(tensors)) and guards.check(*there(tensors)):
-                # 1, 1.0 and True are equal
-                if types == list(map(type, options)):
+        for absent, there, check, types, autocast, value in rows:
+            for place in absent:
+                if tensors[place] is not None:
+                    break
+            else:  # 1, 1.0 and True are equal, but their types are not
+                if check(*there(tensors)) and types == list(map(type, options)):
                     if autocast is None or autocast is _autocast_dtype(tensors[0]):
                         return value
         return None
@@ -147,10 +146,10 @@ class CallCache:
             others = self._rows.get(key, ())
         except TypeError:  # an option that cannot be hashed
             return value
-        absent = _picking([i for i, x in enumerate(tensors) if x is None])
+        absent = tuple([i for i, x in enumerate(tensors) if x is None])
         there = _picking([i for i, x in enumerate(tensors) if x is not None])
         types, autocast = list(map(type, options)), _autocast_dtype(tensors[0])
-        row = (absent, there, _guards(*there(tensors)), types, autocast, value)
+        row = (absent, there, _guards(*there(tensors)).check, types, autocast, value)
         self._rows[key] = [row, *others[: ALIKE - 1]]
         self._count += 1
         return value

@@ -154,9 +154,10 @@ def plan_rms_norm_fwd(x, weight, residual, eps, casting_mode, offset, keep, afte
     kernel = _launch(x.device, x.numel() // D, D, llama, after, rows, True, eps, offset)
     added = residual is not None and not after
     dtype, empty_like = _dtype(x, weight, llama), torch.empty_like
+    empty = empty_like if dtype is x.dtype else functools.partial(empty_like, dtype=dtype)
 
     def run(x, weight, residual):
-        y = empty_like(x, dtype=dtype)
+        y = empty(x)
         total = empty_like(x) if added else None
         rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if keep else None
         kernel(x, weight, residual, y, total, rstd)
