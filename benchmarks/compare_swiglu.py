@@ -1,6 +1,6 @@
 """Kernel time and error of `fused_swiglu` against one cuBLAS product, eager torch and Liger.
 
-    python benchmarks/compare_swiglu.py [--quick] [--liger-mlp] [--json FILE]     on a GPU
+    python benchmarks/compare_swiglu.py [--quick | --rows K,M ..] [--liger-mlp] [--json FILE]     on a GPU
     python benchmarks/compare_swiglu.py --training                           a step of the MLP
 
 page.py and pictures.py make tables and pictures of the records.
@@ -76,7 +76,10 @@ def measure(options) -> None:
     package = load_package()
     torch.manual_seed(0)
     rows = []
-    for K, N, M in SHAPES if options.quick else SHAPES + MORE:
+    shapes = SHAPES if options.quick else SHAPES + MORE
+    for K, N, M in shapes:
+        if options.rows and (K, M) not in options.rows:
+            continue
         with torch.no_grad():
             args = tensors(K, N, M)
             timed = calls(package, *args, options.liger_mlp)
@@ -105,9 +108,15 @@ def line(row: dict) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def pair(text: str) -> tuple:
+    K, M = map(int, text.split(","))
+    return K, M
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="only the rows of the first table")
+    parser.add_argument("--rows", nargs="+", type=pair, help="only these, each as K,M")
     parser.add_argument("--liger-mlp", action="store_true", help="with liger_kernel.ops.mlp (slow)")
     parser.add_argument("--training", action="store_true", help="a training step of the MLP")
     parser.add_argument("--json", type=Path, help="default: in benchmarks/results/")
