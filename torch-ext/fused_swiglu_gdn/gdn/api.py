@@ -129,7 +129,7 @@ def chunk_gated_delta_rule(
         call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
         lengths = lengths_alone(call, cp_context)
         if lengths is None:
-            return chunk_with_context(call, cp_context, lambda x: _checked(x, *settings))
+            return chunk_with_context(call, cp_context, _checked, settings)
         tensors = (*tensors[:-1], lengths)
     kind = (*options, *settings)
     plan = _prefilling.find(tensors, kind) if undisturbed() else None

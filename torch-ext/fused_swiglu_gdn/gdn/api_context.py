@@ -1,5 +1,6 @@
 """chunk_gated_delta_rule with a cp_context: its arguments as the operator takes them, and back."""
 
+import operator
 from typing import Callable, Optional, Tuple
 
 import torch
@@ -7,22 +8,40 @@ from torch import Tensor
 
 from ..parallel import checks
 from ..parallel.context import CpContext
-from ..parallel.exchange import agreed
-from ..runtime.dtypes import at_least_fp32
+from ..parallel.exchange import agreed, agrees
+from ..runtime.cache import CallCache, undisturbed
 from ..runtime.ops import needs_grad
 from .call import GdnCall
 from .ops_context import gdn_chunk_context
 
 
+_passed = CallCache()  # options as the operator takes them, of calls whose tensors it takes
+
+
 @torch.compiler.disable
 def chunk_with_context(
-    call: GdnCall, cp: object, check: Callable[[GdnCall], GdnCall]
+    call: GdnCall, cp: object, check: Callable, settings: tuple
 ) -> Tuple[Tensor, Optional[Tensor]]:
-    """o and the states after the pieces here; check: of an ordinary call, as its operator takes it.
+    """o and the states after the pieces here; check(call, *settings): of an ordinary call, as its
+    operator takes it.
 
     The checks come before the first collective, so that no process waits for one that refused.
     """
     checks.is_context(cp)
+    quiet = undisturbed() and call.cu_seqlens is None and not agrees(cp.group)
+    kind = (*call.options, *settings, cp.tokens, cp.batch_size, len(cp.pieces))
+    options = _passed.find(call.tensors, kind) if quiet else None
+    if options is not None:
+        made = call._replace(cu_seqlens=cp.lengths_on(call.device), options=options)
+    else:
+        made = _checked(call, cp, lambda x: check(x, *settings))
+        if quiet and all(map(operator.is_, call.tensors[:9], made.tensors[:9])):
+            _passed.keep(call.tensors, kind, made.options)
+    return _served(call, made, cp)
+
+
+def _checked(call: GdnCall, cp: CpContext, check: Callable[[GdnCall], GdnCall]) -> GdnCall:
+    """The call as the operator takes it, in all processes or in none."""
 
     def make() -> GdnCall:
         checks.lengths_are_its_own(cp, call.cu_seqlens)
@@ -34,9 +53,12 @@ def chunk_with_context(
         sizes = (made.H, made.HV, made.K, made.V)
         return f"heads and dims {sizes}, {made.q.dtype}, gradients {needs_grad(made.tensors)}"
 
-    made = agreed(make, facts, cp.group, "chunk_gated_delta_rule")
+    return agreed(make, facts, cp.group, "chunk_gated_delta_rule")
+
+
+def _served(call: GdnCall, made: GdnCall, cp: CpContext) -> Tuple[Tensor, Optional[Tensor]]:
     options = made.options
-    v_first, wide = options.state_v_first, at_least_fp32(made.v[:0]).dtype
+    v_first, wide = options.state_v_first, torch.promote_types(made.v.dtype, torch.float32)
     initial = made.initial_state
     if initial is not None:
         initial = (initial.mT if v_first else initial).to(wide)

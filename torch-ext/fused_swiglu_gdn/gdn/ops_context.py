@@ -23,7 +23,6 @@ from ..parallel.context import CpContext
 from ..parallel.exchange import start_all_gather
 from ..parallel.plan import Piece, Slot
 from ..runtime import dispatch
-from ..runtime.dtypes import at_least_fp32
 from ..runtime.ops import needs_grad, serve
 from .call import GdnCall, GdnGradient
 from .reference import backward as backward_reference
@@ -49,7 +48,7 @@ def _run_here(call: GdnCall, cp: CpContext, start: Optional[Tensor]) -> tuple:
     """_run of all that is here, if anything is."""
     if cp.tokens:
         return _run(call._replace(initial_state=start))
-    wide = at_least_fp32(call.v[:0]).dtype
+    wide = torch.promote_types(call.v.dtype, torch.float32)
     states = call.v.new_empty(0, call.HV, call.K, call.V, dtype=wide)
     return torch.empty_like(call.v), states, ()
 
@@ -139,7 +138,7 @@ def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
         o, states, blocks = _run_here(call, cp, start)
         return o, states, Saved(start, None, blocks)
     if start is None:
-        wide = at_least_fp32(call.v[:0]).dtype
+        wide = torch.promote_types(call.v.dtype, torch.float32)
         start = call.v.new_zeros(len(cp.pieces), call.HV, call.K, call.V, dtype=wide)
     else:
         first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)

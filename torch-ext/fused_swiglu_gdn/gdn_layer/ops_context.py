@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from ..parallel.context import CpContext
 from ..parallel.exchange import all_gather
-from ..parallel.plan import Piece
+from ..parallel.plan import Piece, Slot
 from ..runtime.ops import needs_grad, serve
 from .reference import backward as backward_reference
 from .reference import layer as reference
@@ -42,54 +42,96 @@ def sources(before: List[Piece], taps: int) -> List[Source]:
     return [source for source in found if source.history.stop > source.history.start]
 
 
-def _bounds(cp: CpContext, place: int) -> Tuple[int, int]:
-    return cp.bounds[place], cp.bounds[place + 1]
+class Asked(NamedTuple):
+    """What a piece behind asks of a tail here: columns of the gradient of its history."""
+
+    slot: Slot
+    tail: slice
+    history: slice
 
 
-def _histories(x: Tensor, taps: int, initial: Optional[Tensor], cp: CpContext) -> Tensor:
-    """The inputs before each piece here, [pieces, D, W - 1], from x [1, D, T]."""
-    D = x.shape[1]
-    history = x.new_zeros(len(cp.pieces), D, taps - 1)
+def _heard(cp: CpContext, place: int, taps: int) -> List[Source]:
+    """Where the inputs before a piece here come from."""
+    return cp.once(("heard", place, taps), lambda: sources(cp.chain(cp.pieces[place])[0], taps))
+
+
+def _asked(cp: CpContext, place: int, taps: int) -> List[Asked]:
+    """What pieces behind it ask of a piece here."""
+    piece = cp.pieces[place]
+
+    def make() -> List[Asked]:
+        return [
+            Asked(cp.plan.incoming[other], source.tail, source.history)
+            for other in cp.chain(piece)[1]
+            for source in sources(cp.chain(other)[0], taps)
+            if source.piece == piece
+        ]
+
+    return cp.once(("asked", place, taps), make)
+
+
+def _histories(x: Tensor, taps: int, initial: Optional[Tensor], cp: CpContext) -> Optional[Tensor]:
+    """The inputs before each piece here, [pieces, D, W - 1], from x [1, D, T]; None are zeros."""
+    D, history = x.shape[1], None
     if initial is not None:
         first = cp.marks(cp.plan.incoming, x.device).view(-1, 1, 1)
-        history.copy_(initial.masked_fill(~first, 0))
-    own = x.new_zeros(cp.plan.slots_out, D, taps - 1)
+        history = initial.masked_fill(~first, 0).to(x.dtype)
+    own = x.new_empty(cp.plan.slots_out, D, taps - 1)  # what no piece fills nobody reads
     for number, place in enumerate(cp.subset("outgoing", x.device).places):
-        start, stop = _bounds(cp, place)
+        start, stop = cp.bounds[place], cp.bounds[place + 1]
         tokens = x[0, :, max(start, stop - taps + 1) : stop]  # [D, up to W - 1]
-        own[number] = torch.cat([history[place], tokens], -1)[:, 1 - taps :]
+        if stop - start < taps - 1:
+            before = x.new_zeros(D, taps - 1) if history is None else history[place]
+            tokens = torch.cat([before, tokens], -1)[:, 1 - taps :]
+        own[number] = tokens
     told = all_gather(own, cp.group)  # [P, slots, D, W - 1]
-    for place in cp.subset("incoming", x.device).places:
-        before, _ = cp.chain(cp.pieces[place])
-        for piece, tail, columns in sources(before, taps):
+    incoming = cp.subset("incoming", x.device).places
+    if not incoming:
+        return history
+    if len(cp.pieces) == len(_heard(cp, incoming[0], taps)) == 1:
+        rank, number = cp.plan.outgoing[_heard(cp, 0, taps)[0].piece]
+        return told[rank, number : number + 1]
+    if history is None:
+        history = x.new_zeros(len(cp.pieces), D, taps - 1)
+    for place in incoming:
+        for piece, tail, columns in _heard(cp, place, taps):
             rank, number = cp.plan.outgoing[piece]
             history[place, :, columns] = told[rank, number, :, tail]
     return history
 
 
-def _return(d_history: Tensor, dx: Tensor, taps: int, cp: CpContext) -> Tuple[Tensor, Tensor]:
+def _return(
+    d_history: Optional[Tensor], dx: Tensor, taps: int, cp: CpContext, asks_initial: bool
+) -> Tuple[Tensor, Optional[Tensor]]:
     """Adds to dx [1, D, T] what other pieces ask of the tails here; gives that and the gradient of
-    the initial states [pieces, D, W - 1]."""
-    own = d_history.new_zeros(cp.plan.slots_in, *d_history.shape[1:])
+    the initial states [pieces, D, W - 1], if that is asked for."""
     incoming = cp.subset("incoming", dx.device)
-    own[: len(incoming.places)] = d_history.index_select(0, incoming.rows)
+    if len(incoming.places) == len(cp.pieces) == cp.plan.slots_in:
+        own = d_history
+    else:
+        own = dx.new_empty(cp.plan.slots_in, dx.shape[1], taps - 1)
+        if incoming.places:
+            own[: len(incoming.places)] = incoming.rows_of(d_history)
     told = all_gather(own, cp.group)  # [P, slots, D, W - 1]
-    first = cp.marks(cp.plan.incoming, dx.device).view(-1, 1, 1)
-    d_initial = d_history.masked_fill(~first, 0)
+    d_initial = None
+    if asks_initial:
+        first = cp.marks(cp.plan.incoming, dx.device).view(-1, 1, 1)
+        d_initial = d_history.masked_fill(~first, 0)
     for place in cp.subset("outgoing", dx.device).places:
-        piece, (start, stop) = cp.pieces[place], _bounds(cp, place)
-        asked = d_history.new_zeros(
-            d_history.shape[1:], dtype=torch.promote_types(dx.dtype, torch.float32)
-        )
-        for other in cp.chain(piece)[1]:
-            rank, number = cp.plan.incoming[other]
-            for source, tail, columns in sources(cp.chain(other)[0], taps):
-                if source == piece:
-                    asked[:, tail] += told[rank, number, :, columns]
+        start, stop = cp.bounds[place], cp.bounds[place + 1]
+        everything = _asked(cp, place, taps)
+        if len(everything) == 1 and stop - start >= taps - 1:
+            (rank, number), tail, columns = everything[0]
+            at = stop - taps + 1
+            dx[0, :, at + tail.start : at + tail.stop] += told[rank, number, :, columns]
+            continue
+        asked = told.new_zeros(told.shape[2:], dtype=torch.promote_types(dx.dtype, torch.float32))
+        for (rank, number), tail, columns in everything:
+            asked[:, tail] += told[rank, number, :, columns]
         count = min(stop - start, taps - 1)
         latest = dx[0, :, stop - count : stop]
         latest.copy_(latest + asked[:, taps - 1 - count :])
-        if place not in incoming.places and count < taps - 1:
+        if d_initial is not None and place not in incoming.places and count < taps - 1:
             d_initial[place, :, count:] += asked[:, : taps - 1 - count].to(d_initial.dtype)
     return dx, d_initial
 
@@ -98,7 +140,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx, cp, activation, has_final, x, weight, bias, initial):
         y, final, history = conv_forward(cp, activation, has_final, x, weight, bias, initial)
-        ctx.cp, ctx.activation, ctx.has_initial = cp, activation, initial is not None
+        ctx.cp, ctx.activation = cp, activation
         ctx.save_for_backward(x, weight, bias, history)
         ctx.set_materialize_grads(False)
         return y, final
@@ -109,10 +151,15 @@ class _Convolution(torch.autograd.Function):
         x, weight, bias, history = ctx.saved_tensors
         dy = torch.zeros_like(x) if dy is None else dy
         args = (x, weight, bias, ctx.activation, dy, d_final)
-        dx, dweight, dbias, d_initial = conv_backward(ctx.cp, history, *args)
         _, _, _, *need = ctx.needs_input_grad
+        dx, dweight, dbias, d_initial = conv_backward(ctx.cp, history, need[3], *args)
         grads = (dx, dweight, dbias, d_initial)
         return (None, None, None, *(d if want else None for d, want in zip(grads, need)))
+
+
+def _lengths(cp: CpContext, x: Tensor) -> Optional[Tensor]:
+    """cu_seqlens of the pieces here, where there are several."""
+    return cp.lengths_on(x.device) if len(cp.pieces) > 1 else None
 
 
 def conv_forward(cp, activation, has_final, x, weight, bias, initial) -> tuple:
@@ -123,18 +170,16 @@ def conv_forward(cp, activation, has_final, x, weight, bias, initial) -> tuple:
     if not cp.tokens:
         final = x.new_empty(0, x.shape[1], taps - 1) if has_final else None
         return torch.empty_like(x), final, history
-    lengths = cp.lengths_on(x.device)
-    args = (x, weight, bias, activation, None, lengths, history, has_final)
+    args = (x, weight, bias, activation, None, _lengths(cp, x), history, has_final)
     y, final = serve(FAMILY, "causal_conv1d_fwd", reference.causal_conv1d_fwd, args)
     return y, final if has_final else None, history
 
 
-def conv_backward(cp, history, x, weight, bias, activation, dy, d_final) -> tuple:
+def conv_backward(cp, history, asks_initial, x, weight, bias, activation, dy, d_final) -> tuple:
     """Gradients of x, weight, bias and the initial states."""
     taps = weight.shape[1]
     if cp.tokens:
-        lengths = cp.lengths_on(x.device)
-        args = (x, weight, bias, activation, None, lengths, history, dy, d_final)
+        args = (x, weight, bias, activation, None, _lengths(cp, x), history, dy, d_final)
         dx, dweight, dbias, d_history = serve(
             FAMILY, "causal_conv1d_bwd", backward_reference.causal_conv1d_bwd, args
         )
@@ -142,7 +187,7 @@ def conv_backward(cp, history, x, weight, bias, activation, dy, d_final) -> tupl
         dx, dweight, d_history = torch.empty_like(x), torch.zeros_like(weight), history
         dbias = None if bias is None else torch.zeros_like(bias)
     if cp.plan.chains:
-        dx, d_history = _return(d_history, dx, taps, cp)
+        dx, d_history = _return(d_history, dx, taps, cp, asks_initial)
     return dx, dweight, dbias, d_history
 
 

@@ -171,7 +171,11 @@ class CpContext:
         at = chain.index(piece)
         return chain[:at], chain[at + 1 :]
 
-    def _once(self, name: str, device, make):
+    def once(self, name: object, make):
+        """make(), of this context and the name alone, which is kept."""
+        return self._once(name, None, make)
+
+    def _once(self, name: object, device, make):
         key = (name, device)
         if key not in self._known:
             made = make()

@@ -1,10 +1,13 @@
 """The collectives: every process of the group calls the same ones in the same order."""
 
+import functools
 from typing import Callable, List, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+WIRE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that NCCL has; others go as bytes
 
 
 def size(group) -> int:
@@ -19,6 +22,7 @@ def has(group, backend: str) -> bool:
     return backend in dist.get_backend_config(group).split(",")
 
 
+@functools.cache
 def _one_tensor(name: str) -> Callable:
     """The collective on one tensor for all processes, by the name that this torch has for it."""
     older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
@@ -34,15 +38,18 @@ def start_all_gather(own: Tensor, group) -> Callable[[], Tensor]:
     """What ends the all_gather that this begins: what is launched in between runs beside it."""
     if size(group) == 1:
         return lambda: own.unsqueeze(0)
-    wire = own.contiguous().view(-1).view(torch.uint8)  # no backend knows all dtypes
-    if has(group, f"{own.device.type}:gloo"):  # gloo moves bytes of the host
-        wire = wire.cpu()
-    everyone = wire.new_empty(size(group) * wire.numel())
+    by_host = has(group, f"{own.device.type}:gloo")  # gloo moves bytes of the host
+    own = own.contiguous()
+    as_it_is = own.dtype in WIRE and not by_host
+    wire = own if as_it_is else own.view(-1).view(torch.uint8)
+    wire = wire.cpu() if by_host else wire
+    everyone = wire.new_empty(size(group) * wire.shape[0], *wire.shape[1:])
     work = _one_tensor("all_gather")(everyone, wire, group=group, async_op=True)
 
     def end() -> Tensor:
         work.wait()
-        return everyone.to(own.device).view(own.dtype).view(size(group), *own.shape)
+        found = everyone if as_it_is else everyone.to(own.device).view(own.dtype)
+        return found.view(size(group), *own.shape)
 
     return end
 
