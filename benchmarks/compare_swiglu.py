@@ -1,7 +1,7 @@
 """Kernel time and error of `fused_swiglu` against one cuBLAS product, eager torch and Liger.
 
-    python benchmarks/compare_swiglu.py [--quick | --rows K,M ..] [--liger-mlp] [--json FILE]     on a GPU
-    python benchmarks/compare_swiglu.py --training                           a step of the MLP
+    python benchmarks/compare_swiglu.py [--quick | --rows K,M ..] [--liger-mlp] [--json FILE]
+    python benchmarks/compare_swiglu.py --training      a step of the MLP; all of these on a GPU
 
 page.py and pictures.py make tables and pictures of the records.
 `gemm` is one cuBLAS product with the two weights concatenated and no gate: the same operations and

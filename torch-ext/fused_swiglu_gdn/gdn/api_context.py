@@ -14,7 +14,6 @@ from ..runtime.ops import needs_grad
 from .call import GdnCall
 from .ops_context import gdn_chunk_context
 
-
 _passed = CallCache()  # options as the operator takes them, of calls whose tensors it takes
 
 
