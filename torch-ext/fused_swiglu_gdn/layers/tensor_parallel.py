@@ -13,10 +13,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ..swiglu.api import fused_swiglu_mlp
+from ..swiglu.api import fused_swiglu, fused_swiglu_mlp
 from .own_code import is_in_its_file
 from .plain import PLAIN_TENSORS, why_hooked
 
@@ -162,6 +163,11 @@ class _Sum(torch.autograd.Function):
 def mlp_on_shards(x: Tensor, found: Shards, activation: str) -> Tensor:
     """down(act(gate(x)) * up(x)), [..., K] -> [..., D], alike in all processes."""
     w_gate, w_up, w_down, b_gate, b_up, b_down = found.local()
+    if not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
+        z = fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation=activation)
+        y = F.linear(z, w_down)
+        dist.all_reduce(y, group=found.group)
+        return y if b_down is None else y.add_(b_down)
     if torch.is_grad_enabled() and x.requires_grad:
         x = _Copies.apply(x, found.group)
     y = fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, None, activation=activation)
