@@ -9,6 +9,7 @@ z is made again from x, W times an element: x stays in cache, and nothing is sav
 Sizes: B batch, D channels, T tokens, W taps, N sequences; P groups of tokens.
 """
 
+import functools
 from typing import Optional, Tuple
 
 import torch
@@ -238,24 +239,33 @@ def _initial_steps(initial_states: Optional[torch.Tensor]) -> tuple:
     return (0, 0, 0) if initial_states is None else initial_states.stride()
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
+def _plan(
+    where: torch.device, W: int, silu: bool, B: int, D: int, T: int, N: int, *strides: tuple
+) -> Tuple[Launch, int]:
+    """The launch of _by_rows, and its groups of tokens."""
+    config = tuning.lookup("portable_causal_conv1d_rows_bwd", where, D=D)
+    groups = triton.cdiv(T, config["RUN"] * config["RUNS"])
+    constexprs, options = named(conv_rows_bwd_kernel, W=W, SILU=silu, **config)
+    kernel = Launch(
+        conv_rows_bwd_kernel,
+        B * groups * triton.cdiv(D, config["BLOCK_D"]),
+        where,
+        numbers=(*strides, T, D, N, groups),
+        constexprs=constexprs,
+        options=options,
+    )
+    return kernel, groups
+
+
 def _by_rows(given, dx, N: int, silu: bool) -> torch.Tensor:
     """Fills dx; the groups' shares of dweight and dbias, [B, P, W + 1, D] fp32."""
     x, weight, bias, _, cu_seqlens, initial_states, dy, _ = given
     (B, D, T), W = x.shape, weight.shape[1]
-    config = tuning.lookup("portable_causal_conv1d_rows_bwd", x.device, D=D)
-    groups = triton.cdiv(T, config["RUN"] * config["RUNS"])
+    strides = (_steps(x)[:2], _steps(dy)[:2], _steps(dx)[:2], _initial_steps(initial_states))
+    kernel, groups = _plan(x.device, W, silu, B, D, T, N, *strides)
     sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
     if dx.numel() > 0:
-        constexprs, options = named(conv_rows_bwd_kernel, W=W, SILU=silu, **config)
-        strides = (_steps(x)[:2], _steps(dy)[:2], _steps(dx)[:2])
-        kernel = Launch(
-            conv_rows_bwd_kernel,
-            B * groups * triton.cdiv(D, config["BLOCK_D"]),
-            x.device,
-            numbers=(*strides, _initial_steps(initial_states), T, D, N, groups),
-            constexprs=constexprs,
-            options=options,
-        )
         kernel(x, weight, bias, cu_seqlens, initial_states, dy, dx, sums)
     return sums
 
@@ -282,6 +292,20 @@ def _by_tiles(given, dx, N: int, silu: bool) -> torch.Tensor:
         )
         kernel(*given, dx, sums)
     return sums
+
+
+@functools.lru_cache(maxsize=1024, typed=True)
+def _initial_plan(
+    where: torch.device, W: int, silu: bool, N: int, D: int, T: int, *strides: tuple
+) -> Launch:
+    """The launch for the gradient of the initial states."""
+    return Launch(
+        _initial_bwd_kernel,
+        N * triton.cdiv(D, 128),
+        where,
+        numbers=(*strides, T, D),
+        constexprs=(W, silu, triton.next_power_of_2(W - 1), 128),
+    )
 
 
 def causal_conv1d_bwd(
@@ -312,14 +336,8 @@ def causal_conv1d_bwd(
         else:
             sums = _by_tiles(given, dx, N, silu)
         if d_initial is not None and d_initial.numel() > 0:
-            kernel = Launch(
-                _initial_bwd_kernel,
-                N * triton.cdiv(D, 128),
-                x.device,
-                numbers=(_steps(x), _steps(dy), initial_states.stride(), T, D),
-                constexprs=(W, silu, triton.next_power_of_2(W - 1), 128),
-            )
-            kernel(*given, d_initial)
+            strides = (_steps(x), _steps(dy), initial_states.stride())
+            _initial_plan(x.device, W, silu, N, D, T, *strides)(*given, d_initial)
     sums = sums.sum((0, 1))  # [W + 1, D]
     dbias = None if bias is None else sums[W].to(bias.dtype, copy=True)  # shares no memory
     if d_initial is not None:

@@ -8,6 +8,7 @@ With n = x rstd, rstd = 1 / sqrt(mean(x^2) + eps) and y = weight n act(gate):
 Sizes: M rows, D channels; P programs.
 """
 
+import functools
 from typing import Tuple
 
 import torch
@@ -82,6 +83,28 @@ def _rms_norm_gated_bwd_kernel(
     tl.store(dweight_ptr + at, tl.sum(dweight, 0), mask=tl.arange(0, BLOCK_D) < D)
 
 
+@functools.lru_cache(maxsize=1024, typed=True)
+def _plan(
+    where: torch.device, activation: str, D: int, M: int, R: int, eps: float, *strides: tuple
+) -> Tuple[Launch, int]:
+    """The launch, and its programs."""
+    config = tuning.lookup("portable_rms_norm_gated_bwd", where, D=D)
+    programs = triton.cdiv(M, config["BLOCK_M"] * config["TILES"])
+    constexprs, options = named(
+        _rms_norm_gated_bwd_kernel, D=D, SILU=activation == "silu",
+        BLOCK_D=triton.next_power_of_2(D), **config,
+    )  # fmt: skip
+    kernel = Launch(
+        _rms_norm_gated_bwd_kernel,
+        programs,
+        where,
+        numbers=(*strides, M, R, eps),
+        constexprs=constexprs,
+        options=options,
+    )
+    return kernel, programs
+
+
 def rms_norm_gated_bwd(
     x: torch.Tensor,  # [..., D]
     gate: torch.Tensor,  # [..., D]
@@ -97,21 +120,8 @@ def rms_norm_gated_bwd(
     x, gate, dy = map(readable, (x, gate, dy))
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # [..., D]
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=x.device)  # [..., D]
-    config = tuning.lookup("portable_rms_norm_gated_bwd", x.device, D=D)
-    programs = triton.cdiv(M, config["BLOCK_M"] * config["TILES"])
+    kernel, programs = _plan(x.device, activation, D, M, R, eps, *map(two_strides, (x, gate, dy)))
     dweight = torch.empty(programs, D, dtype=torch.float32, device=x.device)  # [P, D]
     if M > 0:
-        constexprs, options = named(
-            _rms_norm_gated_bwd_kernel, D=D, SILU=activation == "silu",
-            BLOCK_D=triton.next_power_of_2(D), **config,
-        )  # fmt: skip
-        kernel = Launch(
-            _rms_norm_gated_bwd_kernel,
-            programs,
-            x.device,
-            numbers=(*map(two_strides, (x, gate, dy)), M, R, eps),
-            constexprs=constexprs,
-            options=options,
-        )
         kernel(x, gate, weight.contiguous(), dy, dx, dgate, dweight)
     return dx, dgate, dweight.sum(0).to(weight.dtype)
