@@ -161,12 +161,14 @@ def layer(worker: Worker) -> tuple:
     cp = kernel.build_cp_context([0, tokens * worker.world], worker.group)
     width = alone.out_proj.weight.shape[0]
     x = torch.randn(1, tokens, width, device=worker.device, dtype=torch.bfloat16)
-    us = {
-        "one GPU, its part alone": worker.microseconds(layer_step(alone, x.clone()), 3, 3),
-        "ours": worker.microseconds(layer_step(shared, x.clone(), cp_context=cp), 3, 3),
+    steps = {
+        "one GPU, its part alone": layer_step(alone, x.clone()),
+        "ours": layer_step(shared, x.clone(), cp_context=cp),
     }
+    us = {name: worker.microseconds(call, 5) for name, call in steps.items()}
+    more = {name: worker.host_microseconds(call, 5) for name, call in steps.items()}
     what = f"layer, training step, {tokens * worker.world} tokens over {worker.world}"
-    return f"{us}", [{"what": what, "us": us}]
+    return f"{us}, host {more}", [{"what": what, "us": us, "host_us": more}]
 
 
 def mlp(worker: Worker) -> tuple:
@@ -272,6 +274,12 @@ def warm(word: str) -> None:
         load_package().kernelize(module, mode="training")
         x = torch.randn(1, 8192, 2560, device=worker.device, dtype=torch.bfloat16)
         layer_step(module, x)()
+        weight = module.conv1d.weight.squeeze(1)  # [D, W]
+        x = x.new_ones(1, 8192, len(weight)).transpose(1, 2).requires_grad_()
+        before = x.new_zeros(1, len(weight), weight.shape[1] - 1).requires_grad_()
+        options = {"activation": "silu", "initial_states": before}
+        y = load_package().causal_conv1d_fn(x, weight, **options)
+        torch.autograd.grad(y, [x, weight, before], torch.zeros_like(y))
     elif word == "fla":
         share_autotuning(int(which), TUNERS)
         theirs, _ = import_fla()

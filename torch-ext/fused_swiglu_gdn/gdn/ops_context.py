@@ -221,7 +221,7 @@ def chunk_backward(
     for place in outgoing:
         _, behind = cp.chain(cp.pieces[place])
         slots = _slots(cp.plan.incoming, behind[::-1])
-        d_states[place] += _chained(told, slots, call.V, True)
+        d_states[place].add_(_chained(told, slots, call.V, True))
     *grads, d_start = grads or finish(d_states)
     if asks_initial:
         first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)

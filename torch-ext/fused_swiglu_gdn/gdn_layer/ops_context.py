@@ -123,7 +123,7 @@ def _return(
         if len(everything) == 1 and stop - start >= taps - 1:
             (rank, number), tail, columns = everything[0]
             at = stop - taps + 1
-            dx[0, :, at + tail.start : at + tail.stop] += told[rank, number, :, columns]
+            dx[0, :, at + tail.start : at + tail.stop].add_(told[rank, number, :, columns])
             continue
         asked = told.new_zeros(told.shape[2:], dtype=torch.promote_types(dx.dtype, torch.float32))
         for (rank, number), tail, columns in everything:

@@ -36,20 +36,21 @@ def all_gather(own: Tensor, group) -> Tensor:
 
 def start_all_gather(own: Tensor, group) -> Callable[[], Tensor]:
     """What ends the all_gather that this begins: what is launched in between runs beside it."""
-    if size(group) == 1:
+    P = size(group)
+    if P == 1:
         return lambda: own.unsqueeze(0)
     by_host = has(group, f"{own.device.type}:gloo")  # gloo moves bytes of the host
     own = own.contiguous()
     as_it_is = own.dtype in WIRE and not by_host
     wire = own if as_it_is else own.view(-1).view(torch.uint8)
     wire = wire.cpu() if by_host else wire
-    everyone = wire.new_empty(size(group) * wire.shape[0], *wire.shape[1:])
+    everyone = wire.new_empty(P * wire.shape[0], *wire.shape[1:])
     work = _one_tensor("all_gather")(everyone, wire, group=group, async_op=True)
 
     def end() -> Tensor:
         work.wait()
         found = everyone if as_it_is else everyone.to(own.device).view(own.dtype)
-        return found.view(size(group), *own.shape)
+        return found.view(P, *own.shape)
 
     return end
 
