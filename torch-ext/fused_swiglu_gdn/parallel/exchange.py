@@ -2,6 +2,7 @@
 
 import functools
 from typing import Callable, List, Optional
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -10,8 +11,11 @@ from torch import Tensor
 WIRE = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that NCCL has; others go as bytes
 
 
+_backends: WeakKeyDictionary = WeakKeyDictionary()  # by group: torch asks itself for long
+
+
 def size(group) -> int:
-    return dist.get_world_size(group)
+    return (dist.group.WORLD if group is None else group).size()
 
 
 def has(group, backend: str) -> bool:
@@ -19,7 +23,11 @@ def has(group, backend: str) -> bool:
 
     A group that was made without a backend, or with several, has one for each.
     """
-    return backend in dist.get_backend_config(group).split(",")
+    group = dist.group.WORLD if group is None else group
+    found = _backends.get(group)
+    if found is None:
+        found = _backends[group] = dist.get_backend_config(group).split(",")
+    return backend in found
 
 
 @functools.cache
