@@ -29,6 +29,7 @@ sys.modules.update(dict.fromkeys(("fla", "causal_conv1d")))
 
 REPOSITORY = "org/fused-swiglu-gdn"
 
+
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 # Relative error ||out - ref|| / ||ref|| against the reference in fp64 on the same inputs. bf16 has
@@ -41,6 +42,15 @@ TOLERANCE = {
     torch.float16: 1.5e-3,
     torch.bfloat16: 1e-2,
 }
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items) -> None:
+    """A test of the device "cuda" is one of those that `-m gpu` runs."""
+    for item in items:
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(value, str) and value == "cuda" for value in parameters):
+            item.add_marker("gpu")
 
 
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
