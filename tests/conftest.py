@@ -44,15 +44,6 @@ TOLERANCE = {
 }
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items) -> None:
-    """A test of the device "cuda" is one of those that `-m gpu` runs."""
-    for item in items:
-        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if any(isinstance(value, str) and value == "cuda" for value in parameters):
-            item.add_marker("gpu")
-
-
 def relative_error(out: torch.Tensor, ref: torch.Tensor) -> float:
     """||out - ref|| / ||ref|| in fp64; NaN where one has a NaN that the other has not."""
     assert out.shape == ref.shape, (out.shape, ref.shape)
@@ -138,7 +129,12 @@ def paranoid():
         yield
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    for item in items:  # a test of the device "cuda" is one of those that `-m gpu` runs
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if any(isinstance(value, str) and value == "cuda" for value in parameters):
+            item.add_marker("gpu")
     spread(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     if torch.cuda.is_available():
         return
