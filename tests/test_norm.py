@@ -95,6 +95,28 @@ def test_gradients_of_the_reference(kernel, mode, offset):
 
 
 @compiled
+@pytest.mark.parametrize("after", [None, False, True], ids=["alone", "before", "after"])
+def test_what_is_kept_is_read_once(after):
+    """Gradient checkpointing gives a kept tensor out no second time."""
+    kept, read = [], []
+
+    def keep(tensor):
+        kept.append(tensor)
+        return len(kept) - 1
+
+    def give(place):
+        read.append(place)
+        return kept[place]
+
+    x, residual = torch.randn(2, 3, 8).unbind(0)
+    x, weight = x.requires_grad_(), torch.randn(8).requires_grad_()
+    added = None if after is None else residual
+    with torch.autograd.graph.saved_tensors_hooks(keep, give):
+        y, *_ = ops._rms_norm_fwd(x, weight, added, 1e-6, "llama", 0.0, True, bool(after))
+        y.sum().backward()
+    assert x.grad is not None and sorted(read) == list(range(len(kept)))
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gelu_pytorch_tanh", "relu"])
 def test_silu_mul(kernel, device, activation):
     plain = {"gelu_pytorch_tanh": "gelu_tanh"}.get(activation, activation)

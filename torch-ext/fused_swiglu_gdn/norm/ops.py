@@ -69,11 +69,12 @@ def _save(ctx, inputs, output) -> None:
 def _backward(ctx, dy, dtotal, _):
     """Of x, weight and residual."""
     x, weight, residual = ctx.needs_input_grad[:3]
-    dx, dweight = dtotal, None
+    dx, added, dweight = dtotal, dtotal, None
     if dy is not None:
+        kept = ctx.saved_tensors  # read once: a checkpoint gives them out no second time
         dtotal = dtotal if ctx.added else None
-        dx, dweight = _rms_norm_bwd(*ctx.saved_tensors, dy, dtotal, ctx.offset, weight)
-    added = dy.to(ctx.saved_tensors[0].dtype) if ctx.after and dy is not None else dx
+        dx, dweight = _rms_norm_bwd(*kept, dy, dtotal, ctx.offset, weight)
+        added = dy.to(kept[0].dtype) if ctx.after else dx
     found = (dx if x else None, dweight if weight else None, added if residual else None)
     return (*found, None, None, None, None, None)
 
