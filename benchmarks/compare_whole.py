@@ -2,7 +2,7 @@
 
     python benchmarks/compare_whole.py [--model llama qwen3_5] [--what token prompt training]
                                        [--batch 1 64] [--peers compile liger] [--json FILE]
-                                       [--wait-for FILE]
+                                       [--wait-for FILE] [--every N]
 
 Llama with 8 layers of the 8B model's sizes, and Qwen3.5 with 16 layers of the 4B model's, random
 weights, bf16. Before means transformers with FLA's kernels (compare_models.py), whose backward
@@ -11,7 +11,8 @@ of it, by its defaults and for fixed shapes, and Liger's kernels, with which tra
 kernelize(loss=True) as well. All run in one process, in turns: wall time, launches, busy time of
 the GPU, the kernels that take most of it and, for training, peak memory. Peers that raise are left
 out. Rows take the places of the record's of the same name.
---wait-for compiles everything first and measures once FILE exists.
+--wait-for compiles everything first and measures once FILE exists. --every has FLA try every Nth of
+its configurations: compiling all of its backward pass takes minutes.
 """
 
 import argparse
@@ -26,7 +27,7 @@ from typing import Callable, Optional
 
 import torch
 from compare_models import greedy_step, install_fla_convolution, randomize, wall
-from kernel_time import RESULTS, load_package, merged, save, wait_for
+from kernel_time import RESULTS, load_package, merged, save, share_autotuning, wait_for
 
 LLAMA = {
     "hidden_size": 4096,
@@ -220,9 +221,11 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 64], help="of tokens")
     parser.add_argument("--peers", nargs="+", choices=["compile", "liger"], default=[])
     parser.add_argument("--wait-for", type=Path)
+    parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--json", type=Path, default=RESULTS / "whole_models.json")
     options = parser.parse_args()
     if "qwen3_5" in options.model:
+        share_autotuning(0, options.every)
         import fla.ops.common.chunk_o as guarded
 
         guarded.TRITON_ABOVE_3_7_1 = True
