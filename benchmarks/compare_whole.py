@@ -55,6 +55,10 @@ QWEN = {
 }
 PROMPT, TRAINING = 8192, 4096
 TURNS = 4
+PARTS = {  # words in the names of their kernels
+    "products": ("nvjet", "gemm", "cutlass", "splitK", "swiglu", "gdn_project"),
+    "attention": ("sdpa", "flash", "fmha", "kvcache"),
+}
 
 
 def model_of(name: str):
@@ -81,15 +85,24 @@ def kernels_of(call) -> list:
         torch.cuda.synchronize()
     on_gpu = torch.autograd.DeviceType.CUDA
     events = [e for e in record.events() if e.device_type == on_gpu]
-    return [(e.name[:60], e.device_time / 1e3) for e in events]
+    return [(e.name[:100], e.device_time / 1e3) for e in events]
 
 
-def longest(kernels: list, most: int = 12) -> dict:
+def parts(kernels: list) -> dict:
+    """Milliseconds of a call in matrix products, in the attention function and in all the rest."""
+    found = dict.fromkeys((*PARTS, "rest"), 0.0)
+    for name, ms in kernels:
+        part = (part for part, words in PARTS.items() if any(word in name for word in words))
+        found[next(part, "rest")] += ms / TURNS
+    return found
+
+
+def longest(kernels: list, most: int = 20) -> dict:
     """{name: [how often, milliseconds]} in a call, of the kernels that take most of the time."""
     found = collections.defaultdict(lambda: [0, 0.0])
     for name, ms in kernels:
-        found[name][0] += 1 / TURNS
-        found[name][1] += ms / TURNS
+        found[name[:60]][0] += 1 / TURNS
+        found[name[:60]][1] += ms / TURNS
     return dict(sorted(found.items(), key=lambda item: -item[1][1])[:most])
 
 
@@ -101,6 +114,7 @@ def measured(what: str, calls: dict) -> dict:
     profiles = {name: kernels_of(call) for name, call in calls.items()}
     row["launches"] = {name: round(len(found) / TURNS) for name, found in profiles.items()}
     row["busy_ms"] = {n: sum(ms for _, ms in found) / TURNS for n, found in profiles.items()}
+    row["parts_ms"] = {name: parts(kernels) for name, kernels in profiles.items()}
     row["kernels"] = {name: longest(kernels) for name, kernels in profiles.items()}
     return row
 
