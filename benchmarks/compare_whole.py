@@ -56,7 +56,17 @@ QWEN = {
 PROMPT, TRAINING = 8192, 4096
 TURNS = 4
 PARTS = {  # words in the names of their kernels
-    "products": ("nvjet", "gemm", "cutlass", "splitK", "swiglu", "gdn_project"),
+    "products": (
+        "nvjet",
+        "gemm",
+        "cutlass",
+        "splitK",
+        "swiglu_fwd",
+        "swiglu_saving",
+        "swiglu_dx",
+        "swiglu_gradient",
+        "gdn_project",
+    ),
     "attention": ("sdpa", "flash", "fmha", "kvcache"),
 }
 
