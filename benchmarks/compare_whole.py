@@ -55,19 +55,12 @@ QWEN = {
 }
 PROMPT, TRAINING = 8192, 4096
 TURNS = 4
+PRODUCTS = (
+    "nvjet gemm cutlass splitK swiglu_fwd swiglu_saving swiglu_dx swiglu_gradient gdn_project"
+)
 PARTS = {  # words in the names of their kernels
-    "products": (
-        "nvjet",
-        "gemm",
-        "cutlass",
-        "splitK",
-        "swiglu_fwd",
-        "swiglu_saving",
-        "swiglu_dx",
-        "swiglu_gradient",
-        "gdn_project",
-    ),
-    "attention": ("sdpa", "flash", "fmha", "kvcache"),
+    "products": PRODUCTS.split(),
+    "attention": ["sdpa", "flash", "fmha", "kvcache"],
 }
 
 
