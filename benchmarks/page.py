@@ -367,6 +367,17 @@ def of_whole(record: dict) -> str:
     return table(["", "launches", "GPU busy, ms", "peak memory, GiB"], rows)
 
 
+def of_parts(record: dict) -> str:
+    """Of the time that the GPU works."""
+    head = ["GPU busy, ms", "matrix products", "attention function", "all the rest"]
+    rows = [
+        [f"{whole_name(row)}: {side}", *(f"{ms:.2f}" for ms in parts.values())]
+        for row in record["rows"]
+        for side, parts in row.get("parts_ms", {}).items()
+    ]
+    return table(head, rows) if rows else ""
+
+
 def of_first_calls(record: dict) -> str:
     head = ["", *(f"{name}, seconds" for name in record["rows"][0]["seconds"])]
     rows = [[r["what"], *(f"{s:.4f}" for s in r["seconds"].values())] for r in record["rows"]]
@@ -430,7 +441,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "gdn_layer_training": [of_memory],
     "models": [of_launches],
     "mixtures": [of_launches],
-    "whole_models": [of_whole],
+    "whole_models": [of_whole, of_parts],
     "first_call": [of_first_calls],
     "first_token": [of_first_calls],
     "generate": [of_generate],
