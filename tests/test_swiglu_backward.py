@@ -156,6 +156,21 @@ def test_keep_z_interpreted(kernel, on_cpu):
         kernel.fused_swiglu_mlp(*tensors, recompute=True, keep_z=True)
 
 
+@interpreted
+@pytest.mark.parametrize("whole", [True, False])
+def test_the_kept_have_no_gradients_interpreted(kernel, on_cpu, whole):
+    """torch would fill zeros as large as what is kept."""
+    tensors, dy = inputs(7, 11, 5, 6, torch.float32, "cpu")
+    leaves = [t.requires_grad_() for t in tensors]
+    if whole:
+        y = kernel.fused_swiglu_mlp(*leaves)
+    else:
+        y, dy = kernel.fused_swiglu(*leaves[:3]), torch.randn(7, 11)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
+        y.backward(dy)
+    assert not {"aten::zeros", "aten::zero_"} & {event.name for event in found.events()}
+
+
 def accumulate(kernel, dtype, device, with_main_grad, frozen=(), sizes=(40, 24, 16, 8)):
     """Two steps with main_grad where named; relative errors of its sums and the gradients left."""
     tensors, dy = inputs(*sizes, dtype, device)

@@ -84,12 +84,15 @@ def _save(ctx, inputs, output):
     kept = [t if t is not None and t.numel() else None for t in output[1:]]
     ctx.save_for_backward(x, w_gate, w_up, w_down, b_gate, b_up, *kept)
     ctx.mark_non_differentiable(*[t for t in output[1:] if t is not None])
+    ctx.set_materialize_grads(False)  # zeros as large as what is kept
     weights = (w_gate, w_up, w_down)
     ctx.mains = [w if main_grad and hasattr(w, "main_grad") else None for w in weights]
 
 
 def _backward(ctx, dy, *_):
     """Gradients of the first seven arguments; those that go to a main_grad are added to it."""
+    if dy is None:
+        return (None,) * 11
     x, gate, up, down, b_gate, b_up, b_down = ctx.needs_input_grad[:7]
     needs = [x, gate, up, b_gate, b_up, down]
     args = (dense(dy), *ctx.saved_tensors, ctx.activation, needs)

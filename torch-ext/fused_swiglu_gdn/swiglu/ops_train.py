@@ -96,9 +96,12 @@ def _save(ctx, inputs, output):
     x, w_gate, w_up, _, _, ctx.activation = inputs
     ctx.save_for_backward(x, w_gate, w_up, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # zeros as large as what is kept
 
 
 def _backward(ctx, dz, _):
+    if dz is None:
+        return (None,) * 6
     x, w_gate, w_up, gate_up = ctx.saved_tensors
     needs = list(ctx.needs_input_grad[:5])
     gradients = _swiglu_bwd(dz, x, w_gate, w_up, gate_up, ctx.activation, needs)
