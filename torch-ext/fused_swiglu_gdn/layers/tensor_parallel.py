@@ -40,6 +40,10 @@ class Shards(NamedTuple):
             for x in self[:6]
         ])  # fmt: skip
 
+    def values(self) -> Tuple[Optional[Tensor], ...]:
+        """This process's parts, for calls without gradients: to_local takes 3 us for each."""
+        return tuple([getattr(x, "_local_tensor", x) for x in self[:6]])
+
 
 HIDDEN = {"weight", "bias", "_call_impl"}  # attributes that would stand before the module's own
 
@@ -162,12 +166,13 @@ class _Sum(torch.autograd.Function):
 
 def mlp_on_shards(x: Tensor, found: Shards, activation: str) -> Tensor:
     """down(act(gate(x)) * up(x)), [..., K] -> [..., D], alike in all processes."""
-    w_gate, w_up, w_down, b_gate, b_up, b_down = found.local()
     if not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
+        w_gate, w_up, w_down, b_gate, b_up, b_down = found.values()
         z = fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation=activation)
         y = F.linear(z, w_down)
         dist.all_reduce(y, group=found.group)
         return y if b_down is None else y.add_(b_down)
+    w_gate, w_up, w_down, b_gate, b_up, b_down = found.local()
     if torch.is_grad_enabled() and x.requires_grad:
         x = _Copies.apply(x, found.group)
     y = fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, None, activation=activation)
