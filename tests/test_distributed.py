@@ -93,8 +93,8 @@ def check(name: str, wrap: str, rank: int, device) -> dict:
     want_losses, want = steps(alone, ids)
     dispatch, tp = submodule("runtime.dispatch"), wrap == "tp first"
     # on a CPU no kernel would serve an MLP
-    forced = dispatch.force("reference") if device.type == "cpu" else contextlib.nullcontext()
-    with forced, dispatch.served() as record:
+    force = dispatch.force if device.type == "cpu" else contextlib.nullcontext
+    with force("reference"), dispatch.served() as record:
         if cp:
             layout = "zigzag" if "zigzag" in wrap else "contiguous"
             losses, got = steps(shared, ids, lambda *args: loss_of_part(*args, layout))
@@ -107,6 +107,10 @@ def check(name: str, wrap: str, rank: int, device) -> dict:
         gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
         errors[parameter] = relative_error(gradient, want[parameter.replace("module.", "", 1)])
     assert len(errors) == len(want) + 1
+    if tp:  # without gradients MLPs go another way
+        with force("reference"), dispatch.served() as record, torch.no_grad():
+            errors["logits"] = relative_error(shared(ids).logits, alone(ids).logits)
+        assert "swiglu_fwd" in record
     if first:
         assert kernel.restore(shared) == len(report.served) and own_forward(shared) == before
     return errors
