@@ -243,6 +243,19 @@ class TestInterpreted(Kernel):
 
 
 @compiled
+def test_caches_of_other_lengths_have_the_same_kernels(monkeypatch):
+    """Up to a power of two of blocks: each number of parts is a kernel of its own."""
+    decode = submodule("attention.portable.decode")
+    monkeypatch.setattr(decode.device, "multiprocessor_count", lambda index: 132)
+
+    def parts(programs, blocks):
+        return decode.count_parts(torch.device("cpu"), programs, blocks)
+
+    assert {parts(4, blocks) for blocks in range(17, 33)} == {32}
+    assert [parts(4, blocks) for blocks in (0, 1, 2, 33, 1000)] == [1, 1, 2, 64, 64]
+    assert [parts(programs, 32) for programs in (1, 12, 24, 256, 10**6)] == [32, 22, 11, 1, 1]
+
+
 def test_in_the_interpreter():
     rerun(__file__)
 

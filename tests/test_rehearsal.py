@@ -76,10 +76,40 @@ def test_once_and_only_for_an_empty_static_cache(hopper):
         assert not layer._forward_pre_hooks
     count = len(hopper.ahead)
     assert count and len({key for key, _ in hopper.ahead}) == count
-    hopper.kernelize(model, cuda_graphs=True)
     model.get_compiled_call()
     model(ids, past_key_values=transformers.DynamicCache(config=model.config))
     assert not layer._forward_pre_hooks and len(hopper.ahead) == count
+
+
+def test_other_batches_and_lengths(hopper):
+    """Each once; a length of the same order, and another cache length, launch nothing else."""
+    model = bf16("qwen3_5_text")
+    hopper.kernelize(model, cuda_graphs=True)
+    shapes = [(1, 100), (3, 100), (3, 40), (1, 100), (3, 40)]
+    counts = []
+    for batch, length in shapes:
+        hopper.ahead.clear()
+        hopper.launched.clear()
+        generate(model, torch.ones(batch, length, dtype=torch.int64))
+        counts.append(len(hopper.ahead))
+        missed = {key for key, _ in hopper.launched} - {key for key, _ in hopper.ahead}
+        assert not missed or not counts[-1]
+    assert all(counts[:3]) and not any(counts[3:])
+
+
+def test_a_hook_that_graphs_do_not_see(hopper):
+    from torch.utils.hooks import RemovableHandle
+
+    model = bf16("llama")
+    hopper.kernelize(model, cuda_graphs=True)
+    before, layer = RemovableHandle.next_id, model.model.layers[0]
+    model.get_compiled_call()
+    assert layer._forward_pre_hooks and RemovableHandle.next_id == before
+    model.get_compiled_call()
+    with torch.no_grad():
+        model(torch.ones(1, 1, dtype=torch.int64))
+    assert not layer._forward_pre_hooks and not layer._forward_pre_hooks_with_kwargs
+    assert not hopper.ahead
 
 
 @pytest.mark.parametrize("skip", [[], ["attention"]])
@@ -95,7 +125,7 @@ def test_a_cache_without_room_for_a_token(hopper, caplog, skip):
 def test_mixtures_are_left_out(kernel):
     model = bf16("qwen3_5_moe_text")
     kernel.kernelize(model)
-    submodule("models.rehearsal").expect_prompt(model)
+    submodule("models.rehearsal").expect_prompt(model, set())
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 

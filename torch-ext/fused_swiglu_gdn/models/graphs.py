@@ -192,7 +192,7 @@ class Decoding:
     def __init__(self, model: nn.Module):
         self.of = weakref.ref(model)
         self.steps: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache
-        self.rehearsed = False  # what the first prompt launches has been compiled
+        self.rehearsed: set = set()  # shapes of prompts whose kernels have been compiled
 
     @property
     def model(self) -> nn.Module:
@@ -208,9 +208,7 @@ class Decoding:
         model = self.model
         reason = why_not_model(model)
         if reason is None:
-            if not self.rehearsed:
-                self.rehearsed = True
-                expect_prompt(model)
+            expect_prompt(model, self.rehearsed)
             return self.step
         say(model, reason)
         return model.__call__

@@ -1,15 +1,16 @@
-"""Compiling what a prompt and a token launch, before the first prompt and all at once.
+"""Compiling what a prompt and a token launch, before the prompt and all at once.
 
-One decoder layer of each kind runs ahead of the first prompt without starting a kernel: on the
-prompt's own hidden states and on a copy of its empty cache, first for the prompt and then for a
-token. What it would launch is compiled meanwhile (runtime/ahead.py). Nothing that it computes is
-used: all of it is garbage.
+One decoder layer of each kind runs ahead of a prompt without starting a kernel: on the prompt's own
+hidden states and on a copy of its empty cache, first for the prompt and then for a token. What it
+would launch is compiled meanwhile (runtime/ahead.py). Nothing that it computes is used: all of it
+is garbage. It is done for the first prompt of a model, and once for each batch and order of lengths
+that come later, of which kernels may have forms of their own.
 """
 
 import contextvars
 import copy
 import logging
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional, Set
 
 import torch
 from torch import nn
@@ -19,32 +20,44 @@ from .capture import Graph, capturing
 from .serving import is_served
 
 STATIC = ("transformers.cache_utils", "StaticCache")
+HOOK = __name__  # the key of the hook
 
 logger = logging.getLogger(__name__)
 
 
-def expect_prompt(model: nn.Module) -> None:
-    """Rehearses when the first of the model's layers that are served is called next."""
+def expect_prompt(model: nn.Module, met: Set[tuple]) -> None:
+    """Rehearses when the first of the model's layers that are served is called next, with a prompt
+    of a shape that is not among those met, which it joins."""
     layers = [m for m in model.modules() if is_served(m) and m.served_as == "DecoderLayer"]
-    kinds = _kinds(layers)
-    if not kinds:
+    if not any(map(_is_dense, layers)):
         return
 
-    def rehearse_once(layer: nn.Module, args: tuple, kwargs: dict) -> None:
-        handle.remove()
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not args:
-            return
+    def rehearse_once(layer: nn.Module, args: tuple, kwargs: Optional[dict] = None) -> None:
+        _unhook(layer)
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not args or not kwargs:
+            return  # without keywords another thread has taken the hook away meanwhile
         x, cache = args[0], kwargs.get("past_key_values")
         if not device.is_gpu(x.device) or Graph.busy():
             return
         if x.ndim == 3 and x.shape[1] > 1 and _is_empty(cache):
+            shape = x.shape[0], x.shape[1].bit_length()
+            if shape in met:
+                return
+            met.add(shape)
             try:  # in a context of its own, where nobody records what the layers give
                 with capturing:  # code that is loaded breaks another thread's capture
-                    contextvars.Context().run(rehearse, kinds, x, kwargs)
+                    contextvars.Context().run(rehearse, _kinds(layers), x, kwargs)
             except Exception as error:
                 logger.debug("kernels are compiled one after another: %s", error)
 
-    handle = layers[0].register_forward_pre_hook(rehearse_once, with_kwargs=True)
+    # not by torch's function: it counts hooks, and graphs of other caches look at the count
+    layers[0]._forward_pre_hooks[HOOK] = rehearse_once
+    layers[0]._forward_pre_hooks_with_kwargs[HOOK] = True
+
+
+def _unhook(layer: nn.Module) -> None:
+    layer._forward_pre_hooks.pop(HOOK, None)
+    layer._forward_pre_hooks_with_kwargs.pop(HOOK, None)
 
 
 def rehearse(layers: List[nn.Module], x: torch.Tensor, given: Dict[str, Any]) -> None:

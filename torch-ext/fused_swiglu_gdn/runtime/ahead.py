@@ -32,7 +32,7 @@ def compiled_ahead() -> Iterator[None]:
             if not met and launch.device.type == "cuda":
                 driver.active.get_current_device()  # Triton's driver is made by one thread
             key = launch.key(tensors)
-            if key not in met and 0 not in launch.grid:
+            if key not in met and 0 not in launch.grid and launch.kept(tensors) is None:
                 met.add(key)
                 # no memory waits for the compiler
                 pool.submit(_compile, launch, [None if x is None else _place(x) for x in tensors])

@@ -183,9 +183,10 @@ def _combine_kernel(
 
 
 def count_parts(where: torch.device, programs: int, blocks: int) -> int:
-    """How many parts fill the device with so many programs a part, and no more than blocks."""
+    """How many parts fill the device with so many programs a part, and no more than the blocks of
+    a cache need: a power of two, so that caches of other lengths find their kernels compiled."""
     most = WAVES * device.multiprocessor_count(where.index) // max(programs, 1)
-    return max(1, min(most, blocks, MAX_SPLITS))
+    return max(1, min(most, triton.next_power_of_2(blocks), MAX_SPLITS))
 
 
 class Attention:
