@@ -8,7 +8,8 @@
 of the experts that are hit at 4.28 TB/s, whichever is more (a training step: three times that). A
 forward is timed by CUDA graph over several routings, so that the weights of a few experts do not
 stay in L2; an eager training step by events, each started on an idle GPU. SonicMoE is the package
-`sonic-moe`, which compiles for minutes; forwards beside it are timed eagerly, as steps are.
+`sonic-moe`, which compiles for minutes: beside it each one's first call is timed, too, and forwards
+are timed eagerly, as steps are.
 """
 
 import argparse
@@ -177,6 +178,14 @@ def host_us(call) -> float:
     return min(means[1:])
 
 
+def seconds(call) -> float:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def measure_forward(package, model, T, weights, sonic=False) -> dict:
     count = 1 if sonic else 8 if T <= 64 else 2 if T <= 512 else 1
     args = [inputs(model, T, seed) for seed in range(count)]
@@ -185,6 +194,8 @@ def measure_forward(package, model, T, weights, sonic=False) -> dict:
     row.update(limit_us=limit_us(model, T, args[0][1]), error={})
     with torch.no_grad():
         for name, call in contenders(package, weights, sonic).items():
+            if sonic:
+                row.setdefault("first_s", {})[name] = seconds(lambda c=call: c(*args[0]))
             row["error"][name] = error(call(*args[0]), *args[0], *weights)
             calls = [functools.partial(call, *each) for each in args]
             row["us"][name] = 1e3 * (eager_ms(calls[0]) if sonic else graph_ms(calls))
@@ -225,7 +236,11 @@ def measure_training(package, model, T, sonic=False) -> dict:
         x, *weights, ids, top, recompute=True
     )
     for name, call in calls.items():
-        steps = [one_step(call, (x, ids, top), (x, top, *weights), dout) for _ in range(STEPS)]
+        leaves = (x, top, *weights)
+        if sonic:
+            first = functools.partial(one_step, call, (x, ids, top), leaves, dout)
+            row.setdefault("first_s", {})[name] = seconds(first)
+        steps = [one_step(call, (x, ids, top), leaves, dout) for _ in range(STEPS)]
         row["us"][name] = 1e3 * statistics.median(ms for ms, _, _ in steps[1:])
         _, row["held_mib"][name], row["peak_mib"][name] = steps[-1]
     return row
@@ -289,7 +304,7 @@ def line(row: dict) -> str:
         cells.append("error " + ", ".join(f"{value:.1e}" for value in row["error"].values()))
     cells += [
         f"{key} " + ", ".join(f"{name} {value:.1f}" for name, value in row[key].items())
-        for key in ("host_us", "held_mib")
+        for key in ("host_us", "held_mib", "first_s")
         if key in row
     ]
     return " | ".join(cells)
