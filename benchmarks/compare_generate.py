@@ -2,6 +2,7 @@
 
     python benchmarks/compare_generate.py [--cases qwen:1 llama:1 qwen:64] [--without compile]
                                           [--wait-for FILE]
+    python benchmarks/compare_generate.py --replay --cases qwen:64 qwen:256 --json FILE
 
 Random weights, bf16, 128 tokens after a prompt of 512, greedy, all ways in one process and on the
 same weights, plain transformers before ours. Its GDN layers decode with FLA's kernels; prompts, for
@@ -9,6 +10,8 @@ which FLA would tune itself for minutes, are computed by ours: no token's time h
 token is the median of the times between two calls of a stopping criterion, inside generate.
 --wait-for compiles all there is, and begins to measure once FILE exists: for a GPU that others use
 meanwhile. What is said of first tokens then leaves compiling out.
+--replay compares ours with ours that write states of Gated DeltaNet once in 16 tokens, in turns,
+and nothing else: graphed tokens.
 """
 
 import argparse
@@ -26,6 +29,7 @@ from compare_whole import LLAMA, QWEN
 from kernel_time import RESULTS, load_package, merged, save, wait_for
 
 PROMPT, NEW, EAGER = 512, 128, 48  # tokens; EAGER of the slow ways
+TURNS = 3  # of --replay
 MODELS = {  # with the vocabularies of the models whose layers these are
     "qwen": ("Qwen3.5, 16 layers", "qwen3_5_text", {**QWEN, "vocab_size": 248320}),
     "llama": ("Llama, 8 layers", "llama", LLAMA),
@@ -94,6 +98,32 @@ def compile_all(package, model, batch: int) -> None:
     generate(model, batch, 4)
 
 
+@torch.no_grad()
+def replayed(package, name: str, batch: int, begin: Optional[Path] = None) -> list:
+    """Tokens in CUDA graphs whose layers write states at every token, and once in 16."""
+    title, model, times = f"{MODELS[name][0]}, batch {batch}", model_of(name), {}
+    ways = {"ours": 0, "ours, replay": 16}
+
+    def turn(new: int) -> None:
+        for shown, rows in ways.items():
+            package.kernelize(model, cuda_graphs=True, replay=rows)
+            ticks = generate(model, batch, new)
+            steps = [b - a for a, b in zip(ticks[8:], ticks[9:])]
+            times.setdefault(shown, []).append(statistics.mean(steps) * 1e6)
+            package.restore(model)
+
+    turn(12)
+    if begin is not None:
+        wait_for(begin)
+    times.clear()
+    for _ in range(TURNS):
+        turn(NEW)
+    us = {shown: statistics.median(found) for shown, found in times.items()}
+    row = {"what": f"{title}, a token", "us": us, "turns": times}
+    print(row, flush=True)
+    return [row]
+
+
 def measured(model, batch: int, new: int = NEW, **options) -> dict:
     """One way to decode: when its first and fifth token came, a token's time, and memory."""
     start = generate(model, batch, 16, **options)
@@ -151,14 +181,19 @@ def main() -> None:
     cases = ["qwen:1", "llama:1", "qwen:64"]
     parser.add_argument("--cases", nargs="+", default=cases, help="model:batch")
     parser.add_argument("--without", nargs="+", choices=["compile", "transformers"], default=[])
+    parser.add_argument("--replay", action="store_true")
     parser.add_argument("--wait-for", type=Path)
     parser.add_argument("--json", type=Path, default=RESULTS / "generate.json")
     arguments = parser.parse_args()
     package = load_package()
-    decode_with_fla(package)
+    if not arguments.replay:
+        decode_with_fla(package)
     for case in arguments.cases:
         name, batch = case.split(":")
-        rows = compare(package, name, int(batch), arguments.without, arguments.wait_for)
+        if arguments.replay:
+            rows = replayed(package, name, int(batch), arguments.wait_for)
+        else:
+            rows = compare(package, name, int(batch), arguments.without, arguments.wait_for)
         save(arguments.json, merged(arguments.json, rows))
         gc.collect()
         torch.cuda.empty_cache()
