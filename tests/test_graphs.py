@@ -331,6 +331,22 @@ def test_kernelize_and_restore_between_steps(kernel, graph, device, name):
     assert graph.captures == 3
 
 
+@on_every_device
+def test_generating_meanwhile_leaves_a_graph_alone(kernel, graph, device):
+    """Of this model and of another one: what waits for their prompts is not a hook of somebody's."""
+    loops = Loops(kernel, tiny("llama", device))
+    others = [loops.models[0], tiny("qwen3", device)]
+    for model in others:
+        kernel.kernelize(model, cuda_graphs=True)
+        generate(model, tokens(2, 9, device=device))
+    loops.steps()
+    before = graph.captures
+    for model in others:
+        model.get_compiled_call()
+    loops.steps()
+    assert graph.captures == before
+
+
 class Adapter(nn.Module):
     """As PEFT's LoRA layers keep their state."""
 
