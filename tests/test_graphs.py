@@ -333,7 +333,7 @@ def test_kernelize_and_restore_between_steps(kernel, graph, device, name):
 
 @on_every_device
 def test_generating_meanwhile_leaves_a_graph_alone(kernel, graph, device):
-    """Of this model and of another one: what waits for their prompts is not a hook of somebody's."""
+    """Of this model and of another: what waits for their prompts is not a hook of somebody's."""
     loops = Loops(kernel, tiny("llama", device))
     others = [loops.models[0], tiny("qwen3", device)]
     for model in others:
