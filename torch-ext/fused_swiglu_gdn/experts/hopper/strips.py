@@ -45,10 +45,10 @@ class Work:
 
     a_desc: tma.tensor_descriptor  # [.., M] by places, box [CHUNK, TILE]
     b_desc: tma.tensor_descriptor  # [.., N] by places, box [CHUNK, TILE]
-    out_desc: tma.tensor_descriptor  # [E, M, N] box [1, TILE, PIECE]
+    out_desc: tma.tensor_descriptor  # [E, M, N] box [1, TILE, 64]
     a_smem: gl.shared_memory_descriptor  # [HELD, *box of a_desc]
     b_smem: gl.shared_memory_descriptor  # [2 STAGES, *box of b_desc]: a ring for each group
-    out_smem: gl.shared_memory_descriptor  # [2 BUFFERS, TILE, PIECE]
+    out_smem: gl.shared_memory_descriptor  # [2 BUFFERS, TILE, 64]
     a_landed: gl.shared_memory_descriptor  # [HELD] mbarriers: a chunk is there
     a_free: gl.shared_memory_descriptor  # [HELD] mbarriers: both groups are done with it
     b_landed: gl.shared_memory_descriptor  # [2 STAGES]
@@ -134,30 +134,16 @@ def _multiply_tile(w, at_a, at_b, chunks, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _columns(x, NUMBER: gl.constexpr, PIECES: gl.constexpr):
-    """One of PIECES equal pieces of the columns of x, a power of two: nothing moves."""
-    if PIECES == 1:
-        return x
-    else:
-        ROWS: gl.constexpr = x.shape[0]
-        HALF: gl.constexpr = x.shape[1] // 2
-        left, right = x.reshape((ROWS, 2, HALF)).permute((0, 2, 1)).split()
-        if NUMBER < PIECES // 2:
-            return _columns(left, NUMBER, PIECES // 2)
-        else:
-            return _columns(right, NUMBER - PIECES // 2, PIECES // 2)
-
-
-@gluon.jit
 def _store_tile(w, acc, expert, row, column, GROUP: gl.constexpr):
     """By the copy engine, which leaves out what is past the result's end."""
-    PIECE: gl.constexpr = w.out_desc.block_type.shape[2]
-    for i in gl.static_range(TILE // PIECE):
-        smem = w.out_smem.index(GROUP * w.BUFFERS + i % w.BUFFERS)
+    left, right = acc.reshape((TILE, 2, TILE // 2)).permute((0, 2, 1)).split()
+    for half in gl.static_range(2):
+        part = left if half == 0 else right
+        smem = w.out_smem.index(GROUP * w.BUFFERS + half % w.BUFFERS)
         tma_store_wait(w.BUFFERS - 1)  # the last store from there has been read
-        smem.store(_columns(acc, i, TILE // PIECE).to(w.out_desc.dtype))
+        smem.store(part.to(w.out_desc.dtype))
         fence_async_shared()
-        where = [expert, row, column + i * PIECE]
+        where = [expert, row, column + half * (TILE // 2)]
         tma_store(w.out_desc, where, as_box(smem, w.out_desc))
 
 
@@ -208,7 +194,7 @@ def _multiply_partition_1(w):
 def weight_strips_kernel(
     a_desc,  # [.., M] by places, in boxes [CHUNK, TILE]
     b_desc,  # [.., N] by places, in boxes [CHUNK, TILE]
-    out_desc,  # [E, M, N] in boxes [1, TILE, PIECE]
+    out_desc,  # [E, M, N] in boxes [1, TILE, 64]
     routing_ptr,
     E,
     height,
@@ -220,8 +206,7 @@ def weight_strips_kernel(
     REGISTERS: gl.constexpr,
 ):
     """out[e] = a^T b over the rows of expert e; zeros where one has none."""
-    PIECE: gl.constexpr = out_desc.block_type.shape[2]
-    OUT: gl.constexpr = gl.NVMMASharedLayout(2 * PIECE, 16, rank=2)
+    OUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     a_smem = gl.allocate_shared_memory(
         a_desc.dtype, [HELD] + a_desc.block_type.shape, a_desc.layout
@@ -229,7 +214,7 @@ def weight_strips_kernel(
     b_smem = gl.allocate_shared_memory(
         b_desc.dtype, [2 * STAGES] + b_desc.block_type.shape, b_desc.layout
     )
-    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, TILE, PIECE], OUT)
+    out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, TILE, TILE // 2], OUT)
     a_landed = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
     a_free = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
     b_landed = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BAR)
@@ -258,7 +243,7 @@ def _launch(where: torch.device, dtype, places: int, E: int, height: int, M: int
     maps = (
         tile_map(dtype, (places, M), (M, 1), CHUNK.value, side),
         tile_map(dtype, (places, N), (N, 1), CHUNK.value, side),
-        tile_map(dtype, (E, M, N), (M * N, N, 1), 1, side, config["PIECE"]),
+        tile_map(dtype, (E, M, N), (M * N, N, 1), 1, side, side // 2),
     )
     sizes = [config[k] for k in ("HELD", "STAGES", "BUFFERS", "REGISTERS")]
     return Launch(
