@@ -223,6 +223,10 @@ def calls_of(package, name, kind, config, batches=(1, 64)):
         ids = torch.randint(0, config.vocab_size, (batch, 128), device="cuda")
         calls = {n: greedy_step(m, models["after"], config, ids) for n, m in models.items()}
         yield f"{name}: token, batch {batch}", calls
+    if name in MIXTURES:
+        x = torch.randn(1, 1, config.hidden_size, device="cuda", dtype=torch.bfloat16)
+        calls = {n: partial(m.model.layers[0].mlp, x) for n, m in models.items()}
+        yield f"{name}: block of experts, 1 token", calls
 
 
 def greedy_step(model, first, config, ids):
