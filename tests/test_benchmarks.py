@@ -109,7 +109,7 @@ def test_compare_experts(run_on_cpu, kernel, monkeypatch, sonic):
     module, rows = run_on_cpu(
         "compare_experts", "--models", "Next", "--tokens", "1", "9", "--training", "5",
         *["--sonicmoe"] * sonic, MODELS={"Next": (6, 2, 16, 8)}, graph_ms=timed, eager_ms=timed,
-        host_us=timed, one_step=one_step,
+        host_us=timed, one_step=one_step, seconds=timed,
     )  # fmt: skip
     names = {"ours", "grouped_mm", *["sonicmoe"] * sonic}
     how = ", eager" if sonic else ""
