@@ -54,6 +54,7 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "product with both weights concatenated and no gate: the same operations, and the time "
         "that a fused kernel can at best reach.",
     ),
+    "swiglu_fwd_few_rows": ("SwiGLU forward, single rows of that table again", "The same calls."),
     "swiglu_training": (
         "SwiGLU training step",
         "`fused_swiglu_mlp`, the whole MLP, forward and backward with all four gradients, in bf16.",
