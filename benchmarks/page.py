@@ -81,6 +81,11 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
     ),
     "experts_next": ("Routed experts of Qwen3-Next-80B", "The same at other sizes."),
     "experts_mixtral": ("Routed experts of Mixtral-8x7B", "The same at other sizes."),
+    "experts_first": (
+        "First calls of routed experts",
+        "`fused_experts` at the sizes of Qwen3.5-35B-A3B in a new process with an empty Triton "
+        "cache, one call after the other, until the GPU is done.",
+    ),
     "experts_sonicmoe": (
         "Routed experts beside SonicMoE",
         "The same, every call eager and started on an idle GPU. SonicMoE is the package of its "
@@ -433,6 +438,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "rms_norm": [of_largest_errors, of_host],
     "loss": [of_peaks],
     "swiglu_training": [of_memory, of_errors],
+    "experts_first": [of_expert_first_calls],
     "experts": [of_expert_limits, of_expert_first_calls],
     "attention": [of_errors_and_host],
     "gdn_chunk_errors": [of_errors],
