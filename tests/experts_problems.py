@@ -1,5 +1,6 @@
 """Problems of routed experts for the tests: what is asked, and the answer in fp64."""
 
+import types
 from typing import NamedTuple, Optional
 from unittest import mock
 
@@ -52,6 +53,22 @@ def doubled(p: Problem) -> Problem:
 
 def answer(p: Problem) -> torch.Tensor:
     return reference.experts_fwd(*doubled(p))
+
+
+def by_grouped_mm(p: Problem) -> torch.Tensor:
+    """out as transformers computes it unless told otherwise; with the default gate only."""
+    from transformers.integrations import moe
+
+    def gated(gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up
+
+    experts = types.SimpleNamespace(
+        num_experts=p.w_down.shape[0], gate_up_proj=p.w_gate_up, down_proj=p.w_down, has_gate=True,
+        has_bias=False, is_transposed=False, is_concatenated=True, has_post_expert_norm=False,
+        _is_expert_parallel=False, _apply_gate=gated,
+    )  # fmt: skip
+    return moe.grouped_mm_experts_forward(experts, p.x, p.ids, p.weights)
 
 
 def gradients(p: Problem, dout: torch.Tensor) -> tuple:
