@@ -2,7 +2,7 @@
 
     python benchmarks/compare_generate.py [--cases qwen:1 llama:1 qwen:64] [--without compile]
                                           [--wait-for FILE]
-    python benchmarks/compare_generate.py --replay --cases qwen:64 qwen:256 --json FILE
+    python benchmarks/compare_generate.py --replay
 
 Random weights, bf16, 128 tokens after a prompt of 512, greedy, all ways in one process and on the
 same weights, plain transformers before ours. Its GDN layers decode with FLA's kernels; prompts, for
@@ -178,23 +178,26 @@ def compare(package, name: str, batch: int, without, begin: Optional[Path] = Non
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    cases = ["qwen:1", "llama:1", "qwen:64"]
-    parser.add_argument("--cases", nargs="+", default=cases, help="model:batch")
+    parser.add_argument("--cases", nargs="+", help="model:batch")
     parser.add_argument("--without", nargs="+", choices=["compile", "transformers"], default=[])
     parser.add_argument("--replay", action="store_true")
     parser.add_argument("--wait-for", type=Path)
-    parser.add_argument("--json", type=Path, default=RESULTS / "generate.json")
+    parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    cases, record = ["qwen:1", "llama:1", "qwen:64"], RESULTS / "generate.json"
+    if arguments.replay:
+        cases, record = ["qwen:64", "qwen:256"], RESULTS / "replay_models.json"
+    record = arguments.json or record
     package = load_package()
     if not arguments.replay:
         decode_with_fla(package)
-    for case in arguments.cases:
+    for case in arguments.cases or cases:
         name, batch = case.split(":")
         if arguments.replay:
             rows = replayed(package, name, int(batch), arguments.wait_for)
         else:
             rows = compare(package, name, int(batch), arguments.without, arguments.wait_for)
-        save(arguments.json, merged(arguments.json, rows))
+        save(record, merged(record, rows))
         gc.collect()
         torch.cuda.empty_cache()
 

@@ -21,8 +21,8 @@ from compare_gdn_recurrent import STATES, copy, flashinfer, ours, rounds, tensor
 from kernel_time import RESULTS, load_package, microseconds, save
 
 DRAFTS, ACCEPTED = 4, 3
-CASES = [(B, HV, state, T) for B in (64, 256, 8, 1) for T in (1, DRAFTS) for HV in (32, 64)
-         for state in (torch.float32, torch.bfloat16)
+CASES = [(B, HV, state, T) for state in (torch.float32, torch.bfloat16) for T in (1, DRAFTS)
+         for B in (64, 256, 8, 1) for HV in (32, 64)
          if T == 1 or (B, state) == (64, torch.float32)]  # fmt: skip
 
 
@@ -105,7 +105,7 @@ def compare(package, B, HV, dtype, T, peers) -> dict:
     cursor, accepted = staggered[0].clone(), None if T == 1 else n.clamp(max=ACCEPTED)
     calls["ours advance"] = (lambda: package.advance_ring(cursor, rings[0], accepted)), 1
     with torch.no_grad():
-        times = microseconds({name: call for name, (call, _) in calls.items()}, rounds=2)
+        times = microseconds({name: call for name, (call, _) in calls.items()}, rounds=2, rep_ms=6)
     us = {name: times[name] / count for name, (_, count) in calls.items()}
     what = f"{H}/{HV} heads, batch {B}, {'fp32' if dtype == torch.float32 else 'bf16'} state"
     row = {"what": f"{what}, {'one token' if T == 1 else f'{T} drafts'}", "us": us}

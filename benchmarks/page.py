@@ -127,6 +127,20 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "`fused_recurrent_gated_delta_rule`, one token a sequence, head dim 128, the state updated "
         "in place. Three states take turns, so that none is read from the cache.",
     ),
+    "gdn_replay": (
+        "GDN decode that seldom writes a state",
+        "`replay_gated_delta_rule` with rings of 16 rows for one token and of 32 for drafts, of "
+        "which three of four are accepted: the mean over a period, writes of the state and all, "
+        "with sequences at different places of it (ours) or all at the same (in phase). Beside it "
+        "`fused_recurrent_gated_delta_rule`, which writes a state for every token, and a copy of "
+        "the state.",
+    ),
+    "replay_models": (
+        "A model that seldom writes a state",
+        "A token inside transformers' `generate` on a static cache after a prompt of 512, random "
+        "weights in bf16, fp32 states, in CUDA graphs: `kernelize(model, cuda_graphs=True, "
+        "replay=16)` beside the same without `replay`, in turns.",
+    ),
     "gdn_backward_flashqla": (
         "GDN gradient",
         "The gradients of `chunk_gated_delta_rule` alone, bf16, head dim 128. On Hopper two of our "

@@ -112,6 +112,15 @@ def gdn_recurrent(record: dict) -> Iterator[Case]:
             yield split(label, us, {"ours": "ours"}, record)
 
 
+def replay(record: dict) -> Iterator[Case]:
+    for row in record["rows"]:
+        us = {name: t for name, t in row["us"].items() if name != "ours advance"}
+        before = ["ours"] if "ours, replay" in us else [n for n in us if "every" in n]
+        us["every state written"] = us.pop(before[0])
+        ours = {n: n.replace("ours, replay", "ours") for n in us if n.startswith("ours")}
+        yield split(row["what"], us, ours, record)
+
+
 def gdn_backward(record: dict) -> Iterator[Case]:
     ours = {"recompute": "ours", "saved": "ours, recompute=False"}
     clocks = {"ms": "an eager call", "kernel_ms": "sum of its kernels"}
@@ -168,6 +177,8 @@ READERS = {  # by the beginning of the record's name
     "gdn_chunk_errors": lambda record: iter(()),
     "gdn_chunk": gdn_chunk,
     "gdn_recurrent": gdn_recurrent,
+    "gdn_replay": replay,
+    "replay_models": replay,
     "gdn_backward": gdn_backward,
     "gdn_layer_training": gdn_layer_training,
     "models": models,
