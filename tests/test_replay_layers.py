@@ -173,6 +173,30 @@ def test_whatever_happens_to_a_cache(kernel, change):
     x.check_states()
 
 
+def layers_of(cache):
+    return [layer for layer in cache.layers if hasattr(layer, "recurrent_states")]
+
+
+def test_crop(kernel):
+    """A layer with a state cannot be cropped, with a ring or without; where it records the past,
+    transformers crops the convolution's inputs and nothing else."""
+    x = Pair(both(kernel, "qwen3_5_text"))
+    x.feed(1, 2)
+    for layer in [layer for cache in x.caches for layer in layers_of(cache)]:
+        assert not layer.is_croppable
+        with pytest.raises(RuntimeError, match="does not track past states"):
+            layer.crop(-1)
+    x.feed(1, ROWS + 1)
+    x.each(lambda cache: [layer.activate_past_recording() for layer in layers_of(cache)])
+    for crop in (0, -1, 0, -2):
+        x.feed(1, 3)
+        for layer in [layer for cache in x.caches for layer in layers_of(cache)]:
+            layer.crop(crop)
+        x.check_states()
+    x.feed(1, ROWS + 1)
+    x.check_states()
+
+
 def test_copies_hold_plain_states(kernel):
     x = Pair(both(kernel, "qwen3_5_text"))
     x.feed(1, 2)
