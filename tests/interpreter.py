@@ -18,6 +18,7 @@ compiled = pytest.mark.skipif(INTERPRETING, reason="not for Triton's interpreter
 
 def rerun(path: str) -> None:
     """The file's tests once more, under the interpreter; fails with their output."""
+    assert not INTERPRETING, "the test that reruns a file is marked @compiled"
     if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip(f"Triton 3.6's interpreter needs numpy below 2.4, got {numpy.__version__}")
     command = [sys.executable, "-m", "pytest", "-o", "addopts=", path]

@@ -256,6 +256,7 @@ def test_caches_of_other_lengths_have_the_same_kernels(monkeypatch):
     assert [parts(programs, 32) for programs in (1, 12, 24, 256, 10**6)] == [32, 22, 11, 1, 1]
 
 
+@compiled
 def test_in_the_interpreter():
     rerun(__file__)
 

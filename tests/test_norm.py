@@ -117,6 +117,7 @@ def test_what_is_kept_is_read_once(after):
     assert x.grad is not None and sorted(read) == list(range(len(kept)))
 
 
+@compiled
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "gelu_pytorch_tanh", "relu"])
 def test_silu_mul(kernel, device, activation):
     plain = {"gelu_pytorch_tanh": "gelu_tanh"}.get(activation, activation)
