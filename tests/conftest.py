@@ -131,9 +131,9 @@ def paranoid():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    for item in items:  # a test of the device "cuda" is one of those that `-m gpu` runs
-        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        if any(isinstance(value, str) and value == "cuda" for value in parameters):
+    for item in items:  # a test on the device "cuda" is one of those that `-m gpu` runs
+        parameters = item.callspec.params if hasattr(item, "callspec") else {}
+        if parameters.get("device") == "cuda":
             item.add_marker("gpu")
     spread(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     if torch.cuda.is_available():

@@ -337,15 +337,15 @@ def test_through_transformers(built, own_mapping, how):
     assert other.model.layers[0].mlp.forward.__func__.__module__.startswith(built.__name__)
 
 
-@pytest.mark.parametrize("device", ["cuda", "rocm"])
-def test_the_mapping_survives_that_of_transformers(built, own_mapping, device):
+@pytest.mark.parametrize("backend", ["cuda", "rocm"])
+def test_the_mapping_survives_that_of_transformers(built, own_mapping, backend):
     from kernels.layer.globals import _KERNEL_MAPPING
     from transformers.integrations.hub_kernels import register_kernel_mapping_transformers
 
     kernels.register_kernel_mapping(built.layer_mapping())
     register_kernel_mapping_transformers()
     for name in ("SwiGLUMLP", "chunk_gated_delta_rule", "RMSNormGated", "Qwen3_5GatedDeltaNet"):
-        repos = _KERNEL_MAPPING.get()[name][device].repos_by_capability.find_smallest_interval(90)
+        repos = _KERNEL_MAPPING.get()[name][backend].repos_by_capability.find_smallest_interval(90)
         assert len(repos) == 4
         for repo in repos.values():
             assert repo.load().__module__.startswith(built.__name__)
