@@ -178,15 +178,6 @@ def scaled(update):
     return scale
 
 
-def dynamic(model, patch=lambda cache: None):
-    """(a dynamic cache after a prompt, before which it was patched; logits of the token after)."""
-    cache, ids = transformers.DynamicCache(config=model.config), tokens(2, 6)
-    patch(cache)
-    logits(model, ids, past_key_values=cache)
-    kept = [(layer.keys, layer.values) for layer in cache.layers]
-    return kept, logits(model, ids[:, :1], past_key_values=cache)
-
-
 CACHES = {
     "the cache": lambda cache: setattr(cache, "update", scaled(cache.update)),
     "a layer of it": lambda cache: setattr(
@@ -204,30 +195,6 @@ def test_a_patched_cache(kernel, where):
     assert (ref - decoded(model, lambda cache: None)).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("name", ["qwen3", "phi3"])
-def test_a_dynamic_cache_keeps_the_first_keys_and_values(kernel, name):
-    """As they are made, unless that would keep more than them (Phi-3's joined projection)."""
-    model, served = pair(kernel, name, num_key_value_heads=2)
-    kept, ref = dynamic(model)
-    with serving():
-        ours, out = dynamic(served)
-    assert_same(out, ref)
-    for theirs, mine in zip(kept, ours):
-        assert_same(mine[0], theirs[0])
-        assert_same(mine[1], theirs[1])
-        assert all(x.untyped_storage().nbytes() == x.nbytes for x in mine)
-    assert ours[0][0].is_contiguous() == (name == "phi3")
-
-
-@pytest.mark.parametrize("where", CACHES)
-def test_a_patched_dynamic_cache(kernel, where):
-    model, served = pair(kernel, "qwen3")
-    _, ref = dynamic(model, CACHES[where])
-    with serving():
-        assert_same(dynamic(served, CACHES[where])[1], ref)
-    assert (ref - dynamic(model)[1]).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("name", ["Cache", "StaticLayer"])
 def test_a_patched_class_of_caches(kernel, name, monkeypatch):
     kind = getattr(transformers.cache_utils, name)
@@ -236,15 +203,6 @@ def test_a_patched_class_of_caches(kernel, name, monkeypatch):
     ref = decoded(model, lambda cache: None)
     with serving():
         assert_same(decoded(served, lambda cache: None), ref)
-
-
-def test_a_patched_class_of_dynamic_layers(kernel, monkeypatch):
-    kind = transformers.cache_utils.DynamicLayer
-    model, served = pair(kernel, "qwen3")
-    monkeypatch.setattr(kind, "update", scaled(kind.update))
-    _, ref = dynamic(model)
-    with serving():
-        assert_same(dynamic(served)[1], ref)
 
 
 def test_a_patched_sdpa(kernel, monkeypatch):

@@ -18,7 +18,7 @@ from ..runtime import dispatch
 from .forward import forward_by
 from .norm import does_nothing, parameters_of_norm
 from .pinned import Pinned, has_values
-from .plain import PLAIN_TENSORS, parameters_of
+from .plain import PLAIN_TENSORS
 from .projections import projected, projections
 from .untouched import is_torchs_own
 
@@ -28,7 +28,7 @@ GATES, NORMS = (False, True), ("none", "head", "all")
 ROTARY = ("halves", "pairs", "channels")
 SIXTEEN = (torch.bfloat16, torch.float16)
 # with any of these SDPA does something else than attention by its mask
-NOT_PLAIN = ("dropout", "cache", "output_attentions", "position_bias", "softcap")
+NOT_PLAIN = ("cache", "output_attentions", "position_bias", "softcap")
 
 
 class Heads(NamedTuple):
@@ -102,7 +102,7 @@ def _serve(
         q, k = fused_qk_norm_rope(q, k, *tables, **norms)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if past is not None:
-            k, v = _updated(past, attention.layer_idx, k, v, parts[form.projections[-1]])
+            k, v = past.update(k, v, attention.layer_idx)
     function = _registry().get_interface(attention.config._attn_implementation, form.eager)
     keywords = form.keywords(attention)
     for name in given:
@@ -174,38 +174,22 @@ def _registry():
     return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
 
 
-def _layer_of(cache, index: int, whole: str, kind: str):
-    """The layer of a cache, if they are of these kinds, updating them is what transformers makes of
-    it, and torch differentiates nothing."""
+def _slots(cache, index: int, k: torch.Tensor):
+    """The layer of a static cache, if its slots are all that updating it with k would change."""
     caches = sys.modules.get("transformers.cache_utils")
-    if caches is None or type(cache) not in (caches.Cache, getattr(caches, whole)):
+    if caches is None or type(cache) not in (caches.Cache, caches.StaticCache):
         return None
     if "update" in cache.__dict__ or not is_torchs_own(type(cache).update, caches.__file__):
         return None
     if cache.offloading or cache.layer_class_to_replicate is not None or torch.is_grad_enabled():
         return None
-    layer, own = cache.layers[index] if index < len(cache.layers) else None, getattr(caches, kind)
-    if type(layer) is not own or "update" in layer.__dict__:
-        return None
-    return layer if is_torchs_own(own.update, caches.__file__) else None
-
-
-def _updated(cache, index: int, k: torch.Tensor, v: torch.Tensor, v_proj: nn.Module):
-    """cache.update(k, v, index). A dynamic cache keeps its first keys and values [B, HK, T, D] as
-    they are, if they are nobody else's: joining them to none would copy them."""
-    layer = _layer_of(cache, index, "DynamicCache", "DynamicLayer")
-    alone = v.untyped_storage().nbytes() == v.nbytes and parameters_of(v_proj) is not None
-    if layer is None or layer.is_initialized or not alone:
-        return cache.update(k, v, index)
-    layer.lazy_initialization(k, v)
-    layer.keys, layer.values = k, v
-    return k, v
-
-
-def _slots(cache, index: int, k: torch.Tensor):
-    """The layer of a static cache, if its slots are all that updating it with k would change."""
-    layer = _layer_of(cache, index, "StaticCache", "StaticLayer")
-    if layer is None or not layer.is_initialized:
+    layer = cache.layers[index] if index < len(cache.layers) else None
+    if (
+        type(layer) is not caches.StaticLayer
+        or not layer.is_initialized
+        or "update" in layer.__dict__
+        or not is_torchs_own(caches.StaticLayer.update, caches.__file__)
+    ):
         return None
     keys, length = layer.keys, layer.cumulative_length
     if type(keys) not in PLAIN_TENSORS or keys.dtype is not k.dtype or keys.device != k.device:
@@ -223,9 +207,8 @@ def _by_mask(function, q, mask, keywords) -> bool:
         return False
     if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
         return False  # somebody's own stands in for torch's
-    for name in NOT_PLAIN:
-        if keywords.get(name):
-            return False
+    if keywords.get("dropout") or any(keywords.get(name) for name in NOT_PLAIN):
+        return False
     return mask.shape[1] == mask.shape[2] == 1 and dispatch.serves(
         ops.FAMILY, "kvcache_attention", q
     )
