@@ -33,8 +33,10 @@ def expect_prompt(model: nn.Module, met: Set[tuple]) -> None:
         return
 
     def rehearse_once(layer: nn.Module, args: tuple, kwargs: Optional[dict] = None) -> None:
+        if torch.compiler.is_compiling():
+            return  # it traces no change of the hooks: a later call takes this one away
         _unhook(layer)
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or not args or not kwargs:
+        if torch.is_grad_enabled() or not args or not kwargs:
             return  # without keywords another thread has taken the hook away meanwhile
         x, cache = args[0], kwargs.get("past_key_values")
         if not device.is_gpu(x.device) or Graph.busy():
