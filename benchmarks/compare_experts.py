@@ -26,7 +26,7 @@ from typing import Iterator
 
 import torch
 import torch.nn.functional as F
-from kernel_time import RESULTS, load_package, save
+from kernel_time import RESULTS, load_package, save, seconds
 
 MODELS = {  # experts, slots of a token, model width, hidden width
     "35B": (256, 8, 2048, 512),
@@ -178,14 +178,6 @@ def host_us(call) -> float:
     return min(means[1:])
 
 
-def seconds(call) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
-
-
 def measure_forward(package, model, T, weights, sonic=False) -> dict:
     count = 1 if sonic else 8 if T <= 64 else 2 if T <= 512 else 1
     args = [inputs(model, T, seed) for seed in range(count)]
@@ -283,16 +275,12 @@ def call_once() -> None:
     """Prints seconds of calls at 35B's sizes in this process: decoding, then other numbers of
     tokens and other routings."""
     package, weights, found = load_package(), weights_of("35B"), {}
-    torch.cuda.synchronize()
     with torch.no_grad():
         for name, T, seed in (("T=1", 1, 0), ("T=1, other routing", 1, 1), ("T=2", 2, 0),
                               ("T=8192", 8192, 0), ("T=8000", 8000, 1)):  # fmt: skip
             x, ids, top = inputs("35B", T, seed)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            package.fused_experts(x, *weights, ids, top)
-            torch.cuda.synchronize()
-            found[name] = round(time.perf_counter() - start, 4)
+            call = functools.partial(package.fused_experts, x, *weights, ids, top)
+            found[name] = round(seconds(call), 4)
     print(json.dumps(found))
 
 

@@ -13,12 +13,11 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 from compare_gdn import tensors
-from kernel_time import RESULTS, load_package, save
+from kernel_time import RESULTS, load_package, save, seconds
 
 
 def swiglu(package, M):
@@ -56,14 +55,6 @@ CASES = {  # name -> (implementation, maker, sizes of the first call and of anot
     "prefill, packed": (None, lambda p, T: prefill(p, T, True), (2048, 3000)),
     "prefill and gradient": (None, training, (2048, 3000)),
 }
-
-
-def seconds(call) -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    call()
-    torch.cuda.synchronize()
-    return time.perf_counter() - start
 
 
 def alone(name: str) -> dict:

@@ -32,6 +32,15 @@ def microseconds(calls: Dict[str, Callable], rounds: int = 3, rep_ms: int = 20) 
     return {name: statistics.median(t) for name, t in times.items()}
 
 
+def seconds(call: Callable) -> float:
+    """By the clock, from an idle GPU to an idle GPU."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def keep_fla_to_triton() -> None:
     """FLA hands calls to FlashQLA and TileLang where they are installed; not after this."""
     os.environ.setdefault("FLA_FLASH_QLA", "0")
