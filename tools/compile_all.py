@@ -85,14 +85,17 @@ def _take_apart(cubin: bytes, ptx: str, said: str, digest: bool) -> dict:
         sass = _run("nvdisasm", "-c", file.name) if digest or "wgmma.mma_async" in ptx else ""
     registers, spills = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
     hgmma = len(re.findall(r"\bHGMMA\.", sass))
-    error = "an mbarrier is never invalidated: Triton may put something else there"
+    errors = {
+        "an mbarrier is never invalidated: Triton may put something else there": _reuses_barriers,
+        "a product of 16 bits is added before it is rounded": _contracts_halves,
+    }
     return {
         "registers": registers, "spills": spills, "hgmma": hgmma,
         "waits": len(re.findall(r"\bWARPGROUP\.DEPBAR", sass)),
         "lost": len(lost_descriptors(sass)),
         "serialized": hgmma > 0 and _is_serialized(ptx, said),
         "code": _digest(sass) if digest else "",
-        "error": error if _reuses_barriers(ptx) else "",
+        "error": ", ".join(error for error, has in errors.items() if has(ptx)),
     }  # fmt: skip
 
 
@@ -111,6 +114,13 @@ def _reuses_barriers(ptx: str) -> bool:
     use an mbarrier's memory for something else before mbarrier.inval, which PTX forbids."""
     missing = ptx.count("mbarrier.init") > ptx.count("mbarrier.inval")
     return missing and "setmaxnreg" not in ptx
+
+
+def _contracts_halves(ptx: str) -> bool:
+    """Whether LLVM made multiply-adds of 16 bits of fp32 arithmetic between values that the kernel
+    rounds. Before sm_90 a product of 16 bits is such an instruction, too."""
+    newest = int(re.search(r"\.target sm_(\d+)", ptx).group(1)) >= 90
+    return newest and re.search(r"\bfma\.rn\.b?f16", ptx) is not None
 
 
 def _read_amdgcn(text: str, report: Report) -> None:

@@ -565,5 +565,6 @@ for grad, kind in ((False, "forward"), (True, "training")):
     }, M=4096, grad=grad)  # fmt: skip
     table = {"": {}, "fp16": dict(dtype=FP16, activation="gelu_tanh")}
     calls(_silu_mul, f"silu_mul {kind}", table, grad=grad)
-    calls(_rms_norm, f"rms_norm {kind}", {"residual after": centred}, M=4096, grad=grad, after=True)
+    after = {"residual after": centred, "residual after, llama": {}}
+    calls(_rms_norm, f"rms_norm {kind}", after, M=4096, grad=grad, after=True)
 calls(_rms_norm, "rms_norm forward", {"no weight": dict(weight=None, added=False)}, M=4096)

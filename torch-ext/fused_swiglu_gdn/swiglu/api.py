@@ -161,7 +161,6 @@ def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     checks.silu_mul(gate, up, activation)
     activation = checks.SAME.get(activation, activation)
     rows = _rows(gate), _rows(up)
-    copied = [x.data_ptr() != y.data_ptr() for x, y in zip(rows, tensors)]
-    if undisturbed() and not any(copied):
+    if undisturbed() and all(x.data_ptr() == y.data_ptr() for x, y in zip(rows, tensors)):
         _gates.keep(tensors, options, ops_gate.plan_silu_mul(*rows, activation, gate.shape))
     return ops_gate.silu_mul(*rows, activation).view(gate.shape)

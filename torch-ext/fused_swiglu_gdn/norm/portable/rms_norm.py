@@ -105,7 +105,12 @@ def _launch(
 ) -> Launch:
     """rows: as layout has them; numbers: eps, offset."""
     config = blocks("portable_rms_norm_fwd", where, M, D)
-    constexprs, options = named(_rms_norm_fwd_kernel, D=D, LLAMA=llama, AFTER=after, **config)
+    # LLVM makes these products and sums ones of 16 bits, and of the two one instruction, which does
+    # not round the product
+    exact = {"enable_fp_fusion": False} if llama and after else {}
+    constexprs, options = named(
+        _rms_norm_fwd_kernel, D=D, LLAMA=llama, AFTER=after, **config, **exact
+    )
     return Launch(
         _rms_norm_fwd_kernel, triton.cdiv(M, config["BLOCK_M"]), where,
         numbers=(M, *rows, *numbers), constexprs=constexprs, options=options, guarded=guarded,
