@@ -107,7 +107,7 @@ class Projection:
         (M, K), rows = x.shape, [w.shape[0] for w in weights]
         self.device, self.dtype, self.width = x.device, x.dtype, sum(rows)
         self.missing = MAX_WEIGHTS - len(weights)
-        options = dict(tuning.lookup("portable_gdn_project_fwd", x.device, M=M))
+        options = dict(tuning.lookup("portable_gdn_project_fwd", x.device, M=M, N=self.width, K=K))
         BLOCK_M = max(16, triton.next_power_of_2(M))  # all tokens are in one tile
         BLOCK_N = options.pop("BLOCK_N")
         BLOCK_K = math.gcd(options.pop("BLOCK_K"), K)  # nothing past a row's end is read
