@@ -1,5 +1,6 @@
 """What a prompt and a token launch is compiled ahead, by several threads."""
 
+import pickle
 import threading
 
 import pytest
@@ -8,6 +9,7 @@ from conftest import submodule
 from emulated_graph import EmulatedGraph
 from interpreter import compiled
 from test_graphs import WIDER, generate, tiny
+from torch import nn
 
 pytest.importorskip("triton")
 transformers = pytest.importorskip("transformers")
@@ -110,6 +112,24 @@ def test_a_hook_that_graphs_do_not_see(hopper):
         model(torch.ones(1, 1, dtype=torch.int64))
     assert not layer._forward_pre_hooks and not layer._forward_pre_hooks_with_kwargs
     assert not hopper.ahead
+
+
+def test_a_prompt_that_fails_before_its_first_layer(hopper):
+    """What waits for one is in no pickle, which other machines read, and restore ends it."""
+    model = bf16("llama")
+    hopper.kernelize(model, cuda_graphs=True)
+    layer = model.model.layers[0]
+    with pytest.raises(IndexError):  # the embedding has no such token
+        generate(model, torch.full((1, 9), model.config.vocab_size))
+    assert layer._forward_pre_hooks
+    layer.self_attn = nn.Identity()  # transformers' own holds functions that cannot be pickled
+    layer.mlp.act_fn = nn.SiLU()
+    again = pickle.loads(pickle.dumps(layer))
+    assert not again._forward_pre_hooks and not again._forward_pre_hooks_with_kwargs
+    assert layer._forward_pre_hooks and layer._forward_pre_hooks_with_kwargs
+    hopper.restore(model)
+    assert not layer._forward_pre_hooks and not layer._forward_pre_hooks_with_kwargs
+    pickle.dumps(layer)
 
 
 @pytest.mark.parametrize("skip", [[], ["attention"]])

@@ -16,7 +16,7 @@ from torch import nn
 from ..layers.replay import rings_begin
 from .capture import Graph
 from .graph_rules import PASSING, why_eager, why_not_cache, why_not_model, why_not_yet
-from .rehearsal import expect_prompt
+from .rehearsal import expect_none, expect_prompt
 from .report import Row
 from .watch import CacheWatch, ModelWatch
 
@@ -47,6 +47,7 @@ def restore_graphs(model: nn.Module) -> int:
     served = [m for m in model.modules() if isinstance(m.__dict__.get(SEAM), Decoding)]
     for module in served:
         delattr(module, SEAM)
+        expect_none(module)
     return len(served)
 
 

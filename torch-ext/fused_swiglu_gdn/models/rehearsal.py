@@ -17,10 +17,9 @@ from torch import nn
 
 from ..runtime import device
 from .capture import Graph, capturing
-from .serving import is_served
+from .serving import HOOK, is_served
 
 STATIC = ("transformers.cache_utils", "StaticCache")
-HOOK = __name__  # the key of the hook
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +54,12 @@ def expect_prompt(model: nn.Module, met: Set[tuple]) -> None:
     # not by torch's function: it counts hooks, and graphs of other caches look at the count
     layers[0]._forward_pre_hooks[HOOK] = rehearse_once
     layers[0]._forward_pre_hooks_with_kwargs[HOOK] = True
+
+
+def expect_none(model: nn.Module) -> None:
+    """Takes the hook away that a prompt left which failed before it came to a layer."""
+    for module in model.modules():
+        _unhook(module)
 
 
 def _unhook(layer: nn.Module) -> None:

@@ -21,6 +21,8 @@ from ..layers.own_code import uncheckpointed
 from ..runtime import device, dispatch
 
 PACKAGE = __name__.rsplit(".", 2)[0]
+HOOK = f"{PACKAGE}.models.rehearsal"  # the key of its hook, which is in no pickle
+HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # that have the key
 
 
 class Served:
@@ -50,6 +52,10 @@ class Served:
         state = dict(self.__dict__)
         if _function(state.get("forward")) is type(self).forward:
             del state["forward"]
+        for name in HOOKS:
+            if HOOK in state[name]:
+                state[name] = state[name].copy()
+                del state[name][HOOK]
         return copyreg._reconstructor, (own_class(self), object, None), state
 
 

@@ -4,6 +4,7 @@ A replay runs no Python: what modules and cache layers hold must be the same obj
 addresses. `Watch` compares them in tens of microseconds, for every call.
 """
 
+import gc
 from itertools import chain
 from operator import itemgetter
 from typing import Any, List, Optional, Sequence
@@ -26,11 +27,20 @@ _values = chain.from_iterable
 _same_places = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
+def _is_walked(table: dict) -> bool:
+    """The garbage collector finds the values of the dict, in their order and nothing else: not so
+    where a key is no string, nor where an object itself holds its attributes (Python 3.13)."""
+    found = gc.get_referents(table)
+    return bool(found) and list(map(id, found)) == list(map(id, table.values()))
+
+
 class Watch:
     """The values of dicts and lists, and where their tensors lie."""
 
     def __init__(self, tables: List[dict], lists: Sequence[list] = ()):
-        self.tables, self.lists = tables, lists
+        self.walked = [t for t in tables if _is_walked(t)]
+        self.others = [t for t in tables if not _is_walked(t)]
+        self.tables, self.lists = self.walked + self.others, lists
         self.values = self.values_now()
         self.members = list(map(tuple, lists))
         self.tensors = [i for i, x in enumerate(self.values) if isinstance(x, torch.Tensor)]
@@ -39,7 +49,8 @@ class Watch:
             self.places[i] = self.values[i].data_ptr()
 
     def values_now(self) -> list:
-        return list(_values(map(dict.values, self.tables)))
+        # the collector's walk takes a quarter of the time that a view of each dict does
+        return gc.get_referents(*self.walked) + list(_values(map(dict.values, self.others)))
 
     def holds(self) -> bool:
         """All is as it was: the same objects, or equal ones, and tensors at the same addresses."""
