@@ -211,6 +211,8 @@ SUMMARY: List[Summary] = [
      "16/64 heads, 32768 tokens, slow gates", OURS["hopper"], "fla"),
     ("GDN decode, 16/32 heads, batch 64, fp32 state [V, K]", "gdn_recurrent",
      "16/32 heads, batch 64, fp32 state [V, K]", "ours", "flashinfer"),
+    ("The same with replay", "gdn_replay", "16/32 heads, batch 64, fp32 state, one token", "ours",
+     "every state written"),
     ("GDN gradient, 16/32 heads, 32768 tokens, eager", "gdn_backward_flashqla",
      "16/32 heads, 32768 tokens, an eager call", "ours", "flashqla"),
     ("Llama, 8 layers, training step of 4096 tokens", "whole_models_training",
