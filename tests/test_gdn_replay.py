@@ -495,6 +495,18 @@ class TestCompiled(Kernel):
         assert x.flushes > 8
         x.check()
 
+    @pytest.mark.parametrize("K, V, R", [(100, 40, 12), (64, 72, 16), (256, 128, 16)])
+    @pytest.mark.parametrize("state", [F32, BF16], ids=str)
+    def test_keys_in_bf16(self, state, K, V, R):
+        """Which tensor cores write a state with; forced writes, so of rings of any length."""
+        x = self.decoding(
+            dtype=BF16, state=state, N=4, H=2, HV=4, K=K, V=V, R=R, raw=True, rows=[3, -1, 0, 5]
+        )
+        for _ in range(3 * R):
+            x.step(1, x.some(0.1))
+        assert x.flushes > 8
+        x.check()
+
     def test_long(self):
         x = self.decoding(K=128, V=128, R=16)
         for _ in range(4096):

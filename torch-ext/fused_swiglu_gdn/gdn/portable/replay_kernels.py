@@ -11,15 +11,7 @@ import triton.language as tl
 
 from .delta import add_pairs, key_norms, load, store
 from .gates import log_decay, write_strength
-
-
-@triton.jit
-def ring_row(first, j, R: tl.constexpr):
-    """Where the j-th token of a ring is, whose first row may be known to be row 0 (None)."""
-    if first is not None:
-        j += first
-        j = tl.where(j >= R, j - R, j)
-    return j
+from .replay_write import fold, ring_row, write_by_products
 
 
 @triton.jit
@@ -68,24 +60,6 @@ def replay_tile(
     offs_k = parts[:, None] + tl.arange(0, K_PART)[None, :]
     offs_s = hv * (K * V) + offs_v[:, None, None] * K + offs_k[None, :, :]
     return n, hv, offs_k, offs_v, offs_s
-
-
-@triton.jit
-def _fold(
-    state_ptrs, ring_k, ring_u, ring_g, first, m, past, mask, offs_k, offs_v, mask_k, mask_v,
-    K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """A tile of the state with m tokens of the ring in it, in fp32 throughout; past: the gates
-    since then."""
-    j = tl.arange(0, BLOCK_R)
-    gates = load(ring_g + ring_row(first, j, R), j < m)
-    S = tl.exp(past + tl.sum(gates, 0)) * load(state_ptrs, mask)
-    for i in range(0, m):  # the latest first: decays are sums of later gates
-        at = ring_row(first, m - 1 - i, R)
-        u = load(ring_u + at * V + offs_v, mask_v) * tl.exp(past)
-        S += u[:, None, None] * load(ring_k + at * K + offs_k, mask_k)[None, :, :]
-        past += tl.load(ring_g + at)
-    return S
 
 
 @triton.jit
@@ -266,16 +240,23 @@ def replay_kernel(
     if flush & alive:  # the tile is read again, from the cache: so it takes no registers till now
         ring_k = ring_k_ptr + row * strides[14] + h * (R * K)
         ring_g = ring_g_ptr + row * strides[16] + hv * R
-        past = tl.zeros((), tl.float32)
-        if MAX_TOKENS == 1:  # the call's token is no draft
-            past += tl.load(of_q + R + T + 1)
-        new = _fold(
-            state_ptrs, ring_k, ring_u, ring_g, first, m, past, mask, offs_k, offs_v, mask_k,
-            mask_v, K, V, R, BLOCK_R,
-        )  # fmt: skip
-        if MAX_TOKENS == 1:
-            new += u[:, None, None] * k[None, :, :]
-        store(state_ptrs, new, mask, None, EVICT)
+        if MAX_TOKENS == 1 and BLOCK_R >= 16 and ring_k_ptr.dtype.element_ty == tl.bfloat16:
+            write_by_products(
+                state_ptr + row * strides[13] + hv * (K * V), ring_k, ring_u, ring_g,
+                k_ptr + n * strides[3] + h * strides[5], u, tl.load(of_q + R + T + 1), m, offs_v,
+                mask_v, K, V, BLOCK_K, BLOCK_R, EVICT,
+            )  # fmt: skip
+        else:
+            past = tl.zeros((), tl.float32)
+            if MAX_TOKENS == 1:  # the call's token is no draft
+                past += tl.load(of_q + R + T + 1)
+            new = fold(
+                state_ptrs, ring_k, ring_u, ring_g, first, m, past, mask, offs_k, offs_v, mask_k,
+                mask_v, K, V, R, BLOCK_R,
+            )  # fmt: skip
+            if MAX_TOKENS == 1:
+                new += u[:, None, None] * k[None, :, :]
+            store(state_ptrs, new, mask, None, EVICT)
 
 
 @triton.jit
@@ -343,7 +324,7 @@ def materialise_kernel(
     ring_u = ring_u_ptr + row * strides[2] + hv * (R * V)
     ring_g = ring_g_ptr + row * strides[3] + hv * R
     if m > 0 or out_ptr is not None:
-        S = _fold(
+        S = fold(
             state_ptrs, ring_k, ring_u, ring_g, first, m, tl.zeros((), tl.float32), mask_s, offs_k,
             offs_v, offs_k < K, offs_v < V, K, V, R, BLOCK_R,
         )  # fmt: skip
