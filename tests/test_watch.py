@@ -72,3 +72,18 @@ def test_tensors_that_move_and_lists_that_grow():
     assert one.holds()
     x.data = torch.zeros(4)
     assert not one.holds()
+
+
+def test_the_hook_of_another_threads_prompt():
+    """Whether a graph is captured before it comes, while it is there or after it went."""
+    model = torch.nn.Sequential(torch.nn.ReLU())
+    hook, own = submodule("models.serving").HOOK, model[0]._forward_pre_hooks
+    before = watch.ModelWatch(model)
+    own[hook] = print
+    during = watch.ModelWatch(model)
+    assert before.holds() and during.holds() and not during.counts_on()
+    del own[hook]
+    assert before.holds() and during.holds() and not during.counts_on()
+    handle = model[0].register_forward_pre_hook(print)
+    assert not before.holds() and not during.holds()
+    handle.remove()

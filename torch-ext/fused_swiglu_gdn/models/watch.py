@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ..layers.replay import HeldStates
+from .serving import HOOK
 
 PLAIN = (bool, int, float, str)
 COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which Python counts
@@ -66,9 +67,10 @@ class Watch:
 
 
 def _inner(attributes: dict) -> List[dict]:
-    """The attributes that are dicts with something in them."""
+    """The attributes that are dicts with something in them, more than what rehearsal hooks on and
+    off for each prompt, another thread's, too."""
     values = [x.states if isinstance(x, HeldStates) else x for x in attributes.values()]
-    return [x for x in values if isinstance(x, dict) and x]
+    return [x for x in values if isinstance(x, dict) and x and list(x) != [HOOK]]
 
 
 class ModelWatch:
