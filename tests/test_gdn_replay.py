@@ -495,7 +495,7 @@ class TestCompiled(Kernel):
         assert x.flushes > 8
         x.check()
 
-    @pytest.mark.parametrize("K, V, R", [(100, 40, 12), (64, 72, 16), (256, 128, 16)])
+    @pytest.mark.parametrize("K, V, R", [(100, 40, 12), (64, 72, 16), (256, 128, 16), (16, 32, 16)])
     @pytest.mark.parametrize("state", [F32, BF16], ids=str)
     def test_keys_in_bf16(self, state, K, V, R):
         """Which tensor cores write a state with; forced writes, so of rings of any length."""
