@@ -8,7 +8,7 @@ import triton.language as tl
 
 from .delta import load, store
 
-COLUMNS = tl.constexpr(32)  # of a state at a time in products
+STRIP = tl.constexpr(32)  # of a state at a time in products
 
 
 @triton.jit
@@ -61,8 +61,8 @@ def write_by_products(
     rest = held - high.to(tl.float32)
     middle = rest.to(tl.bfloat16)
     low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-    for c in tl.range(0, BLOCK_K // COLUMNS, num_stages=1):  # in few registers
-        offs_c = c * COLUMNS + tl.arange(0, COLUMNS)
+    for c in tl.range(0, BLOCK_K // STRIP, num_stages=1):  # in few registers
+        offs_c = c * STRIP + tl.arange(0, STRIP)
         mask_c = None if BLOCK_K == K else offs_c < K
         mask_rk = (j < m)[:, None] if mask_c is None else (j < m)[:, None] & mask_c[None, :]
         keys = tl.load(ring_k + j[:, None] * K + offs_c[None, :], mask=mask_rk, other=0.0)
