@@ -240,7 +240,7 @@ def replay_kernel(
     if flush & alive:  # the tile is read again, from the cache: so it takes no registers till now
         ring_k = ring_k_ptr + row * strides[14] + h * (R * K)
         ring_g = ring_g_ptr + row * strides[16] + hv * R
-        SERVED: tl.constexpr = BLOCK_R >= 16 and BLOCK_K % STRIP == 0  # sizes of the products
+        SERVED: tl.constexpr = BLOCK_R >= 16 and BLOCK_K >= STRIP  # sizes of the products
         if MAX_TOKENS == 1 and SERVED and ring_k_ptr.dtype.element_ty == tl.bfloat16:
             write_by_products(
                 state_ptr + row * strides[13] + hv * (K * V), ring_k, ring_u, ring_g,
