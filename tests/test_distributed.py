@@ -155,9 +155,12 @@ def results(request, tmp_path_factory):
     return found, request.param
 
 
-def test_weights_of_zero_3_are_left_alone(kernel):
-    """DeepSpeed leaves empty parameters with a `ds_id`, and hooks on every module."""
+def test_weights_of_zero_3_are_left_alone(kernel, monkeypatch):
+    """DeepSpeed leaves empty parameters with a `ds_id`, and hooks on every module. Whole models of
+    the same classes are served after them."""
     pytest.importorskip("transformers")
+    for part in ("norm", "attention", "layer"):
+        monkeypatch.setattr(submodule(f"models.{part}_trial"), "_forms", {})
     for name in MODELS:
         model = random_model(name)
         for i, parameter in enumerate(model.parameters()):
@@ -167,6 +170,8 @@ def test_weights_of_zero_3_are_left_alone(kernel):
         report = kernel.kernelize(model)
         assert not report.served and len(report.left) > SERVED.get(name, 2)
         assert {row.reason for row in report.left} == {"is partitioned by ZeRO-3"}
+        with submodule("runtime.dispatch").force("reference"):
+            assert not kernel.kernelize(random_model(name)).left
 
 
 @compiled

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from ..layers.attention import GATES, NORMS, ROTARY, AttentionForm, Heads
+from ..layers.norm import NormForm
 from .attention_source import attention_call, handed_on, keywords_of
 from .forms import Refused
 from .norm_trial import norm_form
 from .serving import own_class
-from .source import plain_values, read, why_odd_module
+from .source import form_key, plain_values, read, why_odd_module
 from .stand_ins import (
     F64,
     WORD,
@@ -80,9 +81,9 @@ def attention_form(module: nn.Module) -> Union[AttentionForm, str]:
         source = read(kind, module)
         values = plain_values(module, set(source.reads) - handed_on(source))
         norms = {n: norm_form(m) for n, m in module._modules.items() if "norm" in n.lower()}
-        key = (kind, source.pinned.codes, tuple((n, type(v), v) for n, v in values.items()))
+        key = form_key(module, kind, source, values)
         key += (_parts_key(module), module.config.__class__)
-        key += (tuple((n, f if isinstance(f, str) else f[3:]) for n, f in norms.items()),)
+        key += tuple(_norm_key(module._modules[n], form) for n, form in norms.items())
         if key not in _forms:
             _forms[key] = _find(module, kind, source, values, norms)
         return _forms[key]
@@ -93,6 +94,13 @@ def attention_form(module: nn.Module) -> Union[AttentionForm, str]:
 def _parts_key(module: nn.Module) -> tuple:
     sizes = [(n, type(m), *_features(m)) for n, m in module._modules.items()]
     return (*sizes, *((n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None))
+
+
+def _norm_key(norm: nn.Module, form: Union[NormForm, str]) -> tuple:
+    if isinstance(form, str):
+        return (form,)
+    weight = norm._parameters.get(form.weight)
+    return (*form[3:], None if weight is None else len(weight))
 
 
 def _features(part: nn.Module) -> tuple:

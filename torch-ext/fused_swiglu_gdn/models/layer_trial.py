@@ -13,7 +13,7 @@ from ..layers.decoder import Call, LayerForm, Order
 from .forms import Refused
 from .norm_trial import norm_form
 from .serving import own_class
-from .source import Source, plain_values, read, why_odd_module
+from .source import Source, form_key, plain_values, read, why_odd_module
 from .stand_ins import WORD, Block, Opaque, quiet, random, same, twin_of
 
 OUTPUTS = (1, 2, 3)
@@ -36,8 +36,7 @@ def layer_form(module: nn.Module) -> Union[LayerForm, str]:
         values = plain_values(module, source.reads)
         norms = {n for n, m in module._modules.items() if not isinstance(norm_form(m), str)}
         plain = {n for n, m in module._modules.items() if is_identity(m)}
-        key = (kind, source.pinned.codes, tuple((n, type(v), v) for n, v in values.items()))
-        key += (
+        key = form_key(module, kind, source, values) + (
             tuple((n, n in norms, n in plain) for n in module._modules),
             bool(module._parameters),
         )

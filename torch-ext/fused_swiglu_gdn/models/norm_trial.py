@@ -13,7 +13,7 @@ from ..layers.norm import NormForm
 from ..norm import reference
 from .forms import Refused
 from .serving import own_class
-from .source import plain_values, read, why_odd_module
+from .source import form_key, plain_values, read, why_odd_module
 from .stand_ins import quiet, random, twin_of
 
 D = 48
@@ -51,12 +51,8 @@ def norm_form(module: nn.Module) -> Union[NormForm, str]:
         source = read(kind, module)
         weight = next(iter(shapes), None)
         values = plain_values(module, source.reads)
-        key = (
-            kind,
-            source.pinned.codes,
-            weight,
-            tuple((n, type(v), v) for n, v in values.items() if not _is_eps(n, v)),
-        )
+        told = {n: v for n, v in values.items() if not _is_eps(n, v)}
+        key = (weight, *form_key(module, kind, source, told))
         if key not in _forms:
             _forms[key] = _find(module, kind, source, weight, values)
         return _forms[key]

@@ -84,6 +84,12 @@ def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
     return values
 
 
+def form_key(module: nn.Module, kind: type, source: Source, values: dict) -> tuple:
+    """What the forms that are remembered are told apart by, beside a module's parts."""
+    hidden = tuple(name for name in source.parts if name in module.__dict__)
+    return kind, source.pinned.codes, tuple((n, type(v), v) for n, v in values.items()), hidden
+
+
 # what nn.Module has for calling a module and for finding its parts
 MACHINERY = (
     "__getattr__", "__getattribute__", "__dict__", "_call_impl", "_wrapped_call_impl",
