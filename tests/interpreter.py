@@ -4,9 +4,11 @@ the setting when it is imported. A test file marks tests `@interpreted` and has 
 
 import dataclasses
 import inspect
+import multiprocessing
 import os
-import subprocess
 import sys
+import tempfile
+from pathlib import Path
 
 import numpy
 import pytest
@@ -14,6 +16,11 @@ import pytest
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETING, reason="for a session of Triton's interpreter")
 compiled = pytest.mark.skipif(INTERPRETING, reason="not for Triton's interpreter")
+# a process that has imported what takes long, from which each session is forked
+_server = multiprocessing.get_context("forkserver")
+_server.set_forkserver_preload(
+    ["torch._dynamo", "triton.language", "triton.runtime.interpreter", "pytest"]
+)
 
 
 def rerun(path: str) -> None:
@@ -21,11 +28,24 @@ def rerun(path: str) -> None:
     assert not INTERPRETING, "the test that reruns a file is marked @compiled"
     if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
         pytest.skip(f"Triton 3.6's interpreter needs numpy below 2.4, got {numpy.__version__}")
-    command = [sys.executable, "-m", "pytest", "-o", "addopts=", path]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log")
+        with pytest.MonkeyPatch.context() as patch:  # the server starts at the first call
+            patch.setenv("TRITON_INTERPRET", "1")
+            patch.setenv("CUDA_VISIBLE_DEVICES", "")
+            process = _server.Process(target=_session, args=(path, str(log)))
+            process.start()
+        process.join()
+        text = log.read_text()
+    assert process.exitcode == 0, text[-6000:]
+    assert " passed" in text, text
+
+
+def _session(path: str, log: str) -> None:
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.exit(int(pytest.main(["-o", "addopts=", path])))
 
 
 def _hasten() -> None:
