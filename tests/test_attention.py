@@ -334,9 +334,8 @@ def test_opcheck(device):
     x = problem(2, 3, 4, 2, 16, 8, device=device)
     tensors = [x[name] for name in ("q", "k", "cos", "sin", "q_weight", "k_weight")]
     options = (1e-6, 0.0, False, False)
-    torch.library.opcheck(ops._qk_norm_rope_fwd, (*tensors, *options), test_utils=CHECKS)
-    none = (*tensors[:2], *[None] * 4, *options)
-    torch.library.opcheck(ops._qk_norm_rope_fwd, none, test_utils=CHECKS)
+    for given in ((*tensors, *[None] * 4), (*tensors[:2], *[None] * 8)):
+        torch.library.opcheck(ops._qk_norm_rope_fwd, (*given, *options), test_utils=CHECKS)
     rows = [x["q"].clone(), x["k"].clone()]
     torch.library.opcheck(ops._qk_norm_rope_bwd, (*rows, *tensors, *options), test_utils=CHECKS)
     cache = torch.ones(2, 2, 2, 9, 16, device=device).unbind(0)

@@ -47,6 +47,7 @@ def test_options():
         ("gdn.ops_train", "gdn_chunk_train", calls.GdnOptions),
         ("gdn.ops_train", "gdn_chunk_bwd", calls.GdnOptions),
         ("gdn.ops", "_gdn_recurrent_fwd", calls.RecurrentOptions),
+        ("gdn.ops_replay", "_gdn_replay_fwd", calls.ReplayOptions),
         ("gdn_layer.ops_fused", "_gdn_layer_decode", layer_calls.DecodeOptions),
     ],
 )
@@ -56,6 +57,16 @@ def test_operators_end_with_the_options(module, operator, options):
     names = tuple(argument.name for argument in schema.arguments)
     assert names[-len(options._fields) :] == options._fields
     assert "options" not in names
+
+
+@pytest.mark.parametrize("kind", [calls.GdnCall, calls.RecurrentCall, calls.ReplayCall])
+def test_call_of_the_arguments_of_an_operator(kind):
+    options = kind.__annotations__["options"](0.25, True)
+    q = torch.empty(1, 2, 3, 4, device="meta")
+    call = kind(q, *[None] * (len(kind._fields) - 2), options)
+    found = kind.of((*call.tensors, *call.options))
+    assert type(found) is kind and type(found.options) is type(options)
+    assert found.q is q and found == call and found.K == 4
 
 
 @pytest.fixture

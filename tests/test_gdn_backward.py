@@ -209,7 +209,7 @@ def operator_arguments(x, recompute):
         0.3, use_qk_l2norm=True, output_final_state=True, state_dtype=torch.float64,
         save_blocks=not recompute,
     )  # fmt: skip
-    return (*inputs, None, *options)
+    return (*inputs, None, None, *options)
 
 
 @compiled

@@ -115,7 +115,7 @@ def test_operator_and_compiled_function():
     x = inputs(2200, HV=2, D=64)
     state = x.pop("initial_state")
     first = (*x.values(), None, None)
-    options = ops.GdnOptions(0.125, use_qk_l2norm=True, output_final_state=True)
+    options = submodule("gdn.call").GdnOptions(0.125, use_qk_l2norm=True, output_final_state=True)
 
     def call(q, k, v, g, beta):
         return kernel.chunk_gated_delta_rule(
@@ -125,10 +125,9 @@ def test_operator_and_compiled_function():
 
     with torch.no_grad(), dispatch.force("portable"):
         checks = ("test_schema", "test_faketensor")
-        for states, rows in (((state, None), None), ((None, state), torch.tensor([0]).cuda())):
-            torch.library.opcheck(
-                ops._gdn_chunk_fwd, (*first, *states, rows, None, *options), test_utils=checks
-            )
+        for pool, start, rows in ((None, state, None), (state, None, torch.tensor([0]).cuda())):
+            args = (pool, *first, start, rows, None, *options)
+            torch.library.opcheck(ops._gdn_chunk_fwd, args, test_utils=checks)
         eager = call(*first[:5])
         compiled_ = torch.compile(call, fullgraph=True, backend="aot_eager")(*first[:5])
     assert all(relative_error(a, b) == 0 for a, b in zip(compiled_, eager))

@@ -180,7 +180,7 @@ def test_the_rule_by_the_operator_and_past_it(monkeypatch):
     options = calls.GdnOptions(0.3, use_qk_l2norm=True, output_final_state=True, save_blocks=True)
 
     def gradients():
-        args = (*tensors[:5], None, None, tensors[5], None, *options)
+        args = (*tensors[:5], None, None, tensors[5], None, None, *options)
         o, state, *blocks = train.gdn_chunk_train(*args)
         assert not any(block.requires_grad for block in blocks)
         return torch.autograd.grad(o.sum() + state.square().sum(), tensors)

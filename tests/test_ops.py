@@ -5,6 +5,7 @@ import torch
 from conftest import gdn_inputs, relative_error, submodule
 
 swiglu, gdn, layer = (submodule(f"{room}.ops") for room in ("swiglu", "gdn", "gdn_layer"))
+calls = submodule("gdn.call")
 # gradients are the reference's own (or a kernel's, tested with that kernel), not the operator's
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -22,17 +23,17 @@ def rule_args(device, pool=False, packed=False):
 @pytest.mark.parametrize("packed", [False, True])
 def test_opcheck_rule(device, pool, packed):
     first, state, indices, cu = rule_args(device, pool, packed)
-    states = (None, state) if pool else (state, None)
+    start, state_pool = (None, state) if pool else (state, None)
     options = {"scale": 0.25, "use_qk_l2norm": True, "output_final_state": True}
-    chunk = gdn.GdnOptions(**options)
+    chunk = calls.GdnOptions(**options)
     torch.library.opcheck(
-        gdn._gdn_chunk_fwd, (*first, *states, indices, cu, *chunk), test_utils=CHECKS
+        gdn._gdn_chunk_fwd, (state_pool, *first, start, indices, cu, *chunk), test_utils=CHECKS
     )
-    recurrent = gdn.RecurrentOptions(**options, inplace=pool)
+    recurrent = calls.RecurrentOptions(**options, inplace=pool)
     out = torch.empty_like(first[2]) if pool else None
     torch.library.opcheck(
-        gdn._gdn_recurrent_fwd, (*first, *states, indices, None, None, cu, out, *recurrent),
-        test_utils=CHECKS,
+        gdn._gdn_recurrent_fwd,
+        (state_pool, *first, start, indices, None, None, cu, out, *recurrent), test_utils=CHECKS,
     )  # fmt: skip
 
 
@@ -42,13 +43,13 @@ def test_opcheck_checkpoints_and_all_states(device):
         "scale": 0.25, "use_qk_l2norm": True, "state_v_first": True, "output_final_state": True,
     }  # fmt: skip
     state = state.mT.contiguous()
-    chunk = gdn.GdnOptions(**options, state_dtype=torch.bfloat16, checkpoint_every=64)
+    chunk = calls.GdnOptions(**options, state_dtype=torch.bfloat16, checkpoint_every=64)
     torch.library.opcheck(
-        gdn._gdn_chunk_fwd, (*first, state, None, None, None, *chunk), test_utils=CHECKS
+        gdn._gdn_chunk_fwd, (None, *first, state, None, None, *chunk), test_utils=CHECKS
     )
-    recurrent = gdn.RecurrentOptions(**options, all_states=True)
+    recurrent = calls.RecurrentOptions(**options, all_states=True)
     torch.library.opcheck(
-        gdn._gdn_recurrent_fwd, (*first, state, *[None] * 6, *recurrent),
+        gdn._gdn_recurrent_fwd, (None, *first, state, *[None] * 5, *recurrent),
         test_utils=CHECKS,
     )  # fmt: skip
 

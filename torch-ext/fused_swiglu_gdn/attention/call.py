@@ -7,6 +7,8 @@ from typing import NamedTuple, Optional
 
 from torch import Tensor
 
+from ..runtime.call import call
+
 
 class QkOptions(NamedTuple):
     """What a call asks for besides its tensors."""
@@ -17,6 +19,7 @@ class QkOptions(NamedTuple):
     interleaved: bool = False  # channels 2 i and 2 i + 1 turn together, not i and i + R / 2
 
 
+@call
 class QkNormRope(NamedTuple):
     """The heads of queries and keys between their projections and attention."""
 
@@ -31,13 +34,3 @@ class QkNormRope(NamedTuple):
     value_cache: Optional[Tensor]  # [B, HK, S, DV], written in place
     cache_position: Optional[Tensor]  # [], the first slot that is written
     options: QkOptions
-
-    @property
-    def device(self):
-        return self.q.device
-
-    @property
-    def tensors(self) -> tuple:
-        """All of it but the options."""
-        *tensors, _ = self
-        return tuple(tensors)

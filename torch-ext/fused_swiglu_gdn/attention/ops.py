@@ -13,18 +13,9 @@ FAMILY = "attention.attention"
 
 
 @operator("qk_norm_rope_fwd")
-def _qk_norm_rope_fwd(
-    q: Tensor,  # [B, T, HQ, D]
-    k: Tensor,  # [B, T, HK, D]
-    cos: Optional[Tensor],  # as QkNormRope has it
-    sin: Optional[Tensor],
-    q_weight: Optional[Tensor],  # [D] or [HQ * D]
-    k_weight: Optional[Tensor],  # [D] or [HK * D]
-    *options: QkOptions,
-) -> Tuple[Tensor, Tensor]:
-    cache = (None, None, None, None)
-    call = QkNormRope(q, k, cos, sin, q_weight, k_weight, *cache, QkOptions(*options))
-    return serve(FAMILY, "qk_norm_rope_fwd", reference.qk_norm_rope_fwd, (call,))
+def _qk_norm_rope_fwd(*fields: QkNormRope) -> Tuple[Tensor, Tensor]:
+    args = (QkNormRope.of(fields),)
+    return serve(FAMILY, "qk_norm_rope_fwd", reference.qk_norm_rope_fwd, args)
 
 
 @_qk_norm_rope_fwd.register_fake
@@ -55,18 +46,17 @@ def _(dq, dk, q, k, cos, sin, q_weight, k_weight, *_):
 
 
 def _save_qk(ctx, inputs, output) -> None:
-    q, k, cos, sin, q_weight, k_weight, *options = inputs
+    q, k, cos, sin, q_weight, k_weight, _, _, _, _, *ctx.options = inputs
     kept = (None if q_weight is None else q, None if k_weight is None else k)  # only norms read it
     ctx.save_for_backward(*kept, cos, sin, q_weight, k_weight)
-    ctx.options = options
 
 
 def _qk_gradients(ctx, dq, dk):
     found = _qk_norm_rope_bwd(dq, dk, *ctx.saved_tensors, *ctx.options)
-    q, k, _, _, q_weight, k_weight = ctx.needs_input_grad[:6]
+    q, k, _, _, q_weight, k_weight, *nothing = ctx.needs_input_grad
     needs = (q, k, q_weight, k_weight)
     dq, dk, *weights = [d if needed else None for d, needed in zip(found, needs)]
-    return (dq, dk, None, None, *weights, *(None for _ in ctx.options))
+    return (dq, dk, None, None, *weights, *(None for _ in nothing))
 
 
 _qk_norm_rope_fwd.register_autograd(_qk_gradients, setup_context=_save_qk)
@@ -74,22 +64,8 @@ no_second_derivative(_qk_norm_rope_bwd, "fused_qk_norm_rope")
 
 
 @operator("qk_norm_rope_cache", mutates_args=("key_cache", "value_cache"))
-def _qk_norm_rope_cache(
-    q: Tensor,  # [B, T, HQ, D]
-    k: Tensor,  # [B, T, HK, D]
-    cos: Optional[Tensor],  # as QkNormRope has it
-    sin: Optional[Tensor],
-    q_weight: Optional[Tensor],  # [D] or [HQ * D]
-    k_weight: Optional[Tensor],  # [D] or [HK * D]
-    v: Tensor,  # [B, T, HK, DV]
-    key_cache: Tensor,  # [B, HK, S, D], written in place
-    value_cache: Tensor,  # [B, HK, S, DV], written in place
-    cache_position: Tensor,  # []
-    *options: QkOptions,
-) -> Tuple[Tensor, Tensor]:
-    cache = (v, key_cache, value_cache, cache_position)
-    call = QkNormRope(q, k, cos, sin, q_weight, k_weight, *cache, QkOptions(*options))
-    return serve(FAMILY, "qk_norm_rope_fwd", reference.qk_norm_rope_fwd, (call,))
+def _qk_norm_rope_cache(*fields: QkNormRope) -> Tuple[Tensor, Tensor]:
+    return _qk_norm_rope_fwd.body(*fields)
 
 
 @_qk_norm_rope_cache.register_fake
@@ -99,10 +75,8 @@ def _(q, k, *_):
 
 def qk_norm_rope(call: QkNormRope) -> Tuple[Tensor, Tensor]:
     def op(call):
-        tensors = call.tensors
-        if call.key_cache is None:
-            return _qk_norm_rope_fwd(*tensors[:6], *call.options)
-        return _qk_norm_rope_cache(*tensors, *call.options)
+        chosen = _qk_norm_rope_fwd if call.key_cache is None else _qk_norm_rope_cache
+        return chosen(*call.tensors, *call.options)
 
     return run(
         FAMILY, "qk_norm_rope_fwd", op, reference.qk_norm_rope_fwd, (call,),

@@ -12,6 +12,7 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
+from ..runtime.call import call
 from .chunks import chunk_rows, count_sequences
 
 
@@ -68,7 +69,6 @@ class ReplayOptions(NamedTuple):
 
 def _with_sizes(kind):
     """Adds to a kind of call what follows from its tensors."""
-    kind.device = property(lambda call: call.q.device)
     kind.B = property(lambda call: call.q.shape[0])
     kind.T = property(lambda call: call.q.shape[1])
     kind.H = property(lambda call: call.q.shape[2])
@@ -78,20 +78,13 @@ def _with_sizes(kind):
     kind.N = property(lambda call: count_sequences(call.B, call.cu_seqlens))
     kind.rows = property(lambda call: chunk_rows(call.T, call.B, call.cu_seqlens))
     kind.state_shape = property(_state_shape)
-    kind.tensors = property(_tensors)
-    return kind
+    return call(kind)
 
 
 def _state_shape(call) -> Tuple[int, int, int]:
     """(HV, K, V) or, with state_v_first, (HV, V, K)."""
     dims = (call.V, call.K) if call.options.state_v_first else (call.K, call.V)
     return (call.HV, *dims)
-
-
-def _tensors(call) -> tuple:
-    """All of a call but its options."""
-    *tensors, _ = call
-    return tuple(tensors)
 
 
 @_with_sizes

@@ -1,8 +1,7 @@
 """The operators of the gated delta rule; those with a gradient are in ops_train.py.
 
-Their arguments are the fields of a call, and its options the fields of `*options`. One thing is
-different: a state that is written in place comes as `state_pool`, so that torch knows which
-argument changes.
+Their arguments are the fields of a call and of its options. One thing is different: a state that is
+written in place comes as `state_pool`, so that torch knows which argument changes.
 """
 
 from typing import Optional, Tuple
@@ -10,7 +9,7 @@ from typing import Optional, Tuple
 from torch import Tensor
 
 from ..runtime.ops import needs_grad, operator, plan, run, serve
-from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
+from .call import GdnCall, RecurrentCall
 from .ops_train import empty_state, gdn_chunk_train, trained_by
 from .reference import chunk as chunk_reference
 from .reference import common
@@ -22,36 +21,26 @@ RECURRENT = ("gdn.recurrent", "gdn_recurrent_fwd")
 
 
 @operator("gdn_chunk_fwd", mutates_args=("state_pool",))
-def _gdn_chunk_fwd(
-    q: Tensor,  # [B, T, H, K]
-    k: Tensor,  # [B, T, H, K]
-    v: Tensor,  # [B, T, HV, V]
-    g: Tensor,  # [B, T, HV]
-    beta: Tensor,  # [B, T, HV]
-    A_log: Optional[Tensor],  # [HV]
-    dt_bias: Optional[Tensor],  # [HV]
-    initial_state: Optional[Tensor],  # [N, HV, K, V]
-    state_pool: Optional[Tensor],  # [P, HV, K, V]
-    state_indices: Optional[Tensor],  # [N]
-    cu_seqlens: Optional[Tensor],  # [N + 1]
-    *options: GdnOptions,
-) -> Tuple[Tensor, Tensor, Tensor]:
-    start = initial_state if state_pool is None else state_pool
-    call = GdnCall(
-        q, k, v, g, beta, A_log, dt_bias, start, state_indices, cu_seqlens, GdnOptions(*options)
-    )
+def _gdn_chunk_fwd(state_pool: Optional[Tensor], *fields: GdnCall) -> Tuple[Tensor, Tensor, Tensor]:
+    call = _with_pool(GdnCall.of(fields), state_pool)
     o, state, checkpoints, _ = serve(*CHUNK, chunk_reference.gdn_chunk_fwd, (call,))
     return o, state if state_pool is None else None, checkpoints
 
 
+def _with_pool(call, state_pool: Optional[Tensor]):
+    return call if state_pool is None else call._replace(initial_state=state_pool)
+
+
+def _without_pool(call, pooled: bool) -> tuple:
+    """state_pool, and the fields of the call, as the operators take them."""
+    pool, start = (call.initial_state, None) if pooled else (None, call.initial_state)
+    return (pool, *call._replace(initial_state=start).tensors, *call.options)
+
+
 @_gdn_chunk_fwd.register_fake
-def _(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, state_pool, state_indices, cu_seqlens, *options
-):  # fmt: skip
-    options = GdnOptions(*options)
-    call = GdnCall(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens, options
-    )
+def _(state_pool, *fields):
+    call = GdnCall.of(fields)
+    v, options = call.v, call.options
     state, checkpoints = v.new_empty(0), v.new_empty(0)
     if options.output_final_state and state_pool is None:
         state = empty_state(call, call.N, options.state_dtype)
@@ -67,23 +56,15 @@ def gdn_chunk(call: GdnCall) -> tuple:
     options = call.options
 
     def op(call):
-        pool = call.initial_state if pooled else None
-        start = None if pooled else call.initial_state
-        o, state, checkpoints = _gdn_chunk_fwd(
-            call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, start, pool,
-            call.state_indices, call.cu_seqlens, *call.options,
-        )  # fmt: skip
+        o, state, checkpoints = _gdn_chunk_fwd(*_without_pool(call, pooled))
         if pooled:
-            state = pool
+            state = call.initial_state
         elif not options.output_final_state:
             state = None
         return o, state, checkpoints if options.checkpoint_every else None, None
 
     def train(call):
-        o, state, *_ = gdn_chunk_train(
-            call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias,
-            call.initial_state, call.cu_seqlens, *call.options,
-        )  # fmt: skip
+        o, state, *_ = gdn_chunk_train(*call.tensors, *call.options)
         return o, state if options.output_final_state else None, None, None
 
     reference = chunk_reference.gdn_chunk_fwd
@@ -131,8 +112,7 @@ def plan_gdn_chunk(call: GdnCall):
         return launch
     body = trained_by(launch)
 
-    def train(q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens):
-        tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens)
+    def train(*tensors):
         o, state, *_ = gdn_chunk_train.run(body, *tensors, *options)
         return o, state, None, None
 
@@ -141,47 +121,22 @@ def plan_gdn_chunk(call: GdnCall):
 
 @operator("gdn_recurrent_fwd", mutates_args=("state_pool", "out"))
 def _gdn_recurrent_fwd(
-    q: Tensor,  # [B, T, H, K]
-    k: Tensor,  # [B, T, H, K]
-    v: Tensor,  # [B, T, HV, V]
-    g: Tensor,  # [B, T, HV]
-    beta: Tensor,  # [B, T, HV]
-    A_log: Optional[Tensor],  # [HV]
-    dt_bias: Optional[Tensor],  # [HV]
-    initial_state: Optional[Tensor],  # [N or P, HV, K, V]
-    state_pool: Optional[Tensor],  # [N or P, HV, K, V], written in place
-    state_indices: Optional[Tensor],  # [N] or [N, 1 + S]
-    output_state_indices: Optional[Tensor],  # [N]
-    num_accepted_tokens: Optional[Tensor],  # [N]
-    cu_seqlens: Optional[Tensor],  # [N + 1]
-    out: Optional[Tensor],  # [B, T, HV, V], written
-    *options: RecurrentOptions,
+    state_pool: Optional[Tensor], *fields: RecurrentCall
 ) -> Tuple[Tensor, Tensor]:
-    call = RecurrentCall(
-        q, k, v, g, beta, A_log, dt_bias, initial_state if state_pool is None else state_pool,
-        state_indices, output_state_indices, num_accepted_tokens, cu_seqlens, out,
-        RecurrentOptions(*options),
-    )  # fmt: skip
+    call = _with_pool(RecurrentCall.of(fields), state_pool)
     o, state = serve(*RECURRENT, recurrent_reference.gdn_recurrent_fwd, (call,))
-    return o if out is None else None, state if state_pool is None else None
+    return o if call.out is None else None, state if state_pool is None else None
 
 
 @_gdn_recurrent_fwd.register_fake
-def _(
-    q, k, v, g, beta, A_log, dt_bias, initial_state, state_pool, state_indices,
-    output_state_indices, num_accepted_tokens, cu_seqlens, out, *options,
-):  # fmt: skip
-    options = RecurrentOptions(*options)
-    call = RecurrentCall(
-        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
-        num_accepted_tokens, cu_seqlens, out, options,
-    )  # fmt: skip
-    state = v.new_empty(0)
+def _(state_pool, *fields):
+    call = RecurrentCall.of(fields)
+    v, options, state = call.v, call.options, call.v.new_empty(0)
     if options.all_states:
         state = empty_state(call, call.B * call.T).unflatten(0, (call.B, call.T))
     elif options.output_final_state and state_pool is None:
         state = empty_state(call, call.N)
-    return v.new_empty(v.shape if out is None else 0), state
+    return v.new_empty(v.shape if call.out is None else 0), state
 
 
 def gdn_recurrent(call: RecurrentCall) -> Tuple[Tensor, Optional[Tensor]]:
@@ -189,16 +144,10 @@ def gdn_recurrent(call: RecurrentCall) -> Tuple[Tensor, Optional[Tensor]]:
     options = call.options
 
     def op(call):
-        state = call.initial_state
-        start, pool = (None, state) if options.inplace else (state, None)
-        o, state = _gdn_recurrent_fwd(
-            call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias, start, pool,
-            call.state_indices, call.output_state_indices, call.num_accepted_tokens,
-            call.cu_seqlens, call.out, *call.options,
-        )  # fmt: skip
+        o, state = _gdn_recurrent_fwd(*_without_pool(call, options.inplace))
         o = o if call.out is None else call.out
         if options.inplace:
-            return o, pool
+            return o, call.initial_state
         return o, state if options.output_final_state or options.all_states else None
 
     return run(*RECURRENT, op, recurrent_reference.gdn_recurrent_fwd, (call,))

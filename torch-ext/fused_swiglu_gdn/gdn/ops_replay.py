@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..runtime.dtypes import at_least_fp32
 from ..runtime.ops import operator, plan, run, serve
-from .call import ReplayCall, ReplayOptions, Ring
+from .call import ReplayCall, Ring
 from .reference import replay as reference
 
 FAMILY = "gdn.replay"
@@ -14,37 +14,17 @@ REPLAY, ADVANCE = (FAMILY, "gdn_replay_fwd"), (FAMILY, "gdn_ring_advance")
 MATERIALISE = (FAMILY, "gdn_ring_materialise")
 
 
-@operator("gdn_replay_fwd", mutates_args=("state_pool", "ring_k", "ring_u", "ring_g", "out"))
-def _gdn_replay_fwd(
-    q: Tensor,  # [N, T, H, K]
-    k: Tensor,  # [N, T, H, K]
-    v: Tensor,  # [N, T, HV, V]
-    g: Tensor,  # [N, T, HV]
-    beta: Tensor,  # [N, T, HV]
-    A_log: Optional[Tensor],  # [HV]
-    dt_bias: Optional[Tensor],  # [HV]
-    state_pool: Tensor,  # [P, HV, V, K]
-    ring_k: Tensor,  # [P, H, R, K]
-    ring_u: Tensor,  # [P, HV, R, V]
-    ring_g: Tensor,  # [P, HV, R]
-    cursor: Tensor,  # [N, 2]
-    force_flush: Optional[Tensor],  # [N]
-    state_indices: Optional[Tensor],  # [N]
-    out: Optional[Tensor],  # [N, T, HV, V], written
-    *options: ReplayOptions,
-) -> Tensor:
-    call = ReplayCall(
-        q, k, v, g, beta, A_log, dt_bias, state_pool, ring_k, ring_u, ring_g, cursor, force_flush,
-        state_indices, out, ReplayOptions(*options),
-    )  # fmt: skip
+@operator("gdn_replay_fwd", mutates_args=("initial_state", "ring_k", "ring_u", "ring_g", "out"))
+def _gdn_replay_fwd(*fields: ReplayCall) -> Tensor:
+    call = ReplayCall.of(fields)
     o = serve(*REPLAY, reference.gdn_replay_fwd, (call,))
-    return o if out is None else q.new_empty(0)
+    return o if call.out is None else call.q.new_empty(0)
 
 
 @_gdn_replay_fwd.register_fake
-def _(q, k, v, *rest):
-    out = rest[-1 - len(ReplayOptions._fields)]
-    return v.new_empty(v.shape if out is None else 0)
+def _(*fields):
+    call = ReplayCall.of(fields)
+    return call.v.new_empty(call.v.shape if call.out is None else 0)
 
 
 def gdn_replay(call: ReplayCall) -> Tensor:

@@ -8,6 +8,8 @@ from typing import NamedTuple, Optional
 
 from torch import Tensor
 
+from ..runtime.call import call
+
 
 class DecodeOptions(NamedTuple):
     """What a token asks for besides its tensors."""
@@ -18,6 +20,7 @@ class DecodeOptions(NamedTuple):
     allow_neg_eigval: bool  # beta is 2 sigmoid(b)
 
 
+@call
 class LayerDecode(NamedTuple):
     """A token of a layer: from what the input projections gave to what the output's reads."""
 
@@ -35,13 +38,3 @@ class LayerDecode(NamedTuple):
     dt_bias: Optional[Tensor]  # [HV]
     norm_weight: Tensor  # [V]
     options: DecodeOptions
-
-    @property
-    def device(self):
-        return self.q.device
-
-    @property
-    def tensors(self) -> tuple:
-        """All of it but the options."""
-        *tensors, _ = self
-        return tuple(tensors)

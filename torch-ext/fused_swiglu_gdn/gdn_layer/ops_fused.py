@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..gdn.chunks import count_sequences
 from ..runtime.ops import operator, plan, present, run, serve
-from .call import DecodeOptions, LayerDecode
+from .call import LayerDecode
 from .ops_train import prologue_gradients, save_prologue
 from .reference import fused as reference
 
@@ -55,27 +55,9 @@ def gdn_layer_prologue(
 
 
 @operator("gdn_layer_decode", mutates_args=("conv_state", "state"))
-def _gdn_layer_decode(
-    q: Tensor,  # [B, 1, H, K]
-    k: Tensor,  # [B, 1, H, K]
-    v: Tensor,  # [B, 1, HV, V] or [B, 1, H, HV / H, V], as z
-    z: Tensor,  # [B, 1, HV, V]
-    a: Tensor,  # [B, 1, HV] or [B, 1, H, HV / H], as b
-    b: Tensor,  # [B, 1, HV]
-    conv_state: Tensor,  # [B, D, S], written in place
-    state: Tensor,  # [B, HV, K, V], written in place
-    weight: Tensor,  # [D, W]
-    bias: Optional[Tensor],  # [D]
-    A_log: Tensor,  # [HV]
-    dt_bias: Optional[Tensor],  # [HV]
-    norm_weight: Tensor,  # [V]
-    *options: DecodeOptions,
-) -> Tensor:
-    call = LayerDecode(
-        q, k, v, z, a, b, conv_state, state, weight, bias, A_log, dt_bias, norm_weight,
-        DecodeOptions(*options),
-    )  # fmt: skip
-    return serve(FAMILY, "gdn_layer_decode", reference.gdn_layer_decode, (call,))
+def _gdn_layer_decode(*fields: LayerDecode) -> Tensor:
+    args = (LayerDecode.of(fields),)
+    return serve(FAMILY, "gdn_layer_decode", reference.gdn_layer_decode, args)
 
 
 @_gdn_layer_decode.register_fake

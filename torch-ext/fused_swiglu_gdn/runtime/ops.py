@@ -103,9 +103,10 @@ def _in_memory(gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
 def operator(name: str, mutates_args: tuple = ()):
     """Registers a function as an operator of torch.
 
-    Its signature is the schema, where `*options: Options`, a NamedTuple, stands for the fields of
-    that: all operators of an operation take them as the call has them. An operator returns tensors
-    only, so an empty one stands for each None among those that the function returns; or nothing.
+    Its signature is the schema, where `*options: Options` or `*fields: Call`, a NamedTuple, stands
+    for the fields of that: all operators of an operation take them as the call has them. An
+    operator returns tensors only, so an empty one stands for each None among those that the
+    function returns; or nothing.
     """
 
     def register(function: Callable):
@@ -113,9 +114,7 @@ def operator(name: str, mutates_args: tuple = ()):
         spelled = []
         for parameter in signature.parameters.values():
             if parameter.kind is parameter.VAR_POSITIONAL:
-                fields = typing.get_type_hints(parameter.annotation).items()
-                kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-                spelled += [inspect.Parameter(x, kind, annotation=hint) for x, hint in fields]
+                spelled += _fields(parameter.annotation)
             else:
                 spelled.append(parameter)
 
@@ -124,12 +123,13 @@ def operator(name: str, mutates_args: tuple = ()):
 
         prototype.__signature__ = signature.replace(parameters=spelled)
         schema = torch.library.infer_schema(prototype, mutates_args=mutates_args)
+        first = next(i for i, x in enumerate(spelled) if x.annotation is torch.Tensor)
 
         def presented(*args):
             outputs = function(*args)
             if outputs is None or isinstance(outputs, torch.Tensor):
                 return outputs
-            return tuple([present(x, args[0]) for x in outputs])
+            return tuple([present(x, args[first]) for x in outputs])
 
         found = torch.library.custom_op(
             add_op_namespace_prefix(name), presented, mutates_args=mutates_args, schema=schema
@@ -139,6 +139,18 @@ def operator(name: str, mutates_args: tuple = ()):
         return found
 
     return register
+
+
+def _fields(kind: type) -> list:
+    """Parameters for the fields of a NamedTuple, and for those of one among them."""
+    found = []
+    for name, hint in typing.get_type_hints(kind).items():
+        if hasattr(hint, "_fields"):
+            found += _fields(hint)
+        else:
+            kind_of = inspect.Parameter.POSITIONAL_OR_KEYWORD
+            found.append(inspect.Parameter(name, kind_of, annotation=hint))
+    return found
 
 
 def tensors_of(args: tuple) -> list:
