@@ -2,7 +2,6 @@
 
 from typing import Optional, Tuple
 
-import torch
 from torch import Tensor
 
 from ..runtime.ops import no_second_derivative, operator, plan, run, serve
@@ -12,18 +11,13 @@ from .call import QkNormRope, QkOptions
 FAMILY = "attention.attention"
 
 
-@operator("qk_norm_rope_fwd")
+@operator("qk_norm_rope_fwd", like=("q", "k"))
 def _qk_norm_rope_fwd(*fields: QkNormRope) -> Tuple[Tensor, Tensor]:
     args = (QkNormRope.of(fields),)
     return serve(FAMILY, "qk_norm_rope_fwd", reference.qk_norm_rope_fwd, args)
 
 
-@_qk_norm_rope_fwd.register_fake
-def _(q, k, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape)
-
-
-@operator("qk_norm_rope_bwd")
+@operator("qk_norm_rope_bwd", like=("dq", "dk", "q_weight", "k_weight"))
 def _qk_norm_rope_bwd(
     dq: Tensor,  # [B, T, HQ, D]
     dk: Tensor,  # [B, T, HK, D]
@@ -37,12 +31,6 @@ def _qk_norm_rope_bwd(
 ) -> Tuple[Tensor, Tensor, Tensor, Tensor]:
     args = (dq, dk, q, k, cos, sin, q_weight, k_weight, QkOptions(*options))
     return serve(FAMILY, "qk_norm_rope_bwd", reference.qk_norm_rope_bwd, args)
-
-
-@_qk_norm_rope_bwd.register_fake
-def _(dq, dk, q, k, cos, sin, q_weight, k_weight, *_):
-    weights = [dq.new_empty(0) if w is None else torch.empty_like(w) for w in (q_weight, k_weight)]
-    return (dq.new_empty(dq.shape), dk.new_empty(dk.shape), *weights)
 
 
 def _save_qk(ctx, inputs, output) -> None:
@@ -63,14 +51,9 @@ _qk_norm_rope_fwd.register_autograd(_qk_gradients, setup_context=_save_qk)
 no_second_derivative(_qk_norm_rope_bwd, "fused_qk_norm_rope")
 
 
-@operator("qk_norm_rope_cache", mutates_args=("key_cache", "value_cache"))
+@operator("qk_norm_rope_cache", mutates_args=("key_cache", "value_cache"), like=("q", "k"))
 def _qk_norm_rope_cache(*fields: QkNormRope) -> Tuple[Tensor, Tensor]:
     return _qk_norm_rope_fwd.body(*fields)
-
-
-@_qk_norm_rope_cache.register_fake
-def _(q, k, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape)
 
 
 def qk_norm_rope(call: QkNormRope) -> Tuple[Tensor, Tensor]:
@@ -89,24 +72,14 @@ def plan_qk_norm_rope(call: QkNormRope):
     return plan(FAMILY, "qk_norm_rope_fwd", (call,))
 
 
-@operator("sigmoid_gate_fwd")
+@operator("sigmoid_gate_fwd", like=("x",))
 def _sigmoid_gate_fwd(x: Tensor, gate: Tensor) -> Tensor:
     return serve(FAMILY, "sigmoid_gate_fwd", reference.sigmoid_gate_fwd, (x, gate))
 
 
-@_sigmoid_gate_fwd.register_fake
-def _(x, gate):
-    return x.new_empty(x.shape)
-
-
-@operator("sigmoid_gate_bwd")
+@operator("sigmoid_gate_bwd", like=("x", "gate"))
 def _sigmoid_gate_bwd(x: Tensor, gate: Tensor, dy: Tensor) -> Tuple[Tensor, Tensor]:
     return serve(FAMILY, "sigmoid_gate_bwd", reference.sigmoid_gate_bwd, (x, gate, dy))
-
-
-@_sigmoid_gate_bwd.register_fake
-def _(x, gate, dy):
-    return x.new_empty(x.shape), gate.new_empty(gate.shape)
 
 
 def _save_gate(ctx, inputs, output) -> None:
@@ -131,7 +104,7 @@ def plan_sigmoid_gate(x: Tensor, gate: Tensor):
     return plan(FAMILY, "sigmoid_gate_fwd", (x, gate))
 
 
-@operator("kvcache_attention")
+@operator("kvcache_attention", like=("q",))
 def _kvcache_attention(
     q: Tensor,  # [B, 1, HQ, D]
     k_cache: Tensor,  # [B, HK, S, D]
@@ -142,11 +115,6 @@ def _kvcache_attention(
 ) -> Tensor:
     args = (q, k_cache, v_cache, cache_seqlens, mask, scale)
     return serve(FAMILY, "kvcache_attention", reference.kvcache_attention, args)
-
-
-@_kvcache_attention.register_fake
-def _(q, *_):
-    return q.new_empty(q.shape)
 
 
 def kvcache_attention(q, k_cache, v_cache, cache_seqlens, mask, scale) -> Tensor:

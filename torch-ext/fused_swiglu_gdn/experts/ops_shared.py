@@ -10,7 +10,7 @@ from . import reference
 FAMILY = "experts.shared"
 
 
-@operator("experts_shared_fwd")
+@operator("experts_shared_fwd", like=("routed",))
 def _shared_fwd(
     routed: Tensor,  # [T, H]
     shared: Tensor,  # [T, H]
@@ -18,11 +18,6 @@ def _shared_fwd(
     w_gate: Tensor,  # [H]
 ) -> Tensor:  # [T, H]
     return serve(FAMILY, "shared_fwd", reference.shared_fwd, (routed, shared, x, w_gate))
-
-
-@_shared_fwd.register_fake
-def _(routed, shared, x, w_gate):
-    return routed.new_empty(routed.shape)
 
 
 @operator("experts_shared_bwd")

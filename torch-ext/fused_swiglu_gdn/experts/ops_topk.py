@@ -28,7 +28,7 @@ def _(logits, bias, *options):
     return weights, weights.new_empty(weights.shape, dtype=torch.int64)
 
 
-@operator("topk_bwd")
+@operator("topk_bwd", like=("logits",))
 def _topk_bwd(
     dweights: Tensor,  # [T, K]
     logits: Tensor,  # [T, E]
@@ -37,11 +37,6 @@ def _topk_bwd(
 ) -> Tensor:  # [T, E]
     args = (dweights, logits, ids, TopkOptions(*options))
     return serve(FAMILY, "topk_bwd", reference.topk_bwd, args)
-
-
-@_topk_bwd.register_fake
-def _(dweights, logits, ids, *options):
-    return logits.new_empty(logits.shape)
 
 
 def _save(ctx, inputs, output):

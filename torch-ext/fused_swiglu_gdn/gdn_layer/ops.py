@@ -92,7 +92,7 @@ def causal_conv1d_update(*args) -> Tensor:
     return run(FAMILY, "causal_conv1d_update", op, reference.causal_conv1d_update, args)
 
 
-@operator("rms_norm_gated_fwd")
+@operator("rms_norm_gated_fwd", like=("x",))
 def _rms_norm_gated_fwd(
     x: Tensor,  # [..., D]
     gate: Tensor,  # [..., D]
@@ -102,11 +102,6 @@ def _rms_norm_gated_fwd(
 ) -> Tensor:
     args = (x, gate, weight, eps, activation)
     return serve(FAMILY, "rms_norm_gated_fwd", reference.rms_norm_gated_fwd, args)
-
-
-@_rms_norm_gated_fwd.register_fake
-def _(x, gate, weight, eps, activation):
-    return x.new_empty(x.shape)
 
 
 _rms_norm_gated_fwd.register_autograd(norm_gradients, setup_context=save_norm)

@@ -58,7 +58,7 @@ def conv_gradients(ctx, dy, d_final):
     )  # fmt: skip
 
 
-@operator("rms_norm_gated_bwd")
+@operator("rms_norm_gated_bwd", like=("x", "gate", "weight"))
 def _rms_norm_gated_bwd(
     x: Tensor,  # [..., D]
     gate: Tensor,  # [..., D]
@@ -69,11 +69,6 @@ def _rms_norm_gated_bwd(
 ) -> Tuple[Tensor, Tensor, Tensor]:
     args = (x, gate, weight, dy, eps, activation)
     return serve(FAMILY, "rms_norm_gated_bwd", reference.rms_norm_gated_bwd, args)
-
-
-@_rms_norm_gated_bwd.register_fake
-def _(x, gate, weight, dy, eps, activation):
-    return x.new_empty(x.shape), gate.new_empty(gate.shape), weight.new_empty(weight.shape)
 
 
 def save_norm(ctx, inputs, output) -> None:
@@ -87,7 +82,7 @@ def norm_gradients(ctx, dy):
     return (*(d if need else None for d, need in zip(grads, ctx.needs_input_grad)), None, None)
 
 
-@operator("gdn_layer_prologue_bwd")
+@operator("gdn_layer_prologue_bwd", like=("dy", "weight", "bias", "initial_states"))
 def _gdn_layer_prologue_bwd(
     q: Tensor,  # [B, T, H, K]
     k: Tensor,  # [B, T, H, K]
@@ -102,14 +97,6 @@ def _gdn_layer_prologue_bwd(
     args = (q, k, v, weight, bias, activation, cu_seqlens, initial_states, dy)
     dx, *rest = serve(FAMILY, "gdn_layer_prologue_bwd", reference.gdn_layer_prologue_bwd, args)
     return (dx.contiguous(), *(present(d, q) for d in rest))
-
-
-@_gdn_layer_prologue_bwd.register_fake
-def _(q, k, v, weight, bias, activation, cu_seqlens, initial_states, dy):
-    def like(t):
-        return q.new_empty(0) if t is None else t.new_empty(t.shape)
-
-    return dy.new_empty(dy.shape), like(weight), like(bias), like(initial_states)
 
 
 def save_prologue(ctx, inputs, output) -> None:

@@ -100,8 +100,11 @@ def _in_memory(gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     return gradient
 
 
-def operator(name: str, mutates_args: tuple = ()):
+def operator(name: str, mutates_args: tuple = (), like: tuple = ()):
     """Registers a function as an operator of torch.
+
+    like: the arguments whose shapes and dtypes its outputs have, if that is all that a fake has to
+    say; where such an argument is None, so is the output.
 
     Its signature is the schema, where `*options: Options` or `*fields: Call`, a NamedTuple, stands
     for the fields of that: all operators of an operation take them as the call has them. An
@@ -135,10 +138,24 @@ def operator(name: str, mutates_args: tuple = ()):
             add_op_namespace_prefix(name), presented, mutates_args=mutates_args, schema=schema
         )
         found.__class__, found.body = Operator, function
-        found.mutated = tuple([i for i, x in enumerate(spelled) if x.name in mutates_args])
+        names = [x.name for x in spelled]
+        found.mutated = tuple([i for i, x in enumerate(names) if x in mutates_args])
+        if like:
+            found.register_fake(_fake([names.index(x) for x in like], first))
         return found
 
     return register
+
+
+def _fake(places: list, first: int) -> Callable:
+    """The fake of an operator whose outputs are like its arguments at these places."""
+
+    def fake(*args):
+        inputs = [args[place] for place in places]
+        outputs = [present(x if x is None else x.new_empty(x.shape), args[first]) for x in inputs]
+        return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+    return fake
 
 
 def _fields(kind: type) -> list:

@@ -13,7 +13,7 @@ from . import reference
 FAMILY = "swiglu.gate"
 
 
-@operator("silu_mul_fwd")
+@operator("silu_mul_fwd", like=("gate",))
 def _silu_mul_fwd(
     gate: Tensor,  # [M, N]
     up: Tensor,  # [M, N]
@@ -22,12 +22,7 @@ def _silu_mul_fwd(
     return serve(FAMILY, "silu_mul_fwd", reference.silu_mul, (gate, up, activation))
 
 
-@_silu_mul_fwd.register_fake
-def _(gate, up, activation):
-    return gate.new_empty(gate.shape)
-
-
-@operator("silu_mul_bwd")
+@operator("silu_mul_bwd", like=("gate", "up"))
 def _silu_mul_bwd(
     gate: Tensor,  # [M, N]
     up: Tensor,  # [M, N]
@@ -36,11 +31,6 @@ def _silu_mul_bwd(
 ) -> Tuple[Tensor, Tensor]:  # their gradients
     args = (gate, up, dense(dz), activation)
     return serve(FAMILY, "silu_mul_bwd", reference.silu_mul_bwd, args)
-
-
-@_silu_mul_bwd.register_fake
-def _(gate, up, dz, activation):
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
 def _save(ctx, inputs, output) -> None:
