@@ -5,8 +5,10 @@ import torch
 from ..norm.checks import CASTING_MODES
 from ..runtime.checks import (
     FLOATING,
+    INDICES,
     agrees,
     has_dtype,
+    has_form,
     has_shape,
     has_shape_of,
     is_floating,
@@ -19,7 +21,6 @@ from ..runtime.checks import (
 )
 
 NORMS = ("head", "all")
-COUNTS = (torch.int32, torch.int64)
 
 
 def _tables(cos, sin, interleaved, q, sizes) -> None:
@@ -67,7 +68,7 @@ def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
     has_shape("key_cache", key_cache, "B HK S D", sizes)
     has_shape("value_cache", value_cache, "B HK S DV", sizes)
     has_shape("cache_position", cache_position, "", sizes)
-    has_dtype("cache_position", cache_position, COUNTS)
+    has_dtype("cache_position", cache_position, INDICES)
     for name in ("v", "key_cache", "value_cache"):
         is_floating(name, written[name])
     for name, x in written.items():
@@ -98,9 +99,7 @@ def fused_qk_norm_rope(
             continue
         width = "D" if norm == "head" else f"{heads}*D"
         sizes[f"{heads}*D"] = sizes[heads] * sizes["D"]
-        has_shape(name, weight, width, sizes)
-        is_floating(name, weight)
-        same_device(name, weight, "q", q)
+        has_form(name, weight, width, sizes, "q", q)
     _caches(q, v, key_cache, value_cache, cache_position, sizes)
     if key_cache is not None and torch.is_grad_enabled():
         for name, x in (("q", q), ("k", k), ("v", v), ("q_weight", q_weight)):
@@ -146,14 +145,14 @@ def attention_with_kvcache(
     if HK == 0 or HQ % HK:
         raise ValueError(f"q must have a multiple of the {HK} heads of k_cache, got {HQ}")
     is_tensor("cache_seqlens", cache_seqlens)
-    has_dtype("cache_seqlens", cache_seqlens, COUNTS)
+    has_dtype("cache_seqlens", cache_seqlens, INDICES)
     same_device("cache_seqlens", cache_seqlens, "q", q)
     if cache_seqlens.ndim:
         has_shape("cache_seqlens", cache_seqlens, "B", sizes)
     if attention_mask is not None:
-        has_shape("attention_mask", attention_mask, "N 1 1 S", sizes)
-        has_dtype("attention_mask", attention_mask, (torch.bool, *FLOATING))
-        same_device("attention_mask", attention_mask, "q", q)
+        has_form(
+            "attention_mask", attention_mask, "N 1 1 S", sizes, "q", q, (torch.bool, *FLOATING)
+        )
         if sizes["N"] not in (1, sizes["B"]):
             raise ValueError(f"attention_mask must have batch {sizes['B']} or 1, got {sizes['N']}")
     if softmax_scale is not None:

@@ -1,12 +1,12 @@
 """Checks of the routed experts and of the router's choice."""
 
-import torch
-
 from ..runtime.checks import (
     FLOATING,
+    INDICES,
     agrees,
     are_flags,
     has_dtype,
+    has_form,
     has_shape,
     is_floating,
     is_number,
@@ -31,7 +31,7 @@ def fused_experts(
     sizes["2*I"] = 2 * sizes["I"]
     has_shape("w_gate_up", w_gate_up, "E 2*I H", sizes)
     has_shape("top_k_index", top_k_index, "T K", sizes)
-    has_dtype("top_k_index", top_k_index, (torch.int32, torch.int64))
+    has_dtype("top_k_index", top_k_index, INDICES)
     has_shape("top_k_weights", top_k_weights, "T K", sizes)
     is_floating("top_k_weights", top_k_weights)
     for name, weight in (("w_gate_up", w_gate_up), ("w_down", w_down)):
@@ -55,9 +55,7 @@ def fused_topk(logits, bias, top_k, scoring, renormalize, scale, dtype) -> None:
         raise ValueError(f"top_k must be from 1 to the number of experts, {sizes['E']}: {top_k}")
     is_one_of("scoring", scoring, SCORINGS)
     if bias is not None:
-        has_shape("bias", bias, "E", sizes)
-        is_floating("bias", bias)
-        same_device("bias", bias, "logits", logits)
+        has_form("bias", bias, "E", sizes, "logits", logits)
     are_flags(renormalize=renormalize)
     is_number("scale", scale, "positive")
     if dtype is not None and dtype not in FLOATING:

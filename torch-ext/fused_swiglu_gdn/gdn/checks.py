@@ -7,9 +7,10 @@ import torch
 
 from ..runtime.checks import (
     FLOATING,
+    INDICES,
     agrees,
     are_flags,
-    has_dtype,
+    has_form,
     has_shape,
     holds_cu_seqlens,
     is_cu_seqlens,
@@ -20,7 +21,6 @@ from ..runtime.checks import (
     names_rows,
     readable,
     remembered,
-    same_device,
 )
 
 MAX_HEAD_DIM = 256
@@ -47,9 +47,7 @@ def _shapes(call, use_gate_in_kernel) -> None:
     agrees("v", call.v, "q", q)
     _heads(sizes)
     for name, x in (("g", call.g), ("beta", call.beta)):
-        has_shape(name, x, "B T HV", sizes)
-        is_floating(name, x)
-        same_device(name, x, "q", q)
+        has_form(name, x, "B T HV", sizes, "q", q)
     _gate(use_gate_in_kernel, call, sizes)
     _scale(call.options.scale)
     _sequences(call, sizes)
@@ -88,9 +86,7 @@ def _gate(use_gate_in_kernel, call, sizes) -> None:
         raise ValueError("A_log must be given when use_gate_in_kernel is True, got None")
     for name, x in given:
         if x is not None:
-            has_shape(name, x, "HV", sizes)
-            is_floating(name, x)
-            same_device(name, x, "q", call.q)
+            has_form(name, x, "HV", sizes, "q", call.q)
 
 
 def _scale(scale: Optional[float]) -> None:
@@ -115,22 +111,14 @@ def _state(call, sizes) -> None:
     if call.state_indices is not None:
         counts = getattr(call, "num_accepted_tokens", None)
         rows = "N" if counts is None else "N 1+S"
-        _indices("state_indices", call.state_indices, call, sizes, rows)
+        has_form("state_indices", call.state_indices, rows, sizes, "q", call.q, INDICES)
         if call.initial_state is None:
             raise ValueError("initial_state must be the state pool when state_indices is given")
         dims = "P " + dims
     else:
         dims = "N " + dims
     if call.initial_state is not None:
-        has_shape("initial_state", call.initial_state, dims, sizes)
-        is_floating("initial_state", call.initial_state)
-        same_device("initial_state", call.initial_state, "q", call.q)
-
-
-def _indices(name: str, indices, call, sizes, dims: str = "N") -> None:
-    has_shape(name, indices, dims, sizes)
-    has_dtype(name, indices, (torch.int32, torch.int64))
-    same_device(name, indices, "q", call.q)
+        has_form("initial_state", call.initial_state, dims, sizes, "q", call.q)
 
 
 def chunk_size(value: object) -> None:
@@ -147,9 +135,7 @@ def pool_of_prompts(call, kept, cp_context) -> None:
     if cp_context is not None:
         raise ValueError("has_initial_state must be None when cp_context is given")
     if kept is not None:
-        has_shape("has_initial_state", kept, "N", {"N": call.N})
-        has_dtype("has_initial_state", kept, (torch.bool,))
-        same_device("has_initial_state", kept, "q", call.q)
+        has_form("has_initial_state", kept, "N", {"N": call.N}, "q", call.q, (torch.bool,))
 
 
 def checkpoint_every(value: object) -> None:
@@ -178,11 +164,12 @@ def decode_states(call) -> None:
     """What only a RecurrentCall has."""
     inplace, all_states = call.options.inplace, call.options.all_states
     if call.output_state_indices is not None:
-        _indices("output_state_indices", call.output_state_indices, call, {"N": call.N})
+        written, sizes = call.output_state_indices, {"N": call.N}
+        has_form("output_state_indices", written, "N", sizes, "q", call.q, INDICES)
         if call.state_indices is None:
             raise ValueError("state_indices must be given when output_state_indices is")
         rows = call.initial_state.shape[0]
-        names_rows("output_state_indices", call.output_state_indices, rows, call.options.null_index)
+        names_rows("output_state_indices", written, rows, call.options.null_index)
     if call.num_accepted_tokens is not None:
         _accepted(call)
     if inplace and call.initial_state is None:
@@ -198,7 +185,7 @@ def decode_states(call) -> None:
 def _accepted(call) -> None:
     """What a call with num_accepted_tokens has besides."""
     counts, rows = call.num_accepted_tokens, call.state_indices
-    _indices("num_accepted_tokens", counts, call, {"N": call.N})
+    has_form("num_accepted_tokens", counts, "N", {"N": call.N}, "q", call.q, INDICES)
     if rows is None:
         raise ValueError("state_indices must be given when num_accepted_tokens is, got None")
     if call.output_state_indices is not None:

@@ -4,9 +4,11 @@ import torch
 
 from ..runtime.checks import (
     FLOATING,
+    INDICES,
     agrees,
     are_flags,
     has_dtype,
+    has_form,
     has_shape,
     is_floating,
     is_null_index,
@@ -63,9 +65,7 @@ def _ring(ring, like: torch.Tensor, first: str) -> dict:
 
 
 def _cursor(cursor, sizes: dict, like: torch.Tensor, first: str) -> None:
-    has_shape("cursor", cursor, "N 2", {**sizes, "2": 2})
-    has_dtype("cursor", cursor, (torch.int32,))
-    same_device("cursor", cursor, first, like)
+    has_form("cursor", cursor, "N 2", {**sizes, "2": 2}, first, like, (torch.int32,))
     if not cursor.is_contiguous():
         raise ValueError(f"cursor must be contiguous, got strides {cursor.stride()}")
 
@@ -75,10 +75,8 @@ def _of_sequences(sizes: dict, like: torch.Tensor, first: str, **tensors) -> Non
     for name, x in tensors.items():
         if x is None:
             continue
-        has_shape(name, x, "N", sizes)
-        flags = name == "force_flush"
-        has_dtype(name, x, (torch.bool,) if flags else (torch.int32, torch.int64))
-        same_device(name, x, first, like)
+        dtypes = (torch.bool,) if name == "force_flush" else INDICES
+        has_form(name, x, "N", sizes, first, like, dtypes)
 
 
 def _is_within(cursor: torch.Tensor, rows: int, max_tokens: int) -> None:

@@ -1,11 +1,10 @@
 """Checks for the parts of a layer around the gated delta rule."""
 
-import torch
-
 from ..gdn.chunks import count_sequences
 from ..runtime.checks import (
+    INDICES,
     are_flags,
-    has_dtype,
+    has_form,
     has_shape,
     has_shape_of,
     holds_cu_seqlens,
@@ -29,15 +28,11 @@ MAX_TAPS = 8
 
 def _conv(x, weight, bias, activation, sizes) -> None:
     is_floating("x", x)
-    has_shape("weight", weight, "D W", sizes)
-    is_floating("weight", weight)
-    same_device("weight", weight, "x", x)
+    has_form("weight", weight, "D W", sizes, "x", x)
     if not 2 <= sizes["W"] <= MAX_TAPS:
         raise ValueError(f"weight must have 2 to {MAX_TAPS} taps, got {sizes['W']}")
     if bias is not None:
-        has_shape("bias", bias, "D", sizes)
-        is_floating("bias", bias)
-        same_device("bias", bias, "x", x)
+        has_form("bias", bias, "D", sizes, "x", x)
     is_one_of("activation", activation, CONV_ACTIVATIONS)
 
 
@@ -69,16 +64,12 @@ def _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_
             raise ValueError("seq_idx must be None when cu_seqlens is given: one of the two")
         if initial_states is not None:
             raise ValueError("initial_states must be None when seq_idx is given: use cu_seqlens")
-        has_shape("seq_idx", seq_idx, "B T", sizes)
-        has_dtype("seq_idx", seq_idx, (torch.int32, torch.int64))
-        same_device("seq_idx", seq_idx, "x", x)
+        has_form("seq_idx", seq_idx, "B T", sizes, "x", x, INDICES)
     if cu_seqlens is not None:
         _is_packed(x, cu_seqlens)
         sizes["N"] = count_sequences(sizes["B"], cu_seqlens)
     if initial_states is not None:
-        has_shape("initial_states", initial_states, "N D W-1", sizes)
-        is_floating("initial_states", initial_states)
-        same_device("initial_states", initial_states, "x", x)
+        has_form("initial_states", initial_states, "N D W-1", sizes, "x", x)
 
 
 def causal_conv1d_update(
@@ -121,14 +112,10 @@ def _causal_conv1d_update(
     if cu_seqlens is not None:
         _is_packed(x, cu_seqlens)
     sizes["N"] = count_sequences(sizes["B"], cu_seqlens)
-    has_shape("conv_state", conv_state, "N D S" if indices is None else "P D S", sizes)
-    is_floating("conv_state", conv_state)
-    same_device("conv_state", conv_state, "x", x)
+    has_form("conv_state", conv_state, "N D S" if indices is None else "P D S", sizes, "x", x)
     for name, y in (("conv_state_indices", indices), ("num_accepted_tokens", accepted)):
         if y is not None:
-            has_shape(name, y, "N", sizes)
-            has_dtype(name, y, (torch.int32, torch.int64))
-            same_device(name, y, "x", x)
+            has_form(name, y, "N", sizes, "x", x, INDICES)
     if out is not None:
         is_written("out", out, "x", x)
     if sizes["S"] < sizes["W"] - 1:
@@ -145,9 +132,7 @@ def rms_norm_gated(x, gate, weight, eps, activation) -> None:
     has_shape_of("gate", gate, "x", x)
     is_floating("gate", gate)
     same_device("gate", gate, "x", x)
-    has_shape("weight", weight, "D", {"D": x.shape[-1] if x.ndim else 0})
-    is_floating("weight", weight)
-    same_device("weight", weight, "x", x)
+    has_form("weight", weight, "D", {"D": x.shape[-1] if x.ndim else 0}, "x", x)
     is_number("eps", eps, "non-negative")
     is_one_of("activation", activation, GATE_ACTIVATIONS)
 
@@ -160,6 +145,4 @@ def gated_delta_gate(a, A_log, dt_bias) -> None:
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         if x is None and name == "dt_bias":
             continue
-        has_shape(name, x, "HV", sizes)
-        is_floating(name, x)
-        same_device(name, x, "a", a)
+        has_form(name, x, "HV", sizes, "a", a)

@@ -2,14 +2,13 @@
 
 from ..runtime.checks import (
     agrees,
-    has_shape,
+    has_form,
     has_shape_of,
     is_floating,
     is_number,
     is_one_of,
     is_tensor,
     remembered,
-    same_device,
 )
 
 CASTING_MODES = ("llama", "gemma")
@@ -22,9 +21,7 @@ def rms_norm(x, weight, residual, eps, casting_mode, offset, after) -> None:
         raise ValueError(f"x must have shape [..., D], got {list(x.shape)}")
     is_floating("x", x)
     if weight is not None:
-        has_shape("weight", weight, "D", {"D": x.shape[-1]})
-        is_floating("weight", weight)
-        same_device("weight", weight, "x", x)
+        has_form("weight", weight, "D", {"D": x.shape[-1]}, "x", x)
     if residual is not None:
         has_shape_of("residual", residual, "x", x)
         agrees("residual", residual, "x", x)

@@ -11,6 +11,7 @@ import torch
 from .cache import CallCache
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+INDICES = (torch.int32, torch.int64)
 
 
 def remembered(check: Callable) -> Callable:
@@ -105,6 +106,16 @@ def same_device(name: str, x: Optional[torch.Tensor], first: str, y: torch.Tenso
         raise ValueError(f"{name} must be on the device of {first}, {y.device}, got {x.device}")
 
 
+def has_form(
+    name: str, x: object, dims: str, sizes: Dict[str, int], first: str, y: torch.Tensor,
+    dtypes: Sequence[torch.dtype] = FLOATING,
+) -> None:  # fmt: skip
+    """x is a tensor of a shape that has_shape takes, of one of these dtypes, beside y."""
+    has_shape(name, x, dims, sizes)
+    has_dtype(name, x, dtypes)
+    same_device(name, x, first, y)
+
+
 def is_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     """value is a string of `allowed`, or None where that is allowed."""
     if (value is not None and not isinstance(value, str)) or value not in allowed:
@@ -132,7 +143,7 @@ def is_cu_seqlens(name: str, cu_seqlens: object, like: torch.Tensor) -> None:
     is_tensor(name, cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
-    has_dtype(name, cu_seqlens, (torch.int32, torch.int64))
+    has_dtype(name, cu_seqlens, INDICES)
     same_device(name, cu_seqlens, "the inputs", like)
 
 
