@@ -6,11 +6,9 @@ A class is served if transformers dispatches its forward, its gate is the defaul
 formula of experts/reference.py. All else is left to transformers' grouped_mm.
 """
 
-import ast
 import functools
 import inspect
 import logging
-import textwrap
 from typing import Dict, List, NamedTuple, Optional, Union
 
 import torch
@@ -24,6 +22,7 @@ from ..layers.activations import activation_of
 from ..layers.plain import why_not_tensor
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
+from .forms import Refused, source_of, spelled
 from .report import Row
 from .serving import why_not_on
 
@@ -154,22 +153,13 @@ def _find_form(kind: type) -> Union[Form, str]:
         return "transformers does not choose the implementation of this class"
     form: Optional[Form] = Form()
     if kind._apply_gate is not moe._default_apply_gate:
-        form = GATES.get(_body(kind._apply_gate))
+        try:
+            form = GATES.get(spelled(source_of(kind._apply_gate)))
+        except Refused:
+            form = None
     if form is None:
         return "its gate is one of its own"
     return form if _computes(kind, names["original_forward"], form) else "its formula is another"
-
-
-def _body(function) -> str:
-    """The statements of a function in Python's own spelling; "" if its source is not there."""
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return ""
-    statements = tree.body[0].body
-    if isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant):
-        statements = statements[1:]  # a docstring
-    return "\n".join(ast.unparse(statement) for statement in statements)
 
 
 def _computes(kind: type, forward, form: Form) -> bool:

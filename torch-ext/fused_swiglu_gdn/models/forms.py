@@ -78,6 +78,14 @@ def source_of(function: object) -> ast.FunctionDef:
     return definition
 
 
+def spelled(definition: ast.FunctionDef) -> str:
+    """The statements of a function in Python's own spelling, without a docstring."""
+    statements = definition.body
+    if isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant):
+        statements = statements[1:]
+    return "\n".join(ast.unparse(statement) for statement in statements)
+
+
 def _compiled(tree: ast.Module, code: CodeType, names: dict) -> Iterator[CodeType]:
     """The code of a function's source, as it is in a module that imports what it uses, or not.
 

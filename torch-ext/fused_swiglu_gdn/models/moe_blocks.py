@@ -5,7 +5,6 @@ and a run of it on small stand-ins gives what ours gives. The parts of a block s
 called, so that hooks on them, which record a router's logits or sum over ranks, see what they saw.
 """
 
-import ast
 import functools
 from types import SimpleNamespace
 from typing import Callable, Dict, List, NamedTuple, Optional, Union
@@ -20,7 +19,7 @@ from ..layers.plain import PLAIN_TENSORS, parameters_of, why_not_tensor
 from ..layers.untouched import untouched
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
-from .forms import Refused, source_of
+from .forms import Refused, source_of, spelled
 from .report import Row
 from .serving import is_served, own_class, serve, why_not_on, why_replaced
 
@@ -176,10 +175,7 @@ def _find_form(forward) -> Optional[Union[Router, str]]:
     except Refused:
         return None
     names = [a.arg for a in definition.args.args]
-    statements = definition.body
-    if isinstance(statements[0], ast.Expr) and isinstance(statements[0].value, ast.Constant):
-        statements = statements[1:]  # a docstring
-    body = "\n".join(ast.unparse(statement) for statement in statements)
+    body = spelled(definition)
     form = BLOCK if body == BLOCK else ROUTERS.get(body)
     if form is None or names != ["self", "hidden_states"]:
         return None
