@@ -105,6 +105,13 @@ def overlaps_launches(device: torch.device) -> bool:
     return is_gpu(device) and _is_at_least(device.index, 9)
 
 
+@functools.cache
+def has_wgmma(device: torch.device) -> bool:
+    """Whether warpgroups multiply by wgmma, which is Hopper's own: later chips have others."""
+    found = capability(device.index) if is_gpu(device) else None
+    return found is not None and found[0] == 9
+
+
 def has_tensor_memory(device: torch.device) -> bool:
     """Whether Triton keeps accumulators in tensor memory, of which a program has 512 columns."""
     found = capability(device.index) if is_gpu(device) else None

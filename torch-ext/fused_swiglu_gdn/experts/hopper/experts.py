@@ -1,6 +1,5 @@
 """The gradients of the routed experts on Hopper: as portable's, with strips.py and gate.py."""
 
-import functools
 from typing import Optional
 
 import torch
@@ -13,17 +12,10 @@ from . import strips
 from .gate import BM, gate_gradient
 
 
-@functools.cache
-def _hopper(where: torch.device) -> bool:
-    """wgmma is Hopper's own: later chips have other instructions."""
-    capability = device.capability(where.index) if device.is_gpu(where) else None
-    return capability is not None and capability[0] == 9
-
-
 def supports_experts_bwd(x, w_gate_up, w_down, ids, weights, options, gradient=None) -> bool:
     """Experts with so many rows that the routing's tiles are as high as these kernels'."""
     args = (x, w_gate_up, w_down, ids, weights, options)
-    if not _hopper(x.device) or not plain.supports_experts_bwd(*args):
+    if not device.has_wgmma(x.device) or not plain.supports_experts_bwd(*args):
         return False
     return plain.tiles_for(x.device, *ids.shape, w_down.shape[0])["BLOCK_M"] == BM.value
 

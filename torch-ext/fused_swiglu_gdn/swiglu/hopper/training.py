@@ -65,16 +65,9 @@ def _launch(kernel, where, tiles_n: int, maps: tuple, sizes: tuple, constexprs: 
     )
 
 
-@functools.cache
-def _hopper(where: torch.device) -> bool:
-    """wgmma is Hopper's own: later chips have other instructions."""
-    capability = device.capability(where.index) if device.is_gpu(where) else None
-    return capability is not None and capability[0] == 9
-
-
 def serves_forward(x, w_gate, b_gate, b_up) -> bool:
     """Of calls that supports_swiglu_saving_fwd takes: whether the kernel does, and wins."""
-    if b_gate is not None or b_up is not None or not _hopper(x.device):
+    if b_gate is not None or b_up is not None or not device.has_wgmma(x.device):
         return False
     return x.shape[0] >= tuning.lookup("hopper_swiglu_training", x.device)["forward_rows"]
 
@@ -86,7 +79,7 @@ def _readable(x: torch.Tensor) -> bool:
 
 
 def serves_gradients(dy: torch.Tensor, w_down: torch.Tensor) -> bool:
-    if not _hopper(dy.device) or dy.dtype not in HALF:
+    if not device.has_wgmma(dy.device) or dy.dtype not in HALF:
         return False
     least = tuning.lookup("hopper_swiglu_training", dy.device)["gradient_rows"]
     return dy.shape[0] >= least and _readable(dy) and _readable(w_down)
