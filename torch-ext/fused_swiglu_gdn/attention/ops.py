@@ -117,14 +117,14 @@ def _kvcache_attention(
     return serve(FAMILY, "kvcache_attention", reference.kvcache_attention, args)
 
 
-def kvcache_attention(q, k_cache, v_cache, cache_seqlens, mask, scale) -> Tensor:
-    args = (q, k_cache, v_cache, cache_seqlens, mask, scale)
+def kvcache_attention(*args) -> Tensor:
+    """args: the operator's."""
     return run(
         FAMILY, "kvcache_attention", _kvcache_attention, reference.kvcache_attention, args,
         differentiable=False,
     )  # fmt: skip
 
 
-def plan_kvcache_attention(q, k_cache, v_cache, cache_seqlens, mask, scale):
+def plan_kvcache_attention(*args):
     """What serves eager calls of kvcache_attention like this one, from their tensors, or None."""
-    return plan(FAMILY, "kvcache_attention", (q, k_cache, v_cache, cache_seqlens, mask, scale))
+    return plan(FAMILY, "kvcache_attention", args)

@@ -41,16 +41,14 @@ def _(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_f
 _causal_conv1d_fwd.register_autograd(conv_gradients, setup_context=save_conv)
 
 
-def causal_conv1d(
-    x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
-) -> Tuple[Tensor, Optional[Tensor]]:
+def causal_conv1d(*args) -> Tuple[Tensor, Optional[Tensor]]:
+    """args: the operator's."""
+
     def op(*args):
+        *_, return_final_states = args
         y, final = _causal_conv1d_fwd(*args)
         return y, final if return_final_states else None
 
-    args = (
-        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states,
-    )  # fmt: skip
     return run(FAMILY, "causal_conv1d_fwd", op, reference.causal_conv1d_fwd, args)
 
 
@@ -107,8 +105,8 @@ def _rms_norm_gated_fwd(
 _rms_norm_gated_fwd.register_autograd(norm_gradients, setup_context=save_norm)
 
 
-def rms_norm_gated(x, gate, weight, eps, activation) -> Tensor:
-    args = (x, gate, weight, eps, activation)
+def rms_norm_gated(*args) -> Tensor:
+    """args: the operator's."""
     return run(
         FAMILY, "rms_norm_gated_fwd", _rms_norm_gated_fwd, reference.rms_norm_gated_fwd, args
     )

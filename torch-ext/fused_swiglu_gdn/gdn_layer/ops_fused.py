@@ -40,14 +40,14 @@ def _(q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width
 _gdn_layer_prologue.register_autograd(prologue_gradients, setup_context=save_prologue)
 
 
-def gdn_layer_prologue(
-    q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width
-) -> Tuple[Tensor, Optional[Tensor]]:
+def gdn_layer_prologue(*args) -> Tuple[Tensor, Optional[Tensor]]:
+    """args: the operator's."""
+    *_, final_width = args
+
     def op(*args):
         y, final = _gdn_layer_prologue(*args)
         return y, final if final_width else None
 
-    args = (q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width)
     return run(
         FAMILY, "gdn_layer_prologue", op, reference.gdn_layer_prologue, args,
         differentiable=not final_width,  # the kernel has no gradient of the last inputs
