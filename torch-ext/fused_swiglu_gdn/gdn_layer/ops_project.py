@@ -5,21 +5,20 @@ from typing import List
 import torch
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
-from ..runtime.ops import plan, run, serve
+from ..runtime.ops import operator, plan, run, serve
 from .reference import project as reference
 
-FAMILY, OPERATION = "gdn_layer.project", "gdn_project_fwd"
+PROJECT = ("gdn_layer.project", "gdn_project_fwd")
 
 
-@torch.library.custom_op(add_op_namespace_prefix("gdn_project_fwd"), mutates_args=())
+@operator("gdn_project_fwd")
 def _gdn_project_fwd(
     x: Tensor,  # [M, K]
     weights: List[Tensor],  # [N_i, K] each
 ) -> Tensor:  # [M, N]
-    return serve(FAMILY, OPERATION, reference.gdn_project_fwd, (x, weights))
+    return serve(*PROJECT, reference.gdn_project_fwd, (x, weights))
 
 
 @_gdn_project_fwd.register_fake
@@ -29,17 +28,17 @@ def _(x, weights):
 
 def is_served(x, weights) -> bool:
     """Whether a kernel makes these products; else the modules themselves had better do it."""
-    if not dispatch.has_kernels(FAMILY, "gdn_project_fwd", x.device.type, x.device.index):
+    if not dispatch.has_kernels(*PROJECT, x.device.type, x.device.index):
         return False
     if torch.compiler.is_compiling():
         return x.shape[0] <= 64 and x.dtype in HALF
-    return dispatch.choose(FAMILY, OPERATION, False, (x, weights)) is not None
+    return dispatch.choose(*PROJECT, False, (x, weights)) is not None
 
 
 def gdn_project(x, weights) -> Tensor:
-    return run(FAMILY, OPERATION, _gdn_project_fwd, reference.gdn_project_fwd, (x, weights))
+    return run(*PROJECT, _gdn_project_fwd, reference.gdn_project_fwd, (x, weights))
 
 
 def plan_gdn_project(x, weights):
     """What serves all eager calls of gdn_project like this one, from the tensors, or None."""
-    return plan(FAMILY, OPERATION, (x, weights))
+    return plan(*PROJECT, (x, weights))

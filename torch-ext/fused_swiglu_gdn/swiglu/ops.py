@@ -2,19 +2,19 @@
 
 from typing import Optional
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._ops import add_op_namespace_prefix
-from ..runtime.ops import plan, run, serve
+from ..runtime.ops import operator, plan, run, serve
 from . import ops_train as training
 from . import reference
 from .checks import BY_TORCH
 from .ops_mlp import into_main_grad, swiglu_mlp_train
 
+FORWARD = ("swiglu.forward", "swiglu_fwd")
 
-@torch.library.custom_op(add_op_namespace_prefix("swiglu_fwd"), mutates_args=())
+
+@operator("swiglu_fwd")
 def _swiglu_fwd(
     x: Tensor,  # [M, K]
     w_gate: Tensor,  # [N, K]
@@ -24,7 +24,7 @@ def _swiglu_fwd(
     activation: str,
 ) -> Tensor:  # [M, N]
     args = (x, w_gate, w_up, b_gate, b_up, activation)
-    return serve("swiglu.forward", "swiglu_fwd", reference.swiglu_fwd, args)
+    return serve(*FORWARD, reference.swiglu_fwd, args)
 
 
 @_swiglu_fwd.register_fake
@@ -36,7 +36,7 @@ def swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> Tensor:
     args = (x, w_gate, w_up, b_gate, b_up, activation)
     if training.trains(*args[:5]) and activation not in BY_TORCH:
         return training.swiglu_train(*args)
-    return run("swiglu.forward", "swiglu_fwd", _swiglu_fwd, reference.swiglu_fwd, args)
+    return run(*FORWARD, _swiglu_fwd, reference.swiglu_fwd, args)
 
 
 def plan_swiglu(x, w_gate, w_up, b_gate, b_up, activation, shape):
@@ -45,7 +45,7 @@ def plan_swiglu(x, w_gate, w_up, b_gate, b_up, activation, shape):
     It takes whatever [.., K] has the rows of x, and makes z of the shape given. Where addresses
     differ in what kernels ask of them it makes nothing and returns None.
     """
-    make = plan("swiglu.forward", "swiglu_fwd", (x, w_gate, w_up, b_gate, b_up, activation))
+    make = plan(*FORWARD, (x, w_gate, w_up, b_gate, b_up, activation))
     return None if make is None else make(shape)
 
 
