@@ -16,3 +16,9 @@ def served(*tensors: Optional[torch.Tensor]) -> bool:
 def at_least_fp32(x: torch.Tensor) -> torch.Tensor:
     """x in the precision that element-wise maths is done in: fp64 stays, all else becomes fp32."""
     return x if x.dtype == torch.float64 else x.float()
+
+
+def in_one_dtype(*tensors: torch.Tensor) -> tuple:
+    """The tensors in the precision that products of them are summed in: fp64 if one is fp64."""
+    wide = torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
+    return tuple([x.to(wide) for x in tensors])

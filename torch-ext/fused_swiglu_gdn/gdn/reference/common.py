@@ -10,7 +10,7 @@ from typing import Callable, NamedTuple, Optional
 import torch
 import torch.nn.functional as F
 
-from ...runtime.dtypes import at_least_fp32
+from ...runtime.dtypes import at_least_fp32, in_one_dtype
 
 
 def without_autocast(function: Callable) -> Callable:
@@ -53,9 +53,9 @@ class Inputs(NamedTuple):
 
 def prepare_inputs(call) -> Inputs:
     """Of a GdnCall or a RecurrentCall."""
-    q, k, v, beta = (at_least_fp32(x) for x in (call.q, call.k, call.v, call.beta))
     g, A_log = call.g, call.A_log
-    g = at_least_fp32(g) if A_log is None else gated_delta_gate(g, A_log, call.dt_bias)
+    g = g if A_log is None else gated_delta_gate(g, A_log, call.dt_bias)
+    q, k, v, g, beta = in_one_dtype(call.q, call.k, call.v, g, call.beta)
     if call.options.use_beta_sigmoid:
         beta = beta.sigmoid() * call.options.beta_max
     if call.options.use_qk_l2norm:

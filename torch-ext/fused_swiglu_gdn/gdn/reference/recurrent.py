@@ -113,4 +113,4 @@ def _by_call(call: RecurrentCall):
         rows = call.state_indices if rows is None else rows
         rows = rows.masked_fill(call.state_indices < 0, -1)
         return o, write_pool(initial, rows, final)
-    return o, final if options.output_final_state or all_states else None
+    return o, final.to(wide) if options.output_final_state or all_states else None

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from ...gdn.chunks import count_sequences
-from ...runtime.dtypes import at_least_fp32
+from ...runtime.dtypes import at_least_fp32, in_one_dtype
 
 
 def sequence_of_token(T: int, seq_idx, cu_seqlens) -> Optional[torch.Tensor]:
@@ -186,7 +186,7 @@ def _next_tokens(x, conv_state, weight, bias, activation):
     W, T = weight.shape[-1], x.shape[-1]
     seen = torch.cat([conv_state, x], -1)  # [B, D, S + T], the wider dtype of the two
     if T == 1:
-        y = torch.linalg.vecdot(at_least_fp32(seen[..., -W:]), at_least_fp32(weight)).unsqueeze(-1)
+        y = torch.linalg.vecdot(*in_one_dtype(seen[..., -W:], weight)).unsqueeze(-1)
         y = y if bias is None else y + at_least_fp32(bias).unsqueeze(-1)
         y = (y if activation is None else F.silu(y)).to(x.dtype)
     else:
