@@ -69,7 +69,8 @@ def _held(state, ring_k, ring_u, ring_g, cursor, indices, dtype) -> _Held:
 def gdn_replay_fwd(call: ReplayCall) -> Tensor:
     """o [N, T, HV, V]. The tokens go into the ring, or the ring into the states."""
     rows = negative(call.state_indices, call.options.null_index)
-    x, k_raw = prepare_inputs(call), at_least_fp32(call.k)
+    x = prepare_inputs(call)
+    k_raw = call.k.to(x.v.dtype)
     rstd = k_raw.new_ones(call.k.shape[:-1])  # [N, T, H]
     if call.options.use_qk_l2norm:
         rstd = torch.rsqrt(k_raw.square().sum(-1) + 1e-6)
