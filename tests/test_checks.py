@@ -13,6 +13,10 @@ pytestmark = pytest.mark.kernels_ci
 VALID = object()
 
 
+def wanted(*shape):
+    return torch.ones(shape, requires_grad=True)
+
+
 def rule_call(name, **changes):
     x = gdn_inputs(2, 8, 2, 4, 6, 5)
     if "cu_seqlens" in changes or changes.pop("packed", False):
@@ -318,6 +322,21 @@ BAD = [
         for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
         for bad in ([1.0], np.ones(2))
     ],
+    (chunk(recompute=torch.ones(2)), TypeError, ["recompute", "True or False", "Tensor"]),
+    (
+        chunk(state_indices=ints(0, 1), initial_state=wanted(2, 4, 6, 5)),
+        ValueError,
+        ["initial_state", "gradient", "in place"],
+    ),
+    (
+        recurrent(inplace_final_state=True, initial_state=wanted(2, 4, 6, 5)),
+        ValueError,
+        ["initial_state", "gradient", "in place"],
+    ),
+    (recurrent(out=wanted(2, 8, 4, 5)), ValueError, ["out", "gradient", "in place"]),
+    (update(conv_state=wanted(1, 3, 4)), ValueError, ["conv_state", "gradient", "in place"]),
+    (update(out=wanted(1, 3)), ValueError, ["out", "gradient", "in place"]),
+    (vk(o=wanted(2, 8, 4, 5)), ValueError, ["o", "gradient", "in place"]),
     (vk(o=[1.0]), TypeError, ["o", "torch.Tensor", "list"]),
     (vk(initial_state_indices=[0, 1]), TypeError, ["initial_state_indices", "Tensor", "list"]),
     (
@@ -400,6 +419,28 @@ def test_bad_input(kernel, call, error, words):
     message = str(caught.value)
     pattern = ".*".join(re.escape(word) for word in words)
     assert re.search(pattern, message, re.DOTALL), message
+
+
+NESTED = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(3, 4)])
+
+
+@pytest.mark.parametrize(
+    "call, name, x, kind",
+    [
+        (swiglu, "x", torch.ones(2, 4).to_sparse(), "torch.sparse_coo"),
+        (swiglu, "w_gate", torch.ones(3, 4).to_sparse(), "torch.sparse_coo"),
+        (mlp, "w_up", torch.ones(3, 4).to_sparse_csr(), "torch.sparse_csr"),
+        (norm, "weight", torch.ones(4).to_sparse(), "torch.sparse_coo"),
+        (gate, "a", torch.ones(2, 4).to_sparse(), "torch.sparse_coo"),
+        (swiglu, "x", NESTED, "a nested one"),
+        (norm, "x", NESTED, "a nested one"),
+    ],
+)
+def test_tensors_without_strides(kernel, call, name, x, kind):
+    """Also where a dense one of the same shape has passed."""
+    call()(kernel)
+    with pytest.raises(TypeError, match=f"^{name} must be a dense torch.Tensor, got {kind}"):
+        call(**{name: x})(kernel)
 
 
 @pytest.mark.parametrize(
@@ -527,6 +568,22 @@ def test_one_argument_in_fp64(kernel, name, wide):
     for out, ref in zip(results[1], results[0]):
         assert relative_error(out, ref) < 1e-5
     assert {y.dtype for y in results[1][:2]} == {torch.float32}
+
+
+@pytest.mark.parametrize("wide", ["g", "beta"])
+def test_one_argument_of_replay_in_fp64(kernel, wide):
+    exact = gdn_inputs(2, 1, 2, 4, 6, 5, torch.float64)
+    exact["initial_state"] = exact["initial_state"].mT.contiguous()
+    given = {key: x.to(torch.float64 if key == wide else torch.float32) for key, x in exact.items()}
+    results = []
+    for x in (exact, given):
+        ring = kernel.make_ring(x["initial_state"], 2, x["k"].dtype)
+        results.append(
+            kernel.replay_gated_delta_rule(
+                **x, ring=ring, cursor=torch.zeros(2, 2, dtype=torch.int32)
+            )
+        )
+    assert relative_error(results[1], results[0]) < 1e-5 and results[1].dtype == torch.float32
 
 
 @pytest.mark.parametrize("wide", ["x", "conv_state", "weight", "bias"])

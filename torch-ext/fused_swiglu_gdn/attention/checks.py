@@ -102,11 +102,15 @@ def fused_qk_norm_rope(
         has_form(name, weight, width, sizes, "q", q)
     _caches(q, v, key_cache, value_cache, cache_position, sizes)
     if key_cache is not None and torch.is_grad_enabled():
-        for name, x in (("q", q), ("k", k), ("v", v), ("q_weight", q_weight)):
+        given = {
+            "q": q, "k": k, "v": v, "cos": cos, "sin": sin, "q_weight": q_weight,
+            "k_weight": k_weight, "key_cache": key_cache, "value_cache": value_cache,
+        }  # fmt: skip
+        for name, x in given.items():
             if x is not None and x.requires_grad:
                 raise ValueError(
-                    f"{name} must not require a gradient where key_cache is given, which is written"
-                    " in place: call under torch.no_grad()"
+                    f"{name} must not require a gradient where caches are given, which are written "
+                    "in place: call under torch.no_grad()"
                 )
 
 

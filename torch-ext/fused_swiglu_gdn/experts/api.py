@@ -6,6 +6,7 @@ from typing import Optional
 from torch import Tensor
 
 from ..runtime.cache import CallCache, undisturbed
+from ..runtime.checks import are_flags
 from ..runtime.ops import autocast
 from ..swiglu.ops_mlp import into_main_grad
 from . import checks, ops
@@ -72,6 +73,7 @@ def fused_experts(
     found = plan(*given) if plan is not None else None
     if found is not None:
         return found[0]
+    are_flags(recompute=recompute, main_grad=main_grad)
     x, *weights = autocast(*given[:3])
     if main_grad:  # what autocast made of a weight has none
         weights = [
@@ -79,7 +81,7 @@ def fused_experts(
             for w, own in zip(weights, given[1:3])
         ]
     tensors = (x, *weights, top_k_index, top_k_weights)
-    checks.fused_experts(*tensors, *kind)
+    checks.fused_experts(*tensors, activation, limit)
     limit = None if limit is None else float(limit)
     options = (activation, limit, bool(recompute), bool(main_grad))
     if plan is None and undisturbed() and all(map(operator.is_, tensors, given)):

@@ -1,7 +1,6 @@
 """Checks of the routed experts and of the router's choice."""
 
 from ..runtime.checks import (
-    FLOATING,
     INDICES,
     agrees,
     are_flags,
@@ -9,6 +8,7 @@ from ..runtime.checks import (
     has_form,
     has_shape,
     is_floating,
+    is_floating_dtype,
     is_number,
     is_one_of,
     remembered,
@@ -21,9 +21,7 @@ SCORINGS = ("softmax", "sigmoid")
 
 
 @remembered
-def fused_experts(
-    x, w_gate_up, w_down, top_k_index, top_k_weights, activation, limit, recompute, main_grad
-) -> None:
+def fused_experts(x, w_gate_up, w_down, top_k_index, top_k_weights, activation, limit) -> None:
     sizes: dict = {}
     has_shape("x", x, "T H", sizes)
     is_floating("x", x)
@@ -41,7 +39,6 @@ def fused_experts(
     is_one_of("activation", activation, ACTIVATIONS)
     if limit is not None:
         is_number("limit", limit, "positive", " or None")
-    are_flags(recompute=recompute, main_grad=main_grad)
 
 
 @remembered
@@ -58,5 +55,5 @@ def fused_topk(logits, bias, top_k, scoring, renormalize, scale, dtype) -> None:
         has_form("bias", bias, "E", sizes, "logits", logits)
     are_flags(renormalize=renormalize)
     is_number("scale", scale, "positive")
-    if dtype is not None and dtype not in FLOATING:
-        raise TypeError(f"dtype must be a floating dtype or None, got {dtype!r}")
+    if dtype is not None:
+        is_floating_dtype("dtype", dtype, ", or None")

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.cache import CallCache, undisturbed
-from ..runtime.checks import is_null_index
+from ..runtime.checks import is_null_index, may_be_written
 from ..runtime.ops import autocast, dense, needs_grad
 from . import checks, ops
 from .api_context import chunk_with_context, lengths_alone
@@ -118,8 +118,8 @@ def chunk_gated_delta_rule(
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, output_final_state, state_dtype, checkpoint_every,
     )  # fmt: skip
-    checks.are_flags(inplace_final_state=inplace_final_state)
-    settings = (use_gate_in_kernel, chunk_size, recompute)
+    checks.are_flags(inplace_final_state=inplace_final_state, recompute=recompute)
+    settings = (use_gate_in_kernel, chunk_size)
     if has_initial_state is not None or not inplace_final_state:
         call = GdnCall(*tensors, GdnOptions(*options))
         checked = _checked(call, *settings)
@@ -131,11 +131,13 @@ def chunk_gated_delta_rule(
         if lengths is None:
             return chunk_with_context(call, cp_context, _checked, settings)
         tensors = (*tensors[:-1], lengths)
-    kind = (*options, *settings)
+    kind = (*options, *settings, recompute)
     plan = _prefilling.find(tensors, kind) if undisturbed() else None
     if plan is None:
         call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
         call = _checked(call, *settings)
+        if state_indices is not None:
+            may_be_written(initial_state=call.initial_state)
         if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
             plan = _prefilling.keep(tensors, kind, ops.plan_gdn_chunk(call))
     o, state, checkpoints, _ = ops.gdn_chunk(call) if plan is None else plan(*tensors)
@@ -151,9 +153,8 @@ def _started(call: GdnCall, checked: GdnCall, kept: Optional[Tensor], apart: boo
     return call._replace(initial_state=pool, state_indices=rows).tensors
 
 
-def _checked(call: GdnCall, use_gate: bool, chunk_size: int, recompute: bool) -> GdnCall:
+def _checked(call: GdnCall, use_gate: bool, chunk_size: int) -> GdnCall:
     """The call as the operator takes it."""
-    checks.are_flags(recompute=recompute)
     checks.chunk_size(chunk_size)
     q, k, v = autocast(call.q, call.k, call.v)
     call = call._replace(q=q, k=k, v=v)

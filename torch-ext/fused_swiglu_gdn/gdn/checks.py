@@ -6,7 +6,6 @@ from typing import Optional
 import torch
 
 from ..runtime.checks import (
-    FLOATING,
     INDICES,
     agrees,
     are_flags,
@@ -15,9 +14,11 @@ from ..runtime.checks import (
     holds_cu_seqlens,
     is_cu_seqlens,
     is_floating,
+    is_floating_dtype,
     is_number,
     is_tensor,
     is_written,
+    may_be_written,
     names_rows,
     readable,
     remembered,
@@ -144,9 +145,8 @@ def checkpoint_every(value: object) -> None:
 
 
 def state_dtype(value: object) -> None:
-    if value is not None and not (isinstance(value, torch.dtype) and value in FLOATING):
-        names = ", ".join(str(dtype).replace("torch.", "") for dtype in FLOATING)
-        raise TypeError(f"state_dtype must be one of {names}, or None, got {value!r}")
+    if value is not None:
+        is_floating_dtype("state_dtype", value, ", or None")
 
 
 def forward_only(function: str, instead: str, **tensors: Optional[torch.Tensor]) -> None:
@@ -180,6 +180,7 @@ def decode_states(call) -> None:
         raise ValueError("inplace_final_state must be True when state_indices is given")
     if call.out is not None:
         is_written("out", call.out, "v", call.v)
+    may_be_written(initial_state=call.initial_state if inplace else None, out=call.out)
 
 
 def _accepted(call) -> None:
@@ -229,3 +230,4 @@ def aiter_options(
         raise ValueError("initial_state_indices must be given when inplace_final_state is True")
     if o is not None:
         is_written("o", o, "v", v)
+        may_be_written(o=o)

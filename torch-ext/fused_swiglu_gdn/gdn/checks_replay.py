@@ -3,7 +3,6 @@
 import torch
 
 from ..runtime.checks import (
-    FLOATING,
     INDICES,
     agrees,
     are_flags,
@@ -11,9 +10,11 @@ from ..runtime.checks import (
     has_form,
     has_shape,
     is_floating,
+    is_floating_dtype,
     is_null_index,
     is_tensor,
     is_written,
+    may_be_written,
     names_rows,
     readable,
     remembered,
@@ -33,8 +34,7 @@ def new_ring(state, heads, dtype, rows, max_tokens) -> None:
             raise ValueError(f"{name} must be a positive int, got {value!r}")
     if state.shape[1] % heads != 0:
         raise ValueError(f"heads must divide the {state.shape[1]} heads of state, got {heads}")
-    if dtype not in FLOATING:
-        raise TypeError(f"dtype must be the floating dtype of k, got {dtype!r}")
+    is_floating_dtype("dtype", dtype)
     _room(rows, max_tokens)
 
 
@@ -102,6 +102,7 @@ def replay(call, ring, use_gate: bool) -> None:
     is_tensor("initial_state", call.initial_state)
     checks.gated_delta_rule(call, use_gate)
     _replay(call, ring)
+    may_be_written(out=call.out)
     _is_within(call.cursor, call.R, ring.max_tokens)
 
 

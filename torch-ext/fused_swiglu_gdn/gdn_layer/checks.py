@@ -15,6 +15,7 @@ from ..runtime.checks import (
     is_one_of,
     is_tensor,
     is_written,
+    may_be_written,
     names_rows,
     readable,
     remembered,
@@ -76,6 +77,7 @@ def causal_conv1d_update(
     x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, null_index, out
 ) -> None:
     is_null_index(null_index)
+    may_be_written(conv_state=conv_state, out=out)
     _causal_conv1d_update(
         x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, out
     )

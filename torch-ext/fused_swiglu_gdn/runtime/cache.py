@@ -123,16 +123,16 @@ class CallCache:
         """The value of a call like this one, or None."""
         try:
             rows = self._rows[len(tensors), tensors[0].shape, options, _grad_enabled()]
-        except (AttributeError, KeyError, TypeError):  # of a wrong type: checks will say so
-            return None
-        for absent, there, check, types, autocast, value in rows:
-            for place in absent:
-                if tensors[place] is not None:
-                    break
-            else:  # 1, 1.0 and True are equal, but their types are not
-                if check(*there(tensors)) and types == list(map(type, options)):
-                    if autocast is None or autocast is _autocast_dtype(tensors[0]):
-                        return value
+            for absent, there, check, types, autocast, value in rows:
+                for place in absent:
+                    if tensors[place] is not None:
+                        break
+                else:  # 1, 1.0 and True are equal, but their types are not
+                    if check(*there(tensors)) and types == list(map(type, options)):
+                        if autocast is None or autocast is _autocast_dtype(tensors[0]):
+                            return value
+        except (AttributeError, KeyError, TypeError, RuntimeError):
+            return None  # of a wrong type, or sparse: checks will say so
         return None
 
     def keep(self, tensors: tuple, options: tuple, value: Any) -> Any:

@@ -52,6 +52,9 @@ def _flat(args: tuple) -> list:
 def is_tensor(name: str, x: object) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "a nested one" if x.is_nested else x.layout
+        raise TypeError(f"{name} must be a dense torch.Tensor, got {kind}")
 
 
 def has_shape(name: str, x: object, dims: str, sizes: Dict[str, int]) -> None:
@@ -90,6 +93,12 @@ def has_dtype(name: str, x: torch.Tensor, allowed: Sequence[torch.dtype], why: s
 
 def is_floating(name: str, x: torch.Tensor) -> None:
     has_dtype(name, x, FLOATING)
+
+
+def is_floating_dtype(name: str, dtype: object, or_none: str = "") -> None:
+    if not isinstance(dtype, torch.dtype) or dtype not in FLOATING:
+        names = ", ".join(str(one).replace("torch.", "") for one in FLOATING)
+        raise TypeError(f"{name} must be one of {names}{or_none}, got {dtype!r}")
 
 
 def agrees(name: str, x: Optional[torch.Tensor], first: str, y: torch.Tensor) -> None:
@@ -172,6 +181,20 @@ def is_null_index(value: object) -> None:
         raise ValueError(
             f"null_index must be -1 or 0, the last row that is nobody's, got {value!r}"
         )
+
+
+def may_be_written(**tensors: Optional[torch.Tensor]) -> None:
+    """Not remembered: among tensors with a gradient those that are results of others may."""
+    if not torch.is_grad_enabled():
+        return
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor) or not x.requires_grad:
+            continue
+        if x.is_leaf or x._is_view() and x._base.is_leaf:
+            raise ValueError(
+                f"{name} must not require a gradient, for it is written in place: detach it, or "
+                "call under torch.no_grad()"
+            )
 
 
 def is_written(name: str, out: object, first: str, y: torch.Tensor) -> None:
