@@ -598,3 +598,19 @@ def test_one_argument_of_the_convolution_in_fp64(kernel, wide, T):
     assert relative_error(out, kernel.causal_conv1d_update(**exact)) < 1e-6
     assert out.dtype == given["x"].dtype
     assert relative_error(given["conv_state"], exact["conv_state"]) < 1e-6
+
+
+@pytest.mark.parametrize("model", [None, [], "x", torch.nn.Linear])
+def test_models_that_are_none(kernel, model):
+    for function in (kernel.kernelize, kernel.restore, kernel.decorate):
+        with pytest.raises(TypeError, match="model must be .*torch.nn.Module, got"):
+            function(model)
+
+
+def test_words_that_are_no_list(kernel):
+    with pytest.raises(ValueError, match="only must be a list of 'mlp', .*, got 3"):
+        kernel.kernelize(torch.nn.Linear(2, 2), only=3)
+    pytest.importorskip("kernels")
+    for names in (["nope"], "SwiGLUMLP"):
+        with pytest.raises(ValueError, match="names must be a list of SwiGLUMLP, .*, got"):
+            kernel.layer_mapping(names=names)

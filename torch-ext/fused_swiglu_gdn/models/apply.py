@@ -156,7 +156,10 @@ def _why_no_kernel(module: nn.Module, finding: Finding) -> Optional[str]:
 def _kinds(only, skip) -> set:
     """The kinds of modules to serve."""
     for name, words in (("only", only), ("skip", skip)):
-        if words is not None and (isinstance(words, str) or not set(words) <= set(KINDS)):
+        if words is None:
+            continue
+        listed = isinstance(words, (list, tuple, set, frozenset))
+        if not listed or not set(words) <= set(KINDS):
             raise ValueError(
                 f"{name} must be a list of {', '.join(map(repr, KINDS))}, got {words!r}"
             )

@@ -82,6 +82,8 @@ def layer_mapping(
     gradients = Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE
     mapping = {}
     for name in NAMES if names is None else names:
+        if name not in NAMES:
+            raise ValueError(f"names must be a list of {', '.join(NAMES)}, got {names!r}")
         layer = NAMES[name]
         repository = _repository(source, layer, version, revision, trust_remote_code)
         flags = getattr(layers, layer)
@@ -124,6 +126,8 @@ def decorate(model: nn.Module) -> Dict[str, str]:
     Returns:
         {class: the name to map}
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     from kernels import replace_kernel_forward_from_hub
 
     named = {}
