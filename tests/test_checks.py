@@ -607,6 +607,12 @@ def test_models_that_are_none(kernel, model):
             function(model)
 
 
+@pytest.mark.parametrize("name", ["loss", "cuda_graphs", "cp_attention"])
+def test_flags_of_kernelize(kernel, name):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got str"):
+        kernel.kernelize(torch.nn.Linear(2, 2), **{name: "x"})
+
+
 def test_words_that_are_no_list(kernel):
     with pytest.raises(ValueError, match="only must be a list of 'mlp', .*, got 3"):
         kernel.kernelize(torch.nn.Linear(2, 2), only=3)

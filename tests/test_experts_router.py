@@ -183,7 +183,7 @@ def test_bad_input(kernel):
         (2, {"scoring": "tanh"}, ValueError, "scoring must be one of 'softmax', 'sigmoid'"),
         (2, {"bias": torch.randn(4)}, ValueError, "bias must have shape"),
         (2, {"scale": 0.0}, ValueError, "scale must be positive"),
-        (2, {"dtype": torch.int32}, TypeError, "dtype must be a floating dtype"),
+        (2, {"dtype": torch.int32}, TypeError, "dtype must be one of float32"),
         (2, {"renormalize": "no"}, TypeError, "renormalize must be True or False"),
     ):
         with pytest.raises(error, match=text):

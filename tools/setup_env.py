@@ -114,6 +114,8 @@ def borrowed_environment(torch_version):
 
 
 def main():
+    if len(sys.argv) > 1:
+        sys.exit(__doc__)
     if sys.version_info < (3, 10):
         sys.exit("setup: Python 3.10 or newer is needed: PYTHON=python3.12 make ...")
     LOG.write_text("")

@@ -13,6 +13,7 @@ from ..layers.replay import PAYS_FROM
 from ..norm.ops import FAMILY as NORM
 from ..parallel.checks import is_group
 from ..runtime import dispatch
+from ..runtime.checks import are_flags
 from ..runtime.ops import tensors_of
 from . import gated_mlp
 from .context_attention import restore_attention, serve_attention
@@ -73,11 +74,12 @@ def kernelize(
         A report: print it for a table of the modules, who serves them, and why some are left.
 
     Raises:
-        TypeError: model is no nn.Module, or replay no int.
+        TypeError: model is no nn.Module, replay no int, or a flag no bool.
         ValueError: mode, only or skip is no known word; replay is 1 or negative; with cp_group, a
             Gated DeltaNet layer cannot or shall not be served.
     """
     _check_model("kernelize", model)
+    are_flags(loss=loss, cuda_graphs=cuda_graphs, cp_attention=cp_attention)
     training = _is_training(model, mode)
     kinds = _kinds(only, skip)
     _check_replay(replay)
