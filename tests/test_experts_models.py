@@ -181,6 +181,27 @@ def test_reaches_the_function(everywhere, monkeypatch):
     assert seen == [(14, 2), (14, 2)]
 
 
+@pytest.mark.parametrize("of", ["the class", "a module"])
+def test_a_gate_that_is_replaced_after_kernelize(everywhere, monkeypatch, of):
+    model = model_of()
+    experts.serve_experts(model, False)
+    model(tokens(2, 7))
+    one = next(m for m in model.modules() if experts.is_experts(m))
+
+    def gate(gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.tanh(gate) * up
+
+    if of == "the class":
+        monkeypatch.setattr(type(one), "_apply_gate", lambda self, gate_up: gate(gate_up))
+    else:
+        one._apply_gate = gate
+    x = torch.randn(6, one.down_proj.shape[1])
+    args = x, torch.tensor([[0, 2], [1, 3], [3, 1]] * 2), torch.rand(6, 2)
+    with torch.no_grad():
+        assert torch.equal(one(*args), moe.grouped_mm_experts_forward(one, *args))
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients(everywhere, checkpointing):
     model = model_of().train()

@@ -128,16 +128,17 @@ def _say_once(kind: str, reason: str) -> None:
     logger.warning("%s is computed by transformers' grouped_mm: %s", kind, reason)
 
 
-_forms: Dict[type, Union[Form, str]] = {}
+_forms: Dict[type, tuple] = {}  # the functions that were looked at, and the form
 
 
 @torch.compiler.assume_constant_result
 def form_of(kind: type) -> Union[Form, str]:
     """The form of a class's experts, or why it is not served: a constant while tracing."""
+    functions = kind.forward, getattr(kind, "_apply_gate", None)
     found = _forms.get(kind)
-    if found is None:
-        found = _forms[kind] = _find_form(kind)
-    return found
+    if found is None or found[0] != functions:
+        found = _forms[kind] = (functions, _find_form(kind))
+    return found[1]
 
 
 def _find_form(kind: type) -> Union[Form, str]:
@@ -200,6 +201,8 @@ def why_not_experts(module: nn.Module) -> Optional[str]:
     form = form_of(type(module))
     if isinstance(form, str):
         return form
+    if "_apply_gate" in module.__dict__:
+        return "its gate is one of its own"
     for flag, expected in FLAGS.items():
         found = getattr(module, flag, expected)  # older transformers have not all of them
         if found is not expected:
