@@ -12,7 +12,7 @@ reference, calls = submodule("attention.reference"), submodule("attention.call")
 HALF = torch.float16 if INTERPRETING else torch.bfloat16
 DTYPES = [torch.float32, HALF]
 # more heads than a program takes, more tokens than a program of the gradient, odd everywhere
-LARGER = (1, 9, 9, 3, 200, 20) if INTERPRETING else (3, 21, 33, 9, 80, 20)
+LARGER = (1, 5, 9, 3, 200, 20) if INTERPRETING else (3, 21, 33, 9, 80, 20)
 # shape, norm, dtype and angles, which are interleaved in 1 and 2. The interpreter, in which every
 # value is wide, takes few of them in fp16 and few of the larger shape
 NORMS = ("head", "all", None)
