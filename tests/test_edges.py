@@ -61,8 +61,8 @@ def test_norm_keeps_nan_in_its_row():
 @interpreted
 def test_convolutions_gradient_keeps_nan_in_its_sequence():
     backward = submodule("gdn_layer.portable.causal_conv1d_backward").causal_conv1d_bwd
-    x, dy, weight = torch.randn(1, 8, 20), torch.randn(1, 8, 20), torch.randn(8, 3)
-    states, d_final = torch.randn(3, 8, 2), torch.randn(3, 8, 2)
+    x, dy, weight = torch.randn(1, 24, 20), torch.randn(1, 24, 20), torch.randn(24, 3)
+    states, d_final = torch.randn(3, 24, 2), torch.randn(3, 24, 2)
     spoiled = x.clone()
     spoiled[..., 5:12] = NAN
     seq_idx = torch.tensor([[0] * 5 + [1] * 7 + [2] * 8])

@@ -4,6 +4,7 @@ Where PYTHON's own torch is a GPU build, .venv borrows PYTHON's packages and ins
 missing, never a torch or a Triton; else it gets the pinned packages of requirements-dev.txt.
 """
 
+import argparse
 import importlib.metadata
 import os
 import pathlib
@@ -114,8 +115,7 @@ def borrowed_environment(torch_version):
 
 
 def main():
-    if len(sys.argv) > 1:
-        sys.exit(__doc__)
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     if sys.version_info < (3, 10):
         sys.exit("setup: Python 3.10 or newer is needed: PYTHON=python3.12 make ...")
     LOG.write_text("")

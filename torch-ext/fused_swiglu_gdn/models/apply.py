@@ -13,7 +13,7 @@ from ..layers.replay import PAYS_FROM
 from ..norm.ops import FAMILY as NORM
 from ..parallel.checks import is_group
 from ..runtime import dispatch
-from ..runtime.checks import are_flags
+from ..runtime.checks import are_flags, is_model
 from ..runtime.ops import tensors_of
 from . import gated_mlp
 from .context_attention import restore_attention, serve_attention
@@ -78,7 +78,7 @@ def kernelize(
         ValueError: mode, only or skip is no known word; replay is 1 or negative; with cp_group, a
             Gated DeltaNet layer cannot or shall not be served.
     """
-    _check_model("kernelize", model)
+    is_model("kernelize", model)
     are_flags(loss=loss, cuda_graphs=cuda_graphs, cp_attention=cp_attention)
     training = _is_training(model, mode)
     kinds = _kinds(only, skip)
@@ -171,17 +171,11 @@ def _kinds(only, skip) -> set:
 def restore(model: nn.Module) -> int:
     """Gives every module that kernelize served its own forward back, experts the implementation
     that they had and generate its own decoding; returns how many modules."""
-    _check_model("restore", model)
+    is_model("restore", model)
     restore_attention(model)
     served = restore_loss(model)
     served += sum([unserve(module) for module in model.modules()])
     return served + restore_experts(model) + restore_graphs(model)
-
-
-def _check_model(function: str, model) -> None:
-    if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
-        raise TypeError(f"{function}: model must be an instance of torch.nn.Module, got {kind}")
 
 
 def _is_training(model: nn.Module, mode) -> bool:

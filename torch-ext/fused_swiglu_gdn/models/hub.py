@@ -7,6 +7,7 @@ from typing import Dict, Optional, Sequence, Union
 from torch import nn
 
 from .. import layers
+from ..runtime.checks import is_model
 from .recognise import Finding, recognise
 from .serving import own_class
 
@@ -75,6 +76,9 @@ def layer_mapping(
 
     Returns:
         {name: {device: {mode: repository}}}
+
+    Raises:
+        ValueError: names has one that is not in NAMES.
     """
     from kernels import Mode
 
@@ -125,9 +129,11 @@ def decorate(model: nn.Module) -> Dict[str, str]:
 
     Returns:
         {class: the name to map}
+
+    Raises:
+        TypeError: model is no nn.Module.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    is_model("decorate", model)
     from kernels import replace_kernel_forward_from_hub
 
     named = {}

@@ -57,6 +57,12 @@ def is_tensor(name: str, x: object) -> None:
         raise TypeError(f"{name} must be a dense torch.Tensor, got {kind}")
 
 
+def is_model(function: str, model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(f"{function}: model must be an instance of torch.nn.Module, got {kind}")
+
+
 def has_shape(name: str, x: object, dims: str, sizes: Dict[str, int]) -> None:
     """x is a tensor whose shape is `dims`, e.g. "B T H K".
 
