@@ -55,9 +55,7 @@ QWEN = {
 }
 PROMPT, TRAINING = 8192, 4096
 TURNS = 4
-PRODUCTS = (
-    "nvjet gemm cutlass splitK swiglu_fwd swiglu_saving swiglu_dx swiglu_gradient gdn_project"
-)
+PRODUCTS = "nvjet gemm cutlass splitK swiglu_fwd swiglu_saving swiglu_dx swiglu_gradient project"
 PARTS = {  # words in the names of their kernels
     "products": PRODUCTS.split(),
     "attention": ["sdpa", "flash", "fmha", "kvcache"],

@@ -499,11 +499,10 @@ def _layer_decode(kernel, B=1):
     )  # fmt: skip
 
 
-def _projections(kernel, B=1, K=2048):
+def _projections(kernel, B=1, K=2048, rows=(8192, 4096, 32, 32), activation=None):
     # a served model calls this on a GPU; on a CPU its modules, so the operator is called past that
-    weights = [values(n, K) for n in (8192, 4096, 32, 32)]
-    x, project = values(B, K), submodule("gdn_layer.portable.project").gdn_project_fwd
-    return lambda: project(x, weights)
+    project = submodule("projection.portable.project").project_fwd
+    return functools.partial(project, values(B, K), [values(n, K) for n in rows], activation)
 
 
 def _norm(kernel, D=128, grad=False):
@@ -526,7 +525,9 @@ calls(_convolution_update, "gdn_layer convolution update", {
 })  # fmt: skip
 calls(_prologue, "gdn_layer prologue", {"": {}, "packed": dict(packed=two)})
 calls(_layer_decode, "gdn_layer decode", {"": {}, "batch 64": dict(B=64)})
-calls(_projections, "gdn_layer projections", {f"{B} tokens": dict(B=B) for B in (1, 4)})
+calls(_projections, "projection", {
+    "1 token": {}, "4 tokens": dict(B=4), "gated": dict(rows=(6144, 6144), activation="silu"),
+})  # fmt: skip
 for D in (64, 128, 256):
     calls(_norm, f"gdn_layer norm, {D} channels", {"": {}, "gradient": dict(grad=True)}, D=D)
 

@@ -5,7 +5,7 @@ from typing import List
 import torch
 from torch import nn
 
-from ..gdn_layer.project import project
+from ..projection.project import project
 from ..runtime import dispatch
 from .plain import parameters_of
 from .untouched import untouched
@@ -13,7 +13,7 @@ from .untouched import untouched
 
 def projections(x: torch.Tensor, *linears: nn.Module) -> List[torch.Tensor]:
     """linear(x) for each; for a few tokens in one launch, if reading their weights is enough."""
-    if dispatch.serves("gdn_layer.project", "gdn_project_fwd", x) and untouched():
+    if dispatch.serves("projection.project", "project_fwd", x) and untouched():
         weights = []
         for linear in linears:
             found = parameters_of(linear)

@@ -169,6 +169,7 @@ def _combine_kernel(
     at = row * SPLITS + offs_s
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     top = tl.load(parts_ptr + rows * D + at, mask=made, other=float("-inf"))
     total = tl.load(parts_ptr + rows * (D + 1) + at, mask=made, other=0.0)
     acc = tl.load(

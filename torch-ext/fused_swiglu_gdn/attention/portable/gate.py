@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...runtime import tuning
+from ...runtime import device, tuning
 from ...runtime.cache import CallCache
 from ...runtime.launch import Launch, named
 from .rotary import contiguous_like, served
@@ -50,8 +50,11 @@ def _sigmoid_gate_kernel(
     columns,  # tiles of a row
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,  # the next launch may begin before this one has ended
 ):
     """BLOCK_M rows of BLOCK_N channels."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     rows = (pid // columns) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_n = (pid % columns).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -105,7 +108,8 @@ class Gate:
         BLOCK_M = config["BLOCK"] // BLOCK_N
         columns = -(-N // BLOCK_N)
         constexprs, options = named(
-            _sigmoid_gate_kernel, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=config["num_warps"]
+            _sigmoid_gate_kernel, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=config["num_warps"],
+            PDL=device.overlaps_launches(x.device),
         )  # fmt: skip
         strides = [tuple(each) for each in strides] + [(0, 0, 0)] * (dy is None)
         self.kernel = Launch(

@@ -158,6 +158,7 @@ def layer_finish_kernel(
     pid = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     if pid < heads:
         row = (pid // HV).to(tl.int64)
         hv = pid % HV

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime import device
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch, named
 from .backward import rms_norm_bwd, supports_rms_norm_bwd  # noqa: F401
@@ -52,8 +53,11 @@ def _rms_norm_fwd_kernel(
     AFTER: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,  # the next launch may begin before this one has ended
 ):
     """BLOCK_M rows. Where they are wider than BLOCK_D, what is normalised is read twice."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     before_ptr = None if AFTER else residual_ptr
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     inside = (rows < M)[:, None]
@@ -109,8 +113,9 @@ def _launch(
     # not round the product
     exact = {"enable_fp_fusion": False} if llama and after else {}
     constexprs, options = named(
-        _rms_norm_fwd_kernel, D=D, LLAMA=llama, AFTER=after, **config, **exact
-    )
+        _rms_norm_fwd_kernel, D=D, LLAMA=llama, AFTER=after, PDL=device.overlaps_launches(where),
+        **config, **exact,
+    )  # fmt: skip
     return Launch(
         _rms_norm_fwd_kernel, triton.cdiv(M, config["BLOCK_M"]), where,
         numbers=(M, *rows, *numbers), constexprs=constexprs, options=options, guarded=guarded,

@@ -1,13 +1,14 @@
-"""The input projections of a GDN layer for a few tokens: y_i = x W_i^T for all i, in one launch.
+"""Projections of a few tokens: y_i = x W_i^T for all i, in one launch.
 
 A decoding step reads each weight once, so its time is that of memory; separate products pay a
-launch each, and the small ones (b and a) little else. The weights stay where they are.
+launch each, and the small ones little else. The weights stay where they are. One token is for
+portable/token.py, several are a product on tensor cores.
 
 Sizes: M tokens, K model width, N rows of all weights together.
 """
 
 import math
-from typing import List
+from typing import List, Optional
 
 import torch
 import triton
@@ -17,33 +18,23 @@ from ...runtime import device, tuning
 from ...runtime.cache import CallCache
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch
+from .token import gated_token_kernel, next_weight, project_token_kernel
 
 MAX_WEIGHTS, MAX_TOKENS = 6, 64
 
 
-def supports_gdn_project_fwd(x, weights) -> bool:
+def supports_project_fwd(x, weights, activation) -> bool:
     if x.dtype not in HALF or not 1 <= len(weights) <= MAX_WEIGHTS:
+        return False
+    if activation is not None and (activation == "gelu" or x.shape[0] != 1):
         return False
     dense = all(w.stride() == (w.shape[1], 1) and w.data_ptr() % 16 == 0 for w in weights)
     fits = 0 < x.shape[0] <= MAX_TOKENS and x.shape[1] % 64 == 0
     return dense and fits and x.stride(1) == 1
 
 
-@triton.jit
-def _next_weight(tile, w_ptr, rows, column, next_ptr, next_rows, BLOCK_N: tl.constexpr):
-    """Moves on to the next weight if the tile lies past this one."""
-    tiles = tl.cdiv(rows, BLOCK_N)
-    past = tile >= tiles
-    return (
-        tl.where(past, tile - tiles, tile),
-        tl.where(past, next_ptr, w_ptr),
-        tl.where(past, next_rows, rows),
-        tl.where(past, column + rows, column),
-    )
-
-
 @triton.jit(do_not_specialize=["M"])
-def _gdn_project_fwd_kernel(
+def _project_few_kernel(
     x_ptr,  # [M, K] strides (stride_x, 1)
     w0_ptr,  # [rows0, K]
     w1_ptr,  # [rows1, K]
@@ -69,14 +60,15 @@ def _gdn_project_fwd_kernel(
 ):
     """y = x [W_0; W_1; ...]^T; a program makes the columns [BLOCK_M, BLOCK_N] of one weight."""
     if PDL:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     column = 0
     tile, w_ptr, rows = tl.program_id(0), w0_ptr, rows0
-    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w1_ptr, rows1, BLOCK_N)
-    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w2_ptr, rows2, BLOCK_N)
-    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w3_ptr, rows3, BLOCK_N)
-    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w4_ptr, rows4, BLOCK_N)
-    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w5_ptr, rows5, BLOCK_N)
+    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w1_ptr, rows1, BLOCK_N)
+    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w2_ptr, rows2, BLOCK_N)
+    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w3_ptr, rows3, BLOCK_N)
+    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w4_ptr, rows4, BLOCK_N)
+    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w5_ptr, rows5, BLOCK_N)
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
@@ -103,19 +95,29 @@ class Projection:
 
     __slots__ = ("kernel", "device", "dtype", "width", "missing")
 
-    def __init__(self, x, *weights):
+    def __init__(self, activation, x, *weights):
         (M, K), rows = x.shape, [w.shape[0] for w in weights]
-        self.device, self.dtype, self.width = x.device, x.dtype, sum(rows)
-        self.missing = MAX_WEIGHTS - len(weights)
-        options = dict(tuning.lookup("portable_gdn_project_fwd", x.device, M=M, N=self.width, K=K))
-        BLOCK_M = max(16, triton.next_power_of_2(M))  # all tokens are in one tile
-        BLOCK_N = options.pop("BLOCK_N")
-        BLOCK_K = math.gcd(options.pop("BLOCK_K"), K)  # nothing past a row's end is read
-        numbers = (M, self.width, K, x.stride(0), *rows, *(0,) * self.missing)
-        tiles = sum(-(-n // BLOCK_N) for n in rows)
-        blocks = (BLOCK_M, BLOCK_N, BLOCK_K, device.overlaps_launches(x.device))
+        self.device, self.dtype = x.device, x.dtype
+        self.width = sum(rows) if activation is None else rows[0]
+        self.missing = MAX_WEIGHTS - len(weights) if activation is None else 0
+        pdl, rows = device.overlaps_launches(x.device), (*rows, *(0,) * self.missing)
+        name = "portable_project_token" if M == 1 else "portable_project"
+        options = dict(tuning.lookup(name, x.device, M=M, N=sum(rows), K=K))
+        BLOCK_N, BLOCK_K = options.pop("BLOCK_N"), options.pop("BLOCK_K")
+        if activation is not None:
+            kernel, numbers, blocks = gated_token_kernel, (K, rows[0]), (activation, BLOCK_N // 2)
+            grid = -(-rows[0] // (BLOCK_N // 2))
+        else:
+            grid = sum(-(-n // BLOCK_N) for n in rows)
+            kernel, numbers, blocks = project_token_kernel, (K, *rows), (BLOCK_N,)
+        if M > 1:
+            BLOCK_K = math.gcd(BLOCK_K, K)  # nothing past a row's end is read
+            kernel, numbers = _project_few_kernel, (M, self.width, K, x.stride(0), *rows)
+            blocks = (max(16, triton.next_power_of_2(M)), BLOCK_N)  # all tokens are in one tile
+        if pdl:
+            options["launch_pdl"] = True
         self.kernel = Launch(
-            _gdn_project_fwd_kernel, tiles, x.device, numbers=numbers, constexprs=blocks,
+            kernel, grid, x.device, numbers=numbers, constexprs=(*blocks, BLOCK_K, pdl),
             options=tuple(options.items()), guarded=True,
         )  # fmt: skip
 
@@ -129,14 +131,18 @@ class Projection:
 _projections = CallCache()
 
 
-def plan_gdn_project_fwd(x: torch.Tensor, weights: List[torch.Tensor]) -> Projection:
+def plan_project_fwd(
+    x: torch.Tensor, weights: List[torch.Tensor], activation: Optional[str]
+) -> Projection:
     """What serves all calls like this one, from the tensors alone."""
-    return _projections.get(Projection, (x, *weights), ())
+    key = ((x, *weights), (activation,))
+    return _projections.find(*key) or _projections.keep(*key, Projection(activation, x, *weights))
 
 
-def gdn_project_fwd(
+def project_fwd(
     x: torch.Tensor,  # [M, K], last dimension dense
     weights: List[torch.Tensor],  # [N_i, K] each
+    activation: Optional[str],
 ) -> torch.Tensor:  # [M, N]
-    """The products side by side."""
-    return plan_gdn_project_fwd(x, weights)(x, *weights)
+    """The products side by side; with an activation, that of the first times the second."""
+    return plan_project_fwd(x, weights, activation)(x, *weights)

@@ -1,0 +1,1 @@
+"""Products of a few tokens with the weights of several projections, in one launch."""

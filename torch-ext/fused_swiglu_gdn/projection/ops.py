@@ -1,0 +1,46 @@
+"""The operator of the projections of a few tokens. Forward only."""
+
+from typing import List, Optional
+
+import torch
+from torch import Tensor
+
+from ..runtime import dispatch
+from ..runtime.dtypes import HALF
+from ..runtime.ops import operator, plan, run, serve
+from . import reference
+
+PROJECT = ("projection.project", "project_fwd")
+
+
+@operator("project_fwd")
+def _project_fwd(
+    x: Tensor,  # [M, K]
+    weights: List[Tensor],  # [N_i, K] each
+    activation: Optional[str],
+) -> Tensor:  # [M, N]
+    return serve(*PROJECT, reference.project_fwd, (x, weights, activation))
+
+
+@_project_fwd.register_fake
+def _(x, weights, activation):
+    rows = [w.shape[0] for w in weights]
+    return x.new_empty(x.shape[0], sum(rows) if activation is None else rows[0])
+
+
+def is_served(x, weights, activation) -> bool:
+    """Whether a kernel makes these products; else the modules themselves had better do it."""
+    if not dispatch.has_kernels(*PROJECT, x.device.type, x.device.index):
+        return False
+    if torch.compiler.is_compiling():
+        return x.shape[0] <= (64 if activation is None else 1) and x.dtype in HALF
+    return dispatch.choose(*PROJECT, False, (x, weights, activation)) is not None
+
+
+def project(x, weights, activation) -> Tensor:
+    return run(*PROJECT, _project_fwd, reference.project_fwd, (x, weights, activation))
+
+
+def plan_project(x, weights, activation):
+    """What serves all eager calls of project like this one, from the tensors, or None."""
+    return plan(*PROJECT, (x, weights, activation))

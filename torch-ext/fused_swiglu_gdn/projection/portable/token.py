@@ -1,0 +1,122 @@
+"""The products of one token: each weight goes from memory to registers, past tensor cores.
+
+Nothing is staged in shared memory, as in the kernels around it in a decoding step: a launch that
+needs another split between shared memory and L1 than the one before waits until a multiprocessor
+is empty. Two tiles of a row are on their way while a third is multiplied.
+"""
+
+import triton
+import triton.language as tl
+
+from ...runtime.primitives import activate
+
+
+@triton.jit
+def next_weight(tile, w_ptr, rows, column, next_ptr, next_rows, BLOCK_N: tl.constexpr):
+    """Moves on to the next weight if the tile lies past this one."""
+    tiles = tl.cdiv(rows, BLOCK_N)
+    past = tile >= tiles
+    return (
+        tl.where(past, tile - tiles, tile),
+        tl.where(past, next_ptr, w_ptr),
+        tl.where(past, next_rows, rows),
+        tl.where(past, column + rows, column),
+    )
+
+
+@triton.jit
+def _dots(x_ptr, row_ptrs, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+    """sum_k x[k] w[k] for the weight's rows at row_ptrs [BLOCK_N]; fp32."""
+    offs_k = tl.arange(0, BLOCK_K)
+    w_ptrs = row_ptrs[:, None] + offs_k[None, :]
+    # each weight is read once: not to be kept
+    w0 = tl.load(w_ptrs, mask=(offs_k < K)[None, :], other=0.0, eviction_policy="evict_first")
+    w1 = tl.load(
+        w_ptrs + BLOCK_K, mask=(offs_k < K - BLOCK_K)[None, :], other=0.0,
+        eviction_policy="evict_first",
+    )  # fmt: skip
+    acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
+    for k in range(0, K, 2 * BLOCK_K):
+        left = K - k - offs_k
+        far = w_ptrs + k + 2 * BLOCK_K
+        w2 = tl.load(
+            far, mask=(left > 2 * BLOCK_K)[None, :], other=0.0, eviction_policy="evict_first"
+        )
+        x0 = tl.load(x_ptr + k + offs_k, mask=left > 0, other=0.0).to(tl.float32)
+        acc += w0.to(tl.float32) * x0[None, :]
+        w3 = tl.load(
+            far + BLOCK_K, mask=(left > 3 * BLOCK_K)[None, :], other=0.0,
+            eviction_policy="evict_first",
+        )  # fmt: skip
+        x1 = tl.load(x_ptr + k + BLOCK_K + offs_k, mask=left > BLOCK_K, other=0.0).to(tl.float32)
+        acc += w1.to(tl.float32) * x1[None, :]
+        w0, w1 = w2, w3
+    return tl.sum(acc, 1)
+
+
+@triton.jit
+def project_token_kernel(
+    x_ptr,  # [K]
+    w0_ptr,  # [rows0, K]
+    w1_ptr,  # [rows1, K]
+    w2_ptr,  # [rows2, K]
+    w3_ptr,  # [rows3, K]
+    w4_ptr,  # [rows4, K]
+    w5_ptr,  # [rows5, K]
+    y_ptr,  # [N]
+    K,
+    rows0,
+    rows1,
+    rows2,
+    rows3,
+    rows4,
+    rows5,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,  # this launch may begin before the last one has ended, the next one likewise
+):
+    """y = [W_0; W_1; ...] x; a program makes BLOCK_N numbers, with rows of one weight."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    column = 0
+    tile, w_ptr, rows = tl.program_id(0), w0_ptr, rows0
+    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w1_ptr, rows1, BLOCK_N)
+    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w2_ptr, rows2, BLOCK_N)
+    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w3_ptr, rows3, BLOCK_N)
+    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w4_ptr, rows4, BLOCK_N)
+    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w5_ptr, rows5, BLOCK_N)
+    offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(offs_n, rows - 1).to(tl.int64)  # past the end the last one, and not stored
+    y = _dots(x_ptr, w_ptr + row * K, K, BLOCK_N, BLOCK_K)
+    tl.store(y_ptr + column + offs_n, y.to(y_ptr.dtype.element_ty), mask=offs_n < rows)
+
+
+@triton.jit
+def gated_token_kernel(
+    x_ptr,  # [K]
+    w_gate_ptr,  # [N, K]
+    w_up_ptr,  # [N, K]
+    z_ptr,  # [N]
+    K,
+    N,
+    ACTIVATION: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,  # as above
+):
+    """z = act(W_gate x) * (W_up x); a program makes BLOCK_N numbers.
+
+    Rows of both weights alternate, so that the two of a pair come to lie side by side.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pair = tl.arange(0, 2 * BLOCK_N)
+    row = tl.minimum(tl.program_id(0) * BLOCK_N + pair // 2, N - 1).to(tl.int64)
+    w_ptr = tl.where(pair % 2 == 0, w_gate_ptr, w_up_ptr)
+    products = _dots(x_ptr, w_ptr + row * K, K, 2 * BLOCK_N, BLOCK_K)
+    gate, up = tl.split(tl.reshape(products, (BLOCK_N, 2)))
+    z = activate(gate, ACTIVATION) * up
+    offs_n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tl.store(z_ptr + offs_n, z.to(z_ptr.dtype.element_ty), mask=offs_n < N)
