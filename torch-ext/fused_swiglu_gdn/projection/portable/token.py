@@ -29,26 +29,19 @@ def _dots(x_ptr, row_ptrs, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """sum_k x[k] w[k] for the weight's rows at row_ptrs [BLOCK_N]; fp32."""
     offs_k = tl.arange(0, BLOCK_K)
     w_ptrs = row_ptrs[:, None] + offs_k[None, :]
-    # each weight is read once: not to be kept
-    w0 = tl.load(w_ptrs, mask=(offs_k < K)[None, :], other=0.0, eviction_policy="evict_first")
-    w1 = tl.load(
-        w_ptrs + BLOCK_K, mask=(offs_k < K - BLOCK_K)[None, :], other=0.0,
-        eviction_policy="evict_first",
-    )  # fmt: skip
+    # each weight is read once: not to be kept. The masks are in the form that Triton sees 16 bytes in
+    w0 = tl.load(w_ptrs, (offs_k < K)[None, :], 0.0, eviction_policy="evict_first")
+    near = (offs_k < K - BLOCK_K)[None, :]
+    w1 = tl.load(w_ptrs + BLOCK_K, near, 0.0, eviction_policy="evict_first")
     acc = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for k in range(0, K, 2 * BLOCK_K):
-        left = K - k - offs_k
-        far = w_ptrs + k + 2 * BLOCK_K
-        w2 = tl.load(
-            far, mask=(left > 2 * BLOCK_K)[None, :], other=0.0, eviction_policy="evict_first"
-        )
-        x0 = tl.load(x_ptr + k + offs_k, mask=left > 0, other=0.0).to(tl.float32)
+        far = (offs_k < K - k - 2 * BLOCK_K)[None, :]
+        w2 = tl.load(w_ptrs + k + 2 * BLOCK_K, far, 0.0, eviction_policy="evict_first")
+        x0 = tl.load(x_ptr + k + offs_k, offs_k < K - k, 0.0).to(tl.float32)
         acc += w0.to(tl.float32) * x0[None, :]
-        w3 = tl.load(
-            far + BLOCK_K, mask=(left > 3 * BLOCK_K)[None, :], other=0.0,
-            eviction_policy="evict_first",
-        )  # fmt: skip
-        x1 = tl.load(x_ptr + k + BLOCK_K + offs_k, mask=left > BLOCK_K, other=0.0).to(tl.float32)
+        far = (offs_k < K - k - 3 * BLOCK_K)[None, :]
+        w3 = tl.load(w_ptrs + k + 3 * BLOCK_K, far, 0.0, eviction_policy="evict_first")
+        x1 = tl.load(x_ptr + k + BLOCK_K + offs_k, offs_k < K - k - BLOCK_K, 0.0).to(tl.float32)
         acc += w1.to(tl.float32) * x1[None, :]
         w0, w1 = w2, w3
     return tl.sum(acc, 1)
