@@ -65,6 +65,7 @@ def test_what_is_refused():
     assert supports(x[:1], pair, "silu")
     assert not supports(x, pair, "silu")  # a gate: of one token alone
     assert not supports(x[:1], pair, "gelu")
+    assert not supports(x[:1], weights, "silu") and not supports(x[:1], pair * 2, "silu")
 
 
 @compiled
@@ -74,3 +75,27 @@ def test_without_a_kernel_the_modules_are_called(kernel):
     x, weights = inputs(4, 128, (96, 8), torch.bfloat16, "cpu")
     with torch.no_grad():
         assert project(x[None], weights) is None
+
+
+@pytest.mark.gpu
+@compiled
+def test_the_mlp_of_one_token(kernel):
+    """Both products without biases, as a decoding step has them; else what serves any MLP."""
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+    dispatch, seen = submodule("runtime.dispatch"), {}
+    for bias in (False, True):
+        config = llama.LlamaConfig(hidden_size=256, intermediate_size=576, mlp_bias=bias)
+        mlp = llama.LlamaMLP(config).to("cuda", torch.bfloat16)
+        exact = llama.LlamaMLP(config).to("cuda", torch.float64)
+        exact.load_state_dict(mlp.state_dict())
+        assert kernel.kernelize(mlp).served
+        for rows in (1, 2):
+            x = torch.randn(1, rows, 256, device="cuda", dtype=torch.bfloat16)
+            with torch.no_grad(), dispatch.served() as seen[bias, rows]:
+                y = mlp(x)
+            assert y.shape == x.shape
+            with torch.no_grad():
+                assert_close(y, mlp(x))  # by what is remembered of the call
+                assert_close(y, exact(x.double()))
+    assert seen[False, 1] == {"project_fwd": ["portable"] * 2}
+    assert all("project_fwd" not in seen[key] for key in seen if key != (False, 1))
