@@ -26,11 +26,10 @@ MAX_WEIGHTS, MAX_TOKENS = 6, 64
 def supports_project_fwd(x, weights, activation) -> bool:
     if x.dtype not in HALF or not 1 <= len(weights) <= MAX_WEIGHTS:
         return False
-    if activation is not None and (
-        activation == "gelu" or x.shape[0] != 1 or len({w.shape for w in weights}) != 1
-        or len(weights) != 2
-    ):  # fmt: skip
-        return False
+    if activation is not None:  # of two weights alike
+        alike = [w.shape for w in weights] == [weights[0].shape] * 2
+        if activation == "gelu" or x.shape[0] != 1 or not alike:
+            return False
     dense = all(w.stride() == (w.shape[1], 1) and w.data_ptr() % 16 == 0 for w in weights)
     fits = 0 < x.shape[0] <= MAX_TOKENS and x.shape[1] % 64 == 0
     return dense and fits and x.stride(1) == 1
