@@ -29,7 +29,7 @@ def _dots(x_ptr, row_ptrs, K, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """sum_k x[k] w[k] for the weight's rows at row_ptrs [BLOCK_N]; fp32."""
     offs_k = tl.arange(0, BLOCK_K)
     w_ptrs = row_ptrs[:, None] + offs_k[None, :]
-    # a weight is read once: not to be kept. In masks of this form Triton sees that 16 bytes are alike
+    # a weight is read once: not to be kept. In masks of this form Triton sees 16 bytes as one
     w0 = tl.load(w_ptrs, (offs_k < K)[None, :], 0.0, eviction_policy="evict_first")
     near = (offs_k < K - BLOCK_K)[None, :]
     w1 = tl.load(w_ptrs + BLOCK_K, near, 0.0, eviction_policy="evict_first")
