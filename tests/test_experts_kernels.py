@@ -65,10 +65,14 @@ def check_backward(p, recompute=False, factor=2.0):
     K = p.weights.shape[1]
     size = (K**0.5 * right.norm(dim=1) / p.weights.double().sum(1)).norm()
     for name, mine, exact in zip(NAMES, found, gradients(p, dout)):
-        error = relative_error(mine, exact)
-        if name == "dweights" and exact.norm() < size:
-            error *= (exact.norm() / size).item()
-        assert error < factor * ROUNDED[p.x.dtype], f"{name}: {error:.1e}"
+        error, limit = relative_error(mine, exact), factor * ROUNDED[p.x.dtype]
+        if name == "dweights":
+            if exact.norm() < size:
+                error *= (exact.norm() / size).item()
+            # the error of eight numbers is up to 1.66 times that of many in 1 of 1500 draws (the
+            # same roundings in torch)
+            limit *= 1 + 2 * p.weights.numel() ** -0.5
+        assert error < limit, f"{name}: {error:.1e}"
 
 
 def check_routing(ids, E, height):

@@ -97,5 +97,5 @@ def test_the_mlp_of_one_token(kernel):
             with torch.no_grad():
                 assert_close(y, mlp(x))  # by what is remembered of the call
                 assert_close(y, exact(x.double()))
-    assert seen[False, 1] == {"project_fwd": ["portable"] * 2}
+    assert seen[False, 1].keys() == {"project_fwd"}
     assert all("project_fwd" not in seen[key] for key in seen if key != (False, 1))
