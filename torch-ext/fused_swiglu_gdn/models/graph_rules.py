@@ -103,16 +103,20 @@ def why_eager(model: nn.Module, cache: Any, inputs: dict) -> Optional[str]:
     ids = inputs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
         return PROMPT
+    reason = why_not_now(ids.device)
+    if reason is None and model.training:
+        return "the model is in training mode"
+    return reason or _why_not_inputs(model, inputs) or _why_not_windows(cache, inputs)
+
+
+def why_not_now(device: torch.device) -> Optional[str]:
+    """Why no call is for a graph in the modes that torch is in."""
     if torch.is_grad_enabled():
         return GRADIENTS
-    if torch.is_autocast_enabled(ids.device.type):
+    if torch.is_autocast_enabled(device.type):
         return AUTOCAST
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    if traced or Graph.busy() or not untouched():
-        return WATCHED
-    if model.training:
-        return "the model is in training mode"
-    return _why_not_inputs(model, inputs) or _why_not_windows(cache, inputs)
+    return WATCHED if traced or Graph.busy() or not untouched() else None
 
 
 def _why_not_inputs(model: nn.Module, inputs: dict) -> Optional[str]:

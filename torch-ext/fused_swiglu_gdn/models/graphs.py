@@ -15,7 +15,9 @@ from torch import nn
 
 from ..layers.replay import rings_begin
 from .capture import Graph
-from .graph_rules import PASSING, why_eager, why_not_cache, why_not_model, why_not_yet
+from .graph_rules import (
+    PASSING, why_eager, why_not_cache, why_not_model, why_not_now, why_not_yet,
+)  # fmt: skip
 from .rehearsal import expect_none, expect_prompt
 from .report import Row
 from .watch import CacheWatch, ModelWatch
@@ -74,25 +76,25 @@ class Step:
 
     def __call__(self, model: nn.Module, cache: Any, inputs: dict):
         """model(past_key_values=cache, **inputs)."""
+        if self.graph is not None:
+            tensors, key = _kind(inputs)
+            if key == self.key and self._holds(cache):  # so what else is asked below is as it was
+                return self._replay(cache, tensors)
         reason = self.reason or why_eager(model, cache, inputs)
         if reason is not None:
             return self._eager(model, cache, inputs, reason)
-        tensors, plain = _parts(inputs)
-        facts = tuple([(name, x.shape, x.dtype, x.device) for name, x in tensors])
-        device = tensors[0][1].device
-        key = (facts, plain, Graph.place(device), torch.is_inference_mode_enabled())
+        tensors, key = _kind(inputs)
         if self.graph is not None:
-            if key == self.key and self._holds(cache):
-                return self._replay(cache, tensors)
             self._drop()
         reason = self.reason or why_not_model(model) or why_not_yet(cache)
         if reason is not None:
             return self._eager(model, cache, inputs, reason)
         if key == self.key:
-            return self._capture(model, cache, inputs, Graph(device))
+            return self._capture(model, cache, inputs, Graph(tensors[0][1].device))
         self.key = key
         with rings_begin():
-            return Graph(device).run(lambda: model(past_key_values=cache, **inputs))
+            graph = Graph(tensors[0][1].device)
+            return graph.run(lambda: model(past_key_values=cache, **inputs))
 
     @staticmethod
     def _eager(model: nn.Module, cache: Any, inputs: dict, reason: str):
@@ -101,7 +103,10 @@ class Step:
         return model(past_key_values=cache, **inputs)
 
     def _holds(self, cache: Any) -> bool:
+        """The modes of torch, the cache and the model are as they were at the capture."""
         of_cache, of_model = self.watches
+        if why_not_now(self.static[0].device) is not None or of_cache.is_full():
+            return False
         return of_cache.holds(cache) and of_model.holds()
 
     def _replay(self, cache: Any, tensors: list):
@@ -144,6 +149,14 @@ class Step:
         self.replays = 0
         if self.wasted >= WASTED:
             self.reason = "what a graph has baked in changed again and again"
+
+
+def _kind(inputs: dict) -> Tuple[list, tuple]:
+    """The tensors among the inputs, and what else tells calls apart."""
+    tensors, plain = _parts(inputs)
+    facts = tuple([(name, x.shape, x.dtype, x.device) for name, x in tensors])
+    place = Graph.place(tensors[0][1].device) if tensors else None
+    return tensors, (facts, plain, place, torch.is_inference_mode_enabled())
 
 
 def _parts(inputs: dict) -> Tuple[list, tuple]:

@@ -141,6 +141,10 @@ class CacheWatch:
                 self.counting.append((table, before + list(table).index(COUNT)))
             before += len(table)
 
+    def is_full(self) -> bool:
+        """A sliding layer will do something else."""
+        return any([table[COUNT] >= table["max_cache_len"] for table, _ in self.counting])
+
     def holds(self, cache: Any) -> bool:
         if cache.layers != self.layers:
             return False
