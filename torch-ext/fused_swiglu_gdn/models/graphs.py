@@ -16,7 +16,12 @@ from torch import nn
 from ..layers.replay import rings_begin
 from .capture import Graph
 from .graph_rules import (
-    PASSING, why_eager, why_not_cache, why_not_model, why_not_now, why_not_yet,
+    PASSING,
+    why_eager,
+    why_not_cache,
+    why_not_model,
+    why_not_now,
+    why_not_yet,
 )  # fmt: skip
 from .rehearsal import expect_none, expect_prompt
 from .report import Row
