@@ -97,5 +97,6 @@ def test_the_mlp_of_one_token(kernel):
             with torch.no_grad():
                 assert_close(y, mlp(x))  # by what is remembered of the call
                 assert_close(y, exact(x.double()))
+                assert_close(mlp(x[0, 0]), exact(x[0, 0].double()))  # [K]
     assert seen[False, 1].keys() == {"project_fwd"}
     assert all("project_fwd" not in seen[key] for key in seen if key != (False, 1))

@@ -117,7 +117,7 @@ def _of_one_token(
     """The whole MLP as a decoding step has it, in two launches that read weights at the speed of
     memory; None for more tokens, and where no kernel serves."""
     biased = b_gate is not None or b_up is not None or b_down is not None
-    if biased or x.numel() != x.shape[-1] or name == "gelu":
+    if biased or not x.shape or x.numel() != x.shape[-1] or name == "gelu":
         return None
     z = project(x, [w_gate, w_up], name)
     y = None if z is None else project(z[0], [w_down])

@@ -29,11 +29,11 @@ def project(
     if plan is not None:
         return list(plan(x, *weights).split(sizes, dim=-1))
     kind = x.device.type
-    if kind == "cpu" or torch.is_grad_enabled() or torch.is_autocast_enabled(kind):
+    if kind == "cpu" or torch.is_grad_enabled() or torch.is_autocast_enabled(kind) or not x.numel():
         return None
-    if any(w.dtype != x.dtype or w.shape[1] != x.shape[-1] for w in weights):
+    if any((w.dtype, w.device, w.shape[1:]) != (x.dtype, x.device, x.shape[-1:]) for w in weights):
         return None
-    rows = x.flatten(0, -2)  # [M, K]
+    rows = x.reshape(-1, x.shape[-1])  # [M, K]
     if not ops.is_served(rows, weights, activation):
         return None
     if undisturbed() and rows.data_ptr() == x.data_ptr():
