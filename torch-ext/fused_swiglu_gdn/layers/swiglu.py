@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..projection.project import project
+from ..projection.project import mlp_of_a_token
 from ..runtime import dispatch
 from ..runtime.checks import FLOATING
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
@@ -111,19 +111,6 @@ def _of_wrapped(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Opt
     return down(act(g) * u)
 
 
-def _of_one_token(
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, name: str
-) -> Optional[torch.Tensor]:
-    """The whole MLP as a decoding step has it, in two launches that read weights at the speed of
-    memory; None for more tokens, and where no kernel serves."""
-    biased = b_gate is not None or b_up is not None or b_down is not None
-    if biased or not x.shape or x.numel() != x.shape[-1] or name == "gelu":
-        return None
-    z = project(x, [w_gate, w_up], name)
-    y = None if z is None else project(z[0], [w_down])
-    return y[0] if y is not None else None if z is None else F.linear(z[0], w_down)
-
-
 def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tensor]:
     """What the MLP gives for x [..., K], by kernels; None if the MLP has to be called itself."""
     if type(x) not in PLAIN_TENSORS or not dispatch.serves("swiglu.forward", "swiglu_fwd", x):
@@ -146,10 +133,13 @@ def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tenso
             w_gate, w_up, b_gate, b_up = found
             w_down, b_down = plain
             if not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
-                y = _of_one_token(x, w_gate, w_up, w_down, b_gate, b_up, b_down, name)
-                if y is not None:
-                    return y
-                return F.linear(fused_swiglu(x, *found, activation=name), w_down, b_down)
+                biased = b_gate is not None or b_up is not None or b_down is not None
+                y = None
+                if not biased and name != "gelu" and x.shape and x.numel() == x.shape[-1]:
+                    y = mlp_of_a_token(x, w_gate, w_up, w_down, name)
+                if y is None:
+                    y = F.linear(fused_swiglu(x, *found, activation=name), w_down, b_down)
+                return y
             return fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation=name)
         if down is None or roles.casts or not same_dtype(x, *found):
             return None

@@ -3,44 +3,81 @@
 from typing import List, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.cache import CallCache, undisturbed
 from . import ops
 
 
-def project(
-    x: Tensor, weights: List[Tensor], activation: Optional[str] = None
-) -> Optional[List[Tensor]]:
+def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
     """x @ w.T for each weight, in one launch, or None where that is no gain or not possible.
 
     Args:
         x: [..., K]. weights: [N_i, K] each, the dtype of x.
-        activation: of two weights, a gate's and an up projection's: the result is one tensor,
-            act(x @ w_gate.T) * (x @ w_up.T). Of one token alone.
 
     Returns:
         Views [..., N_i] of one tensor; None for more than a few tokens, where a gradient is
         needed, under autocast, and where no kernel serves.
     """
-    sizes = [w.shape[0] for w in weights[: 1 if activation else None]]
-    options = (len(weights), activation)
-    plan = _projections.find((x, *weights), options) if undisturbed() else None
+    plan = _plans.find((x, *weights), (len(weights),)) if undisturbed() else None
     if plan is not None:
-        return list(plan(x, *weights).split(sizes, dim=-1))
+        y = plan(x, *weights)
+    else:
+        y = _product(x, weights, None)
+        if y is None:
+            return None
+        if _lies_in_rows(x):
+            plan = ops.plan_project(_rows(x), weights, None)
+            _plans.keep((x, *weights), (len(weights),), plan)
+    return [y] if len(weights) == 1 else list(y.split([w.shape[0] for w in weights], dim=-1))
+
+
+def mlp_of_a_token(
+    x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, activation: str
+) -> Optional[Tensor]:
+    """(act(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T of one token, in two launches; None as above.
+
+    Args:
+        x: [..., K], K numbers in all. w_gate, w_up: [N, K]. w_down: [K, N].
+    """
+    tensors = (x, w_gate, w_up, w_down)
+    plans = _plans.find(tensors, (activation,)) if undisturbed() else None
+    if plans is not None:
+        gated, down = plans
+        return down(gated(x, w_gate, w_up), w_down)
+    z = _product(x, [w_gate, w_up], activation)
+    y = None if z is None else _product(z, [w_down], None)
+    if y is None:
+        return None if z is None else F.linear(z, w_down)
+    if _lies_in_rows(x):
+        gated = ops.plan_project(_rows(x), [w_gate, w_up], activation)
+        down = ops.plan_project(_rows(z), [w_down], None)
+        if gated is not None and down is not None:
+            _plans.keep(tensors, (activation,), (gated, down))
+    return y
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1])  # [M, K]
+
+
+def _product(x: Tensor, weights: List[Tensor], activation: Optional[str]) -> Optional[Tensor]:
+    """By the kernel, [..., N]; or None."""
     kind = x.device.type
     if kind == "cpu" or torch.is_grad_enabled() or torch.is_autocast_enabled(kind) or not x.numel():
         return None
     if any((w.dtype, w.device, w.shape[1:]) != (x.dtype, x.device, x.shape[-1:]) for w in weights):
         return None
-    rows = x.reshape(-1, x.shape[-1])  # [M, K]
+    rows = _rows(x)
     if not ops.is_served(rows, weights, activation):
         return None
-    if undisturbed() and rows.data_ptr() == x.data_ptr():
-        plan = ops.plan_project(rows, weights, activation)
-        _projections.keep((x, *weights), options, plan)
-    y = ops.project(rows, weights, activation)  # [M, sum of N_i]
-    return list(y.view(*x.shape[:-1], -1).split(sizes, dim=-1))
+    return ops.project(rows, weights, activation).view(*x.shape[:-1], -1)
 
 
-_projections = CallCache()
+def _lies_in_rows(x: Tensor) -> bool:
+    """A plan takes x as it is, and may be kept."""
+    return undisturbed() and _rows(x).data_ptr() == x.data_ptr()
+
+
+_plans = CallCache()
