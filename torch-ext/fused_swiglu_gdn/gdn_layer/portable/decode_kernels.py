@@ -79,7 +79,7 @@ def layer_step_kernel(
     Every program makes the q and k that it needs: that costs less than a launch of their own. The
     convolution's state stays, for others may yet read it.
     """
-    if PDL:
+    if PDL:  # layer_finish_kernel, which waits. That one must not: the next step reads early
         tl.extra.cuda.gdc_launch_dependents()
     PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     R: tl.constexpr = HV // H
@@ -158,7 +158,6 @@ def layer_finish_kernel(
     pid = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     if pid < heads:
         row = (pid // HV).to(tl.int64)
         hv = pid % HV
