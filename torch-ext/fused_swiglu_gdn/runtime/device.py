@@ -103,7 +103,7 @@ def takes_ptx(device: torch.device) -> bool:
 def overlaps_launches(device: torch.device) -> bool:
     """Whether a launch may begin before the one that it follows has ended (Hopper and later).
 
-    A kernel that lets the next launch begin has waited itself, or was launched as ever: what is
+    A kernel that lets the next launch begin has waited itself, or was not launched early: what is
     older than it has ended. What a kernel reads before it waits must not be of the launch before,
     whichever that is: it may be states of a layer, so what writes those last lets no launch begin;
     it may not be weights, which anybody may just have made.
