@@ -269,6 +269,8 @@ def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):
     assert verify(digest) == digest
     with pytest.raises(RuntimeError, match="must have digest sha256:0, got sha256:"):
         verify("sha256:0")
+    with pytest.raises(TypeError, match="expected must be a digest.* or None, got int"):
+        verify(3)
 
 
 @pytest.mark.parametrize(

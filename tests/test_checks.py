@@ -322,6 +322,21 @@ BAD = [
         for name in ("q", "k", "v", "g", "beta", "initial_state", "cu_seqlens")
         for bad in ([1.0], np.ones(2))
     ],
+    *[
+        (vk(initial_state=torch.ones(3, 4, 5, 6), initial_state_indices=rows), error, words)
+        for rows, error, words in (
+            (ints(0), ValueError, ["initial_state_indices must have shape [N] = [2]", "[1]"]),
+            (ints(0, 3), ValueError, ["initial_state_indices must be below the 3 rows", "3"]),
+            (ints(1, 1), ValueError, ["initial_state_indices must not name", "twice", "[1, 1]"]),
+            (torch.ones(2), TypeError, ["initial_state_indices must be of dtype", "float32"]),
+            ([0, 1], TypeError, ["initial_state_indices must be a torch.Tensor", "list"]),
+        )
+    ],
+    (
+        vk(initial_state_indices=ints(0, 1)),
+        ValueError,
+        ["initial_state must be the state pool when initial_state_indices is given", "None"],
+    ),
     (chunk(recompute=torch.ones(2)), TypeError, ["recompute", "True or False", "Tensor"]),
     (
         chunk(state_indices=ints(0, 1), initial_state=wanted(2, 4, 6, 5)),

@@ -106,3 +106,5 @@ def test_module_that_does_not_load_is_passed_over(caplog):
 def test_cpu_is_served_by_the_reference(kernel):
     x, w = torch.ones(2, 4), torch.ones(3, 4)
     assert kernel.implementation_of(kernel.fused_swiglu, x, w, w) == "reference"
+    with pytest.raises(TypeError, match="function must be a function of this package.*got int"):
+        kernel.implementation_of(3)

@@ -876,6 +876,9 @@ def test_wrong_arguments(kernel):
     cache = transformers.StaticCache(config=model.config, max_cache_len=8)
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, got str"):
         kernel.graphed_step("llama", cache, 1)
+    for wrong, kind in ((None, "NoneType"), ("static", "str"), (type(cache), "the class Static")):
+        with pytest.raises(TypeError, match=f"cache must be a cache of transformers.*got {kind}"):
+            kernel.graphed_step(model, wrong, 1)
     with pytest.raises(TypeError, match="batch_size must be an int, got str"):
         kernel.graphed_step(model, cache, "1")
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):

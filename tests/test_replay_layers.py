@@ -333,6 +333,8 @@ def test_on_the_gpu(kernel, name):
 def test_report_and_arguments(kernel):
     model = random_model("llama")
     assert "no Gated DeltaNet layer" in kernel.kernelize(model, replay=16).left[-1].reason
+    report = kernel.kernelize(random_model("qwen3_next"), replay=16)
+    assert report.left[-1].reason == "no replay: the model is on cpu"
     for value, error in ((1, ValueError), (-2, ValueError), (True, TypeError), ("16", TypeError)):
         with pytest.raises(error, match="replay must be"):
             kernel.kernelize(model, replay=value)

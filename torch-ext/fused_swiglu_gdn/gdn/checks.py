@@ -214,8 +214,6 @@ def aiter_options(
         use_prepare_flydsl=use_prepare_flydsl, inplace_final_state=inplace_final_state,
     )  # fmt: skip
     is_tensor("v", v)
-    if initial_state_indices is not None:
-        is_tensor("initial_state_indices", initial_state_indices)
     for name, value in (
         ("use_chunk_hip", use_chunk_hip),
         ("use_chunk_flydsl", use_chunk_flydsl),
@@ -231,3 +229,21 @@ def aiter_options(
     if o is not None:
         is_written("o", o, "v", v)
         may_be_written(o=o)
+
+
+def aiter_pool(initial_state_indices, initial_state, cu_seqlens, v) -> None:
+    """What is asked of state_indices, said of the argument that aiter has for them."""
+    name, rows, sizes = "initial_state_indices", initial_state_indices, {}
+    if rows is None:
+        return
+    is_tensor(name, rows)
+    if initial_state is None:
+        raise ValueError(f"initial_state must be the state pool when {name} is given, got None")
+    has_shape("v", v, "B T HV V", sizes)
+    has_shape("initial_state", initial_state, "P HV V K", sizes)
+    sizes["N"] = sizes["B"]
+    if cu_seqlens is not None:
+        is_cu_seqlens("cu_seqlens", cu_seqlens, v)
+        sizes["N"] = len(cu_seqlens) - 1
+    has_form(name, rows, "N", sizes, "v", v, INDICES)
+    names_rows(name, rows, sizes["P"], -1)

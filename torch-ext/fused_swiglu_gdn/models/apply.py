@@ -18,6 +18,7 @@ from ..runtime.ops import tensors_of
 from . import gated_mlp
 from .context_attention import restore_attention, serve_attention
 from .experts import restore_experts, serve_experts
+from .graph_rules import why_not_model
 from .graphs import restore_graphs, serve_graphs
 from .loss import restore_loss, serve_loss
 from .moe_blocks import serve_blocks
@@ -121,10 +122,12 @@ def _check_replay(replay: int) -> None:
 def _replays(model: nn.Module, rows: List[Row], replay: int) -> Row:
     """What the report says of the states of served GDN layers."""
     served = any(row.reason is None and row.layer.endswith("GatedDeltaNet") for row in rows)
+    reason = why_not_model(model) if served else "it has no Gated DeltaNet layer that is served"
+    if reason is not None:
+        return Row("", type(model).__name__, "decode", None, f"no replay: {reason}")
     size = PAYS_FROM // 2**20
     by = f"in CUDA graphs: states of {size} MiB a layer or more, written once in {replay} tokens"
-    reason = None if served else "no replay: it has no Gated DeltaNet layer that is served"
-    return Row("", type(model).__name__, "decode", by if served else None, reason)
+    return Row("", type(model).__name__, "decode", by, None)
 
 
 def _serve_modules(model: nn.Module, training: bool, kinds: set, replay: int) -> List[Row]:

@@ -291,7 +291,7 @@ def graphed_step(model: nn.Module, cache: Any, batch_size: int) -> GraphedStep:
         the next step overwrites. `step.reason` says why steps are not replayed, or is None.
 
     Raises:
-        TypeError: model is not an nn.Module, or batch_size not an int.
+        TypeError: model is not an nn.Module, cache no cache, or batch_size not an int.
         ValueError: batch_size is below 1; of a step, input_ids are not [B, 1].
 
     Example:
@@ -312,6 +312,9 @@ def graphed_step(model: nn.Module, cache: Any, batch_size: int) -> GraphedStep:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if isinstance(cache, type) or not callable(getattr(cache, "get_seq_length", None)):
+        kind = f"the class {cache.__name__}" if isinstance(cache, type) else type(cache).__name__
+        raise TypeError(f"cache must be a cache of transformers, a StaticCache, got {kind}")
     if not isinstance(batch_size, int):
         raise TypeError(f"batch_size must be an int, got {type(batch_size).__name__}")
     if batch_size < 1:

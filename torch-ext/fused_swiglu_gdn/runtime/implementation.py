@@ -11,11 +11,19 @@ def implementation_of(function: Callable, *args, **kwargs) -> str:
     Returns:
         "hopper", "portable" or "reference"; several, joined by "+", if kernels shared the call.
 
+    Raises:
+        TypeError: function cannot be called; and whatever it raises itself.
+
     Example:
         >>> x, w = torch.randn(3, 8), torch.randn(16, 8)
         >>> implementation_of(fused_swiglu, x, w, w)  # tensors on a CPU
         'reference'
     """
+    if not callable(function):
+        raise TypeError(
+            "function must be a function of this package, such as fused_swiglu, "
+            f"got {type(function).__name__}"
+        )
     with dispatch.served() as record:
         function(*args, **kwargs)
     names = sorted({name for names in record.values() for name in names})

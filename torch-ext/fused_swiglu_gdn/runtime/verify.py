@@ -32,10 +32,16 @@ def verify(expected: Optional[str] = None) -> str:
         The digest of the whole build, "sha256:" and 64 hexadecimal digits.
 
     Raises:
+        TypeError: `expected` is neither a string nor None.
         RuntimeError: a file is changed, missing or extra, a folder is a link, a link leads nowhere,
             byte code is not that of its source file, the build's digest is another than `expected`,
             or this is no build (a source tree has no metadata.json).
     """
+    if expected is not None and not isinstance(expected, str):
+        raise TypeError(
+            'expected must be a digest, "sha256:" and 64 hexadecimal digits, or None, '
+            f"got {type(expected).__name__}"
+        )
     root = Path(__file__).parents[1]
     recorded = _recorded(root)
     algorithm = recorded["algorithm"]
