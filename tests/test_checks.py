@@ -436,6 +436,52 @@ def test_bad_input(kernel, call, error, words):
     assert re.search(pattern, message, re.DOTALL), message
 
 
+def shared(*shape):
+    return torch.zeros(shape).expand(3, *shape[1:])
+
+
+def written(kernel, what):
+    """Calls that write states or caches of three rows where these lie; one memory for all rows."""
+    q, k = torch.ones(2, 3, 1, 2, 8).unbind(0)
+    v, gate, state = torch.ones(3, 1, 4, 16), torch.zeros(3, 1, 4), shared(1, 4, 8, 16)
+    if what == "recurrent":
+        kernel.fused_recurrent_gated_delta_rule(
+            q, k, v, gate, gate, initial_state=state, inplace_final_state=True
+        )
+    elif what == "chunk":
+        kernel.chunk_gated_delta_rule(
+            q, k, v, gate, gate, initial_state=state, state_indices=ints(0, 1, 2)
+        )
+    elif what == "update":
+        kernel.causal_conv1d_update(torch.ones(3, 8, 1), shared(1, 8, 4), torch.ones(8, 4))
+    elif what == "rope":
+        caches = {"key_cache": shared(1, 2, 5, 8), "value_cache": torch.zeros(3, 2, 5, 8)}
+        kernel.fused_qk_norm_rope(q, k, v=k, cache_position=torch.tensor(1), **caches)
+    else:
+        state, cursor = shared(1, 4, 16, 8), torch.zeros(3, 2, dtype=torch.int32)
+        ring = kernel.make_ring(state.clone(), 2, q.dtype)
+        if what == "replay":
+            kernel.replay_gated_delta_rule(q, k, v, gate, gate, state, ring, cursor)
+        else:
+            kernel.materialise_ring(state, ring, cursor, inplace=True)
+
+
+@pytest.mark.parametrize(
+    "what, name",
+    [
+        ("recurrent", "initial_state"),
+        ("chunk", "initial_state"),
+        ("update", "conv_state"),
+        ("rope", "key_cache"),
+        ("replay", "initial_state"),
+        ("materialise", "state"),
+    ],
+)
+def test_what_is_written_has_memory_for_each_element(kernel, what, name):
+    with torch.no_grad(), pytest.raises(ValueError, match=f"^{name} must have memory for each"):
+        written(kernel, what)
+
+
 NESTED = torch.nested.nested_tensor([torch.ones(1, 4), torch.ones(3, 4)])
 
 

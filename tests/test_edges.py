@@ -158,6 +158,45 @@ def test_decoding_without_eps(V):
     assert_close(module.gdn_layer_decode(call), ref)
 
 
+@interpreted
+@pytest.mark.parametrize("name", ["rms_norm", "silu_mul", "fused_swiglu", "fused_swiglu_mlp"])
+def test_views_that_stand_for_their_negatives(kernel, monkeypatch, name):
+    """torch keeps the sign of (z.conj()).imag aside, where no kernel sees it."""
+    dispatch = submodule("runtime.dispatch")
+    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
+    x, others = torch.randn(3, 32), torch.randn(3, 32, 32).unbind(0)
+    rest = {"rms_norm": others[0][:1, 0].expand(32).clone(), "silu_mul": torch.randn(3, 32)}
+    rest = [rest[name]] if name in rest else others[: 2 + name.endswith("mlp")]
+    function, view = getattr(kernel, name), torch._neg_view(x)
+    with torch.no_grad():
+        for _ in range(2):  # by what is remembered of a plain call, too
+            assert_close(function(view, *rest), function(-x, *rest))
+    found = []
+    for y in (view, -x):
+        leaf = y.detach().requires_grad_()
+        out = function(leaf, *rest)
+        found.append((out, *torch.autograd.grad(out.pow(3).sum(), leaf)))
+    for a, b in zip(*found):
+        assert_close(a, b)
+
+
+@interpreted
+def test_states_that_stand_for_their_negatives(kernel, monkeypatch):
+    """They are written where they lie, with their sign."""
+    dispatch = submodule("runtime.dispatch")
+    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
+    q, k = torch.randn(2, 2, 1, 2, 16).unbind(0)
+    tensors = (q, k, torch.randn(2, 1, 2, 16), -torch.rand(2, 1, 2), torch.rand(2, 1, 2))
+    state = torch.randn(2, 2, 16, 16)
+    view, plain = torch._neg_view(-state), state.clone()
+    options = {"inplace_final_state": True}
+    for _ in range(2):
+        o, _ = kernel.fused_recurrent_gated_delta_rule(*tensors, initial_state=view, **options)
+        want, _ = kernel.fused_recurrent_gated_delta_rule(*tensors, initial_state=plain, **options)
+        assert_close(o, want)
+        assert_close(view, plain)
+
+
 @compiled
 def test_in_the_interpreter():
     rerun(__file__)

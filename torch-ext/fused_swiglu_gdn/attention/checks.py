@@ -9,6 +9,7 @@ from ..runtime.checks import (
     agrees,
     has_dtype,
     has_form,
+    has_memory,
     has_shape,
     has_shape_of,
     is_floating,
@@ -73,6 +74,8 @@ def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
         is_floating(name, written[name])
     for name, x in written.items():
         same_device(name, x, "q", q)
+    has_memory("key_cache", key_cache)
+    has_memory("value_cache", value_cache)
     if sizes["T"] > sizes["S"]:
         raise ValueError(f"key_cache must have a slot for each of {sizes['T']} tokens")
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..runtime.cache import CallCache, undisturbed
-from ..runtime.checks import is_null_index, may_be_written
+from ..runtime.checks import is_null_index
 from ..runtime.ops import autocast, dense, needs_grad
 from . import checks, ops
 from .api_context import chunk_with_context, lengths_alone
@@ -137,7 +137,7 @@ def chunk_gated_delta_rule(
         call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
         call = _checked(call, *settings)
         if state_indices is not None:
-            may_be_written(initial_state=call.initial_state)
+            checks.pool_is_written(call.initial_state)
         if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
             plan = _prefilling.keep(tensors, kind, ops.plan_gdn_chunk(call))
     o, state, checkpoints, _ = ops.gdn_chunk(call) if plan is None else plan(*tensors)

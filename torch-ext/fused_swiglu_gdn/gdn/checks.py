@@ -10,6 +10,7 @@ from ..runtime.checks import (
     agrees,
     are_flags,
     has_form,
+    has_memory,
     has_shape,
     holds_cu_seqlens,
     is_cu_seqlens,
@@ -160,6 +161,12 @@ def forward_only(function: str, instead: str, **tensors: Optional[torch.Tensor])
             )
 
 
+def pool_is_written(initial_state: torch.Tensor) -> None:
+    """States are updated where they lie."""
+    has_memory("initial_state", initial_state)
+    may_be_written(initial_state=initial_state)
+
+
 def decode_states(call) -> None:
     """What only a RecurrentCall has."""
     inplace, all_states = call.options.inplace, call.options.all_states
@@ -178,9 +185,11 @@ def decode_states(call) -> None:
         raise ValueError("output_all_states must be False when inplace_final_state is True")
     if call.state_indices is not None and not inplace and not all_states:
         raise ValueError("inplace_final_state must be True when state_indices is given")
+    if inplace:
+        pool_is_written(call.initial_state)
     if call.out is not None:
         is_written("out", call.out, "v", call.v)
-    may_be_written(initial_state=call.initial_state if inplace else None, out=call.out)
+    may_be_written(out=call.out)
 
 
 def _accepted(call) -> None:

@@ -8,6 +8,7 @@ from ..runtime.checks import (
     are_flags,
     has_dtype,
     has_form,
+    has_memory,
     has_shape,
     is_floating,
     is_floating_dtype,
@@ -120,6 +121,7 @@ def _replay(call, ring) -> None:
         raise ValueError(
             f"q must have 1 to {ring.max_tokens} tokens, ring's max_tokens, got {call.T}"
         )
+    has_memory("initial_state", call.initial_state)
     _cursor(call.cursor, sizes, call.q, "q")
     _of_sequences(sizes, call.q, "q", force_flush=call.force_flush)
     if call.out is not None:
@@ -161,6 +163,8 @@ def materialise(state, ring, cursor, state_indices, null_index, inplace) -> None
     are_flags(inplace=inplace)
     checks.forward_only("materialise_ring", HELP, state=state)
     _materialise(state, ring, cursor, state_indices)
+    if inplace:
+        has_memory("state", state)
     _is_within(cursor, ring.g.shape[2], ring.max_tokens)
     if state_indices is not None:
         names_rows("state_indices", state_indices, state.shape[0], null_index)

@@ -5,6 +5,7 @@ from ..runtime.checks import (
     INDICES,
     are_flags,
     has_form,
+    has_memory,
     has_shape,
     has_shape_of,
     holds_cu_seqlens,
@@ -118,6 +119,7 @@ def _causal_conv1d_update(
     for name, y in (("conv_state_indices", indices), ("num_accepted_tokens", accepted)):
         if y is not None:
             has_form(name, y, "N", sizes, "x", x, INDICES)
+    has_memory("conv_state", conv_state)
     if out is not None:
         is_written("out", out, "x", x)
     if sizes["S"] < sizes["W"] - 1:

@@ -207,9 +207,14 @@ def is_written(name: str, out: object, first: str, y: torch.Tensor) -> None:
     """What an output like y can be written to."""
     has_shape_of(name, out, first, y)
     agrees(name, out, first, y)
-    if any(step == 0 and size > 1 for step, size in zip(out.stride(), out.shape)):
+    has_memory(name, out)
+
+
+def has_memory(name: str, x: Optional[torch.Tensor]) -> None:
+    """No two elements of what is written in place, if it is given, are one, as in x.expand(...)."""
+    if x is not None and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape)):
         raise ValueError(
-            f"{name} must have memory for each element, got strides {list(out.stride())}"
+            f"{name} must have memory for each element, got strides {list(x.stride())}"
         )
 
 

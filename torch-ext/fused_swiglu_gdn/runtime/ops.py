@@ -84,12 +84,13 @@ class Operator(CustomOpDef):
 
 
 def _unwatched(args: tuple) -> bool:
-    """Nothing but eager torch sees a call with these arguments."""
+    """Nothing but eager torch sees a call with these arguments, and none is a view that stands for
+    its negatives: the operator is given those in memory."""
     if _functorch() is not None or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._get_tracing_state() is not None:
         return False
-    return all([type(x) in PLAIN for x in tensors_of(args)])
+    return all([type(x) in PLAIN and not x.is_neg() for x in tensors_of(args)])
 
 
 def _in_memory(gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
@@ -206,12 +207,14 @@ def run(
         needed = dispatch.backward_of(operation) if grad else operation
         kernels = dispatch.has_kernels(family, needed, where.type, where.index)
         return op(*args) if kernels else reference(*args)
-    if forward_ad._current_level >= 0:  # no kernel has a derivative of this kind
+    tensors = tensors_of(args)
+    # no kernel has a derivative of this kind, nor sees the sign that torch keeps aside
+    if forward_ad._current_level >= 0 or any([x.is_neg() for x in tensors]):
         return reference(*args)
     launch = dispatch.choose(family, operation, grad, args)
     if launch is None:
         return reference(*args)
-    plain = type(tensors_of(args)[0]) in PLAIN
+    plain = type(tensors[0]) in PLAIN
     if plain and not grad:
         return launch(*args)
     if plain:
