@@ -107,8 +107,9 @@ class Projection:
         options = dict(tuning.lookup(name, x.device, M=M, N=sum(rows), K=K))
         BLOCK_N, BLOCK_K = options.pop("BLOCK_N"), options.pop("BLOCK_K")
         if activation is not None:
-            kernel, numbers, blocks = gated_token_kernel, (K, rows[0]), (activation, BLOCK_N // 2)
-            grid = -(-rows[0] // (BLOCK_N // 2))
+            pairs = max(1, BLOCK_N // 2)  # of rows that a program takes
+            kernel, numbers, blocks = gated_token_kernel, (K, rows[0]), (activation, pairs)
+            grid = -(-rows[0] // pairs)
         else:
             grid = sum(-(-n // BLOCK_N) for n in rows)
             kernel, numbers, blocks = project_token_kernel, (K, *rows), (BLOCK_N,)
