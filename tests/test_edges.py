@@ -197,6 +197,46 @@ def test_states_that_stand_for_their_negatives(kernel, monkeypatch):
         assert_close(view, plain)
 
 
+@interpreted
+def test_autograd_notices_what_kernels_write(kernel, monkeypatch):
+    """Each write counts, also by what is remembered; so backward refuses states that it has kept
+    and that were decoded on since."""
+    dispatch = submodule("runtime.dispatch")
+    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
+    q, k = torch.randn(2, 2, 1, 2, 16).unbind(0)
+    tensors = (q, k, torch.randn(2, 1, 2, 16), -torch.rand(2, 1, 2), torch.rand(2, 1, 2))
+    x, weight, rows = torch.randn(2, 8, 1), torch.randn(8, 4), torch.arange(2)
+    state, conv_state, out = torch.randn(2, 2, 16, 16), torch.zeros(2, 8, 4), torch.empty_like(q)
+    ring, cursor = kernel.make_ring(state, 2, q.dtype), torch.zeros(2, 2, dtype=torch.int32)
+    in_place = {"initial_state": state, "inplace_final_state": True}
+    calls = [
+        (state, lambda: kernel.fused_recurrent_gated_delta_rule(*tensors, **in_place)),
+        (out, lambda: kernel.fused_recurrent_gated_delta_rule(*tensors, out=out)),
+        (
+            state,
+            lambda: kernel.chunk_gated_delta_rule(
+                *tensors, initial_state=state, state_indices=rows
+            ),
+        ),
+        (conv_state, lambda: kernel.causal_conv1d_update(x, conv_state, weight)),
+        (state, lambda: kernel.replay_gated_delta_rule(*tensors, state, ring, cursor)),
+        (state, lambda: kernel.materialise_ring(state, ring, cursor, inplace=True)),
+    ]
+    for written, call in calls:
+        for _ in range(2):
+            before = written._version
+            with torch.no_grad():
+                call()
+            assert written._version > before
+    leaf = tensors[2].clone().requires_grad_()
+    q, k, _, g, beta = tensors
+    o, _ = kernel.chunk_gated_delta_rule(q, k, leaf, g, beta, initial_state=state)
+    with torch.no_grad():
+        kernel.fused_recurrent_gated_delta_rule(*tensors, **in_place)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        o.sum().backward()
+
+
 @compiled
 def test_in_the_interpreter():
     rerun(__file__)

@@ -68,7 +68,9 @@ def gdn_chunk(call: GdnCall) -> tuple:
         return o, state if options.output_final_state else None, None, None
 
     reference = chunk_reference.gdn_chunk_fwd
-    return run(*CHUNK, op, reference, (call,), train, _differentiable(call))
+    return run(
+        *CHUNK, op, reference, (call,), train, _differentiable(call), written=_pool_of(call)
+    )  # fmt: skip
 
 
 @operator("gdn_clear_rows", mutates_args=("pool",))
@@ -96,7 +98,7 @@ def states_to_start_from(pool: Tensor, indices: Tensor, kept: Optional[Tensor], 
     copies: and which leaves the pool as it is."""
     if copies:
         return common.own_rows(pool, indices, kept)
-    run(*CLEAR, _gdn_clear_rows, _cleared, (pool, indices, kept))
+    run(*CLEAR, _gdn_clear_rows, _cleared, (pool, indices, kept), written=(pool,))
     return pool, indices
 
 
@@ -105,9 +107,15 @@ def _differentiable(call: GdnCall) -> bool:
     return call.state_indices is None and not call.options.checkpoint_every
 
 
+def _pool_of(call: GdnCall) -> tuple:
+    """What the call writes in place."""
+    return (call.initial_state,) if call.state_indices is not None else ()
+
+
 def plan_gdn_chunk(call: GdnCall):
     """What serves all eager calls of gdn_chunk like this one, from their tensors, or None."""
-    launch, options = plan(*CHUNK, (call,), _differentiable(call)), call.options
+    launch = plan(*CHUNK, (call,), _differentiable(call), _pool_of(call))
+    options = call.options
     if launch is None or not needs_grad((call,)):
         return launch
     body = trained_by(launch)
@@ -150,9 +158,14 @@ def gdn_recurrent(call: RecurrentCall) -> Tuple[Tensor, Optional[Tensor]]:
             return o, call.initial_state
         return o, state if options.output_final_state or options.all_states else None
 
-    return run(*RECURRENT, op, recurrent_reference.gdn_recurrent_fwd, (call,))
+    reference = recurrent_reference.gdn_recurrent_fwd
+    return run(*RECURRENT, op, reference, (call,), written=_written(call))
 
 
 def plan_gdn_recurrent(call: RecurrentCall):
     """What serves all eager calls of gdn_recurrent like this one, from their tensors, or None."""
-    return plan(*RECURRENT, (call,))
+    return plan(*RECURRENT, (call,), written=_written(call))
+
+
+def _written(call: RecurrentCall) -> tuple:
+    return (call.initial_state if call.options.inplace else None, call.out)

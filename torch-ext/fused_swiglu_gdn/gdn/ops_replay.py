@@ -34,12 +34,13 @@ def gdn_replay(call: ReplayCall) -> Tensor:
         o = _gdn_replay_fwd(*call.tensors, *call.options)
         return o if call.out is None else call.out
 
-    return run(*REPLAY, op, reference.gdn_replay_fwd, (call,))
+    written = (call.initial_state, call.out)
+    return run(*REPLAY, op, reference.gdn_replay_fwd, (call,), written=written)
 
 
 def plan_gdn_replay(call: ReplayCall):
     """What serves all eager calls of gdn_replay like this one, from their tensors, or None."""
-    return plan(*REPLAY, (call,))
+    return plan(*REPLAY, (call,), written=(call.initial_state, call.out))
 
 
 @operator("gdn_ring_advance", mutates_args=("cursor",))
@@ -113,4 +114,5 @@ def gdn_ring_materialise(
         return state if inplace else out
 
     args = (state, ring.k, ring.u, ring.g, cursor, state_indices, null_index, inplace)
-    return run(*MATERIALISE, op, reference.gdn_ring_materialise, args)
+    written = (state,) if inplace else ()
+    return run(*MATERIALISE, op, reference.gdn_ring_materialise, args, written=written)

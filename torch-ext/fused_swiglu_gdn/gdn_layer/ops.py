@@ -87,7 +87,8 @@ def causal_conv1d_update(*args) -> Tensor:
         y = _causal_conv1d_update(*args)
         return y if out is None else out
 
-    return run(FAMILY, "causal_conv1d_update", op, reference.causal_conv1d_update, args)
+    written, plain = (args[1], args[-1]), reference.causal_conv1d_update
+    return run(FAMILY, "causal_conv1d_update", op, plain, args, written=written)
 
 
 @operator("rms_norm_gated_fwd", like=("x",))

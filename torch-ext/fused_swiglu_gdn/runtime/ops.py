@@ -188,14 +188,15 @@ def needs_grad(args: tuple) -> bool:
 
 def run(
     family: str, operation: str, op: Callable, reference: Callable, args: tuple,
-    train: Optional[Callable] = None, differentiable: bool = True,
+    train: Optional[Callable] = None, differentiable: bool = True, written: tuple = (),
 ):  # fmt: skip
     """operation(*args) by a kernel, or by the reference, which torch differentiates and traces.
 
     `train` is the operator that has a gradient, if that is not `op`; differentiable=False says that
-    none has for these arguments. A registered operator costs several microseconds a call
-    (docs/gdn.md), so in eager mode without gradients the kernel's launcher is called directly;
-    while tracing, and on tensor subclasses, the operator stands in for it.
+    none has for these arguments; `written` are the tensors, or None, that it writes in place. A
+    registered operator costs several microseconds a call (docs/gdn.md), so in eager mode without
+    gradients the kernel's launcher is called directly; while tracing, and on tensor subclasses, the
+    operator stands in for it.
     """
     grad = needs_grad(args)
     if grad and not differentiable:
@@ -216,23 +217,44 @@ def run(
         return reference(*args)
     plain = type(tensors[0]) in PLAIN
     if plain and not grad:
-        return launch(*args)
+        out = launch(*args)
+        if written:
+            _count_writes(written)
+        return out
     if plain:
         return dispatch.hand_over(operation, launch, op, args)
     return op(*args)
 
 
+def _count_writes(written: tuple) -> None:
+    """Lets autograd notice that a kernel has written to what it may have kept, as torch's own
+    operations do: backward then raises, where it would compute from other values."""
+    increment_version([x for x in written if x is not None])
+
+
 def plan(
-    family: str, operation: str, args: tuple, differentiable: bool = False
+    family: str, operation: str, args: tuple, differentiable: bool = False, written: tuple = ()
 ) -> Optional[Callable]:
     """The launcher that `run` would come to for all eager calls like this one, if there is one.
 
-    differentiable: where a gradient is needed, the caller sees to it.
+    differentiable: where a gradient is needed, the caller sees to it. written: as `run` has it.
     """
     grad = needs_grad(args)
     if grad and not differentiable or not _unwatched(args):
         return None
-    return dispatch.plan(family, operation, grad, args)
+    found = dispatch.plan(family, operation, grad, args)
+    ids = {id(x) for x in written if x is not None}
+    if found is None or not ids:
+        return found
+    given = args[0].tensors if isinstance(args[0], tuple) else args
+    places = [i for i, x in enumerate(given) if id(x) in ids]
+
+    def writing(*tensors):
+        out = found(*tensors)
+        increment_version([tensors[place] for place in places])
+        return out
+
+    return writing
 
 
 def serve(family: str, operation: str, reference: Callable, args: tuple):
