@@ -64,8 +64,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _product(x: Tensor, weights: List[Tensor], activation: Optional[str]) -> Optional[Tensor]:
     """By the kernel, [..., N]; or None."""
-    kind = x.device.type
-    if kind == "cpu" or torch.is_grad_enabled() or torch.is_autocast_enabled(kind) or not x.numel():
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or not x.numel():
         return None
     if any((w.dtype, w.device, w.shape[1:]) != (x.dtype, x.device, x.shape[-1:]) for w in weights):
         return None

@@ -219,17 +219,17 @@ def run(
     if plain and not grad:
         out = launch(*args)
         if written:
-            _count_writes(written)
+            increment_version(_counted(written))
         return out
     if plain:
         return dispatch.hand_over(operation, launch, op, args)
     return op(*args)
 
 
-def _count_writes(written: tuple) -> None:
-    """Lets autograd notice that a kernel has written to what it may have kept, as torch's own
-    operations do: backward then raises, where it would compute from other values."""
-    increment_version([x for x in written if x is not None])
+def _counted(written: tuple) -> list:
+    """Of what a kernel writes, that whose writes autograd counts: backward raises where it has kept
+    such a tensor, as after torch's own operations, and would else compute from other values."""
+    return [x for x in written if x is not None and not x.is_inference()]
 
 
 def plan(
@@ -243,7 +243,7 @@ def plan(
     if grad and not differentiable or not _unwatched(args):
         return None
     found = dispatch.plan(family, operation, grad, args)
-    ids = {id(x) for x in written if x is not None}
+    ids = set(map(id, _counted(written)))
     if found is None or not ids:
         return found
     given = args[0].tensors if isinstance(args[0], tuple) else args
