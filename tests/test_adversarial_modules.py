@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from adversarial_forms import FORMS, T5, Adapter, Dropout, Joined, K, N, P, Rate, gelu_new, hook
 from conftest import assert_close, submodule
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -286,7 +287,20 @@ def nested(m, x):
     return m(parts).to_padded_tensor(0.0)
 
 
-OTHER_CALLS = [vmapped, forward_derivative, dual, per_sample, traced, nested]
+class Halved(TorchFunctionMode):
+    """Whoever calls F.linear gets half of it."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        y = function(*args, **(kwargs or {}))
+        return y / 2 if function is F.linear else y
+
+
+def in_a_mode(m, x):
+    with Halved(), torch.no_grad():
+        return m(x)
+
+
+OTHER_CALLS = [vmapped, forward_derivative, dual, per_sample, traced, nested, in_a_mode]
 
 
 @pytest.mark.parametrize("call", OTHER_CALLS)
@@ -297,6 +311,14 @@ def test_calls_that_no_kernel_can_serve(kernel, call):
     with poison():
         out = call(module, x)
     assert_close(out, call(plain, x))
+
+
+def test_a_default_device_is_no_mode_that_changes_calls(kernel):
+    module = made(P).double().eval()
+    assert kernel.kernelize(module).served
+    with torch.device("cpu"), reference() as record:
+        module(random_input(4, K))
+    assert record
 
 
 class Tagged(torch.Tensor):

@@ -6,6 +6,7 @@ import torch
 from conftest import TOLERANCE, assert_close, relative_error, submodule
 from interpreter import compiled, interpreted, rerun
 from test_gdn_backward import Case
+from torch.utils._python_dispatch import TorchDispatchMode
 
 layer = submodule("gdn_layer.reference.layer")
 NAN = float("nan")
@@ -235,6 +236,30 @@ def test_autograd_notices_what_kernels_write(kernel, monkeypatch):
         kernel.fused_recurrent_gated_delta_rule(*tensors, **in_place)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         o.sum().backward()
+
+
+class Watch(TorchDispatchMode):
+    """Writes down the operators that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.seen.add(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+@interpreted
+def test_watchers_meet_operators_without_gradients_too(kernel, monkeypatch):
+    """Counters of products, FakeTensorMode: a kernel that is launched past them is lost on them."""
+    dispatch = submodule("runtime.dispatch")
+    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
+    x, w_gate, w_up = torch.randn(3, 32, 32).unbind(0)
+    with torch.no_grad(), Watch() as watch:
+        y = kernel.fused_swiglu(x, w_gate, w_up)
+    assert "swiglu_fwd.default" in watch.seen
+    assert torch.equal(y, kernel.fused_swiglu(x, w_gate, w_up))
 
 
 @compiled

@@ -1,8 +1,9 @@
 """Whether torch itself still does what it did, and whether nothing watches the calls of modules.
 
 A kernel that reads a module's weight does less than a call of the module where somebody patched
-nn.Linear or torch.nn.functional, registered a hook for all modules, traces, or differentiates
-forwards. None of that leaves a trace on the module, so it is looked at in every call.
+nn.Linear or torch.nn.functional, registered a hook for all modules, traces, differentiates
+forwards, or entered a TorchFunctionMode other than that of torch.set_default_device. None of that
+leaves a trace on the module, so it is looked at in every call.
 """
 
 from types import BuiltinFunctionType, FunctionType
@@ -13,6 +14,8 @@ import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules import module as modules
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 
 _LINEAR, _SILU, _RELU, _GELU = F.linear, F.silu, F.relu, F.gelu
 _LINEAR_FORWARD, _CALL, _CALL_IMPL = nn.Linear.forward, nn.Module.__call__, nn.Module._call_impl
@@ -57,4 +60,8 @@ def untouched() -> bool:
         return False
     if torch.compiler.is_compiling():
         return True
-    return _functorch() is None and torch._C._get_tracing_state() is None
+    if _functorch() is not None or torch._C._get_tracing_state() is not None:
+        return False
+    return not torch._C._len_torch_function_stack() or all(
+        [type(mode) is DeviceContext for mode in _get_current_function_mode_stack()]
+    )

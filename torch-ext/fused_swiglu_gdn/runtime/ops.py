@@ -195,8 +195,8 @@ def run(
     `train` is the operator that has a gradient, if that is not `op`; differentiable=False says that
     none has for these arguments; `written` are the tensors, or None, that it writes in place. A
     registered operator costs several microseconds a call (docs/gdn.md), so in eager mode without
-    gradients the kernel's launcher is called directly; while tracing, and on tensor subclasses, the
-    operator stands in for it.
+    gradients the kernel's launcher is called directly; while tracing, in a TorchDispatchMode and on
+    tensor subclasses, the operator stands in for it.
     """
     grad = needs_grad(args)
     if grad and not differentiable:
@@ -215,7 +215,7 @@ def run(
     launch = dispatch.choose(family, operation, grad, args)
     if launch is None:
         return reference(*args)
-    plain = type(tensors[0]) in PLAIN
+    plain = type(tensors[0]) in PLAIN and not torch._C._len_torch_dispatch_stack()
     if plain and not grad:
         out = launch(*args)
         if written:
