@@ -196,6 +196,22 @@ def test_a_forward_of_the_class_that_is_patched_later_counts(kernel, monkeypatch
     assert difference(ref, own) > 0.01 and difference(out, ref) < 1e-4
 
 
+@every_family
+def test_methods_of_the_layer_alone_that_come_later_count(kernel, name):
+    """Those that the forward calls: Qwen3-Next has one."""
+    model = random_model(name)
+    assert reason_of(kernel.kernelize(model), model) is None
+    layer, own = gdn_of(model), in_use(model)
+    method = getattr(type(layer), "fix_query_key_value_ordering", None)
+    if method is None:
+        pytest.skip("its forward calls none")
+    layer.fix_query_key_value_ordering = lambda *args: [x * 2 for x in method(layer, *args)]
+    out = in_use(model)
+    kernel.restore(model)
+    ref = in_use(model)
+    assert difference(ref, own) > 0.01 and difference(out, ref) < 1e-4
+
+
 HELPERS = [
     "apply_mask_to_padding_states",
     "causal_conv1d_fn",

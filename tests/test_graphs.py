@@ -317,6 +317,16 @@ def test_nothing_is_stale(kernel, graph, device, change):
         assert (graph.captures, graph.replays) == (1 + again, 4 + 5 - again)
 
 
+@on_every_device
+def test_a_class_that_is_patched_in_place(kernel, graph, device, monkeypatch):
+    loops = Loops(kernel, tiny("llama", device, attn_implementation="sdpa"))
+    loops.steps()
+    kind = type(first(loops.models[1]).mlp)
+    monkeypatch.setattr(kind, "forward", lambda self, x: x * 0.5)
+    loops.steps()
+    assert (graph.captures, graph.replays) == (2, 8)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "qwen3_5_moe_text"])
 @on_every_device
 def test_kernelize_and_restore_between_steps(kernel, graph, device, name):

@@ -47,7 +47,7 @@ def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
         return None
     own = _own_class(type(layer), ours)
     plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
-    if plain and not patched_since(own):
+    if plain and not patched_since(own, layer):
         return None
     if kwargs.get("cp_context") is not None:
         raise ValueError("cp_context must not be given to a layer that is patched or sharded")

@@ -30,6 +30,7 @@ class OwnCode(NamedTuple):
     forward: FunctionType  # without decorators
     functions: Dict[str, FunctionType]  # those it calls by name, without dispatchers
     names: Tuple[tuple, ...]  # (namespace, name, value) of everything that a patch could replace
+    methods: Tuple[str, ...] = ()  # that it calls of its module
 
     def unchanged(self) -> bool:
         """Nobody has patched what was looked at since."""
@@ -155,7 +156,7 @@ def _look_at(kind: type) -> OwnCode:
     namespace = _namespace(kind, "forward")
     forward = namespace["forward"]
     plain = _undecorated(forward)
-    names, functions = [(namespace, "forward", forward)], {}
+    names, functions, methods = [(namespace, "forward", forward)], {}, []
     _look_into(plain, functions, names)
     if not plain.__globals__["__name__"].startswith("transformers.models."):
         raise NotOwn("is not that of a model of transformers")
@@ -163,8 +164,9 @@ def _look_at(kind: type) -> OwnCode:
         method = getattr(kind, name, None)
         if isinstance(method, FunctionType) and not hasattr(nn.Module, name):
             names.append((_namespace(kind, name), name, method))
+            methods.append(name)
             _look_into(method, functions, names)
-    return OwnCode(plain, functions, tuple(names))
+    return OwnCode(plain, functions, tuple(names), tuple(methods))
 
 
 _found: Dict[type, OwnCode] = {}
@@ -177,7 +179,10 @@ def own_code(kind: type) -> OwnCode:
     return found
 
 
-def patched_since(kind: type) -> bool:
-    """A class whose forward was transformers' own when own_code looked is patched now."""
+def patched_since(kind: type, module: nn.Module) -> bool:
+    """A class whose forward was transformers' own when own_code looked is patched now, or the
+    module of it has methods of its own."""
     known = _found.get(kind)
-    return known is not None and not known.unchanged()
+    if known is None:
+        return False
+    return not known.unchanged() or any([name in module.__dict__ for name in known.methods])

@@ -79,6 +79,8 @@ class ModelWatch:
     def __init__(self, model: nn.Module):
         self.modules = list(model.modules())
         self.kinds = list(map(type, self.modules))
+        bases = dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in self.kinds))
+        self.forwards = [(vars(base), vars(base).get("forward")) for base in bases]
         self.all = [m.__dict__ for m in self.modules]
         self.sizes = list(map(len, self.all))
         self.hooks = RemovableHandle.next_id  # it grows with every hook that is registered
@@ -107,6 +109,8 @@ class ModelWatch:
         if self.hooks != RemovableHandle.next_id:
             return False
         if list(map(type, self.modules)) != self.kinds or list(map(len, self.all)) != self.sizes:
+            return False
+        if any([names.get("forward") is not forward for names, forward in self.forwards]):
             return False
         # equal is not the same to tensors
         if any([attributes.get(name) is not x for attributes, name, x in self.held]):
