@@ -18,7 +18,7 @@ from ...runtime import device, tuning
 from ...runtime.cache import CallCache
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch
-from .token import gated_token_kernel, next_weight, project_token_kernel
+from .token import gated_token_kernel, project_token_kernel, weight_of
 
 MAX_WEIGHTS, MAX_TOKENS = 6, 64
 
@@ -64,13 +64,10 @@ def _project_few_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    column = 0
-    tile, w_ptr, rows = tl.program_id(0), w0_ptr, rows0
-    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w1_ptr, rows1, BLOCK_N)
-    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w2_ptr, rows2, BLOCK_N)
-    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w3_ptr, rows3, BLOCK_N)
-    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w4_ptr, rows4, BLOCK_N)
-    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w5_ptr, rows5, BLOCK_N)
+    tile, w_ptr, rows, column = weight_of(
+        tl.program_id(0), w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, rows0, rows1, rows2,
+        rows3, rows4, rows5, BLOCK_N,
+    )  # fmt: skip
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)

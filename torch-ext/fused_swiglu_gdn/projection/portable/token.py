@@ -12,7 +12,7 @@ from ...runtime.primitives import activate
 
 
 @triton.jit
-def next_weight(tile, w_ptr, rows, column, next_ptr, next_rows, BLOCK_N: tl.constexpr):
+def _next_weight(tile, w_ptr, rows, column, next_ptr, next_rows, BLOCK_N: tl.constexpr):
     """Moves on to the next weight if the tile lies past this one."""
     tiles = tl.cdiv(rows, BLOCK_N)
     past = tile >= tiles
@@ -22,6 +22,23 @@ def next_weight(tile, w_ptr, rows, column, next_ptr, next_rows, BLOCK_N: tl.cons
         tl.where(past, next_rows, rows),
         tl.where(past, column + rows, column),
     )
+
+
+@triton.jit
+def weight_of(
+    tile, w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, rows0, rows1, rows2, rows3, rows4, rows5,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """The weight that a tile lies in: the tile's place in it, the weight, its rows, and the column
+    of the result where they begin."""
+    column = 0
+    w_ptr, rows = w0_ptr, rows0
+    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w1_ptr, rows1, BLOCK_N)
+    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w2_ptr, rows2, BLOCK_N)
+    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w3_ptr, rows3, BLOCK_N)
+    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w4_ptr, rows4, BLOCK_N)
+    tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w5_ptr, rows5, BLOCK_N)
+    return tile, w_ptr, rows, column
 
 
 @triton.jit
@@ -72,13 +89,10 @@ def project_token_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    column = 0
-    tile, w_ptr, rows = tl.program_id(0), w0_ptr, rows0
-    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w1_ptr, rows1, BLOCK_N)
-    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w2_ptr, rows2, BLOCK_N)
-    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w3_ptr, rows3, BLOCK_N)
-    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w4_ptr, rows4, BLOCK_N)
-    tile, w_ptr, rows, column = next_weight(tile, w_ptr, rows, column, w5_ptr, rows5, BLOCK_N)
+    tile, w_ptr, rows, column = weight_of(
+        tl.program_id(0), w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, rows0, rows1, rows2,
+        rows3, rows4, rows5, BLOCK_N,
+    )  # fmt: skip
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(offs_n, rows - 1).to(tl.int64)  # past the end the last one, and not stored
     y = _dots(x_ptr, w_ptr + row * K, K, BLOCK_N, BLOCK_K)
