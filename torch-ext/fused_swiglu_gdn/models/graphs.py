@@ -82,24 +82,24 @@ class Step:
     def __call__(self, model: nn.Module, cache: Any, inputs: dict):
         """model(past_key_values=cache, **inputs)."""
         if self.graph is not None:
-            tensors, key = _kind(inputs)
+            tensors, key = _kind(inputs, self.static[0].device)
             if key == self.key and self._holds(cache):  # so what else is asked below is as it was
                 return self._replay(cache, tensors)
         reason = self.reason or why_eager(model, cache, inputs)
         if reason is not None:
             return self._eager(model, cache, inputs, reason)
-        tensors, key = _kind(inputs)
+        device = inputs["input_ids"].device
+        tensors, key = _kind(inputs, device)
         if self.graph is not None:
             self._drop()
         reason = self.reason or why_not_model(model) or why_not_yet(cache)
         if reason is not None:
             return self._eager(model, cache, inputs, reason)
         if key == self.key:
-            return self._capture(model, cache, inputs, Graph(tensors[0][1].device))
+            return self._capture(model, cache, inputs, Graph(device))
         self.key = key
         with rings_begin():
-            graph = Graph(tensors[0][1].device)
-            return graph.run(lambda: model(past_key_values=cache, **inputs))
+            return Graph(device).run(lambda: model(past_key_values=cache, **inputs))
 
     @staticmethod
     def _eager(model: nn.Module, cache: Any, inputs: dict, reason: str):
@@ -156,12 +156,11 @@ class Step:
             self.reason = "what a graph has baked in changed again and again"
 
 
-def _kind(inputs: dict) -> Tuple[list, tuple]:
-    """The tensors among the inputs, and what else tells calls apart."""
+def _kind(inputs: dict, device: torch.device) -> Tuple[list, tuple]:
+    """The tensors among the inputs of a call on a device, and what tells such calls apart."""
     tensors, plain = _parts(inputs)
     facts = tuple([(name, x.shape, x.dtype, x.device) for name, x in tensors])
-    place = Graph.place(tensors[0][1].device) if tensors else None
-    return tensors, (facts, plain, place, torch.is_inference_mode_enabled())
+    return tensors, (facts, plain, Graph.place(device), torch.is_inference_mode_enabled())
 
 
 def _parts(inputs: dict) -> Tuple[list, tuple]:

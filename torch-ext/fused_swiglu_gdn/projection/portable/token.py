@@ -1,8 +1,8 @@
 """The products of one token: each weight goes from memory to registers, past tensor cores.
 
-Nothing is staged in shared memory, as in the kernels around it in a decoding step: a launch that
-needs another split between shared memory and L1 than the one before waits until a multiprocessor
-is empty. Two tiles of a row are on their way while a third is multiplied.
+Nothing is staged in shared memory, as in the kernels around it in a decoding step; among others
+that need it this gains nothing (docs/projection.md). Two tiles of a row are on their way while a
+third is multiplied.
 """
 
 import triton
