@@ -8,7 +8,7 @@ from interpreter import compiled, interpreted, rerun
 reference = submodule("projection.reference")
 
 # weights of Qwen3.5 (qkv, z, b, a), Qwen3-Next (two) and OLMo-Hybrid (six); rows past a tile
-ROWS = [(96, 64, 4, 4), (130, 8), (64, 64, 96, 96, 4, 4), (1,)]
+ROWS = [(96, 64, 4, 4), (130, 8), (64, 64, 96, 96, 4, 4)]
 
 
 def inputs(M, K, rows, dtype, device):
@@ -17,7 +17,7 @@ def inputs(M, K, rows, dtype, device):
     return x, [torch.randn(n, K, device=device, dtype=dtype) * K**-0.5 for n in rows]
 
 
-def check(dtype, device):
+def check(dtype, device, monkeypatch):
     portable = submodule("projection.portable.project")
     for rows in ROWS:
         for M in (1, 5, 16, 33, 64):
@@ -31,11 +31,18 @@ def check(dtype, device):
             z = portable.project_fwd(x, weights, activation)
             ref = reference.project_fwd(x.double(), [w.double() for w in weights], activation)
             assert_close(z, ref)
+    for K, rows, parts in ((64, 1, 1), (192, 70, 3), (448, 130, 3), (576, 64, 5)):
+        monkeypatch.setattr(portable, "parts_of_k", lambda x, weight, parts=parts: parts)
+        for M in (1, 5, 64):
+            x, weights = inputs(M, K, (rows,), dtype, device)
+            assert portable.supports_project_fwd(x, weights, None) == (M == 1 or parts > 1)
+            y = portable.Projection(None, x, *weights)(x, *weights)
+            assert_close(y, reference.project_fwd(x.double(), [w.double() for w in weights], None))
 
 
 @interpreted
-def test_values_interpreted():
-    check(torch.float16, "cpu")
+def test_values_interpreted(monkeypatch):
+    check(torch.float16, "cpu", monkeypatch)
 
 
 @compiled
@@ -46,8 +53,28 @@ def test_in_the_interpreter():
 @pytest.mark.gpu
 @compiled
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_on_a_gpu(dtype):
-    check(dtype, "cuda")
+def test_on_a_gpu(dtype, monkeypatch):
+    check(dtype, "cuda", monkeypatch)
+
+
+@pytest.mark.gpu
+@compiled
+def test_parts_of_one_weight():
+    """As many programs as the GPU has processors; the same bits in every run."""
+    portable = submodule("projection.portable.project")
+    processors = torch.cuda.get_device_properties(0).multi_processor_count
+    for M, K, rows in ((2, 2048, 512), (64, 4096, 2560), (17, 9216, 2560), (64, 1024, 64)):
+        x, weights = inputs(M, K, (rows,), torch.bfloat16, "cuda")
+        parts = portable.parts_of_k(x, *weights)
+        if not submodule("runtime.device").overlaps_launches(x.device):
+            assert parts == 1
+            continue
+        assert parts == min(processors // -(-rows // 64), K // 512) > 1
+        y = portable.project_fwd(x, weights, None)
+        assert_close(y, reference.project_fwd(x.double(), [w.double() for w in weights], None))
+        assert all(torch.equal(y, portable.project_fwd(x, weights, None)) for _ in range(3))
+    x, weights = inputs(8, 4096, (16384,), torch.bfloat16, "cuda")
+    assert not portable.supports_project_fwd(x, weights, None)  # fills the GPU without
 
 
 @compiled
@@ -79,17 +106,17 @@ def test_without_a_kernel_the_modules_are_called(kernel):
 
 @pytest.mark.gpu
 @compiled
-def test_the_mlp_of_one_token(kernel):
-    """Both products without biases, as a decoding step has them; else what serves any MLP."""
+def test_the_mlp_of_few_tokens(kernel):
+    """Products without biases, as a decoding step has them; else what serves any MLP."""
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     dispatch, seen = submodule("runtime.dispatch"), {}
     for bias in (False, True):
-        config = llama.LlamaConfig(hidden_size=256, intermediate_size=576, mlp_bias=bias)
+        config = llama.LlamaConfig(hidden_size=256, intermediate_size=1088, mlp_bias=bias)
         mlp = llama.LlamaMLP(config).to("cuda", torch.bfloat16)
         exact = llama.LlamaMLP(config).to("cuda", torch.float64)
         exact.load_state_dict(mlp.state_dict())
         assert kernel.kernelize(mlp).served
-        for rows in (1, 2):
+        for rows in (1, 2, 65):
             x = torch.randn(1, rows, 256, device="cuda", dtype=torch.bfloat16)
             with torch.no_grad(), dispatch.served() as seen[bias, rows]:
                 y = mlp(x)
@@ -99,4 +126,7 @@ def test_the_mlp_of_one_token(kernel):
                 assert_close(y, exact(x.double()))
                 assert_close(mlp(x[0, 0]), exact(x[0, 0].double()))  # [K]
     assert seen[False, 1].keys() == {"project_fwd"}
-    assert all("project_fwd" not in seen[key] for key in seen if key != (False, 1))
+    if submodule("runtime.device").overlaps_launches(x.device):
+        assert seen[False, 2].keys() == {"swiglu_fwd", "project_fwd"}
+    few = ((False, 1), (False, 2))
+    assert all("project_fwd" not in seen[key] for key in seen if key not in few)

@@ -526,7 +526,9 @@ calls(_convolution_update, "gdn_layer convolution update", {
 calls(_prologue, "gdn_layer prologue", {"": {}, "packed": dict(packed=two)})
 calls(_layer_decode, "gdn_layer decode", {"": {}, "batch 64": dict(B=64)})
 calls(_projections, "projection", {
-    "1 token": {}, "4 tokens": dict(B=4), "gated": dict(rows=(6144, 6144), activation="silu"),
+    "1 token": {}, "4 tokens": dict(B=4), "4 tokens, one weight": dict(B=4, rows=(2048,)),
+    "64 tokens, one weight": dict(B=64, K=9216, rows=(2560,)),
+    "gated": dict(rows=(6144, 6144), activation="silu"),
 })  # fmt: skip
 for D in (64, 128, 256):
     calls(_norm, f"gdn_layer norm, {D} channels", {"": {}, "gradient": dict(grad=True)}, D=D)

@@ -5,7 +5,7 @@ from typing import List
 import torch
 from torch import nn
 
-from ..projection.project import project
+from ..projection.project import few_tokens, project
 from ..runtime import dispatch
 from .plain import parameters_of
 from .untouched import untouched
@@ -28,6 +28,5 @@ def projections(x: torch.Tensor, *linears: nn.Module) -> List[torch.Tensor]:
 
 
 def projected(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """linear(x) of x [B, T, K]; one token in one launch, where cuBLAS splits K and adds up in
-    another, for as much of the GPU's time and less of the host's."""
-    return projections(x, linear)[0] if x.shape[0] * x.shape[1] == 1 else linear(x)
+    """linear(x) of x [B, T, K]; of a few tokens by launches that begin as the one before ends."""
+    return projections(x, linear)[0] if few_tokens(x) else linear(x)

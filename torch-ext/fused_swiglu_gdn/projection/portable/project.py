@@ -2,7 +2,8 @@
 
 A decoding step reads each weight once, so its time is that of memory; separate products pay a
 launch each, and the small ones little else. The weights stay where they are. One token is for
-portable/token.py, several are a product on tensor cores.
+portable/token.py, several are a product on tensor cores. A single weight of few rows has too few
+tiles for a whole GPU: parts of K are then programs of their own, added up by a second launch.
 
 Sizes: M tokens, K model width, N rows of all weights together.
 """
@@ -30,9 +31,28 @@ def supports_project_fwd(x, weights, activation) -> bool:
         alike = [w.shape for w in weights] == [weights[0].shape] * 2
         if activation == "gelu" or x.shape[0] != 1 or not alike:
             return False
+    if len(weights) == 1 and x.shape[0] > 1 and parts_of_k(x, weights[0]) < 2:
+        return False  # cuBLAS takes no longer
     dense = all(w.stride() == (w.shape[1], 1) and w.data_ptr() % 16 == 0 for w in weights)
     fits = 0 < x.shape[0] <= MAX_TOKENS and x.shape[1] % 64 == 0
     return dense and fits and x.stride(1) == 1
+
+
+def parts_of_k(x, weight) -> int:
+    """Into how many parts the product of several tokens with one weight is cut, to fill the GPU.
+
+    It is cut on Hopper and later, where the launch that adds up the parts waits on the GPU.
+    """
+    if not device.overlaps_launches(x.device):
+        return 1
+    BLOCK_N, BLOCK_K = _split_tiles(x.device)
+    tiles, steps = triton.cdiv(weight.shape[0], BLOCK_N), weight.shape[1] // BLOCK_K
+    return min(device.multiprocessor_count(x.device.index) // max(tiles, 1), steps // 8)
+
+
+def _split_tiles(where: torch.device) -> tuple:
+    config = tuning.lookup("portable_project_split", where)
+    return config["BLOCK_N"], config["BLOCK_K"]
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -44,7 +64,7 @@ def _project_few_kernel(
     w3_ptr,  # [rows3, K]
     w4_ptr,  # [rows4, K]
     w5_ptr,  # [rows5, K]
-    y_ptr,  # [M, N]
+    y_ptr,  # [M, N], or [PARTS, M, N] fp32
     M,
     N,
     K,
@@ -58,9 +78,11 @@ def _project_few_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,  # the next launch may begin before this one has ended
 ):
-    """y = x [W_0; W_1; ...]^T; a program makes the columns [BLOCK_M, BLOCK_N] of one weight."""
+    """y = x [W_0; W_1; ...]^T; a program makes the columns [BLOCK_M, BLOCK_N] of one weight, from
+    its part of K."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -71,6 +93,13 @@ def _project_few_kernel(
     offs_m = tl.arange(0, BLOCK_M)
     offs_n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     offs_k = tl.arange(0, BLOCK_K)
+    first, last = 0, K
+    if PARTS > 1:
+        step = tl.cdiv(K // BLOCK_K, PARTS) * BLOCK_K
+        first = tl.program_id(1) * step
+        last = tl.minimum(first + step, K)
+        offs_k += first
+        y_ptr += tl.program_id(1).to(tl.int64) * M * N
     # weight rows past the end read the last one, and nothing of them is stored; tokens past the end
     # are not read, for all programs would read the last one at once
     mask_m = (offs_m < M)[:, None]
@@ -78,7 +107,7 @@ def _project_few_kernel(
     w_row = tl.minimum(offs_n, rows - 1).to(tl.int64)
     w_ptrs = w_ptr + w_row[None, :] * K + offs_k[:, None]
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for _ in range(0, K, BLOCK_K):
+    for _ in range(first, last, BLOCK_K):
         x = tl.load(x_ptrs, mask=mask_m, other=0.0)  # [BLOCK_M, BLOCK_K]
         w = tl.load(w_ptrs, eviction_policy="evict_first")  # [BLOCK_K, BLOCK_N]
         acc = tl.dot(x, w, acc)
@@ -89,42 +118,78 @@ def _project_few_kernel(
     tl.store(y_ptr + offs_y, y, mask=mask_m & (offs_n < rows)[None, :])
 
 
+@triton.jit
+def _add_parts_kernel(
+    parts_ptr,  # [PARTS, size] fp32
+    y_ptr,  # [size]
+    size,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,  # as above
+):
+    """y = sum of the parts, in their order."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    offs = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    y = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        y += tl.load(parts_ptr + part * size + offs, mask=offs < size, other=0.0)
+    tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=offs < size)
+
+
 class Projection:
     """The products of all calls of a kind: the facts of x [M, K] and of the weights [N_i, K]."""
 
-    __slots__ = ("kernel", "device", "dtype", "width", "missing")
+    __slots__ = ("kernel", "device", "dtype", "width", "missing", "parts", "add")
 
     def __init__(self, activation, x, *weights):
         (M, K), rows = x.shape, [w.shape[0] for w in weights]
         self.device, self.dtype = x.device, x.dtype
         self.width = sum(rows) if activation is None else rows[0]
         self.missing = MAX_WEIGHTS - len(weights) if activation is None else 0
+        self.parts = parts_of_k(x, weights[0]) if M > 1 and len(weights) == 1 else 1
         pdl, rows = device.overlaps_launches(x.device), (*rows, *(0,) * self.missing)
-        name = "portable_project_token" if M == 1 else "portable_project"
-        options = dict(tuning.lookup(name, x.device, M=M, N=sum(rows), K=K))
+        if self.parts > 1:
+            options = dict(tuning.lookup("portable_project_split", x.device))
+        else:
+            name = "portable_project_token" if M == 1 else "portable_project"
+            options = dict(tuning.lookup(name, x.device, M=M, N=sum(rows), K=K))
         BLOCK_N, BLOCK_K = options.pop("BLOCK_N"), options.pop("BLOCK_K")
         if activation is not None:
             pairs = max(1, BLOCK_N // 2)  # of rows that a program takes
-            kernel, numbers, blocks = gated_token_kernel, (K, rows[0]), (activation, pairs)
+            kernel, numbers, constexprs = gated_token_kernel, (K, rows[0]), (activation, pairs)
             grid = -(-rows[0] // pairs)
         else:
             grid = sum(-(-n // BLOCK_N) for n in rows)
-            kernel, numbers, blocks = project_token_kernel, (K, *rows), (BLOCK_N,)
+            kernel, numbers, constexprs = project_token_kernel, (K, *rows), (BLOCK_N,)
+        constexprs += (BLOCK_K,)
         if M > 1:
-            BLOCK_K = math.gcd(BLOCK_K, K)  # nothing past a row's end is read
             kernel, numbers = _project_few_kernel, (M, self.width, K, x.stride(0), *rows)
-            blocks = (max(16, triton.next_power_of_2(M)), BLOCK_N)  # all tokens are in one tile
-        if pdl:
-            options["launch_pdl"] = True
+            # all tokens are in one tile; nothing past a row's end is read
+            BLOCK_M, BLOCK_K = max(16, triton.next_power_of_2(M)), math.gcd(BLOCK_K, K)
+            grid, constexprs = (grid, self.parts), (BLOCK_M, BLOCK_N, BLOCK_K, self.parts)
+        early = (("launch_pdl", True),) if pdl else ()
         self.kernel = Launch(
-            kernel, grid, x.device, numbers=numbers, constexprs=(*blocks, BLOCK_K, pdl),
-            options=tuple(options.items()), guarded=True,
+            kernel, grid, x.device, numbers=numbers, constexprs=(*constexprs, pdl),
+            options=(*options.items(), *early), guarded=True,
         )  # fmt: skip
+        if self.parts > 1:
+            self.add = Launch(
+                _add_parts_kernel, triton.cdiv(M * self.width, 1024), x.device,
+                numbers=(M * self.width,), constexprs=(self.parts, 1024, pdl), options=early,
+                guarded=True,
+            )  # fmt: skip
 
     def __call__(self, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         """x [..., K] with M rows in all -> [..., N]."""
         y = torch.empty((*x.shape[:-1], self.width), dtype=self.dtype, device=self.device)
-        self.kernel(x, *weights, *weights[:1] * self.missing, y)
+        if self.parts == 1:
+            self.kernel(x, *weights, *weights[:1] * self.missing, y)
+            return y
+        parts = torch.empty((self.parts, y.numel()), dtype=torch.float32, device=self.device)
+        self.kernel(x, *weights, *weights[:1] * self.missing, parts)
+        self.add(parts, y)
         return y
 
 
