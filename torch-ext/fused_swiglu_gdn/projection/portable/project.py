@@ -31,6 +31,8 @@ def supports_project_fwd(x, weights, activation) -> bool:
         alike = [w.shape for w in weights] == [weights[0].shape] * 2
         if activation == "gelu" or x.shape[0] != 1 or not alike:
             return False
+        if device.is_gpu(x.device) and not device.takes_ptx(x.device):
+            return False  # Triton does not compile its pointers for AMD GPUs
     if len(weights) == 1 and x.shape[0] > 1 and parts_of_k(x, weights[0]) < 2:
         return False  # cuBLAS takes no longer
     dense = all(w.stride() == (w.shape[1], 1) and w.data_ptr() % 16 == 0 for w in weights)
@@ -45,14 +47,9 @@ def parts_of_k(x, weight) -> int:
     """
     if not device.overlaps_launches(x.device):
         return 1
-    BLOCK_N, BLOCK_K = _split_tiles(x.device)
-    tiles, steps = triton.cdiv(weight.shape[0], BLOCK_N), weight.shape[1] // BLOCK_K
-    return min(device.multiprocessor_count(x.device.index) // max(tiles, 1), steps // 8)
-
-
-def _split_tiles(where: torch.device) -> tuple:
-    config = tuning.lookup("portable_project_split", where)
-    return config["BLOCK_N"], config["BLOCK_K"]
+    BLOCK_N = tuning.lookup("portable_project_split", x.device, M=x.shape[0])["BLOCK_N"]
+    tiles, most = triton.cdiv(weight.shape[0], BLOCK_N), weight.shape[1] // 512
+    return min(device.multiprocessor_count(x.device.index) // max(tiles, 1), most)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -151,7 +148,7 @@ class Projection:
         self.parts = parts_of_k(x, weights[0]) if M > 1 and len(weights) == 1 else 1
         pdl, rows = device.overlaps_launches(x.device), (*rows, *(0,) * self.missing)
         if self.parts > 1:
-            options = dict(tuning.lookup("portable_project_split", x.device))
+            options = dict(tuning.lookup("portable_project_split", x.device, M=M))
         else:
             name = "portable_project_token" if M == 1 else "portable_project"
             options = dict(tuning.lookup(name, x.device, M=M, N=sum(rows), K=K))
