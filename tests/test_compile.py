@@ -2,6 +2,10 @@
 (wrong code of ptxas, tools/wgmma_descriptors.py), nothing spilled but what SPILLS allows, no
 product of wgmma serialized (ptxas's C7510 to C7519, which cost a third of the speed)."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 from interpreter import INTERPRETING, compiled
 
@@ -98,3 +102,14 @@ def test_a_kernel_is_taken_apart_once(monkeypatch):
     assert first.hgmma and first.registers
     monkeypatch.setattr(compile_all, "_run", None)
     assert compile_all.compile_one(call, "sm_90", record) == first
+
+
+@compiled
+def test_amd(tmp_path):
+    """For a chip that Triton compiles differently: SwiGLU and few tokens' products."""
+    for call in ("swiglu forward, M 64", "projection"):
+        out = tmp_path / "rows.json"
+        tool = [sys.executable, compile_all.__file__, "--chip", "gfx942"]
+        subprocess.run([*tool, "--call", call, "--json", out], check=True, capture_output=True)
+        rows = json.loads(out.read_text())["rows"]
+        assert rows and not [row for row in rows if row["error"] or row["spills"]]

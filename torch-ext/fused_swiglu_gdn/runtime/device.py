@@ -100,6 +100,10 @@ def takes_ptx(device: torch.device) -> bool:
     return is_gpu(device) and _is_at_least(device.index, 8)
 
 
+def is_amd(device: torch.device) -> bool:
+    return is_gpu(device) and capability(device.index) is None
+
+
 def overlaps_launches(device: torch.device) -> bool:
     """Whether a launch may begin before the one that it follows has ended (Hopper and later).
 

@@ -91,3 +91,16 @@ def grouped_tile(tile, tiles_m, tiles_n, group):
     first = (tile // per_group) * group
     rows = min(tiles_m - first, group)
     return first + (tile % per_group) % rows, (tile % per_group) // rows
+
+
+@triton.jit
+def either(first, first_ptr, second_ptr, NUMBERS: tl.constexpr):
+    """first_ptr where `first` holds, else second_ptr.
+
+    NUMBERS: choose addresses: Triton's compiler for AMD GPUs fails at a choice of pointers.
+    """
+    if NUMBERS:
+        chosen = tl.where(first, first_ptr.to(tl.int64), second_ptr.to(tl.int64))
+        return chosen.to(first_ptr.dtype)
+    else:
+        return tl.where(first, first_ptr, second_ptr)

@@ -31,8 +31,6 @@ def supports_project_fwd(x, weights, activation) -> bool:
         alike = [w.shape for w in weights] == [weights[0].shape] * 2
         if activation == "gelu" or x.shape[0] != 1 or not alike:
             return False
-        if device.is_gpu(x.device) and not device.takes_ptx(x.device):
-            return False  # Triton does not compile its pointers for AMD GPUs
     if len(weights) == 1 and x.shape[0] > 1 and parts_of_k(x, weights[0]) < 2:
         return False  # cuBLAS takes no longer
     dense = all(w.stride() == (w.shape[1], 1) and w.data_ptr() % 16 == 0 for w in weights)
@@ -160,7 +158,7 @@ class Projection:
         else:
             grid = sum(-(-n // BLOCK_N) for n in rows)
             kernel, numbers, constexprs = project_token_kernel, (K, *rows), (BLOCK_N,)
-        constexprs += (BLOCK_K,)
+        constexprs += (BLOCK_K,) if activation is None else (BLOCK_K, device.is_amd(x.device))
         if M > 1:
             kernel, numbers = _project_few_kernel, (M, self.width, K, x.stride(0), *rows)
             # all tokens are in one tile; nothing past a row's end is read

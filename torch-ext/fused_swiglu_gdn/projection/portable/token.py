@@ -8,7 +8,7 @@ third is multiplied.
 import triton
 import triton.language as tl
 
-from ...runtime.primitives import activate
+from ...runtime.primitives import activate, either
 
 
 @triton.jit
@@ -110,6 +110,7 @@ def gated_token_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AMD: tl.constexpr,
     PDL: tl.constexpr,  # as above
 ):
     """z = act(W_gate x) * (W_up x); a program makes BLOCK_N numbers.
@@ -121,7 +122,7 @@ def gated_token_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     pair = tl.arange(0, 2 * BLOCK_N)
     row = tl.minimum(tl.program_id(0) * BLOCK_N + pair // 2, N - 1).to(tl.int64)
-    w_ptr = tl.where(pair % 2 == 0, w_gate_ptr, w_up_ptr)
+    w_ptr = either(pair % 2 == 0, w_gate_ptr, w_up_ptr, AMD)
     products = _dots(x_ptr, w_ptr + row * K, K, 2 * BLOCK_N, BLOCK_K)
     gate, up = tl.split(tl.reshape(products, (BLOCK_N, 2)))
     z = activate(gate, ACTIVATION) * up

@@ -14,7 +14,7 @@ import triton.language as tl
 from ...runtime import device, tuning
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
-from ...runtime.primitives import activate, grouped_tile
+from ...runtime.primitives import activate, either, grouped_tile
 from .gate import gate_fwd
 
 FAR = 2**23  # 128 rows this far apart still fit 32-bit offsets
@@ -45,6 +45,7 @@ def _swiglu_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
+    AMD: tl.constexpr,
     PDL: tl.constexpr,  # the next launch may begin before this one has ended
 ):
     """z = act(x Wg^T + bg) * (x Wu^T + bu); a program makes one [BLOCK_M, BLOCK_N] tile.
@@ -65,7 +66,7 @@ def _swiglu_fwd_kernel(
     # 64-bit addresses of the tile, 32-bit offsets in it. Rows past the end of the weights read the
     # last row, those of x nothing: one token 16 times would be a hot line that all programs want
     x_ptr += row * stride_x
-    w_ptr = tl.where(pair % 2 == 0, w_gate_ptr, w_up_ptr) + column * stride_n  # [2 BLOCK_N]
+    w_ptr = either(pair % 2 == 0, w_gate_ptr, w_up_ptr, AMD) + column * stride_n  # [2 BLOCK_N]
     mask_m = row + offs_m < M
     rows_w = tl.minimum(pair // 2, N - 1 - column.to(tl.int32))
     offs_x = offs_m[:, None] * stride_x + offs_k[None, :]  # [BLOCK_M, BLOCK_K]
@@ -103,7 +104,8 @@ def _plan(
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
     blocks = tuple(config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
     pdl = device.overlaps_launches(where)
-    constexprs = (activation, "ieee", K % config["BLOCK_K"] == 0, *blocks, pdl)
+    even_k = K % config["BLOCK_K"] == 0
+    constexprs = (activation, "ieee", even_k, *blocks, device.is_amd(where), pdl)
     options = tuple((name, config[name]) for name in ("num_warps", "num_stages"))
     if pdl:
         options += (("launch_pdl", True),)
