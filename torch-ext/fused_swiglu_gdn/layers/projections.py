@@ -5,7 +5,7 @@ from typing import List
 import torch
 from torch import nn
 
-from ..projection.project import few_tokens, project
+from ..projection.project import project
 from ..runtime import dispatch
 from .plain import parameters_of
 from .untouched import untouched
@@ -29,4 +29,4 @@ def projections(x: torch.Tensor, *linears: nn.Module) -> List[torch.Tensor]:
 
 def projected(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """linear(x) of x [B, T, K]; of a few tokens by launches that begin as the one before ends."""
-    return projections(x, linear)[0] if few_tokens(x) else linear(x)
+    return projections(x, linear)[0] if x.shape[0] * x.shape[1] <= 64 else linear(x)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..projection.project import few_tokens, mlp_of_a_token, project
+from ..projection.project import mlp_of_a_token, project
 from ..runtime import dispatch
 from ..runtime.checks import FLOATING
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
@@ -134,14 +134,15 @@ def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tenso
             w_down, b_down = plain
             if not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
                 biased = b_gate is not None or b_up is not None or b_down is not None
-                few = not biased and bool(x.shape) and few_tokens(x)
-                if few and name != "gelu" and x.numel() == x.shape[-1]:
+                y = None
+                if not biased and name != "gelu" and x.shape and x.numel() == x.shape[-1]:
                     y = mlp_of_a_token(x, w_gate, w_up, w_down, name)
-                    if y is not None:
-                        return y
-                z = fused_swiglu(x, *found, activation=name)
-                y = project(z, [w_down]) if few else None
-                return F.linear(z, w_down, b_down) if y is None else y[0]
+                if y is None:
+                    z = fused_swiglu(x, *found, activation=name)
+                    few = not biased and z.ndim and z.numel() <= 64 * z.shape[-1]
+                    products = project(z, [w_down]) if few else None
+                    y = products[0] if products else F.linear(z, w_down, b_down)
+                return y
             return fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation=name)
         if down is None or roles.casts or not same_dtype(x, *found):
             return None

@@ -10,11 +10,6 @@ from ..runtime.cache import CallCache, undisturbed
 from . import ops
 
 
-def few_tokens(x: Tensor) -> bool:
-    """Whether x [..., K] may have few enough tokens for `project`."""
-    return x.numel() <= 64 * x.shape[-1]
-
-
 def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
     """x @ w.T for each weight, in one launch, or None where that is no gain or not possible.
 

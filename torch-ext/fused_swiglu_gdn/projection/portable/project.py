@@ -45,9 +45,18 @@ def parts_of_k(x, weight) -> int:
     """
     if not device.overlaps_launches(x.device):
         return 1
-    BLOCK_N = tuning.lookup("portable_project_split", x.device, M=x.shape[0])["BLOCK_N"]
+    BLOCK_N = _split_config(x)["BLOCK_N"]
     tiles, most = triton.cdiv(weight.shape[0], BLOCK_N), weight.shape[1] // 512
     return min(device.multiprocessor_count(x.device.index) // max(tiles, 1), most)
+
+
+def _split_config(x) -> dict:
+    return tuning.lookup("portable_project_split", x.device, M=_tile_of_parts(x.shape[0]))
+
+
+def _tile_of_parts(M: int) -> int:
+    """Rows of a tile for M tokens: 64 for wgmma, which 32 tokens take as well (H200)."""
+    return 16 if M <= 16 else 64
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -146,7 +155,7 @@ class Projection:
         self.parts = parts_of_k(x, weights[0]) if M > 1 and len(weights) == 1 else 1
         pdl, rows = device.overlaps_launches(x.device), (*rows, *(0,) * self.missing)
         if self.parts > 1:
-            options = dict(tuning.lookup("portable_project_split", x.device, M=M))
+            options = dict(_split_config(x))
         else:
             name = "portable_project_token" if M == 1 else "portable_project"
             options = dict(tuning.lookup(name, x.device, M=M, N=sum(rows), K=K))
@@ -163,6 +172,8 @@ class Projection:
             kernel, numbers = _project_few_kernel, (M, self.width, K, x.stride(0), *rows)
             # all tokens are in one tile; nothing past a row's end is read
             BLOCK_M, BLOCK_K = max(16, triton.next_power_of_2(M)), math.gcd(BLOCK_K, K)
+            if self.parts > 1:
+                BLOCK_M = _tile_of_parts(M)
             grid, constexprs = (grid, self.parts), (BLOCK_M, BLOCK_N, BLOCK_K, self.parts)
         early = (("launch_pdl", True),) if pdl else ()
         self.kernel = Launch(

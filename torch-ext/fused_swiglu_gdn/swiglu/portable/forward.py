@@ -46,16 +46,12 @@ def _swiglu_fwd_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
     AMD: tl.constexpr,
-    PDL: tl.constexpr,  # the next launch may begin before this one has ended
 ):
     """z = act(x Wg^T + bg) * (x Wu^T + bu); a program makes one [BLOCK_M, BLOCK_N] tile.
 
     Gate and up rows alternate in one operand, so one product makes both and a thread holds the two
     of a pair side by side: splitting them moves nothing.
     """
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     pid_m, pid_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     row = (pid_m * BLOCK_M).to(tl.int64)
     column = (pid_n * BLOCK_N).to(tl.int64)
@@ -103,12 +99,9 @@ def _plan(
     config = tuning.lookup("portable_swiglu_fwd", where, M=M, N=N, K=K)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
     blocks = tuple(config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
-    pdl = device.overlaps_launches(where)
     even_k = K % config["BLOCK_K"] == 0
-    constexprs = (activation, "ieee", even_k, *blocks, device.is_amd(where), pdl)
+    constexprs = (activation, "ieee", even_k, *blocks, device.is_amd(where))
     options = tuple((name, config[name]) for name in ("num_warps", "num_stages"))
-    if pdl:
-        options += (("launch_pdl", True),)
     return Launch(
         _swiglu_fwd_kernel, tiles, where, numbers=(M, N, K, stride_x, *strides),
         constexprs=constexprs, options=options,
