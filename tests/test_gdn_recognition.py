@@ -197,6 +197,18 @@ def test_a_forward_of_the_class_that_is_patched_later_counts(kernel, monkeypatch
 
 
 @every_family
+def test_a_patch_counts_after_another_model_was_looked_at(kernel, monkeypatch, name):
+    """Which is left alone for it, while the first one is served."""
+    model, other = random_model(name), random_model(name)
+    assert reason_of(kernel.kernelize(model), model) is None
+    kind = type(gdn_of(model)).__mro__[2]
+    monkeypatch.setattr(kind, "forward", wraps(kind.forward))
+    ref = in_use(model)
+    assert "not that of transformers" in reason_of(kernel.kernelize(other), other)
+    assert difference(in_use(model), ref) < 1e-4
+
+
+@every_family
 def test_methods_of_the_layer_alone_that_come_later_count(kernel, name):
     """Those that the forward calls: Qwen3-Next has one."""
     model = random_model(name)

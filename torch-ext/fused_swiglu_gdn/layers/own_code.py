@@ -173,8 +173,11 @@ _found: Dict[type, OwnCode] = {}
 
 
 def own_code(kind: type) -> OwnCode:
-    """The forward of a class of transformers' models. Raises NotOwn, which says why it is not."""
-    _found.pop(kind, None)
+    """The forward of a class of transformers' models. Raises NotOwn, which says why it is not.
+
+    What an earlier look found is then kept: modules that are served since go by it, and it says
+    that the class is patched.
+    """
     found = _found[kind] = _look_at(kind)
     return found
 
