@@ -327,6 +327,23 @@ def test_a_class_that_is_patched_in_place(kernel, graph, device, monkeypatch):
     assert (graph.captures, graph.replays) == (2, 8)
 
 
+@pytest.mark.parametrize("part", ["mlp.up_proj", "embed_tokens"])
+@on_every_device
+def test_another_forward_in_place_of_one_on_the_module(kernel, graph, device, part):
+    """Of a linear layer and of an embedding, whose attributes are else not looked at."""
+    loops = Loops(kernel, tiny("llama", device, attn_implementation="sdpa"))
+    for factor in (1.5, 0.5):
+
+        def patch(model, cache, factor=factor):
+            owner = model.model if part == "embed_tokens" else first(model)
+            module = owner.get_submodule(part)
+            module.forward = lambda x: type(module).forward(module, x) * factor
+
+        loops.change(patch)
+        loops.steps()
+    assert (graph.captures, graph.replays) == (2, 8)
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "qwen3_5_moe_text"])
 @on_every_device
 def test_kernelize_and_restore_between_steps(kernel, graph, device, name):

@@ -18,7 +18,7 @@ from .serving import HOOK
 
 PLAIN = (bool, int, float, str)
 COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which Python counts
-# of which a call reads parameters and hooks alone
+# of which a call reads parameters and hooks alone, unless one has a forward of its own
 LEAVES = (nn.Linear, nn.Embedding)
 
 TORCHS = set(nn.Module().__dict__) - {"training"}  # attributes of every module
@@ -90,7 +90,7 @@ class ModelWatch:
         self.own, self.held = [], []  # of modules: (function that reads what torch's have not, of)
         for kind, attributes in zip(self.kinds, self.all):
             tables += _inner(attributes)
-            if kind in LEAVES:
+            if kind in LEAVES and "forward" not in attributes:
                 continue
             lists += [x for x in attributes.values() if isinstance(x, list)]
             names = [name for name in attributes if name not in TORCHS]
