@@ -4,7 +4,9 @@ two GPUs, and with gloo on the CPU."""
 
 import contextlib
 import datetime
+import gc
 import json
+import weakref
 from pathlib import Path
 
 import pytest
@@ -172,6 +174,30 @@ def test_weights_of_zero_3_are_left_alone(kernel, monkeypatch):
         assert {row.reason for row in report.left} == {"is partitioned by ZeRO-3"}
         with submodule("runtime.dispatch").force("reference"):
             assert not kernel.kernelize(random_model(name)).left
+
+
+def test_sharded_models_are_freed_and_moved(kernel, tmp_path):
+    """What is remembered of their MLPs neither keeps them alive nor stands in torch's way."""
+    parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        model = parallel.apply_tensor_parallelism(random_model("llama").eval(), mesh)
+        assert kernel.kernelize(model).served
+        ids, dispatch = tokens(1, 5), submodule("runtime.dispatch")
+        with torch.no_grad(), dispatch.force("reference"):
+            before = model(ids).logits
+            with dispatch.served() as record:
+                again = model.double()(ids).logits
+        assert "swiglu_fwd" in record and again.dtype == torch.float64
+        assert relative_error(before, again) < 1e-5
+        mlp = weakref.ref(model.model.layers[0].mlp)
+        gate = weakref.ref(mlp().gate_proj)
+        del model
+        gc.collect()
+        assert mlp() is None and gate() is None
+    finally:
+        dist.destroy_process_group()
 
 
 @compiled

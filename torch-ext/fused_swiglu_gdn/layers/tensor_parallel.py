@@ -9,7 +9,7 @@ What they are is told by those placements alone.
 import operator
 from types import FunctionType
 from typing import NamedTuple, Optional, Tuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -47,7 +47,9 @@ class Shards(NamedTuple):
 
 HIDDEN = {"weight", "bias", "_call_impl"}  # attributes that would stand before the module's own
 
-_found: WeakKeyDictionary = WeakKeyDictionary()  # by gate: what was looked at, and its Shards
+# by gate: the forwards that were looked at, the parameters, and its Shards. A forward holds its
+# module, which would never be freed; of parameters torch moves none that has a weak reference
+_found: WeakKeyDictionary = WeakKeyDictionary()
 
 
 def shards(gate: object, up: object, down: object) -> Optional[Shards]:
@@ -57,16 +59,17 @@ def shards(gate: object, up: object, down: object) -> Optional[Shards]:
         return None
     if any(not HIDDEN.isdisjoint(module.__dict__) for module in modules):
         return None
-    facts = [
-        x for m in modules
-        for x in (m.__dict__.get("forward"), m._parameters.get("weight"), m._parameters.get("bias"))
-    ]  # fmt: skip
-    known, found = _found.get(gate, ((), None))
-    if len(known) == len(facts) and all(map(operator.is_, known, facts)):
-        return found
+    forwards = [module.__dict__.get("forward") for module in modules]
+    if None in forwards:
+        return None
+    parameters = [module._parameters.get(name) for module in modules for name in ("weight", "bias")]
+    references, known, found = _found.get(gate, ((), (), None))
+    if found is not None and all(map(operator.is_, known, parameters)):
+        if all([old() is forward for old, forward in zip(references, forwards)]):
+            return found
     found = _shards(gate, up, down)
     if found is not None:
-        _found[gate] = facts, found
+        _found[gate] = list(map(ref, forwards)), parameters, found
     return found
 
 
