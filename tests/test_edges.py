@@ -238,6 +238,41 @@ def test_autograd_notices_what_kernels_write(kernel, monkeypatch):
         o.sum().backward()
 
 
+@interpreted
+@pytest.mark.parametrize("name", ["fused_qk_norm_rope", "decode_step"])
+def test_autograd_notices_what_layers_write(kernel, monkeypatch, name):
+    """The caches of attention and the states of a GDN layer: a loss that was computed from them
+    before a token was decoded has no gradient after it."""
+    dispatch = submodule("runtime.dispatch")
+    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
+    q, k, v, z = torch.randn(4, 2, 1, 2, 16).unbind(0)
+    if name == "decode_step":
+        gates, states = torch.randn(2, 2, 1, 2).unbind(0), [torch.zeros(2, 96, 4)]
+        states.append(torch.zeros(2, 2, 16, 16))
+        rest = [torch.randn(96, 4), None, "silu", *torch.zeros(2, 2).unbind(0), torch.ones(16)]
+        step = submodule("gdn_layer.fused").decode_step
+
+        def call():
+            step(q, k, v, z, *gates, *states, *rest, 1e-6)
+    else:
+        states = [torch.zeros(2, 2, 5, 16), torch.zeros(2, 2, 5, 16)]
+        angles, place = torch.randn(2, 2, 1, 16).unbind(0), torch.tensor(1)
+        caches = {"key_cache": states[0], "value_cache": states[1], "cache_position": place}
+
+        def call():
+            kernel.fused_qk_norm_rope(q, k, *angles, v=v, **caches)
+
+    for _ in range(2):  # by what is remembered of a call, too
+        for state in states:
+            scale = torch.ones(state.shape, requires_grad=True)
+            loss = (scale * state.zero_()).sum()
+            with torch.no_grad():
+                call()
+            assert state.any()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                loss.backward()
+
+
 class Watch(TorchDispatchMode):
     """Writes down the operators that it sees."""
 

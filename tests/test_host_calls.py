@@ -19,10 +19,10 @@ MOST = {
     "decode": 9,  # two of them let autograd notice what was written
     "swiglu, M=1": 9,
     "swiglu, M=512": 12,
-    "layer": 8,
+    "layer": 9,  # here, too
     "norm": 9,
     "gate": 9,
-    "rotary and cache": 7,
+    "rotary and cache": 9,  # here, too
     "attention gate": 7,
     "static cache": 8,
     "rule, training step": 150,  # 659 by torch.library and without plans
@@ -199,7 +199,7 @@ def test_other_dtypes_by_other_code(hopper):
             hopper.silu_mul(x.to(dtype), x.to(dtype))
 
 
-@pytest.mark.parametrize("name, most", [("llama", 172), ("qwen3_5_text", 192)])
+@pytest.mark.parametrize("name, most", [("llama", 173), ("qwen3_5_text", 193)])
 def test_functions_of_a_decoder_layer(hopper, name, most):
     """A token through attention and MLP, on a static cache; torch's and transformers' own among
     them."""

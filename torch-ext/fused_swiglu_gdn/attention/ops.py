@@ -64,12 +64,18 @@ def qk_norm_rope(call: QkNormRope) -> Tuple[Tensor, Tensor]:
     return run(
         FAMILY, "qk_norm_rope_fwd", op, reference.qk_norm_rope_fwd, (call,),
         differentiable=not any(x is not None and x.requires_grad for x in (call.cos, call.sin)),
+        written=_caches_of(call),
     )  # fmt: skip
 
 
 def plan_qk_norm_rope(call: QkNormRope):
     """What serves eager calls of qk_norm_rope like this one, from their tensors, or None."""
-    return plan(FAMILY, "qk_norm_rope_fwd", (call,))
+    return plan(FAMILY, "qk_norm_rope_fwd", (call,), written=_caches_of(call))
+
+
+def _caches_of(call: QkNormRope) -> tuple:
+    """What the call writes in place."""
+    return () if call.key_cache is None else (call.key_cache, call.value_cache)
 
 
 @operator("sigmoid_gate_fwd", like=("x",))

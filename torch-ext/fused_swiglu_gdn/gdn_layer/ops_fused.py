@@ -71,9 +71,10 @@ def gdn_layer_decode(call: LayerDecode) -> Tensor:
     def op(call):
         return _gdn_layer_decode(*call.tensors, *call.options)
 
-    return run(FAMILY, "gdn_layer_decode", op, reference.gdn_layer_decode, (call,))
+    written = (call.conv_state, call.state)
+    return run(FAMILY, "gdn_layer_decode", op, reference.gdn_layer_decode, (call,), written=written)
 
 
 def plan_gdn_layer_decode(call: LayerDecode):
     """What serves eager calls of gdn_layer_decode like this one, from their tensors, or None."""
-    return plan(FAMILY, "gdn_layer_decode", (call,))
+    return plan(FAMILY, "gdn_layer_decode", (call,), written=(call.conv_state, call.state))
