@@ -8,7 +8,7 @@ inputs. A graph belongs to one cache and dies with it.
 
 import logging
 import weakref
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from .graph_rules import (
     why_not_now,
     why_not_yet,
 )  # fmt: skip
+from .output import Output
 from .rehearsal import expect_none, expect_prompt
 from .report import Row
 from .watch import CacheWatch, ModelWatch
@@ -75,7 +76,7 @@ class Step:
         self.key: Optional[tuple] = None  # of the calls that a graph is, or will be, for
         self.graph: Optional[Graph] = None
         self.static: List[torch.Tensor] = []  # what the graph reads, in the order of _parts
-        self.output: Tuple[type, dict] = (dict, {})  # what it writes, but for the cache
+        self.output: Optional[Output] = None  # what it writes
         self.watches: Tuple[Any, Any] = (None, None)
         self.replays = self.wasted = 0
 
@@ -120,8 +121,7 @@ class Step:
         self.graph.replay()
         self.watches[0].advance()
         self.replays += 1
-        kind, fields = self.output
-        return kind(**fields, past_key_values=cache)
+        return self.output.around(cache)
 
     def _capture(self, model: nn.Module, cache: Any, inputs: dict, graph: Graph):
         """Captures the call and replays it: a capture computes nothing, but Python counts."""
@@ -130,7 +130,7 @@ class Step:
         counts = watch.counts()
         try:
             out = graph.capture(lambda: model(past_key_values=cache, **static))
-            self.output = type(out), _fields(out, cache)
+            self.output = Output(out, cache)
             if not watch.holds(cache):
                 raise RuntimeError("it puts new tensors into its cache")
             if before.counts_on():
@@ -149,8 +149,8 @@ class Step:
 
     def _drop(self) -> None:
         self.wasted += self.replays < PAYS
-        self.key = self.graph = None
-        self.static, self.output, self.watches = [], (dict, {}), (None, None)
+        self.key = self.graph = self.output = None
+        self.static, self.watches = [], (None, None)
         self.replays = 0
         if self.wasted >= WASTED:
             self.reason = "what a graph has baked in changed again and again"
@@ -181,16 +181,6 @@ def _map(value, function: Callable):
     if isinstance(value, dict):
         return {name: _map(x, function) for name, x in value.items()}
     return function(value) if isinstance(value, torch.Tensor) else value
-
-
-def _fields(out: Any, cache: Any) -> Dict[str, Any]:
-    """What a model returned, but for the cache, which would keep itself alive."""
-    if not isinstance(out, dict) or out.get("past_key_values") is not cache:
-        raise RuntimeError(f"it returns a {type(out).__name__} without its cache")
-    fields = {name: x for name, x in out.items() if name != "past_key_values"}
-    if any(x is cache for x in fields.values()):
-        raise RuntimeError("it returns its cache twice")
-    return fields
 
 
 def say(model: nn.Module, reason: str) -> None:

@@ -1,0 +1,31 @@
+"""What a model returns, made anew for every replay."""
+
+from collections import OrderedDict
+from typing import Any
+
+CACHE = object()  # where the cache stands, which an output that is kept would keep alive
+
+
+class Output:
+    """A model's output around its cache, without what the class of it looks up and checks each
+    time: transformers' takes 15 us."""
+
+    def __init__(self, out: Any, cache: Any):
+        if not isinstance(out, dict) or out.get("past_key_values") is not cache:
+            raise RuntimeError(f"it returns a {type(out).__name__} without its cache")
+        self.kind = type(out)
+        self.base = OrderedDict if isinstance(out, OrderedDict) else dict
+        self.items = _put(CACHE, cache, dict(out.items()))
+        self.attributes = _put(CACHE, cache, getattr(out, "__dict__", {}))
+
+    def around(self, cache: Any) -> dict:
+        out = self.kind.__new__(self.kind)
+        if self.attributes:
+            out.__dict__.update(_put(cache, CACHE, self.attributes))
+        for name, value in _put(cache, CACHE, self.items).items():
+            self.base.__setitem__(out, name, value)
+        return out
+
+
+def _put(new: Any, old: Any, table: dict) -> dict:
+    return {name: new if x is old else x for name, x in table.items()}
