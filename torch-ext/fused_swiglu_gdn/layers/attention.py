@@ -87,7 +87,7 @@ def _serve(
     q, gate = q.view(B, T, -1, 2 * D if form.heads.gated else D), None
     if form.heads.gated:
         q, gate = q.split(D, -1)  # [B, T, HQ, D] each
-    k, v = k.view(B, T, -1, D), v.unflatten(-1, (k.shape[-1] // D, -1))
+    k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
     norms["interleaved"] = form.heads.rotary in ROTARY[1:]
     past, mask = given.get("past_key_values"), given.get("attention_mask")
     slots = None if past is None else _slots(past, attention.layer_idx, k)
@@ -207,7 +207,7 @@ def _by_mask(function, q, mask, keywords) -> bool:
         return False
     if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
         return False  # somebody's own stands in for torch's
-    if keywords.get("dropout") or any(keywords.get(name) for name in NOT_PLAIN):
+    if keywords.get("dropout") or any(map(keywords.get, NOT_PLAIN)):
         return False
     return mask.shape[1] == mask.shape[2] == 1 and dispatch.serves(
         ops.FAMILY, "kvcache_attention", q
