@@ -5,6 +5,7 @@ from typing import List
 import torch
 from torch import nn
 
+from ..projection.call import MAX_TOKENS
 from ..projection.project import project
 from ..runtime import dispatch
 from .plain import parameters_of
@@ -29,4 +30,5 @@ def projections(x: torch.Tensor, *linears: nn.Module) -> List[torch.Tensor]:
 
 def projected(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
     """linear(x) of x [B, T, K]; of a few tokens by launches that begin as the one before ends."""
-    return projections(x, linear)[0] if x.shape[0] * x.shape[1] <= 64 else linear(x)
+    few = x.shape[0] * x.shape[1] <= MAX_TOKENS
+    return projections(x, linear)[0] if few else linear(x)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..projection.call import MAX_TOKENS
 from ..projection.project import mlp_of_a_token, project
 from ..runtime import dispatch
 from ..runtime.checks import FLOATING
@@ -139,7 +140,7 @@ def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tenso
                     y = mlp_of_a_token(x, w_gate, w_up, w_down, name)
                 if y is None:
                     z = fused_swiglu(x, *found, activation=name)
-                    few = not biased and z.ndim and z.numel() <= 64 * z.shape[-1]
+                    few = not biased and z.ndim and z.numel() <= MAX_TOKENS * z.shape[-1]
                     products = project(z, [w_down]) if few else None
                     y = products[0] if products else F.linear(z, w_down, b_down)
                 return y

@@ -7,8 +7,8 @@ CACHE = object()  # where the cache stands, which an output that is kept would k
 
 
 class Output:
-    """A model's output around its cache, without what the class of it looks up and checks each
-    time: transformers' takes 15 us."""
+    """A model's output around its cache, made without what its class looks up and checks each
+    time, which is a good part of what the host does for a replay."""
 
     def __init__(self, out: Any, cache: Any):
         if not isinstance(out, dict) or out.get("past_key_values") is not cache:

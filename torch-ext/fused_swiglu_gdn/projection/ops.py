@@ -9,6 +9,7 @@ from ..runtime import dispatch
 from ..runtime.dtypes import HALF
 from ..runtime.ops import operator, plan, run, serve
 from . import reference
+from .call import MAX_TOKENS
 
 PROJECT = ("projection.project", "project_fwd")
 
@@ -34,7 +35,7 @@ def is_served(x, weights, activation) -> bool:
         return False
     if torch.compiler.is_compiling():
         # a single weight of several tokens may be cuBLAS's, which is told by the device
-        few = x.shape[0] <= (64 if activation is None and len(weights) > 1 else 1)
+        few = x.shape[0] <= (MAX_TOKENS if activation is None and len(weights) > 1 else 1)
         return few and x.dtype in HALF and x.shape[1] % 64 == 0
     return dispatch.choose(*PROJECT, False, (x, weights, activation)) is not None
 

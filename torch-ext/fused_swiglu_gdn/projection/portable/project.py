@@ -19,9 +19,10 @@ from ...runtime import device, tuning
 from ...runtime.cache import CallCache
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch
+from ..call import MAX_TOKENS
 from .token import gated_token_kernel, project_token_kernel, weight_of
 
-MAX_WEIGHTS, MAX_TOKENS = 6, 64
+MAX_WEIGHTS = 6
 
 
 def supports_project_fwd(x, weights, activation) -> bool:
@@ -162,19 +163,17 @@ class Projection:
         BLOCK_N, BLOCK_K = options.pop("BLOCK_N"), options.pop("BLOCK_K")
         if activation is not None:
             pairs = max(1, BLOCK_N // 2)  # of rows that a program takes
-            kernel, numbers, constexprs = gated_token_kernel, (K, rows[0]), (activation, pairs)
-            grid = -(-rows[0] // pairs)
+            kernel, grid, numbers = gated_token_kernel, -(-rows[0] // pairs), (K, rows[0])
+            constexprs = (activation, pairs, BLOCK_K, device.is_amd(x.device))
         else:
             grid = sum(-(-n // BLOCK_N) for n in rows)
-            kernel, numbers, constexprs = project_token_kernel, (K, *rows), (BLOCK_N,)
-        constexprs += (BLOCK_K,) if activation is None else (BLOCK_K, device.is_amd(x.device))
+            kernel, numbers, constexprs = project_token_kernel, (K, *rows), (BLOCK_N, BLOCK_K)
         if M > 1:
-            kernel, numbers = _project_few_kernel, (M, self.width, K, x.stride(0), *rows)
             # all tokens are in one tile; nothing past a row's end is read
-            BLOCK_M, BLOCK_K = max(16, triton.next_power_of_2(M)), math.gcd(BLOCK_K, K)
-            if self.parts > 1:
-                BLOCK_M = _tile_of_parts(M)
-            grid, constexprs = (grid, self.parts), (BLOCK_M, BLOCK_N, BLOCK_K, self.parts)
+            tokens = _tile_of_parts(M) if self.parts > 1 else max(16, triton.next_power_of_2(M))
+            kernel, numbers = _project_few_kernel, (M, self.width, K, x.stride(0), *rows)
+            constexprs = (tokens, BLOCK_N, math.gcd(BLOCK_K, K), self.parts)
+            grid = (grid, self.parts)
         early = (("launch_pdl", True),) if pdl else ()
         self.kernel = Launch(
             kernel, grid, x.device, numbers=numbers, constexprs=(*constexprs, pdl),
