@@ -8,6 +8,7 @@ import gc
 import logging
 import pickle
 import re
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -317,12 +318,55 @@ def test_nothing_is_stale(kernel, graph, device, change):
         assert (graph.captures, graph.replays) == (1 + again, 4 + 5 - again)
 
 
+def halved(function):
+    return lambda *args, **kwargs: function(*args, **kwargs) * 0.5
+
+
+def patch_a_forward(model, patch):
+    patch.setattr(type(first(model).mlp), "forward", lambda self, x: x * 0.5)
+
+
+def patch_a_call(model, patch):
+    kind = type(first(model).mlp)
+    patch.setattr(kind, "__call__", halved(kind.__call__))
+
+
+def patch_a_function(model, patch):
+    file = sys.modules[type(first(model).self_attn).__module__]
+    rotate = file.apply_rotary_pos_emb
+    patch.setattr(file, "apply_rotary_pos_emb", lambda q, k, *tables: rotate(q * 0.5, k, *tables))
+
+
+def patch_the_attention(model, patch):
+    table = transformers.AttentionInterface._global_mapping
+    attend = table["sdpa"]
+
+    def half(*args, **kwargs):
+        out, weights = attend(*args, **kwargs)
+        return out * 0.5, weights
+
+    patch.setitem(table, "sdpa", half)
+
+
+PATCHES = [patch_a_forward, patch_a_call, patch_a_function, patch_the_attention]
+
+
+@pytest.mark.parametrize("change", PATCHES, ids=lambda change: change.__name__)
 @on_every_device
-def test_a_class_that_is_patched_in_place(kernel, graph, device, monkeypatch):
+def test_code_that_is_patched_in_place(kernel, graph, device, monkeypatch, change):
+    """Of a class, of the file that defines it, and in transformers' table of attentions."""
     loops = Loops(kernel, tiny("llama", device, attn_implementation="sdpa"))
     loops.steps()
-    kind = type(first(loops.models[1]).mlp)
-    monkeypatch.setattr(kind, "forward", lambda self, x: x * 0.5)
+    change(loops.models[1], monkeypatch)
+    loops.steps()
+    assert (graph.captures, graph.replays) == (2, 8)
+
+
+@on_every_device
+def test_an_embedding_that_shortens_its_rows(kernel, graph, device):
+    loops = Loops(kernel, tiny("llama", device))
+    loops.steps()
+    loops.change(lambda model, cache: setattr(model.model.embed_tokens, "max_norm", 0.5))
     loops.steps()
     assert (graph.captures, graph.replays) == (2, 8)
 

@@ -5,9 +5,10 @@ addresses. `Watch` compares them in tens of microseconds, for every call.
 """
 
 import gc
+import sys
 from itertools import chain
 from operator import itemgetter
-from typing import Any, List, Optional, Sequence
+from typing import Any, List, Optional, Sequence, Set
 
 import torch
 from torch import nn
@@ -18,8 +19,8 @@ from .serving import HOOK
 
 PLAIN = (bool, int, float, str)
 COUNT = "cumulative_length_int"  # of a sliding layer: the tokens in it, which Python counts
-# of which a call reads parameters and hooks alone, unless one has a forward of its own
-LEAVES = (nn.Linear, nn.Embedding)
+# transformers' tables of functions by name, by what they are called in the files of models
+REGISTRIES = ("ALL_ATTENTION_FUNCTIONS", "ALL_EXPERTS_FUNCTIONS")
 
 TORCHS = set(nn.Module().__dict__) - {"training"}  # attributes of every module
 
@@ -73,25 +74,50 @@ def _inner(attributes: dict) -> List[dict]:
     return [x for x in values if isinstance(x, dict) and x and list(x) != [HOOK]]
 
 
+class Code:
+    """What modules of some classes run: the functions of the classes and of the files that define
+    them, torch's apart, and those that transformers calls by name."""
+
+    def __init__(self, kinds: Set[type]):
+        bases = set(chain.from_iterable(kind.__mro__ for kind in kinds)) - {nn.Module}
+        bases = [x for x in bases if x in kinds or "forward" in vars(x) or "__call__" in vars(x)]
+        self.tables = [gc.get_referents(vars(base))[0] for base in bases]  # behind their proxies
+        files = {base.__module__ for base in bases if not base.__module__.startswith("torch.")}
+        self.read = []  # (function that reads a file's functions, of, what it read)
+        for file in [vars(sys.modules[name]) for name in files if name in sys.modules]:
+            names = [n for n, x in file.items() if callable(x) and not isinstance(x, type)]
+            if names:  # a script's variables change all the time
+                read = itemgetter(*names)
+                self.read.append((read, file, read(file)))
+            for registry in filter(None, map(file.get, REGISTRIES)):
+                self.tables += [registry._local_mapping, registry._global_mapping]
+
+    def holds(self) -> bool:
+        try:
+            return all([read(file) == before for read, file, before in self.read])
+        except KeyError:
+            return False
+
+
 class ModelWatch:
     """The parameters, modules, attributes, classes and hooks of a model and its configurations."""
 
     def __init__(self, model: nn.Module):
         self.modules = list(model.modules())
         self.kinds = list(map(type, self.modules))
-        bases = dict.fromkeys(chain.from_iterable(kind.__mro__ for kind in self.kinds))
-        self.forwards = [(vars(base), vars(base).get("forward")) for base in bases]
+        self.code = Code(set(self.kinds))
         self.all = [m.__dict__ for m in self.modules]
         self.sizes = list(map(len, self.all))
         self.hooks = RemovableHandle.next_id  # it grows with every hook that is registered
         configs = {id(m.config): m.config for m in self.modules if "config" in m.__dict__}
         tables = [config.__dict__ for config in configs.values() if hasattr(config, "__dict__")]
+        tables += self.code.tables
         lists: List[list] = []
         self.own, self.held = [], []  # of modules: (function that reads what torch's have not, of)
         for kind, attributes in zip(self.kinds, self.all):
             tables += _inner(attributes)
-            if kind in LEAVES and "forward" not in attributes:
-                continue
+            if kind is nn.Linear and "forward" not in attributes:
+                continue  # a call reads parameters and hooks alone
             lists += [x for x in attributes.values() if isinstance(x, list)]
             names = [name for name in attributes if name not in TORCHS]
             self.own.append((itemgetter(*names), attributes))
@@ -110,7 +136,7 @@ class ModelWatch:
             return False
         if list(map(type, self.modules)) != self.kinds or list(map(len, self.all)) != self.sizes:
             return False
-        if any([names.get("forward") is not forward for names, forward in self.forwards]):
+        if not self.code.holds():
             return False
         # equal is not the same to tensors
         if any([attributes.get(name) is not x for attributes, name, x in self.held]):

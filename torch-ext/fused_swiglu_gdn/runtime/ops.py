@@ -172,12 +172,12 @@ def _fields(kind: type) -> list:
 
 
 def tensors_of(args: tuple) -> list:
-    """The tensors among arguments, and in calls among them."""
+    """The tensors among arguments, and in calls and lists among them."""
     found = []
     for x in args:
         if isinstance(x, torch.Tensor):
             found.append(x)
-        elif isinstance(x, tuple):
+        elif isinstance(x, (tuple, list)):
             found += tensors_of(x)
     return found
 
