@@ -4,6 +4,7 @@ Everything else in this folder imports Gluon from here and is written once.
 """
 
 import functools
+import math
 
 import torch
 import triton
@@ -51,9 +52,24 @@ __all__ = [
 
 TRITON_VERSION = tuple(int(x) for x in triton.__version__.split("+")[0].split(".")[:2])
 
-# as_tile(smem, dtype, shape, layout): the bytes of smem, seen as another tile. 3.9 made it public.
+# 3.9 made it public.
 _Smem = gl.shared_memory_descriptor
-as_tile = getattr(_Smem, "reinterpret", None) or _Smem._reinterpret
+_reinterpret = getattr(_Smem, "reinterpret", None) or _Smem._reinterpret
+
+
+@builtin
+def as_tile(smem, dtype, shape, layout, _semantic=None):
+    """The bytes of smem, seen as another tile: all of them, which 3.8 asks for."""
+    dtype, sizes = _plain(dtype), [_plain(n) for n in _plain(shape)]
+    bits = dtype.primitive_bitwidth * math.prod(sizes)
+    if bits != smem.dtype.primitive_bitwidth * math.prod(smem.shape):
+        raise ValueError(f"{smem.dtype} {smem.shape} are not as many bytes as {dtype} {sizes}")
+    return _reinterpret(smem, dtype, sizes, layout, _semantic=_semantic)
+
+
+def _plain(x):
+    return x.value if isinstance(x, gl.constexpr) else x
+
 
 # 3.8 renamed the bulk copies.
 tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared

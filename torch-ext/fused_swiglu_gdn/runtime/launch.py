@@ -23,6 +23,8 @@ from .maps import Place
 
 Argument = Optional[Union[torch.Tensor, Place]]
 
+FUSED = ("enable_fp_fusion", True)  # a * b + c is rounded once, whatever a Triton's default is
+
 _codes: Dict[tuple, Code] = {}  # by kind: Launch.key
 _watches: List[Callable] = []  # of recorded() and paranoid()
 
@@ -91,7 +93,8 @@ class Launch:
     ):  # fmt: skip
         self.kernel, self.device, self.index, self.maps = kernel, device, device.index, maps
         self.grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
-        self.numbers, self.constexprs, self.options = numbers, constexprs, options
+        self.numbers, self.constexprs = numbers, constexprs
+        self.options = (*options, FUSED)
         self.guarded, self.rest = guarded, (*numbers, *constexprs)
         self.alone = device.type != "cuda" or torch.cuda.device_count() == 1
         self.fixed: Optional[tuple] = None  # what all calls have in common of their kinds

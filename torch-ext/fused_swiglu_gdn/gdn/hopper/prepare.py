@@ -124,7 +124,8 @@ def _store_factors(f_ptr, decay_ptr, g, beta, ok, w, token, rq, rk, k2):
 
 @gluon.jit
 def _store(desc, row, room, r0, r1, r2, r3):
-    """Tiles of W heads, each of four rows of four blocks, to rows row.. of desc, through `room`."""
+    """Tiles of W heads, each of four rows of four blocks, to rows row.. of desc, through the first
+    of the tiles in `room`."""
     W: gl.constexpr = r0[0].shape[0]
     t0 = gl.join(gl.join(r0[0], r0[2]), gl.join(r0[1], r0[3]))  # [W, 16, 16, 2, 2]
     t1 = gl.join(gl.join(r1[0], r1[2]), gl.join(r1[1], r1[3]))
@@ -132,12 +133,11 @@ def _store(desc, row, room, r0, r1, r2, r3):
     t3 = gl.join(gl.join(r3[0], r3[2]), gl.join(r3[1], r3[3]))
     tile = gl.join(gl.join(t0, t2), gl.join(t1, t3))  # [W, 16, 16, 2 2 (columns), 2 2 (rows)]
     tile = tile.permute((0, 5, 6, 1, 3, 4, 2)).reshape([W * C, C])
-    as_tile(room, desc.dtype, [W * C, C], desc.layout).store(tile)
+    room.slice(0, W * C).store(tile)
+    tiles = as_tile(room, desc.dtype, [room.shape[0] // C, C, C], desc.layout)
     fence_async_shared()
     for w in gl.static_range(W):
-        tma_store(
-            desc, [row + w * C, 0], as_tile(room, desc.dtype, [W, C, C], desc.layout).index(w)
-        )
+        tma_store(desc, [row + w * C, 0], tiles.index(w))
     barrier()  # ptxas would put the stores off until the next one
 
 
@@ -178,9 +178,14 @@ def gdn_prepare_fwd_kernel(
     if c * C >= length:
         return
     landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # q and k; in their place Q K^T and, behind what the tiles on their way out need, K K^T
-    room = gl.allocate_shared_memory(DTYPE, [max(W // 2, 1) + 1, C, D], t_desc.layout)
-    q_smem, k_smem = room.index(0), room.index(1)
+    # q and k; in their place Q K^T, in the room of the tiles on their way out, and K K^T behind it
+    TILES: gl.constexpr = max(W, D // C)
+    room = gl.allocate_shared_memory(DTYPE, [TILES * C, C], t_desc.layout)
+    behind = gl.allocate_shared_memory(DTYPE, [C, D], t_desc.layout)
+    halves = as_tile(room, DTYPE, [TILES * C // D, C, D], t_desc.layout)
+    q_smem, k_smem = halves.index(0), behind
+    if TILES * C > D:
+        k_smem = halves.index(1)
     mbarrier.init(landed, count=1)
     mbarrier.expect(landed, 2 * C * D * 2)
     at = [batch, end, first + c * C, hv0 // R, 0]
@@ -221,8 +226,8 @@ def gdn_prepare_fwd_kernel(
     k2_smem = _shared_line(k2 * rk * rk)
     kk0, qk0 = _products(q_smem, k_smem, k_smem.slice(0, 32), rq_smem, rk_smem, 0, PAIR)
     kk1, qk1 = _products(q_smem, k_smem, k_smem, rq_smem, rk_smem, 32, PAIR)
-    kk_smem = as_tile(room.index(max(W // 2, 1)), gl.float32, [C, C], WORDS)
-    qk_smem = as_tile(room.index(0), gl.float32, [C, C], WORDS)
+    kk_smem = as_tile(behind, gl.float32, [C, C], WORDS)
+    qk_smem = as_tile(halves.index(0), gl.float32, [C, C], WORDS)
     kk_smem.slice(0, 32).slice(0, 32, 1).store(kk0)
     qk_smem.slice(0, 32).slice(0, 32, 1).store(qk0)
     kk_smem.slice(32, 32).store(kk1)
