@@ -179,7 +179,7 @@ def gdn_prepare_fwd_kernel(
         return
     landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     # q and k; in their place Q K^T, in the room of the tiles on their way out, and K K^T behind it
-    TILES: gl.constexpr = max(W, D // C)
+    TILES: gl.constexpr = W if W * C > D else D // C
     room = gl.allocate_shared_memory(DTYPE, [TILES * C, C], t_desc.layout)
     behind = gl.allocate_shared_memory(DTYPE, [C, D], t_desc.layout)
     halves = as_tile(room, DTYPE, [TILES * C // D, C, D], t_desc.layout)
