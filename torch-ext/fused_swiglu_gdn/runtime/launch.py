@@ -23,7 +23,8 @@ from .maps import Place
 
 Argument = Optional[Union[torch.Tensor, Place]]
 
-FUSED = ("enable_fp_fusion", True)  # a * b + c is rounded once, whatever a Triton's default is
+# a * b + c is rounded once, whatever a Triton's default is, where a kernel does not ask for less
+FUSED = ("enable_fp_fusion", True)
 
 _codes: Dict[tuple, Code] = {}  # by kind: Launch.key
 _watches: List[Callable] = []  # of recorded() and paranoid()
@@ -94,7 +95,7 @@ class Launch:
         self.kernel, self.device, self.index, self.maps = kernel, device, device.index, maps
         self.grid = (grid, 1, 1) if isinstance(grid, int) else (*grid, 1, 1)[:3]
         self.numbers, self.constexprs = numbers, constexprs
-        self.options = (*options, FUSED)
+        self.options = (FUSED, *options)
         self.guarded, self.rest = guarded, (*numbers, *constexprs)
         self.alone = device.type != "cuda" or torch.cuda.device_count() == 1
         self.fixed: Optional[tuple] = None  # what all calls have in common of their kinds
