@@ -588,6 +588,17 @@ def test_empty_inputs_have_documented_results(kernel):
     assert kernel.causal_conv1d_fn(torch.ones(2, 3, 0), torch.ones(3, 4)).shape == (2, 3, 0)
 
 
+RULES = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_shapes_alone(kernel, name):
+    """Tensors on the meta device, which has no autocast to ask for."""
+    x = {key: y.to("meta") for key, y in gdn_inputs(2, 8, 2, 4, 6, 5).items()}
+    o, state = getattr(kernel, name)(**x, output_final_state=True)
+    assert o.device.type == "meta" and o.shape == (2, 8, 4, 5) and state.shape == (2, 4, 6, 5)
+
+
 def test_nan_passes_through_and_stays_in_its_row(kernel):
     x = torch.ones(3, 4)
     x[1, 2] = float("nan")
@@ -607,9 +618,6 @@ def test_cu_seqlens_of_both_integer_types(kernel):
         for dtype in (torch.int32, torch.int64)
     ]
     assert torch.equal(*results)
-
-
-RULES = ("chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule")
 
 
 @pytest.mark.parametrize("name", RULES)

@@ -182,6 +182,101 @@ def test_views_that_stand_for_their_negatives(kernel, monkeypatch, name):
 
 
 @interpreted
+@pytest.mark.parametrize("served", ["portable", "reference"])
+def test_transforms_of_calls_are_served_by_torch(kernel, monkeypatch, served):
+    """vmap and torch.func.grad hand out tensors without addresses, and no kernel has a rule for
+    them: gradients of each sample are those of one after the other."""
+    dispatch = submodule("runtime.dispatch")
+    folders = (served,) if served == "portable" else ()
+    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: folders)
+    x, w_gate, w_up = torch.randn(3, 4, 16), torch.randn(24, 16), torch.randn(24, 16)
+    q, k = torch.randn(2, 3, 1, 5, 2, 16).unbind(0)
+    gates = -torch.rand(1, 5, 2), torch.rand(1, 5, 2)
+    calls = [
+        (x, lambda x: kernel.fused_swiglu(x, w_gate, w_up)),
+        (x, lambda x: kernel.fused_swiglu_mlp(x, w_gate, w_up, w_up.T)),
+        (x, lambda x: kernel.silu_mul(x, w_up[:4])),
+        (x, lambda x: kernel.rms_norm(x, w_up[0])),
+        (x, lambda x: kernel.rms_norm_gated(x, x + 1.0, w_up[0])),
+        (q, lambda q: kernel.chunk_gated_delta_rule(q, k[0], q + 1.0, *gates)[0]),
+        (q, lambda q: kernel.fused_recurrent_gated_delta_rule(q, k[0], q + 1.0, *gates)[0]),
+    ]
+    for samples, call in calls:
+        rows = torch.stack([call(sample) for sample in samples])
+        assert_close(torch.vmap(call)(samples), rows)
+        leaf = samples.clone().requires_grad_()
+        sum(call(sample).pow(3).sum() for sample in leaf).backward()
+        gradient = torch.func.grad(lambda sample, call=call: call(sample).pow(3).sum())
+        assert_close(torch.vmap(gradient)(samples), leaf.grad)
+        assert_close(torch.stack([gradient(sample) for sample in samples]), leaf.grad)
+
+
+def spaced(x):
+    """x as a view of which each second element is another's."""
+    wide = torch.stack([x, torch.zeros_like(x)], -1)
+    return wide[..., 0]
+
+
+@interpreted
+@pytest.mark.parametrize("expanded", [False, True], ids=["spaced", "expanded"])
+def test_vectors_of_any_strides(kernel, monkeypatch, expanded):
+    """A bias that is a column of something, or one number for all channels."""
+    dispatch = submodule("runtime.dispatch")
+    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
+    x, weight, w = torch.randn(2, 8, 6), torch.randn(8, 4), torch.randn(3, 8, 6).unbind(0)
+    state, bias = torch.randn(2, 8, 4), torch.randn(8)
+    bias = bias[:1].expand(8) if expanded else spaced(bias)
+
+    def update(bias):
+        return kernel.causal_conv1d_update(x, state.clone(), weight, bias)
+
+    calls = [
+        lambda b: kernel.causal_conv1d_fn(x, weight, b),
+        update,
+        lambda b: kernel.fused_swiglu(x, *w[:2], b, b),
+        lambda b: kernel.fused_swiglu_mlp(x, *w[:2], w[2].T, b, b),
+        lambda b: kernel.fused_swiglu_mlp(x, *w[:2], w[2].T, b, b, recompute=True),
+    ]
+    for call in calls:
+        want = call(bias.contiguous())
+        for _ in range(2):
+            assert torch.equal(call(bias), want)
+        if call is update:
+            continue
+        found = []
+        for b in (bias, bias.contiguous()):
+            leaf = b.detach().requires_grad_()
+            found.append(torch.autograd.grad(call(leaf).pow(2).sum(), leaf)[0])
+        assert_close(*found)
+
+
+@interpreted
+def test_lists_of_any_strides(kernel, monkeypatch):
+    """Lengths and flags that are columns of a table."""
+    dispatch = submodule("runtime.dispatch")
+    monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
+    x, weight, cu = torch.randn(1, 8, 9), torch.randn(8, 4), torch.tensor([0, 4, 9])
+    q, k = torch.randn(2, 2, 3, 2, 16).unbind(0)
+    tensors = (q, k, torch.randn(2, 3, 2, 16), -torch.rand(2, 3, 2), torch.rand(2, 3, 2))
+    pool, rows, kept = torch.randn(4, 2, 16, 16), torch.tensor([2, 0]), torch.tensor([False, True])
+
+    def prompts(kept):
+        return kernel.chunk_gated_delta_rule(
+            *tensors, initial_state=pool.clone(), state_indices=rows, has_initial_state=kept
+        )
+
+    calls = [
+        (cu, lambda cu: kernel.causal_conv1d_fn(x, weight, cu_seqlens=cu)),
+        (cu, lambda cu: kernel.causal_conv1d_update(x, state.clone(), weight, cu_seqlens=cu)),
+        (kept, lambda kept: prompts(kept)[0]),
+        (kept, lambda kept: prompts(kept)[1]),
+    ]
+    state = torch.randn(2, 8, 4)
+    for values, call in calls:
+        assert torch.equal(call(spaced(values)), call(values))
+
+
+@interpreted
 def test_states_that_stand_for_their_negatives(kernel, monkeypatch):
     """They are written where they lie, with their sign."""
     dispatch = submodule("runtime.dispatch")

@@ -149,7 +149,7 @@ def chunk_gated_delta_rule(
 def _started(call: GdnCall, checked: GdnCall, kept: Optional[Tensor], apart: bool) -> tuple:
     """The tensors of the call, with the states that its sequences start from."""
     pool, rows = checked.initial_state, checked.state_indices
-    pool, rows = ops.states_to_start_from(pool, rows, kept, apart)
+    pool, rows = ops.states_to_start_from(pool, rows, dense(kept), apart)
     return call._replace(initial_state=pool, state_indices=rows).tensors
 
 

@@ -5,6 +5,7 @@ from typing import Optional, Tuple, Union
 from torch import Tensor
 
 from ..gdn.reference import common as gdn_common
+from ..runtime.ops import dense
 from . import checks, ops
 from .api_context import convolve_with_context, lengths_alone
 
@@ -57,7 +58,9 @@ def causal_conv1d_fn(
             return (y, final) if return_final_states else y
         args = (x, weight, bias, activation, None, lengths, initial_states, return_final_states)
     checks.causal_conv1d_fn(*args)
-    y, final = ops.causal_conv1d(*args)
+    _, _, _, _, seq_idx, cu_seqlens, *states = args
+    rest = (activation, seq_idx, dense(cu_seqlens), *states)
+    y, final = ops.causal_conv1d(x, weight, dense(bias), *rest)
     return (y, final) if return_final_states else y
 
 
@@ -125,7 +128,10 @@ def causal_conv1d_update(
         cu_seqlens, null_index, room,
     )  # fmt: skip
     checks.causal_conv1d_update(*args)
-    y = ops.causal_conv1d_update(*args)
+    y = ops.causal_conv1d_update(
+        tokens, conv_state, weight, dense(bias), activation, conv_state_indices,
+        num_accepted_tokens, dense(cu_seqlens), null_index, room,
+    )  # fmt: skip
     if out is not None:
         return out
     return y.squeeze(-1) if single else y

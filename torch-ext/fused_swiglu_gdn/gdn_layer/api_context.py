@@ -8,7 +8,7 @@ from torch import Tensor
 from ..parallel import checks
 from ..parallel.context import CpContext
 from ..parallel.exchange import agreed
-from ..runtime.ops import needs_grad
+from ..runtime.ops import dense, needs_grad
 from .ops_context import causal_conv1d_context
 
 
@@ -49,7 +49,7 @@ def convolve_with_context(
     made = agreed(make, facts, cp.group, "causal_conv1d_fn")
     x, weight, bias, activation, _, _, initial_states, has_final = made
     y, final = causal_conv1d_context(
-        x, weight, bias, activation, initial_states, bool(has_final), cp
+        x, weight, dense(bias), activation, initial_states, bool(has_final), cp
     )
     B, D, T = args[0].shape
     if B > 1:

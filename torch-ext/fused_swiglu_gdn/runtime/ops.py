@@ -186,6 +186,11 @@ def needs_grad(args: tuple) -> bool:
     return torch.is_grad_enabled() and any([x.requires_grad for x in tensors_of(args)])
 
 
+def transformed() -> bool:
+    """Whether torch.func or forward derivatives look at calls, which no kernel has a rule for."""
+    return _functorch() is not None or forward_ad._current_level >= 0
+
+
 def run(
     family: str, operation: str, op: Callable, reference: Callable, args: tuple,
     train: Optional[Callable] = None, differentiable: bool = True, written: tuple = (),
@@ -209,8 +214,8 @@ def run(
         kernels = dispatch.has_kernels(family, needed, where.type, where.index)
         return op(*args) if kernels else reference(*args)
     tensors = tensors_of(args)
-    # no kernel has a derivative of this kind, nor sees the sign that torch keeps aside
-    if forward_ad._current_level >= 0 or any([x.is_neg() for x in tensors]):
+    # what stands for a tensor there has no memory; nor do kernels see a sign that is kept aside
+    if transformed() or any([x.is_neg() for x in tensors]):
         return reference(*args)
     launch = dispatch.choose(family, operation, grad, args)
     if launch is None:
@@ -274,6 +279,12 @@ def serve(family: str, operation: str, reference: Callable, args: tuple):
 def dense(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     """x with its last dimension contiguous, the one thing that kernels ask of strides."""
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
+def shares_memory(view: torch.Tensor, x: torch.Tensor) -> bool:
+    """Whether a view of x, or a copy, begins where x does; asked by vmap and the like, where
+    nothing has an address, it says no."""
+    return not transformed() and view.data_ptr() == x.data_ptr()
 
 
 def present(x, like: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ from typing import Optional
 from torch import Tensor
 
 from ..runtime.cache import CallCache, undisturbed
-from ..runtime.ops import autocast, dense
+from ..runtime.ops import autocast, dense, shares_memory
 from . import checks, ops, ops_gate
 
 _calls, _gates = CallCache(), CallCache()
@@ -60,9 +60,10 @@ def fused_swiglu(
     x, w_gate, w_up, b_gate, b_up = tensors = autocast(*given)
     checks.fused_swiglu(*tensors, activation)
     activation = checks.SAME.get(activation, activation)
-    rows = _rows(x)
+    b_gate, b_up = dense(b_gate), dense(b_up)
+    rows, tensors = _rows(x), (x, w_gate, w_up, b_gate, b_up)
     shape = (*x.shape[:-1], w_gate.shape[0])
-    if plan is None and undisturbed() and rows.data_ptr() == x.data_ptr():
+    if plan is None and undisturbed() and shares_memory(rows, x):
         if all(map(operator.is_, tensors, given)):
             _calls.keep(tensors, options, ops.plan_swiglu(rows, *tensors[1:], activation, shape))
     z = ops.swiglu(rows, w_gate, w_up, b_gate, b_up, activation)
@@ -126,7 +127,8 @@ def fused_swiglu_mlp(
     w_gate, w_up, w_down = weights
     checks.fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation)
     activation = checks.SAME.get(activation, activation)
-    args = (_rows(x), w_gate, w_up, w_down, b_gate, b_up, b_down, activation, *modes)
+    biases = map(dense, (b_gate, b_up, b_down))
+    args = (_rows(x), w_gate, w_up, w_down, *biases, activation, *modes)
     y = ops.swiglu_mlp(*args)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], w_down.shape[0])
 
@@ -161,6 +163,6 @@ def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     checks.silu_mul(gate, up, activation)
     activation = checks.SAME.get(activation, activation)
     rows = _rows(gate), _rows(up)
-    if undisturbed() and all(x.data_ptr() == y.data_ptr() for x, y in zip(rows, tensors)):
+    if undisturbed() and all(map(shares_memory, rows, tensors)):
         _gates.keep(tensors, options, ops_gate.plan_silu_mul(*rows, activation, gate.shape))
     return ops_gate.silu_mul(*rows, activation).view(gate.shape)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..runtime import dispatch
-from ..runtime.ops import PLAIN, dense, needs_grad, operator
+from ..runtime.ops import PLAIN, dense, needs_grad, operator, transformed
 
 SERVED = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -23,10 +23,13 @@ def launcher(operation: str, *args):
 def trains(*args) -> bool:
     """Whether gradients are wanted of these tensors (or None) and kernels make them.
 
-    Portable takes every size and layout; tensor subclasses (DTensor) stay with torch.
+    Portable takes every size and layout; tensor subclasses (DTensor) stay with torch, and so does
+    what torch.func transforms.
     """
     x = args[0]
     if not needs_grad(args) or x.dtype not in SERVED:
+        return False
+    if not torch.compiler.is_compiling() and transformed():
         return False
     if not dispatch.has_kernels("swiglu.backward", "swiglu_bwd", x.device.type, x.device.index):
         return False

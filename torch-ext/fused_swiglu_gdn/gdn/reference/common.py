@@ -18,9 +18,10 @@ def without_autocast(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def in_full(q, *args, **options):
-        if not torch.is_autocast_enabled(q.device.type):
+        kind = q.device.type
+        if kind == "meta" or not torch.is_autocast_enabled(kind):
             return function(q, *args, **options)
-        with torch.autocast(q.device.type, enabled=False):
+        with torch.autocast(kind, enabled=False):
             return function(q, *args, **options)
 
     return in_full
