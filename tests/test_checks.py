@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import gdn_inputs, relative_error
+from conftest import assert_close, gdn_inputs, relative_error
 
 pytestmark = pytest.mark.kernels_ci
 
@@ -597,6 +597,33 @@ def test_shapes_alone(kernel, name):
     x = {key: y.to("meta") for key, y in gdn_inputs(2, 8, 2, 4, 6, 5).items()}
     o, state = getattr(kernel, name)(**x, output_final_state=True)
     assert o.device.type == "meta" and o.shape == (2, 8, 4, 5) and state.shape == (2, 4, 6, 5)
+
+
+def test_sequences_that_share_a_start(kernel):
+    """Rows of a pool that are read alone may be of several sequences, as a prefix is."""
+    x = gdn_inputs(3, 2, 2, 4, 6, 5)
+    pool, rows, apart = torch.randn(7, 4, 6, 5), ints(1, 4, 1), ints(2, 3, 5)
+    x["initial_state"] = pool[rows.long()]
+    want, states = kernel.fused_recurrent_gated_delta_rule(**x, output_final_state=True)
+    x.update(initial_state=pool, state_indices=rows)
+    o, final = kernel.chunk_gated_delta_rule(
+        **x, inplace_final_state=False, output_final_state=True
+    )
+    assert_close(o, want)
+    assert_close(final, states)
+    q, k, v, *gates = (x[name] for name in ("q", "k", "v", "g", "beta"))
+    options = {"initial_state_indices": rows, "inplace_final_state": False}
+    _, final = kernel.chunk_gated_delta_rule_opt_vk(
+        q, k, v, None, *gates, initial_state=pool.mT, output_final_state=True, **options
+    )
+    assert_close(final.mT, states)
+    o, every = kernel.fused_recurrent_gated_delta_rule(**x, output_all_states=True)
+    assert_close(o, want)
+    assert_close(every[:, -1], states)
+    x.update(output_state_indices=apart, inplace_final_state=True)
+    o, pool = kernel.fused_recurrent_gated_delta_rule(**x)
+    assert_close(o, want)
+    assert_close(pool[apart.long()], states)
 
 
 def test_nan_passes_through_and_stays_in_its_row(kernel):

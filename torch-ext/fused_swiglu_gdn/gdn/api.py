@@ -76,7 +76,8 @@ def chunk_gated_delta_rule(
         has_initial_state: [N], bool, with state_indices: False: the sequence starts from zeros,
             whatever its row holds.
         inplace_final_state: with state_indices: False leaves the pool as it is, and final states
-            are returned as without a pool (zeros for a sequence that is skipped).
+            are returned as without a pool (zeros for a sequence that is skipped). Then several
+            sequences may start from one row, such as a prefix that they share.
         state_dtype: dtype of the returned states, fp32, bf16, fp16 or fp64: fp32 by default, fp64
             for inputs in fp64. They are computed in that default and rounded once.
         checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
@@ -122,7 +123,7 @@ def chunk_gated_delta_rule(
     settings = (use_gate_in_kernel, chunk_size)
     if has_initial_state is not None or not inplace_final_state:
         call = GdnCall(*tensors, GdnOptions(*options))
-        checked = _checked(call, *settings)
+        checked = _checked(call, *settings, bool(inplace_final_state))
         checks.pool_of_prompts(checked, has_initial_state, cp_context)
         tensors = _started(call, checked, has_initial_state, not inplace_final_state)
     if cp_context is not None:
@@ -153,7 +154,7 @@ def _started(call: GdnCall, checked: GdnCall, kept: Optional[Tensor], apart: boo
     return call._replace(initial_state=pool, state_indices=rows).tensors
 
 
-def _checked(call: GdnCall, use_gate: bool, chunk_size: int) -> GdnCall:
+def _checked(call: GdnCall, use_gate: bool, chunk_size: int, written: bool = True) -> GdnCall:
     """The call as the operator takes it."""
     checks.chunk_size(chunk_size)
     q, k, v = autocast(call.q, call.k, call.v)
@@ -161,7 +162,7 @@ def _checked(call: GdnCall, use_gate: bool, chunk_size: int) -> GdnCall:
     checks.rule_flags(call.options, use_gate)
     checks.checkpoint_every(call.options.checkpoint_every)
     checks.state_dtype(call.options.state_dtype)
-    checks.gated_delta_rule(call, use_gate)
+    checks.gated_delta_rule(call, use_gate, written)
     return _with_scale(
         call._replace(
             q=dense(q), k=dense(k), v=dense(v), A_log=dense(call.A_log),
@@ -214,7 +215,9 @@ def fused_recurrent_gated_delta_rule(
             the pool [P, HV, K, V].
         state_indices: [N], int32 or int64: the pool rows to start from. A negative index skips
             the sequence: its outputs are zero and no row is touched.
-        output_state_indices: [N]: the pool rows to write, state_indices by default.
+        output_state_indices: [N]: the pool rows to write, state_indices by default. Where they are
+            given, several sequences may start from one row; but no sequence may write a row that
+            another one starts from, for nothing says which of the two comes first.
         inplace_final_state: the final state overwrites `initial_state` (its rows, with
             state_indices) and that tensor is returned.
         output_all_states: return the state after every token, [B, T, HV, K, V], for speculative
@@ -292,7 +295,8 @@ def _checked_recurrent(call: RecurrentCall, use_gate: bool) -> RecurrentCall:
     if beta is None:
         beta = v.new_ones(v.shape[:3], dtype=torch.float32)
     call = call._replace(q=q, k=k, v=v, g=g, beta=beta)
-    checks.gated_delta_rule(call, use_gate)
+    written = bool(call.options.inplace) and call.output_state_indices is None
+    checks.gated_delta_rule(call, use_gate, written)
     checks.decode_states(call)
     return _with_scale(
         call._replace(

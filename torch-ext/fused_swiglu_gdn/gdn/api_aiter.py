@@ -110,8 +110,8 @@ def chunk_gated_delta_rule_opt_vk(
         checks.is_cu_seqlens("cu_seqlens", cu_seqlens, v)
         cu_seqlens = cu_seqlens[num_decodes:] - num_decode_tokens
     indices = initial_state_indices
-    checks.aiter_pool(indices, initial_state, cu_seqlens, v)
     in_place = indices is None or inplace_final_state is not False
+    checks.aiter_pool(indices, initial_state, cu_seqlens, v, in_place)
     out, state = chunk_gated_delta_rule(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         state_v_first=True, cu_seqlens=cu_seqlens, state_indices=indices, state_dtype=state_dtype,

@@ -28,14 +28,16 @@ from ..runtime.checks import (
 MAX_HEAD_DIM = 256
 
 
-def gated_delta_rule(call, use_gate_in_kernel: bool) -> None:
-    """What a GdnCall and a RecurrentCall share; a scale of None is the default."""
+def gated_delta_rule(call, use_gate_in_kernel: bool, written: bool = True) -> None:
+    """What a GdnCall and a RecurrentCall share; a scale of None is the default. written: rows of
+    state_indices are; those that are read alone may be of several sequences."""
     _shapes(call, use_gate_in_kernel)
     if call.cu_seqlens is not None:
         holds_cu_seqlens("cu_seqlens", call.cu_seqlens, call.T)
     if call.state_indices is not None:
         null = getattr(call.options, "null_index", -1)
-        names_rows("state_indices", call.state_indices, call.initial_state.shape[0], null)
+        rows = call.initial_state.shape[0]
+        names_rows("state_indices", call.state_indices, rows, null, written)
 
 
 @remembered
@@ -240,7 +242,7 @@ def aiter_options(
         may_be_written(o=o)
 
 
-def aiter_pool(initial_state_indices, initial_state, cu_seqlens, v) -> None:
+def aiter_pool(initial_state_indices, initial_state, cu_seqlens, v, written) -> None:
     """What is asked of state_indices, said of the argument that aiter has for them."""
     name, rows, sizes = "initial_state_indices", initial_state_indices, {}
     if rows is None:
@@ -255,4 +257,4 @@ def aiter_pool(initial_state_indices, initial_state, cu_seqlens, v) -> None:
         is_cu_seqlens("cu_seqlens", cu_seqlens, v)
         sizes["N"] = len(cu_seqlens) - 1
     has_form(name, rows, "N", sizes, "v", v, INDICES)
-    names_rows(name, rows, sizes["P"], -1)
+    names_rows(name, rows, sizes["P"], -1, written)

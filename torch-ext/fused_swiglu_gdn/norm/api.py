@@ -36,7 +36,7 @@ def rms_norm(
         weight: [D] or None, of any of these dtypes.
         eps: added to the mean square.
         casting_mode: "llama" or "gemma".
-        offset: added to the weight, with "gemma" alone.
+        offset: added to the weight, at least 0; with "gemma" alone.
         residual: [..., D] as x, added to x first; the sum is rounded to their dtype.
         after: the residual is added to y instead, which is rounded first: OLMo-2's layers.
 

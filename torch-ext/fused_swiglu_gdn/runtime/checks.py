@@ -218,12 +218,15 @@ def has_memory(name: str, x: Optional[torch.Tensor]) -> None:
         )
 
 
-def names_rows(name: str, indices: torch.Tensor, rows: int, null: int) -> None:
-    """Indices are of rows of a pool, and of each once; up to `null` they name none."""
+def names_rows(
+    name: str, indices: torch.Tensor, rows: int, null: int, written: bool = True
+) -> None:
+    """Indices are of rows of a pool, and of each once if it is written; up to `null` they name
+    none."""
     if not readable(indices):
         return
     values = [row for row in indices.flatten().tolist() if row > null]
     if any(row >= rows for row in values):
         raise ValueError(f"{name} must be below the {rows} rows of the pool, got {max(values)}")
-    if len(set(values)) != len(values):
+    if written and len(set(values)) != len(values):
         raise ValueError(f"{name} must not name a row of the pool twice, got {values}")
