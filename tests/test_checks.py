@@ -626,6 +626,19 @@ def test_sequences_that_share_a_start(kernel):
     assert_close(pool[apart.long()], states)
 
 
+def test_numbers_that_torch_compile_leaves_open(kernel):
+    """With dynamic=True a float is a symbol, defaults among them."""
+    x, weight = torch.randn(2, 8), torch.randn(8)
+    for call in (
+        lambda eps: kernel.rms_norm(x, weight, eps),
+        lambda eps: kernel.rms_norm_gated(x, x, weight, eps),
+        lambda scale: kernel.fused_topk(x, 2, scale=scale)[0],
+    ):
+        step = torch.compile(call, backend="aot_eager", fullgraph=True, dynamic=True)
+        for value in (0.5, 0.25):
+            assert_close(step(value), call(value))
+
+
 def test_nan_passes_through_and_stays_in_its_row(kernel):
     x = torch.ones(3, 4)
     x[1, 2] = float("nan")

@@ -149,7 +149,7 @@ def is_number(name: str, value: object, least: str = "", or_none: str = "") -> N
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a float{or_none}, got {type(value).__name__}")
     enough = {"positive": value > 0, "non-negative": value >= 0}
-    if not enough.get(least, True) or not math.isfinite(value):
+    if not enough.get(least, True) or not -math.inf < value < math.inf:  # as torch.compile traces
         raise ValueError(f"{name} must be {least + ' and ' if least else ''}finite, got {value}")
 
 
