@@ -160,6 +160,24 @@ def test_decoding_without_eps(V):
 
 
 @interpreted
+def test_sizes_of_zero(kernel):
+    """Sums over nothing are zero, and nothing has as many dimensions as something."""
+    for lead in ((), (3,), (2, 3), (2, 0)):
+        x, nothing = torch.ones(*lead, 5), torch.ones(*lead, 0)
+        w, empty = torch.ones(4, 5), torch.ones(4, 0)
+        assert torch.equal(kernel.fused_swiglu(nothing, empty, empty), torch.zeros(*lead, 4))
+        assert kernel.silu_mul(nothing, nothing).shape == nothing.shape
+        assert kernel.fused_swiglu_mlp(nothing, empty, empty, empty.T).shape == nothing.shape
+        y = kernel.fused_swiglu_mlp(x, w[:0], w[:0], w[:0].T)
+        assert torch.equal(y, torch.zeros(*lead, 5))
+    ids = torch.zeros(2, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="at least one expert, got 0"):
+        kernel.fused_experts(w, torch.ones(0, 6, 5), torch.ones(0, 5, 3), ids, torch.ones(2, 1))
+    q, cache = torch.ones(1, 1, 2, 8), torch.ones(1, 2, 0, 8)
+    with pytest.raises(ValueError, match="at least one slot, got 0"):
+        kernel.attention_with_kvcache(q, cache, cache, torch.tensor(0))
+
+
 @pytest.mark.parametrize("name", ["rms_norm", "silu_mul", "fused_swiglu", "fused_swiglu_mlp"])
 def test_views_that_stand_for_their_negatives(kernel, monkeypatch, name):
     """torch keeps the sign of (z.conj()).imag aside, where no kernel sees it."""

@@ -151,6 +151,8 @@ def attention_with_kvcache(
     HQ, HK = sizes["HQ"], sizes["HK"]
     if HK == 0 or HQ % HK:
         raise ValueError(f"q must have a multiple of the {HK} heads of k_cache, got {HQ}")
+    if sizes["S"] == 0:
+        raise ValueError("k_cache must have at least one slot, got 0")
     is_tensor("cache_seqlens", cache_seqlens)
     has_dtype("cache_seqlens", cache_seqlens, INDICES)
     same_device("cache_seqlens", cache_seqlens, "q", q)

@@ -28,6 +28,8 @@ def fused_experts(x, w_gate_up, w_down, top_k_index, top_k_weights, activation, 
     has_shape("w_down", w_down, "E H I", sizes)
     sizes["2*I"] = 2 * sizes["I"]
     has_shape("w_gate_up", w_gate_up, "E 2*I H", sizes)
+    if sizes["E"] == 0:
+        raise ValueError("w_down must hold at least one expert, got 0")
     has_shape("top_k_index", top_k_index, "T K", sizes)
     has_dtype("top_k_index", top_k_index, INDICES)
     has_shape("top_k_weights", top_k_weights, "T K", sizes)

@@ -72,7 +72,7 @@ def fused_swiglu(
 
 def _rows(x: Tensor) -> Tensor:
     """x as [M, K], its last dimension dense."""
-    return dense(x if x.ndim == 2 else x.reshape(-1, x.shape[-1]))
+    return dense(x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None])
 
 
 def fused_swiglu_mlp(
