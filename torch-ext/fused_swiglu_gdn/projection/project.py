@@ -30,7 +30,9 @@ def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
         if _lies_in_rows(x):
             plan = ops.plan_project(_rows(x), weights, None)
             _plans.keep((x, *weights), (len(weights),), plan)
-    return [y] if len(weights) == 1 else list(y.split([w.shape[0] for w in weights], dim=-1))
+    if len(weights) == 1:
+        return [y]
+    return list(y.split_with_sizes([w.shape[0] for w in weights], -1))
 
 
 def mlp_of_a_token(
