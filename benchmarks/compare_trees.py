@@ -88,11 +88,24 @@ def decoding(kernel) -> dict:
 
 def swiglus(kernel) -> dict:
     w_gate, w_up = normal(14336, 4096), normal(14336, 4096)
-    one, many = normal(1, 4096), normal(512, 4096)
-    return {
-        "fused_swiglu, M 1": lambda: kernel.fused_swiglu(one, w_gate, w_up),
-        "fused_swiglu, M 512": lambda: kernel.fused_swiglu(many, w_gate, w_up),
-    }
+
+    def product(x):
+        return lambda: kernel.fused_swiglu(x, w_gate, w_up)
+
+    return {f"fused_swiglu, M {M}": product(normal(M, 4096)) for M in (1, 64, 512)}
+
+
+def experts(kernel) -> dict:
+    """The routed experts of Qwen3-30B."""
+    E, K, H, I = 128, 8, 2048, 768  # noqa: E741
+    gate_up, down = normal(E, 2 * I, H), normal(E, H, I)
+
+    def mixture(T):
+        weights, ids = torch.randn(T, E, device=DEVICE).softmax(-1).topk(K)
+        x = normal(T, H)
+        return lambda: kernel.fused_experts(x, gate_up, down, ids, weights)
+
+    return {f"experts, {T} tokens": mixture(T) for T in (1, 64, 8192)}
 
 
 def layer_calls(kernel) -> dict:
@@ -127,11 +140,24 @@ def training(kernel) -> dict:
         y = kernel.fused_swiglu_mlp(x, *weights)
         torch.autograd.grad(y, [x, *weights], y)
 
+    E, K, H, I = 128, 8, 2048, 768  # noqa: E741
+    routed, gate_up = normal(4096, H, grad=True), normal(E, 2 * I, H, grad=True)
+    down = normal(E, H, I, grad=True)
+    chosen, ids = torch.randn(4096, E, device=DEVICE).softmax(-1).topk(K)
+
+    def mixture():
+        y = kernel.fused_experts(routed, gate_up, down, ids, chosen)
+        torch.autograd.grad(y, [routed, gate_up, down], y)
+
     def rule():
         o, _ = kernel.chunk_gated_delta_rule(*tensors, **gates)
         torch.autograd.grad(o, tensors, o)
 
-    return {"MLP training step, 8192 rows": mlp, "rule, training step, 8192": rule}
+    return {
+        "MLP training step, 8192 rows": mlp,
+        "rule, training step, 8192": rule,
+        "experts, training step, 4096": mixture,
+    }
 
 
 def clock(calls: dict, rounds: int, until_done: bool) -> dict:
@@ -188,7 +214,7 @@ def main() -> int:
         other = load_package("other_tree", copy_of(options.against, Path(scratch)))
         kernels = {"this": this, "other": other}
         rows = []
-        for make in (decoding, swiglus, prefills, layer_calls):
+        for make in (decoding, swiglus, experts, prefills, layer_calls):
             with torch.no_grad():
                 rows += compared(make, kernels, options.rounds, False)
         rows += compared(training, kernels, options.rounds, True)

@@ -221,10 +221,10 @@ def test_streams():
 
 @compiled
 def test_hopper_chooses_by_waves(monkeypatch):
-    """132 processors and the H200's table: what docs/swiglu.md says of M = 512."""
+    """132 processors and Hopper's table: what docs/swiglu.md says of M = 512."""
     hopper, facts = submodule("swiglu.hopper.forward"), submodule("runtime.device")
     monkeypatch.setattr(facts, "multiprocessor_count", lambda index: 132)
-    monkeypatch.setattr(facts, "name", lambda index: "NVIDIA_H200")
+    monkeypatch.setattr(submodule("runtime.tuning"), "chip", lambda device: ("capability=9.0",))
     choose = hopper.choose.__wrapped__  # nothing of this is remembered
     where = torch.device("cuda", 0)
     tile, whole, halves = choose(where, 512, 14336, 4096)

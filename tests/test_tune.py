@@ -62,7 +62,7 @@ def test_the_fastest_right_configuration_is_written_and_looked_up(tmp_path, monk
         assert operation == name and dict(sizes) == {"M": 64, "N": 14336, "K": 4096}
         config = tune.best(operation, sizes, call, clock)
     assert (config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]) == (32, 64, 64)
-    path = tune.write(operation, "A_CHIP", sizes, config)
+    path = tune.write(operation, ("device_name=A_CHIP",), sizes, config)
     assert len(json.loads(path.read_text())["tuned"]) == len(table["tuned"])  # that of M 64 anew
     assert path.name == f"{name},device_name=A_CHIP.json"
     monkeypatch.setattr(tuning, "_CONFIGS", tmp_path)

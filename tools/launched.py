@@ -15,7 +15,7 @@ from in_tree import load_package, submodule
 CHIPS = {
     "sm_80": ("NVIDIA_A100-SXM4-80GB", (8, 0), 108),
     "sm_90": ("NVIDIA_H200", (9, 0), 132),
-    "sm_90 untuned": ("NVIDIA_H100_PCIe", (9, 0), 114),
+    "sm_90, 114": ("NVIDIA_H100_PCIe", (9, 0), 114),
     "sm_100": ("NVIDIA_B200", (10, 0), 148),
     "sm_120": ("NVIDIA_RTX_PRO_6000_Blackwell", (12, 0), 188),
     "gfx942": ("gfx942", None, 304),

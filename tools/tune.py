@@ -16,7 +16,7 @@ import contextlib
 import copy
 import json
 from pathlib import Path
-from typing import Callable, Dict, Iterator, List
+from typing import Callable, Dict, Iterator, List, Tuple
 
 import launched
 import torch
@@ -31,8 +31,8 @@ def lookups(call: Callable) -> Dict[tuple, dict]:
     tuning, found = submodule("runtime.tuning"), {}
     original = tuning._nearest
 
-    def listen(operation, name, sizes):
-        found[operation, sizes] = original(operation, name, sizes)
+    def listen(operation, chip, sizes):
+        found[operation, sizes] = original(operation, chip, sizes)
         return found[operation, sizes]
 
     with replaced(listen):
@@ -121,10 +121,12 @@ def same(found, right) -> bool:
     return bool(error <= 1e-2 * right.double().norm())
 
 
-def write(operation: str, device_name: str, sizes: tuple, config: dict) -> Path:
-    path = CONFIGS / f"{operation},device_name={device_name}.json"
-    source = path if path.exists() else CONFIGS / f"{operation}.json"
-    table = json.loads(source.read_text())
+def write(operation: str, chip: Tuple[str, ...], sizes: tuple, config: dict) -> Path:
+    """Into the chip's own table, which begins as the one that has served it."""
+    path = CONFIGS / f"{operation},{chip[0]}.json"
+    table = json.loads(
+        (CONFIGS / submodule("runtime.tuning").path_of(operation, chip).name).read_text()
+    )
     if not sizes:
         table["default"] = config
     else:
@@ -149,9 +151,9 @@ def main() -> None:
     parser.add_argument("--operation", default="", help="only operations whose name holds this")
     options = parser.parse_args()
     launched.DEVICE = "cuda"
-    kernel, device = load_package(), submodule("runtime.device")
+    kernel, tuning = load_package(), submodule("runtime.tuning")
     sizes = {k: int(v) for k, v in (part.split("=") for part in options.shapes.split(",") if part)}
-    here = device.name(torch.cuda.current_device())
+    here = tuning.chip(torch.device("cuda", torch.cuda.current_device()))
     for name, make in launched.CALLS.items():
         if options.calls not in name:
             continue

@@ -1,14 +1,18 @@
 """THE lookup of launch configurations: tuned numbers for this device and shape, else a default.
 
-configs/<operation>,device_name=<name>.json holds {"default": config, "tuned": [entry, ...]} with
-entries {"sizes": {"M": 1, ...}, "config": config}. A device without a file of its own is served by
-configs/<operation>.json, whose numbers are conservative: they run on every supported device.
+A table, {"default": config, "tuned": [entry, ...]} with entries {"sizes": {"M": 1, ...}, "config":
+config}, is the first of these that there is:
+
+    configs/<operation>,device_name=<name>.json     one GPU's own
+    configs/<operation>,capability=<x.y>.json       of all GPUs of a CUDA compute capability
+    configs/<operation>.json                        conservative: runs on every supported device
 """
 
 import functools
 import json
 import math
 from pathlib import Path
+from typing import Tuple
 
 import torch
 
@@ -17,16 +21,28 @@ from . import device as facts
 _CONFIGS = Path(__file__).parents[1] / "configs"
 
 
+def chip(device: torch.device) -> Tuple[str, ...]:
+    """What a device's tables may be called, the most particular first."""
+    if not facts.is_gpu(device):
+        return ()
+    own, capability = f"device_name={facts.name(device.index)}", facts.capability(device.index)
+    return (own, "capability={}.{}".format(*capability)) if capability else (own,)
+
+
+def path_of(operation: str, chip: Tuple[str, ...]) -> Path:
+    """The table that serves an operation."""
+    names = (*(f"{operation},{part}.json" for part in chip), f"{operation}.json")
+    return next(path for name in names if (path := _CONFIGS / name).exists())
+
+
 @functools.cache
-def _table(operation: str, device_name: str) -> dict:
-    own = _CONFIGS / f"{operation},device_name={device_name}.json"
-    path = own if own.exists() else _CONFIGS / f"{operation}.json"
-    return json.loads(path.read_text())
+def _table(operation: str, chip: Tuple[str, ...]) -> dict:
+    return json.loads(path_of(operation, chip).read_text())
 
 
 @functools.lru_cache(maxsize=4096)
-def _nearest(operation: str, device_name: str, sizes: tuple) -> dict:
-    table = _table(operation, device_name)
+def _nearest(operation: str, chip: Tuple[str, ...], sizes: tuple) -> dict:
+    table = _table(operation, chip)
     wanted = dict(sizes)
 
     def distance(entry: dict) -> float:
@@ -40,5 +56,4 @@ def _nearest(operation: str, device_name: str, sizes: tuple) -> dict:
 
 def lookup(operation: str, device: torch.device, **sizes: int) -> dict:
     """Launch configuration of an operation at these sizes: not to be changed by the caller."""
-    name = facts.name(device.index) if facts.is_gpu(device) else device.type
-    return _nearest(operation, name, tuple(sizes.items()))
+    return _nearest(operation, chip(device), tuple(sizes.items()))
