@@ -163,6 +163,10 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "random weights, bf16, before and after `kernelize`: the host included.",
     ),
     "whole_models_training": ("Training steps of whole models", "The same models."),
+    "training_qwen": (
+        "Training steps of whole models: Qwen3.5",
+        "The same, with FLA's backward pass at work.",
+    ),
     "generate": (
         "Generating on a static cache",
         "A token inside transformers' `generate` on a static cache, greedy, 128 tokens after a "
