@@ -163,7 +163,7 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "random weights, bf16, before and after `kernelize`: the host included.",
     ),
     "whole_models_training": ("Training steps of whole models", "The same models."),
-    "training_qwen": (
+    "whole_models_qwen": (
         "Training steps of whole models: Qwen3.5",
         "The same, with FLA's backward pass at work.",
     ),
