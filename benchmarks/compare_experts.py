@@ -33,12 +33,14 @@ MODELS = {  # experts, slots of a token, model width, hidden width
     "Next": (512, 10, 2048, 512),
     "30B": (128, 8, 2048, 768),
     "Mixtral": (8, 2, 4096, 14336),
+    "gpt-oss": (32, 4, 2880, 2880),  # weights transposed, gate and up in turn, biases
 }
 TITLES = {
     "35B": "Qwen3.5-35B-A3B",
     "Next": "Qwen3-Next-80B",
     "30B": "Qwen3-30B-A3B",
     "Mixtral": "Mixtral-8x7B",
+    "gpt-oss": "gpt-oss-20b",
 }
 NOTE = (
     "transformers 5.17 masks the rows of experts held elsewhere in every call, 5.22 under expert "
@@ -55,19 +57,34 @@ class Module(torch.nn.Module):
     has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
     has_post_expert_norm, _is_expert_parallel = False, False
 
-    def __init__(self, w_gate_up, w_down):
+    def __init__(self, w_gate_up, w_down, *biases):
         super().__init__()
         self.num_experts, self.act_fn = w_down.shape[0], F.silu
         self.gate_up_proj, self.down_proj = w_gate_up, w_down
+        if biases:
+            self.has_bias = self.is_transposed = True
+            self.is_concatenated = False
+            self.gate_up_proj_bias, self.down_proj_bias = biases
 
     def _apply_gate(self, gate_up):
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
+        if self.is_concatenated:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return F.silu(gate) * up
+        return gated_as_gpt_oss(gate_up)
+
+
+def gated_as_gpt_oss(gate_up):
+    """As transformers writes it."""
+    gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
 
 
 def weights_of(model, requires_grad=False) -> list:
     E, _, H, N = MODELS[model]
     shapes = ((E, 2 * N, H), (E, H, N))
+    if model == "gpt-oss":
+        shapes = ((E, H, 2 * N), (E, N, H), (E, 2 * N), (E, H))
     made = [torch.empty(s, device=DEVICE, dtype=torch.bfloat16).normal_(0, s[-1] ** -0.5)
             for s in shapes]  # fmt: skip
     return [torch.nn.Parameter(w, requires_grad=requires_grad) for w in made]
@@ -82,13 +99,23 @@ def inputs(model, T, seed=0) -> tuple:
     return x, ids, (top / top.sum(-1, keepdim=True)).bfloat16()
 
 
+def ours(package, weights, x, ids, top, **more):
+    if len(weights) == 2:
+        return package.fused_experts(x, *weights, ids, top, **more)
+    w_gate_up, w_down, b_gate_up, b_down = weights
+    return package.fused_experts(
+        x, w_gate_up.mT, w_down.mT, ids, top, b_gate_up=b_gate_up, b_down=b_down,
+        activation="swigluoai", limit=7.0, interleaved=True, **more,
+    )  # fmt: skip
+
+
 def contenders(package, weights, sonic=False) -> dict:
     """out [T, H] of x, ids, weights of the slots; by name."""
     from transformers.integrations import moe
 
     module = Module(*weights)
     found = {
-        "ours": lambda x, ids, top: package.fused_experts(x, *weights, ids, top),
+        "ours": functools.partial(ours, package, weights),
         "grouped_mm": lambda *args: moe.grouped_mm_experts_forward(module, *args),
     }
     if sonic:
@@ -118,14 +145,19 @@ def limit_us(model, T, ids) -> float:
     return 1e6 * max(flops, len(ids.unique()) * 3 * H * N * 2 / 4.28e12)
 
 
-def error(out, x, ids, top, w_gate_up, w_down) -> float:
+def error(out, x, ids, top, w_gate_up, w_down, *biases) -> float:
     """Relative error of up to 12 tokens against fp64."""
     tokens = torch.linspace(0, x.shape[0] - 1, min(12, x.shape[0])).long().unique().tolist()
     ref = torch.zeros(len(tokens), x.shape[1], device=DEVICE, dtype=torch.float64)
     for i, t in enumerate(tokens):
         for e, weight in zip(ids[t].tolist(), top[t].double()):
-            gate, up = (w_gate_up[e].double() @ x[t].double()).chunk(2)
-            ref[i] += weight * (w_down[e].double() @ (F.silu(gate) * up))
+            if biases:
+                b_gate_up, b_down = (bias[e].double() for bias in biases)
+                z = gated_as_gpt_oss(x[t].double() @ w_gate_up[e].double() + b_gate_up)
+                ref[i] += weight * (z @ w_down[e].double() + b_down)
+            else:
+                gate, up = (w_gate_up[e].double() @ x[t].double()).chunk(2)
+                ref[i] += weight * (w_down[e].double() @ (F.silu(gate) * up))
     return ((out[tokens].double() - ref).norm() / ref.norm()).item()
 
 
@@ -194,7 +226,7 @@ def measure_forward(package, model, T, weights, sonic=False) -> dict:
             if T == 1:
                 row.setdefault("host_us", {})[name] = host_us(calls[0])
     x, ids, top = args[0]
-    row["served"] = package.implementation_of(package.fused_experts, x, *weights, ids, top)
+    row["served"] = package.implementation_of(ours, package, weights, x, ids, top)
     return row
 
 
@@ -224,9 +256,7 @@ def measure_training(package, model, T, sonic=False) -> dict:
     row = {"what": f"{TITLES[model]}, {T} tokens, training step", "us": {}}
     row.update(limit_us=3 * limit_us(model, T, ids), held_mib={}, peak_mib={})
     calls = contenders(package, weights, sonic)
-    calls["ours, recompute=True"] = lambda x, ids, top: package.fused_experts(
-        x, *weights, ids, top, recompute=True
-    )
+    calls["ours, recompute=True"] = functools.partial(ours, package, weights, recompute=True)
     for name, call in calls.items():
         leaves = (x, top, *weights)
         if sonic:

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 from conftest import submodule
 
-reference = submodule("experts.reference")
+reference, call = submodule("experts.reference"), submodule("experts.call")
 
 
 class Problem(NamedTuple):
@@ -20,14 +20,19 @@ class Problem(NamedTuple):
     weights: torch.Tensor  # [T, K]
     activation: str = "silu"
     limit: Optional[float] = None
+    interleaved: bool = False
+    biases: tuple = call.Biases()
 
 
 def problem(
     T, K, E, H, I, dtype=torch.float32, device="cpu", routing="random", activation="silu",
-    limit=None, index=torch.int64, seed=0,
+    limit=None, index=torch.int64, seed=0, turned=False, interleaved=False, biased=False,
 ) -> Problem:  # fmt: skip
-    """routing: "random"; "held elsewhere", some of them -1, E or above, and all of one token;
-    "one expert", the same for all; "twice", a token may choose an expert more than once."""
+    """turned: the weights are .mT of contiguous ones.
+
+    routing: "random"; "held elsewhere", some of them -1, E or above, and all of one token;
+    "one expert", the same for all; "twice", a token may choose an expert more than once.
+    """
     random = torch.Generator(device=device).manual_seed(seed)
 
     def normal(*shape):
@@ -43,12 +48,18 @@ def problem(
         ids[T // 2] = E + 7
     weights = torch.rand(T, K, generator=random, device=device)
     tensors = (normal(T, H), normal(E, 2 * I, H) * H**-0.5, normal(E, H, I) * I**-0.5)
-    return Problem(*(t.to(dtype) for t in tensors), ids.to(index), weights, activation, limit)
+    x, *tensors = (t.to(dtype) for t in tensors)
+    if turned:
+        tensors = [w.mT.contiguous().mT for w in tensors]
+    biases = [normal(E, n).to(dtype) for n in (2 * I, H)] if biased else ()
+    more = (activation, limit, interleaved, call.Biases(*biases))
+    return Problem(x, *tensors, ids.to(index), weights, *more)
 
 
 def doubled(p: Problem) -> Problem:
-    return Problem(*(t.double() if t is not None and torch.is_tensor(t) and t.is_floating_point()
-                     else t for t in p))  # fmt: skip
+    wide = (t.double() if torch.is_tensor(t) and t.is_floating_point() else t for t in p)
+    p = Problem(*wide)
+    return p._replace(biases=call.Biases(*(b if b is None else b.double() for b in p.biases)))
 
 
 def answer(p: Problem) -> torch.Tensor:
@@ -72,13 +83,15 @@ def by_grouped_mm(p: Problem) -> torch.Tensor:
 
 
 def gradients(p: Problem, dout: torch.Tensor) -> tuple:
-    """dx, dw_gate_up, dw_down, dweights in fp64, as torch differentiates the reference.
+    """dx, dw_gate_up, dw_down, dweights, and those of the biases if there are any, in fp64, as
+    torch differentiates the reference.
 
     A clamp's gradient jumps at the limit: on which side of it gate and up are is asked of their
     values in p's dtype, in which the kernels keep them, as transformers does.
     """
     wide = doubled(p)
-    leaves = [t.detach().requires_grad_() for t in (*wide[:3], wide.weights)]
+    given = [b for b in wide.biases if b is not None]
+    leaves = [t.detach().requires_grad_() for t in (*wide[:3], wide.weights, *given)]
     exact = reference._gated
 
     def gated(gate, up, activation, limit):
@@ -87,5 +100,6 @@ def gradients(p: Problem, dout: torch.Tensor) -> tuple:
         return exact(gate, up, activation, limit)
 
     with mock.patch.object(reference, "_gated", gated):
-        out = reference.experts_fwd(*leaves[:3], p.ids, leaves[3], *p[5:])
+        biases = call.Biases(*leaves[4:])
+        out = reference.experts_fwd(*leaves[:3], p.ids, leaves[3], *p[5:8], biases)
     return torch.autograd.grad(out, leaves, dout.double())

@@ -21,14 +21,16 @@ def by_entry(p):
         e = int(p.ids[t, k])
         if not 0 <= e < p.w_down.shape[0]:
             continue
-        gate, up = (p.w_gate_up[e] @ p.x[t]).chunk(2)
+        b_gate_up, b_down = (0.0 if b is None else b[e] for b in p.biases)
+        both = p.w_gate_up[e] @ p.x[t] + b_gate_up
+        gate, up = (both[::2], both[1::2]) if p.interleaved else both.chunk(2)
         if p.limit is not None:
             gate, up = gate.clamp(max=p.limit), up.clamp(-p.limit, p.limit)
         if p.activation == "swigluoai":
             z = (up + 1) * gate * torch.sigmoid(1.702 * gate)
         else:
             z = ACTS[p.activation](gate) * up
-        out[t] += p.weights[t, k] * (p.w_down[e] @ z)
+        out[t] += p.weights[t, k] * (p.w_down[e] @ z + b_down)
     return out
 
 
@@ -44,9 +46,25 @@ def test_reference_is_the_definition(routing, activation, limit):
 def test_reference_gradients(routing, activation, limit):
     p = doubled(problem(9, 3, 5, 6, 4, routing=routing, activation=activation, limit=limit))
     dout = torch.randn_like(p.x)
-    for mine, torchs in zip(reference.experts_bwd(dout, *p, [True] * 4), gradients(p, dout)):
+    check_reference_gradients(p, dout)
+
+
+def check_reference_gradients(p, dout):
+    there = p.biases.are_there()
+    needs = [True] * 4 + [there] * 2
+    found = reference.experts_bwd(dout, *p[:7], needs, *p[7:])
+    assert [g is not None for g in found] == needs
+    for mine, torchs in zip(found, gradients(p, dout)):
         assert_close(mine, torchs)
-    assert reference.experts_bwd(dout, *p, [False] * 4) == (None,) * 4
+    assert reference.experts_bwd(dout, *p[:7], [False] * 6, *p[7:]) == (None,) * 6
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_reference_with_biases(interleaved):
+    p = doubled(problem(9, 3, 5, 6, 4, routing="held elsewhere", activation="swigluoai", limit=0.9,
+                        interleaved=interleaved, biased=True))  # fmt: skip
+    assert_close(reference.experts_fwd(*p), by_entry(p))
+    check_reference_gradients(p, torch.randn_like(p.x))
 
 
 def test_gradcheck():
@@ -111,14 +129,25 @@ BAD = [
     ({"activation": "swish"}, ValueError, "activation must be one of 'silu'"),
     ({"limit": 0}, ValueError, "limit must be positive and finite, got 0"),
     ({"limit": "7"}, TypeError, "limit must be a float or None"),
+    ({"biases": (torch.zeros(4, 8), None)}, ValueError, "b_gate_up must have shape [E, 2*I]"),
+    ({"biases": (None, torch.zeros(3, 16))}, ValueError, "b_down must have shape [E, H]"),
+    ({"biases": (None, torch.zeros(4, 16).double())}, TypeError, "b_down must have the dtype of x"),
+    ({"interleaved": "no"}, TypeError, "interleaved must be True or False, got str"),
 ]
+
+
+def asked(kernel, p, *tensors, **options):
+    """fused_experts of a problem, or of other tensors in its place."""
+    biases = dict(zip(("b_gate_up", "b_down"), p.biases))
+    options = {**biases, "activation": p.activation, "limit": p.limit, **options}
+    return kernel.fused_experts(*(tensors or p[:5]), interleaved=p.interleaved, **options)
 
 
 @pytest.mark.parametrize("change, error, says", BAD, ids=[row[2][:32] for row in BAD])
 def test_bad_input(kernel, change, error, says):
     p = problem(5, 2, 4, 16, 8)._replace(**change)
     with pytest.raises(error) as raised:
-        kernel.fused_experts(*p[:5], activation=p.activation, limit=p.limit)
+        asked(kernel, p)
     assert says in str(raised.value)
 
 
@@ -129,10 +158,14 @@ def op_arguments(device, routing="held elsewhere"):
 def test_opcheck(device):
     p = op_arguments(device)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(ops._experts_fwd, (*p, False, False, False), test_utils=checks)
+    torch.library.opcheck(
+        ops._experts_fwd,
+        (*p[:5], None, None, *p[5:7], False, False, False, False),
+        test_utils=checks,
+    )
     p = p._replace(x=p.x.requires_grad_(), w_down=p.w_down.requires_grad_())
     for recompute in (False, True):
-        args = (*p, True, recompute, False)
+        args = (*p[:5], None, None, *p[5:7], True, recompute, False, False)
         torch.library.opcheck(ops._experts_fwd, args, test_utils=checks[:2])
 
 
@@ -143,7 +176,8 @@ def operator_call(recompute=False, main_grad=False):
     for w in leaves[1:3] if main_grad else ():
         w.main_grad = torch.ones_like(w)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        out = ops._experts_fwd(*p[:5], "silu", None, True, recompute, main_grad)[0]
+        options = ("silu", None, True, recompute, main_grad, False)
+        out = ops._experts_fwd(*p[:5], None, None, *options)[0]
     return p, out, leaves, kept
 
 
@@ -194,6 +228,31 @@ def test_compiled_equals_eager(kernel, device, recompute):
     found = [torch.autograd.grad(f(*leaves).sum(), leaves) for f in (compiled, function)]
     for mine, eager in zip(*found):
         assert relative_error(mine, eager) < 1e-5
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_layout_of_gpt_oss(kernel, device, recompute):
+    """Weights that are .mT of what is stored, gate and up in turn, biases; eager and compiled."""
+    p = problem(9, 2, 4, 16, 8, activation="swigluoai", limit=0.9, turned=True, interleaved=True,
+                biased=True, device=device)  # fmt: skip
+    stored = [w.mT.contiguous() for w in p[1:3]]
+    leaves = [t.requires_grad_() for t in (p.x, *stored, p.weights, *p.biases)]
+
+    def function(x, w_gate_up, w_down, weights, b_gate_up, b_down):
+        return kernel.fused_experts(
+            x, w_gate_up.mT, w_down.mT, p.ids, weights, b_gate_up=b_gate_up, b_down=b_down,
+            activation="swigluoai", limit=0.9, interleaved=True, recompute=recompute,
+        )  # fmt: skip
+
+    exact = gradients(p, torch.ones_like(p.x))
+    exact = (exact[0], exact[1].mT, exact[2].mT, *exact[3:])
+    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
+    for f in (function, function, compiled):
+        out = f(*leaves)
+        assert_close(out, reference.experts_fwd(*doubled(p)))
+        for leaf, mine, right in zip(leaves, torch.autograd.grad(out.sum(), leaves), exact):
+            assert mine.shape == leaf.shape
+            assert_close(mine, right)
 
 
 def test_compile_sees_no_shapes_from_data(kernel):

@@ -7,7 +7,7 @@ from experts_problems import answer, by_grouped_mm, gradients, problem
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 call = submodule("experts.call")
-NAMES = ("dx", "dw_gate_up", "dw_down", "dweights")
+NAMES = ("dx", "dw_gate_up", "dw_down", "dweights", "db_gate_up", "db_down")
 ROUTINGS = ("random", "held elsewhere", "one expert", "twice")
 # Gate, up, z and y are rounded once each at most, and out once more
 ROUNDED = {torch.bfloat16: 3.5e-3, torch.float16: 5e-4, torch.float32: 1e-6}
@@ -25,12 +25,12 @@ def poison(p):
 
 
 def options(p, **more):
-    return call.ExpertsOptions(p.activation, p.limit, **more)
+    return call.ExpertsOptions(p.activation, p.limit, interleaved=p.interleaved, **more)
 
 
 def forward(p):
     """out by the kernels."""
-    out, gate_up, routing = module("experts").experts_fwd(*p[:5], options(p))
+    out, gate_up, routing = module("experts").experts_fwd(*p[:5], p.biases, options(p))
     assert gate_up is None and routing is None
     return out
 
@@ -42,13 +42,14 @@ def check_forward(p):
     assert relative_error(out, answer(p)) < ROUNDED[p.x.dtype]
 
 
-def backward(p, dout, recompute=False, needs=(True,) * 4, main_grads=(None, None)):
+def backward(p, dout, recompute=False, needs=None, main_grads=(None, None)):
     """(out, gradients) by the kernels."""
     asked = options(p, keeps=True, recompute=recompute)
-    out, gate_up, routing = module("experts").experts_fwd(*p[:5], asked)
+    out, gate_up, routing = module("experts").experts_fwd(*p[:5], p.biases, asked)
     assert (gate_up is None) == recompute
+    needs = needs or (True,) * 4 + (p.biases.are_there(),) * 2
     gradient = call.ExpertsGradient(dout, gate_up, routing, needs, main_grads)
-    args = (*p[:5], asked, gradient)
+    args = (*p[:5], p.biases, asked, gradient)
     assert module("experts").supports_experts_bwd(*args) or p.x.dtype == torch.float32
     return out, module("experts").experts_bwd(*args)
 
@@ -162,19 +163,36 @@ def test_copy_engine_interpreted(monkeypatch):
 
 
 @interpreted
-@pytest.mark.parametrize("needed", range(4))
+@pytest.mark.parametrize("needed", range(6))
 def test_one_gradient_alone_interpreted(needed):
-    p = problem(30, 2, 4, 40, 24)
+    p = problem(30, 2, 4, 40, 24, biased=needed > 2)
     dout = torch.randn_like(p.x)
-    needs = [i == needed for i in range(4)]
+    needs = [i == needed for i in range(6)]
     found = backward(p, dout, needs=needs)[1]
     assert [g is not None for g in found] == needs
     assert_close(found[needed], gradients(p, dout)[needed])
 
 
+# as gpt-oss has them, and each part of it alone
+LAYOUTS = [
+    {"turned": True, "interleaved": True, "biased": True, "activation": "swigluoai", "limit": 0.9},
+    {"turned": True, "interleaved": True}, {"turned": True}, {"biased": True},
+]  # fmt: skip
+
+
 @interpreted
-def test_main_grads_interpreted():
-    p = problem(30, 2, 4, 40, 24)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
+def test_layouts_interpreted(layout):
+    for sizes, routing in MET[::3]:
+        check_forward(problem(*sizes, 72, 40, routing=routing, **layout))
+    for routing in ("held elsewhere", "twice"):
+        check_backward(problem(*SMALL[1], 72, 40, routing=routing, **layout), routing == "twice")
+
+
+@interpreted
+@pytest.mark.parametrize("turned", [False, True])
+def test_main_grads_interpreted(turned):
+    p = problem(30, 2, 4, 40, 24, turned=turned)
     dout = torch.randn_like(p.x)
     mains = [torch.ones_like(w, dtype=torch.float32) for w in (p.w_gate_up, p.w_down)]
     found = backward(p, dout, main_grads=mains)[1]
@@ -203,7 +221,7 @@ def test_no_tokens_interpreted():
     p = problem(0, 2, 3, 16, 8)
     assert check_forward(p) is None
     found = backward(p, p.x)[1]
-    assert [g.shape for g in found] == [p.x.shape, p.w_gate_up.shape, p.w_down.shape, (0, 2)]
+    assert [g.shape for g in found[:4]] == [p.x.shape, p.w_gate_up.shape, p.w_down.shape, (0, 2)]
     assert not found[1].any() and not found[2].any()
 
 
@@ -215,13 +233,17 @@ def test_in_the_interpreter():
 @compiled
 def test_what_is_served():
     def supports(p):
-        return module("experts").supports_experts_fwd(*p[:5], options(p))
+        return module("experts").supports_experts_fwd(*p[:5], p.biases, options(p))
 
     p = problem(5, 2, 4, 16, 8, torch.bfloat16)
     assert supports(p)
     assert not supports(problem(5, 2, 4, 16, 8))  # fp32
     assert not supports(problem(5, 2, 4, 12, 8, torch.bfloat16))  # rows off 16 bytes
-    assert not supports(p._replace(w_down=p.w_down.mT.contiguous().mT))
+    turned = problem(5, 2, 4, 16, 8, torch.bfloat16, turned=True, interleaved=True, biased=True)
+    assert supports(turned) and supports(turned._replace(interleaved=False))
+    assert not supports(p._replace(w_down=turned.w_down))  # one lies so, the other does not
+    assert not supports(p._replace(interleaved=True))
+    assert not supports(p._replace(biases=call.Biases(None, p.x.new_zeros(4, 32)[:, ::2])))
     assert not supports(p._replace(weights=p.weights.double()))
     assert supports(p._replace(x=p.x.t().contiguous().t()))  # is copied
 
@@ -244,6 +266,17 @@ def test_values(sizes, dtype):
         check_backward(p)
         check_backward(p, recompute=True)
         check_routing(p.ids, sizes[2], 64)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
+def test_layouts(sizes, layout):
+    for dtype, routing in ((torch.bfloat16, "random"), (torch.float16, "held elsewhere")):
+        p = problem(*sizes, dtype, "cuda", routing, **layout)
+        check_forward(p)
+        check_backward(p)
+        check_backward(p, recompute=True)
 
 
 @pytest.mark.gpu

@@ -14,8 +14,7 @@ transformers = pytest.importorskip("transformers")
 moe = pytest.importorskip("transformers.integrations.moe")
 experts = submodule("models.experts")
 NAME = "fused_swiglu_gdn"
-OWN_GATE = ("GptOssExperts", "OpenAIPrivacyFilterExperts")
-OTHER_FORMULA = ("AriaExperts", "MuseSparkExperts", "NemotronHExperts")
+OTHER_FORMULA = ("MuseSparkExperts", "NemotronHExperts")
 
 
 @pytest.fixture
@@ -54,10 +53,11 @@ def test_every_class_of_transformers():
     """Almost all are the formula; those that are not are told apart."""
     forms = {kind.__name__: experts.form_of(kind) for kind in expert_classes()}
     left = {name for name, form in forms.items() if isinstance(form, str)}
-    assert left <= {*OWN_GATE, *OTHER_FORMULA}
+    assert left <= {*OTHER_FORMULA}
     assert len(forms) - len(left) >= 20
     known = {"DeepseekV4Experts": "limit", "HYV4Experts": "swiglu_limit", "MixtralExperts": None,
-             "MiniMaxM3VLExperts": "swiglu_limit"}  # fmt: skip
+             "MiniMaxM3VLExperts": "swiglu_limit", "GptOssExperts": "limit",
+             "OpenAIPrivacyFilterExperts": "limit", "AriaExperts": None}  # fmt: skip
     for name in known.keys() & forms.keys():
         assert forms[name].limit == known[name]
 
@@ -121,23 +121,51 @@ def test_the_gate_of_minimax(everywhere):
     assert experts.why_not_experts(module) == "swiglu_alpha is 2.0, not 1.702"
 
 
-def test_gpt_oss_is_transformers_own_and_says_so_once(caplog):
-    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
-    config = transformers.GptOssConfig(
-        hidden_size=32, intermediate_size=16, num_local_experts=4, num_experts_per_tok=2
+def of_gpt_oss(folder, kind, config, **sizes):
+    """A module of experts whose weights lie transposed, and arguments for it."""
+    name = f"transformers.models.{folder}"
+    modeling = pytest.importorskip(f"{name}.modeling_{folder}")
+    config = getattr(importlib.import_module(f"{name}.configuration_{folder}"), config)(
+        hidden_size=32, intermediate_size=16, num_experts_per_tok=2, **sizes
     )
     config._experts_implementation = experts.register_experts()
-    module = modeling.GptOssExperts(config)
+    module = getattr(modeling, kind)(config)
     for weight in module.parameters():
-        torch.nn.init.normal_(weight)
+        torch.nn.init.normal_(weight)  # gates on both sides of the clamp
     args = (torch.randn(6, 32), torch.tensor([[0, 2], [1, 3], [3, 1]] * 2), torch.rand(6, 2))
+    return module, args
+
+
+TRANSPOSED = [
+    ("gpt_oss", "GptOssExperts", "GptOssConfig", {"num_local_experts": 4}),
+    ("openai_privacy_filter", "OpenAIPrivacyFilterExperts", "OpenAIPrivacyFilterConfig",
+     {"num_local_experts": 4}),
+    ("aria", "AriaExperts", "AriaTextConfig", {"moe_num_experts": 4}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("folder, kind, config, sizes", TRANSPOSED, ids=[r[0] for r in TRANSPOSED])
+def test_transposed_weights(everywhere, folder, kind, config, sizes):
+    module, args = of_gpt_oss(folder, kind, config, **sizes)
+    assert experts.why_not_experts(module) is None
+    module.config._experts_implementation = "grouped_mm"
+    outs = experts.experts_forward(module, *args), module(*args)
+    assert torch.allclose(*outs, rtol=1e-4, atol=1e-4)
+    leaves = list(module.parameters())
+    found, expected = (torch.autograd.grad((out * out).sum(), leaves) for out in outs)
+    for mine, theirs in zip(found, expected):
+        assert torch.allclose(mine, theirs, rtol=1e-3, atol=1e-2 * theirs.abs().mean().item())
+
+
+def test_what_transformers_computes_is_said_once(caplog):
+    module, args = of_gpt_oss(*TRANSPOSED[0][:3], **TRANSPOSED[0][3])
     experts._say_once.cache_clear()
     with torch.no_grad():
         found = [module(*args) for _ in range(2)]
         expected = moe.grouped_mm_experts_forward(module, *args)
     assert all(torch.equal(out, expected) for out in found)
     said = [r.getMessage() for r in caplog.records if "GptOssExperts" in r.getMessage()]
-    why = "its gate is one of its own"
+    why = "there are no kernels for cpu"
     assert said == [f"GptOssExperts is computed by transformers' grouped_mm: {why}"]
 
 
@@ -303,8 +331,8 @@ def test_reasons(everywhere):
             setattr(other, name, value)
         return why(other)
 
-    assert changed(has_bias=True) == "has_bias is True"
-    assert changed(is_transposed=True) == "is_transposed is True"
+    assert changed(has_bias=True) == "gate_up_proj_bias is not there"
+    assert changed(is_concatenated=False) == "is_concatenated is False"
     assert "activation is Sigmoid" in changed(act_fn=torch.nn.Sigmoid())
     quantized = torch.nn.Parameter(module.down_proj.data.to(torch.int8), requires_grad=False)
     assert changed(down_proj=quantized) == "down_proj is of dtype int8"

@@ -21,8 +21,11 @@ def fused_experts(
     top_k_index: Tensor,
     top_k_weights: Tensor,
     *,
+    b_gate_up: Optional[Tensor] = None,
+    b_down: Optional[Tensor] = None,
     activation: str = "silu",
     limit: Optional[float] = None,
+    interleaved: bool = False,
     recompute: bool = False,
     main_grad: bool = False,
 ) -> Tensor:
@@ -31,13 +34,17 @@ def fused_experts(
         out[t] = sum_k w[t, k] (act(x[t] Wg[e]^T) * (x[t] Wu[e]^T)) Wd[e]^T,
         e = top_k_index[t, k],  w = top_k_weights
 
+    with biases, if given, added to the products: b_gate_up[e] to x[t] Wg[e]^T and x[t] Wu[e]^T, and
+    b_down[e] to the last.
+
     The sum over k is made in fp32, in the order of the slots, and rounded once; every run gives the
     same bits. Nothing is read by the host, so that a call can be captured in a CUDA graph and
     replayed with other indices. An index outside [0, E) means that the expert is held elsewhere
     (expert parallelism): it costs nothing, adds nothing, and its weight has a gradient of 0.
 
-    Kernels serve bf16 and fp16 where H and I are multiples of 8 and the weights are contiguous;
-    everything else is computed by plain torch, one expert after the other.
+    Kernels serve bf16 and fp16 where H and I are multiples of 8 and both weights are contiguous, or
+    both are `.mT` of contiguous ones, as those of gpt-oss are; `interleaved` with the latter alone.
+    Everything else is computed by plain torch, one expert after the other.
 
     Args:
         x: [T, H]; fp32, bf16 or fp16.
@@ -45,9 +52,12 @@ def fused_experts(
         w_down: [E, H, I]; the dtype of x.
         top_k_index: [T, K]; int32 or int64.
         top_k_weights: [T, K]; fp32, bf16 or fp16.
+        b_gate_up: [E, 2 I], in the order of w_gate_up's rows; the dtype of x.
+        b_down: [E, H]; the dtype of x.
         activation: "silu", "gelu_tanh", "relu", or "swigluoai", the gate of gpt-oss's kind:
             gate * sigmoid(1.702 gate) * (up + 1) in place of act(gate) * up.
         limit: if given, gate is clamped to at most `limit` and up to [-limit, limit] first.
+        interleaved: the rows of w_gate_up are those of gate and up in turn.
         recompute: for training: save only x for the backward pass, and compute gate and up again
             there. Otherwise they are saved, [T K, 2 I].
         main_grad: for training in eager mode: add the gradients of weights that have an attribute
@@ -67,23 +77,23 @@ def fused_experts(
         >>> fused_experts(x, w_gate_up, w_down, index, weights).shape
         torch.Size([5, 64])
     """
-    given = (x, w_gate_up, w_down, top_k_index, top_k_weights)
-    kind = (activation, limit, recompute, main_grad)
+    given = (x, w_gate_up, w_down, top_k_index, top_k_weights, b_gate_up, b_down)
+    kind = (activation, limit, recompute, main_grad, interleaved)
     plan = _calls.find(given, kind) if undisturbed() else None
     found = plan(*given) if plan is not None else None
     if found is not None:
         return found[0]
     are_flags(recompute=recompute, main_grad=main_grad)
-    x, *weights = autocast(*given[:3])
+    x, *weights, b_gate_up, b_down = autocast(*given[:3], b_gate_up, b_down)
     if main_grad:  # what autocast made of a weight has none
         weights = [
             w if w is own else autocast(into_main_grad(own))[0]
             for w, own in zip(weights, given[1:3])
         ]
-    tensors = (x, *weights, top_k_index, top_k_weights)
-    checks.fused_experts(*tensors, activation, limit)
+    tensors = (x, *weights, top_k_index, top_k_weights, b_gate_up, b_down)
+    checks.fused_experts(*tensors, activation, limit, interleaved)
     limit = None if limit is None else float(limit)
-    options = (activation, limit, bool(recompute), bool(main_grad))
+    options = (activation, limit, bool(recompute), bool(main_grad), bool(interleaved))
     if plan is None and undisturbed() and all(map(operator.is_, tensors, given)):
         _calls.keep(given, kind, ops.plan_experts(*tensors, *options))
     return ops.experts(*tensors, *options)

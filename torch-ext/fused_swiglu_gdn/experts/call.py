@@ -18,6 +18,17 @@ class ExpertsOptions(NamedTuple):
     keeps: bool = False  # what the gradient reads is returned: gate_up and the routing
     recompute: bool = False  # but not gate_up, which the gradient makes again
     main_grad: bool = False  # gradients of weights are added to their main_grad
+    interleaved: bool = False  # rows of gate and up lie in turn
+
+
+class Biases(NamedTuple):
+    """What is added to the two products, if anything."""
+
+    gate_up: Optional[Tensor] = None  # [E, 2 I]
+    down: Optional[Tensor] = None  # [E, H]
+
+    def are_there(self) -> bool:
+        return self.gate_up is not None or self.down is not None
 
 
 class ExpertsGradient(NamedTuple):
@@ -26,7 +37,7 @@ class ExpertsGradient(NamedTuple):
     dout: Tensor  # [T, H]
     gate_up: Optional[Tensor]  # [S, 2 I] by rows, if the forward kept it
     routing: Tensor  # [routing_size(S, E)]
-    needs: Sequence[bool]  # of x, w_gate_up, w_down, weights
+    needs: Sequence[bool]  # of x, w_gate_up, w_down, weights and the two biases
     main_grads: Sequence[Optional[Tensor]]  # of w_gate_up and w_down, fp32: added to
 
 
@@ -40,6 +51,7 @@ class TopkOptions(NamedTuple):
     dtype: torch.dtype  # of the weights
 
 
+NO_BIASES = Biases()
 ALPHA = 1.702  # the activation "swigluoai" is gate * sigmoid(ALPHA gate) * (up + 1)
 LEAST = {"softmax": 0.0, "sigmoid": 1e-20}  # added to a sum of scores before it divides
 

@@ -21,7 +21,10 @@ SCORINGS = ("softmax", "sigmoid")
 
 
 @remembered
-def fused_experts(x, w_gate_up, w_down, top_k_index, top_k_weights, activation, limit) -> None:
+def fused_experts(
+    x, w_gate_up, w_down, top_k_index, top_k_weights, b_gate_up, b_down, activation, limit,
+    interleaved,
+) -> None:  # fmt: skip
     sizes: dict = {}
     has_shape("x", x, "T H", sizes)
     is_floating("x", x)
@@ -38,6 +41,11 @@ def fused_experts(x, w_gate_up, w_down, top_k_index, top_k_weights, activation, 
         agrees(name, weight, "x", x)
     for name, routing in (("top_k_index", top_k_index), ("top_k_weights", top_k_weights)):
         same_device(name, routing, "x", x)
+    for name, bias, shape in (("b_gate_up", b_gate_up, "E 2*I"), ("b_down", b_down, "E H")):
+        if bias is not None:
+            has_shape(name, bias, shape, sizes)
+            agrees(name, bias, "x", x)
+    are_flags(interleaved=interleaved)
     is_one_of("activation", activation, ACTIVATIONS)
     if limit is not None:
         is_number("limit", limit, "positive", " or None")

@@ -22,7 +22,7 @@ from ..runtime.ops import (
 )
 from ..swiglu.ops_mlp import into_main_grad, stand_in
 from . import reference
-from .call import ExpertsGradient, ExpertsOptions, routing_size
+from .call import Biases, ExpertsGradient, ExpertsOptions, routing_size
 
 FAMILY = "experts.experts"
 
@@ -34,16 +34,19 @@ def _experts_fwd(
     w_down: Tensor,  # [E, H, I]
     ids: Tensor,  # [T, K]
     weights: Tensor,  # [T, K]
+    b_gate_up: Optional[Tensor],  # [E, 2 I]
+    b_down: Optional[Tensor],  # [E, H]
     *options: ExpertsOptions,
 ) -> Tuple[Tensor, Tensor, Tensor]:  # out [T, H], gate_up [S, 2 I], routing
-    args = (x, w_gate_up, w_down, ids, weights, ExpertsOptions(*options))
+    biases, asked = Biases(b_gate_up, b_down), ExpertsOptions(*options)
+    args = (x, w_gate_up, w_down, ids, weights, biases, asked)
     out, gate_up, routing = serve(FAMILY, "experts_fwd", _by_torch, args)
     if routing is None:  # the gradient of who served does not read them
-        gate_up, routing = _room(*args)
+        gate_up, routing = _room(x, w_gate_up, ids, asked)
     return out, gate_up, routing
 
 
-def _room(x, w_gate_up, w_down, ids, weights, options) -> Tuple[Optional[Tensor], ...]:
+def _room(x, w_gate_up, ids, options) -> Tuple[Optional[Tensor], ...]:
     """gate_up and routing, not filled."""
     if not options.keeps:
         return None, None
@@ -53,8 +56,8 @@ def _room(x, w_gate_up, w_down, ids, weights, options) -> Tuple[Optional[Tensor]
 
 
 @_experts_fwd.register_fake
-def _(x, w_gate_up, w_down, ids, weights, *options):
-    kept = _room(x, w_gate_up, w_down, ids, weights, ExpertsOptions(*options))
+def _(x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, *options):
+    kept = _room(x, w_gate_up, ids, ExpertsOptions(*options))
     return (x.new_empty(x.shape), *[present(tensor, x) for tensor in kept])
 
 
@@ -65,36 +68,51 @@ def _experts_bwd(
     w_down: Tensor,  # [E, H, I]
     ids: Tensor,  # [T, K]
     weights: Tensor,  # [T, K]
+    b_gate_up: Optional[Tensor],  # [E, 2 I]
+    b_down: Optional[Tensor],  # [E, H]
     dout: Tensor,  # [T, H]
     gate_up: Optional[Tensor],  # [S, 2 I]
     routing: Tensor,
-    needs: List[bool],  # of x, w_gate_up, w_down, weights
+    needs: List[bool],  # of x, w_gate_up, w_down, weights, b_gate_up, b_down
     *options: ExpertsOptions,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor]:  # their gradients, if needed
-    tensors = (x, w_gate_up, w_down, ids, weights, dout, gate_up, routing)
+) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # their gradients, if needed
+    tensors = (x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, dout, gate_up, routing)
     return _gradients((None, None), *tensors, needs, *options)
 
 
 @_experts_bwd.register_fake
-def _(x, w_gate_up, w_down, ids, weights, dout, gate_up, routing, needs, *options):
-    tensors = (x, w_gate_up, w_down, weights)
-    return tuple([t.new_empty(t.shape if n else (0,)) for t, n in zip(tensors, needs)])
+def _(
+    x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, dout, gate_up, routing, needs, *options
+):  # fmt: skip
+    tensors = (x, w_gate_up, w_down, weights, b_gate_up, b_down)
+    found = [t.new_empty(t.shape) if n else x.new_empty(0) for t, n in zip(tensors, needs)]
+    for i in (1, 2):
+        found[i] = torch.empty_like(tensors[i]) if needs[i] else found[i]
+    return tuple(found)
 
 
 def _gradients(
-    main_grads, x, w_gate_up, w_down, ids, weights, dout, gate_up, routing, needs, *options
-) -> Sequence[Optional[Tensor]]:
-    """The gradients of x, w_gate_up, w_down and weights; None where not needed, or where it was
-    added to one of main_grads, which are the two weights'."""
+    main_grads, x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, dout, gate_up, routing,
+    needs, *options,
+) -> Sequence[Optional[Tensor]]:  # fmt: skip
+    """The gradients of x, w_gate_up, w_down, weights and the biases; None where not needed, or
+    where it was added to one of main_grads, which are the two weights'. Those of the weights lie in
+    memory as the weights do."""
     gradient = ExpertsGradient(dout, gate_up, routing, needs, main_grads)
-    args = (x, w_gate_up, w_down, ids, weights, ExpertsOptions(*options), gradient)
-    return serve(FAMILY, "experts_bwd", _gradients_by_torch, args)
+    biases, asked = Biases(b_gate_up, b_down), ExpertsOptions(*options)
+    args = (x, w_gate_up, w_down, ids, weights, biases, asked, gradient)
+    found = list(serve(FAMILY, "experts_bwd", _gradients_by_torch, args))
+    for i, weight in ((1, w_gate_up), (2, w_down)):
+        if found[i] is not None and not weight.is_contiguous():
+            like = torch.empty_like(weight)
+            found[i] = found[i] if found[i].stride() == like.stride() else like.copy_(found[i])
+    return tuple(found)
 
 
 def _save(ctx, inputs, output):
     _, gate_up, routing = output
-    ctx.options = ExpertsOptions(*inputs[5:])
-    ctx.save_for_backward(*inputs[:5], None if ctx.options.recompute else gate_up, routing)
+    ctx.options = ExpertsOptions(*inputs[7:])
+    ctx.save_for_backward(*inputs[:7], None if ctx.options.recompute else gate_up, routing)
     ctx.mark_non_differentiable(*[x for x in (gate_up, routing) if x is not None])
     ctx.set_materialize_grads(False)
     adds = ctx.options.main_grad
@@ -102,12 +120,13 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, dout, *_):
-    """Of x, w_gate_up, w_down, ids and weights; those of mains are added to their main_grad."""
-    x, w_gate_up, w_down, ids, weights, *options = ctx.needs_input_grad
+    """Of x, w_gate_up, w_down, ids, weights and the biases; those of mains are added to their
+    main_grad."""
+    x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, *options = ctx.needs_input_grad
     nothing = [None for _ in options]
     if dout is None:
-        return (None, None, None, None, None, *nothing)
-    needs = [x, w_gate_up, w_down, weights]
+        return (None,) * 7 + tuple(nothing)
+    needs = [x, w_gate_up, w_down, weights, b_gate_up, b_down]
     *tensors, gate_up, routing = ctx.saved_tensors
     args = (*tensors, dout, gate_up, routing, needs, *ctx.options)
     if any(weight is not None for weight in ctx.mains):
@@ -115,28 +134,30 @@ def _backward(ctx, dout, *_):
         found = _experts_bwd.run(functools.partial(_gradients, main_grads), *args)
     else:
         found = _experts_bwd(*args)
-    dx, *dw, dweights = [g if needed else None for g, needed in zip(found, needs)]
+    dx, *dw, dweights, db_gate_up, db_down = [
+        g if needed else None for g, needed in zip(found, needs)
+    ]
     for i, weight in enumerate(ctx.mains):
         if weight is not None and needs[1 + i]:
             dw[i] = stand_in(weight)
-    return (dx, *dw, None, dweights, *nothing)
+    return (dx, *dw, None, dweights, db_gate_up, db_down, *nothing)
 
 
 _experts_fwd.register_autograd(_backward, setup_context=_save)
 no_second_derivative(_experts_bwd, "fused_experts")
 
 
-def _by_torch(x, w_gate_up, w_down, ids, weights, options) -> tuple:
+def _by_torch(x, w_gate_up, w_down, ids, weights, biases, options) -> tuple:
     """What torch can differentiate; nothing is kept."""
     if options.main_grad:
         w_gate_up, w_down = map(into_main_grad, (w_gate_up, w_down))
     args = (x, w_gate_up, w_down, ids, weights, options.activation, options.limit)
-    return reference.experts_fwd(*args), None, None
+    return reference.experts_fwd(*args, options.interleaved, biases), None, None
 
 
-def _gradients_by_torch(x, w_gate_up, w_down, ids, weights, options, gradient) -> tuple:
-    args = (x, w_gate_up, w_down, ids, weights, options.activation, options.limit)
-    found = list(reference.experts_bwd(gradient.dout, *args, gradient.needs))
+def _gradients_by_torch(x, w_gate_up, w_down, ids, weights, biases, options, gradient) -> tuple:
+    args = (x, w_gate_up, w_down, ids, weights, options.activation, options.limit, gradient.needs)
+    found = list(reference.experts_bwd(gradient.dout, *args, options.interleaved, biases))
     for i, main_grad in enumerate(gradient.main_grads, 1):
         if main_grad is not None and found[i] is not None:
             main_grad.add_(found[i])
@@ -144,39 +165,39 @@ def _gradients_by_torch(x, w_gate_up, w_down, ids, weights, options, gradient) -
     return tuple(found)
 
 
-def _options(tensors, activation, limit, recompute, main_grad) -> ExpertsOptions:
-    return ExpertsOptions(activation, limit, needs_grad(tensors), recompute, main_grad)
+def _options(tensors, activation, limit, recompute, main_grad, interleaved) -> ExpertsOptions:
+    return ExpertsOptions(activation, limit, needs_grad(tensors), recompute, main_grad, interleaved)
 
 
-def plan_experts(x, w_gate_up, w_down, ids, weights, *options) -> Optional[Callable]:
+def plan_experts(
+    x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, *options
+) -> Optional[Callable]:
     """What serves all eager calls like this one, from their tensors: a tuple, of which the first is
     out; or None. Where addresses differ in what kernels ask of them it makes nothing and returns
     None."""
-    tensors = (x, w_gate_up, w_down, ids, weights)
-    options = _options(tensors, *options)
-    launch = plan(FAMILY, "experts_fwd", (*tensors, options), differentiable=True)
+    tensors, biases = (x, w_gate_up, w_down, ids, weights), Biases(b_gate_up, b_down)
+    options = _options((*tensors, biases), *options)
+    launch = plan(FAMILY, "experts_fwd", (*tensors, biases, options), differentiable=True)
     if launch is None or not options.keeps:
         return launch
 
     def body(*args):
-        return launch(*args[:5]) or _experts_fwd.body(*args)
+        return launch(*args[:7]) or _experts_fwd.body(*args)
 
     return lambda *tensors: _experts_fwd.run(body, *tensors, *options)
 
 
-def experts(
-    x, w_gate_up, w_down, ids, weights, activation, limit, recompute, main_grad
-) -> Tensor:  # [T, H]
-    tensors = (x, w_gate_up, w_down, ids, weights)
-    options = _options(tensors, activation, limit, recompute, main_grad)
+def experts(x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, *options) -> Tensor:  # [T, H]
+    tensors, biases = (x, w_gate_up, w_down, ids, weights), Biases(b_gate_up, b_down)
+    options = _options((*tensors, biases), *options)
     if torch.compiler.is_compiling():  # whoever serves: the reference reads the ids on the host
-        if options.keeps and main_grad:
+        if options.keeps and options.main_grad:
             raise NotImplementedError("main_grad=True is for eager mode, not torch.compile")
-        return _experts_fwd(*tensors, *options)[0]
+        return _experts_fwd(*tensors, *biases, *options)[0]
 
     def op(*args):
-        return _experts_fwd(*args[:5], *options)
+        return _experts_fwd(*args[:5], *biases, *options)
 
-    differentiable = all([type(tensor) in PLAIN for tensor in tensors])
-    args = (*tensors, options)
+    differentiable = all([t is None or type(t) in PLAIN for t in (*tensors, *biases)])
+    args = (*tensors, biases, options)
     return run(FAMILY, "experts_fwd", op, _by_torch, args, differentiable=differentiable)[0]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..runtime.dtypes import at_least_fp32
 from ..swiglu import reference as swiglu
-from .call import ALPHA, LEAST, TopkOptions
+from .call import ALPHA, LEAST, NO_BIASES, Biases, TopkOptions
 
 ACTIVATIONS = {**swiglu.ACTIVATIONS, "swigluoai": lambda x: F.silu(ALPHA * x) / ALPHA}
 SLOPES = {  # as swiglu.SLOPES
@@ -48,6 +48,14 @@ def _chosen(ids: Tensor, experts: int) -> Iterator[Tuple[int, Tensor, Tensor]]:
         yield (expert, *(ids == expert).nonzero(as_tuple=True))
 
 
+def _gate_and_up(
+    rows: Tensor, w_gate_up: Tensor, expert: int, interleaved: bool, biases: Biases
+) -> Tuple[Tensor, Tensor]:  # [rows, I] each
+    bias = None if biases.gate_up is None else biases.gate_up[expert]
+    both = at_least_fp32(F.linear(rows, w_gate_up[expert], bias))
+    return (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, dim=-1)
+
+
 def experts_fwd(
     x: Tensor,  # [T, H]
     w_gate_up: Tensor,  # [E, 2 I, H]: gate above up
@@ -56,27 +64,31 @@ def experts_fwd(
     weights: Tensor,  # [T, K]
     activation: str,
     limit: Optional[float],
+    interleaved: bool = False,
+    biases: Biases = NO_BIASES,
 ) -> Tensor:  # [T, H]
     """Rounds gate, up, z and the results of the experts to the dtype of x; sums in fp32."""
     y = at_least_fp32(x.new_zeros((*ids.shape, x.shape[1])))  # [T, K, H]
     for expert, token, slot in _chosen(ids, w_down.shape[0]):
-        gate, up = at_least_fp32(F.linear(x[token], w_gate_up[expert])).chunk(2, dim=-1)
+        gate, up = _gate_and_up(x[token], w_gate_up, expert, interleaved, biases)
         z = _gated(gate, up, activation, limit).to(x.dtype)
-        y = y.index_put((token, slot), F.linear(z, w_down[expert]).to(y.dtype))
+        bias = None if biases.down is None else biases.down[expert]
+        y = y.index_put((token, slot), F.linear(z, w_down[expert], bias).to(y.dtype))
     return (y * weights.to(y.dtype).unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 def _gated_gradient(
-    dz: Tensor, gate: Tensor, up: Tensor, activation: str, limit: Optional[float]
-) -> Tensor:
-    """[dgate, dup] [rows, 2 I] of z = _gated(gate, up)."""
+    dz: Tensor, gate: Tensor, up: Tensor, activation: str, limit: Optional[float],
+    interleaved: bool,
+) -> Tensor:  # fmt: skip
+    """[dgate, dup] [rows, 2 I], as gate and up lie, of z = _gated(gate, up)."""
     passes = (gate <= limit, up.abs() <= limit) if limit is not None else None
     gate, up = _clamped(gate, up, activation, limit)
     dgate = SLOPES[activation](dz * up, gate)
     dup = dz * ACTIVATIONS[activation](gate)
     if passes is not None:
         dgate, dup = (torch.where(p, d, torch.zeros_like(d)) for p, d in zip(passes, (dgate, dup)))
-    return torch.cat([dgate, dup], dim=-1)
+    return torch.stack([dgate, dup], -1).flatten(1) if interleaved else torch.cat([dgate, dup], -1)
 
 
 def experts_bwd(
@@ -88,27 +100,38 @@ def experts_bwd(
     weights: Tensor,  # [T, K]
     activation: str,
     limit: Optional[float],
-    needs: Sequence[bool],  # of x, w_gate_up, w_down, weights
+    needs: Sequence[bool],  # of x, w_gate_up, w_down, weights and the biases
+    interleaved: bool = False,
+    biases: Biases = NO_BIASES,
 ) -> Tuple[Optional[Tensor], ...]:
-    """(dx, dw_gate_up, dw_down, dweights), None where not needed; for where torch records nothing,
-    as in an operator."""
+    """(dx, dw_gate_up, dw_down, dweights, db_gate_up, db_down), None where not needed; for where
+    torch records nothing, as in an operator."""
     dx = at_least_fp32(x.new_zeros((*ids.shape, x.shape[1])))  # [T, K, H]
     dw_gate_up = torch.zeros_like(w_gate_up) if needs[1] else None
     dw_down = torch.zeros_like(w_down) if needs[2] else None
     dweights = torch.zeros_like(weights)
+    dbiases = [torch.zeros_like(b) if n else None for b, n in zip(biases, needs[4:])]
     for expert, token, slot in _chosen(ids, w_down.shape[0]):
-        gate, up = at_least_fp32(F.linear(x[token], w_gate_up[expert])).chunk(2, dim=-1)
+        gate, up = _gate_and_up(x[token], w_gate_up, expert, interleaved, biases)
         z = _gated(gate, up, activation, limit)
         dz = at_least_fp32(dout[token] @ w_down[expert])  # [rows, I], not yet weighted
         weight = weights[token, slot].to(z.dtype).unsqueeze(-1)
-        dweights[token, slot] = (dz * z).sum(-1).to(weights.dtype)
-        d_gate_up = _gated_gradient(dz * weight, gate, up, activation, limit).to(x.dtype)
+        dweight, wide = (dz * z).sum(-1), at_least_fp32(dout[token])
+        if biases.down is not None:
+            dweight = dweight + wide @ at_least_fp32(biases.down[expert])
+        dweights[token, slot] = dweight.to(weights.dtype)
+        d_gate_up = _gated_gradient(dz * weight, gate, up, activation, limit, interleaved)
+        d_gate_up = d_gate_up.to(x.dtype)
         dx[token, slot] = (d_gate_up @ w_gate_up[expert]).to(dx.dtype)
         if needs[1]:
             dw_gate_up[expert] = d_gate_up.t() @ x[token]
         if needs[2]:
             dw_down[expert] = dout[token].t() @ (weight * z).to(x.dtype)
-    found = (dx.sum(1).to(x.dtype), dw_gate_up, dw_down, dweights)
+        if dbiases[0] is not None:
+            dbiases[0][expert] = at_least_fp32(d_gate_up).sum(0).to(x.dtype)
+        if dbiases[1] is not None:
+            dbiases[1][expert] = (weight * wide).sum(0).to(x.dtype)
+    found = (dx.sum(1).to(x.dtype), dw_gate_up, dw_down, dweights, *dbiases)
     return tuple(gradient if needed else None for gradient, needed in zip(found, needs))
 
 

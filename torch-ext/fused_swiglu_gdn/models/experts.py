@@ -9,7 +9,7 @@ formula of experts/reference.py. All else is left to transformers' grouped_mm.
 import functools
 import inspect
 import logging
-from typing import Dict, List, NamedTuple, Optional, Union
+from typing import Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import nn
 
 from ..experts import ops, reference
 from ..experts.api import fused_experts
-from ..experts.call import ALPHA, ExpertsOptions
+from ..experts.call import ALPHA, NO_BIASES, Biases, ExpertsOptions
 from ..layers.activations import activation_of
 from ..layers.plain import why_not_tensor
 from ..runtime import dispatch
@@ -39,6 +39,7 @@ class Form(NamedTuple):
     limit: Optional[str] = None  # the attribute with what gate and up are clamped by
     activation: Optional[str] = None  # whatever act_fn is
     alpha: Optional[str] = None  # the attribute with swigluoai's factor
+    interleaved: bool = False  # gate and up in turn
 
 
 # bodies of `_apply_gate` that are known, without comments
@@ -58,8 +59,20 @@ gate = gate.clamp(max=self.swiglu_limit)
 up = up.clamp(min=-self.swiglu_limit, max=self.swiglu_limit)
 glu = gate * torch.sigmoid(gate * self.swiglu_alpha)
 return (up + 1.0) * glu""": Form("swiglu_limit", "swigluoai", "swiglu_alpha"),
+    """gate, up = (gate_up[..., ::2], gate_up[..., 1::2])
+gate = gate.clamp(min=None, max=self.limit)
+up = up.clamp(min=-self.limit, max=self.limit)
+glu = gate * torch.sigmoid(gate * self.alpha)
+gated_output = (up + 1) * glu
+return gated_output""": Form("limit", "swigluoai", "alpha", interleaved=True),
+    """gate, up = gate_up.chunk(2, dim=-1)
+gate = gate.clamp(min=None, max=self.limit)
+up = up.clamp(min=-self.limit, max=self.limit)
+glu = gate * torch.sigmoid(gate * self.alpha)
+gated_output = (up + 1) * glu
+return gated_output""": Form("limit", "swigluoai", "alpha"),
 }
-FLAGS = {
+FLAGS = {  # of transformers' classes, where they have none
     "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True,
     "has_post_expert_norm": False,
 }  # fmt: skip
@@ -106,13 +119,26 @@ def experts_forward(
     activation = form.activation or activation_of(self.act_fn)
     limit = None if form.limit is None else float(getattr(self, form.limit))
     x = hidden_states.to(self.gate_up_proj.dtype)
-    args = (x, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights)
-    options = {"activation": activation, "limit": limit}
+    args = (x, *weights_of(self), top_k_index, top_k_weights)
+    options = {"activation": activation, "limit": limit, "interleaved": form.interleaved}
+    if flag(self, "has_bias"):
+        options |= {"b_gate_up": self.gate_up_proj_bias, "b_down": self.down_proj_bias}
     kind = x.device.type
     if torch.is_autocast_enabled(kind):  # the weights' dtype is what grouped_mm computes in, too
         with torch.autocast(kind, enabled=False):
             return fused_experts(*args, **options).to(hidden_states.dtype)
     return fused_experts(*args, **options).to(hidden_states.dtype)
+
+
+def flag(module: nn.Module, name: str) -> bool:
+    """A flag of transformers' classes; older ones have not all of them."""
+    return getattr(module, name, FLAGS[name])
+
+
+def weights_of(module: nn.Module) -> Tuple[torch.Tensor, torch.Tensor]:
+    """w_gate_up [E, 2 I, H] and w_down [E, H, I]."""
+    w_gate_up, w_down = module.gate_up_proj, module.down_proj
+    return (w_gate_up.mT, w_down.mT) if flag(module, "is_transposed") else (w_gate_up, w_down)
 
 
 def _fall_back(self, reason: str, *args) -> torch.Tensor:
@@ -160,21 +186,27 @@ def _find_form(kind: type) -> Union[Form, str]:
             form = None
     if form is None:
         return "its gate is one of its own"
-    return form if _computes(kind, names["original_forward"], form) else "its formula is another"
+    flags = {**FLAGS, **inspect.getclosurevars(kind.__init__).nonlocals}
+    computes = _computes(kind, names["original_forward"], form, flags)
+    return form if computes else "its formula is another"
 
 
-def _computes(kind: type, forward, form: Form) -> bool:
+def _computes(kind: type, forward, form: Form, flags: dict) -> bool:
     """The class's own loop over its experts gives the formula, on small weights in fp64."""
     random = torch.Generator().manual_seed(0)
-    x, w_gate_up, w_down, weights = (
+    x, w_gate_up, w_down, weights, *biases = (
         torch.randn(shape, generator=random, dtype=torch.float64)
-        for shape in ((4, 5), (3, 12, 5), (3, 5, 6), (4, 2))
+        for shape in ((4, 5), (3, 12, 5), (3, 5, 6), (4, 2), (3, 12), (3, 5))
     )
+    turned = flags["is_transposed"]
     ids = torch.tensor([[0, 2], [1, 0], [2, 1], [2, 0]])
     limit = None if form.limit is None else 0.5
     parts = {
         "num_experts": 3, "hidden_dim": 5, "intermediate_dim": 6, "act_fn": F.silu,
-        "gate_up_proj": w_gate_up, "down_proj": w_down, "_apply_gate": kind._apply_gate,
+        "gate_up_proj": w_gate_up.mT if turned else w_gate_up,
+        "down_proj": w_down.mT if turned else w_down,
+        "gate_up_proj_bias": biases[0], "down_proj_bias": biases[1],
+        "_apply_gate": kind._apply_gate,
     }  # fmt: skip
     parts.update({form.limit: limit} if form.limit else {})
     parts.update({form.alpha: ALPHA} if form.alpha else {})
@@ -186,7 +218,8 @@ def _computes(kind: type, forward, form: Form) -> bool:
     except Exception:  # it wants something that the formula has not
         return False
     args = (x, w_gate_up, w_down, ids, weights, form.activation or "silu", limit)
-    expected = reference.experts_fwd(*args)
+    added = Biases(*biases) if flags["has_bias"] else NO_BIASES
+    expected = reference.experts_fwd(*args, form.interleaved, added)
     return found.shape == expected.shape and torch.allclose(found, expected, 1e-5, 1e-6)
 
 
@@ -203,15 +236,18 @@ def why_not_experts(module: nn.Module) -> Optional[str]:
         return form
     if "_apply_gate" in module.__dict__:
         return "its gate is one of its own"
-    for flag, expected in FLAGS.items():
-        found = getattr(module, flag, expected)  # older transformers have not all of them
-        if found is not expected:
-            return f"{flag} is {found}"
+    expected = {"has_gate": True, "is_concatenated": not form.interleaved}
+    for name, value in {**expected, "has_post_expert_norm": False}.items():
+        if flag(module, name) is not value:
+            return f"{name} is {flag(module, name)}"
+    if form.interleaved and not flag(module, "is_transposed"):
+        return "gate and up lie in turn"
     if form.alpha is not None and getattr(module, form.alpha) != ALPHA:
         return f"{form.alpha} is {getattr(module, form.alpha)}, not {ALPHA}"
     if form.activation is None and activation_of(module.act_fn) is None:
         return f"its activation is {type(module.act_fn).__name__}"
-    for name in ("gate_up_proj", "down_proj"):
+    biases = ("gate_up_proj_bias", "down_proj_bias") if flag(module, "has_bias") else ()
+    for name in ("gate_up_proj", "down_proj", *biases):
         weight = getattr(module, name, None)
         reason = "is not there" if weight is None else why_not_tensor(weight)
         if reason is not None:
@@ -221,7 +257,7 @@ def why_not_experts(module: nn.Module) -> Optional[str]:
 
 def why_not_here(module: nn.Module) -> Optional[str]:
     """Why no kernel serves a module that is the formula, by device, dtype and sizes."""
-    w_down = module.down_proj
+    w_down = weights_of(module)[1]
     _, H, I = w_down.shape
     reason = why_not_on(w_down.device, ops.FAMILY, "experts_fwd")
     if reason is not None:
@@ -293,11 +329,12 @@ def restore_experts(model: nn.Module) -> int:
 
 def _implementation(module: nn.Module, training: bool) -> str:
     """Who computes for a module that is served."""
-    w_gate_up, w_down = module.gate_up_proj, module.down_proj
+    w_gate_up, w_down = weights_of(module)
     x = w_down.new_empty(16, w_down.shape[1])
     ids = torch.empty(16, 2, dtype=torch.int64, device=x.device)
-    options = ExpertsOptions(keeps=training)
+    form = form_of(type(module))
+    options = ExpertsOptions(keeps=training, interleaved=form.interleaved)
     with dispatch.served() as record:
-        args = (x, w_gate_up, w_down, ids, x[:, :2], options)
+        args = (x, w_gate_up, w_down, ids, x[:, :2], NO_BIASES, options)
         dispatch.choose(ops.FAMILY, "experts_fwd", training, args)
     return record["experts_fwd"][0]

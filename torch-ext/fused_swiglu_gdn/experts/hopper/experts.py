@@ -12,9 +12,13 @@ from . import strips
 from .gate import BM, gate_gradient
 
 
-def supports_experts_bwd(x, w_gate_up, w_down, ids, weights, options, gradient=None) -> bool:
+def supports_experts_bwd(
+    x, w_gate_up, w_down, ids, weights, biases, options, gradient=None
+) -> bool:
     """Experts with so many rows that the routing's tiles are as high as these kernels'."""
-    args = (x, w_gate_up, w_down, ids, weights, options)
+    args = (x, w_gate_up, w_down, ids, weights, biases, options)
+    if not w_down.is_contiguous():
+        return False
     if not device.has_wgmma(x.device) or not plain.supports_experts_bwd(*args):
         return False
     return plain.tiles_for(x.device, *ids.shape, w_down.shape[0])["BLOCK_M"] == BM.value
@@ -30,7 +34,7 @@ def _weight_gradient(
     return gradients.weight_gradient(a, b, routing, main_grad, config)
 
 
-def experts_bwd(x, w_gate_up, w_down, ids, weights, options, gradient) -> tuple:
+def experts_bwd(x, w_gate_up, w_down, ids, weights, biases, options, gradient) -> tuple:
     """As portable's."""
-    args = (x, w_gate_up, w_down, ids, weights, options, gradient)
+    args = (x, w_gate_up, w_down, ids, weights, biases, options, gradient)
     return plain.experts_bwd(*args, _weight_gradient, gate_gradient)

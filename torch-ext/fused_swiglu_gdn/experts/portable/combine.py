@@ -17,6 +17,8 @@ from .routing import Routing, place_of_entry
 def _combine_kernel(
     y_ptr,  # [.., H] by places
     weights_ptr,  # [S], or None: ones
+    ids_ptr,  # [S], if there is a bias
+    b_ptr,  # [E, H], or None
     out_ptr,  # [T, H]
     routing_ptr,
     S,
@@ -25,7 +27,8 @@ def _combine_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """out[t] = sum_k w[t, k] y[its place] for BLOCK columns: k in order, fp32, rounded once."""
+    """out[t] = sum_k w[t, k] (y[its place] + b[its expert]) for BLOCK columns: k in order, fp32,
+    rounded once."""
     columns: tl.constexpr = (H + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // columns).to(tl.int64)
     offs = (tl.program_id(0) % columns) * BLOCK + tl.arange(0, BLOCK)
@@ -34,12 +37,16 @@ def _combine_kernel(
     for k in tl.static_range(TOP_K):
         place = tl.load(place_ptr + k).to(tl.int64)
         # what nobody wrote is not read, and may be NaN
-        y = tl.load(y_ptr + place * H + offs, mask=(offs < H) & (place >= 0), other=0.0)
+        mask = (offs < H) & (place >= 0)
+        y = tl.load(y_ptr + place * H + offs, mask=mask, other=0.0).to(tl.float32)
+        if b_ptr is not None:
+            expert = tl.load(ids_ptr + token * TOP_K + k).to(tl.int64)
+            y += tl.load(b_ptr + expert * H + offs, mask=mask, other=0.0).to(tl.float32)
         if weights_ptr is None:
-            out += y.to(tl.float32)
+            out += y
         else:
             weight = tl.load(weights_ptr + token * TOP_K + k).to(tl.float32)
-            out += tl.where(place >= 0, weight, 0.0) * y.to(tl.float32)
+            out += tl.where(place >= 0, weight, 0.0) * y
     tl.store(out_ptr + token * H + offs, out.to(out_ptr.dtype.element_ty), mask=offs < H)
 
 
@@ -47,13 +54,15 @@ def combine(
     y: torch.Tensor,  # [.., H] by places
     weights: Optional[torch.Tensor],  # [T, K]
     routing: Routing,
+    ids: Optional[torch.Tensor] = None,  # [T, K], with a bias
+    bias: Optional[torch.Tensor] = None,  # [E, H], added to y
 ) -> torch.Tensor:  # [T, H]
     (buffer, T, K, E, _), H = routing, y.shape[1]
     out = y.new_empty((T, H))  # [T, H]
     # few tokens are divided among more programs
     block = min(1 << (H - 1).bit_length(), 2048 if T >= 128 else 512)
     launch(
-        _combine_kernel, T * -(-H // block), (), (y, weights, out, buffer), (T * K, E),
+        _combine_kernel, T * -(-H // block), (), (y, weights, ids, bias, out, buffer), (T * K, E),
         (H, K, block), max(1, block // 256),
     )  # fmt: skip
     return out
@@ -83,11 +92,12 @@ def weights_gradient(
     parts: torch.Tensor,  # [.., PARTS] fp32 by places
     like: torch.Tensor,  # [T, K]
     routing: Routing,
+    more: Optional[torch.Tensor] = None,  # [T, K] fp32, added
 ) -> torch.Tensor:  # [T, K]
     (buffer, T, K, E, _), count = routing, parts.shape[1]
-    out = torch.empty_like(like)
+    out = torch.empty_like(like) if more is None else torch.empty_like(more)
     launch(
         _weights_gradient_kernel, -(-T * K // 256), (), (parts, out, buffer), (T * K, E),
         (count, 256), 4,
     )  # fmt: skip
-    return out
+    return out if more is None else (out + more).to(like.dtype)

@@ -12,10 +12,10 @@ import torch
 
 from ...runtime import tuning
 from ...runtime.dtypes import HALF
-from ..call import ExpertsGradient, ExpertsOptions
+from ..call import Biases, ExpertsGradient, ExpertsOptions
 from .combine import combine, weights_gradient
 from .few import plan_few
-from .gradients import gate_gradient, spread, weight_gradient
+from .gradients import bias_gradients, gate_gradient, spread, weight_gradient
 from .products import rows_product, up
 from .routing import Routing, new_buffer, route
 
@@ -27,7 +27,14 @@ def _is_readable(x: torch.Tensor) -> bool:
     return x.is_contiguous() and x.data_ptr() % 16 == 0 and x.shape[-1] % 8 == 0
 
 
-def supports_experts_fwd(x, w_gate_up, w_down, ids, weights, options) -> bool:
+def _lie_alike(w_gate_up: torch.Tensor, w_down: torch.Tensor, interleaved: bool) -> bool:
+    """Both weights are contiguous, or both are .mT of what is."""
+    if w_gate_up.is_contiguous():
+        return not interleaved and _is_readable(w_gate_up) and _is_readable(w_down)
+    return _is_readable(w_gate_up.mT) and _is_readable(w_down.mT)
+
+
+def supports_experts_fwd(x, w_gate_up, w_down, ids, weights, biases, options) -> bool:
     E, K = w_down.shape[0], ids.shape[1]
     return (
         x.dtype in HALF
@@ -35,13 +42,15 @@ def supports_experts_fwd(x, w_gate_up, w_down, ids, weights, options) -> bool:
         and 0 < K <= 64
         and x.shape[0] * K < 2**29
         and weights.dtype != torch.float64
-        and _is_readable(w_gate_up)
-        and _is_readable(w_down)
+        and _lie_alike(w_gate_up, w_down, options.interleaved)
+        and all(b is None or (b.dtype == x.dtype and b.is_contiguous()) for b in biases)
     )
 
 
-def supports_experts_bwd(x, w_gate_up, w_down, ids, weights, options, gradient=None) -> bool:
-    return supports_experts_fwd(x, w_gate_up, w_down, ids, weights, options)
+def supports_experts_bwd(
+    x, w_gate_up, w_down, ids, weights, biases, options, gradient=None
+) -> bool:
+    return supports_experts_fwd(x, w_gate_up, w_down, ids, weights, biases, options)
 
 
 def tiles_for(where: torch.device, T: int, K: int, E: int) -> dict:
@@ -51,44 +60,53 @@ def tiles_for(where: torch.device, T: int, K: int, E: int) -> dict:
 
 def experts_fwd(
     x: torch.Tensor,  # [T, H]
-    w_gate_up: torch.Tensor,  # [E, 2 I, H]: gate above up
+    w_gate_up: torch.Tensor,  # [E, 2 I, H]: gate above up; as _lie_alike has it
     w_down: torch.Tensor,  # [E, H, I]
     ids: torch.Tensor,  # [T, K] int32 or int64
     weights: torch.Tensor,  # [T, K]
+    biases: Biases,
     options: ExpertsOptions,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """(out [T, H], gate_up [S, 2 I] by rows if it is kept, routing if any is)."""
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
-    activation, limit, keeps, recompute, _ = options
+    activation, limit, keeps, recompute, _, interleaved = options
     T, (E, _, I), K = x.shape[0], w_down.shape, ids.shape[1]
     gate_up = x.new_empty((T * K, 2 * I)) if keeps and not recompute else None  # [S, 2 I]
     if x.numel() == 0:
         return torch.empty_like(x), gate_up, new_buffer(ids, E) if keeps else None
-    if T <= FEW and not keeps:
+    if _are_few(x, w_gate_up, biases, options):
         few = plan_few(x, w_down, ids, activation, limit)
         return few(x, w_gate_up, w_down, ids, weights), None, None
     tiles = tiles_for(x.device, T, K, E)
     routing = route(ids, E, tiles["BLOCK_M"])
     z = x.new_empty((routing.places, I))
-    up(x, w_gate_up, routing, z, gate_up, activation, limit, tiles["up"])
-    y = rows_product(z, w_down, routing, True, tiles["down"])  # [.., H]
-    return combine(y, weights, routing), gate_up, routing.buffer if keeps else None
+    more = (activation, limit, tiles["up"])
+    up(x, w_gate_up, biases.gate_up, interleaved, routing, z, gate_up, *more)
+    y = rows_product(z, w_down, routing, tiles["down"])  # [.., H]
+    out = combine(y, weights, routing, ids, biases.down)
+    return out, gate_up, routing.buffer if keeps else None
 
 
-def plan_experts_fwd(x, w_gate_up, w_down, ids, weights, options) -> Callable:
+def _are_few(x, w_gate_up, biases: Biases, options: ExpertsOptions) -> bool:
+    """Whether plan_few serves these tokens: it has one layout of the weights, and no biases."""
+    plain = not biases.are_there() and w_gate_up.is_contiguous()
+    return 0 < x.shape[0] <= FEW and plain and not options.keeps
+
+
+def plan_experts_fwd(x, w_gate_up, w_down, ids, weights, biases, options) -> Callable:
     """experts_fwd for all calls like this one, from their tensors. It returns None where
     supports_experts_fwd would not take their addresses."""
     few = None
-    if 0 < x.shape[0] <= FEW and not options.keeps:
+    if _are_few(x, w_gate_up, biases, options):
         if all(t.is_contiguous() for t in (x, ids, weights)):
             few = plan_few(x, w_down, ids, options.activation, options.limit)
 
-    def plan(x, w_gate_up, w_down, ids, weights):
+    def plan(x, w_gate_up, w_down, ids, weights, *biases):
         if (w_gate_up.data_ptr() | w_down.data_ptr()) & 15:
             return None
         if few is not None:
             return few(x, w_gate_up, w_down, ids, weights), None, None
-        return experts_fwd(x, w_gate_up, w_down, ids, weights, options)
+        return experts_fwd(x, w_gate_up, w_down, ids, weights, Biases(*biases), options)
 
     return plan
 
@@ -99,56 +117,71 @@ def experts_bwd(
     w_down: torch.Tensor,  # [E, H, I]
     ids: torch.Tensor,  # [T, K]
     weights: torch.Tensor,  # [T, K]
+    biases: Biases,
     options: ExpertsOptions,
     gradient: ExpertsGradient,
     product: Callable = weight_gradient,
     gate: Optional[Callable] = None,
 ) -> Tuple[Optional[torch.Tensor], ...]:
-    """(dx, dw_gate_up, dw_down, dweights): None where not needed or added to a main_grad.
+    """(dx, dw_gate_up, dw_down, dweights, db_gate_up, db_down): None where not needed or added to a
+    main_grad.
 
     product: what serves as weight_gradient. gate: as gate_gradient, if dout lies by places.
     """
-    activation, limit, *_ = options
+    activation, limit, *_, interleaved = options
     dout, gate_up, buffer, needs, main_grads = gradient
     dout, x, weights = dout.contiguous(), x.contiguous(), weights.contiguous()
+    by_rows = w_down.is_contiguous()
     T, (E, _, I), K = x.shape[0], w_down.shape, weights.shape[1]
     if x.numel() == 0:
-        return _zeros(x, w_gate_up, w_down, weights, needs, main_grads)
+        return _zeros((x, w_gate_up, w_down, weights, *biases), needs, main_grads)
     tiles = tiles_for(x.device, T, K, E)
     routing = Routing(buffer, T, K, E, tiles["BLOCK_M"])
     if gate_up is None:
         gate_up = x.new_empty((T * K, 2 * I))  # [S, 2 I]
-        up(x, w_gate_up, routing, None, gate_up, activation, limit, tiles["up"])
+        more = (routing, None, gate_up, activation, limit, tiles["up"])
+        up(x, w_gate_up, biases.gate_up, interleaved, *more)
     d_gate_up = x.new_empty((routing.places, 2 * I))
     wz = x.new_empty((routing.places, I)) if needs[2] else None
     spread_dout = spread(dout, routing) if needs[2] else None  # [.., H]
     more = (w_down, gate_up, weights, routing, d_gate_up, wz, needs[3], activation, limit)
     if gate is None or spread_dout is None:
-        parts = gate_gradient(dout, *more, tiles["gate"])
+        parts = gate_gradient(dout, *more, interleaved, tiles["gate"])
     else:
         parts = gate(spread_dout, *more)
     dx = dw_gate_up = dw_down = dweights = None
+    more, *dbiases = None, None, None
+    if biases.are_there():
+        more = (ids, weights, biases, needs[3:], routing, tiles["weight"])
+        more, *dbiases = bias_gradients(dout, d_gate_up, *more)
     if needs[3]:
-        dweights = weights_gradient(parts, weights, routing)
+        dweights = weights_gradient(parts, weights, routing, more)
+
+    def of_weight(a, b, main_grad):  # [E, a's columns, b's], or its .mT of what lies so
+        if by_rows:
+            return product(a, b, routing, main_grad, tiles["weight"])
+        found = product(b, a, routing, None, tiles["weight"]).mT
+        if main_grad is None:
+            return found
+        main_grad.add_(found)
+        return None
+
     if needs[2]:
-        more = (routing, main_grads[1], tiles["weight"])
-        dw_down = product(spread_dout, wz, *more)  # [E, H, I]
+        dw_down = of_weight(spread_dout, wz, main_grads[1])  # [E, H, I]
         del wz, spread_dout
     if needs[1]:
-        more = (routing, main_grads[0], tiles["weight"])
         spread_x = spread(x, routing)
-        dw_gate_up = product(d_gate_up, spread_x, *more)  # [E, 2 I, H]
+        dw_gate_up = of_weight(d_gate_up, spread_x, main_grads[0])  # [E, 2 I, H]
         del spread_x
     if needs[0]:
-        dx = rows_product(d_gate_up, w_gate_up, routing, False, tiles["dx"])
-        dx = combine(dx, None, routing)
-    return dx, dw_gate_up, dw_down, dweights
+        dx = combine(rows_product(d_gate_up, w_gate_up.mT, routing, tiles["dx"]), None, routing)
+    return dx, dw_gate_up, dw_down, dweights, *dbiases
 
 
-def _zeros(x, w_gate_up, w_down, weights, needs, main_grads) -> tuple:
+def _zeros(tensors, needs, main_grads) -> tuple:
     """The gradients of a call without tokens."""
-    gone = (None, *main_grads, None)
+    gone = (None, *main_grads, None, None, None)
     return tuple(
         torch.zeros_like(tensor) if needed and main_grad is None else None
-        for tensor, needed, main_grad in zip((x, w_gate_up, w_down, weights), needs, gone)
+        for tensor, needed, main_grad in zip(tensors, needs, gone)
     )

@@ -10,13 +10,14 @@ next whole step, so that a step holds nothing of another expert's: 0 * inf is Na
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
 """
 
-from typing import Optional
+from typing import Optional, Sequence, Tuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ...runtime.primitives import grouped_tile
+from ..call import Biases
 from .gate import gated_with_gradient
 from .launching import box, launch
 from .products import gathered, halves, programs
@@ -105,9 +106,9 @@ def _piece(x, NUMBER: tl.constexpr, PIECES: tl.constexpr):
 def _gate_columns(
     dz,  # [BLOCK_M, BLOCK] fp32: dout Wd, not yet weighted
     gate_up_ptr, d_gate_up_ptr, wz_ptr, weight, row, end, place, stop, column, I: tl.constexpr,
-    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """dgate and dup, and w z, of some columns; <dz, z> of each row."""
+    """dgate and dup, in turn if PAIRS, and w z, of some columns; <dz, z> of each row."""
     BLOCK_M: tl.constexpr = dz.shape[0]
     BLOCK: tl.constexpr = dz.shape[1]
     offs_m, offs_n = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -124,9 +125,16 @@ def _gate_columns(
         ptrs = wz_ptr + place.to(tl.int64) * I + column + (offs_m * I + offs_n)
         tl.store(ptrs, wz, mask=mask)
     dz *= weight[:, None]
-    ptrs = d_gate_up_ptr + place.to(tl.int64) * 2 * I + offs
-    tl.store(ptrs, (dz * by_gate).to(d_gate_up_ptr.dtype.element_ty), mask=mask)
-    tl.store(ptrs + I, (dz * by_up).to(d_gate_up_ptr.dtype.element_ty), mask=mask)
+    if PAIRS:
+        both = tl.reshape(tl.join(dz * by_gate, dz * by_up), (BLOCK_M, 2 * BLOCK))
+        offs_2n = 2 * column + tl.arange(0, 2 * BLOCK)[None, :]
+        ptrs = d_gate_up_ptr + place.to(tl.int64) * 2 * I + (offs_m * 2 * I + offs_2n)
+        mask = (row + offs_m < stop) & (offs_2n < 2 * I)
+        tl.store(ptrs, both.to(d_gate_up_ptr.dtype.element_ty), mask=mask)
+    else:
+        ptrs = d_gate_up_ptr + place.to(tl.int64) * 2 * I + offs
+        tl.store(ptrs, (dz * by_gate).to(d_gate_up_ptr.dtype.element_ty), mask=mask)
+        tl.store(ptrs + I, (dz * by_up).to(d_gate_up_ptr.dtype.element_ty), mask=mask)
     return part
 
 
@@ -134,8 +142,8 @@ def _gate_columns(
 def _gate_tile(
     w_desc, dout_ptr, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr, entry_ptr,
     expert, row, end, place, stop, n, H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     rows = row + tl.arange(0, BLOCK_M)
     inside = rows < end
@@ -143,7 +151,10 @@ def _gate_tile(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, H, BLOCK_K):
         dout = gathered(dout_ptr, entry // TOP_K, inside, k, H, BLOCK_K)
-        w = w_desc.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+        if ROWS:
+            w = w_desc.load([expert, k, n * BLOCK_N]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            w = w_desc.load([expert, n * BLOCK_N, k]).reshape(BLOCK_N, BLOCK_K).T
         acc = tl.dot(dout, w, acc)
     weight = tl.load(weights_ptr + entry, mask=inside, other=0.0).to(tl.float32)
     part = tl.zeros((BLOCK_M,), tl.float32)
@@ -152,7 +163,7 @@ def _gate_tile(
     for piece in tl.static_range(PIECES):
         part += _gate_columns(
             _piece(acc, piece, PIECES), gate_up_ptr, d_gate_up_ptr, wz_ptr, weight, row,
-            end, place, stop, n * BLOCK_N + piece * COLUMNS, I, ACTIVATION, LIMIT,
+            end, place, stop, n * BLOCK_N + piece * COLUMNS, I, ACTIVATION, LIMIT, PAIRS,
         )  # fmt: skip
     if parts_ptr is not None:
         PARTS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
@@ -162,7 +173,7 @@ def _gate_tile(
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _gate_gradient_kernel(
-    w_desc,  # [E, H, I] in blocks [1, BLOCK_K, BLOCK_N]
+    w_desc,  # [E, H, I] in blocks [1, BLOCK_K, BLOCK_N]; not ROWS: [E, I, H], the block as well
     dout_ptr,  # [T, H]
     gate_up_ptr,  # [S, 2 I] by rows
     d_gate_up_ptr,  # [.., 2 I] by places
@@ -177,6 +188,8 @@ def _gate_gradient_kernel(
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
+    ROWS: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -184,8 +197,8 @@ def _gate_gradient_kernel(
     FLAT: tl.constexpr,
     TAILS: tl.constexpr,
 ):
-    """dgate and dup, w z, and the parts of dw; tiles [BLOCK_M, BLOCK_N]. With TAILS, tiles with few
-    rows are computed in half the height."""
+    """dgate and dup, in turn if PAIRS, w z, and the parts of dw; tiles [BLOCK_M, BLOCK_N]. With
+    TAILS, tiles with few rows are computed in half the height."""
     tiles_m = tl.load(routing_ptr)
     PARTS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     entry_ptr = entry_of_row(routing_ptr, E)
@@ -197,19 +210,19 @@ def _gate_gradient_kernel(
             _gate_tile(
                 w_desc, dout_ptr, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr,
                 entry_ptr, expert, row, end, place, stop, n, H, I, TOP_K, ACTIVATION, LIMIT,
-                BLOCK_M // 2, BLOCK_N, BLOCK_K,
+                ROWS, PAIRS, BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _gate_tile(
                 w_desc, dout_ptr, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr,
                 entry_ptr, expert, row, end, place, stop, n, H, I, TOP_K, ACTIVATION, LIMIT,
-                BLOCK_M, BLOCK_N, BLOCK_K,
+                ROWS, PAIRS, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
 def gate_gradient(
     dout: torch.Tensor,  # [T, H]
-    w_down: torch.Tensor,  # [E, H, I]
+    w_down: torch.Tensor,  # [E, H, I]; it or its .mT is contiguous
     gate_up: torch.Tensor,  # [S, 2 I]
     weights: torch.Tensor,  # [T, K]
     routing: Routing,
@@ -218,6 +231,7 @@ def gate_gradient(
     needs_weights: bool,
     activation: str,
     limit: Optional[float],
+    interleaved: bool,
     config: dict,
 ) -> Optional[torch.Tensor]:  # [.., PARTS] fp32 by places
     """Fills d_gate_up and w z; returns the parts of dw, if they are needed."""
@@ -229,10 +243,12 @@ def gate_gradient(
     tails = config["TAILS"] and height >= 2 * STEP.value  # half a tile writes a whole step
     pointers = (dout, gate_up, d_gate_up, weights, wz, parts, buffer)
     tiles = routing.tiles * count
-    tile = (height, BN, BK, config["GROUP"], config["FLAT"], tails)
+    rows = w_down.is_contiguous()
+    w_box = box(w_down, 1, BK, BN) if rows else box(w_down.mT, 1, BN, BK)
+    tile = (rows, interleaved, height, BN, BK, config["GROUP"], config["FLAT"], tails)
     launch(
-        _gate_gradient_kernel, programs(tiles, config, dout.device), (box(w_down, 1, BK, BN),),
-        pointers, (T * K, E), (H, I, K, activation, limit, *tile), config["num_warps"],
+        _gate_gradient_kernel, programs(tiles, config, dout.device), (w_box,), pointers,
+        (T * K, E), (H, I, K, activation, limit, *tile), config["num_warps"],
         config["num_stages"],
     )  # fmt: skip
     return parts
@@ -318,3 +334,37 @@ def weight_gradient(
         config["num_stages"],
     )  # fmt: skip
     return out if main_grad is None else None
+
+
+def bias_gradients(
+    dout: torch.Tensor,  # [T, H]
+    d_gate_up: torch.Tensor,  # [.., 2 I] by places
+    ids: torch.Tensor,  # [T, K]
+    weights: torch.Tensor,  # [T, K]
+    biases: Biases,
+    needs: Sequence[bool],  # of the routing weights and the biases
+    routing: Routing,
+    config: dict,
+) -> Tuple[Optional[torch.Tensor], ...]:
+    """(what the bias behind Wd adds to dweights, fp32 [T, K]; db_gate_up, db_down).
+
+    They are small products of torch's, but for the sum over an expert's rows of d_gate_up: that is
+    a gradient of weights beside ones, which are read as far as d_gate_up is written.
+    """
+    more = db_gate_up = db_down = None
+    if needs[1]:
+        ones = d_gate_up.new_ones((routing.places, 8))
+        db_gate_up = weight_gradient(d_gate_up, ones, routing, None, config)[..., 0].contiguous()
+    if biases.down is None:
+        return more, db_gate_up, db_down
+    experts = torch.arange(routing.E, device=ids.device)
+    here = [index.unsqueeze(1) == experts for index in ids.unbind(1)]  # K of [T, E]
+    wide = dout.float()
+    if needs[0]:
+        by_expert = wide @ biases.down.float().t()  # [T, E]
+        more = torch.stack([torch.where(at, by_expert, 0.0).sum(1) for at in here], 1)
+    if needs[2]:
+        slots = zip(here, weights.float().unbind(1))
+        by_expert = sum(torch.where(at, weight.unsqueeze(1), 0.0) for at, weight in slots)
+        db_down = (by_expert.t() @ wide).to(dout.dtype)  # [E, H]
+    return more, db_gate_up, db_down

@@ -59,21 +59,45 @@ def _store(tile, y_desc, y_ptr, place, stop, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def _up_tile(
-    x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, place, column,
+    x_ptr, w_desc, b_ptr, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, place, column,
     H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """gate and up of BLOCK_M rows by one product of width 2 BLOCK_N, and z of them."""
+    """gate and up of BLOCK_M rows, and z of them. Where their weights lie together: one product of
+    width 2 BLOCK_N."""
     rows = row + tl.arange(0, BLOCK_M)
     inside = rows < end
     token = tl.load(entry_ptr + rows, mask=inside, other=0) // TOP_K
-    acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
-    for k in range(0, H, BLOCK_K):
-        x = gathered(x_ptr, token, inside, k, H, BLOCK_K)  # [BLOCK_M, BLOCK_K]
-        w = w_desc.load([2 * expert, column, k]).reshape(2 * BLOCK_N, BLOCK_K)
-        acc = tl.dot(x, w.T, acc)
-    gate, up = halves(acc)
+    if LAYOUT == "columns":
+        gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, H, BLOCK_K):
+            x = gathered(x_ptr, token, inside, k, H, BLOCK_K)  # [BLOCK_M, BLOCK_K]
+            w_gate = w_desc.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
+            w_up = w_desc.load([expert, k, I + column]).reshape(BLOCK_K, BLOCK_N)
+            gate = tl.dot(x, w_gate, gate)
+            up = tl.dot(x, w_up, up)
+    else:
+        acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+        for k in range(0, H, BLOCK_K):
+            x = gathered(x_ptr, token, inside, k, H, BLOCK_K)
+            if LAYOUT == "pairs":
+                w = w_desc.load([expert, k, 2 * column]).reshape(BLOCK_K, 2 * BLOCK_N)
+            else:
+                w = w_desc.load([2 * expert, column, k]).reshape(2 * BLOCK_N, BLOCK_K).T
+            acc = tl.dot(x, w, acc)
+        if LAYOUT == "pairs":
+            gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
+        else:
+            gate, up = halves(acc)
+    if b_ptr is not None:
+        n = column + tl.arange(0, BLOCK_N)
+        biases = b_ptr + expert.to(tl.int64) * (2 * I)
+        step: tl.constexpr = 2 if LAYOUT == "pairs" else 1  # from gate to gate
+        beside: tl.constexpr = 1 if LAYOUT == "pairs" else I  # from gate to up
+        gate += tl.load(biases + step * n, mask=n < I, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(biases + step * n + beside, mask=n < I, other=0.0).to(tl.float32)[None, :]
     if gate_up_ptr is not None:
         _store_rows(gate, gate_up_ptr, row, end, column, 2 * I, I)
         _store_rows(up, gate_up_ptr, row, end, column + I, 2 * I, 2 * I)
@@ -84,8 +108,9 @@ def _up_tile(
 
 @triton.jit(do_not_specialize=["S", "E"])
 def _up_kernel(
-    w_desc,  # [2 E, I, H] in blocks [2, BLOCK_N, BLOCK_K]: gate and up of each expert
+    w_desc,  # as LAYOUT says
     x_ptr,  # [T, H]
+    b_ptr,  # [E, 2 I], as the weights lie; or None
     z_ptr,  # [.., I] by places, or None
     gate_up_ptr,  # [S, 2 I] by rows: gate beside up; or None
     routing_ptr,
@@ -96,6 +121,7 @@ def _up_kernel(
     TOP_K: tl.constexpr,
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -104,7 +130,12 @@ def _up_kernel(
     TAILS: tl.constexpr,
 ):
     """z = act(x Wg^T) * (x Wu^T); programs stride over tiles [BLOCK_M, BLOCK_N]. With TAILS, tiles
-    with few rows are computed in half the height."""
+    with few rows are computed in half the height.
+
+    LAYOUT of the weights: "rows", [2 E, I, H] in blocks [2, BLOCK_N, BLOCK_K]; "columns",
+    [E, H, 2 I], gate beside up, in blocks [1, BLOCK_K, BLOCK_N]; "pairs", the same with gate and up
+    in turn, in blocks [1, BLOCK_K, 2 BLOCK_N].
+    """
     tiles_m = tl.load(routing_ptr)
     tiles_n: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     entry_ptr = entry_of_row(routing_ptr, E)
@@ -114,13 +145,13 @@ def _up_kernel(
         place = place_of(routing_ptr, expert, row, BLOCK_M)
         if TAILS and row + BLOCK_M // 2 >= end:
             _up_tile(
-                x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, place,
-                n * BLOCK_N, H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+                x_ptr, w_desc, b_ptr, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, place,
+                n * BLOCK_N, H, I, TOP_K, ACTIVATION, LIMIT, LAYOUT, BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _up_tile(
-                x_ptr, w_desc, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, place,
-                n * BLOCK_N, H, I, TOP_K, ACTIVATION, LIMIT, BLOCK_M, BLOCK_N, BLOCK_K,
+                x_ptr, w_desc, b_ptr, z_ptr, gate_up_ptr, entry_ptr, expert, row, end, place,
+                n * BLOCK_N, H, I, TOP_K, ACTIVATION, LIMIT, LAYOUT, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
@@ -194,6 +225,8 @@ def programs(tiles: int, config: dict, where: torch.device) -> int:
 def up(
     x: torch.Tensor,  # [T, H]
     w_gate_up: torch.Tensor,  # [E, 2 I, H]
+    bias: Optional[torch.Tensor],  # [E, 2 I]
+    interleaved: bool,
     routing: Routing,
     z: Optional[torch.Tensor],  # [.., I] by places, filled
     gate_up: Optional[torch.Tensor],  # [S, 2 I], filled
@@ -204,10 +237,15 @@ def up(
     (buffer, T, K, E, height), H, I = routing, x.shape[1], w_gate_up.shape[1] // 2
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     tiles = routing.tiles * -(-I // BN)
-    boxes = (box(w_gate_up, 2, BN, BK, shape=(2 * E, I, H)),)
-    tile = (height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
+    if w_gate_up.is_contiguous():
+        layout, weights = "rows", box(w_gate_up, 2, BN, BK, shape=(2 * E, I, H))
+    elif interleaved:
+        layout, weights = "pairs", box(w_gate_up.mT, 1, BK, 2 * BN)
+    else:
+        layout, weights = "columns", box(w_gate_up.mT, 1, BK, BN)
+    tile = (layout, height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
     launch(
-        _up_kernel, programs(tiles, config, x.device), boxes, (x, z, gate_up, buffer),
+        _up_kernel, programs(tiles, config, x.device), (weights,), (x, bias, z, gate_up, buffer),
         (T * K, E), (H, I, K, activation, limit, *tile), config["num_warps"],
         config["num_stages"],
     )  # fmt: skip
@@ -215,17 +253,16 @@ def up(
 
 def rows_product(
     a: torch.Tensor,  # [.., WIDTH] by places
-    weight: torch.Tensor,  # [E, N, WIDTH]; not transposed: [E, WIDTH, N]
+    weight: torch.Tensor,  # [E, N, WIDTH]; it or its .mT is contiguous
     routing: Routing,
-    transposed: bool,
     config: dict,
 ) -> torch.Tensor:  # [.., N] by places
-    """a W[e]^T, or a W[e], of each row's expert e."""
-    (buffer, T, K, E, height), width = routing, a.shape[1]
-    N = weight.shape[1 if transposed else 2]
+    """a W[e]^T of each row's expert e."""
+    (buffer, T, K, E, height), (_, N, width) = routing, weight.shape
+    transposed = weight.is_contiguous()
     y = a.new_empty((routing.places, N))
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
-    w_box = box(weight, 1, BN, BK) if transposed else box(weight, 1, BK, BN)
+    w_box = box(weight, 1, BN, BK) if transposed else box(weight.mT, 1, BK, BN)
     y_box = box(y, height, BN // 2) if config["STORE"] else None
     tail_box = box(a, height // 2, BK) if config["TAILS"] else None
     boxes = (box(a, height, BK), tail_box, w_box, y_box)
