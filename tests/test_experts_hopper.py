@@ -89,7 +89,7 @@ def test_gate_strips(hopper, T, K, E, H, I, activation, limit, dtype):  # noqa: 
     for w, entries in zip(w_down, routed.entries):
         dz[entries] = entry_dout[entries].double() @ w.double()
     by_entry = weights.double().reshape(-1, 1)
-    d_gate_up = reference._gated_gradient(by_entry * dz, gate, up, activation, limit)
+    d_gate_up = reference._gated_gradient(by_entry * dz, gate, up, activation, limit, False)
     right = (routed.lay(d_gate_up), routed.lay(by_entry * z), (dz * z).sum(1).reshape(T, K))
     for _ in range(10):
         rows = torch.cat([gate_up[entries] for entries in routed.entries])

@@ -51,7 +51,8 @@ def backward(p, dout, recompute=False, needs=None, main_grads=(None, None)):
     gradient = call.ExpertsGradient(dout, gate_up, routing, needs, main_grads)
     args = (*p[:5], p.biases, asked, gradient)
     assert module("experts").supports_experts_bwd(*args) or p.x.dtype == torch.float32
-    return out, module("experts").experts_bwd(*args)
+    found = module("experts").experts_bwd(*args)
+    return out, found if p.biases.are_there() else found[:4]
 
 
 def check_backward(p, recompute=False, factor=2.0):
@@ -165,11 +166,11 @@ def test_copy_engine_interpreted(monkeypatch):
 @interpreted
 @pytest.mark.parametrize("needed", range(6))
 def test_one_gradient_alone_interpreted(needed):
-    p = problem(30, 2, 4, 40, 24, biased=needed > 2)
+    p = problem(30, 2, 4, 40, 24, biased=needed > 3)
     dout = torch.randn_like(p.x)
     needs = [i == needed for i in range(6)]
     found = backward(p, dout, needs=needs)[1]
-    assert [g is not None for g in found] == needs
+    assert [g is not None for g in found] == needs[: len(found)]
     assert_close(found[needed], gradients(p, dout)[needed])
 
 
@@ -221,7 +222,7 @@ def test_no_tokens_interpreted():
     p = problem(0, 2, 3, 16, 8)
     assert check_forward(p) is None
     found = backward(p, p.x)[1]
-    assert [g.shape for g in found[:4]] == [p.x.shape, p.w_gate_up.shape, p.w_down.shape, (0, 2)]
+    assert [g.shape for g in found] == [p.x.shape, p.w_gate_up.shape, p.w_down.shape, (0, 2)]
     assert not found[1].any() and not found[2].any()
 
 
@@ -272,7 +273,10 @@ def test_values(sizes, dtype):
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: " ".join(layout))
 def test_layouts(sizes, layout):
-    for dtype, routing in ((torch.bfloat16, "random"), (torch.float16, "held elsewhere")):
+    """In fp16, of millions of numbers some lie so close to a clamp's limit that a sum in fp32 falls
+    on its other side: their gradients are whole, or zero, and show beside errors of fp16."""
+    other = torch.bfloat16 if "limit" in layout else torch.float16
+    for dtype, routing in ((torch.bfloat16, "random"), (other, "held elsewhere")):
         p = problem(*sizes, dtype, "cuda", routing, **layout)
         check_forward(p)
         check_backward(p)
@@ -310,7 +314,13 @@ def test_errors_are_no_larger_than_transformers(sizes, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", SIZES)
 def test_bits_repeat(sizes):
-    p = problem(*sizes, torch.bfloat16, "cuda", "held elsewhere" if sizes[0] > 8 else "random")
+    check_repeats(
+        problem(*sizes, torch.bfloat16, "cuda", "held elsewhere" if sizes[0] > 8 else "random")
+    )
+    check_repeats(problem(*sizes, torch.bfloat16, "cuda", "twice", **LAYOUTS[0]))
+
+
+def check_repeats(p):
     dout = torch.randn_like(p.x)
     first = (forward(p), *backward(p, dout)[1])
     for _ in range(3):

@@ -132,15 +132,20 @@ calls(_swiglu_training, "swiglu training", {
 
 def _experts(
     kernel, T, E=256, K=8, H=2048, N=512, dtype=BF16, index=torch.int64, top=FP32, grad=False,
-    **options,
+    turned=False, biased=False, **options,
 ):  # fmt: skip
     x, weights = values(T, H, dtype=dtype, grad=grad), values(T, K, dtype=top, grad=grad)
     w_gate_up, w_down = values(E, 2 * N, H, dtype=dtype, grad=grad), values(E, H, N, dtype=dtype)
     ids = torch.arange(T * K, dtype=index, device=DEVICE).remainder_(E).view(T, K)
-    forward = functools.partial(
-        kernel.fused_experts, x, w_gate_up, w_down.requires_grad_(grad), ids, weights, **options
-    )
-    return with_gradients(forward, x, w_gate_up, w_down, weights) if grad else forward
+    leaves = [w_gate_up, w_down.requires_grad_(grad)]
+    if turned:
+        leaves = [values(*w.mT.shape, dtype=dtype, grad=grad) for w in leaves]
+    if biased:
+        leaves += [values(E, n, dtype=dtype, grad=grad) for n in (2 * N, H)]
+        options |= dict(zip(("b_gate_up", "b_down"), leaves[2:]))
+    both = [w.mT for w in leaves[:2]] if turned else leaves[:2]
+    forward = functools.partial(kernel.fused_experts, x, *both, ids, weights, **options)
+    return with_gradients(forward, x, *leaves, weights) if grad else forward
 
 
 small = dict(E=20, K=6, H=200, N=136, dtype=FP16)
@@ -154,6 +159,11 @@ tokens = (40, 512, 1024, 4096, 8192, 32768, 65536)
 calls(_experts, "experts training", {f"T {T}": dict(T=T) for T in tokens}, grad=True)
 oai = {f"T {T}": dict(T=T, grad=T > 1) for T in (1, 40, 8192)}
 calls(_experts, "experts, swigluoai", oai, activation="swigluoai", limit=7.0)
+oss = dict(E=32, K=4, H=2880, N=2880, turned=True, activation="swigluoai", limit=7.0)
+calls(_experts, "experts, gpt-oss", {
+    **{f"T {T}": dict(T=T, grad=T > 1, biased=True, interleaved=True) for T in (1, 300, 8192)},
+    "T 8192, halves": dict(T=8192, grad=True),
+}, **oss)  # fmt: skip
 calls(_experts, "experts training", {
     "recompute": dict(T=8192, recompute=True), "odd sizes": dict(T=1000, **small),
 }, grad=True)  # fmt: skip

@@ -34,6 +34,8 @@ class Router(NamedTuple):
     bias: Optional[str] = None
     scale: Optional[str] = None
     groups: Optional[str] = None  # of experts, of which some are chosen first
+    added: Optional[str] = None  # to the product: the logits are x @ weight.T + this
+    flat: bool = False  # of tokens in one dimension
 
 
 _SOFTMAX = """hidden_states = hidden_states.reshape(-1, self.hidden_dim)
@@ -78,6 +80,11 @@ ROUTERS = {
         "routed_scaling_factor", "num_group",
     ),
 }  # fmt: skip
+_OF_CHOSEN = """router_logits = F.linear(hidden_states, self.weight, self.bias)
+router_top_value, router_indices = torch.topk(router_logits, self.top_k, dim=-1)
+router_scores = torch.nn.functional.softmax(router_top_value, dim=1, dtype=router_top_value.dtype)
+return (router_logits, router_scores, router_indices)"""
+ROUTERS[_OF_CHOSEN] = Router(added="bias", flat=True)  # = softmax of all, renormalized
 BLOCK = """batch_size, sequence_length, hidden_dim = hidden_states.shape
 hidden_states_reshaped = hidden_states.view(-1, hidden_dim)
 shared_expert_output = self.shared_expert(hidden_states_reshaped)
@@ -93,7 +100,8 @@ return expert_output"""
 def _choose(self, form: Router, hidden_states: torch.Tensor) -> tuple:
     """(logits [T, E], weights [T, K], ids [T, K]): what a router returns."""
     x, weight = hidden_states.reshape(-1, self.hidden_dim), self.weight
-    logits = F.linear(x.float(), weight.float()) if form.wide else F.linear(x, weight)
+    added = None if form.added is None else getattr(self, form.added)
+    logits = F.linear(x.float(), weight.float()) if form.wide else F.linear(x, weight, added)
     normalize = form.renormalize
     weights, ids = fused_topk(
         logits,
@@ -125,7 +133,7 @@ def _forward(form: Union[Router, str], kind: type, known: Callable) -> Callable:
         own = kind.forward
         if own is not known or type(hidden_states) not in PLAIN_TENSORS or not untouched():
             return own(self, hidden_states)
-        if why_not_router(self, form) is not None:
+        if why_not_router(self, form) is not None or (form.flat and hidden_states.dim() != 2):
             return own(self, hidden_states)
         return _choose(self, form, hidden_states)
 
@@ -193,9 +201,9 @@ def _normal(random: torch.Generator, *shape: int) -> torch.Tensor:
 def _same_choice(forward, form: Router) -> bool:
     random = torch.Generator("cpu").manual_seed(0)
     router = SimpleNamespace(hidden_dim=8, top_k=3, num_experts=12, weight=_normal(random, 12, 8))
-    router.e_score_correction_bias = _normal(random, 12)
+    router.e_score_correction_bias = router.bias = _normal(random, 12)
     router.routed_scaling_factor, router.num_group, router.topk_group = 2.5, 1, 1
-    x = _normal(random, 2, 9, 8)
+    x = _normal(random, 18, 8) if form.flat else _normal(random, 2, 9, 8)
     for router.norm_topk_prob in (True, False):
         try:
             with torch.no_grad(), torch.autocast("cpu", enabled=False):
@@ -230,8 +238,8 @@ def why_not_router(router: nn.Module, form: Router) -> Optional[str]:
     weight = router._parameters.get("weight")
     if weight is None or "weight" in router.__dict__:
         return "its weight is no parameter of its own"
-    bias = None if form.bias is None else getattr(router, form.bias)
-    for name, tensor in (("its weight", weight), ("its bias", bias)):
+    biases = [getattr(router, name) for name in (form.bias, form.added) if name is not None]
+    for name, tensor in (("its weight", weight), *(("its bias", bias) for bias in biases)):
         reason = why_not_tensor(tensor)
         if reason is not None:
             return f"{name} {reason}"

@@ -70,14 +70,17 @@ def _up_tile(
     inside = rows < end
     token = tl.load(entry_ptr + rows, mask=inside, other=0) // TOP_K
     if LAYOUT == "columns":
+        # one after the other: two products in a step wait for each other
         gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k in range(0, H, BLOCK_K):
             x = gathered(x_ptr, token, inside, k, H, BLOCK_K)  # [BLOCK_M, BLOCK_K]
-            w_gate = w_desc.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
-            w_up = w_desc.load([expert, k, I + column]).reshape(BLOCK_K, BLOCK_N)
-            gate = tl.dot(x, w_gate, gate)
-            up = tl.dot(x, w_up, up)
+            w = w_desc.load([expert, k, column]).reshape(BLOCK_K, BLOCK_N)
+            gate = tl.dot(x, w, gate)
+        up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in range(0, H, BLOCK_K):
+            x = gathered(x_ptr, token, inside, k, H, BLOCK_K)
+            w = w_desc.load([expert, k, I + column]).reshape(BLOCK_K, BLOCK_N)
+            up = tl.dot(x, w, up)
     else:
         acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
         for k in range(0, H, BLOCK_K):
