@@ -314,9 +314,13 @@ def test_errors_are_no_larger_than_transformers(sizes, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", SIZES)
 def test_bits_repeat(sizes):
-    check_repeats(
-        problem(*sizes, torch.bfloat16, "cuda", "held elsewhere" if sizes[0] > 8 else "random")
-    )
+    routing = "held elsewhere" if sizes[0] > 8 else "random"
+    check_repeats(problem(*sizes, torch.bfloat16, "cuda", routing))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES)
+def test_bits_repeat_in_the_layout_of_gpt_oss(sizes):
     check_repeats(problem(*sizes, torch.bfloat16, "cuda", "twice", **LAYOUTS[0]))
 
 
