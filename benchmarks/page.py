@@ -81,6 +81,10 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
     ),
     "experts_next": ("Routed experts of Qwen3-Next-80B", "The same at other sizes."),
     "experts_mixtral": ("Routed experts of Mixtral-8x7B", "The same at other sizes."),
+    "experts_gpt_oss": (
+        "Routed experts of gpt-oss-20b",
+        "The same with weights that lie transposed, gate and up in turn, clamped, and biases.",
+    ),
     "experts_first": (
         "First calls of routed experts",
         "`fused_experts` at the sizes of Qwen3.5-35B-A3B in a new process with an empty Triton "
