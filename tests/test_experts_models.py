@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import submodule
-from tiny_models import BASE, CONFIGS, random_model, tokens
+from tiny_models import BASE, CONFIGS, check_the_same, random_model, tokens
 
 transformers = pytest.importorskip("transformers")
 moe = pytest.importorskip("transformers.integrations.moe")
@@ -393,13 +393,7 @@ def test_gpt_oss(everywhere, monkeypatch):
     rows = [*experts.serve_experts(served, True), *blocks.serve_blocks(served)]
     kinds = {row.kind for row in rows if row.reason is None}
     assert kinds == {"GptOssExperts", "GptOssTopKRouter"} and len(rows) == 4
-    for m in (model, served):
-        m.train()(tokens(2, 9), labels=tokens(2, 9, seed=1)).loss.backward()
-    for (name, mine), (_, theirs) in zip(served.named_parameters(), model.named_parameters()):
-        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6), name
-    with torch.no_grad():
-        found, expected = (m.eval()(tokens(2, 9)).logits for m in (served, model))
-    assert torch.allclose(found, expected, atol=1e-5)
+    check_the_same(served, model)
 
 
 def trio(name):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import assert_close, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
-from tiny_models import random_model, tokens
+from tiny_models import check_the_same, random_model, tokens
 
 reference, ops_shared = submodule("experts.reference"), submodule("experts.ops_shared")
 TopkOptions = submodule("experts.call").TopkOptions
@@ -264,13 +264,7 @@ def test_models_give_the_same(everywhere):
         model = random_model(name)
         served = copy.deepcopy(model)
         assert served_names(blocks.serve_blocks(served)) == kinds
-        for m in (model, served):
-            m.train()(tokens(2, 9), labels=tokens(2, 9, seed=1)).loss.backward()
-        for (name, mine), (_, theirs) in zip(served.named_parameters(), model.named_parameters()):
-            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6), name
-        with torch.no_grad():
-            found, expected = (m.eval()(tokens(2, 9)).logits for m in (served, model))
-        assert torch.allclose(found, expected, atol=1e-5)
+        check_the_same(served, model)
         assert list(served.state_dict()) == list(model.state_dict())
 
 

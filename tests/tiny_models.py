@@ -105,6 +105,17 @@ def random_model(name: str, device="cpu", **changes):
     return model.to(device).eval()
 
 
+def check_the_same(served, model):
+    """Gradients of a step and logits in evaluation mode are equal, up to rounding in fp32."""
+    for m in (model, served):
+        m.train()(tokens(2, 9), labels=tokens(2, 9, seed=1)).loss.backward()
+    for (name, mine), (_, theirs) in zip(served.named_parameters(), model.named_parameters()):
+        assert torch.allclose(mine.grad, theirs.grad, rtol=1e-3, atol=1e-6), name
+    with torch.no_grad():
+        found, expected = (m.eval()(tokens(2, 9)).logits for m in (served, model))
+    assert torch.allclose(found, expected, atol=1e-5)
+
+
 def mlps_and_gdn(report) -> int:
     """How many MLPs and GDN layers are served."""
     layers = [row.layer for row in report.served]
