@@ -349,35 +349,68 @@ def test_a_token_does_not_depend_on_its_batch():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("T", [1, 5, 64, 700])
-def test_graph_replays_with_other_ids(T):
-    p = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda")
+@pytest.mark.parametrize("layout", [{}, LAYOUTS[0]], ids=["plain", "gpt-oss"])
+def test_graph_replays_with_other_ids(T, layout):
+    p = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda", **layout)
     forward(p)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = forward(p)
     for routing in ("one expert", "held elsewhere" if T > 2 else "random"):
-        q = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda", routing, seed=1)
-        for kept, new in zip(p[:5], q[:5]):
-            kept.copy_(new)
+        q = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda", routing, seed=1, **layout)
+        for kept, new in zip((*p[:5], *p.biases), (*q[:5], *q.biases)):
+            if kept is not None:
+                kept.copy_(new)
         graph.replay()
         assert torch.equal(out, forward(q))
 
 
+def options_of(p) -> dict:
+    """Of fused_experts."""
+    biases = {"b_gate_up": p.biases.gate_up, "b_down": p.biases.down}
+    return {"activation": p.activation, "limit": p.limit, "interleaved": p.interleaved, **biases}
+
+
 @pytest.mark.gpu
-def test_the_host_waits_for_nothing(kernel):
+@pytest.mark.parametrize("layout", [{}, LAYOUTS[0]], ids=["plain", "gpt-oss"])
+def test_the_host_waits_for_nothing(kernel, layout):
     for T in (1, 700, 4000):
-        p = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda")
-        leaves = [t.requires_grad_() for t in (p.x, p.w_gate_up, p.w_down, p.weights)]
-        kernel.fused_experts(*p[:5]).sum().backward()
+        p = problem(T, 4, 32, 512, 256, torch.bfloat16, "cuda", **layout)
+        given = (p.x, p.w_gate_up, p.w_down, p.weights, *p.biases)
+        leaves, more = [t.requires_grad_() for t in given if t is not None], options_of(p)
+        kernel.fused_experts(*p[:5], **more).sum().backward()
         torch.cuda.synchronize()
         try:
             torch.cuda.set_sync_debug_mode("error")
-            kernel.fused_experts(*p[:5]).sum().backward()
+            kernel.fused_experts(*p[:5], **more).sum().backward()
             with torch.no_grad():
-                kernel.fused_experts(*p[:5])
+                kernel.fused_experts(*p[:5], **more)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert all(leaf.grad is not None for leaf in leaves)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [{}, LAYOUTS[0]], ids=["plain", "gpt-oss"])
+def test_compiled_by_inductor(kernel, layout):
+    """torch.compile is told where gradients lie: bits as in eager mode."""
+    p = problem(300, 4, 8, 512, 256, torch.bfloat16, "cuda", **layout)
+    given = (p.x, p.w_gate_up, p.w_down, p.weights, *p.biases)
+    stored = [t.mT if t.dim() == 3 and p.interleaved else t for t in given if t is not None]
+    leaves = [t.detach().requires_grad_() for t in stored]
+
+    def function(x, w_gate_up, w_down, weights, *biases):
+        if p.interleaved:
+            w_gate_up, w_down = w_gate_up.mT, w_down.mT
+        more = {**options_of(p), **dict(zip(("b_gate_up", "b_down"), biases))}
+        return kernel.fused_experts(x, w_gate_up, w_down, p.ids, weights, **more)
+
+    found = []
+    for f in (function, torch.compile(function, fullgraph=True)):
+        out = f(*leaves)
+        found.append([out.detach(), *torch.autograd.grad(out.sum(), leaves)])
+    assert all(map(torch.equal, *found))
+    assert [g.stride() for g in found[1][1:]] == [leaf.stride() for leaf in leaves]
 
 
 @pytest.mark.gpu
