@@ -333,6 +333,8 @@ def test_reasons(everywhere):
 
     assert changed(has_bias=True) == "gate_up_proj_bias is not there"
     assert changed(is_concatenated=False) == "is_concatenated is False"
+    half = torch.nn.Parameter(module.down_proj.data.half())
+    assert changed(down_proj=half) == "down_proj has a dtype of its own"
     assert "activation is Sigmoid" in changed(act_fn=torch.nn.Sigmoid())
     quantized = torch.nn.Parameter(module.down_proj.data.to(torch.int8), requires_grad=False)
     assert changed(down_proj=quantized) == "down_proj is of dtype int8"

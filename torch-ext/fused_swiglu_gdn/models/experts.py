@@ -252,6 +252,8 @@ def why_not_experts(module: nn.Module) -> Optional[str]:
         reason = "is not there" if weight is None else why_not_tensor(weight)
         if reason is not None:
             return f"{name} {reason}"
+        if weight.dtype is not module.gate_up_proj.dtype:
+            return f"{name} has a dtype of its own"
     return None
 
 
