@@ -118,7 +118,7 @@ def contenders(package, weights, sonic=False) -> dict:
         "ours": functools.partial(ours, package, weights),
         "grouped_mm": lambda *args: moe.grouped_mm_experts_forward(module, *args),
     }
-    if sonic:
+    if sonic and len(weights) == 2:
         found["sonicmoe"] = functools.partial(by_sonicmoe, *weights)
     return found
 

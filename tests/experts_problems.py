@@ -21,7 +21,7 @@ class Problem(NamedTuple):
     activation: str = "silu"
     limit: Optional[float] = None
     interleaved: bool = False
-    biases: tuple = call.Biases()
+    biases: tuple = call.NO_BIASES
 
 
 def problem(
@@ -54,6 +54,12 @@ def problem(
     biases = [normal(E, n).to(dtype) for n in (2 * I, H)] if biased else ()
     more = (activation, limit, interleaved, call.Biases(*biases))
     return Problem(x, *tensors, ids.to(index), weights, *more)
+
+
+def options_of(p: Problem) -> dict:
+    """Of fused_experts."""
+    biases = {"b_gate_up": p.biases[0], "b_down": p.biases[1]}
+    return {"activation": p.activation, "limit": p.limit, "interleaved": p.interleaved, **biases}
 
 
 def doubled(p: Problem) -> Problem:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import assert_close, relative_error, submodule
-from experts_problems import doubled, gradients, problem
+from experts_problems import doubled, gradients, options_of, problem
 
 reference, ops, api = (submodule(f"experts.{name}") for name in ("reference", "ops", "api"))
 ROUTINGS = ("random", "held elsewhere", "one expert", "twice")
@@ -136,18 +136,11 @@ BAD = [
 ]
 
 
-def asked(kernel, p, *tensors, **options):
-    """fused_experts of a problem, or of other tensors in its place."""
-    biases = dict(zip(("b_gate_up", "b_down"), p.biases))
-    options = {**biases, "activation": p.activation, "limit": p.limit, **options}
-    return kernel.fused_experts(*(tensors or p[:5]), interleaved=p.interleaved, **options)
-
-
 @pytest.mark.parametrize("change, error, says", BAD, ids=[row[2][:32] for row in BAD])
 def test_bad_input(kernel, change, error, says):
     p = problem(5, 2, 4, 16, 8)._replace(**change)
     with pytest.raises(error) as raised:
-        asked(kernel, p)
+        kernel.fused_experts(*p[:5], **options_of(p))
     assert says in str(raised.value)
 
 

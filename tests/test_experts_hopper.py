@@ -145,3 +145,16 @@ def test_who_serves(kernel, hopper, T, folder):
     with submodule("runtime.dispatch").served() as record:
         kernel.fused_experts(*p[:5]).sum().backward()
     assert record["experts_bwd"] == [folder] and all(leaf.grad is not None for leaf in leaves)
+
+
+def test_plain_weights_without_biases(monkeypatch):
+    """All else is the portable kernels', of any number of rows."""
+    own, portable = submodule("experts.hopper.experts"), submodule("experts.portable.experts")
+    monkeypatch.setattr(own.device, "has_wgmma", lambda where: True)
+    monkeypatch.setattr(portable, "tiles_for", lambda *sizes: {"BLOCK_M": 128})
+
+    def supports(**layout):
+        p = problem(9, 2, 4, 16, 8, BF16, **layout)
+        return own.supports_experts_bwd(*p[:5], p.biases, plain.options(p))
+
+    assert supports() and not supports(biased=True) and not supports(turned=True)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from conftest import TOLERANCE, assert_close, relative_error, submodule
-from experts_problems import answer, by_grouped_mm, gradients, problem
+from experts_problems import answer, by_grouped_mm, gradients, options_of, problem
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 call = submodule("experts.call")
@@ -363,12 +363,6 @@ def test_graph_replays_with_other_ids(T, layout):
                 kept.copy_(new)
         graph.replay()
         assert torch.equal(out, forward(q))
-
-
-def options_of(p) -> dict:
-    """Of fused_experts."""
-    biases = {"b_gate_up": p.biases.gate_up, "b_down": p.biases.down}
-    return {"activation": p.activation, "limit": p.limit, "interleaved": p.interleaved, **biases}
 
 
 @pytest.mark.gpu

@@ -121,7 +121,7 @@ def test_the_gate_of_minimax(everywhere):
     assert experts.why_not_experts(module) == "swiglu_alpha is 2.0, not 1.702"
 
 
-def of_gpt_oss(folder, kind, config, **sizes):
+def transposed(folder, kind, config, **sizes):
     """A module of experts whose weights lie transposed, and arguments for it."""
     name = f"transformers.models.{folder}"
     modeling = pytest.importorskip(f"{name}.modeling_{folder}")
@@ -146,7 +146,7 @@ TRANSPOSED = [
 
 @pytest.mark.parametrize("folder, kind, config, sizes", TRANSPOSED, ids=[r[0] for r in TRANSPOSED])
 def test_transposed_weights(everywhere, folder, kind, config, sizes):
-    module, args = of_gpt_oss(folder, kind, config, **sizes)
+    module, args = transposed(folder, kind, config, **sizes)
     assert experts.why_not_experts(module) is None
     module.config._experts_implementation = "grouped_mm"
     outs = experts.experts_forward(module, *args), module(*args)
@@ -158,7 +158,7 @@ def test_transposed_weights(everywhere, folder, kind, config, sizes):
 
 
 def test_what_transformers_computes_is_said_once(caplog):
-    module, args = of_gpt_oss(*TRANSPOSED[0][:3], **TRANSPOSED[0][3])
+    module, args = transposed(*TRANSPOSED[0][:3], **TRANSPOSED[0][3])
     experts._say_once.cache_clear()
     with torch.no_grad():
         found = [module(*args) for _ in range(2)]

@@ -85,9 +85,12 @@ def _(
     x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, dout, gate_up, routing, needs, *options
 ):  # fmt: skip
     tensors = (x, w_gate_up, w_down, weights, b_gate_up, b_down)
-    found = [t.new_empty(t.shape) if n else x.new_empty(0) for t, n in zip(tensors, needs)]
-    for i in (1, 2):
-        found[i] = torch.empty_like(tensors[i]) if needs[i] else found[i]
+    found = [
+        x.new_empty(0) if not needed
+        else torch.empty_like(t) if t is w_gate_up or t is w_down
+        else t.new_empty(t.shape)
+        for t, needed in zip(tensors, needs)
+    ]  # fmt: skip
     return tuple(found)
 
 

@@ -236,8 +236,10 @@ def why_not_experts(module: nn.Module) -> Optional[str]:
         return form
     if "_apply_gate" in module.__dict__:
         return "its gate is one of its own"
-    expected = {"has_gate": True, "is_concatenated": not form.interleaved}
-    for name, value in {**expected, "has_post_expert_norm": False}.items():
+    expected = {
+        "has_gate": True, "is_concatenated": not form.interleaved, "has_post_expert_norm": False,
+    }  # fmt: skip
+    for name, value in expected.items():
         if flag(module, name) is not value:
             return f"{name} is {flag(module, name)}"
     if form.interleaved and not flag(module, "is_transposed"):

@@ -67,6 +67,10 @@ if self.norm_topk_prob:
     topk_weights /= denominator
 topk_weights = topk_weights * self.routed_scaling_factor
 return (router_logits, topk_weights, topk_indices)"""
+_SOFTMAX_OF_CHOSEN = """router_logits = F.linear(hidden_states, self.weight, self.bias)
+router_top_value, router_indices = torch.topk(router_logits, self.top_k, dim=-1)
+router_scores = torch.nn.functional.softmax(router_top_value, dim=1, dtype=router_top_value.dtype)
+return (router_logits, router_scores, router_indices)"""
 ROUTERS = {
     _SOFTMAX.format(
         softmax=_IN_FP32, normalize=f"if self.norm_topk_prob:\n    {_SUM}", cast=_CAST
@@ -79,12 +83,9 @@ ROUTERS = {
         True, "sigmoid", "norm_topk_prob", None, "e_score_correction_bias",
         "routed_scaling_factor", "num_group",
     ),
+    # which is the softmax of all, renormalized
+    _SOFTMAX_OF_CHOSEN: Router(added="bias", flat=True),
 }  # fmt: skip
-_OF_CHOSEN = """router_logits = F.linear(hidden_states, self.weight, self.bias)
-router_top_value, router_indices = torch.topk(router_logits, self.top_k, dim=-1)
-router_scores = torch.nn.functional.softmax(router_top_value, dim=1, dtype=router_top_value.dtype)
-return (router_logits, router_scores, router_indices)"""
-ROUTERS[_OF_CHOSEN] = Router(added="bias", flat=True)  # = softmax of all, renormalized
 BLOCK = """batch_size, sequence_length, hidden_dim = hidden_states.shape
 hidden_states_reshaped = hidden_states.view(-1, hidden_dim)
 shared_expert_output = self.shared_expert(hidden_states_reshaped)

@@ -15,9 +15,10 @@ from .gate import BM, gate_gradient
 def supports_experts_bwd(
     x, w_gate_up, w_down, ids, weights, biases, options, gradient=None
 ) -> bool:
-    """Experts with so many rows that the routing's tiles are as high as these kernels'."""
+    """Experts with so many rows that the routing's tiles are as high as these kernels', of weights
+    that are not transposed and without biases."""
     args = (x, w_gate_up, w_down, ids, weights, biases, options)
-    if not w_down.is_contiguous():
+    if biases.are_there() or not w_down.is_contiguous():
         return False
     if not device.has_wgmma(x.device) or not plain.supports_experts_bwd(*args):
         return False
