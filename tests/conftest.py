@@ -176,3 +176,12 @@ def gdn_inputs(B, T, H, HV, K, V, dtype=torch.float32, device="cpu", seed=0, gat
         "beta": beta.to(wide),
         "initial_state": state.to(wide),
     }
+
+
+@pytest.fixture
+def kernels_of_transformers():
+    """Skips where the installed transformers asks for another release of kernels: it then has none
+    of what it does with kernels."""
+    transformers = pytest.importorskip("transformers")
+    if not transformers.utils.is_kernels_available():
+        pytest.skip("this transformers asks for a release of kernels that is not here")

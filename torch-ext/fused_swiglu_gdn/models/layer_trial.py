@@ -70,7 +70,8 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
             if order.pre_mlp is None and (scale or not (order.post_mixer and order.post_mlp)):
                 return "no sum is before or after a norm"
             found = (order, scale, *calls, tuple(plain))
-            return LayerForm(kind, source.pinned, tuple(values.items()), names, *found)
+            facts = kind, source.pinned, tuple(values.items()), names, source.renamed
+            return LayerForm(*facts, *found)
     return min(reasons, key=lambda reason: "raises" in reason)
 
 

@@ -10,13 +10,13 @@ left to the trial; the attributes are listed in `reads`, since they may change.
 import ast
 import sys
 from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, ModuleType
-from typing import Dict, Iterable, NamedTuple, NoReturn, Optional, Tuple
+from typing import Dict, FrozenSet, Iterable, NamedTuple, NoReturn, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..layers.own_code import uncheckpointed, undispatched
+from ..layers.own_code import peeled, undispatched
 from ..layers.pinned import Pinned, found_at
 from .forms import Refused, source_of
 
@@ -49,6 +49,7 @@ class Source(NamedTuple):
     reads: Tuple[str, ...]  # the module's attributes by their paths: "head_dim", "config.use_rope"
     parts: Tuple[str, ...]  # what it calls of the module
     globals: dict
+    renamed: FrozenSet[str]  # keywords that a decorator takes for others
 
 
 _sources: Dict[type, Source] = {}
@@ -67,11 +68,11 @@ def read(kind: type, module: nn.Module) -> Source:
 def _read(kind: type) -> Source:
     reader = _Reader(kind)
     forward, namespace = reader.method("forward")
-    plain = uncheckpointed(forward)
+    plain, _, renamed = peeled(forward)
     definition = reader.function(plain, (namespace, "forward", forward))
     pinned = Pinned(tuple(reader.names), tuple(reader.codes), tuple(sorted(reader.methods)))
     reads, parts = tuple(sorted(reader.reads)), tuple(sorted(reader.parts))
-    return Source(plain, definition, pinned, reads, parts, plain.__globals__)
+    return Source(plain, definition, pinned, reads, parts, plain.__globals__, renamed)
 
 
 def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:

@@ -143,18 +143,16 @@ class Opaque:
     __hash__ = object.__hash__
 
 
-class Cache:
-    """Answers update, with other tensors of twice the length, and nothing else."""
+class Cache(Opaque):
+    """An argument that answers update, with other tensors of twice the length."""
 
-    def __init__(self):
+    def __init__(self, name: str):
+        super().__init__(name)
         self.__dict__["calls"] = []
 
-    def update(self, k, v, layer_idx):
-        self.calls.append((k, v, layer_idx))
+    def update(self, k, v, layer_idx, **more):
+        self.calls.append((k, v, layer_idx, more))
         return torch.cat([k * 0.5, k], -2), torch.cat([v * 0.25, v], -2)
-
-    def __getattr__(self, name):
-        raise Refused(f"its forward reads past_key_values.{name}")
 
 
 class Interface:
