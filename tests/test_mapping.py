@@ -338,7 +338,9 @@ def test_through_transformers(built, kernels_of_transformers, own_mapping, how):
 
 
 @pytest.mark.parametrize("backend", ["cuda", "rocm"])
-def test_the_mapping_survives_that_of_transformers(built, kernels_of_transformers, own_mapping, backend):
+def test_the_mapping_survives_that_of_transformers(
+    built, kernels_of_transformers, own_mapping, backend
+):
     from kernels.layer.globals import _KERNEL_MAPPING
     from transformers.integrations.hub_kernels import register_kernel_mapping_transformers
 
