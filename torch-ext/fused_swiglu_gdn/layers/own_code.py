@@ -37,19 +37,19 @@ class OwnCode(NamedTuple):
         return all([namespace.get(name) is value for namespace, name, value in self.names])
 
 
-def _codes_in(code: CodeType):
+def codes_in(code: CodeType):
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
+            yield from codes_in(constant)
 
 
 @functools.cache
-def _codes_of(module: str) -> frozenset:
+def codes_of(module: str) -> frozenset:
     """Every code object in a module's file, as its loader reads it."""
     loader = getattr(sys.modules[module].__spec__, "loader", None)
     code = loader.get_code(module) if hasattr(loader, "get_code") else None
-    return frozenset() if code is None else frozenset(_codes_in(code))
+    return frozenset() if code is None else frozenset(codes_in(code))
 
 
 def is_in_its_file(function, package: str) -> bool:
@@ -61,7 +61,7 @@ def is_in_its_file(function, package: str) -> bool:
         return False
     known = sys.modules.get(module)
     same = known is not None and known.__dict__ is function.__globals__
-    return same and function.__code__ in _codes_of(module)
+    return same and function.__code__ in codes_of(module)
 
 
 def _cells(function) -> dict:
@@ -122,7 +122,7 @@ def _is_put_by_kernels(module, bound) -> bool:
 
 
 def _names_in(function) -> set:
-    return {name for code in _codes_in(function.__code__) for name in code.co_names}
+    return {name for code in codes_in(function.__code__) for name in code.co_names}
 
 
 def _look_into(function, functions: dict, names: list) -> None:

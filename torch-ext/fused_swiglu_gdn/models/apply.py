@@ -15,7 +15,7 @@ from ..parallel.checks import is_group
 from ..runtime import dispatch
 from ..runtime.checks import are_flags, is_model
 from ..runtime.ops import tensors_of
-from . import gated_mlp
+from . import mlp as gated_mlp
 from .context_attention import restore_attention, serve_attention
 from .experts import restore_experts, serve_experts
 from .graph_rules import why_not_model

@@ -22,7 +22,7 @@ from ..layers.activations import activation_of
 from ..layers.plain import why_not_tensor
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
-from .forms import Refused, source_of, spelled
+from .code import Refused, source_of, spelled
 from .report import Row
 from .serving import why_not_on
 

@@ -10,10 +10,9 @@ from typing import Dict, NamedTuple, Optional, Tuple, Union
 from torch import nn
 
 from ..layers.decoder import Call, LayerForm, Order
-from .forms import Refused
+from .code import Refused, Source, form_key, plain_values, read, why_odd_module
 from .norm_trial import norm_form
 from .serving import own_class
-from .source import Source, form_key, plain_values, read, why_odd_module
 from .stand_ins import WORD, Block, Opaque, quiet, random, same, twin_of
 
 OUTPUTS = (1, 2, 3)

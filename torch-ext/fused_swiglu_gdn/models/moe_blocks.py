@@ -19,7 +19,7 @@ from ..layers.plain import PLAIN_TENSORS, parameters_of, why_not_tensor
 from ..layers.untouched import untouched
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
-from .forms import Refused, source_of, spelled
+from .code import Refused, source_of, spelled
 from .report import Row
 from .serving import is_served, own_class, serve, why_not_on, why_replaced
 

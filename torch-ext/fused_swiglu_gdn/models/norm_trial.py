@@ -11,9 +11,8 @@ from torch import nn
 
 from ..layers.norm import NormForm
 from ..norm import reference
-from .forms import Refused
+from .code import Refused, form_key, plain_values, read, why_odd_module
 from .serving import own_class
-from .source import form_key, plain_values, read, why_odd_module
 from .stand_ins import quiet, random, twin_of
 
 D = 48

@@ -13,8 +13,8 @@ from .. import layers
 from ..layers import attention, decoder, norm, swiglu
 from .attention_trial import attention_form, is_attention
 from .gated_delta_net import gated_delta_net
-from .gated_mlp import gated_mlp
 from .layer_trial import is_decoder_layer, layer_form
+from .mlp import gated_mlp
 from .norm_trial import is_norm, norm_form
 from .serving import is_served, own_class, why_replaced
 from .sharded import why_partitioned
