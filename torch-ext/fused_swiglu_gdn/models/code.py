@@ -30,7 +30,7 @@ OPERATIONS = {
     "add", "bfloat16", "cat", "chunk", "clone", "concat", "contiguous", "dim", "div", "divide",
     "double", "dropout", "exp", "expand", "expand_as", "flatten", "float", "gelu", "half", "matmul",
     "mean", "mul", "multiply", "narrow", "neg", "numel", "permute", "pow", "reciprocal", "relu",
-    "repeat_interleave", "reshape", "rms_norm", "rsqrt", "select", "sigmoid", "silu", "size",
+    "repeat_interleave", "reshape", "rsqrt", "select", "sigmoid", "silu", "size",
     "softplus", "split", "sqrt", "square", "squeeze", "stack", "sub", "subtract", "sum", "swapaxes",
     "swapdims", "t", "tanh", "to", "transpose", "true_divide", "type", "type_as", "unbind",
     "unflatten", "unsqueeze", "view", "view_as",
@@ -105,6 +105,18 @@ def _read(kind: type) -> Source:
         frozenset(reader.switches), tuple(reader.checks), tuple(sorted(reader.rates)),
         reader.by_dtype,
     )  # fmt: skip
+
+
+def only_argument(source: Source) -> str:
+    """The name of the one argument that a forward has to be given."""
+    known = list(inspect.signature(source.forward).parameters.values())[1:]
+    needed = [p for p in known if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if len(needed) != 1 or needed[0].kind not in positional or needed[0] is not known[0]:
+        raise Refused("its forward takes other arguments than one tensor")
+    if needed[0].name in source.switches:
+        raise Refused(f"its forward branches on {needed[0].name}")
+    return needed[0].name
 
 
 def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:

@@ -7,7 +7,6 @@ A module is served if nothing in its class or on the instance stands between the
 parts, and if these are what the kernels can read. What can change later is looked at in every call.
 """
 
-import inspect
 import itertools
 from typing import Dict, Iterator, NamedTuple, Optional, Tuple, Union
 
@@ -21,7 +20,15 @@ from ..layers.plain import why_not_linear
 from ..layers.swiglu import Form, Roles
 from ..layers.untouched import why_patched
 from ..swiglu.reference import ACTIVATIONS
-from .code import Refused, Source, form_key, plain_values, read, why_odd_class
+from .code import (
+    Refused,
+    Source,
+    form_key,
+    only_argument,
+    plain_values,
+    read,
+    why_odd_class,
+)
 from .serving import own_class
 from .stand_ins import features, twin_of
 
@@ -85,18 +92,6 @@ def _form(module: nn.Module) -> Form:
     return Form(kind, source.pinned, guards, source.checks, *found)
 
 
-def only_argument(source: Source) -> str:
-    """The name of the one argument that the forward has to be given."""
-    known = list(inspect.signature(source.forward).parameters.values())[1:]
-    needed = [p for p in known if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if len(needed) != 1 or needed[0].kind not in positional or needed[0] is not known[0]:
-        raise Refused("its forward takes other arguments than one tensor")
-    if needed[0].name in source.switches:
-        raise Refused(f"its forward branches on {needed[0].name}")
-    return needed[0].name
-
-
 def _sort(part: nn.Module) -> str:
     if features(part):
         return "product"
@@ -141,7 +136,8 @@ def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
     dropouts = tuple(name for name in source.parts if type(parts.get(name)) is nn.Dropout)
     acts = [name for name in source.parts if name not in (*products, *dropouts)]
     if len(acts) > 1:  # a part that wraps a product need not say its sizes
-        products += [name for name in acts if activation_of(parts.get(name, name)) is None]
+        unknown = [name for name in acts if name in parts]
+        products += [name for name in unknown if activation_of(parts[name]) is None]
         acts = [name for name in acts if name not in products]
     if len(acts) > 1:
         return

@@ -58,7 +58,10 @@ def recognise(module: nn.Module) -> Optional[Finding]:
 
 
 def _found(module: nn.Module) -> Optional[Finding]:
-    mlp = gated_mlp(module)
+    try:
+        mlp = gated_mlp(module)
+    except Exception as error:  # a module of a kind never seen must not stop the others
+        return Finding("mlp", "SwiGLUMLP", f"its probe raises {type(error).__name__}")
     if mlp is not None:
         return Finding("mlp", *mlp)
     if "conv1d" in module._modules and "A_log" in module._parameters:
