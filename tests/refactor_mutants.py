@@ -1,0 +1,5 @@
+"""Mutated refactors."""
+
+
+def mutants(refactor, subject, count, user):
+    return iter(())
