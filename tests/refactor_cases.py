@@ -253,7 +253,10 @@ def cleaned(kind: str, out) -> list:
         logits, weights, ids = out
         dense = torch.zeros_like(logits, dtype=weights.dtype).scatter(1, ids, weights)
         return [logits, dense]
-    return [out[0] if isinstance(out, tuple) else out]
+    out = out[0] if isinstance(out, tuple) else out
+    if not isinstance(out, torch.Tensor):
+        raise TypeError(f"gives a {type(out).__name__}")
+    return [out]
 
 
 def run(module, subject: Subject, dtype, unit: Optional[Unit] = None, names=None) -> list:

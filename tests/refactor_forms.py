@@ -119,6 +119,10 @@ class Each(ast.NodeTransformer):
     def visit_arg(self, node):
         return node
 
+    def statements(self, function) -> None:
+        """Of a function, but not its arguments and decorators."""
+        function.body = self.visit(ast.Module(function.body, [])).body
+
 
 def each(unit: Unit, kind, change, limit=10**6, methods=None) -> None:
     """Changes nodes of all methods but __init__; raises Inapplicable where there is none."""
@@ -127,12 +131,12 @@ def each(unit: Unit, kind, change, limit=10**6, methods=None) -> None:
         if method.name in ("__init__", "extra_repr"):
             continue
         worker = Each(kind, change, limit - count)
-        method.body = [worker.visit(s) for s in method.body]
+        worker.statements(method)
         count += worker.count
     for function in () if methods else unit.before:
         if isinstance(function, ast.FunctionDef) and getattr(function, "helper", False):
             worker = Each(kind, change, limit - count)
-            function.body = [worker.visit(s) for s in function.body]
+            worker.statements(function)
             count += worker.count
     need(count)
 
@@ -1030,9 +1034,11 @@ def _register_spellings():
     respell("power_operator_for_pow", lambda m, n, _: "_x_ ** 2"
             if m == "pow" and _args(n) == "2" else None)  # fmt: skip
     respell("dim_by_keyword", lambda m, n, _: f"_x_.{m}(dim={_args(n)})"
-            if m in ("mean", "sum", "softmax", "unsqueeze") and len(n.args) == 1 else None)  # fmt: skip
+            if m in ("mean", "sum", "softmax", "unsqueeze") and len(n.args) == 1
+            else None)  # fmt: skip
     respell("flatten_for_reshape", lambda m, n, t: "_x_.flatten(-2)"
-            if m == "reshape" and t()[-1:] == ["-1"] and "*input_shape" in t()[:1] else None)  # fmt: skip
+            if m == "reshape" and t()[-1:] == ["-1"] and "*input_shape" in t()[:1]
+            else None)  # fmt: skip
     respell("contiguous_left_out", lambda m, n, _: "_x_" if m == "contiguous" else None)
     respell("contiguous_added", lambda m, n, _: f"_x_.reshape({_args(n)}).contiguous()"
             if m == "reshape" else None)  # fmt: skip
@@ -1043,7 +1049,7 @@ def _register_spellings():
     respell("narrower_chunk", lambda m, n, _: "_x_.tensor_split(2, dim=-1)"
             if m == "chunk" else None)  # fmt: skip
     respell("negative_dims", lambda m, n, _: "_x_.transpose(-3, -2)"
-            if m == "transpose" and _args(n) == "1, 2" and n.func.value is not None else None)  # fmt: skip
+            if m == "transpose" and _args(n) == "1, 2" else None)  # fmt: skip
 
 
 _register_spellings()
@@ -1083,6 +1089,10 @@ def nn_functional_for_torch(unit):
     each(unit, ast.Call, change)
 
 
+# what is not always computed, or not once
+LAZY = (ast.IfExp, ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.BoolOp)
+
+
 @refactor
 def temporaries(unit):
     """Each call in another's arguments gets a name first."""
@@ -1099,7 +1109,7 @@ def temporaries(unit):
         return node
 
     def one(node, out):
-        if isinstance(node, (ast.IfExp, ast.Lambda, ast.GeneratorExp, ast.ListComp, ast.BoolOp)):
+        if isinstance(node, LAZY):
             return node
         hoist(node, out)
         if isinstance(node, (ast.Call, ast.BinOp)) and is_tensor(node):
@@ -1112,8 +1122,10 @@ def temporaries(unit):
         return node
 
     for statement in body_of(unit.forward):
-        if isinstance(statement, (ast.Assign, ast.Return)) and statement.value is not None:
-            hoist(statement.value, body)
+        value = getattr(statement, "value", None)
+        if isinstance(statement, (ast.Assign, ast.Return)) and isinstance(value, ast.expr):
+            if not isinstance(value, LAZY):
+                hoist(value, body)
         body.append(statement)
     need(made[0])
     unit.forward.body = body

@@ -32,7 +32,6 @@ from conftest import load_package, submodule
 # Relative to the largest value. What transformers computes in fp32 within a model of fp64 is summed
 # in other orders; 16 bits: a few roundings of the module's own.
 SAME, SAME_IN_HALF = 1e-5, 3e-2
-OTHER = 1e-3  # a mutant differs by more
 
 
 class Result(NamedTuple):
@@ -146,6 +145,24 @@ NOT_THIS = (forms.Inapplicable, StopIteration, ValueError, IndexError, Attribute
             TypeError, SyntaxError, NameError, RuntimeError)  # fmt: skip
 
 
+def sample(family: str, kind: str, every: int) -> List[Result]:
+    """Every n-th refactor of a class with a mutant of each, and traps."""
+    subject = next(s for s in cases.Model(family).subjects(cases.KINDS) if s.kind == kind)
+    options = parsed(["--refactor", *list(forms.REFACTORS)[::every]])
+    found = list(results_of(subject, options))
+    return found + list(trap_results(subject, options, every))
+
+
+def trap_results(subject, options, every: int = 1) -> Iterator[Result]:
+    names = list(refactor_mutants.TRAPS)[::every]
+    for label, unit, module in refactor_mutants.traps(subject, options.user, names):
+        name = f"{subject.name}.trap~{label}"
+        try:
+            yield Result(name, subject.kind, *examine(module, unit), True)
+        finally:
+            cases.forget(type(module))
+
+
 def results_of(subject, options) -> Iterator[Result]:
     for refactor in forms.REFACTORS:
         name = f"{subject.name}.{refactor}"
@@ -173,6 +190,8 @@ def results_of(subject, options) -> Iterator[Result]:
                 yield Result(f"{name}~{label}", subject.kind, *examine(module, unit), True)
             finally:
                 cases.forget(type(module))
+    if options.mutants and not options.refactor:
+        yield from trap_results(subject, options)
 
 
 def served_originals(model, kinds) -> Iterator:
@@ -220,29 +239,32 @@ def table(results: List[Result]) -> str:
     return "\n".join(lines)
 
 
+def found(name: str, subject, user: bool):
+    """(unit, module) of a case by the rest of its name: REFACTOR, REFACTOR~N or trap~NAME."""
+    refactor, _, mutation = name.partition("~")
+    if refactor == "trap":
+        return next(
+            pair for label, *pair in refactor_mutants.traps(subject, user) if label == mutation
+        )
+    if not mutation:
+        return built(refactor, subject, user)
+    unit, what = refactor_mutants.mutated(refactor, subject, int(mutation))
+    print(f"# mutated: {what}")
+    return unit, refactor_mutants.built(unit, user)
+
+
 def show(options) -> int:
     """One case: its source and what comes of it."""
-    name, _, mutation = options.case.partition("~")
-    family, kind, refactor = name.split(".", 2)
+    family, kind, name = options.case.split(".", 2)
     for subject in cases.Model(family).subjects(cases.KINDS):
         if subject.name != f"{family}.{kind}":
             continue
-        try:
-            unit, module = built(refactor, subject, options.user)
-        except NOT_THIS as error:
-            print(f"{name} cannot be made: {first_line(error)}")
-            continue
-        if mutation:
-            unit, module = next(
-                (unit, module) for label, unit, module in
-                refactor_mutants.mutants(refactor, subject, 10**6, options.user)
-                if label == mutation
-            )  # fmt: skip
+        unit, module = found(name, subject, options.user)
         print(unit.source())
-        if not mutation and not is_case(module, unit):
+        if "~" not in name and not is_case(module, unit):
             print("it computes something else: no case")
-            continue
-        print(*examine(module, unit))
+        else:
+            print(*examine(module, unit))
     return 0
 
 
