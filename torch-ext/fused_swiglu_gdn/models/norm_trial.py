@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..layers.norm import NormForm
+from ..layers.plain import told
 from ..norm import reference
 from .forms import Refused
 from .serving import own_class
@@ -42,7 +43,7 @@ def is_norm(module: nn.Module) -> bool:
 def norm_form(module: nn.Module) -> Union[NormForm, str]:
     """The form of a module of norms, or why it is none of rms_norm's."""
     kind = own_class(module)
-    shapes = {n: tuple(p.shape) for n, p in module._parameters.items() if p is not None}
+    shapes = {n: told(p, "shape") for n, p in module._parameters.items() if p is not None}
     if module._modules or any(b is not None for b in module._buffers.values()):
         return "it has parts or buffers"
     if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes.values()):
@@ -51,8 +52,8 @@ def norm_form(module: nn.Module) -> Union[NormForm, str]:
         source = read(kind, module)
         weight = next(iter(shapes), None)
         values = plain_values(module, source.reads)
-        told = {n: v for n, v in values.items() if not _is_eps(n, v)}
-        key = (weight, *form_key(module, kind, source, told))
+        kept = {n: v for n, v in values.items() if not _is_eps(n, v)}
+        key = (weight, *form_key(module, kind, source, kept))
         if key not in _forms:
             _forms[key] = _find(module, kind, source, weight, values)
         return _forms[key]
