@@ -5,7 +5,6 @@ do, and if they serve its device. Every other call runs the forward of the MLP's
 """
 
 import functools
-import inspect
 from types import CodeType
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
@@ -182,7 +181,7 @@ def forward_of(form: Form) -> Callable:
         y = serve(self, x, roles) if same else None
         return kind.forward(self, x) if y is None else y
 
-    forward.__signature__ = inspect.signature(own)
+    forward.__wrapped__ = own  # whose arguments inspect and torch.fx then find
     forward.__qualname__ = f"{'SwiGLUMLP' if roles.up else 'SwiGLUGateUp'}.forward"
     return forward
 
