@@ -1,6 +1,5 @@
 """The forward of served modules that take hidden states among other arguments."""
 
-import inspect
 from typing import Callable
 
 import torch
@@ -22,6 +21,6 @@ def forward_by(form, serve: Callable, name: str) -> Callable:
         found = serve(self, form, x, given)
         return kind.forward(self, *args, **kwargs) if found is None else found
 
-    forward.__signature__ = inspect.signature(kind.forward)
+    forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
     forward.__qualname__ = f"{name}.forward"
     return forward

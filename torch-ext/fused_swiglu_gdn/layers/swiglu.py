@@ -5,7 +5,6 @@ do, and if they serve its device. Every other call runs the forward of the MLP's
 """
 
 import functools
-import inspect
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
@@ -190,7 +189,7 @@ def forward_of(form: Form) -> Callable:
         y = serve(self, x, roles) if form.holds(self, x) else None
         return kind.forward(self, x) if y is None else y
 
-    forward.__signature__ = inspect.signature(kind.forward)
+    forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
     forward.__qualname__ = f"{'SwiGLUMLP' if roles.up else 'SwiGLUGateUp'}.forward"
     return forward
 

@@ -83,13 +83,18 @@ class Source(NamedTuple):
 _sources: Dict[type, Source] = {}
 
 
-def read(kind: type, module: nn.Module) -> Source:
-    """The source of the forward of a module of this class; raises Refused."""
+def read(kind: type, module: nn.Module, *allowed: str) -> Source:
+    """The source of the forward of a module of this class; raises Refused. `allowed`: "switches",
+    "by_dtype", for a kind that minds them."""
     known = _sources.get(kind)
     if known is None or not known.pinned.unchanged():
         known = _sources[kind] = _read(kind)
     if not known.pinned.unchanged(module):
         raise Refused("it has methods of its own, which its class has not")
+    if known.switches and "switches" not in allowed:
+        raise Refused(f"its forward branches on {', '.join(sorted(known.switches))}")
+    if known.by_dtype and "by_dtype" not in allowed:
+        raise Refused("its forward branches on a dtype")
     return known
 
 

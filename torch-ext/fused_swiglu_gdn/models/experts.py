@@ -17,10 +17,9 @@ from torch import nn
 
 from ..experts import ops, reference
 from ..experts.api import fused_experts
-from ..experts.call import ALPHA, NO_BIASES, Biases, ExpertsOptions
+from ..experts.call import ALPHA, NO_BIASES, Biases
 from ..layers.activations import activation_of
-from ..layers.plain import why_not_tensor
-from ..runtime import dispatch
+from ..layers.plain import told, why_not_tensor
 from ..runtime.dtypes import HALF
 from .code import Refused, source_of, spelled
 from .report import Row
@@ -226,7 +225,7 @@ def _computes(kind: type, forward, form: Form, flags: dict) -> bool:
 def is_experts(module: nn.Module) -> bool:
     """The module holds experts in one 3-D weight."""
     weights = module._parameters
-    return any(getattr(weights.get(n), "ndim", 0) == 3 for n in ("gate_up_proj", "up_proj"))
+    return any(told(weights.get(n), "ndim") == 3 for n in ("gate_up_proj", "up_proj"))
 
 
 def why_not_experts(module: nn.Module) -> Optional[str]:
@@ -273,7 +272,7 @@ def why_not_here(module: nn.Module) -> Optional[str]:
     return None
 
 
-def serve_experts(model: nn.Module, training: bool) -> List[Row]:
+def serve_experts(model: nn.Module) -> List[Row]:
     """Has transformers call our kernels for all modules of experts that they serve.
 
     The choice is the configuration's, which modules share: it is made where all of them are served.
@@ -285,13 +284,11 @@ def serve_experts(model: nn.Module, training: bool) -> List[Row]:
     for (name, module), reason in zip(found, reasons):
         if reason is None and id(module.config) in refused:
             reason = "other experts of the same configuration are not served"
-        implementation = None
         if reason is None:
-            implementation = _implementation(module, training)
             _choose(module)
         else:
             _restore(module)
-        rows.append(Row(name, type(module).__name__, "fused_experts", implementation, reason))
+        rows.append(Row(name, type(module).__name__, "fused_experts", None, reason))
     return rows
 
 
@@ -329,16 +326,3 @@ def restore_experts(model: nn.Module) -> int:
     ]  # fmt: skip
     configs = {id(m.config) for m in model.modules() if is_experts(m) and _restore(m)}
     return sum(id(m.config) in configs for m in served)
-
-
-def _implementation(module: nn.Module, training: bool) -> str:
-    """Who computes for a module that is served."""
-    w_gate_up, w_down = weights_of(module)
-    x = w_down.new_empty(16, w_down.shape[1])
-    ids = torch.empty(16, 2, dtype=torch.int64, device=x.device)
-    form = form_of(type(module))
-    options = ExpertsOptions(keeps=training, interleaved=form.interleaved)
-    with dispatch.served() as record:
-        args = (x, w_gate_up, w_down, ids, x[:, :2], NO_BIASES, options)
-        dispatch.choose(ops.FAMILY, "experts_fwd", training, args)
-    return record["experts_fwd"][0]

@@ -16,7 +16,7 @@ from torch import nn
 
 from ..layers import swiglu
 from ..layers.activations import activation_of
-from ..layers.plain import why_not_linear
+from ..layers.plain import told, why_not_linear
 from ..layers.swiglu import Form, Roles
 from ..layers.untouched import why_patched
 from ..swiglu.reference import ACTIVATIONS
@@ -76,7 +76,7 @@ def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
 
 def _form(module: nn.Module) -> Form:
     kind = own_class(module)
-    source = read(kind, module)
+    source = read(kind, module, "switches", "by_dtype")
     values = plain_values(module, set(source.reads) - set(source.rates) - {"training"})
     key = form_key(module, kind, source, values)
     key += (tuple((n, _sort(part)) for n, part in module._modules.items()), why_patched())
@@ -244,7 +244,7 @@ def _why_not_parts(module: nn.Module, roles: Roles) -> Optional[str]:
         reason = why_not_linear(module._modules[name])
         if reason is not None:  # then it is called
             weights = module._modules[name].parameters()
-            nowhere = roles.casts or any(weight.is_meta for weight in weights)
+            nowhere = roles.casts or any(told(weight, "is_meta") for weight in weights)
             return f"{name} {reason}" if nowhere else None
     found = swiglu.projections(module, roles)
     if found is None or found[0].shape != found[1].shape or found[0].dtype != found[1].dtype:
@@ -261,20 +261,3 @@ def _name_of(function: object) -> str:
 
 def _exact(gelu: object) -> bool:
     return getattr(gelu, "approximate", "none") == "none"
-
-
-def facts(module: nn.Module, form: Form, tokens: int) -> Tuple[str, str, tuple]:
-    """(family, operation, arguments) of a call on so many tokens, to ask who serves it."""
-    sharded = swiglu.shards_of(module, form.roles)
-    plain, name = swiglu.projections(module, form.roles), swiglu.activation(module, form.roles)
-    if sharded is not None:
-        w_gate, w_up, _, b_gate, b_up, _ = sharded.local()
-    elif plain is not None:
-        w_gate, w_up, b_gate, b_up = plain
-    else:
-        weights = module._modules[form.roles.gate].parameters()
-        weight = next((w for w in weights if w.is_floating_point()), torch.empty(1))
-        g = weight.new_empty(tokens, 64)
-        return "swiglu.gate", "silu_mul_fwd", (g, g, name)
-    x = w_gate.new_empty(tokens, w_gate.shape[1])  # [M, K]
-    return "swiglu.forward", "swiglu_fwd", (x, w_gate, w_up, b_gate, b_up, name)

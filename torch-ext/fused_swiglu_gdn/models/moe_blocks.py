@@ -278,6 +278,5 @@ def serve_blocks(model: nn.Module) -> List[Row]:
         layer = "add_shared" if form == BLOCK else "fused_topk"
         if reason is None:
             serve(module, layer, _forward(form, own_class(module), own_class(module).forward))
-        implementation = "portable" if reason is None else None
-        rows.append(Row(name, type(module).__name__, layer, implementation, reason))
+        rows.append(Row(name, type(module).__name__, layer, None, reason))
     return rows

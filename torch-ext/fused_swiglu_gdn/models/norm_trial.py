@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..layers.norm import NormForm
+from ..layers.plain import told
 from ..norm import reference
 from .code import Refused, form_key, only_argument, plain_values, read, why_odd_module
 from .serving import own_class
@@ -42,18 +43,18 @@ def is_norm(module: nn.Module) -> bool:
 def norm_form(module: nn.Module) -> Union[NormForm, str]:
     """The form of a module of norms, or why it is none of rms_norm's."""
     kind = own_class(module)
-    shapes = {n: tuple(p.shape) for n, p in module._parameters.items() if p is not None}
+    shapes = {n: told(p, "shape") for n, p in module._parameters.items() if p is not None}
     if module._modules or any(b is not None for b in module._buffers.values()):
         return "it has parts or buffers"
     if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         return f"it has parameters {', '.join(shapes)}"
     try:
-        source = read(kind, module)
+        source = read(kind, module, "switches")
         weight = next(iter(shapes), None)
         values = plain_values(module, source.reads)
         eps = _eps_among(values)
-        told = {n: v for n, v in values.items() if n != eps}
-        key = (weight, *form_key(module, kind, source, told))
+        kept = {n: v for n, v in values.items() if n != eps}
+        key = (weight, *form_key(module, kind, source, kept))
         if key not in _forms:
             _forms[key] = _find(module, kind, source, weight, values, eps)
         return _forms[key]
@@ -72,8 +73,6 @@ def _find(module, kind, source, weight, values, eps) -> Union[NormForm, str]:
     argument = only_argument(source)
     if eps is None:
         return "it has no eps"
-    if source.by_dtype:
-        return "its forward branches on a dtype"
     # layers and attention modules read a norm's weight in place of calling it
     names = (*values, *filter(None, [weight]))
     reason = why_odd_module(module, kind, source, names, "__call__")

@@ -3,14 +3,14 @@
 import re
 from typing import Dict, List, NamedTuple, Optional
 
-COPIES = "copies of these modules are served too; pickles hold them without the kernels"
+WAITS = "its own forward, until the model is on a GPU"
 
 
 class Row(NamedTuple):
     module: str  # its path in the model
     kind: str  # its class
     layer: str  # our layer
-    implementation: Optional[str]  # who computes; None if the module is left alone
+    note: Optional[str]  # what else is to be known of one that is served
     reason: Optional[str]  # why it is left alone
 
 
@@ -29,20 +29,29 @@ class Report:
         return [row for row in self.rows if row.reason is not None]
 
     def __str__(self) -> str:
-        head = f"{len(self.served)} modules served, {len(self.left)} left alone"
         if not self.rows:
-            return "no MLP, Gated DeltaNet layer or experts found: nothing to serve"
+            return NOTHING
+        waiting = sum(row.note == WAITS for row in self.served)
+        head = f"{len(self.served)} modules served, {len(self.left)} left alone"
+        if waiting:
+            head += f"; {waiting} of the served wait for the model to be moved to a GPU"
         groups: Dict[tuple, int] = {}
         for row in self.rows:
             key = (re.sub(r"\.\d+(?=\.|$)", ".*", row.module) or "(the model)", *row[1:])
             groups[key] = groups.get(key, 0) + 1
-        table = [("module", "", "class", "layer", "served by")]
-        for (module, kind, layer, implementation, reason), count in groups.items():
-            by = implementation if reason is None else f"left alone: {reason}"
-            table.append((module, f"x{count}", kind, layer if reason is None else "-", by))
-        return "\n".join([head, aligned(table), *([COPIES] if self.served else [])])
+        table = [("module", "", "class", "layer", "note")]
+        for (module, kind, layer, note, reason), count in groups.items():
+            remark = note or "" if reason is None else f"left alone: {reason}"
+            table.append((module, f"x{count}", kind, layer if reason is None else "-", remark))
+        return "\n".join([head, aligned(table)])
 
     __repr__ = __str__
+
+
+NOTHING = (
+    "nothing to serve: no MLP with a gate (down(act(gate(x)) * up(x))), RMS norm, attention module "
+    "or layer of a decoder, Gated DeltaNet layer or mixture of experts was found"
+)
 
 
 def aligned(table) -> str:
