@@ -4,6 +4,7 @@ from ..runtime.checks import (
     INDICES,
     agrees,
     are_flags,
+    between,
     has_dtype,
     has_form,
     has_shape,
@@ -59,7 +60,9 @@ def fused_topk(logits, bias, top_k, scoring, renormalize, scale, dtype) -> None:
     if isinstance(top_k, bool) or not isinstance(top_k, int):
         raise TypeError(f"top_k must be an int, got {type(top_k).__name__}")
     if not 0 < top_k <= sizes["E"]:
-        raise ValueError(f"top_k must be from 1 to the number of experts, {sizes['E']}: {top_k}")
+        raise ValueError(
+            f"top_k must be {between(1, sizes['E'])}, the number of experts, got {top_k}"
+        )
     is_one_of("scoring", scoring, SCORINGS)
     if bias is not None:
         has_form("bias", bias, "E", sizes, "logits", logits)

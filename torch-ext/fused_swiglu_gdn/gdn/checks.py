@@ -9,6 +9,7 @@ from ..runtime.checks import (
     INDICES,
     agrees,
     are_flags,
+    between,
     has_form,
     has_memory,
     has_shape,
@@ -213,7 +214,9 @@ def _accepted(call) -> None:
             f"got {columns}"
         )
     if readable(counts) and not all(1 <= count <= columns for count in counts.tolist()):
-        raise ValueError(f"num_accepted_tokens must be 1 to {columns}, got {counts.tolist()}")
+        raise ValueError(
+            f"num_accepted_tokens must be {between(1, columns)}, got {counts.tolist()}"
+        )
 
 
 def aiter_options(

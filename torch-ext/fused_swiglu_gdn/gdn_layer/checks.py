@@ -4,6 +4,7 @@ from ..gdn.chunks import count_sequences
 from ..runtime.checks import (
     INDICES,
     are_flags,
+    between,
     has_form,
     has_memory,
     has_shape,
@@ -102,7 +103,7 @@ def _fits_drafts(x, columns, taps, accepted, cu_seqlens) -> None:
         )
     most = columns - taps + 2
     if readable(accepted) and not all(1 <= count <= most for count in accepted.tolist()):
-        raise ValueError(f"num_accepted_tokens must be 1 to {most}, got {accepted.tolist()}")
+        raise ValueError(f"num_accepted_tokens must be {between(1, most)}, got {accepted.tolist()}")
 
 
 @remembered

@@ -76,10 +76,9 @@ def has_shape(name: str, x: object, dims: str, sizes: Dict[str, int]) -> None:
     ):
         sizes.update(zip(names, shape))
         return
-    expected = [str(sizes[dim]) if dim in sizes else dim for dim in names]
-    raise ValueError(
-        f"{name} must have shape [{', '.join(names)}] = [{', '.join(expected)}], got {list(shape)}"
-    )
+    expected = [str(sizes.get(dim, dim)) for dim in names]
+    known = "" if expected == names else f" = [{', '.join(expected)}]"
+    raise ValueError(f"{name} must have shape [{', '.join(names)}]{known}, got {list(shape)}")
 
 
 def has_shape_of(name: str, x: object, first: str, y: torch.Tensor) -> None:
@@ -151,6 +150,11 @@ def is_number(name: str, value: object, least: str = "", or_none: str = "") -> N
     enough = {"positive": value > 0, "non-negative": value >= 0}
     if not enough.get(least, True) or not -math.inf < value < math.inf:  # as torch.compile traces
         raise ValueError(f"{name} must be {least + ' and ' if least else ''}finite, got {value}")
+
+
+def between(least: int, most: int) -> str:
+    """Both ends of a range in words, or its one number."""
+    return f"{least} to {most}" if least != most else str(least)
 
 
 def is_cu_seqlens(name: str, cu_seqlens: object, like: torch.Tensor) -> None:
