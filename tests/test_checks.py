@@ -137,6 +137,10 @@ BAD = [
         TypeError,
         ["state_dtype", "float32", "float64", "[torch.float32]"],
     ),
+    *[
+        (call(allow_neg_eigval=True), ValueError, ["allow_neg_eigval", "False unless", "sigmoid"])
+        for call in (chunk, recurrent)
+    ],
     (chunk(chunk_size=32), ValueError, ["chunk_size", "64", "32"]),
     (chunk(checkpoint_every=100), ValueError, ["checkpoint_every", "multiple of 64", "100"]),
     (chunk(checkpoint_every=-64), ValueError, ["checkpoint_every", "multiple of 64", "-64"]),

@@ -407,6 +407,7 @@ BAD = [
     ({"null_index": 1}, ValueError, "null_index must be -1 or 0"),
     ({"out": torch.ones(3, 1, 4, 9)}, ValueError, "out must have the shape of v"),
     ({"scale": 0.0}, ValueError, "scale must be positive"),
+    ({"allow_neg_eigval": True}, ValueError, "allow_neg_eigval must be False unless"),
 ]
 
 

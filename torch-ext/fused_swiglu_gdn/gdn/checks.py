@@ -67,6 +67,11 @@ def rule_flags(options, use_gate) -> None:
         allow_neg_eigval=options.allow_neg_eigval, state_v_first=options.state_v_first,
         use_gate_in_kernel=use_gate,
     )  # fmt: skip
+    if options.allow_neg_eigval and not options.use_beta_sigmoid:
+        raise ValueError(
+            "allow_neg_eigval must be False unless use_beta_sigmoid_in_kernel is True: it doubles "
+            "that sigmoid; a beta that is used as it is may be up to 2 by itself"
+        )
 
 
 def _heads(sizes) -> None:
