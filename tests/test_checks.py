@@ -53,6 +53,17 @@ def mlp(**changes):
     return lambda kernel: kernel.fused_swiglu_mlp(**x)
 
 
+def multiplied(**changes):
+    x = {"gate": torch.ones(2, 4), "up": torch.ones(2, 4), **changes}
+    return lambda kernel: kernel.silu_mul(**x)
+
+
+def experts(**changes):
+    x = {"x": torch.ones(2, 4), "w_gate_up": torch.ones(3, 10, 4), "w_down": torch.ones(3, 4, 5)}
+    x.update(top_k_index=ints(0, 1, 2, 0).view(2, 2), top_k_weights=torch.ones(2, 2))
+    return lambda kernel: kernel.fused_experts(**{**x, **changes})
+
+
 def conv(**changes):
     x = {"x": torch.ones(1, 3, 8), "weight": torch.ones(3, 4), **changes}
     return lambda kernel: kernel.causal_conv1d_fn(**x)
@@ -64,7 +75,7 @@ def update(**changes):
 
 
 def norm(**changes):
-    x = {"x": torch.ones(2, 4), "gate": torch.ones(2, 4), "weight": torch.ones(4), **changes}
+    x = {"x": torch.ones(2, 4), "gate": torch.full((2, 4), 2.0), "weight": torch.ones(4), **changes}
     return lambda kernel: kernel.rms_norm_gated(**x)
 
 
@@ -724,6 +735,16 @@ def test_models_that_are_none(kernel, model):
 def test_flags_of_kernelize(kernel, name):
     with pytest.raises(TypeError, match=f"{name} must be True or False, got str"):
         kernel.kernelize(torch.nn.Linear(2, 2), **{name: "x"})
+
+
+@pytest.mark.parametrize("call", [swiglu, mlp, multiplied, experts, conv, update, norm])
+def test_second_names_of_activations(kernel, call):
+    gated = call in (swiglu, mlp, multiplied, experts)
+    names = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"} if gated else {"swish": "silu"}
+    another = "relu" if gated else "sigmoid" if call is norm else None
+    for second, name in names.items():
+        found, same, different = (call(activation=x)(kernel) for x in (second, name, another))
+        assert torch.equal(found, same) and not torch.equal(found, different)
 
 
 def test_words_that_are_no_list(kernel):

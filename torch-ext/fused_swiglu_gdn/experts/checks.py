@@ -1,5 +1,6 @@
 """Checks of the routed experts and of the router's choice."""
 
+from ..runtime.activations import OF_EXPERTS
 from ..runtime.checks import (
     INDICES,
     agrees,
@@ -15,9 +16,7 @@ from ..runtime.checks import (
     remembered,
     same_device,
 )
-from ..swiglu.checks import ACTIVATIONS as OF_SWIGLU
 
-ACTIVATIONS = (*OF_SWIGLU, "swigluoai")
 SCORINGS = ("softmax", "sigmoid")
 
 
@@ -47,7 +46,7 @@ def fused_experts(
             has_shape(name, bias, shape, sizes)
             agrees(name, bias, "x", x)
     are_flags(interleaved=interleaved)
-    is_one_of("activation", activation, ACTIVATIONS)
+    is_one_of("activation", activation, OF_EXPERTS)
     if limit is not None:
         is_number("limit", limit, "positive", " or None")
 
