@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -752,5 +753,41 @@ def test_words_that_are_no_list(kernel):
         kernel.kernelize(torch.nn.Linear(2, 2), only=3)
     pytest.importorskip("kernels")
     for names in (["nope"], "SwiGLUMLP"):
-        with pytest.raises(ValueError, match="names must be a list of SwiGLUMLP, .*, got"):
+        with pytest.raises(ValueError, match="names must be a list of 'SwiGLUMLP', .*, got"):
             kernel.layer_mapping(names=names)
+    for devices in (["gpu"], "cuda", None):
+        with pytest.raises(ValueError, match="devices must be a list of 'cpu', 'cuda', .*, got"):
+            kernel.layer_mapping(devices=devices)
+
+
+HUB = "org/fused-swiglu-gdn"
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        (dict(source="/no/such/folder"), ValueError, "source must be .*a folder.*'/no/such"),
+        (dict(source="no-such-folder"), ValueError, "source must be .*a folder.*'no-such"),
+        (dict(source=Path("no/folder")), ValueError, "source must be .*a folder.*'no/folder'"),
+        (dict(source=3), TypeError, "source must be .*got int"),
+        (dict(source=HUB), ValueError, f"version or revision must be given for {HUB}.*neither"),
+        (dict(source=HUB, version=1, revision="v1"), ValueError, "one of the two, got both"),
+        (dict(source=HUB, version="1"), TypeError, "version must be of type int, got str"),
+        (dict(source=HUB, version=True), TypeError, "version must be of type int, got bool"),
+        (dict(source=HUB, revision=1), TypeError, "revision must be of type str, got int"),
+        (dict(version=1), ValueError, "version must be None unless source is .*Hub, got None"),
+        (dict(source=".", revision="v1"), ValueError, "revision must be None unless .*got ."),
+        (dict(trust_remote_code="yes"), TypeError, "trust_remote_code must be True, .*got str"),
+    ],
+)
+def test_sources_of_a_mapping(kernel, given, error, words):
+    with pytest.raises(error, match=words):
+        kernel.layer_mapping(**given)
+
+
+def test_a_mapping_names_what_it_knows(kernel):
+    pytest.importorskip("kernels")
+    names = list(kernel.layer_mapping())
+    assert all(f'"{name}"' in kernel.layer_mapping.__doc__ for name in names)
+    mapping = kernel.layer_mapping(names=("SwiGLUMLP",), devices={"cpu"})
+    assert [str(device.type) for device in mapping["SwiGLUMLP"]] == ["cpu"]

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
-from typing import Callable, Dict, Optional, Sequence
+from typing import Callable, Dict, Iterable, Optional, Sequence
 
 import torch
 
@@ -134,6 +134,13 @@ def is_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     """value is a string of `allowed`, or None where that is allowed."""
     if (value is not None and not isinstance(value, str)) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def are_words(name: str, words: object, known: Iterable[str]) -> None:
+    """A list, tuple or set of words that are known."""
+    listed = isinstance(words, (list, tuple, set, frozenset))
+    if not listed or not all(isinstance(word, str) and word in known for word in words):
+        raise ValueError(f"{name} must be a list of {', '.join(map(repr, known))}, got {words!r}")
 
 
 def are_flags(**values: object) -> None:

@@ -36,6 +36,14 @@ def verify(expected: Optional[str] = None) -> str:
         RuntimeError: a file is changed, missing or extra, a folder is a link, a link leads nowhere,
             byte code is not that of its source file, the build's digest is another than `expected`,
             or this is no build (a source tree has no metadata.json).
+
+    Example:
+        >>> try:
+        ...     noted = verify()  # to be kept apart from the build, for verify(noted) later
+        ... except RuntimeError as error:  # whatever was loaded is not what was built
+        ...     noted = str(error)
+        >>> noted.startswith(("sha256:", "the build in"))
+        True
     """
     if expected is not None and not isinstance(expected, str):
         raise TypeError(
