@@ -5,7 +5,7 @@ that they reach its inner modules. tests/test_build.py and tests/test_models.py 
 tools/build.py built, as users do.
 """
 
-import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -75,6 +75,14 @@ def load_package():
 @pytest.fixture(scope="session")
 def kernel():
     return load_package()
+
+
+def load_example(name: str):
+    """A program of examples/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")

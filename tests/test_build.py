@@ -273,6 +273,11 @@ def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):
         verify(3)
 
 
+def _folder_in_its_place(variant: Path) -> None:
+    (variant / "metadata.json").unlink()
+    (variant / "metadata.json").mkdir()
+
+
 @pytest.mark.parametrize(
     "tamper, says",
     [
@@ -285,6 +290,13 @@ def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):
         (lambda v: (v / "metadata.json").unlink(), "a source tree, not a build"),
         (lambda v: (v / "metadata.json").write_text("{}"), "holds no digest"),
         (lambda v: (v / "metadata.json").write_text("half"), "cannot be read"),
+        (lambda v: (v / "metadata.json").write_text("[" * 10**6), "cannot be verified: .*read"),
+        (
+            lambda v: (v / "metadata.json").write_text('{"digest":' * 10**6),
+            "cannot be verified: .*read",
+        ),
+        (lambda v: (v / "metadata.json").write_bytes(b"\xff\xfe"), "cannot be read"),
+        (_folder_in_its_place, "cannot be read"),
     ],
 )
 def test_verify_finds_what_was_done_to_a_build(copy, tamper, says):
@@ -339,6 +351,14 @@ def test_verify_reads_byte_code(copy, flags):
     for expected in (None, digest):
         with pytest.raises(RuntimeError, match="byte code of another source.*runtime/verify.py"):
             verify(expected)
+
+
+def test_verify_of_a_source_that_is_nested_too_deeply(copy):
+    variant = copy / "build" / f"torch-{HERE}"
+    plant(variant, UNCHECKED)
+    (variant / "runtime" / "device.py").write_text("x = " + "-" * 10**5 + "1")
+    with pytest.raises(RuntimeError, match="changed runtime/device.py; byte code of another"):
+        load_verify(variant)()
 
 
 def test_verify_reads_where_byte_code_says_it_is_from(copy, tmp_path):

@@ -16,13 +16,8 @@ from torch import nn
 from ..gdn import api as gdn
 from ..gdn_layer import api as gdn_layer
 from ..gdn_layer import fused
-from .functions import (
-    CONV_ACTIVATIONS,
-    GATE_ACTIVATIONS,
-    named_activation,
-    normed_and_gated,
-    packed_lengths,
-)
+from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
+from .functions import named_activation, normed_and_gated, packed_lengths
 from .gated_norm import is_gated_norm
 from .own_code import differs_since
 from .plain import PLAIN_TENSORS
@@ -138,7 +133,7 @@ def _convolution(layer, q, k, v, joined, seq: _Sequences):
     """act(conv([q k v])), [B, T, D], after the inputs in the cache, which these then join."""
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias  # [D, W], [D]
     before = None if seq.conv_state is None else seq.conv_state[..., 1 - weight.shape[-1] :]
-    known = layer.activation in CONV_ACTIVATIONS
+    known = layer.activation in OF_CONVOLUTION
     activation, width, latest = layer.activation if known else None, layer.conv_kernel_size, None
     packing = {"cu_seqlens": seq.lengths, "initial_states": before}
     if seq.in_place:
@@ -226,7 +221,7 @@ def _gated_delta_net(
 
 
 def _known_activations(layer, norm) -> bool:
-    return layer.activation in CONV_ACTIVATIONS and norm.activation in GATE_ACTIVATIONS
+    return layer.activation in OF_CONVOLUTION and norm.activation in OF_GATED_NORM
 
 
 def _split(layer, qkv):

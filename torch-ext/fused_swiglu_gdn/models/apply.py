@@ -11,7 +11,7 @@ from ..layers.replay import PAYS_FROM
 from ..norm.ops import FAMILY as NORM
 from ..parallel.checks import is_group
 from ..runtime import dispatch
-from ..runtime.checks import are_flags, is_model
+from ..runtime.checks import are_flags, are_words, is_model
 from .context_attention import restore_attention, serve_attention
 from .experts import restore_experts, serve_experts
 from .graph_rules import why_not_model
@@ -81,6 +81,19 @@ def kernelize(
         TypeError: model is no nn.Module, replay no int, or a flag no bool.
         ValueError: mode, only or skip is no known word; replay is 1 or negative; with cp_group, a
             Gated DeltaNet layer cannot or shall not be served.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...                      num_hidden_layers=2, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
+        >>> before = model(ids).logits
+        >>> report = kernelize(model, skip=["layer"])  # print(report) says who serves what
+        >>> sorted({row.kind for row in report.rows})
+        ['LlamaAttention', 'LlamaMLP', 'LlamaRMSNorm']
+        >>> torch.allclose(model(ids).logits, before, atol=1e-5)
+        True
     """
     is_model("kernelize", model)
     are_flags(loss=loss, cuda_graphs=cuda_graphs, cp_attention=cp_attention)
@@ -176,19 +189,35 @@ def _place_of(module: nn.Module) -> torch.device:
 def _kinds(only, skip) -> set:
     """The kinds of modules to serve."""
     for name, words in (("only", only), ("skip", skip)):
-        if words is None:
-            continue
-        listed = isinstance(words, (list, tuple, set, frozenset))
-        if not listed or not set(words) <= set(KINDS):
-            raise ValueError(
-                f"{name} must be a list of {', '.join(map(repr, KINDS))}, got {words!r}"
-            )
+        if words is not None:
+            are_words(name, words, KINDS)
     return set(KINDS if only is None else only) - set(skip or ())
 
 
 def restore(model: nn.Module) -> int:
     """Gives every module that kernelize served its own forward back, experts the implementation
-    that they had and generate its own decoding; returns how many modules."""
+    that they had and generate its own decoding.
+
+    Args:
+        model: any nn.Module, whether or not kernelize has seen it.
+
+    Returns:
+        How many modules were served.
+
+    Raises:
+        TypeError: model is no nn.Module.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...                      num_hidden_layers=2, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> report = kernelize(model)
+        >>> restore(model) == len(report.served)
+        True
+        >>> restore(model)  # nothing is left to undo
+        0
+    """
     is_model("restore", model)
     restore_attention(model)
     served = restore_loss(model)

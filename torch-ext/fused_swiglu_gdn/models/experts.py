@@ -89,6 +89,16 @@ def register_experts() -> str:
 
     Raises:
         ImportError: transformers is not installed, or has no experts implementations.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+        >>> config = Qwen3MoeConfig(vocab_size=99, hidden_size=32, moe_intermediate_size=16,
+        ...                         num_hidden_layers=2, num_attention_heads=2, num_experts=4,
+        ...                         num_key_value_heads=2, num_experts_per_tok=2)
+        >>> model = AutoModelForCausalLM.from_config(config).eval()
+        >>> model.set_experts_implementation(register_experts())
+        >>> model(torch.tensor([[3, 1, 4]])).logits.shape
+        torch.Size([1, 3, 99])
     """
     from transformers.integrations import finegrained_fp8, moe
 
