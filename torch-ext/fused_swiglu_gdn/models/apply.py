@@ -114,7 +114,7 @@ def kernelize(
     rows += [serve_loss(model)] if loss else []
     rows += [serve_graphs(model)] if cuda_graphs else []
     rows += [_replays(model, rows, replay)] if replay else []
-    return Report([row for row in rows if row is not None])
+    return Report([row for row in rows if row is not None]).warn_once()
 
 
 def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
@@ -160,7 +160,7 @@ def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
             serve(module, finding.layer, finding.forward, replay_rows)
             remember(module, finding)
         kind = type(module).__name__
-        rows.append(Row(name, kind, finding.layer, note, reason))
+        rows.append(Row(name, kind, finding.layer, note, reason, finding.unknown))
     if "experts" in kinds:
         return rows + serve_blocks(model) + serve_experts(model)
     restore_experts(model)

@@ -23,7 +23,7 @@ from ..layers.plain import told, why_not_tensor
 from ..runtime.dtypes import HALF
 from .code import Refused, source_of, spelled
 from .report import Row
-from .serving import why_not_on
+from .serving import is_of_transformers, why_not_on
 
 NAME = "fused_swiglu_gdn"
 REPLACED = (None, "eager", "batched_mm", "grouped_mm")  # implementations that kernelize replaces
@@ -298,7 +298,9 @@ def serve_experts(model: nn.Module) -> List[Row]:
             _choose(module)
         else:
             _restore(module)
-        rows.append(Row(name, type(module).__name__, "fused_experts", None, reason))
+        unknown = isinstance(form_of(type(module)), str) and is_of_transformers(module)
+        kind = type(module).__name__
+        rows.append(Row(name, kind, "fused_experts", None, reason, unknown))
     return rows
 
 

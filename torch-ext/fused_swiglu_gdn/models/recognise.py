@@ -16,7 +16,7 @@ from .gated_delta_net import gated_delta_net
 from .layer_trial import is_decoder_layer, layer_form
 from .mlp import gated_mlp
 from .norm_trial import is_norm, norm_form
-from .serving import is_served, own_class, why_replaced
+from .serving import is_of_transformers, is_served, own_class, why_replaced
 from .sharded import why_partitioned
 
 Form = Union[swiglu.Form, norm.NormForm, attention.AttentionForm, decoder.LayerForm]
@@ -33,6 +33,7 @@ class Finding(NamedTuple):
     layer: str  # the name of our layer, or what the module resembles
     reason: Optional[str] = None  # why it is left alone; None if it is served
     form: Optional[Form] = None  # which of its attributes are what; not of a GDN layer
+    unknown: bool = False  # the reason is what transformers has made its class
 
     @property
     def forward(self) -> Callable:
@@ -51,8 +52,12 @@ def recognise(module: nn.Module) -> Optional[Finding]:
                 continue
             reason = None if is_served(module) else why_replaced(module) or why_partitioned(module)
         except Exception as error:  # a module of a kind never seen must not stop the others
-            finding, reason = Finding(kind, layer), f"looking at it raises {type(error).__name__}"
-        return finding if reason is None else finding._replace(reason=reason)
+            finding = Finding(kind, layer, f"looking at it raises {type(error).__name__}")
+            reason = None
+        if reason is not None:
+            return finding._replace(reason=reason)
+        refused = finding.reason is not None and finding.form is None
+        return finding._replace(unknown=refused and is_of_transformers(module))
     return None
 
 

@@ -88,6 +88,11 @@ def is_served(module: nn.Module) -> bool:
     return type(module).__bases__[0] is Served
 
 
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether transformers itself has the module's class."""
+    return own_class(module).__module__.split(".")[0] == "transformers"
+
+
 def serve(module: nn.Module, layer: str, forward: Callable, replay_rows: int = 0) -> None:
     """Gives a module `forward` for its own; why_replaced says whether that is all right."""
     module.__dict__.pop("forward", None)
