@@ -17,8 +17,9 @@ from torch import nn
 from ..layers.attention import GATES, NORMS, ROTARY, AttentionForm, Heads
 from ..layers.norm import NormForm
 from .attention_source import attention_call, handed_on, keywords_of
-from .code import Refused, form_key, plain_values, read, why_odd_module
+from .code import Refused
 from .norm_trial import norm_form
+from .reader import form_key, plain_values, read, why_odd_module
 from .serving import own_class
 from .stand_ins import (
     F64,

@@ -10,8 +10,9 @@ from typing import Dict, NamedTuple, Optional, Tuple, Union
 from torch import nn
 
 from ..layers.decoder import Call, LayerForm, Order
-from .code import Refused, Source, form_key, plain_values, read, why_odd_module
+from .code import Refused
 from .norm_trial import norm_form
+from .reader import Source, form_key, plain_values, read, why_odd_module
 from .serving import own_class
 from .stand_ins import WORD, Block, Opaque, quiet, random, same, twin_of
 

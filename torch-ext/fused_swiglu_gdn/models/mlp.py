@@ -20,15 +20,8 @@ from ..layers.plain import told, why_not_linear
 from ..layers.swiglu import Form, Roles
 from ..layers.untouched import why_patched
 from ..swiglu.reference import ACTIVATIONS
-from .code import (
-    Refused,
-    Source,
-    form_key,
-    only_argument,
-    plain_values,
-    read,
-    why_odd_class,
-)
+from .code import Refused, why_odd_class
+from .reader import Source, form_key, only_argument, plain_values, read
 from .serving import own_class
 from .stand_ins import features, twin_of
 

@@ -11,7 +11,8 @@ from torch import nn
 from ..layers.norm import NormForm
 from ..layers.plain import told
 from ..norm import reference
-from .code import Refused, form_key, only_argument, plain_values, read, why_odd_module
+from .code import Refused
+from .reader import form_key, only_argument, plain_values, read, why_odd_module
 from .serving import own_class
 from .stand_ins import quiet, random, twin_of
 
