@@ -79,7 +79,7 @@ def check(name: str, wrap: str, rank: int, device) -> dict:
         random_model(name, device, num_key_value_heads=WORLD).train() for _ in range(2)
     )
     served, first, cp = SERVED.get(name, 2), wrap.endswith("first"), wrap.startswith("cp")
-    if cp and device.type == "cpu":  # in fp32 the gradient of A_log is right to 5e-4 only
+    if device.type == "cpu":  # in fp32 the gradient of A_log is right to 6e-4 only
         alone, shared = alone.double(), shared.double()
     assert mlps_and_gdn(kernel.kernelize(alone, mode="training")) == served
     if cp:
