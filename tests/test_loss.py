@@ -125,6 +125,9 @@ def test_adapters(device):
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj"], init_lora_weights=False)
     compare(peft.get_peft_model(tiny(), config).to(device), share=4)
+    config = peft.LoraConfig(target_modules=["lm_head"])
+    row = loss.serve_loss(peft.get_peft_model(tiny(), config))
+    assert row.reason == "its lm_head is a Linear, not an nn.Linear"
 
 
 USES = {
@@ -209,6 +212,19 @@ def test_labels_that_are_none(device):
     if device.type == "cpu":  # on a GPU the assertion ends the process's use of it
         with pytest.raises(RuntimeError, match="labels must be -100 or 0 to 60"):
             model(input_ids=given["input_ids"], labels=given["labels"] + 1000)
+
+
+def test_options_that_are_none_of_the_models(device):
+    """An option that Liger would not get is an error, not another loss."""
+    model = served(tiny().to(device))
+    model.config.vocab_size = 30
+    with pytest.raises(ValueError, match="vocab_size must be 61, as lm_head has it, got 30"):
+        model(**batch(model))
+    for more in ({"label_smoothing": 0.1}, {"weight": torch.ones(61, device=device)}):
+        logits = loss.NoLogits()
+        logits._parts = model.lm_head.weight, model.lm_head.weight, None
+        with pytest.raises(RuntimeError, match="without logits"):
+            F.cross_entropy(logits, torch.zeros(61, device=device).long(), **more)
 
 
 def plain(model, **options) -> bool:

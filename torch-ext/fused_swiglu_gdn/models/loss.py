@@ -24,7 +24,7 @@ from ..layers.plain import PLAIN_TENSORS, why_hooked
 from ..layers.untouched import untouched
 from ..runtime import device
 from ..runtime.ops import autocast
-from .forms import Refused, source_of, spelled
+from .code import Refused, source_of, spelled
 from .report import Row
 from .serving import own_class, serve, why_replaced
 
@@ -41,6 +41,8 @@ ONE_BACKWARD = (
     "a loss of kernelize(model, loss=True) has one backward, without create_graph: make it again "
     "for another one, or restore(model)"
 )
+# Further arguments of a cross entropy, as torch hands them on: none may be given
+WITHOUT = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
 _thread = threading.local()  # .step: (lm_head, its stand-in) of the model whose forward runs
 
 
@@ -52,7 +54,14 @@ class NoLogits:
     def __getattr__(self, name: str):
         if self._parts is None or name not in ("device", "float", "view"):
             raise AttributeError(f"{name} of the logits: {NO_LOGITS}")
-        return self._parts[0].device if name == "device" else lambda *shape: self
+        return self._parts[0].device if name == "device" else self._in_fp32
+
+    def _in_fp32(self, *shape: int) -> "NoLogits":
+        """float(), and view(-1, V)."""
+        V = len(self._parts[1])
+        if shape not in ((), (-1, V)):
+            raise ValueError(f"vocab_size must be {V}, as lm_head has it, got {shape[-1]}")
+        return self
 
     def __repr__(self) -> str:
         return f"<{NO_LOGITS}>"
@@ -62,7 +71,10 @@ class NoLogits:
         parts = getattr(args[0], "_parts", None) if args else None
         if function is not F.cross_entropy or parts is None or not torch.is_grad_enabled():
             _refuse()
-        return _loss(*parts, args[1], kwargs["ignore_index"], kwargs["reduction"])
+        ignore_index, reduction = kwargs.pop("ignore_index"), kwargs.pop("reduction")
+        if kwargs != WITHOUT:
+            _refuse()
+        return _loss(*parts, args[1], ignore_index, reduction)
 
 
 def _refuse(*_) -> NoReturn:
@@ -174,7 +186,7 @@ def serve_loss(model: nn.Module) -> Optional[Row]:
     """Makes the model's loss Liger's; a row of the report, or None if it has no lm_head."""
     for name, module in model.named_modules():
         kind, head = own_class(module), module._modules.get("lm_head")
-        if isinstance(head, nn.Linear) and "labels" in inspect.signature(kind.forward).parameters:
+        if head is not None and "labels" in inspect.signature(kind.forward).parameters:
             reason = _why_not(module)
             if reason is None:
                 serve(module, "loss", _model_forward(kind))
