@@ -104,7 +104,7 @@ def kernelize(
     if cp_group is not None:
         if "gdn" not in kinds:
             raise ValueError('only and skip must leave "gdn" in where cp_group is given')
-        is_group(cp_group)
+        is_group(cp_group, "cp_group")
     restore_attention(model)
     with as_gathered(model):
         rows = _serve_modules(model, kinds, replay)
