@@ -88,6 +88,21 @@ def test_held_elsewhere_adds_nothing(kernel):
     assert torch.equal(weights.grad != 0, here)
 
 
+@pytest.mark.parametrize("weight", [float("nan"), float("inf")])
+def test_weights_of_absent_experts_are_not_read(kernel, weight):
+    """Nor are gradients spoiled: 0 times NaN is NaN."""
+    p, found = problem(6, 2, 4, 8, 8, routing="held elsewhere"), []
+    absent = (p.ids < 0) | (p.ids >= 4)
+    assert absent.any() and not absent.all()
+    for weights in (p.weights.masked_fill(absent, 1.0), p.weights.masked_fill(absent, weight)):
+        leaves = [t.detach().clone().requires_grad_() for t in (p.x, p.w_gate_up, p.w_down)]
+        leaves.append(weights.requires_grad_())
+        out = kernel.fused_experts(*leaves[:3], p.ids, leaves[3])
+        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    for mine, want in zip(found[1], found[0]):
+        assert want.isfinite().all() and torch.equal(mine, want)
+
+
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(kernel, dtype, index):

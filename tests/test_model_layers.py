@@ -120,6 +120,8 @@ def test_only_and_skip(kernel):
     for wrong in ({"only": ["mlp"]}, {"skip": ["gdn"]}):  # whose layers would exchange no states
         with pytest.raises(ValueError, match='must leave "gdn" in where cp_group is given'):
             kernel.kernelize(model, cp_group="a group", **wrong)
+    with pytest.raises(TypeError, match="cp_group must be a torch.distributed.ProcessGroup.* int"):
+        kernel.kernelize(model, cp_group=3)
 
 
 def test_restore(kernel):

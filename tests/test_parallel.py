@@ -106,6 +106,45 @@ def test_what_refusals_say(found):
     assert "each of the 12 tokens once, got (6, 12) where 5" in first["a hole"]
 
 
+PACKED = {"cu_seqlens": [0, 4, 6]}
+PADDED = {"attention_mask": [[1, 1, 1, 0, 0, 0]]}
+POSITIONS = [  # what is given, position_ids, what a refusal says
+    ({}, [[0, 1, 2, 3, 4, 5]], None),
+    ({}, [[0, 1, 2, 0, 1, 2]], None),
+    (PACKED, [[0, 1, 2, 3, 0, 1]], None),
+    (PADDED, [[0, 1, 2, 1, 1, 7]], None),
+    (PADDED, [[0, 1, 2, 0, 0, 0]], None),
+    ({}, [[5, 6, 7, 8, 9, 10]], "got 5 where 0 is due, at token 0 of row 0"),
+    ({}, [[0, 1, 1, 2, 3, 4]], "got 1 where 2 is due, at token 2 of row 0"),
+    ({}, [[0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 10]], "got 2 where 1 is due, at token 1 of row 1"),
+    (PACKED, [[0, 1, 2, 3, 4, 5]], "got 4 where 0 is due, at token 4 of row 0"),
+    (PACKED, [[0, 1, 0, 1, 0, 1]], "got 0 where 2 is due, at token 2 of row 0"),
+    (PADDED, [[0, 1, 1, 2, 3, 4]], "got 1 where 2 is due, at token 2 of row 0"),
+    (PACKED, [[[0, 1, 2, 3, 0, 1]]] * 3, r"shape of input_ids, \[1, 6\], got \[3, 1, 6\]"),
+]
+
+
+@pytest.mark.parametrize("given, positions, says", POSITIONS)
+def test_positions_that_the_parts_would_not_have(given, positions, says):
+    """The parts count from 0 in each sequence: other positions would be lost without a word."""
+    positions = torch.tensor(positions)
+    ids = torch.zeros(positions.shape[0] if positions.ndim == 2 else 1, 6, dtype=torch.long)
+    batch = {"input_ids": ids, "position_ids": positions}
+    batch.update({name: torch.tensor(x) for name, x in given.items()})
+    make = submodule("parallel.batch").Batch
+    if says is None:
+        assert make(batch).lengths(6)[-1] == 6
+    else:
+        with pytest.raises(ValueError, match=f"position_ids must .*{says}"):
+            make(batch)
+
+
+def test_positions_of_no_tokens():
+    nothing = torch.zeros(2, 0, dtype=torch.long)
+    made = submodule("parallel.batch").Batch({"input_ids": nothing, "position_ids": nothing})
+    assert made.starts.shape == (2, 0)
+
+
 @pytest.mark.gpu
 def test_tables_reach_a_gpu_without_a_wait():
     from_host, values = submodule("runtime.device").from_host, torch.arange(1000)

@@ -138,7 +138,8 @@ def attention_with_kvcache(
     Args:
         q: [B, 1, HQ, D]; fp32, bf16 or fp16; any strides.
         k_cache, v_cache: [B, HK, S, D], HQ a multiple of HK; the dtype of q.
-        cache_seqlens: [] or [B], int32 or int64: how many slots are filled, with this token's.
+        cache_seqlens: [] or [B], int32 or int64: how many slots are filled, with this token's; 0
+            to S, which is looked at on a CPU.
         attention_mask: [B or 1, 1, 1, S], bool (True: attend) or floating (added), or None.
         softmax_scale: 1 / sqrt(D) by default.
 
@@ -158,6 +159,7 @@ def attention_with_kvcache(
     if plan is not None:
         return plan(*tensors)
     checks.attention_with_kvcache(*tensors, softmax_scale)
+    checks.holds_cache_seqlens(cache_seqlens, k_cache)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     if undisturbed():
         _attentions.keep(tensors, (softmax_scale,), ops.plan_kvcache_attention(*tensors, scale))

@@ -132,6 +132,18 @@ def holds_cache_position(cache_position, k, key_cache) -> None:
         )
 
 
+def holds_cache_seqlens(cache_seqlens, k_cache) -> None:
+    """No more slots are filled than there are. On a GPU the kernel reads what there is."""
+    if not readable(cache_seqlens):
+        return
+    S = k_cache.shape[2]
+    wrong = [n for n in cache_seqlens.flatten().tolist() if not 0 <= n <= S]
+    if wrong:
+        raise ValueError(
+            f"cache_seqlens must be {between(0, S)}, with S = {S} slots in k_cache, got {wrong[0]}"
+        )
+
+
 @remembered
 def sigmoid_gate(x, gate) -> None:
     is_tensor("x", x)

@@ -74,7 +74,9 @@ def experts_fwd(
         z = _gated(gate, up, activation, limit).to(x.dtype)
         bias = None if biases.down is None else biases.down[expert]
         y = y.index_put((token, slot), F.linear(z, w_down[expert], bias).to(y.dtype))
-    return (y * weights.to(y.dtype).unsqueeze(-1)).sum(1).to(x.dtype)
+    absent = (ids < 0) | (ids >= w_down.shape[0])  # of which the weight may be anything
+    weights = weights.to(y.dtype).masked_fill(absent, 0.0)
+    return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
 def _gated_gradient(

@@ -151,6 +151,15 @@ def _look_into(function, functions: dict, names: list) -> None:
             raise NotOwn(f"uses {name}, which is a {type(plain).__name__}")
 
 
+def is_own_function(function) -> bool:
+    """A function is transformers' own, and so is all that it calls by name."""
+    try:
+        _look_into(function, {}, [])
+    except NotOwn:
+        return False
+    return True
+
+
 def _look_at_torch(name: str) -> None:
     """Raises NotOwn if torch's function of this name is patched."""
     for module in (torch, F):

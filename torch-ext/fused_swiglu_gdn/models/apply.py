@@ -16,7 +16,7 @@ from .context_attention import restore_attention, serve_attention
 from .experts import restore_experts, serve_experts
 from .graph_rules import why_not_model
 from .graphs import restore_graphs, serve_graphs
-from .loss import restore_loss, serve_loss
+from .loss import serve_loss
 from .moe_blocks import serve_blocks
 from .recognise import KINDS, recognise, remember
 from .report import WAITS, Report, Row
@@ -61,8 +61,9 @@ def kernelize(
             mode serves the same modules.
         only, skip: kinds of modules to serve, or not to: "mlp", "gdn", "norm", "attention",
             "layer" (decoder layers), "experts". All by default.
-        loss: the loss of a language model is made without its logits, by Liger, where liger-kernel
-            is installed.
+        loss: in training steps the loss of a language model is made without its logits, by Liger,
+            where liger-kernel is installed and the loss is the same; any use of `output.logits` is
+            an error there (docs/models.md).
         cuda_graphs: `model.generate(..., cache_implementation="static")` then replays a CUDA graph
             of a decoding step instead of compiling it, where a replay does the same.
         replay: in CUDA graphs (cuda_graphs, or graphed_step), Gated DeltaNet layers that decode
@@ -103,7 +104,7 @@ def kernelize(
     if cp_group is not None:
         if "gdn" not in kinds:
             raise ValueError('only and skip must leave "gdn" in where cp_group is given')
-        is_group(cp_group)
+        is_group(cp_group, "cp_group")
     restore_attention(model)
     with as_gathered(model):
         rows = _serve_modules(model, kinds, replay)
@@ -220,8 +221,7 @@ def restore(model: nn.Module) -> int:
     """
     is_model("restore", model)
     restore_attention(model)
-    served = restore_loss(model)
-    served += sum([unserve(module) for module in model.modules()])
+    served = sum([unserve(module) for module in model.modules()])
     return served + restore_experts(model) + restore_graphs(model)
 
 

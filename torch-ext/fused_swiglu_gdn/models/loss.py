@@ -1,147 +1,139 @@
 """kernelize(model, loss=True): the loss of a language model without its logits, by Liger.
 
 The logits of a training step are its largest tensors: tokens x vocabulary, in the model's dtype, in
-fp32 and as a gradient. Liger's fused linear cross entropy (pip install liger-kernel) makes the loss
-and its gradients from what the output projection reads, a piece at a time.
-
-In a training step with labels the model's own forward runs as ever; what its `lm_head` returns
-stands in for the logits. It knows how transformers' loss treats them (`float()`, `view(-1, V)`,
-`F.cross_entropy`) and goes to Liger there. Whatever else anybody does with it, in the forward (soft
-caps, scales), in a loss of another kind or with the model's output, makes the logits and goes on
-with them, so nothing is computed otherwise than by the model: it only costs the memory again.
+fp32 and as a gradient. Liger's fused linear cross entropy makes the loss and its gradients from
+what the output projection reads, a piece at a time. The model's forward and transformers' loss
+function run as ever, with an object for the logits between `lm_head` and `F.cross_entropy`. All
+else that is done with it is an error; models that do more with their logits are left alone.
 """
 
-import contextlib
 import functools
 import inspect
+import itertools
+import math
+import re
 import threading
-from typing import Callable, Optional
+from typing import Callable, NoReturn, Optional
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from ..layers.own_code import is_own_function
+from ..layers.plain import PLAIN_TENSORS, why_hooked
+from ..layers.untouched import untouched
 from ..runtime import device
-from ..runtime.ops import PLAIN, autocast
+from ..runtime.ops import autocast
+from .code import Refused, source_of, spelled
 from .report import Row
-from .serving import own_class, serve, unserve, why_replaced
+from .serving import own_class, serve, why_replaced
 
-LAYER = "loss"
 # Tokens whose logits Liger makes at once; by itself it takes so few (64 of 4096 for a vocabulary of
 # 248,320) that a step takes several times as long
 PIECE = 1024
-_thread = threading.local()  # .head: the projection whose logits a loss is made of
+# What a forward may do with its logits
+USES = r"logits = self\.lm_head\([^()]*\)\n|self\.loss_function\(logits[,)]|\blogits=logits[,)]"
+NO_LOGITS = (
+    "kernelize(model, loss=True) makes the loss of a training step without logits: to have them, "
+    "call the model without labels or under torch.no_grad(), or restore(model)"
+)
+ONE_BACKWARD = (
+    "a loss of kernelize(model, loss=True) has one backward, without create_graph: make it again "
+    "for another one, or restore(model)"
+)
+# Further arguments of a cross entropy, as torch hands them on: none may be given
+WITHOUT = {"weight": None, "size_average": None, "reduce": None, "label_smoothing": 0.0}
+_thread = threading.local()  # .step: (lm_head, its stand-in) of the model whose forward runs
 
 
-class Logits:
-    """hidden @ weight.T + bias, made where somebody looks at it; cross entropy does not."""
+class NoLogits:
+    """What a training step has for logits: ForCausalLMLoss gets on with it, in the forward."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Optional[Tensor], wide: bool = False):
-        self._parts, self._wide, self._made = (hidden, weight, bias), wide, None
-        self.device, self.dtype = hidden.device, torch.float32 if wide else hidden.dtype
-
-    def made(self) -> Tensor:
-        """The logits."""
-        if self._made is None:
-            logits = F.linear(*self._parts)
-            self._made = logits.float() if self._wide else logits
-        return self._made
-
-    def float(self) -> "Logits":
-        return Logits(*self._parts, True)
-
-    def view(self, *shape):
-        hidden, weight, bias = self._parts
-        if shape != (-1, weight.shape[0]):
-            return self.made().view(*shape)
-        return Logits(hidden.reshape(-1, hidden.shape[-1]), weight, bias, self._wide)
+    _parts = None  # hidden, weight, bias, while the forward runs
 
     def __getattr__(self, name: str):
-        return getattr(self.made(), name)
+        if self._parts is None or name not in ("device", "float", "view"):
+            raise AttributeError(f"{name} of the logits: {NO_LOGITS}")
+        return self._parts[0].device if name == "device" else self._in_fp32
+
+    def _in_fp32(self, *shape: int) -> "NoLogits":
+        """float(), and view(-1, V)."""
+        V = len(self._parts[1])
+        if shape not in ((), (-1, V)):
+            raise ValueError(f"vocab_size must be {V}, as lm_head has it, got {shape[-1]}")
+        return self
+
+    def __repr__(self) -> str:
+        return f"<{NO_LOGITS}>"
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if function is F.cross_entropy:
-            loss = _fused(*args, **kwargs)
-            if loss is not None:
-                return loss
-        args, kwargs = tree_map(lambda x: x.made() if isinstance(x, cls) else x, (args, kwargs))
-        return function(*args, **kwargs)
+        parts = getattr(args[0], "_parts", None) if args else None
+        if function is not F.cross_entropy or parts is None or not torch.is_grad_enabled():
+            _refuse()
+        ignore_index, reduction = kwargs.pop("ignore_index"), kwargs.pop("reduction")
+        if kwargs != WITHOUT:
+            _refuse()
+        return _loss(*parts, args[1], ignore_index, reduction)
 
 
-def _through(name: str) -> Callable:
-    def operate(self, *args):
-        return getattr(self.made(), name)(*args)
-
-    return operate
+def _refuse(*_) -> NoReturn:
+    raise RuntimeError(NO_LOGITS)
 
 
 for _name in (
-    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "pow", "matmul", "neg",
-    "getitem", "setitem", "len", "iter", "eq", "ne", "lt", "le", "gt", "ge",
-):  # fmt: skip
-    setattr(Logits, f"__{_name}__", _through(f"__{_name}__"))
-Logits.__hash__ = object.__hash__
+    "abs add and array bool contains delitem divmod eq float floordiv ge getitem gt index int "
+    "invert le len lshift lt matmul mod mul ne neg or pos pow radd rand rdivmod rfloordiv rlshift "
+    "rmatmul rmod rmul ror rpow rrshift rshift rsub rtruediv rxor setitem sub truediv xor"
+).split():
+    setattr(NoLogits, f"__{_name}__", _refuse)
+NoLogits.__hash__ = object.__hash__
 
 
-def _fused(
-    logits, target, weight=None, size_average=None, ignore_index=-100, reduce=None,
-    reduction="mean", label_smoothing=0.0,
-) -> Optional[Tensor]:  # fmt: skip
-    """F.cross_entropy of logits [M, V] and target [M], or None where that is not for Liger.
+def _loss(hidden, weight, bias, target, ignore_index: int, reduction: str) -> Tensor:
+    """F.cross_entropy of the logits [..., V] as fp32 [M, V], with target [M]."""
+    hidden, V = hidden.reshape(-1, hidden.shape[-1]), weight.shape[0]
+    if target.dtype != torch.long or len(target) != len(hidden):
+        raise ValueError(f"labels must be int64, one a token, got {len(target)} {target.dtype}")
+    ignored, known = target == ignore_index, (target >= 0) & (target < V)
+    torch._assert_async((known | ignored).all(), f"labels must be {ignore_index} or 0 to {V - 1}")
+    with device.on(hidden.device):
+        loss = _liger()(
+            hidden, weight, target, bias, ignore_index=ignore_index, reduction=reduction,
+            accum_dtype=torch.float32, chunk_mem_const=max(1, PIECE * V // hidden.numel()),
+        )  # fmt: skip
+    backwards = itertools.count()
 
-    Liger gives the weight no gradient where the hidden states need none, and its loss is fp32.
-    """
-    if not isinstance(logits, Logits) or logits._made is not None:
-        return None
-    if (weight, size_average, reduce) != (None, None, None) or reduction not in ("mean", "sum"):
-        return None
-    hidden, head, bias = parts = logits._parts
-    if hidden.ndim != 2 or target.shape != hidden.shape[:1] or not hidden.requires_grad:
-        return None
-    same = all(t is None or (type(t) in PLAIN and t.dtype == hidden.dtype) for t in parts)
-    if not same or logits.dtype != torch.float32:
-        return None
-    # the pieces of the weight's gradient are added in fp32
-    args = (hidden, head, target, bias, None, ignore_index, 0.0, label_smoothing, reduction)
-    args = (*args, None, False, torch.float32, False, False, False)
-    liger = _liger()
-    if getattr(liger, "supports_inner_impl_dispatch", False):  # since 0.8.5; the last is a budget
-        args = (*args, None, None, max(1, PIECE * head.shape[0] // hidden.numel()))
-    return liger.apply(*args)[0]
+    def once(gradient: Tensor) -> Tensor:
+        # Liger scales the gradients that it keeps in place, and they have no derivative
+        if next(backwards) or torch.is_grad_enabled():
+            raise RuntimeError(ONE_BACKWARD)
+        return gradient.clone()  # in memory, which Liger's kernel reads
+
+    loss.register_hook(once)
+    return loss.masked_fill(ignored.all(), math.nan) if reduction == "mean" else loss
 
 
 @functools.cache
-def _liger():
-    """Liger's function, or None where it is not installed."""
-    with contextlib.suppress(ImportError):
-        from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
-
-        return LigerFusedLinearCrossEntropyFunction
-    return None
-
-
-@contextlib.contextmanager
-def _without_logits(head: nn.Linear):
-    before = getattr(_thread, "head", None)
-    _thread.head = head
+def _liger() -> Optional[Callable]:
     try:
-        yield
-    finally:
-        _thread.head = before
-
-
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks)
+        from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy as found
+    except ImportError:
+        return None
+    return found if "chunk_mem_const" in inspect.signature(found).parameters else None
 
 
 def _project(self, hidden: Tensor):
-    """The forward of a served lm_head."""
-    if getattr(_thread, "head", None) is not self or _hooked(self):
-        return own_class(self).forward(self, hidden)
-    return Logits(*autocast(hidden, self.weight, self.bias))
+    """The forward of a served lm_head. Gradients in fp16 would be made before the scaler's factor,
+    and Liger makes none of the weight where the hidden states need none."""
+    head, logits = getattr(_thread, "step", None) or (None, None)
+    if head is self and hidden.requires_grad and hidden.numel() and why_hooked(self) is None:
+        parts = autocast(hidden, self.weight, self.bias)
+        found = {(type(x) in PLAIN_TENSORS, x.device, x.dtype) for x in parts if x is not None}
+        if found in [{(True, hidden.device, x)} for x in (torch.bfloat16, torch.float32)]:
+            logits._parts = parts
+            return logits
+    return nn.Linear.forward(self, hidden)
 
 
 @functools.cache
@@ -150,49 +142,55 @@ def _model_forward(own: type) -> Callable:
 
     @functools.wraps(own.forward)
     def forward(self, *args, **kwargs):
-        head = self._modules.get("lm_head")
-        wanted = self.training and torch.is_grad_enabled() and kwargs.get("labels") is not None
-        wanted = wanted and head is not None and device.is_gpu(head.weight.device)
-        if not wanted or torch.compiler.is_compiling() or hasattr(self, "_is_replica"):
+        labels, head = kwargs.get("labels"), self._modules.get("lm_head")
+        step = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        replica = hasattr(self, "_is_replica")  # DataParallel gathers tensors
+        if not step or type(labels) is not Tensor or replica or not _is_known(self.loss_function):
             return own.forward(self, *args, **kwargs)
-        with _without_logits(head):
+        before, logits = getattr(_thread, "step", None), NoLogits()
+        if untouched() and device.is_gpu(labels.device):
+            _thread.step = head, logits
+        try:
             return own.forward(self, *args, **kwargs)
+        finally:
+            _thread.step, logits._parts = before, None
 
     return forward
 
 
-def _language_model(model: nn.Module):
-    """(name, module) of the part that has an lm_head and takes labels, or (None, None)."""
-    for name, module in model.named_modules():
-        if isinstance(module._modules.get("lm_head"), nn.Linear):
-            if "labels" in inspect.signature(own_class(module).forward).parameters:
-                return name, module
-    return None, None
+def _is_known(loss: Callable) -> bool:
+    """A model's loss function is transformers' cross entropy of the next tokens."""
+    return getattr(loss, "__name__", None) == "ForCausalLMLoss" and is_own_function(loss)
+
+
+def _why_not(module: nn.Module) -> Optional[str]:
+    head, kind = module.lm_head, own_class(module)
+    if own_class(head) is not nn.Linear:
+        return f"its lm_head is a {own_class(head).__name__}, not an nn.Linear"
+    replaced = why_replaced(module) or why_replaced(head)
+    if replaced is not None:
+        return replaced
+    try:
+        body = spelled(source_of(inspect.unwrap(kind.forward)))
+    except Refused as error:
+        return str(error)
+    once = body.count("self.lm_head") == body.count("self.loss_function") == 1
+    if not once or re.search(r"\blogits\b", re.sub(USES, "", body)):
+        return "its forward does more with its logits than to make one loss"
+    if not _is_known(getattr(module, "loss_function", None)):
+        return "its loss function is not transformers' ForCausalLMLoss"
+    return None if _liger() is not None else "needs Liger 0.8.5: pip install liger-kernel"
 
 
 def serve_loss(model: nn.Module) -> Optional[Row]:
     """Makes the model's loss Liger's; a row of the report, or None if it has no lm_head."""
-    name, module = _language_model(model)
-    if module is None:
-        return None
-    head, kind = module.lm_head, own_class(module)
-    unserve(module), unserve(head)
-    reason = why_replaced(module) or why_replaced(head)
-    if reason is None and own_class(head) is not nn.Linear:
-        reason = f"its lm_head is a {own_class(head).__name__}, not an nn.Linear"
-    if reason is None and _liger() is None:
-        reason = "needs Liger: pip install liger-kernel"
-    if reason is None:
-        serve(module, LAYER, _model_forward(kind))
-        serve(head, LAYER, _project)
-    by = "Liger's fused linear cross entropy" if reason is None else None
-    return Row(name, kind.__name__, LAYER, by, reason)
-
-
-def restore_loss(model: nn.Module) -> int:
-    """Undoes serve_loss; returns how many models it was done to."""
-    found = 0
-    for module in model.modules():
-        if getattr(type(module), "served_as", None) == LAYER:
-            found += unserve(module) and own_class(module) is not nn.Linear
-    return found
+    for name, module in model.named_modules():
+        kind, head = own_class(module), module._modules.get("lm_head")
+        if head is not None and "labels" in inspect.signature(kind.forward).parameters:
+            reason = _why_not(module)
+            if reason is None:
+                serve(module, "loss", _model_forward(kind))
+                serve(head, "loss", _project)
+            by = "Liger's fused linear cross entropy" if reason is None else None
+            return Row(name, kind.__name__, "loss", by, reason)
+    return None

@@ -84,9 +84,9 @@ def shard_batch(batch: dict, group=None, *, layout: Union[str, Sequence] = "cont
 
     Args:
         batch: input_ids [B, T]; and, if there, labels [B, T]; position_ids [B, T], which begin a
-            new sequence where they are 0; cu_seqlens or cu_seq_lens_q [N + 1], of sequences packed
-            into one row; attention_mask [B, T] with its zeros at the end of rows. Other tensors
-            [B, T, ..] are cut as well; the rest is handed on.
+            new sequence where they are 0 and count on in it; cu_seqlens or cu_seq_lens_q [N + 1],
+            of sequences packed into one row; attention_mask [B, T] with its zeros at the end of
+            rows. Other tensors [B, T, ..] are cut as well; the rest is handed on.
         group: a torch.distributed.ProcessGroup; all processes by default.
         layout: of each row, as build_cp_context has it. "zigzag" shares softmax attention evenly.
 

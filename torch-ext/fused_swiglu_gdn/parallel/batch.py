@@ -37,13 +37,15 @@ class Batch:
             if ends[0] != 0 or ends[-1] != self.T or ends != sorted(ends):
                 raise ValueError(f"cu_seqlens must go from 0 to {self.T}, got {ends}")
             starts[0, [n for n in ends if n < self.T]] = True
-        elif positions is not None:
+        if positions is not None:
             if positions.shape != self.ids.shape:
                 raise ValueError(
                     f"position_ids must have the shape of input_ids, {list(self.ids.shape)}, got "
                     f"{list(positions.shape)}"
                 )
-            starts |= positions.cpu() == 0
+            positions = positions.cpu()
+            starts |= (positions == 0) & (lengths is None)
+        here = torch.ones_like(starts)
         if mask is not None:
             if mask.shape != self.ids.shape:
                 raise ValueError("attention_mask must have the shape of input_ids")
@@ -51,6 +53,8 @@ class Batch:
             if not (here.long().diff() <= 0).all() or not here[:, 0].all():
                 raise ValueError("attention_mask must have its zeros at the end of each row")
             starts[:, 1:] |= here[:, :-1] & ~here[:, 1:]  # padding is a sequence of its own
+        if positions is not None:
+            _are_consecutive(positions, starts, here)
         return starts
 
     def padded(self, x: Tensor, T: int, value) -> Tensor:
@@ -79,6 +83,19 @@ class Batch:
         ends = torch.ones_like(self.starts)
         ends[:, :-1] = self.starts[:, 1:]
         return labels.roll(-1, 1).masked_fill(from_host(ends, labels.device), IGNORED)
+
+
+def _are_consecutive(positions: Tensor, starts: Tensor, here: Tensor) -> None:
+    """Positions [B, T] count from 0 in each sequence, as the parts will; padding has any."""
+    token = torch.arange(starts.shape[1]).expand(starts.shape)
+    places = token - token.masked_fill(~starts, 0).cummax(1).values
+    wrong = ((positions != places) & here).nonzero().tolist()
+    if wrong:
+        row, t = wrong[0]
+        raise ValueError(
+            f"position_ids must count 0, 1, 2, .. in each sequence, got {int(positions[row, t])} "
+            f"where {int(places[row, t])} is due, at token {t} of row {row}"
+        )
 
 
 def whole_size(T: int, P: int, layout: Union[str, list]) -> int:

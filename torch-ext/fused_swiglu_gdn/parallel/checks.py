@@ -42,13 +42,15 @@ def _ints(cu_seqlens: object) -> List[int]:
         ) from None
 
 
-def is_group(group: object) -> None:
+def is_group(group: object, name: str = "group") -> None:
+    if group is not None and not (dist.is_available() and isinstance(group, dist.ProcessGroup)):
+        raise TypeError(
+            f"{name} must be a torch.distributed.ProcessGroup, got {type(group).__name__}"
+        )
     if not (dist.is_available() and dist.is_initialized()):
-        raise ValueError("group must be a process group: call init_process_group first")
-    if group is not None and not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"group must be a torch.distributed.ProcessGroup, got {type(group)}")
+        raise ValueError(f"{name} must be a process group: call init_process_group first")
     if dist.get_rank(group) < 0:
-        raise ValueError("group must have this process among its own")
+        raise ValueError(f"{name} must have this process among its own")
 
 
 def is_context(cp_context: object) -> None:
