@@ -11,6 +11,7 @@ step and, on a GPU, the peak memory.
 
 import argparse
 import copy
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -20,7 +21,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from peft import LoraConfig, get_peft_model
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {
@@ -44,6 +44,8 @@ def load_kernel():
 
 
 def adapted_model(device: str):
+    from peft import LoraConfig, get_peft_model
+
     torch.manual_seed(0)
     config = transformers.LlamaConfig(**SIZES[device], **HEADS[device], vocab_size=4096)
     with torch.device(device):
@@ -91,8 +93,18 @@ def run(kernel, device: str, steps: int) -> list:
     return found
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20)
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=20, help="how many to train, at least 2")
     options = parser.parse_args()
+    if options.steps < 2:
+        parser.error(f"--steps must be at least 2, the first is not timed: {options.steps}")
+    if importlib.util.find_spec("peft") is None:
+        parser.error("the package peft is not installed: pip install peft")
     run(load_kernel(), "cuda" if torch.cuda.is_available() else "cpu", options.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,6 +22,7 @@ from kernels import get_kernel
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = "org/fused-swiglu-gdn"
 WAYS = ("eager", "compiled", "graphed")
+FEWEST = 5  # tokens
 GPU = {
     "hidden_size": 2560,
     "intermediate_size": 9216,
@@ -113,11 +114,22 @@ def run(kernel, device: str, count: int, ways) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help="where it runs")
+    parser.add_argument(
+        "--tokens", type=int, default=128, help=f"how many to generate, at least {FEWEST}"
+    )
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=WAYS, help="which ways of decoding to time"
+    )
     arguments = parser.parse_args()
+    if arguments.tokens < FEWEST:
+        parser.error(f"--tokens must be at least {FEWEST}, the fifth is timed: {arguments.tokens}")
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU on this machine")
     transformers.logging.set_verbosity_error()
     logging.getLogger("kernels").setLevel(logging.ERROR)
     run(load_kernel(), arguments.device, arguments.tokens, arguments.ways)

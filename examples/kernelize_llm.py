@@ -61,8 +61,8 @@ GDN = {
 PROMPT = {"cpu": 512, "cuda": 8192}
 NEW_TOKENS = 32
 SHOWN = {
-    "cpu": "A CPU shows that results stay the same and what plain torch gains; what the kernels gain"
-    " shows on a GPU only: docs/benchmarks.md has an H200's times.",
+    "cpu": "A CPU shows that results stay the same, and what plain torch gains. What the kernels"
+    "\ngain only a GPU can show: docs/benchmarks.md has an H200's times.",
     "cuda": "The kernels are tuned for Hopper GPUs; docs/benchmarks.md has an H200's times.",
 }
 REPEATS = 20  # pairs of timings, before and after
@@ -160,15 +160,14 @@ def same_results(models, texts) -> bool:
     """Prints how far two models and what they generated are apart. Tokens may differ only where the
     first model finds both next to equally likely: rounding decides there."""
     logits, others = (model(texts[0]).logits for model in models)
-    difference = (logits - others).abs().max().item()
-    print(f"  largest difference of logits   {difference:.1e}", end="")
-    print(f"   (logits up to {logits.abs().max():.1f})")
+    difference, largest = (logits - others).abs().max().item(), logits.abs().max().item()
+    print(f"  largest difference of logits   {difference:.1e}   (logits up to {largest:.1f})")
     gaps = []
     for row, mine, theirs in zip(logits, *texts):
         for place in (mine != theirs).nonzero()[:1, 0].tolist():
             scores = row[place - 1]
             gaps.append((scores[mine[place]] - scores[theirs[place]]).item())
-    equal = difference < 1e-3 and all(gap < 1e-3 for gap in gaps)
+    equal = all(apart <= 1e-3 * largest for apart in (difference, *gaps))
     said = "DIFFERENT" if not equal else "the same but for a tie" if gaps else "identical"
     print(f"  {NEW_TOKENS} greedy tokens x {len(texts[0])} prompts    {said}")
     return equal
@@ -222,10 +221,20 @@ def compare(kernel, family: str, device: str) -> bool:
 
 
 def main() -> int:
+<<<<<<< HEAD
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     here = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     parser.add_argument("--device", choices=here, default=here[0], help="default: %(default)s")
+=======
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help="where it runs")
+>>>>>>> main
     device = parser.parse_args().device
+    if device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no GPU on this machine")
     transformers.logging.set_verbosity_error()
     logging.getLogger("kernels").setLevel(logging.ERROR)
     start = time.perf_counter()

@@ -30,6 +30,7 @@ import transformers
 from torch.distributed.fsdp import fully_shard
 
 ROOT = Path(__file__).resolve().parent.parent
+WAYS = ("ours", "torch", "FLA")
 SIZES = {
     "cpu": {"hidden": 64, "heads": 2, "head_dim": 16, "tokens": 128, "batch": 2},
     "cuda": {"hidden": 512, "heads": 4, "head_dim": 128, "tokens": 1024, "batch": 8},
@@ -265,14 +266,30 @@ def draw(report: dict, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--first-seed", type=int, default=0)
-    parser.add_argument("--cp", type=int, help="processes that hold each sequence, by torchrun")
-    parser.add_argument("--only", nargs="*", help="of ours, torch, FLA")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=300, help="of each run, at least 1")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each way, at least 1")
+    parser.add_argument("--first-seed", type=int, default=0, help="the others follow it")
+    parser.add_argument(
+        "--cp", type=int, help="processes that hold each sequence; torchrun starts them"
+    )
+    parser.add_argument("--only", nargs="+", choices=WAYS, help="which ways to train")
     parser.add_argument("--out", type=Path, help="folder for train_bytes.json and train_bytes.png")
     args = parser.parse_args()
+    for name in ("steps", "seeds"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} must be at least 1: {getattr(args, name)}")
+    if args.cp is not None:
+        started = int(os.environ.get("WORLD_SIZE", 0))
+        if args.cp < 1 or started < 1 or started % args.cp:
+            parser.error(
+                f"--cp {args.cp} needs a multiple of {args.cp} processes, by torchrun "
+                f"--nproc-per-node: {started or 'none'} started"
+            )
+    elif args.out and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--out needs a package that is not installed: pip install matplotlib")
     report = run(args)
     if args.cp:
         dist.destroy_process_group()

@@ -8,6 +8,7 @@ should agree within the seeds' noise, and frozen projections should cost accurac
 """
 
 import argparse
+import importlib.util
 import os
 import statistics
 import subprocess
@@ -23,6 +24,7 @@ from torch import nn
 ROOT = Path(__file__).resolve().parent.parent
 REPOSITORY = "org/fused-swiglu-gdn"
 HIDDEN = 256
+LOADERS = {"digits": ("sklearn", "scikit-learn"), "mnist": ("torchvision", "torchvision")}
 
 
 def load():
@@ -150,15 +152,34 @@ def report(name: str, seed: int, losses, accuracy) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", choices=("digits", "mnist"), default="digits")
-    parser.add_argument("--epochs", type=int, default=20)
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--plot", type=Path)
-    parser.add_argument("--report-to", choices=("none", "trackio"), default="none")
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--data", choices=("digits", "mnist"), default="digits", help="the images")
+    parser.add_argument("--epochs", type=int, default=20, help="of each run, at least 1")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each kind, at least 1")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="a picture of the losses")
+    parser.add_argument(
+        "--report-to", choices=("none", "trackio"), default="none", help="who gets each run"
+    )
     options = parser.parse_args()
+    for name in ("epochs", "seeds"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be at least 1: {getattr(options, name)}")
+    for option, module, package in (
+        (f"--data {options.data}", *LOADERS[options.data]),
+        *([("--plot", "matplotlib", "matplotlib")] if options.plot else []),
+        *([("--report-to trackio", "trackio", "trackio")] if options.report_to != "none" else []),
+    ):
+        if importlib.util.find_spec(module) is None:
+            parser.error(f"{option} needs a package that is not installed: pip install {package}")
+    if options.plot and not options.plot.absolute().parent.is_dir():
+        parser.error(f"--plot must be in a folder that is there: {options.plot}")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    sets = data(options.data, device)
+    try:
+        sets = data(options.data, device)
+    except (ImportError, OSError, RuntimeError) as error:  # MNIST is fetched from the network
+        parser.error(f"--data {options.data} cannot be read: {str(error).splitlines()[0]}")
     makers = contenders(load(), sets[0][0].shape[1], device)
     curves = {}
     for name, make in makers.items():

@@ -5,7 +5,7 @@ that they reach its inner modules. tests/test_build.py and tests/test_models.py 
 tools/build.py built, as users do.
 """
 
-import importlib
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -75,6 +75,14 @@ def load_package():
 @pytest.fixture(scope="session")
 def kernel():
     return load_package()
+
+
+def load_example(name: str):
+    """A program of examples/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.fixture(scope="session")
@@ -176,3 +184,12 @@ def gdn_inputs(B, T, H, HV, K, V, dtype=torch.float32, device="cpu", seed=0, gat
         "beta": beta.to(wide),
         "initial_state": state.to(wide),
     }
+
+
+@pytest.fixture
+def kernels_of_transformers():
+    """Skips where the installed transformers asks for another release of kernels: it then has none
+    of what it does with kernels."""
+    transformers = pytest.importorskip("transformers")
+    if not transformers.utils.is_kernels_available():
+        pytest.skip("this transformers asks for a release of kernels that is not here")

@@ -26,11 +26,12 @@ def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False,
     rows = [count, -1, *range(count)][:count]
     state = torch.randn(count + 1 if pool else count, HV, 128, 128, device=device)
     indices = torch.tensor(rows, device=device) if pool else None
-    segments, processors = gdn_plan._segments, gdn_plan.multiprocessor_count
+    chip = gdn_plan.device
+    segments, processors = gdn_plan._segments, chip.multiprocessor_count
     gdn._kept.cache_clear()
     if not cut:
         gdn_plan._segments = lambda N, *_: (1, N)
-    gdn_plan.multiprocessor_count = lambda index: processors(index) if cut else PROCESSORS[W]
+    chip.multiprocessor_count = lambda index: processors(index) if cut else PROCESSORS[W]
     calls = submodule("gdn.call")
     options = calls.GdnOptions(
         128**-0.5, use_qk_l2norm=True, state_v_first=v_first, output_final_state=True,
@@ -40,7 +41,7 @@ def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False,
         calls.GdnCall(q, k, v, g, beta, None, None, state, indices, cu, options)
     )
     torch.cuda.synchronize()
-    gdn_plan._segments, gdn_plan.multiprocessor_count = segments, processors
+    gdn_plan._segments, chip.multiprocessor_count = segments, processors
     assert torch.isfinite(o).all() and torch.isfinite(final).all()
 
 

@@ -66,6 +66,7 @@ OF_TYPE = {
     "qwen3_next": {"layer_types": ["linear_attention", "full_attention"]},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "deepseek_v3": {"num_key_value_heads": 4},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_groups": 1},
 }
 

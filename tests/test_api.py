@@ -1,10 +1,11 @@
-"""The API guard: what callers of this version use stays; additions are welcome."""
+"""The API guard: what callers of this version use stays; additions are welcome and recorded."""
 
 import inspect
 import json
 
 import public_api
 import pytest
+import release_checks
 from conftest import PACKAGE, ROOT
 from sources import read_config
 
@@ -18,6 +19,23 @@ def test_callers_of_this_version_can_go_on():
     assert RECORD.exists(), f"{RECORD.name} is missing: run tools/public_api.py"
     broken = public_api.breaks(json.loads(RECORD.read_text()), public_api.public_api(PACKAGE))
     assert not broken, f"{public_api.BUMP}: this breaks callers of v{VERSION}: {'; '.join(broken)}"
+
+
+def test_the_record_has_all_of_the_api():
+    assert release_checks.api_problems(ROOT, read_config(ROOT)[0]) == []
+
+
+def test_an_addition_that_nobody_recorded_is_found(tmp_path):
+    package, record = tmp_path / "torch-ext" / "a_b", tmp_path / "tests" / "api_v3.json"
+    package.mkdir(parents=True)
+    record.parent.mkdir()
+    config = {"general": {"name": "a-b", "version": 3}}
+    (package / "__init__.py").write_text('__all__ = ["f"]\ndef f(x): ...\n')
+    record.write_text(json.dumps(public_api.public_api(package)))
+    assert release_checks.api_problems(tmp_path, config) == []
+    (package / "__init__.py").write_text('__all__ = ["f"]\ndef f(x, y=None): ...\n')
+    (found,) = release_checks.api_problems(tmp_path, config)
+    assert found == "tests/api_v3.json does not have all of the API: run tools/public_api.py"
 
 
 def test_source_says_what_python_says(kernel):

@@ -252,7 +252,7 @@ BAD = [
     (cached, {"cache_position": torch.tensor(-1)}, ValueError, ["cache_position", "0 to 6", "-1"]),
     (cached, {"key_cache": ones(2, 9, 2, 16)}, ValueError, ["key_cache", "[2, 2, S, 16]"]),
     (cached, {"key_cache": ones(2, 2, 2, 16), "value_cache": ones(2, 2, 2, 16)}, ValueError,
-     ["key_cache", "slot", "3 tokens"]),
+     ["key_cache", "3 slots", "2"]),
     (cached, {"q": ones(2, 3, 4, 16, requires_grad=True)}, ValueError, ["q", "gradient"]),
     (cached, {"k_weight": ones(16, requires_grad=True)}, ValueError, ["k_weight", "gradient"]),
     (cached, {"key_cache": ones(2, 2, 9, 16, requires_grad=True)}, ValueError,

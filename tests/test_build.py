@@ -18,10 +18,12 @@ import torch
 from checkout import Checkout
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 
-BACKENDS = ["cpu", "cuda", "metal", "rocm"]
+BACKENDS = ["cpu", "cuda", "metal", "rocm", "xpu"]
 HERE = "cuda" if torch.version.cuda else "rocm" if torch.version.hip else "cpu"
 if torch.backends.mps.is_available():
     HERE = "metal"
+elif getattr(torch.version, "xpu", None):
+    HERE = "xpu"
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +109,7 @@ def test_same_sources_same_bytes(built, tmp_path):
 
 
 def test_a_build_replaces_what_was_there(copy, built):
-    (copy / "build" / "torch-xpu").mkdir()
+    (copy / "build" / "torch-tpu").mkdir()
     (copy / "build" / "torch-cpu" / "stale.py").write_text("")
     built.build("--out", str(copy / "build"))
     assert contents(copy / "build") == contents(built.root / "build")
@@ -220,7 +222,7 @@ def test_a_wrong_build_toml_is_refused_and_the_old_build_stays(small):
 
 def test_kernels_info_reads_it(built):
     out = python("from kernels.cli import main; main()", "info", built.root)
-    assert "Name: fused-swiglu-gdn" in out and "Backends: cpu, cuda, metal, rocm" in out
+    assert "Name: fused-swiglu-gdn" in out and f"Backends: {', '.join(BACKENDS)}" in out
 
 
 LOAD = """
@@ -243,6 +245,31 @@ for f in compiled:
     torch.testing.assert_close(f(x.detach(), w, w), z.detach())
 print(local.verify(), hub.verify())
 """
+
+
+AS_ON_XPU = """
+import sys
+from pathlib import Path
+import torch
+
+torch.version.cuda, torch.version.hip, torch.version.xpu = None, None, "20250101"
+torch.backends.mps.is_available = lambda: False
+from kernels import get_local_kernel
+
+kernel = get_local_kernel(Path(sys.argv[1]))
+x, w = torch.randn(3, 8), torch.randn(16, 8)
+z = kernel.fused_swiglu(x, w, w)
+torch.testing.assert_close(z, torch.nn.functional.silu(x @ w.t()) * (x @ w.t()))
+mlp = torch.nn.Sequential(torch.nn.Linear(8, 8))
+assert not kernel.kernelize(mlp).served
+print(Path(kernel.__file__).parent.name, kernel.implementation_of(kernel.fused_swiglu, x, w, w))
+"""
+
+
+def test_torch_for_intel_gpus_finds_a_variant(copy):
+    """kernels takes the variant of the backend that torch was built for, and no other. A torch that
+    says that it is for Intel's GPUs is all that this machine has of them."""
+    assert python(AS_ON_XPU, copy).split() == ["torch-xpu", "reference"]
 
 
 def test_two_builds_load_in_one_process_as_users_load_them(copy, built, tmp_path):
@@ -273,6 +300,11 @@ def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):
         verify(3)
 
 
+def _folder_in_its_place(variant: Path) -> None:
+    (variant / "metadata.json").unlink()
+    (variant / "metadata.json").mkdir()
+
+
 @pytest.mark.parametrize(
     "tamper, says",
     [
@@ -285,6 +317,13 @@ def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):
         (lambda v: (v / "metadata.json").unlink(), "a source tree, not a build"),
         (lambda v: (v / "metadata.json").write_text("{}"), "holds no digest"),
         (lambda v: (v / "metadata.json").write_text("half"), "cannot be read"),
+        (lambda v: (v / "metadata.json").write_text("[" * 10**6), "cannot be verified: .*read"),
+        (
+            lambda v: (v / "metadata.json").write_text('{"digest":' * 10**6),
+            "cannot be verified: .*read",
+        ),
+        (lambda v: (v / "metadata.json").write_bytes(b"\xff\xfe"), "cannot be read"),
+        (_folder_in_its_place, "cannot be read"),
     ],
 )
 def test_verify_finds_what_was_done_to_a_build(copy, tamper, says):
@@ -339,6 +378,14 @@ def test_verify_reads_byte_code(copy, flags):
     for expected in (None, digest):
         with pytest.raises(RuntimeError, match="byte code of another source.*runtime/verify.py"):
             verify(expected)
+
+
+def test_verify_of_a_source_that_is_nested_too_deeply(copy):
+    variant = copy / "build" / f"torch-{HERE}"
+    plant(variant, UNCHECKED)
+    (variant / "runtime" / "device.py").write_text("x = " + "-" * 10**5 + "1")
+    with pytest.raises(RuntimeError, match="changed runtime/device.py; byte code of another"):
+        load_verify(variant)()
 
 
 def test_verify_reads_where_byte_code_says_it_is_from(copy, tmp_path):

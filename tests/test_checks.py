@@ -2,6 +2,7 @@
 
 import functools
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -53,6 +54,17 @@ def mlp(**changes):
     return lambda kernel: kernel.fused_swiglu_mlp(**x)
 
 
+def multiplied(**changes):
+    x = {"gate": torch.ones(2, 4), "up": torch.ones(2, 4), **changes}
+    return lambda kernel: kernel.silu_mul(**x)
+
+
+def experts(**changes):
+    x = {"x": torch.ones(2, 4), "w_gate_up": torch.ones(3, 10, 4), "w_down": torch.ones(3, 4, 5)}
+    x.update(top_k_index=ints(0, 1, 2, 0).view(2, 2), top_k_weights=torch.ones(2, 2))
+    return lambda kernel: kernel.fused_experts(**{**x, **changes})
+
+
 def conv(**changes):
     x = {"x": torch.ones(1, 3, 8), "weight": torch.ones(3, 4), **changes}
     return lambda kernel: kernel.causal_conv1d_fn(**x)
@@ -64,7 +76,7 @@ def update(**changes):
 
 
 def norm(**changes):
-    x = {"x": torch.ones(2, 4), "gate": torch.ones(2, 4), "weight": torch.ones(4), **changes}
+    x = {"x": torch.ones(2, 4), "gate": torch.full((2, 4), 2.0), "weight": torch.ones(4), **changes}
     return lambda kernel: kernel.rms_norm_gated(**x)
 
 
@@ -137,6 +149,10 @@ BAD = [
         TypeError,
         ["state_dtype", "float32", "float64", "[torch.float32]"],
     ),
+    *[
+        (call(allow_neg_eigval=True), ValueError, ["allow_neg_eigval", "False unless", "sigmoid"])
+        for call in (chunk, recurrent)
+    ],
     (chunk(chunk_size=32), ValueError, ["chunk_size", "64", "32"]),
     (chunk(checkpoint_every=100), ValueError, ["checkpoint_every", "multiple of 64", "100"]),
     (chunk(checkpoint_every=-64), ValueError, ["checkpoint_every", "multiple of 64", "-64"]),
@@ -722,10 +738,56 @@ def test_flags_of_kernelize(kernel, name):
         kernel.kernelize(torch.nn.Linear(2, 2), **{name: "x"})
 
 
+@pytest.mark.parametrize("call", [swiglu, mlp, multiplied, experts, conv, update, norm])
+def test_second_names_of_activations(kernel, call):
+    gated = call in (swiglu, mlp, multiplied, experts)
+    names = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"} if gated else {"swish": "silu"}
+    another = "relu" if gated else "sigmoid" if call is norm else None
+    for second, name in names.items():
+        found, same, different = (call(activation=x)(kernel) for x in (second, name, another))
+        assert torch.equal(found, same) and not torch.equal(found, different)
+
+
 def test_words_that_are_no_list(kernel):
     with pytest.raises(ValueError, match="only must be a list of 'mlp', .*, got 3"):
         kernel.kernelize(torch.nn.Linear(2, 2), only=3)
     pytest.importorskip("kernels")
     for names in (["nope"], "SwiGLUMLP"):
-        with pytest.raises(ValueError, match="names must be a list of SwiGLUMLP, .*, got"):
+        with pytest.raises(ValueError, match="names must be a list of 'SwiGLUMLP', .*, got"):
             kernel.layer_mapping(names=names)
+    for devices in (["gpu"], "cuda", None):
+        with pytest.raises(ValueError, match="devices must be a list of 'cpu', 'cuda', .*, got"):
+            kernel.layer_mapping(devices=devices)
+
+
+HUB = "org/fused-swiglu-gdn"
+
+
+@pytest.mark.parametrize(
+    "given, error, words",
+    [
+        (dict(source="/no/such/folder"), ValueError, "source must be .*a folder.*'/no/such"),
+        (dict(source="no-such-folder"), ValueError, "source must be .*a folder.*'no-such"),
+        (dict(source=Path("no/folder")), ValueError, "source must be .*a folder.*'no/folder'"),
+        (dict(source=3), TypeError, "source must be .*got int"),
+        (dict(source=HUB), ValueError, f"version or revision must be given for {HUB}.*neither"),
+        (dict(source=HUB, version=1, revision="v1"), ValueError, "one of the two, got both"),
+        (dict(source=HUB, version="1"), TypeError, "version must be of type int, got str"),
+        (dict(source=HUB, version=True), TypeError, "version must be of type int, got bool"),
+        (dict(source=HUB, revision=1), TypeError, "revision must be of type str, got int"),
+        (dict(version=1), ValueError, "version must be None unless source is .*Hub, got None"),
+        (dict(source=".", revision="v1"), ValueError, "revision must be None unless .*got ."),
+        (dict(trust_remote_code="yes"), TypeError, "trust_remote_code must be True, .*got str"),
+    ],
+)
+def test_sources_of_a_mapping(kernel, given, error, words):
+    with pytest.raises(error, match=words):
+        kernel.layer_mapping(**given)
+
+
+def test_a_mapping_names_what_it_knows(kernel):
+    pytest.importorskip("kernels")
+    names = list(kernel.layer_mapping())
+    assert all(f'"{name}"' in kernel.layer_mapping.__doc__ for name in names)
+    mapping = kernel.layer_mapping(names=("SwiGLUMLP",), devices={"cpu"})
+    assert [str(device.type) for device in mapping["SwiGLUMLP"]] == ["cpu"]

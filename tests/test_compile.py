@@ -34,6 +34,7 @@ SPILLS = {
     ("gdn training, fp32", "_beta_bwd_kernel"): 1920,
     ("gdn_layer convolution, gradient", "_causal_conv1d_bwd_kernel"): 272,
     ("rms_norm training, fp32", "_rms_norm_bwd_kernel"): 168,
+    ("rms_norm training, 12288 columns", "_rms_norm_bwd_kernel"): 72,
     ("rms_norm training, 16384 columns", "_rms_norm_bwd_kernel"): 96,
 }
 OTHERS = {"sm_80": 99, "sm_100": 227, "sm_120": 99}  # KiB of shared memory a program may have

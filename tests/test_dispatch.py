@@ -5,6 +5,7 @@ import types
 import pytest
 import torch
 from conftest import submodule
+from interpreter import compiled
 
 
 class Module(types.SimpleNamespace):
@@ -61,14 +62,40 @@ def test_first_that_supports_the_call(dispatch):
         ((8, 0), "portable"),
         ((8, 9), "portable"),
         ((9, 0), "hopper"),
-        ((10, 0), "hopper"),
+        ((10, 0), "tma"),
+        ((12, 0), "tma"),
         (None, "portable"),  # AMD
     ],
 )
 def test_capability(dispatch, capability, expected):
-    dispatch.modules.update(hopper=Module("hopper"), portable=Module("portable"))
+    dispatch.modules.update({name: Module(name) for name in ("hopper", "tma", "portable")})
     dispatch.state["capability"] = capability
     assert chosen(dispatch) == expected
+
+
+@compiled
+@pytest.mark.parametrize(
+    "chip, swiglu, rule",
+    [
+        ("sm_80", "portable", "portable"),
+        ("sm_90", "hopper", "hopper"),
+        ("sm_100", "tma", "portable"),
+        ("sm_120", "tma", "portable"),
+    ],
+)
+def test_names_of_what_serves(kernel, chip, swiglu, rule):
+    """Hopper's kernels for SwiGLU serve later chips under a name of their own; others do not."""
+    pytest.importorskip("triton.experimental.gluon")
+    recording, device = submodule("runtime.recording"), submodule("runtime.device")
+    dispatch = submodule("runtime.dispatch")
+    x, w = (torch.empty(n, 1024, dtype=torch.bfloat16) for n in (512, 3072))
+    q, g = torch.empty(1, 64, 2, 128, dtype=torch.bfloat16), torch.empty(1, 64, 2)
+    with recording.recorded(device.Chip(*pytest.importorskip("launched").CHIPS[chip])):
+        assert kernel.implementation_of(kernel.fused_swiglu, x, w, w.clone()) == swiglu
+        given = (kernel.chunk_gated_delta_rule, q, q, q, g, g)
+        assert kernel.implementation_of(*given, use_qk_l2norm_in_kernel=True) == rule
+        only_hopper = dispatch.has_kernels("gdn.pieces", "gdn_pieces_fwd", "cpu", None)
+        assert only_hopper is (chip == "sm_90")
 
 
 def test_old_gpu_says_so(dispatch, caplog):

@@ -126,7 +126,7 @@ BAD = [
     ({"ids": torch.zeros(5, 2)}, TypeError, "top_k_index must be of dtype int32, int64"),
     ({"weights": torch.zeros(5, 2).long()}, TypeError, "top_k_weights must be of dtype"),
     ({"weights": torch.zeros(5, 2, device="meta")}, ValueError, "on the device of x"),
-    ({"activation": "swish"}, ValueError, "activation must be one of 'silu'"),
+    ({"activation": "swiglu"}, ValueError, "activation must be one of 'silu'"),
     ({"limit": 0}, ValueError, "limit must be positive and finite, got 0"),
     ({"limit": "7"}, TypeError, "limit must be a float or None"),
     ({"biases": (torch.zeros(4, 8), None)}, ValueError, "b_gate_up must have shape [E, 2*I]"),

@@ -171,7 +171,7 @@ def test_what_transformers_computes_is_said_once(caplog):
 
 def test_left_alone_without_kernels():
     model = model_of()
-    rows = experts.serve_experts(model, False)
+    rows = experts.serve_experts(model)
     assert [row.reason for row in rows] == ["there are no kernels for cpu"] * 2
     assert model.config._experts_implementation == "grouped_mm"
     assert not any(experts.BEFORE in m.__dict__ for m in modules(model))
@@ -183,7 +183,7 @@ def test_set_and_restored(everywhere):
     with torch.no_grad():
         expected = model(tokens(2, 7)).logits
     for _ in range(2):  # a second time changes nothing
-        rows = experts.serve_experts(model, False)
+        rows = experts.serve_experts(model)
         assert [row.reason for row in rows] == [None, None]
         assert model.config._experts_implementation == NAME
     with torch.no_grad():
@@ -204,7 +204,7 @@ def test_reaches_the_function(everywhere, monkeypatch):
     model = model_of()
     model(tokens(2, 7))
     assert not seen
-    experts.serve_experts(model, False)
+    experts.serve_experts(model)
     model(tokens(2, 7))
     assert seen == [(14, 2), (14, 2)]
 
@@ -212,7 +212,7 @@ def test_reaches_the_function(everywhere, monkeypatch):
 @pytest.mark.parametrize("of", ["the class", "a module"])
 def test_a_gate_that_is_replaced_after_kernelize(everywhere, monkeypatch, of):
     model = model_of()
-    experts.serve_experts(model, False)
+    experts.serve_experts(model)
     model(tokens(2, 7))
     one = next(m for m in model.modules() if experts.is_experts(m))
 
@@ -234,7 +234,7 @@ def test_a_gate_that_is_replaced_after_kernelize(everywhere, monkeypatch, of):
 def test_gradients(everywhere, checkpointing):
     model = model_of().train()
     served = copy.deepcopy(model)
-    experts.serve_experts(served, True)
+    experts.serve_experts(served)
     for m in (model, served):
         if checkpointing:
             m.gradient_checkpointing_enable({"use_reentrant": False})
@@ -246,7 +246,7 @@ def test_gradients(everywhere, checkpointing):
 def test_generates(everywhere):
     model = model_of()
     served = copy.deepcopy(model)
-    experts.serve_experts(served, False)
+    experts.serve_experts(served)
     expected, found = (m.generate(tokens(1, 5), max_new_tokens=6) for m in (model, served))
     assert torch.equal(found, expected)
     assert served.config._experts_implementation == NAME
@@ -276,7 +276,7 @@ def test_asked_for_by_name():
 
 def test_saved_and_loaded(everywhere, tmp_path):
     model = model_of()
-    experts.serve_experts(model, False)
+    experts.serve_experts(model)
     model.save_pretrained(tmp_path)
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert again.config._experts_implementation == "grouped_mm"
@@ -343,7 +343,7 @@ def test_reasons(everywhere):
 def test_the_users_choice_stays(everywhere):
     model = model_of()
     model.config._experts_implementation_internal = "sonicmoe"
-    rows = experts.serve_experts(model, False)
+    rows = experts.serve_experts(model)
     assert rows[0].reason == "its experts implementation was set to sonicmoe"
     assert model.config._experts_implementation == "sonicmoe"
 
@@ -351,7 +351,7 @@ def test_the_users_choice_stays(everywhere):
 def test_all_of_a_configuration_or_none(everywhere):
     model = model_of()
     modules(model)[1].act_fn = torch.nn.Sigmoid()
-    rows = experts.serve_experts(model, False)
+    rows = experts.serve_experts(model)
     assert rows[0].reason == "other experts of the same configuration are not served"
     assert model.config._experts_implementation == "grouped_mm"
 
@@ -392,7 +392,7 @@ def test_gpt_oss(everywhere, monkeypatch):
         if "bias" in name or "sinks" in name:
             torch.nn.init.normal_(parameter, std=0.1)
     served = copy.deepcopy(model)
-    rows = [*experts.serve_experts(served, True), *blocks.serve_blocks(served)]
+    rows = [*experts.serve_experts(served), *blocks.serve_blocks(served)]
     kinds = {row.kind for row in rows if row.reason is None}
     assert kinds == {"GptOssExperts", "GptOssTopKRouter"} and len(rows) == 4
     check_the_same(served, model)
@@ -412,9 +412,9 @@ def test_on_a_gpu(kernel, name):
     """bf16 model, served and by transformers alone: both beside fp32."""
     exact, plain, served = trio(name)
     rows = kernel.kernelize(served).rows
-    by_ours = [row.implementation for row in rows if row.layer == "fused_experts"]
+    by_ours = [row.reason for row in rows if row.layer == "fused_experts"]
     left = {row.kind for row in rows if row.reason}  # its rotary embedding is one of its own
-    assert by_ours == ["portable"] * 2 and left <= {"GptOssAttention", "GptOssDecoderLayer"}
+    assert by_ours == [None] * 2 and left <= {"GptOssAttention", "GptOssDecoderLayer"}
     ids = tokens(2, 50, device="cuda")
     with torch.no_grad():
         logits = [m(ids).logits.float() for m in (exact, plain, served)]

@@ -178,7 +178,7 @@ def test_autograd(kernel, device):
 def test_bad_input(kernel):
     logits = torch.randn(3, 5)
     for top_k, options, error, text in (
-        (6, {}, ValueError, "top_k must be from 1 to the number of experts, 5: 6"),
+        (6, {}, ValueError, "top_k must be 1 to 5, the number of experts, got 6"),
         (True, {}, TypeError, "top_k must be an int, got bool"),
         (2, {"scoring": "tanh"}, ValueError, "scoring must be one of 'softmax', 'sigmoid'"),
         (2, {"bias": torch.randn(4)}, ValueError, "bias must have shape"),

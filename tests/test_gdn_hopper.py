@@ -18,6 +18,12 @@ gdn = pytest.importorskip("triton.experimental.gluon") and submodule("gdn.hopper
 gdn_plan = submodule("gdn.hopper.plan")
 
 
+@pytest.fixture
+def hopper(monkeypatch):
+    """Tensors, wherever they are, count as being on a Hopper GPU."""
+    monkeypatch.setattr(gdn_plan.device, "has_wgmma", lambda where: True)
+
+
 def supports(**options):
     x = gdn_inputs(1, 64, 2, 4, 128, 128, torch.bfloat16)
     x.pop("initial_state", None)
@@ -25,7 +31,7 @@ def supports(**options):
     return gdn.supports_gdn_chunk_fwd(arguments(x, **options))
 
 
-def test_takes_what_the_copy_engine_reads():
+def test_takes_what_the_copy_engine_reads(hopper):
     x = gdn_inputs(1, 64, 2, 4, 128, 128, torch.bfloat16)
     packed = torch.cat([x["q"].flatten(2), x["k"].flatten(2), x["v"].flatten(2)], -1)
     q, k, v = (y.unflatten(-1, (-1, 128)) for y in packed.split([256, 256, 512], -1))
@@ -35,15 +41,25 @@ def test_takes_what_the_copy_engine_reads():
     assert supports(q=head_major)
 
 
-@pytest.mark.parametrize("major, served", [(9, True), (10, False), (12, False)])
-def test_leaves_later_chips_to_the_portable_scan(monkeypatch, major, served):
-    """They have no wgmma."""
-    monkeypatch.setattr(gdn_plan, "capability", lambda index: (major, 0))
-    assert gdn_plan.has_wgmma(torch.device("cuda", 0)) is served
+@pytest.mark.parametrize(
+    "capability, served", [((9, 0), True), ((8, 0), False), ((10, 0), False), ((12, 0), False),
+                           (None, False)]
+)  # fmt: skip
+def test_only_hopper_has_wgmma(monkeypatch, capability, served):
+    """Neither AMD GPUs, whose capability is None, nor CPUs, which are asked for none."""
+    device = gdn_plan.device
+    monkeypatch.setattr(device, "capability", lambda index: capability)
+    device.has_wgmma.cache_clear()
+    try:
+        assert device.has_wgmma(torch.device("cuda", 0)) is served
+        assert device.has_wgmma(torch.device("cpu")) is False
+        assert not supports()
+    finally:
+        device.has_wgmma.cache_clear()
 
 
 @pytest.mark.parametrize("what", ["fp32", "head dim", "no token", "odd stride", "odd start"])
-def test_leaves_the_rest_to_the_portable_scan(what):
+def test_leaves_the_rest_to_the_portable_scan(hopper, what):
     x = gdn_inputs(1, 64, 2, 4, 128, 128, torch.bfloat16)
     if what == "fp32":
         x.update({name: x[name].float() for name in "qkv"})
@@ -65,7 +81,7 @@ def test_leaves_the_rest_to_the_portable_scan(what):
 )
 def test_every_segment_has_a_slot(monkeypatch, lengths, HV):
     """Sequence n owns the slots from cu[n] // span + n on: as many as it is cut into."""
-    monkeypatch.setattr(gdn_plan, "multiprocessor_count", lambda index: 132)
+    monkeypatch.setattr(gdn_plan.device, "multiprocessor_count", lambda index: 132)
     N, T, span = len(lengths), sum(lengths), gdn_plan.MIN_SEGMENT_TOKENS
     split, slots = gdn_plan._segments(N, T, HV, True, torch.device("cuda", 0))
     start = 0
@@ -86,7 +102,7 @@ def warpgroups(request, monkeypatch):
     count = gdn_plan.multiprocessor_count
     limit = {1: 10**9, 2: 0}[request.param]
     segments = gdn_plan._segments
-    monkeypatch.setattr(gdn_plan, "multiprocessor_count", lambda index: limit)
+    monkeypatch.setattr(gdn_plan.device, "multiprocessor_count", lambda index: limit)
     monkeypatch.setattr(gdn, "_kept", submodule("runtime.cache").CallCache())
 
     def as_ever(*args):
@@ -238,7 +254,7 @@ def blocks_of(args):
     return gdn.Prepare(args)(args.q, args.k, *gates, args.cu_seqlens)
 
 
-def test_prepares_unit_keys():
+def test_prepares_unit_keys(hopper):
     assert gdn.Prepare.serves(prepared(2, 12))
     assert gdn.Prepare.serves(prepared(2, 6))
     assert not gdn.Prepare.serves(prepared(use_qk_l2norm=False))
@@ -249,7 +265,7 @@ def same_blocks(args, live=slice(None)):
     """Against the kernel for all chips: the same but for roundings, and again bit for bit."""
     blocks = blocks_of(args)
     limits = (2e-3, 5e-4, 1e-4, 1e-5)
-    for out, ref, limit in zip(blocks, gdn.common.gdn_prepare(args), limits):
+    for out, ref, limit in zip(blocks, gdn.portable.gdn_prepare(args), limits):
         assert relative_error(out[live], ref[live]) < limit
     assert all(torch.equal(a[live], b[live]) for a, b in zip(blocks, blocks_of(args)))
 

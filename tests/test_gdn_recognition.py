@@ -378,7 +378,7 @@ def path_of(model, module):
     return next(name for name, m in model.named_modules() if m is module)
 
 
-def test_training_after_use_kernels_and_kernelize(kernel, monkeypatch):
+def test_training_after_use_kernels_and_kernelize(kernel, kernels_of_transformers, monkeypatch):
     """`kernels` binds the class's forward again where it has no kernel: that is still ours."""
     kernels = pytest.importorskip("kernels")
     model = random_model("qwen3_5_text")

@@ -389,7 +389,17 @@ BAD = [
     ({"cursor": torch.zeros(3, 2)}, TypeError, "cursor must be of dtype int32"),
     ({"cursor": torch.zeros(2, 2).int()}, ValueError, "cursor must have shape"),
     ({"cursor": torch.zeros(2, 3).int().T}, ValueError, "cursor must be contiguous"),
-    ({"cursor": torch.full((3, 2), 6).int()}, ValueError, "cursor must have first rows of 0 to 0"),
+    (
+        {"cursor": torch.full((3, 2), 6).int()},
+        ValueError,
+        "cursor must have first rows of 0 and counts of 0 to 5, as",
+    ),
+    (
+        {name: torch.ones(3, 2, 2, 16) for name in ("q", "k")}
+        | {"v": torch.ones(3, 2, 4, 8), "g": -torch.ones(3, 2, 4), "beta": torch.ones(3, 2, 4)},
+        ValueError,
+        "q must have a number of tokens T of 1, the ring's max_tokens, got 2",
+    ),
     ({"force_flush": torch.ones(3)}, TypeError, "force_flush must be of dtype bool"),
     ({"state_indices": torch.tensor([0, 1, 3])}, ValueError, "state_indices must be below"),
     ({"state_indices": torch.tensor([0, 1, 1])}, ValueError, "state_indices must not name"),
@@ -397,6 +407,7 @@ BAD = [
     ({"null_index": 1}, ValueError, "null_index must be -1 or 0"),
     ({"out": torch.ones(3, 1, 4, 9)}, ValueError, "out must have the shape of v"),
     ({"scale": 0.0}, ValueError, "scale must be positive"),
+    ({"allow_neg_eigval": True}, ValueError, "allow_neg_eigval must be False unless"),
 ]
 
 
@@ -425,7 +436,7 @@ def test_bad_rings_and_cursors(kernel):
     with pytest.raises(ValueError, match="num_accepted_tokens must be None"):
         kernel.advance_ring(cursor, public()["ring"], torch.tensor([0, 1, 3]))
     tokens = {n: x[n][:, :0] for n in ("q", "k", "v", "g", "beta")}
-    with pytest.raises(ValueError, match="q must have 1 to 2 tokens"):
+    with pytest.raises(ValueError, match="q must have a number of tokens T of 1 to 2"):
         kernel.replay_gated_delta_rule(**{**x, **tokens})
     with pytest.raises(ValueError, match="state_indices must be below the 3 rows"):
         indices = torch.tensor([0, 5, 1])

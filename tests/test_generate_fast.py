@@ -1,10 +1,8 @@
 """examples/generate_fast.py: a few tokens on the CPU, where all ways give the same."""
 
-import importlib.util
-
 import pytest
 import torch
-from conftest import ROOT
+from conftest import load_example
 
 pytest.importorskip("transformers")
 pytest.importorskip("kernels")
@@ -12,9 +10,7 @@ pytest.importorskip("kernels")
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_few_tokens(kernel, capsys):
-    spec = importlib.util.spec_from_file_location("example", ROOT / "examples/generate_fast.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
+    example = load_example("generate_fast")
     found = example.run(kernel, "cpu", 8, example.WAYS)
     assert torch.equal(found["eager"][0], found["compiled"][0])
     assert torch.equal(found["eager"][0], found["graphed"][0])

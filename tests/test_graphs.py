@@ -107,7 +107,7 @@ def padded(batch, length, device):
 def test_greedy_tokens(kernel, graph, name, device, batch):
     model = tiny(name, device)
     ids, mask = padded(batch, 9, device)
-    assert kernel.kernelize(model, cuda_graphs=True).rows[-1].implementation == "CUDA graph"
+    assert kernel.kernelize(model, cuda_graphs=True).rows[-1].note == "CUDA graph"
     expected = generate(model, ids, graphed=False, attention_mask=mask)
     assert graph.replays == 0
     found = generate(model, ids, attention_mask=mask)
@@ -937,7 +937,7 @@ class Generates(nn.Module):
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_a_pickle_has_the_models_own_function(kernel, graph, device):
     model = Generates()
-    assert kernel.kernelize(model, cuda_graphs=True).rows[-1].implementation == "CUDA graph"
+    assert kernel.kernelize(model, cuda_graphs=True).rows[-1].note == "CUDA graph"
     again = pickle.loads(pickle.dumps(model))
     assert again.get_compiled_call == Generates.get_compiled_call.__get__(again)
 

@@ -4,7 +4,9 @@ import ast
 import tokenize
 
 import pytest
+import release_checks
 from conftest import PACKAGE, ROOT
+from sources import read_config
 
 # A room is an operation, and a module imports from its own room and from rooms further left.
 # `_ops` is generated. A new operation becomes a room between `runtime` and `layers`.
@@ -171,6 +173,11 @@ def test_tools_stand_on_no_tests(path):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []
         assert not tests & set(names), f"{path.name} imports {', '.join(tests & set(names))}"
+
+
+def test_the_public_api_is_recorded():
+    """tests/test_api.py has it, too; `make check` runs this file."""
+    assert release_checks.api_problems(ROOT, read_config(ROOT)[0]) == []
 
 
 def test_tree_has_no_strays():

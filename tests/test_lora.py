@@ -1,11 +1,10 @@
 """Adapters of the peft package: kernelized models with them give what they gave."""
 
 import copy
-import importlib.util
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import load_example
 from test_model_layers import SOME, assert_same, kinds_of, logits, serving
 from tiny_models import random_model, tokens
 
@@ -67,9 +66,6 @@ def test_adapters_that_are_switched(kernel):
 
 
 def test_the_example(kernel, capsys):
-    spec = importlib.util.spec_from_file_location("example", ROOT / "examples/finetune_lora.py")
-    example = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(example)
-    before, after = example.run(kernel, "cpu", steps=3)
+    before, after = load_example("finetune_lora").run(kernel, "cpu", steps=3)
     assert before == pytest.approx(after, rel=1e-4) and before[-1] < before[0]
     assert "seconds a step" in capsys.readouterr().out

@@ -233,11 +233,11 @@ def test_the_report(built):
     model = random_model("qwen3_5_moe_text")
     text = str(built.kernelize(model, only=["mlp", "gdn", "experts"]))
     lines = [line.split() for line in text.splitlines()]
-    assert text.startswith("3 modules served, 6 left alone")
-    assert lines[1] == ["module", "class", "layer", "served", "by"]
+    assert text.startswith("3 modules served, 6 left alone; 2 of the served wait for")
+    assert lines[1] == ["module", "class", "layer", "note"]
     row = next(line for line in lines if line[0] == "model.layers.*.linear_attn")
     assert row[1:4] == ["x1", "Qwen3_5MoeGatedDeltaNet", "Qwen3_5GatedDeltaNet"]
-    assert " ".join(row[4:]) == "plain torch (no kernel for cpu)"
+    assert " ".join(row[4:]) == "in plain torch"
     assert "left alone: there are no kernels for cpu" in text
 
 
@@ -288,7 +288,7 @@ def test_parts_by_other_names_through_kernels(built, own_mapping, make):
 
 
 @pytest.mark.parametrize("name", WITH_GDN)
-def test_functions_and_norm_alone(built, own_mapping, name):
+def test_functions_and_norm_alone(built, kernels_of_transformers, own_mapping, name):
     """The layers stay transformers' own; what they call is ours."""
     names = [
         "chunk_gated_delta_rule",
@@ -320,7 +320,7 @@ def test_conditions_hold_for_kernels_too(built, own_mapping):
 
 
 @pytest.mark.parametrize("how", ["use_kernels", "set_use_kernels"])
-def test_through_transformers(built, own_mapping, how):
+def test_through_transformers(built, kernels_of_transformers, own_mapping, how):
     """A registered mapping survives that transformers registers its own each time."""
     model, _ = pair(built, "qwen3_5_text", DEVICE)
     ids, other = tokens(2, 9, device=DEVICE), copy.deepcopy(model)
@@ -338,7 +338,9 @@ def test_through_transformers(built, own_mapping, how):
 
 
 @pytest.mark.parametrize("backend", ["cuda", "rocm"])
-def test_the_mapping_survives_that_of_transformers(built, own_mapping, backend):
+def test_the_mapping_survives_that_of_transformers(
+    built, kernels_of_transformers, own_mapping, backend
+):
     from kernels.layer.globals import _KERNEL_MAPPING
     from transformers.integrations.hub_kernels import register_kernel_mapping_transformers
 
@@ -364,7 +366,7 @@ def ours(module):
     return getattr(module.forward, "__func__", module.forward).__module__
 
 
-def test_through_kernel_config_with_a_local_path(
+def test_through_kernel_config_with_a_local_path(kernels_of_transformers, 
     built, repository, own_mapping, kernel_config_anywhere
 ):  # fmt: skip
     model, _ = pair(built, "qwen3_5_text", "cpu")
@@ -384,7 +386,7 @@ def hub_layer(name):
     return f"{REPOSITORY}:{name}", {"revision": "v1", "trust_remote_code": True}
 
 
-def test_through_from_pretrained(
+def test_through_from_pretrained(kernels_of_transformers, 
     built, repository, own_mapping, kernel_config_anywhere, tmp_path
 ):  # fmt: skip
     model, _ = pair(built, "qwen3_5_text", "cpu")
@@ -402,7 +404,7 @@ def test_through_from_pretrained(
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_layout_of_one_weight(
+def test_layout_of_one_weight(kernels_of_transformers, 
     built, repository, own_mapping, kernel_config_anywhere, tmp_path, bias
 ):  # fmt: skip
     """gate_proj and up_proj are read into one weight, and saved apart again."""

@@ -174,3 +174,23 @@ def test_compiles_in_one_graph(kernel, name):
         ref = logits(model, ids, use_cache=use_cache)
         assert_same(logits(compiled, ids, use_cache=use_cache), ref)
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["llama", "phi3", "gemma2", "qwen3_5_moe_text"])
+def test_symbolic_traces(kernel, name):
+    """Every module that torch.fx traces by itself is traced as well where it is served: its own
+    forward."""
+    model, served = pair(kernel, name, "cpu")
+    traced = set()
+    for (path, own), ours in zip(model.named_modules(), served.modules()):
+        try:
+            graph = torch.fx.symbolic_trace(own)
+        except Exception:  # loops and branches on values
+            continue
+        found = torch.fx.symbolic_trace(ours)
+        assert found.code == graph.code, path
+        if type(ours) is not type(own):
+            x = torch.randn(2, 3, next(own.parameters()).shape[-1])
+            assert torch.equal(found(x), own(x)), path
+            traced.add(ours.served_as)
+    assert {"RMSNorm", "SwiGLUGateUp" if name == "phi3" else "SwiGLUMLP"} <= traced

@@ -1,4 +1,4 @@
-"""tools/setup_env.py: which torch it takes, and what it says where it fails. Nothing is installed."""
+"""tools/setup_env.py: which torch it takes, what it says where it fails. Nothing is installed."""
 
 import ast
 import runpy
@@ -34,6 +34,8 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(setup_env, "READY", tmp_path / "ready")
     usage = lambda path: types.SimpleNamespace(free=machine.free)  # noqa: E731
     monkeypatch.setattr(setup_env.shutil, "disk_usage", usage)
+    ran = types.SimpleNamespace(returncode=0)
+    monkeypatch.setattr(setup_env.subprocess, "run", lambda *args, **kwargs: ran)
     return machine
 
 

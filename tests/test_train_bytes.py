@@ -1,21 +1,17 @@
 """examples/train_bytes.py: a few steps on the CPU, where ours must follow transformers' losses."""
 
-import importlib.util
 import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT
+from conftest import load_example
 
 pytest.importorskip("transformers")
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("train_bytes", ROOT / "examples/train_bytes.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_example("train_bytes")
 
 
 def test_a_few_steps(example, monkeypatch):

@@ -98,11 +98,16 @@ def random_model(name: str, device="cpu", **changes):
     torch.manual_seed(0)
     generates = type(config) in AutoModelForCausalLM._model_mapping
     model = (AutoModelForCausalLM if generates else AutoModel).from_config(config)
+    return randomise(model).to(device).eval()
+
+
+def randomise(model):
+    """The model, with norms, gates and biases that are random too."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    return model.to(device).eval()
+    return model
 
 
 def check_the_same(served, model):

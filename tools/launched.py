@@ -574,6 +574,7 @@ for grad, kind in ((False, "forward"), (True, "training")):
         "odd sizes": dict(M=1001, D=1001, **centred),
         **{f"fp32, {D} columns": dict(D=D, **fp32) for D in (4096, 16384, 20000)},
         "fp16, fp32 weight": dict(dtype=FP16, weight=FP32),
+        "12288 columns, fp32 weight": dict(D=12288, weight=FP32, added=False, **centred),
         "alone": dict(D=4096, added=False, **centred),
     }, M=4096, grad=grad)  # fmt: skip
     table = {"": {}, "fp16": dict(dtype=FP16, activation="gelu_tanh")}

@@ -7,6 +7,7 @@ from ..runtime.checks import (
     FLOATING,
     INDICES,
     agrees,
+    between,
     has_dtype,
     has_form,
     has_memory,
@@ -77,7 +78,9 @@ def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
     has_memory("key_cache", key_cache)
     has_memory("value_cache", value_cache)
     if sizes["T"] > sizes["S"]:
-        raise ValueError(f"key_cache must have a slot for each of {sizes['T']} tokens")
+        raise ValueError(
+            f"key_cache must have at least {sizes['T']} slots, one for each token, got {sizes['S']}"
+        )
 
 
 @remembered
@@ -124,7 +127,8 @@ def holds_cache_position(cache_position, k, key_cache) -> None:
     first, T, S = int(cache_position), k.shape[1], key_cache.shape[2]
     if not 0 <= first <= S - T:
         raise ValueError(
-            f"cache_position must be from 0 to {S - T}, for {T} tokens in {S} slots, got {first}"
+            f"cache_position must be {between(0, S - T)}, with T = {T} tokens and S = {S} slots, "
+            f"got {first}"
         )
 
 

@@ -5,6 +5,7 @@ from typing import Optional
 
 from torch import Tensor
 
+from ..runtime.activations import SAME
 from ..runtime.cache import CallCache, undisturbed
 from ..runtime.checks import are_flags
 from ..runtime.ops import autocast
@@ -54,8 +55,9 @@ def fused_experts(
         top_k_weights: [T, K]; fp32, bf16 or fp16.
         b_gate_up: [E, 2 I], in the order of w_gate_up's rows; the dtype of x.
         b_down: [E, H]; the dtype of x.
-        activation: "silu", "gelu_tanh", "relu", or "swigluoai", the gate of gpt-oss's kind:
-            gate * sigmoid(1.702 gate) * (up + 1) in place of act(gate) * up.
+        activation: "silu" (or "swish"), "gelu_tanh" (or "gelu_pytorch_tanh"), "relu", or
+            "swigluoai", the gate of gpt-oss's kind: gate * sigmoid(1.702 gate) * (up + 1) in place
+            of act(gate) * up.
         limit: if given, gate is clamped to at most `limit` and up to [-limit, limit] first.
         interleaved: the rows of w_gate_up are those of gate and up in turn.
         recompute: for training: save only x for the backward pass, and compute gate and up again
@@ -93,6 +95,7 @@ def fused_experts(
     tensors = (x, *weights, top_k_index, top_k_weights, b_gate_up, b_down)
     checks.fused_experts(*tensors, activation, limit, interleaved)
     limit = None if limit is None else float(limit)
+    activation = SAME.get(activation, activation)
     options = (activation, limit, bool(recompute), bool(main_grad), bool(interleaved))
     if plan is None and undisturbed() and all(map(operator.is_, tensors, given)):
         _calls.keep(given, kind, ops.plan_experts(*tensors, *options))

@@ -1,9 +1,11 @@
 """Checks of the routed experts and of the router's choice."""
 
+from ..runtime.activations import OF_EXPERTS
 from ..runtime.checks import (
     INDICES,
     agrees,
     are_flags,
+    between,
     has_dtype,
     has_form,
     has_shape,
@@ -14,9 +16,7 @@ from ..runtime.checks import (
     remembered,
     same_device,
 )
-from ..swiglu.checks import ACTIVATIONS as OF_SWIGLU
 
-ACTIVATIONS = (*OF_SWIGLU, "swigluoai")
 SCORINGS = ("softmax", "sigmoid")
 
 
@@ -46,7 +46,7 @@ def fused_experts(
             has_shape(name, bias, shape, sizes)
             agrees(name, bias, "x", x)
     are_flags(interleaved=interleaved)
-    is_one_of("activation", activation, ACTIVATIONS)
+    is_one_of("activation", activation, OF_EXPERTS)
     if limit is not None:
         is_number("limit", limit, "positive", " or None")
 
@@ -59,7 +59,9 @@ def fused_topk(logits, bias, top_k, scoring, renormalize, scale, dtype) -> None:
     if isinstance(top_k, bool) or not isinstance(top_k, int):
         raise TypeError(f"top_k must be an int, got {type(top_k).__name__}")
     if not 0 < top_k <= sizes["E"]:
-        raise ValueError(f"top_k must be from 1 to the number of experts, {sizes['E']}: {top_k}")
+        raise ValueError(
+            f"top_k must be {between(1, sizes['E'])}, the number of experts, got {top_k}"
+        )
     is_one_of("scoring", scoring, SCORINGS)
     if bias is not None:
         has_form("bias", bias, "E", sizes, "logits", logits)

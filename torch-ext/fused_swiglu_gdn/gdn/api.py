@@ -63,7 +63,7 @@ def chunk_gated_delta_rule(
         output_final_state: whether to return the state after the last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum(x ** 2) + 1e-6) first.
         use_beta_sigmoid_in_kernel: beta is a logit; sigmoid(beta) is used.
-        allow_neg_eigval: with use_beta_sigmoid_in_kernel, 2 * sigmoid(beta) is used.
+        allow_neg_eigval: with use_beta_sigmoid_in_kernel alone: 2 * sigmoid(beta) is used.
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N + 1], int32 or int64, cumulative lengths of N sequences packed into a batch
             of one (as FlashAttention has it); sequences may be empty. On a GPU its values are not

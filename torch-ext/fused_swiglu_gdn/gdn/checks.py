@@ -9,6 +9,7 @@ from ..runtime.checks import (
     INDICES,
     agrees,
     are_flags,
+    between,
     has_form,
     has_memory,
     has_shape,
@@ -66,6 +67,11 @@ def rule_flags(options, use_gate) -> None:
         allow_neg_eigval=options.allow_neg_eigval, state_v_first=options.state_v_first,
         use_gate_in_kernel=use_gate,
     )  # fmt: skip
+    if options.allow_neg_eigval and not options.use_beta_sigmoid:
+        raise ValueError(
+            "allow_neg_eigval must be False unless use_beta_sigmoid_in_kernel is True: it doubles "
+            "that sigmoid; a beta that is used as it is may be up to 2 by itself"
+        )
 
 
 def _heads(sizes) -> None:
@@ -213,7 +219,9 @@ def _accepted(call) -> None:
             f"got {columns}"
         )
     if readable(counts) and not all(1 <= count <= columns for count in counts.tolist()):
-        raise ValueError(f"num_accepted_tokens must be 1 to {columns}, got {counts.tolist()}")
+        raise ValueError(
+            f"num_accepted_tokens must be {between(1, columns)}, got {counts.tolist()}"
+        )
 
 
 def aiter_options(

@@ -6,6 +6,7 @@ from ..runtime.checks import (
     INDICES,
     agrees,
     are_flags,
+    between,
     has_dtype,
     has_form,
     has_memory,
@@ -88,8 +89,8 @@ def _is_within(cursor: torch.Tensor, rows: int, max_tokens: int) -> None:
     last, most = rows - 1 if max_tokens > 1 else 0, rows - max_tokens
     if first.min() < 0 or first.max() > last or count.min() < 0 or count.max() > most:
         raise ValueError(
-            f"cursor must have first rows of 0 to {last} and counts of 0 to {most}, as "
-            f"advance_ring leaves it, got {cursor.tolist()}"
+            f"cursor must have first rows of {between(0, last)} and counts of {between(0, most)}, "
+            f"as advance_ring leaves it, got {cursor.tolist()}"
         )
 
 
@@ -119,7 +120,8 @@ def _replay(call, ring) -> None:
     has_shape("v", call.v, "N T HV V", sizes)
     if not 1 <= call.T <= ring.max_tokens:
         raise ValueError(
-            f"q must have 1 to {ring.max_tokens} tokens, ring's max_tokens, got {call.T}"
+            f"q must have a number of tokens T of {between(1, ring.max_tokens)}, the ring's "
+            f"max_tokens, got {call.T}"
         )
     has_memory("initial_state", call.initial_state)
     _cursor(call.cursor, sizes, call.q, "q")
@@ -153,7 +155,8 @@ def advance(cursor, ring, accepted, force_flush, state_indices, null_index) -> N
     if readable(accepted) and accepted.numel():
         if accepted.min() < 0 or accepted.max() > ring.max_tokens:
             raise ValueError(
-                f"num_accepted_tokens must be 0 to {ring.max_tokens}, got {accepted.tolist()}"
+                f"num_accepted_tokens must be {between(0, ring.max_tokens)}, "
+                f"got {accepted.tolist()}"
             )
 
 

@@ -5,6 +5,7 @@ from typing import Optional, Tuple, Union
 from torch import Tensor
 
 from ..gdn.reference import common as gdn_common
+from ..runtime.activations import SAME
 from ..runtime.ops import dense
 from . import checks, ops
 from .api_context import convolve_with_context, lengths_alone
@@ -29,7 +30,7 @@ def causal_conv1d_fn(
     Args:
         x: [B, D, T]; fp32, bf16 or fp16; any strides (a transposed [B, T, D] needs no copy).
         weight: [D, W], W from 2 to 8; bias: [D] or None.
-        activation: None, "silu" or "swish".
+        activation: None, "silu" (or "swish").
         seq_idx: [B, T], int32 or int64: which sequence a token belongs to; others are not read.
         cu_seqlens: [N + 1], the same for a batch of one by cumulative lengths.
         initial_states: [N, D, W - 1], the inputs before each sequence; zeros by default.
@@ -83,7 +84,7 @@ def causal_conv1d_update(
         x: [B, D, T] or, for one token, [B, D]; any strides.
         conv_state: [B, D, S], S at least W - 1: the latest inputs; updated in place; any strides.
         weight: [D, W], W from 2 to 8; bias: [D] or None.
-        activation: None, "silu" or "swish".
+        activation: None, "silu" (or "swish").
         conv_state_indices: [B], int32 or int64: rows of conv_state, which then is a pool [P, D, S].
             An index up to null_index skips the sequence: its outputs are zero and no row is
             touched.
@@ -145,7 +146,7 @@ def rms_norm_gated(
     Args:
         x, gate: [..., D]; fp32, bf16 or fp16. weight: [D].
         eps: added to the mean square.
-        activation: "silu" ("swish") or "sigmoid", of the gate.
+        activation: "silu" (or "swish") or "sigmoid", of the gate.
 
     Returns:
         [..., D], the dtype of x; fp32 inside, rounded once.
@@ -159,9 +160,7 @@ def rms_norm_gated(
         torch.Size([3, 5, 16])
     """
     checks.rms_norm_gated(x, gate, weight, eps, activation)
-    return ops.rms_norm_gated(
-        x, gate, weight, float(eps), "sigmoid" if activation == "sigmoid" else "silu"
-    )
+    return ops.rms_norm_gated(x, gate, weight, float(eps), SAME.get(activation, activation))
 
 
 def gated_delta_gate(a: Tensor, A_log: Tensor, dt_bias: Optional[Tensor] = None) -> Tensor:

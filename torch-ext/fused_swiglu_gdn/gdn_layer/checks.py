@@ -1,9 +1,11 @@
 """Checks for the parts of a layer around the gated delta rule."""
 
 from ..gdn.chunks import count_sequences
+from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
 from ..runtime.checks import (
     INDICES,
     are_flags,
+    between,
     has_form,
     has_memory,
     has_shape,
@@ -23,8 +25,6 @@ from ..runtime.checks import (
     same_device,
 )
 
-CONV_ACTIVATIONS = (None, "silu", "swish")
-GATE_ACTIVATIONS = ("silu", "swish", "sigmoid")
 MAX_TAPS = 8
 
 
@@ -35,7 +35,7 @@ def _conv(x, weight, bias, activation, sizes) -> None:
         raise ValueError(f"weight must have 2 to {MAX_TAPS} taps, got {sizes['W']}")
     if bias is not None:
         has_form("bias", bias, "D", sizes, "x", x)
-    is_one_of("activation", activation, CONV_ACTIVATIONS)
+    is_one_of("activation", activation, OF_CONVOLUTION)
 
 
 def _is_packed(x, cu_seqlens) -> None:
@@ -102,7 +102,7 @@ def _fits_drafts(x, columns, taps, accepted, cu_seqlens) -> None:
         )
     most = columns - taps + 2
     if readable(accepted) and not all(1 <= count <= most for count in accepted.tolist()):
-        raise ValueError(f"num_accepted_tokens must be 1 to {most}, got {accepted.tolist()}")
+        raise ValueError(f"num_accepted_tokens must be {between(1, most)}, got {accepted.tolist()}")
 
 
 @remembered
@@ -138,7 +138,7 @@ def rms_norm_gated(x, gate, weight, eps, activation) -> None:
     same_device("gate", gate, "x", x)
     has_form("weight", weight, "D", {"D": x.shape[-1] if x.ndim else 0}, "x", x)
     is_number("eps", eps, "non-negative")
-    is_one_of("activation", activation, GATE_ACTIVATIONS)
+    is_one_of("activation", activation, OF_GATED_NORM)
 
 
 @remembered

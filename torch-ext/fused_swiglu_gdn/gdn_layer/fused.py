@@ -4,6 +4,7 @@ from typing import Optional, Tuple
 
 from torch import Tensor
 
+from ..runtime.activations import SAME
 from ..runtime.cache import CallCache, undisturbed
 from . import ops_fused as ops
 from .call import DecodeOptions, LayerDecode
@@ -26,7 +27,7 @@ def convolve_qkv(
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V]; views of one projection, or of several.
         weight: [D, W], D = 2 H K + HV V in the order q, k, v; bias: [D] or None.
-        activation: None, "silu" or "swish".
+        activation: None, "silu" (or "swish").
         cu_seqlens: [N + 1] for packed sequences in a batch of one.
         initial_states: [N, D, W - 1], the inputs before each sequence.
         final_width: how many of the last inputs of each sequence to return.
@@ -65,9 +66,9 @@ def decode_step(
         q, k: [B, 1, H, K]; v, z: [B, 1, HV, V]; a, b: [B, 1, HV]: what the projections gave;
             v, z, a, b may have their heads by those of q and k, as [H, HV / H].
         conv_state: [B, D, S], S at least W - 1; state: [B, HV, K, V]; both updated in place.
-        weight: [D, W]; bias: [D] or None; activation: None, "silu" or "swish".
+        weight: [D, W]; bias: [D] or None; activation: None, "silu" (or "swish").
         A_log, dt_bias: [HV] of the gate; norm_weight: [V] and eps of the norm.
-        gate_activation: "silu" ("swish") or "sigmoid", of z.
+        gate_activation: "silu" (or "swish") or "sigmoid", of z.
         allow_neg_eigval: beta is 2 sigmoid(b).
 
     Returns:
@@ -80,7 +81,7 @@ def decode_step(
     plan = _decoding.find(tensors, options) if undisturbed() else None
     if plan is not None:
         return plan(*tensors)
-    gate_activation = "sigmoid" if gate_activation == "sigmoid" else "silu"
+    gate_activation = SAME.get(gate_activation, gate_activation)
     call = LayerDecode(
         *tensors, DecodeOptions(activation, eps, gate_activation, allow_neg_eigval)
     )  # fmt: skip

@@ -10,7 +10,6 @@ from torch import nn
 
 from .untouched import is_torchs_own
 
-NAMES = ("silu", "gelu_tanh", "relu")
 # NewGELUActivation spells out the formula that the other two ask torch for
 _OF_TRANSFORMERS = {
     "SiLUActivation": "silu",

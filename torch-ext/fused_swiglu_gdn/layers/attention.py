@@ -6,7 +6,7 @@ Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a
 import functools
 import sys
 from types import BuiltinFunctionType
-from typing import Callable, NamedTuple, Optional, Tuple
+from typing import Callable, FrozenSet, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +46,9 @@ class AttentionForm(NamedTuple):
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
     names: Tuple[str, ...]  # of its arguments
+    renamed: FrozenSet[str]  # keywords that the class's own forward takes for others
+    cache: Optional[str]  # the argument that is the cache
+    updates_with: Tuple[str, ...]  # keywords of the cache's update, which get what is handed on
     handed: Tuple[str, ...]  # of those, what the attention function gets too
     projections: Tuple[str, ...]  # q_proj, k_proj, v_proj, or one that makes all
     sizes: Tuple[int, ...]  # the widths of queries, keys and values
@@ -89,7 +92,7 @@ def _serve(
         q, gate = q.split(D, -1)  # [B, T, HQ, D] each
     k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
     norms["interleaved"] = form.heads.rotary in ROTARY[1:]
-    past, mask = given.get("past_key_values"), given.get("attention_mask")
+    past, mask = given.get(form.cache), given.get("attention_mask")
     slots = None if past is None else _slots(past, attention.layer_idx, k)
     if slots is not None:
         q, _ = fused_qk_norm_rope(
@@ -102,7 +105,9 @@ def _serve(
         q, k = fused_qk_norm_rope(q, k, *tables, **norms)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         if past is not None:
-            k, v = past.update(k, v, attention.layer_idx)
+            more = {name: given[name] for name in given if name not in form.names}
+            more = {name: more for name in form.updates_with}
+            k, v = past.update(k, v, attention.layer_idx, **more)
     function = _registry().get_interface(attention.config._attn_implementation, form.eager)
     keywords = form.keywords(attention)
     for name in given:

@@ -5,7 +5,7 @@ What a layer returns is the true hidden state, for whoever looks at it.
 """
 
 import functools
-from typing import Callable, NamedTuple, Optional, Tuple
+from typing import Callable, FrozenSet, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -42,6 +42,7 @@ class LayerForm(NamedTuple):
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
     names: Tuple[str, ...]  # of its arguments
+    renamed: FrozenSet[str]  # keywords that the class's own forward takes for others
     order: Order
     scale: Optional[str]  # the attribute by which what is added is multiplied
     mixer: Call

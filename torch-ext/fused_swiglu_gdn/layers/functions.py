@@ -11,7 +11,7 @@ from torch import nn
 
 from ..gdn import api as gdn
 from ..gdn_layer import api as gdn_layer
-from ..gdn_layer.checks import CONV_ACTIVATIONS, GATE_ACTIVATIONS
+from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
 
 
 def packed_lengths(kwargs):
@@ -22,7 +22,7 @@ def packed_lengths(kwargs):
 
 def convolved(activation, convolution):
     """convolution(activation), where the kernel has the activation, else the two after another."""
-    if activation in CONV_ACTIVATIONS:
+    if activation in OF_CONVOLUTION:
         return convolution(activation)
     return named_activation(activation)(convolution(None))
 
@@ -31,7 +31,7 @@ def normed_and_gated(norm, x, gate):
     """What the forward of a model's RMSNormGated `norm` gives for x and gate [..., D]."""
     weight, eps = norm.weight, norm.variance_epsilon
     activation = getattr(norm, "activation", "silu")
-    if activation in GATE_ACTIVATIONS:
+    if activation in OF_GATED_NORM:
         return gdn_layer.rms_norm_gated(x, gate, weight, eps=eps, activation=activation)
     y = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
     return (y * named_activation(activation)(gate.float())).to(x.dtype)

@@ -1,7 +1,7 @@
 """Whole Gated DeltaNet layers: Qwen3.5, Qwen3-Next, OLMo-Hybrid.
 
 They differ in their projections and share the rest, `_gated_delta_net`. All read their cache in the
-one way that transformers 5.17 to 5.23 have in common.
+one way that transformers' releases have in common, and take it by either of its names there.
 
 Sizes: B batch, T tokens, H heads of q and k, HV heads of v, K and V head dims,
 D = 2 H K + HV V channels of the convolution, W its taps.
@@ -16,15 +16,10 @@ from torch import nn
 from ..gdn import api as gdn
 from ..gdn_layer import api as gdn_layer
 from ..gdn_layer import fused
-from .functions import (
-    CONV_ACTIVATIONS,
-    GATE_ACTIVATIONS,
-    named_activation,
-    normed_and_gated,
-    packed_lengths,
-)
+from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
+from .functions import named_activation, normed_and_gated, packed_lengths
 from .gated_norm import is_gated_norm
-from .own_code import patched_since
+from .own_code import differs_since
 from .plain import PLAIN_TENSORS
 from .projections import projected, projections
 from .replay import held_states
@@ -39,7 +34,8 @@ def _own_class(kind: type, ours: type) -> Optional[type]:
 
 def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
     """The forward of the layer's own class, if that or what it calls was patched since kernelize,
-    or if the layer's weights are sharded in this call.
+    if it knows one of the keywords by another name, or if the layer's weights are sharded in this
+    call.
 
     Whoever patches a class or a module of transformers wants the patch to count.
     """
@@ -47,11 +43,17 @@ def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
         return None
     own = _own_class(type(layer), ours)
     plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
-    if plain and not patched_since(own, layer):
+    if plain and not differs_since(own, layer, kwargs):
         return None
     if kwargs.get("cp_context") is not None:
         raise ValueError("cp_context must not be given to a layer that is patched or sharded")
     return own.forward
+
+
+def _called(patch: Callable, layer, x, cache, mask, kwargs: dict) -> torch.Tensor:
+    """What another forward gives, which may know the cache by more names than one."""
+    given = (x,) if cache is None else (x, cache)
+    return patch(layer, *given, attention_mask=mask, **kwargs)
 
 
 class _Sequences:
@@ -131,7 +133,7 @@ def _convolution(layer, q, k, v, joined, seq: _Sequences):
     """act(conv([q k v])), [B, T, D], after the inputs in the cache, which these then join."""
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias  # [D, W], [D]
     before = None if seq.conv_state is None else seq.conv_state[..., 1 - weight.shape[-1] :]
-    known = layer.activation in CONV_ACTIVATIONS
+    known = layer.activation in OF_CONVOLUTION
     activation, width, latest = layer.activation if known else None, layer.conv_kernel_size, None
     packing = {"cu_seqlens": seq.lengths, "initial_states": before}
     if seq.in_place:
@@ -219,7 +221,7 @@ def _gated_delta_net(
 
 
 def _known_activations(layer, norm) -> bool:
-    return layer.activation in CONV_ACTIVATIONS and norm.activation in GATE_ACTIVATIONS
+    return layer.activation in OF_CONVOLUTION and norm.activation in OF_GATED_NORM
 
 
 def _split(layer, qkv):
@@ -251,16 +253,17 @@ class Qwen3_5GatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        cache = kwargs.pop("cache", cache_params)
         patch = _patch(self, Qwen3_5GatedDeltaNet, kwargs)
         if patch is not None:
-            return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
+            return _called(patch, self, hidden_states, cache, attention_mask, kwargs)
         x = _without_padding(hidden_states, attention_mask)
         qkv, z, b, a = projections(
             x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
         )
         q, k, v = _split(self, qkv)
         z = _heads(z, self.head_v_dim)
-        seq = _Sequences(self, k, cache_params, kwargs)
+        seq = _Sequences(self, k, cache, kwargs)
         o = _gated_delta_net(self, self.norm, q, k, v, z, a, b, seq, joined=qkv)
         return projected(self.out_proj, o)
 
@@ -276,9 +279,10 @@ class Qwen3NextGatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        cache = kwargs.pop("cache", cache_params)
         patch = _patch(self, Qwen3NextGatedDeltaNet, kwargs)
         if patch is not None:
-            return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
+            return _called(patch, self, hidden_states, cache, attention_mask, kwargs)
         x = _without_padding(hidden_states, attention_mask)
         qkvz, ba = projections(x, self.in_proj_qkvz, self.in_proj_ba)
         ratio = self.num_v_heads // self.num_k_heads
@@ -287,7 +291,7 @@ class Qwen3NextGatedDeltaNet(nn.Module):
         q, k, v, z = qkvz.unflatten(-1, heads).split([K, K, V, V], dim=-1)  # [B, T, H, ...]
         b, a = ba.unflatten(-1, heads).split(ratio, dim=-1)  # [B, T, H, HV / H]
         v, z = v.unflatten(-1, (ratio, -1)), z.unflatten(-1, (ratio, -1))
-        seq = _Sequences(self, k, cache_params, kwargs)
+        seq = _Sequences(self, k, cache, kwargs)
         return projected(self.out_proj, _gated_delta_net(self, self.norm, q, k, v, z, a, b, seq))
 
 
@@ -302,15 +306,16 @@ class OlmoHybridGatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
+        cache = kwargs.pop("cache", cache_params)
         patch = _patch(self, OlmoHybridGatedDeltaNet, kwargs)
         if patch is not None:
-            return patch(self, hidden_states, cache_params, attention_mask, **kwargs)
+            return _called(patch, self, hidden_states, cache, attention_mask, kwargs)
         x = _without_padding(hidden_states, attention_mask)
         q, k, v, z, b, a = projections(
             x, self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj
         )
         q, k = _heads(q, self.head_k_dim), _heads(k, self.head_k_dim)
         v, z = _heads(v, self.head_v_dim), _heads(z, self.head_v_dim)
-        seq = _Sequences(self, k, cache_params, kwargs)
+        seq = _Sequences(self, k, cache, kwargs)
         o = _gated_delta_net(self, self.o_norm, q, k, v, z, a, b, seq, self.allow_neg_eigval)
         return projected(self.o_proj, o)

@@ -1,7 +1,6 @@
 """RMSNorm modules, served by rms_norm."""
 
 import functools
-import inspect
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
@@ -21,6 +20,7 @@ class NormForm(NamedTuple):
     kind: type
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
+    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
     argument: str
     weight: Optional[str]  # the names of its attributes
     eps: str
@@ -40,7 +40,9 @@ def does_nothing(module: nn.Module) -> bool:
 def parameters_of_norm(norm: nn.Module) -> Optional[tuple]:
     """(weight, eps, casting_mode, offset) if calling the norm is rms_norm with these alone."""
     form = FORMS.get(type(norm))
-    return _parameters(norm, form) if form is not None and is_plain(norm) else None
+    if form is None or form.checks or not is_plain(norm):
+        return None
+    return _parameters(norm, form)
 
 
 def _parameters(norm: nn.Module, form: NormForm) -> Optional[tuple]:
@@ -84,9 +86,11 @@ def forward_of(form: NormForm) -> Callable:
         found = _parameters(self, form)
         if found is None or not fits(x, found[0]):
             return kind.forward(self, x)
+        if form.checks and not all([check(self, {argument: x}) for check in form.checks]):
+            return kind.forward(self, x)
         return normed(x, found)
 
-    forward.__signature__ = inspect.signature(kind.forward)
+    forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
     forward.__qualname__ = "RMSNorm.forward"
     return forward
 

@@ -9,14 +9,13 @@ import functools
 import logging
 import sys
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Dict, NamedTuple, Tuple
+from typing import Dict, FrozenSet, NamedTuple, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 HARMLESS = (str, int, float, tuple, type(None), logging.Logger, ModuleType)
-DECORATORS = "transformers.integrations.accelerate"  # the one decorator of forwards
 DISPATCHERS = "transformers.integrations.hub_kernels"  # what stands before the torch functions
 
 
@@ -31,25 +30,26 @@ class OwnCode(NamedTuple):
     functions: Dict[str, FunctionType]  # those it calls by name, without dispatchers
     names: Tuple[tuple, ...]  # (namespace, name, value) of everything that a patch could replace
     methods: Tuple[str, ...] = ()  # that it calls of its module
+    renamed: FrozenSet[str] = frozenset()  # keywords that a decorator takes for others
 
     def unchanged(self) -> bool:
         """Nobody has patched what was looked at since."""
         return all([namespace.get(name) is value for namespace, name, value in self.names])
 
 
-def _codes_in(code: CodeType):
+def codes_in(code: CodeType):
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _codes_in(constant)
+            yield from codes_in(constant)
 
 
 @functools.cache
-def _codes_of(module: str) -> frozenset:
+def codes_of(module: str) -> frozenset:
     """Every code object in a module's file, as its loader reads it."""
     loader = getattr(sys.modules[module].__spec__, "loader", None)
     code = loader.get_code(module) if hasattr(loader, "get_code") else None
-    return frozenset() if code is None else frozenset(_codes_in(code))
+    return frozenset() if code is None else frozenset(codes_in(code))
 
 
 def is_in_its_file(function, package: str) -> bool:
@@ -61,7 +61,7 @@ def is_in_its_file(function, package: str) -> bool:
         return False
     known = sys.modules.get(module)
     same = known is not None and known.__dict__ is function.__globals__
-    return same and function.__code__ in _codes_of(module)
+    return same and function.__code__ in codes_of(module)
 
 
 def _cells(function) -> dict:
@@ -70,23 +70,37 @@ def _cells(function) -> dict:
     )
 
 
-def _undecorated(forward) -> FunctionType:
-    """A forward without transformers' decorator, which fires accelerate's hooks of conv1d."""
-    if getattr(forward, "__closure__", None) and is_in_its_file(forward, DECORATORS):
-        cells = _cells(forward)
-        if cells.get("child_module_names") == ["conv1d"]:
-            return cells.get("forward_func")
-    return forward
+# transformers' decorators of forwards that pass a call on as it is: the module and the name of the
+# function around a forward, and the variable that holds the forward
+CHECKPOINTS = ("transformers.modeling_layers", "forward_with_checkpointing")
+HOOKS = ("transformers.integrations.accelerate", "wrapped")
+RENAMES = ("transformers.utils.deprecation", "wrapped_func")
+WRAPPERS = {CHECKPOINTS: "forward", HOOKS: "forward_func", RENAMES: "func"}
 
 
-def uncheckpointed(forward):
-    """A forward without what transformers' GradientCheckpointingLayer puts around it."""
-    while is_in_its_file(forward, "transformers.modeling_layers") and forward.__closure__:
-        inner = _cells(forward).get("forward")
-        if inner is None or forward.__code__.co_name != "forward_with_checkpointing":
+class Peeled(NamedTuple):
+    """A forward without the decorators around it."""
+
+    forward: object
+    wrappers: Tuple[tuple, ...] = ()  # keys of WRAPPERS
+    renamed: FrozenSet[str] = frozenset()  # keywords that a decorator takes for others
+
+
+def peeled(forward) -> Peeled:
+    """Takes transformers' own decorators off a forward, in whatever order they are."""
+    wrappers, renamed = [], set()
+    while getattr(forward, "__closure__", None):
+        key = forward.__globals__.get("__name__"), forward.__code__.co_name
+        if key not in WRAPPERS or not is_in_its_file(forward, key[0]):
             break
-        forward = inner
-    return forward
+        cells = _cells(forward)
+        if key == HOOKS and cells.get("child_module_names") != ["conv1d"]:
+            break  # hooks of a part that a layer of ours would not run
+        if key == RENAMES:
+            renamed.add(cells.get("old_name"))
+        wrappers.append(key)
+        forward = cells.get(WRAPPERS[key])
+    return Peeled(forward, tuple(wrappers), frozenset(renamed))
 
 
 def undispatched(value):
@@ -108,7 +122,7 @@ def _is_put_by_kernels(module, bound) -> bool:
 
 
 def _names_in(function) -> set:
-    return {name for code in _codes_in(function.__code__) for name in code.co_names}
+    return {name for code in codes_in(function.__code__) for name in code.co_names}
 
 
 def _look_into(function, functions: dict, names: list) -> None:
@@ -155,7 +169,7 @@ def _namespace(kind: type, name: str):
 def _look_at(kind: type) -> OwnCode:
     namespace = _namespace(kind, "forward")
     forward = namespace["forward"]
-    plain = _undecorated(forward)
+    plain, _, renamed = peeled(forward)
     names, functions, methods = [(namespace, "forward", forward)], {}, []
     _look_into(plain, functions, names)
     if not plain.__globals__["__name__"].startswith("transformers.models."):
@@ -166,7 +180,7 @@ def _look_at(kind: type) -> OwnCode:
             names.append((_namespace(kind, name), name, method))
             methods.append(name)
             _look_into(method, functions, names)
-    return OwnCode(plain, functions, tuple(names), tuple(methods))
+    return OwnCode(plain, functions, tuple(names), tuple(methods), renamed)
 
 
 _found: Dict[type, OwnCode] = {}
@@ -182,10 +196,12 @@ def own_code(kind: type) -> OwnCode:
     return found
 
 
-def patched_since(kind: type, module: nn.Module) -> bool:
-    """A class whose forward was transformers' own when own_code looked is patched now, or the
-    module of it has methods of its own."""
+def differs_since(kind: type, module: nn.Module, keywords: dict) -> bool:
+    """A class whose forward was transformers' own when own_code looked is patched now, the module
+    of it has methods of its own, or a decorator of the forward takes one of the keywords for
+    another."""
     known = _found.get(kind)
     if known is None:
         return False
-    return not known.unchanged() or any([name in module.__dict__ for name in known.methods])
+    own_methods = any([name in module.__dict__ for name in known.methods])
+    return own_methods or not known.renamed.isdisjoint(keywords) or not known.unchanged()

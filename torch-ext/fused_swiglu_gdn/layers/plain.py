@@ -14,6 +14,18 @@ from ..runtime.checks import FLOATING
 PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
 
 
+def told(x: object, name: str) -> object:
+    """x.name as torch itself knows it of any tensor; None where there is none, or nobody tells.
+
+    What a tensor's class makes of such a question is its own: it may raise.
+    """
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            return getattr(x, name, None)
+    except Exception:
+        return None
+
+
 def why_hooked(module: nn.Module) -> Optional[str]:
     """Calling the module does more than its class's forward."""
     attributes = module.__dict__

@@ -5,8 +5,6 @@ do, and if they serve its device. Every other call runs the forward of the MLP's
 """
 
 import functools
-import inspect
-from types import CodeType
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
 
 import torch
@@ -20,6 +18,7 @@ from ..runtime.checks import FLOATING
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from ..swiglu.reference import ACTIVATIONS
 from .activations import activation_of
+from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, why_hooked
 from .tensor_parallel import Shards, mlp_on_shards, shards
 from .untouched import untouched
@@ -157,10 +156,19 @@ class Form(NamedTuple):
     """A class of MLPs whose forward is the formula."""
 
     kind: type
-    forward: Callable  # the class's, as it was when it was recognised
-    code: CodeType  # of that forward: reloading tools put another in its place
+    pinned: Pinned
+    guards: Tuple[Tuple[str, object], ...]
+    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
     argument: str  # the name of its argument
     roles: Roles
+
+    def holds(self, mlp: nn.Module, x: torch.Tensor) -> bool:
+        """The class and the module are as they were recognised, and the forward does not raise."""
+        if torch.compiler.is_compiling():  # what is pinned is a constant of the trace
+            return not self.checks
+        if not (self.pinned.unchanged(mlp) and has_values(mlp, self.guards)):
+            return False
+        return all([check(mlp, {self.argument: x}) for check in self.checks])
 
 
 FORMS: Dict[type, Form] = {}  # what was recognised so far, for forwards that `kernels` binds
@@ -169,7 +177,7 @@ FORMS: Dict[type, Form] = {}  # what was recognised so far, for forwards that `k
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: Form) -> Callable:
     """A forward for the modules of a class: the kernels', or the class's own where they differ."""
-    kind, own, code, argument, roles = form
+    kind, argument, roles = form.kind, form.argument, form.roles
 
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs:
@@ -178,11 +186,10 @@ def forward_of(form: Form) -> Callable:
             x = kwargs[argument]
         else:
             return kind.forward(self, *args, **kwargs)  # raises, as ever
-        same = kind.forward is own and own.__code__ is code
-        y = serve(self, x, roles) if same else None
+        y = serve(self, x, roles) if form.holds(self, x) else None
         return kind.forward(self, x) if y is None else y
 
-    forward.__signature__ = inspect.signature(own)
+    forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
     forward.__qualname__ = f"{'SwiGLUMLP' if roles.up else 'SwiGLUGateUp'}.forward"
     return forward
 
@@ -194,8 +201,7 @@ def _serve_class(mlp: nn.Module, x: torch.Tensor, default: Roles) -> Optional[to
         if default.act not in mlp._modules and not hasattr(mlp, default.act):
             default = default._replace(act="activation_fn")
         return serve(mlp, x, default)
-    same = form.kind.forward is form.forward and form.forward.__code__ is form.code
-    y = serve(mlp, x, form.roles) if same else None
+    y = serve(mlp, x, form.roles) if form.holds(mlp, x) else None
     return form.kind.forward(mlp, x) if y is None else y
 
 

@@ -5,29 +5,32 @@ from typing import List, Optional, Sequence
 import torch
 from torch import nn
 
-from ..attention.call import QkNormRope, QkOptions
 from ..attention.ops import FAMILY as ATTENTION
-from ..gdn.call import GdnCall, GdnOptions
-from ..gdn_layer.call import DecodeOptions, LayerDecode
+from ..layers.plain import PLAIN_TENSORS, told
 from ..layers.replay import PAYS_FROM
 from ..norm.ops import FAMILY as NORM
 from ..parallel.checks import is_group
 from ..runtime import dispatch
-from ..runtime.checks import are_flags, is_model
-from ..runtime.ops import tensors_of
-from . import gated_mlp
+from ..runtime.checks import are_flags, are_words, is_model
 from .context_attention import restore_attention, serve_attention
 from .experts import restore_experts, serve_experts
 from .graph_rules import why_not_model
 from .graphs import restore_graphs, serve_graphs
 from .loss import restore_loss, serve_loss
 from .moe_blocks import serve_blocks
-from .recognise import KINDS, Finding, recognise, remember
-from .report import Report, Row
-from .serving import serve, unserve, why_nowhere
+from .recognise import KINDS, recognise, remember
+from .report import WAITS, Report, Row
+from .serving import serve, unserve, why_not_on, why_nowhere
 from .sharded import as_gathered
 
-PROMPT = 4096  # tokens of a call that stands for prompts and training; 1 stands for decoding
+# whose kernels serve a kind of module
+_OPERATIONS = {
+    "mlp": ("swiglu.forward", "swiglu_fwd"),
+    "norm": (NORM, "rms_norm_fwd"),
+    "layer": (NORM, "rms_norm_fwd"),
+    "attention": (ATTENTION, "qk_norm_rope_fwd"),
+    "gdn": ("gdn.chunk", "gdn_chunk_fwd"),
+}
 
 
 def kernelize(
@@ -54,8 +57,8 @@ def kernelize(
     Args:
         model: any nn.Module, on any device. Where no kernel can serve a module, it is left alone;
             on the CPU of a machine with a GPU it is served, since it may be moved (docs/models.md).
-        mode: "inference", "training" or a kernels.Mode; by default as model.training says. Layers
-            without gradients are not used for training.
+        mode: "inference", "training" or a kernels.Mode. All of our layers have gradients, so every
+            mode serves the same modules.
         only, skip: kinds of modules to serve, or not to: "mlp", "gdn", "norm", "attention",
             "layer" (decoder layers), "experts". All by default.
         loss: the loss of a language model is made without its logits, by Liger, where liger-kernel
@@ -72,16 +75,29 @@ def kernelize(
             group; False leaves that to torch's context_parallel or to DeepSpeed's Ulysses.
 
     Returns:
-        A report: print it for a table of the modules, who serves them, and why some are left.
+        A report: print it for a table of the modules, and why some are left.
 
     Raises:
         TypeError: model is no nn.Module, replay no int, or a flag no bool.
         ValueError: mode, only or skip is no known word; replay is 1 or negative; with cp_group, a
             Gated DeltaNet layer cannot or shall not be served.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...                      num_hidden_layers=2, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
+        >>> before = model(ids).logits
+        >>> report = kernelize(model, skip=["layer"])  # print(report) says who serves what
+        >>> sorted({row.kind for row in report.rows})
+        ['LlamaAttention', 'LlamaMLP', 'LlamaRMSNorm']
+        >>> torch.allclose(model(ids).logits, before, atol=1e-5)
+        True
     """
     is_model("kernelize", model)
     are_flags(loss=loss, cuda_graphs=cuda_graphs, cp_attention=cp_attention)
-    training = _is_training(model, mode)
+    _check_mode(mode)
     kinds = _kinds(only, skip)
     _check_replay(replay)
     if cp_group is not None:
@@ -90,7 +106,7 @@ def kernelize(
         is_group(cp_group)
     restore_attention(model)
     with as_gathered(model):
-        rows = _serve_modules(model, training, kinds, replay)
+        rows = _serve_modules(model, kinds, replay)
     if cp_group is not None:
         _exchanges_states(model, rows)
         rows += serve_attention(model) if cp_attention else []
@@ -98,7 +114,7 @@ def kernelize(
     rows += [serve_loss(model)] if loss else []
     rows += [serve_graphs(model)] if cuda_graphs else []
     rows += [_replays(model, rows, replay)] if replay else []
-    return Report([row for row in rows if row is not None])
+    return Report([row for row in rows if row is not None]).warn_once()
 
 
 def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
@@ -130,50 +146,78 @@ def _replays(model: nn.Module, rows: List[Row], replay: int) -> Row:
     return Row("", type(model).__name__, "decode", by, None)
 
 
-def _serve_modules(model: nn.Module, training: bool, kinds: set, replay: int) -> List[Row]:
+def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
     rows = []
     for name, module in model.named_modules():
         unserve(module)
         finding = recognise(module)
         if finding is None or finding.kind not in kinds:
             continue
-        implementation, reason = None, finding.reason or _why_no_kernel(module, finding)
+        note, reason = None, finding.reason or _why_no_kernel(module, finding.kind)
         if reason is None:
-            implementation = _implementations(module, finding, training)
+            note = _note(module, finding.kind)
             replay_rows = replay if finding.kind == "gdn" else 0
             serve(module, finding.layer, finding.forward, replay_rows)
             remember(module, finding)
         kind = type(module).__name__
-        rows.append(Row(name, kind, finding.layer, implementation, reason))
+        rows.append(Row(name, kind, finding.layer, note, reason, finding.unknown))
     if "experts" in kinds:
-        return rows + serve_blocks(model) + serve_experts(model, training)
+        return rows + serve_blocks(model) + serve_experts(model)
     restore_experts(model)
     return rows
 
 
-def _why_no_kernel(module: nn.Module, finding: Finding) -> Optional[str]:
-    if finding.kind == "gdn":  # in plain torch ours are the faster ones, too
+def _why_no_kernel(module: nn.Module, kind: str) -> Optional[str]:
+    if kind == "gdn":  # in plain torch ours are the faster ones, too
         return None
-    family, operation, args = _FACTS[finding.kind](module, finding.form, 1)
-    return why_nowhere(args[0].device, family, operation)
+    return why_nowhere(_place_of(module), *_OPERATIONS[kind])
+
+
+def _note(module: nn.Module, kind: str) -> Optional[str]:
+    """What a reader of the report should know of a module that is served."""
+    if dispatch.forced is not None or why_not_on(_place_of(module), *_OPERATIONS[kind]) is None:
+        return None
+    return "in plain torch" if kind == "gdn" else WAITS
+
+
+def _place_of(module: nn.Module) -> torch.device:
+    """Where a module's parameters are: its plain ones, if it has any. "cpu" if it has none."""
+    parameters = sorted(module.parameters(), key=lambda x: type(x) not in PLAIN_TENSORS)
+    return next((told(x, "device") for x in parameters if told(x, "device")), torch.device("cpu"))
 
 
 def _kinds(only, skip) -> set:
     """The kinds of modules to serve."""
     for name, words in (("only", only), ("skip", skip)):
-        if words is None:
-            continue
-        listed = isinstance(words, (list, tuple, set, frozenset))
-        if not listed or not set(words) <= set(KINDS):
-            raise ValueError(
-                f"{name} must be a list of {', '.join(map(repr, KINDS))}, got {words!r}"
-            )
+        if words is not None:
+            are_words(name, words, KINDS)
     return set(KINDS if only is None else only) - set(skip or ())
 
 
 def restore(model: nn.Module) -> int:
     """Gives every module that kernelize served its own forward back, experts the implementation
-    that they had and generate its own decoding; returns how many modules."""
+    that they had and generate its own decoding.
+
+    Args:
+        model: any nn.Module, whether or not kernelize has seen it.
+
+    Returns:
+        How many modules were served.
+
+    Raises:
+        TypeError: model is no nn.Module.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...                      num_hidden_layers=2, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> report = kernelize(model)
+        >>> restore(model) == len(report.served)
+        True
+        >>> restore(model)  # nothing is left to undo
+        0
+    """
     is_model("restore", model)
     restore_attention(model)
     served = restore_loss(model)
@@ -181,97 +225,8 @@ def restore(model: nn.Module) -> int:
     return served + restore_experts(model) + restore_graphs(model)
 
 
-def _is_training(model: nn.Module, mode) -> bool:
-    if mode is None:
-        return model.training
+def _check_mode(mode) -> None:
     words = str(mode).lower()
-    if "training" in words or "inference" in words:
-        return "training" in words
+    if mode is None or "training" in words or "inference" in words:
+        return
     raise ValueError(f'mode must be "inference", "training" or a kernels.Mode, got {mode!r}')
-
-
-def _implementations(module: nn.Module, finding: Finding, training: bool) -> str:
-    """Who computes for a module: for prompts and, if another does, for decoding."""
-    gdn, names = finding.kind == "gdn", []
-    for tokens in (PROMPT,) if training else (PROMPT, 1):
-        if gdn:
-            family, operation, args = _gdn_facts(module, tokens)
-        else:
-            family, operation, args = _FACTS[finding.kind](module, finding.form, tokens)
-        saving = training and operation == "swiglu_fwd"
-        if saving:  # a forward of its own keeps what the backward needs
-            family, operation = "swiglu.backward", "swiglu_saving_fwd"
-        with dispatch.served() as record:
-            dispatch.choose(family, operation, training and not saving, args)
-        names.append(record[operation][0])
-        if names[-1] == "reference":
-            who = "plain torch" if gdn else "its own forward"
-            names[-1] = f"{who} (no kernel for {_place(tensors_of(args)[0])})"
-    prompt, decode = names[0], names[-1]
-    return prompt if prompt == decode else f"{prompt}, {decode} for decoding"
-
-
-def _place(x: torch.Tensor) -> str:
-    return "fp64" if x.dtype == torch.float64 else x.device.type
-
-
-def _gdn_facts(module: nn.Module, tokens: int):
-    conv = module.conv1d
-    w = conv.weight
-    H, HV, K, V = (
-        getattr(module, name) for name in ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim")
-    )
-
-    def empty(*shape):
-        return w.new_empty(1, tokens, *shape)
-
-    q, v, a = empty(H, K), empty(HV, V), empty(HV)
-    if tokens > 1:
-        options = GdnOptions(
-            K**-0.5, use_qk_l2norm=True, use_beta_sigmoid=True, output_final_state=True
-        )
-        tensors = (q, q, v, a, a, module.A_log, module.dt_bias)
-        return "gdn.chunk", "gdn_chunk_fwd", (GdnCall(*tensors, None, None, None, options),)
-    conv_state = w.new_empty(1, *w.shape[::2])  # [1, D, W]
-    state = torch.empty(1, HV, K, V, device=w.device)
-    rest = (w.squeeze(1), conv.bias, module.A_log, module.dt_bias, w.new_empty(V))
-    options = DecodeOptions("silu", 1e-6, "silu", False)
-    call = LayerDecode(q, q, v, v, a, a, conv_state, state, *rest, options)
-    return "gdn_layer.layer", "gdn_layer_decode", (call,)
-
-
-def _width(module: nn.Module) -> torch.Tensor:
-    """A norm's weight, or a tensor of the dtype and device of a module's parameters."""
-    return next(iter(module.parameters()), torch.empty(1))
-
-
-def _norm_facts(module: nn.Module, form, tokens: int):
-    weight = module._parameters.get(form.weight)
-    x = _width(module).new_empty(tokens, 64 if weight is None else len(weight))
-    return NORM, "rms_norm_fwd", (x, weight, None, 1e-6, form.casting_mode, form.offset, False)
-
-
-def _layer_facts(module: nn.Module, form, tokens: int):
-    norm = module._modules[form.order.pre_mlp or form.order.post_mlp]
-    weight = next(norm.parameters(), None)
-    x = _width(module).new_empty(tokens, 64 if weight is None else len(weight))
-    return NORM, "rms_norm_fwd", (x, weight, x, 1e-6, "gemma", 0.0, False)
-
-
-def _attention_facts(module: nn.Module, form, tokens: int):
-    x, D = _width(module), module.head_dim
-    q, k = (x.new_empty(1, tokens, size // D, D) for size in form.sizes[:2])
-    table = x.new_empty(1, tokens, D) if form.heads.rotary else None
-    norms = [
-        None if n is None else next(module._modules[n].parameters())
-        for n in (form.q_norm, form.k_norm)
-    ]
-    options = QkOptions(1e-6, 0.0, form.heads.norm == "all")
-    call = QkNormRope(q, k, table, table, *norms, None, None, None, None, options)
-    return ATTENTION, "qk_norm_rope_fwd", (call,)
-
-
-_FACTS = {
-    "mlp": gated_mlp.facts, "norm": _norm_facts, "layer": _layer_facts,
-    "attention": _attention_facts,
-}  # fmt: skip

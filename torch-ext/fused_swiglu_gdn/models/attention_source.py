@@ -4,8 +4,7 @@ import ast
 import collections
 from typing import Callable
 
-from .forms import Refused
-from .source import BUILTINS
+from .code import BUILTINS, Refused
 
 
 def attention_call(source) -> ast.Call:

@@ -17,10 +17,9 @@ from torch import nn
 from ..layers.attention import GATES, NORMS, ROTARY, AttentionForm, Heads
 from ..layers.norm import NormForm
 from .attention_source import attention_call, handed_on, keywords_of
-from .forms import Refused
+from .code import Refused, form_key, plain_values, read, why_odd_module
 from .norm_trial import norm_form
 from .serving import own_class
-from .source import form_key, plain_values, read, why_odd_module
 from .stand_ins import (
     F64,
     WORD,
@@ -44,7 +43,7 @@ Q_NORM, K_NORM = (
     ("q_norm", "query_layernorm", "q_layernorm"),
     ("k_norm", "key_layernorm", "k_layernorm"),
 )
-ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask", "past_key_values")
+ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask")
 DROPOUT = 0.37  # of the twin: 0 in most configurations, which would hide it
 
 _forms: Dict[tuple, Union[AttentionForm, str]] = {}
@@ -62,7 +61,7 @@ class Case(NamedTuple):
     training: bool = False
 
 
-FIRST = Case(2, 5, 1.0)
+FIRST = Case(2, 5, 1.0, 0, True)
 CASES = (Case(2, 1, 1.0, 1, True, True), Case(1, 3, 1.0, 0, True, False, True))
 WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, 0, False, True)
 
@@ -123,9 +122,9 @@ def _find(module, kind, source, values, norms) -> Union[AttentionForm, str]:
     if reason is not None:
         return reason
     guards = tuple(values.items())
-    return AttentionForm(
-        kind, source.pinned, guards, trial.names, trial.handed, *plan, trial.keywords, trial.eager
-    )
+    facts = kind, source.pinned, guards, trial.names, source.renamed
+    facts += trial.cache, trial.updates_with, trial.handed
+    return AttentionForm(*facts, *plan, trial.keywords, trial.eager)
 
 
 class _Trial:
@@ -136,7 +135,7 @@ class _Trial:
             n for n, p in parameters.items() if n != "self" and p.kind is not p.VAR_KEYWORD
         )
         self.takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        missing = set(ARGUMENTS[:3]) - set(self.names)
+        missing = set(ARGUMENTS) - set(self.names)
         if missing or not self.takes_more:
             raise Refused(f"its forward takes no {missing.pop() if missing else '**kwargs'}")
         self.parts = {}
@@ -166,6 +165,7 @@ class _Trial:
             for names in (Q_NORM, K_NORM)
         )
         self.keywords = keywords_of(source)
+        self.cache, self.updates_with = None, ()
         self.handed = tuple(
             k.arg for k in attention_call(source).keywords
             if isinstance(k.value, ast.Name) and k.value.id == k.arg and k.arg in self.names
@@ -224,8 +224,7 @@ class _Trial:
         twin.training = case.training
         if "attention_dropout" in twin.__dict__:
             twin.__dict__["attention_dropout"] = DROPOUT
-        cached = case.cached and "past_key_values" in self.names
-        interface, cache = Interface(), Cache() if cached else None
+        interface = Interface()
         x = random(case.B, case.T, self.hidden, seed=1, dtype=dtype)
         tables = None
         if case.rotary is not None:
@@ -233,9 +232,10 @@ class _Trial:
             size = (case.tables or case.B, case.T, width)[3 - self.dims :]
             tables = tuple(random(*size, seed=seed, dtype=dtype) for seed in (21, 22))
         mask, word = Opaque("attention_mask") if case.masked else None, object()
-        given = dict(zip(ARGUMENTS, (x, tables, mask, cache)))
-        given.update({n: Opaque(n) for n in self.names if n not in ARGUMENTS})
-        given = {n: v for n, v in given.items() if n in self.names}
+        given = dict(zip(ARGUMENTS, (x, tables, mask)))
+        given.update({n: Cache(n) for n in self.names if n not in ARGUMENTS})
+        if self.cache is not None and not case.cached:
+            given[self.cache] = None
         names = {**self.source.globals, self.registry(): interface}
         forward = self.source.forward
         forward = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
@@ -252,13 +252,13 @@ class _Trial:
             (twin.config._attn_implementation, self.eager)
         ]:
             raise Refused("it does not call one attention function, by its configuration")
-        return twin, given, word, cache, interface.calls[0], result
+        return twin, given, word, interface.calls[0], result
 
     def run(self, case: Case) -> Heads:
         """Which of our forms a run of the class's forward agrees with."""
-        twin, given, word, cache, call, result = self.called(case)
+        twin, given, word, call, result = self.called(case)
         q, k, v, mask_seen, keywords, out = call
-        x, tables, mask = (given[name] for name in ARGUMENTS[:3])
+        x, tables, mask = (given[name] for name in ARGUMENTS)
         if mask_seen is not mask or keywords.pop(WORD, None) is not word:
             raise Refused("it changes the attention mask, or keeps keyword arguments back")
         for name in self.handed:
@@ -266,7 +266,7 @@ class _Trial:
                 raise Refused(f"it gives another {name} to its attention function")
         if keywords != self.keywords(twin):
             raise Refused("other keyword arguments reach its attention function")
-        k, v = self.before_the_cache(cache, k, v)
+        k, v = self.before_the_cache(given, word, k, v)
         heads, gate = self.compared(x, tables, q, k, v)
         y = out.reshape(case.B, case.T, -1)
         y = self.parts[self.out](y if gate is None else y * torch.sigmoid(gate))
@@ -294,16 +294,30 @@ class _Trial:
             raise Refused("it does not call one attention function, by its configuration")
         return names[0]
 
-    def before_the_cache(self, cache, k, v):
-        if cache is None:
+    def before_the_cache(self, given, word, k, v):
+        """Keys and values as they came to the cache, if one was given."""
+        caches = {n: x.calls for n, x in given.items() if isinstance(x, Cache) and x.calls}
+        if not caches:
             return k, v
-        if len(cache.calls) != 1 or cache.calls[0][2] != self.module.layer_idx:
+        if self.cache is None:
+            self.find_cache(caches, word)
+        calls = caches.get(self.cache, ())
+        handed = dict.fromkeys(self.updates_with, {WORD: word})
+        if len(caches) != 1 or len(calls) != 1 or calls[0][2] != self.module.layer_idx:
             raise Refused("it updates the cache in another way")
-        k_new, v_new, _ = cache.calls[0]
+        k_new, v_new, _, more = calls[0]
+        if more != handed:
+            raise Refused("it gives the cache's update other keywords")
         kept = torch.cat([k_new * 0.5, k_new], -2), torch.cat([v_new * 0.25, v_new], -2)
         if not (same(k, kept[0]) and same(v, kept[1])):
             raise Refused("it changes keys or values after the cache")
         return k_new, v_new
+
+    def find_cache(self, caches: dict, word: object) -> None:
+        """The cache is the argument that was updated; its update may get all that is handed on."""
+        self.cache = next(iter(caches))
+        more = caches[self.cache][0][3]
+        self.updates_with = tuple(n for n, v in more.items() if v == {WORD: word})
 
     def compared(self, x, tables, q, k, v):
         """The form that gives q, k and v, and its gate."""

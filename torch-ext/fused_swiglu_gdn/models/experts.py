@@ -17,14 +17,13 @@ from torch import nn
 
 from ..experts import ops, reference
 from ..experts.api import fused_experts
-from ..experts.call import ALPHA, NO_BIASES, Biases, ExpertsOptions
+from ..experts.call import ALPHA, NO_BIASES, Biases
 from ..layers.activations import activation_of
-from ..layers.plain import why_not_tensor
-from ..runtime import dispatch
+from ..layers.plain import told, why_not_tensor
 from ..runtime.dtypes import HALF
-from .forms import Refused, source_of, spelled
+from .code import Refused, source_of, spelled
 from .report import Row
-from .serving import why_not_on
+from .serving import is_of_transformers, why_not_on
 
 NAME = "fused_swiglu_gdn"
 REPLACED = (None, "eager", "batched_mm", "grouped_mm")  # implementations that kernelize replaces
@@ -90,6 +89,16 @@ def register_experts() -> str:
 
     Raises:
         ImportError: transformers is not installed, or has no experts implementations.
+
+    Example:
+        >>> from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+        >>> config = Qwen3MoeConfig(vocab_size=99, hidden_size=32, moe_intermediate_size=16,
+        ...                         num_hidden_layers=2, num_attention_heads=2, num_experts=4,
+        ...                         num_key_value_heads=2, num_experts_per_tok=2)
+        >>> model = AutoModelForCausalLM.from_config(config).eval()
+        >>> model.set_experts_implementation(register_experts())
+        >>> model(torch.tensor([[3, 1, 4]])).logits.shape
+        torch.Size([1, 3, 99])
     """
     from transformers.integrations import finegrained_fp8, moe
 
@@ -226,7 +235,7 @@ def _computes(kind: type, forward, form: Form, flags: dict) -> bool:
 def is_experts(module: nn.Module) -> bool:
     """The module holds experts in one 3-D weight."""
     weights = module._parameters
-    return any(getattr(weights.get(n), "ndim", 0) == 3 for n in ("gate_up_proj", "up_proj"))
+    return any(told(weights.get(n), "ndim") == 3 for n in ("gate_up_proj", "up_proj"))
 
 
 def why_not_experts(module: nn.Module) -> Optional[str]:
@@ -273,7 +282,7 @@ def why_not_here(module: nn.Module) -> Optional[str]:
     return None
 
 
-def serve_experts(model: nn.Module, training: bool) -> List[Row]:
+def serve_experts(model: nn.Module) -> List[Row]:
     """Has transformers call our kernels for all modules of experts that they serve.
 
     The choice is the configuration's, which modules share: it is made where all of them are served.
@@ -285,13 +294,13 @@ def serve_experts(model: nn.Module, training: bool) -> List[Row]:
     for (name, module), reason in zip(found, reasons):
         if reason is None and id(module.config) in refused:
             reason = "other experts of the same configuration are not served"
-        implementation = None
         if reason is None:
-            implementation = _implementation(module, training)
             _choose(module)
         else:
             _restore(module)
-        rows.append(Row(name, type(module).__name__, "fused_experts", implementation, reason))
+        unknown = isinstance(form_of(type(module)), str) and is_of_transformers(module)
+        kind = type(module).__name__
+        rows.append(Row(name, kind, "fused_experts", None, reason, unknown))
     return rows
 
 
@@ -329,16 +338,3 @@ def restore_experts(model: nn.Module) -> int:
     ]  # fmt: skip
     configs = {id(m.config) for m in model.modules() if is_experts(m) and _restore(m)}
     return sum(id(m.config) in configs for m in served)
-
-
-def _implementation(module: nn.Module, training: bool) -> str:
-    """Who computes for a module that is served."""
-    w_gate_up, w_down = weights_of(module)
-    x = w_down.new_empty(16, w_down.shape[1])
-    ids = torch.empty(16, 2, dtype=torch.int64, device=x.device)
-    form = form_of(type(module))
-    options = ExpertsOptions(keeps=training, interleaved=form.interleaved)
-    with dispatch.served() as record:
-        args = (x, w_gate_up, w_down, ids, x[:, :2], NO_BIASES, options)
-        dispatch.choose(ops.FAMILY, "experts_fwd", training, args)
-    return record["experts_fwd"][0]

@@ -51,11 +51,13 @@ def why_not_gated_delta_net(module: nn.Module, layer: str) -> Optional[str]:
 
 
 def _why_other_arguments(forward: FunctionType, layer: str) -> Optional[str]:
+    """The forward of the class takes other arguments than our layer, which knows both names that
+    transformers has for the cache."""
     ours = inspect.signature(getattr(layers, layer).forward).parameters
     theirs = inspect.signature(forward).parameters
-    if [(p.name, p.default) for p in ours.values()] != [
-        (p.name, p.default) for p in theirs.values()
-    ]:
+    names = ["cache_params" if name == "cache" else name for name in theirs]
+    defaults = [p.default for p in theirs.values()]
+    if names != list(ours) or defaults != [p.default for p in ours.values()]:
         return "its forward takes other arguments"
     return None
 

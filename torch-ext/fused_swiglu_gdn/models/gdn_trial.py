@@ -113,7 +113,7 @@ def _outputs(forward, twin: _Twin):
     yield forward(twin, x, attention_mask=mask)
     cache = Cache(layers=[LinearAttentionLayer()])
     for part in x[:, :13].split([2, 1, 1, 6, 3], dim=1):
-        yield forward(twin, part, cache_params=cache)
+        yield forward(twin, part, cache)
     yield cache.layers[0].conv_states[0]
     yield cache.layers[0].recurrent_states[0]
     lengths = torch.tensor([0, 5, 6, 12])

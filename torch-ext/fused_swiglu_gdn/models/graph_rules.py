@@ -8,7 +8,7 @@ from typing import Any, Callable, List, Optional
 import torch
 from torch import nn
 
-from ..layers.plain import PLAIN_TENSORS
+from ..layers.plain import PLAIN_TENSORS, told
 from ..layers.untouched import untouched
 from . import rehearsal
 from .capture import Graph
@@ -34,7 +34,7 @@ def why_not_model(model: nn.Module) -> Optional[str]:
             return f"{name or 'the model'} has a hook, which a graph would not call"
         for x in (*module._parameters.values(), *module._buffers.values()):
             if x is not None:
-                devices.add(x.device)
+                devices.add(told(x, "device"))
                 kinds.add(type(x))
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return "it has an encoder and a decoder"

@@ -6,6 +6,7 @@ it is, on a side stream, the second is captured, and later ones replay the graph
 inputs. A graph belongs to one cache and dies with it.
 """
 
+import inspect
 import logging
 import weakref
 from typing import Any, Callable, List, Optional, Tuple
@@ -29,6 +30,7 @@ from .report import Row
 from .watch import CacheWatch, ModelWatch
 
 SEAM = "get_compiled_call"
+CACHE_NAMES = ("cache", "past_key_values")  # of the argument, newest releases first
 PAYS = 16  # replays that pay for a capture
 WASTED = 3  # captures of one cache that may be in vain
 
@@ -71,7 +73,8 @@ def _generating(model: nn.Module) -> Optional[Tuple[str, nn.Module]]:
 class Step:
     """A token on one cache: eager at first, then replayed."""
 
-    def __init__(self, cache: Any):
+    def __init__(self, cache: Any, name: str):
+        self.name = name  # of the model's argument that takes the cache
         self.reason = why_not_cache(cache)  # why no call on this cache is for a graph
         self.key: Optional[tuple] = None  # of the calls that a graph is, or will be, for
         self.graph: Optional[Graph] = None
@@ -81,7 +84,7 @@ class Step:
         self.replays = self.wasted = 0
 
     def __call__(self, model: nn.Module, cache: Any, inputs: dict):
-        """model(past_key_values=cache, **inputs)."""
+        """The model on this cache and these inputs."""
         if self.graph is not None:
             tensors, key = _kind(inputs, self.static[0].device)
             if key == self.key and self._holds(cache):  # so what else is asked below is as it was
@@ -100,13 +103,15 @@ class Step:
             return self._capture(model, cache, inputs, Graph(device))
         self.key = key
         with rings_begin():
-            return Graph(device).run(lambda: model(past_key_values=cache, **inputs))
+            return Graph(device).run(lambda: self._call(model, cache, inputs))
 
-    @staticmethod
-    def _eager(model: nn.Module, cache: Any, inputs: dict, reason: str):
+    def _call(self, model: nn.Module, cache: Any, inputs: dict):
+        return model(**{self.name: cache}, **inputs)
+
+    def _eager(self, model: nn.Module, cache: Any, inputs: dict, reason: str):
         if reason not in PASSING:
             say(model, reason)
-        return model(past_key_values=cache, **inputs)
+        return self._call(model, cache, inputs)
 
     def _holds(self, cache: Any) -> bool:
         """The modes of torch, the cache and the model are as they were at the capture."""
@@ -129,7 +134,7 @@ class Step:
         watch, before = CacheWatch(cache), ModelWatch(model)
         counts = watch.counts()
         try:
-            out = graph.capture(lambda: model(past_key_values=cache, **static))
+            out = graph.capture(lambda: self._call(model, cache, static))
             self.output = Output(out, cache)
             if not watch.holds(cache):
                 raise RuntimeError("it puts new tensors into its cache")
@@ -221,13 +226,15 @@ class Decoding:
         say(model, reason)
         return model.__call__
 
-    def step(self, past_key_values=None, **inputs):
-        if past_key_values is None:
+    def step(self, **inputs):
+        name = next((name for name in CACHE_NAMES if inputs.get(name) is not None), None)
+        if name is None:
             return self.model(**inputs)
-        step = self.steps.get(past_key_values)
+        cache = inputs.pop(name)
+        step = self.steps.get(cache)
         if step is None:
-            step = self.steps[past_key_values] = Step(past_key_values)
-        return step(self.model, past_key_values, inputs)
+            step = self.steps[cache] = Step(cache, name)
+        return step(self.model, cache, inputs)
 
     def __deepcopy__(self, memo):
         model = memo.get(id(self.of()))
@@ -242,7 +249,7 @@ class GraphedStep:
 
     def __init__(self, model: nn.Module, cache: Any, batch_size: int):
         self._model, self._cache, self._batch_size = model, cache, batch_size
-        self._step = Step(cache)
+        self._step = Step(cache, _cache_name(model))
         self._step.reason = why_not_model(model) or self._step.reason
 
     @property
@@ -260,10 +267,16 @@ class GraphedStep:
         return self._step(self._model, self._cache, inputs)
 
 
+def _cache_name(model: nn.Module) -> str:
+    """Of the model's argument that takes the cache."""
+    known = inspect.signature(model.forward).parameters
+    return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[-1])
+
+
 def graphed_step(model: nn.Module, cache: Any, batch_size: int) -> GraphedStep:
     """A decoding step of a model of transformers as a CUDA graph, for loops written by hand.
 
-    step(input_ids, **inputs) is model(input_ids, past_key_values=cache, **inputs) without
+    step(input_ids, **inputs) is the model's call on input_ids, the cache and the inputs, without
     gradients. The first call runs as it is, the second is captured, later ones are replays, as
     long as nothing changed that the graph holds: shapes, addresses of weights and of the cache,
     adapters, hooks, modes. Where a graph would not do the same, steps run as they are.

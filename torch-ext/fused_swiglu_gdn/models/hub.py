@@ -1,13 +1,14 @@
 """Our layers for the mappings of `kernels` and transformers; `kernels` is imported on use."""
 
+import re
 from pathlib import Path
 from types import ModuleType
-from typing import Dict, Optional, Sequence, Union
+from typing import Dict, List, Optional, Sequence, Union
 
 from torch import nn
 
 from .. import layers
-from ..runtime.checks import is_model
+from ..runtime.checks import are_words, is_model
 from .recognise import Finding, recognise
 from .serving import own_class
 
@@ -24,6 +25,8 @@ NAMES = {
     "causal_conv1d_fn": "causal_conv1d_fn",
     "causal_conv1d_update": "causal_conv1d_update",
 }
+DEVICES = ("cpu", "cuda", "mps", "neuron", "npu", "rocm", "tpu", "xpu")  # that `kernels` knows
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 class _Loaded:
@@ -58,7 +61,7 @@ def layer_mapping(
     revision: Optional[str] = None,
     names: Optional[Sequence[str]] = None,
     devices: Sequence[str] = ("cuda", "rocm", "cpu", "mps"),
-    trust_remote_code: bool = False,
+    trust_remote_code: Union[bool, List[str]] = False,
 ) -> Dict[str, dict]:
     """The mapping for kernels.use_kernel_mapping or kernels.register_kernel_mapping.
 
@@ -70,24 +73,45 @@ def layer_mapping(
             a loaded kernel, or None for this one.
         version, revision: of the Hub repository; one of them. With LOCAL_KERNELS and no network,
             only revision works (kernels 0.17.2).
-        names: the names to map, all by default (NAMES has them).
-        devices: the device types to map.
-        trust_remote_code: for a Hub repository whose publisher is not a trusted one.
+        names: the names to map, all by default: "SwiGLUMLP", "SwiGLUGateUp",
+            "Qwen3_5GatedDeltaNet", "Qwen3NextGatedDeltaNet", "OlmoHybridGatedDeltaNet",
+            "RMSNormGated", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
+            "causal_conv1d_fn", "causal_conv1d_update".
+        devices: the device types to map, of those that `kernels` knows: "cpu", "cuda", "mps",
+            "neuron", "npu", "rocm", "tpu", "xpu".
+        trust_remote_code: for a Hub repository whose publisher is not a trusted one: True, or a
+            list of the publishers to trust.
 
     Returns:
         {name: {device: {mode: repository}}}
 
     Raises:
-        ValueError: names has one that is not in NAMES.
+        ValueError: names or devices has an unknown word; source is neither a Hub repository's name
+            nor a folder that is there; version and revision do not go with it.
+        TypeError: an argument is of the wrong type.
+        ImportError: the package `kernels` is not installed.
+
+    Example:
+        >>> mapping = layer_mapping(names=["SwiGLUMLP", "RMSNormGated"], devices=["cpu"])
+        >>> list(mapping), len(mapping["SwiGLUMLP"])
+        (['SwiGLUMLP', 'RMSNormGated'], 1)
+        >>> mapping = layer_mapping("org/fused-swiglu-gdn", version=1)  # nothing is fetched yet
+        >>> len(mapping)
+        10
     """
+    for word, words, known in (("names", names, NAMES), ("devices", devices, DEVICES)):
+        if words is not None or word == "devices":
+            are_words(word, words, known)
+    _is_source(source, version, revision)
+    if not isinstance(trust_remote_code, (bool, list)):
+        kind = type(trust_remote_code).__name__
+        raise TypeError(f"trust_remote_code must be True, False or a list, got {kind}")
     from kernels import Mode
 
     both = Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE
     gradients = Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE
     mapping = {}
     for name in NAMES if names is None else names:
-        if name not in NAMES:
-            raise ValueError(f"names must be a list of {', '.join(NAMES)}, got {names!r}")
         layer = NAMES[name]
         repository = _repository(source, layer, version, revision, trust_remote_code)
         flags = getattr(layers, layer)
@@ -97,12 +121,44 @@ def layer_mapping(
     return mapping
 
 
+def _is_source(source: object, version: object, revision: object) -> None:
+    """What a repository can be made of, and a version or revision with the Hub's alone."""
+    if source is not None and not isinstance(source, (ModuleType, str, Path)):
+        raise TypeError(
+            'source must be "org/repo", the path of a folder, a loaded kernel or None, '
+            f"got {type(source).__name__}"
+        )
+    for name, value, kind in (("version", version, int), ("revision", revision, str)):
+        if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+            raise TypeError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+    given = [name for name, x in (("version", version), ("revision", revision)) if x is not None]
+    if not isinstance(source, (str, Path)) or _is_folder(source):
+        if given:
+            raise ValueError(
+                f'{given[0]} must be None unless source is "org/repo" on the Hub, got {source}'
+            )
+        return
+    if isinstance(source, Path) or not _HUB_NAME.fullmatch(source):
+        raise ValueError(
+            f'source must be "org/repo" on the Hub, or a folder that is there, got {str(source)!r}'
+        )
+    if len(given) != 1:
+        raise ValueError(
+            f"version or revision must be given for {source} on the Hub, one of the two, got "
+            f"{'both' if given else 'neither'}; a folder of this name is not there"
+        )
+
+
+def _is_folder(source: Union[str, Path]) -> bool:
+    return Path(source).is_dir()
+
+
 def _repository(source, layer, version, revision, trust_remote_code):
     if source is None or isinstance(source, ModuleType):
         return _Loaded(layers if source is None else source.layers, layer)
     from kernels import LayerRepository, LocalLayerRepository
 
-    if isinstance(source, Path) or Path(source).is_dir():
+    if _is_folder(source):
         return LocalLayerRepository(Path(source), layer_name=layer)
     return LayerRepository(
         source,
@@ -132,6 +188,20 @@ def decorate(model: nn.Module) -> Dict[str, str]:
 
     Raises:
         TypeError: model is no nn.Module.
+        ImportError: the package `kernels` is not installed.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=99, hidden_size=32, intermediate_size=48,
+        ...                      num_hidden_layers=2, num_attention_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> decorate(model)
+        {'LlamaMLP': 'SwiGLUMLP'}
+        >>> import kernels
+        >>> with kernels.use_kernel_mapping(layer_mapping(), inherit_mapping=False):
+        ...     model = kernels.kernelize(model, mode=kernels.Mode.INFERENCE, device="cpu")
+        >>> "SwiGLUMLP" in str(model.model.layers[0].mlp.forward)
+        True
     """
     is_model("decorate", model)
     from kernels import replace_kernel_forward_from_hub

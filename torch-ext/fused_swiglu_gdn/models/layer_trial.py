@@ -10,10 +10,9 @@ from typing import Dict, NamedTuple, Optional, Tuple, Union
 from torch import nn
 
 from ..layers.decoder import Call, LayerForm, Order
-from .forms import Refused
+from .code import Refused, Source, form_key, plain_values, read, why_odd_module
 from .norm_trial import norm_form
 from .serving import own_class
-from .source import Source, form_key, plain_values, read, why_odd_module
 from .stand_ins import WORD, Block, Opaque, quiet, random, same, twin_of
 
 OUTPUTS = (1, 2, 3)
@@ -70,7 +69,8 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
             if order.pre_mlp is None and (scale or not (order.post_mixer and order.post_mlp)):
                 return "no sum is before or after a norm"
             found = (order, scale, *calls, tuple(plain))
-            return LayerForm(kind, source.pinned, tuple(values.items()), names, *found)
+            facts = kind, source.pinned, tuple(values.items()), names, source.renamed
+            return LayerForm(*facts, *found)
     return min(reasons, key=lambda reason: "raises" in reason)
 
 

@@ -19,7 +19,7 @@ from ..layers.plain import PLAIN_TENSORS, parameters_of, why_not_tensor
 from ..layers.untouched import untouched
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
-from .forms import Refused, source_of, spelled
+from .code import Refused, source_of, spelled
 from .report import Row
 from .serving import is_served, own_class, serve, why_not_on, why_replaced
 
@@ -278,6 +278,5 @@ def serve_blocks(model: nn.Module) -> List[Row]:
         layer = "add_shared" if form == BLOCK else "fused_topk"
         if reason is None:
             serve(module, layer, _forward(form, own_class(module), own_class(module).forward))
-        implementation = "portable" if reason is None else None
-        rows.append(Row(name, type(module).__name__, layer, implementation, reason))
+        rows.append(Row(name, type(module).__name__, layer, None, reason))
     return rows

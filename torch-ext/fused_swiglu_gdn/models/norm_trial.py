@@ -3,17 +3,16 @@
 The variants differ in their roundings alone, so the trial compares bits in 16-bit dtypes.
 """
 
-import inspect
 from typing import Dict, Optional, Union
 
 import torch
 from torch import nn
 
 from ..layers.norm import NormForm
+from ..layers.plain import told
 from ..norm import reference
-from .forms import Refused
+from .code import Refused, form_key, only_argument, plain_values, read, why_odd_module
 from .serving import own_class
-from .source import form_key, plain_values, read, why_odd_module
 from .stand_ins import quiet, random, twin_of
 
 D = 48
@@ -34,53 +33,57 @@ _forms: Dict[tuple, Union[NormForm, str]] = {}
 
 
 def is_norm(module: nn.Module) -> bool:
-    """It is called an RMS norm, and takes no gate."""
+    """It is called an RMS norm, and takes no gate; or it is called a norm, and is one."""
     name = own_class(module).__name__.lower()
-    return "rmsnorm" in name and "gated" not in name
+    if "rmsnorm" in name:
+        return "gated" not in name
+    return "norm" in name and not isinstance(norm_form(module), str)
 
 
 def norm_form(module: nn.Module) -> Union[NormForm, str]:
     """The form of a module of norms, or why it is none of rms_norm's."""
     kind = own_class(module)
-    shapes = {n: tuple(p.shape) for n, p in module._parameters.items() if p is not None}
+    shapes = {n: told(p, "shape") for n, p in module._parameters.items() if p is not None}
     if module._modules or any(b is not None for b in module._buffers.values()):
         return "it has parts or buffers"
     if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         return f"it has parameters {', '.join(shapes)}"
     try:
-        source = read(kind, module)
+        source = read(kind, module, "switches")
         weight = next(iter(shapes), None)
         values = plain_values(module, source.reads)
-        told = {n: v for n, v in values.items() if not _is_eps(n, v)}
-        key = (weight, *form_key(module, kind, source, told))
+        eps = _eps_among(values)
+        kept = {n: v for n, v in values.items() if n != eps}
+        key = (weight, *form_key(module, kind, source, kept))
         if key not in _forms:
-            _forms[key] = _find(module, kind, source, weight, values)
+            _forms[key] = _find(module, kind, source, weight, values, eps)
         return _forms[key]
     except Refused as why:
         return str(why)
 
 
-def _is_eps(name: str, value: object) -> bool:
-    return "eps" in name and isinstance(value, float)
+def _eps_among(values: dict) -> Optional[str]:
+    """The attribute that is eps: the one number that the forward reads, or that is called so."""
+    floats = [name for name, value in values.items() if isinstance(value, float)]
+    named = [name for name in floats if "eps" in name] or floats
+    return named[0] if len(named) == 1 and "." not in named[0] else None
 
 
-def _find(module, kind, source, weight, values) -> Union[NormForm, str]:
-    arguments = list(inspect.signature(source.forward).parameters)
-    eps = [name for name, value in values.items() if _is_eps(name, value)]
-    if len(arguments) != 2:
-        return "its forward takes other arguments than one tensor"
-    if len(eps) != 1:
+def _find(module, kind, source, weight, values, eps) -> Union[NormForm, str]:
+    argument = only_argument(source)
+    if eps is None:
         return "it has no eps"
     # layers and attention modules read a norm's weight in place of calling it
     names = (*values, *filter(None, [weight]))
     reason = why_odd_module(module, kind, source, names, "__call__")
     if reason is not None:
         return reason
-    guards = tuple((n, v) for n, v in values.items() if n != eps[0])
+    guards = tuple((n, v) for n, v in values.items() if n != eps)
     variants = [("llama", 0.0)] if weight is None else VARIANTS
     for variant in variants:
-        if _computes(module, kind, source.forward, weight, eps[0], variant):
-            return NormForm(kind, source.pinned, guards, arguments[1], weight, eps[0], *variant)
+        if _computes(module, kind, source.forward, weight, eps, variant):
+            facts = kind, source.pinned, guards, source.checks, argument
+            return NormForm(*facts, weight, eps, *variant)
     return "its forward is another formula"
 
 

@@ -13,21 +13,15 @@ from .. import layers
 from ..layers import attention, decoder, norm, swiglu
 from .attention_trial import attention_form, is_attention
 from .gated_delta_net import gated_delta_net
-from .gated_mlp import gated_mlp
 from .layer_trial import is_decoder_layer, layer_form
+from .mlp import gated_mlp
 from .norm_trial import is_norm, norm_form
-from .serving import is_served, own_class, why_replaced
+from .serving import is_of_transformers, is_served, own_class, why_replaced
 from .sharded import why_partitioned
 
 Form = Union[swiglu.Form, norm.NormForm, attention.AttentionForm, decoder.LayerForm]
 # what kernelize can be asked for: `only` and `skip`
 KINDS = ("mlp", "gdn", "norm", "attention", "layer", "experts")
-# by kind: whether a module may be one, its form or why it has none, and the name of ours
-_BY_TRIAL = (
-    ("norm", is_norm, norm_form, "RMSNorm"),
-    ("attention", is_attention, attention_form, "Attention"),
-    ("layer", is_decoder_layer, layer_form, "DecoderLayer"),
-)
 _FORWARDS = {
     "mlp": swiglu.forward_of, "norm": norm.forward_of, "attention": attention.forward_of,
     "layer": decoder.forward_of,
@@ -39,6 +33,7 @@ class Finding(NamedTuple):
     layer: str  # the name of our layer, or what the module resembles
     reason: Optional[str] = None  # why it is left alone; None if it is served
     form: Optional[Form] = None  # which of its attributes are what; not of a GDN layer
+    unknown: bool = False  # the reason is what transformers has made its class
 
     @property
     def forward(self) -> Callable:
@@ -50,29 +45,51 @@ class Finding(NamedTuple):
 
 def recognise(module: nn.Module) -> Optional[Finding]:
     """What our layers can do for a module; None if it is nothing like what they replace."""
-    finding = _found(module)
-    if finding is None or is_served(module):
-        return finding
-    reason = why_replaced(module) or why_partitioned(module)
-    return finding if reason is None else finding._replace(reason=reason)
+    for find, kind, layer in _FINDERS:
+        try:
+            finding = find(module)
+            if finding is None:
+                continue
+            reason = None if is_served(module) else why_replaced(module) or why_partitioned(module)
+        except Exception as error:  # a module of a kind never seen must not stop the others
+            finding = Finding(kind, layer, f"looking at it raises {type(error).__name__}")
+            reason = None
+        if reason is not None:
+            return finding._replace(reason=reason)
+        refused = finding.reason is not None and finding.form is None
+        return finding._replace(unknown=refused and is_of_transformers(module))
+    return None
 
 
-def _found(module: nn.Module) -> Optional[Finding]:
-    mlp = gated_mlp(module)
-    if mlp is not None:
-        return Finding("mlp", *mlp)
+def _mlp(module: nn.Module) -> Optional[Finding]:
+    found = gated_mlp(module)
+    return None if found is None else Finding("mlp", *found)
+
+
+def _gdn(module: nn.Module) -> Optional[Finding]:
     if "conv1d" in module._modules and "A_log" in module._parameters:
         return Finding("gdn", *gated_delta_net(module))
-    for kind, may_be, form_of, layer in _BY_TRIAL:
-        if may_be(module):
-            try:
-                form = form_of(module)
-            except Exception as error:  # a module of a kind never seen must not stop the others
-                form = f"its trial raises {type(error).__name__}"
-            if isinstance(form, str):
-                return Finding(kind, layer, form)
-            return Finding(kind, layer, None, form)
     return None
+
+
+def _by_trial(kind: str, may_be: Callable, form_of: Callable, layer: str) -> Callable:
+    def find(module: nn.Module) -> Optional[Finding]:
+        if not may_be(module):
+            return None
+        form = form_of(module)
+        return Finding(kind, layer, *((form,) if isinstance(form, str) else (None, form)))
+
+    return find
+
+
+# how a kind of module is found; the kind, and the name of ours
+_FINDERS = (
+    (_mlp, "mlp", "SwiGLUMLP"),
+    (_gdn, "gdn", "GatedDeltaNet"),
+    (_by_trial("norm", is_norm, norm_form, "RMSNorm"), "norm", "RMSNorm"),
+    (_by_trial("attention", is_attention, attention_form, "Attention"), "attention", "Attention"),
+    (_by_trial("layer", is_decoder_layer, layer_form, "DecoderLayer"), "layer", "DecoderLayer"),
+)
 
 
 def remember(module: nn.Module, finding: Finding) -> None:

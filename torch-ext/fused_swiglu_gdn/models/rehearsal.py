@@ -37,10 +37,10 @@ def expect_prompt(model: nn.Module, met: Set[tuple]) -> None:
         _unhook(layer)
         if torch.is_grad_enabled() or not args or not kwargs:
             return  # without keywords another thread has taken the hook away meanwhile
-        x, cache = args[0], kwargs.get("past_key_values")
+        x, cache = args[0], _cache_of(kwargs)
         if not device.is_gpu(x.device) or Graph.busy():
             return
-        if x.ndim == 3 and x.shape[1] > 1 and _is_empty(cache):
+        if x.ndim == 3 and x.shape[1] > 1 and cache is not None and _is_empty(kwargs[cache]):
             shape = x.shape[0], x.shape[1].bit_length()
             if shape in met:
                 return
@@ -72,9 +72,10 @@ def rehearse(layers: List[nn.Module], x: torch.Tensor, given: Dict[str, Any]) ->
     keywords, and for a token after it."""
     from ..runtime.ahead import compiled_ahead  # where there is no Triton nothing is served
 
-    cache = copy.deepcopy(given["past_key_values"])
+    name = _cache_of(given)
+    cache = copy.deepcopy(given[name])
     # one layer's mask may not be another's, and none is as good
-    given = {**given, "past_key_values": cache, "attention_mask": None}
+    given = {**given, name: cache, "attention_mask": None}
     with compiled_ahead():
         for layer in layers:
             layer.forward(x, **given)
@@ -100,7 +101,7 @@ def _of_a_token(layer: nn.Module, x: torch.Tensor, given: dict) -> dict:
         found["position_embeddings"] = tuple(x[..., -1:, :].contiguous() for x in tables)
     if positions is not None:
         found["position_ids"] = positions[..., -1:].contiguous()
-    slots = [getattr(each, "keys", None) for each in given["past_key_values"].layers]
+    slots = [getattr(each, "keys", None) for each in given[_cache_of(given)].layers]
     slots = [keys.shape[2] for keys in slots if isinstance(keys, torch.Tensor)]
     if slots and not any(hasattr(part, "conv1d") for part in layer.children()):
         shape = (x.shape[0], 1, 1, max(slots))
@@ -108,9 +109,14 @@ def _of_a_token(layer: nn.Module, x: torch.Tensor, given: dict) -> dict:
     return found
 
 
+def _cache_of(given: dict) -> Optional[str]:
+    """The keyword that has a static cache, whatever its name."""
+    kinds = ((name, type(value)) for name, value in given.items())
+    return next((n for n, kind in kinds if (kind.__module__, kind.__name__) == STATIC), None)
+
+
 def _is_empty(cache: Any) -> bool:
-    kind = type(cache)
-    if (kind.__module__, kind.__name__) != STATIC or cache.offloading:
+    if cache.offloading:
         return False
     for layer in cache.layers:
         if getattr(layer, "is_initialized", False):

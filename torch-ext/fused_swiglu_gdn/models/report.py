@@ -1,17 +1,40 @@
 """What kernelize did, as a table."""
 
+import logging
 import re
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional, Set
 
-COPIES = "copies of these modules are served too; pickles hold them without the kernels"
+from .releases import TRIED, untried
+
+WAITS = "its own forward, until the model is on a GPU"
+# the kind of a module by a part of our layer's name, and in words
+KINDS = {
+    "SwiGLU": ("mlp", "MLP"),
+    "RMSNorm": ("norm", "norm"),
+    "Attention": ("attention", "attention module"),
+    "DecoderLayer": ("layer", "decoder layer"),
+    "GatedDeltaNet": ("gdn", "Gated DeltaNet layer"),
+    "fused_experts": ("experts", "expert module"),
+    "fused_topk": ("router", "router"),
+    "add_shared": ("block", "block with a shared expert"),
+}
+
+logger = logging.getLogger(__name__)
+_warned: Set[str] = set()  # versions of transformers
 
 
 class Row(NamedTuple):
     module: str  # its path in the model
     kind: str  # its class
     layer: str  # our layer
-    implementation: Optional[str]  # who computes; None if the module is left alone
+    note: Optional[str]  # what else is to be known of one that is served
     reason: Optional[str]  # why it is left alone
+    unknown: bool = False  # the reason is what transformers has made its class
+
+
+def kind_of(row: Row) -> str:
+    """The kind of a row's module, "mlp"; our layer's name where it is of none."""
+    return next((kind for part, (kind, _) in KINDS.items() if part in row.layer), row.layer)
 
 
 class Report:
@@ -28,21 +51,56 @@ class Report:
     def left(self) -> List[Row]:
         return [row for row in self.rows if row.reason is not None]
 
+    @property
+    def untried(self) -> Optional[str]:
+        """What is to be said of a transformers that is newer than those that this build was tested
+        with, if modules are left alone because of what their classes are; None elsewhere."""
+        version, unknown = untried(), [row for row in self.rows if row.unknown]
+        if version is None or not unknown:
+            return None
+        kinds = {kind_of(row) for row in unknown}
+        *first, last = [
+            name + "s"[: len(unknown) > 1] for kind, name in KINDS.values() if kind in kinds
+        ]
+        names = f"{', '.join(first)} and {last}" if first else last
+        return (
+            f"transformers {version} is newer than this build was tested with "
+            f"({' to '.join(TRIED)}): {len(unknown)} {names} "
+            f"{'is' if len(unknown) == 1 else 'are'} left alone; results stay right"
+        )
+
+    def warn_once(self) -> "Report":
+        """Itself; logs what is to be said of a newer transformers, once in a process."""
+        said = self.untried
+        if said is not None and untried() not in _warned:
+            _warned.add(untried())
+            logger.warning("%s", said)
+        return self
+
     def __str__(self) -> str:
-        head = f"{len(self.served)} modules served, {len(self.left)} left alone"
         if not self.rows:
-            return "no MLP, Gated DeltaNet layer or experts found: nothing to serve"
+            return NOTHING
+        waiting = sum(row.note == WAITS for row in self.served)
+        head = f"{len(self.served)} modules served, {len(self.left)} left alone"
+        if waiting:
+            head += f"; {waiting} of the served wait for the model to be moved to a GPU"
         groups: Dict[tuple, int] = {}
         for row in self.rows:
-            key = (re.sub(r"\.\d+(?=\.|$)", ".*", row.module) or "(the model)", *row[1:])
+            key = (re.sub(r"\.\d+(?=\.|$)", ".*", row.module) or "(the model)", *row[1:5])
             groups[key] = groups.get(key, 0) + 1
-        table = [("module", "", "class", "layer", "served by")]
-        for (module, kind, layer, implementation, reason), count in groups.items():
-            by = implementation if reason is None else f"left alone: {reason}"
-            table.append((module, f"x{count}", kind, layer if reason is None else "-", by))
-        return "\n".join([head, aligned(table), *([COPIES] if self.served else [])])
+        table = [("module", "", "class", "layer", "note")]
+        for (module, kind, layer, note, reason), count in groups.items():
+            remark = note or "" if reason is None else f"left alone: {reason}"
+            table.append((module, f"x{count}", kind, layer if reason is None else "-", remark))
+        return "\n".join([*filter(None, (self.untried,)), head, aligned(table)])
 
     __repr__ = __str__
+
+
+NOTHING = (
+    "nothing to serve: no MLP with a gate (down(act(gate(x)) * up(x))), RMS norm, attention module "
+    "or layer of a decoder, Gated DeltaNet layer or mixture of experts was found"
+)
 
 
 def aligned(table) -> str:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from .. import layers
-from ..layers.own_code import uncheckpointed
+from ..layers.own_code import CHECKPOINTS, peeled
 from ..runtime import device, dispatch
 
 PACKAGE = __name__.rsplit(".", 2)[0]
@@ -72,7 +72,7 @@ def _served_class(own: type, layer: str, forward: Callable, replay_rows: int) ->
         "__qualname__": own.__qualname__,
     }
     made = type(own)(own.__name__, (Served, own), members)
-    if uncheckpointed(own.forward) is not own.forward:
+    if CHECKPOINTS in peeled(own.forward).wrappers:
         # checkpointing is around the forward of the outermost class: transformers puts it there
         super(own, own).__init_subclass__.__func__(made)
     return made
@@ -86,6 +86,11 @@ def own_class(module: nn.Module) -> type:
 
 def is_served(module: nn.Module) -> bool:
     return type(module).__bases__[0] is Served
+
+
+def is_of_transformers(module: nn.Module) -> bool:
+    """Whether transformers itself has the module's class."""
+    return own_class(module).__module__.split(".")[0] == "transformers"
 
 
 def serve(module: nn.Module, layer: str, forward: Callable, replay_rows: int = 0) -> None:

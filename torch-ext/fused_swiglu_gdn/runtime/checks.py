@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import math
-from typing import Callable, Dict, Optional, Sequence
+from typing import Callable, Dict, Iterable, Optional, Sequence
 
 import torch
 
@@ -76,10 +76,9 @@ def has_shape(name: str, x: object, dims: str, sizes: Dict[str, int]) -> None:
     ):
         sizes.update(zip(names, shape))
         return
-    expected = [str(sizes[dim]) if dim in sizes else dim for dim in names]
-    raise ValueError(
-        f"{name} must have shape [{', '.join(names)}] = [{', '.join(expected)}], got {list(shape)}"
-    )
+    expected = [str(sizes.get(dim, dim)) for dim in names]
+    known = "" if expected == names else f" = [{', '.join(expected)}]"
+    raise ValueError(f"{name} must have shape [{', '.join(names)}]{known}, got {list(shape)}")
 
 
 def has_shape_of(name: str, x: object, first: str, y: torch.Tensor) -> None:
@@ -137,6 +136,13 @@ def is_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
+def are_words(name: str, words: object, known: Iterable[str]) -> None:
+    """A list, tuple or set of words that are known."""
+    listed = isinstance(words, (list, tuple, set, frozenset))
+    if not listed or not all(isinstance(word, str) and word in known for word in words):
+        raise ValueError(f"{name} must be a list of {', '.join(map(repr, known))}, got {words!r}")
+
+
 def are_flags(**values: object) -> None:
     """Truth values; 0, 1 and None pass for them. Anything else is an argument in a wrong place."""
     for name, value in values.items():
@@ -151,6 +157,11 @@ def is_number(name: str, value: object, least: str = "", or_none: str = "") -> N
     enough = {"positive": value > 0, "non-negative": value >= 0}
     if not enough.get(least, True) or not -math.inf < value < math.inf:  # as torch.compile traces
         raise ValueError(f"{name} must be {least + ' and ' if least else ''}finite, got {value}")
+
+
+def between(least: int, most: int) -> str:
+    """Both ends of a range in words, or its one number."""
+    return f"{least} to {most}" if least != most else str(least)
 
 
 def is_cu_seqlens(name: str, cu_seqlens: object, like: torch.Tensor) -> None:

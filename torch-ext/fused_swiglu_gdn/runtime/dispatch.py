@@ -1,7 +1,7 @@
 """THE choice of implementation.
 
 A family is an operation and a module, "gdn.chunk". Its kernels, `gdn/<folder>/chunk.py`, export a
-launcher `<operation>` and `supports_<operation>` with the same arguments. The first folder below
+launcher `<operation>` and `supports_<operation>` with the same arguments. The first of FOLDERS
 that is for the device and whose `supports_...` says yes serves the call; if none does, the
 plain-torch reference serves. Kernel modules are imported here alone, and only when a device of
 theirs is met, so the package loads without Triton or with an old one.
@@ -20,8 +20,14 @@ from . import device
 
 logger = logging.getLogger(__name__)
 
-# folder, and the least CUDA capability it is for. AMD GPUs are served by portable alone.
-FOLDERS: Tuple[Tuple[str, Tuple[int, int]], ...] = (("hopper", (9, 0)), ("portable", (8, 0)))
+# kernels, the least CUDA capability that they are for, and the first that they are not for; AMD
+# GPUs are served by portable alone
+FOLDERS: Tuple[Tuple[str, Tuple[int, int], Tuple[int, int]], ...] = (
+    ("hopper", (9, 0), (10, 0)),
+    ("tma", (10, 0), (99, 0)),
+    ("portable", (8, 0), (99, 0)),
+)
+TMA = ("swiglu",)  # rooms whose hopper/ needs tensor descriptors only, as later chips have them
 
 
 _PACKAGE = __package__.rpartition(".")[0]
@@ -34,6 +40,8 @@ _thread = threading.local()  # .decision: what hand_over keeps for the body of a
 def _module(folder: str, family: str):
     """The kernel module, or None where there is none or this Triton cannot load it."""
     room, module = family.split(".")
+    if folder == "tma":
+        return _module("hopper", family) if room in TMA else None
     name = f"{_PACKAGE}.{room}.{folder}.{module}"
     try:
         return importlib.import_module(name)
@@ -56,7 +64,7 @@ def _folders(device_type: str, index: Optional[int]) -> Tuple[str, ...]:
     capability = device.capability(index)
     if capability is None:
         return ("portable",)
-    served = tuple(folder for folder, least in FOLDERS if capability >= least)
+    served = tuple(folder for folder, least, end in FOLDERS if least <= capability < end)
     if not served:
         logger.warning("compute capability %d.%d is below 8.0: served by plain torch", *capability)
     return served

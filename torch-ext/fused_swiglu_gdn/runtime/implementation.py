@@ -1,4 +1,4 @@
-"""Who serves a call."""
+"""Which implementation serves a call."""
 
 from typing import Callable
 
@@ -6,10 +6,13 @@ from . import dispatch
 
 
 def implementation_of(function: Callable, *args, **kwargs) -> str:
-    """Runs function(*args, **kwargs), one of this package's, and tells who served it.
+    """Runs function(*args, **kwargs), one of this package's, and names what served it.
 
     Returns:
-        "hopper", "portable" or "reference"; several, joined by "+", if kernels shared the call.
+        "hopper": kernels for Hopper GPUs (compute capability 9.0);
+        "tma": those of them that need no more than tensor descriptors, on later GPUs;
+        "portable": kernels for all GPUs; "reference": plain torch.
+        Several, joined by "+", if they shared the call.
 
     Raises:
         TypeError: function cannot be called; and whatever it raises itself.

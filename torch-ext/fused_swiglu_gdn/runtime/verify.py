@@ -36,6 +36,14 @@ def verify(expected: Optional[str] = None) -> str:
         RuntimeError: a file is changed, missing or extra, a folder is a link, a link leads nowhere,
             byte code is not that of its source file, the build's digest is another than `expected`,
             or this is no build (a source tree has no metadata.json).
+
+    Example:
+        >>> try:
+        ...     noted = verify()  # to be kept apart from the build, for verify(noted) later
+        ... except RuntimeError as error:  # whatever was loaded is not what was built
+        ...     noted = str(error)
+        >>> noted.startswith(("sha256:", "the build in"))
+        True
     """
     if expected is not None and not isinstance(expected, str):
         raise TypeError(
@@ -71,7 +79,7 @@ def _recorded(root: Path) -> dict:
         problem = f"unknown digest algorithm {digest['algorithm']}"
     except FileNotFoundError:
         problem = "no metadata.json: a source tree, not a build"
-    except (ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         problem = "metadata.json cannot be read or holds no digest"
     raise RuntimeError(f"the build in {root} cannot be verified: {problem}")
 
@@ -132,10 +140,10 @@ def _is_compiled_from(source: Path) -> bool:
                 source.read_bytes(), str(source), "exec",
                 dont_inherit=True, optimize=int(optimization or 0),
             )  # fmt: skip
-        except (EOFError, TypeError, ValueError, SyntaxError):
-            return False
-        if code != compiled or len(set(_file_names(code))) != 1:
-            return False
+            if code != compiled or len(set(_file_names(code))) != 1:
+                return False
+        except (EOFError, TypeError, ValueError, SyntaxError, RecursionError, MemoryError):
+            return False  # the last two: nested too deeply
     return True
 
 

@@ -5,6 +5,7 @@ from typing import Optional
 
 from torch import Tensor
 
+from ..runtime.activations import SAME
 from ..runtime.cache import CallCache, undisturbed
 from ..runtime.ops import autocast, dense, shares_memory
 from . import checks, ops, ops_gate
@@ -35,8 +36,8 @@ def fused_swiglu(
             views that need no copy.
         w_up: [N, K], likewise.
         b_gate, b_up: [N] or None; the dtype of x.
-        activation: "silu", "gelu_tanh" (or "gelu_pytorch_tanh"), "relu"; "gelu", by erf, for which
-            there is no kernel: plain torch computes it.
+        activation: "silu" (or "swish"), "gelu_tanh" (or "gelu_pytorch_tanh"), "relu"; "gelu", by
+            erf, for which there is no kernel: plain torch computes it.
 
     Returns:
         [..., N], the dtype of x (of autocast, where that is on).
@@ -59,7 +60,7 @@ def fused_swiglu(
     given = tensors
     x, w_gate, w_up, b_gate, b_up = tensors = autocast(*given)
     checks.fused_swiglu(*tensors, activation)
-    activation = checks.SAME.get(activation, activation)
+    activation = SAME.get(activation, activation)
     b_gate, b_up = dense(b_gate), dense(b_up)
     rows, tensors = _rows(x), (x, w_gate, w_up, b_gate, b_up)
     shape = (*x.shape[:-1], w_gate.shape[0])
@@ -95,8 +96,8 @@ def fused_swiglu_mlp(
         x: [..., K]; fp32, bf16 or fp16.
         w_gate, w_up: [N, K]; w_down: [O, N]; the dtype of x.
         b_gate, b_up: [N] or None; b_down: [O] or None; the dtype of x.
-        activation: "silu", "gelu_tanh" (or "gelu_pytorch_tanh"), "relu"; "gelu", by erf, for which
-            there is no kernel: plain torch computes it.
+        activation: "silu" (or "swish"), "gelu_tanh" (or "gelu_pytorch_tanh"), "relu"; "gelu", by
+            erf, for which there is no kernel: plain torch computes it.
         recompute: for training: save only x for the backward pass and recompute the gate and up
             projections there (about 1/8 of the activation memory at Llama's sizes).
         keep_z: for training: also save fused_swiglu's result instead of recomputing it.
@@ -126,7 +127,7 @@ def fused_swiglu_mlp(
         ]
     w_gate, w_up, w_down = weights
     checks.fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation)
-    activation = checks.SAME.get(activation, activation)
+    activation = SAME.get(activation, activation)
     biases = map(dense, (b_gate, b_up, b_down))
     args = (_rows(x), w_gate, w_up, w_down, *biases, activation, *modes)
     y = ops.swiglu_mlp(*args)
@@ -161,7 +162,7 @@ def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
     if serve is not None:
         return serve(gate, up)
     checks.silu_mul(gate, up, activation)
-    activation = checks.SAME.get(activation, activation)
+    activation = SAME.get(activation, activation)
     rows = _rows(gate), _rows(up)
     if undisturbed() and all(map(shares_memory, rows, tensors)):
         _gates.keep(tensors, options, ops_gate.plan_silu_mul(*rows, activation, gate.shape))

@@ -4,6 +4,7 @@ from typing import Tuple
 
 import torch
 
+from ..runtime.activations import OF_SWIGLU
 from ..runtime.checks import (
     agrees,
     are_flags,
@@ -14,11 +15,6 @@ from ..runtime.checks import (
     is_tensor,
     remembered,
 )
-
-ACTIVATIONS = ("silu", "gelu_tanh", "relu")
-# by transformers' names: one that is an alias, and one that plain torch computes, by erf
-SAME = {"gelu_pytorch_tanh": "gelu_tanh"}
-BY_TORCH = ("gelu",)
 
 
 @remembered
@@ -33,7 +29,7 @@ def fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> None:
     _biases((("b_gate", b_gate), ("b_up", b_up)), "N", sizes)
     for name, y in (("w_gate", w_gate), ("w_up", w_up), ("b_gate", b_gate), ("b_up", b_up)):
         agrees(name, y, "x", x)
-    is_one_of("activation", activation, (*ACTIVATIONS, *BY_TORCH, *SAME))
+    is_one_of("activation", activation, OF_SWIGLU)
 
 
 @remembered
@@ -52,7 +48,7 @@ def silu_mul(gate, up, activation) -> None:
     is_floating("gate", gate)
     has_shape_of("up", up, "gate", gate)
     agrees("up", up, "gate", gate)
-    is_one_of("activation", activation, (*ACTIVATIONS, *BY_TORCH, *SAME))
+    is_one_of("activation", activation, OF_SWIGLU)
 
 
 def _biases(named, dim: str, sizes) -> None:

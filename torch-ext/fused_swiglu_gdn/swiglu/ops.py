@@ -5,10 +5,10 @@ from typing import Optional
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..runtime.activations import BY_TORCH
 from ..runtime.ops import operator, plan, run, serve
 from . import ops_train as training
 from . import reference
-from .checks import BY_TORCH
 from .ops_mlp import into_main_grad, swiglu_mlp_train
 
 FORWARD = ("swiglu.forward", "swiglu_fwd")

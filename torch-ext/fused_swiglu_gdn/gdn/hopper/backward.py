@@ -24,7 +24,7 @@ from ..portable.backward_gates import Gates
 from ..portable.primitives import kv_strides
 from .gradient import gdn_gradient_kernel
 from .gradient_states import gdn_states_kernel
-from .plan import CAP, HEAD_DIM, REGISTERS, Prepare, block_map, has_wgmma, reads_by_tma, token_map
+from .plan import CAP, HEAD_DIM, REGISTERS, Prepare, block_map, reads_by_tma, token_map
 
 # Registers of the gradient kernel's 12 warps: of the keys' (the queries' get as many), of those
 # that load or have little to do; and the cap at launch
@@ -34,7 +34,7 @@ KEY_REGISTERS, FEW_REGISTERS, GRADIENT_CAP = 232, 40, 168
 def supports_gdn_chunk_bwd(call: GdnCall, gradient: Optional[GdnGradient] = None) -> bool:
     """Half precision, K = V = 128; layouts are the launcher's to mend."""
     return (
-        has_wgmma(call.device)
+        device.has_wgmma(call.device)
         and call.q.dtype in HALF
         and call.q.dtype == call.k.dtype == call.v.dtype
         and call.K == call.V == HEAD_DIM

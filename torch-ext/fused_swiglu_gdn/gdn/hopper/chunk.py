@@ -14,9 +14,9 @@ from ...runtime.dtypes import HALF
 from ...runtime.launch import aligned
 from ...runtime.workspace import Workspace
 from ..call import GdnCall
-from ..portable import prepare as common
+from ..portable import prepare as portable
 from .backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
-from .plan import HEAD_DIM, Prepare, Scan, has_wgmma, reads_by_tma
+from .plan import HEAD_DIM, Prepare, Scan, reads_by_tma
 
 
 def _dense_heads(state: Optional[torch.Tensor]) -> bool:
@@ -27,7 +27,7 @@ def _dense_heads(state: Optional[torch.Tensor]) -> bool:
 def supports_gdn_chunk_fwd(call: GdnCall) -> bool:
     """Half precision, K = V = 128, at least one token, tensors that the copy engine can address."""
     return (
-        has_wgmma(call.device)
+        device.has_wgmma(call.device)
         and call.q.dtype in HALF
         and call.q.dtype == call.k.dtype == call.v.dtype
         and call.K == call.V == HEAD_DIM
@@ -72,7 +72,7 @@ class _Chunked:
 
     def __init__(self, call: GdnCall):
         own = Prepare.serves(call)
-        self.prepare = Prepare(call) if own else common.Prepare(call)
+        self.prepare = Prepare(call) if own else portable.Prepare(call)
         self.scan, self.saves = Scan(call), call.options.save_blocks
         self.workspace = None
         if own and not self.saves:

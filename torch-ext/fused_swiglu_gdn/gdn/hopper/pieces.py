@@ -18,7 +18,7 @@ from ...runtime.cache import CallCache
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch
 from ..call import GdnCall, GdnGradient
-from ..portable import prepare as common
+from ..portable import prepare as portable
 from ..portable.backward import near
 from ..portable.primitives import kv_strides
 from .backward import supports_gdn_chunk_bwd
@@ -72,7 +72,7 @@ class _Pieces:
 
     def __init__(self, call: GdnCall, with_m: bool):
         k, v, T, HV, units = call.k, call.v, call.T, call.HV, call.rows * call.HV
-        self.prepare = Prepare(call) if Prepare.serves(call) else common.Prepare(call)
+        self.prepare = Prepare(call) if Prepare.serves(call) else portable.Prepare(call)
         self.scan = Scan(call, behind_prepare=False)
         self.summary = Launch(
             gdn_summary_kernel,
@@ -119,7 +119,7 @@ class _Entry:
 
     def __init__(self, call: GdnCall, do: Tensor, d_final: Optional[Tensor]):
         q, k, T, HV, v_first = call.q, call.k, call.T, call.HV, call.options.state_v_first
-        self.prepare = Prepare(call) if Prepare.serves(call) else common.Prepare(call)
+        self.prepare = Prepare(call) if Prepare.serves(call) else portable.Prepare(call)
         d_initial = torch.empty_like(call.initial_state, device="meta")
         packed, block = call.cu_seqlens is not None, block_map(call.rows * HV, q.dtype)
         tokens = token_map(do.shape, do.stride(), do.dtype, 64, packed)

@@ -11,7 +11,7 @@ from typing import Optional, Tuple, Union
 
 import torch
 
-from ...runtime.device import capability, is_gpu, multiprocessor_count
+from ...runtime import device
 from ...runtime.dtypes import HALF
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch, steps
@@ -24,7 +24,7 @@ from .prepare import gdn_prepare_fwd_kernel
 from .scan import gdn_scan_fwd_kernel
 
 HEAD_DIM = 128
-MIN_SEGMENT_TOKENS = 1024  # gdn_place.MIN_SEGMENT chunks
+MIN_SEGMENT_TOKENS = 1024  # scheduler.MIN_SEGMENT chunks
 
 # One of so few sequences with so many tokens may be longer than the rest together: its chunks
 # follow each other faster with one state warpgroup a CTA. Whether it is is seen on the device.
@@ -35,11 +35,6 @@ REGISTERS = {1: (0, 32), 2: (240, 24)}
 CAP = {1: 136, 2: 168}
 # Registers of a thread of prepare by its warps: 16 and 12 warps a multiprocessor
 PREPARE_CAP = {4: 128, 2: 168, 1: 255}
-
-
-def has_wgmma(device: torch.device) -> bool:
-    """Only Hopper has; its successors are served by the folders after this one."""
-    return not is_gpu(device) or capability(device.index)[0] == 9
 
 
 def reads_by_tma(x: torch.Tensor) -> bool:
@@ -104,7 +99,7 @@ class Prepare:
         """Keys of norm 1, whose products fp16 holds, and what supports_gdn_chunk_fwd asks of q and
         k. Other calls are for the portable kernel."""
         return (
-            has_wgmma(call.device)
+            device.has_wgmma(call.device)
             and call.options.use_qk_l2norm
             and call.q.dtype in HALF
             and call.q.dtype == call.k.dtype
@@ -154,8 +149,8 @@ class Scan:
         """behind_prepare: nothing is launched between prepare and this, so it may begin before
         that has ended."""
         q, k, v, T, K, HV, N = call.q, call.k, call.v, call.T, call.K, call.HV, call.N
-        packed, device, options = call.cu_seqlens is not None, v.device, call.options
-        self.split, slots = _segments(N, T, HV, packed, device)
+        packed, where, options = call.cu_seqlens is not None, v.device, call.options
+        self.split, slots = _segments(N, T, HV, packed, where)
         self.warm = slots * HV if self.split > 1 else 0
         self.like_v = torch.empty_like(v).is_contiguous()
         in_place, state_v_first = call.state_indices is not None, options.state_v_first
@@ -165,7 +160,7 @@ class Scan:
             self.final = ((N, HV, K, K), state)
         if checkpoint_every:
             self.checkpoints = ((call.B * (T // checkpoint_every), HV, K, K), state)
-        W = 1 if 2 * slots * HV <= multiprocessor_count(device.index) else 2
+        W = 1 if 2 * slots * HV <= device.multiprocessor_count(where.index) else 2
         by_lengths = W == 2 and packed and 1 < N <= FEW_SEQUENCES and T >= LONG
         if checkpoint_every and not state_v_first:
             W = 1  # the addresses of a [K, V] state are more than two warpgroups have registers for
@@ -187,7 +182,7 @@ class Scan:
             return Launch(
                 gdn_scan_fwd_kernel,
                 programs,
-                device,
+                where,
                 maps=maps,
                 numbers=(*numbers, transition),
                 constexprs=(in_place, W, state_v_first, *REGISTERS[W], by_lengths > transition),
@@ -203,7 +198,7 @@ class Scan:
             self.carry = Launch(
                 gdn_carry_kernel,
                 (HV * HEAD_DIM // 16, N),
-                device,
+                where,
                 numbers=(T, HV, N, self.split, slots, pool_step),
                 constexprs=(in_place and state_v_first, *sizes, EXACT_FP32),
                 options=(("num_warps", 4), ("launch_pdl", True)),  # few registers: fits beside it
@@ -239,12 +234,12 @@ class Scan:
         return o, final, checkpoints
 
 
-def _segments(N: int, T: int, HV: int, packed: bool, device: torch.device) -> Tuple[int, int]:
+def _segments(N: int, T: int, HV: int, packed: bool, where: torch.device) -> Tuple[int, int]:
     """(the most segments of a sequence, slots for all segments of the batch): scheduler.py.
 
     A sequence is cut into as many parts as one alone needs to fill the GPU with 64 columns a CTA.
     """
-    split = min(multiprocessor_count(device.index) // (2 * HV), T // MIN_SEGMENT_TOKENS)
+    split = min(device.multiprocessor_count(where.index) // (2 * HV), T // MIN_SEGMENT_TOKENS)
     if split <= 1 or T < FEWEST * MIN_SEGMENT_TOKENS:
         return 1, N
     return split, min(N * split, N + T // MIN_SEGMENT_TOKENS) if packed else N * split

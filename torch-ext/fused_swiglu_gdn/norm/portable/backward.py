@@ -166,13 +166,24 @@ class _Plan(NamedTuple):
     sum: Launch
 
 
+def _stages(config: dict, width: int, weight: int) -> int:
+    """Of the loop over tiles: each but one has a tile of all that is read in shared memory."""
+    tile, shared = config["BLOCK_M"] * config["BLOCK_D"], config["shared"]
+    most = min(config["STAGES"], max(1, shared // (width * tile)))  # as tuned
+    read = width + weight if config["BLOCK_D"] > HELD.value else width
+    return min(most, 1 + shared // (read * tile))
+
+
 @functools.lru_cache(maxsize=1024, typed=True)
-def _plan(where: torch.device, M: int, D: int, rows: tuple, offset: float, width: int) -> _Plan:
-    """rows: as layout has them; width: bytes of a column of all that is read of a row."""
+def _plan(
+    where: torch.device, M: int, D: int, rows: tuple, offset: float, width: int, weight: int
+) -> _Plan:
+    """rows: as layout has them; width: bytes of a column of all that is read of a row; weight:
+    bytes of an element of it, or 0."""
     config = blocks("portable_rms_norm_bwd", where, M, D)
     tiles = triton.cdiv(M, config["BLOCK_M"])
-    buffers = config.pop("shared") // (width * config["BLOCK_M"] * config["BLOCK_D"])
-    config["STAGES"] = min(config["STAGES"], max(1, buffers))
+    config["STAGES"] = _stages(config, width, weight)
+    del config["shared"]
     processors = device.multiprocessor_count(where.index) if device.is_gpu(where) else 1
     programs = min(tiles, config.pop("per_processor") * processors)
     constexprs, options = named(_rms_norm_bwd_kernel, D=D, **config)
@@ -213,7 +224,8 @@ def rms_norm_bwd(
     x, dy, dtotal = map(readable, (x, dy, dtotal))
     weight = weight if weight is None else weight.contiguous()
     width = sum([t.element_size() for t in (x, dy, dtotal) if t is not None])
-    plan = _plan(x.device, M, D, layout(x, dy, dtotal), offset, width)
+    weight_size = 0 if weight is None else weight.element_size()
+    plan = _plan(x.device, M, D, layout(x, dy, dtotal), offset, width, weight_size)
     means = parts = dweight = None
     if plan.means is not None:
         means = torch.empty(M, dtype=torch.float32, device=x.device)

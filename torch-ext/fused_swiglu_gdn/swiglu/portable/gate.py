@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ...runtime.activations import BY_KERNELS
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
 from ...runtime.primitives import activate, activate_with_slope
@@ -14,7 +15,7 @@ BLOCK = 1024
 
 
 def supports_silu_mul_fwd(gate, up, activation) -> bool:
-    return gate.dtype in SERVED and activation in ("silu", "gelu_tanh", "relu")
+    return gate.dtype in SERVED and activation in BY_KERNELS
 
 
 def supports_silu_mul_bwd(gate, up, *rest) -> bool:

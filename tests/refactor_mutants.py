@@ -1,0 +1,571 @@
+"""Mutated refactors: cases of refactor_forms.py with one operator, constant, argument or part
+changed, and traps that a recogniser which follows helpers, wrappers and arguments may fall into."""
+
+import ast
+import copy
+import random
+import sys
+from typing import Callable, Dict, Iterator
+
+import mutants as single
+import refactor_cases as cases
+import refactor_forms as forms
+import torch
+from refactor_forms import (
+    LOGGER,
+    WRAPPERS,
+    expression,
+    names_of,
+    need,
+    one_expression,
+    put_first,
+    put_in_init,
+    rename_arguments,
+    statements,
+    updates,
+    whole,
+)  # fmt: skip
+
+OTHER = 1e-3  # a mutant differs from the original by more, relative to the largest value
+TRIES = 6  # places that are tried for each mutant that is wanted
+TRAPS: Dict[str, Callable] = {}
+
+
+class Change(single.Mutation):
+    """Changes the n-th place of a class and its helpers; arguments and parts may be swapped."""
+
+    def __init__(self, n: int, parts: dict):
+        super().__init__(n)
+        self.parts = parts
+
+    def visit_FunctionDef(self, node):
+        if node.name not in ("__init__", "extra_repr"):
+            node.body = [self.visit(statement) for statement in node.body]
+        return node
+
+    def visit_ClassDef(self, node):
+        node.body = [self.visit(statement) for statement in node.body]
+        return node
+
+    def visit_AnnAssign(self, node):
+        if node.value is not None:
+            node.value = self.visit(node.value)
+        return node
+
+    def visit_Call(self, node):
+        node = super().visit_Call(node)
+        if isinstance(node, ast.Call) and self.what is None and len(node.args) > 1:
+            if not any(isinstance(a, ast.Starred) for a in node.args[:2]):
+                if self.hit(node, "first arguments swapped"):
+                    node.args[:2] = node.args[1::-1]
+        return node
+
+    def visit_Tuple(self, node):
+        self.generic_visit(node)
+        if len(node.elts) > 1 and self.hit(node, "elements swapped"):
+            node.elts[:2] = node.elts[1::-1]
+        return node
+
+    def visit_Attribute(self, node):
+        self.generic_visit(node)
+        other = self.parts.get(node.attr)
+        if other and self.hit(node, f"{other} instead"):
+            node.attr = other
+        return node
+
+    def visit_IfExp(self, node):
+        self.generic_visit(node)
+        return node.orelse if self.hit(node, "the other value") else node
+
+
+def others(unit) -> dict:
+    """{part: the next one of its class} of a module, by their names in the unit."""
+    module, groups = unit.subject.module, {}
+    for name, part in [*module._modules.items(), *module._parameters.items()]:
+        groups.setdefault(type(part), []).append(unit.attributes.get(name, name))
+    return {a: b for names in groups.values() for a, b in zip(names, names[1:] + names[:1])
+            if a != b}  # fmt: skip
+
+
+def differs(module, unit) -> bool:
+    """It runs, and gives something else than the original."""
+    subject = unit.subject
+    half = torch.bfloat16 if subject.kind in cases.IN_HALF else torch.float64
+    try:
+        found = cases.run(copy.deepcopy(module), subject, torch.float64, unit)
+        cases.run(copy.deepcopy(module).to(half), subject, half, unit)
+    except Exception:
+        return False
+    return cases.difference(found, subject.outputs) > OTHER
+
+
+def changes(unit) -> int:
+    """How many places there are."""
+    change = Change(-1, others(unit))
+    for node in copy.deepcopy([*unit.before, unit.cls]):
+        change.visit(node)
+    return change.count
+
+
+def mutated(refactor: str, subject, n: int):
+    """(unit, what was changed) of a refactor with its n-th place changed."""
+    unit = forms.apply(refactor, cases.Unit(subject))
+    change = Change(n, others(unit))
+    unit.before = [change.visit(node) for node in unit.before]
+    unit.cls = change.visit(unit.cls)
+    return unit, change.what
+
+
+def mutants(refactor: str, subject, count: int, user: bool = False) -> Iterator[tuple]:
+    """(label, unit, module) of `count` mutants of a refactor, drawn from all its places."""
+    if not count:
+        return
+    places = changes(forms.apply(refactor, cases.Unit(subject)))
+    order = random.Random(f"{subject.name} {refactor}").sample(range(places), places)
+    found = 0
+    for n in order[: TRIES * count]:
+        unit, _ = mutated(refactor, subject, n)
+        module = built(unit, user)
+        if module is not None:
+            yield f"{n}", unit, module
+            found += 1
+        if found == count:
+            return
+
+
+def built(unit, user: bool):
+    """The module of a unit, if it gives other outputs than the original."""
+    cls = None
+    try:
+        cls = cases.load(unit, user=user)
+        module = cases.build(cls, unit)
+        if differs(module, unit):
+            return module
+    except Exception:
+        pass
+    if cls is not None:
+        cases.forget(cls)
+    return None
+
+
+# ---------------------------------------------------------------------------- traps
+
+
+def trap(function=None, *, kinds=None, name=None):
+    def keep(function):
+        function.kinds = kinds
+        TRAPS[name or function.__name__] = function
+        return function
+
+    return keep if function is None else keep(function)
+
+
+def traps(subject, user: bool = False, names=None) -> Iterator[tuple]:
+    """(label, unit, module) of every trap for a class. Some are harmless until the class, or a
+    function that it calls, is patched after kernelize."""
+    for name in TRAPS if names is None else names:
+        function = TRAPS[name]
+        if function.kinds is not None and subject.kind not in function.kinds:
+            continue
+        unit = cases.Unit(subject)
+        try:
+            function(unit)
+            cls = cases.load(unit, user=user)
+        except (forms.Inapplicable, AttributeError, StopIteration):
+            continue
+        try:
+            module = cases.build(cls, unit)
+            cases.run(copy.deepcopy(module), subject, torch.float64, unit)
+        except Exception:
+            cases.forget(cls)
+            continue
+        yield name, unit, module
+
+
+WITH_CACHE = ("attention", "layer", "gdn")
+CHANGING = {
+    "wrapper_doubles_the_input":
+        "args = (args[0], *(x * 2 for x in args[1:2]), *args[2:])\n"
+        "        kwargs = {n: v * 2 if n == 'hidden_states' else v for n, v in kwargs.items()}",
+    "wrapper_drops_the_mask": "kwargs['attention_mask'] = None",
+    "wrapper_drops_the_cache": "kwargs['past_key_values'] = None",
+    "wrapper_pops_the_mask": "kwargs.pop('attention_mask', None)",
+    "wrapper_halves_some_batches":
+        "args = tuple(a / 2 if isinstance(a, torch.Tensor) and a.is_floating_point() else a\n"
+        "                     for a in args)",
+}  # fmt: skip
+AFTERWARDS = {
+    "wrapper_doubles_the_output": "result[0] * 2, *result[1:]",
+    "wrapper_negates_in_evaluation": "-result[0], *result[1:]",
+}
+
+
+def _register_wrappers():
+    plain = WRAPPERS["pass_through"]
+    for name, text in CHANGING.items():
+
+        def before(unit, text=text):
+            body = f"{text}\n        return function(*args, **kwargs)"
+            unit.before += statements(plain.replace("return function(*args, **kwargs)", body))
+            unit.forward.decorator_list.insert(0, expression("traced"))
+
+        trap(before, name=name)
+    for name, text in AFTERWARDS.items():
+
+        def after(unit, text=text):
+            body = (
+                "result = function(*args, **kwargs)\n"
+                "        if isinstance(result, tuple):\n"
+                f"            return ({text})\n"
+                f"        return ({text})[0] if False else {text.split(',')[0].replace('[0]', '')}"
+            )
+            unit.before += statements(plain.replace("return function(*args, **kwargs)", body))
+            unit.forward.decorator_list.insert(0, expression("traced"))
+
+        trap(after, name=name)
+
+
+_register_wrappers()
+
+
+def returned(unit, value: str) -> str:
+    """A return of `value` as the kind of module returns it."""
+    return f"return {value}, None" if unit.subject.kind == "attention" else f"return {value}"
+
+
+FIRST = {
+    "shape_check_that_returns": "if _x_.shape[0] == 1:\n    _return_",
+    "size_check_that_returns": "if _x_.shape[-2] == 3:\n    _return_",
+    "dim_check_that_returns": "if _x_.dim() > 1:\n    _return_",
+    "size_check_that_scales": "if _x_.shape[0] == 1:\n    _x_ = _x_ * 2",
+    "element_check": "if _x_.flatten()[0] > 0:\n    _x_ = _x_ * 2",
+    "assert_with_a_value": "assert (_x_ := _x_ * 2) is not None",
+    "dtype_check_that_scales": "if _x_.dtype == torch.bfloat16:\n    _x_ = _x_ * 2",
+    "scaled_in_evaluation": "if not self.training:\n    _x_ = _x_ * 2",
+    "scaled_without_gradients": "if not torch.is_grad_enabled():\n    _x_ = _x_ * 2",
+    "in_place": "_x_ = _x_.mul(2)\n_x_.add_(1)",
+}
+
+
+def _register_first():
+    for name, text in FIRST.items():
+
+        def first(unit, text=text):
+            x = names_of(unit.forward)[1]
+            need("_return_" not in text or unit.subject.kind != "router")
+            put_first(unit, text.replace("_return_", returned(unit, x)))
+
+        trap(first, name=name)
+
+
+_register_first()
+
+
+@trap
+def log_that_changes_its_argument(unit):
+    unit.before += statements(LOGGER)
+    put_first(unit, "_x_ = _x_ + 0\nlogger.debug('%s', _x_.mul_(2))")
+
+
+@trap
+def a_flag_that_is_set(unit):
+    put_in_init(unit, "self.rescale = True")
+    put_first(unit, "if self.rescale:\n    _x_ = _x_ * 2")
+
+
+@trap
+def a_default_that_scales(unit):
+    forms.add_argument(unit, "scale_by", "2.0")
+    put_first(unit, "_x_ = _x_ * scale_by")
+
+
+@trap
+def a_class_attribute_set_afterwards(unit):
+    unit.cls.body.insert(0, statements("rescale = False")[0])
+    put_first(unit, "if self.rescale:\n    _x_ = _x_ * 2")
+    unit.after = lambda cls: patched(cls, "rescale", True)
+
+
+def patched(owner, name: str, value):
+    """Sets an attribute of a class, or a name of a module; returns what takes it back."""
+    before = vars(owner).get(name, patched)
+
+    def undo():
+        delattr(owner, name) if before is patched else setattr(owner, name, before)
+
+    setattr(owner, name, value)
+    return undo
+
+
+def doubled(function):
+    def double(*args, **kwargs):
+        out = function(*args, **kwargs)
+        return tuple(v * 2 for v in out) if isinstance(out, tuple) else out * 2
+
+    return double
+
+
+def doubled_first(function):
+    def double(*args, **kwargs):
+        out = function(*args, **kwargs)
+        return (out[0] * 2, *out[1:]) if isinstance(out, tuple) else out * 2
+
+    return double
+
+
+@trap
+def method_patched_afterwards(unit):
+    one_expression(unit, "method", 0)
+    unit.after = lambda cls: patched(cls, "_value_of", doubled(cls._value_of))
+
+
+@trap
+def function_patched_afterwards(unit):
+    one_expression(unit, "function", 0)
+
+    def after(cls):
+        home = sys.modules[cls.__module__]
+        return patched(home, "value_of", doubled(home.value_of))
+
+    unit.after = after
+
+
+@trap
+def body_patched_afterwards(unit):
+    whole(unit, "method")
+    unit.after = lambda cls: patched(cls, "_forward_impl", doubled_first(cls._forward_impl))
+
+
+@trap
+def module_function_patched_afterwards(unit):
+    whole(unit, "function")
+
+    def after(cls):
+        home = sys.modules[cls.__module__]
+        return patched(home, "forward_impl", doubled_first(home.forward_impl))
+
+    unit.after = after
+
+
+@trap
+def base_patched_afterwards(unit):
+    forms.super_forward(unit)
+    unit.after = lambda cls: patched(
+        cls.__mro__[1], "forward", doubled_first(cls.__mro__[1].forward)
+    )
+
+
+@trap
+def forward_patched_afterwards(unit):
+    unit.after = lambda cls: patched(cls, "forward", doubled_first(cls.forward))
+
+
+@trap
+def mixin_patched_afterwards(unit):
+    forms.helper_of_a_mixin(unit)
+    unit.after = lambda cls: patched(cls.__mro__[1], "_value_of", doubled(cls.__mro__[1]._value_of))
+
+
+@trap
+def copied_helper_patched_afterwards(unit):
+    forms.helpers_copied(unit)
+    name = next(n.name for n in unit.before if n.name.startswith(("apply_", "rotate_", "torch_")))
+
+    def after(cls):
+        home = sys.modules[cls.__module__]
+        return patched(home, name, doubled(getattr(home, name)))
+
+    unit.after = after
+
+
+@trap
+def wrapped_afterwards(unit):
+    """The wrapper's helper, which does nothing, does something after kernelize."""
+    unit.before += statements("""
+def prepare(x):
+    return x
+
+def traced(function):
+    @functools.wraps(function)
+    def wrapper(self, x=None, *args, **kwargs):
+        if x is not None:
+            return function(self, prepare(x), *args, **kwargs)
+        return function(self, *args, **kwargs)
+    return wrapper
+""")
+    unit.forward.decorator_list.insert(0, expression("traced"))
+
+    def after(cls):
+        return patched(sys.modules[cls.__module__], "prepare", lambda x: x * 2)
+
+    unit.after = after
+
+
+@trap
+def super_with_another_input(unit):
+    forms.super_forward(unit)
+    call = unit.forward.body[-1].value
+    call.args[0] = ast.BinOp(call.args[0], ast.Mult(), ast.Constant(2))
+
+
+@trap
+def super_of_another_class(unit):
+    """The class after it in the MRO changes what super() gives."""
+    forms.super_forward(unit)
+    name = unit.cls.name
+    x = names_of(unit.forward)[1]
+    middle = ast.parse(f"""
+class {name}Middle({name}Base):
+    def forward(self, {x}, *args, **kwargs):
+        return super().forward({x} * 2, *args, **kwargs)
+""").body[0]
+    unit.before.append(middle)
+    unit.cls.bases = [forms.load(middle.name)]
+
+
+@trap(kinds=WITH_CACHE)
+def old_and_new_keyword(unit):
+    """The old name of the cache with None beside the new one."""
+    forms.cache_renamed_deprecated(unit)
+    unit.words = {old: None for old in unit.calls_old.pop().values()}
+
+
+@trap(kinds=WITH_CACHE)
+def old_and_new_keyword_own_decorator(unit):
+    forms.cache_renamed_own_decorator(unit)
+    unit.words = {old: None for old in unit.calls_old.pop().values()}
+
+
+@trap(kinds=WITH_CACHE)
+def old_keyword_without_decorator(unit):
+    """It travels on in kwargs, and the cache stays empty."""
+    rename_arguments(unit, {"past_key_values": "cache", "cache_params": "cache"})
+    for old, new in list(unit.arguments.items()):
+        if new == "cache":
+            unit.arguments.pop(old)
+
+
+@trap(kinds=("attention",))
+def a_word_that_is_popped(unit):
+    """The attention function would read it."""
+    kwargs = unit.forward.args.kwarg
+    need(kwargs)
+    put_first(unit, f"{kwargs.arg}.pop('is_causal', None)")
+    unit.words = {"is_causal": False}
+
+
+@trap(kinds=("attention",))
+def a_word_that_is_read(unit):
+    kwargs = unit.forward.args.kwarg
+    need(kwargs)
+    put_first(unit, f"if {kwargs.arg}.get('double', False):\n    _x_ = _x_ * 2")
+    unit.words = {"double": True}
+
+
+@trap(kinds=("attention",))
+def a_word_that_is_set(unit):
+    kwargs = unit.forward.args.kwarg
+    need(kwargs)
+    put_first(unit, f"{kwargs.arg}['is_causal'] = False")
+
+
+@trap(kinds=("mlp", "norm", "router", "block", "layer", "gdn", "attention"))
+def an_unknown_word_that_counts(unit):
+    if unit.forward.args.kwarg is None:
+        unit.forward.args.kwarg = ast.arg("kwargs")
+    put_first(unit, f"_x_ = _x_ * (1 + len({unit.forward.args.kwarg.arg}))")
+    unit.words = {"something": 1}
+
+
+@trap(kinds=("mlp", "norm", "router", "block"))
+def a_new_argument_that_is_given(unit):
+    forms.add_argument(unit, "scale_by", "None")
+    put_first(unit, "if scale_by is not None:\n    _x_ = _x_ * scale_by")
+    unit.words = {"scale_by": 2.0}
+
+
+@trap(kinds=("mlp", "norm", "router", "block"))
+def an_ignored_argument_that_is_given(unit):
+    """Which changes nothing: to be served, or left alone, but never a TypeError."""
+    forms.add_argument(unit, "output_router_logits", "False")
+    unit.words = {"output_router_logits": True}
+
+
+def _caches(name: str, text: str):
+    def change(unit):
+        for call in updates(unit):
+            for i, value in enumerate(text.split("|")):
+                if value:
+                    new = expression(value)
+                    for n, a in (("_k_", call.args[0]), ("_v_", call.args[1])):
+                        new = forms.substitute(new, n, copy.deepcopy(a))
+                    call.args[i] = new
+
+    trap(change, kinds=("attention",), name=name)
+
+
+_caches("cache_of_another_layer", "||self.layer_idx + 1")
+_caches("cache_of_the_first_layer", "||0 if self.layer_idx else 1")
+_caches("keys_twice", "|_k_|")
+_caches("keys_scaled_for_the_cache", "_k_ * 2||")
+
+
+@trap(kinds=("attention",))
+def keys_of_another_layer(unit):
+    """The cache's keys are those of the first layer, by an attribute of the cache."""
+    forms.each(unit, ast.If, lambda n: n if "update(" not in ast.unparse(n) else ast.If(
+        n.test, [*n.body, *statements("key_states = key_states.flip(2)")], n.orelse
+    ), methods=[unit.forward])  # fmt: skip
+    need("key_states" in ast.unparse(unit.forward))
+
+
+@trap(kinds=("attention", "layer"))
+def tables_swapped(unit):
+    a = unit.forward
+    if unit.subject.kind == "attention":
+        need("cos, sin = position_embeddings" in ast.unparse(a))
+        put_first(unit, "position_embeddings = (position_embeddings[1], position_embeddings[0])")
+    else:
+        put_first(unit, "position_embeddings = position_embeddings[::-1]")
+
+
+@trap(kinds=("attention", "layer", "gdn"))
+def mask_left_out(unit):
+    put_first(unit, "attention_mask = None")
+
+
+@trap(kinds=("layer",))
+def roles_swapped(unit):
+    """Mask and positions change their places in the signature."""
+    forms.rename(unit.forward, {"attention_mask": "position_ids", "position_ids": "attention_mask"})
+
+
+@trap(kinds=("experts",))
+def weights_turned(unit):
+    put_first(unit, "top_k_weights = top_k_weights.flip(-1)")
+
+
+@trap(kinds=("experts",))
+def ids_turned(unit):
+    put_first(unit, "top_k_index = top_k_index.flip(-1)")
+
+
+@trap(kinds=("experts",))
+def weights_not_applied(unit):
+    put_first(unit, "top_k_weights = torch.ones_like(top_k_weights)")
+
+
+@trap(kinds=("router",))
+def router_that_adds_noise_of_its_input(unit):
+    put_first(unit, "_x_ = _x_ + _x_.sum(-1, keepdim=True)")
+
+
+@trap(kinds=("mlp",))
+def parts_swapped_by_new_names(unit):
+    """w1 and w3, after a renaming, change their places."""
+    forms.parts_renamed(unit)
+    names = [n for n in unit.attributes.values() if n in ("w1", "w3", "gate_linear", "up_linear")]
+    need(len(names) == 2)
+    for node in ast.walk(unit.forward):
+        if isinstance(node, ast.Attribute) and node.attr in names:
+            node.attr = names[1 - names.index(node.attr)]

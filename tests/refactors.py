@@ -1,0 +1,324 @@
+"""Is a refactored module still served, and never wrongly?
+
+    python tests/refactors.py [--jobs 2] [--kind mlp ...] [--family llama ...] [--mutants N]
+    python tests/refactors.py --case llama.mlp.temporaries     # its source, and why it is left
+    python tests/refactors.py --json FILE
+
+Classes of transformers' models are rewritten, by the functions of refactor_forms.py, so that they
+compute the same: a case counts only if the modules of the new class, without the package, give the
+outputs of the original's. It is then kernelized, with the package's reference in a kernel's place,
+and either served with these outputs, or left alone with a reason; all else is WRONG. A mutant is a
+case with one operator, constant, argument or part changed, so that it gives other outputs: a served
+one must give the mutant's own. Exits with 1 if one is WRONG.
+"""
+
+import argparse
+import collections
+import contextlib
+import copy
+import json
+import multiprocessing
+import sys
+import time
+import warnings
+from typing import Iterator, List, NamedTuple, Optional
+
+import refactor_cases as cases
+import refactor_forms as forms
+import refactor_mutants
+import torch
+from conftest import load_package, submodule
+
+# Relative to the largest value. What transformers computes in fp32 within a model of fp64 is summed
+# in other orders; 16 bits: a few roundings of the module's own.
+SAME, SAME_IN_HALF = 1e-5, 3e-2
+
+
+class Result(NamedTuple):
+    name: str
+    kind: str
+    state: str  # served, left, WRONG
+    reason: str = ""
+    mutant: bool = False
+
+
+@contextlib.contextmanager
+def everywhere():
+    """The reference serves as a kernel would, also what no kernel serves on a CPU."""
+    dispatch = submodule("runtime.dispatch")
+    has, dispatch.has_kernels = dispatch.has_kernels, lambda *args: True
+    try:
+        with dispatch.force("reference"):
+            yield
+    finally:
+        dispatch.has_kernels = has
+
+
+def run(module, unit, dtype, names=None) -> list:
+    return cases.run(module, unit.subject, dtype, unit, names)
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".split("\n")[0][:150]
+
+
+def is_case(module, unit) -> bool:
+    """Without the package it gives what the original gives, in fp64 and in 16 bits."""
+    subject = unit.subject
+    try:
+        outputs = run(copy.deepcopy(module), unit, torch.float64)
+        half = run(copy.deepcopy(module).bfloat16(), unit, torch.bfloat16)
+    except Exception:
+        return False
+    return (
+        cases.difference(outputs, subject.outputs) <= SAME
+        and cases.difference(half, subject.outputs_in_half) <= SAME_IN_HALF / 3
+    )
+
+
+def wrong(module, unit, dtype, outputs, names=None, factor=1.0) -> Optional[str]:
+    """How a served module differs from `outputs`."""
+    try:
+        found = run(module, unit, dtype, names)
+    except Exception as error:
+        return first_line(error)
+    worst = cases.difference(found, outputs)
+    limit = SAME_IN_HALF if dtype is torch.bfloat16 else SAME
+    if not worst <= limit * factor:
+        return f"differs by {worst:.1e} in {str(dtype)[6:]}"
+    return None
+
+
+def served(module):
+    """(the module served, or None; the reason why it is left alone)."""
+    report = load_package().kernelize(module)
+    rows = [row for row in report.rows if row.module == ""]
+    if not rows:
+        return "it is not recognised as anything"
+    return rows[0].reason
+
+
+def examine(module, unit) -> tuple:
+    """(state, reason) of a case."""
+    subject = unit.subject
+    half = subject.kind in cases.IN_HALF
+    reason = None
+    for dtype in (torch.bfloat16,) if half else (torch.float64, torch.bfloat16):
+        plain = copy.deepcopy(module).to(dtype)
+        twin = copy.deepcopy(plain)
+        with everywhere():
+            try:
+                why = served(twin)
+            except Exception as error:
+                return "WRONG", f"kernelize raises {first_line(error)}"
+            undo = unit.after(type(module)) if unit.after is not None else None
+            try:
+                outputs = run(plain, unit, dtype)
+                bad = wrong(twin, unit, dtype, outputs)
+                for names in unit.calls_old:
+                    words = {old: names.get(new, new) for old, new in unit.arguments.items()}
+                    bad = bad or wrong(twin, unit, dtype, outputs, words)
+            finally:
+                if undo is not None:
+                    undo()
+        if bad:
+            return "WRONG", f"{'served, ' if why is None else 'left alone, '}{bad}"
+        reason = reason or why
+    return ("served", "") if reason is None else ("left", reason)
+
+
+def built(name: str, subject, user: bool):
+    """(unit, module) of a refactor of a class; raises Inapplicable."""
+    unit = forms.apply(name, cases.Unit(subject))
+    cls = cases.load(unit, user=user)
+    try:
+        module = cases.build(cls, unit)
+        module.to(torch.float64)
+    except Exception:
+        cases.forget(cls)
+        raise
+    return unit, module
+
+
+# what a rewriting may run into where it does not apply
+NOT_THIS = (forms.Inapplicable, StopIteration, ValueError, IndexError, AttributeError, KeyError,
+            TypeError, SyntaxError, NameError, RuntimeError)  # fmt: skip
+
+
+def sample(family: str, kind: str, every: int) -> List[Result]:
+    """Every n-th refactor of a class with a mutant of each, and traps."""
+    subject = next(s for s in cases.Model(family).subjects(cases.KINDS) if s.kind == kind)
+    options = parsed(["--refactor", *list(forms.REFACTORS)[::every]])
+    found = list(results_of(subject, options))
+    return found + list(trap_results(subject, options, every))
+
+
+def trap_results(subject, options, every: int = 1) -> Iterator[Result]:
+    names = list(refactor_mutants.TRAPS)[::every]
+    for label, unit, module in refactor_mutants.traps(subject, options.user, names):
+        name = f"{subject.name}.trap~{label}"
+        try:
+            yield Result(name, subject.kind, *examine(module, unit), True)
+        finally:
+            cases.forget(type(module))
+
+
+def results_of(subject, options) -> Iterator[Result]:
+    for refactor in forms.REFACTORS:
+        name = f"{subject.name}.{refactor}"
+        if options.refactor and refactor not in options.refactor:
+            continue
+        try:
+            unit, module = built(refactor, subject, options.user)
+        except NOT_THIS as error:
+            if options.verbose and type(error) is not forms.Inapplicable:
+                print(f"    {name} cannot be made: {first_line(error)}")
+            continue
+        try:
+            if not is_case(module, unit):
+                if options.verbose:
+                    print(f"    {name} is no case: it computes something else")
+                continue
+            if not options.mutants_only:
+                yield Result(name, subject.kind, *examine(module, unit))
+        finally:
+            cases.forget(type(module))
+        for label, unit, module in refactor_mutants.mutants(
+            refactor, subject, options.mutants, options.user
+        ):
+            try:
+                yield Result(f"{name}~{label}", subject.kind, *examine(module, unit), True)
+            finally:
+                cases.forget(type(module))
+    if options.mutants and not options.refactor:
+        yield from trap_results(subject, options)
+
+
+def served_originals(model, kinds) -> Iterator:
+    """Subjects whose original is served; others are no subject of refactors."""
+    for subject in model.subjects(kinds):
+        unit = cases.Unit(subject)
+        cls = cases.load(unit)
+        subject.is_served = examine(copy.deepcopy(subject.module), unit)[0] == "served"
+        cases.forget(cls)
+        if subject.is_served:
+            yield subject
+
+
+def work(arguments) -> List[Result]:
+    family, options = arguments
+    warnings.filterwarnings("ignore")
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    load_package()
+    found = []
+    for subject in served_originals(cases.Model(family), options.kind):
+        found += results_of(subject, options)
+    return found
+
+
+def table(results: List[Result]) -> str:
+    lines = [
+        f"{'kind':10}{'cases':>7}{'served':>8}{'share':>7}{'left':>6}{'WRONG':>7}"
+        f"{'mutants':>10}{'refused':>9}{'same':>6}{'WRONG':>7}"
+    ]
+    for kind in [*cases.KINDS, "all"]:
+        mine = [r for r in results if kind in (r.kind, "all")]
+        counts = collections.Counter((r.mutant, r.state) for r in mine)
+        n, m = (sum(counts[mutant, s] for s in ("served", "left", "WRONG")) for mutant in (0, 1))
+        if not n + m:
+            continue
+        share = counts[False, "served"] / max(n, 1)
+        lines.append(
+            f"{kind:10}{n:7}{counts[False, 'served']:8}{share:7.2f}{counts[False, 'left']:6}"
+            f"{counts[False, 'WRONG']:7}{m:10}{counts[True, 'left']:9}"
+            f"{counts[True, 'served']:6}{counts[True, 'WRONG']:7}"
+        )
+    return "\n".join(lines)
+
+
+def found(name: str, subject, user: bool):
+    """(unit, module) of a case by the rest of its name: REFACTOR, REFACTOR~N or trap~NAME."""
+    refactor, _, mutation = name.partition("~")
+    if refactor == "trap":
+        return next(
+            pair for label, *pair in refactor_mutants.traps(subject, user) if label == mutation
+        )
+    if not mutation:
+        return built(refactor, subject, user)
+    unit, what = refactor_mutants.mutated(refactor, subject, int(mutation))
+    print(f"# mutated: {what}")
+    return unit, refactor_mutants.built(unit, user)
+
+
+def show(options) -> int:
+    """One case: its source and what comes of it."""
+    family, kind, name = options.case.split(".", 2)
+    for subject in cases.Model(family).subjects(cases.KINDS):
+        if subject.name != f"{family}.{kind}":
+            continue
+        unit, module = found(name, subject, options.user)
+        print(unit.source())
+        if "~" not in name and not is_case(module, unit):
+            print("it computes something else: no case")
+        else:
+            print(*examine(module, unit))
+    return 0
+
+
+def parsed(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kind", nargs="+", default=cases.KINDS, choices=cases.KINDS)
+    parser.add_argument("--family", nargs="+", default=cases.FAMILIES)
+    parser.add_argument("--refactor", nargs="+", help="these refactors alone")
+    parser.add_argument("--case", metavar="NAME", help="shows one, e.g. llama.mlp.temporaries")
+    parser.add_argument("--mutants", type=int, default=1, metavar="N", help="N of each refactor")
+    parser.add_argument("--mutants-only", action="store_true")
+    parser.add_argument(
+        "--user", action="store_true", help="the file is a user's, not in transformers"
+    )
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--json", metavar="FILE")
+    parser.add_argument("--quiet", action="store_true", help="the table alone")
+    parser.add_argument("--verbose", action="store_true", help="say which are no cases, too")
+    return parser.parse_args(arguments)
+
+
+def every_result(options) -> Iterator[Result]:
+    tasks = [(family, options) for family in options.family]
+    if options.jobs == 1:
+        for task in tasks:
+            yield from work(task)
+        return
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+        for found in pool.imap(work, tasks):
+            yield from found
+
+
+def main() -> int:
+    options = parsed()
+    warnings.filterwarnings("ignore")
+    load_package()
+    if options.case:
+        return show(options)
+    start, results = time.time(), []
+    for result in every_result(options):
+        results.append(result)
+        if not options.quiet and (not result.mutant or result.state == "WRONG"):
+            print(f"{result.state:7}{result.name:60} {result.reason[:150]}".rstrip(), flush=True)
+    reasons = collections.Counter((r.kind, r.reason) for r in results if not r.mutant and r.reason)
+    print()
+    for (kind, reason), count in reasons.most_common(25 if not options.quiet else 0):
+        print(f"{count:5} {kind:10} {reason[:150]}")
+    print(table(results))
+    print(f"{time.time() - start:.0f} s")
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump([r._asdict() for r in results], file, indent=1)
+    return 1 if any(r.state == "WRONG" for r in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,60 @@
+"""tests/refactors.py on a sample of classes and refactors: none is served with other values, and
+how many of each kind are served at least."""
+
+import collections
+
+import pytest
+import refactors
+import torch
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+# kind: (the family of the class, every n-th refactor, the least share of them that is served)
+SAMPLE = {
+    "mlp": ("phi3", 6, 0.2),
+    "norm": ("gemma2", 6, 0.4),
+    "attention": ("qwen3", 8, 0.3),
+    "layer": ("llama", 8, 0.3),
+    "gdn": ("qwen3_next", 12, 0.3),
+    "experts": ("mixtral", 8, 0.3),
+    "router": ("qwen3_moe", 7, 0.1),
+    "block": ("qwen2_moe", 8, 0.1),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("kind", SAMPLE)
+def test_refactors(kernel, kind):
+    family, every, least = SAMPLE[kind]
+    results = refactors.sample(family, kind, every)
+    wrong = [result for result in results if result.state == "WRONG"]
+    assert not wrong
+    assert all(result.reason for result in results if result.state == "left")
+    counts = collections.Counter(r.state for r in results if not r.mutant)
+    assert len(counts) and sum(counts.values()) >= 6, "hardly a refactor is a case"
+    assert counts["served"] / sum(counts.values()) >= least, refactors.table(results)
+    assert sum(result.mutant for result in results) >= 4
+
+
+def test_sees_a_wrong_one(kernel, monkeypatch):
+    """An activation that gives something else is WRONG, and a refactor that is none is no case."""
+    subject = next(iter(refactors.cases.Model("llama").subjects(("mlp",))))
+    unit, module = refactors.built("copied", subject, False)
+    assert refactors.is_case(module, unit)
+    assert refactors.examine(module, unit) == ("served", "")
+    swiglu = refactors.submodule("layers.swiglu")
+    plain = swiglu.fused_swiglu_mlp
+    monkeypatch.setattr(swiglu, "fused_swiglu_mlp", lambda *a, **k: plain(*a, **k) * 1.1)
+    state, reason = refactors.examine(module, unit)
+    assert state == "WRONG" and "differs by" in reason
+    for parameter in module.parameters():
+        parameter.data.mul_(1.1)
+    assert not refactors.is_case(module, unit)

@@ -1,0 +1,93 @@
+"""Models whose weights are of a tensor class of somebody else's, as quantization makes them."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import submodule
+from tiny_models import random_model, tokens
+
+pytest.importorskip("transformers")
+dispatch = submodule("runtime.dispatch")
+
+
+class Packed(torch.Tensor):
+    """Knows no function of torch but its product; every other one raises."""
+
+    @staticmethod
+    def __new__(cls, held):
+        made = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
+        made.held = held
+        return made
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is not F.linear:
+            raise NotImplementedError(f"{function} of a Packed")
+        return F.linear(*[x.held if type(x) is cls else x for x in args])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise NotImplementedError(f"{function} of a Packed")
+
+
+def pack(module) -> None:
+    for name, x in module._parameters.items():
+        if x is not None:
+            module._parameters[name] = Packed(x.detach())
+
+
+def products(model):
+    return [m for m in model.modules() if type(m) is torch.nn.Linear]
+
+
+@pytest.mark.parametrize("options", [{}, {"cuda_graphs": True, "replay": 16, "loss": True}])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_5_text", "qwen3_5_moe_text"])
+def test_packed_products(kernel, name, options):
+    """The projections are called, and all around them is served."""
+    model, ids = random_model(name), tokens(2, 9)
+    for module in products(model):
+        pack(module)
+    with torch.no_grad():
+        expected = model(ids).logits
+        with dispatch.force("reference"), dispatch.served() as record:
+            report = kernel.kernelize(model, **options)
+            found = model(ids).logits
+    assert torch.allclose(found, expected, atol=1e-5)
+    layers = {row.layer for row in report.served}
+    assert {"DecoderLayer", "Attention", "SwiGLUMLP", "RMSNorm"} <= layers
+    assert {"silu_mul_fwd", "rms_norm_fwd", "qk_norm_rope_fwd"} <= set(record)
+
+
+@pytest.mark.parametrize("machine", ["beside a GPU", "alone"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_next", "qwen3_5_moe_text"])
+def test_nothing_but_packed_weights(kernel, monkeypatch, name, machine):
+    """Nobody asks them anything: kernelize, its report and restore do not raise."""
+    monkeypatch.setattr(submodule("runtime.device"), "has_gpu", lambda: machine != "alone")
+    for made in ("cpu", "meta"):
+        model = random_model(name, made)
+        for module in model.modules():
+            pack(module)
+        report = kernel.kernelize(model, cuda_graphs=True)
+        assert report.left[-1].reason == "no CUDA graph: its weights are Packeds"
+        assert kernel.restore(model) == len(report.served)
+        if machine == "alone":
+            assert not report.served
+
+
+def test_a_module_that_raises_when_it_is_looked_at(kernel):
+    """It is left alone, with the reason, and does not stop the others."""
+
+    class Strange(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj = self.up_proj = self.down_proj = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+        def parameters(self, recurse=True):
+            raise NotImplementedError("parameters")
+
+    model = torch.nn.Sequential(Strange(), random_model("llama").model.layers[0].mlp)
+    strange, mlp = kernel.kernelize(model).rows
+    assert strange.reason == "looking at it raises NotImplementedError" and mlp.reason is None

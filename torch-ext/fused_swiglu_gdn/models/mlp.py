@@ -1,0 +1,263 @@
+"""Gated MLPs, down(act(gate(x)) * up(x)): which modules are one, and which of them are served.
+
+The forward of a module's class is read (code.py) and run on stub parts. Each product of a stub has
+numbers of its own and the activation is no function that torch has, so that a forward which takes
+another part, or another order, gives other numbers; which part is gate, up and down is what agrees.
+A module is served if nothing in its class or on the instance stands between the forward and its
+parts, and if these are what the kernels can read. What can change later is looked at in every call.
+"""
+
+import itertools
+from typing import Dict, Iterator, NamedTuple, Optional, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..layers import swiglu
+from ..layers.activations import activation_of
+from ..layers.plain import told, why_not_linear
+from ..layers.swiglu import Form, Roles
+from ..layers.untouched import why_patched
+from ..swiglu.reference import ACTIVATIONS
+from .code import (
+    Refused,
+    Source,
+    form_key,
+    only_argument,
+    plain_values,
+    read,
+    why_odd_class,
+)
+from .serving import own_class
+from .stand_ins import features, twin_of
+
+# the parts by which a module that is left alone is known to be a gated MLP: the report names it
+KNOWN_PARTS = (
+    {"gate_proj", "up_proj", "down_proj"},
+    {"gate_up_proj", "down_proj"},
+    {"w1", "w2", "w3"},
+    {"wi_0", "wi_1", "wo"},
+    {"Wi", "Wo"},
+    {"input_linear", "output_linear"},
+)
+NAMED = ("silu", "gelu_tanh", "relu")  # activations that a forward may call by their name
+# leading sizes of x, model width, hidden width, and the size of the values
+CASES = (((2,), 5, 3, 1.0), ((1, 7), 16, 24, 100.0), ((3, 1, 2), 8, 40, 1e-3), ((65,), 96, 64, 1.0))
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+ROUNDINGS = 4  # the same operations in the same order; a library may yet sum in another one
+
+_found: Dict[tuple, Union[Tuple[str, Roles], str]] = {}
+
+
+class GatedMLP(NamedTuple):
+    layer: str  # the name of our layer
+    reason: Optional[str]  # why it is left alone; None if it is served
+    form: Optional[Form] = None
+
+
+def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
+    """What our layers can do for a module; None if it is no gated MLP."""
+    parts = module._modules
+    resembles = any(names <= set(parts) for names in KNOWN_PARTS)
+    if not resembles and sum(bool(features(part)) for part in parts.values()) not in (2, 3):
+        return None
+    try:
+        form = _form(module)
+    except Refused as why:
+        layer = "SwiGLUGateUp" if "gate_up_proj" in parts else "SwiGLUMLP"
+        return GatedMLP(layer, str(why)) if resembles else None
+    layer = "SwiGLUGateUp" if form.roles.up is None else "SwiGLUMLP"
+    reason = _why_not_parts(module, form.roles)
+    if reason is None:
+        swiglu.FORMS[form.kind] = form
+    return GatedMLP(layer, reason, form)
+
+
+def _form(module: nn.Module) -> Form:
+    kind = own_class(module)
+    source = read(kind, module, "switches", "by_dtype")
+    values = plain_values(module, set(source.reads) - set(source.rates) - {"training"})
+    key = form_key(module, kind, source, values)
+    key += (tuple((n, _sort(part)) for n, part in module._modules.items()), why_patched())
+    if key not in _found:
+        _found[key] = _find(module, kind, source)
+    found = _found[key]
+    if isinstance(found, str):
+        raise Refused(found)
+    for name in source.rates:
+        if not isinstance(module.__dict__.get(name), (int, float)):
+            raise Refused(f"{name} is no number")
+    guards = tuple(values.items())
+    return Form(kind, source.pinned, guards, source.checks, *found)
+
+
+def _sort(part: nn.Module) -> str:
+    if features(part):
+        return "product"
+    return "dropout" if type(part) is nn.Dropout else "other"
+
+
+def _find(module: nn.Module, kind: type, source: Source) -> Union[Tuple[str, Roles], str]:
+    """The argument's name and which part is what, or why that is not certain."""
+    reason = why_patched()
+    names = (*source.parts, *source.rates, "training")
+    reason = reason or why_odd_class(kind, names, "__call__")
+    reason = reason or _why_no_modules(module, source)
+    if reason is not None:
+        return reason
+    try:
+        argument = only_argument(source)
+    except Refused as why:
+        return str(why)
+    reasons = []
+    for roles in _candidates(module, source):
+        reason = _why_another_formula(module, kind, source, roles)
+        if reason is None:
+            return argument, roles
+        reasons.append(reason)
+    told = [reason for reason in reasons if reason != ANOTHER]
+    return told[-1] if told else ANOTHER
+
+
+def _why_no_modules(module: nn.Module, source: Source) -> Optional[str]:
+    for name in source.parts:
+        if name in module.__dict__ and features(module._modules.get(name)):
+            return f"{name} is no module of its own"
+    return None
+
+
+ANOTHER = "its forward is another formula"
+
+
+def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
+    parts = module._modules
+    products = [name for name in source.parts if features(parts.get(name))]
+    dropouts = tuple(name for name in source.parts if type(parts.get(name)) is nn.Dropout)
+    acts = [name for name in source.parts if name not in (*products, *dropouts)]
+    if len(acts) > 1:  # a part that wraps a product need not say its sizes
+        unknown = [name for name in acts if name in parts]
+        products += [name for name in unknown if activation_of(parts[name]) is None]
+        acts = [name for name in acts if name not in products]
+    if len(acts) > 1:
+        return
+    more = {"dropouts": dropouts, "rates": source.rates, "casts": source.by_dtype}
+    functions = (None,) if acts else NAMED
+    # usual orders come first: the last part as down, the first as gate
+    products.sort(key=list(parts).index)
+    for down in reversed(products):
+        others = [name for name in products if name != down]
+        for function in functions:
+            act = acts[0] if acts else None
+            if len(others) == 2:
+                for gate, up in itertools.permutations(others):
+                    yield Roles(gate, up, down, act, function, **more)
+            elif len(others) == 1:
+                for first in (True, False):
+                    yield Roles(others[0], None, down, act, function, first, **more)
+
+
+class _Product:
+    """Stands for an nn.Linear."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor):
+        self.weight, self.bias = weight, bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+def _mark(x: torch.Tensor) -> torch.Tensor:
+    """The activation of stubs."""
+    return torch.atan(x) + 0.25 * x
+
+
+def _why_another_formula(module, kind, source: Source, roles: Roles) -> Optional[str]:
+    """The class's forward does not give the formula, in some dtype, size or mode."""
+    for dtype, case in itertools.product(DTYPES, CASES):
+        for training, grad in itertools.product((False, True), (False, True)):
+            with torch.inference_mode(False), torch.set_grad_enabled(grad):
+                with torch.autocast("cpu", enabled=False):
+                    reason = _why_not(module, kind, source, roles, dtype, case, training)
+            if reason is not None:
+                return reason
+    return None
+
+
+def _why_not(module, kind, source, roles, dtype, case, training) -> Optional[str]:
+    (sizes, K, N, scale), random = case, torch.Generator("cpu").manual_seed(0)
+
+    def normal(*shape):
+        x = torch.randn(shape, generator=random, dtype=torch.float64, device="cpu")
+        return x.to(dtype)
+
+    gate, up, down = (
+        _Product(normal(n, k) * k**-0.5, normal(n)) for n, k in ((N, K), (N, K), (K, N))
+    )
+    act = _mark if roles.act is not None else ACTIVATIONS[roles.function]
+    parts = {}
+    if roles.up is None:
+        pair = (gate, up) if roles.gate_first else (up, gate)
+        weight, bias = (torch.cat([getattr(p, name) for p in pair]) for name in ("weight", "bias"))
+        parts[roles.gate] = joined = _Product(weight, bias)
+    else:
+        parts.update({roles.gate: gate, roles.up: up})
+    parts[roles.down] = down
+    parts.update({name: lambda x: x for name in roles.dropouts})
+    if roles.act is not None:
+        parts[roles.act] = act
+    twin = twin_of(module, kind, parts)
+    twin.__dict__.pop(roles.act, None)
+    twin.__dict__.update(dict.fromkeys(roles.rates, 0.0), training=training)
+    x = (normal(*sizes, K) * scale).requires_grad_(torch.is_grad_enabled())
+    before = x.detach().clone()
+    if roles.up is None:  # the same product as the forward's: the bits may depend on its size
+        halves = joined(x).chunk(2, dim=-1)
+        g, u = halves if roles.gate_first else halves[::-1]
+    else:
+        g, u = gate(x), up(x)
+    expected = down(act(g) * u)
+    try:
+        got = source.forward(twin, x)
+    except Exception as error:
+        if isinstance(error, RuntimeError):  # sizes that do not fit: the parts are other ones
+            return ANOTHER
+        return f"its forward raises {type(error).__name__} on stub parts: {str(error)[:60]}"
+    if type(got) is not torch.Tensor or got.dtype != dtype or got.shape != expected.shape:
+        return ANOTHER
+    if not torch.equal(x.detach(), before):
+        return "its forward writes to its input"
+    limit = ROUNDINGS * torch.finfo(dtype).eps * expected.abs().max().item()
+    return None if torch.allclose(got, expected, rtol=0.0, atol=limit) else ANOTHER
+
+
+def _why_not_parts(module: nn.Module, roles: Roles) -> Optional[str]:
+    """The parts are not plain weights, or the kernels have not its activation."""
+    if swiglu.activation(module, roles) is None:
+        act = module.__dict__.get(roles.act, module._modules.get(roles.act))
+        return f"its activation is {_name_of(act)}"
+    if swiglu.shards_of(module, roles) is not None:
+        return None
+    if swiglu.drops_out(module, roles):
+        return "it drops values out: it has dropout and is in training"
+    for name in filter(None, (roles.gate, roles.up)):
+        reason = why_not_linear(module._modules[name])
+        if reason is not None:  # then it is called
+            weights = module._modules[name].parameters()
+            nowhere = roles.casts or any(told(weight, "is_meta") for weight in weights)
+            return f"{name} {reason}" if nowhere else None
+    found = swiglu.projections(module, roles)
+    if found is None or found[0].shape != found[1].shape or found[0].dtype != found[1].dtype:
+        return "its weights are of several dtypes, or sizes"
+    return None
+
+
+def _name_of(function: object) -> str:
+    kind = type(function) if isinstance(function, nn.Module) else function
+    name = getattr(kind, "__name__", repr(kind))
+    exact = name in ("GELU", "GELUActivation", "gelu") and _exact(function)
+    return f"{name}, by erf" if exact else name
+
+
+def _exact(gelu: object) -> bool:
+    return getattr(gelu, "approximate", "none") == "none"

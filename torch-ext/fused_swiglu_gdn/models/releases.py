@@ -1,0 +1,20 @@
+"""Which releases of transformers this build was tested with, and what is said of newer ones."""
+
+import re
+import sys
+from typing import Optional, Tuple
+
+# the oldest and the newest; tools/releases.py tries these and all between
+TRIED = ("5.17", "5.24")
+
+
+def untried() -> Optional[str]:
+    """The version of transformers, if it is imported and newer than all that were tried."""
+    version = getattr(sys.modules.get("transformers"), "__version__", "")
+    return version if minor(version) > minor(TRIED[1]) else None
+
+
+def minor(version: str) -> Tuple[int, ...]:
+    """(5, 24) of "5.24.0"; () of what is no version."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return tuple(map(int, found.groups())) if found else ()
