@@ -178,9 +178,8 @@ def show(report, device: str) -> None:
     if device != "cpu":
         print(report)
         return
-    served = Counter((row.kind, row.implementation) for row in report.served)
-    for (kind, implementation), count in served.items():
-        print(f"  {count} modules {kind} served by {implementation}")
+    for (kind, note), count in Counter((row.kind, row.note) for row in report.served).items():
+        print(f"  {count} {kind} served {note or ''}")
     for reason, count in Counter(row.reason for row in report.left).items():
         print(f"  {count} modules left alone: {reason}")
 
@@ -221,17 +220,11 @@ def compare(kernel, family: str, device: str) -> bool:
 
 
 def main() -> int:
-<<<<<<< HEAD
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    here = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    parser.add_argument("--device", choices=here, default=here[0], help="default: %(default)s")
-=======
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     here = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=here, help="where it runs")
->>>>>>> main
     device = parser.parse_args().device
     if device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no GPU on this machine")

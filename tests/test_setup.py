@@ -120,7 +120,7 @@ def test_pip_s_last_error_and_its_large_downloads(monkeypatch, tmp_path, capsys)
     monkeypatch.setenv("code", "1")
     assert setup_env.pip("torch") == "Could not install packages: the last one"
     assert capsys.readouterr().out.splitlines() == [
-        "setup: downloading torch-2.13.0-cp312-x86_64.whl (526.6 MB)",
+        "setup: downloading torch 2.13.0 (526.6 MB)",
         "setup: unpacking 2 packages",
     ]
     assert all(line in setup_env.LOG.read_text() for line in said)

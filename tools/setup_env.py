@@ -89,7 +89,8 @@ def show_progress(line):
     if line.startswith("Installing collected packages:"):
         say("unpacking", len(words) - 3, "packages")
     elif words[:1] == ["Downloading"] and line.rstrip().endswith(("MB)", "GB)")):
-        say("downloading", words[1].rpartition("/")[2], *words[2:4])
+        name = words[1].rpartition("/")[2]
+        say("downloading", " ".join(name.split("-")[:2] + words[2:4]))
 
 
 def pip(*arguments):
