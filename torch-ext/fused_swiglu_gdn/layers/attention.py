@@ -88,26 +88,33 @@ class Attention:
         self.updates = Words(w._replace(name=str(i)) for i, w in enumerate(form.updates))
         self.updates_with = Words(form.updates_with)
         self.plain_update = not (form.updates or form.updates_with)
-        self.rotary = form.heads.rotary
-        self.interleaved = self.rotary in ROTARY[1:]
+        self.joined = form.projections[0] if len(form.projections) == 1 else None
+        self.interleaved = form.heads.rotary in ROTARY[1:]
         self.width = 2 * form.D if form.heads.gated else form.D
 
-    def served(self, attention: nn.Module, x: torch.Tensor, given: dict) -> Optional[tuple]:
+    def served(
+        self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
+    ) -> Optional[tuple]:
         """What the module gives for these arguments; None if it has to compute that itself."""
         form = self.form
         if x.ndim != 3 or torch.is_autocast_enabled(x.device.type):
             return None
-        if not (form.pinned.unchanged(attention) and has_values(attention, form.guards)):
+        if not form.pinned.unchanged(attention) or not has_values(attention, form.guards):
             return None
         parts, D = attention.__dict__["_modules"], form.D
         for name in form.identities:
             if not does_nothing(parts[name]):
                 return None
         own_tables = given.get(form.tables)
-        tables, norms = _tables(form, own_tables, x, D), _norms(form, parts, x)
+        tables = _tables(form, own_tables, x, D)
+        norms = {} if form.q_norm is None else _norms(form, parts, x)
         if tables is None or norms is None:
             return None
-        q, k, v = _projected(form, parts, x)
+        if self.joined is None:
+            linears = [parts[name] for name in form.projections]
+            q, k, v = projections(x, *linears, compiling=False)
+        else:
+            q, k, v = parts[self.joined](x).split(form.sizes, -1)
         B, T = x.shape[:2]
         q, gate = q.view(B, T, -1, self.width), None
         if form.heads.gated:
@@ -115,7 +122,6 @@ class Attention:
         k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
         norms["interleaved"] = self.interleaved
         past, mask = given.get(form.cache), given.get(form.mask)
-        rest = form.arguments.unnamed(given)
         index = None if past is None else self.index.of(attention)
         slots = None if past is None else _slots(past, index, k)
         if slots is not None:
@@ -135,7 +141,8 @@ class Attention:
                 words = self.updates_with.made(attention, given, rest, own_tables)
                 k, v = past.update(k, v, index, *more, **words)
         name = self.implementation.of(attention)
-        function = _registry().get_interface(name, form.eager)
+        registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+        function = registry.get_interface(name, form.eager)
         words = self.words[attention.training].made(attention, given, rest, own_tables)
         if not form.rests:
             rest = {}
@@ -148,7 +155,8 @@ class Attention:
             out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **rest)
         if gate is not None:
             out = sigmoid_gate(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
-        return projected(parts[form.out], out.reshape(B, T, -1).contiguous()), weights
+        out = out.reshape(B, T, -1).contiguous()
+        return projected(parts[form.out], out, compiling=False), weights
 
 
 def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tuple]:
@@ -177,9 +185,7 @@ def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tu
 
 
 def _norms(form: AttentionForm, parts: dict, x: torch.Tensor) -> Optional[dict]:
-    """How queries and keys are normed, as fused_qk_norm_rope takes it."""
-    if form.q_norm is None:
-        return {}
+    """How queries and keys are normed where they are, as fused_qk_norm_rope takes it."""
     q, k = parameters_of_norm(parts[form.q_norm]), parameters_of_norm(parts[form.k_norm])
     if q is None or k is None or q[1:] != k[1:] or q[0] is None or k[0] is None:
         return None
@@ -190,16 +196,6 @@ def _norms(form: AttentionForm, parts: dict, x: torch.Tensor) -> Optional[dict]:
         "q_weight": q_weight, "k_weight": k_weight, "eps": eps, "casting_mode": casting_mode,
         "offset": offset, "norm": form.heads.norm,
     }  # fmt: skip
-
-
-def _projected(form: AttentionForm, parts: dict, x: torch.Tensor):
-    if len(form.projections) == 1:
-        return parts[form.projections[0]](x).split(form.sizes, -1)
-    return projections(x, *[parts[name] for name in form.projections])
-
-
-def _registry():
-    return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
 
 
 def _slots(cache, index: int, k: torch.Tensor):
@@ -239,5 +235,5 @@ def _by_mask(function, q, mask, words: dict, rest: dict) -> bool:
         if keywords.get("dropout") or any(map(keywords.get, NOT_PLAIN)):
             return False
     return mask.shape[1] == mask.shape[2] == 1 and dispatch.serves(
-        ops.FAMILY, "kvcache_attention", q
+        ops.FAMILY, "kvcache_attention", q, False
     )

@@ -62,28 +62,31 @@ class Decoder:
     """What a form says, made ready for calls."""
 
     def __init__(self, form: LayerForm):
-        self.form, self.arguments = form, form.arguments
+        self.form = form
         self.mixer, self.mlp = Part(form.mixer), Part(form.mlp)
 
-    def served(self, layer: nn.Module, x: torch.Tensor, given: dict) -> Optional[torch.Tensor]:
+    def served(
+        self, layer: nn.Module, x: torch.Tensor, given: dict, rest: dict
+    ) -> Optional[torch.Tensor]:
         """What the layer gives for these arguments; None if it has to compute that itself."""
         form = self.form
-        if not form.pinned.unchanged(layer) or not has_values(layer, form.guards):
+        if not form.pinned.unchanged(layer):
+            return None
+        if form.guards and not has_values(layer, form.guards):
             return None
         parts = layer.__dict__["_modules"]
         for name in form.dropouts:
             if not does_nothing(parts[name]):
                 return None
-        rest = self.arguments.unnamed(given)
         order, scale = form.order, form.scale and getattr(layer, form.scale)
         y = x if order.pre_mixer is None else _normed(parts[order.pre_mixer], x)
-        y = self.mixer.called(layer, parts[order.mixer], y, given, rest)
+        y = self.mixer.called(parts[order.mixer], y, given, rest)
         if order.pre_mlp is None:
             y = x = _normed_and_added(parts, order.post_mixer, y, x, scale)
         else:
             y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)
             y, x = _added_and_normed(parts[order.pre_mlp], y if scale is None else y * scale, x)
-        y = self.mlp.called(layer, parts[order.mlp], y, given, rest)
+        y = self.mlp.called(parts[order.mlp], y, given, rest)
         return _normed_and_added(parts, order.post_mlp, y, x, scale)
 
 
@@ -92,16 +95,19 @@ class Part:
 
     def __init__(self, call: Call):
         self.place, self.passes, self.flat = call.place, call.passes, call.flat
-        self.words = Words(call.words)
+        self.constants = {w.name: w.what for w in call.words if w.how == "constant"}
+        self.arguments = [(w.name, w.what, w.default) for w in call.words if w.how == "argument"]
         self.after = Words(w._replace(name=str(i)) for i, w in enumerate(call.after))
-        self.alone = not (call.after or call.words or call.passes) and call.place is None
+        self.alone = call == Call(None, (), (), False, call.flat)
 
-    def called(self, layer: nn.Module, part: nn.Module, x: torch.Tensor, given: dict, rest: dict):
+    def called(self, part: nn.Module, x: torch.Tensor, given: dict, rest: dict) -> torch.Tensor:
         """The first output of the part."""
         if self.alone:
             y = part(x)
         else:
-            words = self.words.made(layer, given, rest, None)
+            words = dict(self.constants)
+            for name, argument, default in self.arguments:
+                words[name] = given.get(argument, default)
             rest = rest if self.passes else {}
             if self.place is not None:
                 words[self.place] = x
@@ -109,8 +115,7 @@ class Part:
             elif self.after.empty:
                 y = part(x, **words, **rest)
             else:
-                after = self.after.made(layer, given, rest, None).values()
-                y = part(x, *after, **words, **rest)
+                y = part(x, *self.after.made(None, given, rest, None).values(), **words, **rest)
         y = y[0] if type(y) is tuple else y
         return y.view(x.shape) if self.flat and y.shape != x.shape else y
 

@@ -21,18 +21,10 @@ class Arguments(NamedTuple):
     fixed: Tuple[Tuple[str, object], ...] = ()  # (name, default): served where it has no other
     own: FrozenSet[str] = frozenset()  # keywords that the class's own forward has to take
 
-    def unnamed(self, given: dict) -> dict:
-        """What the forward has no name for."""
-        rest, names = {}, self.names
-        for name in given:
-            if name not in names:
-                rest[name] = given[name]
-        return rest
-
 
 def forward_by(form, serve: Callable, name: str) -> Callable:
-    """serve(module, hidden states, arguments by name), or the forward of the class where no kernel
-    may serve, where a call is another than those that were tried, and where serve gives None."""
+    """serve(module, hidden states, arguments by name, those that have none), or the class's own
+    forward where no kernel may serve, for calls that no trial has made, and where that is None."""
     kind, checks = form.kind, form.checks
     positional, names, required, more, hidden, fixed, own = form.arguments
     place = positional.index(hidden) if hidden in positional else len(positional)
@@ -56,8 +48,12 @@ def forward_by(form, serve: Callable, name: str) -> Callable:
         for check in checks:
             if not check(self, given):
                 return kind.forward(self, *args, **kwargs)
-        if more or names.issuperset(given):
-            found = serve(self, x, given)
+        rest = {}
+        for argument in given:
+            if argument not in names:
+                rest[argument] = given[argument]
+        if more or not rest:
+            found = serve(self, x, given, rest)
             if found is not None:
                 return found
         return kind.forward(self, *args, **kwargs)
