@@ -99,7 +99,7 @@ def test_every_segment_has_a_slot(monkeypatch, lengths, HV):
 @pytest.fixture
 def warpgroups(request, monkeypatch):
     """One or two state warpgroups a CTA, whatever the batch."""
-    count = gdn_plan.multiprocessor_count
+    count = gdn_plan.device.multiprocessor_count
     limit = {1: 10**9, 2: 0}[request.param]
     segments = gdn_plan._segments
     monkeypatch.setattr(gdn_plan.device, "multiprocessor_count", lambda index: limit)

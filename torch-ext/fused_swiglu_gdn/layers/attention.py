@@ -6,7 +6,7 @@ Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a
 import functools
 import sys
 from types import BuiltinFunctionType
-from typing import Callable, FrozenSet, NamedTuple, Optional, Tuple
+from typing import Callable, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -15,12 +15,13 @@ from torch import nn
 from ..attention import ops
 from ..attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
 from ..runtime import dispatch
-from .forward import forward_by
+from .forward import Arguments, forward_by
 from .norm import does_nothing, parameters_of_norm
 from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS
 from .projections import projected, projections
 from .untouched import is_torchs_own
+from .words import Value, Word, Words
 
 GATES, NORMS = (False, True), ("none", "head", "all")
 # which channels turn together: those half a table apart; neighbours, by the first half of the
@@ -45,95 +46,128 @@ class AttentionForm(NamedTuple):
     kind: type
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
-    names: Tuple[str, ...]  # of its arguments
-    renamed: FrozenSet[str]  # keywords that the class's own forward takes for others
-    cache: Optional[str]  # the argument that is the cache
-    updates_with: Tuple[str, ...]  # keywords of the cache's update, which get what is handed on
-    handed: Tuple[str, ...]  # of those, what the attention function gets too
-    projections: Tuple[str, ...]  # q_proj, k_proj, v_proj, or one that makes all
+    arguments: Arguments
+    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
+    tables: Optional[str]  # the argument that is cos and sin
+    cache: Optional[str]  # the argument that is updated
+    mask: Optional[str]
+    index: Optional[Word]  # of the cache's layer
+    updates: Tuple[Word, ...]  # what the cache's update gets besides, by position
+    updates_with: Tuple[Word, ...]  # and by keyword
+    projections: Tuple[str, ...]  # of queries, keys and values, or one that makes all
     sizes: Tuple[int, ...]  # the widths of queries, keys and values
     q_norm: Optional[str]
     k_norm: Optional[str]
     out: str
     heads: Heads
+    D: int
     dims: int  # of the tables: 3, or 2 where all rows have the same positions
     partial: bool  # the tables may be narrower than the heads
     optional: bool  # without tables there is no rotary embedding
     identities: Tuple[str, ...]  # parts that do nothing
-    keywords: Callable  # module -> what the attention function gets, by the forward's own words
+    implementation: Word  # what transformers' registry is asked for
+    words: Tuple[Word, ...]  # keywords of the attention function in evaluation,
+    training_words: Tuple[Word, ...]  # and in training
+    rests: bool  # it also gets the keywords that the forward has no name for
     eager: Callable  # the attention function of implementation "eager"
 
 
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: AttentionForm) -> Callable:
     """A forward for the modules of a class: ours, or the class's own where that differs."""
-    return forward_by(form, _serve, "Attention")
+    return forward_by(form, Attention(form).served, "Attention")
 
 
-def _serve(
-    attention: nn.Module, form: AttentionForm, x: torch.Tensor, given: dict
-) -> Optional[tuple]:
-    """What the module gives for these arguments; None if it has to compute that itself."""
-    if x.ndim != 3 or torch.is_autocast_enabled(x.device.type):
-        return None
-    if not (form.pinned.unchanged(attention) and has_values(attention, form.guards)):
-        return None
-    parts, D = attention.__dict__["_modules"], attention.head_dim
-    for name in form.identities:
-        if not does_nothing(parts[name]):
+class Attention:
+    """What a form says, made ready for calls."""
+
+    def __init__(self, form: AttentionForm):
+        self.form = form
+        self.implementation, self.index = Value(form.implementation), Value(form.index)
+        self.words = Words(form.words), Words(form.training_words)
+        self.updates = Words(w._replace(name=str(i)) for i, w in enumerate(form.updates))
+        self.updates_with = Words(form.updates_with)
+        self.plain_update = not (form.updates or form.updates_with)
+        self.joined = form.projections[0] if len(form.projections) == 1 else None
+        self.interleaved = form.heads.rotary in ROTARY[1:]
+        self.width = 2 * form.D if form.heads.gated else form.D
+
+    def updated(self, past, k: torch.Tensor, v: torch.Tensor, index, *call) -> tuple:
+        """Keys and values of the cache, with those of these tokens."""
+        if not call:
+            return past.update(k, v, index)
+        more, words = self.updates.made(*call).values(), self.updates_with.made(*call)
+        return past.update(k, v, index, *more, **words)
+
+    def served(
+        self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
+    ) -> Optional[tuple]:
+        """What the module gives for these arguments; None if it has to compute that itself."""
+        form, D = self.form, self.form.D
+        plain = x.ndim == 3 and not torch.is_autocast_enabled(x.device.type)
+        if not (plain and form.pinned.unchanged(attention) and has_values(attention, form.guards)):
             return None
-    tables, norms = _tables(form, given, x, D), _norms(form, parts, x)
-    if tables is None or norms is None:
-        return None
-    q, k, v = _projected(form, parts, x)
-    B, T = x.shape[:2]
-    q, gate = q.view(B, T, -1, 2 * D if form.heads.gated else D), None
-    if form.heads.gated:
-        q, gate = q.split(D, -1)  # [B, T, HQ, D] each
-    k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
-    norms["interleaved"] = form.heads.rotary in ROTARY[1:]
-    past, mask = given.get(form.cache), given.get("attention_mask")
-    slots = None if past is None else _slots(past, attention.layer_idx, k)
-    if slots is not None:
-        q, _ = fused_qk_norm_rope(
-            q, k, *tables, **norms, v=v, key_cache=slots.keys, value_cache=slots.values,
-            cache_position=slots.cumulative_length,
-        )  # fmt: skip
-        slots.cumulative_length.add_(T)
-        k, v = slots.keys, slots.values
-    else:
-        q, k = fused_qk_norm_rope(q, k, *tables, **norms)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        if past is not None:
-            more = {name: given[name] for name in given if name not in form.names}
-            more = {name: more for name in form.updates_with}
-            k, v = past.update(k, v, attention.layer_idx, **more)
-    function = _registry().get_interface(attention.config._attn_implementation, form.eager)
-    keywords = form.keywords(attention)
-    for name in given:
-        if name not in form.names:
-            keywords[name] = given[name]
-    for name in form.handed:
-        keywords[name] = given.get(name)
-    if T == 1 and slots is not None and _by_mask(function, q, mask, keywords):
-        scale = keywords.get("scaling")
-        length = slots.cumulative_length
-        out = attention_with_kvcache(q, k, v, length, attention_mask=mask, softmax_scale=scale)
-        weights = None
-    else:
-        out, weights = function(attention, q.transpose(1, 2), k, v, mask, **keywords)
-    if gate is not None:
-        out = sigmoid_gate(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
-    return projected(parts[form.out], out.reshape(B, T, -1).contiguous()), weights
+        parts = attention.__dict__["_modules"]
+        for name in form.identities:
+            if not does_nothing(parts[name]):
+                return None
+        own_tables = given.get(form.tables)
+        tables = _tables(form, own_tables, x, D)
+        norms = {} if form.q_norm is None else _norms(form, parts, x)
+        if tables is None or norms is None:
+            return None
+        if self.joined is None:
+            linears = [parts[name] for name in form.projections]
+            q, k, v = projections(x, *linears, compiling=False)
+        else:
+            q, k, v = parts[self.joined](x).split(form.sizes, -1)
+        B, T = x.shape[:2]
+        q, gate = q.view(B, T, -1, self.width), None
+        if form.heads.gated:
+            q, gate = q.split(D, -1)  # [B, T, HQ, D] each
+        k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
+        norms["interleaved"] = self.interleaved
+        past, mask = given.get(form.cache), given.get(form.mask)
+        index = None if past is None else self.index.of(attention)
+        slots = None if past is None else _slots(past, index, k)
+        if slots is not None:
+            q, _ = fused_qk_norm_rope(
+                q, k, *tables, **norms, v=v, key_cache=slots.keys, value_cache=slots.values,
+                cache_position=slots.cumulative_length,
+            )  # fmt: skip
+            slots.cumulative_length.add_(T)
+            k, v = slots.keys, slots.values
+        else:
+            q, k = fused_qk_norm_rope(q, k, *tables, **norms)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+            if past is not None:
+                more = () if self.plain_update else (attention, given, rest, own_tables)
+                k, v = self.updated(past, k, v, index, *more)
+        name = self.implementation.of(attention)
+        registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+        function = registry.get_interface(name, form.eager)
+        words = self.words[attention.training].made(attention, given, rest, own_tables)
+        if not form.rests:
+            rest = {}
+        if T == 1 and slots is not None and _by_mask(function, q, mask, words, rest):
+            scale = words.get("scaling", rest.get("scaling"))
+            length = slots.cumulative_length
+            out = attention_with_kvcache(q, k, v, length, attention_mask=mask, softmax_scale=scale)
+            weights = None
+        else:
+            out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **rest)
+        if gate is not None:
+            out = sigmoid_gate(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
+        out = out.reshape(B, T, -1).contiguous()
+        return projected(parts[form.out], out, compiling=False), weights
 
 
-def _tables(form: AttentionForm, given: dict, x: torch.Tensor, D: int) -> Optional[tuple]:
+def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tuple]:
     """cos and sin as fused_qk_norm_rope takes them, both None where there is no rotary embedding;
     None where they do not fit."""
     rotary = form.heads.rotary
     if rotary is None:
         return None, None
-    tables = given.get("position_embeddings")
     if tables is None:
         return (None, None) if form.optional else None
     cos, sin = tables
@@ -154,9 +188,7 @@ def _tables(form: AttentionForm, given: dict, x: torch.Tensor, D: int) -> Option
 
 
 def _norms(form: AttentionForm, parts: dict, x: torch.Tensor) -> Optional[dict]:
-    """How queries and keys are normed, as fused_qk_norm_rope takes it."""
-    if form.q_norm is None:
-        return {}
+    """How queries and keys are normed where they are, as fused_qk_norm_rope takes it."""
     q, k = parameters_of_norm(parts[form.q_norm]), parameters_of_norm(parts[form.k_norm])
     if q is None or k is None or q[1:] != k[1:] or q[0] is None or k[0] is None:
         return None
@@ -167,16 +199,6 @@ def _norms(form: AttentionForm, parts: dict, x: torch.Tensor) -> Optional[dict]:
         "q_weight": q_weight, "k_weight": k_weight, "eps": eps, "casting_mode": casting_mode,
         "offset": offset, "norm": form.heads.norm,
     }  # fmt: skip
-
-
-def _projected(form: AttentionForm, parts: dict, x: torch.Tensor):
-    if len(form.projections) == 1:
-        return parts[form.projections[0]](x).split(form.sizes, -1)
-    return projections(x, *[parts[name] for name in form.projections])
-
-
-def _registry():
-    return sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
 
 
 def _slots(cache, index: int, k: torch.Tensor):
@@ -203,7 +225,7 @@ def _slots(cache, index: int, k: torch.Tensor):
     return layer if fits and k.shape[1] <= keys.shape[2] else None
 
 
-def _by_mask(function, q, mask, keywords) -> bool:
+def _by_mask(function, q, mask, words: dict, rest: dict) -> bool:
     """`function` is SDPA with no more than a mask, and a kernel of ours can stand in for it."""
     if mask is None or q.dtype not in SIXTEEN or q.shape[-1] > 256 or mask.ndim != 4:
         return False
@@ -212,8 +234,9 @@ def _by_mask(function, q, mask, keywords) -> bool:
         return False
     if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
         return False  # somebody's own stands in for torch's
-    if keywords.get("dropout") or any(map(keywords.get, NOT_PLAIN)):
-        return False
+    for keywords in (words, rest):
+        if keywords.get("dropout") or any(map(keywords.get, NOT_PLAIN)):
+            return False
     return mask.shape[1] == mask.shape[2] == 1 and dispatch.serves(
-        ops.FAMILY, "kvcache_attention", q
+        ops.FAMILY, "kvcache_attention", q, False
     )

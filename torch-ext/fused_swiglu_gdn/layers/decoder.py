@@ -5,22 +5,24 @@ What a layer returns is the true hidden state, for whoever looks at it.
 """
 
 import functools
-from typing import Callable, FrozenSet, NamedTuple, Optional, Tuple
+from typing import Callable, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
 
-from .forward import forward_by
+from .forward import Arguments, forward_by
 from .norm import does_nothing, fits, normed, parameters_of_norm
 from .pinned import Pinned, has_values
+from .words import Word, Words
 
 
 class Call(NamedTuple):
     """How a layer calls one of its parts."""
 
-    place: Optional[str]  # the keyword of the hidden states; None: by position
-    arguments: Tuple[Tuple[str, str, object], ...]  # (the part's, the layer's, its default)
-    passes: bool  # whatever else the layer is given
+    place: Optional[str]  # the keyword of the hidden states; None: the first by position
+    after: Tuple[Word, ...]  # what else it gets by position
+    words: Tuple[Word, ...]  # and by keyword
+    passes: bool  # whatever the layer has no name for
     flat: bool  # the layer brings what the part gives into the shape of its input
 
 
@@ -41,8 +43,8 @@ class LayerForm(NamedTuple):
     kind: type
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
-    names: Tuple[str, ...]  # of its arguments
-    renamed: FrozenSet[str]  # keywords that the class's own forward takes for others
+    arguments: Arguments
+    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
     order: Order
     scale: Optional[str]  # the attribute by which what is added is multiplied
     mixer: Call
@@ -53,51 +55,69 @@ class LayerForm(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: LayerForm) -> Callable:
     """A forward for the layers of a class: ours, or the class's own where that differs."""
-    return forward_by(form, _serve, "DecoderLayer")
+    return forward_by(form, Decoder(form).served, "DecoderLayer")
 
 
-def _serve(
-    layer: nn.Module, form: LayerForm, x: torch.Tensor, given: dict
-) -> Optional[torch.Tensor]:
-    if not form.pinned.unchanged(layer) or not has_values(layer, form.guards):
-        return None
-    parts = layer.__dict__["_modules"]
-    for name in form.dropouts:
-        if not does_nothing(parts[name]):
+class Decoder:
+    """What a form says, made ready for calls."""
+
+    def __init__(self, form: LayerForm):
+        self.form = form
+        self.mixer, self.mlp = Part(form.mixer), Part(form.mlp)
+
+    def served(
+        self, layer: nn.Module, x: torch.Tensor, given: dict, rest: dict
+    ) -> Optional[torch.Tensor]:
+        """What the layer gives for these arguments; None if it has to compute that itself."""
+        form = self.form
+        if not form.pinned.unchanged(layer):
             return None
-    order, scale = form.order, form.scale and getattr(layer, form.scale)
-    y = x if order.pre_mixer is None else _normed(parts[order.pre_mixer], x)
-    y = _called(parts[order.mixer], form.mixer, y, given, form.names)
-    if order.pre_mlp is None:
-        y = x = _normed_and_added(parts, order.post_mixer, y, x, scale)
-    else:
-        y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)
-        y, x = _added_and_normed(parts[order.pre_mlp], y if scale is None else y * scale, x)
-    y = _called(parts[order.mlp], form.mlp, y, given, form.names)
-    return _normed_and_added(parts, order.post_mlp, y, x, scale)
+        if form.guards and not has_values(layer, form.guards):
+            return None
+        parts = layer.__dict__["_modules"]
+        for name in form.dropouts:
+            if not does_nothing(parts[name]):
+                return None
+        order, scale = form.order, form.scale and getattr(layer, form.scale)
+        y = x if order.pre_mixer is None else _normed(parts[order.pre_mixer], x)
+        y = self.mixer.called(parts[order.mixer], y, given, rest)
+        if order.pre_mlp is None:
+            y = x = _normed_and_added(parts, order.post_mixer, y, x, scale)
+        else:
+            y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)
+            y, x = _added_and_normed(parts[order.pre_mlp], y if scale is None else y * scale, x)
+        y = self.mlp.called(parts[order.mlp], y, given, rest)
+        return _normed_and_added(parts, order.post_mlp, y, x, scale)
 
 
-def _called(part: nn.Module, call: Call, x: torch.Tensor, given: dict, names) -> torch.Tensor:
-    """The first output of a part, called as the layer's own forward calls it."""
-    if call.place is None and not call.arguments and not call.passes:
-        y = part(x)
-        return _as_given(y, x, call)
-    keywords = {name: given.get(source, default) for name, source, default in call.arguments}
-    if call.passes:
-        for name in given:
-            if name not in names:
-                keywords[name] = given[name]
-    if call.place is None:
-        y = part(x, **keywords)
-    else:
-        keywords[call.place] = x
-        y = part(**keywords)
-    return _as_given(y, x, call)
+class Part:
+    """A part of a layer, called as the layer's own forward calls it."""
 
+    def __init__(self, call: Call):
+        self.place, self.passes, self.flat = call.place, call.passes, call.flat
+        self.constants = {w.name: w.what for w in call.words if w.how == "constant"}
+        self.arguments = [(w.name, w.what, w.default) for w in call.words if w.how == "argument"]
+        self.after = Words(w._replace(name=str(i)) for i, w in enumerate(call.after))
+        self.alone = call == Call(None, (), (), False, call.flat)
 
-def _as_given(y, x: torch.Tensor, call: Call) -> torch.Tensor:
-    y = y[0] if type(y) is tuple else y
-    return y.view(x.shape) if call.flat and y.shape != x.shape else y
+    def called(self, part: nn.Module, x: torch.Tensor, given: dict, rest: dict) -> torch.Tensor:
+        """The first output of the part."""
+        if self.alone:
+            y = part(x)
+        else:
+            words = dict(self.constants)
+            for name, argument, default in self.arguments:
+                words[name] = given.get(argument, default)
+            rest = rest if self.passes else {}
+            if self.place is not None:
+                words[self.place] = x
+                y = part(**words, **rest)
+            elif self.after.empty:
+                y = part(x, **words, **rest)
+            else:
+                y = part(x, *self.after.made(None, given, rest, None).values(), **words, **rest)
+        y = y[0] if type(y) is tuple else y
+        return y.view(x.shape) if self.flat and y.shape != x.shape else y
 
 
 def _normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def parameters_of_norm(norm: nn.Module) -> Optional[tuple]:
 
 
 def _parameters(norm: nn.Module, form: NormForm) -> Optional[tuple]:
-    if not (form.pinned.unchanged(norm) and has_values(norm, form.guards)):
+    if not form.pinned.unchanged(norm) or form.guards and not has_values(norm, form.guards):
         return None
     attributes, weight = norm.__dict__, None
     if form.weight is not None:
@@ -58,10 +58,11 @@ def _parameters(norm: nn.Module, form: NormForm) -> Optional[tuple]:
 
 
 def serves(x: torch.Tensor) -> bool:
-    """A kernel may serve rms_norm of x, and nothing watches the calls of modules."""
+    """A kernel may serve rms_norm of x where torch does not compile, and nothing watches the calls
+    of modules."""
     if type(x) not in PLAIN_TENSORS or x.is_nested:
         return False
-    return dispatch.serves(FAMILY, "rms_norm_fwd", x) and untouched()
+    return dispatch.serves(FAMILY, "rms_norm_fwd", x, False) and untouched(False)
 
 
 def normed(

@@ -1,6 +1,6 @@
 """Several projections of one tensor: each called, or all in one launch."""
 
-from typing import List
+from typing import List, Optional
 
 import torch
 from torch import nn
@@ -12,9 +12,11 @@ from .plain import parameters_of
 from .untouched import untouched
 
 
-def projections(x: torch.Tensor, *linears: nn.Module) -> List[torch.Tensor]:
+def projections(
+    x: torch.Tensor, *linears: nn.Module, compiling: Optional[bool] = None
+) -> List[torch.Tensor]:
     """linear(x) for each; for a few tokens in one launch, if reading their weights is enough."""
-    if dispatch.serves("projection.project", "project_fwd", x) and untouched():
+    if dispatch.serves("projection.project", "project_fwd", x, compiling) and untouched(compiling):
         weights = []
         for linear in linears:
             found = parameters_of(linear)
@@ -28,7 +30,7 @@ def projections(x: torch.Tensor, *linears: nn.Module) -> List[torch.Tensor]:
     return [linear(x) for linear in linears]
 
 
-def projected(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def projected(linear: nn.Module, x: torch.Tensor, compiling: Optional[bool] = None) -> torch.Tensor:
     """linear(x) of x [B, T, K]; of a few tokens by launches that begin as the one before ends."""
     few = x.shape[0] * x.shape[1] <= MAX_TOKENS
-    return projections(x, linear)[0] if few else linear(x)
+    return projections(x, linear, compiling=compiling)[0] if few else linear(x)

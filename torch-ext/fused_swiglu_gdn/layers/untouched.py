@@ -41,8 +41,9 @@ def why_patched() -> Optional[str]:
     return None
 
 
-def untouched() -> bool:
-    """Reading a plain module's weight is, in this call, as good as calling the module."""
+def untouched(compiling: Optional[bool] = None) -> bool:
+    """Reading a plain module's weight is, in this call, as good as calling the module; `compiling`
+    is what torch says of that, where the caller knows it."""
     if (
         modules._global_forward_hooks
         or modules._global_forward_pre_hooks
@@ -58,7 +59,7 @@ def untouched() -> bool:
         or forward_ad._current_level >= 0
     ):
         return False
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() if compiling is None else compiling:
         return True
     if _functorch() is not None or torch._C._get_tracing_state() is not None:
         return False

@@ -1,22 +1,31 @@
 """What an attention module does around its attention function, told by its source and a trial.
 
-The class's forward runs on stand-ins in fp64: what reaches the cache and the attention function,
-and what comes back, is compared with each form that ours has. The trial gives the plan of our
-forward.
+The class's forward runs on stand-ins in fp64. Which argument and which part is what is learned from
+what the forward does with them; what reaches the cache and the attention function, and what comes
+back, is compared with each form that ours has. The trial gives the plan of our forward.
 """
 
-import ast
-import inspect
-import itertools
-from types import FunctionType
-from typing import Callable, Dict, NamedTuple, Optional, Union
+import functools
+from typing import Dict, List, Optional, Union
 
 import torch
 from torch import nn
 
-from ..layers.attention import GATES, NORMS, ROTARY, AttentionForm, Heads
+from ..layers.attention import AttentionForm
 from ..layers.norm import NormForm
-from .attention_source import attention_call, handed_on, keywords_of
+from ..layers.words import Words
+from .attention_learning import Learning
+from .attention_numbers import (
+    CASES,
+    FIRST,
+    PARTIAL,
+    TRAINING,
+    WITHOUT,
+    Case,
+    Numbers,
+    Run,
+    are_the_same,
+)
 from .code import Refused
 from .norm_trial import norm_form
 from .reader import form_key, plain_values, read, why_odd_module
@@ -27,51 +36,46 @@ from .stand_ins import (
     Cache,
     Interface,
     KeepsFp64,
+    Logged,
     Norm,
     Opaque,
     Product,
     Unknown,
+    asked_by_this_thread,
+    put,
     quiet,
     random,
-    same,
+    readable,
+    signature_of,
+    toggles,
     twin_of,
 )
 
+# names that make a module one to look at
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 JOINED = ("qkv_proj", "query_key_value", "qkv")
 OUT = ("o_proj", "out_proj", "dense", "wo", "c_proj")
-Q_NORM, K_NORM = (
-    ("q_norm", "query_layernorm", "q_layernorm"),
-    ("k_norm", "key_layernorm", "k_layernorm"),
-)
-ARGUMENTS = ("hidden_states", "position_embeddings", "attention_mask")
-DROPOUT = 0.37  # of the twin: 0 in most configurations, which would hide it
 
-_forms: Dict[tuple, Union[AttentionForm, str]] = {}
-
-
-class Case(NamedTuple):
-    """One run of a trial."""
-
-    B: int
-    T: int
-    rotary: Optional[float]  # the width of the tables, of the head dim; None: there are none
-    tables: int = 0  # the batch of the tables, as the input's by default
-    cached: bool = False
-    masked: bool = False
-    training: bool = False
-
-
-FIRST = Case(2, 5, 1.0, 0, True)
-CASES = (Case(2, 1, 1.0, 1, True, True), Case(1, 3, 1.0, 0, True, False, True))
-WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, 0, False, True)
+# by the class, its code and its values: (attributes that are only handed on, {key: form})
+_forms: Dict[tuple, List[tuple]] = {}
 
 
 def is_attention(module: nn.Module) -> bool:
-    """It makes queries, keys and values, and what comes out of attention."""
+    """It makes queries, keys and values, and what comes out of attention, or asks transformers'
+    registry for an attention function."""
     parts = set(module._modules)
     makes = set(PROJECTIONS) <= parts or any(name in parts for name in JOINED)
-    return makes and any(name in parts for name in OUT)
+    if makes and any(name in parts for name in OUT):
+        return True
+    return len(parts) > 1 and asks_for_attention(own_class(module))
+
+
+@functools.cache
+def asks_for_attention(kind: type) -> bool:
+    """A method of the class names what the registry of attention functions answers."""
+    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
+    codes = [getattr(value, "__code__", None) for base in own for value in vars(base).values()]
+    return any("get_interface" in code.co_names for code in codes if code is not None)
 
 
 def attention_form(module: nn.Module) -> Union[AttentionForm, str]:
@@ -79,16 +83,35 @@ def attention_form(module: nn.Module) -> Union[AttentionForm, str]:
     kind = own_class(module)
     try:
         source = read(kind, module)
-        values = plain_values(module, set(source.reads) - handed_on(source))
-        norms = {n: norm_form(m) for n, m in module._modules.items() if "norm" in n.lower()}
-        key = form_key(module, kind, source, values)
-        key += (_parts_key(module), module.config.__class__)
-        key += tuple(_norm_key(module._modules[n], form) for n, form in norms.items())
-        if key not in _forms:
-            _forms[key] = _find(module, kind, source, values, norms)
-        return _forms[key]
+        values = plain_values(module, source.reads)
+        values.pop("training", None)  # both are tried
+        norms = {n: norm_form(m) for n, m in module._modules.items() if may_be_norm(m)}
+        key = (kind, source.pinned.codes, _parts_key(module), module.config.__class__)
+        key += tuple((n, _norm_key(module._modules[n], form)) for n, form in norms.items())
+        known = _forms.setdefault(key, [])
+        for handed, forms in known:
+            found = forms.get(form_key(module, kind, source, _without(values, handed)))
+            if found is not None:
+                return found
+        form, handed = _find(module, kind, source, values, norms)
+        forms = next((forms for names, forms in known if names == handed), None)
+        if forms is None:
+            forms = {}
+            known.append((handed, forms))
+        forms[form_key(module, kind, source, _without(values, handed))] = form
+        return form
     except Refused as why:
         return str(why)
+
+
+def _without(values: dict, names: frozenset) -> dict:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def may_be_norm(part: nn.Module) -> bool:
+    """It has one vector of weights, and nothing else."""
+    shapes = [p.ndim for p in part._parameters.values() if p is not None]
+    return shapes == [1] and not part._modules
 
 
 def _parts_key(module: nn.Module) -> tuple:
@@ -109,43 +132,39 @@ def _features(part: nn.Module) -> tuple:
     return sizes if all(isinstance(size, int) for size in sizes) else ()
 
 
-def _first(names, parts) -> Optional[str]:
-    return next((name for name in names if name in parts), None)
+def _find(module, kind, source, values, norms) -> tuple:
+    """The form, or why there is none, and the attributes on whose values that does not depend."""
+    paths = frozenset(p for p in source.reads if readable(module, p))
+    reasons = []
+    for handed in (paths, frozenset()):
+        trial = _Trial(module, kind, source, norms, handed)
+        try:
+            with quiet():
+                fields = trial.fields()
+        except Refused as why:
+            reasons.append((str(why), trial.handed))
+            if not trial.handed:
+                break
+            continue
+        guards = _without(values, trial.handed)
+        names = (*guards, *module._modules, "training")
+        reason = why_odd_module(module, kind, source, names)
+        if reason is not None:
+            return reason, trial.handed
+        return AttentionForm(kind, source.pinned, tuple(guards.items()), *fields), trial.handed
+    return reasons[0]
 
 
-def _find(module, kind, source, values, norms) -> Union[AttentionForm, str]:
-    try:
-        trial = _Trial(module, kind, source, norms)
-        plan = trial.plan()
-    except Refused as why:
-        return str(why)
-    reason = why_odd_module(module, kind, source, (*values, *module._modules, "training"))
-    if reason is not None:
-        return reason
-    guards = tuple(values.items())
-    facts = kind, source.pinned, guards, trial.names, source.renamed
-    facts += trial.cache, trial.updates_with, trial.handed
-    return AttentionForm(*facts, *plan, trial.keywords, trial.eager)
-
-
-class _Trial:
-    def __init__(self, module, kind, source, norms):
+class _Trial(Learning, Numbers):
+    def __init__(self, module, kind, source, norms, handed: frozenset):
         self.module, self.kind, self.source = module, kind, source
-        parameters = inspect.signature(source.forward).parameters
-        self.names = tuple(
-            n for n, p in parameters.items() if n != "self" and p.kind is not p.VAR_KEYWORD
-        )
-        self.takes_more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        missing = set(ARGUMENTS) - set(self.names)
-        if missing or not self.takes_more:
-            raise Refused(f"its forward takes no {missing.pop() if missing else '**kwargs'}")
+        self.signature = signature_of(source)
+        self.handed = handed  # attributes that nothing has read yet
         self.parts = {}
         for i, (name, part) in enumerate(module._modules.items()):
             self.parts[name] = Unknown(name)
             if name in norms and not isinstance(norms[name], str):
-                weight = part._parameters.get(norms[name].weight)
-                if weight is not None:
-                    self.parts[name] = Norm(len(weight), 200 + i)
+                self.parts[name] = Norm(len(part._parameters[norms[name].weight]), 200 + i)
             elif _features(part):
                 self.parts[name] = Product(*_features(part), 100 + 7 * i)
             elif type(part) is nn.Identity:
@@ -153,228 +172,135 @@ class _Trial:
         self.own = {
             n: random(*p.shape, seed=77) for n, p in module._parameters.items() if p is not None
         }
-        self.D, self.out = getattr(module, "head_dim", None), _first(OUT, self.parts)
-        if not isinstance(self.D, int) or self.out is None:
-            raise Refused("it has no " + ("output projection" if self.out is None else "head_dim"))
-        self.joined = None if set(PROJECTIONS) <= set(self.parts) else _first(JOINED, self.parts)
-        first = self.joined or "q_proj"
-        if first not in self.parts or not _features(module._modules[first]):
-            raise Refused("its projections are other ones")
-        self.hidden = _features(module._modules[first])[0]
-        self.q_norm, self.k_norm = (
-            _first(names, {n for n, p in self.parts.items() if isinstance(p, Norm)})
-            for names in (Q_NORM, K_NORM)
-        )
-        self.keywords = keywords_of(source)
-        self.cache, self.updates_with = None, ()
-        self.handed = tuple(
-            k.arg for k in attention_call(source).keywords
-            if isinstance(k.value, ast.Name) and k.value.id == k.arg and k.arg in self.names
-        )  # fmt: skip
-        self.eager, self.dims = source.globals.get("eager_attention_forward"), 3
+        self.hidden = self.tables = self.cache = self.mask = None  # arguments
+        self.fixed = set()  # those that are left at their defaults
+        self.width = next((_features(m)[0] for m in module._modules.values() if _features(m)), 0)
+        self.dims, self.D, self.travelling = 3, 1, frozenset()
 
-    def plan(self) -> tuple:
-        """The fields of an AttentionForm that the trial finds."""
-        with quiet():
-            found = self.first()
-            for case in CASES:
-                if self.run(case) != found:
-                    raise Refused("its forward depends on the call")
-            partial, without = (
-                self.tries(PARTIAL, found),
-                self.tries(WITHOUT, found._replace(rotary=None)),
-            )
-            if not self.keeps_dtype():
-                raise Refused("it changes the dtype")
-        projections = (self.joined,) if self.joined else PROJECTIONS
-        norms = (self.q_norm, self.k_norm) if found.norm != "none" else (None, None)
-        identities = tuple(n for n, part in self.parts.items() if isinstance(part, nn.Identity))
-        return (
-            projections,
-            self.sizes,
-            *norms,
-            self.out,
-            found,
-            self.dims,
-            partial,
-            without,
-            identities,
-        )
+    # ------------------------------------------------------------------ runs
 
-    def first(self) -> Heads:
-        """The form by tables of each row, or by tables of all rows."""
-        try:
-            return self.run(FIRST)
-        except Refused as why:
-            self.dims = 2
-            try:
-                return self.run(FIRST)
-            except Refused:
-                raise why from None
-
-    def tries(self, case: Case, expected: Heads) -> bool:
-        try:
-            return self.run(case) == expected
-        except Refused:
-            return False
-
-    def called(self, case: Case, dtype: torch.dtype = F64) -> tuple:
-        """One run of the class's forward: what it was given, met and gave."""
-        own = {name: p.to(dtype) for name, p in self.own.items()}
-        twin = twin_of(self.module, self.kind, self.parts, own)
+    def called(self, case: Case, dtype=F64, values=None, absent=frozenset()) -> Run:
+        """One run of the class's forward, where attributes are `values` by their paths."""
+        log, parts = [], {}
+        for name, part in self.parts.items():
+            logged = isinstance(part, (Product, Norm))
+            parts[name] = Logged(name, part, log) if logged else part
+        twin = twin_of(self.module, self.kind, parts, {n: p.to(dtype) for n, p in self.own.items()})
         twin.training = case.training
-        if "attention_dropout" in twin.__dict__:
-            twin.__dict__["attention_dropout"] = DROPOUT
-        interface = Interface()
-        x = random(case.B, case.T, self.hidden, seed=1, dtype=dtype)
+        put(twin, values or {})
+        x = random(case.B, case.T, self.width, seed=1, dtype=dtype)
         tables = None
         if case.rotary is not None:
-            width = int(self.D * case.rotary)
+            width = max(int(self.D * case.rotary), 1)
             size = (case.tables or case.B, case.T, width)[3 - self.dims :]
             tables = tuple(random(*size, seed=seed, dtype=dtype) for seed in (21, 22))
-        mask, word = Opaque("attention_mask") if case.masked else None, object()
-        given = dict(zip(ARGUMENTS, (x, tables, mask)))
-        given.update({n: Cache(n) for n in self.names if n not in ARGUMENTS})
-        if self.cache is not None and not case.cached:
-            given[self.cache] = None
-        names = {**self.source.globals, self.registry(): interface}
-        forward = self.source.forward
-        forward = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__)
+        given, word, interface = {}, object(), Interface(log)
+        for name in self.signature.names:
+            if name == self.hidden:
+                given[name] = x
+            elif name == self.tables:
+                given[name] = tables
+            elif name == self.cache:
+                given[name] = Cache(name) if case.cached else None
+            elif name == self.mask:
+                given[name] = Opaque(name) if case.masked else None
+            elif name not in self.fixed and name not in absent:
+                given[name] = Opaque(name)
+            elif name in self.signature.positional_only:
+                given[name] = self.signature.defaults[name]
+
+        with KeepsFp64(), asked_by_this_thread(interface):
+            forward = self.source.forward
+            result = self.signature.called(forward, twin, dict(given), {WORD: word})
+        if len(interface.calls) != 1 or len(interface.asked) != 1:
+            raise Refused("it does not call one attention function, by its configuration")
+        return Run(twin, x, tables, given, word, interface, log, result)
+
+    def marks(self) -> dict:
+        return {path: Opaque(f"self.{path}") for path in self.handed}
+
+    def fields(self) -> tuple:
+        """The fields of an AttentionForm that the trial finds."""
+        self.first()
+        if self.cache is None and self.tables is None and self.plan.q_norm is None:
+            raise Refused("it has no norm, no rotary embedding and no cache")
+        self.travelling = self.those_travelling()
+        self.calls = self.calls_of(self.called(FIRST, values=self.marks()))
+        self.training_words = self.calls_of(self.called(TRAINING, values=self.marks()))[1]
+        self.runs = {case: self.check(case) for case in (FIRST, TRAINING)}
+        for case in CASES:
+            self.check(case)
+        for absent in toggles(self.others()):
+            self.check(FIRST, absent=absent)
+        handed = self.those_handed()
+        if handed != self.handed:
+            self.handed = handed
+            return self.fields()
+        kept, partial = self.plan, self.passes(PARTIAL)
+        self.plan = kept._replace(heads=kept.heads._replace(rotary=None))
+        without, self.plan = self.passes(WITHOUT), kept
+        self.keeps_dtype()
+        return self.form(partial, without)
+
+    def passes(self, case: Case, values: Optional[dict] = None) -> bool:
         try:
-            with KeepsFp64():
-                result = forward(twin, **given, **{WORD: word})
+            self.check(case, values)
         except Refused:
-            raise
-        except Exception as error:
-            raise Refused(
-                f"its forward raises {type(error).__name__} on stand-ins: {str(error)[:60]}"
-            ) from None
-        if len(interface.calls) != 1 or interface.asked != [
-            (twin.config._attn_implementation, self.eager)
-        ]:
-            raise Refused("it does not call one attention function, by its configuration")
-        return twin, given, word, interface.calls[0], result
+            return False
+        return True
 
-    def run(self, case: Case) -> Heads:
-        """Which of our forms a run of the class's forward agrees with."""
-        twin, given, word, call, result = self.called(case)
-        q, k, v, mask_seen, keywords, out = call
-        x, tables, mask = (given[name] for name in ARGUMENTS)
-        if mask_seen is not mask or keywords.pop(WORD, None) is not word:
+    def check(self, case: Case, values: Optional[dict] = None, absent=frozenset()) -> Run:
+        """A run does what the first one did; Refused if not."""
+        run = self.called(case, values=values, absent=absent)
+        if values or absent:
+            if not _are_equal(run, self.runs[case]):
+                raise Refused("its forward depends on the call")
+        elif self.planned(run, self.plan)[0] != self.plan:
+            raise Refused("its forward depends on the call")
+        implementation, words, index, updates, updates_with = self.calls
+        words = self.training_words if case.training else words
+        module, _, _, _, mask, keywords, _ = run.interface.calls[0]
+        if mask is not run.given.get(self.mask):
             raise Refused("it changes the attention mask, or keeps keyword arguments back")
-        for name in self.handed:
-            if keywords.pop(name, None) is not given.get(name):
-                raise Refused(f"it gives another {name} to its attention function")
-        if keywords != self.keywords(twin):
+        asked, default = run.interface.asked[0]
+        expected = [("", asked, implementation)]
+        rest = self.rest(run)
+        made = self.made(words, run)
+        if self.rests:
+            made.update(rest)
+        if not are_the_same(keywords, made) or default is not self.eager:
             raise Refused("other keyword arguments reach its attention function")
-        k, v = self.before_the_cache(given, word, k, v)
-        heads, gate = self.compared(x, tables, q, k, v)
-        y = out.reshape(case.B, case.T, -1)
-        y = self.parts[self.out](y if gate is None else y * torch.sigmoid(gate))
-        if (
-            type(result) is not tuple
-            or len(result) != 2
-            or result[1] != "weights"
-            or not same(result[0], y)
-        ):
-            raise Refused("it is another formula after attention")
-        return heads
+        if case.cached and self.cache is not None:
+            ((_, _, layer, positional, more),) = run.given[self.cache].calls
+            if len(positional) != len(updates):
+                raise Refused("it updates the cache in another way")
+            expected += [("", v, w) for v, w in zip((layer, *positional), (index, *updates))]
+            if not are_the_same(more, self.made(updates_with, run)):
+                raise Refused("it gives the cache's update other keywords")
+        for _, value, word in expected:
+            if not are_the_same({"": value}, self.made((word,), run)):
+                raise Refused("it asks for other things, or updates the cache in another way")
+        return run
 
-    def keeps_dtype(self) -> bool:
+    def made(self, words, run: Run) -> dict:
+        return Words(words).made(run.twin, run.given, self.rest(run), run.tables)
+
+    def keeps_dtype(self) -> None:
         """All that leaves the forward has the dtype of what came, in 16 bits too."""
-        *_, call, result = self.called(FIRST, torch.bfloat16)
-        return {x.dtype for x in (*call[:3], result[0])} == {torch.bfloat16}
+        run = self.called(FIRST, torch.bfloat16)
+        left = (*run.interface.calls[0][1:4], run.result[0])
+        if {x.dtype for x in left} != {torch.bfloat16}:
+            raise Refused("it changes the dtype")
 
-    def registry(self) -> str:
-        """The name by which the forward knows the registry of attention functions."""
-        names = [
-            name for _, name, value in self.source.pinned.names
-            if type(value).__name__ == "AttentionInterface"
-        ]  # fmt: skip
-        if not names:
-            raise Refused("it does not call one attention function, by its configuration")
-        return names[0]
 
-    def before_the_cache(self, given, word, k, v):
-        """Keys and values as they came to the cache, if one was given."""
-        caches = {n: x.calls for n, x in given.items() if isinstance(x, Cache) and x.calls}
-        if not caches:
-            return k, v
-        if self.cache is None:
-            self.find_cache(caches, word)
-        calls = caches.get(self.cache, ())
-        handed = dict.fromkeys(self.updates_with, {WORD: word})
-        if len(caches) != 1 or len(calls) != 1 or calls[0][2] != self.module.layer_idx:
-            raise Refused("it updates the cache in another way")
-        k_new, v_new, _, more = calls[0]
-        if more != handed:
-            raise Refused("it gives the cache's update other keywords")
-        kept = torch.cat([k_new * 0.5, k_new], -2), torch.cat([v_new * 0.25, v_new], -2)
-        if not (same(k, kept[0]) and same(v, kept[1])):
-            raise Refused("it changes keys or values after the cache")
-        return k_new, v_new
-
-    def find_cache(self, caches: dict, word: object) -> None:
-        """The cache is the argument that was updated; its update may get all that is handed on."""
-        self.cache = next(iter(caches))
-        more = caches[self.cache][0][3]
-        self.updates_with = tuple(n for n, v in more.items() if v == {WORD: word})
-
-    def compared(self, x, tables, q, k, v):
-        """The form that gives q, k and v, and its gate."""
-        if not all(isinstance(t, torch.Tensor) and t.ndim == 4 for t in (q, k, v)):
-            raise Refused("it gives its attention function other things than heads")
-        self.sizes = sizes = tuple(t.shape[1] * t.shape[-1] for t in (q, k, v))
-        if self.joined:
-            joined = self.parts[self.joined](x)
-            if joined.shape[-1] != sum(sizes):
-                raise Refused("its joined projection is of another width")
-            raw_q, raw_k, raw_v = joined.split(sizes, -1)
-        else:
-            raw_q, raw_k, raw_v = (self.parts[name](x) for name in PROJECTIONS)
-        if q.shape[-1] != self.D or k.shape[-1] != self.D:
-            raise Refused("its heads are of another size")
-        if not same(v, raw_v.unflatten(-1, (-1, v.shape[-1])).transpose(1, 2)):
-            raise Refused("its values are another formula")
-        for gated, norm, rotary in itertools.product(GATES, NORMS, (*ROTARY, None)):
-            if (
-                gated
-                and raw_q.shape[-1] != 2 * sizes[0]
-                or (norm != "none") != (self.q_norm is not None)
-            ):
-                continue
-            if rotary is not None and tables is None:
-                continue
-            own_q, gate = raw_q, None
-            if gated:
-                own_q, gate = raw_q.unflatten(-1, (-1, 2 * self.D)).chunk(2, -1)
-                own_q, gate = own_q.flatten(2), gate.flatten(2)
-            try:
-                expected = [
-                    self.formed(t, self.parts.get(name), norm, tables, rotary)
-                    for t, name in ((own_q, self.q_norm), (raw_k, self.k_norm))
-                ]
-            except (Refused, RuntimeError, TypeError):
-                continue
-            if same(q, expected[0]) and same(k, expected[1]):
-                return Heads(gated, norm, rotary), gate
-        raise Refused("its queries and keys are another formula")
-
-    def formed(self, x, norm: Optional[Callable], over: str, tables, rotary: Optional[str]):
-        """x [B, T, H * D] as heads [B, H, T, D], normed and rotated."""
-        x = norm(x) if over == "all" else x
-        x = x.unflatten(-1, (-1, self.D)).transpose(1, 2)
-        x = norm(x) if over == "head" else x
-        if rotary is None:
-            return x
-        cos, sin = (table.unsqueeze(-3) for table in tables)
-        R = cos.shape[-1]
-        y, rest = x[..., :R], x[..., R:]
-        if rotary == "halves":
-            a, b = y.chunk(2, -1)
-            turned = torch.cat([-b, a], -1)
-        else:
-            turned = torch.stack([-y[..., 1::2], y[..., ::2]], -1).flatten(-2)
-        if rotary == "pairs":
-            cos, sin = (t[..., : R // 2].repeat_interleave(2, -1) for t in (cos, sin))
-        return torch.cat([y * cos + turned * sin, rest], -1)
+def _are_equal(a: Run, b: Run) -> bool:
+    """Two runs on the same numbers did the same with them."""
+    (twin, *heads), (_, *others) = a.interface.calls[0][:4], b.interface.calls[0][:4]
+    if type(a.result) is not tuple or a.result[1:] != b.result[1:] or twin is not a.twin:
+        return False
+    if [entry and entry[0] for entry in a.log] != [entry and entry[0] for entry in b.log]:
+        return False
+    caches = [[v.calls for v in run.given.values() if type(v) is Cache] for run in (a, b)]
+    updates = [[x for calls in found for call in calls for x in call[:2]] for found in caches]
+    pairs = [*zip(heads, others), (a.result[0], b.result[0]), *zip(*updates)]
+    return len(updates[0]) == len(updates[1]) and all(torch.equal(x, y) for x, y in pairs)

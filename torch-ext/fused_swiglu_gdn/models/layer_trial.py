@@ -3,18 +3,34 @@
 The class's forward runs on parts that remember what they are given.
 """
 
-import inspect
 import itertools
 from typing import Dict, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
 
 from ..layers.decoder import Call, LayerForm, Order
+from ..layers.forward import PLAIN_VALUES, Arguments
+from ..layers.words import Word
+from .attention_trial import is_attention, may_be_norm
 from .code import Refused
-from .norm_trial import norm_form
-from .reader import Source, form_key, plain_values, read, why_odd_module
+from .norm_trial import is_norm, norm_form
+from .reader import form_key, plain_values, read, why_odd_module
 from .serving import own_class
-from .stand_ins import WORD, Block, Opaque, quiet, random, same, twin_of
+from .stand_ins import (
+    SIZES,
+    WORD,
+    Block,
+    Opaque,
+    Read,
+    arguments_of,
+    name_of,
+    quiet,
+    random,
+    same,
+    signature_of,
+    toggles,
+    twin_of,
+)
 
 OUTPUTS = (1, 2, 3)
 
@@ -23,9 +39,21 @@ _forms: Dict[tuple, Union[LayerForm, str]] = {}
 
 def is_decoder_layer(module: nn.Module) -> bool:
     """It has a mixer of tokens, an MLP, and norms."""
-    names = module._modules
-    attention = any("attn" in n or "attention" in n for n in names if "norm" not in n)
-    return attention and sum("norm" in n for n in names) >= 2
+    parts = module._modules.items()
+    mixes = any(_mixes(name, part) for name, part in parts if part is not None)
+    return mixes and sum("norm" in n or m is not None and _norms(m) for n, m in parts) >= 2
+
+
+def _mixes(name: str, part: nn.Module) -> bool:
+    if "norm" in name:
+        return False
+    if "attn" in name or "attention" in name or is_attention(part):
+        return True
+    return "conv1d" in part._modules and "A_log" in part._parameters
+
+
+def _norms(part: nn.Module) -> bool:
+    return is_norm(part) or may_be_norm(part) and not isinstance(norm_form(part), str)
 
 
 def layer_form(module: nn.Module) -> Union[LayerForm, str]:
@@ -34,10 +62,11 @@ def layer_form(module: nn.Module) -> Union[LayerForm, str]:
     try:
         source = read(kind, module)
         values = plain_values(module, source.reads)
-        norms = {n for n, m in module._modules.items() if not isinstance(norm_form(m), str)}
-        plain = {n for n, m in module._modules.items() if is_identity(m)}
+        modules = {n: m for n, m in module._modules.items() if m is not None}
+        norms = {n for n, m in modules.items() if not isinstance(norm_form(m), str)}
+        plain = {n for n, m in modules.items() if is_identity(m)}
         key = form_key(module, kind, source, values) + (
-            tuple((n, n in norms, n in plain) for n in module._modules),
+            tuple((n, n in norms, n in plain) for n in modules),
             bool(module._parameters),
         )
         if key not in _forms:
@@ -57,7 +86,6 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
     reason = why_odd_module(module, kind, source, (*values, *module._modules))
     if reason is not None:
         return reason
-    names = tuple(n for n in inspect.signature(source.forward).parameters if n != "self")
     reasons = []
     with quiet():
         for outputs in itertools.product(OUTPUTS, OUTPUTS[:2]):
@@ -69,42 +97,89 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
                 continue
             if order.pre_mlp is None and (scale or not (order.post_mixer and order.post_mlp)):
                 return "no sum is before or after a norm"
-            found = (order, scale, *calls, tuple(plain))
-            facts = kind, source.pinned, tuple(values.items()), names, source.renamed
-            return LayerForm(*facts, *found)
+            facts = kind, source.pinned, tuple(values.items()), trial.arguments()
+            checks = tuple(getattr(source, "checks", ()))
+            return LayerForm(*facts, checks, order, scale, *calls, tuple(plain))
     return min(reasons, key=lambda reason: "raises" in reason)
 
 
-class _Trial(NamedTuple):
+class Run(NamedTuple):
+    """What a run of a layer's forward was given, what its parts were given, and what it gave."""
+
+    x: object
+    given: dict
+    word: object
+    log: list
+    out: object
+
+
+class _Trial:
     """Runs of a layer whose mixer and MLP have so many outputs."""
 
-    module: nn.Module
-    kind: type
-    source: Source
-    norms: set
-    plain: set
-    outputs: Tuple[int, int]
+    def __init__(self, module, kind, source, norms, plain, outputs: Tuple[int, int]):
+        self.module, self.kind, self.source = module, kind, source
+        self.norms, self.plain, self.outputs = norms, plain, outputs
+        self.signature = signature_of(source)
+        self.hidden, self.fixed = None, set()
 
     def plan(self, values: dict) -> tuple:
         """What an agreeing LayerForm has: its order, its scale, and the calls of mixer and MLP."""
-        x, out, log, marks, word = self.run()
-        order, scale = _order(log, self.norms, x, out, values)
-        sources = {id(v): n for n, v in marks.items()}
-        called = {name: (place, rest) for name, _, _, place, rest in log}
-        if any(called[name] != (None, {}) for name in self.norms & set(called)):
+        run = self.learned()
+        order, scale = _order(run.log, self.norms, run.x, run.out, values)
+        called = {name: (place, after, rest) for name, _, _, place, after, rest in run.log}
+        if any(called[name] != (None, (), {}) for name in self.norms & set(called)):
             raise Refused("it gives its norms more than one tensor")
-        parameters = inspect.signature(self.source.forward).parameters
+        self.travelling = self.those_travelling(run)
         calls = []
         for name in (order.mixer, order.mlp):
             try:
-                flat = same(self.run(flat=name)[1], out)
+                flat = same(self.run(flat=name).out, run.out)
             except Refused:
                 flat = False
-            calls.append(_call(*called[name], sources, word, parameters, flat))
+            calls.append(self.call(*called[name], run, flat))
+        for absent in toggles(self.others()):
+            self.check(run, absent, order, calls)
         return order, scale, *calls
 
-    def run(self, flat: Optional[str] = None) -> tuple:
-        """The input, the output, what the parts were given, and what stood for other arguments."""
+    def learned(self) -> Run:
+        """The first run, when it is known which argument the hidden states are."""
+        for _ in range(2 * len(self.signature.names) + 2):
+            try:
+                run = self.run()
+                if self.hidden is None:
+                    raise Refused("none of its arguments reaches its parts")
+                return run
+            except Read as what:
+                optional, how = what.name in self.signature.defaults, what.how
+                of_tensors = how in SIZES or how == "part" or not optional and how[:2] == "__"
+                if what.name == self.hidden:
+                    raise
+                if self.hidden is None and (of_tensors or how in ("__add__", "__radd__")):
+                    self.hidden = what.name
+                elif optional and what.name not in self.fixed:
+                    self.fixed.add(what.name)
+                else:
+                    raise
+        raise Refused("its arguments are not known")
+
+    def others(self) -> tuple:
+        names = set(self.signature.names) - self.fixed - {self.hidden}
+        return tuple(n for n in self.signature.names if n in names & set(self.signature.defaults))
+
+    def those_travelling(self, run: Run) -> frozenset:
+        """Keywords that the forward reads from **kwargs, and leaves there."""
+        extra = frozenset(getattr(self.source, "extra", ())) & set(self.others())
+        if not extra:
+            return extra
+        log = self.run(absent=extra).log
+        return frozenset(
+            n for n in extra
+            if any(entry[-1].get(n) is run.given[n] for entry in run.log)
+            and not any(n in entry[-1] for entry in log)
+        )  # fmt: skip
+
+    def run(self, flat: Optional[str] = None, absent=frozenset()) -> Run:
+        """One run of the class's forward, where some arguments are left at their defaults."""
         log, parts, norms = [], {}, self.norms
 
         def count(name):
@@ -114,24 +189,69 @@ class _Trial(NamedTuple):
 
         for i, (name, part) in enumerate(self.module._modules.items()):
             block = Block(name, 300 + 11 * i, log, count, name == flat)
-            parts[name] = part if name in self.plain else block
-        parameters = inspect.signature(self.source.forward).parameters
-        if "hidden_states" not in parameters:
-            raise Refused("its forward takes no hidden_states")
-        marks = {
-            n: Opaque(n) for n, p in parameters.items()
-            if n not in ("self", "hidden_states") and p.kind is not p.VAR_KEYWORD
-        }  # fmt: skip
-        more = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        twin, x, word = twin_of(self.module, self.kind, parts), random(5, 4, 16, seed=1), object()
-        try:
-            out = self.source.forward(twin, x, **marks, **({WORD: word} if more else {}))
-        except Refused:
-            raise
-        except Exception as error:
-            why = f"{type(error).__name__} on stand-ins: {str(error)[:60]}"
-            raise Refused(f"its forward raises {why}") from None
-        return x, out, log, marks, word
+            parts[name] = part if name in self.plain or part is None else block
+        given, x = {}, random(5, 4, 16, seed=1)
+        for name in self.signature.names:
+            if name == self.hidden:
+                given[name] = x
+            elif name not in self.fixed and name not in absent:
+                given[name] = Opaque(name)
+            elif name in self.signature.positional_only:
+                given[name] = self.signature.defaults[name]
+        twin, word = twin_of(self.module, self.kind, parts), object()
+        forward = self.source.forward
+        out = self.signature.called(forward, twin, dict(given), {WORD: word})
+        return Run(x, given, word, log, out)
+
+    def rest(self, run: Run) -> dict:
+        """The keywords of a run that the forward has no name for."""
+        more = {WORD: run.word} if self.signature.more else {}
+        return {**{n: run.given[n] for n in self.travelling if n in run.given}, **more}
+
+    def call(self, place, after: tuple, words: dict, run: Run, flat: bool) -> Call:
+        """Where a part's arguments come from."""
+        rest = self.rest(run)
+        passes = bool(rest) and all(words.get(n) is v for n, v in rest.items())
+        words = {n: v for n, v in words.items() if not passes or n not in rest}
+        return Call(
+            place,
+            tuple(self.word("", v, run) for v in after),
+            tuple(self.word(n, v, run) for n, v in words.items()),
+            passes,
+            flat,
+        )
+
+    def word(self, name: str, value: object, run: Run) -> Word:
+        if type(value) is Opaque and run.given.get(name_of(value)) is value:
+            source = name_of(value)
+            return Word(name, "argument", source, self.signature.defaults.get(source))
+        if value is None or type(value) in PLAIN_VALUES:
+            return Word(name, "constant", value, type(value))
+        raise Refused(f"it gives a part {name}")
+
+    def check(self, first: Run, absent: frozenset, order: Order, calls: list) -> None:
+        """The layer does the same where arguments are left at their defaults."""
+        run = self.run(absent=absent)
+        if not same(run.out, first.out) or [e[0] for e in run.log] != [e[0] for e in first.log]:
+            raise Refused("its forward depends on the call")
+        for name, call in zip((order.mixer, order.mlp), calls):
+            place, after, words = next(e[3:] for e in run.log if e[0] == name)
+            expected = {w.name: self.value(w, run) for w in call.words}
+            if call.passes:
+                expected.update(self.rest(run))
+            pairs = zip(after, (self.value(w, run) for w in call.after))
+            right = place == call.place and len(after) == len(call.after)
+            right = right and words.keys() == expected.keys() and all(
+                v is expected[n] for n, v in words.items()
+            ) and all(a is b for a, b in pairs)  # fmt: skip
+            if not right:
+                raise Refused("its forward depends on the call")
+
+    def value(self, word: Word, run: Run) -> object:
+        return word.what if word.how == "constant" else run.given.get(word.what, word.default)
+
+    def arguments(self) -> Arguments:
+        return arguments_of(self.signature, self.source, self.hidden, self.fixed, self.travelling)
 
 
 def _order(log, norms, x, out, values):
@@ -174,16 +294,3 @@ def _agrees(order: Order, log: dict, x, out, scale) -> bool:
             return False
         x = x + (y if scale is None else y * scale)
     return same(out, x)
-
-
-def _call(place, given: dict, sources: dict, word: object, parameters, flat: bool) -> Call:
-    """Which argument of the layer is which of a part's."""
-    passes = given.pop(WORD, None) is word
-    arguments = []
-    for name, value in given.items():
-        source = sources.get(id(value))
-        if source is None:
-            raise Refused(f"it gives a part {name}")
-        default = parameters[source].default
-        arguments.append((name, source, None if default is inspect.Parameter.empty else default))
-    return Call(place, tuple(arguments), passes, flat)

@@ -166,8 +166,11 @@ def passed_on(reader: Reader, wrapper: object) -> Optional[FunctionType]:
         return None
     cells = dict(zip(code.co_freevars, (cell.cell_contents for cell in wrapper.__closure__)))
     functions = [name for name, value in cells.items() if isinstance(value, FunctionType)]
-    definition = source_of(wrapper, code.co_freevars)
     where = f"{code.co_name} in {code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
+    try:
+        definition = source_of(wrapper, code.co_freevars)
+    except Refused:
+        raise Refused(f"its forward is wrapped by {where}") from None
     given = definition.args
     own = [argument.arg for argument in given.args]
     if len(functions) != 1 or given.kwonlyargs or given.posonlyargs or not given.vararg:

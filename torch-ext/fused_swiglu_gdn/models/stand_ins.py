@@ -7,17 +7,40 @@ raises where it is read. So a forward that gives the formula's numbers has used 
 
 import collections
 import contextlib
-from typing import Callable, Optional
+import inspect
+import operator
+import sys
+import threading
+from types import FunctionType
+from typing import Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Tuple
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ..layers.forward import Arguments
 from .code import Refused
 
 F64 = torch.float64
 WORD = "a_word_that_nobody_knows"  # a keyword that a forward can only hand on
+SIZES = ("__len__", "device", "dim", "dtype", "ndim", "shape", "size")  # that tensors are asked for
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Read(Refused):
+    """A stand-in was read that stands for an argument, or for an attribute of the module."""
+
+    def __init__(self, name: str, how: str):
+        super().__init__(f"its forward reads {name}")
+        self.name, self.how = name, how
+
+
+class Raises(Refused):
+    """The forward raises an exception of its own."""
+
+    def __init__(self, error: Exception):
+        why = f"{type(error).__name__} on stand-ins: {str(error)[:60]}"
+        super().__init__(f"its forward raises {why}")
 
 
 @contextlib.contextmanager
@@ -76,12 +99,10 @@ class KeepsFp64(TorchFunctionMode):
 class Norm:
     """An RMS norm with a weight of the length of the norm that it stands for."""
 
-    def __init__(self, size: Optional[int], seed: int):
-        self.weight = None if size is None else random(size, seed=seed) + 1.5
+    def __init__(self, size: int, seed: int):
+        self.weight = random(size, seed=seed) + 1.5
 
     def __call__(self, x):
-        if self.weight is None:
-            return rms(x)
         if x.shape[-1] != len(self.weight):
             raise Refused("it norms over another width than its weight's")
         return rms(x) * self.weight.to(x.dtype)
@@ -91,11 +112,26 @@ class Product:
     """A projection of rank 3, so that the module's own sizes cost nothing."""
 
     def __init__(self, features_in: int, features_out: int, seed: int):
+        self.features = features_in, features_out
         self.a = random(features_in, 3, seed=seed)
         self.b = random(3, features_out, seed=seed + 1)
 
     def __call__(self, x):
         return (x @ self.a.to(x.dtype)) @ self.b.to(x.dtype)
+
+
+class Logged:
+    """A part of an attention module, which remembers what it is given."""
+
+    def __init__(self, name: str, part: Callable, log: list):
+        self.name, self.part, self.log = name, part, log
+
+    def __call__(self, x):
+        if type(x) is not torch.Tensor:
+            read_by(x, self.name)
+        y = self.part(x)
+        self.log.append((self.name, x, y))
+        return y
 
 
 class Block:
@@ -107,19 +143,23 @@ class Block:
         self.outputs, self.flat = outputs, flat
 
     def __call__(self, *args, **kwargs):
-        places = [n for n, v in kwargs.items() if isinstance(v, torch.Tensor)]
-        tensors = [v for v in args if isinstance(v, torch.Tensor)] + [kwargs[n] for n in places]
-        if len(tensors) != 1 or len(args) > 1:
-            raise Refused(f"it calls {self.name} in a way that is not known")
-        x = tensors[0]
+        places = [n for n, v in kwargs.items() if type(v) is torch.Tensor]
+        if args and type(args[0]) is torch.Tensor and not places:
+            x, place, more = args[0], None, args[1:]
+        elif len(places) == 1 and not args:
+            (place,), more = places, ()
+            x = kwargs[place]
+        elif args or places or not kwargs:
+            read_by(args[0] if args else None, self.name)
+        else:  # nobody knows yet which of the arguments is the input
+            place, more, x = None, (), random(5, 4, 16)
         y = torch.tanh(
             x * random(x.shape[-1], seed=self.seed) + random(x.shape[-1], seed=self.seed + 1)
         )
-        place = places[0] if places else None
-        rest = {n: v for n, v in kwargs.items() if n != place}
         y = y.flatten(0, -2) if self.flat else y
         count = self.outputs(self.name)
-        self.log.append((self.name, x, y, place, rest))
+        rest = {n: v for n, v in kwargs.items() if n != place}
+        self.log.append((self.name, x, y, place, more, rest))
         return y if count == 1 else (y, *["rest"] * (count - 1))
 
 
@@ -133,20 +173,45 @@ class Unknown:
         raise Refused(f"its forward also calls {self.name}")
 
 
+def _reading(how: str) -> Callable:
+    def read(self, *_, **__):
+        raise Read(name_of(self), how)
+
+    return read
+
+
 class Opaque:
-    """An argument that the formula has no use for."""
+    """An argument that the formula has no use for, or that nobody knows yet."""
+
+    __hash__ = object.__hash__
+    __class__ = property(_reading("isinstance"))
 
     def __init__(self, name: str):
-        self.__dict__["name"] = name
+        self.__dict__["opaque_name"] = name
 
-    def _read(self, *_, **__):
-        raise Refused(f"its forward reads {self.name}")
+    def __getattr__(self, name):
+        raise Read(name_of(self), name)
 
-    __getattr__ = __setattr__ = __getitem__ = __setitem__ = __call__ = _read
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __matmul__ = _read
-    __lt__ = __le__ = __gt__ = __ge__ = __bool__ = __len__ = __iter__ = __contains__ = _read
-    __neg__ = __invert__ = __and__ = __or__ = __eq__ = __ne__ = _read
-    __hash__ = object.__hash__
+
+for _how in (
+    "setattr", "getitem", "setitem", "call", "add", "radd", "sub", "rsub", "mul", "rmul", "pow",
+    "rpow", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "matmul", "lt", "le", "gt",
+    "ge", "eq", "ne", "bool", "len", "iter", "contains", "neg", "invert", "and", "rand", "or",
+    "ror", "int", "float", "index", "str", "format",
+):  # fmt: skip
+    setattr(Opaque, f"__{_how}__", _reading(f"__{_how}__"))
+Opaque.__hash__ = object.__hash__  # which __eq__ takes away
+
+
+def name_of(opaque: Opaque) -> str:
+    return opaque.__dict__["opaque_name"]
+
+
+def read_by(x: object, part: str) -> NoReturn:
+    """A part is given something else than one tensor."""
+    if issubclass(type(x), Opaque):
+        raise Read(name_of(x), "part")
+    raise Refused(f"it calls {part} in a way that is not known")
 
 
 class Cache(Opaque):
@@ -156,23 +221,144 @@ class Cache(Opaque):
         super().__init__(name)
         self.__dict__["calls"] = []
 
-    def update(self, k, v, layer_idx, **more):
-        self.calls.append((k, v, layer_idx, more))
+    def update(self, *args, **more):
+        k, v, index, *rest = (*args, *(more.pop(n) for n in UPDATED[len(args) :]))
+        rest, more = (
+            [dict(x) if type(x) is dict else x for x in rest],
+            {n: dict(x) if type(x) is dict else x for n, x in more.items()},
+        )  # as they are at this time
+        self.calls.append((k, v, index, rest, more))
         return torch.cat([k * 0.5, k], -2), torch.cat([v * 0.25, v], -2)
 
 
+UPDATED = ("key_states", "value_states", "layer_idx")  # as caches call what they are updated with
+
+
 class Interface:
-    """Stands for the registry of attention functions, and for the function that it finds."""
+    """Stands for the registry of attention functions, and for the function that it finds, whose
+    calls are None in the log of those of the parts."""
 
-    def __init__(self):
-        self.calls, self.asked = [], []
+    def __init__(self, log: list):
+        self.calls, self.asked, self.log = [], [], log
 
-    def get_interface(self, name, default):
-        self.asked.append((name, default))
+    def get_interface(self, attn_implementation, default):
+        self.asked.append((attn_implementation, default))
         return self
 
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
         B, H, T, _ = query.shape
         out = random(B, T, H, value.shape[-1], seed=11, dtype=query.dtype)
-        self.calls.append((query, key, value, attention_mask, kwargs, out))
+        self.log.append(None)
+        self.calls.append((module, query, key, value, attention_mask, kwargs, out))
         return out, "weights"
+
+
+_registry = threading.Lock()
+
+
+@contextlib.contextmanager
+def asked_by_this_thread(interface: Interface):
+    """transformers' registry gives `interface` to whoever asks it in this thread."""
+    registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
+    me, attributes = threading.get_ident(), registry.__dict__
+    with _registry:
+        kept, own = attributes.get("get_interface"), registry.get_interface
+
+        def get_interface(*args, **kwargs):
+            mine = threading.get_ident() == me
+            return (interface.get_interface if mine else own)(*args, **kwargs)
+
+        attributes["get_interface"] = get_interface
+        try:
+            yield
+        finally:
+            del attributes["get_interface"]
+            if kept is not None:
+                attributes["get_interface"] = kept
+
+
+class View:
+    """An object with another value at one path."""
+
+    def __init__(self, owner: object, path: List[str], value: object):
+        self.__dict__["view"] = owner, path, value
+
+    def __getattr__(self, name: str):
+        owner, path, value = self.__dict__["view"]
+        found = getattr(owner, name)
+        if name != path[0]:
+            return found
+        return value if len(path) == 1 else View(found, path[1:], value)
+
+
+def put(twin: nn.Module, values: Dict[str, object]) -> None:
+    """Gives a twin other attributes, by their paths."""
+    for path, value in values.items():
+        name, *rest = path.split(".")
+        twin.__dict__[name] = View(getattr(twin, name), rest, value) if rest else value
+
+
+class Signature(NamedTuple):
+    """What a forward may be given, in the order of its definition."""
+
+    names: Tuple[str, ...]  # with the keywords that it takes out of **kwargs
+    positional: Tuple[str, ...]
+    positional_only: Tuple[str, ...]
+    defaults: Dict[str, object]  # of those that have one
+    more: bool  # it takes others, too
+
+    def called(self, forward: FunctionType, twin: nn.Module, given: dict, words: dict) -> object:
+        """What a forward gives on stand-ins."""
+        args = [given.pop(n) for n in self.positional_only]
+        try:
+            return forward(twin, *args, **given, **(words if self.more else {}))
+        except Refused:
+            raise
+        except Exception as error:
+            raise Raises(error) from None
+
+
+def signature_of(source) -> Signature:
+    parameters = list(inspect.signature(source.forward).parameters.values())[1:]
+    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    extra = tuple(getattr(source, "extra", ()))
+    defaults = {p.name: p.default for p in named if p.default is not p.empty}
+    return Signature(
+        (*(p.name for p in named), *extra),
+        tuple(p.name for p in named if p.kind is not p.KEYWORD_ONLY),
+        tuple(p.name for p in named if p.kind is p.POSITIONAL_ONLY),
+        {**defaults, **dict.fromkeys(extra)},
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+    )
+
+
+def arguments_of(signature: Signature, source, hidden: str, fixed: set, travelling) -> Arguments:
+    """What a served forward has to know of the arguments, some of which stay at their defaults."""
+    names, extra = signature.names, set(getattr(source, "extra", ()))
+    return Arguments(
+        signature.positional,
+        frozenset(names) - travelling,
+        tuple(n for n in names if n not in signature.defaults and n != hidden),
+        signature.more,
+        hidden,
+        tuple((n, signature.defaults[n]) for n in sorted(fixed - extra)),
+        source.renamed | (fixed & extra) | frozenset(signature.positional_only),
+    )
+
+
+def toggles(names: Tuple[str, ...]) -> Iterator[frozenset]:
+    """Which of the arguments are left at their defaults: none, all, each alone, all but one."""
+    yield from dict.fromkeys(
+        [frozenset(), frozenset(names), *(frozenset([n]) for n in names),
+         *(frozenset(names) - {n} for n in names)]
+    )  # fmt: skip
+
+
+def readable(module: nn.Module, path: str) -> bool:
+    """The module has an attribute at the path that a trial may give another value."""
+    if path == "training" or path.split(".")[0] in (*module._modules, *module._buffers):
+        return False
+    try:
+        return operator.attrgetter(path)(module) is not None
+    except AttributeError:
+        return False

@@ -89,17 +89,18 @@ def _has_kernels(family: str, operation: str, where: torch.device) -> bool:
     return has_kernels(family, operation, where.type, where.index)
 
 
-def serves(family: str, operation: str, x: torch.Tensor) -> bool:
+def serves(family: str, operation: str, x: torch.Tensor, compiling: Optional[bool] = None) -> bool:
     """Whether some kernel may serve operation(x, ...), or somebody is forced to.
 
-    A layer asks, which can do without any of us. No kernel computes in fp64.
+    A layer asks, which can do without any of us, and may know whether torch compiles. No kernel
+    computes in fp64.
     """
     if forced is not None:
         return True
     if x.dtype is torch.float64:
         return False
     where = x.device
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() if compiling is None else compiling:
         return has_kernels(family, operation, where.type, where.index)
     return _has_kernels(family, operation, where)
 

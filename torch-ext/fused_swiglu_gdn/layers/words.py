@@ -1,0 +1,63 @@
+"""Arguments of calls that a served module makes: a table says where each of them comes from."""
+
+import operator
+from typing import Iterable, NamedTuple, Optional, Tuple
+
+from torch import nn
+
+
+class Word(NamedTuple):
+    """An argument of a call, and where its value comes from."""
+
+    name: str  # "" of one by position
+    # "argument": one of the module's own call, or its default; "attribute", "parameter": the
+    # module's, read in each call; "table": the n-th of the rotary tables; "rest": the keywords that
+    # the module's forward has no name for; "dict": of such words; "constant"
+    how: str
+    what: object = None
+    default: object = None  # of an argument; the type of a constant
+
+
+class Value:
+    """What a word that is an attribute or a constant says."""
+
+    def __init__(self, word: Optional[Word]):
+        self.constant = None if word is None or word.how != "constant" else word.what
+        fixed = word is None or word.how == "constant"
+        self.of = self._constant if fixed else operator.attrgetter(word.what)
+
+    def _constant(self, module: nn.Module) -> object:
+        return self.constant
+
+
+class Words:
+    """The arguments that a table says."""
+
+    def __init__(self, table: Iterable[Word]):
+        table = tuple(table)
+        of = {word.how: [w for w in table if w.how == word.how] for word in table}
+        self.constants = {w.name: w.what for w in of.get("constant", ())}
+        self.arguments = [(w.name, w.what, w.default) for w in of.get("argument", ())]
+        self.attributes = [(w.name, operator.attrgetter(w.what)) for w in of.get("attribute", ())]
+        self.parameters = [(w.name, w.what) for w in of.get("parameter", ())]
+        self.tables = [(w.name, w.what) for w in of.get("table", ())]
+        self.rest = [w.name for w in of.get("rest", ())]
+        self.dicts = [(w.name, Words(w.what)) for w in of.get("dict", ())]
+        self.empty = not of
+
+    def made(self, module: nn.Module, given: dict, rest: dict, tables: Optional[Tuple]) -> dict:
+        """The arguments by their names, for a call of the module with `given`."""
+        made = dict(self.constants)
+        for name, get in self.attributes:
+            made[name] = get(module)
+        for name, argument, default in self.arguments:
+            made[name] = given.get(argument, default)
+        for name, parameter in self.parameters:
+            made[name] = module.__dict__["_parameters"][parameter]
+        for name, n in self.tables:
+            made[name] = tables[n]
+        for name in self.rest:
+            made[name] = rest
+        for name, words in self.dicts:
+            made[name] = words.made(module, given, rest, tables)
+        return made

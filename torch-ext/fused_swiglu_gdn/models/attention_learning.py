@@ -1,0 +1,212 @@
+"""Which argument of an attention module's forward is what, and what is handed on."""
+
+import itertools
+from typing import Iterator, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ..layers.forward import PLAIN_VALUES
+from ..layers.words import Word
+from .attention_numbers import FIRST, OTHERS, TRAINING, Run, are_the_same
+from .code import Refused
+from .reader import plain_values
+from .stand_ins import (
+    SIZES,
+    WORD,
+    Cache,
+    Opaque,
+    Product,
+    Raises,
+    Read,
+    arguments_of,
+    name_of,
+)
+
+
+class Learning:
+    """The part of a trial (attention_trial.py) that learns roles."""
+
+    def learned(self) -> Run:
+        """The first run, when it is known which argument is what."""
+        for _ in range(4 * len(self.signature.names) + len(self.handed) + 8):
+            try:
+                run = self.called(FIRST, values=self.marks())
+                self.D = run.interface.calls[0][1].shape[-1]
+                if self.tables is not None and run.tables[0].shape[-1] != self.D:
+                    continue
+                self.called(TRAINING, values=self.marks())
+                return run
+            except Read as what:
+                self.learn(what)
+        raise Refused("its arguments are not known")
+
+    def learn(self, what: Read) -> None:
+        """An argument was read that nobody knew, or an attribute that was to be handed on."""
+        name, how = what.name, what.how
+        if name.startswith("self."):
+            self.handed -= {name[5:]}
+            return
+        optional = name in self.signature.defaults
+        of_tensors = how in SIZES or not optional and how.startswith("__") and how != "__iter__"
+        if name in (self.hidden, self.tables, self.cache, self.mask):
+            raise what
+        if self.hidden is None and (how == "part" or of_tensors):
+            self.hidden = name
+        elif self.tables is None and how in ("__iter__", "__getitem__"):
+            self.tables = name
+        elif self.cache is None and how == "update":
+            self.cache = name
+        elif optional and name not in self.fixed:
+            self.fixed.add(name)
+        else:
+            raise what
+
+    def first(self) -> None:
+        """Learns the arguments and the plan, by tables of each row or of all rows."""
+        self.dims = 3
+        try:
+            self.see(self.fitting())
+        except Refused as why:
+            if self.tables is None:
+                raise
+            self.dims = 2
+            try:
+                self.see(self.fitting())
+            except Refused:
+                raise why from None
+
+    def fitting(self) -> Run:
+        """The first run, by tables of a width that fits."""
+        error = None
+        for width in dict.fromkeys([1, 2, *self.widths()]):
+            self.D = width
+            try:
+                return self.learned()
+            except Raises as why:
+                error = error or why
+                if self.tables is None:
+                    raise
+        raise error
+
+    def see(self, run: Run) -> None:
+        if self.hidden is None:
+            raise Refused("none of its arguments reaches its projections")
+        mask = run.interface.calls[0][4]
+        if mask is not None and self.mask is None:
+            self.mask = self.argument(mask, run)
+            if self.mask is None:
+                raise Refused("it changes the attention mask")
+        self.plan, self.sizes = self.planned(run)
+
+    def widths(self) -> Iterator[int]:
+        """What the head dim may be."""
+        outs = [p.features[1] for p in self.parts.values() if isinstance(p, Product)]
+        values = plain_values(self.module, self.source.reads).values()
+        sizes = [v for v in values if type(v) is int and v > 2 and any(n % v == 0 for n in outs)]
+        yield from dict.fromkeys([*sizes, 64, 128, 32, 256, 96, 80, 16, 8])
+
+    # ------------------------------------------------------------------ what is learned
+
+    def those_handed(self) -> frozenset:
+        """Attributes that are only handed on, whatever they are."""
+        implementation, words, index, updates, updates_with = self.calls
+        everything = (implementation, index, *updates, *updates_with, *words, *self.training_words)
+        met = frozenset(w.what for w in everything if w is not None and w.how == "attribute")
+        if not self.handed <= met:
+            return met
+        if self.are_handed(self.handed):
+            return self.handed
+        return frozenset(name for name in self.handed if self.are_handed({name}))
+
+    def are_handed(self, names) -> bool:
+        cases = itertools.product(OTHERS if names else (), (FIRST, TRAINING))
+        return all(self.passes(case, dict.fromkeys(names, value)) for value, case in cases)
+
+    def form(self, partial: bool, without: bool) -> tuple:
+        implementation, words, index, updates, updates_with = self.calls
+        identities = [n for n, part in self.parts.items() if isinstance(part, nn.Identity)]
+        arguments = arguments_of(
+            self.signature, self.source, self.hidden, self.fixed, self.travelling
+        )
+        return (
+            arguments, tuple(getattr(self.source, "checks", ())), self.tables, self.cache,
+            self.mask, index, updates, updates_with, self.plan.projections, self.sizes,
+            self.plan.q_norm, self.plan.k_norm, self.plan.out, self.plan.heads, self.D, self.dims,
+            partial, without, tuple(identities), implementation, words, self.training_words,
+            self.rests, self.eager,
+        )  # fmt: skip
+
+    def others(self) -> tuple:
+        """The arguments that are handed on, or ignored."""
+        roles = {self.hidden, self.tables, self.cache, self.mask, *self.fixed}
+        return tuple(
+            n for n in self.signature.names if n not in roles and n in self.signature.defaults
+        )
+
+    def those_travelling(self) -> frozenset:
+        """Keywords that the forward reads from **kwargs, and leaves there."""
+        extra = frozenset(getattr(self.source, "extra", ())) & set(self.others())
+        if not extra:
+            return extra
+        run = self.called(FIRST, values=self.marks())
+        without = self.called(FIRST, values=self.marks(), absent=extra).interface.calls[0][5]
+        met = run.interface.calls[0][5]
+        return frozenset(
+            n for n in extra if met.get(n) is run.given[n] and n not in without
+        )  # fmt: skip
+
+    def argument(self, value: object, run: Run) -> Optional[str]:
+        """The name of the argument that is this very value."""
+        return next((n for n, v in run.given.items() if v is value and v is not None), None)
+
+    def rest(self, run: Run) -> dict:
+        """The keywords of a run that the forward has no name for."""
+        more = {WORD: run.word} if self.signature.more else {}
+        return {**{n: run.given[n] for n in self.travelling if n in run.given}, **more}
+
+    def calls_of(self, run: Run) -> tuple:
+        """Where all comes from that the registry, the attention function and the cache get."""
+        *_, keywords, _ = run.interface.calls[0]
+        ((name, self.eager),) = run.interface.asked
+        rest = self.rest(run)
+        self.rests = bool(rest) and all(keywords.get(n) is v for n, v in rest.items())
+        keywords = {n: v for n, v in keywords.items() if not self.rests or n not in rest}
+        caches = [v for v in run.given.values() if type(v) is Cache and v.calls]
+        index, updates, updates_with = None, (), ()
+        if caches:
+            _, _, layer, positional, more = caches[0].calls[0]
+            index = self.word("", layer, run)
+            updates = tuple(self.word("", v, run) for v in positional)
+            updates_with = self.words(more, run)
+        words = self.words(keywords, run)
+        return self.word("", name, run), words, index, updates, updates_with
+
+    def words(self, values: dict, run: Run) -> Tuple[Word, ...]:
+        return tuple(self.word(name, value, run) for name, value in values.items())
+
+    def word(self, name: str, value: object, run: Run) -> Word:
+        """Where a value comes from."""
+        if issubclass(type(value), Opaque):
+            known = self.argument(value, run)
+            if known is not None and name_of(value) not in (self.cache,):
+                return Word(name, "argument", known, self.signature.defaults.get(known))
+            path = name_of(value)
+            if path.startswith("self."):
+                return Word(name, "attribute", path[5:])
+        elif type(value) is dict and are_the_same(value, self.rest(run)):
+            return Word(name, "rest")
+        elif type(value) is dict and all(type(key) is str for key in value):
+            return Word(name, "dict", self.words(value, run))
+        elif isinstance(value, torch.Tensor):
+            for n, table in enumerate(run.tables or ()):
+                if value is table:
+                    return Word(name, "table", n)
+            for parameter, own in run.twin._parameters.items():
+                if value is own:
+                    return Word(name, "parameter", parameter)
+        elif value is None or type(value) in PLAIN_VALUES:
+            return Word(name, "constant", value, type(value))
+        raise Refused(f"it hands on {name or 'a value'}, and nobody knows where it comes from")
+
+    # ------------------------------------------------------------------ comparison

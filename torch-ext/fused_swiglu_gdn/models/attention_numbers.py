@@ -1,0 +1,197 @@
+"""A run of an attention module's forward, and which of our forms its numbers are."""
+
+import itertools
+from typing import Callable, NamedTuple, Optional, Tuple
+
+import torch
+from torch import nn
+
+from ..layers.attention import GATES, NORMS, ROTARY, Heads
+from ..layers.forward import PLAIN_VALUES
+from .code import Refused
+from .stand_ins import (
+    Interface,
+    Norm,
+    Product,
+    same,
+)
+
+# what an attribute that is only handed on may be as well
+OTHERS = (None, True, 3, "word")
+
+
+class Case(NamedTuple):
+    """One run of a trial."""
+
+    B: int
+    T: int
+    rotary: Optional[float]  # the width of the tables, of the head dim; None: there are none
+    tables: int = 0  # the batch of the tables, as the input's by default
+    cached: bool = False
+    masked: bool = False
+    training: bool = False
+
+
+FIRST = Case(2, 5, 1.0, 0, True, True)
+TRAINING = FIRST._replace(training=True)
+CASES = (
+    Case(2, 5, 1.0, 0, False),
+    Case(2, 1, 1.0, 1, True, True),
+    Case(1, 3, 1.0, 0, True, False, True),
+    Case(3, 2, 1.0, 1, False, True, True),
+)
+WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, 0, False, True)
+
+
+class Run(NamedTuple):
+    """What a run of the class's forward was given, met and gave."""
+
+    twin: nn.Module
+    x: torch.Tensor
+    tables: Optional[tuple]
+    given: dict
+    word: object
+    interface: Interface
+    log: list  # calls of parts; None where the attention function was called
+    result: object
+
+
+class Plan(NamedTuple):
+    """What a forward does, as far as it is the same in every run."""
+
+    projections: Tuple[str, ...]
+    q_norm: Optional[str]
+    k_norm: Optional[str]
+    out: str
+    heads: Heads
+
+
+class Numbers:
+    """The part of a trial (attention_trial.py) that compares numbers."""
+
+    def planned(self, run: Run, known: Optional[Plan] = None) -> tuple:
+        """The plan that a run agrees with, and the widths of queries, keys and values."""
+        module, q, k, v, _, _, out = run.interface.calls[0]
+        if module is not run.twin:
+            raise Refused("it gives its attention function another module")
+        k, v = self.before_the_cache(run, k, v)
+        if not all(isinstance(t, torch.Tensor) and t.ndim == 4 for t in (q, k, v)):
+            raise Refused("it gives its attention function other things than heads")
+        if q.shape[-1] != k.shape[-1]:
+            raise Refused("its heads are of another size")
+        names = [entry and entry[0] for entry in run.log]
+        if len(set(names)) != len(names):
+            raise Refused("it calls a part twice")
+        made, ended = run.log[: names.index(None)], run.log[names.index(None) + 1 :]
+        ours = [e for e in made if isinstance(self.parts[e[0]], Product)]
+        norms = [e[0] for e in made if isinstance(self.parts[e[0]], Norm)]
+        if len(ended) != 1 or len(norms) not in (0, 2) or len(ours) not in (1, 3):
+            raise Refused("its parts are called in another order, or other ones")
+        if not all(same(e[1], run.x) for e in ours):
+            raise Refused("its projections are of something else than the hidden states")
+        ours, end = {e[0]: e[2] for e in ours}, ended[0]
+        plan, gate = self.compared(run, ours, norms, (q, k, v), end[0], known)
+        y = out.reshape(*run.x.shape[:2], -1)
+        y = self.parts[end[0]](y if gate is None else y * torch.sigmoid(gate))
+        result = run.result
+        right = type(result) is tuple and len(result) == 2 and result[1] == "weights"
+        if not right or not same(result[0], y):
+            raise Refused("it is another formula after attention")
+        return plan, tuple(t.shape[1] * t.shape[-1] for t in (q, k, v))
+
+    def before_the_cache(self, run: Run, k, v):
+        """Keys and values as they came to the cache, if one was given."""
+        cache = run.given.get(self.cache)
+        if cache is None:
+            return k, v
+        if len(cache.calls) != 1:
+            raise Refused("it updates the cache in another way")
+        k_new, v_new, *_ = cache.calls[0]
+        kept = torch.cat([k_new * 0.5, k_new], -2), torch.cat([v_new * 0.25, v_new], -2)
+        if not (same(k, kept[0]) and same(v, kept[1])):
+            raise Refused("it changes keys or values after the cache")
+        return k_new, v_new
+
+    def compared(self, run: Run, ours: dict, norms: list, heads: tuple, out: str, known):
+        """The plan that gives q, k and v, and its gate."""
+        q, k, v = heads
+        D, sizes = q.shape[-1], tuple(t.shape[1] * t.shape[-1] for t in heads)
+        orders = [known.projections] if known else itertools.permutations(ours, len(ours))
+        plans = [known.heads] if known else [
+            Heads(*form) for form in itertools.product(GATES, NORMS, (*ROTARY, None))
+        ]  # fmt: skip
+        normed = [(known.q_norm, known.k_norm)] if known else list(
+            itertools.permutations(norms) if norms else [(None, None)]
+        )  # fmt: skip
+        if known and {*known.projections, known.q_norm, known.k_norm} - {None} != {*ours, *norms}:
+            raise Refused("its forward depends on the call")
+        tables = self.tables and run.tables
+        why = "its values are another formula"
+        for order in orders:
+            if len(order) == 1:
+                joined = ours[order[0]]
+                if joined.shape[-1] != sum(sizes):
+                    raise Refused("its joined projection is of another width")
+                raw_q, raw_k, raw_v = joined.split(sizes, -1)
+            else:
+                raw_q, raw_k, raw_v = (ours[name] for name in order)
+            if raw_v.shape[-1] != sizes[2] or not same(
+                v, raw_v.unflatten(-1, (-1, v.shape[-1])).transpose(1, 2)
+            ):
+                continue
+            why = "its queries and keys are another formula"
+            for form, (q_norm, k_norm) in itertools.product(plans, normed):
+                if (form.norm == "none") != (q_norm is None):
+                    continue
+                if form.rotary is not None and not tables:
+                    continue
+                if raw_q.shape[-1] != sizes[0] * (1 + form.gated) or raw_k.shape[-1] != sizes[1]:
+                    continue
+                own_q, gate = raw_q, None
+                if form.gated:
+                    own_q, gate = raw_q.unflatten(-1, (-1, 2 * D)).chunk(2, -1)
+                    own_q, gate = own_q.flatten(2), gate.flatten(2)
+                try:
+                    right = all(
+                        same(t, self.formed(raw, D, self.parts.get(name), form, tables))
+                        for t, raw, name in ((q, own_q, q_norm), (k, raw_k, k_norm))
+                    )
+                except (Refused, RuntimeError, TypeError):
+                    continue
+                if right:
+                    return Plan(tuple(order), q_norm, k_norm, out, form), gate
+        raise Refused(why)
+
+    def formed(self, x, D: int, norm: Optional[Callable], form: Heads, tables):
+        """x [B, T, H * D] as heads [B, H, T, D], normed and rotated."""
+        x = norm(x) if form.norm == "all" else x
+        x = x.unflatten(-1, (-1, D)).transpose(1, 2)
+        x = norm(x) if form.norm == "head" else x
+        if form.rotary is None:
+            return x
+        cos, sin = (table.unsqueeze(-3) for table in tables)
+        R = cos.shape[-1]
+        y, rest = x[..., :R], x[..., R:]
+        if form.rotary == "halves":
+            a, b = y.chunk(2, -1)
+            turned = torch.cat([-b, a], -1)
+        else:
+            turned = torch.stack([-y[..., 1::2], y[..., ::2]], -1).flatten(-2)
+        if form.rotary == "pairs":
+            cos, sin = (t[..., : R // 2].repeat_interleave(2, -1) for t in (cos, sin))
+        return torch.cat([y * cos + turned * sin, rest], -1)
+
+
+def are_the_same(found: dict, expected: dict) -> bool:
+    """Equal, with the very same objects where they are no plain values."""
+    if found.keys() != expected.keys():
+        return False
+    for name, value in found.items():
+        other = expected[name]
+        if value is other:
+            continue
+        if type(value) is not type(other) or type(value) not in (*PLAIN_VALUES, dict):
+            return False
+        if not (are_the_same(value, other) if type(value) is dict else value == other):
+            return False
+    return True
