@@ -3,6 +3,7 @@ losses and gradients of one, with half of a batch each, of every weight, or of e
 two GPUs, and with gloo on the CPU."""
 
 import contextlib
+import copy
 import datetime
 import gc
 import json
@@ -92,6 +93,7 @@ def check(name: str, wrap: str, rank: int, device) -> dict:
     if first:
         report = kernel.kernelize(shared, mode="training")
         assert mlps_and_gdn(report) == served, str(report)
+        assert [row.layer for row in report.served].count("DecoderLayer") == 2, str(report)
     want_losses, want = steps(alone, ids)
     dispatch, tp = submodule("runtime.dispatch"), wrap == "tp first"
     # on a CPU no kernel would serve an MLP
@@ -196,6 +198,70 @@ def test_sharded_models_are_freed_and_moved(kernel, tmp_path):
         del model
         gc.collect()
         assert mlp() is None and gate() is None
+    finally:
+        dist.destroy_process_group()
+
+
+def sharded(model, mesh):
+    """With FSDP2 on layers, on some of their parts and on the whole."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        for part in (layer.mlp, layer.input_layernorm, layer):
+            fully_shard(part, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+@pytest.mark.parametrize("order", ["kernelize first", "fully_shard first"])
+@pytest.mark.parametrize("name", MODELS)
+def test_modules_that_fsdp2_wraps(kernel, tmp_path, name, order, checkpoints):
+    """They are served in either order, stay what FSDP2 has made them, and go back to it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        alone, model = (random_model(name).train().double() for _ in range(2))
+        expected = kernel.kernelize(alone)
+        names = [type(module).__name__ for module in alone.modules()]
+        if order == "kernelize first":
+            report = kernel.kernelize(model)
+            sharded(model, mesh)
+        else:
+            sharded(model, mesh)
+            before = [type(module) for module in model.modules()]
+            report = kernel.kernelize(model)
+            kernel.kernelize(model)  # again
+        found = [(row.module, row.layer) for row in report.served]
+        assert found == [(row.module, row.layer) for row in expected.served]
+        wrapped = [m for m in model.modules() if isinstance(m, FSDPModule)]
+        assert len(wrapped) == 7 and all(type(m).__name__.startswith("FSDP") for m in wrapped)
+        for module in wrapped:
+            with pytest.raises(AssertionError, match="does not support deepcopy"):
+                copy.deepcopy(module)
+        for m in (alone, model) if checkpoints else ():
+            m.gradient_checkpointing_enable({"use_reentrant": False})
+        dispatch, ids = submodule("runtime.dispatch"), tokens(2, 40)
+        with dispatch.force("reference"):
+            with dispatch.served() as record:
+                losses, gradients = steps(model, ids)
+            with dispatch.served() as expected:
+                want_losses, want = steps(alone, ids)
+        assert record == expected and "rms_norm_fwd" in record
+        for layer in model.model.layers:
+            assert type(layer).forward.__qualname__ == "DecoderLayer.forward"
+        assert relative_error(losses, want_losses) < 1e-9
+        for parameter, gradient in gradients.items():
+            assert relative_error(gradient.full_tensor(), want[parameter]) < 1e-9, parameter
+        assert kernel.restore(model) == len(report.served)
+        after = [type(module) for module in model.modules()]
+        if order == "fully_shard first":
+            assert after == before
+        assert [kind.__name__.removeprefix("FSDP") for kind in after] == names
+        assert not any("served_as" in vars(base) for kind in after for base in kind.__mro__)
+        assert sum(issubclass(kind, FSDPModule) for kind in after) == 7
+        assert torch.isfinite(model(ids).logits).all()
     finally:
         dist.destroy_process_group()
 

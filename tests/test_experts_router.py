@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_close, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 from tiny_models import check_the_same, random_model, tokens
@@ -348,6 +349,119 @@ def test_what_is_done_to_a_block_is_seen(everywhere):
         submodule("models").restore(model)
         assert torch.allclose(model(tokens(1, 5)).logits, after, atol=1e-5)
     assert not torch.allclose(before, after, atol=1e-3)
+
+
+def smallest(x, k, dim=-1, **options):
+    return x.sort(dim).values.narrow(dim, 0, k), x.sort(dim).indices.narrow(dim, 0, k)
+
+
+PATCHES = [
+    (torch, "topk", smallest),
+    (F, "softmax", lambda x, dim=-1, dtype=None: x.to(dtype or x.dtype).square()),
+    (F, "sigmoid", lambda x: x.tanh()),
+]
+UNPATCHED = {name: getattr(where, name) for where, name, _ in PATCHES}
+
+
+@compiled
+@pytest.mark.parametrize("where, name, patch", PATCHES)
+def test_patches_of_torch_count(everywhere, monkeypatch, where, name, patch):
+    """In served modules as in others; and classes that are met while torch is patched are left
+    alone, as long as it is."""
+    model = random_model("qwen3_next")
+    served = copy.deepcopy(model)
+    first = blocks.serve_blocks(served)
+    assert not any(row.reason for row in first)
+
+    def outputs():
+        with torch.no_grad():
+            return [m(tokens(2, 9)).logits for m in (served, model)]
+
+    plain = outputs()[1]
+    with monkeypatch.context() as patched:
+        patched.setattr(where, name, patch)
+        found, expected = outputs()
+        assert torch.allclose(found, expected, atol=1e-5) and not torch.allclose(found, plain, 1e-3)
+        patched.setattr(blocks, "_known", {})
+        rows = blocks.serve_blocks(copy.deepcopy(model))
+        (reason,) = {row.reason for row in rows if row.reason}
+        assert reason.startswith("its forward calls torch.") and reason.endswith("which is patched")
+        patched.setattr(where, name, UNPATCHED[name])
+        assert not any(row.reason for row in blocks.serve_blocks(copy.deepcopy(model)))
+    assert all(torch.allclose(out, plain, atol=1e-5) for out in outputs())
+
+
+@compiled
+def test_experts_that_are_met_while_torch_is_patched(monkeypatch):
+    experts, moe = submodule("models.experts"), pytest.importorskip("transformers.models.qwen3_moe")
+    kind = moe.modeling_qwen3_moe.Qwen3MoeExperts
+    monkeypatch.setattr(experts, "_forms", {})
+    with monkeypatch.context() as patched:
+        patched.setattr(F, "one_hot", lambda *args, **kwargs: None)
+        assert "torch.nn.functional.one_hot, which is patched" in experts.form_of(kind)
+    assert isinstance(experts.form_of(kind), experts.Form)
+
+
+@compiled
+def test_trials_on_a_default_device(monkeypatch):
+    modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
+    experts = submodule("models.experts")
+    monkeypatch.setattr(experts, "_forms", {})
+    monkeypatch.setattr(blocks, "_known", {})
+    with torch.device("meta"), torch.inference_mode():
+        assert isinstance(experts.form_of(modeling.Qwen3NextExperts), experts.Form)
+        assert isinstance(blocks.form_of(modeling.Qwen3NextTopKRouter), blocks.Router)
+        assert blocks.form_of(modeling.Qwen3NextSparseMoeBlock) == blocks.BLOCK
+
+
+class KeywordRouter(torch.nn.Module):
+    """transformers' own router, but for its arguments."""
+
+    hidden_dim, top_k, norm_topk_prob = 8, 2, True
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(6, 8))
+
+    def forward(self, hidden_states, *, scale=None, **kwargs):
+        hidden_states = hidden_states.reshape(-1, self.hidden_dim)
+        router_logits = F.linear(hidden_states, self.weight)
+        router_probs = torch.nn.functional.softmax(router_logits, dtype=torch.float, dim=-1)
+        router_top_value, router_indices = torch.topk(router_probs, self.top_k, dim=-1)
+        if self.norm_topk_prob:
+            router_top_value /= router_top_value.sum(dim=-1, keepdim=True)
+        router_top_value = router_top_value.to(router_logits.dtype)
+        router_scores = router_top_value
+        return router_logits, router_scores, router_indices
+
+
+@compiled
+def test_further_arguments(kernel, everywhere):
+    """A call has those of the class's own forward, and no others."""
+    router, x = KeywordRouter(), torch.randn(2, 3, 8)
+    expected = router(x)
+    (row,) = blocks.serve_blocks(router)
+    assert row.reason is None
+    for options in ({}, {"scale": 2}, {"position_ids": None}):
+        for found in (router(x, **options), router(hidden_states=x, **options)):
+            assert all(torch.allclose(*pair) for pair in zip(found, expected))
+    plain = random_model("qwen3_next")
+    served = copy.deepcopy(plain)
+    blocks.serve_blocks(served)
+    for m in (plain, served):
+        mlp = m.model.layers[0].mlp
+        for module in (router, mlp, mlp.gate):
+            for args, options in (((), {}), ((x, x), {}), ((x,), {"hidden_states": x})):
+                with pytest.raises(TypeError):
+                    module(*args, **options)
+        for module in (mlp, mlp.gate):
+            with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+                module(torch.randn(2, 3, 32), scale=2)
+        with pytest.raises(ValueError, match="not enough values to unpack"):
+            mlp(torch.randn(3, 32))
+        mlp.gate.norm_topk_prob, mlp.gate.top_k = 1, torch.tensor(2)
+    found, expected = (m.model.layers[0].mlp.gate(torch.ones(3, 32)) for m in (served, plain))
+    assert all(torch.allclose(*pair) for pair in zip(found, expected))
 
 
 @pytest.mark.gpu

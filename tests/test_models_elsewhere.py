@@ -1,8 +1,12 @@
 """kernelize where no kernel runs: what is left alone, and models that are moved afterwards."""
 
+import importlib.util
+import subprocess
+import sys
+
 import pytest
 import torch
-from conftest import submodule
+from conftest import ROOT, submodule
 from tiny_models import LOGITS, random_model, tokens
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -74,6 +78,72 @@ def test_a_model_without_memory(kernel):
     empty.model.rotary_emb = model.model.rotary_emb
     assert layers_of(kernel.kernelize(empty).served) == OURS
     assert torch.equal(logits(empty, ids), ref)
+
+
+STARTS_CUDA = (
+    (torch.cuda, "_lazy_init"), (torch.cuda, "is_available"), (torch.cuda, "current_device"),
+    (torch.cuda, "get_device_capability"), (torch.cuda, "get_device_properties"),
+    (torch._C, "_cuda_getDeviceCount"), (torch._C, "_cuda_init"),
+)  # fmt: skip
+
+
+@pytest.fixture
+def no_cuda(monkeypatch):
+    """Raises where somebody starts CUDA, after which a process cannot fork and use it."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("CUDA is started")
+
+    for where, name in STARTS_CUDA:
+        monkeypatch.setattr(where, name, refuse, raising=False)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_moe_text", "olmo_hybrid"])
+def test_cuda_is_not_started(kernel, no_cuda, name):
+    """Neither by kernelize and its options, nor by a served model, as long as it is on the CPU."""
+    model = random_model(name)
+    for options in ({}, {"cuda_graphs": True, "replay": 16}):
+        assert kernel.kernelize(model, **options).served
+    logits(model, tokens(2, 9))
+    kernel.restore(model)
+
+
+@pytest.mark.parametrize(
+    "count, driver, expected",
+    [(2, True, True), (0, True, False), (-1, True, True), (-1, False, False)],
+)
+@pytest.mark.parametrize("hip", [None, "6.4"])
+def test_a_gpu_is_found_without_cuda(no_cuda, monkeypatch, count, driver, expected, hip):
+    """-1: the driver's library does not know, as for the slices of a GPU."""
+    library = "amdsmi" if hip else "nvml"
+    spec = importlib.util.spec_from_file_location("device_of_this_test", device.__file__)
+    fresh = importlib.util.module_from_spec(spec)  # the tests' own has a GPU, always
+    spec.loader.exec_module(fresh)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, f"_device_count_{library}", lambda: count, raising=False)
+    monkeypatch.setattr(fresh.os.path, "exists", lambda path: driver)
+    assert fresh.has_gpu() is expected
+
+
+FORKS = """
+import os, sys
+sys.path[:0] = sys.argv[1:]
+import torch
+from conftest import load_package
+from tiny_models import random_model
+load_package().kernelize(random_model("qwen3_5_moe_text"), cuda_graphs=True)
+if os.fork() == 0:
+    os._exit(int(torch.ones(3, device="cuda").sum().item()))
+sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+"""
+
+
+@pytest.mark.gpu
+def test_a_fork_after_kernelize_has_its_gpu():
+    paths = [str(ROOT / name) for name in ("tests", "tools")]
+    assert subprocess.run([sys.executable, "-c", FORKS, *paths]).returncode == 3
 
 
 @pytest.mark.gpu

@@ -131,7 +131,7 @@ def _look_into(function, functions: dict, names: list) -> None:
         where = getattr(function, "__module__", None) or type(function).__module__
         raise NotOwn(f"is not that of transformers but of {where}")
     for name in sorted(_names_in(function)):
-        _look_at_torch(name)
+        look_at_torch(name)
         if name not in function.__globals__:
             continue
         value = function.__globals__[name]
@@ -160,7 +160,7 @@ def is_own_function(function) -> bool:
     return True
 
 
-def _look_at_torch(name: str) -> None:
+def look_at_torch(name: str) -> None:
     """Raises NotOwn if torch's function of this name is patched."""
     for module in (torch, F):
         value = module.__dict__.get(name)

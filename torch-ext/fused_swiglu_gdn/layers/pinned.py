@@ -3,11 +3,17 @@
 from types import CodeType, FunctionType
 from typing import Optional, Tuple
 
+import torch
+import torch.nn.functional as F
 from torch import nn
+
+from .own_code import NotOwn, codes_in, look_at_torch
 
 
 class Pinned:
     """The functions that a forward consists of."""
+
+    patched: Optional[str] = None  # what had been patched before
 
     def __init__(
         self,
@@ -30,6 +36,24 @@ class Pinned:
             if function.__code__ is not code:
                 return False
         return True
+
+
+def torchs_own(function: FunctionType) -> Pinned:
+    """What a function finds in its module and in torch by the names in its code, as that is at
+    present; `patched` says for which of torch's functions somebody else's stands, if any."""
+    names = sorted({name for code in codes_in(function.__code__) for name in code.co_names})
+    spaces = function.__globals__, vars(torch), vars(F)
+    values = tuple(
+        (space, name, space[name]) for space in spaces for name in names if name in space
+    )
+    pinned = Pinned(values, ((function, function.__code__),))
+    for name in names:
+        try:
+            look_at_torch(name)
+        except NotOwn as error:
+            pinned.patched = f"its forward {error}"
+            break
+    return pinned
 
 
 def found_at(module: nn.Module, path: str) -> object:

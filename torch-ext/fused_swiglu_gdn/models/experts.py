@@ -19,11 +19,13 @@ from ..experts import ops, reference
 from ..experts.api import fused_experts
 from ..experts.call import ALPHA, NO_BIASES, Biases
 from ..layers.activations import activation_of
+from ..layers.pinned import Pinned, torchs_own
 from ..layers.plain import told, why_not_tensor
 from ..runtime.dtypes import HALF
 from .code import Refused, source_of, spelled
 from .report import Row
 from .serving import is_of_transformers, why_not_on
+from .stand_ins import quiet
 
 NAME = "fused_swiglu_gdn"
 REPLACED = (None, "eager", "batched_mm", "grouped_mm")  # implementations that kernelize replaces
@@ -163,7 +165,8 @@ def _say_once(kind: str, reason: str) -> None:
     logger.warning("%s is computed by transformers' grouped_mm: %s", kind, reason)
 
 
-_forms: Dict[type, tuple] = {}  # the functions that were looked at, and the form
+# the functions that were looked at, the form, and what of torch a refused one had called
+_forms: Dict[type, tuple] = {}
 
 
 @torch.compiler.assume_constant_result
@@ -171,22 +174,22 @@ def form_of(kind: type) -> Union[Form, str]:
     """The form of a class's experts, or why it is not served: a constant while tracing."""
     functions = kind.forward, getattr(kind, "_apply_gate", None)
     found = _forms.get(kind)
-    if found is None or found[0] != functions:
-        found = _forms[kind] = (functions, _find_form(kind))
+    if found is None or found[0] != functions or found[2] and not found[2].unchanged():
+        found = _forms[kind] = (functions, *_find_form(kind))
     return found[1]
 
 
-def _find_form(kind: type) -> Union[Form, str]:
+def _find_form(kind: type) -> Tuple[Union[Form, str], Optional[Pinned]]:
     try:
         from transformers.integrations import moe
     except ImportError:
-        return "transformers has no experts implementations"
+        return "transformers has no experts implementations", None
     try:
         names = inspect.getclosurevars(kind.forward).nonlocals
     except TypeError:
         names = {}
     if names.get("experts_interface") is not moe.ALL_EXPERTS_FUNCTIONS:
-        return "transformers does not choose the implementation of this class"
+        return "transformers does not choose the implementation of this class", None
     form: Optional[Form] = Form()
     if kind._apply_gate is not moe._default_apply_gate:
         try:
@@ -194,10 +197,13 @@ def _find_form(kind: type) -> Union[Form, str]:
         except Refused:
             form = None
     if form is None:
-        return "its gate is one of its own"
+        return "its gate is one of its own", None
     flags = {**FLAGS, **inspect.getclosurevars(kind.__init__).nonlocals}
-    computes = _computes(kind, names["original_forward"], form, flags)
-    return form if computes else "its formula is another"
+    with quiet():
+        if _computes(kind, names["original_forward"], form, flags):
+            return form, None
+    pinned = torchs_own(names["original_forward"])  # it is tried again when that has changed
+    return pinned.patched or "its formula is another", pinned
 
 
 def _computes(kind: type, forward, form: Form, flags: dict) -> bool:
@@ -222,8 +228,7 @@ def _computes(kind: type, forward, form: Form, flags: dict) -> bool:
     stand_in = type("StandIn", (), parts)
     stand_in.act_fn = staticmethod(F.silu)
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            found = forward(stand_in(), x, ids, weights)
+        found = forward(stand_in(), x, ids, weights)
     except Exception:  # it wants something that the formula has not
         return False
     args = (x, w_gate_up, w_down, ids, weights, form.activation or "silu", limit)

@@ -7,7 +7,7 @@ called, so that hooks on them, which record a router's logits or sum over ranks,
 
 import functools
 from types import SimpleNamespace
-from typing import Callable, Dict, List, NamedTuple, Optional, Union
+from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +15,7 @@ from torch import nn
 
 from ..experts import ops_shared, ops_topk
 from ..experts.api_topk import fused_topk
+from ..layers.pinned import Pinned, torchs_own
 from ..layers.plain import PLAIN_TENSORS, parameters_of, why_not_tensor
 from ..layers.untouched import untouched
 from ..runtime import dispatch
@@ -22,6 +23,7 @@ from ..runtime.dtypes import HALF
 from .code import Refused, source_of, spelled
 from .report import Row
 from .serving import is_served, own_class, serve, why_not_on, why_replaced
+from .stand_ins import quiet
 
 
 class Router(NamedTuple):
@@ -108,7 +110,7 @@ def _choose(self, form: Router, hidden_states: torch.Tensor) -> tuple:
         logits,
         self.top_k,
         scoring=form.scoring,
-        renormalize=getattr(self, normalize) if isinstance(normalize, str) else normalize,
+        renormalize=bool(getattr(self, normalize)) if isinstance(normalize, str) else normalize,
         bias=None if form.bias is None else getattr(self, form.bias),
         scale=1.0 if form.scale is None else float(getattr(self, form.scale)),
         dtype=form.dtype,
@@ -126,33 +128,53 @@ def _with_shared(self, hidden_states: torch.Tensor, w_gate: torch.Tensor) -> tor
     return out.reshape(hidden_states.shape)
 
 
+class Known(NamedTuple):
+    """A class's forward that was looked at."""
+
+    forward: Callable
+    form: Union[Router, str, None]  # BLOCK of a class of blocks; None: it is no known one
+    pinned: Optional[Pinned]  # what of torch it calls; None where it was not read
+
+    def holds(self, kind: type) -> bool:
+        pinned = self.pinned
+        return kind.forward is self.forward and (pinned is None or pinned.unchanged())
+
+
 @functools.cache
-def _forward(form: Union[Router, str], kind: type, known: Callable) -> Callable:
+def _forward(kind: type, known: Known) -> Callable:
     """A forward for the modules of a class: ours, or the class's own where they may differ."""
+    form = known.form
 
-    def router(self, hidden_states):
+    def router(self, hidden_states, **kwargs):
         own = kind.forward
-        if own is not known or type(hidden_states) not in PLAIN_TENSORS or not untouched():
+        if type(hidden_states) not in PLAIN_TENSORS or not untouched() or not known.holds(kind):
+            return own(self, hidden_states, **kwargs)
+        if kwargs or why_not_router(self, form) or form.flat and hidden_states.dim() != 2:
+            return own(self, hidden_states, **kwargs)
+        try:
+            return _choose(self, form, hidden_states)
+        except (TypeError, ValueError):  # what does not fit is its own forward's to take or refuse
             return own(self, hidden_states)
-        if why_not_router(self, form) is not None or (form.flat and hidden_states.dim() != 2):
-            return own(self, hidden_states)
-        return _choose(self, form, hidden_states)
 
-    def block(self, hidden_states):
+    def block(self, hidden_states, **kwargs):
         x, w_gate, own = hidden_states, _gate_of(self), kind.forward
         if (
-            own is not known
+            kwargs
             or w_gate is None
             or type(x) not in PLAIN_TENSORS
             or x.dtype is not w_gate.dtype
+            or x.dim() != 3
             or torch.is_autocast_enabled(x.device.type)
             or not untouched()
+            or not known.holds(kind)
             or not dispatch.serves(ops_shared.FAMILY, "shared_fwd", x)
         ):
-            return own(self, hidden_states)
+            return own(self, hidden_states, **kwargs)
         return _with_shared(self, hidden_states, w_gate)
 
-    return block if form == BLOCK else router
+    forward = block if form == BLOCK else router
+    forward.__wrapped__ = known.forward
+    return forward
 
 
 def _gate_of(block: nn.Module) -> Optional[torch.Tensor]:
@@ -164,35 +186,43 @@ def _gate_of(block: nn.Module) -> Optional[torch.Tensor]:
     return found[0]
 
 
-_forms: Dict[type, tuple] = {}  # the forward that was looked at, and its form
+_known: Dict[type, Known] = {}
+
+
+def known_of(kind: type) -> Known:
+    """What is known of a class. It is looked at again where torch has been patched since."""
+    found = _known.get(kind)
+    if found is None or not found.holds(kind):
+        found = _known[kind] = Known(kind.forward, *_find_form(kind.forward))
+    return found
 
 
 def form_of(kind: type) -> Optional[Union[Router, str]]:
     """The form of a class of routers, BLOCK of a class of blocks, or None."""
-    found = _forms.get(kind)
-    if found is None or found[0] is not kind.forward:
-        found = _forms[kind] = (kind.forward, _find_form(kind.forward))
-    return found[1]
+    return known_of(kind).form
 
 
-def _find_form(forward) -> Optional[Union[Router, str]]:
+def _find_form(forward) -> Tuple[Optional[Union[Router, str]], Optional[Pinned]]:
     home = getattr(forward, "__module__", None) or ""
     if home.split(".")[0] == "torch":  # most modules of a model
-        return None
+        return None, None
     try:
         definition = source_of(forward)
     except Refused:
-        return None
-    names = [a.arg for a in definition.args.args]
-    body = spelled(definition)
+        return None, None
+    taken, body = definition.args, spelled(definition)
     form = BLOCK if body == BLOCK else ROUTERS.get(body)
-    if form is None or names != ["self", "hidden_states"]:
-        return None
-    seen = forward.__globals__
-    if any(seen.get(name, known) is not known for name, known in (("torch", torch), ("F", F))):
-        return None
-    same = _same_block(forward) if form == BLOCK else _same_choice(forward, form)
-    return form if same else None
+    if form is None or [a.arg for a in taken.args] != ["self", "hidden_states"]:
+        return None, None
+    if taken.posonlyargs or taken.vararg or taken.defaults or None in taken.kw_defaults:
+        return None, None  # further keywords are its own, if a call has any
+    seen, pinned = forward.__globals__, torchs_own(forward)
+    if any(seen.get(name, module) is not module for name, module in (("torch", torch), ("F", F))):
+        return None, pinned
+    if pinned.patched is None:
+        same = _same_block(forward) if form == BLOCK else _same_choice(forward, form)
+        form = form if same else None
+    return form, pinned
 
 
 def _normal(random: torch.Generator, *shape: int) -> torch.Tensor:
@@ -207,11 +237,11 @@ def _same_choice(forward, form: Router) -> bool:
     x = _normal(random, 18, 8) if form.flat else _normal(random, 2, 9, 8)
     for router.norm_topk_prob in (True, False):
         try:
-            with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            with quiet():
                 theirs, ours = forward(router, x), _choose(router, form, x)
         except Exception:  # it wants something that the form has not
             return False
-        dense = [torch.zeros(18, 12).scatter(1, ids, weights) for _, weights, ids in (theirs, ours)]
+        dense = [x.new_zeros(18, 12).scatter(1, ids, weights) for _, weights, ids in (theirs, ours)]
         if not torch.equal(theirs[0], ours[0]) or not torch.allclose(*dense, 1e-5, 1e-6):
             return False
     return True
@@ -227,7 +257,7 @@ def _same_block(forward) -> bool:
         shared_expert_gate=lambda x: F.linear(x, w_gate),
     )
     try:
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        with quiet():
             theirs, ours = forward(block, x), _with_shared(block, x, w_gate)
     except Exception:
         return False
@@ -270,13 +300,14 @@ def serve_blocks(model: nn.Module) -> List[Row]:
     """Serves all routers, and blocks with a shared expert, whose class is a known one."""
     rows = []
     for name, module in model.named_modules():
-        form = None if is_served(module) else form_of(type(module))
+        kind = own_class(module)
+        form = None if is_served(module) else form_of(kind)
         if form is None:
             continue
         reason = _why_not_block(module) if form == BLOCK else why_not_router(module, form)
-        reason = why_replaced(module) or reason
+        reason = why_replaced(module) or known_of(kind).pinned.patched or reason
         layer = "add_shared" if form == BLOCK else "fused_topk"
         if reason is None:
-            serve(module, layer, _forward(form, own_class(module), own_class(module).forward))
+            serve(module, layer, _forward(kind, known_of(kind)))
         rows.append(Row(name, type(module).__name__, layer, None, reason))
     return rows

@@ -11,7 +11,7 @@ import copyreg
 import functools
 import warnings
 from types import MethodType
-from typing import Callable, Optional
+from typing import Callable, Dict, Optional, Tuple
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from ..runtime import device, dispatch
 
 PACKAGE = __name__.rsplit(".", 2)[0]
 HOOK = f"{PACKAGE}.models.rehearsal"  # the key of its hook, which is in no pickle
+SPECIAL = ("__copy__", "__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # that have the key
 
 
@@ -44,6 +45,8 @@ class Served:
         return other
 
     def __reduce_ex__(self, protocol):
+        if _around(type(self)) is not None:
+            return super().__reduce_ex__(protocol)  # pickle finds no such class, and says so
         warnings.warn(
             "a pickle of a kernelized model holds the model without the kernels: "
             "call kernelize again where it is loaded",
@@ -78,14 +81,46 @@ def _served_class(own: type, layer: str, forward: Callable, replay_rows: int) ->
     return made
 
 
-def own_class(module: nn.Module) -> type:
-    """The module's class, whether it is served or not."""
+def _around(kind: type) -> Optional[type]:
+    """What torch.distributed has put before a module's class, as fully_shard does, or None: it
+    makes a subclass of the two."""
+    first, *others = kind.__bases__
+    return first if others and first.__module__.startswith("torch.distributed.") else None
+
+
+def _inner(module: nn.Module) -> type:
+    """The module's class without that."""
     kind = type(module)
+    return kind if _around(kind) is None else kind.__bases__[1]
+
+
+# the subclasses of torch.distributed's and a module's class that were met or made
+_wrapped: Dict[Tuple[type, type], type] = {}
+
+
+def _set_inner(module: nn.Module, inner: type) -> None:
+    """Changes the module's class, but for what torch.distributed has put before it."""
+    outer = type(module)
+    around = _around(outer)
+    if around is not None:
+        _wrapped[around, outer.__bases__[1]] = outer
+        if (around, inner) not in _wrapped:
+            members = {
+                name: vars(outer)[name] for name in ("__module__", *SPECIAL) if name in vars(outer)
+            }
+            _wrapped[around, inner] = type(outer)(outer.__name__, (around, inner), members)
+        inner = _wrapped[around, inner]
+    module.__class__ = inner
+
+
+def own_class(module: nn.Module) -> type:
+    """The module's class, whether it is served or not, and sharded by FSDP2 or not."""
+    kind = _inner(module)
     return kind.__bases__[1] if kind.__bases__[0] is Served else kind
 
 
 def is_served(module: nn.Module) -> bool:
-    return type(module).__bases__[0] is Served
+    return _inner(module).__bases__[0] is Served
 
 
 def is_of_transformers(module: nn.Module) -> bool:
@@ -96,7 +131,7 @@ def is_of_transformers(module: nn.Module) -> bool:
 def serve(module: nn.Module, layer: str, forward: Callable, replay_rows: int = 0) -> None:
     """Gives a module `forward` for its own; why_replaced says whether that is all right."""
     module.__dict__.pop("forward", None)
-    module.__class__ = _served_class(own_class(module), layer, forward, replay_rows)
+    _set_inner(module, _served_class(own_class(module), layer, forward, replay_rows))
 
 
 def unserve(module: nn.Module) -> bool:
@@ -107,7 +142,7 @@ def unserve(module: nn.Module) -> bool:
         del module.forward
     if not is_served(module):
         return of_a_layer
-    module.__class__ = own_class(module)
+    _set_inner(module, own_class(module))
     return True
 
 
@@ -136,9 +171,6 @@ def why_nowhere(where: torch.device, family: str, operation: str) -> Optional[st
     if dispatch.forced is not None or where.type == "cpu" and device.has_gpu():
         return None
     return why_not_on(where, family, operation)
-
-
-SPECIAL = ("__copy__", "__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
 
 
 def why_replaced(module: nn.Module) -> Optional[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import os
 import threading
 from typing import NamedTuple, Optional, Tuple
 
@@ -25,8 +26,17 @@ def is_gpu(device: torch.device) -> bool:
 
 @functools.cache
 def has_gpu() -> bool:
-    """This machine has a GPU. Asked without a CUDA context, so that the process can still fork."""
-    return pretended is not None or torch.cuda.device_count() > 0
+    """This machine has a GPU. Asked of NVML or AMD's library, so that the process can still fork:
+    torch.cuda.device_count() starts CUDA where these do not know (MIG slices, some containers)."""
+    if pretended is not None or not torch.backends.cuda.is_built():
+        return pretended is not None
+    if torch.cuda.is_initialized():
+        return torch.cuda.device_count() > 0
+    library, driver = "nvml", "/dev/nvidiactl"
+    if torch.version.hip is not None:
+        library, driver = "amdsmi", "/dev/kfd"
+    count = getattr(torch.cuda, f"_device_count_{library}", lambda: -1)()
+    return count > 0 or count < 0 and os.path.exists(driver)
 
 
 @functools.cache
