@@ -1,7 +1,5 @@
 """Calls as objects: what follows from them, the operators' schemas, and who decides how often."""
 
-import types
-
 import pytest
 import torch
 from conftest import gdn_inputs, submodule
@@ -102,21 +100,3 @@ def test_kernels_have_no_gradient_through_a_pool(kernel, on_an_h200):
     o, _, checkpoints = kernel.chunk_gated_delta_rule(**x, checkpoint_every=64)
     (o.sum() + checkpoints.sum()).backward()
     assert all(t.grad is not None for t in x.values()) and not on_an_h200
-
-
-def test_report_asks_with_calls(on_an_h200):
-    """What kernelize says of a layer comes from calls that the kernels understand."""
-    apply = submodule("models.apply")
-    w = torch.empty(2 * 2 * 128 + 4 * 128, 1, 4, dtype=torch.bfloat16, device="meta")
-    module = types.SimpleNamespace(
-        conv1d=types.SimpleNamespace(weight=w, bias=None),
-        norm=types.SimpleNamespace(weight=w.new_empty(128)),
-        num_k_heads=2, num_v_heads=4, head_k_dim=128, head_v_dim=128,
-        A_log=w.new_empty(4), dt_bias=w.new_empty(4),
-    )  # fmt: skip
-    dispatch = submodule("runtime.dispatch")
-    for tokens, folder in ((4096, "hopper"), (1, "portable")):
-        family, operation, args = apply._gdn_facts(module, tokens)
-        with dispatch.served() as record:
-            assert dispatch.choose(family, operation, tokens > 1, args) is not None
-        assert record == {operation: [folder]}

@@ -278,8 +278,8 @@ def test_another_formula_is_told_by_the_trial(kernel, monkeypatch):
     kind = type(gdn_of(model))
     forward = other_decay(monkeypatch, kind)
     own_code = submodule("layers.own_code")
-    codes_of = own_code._codes_of
-    monkeypatch.setattr(own_code, "_codes_of", lambda m: codes_of(m) | {forward.__code__})
+    codes_of = own_code.codes_of
+    monkeypatch.setattr(own_code, "codes_of", lambda m: codes_of(m) | {forward.__code__})
     monkeypatch.setattr(kind, "forward", forward)
     assert "other values on a small twin" in reason_of(kernel.kernelize(model), model)
 

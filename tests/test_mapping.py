@@ -134,7 +134,7 @@ class Reordered(Dropout):
     "kind, reason",
     [
         (Dropout, "drops values out"),
-        (Multiplier, "its forward has `self.gate_proj(x) * self.scale`"),
+        (Multiplier, "its forward is another formula"),
         (Swapped, None),
         (Residual, "other arguments"),
         (Reordered, None),
@@ -143,7 +143,7 @@ class Reordered(Dropout):
 def test_a_class_is_served_if_its_forward_is_the_formula(built, kind, reason):
     report = built.kernelize(nn.Sequential(kind()))
     found = report.rows[0].reason
-    assert found is None if reason is None else reason in found
+    assert found is None if reason is None else reason in found, found
 
 
 @pytest.mark.parametrize("name", ["phi3", "glm4", "gemma"])

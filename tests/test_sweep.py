@@ -12,10 +12,10 @@ pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAMPLE = {  # modules served of each, of two decoder layers
-    "llama4": 9,
+    "llama4": 11,
     "seed_oss": 9,
     "lfm2": 11,
-    "modernbert": 0,
+    "modernbert": 2,
     "mt5": 4,
     "phi3": 11,
     "pixtral": 9,

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..layers.attention import AttentionForm
 from ..layers.norm import NormForm
+from ..layers.plain import told
 from ..layers.words import Words
 from .attention_learning import Learning
 from .attention_numbers import (
@@ -42,6 +43,7 @@ from .stand_ins import (
     Product,
     Unknown,
     asked_by_this_thread,
+    features,
     put,
     quiet,
     random,
@@ -110,26 +112,21 @@ def _without(values: dict, names: frozenset) -> dict:
 
 def may_be_norm(part: nn.Module) -> bool:
     """It has one vector of weights, and nothing else."""
-    shapes = [p.ndim for p in part._parameters.values() if p is not None]
+    shapes = [told(p, "ndim") for p in part._parameters.values() if p is not None]
     return shapes == [1] and not part._modules
 
 
 def _parts_key(module: nn.Module) -> tuple:
-    sizes = [(n, type(m), *_features(m)) for n, m in module._modules.items()]
-    return (*sizes, *((n, tuple(p.shape)) for n, p in module._parameters.items() if p is not None))
+    sizes = [(n, type(m), *features(m)) for n, m in module._modules.items()]
+    own = {n: p for n, p in module._parameters.items() if p is not None}
+    return (*sizes, *((n, tuple(told(p, "shape"))) for n, p in own.items()))
 
 
 def _norm_key(norm: nn.Module, form: Union[NormForm, str]) -> tuple:
     if isinstance(form, str):
         return (form,)
     weight = norm._parameters.get(form.weight)
-    return (*form[3:], None if weight is None else len(weight))
-
-
-def _features(part: nn.Module) -> tuple:
-    """The sizes of a projection, wrapped or not; () of any other part."""
-    sizes = getattr(part, "in_features", None), getattr(part, "out_features", None)
-    return sizes if all(isinstance(size, int) for size in sizes) else ()
+    return (*form[3:], None if weight is None else told(weight, "shape"))
 
 
 def _find(module, kind, source, values, norms) -> tuple:
@@ -164,17 +161,20 @@ class _Trial(Learning, Numbers):
         for i, (name, part) in enumerate(module._modules.items()):
             self.parts[name] = Unknown(name)
             if name in norms and not isinstance(norms[name], str):
-                self.parts[name] = Norm(len(part._parameters[norms[name].weight]), 200 + i)
-            elif _features(part):
-                self.parts[name] = Product(*_features(part), 100 + 7 * i)
+                (size,) = told(part._parameters[norms[name].weight], "shape")
+                self.parts[name] = Norm(size, 200 + i)
+            elif features(part):
+                self.parts[name] = Product(*features(part), 100 + 7 * i)
             elif type(part) is nn.Identity:
                 self.parts[name] = part
         self.own = {
-            n: random(*p.shape, seed=77) for n, p in module._parameters.items() if p is not None
+            n: random(*told(p, "shape"), seed=77)
+            for n, p in module._parameters.items()
+            if p is not None
         }
         self.hidden = self.tables = self.cache = self.mask = None  # arguments
         self.fixed = set()  # those that are left at their defaults
-        self.width = next((_features(m)[0] for m in module._modules.values() if _features(m)), 0)
+        self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
         self.dims, self.D, self.travelling = 3, 1, frozenset()
 
     # ------------------------------------------------------------------ runs

@@ -3,7 +3,8 @@ implementation: no forward is replaced, so that expert parallelism and hooks sta
 
 A class is served if transformers dispatches its forward, its gate is the default one or one of
 `GATES` word for word, and its own loop over the experts, run on small weights in fp64, gives the
-formula of experts/reference.py. All else is left to transformers' grouped_mm.
+formula of experts/reference.py. All else is left to the implementation that was chosen before, or
+to transformers' grouped_mm where that was ours.
 """
 
 import functools
@@ -135,10 +136,14 @@ def experts_forward(
     if flag(self, "has_bias"):
         options |= {"b_gate_up": self.gate_up_proj_bias, "b_down": self.down_proj_bias}
     kind = x.device.type
-    if torch.is_autocast_enabled(kind):  # the weights' dtype is what grouped_mm computes in, too
-        with torch.autocast(kind, enabled=False):
-            return fused_experts(*args, **options).to(hidden_states.dtype)
-    return fused_experts(*args, **options).to(hidden_states.dtype)
+    try:
+        if torch.is_autocast_enabled(kind):
+            with torch.autocast(kind, enabled=False):  # in the weights' dtype, as grouped_mm
+                return fused_experts(*args, **options).to(hidden_states.dtype)
+        return fused_experts(*args, **options).to(hidden_states.dtype)
+    except (TypeError, ValueError) as error:  # what does not fit is transformers' to take or refuse
+        why = str(error)
+    return _fall_back(self, why, hidden_states, top_k_index, top_k_weights)
 
 
 def flag(module: nn.Module, name: str) -> bool:
@@ -155,17 +160,20 @@ def weights_of(module: nn.Module) -> Tuple[torch.Tensor, torch.Tensor]:
 def _fall_back(self, reason: str, *args) -> torch.Tensor:
     from transformers.integrations.moe import grouped_mm_experts_forward
 
+    own = self.__dict__.get(BEFORE) == "eager"
     if not torch.compiler.is_compiling():
-        _say_once(type(self).__name__, reason)
+        _say_once(type(self).__name__, "own loop" if own else "grouped_mm", reason)
+    if own:
+        return inspect.getclosurevars(type(self).forward).nonlocals["original_forward"](self, *args)
     return grouped_mm_experts_forward(self, *args)
 
 
 @functools.lru_cache(maxsize=256)
-def _say_once(kind: str, reason: str) -> None:
-    logger.warning("%s is computed by transformers' grouped_mm: %s", kind, reason)
+def _say_once(kind: str, implementation: str, reason: str) -> None:
+    logger.warning("%s is computed by transformers' %s: %s", kind, implementation, reason)
 
 
-# the functions that were looked at, the form, and what of torch a refused one had called
+# the functions that were looked at, the form, and what the class's own loop calls by name
 _forms: Dict[type, tuple] = {}
 
 
@@ -199,10 +207,10 @@ def _find_form(kind: type) -> Tuple[Union[Form, str], Optional[Pinned]]:
     if form is None:
         return "its gate is one of its own", None
     flags = {**FLAGS, **inspect.getclosurevars(kind.__init__).nonlocals}
+    pinned = torchs_own(names["original_forward"])  # it is tried again when that has changed
     with quiet():
         if _computes(kind, names["original_forward"], form, flags):
-            return form, None
-    pinned = torchs_own(names["original_forward"])  # it is tried again when that has changed
+            return form, pinned
     return pinned.patched or "its formula is another", pinned
 
 
@@ -295,12 +303,13 @@ def serve_experts(model: nn.Module) -> List[Row]:
     found = [(name, m) for name, m in model.named_modules() if is_experts(m)]
     reasons = [_why_left(module) for _, module in found]
     refused = {id(m.config) for (_, m), why in zip(found, reasons) if why and hasattr(m, "config")}
+    before = {id(m.config): m.__dict__[BEFORE] for _, m in found if BEFORE in m.__dict__}
     rows = []
     for (name, module), reason in zip(found, reasons):
         if reason is None and id(module.config) in refused:
             reason = "other experts of the same configuration are not served"
         if reason is None:
-            _choose(module)
+            _choose(module, before)
         else:
             _restore(module)
         unknown = isinstance(form_of(type(module)), str) and is_of_transformers(module)
@@ -319,13 +328,16 @@ def _why_left(module: nn.Module) -> Optional[str]:
     return None
 
 
-def _choose(module: nn.Module) -> None:
-    chosen = module.config._experts_implementation
-    if chosen == NAME:  # asked for by the user, or another module of this configuration was first
-        return
-    register_experts()
-    module.__dict__[BEFORE] = chosen
-    module.config._experts_implementation_internal = NAME
+def _choose(module: nn.Module, before: dict) -> None:
+    """Chooses ours for a module. `before` has the implementation of each configuration until then:
+    none where the user asked for ours."""
+    config = module.config
+    if config._experts_implementation != NAME:
+        register_experts()
+        before[id(config)] = config._experts_implementation
+        config._experts_implementation_internal = NAME
+    if id(config) in before:
+        module.__dict__[BEFORE] = before[id(config)]
 
 
 def _restore(module: nn.Module) -> bool:
