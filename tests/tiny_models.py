@@ -11,8 +11,8 @@ from conftest import relative_error
 # self in fp32: the same sums in another order, through two layers. On a GPU the products of
 # transformers' own forward are in true fp32 too (no TF32 by default), but summed by other tiles.
 LOGITS = {"cpu": 1e-5, "cuda": 5e-5}
-# Relative error of a parameter's gradient after one step, ||g - g'|| / ||g||: of models in double on
-# a CPU (what transformers computes in fp32 all the same is what is left), in fp32 on a GPU.
+# Relative error of a parameter's gradient after one step, ||g - g'|| / ||g||: as above, through the
+# backward pass.
 GRADIENTS = {"cpu": 1e-4, "cuda": 2e-4}
 
 BASE = {
@@ -111,24 +111,18 @@ def randomise(model):
     return model
 
 
-def exact_model(name: str, device="cpu", **changes):
-    """random_model for comparing gradients, on a CPU in double. Those of the gates, A_log and
-    dt_bias, are sums over tokens that cancel: in fp32 transformers' own are up to 6e-4 off fp64, by
-    the order of a processor's sums."""
-    model = random_model(name, device, **changes)
-    return model.double() if torch.device(device).type == "cpu" else model
-
-
 def assert_same_gradients(out, ref, device: str):
-    """By name, of models that exact_model made."""
+    """By name. Those of the gates, A_log and dt_bias, are sums over tokens that cancel, and
+    transformers makes them in fp32 in models of any dtype: its own are 3e-4 off fp64, and up to
+    1e-3 if each of its sums is half a unit in the last place off, as another processor's order of
+    sums has them. tests/test_gdn_backward.py and tests/test_distributed.py hold ours in fp64."""
     assert out.keys() == ref.keys()
     for name, gradient in ref.items():
         if gradient.norm() < 1e-7:  # an expert that no token went to
             continue
-        # in fp32 transformers' own are 3.0e-4 (A_log) and 1.9e-4 (dt_bias) off fp64
-        cancels = device != "cpu" and name.endswith(("A_log", "dt_bias"))
+        limit = (30 if name.endswith(("A_log", "dt_bias")) else 1) * GRADIENTS[device]
         error = relative_error(out[name], gradient)
-        assert error <= (3 if cancels else 1) * GRADIENTS[device], f"{name}: {error:.1e}"
+        assert error <= limit, f"{name}: {error:.1e}"
 
 
 def check_the_same(served, model):
