@@ -163,6 +163,7 @@ class Either:
     DTYPES = (F64, F32)
     STATES = (BF16, F16)
     STEPS, ROOM = 40, 16
+    same = staticmethod(torch.equal)
 
     def decoding(self, **options):
         return Decoding(self.kernels, **{"device": self.device, "dtype": self.DTYPES[0], **options})
@@ -259,11 +260,11 @@ class Either:
             x = many.tokens(T)
             o = many.replay(x, force)
             mine = {n: None if y is None else y[keep] for n, y in x.items()}
-            assert torch.equal(one.replay(mine, force[keep]), o[keep])
+            assert self.same(one.replay(mine, force[keep]), o[keep])
             many.advance(kept, force)
             one.advance(None if kept is None else kept[keep], force[keep])
-        assert torch.equal(one.pool, many.pool[keep]) and torch.equal(one.cursor, many.cursor[keep])
-        assert torch.equal(one.materialise(), many.materialise()[keep])
+        assert self.same(one.pool, many.pool[keep]) and torch.equal(one.cursor, many.cursor[keep])
+        assert self.same(one.materialise(), many.materialise()[keep])
 
     def test_poisoned_rows_of_nobody(self):
         """What a padding row of the batch holds may be anything."""
@@ -308,6 +309,10 @@ class TestReference(Either):
     """In plain torch, as it serves wherever no kernel does."""
 
     pytestmark = compiled
+
+    @staticmethod
+    def same(a, b):  # sums of torch may be in another order for other sizes
+        return relative_error(a, b) < 1e-12
 
 
 def many_tokens(T, dtype, H=2, D=32):

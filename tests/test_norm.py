@@ -138,7 +138,7 @@ def test_silu_mul(kernel, device, activation):
     found = gates.silu_mul_bwd(gate, up, dz, plain)
     for d, right in zip(found, torch.autograd.grad(expected, leaves, dz)):
         assert relative_error(d, right) < 1e-12
-    assert torch.equal(kernel.silu_mul(gate, up), F.silu(gate) * up)
+    assert relative_error(kernel.silu_mul(gate, up), F.silu(gate) * up) < 1e-12  # by default
 
 
 class Kernel:
