@@ -345,14 +345,17 @@ def refused(group) -> Dict[str, str]:
         "a name": lambda: build([0, 12], layout="ring" if first else "zigzag"),
         "a hole": lambda: build([0, 12], layout=[[(0, 5)], [(6, 12)]]),
         "rows": lambda: build([0, 12], batch_size=5),
-        "batch": lambda: kernel.shard_batch({"labels": torch.zeros(1, 4)}, group),
+        "batch": lambda: kernel.shard_batch({"labels": torch.zeros(1, 4).long()}, group),
         "batch labels": lambda: kernel.shard_batch(
-            {"input_ids": torch.zeros(1, 4), "labels": torch.zeros(1, 5)}, group
+            {"input_ids": torch.zeros(1, 4).long(), "labels": torch.zeros(1, 5).long()}, group
         ),
         "batch mask": lambda: kernel.shard_batch(
-            {"input_ids": torch.zeros(1, 3), "attention_mask": torch.tensor([[0, 1, 1]])}, group
+            {"input_ids": torch.zeros(1, 3).long(), "attention_mask": torch.tensor([[0, 1, 1]])},
+            group,
         ),
-        "batch of one": lambda: kernel.shard_batch({"input_ids": torch.zeros(1, 4 + rank)}, group),
+        "batch of one": lambda: kernel.shard_batch(
+            {"input_ids": torch.zeros(1, 4 + rank).long()}, group
+        ),
         "borders of rows": lambda: build([0, 12], batch_size=2),
     }
     said = {}

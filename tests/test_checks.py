@@ -35,8 +35,7 @@ def recurrent(**changes):
 
 
 def vk(**changes):
-    x = {**gdn_inputs(2, 8, 2, 4, 6, 5), "initial_state": None, **changes}
-    return lambda kernel: kernel.chunk_gated_delta_rule_opt_vk(**x)
+    return rule_call("chunk_gated_delta_rule_opt_vk", **{"initial_state": None, **changes})
 
 
 def opt(**changes):
@@ -380,7 +379,20 @@ BAD = [
     (recurrent(v=[1.0], g=None), TypeError, ["v", "torch.Tensor", "list"]),
     (recurrent(output_state_indices=[0]), TypeError, ["output_state_indices", "Tensor", "list"]),
     (vk(use_chunk_hip=True), ValueError, ["use_chunk_hip", "False", "True"]),
-    (vk(num_decodes=-1), ValueError, ["num_decodes", "non-negative", "-1"]),
+    (vk(num_decodes=-1), ValueError, ["num_decodes", "0, where cu_seqlens is not", "-1"]),
+    (vk(num_decode_tokens=2), ValueError, ["num_decode_tokens", "0, where cu_seqlens", "2"]),
+    *[
+        (vk(cu_seqlens=ints(0, 1, 9), **changes), error, words)
+        for changes, error, words in (
+            (dict(num_decodes=3), ValueError, ["num_decodes", "0 to 2", "3"]),
+            (dict(num_decodes=True), TypeError, ["num_decodes", "an int", "bool"]),
+            (
+                dict(num_decodes=1, num_decode_tokens=2),
+                ValueError,
+                ["num_decode_tokens", "cu_seqlens[num_decodes], 1", "2"],
+            ),
+        )
+    ],
     (vk(o=torch.ones(2, 8, 4, 6)), ValueError, ["o", "shape of v", "[2, 8, 4, 6]"]),
     (vk(inplace_final_state=True), ValueError, ["initial_state_indices", "inplace_final_state"]),
     # SwiGLU

@@ -5,12 +5,12 @@ from ..runtime.checks import (
     INDICES,
     agrees,
     are_flags,
-    between,
     has_dtype,
     has_form,
     has_shape,
     is_floating,
     is_floating_dtype,
+    is_int,
     is_number,
     is_one_of,
     remembered,
@@ -56,12 +56,9 @@ def fused_topk(logits, bias, top_k, scoring, renormalize, scale, dtype) -> None:
     sizes: dict = {}
     has_shape("logits", logits, "T E", sizes)
     is_floating("logits", logits)
-    if isinstance(top_k, bool) or not isinstance(top_k, int):
-        raise TypeError(f"top_k must be an int, got {type(top_k).__name__}")
-    if not 0 < top_k <= sizes["E"]:
-        raise ValueError(
-            f"top_k must be {between(1, sizes['E'])}, the number of experts, got {top_k}"
-        )
+    if sizes["E"] == 0:
+        raise ValueError("logits must be of at least one expert, got 0")
+    is_int("top_k", top_k, 1, sizes["E"], ", the number of experts")
     is_one_of("scoring", scoring, SCORINGS)
     if bias is not None:
         has_form("bias", bias, "E", sizes, "logits", logits)

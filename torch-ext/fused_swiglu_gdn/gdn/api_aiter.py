@@ -103,12 +103,10 @@ def chunk_gated_delta_rule_opt_vk(
         q=q, k=k, v=v, g=g, beta=beta, initial_state=initial_state,
     )  # fmt: skip
     checks.aiter_options(
-        use_chunk_hip, use_chunk_flydsl, use_prepare_flydsl, num_decodes, num_decode_tokens,
-        initial_state_indices, inplace_final_state, o, v,
+        use_chunk_hip, use_chunk_flydsl, use_prepare_flydsl, use_exp2, seq_lens_cpu,
+        snapshot_dtype, initial_state_indices, inplace_final_state, o, v,
     )  # fmt: skip
-    if cu_seqlens is not None and (num_decodes or num_decode_tokens):
-        checks.is_cu_seqlens("cu_seqlens", cu_seqlens, v)
-        cu_seqlens = cu_seqlens[num_decodes:] - num_decode_tokens
+    cu_seqlens = checks.without_decodes(cu_seqlens, num_decodes, num_decode_tokens, v)
     indices = initial_state_indices
     in_place = indices is None or inplace_final_state is not False
     checks.aiter_pool(indices, initial_state, cu_seqlens, v, in_place)

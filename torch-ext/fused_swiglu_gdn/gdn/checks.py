@@ -17,6 +17,7 @@ from ..runtime.checks import (
     is_cu_seqlens,
     is_floating,
     is_floating_dtype,
+    is_int,
     is_number,
     is_tensor,
     is_written,
@@ -121,6 +122,8 @@ def _state(call, sizes) -> None:
     if call.state_indices is not None:
         counts = getattr(call, "num_accepted_tokens", None)
         rows = "N" if counts is None else "N 1+S"
+        if counts is not None:
+            has_form("num_accepted_tokens", counts, "N", sizes, "q", call.q, INDICES)
         has_form("state_indices", call.state_indices, rows, sizes, "q", call.q, INDICES)
         if call.initial_state is None:
             raise ValueError("initial_state must be the state pool when state_indices is given")
@@ -203,7 +206,6 @@ def decode_states(call) -> None:
 def _accepted(call) -> None:
     """What a call with num_accepted_tokens has besides."""
     counts, rows = call.num_accepted_tokens, call.state_indices
-    has_form("num_accepted_tokens", counts, "N", {"N": call.N}, "q", call.q, INDICES)
     if rows is None:
         raise ValueError("state_indices must be given when num_accepted_tokens is, got None")
     if call.output_state_indices is not None:
@@ -225,13 +227,19 @@ def _accepted(call) -> None:
 
 
 def aiter_options(
-    use_chunk_hip, use_chunk_flydsl, use_prepare_flydsl, num_decodes, num_decode_tokens,
+    use_chunk_hip, use_chunk_flydsl, use_prepare_flydsl, use_exp2, seq_lens_cpu, snapshot_dtype,
     initial_state_indices, inplace_final_state, o, v,
 ) -> None:  # fmt: skip
     are_flags(
         use_chunk_hip=use_chunk_hip, use_chunk_flydsl=use_chunk_flydsl,
-        use_prepare_flydsl=use_prepare_flydsl, inplace_final_state=inplace_final_state,
+        use_prepare_flydsl=use_prepare_flydsl, use_exp2=use_exp2,
+        inplace_final_state=inplace_final_state,
     )  # fmt: skip
+    if seq_lens_cpu is not None:
+        is_tensor("seq_lens_cpu", seq_lens_cpu)
+    if snapshot_dtype is not None and not isinstance(snapshot_dtype, torch.dtype):
+        kind = type(snapshot_dtype).__name__
+        raise TypeError(f"snapshot_dtype must be a torch.dtype or None, got {kind}")
     is_tensor("v", v)
     for name, value in (
         ("use_chunk_hip", use_chunk_hip),
@@ -240,14 +248,33 @@ def aiter_options(
     ):
         if value:
             raise ValueError(f"{name} must be False: only Triton kernels are here, got {value!r}")
-    for name, value in (("num_decodes", num_decodes), ("num_decode_tokens", num_decode_tokens)):
-        if not isinstance(value, int) or value < 0:
-            raise ValueError(f"{name} must be a non-negative int, got {value!r}")
     if inplace_final_state and initial_state_indices is None:
         raise ValueError("initial_state_indices must be given when inplace_final_state is True")
     if o is not None:
         is_written("o", o, "v", v)
         may_be_written(o=o)
+
+
+def without_decodes(cu_seqlens, num_decodes, num_decode_tokens, v):
+    """cu_seqlens, if given, of the sequences behind those that decode."""
+    numbers = {"num_decodes": num_decodes, "num_decode_tokens": num_decode_tokens}
+    most, why = 0, ", where cu_seqlens is not given"
+    if cu_seqlens is not None:
+        is_cu_seqlens("cu_seqlens", cu_seqlens, v)
+        most, why = len(cu_seqlens) - 1, ", the number of sequences"
+    is_int("num_decodes", num_decodes, 0, most, why)
+    if cu_seqlens is None:
+        is_int("num_decode_tokens", num_decode_tokens, 0, 0, why)
+        return None
+    is_int("num_decode_tokens", num_decode_tokens, 0)
+    if not any(numbers.values()):
+        return cu_seqlens
+    if readable(cu_seqlens) and int(cu_seqlens[num_decodes]) != num_decode_tokens:
+        raise ValueError(
+            f"num_decode_tokens must be cu_seqlens[num_decodes], {int(cu_seqlens[num_decodes])}, "
+            f"got {num_decode_tokens}"
+        )
+    return cu_seqlens[num_decodes:] - num_decode_tokens
 
 
 def aiter_pool(initial_state_indices, initial_state, cu_seqlens, v, written) -> None:

@@ -13,6 +13,7 @@ from ..runtime.checks import (
     has_shape,
     is_floating,
     is_floating_dtype,
+    is_int,
     is_null_index,
     is_tensor,
     is_written,
@@ -32,9 +33,8 @@ def new_ring(state, heads, dtype, rows, max_tokens) -> None:
     has_shape("state", state, "P HV V K", {})
     is_floating("state", state)
     for name, value in (("heads", heads), ("rows", rows), ("max_tokens", max_tokens)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name} must be a positive int, got {value!r}")
-    if state.shape[1] % heads != 0:
+        is_int(name, value, 1)
+    if state.shape[1] == 0 or state.shape[1] % heads != 0:
         raise ValueError(f"heads must divide the {state.shape[1]} heads of state, got {heads}")
     is_floating_dtype("dtype", dtype)
     _room(rows, max_tokens)

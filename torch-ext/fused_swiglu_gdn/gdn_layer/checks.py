@@ -7,6 +7,7 @@ from ..runtime.checks import (
     are_flags,
     between,
     has_form,
+    has_last,
     has_memory,
     has_shape,
     has_shape_of,
@@ -16,7 +17,6 @@ from ..runtime.checks import (
     is_null_index,
     is_number,
     is_one_of,
-    is_tensor,
     is_written,
     may_be_written,
     names_rows,
@@ -131,21 +131,21 @@ def _causal_conv1d_update(
 
 @remembered
 def rms_norm_gated(x, gate, weight, eps, activation) -> None:
-    is_tensor("x", x)
+    has_last("x", x, "D")
     is_floating("x", x)
     has_shape_of("gate", gate, "x", x)
     is_floating("gate", gate)
     same_device("gate", gate, "x", x)
-    has_form("weight", weight, "D", {"D": x.shape[-1] if x.ndim else 0}, "x", x)
+    has_form("weight", weight, "D", {"D": x.shape[-1]}, "x", x)
     is_number("eps", eps, "non-negative")
     is_one_of("activation", activation, OF_GATED_NORM)
 
 
 @remembered
 def gated_delta_gate(a, A_log, dt_bias) -> None:
-    is_tensor("a", a)
+    has_last("a", a, "HV")
     is_floating("a", a)
-    sizes = {"HV": a.shape[-1] if a.ndim else 0}
+    sizes = {"HV": a.shape[-1]}
     for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
         if x is None and name == "dt_bias":
             continue

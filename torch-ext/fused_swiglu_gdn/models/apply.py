@@ -1,5 +1,6 @@
 """kernelize(model) and restore(model)."""
 
+import enum
 from typing import List, Optional, Sequence
 
 import torch
@@ -11,7 +12,7 @@ from ..layers.replay import PAYS_FROM
 from ..norm.ops import FAMILY as NORM
 from ..parallel.checks import is_group
 from ..runtime import dispatch
-from ..runtime.checks import are_flags, are_words, is_model
+from ..runtime.checks import are_flags, are_words, is_int, is_model
 from .context_attention import restore_attention, serve_attention
 from .experts import restore_experts, serve_experts
 from .graph_rules import why_not_model
@@ -130,9 +131,8 @@ def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
 
 
 def _check_replay(replay: int) -> None:
-    if not isinstance(replay, int) or isinstance(replay, bool):
-        raise TypeError(f"replay must be an int, got {type(replay).__name__}")
-    if replay < 0 or replay == 1:
+    is_int("replay", replay, 0)
+    if replay == 1:
         raise ValueError(f"replay must be 0, or at least 2 tokens, got {replay}")
 
 
@@ -227,6 +227,10 @@ def restore(model: nn.Module) -> int:
 
 def _check_mode(mode) -> None:
     words = str(mode).lower()
-    if mode is None or "training" in words or "inference" in words:
+    if isinstance(mode, enum.Flag):  # kernels.Mode, which may say more
+        known = "training" in words or "inference" in words
+    else:
+        known = mode is None or isinstance(mode, str) and words in ("inference", "training")
+    if known:
         return
     raise ValueError(f'mode must be "inference", "training" or a kernels.Mode, got {mode!r}')

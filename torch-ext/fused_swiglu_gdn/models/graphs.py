@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ..layers.replay import rings_begin
+from ..runtime.checks import is_int, is_model
 from .capture import Graph
 from .graph_rules import (
     PASSING,
@@ -312,13 +313,9 @@ def graphed_step(model: nn.Module, cache: Any, batch_size: int) -> GraphedStep:
         >>> step.reason
         'the model is on cpu'
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    is_model("graphed_step", model)
     if isinstance(cache, type) or not callable(getattr(cache, "get_seq_length", None)):
         kind = f"the class {cache.__name__}" if isinstance(cache, type) else type(cache).__name__
         raise TypeError(f"cache must be a cache of transformers, a StaticCache, got {kind}")
-    if not isinstance(batch_size, int):
-        raise TypeError(f"batch_size must be an int, got {type(batch_size).__name__}")
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    is_int("batch_size", batch_size, 1)
     return GraphedStep(model, cache, batch_size)

@@ -3,11 +3,11 @@
 from ..runtime.checks import (
     agrees,
     has_form,
+    has_last,
     has_shape_of,
     is_floating,
     is_number,
     is_one_of,
-    is_tensor,
     remembered,
 )
 
@@ -16,9 +16,7 @@ CASTING_MODES = ("llama", "gemma")
 
 @remembered
 def rms_norm(x, weight, residual, eps, casting_mode, offset, after) -> None:
-    is_tensor("x", x)
-    if x.ndim < 1:
-        raise ValueError(f"x must have shape [..., D], got {list(x.shape)}")
+    has_last("x", x, "D")
     is_floating("x", x)
     if weight is not None:
         has_form("weight", weight, "D", {"D": x.shape[-1]}, "x", x)

@@ -5,6 +5,7 @@ from typing import Optional, Sequence, Union
 
 from torch import Tensor
 
+from ..runtime.checks import are_flags, is_int, is_tensor
 from . import checks
 from .batch import Batch, shard
 from .context import CpContext
@@ -61,8 +62,15 @@ def build_cp_context(
     checks.is_group(group)
 
     def make() -> CpContext:
-        lengths = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
-        values = checks.lengths(lengths, batch_size)
+        if conv1d_kernel_size is not None:
+            is_int("conv1d_kernel_size", conv1d_kernel_size, 1)
+        are_flags(use_tf32x3_affine_chain=use_tf32x3_affine_chain)
+        if cu_seqlens_cpu is None:
+            values = checks.lengths("cu_seqlens", cu_seqlens, batch_size)
+        else:
+            is_tensor("cu_seqlens", cu_seqlens)
+            is_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
+            values = checks.lengths("cu_seqlens_cpu", cu_seqlens_cpu, batch_size)
         fragments = fragments_of(layout, values[-1] // batch_size, size(group))
         device = checks.device_of(cu_seqlens, group)
         return CpContext(values, group, fragments, batch_size, device)

@@ -5,7 +5,9 @@ from typing import Dict, List, Optional, Union
 import torch
 from torch import Tensor
 
+from ..runtime.checks import is_tensor
 from ..runtime.device import from_host
+from .checks import ints, is_of_ints
 from .context import CpContext
 from .layouts import fragments_of
 
@@ -20,7 +22,16 @@ class Batch:
     def __init__(self, given: dict):
         ids = given.get("input_ids")
         if not isinstance(ids, Tensor) or ids.ndim != 2:
-            raise ValueError('batch must have "input_ids" of shape [B, T]')
+            found = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f'batch must have "input_ids" of shape [B, T], got {found}')
+        is_of_ints("input_ids", ids)
+        for name in (*LENGTHS, "labels", "shift_labels", "position_ids", "attention_mask"):
+            x = given.get(name)
+            if x is None:
+                continue
+            is_tensor(name, x)
+            if x.is_meta:
+                raise ValueError(f"{name} must have values, got a tensor on meta")
         self.given, self.ids = given, ids
         self.B, self.T = ids.shape
         self.starts = self._starts()  # [B, T], whether a sequence begins here
@@ -33,8 +44,8 @@ class Batch:
         if lengths is not None:
             if self.B != 1:
                 raise ValueError("input_ids must have shape [1, T] when cu_seqlens is given")
-            ends = lengths.tolist()
-            if ends[0] != 0 or ends[-1] != self.T or ends != sorted(ends):
+            ends = ints("cu_seqlens", lengths)
+            if not ends or ends[0] != 0 or ends[-1] != self.T or ends != sorted(ends):
                 raise ValueError(f"cu_seqlens must go from 0 to {self.T}, got {ends}")
             starts[0, [n for n in ends if n < self.T]] = True
         if positions is not None:
@@ -77,7 +88,11 @@ class Batch:
         if labels is None:
             return None
         if labels.shape != self.ids.shape:
-            raise ValueError("labels must have the shape of input_ids")
+            raise ValueError(
+                f"labels must have the shape of input_ids, {list(self.ids.shape)}, got "
+                f"{list(labels.shape)}"
+            )
+        is_of_ints("labels", labels)
         if shifted is not None:
             return shifted
         ends = torch.ones_like(self.starts)

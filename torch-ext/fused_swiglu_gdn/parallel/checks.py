@@ -1,45 +1,55 @@
 """Checks of what is shared by several processes."""
 
+import operator
+from collections.abc import Iterable, Mapping
 from typing import List, Sequence, Union
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..runtime.checks import is_int
 from .context import CpContext
 from .exchange import has
 
 
-def lengths(cu_seqlens: Union[Tensor, Sequence[int]], batch_size: int) -> List[int]:
+def lengths(name: str, cu_seqlens: Union[Tensor, Sequence[int]], batch_size: int) -> List[int]:
     """The cumulative lengths of the whole stream as numbers."""
-    if isinstance(cu_seqlens, Tensor):
-        if cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point():
-            raise ValueError(
-                "cu_seqlens must be integers of shape [N + 1], got "
-                f"{cu_seqlens.dtype} of shape {list(cu_seqlens.shape)}"
-            )
-        values = cu_seqlens.tolist()
-    else:
-        values = _ints(cu_seqlens)
+    values = ints(name, cu_seqlens)
     if not values or values[0] != 0 or any(b < a for a, b in zip(values, values[1:])):
-        raise ValueError(f"cu_seqlens must start with 0 and never decrease, got {values}")
-    if not isinstance(batch_size, int) or batch_size < 1 or values[-1] % batch_size:
+        raise ValueError(f"{name} must start with 0 and never decrease, got {values}")
+    is_int("batch_size", batch_size, 1)
+    if values[-1] % batch_size:
         raise ValueError(
-            f"batch_size must be rows that the {values[-1]} tokens fill, got {batch_size!r}"
+            f"batch_size must be rows that the {values[-1]} tokens fill, got {batch_size}"
         )
     row = values[-1] // batch_size
     if not set(range(0, values[-1] + 1, row or 1)) <= set(values) and batch_size > 1:
-        raise ValueError(f"cu_seqlens must have a border after every row of {row} tokens")
+        raise ValueError(f"{name} must have a border after every row of {row} tokens, got {values}")
     return values
 
 
-def _ints(cu_seqlens: object) -> List[int]:
-    try:
-        return [int(x) for x in cu_seqlens]
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"cu_seqlens must be a tensor or ints, got {type(cu_seqlens).__name__}"
-        ) from None
+def ints(name: str, values: object) -> List[int]:
+    """The numbers of a tensor [N + 1] of integers, or of a sequence of ints."""
+    if isinstance(values, Tensor):
+        if values.ndim != 1:
+            raise ValueError(f"{name} must have shape [N + 1], got {list(values.shape)}")
+        is_of_ints(name, values)
+        if values.is_meta:
+            raise ValueError(f"{name} must have values, got a tensor on meta")
+        return values.tolist()
+    if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a tensor or a list of ints, got {type(values).__name__}")
+    values = list(values)
+    for x in values:
+        if isinstance(x, bool) or not hasattr(x, "__index__"):
+            raise TypeError(f"{name} must be a tensor or a list of ints, got {x!r} in it")
+    return [operator.index(x) for x in values]
+
+
+def is_of_ints(name: str, x: Tensor) -> None:
+    if x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool:
+        raise TypeError(f"{name} must be of an integer dtype, got {x.dtype}")
 
 
 def is_group(group: object, name: str = "group") -> None:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..runtime.checks import is_int, is_tensor
 from ..runtime.device import from_host
 from . import exchange
 from .plan import Piece, Plan, Slot, make_plan
@@ -78,8 +79,7 @@ class CpContext:
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
         """Of x, which holds the rows of the whole batch along `dim`, the tokens that are here."""
-        if x.shape[dim] != self.row:
-            raise ValueError(f"x must have the {self.row} tokens of a row, got {x.shape[dim]}")
+        _has_tokens(x, dim, self.row, "a row")
         return x.index_select(dim, self.columns(x.device))
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
@@ -88,8 +88,7 @@ class CpContext:
         Every process calls it, in the backward as well, where gradients are summed over processes.
         """
         own = self.tokens // self.batch_size
-        if x.shape[dim] != own:
-            raise ValueError(f"x must have the {own} tokens of a row here, got {x.shape[dim]}")
+        _has_tokens(x, dim, own, "a row here")
         return _Unshard.apply(x, self, dim)
 
     def columns(self, device) -> Tensor:
@@ -181,6 +180,13 @@ class CpContext:
             made = make()
             self._known[key] = from_host(made, device) if isinstance(made, Tensor) else made
         return self._known[key]
+
+
+def _has_tokens(x: object, dim: object, tokens: int, where: str) -> None:
+    is_tensor("x", x)
+    is_int("dim", dim, -x.ndim, x.ndim - 1, ", a dimension of x")
+    if x.shape[dim] != tokens:
+        raise ValueError(f"x must have the {tokens} tokens of {where}, got {x.shape[dim]}")
 
 
 def _columns(fragments: Sequence[Tuple[int, int]]) -> Tensor:

@@ -1,5 +1,6 @@
 """Which tokens of a stream each process holds: a layout is its fragments (start, stop) for each."""
 
+from operator import index
 from typing import List, Sequence, Tuple, Union
 
 Fragments = List[Tuple[int, int]]
@@ -42,7 +43,7 @@ def _joined(fragments: Sequence) -> Fragments:
 
 def _explicit(layout: Sequence, length: int, P: int) -> List[Fragments]:
     try:
-        given = [[(int(a), int(b)) for a, b in fragments] for fragments in layout]
+        given = [[(index(a), index(b)) for a, b in fragments] for fragments in layout]
     except (TypeError, ValueError):
         raise ValueError(
             f"layout must be a name or, for each process, a list of (start, stop), got {layout!r}"

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import itertools
-import math
+import sys
 from typing import Callable, Dict, Iterable, Optional, Sequence
 
 import torch
@@ -12,6 +12,7 @@ from .cache import CallCache
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 INDICES = (torch.int32, torch.int64)
+LARGEST = sys.float_info.max
 
 
 def remembered(check: Callable) -> Callable:
@@ -81,6 +82,13 @@ def has_shape(name: str, x: object, dims: str, sizes: Dict[str, int]) -> None:
     raise ValueError(f"{name} must have shape [{', '.join(names)}]{known}, got {list(shape)}")
 
 
+def has_last(name: str, x: object, dim: str) -> None:
+    """x is a tensor with a last dimension."""
+    is_tensor(name, x)
+    if x.ndim < 1:
+        raise ValueError(f"{name} must have shape [..., {dim}], got []")
+
+
 def has_shape_of(name: str, x: object, first: str, y: torch.Tensor) -> None:
     """x is a tensor with the shape of y."""
     is_tensor(name, x)
@@ -146,8 +154,10 @@ def are_words(name: str, words: object, known: Iterable[str]) -> None:
 def are_flags(**values: object) -> None:
     """Truth values; 0, 1 and None pass for them. Anything else is an argument in a wrong place."""
     for name, value in values.items():
-        if not isinstance(value, int) and value is not None:
+        if value is not None and not isinstance(value, int):
             raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
+        if value not in (0, 1, None):
+            raise ValueError(f"{name} must be True or False, got {value}")
 
 
 def is_number(name: str, value: object, least: str = "", or_none: str = "") -> None:
@@ -155,8 +165,17 @@ def is_number(name: str, value: object, least: str = "", or_none: str = "") -> N
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a float{or_none}, got {type(value).__name__}")
     enough = {"positive": value > 0, "non-negative": value >= 0}
-    if not enough.get(least, True) or not -math.inf < value < math.inf:  # as torch.compile traces
+    if not enough.get(least, True) or not -LARGEST <= value <= LARGEST:  # as torch.compile traces
         raise ValueError(f"{name} must be {least + ' and ' if least else ''}finite, got {value}")
+
+
+def is_int(name: str, value: object, least: int, most: Optional[int] = None, why: str = "") -> None:
+    """An int of a range, whose end may be open; why: what the range follows from."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least or most is not None and value > most:
+        needed = f"at least {least}" if most is None else between(least, most)
+        raise ValueError(f"{name} must be {needed}{why}, got {value}")
 
 
 def between(least: int, most: int) -> str:

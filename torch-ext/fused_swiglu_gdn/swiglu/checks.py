@@ -8,9 +8,12 @@ from ..runtime.activations import OF_SWIGLU
 from ..runtime.checks import (
     agrees,
     are_flags,
+    has_last,
     has_shape,
     has_shape_of,
     is_floating,
+    is_floating_dtype,
+    is_int,
     is_one_of,
     is_tensor,
     remembered,
@@ -19,9 +22,7 @@ from ..runtime.checks import (
 
 @remembered
 def fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> None:
-    is_tensor("x", x)
-    if x.ndim < 1:
-        raise ValueError(f"x must have shape [..., K], got {list(x.shape)}")
+    has_last("x", x, "K")
     is_floating("x", x)
     sizes = {"K": x.shape[-1]}
     has_shape("w_gate", w_gate, "N K", sizes)
@@ -44,7 +45,7 @@ def fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation) 
 
 @remembered
 def silu_mul(gate, up, activation) -> None:
-    is_tensor("gate", gate)
+    has_last("gate", gate, "N")
     is_floating("gate", gate)
     has_shape_of("up", up, "gate", gate)
     agrees("up", up, "gate", gate)
@@ -90,11 +91,24 @@ def linears(gate: object, up: object) -> None:
             f"up must have the weight shape of gate, {list(gate.weight.shape)}, "
             f"got {list(up.weight.shape)}"
         )
+    agrees("up", up.weight, "gate", gate.weight)
+    if gate.weight.is_meta:
+        raise ValueError("gate must have a weight to copy, got one on meta")
 
 
 def module_sizes(in_features: object, hidden_dim: object, block: object) -> None:
     for name, value in (("in_features", in_features), ("hidden_dim", hidden_dim), ("block", block)):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+        is_int(name, value, 1)
+
+
+def module_options(weight_grad: object, gate_first: object, device: object, dtype: object) -> None:
+    are_flags(weight_grad=weight_grad, gate_first=gate_first)
+    if dtype is not None:
+        is_floating_dtype("dtype", dtype, ", or None")
+    try:
+        torch.empty(0, device=device)
+    except (TypeError, RuntimeError) as error:
+        said = str(error).partition("\n")[0]
+        raise ValueError(
+            f"device must be one that torch has here, or None, got {device!r}: {said}"
+        ) from None

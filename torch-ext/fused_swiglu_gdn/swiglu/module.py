@@ -50,12 +50,13 @@ class FusedSwiGLU(nn.Module):
     ):
         super().__init__()
         checks.module_sizes(in_features, hidden_dim, block)
+        checks.module_options(weight_grad, gate_first, device, dtype)
         self.in_features = in_features
         self.hidden_dim = hidden_dim
         self.block = block
         self.gate_first = gate_first
         stored = torch.empty(2 * hidden_dim, in_features, device=device, dtype=dtype)
-        self.weight = nn.Parameter(stored, requires_grad=weight_grad)
+        self.weight = nn.Parameter(stored, requires_grad=bool(weight_grad))
         self.reset_parameters()
 
     @property
@@ -70,6 +71,7 @@ class FusedSwiGLU(nn.Module):
         """Assigning a parameter to Wf makes its transpose the parameter `weight`."""
         if name == "Wf":
             checks.packed_weight("Wf", value, self.in_features, 2 * self.hidden_dim)
+            checks.is_floating("Wf", value)
             stored = value.detach().t().contiguous()
             name, value = "weight", nn.Parameter(stored, requires_grad=value.requires_grad)
         super().__setattr__(name, value)
