@@ -18,7 +18,7 @@ from typing import NamedTuple, Optional
 import kernel_time
 import torch
 import torch.nn.functional as F
-from kernel_time import RESULTS, load_package, save
+from kernel_time import RESULTS, load_package, parse_on_gpu, save
 
 SLOTS, FILLED = 8192, 1024
 
@@ -239,7 +239,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
     parser.add_argument("--json", type=Path, default=RESULTS / "attention.json")
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     package, compiled, rows = load_package(), not options.no_compile, []
     torch.manual_seed(0)
     groups = (attention_rows(package), gate_rows(package), training_rows(package))

@@ -26,7 +26,7 @@ from typing import Iterator
 
 import torch
 import torch.nn.functional as F
-from kernel_time import RESULTS, load_package, save, seconds
+from kernel_time import RESULTS, load_package, parse_on_gpu, save, seconds
 
 MODELS = {  # experts, slots of a token, model width, hidden width
     "35B": (256, 8, 2048, 512),
@@ -338,7 +338,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "experts.json")
     parser.add_argument("--sonicmoe", action="store_true", help="beside SonicMoE, eagerly")
     parser.add_argument("--call-once", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     if options.call_once:
         call_once()
     else:

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from gdn_peers import MAKERS, WARMED, warm
-from kernel_time import ROOT, load_package, microseconds, record_of, save, warm_up
+from kernel_time import ROOT, load_package, microseconds, parse_on_gpu, record_of, save, warm_up
 
 sys.path.insert(0, str(ROOT / "tests"))
 
@@ -167,7 +167,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no row after this long")
     parser.add_argument("--compiled", action="store_true", help="warm nothing up before")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     cases = [case for case in CASES if not options.rows or label(*case) in options.rows]
     if options.warm:
         warm(tensors, cases, options.only, *map(int, options.warm.split("/")))

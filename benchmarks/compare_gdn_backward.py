@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from kernel_time import (
     keep_fla_to_triton,
     load_package,
+    parse_on_gpu,
     record_of,
     save,
     share_autotuning,
@@ -166,7 +167,7 @@ def main():
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help="the first so many")
     parser.add_argument("--compiled", action="store_true", help="warm nothing up before")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     keep_fla_to_triton()
     shapes = SHAPES[: options.shapes]
     if options.warm:

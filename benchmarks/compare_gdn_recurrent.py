@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
-from kernel_time import RESULTS, load_package, microseconds, save
+from kernel_time import RESULTS, load_package, microseconds, parse_on_gpu, save
 
 STATES = 3
 CASES = [(B, 16, HV) for HV in (32, 64) for B in (64, 256, 1)]
@@ -137,7 +137,7 @@ def compare(package, B, H, HV, dtype, peers) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "gdn_recurrent.json")
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     peers = []
     for name in ("fla", "flashinfer"):
         try:

@@ -24,7 +24,7 @@ from compare_models import (
     randomize,
     relative_error,
 )
-from kernel_time import RESULTS, load_package, save, share_autotuning, warm_up
+from kernel_time import RESULTS, load_package, parse_on_gpu, save, share_autotuning, warm_up
 
 WAYS = ("recompute", "saved", "fla")
 RULE = [shape for shape in compare_gdn_backward.SHAPES if shape[1:3] == (16, 32)]
@@ -93,7 +93,7 @@ def main():
     parser.add_argument("--json", type=Path, default=RESULTS / "gdn_layer_training.json")
     parser.add_argument("--compiled", action="store_true", help="warm nothing up before")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     if options.warm:
         share_autotuning(*map(int, options.warm.split("/")))
     elif not options.compiled:

@@ -26,7 +26,7 @@ from typing import Optional
 import torch
 from compare_models import install_fla_convolution, randomize
 from compare_whole import LLAMA, QWEN
-from kernel_time import RESULTS, load_package, merged, save, wait_for
+from kernel_time import RESULTS, load_package, merged, parse_on_gpu, save, wait_for
 
 PROMPT, NEW, EAGER = 512, 128, 48  # tokens; EAGER of the slow ways
 TURNS = 3  # of --replay
@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--replay", action="store_true")
     parser.add_argument("--wait-for", type=Path)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse_on_gpu(parser)
     cases, record = ["qwen:1", "llama:1", "qwen:64"], RESULTS / "generate.json"
     if arguments.replay:
         cases, record = ["qwen:64", "qwen:256"], RESULTS / "replay_models.json"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from kernel_time import RESULTS, load_package, save
+from kernel_time import RESULTS, load_package, parse_on_gpu, save
 
 SIZES = [(128256, 4096, 4096), (248320, 2560, 4096)]  # vocabulary, width, tokens
 STEPS = 4
@@ -68,4 +68,4 @@ def measure(path: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "loss.json")
-    measure(parser.parse_args().json)
+    measure(parse_on_gpu(parser).json)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import models_on_cpu
 import torch
-from kernel_time import RESULTS, load_package, save, share_autotuning, warm_up
+from kernel_time import RESULTS, load_package, parse_on_gpu, save, share_autotuning, warm_up
 
 LAYER = {  # Qwen3.5-4B
     "hidden_size": 2560,
@@ -302,7 +302,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20, help="pairs of timings, on a CPU")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--warm", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parse_on_gpu(parser)
     if arguments.device == "cpu":
         models_on_cpu.compare(arguments.repeats, arguments.json)
         return

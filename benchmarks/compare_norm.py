@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from compare_swiglu import host_microseconds
-from kernel_time import RESULTS, load_package, microseconds, save
+from kernel_time import RESULTS, load_package, microseconds, parse_on_gpu, save
 
 NORMS = [  # rows, width
     (1, 4096), (64, 4096), (2048, 4096), (8192, 2560), (8192, 4096), (8192, 5120), (8192, 8192),
@@ -147,4 +147,4 @@ def measure(path: Path) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "rms_norm.json")
-    measure(parser.parse_args().json)
+    measure(parse_on_gpu(parser).json)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 from compare_gdn_recurrent import STATES, copy, flashinfer, ours, rounds, tensors
-from kernel_time import RESULTS, load_package, microseconds, save
+from kernel_time import RESULTS, load_package, microseconds, parse_on_gpu, save
 
 DRAFTS, ACCEPTED = 4, 3
 CASES = [(B, HV, state, T) for state in (torch.float32, torch.bfloat16) for T in (1, DRAFTS)
@@ -117,7 +117,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "gdn_replay.json")
     parser.add_argument("--seconds", type=float, default=600.0, help="no case begins after these")
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     peers = []
     try:
         __import__("flashinfer")

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 
 import torch
-from kernel_time import RESULTS, load_package, microseconds, save
+from kernel_time import RESULTS, load_package, microseconds, parse_on_gpu, save
 
 SIZES = ((256, 8), (512, 10), (128, 8), (8, 2))  # experts, chosen ones: as compare_experts.MODELS
 TOKENS = (1, 64, 8192)
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "router.json")
     cases = [f"{E}:{K}" for E, K in SIZES]
     parser.add_argument("--cases", nargs="+", default=cases, help="experts:chosen ones")
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     sizes = [tuple(map(int, case.split(":"))) for case in options.cases]
     measure(load_package(), sizes, options.json)
 

@@ -14,7 +14,15 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from kernel_time import RESULTS, load_package, microseconds, save, share_autotuning, warm_up
+from kernel_time import (
+    RESULTS,
+    load_package,
+    microseconds,
+    parse_on_gpu,
+    save,
+    share_autotuning,
+    warm_up,
+)
 from swiglu_training import measure_training, tune_liger_mlp
 
 LLAMA_8B, QWEN_SMALL = (4096, 14336), (1024, 3072)
@@ -121,7 +129,7 @@ def main() -> None:
     parser.add_argument("--training", action="store_true", help="a training step of the MLP")
     parser.add_argument("--json", type=Path, help="default: in benchmarks/results/")
     parser.add_argument("--warm", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     if options.warm:
         share_autotuning(*map(int, options.warm.split("/")))
         tune_liger_mlp()

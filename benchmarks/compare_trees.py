@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import torch
-from kernel_time import ROOT, load_package, machine, microseconds, save
+from kernel_time import ROOT, load_package, machine, microseconds, parse_on_gpu, save
 
 LIMIT = 1.03
 DEVICE, DTYPE = "cuda", torch.bfloat16
@@ -208,7 +208,7 @@ def main() -> int:
     parser.add_argument("--against", required=True, help="a revision, or a folder with a tree")
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     with tempfile.TemporaryDirectory() as scratch:
         this = load_package()
         other = load_package("other_tree", copy_of(options.against, Path(scratch)))

@@ -27,7 +27,15 @@ from typing import Callable, Optional
 
 import torch
 from compare_models import greedy_step, install_fla_convolution, randomize, wall
-from kernel_time import RESULTS, load_package, merged, save, share_autotuning, wait_for
+from kernel_time import (
+    RESULTS,
+    load_package,
+    merged,
+    parse_on_gpu,
+    save,
+    share_autotuning,
+    wait_for,
+)
 
 LLAMA = {
     "hidden_size": 4096,
@@ -238,7 +246,7 @@ def main() -> None:
     parser.add_argument("--wait-for", type=Path)
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--json", type=Path, default=RESULTS / "whole_models.json")
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     if "qwen3_5" in options.model:
         share_autotuning(0, options.every)
         import fla.ops.common.chunk_o as guarded

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from compare_gdn_backward import recurrence
-from kernel_time import RESULTS, keep_fla_to_triton, load_package, save
+from kernel_time import RESULTS, keep_fla_to_triton, load_package, parse_on_gpu, save
 
 GATES = ("qwen", "slow", "g=0", "g=-30")
 BETAS = ("random", "0", "1")
@@ -98,7 +98,7 @@ def compare(calls, case, dtype) -> dict:
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "gdn_chunk_errors_fla.json")
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     keep_fla_to_triton()
     calls = functions(load_package())
     cases = [(g, b, "random") for g in GATES for b in BETAS]

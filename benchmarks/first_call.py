@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from compare_gdn import tensors
-from kernel_time import RESULTS, load_package, save, seconds
+from kernel_time import RESULTS, load_package, parse_on_gpu, save, seconds
 
 
 def swiglu(package, M):
@@ -72,7 +72,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=RESULTS / "first_call.json")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     if options.alone:
         print(json.dumps(alone(options.alone)))
         return

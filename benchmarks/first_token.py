@@ -22,7 +22,7 @@ os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # before Triton is imported
 
 import torch  # noqa: E402
 from compare_generate import MODELS, generate, merged, model_of, wait_for  # noqa: E402
-from kernel_time import RESULTS, load_package, save  # noqa: E402
+from kernel_time import RESULTS, load_package, parse_on_gpu, save  # noqa: E402
 
 
 class Watch:
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--one-by-one", action="store_true")
     parser.add_argument("--wait-for", type=Path)
     parser.add_argument("--json", type=Path, default=RESULTS / "first_token.json")
-    arguments = parser.parse_args()
+    arguments = parse_on_gpu(parser)
     name, batch = arguments.case.split(":")
     package, model = load_package(), model_of(name)
     if arguments.one_by_one:

@@ -17,7 +17,7 @@ import torch
 from records import RESULTS
 
 sys.path.insert(0, str(RESULTS.parent.parent / "tools"))
-from in_tree import ROOT, load_package  # noqa: E402, F401
+from in_tree import ROOT, load_package, parse_on_gpu  # noqa: E402, F401
 
 
 def microseconds(calls: Dict[str, Callable], rounds: int = 3, rep_ms: int = 20) -> Dict[str, float]:

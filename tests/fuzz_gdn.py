@@ -23,6 +23,7 @@ import torch
 from conftest import submodule
 from fp64_recurrence import recurrence
 from gdn_problems import Problem, Variant, draw_problem, draw_variant
+from in_tree import parse_on_gpu
 
 # Relative error of o and of the states for one sequence and head, by dtype: bf16 operands are
 # rounded to 2^-9, and one head of one short sequence averages over few elements.
@@ -160,7 +161,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeat", type=int, nargs=2, help="variant and number of a miss")
     parser.add_argument("--device", default="cuda")
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     name, begin = options.implementation, time.time()
     if options.repeat:
         seed, number = options.repeat

@@ -7,11 +7,16 @@ checkpoints, one and two state warpgroups, segments. docs/gdn_hopper.md has the 
 """
 
 import argparse
+import pathlib
+import shutil
 import subprocess
 import sys
 
 import torch
 from conftest import submodule
+from in_tree import parse_on_gpu
+
+TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck", "run")
 
 PROCESSORS = {1: 10**9, 2: 0}  # by state warpgroups: what the launcher must believe
 
@@ -59,12 +64,17 @@ CASES = {
 
 def main(script: str, cases: dict) -> int:
     """`script`, whose cases these are: run under a tool of compute-sanitizer, or as it is."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("tool", help="of compute-sanitizer; `run`: the cases without it")
-    parser.add_argument("cases", nargs="*")
-    options = parser.parse_args()
+    parser = argparse.ArgumentParser(prog=pathlib.Path(script).name)
+    parser.add_argument("tool", choices=TOOLS, help="of compute-sanitizer; run: without it")
+    parser.add_argument("cases", nargs="*", default=[], help=f"all, or some of: {', '.join(cases)}")
+    options = parse_on_gpu(parser)
+    unknown = [name for name in options.cases if name not in cases]
+    if unknown:
+        parser.error(f"no such case: {unknown[0]!r}")
     chosen = options.cases or list(cases)
     if options.tool != "run":
+        if shutil.which("compute-sanitizer") is None:
+            parser.error("compute-sanitizer, which comes with the CUDA toolkit, is not on PATH")
         command = ["compute-sanitizer", "--tool", options.tool, sys.executable, script, "run"]
         return subprocess.run([*command, *chosen]).returncode
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
-"""The package in the tree, imported as it lies: for tests, tools and benchmarks."""
+"""The package in the tree, imported as it lies, and what scripts on a GPU begin with: for tests,
+tools and benchmarks."""
 
 import importlib
 import importlib.util
@@ -29,3 +30,16 @@ def submodule(path: str):
     """A module of the package by its dotted path, e.g. "swiglu.portable.forward"."""
     load_package()
     return importlib.import_module(f"{NAME}.{path}")
+
+
+def parse_on_gpu(parser):
+    """The options of a script that computes on a GPU. Where torch sees none, the script ends with
+    one line and exit code 2, unless its `--device` is another one."""
+    import torch
+
+    options = parser.parse_args()
+    on_gpu = getattr(options, "device", "cuda").startswith("cuda")
+    if on_gpu and not torch.cuda.is_available():
+        sees = f"torch {torch.__version__} sees none here"
+        parser.exit(2, f"{parser.prog}: needs a GPU, and {sees}\n")
+    return options

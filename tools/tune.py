@@ -20,7 +20,7 @@ from typing import Callable, Dict, Iterator, List, Tuple
 
 import launched
 import torch
-from in_tree import PACKAGE, load_package, submodule
+from in_tree import PACKAGE, load_package, parse_on_gpu, submodule
 
 CONFIGS = PACKAGE / "configs"
 GAIN = 0.99  # a neighbour is taken if it needs less than this of the best's time
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("calls", help="words of the calls' names in tools/launched.py")
     parser.add_argument("--shapes", default="", help="sizes in place of theirs: M=96,K=2048")
     parser.add_argument("--operation", default="", help="only operations whose name holds this")
-    options = parser.parse_args()
+    options = parse_on_gpu(parser)
     launched.DEVICE = "cuda"
     kernel, tuning = load_package(), submodule("runtime.tuning")
     sizes = {k: int(v) for k, v in (part.split("=") for part in options.shapes.split(",") if part)}
