@@ -32,7 +32,7 @@ check-processors: build
 			$$(grep -lE "assert_close|relative_error|allclose|LOGITS" tests/test_*.py) || exit 1; \
 	done
 
-# every benchmarks/benchmark_*.py, as the Hub's users run them
+# every benchmarks/benchmark*.py, as the Hub's users run them
 bench: build
 	$(VENV) -c "from kernels.cli import main; main()" benchmark . --iterations 20 --warmup 3
 

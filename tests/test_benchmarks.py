@@ -1,5 +1,6 @@
-"""benchmarks/benchmark_*.py: what is timed beside ours does the whole of it, and gives the same."""
+"""benchmarks/benchmark*.py: what is timed beside ours does the whole of it, and gives the same."""
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -23,13 +24,17 @@ def script(name):
 
 def workloads(name, *sizes):
     """The workloads of a file at sizes of a test's."""
-    module = script(f"benchmark_{name}")
+    module = script(name)
     return type("Workloads", (module._workloads(*sizes), module.Benchmark), {})
 
 
 @pytest.mark.parametrize(
     "name, sizes, size",
-    [("gdn_recurrent", (1, 2), 3), ("gdn_chunk", (1, 2), 128), ("swiglu", (24, 40), 3)],
+    [
+        ("benchmark_gdn_recurrent", (1, 2), 3),
+        ("benchmark_gdn_chunk", (1, 2), 128),
+        ("benchmark", (24, 40), 3),
+    ],
 )
 def test_the_reference_stands_alone(kernel, name, sizes, size):
     """It is timed without ours before it, and again and again: every time the same, from the start,
@@ -44,7 +49,7 @@ def test_the_reference_stands_alone(kernel, name, sizes, size):
     assert torch.equal(benchmark.reference(), first)
 
 
-@pytest.mark.parametrize("name", ["gdn_recurrent", "gdn_chunk"])
+@pytest.mark.parametrize("name", ["benchmark_gdn_recurrent", "benchmark_gdn_chunk"])
 def test_the_reference_reads_every_input(name):
     """An update that is skipped would not."""
     torch.manual_seed(0)
@@ -52,8 +57,8 @@ def test_the_reference_reads_every_input(name):
     benchmark.device = "cpu"
     benchmark.tensors(64)
     before = benchmark.reference()
-    names = {"gdn_recurrent": ("q", "k", "v", "a", "b", "A_log", "dt_bias", "start"),
-             "gdn_chunk": ("q", "k", "v", "g", "beta")}[name]  # fmt: skip
+    names = {"benchmark_gdn_recurrent": ("q", "k", "v", "a", "b", "A_log", "dt_bias", "start"),
+             "benchmark_gdn_chunk": ("q", "k", "v", "g", "beta")}[name]  # fmt: skip
     for tensor in names:
         x = getattr(benchmark, tensor)
         setattr(benchmark, tensor, x.roll(1, -1))
@@ -70,7 +75,8 @@ def run_on_cpu(monkeypatch, tmp_path):
         monkeypatch.syspath_prepend(ROOT / "benchmarks")
         module, record = script(name), tmp_path / f"{name}.json"
         monkeypatch.setattr(sys.modules["kernel_time"], "machine", dict)
-        for member, value in {"DEVICE": "cpu", **members}.items():
+        here = {"DEVICE": "cpu", "parse_on_gpu": argparse.ArgumentParser.parse_args}
+        for member, value in {**here, **members}.items():
             monkeypatch.setattr(module, member, value)
         monkeypatch.setattr(sys, "argv", [name, *words, "--json", str(record)])
         module.main()

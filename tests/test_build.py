@@ -83,6 +83,7 @@ def test_every_backend_has_a_variant_that_kernels_can_read(built):
         assert metadata.provenance.kernel.commit == built.git("rev-parse", "HEAD")
         assert not metadata.provenance.dirty
         metadata.digest.validate(Digest.hash_variant(DigestAlgorithm.SHA256, path))
+        assert metadata.source == "https://github.com/org/fused-swiglu-gdn"
         assert f'_UNIQUE_ID = "{tree}"' in (path / "_ops.py").read_text()
 
 
@@ -97,6 +98,20 @@ def test_the_card_is_filled_in_and_lies_beside_the_variants(built):
     card = (built.root / "build" / "CARD.md").read_text()
     assert 'get_kernel("org/fused-swiglu-gdn", version=1)' in card
     assert "- `fused_swiglu`" in card and "- `SwiGLUMLP`" in card and "{{" not in card
+    assert "`kernels benchmark org/fused-swiglu-gdn --version 1`" in card
+    assert "available at https://github.com/org/fused-swiglu-gdn." in card
+
+
+def test_the_card_has_what_there_is_to_tell(small):
+    """As kernel-builder's fill-card: the benchmark's paragraph goes by benchmarks/benchmark.py."""
+    source = 'source = "https://github.com/org/fused-swiglu-gdn"\n'
+    small.edit("build.toml", source, 'upstream = "https://github.com/a/b"\n')
+    (small.root / "benchmarks" / "benchmark.py").unlink()
+    card = (small.build() / "CARD.md").read_text()
+    assert "## Benchmark" not in card and "## Source" not in card
+    assert "comes from https://github.com/a/b." in card
+    metadata = Metadata.read_from_file(small.root / "build" / "torch-cpu" / "metadata.json")
+    assert metadata.source is None and metadata.upstream == "https://github.com/a/b"
 
 
 def test_same_sources_same_bytes(built, tmp_path):
@@ -143,7 +158,7 @@ def test_what_git_ignores_is_not_shipped(small):
     (checkout.root / "benchmarks" / "benchmark_mine.py").write_text("")
     command = "import build; print(*[path.name for path in build.benchmark_files(build.ROOT)])"
     ran = checkout.run("-c", f"import sys; sys.path.insert(0, 'tools'); {command}")
-    assert "benchmark_swiglu.py" in ran.stdout and "benchmark_mine.py" not in ran.stdout
+    assert "benchmark_experts.py" in ran.stdout and "benchmark_mine.py" not in ran.stdout
     (checkout.package / "new.py").write_text("")
     variant = checkout.build() / "torch-cpu"
     assert (variant / "new.py").exists()

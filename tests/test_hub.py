@@ -152,9 +152,10 @@ def test_lock_then_a_changed_v1_and_a_v2_all_in_one_process(hub, checkout, send,
     assert by_commit.split()[1] == "False"
 
 
-def test_an_untrusted_organisation_needs_the_users_word(hub, small, send, user):
+def test_an_untrusted_organisation_needs_the_users_word(hub, checkout, send, user):
     repo = "untrusted/fused-swiglu-gdn"
-    assert send(small, repo=repo)[0] == 0
+    checkout.edit("build.toml", "github.com/org/", "github.com/untrusted/", "source")
+    assert send(checkout, repo=repo)[0] == 0
     refused = user(SHOW, repo, "dict(version=1)", fails=True)
     assert "is not from a trusted publisher" in refused
     assert "sha256:" in user(SHOW, repo, "dict(version=1, trust_remote_code=True)")

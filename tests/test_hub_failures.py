@@ -234,11 +234,20 @@ def test_a_refusal_at_the_start_leaves_nothing(hub, small, send, method, path, w
     assert err.rstrip().endswith("Nothing was changed")
 
 
-def test_the_token_and_the_organisation_are_the_hubs_to_refuse(hub, small, send, tmp_path):
+def test_a_placeholder_does_not_go_out(hub, small, send):
+    code, _, err = send(small, repo="other/name")
+    assert code == 1 and hub.log == []
+    assert "source is the placeholder https://github.com/org/fused-swiglu-gdn" in one_line(err)
+
+
+def test_the_token_and_the_organisation_are_the_hubs_to_refuse(
+    hub, small, checkout, send, tmp_path
+):
     assert "refuses the token (401)" in one_line(send(small, token="hf_wrong")[2])
     ran = small.run("tools/publish.py", "--repo-id", REPO, env={"HF_HOME": str(tmp_path)})
     assert ran.returncode == 1 and "there is no token" in one_line(ran.stderr)
-    assert "may not do that in other (403)" in one_line(send(small, repo="other/name")[2])
+    checkout.edit("build.toml", "github.com/org/", "github.com/other/", "source")
+    assert "may not do that in other (403)" in one_line(send(checkout, repo="other/name")[2])
     assert hub.repos == {}
 
 

@@ -150,7 +150,9 @@ def card(root, config, repo_id=None):
         "version": general["version"],
         "functions": [name for name in names if name != "layers"],
         "layers": layers,
-        "has_benchmark": bool(benchmark_files(root)),
+        "has_benchmark": root / "benchmarks" / "benchmark.py" in benchmark_files(root),
+        "upstream": general.get("upstream"),
+        "source": general.get("source"),
         "license": general["license"].lower(),
     }
     template = text_of(root, "CARD.md")

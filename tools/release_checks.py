@@ -46,6 +46,14 @@ def card_problems(root, config, repo_id):
     return wrong + [problem for name in PAGES for problem in page_problems(root, name)]
 
 
+def source_problems(config, repo_id):
+    """The card and every build name the repository with the source: not that of the placeholder."""
+    source = config["general"].get("source", "")
+    if repo_id.startswith("org/") or "/org/" not in source:
+        return []
+    return [f"build.toml's source is the placeholder {source}: put your git repository's URL there"]
+
+
 def page_problems(root, name):
     """A table that is not what its records say; a number in a table that no record bears out."""
     if not (root / name).exists():
@@ -87,6 +95,7 @@ def problems(root, config, repo_id):
         *tree_problems(root),
         *changelog_problems(root, config["general"]["version"]),
         *card_problems(root, config, repo_id),
+        *source_problems(config, repo_id),
         *version_problems(root, config),
         *api_problems(root, config),
     ]
