@@ -245,3 +245,97 @@ def test_tables_that_no_kernel_takes(kernel, which):
     with torch.no_grad(), serving():
         out, ref = (m.model.layers[0].self_attn(x, **given)[0] for m in (served, model))
     assert_same(out, ref)
+
+
+ONE = [torch.tensor(1.5), torch.tensor([1.5])]
+
+
+@WHEN
+@pytest.mark.parametrize("weight", ONE, ids=["a number", "a row of one"])
+@pytest.mark.parametrize(
+    "name, norms", [("qwen3", "q_norm"), ("olmo2", "k_norm"), ("qwen3_5_text", "norm")]
+)
+def test_a_weight_of_one_number(kernel, name, norms, weight, when):
+    """In place of a norm's weight: torch broadcasts it."""
+
+    def change(model):
+        for path, module in model.named_modules():
+            if path.split(".")[-1] == norms:
+                module.weight = nn.Parameter(weight.clone())
+
+    model, served = changed(kernel, random_model(name), change, when)
+    ids = tokens(2, 5)
+    with serving():
+        assert_same(logits(served, ids), logits(model, ids))
+
+
+def outcome(function, *args, **options):
+    """What a call gives, or the error that it raises."""
+    try:
+        return function(*args, **options)
+    except Exception as error:
+        return type(error), str(error)
+
+
+X = torch.arange(24.0).view(3, 8) - 9
+INPUTS = {
+    "integers": X.int(), "bytes": X.byte(), "flags": X > 0, "complex": X + 1j * X.flip(0),
+    "a number": torch.tensor(3.0), "no rows": X[:0], "no columns": X[:, :0], "half": X.half(),
+    "twice as wide": torch.cat([X, X], -1), "a list": X.tolist(), "float8": X.to(torch.float8_e5m2),
+}  # fmt: skip
+CHANGES = {
+    "none": {}, "a negative eps": {"eps": -0.25}, "eps is nan": {"eps": float("nan")},
+    "an int for eps": {"eps": 1}, "a tensor for eps": {"eps": torch.tensor(0.5)},
+    "integers as weight": {"weight": torch.arange(8)}, "one number": {"weight": torch.tensor(2.0)},
+    "complex weight": {"weight": torch.ones(8) * 1j}, "flags as weight": {"weight": X[0] > 0},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_norms_take_what_their_class_takes(kernel, name, changes):
+    kind = type(random_model(name).model.norm)
+    own, served = kind(8), kind(8)
+    assert kernel.kernelize(served).served
+    for norm in (own, served):
+        for attribute in ("variance_epsilon", "eps"):
+            if "eps" in changes and attribute in norm.__dict__:
+                setattr(norm, attribute, changes["eps"])
+        if "weight" in changes:
+            norm.weight = nn.Parameter(changes["weight"].clone(), requires_grad=False)
+    with torch.no_grad(), serving():
+        for what, x in {**INPUTS, "floats": X}.items():
+            found, expected = outcome(served, x), outcome(own, x)
+            assert type(found) is type(expected), what
+            if isinstance(found, tuple):
+                assert found == expected, what
+            else:
+                assert found.dtype is expected.dtype, what
+                wide = torch.complex128 if found.is_complex() else torch.float64
+                both = found.to(wide), expected.to(wide)
+                assert torch.allclose(*both, 1e-5, 1e-6, equal_nan=True), what
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "gemma2", "olmo2"])
+def test_arguments_that_a_forward_has_not(kernel, name):
+    """Too many, given twice, missing: the errors of the class's own forward."""
+    model, served = pair(kernel, name)
+    x, i = torch.randn(1, 3, 32), -1
+    tables = tuple(torch.randn(2, 1, 3, 16))
+    for part in (lambda m: m.model.layers[i], lambda m: m.model.layers[i].self_attn):
+        own, ours = part(model), part(served)
+        assert type(ours) is not type(own)
+        for args, options in (
+            ((), {}), ((x,), {"hidden_states": x, "position_embeddings": tables}),
+            ((x, tables), {"position_embeddings": tables}), ((x, *[None] * 20), {}),
+            ((), {"position_embeddings": tables}),
+        ):  # fmt: skip
+            with serving():
+                found, expected = outcome(ours, *args, **options), outcome(own, *args, **options)
+            assert found == expected and found[0] is TypeError, (args, options)
+        with serving() as record:
+            given = {"position_embeddings": tables, "attention_mask": None}
+            found, expected = (module(x, **given) for module in (ours, own))
+        for one, other in zip(found, expected):
+            assert one is other is None or torch.allclose(one, other, atol=1e-5)
+        assert record

@@ -113,7 +113,7 @@ class Attention:
                 return None
         own_tables = given.get(form.tables)
         tables = _tables(form, own_tables, x, D)
-        norms = {} if form.q_norm is None else _norms(form, parts, x)
+        norms = {} if form.q_norm is None else _norms(form, parts, x, D)
         if tables is None or norms is None:
             return None
         if self.joined is None:
@@ -187,12 +187,17 @@ def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tu
     return cos, sin
 
 
-def _norms(form: AttentionForm, parts: dict, x: torch.Tensor) -> Optional[dict]:
+def _norms(form: AttentionForm, parts: dict, x: torch.Tensor, D: int) -> Optional[dict]:
     """How queries and keys are normed where they are, as fused_qk_norm_rope takes it."""
     q, k = parameters_of_norm(parts[form.q_norm]), parameters_of_norm(parts[form.k_norm])
     if q is None or k is None or q[1:] != k[1:] or q[0] is None or k[0] is None:
         return None
     (q_weight, eps, casting_mode, offset), k_weight = q, k[0]
+    widths = form.sizes if form.heads.norm == "all" else (D, D)
+    if q_weight.shape != widths[:1] or k_weight.shape != widths[1:2]:
+        return None
+    if not q_weight.device == k_weight.device == x.device:
+        return None
     if casting_mode == "llama" and not (q_weight.dtype is k_weight.dtype is x.dtype):
         return None  # the product is of another dtype
     return {

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..runtime.checks import FLOATING
 from .functions import FusedRMSNormGated
 from .own_code import NotOwn, OwnCode, own_code
 from .plain import PLAIN_TENSORS, why_hooked
@@ -39,7 +40,10 @@ def is_gated_norm(norm: nn.Module) -> bool:
             return False
     if not untouched() or why_hooked(norm) is not None:
         return False
-    return type(norm._parameters.get("weight")) in PLAIN_TENSORS
+    weight, eps = norm._parameters.get("weight"), norm.__dict__.get("variance_epsilon")
+    if type(weight) not in PLAIN_TENSORS or weight.ndim != 1 or weight.dtype not in FLOATING:
+        return False
+    return type(eps) is float and eps >= 0.0
 
 
 def _recognised(kind: type) -> bool:

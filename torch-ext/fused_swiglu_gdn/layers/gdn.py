@@ -196,7 +196,7 @@ def _gated_delta_net(
     q, k [B, T, H, K]; v, z [B, T, HV, V] or by k-head [B, T, H, HV / H, V]; a, b [B, T, HV] or
     [B, T, H, HV / H] -> [B, T, HV * V]. joined [B, T, D] is q, k and v if they lie side by side.
     """
-    plain = is_gated_norm(norm)
+    plain = is_gated_norm(norm) and norm.weight.shape == z.shape[-1:]
     # the convolution's weight is read, not called: an offloaded one has to be brought first
     conv = layer.conv1d
     hook = conv.__dict__.get("_hf_hook")

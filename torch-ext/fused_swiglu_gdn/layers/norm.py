@@ -9,6 +9,7 @@ from torch import nn
 from ..norm.api import rms_norm
 from ..norm.ops import FAMILY
 from ..runtime import dispatch
+from ..runtime.checks import FLOATING
 from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS, is_plain
 from .untouched import untouched
@@ -53,14 +54,18 @@ def _parameters(norm: nn.Module, form: NormForm) -> Optional[tuple]:
         weight = attributes["_parameters"].get(form.weight)
         if type(weight) not in PLAIN_TENSORS or form.weight in attributes:
             return None
+        if weight.dtype not in FLOATING:
+            return None
     eps = attributes.get(form.eps)
-    return (weight, eps, form.casting_mode, form.offset) if type(eps) is float else None
+    if type(eps) is not float or not eps >= 0.0:  # nan is neither
+        return None
+    return weight, eps, form.casting_mode, form.offset
 
 
 def serves(x: torch.Tensor) -> bool:
     """A kernel may serve rms_norm of x where torch does not compile, and nothing watches the calls
     of modules."""
-    if type(x) not in PLAIN_TENSORS or x.is_nested:
+    if type(x) not in PLAIN_TENSORS or x.is_nested or x.dtype not in FLOATING:
         return False
     return dispatch.serves(FAMILY, "rms_norm_fwd", x, False) and untouched(False)
 
@@ -98,4 +103,6 @@ def forward_of(form: NormForm) -> Callable:
 
 def fits(x: torch.Tensor, weight: Optional[torch.Tensor]) -> bool:
     """rms_norm takes them; what does not fit is the norm's own to refuse."""
-    return weight is None or (x.shape[-1:] == weight.shape and x.device == weight.device)
+    if weight is None:
+        return x.ndim > 0
+    return weight.ndim == 1 and x.shape[-1:] == weight.shape and x.device == weight.device
