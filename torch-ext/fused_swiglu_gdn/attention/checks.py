@@ -65,7 +65,8 @@ def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
     if len(missing) == len(written):
         return
     if missing:
-        raise ValueError(f"{missing[0]} must be given where one of {', '.join(written)} is")
+        given = next(name for name in written if name not in missing)
+        raise ValueError(f"{missing[0]} must be given where {given} is, got None")
     has_shape("v", v, "B T HK DV", sizes)
     has_shape("key_cache", key_cache, "B HK S D", sizes)
     has_shape("value_cache", value_cache, "B HK S DV", sizes)

@@ -93,7 +93,7 @@ def kvcache_attention(
     weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
     # slots that are not attended may hold anything
     values = at_least_fp32(v_cache).masked_fill(~seen.view(-1, 1, S, 1), 0.0)
-    return (weights @ values).view(B, 1, HQ, D).to(q.dtype)
+    return (weights @ values.to(weights.dtype)).view(B, 1, HQ, D).to(q.dtype)
 
 
 def _bent(d: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool) -> Tensor:

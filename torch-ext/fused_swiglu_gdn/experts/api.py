@@ -8,8 +8,8 @@ from torch import Tensor
 from ..runtime.activations import SAME
 from ..runtime.cache import CallCache, undisturbed
 from ..runtime.checks import are_flags
+from ..runtime.main_grad import into_main_grad
 from ..runtime.ops import autocast
-from ..swiglu.ops_mlp import into_main_grad
 from . import checks, ops
 
 _calls = CallCache()

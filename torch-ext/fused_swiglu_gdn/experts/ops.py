@@ -10,6 +10,7 @@ from typing import Callable, List, Optional, Sequence, Tuple
 import torch
 from torch import Tensor
 
+from ..runtime.main_grad import into_main_grad, stand_in
 from ..runtime.ops import (
     PLAIN,
     needs_grad,
@@ -20,7 +21,6 @@ from ..runtime.ops import (
     run,
     serve,
 )
-from ..swiglu.ops_mlp import into_main_grad, stand_in
 from . import reference
 from .call import Biases, ExpertsGradient, ExpertsOptions, routing_size
 

@@ -91,7 +91,9 @@ def _gate(use_gate_in_kernel, call, sizes) -> None:
     if not use_gate_in_kernel:
         for name, x in given:
             if x is not None:
-                raise ValueError(f"{name} must be None unless use_gate_in_kernel is True")
+                raise ValueError(
+                    f"{name} must be None unless use_gate_in_kernel is True, got {type(x).__name__}"
+                )
         return
     if call.A_log is None:
         raise ValueError("A_log must be given when use_gate_in_kernel is True, got None")
@@ -109,7 +111,7 @@ def _sequences(call, sizes) -> None:
     sizes["N"] = sizes["B"]
     if call.cu_seqlens is None:
         return
-    is_cu_seqlens("cu_seqlens", call.cu_seqlens, call.q)
+    is_cu_seqlens("cu_seqlens", call.cu_seqlens, "q", call.q)
     if sizes["B"] != 1:
         raise ValueError(
             f"q must have shape [1, T, H, K] when cu_seqlens is given, got batch {sizes['B']}"
@@ -126,7 +128,9 @@ def _state(call, sizes) -> None:
             has_form("num_accepted_tokens", counts, "N", sizes, "q", call.q, INDICES)
         has_form("state_indices", call.state_indices, rows, sizes, "q", call.q, INDICES)
         if call.initial_state is None:
-            raise ValueError("initial_state must be the state pool when state_indices is given")
+            raise ValueError(
+                "initial_state must be the state pool when state_indices is given, got None"
+            )
         dims = "P " + dims
     else:
         dims = "N " + dims
@@ -143,10 +147,14 @@ def pool_of_prompts(call, kept, cp_context) -> None:
     """What a GdnCall has with has_initial_state, or without inplace_final_state."""
     if call.state_indices is None:
         raise ValueError(
-            "state_indices must be given with has_initial_state or inplace_final_state=False"
+            "state_indices must be given where has_initial_state is, or inplace_final_state=False, "
+            "got None"
         )
     if cp_context is not None:
-        raise ValueError("has_initial_state must be None when cp_context is given")
+        if kept is None:
+            raise ValueError("inplace_final_state must be True when cp_context is given, got False")
+        kind = type(kept).__name__
+        raise ValueError(f"has_initial_state must be None when cp_context is given, got {kind}")
     if kept is not None:
         has_form("has_initial_state", kept, "N", {"N": call.N}, "q", call.q, (torch.bool,))
 
@@ -185,7 +193,7 @@ def decode_states(call) -> None:
         written, sizes = call.output_state_indices, {"N": call.N}
         has_form("output_state_indices", written, "N", sizes, "q", call.q, INDICES)
         if call.state_indices is None:
-            raise ValueError("state_indices must be given when output_state_indices is")
+            raise ValueError("state_indices must be given when output_state_indices is, got None")
         rows = call.initial_state.shape[0]
         names_rows("output_state_indices", written, rows, call.options.null_index)
     if call.num_accepted_tokens is not None:
@@ -209,7 +217,9 @@ def _accepted(call) -> None:
     if rows is None:
         raise ValueError("state_indices must be given when num_accepted_tokens is, got None")
     if call.output_state_indices is not None:
-        raise ValueError("output_state_indices must be None when num_accepted_tokens is given")
+        raise ValueError(
+            "output_state_indices must be None when num_accepted_tokens is given, got a tensor"
+        )
     if not call.options.inplace:
         raise ValueError("inplace_final_state must be True when num_accepted_tokens is given")
     columns, longest = rows.shape[1], call.T if call.cu_seqlens is None else 0
@@ -249,7 +259,9 @@ def aiter_options(
         if value:
             raise ValueError(f"{name} must be False: only Triton kernels are here, got {value!r}")
     if inplace_final_state and initial_state_indices is None:
-        raise ValueError("initial_state_indices must be given when inplace_final_state is True")
+        raise ValueError(
+            "initial_state_indices must be given when inplace_final_state is True, got None"
+        )
     if o is not None:
         is_written("o", o, "v", v)
         may_be_written(o=o)
@@ -260,7 +272,7 @@ def without_decodes(cu_seqlens, num_decodes, num_decode_tokens, v):
     numbers = {"num_decodes": num_decodes, "num_decode_tokens": num_decode_tokens}
     most, why = 0, ", where cu_seqlens is not given"
     if cu_seqlens is not None:
-        is_cu_seqlens("cu_seqlens", cu_seqlens, v)
+        is_cu_seqlens("cu_seqlens", cu_seqlens, "v", v)
         most, why = len(cu_seqlens) - 1, ", the number of sequences"
     is_int("num_decodes", num_decodes, 0, most, why)
     if cu_seqlens is None:
@@ -289,7 +301,7 @@ def aiter_pool(initial_state_indices, initial_state, cu_seqlens, v, written) -> 
     has_shape("initial_state", initial_state, "P HV V K", sizes)
     sizes["N"] = sizes["B"]
     if cu_seqlens is not None:
-        is_cu_seqlens("cu_seqlens", cu_seqlens, v)
+        is_cu_seqlens("cu_seqlens", cu_seqlens, "v", v)
         sizes["N"] = len(cu_seqlens) - 1
     has_form(name, rows, "N", sizes, "v", v, INDICES)
     names_rows(name, rows, sizes["P"], -1, written)

@@ -50,6 +50,8 @@ def _room(rows: int, max_tokens: int) -> None:
 def is_ring(ring) -> None:
     if not isinstance(ring, Ring):
         raise TypeError(f"ring must come from make_ring, got {type(ring).__name__}")
+    if not isinstance(ring.g, torch.Tensor):  # its shape is read before all else
+        raise TypeError(f"ring.g must be a torch.Tensor, got {type(ring.g).__name__}")
 
 
 def _ring(ring, like: torch.Tensor, first: str) -> dict:
@@ -62,6 +64,11 @@ def _ring(ring, like: torch.Tensor, first: str) -> dict:
         is_floating(name, x)
         same_device(name, x, first, like)
     has_dtype("ring.g", ring.g, (torch.float32, torch.float64))
+    if sizes["H"] == 0 or sizes["HV"] % sizes["H"]:
+        raise ValueError(
+            f"ring.k must have heads that divide the {sizes['HV']} of ring.u, got {sizes['H']}"
+        )
+    is_int("ring.max_tokens", ring.max_tokens, 1)
     _room(sizes["R"], ring.max_tokens)
     return sizes
 
@@ -158,6 +165,8 @@ def advance(cursor, ring, accepted, force_flush, state_indices, null_index) -> N
                 f"num_accepted_tokens must be {between(0, ring.max_tokens)}, "
                 f"got {accepted.tolist()}"
             )
+    if state_indices is not None:
+        names_rows("state_indices", state_indices, ring.g.shape[0], null_index)
 
 
 def materialise(state, ring, cursor, state_indices, null_index, inplace) -> None:

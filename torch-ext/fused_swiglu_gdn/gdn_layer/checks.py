@@ -39,7 +39,7 @@ def _conv(x, weight, bias, activation, sizes) -> None:
 
 
 def _is_packed(x, cu_seqlens) -> None:
-    is_cu_seqlens("cu_seqlens", cu_seqlens, x)
+    is_cu_seqlens("cu_seqlens", cu_seqlens, "x", x)
     if x.shape[0] != 1:
         raise ValueError(
             f"x must have shape [1, D, T] when cu_seqlens is given, got batch {x.shape[0]}"
@@ -63,9 +63,11 @@ def _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_
     sizes["N"], sizes["W-1"] = sizes["B"], sizes["W"] - 1
     if seq_idx is not None:
         if cu_seqlens is not None:
-            raise ValueError("seq_idx must be None when cu_seqlens is given: one of the two")
+            raise ValueError("seq_idx must be None when cu_seqlens is given, got both")
         if initial_states is not None:
-            raise ValueError("initial_states must be None when seq_idx is given: use cu_seqlens")
+            raise ValueError(
+                "initial_states must be None when seq_idx is given, got both: cu_seqlens has states"
+            )
         has_form("seq_idx", seq_idx, "B T", sizes, "x", x, INDICES)
     if cu_seqlens is not None:
         _is_packed(x, cu_seqlens)

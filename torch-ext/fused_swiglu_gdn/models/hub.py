@@ -8,7 +8,7 @@ from typing import Dict, List, Optional, Sequence, Union
 from torch import nn
 
 from .. import layers
-from ..runtime.checks import are_words, is_model
+from ..runtime.checks import are_words, is_int, is_model
 from .recognise import Finding, recognise
 from .serving import own_class
 
@@ -103,9 +103,7 @@ def layer_mapping(
         if words is not None or word == "devices":
             are_words(word, words, known)
     _is_source(source, version, revision)
-    if not isinstance(trust_remote_code, (bool, list)):
-        kind = type(trust_remote_code).__name__
-        raise TypeError(f"trust_remote_code must be True, False or a list, got {kind}")
+    _is_trust(trust_remote_code)
     from kernels import Mode
 
     both = Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE
@@ -121,6 +119,16 @@ def layer_mapping(
     return mapping
 
 
+def _is_trust(publishers: object) -> None:
+    if isinstance(publishers, bool):
+        return
+    if not isinstance(publishers, list) or not all(isinstance(x, str) for x in publishers):
+        raise TypeError(
+            "trust_remote_code must be True, False or a list of publishers' names, "
+            f"got {publishers!r}"
+        )
+
+
 def _is_source(source: object, version: object, revision: object) -> None:
     """What a repository can be made of, and a version or revision with the Hub's alone."""
     if source is not None and not isinstance(source, (ModuleType, str, Path)):
@@ -131,11 +139,14 @@ def _is_source(source: object, version: object, revision: object) -> None:
     for name, value, kind in (("version", version, int), ("revision", revision, str)):
         if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
             raise TypeError(f"{name} must be of type {kind.__name__}, got {type(value).__name__}")
+    if version is not None:
+        is_int("version", version, 0)
     given = [name for name, x in (("version", version), ("revision", revision)) if x is not None]
     if not isinstance(source, (str, Path)) or _is_folder(source):
         if given:
             raise ValueError(
-                f'{given[0]} must be None unless source is "org/repo" on the Hub, got {source}'
+                f'{given[0]} must be None unless source is "org/repo" on the Hub, got it with '
+                f"source {source!r}"
             )
         return
     if isinstance(source, Path) or not _HUB_NAME.fullmatch(source):

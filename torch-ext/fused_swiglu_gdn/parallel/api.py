@@ -5,7 +5,7 @@ from typing import Optional, Sequence, Union
 
 from torch import Tensor
 
-from ..runtime.checks import are_flags, is_int, is_tensor
+from ..runtime.checks import are_flags, is_int
 from . import checks
 from .batch import Batch, shard
 from .context import CpContext
@@ -68,8 +68,7 @@ def build_cp_context(
         if cu_seqlens_cpu is None:
             values = checks.lengths("cu_seqlens", cu_seqlens, batch_size)
         else:
-            is_tensor("cu_seqlens", cu_seqlens)
-            is_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
+            checks.is_copy("cu_seqlens_cpu", cu_seqlens_cpu, "cu_seqlens", cu_seqlens)
             values = checks.lengths("cu_seqlens_cpu", cu_seqlens_cpu, batch_size)
         fragments = fragments_of(layout, values[-1] // batch_size, size(group))
         device = checks.device_of(cu_seqlens, group)

@@ -5,7 +5,7 @@ from typing import Dict, List, Optional, Union
 import torch
 from torch import Tensor
 
-from ..runtime.checks import is_tensor
+from ..runtime.checks import has_shape_of, is_tensor
 from ..runtime.device import from_host
 from .checks import ints, is_of_ints
 from .context import CpContext
@@ -25,7 +25,14 @@ class Batch:
             found = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
             raise ValueError(f'batch must have "input_ids" of shape [B, T], got {found}')
         is_of_ints("input_ids", ids)
-        for name in (*LENGTHS, "labels", "shift_labels", "position_ids", "attention_mask"):
+        for name in (
+            "input_ids",
+            *LENGTHS,
+            "labels",
+            "shift_labels",
+            "position_ids",
+            "attention_mask",
+        ):
             x = given.get(name)
             if x is None:
                 continue
@@ -43,26 +50,29 @@ class Batch:
         positions, mask = self.given.get("position_ids"), self.given.get("attention_mask")
         if lengths is not None:
             if self.B != 1:
-                raise ValueError("input_ids must have shape [1, T] when cu_seqlens is given")
+                raise ValueError(
+                    f"input_ids must have shape [1, T] when cu_seqlens is given, got {self.B} rows"
+                )
             ends = ints("cu_seqlens", lengths)
             if not ends or ends[0] != 0 or ends[-1] != self.T or ends != sorted(ends):
                 raise ValueError(f"cu_seqlens must go from 0 to {self.T}, got {ends}")
             starts[0, [n for n in ends if n < self.T]] = True
         if positions is not None:
-            if positions.shape != self.ids.shape:
-                raise ValueError(
-                    f"position_ids must have the shape of input_ids, {list(self.ids.shape)}, got "
-                    f"{list(positions.shape)}"
-                )
+            has_shape_of("position_ids", positions, "input_ids", self.ids)
+            is_of_ints("position_ids", positions)
             positions = positions.cpu()
             starts |= (positions == 0) & (lengths is None)
         here = torch.ones_like(starts)
         if mask is not None:
-            if mask.shape != self.ids.shape:
-                raise ValueError("attention_mask must have the shape of input_ids")
+            has_shape_of("attention_mask", mask, "input_ids", self.ids)
+            if mask.is_complex():
+                raise TypeError(f"attention_mask must be of a real dtype, got {mask.dtype}")
             here = mask.cpu().bool()
             if not (here.long().diff() <= 0).all() or not here[:, 0].all():
-                raise ValueError("attention_mask must have its zeros at the end of each row")
+                raise ValueError(
+                    "attention_mask must have its zeros at the end of each row, and none in front, "
+                    f"got {here.long().tolist()}"
+                )
             starts[:, 1:] |= here[:, :-1] & ~here[:, 1:]  # padding is a sequence of its own
         if positions is not None:
             _are_consecutive(positions, starts, here)
@@ -84,15 +94,12 @@ class Batch:
     def targets(self) -> Optional[Tensor]:
         """[B, T]: what each token is to predict, if any; the last of a sequence has no target."""
         shifted = self.given.get("shift_labels")
-        labels = self.given.get("labels") if shifted is None else shifted
+        name = "labels" if shifted is None else "shift_labels"
+        labels = self.given.get(name)
         if labels is None:
             return None
-        if labels.shape != self.ids.shape:
-            raise ValueError(
-                f"labels must have the shape of input_ids, {list(self.ids.shape)}, got "
-                f"{list(labels.shape)}"
-            )
-        is_of_ints("labels", labels)
+        has_shape_of(name, labels, "input_ids", self.ids)
+        is_of_ints(name, labels)
         if shifted is not None:
             return shifted
         ends = torch.ones_like(self.starts)

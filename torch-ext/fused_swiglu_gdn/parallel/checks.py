@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..runtime.checks import is_int
+from ..runtime.checks import has_shape_of, is_int, is_tensor, readable
 from .context import CpContext
 from .exchange import has
 
@@ -45,6 +45,21 @@ def ints(name: str, values: object) -> List[int]:
         if isinstance(x, bool) or not hasattr(x, "__index__"):
             raise TypeError(f"{name} must be a tensor or a list of ints, got {x!r} in it")
     return [operator.index(x) for x in values]
+
+
+def is_copy(name: str, x: object, first: str, y: object) -> None:
+    """x has the integers of y, which are looked at on a CPU alone."""
+    if not isinstance(y, Tensor):
+        kind = type(y).__name__
+        raise TypeError(f"{first} must be a torch.Tensor where {name} is given, got {kind}")
+    for which, values in ((first, y), (name, x)):
+        is_tensor(which, values)
+        is_of_ints(which, values)
+        if values.is_meta:
+            raise ValueError(f"{which} must have values, got a tensor on meta")
+    has_shape_of(name, x, first, y)
+    if readable(y) and x.tolist() != y.tolist():
+        raise ValueError(f"{name} must have the values of {first}, {y.tolist()}, got {x.tolist()}")
 
 
 def is_of_ints(name: str, x: Tensor) -> None:

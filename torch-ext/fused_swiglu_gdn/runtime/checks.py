@@ -183,13 +183,13 @@ def between(least: int, most: int) -> str:
     return f"{least} to {most}" if least != most else str(least)
 
 
-def is_cu_seqlens(name: str, cu_seqlens: object, like: torch.Tensor) -> None:
+def is_cu_seqlens(name: str, cu_seqlens: object, first: str, y: torch.Tensor) -> None:
     """A tensor of cumulative lengths, [N + 1]; holds_cu_seqlens looks at the values."""
     is_tensor(name, cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
     has_dtype(name, cu_seqlens, INDICES)
-    same_device(name, cu_seqlens, "the inputs", like)
+    same_device(name, cu_seqlens, first, y)
 
 
 def readable(x: Optional[torch.Tensor]) -> bool:

@@ -1,6 +1,6 @@
 """The one place that knows which Triton this is: names that Gluon moved between 3.5 and 3.9.
 
-Everything else in this folder imports Gluon from here and is written once.
+All kernels that are written in Gluon import it from here, and so are written once.
 """
 
 import functools
@@ -44,7 +44,7 @@ __all__ = [
     "tma_load",
     "tma_store",
     "tma_store_wait",
-    "wait_for_prepare",
+    "wait_for_predecessor",
     "warpgroup_mma",
     "warpgroup_mma_wait",
     "warp_specialize",
@@ -162,8 +162,9 @@ def fence_async_global():
 
 
 @gluon.jit
-def wait_for_prepare():
-    """Returns when the kernel launched before this one has finished and its writes can be seen."""
+def wait_for_predecessor():
+    """Returns when the kernel launched before this one has finished and its writes can be seen:
+    Triton's gdc_wait."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..runtime.activations import SAME
 from ..runtime.cache import CallCache, undisturbed
+from ..runtime.main_grad import into_main_grad
 from ..runtime.ops import autocast, dense, shares_memory
 from . import checks, ops, ops_gate
 
@@ -122,8 +123,7 @@ def fused_swiglu_mlp(
     x, *weights, b_gate, b_up, b_down = autocast(x, *given, b_gate, b_up, b_down)
     if main_grad:  # what autocast made of a weight has none
         weights = [
-            w if w is own else autocast(ops.into_main_grad(own))[0]
-            for w, own in zip(weights, given)
+            w if w is own else autocast(into_main_grad(own))[0] for w, own in zip(weights, given)
         ]
     w_gate, w_up, w_down = weights
     checks.fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation)

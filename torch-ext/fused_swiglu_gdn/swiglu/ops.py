@@ -6,10 +6,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..runtime.activations import BY_TORCH
+from ..runtime.main_grad import into_main_grad
 from ..runtime.ops import operator, plan, run, serve
 from . import ops_train as training
 from . import reference
-from .ops_mlp import into_main_grad, swiglu_mlp_train
+from .ops_mlp import swiglu_mlp_train
 
 FORWARD = ("swiglu.forward", "swiglu_fwd")
 

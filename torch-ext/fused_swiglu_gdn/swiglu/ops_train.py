@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ..runtime import dispatch
+from ..runtime.dtypes import SERVED
 from ..runtime.ops import PLAIN, dense, needs_grad, operator, transformed
-
-SERVED = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def launcher(operation: str, *args):

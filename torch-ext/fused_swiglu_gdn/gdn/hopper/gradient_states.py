@@ -29,7 +29,7 @@ from ...runtime.gluon import (
     tma_load,
     tma_store,
     tma_store_wait,
-    wait_for_prepare,
+    wait_for_predecessor,
     warp_specialize,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -217,7 +217,7 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
         gl.store(_state_at(last_ptr, last_strides, u), S.to(last_ptr.dtype.element_ty))
     tma_store_wait(0)
     if not u.REVERSE:
-        wait_for_prepare()  # whoever comes after this launch comes after both
+        wait_for_predecessor()  # whoever comes after this launch comes after both
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from ...runtime.gluon import (
     tma_load,
     tma_store,
     tma_store_wait,
-    wait_for_prepare,
+    wait_for_predecessor,
     warp_specialize,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -53,7 +53,7 @@ def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
             _load_tokens(u.v_desc, u, row, u.head, u.column + w * u.second, v_smem, landed)
         _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), landed)
         if c == 0:
-            wait_for_prepare()
+            wait_for_predecessor()
         tma_load(u.f_desc, [block * (4 * C)], landed, u.f_smem.index(s))
         tma_load(u.t_desc, [block * C, 0], landed, u.t_smem.index(s))
         tma_load(u.p_desc, [block * C, 0], landed, u.p_smem.index(s))
@@ -195,7 +195,7 @@ def _state_partition(
         _store_tokens(u, o_smem, ob, u.chunks - 1, W_INDEX)
     # Also where no chunk was: this kernel must not end before prepare does, nor write o before the
     # launches that use it are complete.
-    wait_for_prepare()
+    wait_for_predecessor()
     for c in range(u.zeros):
         _store_tokens(u, o_smem, gl.zeros((64, C), DTYPE, X_LAYOUT), c, W_INDEX)
     if hT_ptr is not None:

@@ -6,7 +6,7 @@ matter any more, a segment starts from zero that much earlier. Elsewhere a launc
 has found the state at the cut: "Segments" in docs/gdn_hopper.md. Decided on the device, per head.
 """
 
-from ...runtime.gluon import add, gl, gluon, record, tma, wait_for_prepare
+from ...runtime.gluon import add, gl, gluon, record, tma, wait_for_predecessor
 from ...runtime.primitives import sequence_bounds
 from ..portable.cuts import FORGOTTEN, chunk_at_cut, count_segments
 from .primitives import RAGGED_END, C, D
@@ -110,7 +110,7 @@ def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transit
     """
     begin = chunk_at_cut(gl.minimum(i, segments), total, segments)
     end = chunk_at_cut(gl.minimum(i + 1, segments), total, segments)
-    wait_for_prepare()  # decay, or what the launches in between made of it
+    wait_for_predecessor()  # decay, or what the launches in between made of it
     warm, asked = i * 0, i < 0
     if transition != 0:
         limit = gl.minimum(total // segments, LOOK_BACK)

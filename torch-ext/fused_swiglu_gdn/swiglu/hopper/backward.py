@@ -105,13 +105,13 @@ def supports_swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs) -> bool
 
 
 def swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs):
-    """As common's gated_gradients."""
+    """As gated_gradients of portable/gradients.py, with the input's gradient by kernels of here."""
     args = (dz, x, w_gate, w_up, gate_up, activation, needs)
     return plain.gated_gradients(*args, input_gradient)
 
 
 def gate_gradient(dy, w_down, gate_up, activation: str, with_z: bool):
-    """As common's."""
+    """As gate_gradient of portable/gradients.py."""
     way = tailed if tailed.serves_gradients(dy, w_down) else plain
     return way.gate_gradient(dy, w_down, gate_up, activation, with_z)
 
@@ -123,6 +123,6 @@ def supports_swiglu_mlp_bwd(
 
 
 def swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads):
-    """As common's mlp_gradients."""
+    """As mlp_gradients of portable/gradients.py, with the gradients of here."""
     args = (dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads)
     return plain.mlp_gradients(*args, gate_gradient, input_gradient)
