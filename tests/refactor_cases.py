@@ -274,6 +274,7 @@ def run(module, subject: Subject, dtype, unit: Optional[Unit] = None, names=None
             args = [given.pop(n) for n in list(given)[:first]]
             words = {names.get(n, n): v for n, v in given.items()}
             words.update(unit.words if unit is not None else {})
+            torch.manual_seed(0)
             with torch.no_grad():
                 out += cleaned(subject.kind, module(*args, **words))
         for layer in cache.layers:
