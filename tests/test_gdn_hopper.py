@@ -107,7 +107,7 @@ def warpgroups(request, monkeypatch):
 
     def as_ever(*args):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(gdn_plan, "multiprocessor_count", count)
+            patch.setattr(gdn_plan.device, "multiprocessor_count", count)
             return segments(*args)
 
     monkeypatch.setattr(gdn_plan, "_segments", as_ever)
