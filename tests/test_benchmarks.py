@@ -6,6 +6,7 @@ import json
 import sys
 import types
 
+import in_tree
 import pytest
 import torch
 from conftest import ROOT, relative_error
@@ -142,3 +143,22 @@ def test_compare_router(run_on_cpu):
         "2 of 8 experts, 64 tokens",
     ]
     assert len(rows) == 6
+
+
+def test_one_line_where_a_script_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["compare_norm.py"])
+    with pytest.raises(SystemExit) as ended:
+        in_tree.parse_on_gpu(argparse.ArgumentParser(prog="compare_norm.py"))
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.count("\n") == 1
+    assert said.startswith("compare_norm.py: needs a GPU")
+
+
+def test_every_comparison_needs_a_gpu():
+    """But that of several processes, which runs on a CPU, too."""
+    files = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("compare_*.py")}
+    assert len(files) > 10
+    assert [n for n, text in files.items() if "parse_on_gpu(" not in text] == [
+        "compare_parallel.py"
+    ]

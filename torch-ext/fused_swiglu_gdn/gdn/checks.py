@@ -269,7 +269,6 @@ def aiter_options(
 
 def without_decodes(cu_seqlens, num_decodes, num_decode_tokens, v):
     """cu_seqlens, if given, of the sequences behind those that decode."""
-    numbers = {"num_decodes": num_decodes, "num_decode_tokens": num_decode_tokens}
     most, why = 0, ", where cu_seqlens is not given"
     if cu_seqlens is not None:
         is_cu_seqlens("cu_seqlens", cu_seqlens, "v", v)
@@ -279,7 +278,7 @@ def without_decodes(cu_seqlens, num_decodes, num_decode_tokens, v):
         is_int("num_decode_tokens", num_decode_tokens, 0, 0, why)
         return None
     is_int("num_decode_tokens", num_decode_tokens, 0)
-    if not any(numbers.values()):
+    if not num_decodes and not num_decode_tokens:
         return cu_seqlens
     if readable(cu_seqlens) and int(cu_seqlens[num_decodes]) != num_decode_tokens:
         raise ValueError(

@@ -224,28 +224,26 @@ TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, to
 
 def _computes(kind: type, forward, form: Form, flags: dict) -> bool:
     """The class's own loop over its experts gives the formula, with and without gradients."""
-    for seed, probe in enumerate(PROBES):
-        for dtype, tolerance in TOLERANCES.items():
-            with torch.set_grad_enabled(seed % 2 == 1):
-                same = _agrees(kind, forward, form, flags, seed, probe, dtype, tolerance)
-            if not same:
-                return False
-    return True
+    return all(
+        _agrees(kind, forward, form, flags, seed, dtype)
+        for seed in range(len(PROBES))
+        for dtype in TOLERANCES
+    )
 
 
-def _agrees(kind, forward, form: Form, flags: dict, seed: int, probe, dtype, tolerance) -> bool:
-    random = torch.Generator().manual_seed(seed)
-    T, E, K, scale = probe
+def _agrees(kind: type, forward, form: Form, flags: dict, seed: int, dtype: torch.dtype) -> bool:
+    random, trains = torch.Generator().manual_seed(seed), seed % 2 == 1
+    T, E, K, scale = PROBES[seed]
     x, w_gate_up, w_down, weights, *biases = (
         torch.randn(shape, generator=random, dtype=torch.float64).mul(scale).to(dtype)
         for shape in ((T, 5), (E, 12, 5), (E, 5, 6), (T, K), (E, 12), (E, 5))
     )
-    x[0, 0] = x[0, 0].abs() * (1 if seed % 2 else -1)
+    x[0, 0] = x[0, 0].abs() * (1 if trains else -1)
     turned = flags["is_transposed"]
     ids = torch.rand(T, E, generator=random).argsort(-1)[:, :K]
     limit = None if form.limit is None else 0.5
     parts = {
-        "num_experts": E, "hidden_dim": 5, "intermediate_dim": 6, "training": seed % 2 == 1,
+        "num_experts": E, "hidden_dim": 5, "intermediate_dim": 6, "training": trains,
         "gate_up_proj": w_gate_up.mT if turned else w_gate_up,
         "down_proj": w_down.mT if turned else w_down,
         "gate_up_proj_bias": biases[0], "down_proj_bias": biases[1],
@@ -256,7 +254,8 @@ def _agrees(kind, forward, form: Form, flags: dict, seed: int, probe, dtype, tol
     stand_in = type("StandIn", (), parts)
     stand_in.act_fn = staticmethod(F.silu)
     try:
-        found = forward(stand_in(), x.clone(), ids, weights)
+        with torch.set_grad_enabled(trains):
+            found = forward(stand_in(), x.clone(), ids, weights)
     except Exception:  # it wants something that the formula has not
         return False
     args = (x, w_gate_up, w_down, ids, weights, form.activation or "silu", limit)
@@ -265,7 +264,7 @@ def _agrees(kind, forward, form: Form, flags: dict, seed: int, probe, dtype, tol
     if found.shape != expected.shape or found.dtype != dtype:
         return False
     found, expected = found.double(), expected.double()
-    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())
+    return bool((found - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max())
 
 
 def is_experts(module: nn.Module) -> bool:

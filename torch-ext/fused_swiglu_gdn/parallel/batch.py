@@ -7,11 +7,13 @@ from torch import Tensor
 
 from ..runtime.checks import has_shape_of, is_tensor
 from ..runtime.device import from_host
-from .checks import ints, is_of_ints
+from .checks import has_values, ints, is_of_ints
 from .context import CpContext
 from .layouts import fragments_of
 
 LENGTHS = ("cu_seq_lens_q", "cu_seqlens")  # names of cumulative lengths
+# all whose values are read here
+READ = ("input_ids", *LENGTHS, "labels", "shift_labels", "position_ids", "attention_mask")
 OTHERS = ("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")  # what follows from them
 IGNORED = -100  # the label of no target
 
@@ -25,20 +27,10 @@ class Batch:
             found = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
             raise ValueError(f'batch must have "input_ids" of shape [B, T], got {found}')
         is_of_ints("input_ids", ids)
-        for name in (
-            "input_ids",
-            *LENGTHS,
-            "labels",
-            "shift_labels",
-            "position_ids",
-            "attention_mask",
-        ):
-            x = given.get(name)
-            if x is None:
-                continue
-            is_tensor(name, x)
-            if x.is_meta:
-                raise ValueError(f"{name} must have values, got a tensor on meta")
+        for name in READ:
+            if given.get(name) is not None:
+                is_tensor(name, given[name])
+                has_values(name, given[name])
         self.given, self.ids = given, ids
         self.B, self.T = ids.shape
         self.starts = self._starts()  # [B, T], whether a sequence begins here

@@ -35,8 +35,7 @@ def ints(name: str, values: object) -> List[int]:
         if values.ndim != 1:
             raise ValueError(f"{name} must have shape [N + 1], got {list(values.shape)}")
         is_of_ints(name, values)
-        if values.is_meta:
-            raise ValueError(f"{name} must have values, got a tensor on meta")
+        has_values(name, values)
         return values.tolist()
     if isinstance(values, (str, bytes, Mapping)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a tensor or a list of ints, got {type(values).__name__}")
@@ -55,11 +54,15 @@ def is_copy(name: str, x: object, first: str, y: object) -> None:
     for which, values in ((first, y), (name, x)):
         is_tensor(which, values)
         is_of_ints(which, values)
-        if values.is_meta:
-            raise ValueError(f"{which} must have values, got a tensor on meta")
+        has_values(which, values)
     has_shape_of(name, x, first, y)
     if readable(y) and x.tolist() != y.tolist():
         raise ValueError(f"{name} must have the values of {first}, {y.tolist()}, got {x.tolist()}")
+
+
+def has_values(name: str, x: Tensor) -> None:
+    if x.is_meta:
+        raise ValueError(f"{name} must have values, got a tensor on meta")
 
 
 def is_of_ints(name: str, x: Tensor) -> None:
