@@ -1,6 +1,7 @@
 """A GDN layer of transformers and ours on the same small parts: do they give the same?"""
 
 import functools
+import itertools
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Optional
 
@@ -21,7 +22,8 @@ WIDTHS = {  # the outputs of each projection
         "b_proj": HV,
     },
 }  # fmt: skip
-TOLERANCE = 1e-5  # relative to the largest value; transformers' rule is in fp32
+# relative to the largest value; transformers' rule is in fp32 also within a layer of fp64
+TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 class _Twin:
@@ -34,11 +36,11 @@ class _Twin:
         raise AttributeError(name)
 
 
-def _twin(found: OwnCode, layer: str, allow_neg_eigval: bool) -> _Twin:
+def _twin(found: OwnCode, layer: str, allow_neg_eigval: bool, dtype: torch.dtype) -> _Twin:
     random = torch.Generator().manual_seed(0)
 
     def draw(*shape):
-        return torch.randn(shape, generator=random, dtype=torch.float64)
+        return torch.randn(shape, generator=random, dtype=torch.float64).to(dtype)
 
     def projection(n, k):
         weight = draw(n, k)
@@ -62,7 +64,7 @@ def _twin(found: OwnCode, layer: str, allow_neg_eigval: bool) -> _Twin:
     })  # fmt: skip
     for _, name, method in found.names[1:]:
         if isinstance(method, FunctionType) and method.__code__.co_varnames[:1] == ("self",):
-            setattr(twin, name, MethodType(method, twin))
+            setattr(twin, name, MethodType(_in_torch(method, _torch_functions(found)), twin))
     return twin
 
 
@@ -89,25 +91,37 @@ def _rule_of_each(function):
     return rule
 
 
-def _theirs(found: OwnCode) -> FunctionType:
-    """Their forward, calling their torch functions and no kernels."""
+def _in_torch(function: FunctionType, functions: dict) -> FunctionType:
+    """The same function, which finds these where its module has others of their names."""
+    namespace = {**function.__globals__, **functions}
+    code, defaults = function.__code__, function.__defaults__
+    made = FunctionType(code, namespace, function.__name__, defaults, function.__closure__)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+def _torch_functions(found: OwnCode) -> dict:
+    """What their forward calls by name: torch functions and no kernels, also within helpers."""
     functions = dict(found.functions)
-    for name, function in functions.items():
-        if name.endswith("causal_conv1d_fn"):
+    for name, function in found.functions.items():
+        names = (name, function.__name__)
+        if any(n.endswith("causal_conv1d_fn") for n in names):
             functions[name] = _convolution_of_each(function)
-        elif name.endswith("chunk_gated_delta_rule"):
+        elif any(n.endswith("chunk_gated_delta_rule") for n in names):
             functions[name] = _rule_of_each(function)
-    forward = found.forward
-    namespace = {**forward.__globals__, **functions}
-    return FunctionType(forward.__code__, namespace, forward.__name__, forward.__defaults__)
+    replaced = {n: f for n, f in functions.items() if f is not found.functions[n]}
+    for name, function in found.functions.items():
+        if name not in replaced and function.__globals__ is found.forward.__globals__:
+            functions[name] = _in_torch(function, replaced)
+    return functions
 
 
-def _outputs(forward, twin: _Twin):
+def _outputs(forward, twin: _Twin, dtype: torch.dtype):
     """What a layer gives in each kind of use, and the states it leaves."""
     from transformers.cache_utils import Cache, LinearAttentionLayer
 
     random = torch.Generator().manual_seed(1)
-    x = torch.randn(2, 70, HIDDEN, generator=random, dtype=torch.float64)
+    x = torch.randn(2, 70, HIDDEN, generator=random, dtype=torch.float64).to(dtype)
     mask = torch.ones(2, 70)
     mask[0, :3] = 0
     yield forward(twin, x, attention_mask=mask)
@@ -125,17 +139,19 @@ def _outputs(forward, twin: _Twin):
 def _why_not_same(forward, functions: tuple, names: tuple, layer: str) -> Optional[str]:
     found = OwnCode(forward, dict(functions), tuple((None, *name) for name in names))
     ours = getattr(layers, layer).forward
-    for allow_neg_eigval in (False, True) if layer == "OlmoHybridGatedDeltaNet" else (False,):
-        twin = _twin(found, layer, allow_neg_eigval)
+    theirs = _in_torch(forward, _torch_functions(found))
+    flags = (False, True) if layer == "OlmoHybridGatedDeltaNet" else (False,)
+    for allow_neg_eigval, dtype in itertools.product(flags, TOLERANCES):
+        twin = _twin(found, layer, allow_neg_eigval, dtype)
         try:
             with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-                pairs = list(zip(_outputs(_theirs(found), twin), _outputs(ours, twin)))
+                pairs = list(zip(_outputs(theirs, twin, dtype), _outputs(ours, twin, dtype)))
         except AttributeError as error:
             return f"its forward also uses {error}"
         except Exception as error:
             return f"its forward does not run on a small twin ({type(error).__name__}: {error})"
         for expected, got in pairs:
-            limit = TOLERANCE * expected.abs().max()
+            limit = TOLERANCES[dtype] * expected.abs().max()
             if got.shape != expected.shape or not (got - expected).abs().max() <= limit:
                 return "its forward gives other values on a small twin"
     return None
