@@ -44,6 +44,27 @@ def test_refactors(kernel, kind):
     assert sum(result.mutant for result in results) >= 4
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next", "olmo_hybrid"])
+@pytest.mark.parametrize(
+    "trap, why",
+    [
+        ("dtype_check_that_scales", "gives other values on a small twin"),
+        ("old_keyword_without_decorator", "no decorator of it takes cache_params"),
+    ],
+)
+def test_traps_of_gated_delta_nets(kernel, family, trap, why):
+    """Another scale in 16 bits alone; a cache that a call by its old name leaves empty."""
+    subject = next(iter(refactors.cases.Model(family).subjects(("gdn",))))
+    found = list(refactors.refactor_mutants.traps(subject, False, [trap]))
+    assert len(found) == 1
+    _, unit, module = found[0]
+    try:
+        state, reason = refactors.examine(module, unit)
+    finally:
+        refactors.cases.forget(type(module))
+    assert state == "left" and why in reason
+
+
 def test_sees_a_wrong_one(kernel, monkeypatch):
     """An activation that gives something else is WRONG, and a refactor that is none is no case."""
     subject = next(iter(refactors.cases.Model("llama").subjects(("mlp",))))
