@@ -6,6 +6,7 @@ for packed sequences.
 """
 
 import inspect
+from types import FunctionType
 from typing import Optional, Tuple
 
 from torch import nn
@@ -44,22 +45,29 @@ def why_not_gated_delta_net(module: nn.Module, layer: str) -> Optional[str]:
         found = own_code(own_class(module))
     except NotOwn as error:
         return f"its forward {error}"
-    reason = _why_other_arguments(found, layer) or _why_not_plain(module)
+    reason = _why_other_arguments(found.forward, layer) or _why_not_plain(module)
     is_gated_norm(getattr(module, "norm", None) or module.o_norm)  # while tracing it cannot look
-    return reason or why_not_same(found, layer)
+    return reason or why_not_same(found, layer) or _why_one_name(found)
 
 
-def _why_other_arguments(found: OwnCode, layer: str) -> Optional[str]:
+def _why_one_name(found: OwnCode) -> Optional[str]:
+    """Our layer takes the cache by both of its names, and cannot tell which of them a call has
+    used: a forward that knows the later one alone would not find its cache by the other."""
+    known = inspect.signature(found.forward).parameters
+    if "cache" in known and "cache_params" not in found.renamed:
+        return "its forward takes cache, and no decorator of it takes cache_params for that"
+    return None
+
+
+def _why_other_arguments(forward: FunctionType, layer: str) -> Optional[str]:
     """The forward of the class takes other arguments than our layer, which knows both names that
-    transformers has for the cache and cannot tell which of them a call has used."""
+    transformers has for the cache."""
     ours = inspect.signature(getattr(layers, layer).forward).parameters
-    theirs = inspect.signature(found.forward).parameters
+    theirs = inspect.signature(forward).parameters
     names = ["cache_params" if name == "cache" else name for name in theirs]
     defaults = [p.default for p in theirs.values()]
     if names != list(ours) or defaults != [p.default for p in ours.values()]:
         return "its forward takes other arguments"
-    if "cache" in theirs and "cache_params" not in found.renamed:
-        return "its forward takes cache, and no decorator of it takes cache_params for that"
     return None
 
 
