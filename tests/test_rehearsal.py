@@ -38,7 +38,7 @@ def hopper(kernel, monkeypatch):
 
     monkeypatch.setattr(ahead, "_compile", compile_one)
     chip = device.Chip("NVIDIA_H200", (9, 0), 132)
-    with launch.watched(take), recording._pretending(chip):
+    with launch.watched(take), recording.pretending(chip):
         yield kernel
 
 

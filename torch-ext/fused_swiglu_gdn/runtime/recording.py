@@ -74,13 +74,14 @@ def recorded(chip: Optional[device.Chip] = None) -> Iterator[List[Record]]:
             records.append(record(launch, tensors, target))
         return True
 
-    with watched(keep), _pretending(chip):
+    with watched(keep), pretending(chip or device.pretended):
         yield records
 
 
 @contextlib.contextmanager
-def _pretending(chip: Optional[device.Chip]) -> Iterator[None]:
-    if chip is None:
+def pretending(chip: Optional[device.Chip]) -> Iterator[None]:
+    """CPU tensors are taken to be on this chip, or on none."""
+    if chip is device.pretended:
         yield
         return
     forget()
