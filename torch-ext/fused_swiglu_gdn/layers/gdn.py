@@ -8,7 +8,7 @@ D = 2 H K + HV V channels of the convolution, W its taps.
 """
 
 import functools
-from typing import Callable, Optional
+from typing import Callable, Container, Optional
 
 import torch
 from torch import nn
@@ -28,14 +28,34 @@ from .replay import held_states
 @functools.cache
 def _own_class(kind: type, ours: type) -> Optional[type]:
     """Whose forward stands behind ours in a class that is served."""
-    owners = (base for base in kind.__mro__ if "forward" in vars(base))
-    return next((base for base in owners if vars(base)["forward"] is not ours.forward), None)
+    for base in kind.__mro__:
+        members = vars(base)
+        if members.get("forward", ours.forward) is not ours.forward and "served_as" not in members:
+            return base
+    return None
 
 
-def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
+def forward_of(ours: type, kind: type, names: Container[str]) -> Callable:
+    """The forward of a layer of ours for a class whose forward knows the cache by these names.
+
+    A call by a name that the class does not know is its own forward's, and our argument has a name
+    that some do not know.
+    """
+    if "cache_params" in names:
+        return ours.forward
+
+    def forward(self, hidden_states, cache=None, attention_mask=None, **kwargs):
+        if "cache_params" in kwargs:
+            return _called(kind.forward, self, hidden_states, cache, attention_mask, kwargs)
+        return ours.forward(self, hidden_states, cache, attention_mask, **kwargs)
+
+    return forward
+
+
+def _patch(layer, ours: type, cache, kwargs: dict) -> Optional[Callable]:
     """The forward of the layer's own class, if that or what it calls was patched since kernelize,
-    if it knows one of the keywords by another name, or if the layer's weights are sharded in this
-    call.
+    if it does not know one of the keywords, or knows it by another name, or if the layer's weights
+    are sharded in this call.
 
     Whoever patches a class or a module of transformers wants the patch to count.
     """
@@ -43,7 +63,8 @@ def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
         return None
     own = _own_class(type(layer), ours)
     plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
-    if plain and not differs_since(own, layer, kwargs):
+    twice = cache is not None and "cache" in kwargs
+    if plain and not twice and not differs_since(own, layer, kwargs):
         return None
     if kwargs.get("cp_context") is not None:
         raise ValueError("cp_context must not be given to a layer that is patched or sharded")
@@ -253,10 +274,10 @@ class Qwen3_5GatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        cache = kwargs.pop("cache", cache_params)
-        patch = _patch(self, Qwen3_5GatedDeltaNet, kwargs)
+        patch = _patch(self, Qwen3_5GatedDeltaNet, cache_params, kwargs)
         if patch is not None:
-            return _called(patch, self, hidden_states, cache, attention_mask, kwargs)
+            return _called(patch, self, hidden_states, cache_params, attention_mask, kwargs)
+        cache = kwargs.pop("cache", cache_params)
         x = _without_padding(hidden_states, attention_mask)
         qkv, z, b, a = projections(
             x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
@@ -279,10 +300,10 @@ class Qwen3NextGatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        cache = kwargs.pop("cache", cache_params)
-        patch = _patch(self, Qwen3NextGatedDeltaNet, kwargs)
+        patch = _patch(self, Qwen3NextGatedDeltaNet, cache_params, kwargs)
         if patch is not None:
-            return _called(patch, self, hidden_states, cache, attention_mask, kwargs)
+            return _called(patch, self, hidden_states, cache_params, attention_mask, kwargs)
+        cache = kwargs.pop("cache", cache_params)
         x = _without_padding(hidden_states, attention_mask)
         qkvz, ba = projections(x, self.in_proj_qkvz, self.in_proj_ba)
         ratio = self.num_v_heads // self.num_k_heads
@@ -306,10 +327,10 @@ class OlmoHybridGatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        cache = kwargs.pop("cache", cache_params)
-        patch = _patch(self, OlmoHybridGatedDeltaNet, kwargs)
+        patch = _patch(self, OlmoHybridGatedDeltaNet, cache_params, kwargs)
         if patch is not None:
-            return _called(patch, self, hidden_states, cache, attention_mask, kwargs)
+            return _called(patch, self, hidden_states, cache_params, attention_mask, kwargs)
+        cache = kwargs.pop("cache", cache_params)
         x = _without_padding(hidden_states, attention_mask)
         q, k, v, z, b, a = projections(
             x, self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj

@@ -9,7 +9,6 @@ from typing import Callable, NamedTuple, Optional, Union
 
 from torch import nn
 
-from .. import layers
 from ..layers import attention, decoder, norm, swiglu
 from .attention_trial import attention_form, is_attention
 from .gated_delta_net import gated_delta_net
@@ -32,14 +31,14 @@ class Finding(NamedTuple):
     kind: str  # of KINDS
     layer: str  # the name of our layer, or what the module resembles
     reason: Optional[str] = None  # why it is left alone; None if it is served
-    form: Optional[Form] = None  # which of its attributes are what; not of a GDN layer
+    form: Optional[Form] = None  # which of its attributes are what; of a GDN layer, its forward
     unknown: bool = False  # the reason is what transformers has made its class
 
     @property
     def forward(self) -> Callable:
         """Ours, for the module."""
         if self.kind == "gdn":
-            return getattr(layers, self.layer).forward
+            return self.form
         return _FORWARDS[self.kind](self.form)
 
 
