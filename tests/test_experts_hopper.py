@@ -59,7 +59,7 @@ def normal(*shape, dtype):
 @pytest.mark.gpu
 @pytest.mark.parametrize("T, K, E, M, N, dtype", [
     (2000, 8, 64, 1024, 2048, BF16), (3000, 2, 5, 256, 384, BF16), (500, 2, 9, 200, 72, FP16),
-    (5000, 8, 100, 136, 640, BF16), (4600, 8, 100, 136, 384, BF16),
+    (5000, 8, 100, 136, 640, BF16), (4600, 8, 100, 136, 384, BF16), (3000, 2, 5, 256, 1288, BF16),
 ])  # fmt: skip
 def test_weight_strips(hopper, T, K, E, M, N, dtype):
     strips, routed = submodule("experts.hopper.strips"), Routed(T, K, E)

@@ -25,12 +25,17 @@ def supports_experts_bwd(
     return plain.tiles_for(x.device, *ids.shape, w_down.shape[0])["BLOCK_M"] == BM.value
 
 
+def takes_strips(a: torch.Tensor, b: torch.Tensor, routing: Routing) -> bool:
+    """Whether strips.py is faster than portable's tiles for so many rows an expert."""
+    most = tuning.lookup("hopper_experts_weight", a.device)["rows"]  # of an expert
+    return routing.T * routing.K <= most * routing.E
+
+
 def _weight_gradient(
     a, b, routing: Routing, main_grad: Optional[torch.Tensor], config: dict
 ) -> Optional[torch.Tensor]:
     """As portable's."""
-    most = tuning.lookup("hopper_experts_weight", a.device)["rows"]  # of an expert
-    if main_grad is None and routing.T * routing.K <= most * routing.E:
+    if main_grad is None and takes_strips(a, b, routing):
         return strips.weight_gradient(a, b, routing)
     return gradients.weight_gradient(a, b, routing, main_grad, config)
 

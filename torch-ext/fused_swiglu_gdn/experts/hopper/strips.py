@@ -5,7 +5,9 @@
 A CTA takes 128 rows of dW[e] with all its columns. One warp brings the strip's operand once and the
 other operand tile by tile, in chunks of 64 rows of the sum. Two groups of four warps multiply a
 tile of [128, 128] each in turn, so that one stores its tile while the other multiplies. Where an
-expert has more chunks than there is room for, its strips are brought again for each tile.
+expert has more chunks than there is room for, its strips are brought again for each tile, so that
+nothing binds the tiles together: a few of them each are the work of a CTA, and come first, so that
+a crowded expert keeps no CTA busy while the others have none left.
 
 E experts; rows and places are the routing's (portable/routing.py).
 """
@@ -61,16 +63,27 @@ class Work:
     HELD: gl.constexpr
     STAGES: gl.constexpr
     BUFFERS: gl.constexpr
+    SPAN: gl.constexpr  # tiles of a part of a strip that is not held
+    PARTS: gl.constexpr
 
 
 @gluon.jit
-def _strip(w, number):
-    """(expert, place of its first row, row of its weight, chunks) of a strip."""
-    expert = number // w.TILES_M
+def _part(w, number):
+    """(expert, place of its first row, row of its weight, chunks, first tile, the one behind the
+    last) of a part of a strip: a strip that is held is whole in its first part."""
+    part = w.PARTS - 1 - number // w.strips
+    strip = number % w.strips
+    expert = strip // w.TILES_M
     first = gl.load(first_rows(w.routing_ptr) + expert)
     rows = gl.load(first_rows(w.routing_ptr) + expert + 1) - first
     place = first_place(first, expert, w.height)
-    return expert, place, (number % w.TILES_M) * TILE, (rows + CHUNK - 1) // CHUNK
+    chunks = (rows + CHUNK - 1) // CHUNK
+    begin = part * w.SPAN
+    end = gl.minimum(begin + w.SPAN, w.TILES_N)
+    if chunks <= w.HELD:
+        begin = 0
+        end = w.TILES_N if part == 0 else 0
+    return expert, place, (strip % w.TILES_M) * TILE, chunks, begin, end
 
 
 @gluon.jit
@@ -81,9 +94,9 @@ def _load_partition(w):
     at_0 = 0  # chunks of b that the first group has got
     at_1 = 0
     tile = 0
-    for number in range(gl.program_id(0), w.strips, gl.num_programs(0)):
-        expert, place, row, chunks = _strip(w, number)
-        for n in range(w.TILES_N):
+    for number in range(gl.program_id(0), w.strips * w.PARTS, gl.num_programs(0)):
+        expert, place, row, chunks, begin, end = _part(w, number)
+        for n in range(begin, end):
             group = tile % 2
             at_b = at_0 if group == 0 else at_1
             for k in range(chunks):
@@ -157,9 +170,9 @@ def _multiply(w, GROUP: gl.constexpr):
     at_a = 0
     at_b = 0
     tile = 0
-    for number in range(gl.program_id(0), w.strips, gl.num_programs(0)):
-        expert, place, row, chunks = _strip(w, number)
-        for n in range(w.TILES_N):
+    for number in range(gl.program_id(0), w.strips * w.PARTS, gl.num_programs(0)):
+        expert, place, row, chunks, begin, end = _part(w, number)
+        for n in range(begin, end):
             if tile % 2 == GROUP:
                 acc = _multiply_tile(w, at_a, at_b, chunks, GROUP)
                 at_b += chunks
@@ -175,7 +188,7 @@ def _multiply(w, GROUP: gl.constexpr):
             tile += 1
             if chunks > w.HELD:
                 at_a += chunks
-        if chunks <= w.HELD:
+        if (chunks <= w.HELD) & (begin < end):
             at_a += chunks
     tma_store_wait(0)
 
@@ -203,6 +216,7 @@ def weight_strips_kernel(
     HELD: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
+    SPAN: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """out[e] = a^T b over the rows of expert e; zeros where one has none."""
@@ -228,6 +242,7 @@ def weight_strips_kernel(
     w = Work(
         a_desc, b_desc, out_desc, a_smem, b_smem, out_smem, a_landed, a_free, b_landed, b_free,
         routing_ptr, height, E * TILES_M, TILES_M, TILES_N, HELD, STAGES, BUFFERS,
+        SPAN, (TILES_N + SPAN - 1) // SPAN,
     )  # fmt: skip
     barrier()
     warp_specialize(
@@ -245,7 +260,7 @@ def _launch(where: torch.device, dtype, places: int, E: int, height: int, M: int
         tile_map(dtype, (places, N), (N, 1), CHUNK.value, side),
         tile_map(dtype, (E, M, N), (M * N, N, 1), 1, side, side // 2),
     )
-    sizes = [config[k] for k in ("HELD", "STAGES", "BUFFERS", "REGISTERS")]
+    sizes = [config[k] for k in ("HELD", "STAGES", "BUFFERS", "SPAN", "REGISTERS")]
     return Launch(
         weight_strips_kernel, min(device.multiprocessor_count(where.index), E * tiles_m), where,
         maps=maps, numbers=(E, height), constexprs=(tiles_m, tiles_n, *sizes),
