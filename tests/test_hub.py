@@ -25,6 +25,9 @@ from huggingface_hub import HfApi
 
 def test_the_command_publishes_and_a_second_run_sends_nothing(hub, unchanged, tmp_path):
     env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
+    ran = unchanged.run("tools/publish.py", "--repo-id", REPO, "--dry-run", env=env)
+    assert ran.returncode == 0 and hub.writes() == [], ran.stderr
+    assert f"v1 (new version): {len(expected(unchanged))} files to send" in ran.stdout
     ran = unchanged.run("tools/publish.py", "--repo-id", REPO, env=env)
     assert ran.returncode == 0, ran.stderr
     assert "v1 (new version)" in ran.stdout and "done" in ran.stdout
@@ -47,8 +50,24 @@ def test_the_card_its_numbers_and_the_changelog_agree_today():
 
 def test_a_dry_run_reads_only(hub, small, send):
     code, out, _ = send(small, "--dry-run", token=False)
-    assert code == 0 and "(new repository)" in out and "nothing was sent" in out
+    where, version, card, end = out.splitlines()
+    assert code == 0 and where == f"{hub.url}/kernels/{REPO} (new repository)"
+    assert (
+        version
+        == f"  v1 (new version): {len(expected(small))} files to send, 0 to remove, 0 unchanged"
+    )
+    assert card == "  main: card to send" and end == "dry run: nothing was sent"
     assert hub.writes() == [] and hub.repos == {}
+
+
+def test_a_dry_run_finds_an_addition_that_nobody_recorded(hub, checkout, send):
+    init, more = "torch-ext/fused_swiglu_gdn/__init__.py", "\n\n\ndef more(): ..."
+    checkout.edit(init, '"layers", "verify"]', '"layers", "more", "verify"]' + more, "more")
+    code, out, err = send(checkout, "--dry-run", token=False)
+    line = "tests/api_v1.json does not have all of the API: run tools/public_api.py"
+    assert code == 1 and one_line(err) == f"publish: {line}\n" and out == "" and hub.log == []
+    release(checkout)
+    assert send(checkout, "--dry-run", token=False)[0] == 0 and hub.writes() == []
 
 
 def test_private_is_asked_of_a_new_repository(hub, small, send, monkeypatch):
