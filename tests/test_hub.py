@@ -19,6 +19,7 @@ from hub_fixtures import (  # noqa: F401
     whole,
 )  # fmt: skip
 from huggingface_hub import HfApi
+from kernels import verify
 
 # ---- what a maintainer does
 
@@ -184,6 +185,7 @@ def test_an_untrusted_organisation_needs_the_users_word(hub, checkout, send, use
 DOWNLOAD = """
 import sys
 from huggingface_hub import HfApi
+from kernels import verify
 HfApi().snapshot_download(sys.argv[1], repo_type="kernel", revision="v1")
 """
 OFFLINE = """
@@ -216,3 +218,38 @@ def test_offline_needs_a_whole_snapshot(hub, small, send, user, tmp_path):
     user(DOWNLOAD, REPO)
     hub.log.clear()
     assert user(OFFLINE, REPO, commit, **away).split() == ["sha256"] * 4 and hub.log == []
+
+
+VERIFY = """
+import sys
+from kernels.cli import main
+sys.argv[1:] = ["verify-signature", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as stop:
+    print(stop.code)
+"""
+
+
+def test_no_build_is_signed(hub, small, send, user):
+    """docs/hub.md has the line; the loaders do not look for signatures."""
+    assert send(small)[0] == 0
+    found = {}
+    for more in ((), ("--all-variants",)):
+        *said, code = user(VERIFY, REPO, 1, *more).splitlines()
+        assert code == "1"
+        found[more] = {line.partition(": ")[0][2:]: line for line in said}
+    (line,) = found[()].values()
+    assert line.endswith(": cannot verify kernel integrity, signature not found")
+    assert line.partition(": ")[2] in (ROOT / "docs" / "hub.md").read_text()
+    assert set(found[("--all-variants",)]) == {
+        f"torch-{name}" for name in ("cpu", "cuda", "metal", "rocm", "xpu")
+    }
+
+
+def test_whose_signatures_kernels_accepts():
+    """As docs/hub.md says: those of four workflows of one repository."""
+    (policy,) = verify.DEFAULT_POLICIES
+    assert policy.repo_id == "huggingface/kernels-community" and len(policy.signer_uris) == 4
+    start = f"https://github.com/{policy.repo_id}/.github/workflows/"
+    assert all(uri.startswith(start) for uri in policy.signer_uris)
