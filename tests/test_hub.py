@@ -253,3 +253,16 @@ def test_whose_signatures_kernels_accepts():
     assert policy.repo_id == "huggingface/kernels-community" and len(policy.signer_uris) == 4
     start = f"https://github.com/{policy.repo_id}/.github/workflows/"
     assert all(uri.startswith(start) for uri in policy.signer_uris)
+
+
+def test_a_signature_stays_as_long_as_what_it_signs(hub, checkout, send):
+    assert send(checkout)[0] == 0
+    repo, name = hub.repos[REPO], "build/torch-cpu/metadata.json.sigstore"
+    signed = {**repo.files("v1"), name: b"{}"}
+    repo.branches["v1"] = repo.commit(signed, repo.branches["v1"])
+    code, out, _ = send(checkout)
+    assert code == 0 and "nothing to send" in out and repo.files("v1") == signed
+    (checkout.package / "more.py").write_text("")
+    checkout.commit("another build")
+    code, out, _ = send(checkout)
+    assert code == 0 and f"remove {name}" in out and name not in repo.files("v1")
