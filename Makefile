@@ -32,9 +32,9 @@ check-processors: build
 			$$(grep -lE "assert_close|relative_error|allclose|LOGITS" tests/test_*.py) || exit 1; \
 	done
 
-# every benchmarks/benchmark*.py, as the Hub's users run them
-bench: build
-	$(VENV) -c "from kernels.cli import main; main()" benchmark . --iterations 20 --warmup 3
+# every benchmarks/benchmark*.py, as `kernels benchmark .` runs them, a line as each is done
+bench: $(READY)
+	$(VENV) tools/bench.py
 
 build: $(READY)
 	$(VENV) tools/build.py

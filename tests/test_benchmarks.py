@@ -3,9 +3,11 @@
 import argparse
 import importlib.util
 import json
+import subprocess
 import sys
 import types
 
+import bench
 import in_tree
 import pytest
 import torch
@@ -162,3 +164,106 @@ def test_every_comparison_needs_a_gpu():
     assert [n for n, text in files.items() if "parse_on_gpu(" not in text] == [
         "compare_parallel.py"
     ]
+
+
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None
+sys.path.insert(0, "tools")
+runpy.run_path("tools/bench.py", run_name="__main__")
+"""
+
+
+def test_bench_says_what_it_does_before_it_does_anything():
+    """Where torch cannot even be imported."""
+    command = [sys.executable, "-c", WITHOUT_TORCH]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 1 and "import of torch halted" in ran.stderr
+    (line,) = ran.stdout.splitlines()
+    assert line.startswith("bench: times benchmarks/benchmark*.py beside plain torch")
+
+
+def test_bench_ends_in_one_line_without_a_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    with pytest.raises(SystemExit) as ended:
+        bench.main()
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and out.count("\n") == err.count("\n") == 1
+    assert err.startswith("bench: needs a GPU, and torch")
+
+
+def test_bench_interrupted(monkeypatch, capsys):
+    def interrupt(parser, options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(in_tree, "need_gpu", interrupt)
+    monkeypatch.setattr(sys, "argv", ["bench.py"])
+    assert bench.main() == 130
+    assert capsys.readouterr().out.endswith("\nbench: interrupted\n")
+
+
+WORKLOADS = """
+from kernels.benchmark import Benchmark
+
+class Sums(Benchmark):
+    seed = 0
+
+    def setup(self):
+        self.x = {x}
+
+    def benchmark_first(self):
+        self.out = self.x + 1
+
+    def benchmark_second(self):
+        self.out = self.x + 1
+
+    def verify_first(self):
+        return self.x + 1
+
+    def verify_second(self):
+        return self.x + {second}
+"""
+
+
+@pytest.mark.parametrize("second", [1, 2])
+def test_bench_shows_each_result_as_it_comes(monkeypatch, capsys, tmp_path, repository, second):
+    """The one after a wrong result as well."""
+    from kernels.cli import benchmark
+
+    text = WORKLOADS.replace("{x}", "__import__('torch').ones(3)")
+    (tmp_path / "benchmark.py").write_text(text.replace("{second}", str(second)))
+    monkeypatch.setattr(in_tree, "ROOT", repository)
+    monkeypatch.setattr(
+        benchmark, "discover_benchmark_scripts", lambda *a: [tmp_path / "benchmark.py"] * 2
+    )
+    seen, time_one = [], benchmark.run_benchmark_class
+
+    def watched(*arguments):
+        seen.append(capsys.readouterr().out)
+        return time_one(*arguments)
+
+    monkeypatch.setattr(benchmark, "run_benchmark_class", watched)
+    code = bench.run(types.SimpleNamespace(iterations=2, warmup=1))
+    seen.append(capsys.readouterr().out)
+    assert seen[0].startswith("bench: 4 workloads on ") and seen[0].count("\n") == 1
+    names = ("1 of 4  Sums first", "2 of 4  Sums second", "3 of 4  Sums first")
+    assert all(name in line for name, line in zip(names, seen))
+    assert " ms   reference " in seen[1] and "speed-up" in seen[3]
+    said = seen[2].partition("\n")[0]
+    assert ("Verification failed for second" in said) == (second == 2)
+    assert code == second - 1 and f"{6 - 2 * second} of 4 are right" in seen[4]
+
+
+def test_bench_times_every_workload():
+    from kernels.cli import benchmark
+
+    scripts = benchmark.discover_benchmark_scripts(".", ROOT)
+    assert len(scripts) >= 4
+    classes = [c for file in scripts for c in benchmark.discover_benchmark_classes(file, ROOT)]
+    found = bench.workloads(classes)
+    assert len(found) == len(dict(found)) >= 2 * len(classes)
+    for name, kind in found:
+        left = [n for n in dir(kind) if n.startswith("benchmark_") and callable(getattr(kind, n))]
+        assert left == [f"benchmark_{name.split()[1]}"] and name.split()[0] == kind.__name__
+        assert hasattr(kind, left[0].replace("benchmark", "verify"))  # `show` wants its time

@@ -302,6 +302,22 @@ def load_verify(folder: Path):
     return runpy.run_path(str(folder / "runtime/verify.py"))["verify"]
 
 
+def test_a_signature_is_no_part_of_the_digest(copy):
+    """It is made of the metadata, later, by whoever signs; of a folder below it would be a file
+    like others. Nor is there a compiled library for `kernel-builder check-abi` to open."""
+    variant = copy / "build" / f"torch-{HERE}"
+    assert {path.suffix for path in variant.rglob("*") if path.is_file()} == {".py", ".json"}
+    verify = load_verify(variant)
+    digest = verify()
+    (variant / "metadata.json.sigstore").write_text("{}")
+    assert verify() == digest
+    recorded = Metadata.read_from_file(variant / "metadata.json").digest
+    recorded.validate(Digest.hash_variant(DigestAlgorithm.SHA256, variant))
+    (variant / "gdn" / "metadata.json.sigstore").write_text("{}")
+    with pytest.raises(RuntimeError, match="not part of it: gdn/metadata.json.sigstore"):
+        verify()
+
+
 def test_verify_returns_the_digest_and_holds_a_caller_to_it(copy):
     variant = copy / "build" / f"torch-{HERE}"
     (variant / "__pycache__").mkdir()

@@ -789,7 +789,7 @@ HUB = "org/fused-swiglu-gdn"
         (dict(source=HUB, revision=1), TypeError, "revision must be of type str, got int"),
         (dict(version=1), ValueError, "version must be None unless source is .*Hub, .*source None"),
         (dict(source=".", revision="v1"), ValueError, "revision must be None unless .*source '.'"),
-        (dict(trust_remote_code="yes"), TypeError, "trust_remote_code must be True, .*got 'yes'"),
+        (dict(trust_remote_code="yes"), TypeError, "trust_remote_code .*repositories.*got 'yes'"),
     ],
 )
 def test_sources_of_a_mapping(kernel, given, error, words):

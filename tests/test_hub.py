@@ -19,12 +19,16 @@ from hub_fixtures import (  # noqa: F401
     whole,
 )  # fmt: skip
 from huggingface_hub import HfApi
+from kernels import verify
 
 # ---- what a maintainer does
 
 
 def test_the_command_publishes_and_a_second_run_sends_nothing(hub, unchanged, tmp_path):
     env = {"HF_ENDPOINT": hub.url, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
+    ran = unchanged.run("tools/publish.py", "--repo-id", REPO, "--dry-run", env=env)
+    assert ran.returncode == 0 and hub.writes() == [], ran.stderr
+    assert f"v1 (new version): {len(expected(unchanged))} files to send" in ran.stdout
     ran = unchanged.run("tools/publish.py", "--repo-id", REPO, env=env)
     assert ran.returncode == 0, ran.stderr
     assert "v1 (new version)" in ran.stdout and "done" in ran.stdout
@@ -47,8 +51,24 @@ def test_the_card_its_numbers_and_the_changelog_agree_today():
 
 def test_a_dry_run_reads_only(hub, small, send):
     code, out, _ = send(small, "--dry-run", token=False)
-    assert code == 0 and "(new repository)" in out and "nothing was sent" in out
+    where, version, card, end = out.splitlines()
+    assert code == 0 and where == f"{hub.url}/kernels/{REPO} (new repository)"
+    assert (
+        version
+        == f"  v1 (new version): {len(expected(small))} files to send, 0 to remove, 0 unchanged"
+    )
+    assert card == "  main: card to send" and end == "dry run: nothing was sent"
     assert hub.writes() == [] and hub.repos == {}
+
+
+def test_a_dry_run_finds_an_addition_that_nobody_recorded(hub, checkout, send):
+    init, more = "torch-ext/fused_swiglu_gdn/__init__.py", "\n\n\ndef more(): ..."
+    checkout.edit(init, '"layers", "verify"]', '"layers", "more", "verify"]' + more, "more")
+    code, out, err = send(checkout, "--dry-run", token=False)
+    line = "tests/api_v1.json does not have all of the API: run tools/public_api.py"
+    assert code == 1 and one_line(err) == f"publish: {line}\n" and out == "" and hub.log == []
+    release(checkout)
+    assert send(checkout, "--dry-run", token=False)[0] == 0 and hub.writes() == []
 
 
 def test_private_is_asked_of_a_new_repository(hub, small, send, monkeypatch):
@@ -165,6 +185,7 @@ def test_an_untrusted_organisation_needs_the_users_word(hub, checkout, send, use
 DOWNLOAD = """
 import sys
 from huggingface_hub import HfApi
+from kernels import verify
 HfApi().snapshot_download(sys.argv[1], repo_type="kernel", revision="v1")
 """
 OFFLINE = """
@@ -197,3 +218,51 @@ def test_offline_needs_a_whole_snapshot(hub, small, send, user, tmp_path):
     user(DOWNLOAD, REPO)
     hub.log.clear()
     assert user(OFFLINE, REPO, commit, **away).split() == ["sha256"] * 4 and hub.log == []
+
+
+VERIFY = """
+import sys
+from kernels.cli import main
+sys.argv[1:] = ["verify-signature", *sys.argv[1:]]
+try:
+    main()
+except SystemExit as stop:
+    print(stop.code)
+"""
+
+
+def test_no_build_is_signed(hub, small, send, user):
+    """docs/hub.md has the line; the loaders do not look for signatures."""
+    assert send(small)[0] == 0
+    found = {}
+    for more in ((), ("--all-variants",)):
+        *said, code = user(VERIFY, REPO, 1, *more).splitlines()
+        assert code == "1"
+        found[more] = {line.partition(": ")[0][2:]: line for line in said}
+    (line,) = found[()].values()
+    assert line.endswith(": cannot verify kernel integrity, signature not found")
+    assert line.partition(": ")[2] in (ROOT / "docs" / "hub.md").read_text()
+    assert set(found[("--all-variants",)]) == {
+        f"torch-{name}" for name in ("cpu", "cuda", "metal", "rocm", "xpu")
+    }
+
+
+def test_whose_signatures_kernels_accepts():
+    """As docs/hub.md says: those of four workflows of one repository."""
+    (policy,) = verify.DEFAULT_POLICIES
+    assert policy.repo_id == "huggingface/kernels-community" and len(policy.signer_uris) == 4
+    start = f"https://github.com/{policy.repo_id}/.github/workflows/"
+    assert all(uri.startswith(start) for uri in policy.signer_uris)
+
+
+def test_a_signature_stays_as_long_as_what_it_signs(hub, checkout, send):
+    assert send(checkout)[0] == 0
+    repo, name = hub.repos[REPO], "build/torch-cpu/metadata.json.sigstore"
+    signed = {**repo.files("v1"), name: b"{}"}
+    repo.branches["v1"] = repo.commit(signed, repo.branches["v1"])
+    code, out, _ = send(checkout)
+    assert code == 0 and "nothing to send" in out and repo.files("v1") == signed
+    (checkout.package / "more.py").write_text("")
+    checkout.commit("another build")
+    code, out, _ = send(checkout)
+    assert code == 0 and f"remove {name}" in out and name not in repo.files("v1")

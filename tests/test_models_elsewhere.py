@@ -166,3 +166,24 @@ def test_moved_to_a_gpu(kernel, name):
     assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
     assert found[0][1]["rms_norm_fwd"] and "reference" not in found[0][1]["rms_norm_fwd"]
     assert kernel.kernelize(first).rows == rows
+
+
+@pytest.mark.parametrize("name", ["GPT2", "Bert"])
+def test_a_model_without_a_gate(kernel, name):
+    """The report says which MLPs are meant, and why its attention is left alone."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "GPT2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 32},
+        "Bert": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                 "intermediate_size": 32, "vocab_size": 32},
+    }[name]  # fmt: skip
+    model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**sizes))
+    before = kinds_of(model)
+    head, gate, *table = str(kernel.kernelize(model)).splitlines()
+    assert head == "0 modules served, 1 left alone" and kinds_of(model) == before
+    assert gate == "no MLP with a gate (down(act(gate(x)) * up(x))) was found"
+    assert f"{name}" in table[-1] and "left alone: its forward has" in table[-1]
+    nothing = str(kernel.kernelize(torch.nn.LayerNorm(4)))
+    assert nothing.startswith(f"nothing to serve: {gate[: -len(' was found')]}, RMS norm")
+    assert "MLP with a gate" not in str(kernel.kernelize(random_model("llama")))
+    assert "MLP with a gate" not in str(kernel.kernelize(random_model("qwen3_5_moe_text")))

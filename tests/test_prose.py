@@ -25,7 +25,7 @@ ENDING = r"\.(?:py|md|json|png|toml|nix)"
 # a file in some folder, wherever it is named; a file's bare name in backticks or as a link
 PATHS = re.compile(rf"(?<![\w/:.<-])((?:[\w.*-]+/)+[\w.,=*<>\[\]-]+{ENDING})(?!\w)")
 FILES = re.compile(rf"[`(]([\w.,=*-]+{ENDING})(?:#[\w-]+)?[`)]")
-ELSEWHERE = {"pyproject.toml", "_ops.py", "setup.py"}  # of a project, of a build
+ELSEWHERE = {"pyproject.toml", "_ops.py", "metadata.json", "setup.py"}  # of a project, of a build
 
 
 def name_of(path) -> str:

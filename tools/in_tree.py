@@ -33,11 +33,15 @@ def submodule(path: str):
 
 
 def parse_on_gpu(parser):
-    """The options of a script that computes on a GPU. Where torch sees none, the script ends with
-    one line and exit code 2, unless its `--device` is another one."""
+    """The options of a script that computes on a GPU; where torch sees none, the script ends."""
+    return need_gpu(parser, parser.parse_args())
+
+
+def need_gpu(parser, options):
+    """The options, where torch sees a GPU or `--device` is another one; else the script ends with
+    one line and exit code 2."""
     import torch
 
-    options = parser.parse_args()
     on_gpu = getattr(options, "device", "cuda").startswith("cuda")
     if on_gpu and not torch.cuda.is_available():
         sees = f"torch {torch.__version__} sees none here"

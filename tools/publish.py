@@ -86,7 +86,8 @@ def make_plan(api, repo_id, version, files, card):
     there = remote_files(api, repo_id, base)
     add = {path: file for path, file in files.items() if there.get(path) != git_blob(file)}
     ours = [path for path in there if path.startswith(("build/", "benchmarks/"))]
-    delete = sorted(set(ours) - set(files))
+    same = (path for path in files if path.endswith("/metadata.json") and path not in add)
+    delete = sorted(set(ours) - set(files) - {f"{path}.sigstore" for path in same})
     main = there if base == heads["main"] else remote_files(api, repo_id, heads["main"])
     same_card = main.get("README.md") == git_blob(card)
     variants = [path.split("/")[1] for path in ours if path.count("/") == 2]

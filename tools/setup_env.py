@@ -140,10 +140,10 @@ def pinned_environment():
     if sys.platform == "linux" and not nvidia_device():
         check_space(2)
         say("no NVIDIA device here: taking the CPU build of torch, if there is one to be had")
-        options = ("--no-deps", "--index-url", CPU_BUILDS, "--timeout", "5", "--retries", "0")
+        options = ("--no-deps", "--extra-index-url", CPU_BUILDS, "--timeout", "5", "--retries", "0")
         small = pip(torch + "+cpu", *options) is None
         if not small:
-            say("the index of CPU builds cannot be reached: taking the build with CUDA")
+            say("none is to be had: taking the build with CUDA")
     gigabytes, download = (2, 0.5) if small else (6, 1.7)
     check_space(gigabytes)
     say("about", download, "GB are downloaded and", gigabytes, "GB needed on the disk, once")

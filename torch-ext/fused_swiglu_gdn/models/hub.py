@@ -80,7 +80,7 @@ def layer_mapping(
         devices: the device types to map, of those that `kernels` knows: "cpu", "cuda", "mps",
             "neuron", "npu", "rocm", "tpu", "xpu".
         trust_remote_code: for a Hub repository whose publisher is not a trusted one: True, or a
-            list of the publishers to trust.
+            list of the repositories to trust, each by its whole name "org/repo".
 
     Returns:
         {name: {device: {mode: repository}}}
@@ -119,13 +119,13 @@ def layer_mapping(
     return mapping
 
 
-def _is_trust(publishers: object) -> None:
-    if isinstance(publishers, bool):
+def _is_trust(trusted: object) -> None:
+    if isinstance(trusted, bool):
         return
-    if not isinstance(publishers, list) or not all(isinstance(x, str) for x in publishers):
+    if not isinstance(trusted, list) or not all(isinstance(x, str) for x in trusted):
         raise TypeError(
-            "trust_remote_code must be True, False or a list of publishers' names, "
-            f"got {publishers!r}"
+            "trust_remote_code must be True, False or a list of repositories' names, "
+            f"got {trusted!r}"
         )
 
 

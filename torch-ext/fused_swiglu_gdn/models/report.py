@@ -92,14 +92,17 @@ class Report:
         for (module, kind, layer, note, reason), count in groups.items():
             remark = note or "" if reason is None else f"left alone: {reason}"
             table.append((module, f"x{count}", kind, layer if reason is None else "-", remark))
-        return "\n".join([*filter(None, (self.untried,)), head, aligned(table)])
+        kinds = {kind_of(row) for row in self.rows}
+        gateless = None if kinds & {"mlp", "experts", "block"} else f"no {GATED} was found"
+        return "\n".join(filter(None, (self.untried, head, gateless, aligned(table))))
 
     __repr__ = __str__
 
 
+GATED = "MLP with a gate (down(act(gate(x)) * up(x)))"
 NOTHING = (
-    "nothing to serve: no MLP with a gate (down(act(gate(x)) * up(x))), RMS norm, attention module "
-    "or layer of a decoder, Gated DeltaNet layer or mixture of experts was found"
+    f"nothing to serve: no {GATED}, RMS norm, attention module or layer of a decoder, "
+    "Gated DeltaNet layer or mixture of experts was found"
 )
 
 

@@ -1,0 +1,60 @@
+"""What `make demo` shows on a machine without a GPU, with models that are smaller yet."""
+
+import re
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+from conftest import load_example, submodule
+
+pytest.importorskip("transformers")
+pytest.importorskip("kernels")
+
+
+@pytest.fixture
+def demo(kernel, monkeypatch):
+    """The example, with the package in the tree for a build."""
+    demo = load_example("kernelize_llm")
+    monkeypatch.setattr(submodule("runtime.device"), "has_gpu", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["kernelize_llm.py"])
+    monkeypatch.setattr(demo, "load_kernel", lambda: kernel)
+    monkeypatch.setattr(demo, "logging", mock.MagicMock())  # of the process, which goes on
+    monkeypatch.setattr(demo.transformers.logging, "set_verbosity_error", lambda: None)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "head_dim": 16}
+    monkeypatch.setitem(demo.SIZES, "cpu", {**demo.SIZES["cpu"], **sizes})
+    heads = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8)
+    monkeypatch.setitem(demo.GDN, "cpu", {**demo.GDN["cpu"], **heads})
+    monkeypatch.setitem(demo.PROMPT, "cpu", 80)
+    for name, value in {"NEW_TOKENS": 3, "REPEATS": 2, "TOKENS": 1}.items():
+        monkeypatch.setattr(demo, name, value)
+    return demo
+
+
+def test_the_demo_on_a_cpu(demo, capsys):
+    assert demo.main() == 0
+    text = capsys.readouterr().out
+    head, llama, qwen = re.split(r"^(?:Llama|Qwen3\.5), random weights, on cpu$", text, flags=re.M)
+    assert re.match(r"torch \S+, transformers \S+, cpu \(\d+ cores\)", head)
+    for model in (llama, qwen):
+        assert "3 greedy tokens x 2 prompts    identical" in model
+        assert len(re.findall("left alone", model)) == 1, "one line for all modules"
+        assert "modules left alone: there are no kernels for cpu" in model
+    assert "nothing to time: no module was replaced" in llama and "speed-up" not in llama
+    assert "3 Qwen3_5GatedDeltaNet served in plain torch" in qwen
+    assert re.search(r"prompt of 80 +\d+\.\d\d ms +\d+\.\d\d ms +\d+\.\d\dx", qwen)
+    assert re.search(r"one token +\d+\.\d\d ms +\d+\.\d\d ms +\d+\.\d\dx", qwen)
+    assert text.endswith(demo.SHOWN["cpu"] + "\n") and "only a GPU can show" in demo.SHOWN["cpu"]
+
+
+def test_a_demo_that_finds_another_result_fails(demo, capsys, monkeypatch, kernel):
+    def another(model):
+        with torch.no_grad():
+            model.lm_head.weight.neg_()
+        return kernel.kernelize(model)
+
+    monkeypatch.setattr(demo, "load_kernel", lambda: SimpleNamespace(kernelize=another))
+    assert demo.main() == 1
+    assert "identical" not in capsys.readouterr().out
