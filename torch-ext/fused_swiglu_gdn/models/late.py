@@ -165,9 +165,7 @@ def _are_of(file: str, objects: list, names: set) -> bool:
 def _with(loop: FunctionType, late: "Late") -> FunctionType:
     """The function with another stop check: nothing of transformers is changed."""
     names = {**loop.__globals__, CHECK: late}
-    found = FunctionType(
-        loop.__code__, names, loop.__name__, loop.__defaults__, loop.__closure__
-    )
+    found = FunctionType(loop.__code__, names, loop.__name__, loop.__defaults__, loop.__closure__)
     found.__kwdefaults__ = loop.__kwdefaults__
     return found
 
