@@ -319,7 +319,10 @@ def test_other_ways_to_decode_get_the_model(graph, device):  # noqa: F811
     ):
         words = {"attention_mask": mask, "pad_token_id": 0, **options}
         assert torch.equal(generate(model, ids, **words), theirs(model, ids, **words))
+    generate(model, ids, attention_mask=mask, guidance_scale=1.5)
     handle.remove()
+    words = {"attention_mask": mask, "guidance_scale": 1.5}
+    assert torch.equal(generate(model, ids, **words), theirs(model, ids, **words))
     assert len(seen) > 10 and all(each is model for each in seen)
     with pytest.raises(ValueError, match="`streamer` cannot be used with beam search"):
         generate(model, ids, num_beams=2, streamer=Tape())
@@ -349,18 +352,19 @@ def test_releases_that_are_not_known(graph, device, change, monkeypatch):  # noq
         own_generate = lambda self, *args, **options: self._generate(*args, **options)  # noqa: E731
         monkeypatch.setattr(kind, "_generate", kind.generate, raising=False)
         monkeypatch.setattr(kind, "generate", own_generate)
-    assert not submodule("models.late").knows_loop(kind)
+    why = submodule("models.late").why_not_late(kind)
+    own_reason = "generate is not transformers' own"
+    assert why == (own_reason if change == "another generate" else "its loop is of no known form")
     found = generate(model, ids, **words)
     assert torch.equal(found, theirs(model, ids, **words))
     assert graph.replays == found.shape[1] - 9 - 2
-    submodule("models.graphs").serve_graphs(model)
+    row = submodule("models.graphs").serve_graphs(model)
+    assert row.note == f"CUDA graph, and a wait in each token: {why}"
     assert "generate" not in model.__dict__ and "get_compiled_call" in model.__dict__
 
 
 def test_this_release_is_known():
-    model = transformers.LlamaForCausalLM
-    assert submodule("models.late").knows_loop(model)
-    assert not submodule("models.late").knows_loop(torch.nn.Linear)
+    assert submodule("models.late").why_not_late(transformers.LlamaForCausalLM) is None
 
 
 # the model's own
@@ -411,7 +415,8 @@ def test_what_generate_changes_is_changed_on_the_model(kernel, graph, device):  
 def test_a_generate_of_the_users(kernel, graph, device):  # noqa: F811
     model = tiny("llama", device)
     model.generate = lambda *args, **options: "mine"
-    kernel.kernelize(model, cuda_graphs=True)
+    note = kernel.kernelize(model, cuda_graphs=True).rows[-1].note
+    assert note == "CUDA graph, and a wait in each token: generate is set on the model"
     assert model.generate() == "mine"
     kernel.restore(model)
     assert model.generate() == "mine"

@@ -94,7 +94,7 @@ class Delivery:
 
     def __init__(self, device: torch.device, like: List[torch.Tensor]):
         self.device = device
-        self.values = [torch.empty_like(x, device="cpu", pin_memory=True) for x in like]
+        self.values = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in like]
         self.there = torch.cuda.Event()
 
     def send(self, tensors: List[torch.Tensor]) -> None:

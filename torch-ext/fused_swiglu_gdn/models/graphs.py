@@ -26,7 +26,7 @@ from .graph_rules import (
     why_not_yet,
 )  # fmt: skip
 from .in_place import InPlace, take_back
-from .late import Generate, knows_loop
+from .late import Generate, why_not_late
 from .output import Output
 from .rehearsal import expect_none, expect_prompt
 from .report import Row
@@ -47,14 +47,17 @@ def serve_graphs(model: nn.Module) -> Row:
     if found is None:
         return Row("", type(model).__name__, "decode", None, "no CUDA graph: it cannot generate")
     name, inner = found
-    reason = why_not_model(inner)
-    if reason is None:
-        setattr(inner, SEAM, Decoding(inner))
-        if knows_loop(type(inner)) and Generate.name not in inner.__dict__:
-            setattr(inner, Generate.name, Generate(inner))
-    else:
-        reason = f"no CUDA graph: {reason}"
-    return Row(name, type(inner).__name__, "decode", None if reason else "CUDA graph", reason)
+    kind, reason = type(inner), why_not_model(inner)
+    if reason is not None:
+        return Row(name, kind.__name__, "decode", None, f"no CUDA graph: {reason}")
+    setattr(inner, SEAM, Decoding(inner))
+    waits = why_not_late(kind)
+    if Generate.name in inner.__dict__:
+        waits = "generate is set on the model"
+    if waits is None:
+        setattr(inner, Generate.name, Generate(inner))
+    note = "CUDA graph" if waits is None else f"CUDA graph, and a wait in each token: {waits}"
+    return Row(name, kind.__name__, "decode", note, None)
 
 
 def restore_graphs(model: nn.Module) -> int:

@@ -18,7 +18,7 @@ class InPlace:
         model = self.of()
         if model is None:
             raise RuntimeError(
-                "the model is gone: call kernelize(copy, cuda_graphs=True) for a copy"
+                "the model is gone: keep it, and call kernelize(copy, cuda_graphs=True) for a copy"
             )
         return model
 

@@ -61,21 +61,21 @@ class Generate(InPlace):
         model = self.model
         kind = type(model)
         others = options.get("custom_generate"), options.get("cache_implementation") == "paged"
-        if len(args) > 2 or any(others) or not knows_loop(kind):
+        if len(args) > 2 or any(others) or why_not_late(kind) is not None:
             return kind.generate(model, *args, **options)
         return kind.generate(_view(model), *args, **options)
 
 
-def knows_loop(kind: type) -> bool:
-    """Whether models of the class generate by transformers' own loop, in a form that is known."""
+def why_not_late(kind: type) -> Optional[str]:
+    """Why models of the class read at once whether to stop; None if they may read it late."""
     utils = sys.modules.get(UTILS)
     mixin, check = getattr(utils, "GenerationMixin", None), getattr(utils, CHECK, None)
-    if mixin is None or check is None or not issubclass(kind, mixin):
-        return False
+    if mixin is None or getattr(kind, "generate", None) is not mixin.generate:
+        return "generate is not transformers' own"
     loop = getattr(mixin, LOOP, None)
-    if kind.generate is not mixin.generate or getattr(kind, LOOP, None) is not loop:
-        return False
-    return _is_known(loop, check)
+    if check is None or getattr(kind, LOOP, None) is not loop or not _is_known(loop, check):
+        return "its loop is of no known form"
+    return None
 
 
 @functools.lru_cache(maxsize=16)
@@ -126,6 +126,9 @@ def _of_model(own: type, name: str, instead: Optional[Callable]) -> Callable:
 
     @functools.wraps(function)
     def method(view, *args, **options):
+        for each in options.get("logits_processor", ()):
+            if getattr(each, "model", None) is view:  # guidance, which asks it again
+                each.model = view.viewed
         return (instead or function)(view.viewed, *args, **options)
 
     return method
@@ -149,11 +152,15 @@ def decode(
         and stopping_criteria.max_length is not None
         and not generation_config.disable_compile
     ):
-        if "tokenizer" not in inspect.signature(model.forward).parameters:
-            given.pop("tokenizer", None)  # the criteria have it; a graph takes no such input
+        if "tokenizer" in given and not _takes_tokenizer(model):
+            del given["tokenizer"]  # the criteria have it; a graph takes no such input
         late = Late(model, stopping_criteria, generation_config.do_sample)
         loop = _with(loop, late)
     return loop(model, input_ids, **given)
+
+
+def _takes_tokenizer(model: nn.Module) -> bool:
+    return "tokenizer" in inspect.signature(model.forward).parameters
 
 
 def _are_of(file: str, objects: list, names: set) -> bool:
