@@ -2,34 +2,40 @@
 
     python benchmarks/compare_generate.py [--cases qwen:1 llama:1 qwen:64] [--without compile]
                                           [--wait-for FILE]
-    python benchmarks/compare_generate.py --replay
+    python benchmarks/compare_generate.py --loop | --replay
 
 Random weights, bf16, 128 tokens after a prompt of 512, greedy, all ways in one process and on the
 same weights, plain transformers before ours. Its GDN layers decode with FLA's kernels; prompts, for
 which FLA would tune itself for minutes, are computed by ours: no token's time has a part in them. A
-token is the median of the times between two calls of a stopping criterion, inside generate.
+token is what a generate of 128 tokens takes longer than one of 16, by their number: the median of
+several such pairs. Sequences may end by a token, which none of them meets.
 --wait-for compiles all there is, and begins to measure once FILE exists: for a GPU that others use
 meanwhile. What is said of first tokens then leaves compiling out.
+--loop compares graphed tokens in transformers' own loop, which waits for the GPU in each of them,
+with those in ours, in turns, and with the graph by itself.
 --replay compares ours with ours that write states of Gated DeltaNet once in 16 tokens, in turns,
 and nothing else: graphed tokens.
 """
 
 import argparse
+import functools
 import gc
 import json
 import statistics
 import sys
 import time
 from pathlib import Path
-from typing import Optional
+from typing import Callable, Dict, List, Optional
 
 import torch
 from compare_models import install_fla_convolution, randomize
 from compare_whole import LLAMA, QWEN
-from kernel_time import RESULTS, load_package, merged, parse_on_gpu, save, wait_for
+from kernel_time import RESULTS, load_package, merged, parse_on_gpu, save, seconds, wait_for
 
+DEVICE = "cuda"
 PROMPT, NEW, EAGER = 512, 128, 48  # tokens; EAGER of the slow ways
-TURNS = 3  # of --replay
+SHORT = 16  # tokens of the calls whose time is subtracted
+TURNS = 5
 MODELS = {  # with the vocabularies of the models whose layers these are
     "qwen": ("Qwen3.5, 16 layers", "qwen3_5_text", {**QWEN, "vocab_size": 248320}),
     "llama": ("Llama, 8 layers", "llama", LLAMA),
@@ -53,7 +59,7 @@ def model_of(name: str):
 
     _, family, sizes = MODELS[name]
     config = AutoConfig.for_model(family, **sizes)
-    with torch.device("cuda"):
+    with torch.device(DEVICE):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.generation_config.eos_token_id = None
     return randomize(model).eval()
@@ -75,10 +81,15 @@ def clock(stop: int):
     return Clock()
 
 
-def generate(model, batch: int, new: int, prompt: int = PROMPT, **options) -> list:
-    """Seconds from the call of generate to each token; the cache is one for NEW of them."""
+def prompt_of(batch: int, length: int = PROMPT) -> torch.Tensor:
     torch.manual_seed(0)
-    ids = torch.randint(1, 1000, (batch, prompt), device="cuda")
+    return torch.randint(1, 1000, (batch, length), device=DEVICE)
+
+
+def generate(model, batch: int, new: int, prompt: int = PROMPT, **options) -> list:
+    """Seconds from the call of generate to each token; the cache is one for NEW of them. The
+    criterion that knows them makes it transformers' own loop."""
+    ids = prompt_of(batch, prompt)
     torch.cuda.synchronize()
     ticks = clock(new)
     model.generate(
@@ -87,6 +98,70 @@ def generate(model, batch: int, new: int, prompt: int = PROMPT, **options) -> li
     )  # fmt: skip
     torch.cuda.synchronize()
     return [t - ticks.times[0] for t in ticks.times[1:]]
+
+
+def token_us(way: Callable, batch: int, new: int = NEW, **options) -> float:
+    """Microseconds of a token, by two calls of a way, which is called as generate is."""
+    ids = prompt_of(batch)
+    words = {"do_sample": False, "pad_token_id": 0, "cache_implementation": "static", **options}
+    words["eos_token_id"] = 2**31  # beyond any vocabulary
+    # in this order, so that both have a cache of the same length
+    long, short = (
+        seconds(functools.partial(way, ids, max_new_tokens=n, **words)) for n in (new, SHORT)
+    )
+    return (long - short) / (new - SHORT) * 1e6
+
+
+def in_turns(ways: Dict[str, Callable], begin: Optional[Path] = None) -> Dict[str, List[float]]:
+    """What each way gives in each turn but the first, which compiles."""
+    found: Dict[str, List[float]] = {name: [] for name in ways}
+    for turn in range(TURNS + 1):
+        if turn == 1 and begin is not None:
+            wait_for(begin)
+        for name, way in ways.items():
+            found[name].append(way())
+    return {name: times[1:] for name, times in found.items()}
+
+
+def row_of(name: str, batch: int, turns: Dict[str, List[float]]) -> dict:
+    us = {way: statistics.median(times) for way, times in turns.items()}
+    row = {"what": f"{MODELS[name][0]}, batch {batch}, a token", "us": us, "turns": turns}
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def graph_us(model, batch: int) -> float:
+    """Microseconds of a replay of a token's graph among others."""
+    from transformers import StaticCache
+
+    cache = StaticCache(config=model.config, max_cache_len=PROMPT + NEW)
+    model.generate(
+        prompt_of(batch), past_key_values=cache, max_new_tokens=SHORT, do_sample=False,
+        pad_token_id=0,
+    )  # fmt: skip
+    step = model.get_compiled_call.steps[cache]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for _ in range(NEW - SHORT):  # there is a slot for each
+        step.graph.replay()
+    marks[1].record()
+    torch.cuda.synchronize()
+    return marks[0].elapsed_time(marks[1]) / (NEW - SHORT) * 1e3
+
+
+@torch.no_grad()
+def looped(package, name: str, batch: int, begin: Optional[Path] = None) -> list:
+    """Graphed tokens in our loop, in one that waits for each of them, and by themselves."""
+    model = model_of(name)
+    print(package.kernelize(model, cuda_graphs=True), flush=True)
+    waiting = type(model).generate.__get__(model)
+    ways = {
+        "ours": lambda: token_us(model.generate, batch),
+        "ours, waiting": lambda: token_us(waiting, batch),
+        "graph": lambda: graph_us(model, batch),
+    }
+    return [row_of(name, batch, in_turns(ways, begin))]
 
 
 def compile_all(package, model, batch: int) -> None:
@@ -101,41 +176,29 @@ def compile_all(package, model, batch: int) -> None:
 @torch.no_grad()
 def replayed(package, name: str, batch: int, begin: Optional[Path] = None) -> list:
     """Tokens in CUDA graphs whose layers write states at every token, and once in 16."""
-    title, model, times = f"{MODELS[name][0]}, batch {batch}", model_of(name), {}
-    ways = {"ours": 0, "ours, replay": 16}
+    model = model_of(name)
 
-    def turn(new: int) -> None:
-        for shown, rows in ways.items():
-            package.kernelize(model, cuda_graphs=True, replay=rows)
-            ticks = generate(model, batch, new)
-            steps = [b - a for a, b in zip(ticks[8:], ticks[9:])]
-            times.setdefault(shown, []).append(statistics.mean(steps) * 1e6)
-            package.restore(model)
+    def way(rows: int) -> float:
+        package.kernelize(model, cuda_graphs=True, replay=rows)
+        return token_us(model.generate, batch)
 
-    turn(12)
-    if begin is not None:
-        wait_for(begin)
-    times.clear()
-    for _ in range(TURNS):
-        turn(NEW)
-    us = {shown: statistics.median(found) for shown, found in times.items()}
-    row = {"what": f"{title}, a token", "us": us, "turns": times}
-    print(row, flush=True)
-    return [row]
+    ways = {"ours": lambda: way(0), "ours, replay": lambda: way(16)}
+    return [row_of(name, batch, in_turns(ways, begin))]
 
 
 def measured(model, batch: int, new: int = NEW, **options) -> dict:
     """One way to decode: when its first and fifth token came, a token's time, and memory."""
-    start = generate(model, batch, 16, **options)
-    times = generate(model, batch, new, **options)
-    steps = [b - a for a, b in zip(times[8:], times[9:])]
+    start = generate(model, batch, SHORT, **options)
+    times = generate(model, batch, SHORT, **options)
+    turns = [token_us(model.generate, batch, new, **options) for _ in range(TURNS)]
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_reserved()
-    generate(model, batch, 16, **options)
+    generate(model, batch, SHORT, **options)
     return {
-        "us": statistics.median(steps) * 1e6,
+        "us": statistics.median(turns),
+        "turns": turns,
         "first_s": start[0],
         "fifth_s": start[4],
         "again_fifth_s": times[4],
@@ -180,23 +243,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", nargs="+", help="model:batch")
     parser.add_argument("--without", nargs="+", choices=["compile", "transformers"], default=[])
-    parser.add_argument("--replay", action="store_true")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--loop", action="store_true")
+    only.add_argument("--replay", action="store_true")
     parser.add_argument("--wait-for", type=Path)
     parser.add_argument("--json", type=Path)
     arguments = parse_on_gpu(parser)
-    cases, record = ["qwen:1", "llama:1", "qwen:64"], RESULTS / "generate.json"
+    cases, record = ["qwen:1", "llama:1", "qwen:64"], "generate"
+    if arguments.loop:
+        cases, record = ["qwen:1", "llama:1"], "generate_loop"
     if arguments.replay:
-        cases, record = ["qwen:64", "qwen:256"], RESULTS / "replay_models.json"
-    record = arguments.json or record
+        cases, record = ["qwen:64", "qwen:256"], "replay_models"
+    record = arguments.json or RESULTS / f"{record}.json"
     package = load_package()
-    if not arguments.replay:
+    if not (arguments.loop or arguments.replay):
         decode_with_fla(package)
     for case in arguments.cases or cases:
         name, batch = case.split(":")
-        if arguments.replay:
-            rows = replayed(package, name, int(batch), arguments.wait_for)
+        found = package, name, int(batch)
+        if arguments.loop:
+            rows = looped(*found, arguments.wait_for)
+        elif arguments.replay:
+            rows = replayed(*found, arguments.wait_for)
         else:
-            rows = compare(package, name, int(batch), arguments.without, arguments.wait_for)
+            rows = compare(*found, arguments.without, arguments.wait_for)
         save(record, merged(record, rows))
         gc.collect()
         torch.cuda.empty_cache()

@@ -178,6 +178,13 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "transformers' own compiled step, and both eager. All kernels were compiled before; the "
         "process of the first two rows found them on disk, that of the others had them loaded.",
     ),
+    "generate_loop": (
+        "The loop around a CUDA graph",
+        "A token of `generate` on a static cache, greedy, 128 tokens after a prompt of 512, with "
+        "an EOS that never comes, random weights in bf16 and `kernelize(model, cuda_graphs=True)`: "
+        "in the loop that reads a token late whether to stop (ours), in transformers' own, which "
+        "waits for each token (waiting), and the replays by themselves.",
+    ),
     "mixtures": (
         "Mixtures of experts of 8 layers",
         "Models of the sizes of their names but of 8 layers, with random weights, bf16, before and "
@@ -476,6 +483,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "whole_models": [of_whole, of_parts],
     "first_call": [of_first_calls],
     "first_token": [of_first_calls],
+    "generate_loop": [],
     "generate": [of_generate],
     "train_bytes": [of_training],
     "gdn_parallel": [of_parallel],

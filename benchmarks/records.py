@@ -25,6 +25,7 @@ PEERS = {  # name in a record -> name on the page, and the package whose version
     "flashinfer_pool": ("FlashInfer, states by index", None),
     "flashqla": ("FlashQLA", "flash-qla"),
     "gemm": ("one cuBLAS product", None),
+    "graph": ("the graph by itself", None),
     "grouped_mm": ("transformers' grouped_mm", "transformers"),
     "liger": ("Liger", "liger-kernel"),
     "liger_mlp": ("Liger's mlp", None),

@@ -67,6 +67,14 @@ class EmulatedGraph:
     def busy():
         return False
 
+    @staticmethod
+    def delivery(device, like):
+        return EmulatedDelivery(device, like)
+
+    @staticmethod
+    def generator(device):
+        return EmulatedGenerator()
+
     def run(self, call):
         return call()
 
@@ -81,3 +89,39 @@ class EmulatedGraph:
             for old, new in zip(tensors_in(out), tensors_in(again)):
                 if old.data_ptr() != new.data_ptr():
                     old.copy_(new)
+
+
+class EmulatedDelivery:
+    """Stands for models/capture.py:Delivery: what was sent is there once it was waited for."""
+
+    def __init__(self, device, like):
+        self.values = [torch.full_like(x, -1) for x in like]
+        self.sent = None
+
+    def send(self, tensors):
+        self.sent = [x.clone() for x in tensors]
+
+    def wait(self):
+        for mine, x in zip(self.values, self.sent):
+            mine.copy_(x)
+        return self.values
+
+
+class EmulatedGenerator:
+    """torch's generator with the offsets of one on a GPU: 4 for each draw."""
+
+    def __init__(self):
+        self.states = {}
+        self.offset = 0
+        self.get_offset()
+
+    def get_offset(self):
+        state = torch.get_rng_state()
+        if not torch.equal(state, self.states.get(self.offset, torch.empty(0))):
+            self.offset += 4
+            self.states[self.offset] = state
+        return self.offset
+
+    def set_offset(self, offset):
+        self.offset = offset
+        torch.set_rng_state(self.states[offset])

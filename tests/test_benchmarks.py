@@ -147,6 +147,29 @@ def test_compare_router(run_on_cpu):
     assert len(rows) == 6
 
 
+@pytest.mark.parametrize("mode", ["--loop", "--replay"])
+def test_compare_generate(run_on_cpu, monkeypatch, mode):
+    """A token is the difference of a long and a short call, by their number."""
+    pytest.importorskip("transformers")
+    from tiny_models import BASE
+
+    def seconds(call):  # 3 ms for a prompt, 2 for a token
+        return 3e-3 + 2e-3 * (call().shape[1] - 7)
+
+    models = {"tiny": ("A Llama", "llama", {**BASE, "vocab_size": 1000})}
+    _, rows = run_on_cpu(
+        "compare_generate", mode, "--cases", "tiny:2", MODELS=models, PROMPT=7, NEW=9, SHORT=4,
+        TURNS=2, seconds=seconds, graph_us=lambda model, batch: 1500.0,
+    )  # fmt: skip
+    (row,) = rows
+    assert row["what"] == "A Llama, batch 2, a token"
+    others = {"ours, waiting", "graph"} if mode == "--loop" else {"ours, replay"}
+    assert row["us"].keys() == row["turns"].keys() == {"ours", *others}
+    for way, us in row["us"].items():
+        assert us == pytest.approx(1500 if way == "graph" else 2000)
+        assert len(row["turns"][way]) == 2
+
+
 def test_one_line_where_a_script_needs_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["compare_norm.py"])

@@ -1,8 +1,9 @@
-"""A CUDA graph of one step: what of torch.cuda the rest of this room stands on."""
+"""A CUDA graph of one step, and what is read of it: what of torch.cuda the rest of this room stands
+on."""
 
 import functools
 import threading
-from typing import Callable, Optional
+from typing import Callable, List, Optional
 
 import torch
 
@@ -77,6 +78,33 @@ class Graph:
     def replay(self) -> None:
         with on(self.device):
             self.graph.replay()
+
+    @staticmethod
+    def delivery(device: torch.device, like: List[torch.Tensor]) -> "Delivery":
+        return Delivery(device, like)
+
+    @staticmethod
+    def generator(device: torch.device) -> torch.Generator:
+        """What torch draws random numbers from where it is given no generator."""
+        return torch.cuda.default_generators[device.index]
+
+
+class Delivery:
+    """Tensors on their way to the host, which waits for them alone."""
+
+    def __init__(self, device: torch.device, like: List[torch.Tensor]):
+        self.device = device
+        self.values = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in like]
+        self.there = torch.cuda.Event()
+
+    def send(self, tensors: List[torch.Tensor]) -> None:
+        for mine, x in zip(self.values, tensors):
+            mine.copy_(x, non_blocking=True)
+        self.there.record(torch.cuda.current_stream(self.device))
+
+    def wait(self) -> List[torch.Tensor]:
+        self.there.synchronize()
+        return self.values
 
 
 def _graph(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool):

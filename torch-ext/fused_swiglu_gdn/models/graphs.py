@@ -25,6 +25,8 @@ from .graph_rules import (
     why_not_now,
     why_not_yet,
 )  # fmt: skip
+from .in_place import InPlace, take_back
+from .late import Generate, why_not_late
 from .output import Output
 from .rehearsal import expect_none, expect_prompt
 from .report import Row
@@ -45,21 +47,28 @@ def serve_graphs(model: nn.Module) -> Row:
     if found is None:
         return Row("", type(model).__name__, "decode", None, "no CUDA graph: it cannot generate")
     name, inner = found
-    reason = why_not_model(inner)
-    if reason is None:
-        setattr(inner, SEAM, Decoding(inner))
-    else:
-        reason = f"no CUDA graph: {reason}"
-    return Row(name, type(inner).__name__, "decode", None if reason else "CUDA graph", reason)
+    kind, reason = type(inner), why_not_model(inner)
+    if reason is not None:
+        return Row(name, kind.__name__, "decode", None, f"no CUDA graph: {reason}")
+    setattr(inner, SEAM, Decoding(inner))
+    waits = why_not_late(kind)
+    if Generate.name in inner.__dict__:
+        waits = "generate is set on the model"
+    if waits is None:
+        setattr(inner, Generate.name, Generate(inner))
+    note = "CUDA graph" if waits is None else f"CUDA graph, and a wait in each token: {waits}"
+    return Row(name, kind.__name__, "decode", note, None)
 
 
 def restore_graphs(model: nn.Module) -> int:
     """Undoes serve_graphs; returns for how many modules."""
-    served = [m for m in model.modules() if isinstance(m.__dict__.get(SEAM), Decoding)]
-    for module in served:
-        delattr(module, SEAM)
-        expect_none(module)
-    return len(served)
+    served = 0
+    for module in model.modules():
+        take_back(module, Generate)
+        if take_back(module, Decoding):
+            expect_none(module)
+            served += 1
+    return served
 
 
 def _generating(model: nn.Module) -> Optional[Tuple[str, nn.Module]]:
@@ -200,22 +209,15 @@ def say(model: nn.Module, reason: str) -> None:
 _said: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
-class Decoding:
+class Decoding(InPlace):
     """What stands in place of a model's get_compiled_call."""
 
+    name = SEAM
+
     def __init__(self, model: nn.Module):
-        self.of = weakref.ref(model)
+        super().__init__(model)
         self.steps: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()  # by cache
         self.rehearsed: set = set()  # shapes of prompts whose kernels have been compiled
-
-    @property
-    def model(self) -> nn.Module:
-        model = self.of()
-        if model is None:
-            raise RuntimeError(
-                "the model is gone: call kernelize(copy, cuda_graphs=True) for a copy"
-            )
-        return model
 
     def __call__(self, compile_config=None) -> Callable:
         """The function that decodes, for one call of generate."""
@@ -236,13 +238,6 @@ class Decoding:
         if step is None:
             step = self.steps[cache] = Step(cache, name)
         return step(self.model, cache, inputs)
-
-    def __deepcopy__(self, memo):
-        model = memo.get(id(self.of()))
-        return self if model is None else Decoding(model)
-
-    def __reduce__(self):  # a pickle holds the model's own function
-        return getattr, (self.model, SEAM)
 
 
 class GraphedStep:

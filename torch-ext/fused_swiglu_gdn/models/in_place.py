@@ -1,0 +1,38 @@
+"""What stands on a model in place of one of its methods, and does not keep the model alive."""
+
+import weakref
+
+from torch import nn
+
+
+class InPlace:
+    """A copy of a model has one of its own; a pickle of a model has the model's own method."""
+
+    name = ""  # of the method
+
+    def __init__(self, model: nn.Module):
+        self.of = weakref.ref(model)
+
+    @property
+    def model(self) -> nn.Module:
+        model = self.of()
+        if model is None:
+            raise RuntimeError(
+                "the model is gone: keep it, and call kernelize(copy, cuda_graphs=True) for a copy"
+            )
+        return model
+
+    def __deepcopy__(self, memo):
+        model = memo.get(id(self.of()))
+        return self if model is None else type(self)(model)
+
+    def __reduce__(self):
+        return getattr, (self.model, self.name)
+
+
+def take_back(module: nn.Module, kind: type) -> bool:
+    """Gives a module its own method back where one of this kind stands in its place."""
+    found = isinstance(module.__dict__.get(kind.name), kind)
+    if found:
+        delattr(module, kind.name)
+    return found

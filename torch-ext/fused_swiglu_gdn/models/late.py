@@ -1,0 +1,274 @@
+"""transformers' generate, which reads whether to stop a token late where tokens are replays.
+
+Its loop asks after every token whether all sequences have ended, and so waits for the GPU, which
+then has nothing to do until the host has made the next inputs. It has a way to ask a token later,
+`DeferredStopCheck`, which it takes on Apple's GPUs alone. Here its own function runs with another
+class under that name: what is copied to the host for a token is read when the next one has been
+launched. A token too many is a replay, which runs no Python, into a cache that nobody gets to see;
+transformers drops what was recorded of it, and the random numbers that it drew are given back.
+"""
+
+import functools
+import inspect
+import sys
+from collections import deque
+from types import FunctionType
+from typing import Any, Callable, Optional
+
+import torch
+from torch import nn
+
+from .capture import Graph
+from .graph_rules import why_not_cache
+from .in_place import InPlace
+
+UTILS = "transformers.generation.utils"
+LOOP, CHECK = "_sample", "DeferredStopCheck"
+# the arguments of what transformers calls of that class, by which a release is known
+CALLS = {
+    "__init__": ("self", "input_ids", "max_length", "cache", "cache_is_returned", "streamer"),
+    "is_supported": ("device", "cache", "cache_is_returned", "is_assistant"),
+    "__call__": ("self", "unfinished_sequences", "tokens", "length"),
+    "finish": ("self",),
+}
+# What may be called once more than there are tokens, and not late: functions of ids and scores.
+PROCESSORS = {
+    f"{name}{end}"
+    for end, names in (
+        ("LogitsProcessor", "MinLength MinNewTokensLength RepetitionPenalty "
+         "EncoderRepetitionPenalty NoRepeatNGram EncoderNoRepeatNGram SequenceBias NoBadWords "
+         "ForcedBOSToken ForcedEOSToken InfNanRemove SuppressTokensAtBegin SuppressTokens"),
+        ("LogitsWarper", "Temperature TopP TopK TopH MinP Typical Epsilon Eta"),
+        ("", "ExponentialDecayLengthPenalty LogitNormalization"),
+    )
+    for name in names.split()
+}  # fmt: skip
+LENGTH = "MaxLengthCriteria"  # which the host knows by itself
+CRITERIA = {LENGTH, "MaxTimeCriteria", "EosTokenCriteria", "StopStringCriteria"}
+
+
+class Generate(InPlace):
+    """What stands in place of a model's generate."""
+
+    name = "generate"
+
+    def __init__(self, model: nn.Module):
+        super().__init__(model)
+        own = type(model).generate
+        self.__doc__, self.__signature__ = own.__doc__, inspect.signature(own.__get__(model))
+
+    def __call__(self, *args, **options):
+        model = self.model
+        kind = type(model)
+        others = options.get("custom_generate"), options.get("cache_implementation") == "paged"
+        if len(args) > 2 or any(others) or why_not_late(kind) is not None:
+            return kind.generate(model, *args, **options)
+        return kind.generate(_view(model), *args, **options)
+
+
+def why_not_late(kind: type) -> Optional[str]:
+    """Why models of the class read at once whether to stop; None if they may read it late."""
+    utils = sys.modules.get(UTILS)
+    mixin, check = getattr(utils, "GenerationMixin", None), getattr(utils, CHECK, None)
+    if mixin is None or getattr(kind, "generate", None) is not mixin.generate:
+        return "generate is not transformers' own"
+    loop = getattr(mixin, LOOP, None)
+    if check is None or getattr(kind, LOOP, None) is not loop or not _is_known(loop, check):
+        return "its loop is of no known form"
+    return None
+
+
+@functools.lru_cache(maxsize=16)
+def _is_known(loop: Callable, check: type) -> bool:
+    if CHECK not in getattr(getattr(loop, "__code__", None), "co_names", ()):
+        return False
+    for name, expected in CALLS.items():
+        function = getattr(check, name, None)
+        if function is None or tuple(inspect.signature(function).parameters) != expected:
+            return False
+    return True
+
+
+class View:
+    """A model, for transformers' generate: it shares the attributes, and has another loop.
+
+    generate looks up its loops on the class. What it calls is given the model itself.
+    """
+
+    def __init_subclass__(cls, **kwargs):
+        """Whatever the own class does for its subclasses is not done for this one."""
+
+
+def _view(model: nn.Module) -> nn.Module:
+    view = object.__new__(_view_class(type(model)))
+    object.__setattr__(view, "__dict__", model.__dict__)
+    object.__setattr__(view, "viewed", model)
+    return view
+
+
+@functools.cache
+def _view_class(own: type) -> type:
+    members = {
+        "__slots__": ("viewed",),
+        "__doc__": own.__doc__,
+        "__module__": own.__module__,
+        "__qualname__": own.__qualname__,
+    }
+    for name in set(sys.modules[UTILS].GENERATION_MODES_MAPPING.values()):
+        if hasattr(own, name):  # other ways to decode are code of the Hub
+            members[name] = _of_model(own, name, decode if name == LOOP else None)
+    return type(own)(own.__name__, (View, own), members)
+
+
+def _of_model(own: type, name: str, instead: Optional[Callable]) -> Callable:
+    """A method for a view, called with the model itself."""
+    function = getattr(own, name)
+
+    @functools.wraps(function)
+    def method(view, *args, **options):
+        for each in options.get("logits_processor", ()):
+            if getattr(each, "model", None) is view:  # guidance, which asks it again
+                each.model = view.viewed
+        return (instead or function)(view.viewed, *args, **options)
+
+    return method
+
+
+def decode(
+    model: nn.Module, input_ids, logits_processor, stopping_criteria, generation_config, **given
+):
+    """transformers' loop for a model: where all is known that takes part in it, one that may read
+    a token late."""
+    loop = getattr(type(model), LOOP)
+    given.update(
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+    )
+    if (
+        not given.get("synced_gpus")
+        and _are_of("logits_process", logits_processor, PROCESSORS)
+        and _are_of("stopping_criteria", stopping_criteria, CRITERIA)
+        and stopping_criteria.max_length is not None
+        and not generation_config.disable_compile
+    ):
+        if "tokenizer" in given and not _takes_tokenizer(model):
+            del given["tokenizer"]  # the criteria have it; a graph takes no such input
+        late = Late(model, stopping_criteria, generation_config.do_sample)
+        loop = _with(loop, late)
+    return loop(model, input_ids, **given)
+
+
+def _takes_tokenizer(model: nn.Module) -> bool:
+    return "tokenizer" in inspect.signature(model.forward).parameters
+
+
+def _are_of(file: str, objects: list, names: set) -> bool:
+    known = f"transformers.generation.{file}"
+    kinds = map(type, objects)
+    return all(kind.__module__ == known and kind.__name__ in names for kind in kinds)
+
+
+def _with(loop: FunctionType, late: "Late") -> FunctionType:
+    """The function with another stop check: nothing of transformers is changed."""
+    names = {**loop.__globals__, CHECK: late}
+    found = FunctionType(loop.__code__, names, loop.__name__, loop.__defaults__, loop.__closure__)
+    found.__kwdefaults__ = loop.__kwdefaults__
+    return found
+
+
+class Late:
+    """What one call of generate finds under the name of transformers' DeferredStopCheck."""
+
+    def __init__(self, model: nn.Module, criteria: list, draws: Optional[bool]):
+        self.decoding = model.__dict__.get("get_compiled_call")
+        self.known = all(type(each).__name__ == LENGTH for each in criteria)
+        self.draws = bool(draws)
+
+    def is_supported(
+        self, device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool
+    ) -> bool:
+        """Whether the loop asks us. Where a cache lives on, a step too many would be seen in it."""
+        if is_assistant or cache_is_returned and not self.known:
+            return False
+        if getattr(self.decoding, "steps", None) is None or Graph.why_not(device) is not None:
+            return False
+        return why_not_cache(cache) is None
+
+    def __call__(
+        self, input_ids, max_length: int, cache: Any, cache_is_returned: bool, streamer=None
+    ) -> "StopCheck":
+        steps = self.decoding.steps
+        kept = cache_is_returned and streamer is not None  # whose errors end a call
+
+        def is_replayed() -> bool:
+            step = steps.get(cache)
+            return not kept and step is not None and step.graph is not None
+
+        reads = [] if self.known else [input_ids.new_ones(len(input_ids))]
+        reads += [] if streamer is None else [input_ids.new_ones(len(input_ids))]
+        slots = [Graph.delivery(input_ids.device, reads) for _ in range(2)]
+        draws = Draws(Graph.generator(input_ids.device)) if self.draws else None
+        return StopCheck(max_length, is_replayed, slots, draws, streamer, self.known)
+
+
+class Draws:
+    """How far a generator was after each of the latest tokens."""
+
+    def __init__(self, generator):
+        self.generator = generator
+        self.offsets = deque([generator.get_offset()], maxlen=3)
+
+    def note(self) -> None:
+        self.offsets.append(self.generator.get_offset())
+
+    def take_back(self) -> None:
+        """Gives back what the latest token drew, unless another thread draws, too."""
+        before, kept, after = self.offsets
+        if after - kept == kept - before and self.generator.get_offset() == after:
+            self.generator.set_offset(kept)
+
+
+class StopCheck:
+    """transformers' StopCheck, whose answer is that of the token before where tokens are replays.
+
+    max_length: of the ids. is_replayed(): whether the next step may be launched before the answer.
+    slots: two deliveries to the host. known: sequences end by their length alone.
+    """
+
+    def __init__(self, max_length, is_replayed, slots, draws, streamer, known):
+        self.max_length, self.is_replayed, self.known = max_length, is_replayed, known
+        self.free, self.sent = deque(slots), deque()
+        self.draws, self.streamer = draws, streamer
+        self.ended = False
+
+    def __call__(self, unfinished_sequences, tokens, length: int) -> bool:
+        if self.draws is not None:
+            self.draws.note()
+        slot = self.free.popleft()
+        reads = [] if self.known else [unfinished_sequences]
+        slot.send(reads if self.streamer is None else [*reads, tokens])
+        self.sent.append(slot)
+        late = 1 if self.is_replayed() else 0
+        while len(self.sent) > late and not self.ended:
+            self._receive()
+        return self.ended or length >= self.max_length
+
+    def _receive(self) -> None:
+        slot = self.sent.popleft()
+        values = slot.wait()
+        self.free.append(slot)
+        if self.streamer is not None:
+            self.streamer.put(values[-1].clone())
+        if not self.known:
+            self.ended = not values[0].any()
+
+    def finish(self) -> int:
+        """How many steps were too many."""
+        if self.ended:
+            if self.sent and self.draws is not None:
+                self.draws.take_back()
+            return len(self.sent)
+        while self.sent:
+            self._receive()
+        return 0
