@@ -40,14 +40,16 @@ def _own_class(kind: type, ours: type) -> Optional[type]:
 
 @functools.lru_cache(maxsize=1024)
 def forward_of(ours: type, kind: type) -> Callable:
-    """Our forward for the layers of a class; the class's own for calls that give the cache twice,
-    or by a name which that forward takes for nothing or for an old one."""
+    """Our forward for the layers of a class; the class's own for calls without hidden states, and
+    those that give the cache twice, or by a name which that takes for nothing or for an old one."""
     other = "cache" if OLD_CACHE in inspect.signature(kind.forward).parameters else OLD_CACHE
 
     def forward(self, *args, **kwargs):
+        x = args[0] if args else kwargs.get("hidden_states")
         odd = other in kwargs or len(args) > 1 and "cache" in kwargs
-        if odd and kwargs.get("cp_context") is None:
-            return kind.forward(self, *args, **kwargs)
+        if odd or not isinstance(x, torch.Tensor) or x.ndim != 3:
+            if kwargs.get("cp_context") is None:
+                return kind.forward(self, *args, **kwargs)
         return ours.forward(self, *args, **kwargs)
 
     forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
