@@ -8,7 +8,8 @@ D = 2 H K + HV V channels of the convolution, W its taps.
 """
 
 import functools
-from typing import Callable, Container, Optional
+import inspect
+from typing import Callable, Optional
 
 import torch
 from torch import nn
@@ -24,38 +25,43 @@ from .plain import PLAIN_TENSORS
 from .projections import projected, projections
 from .replay import held_states
 
+OLD_CACHE = "cache_params"  # what transformers called the cache before 5.24
+
 
 @functools.cache
 def _own_class(kind: type, ours: type) -> Optional[type]:
     """Whose forward stands behind ours in a class that is served."""
     for base in kind.__mro__:
-        members = vars(base)
-        if members.get("forward", ours.forward) is not ours.forward and "served_as" not in members:
+        forward = vars(base).get("forward")
+        if forward is not None and getattr(forward, "ours", forward) is not ours.forward:
             return base
     return None
 
 
-def forward_of(ours: type, kind: type, names: Container[str]) -> Callable:
-    """The forward of a layer of ours for a class whose forward knows the cache by these names.
+@functools.lru_cache(maxsize=1024)
+def forward_of(ours: type, kind: type) -> Callable:
+    """Our forward for the layers of a class; the class's own for calls without hidden states, and
+    those that give the cache twice, or by a name which that takes for nothing or for an old one."""
+    other = "cache" if OLD_CACHE in inspect.signature(kind.forward).parameters else OLD_CACHE
 
-    A call by a name that the class does not know is its own forward's, and our argument has a name
-    that some do not know.
-    """
-    if "cache_params" in names:
-        return ours.forward
+    def forward(self, *args, **kwargs):
+        x = args[0] if args else kwargs.get("hidden_states")
+        odd = other in kwargs or len(args) > 1 and "cache" in kwargs
+        if odd or not isinstance(x, torch.Tensor) or x.ndim != 3:
+            if kwargs.get("cp_context") is None:
+                return kind.forward(self, *args, **kwargs)
+        return ours.forward(self, *args, **kwargs)
 
-    def forward(self, hidden_states, cache=None, attention_mask=None, **kwargs):
-        if "cache_params" in kwargs:
-            return _called(kind.forward, self, hidden_states, cache, attention_mask, kwargs)
-        return ours.forward(self, hidden_states, cache, attention_mask, **kwargs)
-
+    forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
+    forward.__qualname__ = f"{ours.__name__}.forward"
+    forward.ours = ours.forward
     return forward
 
 
-def _patch(layer, ours: type, cache, kwargs: dict) -> Optional[Callable]:
+def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
     """The forward of the layer's own class, if that or what it calls was patched since kernelize,
-    if it does not know one of the keywords, or knows it by another name, or if the layer's weights
-    are sharded in this call.
+    if it knows one of the keywords by another name, or if the layer's weights are sharded in this
+    call.
 
     Whoever patches a class or a module of transformers wants the patch to count.
     """
@@ -63,8 +69,7 @@ def _patch(layer, ours: type, cache, kwargs: dict) -> Optional[Callable]:
         return None
     own = _own_class(type(layer), ours)
     plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
-    twice = cache is not None and "cache" in kwargs
-    if plain and not twice and not differs_since(own, layer, kwargs):
+    if plain and not differs_since(own, layer, kwargs):
         return None
     if kwargs.get("cp_context") is not None:
         raise ValueError("cp_context must not be given to a layer that is patched or sharded")
@@ -274,10 +279,10 @@ class Qwen3_5GatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        patch = _patch(self, Qwen3_5GatedDeltaNet, cache_params, kwargs)
-        if patch is not None:
-            return _called(patch, self, hidden_states, cache_params, attention_mask, kwargs)
         cache = kwargs.pop("cache", cache_params)
+        patch = _patch(self, Qwen3_5GatedDeltaNet, kwargs)
+        if patch is not None:
+            return _called(patch, self, hidden_states, cache, attention_mask, kwargs)
         x = _without_padding(hidden_states, attention_mask)
         qkv, z, b, a = projections(
             x, self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
@@ -300,10 +305,10 @@ class Qwen3NextGatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        patch = _patch(self, Qwen3NextGatedDeltaNet, cache_params, kwargs)
-        if patch is not None:
-            return _called(patch, self, hidden_states, cache_params, attention_mask, kwargs)
         cache = kwargs.pop("cache", cache_params)
+        patch = _patch(self, Qwen3NextGatedDeltaNet, kwargs)
+        if patch is not None:
+            return _called(patch, self, hidden_states, cache, attention_mask, kwargs)
         x = _without_padding(hidden_states, attention_mask)
         qkvz, ba = projections(x, self.in_proj_qkvz, self.in_proj_ba)
         ratio = self.num_v_heads // self.num_k_heads
@@ -327,10 +332,10 @@ class OlmoHybridGatedDeltaNet(nn.Module):
     can_torch_compile = True
 
     def forward(self, hidden_states, cache_params=None, attention_mask=None, **kwargs):
-        patch = _patch(self, OlmoHybridGatedDeltaNet, cache_params, kwargs)
-        if patch is not None:
-            return _called(patch, self, hidden_states, cache_params, attention_mask, kwargs)
         cache = kwargs.pop("cache", cache_params)
+        patch = _patch(self, OlmoHybridGatedDeltaNet, kwargs)
+        if patch is not None:
+            return _called(patch, self, hidden_states, cache, attention_mask, kwargs)
         x = _without_padding(hidden_states, attention_mask)
         q, k, v, z, b, a = projections(
             x, self.q_proj, self.k_proj, self.v_proj, self.g_proj, self.b_proj, self.a_proj

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import nn
 
 HARMLESS = (str, int, float, tuple, type(None), logging.Logger, ModuleType)
-CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of a GDN layer's argument
 DISPATCHERS = "transformers.integrations.hub_kernels"  # what stands before the torch functions
 
 
@@ -32,7 +31,6 @@ class OwnCode(NamedTuple):
     names: Tuple[tuple, ...]  # (namespace, name, value) of everything that a patch could replace
     methods: Tuple[str, ...] = ()  # that it calls of its module
     renamed: FrozenSet[str] = frozenset()  # keywords that a decorator takes for others
-    unknown: FrozenSet[str] = frozenset()  # other names of the cache, which it does not know
 
     def unchanged(self) -> bool:
         """Nobody has patched what was looked at since."""
@@ -191,9 +189,7 @@ def _look_at(kind: type) -> OwnCode:
             names.append((_namespace(kind, name), name, method))
             methods.append(name)
             _look_into(method, functions, names)
-    known = plain.__code__.co_varnames[: plain.__code__.co_argcount]
-    others = frozenset(CACHE_NAMES).difference(known, renamed)
-    return OwnCode(plain, functions, tuple(names), tuple(methods), renamed, others)
+    return OwnCode(plain, functions, tuple(names), tuple(methods), renamed)
 
 
 _found: Dict[type, OwnCode] = {}
@@ -211,11 +207,10 @@ def own_code(kind: type) -> OwnCode:
 
 def differs_since(kind: type, module: nn.Module, keywords: dict) -> bool:
     """A class whose forward was transformers' own when own_code looked is patched now, the module
-    of it has methods of its own, or the forward does not know one of the keywords, or takes it for
+    of it has methods of its own, or a decorator of the forward takes one of the keywords for
     another."""
     known = _found.get(kind)
     if known is None:
         return False
     own_methods = any([name in module.__dict__ for name in known.methods])
-    renamed = not (known.renamed | known.unknown).isdisjoint(keywords)
-    return own_methods or renamed or not known.unchanged()
+    return own_methods or not known.renamed.isdisjoint(keywords) or not known.unchanged()

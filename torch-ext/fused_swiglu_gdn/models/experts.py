@@ -118,15 +118,17 @@ def _refuse_fp8(self, *args, **kwargs):
 
 
 def experts_forward(
-    self: nn.Module,
-    hidden_states: torch.Tensor,  # [T, H]
-    top_k_index: torch.Tensor,  # [T, K]
-    top_k_weights: torch.Tensor,  # [T, K]
+    self: nn.Module, *given: torch.Tensor, **named: torch.Tensor
 ) -> torch.Tensor:  # [T, H]
-    """What transformers calls for a module of experts."""
+    """What transformers calls for a module of experts: x [T, H], ids [T, K], weights [T, K]."""
     reason = why_not_experts(self) or why_not_here(self)
+    if reason is None and (named or len(given) != 3 or not isinstance(given[0], torch.Tensor)):
+        reason = "it is not called with three tensors by position"
     if reason is not None:
-        return _fall_back(self, reason, hidden_states, top_k_index, top_k_weights)
+        return _fall_back(self, reason, *given, **named)
+    hidden_states, top_k_index, top_k_weights = given
+    if hidden_states.dtype is not self.gate_up_proj.dtype and _refuses_dtypes(self, hidden_states):
+        return _fall_back(self, "its input is of another dtype", *given)
     form = form_of(type(self))
     activation = form.activation or activation_of(self.act_fn)
     limit = None if form.limit is None else float(getattr(self, form.limit))
@@ -157,15 +159,20 @@ def weights_of(module: nn.Module) -> Tuple[torch.Tensor, torch.Tensor]:
     return (w_gate_up.mT, w_down.mT) if flag(module, "is_transposed") else (w_gate_up, w_down)
 
 
-def _fall_back(self, reason: str, *args) -> torch.Tensor:
+def _refuses_dtypes(self, x: torch.Tensor) -> bool:
+    """What was chosen before does not cast x to the weights' dtype."""
+    return self.__dict__.get(BEFORE) == "eager" and not torch.is_autocast_enabled(x.device.type)
+
+
+def _fall_back(self, reason: str, *args, **named) -> torch.Tensor:
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     loop = _loops.get(type(self)) if self.__dict__.get(BEFORE) == "eager" else None
     if not torch.compiler.is_compiling():
         _say_once(type(self).__name__, "own loop" if loop else "grouped_mm", reason)
     if loop is not None:
-        return loop(self, *args)
-    return grouped_mm_experts_forward(self, *args)
+        return loop(self, *args, **named)
+    return grouped_mm_experts_forward(self, *args, **named)
 
 
 @functools.lru_cache(maxsize=256)

@@ -7,7 +7,7 @@ for packed sequences.
 
 import inspect
 from types import FunctionType
-from typing import Callable, Optional, Tuple, Union
+from typing import Optional, Tuple
 
 from torch import nn
 
@@ -15,8 +15,7 @@ from .. import layers
 from ..gdn.checks import MAX_HEAD_DIM
 from ..gdn_layer.checks import MAX_TAPS
 from ..layers.gated_norm import is_gated_norm
-from ..layers.gdn import forward_of
-from ..layers.own_code import CACHE_NAMES, NotOwn, own_code
+from ..layers.own_code import NotOwn, own_code
 from ..layers.plain import why_not_tensor
 from .gdn_trial import why_not_same
 from .serving import own_class
@@ -32,36 +31,31 @@ PARTS = {
 }  # fmt: skip
 
 
-def gated_delta_net(module: nn.Module) -> Tuple[str, Optional[str], Optional[Callable]]:
-    """Our layer for a module that has a convolution and A_log; why it is left alone or None; the
-    forward that serves it."""
+def gated_delta_net(module: nn.Module) -> Tuple[str, Optional[str]]:
+    """Our layer for a module that has a convolution and A_log, and why it is left alone or None."""
     for name, parts in PARTS.items():
         if parts == set(module._modules):
-            found = _forward(module, name)
-            return (name, found, None) if isinstance(found, str) else (name, None, found)
-    return "GatedDeltaNet", "its parts are not those of a Gated DeltaNet layer known here", None
+            return name, why_not_gated_delta_net(module, name)
+    return "GatedDeltaNet", "its parts are not those of a Gated DeltaNet layer known here"
 
 
-def _forward(module: nn.Module, layer: str) -> Union[str, Callable]:
-    """Serves the module, which has the parts of a family; or why nothing does: it has not the
-    family's forward, sizes or plain weights."""
-    kind = own_class(module)
+def why_not_gated_delta_net(module: nn.Module, layer: str) -> Optional[str]:
+    """The module has the parts of a family, but not its forward, sizes or plain weights."""
     try:
-        found = own_code(kind)
+        found = own_code(own_class(module))
     except NotOwn as error:
         return f"its forward {error}"
     reason = _why_other_arguments(found.forward, layer) or _why_not_plain(module)
     is_gated_norm(getattr(module, "norm", None) or module.o_norm)  # while tracing it cannot look
-    reason = reason or why_not_same(found, layer)
-    names = found.renamed.union(inspect.signature(found.forward).parameters)
-    return reason or forward_of(getattr(layers, layer), kind, names)
+    return reason or why_not_same(found, layer)
 
 
 def _why_other_arguments(forward: FunctionType, layer: str) -> Optional[str]:
-    """The forward of the class takes other arguments than our layer, whatever the cache's name."""
+    """The forward of the class takes other arguments than our layer, which knows both names that
+    transformers has for the cache."""
     ours = inspect.signature(getattr(layers, layer).forward).parameters
     theirs = inspect.signature(forward).parameters
-    names = ["cache_params" if name in CACHE_NAMES else name for name in theirs]
+    names = ["cache_params" if name == "cache" else name for name in theirs]
     defaults = [p.default for p in theirs.values()]
     if names != list(ours) or defaults != [p.default for p in ours.values()]:
         return "its forward takes other arguments"

@@ -9,7 +9,8 @@ from typing import Callable, NamedTuple, Optional, Union
 
 from torch import nn
 
-from ..layers import attention, decoder, norm, swiglu
+from .. import layers
+from ..layers import attention, decoder, gdn, norm, swiglu
 from .attention_trial import attention_form, is_attention
 from .gated_delta_net import gated_delta_net
 from .layer_trial import is_decoder_layer, layer_form
@@ -31,14 +32,15 @@ class Finding(NamedTuple):
     kind: str  # of KINDS
     layer: str  # the name of our layer, or what the module resembles
     reason: Optional[str] = None  # why it is left alone; None if it is served
-    form: Optional[Form] = None  # which of its attributes are what; of a GDN layer, its forward
+    form: Optional[Form] = None  # which of its attributes are what; not of a GDN layer
     unknown: bool = False  # the reason is what transformers has made its class
+    own: Optional[type] = None  # the class of a GDN layer
 
     @property
     def forward(self) -> Callable:
         """Ours, for the module."""
         if self.kind == "gdn":
-            return self.form
+            return gdn.forward_of(getattr(layers, self.layer), self.own)
         return _FORWARDS[self.kind](self.form)
 
 
@@ -67,7 +69,7 @@ def _mlp(module: nn.Module) -> Optional[Finding]:
 
 def _gdn(module: nn.Module) -> Optional[Finding]:
     if "conv1d" in module._modules and "A_log" in module._parameters:
-        return Finding("gdn", *gated_delta_net(module))
+        return Finding("gdn", *gated_delta_net(module), own=own_class(module))
     return None
 
 
