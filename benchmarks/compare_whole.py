@@ -1,12 +1,12 @@
 """Whole models before and after kernelize on a GPU: prompts, tokens and training steps.
 
-    python benchmarks/compare_whole.py [--model llama qwen3_5] [--what token prompt training]
-                                       [--batch 1 64] [--peers compile liger] [--json FILE]
-                                       [--wait-for FILE] [--every N]
+    python benchmarks/compare_whole.py [--model llama qwen3_5 qwen3_moe]
+                                       [--what token prompt training] [--batch 1 64] [--peers compile liger]
+                                       [--json FILE] [--wait-for FILE] [--every N]
 
-Llama with 8 layers of the 8B model's sizes, and Qwen3.5 with 16 layers of the 4B model's, random
-weights, bf16. Before means transformers with FLA's kernels (compare_models.py), whose backward
-pass takes no notice of its own guard (compare_gdn_backward.py). Peers beside it are torch.compile
+Llama with 8 layers of the 8B model's sizes, Qwen3.5 with 16 layers of the 4B model's, Qwen3-MoE
+with 8 of the 30B-A3B model's, random weights, bf16. Before means transformers with FLA's kernels
+(compare_models.py), whose backward pass takes no notice of its own guard (compare_gdn_backward.py). Peers beside it are torch.compile
 of it, by its defaults and for fixed shapes, and Liger's kernels, with which training has
 kernelize(loss=True) as well. All run in one process, in turns: wall time, launches, busy time of
 the GPU, the kernels that take most of it and, for training, peak memory. Peers that raise are left
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Callable, Optional
 
 import torch
-from compare_models import greedy_step, install_fla_convolution, randomize, wall
+from compare_models import MIXTURES, greedy_step, install_fla_convolution, randomize, wall
 from kernel_time import (
     RESULTS,
     load_package,
@@ -75,6 +75,10 @@ def model_of(name: str):
 
     if name == "llama":
         kind, config = transformers.LlamaForCausalLM, transformers.LlamaConfig(**LLAMA)
+    elif name == "qwen3_moe":
+        sizes = MIXTURES["Qwen3-30B-A3B"][-1]
+        kind, config = transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**sizes)
+        config._experts_implementation = "grouped_mm"
     else:
         kind, config = transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig(**QWEN)
     with torch.device("cuda"):
