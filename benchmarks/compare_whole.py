@@ -1,16 +1,17 @@
 """Whole models before and after kernelize on a GPU: prompts, tokens and training steps.
 
     python benchmarks/compare_whole.py [--model llama qwen3_5 qwen3_moe]
-                                       [--what token prompt training] [--batch 1 64] [--peers compile liger]
-                                       [--json FILE] [--wait-for FILE] [--every N]
+                                       [--what token prompt training] [--batch 1 64]
+                                       [--peers compile liger] [--json FILE]
+                                       [--wait-for FILE] [--every N]
 
 Llama with 8 layers of the 8B model's sizes, Qwen3.5 with 16 layers of the 4B model's, Qwen3-MoE
 with 8 of the 30B-A3B model's, random weights, bf16. Before means transformers with FLA's kernels
-(compare_models.py), whose backward pass takes no notice of its own guard (compare_gdn_backward.py). Peers beside it are torch.compile
-of it, by its defaults and for fixed shapes, and Liger's kernels, with which training has
-kernelize(loss=True) as well. All run in one process, in turns: wall time, launches, busy time of
-the GPU, the kernels that take most of it and, for training, peak memory. Peers that raise are left
-out. Rows take the places of the record's of the same name.
+(compare_models.py), whose backward pass takes no notice of its own guard (compare_gdn_backward.py).
+Peers beside it are torch.compile of it, by its defaults and for fixed shapes, and Liger's kernels,
+with which training has kernelize(loss=True) as well. All run in one process, in turns: wall time,
+launches, busy time of the GPU, the kernels that take most of it and, for training, peak memory.
+Peers that raise are left out. Rows take the places of the record's of the same name.
 --wait-for compiles everything first and measures once FILE exists. --every has FLA try every Nth of
 its configurations: compiling all of its backward pass takes minutes.
 """
