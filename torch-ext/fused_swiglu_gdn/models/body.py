@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from typing import Callable, List, NoReturn, Set, Tuple
+from typing import Callable, List, NoReturn, Optional, Set, Tuple
 
 from .code import Refused, is_text, logs
 from .expressions import Expressions
@@ -26,8 +26,12 @@ class Body(Expressions):
         self.local: Set[str] = {*env, *stored}
 
     def refuse(self, node: ast.AST) -> NoReturn:
+        raise self.refused(node)
+
+    @staticmethod
+    def refused(node: ast.AST) -> Refused:
         text = ast.unparse(node).split("\n")[0]
-        raise Refused(f"its forward has `{text if len(text) < 60 else text[:57] + '...'}`")
+        return Refused(f"its forward has `{text if len(text) < 60 else text[:57] + '...'}`")
 
     def run(self) -> object:
         """What the function gives."""
@@ -141,7 +145,7 @@ class Body(Expressions):
         held = self.truth(self.expression(node.test), node.test)
         if isinstance(held, Plain):
             return None if held.value else self.refuse(node)
-        self.exclude(negated(held), "", node)
+        self.exclude(negated(held), None, node)
 
     def read_If(self, node: ast.If) -> bool:
         if not node.orelse and all(self.does_nothing(inner) for inner in node.body):
@@ -200,26 +204,12 @@ class Body(Expressions):
             self.env = found[0][1]
         return found
 
-    def exclude(self, condition: Known, why: object, node: ast.AST) -> None:
+    def exclude(self, condition: Known, why: Optional[Refused], node: ast.AST) -> None:
         """Calls for which the condition holds here are for the forward itself."""
-        if condition.text is None:
-            raise why if isinstance(why, Refused) else self.refuse(node)
-        outer = [known for known in self.reader.path if known.text is not None]
-        if condition.on <= {"own"}:
-            outer = [known for known in outer if known.on <= {"own"}]
-        everything = [*outer, condition]
-        text = " and ".join(f"({known.text})" for known in everything)
-        paths = frozenset().union(*(known.paths for known in everything))
-        if condition.on <= {"own"}:
-            self.reader.demands.append((text, paths, str(why) or self.told_by(node)))
-        else:
-            self.reader.excluded.append(text)
-
-    def told_by(self, node: ast.AST) -> str:
-        try:
-            self.refuse(node)
-        except Refused as why:
-            return str(why)
+        if condition.text is None or condition.on <= {"own"}:
+            raise why or self.refused(node)
+        everything = [known for known in (*self.reader.path, condition) if known.text is not None]
+        self.reader.excluded.append(" and ".join(f"({known.text})" for known in everything))
 
 
 def negated(held: Known) -> Known:

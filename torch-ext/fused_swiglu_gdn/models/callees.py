@@ -294,7 +294,7 @@ class Callees:
         for value in (*args, words):
             self.use(value, node)
         if name in ARITHMETIC:
-            self.only_sizes_as_they_are((*args[1:], *words.values.values()), node)
+            self.only_sizes_as_they_are((*args, *words.values.values()), node)
         kind = SIZES.get(name)
         if kind is None:
             return VALUE
@@ -357,5 +357,5 @@ class Callees:
         off = len(enabled) == 1 and isinstance(enabled[0], ast.Constant) and not enabled[0].value
         if off:
             condition = Known("torch._C._is_any_autocast_enabled()", frozenset(["call"]))
-            self.exclude(condition, "", node)
+            self.exclude(condition, None, node)
         return off

@@ -16,14 +16,14 @@ def defaults_of(function: FunctionType) -> dict:
     return {p.name: p.default for p in known if p.default is not p.empty}
 
 
-def fails(text: str, defaults: dict) -> Callable:
-    """(module, arguments by name) -> whether a condition is not met; no where that is not told."""
+def condition(text: str, defaults: dict) -> Callable:
+    """(module, arguments by name) -> whether a condition is met, which nobody can tell of some."""
     code = compile(text, "<condition>", "eval")
 
-    def holds(module: nn.Module, given: dict) -> bool:
+    def met(module: nn.Module, given: dict) -> bool:
         try:
-            return not eval(code, NAMES, {**defaults, **given, "self": module})
+            return bool(eval(code, NAMES, {**defaults, **given, "self": module}))
         except Exception:
             return False
 
-    return holds
+    return met

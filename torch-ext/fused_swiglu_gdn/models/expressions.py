@@ -209,6 +209,7 @@ class Expressions(Callees):
 
     def only_sizes_as_they_are(self, values, node: ast.AST) -> None:
         """A tensor is not computed with a number that is the same for all sizes that were tried."""
+        self.reader.computed_with |= {v.name for v in values if isinstance(v, Given)}
         if any(isinstance(v, Known) and "derived" in v.on for v in values):
             self.refuse(node)
 
@@ -234,10 +235,7 @@ class Expressions(Callees):
             if not isinstance(held, Plain):
                 parts.append(held)
             elif held.value == stops:
-                if not parts:
-                    return value
-                parts.append(Plain(held.value))
-                break
+                return Plain(held.value) if parts else value
         if not parts:
             return value
         return joined("({})", " or " if stops else " and ", parts)
@@ -305,7 +303,8 @@ class Expressions(Callees):
             return Plain(bool(value.values))
         if isinstance(value, (Known, Own, Given)):
             self.use(value, node)
-            return told(value)
+            held = self.reader.holds(told(value))
+            return told(value) if held is None else Plain(held)
         self.refuse(node)
 
     # -- attributes and elements

@@ -11,7 +11,7 @@ does not hold is kept in `checks`: a call that fails there is for the forward it
 import ast
 import inspect
 from types import FunctionType
-from typing import Callable, Dict, FrozenSet, Iterable, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -20,13 +20,14 @@ from ..layers.own_code import peeled
 from ..layers.pinned import Pinned, found_at
 from .body import Body
 from .code import Refused, source_of, static, why_odd_class
-from .conditions import defaults_of, fails
-from .stand_ins import View
+from .conditions import condition, defaults_of
 from .values import (
     ARGUMENTS,
+    CONSTANTS,
     PLAIN_VALUES,
     Closure,
     Given,
+    Known,
     Own,
     Passed,
     Plain,
@@ -48,51 +49,52 @@ class Source(NamedTuple):
     checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
     rates: Tuple[str, ...]  # attributes that are the rate of a dropout
     by_dtype: bool  # it compares dtypes
-    # (whether attributes are such that it can be read, their paths, why it cannot otherwise)
-    demands: Tuple[Tuple[Callable, FrozenSet[str], str], ...]
+    decided: Tuple[tuple, ...]  # (condition on attributes, whether it held): ways that were read
     tensors: Tuple[str, ...]  # attributes whose methods are called
 
 
-_sources: Dict[type, Source] = {}
+_sources: Dict[type, List[Source]] = {}
 
 
 def read(kind: type, module: nn.Module, *allowed: str) -> Source:
-    """The source of the forward of a module of this class; raises Refused. `allowed`: "switches",
-    "by_dtype", for a kind that minds them."""
-    known = _sources.get(kind)
-    if known is None or not known.pinned.unchanged():
-        known = _sources[kind] = _read(kind)
+    """The source of the forward of a module of this class; raises Refused. `allowed`: "by_dtype",
+    for a kind that minds it."""
+    sources = [source for source in _sources.get(kind, ()) if source.pinned.unchanged()]
+    met = (s for s in sources if all(held(module, {}) is value for held, value in s.decided))
+    known = next(met, None)
+    if known is None:
+        known = _read(kind, module)
+        _sources[kind] = [*sources, known]
     if not known.pinned.unchanged(module):
         raise Refused("it has methods of its own, which its class has not")
-    for met, paths, why in known.demands:
-        plain = all(found_at(module, path) is None or _is_plain(module, path) for path in paths)
-        views = (View(module, ["training"], training) for training in (False, True))
-        if not plain or not all(met(view, {}) for view in views):
-            raise Refused(why)
     for path in known.tensors:
         if not isinstance(found_at(module, path), torch.Tensor):
             raise Refused(f"{path} is no tensor")
-    if known.switches and "switches" not in allowed:
-        raise Refused(f"its forward branches on {', '.join(sorted(known.switches))}")
     if known.by_dtype and "by_dtype" not in allowed:
         raise Refused("its forward branches on a dtype")
     return known
 
 
-def _read(kind: type) -> Source:
-    reader = Reader(kind)
-    plain = reader.main()
+def _read(kind: type, module: nn.Module) -> Source:
+    reader = Reader(kind, module)
+    try:
+        plain = reader.main()
+    except Refused as why:  # where optional arguments are left at their defaults, it may be read
+        reader = Reader(kind, module, reader.computed_with | reader.switches)
+        try:
+            plain = reader.main()
+        except Refused:
+            raise why from None
     names = {(id(space), name): (space, name, value) for space, name, value in reader.names}
     codes = {id(function): (function, code) for function, code in reader.codes}
     pinned = Pinned(tuple(names.values()), tuple(codes.values()), tuple(sorted(reader.methods)))
     defaults = {**defaults_of(plain), **dict.fromkeys(reader.extra)}
     renamed = reader.renamed - set(inspect.signature(plain).parameters)
+    fails = (condition(f"not ({text})", defaults) for text in dict.fromkeys(reader.excluded))
     return Source(
-        plain, pinned, tuple(sorted(reader.reads - {""})), tuple(sorted(reader.parts)),
-        frozenset(renamed), tuple(sorted(reader.extra)), frozenset(reader.switches),
-        tuple(fails(text, defaults) for text in dict.fromkeys(reader.excluded)),
-        tuple(sorted(reader.rates)), reader.by_dtype,
-        tuple((fails(text, {}), paths, why) for text, paths, why in dict.fromkeys(reader.demands)),
+        plain, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
+        frozenset(renamed), tuple(sorted(reader.extra)), frozenset(reader.switches), tuple(fails),
+        tuple(sorted(reader.rates)), reader.by_dtype, tuple(reader.decided.values()),
         tuple(sorted(reader.tensors)),
     )  # fmt: skip
 
@@ -108,10 +110,6 @@ def only_argument(source: Source) -> str:
     if needed[0].name in source.switches:
         raise Refused(f"its forward branches on {needed[0].name}")
     return needed[0].name
-
-
-def _is_plain(module: nn.Module, path: str) -> bool:
-    return isinstance(found_at(module, path), PLAIN_VALUES)
 
 
 def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
@@ -146,11 +144,13 @@ def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) 
 class Reader:
     """All functions that a class's forward consists of."""
 
-    def __init__(self, kind: type):
-        self.kind, self.names, self.codes = kind, [], []
+    def __init__(self, kind: type, module: nn.Module, fixed=frozenset()):
+        self.kind, self.module, self.names, self.codes = kind, module, [], []
+        self.fixed, self.computed_with = fixed, set()  # arguments
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
         self.renamed, self.extra, self.switches, self.tensors = set(), set(), set(), set()
-        self.demands, self.excluded = [], []  # conditions under which it is not ours: of Source
+        self.excluded: list = []  # conditions under which a call is not ours
+        self.decided: dict = {}  # by their texts
         self.path: list = []  # conditions under which the statement is reached that is read
         self.by_dtype, self.depth, self.steps = False, 0, 0
         self.definitions, self.spaces = {}, {}
@@ -163,6 +163,20 @@ class Reader:
         """Forgets what was read since; `path` is as it was, as whoever adds to it takes it back."""
         kept, self.by_dtype, self.depth = mark
         self.__dict__.update({n: v for n, v in kept.items() if n != "path"})
+
+    def holds(self, known: Known) -> Optional[bool]:
+        """Whether a condition on attributes that are guarded holds for the module; None if that may
+        change."""
+        values = [found_at(self.module, path) for path in known.paths]
+        plain = all(value is None or isinstance(value, PLAIN_VALUES) for value in values)
+        if not known.text or known.on != {"own"} or "training" in known.paths or not plain:
+            return None
+        held, not_held = condition(known.text, {}), condition(f"not ({known.text})", {})
+        found = held(self.module, {})
+        if found is not_held(self.module, {}):  # nobody can tell
+            return None
+        self.decided[known.text] = held, found
+        return found
 
     def space(self, owner: object, name: str = "") -> object:
         """The namespace of a class, or of a free variable of a function."""
@@ -238,6 +252,10 @@ class Reader:
         if first is None:
             raise Refused("its forward takes no self")
         env = {name: Given(name) for name in (*others, *(a.arg for a in args.kwonlyargs))}
+        for name, value in defaults_of(plain).items():
+            if name in self.fixed and isinstance(value, CONSTANTS):
+                env[name] = Plain(value)
+                self.switches.add(name)
         env[first] = Own("")
         if args.vararg is not None:
             env[args.vararg.arg] = Several(())  # a call with more is for the forward itself
