@@ -173,7 +173,7 @@ class _Trial(Learning, Numbers):
             if p is not None
         }
         self.hidden = self.tables = self.cache = self.mask = None  # arguments
-        self.fixed = set()  # those that are left at their defaults
+        self.fixed = set(source.switches)  # those that are left at their defaults
         self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
         self.dims, self.D, self.travelling = 3, 1, frozenset()
 

@@ -1,306 +1,216 @@
-"""One function of a forward, statement by statement and expression by expression."""
+"""One function of a forward, statement by statement."""
 
 import ast
-from typing import Dict, NoReturn, Optional
+import sys
+from typing import Callable, List, NoReturn, Optional, Set, Tuple
 
-import torch
+from .code import Refused, is_text, logs
+from .expressions import Expressions
+from .values import VALUE, Closure, Known, Plain, Several, merged
 
-from .callees import Callees
-from .code import (
-    ATTRIBUTES,
-    BUILTINS,
-    EXPRESSIONS,
-    PLAIN_VALUES,
-    Refused,
-    calls,
-    is_constant,
-    is_text,
-    keyword_tested,
-    logs,
-)
-from .conditions import Inlined, compiled, copy, defaults_of, is_condition
+MOST = 20_000  # statements and calls of one forward
 
 
-class Body(Callees):
-    """One function's body."""
+class Body(Expressions):
+    """The call of one function, with what is known of its names."""
 
-    def __init__(self, reader, function, definition, me, owner, main):
+    def __init__(self, reader, function, definition, env: dict, owner, outer=None):
         self.reader, self.function, self.definition = reader, function, definition
-        self.me, self.owner, self.main = me, owner, main
-        arguments = definition.args
-        taken = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-        names = [argument.arg for argument in taken]
-        self.kwargs = arguments.kwarg.arg if arguments.kwarg is not None else None
-        rest = [arguments.vararg, arguments.kwarg]
-        self.local = {*names, *(argument.arg for argument in rest if argument is not None)}
-        self.given = {name for name in names if name != me}
+        self.env, self.owner, self.outer = env, owner, outer
+        self.returns: List[object] = []
+        self.passing = None  # the arguments with which a wrapper calls what it wraps
         stored = [
             node.id for node in ast.walk(definition)
             if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del))
         ]  # fmt: skip
-        self.local |= set(stored)
-        self.once = {name for name in stored if stored.count(name) == 1 and name not in names}
-        self.constant = self.given - set(stored)  # arguments that keep their value
-        self.interfaces = set()  # local names that hold an attention function
-        self.aliases: Dict[str, str] = {}  # local names of the module's attributes, by their paths
-        self.shapes: Dict[str, ast.expr] = {}  # local names of sizes, by what they are
+        self.local: Set[str] = {*env, *stored}
 
     def refuse(self, node: ast.AST) -> NoReturn:
+        raise self.refused(node)
+
+    @staticmethod
+    def refused(node: ast.AST) -> Refused:
         text = ast.unparse(node).split("\n")[0]
-        raise Refused(f"its forward has `{text if len(text) < 60 else text[:57] + '...'}`")
+        return Refused(f"its forward has `{text if len(text) < 60 else text[:57] + '...'}`")
 
-    def look(self) -> None:
-        for default in [*self.definition.args.defaults, *self.definition.args.kw_defaults]:
-            if default is not None and not is_constant(default):
-                self.refuse(default)
-        for statement in self.definition.body:
-            self.statement(statement)
+    def run(self) -> object:
+        """What the function gives."""
+        if isinstance(self.definition, ast.Lambda):
+            return self.expression(self.definition.body)
+        if not self.block(self.definition.body):
+            self.returns.append(Plain(None))
+        found = self.returns[0]
+        for value in self.returns[1:]:
+            found = merged(found, value)
+        return found
 
-    # -- statements
+    def block(self, statements: List[ast.stmt]) -> bool:
+        """Reads statements; whether whatever follows them is never reached."""
+        held = len(self.reader.path)
+        try:
+            return any(self.statement(statement) for statement in statements)
+        finally:
+            del self.reader.path[held:]
 
-    def statement(self, node: ast.stmt) -> None:
-        if isinstance(node, ast.If):
-            self.branch(node)
-        elif isinstance(node, ast.Assert):
-            self.check(node.test, node)
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            self.assign(node)
-        elif isinstance(node, ast.AugAssign):
-            if not isinstance(node.target, ast.Name) or node.target.id == self.me:
-                self.refuse(node)
-            self.aliases.pop(node.target.id, None)
-            self.expression(node.value)
-        elif isinstance(node, ast.Return):
-            if node.value is not None:
-                self.expression(node.value)
-        elif isinstance(node, ast.Delete):
-            if not all(isinstance(t, ast.Name) and t.id != self.me for t in node.targets):
-                self.refuse(node)
-        elif isinstance(node, ast.Expr):
-            if self.taken_out(node.value):
-                return
-            if not (is_text(node) or logs(node, self.function.__globals__)):
-                self.refuse(node)
-        elif not isinstance(node, ast.Pass):
+    def statement(self, node: ast.stmt) -> bool:
+        self.reader.steps += 1
+        if self.reader.steps > MOST:
+            raise Refused("its forward is too long to read")
+        read = getattr(self, f"read_{type(node).__name__}", None)
+        if read is None:
             self.refuse(node)
+        return bool(read(node))
 
-    def branch(self, node: ast.If) -> None:
-        old = self.kwargs and keyword_tested(node.test, self.kwargs, {})
-        if old:  # a call with this keyword is for the forward itself
-            self.reader.renamed.add(old)
-        elif len(node.body) == 1 and isinstance(node.body[0], ast.Raise) and not node.orelse:
-            self.check(ast.UnaryOp(ast.Not(), node.test), node)
-            return
-        else:
-            self.test(node.test)
-            for inner in node.body:
-                self.statement(inner)
-        for inner in node.orelse:
-            self.statement(inner)
+    def read_Pass(self, node: ast.Pass) -> None:
+        pass
 
-    def assign(self, node) -> None:
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        if not all(self.is_target(target) for target in targets):
-            self.refuse(node)
-        value = node.value
-        if value is None:
-            return
-        names = [target.id for target in targets if isinstance(target, ast.Name)]
-        for name in names:
-            self.aliases.pop(name, None)
-        if calls(value, "get_interface"):
-            self.interfaces |= set(names)
-        path = self.path(value)
-        if path is not None and len(targets) == len(names) and set(names) <= self.once:
-            self.aliases.update(dict.fromkeys(names, path))
-            self.own(value)
-            return
-        for target in targets:
-            self.remember_sizes(target, value)
-        self.expression(value)
-
-    def remember_sizes(self, target: ast.expr, value: ast.expr) -> None:
-        if isinstance(target, ast.Name):
-            if target.id in self.once and is_condition(self, value):
-                self.shapes[target.id] = value
-        elif isinstance(target, ast.Tuple) and is_condition(self, value):
-            for i, each in enumerate(target.elts):
-                if isinstance(each, ast.Name) and each.id in self.once:
-                    self.shapes[each.id] = ast.Subscript(value, ast.Constant(i), ast.Load())
-                elif not isinstance(each, ast.Name):
-                    break
-
-    def is_target(self, node: ast.expr) -> bool:
-        if isinstance(node, (ast.Tuple, ast.List)):
-            return all(self.is_target(element) for element in node.elts)
-        if isinstance(node, ast.Starred):
-            return self.is_target(node.value)
-        return isinstance(node, ast.Name) and node.id != self.me
-
-    def taken_out(self, node: ast.expr) -> bool:
-        """kwargs.get("name") or kwargs.pop("name", None): an argument by another way."""
-        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
-            return False
-        mine = isinstance(node.func.value, ast.Name) and node.func.value.id == self.kwargs
-        if not mine or self.kwargs is None or node.func.attr not in ("get", "pop"):
-            return False
-        words = [a.value for a in node.args if isinstance(a, ast.Constant)]
-        if len(words) != len(node.args) or node.keywords or not isinstance(words[0], str):
-            self.refuse(node)
-        if words[1:] not in ([], [None]) or node.func.attr == "pop" and not words[1:]:
-            self.refuse(node)
-        if self.main:
-            self.reader.extra.add(words[0])
-        else:  # whose keywords they are is not known: calls with one are for the forward itself
-            self.reader.renamed.add(words[0])
+    def read_Return(self, node: ast.Return) -> bool:
+        value = Plain(None) if node.value is None else self.expression(node.value)
+        if self.outer is None and self.reader.depth == 1:
+            self.use(value, node)
+        self.returns.append(value)
         return True
 
-    # -- conditions on shapes
+    def read_Assign(self, node: ast.Assign) -> None:
+        value = self.expression(node.value)
+        for target in node.targets:
+            self.assign(target, value, node)
 
-    def check(self, test: ast.expr, node: ast.stmt) -> None:
-        """A condition without which the forward raises."""
-        if not self.main or not is_condition(self, test):
+    def read_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.assign(node.target, self.expression(node.value), node)
+        elif not isinstance(node.target, ast.Name):
             self.refuse(node)
-        test = Inlined(self).visit(copy(test))
-        self.reader.checks.append(compiled(test, self.me, defaults_of(self.function)))
 
-    # -- expressions
+    def read_AugAssign(self, node: ast.AugAssign) -> None:
+        if not isinstance(node.target, ast.Name):
+            self.refuse(node)
+        before = self.named(ast.Name(node.target.id, ast.Load()))
+        value = self.expression(node.value)
+        self.env[node.target.id] = self.operation(node.op, before, value, node)
 
-    def path(self, node: ast.expr) -> Optional[str]:
-        """ "config.use_rope" of self.config.use_rope, and of names that stand for it."""
-        names = []
-        while isinstance(node, ast.Attribute):
-            names.insert(0, node.attr)
-            node = node.value
-        if not isinstance(node, ast.Name):
-            return None
-        if node.id in self.aliases:
-            names.insert(0, self.aliases[node.id])
-        elif node.id != self.me or self.me is None:
-            return None
-        return ".".join(names) or None
-
-    def test(self, node: ast.expr) -> None:
-        """A condition: on None, on the type of an argument, or on the module's own attributes."""
-        if isinstance(node, ast.BoolOp):
-            for value in node.values:
-                self.test(value)
-        elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            self.test(node.operand)
-        elif isinstance(node, ast.Compare) and isinstance(node.ops[0], (ast.Is, ast.IsNot)):
-            if len(node.ops) > 1 or not isinstance(node.comparators[0], ast.Constant):
+    def read_Delete(self, node: ast.Delete) -> None:
+        for target in node.targets:
+            if not isinstance(target, ast.Name):
                 self.refuse(node)
-            if not isinstance(node.left, ast.Name):
-                self.own(node.left)
-        elif isinstance(node, ast.Compare):
-            for side in [node.left, *node.comparators]:
-                path = self.path(side) or ""
-                if path.endswith(".dtype") or self.is_dtype_of_a_tensor(side):
-                    self.reader.by_dtype = True
-                else:
-                    self.own(side)
-        elif isinstance(node, ast.Call) and self.is_builtin(node.func, "isinstance"):
-            if not isinstance(node.args[0], ast.Name):
-                self.own(node.args[0])
-        elif isinstance(node, ast.Name) and self.main and node.id in self.constant:
-            self.reader.switches.add(node.id)
-        else:
-            self.own(node)
+            self.env.pop(target.id, None)
 
-    def is_dtype_of_a_tensor(self, node: ast.expr) -> bool:
-        if self.is_dtype(node):
+    def read_Expr(self, node: ast.Expr) -> None:
+        if is_text(node) or logs(node, self.function.__globals__):
+            return
+        if not isinstance(node.value, ast.Call):
+            self.refuse(node)
+        self.call(node.value, idle=True)
+
+    def read_FunctionDef(self, node: ast.FunctionDef) -> None:
+        if node.decorator_list:
+            self.refuse(node)
+        self.env[node.name] = Closure(node, self)
+
+    def read_Import(self, node: ast.Import) -> None:
+        for alias in node.names:
+            name = alias.name if alias.asname else alias.name.split(".")[0]
+            if name not in sys.modules:
+                self.refuse(node)
+            self.env[alias.asname or name] = Plain(sys.modules[name])
+
+    def read_ImportFrom(self, node: ast.ImportFrom) -> None:
+        home = sys.modules.get(node.module) if not node.level else None
+        for alias in node.names:
+            if not hasattr(home, alias.name):
+                self.refuse(node)
+            place = (vars(home), alias.name)
+            self.env[alias.asname or alias.name] = Plain(getattr(home, alias.name), place)
+
+    def read_For(self, node: ast.For) -> bool:
+        several = self.expression(node.iter)
+        if not isinstance(several, Several) or node.orelse:
+            self.refuse(node)
+        for value in several.values:
+            self.assign(node.target, value, node)
+            if self.block(node.body):
+                return True
+        return False
+
+    def read_With(self, node: ast.With) -> bool:
+        for item in node.items:
+            call = item.context_expr
+            if not isinstance(call, ast.Call) or not self.is_context(call):
+                self.refuse(node)
+            if item.optional_vars is not None:
+                self.assign(item.optional_vars, VALUE, node)
+        return self.block(node.body)
+
+    def read_Assert(self, node: ast.Assert) -> None:
+        held = self.truth(self.expression(node.test), node.test)
+        if isinstance(held, Plain):
+            return None if held.value else self.refuse(node)
+        self.exclude(negated(held), None, node)
+
+    def read_If(self, node: ast.If) -> bool:
+        if not node.orelse and all(self.does_nothing(inner) for inner in node.body):
+            self.expression(node.test)
+            return False
+        ways = (lambda: self.block(node.body)), (lambda: self.block(node.orelse))
+        found = self.either(node.test, *ways)
+        open_ways = [env for ended, env, _ in found if not ended]
+        if not open_ways:
             return True
-        if not isinstance(node, ast.Attribute) or node.attr != "dtype":
-            return False
-        return isinstance(node.value, ast.Name) and node.value.id in self.local
+        self.env = open_ways[0]
+        for env in open_ways[1:]:
+            self.env = {n: merged(v, self.env.get(n, VALUE)) for n, v in env.items()} | {
+                n: VALUE for n in self.env if n not in env
+            }
+        if len(found) > len(open_ways):  # the others returned
+            self.reader.path.append(next(held for ended, _, held in found if not ended))
+        return False
 
-    def own(self, node: ast.expr) -> None:
-        """A constant, an attribute of the module, or getattr(self, "name", constant)."""
-        if isinstance(node, (ast.Tuple, ast.List)):
-            for element in node.elts:
-                self.own(element)
-        elif self.path(node) is not None:
-            self.reader.reads.add(self.path(node))
-        elif isinstance(node, ast.Name) and self.is_plain_global(node.id):
-            pass
-        elif not (is_constant(node) or self.is_getattr(node) or self.is_dtype(node)):
-            self.refuse(node)
+    def does_nothing(self, node: ast.stmt) -> bool:
+        plain = isinstance(node, ast.Pass) or is_text(node)
+        return plain or logs(node, self.function.__globals__)
 
-    def is_builtin(self, node: ast.expr, name: str) -> bool:
-        if not (isinstance(node, ast.Name) and node.id == name and name not in self.local):
-            return False
-        return self.found(name) is BUILTINS[name]
+    # -- two ways
 
-    def is_getattr(self, node: ast.expr) -> bool:
-        if not isinstance(node, ast.Call) or node.keywords or len(node.args) < 2:
-            return False
-        if not (self.is_builtin(node.func, "getattr") or self.is_builtin(node.func, "hasattr")):
-            return False
-        owner, name, *default = node.args
-        mine = self.path(owner)
-        if isinstance(owner, ast.Name) and owner.id == self.me:
-            mine = ""
-        if mine is None or not isinstance(name, ast.Constant):
-            return False
-        if not all(is_constant(d) or self.path(d) for d in default):
-            return False
-        self.reader.reads.add(f"{mine}.{name.value}".lstrip("."))
-        self.reader.reads |= {self.path(d) for d in default if self.path(d)}
-        return True
+    def either(self, test: ast.expr, yes: Callable, no: Callable) -> List[Tuple]:
+        """[(what a way gives, the names after it, the condition of it)] of those that a call may
+        take. One that cannot be read is for calls that are not ours."""
+        held = self.truth(self.expression(test), test)
+        if isinstance(held, Plain):
+            return [((yes if held.value else no)(), self.env, Known("True", frozenset()))]
+        before, found, refused = self.env, [], []
+        for condition, way in ((held, yes), (negated(held), no)):
+            self.env, mark = dict(before), self.reader.mark()
+            returned = len(self.returns)
+            self.reader.path.append(condition)
+            try:
+                found.append((way(), self.env, condition))
+            except Refused as why:
+                self.reader.back_to(mark)
+                del self.returns[returned:]
+                refused.append((condition, why))
+            finally:
+                self.reader.path.pop()
+        self.env = before
+        if len(refused) > 1:
+            raise refused[0][1]
+        for condition, why in refused:
+            self.exclude(condition, why, test)
+        if not refused and held.on & {"size", "call", "derived"}:
+            self.refuse(test)
+        if not refused and "dtype" in held.on:
+            self.reader.by_dtype = True
+        self.reader.switches |= {name[1:] for name in held.on if name.startswith("=")}
+        if len(found) == 1:
+            self.env = found[0][1]
+        return found
 
-    def found(self, name: Optional[str]) -> object:
-        """What a global name stands for."""
-        names = self.function.__globals__
-        builtins = names.get("__builtins__", {})
-        builtins = getattr(builtins, "__dict__", builtins)
-        return names.get(name, builtins.get(name, NotImplemented))
+    def exclude(self, condition: Known, why: Optional[Refused], node: ast.AST) -> None:
+        """Calls for which the condition holds here are for the forward itself."""
+        if condition.text is None or condition.on <= {"own"}:
+            raise why or self.refused(node)
+        everything = [known for known in (*self.reader.path, condition) if known.text is not None]
+        self.reader.excluded.append(" and ".join(f"({known.text})" for known in everything))
 
-    def is_plain_global(self, name: str) -> bool:
-        """A number, a word, a flag or a dtype of the function's module, which is pinned."""
-        if name in self.local:
-            return False
-        value = self.found(name)
-        if not isinstance(value, (*PLAIN_VALUES, torch.dtype)):
-            return False
-        self.reader.names.append((self.function.__globals__, name, value))
-        return True
 
-    def expression(self, node: ast.expr) -> None:
-        if not isinstance(node, EXPRESSIONS):
-            self.refuse(node)
-        if isinstance(node, ast.Attribute):
-            self.attribute(node)
-        elif isinstance(node, ast.Call):
-            self.call(node)
-        elif isinstance(node, ast.IfExp):
-            self.test(node.test)
-            self.expression(node.body)
-            self.expression(node.orelse)
-        elif isinstance(node, ast.Name):
-            if node.id in self.aliases:
-                self.own(node)
-            elif node.id == self.me or node.id not in self.local:
-                if node.id == self.me or not self.is_plain_global(node.id):
-                    self.refuse(node)
-        else:
-            for child in ast.iter_child_nodes(node):
-                if isinstance(child, ast.expr):
-                    self.expression(child)
-
-    def attribute(self, node: ast.Attribute) -> None:
-        path = self.path(node)
-        if path is not None and path.rsplit(".", 1)[-1] not in ATTRIBUTES:
-            self.reader.reads.add(path)
-        elif path is None and not self.is_dtype(node):
-            if node.attr not in ATTRIBUTES:
-                self.refuse(node)
-            self.expression(node.value)
-
-    def is_dtype(self, node: ast.expr) -> bool:
-        """torch.float32"""
-        if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
-            return False
-        if node.value.id in self.local:
-            return False
-        value = getattr(torch, node.attr, None)
-        return self.found(node.value.id) is torch and isinstance(value, torch.dtype)
+def negated(held: Known) -> Known:
+    return held._replace(text=None if held.text is None else f"not ({held.text})")

@@ -5,9 +5,9 @@ import functools
 import inspect
 import linecache
 import logging
+import operator
 import sys
-import textwrap
-from types import FunctionType
+from types import FunctionType, GetSetDescriptorType
 from typing import Iterable, Optional, Tuple
 
 import torch
@@ -26,28 +26,31 @@ OPERATIONS = {
     "swapdims", "t", "tanh", "to", "transpose", "true_divide", "type", "type_as", "unbind",
     "unflatten", "unsqueeze", "view", "view_as",
 }  # fmt: skip
-# of a cache and of the registry of attention functions
-METHODS = OPERATIONS | {"get_interface", "update"}
-FUNCTIONS = tuple(
-    function for home in (torch, F) for name in sorted(OPERATIONS)
-    for function in [getattr(home, name, None)] if function is not None
-)  # fmt: skip
-ATTRIBUTES = {"device", "dtype", "mT", "ndim", "shape", "T"}
-BUILTINS = {
-    "bool": bool, "float": float, "getattr": getattr, "hasattr": hasattr, "int": int,
-    "isinstance": isinstance, "len": len, "list": list, "tuple": tuple,
+METHODS = OPERATIONS | {"update"}  # of a cache
+ARITHMETIC = {
+    "add", "div", "divide", "mul", "multiply", "pow", "sub", "subtract", "true_divide",
 }  # fmt: skip
-PLAIN_VALUES = (bool, int, float, str)
-EXPRESSIONS = (
-    ast.Attribute, ast.BinOp, ast.Call, ast.Constant, ast.Dict, ast.IfExp, ast.List, ast.Name,
-    ast.Slice, ast.Starred, ast.Subscript, ast.Tuple, ast.UnaryOp,
-)  # fmt: skip
-# what a condition on shapes may consist of, beside names and constants
-CONDITIONS = (
-    ast.And, ast.Attribute, ast.BinOp, ast.BoolOp, ast.Call, ast.Compare, ast.Constant, ast.Load,
-    ast.Name, ast.Not, ast.Or, ast.Slice, ast.Subscript, ast.Tuple, ast.UnaryOp, ast.cmpop,
-    ast.operator, ast.unaryop, ast.boolop,
-)  # fmt: skip
+# what a tensor says of itself, and what that depends on
+SIZES = {"dim": "size", "is_floating_point": "dtype", "numel": "size", "size": "size"}
+FUNCTIONS = {
+    id(getattr(home, name)): name for home in (torch, F) for name in {*OPERATIONS, *SIZES}
+    if hasattr(home, name)
+}  # fmt: skip
+CONDITIONAL = {"device": "size", "dtype": "dtype", "ndim": "size", "shape": "size"}
+ATTRIBUTES = {*CONDITIONAL, "mT", "T"}
+# the state of torch
+MODES = {
+    id(operator.attrgetter(name)(torch)): f"torch.{name}"
+    for name in (
+        "is_grad_enabled", "jit.is_scripting", "jit.is_tracing", "compiler.is_compiling",
+        "is_inference_mode_enabled",
+    )
+}  # fmt: skip
+# contexts that change nothing, and those that do so where autocast is off already
+CONTEXTS = {
+    "contextlib.nullcontext": False, "torch.autograd.profiler.record_function": False,
+    "torch.amp.autocast_mode.autocast": True,
+}  # fmt: skip
 
 
 class Refused(Exception):
@@ -64,7 +67,8 @@ def source_of(function: object, free: Tuple[str, ...] = ()) -> ast.FunctionDef:
         where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
         raise Refused(f"its forward is wrapped by {code.co_name} in {where}")
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+        text = inspect.getsource(code)  # of a method, it is as in a block
+        tree = ast.parse(text) if text.lstrip() == text else ast.parse("if 1:\n" + text).body[0]
     except (OSError, TypeError, SyntaxError):
         raise Refused("its forward has no source to read") from None
     definition = tree.body[0]
@@ -119,26 +123,14 @@ def why_odd_class(kind: type, names: Iterable[str], *more: str) -> Optional[str]
     """The class has some of MACHINERY, or `more` of it, of its own, or attributes that would hide
     those of a module by these names."""
     for name in (*more, *MACHINERY):
-        if static(kind, name) is not static(nn.Module, name):
+        found = static(kind, name)
+        of_python = name == "__dict__" and isinstance(found, GetSetDescriptorType)  # of a mixin
+        if found is not static(nn.Module, name) and not of_python:
             return f"its class has a {name} of its own"
     for name in names:
         if static(kind, name) is not None:
             return f"its class has an attribute {name}"
     return None
-
-
-def keyword_tested(test: ast.expr, kwargs: str, known: dict) -> Optional[str]:
-    """ "old" of `"old" in kwargs`, alone or first of an `and`."""
-    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
-        test = test.values[0]
-    if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.In):
-        return None
-    if len(test.ops) > 1 or ast.unparse(test.comparators[0]) != kwargs:
-        return None
-    word = test.left.value if isinstance(test.left, ast.Constant) else None
-    if isinstance(test.left, ast.Name):
-        word = known.get(test.left.id)
-    return word if isinstance(word, str) else None
 
 
 def is_text(statement: ast.stmt) -> bool:
@@ -160,23 +152,3 @@ def logs(statement: ast.stmt, names: dict) -> bool:
         node is call or isinstance(node, ast.Call) and ast.unparse(node.func) in ("type", "tuple")
         for node in calls
     )
-
-
-def is_constant(node: ast.expr) -> bool:
-    if isinstance(node, (ast.Tuple, ast.List)):
-        return all(map(is_constant, node.elts))
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        node = node.operand
-    return isinstance(node, ast.Constant)
-
-
-def calls(node: ast.AST, method: str) -> bool:
-    """`node` is a call of a method of this name."""
-    called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-    return called and node.func.attr == method
-
-
-def root(node: ast.expr) -> Optional[str]:
-    while isinstance(node, (ast.Attribute, ast.Subscript)):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else None

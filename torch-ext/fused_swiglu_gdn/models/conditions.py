@@ -1,31 +1,13 @@
-"""Conditions on shapes without which a forward raises."""
+"""Conditions that are told of the module and of a call's arguments."""
 
-import ast
 import inspect
 from types import FunctionType
-from typing import Callable, Optional
+from typing import Callable
 
 import torch
 from torch import nn
 
-from .code import ATTRIBUTES, CONDITIONS
-
-NAMES = {"isinstance": isinstance, "len": len, "torch": torch, "tuple": tuple, "int": int}
-
-
-class Inlined(ast.NodeTransformer):
-    """Puts what names of sizes stand for in their place."""
-
-    def __init__(self, body):
-        self.body = body
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        known = self.body.shapes.get(node.id)
-        return node if known is None else self.visit(copy(known))
-
-
-def copy(node: ast.expr) -> ast.expr:
-    return ast.parse(ast.unparse(node), mode="eval").body
+NAMES = {"torch": torch}
 
 
 def defaults_of(function: FunctionType) -> dict:
@@ -34,41 +16,14 @@ def defaults_of(function: FunctionType) -> dict:
     return {p.name: p.default for p in known if p.default is not p.empty}
 
 
-def compiled(test: ast.expr, me: Optional[str], defaults: dict) -> Callable:
-    """(module, arguments by name) -> whether the condition holds; it does not where it cannot be
-    told."""
-    code = compile(ast.fix_missing_locations(ast.Expression(test)), "<check>", "eval")
+def condition(text: str, defaults: dict) -> Callable:
+    """(module, arguments by name) -> whether a condition is met, which nobody can tell of some."""
+    code = compile(text, "<condition>", "eval")
 
-    def holds(module: nn.Module, given: dict) -> bool:
+    def met(module: nn.Module, given: dict) -> bool:
         try:
-            return bool(eval(code, dict(NAMES), {**defaults, **given, me or "self": module}))
+            return bool(eval(code, NAMES, {**defaults, **given, "self": module}))
         except Exception:
             return False
 
-    return holds
-
-
-def is_condition(body, node: ast.expr) -> bool:
-    """Made of sizes, dtypes, constants, None and the module's own attributes alone."""
-    for each in ast.walk(node):
-        if not isinstance(each, CONDITIONS):
-            return False
-        if isinstance(each, ast.Name):
-            known = each.id in body.constant or each.id in body.shapes or each.id == body.me
-            if not known and each.id not in ("isinstance", "len", "torch", "tuple", "int"):
-                return False
-            if not known and body.found(each.id) is not NAMES[each.id]:
-                return False
-        if isinstance(each, ast.Attribute) and body.path(each) is None:
-            dtype = ast.unparse(each.value) == "torch"
-            if each.attr not in ATTRIBUTES | {"dim", "size"} and not dtype:
-                return False
-        if isinstance(each, ast.Call):
-            name = ast.unparse(each.func).rsplit(".", 1)[-1]
-            if name not in ("dim", "size", "isinstance", "len", "tuple", "int"):
-                return False
-    for each in ast.walk(node):
-        path = body.path(each) if isinstance(each, ast.Attribute) else None
-        if path is not None:
-            body.reader.reads.add(path)
-    return True
+    return met

@@ -120,7 +120,7 @@ class _Trial:
         self.module, self.kind, self.source = module, kind, source
         self.norms, self.plain, self.outputs = norms, plain, outputs
         self.signature = signature_of(source)
-        self.hidden, self.fixed = None, set()
+        self.hidden, self.fixed = None, set(source.switches)
 
     def plan(self, values: dict) -> tuple:
         """What an agreeing LayerForm has: its order, its scale, and the calls of mixer and MLP."""

@@ -69,7 +69,7 @@ def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
 
 def _form(module: nn.Module) -> Form:
     kind = own_class(module)
-    source = read(kind, module, "switches", "by_dtype")
+    source = read(kind, module, "by_dtype")
     values = plain_values(module, set(source.reads) - set(source.rates) - {"training"})
     key = form_key(module, kind, source, values)
     key += (tuple((n, _sort(part)) for n, part in module._modules.items()), why_patched())

@@ -50,10 +50,10 @@ def norm_form(module: nn.Module) -> Union[NormForm, str]:
     if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         return f"it has parameters {', '.join(shapes)}"
     try:
-        source = read(kind, module, "switches")
+        source = read(kind, module)
         weight = next(iter(shapes), None)
         values = plain_values(module, source.reads)
-        eps = _eps_among(values)
+        eps = _eps_among({n: v for n, v in values.items() if n in module.__dict__})
         kept = {n: v for n, v in values.items() if n != eps}
         key = (weight, *form_key(module, kind, source, kept))
         if key not in _forms:
@@ -67,7 +67,7 @@ def _eps_among(values: dict) -> Optional[str]:
     """The attribute that is eps: the one number that the forward reads, or that is called so."""
     floats = [name for name, value in values.items() if isinstance(value, float)]
     named = [name for name in floats if "eps" in name] or floats
-    return named[0] if len(named) == 1 and "." not in named[0] else None
+    return named[0] if len(named) == 1 else None
 
 
 def _find(module, kind, source, weight, values, eps) -> Union[NormForm, str]:

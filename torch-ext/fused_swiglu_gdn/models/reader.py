@@ -11,69 +11,99 @@ does not hold is kept in `checks`: a call that fails there is for the forward it
 import ast
 import inspect
 from types import FunctionType
-from typing import Callable, Dict, FrozenSet, Iterable, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Tuple
 
+import torch
 from torch import nn
 
 from ..layers.own_code import peeled
 from ..layers.pinned import Pinned, found_at
 from .body import Body
-from .code import PLAIN_VALUES, Refused, is_text, keyword_tested, logs, source_of, why_odd_class
+from .code import Refused, source_of, static, why_odd_class
+from .conditions import condition, defaults_of
+from .values import (
+    ARGUMENTS,
+    CONSTANTS,
+    PLAIN_VALUES,
+    Closure,
+    Given,
+    Known,
+    Own,
+    Passed,
+    Plain,
+    Several,
+    Words,
+)
 
 
 class Source(NamedTuple):
     """A forward whose source is known, with all that it calls by name."""
 
     forward: FunctionType  # without decorators
-    definition: ast.FunctionDef
     pinned: Pinned  # what a patch could replace
     reads: Tuple[str, ...]  # the module's attributes by their paths: "head_dim", "config.use_rope"
     parts: Tuple[str, ...]  # what it calls of the module
-    globals: dict
     renamed: FrozenSet[str]  # keywords with which a call is for the class's own forward
     extra: Tuple[str, ...]  # keywords that it takes out of its **kwargs
     switches: FrozenSet[str]  # arguments that it branches on: known at their defaults alone
     checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
     rates: Tuple[str, ...]  # attributes that are the rate of a dropout
     by_dtype: bool  # it compares dtypes
+    decided: Tuple[tuple, ...]  # (condition on attributes, whether it held): ways that were read
+    tensors: Tuple[str, ...]  # attributes whose methods are called
 
 
-_sources: Dict[type, Source] = {}
+_sources: Dict[type, List[Source]] = {}
 
 
 def read(kind: type, module: nn.Module, *allowed: str) -> Source:
-    """The source of the forward of a module of this class; raises Refused. `allowed`: "switches",
-    "by_dtype", for a kind that minds them."""
-    known = _sources.get(kind)
-    if known is None or not known.pinned.unchanged():
-        known = _sources[kind] = _read(kind)
+    """The source of the forward of a module of this class; raises Refused. `allowed`: "by_dtype",
+    for a kind that minds it."""
+    sources = [source for source in _sources.get(kind, ()) if source.pinned.unchanged()]
+    met = (s for s in sources if all(held(module, {}) is value for held, value in s.decided))
+    known = next(met, None)
+    if known is None:
+        known = _read(kind, module)
+        _sources[kind] = [*sources, known]
     if not known.pinned.unchanged(module):
         raise Refused("it has methods of its own, which its class has not")
-    if known.switches and "switches" not in allowed:
-        raise Refused(f"its forward branches on {', '.join(sorted(known.switches))}")
+    for path in known.tensors:
+        if not isinstance(found_at(module, path), torch.Tensor):
+            raise Refused(f"{path} is no tensor")
     if known.by_dtype and "by_dtype" not in allowed:
         raise Refused("its forward branches on a dtype")
     return known
 
 
-def _read(kind: type) -> Source:
-    reader = Reader(kind)
-    forward, base = reader.method("forward", kind.__mro__)
-    plain = reader.bare(forward)
-    definition = reader.function(plain, (base.__dict__, "forward", forward), "self", base)
-    pinned = Pinned(tuple(reader.names), tuple(reader.codes), tuple(sorted(reader.methods)))
+def _read(kind: type, module: nn.Module) -> Source:
+    reader = Reader(kind, module)
+    try:
+        plain = reader.main()
+    except Refused as why:  # where optional arguments are left at their defaults, it may be read
+        reader = Reader(kind, module, reader.computed_with | reader.switches)
+        try:
+            plain = reader.main()
+        except Refused:
+            raise why from None
+    names = {(id(space), name): (space, name, value) for space, name, value in reader.names}
+    codes = {id(function): (function, code) for function, code in reader.codes}
+    pinned = Pinned(tuple(names.values()), tuple(codes.values()), tuple(sorted(reader.methods)))
+    defaults = {**defaults_of(plain), **dict.fromkeys(reader.extra)}
+    renamed = reader.renamed - set(inspect.signature(plain).parameters)
+    fails = (condition(f"not ({text})", defaults) for text in dict.fromkeys(reader.excluded))
     return Source(
-        plain, definition, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
-        plain.__globals__, frozenset(reader.renamed), tuple(sorted(reader.extra)),
-        frozenset(reader.switches), tuple(reader.checks), tuple(sorted(reader.rates)),
-        reader.by_dtype,
+        plain, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
+        frozenset(renamed), tuple(sorted(reader.extra)), frozenset(reader.switches), tuple(fails),
+        tuple(sorted(reader.rates)), reader.by_dtype, tuple(reader.decided.values()),
+        tuple(sorted(reader.tensors)),
     )  # fmt: skip
 
 
 def only_argument(source: Source) -> str:
     """The name of the one argument that a forward has to be given."""
     known = list(inspect.signature(source.forward).parameters.values())[1:]
-    needed = [p for p in known if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in known if p.default is p.empty and p.kind not in several]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if len(needed) != 1 or needed[0].kind not in positional or needed[0] is not known[0]:
         raise Refused("its forward takes other arguments than one tensor")
@@ -100,7 +130,9 @@ def form_key(module: nn.Module, kind: type, source: Source, values: dict) -> tup
 
 def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) -> Optional[str]:
     """The class is odd, or the forward calls what is no part."""
-    reason = why_odd_class(kind, names, *more)
+    own = {*module._modules, *module._parameters, *module._buffers, "training"}
+    plain = {n for n in names if n not in own and isinstance(static(kind, n), PLAIN_VALUES)}
+    reason = why_odd_class(kind, [n for n in names if n not in plain], *more)
     if reason is not None:
         return reason
     for name in source.parts:
@@ -112,19 +144,54 @@ def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) 
 class Reader:
     """All functions that a class's forward consists of."""
 
-    def __init__(self, kind: type):
-        self.kind, self.names, self.codes, self.checks = kind, [], [], []
+    def __init__(self, kind: type, module: nn.Module, fixed=frozenset()):
+        self.kind, self.module, self.names, self.codes = kind, module, [], []
+        self.fixed, self.computed_with = fixed, set()  # arguments
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
-        self.renamed, self.extra, self.switches = set(), set(), set()
-        self.seen: set = set()
-        self.by_dtype = False
+        self.renamed, self.extra, self.switches, self.tensors = set(), set(), set(), set()
+        self.excluded: list = []  # conditions under which a call is not ours
+        self.decided: dict = {}  # by their texts
+        self.path: list = []  # conditions under which the statement is reached that is read
+        self.by_dtype, self.depth, self.steps = False, 0, 0
+        self.definitions, self.spaces = {}, {}
+
+    def mark(self) -> tuple:
+        kept = {n: v.copy() for n, v in vars(self).items() if isinstance(v, (set, list))}
+        return kept, self.by_dtype, self.depth
+
+    def back_to(self, mark: tuple) -> None:
+        """Forgets what was read since; `path` is as it was, as whoever adds to it takes it back."""
+        kept, self.by_dtype, self.depth = mark
+        self.__dict__.update({n: v for n, v in kept.items() if n != "path"})
+
+    def holds(self, known: Known) -> Optional[bool]:
+        """Whether a condition on attributes that are guarded holds for the module; None if that may
+        change."""
+        values = [found_at(self.module, path) for path in known.paths]
+        plain = all(value is None or isinstance(value, PLAIN_VALUES) for value in values)
+        if not known.text or known.on != {"own"} or "training" in known.paths or not plain:
+            return None
+        held, not_held = condition(known.text, {}), condition(f"not ({known.text})", {})
+        found = held(self.module, {})
+        if found is not_held(self.module, {}):  # nobody can tell
+            return None
+        self.decided[known.text] = held, found
+        return found
+
+    def space(self, owner: object, name: str = "") -> object:
+        """The namespace of a class, or of a free variable of a function."""
+        if (owner, name) not in self.spaces:
+            made = owner.__dict__ if isinstance(owner, type) else _Cell(owner, name)
+            self.spaces[owner, name] = made
+        return self.spaces[owner, name]
 
     def method(self, name: str, bases: Iterable[type]) -> Tuple[object, type]:
         """A method as it stands in the first class that has it, and that class."""
         for base in bases:
+            found = base.__dict__.get(name)
+            self.names.append((self.space(base), name, found))
             if name in base.__dict__:
-                return base.__dict__[name], base
-            self.names.append((base.__dict__, name, None))
+                return found, base
         raise Refused(f"its class has no {name}")
 
     def bare(self, function: object) -> object:
@@ -132,73 +199,143 @@ class Reader:
         while True:
             found = peeled(function)
             self.renamed |= found.renamed
-            inner = passed_on(self, found.forward)
+            inner = self.passed_on(found.forward)
             if inner is None:
                 return found.forward
             function = inner
 
-    def function(
-        self, function: object, place: tuple, me: Optional[str], owner: Optional[type]
-    ) -> Optional[ast.FunctionDef]:
-        """Reads a function that stands at `place`: (namespace, name, value). `me` is "self" for a
-        method, or the name of the argument that is the module; `owner` is the class that has it."""
-        self.names.append(place)
-        if (function, me) in self.seen:
+    def passed_on(self, wrapper: object) -> Optional[FunctionType]:
+        """The function that a wrapper calls with all that it is given, if it gives what that gives
+        and does no more; None if it is no such wrapper."""
+        free = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
+        if type(wrapper) is not FunctionType or not set(free) - {"__class__"}:
             return None
-        definition = source_of(function, ("__class__",) if owner is not None else ())
-        if function.__code__.co_freevars and function.__closure__[0].cell_contents is not owner:
-            raise Refused("its forward calls super() of another class")
-        main = not self.seen
-        self.seen.add((function, me))
+        mark = self.mark()
+        try:
+            definition = source_of(wrapper, free)
+            a = definition.args
+            names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
+            if a.defaults or a.kwonlyargs or (a.vararg is None) != (a.kwarg is None):
+                return None
+            given = [Given(name) if i else Own("") for i, name in enumerate(names)]
+            env = dict(zip(names, given))
+            if a.vararg is not None:
+                given.append(ARGUMENTS)
+                env.update({a.vararg.arg: ARGUMENTS, a.kwarg.arg: Words({}, True)})
+            body = Body(self, wrapper, definition, env, None)
+            body.passing = given, Words({}, a.kwarg is not None)
+            found = self.run(body)
+        except Refused:
+            found = None
+        if not isinstance(found, Passed):
+            self.back_to(mark)
+            return None
+        inner = inspect.signature(found.function).parameters
+        whole = a.vararg is not None or len(inner) == len(names)
+        if not whole or names[1:] != list(inner)[1 : len(names)]:
+            self.back_to(mark)
+            return None
+        self.codes.append((wrapper, wrapper.__code__))
+        return found.function
+
+    def main(self) -> FunctionType:
+        """Reads the forward; gives it without decorators."""
+        forward, owner = self.method("forward", self.kind.__mro__)
+        plain = self.bare(forward)
+        code = getattr(plain, "__code__", None)
+        if code is not None and set(code.co_freevars) - {"__class__"}:
+            where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
+            raise Refused(f"its forward is wrapped by {code.co_name} in {where}")
+        definition = self.definition(plain, owner)
+        args = definition.args
+        first, *others = [a.arg for a in (*args.posonlyargs, *args.args)] or [None]
+        if first is None:
+            raise Refused("its forward takes no self")
+        env = {name: Given(name) for name in (*others, *(a.arg for a in args.kwonlyargs))}
+        for name, value in defaults_of(plain).items():
+            if name in self.fixed and isinstance(value, CONSTANTS):
+                env[name] = Plain(value)
+                self.switches.add(name)
+        env[first] = Own("")
+        if args.vararg is not None:
+            env[args.vararg.arg] = Several(())  # a call with more is for the forward itself
+        if args.kwarg is not None:
+            env[args.kwarg.arg] = Words({}, True, True)
+        self.run(Body(self, plain, definition, env, owner))
+        return plain
+
+    def definition(self, function: FunctionType, owner: Optional[type]) -> ast.FunctionDef:
+        """The syntax tree of a function that is read."""
+        if function not in self.definitions:
+            free = getattr(getattr(function, "__code__", None), "co_freevars", ())
+            if owner is None and "__class__" in free:
+                raise Refused("its forward calls super() of another class")
+            self.definitions[function] = source_of(function, free)
+        if "__class__" in function.__code__.co_freevars:
+            if self.space(function, "__class__").get("") is not owner:
+                raise Refused("its forward calls super() of another class")
         self.codes.append((function, function.__code__))
-        if me == "self":
-            arguments = [*definition.args.posonlyargs, *definition.args.args]
-            me = arguments[0].arg if arguments else None
-        Body(self, function, definition, me, owner, main).look()
-        return definition
+        return self.definitions[function]
 
+    def interpreted(self, function, owner: Optional[type], args: list, words: Words) -> object:
+        """What a function gives for these arguments."""
+        plain = self.bare(function)
+        definition = self.definition(plain, owner)
+        a = definition.args
+        names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
+        values = plain.__defaults__ or ()
+        defaults = dict(zip(names[len(names) - len(values) :], values))
+        defaults.update(plain.__kwdefaults__ or {})
+        defaults = {name: Plain(value) for name, value in defaults.items()}
+        env = self.bound(a, args, words, defaults)
+        return self.run(Body(self, plain, definition, env, owner))
 
-def passed_on(reader: Reader, wrapper: object) -> Optional[FunctionType]:
-    """The function that a wrapper calls with all that it is given, if it does no more than that but
-    for keywords that it knows by constant names; None if it is no wrapper."""
-    code = getattr(wrapper, "__code__", None)
-    if type(wrapper) is not FunctionType or set(code.co_freevars) <= {"__class__"}:
-        return None
-    cells = dict(zip(code.co_freevars, (cell.cell_contents for cell in wrapper.__closure__)))
-    functions = [name for name, value in cells.items() if isinstance(value, FunctionType)]
-    where = f"{code.co_name} in {code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
-    try:
-        definition = source_of(wrapper, code.co_freevars)
-    except Refused:
-        raise Refused(f"its forward is wrapped by {where}") from None
-    given = definition.args
-    own = [argument.arg for argument in given.args]
-    if len(functions) != 1 or given.kwonlyargs or given.posonlyargs or not given.vararg:
-        raise Refused(f"its forward is wrapped by {where}")
-    if own not in ([], ["self"]) or given.defaults or not given.kwarg:
-        raise Refused(f"its forward is wrapped by {where}")
-    passing = f"{functions[0]}({', '.join([*own, f'*{given.vararg.arg}', f'**{given.kwarg.arg}'])})"
-    result = None
-    for statement in definition.body:
-        if is_text(statement) or logs(statement, wrapper.__globals__):
-            continue
-        if isinstance(statement, ast.If):
-            old = keyword_tested(statement.test, given.kwarg.arg, cells)
-            if old is not None and not statement.orelse:
-                reader.renamed.add(old)  # such calls are for the forward itself
-                continue
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.value) == passing:
-            target = statement.targets[0]
-            if result is None and isinstance(target, ast.Name) and len(statement.targets) == 1:
-                result = target.id
-                continue
-        if isinstance(statement, ast.Return) and statement.value is not None:
-            if ast.unparse(statement.value) in (passing if result is None else result,):
-                reader.names.append((_Cell(wrapper, functions[0]), "", cells[functions[0]]))
-                reader.codes.append((wrapper, code))
-                return cells[functions[0]]
-        break
-    raise Refused(f"its forward is wrapped by {where}")
+    def inner(self, closure: Closure, args: list, words: Words) -> object:
+        """What a function inside of a function gives."""
+        a, frame = closure.definition.args, closure.frame
+        names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
+        defaults = dict(zip(names[len(names) - len(a.defaults) :], a.defaults))
+        defaults.update({arg.arg: d for arg, d in zip(a.kwonlyargs, a.kw_defaults) if d})
+        defaults = {name: frame.expression(node) for name, node in defaults.items()}
+        env = self.bound(a, args, words, defaults)
+        return self.run(Body(self, frame.function, closure.definition, env, frame.owner, frame))
+
+    def bound(self, given: ast.arguments, args: list, words: Words, defaults: dict) -> dict:
+        """The arguments of a call by their names."""
+        first = [a.arg for a in given.posonlyargs]
+        names = [*first, *(a.arg for a in given.args)]
+        keywords = [*names[len(first) :], *(a.arg for a in given.kwonlyargs)]
+        env, more = dict(zip(names, args)), {}
+        if len(args) > len(names) and given.vararg is None:
+            raise Refused("its forward calls a function with too many arguments")
+        if given.vararg is not None:
+            env[given.vararg.arg] = Several(tuple(args[len(names) :]))
+        for name, value in words.values.items():
+            if name in keywords and name not in env:
+                env[name] = value
+            elif given.kwarg is not None and name not in keywords:
+                more[name] = value
+            else:
+                raise Refused(f"its forward calls a function that takes no {name}")
+        for name in (*names, *keywords):
+            if name not in env:
+                if name not in defaults:
+                    raise Refused(f"its forward calls a function without {name}")
+                env[name] = defaults[name]
+        if words.rest:  # a call with such a keyword is for the forward itself
+            self.renamed.update(keywords)
+        if given.kwarg is not None:
+            env[given.kwarg.arg] = Words(more, words.rest)
+        return env
+
+    def run(self, body: Body) -> object:
+        self.depth += 1
+        self.steps += 1
+        if self.depth > 30:
+            raise Refused("its forward calls itself")
+        found = body.run()
+        self.depth -= 1
+        return found
 
 
 class _Cell:

@@ -23,7 +23,10 @@ from .code import Refused
 
 F64 = torch.float64
 WORD = "a_word_that_nobody_knows"  # a keyword that a forward can only hand on
-SIZES = ("__len__", "device", "dim", "dtype", "ndim", "shape", "size")  # that tensors are asked for
+# what tensors are asked for
+SIZES = (
+    "__len__", "device", "dim", "dtype", "is_floating_point", "ndim", "numel", "shape", "size",
+)  # fmt: skip
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -191,6 +194,17 @@ class Opaque:
 
     def __getattr__(self, name):
         raise Read(name_of(self), name)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        """A function of torch is given one, among what may be a list."""
+        everything = [*args, *(kwargs or {}).values()]
+        for value in everything:
+            if type(value) in (tuple, list):
+                everything += value
+            elif issubclass(type(value), Opaque):
+                raise Read(name_of(value), f"__{function.__name__.strip('_')}__")
+        raise Refused(f"its forward calls {function.__name__} with a stand-in")
 
 
 for _how in (

@@ -1,0 +1,444 @@
+"""The expressions of a function that is read."""
+
+import ast
+import operator
+from types import FunctionType, ModuleType
+from typing import Optional
+
+import torch
+from torch import nn
+
+from .callees import Callees
+from .code import ATTRIBUTES, CONDITIONAL, Refused, static
+from .values import (
+    ATTENTION,
+    CONSTANTS,
+    VALUE,
+    Closure,
+    Given,
+    Known,
+    Method,
+    Own,
+    Partial,
+    Plain,
+    Several,
+    Super,
+    Words,
+    joined,
+    merged,
+    told,
+)
+
+OPERATORS = {
+    ast.Add: ("+", operator.add), ast.Sub: ("-", operator.sub), ast.Mult: ("*", operator.mul),
+    ast.Div: ("/", operator.truediv), ast.FloorDiv: ("//", operator.floordiv),
+    ast.Mod: ("%", operator.mod), ast.Pow: ("**", operator.pow), ast.MatMult: ("@", None),
+}  # fmt: skip
+COMPARISONS = {
+    ast.Eq: "==", ast.NotEq: "!=", ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">=",
+    ast.Is: "is", ast.IsNot: "is not", ast.In: "in", ast.NotIn: "not in",
+}  # fmt: skip
+
+
+class Expressions(Callees):
+    """The part of a Body (body.py) that is about expressions."""
+
+    def expression(self, node: ast.expr) -> object:
+        """What is known of an expression's value."""
+        read = getattr(self, f"read_{type(node).__name__}", None)
+        if read is None or not isinstance(node, ast.expr):
+            self.refuse(node)
+        return read(node)
+
+    def data(self, node: ast.expr) -> object:
+        """An expression whose value is computed with, or handed on."""
+        value = self.expression(node)
+        self.use(value, node)
+        return value
+
+    def use(self, value: object, node: ast.AST) -> None:
+        if isinstance(value, Own):
+            if not value.path:
+                self.refuse(node)
+            self.reader.reads.add(value.path)
+        elif isinstance(value, (Several, Words)):
+            for each in value.values if isinstance(value, Several) else value.values.values():
+                self.use(each, node)
+        elif isinstance(value, Plain):
+            if not isinstance(value.value, CONSTANTS):
+                self.refuse(node)
+            self.pin(value)
+        elif isinstance(value, (Closure, Method, Partial, Super)) or value is ATTENTION:
+            self.refuse(node)
+
+    def pin(self, value: Plain) -> None:
+        if value.place is not None and not isinstance(value.value, torch.dtype):
+            self.reader.names.append((*value.place, value.value))
+
+    def read_Constant(self, node: ast.Constant) -> object:
+        return Plain(node.value)
+
+    def read_Name(self, node: ast.Name) -> object:
+        return self.named(node)
+
+    def named(self, node: ast.Name) -> object:
+        frame, name = self, node.id
+        while frame is not None:
+            if name in frame.env:
+                return frame.env[name]
+            if name in frame.local:
+                self.refuse(node)
+            frame = frame.outer
+        return self.found(name, node)
+
+    def found(self, name: str, node: ast.AST) -> Plain:
+        """What a name that is not local stands for."""
+        code, spaces = self.function.__code__, self.function.__globals__
+        if name in code.co_freevars:
+            cell = self.reader.space(self.function, name)
+            return Plain(cell.get(""), (cell, ""))
+        if name in spaces:
+            return Plain(spaces[name], (spaces, name))
+        builtins = spaces.get("__builtins__", {})
+        builtins = getattr(builtins, "__dict__", builtins)
+        if name not in builtins:
+            self.refuse(node)
+        return Plain(builtins[name])
+
+    def read_NamedExpr(self, node: ast.NamedExpr) -> object:
+        value = self.expression(node.value)
+        self.assign(node.target, value, node)
+        return value
+
+    def read_Lambda(self, node: ast.Lambda) -> object:
+        return Closure(node, self)
+
+    def read_IfExp(self, node: ast.IfExp) -> object:
+        ways = (lambda: self.expression(node.body)), (lambda: self.expression(node.orelse))
+        values = [value for value, _, _ in self.either(node.test, *ways)]
+        if len(values) == 1:
+            return values[0]
+        found = merged(*values)
+        if found is VALUE:
+            for value, part in zip(values, (node.body, node.orelse)):
+                self.use(value, part)
+        return found
+
+    def read_Tuple(self, node) -> object:
+        values = []
+        for element in node.elts:
+            if not isinstance(element, ast.Starred):
+                values.append(self.expression(element))
+                continue
+            several = self.expression(element.value)
+            if not isinstance(several, Several):
+                self.use(several, element)
+                values = None
+                break
+            values += several.values
+        if values is None:
+            for element in node.elts:
+                self.data(element.value if isinstance(element, ast.Starred) else element)
+            return VALUE
+        return Several(tuple(values))
+
+    read_List = read_Tuple
+
+    def read_Dict(self, node: ast.Dict) -> object:
+        values, rest = {}, False
+        for key, value in zip(node.keys, node.values):
+            found = self.expression(value)
+            if key is None:
+                if not isinstance(found, Words):
+                    self.refuse(node)
+                values, rest = {**values, **found.values}, rest or found.rest
+            elif isinstance(key, ast.Constant) and type(key.value) is str:
+                values[key.value] = found
+            else:
+                self.refuse(node)
+        return Words(values, rest)
+
+    def read_ListComp(self, node) -> object:
+        if len(node.generators) != 1 or node.generators[0].ifs or node.generators[0].is_async:
+            self.refuse(node)
+        each = node.generators[0]
+        several = self.expression(each.iter)
+        if not isinstance(several, Several):
+            self.refuse(node)
+        before, values = dict(self.env), []
+        for value in several.values:
+            self.assign(each.target, value, node)
+            values.append(self.expression(node.elt))
+        self.env = before
+        return Several(tuple(values))
+
+    read_GeneratorExp = read_ListComp
+
+    def read_Slice(self, node: ast.Slice) -> object:
+        for part in filter(None, (node.lower, node.upper, node.step)):
+            self.data(part)
+        return VALUE
+
+    # -- operators
+
+    def read_BinOp(self, node: ast.BinOp) -> object:
+        left = self.expression(node.left)
+        return self.operation(node.op, left, self.expression(node.right), node)
+
+    def operation(self, op: ast.operator, left: object, right: object, node: ast.AST) -> object:
+        if type(op) not in OPERATORS:
+            self.refuse(node)
+        sign, function = OPERATORS[type(op)]
+        if isinstance(left, Several) and isinstance(right, Several) and sign == "+":
+            return Several(left.values + right.values)
+        self.use(left, node)
+        self.use(right, node)
+        if isinstance(left, Plain) and isinstance(right, Plain) and function is not None:
+            try:
+                return Plain(function(left.value, right.value))
+            except Exception:
+                self.refuse(node)
+        found = [told(left), told(right)]
+        tensor = any(isinstance(v, Given) for v in (left, right)) or None in found
+        if tensor:
+            self.only_sizes_as_they_are((left, right), node)
+            return VALUE
+        whole = [known for known in found if known.on & {"size", "derived"}]
+        derived = ("derived",) if whole and sign in ("//", "%") else ()
+        return joined("({})", f" {sign} ", (left, right), *derived)
+
+    def only_sizes_as_they_are(self, values, node: ast.AST) -> None:
+        """A tensor is not computed with a number that is the same for all sizes that were tried."""
+        self.reader.computed_with |= {v.name for v in values if isinstance(v, Given)}
+        if any(isinstance(v, Known) and "derived" in v.on for v in values):
+            self.refuse(node)
+
+    def read_UnaryOp(self, node: ast.UnaryOp) -> object:
+        value = self.expression(node.operand)
+        if isinstance(node.op, ast.Not):
+            held = self.truth(value, node.operand)
+            if isinstance(held, Plain):
+                return Plain(not held.value)
+            return held._replace(text=None if held.text is None else f"(not {held.text})")
+        self.use(value, node)
+        if isinstance(value, Plain) and isinstance(node.op, (ast.USub, ast.UAdd)):
+            return Plain(-value.value if isinstance(node.op, ast.USub) else value.value)
+        if isinstance(value, (Known, Own)) and isinstance(node.op, ast.USub):
+            return joined("(-{})", "", (value,))
+        return VALUE
+
+    def read_BoolOp(self, node: ast.BoolOp) -> object:
+        stops, parts = isinstance(node.op, ast.Or), []
+        for part in node.values:
+            value = self.expression(part)
+            held = self.truth(value, part)
+            if not isinstance(held, Plain):
+                parts.append(held)
+            elif held.value == stops:
+                return Plain(held.value) if parts else value
+        if not parts:
+            return value
+        return joined("({})", " or " if stops else " and ", parts)
+
+    def read_Compare(self, node: ast.Compare) -> object:
+        sides = [self.expression(side) for side in (node.left, *node.comparators)]
+        ops = [COMPARISONS.get(type(op)) for op in node.ops]
+        if len(ops) == 1 and ops[0] in ("in", "not in") and isinstance(sides[1], Words):
+            word = sides[0].value if isinstance(sides[0], Plain) else None
+            if not isinstance(word, str):
+                self.refuse(node)
+            if word not in sides[1].values and sides[1].rest:
+                self.reader.renamed.add(word)  # such calls are for the forward itself
+            return Plain((word in sides[1].values) == (ops[0] == "in"))
+        if len(ops) == 1 and ops[0] in ("is", "is not"):
+            return self.is_none(sides, ops[0], node)
+        for side in sides:
+            self.use(side, node)
+        if all(isinstance(side, Plain) for side in sides) and len(ops) == 1:
+            return Plain(eval(f"a {ops[0]} b", {"a": sides[0].value, "b": sides[1].value}))
+        text, found = told(sides[0]), [told(side) for side in sides]
+        if None in found:
+            self.refuse(node)
+        text = found[0].text
+        for op, side in zip(ops, found[1:]):
+            text = None if None in (text, side.text) else f"{text} {op} {side.text}"
+        known = joined("({})", ", ", sides)
+        kinds = known.on | ({"derived"} if "size" in known.on else set())
+        return Known(None if text is None else f"({text})", frozenset(kinds), known.paths)
+
+    def is_none(self, sides: list, op: str, node: ast.AST) -> object:
+        """x is None"""
+        if isinstance(sides[0], Plain) and sides[0].value is None:
+            sides = sides[::-1]
+        value, other = sides
+        constant = isinstance(other, Plain) and isinstance(other.value, (bool, type(None)))
+        if not constant:
+            self.refuse(node)
+        if isinstance(value, Plain):
+            return Plain((value.value is other.value) == (op == "is"))
+        if other.value is None:
+            if isinstance(value, Given):
+                return Known(f"({value.name} {op} None)", frozenset(["none"]))
+            if value is VALUE:
+                return Known(None, frozenset(["none"]))
+            if not isinstance(value, Own) or not value.path:
+                return Plain(op == "is not")
+        known = joined(f"({{}} {op} {other.value})", "", (value,))
+        if known is None:
+            self.refuse(node)
+        if isinstance(value, Own):
+            self.reader.reads.add(value.path)
+        return known
+
+    def truth(self, value: object, node: ast.AST) -> object:
+        """Plain(True), Plain(False), or the condition under which a value counts as true."""
+        if isinstance(value, Plain) and isinstance(value.value, CONSTANTS):
+            self.pin(value)
+            return Plain(bool(value.value))
+        if isinstance(value, (Closure, Method, Partial)):
+            return Plain(True)
+        if isinstance(value, Several):
+            return Plain(bool(value.values))
+        if isinstance(value, Words) and (value.values or not value.rest):
+            return Plain(bool(value.values))
+        if isinstance(value, (Known, Own, Given)):
+            self.use(value, node)
+            held = self.reader.holds(told(value))
+            return told(value) if held is None else Plain(held)
+        self.refuse(node)
+
+    # -- attributes and elements
+
+    def read_Attribute(self, node: ast.Attribute) -> object:
+        return self.attribute(self.expression(node.value), node.attr, node)
+
+    def attribute(self, base: object, name: str, node: ast.AST) -> object:
+        if isinstance(base, Own):
+            return self.own_attribute(base, name, node)
+        if isinstance(base, Plain):
+            return self.plain_attribute(base, name, node)
+        if name not in ATTRIBUTES or isinstance(base, (Words, Closure, Method, Partial, Super)):
+            self.refuse(node)
+        kind = CONDITIONAL.get(name)
+        if kind is None:
+            return VALUE
+        text = f"{base.name}.{name}" if isinstance(base, Given) else None
+        return Known(text, frozenset([kind]))
+
+    def own_attribute(self, base: Own, name: str, node: ast.AST) -> object:
+        path = f"{base.path}.{name}".lstrip(".")
+        if not base.path:
+            if name == "__class__":
+                return Plain(self.reader.kind)
+            found = static(self.reader.kind, name)
+            if isinstance(found, (property, staticmethod, classmethod, FunctionType)):
+                return self.of_a_class(self.reader.kind, name, base)
+        if name in ATTRIBUTES and base.path:
+            if name in CONDITIONAL:
+                return Known(None, frozenset([CONDITIONAL[name]]))
+            self.reader.reads.add(base.path)
+            return VALUE
+        return Own(path, f"{base.text}.{name}")
+
+    def of_a_class(self, kind: type, name: str, me: Optional[object]) -> object:
+        """A method or property as it stands in a class, bound to `me`."""
+        found, owner = self.reader.method(name, kind.__mro__)
+        if owner is nn.Module:
+            raise Refused(f"its forward asks for its {name}")
+        if me is not None:
+            self.reader.methods.add(name)
+        if isinstance(found, staticmethod):
+            inner = found.__func__
+            return Method(inner, owner) if isinstance(inner, FunctionType) else Plain(inner)
+        if isinstance(found, classmethod):
+            return Method(found.__func__, owner, (Plain(kind),))
+        if isinstance(found, property):
+            if me is None:
+                raise Refused(f"its forward asks for the property {name} of a class")
+            self.reader.methods.discard(name)
+            value = self.reader.interpreted(found.fget, owner, [me], Words({}))
+            if isinstance(value, (Closure, Method, Partial)):
+                raise Refused(f"its class has an attribute {name}")
+            return value
+        return Method(found, owner, () if me is None else (me,))
+
+    def plain_attribute(self, base: Plain, name: str, node: ast.AST) -> object:
+        home = base.value
+        if isinstance(home, ModuleType) and hasattr(home, name):
+            place = (home.__dict__, name) if name in home.__dict__ else None
+            return Plain(getattr(home, name), place)
+        if isinstance(home, type) and issubclass(home, nn.Module):
+            found = static(home, name)
+            if isinstance(found, (staticmethod, classmethod, FunctionType)):
+                return self.of_a_class(home, name, None)
+            if isinstance(found, CONSTANTS) and found is not None:
+                _, owner = self.reader.method(name, home.__mro__)
+                return Plain(found, (self.reader.space(owner), name))
+        return Plain(NotImplemented)  # which nobody can use or call
+
+    def read_Subscript(self, node: ast.Subscript) -> object:
+        base = self.expression(node.value)
+        index = node.slice
+        if isinstance(base, Words):
+            word = index.value if isinstance(index, ast.Constant) else None
+            return base.values[word] if word in base.values else self.refuse(node)
+        constant = _constant(index)
+        if constant is not None and isinstance(base, Several):
+            try:
+                found = base.values[constant]
+            except IndexError:
+                self.refuse(node)
+            return Several(found) if isinstance(constant, slice) else found
+        if isinstance(base, (Several, Plain, Closure, Method, Partial, Super)):
+            self.refuse(node)
+        self.use(base, node)
+        position = self.data(index)
+        if isinstance(base, Known):
+            text = ast.unparse(index) if constant is not None else None
+            return base._replace(text=base.text and text and f"{base.text}[{text}]")
+        self.only_sizes_as_they_are((position,), node)
+        return VALUE
+
+    def assign(self, target: ast.expr, value: object, node: ast.AST) -> None:
+        if isinstance(target, ast.Name):
+            self.env[target.id] = value
+            return
+        if not isinstance(target, (ast.Tuple, ast.List)):
+            self.refuse(node)
+        names, n = target.elts, len(target.elts)
+        starred = [i for i, name in enumerate(names) if isinstance(name, ast.Starred)]
+        names = [name.value if isinstance(name, ast.Starred) else name for name in names]
+        if isinstance(value, Several):
+            values = list(value.values)
+            if starred:
+                i, more = starred[0], len(values) - n + 1
+                values[i : i + more] = [Several(tuple(values[i : i + more]))]
+            if len(values) != n:
+                self.refuse(node)
+        else:
+            self.use(value, node)
+            values = [self.element(value, i, n, starred) for i in range(n)]
+        for name, each in zip(names, values):
+            self.assign(name, each, node)
+
+    @staticmethod
+    def element(value: object, i: int, n: int, starred: list) -> object:
+        if not isinstance(value, (Known, Own)):
+            return VALUE
+        after = starred and i > starred[0]
+        place = f"{i - n if after else i}"
+        if starred and i == starred[0]:
+            place = f"{i}:{(i + 1 - n) or ''}"
+        return joined(f"{{}}[{place}]", "", (value,))
+
+
+def _constant(index: ast.expr) -> object:
+    """A number, or a slice between numbers."""
+    try:
+        if not isinstance(index, ast.Slice):
+            found = ast.literal_eval(index)
+            return found if isinstance(found, int) else None
+        parts = (index.lower, index.upper, index.step)
+        return slice(*(None if part is None else ast.literal_eval(part) for part in parts))
+    except ValueError:
+        return None
