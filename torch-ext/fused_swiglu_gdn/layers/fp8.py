@@ -47,9 +47,9 @@ class Weight(NamedTuple):
 
 def takes(x: torch.Tensor, compiling: Optional[bool] = None) -> bool:
     """Whether x may be quantised here: bf16 in memory, in eager mode."""
-    if type(x) not in PLAIN_TENSORS or x.dtype is not torch.bfloat16:
-        return False
     if torch.compiler.is_compiling() if compiling is None else compiling:
+        return False
+    if type(x) not in PLAIN_TENSORS or x.dtype is not torch.bfloat16:
         return False
     if not dispatch.serves(*MULTIPLY, x, False) or not untouched(False):
         return False
@@ -175,9 +175,11 @@ def forward_of(form: Fp8Form) -> Callable:
     return forward
 
 
-def project(x: torch.Tensor, linears: Sequence[nn.Module]) -> Optional[List[torch.Tensor]]:
+def project(
+    x: torch.Tensor, linears: Sequence[nn.Module], compiling: Optional[bool] = None
+) -> Optional[List[torch.Tensor]]:
     """linear(x) for each, x quantised once for all FP8Linears among them; None if they are few."""
-    if not takes(x):
+    if not takes(x, compiling):
         return None
     weights = [read(linear, x, x.shape[-1]) for linear in linears]
     if sum([weight is not None for weight in weights]) < 2:
@@ -203,7 +205,7 @@ def mlp(
 
     up=None: gate makes both, one half each.
     """
-    if type(gate) not in FORMS or not takes(x):
+    if type(gate) is nn.Linear or not takes(x):
         return None
     first = read(gate, x, x.shape[-1])
     second = None if up is None else read(up, x, x.shape[-1])

@@ -29,7 +29,9 @@ def projections(
             y = project(x, weights)
             if y is not None:
                 return y
-    y = fp8.project(x, linears) if len(linears) > 1 and type(linears[0]) in fp8.FORMS else None
+    y = None
+    if type(linears[0]) is not nn.Linear and len(linears) > 1:
+        y = fp8.project(x, linears, compiling)
     return [linear(x) for linear in linears] if y is None else y
 
 

@@ -95,7 +95,8 @@ def why_not_fp8(module: nn.Module) -> Optional[str]:
 def _why_not_scheme(module: nn.Module) -> Optional[str]:
     block, scheme, given = scheme_of(module)
     if scheme != SCHEME[1] or given is not None:
-        return f"FP8 with {scheme} activations; those of activation_scheme='dynamic' are served"
+        words = "static" if scheme == SCHEME[1] else scheme
+        return f"FP8 with {words} activations; those of activation_scheme='dynamic' are served"
     if block is None:
         return f"FP8 with one scale for its whole weight; one for {BLOCK} x {BLOCK} is served"
     if block != SCHEME[0]:
@@ -106,7 +107,7 @@ def _why_not_scheme(module: nn.Module) -> Optional[str]:
 
 def _why_not_parameters(weight, scale, bias) -> Optional[str]:
     wanted = (
-        ("weight", weight, torch.float8_e4m3fn), ("scales", scale, torch.float32),
+        ("weight", weight, torch.float8_e4m3fn), ("scale", scale, torch.float32),
         ("bias", bias, torch.bfloat16),
     )  # fmt: skip
     for name, x, dtype in wanted:
@@ -127,8 +128,8 @@ def _why_not_sizes(weight, scale) -> Optional[str]:
     N, K = weight.shape
     if K % (4 * BLOCK):
         return f"its {K} input features are no multiple of {4 * BLOCK}: torch's product needs that"
-    if N % ROWS:
-        return f"its {N} output features are no multiple of {ROWS}: torch's product needs that"
+    if N % ROWS or N < BLOCK:
+        return f"its {N} output features are no multiple of {ROWS}, or less than {BLOCK}"
     if scale.shape != (-(-N // BLOCK), K // BLOCK):
         return f"its scales are of shape {list(scale.shape)}, not one for {BLOCK} x {BLOCK}"
     if weight.data_ptr() % 16:

@@ -19,7 +19,7 @@ def supports_multiply_fwd(weight, scale) -> bool:
         return False
     N, K = weight.shape
     dense = weight.is_contiguous() and scale.is_contiguous() and scale.device == weight.device
-    fits = K > 0 and N > 0 and K % (4 * BLOCK) == 0 and N % ROWS == 0
+    fits = K > 0 and K % (4 * BLOCK) == 0 and N >= BLOCK and N % ROWS == 0
     shape = (-(-N // BLOCK), K // BLOCK)
     return dense and fits and scale.shape == shape and _has_product(weight.device)
 
