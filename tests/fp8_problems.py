@@ -81,3 +81,15 @@ def tiny_qwen3(skip=("lm_head",), **more) -> torch.nn.Module:
         max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None, **more,
     )  # fmt: skip
     return in_fp8(Qwen3ForCausalLM(config).to(torch.bfloat16), skip)
+
+
+def dequantised(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy in fp32 that multiplies with what the weights in FP8 stand for."""
+    found = copy.deepcopy(model)
+    for name, module in list(found.named_modules()):
+        if hasattr(module, "weight_scale_inv"):
+            weight = submodule("fp8.reference").dequantised(module.weight, module.weight_scale_inv)
+            part = torch.nn.Linear(*weight.shape[::-1], bias=False, device=weight.device)
+            part.weight.data = weight
+            found.set_submodule(name, part)
+    return found.float()
