@@ -231,6 +231,12 @@ def test_calls_that_are_the_modules_own(kernel, monkeypatch):
     fp8_problems.stand_in(monkeypatch)
     assert layer.weight_of(module, x, 512) is None
     module.activation_scheme = "dynamic"
+    with dispatch.force("reference"):
+        assert layer.weight_of(module, x, 512) is not None
+        assert layer.weight_of(module, x, 640) is None
+        module.__dict__["weight"] = module._parameters["weight"].detach()
+        assert layer.weight_of(module, x, 512) is None
+        del module.__dict__["weight"]
     module.to(torch.float32)
     assert layer.weight_of(module, x, 512) is None
 

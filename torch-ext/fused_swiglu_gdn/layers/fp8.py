@@ -74,7 +74,10 @@ def weight_of(linear: Optional[nn.Module], x: torch.Tensor, K: int) -> Optional[
     form = FORMS.get(type(linear))
     if form is None or not form.pinned.unchanged() or scheme_of(linear) != SCHEME:
         return None
-    parameters = linear.__dict__["_parameters"]
+    attributes = linear.__dict__
+    parameters = attributes["_parameters"]
+    if "weight" in attributes or "weight_scale_inv" in attributes or "bias" in attributes:
+        return None  # they hide the parameters of these names
     weight, scale, bias = map(parameters.get, ("weight", "weight_scale_inv", "bias"))
     if type(weight) not in PLAIN_TENSORS or type(scale) not in PLAIN_TENSORS:
         return None
@@ -84,7 +87,7 @@ def weight_of(linear: Optional[nn.Module], x: torch.Tensor, K: int) -> Optional[
         return None
     if torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad):
         return None
-    if weight.data_ptr() % 16:
+    if (weight.data_ptr() | scale.data_ptr()) % 16:
         return None
     product = product_of(weight, scale)
     return None if product is None else Weight(weight, scale, bias, product)

@@ -132,8 +132,8 @@ def _why_not_sizes(weight, scale) -> Optional[str]:
         return f"its {N} output features are no multiple of {ROWS}, or less than {BLOCK}"
     if scale.shape != (-(-N // BLOCK), K // BLOCK):
         return f"its scales are of shape {list(scale.shape)}, not one for {BLOCK} x {BLOCK}"
-    if weight.data_ptr() % 16:
-        return "its weight does not begin at a multiple of 16 bytes"
+    if (weight.data_ptr() | scale.data_ptr()) % 16:
+        return "its weight or scales do not begin at a multiple of 16 bytes"
     return None
 
 
