@@ -5,6 +5,7 @@ modules that take it one after another: an attention module's queries, keys and 
 a gradient of x, and whatever is traced or compiled, is the forward of the module's own class.
 """
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -158,6 +159,14 @@ def _shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return y.resize_((*x.shape[:-1], y.shape[1]))
 
 
+_NOTHING = contextlib.nullcontext()
+
+
+def _no_grad():
+    """The weights say that they need a gradient, and get none."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
 @functools.lru_cache(maxsize=64)
 def forward_of(form: Fp8Form) -> Callable:
     """A forward for FP8Linear modules, or the class's own where that differs."""
@@ -168,7 +177,7 @@ def forward_of(form: Fp8Form) -> Callable:
         if takes(input):
             weight = weight_of(self, input, input.shape[-1])
             if weight is not None:
-                with torch.no_grad():  # the weights say that they need a gradient, and get none
+                with _no_grad():
                     x = _quantised(input, id(self))
                     y = None if x is None else _shaped(weight.times(x), input)
         return own(self, input) if y is None else y
@@ -187,7 +196,7 @@ def project(
     weights = [read(linear, x, x.shape[-1]) for linear in linears]
     if sum([weight is not None for weight in weights]) < 2:
         return None
-    with torch.no_grad():
+    with _no_grad():
         codes = quantise(_rows(x))
     if codes is None:
         return None
@@ -196,7 +205,7 @@ def project(
         if weight is None:
             found.append(linear(x))
         else:
-            with torch.no_grad():
+            with _no_grad():
                 found.append(_shaped(weight.times(codes), x))
     return found
 
@@ -219,7 +228,7 @@ def mlp(
     third = read(down, x, hidden)
     if third is None or rows != (2 * hidden if second is None else second.weight.shape[0]):
         return None
-    with torch.no_grad():
+    with _no_grad():
         codes = quantise(_rows(x))
         if codes is None:
             return None
