@@ -544,6 +544,19 @@ for D in (64, 128, 256):
     calls(_norm, f"gdn_layer norm, {D} channels", {"": {}, "gradient": dict(grad=True)}, D=D)
 
 
+def _fp8(kernel, M, K=4096, gate=False):
+    product = submodule("fp8.product")
+    if gate:
+        return functools.partial(product.silu_mul_quantise, *values(M, 2 * K).chunk(2, 1))
+    return functools.partial(product.quantise, values(M, K))
+
+
+calls(_fp8, "fp8 quantise", {"": dict(M=4096), "1 token": dict(M=1), "K 5120": dict(M=33, K=5120)})
+calls(_fp8, "fp8 silu_mul_quantise", {
+    "": dict(M=4096, K=14336), "16 tokens": dict(M=16, K=17408),
+}, gate=True)  # fmt: skip
+
+
 # --- RMSNorm and the gate of SwiGLU alone
 
 

@@ -8,6 +8,7 @@ from torch import nn
 from ..projection.call import MAX_TOKENS
 from ..projection.project import project
 from ..runtime import dispatch
+from . import fp8
 from .plain import parameters_of
 from .untouched import untouched
 
@@ -15,7 +16,8 @@ from .untouched import untouched
 def projections(
     x: torch.Tensor, *linears: nn.Module, compiling: Optional[bool] = None
 ) -> List[torch.Tensor]:
-    """linear(x) for each; for a few tokens in one launch, if reading their weights is enough."""
+    """linear(x) for each; for a few tokens in one launch, if reading their weights is enough. For
+    FP8Linears x is quantised once."""
     if dispatch.serves("projection.project", "project_fwd", x, compiling) and untouched(compiling):
         weights = []
         for linear in linears:
@@ -27,7 +29,10 @@ def projections(
             y = project(x, weights)
             if y is not None:
                 return y
-    return [linear(x) for linear in linears]
+    y = None
+    if type(linears[0]) is not nn.Linear and len(linears) > 1:
+        y = fp8.project(x, linears, compiling)
+    return [linear(x) for linear in linears] if y is None else y
 
 
 def projected(linear: nn.Module, x: torch.Tensor, compiling: Optional[bool] = None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from ..runtime import dispatch
 from ..runtime.checks import FLOATING
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from ..swiglu.reference import ACTIVATIONS
+from . import fp8
 from .activations import activation_of
 from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, why_hooked
@@ -93,6 +94,14 @@ def _on_shards(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Opti
     return mlp_on_shards(x, found, name)
 
 
+def _of_fp8(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:
+    """serve() for an MLP whose projections are FP8Linears."""
+    if name != "silu" or roles.casts:
+        return None
+    parts = map(mlp.__dict__["_modules"].get, (roles.gate, roles.up, roles.down))
+    return fp8.mlp(x, *parts, roles.gate_first)
+
+
 def _of_wrapped(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Optional[torch.Tensor]:
     """serve() for an MLP whose projections do more than a product: each is called."""
     modules = mlp.__dict__["_modules"]
@@ -124,7 +133,8 @@ def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tenso
     if name is None:
         return None
     if found is None:
-        y = _on_shards(mlp, x, roles, name)
+        y = _of_fp8(mlp, x, roles, name)
+        y = _on_shards(mlp, x, roles, name) if y is None else y
         return _of_wrapped(mlp, x, roles, name) if y is None else y
     down = attributes["_modules"].get(roles.down)
     plain = parameters_of(down)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from ..attention.ops import FAMILY as ATTENTION
+from ..fp8.ops import MULTIPLY
 from ..layers.plain import PLAIN_TENSORS, told
 from ..layers.replay import PAYS_FROM
 from ..norm.ops import FAMILY as NORM
@@ -31,6 +32,7 @@ _OPERATIONS = {
     "layer": (NORM, "rms_norm_fwd"),
     "attention": (ATTENTION, "qk_norm_rope_fwd"),
     "gdn": ("gdn.chunk", "gdn_chunk_fwd"),
+    "linear": MULTIPLY,
 }
 
 
@@ -61,7 +63,7 @@ def kernelize(
         mode: "inference", "training" or a kernels.Mode. All of our layers have gradients, so every
             mode serves the same modules.
         only, skip: kinds of modules to serve, or not to: "mlp", "gdn", "norm", "attention",
-            "layer" (decoder layers), "experts". All by default.
+            "layer" (decoder layers), "linear" (FP8Linear), "experts". All by default.
         loss: in training steps the loss of a language model is made without its logits, by Liger,
             where liger-kernel is installed and the loss is the same; any use of `output.logits` is
             an error there (docs/models.md).

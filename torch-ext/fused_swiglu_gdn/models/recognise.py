@@ -10,8 +10,9 @@ from typing import Callable, NamedTuple, Optional, Union
 from torch import nn
 
 from .. import layers
-from ..layers import attention, decoder, gdn, norm, swiglu
+from ..layers import attention, decoder, fp8, gdn, norm, swiglu
 from .attention_trial import attention_form, is_attention
+from .fp8_linear import fp8_form, is_fp8_linear, why_not_fp8
 from .gated_delta_net import gated_delta_net
 from .layer_trial import is_decoder_layer, layer_form
 from .mlp import gated_mlp
@@ -19,12 +20,14 @@ from .norm_trial import is_norm, norm_form
 from .serving import is_of_transformers, is_served, own_class, why_replaced
 from .sharded import why_partitioned
 
-Form = Union[swiglu.Form, norm.NormForm, attention.AttentionForm, decoder.LayerForm]
+Form = Union[
+    swiglu.Form, norm.NormForm, attention.AttentionForm, decoder.LayerForm, fp8.Fp8Form
+]  # fmt: skip
 # what kernelize can be asked for: `only` and `skip`
-KINDS = ("mlp", "gdn", "norm", "attention", "layer", "experts")
+KINDS = ("mlp", "gdn", "norm", "attention", "layer", "linear", "experts")
 _FORWARDS = {
     "mlp": swiglu.forward_of, "norm": norm.forward_of, "attention": attention.forward_of,
-    "layer": decoder.forward_of,
+    "layer": decoder.forward_of, "linear": fp8.forward_of,
 }  # fmt: skip
 
 
@@ -73,6 +76,15 @@ def _gdn(module: nn.Module) -> Optional[Finding]:
     return None
 
 
+def _linear(module: nn.Module) -> Optional[Finding]:
+    if not is_fp8_linear(module):
+        return None
+    form = fp8_form(own_class(module))
+    if isinstance(form, str):
+        return Finding("linear", "FP8Linear", form)
+    return Finding("linear", "FP8Linear", why_not_fp8(module), form)
+
+
 def _by_trial(kind: str, may_be: Callable, form_of: Callable, layer: str) -> Callable:
     def find(module: nn.Module) -> Optional[Finding]:
         if not may_be(module):
@@ -90,6 +102,7 @@ _FINDERS = (
     (_by_trial("norm", is_norm, norm_form, "RMSNorm"), "norm", "RMSNorm"),
     (_by_trial("attention", is_attention, attention_form, "Attention"), "attention", "Attention"),
     (_by_trial("layer", is_decoder_layer, layer_form, "DecoderLayer"), "layer", "DecoderLayer"),
+    (_linear, "linear", "FP8Linear"),
 )
 
 
@@ -100,6 +113,8 @@ def remember(module: nn.Module, finding: Finding) -> None:
         swiglu.FORMS[type(module)] = finding.form
     elif finding.kind == "norm":
         norm.FORMS[type(module)] = finding.form
+    elif finding.kind == "linear":
+        fp8.FORMS[type(module)] = finding.form
     elif finding.kind in ("attention", "layer"):
         for part in filter(is_norm, module._modules.values()):
             form = norm_form(part)

@@ -17,6 +17,7 @@ KINDS = {
     "fused_experts": ("experts", "expert module"),
     "fused_topk": ("router", "router"),
     "add_shared": ("block", "block with a shared expert"),
+    "FP8Linear": ("linear", "FP8 linear"),
 }
 
 logger = logging.getLogger(__name__)

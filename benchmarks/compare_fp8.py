@@ -1,0 +1,126 @@
+"""Kernel time, host time and error of MLPs in FP8 with block scales, kernelized, on Hopper.
+
+    python benchmarks/compare_fp8.py [--json FILE]     on a GPU, within a minute
+
+The MLPs are transformers' LlamaMLP with the widths of Llama 8B and Qwen 27B. `ours` has three
+FP8Linears and is kernelized; `transformers_fp8` is the same module, untouched, where a stand-in is
+the kernel that it loads from the Hub: DeepGEMM's quantiser, which is Python (its steps, in torch),
+and cuBLAS's product of FP8 blocks. `eager` is the MLP in bf16, `ours, bf16` that one kernelized.
+cuBLAS takes tokens by 16, so that the stand-in has no row for one token. Errors are of y against
+fp64 on dequantised weights.
+"""
+
+import argparse
+import copy
+import functools
+import os
+from pathlib import Path
+
+import torch
+from compare_swiglu import host_microseconds
+from kernel_time import RESULTS, load_package, microseconds, parse_on_gpu, save
+
+SIZES = {"8B": (4096, 14336), "27B": (5120, 17408)}
+TOKENS, FEW = (1, 16, 64, 512, 4096), 64
+E4M3, PEER = torch.float8_e4m3fn, "transformers_fp8"
+
+
+def quantised_weight(weight: torch.Tensor) -> tuple:
+    """As transformers quantises [N, K]: codes and 1 / scale of 128 x 128 values."""
+    blocks = weight.float().unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scale = 448.0 / blocks.abs().amax((1, 3), keepdim=True)
+    codes = (blocks * scale).clamp(-448, 448).to(E4M3)
+    return codes.flatten(2).flatten(0, 1), (1.0 / scale)[:, 0, :, 0].contiguous()
+
+
+def stand_in(x, weight, scale, block_size, output_dtype, activation_scale=None):
+    """x [..., K] quantised by DeepGEMM's per_token_cast_to_fp8, times the weight."""
+    groups = x.view(-1, x.shape[-1] // 128, 128)
+    scales = groups.abs().float().amax(2).clamp(1e-4) / 448.0
+    codes = (groups * (1.0 / scales.unsqueeze(2))).to(E4M3).flatten(1)
+    y = torch._scaled_mm(
+        codes, weight.t(), scale_a=scales.t().contiguous().t(), scale_b=scale.t(),
+        out_dtype=output_dtype,
+    )  # fmt: skip
+    return y.view(*x.shape[:-1], -1)
+
+
+def mlps(package, K: int, N: int) -> dict:
+    """The same MLP four times."""
+    from transformers import LlamaConfig
+    from transformers.integrations import finegrained_fp8
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    os.environ["TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR"] = "1"
+    kernels = finegrained_fp8.FineGrainedFP8(stand_in, None, None)
+    finegrained_fp8._FINEGRAINED_FP8 = kernels
+    with torch.device("cuda"):
+        config = LlamaConfig(hidden_size=K, intermediate_size=N, num_attention_heads=K // 128)
+        eager = LlamaMLP(config).to(torch.bfloat16)
+    theirs = copy.copy(eager)
+    theirs._modules = dict(eager._modules)
+    for name, (rows, columns) in {
+        "gate_proj": (N, K),
+        "up_proj": (N, K),
+        "down_proj": (K, N),
+    }.items():
+        weight = getattr(eager, name).weight
+        torch.nn.init.normal_(weight, std=columns**-0.5)
+        with torch.device("meta"):
+            part = finegrained_fp8.FP8Linear(columns, rows, (128, 128))
+        codes, scale = quantised_weight(weight.detach())
+        part.weight, part.weight_scale_inv = map(torch.nn.Parameter, (codes, scale))
+        theirs._modules[name] = part
+    ours, bf16 = (copy.deepcopy(mlp) for mlp in (theirs, eager))
+    for mlp in (ours, bf16):
+        report = package.kernelize(mlp)
+        if report.left:
+            raise SystemExit(str(report))
+    return {"ours": ours, "ours, bf16": bf16, "eager": eager, PEER: theirs}
+
+
+def exact(mlp, x: torch.Tensor) -> torch.Tensor:
+    """y in fp64 on dequantised weights."""
+
+    def times(part, x):
+        wide = part.weight_scale_inv.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return x @ (part.weight.double() * wide).t()
+
+    x = x.double()
+    z = torch.nn.functional.silu(times(mlp.gate_proj, x)) * times(mlp.up_proj, x)
+    return times(mlp.down_proj, z)
+
+
+def measure(path: Path) -> None:
+    package, rows = load_package(), []
+    torch.manual_seed(0)
+    for title, (K, N) in SIZES.items():
+        with torch.no_grad():
+            parts = mlps(package, K, N)
+            for M in TOKENS:
+                x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
+                names = [name for name in parts if M % 16 == 0 or name != PEER]
+                timed = {name: functools.partial(parts[name], x) for name in names}
+                row = {"what": f"MLP of {title} in FP8, {M} token" + "s" * (M > 1)}
+                if M == FEW:
+                    y = exact(parts["ours"], x)
+                    of = [name for name in names if name in ("ours", PEER)]
+                    row["error"] = {
+                        n: ((timed[n]().double() - y).norm() / y.norm()).item() for n in of
+                    }
+                    del y
+                if M <= FEW:
+                    row["host_us"] = {name: host_microseconds(f) for name, f in timed.items()}
+                row["us"] = microseconds(timed, rounds=2, rep_ms=5)
+                rows.append(row)
+                save(path, rows)
+                print(row["what"], {n: round(t, 1) for n, t in row["us"].items()}, flush=True)
+                print("   ", row.get("host_us", ""), row.get("error", ""), flush=True)
+            del parts, timed
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=RESULTS / "fp8_mlp.json")
+    measure(parse_on_gpu(parser).json)

@@ -1,0 +1,95 @@
+"""Weights and models in FP8, made offline as transformers makes them, and a stand-in in torch for
+the kernels that transformers loads from the Hub."""
+
+import copy
+
+import torch
+from conftest import submodule
+
+E4M3 = torch.float8_e4m3fn
+
+
+def quantised_weight(weight: torch.Tensor) -> tuple:
+    """As transformers' Fp8Quantize: [N, K] e4m3 and 1 / scale [ceil(N / 128), K / 128]."""
+    N, K = weight.shape
+    whole = torch.nn.functional.pad(weight.float(), (0, 0, 0, -N % 128))
+    blocks = whole.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))  # [N / 128, 128, K / 128, 128]
+    amax = blocks.abs().amax((1, 3), keepdim=True)
+    scale = 448.0 / torch.where(amax > 0, amax, torch.full_like(amax, 448.0))
+    codes = (blocks * scale).clamp(-448, 448).to(E4M3)
+    return codes.flatten(2).flatten(0, 1)[:N].contiguous(), (1.0 / scale)[:, 0, :, 0].contiguous()
+
+
+def exact(x, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """The product of FP8 operands in fp64, [P, N]."""
+    wide = scale.double().repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
+    codes = x.codes.double() * x.scales.double().repeat_interleave(128, 1)
+    return codes @ (weight.double() * wide).t()
+
+
+def stand_in(monkeypatch) -> list:
+    """Lets transformers' own FP8Linear run in torch, by DeepGEMM's formula; counts its calls."""
+    from transformers.integrations import finegrained_fp8
+
+    reference, calls = submodule("fp8.reference"), []
+
+    def matmul(x, weight, scale, block_size, output_dtype, activation_scale=None):
+        calls.append(tuple(x.shape))
+        rows = x.reshape(-1, x.shape[-1])
+        y = reference.multiply_fwd(weight, scale, reference.quantise_fwd(rows))
+        return y[: len(rows)].to(output_dtype).view(*x.shape[:-1], -1)
+
+    made = finegrained_fp8.FineGrainedFP8(matmul, None, None)
+    monkeypatch.setattr(finegrained_fp8, "_FINEGRAINED_FP8", made)
+    monkeypatch.setenv("TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR", "1")
+    return calls
+
+
+def in_fp8(model: torch.nn.Module, skip=("lm_head",), **config) -> torch.nn.Module:
+    """The model with its linears in FP8, by transformers' own replacement of modules."""
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
+
+    plain = dict(copy.deepcopy(model).named_modules())
+    replace_with_fp8_linear(model, list(skip), FineGrainedFP8Config(**config))
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Linear):
+            weight, scale = quantised_weight(plain[name].weight.detach())
+            module.weight, module.weight_scale_inv = map(torch.nn.Parameter, (weight, scale))
+            module.bias = plain[name].bias
+    return model.eval()
+
+
+def linear(N: int, K: int, bias: bool = False, device="cpu", seed: int = 0) -> torch.nn.Module:
+    """One FP8Linear [N, K] of random values."""
+    random = torch.Generator().manual_seed(seed)
+    part = torch.nn.Linear(K, N, bias=bias, dtype=torch.bfloat16)
+    part.weight.data = torch.randn(N, K, generator=random).mul(K**-0.5).bfloat16()
+    if bias:
+        part.bias.data = torch.randn(N, generator=random).bfloat16()
+    return in_fp8(torch.nn.Sequential(part), skip=())[0].to(device)
+
+
+def tiny_qwen3(skip=("lm_head",), **more) -> torch.nn.Module:
+    """Two layers of Qwen3 whose widths torch's product takes."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=97, hidden_size=512, intermediate_size=1024, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=128, initializer_range=0.05,
+        max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None, **more,
+    )  # fmt: skip
+    return in_fp8(Qwen3ForCausalLM(config).to(torch.bfloat16), skip)
+
+
+def dequantised(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy in fp32 that multiplies with what the weights in FP8 stand for."""
+    found = copy.deepcopy(model)
+    for name, module in list(found.named_modules()):
+        if hasattr(module, "weight_scale_inv"):
+            weight = submodule("fp8.reference").dequantised(module.weight, module.weight_scale_inv)
+            part = torch.nn.Linear(*weight.shape[::-1], bias=False, device=weight.device)
+            part.weight.data = weight
+            found.set_submodule(name, part)
+    return found.float()

@@ -1,0 +1,388 @@
+"""FP8: the quantiser to the bit, products against fp64, and what FP8Linear modules do with them."""
+
+import copy
+import gc
+import io
+
+import fp8_problems
+import pytest
+import torch
+from conftest import TOLERANCE, assert_close, relative_error, submodule
+from interpreter import compiled, interpreted, rerun
+
+E4M3 = torch.float8_e4m3fn
+call, reference = submodule("fp8.call"), submodule("fp8.reference")
+layer, dispatch = submodule("layers.fp8"), submodule("runtime.dispatch")
+
+
+def values(M, K, device="cpu", seed=0):
+    """Tokens whose columns differ much; of zeros, tiny and huge ones, with NaN and infinity."""
+    x = torch.randn(M, K, generator=torch.Generator().manual_seed(seed))
+    x *= torch.randn(K, generator=torch.Generator().manual_seed(1)).exp()
+    x[:, 128:256] *= 1e4
+    x[0, :128] = 0.0
+    x[-1, :128] *= 1e-30
+    if M > 2:
+        x[1, 5], x[2, 150] = float("nan"), float("inf")
+    return x.bfloat16().to(device)
+
+
+def same_bits(found, expected, codes=True):
+    """Scales to the bit, NaN with NaN; and codes."""
+    assert found.scales.stride() == expected.scales.stride() == (1, len(found.codes))
+    assert torch.equal(found.scales.isnan(), expected.scales.isnan())
+    assert torch.equal(found.scales.nan_to_num(7.0), expected.scales.nan_to_num(7.0))
+    if codes:
+        mine, theirs = found.codes.float(), expected.codes.float()
+        assert torch.equal(mine.isnan(), theirs.isnan())
+        assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0))
+
+
+# --- the definition
+
+
+def nearest_codes(x: torch.Tensor) -> torch.Tensor:
+    """Values of e4m3 nearest to x in fp64, ties to the even code."""
+    table = torch.arange(127, dtype=torch.uint8).view(E4M3).double()  # 0 to 448
+    distance = (x.abs().unsqueeze(-1) - table).abs()
+    even = torch.arange(127) % 2 * 1e-12
+    return table[(distance + even).argmin(-1)].copysign(x)
+
+
+def test_the_quantiser_is_the_formula():
+    x = values(3, 512)[:1].repeat(5, 1)
+    x[2, 130], x[3, 7] = float("nan"), float("-inf")
+    found = reference.quantise_fwd(x)
+    assert found.codes.dtype is E4M3 and found.codes.shape == (16, 512)
+    assert found.scales.shape == (16, 4) and found.scales.stride() == (1, 16)
+    amax = x[:2].float().unflatten(1, (4, 128)).abs().amax(2)
+    scales = amax.clamp(1e-4) * torch.tensor(1 / 448)
+    assert torch.equal(found.scales[:2], scales) and (scales[0, 0] == 1e-4 / 448).item()
+    wide = (1.0 / scales).repeat_interleave(128, 1)
+    assert torch.equal(found.codes[:2].double(), nearest_codes((x[:2].float() * wide).double()))
+    assert found.codes[2, 128:256].float().isnan().all() and found.scales[2, 1].isnan()
+    assert found.scales[3, 0] == float("inf") and found.codes[3, 7].float().isnan()
+    assert not found.codes[[2, 3]][:, 256:].float().isnan().any()
+    assert not found.codes[5:].float().any() and (found.scales[5:] == scales[0, 0]).all()
+
+
+def test_the_product_is_of_dequantised_operands():
+    weight, scale = fp8_problems.quantised_weight(torch.randn(272, 512))
+    assert weight.shape == (272, 512) and scale.shape == (3, 4)
+    x = reference.quantise_fwd(values(1, 512))
+    y = reference.multiply_fwd(weight, scale, x)
+    assert_close(y, fp8_problems.exact(x, weight, scale))
+
+
+def test_the_gate_rounds_where_torch_does():
+    gate, up = values(16, 256, seed=3)[:, :256].nan_to_num(1.0), values(16, 256, seed=4)
+    z = (gate.float() / (1 + (-gate.float()).exp())).bfloat16() * up
+    found, expected = reference.silu_mul_quantise_fwd(gate, up), reference.quantise_fwd(z)
+    share = (found.codes.float() == expected.codes.float()).float().mean()
+    assert share > 0.9  # NaN, and exp of another library
+
+
+# --- the kernels
+
+
+def check_kernels(device, bits):
+    portable = submodule("fp8.portable.quantise")
+    for M, K in ((1, 256), (3, 512), (15, 640), (16, 5120), (17, 4352), (65, 384)):
+        wide = values(M, K + 128, device, M)
+        for x in (wide[:, :K], wide[:, :K].contiguous()):
+            assert portable.supports_quantise_fwd(x)
+            same_bits(portable.quantise_fwd(x), reference.quantise_fwd(x), bits)
+    gate_up = values(32, 2 * 1280, device)
+    gate, up = gate_up.chunk(2, 1)
+    assert portable.supports_silu_mul_quantise_fwd(gate, up)
+    found = portable.silu_mul_quantise_fwd(gate, up)
+    expected = reference.silu_mul_quantise_fwd(gate, up)
+    assert found.scales.stride() == (1, 32)
+    # exp2 is another than exp, and the interpreter cuts bf16 off: neighbours, twice
+    assert torch.equal(found.scales.isnan(), expected.scales.isnan())
+    near = torch.isclose(found.scales, expected.scales, rtol=2**-6, equal_nan=True)
+    assert near.all()
+    z = [(q.codes.float() * q.scales.repeat_interleave(128, 1))[3:] for q in (found, expected)]
+    assert relative_error(z[0].nan_to_num(), z[1].nan_to_num()) < (0.02 if bits else 0.1)
+    assert not portable.supports_quantise_fwd(values(4, 192, device))
+    assert not portable.supports_quantise_fwd(values(4, 256, device).half())
+    assert not portable.supports_silu_mul_quantise_fwd(gate[:3], up[:3])
+
+
+@interpreted
+def test_values_interpreted():
+    """Scales alone to the bit: Triton's interpreter rounds to e4m3 in a way of its own."""
+    check_kernels("cpu", False)
+
+
+@compiled
+def test_in_the_interpreter():
+    rerun(__file__)
+
+
+@pytest.mark.gpu
+@compiled
+def test_codes_on_a_gpu():
+    check_kernels("cuda", True)
+    x = values(513, 4096, "cuda").nan_to_num(1.0)
+    groups = x.float().view(513, 32, 128)
+    scales = groups.abs().amax(2).clamp(1e-4) / 448.0  # as DeepGEMM's Python has it
+    codes = (groups * (1.0 / scales.unsqueeze(2))).to(E4M3).view(513, 4096)
+    found = submodule("fp8.product").quantise(x)
+    assert torch.equal(found.scales[:513], scales)
+    assert torch.equal(found.codes[:513].view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.fixture
+def on_hopper():
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("torch's product of FP8 blocks is of Hopper")
+    works = submodule("fp8.hopper.multiply")._has_product(torch.device("cuda", 0))
+    assert works or tuple(map(int, torch.version.cuda.split("."))) < (12, 9)
+    if not works:
+        pytest.skip("CUDA is older than 12.9")
+
+
+@pytest.mark.gpu
+@compiled
+@pytest.mark.parametrize("N, K", [(512, 512), (1040, 1024), (128, 512), (4096, 4608), (272, 5120)])
+def test_products_on_a_gpu(on_hopper, N, K):
+    """Against fp64 of their operands, with a last block of the weight that has fewer rows."""
+    module = fp8_problems.linear(N, K, bias=N == 272, device="cuda")
+    for M in (1, 15, 16, 17, 63, 65, 129, 1024):
+        x = values(M, K, "cuda").nan_to_num(1.0, 1.0)
+        codes = submodule("fp8.product").quantise(x)
+        product = submodule("fp8.product").product_of(module.weight, module.weight_scale_inv)
+        assert product is not None
+        with torch.no_grad():
+            y = product(module.weight, module.weight_scale_inv, codes)
+        assert y.shape == (call.padded(M), N) and y.dtype is torch.bfloat16
+        exact = fp8_problems.exact(codes, module.weight, module.weight_scale_inv)
+        assert relative_error(y[:M], exact[:M]) < 4e-3
+
+
+# --- FP8Linear: served, refused, restored
+
+
+def served(kernel, module):
+    report = kernel.kernelize(torch.nn.ModuleList([module]), only=["linear"])
+    assert [row.reason for row in report.rows] == [None], report
+    return module
+
+
+def refused(kernel, module):
+    (row,) = kernel.kernelize(torch.nn.ModuleList([module]), only=["linear"]).rows
+    assert row.reason is not None and not row.unknown
+    return row.reason
+
+
+def test_a_module_is_served_and_restored(kernel, monkeypatch):
+    calls = fp8_problems.stand_in(monkeypatch)
+    module = fp8_problems.linear(272, 512, bias=True)
+    x = values(5, 512).nan_to_num(1.0, 1.0).view(1, 5, 512)
+    expected, kind, state = module(x), type(module), module.state_dict()
+    served(kernel, module)
+    assert type(module) is not kind and isinstance(module, kind)
+    assert module.state_dict().keys() == state.keys()
+    assert torch.equal(module(x), expected) and len(calls) == 2  # a CPU is its own forward's
+    with dispatch.force("reference"):
+        assert module(x).requires_grad and len(calls) == 3  # by the bias, so its own forward's
+        module.bias.requires_grad_(False)
+        for one in (module, copy.deepcopy(module), copy.copy(module)):
+            y = one(x)
+            assert torch.equal(y, expected) and not y.requires_grad and len(calls) == 3
+            assert y.is_contiguous() and y._base is None
+    file = io.BytesIO()
+    with pytest.warns(UserWarning, match="without the kernels"):
+        torch.save(module, file)
+    file.seek(0)
+    assert type(torch.load(file, weights_only=False)) is kind
+    assert kernel.restore(torch.nn.ModuleList([module])) == 1 and type(module) is kind
+
+
+def test_calls_that_are_the_modules_own(kernel, monkeypatch):
+    """A gradient of x, other dtypes, no tokens, hooks on all modules, a compiler, weights that were
+    turned into bf16."""
+    calls = fp8_problems.stand_in(monkeypatch)
+    module = served(kernel, fp8_problems.linear(128, 512))
+    x = values(1, 512)
+
+    def own(x):
+        calls.clear()
+        with dispatch.force("reference"):
+            module(x)
+        return bool(calls)
+
+    assert not own(x)
+    assert own(x.clone().requires_grad_()) and own(x.half()) and own(x.float())
+    with torch.no_grad():
+        assert not own(x.clone().requires_grad_())
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)
+    assert own(x)
+    handle.remove()
+    with torch.inference_mode():
+        assert not own(x.clone())
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert own(x)
+    monkeypatch.undo()
+    module.activation_scheme = "static"
+    fp8_problems.stand_in(monkeypatch)
+    assert layer.weight_of(module, x, 512) is None
+    module.activation_scheme = "dynamic"
+    with dispatch.force("reference"):
+        assert layer.weight_of(module, x, 512) is not None
+        assert layer.weight_of(module, x, 640) is None
+        module.__dict__["weight"] = module._parameters["weight"].detach()
+        assert layer.weight_of(module, x, 512) is None
+        del module.__dict__["weight"]
+    module.to(torch.float32)
+    assert layer.weight_of(module, x, 512) is None
+
+
+def test_reasons(kernel):
+    from transformers.integrations.finegrained_fp8 import FP8GroupedLinear, FP8Linear
+
+    def of(N=128, K=512, **changes):
+        module = fp8_problems.linear(N, K)
+        for name, value in changes.items():
+            setattr(module, name, value)
+        return refused(kernel, module)
+
+    def parameter(*shape, dtype):
+        return torch.nn.Parameter(torch.ones(shape).to(dtype), requires_grad=False)
+
+    assert "static activations" in of(activation_scheme="static")
+    assert "static activations" in of(activation_scale=parameter(dtype=torch.float32))
+    assert "one scale for its whole weight" in of(block_size=None)
+    assert "blocks of 64 x 128" in of(block_size=[64, 128])
+    assert "scale is of dtype float8_e8m0fnu" in of(
+        weight_scale_inv=parameter(1, 4, dtype=torch.float8_e8m0fnu)
+    )
+    assert "weight is of dtype bfloat16" in of(weight=parameter(128, 512, dtype=torch.bfloat16))
+    assert "bias is of dtype float32" in of(bias=parameter(128, dtype=torch.float32))
+    assert "640 input features" in of(K=640)
+    assert "152 output features" in of(N=152)
+    assert "64 output features" in of(N=64)
+    assert "scales are of shape [1, 3]" in of(weight_scale_inv=parameter(1, 3, dtype=torch.float32))
+    assert "parameter of its own" in of(weight_scale_inv=None)
+    with torch.device("meta"):
+        grouped = FP8GroupedLinear(512, 128, 2, (128, 128))
+        assert "on the meta device" in refused(kernel, FP8Linear(512, 128, (128, 128)))
+    (row,) = kernel.kernelize(torch.nn.ModuleList([grouped])).rows
+    assert "is a FP8GroupedLinear" in row.reason
+
+
+def test_another_forward_of_the_class_is_left_alone(kernel, monkeypatch):
+    from transformers.integrations import finegrained_fp8
+
+    module = fp8_problems.linear(128, 512)
+    own = finegrained_fp8.fp8_linear
+    monkeypatch.setattr(finegrained_fp8, "fp8_linear", lambda *args, **kwargs: own(*args, **kwargs))
+    (row,) = kernel.kernelize(torch.nn.ModuleList([module])).rows
+    assert "fp8_linear, which is patched" in row.reason
+    monkeypatch.undo()
+    served(kernel, module)
+    x = values(1, 512)
+    with dispatch.force("reference"):
+        assert layer.weight_of(module, x, 512) is not None
+    monkeypatch.setattr(finegrained_fp8, "fp8_linear", lambda *args, **kwargs: own(*args, **kwargs))
+    with dispatch.force("reference"):
+        assert layer.weight_of(module, x, 512) is None
+    monkeypatch.setattr(finegrained_fp8.FP8Linear, "forward", lambda self, input: input)
+    (row,) = kernel.kernelize(torch.nn.ModuleList([fp8_problems.linear(128, 512)])).rows
+    assert row.reason is not None
+
+
+# --- the hand-over
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How often x was quantised, by the reference."""
+    made = []
+    own = layer.quantise
+
+    def quantise(x):
+        made.append(x)
+        return own(x)
+
+    monkeypatch.setattr(layer, "quantise", quantise)
+    with dispatch.force("reference"):
+        yield made
+
+
+def test_x_is_quantised_once_for_all_that_share_it(kernel, counted):
+    q, k, v = (served(kernel, fp8_problems.linear(128, 512, seed=n)) for n in range(3))
+    x = values(4, 512).nan_to_num(1.0, 1.0)
+    q(x), k(x), v(x)
+    assert len(counted) == 1
+    q(x)  # a second round: whoever writes past torch may have changed x
+    assert len(counted) == 2
+    k(x)
+    assert len(counted) == 2
+    before = v(x.clone())
+    assert len(counted) == 3
+    x.mul_(2)
+    assert relative_error(v(x), 2 * before.double()) < TOLERANCE[torch.bfloat16]
+    assert len(counted) == 4
+    x.data = values(4, 512, seed=9).nan_to_num(1.0, 1.0)
+    k(x)
+    assert len(counted) == 5
+    with torch.inference_mode():
+        x = x.clone()
+        q(x), k(x)
+    assert len(counted) == 7
+    last = layer._last
+    x = values(4, 512)
+    q(x)
+    assert last.found is not None
+    del x
+    counted.clear()
+    gc.collect()
+    assert last.found is None and last.x is None
+
+
+def test_several_in_one_call(kernel, counted):
+    """As a served attention module asks; one that is no FP8Linear is called."""
+    parts = [served(kernel, fp8_problems.linear(128, 512, seed=n)) for n in range(2)]
+    plain = torch.nn.Linear(512, 16, dtype=torch.bfloat16)
+    projections = submodule("layers.projections").projections
+    x = values(4, 512).nan_to_num(1.0, 1.0).view(2, 2, 512)
+    with torch.inference_mode():
+        found = projections(x, *parts, plain)
+        assert len(counted) == 1 and found[0].shape == (2, 2, 128)
+        for y, part in zip(found, (*parts, plain)):
+            assert torch.equal(y, part(x))
+    counted.clear()
+    seen = []
+    parts[1].register_forward_hook(lambda *_: seen.append(1))
+    projections(x, *parts, plain)
+    assert seen and len(counted) == 1  # it is called, and takes what the first one made
+
+
+# --- one launch to quantise, one to multiply
+
+
+@compiled
+def test_launches(kernel, monkeypatch):
+    """On a pretended H200: the quantiser is one launch of a program for each row and 4096 columns,
+    and q, k and v share it."""
+    recording, device = submodule("runtime.recording"), submodule("runtime.device")
+    multiply = submodule("fp8.hopper.multiply")
+    monkeypatch.setattr(multiply, "_has_product", lambda where: True)
+    products = []
+    monkeypatch.setattr(
+        torch, "_scaled_mm", lambda a, b, **rest: products.append(rest) or a.new_zeros(
+            (a.shape[0], b.shape[1]), dtype=rest["out_dtype"])
+    )  # fmt: skip
+    parts = [served(kernel, fp8_problems.linear(128, 5120, seed=n)) for n in range(3)]
+    x = torch.ones(5, 5120, dtype=torch.bfloat16)
+    with recording.recorded(device.Chip("NVIDIA_H200", (9, 0), 132)) as records:
+        ys = [part(x) for part in parts]
+    assert [y.shape for y in ys] == [(5, 128)] * 3
+    assert [(one.name, one.grid) for one in records] == [("_quantise_kernel", (16, 2, 1))]
+    assert records[0].options["launch_pdl"]
+    assert len(products) == 3 and all(p["scale_a"].stride() == (1, 16) for p in products)
+    assert all(p["scale_b"].shape == (40, 1) for p in products)
+    with recording.recorded(device.Chip("NVIDIA_A100", (8, 0), 108)) as records:
+        assert submodule("fp8.product").quantise(x) is None and not records

@@ -1,0 +1,65 @@
+"""The product of tokens and a weight in FP8 by torch._scaled_mm: cuBLAS's, with a scale for 1 x 128
+values of the tokens and for 128 x 128 of the weight.
+
+cuBLAS reads the scales of a weight in rows of a multiple of four, which torch takes as they lie
+only where K is a multiple of 512. What torch, CUDA and the GPU have is tried once for each device.
+"""
+
+from typing import Dict
+
+import torch
+
+from ..call import BLOCK, ROWS, Quantised
+
+_works: Dict[int, bool] = {}  # by the index of a device
+
+
+def supports_multiply_fwd(weight, scale) -> bool:
+    if weight.dtype is not torch.float8_e4m3fn or scale.dtype is not torch.float32:
+        return False
+    N, K = weight.shape
+    dense = weight.is_contiguous() and scale.is_contiguous() and scale.device == weight.device
+    fits = K > 0 and K % (4 * BLOCK) == 0 and N >= BLOCK and N % ROWS == 0
+    shape = (-(-N // BLOCK), K // BLOCK)
+    return dense and fits and scale.shape == shape and _has_product(weight.device)
+
+
+def multiply_fwd(
+    weight: torch.Tensor,  # [N, K]
+    scale: torch.Tensor,  # [ceil(N / BLOCK), K / BLOCK]
+    x: Quantised,  # [P, K]
+) -> torch.Tensor:  # [P, N] bf16
+    return torch._scaled_mm(
+        x.codes, weight.t(), scale_a=x.scales, scale_b=scale.t(), out_dtype=torch.bfloat16
+    )
+
+
+def _has_product(where: torch.device) -> bool:
+    if where.type != "cuda":
+        return False
+    if where.index not in _works:
+        if torch.cuda.is_current_stream_capturing():
+            return False  # values cannot be looked at
+        _works[where.index] = _is_right(where)
+    return _works[where.index]
+
+
+def _is_right(where: torch.device) -> bool:
+    """Whether torch's product has the scales where they belong, a last block of 16 rows, too."""
+    random = torch.Generator("cpu").manual_seed(0)
+    P, N, K = 32, 2 * BLOCK + ROWS, 8 * BLOCK
+
+    def values(*shape):
+        return torch.randn(shape, generator=random, device="cpu")
+
+    codes, weight = (values(n, K).to(torch.float8_e4m3fn) for n in (P, N))
+    scales, scale = values(K // BLOCK, P).exp(), values(-(-N // BLOCK), K // BLOCK).exp()
+    wide = scale.repeat_interleave(BLOCK, 0)[:N].repeat_interleave(BLOCK, 1)
+    tokens = codes.double() * scales.t().repeat_interleave(BLOCK, 1)
+    exact = tokens @ (weight.double() * wide).t()
+    codes, weight, scales, scale = (x.to(where) for x in (codes, weight, scales, scale))
+    try:
+        y = multiply_fwd(weight, scale, Quantised(codes, scales.t())).cpu()
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return False
+    return bool((y - exact).norm() <= 1e-2 * exact.norm())

@@ -1,0 +1,27 @@
+"""Who quantises and multiplies in FP8. Forward only, in eager mode only: no operator of torch."""
+
+from typing import Callable, Optional
+
+from ..runtime import dispatch
+from . import reference
+
+QUANTISE = ("fp8.quantise", "quantise_fwd")
+GATE = ("fp8.quantise", "silu_mul_quantise_fwd")
+MULTIPLY = ("fp8.multiply", "multiply_fwd")
+
+
+def chosen(family: str, operation: str, *tensors) -> Optional[Callable]:
+    """What serves an operation on these tensors; None where a module had better be called.
+
+    The product is chosen by its weight and scale, before anything is launched.
+    """
+    launch = dispatch.choose(family, operation, False, tensors)
+    if launch is None and dispatch.forced == "reference":
+        return getattr(reference, operation)
+    return launch
+
+
+def planned(family: str, operation: str, *tensors) -> Optional[Callable]:
+    """What serves all calls like this one, from their tensors, or None."""
+    plan = dispatch.plan(family, operation, False, tensors)
+    return chosen(family, operation, *tensors) if plan is None else plan

@@ -1,0 +1,43 @@
+"""Tokens in FP8 and their products with weights in FP8. For the layers; not part of the API."""
+
+from typing import Callable, Optional
+
+from torch import Tensor
+
+from ..runtime.cache import CallCache, undisturbed
+from . import ops
+from .call import Quantised
+
+
+def quantise(x: Tensor) -> Optional[Quantised]:
+    """x [M, K] bf16 in e4m3, with a scale for each 128 columns; None where no kernel serves."""
+    return _made(_quantised, ops.QUANTISE, x)
+
+
+def silu_mul_quantise(gate: Tensor, up: Tensor) -> Optional[Quantised]:
+    """silu(gate) * up of [P, N] bf16 each, in e4m3; rounded to bf16 after each of the two."""
+    return _made(_gated, ops.GATE, gate, up)
+
+
+def product_of(weight: Tensor, scale: Tensor) -> Optional[Callable]:
+    """What multiplies with weight [N, K] e4m3 and its scale [ceil(N / 128), K / 128] fp32: takes
+    them and tokens in FP8, gives [P, N] bf16. None where nothing does; told before any launch."""
+    return _served(_products, ops.MULTIPLY, weight, scale)
+
+
+def _made(cache: CallCache, operation: tuple, *tensors: Tensor) -> Optional[Quantised]:
+    launch = _served(cache, operation, *tensors)
+    return None if launch is None else launch(*tensors)
+
+
+def _served(cache: CallCache, operation: tuple, *tensors: Tensor) -> Optional[Callable]:
+    """What serves calls like this one; kept, where nothing is recorded or forced."""
+    if not undisturbed():
+        return ops.chosen(*operation, *tensors)
+    found = cache.find(tensors, ())
+    if found is None:
+        found = cache.keep(tensors, (), ops.planned(*operation, *tensors))
+    return found
+
+
+_quantised, _gated, _products = CallCache(), CallCache(), CallCache()

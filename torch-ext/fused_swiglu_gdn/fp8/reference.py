@@ -1,0 +1,44 @@
+"""Quantising to FP8 and products of blocks in plain torch.
+
+    s = max(amax, 1e-4) / 448        q = e4m3(x (1 / s))
+
+for each 128 columns of a token, as DeepGEMM's per_token_cast_to_fp8 has it on a GPU, where torch
+multiplies by the reciprocal of 448. NaN and infinity in 128 columns make their scale NaN or
+infinite, so that all that is multiplied with them becomes NaN.
+
+Sizes: M tokens, P of them with padding, K columns, N rows of a weight.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from .call import BLOCK, INVERSE, LEAST, Quantised, padded
+
+
+def quantise_fwd(x: torch.Tensor) -> Quantised:  # x [M, K] bf16
+    x = F.pad(x, (0, 0, 0, padded(x.shape[0]) - x.shape[0]))
+    groups = x.float().unflatten(1, (-1, BLOCK))  # [P, K / BLOCK, BLOCK]
+    scales = groups.abs().amax(2).clamp(LEAST) * INVERSE
+    codes = (groups * (1.0 / scales).unsqueeze(2)).to(torch.float8_e4m3fn)
+    return Quantised(codes.flatten(1), scales.t().contiguous().t())
+
+
+def silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> Quantised:  # [P, N] bf16 each
+    """silu(gate) * up, of which transformers rounds each to bf16 before it is quantised."""
+    return quantise_fwd(F.silu(gate) * up)
+
+
+def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """weight [N, K] e4m3 times scale [ceil(N / BLOCK), K / BLOCK], fp32."""
+    N, K = weight.shape
+    wide = scale.float().repeat_interleave(BLOCK, 0)[:N].repeat_interleave(BLOCK, 1)[:, :K]
+    return weight.float() * wide
+
+
+def multiply_fwd(
+    weight: torch.Tensor,  # [N, K] e4m3
+    scale: torch.Tensor,  # [ceil(N / BLOCK), K / BLOCK] fp32
+    x: Quantised,  # [P, K]
+) -> torch.Tensor:  # [P, N] bf16
+    groups = x.codes.float().unflatten(1, (-1, BLOCK)) * x.scales.unsqueeze(2)
+    return (groups.flatten(1) @ dequantised(weight, scale).t()).to(torch.bfloat16)

@@ -1,0 +1,241 @@
+"""transformers' FP8Linear, and MLPs of them: x in e4m3 by one launch, the product by another.
+
+A scale stands for 128 columns of x and 128 x 128 values of the weight. x is quantised once for all
+modules that take it one after another: an attention module's queries, keys and values. What needs
+a gradient of x, and whatever is traced or compiled, is the forward of the module's own class.
+"""
+
+import contextlib
+import functools
+import threading
+import weakref
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import torch
+from torch import nn
+
+from ..fp8.call import BLOCK, Quantised
+from ..fp8.ops import MULTIPLY
+from ..fp8.product import product_of, quantise, silu_mul_quantise
+from ..runtime import dispatch
+from .pinned import Pinned
+from .plain import PLAIN_TENSORS, is_plain
+from .untouched import untouched
+
+
+class Fp8Form(NamedTuple):
+    """transformers' FP8Linear, as it was recognised."""
+
+    kind: type
+    pinned: Pinned
+
+
+FORMS: Dict[type, Fp8Form] = {}  # by the classes of modules, served or not
+
+
+class Weight(NamedTuple):
+    """The parameters of an FP8Linear, and what multiplies with them."""
+
+    weight: torch.Tensor  # [N, K] e4m3
+    scale: torch.Tensor  # [ceil(N / 128), K / 128]
+    bias: Optional[torch.Tensor]
+    product: Callable
+
+    def times(self, x: Quantised) -> torch.Tensor:  # [P, N]
+        y = self.product(self.weight, self.scale, x)
+        return y if self.bias is None else y.add_(self.bias)
+
+
+def takes(x: torch.Tensor, compiling: Optional[bool] = None) -> bool:
+    """Whether x may be quantised here: bf16 in memory, in eager mode."""
+    if torch.compiler.is_compiling() if compiling is None else compiling:
+        return False
+    if type(x) not in PLAIN_TENSORS or x.dtype is not torch.bfloat16:
+        return False
+    if not dispatch.serves(*MULTIPLY, x, False) or not untouched(False):
+        return False
+    return not x.is_nested and x.numel() > 0 and not torch._C._len_torch_dispatch_stack()
+
+
+def scheme_of(linear: nn.Module) -> Tuple[object, object, object]:
+    """How an FP8Linear scales: blocks of the weight, how x is scaled, and by what."""
+    attributes = linear.__dict__
+    block = attributes.get("block_size")
+    block = tuple(block) if isinstance(block, (list, tuple)) else block
+    scale = attributes["_parameters"].get("activation_scale")
+    return block, attributes.get("activation_scheme"), scale
+
+
+SCHEME = ((BLOCK, BLOCK), "dynamic", None)  # that is served
+
+
+def weight_of(linear: Optional[nn.Module], x: torch.Tensor, K: int) -> Optional[Weight]:
+    """What the forward of an FP8Linear multiplies tokens with K columns by, if it does no more; x:
+    what the tokens are made of."""
+    form = FORMS.get(type(linear))
+    if form is None or not form.pinned.unchanged() or scheme_of(linear) != SCHEME:
+        return None
+    attributes = linear.__dict__
+    parameters = attributes["_parameters"]
+    if "weight" in attributes or "weight_scale_inv" in attributes or "bias" in attributes:
+        return None  # they hide the parameters of these names
+    weight, scale, bias = map(parameters.get, ("weight", "weight_scale_inv", "bias"))
+    if type(weight) not in PLAIN_TENSORS or type(scale) not in PLAIN_TENSORS:
+        return None
+    if weight.ndim != 2 or weight.shape[1] != K or weight.device != x.device:
+        return None
+    if bias is not None and (type(bias) not in PLAIN_TENSORS or bias.dtype is not x.dtype):
+        return None
+    if torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad):
+        return None
+    if (weight.data_ptr() | scale.data_ptr()) % 16:
+        return None
+    product = product_of(weight, scale)
+    return None if product is None else Weight(weight, scale, bias, product)
+
+
+def read(linear: Optional[nn.Module], x: torch.Tensor, K: int) -> Optional[Weight]:
+    """weight_of() where calling the module does no more than its class's forward."""
+    if type(linear) not in FORMS or not is_plain(linear):
+        return None
+    return weight_of(linear, x, K)
+
+
+class _Last(threading.local):
+    """What was quantised last in a thread, while the tensor lives that it was made of."""
+
+    x: Optional[weakref.ref] = None
+    found: Optional[Quantised] = None
+    facts: tuple = ()
+    users: tuple = ()  # the modules that have had it; one that comes again gets a new one
+
+    def keep(self, x: torch.Tensor, found: Quantised, facts: tuple, user: int) -> None:
+        mine = self.__dict__
+
+        def forget(x):
+            if mine.get("x") is x:
+                mine.update(x=None, found=None)
+
+        self.x, self.found = weakref.ref(x, forget), found
+        self.facts, self.users = facts, (user,)
+
+
+_last = _Last()
+
+
+def _facts(x: torch.Tensor) -> Optional[tuple]:
+    """What x's values are known by, beside its identity; None where they cannot be: an inference
+    tensor does not count its changes, and what a graph captures is made when it is replayed."""
+    if x.is_inference():
+        return None
+    if x.device.type != "cuda":
+        return (x._version, x.data_ptr())
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    return (x._version, x.data_ptr(), stream)
+
+
+def _quantised(x: torch.Tensor, user: int) -> Optional[Quantised]:
+    """x [..., K] in FP8, as the module before `user` had it where that took the same x."""
+    facts = _facts(x)
+    if facts is not None and _last.x is not None and _last.x() is x and _last.facts == facts:
+        if user not in _last.users:
+            _last.users += (user,)
+            return _last.found
+    found = quantise(_rows(x))
+    if facts is not None and found is not None:
+        _last.keep(x, found, facts, user)
+    return found
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    x = x.reshape(-1, x.shape[-1])  # [M, K]
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def _shaped(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The rows of y [P, N] that are those of x [..., K]: [..., N], no view."""
+    return y.resize_((*x.shape[:-1], y.shape[1]))
+
+
+_NOTHING = contextlib.nullcontext()
+
+
+def _no_grad():
+    """The weights say that they need a gradient, and get none."""
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+@functools.lru_cache(maxsize=64)
+def forward_of(form: Fp8Form) -> Callable:
+    """A forward for FP8Linear modules, or the class's own where that differs."""
+    own = form.kind.forward
+
+    def forward(self, input):
+        y = None
+        if takes(input):
+            weight = weight_of(self, input, input.shape[-1])
+            if weight is not None:
+                with _no_grad():
+                    x = _quantised(input, id(self))
+                    y = None if x is None else _shaped(weight.times(x), input)
+        return own(self, input) if y is None else y
+
+    forward.__wrapped__ = own
+    forward.__qualname__ = "FP8Linear.forward"
+    return forward
+
+
+def project(
+    x: torch.Tensor, linears: Sequence[nn.Module], compiling: Optional[bool] = None
+) -> Optional[List[torch.Tensor]]:
+    """linear(x) for each, x quantised once for all FP8Linears among them; None if they are few."""
+    if not takes(x, compiling):
+        return None
+    weights = [read(linear, x, x.shape[-1]) for linear in linears]
+    if sum([weight is not None for weight in weights]) < 2:
+        return None
+    with _no_grad():
+        codes = quantise(_rows(x))
+    if codes is None:
+        return None
+    found = []
+    for linear, weight in zip(linears, weights):
+        if weight is None:
+            found.append(linear(x))
+        else:
+            with _no_grad():
+                found.append(_shaped(weight.times(codes), x))
+    return found
+
+
+def mlp(
+    x: torch.Tensor, gate: nn.Module, up: Optional[nn.Module], down: nn.Module, gate_first: bool
+) -> Optional[torch.Tensor]:
+    """down(silu(gate(x)) * up(x)) of FP8Linears, in five launches; None where it is not.
+
+    up=None: gate makes both, one half each.
+    """
+    if type(gate) is nn.Linear or not takes(x):
+        return None
+    first = read(gate, x, x.shape[-1])
+    second = None if up is None else read(up, x, x.shape[-1])
+    if first is None or up is not None and second is None:
+        return None
+    rows = first.weight.shape[0]
+    hidden = rows // 2 if up is None else rows
+    third = read(down, x, hidden)
+    if third is None or rows != (2 * hidden if second is None else second.weight.shape[0]):
+        return None
+    with _no_grad():
+        codes = quantise(_rows(x))
+        if codes is None:
+            return None
+        g = first.times(codes)  # [P, N]
+        if second is None:
+            g, u = g.split(hidden, 1) if gate_first else reversed(g.split(hidden, 1))
+        else:
+            u = second.times(codes)
+        z = silu_mul_quantise(g, u)
+        return None if z is None else _shaped(third.times(z), x)

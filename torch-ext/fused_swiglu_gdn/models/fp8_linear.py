@@ -1,0 +1,148 @@
+"""transformers' FP8Linear, the linear of checkpoints in FP8 with block scales: which are served.
+
+Of its class the forward is compared with what releases of transformers have; its function
+fp8_linear is to have the known arguments. Both are looked at for patches in every call (Pinned).
+"""
+
+import inspect
+import sys
+from typing import Dict, Optional, Tuple, Union
+
+import torch
+from torch import nn
+
+from ..fp8.call import BLOCK, ROWS
+from ..fp8.ops import MULTIPLY, chosen
+from ..layers.fp8 import SCHEME, Fp8Form, scheme_of
+from ..layers.own_code import is_in_its_file
+from ..layers.pinned import torchs_own
+from ..layers.plain import why_not_tensor
+from .code import Refused, source_of, spelled
+from .serving import own_class
+
+HOME = "transformers.integrations.finegrained_fp8"
+_WIDE = "if self.weight.element_size() > 1:\n    return F.linear(input, self.weight, self.bias)\n"
+FORWARDS = (
+    # of transformers 5.17 to 5.21
+    _WIDE + "return fp8_linear(input, self.weight, self.weight_scale_inv, "
+    "block_size=self.block_size, activation_scale=self.activation_scale, bias=self.bias, "
+    "allow_deepgemm=not self._deepgemm_disabled)",
+    # since 5.22
+    _WIDE + "return _apply_if_grad(FP8LinearFunction, fp8_linear, input, self.weight, "
+    "self.weight_scale_inv, self.block_size, self.bias, self.activation_scale, "
+    "not self._deepgemm_disabled)",
+)
+ARGUMENTS = (
+    "input", "weight", "weight_scale_inv", "block_size", "bias", "activation_scale",
+    "allow_deepgemm",
+)  # fmt: skip
+
+_forms: Dict[type, Tuple[object, Union[Fp8Form, str]]] = {}
+
+
+def is_fp8_linear(module: nn.Module) -> bool:
+    """A module is transformers' FP8Linear, or of a class made of it."""
+    kind = getattr(sys.modules.get(HOME), "FP8Linear", None)
+    return kind is not None and issubclass(own_class(module), kind)
+
+
+def fp8_form(kind: type) -> Union[Fp8Form, str]:
+    """The form of FP8Linear, or why a class is not served."""
+    found = _forms.get(kind)
+    if found is None or found[0] is not kind.forward or not _still(found[1]):
+        found = _forms[kind] = (kind.forward, _form(kind))
+    return found[1]
+
+
+def _still(form: Union[Fp8Form, str]) -> bool:
+    return not isinstance(form, str) and form.pinned.unchanged()
+
+
+def _form(kind: type) -> Union[Fp8Form, str]:
+    home = sys.modules[HOME]
+    if kind is not home.FP8Linear:
+        return f"is a {kind.__name__}, not FP8Linear: its class multiplies in a way of its own"
+    try:
+        if spelled(source_of(kind.forward)) not in FORWARDS:
+            return "its forward is none that is known"
+    except Refused as why:
+        return str(why)
+    function = home.fp8_linear
+    if not is_in_its_file(function, "transformers"):
+        return "its forward calls fp8_linear, which is patched"
+    if tuple(inspect.signature(function).parameters) != ARGUMENTS:
+        return "its forward calls an fp8_linear of other arguments"
+    pinned = torchs_own(kind.forward)
+    pinned.names += ((vars(kind), "forward", kind.forward),)
+    pinned.codes += ((function, function.__code__),)
+    return pinned.patched or Fp8Form(kind, pinned)
+
+
+def why_not_fp8(module: nn.Module) -> Optional[str]:
+    """Why an FP8Linear of the known class is left alone, or None."""
+    parameters = module.__dict__["_parameters"]
+    weight, scale, bias = map(parameters.get, ("weight", "weight_scale_inv", "bias"))
+    if weight is None or scale is None:
+        return "has a weight or scales that are no parameter of its own"
+    return (
+        _why_not_scheme(module)
+        or _why_not_parameters(weight, scale, bias)
+        or _why_not_sizes(weight, scale)
+        or _why_no_product(weight, scale)
+    )
+
+
+def _why_not_scheme(module: nn.Module) -> Optional[str]:
+    block, scheme, given = scheme_of(module)
+    if scheme != SCHEME[1] or given is not None:
+        words = "static" if scheme == SCHEME[1] else scheme
+        return f"FP8 with {words} activations; those of activation_scheme='dynamic' are served"
+    if block is None:
+        return f"FP8 with one scale for its whole weight; one for {BLOCK} x {BLOCK} is served"
+    if block != SCHEME[0]:
+        size = " x ".join(map(str, block)) if isinstance(block, tuple) else block
+        return f"FP8 with blocks of {size}; those of {BLOCK} x {BLOCK} are served"
+    return None
+
+
+def _why_not_parameters(weight, scale, bias) -> Optional[str]:
+    wanted = (
+        ("weight", weight, torch.float8_e4m3fn), ("scale", scale, torch.float32),
+        ("bias", bias, torch.bfloat16),
+    )  # fmt: skip
+    for name, x, dtype in wanted:
+        if x is None:
+            continue
+        reason = why_not_tensor(x)
+        if reason is not None and not reason.startswith("is of dtype"):
+            return f"its {name} {reason}"
+        if x.dtype is not dtype:
+            words = [str(d).replace("torch.", "") for d in (x.dtype, dtype)]
+            return f"its {name} is of dtype {words[0]}; {words[1]} is served"
+    return None
+
+
+def _why_not_sizes(weight, scale) -> Optional[str]:
+    if weight.ndim != 2 or not (weight.is_contiguous() and scale.is_contiguous()):
+        return "its weight or scales are no matrix that lies in rows"
+    N, K = weight.shape
+    if K % (4 * BLOCK):
+        return f"its {K} input features are no multiple of {4 * BLOCK}: torch's product needs that"
+    if N % ROWS or N < BLOCK:
+        return f"its {N} output features are no multiple of {ROWS}, or less than {BLOCK}"
+    if scale.shape != (-(-N // BLOCK), K // BLOCK):
+        return f"its scales are of shape {list(scale.shape)}, not one for {BLOCK} x {BLOCK}"
+    if (weight.data_ptr() | scale.data_ptr()) % 16:
+        return "its weight or scales do not begin at a multiple of 16 bytes"
+    return None
+
+
+def _why_no_product(weight, scale) -> Optional[str]:
+    if weight.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return None
+    if chosen(*MULTIPLY, weight, scale) is not None:
+        return None
+    return (
+        f"torch {torch.__version__} with CUDA {torch.version.cuda} has no product of FP8 blocks "
+        "on this GPU: it needs Hopper and CUDA 12.9"
+    )
