@@ -9,6 +9,7 @@ from .callees import Callees
 from .code import (
     ATTRIBUTES,
     BUILTINS,
+    CHOSEN,
     EXPRESSIONS,
     PLAIN_VALUES,
     Refused,
@@ -40,7 +41,7 @@ class Body(Callees):
         ]  # fmt: skip
         self.local |= set(stored)
         self.once = {name for name in stored if stored.count(name) == 1 and name not in names}
-        self.constant = self.given - set(stored)  # arguments that keep their value
+        self.constant = set(self.given)  # arguments that have the value that they came with
         self.interfaces = set()  # local names that hold an attention function
         self.aliases: Dict[str, str] = {}  # local names of the module's attributes, by their paths
         self.shapes: Dict[str, ast.expr] = {}  # local names of sizes, by what they are
@@ -69,6 +70,7 @@ class Body(Callees):
             if not isinstance(node.target, ast.Name) or node.target.id == self.me:
                 self.refuse(node)
             self.aliases.pop(node.target.id, None)
+            self.constant.discard(node.target.id)
             self.expression(node.value)
         elif isinstance(node, ast.Return):
             if node.value is not None:
@@ -76,9 +78,12 @@ class Body(Callees):
         elif isinstance(node, ast.Delete):
             if not all(isinstance(t, ast.Name) and t.id != self.me for t in node.targets):
                 self.refuse(node)
+            self.constant -= {target.id for target in node.targets}
         elif isinstance(node, ast.Expr):
             if self.taken_out(node.value):
                 return
+            if calls(node.value, "scatter_"):
+                return self.expression(node.value)
             if not (is_text(node) or logs(node, self.function.__globals__)):
                 self.refuse(node)
         elif not isinstance(node, ast.Pass):
@@ -88,9 +93,8 @@ class Body(Callees):
         old = self.kwargs and keyword_tested(node.test, self.kwargs, {})
         if old:  # a call with this keyword is for the forward itself
             self.reader.renamed.add(old)
-        elif len(node.body) == 1 and isinstance(node.body[0], ast.Raise) and not node.orelse:
+        elif len(node.body) == 1 and isinstance(node.body[0], ast.Raise):
             self.check(ast.UnaryOp(ast.Not(), node.test), node)
-            return
         else:
             self.test(node.test)
             for inner in node.body:
@@ -108,6 +112,8 @@ class Body(Callees):
         names = [target.id for target in targets if isinstance(target, ast.Name)]
         for name in names:
             self.aliases.pop(name, None)
+        nodes = [node for target in targets for node in ast.walk(target)]
+        self.constant -= {node.id for node in nodes if isinstance(node, ast.Name)}
         if calls(value, "get_interface"):
             self.interfaces |= set(names)
         path = self.path(value)
@@ -272,6 +278,8 @@ class Body(Callees):
             self.attribute(node)
         elif isinstance(node, ast.Call):
             self.call(node)
+        elif isinstance(node, ast.NamedExpr):
+            self.assign(ast.Assign([node.target], node.value))
         elif isinstance(node, ast.IfExp):
             self.test(node.test)
             self.expression(node.body)
@@ -292,7 +300,9 @@ class Body(Callees):
         if path is not None and path.rsplit(".", 1)[-1] not in ATTRIBUTES:
             self.reader.reads.add(path)
         elif path is None and not self.is_dtype(node):
-            if node.attr not in ATTRIBUTES:
+            if node.attr in CHOSEN:
+                self.reader.chooses = node.attr
+            elif node.attr not in ATTRIBUTES:
                 self.refuse(node)
             self.expression(node.value)
 

@@ -5,11 +5,12 @@ import sys
 from types import BuiltinFunctionType, BuiltinMethodType, FunctionType, ModuleType
 from typing import Optional
 
+import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..layers.own_code import undispatched
-from .code import BUILTINS, FUNCTIONS, METHODS, Refused, calls, root
+from .code import BUILTINS, CHOICES, FUNCTIONS, METHODS, Refused, calls, root
 
 
 class Callees:
@@ -48,6 +49,8 @@ class Callees:
         ):
             if name not in METHODS:
                 self.refuse(node)
+            if name in CHOICES:
+                self.reader.chooses = name
             self.expression(function.value)
         elif not self.is_registry(function):
             return self.in_a_module(node)
@@ -86,7 +89,12 @@ class Callees:
             self.reader.names.append((namespace, name, value))
             if value is F.dropout:
                 self.dropout(node)
+            if getattr(value, "__name__", name) in CHOICES:
+                self.reader.chooses = name
             return False
+        for home in (torch, F):
+            if namespace is vars(home) and name in METHODS:
+                raise Refused(f"its forward calls {home.__name__}.{name}, which is patched")
         plain = self.reader.bare(undispatched(value))
         if not isinstance(plain, FunctionType):
             self.refuse(node)

@@ -6,8 +6,7 @@ import inspect
 import linecache
 import logging
 import sys
-import textwrap
-from types import FunctionType
+from types import FunctionType, GetSetDescriptorType
 from typing import Iterable, Optional, Tuple
 
 import torch
@@ -26,10 +25,16 @@ OPERATIONS = {
     "swapdims", "t", "tanh", "to", "transpose", "true_divide", "type", "type_as", "unbind",
     "unflatten", "unsqueeze", "view", "view_as",
 }  # fmt: skip
+# of tensors too, for kinds of modules that choose among values
+CHOICES = {
+    "bool", "full_like", "gather", "index_select", "linear", "long", "masked_fill", "max",
+    "new_zeros", "ones_like", "scatter", "scatter_", "softmax", "sort", "topk", "zeros_like",
+}  # fmt: skip
+CHOSEN = {"indices", "values"}  # attributes of what max, sort and topk give
 # of a cache and of the registry of attention functions
-METHODS = OPERATIONS | {"get_interface", "update"}
+METHODS = OPERATIONS | CHOICES | {"get_interface", "update"}
 FUNCTIONS = tuple(
-    function for home in (torch, F) for name in sorted(OPERATIONS)
+    function for home in (torch, F) for name in sorted(OPERATIONS | CHOICES)
     for function in [getattr(home, name, None)] if function is not None
 )  # fmt: skip
 ATTRIBUTES = {"device", "dtype", "mT", "ndim", "shape", "T"}
@@ -40,7 +45,7 @@ BUILTINS = {
 PLAIN_VALUES = (bool, int, float, str)
 EXPRESSIONS = (
     ast.Attribute, ast.BinOp, ast.Call, ast.Constant, ast.Dict, ast.IfExp, ast.List, ast.Name,
-    ast.Slice, ast.Starred, ast.Subscript, ast.Tuple, ast.UnaryOp,
+    ast.NamedExpr, ast.Slice, ast.Starred, ast.Subscript, ast.Tuple, ast.UnaryOp,
 )  # fmt: skip
 # what a condition on shapes may consist of, beside names and constants
 CONDITIONS = (
@@ -64,10 +69,12 @@ def source_of(function: object, free: Tuple[str, ...] = ()) -> ast.FunctionDef:
         where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
         raise Refused(f"its forward is wrapped by {code.co_name} in {where}")
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+        lines = inspect.getsource(code)
+        inner = lines[:1].isspace()  # of a class; a text in it may begin at the margin
+        tree = ast.parse(f"if inner:\n{lines}" if inner else lines)
     except (OSError, TypeError, SyntaxError):
         raise Refused("its forward has no source to read") from None
-    definition = tree.body[0]
+    definition = tree.body[0].body[0] if inner else tree.body[0]
     if not isinstance(definition, ast.FunctionDef):
         raise Refused("its forward has no source to read")
     if code not in _codes_around(function):
@@ -119,7 +126,9 @@ def why_odd_class(kind: type, names: Iterable[str], *more: str) -> Optional[str]
     """The class has some of MACHINERY, or `more` of it, of its own, or attributes that would hide
     those of a module by these names."""
     for name in (*more, *MACHINERY):
-        if static(kind, name) is not static(nn.Module, name):
+        found = static(kind, name)
+        plain = name == "__dict__" and type(found) is GetSetDescriptorType  # as any class has it
+        if found is not static(nn.Module, name) and not plain:
             return f"its class has a {name} of its own"
     for name in names:
         if static(kind, name) is not None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from .code import ATTRIBUTES, CONDITIONS
 
+ASKED = {"dim", "is_floating_point", "size"}  # methods of tensors
 NAMES = {"isinstance": isinstance, "len": len, "torch": torch, "tuple": tuple, "int": int}
 
 
@@ -61,11 +62,11 @@ def is_condition(body, node: ast.expr) -> bool:
                 return False
         if isinstance(each, ast.Attribute) and body.path(each) is None:
             dtype = ast.unparse(each.value) == "torch"
-            if each.attr not in ATTRIBUTES | {"dim", "size"} and not dtype:
+            if each.attr not in ATTRIBUTES | ASKED and not dtype:
                 return False
         if isinstance(each, ast.Call):
             name = ast.unparse(each.func).rsplit(".", 1)[-1]
-            if name not in ("dim", "size", "isinstance", "len", "tuple", "int"):
+            if name not in (*ASKED, "isinstance", "len", "tuple", "int"):
                 return False
     for each in ast.walk(node):
         path = body.path(each) if isinstance(each, ast.Attribute) else None

@@ -18,7 +18,16 @@ from torch import nn
 from ..layers.own_code import peeled
 from ..layers.pinned import Pinned, found_at
 from .body import Body
-from .code import PLAIN_VALUES, Refused, is_text, keyword_tested, logs, source_of, why_odd_class
+from .code import (
+    PLAIN_VALUES,
+    Refused,
+    calls,
+    is_text,
+    keyword_tested,
+    logs,
+    source_of,
+    why_odd_class,
+)
 
 
 class Source(NamedTuple):
@@ -36,6 +45,7 @@ class Source(NamedTuple):
     checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
     rates: Tuple[str, ...]  # attributes that are the rate of a dropout
     by_dtype: bool  # it compares dtypes
+    chooses: Optional[str]  # one of CHOICES that it has
 
 
 _sources: Dict[type, Source] = {}
@@ -43,7 +53,7 @@ _sources: Dict[type, Source] = {}
 
 def read(kind: type, module: nn.Module, *allowed: str) -> Source:
     """The source of the forward of a module of this class; raises Refused. `allowed`: "switches",
-    "by_dtype", for a kind that minds them."""
+    "by_dtype", "chooses", for a kind that minds them."""
     known = _sources.get(kind)
     if known is None or not known.pinned.unchanged():
         known = _sources[kind] = _read(kind)
@@ -53,6 +63,8 @@ def read(kind: type, module: nn.Module, *allowed: str) -> Source:
         raise Refused(f"its forward branches on {', '.join(sorted(known.switches))}")
     if known.by_dtype and "by_dtype" not in allowed:
         raise Refused("its forward branches on a dtype")
+    if known.chooses is not None and "chooses" not in allowed:
+        raise Refused(f"its forward has `{known.chooses}`")
     return known
 
 
@@ -66,14 +78,15 @@ def _read(kind: type) -> Source:
         plain, definition, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
         plain.__globals__, frozenset(reader.renamed), tuple(sorted(reader.extra)),
         frozenset(reader.switches), tuple(reader.checks), tuple(sorted(reader.rates)),
-        reader.by_dtype,
+        reader.by_dtype, reader.chooses,
     )  # fmt: skip
 
 
 def only_argument(source: Source) -> str:
     """The name of the one argument that a forward has to be given."""
     known = list(inspect.signature(source.forward).parameters.values())[1:]
-    needed = [p for p in known if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+    rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [p for p in known if p.default is p.empty and p.kind not in rest]
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     if len(needed) != 1 or needed[0].kind not in positional or needed[0] is not known[0]:
         raise Refused("its forward takes other arguments than one tensor")
@@ -117,7 +130,7 @@ class Reader:
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
         self.renamed, self.extra, self.switches = set(), set(), set()
         self.seen: set = set()
-        self.by_dtype = False
+        self.by_dtype, self.chooses = False, None
 
     def method(self, name: str, bases: Iterable[type]) -> Tuple[object, type]:
         """A method as it stands in the first class that has it, and that class."""
@@ -187,6 +200,10 @@ def passed_on(reader: Reader, wrapper: object) -> Optional[FunctionType]:
             if old is not None and not statement.orelse:
                 reader.renamed.add(old)  # such calls are for the forward itself
                 continue
+        dropped = isinstance(statement, ast.Expr) and popped(statement.value, given.kwarg.arg)
+        if dropped:
+            reader.renamed.add(dropped)
+            continue
         if isinstance(statement, ast.Assign) and ast.unparse(statement.value) == passing:
             target = statement.targets[0]
             if result is None and isinstance(target, ast.Name) and len(statement.targets) == 1:
@@ -199,6 +216,15 @@ def passed_on(reader: Reader, wrapper: object) -> Optional[FunctionType]:
                 return cells[functions[0]]
         break
     raise Refused(f"its forward is wrapped by {where}")
+
+
+def popped(node: ast.expr, kwargs: str) -> Optional[str]:
+    """ "word" of kwargs.pop("word", default)."""
+    if not calls(node, "pop") or ast.unparse(node.func.value) != kwargs or node.keywords:
+        return None
+    words = [a.value for a in node.args if isinstance(a, ast.Constant)]
+    plain = len(words) == len(node.args) == 2 and isinstance(words[0], str)
+    return words[0] if plain else None
 
 
 class _Cell:
