@@ -317,7 +317,7 @@ def sigmoid_router(groups=1, chosen=1, **attributes):
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_sigmoid_router(everywhere, groups, renormalize):
     router = sigmoid_router(*groups, norm_topk_prob=renormalize)
-    choice = blocks.form_of(router).choice
+    choice = blocks.form_of(router).found
     assert (choice.wide, choice.scoring, choice.scale) == (True, "sigmoid", 2.5)
     assert (choice.bias, choice.added) == ("e_score_correction_bias", None)
     assert (choice.top_k, choice.renormalize) == (3, renormalize)
@@ -366,8 +366,8 @@ def test_changed_forwards_are_not_served(everywhere):
             logits, weights, ids = super().forward(hidden_states)
             return logits, 1.7 * weights, ids
 
-    assert isinstance(blocks.form_of(router), blocks.Router)
-    assert isinstance(blocks.form_of(block), blocks.Block)
+    assert isinstance(blocks.form_of(router).found, blocks.Choice)
+    assert isinstance(blocks.form_of(block).found, blocks.Parts)
     assert blocks.form_of(torch.nn.Linear(3, 5)) is None and blocks.form_of(model) is None
     router.__class__ = Louder
     with pytest.raises(blocks.Refused, match="not those of fused_topk"):
@@ -446,13 +446,12 @@ def test_trials_on_a_default_device(monkeypatch):
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     experts = submodule("models.experts")
     monkeypatch.setattr(experts, "_forms", {})
-    for name in ("router_trial", "block_trial"):
-        monkeypatch.setattr(submodule(f"models.{name}"), "_found", {})
+    monkeypatch.setattr(blocks, "_found", {})
     block = random_model("qwen3_next").model.layers[0].mlp
     with torch.device("meta"), torch.inference_mode():
         assert isinstance(experts.form_of(modeling.Qwen3NextExperts), experts.Form)
-        assert isinstance(blocks.form_of(block.gate), blocks.Router)
-        assert isinstance(blocks.form_of(block), blocks.Block)
+        assert isinstance(blocks.form_of(block.gate).found, blocks.Choice)
+        assert isinstance(blocks.form_of(block).found, blocks.Parts)
 
 
 class KeywordRouter(torch.nn.Module):

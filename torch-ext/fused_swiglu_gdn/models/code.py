@@ -27,10 +27,10 @@ OPERATIONS = {
 }  # fmt: skip
 # of tensors too, for kinds of modules that choose among values
 CHOICES = {
-    "bool", "full_like", "gather", "index_select", "linear", "long", "masked_fill", "max",
-    "new_zeros", "ones_like", "scatter", "scatter_", "softmax", "sort", "topk", "zeros_like",
+    "bool", "gather", "linear", "long", "masked_fill", "new_zeros", "ones_like", "scatter",
+    "scatter_", "softmax", "sort", "topk", "zeros_like",
 }  # fmt: skip
-CHOSEN = {"indices", "values"}  # attributes of what max, sort and topk give
+CHOSEN = {"indices", "values"}  # attributes of what sort and topk give
 # of a cache and of the registry of attention functions
 METHODS = OPERATIONS | CHOICES | {"get_interface", "update"}
 FUNCTIONS = tuple(

@@ -6,7 +6,7 @@ experts those that experts/reference.py gives for these logits.
 """
 
 import itertools
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +14,10 @@ from torch import nn
 
 from ..experts import reference
 from ..experts.call import LEAST, TopkOptions
-from ..layers.pinned import Pinned
 from ..layers.plain import told
 from ..layers.untouched import why_patched
 from .code import Refused
-from .reader import Source, form_key, only_argument, plain_values, read, why_odd_module
-from .serving import own_class
+from .reader import Source, why_odd_module
 from .stand_ins import quiet, random, twin_of
 
 FP32 = torch.float32
@@ -28,7 +26,7 @@ DTYPES = (torch.bfloat16, torch.float16, FP32)
 # round to 0 or 1, or are small beside what a denominator may have added
 CASES = (
     ((2, 9), 1.0, 0.0), ((1, 5), 5.0, 0.0), ((2, 6), 20.0, -100.0), ((1, 9), 4.0, -20.0),
-    ((1, 1), 2.0, 1.0), ((3, 3), 30.0, 0.0), ((1, 12), 0.1, 0.0),
+    ((1, 1), 2.0, 1.0), ((3, 3), 60.0, 0.0), ((1, 12), 0.1, 0.0),
 )  # fmt: skip
 APART = 1e-5  # of scores for the choice: between closer ones either may be chosen
 LEAST_ROWS = 20  # tokens of which the choice is certain
@@ -46,7 +44,7 @@ class Choice(NamedTuple):
     added: Optional[str]
     wide: bool  # the product is made in fp32
     upcast: bool  # it is given as fp32
-    flat: bool  # of tokens in one dimension
+    dims: Tuple[int, ...]  # that x may have
     dtype: Optional[torch.dtype]  # of the weights; None: that of x
     top_k: int
     scoring: str = "softmax"
@@ -65,19 +63,7 @@ class Choice(NamedTuple):
         return TopkOptions(self.top_k, self.scoring, self.renormalize, self.scale, dtype)
 
 
-class Router(NamedTuple):
-    """A class of routers, with certain values of its attributes."""
-
-    kind: type
-    pinned: Pinned
-    guards: Tuple[Tuple[str, object], ...]
-    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
-    argument: str
-    choice: Choice
-
-
-PRODUCT = Choice._fields.index("flat")  # the fields before it tell the logits
-_found: Dict[tuple, Choice] = {}
+PRODUCT = Choice._fields.index("dims")  # the fields before it tell the logits
 
 
 def weight_among(module: nn.Module) -> Optional[str]:
@@ -88,25 +74,15 @@ def weight_among(module: nn.Module) -> Optional[str]:
     return names[0] if len(names) == 1 else None
 
 
-def router_form(module: nn.Module, weight: str) -> Router:
-    """The form of a module of routers; raises Refused."""
-    kind = own_class(module)
-    source = read(kind, module, "switches", "by_dtype", "chooses")
-    tensors = {n: x for n, x in [*module._parameters.items(), *module._buffers.items()]
-               if x is not None}  # fmt: skip
-    values = plain_values(module, set(source.reads) - {"training"})
-    for name in source.reads:
-        if name not in values and name not in tensors and name != "training":
-            raise Refused(f"its forward reads {name}, which is no number, word or flag")
-    shapes = tuple((name, told(x, "shape")) for name, x in tensors.items())
-    key = (weight, shapes, *form_key(module, kind, source, values))
-    if key not in _found:
-        _found[key] = _find(module, kind, source, dict(shapes), weight, values)
-    guards = tuple(values.items())
-    return Router(kind, source.pinned, guards, source.checks, only_argument(source), _found[key])
+def shapes_of(module: nn.Module) -> tuple:
+    """(name, shape) of the parameters and buffers of a module."""
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    return tuple((name, told(x, "shape")) for name, x in tensors if x is not None)
 
 
-def _find(module, kind, source: Source, shapes: dict, weight: str, values: dict) -> Choice:
+def find_choice(module: nn.Module, kind: type, source: Source, values: dict) -> Choice:
+    """What a router does; raises Refused."""
+    weight, shapes = weight_among(module), dict(shapes_of(module))
     reason = why_patched() or why_odd_module(module, kind, source, shapes, "__call__")
     if reason is None and source.parts:
         reason = f"its forward calls {source.parts[0]}"
@@ -122,9 +98,9 @@ def _find(module, kind, source: Source, shapes: dict, weight: str, values: dict)
     trial = _Trial(module, kind, source, {n: s for n, s in shapes.items() if n not in used})
     reasons = []
     for bias, added in pairs:
-        for flat in (False, True):
+        for dims in ((2, 3), (2,), (3,)):
             try:
-                return trial.choice((weight, E, H, bias, added), flat, scales)
+                return trial.choice((weight, E, H, bias, added), dims, scales)
             except Refused as why:
                 reasons.append(str(why))
     raise Refused(ANOTHER_CHOICE if ANOTHER_CHOICE in reasons else reasons[0])
@@ -148,15 +124,15 @@ class _Trial:
         self.others = {name: random(*shape, seed=7) for name, shape in others.items()}
         self.modes = (False, True) if "training" in source.reads else (module.training,)
 
-    def choice(self, facts: tuple, flat: bool, scales: tuple) -> Choice:
+    def choice(self, facts: tuple, dims: tuple, scales: tuple) -> Choice:
         """What the forward does if bias and added of `facts` are what they are called; raises
         Refused."""
         found: Optional[List[Choice]] = None
         rows = 0
         with quiet():
-            for run in self.runs(*facts, flat):
+            for run in self.runs(*facts, dims):
                 if found is None:
-                    found = list(_candidates(run, facts, flat, scales))
+                    found = list(_candidates(run, facts, dims, scales))
                 right = {c[:PRODUCT]: c for c in found}
                 right = {key for key, c in right.items() if _is_product(run, c)}
                 products = [c for c in found if c[:PRODUCT] in right]
@@ -171,15 +147,15 @@ class _Trial:
             raise Refused("its choice is uncertain")
         return found[0]
 
-    def runs(self, weight, E, H, bias, added, flat) -> Iterator[_Run]:
-        w = random(E, 1 + H // 64).repeat(1, 64)[:, :H] * random(H, seed=1) * H**-0.5
+    def runs(self, weight, E, H, bias, added, dims) -> Iterator[_Run]:
+        w = random(E, min(H, 64)).repeat(1, 1 + H // 64)[:, :H] * random(H, seed=1) * H**-0.5
         w[:, 0] = 1.0  # so that the first of x is added to all logits
         weights = {dtype: w.to(dtype) for dtype in DTYPES}
         vectors = random(2, E, seed=2) * 0.5
         for (i, (sizes, scale, shift)), dtype in itertools.product(enumerate(CASES), DTYPES):
             x = random(*sizes, H, seed=i + 3) * scale
             x[..., 0] = shift
-            x = (x.flatten(0, -2) if flat else x).to(dtype)
+            x = (x.flatten(0, 1) if dims[i % len(dims)] == 2 else x).to(dtype)
             tensors = [weights[dtype], None, None]
             if bias is not None:  # which models have in fp32, too
                 tensors[1] = vectors[0].to(FP32 if i % 2 else dtype)
@@ -211,13 +187,13 @@ class _Trial:
         return _Run(x, tensors, logits, weights, ids)
 
 
-def _candidates(run: _Run, facts: tuple, flat: bool, scales: tuple) -> Iterator[Choice]:
+def _candidates(run: _Run, facts: tuple, dims: tuple, scales: tuple) -> Iterator[Choice]:
     """What the first run, in 16 bits, leaves possible."""
     dtype = None if run.weights.dtype == run.x.dtype else run.weights.dtype
     K, same = run.ids.shape[1], run.logits.dtype == run.x.dtype
     for product in ((False, False),) if same else ((True, False), (False, True)):
         for how in itertools.product(LEAST, (True, False), scales):
-            yield Choice(*facts, *product, flat, dtype, K, *how)
+            yield Choice(*facts, *product, dims, dtype, K, *how)
 
 
 def _is_product(run: _Run, choice: Choice) -> bool:
