@@ -84,8 +84,6 @@ def find_choice(module: nn.Module, kind: type, source: Source, values: dict) -> 
     """What a router does; raises Refused."""
     weight, shapes = weight_among(module), dict(shapes_of(module))
     reason = why_patched() or why_odd_module(module, kind, source, shapes, "__call__")
-    if reason is None and source.parts:
-        reason = f"its forward calls {source.parts[0]}"
     if reason is not None:
         raise Refused(reason)
     E, H = shapes[weight]
