@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.own_code import undispatched
-from .code import ARITHMETIC, CONTEXTS, FUNCTIONS, METHODS, MODES, SIZES
+from .code import ARITHMETIC, CHOICES, CONTEXTS, FUNCTIONS, METHODS, MODES, SIZES, Refused
 from .values import (
     ATTENTION,
     SIZE,
@@ -66,7 +66,7 @@ class Callees:
             return self.asked(name, node)
         if isinstance(base, Plain) or isinstance(base, Own) and not base.path:
             return self.called(self.attribute(base, name, node), node, idle)
-        if idle:
+        if idle and name != "scatter_" or name == "scatter_" and base is not VALUE:
             self.refuse(node)
         return self.method_of_a_tensor(base, name, node)
 
@@ -116,6 +116,10 @@ class Callees:
             plain = undispatched(function.value)
             if isinstance(plain, FunctionType) and id(plain) not in SPECIAL:
                 self.pin(function)
+                for home in (torch, F):
+                    if function.place and function.place[0] is vars(home):
+                        name = f"{home.__name__}.{function.place[1]}"
+                        raise Refused(f"its forward calls {name}, which is patched")
                 if self.passing == (args, words):
                     return Passed(plain)
                 function = Method(plain, None)
@@ -291,6 +295,8 @@ class Callees:
 
     def operated(self, name: str, args: list, words: Words, node: ast.Call) -> object:
         """An operation of the lists, as a method or a function."""
+        if name in CHOICES:
+            self.reader.chooses.add(name)
         for value in (*args, words):
             self.use(value, node)
         if name in ARITHMETIC:

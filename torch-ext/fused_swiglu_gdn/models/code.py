@@ -26,14 +26,21 @@ OPERATIONS = {
     "swapdims", "t", "tanh", "to", "transpose", "true_divide", "type", "type_as", "unbind",
     "unflatten", "unsqueeze", "view", "view_as",
 }  # fmt: skip
-METHODS = OPERATIONS | {"update"}  # of a cache
+# of tensors too, for kinds of modules that choose among values
+CHOICES = {
+    "bool", "gather", "linear", "long", "masked_fill", "new_zeros", "ones_like", "scatter",
+    "scatter_", "softmax", "sort", "topk", "zeros_like",
+}  # fmt: skip
+CHOSEN = {"indices", "values"}  # attributes of what sort and topk give
+METHODS = OPERATIONS | CHOICES | {"update"}  # of a cache
 ARITHMETIC = {
     "add", "div", "divide", "mul", "multiply", "pow", "sub", "subtract", "true_divide",
 }  # fmt: skip
 # what a tensor says of itself, and what that depends on
 SIZES = {"dim": "size", "is_floating_point": "dtype", "numel": "size", "size": "size"}
 FUNCTIONS = {
-    id(getattr(home, name)): name for home in (torch, F) for name in {*OPERATIONS, *SIZES}
+    id(getattr(home, name)): name for home in (torch, F)
+    for name in {*OPERATIONS, *CHOICES, *SIZES}
     if hasattr(home, name)
 }  # fmt: skip
 CONDITIONAL = {"device": "size", "dtype": "dtype", "ndim": "size", "shape": "size"}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .callees import Callees
-from .code import ATTRIBUTES, CONDITIONAL, Refused, static
+from .code import ATTRIBUTES, CHOSEN, CONDITIONAL, Refused, static
 from .values import (
     ATTENTION,
     CONSTANTS,
@@ -317,6 +317,9 @@ class Expressions(Callees):
             return self.own_attribute(base, name, node)
         if isinstance(base, Plain):
             return self.plain_attribute(base, name, node)
+        if base is VALUE and name in CHOSEN:
+            self.reader.chooses.add(name)
+            return VALUE
         if name not in ATTRIBUTES or isinstance(base, (Words, Closure, Method, Partial, Super)):
             self.refuse(node)
         kind = CONDITIONAL.get(name)

@@ -51,6 +51,7 @@ class Source(NamedTuple):
     by_dtype: bool  # it compares dtypes
     decided: Tuple[tuple, ...]  # (condition on attributes, whether it held): ways that were read
     tensors: Tuple[str, ...]  # attributes whose methods are called
+    chooses: Tuple[str, ...]  # those of CHOICES that it has
 
 
 _sources: Dict[type, List[Source]] = {}
@@ -58,7 +59,7 @@ _sources: Dict[type, List[Source]] = {}
 
 def read(kind: type, module: nn.Module, *allowed: str) -> Source:
     """The source of the forward of a module of this class; raises Refused. `allowed`: "by_dtype",
-    for a kind that minds it."""
+    "chooses", for a kind that minds them."""
     sources = [source for source in _sources.get(kind, ()) if source.pinned.unchanged()]
     met = (s for s in sources if all(held(module, {}) is value for held, value in s.decided))
     known = next(met, None)
@@ -72,6 +73,8 @@ def read(kind: type, module: nn.Module, *allowed: str) -> Source:
             raise Refused(f"{path} is no tensor")
     if known.by_dtype and "by_dtype" not in allowed:
         raise Refused("its forward branches on a dtype")
+    if known.chooses and "chooses" not in allowed:
+        raise Refused(f"its forward has `{known.chooses[0]}`")
     return known
 
 
@@ -95,7 +98,7 @@ def _read(kind: type, module: nn.Module) -> Source:
         plain, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
         frozenset(renamed), tuple(sorted(reader.extra)), frozenset(reader.switches), tuple(fails),
         tuple(sorted(reader.rates)), reader.by_dtype, tuple(reader.decided.values()),
-        tuple(sorted(reader.tensors)),
+        tuple(sorted(reader.tensors)), tuple(sorted(reader.chooses)),
     )  # fmt: skip
 
 
@@ -149,6 +152,7 @@ class Reader:
         self.fixed, self.computed_with = fixed, set()  # arguments
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
         self.renamed, self.extra, self.switches, self.tensors = set(), set(), set(), set()
+        self.chooses: set = set()
         self.excluded: list = []  # conditions under which a call is not ours
         self.decided: dict = {}  # by their texts
         self.path: list = []  # conditions under which the statement is reached that is read
