@@ -6,7 +6,7 @@ from typing import Callable, List, NoReturn, Optional, Set, Tuple
 
 from .code import Refused, is_text, logs
 from .expressions import Expressions
-from .values import VALUE, Closure, Known, Plain, Several, merged
+from .values import VALUE, Closure, Given, Known, Own, Plain, Several, Words, merged
 
 MOST = 20_000  # statements and calls of one forward
 
@@ -86,6 +86,8 @@ class Body(Expressions):
         if not isinstance(node.target, ast.Name):
             self.refuse(node)
         before = self.named(ast.Name(node.target.id, ast.Load()))
+        if isinstance(before, (Given, Own, Several, Words)):  # it would be written to
+            self.refuse(node)
         value = self.expression(node.value)
         self.env[node.target.id] = self.operation(node.op, before, value, node)
 
@@ -152,7 +154,7 @@ class Body(Expressions):
             self.expression(node.test)
             return False
         ways = (lambda: self.block(node.body)), (lambda: self.block(node.orelse))
-        found = self.either(node.test, *ways)
+        found = self.either(node.test, *ways, optional=not node.orelse)
         open_ways = [env for ended, env, _ in found if not ended]
         if not open_ways:
             return True
@@ -171,14 +173,21 @@ class Body(Expressions):
 
     # -- two ways
 
-    def either(self, test: ast.expr, yes: Callable, no: Callable) -> List[Tuple]:
+    def either(
+        self, test: ast.expr, yes: Callable, no: Callable, optional: bool = False
+    ) -> List[Tuple]:
         """[(what a way gives, the names after it, the condition of it)] of those that a call may
-        take. One that cannot be read is for calls that are not ours."""
+        take. One that cannot be read is for calls that are not ours, and so is an `optional` one
+        by the sizes of a call."""
         held = self.truth(self.expression(test), test)
         if isinstance(held, Plain):
             return [((yes if held.value else no)(), self.env, Known("True", frozenset()))]
         before, found, refused = self.env, [], []
-        for condition, way in ((held, yes), (negated(held), no)):
+        ways = [(held, yes), (negated(held), no)]
+        if optional and held.on & {"size", "call", "derived"}:
+            refused.append((held, self.refused(test)))
+            del ways[0]
+        for condition, way in ways:
             self.env, mark = dict(before), self.reader.mark()
             returned = len(self.returns)
             self.reader.path.append(condition)

@@ -174,6 +174,12 @@ class Expressions(Callees):
 
     read_GeneratorExp = read_ListComp
 
+    def read_JoinedStr(self, node: ast.JoinedStr) -> object:
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                self.data(part.value)
+        return VALUE
+
     def read_Slice(self, node: ast.Slice) -> object:
         for part in filter(None, (node.lower, node.upper, node.step)):
             self.data(part)
@@ -377,6 +383,8 @@ class Expressions(Callees):
             if isinstance(found, CONSTANTS) and found is not None:
                 _, owner = self.reader.method(name, home.__mro__)
                 return Plain(found, (self.reader.space(owner), name))
+        if isinstance(home, type) and name in ("__name__", "__qualname__"):
+            return VALUE
         return Plain(NotImplemented)  # which nobody can use or call
 
     def read_Subscript(self, node: ast.Subscript) -> object:
