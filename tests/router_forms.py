@@ -323,7 +323,8 @@ ROUTERS = {
     Pair: "does not return logits, weights and experts", Twin: PRODUCT,
     Writes: "writes to what it is given", WritesWeight: "writes to what it is given",
     InTraining: ANOTHER, Half: ANOTHER, Noisy: "has `torch.randn_like(x)`",
-    Branches: "has `x.shape[0] > 100`", Reads: "reads table", Calls: "score is no module of its own",
+    Branches: "has `x.shape[0] > 100`", Reads: "reads table",
+    Calls: "score is no module of its own",
     Detached: "has `weights.detach()`", Square: PRODUCT,
 }  # fmt: skip
 
