@@ -147,7 +147,8 @@ class Body(Expressions):
         held = self.truth(self.expression(node.test), node.test)
         if isinstance(held, Plain):
             return None if held.value else self.refuse(node)
-        self.exclude(negated(held), None, node)
+        if held.on != {"none"} or held.text is not None:  # of what is computed, the probe tells
+            self.exclude(negated(held), None, node)
 
     def read_If(self, node: ast.If) -> bool:
         if not node.orelse and all(self.does_nothing(inner) for inner in node.body):
