@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from typing import Callable, List, NoReturn, Optional, Set, Tuple
+from typing import Callable, List, NoReturn, Optional, Set, Tuple, Union
 
 from .code import Refused, is_text, logs
 from .expressions import Expressions
@@ -107,7 +107,14 @@ class Body(Expressions):
     def read_FunctionDef(self, node: ast.FunctionDef) -> None:
         if node.decorator_list:
             self.refuse(node)
-        self.env[node.name] = Closure(node, self)
+        self.env[node.name] = self.closure(node)
+
+    def closure(self, node: Union[ast.FunctionDef, ast.Lambda]) -> Closure:
+        a = node.args
+        names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
+        defaults = dict(zip(names[len(names) - len(a.defaults) :], a.defaults))
+        defaults.update({arg.arg: d for arg, d in zip(a.kwonlyargs, a.kw_defaults) if d})
+        return Closure(node, self, {n: self.expression(d) for n, d in defaults.items()})
 
     def read_Import(self, node: ast.Import) -> None:
         for alias in node.names:

@@ -260,7 +260,7 @@ class Callees:
         if known is None:
             self.refuse(node)
         text = f"isinstance({known.text}, ({', '.join(names)},))" if known.text and fits else None
-        on = frozenset(["none"]) if isinstance(value, Given) else known.on
+        on = frozenset(["none"]) | (frozenset() if isinstance(value, Given) else known.on)
         return Known(text, on, known.paths)
 
     def dropout(self, args: list, words: Words, node: ast.Call) -> object:

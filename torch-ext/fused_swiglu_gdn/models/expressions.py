@@ -111,7 +111,7 @@ class Expressions(Callees):
         return value
 
     def read_Lambda(self, node: ast.Lambda) -> object:
-        return Closure(node, self)
+        return self.closure(node)
 
     def read_IfExp(self, node: ast.IfExp) -> object:
         ways = (lambda: self.expression(node.body)), (lambda: self.expression(node.orelse))
@@ -294,6 +294,7 @@ class Expressions(Callees):
             self.refuse(node)
         if isinstance(value, Own):
             self.reader.reads.add(value.path)
+            known = known._replace(on=frozenset(["own", "none"]))
         return known
 
     def truth(self, value: object, node: ast.AST) -> object:
@@ -309,8 +310,11 @@ class Expressions(Callees):
             return Plain(bool(value.values))
         if isinstance(value, (Known, Own, Given)):
             self.use(value, node)
-            held = self.reader.holds(told(value))
-            return told(value) if held is None else Plain(held)
+            known = told(value)
+            held = self.reader.holds(known)
+            if held is None and known.on == {"own"} and known.paths != {"training"}:
+                self.refuse(node)  # it may change, and nobody would see
+            return known if held is None else Plain(held)
         self.refuse(node)
 
     # -- attributes and elements
