@@ -16,6 +16,7 @@ from torch import nn
 from ..layers.own_code import undispatched
 from .code import ARITHMETIC, CONTEXTS, FUNCTIONS, METHODS, MODES, SIZES
 from .values import (
+    ARGUMENTS,
     ATTENTION,
     SIZE,
     VALUE,
@@ -93,7 +94,7 @@ class Callees:
             if starred and isinstance(value, Several):
                 args += value.values
             else:
-                args.append(value)
+                args.append(VALUE if value is ARGUMENTS and not starred else value)
                 whole = whole and not starred
         for keyword in node.keywords:
             value = self.expression(keyword.value)
@@ -153,11 +154,12 @@ class Callees:
             if value is F.dropout:
                 return self.dropout(args, words, node)
             return self.operated(known, args, words, node)
-        if value is functools.partial and args:
+        if value is functools.partial and args and not words.rest:
             return Partial(args[0], tuple(args[1:]), words.values)
         if isinstance(value, type) and value in ACTIVATIONS:
             if args or set(words.values) - {"inplace"} or words.rest:
                 self.refuse(node)
+            self.reader.method("forward", value.__mro__)
             return Plain(ACTIVATIONS[value])
         if value is typing.cast and len(args) == 2:
             return args[1]
