@@ -259,11 +259,15 @@ FIRST = {
     "a_size_compared_and_computed_with": "_x_ = _x_ * (1 + (_x_.shape[-2] > 8))",
     "a_larger_size_by_max": "_x_ = _x_ * max(_x_.shape[-2] - 7, 1)",
     "size_check_of_a_copy": "_x_ = _x_ + 0\nif _x_.shape[0] == 1:\n    _x_ = _x_ * 2",
-    "size_check_in_a_lambda": "scaled = lambda y: y * 2 if y.shape[0] == 1 else y\n_x_ = scaled(_x_)",
-    "size_check_in_a_function": "def scaled(y):\n    if y.shape[0] == 1:\n        return y * 2\n    return y\n"
-    "_x_ = scaled(_x_)",
-    "size_check_of_what_came": "given = _x_\n_x_ = _x_ + 0\nif given.shape[0] == 1:\n    _x_ = _x_ * 2",
-    "size_check_behind_an_early_return": "if _x_.shape[0] == 2:\n    pass\nelse:\n    _x_ = _x_ * 2",
+    "size_check_in_a_lambda":
+        "scaled = lambda y: y * 2 if y.shape[0] == 1 else y\n_x_ = scaled(_x_)",
+    "size_check_in_a_function":
+        "def scaled(y):\n    if y.shape[0] == 1:\n        return y * 2\n    return y\n"
+        "_x_ = scaled(_x_)",
+    "size_check_of_what_came":
+        "given = _x_\n_x_ = _x_ + 0\nif given.shape[0] == 1:\n    _x_ = _x_ * 2",
+    "size_check_with_an_else":
+        "if _x_.shape[0] == 2:\n    pass\nelse:\n    _x_ = _x_ * 2",
     "tokens_check_that_sorts": "if _x_.shape[-2] == 1:\n    _x_ = torch.sort(_x_)[0]",
     "a_loop_over_sizes": "for i in range(_x_.shape[-2] // 8):\n    _x_ = _x_ * 2",
     "a_loop_that_doubles": "for factor in (1, 2):\n    _x_ = _x_ * factor",
@@ -274,7 +278,7 @@ FIRST = {
     "a_truth_by_a_value": "_x_ = _x_ if bool(_x_.sum() > 0) else -_x_",
     "a_number_by_a_value": "_x_ = _x_ * float(_x_.flatten()[0])",
     "an_item": "_x_ = _x_ * (_x_.flatten()[0].item() > 0)",
-}
+}  # fmt: skip
 
 
 def _register_first():

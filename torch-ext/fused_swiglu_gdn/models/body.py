@@ -2,9 +2,9 @@
 
 import ast
 import sys
-from typing import Callable, List, NoReturn, Optional, Set, Tuple
+from typing import Callable, List, NoReturn, Optional, Set, Tuple, Union
 
-from .code import Refused, is_text, logs
+from .code import Refused, in_short, is_text, logs
 from .expressions import Expressions
 from .values import VALUE, Closure, Given, Known, Own, Plain, Several, Words, merged
 
@@ -30,8 +30,7 @@ class Body(Expressions):
 
     @staticmethod
     def refused(node: ast.AST) -> Refused:
-        text = ast.unparse(node).split("\n")[0]
-        return Refused(f"its forward has `{text if len(text) < 60 else text[:57] + '...'}`")
+        return Refused(f"its forward has `{in_short(node)}`")
 
     def run(self) -> object:
         """What the function gives."""
@@ -107,7 +106,14 @@ class Body(Expressions):
     def read_FunctionDef(self, node: ast.FunctionDef) -> None:
         if node.decorator_list:
             self.refuse(node)
-        self.env[node.name] = Closure(node, self)
+        self.env[node.name] = self.closure(node)
+
+    def closure(self, node: Union[ast.FunctionDef, ast.Lambda]) -> Closure:
+        a = node.args
+        names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
+        defaults = dict(zip(names[len(names) - len(a.defaults) :], a.defaults))
+        defaults.update({arg.arg: d for arg, d in zip(a.kwonlyargs, a.kw_defaults) if d})
+        return Closure(node, self, {n: self.expression(d) for n, d in defaults.items()})
 
     def read_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -147,7 +153,8 @@ class Body(Expressions):
         held = self.truth(self.expression(node.test), node.test)
         if isinstance(held, Plain):
             return None if held.value else self.refuse(node)
-        self.exclude(negated(held), None, node)
+        if held.on != {"none"} or held.text is not None:  # of what is computed, the probe tells
+            self.exclude(negated(held), None, node)
 
     def read_If(self, node: ast.If) -> bool:
         if not node.orelse and all(self.does_nothing(inner) for inner in node.body):

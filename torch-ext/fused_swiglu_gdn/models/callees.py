@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.own_code import undispatched
-from .code import ARITHMETIC, CHOICES, CONTEXTS, FUNCTIONS, METHODS, MODES, SIZES, Refused
+from .code import ARITHMETIC, CONTEXTS, FUNCTIONS, METHODS, MODES, MORE, SIZES, Refused, in_short
 from .values import (
+    ARGUMENTS,
     ATTENTION,
     SIZE,
     VALUE,
@@ -93,7 +94,7 @@ class Callees:
             if starred and isinstance(value, Several):
                 args += value.values
             else:
-                args.append(value)
+                args.append(VALUE if value is ARGUMENTS and not starred else value)
                 whole = whole and not starred
         for keyword in node.keywords:
             value = self.expression(keyword.value)
@@ -157,11 +158,12 @@ class Callees:
             if value is F.dropout:
                 return self.dropout(args, words, node)
             return self.operated(known, args, words, node)
-        if value is functools.partial and args:
+        if value is functools.partial and args and not words.rest:
             return Partial(args[0], tuple(args[1:]), words.values)
         if isinstance(value, type) and value in ACTIVATIONS:
             if args or set(words.values) - {"inplace"} or words.rest:
                 self.refuse(node)
+            self.reader.method("forward", value.__mro__)
             return Plain(ACTIVATIONS[value])
         if value is typing.cast and len(args) == 2:
             return args[1]
@@ -264,7 +266,7 @@ class Callees:
         if known is None:
             self.refuse(node)
         text = f"isinstance({known.text}, ({', '.join(names)},))" if known.text and fits else None
-        on = frozenset(["none"]) if isinstance(value, Given) else known.on
+        on = frozenset(["none"]) | (frozenset() if isinstance(value, Given) else known.on)
         return Known(text, on, known.paths)
 
     def dropout(self, args: list, words: Words, node: ast.Call) -> object:
@@ -295,8 +297,8 @@ class Callees:
 
     def operated(self, name: str, args: list, words: Words, node: ast.Call) -> object:
         """An operation of the lists, as a method or a function."""
-        if name in CHOICES:
-            self.reader.chooses.add(name)
+        if name in MORE:
+            self.reader.more.add((name, in_short(node)))
         for value in (*args, words):
             self.use(value, node)
         if name in ARITHMETIC:

@@ -29,13 +29,14 @@ OPERATIONS = {
     "tensor_split", "to", "transpose", "true_divide", "type", "type_as", "unbind", "unflatten",
     "unsqueeze", "view", "view_as", "zeros_like",
 }  # fmt: skip
-# of tensors too, for kinds of modules that choose among values
+# of tensors too, for kinds of modules that ask for them (read's `more`): choices among values
 CHOICES = {
     "bool", "gather", "linear", "long", "masked_fill", "new_zeros", "ones_like", "scatter",
     "scatter_", "softmax", "sort", "topk", "zeros_like",
 }  # fmt: skip
 CHOSEN = {"indices", "values"}  # attributes of what sort and topk give
-METHODS = OPERATIONS | CHOICES | {"update"}  # of a cache
+MORE = CHOICES | {"clamp"}
+METHODS = OPERATIONS | MORE | {"update"}  # of a cache
 ARITHMETIC = {
     "add", "div", "divide", "mul", "multiply", "pow", "sub", "subtract", "true_divide",
 }  # fmt: skip
@@ -43,7 +44,7 @@ ARITHMETIC = {
 SIZES = {"dim": "size", "is_floating_point": "dtype", "numel": "size", "size": "size"}
 FUNCTIONS = {
     id(getattr(home, name)): name for home in (torch, F)
-    for name in {*OPERATIONS, *CHOICES, *SIZES}
+    for name in {*OPERATIONS, *MORE, *SIZES}
     if hasattr(home, name)
 }  # fmt: skip
 FUNCTIONS.update((id(clock), "time") for clock in (time.time, time.perf_counter, time.monotonic))
@@ -66,6 +67,11 @@ CONTEXTS = {
 
 # what the arguments of a log may call
 IN_LOGS = ("len", "round", "str", "time.perf_counter", "time.time", "tuple", "type")
+
+
+def in_short(node: ast.AST) -> str:
+    text = ast.unparse(node).split("\n")[0]
+    return text if len(text) < 60 else text[:57] + "..."
 
 
 class Refused(Exception):

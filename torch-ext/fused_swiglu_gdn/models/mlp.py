@@ -70,7 +70,8 @@ def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
 def _form(module: nn.Module) -> Form:
     kind = own_class(module)
     source = read(kind, module, "by_dtype")
-    values = plain_values(module, set(source.reads) - set(source.rates) - {"training"})
+    free = {*source.rates, "training"} - source.guarded
+    values = plain_values(module, set(source.reads) - free)
     key = form_key(module, kind, source, values)
     key += (tuple((n, _sort(part)) for n, part in module._modules.items()), why_patched())
     if key not in _found:

@@ -94,7 +94,7 @@ def _computes(module, kind, forward, weight: Optional[str], eps_name: str, varia
         for shape, dtype, weight_dtype, scale in CASES:
             w = None if weight is None else random(D, seed=3).mul(0.3).to(weight_dtype)
             for eps in EPS:
-                twin = twin_of(module, kind, parameters={} if w is None else {weight: w})
+                twin = twin_of(module, kind, parameters={} if w is None else {weight: w.clone()})
                 twin.__dict__[eps_name] = eps
                 x = (random(*shape, D, seed=5) * scale).to(dtype)
                 given = x.clone()
