@@ -301,7 +301,7 @@ class Body(Callees):
             self.reader.reads.add(path)
         elif path is None and not self.is_dtype(node):
             if node.attr in CHOSEN:
-                self.reader.chooses = node.attr
+                self.reader.more.add("topk")
             elif node.attr not in ATTRIBUTES:
                 self.refuse(node)
             self.expression(node.value)

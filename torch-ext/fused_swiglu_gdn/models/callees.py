@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.own_code import undispatched
-from .code import BUILTINS, CHOICES, FUNCTIONS, METHODS, Refused, calls, root
+from .code import BUILTINS, FUNCTIONS, METHODS, MORE, Refused, calls, root
 
 
 class Callees:
@@ -49,8 +49,7 @@ class Callees:
         ):
             if name not in METHODS:
                 self.refuse(node)
-            if name in CHOICES:
-                self.reader.chooses = name
+            self.reader.more |= {name} & MORE
             self.expression(function.value)
         elif not self.is_registry(function):
             return self.in_a_module(node)
@@ -89,8 +88,7 @@ class Callees:
             self.reader.names.append((namespace, name, value))
             if value is F.dropout:
                 self.dropout(node)
-            if getattr(value, "__name__", name) in CHOICES:
-                self.reader.chooses = name
+            self.reader.more |= {getattr(value, "__name__", name)} & MORE
             return False
         for home in (torch, F):
             if namespace is vars(home) and name in METHODS:

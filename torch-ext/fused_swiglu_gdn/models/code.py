@@ -25,16 +25,17 @@ OPERATIONS = {
     "swapdims", "t", "tanh", "to", "transpose", "true_divide", "type", "type_as", "unbind",
     "unflatten", "unsqueeze", "view", "view_as",
 }  # fmt: skip
-# of tensors too, for kinds of modules that choose among values
+# of tensors too, for kinds of modules that ask for them (read's `more`): choices among values
 CHOICES = {
     "bool", "gather", "linear", "long", "masked_fill", "new_zeros", "ones_like", "scatter",
     "scatter_", "softmax", "sort", "topk", "zeros_like",
 }  # fmt: skip
 CHOSEN = {"indices", "values"}  # attributes of what sort and topk give
 # of a cache and of the registry of attention functions
-METHODS = OPERATIONS | CHOICES | {"get_interface", "update"}
+MORE = CHOICES | {"clamp"}
+METHODS = OPERATIONS | MORE | {"get_interface", "update"}
 FUNCTIONS = tuple(
-    function for home in (torch, F) for name in sorted(OPERATIONS | CHOICES)
+    function for home in (torch, F) for name in sorted(OPERATIONS | MORE)
     for function in [getattr(home, name, None)] if function is not None
 )  # fmt: skip
 ATTRIBUTES = {"device", "dtype", "mT", "ndim", "shape", "T"}

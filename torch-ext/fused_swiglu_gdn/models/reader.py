@@ -45,40 +45,41 @@ class Source(NamedTuple):
     checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
     rates: Tuple[str, ...]  # attributes that are the rate of a dropout
     by_dtype: bool  # it compares dtypes
-    chooses: Optional[str]  # one of CHOICES that it has
+    more: FrozenSet[str]  # what it has of MORE
 
 
 _sources: Dict[type, Source] = {}
 
 
-def read(kind: type, module: nn.Module, *allowed: str) -> Source:
+def read(kind: type, module: nn.Module, *allowed: str, more: Iterable[str] = ()) -> Source:
     """The source of the forward of a module of this class; raises Refused. `allowed`: "switches",
-    "by_dtype", "chooses", for a kind that minds them."""
+    "by_dtype", for a kind that minds them; `more`: operations of MORE that it may have."""
     known = _sources.get(kind)
     if known is None or not known.pinned.unchanged():
-        known = _sources[kind] = _read(kind)
+        known = _sources[kind] = read_method(kind, "forward")
     if not known.pinned.unchanged(module):
         raise Refused("it has methods of its own, which its class has not")
     if known.switches and "switches" not in allowed:
         raise Refused(f"its forward branches on {', '.join(sorted(known.switches))}")
     if known.by_dtype and "by_dtype" not in allowed:
         raise Refused("its forward branches on a dtype")
-    if known.chooses is not None and "chooses" not in allowed:
-        raise Refused(f"its forward has `{known.chooses}`")
+    for operation in known.more.difference(more):
+        raise Refused(f"its forward has `{operation}`")
     return known
 
 
-def _read(kind: type) -> Source:
+def read_method(kind: type, name: str) -> Source:
+    """The source of a method of a class; raises Refused."""
     reader = Reader(kind)
-    forward, base = reader.method("forward", kind.__mro__)
+    forward, base = reader.method(name, kind.__mro__)
     plain = reader.bare(forward)
-    definition = reader.function(plain, (base.__dict__, "forward", forward), "self", base)
+    definition = reader.function(plain, (base.__dict__, name, forward), "self", base)
     pinned = Pinned(tuple(reader.names), tuple(reader.codes), tuple(sorted(reader.methods)))
     return Source(
         plain, definition, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
         plain.__globals__, frozenset(reader.renamed), tuple(sorted(reader.extra)),
         frozenset(reader.switches), tuple(reader.checks), tuple(sorted(reader.rates)),
-        reader.by_dtype, reader.chooses,
+        reader.by_dtype, frozenset(reader.more),
     )  # fmt: skip
 
 
@@ -130,7 +131,7 @@ class Reader:
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
         self.renamed, self.extra, self.switches = set(), set(), set()
         self.seen: set = set()
-        self.by_dtype, self.chooses = False, None
+        self.by_dtype, self.more = False, set()
 
     def method(self, name: str, bases: Iterable[type]) -> Tuple[object, type]:
         """A method as it stands in the first class that has it, and that class."""
