@@ -14,6 +14,7 @@ from .code import (
     PLAIN_VALUES,
     Refused,
     calls,
+    in_short,
     is_constant,
     is_text,
     keyword_tested,
@@ -47,8 +48,7 @@ class Body(Callees):
         self.shapes: Dict[str, ast.expr] = {}  # local names of sizes, by what they are
 
     def refuse(self, node: ast.AST) -> NoReturn:
-        text = ast.unparse(node).split("\n")[0]
-        raise Refused(f"its forward has `{text if len(text) < 60 else text[:57] + '...'}`")
+        raise Refused(f"its forward has `{in_short(node)}`")
 
     def look(self) -> None:
         for default in [*self.definition.args.defaults, *self.definition.args.kw_defaults]:
@@ -301,7 +301,7 @@ class Body(Callees):
             self.reader.reads.add(path)
         elif path is None and not self.is_dtype(node):
             if node.attr in CHOSEN:
-                self.reader.more.add("topk")
+                self.reader.more["topk"] = in_short(node)
             elif node.attr not in ATTRIBUTES:
                 self.refuse(node)
             self.expression(node.value)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.own_code import undispatched
-from .code import BUILTINS, FUNCTIONS, METHODS, MORE, Refused, calls, root
+from .code import BUILTINS, FUNCTIONS, METHODS, MORE, Refused, calls, in_short, root
 
 
 class Callees:
@@ -49,7 +49,8 @@ class Callees:
         ):
             if name not in METHODS:
                 self.refuse(node)
-            self.reader.more |= {name} & MORE
+            if name in MORE:
+                self.reader.more[name] = in_short(node)
             self.expression(function.value)
         elif not self.is_registry(function):
             return self.in_a_module(node)
@@ -88,7 +89,8 @@ class Callees:
             self.reader.names.append((namespace, name, value))
             if value is F.dropout:
                 self.dropout(node)
-            self.reader.more |= {getattr(value, "__name__", name)} & MORE
+            if getattr(value, "__name__", name) in MORE:
+                self.reader.more[value.__name__] = in_short(node)
             return False
         for home in (torch, F):
             if namespace is vars(home) and name in METHODS:

@@ -56,6 +56,11 @@ CONDITIONS = (
 )  # fmt: skip
 
 
+def in_short(node: ast.AST) -> str:
+    text = ast.unparse(node).split("\n")[0]
+    return text if len(text) < 60 else text[:57] + "..."
+
+
 class Refused(Exception):
     """A forward, or a module, is of no known form; the message says why."""
 

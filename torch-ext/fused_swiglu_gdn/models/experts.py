@@ -192,7 +192,7 @@ def _find_form(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
 
 def _forms_of(gate: Source) -> Iterator[Form]:
     """What a gate may be, by what it reads and calls."""
-    if gate.by_dtype or not gate.more <= {"clamp"} or not {*gate.parts} <= {"act_fn"}:
+    if gate.by_dtype or not {*gate.more} <= {"clamp"} or not {*gate.parts} <= {"act_fn"}:
         return
     for interleaved, limit in itertools.product((False, True), (None, *gate.reads)):
         for activation in (None,) if gate.parts else NAMED:

@@ -84,7 +84,7 @@ def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tupl
     tensors = weight, bias, _ = _tensors(router, choice)
     if why_not_router(router, choice) or x.ndim not in choice.dims:
         return None
-    if x.dtype is not weight.dtype or x.dtype not in DTYPES or x.shape[-1] != choice.width:
+    if x.dtype is not weight.dtype or x.dtype not in DTYPES or x.shape[-1] != choice.shape[1]:
         return None
     logits = choice.logits(x, tensors)
     try:
@@ -163,7 +163,7 @@ def why_not_router(router: nn.Module, choice: Choice) -> Optional[str]:
         reason = why_not_tensor(tensor)
         if reason is not None:
             return f"{name} {reason}"
-    if tensors[0].shape != (choice.experts, choice.width):
+    if tensors[0].shape != choice.shape:
         return "its weight has another shape"
     return _why_not_dtype(tensors[0], ops_topk.FAMILY, "topk_fwd")
 

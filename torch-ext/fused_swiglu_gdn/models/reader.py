@@ -45,7 +45,7 @@ class Source(NamedTuple):
     checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
     rates: Tuple[str, ...]  # attributes that are the rate of a dropout
     by_dtype: bool  # it compares dtypes
-    more: FrozenSet[str]  # what it has of MORE
+    more: Dict[str, str]  # what it has of MORE: where
 
 
 _sources: Dict[type, Source] = {}
@@ -63,8 +63,9 @@ def read(kind: type, module: nn.Module, *allowed: str, more: Iterable[str] = ())
         raise Refused(f"its forward branches on {', '.join(sorted(known.switches))}")
     if known.by_dtype and "by_dtype" not in allowed:
         raise Refused("its forward branches on a dtype")
-    for operation in known.more.difference(more):
-        raise Refused(f"its forward has `{operation}`")
+    for operation, where in known.more.items():
+        if operation not in more:
+            raise Refused(f"its forward has `{where}`")
     return known
 
 
@@ -79,7 +80,7 @@ def read_method(kind: type, name: str) -> Source:
         plain, definition, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
         plain.__globals__, frozenset(reader.renamed), tuple(sorted(reader.extra)),
         frozenset(reader.switches), tuple(reader.checks), tuple(sorted(reader.rates)),
-        reader.by_dtype, frozenset(reader.more),
+        reader.by_dtype, reader.more,
     )  # fmt: skip
 
 
@@ -131,7 +132,7 @@ class Reader:
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
         self.renamed, self.extra, self.switches = set(), set(), set()
         self.seen: set = set()
-        self.by_dtype, self.more = False, set()
+        self.by_dtype, self.more = False, {}
 
     def method(self, name: str, bases: Iterable[type]) -> Tuple[object, type]:
         """A method as it stands in the first class that has it, and that class."""
