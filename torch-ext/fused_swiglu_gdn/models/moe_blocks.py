@@ -19,7 +19,7 @@ from ..layers.untouched import untouched
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
 from .block_trial import Parts, find_parts, gates_among, sizes_of, with_shared
-from .code import Refused
+from .code import CHOICES, Refused
 from .reader import form_key, only_argument, plain_values, read
 from .report import Row
 from .router_trial import DTYPES, Choice, find_choice, shapes_of, weight_among
@@ -49,12 +49,12 @@ def form_of(module: nn.Module, refused: Optional[Dict[tuple, str]] = None) -> Op
     if kind.__module__.split(".")[0] == "torch":  # most modules of a model
         return None
     if weight_among(module) is not None:
-        find, facts, allowed = find_choice, shapes_of(module), ("by_dtype", "chooses")
+        find, facts, allowed, more = find_choice, shapes_of(module), ("by_dtype",), CHOICES
     elif gates_among(module):
-        find, facts, allowed = find_parts, sizes_of(module), ()
+        find, facts, allowed, more = find_parts, sizes_of(module), (), ()
     else:
         return None
-    source = read(kind, module, *allowed)
+    source = read(kind, module, *allowed, more=more)
     argument, values = only_argument(source), plain_values(module, {*source.reads} - {"training"})
     for name in source.reads:
         if name not in values and name != "training" and name not in dict(facts):
@@ -84,7 +84,7 @@ def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tupl
     tensors = weight, bias, _ = _tensors(router, choice)
     if why_not_router(router, choice) or x.ndim not in choice.dims:
         return None
-    if x.dtype is not weight.dtype or x.dtype not in DTYPES or x.shape[-1] != choice.width:
+    if x.dtype is not weight.dtype or x.dtype not in DTYPES or x.shape[-1] != choice.shape[1]:
         return None
     logits = choice.logits(x, tensors)
     try:
@@ -163,7 +163,7 @@ def why_not_router(router: nn.Module, choice: Choice) -> Optional[str]:
         reason = why_not_tensor(tensor)
         if reason is not None:
             return f"{name} {reason}"
-    if tensors[0].shape != (choice.experts, choice.width):
+    if tensors[0].shape != choice.shape:
         return "its weight has another shape"
     return _why_not_dtype(tensors[0], ops_topk.FAMILY, "topk_fwd")
 
