@@ -321,9 +321,9 @@ ROUTERS = {
     OverTokens: ANOTHER, Smallest: ANOTHER, Rounded: ANOTHER, NoZeros: ANOTHER,
     Short: "does not return logits, weights and experts", Turned: ANOTHER,
     Pair: "does not return logits, weights and experts", Twin: PRODUCT,
-    Writes: "writes to what it is given", WritesWeight: "writes to what it is given",
+    Writes: "has `x *= 0.5`", WritesWeight: "writes to what it is given",
     InTraining: ANOTHER, Half: ANOTHER, Noisy: "has `torch.randn_like(x)`",
-    Branches: "has `x.shape[0] > 100`", Reads: "reads table",
+    Branches: {}, Reads: "reads table",
     Calls: "score is no module of its own",
     Detached: "has `weights.detach()`", Square: PRODUCT,
 }  # fmt: skip
@@ -467,5 +467,5 @@ OTHER = "another formula"
 BLOCKS = {
     Block: None, Renamed: None, Once: None, Weighted: OTHER, Tanh: OTHER, Product: OTHER,
     Inner: OTHER, Twice: OTHER, NotFlat: OTHER, NoGate: OTHER, Mean: OTHER, WithLogits: OTHER,
-    Trained: OTHER, Written: OTHER,
+    Trained: OTHER, Written: "has `x *= 0.5`",
 }  # fmt: skip
