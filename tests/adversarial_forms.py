@@ -400,6 +400,128 @@ class Keywords(P):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * (len(kwargs) + 1)
 
 
+class ByProperty(P):
+    @property
+    def activation(self):
+        return self.act_fn
+
+    def forward(self, x):
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Helpers(P):
+    factor = 1
+
+    @staticmethod
+    def product(gate, up):
+        return gate * up
+
+    @classmethod
+    def scaled(cls, x):
+        return x * cls.factor
+
+    def hidden(self, x, scale=None):
+        up = [part(x) for part in (self.gate_proj, self.up_proj)]
+        assert up[0] is not None
+        return self.scaled(type(self).product(self.act_fn(up[0]), up[1]))
+
+    def forward(self, x):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError("x")
+        product = functools.partial(self.hidden, scale=None)
+        finish = lambda y: self.down_proj(y)  # noqa: E731
+        return finish(product(x))
+
+
+class Flags(P):
+    """Off: what is behind them is not read."""
+
+    def __init__(self, noise=0.0, mode="plain"):
+        super().__init__()
+        self.noise, self.mode = noise, mode
+
+    def forward(self, x):
+        if self.training and self.noise > 0:
+            x = x + self.noise * torch.randn_like(x)
+        if self.mode == "clamped":
+            x = x.clamp(-0.1, 0.1)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class EmptyFirst(P):
+    def forward(self, x):
+        if x.numel() == 0:
+            return x
+        with torch.autocast("cpu", enabled=False):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OneRowOtherwise(P):
+    """Of the sizes that the trial has, one row is another formula."""
+
+    def forward(self, x):
+        if x.shape[0] == 1:
+            x = x * 2
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LargeOtherwise(P):
+    """Sizes that the trial has not."""
+
+    def forward(self, x):
+        x = x * (1 + x.shape[0] // 1000)
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ByTruth(P):
+    def forward(self, x):
+        x = -x if bool(x.sum() > 1e6) else x
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LambdaBySize(P):
+    def forward(self, x):
+        scaled = lambda y: y * 2 if y.shape[0] > 999 else y  # noqa: E731
+        return self.down_proj(self.act_fn(self.gate_proj(scaled(x))) * self.up_proj(x))
+
+
+class PropertyBySize(P):
+    scale = property(lambda self: 1.0 + (torch.rand(()) < 1e-9))
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) * self.scale
+
+
+class LoopBySize(P):
+    def forward(self, x):
+        for _ in range(x.shape[0] // 1000):
+            x = x * 2
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ScaledInPlace(P):
+    def forward(self, x):
+        x *= 2
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class NoGrad(P):
+    def forward(self, x):
+        with torch.no_grad():
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class PartOfAnObject(P):
+    """An object whose method has a listed name."""
+
+    def __init__(self):
+        super().__init__()
+        self.functions = SimpleNamespace(silu=lambda x: F.silu(x) if len(x) < 999 else x)
+
+    def forward(self, x):
+        return self.down_proj(self.functions.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
 class Lambda(P):
     forward = lambda self, x: self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))  # noqa
 
@@ -559,6 +681,21 @@ FORMS = {
     "T5": (T5, "drops values out"),
     "T5 without dropout": (with_parts(T5, dropout=lambda: nn.Dropout(0.0)), None),
     "decorated": (Decorated, None),
+    "by a property": (ByProperty, None),
+    "helpers of all sorts": (Helpers, None),
+    "flags that are off": (Flags, None),
+    "a flag that is on": (functools.partial(Flags, mode="clamped"), "x.clamp"),
+    "noise in training": (functools.partial(Flags, noise=0.1), "torch.randn_like"),
+    "nothing of nothing": (EmptyFirst, None),
+    "one row is another formula": (OneRowOtherwise, "another formula"),
+    "large sizes are another formula": (LargeOtherwise, "x.shape[0] // 1000"),
+    "by the truth of a value": (ByTruth, "x.sum() > "),
+    "a size in a lambda": (LambdaBySize, "y.shape[0] > 999"),
+    "a property by chance": (PropertyBySize, "no source"),
+    "a loop by size": (LoopBySize, "range(x.shape[0]"),
+    "scaled in place": (ScaledInPlace, "x *= 2"),
+    "no gradients": (NoGrad, "with torch.no_grad()"),
+    "an object's silu": (PartOfAnObject, "functions is no tensor"),
     "relu": (with_parts(act_fn=nn.ReLU()), None),
     "silu in place": (with_parts(act_fn=nn.SiLU(inplace=True)), None),
     "gelu tanh": (with_parts(act_fn=nn.GELU(approximate="tanh")), None),

@@ -42,7 +42,7 @@ class Mutation(ast.NodeTransformer):
     def hit(self, node, what: str) -> bool:
         self.count += 1
         if self.count - 1 == self.n:
-            self.what = f"{what}: {ast.unparse(node)[:70]}"
+            self.what = f"{what}: {ast.unparse(ast.fix_missing_locations(node))[:70]}"
         return self.count - 1 == self.n
 
     def visit_BinOp(self, node):

@@ -194,6 +194,14 @@ CHANGING = {
         "args = tuple(a / 2 if isinstance(a, torch.Tensor) and a.is_floating_point() else a\n"
         "                     for a in args)",
 }  # fmt: skip
+OTHERWISE = {
+    "wrapper_that_calls_twice":
+        "function(*args, **kwargs)\n        args = (args[0], -args[1], *args[2:])",
+    "wrapper_by_the_count": "if len(args) > 1:\n            return function(args[0], args[1] * 2)",
+    "wrapper_by_a_word": "if kwargs.get('factor'):\n            kwargs['factor'] = 0",
+    "wrapper_in_no_grad": "with torch.no_grad():\n            args = (args[0], *args[1:][::-1])",
+}  # fmt: skip
+CHANGING.update(OTHERWISE)
 AFTERWARDS = {
     "wrapper_doubles_the_output": "result[0] * 2, *result[1:]",
     "wrapper_negates_in_evaluation": "-result[0], *result[1:]",
@@ -244,7 +252,33 @@ FIRST = {
     "scaled_in_evaluation": "if not self.training:\n    _x_ = _x_ * 2",
     "scaled_without_gradients": "if not torch.is_grad_enabled():\n    _x_ = _x_ * 2",
     "in_place": "_x_ = _x_.mul(2)\n_x_.add_(1)",
-}
+    "input_scaled_in_place": "_x_ *= 2",
+    "input_scaled_in_place_by_an_alias": "alias = _x_.view(_x_.shape)\nalias *= 2",
+    "a_size_that_counts_when_large": "_x_ = _x_ * (1 + _x_.shape[-2] // 8)",
+    "a_size_that_counts_by_a_function": "_x_ = torch.mul(_x_, 1 + _x_.shape[-2] // 8)",
+    "a_size_compared_and_computed_with": "_x_ = _x_ * (1 + (_x_.shape[-2] > 8))",
+    "a_larger_size_by_max": "_x_ = _x_ * max(_x_.shape[-2] - 7, 1)",
+    "size_check_of_a_copy": "_x_ = _x_ + 0\nif _x_.shape[0] == 1:\n    _x_ = _x_ * 2",
+    "size_check_in_a_lambda":
+        "scaled = lambda y: y * 2 if y.shape[0] == 1 else y\n_x_ = scaled(_x_)",
+    "size_check_in_a_function":
+        "def scaled(y):\n    if y.shape[0] == 1:\n        return y * 2\n    return y\n"
+        "_x_ = scaled(_x_)",
+    "size_check_of_what_came":
+        "given = _x_\n_x_ = _x_ + 0\nif given.shape[0] == 1:\n    _x_ = _x_ * 2",
+    "size_check_with_an_else":
+        "if _x_.shape[0] == 2:\n    pass\nelse:\n    _x_ = _x_ * 2",
+    "tokens_check_that_sorts": "if _x_.shape[-2] == 1:\n    _x_ = torch.sort(_x_)[0]",
+    "a_loop_over_sizes": "for i in range(_x_.shape[-2] // 8):\n    _x_ = _x_ * 2",
+    "a_loop_that_doubles": "for factor in (1, 2):\n    _x_ = _x_ * factor",
+    "late_binding": "factor = 1\nscaled = lambda y: y * factor\nfactor = 2\n_x_ = scaled(_x_)",
+    "no_grad_mode": "with torch.no_grad():\n    _x_ = _x_ * 2",
+    "in_autocast": "with torch.autocast('cpu'):\n    _x_ = _x_ @ _x_.mT @ _x_",
+    "state_of_torch": "_x_ = _x_ * (1 if torch.is_grad_enabled() else 2)",
+    "a_truth_by_a_value": "_x_ = _x_ if bool(_x_.sum() > 0) else -_x_",
+    "a_number_by_a_value": "_x_ = _x_ * float(_x_.flatten()[0])",
+    "an_item": "_x_ = _x_ * (_x_.flatten()[0].item() > 0)",
+}  # fmt: skip
 
 
 def _register_first():
@@ -271,6 +305,82 @@ def log_that_changes_its_argument(unit):
 def a_flag_that_is_set(unit):
     put_in_init(unit, "self.rescale = True")
     put_first(unit, "if self.rescale:\n    _x_ = _x_ * 2")
+
+
+LATER = {  # what a name or an attribute is, how it is read, and what it is after kernelize
+    "a_module_constant_set_afterwards": ("FACTOR = 1", "_x_ = _x_ * FACTOR", "FACTOR", 2),
+    "a_flag_of_the_module_set_afterwards":
+        ("SCALED = False", "if SCALED:\n    _x_ = _x_ * 2", "SCALED", True),
+    "a_helper_set_afterwards":
+        ("def factor():\n    return 1", "_x_ = _x_ * factor()", "factor", lambda: 2),
+    "a_partial_set_afterwards": (
+        "def scaled(factor, y):\n    return y * factor",
+        "_x_ = functools.partial(scaled, 1)(_x_)", "scaled", lambda factor, y: y * 2),
+    "a_class_constant_set_afterwards": ("factor = 1", "_x_ = _x_ * type(self).factor", "", 2),
+    "a_getattr_set_afterwards":
+        ("", "if getattr(self, 'factor', None) is not None:\n    _x_ = _x_ * self.factor", "", 2),
+    "a_hasattr_set_afterwards":
+        ("", "if hasattr(self, 'factor'):\n    _x_ = _x_ * self.factor", "", 2),
+    "a_property_set_afterwards": (
+        "@property\ndef factor(self):\n    return 1", "_x_ = _x_ * self.factor", "",
+        property(lambda self: 2)),
+    "a_staticmethod_set_afterwards": (
+        "@staticmethod\ndef factor(y):\n    return y", "_x_ = self.factor(_x_)", "",
+        staticmethod(lambda y: y * 2)),
+    "a_classmethod_set_afterwards": (
+        "@classmethod\ndef factor(cls, y):\n    return y", "_x_ = self.factor(_x_)", "",
+        classmethod(lambda cls, y: y * 2)),
+}  # fmt: skip
+
+
+def _register_later():
+    for name, (text, first, of_the_module, value) in LATER.items():
+
+        def later(unit, text=text, first=first, of_the_module=of_the_module, value=value):
+            if of_the_module:
+                unit.before += statements(text)
+            else:
+                unit.cls.body += statements(text)
+            put_first(unit, first)
+
+            def after(cls):
+                owner = sys.modules[cls.__module__] if of_the_module else cls
+                return patched(owner, of_the_module or "factor", value)
+
+            unit.after = after
+
+        trap(later, name=name)
+
+
+_register_later()
+
+WORDS = {  # what is done with a word of **kwargs that is given
+    "a_word_in_kwargs": "if 'factor' in kwargs:\n    _x_ = _x_ * 2",
+    "a_word_not_in_kwargs": "if 'factor' not in kwargs:\n    pass\nelse:\n    _x_ = _x_ * 2",
+    "a_word_with_a_default": "_x_ = _x_ * kwargs.get('factor', 1)",
+    "a_word_popped_with_a_default": "_x_ = _x_ * kwargs.pop('factor', 1)",
+    "a_word_for_a_function": "def scaled(y, factor=1, **more):\n    return y * factor\n"
+                             "_x_ = scaled(_x_, **kwargs)",
+    "a_word_in_a_function": "def scaled(y, **more):\n    return y * more.get('factor', 1)\n"
+                            "_x_ = scaled(_x_, **kwargs)",
+    "a_word_in_a_dict": "words = {'other': 1, **kwargs}\n_x_ = _x_ * words.get('factor', 1)",
+    "any_word": "_x_ = _x_ * 2 if kwargs else _x_",
+}  # fmt: skip
+
+
+def _register_words():
+    for name, text in WORDS.items():
+
+        def words(unit, text=text):
+            a = unit.forward.args
+            a.kwarg = a.kwarg or ast.arg("kwargs")
+            put_first(unit, text.replace("kwargs", a.kwarg.arg))
+            unit.words = {"factor": 2}
+
+        trap(words, kinds=("mlp", "norm", "layer", "attention"), name=name)
+
+
+_register_words()
 
 
 @trap

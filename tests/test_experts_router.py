@@ -298,40 +298,80 @@ def test_left_alone_without_kernels():
     assert {row.reason for row in rows} == {"there are no kernels for cpu"}
 
 
-@compiled
-def test_sigmoid_router(everywhere):
+def sigmoid_router(groups=1, chosen=1, **attributes):
     modeling = pytest.importorskip("transformers.models.glm4_moe.modeling_glm4_moe")
-    kind = modeling.Glm4MoeTopkRouter
-    form = blocks.form_of(kind)
-    router = object.__new__(kind)
+    router = object.__new__(modeling.Glm4MoeTopkRouter)
     torch.nn.Module.__init__(router)
     router.weight = torch.nn.Parameter(torch.randn(12, 8))
     router.register_buffer("e_score_correction_bias", torch.randn(12))
     router.hidden_dim, router.top_k, router.num_experts = 8, 3, 12
-    router.num_group, router.topk_group, router.norm_topk_prob = 1, 1, True
+    router.num_group, router.topk_group, router.norm_topk_prob = groups, chosen, True
     router.routed_scaling_factor = 2.5
-    assert blocks.why_not_router(router, form) is None
-    x = torch.randn(5, 8)
-    _, weights, ids = router(x)
-    blocks.serve_blocks(router)
-    logits, mine, my_ids = router(x)
-    dense, theirs = (torch.zeros(5, 12).scatter(1, *p) for p in ((my_ids, mine), (ids, weights)))
-    assert torch.allclose(dense, theirs, atol=1e-6)
-    router.num_group = 2
-    assert blocks.why_not_router(router, form) == "its experts are chosen by groups"
+    for name, value in attributes.items():
+        setattr(router, name, value)
+    return router
 
 
 @compiled
-def test_changed_forwards_are_not_served():
-    from transformers.models.qwen3_moe import modeling_qwen3_moe as modeling
+@pytest.mark.parametrize("groups", [(1, 1), (3, 3)])
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_sigmoid_router(everywhere, groups, renormalize):
+    router = sigmoid_router(*groups, norm_topk_prob=renormalize)
+    choice = blocks.form_of(router).found
+    assert (choice.wide, choice.scoring, choice.scale) == (True, "sigmoid", 2.5)
+    assert (choice.bias, choice.added) == ("e_score_correction_bias", None)
+    assert (choice.top_k, choice.renormalize) == (3, renormalize)
+    x = torch.randn(5, 8)
+    _, weights, ids = router(x)
+    assert served_names(blocks.serve_blocks(router)) == ["Glm4MoeTopkRouter"]
+    logits, mine, my_ids = router(x)
+    dense, theirs = (torch.zeros(5, 12).scatter(1, *p) for p in ((my_ids, mine), (ids, weights)))
+    assert torch.allclose(dense, theirs, atol=1e-6)
 
-    class Louder(modeling.Qwen3MoeTopKRouter):
+
+@compiled
+def test_experts_chosen_by_groups(everywhere):
+    (row,) = blocks.serve_blocks(sigmoid_router(3, 1))
+    assert row.reason == "its weights or experts are not those of fused_topk"
+
+
+@compiled
+@pytest.mark.parametrize("name, value", [
+    ("top_k", 2), ("norm_topk_prob", False), ("routed_scaling_factor", 0.5), ("topk_group", 1),
+    ("e_score_correction_bias", torch.arange(12.0)),
+])  # fmt: skip
+def test_a_router_is_changed_afterwards(everywhere, name, value):
+    router = sigmoid_router(3, 3)
+    plain = copy.deepcopy(router)
+    assert served_names(blocks.serve_blocks(router)) == ["Glm4MoeTopkRouter"]
+    x = torch.randn(50, 8)
+    before = plain(x)
+    for module in (router, plain):
+        setattr(module, name, value)
+    _, weights, ids = plain(x)
+    _, mine, my_ids = router(x)
+    dense, theirs = (torch.zeros(50, 12).scatter(1, *p) for p in ((my_ids, mine), (ids, weights)))
+    assert torch.allclose(dense, theirs, atol=1e-6)
+    assert ids.shape != before[2].shape or not torch.equal(dense, dense.scatter(1, *before[:0:-1]))
+
+
+@compiled
+def test_changed_forwards_are_not_served(everywhere):
+    model = random_model("qwen3_next")
+    router, block = model.model.layers[0].mlp.gate, model.model.layers[0].mlp
+    own = type(router)
+
+    class Louder(own):
         def forward(self, hidden_states):
             logits, weights, ids = super().forward(hidden_states)
-            return logits, 2 * weights, ids
+            return logits, 1.7 * weights, ids
 
-    assert blocks.form_of(modeling.Qwen3MoeTopKRouter) is not None
-    assert blocks.form_of(Louder) is None and blocks.form_of(torch.nn.Linear) is None
+    assert isinstance(blocks.form_of(router).found, blocks.Choice)
+    assert isinstance(blocks.form_of(block).found, blocks.Parts)
+    assert blocks.form_of(torch.nn.Linear(3, 5)) is None and blocks.form_of(model) is None
+    router.__class__ = Louder
+    with pytest.raises(blocks.Refused, match="not those of fused_topk"):
+        blocks.form_of(router)
 
 
 @compiled
@@ -382,7 +422,6 @@ def test_patches_of_torch_count(everywhere, monkeypatch, where, name, patch):
         patched.setattr(where, name, patch)
         found, expected = outputs()
         assert torch.allclose(found, expected, atol=1e-5) and not torch.allclose(found, plain, 1e-3)
-        patched.setattr(blocks, "_known", {})
         rows = blocks.serve_blocks(copy.deepcopy(model))
         (reason,) = {row.reason for row in rows if row.reason}
         assert reason.startswith("its forward calls torch.") and reason.endswith("which is patched")
@@ -407,11 +446,12 @@ def test_trials_on_a_default_device(monkeypatch):
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     experts = submodule("models.experts")
     monkeypatch.setattr(experts, "_forms", {})
-    monkeypatch.setattr(blocks, "_known", {})
+    monkeypatch.setattr(blocks, "_found", {})
+    block = random_model("qwen3_next").model.layers[0].mlp
     with torch.device("meta"), torch.inference_mode():
         assert isinstance(experts.form_of(modeling.Qwen3NextExperts), experts.Form)
-        assert isinstance(blocks.form_of(modeling.Qwen3NextTopKRouter), blocks.Router)
-        assert blocks.form_of(modeling.Qwen3NextSparseMoeBlock) == blocks.BLOCK
+        assert isinstance(blocks.form_of(block.gate).found, blocks.Choice)
+        assert isinstance(blocks.form_of(block).found, blocks.Parts)
 
 
 class KeywordRouter(torch.nn.Module):

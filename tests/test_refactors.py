@@ -18,8 +18,8 @@ SAMPLE = {
     "layer": ("llama", 8, 0.3),
     "gdn": ("qwen3_next", 12, 0.3),
     "experts": ("mixtral", 8, 0.3),
-    "router": ("qwen3_moe", 7, 0.1),
-    "block": ("qwen2_moe", 8, 0.1),
+    "router": ("qwen3_moe", 7, 0.7),
+    "block": ("qwen2_moe", 8, 0.7),
 }
 
 

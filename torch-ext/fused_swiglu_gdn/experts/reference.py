@@ -32,7 +32,7 @@ def _clamped(gate: Tensor, up: Tensor, activation: str, limit: Optional[float]) 
     return gate, up + ADDED[activation] if activation in ADDED else up
 
 
-def _gated(gate: Tensor, up: Tensor, activation: str, limit: Optional[float]) -> Tensor:
+def gated(gate: Tensor, up: Tensor, activation: str, limit: Optional[float]) -> Tensor:
     """z [rows, I], in the precision of gate and up."""
     gate, up = _clamped(gate, up, activation, limit)
     return ACTIVATIONS[activation](gate) * up
@@ -71,7 +71,7 @@ def experts_fwd(
     y = at_least_fp32(x.new_zeros((*ids.shape, x.shape[1])))  # [T, K, H]
     for expert, token, slot in _chosen(ids, w_down.shape[0]):
         gate, up = _gate_and_up(x[token], w_gate_up, expert, interleaved, biases)
-        z = _gated(gate, up, activation, limit).to(x.dtype)
+        z = gated(gate, up, activation, limit).to(x.dtype)
         bias = None if biases.down is None else biases.down[expert]
         y = y.index_put((token, slot), F.linear(z, w_down[expert], bias).to(y.dtype))
     absent = (ids < 0) | (ids >= w_down.shape[0])  # of which the weight may be anything
@@ -83,7 +83,7 @@ def _gated_gradient(
     dz: Tensor, gate: Tensor, up: Tensor, activation: str, limit: Optional[float],
     interleaved: bool,
 ) -> Tensor:  # fmt: skip
-    """[dgate, dup] [rows, 2 I], as gate and up lie, of z = _gated(gate, up)."""
+    """[dgate, dup] [rows, 2 I], as gate and up lie, of z = gated(gate, up)."""
     passes = (gate <= limit, up.abs() <= limit) if limit is not None else None
     gate, up = _clamped(gate, up, activation, limit)
     dgate = SLOPES[activation](dz * up, gate)
@@ -115,7 +115,7 @@ def experts_bwd(
     dbiases = [torch.zeros_like(b) if n else None for b, n in zip(biases, needs[4:])]
     for expert, token, slot in _chosen(ids, w_down.shape[0]):
         gate, up = _gate_and_up(x[token], w_gate_up, expert, interleaved, biases)
-        z = _gated(gate, up, activation, limit)
+        z = gated(gate, up, activation, limit)
         dz = at_least_fp32(dout[token] @ w_down[expert])  # [rows, I], not yet weighted
         weight = weights[token, slot].to(z.dtype).unsqueeze(-1)
         dweight, wide = (dz * z).sum(-1), at_least_fp32(dout[token])

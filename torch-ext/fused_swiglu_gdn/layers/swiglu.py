@@ -24,6 +24,8 @@ from .plain import PLAIN_TENSORS, parameters_of, same_dtype, why_hooked
 from .tensor_parallel import Shards, mlp_on_shards, shards
 from .untouched import untouched
 
+DROPOUTS = (nn.Dropout, nn.Identity)  # which drop nothing in evaluation
+
 
 class Roles(NamedTuple):
     """Which attributes of an MLP are what in down(act(gate(x)) * up(x))."""
@@ -34,7 +36,7 @@ class Roles(NamedTuple):
     act: Optional[str]  # the attribute that is the activation, or None and
     function: Optional[str] = None  # the name of the one that the forward calls itself
     gate_first: bool = True  # gate is the first half of what `gate` makes
-    dropouts: Tuple[str, ...] = ()  # attributes that are nn.Dropout
+    dropouts: Tuple[str, ...] = ()  # attributes of DROPOUTS
     rates: Tuple[str, ...] = ()  # attributes that are the p of a call of dropout
     casts: bool = False  # it casts to the dtype of down's weight
 
@@ -53,11 +55,11 @@ def drops_out(mlp: nn.Module, roles: Roles) -> bool:
     """Some of its values are dropped in a call now."""
     for name in roles.dropouts:
         dropout = mlp.__dict__["_modules"].get(name)
-        if type(dropout) is not nn.Dropout or why_hooked(dropout) is not None:
+        if type(dropout) not in DROPOUTS or why_hooked(dropout) is not None:
             return True
         if "forward" in dropout.__dict__ or name in mlp.__dict__:
             return True
-        if dropout.training and dropout.p:
+        if dropout.training and getattr(dropout, "p", 0.0):
             return True
     return bool(roles.rates) and mlp.training and any(getattr(mlp, name) for name in roles.rates)
 

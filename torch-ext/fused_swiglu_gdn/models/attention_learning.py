@@ -125,7 +125,7 @@ class Learning:
 
     def form(self, partial: bool, without: bool) -> tuple:
         implementation, words, index, updates, updates_with = self.calls
-        identities = [n for n, part in self.parts.items() if isinstance(part, nn.Identity)]
+        identities = [n for n, part in self.parts.items() if isinstance(part, nn.Module)]
         arguments = arguments_of(
             self.signature, self.source, self.hidden, self.fixed, self.travelling
         )

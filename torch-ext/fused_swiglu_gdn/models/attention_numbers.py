@@ -39,6 +39,8 @@ CASES = (
     Case(2, 1, 1.0, 1, True, True),
     Case(1, 3, 1.0, 0, True, False, True),
     Case(3, 2, 1.0, 1, False, True, True),
+    Case(2, 4, 1.0, 0, True),
+    Case(1, 2, 1.0, 0, False, False, True),
 )
 WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, 0, False, True)
 

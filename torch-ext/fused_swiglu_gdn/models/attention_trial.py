@@ -44,6 +44,7 @@ from .stand_ins import (
     Unknown,
     asked_by_this_thread,
     features,
+    is_identity,
     put,
     quiet,
     random,
@@ -117,7 +118,7 @@ def may_be_norm(part: nn.Module) -> bool:
 
 
 def _parts_key(module: nn.Module) -> tuple:
-    sizes = [(n, type(m), *features(m)) for n, m in module._modules.items()]
+    sizes = [(n, type(m), is_identity(m), *features(m)) for n, m in module._modules.items()]
     own = {n: p for n, p in module._parameters.items() if p is not None}
     return (*sizes, *((n, tuple(told(p, "shape"))) for n, p in own.items()))
 
@@ -165,7 +166,7 @@ class _Trial(Learning, Numbers):
                 self.parts[name] = Norm(size, 200 + i)
             elif features(part):
                 self.parts[name] = Product(*features(part), 100 + 7 * i)
-            elif type(part) is nn.Identity:
+            elif is_identity(part):
                 self.parts[name] = part
         self.own = {
             n: random(*told(p, "shape"), seed=77)
@@ -212,6 +213,10 @@ class _Trial(Learning, Numbers):
         with KeepsFp64(), asked_by_this_thread(interface):
             forward = self.source.forward
             result = self.signature.called(forward, twin, dict(given), {WORD: word})
+        numbers = [random(case.B, case.T, self.width, seed=1, dtype=dtype)]
+        numbers += [random(*size, seed=seed, dtype=dtype) for seed in (21, 22) if tables]
+        if not all(map(torch.equal, (x, *(tables or ())), numbers)):
+            raise Refused("its forward writes to its input")
         if len(interface.calls) != 1 or len(interface.asked) != 1:
             raise Refused("it does not call one attention function, by its configuration")
         return Run(twin, x, tables, given, word, interface, log, result)

@@ -2,11 +2,11 @@
 
 import ast
 import sys
-from typing import Callable, List, NoReturn, Optional, Set, Tuple
+from typing import Callable, List, NoReturn, Optional, Set, Tuple, Union
 
-from .code import Refused, is_text, logs
+from .code import Refused, in_short, is_text, logs
 from .expressions import Expressions
-from .values import VALUE, Closure, Known, Plain, Several, merged
+from .values import VALUE, Closure, Given, Known, Own, Plain, Several, Words, merged
 
 MOST = 20_000  # statements and calls of one forward
 
@@ -30,8 +30,7 @@ class Body(Expressions):
 
     @staticmethod
     def refused(node: ast.AST) -> Refused:
-        text = ast.unparse(node).split("\n")[0]
-        return Refused(f"its forward has `{text if len(text) < 60 else text[:57] + '...'}`")
+        return Refused(f"its forward has `{in_short(node)}`")
 
     def run(self) -> object:
         """What the function gives."""
@@ -86,6 +85,8 @@ class Body(Expressions):
         if not isinstance(node.target, ast.Name):
             self.refuse(node)
         before = self.named(ast.Name(node.target.id, ast.Load()))
+        if isinstance(before, (Given, Own, Several, Words)):  # it would be written to
+            self.refuse(node)
         value = self.expression(node.value)
         self.env[node.target.id] = self.operation(node.op, before, value, node)
 
@@ -105,7 +106,14 @@ class Body(Expressions):
     def read_FunctionDef(self, node: ast.FunctionDef) -> None:
         if node.decorator_list:
             self.refuse(node)
-        self.env[node.name] = Closure(node, self)
+        self.env[node.name] = self.closure(node)
+
+    def closure(self, node: Union[ast.FunctionDef, ast.Lambda]) -> Closure:
+        a = node.args
+        names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
+        defaults = dict(zip(names[len(names) - len(a.defaults) :], a.defaults))
+        defaults.update({arg.arg: d for arg, d in zip(a.kwonlyargs, a.kw_defaults) if d})
+        return Closure(node, self, {n: self.expression(d) for n, d in defaults.items()})
 
     def read_Import(self, node: ast.Import) -> None:
         for alias in node.names:
@@ -145,14 +153,15 @@ class Body(Expressions):
         held = self.truth(self.expression(node.test), node.test)
         if isinstance(held, Plain):
             return None if held.value else self.refuse(node)
-        self.exclude(negated(held), None, node)
+        if held.on != {"none"} or held.text is not None:  # of what is computed, the probe tells
+            self.exclude(negated(held), None, node)
 
     def read_If(self, node: ast.If) -> bool:
         if not node.orelse and all(self.does_nothing(inner) for inner in node.body):
             self.expression(node.test)
             return False
         ways = (lambda: self.block(node.body)), (lambda: self.block(node.orelse))
-        found = self.either(node.test, *ways)
+        found = self.either(node.test, *ways, optional=not node.orelse)
         open_ways = [env for ended, env, _ in found if not ended]
         if not open_ways:
             return True
@@ -171,14 +180,21 @@ class Body(Expressions):
 
     # -- two ways
 
-    def either(self, test: ast.expr, yes: Callable, no: Callable) -> List[Tuple]:
+    def either(
+        self, test: ast.expr, yes: Callable, no: Callable, optional: bool = False
+    ) -> List[Tuple]:
         """[(what a way gives, the names after it, the condition of it)] of those that a call may
-        take. One that cannot be read is for calls that are not ours."""
+        take. One that cannot be read is for calls that are not ours, and so is an `optional` one
+        by the sizes of a call."""
         held = self.truth(self.expression(test), test)
         if isinstance(held, Plain):
             return [((yes if held.value else no)(), self.env, Known("True", frozenset()))]
         before, found, refused = self.env, [], []
-        for condition, way in ((held, yes), (negated(held), no)):
+        ways = [(held, yes), (negated(held), no)]
+        if optional and held.on & {"size", "call", "derived"}:
+            refused.append((held, self.refused(test)))
+            del ways[0]
+        for condition, way in ways:
             self.env, mark = dict(before), self.reader.mark()
             returned = len(self.returns)
             self.reader.path.append(condition)

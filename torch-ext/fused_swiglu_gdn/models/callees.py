@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.own_code import undispatched
-from .code import ARITHMETIC, CONTEXTS, FUNCTIONS, METHODS, MODES, SIZES
+from .code import ARITHMETIC, CONTEXTS, FUNCTIONS, METHODS, MODES, MORE, SIZES, Refused, in_short
 from .values import (
+    ARGUMENTS,
     ATTENTION,
     SIZE,
     VALUE,
@@ -66,7 +67,7 @@ class Callees:
             return self.asked(name, node)
         if isinstance(base, Plain) or isinstance(base, Own) and not base.path:
             return self.called(self.attribute(base, name, node), node, idle)
-        if idle:
+        if idle and name != "scatter_" or name == "scatter_" and base is not VALUE:
             self.refuse(node)
         return self.method_of_a_tensor(base, name, node)
 
@@ -93,7 +94,7 @@ class Callees:
             if starred and isinstance(value, Several):
                 args += value.values
             else:
-                args.append(value)
+                args.append(VALUE if value is ARGUMENTS and not starred else value)
                 whole = whole and not starred
         for keyword in node.keywords:
             value = self.expression(keyword.value)
@@ -116,6 +117,10 @@ class Callees:
             plain = undispatched(function.value)
             if isinstance(plain, FunctionType) and id(plain) not in SPECIAL:
                 self.pin(function)
+                for home in (torch, F):
+                    if function.place and function.place[0] is vars(home):
+                        name = f"{home.__name__}.{function.place[1]}"
+                        raise Refused(f"its forward calls {name}, which is patched")
                 if self.passing == (args, words):
                     return Passed(plain)
                 function = Method(plain, None)
@@ -153,11 +158,12 @@ class Callees:
             if value is F.dropout:
                 return self.dropout(args, words, node)
             return self.operated(known, args, words, node)
-        if value is functools.partial and args:
+        if value is functools.partial and args and not words.rest:
             return Partial(args[0], tuple(args[1:]), words.values)
         if isinstance(value, type) and value in ACTIVATIONS:
             if args or set(words.values) - {"inplace"} or words.rest:
                 self.refuse(node)
+            self.reader.method("forward", value.__mro__)
             return Plain(ACTIVATIONS[value])
         if value is typing.cast and len(args) == 2:
             return args[1]
@@ -260,7 +266,7 @@ class Callees:
         if known is None:
             self.refuse(node)
         text = f"isinstance({known.text}, ({', '.join(names)},))" if known.text and fits else None
-        on = frozenset(["none"]) if isinstance(value, Given) else known.on
+        on = frozenset(["none"]) | (frozenset() if isinstance(value, Given) else known.on)
         return Known(text, on, known.paths)
 
     def dropout(self, args: list, words: Words, node: ast.Call) -> object:
@@ -291,6 +297,8 @@ class Callees:
 
     def operated(self, name: str, args: list, words: Words, node: ast.Call) -> object:
         """An operation of the lists, as a method or a function."""
+        if name in MORE:
+            self.reader.more.add((name, in_short(node)))
         for value in (*args, words):
             self.use(value, node)
         if name in ARITHMETIC:

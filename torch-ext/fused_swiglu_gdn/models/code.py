@@ -7,6 +7,7 @@ import linecache
 import logging
 import operator
 import sys
+import time
 from types import FunctionType, GetSetDescriptorType
 from typing import Iterable, Optional, Tuple
 
@@ -18,24 +19,35 @@ from ..layers.own_code import codes_in, codes_of
 
 # of tensors, as methods and as functions of torch: none of them looks at values
 OPERATIONS = {
-    "add", "bfloat16", "cat", "chunk", "clone", "concat", "contiguous", "dim", "div", "divide",
-    "double", "dropout", "exp", "expand", "expand_as", "flatten", "float", "gelu", "half", "matmul",
-    "mean", "mul", "multiply", "narrow", "neg", "numel", "permute", "pow", "reciprocal", "relu",
-    "repeat_interleave", "reshape", "rsqrt", "select", "sigmoid", "silu", "size",
-    "softplus", "split", "sqrt", "square", "squeeze", "stack", "sub", "subtract", "sum", "swapaxes",
-    "swapdims", "t", "tanh", "to", "transpose", "true_divide", "type", "type_as", "unbind",
-    "unflatten", "unsqueeze", "view", "view_as",
+    "add", "addcmul", "bfloat16", "bmm", "cat", "chunk", "clone", "concat", "concatenate",
+    "contiguous", "dim", "div", "divide", "double", "dropout", "einsum", "exp", "expand",
+    "expand_as", "flatten", "float", "gelu", "half", "linear", "matmul", "mean", "movedim", "mul",
+    "multiply", "narrow", "neg", "negative", "norm", "numel", "ones_like", "permute", "pow",
+    "reciprocal", "relu", "repeat", "repeat_interleave", "reshape", "rms_norm", "rsqrt", "rsub",
+    "select", "sigmoid", "silu", "size", "softplus", "split", "split_with_sizes", "sqrt", "square",
+    "squeeze", "stack", "sub", "subtract", "sum", "swapaxes", "swapdims", "t", "tanh",
+    "tensor_split", "to", "transpose", "true_divide", "type", "type_as", "unbind", "unflatten",
+    "unsqueeze", "view", "view_as", "zeros_like",
 }  # fmt: skip
-METHODS = OPERATIONS | {"update"}  # of a cache
+# of tensors too, for kinds of modules that ask for them (read's `more`): choices among values
+CHOICES = {
+    "bool", "gather", "linear", "long", "masked_fill", "new_zeros", "ones_like", "scatter",
+    "scatter_", "softmax", "sort", "topk", "zeros_like",
+}  # fmt: skip
+CHOSEN = {"indices", "values"}  # attributes of what sort and topk give
+MORE = CHOICES | {"clamp"}
+METHODS = OPERATIONS | MORE | {"update"}  # of a cache
 ARITHMETIC = {
     "add", "div", "divide", "mul", "multiply", "pow", "sub", "subtract", "true_divide",
 }  # fmt: skip
 # what a tensor says of itself, and what that depends on
 SIZES = {"dim": "size", "is_floating_point": "dtype", "numel": "size", "size": "size"}
 FUNCTIONS = {
-    id(getattr(home, name)): name for home in (torch, F) for name in {*OPERATIONS, *SIZES}
+    id(getattr(home, name)): name for home in (torch, F)
+    for name in {*OPERATIONS, *MORE, *SIZES}
     if hasattr(home, name)
 }  # fmt: skip
+FUNCTIONS.update((id(clock), "time") for clock in (time.time, time.perf_counter, time.monotonic))
 CONDITIONAL = {"device": "size", "dtype": "dtype", "ndim": "size", "shape": "size"}
 ATTRIBUTES = {*CONDITIONAL, "mT", "T"}
 # the state of torch
@@ -51,6 +63,15 @@ CONTEXTS = {
     "contextlib.nullcontext": False, "torch.autograd.profiler.record_function": False,
     "torch.amp.autocast_mode.autocast": True,
 }  # fmt: skip
+
+
+# what the arguments of a log may call
+IN_LOGS = ("len", "round", "str", "time.perf_counter", "time.time", "tuple", "type")
+
+
+def in_short(node: ast.AST) -> str:
+    text = ast.unparse(node).split("\n")[0]
+    return text if len(text) < 60 else text[:57] + "..."
 
 
 class Refused(Exception):
@@ -149,6 +170,6 @@ def logs(statement: ast.stmt, names: dict) -> bool:
         return False
     calls = [node for node in ast.walk(call) if isinstance(node, (ast.Call, ast.NamedExpr))]
     return all(
-        node is call or isinstance(node, ast.Call) and ast.unparse(node.func) in ("type", "tuple")
+        node is call or isinstance(node, ast.Call) and ast.unparse(node.func) in IN_LOGS
         for node in calls
     )

@@ -1,8 +1,6 @@
 """Conditions that are told of the module and of a call's arguments."""
 
-import inspect
-from types import FunctionType
-from typing import Callable
+from typing import Callable, Mapping
 
 import torch
 from torch import nn
@@ -10,10 +8,9 @@ from torch import nn
 NAMES = {"torch": torch}
 
 
-def defaults_of(function: FunctionType) -> dict:
-    """The arguments of a function that have a default, with it."""
-    known = inspect.signature(function).parameters.values()
-    return {p.name: p.default for p in known if p.default is not p.empty}
+def defaults_of(parameters: Mapping) -> dict:
+    """The arguments that have a default, with it."""
+    return {n: p.default for n, p in parameters.items() if p.default is not p.empty}
 
 
 def condition(text: str, defaults: dict) -> Callable:

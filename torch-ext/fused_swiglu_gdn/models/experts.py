@@ -1,19 +1,19 @@
 """Routed experts of transformers' models, served through transformers' own choice of experts
 implementation: no forward is replaced, so that expert parallelism and hooks stay as they are.
 
-A class is served if transformers dispatches its forward, its gate is the default one or one of
-`GATES` word for word, and its own loop over the experts, run on small weights in fp64, gives the
-formula of experts/reference.py. All else is left to the implementation that was chosen before, or
+A class is served if transformers dispatches its forward, its gate is the default one or one that
+can be read, and its own loop over the experts, run on small weights, gives the formula of
+experts/reference.py. All else is left to the implementation that was chosen before, or
 to transformers' grouped_mm where that was ours.
 """
 
 import functools
 import inspect
+import itertools
 import logging
-from typing import Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from ..experts import ops, reference
@@ -23,7 +23,9 @@ from ..layers.activations import activation_of
 from ..layers.pinned import Pinned, torchs_own
 from ..layers.plain import told, why_not_tensor
 from ..runtime.dtypes import HALF
-from .code import Refused, source_of, spelled
+from .code import Refused
+from .mlp import NAMED
+from .reader import Source, read_method
 from .report import Row
 from .serving import is_of_transformers, why_not_on
 from .stand_ins import quiet
@@ -44,36 +46,6 @@ class Form(NamedTuple):
     interleaved: bool = False  # gate and up in turn
 
 
-# bodies of `_apply_gate` that are known, without comments
-GATES = {
-    """gate, up = gate_up.chunk(2, dim=-1)
-gate = gate.clamp(max=self.limit)
-up = up.clamp(min=-self.limit, max=self.limit)
-return self.act_fn(gate) * up""": Form("limit"),
-    """gate, up = gate_up.chunk(2, dim=-1)
-gate = gate.clamp(min=None, max=self.swiglu_limit)
-up = up.clamp(min=-self.swiglu_limit, max=self.swiglu_limit)
-return F.silu(gate) * up""": Form("swiglu_limit", "silu"),
-    """gate, up = gate_up.chunk(2, dim=-1)
-return (self.act_fn(gate.float()) * up.float()).to(gate.dtype)""": Form(),
-    """gate, up = gate_up.chunk(2, dim=-1)
-gate = gate.clamp(max=self.swiglu_limit)
-up = up.clamp(min=-self.swiglu_limit, max=self.swiglu_limit)
-glu = gate * torch.sigmoid(gate * self.swiglu_alpha)
-return (up + 1.0) * glu""": Form("swiglu_limit", "swigluoai", "swiglu_alpha"),
-    """gate, up = (gate_up[..., ::2], gate_up[..., 1::2])
-gate = gate.clamp(min=None, max=self.limit)
-up = up.clamp(min=-self.limit, max=self.limit)
-glu = gate * torch.sigmoid(gate * self.alpha)
-gated_output = (up + 1) * glu
-return gated_output""": Form("limit", "swigluoai", "alpha", interleaved=True),
-    """gate, up = gate_up.chunk(2, dim=-1)
-gate = gate.clamp(min=None, max=self.limit)
-up = up.clamp(min=-self.limit, max=self.limit)
-glu = gate * torch.sigmoid(gate * self.alpha)
-gated_output = (up + 1) * glu
-return gated_output""": Form("limit", "swigluoai", "alpha"),
-}
 FLAGS = {  # of transformers' classes, where they have none
     "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True,
     "has_post_expert_norm": False,
@@ -190,37 +162,50 @@ def form_of(kind: type) -> Union[Form, str]:
     """The form of a class's experts, or why it is not served: a constant while tracing."""
     functions = kind.forward, getattr(kind, "_apply_gate", None)
     found = _forms.get(kind)
-    if found is None or found[0] != functions or found[2] and not found[2].unchanged():
+    if found is None or found[0] != functions or not all([pin.unchanged() for pin in found[2]]):
         found = _forms[kind] = (functions, *_find_form(kind))
     return found[1]
 
 
-def _find_form(kind: type) -> Tuple[Union[Form, str], Optional[Pinned]]:
+def _find_form(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
     try:
         from transformers.integrations import moe
     except ImportError:
-        return "transformers has no experts implementations", None
+        return "transformers has no experts implementations", ()
     try:
         names = inspect.getclosurevars(kind.forward).nonlocals
     except TypeError:
         names = {}
     if names.get("experts_interface") is not moe.ALL_EXPERTS_FUNCTIONS:
-        return "transformers does not choose the implementation of this class", None
+        return "transformers does not choose the implementation of this class", ()
     _loops[kind] = names["original_forward"]
-    form: Optional[Form] = Form()
-    if kind._apply_gate is not moe._default_apply_gate:
-        try:
-            form = GATES.get(spelled(source_of(kind._apply_gate)))
-        except Refused:
-            form = None
-    if form is None:
-        return "its gate is one of its own", None
     flags = {**FLAGS, **inspect.getclosurevars(kind.__init__).nonlocals}
     pinned = torchs_own(names["original_forward"])  # it is tried again when that has changed
+    reason, forms, gate = "its formula is another", [Form()], None
+    if kind._apply_gate is not moe._default_apply_gate:
+        reason = "its gate is one of its own"
+        try:
+            gate = read_method(kind, "_apply_gate")
+            forms = list(_forms_of(gate))
+        except Refused:
+            return reason, (pinned,)
+    pins = (pinned,) if gate is None else (pinned, gate.pinned)
     with quiet():
-        if _computes(kind, names["original_forward"], form, flags):
-            return form, pinned
-    return pinned.patched or "its formula is another", pinned
+        for form in forms:
+            if _computes(kind, names["original_forward"], form, flags):
+                return form, pins
+    return pinned.patched or reason, pins
+
+
+def _forms_of(gate: Source) -> Iterator[Form]:
+    """What a gate may be, by what it reads and calls."""
+    if gate.by_dtype or not {*gate.more} <= {"clamp"} or not {*gate.parts} <= {"act_fn"}:
+        return
+    for interleaved, limit in itertools.product((False, True), (None, *gate.reads)):
+        for activation in (None,) if gate.parts else NAMED:
+            yield Form(limit, activation, None, interleaved)
+        for alpha in gate.reads:
+            yield Form(limit, "swigluoai", alpha, interleaved)
 
 
 # tokens, experts, experts of a token and the scale of the weights' values; an expert has none of
@@ -259,19 +244,27 @@ def _agrees(kind: type, forward, form: Form, flags: dict, seed: int, dtype: torc
     parts.update({form.limit: limit} if form.limit else {})
     parts.update({form.alpha: ALPHA} if form.alpha else {})
     stand_in = type("StandIn", (), parts)
-    stand_in.act_fn = staticmethod(F.silu)
+    activation = form.activation or ("silu", "relu")[seed % 2]
+    stand_in.act_fn = staticmethod(reference.ACTIVATIONS[activation])
     try:
         with torch.set_grad_enabled(trains):
             found = forward(stand_in(), x.clone(), ids, weights)
+        gated = stand_in()._apply_gate(biases[0].clone())  # which the loop need not call
     except Exception:  # it wants something that the formula has not
         return False
-    args = (x, w_gate_up, w_down, ids, weights, form.activation or "silu", limit)
+    both = biases[0].view(E, 6, 2).unbind(-1) if form.interleaved else biases[0].chunk(2, -1)
+    z = reference.gated(*both, activation, limit)
+    args = (x, w_gate_up, w_down, ids, weights, activation, limit)
     added = Biases(*biases) if flags["has_bias"] else NO_BIASES
     expected = reference.experts_fwd(*args, form.interleaved, added)
-    if found.shape != expected.shape or found.dtype != dtype:
+    return _is_close(found, expected) and _is_close(gated, z)
+
+
+def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
         return False
-    found, expected = found.double(), expected.double()
-    return bool((found - expected).abs().max() <= TOLERANCES[dtype] * expected.abs().max())
+    limit = TOLERANCES[found.dtype] * expected.double().abs().max()
+    return bool((found.double() - expected.double()).abs().max() <= limit)
 
 
 def is_experts(module: nn.Module) -> bool:

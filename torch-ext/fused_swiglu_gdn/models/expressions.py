@@ -2,14 +2,10 @@
 
 import ast
 import operator
-from types import FunctionType, ModuleType
-from typing import Optional
 
 import torch
-from torch import nn
 
-from .callees import Callees
-from .code import ATTRIBUTES, CONDITIONAL, Refused, static
+from .attributes import Attributes
 from .values import (
     ATTENTION,
     CONSTANTS,
@@ -40,7 +36,7 @@ COMPARISONS = {
 }  # fmt: skip
 
 
-class Expressions(Callees):
+class Expressions(Attributes):
     """The part of a Body (body.py) that is about expressions."""
 
     def expression(self, node: ast.expr) -> object:
@@ -111,7 +107,7 @@ class Expressions(Callees):
         return value
 
     def read_Lambda(self, node: ast.Lambda) -> object:
-        return Closure(node, self)
+        return self.closure(node)
 
     def read_IfExp(self, node: ast.IfExp) -> object:
         ways = (lambda: self.expression(node.body)), (lambda: self.expression(node.orelse))
@@ -173,6 +169,12 @@ class Expressions(Callees):
         return Several(tuple(values))
 
     read_GeneratorExp = read_ListComp
+
+    def read_JoinedStr(self, node: ast.JoinedStr) -> object:
+        for part in node.values:
+            if isinstance(part, ast.FormattedValue):
+                self.data(part.value)
+        return VALUE
 
     def read_Slice(self, node: ast.Slice) -> object:
         for part in filter(None, (node.lower, node.upper, node.step)):
@@ -288,6 +290,7 @@ class Expressions(Callees):
             self.refuse(node)
         if isinstance(value, Own):
             self.reader.reads.add(value.path)
+            known = known._replace(on=frozenset(["own", "none"]))
         return known
 
     def truth(self, value: object, node: ast.AST) -> object:
@@ -303,101 +306,12 @@ class Expressions(Callees):
             return Plain(bool(value.values))
         if isinstance(value, (Known, Own, Given)):
             self.use(value, node)
-            held = self.reader.holds(told(value))
-            return told(value) if held is None else Plain(held)
+            known = told(value)
+            held = self.reader.holds(known)
+            if held is None and known.on == {"own"} and known.paths != {"training"}:
+                self.refuse(node)  # it may change, and nobody would see
+            return known if held is None else Plain(held)
         self.refuse(node)
-
-    # -- attributes and elements
-
-    def read_Attribute(self, node: ast.Attribute) -> object:
-        return self.attribute(self.expression(node.value), node.attr, node)
-
-    def attribute(self, base: object, name: str, node: ast.AST) -> object:
-        if isinstance(base, Own):
-            return self.own_attribute(base, name, node)
-        if isinstance(base, Plain):
-            return self.plain_attribute(base, name, node)
-        if name not in ATTRIBUTES or isinstance(base, (Words, Closure, Method, Partial, Super)):
-            self.refuse(node)
-        kind = CONDITIONAL.get(name)
-        if kind is None:
-            return VALUE
-        text = f"{base.name}.{name}" if isinstance(base, Given) else None
-        return Known(text, frozenset([kind]))
-
-    def own_attribute(self, base: Own, name: str, node: ast.AST) -> object:
-        path = f"{base.path}.{name}".lstrip(".")
-        if not base.path:
-            if name == "__class__":
-                return Plain(self.reader.kind)
-            found = static(self.reader.kind, name)
-            if isinstance(found, (property, staticmethod, classmethod, FunctionType)):
-                return self.of_a_class(self.reader.kind, name, base)
-        if name in ATTRIBUTES and base.path:
-            if name in CONDITIONAL:
-                return Known(None, frozenset([CONDITIONAL[name]]))
-            self.reader.reads.add(base.path)
-            return VALUE
-        return Own(path, f"{base.text}.{name}")
-
-    def of_a_class(self, kind: type, name: str, me: Optional[object]) -> object:
-        """A method or property as it stands in a class, bound to `me`."""
-        found, owner = self.reader.method(name, kind.__mro__)
-        if owner is nn.Module:
-            raise Refused(f"its forward asks for its {name}")
-        if me is not None:
-            self.reader.methods.add(name)
-        if isinstance(found, staticmethod):
-            inner = found.__func__
-            return Method(inner, owner) if isinstance(inner, FunctionType) else Plain(inner)
-        if isinstance(found, classmethod):
-            return Method(found.__func__, owner, (Plain(kind),))
-        if isinstance(found, property):
-            if me is None:
-                raise Refused(f"its forward asks for the property {name} of a class")
-            self.reader.methods.discard(name)
-            value = self.reader.interpreted(found.fget, owner, [me], Words({}))
-            if isinstance(value, (Closure, Method, Partial)):
-                raise Refused(f"its class has an attribute {name}")
-            return value
-        return Method(found, owner, () if me is None else (me,))
-
-    def plain_attribute(self, base: Plain, name: str, node: ast.AST) -> object:
-        home = base.value
-        if isinstance(home, ModuleType) and hasattr(home, name):
-            place = (home.__dict__, name) if name in home.__dict__ else None
-            return Plain(getattr(home, name), place)
-        if isinstance(home, type) and issubclass(home, nn.Module):
-            found = static(home, name)
-            if isinstance(found, (staticmethod, classmethod, FunctionType)):
-                return self.of_a_class(home, name, None)
-            if isinstance(found, CONSTANTS) and found is not None:
-                _, owner = self.reader.method(name, home.__mro__)
-                return Plain(found, (self.reader.space(owner), name))
-        return Plain(NotImplemented)  # which nobody can use or call
-
-    def read_Subscript(self, node: ast.Subscript) -> object:
-        base = self.expression(node.value)
-        index = node.slice
-        if isinstance(base, Words):
-            word = index.value if isinstance(index, ast.Constant) else None
-            return base.values[word] if word in base.values else self.refuse(node)
-        constant = _constant(index)
-        if constant is not None and isinstance(base, Several):
-            try:
-                found = base.values[constant]
-            except IndexError:
-                self.refuse(node)
-            return Several(found) if isinstance(constant, slice) else found
-        if isinstance(base, (Several, Plain, Closure, Method, Partial, Super)):
-            self.refuse(node)
-        self.use(base, node)
-        position = self.data(index)
-        if isinstance(base, Known):
-            text = ast.unparse(index) if constant is not None else None
-            return base._replace(text=base.text and text and f"{base.text}[{text}]")
-        self.only_sizes_as_they_are((position,), node)
-        return VALUE
 
     def assign(self, target: ast.expr, value: object, node: ast.AST) -> None:
         if isinstance(target, ast.Name):
@@ -430,15 +344,3 @@ class Expressions(Callees):
         if starred and i == starred[0]:
             place = f"{i}:{(i + 1 - n) or ''}"
         return joined(f"{{}}[{place}]", "", (value,))
-
-
-def _constant(index: ast.expr) -> object:
-    """A number, or a slice between numbers."""
-    try:
-        if not isinstance(index, ast.Slice):
-            found = ast.literal_eval(index)
-            return found if isinstance(found, int) else None
-        parts = (index.lower, index.upper, index.step)
-        return slice(*(None if part is None else ast.literal_eval(part) for part in parts))
-    except ValueError:
-        return None

@@ -17,7 +17,7 @@ from torch import nn
 from ..layers import swiglu
 from ..layers.activations import activation_of
 from ..layers.plain import told, why_not_linear
-from ..layers.swiglu import Form, Roles
+from ..layers.swiglu import DROPOUTS, Form, Roles
 from ..layers.untouched import why_patched
 from ..swiglu.reference import ACTIVATIONS
 from .code import Refused, why_odd_class
@@ -70,7 +70,8 @@ def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
 def _form(module: nn.Module) -> Form:
     kind = own_class(module)
     source = read(kind, module, "by_dtype")
-    values = plain_values(module, set(source.reads) - set(source.rates) - {"training"})
+    free = {*source.rates, "training"} - source.guarded
+    values = plain_values(module, set(source.reads) - free)
     key = form_key(module, kind, source, values)
     key += (tuple((n, _sort(part)) for n, part in module._modules.items()), why_patched())
     if key not in _found:
@@ -88,7 +89,7 @@ def _form(module: nn.Module) -> Form:
 def _sort(part: nn.Module) -> str:
     if features(part):
         return "product"
-    return "dropout" if type(part) is nn.Dropout else "other"
+    return "dropout" if type(part) in DROPOUTS else "other"
 
 
 def _find(module: nn.Module, kind: type, source: Source) -> Union[Tuple[str, Roles], str]:
@@ -126,8 +127,9 @@ ANOTHER = "its forward is another formula"
 def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
     parts = module._modules
     products = [name for name in source.parts if features(parts.get(name))]
-    dropouts = tuple(name for name in source.parts if type(parts.get(name)) is nn.Dropout)
+    dropouts = tuple(name for name in source.parts if type(parts.get(name)) in DROPOUTS)
     acts = [name for name in source.parts if name not in (*products, *dropouts)]
+    acts = [name for name in acts if name in parts or name in module.__dict__]
     if len(acts) > 1:  # a part that wraps a product need not say its sizes
         unknown = [name for name in acts if name in parts]
         products += [name for name in unknown if activation_of(parts[name]) is None]
@@ -156,13 +158,13 @@ class _Product:
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor):
         self.weight, self.bias = weight, bias
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def __call__(self, input: torch.Tensor) -> torch.Tensor:
+        return F.linear(input, self.weight, self.bias)
 
 
-def _mark(x: torch.Tensor) -> torch.Tensor:
+def _mark(input: torch.Tensor) -> torch.Tensor:
     """The activation of stubs."""
-    return torch.atan(x) + 0.25 * x
+    return torch.atan(input) + 0.25 * input
 
 
 def _why_another_formula(module, kind, source: Source, roles: Roles) -> Optional[str]:
@@ -196,7 +198,7 @@ def _why_not(module, kind, source, roles, dtype, case, training) -> Optional[str
     else:
         parts.update({roles.gate: gate, roles.up: up})
     parts[roles.down] = down
-    parts.update({name: lambda x: x for name in roles.dropouts})
+    parts.update({name: lambda input: input for name in roles.dropouts})
     if roles.act is not None:
         parts[roles.act] = act
     twin = twin_of(module, kind, parts)

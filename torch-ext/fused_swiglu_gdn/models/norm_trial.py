@@ -94,16 +94,19 @@ def _computes(module, kind, forward, weight: Optional[str], eps_name: str, varia
         for shape, dtype, weight_dtype, scale in CASES:
             w = None if weight is None else random(D, seed=3).mul(0.3).to(weight_dtype)
             for eps in EPS:
-                twin = twin_of(module, kind, parameters={} if w is None else {weight: w})
+                twin = twin_of(module, kind, parameters={} if w is None else {weight: w.clone()})
                 twin.__dict__[eps_name] = eps
                 x = (random(*shape, D, seed=5) * scale).to(dtype)
+                given = x.clone()
                 try:
-                    got = forward(twin, x.clone())
+                    got = forward(twin, given)
                 except Exception as error:
                     raise Refused(
                         f"its forward raises {type(error).__name__} on stand-ins"
                     ) from None
                 y = reference.rms_norm_fwd(x, w, None, eps, *variant, False)[0]
+                if not torch.equal(given, x):
+                    raise Refused("its forward writes to its input")
                 if type(got) is not torch.Tensor or got.dtype != y.dtype or got.shape != y.shape:
                     return False
                 close = dtype is FP32 and torch.allclose(got, y, rtol=2e-6, atol=2e-6 * scale)

@@ -26,6 +26,7 @@ from .values import (
     CONSTANTS,
     PLAIN_VALUES,
     Closure,
+    Computed,
     Given,
     Known,
     Own,
@@ -51,20 +52,25 @@ class Source(NamedTuple):
     by_dtype: bool  # it compares dtypes
     decided: Tuple[tuple, ...]  # (condition on attributes, whether it held): ways that were read
     tensors: Tuple[str, ...]  # attributes whose methods are called
+    guarded: FrozenSet[str]  # attributes of `decided`
+    more: Dict[str, str]  # what it has of MORE: where
+    refused: Optional[str] = None  # why it is not known, and all else is as far as it was read
 
 
 _sources: Dict[type, List[Source]] = {}
 
 
-def read(kind: type, module: nn.Module, *allowed: str) -> Source:
+def read(kind: type, module: nn.Module, *allowed: str, more: Iterable[str] = ()) -> Source:
     """The source of the forward of a module of this class; raises Refused. `allowed`: "by_dtype",
-    for a kind that minds it."""
+    for a kind that minds it; `more`: operations of MORE that it may have."""
     sources = [source for source in _sources.get(kind, ()) if source.pinned.unchanged()]
     met = (s for s in sources if all(held(module, {}) is value for held, value in s.decided))
     known = next(met, None)
     if known is None:
         known = _read(kind, module)
         _sources[kind] = [*sources, known]
+    if known.refused is not None:
+        raise Refused(known.refused)
     if not known.pinned.unchanged(module):
         raise Refused("it has methods of its own, which its class has not")
     for path in known.tensors:
@@ -72,30 +78,45 @@ def read(kind: type, module: nn.Module, *allowed: str) -> Source:
             raise Refused(f"{path} is no tensor")
     if known.by_dtype and "by_dtype" not in allowed:
         raise Refused("its forward branches on a dtype")
+    for operation, where in known.more.items():
+        if operation not in more:
+            raise Refused(f"its forward has `{where}`")
     return known
 
 
-def _read(kind: type, module: nn.Module) -> Source:
-    reader = Reader(kind, module)
+def read_method(kind: type, name: str) -> Source:
+    """The source of another method of a class; raises Refused."""
+    found = _read(kind, None, name)
+    if found.refused is not None:
+        raise Refused(found.refused)
+    return found
+
+
+def _read(kind: type, module: Optional[nn.Module], name: str = "forward") -> Source:
+    reader, plain, refused = Reader(kind, module), None, None
     try:
-        plain = reader.main()
+        plain = reader.main(name)
     except Refused as why:  # where optional arguments are left at their defaults, it may be read
-        reader = Reader(kind, module, reader.computed_with | reader.switches)
+        refused, again = str(why), Reader(kind, module, reader.computed_with | reader.switches)
+        again.decided = reader.decided
         try:
-            plain = reader.main()
+            plain, reader, refused = again.main(name), again, None
         except Refused:
-            raise why from None
+            pass
     names = {(id(space), name): (space, name, value) for space, name, value in reader.names}
     codes = {id(function): (function, code) for function, code in reader.codes}
     pinned = Pinned(tuple(names.values()), tuple(codes.values()), tuple(sorted(reader.methods)))
-    defaults = {**defaults_of(plain), **dict.fromkeys(reader.extra)}
-    renamed = reader.renamed - set(inspect.signature(plain).parameters)
+    known = {} if plain is None else inspect.signature(plain).parameters
+    defaults = {**defaults_of(known), **dict.fromkeys(reader.extra)}
     fails = (condition(f"not ({text})", defaults) for text in dict.fromkeys(reader.excluded))
     return Source(
         plain, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
-        frozenset(renamed), tuple(sorted(reader.extra)), frozenset(reader.switches), tuple(fails),
-        tuple(sorted(reader.rates)), reader.by_dtype, tuple(reader.decided.values()),
+        frozenset(reader.renamed - set(known)), tuple(sorted(reader.extra)),
+        frozenset(reader.switches), tuple(fails), tuple(sorted(reader.rates)), reader.by_dtype,
+        tuple((held, value) for held, value, _ in reader.decided.values()),
         tuple(sorted(reader.tensors)),
+        frozenset().union(*(paths for _, _, paths in reader.decided.values())), dict(reader.more),
+        refused,
     )  # fmt: skip
 
 
@@ -144,11 +165,12 @@ def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) 
 class Reader:
     """All functions that a class's forward consists of."""
 
-    def __init__(self, kind: type, module: nn.Module, fixed=frozenset()):
+    def __init__(self, kind: type, module: Optional[nn.Module], fixed=frozenset()):
         self.kind, self.module, self.names, self.codes = kind, module, [], []
         self.fixed, self.computed_with = fixed, set()  # arguments
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
         self.renamed, self.extra, self.switches, self.tensors = set(), set(), set(), set()
+        self.more: set = set()  # (one of MORE, where)
         self.excluded: list = []  # conditions under which a call is not ours
         self.decided: dict = {}  # by their texts
         self.path: list = []  # conditions under which the statement is reached that is read
@@ -167,15 +189,17 @@ class Reader:
     def holds(self, known: Known) -> Optional[bool]:
         """Whether a condition on attributes that are guarded holds for the module; None if that may
         change."""
+        if self.module is None or not known.text or not {"own"} <= known.on <= {"own", "none"}:
+            return None
         values = [found_at(self.module, path) for path in known.paths]
         plain = all(value is None or isinstance(value, PLAIN_VALUES) for value in values)
-        if not known.text or known.on != {"own"} or "training" in known.paths or not plain:
+        if not plain or "training" in known.paths:
             return None
         held, not_held = condition(known.text, {}), condition(f"not ({known.text})", {})
         found = held(self.module, {})
         if found is not_held(self.module, {}):  # nobody can tell
             return None
-        self.decided[known.text] = held, found
+        self.decided[known.text] = held, found, known.paths
         return found
 
     def space(self, owner: object, name: str = "") -> object:
@@ -194,17 +218,17 @@ class Reader:
                 return found, base
         raise Refused(f"its class has no {name}")
 
-    def bare(self, function: object) -> object:
-        """A function without decorators that pass a call on as it is."""
+    def bare(self, function: object, main: bool = False) -> object:
+        """A function without decorators that pass a call on as it is; `main`: the forward."""
         while True:
             found = peeled(function)
             self.renamed |= found.renamed
-            inner = self.passed_on(found.forward)
+            inner = self.passed_on(found.forward, main)
             if inner is None:
                 return found.forward
             function = inner
 
-    def passed_on(self, wrapper: object) -> Optional[FunctionType]:
+    def passed_on(self, wrapper: object, main: bool) -> Optional[FunctionType]:
         """The function that a wrapper calls with all that it is given, if it gives what that gives
         and does no more; None if it is no such wrapper."""
         free = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
@@ -217,7 +241,9 @@ class Reader:
             names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
             if a.defaults or a.kwonlyargs or (a.vararg is None) != (a.kwarg is None):
                 return None
-            given = [Given(name) if i else Own("") for i, name in enumerate(names)]
+            given = [Own(""), *map(Given, names[1:])][: len(names)]
+            if not main:
+                given = [Computed(f"its argument {name}") for name in names]
             env = dict(zip(names, given))
             if a.vararg is not None:
                 given.append(ARGUMENTS)
@@ -238,10 +264,10 @@ class Reader:
         self.codes.append((wrapper, wrapper.__code__))
         return found.function
 
-    def main(self) -> FunctionType:
-        """Reads the forward; gives it without decorators."""
-        forward, owner = self.method("forward", self.kind.__mro__)
-        plain = self.bare(forward)
+    def main(self, name: str) -> FunctionType:
+        """Reads the forward, or another method; gives it without decorators."""
+        forward, owner = self.method(name, self.kind.__mro__)
+        plain = self.bare(forward, True)
         code = getattr(plain, "__code__", None)
         if code is not None and set(code.co_freevars) - {"__class__"}:
             where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
@@ -252,7 +278,7 @@ class Reader:
         if first is None:
             raise Refused("its forward takes no self")
         env = {name: Given(name) for name in (*others, *(a.arg for a in args.kwonlyargs))}
-        for name, value in defaults_of(plain).items():
+        for name, value in defaults_of(inspect.signature(plain).parameters).items():
             if name in self.fixed and isinstance(value, CONSTANTS):
                 env[name] = Plain(value)
                 self.switches.add(name)
@@ -292,13 +318,9 @@ class Reader:
 
     def inner(self, closure: Closure, args: list, words: Words) -> object:
         """What a function inside of a function gives."""
-        a, frame = closure.definition.args, closure.frame
-        names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
-        defaults = dict(zip(names[len(names) - len(a.defaults) :], a.defaults))
-        defaults.update({arg.arg: d for arg, d in zip(a.kwonlyargs, a.kw_defaults) if d})
-        defaults = {name: frame.expression(node) for name, node in defaults.items()}
-        env = self.bound(a, args, words, defaults)
-        return self.run(Body(self, frame.function, closure.definition, env, frame.owner, frame))
+        definition, frame, defaults = closure
+        env = self.bound(definition.args, args, words, defaults)
+        return self.run(Body(self, frame.function, definition, env, frame.owner, frame))
 
     def bound(self, given: ast.arguments, args: list, words: Words, defaults: dict) -> dict:
         """The arguments of a call by their names."""

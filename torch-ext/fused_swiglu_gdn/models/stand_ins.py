@@ -86,6 +86,10 @@ def features(part: Optional[nn.Module]) -> tuple:
     return sizes if all(isinstance(size, int) for size in sizes) else ()
 
 
+def is_identity(module: Optional[nn.Module]) -> bool:
+    return type(module) is nn.Identity or type(module) is nn.Dropout and module.p == 0
+
+
 def rms(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
 
@@ -129,7 +133,10 @@ class Logged:
     def __init__(self, name: str, part: Callable, log: list):
         self.name, self.part, self.log = name, part, log
 
-    def __call__(self, x):
+    def __call__(self, *args, **words):
+        if len(args) + len(words) != 1:
+            raise Refused(f"it calls {self.name} in a way that is not known")
+        (x,) = (*args, *words.values())
         if type(x) is not torch.Tensor:
             read_by(x, self.name)
         y = self.part(x)
@@ -162,7 +169,8 @@ class Block:
         y = y.flatten(0, -2) if self.flat else y
         count = self.outputs(self.name)
         rest = {n: v for n, v in kwargs.items() if n != place}
-        self.log.append((self.name, x, y, place, more, rest))
+        # as they are now: what follows may write to them
+        self.log.append((self.name, x.clone(), y.clone(), place, more, rest))
         return y if count == 1 else (y, *["rest"] * (count - 1))
 
 

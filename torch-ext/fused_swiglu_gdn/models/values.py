@@ -60,6 +60,7 @@ class Closure(NamedTuple):
 
     definition: Union[ast.FunctionDef, ast.Lambda]
     frame: object
+    defaults: dict
 
 
 class Method(NamedTuple):

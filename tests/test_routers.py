@@ -1,0 +1,159 @@
+"""Which routers of experts, and blocks with a shared expert, are recognised, and as what."""
+
+import copy
+
+import pytest
+import torch
+from conftest import submodule
+from router_forms import BLOCKS, ROUTERS, Block, Branches, E, H, Once, Plain
+
+blocks, reader = submodule("models.moe_blocks"), submodule("models.reader")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Kernels are said to be there for any device and dtype: the reference stands in for them."""
+    monkeypatch.setattr(blocks, "_why_not_dtype", lambda *args: None)
+    monkeypatch.setattr(blocks.dispatch, "serves", lambda *args: True)
+
+
+def made(kind, dtype=torch.float32):
+    torch.manual_seed(0)
+    return kind().to(dtype).eval()
+
+
+def dense(logits, weights, ids):
+    """Logits, and the weights of all experts."""
+    wide = torch.zeros(logits.shape, dtype=torch.float64)
+    return torch.stack([logits.double(), wide.scatter(1, ids.long(), weights.double())])
+
+
+def apart(T, dtype):
+    """Inputs [T, H] with which no two experts have scores of one rounding."""
+    random = torch.Generator().manual_seed(2)
+    return torch.randn(T, H, generator=random).to(dtype)
+
+
+def refusal(module):
+    with pytest.raises(blocks.Refused) as found:
+        blocks.form_of(module)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("kind", ROUTERS, ids=lambda kind: kind.__name__)
+def test_routers(kernel, everywhere, kind):
+    wanted = ROUTERS[kind]
+    if isinstance(wanted, str):
+        assert wanted in refusal(made(kind))
+        return
+    form = blocks.form_of(made(kind))
+    assert {name: getattr(form.found, name) for name in wanted} == wanted
+    for dtype in DTYPES:
+        served = made(kind, dtype)
+        plain, x = copy.deepcopy(served), apart(40, dtype)
+        blocks._serve("", served, {})
+        assert submodule("models.serving").is_served(served)
+        with submodule("runtime.dispatch").served() as record:
+            mine, theirs = served(x), plain(x)
+        assert record["topk_fwd"]
+        assert [out.dtype for out in mine] == [out.dtype for out in theirs]
+        eps = torch.finfo(theirs[1].dtype).eps
+        same = (dense(*mine) - dense(*theirs)).abs() <= 4 * eps * dense(*theirs).abs() + 1e-6
+        assert same.all(-1).all(0).float().mean() > 0.9  # of two that are alike either is chosen
+        assert torch.equal(mine[0], theirs[0])
+
+
+def test_calls_that_take_another_way(kernel, everywhere):
+    """More than 100 tokens are the class's own forward's."""
+    served = made(Branches)
+    plain, x = copy.deepcopy(served), apart(101, torch.float32)
+    blocks._serve("", served, {})
+    with submodule("runtime.dispatch").served() as record:
+        mine, theirs = served(x), plain(x)
+    assert "topk_fwd" not in record
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
+
+
+@pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.__name__)
+def test_blocks(kernel, everywhere, kind):
+    wanted = BLOCKS[kind]
+    if wanted is not None:
+        assert wanted in refusal(made(kind))
+        return
+    served = made(kind)
+    plain, x = copy.deepcopy(served), apart(6, torch.float32).view(2, 3, H)
+    blocks._serve("", served, {})
+    with submodule("runtime.dispatch").served() as record:
+        assert torch.allclose(served(x), plain(x), atol=1e-6)
+    assert record["shared_fwd"]
+
+
+def test_what_changes_afterwards(kernel, everywhere):
+    """Values, parts and methods that were looked at, and weights of another shape."""
+    x = apart(6, torch.float32)
+    for kind, name, value in (
+        (Plain, "top_k", 2), (Plain, "normalizes", False), (Once, "one", 3.0),
+        (Plain, "weight", torch.nn.Parameter(torch.randn(E + 1, H))), (Once, "shared_expert", None),
+    ):  # fmt: skip
+        served = made(kind)
+        plain = copy.deepcopy(served)
+        blocks._serve("", served, {})
+        x = x.view(2, 3, H) if kind is Once else x
+        setattr(served, name, value)
+        setattr(plain, name, value)
+        if value is None:
+            with pytest.raises(TypeError):
+                served(x)
+            continue
+        found, expected = (m(x) for m in (served, plain))
+        found, expected = ([out] if kind is Once else out for out in (found, expected))
+        assert all(torch.allclose(*pair, atol=1e-6) for pair in zip(found, expected))
+
+
+def test_inputs_that_no_trial_had(kernel, everywhere):
+    router = made(Plain)
+    plain = copy.deepcopy(router)
+    blocks._serve("", router, {})
+    for x in (torch.randn(H), torch.randn(2, 3, 2, H), torch.randn(0, H)):
+        assert all(map(torch.equal, router(x), plain(x)))
+    for x in (torch.randn(3, H).double(), torch.randn(3, H + 1)):
+        with pytest.raises(RuntimeError):
+            plain(x)
+        with pytest.raises(RuntimeError):
+            router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(5, H)
+        assert all(map(torch.equal, router(x), plain(x)))
+
+
+def test_a_form_is_tried_once(kernel, monkeypatch):
+    """And a refusal once in a model, so that nothing is refused for good."""
+    tried = []
+    for name in ("find_choice", "find_parts"):
+        find = getattr(blocks, name)
+        monkeypatch.setattr(blocks, name, lambda *a, find=find: tried.append(a[1]) or find(*a))
+    monkeypatch.setattr(blocks, "_found", {})
+    refused_kind = next(
+        kind for kind, found in ROUTERS.items() if found == "score is no module of its own"
+    )
+    model = torch.nn.ModuleList(made(kind) for kind in (Block, Block, refused_kind, refused_kind))
+    for count in (1, 2):
+        blocks.serve_blocks(model)
+        assert sorted(kind.__name__ for kind in tried) == sorted(
+            ["Block", "Plain", *["Calls"] * count]
+        )
+
+
+def test_compiles_in_one_graph(kernel, everywhere):
+    module = made(Block)
+    blocks.serve_blocks(module)
+    x = apart(6, torch.float32).view(2, 3, H)
+    for part, given in ((module, x), (module.gate, x)):
+        torch._dynamo.reset()
+        compiled = torch.compile(part, fullgraph=True, backend="eager")
+        assert torch.allclose(dense_or_same(compiled(given)), dense_or_same(part(given)), atol=1e-6)
+
+
+def dense_or_same(out):
+    return dense(*out) if isinstance(out, tuple) else out

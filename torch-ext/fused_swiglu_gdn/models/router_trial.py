@@ -1,0 +1,200 @@
+"""Which choice of experts a class of routers makes, told by its source and by a trial.
+
+The forward of the class is read (reader.py) and run on a twin of the module, with random weights of
+the module's own sizes. Its logits must be a product of input and weight, and its weights and
+experts those that experts/reference.py gives for these logits.
+"""
+
+import itertools
+from typing import Iterator, NamedTuple, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..experts import reference
+from ..experts.call import LEAST, TopkOptions
+from ..layers.plain import told
+from ..layers.untouched import why_patched
+from .code import Refused
+from .reader import Source, why_odd_module
+from .stand_ins import quiet, random, twin_of
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# leading sizes of x, the size of the logits, and what is added to all of them: to scores that
+# round to 0 or 1, or are small beside what a denominator may have added
+CASES = (
+    ((2, 9), 1.0, 0.0), ((1, 5), 5.0, 0.0), ((2, 6), 20.0, -100.0), ((1, 9), 4.0, -20.0),
+    ((1, 1), 2.0, 1.0), ((3, 3), 60.0, 0.0), ((1, 12), 0.1, 0.0),
+)  # fmt: skip
+APART = 1e-5  # of scores for the choice: between closer ones either may be chosen
+LEAST_ROWS = 20  # tokens of which the choice is certain
+ANOTHER_PRODUCT = "its logits are another product than x @ weight.T"
+ANOTHER_CHOICE = "its weights or experts are not those of fused_topk"
+ANOTHER_RESULT = "it does not return logits, weights and experts"
+
+
+class Choice(NamedTuple):
+    """What a forward does, x @ weight.T + added being its logits. Names are of attributes."""
+
+    weight: str
+    shape: Tuple[int, int]  # experts and width
+    bias: Optional[str]  # added to the scores for the choice alone
+    added: Optional[str]
+    wide: bool  # the product is made in fp32
+    upcast: bool  # it is given as fp32
+    dims: Tuple[int, ...]  # that x may have
+    dtype: Optional[torch.dtype]  # of the weights; None: that of x
+    top_k: int
+    scoring: str
+    renormalize: bool
+    scale: float
+
+    def logits(self, x: torch.Tensor, tensors) -> torch.Tensor:
+        """[T, E] of x [..., H]; tensors: weight, bias, added."""
+        (weight, _, added), x = tensors, x.reshape(-1, self.shape[1])
+        if self.wide:
+            return F.linear(x.float(), weight.float(), None if added is None else added.float())
+        logits = F.linear(x, weight, added)
+        return logits.float() if self.upcast else logits
+
+
+def weight_among(module: nn.Module) -> Optional[str]:
+    """The name of the one matrix of a module without parts, as routers have it."""
+    if module._modules:
+        return None
+    names = [n for n, x in module._parameters.items() if told(x, "ndim") == 2]
+    return names[0] if len(names) == 1 else None
+
+
+def shapes_of(module: nn.Module) -> tuple:
+    """(name, shape) of the parameters and buffers of a module."""
+    tensors = [*module._parameters.items(), *module._buffers.items()]
+    return tuple((name, told(x, "shape")) for name, x in tensors if x is not None)
+
+
+def find_choice(module: nn.Module, kind: type, source: Source, values: dict) -> Choice:
+    """What a router does; raises Refused."""
+    weight, shapes = weight_among(module), dict(shapes_of(module))
+    reason = why_patched() or why_odd_module(module, kind, source, shapes, "__call__")
+    if reason is not None:
+        raise Refused(reason)
+    experts = shapes[weight][:1]
+    vectors = [n for n, shape in shapes.items() if shape == experts and n in source.reads]
+    roles = [pair for pair in itertools.product((*vectors, None), repeat=2)
+             if len({*pair}) == 2 or not vectors]  # fmt: skip
+    scales = [1.0, *(v for v in values.values() if type(v) in (int, float) and v > 0)]
+    scales = tuple(dict.fromkeys(float(s) for v in scales for s in (v, 1.0 / v)))
+    reasons = []
+    for pair, dims in itertools.product(roles, ((2, 3), (2,), (3,))):
+        facts = weight, tuple(shapes[weight]), *pair
+        try:
+            return _tried(module, kind, source, facts, dims, scales)
+        except Refused as why:
+            reasons.append(str(why))
+    raise Refused(ANOTHER_CHOICE if ANOTHER_CHOICE in reasons else reasons[0])
+
+
+def _tried(module, kind, source: Source, facts: tuple, dims: tuple, scales: tuple) -> Choice:
+    """The choice, if bias and added of `facts` are what they are called; raises Refused."""
+    found, rows = None, 0
+    modes = (False, True) if "training" in source.reads else (module.training,)
+    with quiet():
+        for (x, names, tensors), training in itertools.product(_inputs(facts, dims), modes):
+            twin = twin_of(module, kind, parameters=names)
+            twin.__dict__["training"] = training
+            out = _outputs(source.forward, twin, x, facts[1][0])
+            if found is None:
+                found = _candidates(x, out, (*facts, dims), scales)
+            products = {c[:6]: c for c in found}.items()
+            right = {key for key, c in products if _is_product(x, tensors, out[0], c)}
+            counts = {c: _rows_alike(out, tensors[1], c, x) for c in found if c[:6] in right}
+            found = [c for c, count in counts.items() if count is not None]
+            if not found:
+                raise Refused(ANOTHER_CHOICE if right else ANOTHER_PRODUCT)
+            rows += max(map(counts.get, found))
+    if rows < LEAST_ROWS:
+        raise Refused("its choice is uncertain")
+    return found[0]
+
+
+def _inputs(facts: tuple, dims: tuple) -> Iterator[tuple]:
+    """x, the parameters by their names, and (weight, bias, added)."""
+    weight, (E, H), *roles = facts
+    w = random(E, min(H, 64)).repeat(1, 1 + H // 64)[:, :H] * random(H, seed=1) * H**-0.5
+    w[:, 0] = 1.0  # so that the first of x is added to all logits
+    weights, vectors = {dtype: w.to(dtype) for dtype in DTYPES}, random(2, E, seed=2) * 0.5
+    for (i, (sizes, scale, shift)), dtype in itertools.product(enumerate(CASES), DTYPES):
+        x = random(*sizes, H, seed=i + 3) * scale
+        x[..., 0] = shift
+        x = (x.flatten(0, 1) if dims[i % len(dims)] == 2 else x).to(dtype)
+        dtypes = torch.float32 if i % 2 else dtype, dtype  # models have the bias in fp32, too
+        more = [None if n is None else v.to(d) for n, v, d in zip(roles, vectors, dtypes)]
+        tensors = weights[dtype], *more
+        names = {n: v for n, v in zip((weight, *roles), tensors) if n is not None}
+        yield x, names, tensors
+
+
+def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
+    """Logits, weights and ids that a forward gives; raises Refused."""
+    given = (x, *twin._parameters.values())
+    before = [tensor._version for tensor in given]
+    try:
+        out = forward(twin, x)
+    except Exception as error:
+        raise Refused(f"its forward raises {type(error).__name__} on stand-ins") from None
+    if type(out) is not tuple or [*map(type, out)] != [torch.Tensor] * 3:
+        raise Refused(ANOTHER_RESULT)
+    if [tensor._version for tensor in given] != before:
+        raise Refused("its forward writes to what it is given")
+    logits, weights, ids = out
+    T = x.numel() // x.shape[-1]
+    if logits.shape != (T, experts) or ids.shape != weights.shape or ids.dtype != torch.int64:
+        raise Refused(ANOTHER_RESULT)
+    if ids.ndim != 2 or len(ids) != T or not 0 < ids.shape[1] <= experts:
+        raise Refused(ANOTHER_RESULT)
+    if not 0 <= int(ids.min()) <= int(ids.max()) < experts:
+        raise Refused(ANOTHER_RESULT)
+    return out
+
+
+def _candidates(x: torch.Tensor, out: tuple, facts: tuple, scales: tuple) -> list:
+    """What the first run, in 16 bits, leaves possible."""
+    logits, weights, ids = out
+    *facts, dims = facts
+    dtype = None if weights.dtype == x.dtype else weights.dtype
+    wide = ((False, False),) if logits.dtype == x.dtype else ((True, False), (False, True))
+    every = itertools.product(wide, LEAST, (True, False), scales)
+    return [Choice(*facts, *w, dims, dtype, ids.shape[1], *how) for w, *how in every]
+
+
+def _is_product(x: torch.Tensor, tensors: tuple, theirs: torch.Tensor, choice: Choice) -> bool:
+    """The logits are those of the candidate, but for the order of their sums."""
+    mine = choice.logits(x, tensors)
+    if mine.dtype != theirs.dtype:
+        return False
+    if choice.upcast and not torch.equal(theirs.to(x.dtype).float(), theirs):
+        return False
+    eps = torch.finfo(x.dtype if choice.upcast else mine.dtype).eps
+    return bool((mine - theirs).abs().max() <= 4 * eps * mine.abs().max())
+
+
+def _rows_alike(out: tuple, bias, choice: Choice, x: torch.Tensor) -> Optional[int]:
+    """The number of tokens whose choice is certain, if all of these have the weights and experts
+    of the candidate."""
+    (logits, weights, ids), K, E = out, choice.top_k, choice.shape[0]
+    if weights.dtype != (choice.dtype or x.dtype) or ids.shape[1] != K:
+        return None
+    wide = logits.double()
+    scores = wide.softmax(-1) if choice.scoring == "softmax" else wide.sigmoid()
+    top = (scores if bias is None else scores + bias.double()).topk(min(K + 1, E), -1)[0]
+    size = 1.0 if bias is not None else top[:, K - 1].abs()
+    rows = (top[:, K - 1] - top[:, -1] > APART * size) | (K == E)
+    options = TopkOptions(K, choice.scoring, choice.renormalize, choice.scale, weights.dtype)
+    mine, theirs = (
+        torch.zeros_like(wide).scatter(1, i, w.double())[rows]
+        for w, i in (reference.topk_fwd(logits, bias, options), (weights, ids))
+    )
+    eps = torch.finfo(weights.dtype).eps
+    rtol, atol = (eps, 1e-7) if eps > APART else (2 * APART, 1e-9)
+    return int(rows.sum()) if torch.allclose(theirs, mine, rtol=rtol, atol=atol) else None
