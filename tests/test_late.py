@@ -341,7 +341,10 @@ def test_other_ways_to_decode_get_the_model(graph, device):  # noqa: F811
         generate(model, ids, stop_strings=["a"])
 
 
-@pytest.mark.parametrize("change", ["another loop", "another class", "another generate"])
+@pytest.mark.parametrize(
+    "change",
+    ["another loop", "other arguments", "another class", "other modes", "another generate"],
+)
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_releases_that_are_not_known(graph, device, change, monkeypatch):  # noqa: F811
     """Their own loop decodes, by graphs."""
@@ -357,6 +360,14 @@ def test_releases_that_are_not_known(graph, device, change, monkeypatch):  # noq
     if change == "another loop":
         wrapped = lambda self, *args, **options: loop(self, *args, **options)  # noqa: E731
         monkeypatch.setattr(utils.GenerationMixin, "_sample", wrapped)
+    elif change == "other arguments":
+        renamed = types.FunctionType(
+            loop.__code__.replace(co_varnames=("self", "ids", *loop.__code__.co_varnames[2:])),
+            loop.__globals__, loop.__name__, loop.__defaults__, loop.__closure__,
+        )  # fmt: skip
+        monkeypatch.setattr(utils.GenerationMixin, "_sample", renamed)
+    elif change == "other modes":
+        monkeypatch.setattr(utils, "GENERATION_MODES_MAPPING", {})
     elif change == "another class":
         monkeypatch.setattr(utils, "DeferredStopCheck", Other)
     else:
@@ -366,9 +377,10 @@ def test_releases_that_are_not_known(graph, device, change, monkeypatch):  # noq
     why = submodule("models.late").why_not_late(kind)
     own_reason = "generate is not transformers' own"
     assert why == (own_reason if change == "another generate" else "its loop is of no known form")
-    found = generate(model, ids, **words)
-    assert torch.equal(found, theirs(model, ids, **words))
-    assert graph.replays == found.shape[1] - 9 - 2
+    if change != "other modes":
+        found = generate(model, ids, **words)
+        assert torch.equal(found, theirs(model, ids, **words))
+        assert graph.replays == found.shape[1] - 9 - 2
     row = submodule("models.graphs").serve_graphs(model)
     assert row.note == f"CUDA graph, and a wait in each token: {why}"
     assert "generate" not in model.__dict__ and "get_compiled_call" in model.__dict__

@@ -23,8 +23,9 @@ from .graph_rules import why_not_cache
 from .in_place import InPlace
 
 UTILS = "transformers.generation.utils"
-LOOP, CHECK = "_sample", "DeferredStopCheck"
-# the arguments of what transformers calls of that class, by which a release is known
+LOOP, CHECK, MODES = "_sample", "DeferredStopCheck", "GENERATION_MODES_MAPPING"
+# the first arguments of the loop, and those of what it calls of that class: so a release is known
+TAKES = ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config")
 CALLS = {
     "__init__": ("self", "input_ids", "max_length", "cache", "cache_is_returned", "streamer"),
     "is_supported": ("device", "cache", "cache_is_returned", "is_assistant"),
@@ -73,14 +74,15 @@ def why_not_late(kind: type) -> Optional[str]:
     if mixin is None or getattr(kind, "generate", None) is not mixin.generate:
         return "generate is not transformers' own"
     loop = getattr(mixin, LOOP, None)
-    if check is None or getattr(kind, LOOP, None) is not loop or not _is_known(loop, check):
-        return "its loop is of no known form"
-    return None
+    found = LOOP in getattr(utils, MODES, {}).values() and getattr(kind, LOOP, None) is loop
+    return None if found and _is_known(loop, check) else "its loop is of no known form"
 
 
 @functools.lru_cache(maxsize=16)
-def _is_known(loop: Callable, check: type) -> bool:
-    if CHECK not in getattr(getattr(loop, "__code__", None), "co_names", ()):
+def _is_known(loop: Callable, check: Optional[type]) -> bool:
+    if not isinstance(loop, FunctionType) or CHECK not in loop.__code__.co_names:
+        return False
+    if tuple(inspect.signature(loop).parameters)[: len(TAKES)] != TAKES:
         return False
     for name, expected in CALLS.items():
         function = getattr(check, name, None)
@@ -114,22 +116,23 @@ def _view_class(own: type) -> type:
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
     }
-    for name in set(sys.modules[UTILS].GENERATION_MODES_MAPPING.values()):
+    for name in set(getattr(sys.modules[UTILS], MODES).values()):
         if hasattr(own, name):  # other ways to decode are code of the Hub
-            members[name] = _of_model(own, name, decode if name == LOOP else None)
+            members[name] = _of_model(own, name)
     return type(own)(own.__name__, (View, own), members)
 
 
-def _of_model(own: type, name: str, instead: Optional[Callable]) -> Callable:
-    """A method for a view, called with the model itself."""
-    function = getattr(own, name)
+def _of_model(own: type, name: str) -> Callable:
+    """A way to decode for a view: the model's own, called with the model."""
 
-    @functools.wraps(function)
+    @functools.wraps(getattr(own, name))
     def method(view, *args, **options):
+        model = view.viewed
         for each in options.get("logits_processor", ()):
             if getattr(each, "model", None) is view:  # guidance, which asks it again
-                each.model = view.viewed
-        return (instead or function)(view.viewed, *args, **options)
+                each.model = model
+        function = decode if name == LOOP else getattr(type(model), name)
+        return function(model, *args, **options)
 
     return method
 
@@ -149,8 +152,8 @@ def decode(
         not given.get("synced_gpus")
         and _are_of("logits_process", logits_processor, PROCESSORS)
         and _are_of("stopping_criteria", stopping_criteria, CRITERIA)
-        and stopping_criteria.max_length is not None
-        and not generation_config.disable_compile
+        and getattr(stopping_criteria, "max_length", None) is not None
+        and not getattr(generation_config, "disable_compile", True)
     ):
         if "tokenizer" in given and not _takes_tokenizer(model):
             del given["tokenizer"]  # the criteria have it; a graph takes no such input
