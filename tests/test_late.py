@@ -390,6 +390,30 @@ def test_this_release_is_known():
     assert submodule("models.late").why_not_late(transformers.LlamaForCausalLM) is None
 
 
+@pytest.mark.parametrize("positions", [None, 5])
+def test_criteria_are_those_of_transformers(positions, monkeypatch):
+    """Rows that end, at all lengths; and transformers' word on more positions than there are."""
+    said = []
+    monkeypatch.setattr(stopping.logger, "warning_once", said.append)
+    length = stopping.MaxLengthCriteria(7, max_position_embeddings=positions)
+    eos = [stopping.EosTokenCriteria(torch.tensor([3, 5])), stopping.EosTokenCriteria(4)]
+    torch.manual_seed(0)
+    for others in (eos, eos[:1], []):
+        theirs = stopping.StoppingCriteriaList([*others, length])
+        mine = submodule("models.late").Criteria(theirs)
+        assert list(mine) == list(theirs) and mine.max_length == theirs.max_length == 7
+        seen = set()
+        for size in (1, 4, 5, 6, 7, 8) * 3:
+            ids = torch.randint(0, 9, (4, size))
+            words = []
+            for criteria in (theirs, mine):
+                said.clear()
+                words.append((criteria(ids, None).tolist(), len(said)))
+            assert words[0] == words[1]
+            seen.add((any(words[0][0]), all(words[0][0])))
+        assert ((True, False) in seen) == bool(others) and {(False, False), (True, True)} <= seen
+
+
 # the model's own
 
 

@@ -159,6 +159,7 @@ def decode(
             del given["tokenizer"]  # the criteria have it; a graph takes no such input
         late = Late(model, stopping_criteria, generation_config.do_sample)
         loop = _with(loop, late)
+        given["stopping_criteria"] = Criteria(stopping_criteria)
     return loop(model, input_ids, **given)
 
 
@@ -178,6 +179,30 @@ def _with(loop: FunctionType, late: "Late") -> FunctionType:
     found = FunctionType(loop.__code__, names, loop.__name__, loop.__defaults__, loop.__closure__)
     found.__kwdefaults__ = loop.__kwdefaults__
     return found
+
+
+class Criteria(list):
+    """transformers' list of criteria, which launches nothing for a length that is not reached."""
+
+    def __init__(self, criteria):
+        super().__init__(criteria)
+        self.all, self.max_length = criteria, criteria.max_length
+        lengths = [each for each in criteria if type(each).__name__ == LENGTH]
+        self.others = [each for each in criteria if type(each).__name__ != LENGTH]
+        told = [getattr(each, "max_position_embeddings", None) for each in lengths]  # by a warning
+        self.reached = min([each.max_length for each in lengths] + [n for n in told if n])
+        self.none: Optional[torch.Tensor] = None
+
+    def __call__(self, input_ids, scores, **options) -> torch.Tensor:
+        """Which sequences [B] have ended."""
+        if input_ids.shape[1] >= self.reached:
+            return self.all(input_ids, scores, **options)
+        if self.others:
+            found = [each(input_ids, scores, **options) for each in self.others]
+            return functools.reduce(torch.Tensor.logical_or, found)
+        if self.none is None:
+            self.none = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+        return self.none
 
 
 class Late:
