@@ -113,8 +113,8 @@ def token_us(way: Callable, batch: int, new: int = NEW, **options) -> float:
 
 
 def in_turns(ways: Dict[str, Callable], begin: Optional[Path] = None) -> Dict[str, List[float]]:
-    """What each way gives in each turn but the first, which compiles. Each capture collects garbage,
-    for as long as there are objects: those of before are left out of it."""
+    """What each way gives in each turn but the first, which compiles. A capture collects garbage,
+    which takes the longer the more objects there are: those of before are left out of it."""
     found: Dict[str, List[float]] = {name: [] for name in ways}
     for turn in range(TURNS + 1):
         if turn == 1:
