@@ -251,6 +251,33 @@ def test_stop_strings_are_graphed(graph, device):  # noqa: F811
     assert graph.replays == expected.shape[1] - 9 - 1
 
 
+@on_every_device
+def test_several_lengths(graph, device):  # noqa: F811
+    """The least of them counts."""
+    model = lively("llama", device)
+    ids, mask = padded(1, 9, device)
+    for lengths in ((18, 15), (15, 18)):
+        criteria = stopping.StoppingCriteriaList(map(stopping.MaxLengthCriteria, lengths))
+        options = {"attention_mask": mask, "stopping_criteria": criteria}
+        found = generate(model, ids, **options)
+        assert torch.equal(found, theirs(model, ids, **options)) and found.shape[1] == 15
+
+
+@on_every_device
+def test_no_token_too_many_without_a_slot(graph, device):  # noqa: F811
+    """A length of the user's may be more than the cache has; it is full when the row ends."""
+    model = lively("llama", device)
+    ids, mask = padded(1, 9, device)
+    free = theirs(model, ids, attention_mask=mask)[0, 9:].tolist()
+    count = next(n for n in range(5, NEW) if free[n - 1] not in free[: n - 1])
+    longer = stopping.StoppingCriteriaList([stopping.MaxLengthCriteria(9 + NEW)])
+    options = {"eos_token_id": free[count - 1], "max_new_tokens": count, "attention_mask": mask}
+    expected = theirs(model, ids, **options)
+    assert expected.shape[1] == 9 + count
+    assert torch.equal(generate(model, ids, stopping_criteria=longer, **options), expected)
+    assert graph.replays == count - 2
+
+
 # what goes to transformers' own loop
 
 

@@ -10,6 +10,7 @@ transformers drops what was recorded of it, and the random numbers that it drew 
 
 import functools
 import inspect
+import math
 import sys
 from collections import deque
 from types import FunctionType
@@ -152,14 +153,16 @@ def decode(
         not given.get("synced_gpus")
         and _are_of("logits_process", logits_processor, PROCESSORS)
         and _are_of("stopping_criteria", stopping_criteria, CRITERIA)
-        and getattr(stopping_criteria, "max_length", None) is not None
         and not getattr(generation_config, "disable_compile", True)
     ):
-        if "tokenizer" in given and not _takes_tokenizer(model):
-            del given["tokenizer"]  # the criteria have it; a graph takes no such input
-        late = Late(model, stopping_criteria, generation_config.do_sample)
-        loop = _with(loop, late)
-        given["stopping_criteria"] = Criteria(stopping_criteria)
+        criteria = Criteria(stopping_criteria)
+        slots = getattr(generation_config, "max_length", None) or 0
+        if criteria.max_length <= slots:  # so that a token too many has one
+            late = Late(model, criteria, generation_config.do_sample)
+            loop = _with(loop, late)
+            given["stopping_criteria"] = criteria
+            if "tokenizer" in given and not _takes_tokenizer(model):
+                del given["tokenizer"]  # the criteria have it; a graph takes no such input
     return loop(model, input_ids, **given)
 
 
@@ -186,11 +189,12 @@ class Criteria(list):
 
     def __init__(self, criteria):
         super().__init__(criteria)
-        self.all, self.max_length = criteria, criteria.max_length
         lengths = [each for each in criteria if type(each).__name__ == LENGTH]
+        self.all = criteria
+        self.max_length = min([each.max_length for each in lengths], default=math.inf)
         self.others = [each for each in criteria if type(each).__name__ != LENGTH]
         told = [getattr(each, "max_position_embeddings", None) for each in lengths]  # by a warning
-        self.reached = min([each.max_length for each in lengths] + [n for n in told if n])
+        self.reached = min([self.max_length, *filter(None, told)])
         self.none: Optional[torch.Tensor] = None
 
     def __call__(self, input_ids, scores, **options) -> torch.Tensor:
@@ -208,9 +212,9 @@ class Criteria(list):
 class Late:
     """What one call of generate finds under the name of transformers' DeferredStopCheck."""
 
-    def __init__(self, model: nn.Module, criteria: list, draws: Optional[bool]):
+    def __init__(self, model: nn.Module, criteria: Criteria, draws: Optional[bool]):
         self.decoding = model.__dict__.get("get_compiled_call")
-        self.known = all(type(each).__name__ == LENGTH for each in criteria)
+        self.known = not criteria.others
         self.draws = bool(draws)
 
     def is_supported(
