@@ -113,13 +113,18 @@ def token_us(way: Callable, batch: int, new: int = NEW, **options) -> float:
 
 
 def in_turns(ways: Dict[str, Callable], begin: Optional[Path] = None) -> Dict[str, List[float]]:
-    """What each way gives in each turn but the first, which compiles."""
+    """What each way gives in each turn but the first, which compiles. A capture collects garbage,
+    which takes the longer the more objects there are: those of before are left out of it."""
     found: Dict[str, List[float]] = {name: [] for name in ways}
     for turn in range(TURNS + 1):
-        if turn == 1 and begin is not None:
-            wait_for(begin)
+        if turn == 1:
+            gc.collect()
+            gc.freeze()
+            if begin is not None:
+                wait_for(begin)
         for name, way in ways.items():
             found[name].append(way())
+    gc.unfreeze()
     return {name: times[1:] for name, times in found.items()}
 
 
@@ -190,7 +195,7 @@ def measured(model, batch: int, new: int = NEW, **options) -> dict:
     """One way to decode: when its first and fifth token came, a token's time, and memory."""
     start = generate(model, batch, SHORT, **options)
     times = generate(model, batch, SHORT, **options)
-    turns = [token_us(model.generate, batch, new, **options) for _ in range(TURNS)]
+    turns = in_turns({"": lambda: token_us(model.generate, batch, new, **options)})[""]
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -6,6 +6,7 @@ tools/releases.py runs this for each release. The package's reference stands in 
 device and dtype. Each model gives its logits for a prompt, and four greedy tokens after a padded
 one with theirs, before and after kernelize. Printed are, by type, what is served by kind, what is
 left alone and why, and what is wrong: other numbers, or a kind that is served and has not computed.
+And why each token of generate waits for the host, if so.
 """
 
 import json
@@ -123,7 +124,8 @@ def survey(kinds: List[str]) -> dict:
                 found[kind] = look_at(kind)._asdict()
             except Exception as error:
                 found[kind] = Result({}, {}, f"{type(error).__name__}: {error}"[:300])._asdict()
-    return {"transformers": transformers.__version__, "types": found}
+    waits = submodule("models.late").why_not_late(transformers.LlamaForCausalLM)
+    return {"transformers": transformers.__version__, "types": found, "waits": waits}
 
 
 if __name__ == "__main__":

@@ -33,22 +33,28 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 SAMPLED = {"do_sample": True, "temperature": 0.8, "top_k": 40, "top_p": 0.95}
 KEPT = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
 EOS = {"eos": True}
+# tokens are about as likely as each other: rows end after six tokens, and soon
+SOON = {**SAMPLED, "temperature": 5.0, "eos": list(range(30, 97)), "min_new_tokens": 6}
 
 
 class Tape:
-    """A streamer."""
+    """A streamer, which keeps what it is given."""
 
     def __init__(self, until=None):
-        self.heard, self.until = [], until
+        self.values, self.until = [], until
 
     def put(self, value):
         assert value.device.type == "cpu"
-        self.heard.append(value.tolist())
-        if len(self.heard) == self.until:
+        self.values.append(value)
+        if len(self.values) == self.until:
             raise KeyboardInterrupt
 
     def end(self):
-        self.heard.append("end")
+        self.values.append(torch.tensor(-1))
+
+    @property
+    def heard(self):
+        return [value.tolist() for value in self.values]
 
 
 def tokenizer():
@@ -70,19 +76,24 @@ def lively(name, device):  # noqa: F811
     return model
 
 
-def theirs(model, ids, **options):
-    return generate(own(model), ids, graphed=False, **options)
+def theirs(model, ids, graphed=False, **options):
+    return generate(own(model), ids, graphed=graphed, **options)
+
+
+def theirs_to_the_bit(model, ids, **options):
+    """On a GPU libraries may choose other kernels where they are captured."""
+    return theirs(model, ids, graphed=ids.is_cuda, **options)
 
 
 def own(model):
-    """Something whose generate is transformers', without a graph and with its own loop."""
+    """Something whose generate is transformers', with its own loop."""
     return types.SimpleNamespace(
         generate=lambda *args, **options: type(model).generate(model, *args, **options)
     )
 
 
-def random_state(device):  # noqa: F811
-    return torch.cuda.get_rng_state() if device == "cuda" else torch.get_rng_state()
+def random_state(ids):
+    return torch.cuda.get_rng_state() if ids.is_cuda else torch.get_rng_state()
 
 
 def ends(model, ids, mask):
@@ -108,12 +119,12 @@ def values_of(cache):
 def compare(model, ids, mask, eos=None, seed=0, streamed=True, **options):
     """Both ways; what transformers' own gave."""
     found = []
-    for way in (theirs, generate):
+    for way in (theirs_to_the_bit, generate):
         tape = Tape() if streamed else None
         torch.manual_seed(seed)
         words = {"attention_mask": mask, "pad_token_id": 0, "streamer": tape, **options}
         out = way(model, ids, eos_token_id=eos, **words)
-        found.append((out, tape and tape.heard, random_state(str(ids.device))))
+        found.append((out, tape and tape.heard, random_state(ids)))
     (a, heard, state), (b, heard_too, state_too) = found
     if isinstance(a, dict):
         assert a.keys() == b.keys()
@@ -140,13 +151,13 @@ CASES = {
     "repetition": {**EOS, "repetition_penalty": 1.7, "no_repeat_ngram_size": 2},
     "time": {**EOS, "max_time": 60.0},
     "sampled": SAMPLED,
-    "sampled, eos": {**SAMPLED, **EOS},
-    "sampled, eos, more": {**SAMPLED, **EOS, "min_p": 0.01, "renormalize_logits": True},
-    "sequences": {**SAMPLED, **EOS, "num_return_sequences": 3},
+    "sampled, eos": SOON,
+    "sampled, eos, more": {**SOON, "min_p": 0.01, "renormalize_logits": True, "streamed": False},
+    "sequences": {**SOON, "num_return_sequences": 3},
     "kept": {**KEPT, "streamed": False},
     "kept, eos": {**KEPT, **EOS},
     "kept, sampled": {**KEPT, **SAMPLED, "streamed": False},
-    "kept, sampled, eos": {**KEPT, **SAMPLED, **EOS},
+    "kept, sampled, eos": {**KEPT, **SOON},
 }
 
 
@@ -166,10 +177,10 @@ def test_all_is_as_transformers_has_it(graph, name, device, batch):  # noqa: F81
     for what in CASES if batch > 1 else FEW:
         case = CASES[what]
         options = {n: x for n, x in case.items() if n != "eos"}
-        found = compare(model, ids, mask, eos=eos if "eos" in case else None, **options)
-        lengths[what] = found.shape[1] - 9
+        given = eos if case.get("eos") is True else case.get("eos")
+        lengths[what] = compare(model, ids, mask, eos=given, **options).shape[1] - 9
     assert lengths["greedy"] == NEW and 4 < lengths["eos"] < NEW
-    assert lengths.get("least", NEW) >= 11
+    assert lengths.get("least", NEW) >= 11 and 6 < lengths["sampled, eos"] < NEW
     assert graph.captures > 0
 
 
@@ -213,7 +224,7 @@ def test_two_turns_on_one_cache(graph, name, device):  # noqa: F811
     model = lively(name, device)
     ids, mask = padded(2, 9, device)
     eos, found = ends(model, ids, mask), []
-    for way in (theirs, generate):
+    for way in (theirs_to_the_bit, generate):
         cache = transformers.StaticCache(config=model.config, max_cache_len=64)
         words = {"pad_token_id": 0, "past_key_values": cache, "cache_implementation": None}
         first = way(model, ids, attention_mask=mask, eos_token_id=eos, **words)
@@ -238,6 +249,33 @@ def test_stop_strings_are_graphed(graph, device):  # noqa: F811
     assert expected.shape[1] <= 9 + 7
     assert torch.equal(generate(model, ids, **options), expected)
     assert graph.replays == expected.shape[1] - 9 - 1
+
+
+@on_every_device
+def test_several_lengths(graph, device):  # noqa: F811
+    """The least of them counts."""
+    model = lively("llama", device)
+    ids, mask = padded(1, 9, device)
+    for lengths in ((18, 15), (15, 18)):
+        criteria = stopping.StoppingCriteriaList(map(stopping.MaxLengthCriteria, lengths))
+        options = {"attention_mask": mask, "stopping_criteria": criteria}
+        found = generate(model, ids, **options)
+        assert torch.equal(found, theirs(model, ids, **options)) and found.shape[1] == 15
+
+
+@on_every_device
+def test_no_token_too_many_without_a_slot(graph, device):  # noqa: F811
+    """A length of the user's may be more than the cache has; it is full when the row ends."""
+    model = lively("llama", device)
+    ids, mask = padded(1, 9, device)
+    free = theirs(model, ids, attention_mask=mask)[0, 9:].tolist()
+    count = next(n for n in range(5, NEW) if free[n - 1] not in free[: n - 1])
+    longer = stopping.StoppingCriteriaList([stopping.MaxLengthCriteria(9 + NEW)])
+    options = {"eos_token_id": free[count - 1], "max_new_tokens": count, "attention_mask": mask}
+    expected = theirs(model, ids, **options)
+    assert expected.shape[1] == 9 + count
+    assert torch.equal(generate(model, ids, stopping_criteria=longer, **options), expected)
+    assert graph.replays == count - 2
 
 
 # what goes to transformers' own loop
@@ -330,7 +368,10 @@ def test_other_ways_to_decode_get_the_model(graph, device):  # noqa: F811
         generate(model, ids, stop_strings=["a"])
 
 
-@pytest.mark.parametrize("change", ["another loop", "another class", "another generate"])
+@pytest.mark.parametrize(
+    "change",
+    ["another loop", "other arguments", "another class", "other modes", "another generate"],
+)
 @pytest.mark.parametrize("device", ["cpu"], indirect=True)
 def test_releases_that_are_not_known(graph, device, change, monkeypatch):  # noqa: F811
     """Their own loop decodes, by graphs."""
@@ -346,6 +387,14 @@ def test_releases_that_are_not_known(graph, device, change, monkeypatch):  # noq
     if change == "another loop":
         wrapped = lambda self, *args, **options: loop(self, *args, **options)  # noqa: E731
         monkeypatch.setattr(utils.GenerationMixin, "_sample", wrapped)
+    elif change == "other arguments":
+        renamed = types.FunctionType(
+            loop.__code__.replace(co_varnames=("self", "ids", *loop.__code__.co_varnames[2:])),
+            loop.__globals__, loop.__name__, loop.__defaults__, loop.__closure__,
+        )  # fmt: skip
+        monkeypatch.setattr(utils.GenerationMixin, "_sample", renamed)
+    elif change == "other modes":
+        monkeypatch.setattr(utils, "GENERATION_MODES_MAPPING", {})
     elif change == "another class":
         monkeypatch.setattr(utils, "DeferredStopCheck", Other)
     else:
@@ -355,9 +404,10 @@ def test_releases_that_are_not_known(graph, device, change, monkeypatch):  # noq
     why = submodule("models.late").why_not_late(kind)
     own_reason = "generate is not transformers' own"
     assert why == (own_reason if change == "another generate" else "its loop is of no known form")
-    found = generate(model, ids, **words)
-    assert torch.equal(found, theirs(model, ids, **words))
-    assert graph.replays == found.shape[1] - 9 - 2
+    if change != "other modes":
+        found = generate(model, ids, **words)
+        assert torch.equal(found, theirs(model, ids, **words))
+        assert graph.replays == found.shape[1] - 9 - 2
     row = submodule("models.graphs").serve_graphs(model)
     assert row.note == f"CUDA graph, and a wait in each token: {why}"
     assert "generate" not in model.__dict__ and "get_compiled_call" in model.__dict__
@@ -365,6 +415,30 @@ def test_releases_that_are_not_known(graph, device, change, monkeypatch):  # noq
 
 def test_this_release_is_known():
     assert submodule("models.late").why_not_late(transformers.LlamaForCausalLM) is None
+
+
+@pytest.mark.parametrize("positions", [None, 5])
+def test_criteria_are_those_of_transformers(positions, monkeypatch):
+    """Rows that end, at all lengths; and transformers' word on more positions than there are."""
+    said = []
+    monkeypatch.setattr(stopping.logger, "warning_once", said.append)
+    length = stopping.MaxLengthCriteria(7, max_position_embeddings=positions)
+    eos = [stopping.EosTokenCriteria(torch.tensor([3, 5])), stopping.EosTokenCriteria(4)]
+    torch.manual_seed(0)
+    for others in (eos, eos[:1], []):
+        theirs = stopping.StoppingCriteriaList([*others, length])
+        mine = submodule("models.late").Criteria(theirs)
+        assert list(mine) == list(theirs) and mine.max_length == theirs.max_length == 7
+        seen = set()
+        for size in (1, 4, 5, 6, 7, 8) * 3:
+            ids = torch.randint(0, 9, (4, size))
+            words = []
+            for criteria in (theirs, mine):
+                said.clear()
+                words.append((criteria(ids, None).tolist(), len(said)))
+            assert words[0] == words[1]
+            seen.add((any(words[0][0]), all(words[0][0])))
+        assert ((True, False) in seen) == bool(others) and {(False, False), (True, True)} <= seen
 
 
 # the model's own
@@ -385,7 +459,7 @@ def test_a_stream_that_raises(graph, device):  # noqa: F811
         assert heard[0] == heard[1]
         assert torch.equal(generate(model, ids, attention_mask=mask), expected)
     heard = []
-    for way in (theirs, generate):  # a cache that lives on is never a token ahead
+    for way in (theirs_to_the_bit, generate):  # a cache that lives on is never a token ahead
         cache = transformers.StaticCache(config=model.config, max_cache_len=64)
         words = {"past_key_values": cache, "cache_implementation": None, "streamer": Tape(7)}
         with pytest.raises(KeyboardInterrupt):

@@ -84,7 +84,9 @@ def test_what_a_release_loses_is_told():
     types["phi3"]["wrong"] = "a prompt: differs by 1.0e-02 of the largest"
     types["qwen3"]["served"]["norm"] += 1
     del types["glm4"]
+    found["waits"] = "its loop is of no known form"
     assert releases.losses(found, TABLE) == [
+        "generate, a wait in each token: its loop is of no known form",
         "phi3: a prompt: differs by 1.0e-02 of the largest",
         "mt5: TypeError: no",
         "glm4: this release has no such type",

@@ -146,6 +146,8 @@ def expected(table: dict, version: str) -> dict:
 def losses(found: dict, table: dict) -> list:
     """What a release gives less than the table has, or gives wrong: a line for each reason."""
     lines, fewer = [], {}
+    if found.get("waits"):
+        lines.append(f"generate, a wait in each token: {found['waits']}")
     for kind, of in found["types"].items():
         if of["wrong"]:
             lines.append(f"{kind}: {of['wrong']}")

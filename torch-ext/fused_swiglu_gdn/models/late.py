@@ -10,6 +10,7 @@ transformers drops what was recorded of it, and the random numbers that it drew 
 
 import functools
 import inspect
+import math
 import sys
 from collections import deque
 from types import FunctionType
@@ -23,8 +24,9 @@ from .graph_rules import why_not_cache
 from .in_place import InPlace
 
 UTILS = "transformers.generation.utils"
-LOOP, CHECK = "_sample", "DeferredStopCheck"
-# the arguments of what transformers calls of that class, by which a release is known
+LOOP, CHECK, MODES = "_sample", "DeferredStopCheck", "GENERATION_MODES_MAPPING"
+# the first arguments of the loop, and those of what it calls of that class: so a release is known
+TAKES = ("self", "input_ids", "logits_processor", "stopping_criteria", "generation_config")
 CALLS = {
     "__init__": ("self", "input_ids", "max_length", "cache", "cache_is_returned", "streamer"),
     "is_supported": ("device", "cache", "cache_is_returned", "is_assistant"),
@@ -73,14 +75,15 @@ def why_not_late(kind: type) -> Optional[str]:
     if mixin is None or getattr(kind, "generate", None) is not mixin.generate:
         return "generate is not transformers' own"
     loop = getattr(mixin, LOOP, None)
-    if check is None or getattr(kind, LOOP, None) is not loop or not _is_known(loop, check):
-        return "its loop is of no known form"
-    return None
+    found = LOOP in getattr(utils, MODES, {}).values() and getattr(kind, LOOP, None) is loop
+    return None if found and _is_known(loop, check) else "its loop is of no known form"
 
 
 @functools.lru_cache(maxsize=16)
-def _is_known(loop: Callable, check: type) -> bool:
-    if CHECK not in getattr(getattr(loop, "__code__", None), "co_names", ()):
+def _is_known(loop: Callable, check: Optional[type]) -> bool:
+    if not isinstance(loop, FunctionType) or CHECK not in loop.__code__.co_names:
+        return False
+    if tuple(inspect.signature(loop).parameters)[: len(TAKES)] != TAKES:
         return False
     for name, expected in CALLS.items():
         function = getattr(check, name, None)
@@ -114,22 +117,23 @@ def _view_class(own: type) -> type:
         "__module__": own.__module__,
         "__qualname__": own.__qualname__,
     }
-    for name in set(sys.modules[UTILS].GENERATION_MODES_MAPPING.values()):
+    for name in set(getattr(sys.modules[UTILS], MODES).values()):
         if hasattr(own, name):  # other ways to decode are code of the Hub
-            members[name] = _of_model(own, name, decode if name == LOOP else None)
+            members[name] = _of_model(own, name)
     return type(own)(own.__name__, (View, own), members)
 
 
-def _of_model(own: type, name: str, instead: Optional[Callable]) -> Callable:
-    """A method for a view, called with the model itself."""
-    function = getattr(own, name)
+def _of_model(own: type, name: str) -> Callable:
+    """A way to decode for a view: the model's own, called with the model."""
 
-    @functools.wraps(function)
+    @functools.wraps(getattr(own, name))
     def method(view, *args, **options):
+        model = view.viewed
         for each in options.get("logits_processor", ()):
             if getattr(each, "model", None) is view:  # guidance, which asks it again
-                each.model = view.viewed
-        return (instead or function)(view.viewed, *args, **options)
+                each.model = model
+        function = decode if name == LOOP else getattr(type(model), name)
+        return function(model, *args, **options)
 
     return method
 
@@ -149,13 +153,16 @@ def decode(
         not given.get("synced_gpus")
         and _are_of("logits_process", logits_processor, PROCESSORS)
         and _are_of("stopping_criteria", stopping_criteria, CRITERIA)
-        and stopping_criteria.max_length is not None
-        and not generation_config.disable_compile
+        and not getattr(generation_config, "disable_compile", True)
     ):
-        if "tokenizer" in given and not _takes_tokenizer(model):
-            del given["tokenizer"]  # the criteria have it; a graph takes no such input
-        late = Late(model, stopping_criteria, generation_config.do_sample)
-        loop = _with(loop, late)
+        criteria = Criteria(stopping_criteria)
+        slots = getattr(generation_config, "max_length", None) or 0
+        if criteria.max_length <= slots:  # so that a token too many has one
+            late = Late(model, criteria, generation_config.do_sample)
+            loop = _with(loop, late)
+            given["stopping_criteria"] = criteria
+            if "tokenizer" in given and not _takes_tokenizer(model):
+                del given["tokenizer"]  # the criteria have it; a graph takes no such input
     return loop(model, input_ids, **given)
 
 
@@ -177,12 +184,37 @@ def _with(loop: FunctionType, late: "Late") -> FunctionType:
     return found
 
 
+class Criteria(list):
+    """transformers' list of criteria, which launches nothing for a length that is not reached."""
+
+    def __init__(self, criteria):
+        super().__init__(criteria)
+        lengths = [each for each in criteria if type(each).__name__ == LENGTH]
+        self.all = criteria
+        self.max_length = min([each.max_length for each in lengths], default=math.inf)
+        self.others = [each for each in criteria if type(each).__name__ != LENGTH]
+        told = [getattr(each, "max_position_embeddings", None) for each in lengths]  # by a warning
+        self.reached = min([self.max_length, *filter(None, told)])
+        self.none: Optional[torch.Tensor] = None
+
+    def __call__(self, input_ids, scores, **options) -> torch.Tensor:
+        """Which sequences [B] have ended."""
+        if input_ids.shape[1] >= self.reached:
+            return self.all(input_ids, scores, **options)
+        if self.others:
+            found = [each(input_ids, scores, **options) for each in self.others]
+            return functools.reduce(torch.Tensor.logical_or, found)
+        if self.none is None:
+            self.none = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
+        return self.none
+
+
 class Late:
     """What one call of generate finds under the name of transformers' DeferredStopCheck."""
 
-    def __init__(self, model: nn.Module, criteria: list, draws: Optional[bool]):
+    def __init__(self, model: nn.Module, criteria: Criteria, draws: Optional[bool]):
         self.decoding = model.__dict__.get("get_compiled_call")
-        self.known = all(type(each).__name__ == LENGTH for each in criteria)
+        self.known = not criteria.others
         self.draws = bool(draws)
 
     def is_supported(
