@@ -185,6 +185,17 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "in the loop that reads a token late whether to stop (ours), in transformers' own, which "
         "waits for each token (waiting), and the replays by themselves.",
     ),
+    "whole_models_moe": (
+        "Training steps of whole models: a mixture of experts",
+        "Qwen3-MoE with 8 layers of the 30B-A3B model's sizes; before is transformers' grouped_mm.",
+    ),
+    "forms": (
+        "Which of our own forms serves",
+        "Choices that the package makes by sizes, at sizes between those of the other tables: how "
+        "often the form that serves takes more than 1.05 of the time of the best, and how much "
+        "more at most. Of the experts' weights, a sixteenth of the experts gets 1, 6 or 30 times "
+        "as many tokens as the others.",
+    ),
     "mixtures": (
         "Mixtures of experts of 8 layers",
         "Models of the sizes of their names but of 8 layers, with random weights, bf16, before and "
@@ -454,6 +465,20 @@ def of_parallel(record: dict) -> str:
     return table(["", *ways.values(), "beside, us", "speed-up"], rows)
 
 
+def of_forms(record: dict) -> str:
+    """Of each sweep of sweep_forms.py: its sizes, those that are served late, and the latest."""
+    found: Dict[str, list] = {}
+    for row in record["rows"]:
+        late = row["us"][row["served"]] / min(row["us"].values())
+        found.setdefault(row["sweep"], []).append((late, row["what"]))
+    rows = []
+    for sweep, sizes in found.items():
+        late, what = max(sizes)
+        count = sum(ratio > 1.05 for ratio, _ in sizes)
+        rows.append([sweep, str(len(sizes)), str(count), f"{late:.2f}: {what}"])
+    return table(["", "sizes", "of these late", "at most"], rows)
+
+
 def of_training(record: dict) -> str:
     rows = []
     for name, way in record["ways"].items():
@@ -487,8 +512,9 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "generate": [of_generate],
     "train_bytes": [of_training],
     "gdn_parallel": [of_parallel],
+    "forms": [of_forms],
 }
-OWN_TABLE = ("gdn_parallel",)  # whose rows are no times of ours and of peers
+OWN_TABLE = ("gdn_parallel", "forms")  # whose rows are no times of ours and of peers
 
 
 def section(record: dict) -> Iterator[str]:

@@ -151,7 +151,11 @@ def models(record: dict) -> Iterator[Case]:
                 yield split(label, us, {"ours": "ours"}, record)
 
 
-WHOLE = {"llama": "Llama, 8 layers", "qwen3_5": "Qwen3.5, 16 layers"}
+WHOLE = {
+    "llama": "Llama, 8 layers",
+    "qwen3_5": "Qwen3.5, 16 layers",
+    "qwen3_moe": "Qwen3-MoE, 8 layers",
+}
 
 
 def whole_name(row: dict) -> str:
