@@ -122,8 +122,12 @@ def spread(items: list, workers: int) -> None:
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
 def pytest_xdist_auto_num_workers(config):
-    """One worker a core; few where all of them share one GPU."""
-    return min(os.cpu_count() or 1, 4) if torch.cuda.is_available() else None
+    """One worker a core that is ours to use; few where all of them share one GPU."""
+    cores = os.cpu_count() or 1
+    ours = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else cores
+    if torch.cuda.is_available():
+        return min(ours, 4)
+    return ours if ours < cores else None  # xdist's own number: it knows of hyperthreads
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import sys
 import types
 from pathlib import Path
 
+import conftest
 import pytest
 import setup_env
 
@@ -138,3 +139,16 @@ def test_an_old_python_is_told_so(monkeypatch):
     monkeypatch.setitem(sys.modules, "importlib.metadata", None)
     with pytest.raises(SystemExit, match=r"^setup: Python 3.10 or newer is needed, got 3.6.15"):
         runpy.run_path(str(SOURCE))
+
+
+@pytest.mark.parametrize(
+    "gpu, ours, workers", [(False, 1, 1), (False, 8, None), (True, 1, 1), (True, 8, 4)]
+)
+def test_one_worker_a_core_that_is_ours(monkeypatch, gpu, ours, workers):
+    """As `taskset -c 0 make test` begins."""
+    monkeypatch.setattr(conftest.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(
+        conftest.os, "sched_getaffinity", lambda process: range(ours), raising=False
+    )
+    monkeypatch.setattr(conftest.torch.cuda, "is_available", lambda: gpu)
+    assert conftest.pytest_xdist_auto_num_workers(None) == workers

@@ -61,7 +61,7 @@ def chunks_in_segment(chunks: int, shortest: int, longest: int) -> int:
 def segment_of(length, SHORTEST, LONGEST: tl.constexpr):
     """As chunks_in_segment, of a sequence's tokens."""
     chunks = length // 64
-    return tl.where(chunks < _FEWEST * SHORTEST, _WHOLE, tl.minimum(chunks // _FEWEST, LONGEST))
+    return tl.where(chunks < SHORTEST * _FEWEST, _WHOLE, tl.minimum(chunks // _FEWEST, LONGEST))
 
 
 @triton.jit
