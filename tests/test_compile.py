@@ -7,10 +7,12 @@ import subprocess
 import sys
 
 import pytest
+from conftest import submodule
 from interpreter import INTERPRETING, compiled
 
 pytest.importorskip("triton")
-compile_all = pytest.importorskip("compile_all")
+compile_all, widest = (pytest.importorskip(name) for name in ("compile_all", "widest"))
+tuning = submodule("runtime.tuning")
 
 # Bytes a thread that may spill, by how a call's name begins and the kernel. The keys' gradient
 # spills with 128 columns a step, and takes 0.03 ms of 0.31 less than with 64; the states' gradient
@@ -82,6 +84,39 @@ def test_hopper_code(chip, call, record):
 )
 def test_others_do_not_spill(chip, call, record):
     check(compile_all.compile_one(call, chip, record), OTHERS[chip])
+
+
+# of all calls of tools/widest.py those that take the most shared memory, in which one takes more
+# than sm_86 has if its tiles or its stages grow
+TIGHT = [
+    ("gdn training, float32, head dims 256 and 256", "_key_bwd_kernel"),
+    ("gdn training, bfloat16, head dims 256 and 256", "_query_bwd_kernel"),
+    ("attention decode, head dim 160, torch.bool", "_kvcache_attention_kernel"),
+    ("projection, 33 tokens, one weight", "_project_few_kernel"),
+]
+
+
+@compiled
+@pytest.mark.parametrize(
+    "chip, call, kernel",
+    [("sm_86", *case) for case in TIGHT]
+    + [(chip, *case) for chip in ("sm_80", "sm_89", "sm_90") for case in TIGHT[2:]],
+)
+def test_widest_calls_fit(chip, call, kernel):
+    ((name, record),) = widest.launches(chip, call, kernel)
+    assert name == call
+    assert 32 * 1024 < widest.taken(call, chip, record) <= widest.SHARED[chip]
+
+
+def test_chips_before_hopper_have_the_same_settings():
+    """So that what fits into the least shared memory, of sm_86 and sm_89, fits into all."""
+    folder = tuning._CONFIGS
+    operations = {path.stem.split(",")[0] for path in folder.glob("*.json")}
+    assert len(operations) > 20
+    for operation in operations:
+        chips = [f"capability={minor}" for minor in ("8.0", "8.6", "8.9", "12.0")]
+        (path,) = {tuning.path_of(operation, (chip,)) for chip in chips}
+        assert path.name == f"{operation}.json"
 
 
 @compiled

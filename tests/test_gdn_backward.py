@@ -151,7 +151,7 @@ def test_kernels(name, dtype):
 
 
 @interpreted
-@pytest.mark.parametrize("K, V", [(16, 40), (20, 16), (8, 8)])
+@pytest.mark.parametrize("K, V", [(16, 40), (20, 16), (8, 8), (136, 16)])
 def test_kernels_of_head_dims(K, V):
     case = Case(1, 66, 2, 6, K, V, torch.float32)
     got = case.gradients(submodule("gdn.portable.backward"))

@@ -30,9 +30,15 @@ CALLS: Dict[str, Callable] = {}
 
 def calls(function: Callable, kind: str, table: Dict[str, dict], **options) -> None:
     """Adds calls of a function below, "kind, name", with these options and those of the table."""
-    for name, more in table.items():
-        name = f"{kind}, {name}" if name else kind
-        CALLS[name] = functools.partial(function, **{**options, **more})
+    CALLS.update(named_calls(function, kind, table, **options))
+
+
+def named_calls(function: Callable, kind: str, table: Dict[str, dict], **options) -> dict:
+    """The same calls by their names."""
+    return {
+        f"{kind}, {name}" if name else kind: functools.partial(function, **{**options, **more})
+        for name, more in table.items()
+    }
 
 
 def launches(chip: str, *match: str) -> List[Tuple[str, object]]:
@@ -40,14 +46,19 @@ def launches(chip: str, *match: str) -> List[Tuple[str, object]]:
 
     match: only of calls whose name holds one of these.
     """
+    named = {n: make for n, make in CALLS.items() if not match or any(w in n for w in match)}
+    return launches_on(CHIPS[chip], named)
+
+
+def launches_on(chip: tuple, table: Dict[str, Callable]) -> List[Tuple[str, object]]:
+    """The same of the calls of a table, on a chip that is described as in CHIPS."""
     recording, device = submodule("runtime.recording"), submodule("runtime.device")
     kernel = load_package()
-    found = []
-    with recording.recorded(device.Chip(*CHIPS[chip])) as records:
-        for name, make in CALLS.items():
-            if not match or any(words in name for words in match):
-                make(kernel)()
-                found += [(name, record) for record in records[len(found) :]]
+    found: List[Tuple[str, object]] = []
+    with recording.recorded(device.Chip(*chip)) as records:
+        for name, make in table.items():
+            make(kernel)()
+            found += [(name, record) for record in records[len(found) :]]
     return found
 
 

@@ -51,6 +51,7 @@ def _key_bwd_kernel(
     NORM: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
+    HALVES: tl.constexpr,  # of K, one after another, in the keys' own products
     PREC: tl.constexpr,
 ):
     """dK of one chunk and key head, over its R value heads; the keys' part of dG."""
@@ -78,7 +79,15 @@ def _key_bwd_kernel(
     ends_ptr += unit * NV
     k = tile(k_ptr, t, k_strides[1], d, ok)  # [C, K]
     rk = inverse_norm(k, NORM)
-    kk = tl.dot(k, tl.trans(k), input_precision=PREC) * rk[:, None] * rk[None, :]  # [C, C]
+    if HALVES:  # the operands of the whole product do not fit into some chips' shared memory
+        kk = tl.zeros((64, 64), tl.float32)
+        for half in tl.static_range(2):
+            own_d = half * (K // 2) + tl.arange(0, K // 2)
+            near = tile(k_ptr, t, k_strides[1], own_d, ok)  # [C, K / 2]
+            kk = tl.dot(near, tl.trans(near), kk, input_precision=PREC)
+        kk = kk * rk[:, None] * rk[None, :]
+    else:
+        kk = tl.dot(k, tl.trans(k), input_precision=PREC) * rk[:, None] * rk[None, :]  # [C, C]
     dk = tl.zeros((64, K), tl.float32)  # rk times the gradient of the normalised k
     dn = tl.zeros((64, 64), tl.float32)  # -N summed over the group, without norms
     for step in tl.range(0, R * NV, num_stages=STAGES):
@@ -131,7 +140,8 @@ def gdn_backward_key(
     dk = k.new_empty(k.shape)
     if h.shape[0] * HV == 0:
         return dk
-    loops = (config["BLOCK_V"], config["STAGES"], precision(q.dtype))
+    halves = config.get("HALVES", False) and call.K > 128
+    loops = (config["BLOCK_V"], config["STAGES"], halves, precision(q.dtype))
     kernel = Launch(
         _key_bwd_kernel,
         h.shape[0] * H,
