@@ -1,11 +1,13 @@
 """Reads a forward, and everything that it calls by name, from its source.
 
 A probe runs a forward on stubs and compares numbers: it tells what the forward computes for what
-was tried. The reader refuses a forward that could take another way for another input: one that
-branches on a value or a size, loops, writes to attributes, or calls an operation that is not in the
-lists below. Branches on None and on the module's own attributes are left to the probe; the
-attributes are listed in `reads`, since they may change. A condition on shapes that raises where it
-does not hold is kept in `checks`: a call that fails there is for the forward itself.
+was tried. The reader refuses a forward that could take another way for another input: it evaluates
+the forward with what is known of each value (values.py), through all functions that it calls, and
+refuses branches on values, loops over anything but listed values, writes to attributes, and
+operations that are not in the lists of code.py. A branch on the module's own numbers, words and
+flags is read the way that they say, and they are guarded: `reads`. Both ways of a branch on None
+are read, and left to the probe. What is behind a condition on sizes, dtypes or torch's state is for the
+forward itself: `checks` holds what a call of ours must meet.
 """
 
 import ast
