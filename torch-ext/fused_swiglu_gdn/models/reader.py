@@ -6,8 +6,8 @@ the forward with what is known of each value (values.py), through all functions 
 refuses branches on values, loops over anything but listed values, writes to attributes, and
 operations that are not in the lists of code.py. A branch on the module's own numbers, words and
 flags is read the way that they say, and they are guarded: `reads`. Both ways of a branch on None
-are read, and left to the probe. What is behind a condition on sizes, dtypes or torch's state is for the
-forward itself: `checks` holds what a call of ours must meet.
+are read, and left to the probe. What is behind a condition on sizes, dtypes or torch's state is for
+the forward itself: `checks` holds what a call of ours must meet.
 """
 
 import ast
