@@ -28,7 +28,6 @@ from .values import (
     CONSTANTS,
     PLAIN_VALUES,
     Closure,
-    Computed,
     Given,
     Known,
     Own,
@@ -101,7 +100,7 @@ def _read(kind: type, module: nn.Module) -> Source:
     fails = (condition(f"not ({text})", defaults) for text in dict.fromkeys(reader.excluded))
     return Source(
         plain, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
-        frozenset(reader.renamed - set(known)), tuple(sorted(reader.extra)),
+        frozenset(reader.renamed), tuple(sorted(reader.extra)),
         frozenset(reader.switches), tuple(fails), tuple(sorted(reader.rates)), reader.by_dtype,
         tuple((held, value) for held, value, _ in reader.decided.values()),
         tuple(sorted(reader.tensors)),
@@ -157,6 +156,7 @@ class Reader:
     def __init__(self, kind: type, module: nn.Module, fixed=frozenset()):
         self.kind, self.module, self.names, self.codes = kind, module, [], []
         self.fixed, self.computed_with = fixed, set()  # arguments
+        self.named: FrozenSet[str] = frozenset()  # those of the forward
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
         self.renamed, self.extra, self.switches, self.tensors = set(), set(), set(), set()
         self.excluded: list = []  # conditions under which a call is not ours
@@ -206,17 +206,21 @@ class Reader:
                 return found, base
         raise Refused(f"its class has no {name}")
 
-    def bare(self, function: object, main: bool = False) -> object:
-        """A function without decorators that pass a call on as it is; `main`: the forward."""
+    def bare(self, function: object) -> object:
+        """The forward without decorators that pass a call on as it is."""
         while True:
             found = peeled(function)
             self.renamed |= found.renamed
-            inner = self.passed_on(found.forward, main)
+            inner = self.passed_on(found.forward)
             if inner is None:
                 return found.forward
             function = inner
 
-    def passed_on(self, wrapper: object, main: bool) -> Optional[FunctionType]:
+    def is_for_itself(self, words: Iterable[str]) -> None:
+        """A call with such a keyword, for which the forward has no name, is for the forward."""
+        self.renamed |= set(words) - self.named
+
+    def passed_on(self, wrapper: object) -> Optional[FunctionType]:
         """The function that a wrapper calls with all that it is given, if it gives what that gives
         and does no more; None if it is no such wrapper."""
         free = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
@@ -230,8 +234,6 @@ class Reader:
             if a.defaults or a.kwonlyargs or (a.vararg is None) != (a.kwarg is None):
                 return None
             given = [Own(""), *map(Given, names[1:])][: len(names)]
-            if not main:
-                given = [Computed(f"its argument {name}") for name in names]
             env = dict(zip(names, given))
             if a.vararg is not None:
                 given.append(ARGUMENTS)
@@ -255,7 +257,7 @@ class Reader:
     def main(self) -> FunctionType:
         """Reads the forward; gives it without decorators."""
         forward, owner = self.method("forward", self.kind.__mro__)
-        plain = self.bare(forward, True)
+        plain = self.bare(forward)
         code = getattr(plain, "__code__", None)
         if code is not None and set(code.co_freevars) - {"__class__"}:
             where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
@@ -266,6 +268,7 @@ class Reader:
         if first is None:
             raise Refused("its forward takes no self")
         env = {name: Given(name) for name in (*others, *(a.arg for a in args.kwonlyargs))}
+        self.named = frozenset(env)
         for name, value in defaults_of(inspect.signature(plain).parameters).items():
             if name in self.fixed and isinstance(value, CONSTANTS):
                 env[name] = Plain(value)
@@ -293,7 +296,8 @@ class Reader:
 
     def interpreted(self, function, owner: Optional[type], args: list, words: Words) -> object:
         """What a function gives for these arguments."""
-        plain = self.bare(function)
+        plain, _, renamed = peeled(function)
+        self.is_for_itself(renamed)
         definition = self.definition(plain, owner)
         a = definition.args
         names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
@@ -333,7 +337,7 @@ class Reader:
                     raise Refused(f"its forward calls a function without {name}")
                 env[name] = defaults[name]
         if words.rest:  # a call with such a keyword is for the forward itself
-            self.renamed.update(keywords)
+            self.is_for_itself(keywords)
         if given.kwarg is not None:
             env[given.kwarg.arg] = Words(more, words.rest)
         return env
