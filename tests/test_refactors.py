@@ -12,10 +12,10 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 # kind: (the family of the class, every n-th refactor, the least share of them that is served)
 SAMPLE = {
-    "mlp": ("phi3", 6, 0.2),
-    "norm": ("gemma2", 6, 0.4),
-    "attention": ("qwen3", 8, 0.3),
-    "layer": ("llama", 8, 0.3),
+    "mlp": ("phi3", 11, 0.9),
+    "norm": ("gemma2", 11, 0.9),
+    "attention": ("qwen3", 17, 0.85),
+    "layer": ("llama", 17, 0.85),
     "gdn": ("qwen3_next", 12, 0.3),
     "experts": ("mixtral", 8, 0.3),
     "router": ("qwen3_moe", 7, 0.7),

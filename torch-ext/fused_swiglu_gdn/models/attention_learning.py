@@ -48,7 +48,7 @@ class Learning:
             self.handed -= {name[5:]}
             return
         optional = name in self.signature.defaults
-        of_tensors = how in SIZES or not optional and how.startswith("__") and how != "__iter__"
+        of_tensors = how in SIZES or not optional and how not in ("__iter__", "update")
         if name in (self.hidden, self.tables, self.cache, self.mask):
             raise what
         if self.hidden is None and (how == "part" or of_tensors):

@@ -331,7 +331,7 @@ class Callees:
         if words.main and default == Plain(None):
             self.reader.extra.add(word)
             return Given(word)
-        self.reader.renamed.add(word)  # such calls are for the forward itself
+        self.reader.is_for_itself([word])
         return default
 
     @staticmethod

@@ -250,7 +250,7 @@ class Expressions(Attributes):
             if not isinstance(word, str):
                 self.refuse(node)
             if word not in sides[1].values and sides[1].rest:
-                self.reader.renamed.add(word)  # such calls are for the forward itself
+                self.reader.is_for_itself([word])
             return Plain((word in sides[1].values) == (ops[0] == "in"))
         if len(ops) == 1 and ops[0] in ("is", "is not"):
             return self.is_none(sides, ops[0], node)

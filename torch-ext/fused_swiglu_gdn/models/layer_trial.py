@@ -148,7 +148,7 @@ class _Trial:
                 return run
             except Read as what:
                 optional, how = what.name in self.signature.defaults, what.how
-                of_tensors = how in SIZES or how == "part" or not optional and how[:2] == "__"
+                of_tensors = how in SIZES or how == "part" or not optional
                 if what.name == self.hidden:
                     raise
                 if self.hidden is None and (of_tensors or how in ("__add__", "__radd__")):

@@ -1,11 +1,13 @@
 """Reads a forward, and everything that it calls by name, from its source.
 
 A probe runs a forward on stubs and compares numbers: it tells what the forward computes for what
-was tried. The reader refuses a forward that could take another way for another input: one that
-branches on a value or a size, loops, writes to attributes, or calls an operation that is not in the
-lists below. Branches on None and on the module's own attributes are left to the probe; the
-attributes are listed in `reads`, since they may change. A condition on shapes that raises where it
-does not hold is kept in `checks`: a call that fails there is for the forward itself.
+was tried. The reader refuses a forward that could take another way for another input: it evaluates
+the forward with what is known of each value (values.py), through all functions that it calls, and
+refuses branches on values, loops over anything but listed values, writes to attributes, and
+operations that are not in the lists of code.py. A branch on the module's own numbers, words and
+flags is read the way that they say, and they are guarded: `reads`. Both ways of a branch on None
+are read, and left to the probe. What is behind a condition on sizes, dtypes or torch's state is for
+the forward itself: `checks` holds what a call of ours must meet.
 """
 
 import ast
@@ -26,7 +28,6 @@ from .values import (
     CONSTANTS,
     PLAIN_VALUES,
     Closure,
-    Computed,
     Given,
     Known,
     Own,
@@ -111,7 +112,7 @@ def _read(kind: type, module: Optional[nn.Module], name: str = "forward") -> Sou
     fails = (condition(f"not ({text})", defaults) for text in dict.fromkeys(reader.excluded))
     return Source(
         plain, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
-        frozenset(reader.renamed - set(known)), tuple(sorted(reader.extra)),
+        frozenset(reader.renamed), tuple(sorted(reader.extra)),
         frozenset(reader.switches), tuple(fails), tuple(sorted(reader.rates)), reader.by_dtype,
         tuple((held, value) for held, value, _ in reader.decided.values()),
         tuple(sorted(reader.tensors)),
@@ -168,6 +169,7 @@ class Reader:
     def __init__(self, kind: type, module: Optional[nn.Module], fixed=frozenset()):
         self.kind, self.module, self.names, self.codes = kind, module, [], []
         self.fixed, self.computed_with = fixed, set()  # arguments
+        self.named: FrozenSet[str] = frozenset()  # those of the forward
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
         self.renamed, self.extra, self.switches, self.tensors = set(), set(), set(), set()
         self.more: set = set()  # (one of MORE, where)
@@ -218,17 +220,21 @@ class Reader:
                 return found, base
         raise Refused(f"its class has no {name}")
 
-    def bare(self, function: object, main: bool = False) -> object:
-        """A function without decorators that pass a call on as it is; `main`: the forward."""
+    def bare(self, function: object) -> object:
+        """The forward without decorators that pass a call on as it is."""
         while True:
             found = peeled(function)
             self.renamed |= found.renamed
-            inner = self.passed_on(found.forward, main)
+            inner = self.passed_on(found.forward)
             if inner is None:
                 return found.forward
             function = inner
 
-    def passed_on(self, wrapper: object, main: bool) -> Optional[FunctionType]:
+    def is_for_itself(self, words: Iterable[str]) -> None:
+        """A call with such a keyword, for which the forward has no name, is for the forward."""
+        self.renamed |= set(words) - self.named
+
+    def passed_on(self, wrapper: object) -> Optional[FunctionType]:
         """The function that a wrapper calls with all that it is given, if it gives what that gives
         and does no more; None if it is no such wrapper."""
         free = getattr(getattr(wrapper, "__code__", None), "co_freevars", ())
@@ -242,8 +248,6 @@ class Reader:
             if a.defaults or a.kwonlyargs or (a.vararg is None) != (a.kwarg is None):
                 return None
             given = [Own(""), *map(Given, names[1:])][: len(names)]
-            if not main:
-                given = [Computed(f"its argument {name}") for name in names]
             env = dict(zip(names, given))
             if a.vararg is not None:
                 given.append(ARGUMENTS)
@@ -267,7 +271,7 @@ class Reader:
     def main(self, name: str) -> FunctionType:
         """Reads the forward, or another method; gives it without decorators."""
         forward, owner = self.method(name, self.kind.__mro__)
-        plain = self.bare(forward, True)
+        plain = self.bare(forward)
         code = getattr(plain, "__code__", None)
         if code is not None and set(code.co_freevars) - {"__class__"}:
             where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
@@ -278,6 +282,7 @@ class Reader:
         if first is None:
             raise Refused("its forward takes no self")
         env = {name: Given(name) for name in (*others, *(a.arg for a in args.kwonlyargs))}
+        self.named = frozenset(env)
         for name, value in defaults_of(inspect.signature(plain).parameters).items():
             if name in self.fixed and isinstance(value, CONSTANTS):
                 env[name] = Plain(value)
@@ -305,7 +310,8 @@ class Reader:
 
     def interpreted(self, function, owner: Optional[type], args: list, words: Words) -> object:
         """What a function gives for these arguments."""
-        plain = self.bare(function)
+        plain, _, renamed = peeled(function)
+        self.is_for_itself(renamed)
         definition = self.definition(plain, owner)
         a = definition.args
         names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
@@ -345,7 +351,7 @@ class Reader:
                     raise Refused(f"its forward calls a function without {name}")
                 env[name] = defaults[name]
         if words.rest:  # a call with such a keyword is for the forward itself
-            self.renamed.update(keywords)
+            self.is_for_itself(keywords)
         if given.kwarg is not None:
             env[given.kwarg.arg] = Words(more, words.rest)
         return env
