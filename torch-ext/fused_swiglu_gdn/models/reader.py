@@ -54,7 +54,6 @@ class Source(NamedTuple):
     decided: Tuple[tuple, ...]  # (condition on attributes, whether it held): ways that were read
     tensors: Tuple[str, ...]  # attributes whose methods are called
     guarded: FrozenSet[str]  # attributes of `decided`
-    refused: Optional[str] = None  # why it is not known, and all else is as far as it was read
 
 
 _sources: Dict[type, List[Source]] = {}
@@ -69,8 +68,6 @@ def read(kind: type, module: nn.Module, *allowed: str) -> Source:
     if known is None:
         known = _read(kind, module)
         _sources[kind] = [*sources, known]
-    if known.refused is not None:
-        raise Refused(known.refused)
     if not known.pinned.unchanged(module):
         raise Refused("it has methods of its own, which its class has not")
     for path in known.tensors:
@@ -82,20 +79,22 @@ def read(kind: type, module: nn.Module, *allowed: str) -> Source:
 
 
 def _read(kind: type, module: nn.Module) -> Source:
-    reader, plain, refused = Reader(kind, module), None, None
+    reader = Reader(kind, module)
     try:
         plain = reader.main()
     except Refused as why:  # where optional arguments are left at their defaults, it may be read
-        refused, again = str(why), Reader(kind, module, reader.computed_with | reader.switches)
-        again.decided = reader.decided
+        first, reader = reader, Reader(kind, module, reader.computed_with | reader.switches)
+        reader.decided = first.decided
         try:
-            plain, reader, refused = again.main(), again, None
+            if not reader.fixed:
+                raise
+            plain = reader.main()
         except Refused:
-            pass
+            raise why from None
     names = {(id(space), name): (space, name, value) for space, name, value in reader.names}
     codes = {id(function): (function, code) for function, code in reader.codes}
     pinned = Pinned(tuple(names.values()), tuple(codes.values()), tuple(sorted(reader.methods)))
-    known = {} if plain is None else inspect.signature(plain).parameters
+    known = inspect.signature(plain).parameters
     defaults = {**defaults_of(known), **dict.fromkeys(reader.extra)}
     fails = (condition(f"not ({text})", defaults) for text in dict.fromkeys(reader.excluded))
     return Source(
@@ -104,7 +103,7 @@ def _read(kind: type, module: nn.Module) -> Source:
         frozenset(reader.switches), tuple(fails), tuple(sorted(reader.rates)), reader.by_dtype,
         tuple((held, value) for held, value, _ in reader.decided.values()),
         tuple(sorted(reader.tensors)),
-        frozenset().union(*(paths for _, _, paths in reader.decided.values())), refused,
+        frozenset().union(*(paths for _, _, paths in reader.decided.values())),
     )  # fmt: skip
 
 
