@@ -687,7 +687,7 @@ FORMS = {
     "a flag that is on": (functools.partial(Flags, mode="clamped"), "x.clamp"),
     "noise in training": (functools.partial(Flags, noise=0.1), "torch.randn_like"),
     "nothing of nothing": (EmptyFirst, None),
-    "one row is another formula": (OneRowOtherwise, "another formula"),
+    "one row is another formula": (OneRowOtherwise, "x.shape[0] == 1"),
     "large sizes are another formula": (LargeOtherwise, "x.shape[0] // 1000"),
     "by the truth of a value": (ByTruth, "x.sum() > "),
     "a size in a lambda": (LambdaBySize, "y.shape[0] > 999"),

@@ -472,7 +472,6 @@ def test_norms_that_are_none(kernel):
 
 REFUSED = {
     ("ministral3", "Ministral3Attention"): "torch.log",
-    ("minimax_m3_vl_text", "MiniMaxM3VLAttention"): "torch.arange",
     ("llama4_text", "Llama4TextAttention"): "view_as_complex",
     ("hunyuan_v1_dense", "HunYuanDenseV1Attention"): "queries and keys are another formula",
     ("cohere", "CohereDecoderLayer"): "",

@@ -4,7 +4,7 @@ import ast
 import sys
 from typing import Callable, List, NoReturn, Optional, Set, Tuple, Union
 
-from .code import Refused, in_short, is_text, logs
+from .code import Raised, Refused, in_short, is_text, logs
 from .expressions import Expressions
 from .values import VALUE, Closure, Given, Known, Own, Plain, Several, Words, merged
 
@@ -62,6 +62,9 @@ class Body(Expressions):
 
     def read_Pass(self, node: ast.Pass) -> None:
         pass
+
+    def read_Raise(self, node: ast.Raise) -> None:
+        raise Raised(str(self.refused(node)))
 
     def read_Return(self, node: ast.Return) -> bool:
         value = Plain(None) if node.value is None else self.expression(node.value)
@@ -185,13 +188,15 @@ class Body(Expressions):
     ) -> List[Tuple]:
         """[(what a way gives, the names after it, the condition of it)] of those that a call may
         take. One that cannot be read is for calls that are not ours, and so is an `optional` one
-        by the sizes of a call."""
+        for nothing or under torch.jit; one by other sizes is refused, unless it raises."""
         held = self.truth(self.expression(test), test)
         if isinstance(held, Plain):
             return [((yes if held.value else no)(), self.env, Known("True", frozenset()))]
         before, found, refused = self.env, [], []
         ways = [(held, yes), (negated(held), no)]
-        if optional and held.on & {"size", "call", "derived"}:
+        by_size = held.on & {"size", "derived"}
+        nothing = by_size and held.text is not None and held.text.endswith(" == 0)")
+        if optional and (nothing or "call" in held.on and not by_size):
             refused.append((held, self.refused(test)))
             del ways[0]
         for condition, way in ways:
@@ -210,8 +215,10 @@ class Body(Expressions):
         if len(refused) > 1:
             raise refused[0][1]
         for condition, why in refused:
+            if by_size and not nothing and not isinstance(why, Raised):
+                raise why
             self.exclude(condition, why, test)
-        if not refused and held.on & {"size", "call", "derived"}:
+        if not refused and (by_size or "call" in held.on):
             self.refuse(test)
         if not refused and "dtype" in held.on:
             self.reader.by_dtype = True

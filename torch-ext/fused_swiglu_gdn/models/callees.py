@@ -108,6 +108,10 @@ class Callees:
         return args, Words(words, rest), whole
 
     def called(self, function: object, node: ast.Call, idle: bool = False) -> object:
+        if isinstance(function, Plain) and id(function.value) not in SPECIAL:
+            name = getattr(function.value, "__name__", "")
+            if isinstance(name, str) and vars(torch).get(name) is function.value:
+                self.refuse(node)  # a function of torch that is not listed
         args, words, whole = self.arguments(node)
         while isinstance(function, Partial):
             args = [*function.args, *args]
@@ -169,7 +173,7 @@ class Callees:
             return args[1]
         if id(value) in MODES and not args and not words.values:
             self.pin(function)
-            return Known(f"{MODES[id(value)]}()", frozenset(["call"]))
+            return Known(MODES[id(value)][0], frozenset([MODES[id(value)][1]]))
         if id(value) in SIGNS and len(args) == 2:
             return self.operation(SIGNS[id(value)](), *args, node)
         if getattr(math, getattr(value, "__name__", ""), None) is value:
@@ -286,6 +290,8 @@ class Callees:
         return VALUE
 
     def method_of_a_tensor(self, base: object, name: str, node: ast.Call) -> object:
+        if isinstance(base, Own) and name == "get":  # of a dictionary, which nobody guards
+            return Plain(NotImplemented)
         if name not in METHODS and name not in SIZES:
             self.refuse(node)
         if isinstance(base, (Several, Closure, Method, Partial)):

@@ -50,13 +50,14 @@ FUNCTIONS = {
 FUNCTIONS.update((id(clock), "time") for clock in (time.time, time.perf_counter, time.monotonic))
 CONDITIONAL = {"device": "size", "dtype": "dtype", "ndim": "size", "shape": "size"}
 ATTRIBUTES = {*CONDITIONAL, "mT", "T"}
-# the state of torch
+# the state of torch, and what that is about
 MODES = {
-    id(operator.attrgetter(name)(torch)): f"torch.{name}"
-    for name in (
-        "is_grad_enabled", "jit.is_scripting", "jit.is_tracing", "compiler.is_compiling",
-        "is_inference_mode_enabled",
+    id(operator.attrgetter(name)(torch)): (f"torch.{name}()", kind)
+    for kind, names in (
+        ("call", ("jit.is_scripting", "jit.is_tracing", "compiler.is_compiling")),
+        ("size", ("is_grad_enabled", "is_inference_mode_enabled")),
     )
+    for name in names
 }  # fmt: skip
 # contexts that change nothing, and those that do so where autocast is off already
 CONTEXTS = {
@@ -76,6 +77,10 @@ def in_short(node: ast.AST) -> str:
 
 class Refused(Exception):
     """A forward, or a module, is of no known form; the message says why."""
+
+
+class Raised(Refused):
+    """What is read raises an error."""
 
 
 def source_of(function: object, free: Tuple[str, ...] = ()) -> ast.FunctionDef:

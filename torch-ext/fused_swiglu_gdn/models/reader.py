@@ -55,7 +55,6 @@ class Source(NamedTuple):
     tensors: Tuple[str, ...]  # attributes whose methods are called
     guarded: FrozenSet[str]  # attributes of `decided`
     more: Dict[str, str]  # what it has of MORE: where
-    refused: Optional[str] = None  # why it is not known, and all else is as far as it was read
 
 
 _sources: Dict[type, List[Source]] = {}
@@ -70,8 +69,6 @@ def read(kind: type, module: nn.Module, *allowed: str, more: Iterable[str] = ())
     if known is None:
         known = _read(kind, module)
         _sources[kind] = [*sources, known]
-    if known.refused is not None:
-        raise Refused(known.refused)
     if not known.pinned.unchanged(module):
         raise Refused("it has methods of its own, which its class has not")
     for path in known.tensors:
@@ -87,27 +84,26 @@ def read(kind: type, module: nn.Module, *allowed: str, more: Iterable[str] = ())
 
 def read_method(kind: type, name: str) -> Source:
     """The source of another method of a class; raises Refused."""
-    found = _read(kind, None, name)
-    if found.refused is not None:
-        raise Refused(found.refused)
-    return found
+    return _read(kind, None, name)
 
 
 def _read(kind: type, module: Optional[nn.Module], name: str = "forward") -> Source:
-    reader, plain, refused = Reader(kind, module), None, None
+    reader = Reader(kind, module)
     try:
         plain = reader.main(name)
     except Refused as why:  # where optional arguments are left at their defaults, it may be read
-        refused, again = str(why), Reader(kind, module, reader.computed_with | reader.switches)
-        again.decided = reader.decided
+        first, reader = reader, Reader(kind, module, reader.computed_with | reader.switches)
+        reader.decided = first.decided
         try:
-            plain, reader, refused = again.main(name), again, None
+            if not reader.fixed:
+                raise
+            plain = reader.main(name)
         except Refused:
-            pass
+            raise why from None
     names = {(id(space), name): (space, name, value) for space, name, value in reader.names}
     codes = {id(function): (function, code) for function, code in reader.codes}
     pinned = Pinned(tuple(names.values()), tuple(codes.values()), tuple(sorted(reader.methods)))
-    known = {} if plain is None else inspect.signature(plain).parameters
+    known = inspect.signature(plain).parameters
     defaults = {**defaults_of(known), **dict.fromkeys(reader.extra)}
     fails = (condition(f"not ({text})", defaults) for text in dict.fromkeys(reader.excluded))
     return Source(
@@ -117,7 +113,6 @@ def _read(kind: type, module: Optional[nn.Module], name: str = "forward") -> Sou
         tuple((held, value) for held, value, _ in reader.decided.values()),
         tuple(sorted(reader.tensors)),
         frozenset().union(*(paths for _, _, paths in reader.decided.values())), dict(reader.more),
-        refused,
     )  # fmt: skip
 
 
