@@ -79,8 +79,8 @@ def _tensors(router: nn.Module, choice: Choice) -> tuple:
 
 
 def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tuple]:
-    """(logits [T, E], weights [T, K], ids [T, K]): what a router returns; None where that is its
-    own forward's to say."""
+    """logits [T, E], weights [T, K] and ids [T, K] in the order of the router; None where that is
+    its own forward's to say."""
     tensors = weight, bias, _ = _tensors(router, choice)
     if why_not_router(router, choice) or x.ndim not in choice.dims:
         return None
@@ -99,7 +99,8 @@ def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tupl
         )
     except (TypeError, ValueError):  # what does not fit is its own forward's to take or refuse
         return None
-    return logits, weights, ids
+    out = logits, weights, ids
+    return tuple([out[i] for i in choice.order])
 
 
 def _add_shared(block: nn.Module, parts: Parts, x: torch.Tensor) -> Optional[torch.Tensor]:

@@ -44,6 +44,7 @@ class Choice(NamedTuple):
     wide: bool  # the product is made in fp32
     upcast: bool  # it is given as fp32
     dims: Tuple[int, ...]  # that x may have
+    order: Tuple[int, ...]  # 0 logits, 1 weights, 2 experts, as they are returned
     dtype: Optional[torch.dtype]  # of the weights; None: that of x
     top_k: int
     scoring: str
@@ -103,9 +104,10 @@ def _tried(module, kind, source: Source, facts: tuple, dims: tuple, scales: tupl
         for (x, names, tensors), training in itertools.product(_inputs(facts, dims), modes):
             twin = twin_of(module, kind, parameters=names)
             twin.__dict__["training"] = training
-            out = _outputs(source.forward, twin, x, facts[1][0])
+            out, order = _outputs(source.forward, twin, x, facts[1][0])
             if found is None:
-                found = _candidates(x, out, (*facts, dims), scales)
+                found = _candidates(x, out, facts, (dims, order), scales)
+            found = [c for c in found if c.order == order]
             products = {c[:6]: c for c in found}.items()
             right = {key for key, c in products if _is_product(x, tensors, out[0], c)}
             counts = {c: _rows_alike(out, tensors[1], c, x) for c in found if c[:6] in right}
@@ -136,7 +138,7 @@ def _inputs(facts: tuple, dims: tuple) -> Iterator[tuple]:
 
 
 def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
-    """Logits, weights and ids that a forward gives; raises Refused."""
+    """(logits, weights, ids) that a forward gives, and their order; raises Refused."""
     given = (x, *twin._parameters.values())
     before = [tensor._version for tensor in given]
     try:
@@ -147,25 +149,31 @@ def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
         raise Refused(ANOTHER_RESULT)
     if [tensor._version for tensor in given] != before:
         raise Refused("its forward writes to what it is given")
-    logits, weights, ids = out
-    T = x.numel() // x.shape[-1]
-    if logits.shape != (T, experts) or ids.shape != weights.shape or ids.dtype != torch.int64:
+    T, chosen = x.numel() // x.shape[-1], [t.dtype == torch.int64 for t in out]
+    if sum(chosen) != 1:
+        raise Refused(ANOTHER_RESULT)
+    at = chosen.index(True)
+    first, second = (i for i in range(3) if i != at)
+    if out[first].shape != (T, experts):
+        first, second = second, first
+    places = first, second, at
+    logits, weights, ids = (out[i] for i in places)
+    if logits.shape != (T, experts) or ids.shape != weights.shape:
         raise Refused(ANOTHER_RESULT)
     if ids.ndim != 2 or len(ids) != T or not 0 < ids.shape[1] <= experts:
         raise Refused(ANOTHER_RESULT)
     if not 0 <= int(ids.min()) <= int(ids.max()) < experts:
         raise Refused(ANOTHER_RESULT)
-    return out
+    return (logits, weights, ids), tuple(map(places.index, range(3)))
 
 
-def _candidates(x: torch.Tensor, out: tuple, facts: tuple, scales: tuple) -> list:
+def _candidates(x: torch.Tensor, out: tuple, facts: tuple, more: tuple, scales: tuple) -> list:
     """What the first run, in 16 bits, leaves possible."""
     logits, weights, ids = out
-    *facts, dims = facts
     dtype = None if weights.dtype == x.dtype else weights.dtype
     wide = ((False, False),) if logits.dtype == x.dtype else ((True, False), (False, True))
     every = itertools.product(wide, LEAST, (True, False), scales)
-    return [Choice(*facts, *w, dims, dtype, ids.shape[1], *how) for w, *how in every]
+    return [Choice(*facts, *w, *more, dtype, ids.shape[1], *how) for w, *how in every]
 
 
 def _is_product(x: torch.Tensor, tensors: tuple, theirs: torch.Tensor, choice: Choice) -> bool:
