@@ -641,6 +641,91 @@ def old_weight_norm(m):
     nn.utils.weight_norm(m.gate_proj)
 
 
+class Margin(P):
+    def forward(self, x):
+        """A text of which a line
+
+        begins at the margin."""
+        return super().forward(x)
+
+
+class Walrus(P):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(gate := self.gate_proj(x)) * self.up_proj(x) + 0 * gate)
+
+
+class WalrusOfTheInput(P):
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x := x * 2)) * self.up_proj(x))
+
+
+class Rest(P):
+    def forward(self, x, *args, **kwargs):
+        return super().forward(x)
+
+
+class Mixed:
+    def act(self, x):
+        return self.act_fn(x)
+
+
+class WithMixin(Mixed, P):
+    def forward(self, x):
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class OwnDict(P):
+    @property
+    def __dict__(self):
+        return {**super().__dict__, "extra": 1}
+
+
+class CheckedFirst(P):
+    def forward(self, x):
+        assert x.is_floating_point() and x.shape[-1] > 0
+        if x is None:
+            raise ValueError("no input")
+        else:
+            x = x.reshape(x.shape)
+            return super().forward(x)
+
+
+class CheckedLater(P):
+    """What is checked is not what came."""
+
+    def forward(self, x):
+        x = x.flatten(0, -2)
+        assert x.shape[0] > 3
+        return super().forward(x)
+
+
+class ReturnsWhereItChecks(P):
+    def forward(self, x):
+        if x.shape[0] > 3:
+            return x
+        else:
+            return super().forward(x)
+
+
+def dropping(function):
+    def wrapper(*args, **kwargs):
+        kwargs.pop("position", None)
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Drops(P):
+    forward = dropping(P.forward)
+
+
+class Chooses(P):
+    """An operation that routers may have."""
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).sort(-1).values)
+
+
 def narrow(m):
     m.up_proj = nn.Linear(K, 1)
 
@@ -766,5 +851,16 @@ FORMS = {
     "spectral norm": (changed(spectral), None),
     "parametrized": (changed(parametrize), None),
     "old weight norm": (changed(old_weight_norm), None),
+    "a text at the margin": (Margin, None),
+    "a named value": (Walrus, None),
+    "a named value for the input": (WalrusOfTheInput, "another formula"),
+    "further arguments": (Rest, None),
+    "a mixin": (WithMixin, None),
+    "__dict__": (OwnDict, "__dict__ of its own"),
+    "checked first": (CheckedFirst, None),
+    "checked later": (CheckedLater, "assert x.shape[0] > 3"),
+    "returns where it checks": (ReturnsWhereItChecks, "x.shape[0]"),
+    "a keyword dropped": (Drops, None),
+    "sorted": (Chooses, "has `"),
     "up of one column": (changed(narrow), "several dtypes, or sizes"),
 }  # fmt: skip

@@ -43,6 +43,14 @@ class OfTheChosen(Plain):
         return logits, torch.softmax(chosen, dim=-1).type_as(x), ids
 
 
+class LogitsLast(Plain):
+    """Granite's before transformers 5.21."""
+
+    def forward(self, x):
+        logits, weights, ids = super().forward(x)
+        return ids, weights, logits
+
+
 class NotNormalized(Plain):
     """Jamba's."""
 
@@ -310,6 +318,7 @@ class Square(Plain):
 
 ROUTERS = {
     Plain: {"scoring": "softmax", "renormalize": True, "dtype": None, "dims": (2, 3)},
+    LogitsLast: {"order": (2, 1, 0)},
     OfTheChosen: {"renormalize": True, "upcast": True, "dims": (2,)},
     NotNormalized: {"renormalize": False, "dtype": torch.float32, "upcast": False},
     Sorted: {"wide": True, "renormalize": False, "scale": 1 / K, "dims": (2,)},

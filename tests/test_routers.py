@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import submodule
-from router_forms import BLOCKS, ROUTERS, Block, Branches, E, H, Once, Plain
+from router_forms import BLOCKS, ROUTERS, Block, Branches, E, H, Once, Plain, Scaled
 
 blocks, reader = submodule("models.moe_blocks"), submodule("models.reader")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,10 +52,10 @@ def test_routers(kernel, everywhere, kind):
     for dtype in DTYPES:
         served = made(kind, dtype)
         plain, x = copy.deepcopy(served), apart(40, dtype)
-        blocks._serve("", served, {})
+        blocks._serve("", served)
         assert submodule("models.serving").is_served(served)
         with submodule("runtime.dispatch").served() as record:
-            mine, theirs = served(x), plain(x)
+            mine, theirs = ([m(x)[i] for i in form.found.order] for m in (served, plain))
         assert record["topk_fwd"]
         assert [out.dtype for out in mine] == [out.dtype for out in theirs]
         eps = torch.finfo(theirs[1].dtype).eps
@@ -83,7 +83,7 @@ def test_blocks(kernel, everywhere, kind):
         return
     served = made(kind)
     plain, x = copy.deepcopy(served), apart(6, torch.float32).view(2, 3, H)
-    blocks._serve("", served, {})
+    blocks._serve("", served)
     with submodule("runtime.dispatch").served() as record:
         assert torch.allclose(served(x), plain(x), atol=1e-6)
     assert record["shared_fwd"]
@@ -98,7 +98,7 @@ def test_what_changes_afterwards(kernel, everywhere):
     ):  # fmt: skip
         served = made(kind)
         plain = copy.deepcopy(served)
-        blocks._serve("", served, {})
+        blocks._serve("", served)
         x = x.view(2, 3, H) if kind is Once else x
         setattr(served, name, value)
         setattr(plain, name, value)
@@ -114,7 +114,7 @@ def test_what_changes_afterwards(kernel, everywhere):
 def test_inputs_that_no_trial_had(kernel, everywhere):
     router = made(Plain)
     plain = copy.deepcopy(router)
-    blocks._serve("", router, {})
+    blocks._serve("", router)
     for x in (torch.randn(H), torch.randn(2, 3, 2, H), torch.randn(0, H)):
         assert all(map(torch.equal, router(x), plain(x)))
     for x in (torch.randn(3, H).double(), torch.randn(3, H + 1)):
@@ -128,21 +128,37 @@ def test_inputs_that_no_trial_had(kernel, everywhere):
 
 
 def test_a_form_is_tried_once(kernel, monkeypatch):
-    """And a refusal once in a model, so that nothing is refused for good."""
     tried = []
     for name in ("find_choice", "find_parts"):
         find = getattr(blocks, name)
         monkeypatch.setattr(blocks, name, lambda *a, find=find: tried.append(a[1]) or find(*a))
     monkeypatch.setattr(blocks, "_found", {})
-    refused_kind = next(
-        kind for kind, found in ROUTERS.items() if found == "score is no module of its own"
-    )
-    model = torch.nn.ModuleList(made(kind) for kind in (Block, Block, refused_kind, refused_kind))
-    for count in (1, 2):
+    model = torch.nn.ModuleList(made(kind) for kind in (Block, Block, Scaled, Scaled))
+    for _ in range(2):
         blocks.serve_blocks(model)
-        assert sorted(kind.__name__ for kind in tried) == sorted(
-            ["Block", "Plain", *["Calls"] * count]
-        )
+        assert sorted(kind.__name__ for kind in tried) == ["Block", "Plain", "Scaled"]
+
+
+class Head(torch.nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.empty(experts, 4096, device="meta"))
+
+    def forward(self, x):
+        return torch.nn.functional.linear(x, self.weight)
+
+
+class ChoosingHead(Head):
+    def forward(self, x):
+        logits = super().forward(x)
+        return logits, *logits.softmax(-1).topk(8)
+
+
+@pytest.mark.parametrize("head", [Head(64), Head(300_000), ChoosingHead(300_000)])
+def test_a_head_of_a_vocabulary_is_not_tried(kernel, monkeypatch, head):
+    monkeypatch.setattr(submodule("models.router_trial"), "random", None)
+    assert refusal(head) == "it does not choose among at most 4096 experts"
+    assert blocks.serve_blocks(head) == []
 
 
 def test_compiles_in_one_graph(kernel, everywhere):

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..experts import reference
-from ..layers.untouched import why_patched
 from .code import Refused
 from .reader import Source, why_odd_module
 from .stand_ins import features, quiet, random, twin_of
@@ -61,8 +60,7 @@ def sizes_of(module: nn.Module) -> tuple:
 
 def find_parts(module: nn.Module, kind: type, source: Source, values: dict) -> Parts:
     """Which part is what; raises Refused."""
-    reason = why_patched()
-    reason = reason or why_odd_module(module, kind, source, source.parts, "__call__")
+    reason = why_odd_module(module, kind, source, source.parts, "__call__")
     if reason is not None:
         raise Refused(reason)
     names = [name for name in source.parts if name in module._modules]

@@ -108,10 +108,8 @@ class Callees:
         return args, Words(words, rest), whole
 
     def called(self, function: object, node: ast.Call, idle: bool = False) -> object:
-        if isinstance(function, Plain) and id(function.value) not in SPECIAL:
-            name = getattr(function.value, "__name__", "")
-            if isinstance(name, str) and vars(torch).get(name) is function.value:
-                self.refuse(node)  # a function of torch that is not listed
+        if isinstance(function, Plain):
+            self.is_listed(function, node)
         args, words, whole = self.arguments(node)
         while isinstance(function, Partial):
             args = [*function.args, *args]
@@ -121,10 +119,7 @@ class Callees:
             plain = undispatched(function.value)
             if isinstance(plain, FunctionType) and id(plain) not in SPECIAL:
                 self.pin(function)
-                for home in (torch, F):
-                    if function.place and function.place[0] is vars(home):
-                        name = f"{home.__name__}.{function.place[1]}"
-                        raise Refused(f"its forward calls {name}, which is patched")
+                self.is_no_patch(function)
                 if self.passing == (args, words):
                     return Passed(plain)
                 function = Method(plain, None)
@@ -145,6 +140,21 @@ class Callees:
         for value in (*args, words):
             self.use(value, node)
         return VALUE
+
+    def is_listed(self, function: Plain, node: ast.Call) -> None:
+        """Refuses a function of torch that is not listed."""
+        name = getattr(function.value, "__name__", "")
+        if id(function.value) not in SPECIAL and isinstance(name, str):
+            if vars(torch).get(name) is function.value:
+                self.refuse(node)
+
+    @staticmethod
+    def is_no_patch(function: Plain) -> None:
+        """Refuses what somebody has put in place of a function of torch."""
+        for home in (torch, F):
+            if function.place and function.place[0] is vars(home):
+                name = f"{home.__name__}.{function.place[1]}"
+                raise Refused(f"its forward calls {name}, which is patched")
 
     def of_a_function(self, function, args: list, words: Words) -> object:
         if isinstance(function, Closure):

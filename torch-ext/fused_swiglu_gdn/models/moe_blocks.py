@@ -15,7 +15,7 @@ from ..experts import ops_shared, ops_topk
 from ..experts.api_topk import fused_topk
 from ..layers.pinned import Pinned, has_values
 from ..layers.plain import PLAIN_TENSORS, parameters_of, why_not_tensor
-from ..layers.untouched import untouched
+from ..layers.untouched import untouched, why_patched
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
 from .block_trial import Parts, find_parts, gates_among, sizes_of, with_shared
@@ -39,13 +39,13 @@ class Form(NamedTuple):
     found: Union[Choice, Parts]
 
 
-_found: Dict[tuple, Union[Choice, Parts]] = {}
+_found: Dict[tuple, Union[Choice, Parts, str]] = {}
 
 
-def form_of(module: nn.Module, refused: Optional[Dict[tuple, str]] = None) -> Optional[Form]:
+def form_of(module: nn.Module) -> Optional[Form]:
     """The form of a router, or of a block with a shared expert; None of any other module. Raises
-    Refused. `refused`: why others of a model are none, which is then not tried again."""
-    kind, refused = own_class(module), {} if refused is None else refused
+    Refused."""
+    kind = own_class(module)
     if kind.__module__.split(".")[0] == "torch":  # most modules of a model
         return None
     if weight_among(module) is not None:
@@ -59,17 +59,17 @@ def form_of(module: nn.Module, refused: Optional[Dict[tuple, str]] = None) -> Op
     for name in source.reads:
         if name not in values and name != "training" and name not in dict(facts):
             raise Refused(f"its forward reads {name}, which is no number, word or flag")
-    key = (facts, *form_key(module, kind, source, values))
-    if key in refused:
-        raise Refused(refused[key])
+    patched = why_patched()
+    key = (patched, facts, *form_key(module, kind, source, values))
     if key not in _found:
         try:
-            _found[key] = find(module, kind, source, values)
+            _found[key] = patched or find(module, kind, source, values)
         except Refused as why:
-            refused[key] = str(why)
-            raise
-    guards = tuple(values.items())
-    return Form(kind, source.pinned, guards, source.checks, argument, _found[key])
+            _found[key] = str(why)
+    found, guards = _found[key], tuple(values.items())
+    if isinstance(found, str):
+        raise Refused(found)
+    return Form(kind, source.pinned, guards, source.checks, argument, found)
 
 
 def _tensors(router: nn.Module, choice: Choice) -> tuple:
@@ -79,8 +79,8 @@ def _tensors(router: nn.Module, choice: Choice) -> tuple:
 
 
 def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tuple]:
-    """(logits [T, E], weights [T, K], ids [T, K]): what a router returns; None where that is its
-    own forward's to say."""
+    """logits [T, E], weights [T, K] and ids [T, K] in the order of the router; None where that is
+    its own forward's to say."""
     tensors = weight, bias, _ = _tensors(router, choice)
     if why_not_router(router, choice) or x.ndim not in choice.dims:
         return None
@@ -99,7 +99,8 @@ def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tupl
         )
     except (TypeError, ValueError):  # what does not fit is its own forward's to take or refuse
         return None
-    return logits, weights, ids
+    out = logits, weights, ids
+    return tuple([out[i] for i in choice.order])
 
 
 def _add_shared(block: nn.Module, parts: Parts, x: torch.Tensor) -> Optional[torch.Tensor]:
@@ -190,20 +191,19 @@ _WHY_NOT = {Choice: why_not_router, Parts: _why_not_block}
 
 def serve_blocks(model: nn.Module) -> List[Row]:
     """Serves all routers, and blocks with a shared expert, that are of a known form."""
-    refused: Dict[tuple, str] = {}
-    rows = [_serve(*pair, refused) for pair in model.named_modules() if not is_served(pair[1])]
+    rows = [_serve(*pair) for pair in model.named_modules() if not is_served(pair[1])]
     return [row for row in rows if row is not None]
 
 
-def _serve(name: str, module: nn.Module, refused: Dict[tuple, str]) -> Optional[Row]:
+def _serve(name: str, module: nn.Module) -> Optional[Row]:
     """Serves a module if it is of a known form. One that is not has a row if it is called so."""
     kind = own_class(module)
     try:
-        form = form_of(module, refused)
+        form = form_of(module)
     except Exception as error:  # a module of a kind never seen must not stop the others
-        if not any(word in kind.__name__.lower() for word in ("router", "moe")):
+        word, layer = ("moe", "add_shared") if module._modules else ("router", "fused_topk")
+        if word not in kind.__name__.lower():
             return None
-        layer = LAYERS[Parts if module._modules else Choice]
         known = isinstance(error, Refused)
         reason = str(error) if known else f"looking at it raises {type(error).__name__}"
         return Row(name, kind.__name__, layer, None, reason, is_of_transformers(module))

@@ -15,7 +15,6 @@ from torch import nn
 from ..experts import reference
 from ..experts.call import LEAST, TopkOptions
 from ..layers.plain import told
-from ..layers.untouched import why_patched
 from .code import Refused
 from .reader import Source, why_odd_module
 from .stand_ins import quiet, random, twin_of
@@ -28,6 +27,7 @@ CASES = (
     ((1, 1), 2.0, 1.0), ((3, 3), 60.0, 0.0), ((1, 12), 0.1, 0.0),
 )  # fmt: skip
 APART = 1e-5  # of scores for the choice: between closer ones either may be chosen
+MOST = 4096  # experts
 LEAST_ROWS = 20  # tokens of which the choice is certain
 ANOTHER_PRODUCT = "its logits are another product than x @ weight.T"
 ANOTHER_CHOICE = "its weights or experts are not those of fused_topk"
@@ -44,6 +44,7 @@ class Choice(NamedTuple):
     wide: bool  # the product is made in fp32
     upcast: bool  # it is given as fp32
     dims: Tuple[int, ...]  # that x may have
+    order: Tuple[int, ...]  # 0 logits, 1 weights, 2 experts, as they are returned
     dtype: Optional[torch.dtype]  # of the weights; None: that of x
     top_k: int
     scoring: str
@@ -76,7 +77,9 @@ def shapes_of(module: nn.Module) -> tuple:
 def find_choice(module: nn.Module, kind: type, source: Source, values: dict) -> Choice:
     """What a router does; raises Refused."""
     weight, shapes = weight_among(module), dict(shapes_of(module))
-    reason = why_patched() or why_odd_module(module, kind, source, shapes, "__call__")
+    reason = why_odd_module(module, kind, source, shapes, "__call__")
+    if reason is None and (not source.more.keys() & {"sort", "topk"} or shapes[weight][0] > MOST):
+        reason = f"it does not choose among at most {MOST} experts"  # a head of a vocabulary
     if reason is not None:
         raise Refused(reason)
     experts = shapes[weight][:1]
@@ -85,27 +88,33 @@ def find_choice(module: nn.Module, kind: type, source: Source, values: dict) -> 
              if len({*pair}) == 2 or not vectors]  # fmt: skip
     scales = [1.0, *(v for v in values.values() if type(v) in (int, float) and v > 0)]
     scales = tuple(dict.fromkeys(float(s) for v in scales for s in (v, 1.0 / v)))
-    reasons = []
-    for pair, dims in itertools.product(roles, ((2, 3), (2,), (3,))):
-        facts = weight, tuple(shapes[weight]), *pair
-        try:
-            return _tried(module, kind, source, facts, dims, scales)
-        except Refused as why:
-            reasons.append(str(why))
+    with quiet():
+        weights, reasons = _weights(*shapes[weight]), []
+    for pair in roles:
+        for dims in ((2, 3), (2,), (3,)):
+            facts = weight, tuple(shapes[weight]), *pair
+            try:
+                return _tried(module, kind, source, facts, weights, dims, scales)
+            except Refused as why:
+                reasons.append(str(why))
+                if reasons[-1] in (ANOTHER_PRODUCT, ANOTHER_CHOICE):
+                    break
     raise Refused(ANOTHER_CHOICE if ANOTHER_CHOICE in reasons else reasons[0])
 
 
-def _tried(module, kind, source: Source, facts: tuple, dims: tuple, scales: tuple) -> Choice:
+def _tried(module, kind, source, facts: tuple, weights: dict, dims, scales) -> Choice:
     """The choice, if bias and added of `facts` are what they are called; raises Refused."""
     found, rows = None, 0
     modes = (False, True) if "training" in source.reads else (module.training,)
+    every = ((*given, mode) for given in _inputs(facts, weights, dims) for mode in modes)
     with quiet():
-        for (x, names, tensors), training in itertools.product(_inputs(facts, dims), modes):
+        for x, names, tensors, training in every:
             twin = twin_of(module, kind, parameters=names)
             twin.__dict__["training"] = training
-            out = _outputs(source.forward, twin, x, facts[1][0])
+            out, order = _outputs(source.forward, twin, x, facts[1][0])
             if found is None:
-                found = _candidates(x, out, (*facts, dims), scales)
+                found = _candidates(x, out, facts, (dims, order), scales)
+            found = [c for c in found if c.order == order]
             products = {c[:6]: c for c in found}.items()
             right = {key for key, c in products if _is_product(x, tensors, out[0], c)}
             counts = {c: _rows_alike(out, tensors[1], c, x) for c in found if c[:6] in right}
@@ -118,12 +127,16 @@ def _tried(module, kind, source: Source, facts: tuple, dims: tuple, scales: tupl
     return found[0]
 
 
-def _inputs(facts: tuple, dims: tuple) -> Iterator[tuple]:
-    """x, the parameters by their names, and (weight, bias, added)."""
-    weight, (E, H), *roles = facts
+def _weights(E: int, H: int) -> dict:
     w = random(E, min(H, 64)).repeat(1, 1 + H // 64)[:, :H] * random(H, seed=1) * H**-0.5
     w[:, 0] = 1.0  # so that the first of x is added to all logits
-    weights, vectors = {dtype: w.to(dtype) for dtype in DTYPES}, random(2, E, seed=2) * 0.5
+    return {dtype: w.to(dtype) for dtype in DTYPES}
+
+
+def _inputs(facts: tuple, weights: dict, dims: tuple) -> Iterator[tuple]:
+    """x, the parameters by their names, and (weight, bias, added)."""
+    weight, (E, H), *roles = facts
+    vectors = random(2, E, seed=2) * 0.5
     for (i, (sizes, scale, shift)), dtype in itertools.product(enumerate(CASES), DTYPES):
         x = random(*sizes, H, seed=i + 3) * scale
         x[..., 0] = shift
@@ -136,7 +149,7 @@ def _inputs(facts: tuple, dims: tuple) -> Iterator[tuple]:
 
 
 def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
-    """Logits, weights and ids that a forward gives; raises Refused."""
+    """(logits, weights, ids) that a forward gives, and their order; raises Refused."""
     given = (x, *twin._parameters.values())
     before = [tensor._version for tensor in given]
     try:
@@ -147,25 +160,31 @@ def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
         raise Refused(ANOTHER_RESULT)
     if [tensor._version for tensor in given] != before:
         raise Refused("its forward writes to what it is given")
-    logits, weights, ids = out
-    T = x.numel() // x.shape[-1]
-    if logits.shape != (T, experts) or ids.shape != weights.shape or ids.dtype != torch.int64:
+    T, chosen = x.numel() // x.shape[-1], [t.dtype == torch.int64 for t in out]
+    if sum(chosen) != 1:
+        raise Refused(ANOTHER_RESULT)
+    at = chosen.index(True)
+    first, second = (i for i in range(3) if i != at)
+    if out[first].shape != (T, experts):
+        first, second = second, first
+    places = first, second, at
+    logits, weights, ids = (out[i] for i in places)
+    if logits.shape != (T, experts) or ids.shape != weights.shape:
         raise Refused(ANOTHER_RESULT)
     if ids.ndim != 2 or len(ids) != T or not 0 < ids.shape[1] <= experts:
         raise Refused(ANOTHER_RESULT)
     if not 0 <= int(ids.min()) <= int(ids.max()) < experts:
         raise Refused(ANOTHER_RESULT)
-    return out
+    return (logits, weights, ids), tuple(map(places.index, range(3)))
 
 
-def _candidates(x: torch.Tensor, out: tuple, facts: tuple, scales: tuple) -> list:
+def _candidates(x: torch.Tensor, out: tuple, facts: tuple, more: tuple, scales: tuple) -> list:
     """What the first run, in 16 bits, leaves possible."""
     logits, weights, ids = out
-    *facts, dims = facts
     dtype = None if weights.dtype == x.dtype else weights.dtype
     wide = ((False, False),) if logits.dtype == x.dtype else ((True, False), (False, True))
     every = itertools.product(wide, LEAST, (True, False), scales)
-    return [Choice(*facts, *w, dims, dtype, ids.shape[1], *how) for w, *how in every]
+    return [Choice(*facts, *w, *more, dtype, ids.shape[1], *how) for w, *how in every]
 
 
 def _is_product(x: torch.Tensor, tensors: tuple, theirs: torch.Tensor, choice: Choice) -> bool:
