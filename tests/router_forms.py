@@ -332,7 +332,7 @@ ROUTERS = {
     Pair: "does not return logits, weights and experts", Twin: PRODUCT,
     Writes: "has `x *= 0.5`", WritesWeight: "writes to what it is given",
     InTraining: ANOTHER, Half: ANOTHER, Noisy: "has `torch.randn_like(x)`",
-    Branches: {}, Reads: "reads table",
+    Branches: "has `x.shape[0] > 100`", Reads: "reads table",
     Calls: "score is no module of its own",
     Detached: "has `weights.detach()`", Square: PRODUCT,
 }  # fmt: skip

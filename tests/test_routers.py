@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from conftest import submodule
-from router_forms import BLOCKS, ROUTERS, Block, Branches, E, H, Once, Plain, Scaled
+from router_forms import BLOCKS, ROUTERS, Block, E, H, Once, Plain, Scaled
 
 blocks, reader = submodule("models.moe_blocks"), submodule("models.reader")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -62,17 +62,6 @@ def test_routers(kernel, everywhere, kind):
         same = (dense(*mine) - dense(*theirs)).abs() <= 4 * eps * dense(*theirs).abs() + 1e-6
         assert same.all(-1).all(0).float().mean() > 0.9  # of two that are alike either is chosen
         assert torch.equal(mine[0], theirs[0])
-
-
-def test_calls_that_take_another_way(kernel, everywhere):
-    """More than 100 tokens are the class's own forward's."""
-    served = made(Branches)
-    plain, x = copy.deepcopy(served), apart(101, torch.float32)
-    blocks._serve("", served, {})
-    with submodule("runtime.dispatch").served() as record:
-        mine, theirs = served(x), plain(x)
-    assert "topk_fwd" not in record
-    assert all(torch.equal(a, b) for a, b in zip(mine, theirs))
 
 
 @pytest.mark.parametrize("kind", BLOCKS, ids=lambda kind: kind.__name__)
