@@ -169,6 +169,13 @@ class Kernel:
         y = self.kernels.sigmoid_gate_fwd(x, gate)
         assert_close(y, reference.sigmoid_gate_fwd(wide(x), wide(gate)))
 
+    def test_gate_of_nothing_with_gaps(self):
+        """contiguous() leaves the strides of a tensor without elements as they are."""
+        x, gate = self.normal(0, 2, 15)[..., 1::2], self.normal(0, 2, 7)
+        assert self.kernels.sigmoid_gate_fwd(x, gate).shape == (0, 2, 7)
+        for dx in self.kernels.sigmoid_gate_bwd(x, gate, x):
+            assert dx.shape == (0, 2, 7)
+
     @pytest.mark.parametrize("kind", [None, torch.bool, torch.float32, HALF], ids=str)
     @pytest.mark.parametrize("B, HQ, HK, S, D", ATTENTIONS)
     @pytest.mark.parametrize("multiprocessors", [1, 132])

@@ -77,6 +77,8 @@ def _sigmoid_gate_kernel(
 def rows_of(*tensors: torch.Tensor) -> Optional[Tuple[List[int], List[List[int]]]]:
     """([outer, middle, inner, N], strides of outer, middle, inner for each tensor) of tensors of
     one shape, as few dimensions as their strides allow; None if these do not suffice."""
+    if tensors[0].numel() == 0:  # whose strides mean nothing, and contiguous() leaves as they are
+        return [0, 1, 1, 1], [[0, 0, 0] for _ in tensors]
     found: list = []  # (size, strides), innermost first
     for i in reversed(range(tensors[0].ndim)):
         size, strides = tensors[0].shape[i], [x.stride(i) for x in tensors]
