@@ -8,7 +8,8 @@ D = 2 H K + HV V channels of the convolution, W its taps.
 """
 
 import functools
-from typing import Callable, Container, Optional
+import operator
+from typing import Callable, Dict, FrozenSet, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -17,12 +18,38 @@ from ..gdn import api as gdn
 from ..gdn_layer import api as gdn_layer
 from ..gdn_layer import fused
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
+from .forward import Arguments, forward_by
 from .functions import named_activation, normed_and_gated, packed_lengths
 from .gated_norm import is_gated_norm
-from .own_code import differs_since
+from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS
 from .projections import projected, projections
 from .replay import held_states
+
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of a layer's argument
+
+
+class Known(NamedTuple):
+    """What the forward of a class is known by."""
+
+    pinned: Pinned  # what a patch could replace
+    own: FrozenSet[str]  # keywords that it does not know, or takes for others
+
+
+KNOWN: Dict[type, Known] = {}  # by the classes whose modules are served
+
+
+class GdnForm(NamedTuple):
+    """A class of transformers' Gated DeltaNet layers that one of ours computes the same."""
+
+    ours: type
+    kind: type
+    arguments: Arguments
+    cache: Optional[str]  # the names of its arguments
+    mask: Optional[str]
+    guards: Tuple[Tuple[str, object], ...]  # attributes on which its forward depends, not ours
+    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the call is for ours
+    view: Tuple[Tuple[str, Optional[str], object], ...]  # (our attribute, its own, or else a value)
 
 
 @functools.cache
@@ -30,19 +57,43 @@ def _own_class(kind: type, ours: type) -> Optional[type]:
     """Whose forward stands behind ours in a class that is served."""
     for base in kind.__mro__:
         members = vars(base)
-        if members.get("forward", ours.forward) is not ours.forward and "served_as" not in members:
+        if "served_as" in members:
+            return base.__bases__[1]
+        if members.get("forward", ours.forward) is not ours.forward:
             return base
     return None
 
 
-def forward_of(ours: type, kind: type, names: Container[str]) -> Callable:
-    """The forward of a layer of ours for a class whose forward knows the cache by these names.
+@functools.lru_cache(maxsize=1024)
+def forward_of(form: GdnForm) -> Callable:
+    """The forward of a layer of ours for the modules of a class, with their names for what it is
+    given and for what it reads: those are properties of the class that is served."""
+    ours, kind, guards, cache, mask = form.ours, form.kind, form.guards, form.cache, form.mask
+    positional, _, required, more, hidden, fixed, _ = form.arguments
+    usual = more and (hidden, mask) == ("hidden_states", "attention_mask")
+    usual = usual and positional == (hidden, cache, mask) and not (required or fixed)
+    if usual and not (guards or form.checks or form.view):
+        if cache == "cache_params":
+            return ours.forward
+        if cache == "cache":
+            return _by_another_name(ours, kind)
 
-    A call by a name that the class does not know is its own forward's, and our argument has a name
-    that some do not know.
-    """
-    if "cache_params" in names:
-        return ours.forward
+    def serve(self, x, given, rest):
+        if guards and not has_values(self, guards):
+            return None
+        return ours.forward(self, x, given.get(cache), given.get(mask), **rest)
+
+    forward = forward_by(form, serve, ours.__name__, compiled=not form.checks)
+    forward.view = {
+        name: value if own is None else property(operator.attrgetter(own))
+        for name, own, value in form.view
+    }
+    return forward
+
+
+def _by_another_name(ours: type, kind: type) -> Callable:
+    """For a class that calls the cache `cache`: a call by a name that it does not know is its own
+    forward's."""
 
     def forward(self, hidden_states, cache=None, attention_mask=None, **kwargs):
         if "cache_params" in kwargs:
@@ -64,7 +115,9 @@ def _patch(layer, ours: type, cache, kwargs: dict) -> Optional[Callable]:
     own = _own_class(type(layer), ours)
     plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
     twice = cache is not None and "cache" in kwargs
-    if plain and not twice and not differs_since(own, layer, kwargs):
+    known = KNOWN.get(own)
+    same = known is None or known.own.isdisjoint(kwargs) and known.pinned.unchanged(layer)
+    if plain and not twice and same:
         return None
     if kwargs.get("cp_context") is not None:
         raise ValueError("cp_context must not be given to a layer that is patched or sharded")

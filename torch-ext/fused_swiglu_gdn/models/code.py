@@ -6,7 +6,6 @@ import inspect
 import linecache
 import logging
 import sys
-import textwrap
 from types import FunctionType
 from typing import Iterable, Optional, Tuple
 
@@ -14,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..layers.own_code import codes_in, codes_of
+from ..layers import own_code
+from ..layers.own_code import codes_in
 
 # of tensors, as methods and as functions of torch: none of them looks at values
 OPERATIONS = {
@@ -64,10 +64,12 @@ def source_of(function: object, free: Tuple[str, ...] = ()) -> ast.FunctionDef:
         where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
         raise Refused(f"its forward is wrapped by {code.co_name} in {where}")
     try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(code)))
+        text = inspect.getsource(code)
+        inner = text[0].isspace()  # a docstring's lines may be further left than its function
+        definition = ast.parse(f"if True:\n{text}" if inner else text).body[0]
     except (OSError, TypeError, SyntaxError):
         raise Refused("its forward has no source to read") from None
-    definition = tree.body[0]
+    definition = definition.body[0] if inner else definition
     if not isinstance(definition, ast.FunctionDef):
         raise Refused("its forward has no source to read")
     if code not in _codes_around(function):
@@ -81,7 +83,7 @@ def _codes_around(function: FunctionType) -> frozenset:
     module, file = function.__globals__.get("__name__"), function.__code__.co_filename
     known = sys.modules.get(module)
     if known is not None and getattr(known, "__file__", None) == file:
-        codes = codes_of(module)
+        codes = own_code.codes_of(module)
         if codes:
             return codes
     return _codes_of_text("".join(linecache.getlines(file)))
@@ -119,7 +121,9 @@ def why_odd_class(kind: type, names: Iterable[str], *more: str) -> Optional[str]
     """The class has some of MACHINERY, or `more` of it, of its own, or attributes that would hide
     those of a module by these names."""
     for name in (*more, *MACHINERY):
-        if static(kind, name) is not static(nn.Module, name):
+        found = static(kind, name)
+        plain = name == "__dict__" and inspect.isgetsetdescriptor(found)  # each base has one
+        if found is not static(nn.Module, name) and not plain:
             return f"its class has a {name} of its own"
     for name in names:
         if static(kind, name) is not None:

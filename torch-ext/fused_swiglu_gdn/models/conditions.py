@@ -61,11 +61,19 @@ def is_condition(body, node: ast.expr) -> bool:
                 return False
         if isinstance(each, ast.Attribute) and body.path(each) is None:
             dtype = ast.unparse(each.value) == "torch"
-            if each.attr not in ATTRIBUTES | {"dim", "size"} and not dtype:
+            if each.attr not in ATTRIBUTES | {"dim", "size", "is_floating_point"} and not dtype:
                 return False
         if isinstance(each, ast.Call):
             name = ast.unparse(each.func).rsplit(".", 1)[-1]
-            if name not in ("dim", "size", "isinstance", "len", "tuple", "int"):
+            if name not in (
+                "dim",
+                "size",
+                "is_floating_point",
+                "isinstance",
+                "len",
+                "tuple",
+                "int",
+            ):
                 return False
     for each in ast.walk(node):
         path = body.path(each) if isinstance(each, ast.Attribute) else None

@@ -36,28 +36,31 @@ class Source(NamedTuple):
     checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
     rates: Tuple[str, ...]  # attributes that are the rate of a dropout
     by_dtype: bool  # it compares dtypes
+    hooked: FrozenSet[str]  # parts whose hooks a decorator calls
 
 
-_sources: Dict[type, Source] = {}
+_sources: Dict[tuple, Source] = {}
 
 
-def read(kind: type, module: nn.Module, *allowed: str) -> Source:
+def read(kind: type, module: nn.Module, *allowed: str, body: type = Body) -> Source:
     """The source of the forward of a module of this class; raises Refused. `allowed`: "switches",
-    "by_dtype", for a kind that minds them."""
-    known = _sources.get(kind)
+    "by_dtype", "hooked", for a kind that minds them; `body`: what it may consist of."""
+    known = _sources.get((kind, body))
     if known is None or not known.pinned.unchanged():
-        known = _sources[kind] = _read(kind)
+        known = _sources[kind, body] = _read(kind, body)
     if not known.pinned.unchanged(module):
         raise Refused("it has methods of its own, which its class has not")
     if known.switches and "switches" not in allowed:
         raise Refused(f"its forward branches on {', '.join(sorted(known.switches))}")
     if known.by_dtype and "by_dtype" not in allowed:
         raise Refused("its forward branches on a dtype")
+    if known.hooked and "hooked" not in allowed:
+        raise Refused(f"its forward calls hooks of {', '.join(sorted(known.hooked))}")
     return known
 
 
-def _read(kind: type) -> Source:
-    reader = Reader(kind)
+def _read(kind: type, body: type) -> Source:
+    reader = Reader(kind, body)
     forward, base = reader.method("forward", kind.__mro__)
     plain = reader.bare(forward)
     definition = reader.function(plain, (base.__dict__, "forward", forward), "self", base)
@@ -66,7 +69,7 @@ def _read(kind: type) -> Source:
         plain, definition, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
         plain.__globals__, frozenset(reader.renamed), tuple(sorted(reader.extra)),
         frozenset(reader.switches), tuple(reader.checks), tuple(sorted(reader.rates)),
-        reader.by_dtype,
+        reader.by_dtype, frozenset(reader.hooked),
     )  # fmt: skip
 
 
@@ -112,8 +115,9 @@ def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) 
 class Reader:
     """All functions that a class's forward consists of."""
 
-    def __init__(self, kind: type):
+    def __init__(self, kind: type, body: type = Body):
         self.kind, self.names, self.codes, self.checks = kind, [], [], []
+        self.body, self.hooked = body, set()
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
         self.renamed, self.extra, self.switches = set(), set(), set()
         self.seen: set = set()
@@ -132,6 +136,7 @@ class Reader:
         while True:
             found = peeled(function)
             self.renamed |= found.renamed
+            self.hooked |= found.hooked
             inner = passed_on(self, found.forward)
             if inner is None:
                 return found.forward
@@ -154,7 +159,7 @@ class Reader:
         if me == "self":
             arguments = [*definition.args.posonlyargs, *definition.args.args]
             me = arguments[0].arg if arguments else None
-        Body(self, function, definition, me, owner, main).look()
+        self.body(self, function, definition, me, owner, main).look()
         return definition
 
 

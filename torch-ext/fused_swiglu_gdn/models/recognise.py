@@ -11,7 +11,7 @@ from torch import nn
 
 from ..layers import attention, decoder, norm, swiglu
 from .attention_trial import attention_form, is_attention
-from .gated_delta_net import gated_delta_net
+from .gated_delta_net import gated_delta_net, is_gated_delta_net
 from .layer_trial import is_decoder_layer, layer_form
 from .mlp import gated_mlp
 from .norm_trial import is_norm, norm_form
@@ -66,7 +66,7 @@ def _mlp(module: nn.Module) -> Optional[Finding]:
 
 
 def _gdn(module: nn.Module) -> Optional[Finding]:
-    if "conv1d" in module._modules and "A_log" in module._parameters:
+    if is_gated_delta_net(module):
         return Finding("gdn", *gated_delta_net(module))
     return None
 
