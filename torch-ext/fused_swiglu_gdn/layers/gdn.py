@@ -95,11 +95,11 @@ def _by_another_name(ours: type, kind: type) -> Callable:
     """For a class that calls the cache `cache`: a call by a name that it does not know is its own
     forward's."""
 
-    def forward(self, hidden_states, cache=None, attention_mask=None, **kwargs):
-        if "cache_params" in kwargs:
-            return _called(kind.forward, self, hidden_states, cache, attention_mask, kwargs)
-        return ours.forward(self, hidden_states, cache, attention_mask, **kwargs)
+    def forward(self, *args, **kwargs):
+        mine = kind.forward if "cache_params" in kwargs else ours.forward
+        return mine(self, *args, **kwargs)
 
+    forward.__wrapped__ = kind.forward
     return forward
 
 

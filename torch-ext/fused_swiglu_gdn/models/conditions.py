@@ -10,6 +10,7 @@ from torch import nn
 
 from .code import ATTRIBUTES, CONDITIONS
 
+OF_TENSORS = {"dim", "is_floating_point", "size"}
 NAMES = {"isinstance": isinstance, "len": len, "torch": torch, "tuple": tuple, "int": int}
 
 
@@ -61,19 +62,11 @@ def is_condition(body, node: ast.expr) -> bool:
                 return False
         if isinstance(each, ast.Attribute) and body.path(each) is None:
             dtype = ast.unparse(each.value) == "torch"
-            if each.attr not in ATTRIBUTES | {"dim", "size", "is_floating_point"} and not dtype:
+            if each.attr not in ATTRIBUTES | OF_TENSORS and not dtype:
                 return False
         if isinstance(each, ast.Call):
             name = ast.unparse(each.func).rsplit(".", 1)[-1]
-            if name not in (
-                "dim",
-                "size",
-                "is_floating_point",
-                "isinstance",
-                "len",
-                "tuple",
-                "int",
-            ):
+            if name not in (*OF_TENSORS, "isinstance", "len", "tuple", "int"):
                 return False
     for each in ast.walk(node):
         path = body.path(each) if isinstance(each, ast.Attribute) else None

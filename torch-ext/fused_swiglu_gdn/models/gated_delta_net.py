@@ -20,7 +20,7 @@ from ..layers.pinned import found_at
 from ..layers.plain import told, why_not_tensor
 from .code import Refused, why_odd_class
 from .gdn_body import PACKED, GdnBody
-from .gdn_trial import Found, Roles, why_or_found
+from .gdn_trial import Found, Roles, why_or_found, width_of
 from .reader import form_key, plain_values, read
 from .serving import own_class
 from .stand_ins import features
@@ -103,15 +103,11 @@ def _is_depthwise(part: nn.Module) -> bool:
     return isinstance(part, nn.Conv1d) and part.groups == part.in_channels == part.out_channels
 
 
-def _width(counts: tuple, sizes: tuple) -> int:
-    return sum(count * size for count, size in zip(counts, sizes))
-
-
 def _fit(parts: dict, family: Family, names: dict, sizes: tuple) -> bool:
     """The projections have the sizes of these roles."""
     value, hidden = features(parts[names[family.out]])
     for name, counts in family.widths.items():
-        if features(parts[names[name]]) != (hidden, _width(counts, sizes)):
+        if features(parts[names[name]]) != (hidden, width_of(counts, sizes)):
             return False
     return value == sizes[1] and min(sizes) > 0
 
@@ -179,7 +175,8 @@ def _view(module: nn.Module, kind: type, names: dict, values: dict) -> Iterator[
 
 
 def _found(module: nn.Module, kind: type, source, parts: Parts) -> Found:
-    index = "layer_idx"
+    numbers = [n for n, v in plain_values(module, source.reads).items() if type(v) is int]
+    index = next((n for n in ("layer_idx", *numbers) if n in numbers and "idx" in n), "layer_idx")
     values = plain_values(module, set(source.reads) - {"training", index})
     known = {*module._modules, *module._parameters, "training", index}
     for path in source.reads:
@@ -213,13 +210,10 @@ def _candidates(module: nn.Module, source, index: str) -> Iterator[Roles]:
     for parts in parts_of(module):
         family = FAMILIES[parts.layer]
         heads = told(module._parameters[parts.names["A_log"]], "numel")()
-        sizes = parts.key, parts.value, heads
-        inputs = next((features(module._modules[parts.names[n]])[:1] for n in family.widths
-                       if features(module._modules[parts.names[n]])), (16,))  # fmt: skip
-        widths = [
-            (parts.names[n], *inputs, _width(counts, sizes)) for n, counts in family.widths.items()
-        ]
-        widths.append((parts.names[family.out], parts.value, *inputs))
+        inputs = [features(module._modules[parts.names[n]]) for n in family.widths]
+        hidden = next((sizes[0] for sizes in inputs if sizes), 16)
+        widths = [(parts.names[n], counts) for n, counts in family.widths.items()]
+        widths.append((parts.names[family.out], None))
         taps = module._modules[parts.names["conv1d"]].weight.shape[-1]
         values = {
             "num_v_heads": heads, "head_v_dim": parts.value // heads, "key_dim": parts.key,
@@ -229,7 +223,7 @@ def _candidates(module: nn.Module, source, index: str) -> Iterator[Roles]:
             more = {"head_k_dim": K, "num_k_heads": parts.key // K}
             for activation, flag in itertools.product(_activations(module), _flags(module, parts)):
                 found = {**values, **more, "activation": activation, **flag}
-                yield Roles(parts.layer, tuple(parts.names.items()), tuple(widths),
+                yield Roles(parts.layer, tuple(parts.names.items()), tuple(widths), hidden,
                             tuple(found.items()), index)  # fmt: skip
 
 

@@ -90,6 +90,24 @@ class GdnBody(Body):
                 raise
             self.check(turned, node)
 
+    def assign(self, node) -> None:
+        """A name may stand for one of several functions."""
+        value = node.value
+        leaves = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
+        names = [leaf.id for leaf in leaves if isinstance(leaf, ast.Name)]
+        found = [self.found(name) for name in names if name not in self.local]
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        if len(found) != len(leaves) or not all(map(callable, found)):
+            return super().assign(node)
+        if not all(isinstance(target, ast.Name) and self.is_target(target) for target in targets):
+            self.refuse(node)
+        if isinstance(value, ast.IfExp):
+            self.test(value.test)
+        for leaf, function in zip(leaves, found):
+            call = ast.Call(leaf, [], [])
+            self.known_function(call, self.function.__globals__, leaf.id, function)
+        self.interfaces |= {target.id for target in targets}
+
     # -- conditions
 
     def test(self, node: ast.expr) -> None:
@@ -126,6 +144,8 @@ class GdnBody(Body):
         turned = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
         if isinstance(node, (ast.Compare, ast.BoolOp)) or turned:
             self.test(node)
+        elif isinstance(node, ast.NamedExpr) and self.is_target(node.target):
+            self.expression(node.value)
         elif isinstance(node, (ast.GeneratorExp, ast.ListComp)):
             loop, *more = node.generators
             if more or loop.ifs or loop.is_async or not self.is_target(loop.target):
