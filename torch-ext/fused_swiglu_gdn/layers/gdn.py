@@ -8,7 +8,6 @@ D = 2 H K + HV V channels of the convolution, W its taps.
 """
 
 import functools
-import operator
 from typing import Callable, Dict, FrozenSet, NamedTuple, Optional, Tuple
 
 import torch
@@ -85,10 +84,14 @@ def forward_of(form: GdnForm) -> Callable:
 
     forward = forward_by(form, serve, ours.__name__, compiled=not form.checks)
     forward.view = {
-        name: value if own is None else property(operator.attrgetter(own))
+        name: value if own is None else property(_getter(own))
         for name, own, value in form.view
     }
     return forward
+
+
+def _getter(name: str) -> Callable:
+    return lambda layer: getattr(layer, name)  # not attrgetter, which torch.compile does not trace
 
 
 def _by_another_name(ours: type, kind: type) -> Callable:
