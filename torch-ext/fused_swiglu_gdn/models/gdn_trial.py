@@ -272,14 +272,14 @@ class Trial:
 
     # -- comparison
 
-    def inputs(self, B: int, T: int, dtype) -> tuple:
-        """Hidden states, a new cache, a mask."""
+    def inputs(self, B: int, T: int, dtype, index: int = 0) -> tuple:
+        """Hidden states, a new cache whose last layer is this one, a mask."""
         from transformers.cache_utils import Cache, LinearAttentionLayer
 
         x = (random(B, T, self.width, seed=1) / self.width**0.5).to(dtype)
         mask = torch.ones(B, T)
         mask[0, : (T + 1) // 2] = 0
-        return x, Cache(layers=[LinearAttentionLayer() for _ in range(2)]), mask
+        return x, Cache(layers=[LinearAttentionLayer() for _ in range(index + 1)]), mask
 
     def outputs(
         self, forward, dtype, training: bool, index: int, whole: bool
@@ -294,7 +294,7 @@ class Trial:
             yield forward(x)
         uses = ((2, (2, 1, 1, 6), False), (1, (1, 1), False), (2, (3, 1), True))
         for B, lengths, records in uses if whole else ((2, (5, 1), False),):
-            x, cache, mask = self.inputs(B, sum(lengths), dtype)
+            x, cache, mask = self.inputs(B, sum(lengths), dtype, index)
             layer = cache.layers[index]
             if records:
                 layer.record_past = True
