@@ -16,7 +16,7 @@ SAMPLE = {
     "norm": ("gemma2", 6, 0.4),
     "attention": ("qwen3", 8, 0.3),
     "layer": ("llama", 8, 0.3),
-    "gdn": ("qwen3_next", 12, 0.3),
+    "gdn": ("qwen3_next", 12, 0.8),
     "experts": ("mixtral", 8, 0.3),
     "router": ("qwen3_moe", 7, 0.1),
     "block": ("qwen2_moe", 8, 0.1),

@@ -84,8 +84,7 @@ def forward_of(form: GdnForm) -> Callable:
 
     forward = forward_by(form, serve, ours.__name__, compiled=not form.checks)
     forward.view = {
-        name: value if own is None else property(_getter(own))
-        for name, own, value in form.view
+        name: value if own is None else property(_getter(own)) for name, own, value in form.view
     }
     return forward
 

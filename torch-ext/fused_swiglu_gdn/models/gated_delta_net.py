@@ -75,7 +75,7 @@ def parts_of(module: nn.Module) -> Iterator[Parts]:
     convs = ["conv1d"] if "conv1d" in parts else [n for n, p in parts.items() if _is_depthwise(p)]
     if len(convs) != 1 or len(vectors) != 2:
         return
-    pairs = [VECTORS] if set(vectors) == set(VECTORS) else itertools.permutations(vectors)
+    pairs = [VECTORS] if set(vectors) == set(VECTORS) else list(itertools.permutations(vectors))
     channels = told(getattr(parts[convs[0]], "weight", None), "shape")
     others = [n for n in parts if n != convs[0]]
     for layer, family in FAMILIES.items():
@@ -143,7 +143,7 @@ def _forward(module: nn.Module, parts: Parts) -> Callable:
     found = _found(module, kind, source, parts)
     names, values = dict(found.roles.names), dict(found.roles.values)
     names["layer_idx"] = found.roles.index
-    view = tuple(_view(module, kind, names, values))
+    view = tuple(_view(module, names, values))
     read_by_ours = {*values, "training", found.roles.index, f"{names['conv1d']}.bias"}
     read_by_ours -= {name for name, *_ in view}
     guards = plain_values(module, set(source.reads) - read_by_ours)
@@ -158,7 +158,7 @@ def _forward(module: nn.Module, parts: Parts) -> Callable:
     ))  # fmt: skip
 
 
-def _view(module: nn.Module, kind: type, names: dict, values: dict) -> Iterator[tuple]:
+def _view(module: nn.Module, names: dict, values: dict) -> Iterator[tuple]:
     """(our attribute, the module's, or None; a value) where the module has other names."""
     missing = object()
     for name, other in names.items():

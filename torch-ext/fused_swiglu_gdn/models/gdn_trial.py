@@ -329,7 +329,10 @@ class Trial:
         whole = run == (torch.float32, False, 1)
         if run not in known:
             known[run] = list(self.outputs(self.theirs(*run), *run, whole))
-        found = self.outputs(self.ours(roles, dtype, index), *run, whole)
+        try:
+            found = list(self.outputs(self.ours(roles, dtype, index), *run, whole))
+        except Exception:  # no parts of such sizes
+            return False
         return all(itertools.starmap(_near(TOLERANCES[dtype]), zip(known[run], found)))
 
 
