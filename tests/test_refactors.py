@@ -16,7 +16,7 @@ SAMPLE = {
     "norm": ("gemma2", 11, 0.9),
     "attention": ("qwen3", 17, 0.85),
     "layer": ("llama", 17, 0.85),
-    "gdn": ("qwen3_next", 12, 0.3),
+    "gdn": ("qwen3_next", 12, 0.8),
     "experts": ("mixtral", 8, 0.3),
     "router": ("qwen3_moe", 7, 0.7),
     "block": ("qwen2_moe", 8, 0.7),

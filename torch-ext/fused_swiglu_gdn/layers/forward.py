@@ -1,6 +1,6 @@
 """The forward of served modules that take hidden states among other arguments."""
 
-from typing import Callable, FrozenSet, NamedTuple, Tuple
+from typing import Callable, FrozenSet, NamedTuple, Optional, Tuple
 
 import torch
 
@@ -21,9 +21,10 @@ class Arguments(NamedTuple):
     own: FrozenSet[str] = frozenset()  # keywords that the class's own forward has to take
 
 
-def forward_by(form, serve: Callable, name: str) -> Callable:
+def forward_by(form, serve: Callable, name: str, compiled: Optional[bool] = None) -> Callable:
     """serve(module, hidden states, arguments by name, those that have none), or the class's own
-    forward where no kernel may serve, for calls that no trial has made, and where that is None."""
+    forward where no kernel may serve, for calls that no trial has made, and where that is None.
+    `compiled`: serve finds out itself who may, also where torch compiles, or only where not."""
     kind, checks = form.kind, form.checks
     positional, names, required, more, hidden, fixed, own = form.arguments
     place = positional.index(hidden) if hidden in positional else len(positional)
@@ -31,7 +32,8 @@ def forward_by(form, serve: Callable, name: str) -> Callable:
 
     def forward(self, *args, **kwargs):
         x = args[place] if place < len(args) <= count else kwargs.get(hidden)
-        if torch.compiler.is_compiling() or not serves(x) or not own.isdisjoint(kwargs):
+        able = compiled or not torch.compiler.is_compiling() and (compiled is False or serves(x))
+        if not able or not own.isdisjoint(kwargs):
             return kind.forward(self, *args, **kwargs)
         given = kwargs
         if args:

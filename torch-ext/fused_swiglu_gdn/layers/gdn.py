@@ -8,8 +8,7 @@ D = 2 H K + HV V channels of the convolution, W its taps.
 """
 
 import functools
-import inspect
-from typing import Callable, Optional
+from typing import Callable, Dict, FrozenSet, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -18,31 +17,84 @@ from ..gdn import api as gdn
 from ..gdn_layer import api as gdn_layer
 from ..gdn_layer import fused
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
+from .forward import Arguments, forward_by
 from .functions import named_activation, normed_and_gated, packed_lengths
 from .gated_norm import is_gated_norm
-from .own_code import differs_since
+from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS
 from .projections import projected, projections
 from .replay import held_states
 
 OLD_CACHE = "cache_params"  # what transformers called the cache before 5.24
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of a layer's argument
+
+
+class Known(NamedTuple):
+    """What the forward of a class is known by."""
+
+    pinned: Pinned  # what a patch could replace
+    own: FrozenSet[str]  # keywords that it does not know, or takes for others
+
+
+KNOWN: Dict[type, Known] = {}  # by the classes whose modules are served
+
+
+class GdnForm(NamedTuple):
+    """A class of transformers' Gated DeltaNet layers that one of ours computes the same."""
+
+    ours: type
+    kind: type
+    arguments: Arguments
+    cache: Optional[str]  # the names of its arguments
+    mask: Optional[str]
+    guards: Tuple[Tuple[str, object], ...]  # attributes on which its forward depends, not ours
+    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the call is for ours
+    view: Tuple[Tuple[str, Optional[str], object], ...]  # (our attribute, its own, or else a value)
 
 
 @functools.cache
 def _own_class(kind: type, ours: type) -> Optional[type]:
     """Whose forward stands behind ours in a class that is served."""
     for base in kind.__mro__:
-        forward = vars(base).get("forward")
-        if forward is not None and getattr(forward, "ours", forward) is not ours.forward:
+        members = vars(base)
+        if "served_as" in members:
+            return base.__bases__[1]
+        if members.get("forward", ours.forward) is not ours.forward:
             return base
     return None
 
 
 @functools.lru_cache(maxsize=1024)
-def forward_of(ours: type, kind: type) -> Callable:
+def forward_of(form: GdnForm) -> Callable:
+    """The forward of a layer of ours for the modules of a class, with their names for what it is
+    given and for what it reads: those are properties of the class that is served."""
+    ours, kind, guards, cache, mask = form.ours, form.kind, form.guards, form.cache, form.mask
+    positional, _, required, more, hidden, fixed, _ = form.arguments
+    usual = more and (hidden, mask) == ("hidden_states", "attention_mask")
+    usual = usual and positional == (hidden, cache, mask) and not (required or fixed)
+    if usual and not (guards or form.checks or form.view):
+        if cache in (OLD_CACHE, "cache"):
+            return _usual(ours, kind, "cache" if cache == OLD_CACHE else OLD_CACHE)
+
+    def serve(self, x, given, rest):
+        if guards and not has_values(self, guards):
+            return None
+        return ours.forward(self, x, given.get(cache), given.get(mask), **rest)
+
+    forward = forward_by(form, serve, ours.__name__, compiled=not form.checks)
+    forward.view = {
+        name: value if own is None else property(_getter(own)) for name, own, value in form.view
+    }
+    return forward
+
+
+def _getter(name: str) -> Callable:
+    return lambda layer: getattr(layer, name)  # not attrgetter, which torch.compile does not trace
+
+
+def _usual(ours: type, kind: type, other: str) -> Callable:
     """Our forward for the layers of a class; the class's own for calls without hidden states, and
     those that give the cache twice, or by a name which that takes for nothing or for an old one."""
-    other = "cache" if OLD_CACHE in inspect.signature(kind.forward).parameters else OLD_CACHE
 
     def forward(self, *args, **kwargs):
         x = args[0] if args else kwargs.get("hidden_states")
@@ -54,7 +106,6 @@ def forward_of(ours: type, kind: type) -> Callable:
 
     forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
     forward.__qualname__ = f"{ours.__name__}.forward"
-    forward.ours = ours.forward
     return forward
 
 
@@ -69,7 +120,9 @@ def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
         return None
     own = _own_class(type(layer), ours)
     plain = type(layer.A_log) in PLAIN_TENSORS and type(layer.conv1d.weight) in PLAIN_TENSORS
-    if plain and not differs_since(own, layer, kwargs):
+    known = KNOWN.get(own)
+    same = known is None or known.own.isdisjoint(kwargs) and known.pinned.unchanged(layer)
+    if plain and same:
         return None
     if kwargs.get("cp_context") is not None:
         raise ValueError("cp_context must not be given to a layer that is patched or sharded")

@@ -9,7 +9,7 @@ import functools
 import logging
 import sys
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Dict, FrozenSet, NamedTuple, Tuple
+from typing import FrozenSet, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -27,10 +27,7 @@ class OwnCode(NamedTuple):
     """A forward that is transformers' own."""
 
     forward: FunctionType  # without decorators
-    functions: Dict[str, FunctionType]  # those it calls by name, without dispatchers
     names: Tuple[tuple, ...]  # (namespace, name, value) of everything that a patch could replace
-    methods: Tuple[str, ...] = ()  # that it calls of its module
-    renamed: FrozenSet[str] = frozenset()  # keywords that a decorator takes for others
 
     def unchanged(self) -> bool:
         """Nobody has patched what was looked at since."""
@@ -84,23 +81,24 @@ class Peeled(NamedTuple):
     forward: object
     wrappers: Tuple[tuple, ...] = ()  # keys of WRAPPERS
     renamed: FrozenSet[str] = frozenset()  # keywords that a decorator takes for others
+    hooked: FrozenSet[str] = frozenset()  # parts whose hooks a decorator calls
 
 
 def peeled(forward) -> Peeled:
     """Takes transformers' own decorators off a forward, in whatever order they are."""
-    wrappers, renamed = [], set()
+    wrappers, renamed, hooked = [], set(), set()
     while getattr(forward, "__closure__", None):
         key = forward.__globals__.get("__name__"), forward.__code__.co_name
         if key not in WRAPPERS or not is_in_its_file(forward, key[0]):
             break
         cells = _cells(forward)
-        if key == HOOKS and cells.get("child_module_names") != ["conv1d"]:
-            break  # hooks of a part that a layer of ours would not run
+        if key == HOOKS:
+            hooked.update(cells.get("child_module_names"))
         if key == RENAMES:
             renamed.add(cells.get("old_name"))
         wrappers.append(key)
         forward = cells.get(WRAPPERS[key])
-    return Peeled(forward, tuple(wrappers), frozenset(renamed))
+    return Peeled(forward, tuple(wrappers), frozenset(renamed), frozenset(hooked))
 
 
 def undispatched(value):
@@ -121,27 +119,37 @@ def _is_put_by_kernels(module, bound) -> bool:
     return any(function is kind.forward for kind in (type(module), *loaded.values()))
 
 
-def _names_in(function) -> set:
+def names_in(function: FunctionType) -> set:
     return {name for code in codes_in(function.__code__) for name in code.co_names}
 
 
-def _look_into(function, functions: dict, names: list) -> None:
+def why_not_own(function) -> Optional[str]:
+    """It is not a function of transformers as its file has it."""
+    if is_in_its_file(function, "transformers"):
+        return None
+    where = getattr(function, "__module__", None) or type(function).__module__
+    return f"is not that of transformers but of {where}"
+
+
+def _look_into(function, names: list) -> None:
     """Raises NotOwn unless the function, and all that it calls by name, are transformers' own."""
-    if not is_in_its_file(function, "transformers") or function.__closure__:
-        where = getattr(function, "__module__", None) or type(function).__module__
-        raise NotOwn(f"is not that of transformers but of {where}")
-    for name in sorted(_names_in(function)):
+    why = why_not_own(function)
+    if why is None and function.__closure__:
+        why = f"is wrapped by {function.__name__} of {function.__module__}"
+    if why is not None:
+        raise NotOwn(why)
+    for name in sorted(names_in(function)):
         look_at_torch(name)
         if name not in function.__globals__:
             continue
         value = function.__globals__[name]
         plain = undispatched(value)
         if isinstance(plain, FunctionType):
-            if functions.get(name) is not plain:
-                functions[name] = plain
-                names.append((function.__globals__, name, value))
+            place = (function.__globals__, name, value)
+            if not any(s is place[0] and n == name for s, n, _ in names):
+                names.append(place)
                 try:
-                    _look_into(plain, functions, names)
+                    _look_into(plain, names)
                 except NotOwn as error:
                     raise NotOwn(f"calls {name}, which {error}") from None
         elif isinstance(plain, type) or name == "ACT2FN":
@@ -151,10 +159,18 @@ def _look_into(function, functions: dict, names: list) -> None:
             raise NotOwn(f"uses {name}, which is a {type(plain).__name__}")
 
 
+def own_names(function: FunctionType) -> List[tuple]:
+    """(namespace, name, value) of all functions that a function of transformers calls, and they
+    call. Raises NotOwn, which says why it is not transformers' own, or which of them."""
+    names: List[tuple] = []
+    _look_into(function, names)
+    return names
+
+
 def is_own_function(function) -> bool:
     """A function is transformers' own, and so is all that it calls by name."""
     try:
-        _look_into(function, {}, [])
+        own_names(function)
     except NotOwn:
         return False
     return True
@@ -171,46 +187,11 @@ def look_at_torch(name: str) -> None:
                 raise NotOwn(f"calls {module.__name__}.{name}, which is patched")
 
 
-def _namespace(kind: type, name: str):
-    return next(vars(base) for base in kind.__mro__ if name in vars(base))
-
-
-def _look_at(kind: type) -> OwnCode:
-    namespace = _namespace(kind, "forward")
-    forward = namespace["forward"]
-    plain, _, renamed = peeled(forward)
-    names, functions, methods = [(namespace, "forward", forward)], {}, []
-    _look_into(plain, functions, names)
+def own_code(kind: type) -> OwnCode:
+    """The forward of a class of transformers' models. Raises NotOwn, which says why it is not."""
+    namespace = next(vars(base) for base in kind.__mro__ if "forward" in vars(base))
+    plain = peeled(namespace["forward"]).forward
+    names = own_names(plain)
     if not plain.__globals__["__name__"].startswith("transformers.models."):
         raise NotOwn("is not that of a model of transformers")
-    for name in sorted(_names_in(plain)):  # the methods that it calls
-        method = getattr(kind, name, None)
-        if isinstance(method, FunctionType) and not hasattr(nn.Module, name):
-            names.append((_namespace(kind, name), name, method))
-            methods.append(name)
-            _look_into(method, functions, names)
-    return OwnCode(plain, functions, tuple(names), tuple(methods), renamed)
-
-
-_found: Dict[type, OwnCode] = {}
-
-
-def own_code(kind: type) -> OwnCode:
-    """The forward of a class of transformers' models. Raises NotOwn, which says why it is not.
-
-    What an earlier look found is then kept: modules that are served since go by it, and it says
-    that the class is patched.
-    """
-    found = _found[kind] = _look_at(kind)
-    return found
-
-
-def differs_since(kind: type, module: nn.Module, keywords: dict) -> bool:
-    """A class whose forward was transformers' own when own_code looked is patched now, the module
-    of it has methods of its own, or a decorator of the forward takes one of the keywords for
-    another."""
-    known = _found.get(kind)
-    if known is None:
-        return False
-    own_methods = any([name in module.__dict__ for name in known.methods])
-    return own_methods or not known.renamed.isdisjoint(keywords) or not known.unchanged()
+    return OwnCode(plain, ((namespace, "forward", namespace["forward"]), *names))

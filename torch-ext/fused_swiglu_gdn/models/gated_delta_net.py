@@ -1,13 +1,12 @@
 """Whether a module is a Gated DeltaNet layer that one of our layers computes the same.
 
-That is certain only if its class's forward, with all that it calls, is transformers' own code, and
-gives what our layer gives on a small twin: for a prompt with padding, for tokens after a cache, and
-for packed sequences.
+That is certain only if its class's forward, with all that it calls, is transformers' own code, has
+no way that a trial does not go, and gives what our layer gives in the trial. Its parts are found by
+their sizes; by their names where they are transformers' usual ones.
 """
 
-import inspect
-from types import FunctionType
-from typing import Optional, Tuple
+import itertools
+from typing import Dict, Iterator, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
 
@@ -15,72 +14,259 @@ from .. import layers
 from ..gdn.checks import MAX_HEAD_DIM
 from ..gdn_layer.checks import MAX_TAPS
 from ..layers.gated_norm import is_gated_norm
-from ..layers.own_code import NotOwn, own_code
-from ..layers.plain import why_not_tensor
-from .gdn_trial import why_not_same
+from ..layers.gdn import CACHE_NAMES, KNOWN, GdnForm, Known
+from ..layers.own_code import peeled, why_not_own
+from ..layers.pinned import found_at
+from ..layers.plain import told, why_not_tensor
+from .code import Refused, why_odd_class
+from .gdn_body import PACKED, GdnBody
+from .gdn_trial import Found, Roles, why_or_found, width_of
+from .reader import form_key, plain_values, read
 from .serving import own_class
+from .stand_ins import features
 
-PARTS = {
-    "Qwen3_5GatedDeltaNet": {
-        "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "conv1d", "norm", "out_proj",
-    },
-    "Qwen3NextGatedDeltaNet": {"in_proj_qkvz", "in_proj_ba", "conv1d", "norm", "out_proj"},
-    "OlmoHybridGatedDeltaNet": {
-        "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_proj", "o_norm", "conv1d",
-    },
+
+class Family(NamedTuple):
+    """The parts of a layer of ours beside the convolution, in transformers' order."""
+
+    widths: Dict[str, Tuple[int, int, int]]  # of a projection: how often it has k, v and a head
+    norm: str
+    out: str
+
+
+FAMILIES = {
+    "Qwen3_5GatedDeltaNet": Family(
+        {"in_proj_qkv": (2, 1, 0), "in_proj_z": (0, 1, 0), "in_proj_b": (0, 0, 1),
+         "in_proj_a": (0, 0, 1)}, "norm", "out_proj",
+    ),
+    "Qwen3NextGatedDeltaNet": Family(
+        {"in_proj_qkvz": (2, 2, 0), "in_proj_ba": (0, 0, 2)}, "norm", "out_proj"
+    ),
+    "OlmoHybridGatedDeltaNet": Family(
+        {"q_proj": (1, 0, 0), "k_proj": (1, 0, 0), "v_proj": (0, 1, 0), "a_proj": (0, 0, 1),
+         "b_proj": (0, 0, 1), "g_proj": (0, 1, 0)}, "o_norm", "o_proj",
+    ),
 }  # fmt: skip
+VECTORS = ("A_log", "dt_bias")
+MORE = ("linear", "ones_like", "zeros_like")  # operations that a forward may have besides
+
+_forms: Dict[tuple, Union[Found, str]] = {}
 
 
-def gated_delta_net(module: nn.Module) -> Tuple[str, Optional[str]]:
-    """Our layer for a module that has a convolution and A_log, and why it is left alone or None."""
-    for name, parts in PARTS.items():
-        if parts == set(module._modules):
-            return name, why_not_gated_delta_net(module, name)
-    return "GatedDeltaNet", "its parts are not those of a Gated DeltaNet layer known here"
+class Parts(NamedTuple):
+    """What the parts of a module may be."""
+
+    layer: str
+    names: Dict[str, str]  # {ours: the module's}
+    key: int  # the channels of k and of v
+    value: int
 
 
-def why_not_gated_delta_net(module: nn.Module, layer: str) -> Optional[str]:
-    """The module has the parts of a family, but not its forward, sizes or plain weights."""
+def is_gated_delta_net(module: nn.Module) -> bool:
+    """It has a convolution and A_log, or what else a family has by its sizes."""
+    if "conv1d" in module._modules and "A_log" in module._parameters:
+        return True
+    return len(module._modules) > 4 and next(parts_of(module), None) is not None
+
+
+def parts_of(module: nn.Module) -> Iterator[Parts]:
+    """What is what, by its name or its size."""
+    parts = {n: p for n, p in module._modules.items() if p is not None}
+    vectors = [n for n, x in module._parameters.items() if told(x, "ndim") == 1]
+    convs = ["conv1d"] if "conv1d" in parts else [n for n, p in parts.items() if _is_depthwise(p)]
+    if len(convs) != 1 or len(vectors) != 2:
+        return
+    pairs = [VECTORS] if set(vectors) == set(VECTORS) else list(itertools.permutations(vectors))
+    channels = told(getattr(parts[convs[0]], "weight", None), "shape")
+    others = [n for n in parts if n != convs[0]]
+    for layer, family in FAMILIES.items():
+        usual = (*family.widths, family.norm, family.out)
+        if set(others) == set(usual):
+            orders = [usual]
+        else:
+            linear = [n for n in others if features(parts[n])]
+            rest = [n for n in others if n not in linear]
+            if len(others) != len(usual) or len(rest) != 1:
+                continue
+            orders = ((*o[:-1], rest[0], o[-1]) for o in itertools.permutations(linear))
+        for order in orders:
+            value = (features(parts[order[-1]]) or (0, getattr(module, "value_dim", 0)))[0]
+            heads = told(module._parameters[vectors[0]], "numel")()
+            key = ((channels or (0,))[0] - value) // 2
+            names = dict(zip(usual, order))
+            if orders == [usual] or _fit(parts, family, names, (key, value, heads)):
+                for pair in pairs:
+                    named = {"conv1d": convs[0], **dict(zip(VECTORS, pair)), **names}
+                    yield Parts(layer, named, key, value)
+
+
+def _is_depthwise(part: nn.Module) -> bool:
+    return isinstance(part, nn.Conv1d) and part.groups == part.in_channels == part.out_channels
+
+
+def _fit(parts: dict, family: Family, names: dict, sizes: tuple) -> bool:
+    """The projections have the sizes of these roles."""
+    value, hidden = features(parts[names[family.out]])
+    for name, counts in family.widths.items():
+        if features(parts[names[name]]) != (hidden, width_of(counts, sizes)):
+            return False
+    return value == sizes[1] and min(sizes) > 0
+
+
+def gated_delta_net(module: nn.Module) -> Tuple[str, Optional[str], Optional[GdnForm]]:
+    """Our layer for a module that is_gated_delta_net; why it is left alone or None; the form
+    of its forward."""
+    parts = next(parts_of(module), None)
+    if parts is None:
+        return "GatedDeltaNet", "its parts are not those of a Gated DeltaNet layer known here", None
     try:
-        found = own_code(own_class(module))
-    except NotOwn as error:
-        return f"its forward {error}"
-    reason = _why_other_arguments(found.forward, layer) or _why_not_plain(module)
-    is_gated_norm(getattr(module, "norm", None) or module.o_norm)  # while tracing it cannot look
-    return reason or why_not_same(found, layer)
+        return parts.layer, None, _form(module, parts)
+    except Refused as why:
+        return parts.layer, str(why), None
 
 
-def _why_other_arguments(forward: FunctionType, layer: str) -> Optional[str]:
-    """The forward of the class takes other arguments than our layer, which knows both names that
-    transformers has for the cache."""
-    ours = inspect.signature(getattr(layers, layer).forward).parameters
-    theirs = inspect.signature(forward).parameters
-    names = ["cache_params" if name == "cache" else name for name in theirs]
-    defaults = [p.default for p in theirs.values()]
-    if names != list(ours) or defaults != [p.default for p in ours.values()]:
-        return "its forward takes other arguments"
-    return None
+def _form(module: nn.Module, parts: Parts) -> GdnForm:
+    """Of a module that has the parts of a family; raises Refused, which says why nothing
+    does: it has not the family's forward, sizes or plain weights."""
+    kind = own_class(module)
+    why = why_not_own(peeled(kind.forward).forward)
+    if why is not None:
+        raise Refused(f"its forward {why}")
+    source = read(kind, module, "by_dtype", "hooked", more=MORE, body=GdnBody)
+    if not source.forward.__globals__["__name__"].startswith("transformers.models."):
+        raise Refused("its forward is not that of a model of transformers")
+    reason = _why_not_plain(module, parts)
+    if reason is None and not source.hooked <= {parts.names["conv1d"]}:
+        reason = f"its forward calls hooks of {', '.join(sorted(source.hooked))}"
+    if reason is not None:
+        raise Refused(reason)
+    is_gated_norm(module._modules[parts.names[FAMILIES[parts.layer].norm]])  # traces cannot look
+    found = _found(module, kind, source, parts)
+    names, values = dict(found.roles.names), dict(found.roles.values)
+    names["layer_idx"] = found.roles.index
+    view = tuple(_view(module, names, values))
+    read_by_ours = {*values, "training", found.roles.index, f"{names['conv1d']}.bias"}
+    read_by_ours -= {name for name, *_ in view}
+    guards = plain_values(module, source.guarded.union(source.reads) - read_by_ours)
+    unknown = {*CACHE_NAMES, "hidden_states", "attention_mask"} - found.arguments.names
+    arguments = found.arguments._replace(
+        own=found.arguments.own | unknown, names=found.arguments.names - set(PACKED)
+    )
+    KNOWN[kind] = Known(source.pinned, source.renamed | unknown)
+    ours = getattr(layers, parts.layer)
+    return GdnForm(
+        ours, kind, arguments, found.cache, found.mask, tuple(guards.items()), source.checks, view
+    )
 
 
-def _why_not_plain(module: nn.Module) -> Optional[str]:
-    conv = module.conv1d
-    tensors = {
-        "A_log": module.A_log,
-        "dt_bias": module.dt_bias,
-        "conv1d.weight": conv.weight,
-        "conv1d.bias": conv.bias,
-    }
-    for name, x in tensors.items():
+def _view(module: nn.Module, names: dict, values: dict) -> Iterator[tuple]:
+    """(our attribute, the module's, or None; a value) where the module has other names."""
+    missing = object()
+    for name, other in names.items():
+        if name != other:
+            if getattr(module, name, missing) is not missing:
+                raise Refused(f"it has another {name}")
+            yield name, other, None
+    for name, value in values.items():
+        found = getattr(module, name, missing)
+        if found is missing:
+            yield name, None, value
+        elif found != value:
+            raise Refused(f"it has another {name}")
+
+
+def _found(module: nn.Module, kind: type, source, parts: Parts) -> Found:
+    numbers = [n for n, v in plain_values(module, source.reads).items() if type(v) is int]
+    index = next((n for n in ("layer_idx", *numbers) if n in numbers and "idx" in n), "layer_idx")
+    values = plain_values(module, set(source.reads) - {"training", index})
+    known = {*module._modules, *module._parameters, "training", index}
+    for path in source.reads:
+        if path not in values and path.split(".")[0] not in known:
+            if found_at(module, path) is not None or not hasattr(module, path.split(".")[0]):
+                raise Refused(f"its forward reads {path}")
+    reason = why_odd_class(kind, [*module._modules, *module._parameters])
+    if reason is not None:
+        raise Refused(reason)
+    shapes = [(n, type(p), features(p)) for n, p in module._modules.items()]
+    shapes += [(n, told(p, "shape")) for n, p in module._parameters.items()]
+    conv = module._modules[parts.names["conv1d"]]
+    key = (*form_key(module, kind, source, values), tuple(shapes), conv.weight.shape,
+           conv.bias is None, repr(sorted(_sizes(module).items())))  # fmt: skip
+    if key not in _forms:
+        try:
+            _forms[key] = why_or_found(module, kind, source, _candidates(module, source, index))
+        except Refused as why:
+            _forms[key] = str(why)
+    if isinstance(_forms[key], str):
+        raise Refused(_forms[key])
+    return _forms[key]
+
+
+def _sizes(module: nn.Module) -> dict:
+    return {n: v for n, v in module.__dict__.items() if type(v) is int and n != "layer_idx"}
+
+
+def _candidates(module: nn.Module, source, index: str) -> Iterator[Roles]:
+    """What the parts, sizes and flags may be."""
+    for parts in parts_of(module):
+        family = FAMILIES[parts.layer]
+        heads = told(module._parameters[parts.names["A_log"]], "numel")()
+        inputs = [features(module._modules[parts.names[n]]) for n in family.widths]
+        hidden = next((sizes[0] for sizes in inputs if sizes), 16)
+        widths = [(parts.names[n], counts) for n, counts in family.widths.items()]
+        widths.append((parts.names[family.out], None))
+        taps = module._modules[parts.names["conv1d"]].weight.shape[-1]
+        values = {
+            "num_v_heads": heads, "head_v_dim": parts.value // heads, "key_dim": parts.key,
+            "value_dim": parts.value, "conv_kernel_size": taps,
+        }  # fmt: skip
+        for K in _head_dims(module, parts, heads):
+            more = {"head_k_dim": K, "num_k_heads": parts.key // K}
+            for activation, flag in itertools.product(_activations(module), _flags(module, parts)):
+                found = {**values, **more, "activation": activation, **flag}
+                yield Roles(parts.layer, tuple(parts.names.items()), tuple(widths), hidden,
+                            tuple(found.items()), index)  # fmt: skip
+
+
+def _head_dims(module: nn.Module, parts: Parts, heads: int) -> Iterator[int]:
+    """What the head dim of k may be."""
+    named = getattr(module, "head_k_dim", None)
+    known = [named] if type(named) is int else dict.fromkeys(_sizes(module).values())
+    for size in known:
+        if size > 0 and not parts.key % size and not heads % (parts.key // size):
+            yield size
+
+
+def _activations(module: nn.Module) -> list:
+    return [module.activation] if hasattr(module, "activation") else ["silu"]
+
+
+def _flags(module: nn.Module, parts: Parts) -> list:
+    name = "allow_neg_eigval"
+    if parts.layer != "OlmoHybridGatedDeltaNet":
+        return [{}]
+    flags = [getattr(module, name)] if hasattr(module, name) else [False, True]
+    return [{name: flag} for flag in flags]
+
+
+def _why_not_plain(module: nn.Module, parts: Parts) -> Optional[str]:
+    name = parts.names["conv1d"]
+    conv = module._modules[name]
+    tensors = {n: module._parameters[parts.names[n]] for n in VECTORS}
+    tensors.update({f"{name}.weight": conv.weight, f"{name}.bias": conv.bias})
+    for label, x in tensors.items():
         reason = why_not_tensor(x)
         if reason is not None:
-            return f"{name} {reason}"
-    taps = module.conv_kernel_size
+            return f"{label} {reason}"
+    taps = conv.weight.shape[-1]
     if type(conv) is not nn.Conv1d or conv.weight.shape[1:] != (1, taps):
         return f"conv1d is not a depthwise nn.Conv1d of {taps} taps"
     if not 2 <= taps <= MAX_TAPS:
         return f"its convolution has {taps} taps"
-    if module.num_v_heads % module.num_k_heads or len(module.A_log) != module.num_v_heads:
+    heads = len(tensors["A_log"])
+    dims = list(_head_dims(module, parts, heads))
+    if not dims or parts.value % heads or len(tensors["dt_bias"]) != heads:
         return "its heads of q, k and v do not match"
-    if max(module.head_k_dim, module.head_v_dim) > MAX_HEAD_DIM:
+    if max(dims[0], parts.value // heads) > MAX_HEAD_DIM:
         return f"its head dims are above {MAX_HEAD_DIM}"
     return None

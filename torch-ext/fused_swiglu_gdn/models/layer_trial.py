@@ -13,6 +13,7 @@ from ..layers.forward import PLAIN_VALUES, Arguments
 from ..layers.words import Word
 from .attention_trial import is_attention, may_be_norm
 from .code import Refused
+from .gated_delta_net import is_gated_delta_net
 from .norm_trial import is_norm, norm_form
 from .reader import form_key, plain_values, read, why_odd_module
 from .serving import own_class
@@ -50,7 +51,7 @@ def _mixes(name: str, part: nn.Module) -> bool:
         return False
     if "attn" in name or "attention" in name or is_attention(part):
         return True
-    return "conv1d" in part._modules and "A_log" in part._parameters
+    return is_gated_delta_net(part)
 
 
 def _norms(part: nn.Module) -> bool:

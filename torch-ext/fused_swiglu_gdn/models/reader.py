@@ -55,20 +55,24 @@ class Source(NamedTuple):
     tensors: Tuple[str, ...]  # attributes whose methods are called
     guarded: FrozenSet[str]  # attributes of `decided`
     more: Dict[str, str]  # what it has of MORE: where
+    hooked: FrozenSet[str]  # parts whose hooks a decorator calls
 
 
-_sources: Dict[type, List[Source]] = {}
+_sources: Dict[tuple, List[Source]] = {}
 
 
-def read(kind: type, module: nn.Module, *allowed: str, more: Iterable[str] = ()) -> Source:
+def read(
+    kind: type, module: nn.Module, *allowed: str, more: Iterable[str] = (), body: type = Body
+) -> Source:
     """The source of the forward of a module of this class; raises Refused. `allowed`: "by_dtype",
-    for a kind that minds it; `more`: operations of MORE that it may have."""
-    sources = [source for source in _sources.get(kind, ()) if source.pinned.unchanged()]
+    "hooked", for a kind that minds them; `more`: operations of MORE that it may have; `body`: what
+    its functions may consist of."""
+    sources = [source for source in _sources.get((kind, body), ()) if source.pinned.unchanged()]
     met = (s for s in sources if all(held(module, {}) is value for held, value in s.decided))
     known = next(met, None)
     if known is None:
-        known = _read(kind, module)
-        _sources[kind] = [*sources, known]
+        known = _read(kind, module, body=body)
+        _sources[kind, body] = [*sources, known]
     if not known.pinned.unchanged(module):
         raise Refused("it has methods of its own, which its class has not")
     for path in known.tensors:
@@ -76,6 +80,8 @@ def read(kind: type, module: nn.Module, *allowed: str, more: Iterable[str] = ())
             raise Refused(f"{path} is no tensor")
     if known.by_dtype and "by_dtype" not in allowed:
         raise Refused("its forward branches on a dtype")
+    if known.hooked and "hooked" not in allowed:
+        raise Refused(f"its forward calls hooks of {', '.join(sorted(known.hooked))}")
     for operation, where in known.more.items():
         if operation not in more:
             raise Refused(f"its forward has `{where}`")
@@ -87,12 +93,16 @@ def read_method(kind: type, name: str) -> Source:
     return _read(kind, None, name)
 
 
-def _read(kind: type, module: Optional[nn.Module], name: str = "forward") -> Source:
-    reader = Reader(kind, module)
+def _read(
+    kind: type, module: Optional[nn.Module], name: str = "forward", body: type = Body
+) -> Source:
+    reader = Reader(kind, module, body=body)
     try:
         plain = reader.main(name)
     except Refused as why:  # where optional arguments are left at their defaults, it may be read
-        first, reader = reader, Reader(kind, module, reader.computed_with | reader.switches)
+        first, reader = reader, Reader(
+            kind, module, reader.computed_with | reader.switches, body
+        )
         reader.decided = first.decided
         try:
             if not reader.fixed:
@@ -113,6 +123,7 @@ def _read(kind: type, module: Optional[nn.Module], name: str = "forward") -> Sou
         tuple((held, value) for held, value, _ in reader.decided.values()),
         tuple(sorted(reader.tensors)),
         frozenset().union(*(paths for _, _, paths in reader.decided.values())), dict(reader.more),
+        frozenset(reader.hooked),
     )  # fmt: skip
 
 
@@ -161,12 +172,13 @@ def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) 
 class Reader:
     """All functions that a class's forward consists of."""
 
-    def __init__(self, kind: type, module: Optional[nn.Module], fixed=frozenset()):
+    def __init__(self, kind: type, module: Optional[nn.Module], fixed=frozenset(), body=Body):
         self.kind, self.module, self.names, self.codes = kind, module, [], []
         self.fixed, self.computed_with = fixed, set()  # arguments
         self.named: FrozenSet[str] = frozenset()  # those of the forward
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
         self.renamed, self.extra, self.switches, self.tensors = set(), set(), set(), set()
+        self.body, self.hooked = body, set()
         self.more: set = set()  # (one of MORE, where)
         self.excluded: list = []  # conditions under which a call is not ours
         self.decided: dict = {}  # by their texts
@@ -220,6 +232,7 @@ class Reader:
         while True:
             found = peeled(function)
             self.renamed |= found.renamed
+            self.hooked |= found.hooked
             inner = self.passed_on(found.forward)
             if inner is None:
                 return found.forward
@@ -287,7 +300,7 @@ class Reader:
             env[args.vararg.arg] = Several(())  # a call with more is for the forward itself
         if args.kwarg is not None:
             env[args.kwarg.arg] = Words({}, True, True)
-        self.run(Body(self, plain, definition, env, owner))
+        self.run(self.body(self, plain, definition, env, owner))
         return plain
 
     def definition(self, function: FunctionType, owner: Optional[type]) -> ast.FunctionDef:
@@ -315,13 +328,13 @@ class Reader:
         defaults.update(plain.__kwdefaults__ or {})
         defaults = {name: Plain(value) for name, value in defaults.items()}
         env = self.bound(a, args, words, defaults)
-        return self.run(Body(self, plain, definition, env, owner))
+        return self.run(self.body(self, plain, definition, env, owner))
 
     def inner(self, closure: Closure, args: list, words: Words) -> object:
         """What a function inside of a function gives."""
         definition, frame, defaults = closure
         env = self.bound(definition.args, args, words, defaults)
-        return self.run(Body(self, frame.function, definition, env, frame.owner, frame))
+        return self.run(self.body(self, frame.function, definition, env, frame.owner, frame))
 
     def bound(self, given: ast.arguments, args: list, words: Words, defaults: dict) -> dict:
         """The arguments of a call by their names."""

@@ -9,11 +9,10 @@ from typing import Callable, NamedTuple, Optional, Union
 
 from torch import nn
 
-from .. import layers
 from ..layers import attention, decoder, fp8, gdn, norm, swiglu
 from .attention_trial import attention_form, is_attention
 from .fp8_linear import fp8_form, is_fp8_linear, why_not_fp8
-from .gated_delta_net import gated_delta_net
+from .gated_delta_net import gated_delta_net, is_gated_delta_net
 from .layer_trial import is_decoder_layer, layer_form
 from .mlp import gated_mlp
 from .norm_trial import is_norm, norm_form
@@ -21,13 +20,13 @@ from .serving import is_of_transformers, is_served, own_class, why_replaced
 from .sharded import why_partitioned
 
 Form = Union[
-    swiglu.Form, norm.NormForm, attention.AttentionForm, decoder.LayerForm, fp8.Fp8Form
+    swiglu.Form, norm.NormForm, attention.AttentionForm, decoder.LayerForm, fp8.Fp8Form, gdn.GdnForm
 ]  # fmt: skip
 # what kernelize can be asked for: `only` and `skip`
 KINDS = ("mlp", "gdn", "norm", "attention", "layer", "linear", "experts")
 _FORWARDS = {
     "mlp": swiglu.forward_of, "norm": norm.forward_of, "attention": attention.forward_of,
-    "layer": decoder.forward_of, "linear": fp8.forward_of,
+    "layer": decoder.forward_of, "linear": fp8.forward_of, "gdn": gdn.forward_of,
 }  # fmt: skip
 
 
@@ -35,15 +34,12 @@ class Finding(NamedTuple):
     kind: str  # of KINDS
     layer: str  # the name of our layer, or what the module resembles
     reason: Optional[str] = None  # why it is left alone; None if it is served
-    form: Optional[Form] = None  # which of its attributes are what; not of a GDN layer
+    form: Optional[Form] = None  # which of its attributes are what
     unknown: bool = False  # the reason is what transformers has made its class
-    own: Optional[type] = None  # the class of a GDN layer
 
     @property
     def forward(self) -> Callable:
         """Ours, for the module."""
-        if self.kind == "gdn":
-            return gdn.forward_of(getattr(layers, self.layer), self.own)
         return _FORWARDS[self.kind](self.form)
 
 
@@ -71,8 +67,8 @@ def _mlp(module: nn.Module) -> Optional[Finding]:
 
 
 def _gdn(module: nn.Module) -> Optional[Finding]:
-    if "conv1d" in module._modules and "A_log" in module._parameters:
-        return Finding("gdn", *gated_delta_net(module), own=own_class(module))
+    if is_gated_delta_net(module):
+        return Finding("gdn", *gated_delta_net(module))
     return None
 
 

@@ -67,6 +67,7 @@ def _served_class(own: type, layer: str, forward: Callable, replay_rows: int) ->
     """The subclass of `own` with this forward; `layer` is the name of our layer, replay_rows the
     tokens that it decodes before it writes a state, or 0 (layers/replay.py)."""
     members = {
+        **getattr(forward, "view", {}),  # attributes that it reads, and the module has not
         "forward": forward,
         "served_as": layer,
         "replay_rows": replay_rows,

@@ -1,0 +1,172 @@
+"""GDN layers whose parts, sizes and arguments have other names than transformers' are served, and
+what a trial cannot certify is not."""
+
+import copy
+import pickle
+
+import pytest
+import refactor_cases as cases
+import refactor_forms as forms
+import refactors
+import torch
+from refactor_mutants import put_first, put_in_init
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+FAMILIES = ["qwen3_5_text", "qwen3_next", "olmo_hybrid"]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def subject(request):
+    return next(iter(cases.Model(request.param).subjects(("gdn",))))
+
+
+def made(unit):
+    """The module of a class, whose file is forgotten when the test is over."""
+    return cases.build(cases.load(unit), unit)
+
+
+def of(subject, text, init=None):
+    unit = cases.Unit(subject)
+    put_first(unit, text)
+    if init is not None:
+        put_in_init(unit, init)
+    return unit
+
+
+def outputs(module, unit):
+    return cases.run(module, unit.subject, torch.float64, unit)
+
+
+SERVED = [
+    "parts_renamed", "one_part_renamed", "values_renamed", "arguments_renamed", "keyword_only",
+    "hidden_states_last", "new_flag_behind_a_branch", "mask_popped_from_kwargs", "pass_through",
+    "whole_body_to_function", "super_forward", "nested_function", "branches_turned", "walrus",
+    "documented", "helper_of_a_mixin", "logs_behind_a_flag", "raise_on_dtype",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_refactors_are_served(kernel, subject, name):
+    try:
+        unit, module = refactors.built(name, subject, False)
+    except forms.Inapplicable:
+        pytest.skip("the class has nothing of this")
+    assert refactors.is_case(module, unit)
+    assert refactors.examine(module, unit) == ("served", "")
+
+
+def test_other_names_of_parts_leave_the_module_as_it_is(kernel, subject):
+    """Copies, pickles, weights by name, and torch.compile."""
+    unit, module = refactors.built("parts_renamed", subject, False)
+    x = torch.randn(2, 5, 32, dtype=torch.float64)
+    with torch.no_grad():
+        expected, names = module(x), list(module.state_dict())
+        assert len(kernel.kernelize(module).served) == 1
+        assert list(module.state_dict()) == names
+        torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
+        other = copy.deepcopy(module)
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+        assert (other(x) - module(x)).abs().max() > 1e-3
+        torch._dynamo.reset()
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(x), module(x))
+        kind = type(module).__mro__[2]
+        module.__dict__.pop("_kernel_funcs", None)  # by `kernels`, and in no pickle
+        assert type(pickle.loads(pickle.dumps(module))) is kind
+        kernel.restore(module)
+        assert type(module) is kind and not hasattr(module, "in_proj_qkv")
+
+
+def test_a_flag_that_is_set_later_counts(kernel, subject):
+    unit = of(subject, "if self.scaled:\n    _x_ = _x_ * 2", "self.scaled = False")
+    module = made(unit)
+    own = copy.deepcopy(module)
+    assert len(kernel.kernelize(module).served) == 1
+    before = outputs(module, unit)
+    module.scaled = own.scaled = True
+    expected = outputs(own, unit)
+    assert cases.difference(before, expected) > 0.01
+    assert cases.difference(outputs(module, unit), expected) < 1e-5
+
+
+def test_a_way_that_is_not_read_is_the_forwards_own(kernel, subject):
+    """Noise behind a flag that is off: when it is on, the class's own forward makes it."""
+    unit = of(
+        subject,
+        "if self.factor is not None:\n    _x_ = _x_.clamp(-self.factor, self.factor)",
+        "self.factor = None",
+    )
+    module = made(unit)
+    own = copy.deepcopy(module)
+    assert len(kernel.kernelize(module).served) == 1
+    assert cases.difference(outputs(module, unit), outputs(own, unit)) < 1e-5
+    module.factor = own.factor = 0.1
+    assert cases.difference(outputs(module, unit), outputs(own, unit)) == 0
+
+
+LEFT = {
+    "size": "if _x_.shape[1] == 9:\n    _x_ = _x_ * 2",
+    "size by a name": "many = _x_.shape[1] > 1000\nif many:\n    _x_ = _x_ * 2",
+    "value": "if _x_.sum() > 0:\n    _x_ = _x_ * 2",
+    "value by a name": "s = _x_.sum()\nif s:\n    _x_ = _x_ + 0",
+    "value by arithmetic": "_x_ = _x_ * (1 + (_x_ == 1).float())",
+    "gradients": "if torch.is_grad_enabled():\n    _x_ = _x_ * 2",
+    "random": "_x_ = _x_ + 0 * torch.rand_like(_x_)",
+    "attribute written": "self.seen = 1",
+    "keyword counted": "_x_ = _x_ * (1 + len(kwargs))",
+    "keyword written": "kwargs['seq_idx'] = None",
+    "16 bits": "if _x_.dtype == torch.float16:\n    _x_ = _x_ * 2",
+    "evaluation": "if not self.training:\n    _x_ = _x_ * 2",
+    "training": "if self.training:\n    _x_ = _x_ * 2",
+    "one row": "if _x_.shape[0] == 1:\n    _x_ = _x_ * 2",
+    "own size": "if self.head_k_dim > 3:\n    _x_ = _x_ * 2",
+    "in place": "_x_ *= 1.5",
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_a_trial_cannot_certify_is_left_alone(kernel, subject, name):
+    module = made(of(subject, LEFT[name]))
+    (row,) = kernel.kernelize(module).rows[:1]
+    assert row.reason is not None and row.layer.endswith("GatedDeltaNet"), row
+
+
+def test_a_rule_with_a_switch_of_the_process_is_left_alone(kernel, subject):
+    """A function that is not read may not ask for what the trial does not set."""
+    unit = cases.Unit(subject)
+    forms.helpers_copied(unit)
+    for function in unit.before:
+        if function.name == "torch_chunk_gated_delta_rule":
+            function.body[:0] = forms.statements("if torch.is_grad_enabled():\n    g = g * 2")
+    (row,) = kernel.kernelize(made(unit)).rows[:1]
+    assert "torch_chunk_gated_delta_rule, which uses is_grad_enabled" in row.reason
+
+
+def test_an_index_by_another_name(kernel, subject):
+    unit = cases.Unit(subject)
+    forms.rename_attributes(unit, {"layer_idx": "cache_idx"})
+    module = made(unit)
+    assert refactors.examine(module, unit) == ("served", "")
+
+
+def test_functions_by_one_name(kernel, subject):
+    """`rule = a if ... else b`, called once."""
+    unit = cases.Unit(subject)
+
+    def change(node):
+        calls = [n.body[0].value if isinstance(n.body[0], forms.ast.Assign) else None
+                 for n in (node,)]  # fmt: skip
+        if calls[0] is None or "torch_recurrent" not in forms.ast.unparse(calls[0]):
+            return None
+        names = [forms.ast.unparse(part[0].value.func) for part in (node.body, node.orelse)]
+        text = f"rule = {names[0]} if {forms.ast.unparse(node.test)} else {names[1]}"
+        call = node.orelse[0]
+        call.value.func = forms.load("rule")
+        return [*forms.statements(text), call]
+
+    forms.each(unit, forms.ast.If, change)
+    module = made(unit)
+    assert refactors.is_case(module, unit)
+    assert refactors.examine(module, unit) == ("served", "")

@@ -1,0 +1,155 @@
+"""What functions of a Gated DeltaNet layer may have besides what those of every module may.
+
+They branch on whether there is one token, and on what the cache answers: the trial (gdn_trial.py)
+goes all of these ways. Its rule and its convolution have loops, and so are not read; but they are
+transformers' own, as all that the forward calls has to be.
+"""
+
+import ast
+from types import FunctionType
+from typing import NamedTuple
+
+from ..layers.own_code import NotOwn, look_at_torch, names_in, own_names, undispatched, why_not_own
+from .body import Body
+from .code import Refused
+from .values import VALUE, Computed, Given, Known, Own, Plain, Words, merged
+
+ANSWERS = {"has_previous_state", "is_recording_past", "record_past"}  # of caches, to branch on
+OF_CACHES = ANSWERS | {
+    "conv_states", "get_conv_state", "get_recurrent_state", "layers", "recurrent_states",
+    "update_conv_state", "update_recurrent_state",
+}  # fmt: skip
+PACKED = ("cu_seq_lens_q", "seq_idx")  # keywords that the trial gives
+# what a function that is not read has no business with
+FOREIGN = {
+    "dropout", "environ", "get_default_dtype", "getenv", "is_autocast_enabled", "is_cuda",
+    "is_grad_enabled", "item", "rand", "rand_like", "randint", "randn", "randn_like", "time",
+    "tolist", "training",
+}  # fmt: skip
+ANSWER = Known(None, frozenset(["cache"]))
+ACTIVATION = Computed("an activation of transformers by its name")
+
+
+class OneOf(NamedTuple):
+    """One of two functions."""
+
+    functions: tuple
+
+
+class GdnBody(Body):
+    """The call of a function of a Gated DeltaNet layer."""
+
+    def __init__(self, reader, function, *more):
+        super().__init__(reader, function, *more)
+        name = function.__name__
+        try:
+            if why_not_own(function):
+                raise NotOwn(f"calls {name}, which {why_not_own(function)}")
+            for word in sorted(names_in(function)):
+                look_at_torch(word)
+        except NotOwn as error:
+            raise Refused(f"its forward {error}") from None
+
+    # -- expressions
+
+    def use(self, value: object, node: ast.AST) -> None:
+        if isinstance(value, OneOf) or value is ACTIVATION:
+            self.refuse(node)
+        super().use(value, node)
+
+    def read_Compare(self, node: ast.Compare) -> object:
+        """Whether there is one of something is a condition of a kind of its own."""
+        found = super().read_Compare(node)
+        if not isinstance(found, Known) or len(node.ops) != 1:
+            return found
+        sides = [self.expression(side) for side in (node.left, node.comparators[0])]
+        ones = [s for s in sides if isinstance(s, Plain) and type(s.value) is int and s.value == 1]
+        counts = [s for s in sides if isinstance(s, Known) and s.on == {"size"}]
+        if len(ones) == len(counts) == 1:
+            return found._replace(on=frozenset(["one"]))
+        return found
+
+    def read_IfExp(self, node: ast.IfExp) -> object:
+        """A name may stand for one of several functions."""
+        leaves = [node.body, node.orelse]
+        names = [n for n in leaves if isinstance(n, ast.Name) and n.id not in self.local]
+        found = [self.found(n.id, node) for n in names]
+        if len(found) != 2 or not all(isinstance(f.value, FunctionType) for f in found):
+            return super().read_IfExp(node)
+        ways = [(lambda value=value: value) for value in found]
+        values = [value for value, _, _ in self.either(node.test, *ways)]
+        return values[0] if len(values) == 1 else OneOf(tuple(values))
+
+    def attribute(self, base: object, name: str, node: ast.AST) -> object:
+        if name in OF_CACHES and (isinstance(base, Given) or base is VALUE):
+            return ANSWER if name in ANSWERS else VALUE
+        return super().attribute(base, name, node)
+
+    def read_Subscript(self, node: ast.Subscript) -> object:
+        """ACT2FN[self.activation]"""
+        if not isinstance(node.value, ast.Name) or node.value.id != "ACT2FN":
+            return super().read_Subscript(node)
+        known = self.expression(node.value)
+        home = type(getattr(known, "value", None)).__module__
+        if not isinstance(known, Plain) or not home.startswith("transformers."):
+            self.refuse(node)
+        self.pin(known)
+        self.data(node.slice)
+        return ACTIVATION
+
+    # -- calls
+
+    def call(self, node: ast.Call, idle: bool = False) -> object:
+        function = node.func
+        if isinstance(function, ast.Attribute) and function.attr in OF_CACHES:
+            base = self.expression(function.value)
+            if isinstance(base, Given) or base is VALUE:
+                self.use_all(node)
+                return self.attribute(base, function.attr, node)
+        return super().call(node, idle)
+
+    def use_all(self, node: ast.Call) -> object:
+        args, words, _ = self.arguments(node)
+        for value in (*args, words):
+            self.use(value, node)
+        return VALUE
+
+    def word(self, words: Words, name: str, node: ast.Call) -> object:
+        """Of packed sequences, whatever helper takes them out."""
+        word = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
+        more = [self.expression(argument) for argument in node.args[1:]]
+        if name in ("get", "pop") and word in PACKED and word not in words.values and words.rest:
+            if more in ([], [Plain(None)]) and not node.keywords:
+                return VALUE
+        return super().word(words, name, node)
+
+    def called(self, function: object, node: ast.Call, idle: bool = False) -> object:
+        if isinstance(function, OneOf):
+            found = [self.called(each, node, idle) for each in function.functions]
+            return merged(*found)
+        if function is ACTIVATION:
+            return self.use_all(node)
+        value = function.value if isinstance(function, Plain) else None
+        plain = undispatched(value)
+        if plain is value or not isinstance(plain, FunctionType):
+            return super().called(function, node, idle)
+        self.is_transformers(plain, getattr(plain, "__name__", ""))
+        self.pin(function)
+        args, words, _ = self.arguments(node)
+        if any(isinstance(each, Own) and not each.path for each in (*args, *words.values.values())):
+            self.refuse(node)
+        return self.use_all(node)
+
+    def is_transformers(self, plain: FunctionType, name: str) -> None:
+        """Refuses a function, which is not read, that is not transformers' own."""
+        try:
+            if why_not_own(plain):
+                raise NotOwn(str(why_not_own(plain)))
+            known = own_names(plain)
+        except NotOwn as error:
+            raise Refused(f"its forward calls {name}, which {error}") from None
+        for function in (plain, *[value for _, _, value in known]):
+            foreign = FOREIGN & names_in(undispatched(function))
+            if foreign:
+                raise Refused(f"its forward calls {name}, which uses {', '.join(sorted(foreign))}")
+        self.reader.names += known
