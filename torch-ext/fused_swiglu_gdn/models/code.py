@@ -93,7 +93,7 @@ def source_of(function: object, free: Tuple[str, ...] = ()) -> ast.FunctionDef:
         where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
         raise Refused(f"its forward is wrapped by {code.co_name} in {where}")
     try:
-        text = inspect.getsource(code)  # of a method, it is as in a block
+        text = _text_of(function)  # of a method, it is as in a block
         tree = ast.parse(text) if text.lstrip() == text else ast.parse("if 1:\n" + text).body[0]
     except (OSError, TypeError, SyntaxError):
         raise Refused("its forward has no source to read") from None
@@ -104,6 +104,16 @@ def source_of(function: object, free: Tuple[str, ...] = ()) -> ast.FunctionDef:
         raise Refused("its forward is not what its source says")
     definition.decorator_list = []  # decorated or not: it is the code that runs which is compared
     return definition
+
+
+def _text_of(function: FunctionType) -> str:
+    """inspect.getsource, which goes through all modules for the file of a code."""
+    code = function.__code__
+    linecache.checkcache(code.co_filename)
+    lines = linecache.getlines(code.co_filename, function.__globals__)
+    if len(lines) < code.co_firstlineno:
+        raise OSError("no source")
+    return "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
 
 
 def _codes_around(function: FunctionType) -> frozenset:
