@@ -35,6 +35,8 @@ class Attributes(Callees):
             return self.own_attribute(base, name, node)
         if isinstance(base, Plain):
             return self.plain_attribute(base, name, node)
+        if name == "type" and isinstance(base, Known):  # of a device
+            return base._replace(text=base.text and f"{base.text}.type")
         if name not in ATTRIBUTES or isinstance(base, (Words, Closure, Method, Partial, Super)):
             self.refuse(node)
         kind = CONDITIONAL.get(name)

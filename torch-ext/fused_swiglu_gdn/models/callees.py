@@ -220,7 +220,7 @@ class Callees:
                 each = found if function is zip else ((Plain(i), v) for i, v in found)
                 return Several(tuple(map(Several, each)))
             return Several(tuple(found))
-        if function in (len, tuple, list) and len(args) == 1:
+        if function in (len, tuple, list) and len(args) == 1 and not isinstance(args[0], Words):
             self.use(args[0], node)
             known = told(args[0]) if isinstance(args[0], Known) else None
             if known is None:
@@ -357,7 +357,9 @@ class Callees:
         found = self.expression(node.func)
         kind = found.value if isinstance(found, Plain) else None
         name = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '')}"
-        if name not in CONTEXTS:
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        inner = [each for argument in given for each in ast.walk(argument)]
+        if name not in CONTEXTS or any(isinstance(n, (ast.Call, ast.NamedExpr)) for n in inner):
             return False
         if not CONTEXTS[name]:
             return True
