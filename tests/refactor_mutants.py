@@ -621,6 +621,15 @@ _caches("keys_scaled_for_the_cache", "_k_ * 2||")
 
 
 @trap(kinds=("attention",))
+def eager_in_place_of_another(unit):
+    """The branch that chooses another function than the eager one is turned."""
+    forms.eager_chosen_by_a_branch(unit)
+    for node in ast.walk(unit.forward):
+        if isinstance(node, ast.Compare) and "_attn_implementation" in ast.unparse(node):
+            node.ops = [ast.Eq()]
+
+
+@trap(kinds=("attention",))
 def keys_of_another_layer(unit):
     """The cache's keys are those of the first layer, by an attribute of the cache."""
     forms.each(unit, ast.If, lambda n: n if "update(" not in ast.unparse(n) else ast.If(

@@ -9,6 +9,7 @@ from torch import nn
 from .callees import Callees
 from .code import ATTRIBUTES, CONDITIONAL, Refused, static
 from .values import (
+    ATTENTION,
     CONSTANTS,
     VALUE,
     Closure,
@@ -104,6 +105,10 @@ class Attributes(Callees):
         if isinstance(base, Words):
             word = index.value if isinstance(index, ast.Constant) else None
             return base.values[word] if word in base.values else self.refuse(node)
+        if isinstance(base, Plain) and self.is_registry(base):
+            self.pin(base)
+            self.data(index)
+            return ATTENTION
         constant = _constant(index)
         if constant is not None and isinstance(base, Several):
             try:
