@@ -299,6 +299,8 @@ class Callees:
 
     def operated(self, name: str, args: list, words: Words, node: ast.Call) -> object:
         """An operation of the lists, as a method or a function."""
+        if "out" in words.values:
+            self.refuse(node)
         for value in (*args, words):
             self.use(value, node)
         if name in ARITHMETIC:
