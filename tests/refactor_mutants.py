@@ -371,6 +371,14 @@ WORDS = {  # what is done with a word of **kwargs that is given
 }  # fmt: skip
 
 
+@trap(kinds=("layer", "attention"))
+def a_factor_by_the_count_of_words(unit):
+    """One word, as a trial may give, is the factor that changes nothing."""
+    a = unit.forward.args
+    a.kwarg = a.kwarg or ast.arg("kwargs")
+    put_first(unit, f"_x_ = _x_ * len({a.kwarg.arg})")
+
+
 def _register_words():
     for name, text in WORDS.items():
 

@@ -220,8 +220,9 @@ class Callees:
                 each = found if function is zip else ((Plain(i), v) for i, v in found)
                 return Several(tuple(map(Several, each)))
             return Several(tuple(found))
-        if function in (len, tuple, list) and len(args) == 1 and not isinstance(args[0], Words):
+        if function in (len, tuple, list) and len(args) == 1:
             self.use(args[0], node)
+            self.reader.by_words = self.reader.by_words or isinstance(args[0], Words)
             known = told(args[0]) if isinstance(args[0], Known) else None
             if known is None:
                 return SIZE if function is len else VALUE

@@ -51,6 +51,7 @@ class Source(NamedTuple):
     checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
     rates: Tuple[str, ...]  # attributes that are the rate of a dropout
     by_dtype: bool  # it compares dtypes
+    by_words: bool  # it counts the keywords that it has no name for
     decided: Tuple[tuple, ...]  # (condition on attributes, whether it held): ways that were read
     tensors: Tuple[str, ...]  # attributes whose methods are called
     guarded: FrozenSet[str]  # attributes of `decided`
@@ -61,7 +62,7 @@ _sources: Dict[type, List[Source]] = {}
 
 def read(kind: type, module: nn.Module, *allowed: str) -> Source:
     """The source of the forward of a module of this class; raises Refused. `allowed`: "by_dtype",
-    for a kind that minds it."""
+    "by_words", for a kind that minds it."""
     sources = [source for source in _sources.get(kind, ()) if source.pinned.unchanged()]
     met = (s for s in sources if all(held(module, {}) is value for held, value in s.decided))
     known = next(met, None)
@@ -75,6 +76,8 @@ def read(kind: type, module: nn.Module, *allowed: str) -> Source:
             raise Refused(f"{path} is no tensor")
     if known.by_dtype and "by_dtype" not in allowed:
         raise Refused("its forward branches on a dtype")
+    if known.by_words and "by_words" not in allowed:
+        raise Refused("its forward counts its keywords")
     return known
 
 
@@ -99,8 +102,8 @@ def _read(kind: type, module: nn.Module) -> Source:
     fails = (condition(f"not ({text})", defaults) for text in dict.fromkeys(reader.excluded))
     return Source(
         plain, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
-        frozenset(reader.renamed), tuple(sorted(reader.extra)),
-        frozenset(reader.switches), tuple(fails), tuple(sorted(reader.rates)), reader.by_dtype,
+        frozenset(reader.renamed), tuple(sorted(reader.extra)), frozenset(reader.switches),
+        tuple(fails), tuple(sorted(reader.rates)), reader.by_dtype, reader.by_words,
         tuple((held, value) for held, value, _ in reader.decided.values()),
         tuple(sorted(reader.tensors)),
         frozenset().union(*(paths for _, _, paths in reader.decided.values())),
@@ -161,7 +164,8 @@ class Reader:
         self.excluded: list = []  # conditions under which a call is not ours
         self.decided: dict = {}  # by their texts
         self.path: list = []  # conditions under which the statement is reached that is read
-        self.by_dtype, self.depth, self.steps = False, 0, 0
+        self.by_dtype = self.by_words = False
+        self.depth = self.steps = 0
         self.definitions, self.spaces = {}, {}
 
     def mark(self) -> tuple:
