@@ -48,7 +48,7 @@ class Source(NamedTuple):
     renamed: FrozenSet[str]  # keywords with which a call is for the class's own forward
     extra: Tuple[str, ...]  # keywords that it takes out of its **kwargs
     switches: FrozenSet[str]  # arguments that it branches on: known at their defaults alone
-    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
+    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
     rates: Tuple[str, ...]  # attributes that are the rate of a dropout
     by_dtype: bool  # it compares dtypes
     by_words: bool  # it counts the keywords that it has no name for
