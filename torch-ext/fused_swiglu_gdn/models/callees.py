@@ -236,6 +236,7 @@ class Callees:
             return Several(tuple(found))
         if function in (len, tuple, list) and len(args) == 1:
             self.use(args[0], node)
+            self.reader.by_words = self.reader.by_words or isinstance(args[0], Words)
             known = told(args[0]) if isinstance(args[0], Known) else None
             if known is None:
                 return SIZE if function is len else VALUE
@@ -315,6 +316,8 @@ class Callees:
         """An operation of the lists, as a method or a function."""
         if name in MORE:
             self.reader.more.add((name, in_short(node)))
+        if "out" in words.values:
+            self.refuse(node)
         for value in (*args, words):
             self.use(value, node)
         if name in ARITHMETIC:
@@ -373,7 +376,9 @@ class Callees:
         found = self.expression(node.func)
         kind = found.value if isinstance(found, Plain) else None
         name = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '')}"
-        if name not in CONTEXTS:
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        inner = [each for argument in given for each in ast.walk(argument)]
+        if name not in CONTEXTS or any(isinstance(n, (ast.Call, ast.NamedExpr)) for n in inner):
             return False
         if not CONTEXTS[name]:
             return True
