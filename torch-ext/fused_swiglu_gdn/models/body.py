@@ -11,6 +11,7 @@ from .code import (
     BUILTINS,
     CHOSEN,
     EXPRESSIONS,
+    IN_PLACE,
     PLAIN_VALUES,
     Refused,
     calls,
@@ -82,7 +83,7 @@ class Body(Callees):
         elif isinstance(node, ast.Expr):
             if self.taken_out(node.value):
                 return
-            if calls(node.value, "scatter_"):
+            if any(calls(node.value, name) for name in IN_PLACE):
                 return self.expression(node.value)
             if not (is_text(node) or logs(node, self.function.__globals__)):
                 self.refuse(node)
