@@ -98,6 +98,35 @@ def test_authors_classes():
     assert "does not choose" in experts.form_of(NotDispatched)
 
 
+@pytest.mark.parametrize("name", ["silu", "relu"])
+def test_a_loop_that_names_its_activation(everywhere, name):
+    """It is what the loop says, and what act_fn is must be the same."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    class ByName:
+        """Has the activation of a class that calls its name."""
+
+        def __init__(self, module):
+            self.__dict__.update(module=module)
+
+        def __getattr__(self, attribute):
+            if attribute == "act_fn":
+                return getattr(torch.nn.functional, name)
+            return getattr(self.module, attribute)
+
+    loop = Qwen3MoeExperts.forward.__wrapped__
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return loop(ByName(self), hidden_states, top_k_index, top_k_weights)
+
+    kind = decorated(forward=forward)
+    assert experts.form_of(kind) == experts.Form(activation=name)
+    module = Qwen3MoeExperts(transformers.Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=8))
+    module.__class__ = kind
+    reason = experts.why_not_experts(module)
+    assert reason == (None if name == "silu" else "its activation is SiLUActivation")
+
+
 class Gates:
     """Gates as people write them, with the form that each is, or None."""
 
