@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.own_code import undispatched
-from .code import ARITHMETIC, CONTEXTS, FUNCTIONS, METHODS, MODES, MORE, SIZES, Refused, in_short
+from .code import (
+    ARITHMETIC, CONTEXTS, FUNCTIONS, IN_PLACE, METHODS, MODES, MORE, SIZES, Refused, in_short,
+)  # fmt: skip
 from .values import (
     ARGUMENTS,
     ATTENTION,
@@ -67,7 +69,8 @@ class Callees:
             return self.asked(name, node)
         if isinstance(base, Plain) or isinstance(base, Own) and not base.path:
             return self.called(self.attribute(base, name, node), node, idle)
-        if idle and name != "scatter_" or name == "scatter_" and base is not VALUE:
+        in_place = name in IN_PLACE
+        if in_place and base is not VALUE or idle and not in_place:
             self.refuse(node)
         return self.method_of_a_tensor(base, name, node)
 

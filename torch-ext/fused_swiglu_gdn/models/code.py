@@ -30,9 +30,11 @@ OPERATIONS = {
     "unsqueeze", "view", "view_as", "zeros_like",
 }  # fmt: skip
 # of tensors too, for kinds of modules that ask for them (read's `more`): choices among values
-CHOICES = {
-    "bool", "gather", "linear", "long", "masked_fill", "new_zeros", "ones_like", "scatter",
-    "scatter_", "softmax", "sort", "topk", "zeros_like",
+IN_PLACE = {"div_", "masked_fill_", "mul_", "scatter_"}
+CHOICES = IN_PLACE | {
+    "argsort", "bool", "einsum", "full_like", "gather", "index_select", "linear", "log_softmax",
+    "logsumexp", "long", "masked_fill", "mm", "new_zeros", "ones_like", "scatter", "softmax",
+    "sort", "take_along_dim", "topk", "zeros_like",
 }  # fmt: skip
 CHOSEN = {"indices", "values"}  # attributes of what sort and topk give
 MORE = CHOICES | {"clamp"}
