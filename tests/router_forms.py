@@ -345,7 +345,7 @@ class Square(Plain):
 ROUTERS = {
     Plain: {"scoring": "softmax", "renormalize": True, "dtype": None, "dims": (2, 3)},
     ByArgsort: {"renormalize": True, "dims": (2,)}, Masked: {"renormalize": True},
-    LogitsInPlace: "writes to what it is given",
+    LogitsInPlace: "has `x.mul_(1.0)`",
     LogitsLast: {"order": (2, 1, 0)},
     OfTheChosen: {"renormalize": True, "upcast": True, "dims": (2,)},
     NotNormalized: {"renormalize": False, "dtype": torch.float32, "upcast": False},

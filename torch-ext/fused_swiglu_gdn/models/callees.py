@@ -15,7 +15,16 @@ from torch import nn
 
 from ..layers.own_code import undispatched
 from .code import (
-    ARITHMETIC, CONTEXTS, FUNCTIONS, IN_PLACE, METHODS, MODES, MORE, SIZES, Refused, in_short,
+    ARITHMETIC,
+    CONTEXTS,
+    FUNCTIONS,
+    IN_PLACE,
+    METHODS,
+    MODES,
+    MORE,
+    SIZES,
+    Refused,
+    in_short,
 )  # fmt: skip
 from .values import (
     ARGUMENTS,
@@ -69,8 +78,7 @@ class Callees:
             return self.asked(name, node)
         if isinstance(base, Plain) or isinstance(base, Own) and not base.path:
             return self.called(self.attribute(base, name, node), node, idle)
-        in_place = name in IN_PLACE
-        if in_place and base is not VALUE or idle and not in_place:
+        if base is not VALUE if name in IN_PLACE else idle:
             self.refuse(node)
         return self.method_of_a_tensor(base, name, node)
 
@@ -146,10 +154,9 @@ class Callees:
 
     def is_listed(self, function: Plain, node: ast.Call) -> None:
         """Refuses a function of torch that is not listed."""
-        name = getattr(function.value, "__name__", "")
-        if id(function.value) not in SPECIAL and isinstance(name, str):
-            if vars(torch).get(name) is function.value:
-                self.refuse(node)
+        name = getattr(function.value, "__name__", None)
+        if id(function.value) not in SPECIAL and vars(torch).get(name, "") is function.value:
+            self.refuse(node)
 
     @staticmethod
     def is_no_patch(function: Plain) -> None:
