@@ -9,7 +9,8 @@ refactor_python.py, so that they compute the same: a case counts only if the mod
 class, without the package, give the outputs of the original's. It is then kernelized, with the
 package's reference in a kernel's place, and either served with these outputs, or left alone with a
 reason; all else is WRONG. A mutant is a case with one operator, constant, argument or part changed,
-so that it gives other outputs: a served one must give the mutant's own. Exits with 1 if one is WRONG.
+so that it gives other outputs: a served one must give the mutant's own. Exits with 1 if one is
+WRONG.
 """
 
 import argparse
