@@ -352,7 +352,8 @@ def _register_later():
 
             unit.after = after
 
-        trap(later, name=name)
+        by_name = "attr_" in name  # what the other kinds read by a name is not looked at again
+        trap(later, name=name, kinds=("mlp", "norm", "attention", "layer") if by_name else None)
 
 
 _register_later()

@@ -149,6 +149,8 @@ def _look_into(function, functions: dict, names: list) -> None:
                 raise NotOwn(f"uses {name}, which is not that of transformers")
         elif not isinstance(plain, HARMLESS):
             raise NotOwn(f"uses {name}, which is a {type(plain).__name__}")
+        elif not isinstance(plain, (logging.Logger, ModuleType)):
+            names.append((function.__globals__, name, value))  # a number or word may be another
 
 
 def is_own_function(function) -> bool:
