@@ -106,7 +106,7 @@ def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tupl
 def _add_shared(block: nn.Module, parts: Parts, x: torch.Tensor) -> Optional[torch.Tensor]:
     """A block's output; None where that is its own forward's to say."""
     w_gate, modules = _gate_of(block, parts), block._modules
-    if w_gate is None or x.dtype is not w_gate.dtype or x.ndim != 3:
+    if w_gate is None or x.dtype is not w_gate.dtype or x.ndim != 3 or not x.is_contiguous():
         return None
     if None in map(modules.get, parts):
         return None
