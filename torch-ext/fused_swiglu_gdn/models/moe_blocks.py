@@ -34,7 +34,7 @@ class Form(NamedTuple):
     kind: type
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
-    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
+    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
     argument: str
     found: Union[Choice, Parts]
 
