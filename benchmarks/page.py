@@ -185,6 +185,12 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "in the loop that reads a token late whether to stop (ours), in transformers' own, which "
         "waits for each token (waiting), and the replays by themselves.",
     ),
+    "fp8_mlp": (
+        "An MLP in FP8 with block scales",
+        "transformers' LlamaMLP with three FP8Linears, kernelized, beside the same module as it is "
+        "(a stand-in in torch quantises as DeepGEMM's Python does, and cuBLAS multiplies), and "
+        "beside the MLP in bf16, eager and kernelized: times of kernels, by CUDA graph.",
+    ),
     "whole_models_moe": (
         "Training steps of whole models: a mixture of experts",
         "Qwen3-MoE with 8 layers of the 30B-A3B model's sizes; before is transformers' grouped_mm.",

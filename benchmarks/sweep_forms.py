@@ -91,7 +91,7 @@ def few(package, module) -> Iterator[Row]:
             made = inputs(model, T)
             forms = {name: functools.partial(call, name == "few", weights, made)
                      for name in ("few", "grouped")}  # fmt: skip
-            served = "few" if experts._are_few(made[1], weights[0], *rest) else "grouped"
+            served = "few" if experts._are_few(made[0], weights[0], *rest) else "grouped"
             yield Row(f"{model}, {T} tokens", forms, served)
 
 

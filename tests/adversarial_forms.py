@@ -456,6 +456,18 @@ class EmptyFirst(P):
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
 
 
+class ByWeights(P):
+    def forward(self, x):
+        gate = F.linear(x, self.gate_proj.weight, self.gate_proj.bias)
+        return self.down_proj(self.act_fn(gate) * (x @ self.up_proj.weight.T))
+
+
+class WithoutBias(ByWeights):
+    """A bias that the forward does not add."""
+
+    bias = True
+
+
 class OneRowOtherwise(P):
     """Of the sizes that the trial has, one row is another formula."""
 
@@ -772,6 +784,10 @@ FORMS = {
     "a flag that is on": (functools.partial(Flags, mode="clamped"), "x.clamp"),
     "noise in training": (functools.partial(Flags, noise=0.1), "torch.randn_like"),
     "nothing of nothing": (EmptyFirst, None),
+    "by weights": (ByWeights, None),
+    "a bias that is not added": (WithoutBias, "another formula"),
+    "by weights of a subclass": (
+        with_parts(ByWeights, gate_proj=lambda: Loud(K, N)), "gate_proj is a"),
     "one row is another formula": (OneRowOtherwise, "x.shape[0] == 1"),
     "large sizes are another formula": (LargeOtherwise, "x.shape[0] // 1000"),
     "by the truth of a value": (ByTruth, "x.sum() > "),

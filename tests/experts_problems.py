@@ -98,14 +98,14 @@ def gradients(p: Problem, dout: torch.Tensor) -> tuple:
     wide = doubled(p)
     given = [b for b in wide.biases if b is not None]
     leaves = [t.detach().requires_grad_() for t in (*wide[:3], wide.weights, *given)]
-    exact = reference._gated
+    exact = reference.gated
 
     def gated(gate, up, activation, limit):
         if limit is not None:
             gate, up = (t + (t.to(p.x.dtype).to(t.dtype) - t).detach() for t in (gate, up))
         return exact(gate, up, activation, limit)
 
-    with mock.patch.object(reference, "_gated", gated):
+    with mock.patch.object(reference, "gated", gated):
         biases = call.Biases(*leaves[4:])
         out = reference.experts_fwd(*leaves[:3], p.ids, leaves[3], *p[5:8], biases)
     return torch.autograd.grad(out, leaves, dout.double())

@@ -184,7 +184,8 @@ def mutants(kind: str, every: int = 1, first: int = 0):
 HARMLESS = {
     *(f"{name}RMSNorm.forward float64 instead: torch.float32"
       for name in ("Llama", "Qwen3", "OlmoHybrid", "Phi3", "Glm", "Glm4v", "Ernie4_5", "Pixtral")),
-    "OlmoHybridAttention.forward dropped: cos, sin = (None, None)",
+    *(f"OlmoHybridAttention.forward dropped: {t} = (None, None)"
+      for t in ("cos, sin", "(cos, sin)")),  # as Python 3.11 spells it, and 3.10
     "PixtralAttention.apply_rotary_pos_emb +1: 1",
     *(f"PixtralAttention.apply_rotary_pos_emb dropped: {t} = {t}.unsqueeze(unsqueeze_dim)"
       for t in ("cos", "sin")),

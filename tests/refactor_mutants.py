@@ -253,6 +253,9 @@ FIRST = {
     "scaled_without_gradients": "if not torch.is_grad_enabled():\n    _x_ = _x_ * 2",
     "in_place": "_x_ = _x_.mul(2)\n_x_.add_(1)",
     "input_scaled_in_place": "_x_ *= 2",
+    "input_written_by_a_function": "torch.mul(_x_, 2, out=_x_)",
+    "input_written_by_a_value": "_x_ = torch.mul(_x_, 2, out=_x_)",
+    "sizes_that_cancel": "if _x_.shape[0] - 1 == 0:\n    _x_ = _x_ * 2",
     "input_scaled_in_place_by_an_alias": "alias = _x_.view(_x_.shape)\nalias *= 2",
     "a_size_that_counts_when_large": "_x_ = _x_ * (1 + _x_.shape[-2] // 8)",
     "a_size_that_counts_by_a_function": "_x_ = torch.mul(_x_, 1 + _x_.shape[-2] // 8)",
@@ -349,7 +352,8 @@ def _register_later():
 
             unit.after = after
 
-        trap(later, name=name)
+        by_name = "attr_" in name  # what the other kinds read by a name is not looked at again
+        trap(later, name=name, kinds=("mlp", "norm", "attention", "layer") if by_name else None)
 
 
 _register_later()
@@ -366,6 +370,14 @@ WORDS = {  # what is done with a word of **kwargs that is given
     "a_word_in_a_dict": "words = {'other': 1, **kwargs}\n_x_ = _x_ * words.get('factor', 1)",
     "any_word": "_x_ = _x_ * 2 if kwargs else _x_",
 }  # fmt: skip
+
+
+@trap(kinds=("layer", "attention"))
+def a_factor_by_the_count_of_words(unit):
+    """One word, as a trial may give, is the factor that changes nothing."""
+    a = unit.forward.args
+    a.kwarg = a.kwarg or ast.arg("kwargs")
+    put_first(unit, f"_x_ = _x_ * len({a.kwarg.arg})")
 
 
 def _register_words():
@@ -618,6 +630,15 @@ _caches("cache_of_another_layer", "||self.layer_idx + 1")
 _caches("cache_of_the_first_layer", "||0 if self.layer_idx else 1")
 _caches("keys_twice", "|_k_|")
 _caches("keys_scaled_for_the_cache", "_k_ * 2||")
+
+
+@trap(kinds=("attention",))
+def eager_in_place_of_another(unit):
+    """The branch that chooses another function than the eager one is turned."""
+    forms.eager_chosen_by_a_branch(unit)
+    for node in ast.walk(unit.forward):
+        if isinstance(node, ast.Compare) and "_attn_implementation" in ast.unparse(node):
+            node.ops = [ast.Eq()]
 
 
 @trap(kinds=("attention",))

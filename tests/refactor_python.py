@@ -275,6 +275,34 @@ def part_called_by_keyword(unit):
     each(unit, ast.Call, one, methods=[unit.forward])
 
 
+def products_by(make):
+    """Calls of nn.Linear as products with its weight."""
+
+    def change(unit):
+        from torch import nn
+
+        modules = unit.subject.module._modules
+
+        def one(node):
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else None
+            if type(modules.get(name)) is not nn.Linear or len(node.args) != 1:
+                return None
+            text = make(f"self.{name}", modules[name].bias is None)
+            return like(substitute(expression(text), "_x_", node.args[0]), node)
+
+        each(unit, ast.Call, one, methods=[unit.forward])
+
+    return change
+
+
+refactor(products_by(lambda part, _: f"F.linear(_x_, {part}.weight, {part}.bias)"),
+         name="products_by_a_function", kinds=("mlp",))  # fmt: skip
+refactor(products_by(lambda part, bare: f"_x_ @ {part}.weight.T" if bare else "_x_"),
+         name="products_by_an_operator", kinds=("mlp",))  # fmt: skip
+refactor(products_by(lambda part, bare: f"torch.matmul(_x_, {part}.weight.t())" if bare else "_x_"),
+         name="products_by_matmul", kinds=("mlp",))  # fmt: skip
+
+
 @refactor(kinds=("norm",))
 def value_by_a_property(unit):
     name = "variance_epsilon" if hasattr(unit.subject.module, "variance_epsilon") else "eps"

@@ -4,12 +4,13 @@
     python tests/refactors.py --case llama.mlp.temporaries     # its source, and why it is left
     python tests/refactors.py --json FILE
 
-Classes of transformers' models are rewritten, by the functions of refactor_forms.py, so that they
-compute the same: a case counts only if the modules of the new class, without the package, give the
-outputs of the original's. It is then kernelized, with the package's reference in a kernel's place,
-and either served with these outputs, or left alone with a reason; all else is WRONG. A mutant is a
-case with one operator, constant, argument or part changed, so that it gives other outputs: a served
-one must give the mutant's own. Exits with 1 if one is WRONG.
+Classes of transformers' models are rewritten, by the functions of refactor_forms.py and
+refactor_python.py, so that they compute the same: a case counts only if the modules of the new
+class, without the package, give the outputs of the original's. It is then kernelized, with the
+package's reference in a kernel's place, and either served with these outputs, or left alone with a
+reason; all else is WRONG. A mutant is a case with one operator, constant, argument or part changed,
+so that it gives other outputs: a served one must give the mutant's own. Exits with 1 if one is
+WRONG.
 """
 
 import argparse

@@ -51,6 +51,32 @@ class LogitsLast(Plain):
         return ids, weights, logits
 
 
+class ByArgsort(Plain):
+    def forward(self, x):
+        logits = torch.einsum("th,eh->te", x, self.weight)
+        ids = torch.argsort(logits, dim=-1, descending=True)[:, : self.top_k]
+        weights = torch.take_along_dim(torch.exp(torch.log_softmax(logits.float(), -1)), ids, -1)
+        weights.div_(weights.sum(-1, keepdim=True))
+        return logits, weights.type_as(x), ids
+
+
+class LogitsInPlace(Plain):
+    def forward(self, x):
+        x.mul_(1.0)
+        return super().forward(x)
+
+
+class Masked(Plain):
+    """All other weights are 0, and those of the chosen are taken of that."""
+
+    def forward(self, x):
+        logits = torch.mm(x, self.weight.t())
+        ids = logits.topk(self.top_k).indices
+        rest = torch.ones_like(logits).scatter(1, ids, 0.0).bool()
+        scores = logits.float().masked_fill(rest, float("-inf")).softmax(-1)
+        return logits, scores.gather(1, ids).to(x.dtype), ids
+
+
 class NotNormalized(Plain):
     """Jamba's."""
 
@@ -318,6 +344,8 @@ class Square(Plain):
 
 ROUTERS = {
     Plain: {"scoring": "softmax", "renormalize": True, "dtype": None, "dims": (2, 3)},
+    ByArgsort: {"renormalize": True, "dims": (2,)}, Masked: {"renormalize": True},
+    LogitsInPlace: "has `x.mul_(1.0)`",
     LogitsLast: {"order": (2, 1, 0)},
     OfTheChosen: {"renormalize": True, "upcast": True, "dims": (2,)},
     NotNormalized: {"renormalize": False, "dtype": torch.float32, "upcast": False},

@@ -10,7 +10,7 @@ import pytest
 from conftest import submodule
 from interpreter import INTERPRETING, compiled
 
-pytest.importorskip("triton")
+triton = pytest.importorskip("triton")
 compile_all, widest = (pytest.importorskip(name) for name in ("compile_all", "widest"))
 tuning = submodule("runtime.tuning")
 
@@ -54,6 +54,9 @@ def found(chip: str, *calls: str) -> list:
     return [pytest.param(chip, *pair, id=f"{chip} {pair[0]}: {pair[1].name}") for pair in pairs]
 
 
+MEASURED = "3.6."  # the Triton whose assembler SPILLS is of; others allocate registers differently
+
+
 def check(report, most_shared: int) -> None:
     assert not report.error and not report.lost
     allowed = [
@@ -61,7 +64,8 @@ def check(report, most_shared: int) -> None:
         for (call, kernel), most in SPILLS.items()
         if report.kernel == kernel and report.call.startswith(call)
     ]
-    assert report.spills <= max(allowed, default=0)
+    spills = triton.__version__.startswith(MEASURED)
+    assert not spills or report.spills <= max(allowed, default=0)
     assert not report.serialized
     assert report.shared <= most_shared * 1024
 

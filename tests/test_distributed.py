@@ -24,6 +24,9 @@ WRAPS = ["ddp", "fsdp2", "fsdp2 first", "hybrid first", "tp first"]  # first: th
 WRAPS += ["cp ddp", "cp zigzag fsdp2"]
 
 
+PARTED = {"num_key_value_heads": WORLD, "vocab_size": 49 * WORLD}  # sizes that WORLD divides
+
+
 def loss_of(model, ids):
     """Mean over all tokens; a batch's halves weigh the same, so their losses can be averaged."""
     logits = model(ids, use_cache=False).logits[:, :-1]
@@ -76,9 +79,7 @@ def check(name: str, wrap: str, rank: int, device) -> dict:
     """Relative errors of this process's results against those of one process alone."""
     kernel = load_package()
     ids = tokens(2 * WORLD, 70, device=device)
-    alone, shared = (
-        random_model(name, device, num_key_value_heads=WORLD).train() for _ in range(2)
-    )
+    alone, shared = (random_model(name, device, **PARTED).train() for _ in range(2))
     served, first, cp = SERVED.get(name, 2), wrap.endswith("first"), wrap.startswith("cp")
     if device.type == "cpu":  # in fp32 the gradient of A_log is right to 6e-4 only
         alone, shared = alone.double(), shared.double()
@@ -184,7 +185,7 @@ def test_sharded_models_are_freed_and_moved(kernel, tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
     try:
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        model = parallel.apply_tensor_parallelism(random_model("llama").eval(), mesh)
+        model = parallel.apply_tensor_parallelism(random_model("llama", **PARTED).eval(), mesh)
         assert kernel.kernelize(model).served
         ids, dispatch = tokens(1, 5), submodule("runtime.dispatch")
         with torch.no_grad(), dispatch.force("reference"):

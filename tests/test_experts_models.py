@@ -98,6 +98,118 @@ def test_authors_classes():
     assert "does not choose" in experts.form_of(NotDispatched)
 
 
+@pytest.mark.parametrize("name", ["silu", "relu"])
+def test_a_loop_that_names_its_activation(everywhere, name):
+    """It is what the loop says, and what act_fn is must be the same."""
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    class ByName:
+        """Has the activation of a class that calls its name."""
+
+        def __init__(self, module):
+            self.__dict__.update(module=module)
+
+        def __getattr__(self, attribute):
+            if attribute == "act_fn":
+                return getattr(torch.nn.functional, name)
+            return getattr(self.module, attribute)
+
+    loop = Qwen3MoeExperts.forward.__wrapped__
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return loop(ByName(self), hidden_states, top_k_index, top_k_weights)
+
+    kind = decorated(forward=forward)
+    assert experts.form_of(kind) == experts.Form(activation=name)
+    module = Qwen3MoeExperts(transformers.Qwen3MoeConfig(hidden_size=8, moe_intermediate_size=8))
+    module.__class__ = kind
+    reason = experts.why_not_experts(module)
+    assert reason == (None if name == "silu" else "its activation is SiLUActivation")
+
+
+class Gates:
+    """Gates as people write them, with the form that each is, or None."""
+
+    def limited(self, gate_up):
+        up_and_gate = gate_up.chunk(2, dim=-1)
+        up = torch.clamp(up_and_gate[1], -self.most, self.most)
+        return up * self.act_fn(up_and_gate[0].clamp(max=self.most))
+
+    def silu(self, gate_up):
+        gate, up = torch.split(gate_up, gate_up.shape[-1] // 2, dim=-1)
+        return torch.mul(up, torch.nn.functional.silu(gate))
+
+    def gpt_oss(self, gate_up):
+        pairs = gate_up.unflatten(-1, (-1, 2))
+        gate, up = pairs[..., 0].clamp(max=self.cap), pairs[..., 1].clamp(-self.cap, self.cap)
+        return gate * (gate * self.slope).sigmoid() * (1 + up)
+
+    def swapped(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(up) * gate
+
+    def clamped_behind(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate).clamp(max=self.most) * up.clamp(-self.most, self.most)
+
+    def clamped_below(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        up = up.clamp(-self.most, self.most)
+        return self.act_fn(gate.clamp(-self.most, self.most)) * up
+
+    def clamped_by_two(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate.clamp(max=self.most)) * up.clamp(-self.least, self.most)
+
+    def silu_and_a_part(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate) * up + 0 * self.act_fn(gate)
+
+    def two_more(self, gate_up):
+        gate, up = gate_up[..., ::2], gate_up[..., 1::2]
+        gate, up = gate.clamp(max=self.cap), up.clamp(-self.cap, self.cap)
+        return gate * (gate * self.slope).sigmoid() * (2 + up)
+
+    def by_value(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * (up if gate.sum() > 0 else up * 2)
+
+    def in_bf16(self, gate_up):
+        gate, up = gate_up.chunk(2, dim=-1)
+        return self.act_fn(gate) * (up * 2 if gate.dtype == torch.bfloat16 else up)
+
+
+GATES = {
+    Gates.limited: {"limit": "most"}, Gates.silu: {"activation": "silu"},
+    Gates.gpt_oss: {
+        "limit": "cap", "activation": "swigluoai", "alpha": "slope", "interleaved": True
+    },
+    **dict.fromkeys([
+        Gates.swapped, Gates.clamped_behind, Gates.clamped_below, Gates.clamped_by_two,
+        Gates.silu_and_a_part, Gates.two_more, Gates.by_value, Gates.in_bf16,
+    ]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("gate", GATES, ids=lambda gate: gate.__name__)
+def test_gates(gate):
+    """Whether or not the loop over the experts calls it."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+    from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLExperts
+
+    base = GptOssExperts if gate in (Gates.gpt_oss, Gates.two_more) else MiniMaxM3VLExperts
+    init, forward = (getattr(base, n).__wrapped__ for n in ("__init__", "forward"))
+    body = {"__init__": init, "forward": forward, "_apply_gate": gate}
+    options = {"is_concatenated": False, "is_transposed": True, "has_bias": True}
+    decorate = moe.use_experts_implementation
+    if base is GptOssExperts:
+        decorate = decorate(**options)
+    kind = decorate(type("AuthorsExperts", (torch.nn.Module,), body))
+    expected = GATES[gate]
+    reason = "its gate is one of its own"
+    assert experts.form_of(kind) == (experts.Form(**expected) if expected else reason)
+
+
 def test_the_gate_of_minimax(everywhere):
     name = "transformers.models.minimax_m3_vl"
     modeling = pytest.importorskip(f"{name}.modeling_minimax_m3_vl")

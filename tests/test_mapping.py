@@ -358,6 +358,8 @@ def kernel_config_anywhere(monkeypatch):
     """KernelConfig refuses CPU models by a list; what it does is the same there."""
     from transformers.utils import kernel_config
 
+    if not hasattr(kernel_config, "KERNELS_SUPPORTED_DEVICE_TYPES"):
+        pytest.skip("this transformers has no such list, and refuses CPU models")
     devices = [*kernel_config.KERNELS_SUPPORTED_DEVICE_TYPES, "cpu"]
     monkeypatch.setattr(kernel_config, "KERNELS_SUPPORTED_DEVICE_TYPES", devices)
 

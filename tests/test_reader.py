@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from adversarial_forms import EmptyFirst, Flags, K, P
+from adversarial_forms import ByWeights, EmptyFirst, Flags, K, N, P
 from conftest import assert_close, submodule
 from torch import nn
 
@@ -99,6 +99,18 @@ def test_a_class_that_was_refused_is_read_again_once_it_is_another(kernel):
     module = made(Changing)
     assert kernelized(kernel, module) == [None]
     assert_same(module, made())
+
+
+def test_a_bias_that_is_there_afterwards(kernel):
+    module, plain = made(ByWeights), made(ByWeights)
+    assert kernelized(kernel, module) == [None]
+    assert_same(module, plain)
+    for each in (module, plain):
+        each.up_proj.bias = nn.Parameter(torch.ones(N))
+    assert_same(module, plain)
+    for each in (module, plain):
+        each.gate_proj.register_forward_hook(lambda part, args, y: y * 2)  # which nobody calls
+    assert_same(module, plain)
 
 
 class Rate(P):

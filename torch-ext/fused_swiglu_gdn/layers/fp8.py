@@ -191,7 +191,7 @@ def project(
     x: torch.Tensor, linears: Sequence[nn.Module], compiling: Optional[bool] = None
 ) -> Optional[List[torch.Tensor]]:
     """linear(x) for each, x quantised once for all FP8Linears among them; None if they are few."""
-    if not takes(x, compiling):
+    if sum([type(linear) in FORMS for linear in linears]) < 2 or not takes(x, compiling):
         return None
     weights = [read(linear, x, x.shape[-1]) for linear in linears]
     if sum([weight is not None for weight in weights]) < 2:
@@ -217,7 +217,7 @@ def mlp(
 
     up=None: gate makes both, one half each.
     """
-    if type(gate) is nn.Linear or not takes(x):
+    if type(gate) not in FORMS or not takes(x):
         return None
     first = read(gate, x, x.shape[-1])
     second = None if up is None else read(up, x, x.shape[-1])

@@ -157,6 +157,8 @@ def _look_into(function, names: list) -> None:
                 raise NotOwn(f"uses {name}, which is not that of transformers")
         elif not isinstance(plain, HARMLESS):
             raise NotOwn(f"uses {name}, which is a {type(plain).__name__}")
+        elif not isinstance(plain, (logging.Logger, ModuleType)):
+            names.append((function.__globals__, name, value))  # a number or word may be another
 
 
 def own_names(function: FunctionType) -> List[tuple]:

@@ -38,7 +38,7 @@ class Roles(NamedTuple):
     gate_first: bool = True  # gate is the first half of what `gate` makes
     dropouts: Tuple[str, ...] = ()  # attributes of DROPOUTS
     rates: Tuple[str, ...] = ()  # attributes that are the p of a call of dropout
-    casts: bool = False  # it casts to the dtype of down's weight
+    casts: bool = False  # it casts to the dtype of down's weight, or reads weights itself
 
 
 def activation(mlp: nn.Module, roles: Roles) -> Optional[str]:

@@ -9,6 +9,7 @@ from torch import nn
 from .callees import Callees
 from .code import ATTRIBUTES, CHOSEN, CONDITIONAL, Refused, in_short, static
 from .values import (
+    ATTENTION,
     CONSTANTS,
     VALUE,
     Closure,
@@ -38,6 +39,8 @@ class Attributes(Callees):
         if base is VALUE and name in CHOSEN:
             self.reader.more.add(("topk", in_short(node)))
             return VALUE
+        if name == "type" and isinstance(base, Known):  # of a device
+            return base._replace(text=base.text and f"{base.text}.type")
         if name not in ATTRIBUTES or isinstance(base, (Words, Closure, Method, Partial, Super)):
             self.refuse(node)
         kind = CONDITIONAL.get(name)
@@ -105,6 +108,10 @@ class Attributes(Callees):
         if isinstance(base, Words):
             word = index.value if isinstance(index, ast.Constant) else None
             return base.values[word] if word in base.values else self.refuse(node)
+        if isinstance(base, Plain) and self.is_registry(base):
+            self.pin(base)
+            self.data(index)
+            return ATTENTION
         constant = _constant(index)
         if constant is not None and isinstance(base, Several):
             try:

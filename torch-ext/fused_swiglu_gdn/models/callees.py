@@ -14,7 +14,18 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..layers.own_code import undispatched
-from .code import ARITHMETIC, CONTEXTS, FUNCTIONS, METHODS, MODES, MORE, SIZES, Refused, in_short
+from .code import (
+    ARITHMETIC,
+    CONTEXTS,
+    FUNCTIONS,
+    IN_PLACE,
+    METHODS,
+    MODES,
+    MORE,
+    SIZES,
+    Refused,
+    in_short,
+)  # fmt: skip
 from .values import (
     ARGUMENTS,
     ATTENTION,
@@ -67,7 +78,7 @@ class Callees:
             return self.asked(name, node)
         if isinstance(base, Plain) or isinstance(base, Own) and not base.path:
             return self.called(self.attribute(base, name, node), node, idle)
-        if idle and name != "scatter_" or name == "scatter_" and base is not VALUE:
+        if base is not VALUE if name in IN_PLACE else idle:
             self.refuse(node)
         return self.method_of_a_tensor(base, name, node)
 
@@ -143,10 +154,9 @@ class Callees:
 
     def is_listed(self, function: Plain, node: ast.Call) -> None:
         """Refuses a function of torch that is not listed."""
-        name = getattr(function.value, "__name__", "")
-        if id(function.value) not in SPECIAL and isinstance(name, str):
-            if vars(torch).get(name) is function.value:
-                self.refuse(node)
+        name = getattr(function.value, "__name__", None)
+        if id(function.value) not in SPECIAL and vars(torch).get(name, "") is function.value:
+            self.refuse(node)
 
     @staticmethod
     def is_no_patch(function: Plain) -> None:
@@ -236,6 +246,7 @@ class Callees:
             return Several(tuple(found))
         if function in (len, tuple, list) and len(args) == 1:
             self.use(args[0], node)
+            self.reader.by_words = self.reader.by_words or isinstance(args[0], Words)
             known = told(args[0]) if isinstance(args[0], Known) else None
             if known is None:
                 return SIZE if function is len else VALUE
@@ -315,6 +326,8 @@ class Callees:
         """An operation of the lists, as a method or a function."""
         if name in MORE:
             self.reader.more.add((name, in_short(node)))
+        if "out" in words.values:
+            self.refuse(node)
         for value in (*args, words):
             self.use(value, node)
         if name in ARITHMETIC:
@@ -373,7 +386,9 @@ class Callees:
         found = self.expression(node.func)
         kind = found.value if isinstance(found, Plain) else None
         name = f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', '')}"
-        if name not in CONTEXTS:
+        given = [*node.args, *(keyword.value for keyword in node.keywords)]
+        inner = [each for argument in given for each in ast.walk(argument)]
+        if name not in CONTEXTS or any(isinstance(n, (ast.Call, ast.NamedExpr)) for n in inner):
             return False
         if not CONTEXTS[name]:
             return True

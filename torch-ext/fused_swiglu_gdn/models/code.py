@@ -30,12 +30,14 @@ OPERATIONS = {
     "unsqueeze", "view", "view_as", "zeros_like",
 }  # fmt: skip
 # of tensors too, for kinds of modules that ask for them (read's `more`): choices among values
-CHOICES = {
-    "bool", "gather", "linear", "long", "masked_fill", "new_zeros", "ones_like", "scatter",
-    "scatter_", "softmax", "sort", "topk", "zeros_like",
+IN_PLACE = {"div_", "masked_fill_", "mul_", "scatter_"}
+CHOICES = IN_PLACE | {
+    "argsort", "bool", "einsum", "full_like", "gather", "index_select", "linear", "log_softmax",
+    "logsumexp", "long", "masked_fill", "mm", "new_zeros", "ones_like", "scatter", "softmax",
+    "sort", "take_along_dim", "topk", "zeros_like",
 }  # fmt: skip
 CHOSEN = {"indices", "values"}  # attributes of what sort and topk give
-MORE = CHOICES | {"clamp"}
+MORE = (CHOICES | {"clamp"}) - OPERATIONS
 METHODS = OPERATIONS | MORE | {"update"}  # of a cache
 ARITHMETIC = {
     "add", "div", "divide", "mul", "multiply", "pow", "sub", "subtract", "true_divide",
@@ -93,7 +95,7 @@ def source_of(function: object, free: Tuple[str, ...] = ()) -> ast.FunctionDef:
         where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
         raise Refused(f"its forward is wrapped by {code.co_name} in {where}")
     try:
-        text = inspect.getsource(code)  # of a method, it is as in a block
+        text = _text_of(function)  # of a method, it is as in a block
         tree = ast.parse(text) if text.lstrip() == text else ast.parse("if 1:\n" + text).body[0]
     except (OSError, TypeError, SyntaxError):
         raise Refused("its forward has no source to read") from None
@@ -104,6 +106,16 @@ def source_of(function: object, free: Tuple[str, ...] = ()) -> ast.FunctionDef:
         raise Refused("its forward is not what its source says")
     definition.decorator_list = []  # decorated or not: it is the code that runs which is compared
     return definition
+
+
+def _text_of(function: FunctionType) -> str:
+    """inspect.getsource, which goes through all modules for the file of a code."""
+    code = function.__code__
+    linecache.checkcache(code.co_filename)
+    lines = linecache.getlines(code.co_filename, function.__globals__)
+    if len(lines) < code.co_firstlineno:
+        raise OSError("no source")
+    return "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
 
 
 def _codes_around(function: FunctionType) -> frozenset:

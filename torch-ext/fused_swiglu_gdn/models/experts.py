@@ -181,7 +181,8 @@ def _find_form(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
     _loops[kind] = names["original_forward"]
     flags = {**FLAGS, **inspect.getclosurevars(kind.__init__).nonlocals}
     pinned = torchs_own(names["original_forward"])  # it is tried again when that has changed
-    reason, forms, gate = "its formula is another", [Form()], None
+    reason, gate = "its formula is another", None
+    forms = [Form(activation=name) for name in (None, *NAMED)]
     if kind._apply_gate is not moe._default_apply_gate:
         reason = "its gate is one of its own"
         try:
@@ -290,8 +291,13 @@ def why_not_experts(module: nn.Module) -> Optional[str]:
         return "gate and up lie in turn"
     if form.alpha is not None and getattr(module, form.alpha) != ALPHA:
         return f"{form.alpha} is {getattr(module, form.alpha)}, not {ALPHA}"
-    if form.activation is None and activation_of(module.act_fn) is None:
-        return f"its activation is {type(module.act_fn).__name__}"
+    activation = getattr(module, "act_fn", None)
+    if form.activation in NAMED:  # a loop may name what the gate has in act_fn
+        fits = activation is None or activation_of(activation) == form.activation
+    else:
+        fits = form.activation is not None or activation_of(activation) is not None
+    if not fits:
+        return f"its activation is {type(activation).__name__}"
     biases = ("gate_up_proj_bias", "down_proj_bias") if flag(module, "has_bias") else ()
     for name in ("gate_up_proj", "down_proj", *biases):
         weight = getattr(module, name, None)

@@ -127,6 +127,8 @@ class Expressions(Attributes):
                 values.append(self.expression(element))
                 continue
             several = self.expression(element.value)
+            if isinstance(several, Words):
+                self.refuse(element)
             if not isinstance(several, Several):
                 self.use(several, element)
                 values = None

@@ -69,9 +69,10 @@ def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
 
 def _form(module: nn.Module) -> Form:
     kind = own_class(module)
-    source = read(kind, module, "by_dtype")
+    source = read(kind, module, "by_dtype", "by_words")
     free = {*source.rates, "training"} - source.guarded
-    values = plain_values(module, set(source.reads) - free)
+    biases = {f"{name}.bias" for name in _read_directly(module, source)}
+    values = plain_values(module, {*source.reads, *biases} - free)
     key = form_key(module, kind, source, values)
     key += (tuple((n, _sort(part)) for n, part in module._modules.items()), why_patched())
     if key not in _found:
@@ -84,6 +85,12 @@ def _form(module: nn.Module) -> Form:
             raise Refused(f"{name} is no number")
     guards = tuple(values.items())
     return Form(kind, source.pinned, guards, source.checks, *found)
+
+
+def _read_directly(module: nn.Module, source: Source) -> set:
+    """Products whose weights the forward reads: it may compute with them itself."""
+    names = {path.split(".")[0] for path in source.reads if path.endswith((".weight", ".bias"))}
+    return {name for name in names if features(module._modules.get(name))}
 
 
 def _sort(part: nn.Module) -> str:
@@ -126,7 +133,8 @@ ANOTHER = "its forward is another formula"
 
 def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
     parts = module._modules
-    products = [name for name in source.parts if features(parts.get(name))]
+    direct = _read_directly(module, source)
+    products = [n for n in {*source.parts, *direct} if features(parts.get(n))]
     dropouts = tuple(name for name in source.parts if type(parts.get(name)) in DROPOUTS)
     acts = [name for name in source.parts if name not in (*products, *dropouts)]
     acts = [name for name in acts if name in parts or name in module.__dict__]
@@ -136,7 +144,8 @@ def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
         acts = [name for name in acts if name not in products]
     if len(acts) > 1:
         return
-    more = {"dropouts": dropouts, "rates": source.rates, "casts": source.by_dtype}
+    more = {"dropouts": dropouts, "rates": source.rates}
+    more["casts"] = source.by_dtype or bool(direct)
     functions = (None,) if acts else NAMED
     # usual orders come first: the last part as down, the first as gate
     products.sort(key=list(parts).index)
@@ -189,12 +198,17 @@ def _why_not(module, kind, source, roles, dtype, case, training) -> Optional[str
     gate, up, down = (
         _Product(normal(n, k) * k**-0.5, normal(n)) for n, k in ((N, K), (N, K), (K, N))
     )
+    for name, product in ((roles.gate, gate), (roles.up, up), (roles.down, down)):
+        if name in _read_directly(module, source) and module._modules[name].bias is None:
+            product.bias = None
+    if roles.up is None and gate.bias is None:
+        up.bias = None
     act = _mark if roles.act is not None else ACTIVATIONS[roles.function]
     parts = {}
     if roles.up is None:
         pair = (gate, up) if roles.gate_first else (up, gate)
-        weight, bias = (torch.cat([getattr(p, name) for p in pair]) for name in ("weight", "bias"))
-        parts[roles.gate] = joined = _Product(weight, bias)
+        bias = None if gate.bias is None else torch.cat([p.bias for p in pair])
+        parts[roles.gate] = joined = _Product(torch.cat([p.weight for p in pair]), bias)
     else:
         parts.update({roles.gate: gate, roles.up: up})
     parts[roles.down] = down

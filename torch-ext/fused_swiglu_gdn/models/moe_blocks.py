@@ -34,7 +34,7 @@ class Form(NamedTuple):
     kind: type
     pinned: Pinned
     guards: Tuple[Tuple[str, object], ...]
-    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
+    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
     argument: str
     found: Union[Choice, Parts]
 
@@ -82,7 +82,7 @@ def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tupl
     """logits [T, E], weights [T, K] and ids [T, K] in the order of the router; None where that is
     its own forward's to say."""
     tensors = weight, bias, _ = _tensors(router, choice)
-    if why_not_router(router, choice) or x.ndim not in choice.dims:
+    if _why_not_tensors(tensors, choice) or x.ndim not in choice.dims:
         return None
     if x.dtype is not weight.dtype or x.dtype not in DTYPES or x.shape[-1] != choice.shape[1]:
         return None
@@ -99,16 +99,16 @@ def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tupl
         )
     except (TypeError, ValueError):  # what does not fit is its own forward's to take or refuse
         return None
-    out = logits, weights, ids
-    return tuple([out[i] for i in choice.order])
+    out, (first, second, third) = (logits, weights, ids), choice.order
+    return out[first], out[second], out[third]
 
 
 def _add_shared(block: nn.Module, parts: Parts, x: torch.Tensor) -> Optional[torch.Tensor]:
     """A block's output; None where that is its own forward's to say."""
     w_gate, modules = _gate_of(block, parts), block._modules
-    if w_gate is None or x.dtype is not w_gate.dtype or x.ndim != 3:
+    if w_gate is None or x.dtype is not w_gate.dtype or x.ndim != 3 or not x.is_contiguous():
         return None
-    if any([modules.get(name) is None for name in parts]):
+    if None in map(modules.get, parts):
         return None
     if not dispatch.serves(ops_shared.FAMILY, "shared_fwd", x):
         return None
@@ -159,7 +159,10 @@ def _gate_of(block: nn.Module, parts: Parts) -> Optional[torch.Tensor]:
 
 def why_not_router(router: nn.Module, choice: Choice) -> Optional[str]:
     """Why a router of a known class is not served; None if it is."""
-    tensors = _tensors(router, choice)
+    return _why_not_tensors(_tensors(router, choice), choice)
+
+
+def _why_not_tensors(tensors: tuple, choice: Choice) -> Optional[str]:
     for name, tensor in zip(("its weight", "its bias", "its bias"), tensors):
         reason = why_not_tensor(tensor)
         if reason is not None:

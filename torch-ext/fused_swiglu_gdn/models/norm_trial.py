@@ -50,7 +50,7 @@ def norm_form(module: nn.Module) -> Union[NormForm, str]:
     if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes.values()):
         return f"it has parameters {', '.join(shapes)}"
     try:
-        source = read(kind, module)
+        source = read(kind, module, "by_words")
         weight = next(iter(shapes), None)
         values = plain_values(module, source.reads)
         eps = _eps_among({n: v for n, v in values.items() if n in module.__dict__})

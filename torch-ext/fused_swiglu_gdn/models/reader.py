@@ -48,9 +48,10 @@ class Source(NamedTuple):
     renamed: FrozenSet[str]  # keywords with which a call is for the class's own forward
     extra: Tuple[str, ...]  # keywords that it takes out of its **kwargs
     switches: FrozenSet[str]  # arguments that it branches on: known at their defaults alone
-    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether the forward raises not
+    checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
     rates: Tuple[str, ...]  # attributes that are the rate of a dropout
     by_dtype: bool  # it compares dtypes
+    by_words: bool  # it counts the keywords that it has no name for
     decided: Tuple[tuple, ...]  # (condition on attributes, whether it held): ways that were read
     tensors: Tuple[str, ...]  # attributes whose methods are called
     guarded: FrozenSet[str]  # attributes of `decided`
@@ -65,8 +66,8 @@ def read(
     kind: type, module: nn.Module, *allowed: str, more: Iterable[str] = (), body: type = Body
 ) -> Source:
     """The source of the forward of a module of this class; raises Refused. `allowed`: "by_dtype",
-    "hooked", for a kind that minds them; `more`: operations of MORE that it may have; `body`: what
-    its functions may consist of."""
+    "by_words", "hooked", for a kind that minds them; `more`: operations of MORE that it may have;
+    `body`: what its functions may consist of."""
     sources = [source for source in _sources.get((kind, body), ()) if source.pinned.unchanged()]
     met = (s for s in sources if all(held(module, {}) is value for held, value in s.decided))
     known = next(met, None)
@@ -80,6 +81,8 @@ def read(
             raise Refused(f"{path} is no tensor")
     if known.by_dtype and "by_dtype" not in allowed:
         raise Refused("its forward branches on a dtype")
+    if known.by_words and "by_words" not in allowed:
+        raise Refused("its forward counts its keywords")
     if known.hooked and "hooked" not in allowed:
         raise Refused(f"its forward calls hooks of {', '.join(sorted(known.hooked))}")
     for operation, where in known.more.items():
@@ -118,8 +121,8 @@ def _read(
     fails = (condition(f"not ({text})", defaults) for text in dict.fromkeys(reader.excluded))
     return Source(
         plain, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
-        frozenset(reader.renamed), tuple(sorted(reader.extra)),
-        frozenset(reader.switches), tuple(fails), tuple(sorted(reader.rates)), reader.by_dtype,
+        frozenset(reader.renamed), tuple(sorted(reader.extra)), frozenset(reader.switches),
+        tuple(fails), tuple(sorted(reader.rates)), reader.by_dtype, reader.by_words,
         tuple((held, value) for held, value, _ in reader.decided.values()),
         tuple(sorted(reader.tensors)),
         frozenset().union(*(paths for _, _, paths in reader.decided.values())), dict(reader.more),
@@ -183,7 +186,8 @@ class Reader:
         self.excluded: list = []  # conditions under which a call is not ours
         self.decided: dict = {}  # by their texts
         self.path: list = []  # conditions under which the statement is reached that is read
-        self.by_dtype, self.depth, self.steps = False, 0, 0
+        self.by_dtype = self.by_words = False
+        self.depth = self.steps = 0
         self.definitions, self.spaces = {}, {}
 
     def mark(self) -> tuple:
@@ -318,8 +322,10 @@ class Reader:
 
     def interpreted(self, function, owner: Optional[type], args: list, words: Words) -> object:
         """What a function gives for these arguments."""
-        plain, _, renamed = peeled(function)
-        self.is_for_itself(renamed)
+        found = peeled(function)
+        self.is_for_itself(found.renamed)
+        self.hooked |= found.hooked
+        plain = found.forward
         definition = self.definition(plain, owner)
         a = definition.args
         names = [arg.arg for arg in (*a.posonlyargs, *a.args)]

@@ -282,18 +282,27 @@ _registry = threading.Lock()
 def asked_by_this_thread(interface: Interface):
     """transformers' registry gives `interface` to whoever asks it in this thread."""
     registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
-    me, attributes = threading.get_ident(), registry.__dict__
+    me, attributes, kind = threading.get_ident(), registry.__dict__, type(registry)
     with _registry:
         kept, own = attributes.get("get_interface"), registry.get_interface
+        item, has_item = kind.__getitem__, "__getitem__" in vars(kind)
 
         def get_interface(*args, **kwargs):
             mine = threading.get_ident() == me
             return (interface.get_interface if mine else own)(*args, **kwargs)
 
-        attributes["get_interface"] = get_interface
+        def element(self, name):
+            mine = self is registry and threading.get_ident() == me
+            return interface.get_interface(name, None) if mine else item(self, name)
+
+        attributes["get_interface"], kind.__getitem__ = get_interface, element
         try:
             yield
         finally:
+            if has_item:
+                kind.__getitem__ = item
+            else:
+                del kind.__getitem__
             del attributes["get_interface"]
             if kept is not None:
                 attributes["get_interface"] = kept

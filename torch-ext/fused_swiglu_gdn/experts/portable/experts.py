@@ -19,7 +19,7 @@ from .gradients import bias_gradients, gate_gradient, spread, weight_gradient
 from .products import rows_product, up
 from .routing import Routing, new_buffer, route
 
-FEW = 12  # tokens
+FEW = 8  # tokens
 
 
 def _is_readable(x: torch.Tensor) -> bool:
@@ -74,7 +74,7 @@ def experts_fwd(
     gate_up = x.new_empty((T * K, 2 * I)) if keeps and not recompute else None  # [S, 2 I]
     if x.numel() == 0:
         return torch.empty_like(x), gate_up, new_buffer(ids, E) if keeps else None
-    if _are_few(ids, w_gate_up, biases, options):
+    if _are_few(x, w_gate_up, biases, options):
         few = plan_few(x, w_down, ids, activation, limit)
         return few(x, w_gate_up, w_down, ids, weights), None, None
     tiles = tiles_for(x.device, T, K, E)
@@ -87,19 +87,17 @@ def experts_fwd(
     return out, gate_up, routing.buffer if keeps else None
 
 
-def _are_few(ids, w_gate_up, biases: Biases, options: ExpertsOptions) -> bool:
-    """Whether plan_few serves these tokens: it has one layout of the weights, and no biases, and
-    reads the weights for each token anew."""
-    T, K, E = *ids.shape, w_gate_up.shape[0]
-    few = T == 1 or 0 < T <= FEW and 2 * T * K <= E
-    return few and not biases.are_there() and w_gate_up.is_contiguous() and not options.keeps
+def _are_few(x, w_gate_up, biases: Biases, options: ExpertsOptions) -> bool:
+    """Whether plan_few serves these tokens: it has one layout of the weights, and no biases."""
+    plain = not biases.are_there() and w_gate_up.is_contiguous()
+    return 0 < x.shape[0] <= FEW and plain and not options.keeps
 
 
 def plan_experts_fwd(x, w_gate_up, w_down, ids, weights, biases, options) -> Callable:
     """experts_fwd for all calls like this one, from their tensors. It returns None where
     supports_experts_fwd would not take their addresses."""
     few = None
-    if _are_few(ids, w_gate_up, biases, options):
+    if _are_few(x, w_gate_up, biases, options):
         if all(t.is_contiguous() for t in (x, ids, weights)):
             few = plan_few(x, w_down, ids, options.activation, options.limit)
 
