@@ -144,6 +144,19 @@ def test_a_rule_with_a_switch_of_the_process_is_left_alone(kernel, subject):
     assert "torch_chunk_gated_delta_rule, which uses is_grad_enabled" in row.reason
 
 
+def test_another_formula_is_told_by_the_trial(kernel, subject):
+    """A fork of transformers' file whose decay is made by another function."""
+    unit = cases.Unit(subject)
+
+    def change(node):
+        node.attr = {"softplus": "relu"}.get(node.attr, node.attr)
+        return node if node.attr == "relu" else None
+
+    forms.each(unit, forms.ast.Attribute, change)
+    (row,) = kernel.kernelize(made(unit)).rows[:1]
+    assert "gives other values on a small twin" in row.reason
+
+
 def test_an_index_by_another_name(kernel, subject):
     unit = cases.Unit(subject)
     forms.rename_attributes(unit, {"layer_idx": "cache_idx"})
@@ -170,3 +183,11 @@ def test_functions_by_one_name(kernel, subject):
     module = made(unit)
     assert refactors.is_case(module, unit)
     assert refactors.examine(module, unit) == ("served", "")
+
+
+def test_a_branch_on_what_the_cache_counts_as_is_left_alone(kernel, subject):
+    """An argument that is read at its default alone may not be the cache or the mask."""
+    unit = cases.Unit(subject)
+    put_first(unit, "if attention_mask == 0:\n    _x_ = _x_ * 2")
+    (row,) = kernel.kernelize(made(unit)).rows[:1]
+    assert row.reason is not None and "attention_mask" in row.reason

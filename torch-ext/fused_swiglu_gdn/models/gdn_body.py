@@ -30,6 +30,10 @@ ANSWER = Known(None, frozenset(["cache"]))
 ACTIVATION = Computed("an activation of transformers by its name")
 
 
+def _is_function(value: object) -> bool:
+    return isinstance(undispatched(value), FunctionType)
+
+
 class OneOf(NamedTuple):
     """One of two functions."""
 
@@ -41,14 +45,19 @@ class GdnBody(Body):
 
     def __init__(self, reader, function, *more):
         super().__init__(reader, function, *more)
-        name = function.__name__
+        self.is_of_transformers(function, function.__name__)
         try:
-            if why_not_own(function):
-                raise NotOwn(f"calls {name}, which {why_not_own(function)}")
             for word in sorted(names_in(function)):
                 look_at_torch(word)
         except NotOwn as error:
             raise Refused(f"its forward {error}") from None
+
+    @staticmethod
+    def is_of_transformers(function: FunctionType, name: str) -> None:
+        """Refuses a function that is called by this name and is not in a file of transformers."""
+        reason = why_not_own(function)
+        if reason is not None:
+            raise Refused(f"its forward calls {name}, which {reason}")
 
     # -- expressions
 
@@ -74,7 +83,7 @@ class GdnBody(Body):
         leaves = [node.body, node.orelse]
         names = [n for n in leaves if isinstance(n, ast.Name) and n.id not in self.local]
         found = [self.found(n.id, node) for n in names]
-        if len(found) != 2 or not all(isinstance(f.value, FunctionType) for f in found):
+        if len(found) != 2 or not all(_is_function(f.value) for f in found):
             return super().read_IfExp(node)
         ways = [(lambda value=value: value) for value in found]
         values = [value for value, _, _ in self.either(node.test, *ways)]
@@ -131,20 +140,22 @@ class GdnBody(Body):
             return self.use_all(node)
         value = function.value if isinstance(function, Plain) else None
         plain = undispatched(value)
+        name = function.place[1] if value is not None and function.place else ""
+        if name and isinstance(plain, FunctionType) and not self.is_torchs(plain):
+            self.is_of_transformers(plain, name)
         if plain is value or not isinstance(plain, FunctionType):
             return super().called(function, node, idle)
-        self.is_transformers(plain, getattr(plain, "__name__", ""))
+        self.calls_transformers(plain, name)
         self.pin(function)
         args, words, _ = self.arguments(node)
         if any(isinstance(each, Own) and not each.path for each in (*args, *words.values.values())):
             self.refuse(node)
         return self.use_all(node)
 
-    def is_transformers(self, plain: FunctionType, name: str) -> None:
-        """Refuses a function, which is not read, that is not transformers' own."""
+    def calls_transformers(self, plain: FunctionType, name: str) -> None:
+        """Refuses a function, which is not read, if it or what it calls is not transformers' own or
+        goes by what the trial does not set."""
         try:
-            if why_not_own(plain):
-                raise NotOwn(str(why_not_own(plain)))
             known = own_names(plain)
         except NotOwn as error:
             raise Refused(f"its forward calls {name}, which {error}") from None

@@ -247,7 +247,7 @@ class Trial:
         raise reasons[0]
 
     def learn_others(self) -> None:
-        self.cache, self.mask, self.fixed = None, None, set()
+        self.cache, self.mask, self.fixed = None, None, set(self.source.switches)
         if "attention_mask" in self.names:
             self.mask = "attention_mask"
         for _ in range(2 * len(self.names) + 2):
@@ -364,6 +364,9 @@ def why_or_found(module: nn.Module, kind: type, source, candidates) -> Found:
     with quiet(), pretending(None):
         trial = Trial(module, kind, source, first)
         trial.learn()
+        switches = source.switches & {trial.hidden, trial.cache, trial.mask}
+        if switches:
+            raise Refused(f"its forward branches on {', '.join(sorted(switches))}")
         roles = trial.same_as(itertools.chain([first], candidates))
     arguments = arguments_of(trial.signature, source, trial.hidden, trial.fixed, frozenset())
     return Found(roles, arguments, trial.cache, trial.mask)

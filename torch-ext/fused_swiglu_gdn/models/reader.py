@@ -103,9 +103,7 @@ def _read(
     try:
         plain = reader.main(name)
     except Refused as why:  # where optional arguments are left at their defaults, it may be read
-        first, reader = reader, Reader(
-            kind, module, reader.computed_with | reader.switches, body
-        )
+        first, reader = reader, Reader(kind, module, reader.computed_with | reader.switches, body)
         reader.decided = first.decided
         try:
             if not reader.fixed:
