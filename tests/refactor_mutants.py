@@ -352,8 +352,7 @@ def _register_later():
 
             unit.after = after
 
-        by_name = "attr_" in name  # what the other kinds read by a name is not looked at again
-        trap(later, name=name, kinds=("mlp", "norm", "attention", "layer") if by_name else None)
+        trap(later, name=name)
 
 
 _register_later()

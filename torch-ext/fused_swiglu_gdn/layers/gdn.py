@@ -69,9 +69,10 @@ def forward_of(form: GdnForm) -> Callable:
     """The forward of a layer of ours for the modules of a class, with their names for what it is
     given and for what it reads: those are properties of the class that is served."""
     ours, kind, guards, cache, mask = form.ours, form.kind, form.guards, form.cache, form.mask
-    positional, _, required, more, hidden, fixed, _ = form.arguments
+    positional, _, required, more, hidden, fixed, own = form.arguments
     usual = more and (hidden, mask) == ("hidden_states", "attention_mask")
     usual = usual and positional == (hidden, cache, mask) and not (required or fixed)
+    usual = usual and own.isdisjoint(positional)
     if usual and not (guards or form.checks or form.view):
         if cache in (OLD_CACHE, "cache"):
             return _usual(ours, kind, "cache" if cache == OLD_CACHE else OLD_CACHE)

@@ -20,6 +20,7 @@ from ..experts import ops, reference
 from ..experts.api import fused_experts
 from ..experts.call import ALPHA, NO_BIASES, Biases
 from ..layers.activations import activation_of
+from ..layers.own_code import names_in
 from ..layers.pinned import Pinned, torchs_own
 from ..layers.plain import told, why_not_tensor
 from ..runtime.dtypes import HALF
@@ -179,6 +180,8 @@ def _find_form(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
     if names.get("experts_interface") is not moe.ALL_EXPERTS_FUNCTIONS:
         return "transformers does not choose the implementation of this class", ()
     _loops[kind] = names["original_forward"]
+    if BY_NAME & names_in(names["original_forward"]):
+        return "its forward asks for attributes by their names", ()
     flags = {**FLAGS, **inspect.getclosurevars(kind.__init__).nonlocals}
     pinned = torchs_own(names["original_forward"])  # it is tried again when that has changed
     reason, gate = "its formula is another", None
@@ -208,6 +211,8 @@ def _forms_of(gate: Source) -> Iterator[Form]:
         for alpha in gate.reads:
             yield Form(limit, "swigluoai", alpha, interleaved)
 
+
+BY_NAME = {"__dict__", "getattr", "hasattr", "vars"}  # which may find another answer later
 
 # tokens, experts, experts of a token and the scale of the weights' values; an expert has none of
 # the tokens, one, or many

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from ..layers.own_code import NotOwn, look_at_torch, names_in, own_names, undispatched, why_not_own
 from .body import Body
+from .callees import SPECIAL
 from .code import Refused
 from .values import VALUE, Computed, Given, Known, Own, Plain, Words, merged
 
@@ -141,7 +142,8 @@ class GdnBody(Body):
         value = function.value if isinstance(function, Plain) else None
         plain = undispatched(value)
         name = function.place[1] if value is not None and function.place else ""
-        if name and isinstance(plain, FunctionType) and not self.is_torchs(plain):
+        read = isinstance(plain, FunctionType) and id(plain) not in SPECIAL
+        if name and read and not self.is_torchs(plain):
             self.is_of_transformers(plain, name)
         if plain is value or not isinstance(plain, FunctionType):
             return super().called(function, node, idle)
