@@ -126,11 +126,14 @@ def tree_of(owner, name: str) -> ast.Module:
 
 
 def modules_of(model, recognise) -> dict:
-    """{class: its modules that are recognised, one of each kind} of norms, attention and layers."""
+    """{class: its modules that are recognised, one of each kind} of norms, attention and layers.
+    MLPs and GDN layers have their own (tests/refactors.py)."""
     found, done = {}, set()
     for module in model.modules():
         finding, key = recognise(module), (type(module), tuple(module._modules))
-        if finding is None or finding.form is None or key in done or finding.kind == "mlp":
+        if finding is None or finding.form is None or key in done:
+            continue
+        if finding.kind in ("mlp", "gdn"):
             continue
         if finding.reason is None:
             done.add(key)

@@ -83,14 +83,12 @@ def forward_of(form: GdnForm) -> Callable:
         return ours.forward(self, x, given.get(cache), given.get(mask), **rest)
 
     forward = forward_by(form, serve, ours.__name__, compiled=not form.checks)
-    forward.view = {
-        name: value if own is None else property(_getter(own)) for name, own, value in form.view
-    }
+    forward.view = {n: value if own is None else _named(own) for n, own, value in form.view}
     return forward
 
 
-def _getter(name: str) -> Callable:
-    return lambda layer: getattr(layer, name)  # not attrgetter, which torch.compile does not trace
+def _named(own: str) -> property:
+    return property(lambda layer: getattr(layer, own))  # torch.compile traces no attrgetter
 
 
 def _usual(ours: type, kind: type, other: str) -> Callable:
