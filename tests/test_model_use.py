@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from conftest import relative_error
+from conftest import relative_error, submodule
 from test_model_layers import (
     OPERATIONS,
     SOME,
@@ -192,3 +192,28 @@ def test_symbolic_traces(kernel, name):
             assert torch.equal(found(x), own(x)), path
             traced.add(ours.served_as)
     assert {"RMSNorm", "SwiGLUGateUp" if name == "phi3" else "SwiGLUMLP"} <= traced
+
+
+def test_recognition_runs_on_one_thread(kernel, monkeypatch):
+    """Trials of small matrices wake no pool of threads; the caller's number of them comes back,
+    also where something raises."""
+    apply, seen = submodule("models.apply"), []
+    recognise = apply.recognise
+
+    def watched(module):
+        seen.append(torch.get_num_threads())
+        if len(seen) == 5:
+            raise RuntimeError("in the middle")
+        return recognise(module)
+
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(apply, "recognise", watched)
+    torch.set_num_threads(3)
+    try:
+        with pytest.raises(RuntimeError, match="in the middle"):
+            kernel.kernelize(random_model("llama"))
+        assert torch.get_num_threads() == 3
+        kernel.kernelize(random_model("llama"))
+        assert torch.get_num_threads() == 3 and set(seen) == {1}
+    finally:
+        torch.set_num_threads(threads)

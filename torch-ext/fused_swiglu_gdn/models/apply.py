@@ -1,5 +1,6 @@
 """kernelize(model) and restore(model)."""
 
+import contextlib
 import enum
 from typing import List, Optional, Sequence
 
@@ -149,6 +150,20 @@ def _replays(model: nn.Module, rows: List[Row], replay: int) -> Row:
     return Row("", type(model).__name__, "decode", by, None)
 
 
+@contextlib.contextmanager
+def _one_thread():
+    """Trials multiply small matrices: to wake a pool of threads for each takes longer."""
+    threads = torch.get_num_threads()
+    if threads > 1:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        if threads > 1:
+            torch.set_num_threads(threads)
+
+
+@_one_thread()
 def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
     rows = []
     for name, module in model.named_modules():
