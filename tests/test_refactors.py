@@ -64,6 +64,15 @@ def test_traps_of_gated_delta_nets(kernel, family, trap, expected):
         refactors.cases.forget(type(module))
 
 
+def test_a_function_of_torch_that_is_not_listed_is_not_called_patched(kernel):
+    subject = next(iter(refactors.cases.Model("llama").subjects(("mlp",))))
+    unit = refactors.cases.Unit(subject)
+    refactors.refactor_mutants.put_first(unit, "_x_ = torch.nn.functional.pad(_x_, (0, 0))")
+    module = refactors.cases.build(refactors.cases.load(unit), unit)
+    (row,) = kernel.kernelize(module).rows[:1]
+    assert row.reason == "its forward has `torch.nn.functional.pad(x, (0, 0))`"
+
+
 def test_sees_a_wrong_one(kernel, monkeypatch):
     """An activation that gives something else is WRONG, and a refactor that is none is no case."""
     subject = next(iter(refactors.cases.Model("llama").subjects(("mlp",))))

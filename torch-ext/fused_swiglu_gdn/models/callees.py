@@ -7,7 +7,6 @@ import operator
 import sys
 import typing
 from types import BuiltinFunctionType, BuiltinMethodType, FunctionType
-from typing import Tuple
 
 import torch
 import torch.nn.functional as F
@@ -96,7 +95,7 @@ class Callees:
             return False
         return self.found(name, node).value is vars(sys.modules["builtins"])[name]
 
-    def arguments(self, node: ast.Call) -> Tuple[list, Words, bool]:
+    def arguments(self, node: ast.Call) -> typing.Tuple[list, Words, bool]:
         """What it is given, and whether all of that is told."""
         args, words, rest, whole = [], {}, False, True
         for argument in node.args:
@@ -130,7 +129,7 @@ class Callees:
             plain = undispatched(function.value)
             if isinstance(plain, FunctionType) and id(plain) not in SPECIAL:
                 self.pin(function)
-                self.is_no_patch(function)
+                self.is_no_patch(function, node)
                 if self.passing == (args, words):
                     return Passed(plain)
                 function = Method(plain, None)
@@ -158,13 +157,14 @@ class Callees:
         if id(function.value) not in SPECIAL and vars(torch).get(name, "") is function.value:
             self.refuse(node)
 
-    @staticmethod
-    def is_no_patch(function: Plain) -> None:
-        """Refuses what somebody has put in place of a function of torch."""
+    def is_no_patch(self, function: Plain, node: ast.Call) -> None:
+        """Refuses what somebody has put in place of a function of torch, and what is not listed."""
+        space, name = function.place or (None, "")
         for home in (torch, F):
-            if function.place and function.place[0] is vars(home):
-                name = f"{home.__name__}.{function.place[1]}"
-                raise Refused(f"its forward calls {name}, which is patched")
+            if space is vars(home):
+                if self.is_torchs(function.value):
+                    self.refuse(node)
+                raise Refused(f"its forward calls {home.__name__}.{name}, which is patched")
 
     def of_a_function(self, function, args: list, words: Words) -> object:
         if isinstance(function, Closure):
