@@ -1,8 +1,11 @@
 """Forwards whose cache has another name, with a decorator for the old one, as transformers 5.24 has
 them: modules are served, and a call by the old name fills the cache."""
 
+import functools
+
 import pytest
 import torch
+from conftest import submodule
 from test_model_layers import serving
 from tiny_models import random_model
 from torch import nn
@@ -169,3 +172,27 @@ def test_a_decorator_of_somebody_elses_is_left_alone(kernel):
     kind.forward = deprecate_kwarg(llama.LlamaRMSNorm.forward)
     norm = kind(8)
     assert isinstance(norm, nn.Module) and not kernel.kernelize(norm).served
+
+
+def test_attention_is_known_behind_a_decorator(kernel):
+    """By what its forward asks, whatever its parts are called and whatever wraps the forward."""
+
+    def passing(function):
+        @functools.wraps(function)
+        def wrapper(*args, **kwargs):
+            return function(*args, **kwargs)
+
+        return wrapper
+
+    class Mixer(nn.Module):
+        @passing
+        def forward(self, x):
+            return ALL_ATTENTION_FUNCTIONS.get_interface("sdpa", None)(x)
+
+    class Other(nn.Module):
+        @passing
+        def forward(self, x):
+            return x
+
+    asks = submodule("models.attention_trial").asks_for_attention
+    assert asks(Mixer) and not asks(Other)

@@ -6,6 +6,7 @@ back, is compared with each form that ours has. The trial gives the plan of our 
 """
 
 import functools
+import inspect
 from typing import Dict, List, Optional, Union
 
 import torch
@@ -77,7 +78,8 @@ def is_attention(module: nn.Module) -> bool:
 def asks_for_attention(kind: type) -> bool:
     """A method of the class names what the registry of attention functions answers."""
     own = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    codes = [getattr(value, "__code__", None) for base in own for value in vars(base).values()]
+    values = [inspect.unwrap(value) for base in own for value in vars(base).values()]
+    codes = [getattr(value, "__code__", None) for value in values]
     return any("get_interface" in code.co_names for code in codes if code is not None)
 
 
