@@ -2,7 +2,7 @@
 
     python benchmarks/compare_generate.py [--cases qwen:1 llama:1 qwen:64] [--without compile]
                                           [--wait-for FILE]
-    python benchmarks/compare_generate.py --loop | --replay
+    python benchmarks/compare_generate.py --loop | --plain | --replay
 
 Random weights, bf16, 128 tokens after a prompt of 512, greedy, all ways in one process and on the
 same weights, plain transformers before ours. Its GDN layers decode with FLA's kernels; prompts, for
@@ -13,6 +13,9 @@ several such pairs. Sequences may end by a token, which none of them meets.
 meanwhile. What is said of first tokens then leaves compiling out.
 --loop compares graphed tokens in transformers' own loop, which waits for the GPU in each of them,
 with those in ours, in turns, and with the graph by itself.
+--plain compares whole calls of generate without a word about caches, prompt and capture included:
+transformers, kernelized, and with CUDA graphs, which then takes a static cache. Cases name also the
+length of the prompt and the number of new tokens.
 --replay compares ours with ours that write states of Gated DeltaNet once in 16 tokens, in turns,
 and nothing else: graphed tokens.
 """
@@ -169,6 +172,27 @@ def looped(package, name: str, batch: int, begin: Optional[Path] = None) -> list
     return [row_of(name, batch, in_turns(ways, begin))]
 
 
+@torch.no_grad()
+def plainly(package, name: str, batch: int, prompt: int, new: int) -> list:
+    """generate as people write it."""
+    model, ids = model_of(name), prompt_of(batch, prompt)
+    words = {"do_sample": False, "pad_token_id": 0, "eos_token_id": 2**31, "max_new_tokens": new}
+
+    def way(serve: Callable) -> float:
+        package.restore(model)
+        serve(model)
+        return seconds(functools.partial(model.generate, ids, **words)) * 1e6
+
+    ways = {
+        "ours": lambda: way(functools.partial(package.kernelize, cuda_graphs=True)),
+        "ours, eager": lambda: way(package.kernelize),
+        "transformers": lambda: way(lambda model: None),
+    }
+    row = row_of(name, batch, in_turns(ways))
+    row["what"] = f"{MODELS[name][0]}, batch {batch}, prompt of {prompt} and {new} tokens"
+    return [row]
+
+
 def compile_all(package, model, batch: int) -> None:
     package.kernelize(model, cuda_graphs=True)
     for prompt in (PROMPT, PROMPT // 2):
@@ -250,6 +274,7 @@ def main() -> None:
     parser.add_argument("--without", nargs="+", choices=["compile", "transformers"], default=[])
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--loop", action="store_true")
+    only.add_argument("--plain", action="store_true")
     only.add_argument("--replay", action="store_true")
     parser.add_argument("--wait-for", type=Path)
     parser.add_argument("--json", type=Path)
@@ -257,6 +282,8 @@ def main() -> None:
     cases, record = ["qwen:1", "llama:1", "qwen:64"], "generate"
     if arguments.loop:
         cases, record = ["qwen:1", "llama:1"], "generate_loop"
+    if arguments.plain:
+        cases, record = ["qwen:1:512:128", "llama:1:512:128", "llama:1:8192:32"], "generate_plain"
     if arguments.replay:
         cases, record = ["qwen:64", "qwen:256"], "replay_models"
     record = arguments.json or RESULTS / f"{record}.json"
@@ -264,9 +291,11 @@ def main() -> None:
     if not (arguments.loop or arguments.replay):
         decode_with_fla(package)
     for case in arguments.cases or cases:
-        name, batch = case.split(":")
+        name, batch, *lengths = case.split(":")
         found = package, name, int(batch)
-        if arguments.loop:
+        if arguments.plain:
+            rows = plainly(*found, *map(int, lengths))
+        elif arguments.loop:
             rows = looped(*found, arguments.wait_for)
         elif arguments.replay:
             rows = replayed(*found, arguments.wait_for)

@@ -64,6 +64,10 @@ class EmulatedGraph:
         return 0
 
     @staticmethod
+    def memory(device):
+        return 2**30
+
+    @staticmethod
     def busy():
         return False
 

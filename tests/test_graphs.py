@@ -66,7 +66,7 @@ def graph(device, monkeypatch):
     real = submodule("models.capture").Graph if device == "cuda" else EmulatedGraph
     facts = {"captures": 0, "replays": 0, "alive": weakref.WeakSet()}
     counted = type("Graph", (Counted, real), facts)
-    for module in ("graphs", "graph_rules", "late"):
+    for module in ("graphs", "graph_rules", "late", "static_cache"):
         monkeypatch.setattr(submodule(f"models.{module}"), "Graph", counted)
     return counted
 

@@ -43,6 +43,11 @@ class Graph:
         return torch.cuda.current_stream(device).cuda_stream
 
     @staticmethod
+    def memory(device: torch.device) -> int:
+        """Bytes of the device, free or not."""
+        return torch.cuda.get_device_properties(device).total_memory
+
+    @staticmethod
     def busy() -> bool:
         """Somebody else captures what is called now."""
         return torch.cuda.is_current_stream_capturing()

@@ -16,6 +16,7 @@ from .watch import COUNT, PLAIN
 
 IDLE = ("transformers.utils.output_capturing", rehearsal.__name__)  # modules of hooks
 CACHES = "transformers.cache_utils"
+CACHE_NAMES = ("cache", "past_key_values")  # of a model's argument, newest releases first
 LAYERS = (
     "StaticLayer", "StaticSlidingWindowLayer", "LinearAttentionLayer",
     "LinearAttentionAndStaticFullAttentionLayer",

@@ -18,6 +18,7 @@ from ..layers.replay import rings_begin
 from ..runtime.checks import is_int, is_model
 from .capture import Graph
 from .graph_rules import (
+    CACHE_NAMES,
     PASSING,
     why_eager,
     why_not_cache,
@@ -33,7 +34,6 @@ from .report import Row
 from .watch import CacheWatch, ModelWatch
 
 SEAM = "get_compiled_call"
-CACHE_NAMES = ("cache", "past_key_values")  # of the argument, newest releases first
 PAYS = 16  # replays that pay for a capture
 WASTED = 3  # captures of one cache that may be in vain
 

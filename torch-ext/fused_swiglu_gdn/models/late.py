@@ -22,6 +22,7 @@ from torch import nn
 from .capture import Graph
 from .graph_rules import why_not_cache
 from .in_place import InPlace
+from .static_cache import with_static_cache
 
 UTILS = "transformers.generation.utils"
 LOOP, CHECK, MODES = "_sample", "DeferredStopCheck", "GENERATION_MODES_MAPPING"
@@ -161,6 +162,7 @@ def decode(
             late = Late(model, criteria, generation_config.do_sample)
             loop = _with(loop, late)
             given["stopping_criteria"] = criteria
+            given = with_static_cache(model, input_ids, generation_config, given)
             if "tokenizer" in given and not _takes_tokenizer(model):
                 del given["tokenizer"]  # the criteria have it; a graph takes no such input
     return loop(model, input_ids, **given)

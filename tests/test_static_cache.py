@@ -1,0 +1,132 @@
+"""generate with cuda_graphs, called without a word about caches: it decodes by graphs on a static
+cache where nobody sees the cache, and where that pays."""
+
+import pytest
+import torch
+from conftest import submodule
+from test_graphs import device, graph, on_every_device, padded, tiny  # noqa: F401
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+NEW = 20
+
+
+def served(name, device, **changes):  # noqa: F811
+    model = tiny(name, device, initializer_range=0.4, **changes)
+    assert submodule("models.graphs").serve_graphs(model).reason is None
+    return model
+
+
+def plain(model, ids, **options):
+    """model.generate as people write it; on a CPU by the way that a GPU takes."""
+    words = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0, **options}
+    if ids.device.type == "cpu":
+        words["compile_config"] = config = transformers.CompileConfig()
+        config._compile_all_devices = True
+    return model.generate(ids, **words)
+
+
+def own(model, ids, **options):
+    """transformers' own generate, without graphs."""
+    return plain(as_made(model), ids, disable_compile=True, **options)
+
+
+def as_made(model):
+    class Own:
+        @staticmethod
+        def generate(*args, **options):
+            return type(model).generate(model, *args, **options)
+
+    return Own
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "phi3"])
+@pytest.mark.parametrize("batch", [1, 4])
+@on_every_device
+def test_tokens_are_replays(kernel, graph, name, device, batch):  # noqa: F811
+    model = served(name, device)
+    ids, mask = padded(batch, 9, device)
+    found = plain(model, ids, attention_mask=mask)
+    assert graph.captures == 1 and graph.replays >= NEW - 3
+    assert torch.equal(found, own(model, ids, attention_mask=mask, cache_implementation="static"))
+    if device == "cpu":  # fp32: the other cache gives the same tokens
+        assert torch.equal(found, own(model, ids, attention_mask=mask))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_return_sequences": 2, "do_sample": True},
+        {"eos_token_id": list(range(30, 97)), "min_new_tokens": 6},
+        {"repetition_penalty": 1.5, "max_time": 60.0},
+        {"max_new_tokens": None, "max_length": 9 + NEW},
+    ],
+)
+@on_every_device
+def test_ways_to_decode(kernel, graph, device, options):  # noqa: F811
+    model = served("llama", device)
+    ids, _ = padded(1, 9, device)
+    torch.manual_seed(1)
+    found = plain(model, ids, **options)
+    assert graph.captures == 1
+    torch.manual_seed(1)
+    assert torch.equal(found, own(model, ids, cache_implementation="static", **options))
+
+
+def dynamic(model):
+    return {"past_key_values": transformers.DynamicCache(config=model.config)}
+
+
+LEFT = {
+    "few tokens": lambda model: {"max_new_tokens": 8},
+    "a cache that is returned": lambda model: {"return_dict_in_generate": True},
+    "a cache of one's own": dynamic,
+    "a kind of cache": lambda model: {"cache_implementation": "dynamic"},
+    "no cache": lambda model: {"use_cache": False},
+    "beams": lambda model: {"num_beams": 2},
+    "no graph": lambda model: {"disable_compile": True},
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+@on_every_device
+def test_other_calls_have_the_cache_that_they_had(kernel, graph, device, monkeypatch, why):  # noqa: F811
+    model = served("llama", device)
+    ids, _ = padded(2, 9, device)
+    out = plain(model, ids, **LEFT[why](model))
+    assert graph.captures == 0
+    if why == "a cache that is returned":
+        assert type(out.past_key_values) is transformers.DynamicCache
+
+
+@pytest.mark.parametrize("limit, value", [("PAIRS", 1), ("PART", 2**40)])
+@on_every_device
+def test_what_does_not_pay_or_fit(kernel, graph, device, monkeypatch, limit, value):  # noqa: F811
+    """A long prompt for few tokens, and a cache that takes much of the device's memory."""
+    monkeypatch.setattr(submodule("models.static_cache"), limit, value)
+    model = served("llama", device)
+    ids, _ = padded(2, 9, device)
+    found = plain(model, ids)
+    assert graph.captures == 0
+    assert torch.equal(found, own(model, ids))
+
+
+@pytest.mark.parametrize("window, captures", [(8, 0), (64, 1)])
+@on_every_device
+def test_windows_that_fill_are_left_alone(kernel, graph, device, window, captures):  # noqa: F811
+    model = served("gemma2", device, sliding_window=window)
+    ids, _ = padded(1, 9, device)
+    found = plain(model, ids)
+    assert graph.captures == captures
+    kind = "static" if captures else None
+    assert torch.equal(found, own(model, ids, cache_implementation=kind))
+
+
+@on_every_device
+def test_the_model_and_its_configuration_stay(kernel, graph, device):  # noqa: F811
+    model = served("llama", device)
+    before = model.generation_config.to_dict()
+    ids, _ = padded(1, 9, device)
+    plain(model, ids)
+    assert model.generation_config.to_dict() == before
+    assert model.generation_config.cache_implementation is None

@@ -1,0 +1,76 @@
+"""A static cache for calls of generate that ask for no kind of cache.
+
+A graph reads and writes a cache at fixed addresses, while the cache that transformers makes unless
+it is asked for another grows with every token. Where the caller never sees the cache, and how long
+the sequences may become is known, one of that length takes its place before the prompt.
+"""
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from .capture import Graph
+from .graph_rules import CACHE_NAMES, CACHES, why_not_cache, why_not_model, why_not_now
+
+# what a call asks for, if it asks for a cache of its own or for what no replay gives
+ASKED = (
+    "cache_implementation", "is_assistant", "output_attentions", "output_hidden_states",
+    "prefill_chunk_size", "return_dict_in_generate",
+)  # fmt: skip
+PAYS = 16  # new tokens: a graph is captured for each call of generate
+# Over the slots of a static cache attention cannot be told to be causal, and a prompt takes longer:
+# on an H200 5 ms more a layer for 8192 tokens, where a replay of a token saves .3 ms a layer.
+PAIRS = 2**21  # pairs of a prompt's tokens that a new token pays for
+PART = 8  # of the device's memory, which the cache may take
+
+
+def with_static_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: dict) -> dict:
+    """The arguments of the loop of generate, with a static cache in place of an empty dynamic one
+    that nobody else holds, if tokens are then replays and pay for it.
+
+    ids [B, T]: of the prompt. config: the GenerationConfig of the call.
+    """
+    name = next((name for name in CACHE_NAMES if name in given), None)
+    slots = getattr(config, "max_length", None)
+    if name is None or type(slots) is not int or not _is_replaceable(given[name]):
+        return given
+    odd = given.get("inputs_embeds") is not None or given.get("use_cache") is False
+    if odd or model.training or any(getattr(config, each, None) for each in ASKED):
+        return given
+    B, T = ids.shape
+    new = slots - T
+    if new < PAYS or B * T * T > new * PAIRS:
+        return given
+    if not getattr(model, "_can_compile_fullgraph", False) or why_not_now(ids.device) is not None:
+        return given
+    found = sys.modules[CACHES].StaticCache(config=model.config, max_cache_len=slots)
+    if why_not_cache(found) is not None or _slides(found, slots):
+        return given
+    if _bytes(model, found, B * slots) > Graph.memory(ids.device) / PART:
+        return given
+    changed = {**given, name: found}
+    graphed = type(model)._valid_auto_compile_criteria(model, changed, config)
+    return changed if graphed and why_not_model(model) is None else given
+
+
+def _is_replaceable(cache: Any) -> bool:
+    kind = type(cache)
+    if (kind.__module__, kind.__name__) != (CACHES, "DynamicCache") or cache.get_seq_length():
+        return False
+    return not getattr(cache, "_is_user_defined", False) and not getattr(cache, "offloading", False)
+
+
+def _slides(cache: Any, slots: int) -> bool:
+    """A layer's window becomes full, after which its tokens are no replays."""
+    return any(getattr(layer, "max_cache_len", slots) < slots for layer in cache.layers)
+
+
+def _bytes(model: nn.Module, cache: Any, slots: int) -> int:
+    """Of the keys and values of so many slots in all layers that have them."""
+    config = model.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layers = sum(hasattr(layer, "max_cache_len") for layer in cache.layers)
+    return 2 * layers * heads * dim * slots * model.dtype.itemsize
