@@ -185,6 +185,13 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "in the loop that reads a token late whether to stop (ours), in transformers' own, which "
         "waits for each token (waiting), and the replays by themselves.",
     ),
+    "generate_plain": (
+        "generate() as people write it",
+        "A whole call of `model.generate(ids, max_new_tokens=N)`, greedy, random weights in bf16, "
+        "with prompt, cache and capture, on a host whose cores others use, too: as transformers "
+        "has it (Qwen3.5 with FLA's kernels for a token), after `kernelize(model)`, and after "
+        "`kernelize(model, cuda_graphs=True)`, which decodes on a static cache.",
+    ),
     "fp8_mlp": (
         "An MLP in FP8 with block scales",
         "transformers' LlamaMLP with three FP8Linears, kernelized, beside the same module as it is "
@@ -515,6 +522,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "first_call": [of_first_calls],
     "first_token": [of_first_calls],
     "generate_loop": [],
+    "generate_plain": [],
     "generate": [of_generate],
     "train_bytes": [of_training],
     "gdn_parallel": [of_parallel],

@@ -68,8 +68,9 @@ def kernelize(
         loss: in training steps the loss of a language model is made without its logits, by Liger,
             where liger-kernel is installed and the loss is the same; any use of `output.logits` is
             an error there (docs/models.md).
-        cuda_graphs: `model.generate(..., cache_implementation="static")` then replays a CUDA graph
-            of a decoding step instead of compiling it, where a replay does the same.
+        cuda_graphs: `model.generate` then replays a CUDA graph of a decoding step, where a replay
+            does the same: on a static cache, which it gets where it is asked for no kind of cache,
+            nobody sees the cache, and graphs pay.
         replay: in CUDA graphs (cuda_graphs, or graphed_step), Gated DeltaNet layers that decode
             many sequences write their states once in so many tokens, of which 16 are best, by
             replay_gated_delta_rule. 0: at every token. A state that is read from the cache has all
