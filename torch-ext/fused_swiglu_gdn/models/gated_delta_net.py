@@ -90,7 +90,7 @@ def parts_of(module: nn.Module) -> Iterator[Parts]:
                 continue
             orders = ((*o[:-1], rest[0], o[-1]) for o in itertools.permutations(linear))
         for order in orders:
-            value = (features(parts[order[-1]]) or (0, getattr(module, "value_dim", 0)))[0]
+            value = (features(parts[order[-1]]) or (getattr(module, "value_dim", 0),))[0]
             heads = told(module._parameters[vectors[0]], "numel")()
             key = ((channels or (0,))[0] - value) // 2
             names = dict(zip(usual, order))
