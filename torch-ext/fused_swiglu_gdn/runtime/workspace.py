@@ -1,4 +1,4 @@
-"""Room for what the launches of a call leave for each other."""
+"""Scratch memory that the launches of a call share."""
 
 from typing import List, Tuple
 
@@ -10,9 +10,9 @@ STEP = 256  # bytes: where each array begins
 
 
 class Workspace:
-    """Arrays one behind the other in one tensor, given as (elements, dtype).
+    """Arrays, given as (elements, dtype), packed into one tensor.
 
-    An allocation costs the host as much as half a launch, and so does each view.
+    One allocation, and likewise one view, costs the host as much as half a launch.
     """
 
     __slots__ = ("size", "starts")
@@ -24,7 +24,8 @@ class Workspace:
             self.size += -(-count * dtype.itemsize // STEP) * STEP
 
     def __call__(self, like: torch.Tensor) -> Tuple[torch.Tensor, List[Place]]:
-        """The tensor, to be kept till all is launched, and where each array lies."""
+        """Returns the tensor, which must live until all is launched, and the address of each
+        array."""
         memory = like.new_empty(self.size, dtype=torch.uint8)
         at = memory.data_ptr()
         return memory, [Place(at + start, dtype) for start, dtype in self.starts]
