@@ -85,9 +85,6 @@ def _make_context(device: torch.device) -> None:
 
     The driver encodes tensor maps and does not create a context: encoding would fail in a thread of
     autograd that has not called the runtime yet.
-
-    Tensor maps are encoded by the driver, which does not: a thread of autograd's that has called
-    nothing else yet would fail.
     """
     with torch.cuda.device(device):
         torch.cuda.mem_get_info()

@@ -123,9 +123,6 @@ def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Option
 
     args[0] is a tensor on the device of the call, or the call. If a gradient is needed, some kernel
     must have it as well: supports_<operation>_bwd takes the forward's arguments, too.
-
-    args[0] is a tensor on the device of the call, or the call. Where a gradient is needed, some
-    kernel must have it as well, which supports_<operation>_bwd says of the forward's arguments too.
     """
     decision = getattr(_thread, "decision", None)
     if decision is not None and decision[0] == operation and decision[1] is _first(args):
@@ -157,9 +154,6 @@ def plan(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional
 
     A kernel module exports it as `plan_<operation>`, if at all. Calls match if they have the same
     facts of the tensors (runtime/cache.py) and the same other arguments.
-
-    A kernel module has it as `plan_<operation>`, if at all. "Like" means the same facts of the
-    tensors (runtime/cache.py) and the same other arguments.
     """
     folder, _ = _find(family, operation, args)
     if needs_grad and _find(family, backward_of(operation), args)[1] is None:

@@ -275,8 +275,6 @@ def serve(family: str, operation: str, reference: Callable, args: tuple):
     """The body of an operator: autograd is above it, so the reference may compute it here, too.
 
     Outputs are made contiguous, as the operators' fake implementations promise.
-
-    Its outputs are made contiguous, as the operators' fake implementations say.
     """
     launch = dispatch.choose(family, operation, False, args)
     if launch is not None:

@@ -9,8 +9,6 @@ def _sigmoid(x, PTX: tl.constexpr):
     """1 / (1 + exp(-x)); exp2 takes two thirds of the instructions that exp does.
 
     PTX: uses four instructions and omits those that keep denormal numbers.
-
-    PTX: in four instructions, without those that keep denormal numbers.
     """
     if PTX:
         return tl.inline_asm_elementwise(

@@ -65,9 +65,6 @@ def recorded(chip: Optional[device.Chip] = None) -> Iterator[List[Record]]:
 
     chip: the GPU that all tensors are assumed to be on, whatever their device; meta tensors will
     do. Without it tensors keep their device, and launches are recorded for Hopper.
-
-    chip: the GPU that all tensors are taken to be on, wherever they are; meta tensors will do. By
-    default they are where they say, and what is recorded is for Hopper.
     """
     records: List[Record] = []
     target = GPUTarget("cuda", 90, 32) if chip is None else _target(chip)

@@ -126,8 +126,6 @@ def _is_compiled_from(source: Path) -> bool:
     """True if the byte code that this Python would run in place of the source file matches it.
 
     Python compares at most the source's time and size, which anybody can set.
-
-    Python looks at the source's time and size at most, which anybody can set.
     """
     if sys.implementation.cache_tag is None:  # it keeps none
         return True

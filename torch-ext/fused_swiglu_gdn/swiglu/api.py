@@ -26,9 +26,9 @@ def fused_swiglu(
     """act(x @ w_gate.T + b_gate) * (x @ w_up.T + b_up) in one launch.
 
     SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202) for `activation="silu"`, GeGLU for
-    "gelu_tanh", ReGLU for "relu". Gate and up stay in fp32 until the gate is applied, where a
-    kernel serves; the result is rounded once. Where a gradient is wanted gate and up are saved in
-    the dtype of x for it and rounded before the gate is applied, as in eager torch.
+    "gelu_tanh", ReGLU for "relu". A kernel keeps gate and up in fp32 until the gate is applied and
+    rounds the result once. If a gradient is needed, gate and up are saved in the dtype of x and
+    rounded before the gate is applied, as in eager torch.
 
     Args:
         x: [..., K]; fp32, bf16 or fp16. Any leading dimensions, any strides.
@@ -73,7 +73,7 @@ def fused_swiglu(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as [M, K], its last dimension dense."""
+    """x as [M, K] with a contiguous last dimension."""
     return dense(x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None])
 
 
@@ -135,10 +135,10 @@ def fused_swiglu_mlp(
 
 
 def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
-    """act(gate) * up: the gate of SwiGLU (arXiv:2002.05202) where both projections are made.
+    """act(gate) * up: the gate of SwiGLU (arXiv:2002.05202) for projections computed elsewhere.
 
     For an MLP whose projections are modules of their own (LoRA, quantised weights). Computed in
-    fp32 and rounded once. For the gradient gate and up are kept and nothing else.
+    fp32 and rounded once. The gradient saves gate and up only.
 
     Args:
         gate, up: [..., N], of one dtype: fp32, bf16 or fp16; any strides (halves of one tensor

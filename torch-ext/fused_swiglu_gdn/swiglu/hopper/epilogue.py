@@ -1,6 +1,6 @@
-"""What the last warps of a tailed product do with its tiles (training_kernels.py).
+"""The epilogue of training_kernels.py: the work of its last warps on a finished tile.
 
-They take a tile in pieces 64 columns wide, vector by vector. Sizes: M tokens, N hidden width.
+They take a tile in pieces of 64 columns, vector by vector. Sizes: M tokens, N hidden width.
 """
 
 from ...runtime.gluon import (
@@ -23,7 +23,7 @@ UNIT = gl.constexpr(8)  # rows of a tile, 64 columns wide, that a warp of the ta
 
 @record
 class Work:
-    """What the warps of one CTA share."""
+    """State that the warps of one CTA share."""
 
     a_desc: tma.tensor_descriptor  # [M, D] box [BM, BK]
     b_desc: tma.tensor_descriptor  # weights: [2, N, D] box [2, BN / 2, BK], or [D, N] box [BK, BN]
@@ -48,7 +48,7 @@ class Work:
 
 @gluon.jit
 def hand_over(tile_smem, acc):
-    """acc [BM, BN] into [4, BM, 64]; the splits only rename registers."""
+    """Stores acc [BM, BN] to tile_smem [4, BM, 64]; the splits only rename registers."""
     left, right = acc.reshape((BM, 2, BN // 2)).permute((0, 2, 1)).split()
     for half in gl.static_range(2):
         part = left if half == 0 else right
@@ -75,13 +75,13 @@ def _scales(w, i, WARPS: gl.constexpr):
 
 @gluon.constexpr_function
 def vector_layout(warps):
-    """Eight neighbours to a thread."""
+    """The layout with eight neighbours to a thread."""
     return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def _elements(w, i, row, column, WARPS: gl.constexpr):
-    """(m [.., 1], n [1, ..], whether inside [M, N]) of piece i of the tile at row, column."""
+    """(m [.., 1], n [1, ..], mask of those inside [M, N]) of piece i of the tile at row, column."""
     LAYOUT: gl.constexpr = vector_layout(WARPS)
     HIGH: gl.constexpr = UNIT * WARPS
     DOWN: gl.constexpr = BM // HIGH
@@ -95,7 +95,7 @@ def _elements(w, i, row, column, WARPS: gl.constexpr):
 
 @gluon.jit
 def make_gate(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS: gl.constexpr):
-    """Gate and up, as they are, to memory, and z = act(gate) * up: pieces FIRST to LAST."""
+    """Stores gate and up unchanged, and z = act(gate) * up, of pieces FIRST to LAST."""
     LAYOUT: gl.constexpr = vector_layout(WARPS)
     HALF: gl.constexpr = 2 * BM // (UNIT * WARPS)  # the tile's columns 128 to 255 begin here
     GATE: gl.constexpr = HALF if w.UP_FIRST else 0
@@ -124,7 +124,7 @@ def make_gate(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS:
 
 @gluon.jit
 def _load_pair(w, gate_up, i, row, column, LAST: gl.constexpr, WARPS: gl.constexpr):
-    """gate and up of piece i, nothing past LAST."""
+    """Loads gate and up of piece i; pieces from LAST on are masked off."""
     m, n, inside = _elements(w, i, row, column, WARPS)
     N = w.N // 8 * 8
     ptrs = gate_up + m.to(gl.int64) * (2 * N) + n
@@ -135,7 +135,7 @@ def _load_pair(w, gate_up, i, row, column, LAST: gl.constexpr, WARPS: gl.constex
 
 @gluon.jit
 def _gradient_piece(w, gate_up, z_ptr, gate, up, i, row, column, WARPS: gl.constexpr):
-    """Piece i from its gate and up (fp32) and the dz of tile_smem."""
+    """Stores the gradients of piece i from its gate and up (fp32) and the dz of tile_smem."""
     LAYOUT: gl.constexpr = vector_layout(WARPS)
     TYPE: gl.constexpr = gate_up.dtype.element_ty
     N = w.N // 8 * 8
@@ -152,10 +152,10 @@ def _gradient_piece(w, gate_up, z_ptr, gate, up, i, row, column, WARPS: gl.const
 
 @gluon.jit
 def make_gradients(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS: gl.constexpr):
-    """gate and up [M, 2 N] overwritten by their gradients, and z = act(gate) * up.
+    """Overwrites gate and up [M, 2 N] by their gradients, and stores z = act(gate) * up.
 
-    Pieces FIRST to LAST, an even number, by twos: what is loaded for the next two stays in its
-    registers, since a move from one to another would wait for the load.
+    Takes pieces FIRST to LAST, an even number, two at a time: the values loaded for the next two
+    stay in registers of their own, since a move between registers would wait for the load.
     """
     phase = 0
     for tile in range(gl.program_id(0), w.tiles_m * w.tiles_n, gl.num_programs(0)):

@@ -1,9 +1,9 @@
-"""Products of SwiGLU's training step with what comes after them done by warps of their own.
+"""GEMMs of SwiGLU's training step with an overlapped epilogue.
 
-A CTA makes tiles of a product: one warp brings the operands, two warpgroups multiply, and hand the
-finished tile over in shared memory. Two more warps then do the memory-bound part (the gate, or its
-gradients) while the next tile is multiplied, so that part costs no time and the tile never reaches
-memory. Sizes: M tokens, K model width, N hidden width. docs/swiglu.md has the timeline.
+A CTA makes tiles of a product: one warp loads the operands, two warpgroups multiply and leave the
+finished tile in shared memory. Three more warps do the memory-bound epilogue (the gate, or its
+gradients) while the next tile is multiplied, so the epilogue costs no time and the tile never
+reaches memory. Sizes: M tokens, K model width, N hidden width. docs/swiglu.md has the timeline.
 """
 
 from ...runtime.gluon import (
@@ -23,7 +23,7 @@ from .epilogue import BM, BN, Work, hand_over, make_gate, make_gradients
 
 @gluon.jit
 def _load_partition(w, gate_up, z_ptr):
-    """One warp: operands, STAGES steps ahead at most."""
+    """Loads operands up to STAGES steps ahead; one warp."""
     PAIR: gl.constexpr = len(w.b_desc.block_type.shape) == 3
     BK: gl.constexpr = w.a_desc.block_type.shape[1]
     BYTES: gl.constexpr = (BM + BN) * BK * 2
@@ -45,10 +45,11 @@ def _load_partition(w, gate_up, z_ptr):
 
 @gluon.jit
 def _multiply_partition(w, gate_up, z_ptr):
-    """Two warpgroups: the product, a tile after another, into tile_smem.
+    """Computes the product tile after tile into tile_smem; two warpgroups.
 
-    Gate and up are rounded as they are kept. dZ is handed on as fp16, each row by the power of two
-    that makes the most of its 11 bits: as good as not rounded beside the bf16 of everything else.
+    Gate and up are rounded to the dtype in which they are saved. dZ is passed on as fp16, each row
+    scaled by the power of two that uses its 11 bits best: beside the bf16 of all other operands
+    that is as good as no rounding.
     """
     PAIR: gl.constexpr = len(w.b_desc.block_type.shape) == 3
     BK: gl.constexpr = w.a_desc.block_type.shape[1]
@@ -86,7 +87,7 @@ def _multiply_partition(w, gate_up, z_ptr):
 
 @gluon.jit
 def _tail_partition_0(w, gate_up, z_ptr):
-    """Two warps: two thirds of what comes after the product."""
+    """Runs two thirds of the epilogue; two warps."""
     if len(w.b_desc.block_type.shape) == 3:
         make_gate(w, gate_up, z_ptr, 0, 11, 2)
     else:
@@ -95,7 +96,7 @@ def _tail_partition_0(w, gate_up, z_ptr):
 
 @gluon.jit
 def _tail_partition_1(w, gate_up, z_ptr):
-    """One warp: the rest."""
+    """Runs the rest of the epilogue; one warp."""
     if len(w.b_desc.block_type.shape) == 3:
         make_gate(w, gate_up, z_ptr, 22, 32, 1)
     else:
@@ -110,7 +111,7 @@ def _run(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Sets up one CTA and divides it."""
+    """Allocates the shared memory of a CTA and starts its partitions."""
     PAIR: gl.constexpr = len(b_desc.block_type.shape) == 3
     COLUMNS: gl.constexpr = BN // 2 if PAIR else BN  # of N to a tile
     BK: gl.constexpr = a_desc.block_type.shape[1]
@@ -182,7 +183,7 @@ def swiglu_gradient_kernel(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """dz = dy Wd, dgate = dz * up * act'(gate), dup = dz * act(gate), and z again."""
+    """dz = dy Wd, dgate = dz * up * act'(gate), dup = dz * act(gate), and z recomputed."""
     _run(
         dy_desc, w_down_desc, gate_up_ptr, z_ptr, M, N, D, group,
         False, ACTIVATION, STAGES, REGISTERS,
