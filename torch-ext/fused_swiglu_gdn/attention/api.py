@@ -1,4 +1,5 @@
-"""What surrounds attention in a decoder layer, and attention of one token over a static cache."""
+"""Norm, rotary embedding and gate around attention, and attention of one token over a static
+cache."""
 
 from typing import Optional, Tuple
 
@@ -90,7 +91,7 @@ def fused_qk_norm_rope(
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), in fp32 and rounded once: the gate on what attention returns.
+    """x * sigmoid(gate), computed in fp32 and rounded once: the gate on an attention output.
 
     Args:
         x, gate: the same shape; fp32, bf16 or fp16; any strides, so a part of a projection needs
