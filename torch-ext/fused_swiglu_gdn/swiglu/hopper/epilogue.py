@@ -31,10 +31,10 @@ class Work:
     b_smem: gl.shared_memory_descriptor  # [STAGES, *box of b_desc]
     tile_smem: gl.shared_memory_descriptor  # [4, BM, 64] a finished tile by columns, 16 bits
     scale_smem: gl.shared_memory_descriptor  # [1, BM] fp32: what to multiply each row of it with
-    landed: gl.shared_memory_descriptor  # [STAGES] mbarriers: the operands of a step are there
-    free: gl.shared_memory_descriptor  # [STAGES] mbarriers: they have been multiplied
-    ready: gl.shared_memory_descriptor  # [1] mbarrier: tile_smem is written
-    taken: gl.shared_memory_descriptor  # [1] mbarrier: and read
+    full: gl.shared_memory_descriptor  # [STAGES] mbarriers: the operands of a step are there
+    empty: gl.shared_memory_descriptor  # [STAGES] mbarriers: they have been multiplied
+    tile_full: gl.shared_memory_descriptor  # [1] mbarrier: tile_smem is written
+    tile_empty: gl.shared_memory_descriptor  # [1] mbarrier: and read
     M: gl.tensor
     N: gl.tensor
     depth: gl.tensor  # of the product: steps of BK
@@ -105,7 +105,7 @@ def make_gate(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS:
         pid_m, pid_n = grouped_tile(tile, w.tiles_m, w.tiles_n, w.group)
         row = pid_m * BM
         column = pid_n * (BN // 2)
-        mbarrier.wait(w.ready, phase)
+        mbarrier.wait(w.tile_full, phase)
         phase ^= 1
         if FIRST == 0:
             for q in gl.static_range(4):
@@ -119,7 +119,7 @@ def make_gate(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS:
             gl.store(z_ptr + m.to(gl.int64) * N + n, z, mask=inside)
         if FIRST == 0:
             tma_store_wait(0)
-        mbarrier.arrive(w.taken, count=1)
+        mbarrier.arrive(w.tile_empty, count=1)
 
 
 @gluon.jit
@@ -164,7 +164,7 @@ def make_gradients(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, W
         column = pid_n * BN
         gate_0, up_0 = _load_pair(w, gate_up, FIRST, row, column, LAST, WARPS)
         gate_1, up_1 = _load_pair(w, gate_up, FIRST + 1, row, column, LAST, WARPS)
-        mbarrier.wait(w.ready, phase)
+        mbarrier.wait(w.tile_full, phase)
         phase ^= 1
         for i in range(FIRST, LAST, 2):
             gate = gate_0.to(gl.float32)
@@ -175,4 +175,4 @@ def make_gradients(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, W
             up = up_1.to(gl.float32)
             gate_1, up_1 = _load_pair(w, gate_up, i + 3, row, column, LAST, WARPS)
             _gradient_piece(w, gate_up, z_ptr, gate, up, i + 1, row, column, WARPS)
-        mbarrier.arrive(w.taken, count=1)
+        mbarrier.arrive(w.tile_empty, count=1)
