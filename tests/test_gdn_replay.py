@@ -427,7 +427,7 @@ def test_bad_input(kernel, changes, error, words):
 def test_bad_rings_and_cursors(kernel):
     state = torch.zeros(3, 4, 8, 16)
     with pytest.raises(
-        ValueError, match="ring must have room for twice max_tokens, 8 tokens, got 7"
+        ValueError, match="ring must have a capacity of twice max_tokens, 8 tokens, got 7"
     ):
         kernel.make_ring(state, 2, F32, rows=7, max_tokens=4)
     with pytest.raises(ValueError, match="heads must divide the 4 heads of state, got 3"):

@@ -223,7 +223,7 @@ def is_null_index(value: object) -> None:
     """Checks the largest row index that names a null slot: -1 or 0."""
     if not isinstance(value, int) or isinstance(value, bool) or value not in (-1, 0):
         raise ValueError(
-            f"null_index must be -1 or 0, the last row that is nobody's, got {value!r}"
+            f"null_index must be -1 or 0, the largest index of a null slot, got {value!r}"
         )
 
 

@@ -21,9 +21,9 @@ _CACHE = "__pycache__"
 def verify(expected: Optional[str] = None) -> str:
     """Checks every file of this build against the hashes recorded when it was built.
 
-    That finds damage and edits, also of the byte code that Python would run in place of a source
-    file. Whoever can rewrite metadata.json and this file too is found only
-    by a caller who noted the build's digest when they trusted it, and gives it as `expected`.
+    This detects damage and edits, also of the byte code that Python would run in place of a source
+    file. Edits that include metadata.json or this file are detected only with `expected`: a digest
+    of the build that was noted when the build was trusted.
 
     Args:
         expected: what an earlier verify() returned, or the release printed, for this build.
@@ -125,7 +125,7 @@ def _is_byte_code(path: Path) -> bool:
 def _is_compiled_from(source: Path) -> bool:
     """True if the byte code that this Python would run in place of the source file matches it.
 
-    Python compares at most the source's time and size, which anybody can set.
+    Python compares at most the source's time and size, which are easily forged.
     """
     if sys.implementation.cache_tag is None:  # it keeps none
         return True
