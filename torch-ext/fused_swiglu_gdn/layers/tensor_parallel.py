@@ -34,14 +34,14 @@ class Shards(NamedTuple):
     group: object
 
     def local(self) -> Tuple[Optional[Tensor], ...]:
-        """This rank's parts; their gradients become DTensors of the same placements."""
+        """Returns this rank's parts; their gradients become DTensors of the same placements."""
         return tuple([
             x.to_local(grad_placements=x.placements) if hasattr(x, "placements") else x
             for x in self[:6]
         ])  # fmt: skip
 
     def values(self) -> Tuple[Optional[Tensor], ...]:
-        """This rank's parts, for calls without gradients: to_local takes 3 us for each."""
+        """Returns this rank's parts, for calls without gradients: to_local takes 3 us for each."""
         return tuple([getattr(x, "_local_tensor", x) for x in self[:6]])
 
 

@@ -50,7 +50,7 @@ class GatedMLP(NamedTuple):
 
 
 def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
-    """What our layers can do for a module; None if it is no gated MLP."""
+    """The layer for a gated MLP, or the reason why it is left alone; None if the module is none."""
     parts = module._modules
     resembles = any(names <= set(parts) for names in KNOWN_PARTS)
     if not resembles and sum(bool(features(part)) for part in parts.values()) not in (2, 3):

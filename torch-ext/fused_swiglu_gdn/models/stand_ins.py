@@ -1,9 +1,8 @@
 """Stubs for the parts and arguments of a module in an equivalence check of its forward.
 
-A probe module (twin) has the module's class and plain attributes; its parts are functions with
-numbers of their own, and every other argument of a forward is opaque: it may be passed on and
-compared with None, and raises if it is read. So a forward that gives the formula's numbers has used
-nothing else.
+A probe module has the module's class and plain attributes; its parts are functions with numbers of
+their own, and every other argument of a forward is opaque: it may be passed on and compared with
+None, and raises if it is read. So a forward that gives the formula's numbers has used nothing else.
 """
 
 import collections

@@ -81,7 +81,7 @@ def build_cp_context(
 
 
 def shard_batch(batch: dict, group=None, *, layout: Union[str, Sequence] = "contiguous") -> dict:
-    """This rank's part of a model's batch, for a group of ranks that share every sequence.
+    """Returns this rank's part of a model's batch, for a group of ranks that share every sequence.
 
     For a model of `kernelize(model, cp_group=group)`: `model(**shard_batch(batch, group))`. All
     ranks of the group pass the same batch. Labels are shifted before they are split, rows are

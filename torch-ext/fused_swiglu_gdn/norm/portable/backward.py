@@ -105,7 +105,7 @@ def _rms_norm_bwd_kernel(
 ):
     """dx of BLOCK_D columns of TILES tiles of BLOCK_M rows, and their contribution to dweight.
 
-    Programs take tiles in turn: tile i belongs to program i mod P.
+    Tile i belongs to program i mod P.
     """
     offs = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     weight = _weight(weight_ptr, offs, offset, D)
