@@ -22,11 +22,8 @@ class Arguments(NamedTuple):
 
 
 def forward_by(form, serve: Callable, name: str) -> Callable:
-    """Returns a forward that calls serve(module, hidden states, named arguments, other keywords).
-
-    It runs the class's own forward if no kernel may be used, for calls outside those that the
-    equivalence check covered, and if serve returns None.
-    """
+    """serve(module, hidden states, arguments by name, those that have none), or the class's own
+    forward where no kernel may serve, for calls that no trial has made, and where that is None."""
     kind, checks = form.kind, form.checks
     positional, names, required, more, hidden, fixed, own = form.arguments
     place = positional.index(hidden) if hidden in positional else len(positional)
