@@ -6,7 +6,7 @@ from typing import Optional
 from torch import Tensor
 
 from ..runtime.activations import SAME
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.checks import are_flags
 from ..runtime.main_grad import into_main_grad
 from ..runtime.ops import autocast
@@ -81,7 +81,7 @@ def fused_experts(
     """
     given = (x, w_gate_up, w_down, top_k_index, top_k_weights, b_gate_up, b_down)
     kind = (activation, limit, recompute, main_grad, interleaved)
-    plan = _calls.find(given, kind) if undisturbed() else None
+    plan = _calls.find(given, kind) if fast_path_ok() else None
     found = plan(*given) if plan is not None else None
     if found is not None:
         return found[0]
@@ -97,6 +97,6 @@ def fused_experts(
     limit = None if limit is None else float(limit)
     activation = SAME.get(activation, activation)
     options = (activation, limit, bool(recompute), bool(main_grad), bool(interleaved))
-    if plan is None and undisturbed() and all(map(operator.is_, tensors, given)):
+    if plan is None and fast_path_ok() and all(map(operator.is_, tensors, given)):
         _calls.keep(given, kind, ops.plan_experts(*tensors, *options))
     return ops.experts(*tensors, *options)

@@ -5,7 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from . import checks, ops_topk
 from .call import TopkOptions
 
@@ -57,11 +57,11 @@ def fused_topk(
         (torch.Size([5, 2]), True)
     """
     given, kind = (logits, bias), (top_k, scoring, renormalize, scale, dtype)
-    plan = _calls.find(given, kind) if undisturbed() else None
+    plan = _calls.find(given, kind) if fast_path_ok() else None
     if plan is not None:
         return plan(logits, bias)
     checks.fused_topk(logits, bias, *kind)
     options = TopkOptions(top_k, scoring, bool(renormalize), float(scale), dtype or logits.dtype)
-    if undisturbed():
+    if fast_path_ok():
         _calls.keep(given, kind, ops_topk.plan_topk(logits, bias, options))
     return ops_topk.topk(logits, bias, options)

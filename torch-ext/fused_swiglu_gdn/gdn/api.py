@@ -6,7 +6,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.checks import is_null_index
 from ..runtime.ops import autocast, dense, needs_grad
 from . import checks, ops
@@ -133,13 +133,13 @@ def chunk_gated_delta_rule(
             return chunk_with_context(call, cp_context, _checked, settings)
         tensors = (*tensors[:-1], lengths)
     kind = (*options, *settings, recompute)
-    plan = _prefilling.find(tensors, kind) if undisturbed() else None
+    plan = _prefilling.find(tensors, kind) if fast_path_ok() else None
     if plan is None:
         call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
         call = _checked(call, *settings)
         if state_indices is not None:
             checks.pool_is_written(call.initial_state)
-        if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
+        if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
             plan = _prefilling.keep(tensors, kind, ops.plan_gdn_chunk(call))
     o, state, checkpoints, _ = ops.gdn_chunk(call) if plan is None else plan(*tensors)
     if not inplace_final_state:
@@ -270,12 +270,12 @@ def fused_recurrent_gated_delta_rule(
         state_v_first, output_final_state, inplace_final_state, output_all_states, null_index,
         use_gate_in_kernel,
     )  # fmt: skip
-    plan = _decoding.find(tensors, kind) if undisturbed() else None
+    plan = _decoding.find(tensors, kind) if fast_path_ok() else None
     if plan is not None:
         return plan(*tensors)
     call = RecurrentCall(*tensors, RecurrentOptions(*kind[:-1]))
     call = _checked_recurrent(call, use_gate_in_kernel)
-    if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
+    if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
         _decoding.keep(tensors, kind, ops.plan_gdn_recurrent(call))
     return ops.gdn_recurrent(call)
 

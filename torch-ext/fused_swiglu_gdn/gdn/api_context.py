@@ -10,7 +10,7 @@ from torch import Tensor
 from ..parallel import checks
 from ..parallel.context import CpContext
 from ..parallel.exchange import agreed, agrees
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.ops import needs_grad
 from .call import GdnCall
 from .ops_context import gdn_chunk_context
@@ -28,7 +28,7 @@ def chunk_with_context(
     come before the first collective, so that no rank waits for one that raised.
     """
     checks.is_context(cp)
-    quiet = undisturbed() and call.cu_seqlens is None and not agrees(cp.group)
+    quiet = fast_path_ok() and call.cu_seqlens is None and not agrees(cp.group)
     kind = (*call.options, *settings, cp.tokens, cp.batch_size, len(cp.pieces))
     options = _passed.find(call.tensors, kind) if quiet else None
     if options is not None:

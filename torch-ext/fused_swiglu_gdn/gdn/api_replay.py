@@ -6,7 +6,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.ops import autocast, dense
 from . import checks_replay as checks
 from . import ops_replay as ops
@@ -137,12 +137,12 @@ def replay_gated_delta_rule(
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         getattr(ring, "max_tokens", None), null_index, use_gate_in_kernel,
     )  # fmt: skip
-    plan = _replaying.find(tensors, kind) if undisturbed() else None
+    plan = _replaying.find(tensors, kind) if fast_path_ok() else None
     if plan is not None:
         return plan(*tensors)
     checks.is_ring(ring)
     call = _checked(ReplayCall(*tensors, ReplayOptions(*kind[:-1])), ring, use_gate_in_kernel)
-    if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
+    if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
         _replaying.keep(tensors, kind, ops.plan_gdn_replay(call))
     return ops.gdn_replay(call)
 
@@ -194,13 +194,13 @@ def advance_ring(
     checks.is_ring(ring)
     tensors = (cursor, num_accepted_tokens, force_flush, state_indices)
     kind = (ring.g.shape, ring.max_tokens, null_index)
-    plan = _advancing.find(tensors, kind) if undisturbed() else None
+    plan = _advancing.find(tensors, kind) if fast_path_ok() else None
     if plan is not None:
         plan(*tensors)
         return
     checks.advance(cursor, ring, num_accepted_tokens, force_flush, state_indices, null_index)
     ready = (cursor, *map(dense, tensors[1:]))
-    if undisturbed() and all(map(operator.is_, tensors, ready)):
+    if fast_path_ok() and all(map(operator.is_, tensors, ready)):
         _advancing.keep(tensors, kind, ops.plan_gdn_ring_advance(ready, ring, null_index))
     ops.gdn_ring_advance(ready, ring, null_index)
 

@@ -5,7 +5,7 @@ from typing import Optional, Tuple
 from torch import Tensor
 
 from ..runtime.activations import SAME
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from . import ops_fused as ops
 from .call import DecodeOptions, LayerDecode
 
@@ -78,14 +78,14 @@ def decode_step(
         q, k, v, z, a, b, conv_state, state, weight, bias, A_log, dt_bias, norm_weight,
     )  # fmt: skip
     options = (activation, eps, gate_activation, allow_neg_eigval)
-    plan = _decoding.find(tensors, options) if undisturbed() else None
+    plan = _decoding.find(tensors, options) if fast_path_ok() else None
     if plan is not None:
         return plan(*tensors)
     gate_activation = SAME.get(gate_activation, gate_activation)
     call = LayerDecode(
         *tensors, DecodeOptions(activation, eps, gate_activation, allow_neg_eigval)
     )  # fmt: skip
-    if undisturbed():
+    if fast_path_ok():
         _decoding.keep(tensors, options, ops.plan_gdn_layer_decode(call))
     return ops.gdn_layer_decode(call)
 

@@ -11,7 +11,7 @@ from ..runtime.checks import FLOATING
 from .functions import FusedRMSNormGated
 from .own_code import NotOwn, OwnCode, own_code
 from .plain import PLAIN_TENSORS, why_hooked
-from .untouched import untouched
+from .untouched import torch_unpatched
 
 _norms: Dict[type, OwnCode] = {}
 _others: Dict[type, object] = {}  # classes that are not, with their forwards
@@ -38,7 +38,7 @@ def is_gated_norm(norm: nn.Module) -> bool:
         function = bound.__func__ if isinstance(bound, MethodType) else None
         if function is not kind.forward and function is not FusedRMSNormGated.forward:
             return False
-    if not untouched() or why_hooked(norm) is not None:
+    if not torch_unpatched() or why_hooked(norm) is not None:
         return False
     weight, eps = norm._parameters.get("weight"), norm.__dict__.get("variance_epsilon")
     if type(weight) not in PLAIN_TENSORS or weight.ndim != 1 or weight.dtype not in FLOATING:

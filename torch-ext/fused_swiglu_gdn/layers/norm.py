@@ -12,7 +12,7 @@ from ..runtime import dispatch
 from ..runtime.checks import FLOATING
 from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS, is_plain
-from .untouched import untouched
+from .untouched import torch_unpatched
 
 
 class NormForm(NamedTuple):
@@ -68,7 +68,7 @@ def serves(x: torch.Tensor) -> bool:
     calls."""
     if type(x) not in PLAIN_TENSORS or x.is_nested or x.dtype not in FLOATING:
         return False
-    return dispatch.serves(FAMILY, "rms_norm_fwd", x, False) and untouched(False)
+    return dispatch.serves(FAMILY, "rms_norm_fwd", x, False) and torch_unpatched(False)
 
 
 def normed(

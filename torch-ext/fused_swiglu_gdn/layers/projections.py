@@ -10,7 +10,7 @@ from ..projection.project import project
 from ..runtime import dispatch
 from . import fp8
 from .plain import parameters_of
-from .untouched import untouched
+from .untouched import torch_unpatched
 
 
 def projections(
@@ -21,7 +21,8 @@ def projections(
     A few tokens take one launch, if reading the weights is equivalent. For FP8Linears x is
     quantised once.
     """
-    if dispatch.serves("projection.project", "project_fwd", x, compiling) and untouched(compiling):
+    served = dispatch.serves("projection.project", "project_fwd", x, compiling)
+    if served and torch_unpatched(compiling):
         weights = []
         for linear in linears:
             found = parameters_of(linear)

@@ -22,7 +22,7 @@ from .activations import activation_of
 from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, why_hooked
 from .tensor_parallel import Shards, mlp_on_shards, shards
-from .untouched import untouched
+from .untouched import torch_unpatched
 
 DROPOUTS = (nn.Dropout, nn.Identity)  # which drop nothing in evaluation
 
@@ -129,7 +129,7 @@ def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tenso
     attributes = mlp.__dict__
     if roles.gate in attributes or roles.up in attributes or roles.down in attributes:
         return None  # they hide the modules of these names
-    if x.is_nested or not untouched() or drops_out(mlp, roles):
+    if x.is_nested or not torch_unpatched() or drops_out(mlp, roles):
         return None
     name, found = activation(mlp, roles), projections(mlp, roles)
     if name is None:

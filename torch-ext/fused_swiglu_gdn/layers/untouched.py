@@ -41,7 +41,7 @@ def why_patched() -> Optional[str]:
     return None
 
 
-def untouched(compiling: Optional[bool] = None) -> bool:
+def torch_unpatched(compiling: Optional[bool] = None) -> bool:
     """True if reading a plain module's weight is equivalent to calling the module, in this call.
 
     compiling: torch.compiler.is_compiling(), if the caller knows it.

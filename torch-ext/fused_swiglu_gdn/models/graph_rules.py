@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..layers.plain import PLAIN_TENSORS, told
-from ..layers.untouched import untouched
+from ..layers.untouched import torch_unpatched
 from . import rehearsal
 from .capture import Graph
 from .watch import COUNT, PLAIN
@@ -116,7 +116,7 @@ def why_not_now(device: torch.device) -> Optional[str]:
     if torch.is_autocast_enabled(device.type):
         return AUTOCAST
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    return WATCHED if traced or Graph.busy() or not untouched() else None
+    return WATCHED if traced or Graph.busy() or not torch_unpatched() else None
 
 
 def _why_not_inputs(model: nn.Module, inputs: dict) -> Optional[str]:

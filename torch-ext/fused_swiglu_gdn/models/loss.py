@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..layers.own_code import is_own_function
 from ..layers.plain import PLAIN_TENSORS, why_hooked
-from ..layers.untouched import untouched
+from ..layers.untouched import torch_unpatched
 from ..runtime import device
 from ..runtime.ops import autocast
 from .code import Refused, source_of, spelled
@@ -151,7 +151,7 @@ def _model_forward(own: type) -> Callable:
         if not step or type(labels) is not Tensor or replica or not _is_known(self.loss_function):
             return own.forward(self, *args, **kwargs)
         before, logits = getattr(_thread, "step", None), NoLogits()
-        if untouched() and device.is_gpu(labels.device):
+        if torch_unpatched() and device.is_gpu(labels.device):
             _thread.step = head, logits
         try:
             return own.forward(self, *args, **kwargs)

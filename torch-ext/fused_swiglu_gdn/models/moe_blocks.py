@@ -15,7 +15,7 @@ from ..experts import ops_shared, ops_topk
 from ..experts.api_topk import fused_topk
 from ..layers.pinned import Pinned, has_values
 from ..layers.plain import PLAIN_TENSORS, parameters_of, why_not_tensor
-from ..layers.untouched import untouched, why_patched
+from ..layers.untouched import torch_unpatched, why_patched
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
 from .block_trial import Parts, find_parts, gates_among, sizes_of, with_shared
@@ -134,7 +134,7 @@ def _forward(form: Form) -> Callable:
             len(args) + len(kwargs) == 1
             and type(x) in PLAIN_TENSORS
             and not torch.is_autocast_enabled(x.device.type)
-            and untouched()
+            and torch_unpatched()
             and pinned.unchanged(self)
             and has_values(self, guards)
             and (not checks or _hold(checks, self, {argument: x}))

@@ -4,7 +4,7 @@ from typing import Optional, Tuple, Union
 
 from torch import Tensor
 
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from . import checks, ops
 
 _calls = CallCache()
@@ -54,11 +54,11 @@ def rms_norm(
         (torch.Size([3, 5, 16]), torch.Size([3, 5, 16]))
     """
     tensors, options = (x, weight, residual), (eps, casting_mode, offset, after)
-    run = _calls.find(tensors, options) if undisturbed() else None
+    run = _calls.find(tensors, options) if fast_path_ok() else None
     if run is None:
         checks.rms_norm(*tensors, *options)
         args = (*tensors, float(eps), casting_mode, float(offset), after)
-        if undisturbed():
+        if fast_path_ok():
             _calls.keep(tensors, options, ops.plan_rms_norm(*args))
         found = ops.rms_norm(*args)
     else:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from . import ops
 
 
@@ -20,7 +20,7 @@ def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
         Views [..., N_i] of one tensor; None for more than a few tokens, if a gradient is needed,
         under autocast, and if no kernel supports the call.
     """
-    plan = _plans.find((x, *weights), (len(weights),)) if undisturbed() else None
+    plan = _plans.find((x, *weights), (len(weights),)) if fast_path_ok() else None
     if plan is not None:
         y = plan(x, *weights)
     else:
@@ -45,7 +45,7 @@ def mlp_of_a_token(
         x: [..., K], K numbers in all. w_gate, w_up: [N, K]. w_down: [K, N].
     """
     tensors = (x, w_gate, w_up, w_down)
-    plans = _plans.find(tensors, (activation,)) if undisturbed() else None
+    plans = _plans.find(tensors, (activation,)) if fast_path_ok() else None
     if plans is not None:
         gated, down = plans
         return down(gated(x, w_gate, w_up), w_down)
@@ -79,7 +79,7 @@ def _product(x: Tensor, weights: List[Tensor], activation: Optional[str]) -> Opt
 
 def _lies_in_rows(x: Tensor) -> bool:
     """True if x is a view of its rows [M, K] and a plan for it may be kept."""
-    return undisturbed() and _rows(x).data_ptr() == x.data_ptr()
+    return fast_path_ok() and _rows(x).data_ptr() == x.data_ptr()
 
 
 _plans = CallCache()

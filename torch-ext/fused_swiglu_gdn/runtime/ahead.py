@@ -14,7 +14,7 @@ from triton.runtime import driver
 
 from .device import on
 from .launch import Launch, watched
-from .maps import Place
+from .maps import RawPointer
 
 MOST_THREADS = 16
 
@@ -45,8 +45,8 @@ def compiled_ahead() -> Iterator[None]:
             yield
 
 
-def _place(x) -> Place:
-    return Place(x.data_ptr(), x.dtype)
+def _place(x) -> RawPointer:
+    return RawPointer(x.data_ptr(), x.dtype)
 
 
 def _compile(launch: Launch, places: list) -> None:

@@ -170,7 +170,7 @@ class CallCache:
         return sum(map(len, self._rows.values()))
 
 
-def undisturbed() -> bool:
+def fast_path_ok() -> bool:
     """True if a cached plan may run a public call.
 
     That excludes tracing, recording, a forced implementation and modes that torch's guards do not

@@ -19,9 +19,9 @@ import torch
 from .cache import keep
 from .code import ROCM, Code
 from .device import on
-from .maps import Place
+from .maps import RawPointer
 
-Argument = Optional[Union[torch.Tensor, Place]]
+Argument = Optional[Union[torch.Tensor, RawPointer]]
 
 # a * b + c is rounded once, whatever a Triton's default is, where a kernel does not ask for less
 FUSED = ("enable_fp_fusion", True)
@@ -181,7 +181,7 @@ class Launch:
         compiled = self.kernel[self.grid](*arguments, **dict(self.options))
         if compiled is None:  # the interpreter compiles nothing
             return None
-        at = [x.data_ptr() if isinstance(x, (torch.Tensor, Place)) else x for x in arguments]
+        at = [x.data_ptr() if isinstance(x, (torch.Tensor, RawPointer)) else x for x in arguments]
         return keep(_codes, key, Code(self.kernel, compiled, self.grid, tuple(at)))
 
     def _start(self, code: Code, tensors: tuple) -> None:

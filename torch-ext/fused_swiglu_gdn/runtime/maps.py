@@ -17,7 +17,7 @@ LIMIT = 64  # addresses kept by one Map: half a KB each
 BOUND = Bound(32768)  # by all of them
 
 
-class Place:
+class RawPointer:
     """A raw device address and a dtype: all that a launch needs of a tensor."""
 
     __slots__ = ("data_ptr", "dtype")
@@ -47,11 +47,11 @@ class Map:
         self.layout, self.kind = layout, kind
         self.kept: dict = {}
 
-    def described(self, x: Union[torch.Tensor, Place]):
+    def described(self, x: Union[torch.Tensor, RawPointer]):
         """The descriptor of x, as Triton takes it."""
         return self.kind(x, self.shape, self.strides, self.box, *self.layout)
 
-    def encoded(self, x: Union[torch.Tensor, Place], encode: Callable, tag: str) -> list:
+    def encoded(self, x: Union[torch.Tensor, RawPointer], encode: Callable, tag: str) -> list:
         """The encoded map of x, as Triton's launcher takes it; `tag` identifies `encode`."""
         key = (x.data_ptr(), tag)
         found = self.kept.get(key)

@@ -4,7 +4,7 @@ from typing import List, Tuple
 
 import torch
 
-from .maps import Place
+from .maps import RawPointer
 
 STEP = 256  # bytes: where each array begins
 
@@ -23,9 +23,9 @@ class Workspace:
             self.starts.append((self.size, dtype))
             self.size += -(-count * dtype.itemsize // STEP) * STEP
 
-    def __call__(self, like: torch.Tensor) -> Tuple[torch.Tensor, List[Place]]:
+    def __call__(self, like: torch.Tensor) -> Tuple[torch.Tensor, List[RawPointer]]:
         """Returns the tensor, which must live until all is launched, and the address of each
         array."""
         memory = like.new_empty(self.size, dtype=torch.uint8)
         at = memory.data_ptr()
-        return memory, [Place(at + start, dtype) for start, dtype in self.starts]
+        return memory, [RawPointer(at + start, dtype) for start, dtype in self.starts]

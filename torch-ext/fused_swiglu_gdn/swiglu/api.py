@@ -6,7 +6,7 @@ from typing import Optional
 from torch import Tensor
 
 from ..runtime.activations import SAME
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.main_grad import into_main_grad
 from ..runtime.ops import autocast, dense, shares_memory
 from . import checks, ops, ops_gate
@@ -53,7 +53,7 @@ def fused_swiglu(
         torch.Size([5, 96])
     """
     tensors, options = (x, w_gate, w_up, b_gate, b_up), (activation,)
-    plan = _calls.find(tensors, options) if undisturbed() else None
+    plan = _calls.find(tensors, options) if fast_path_ok() else None
     if plan is not None:
         z = plan(*tensors)
         if z is not None:
@@ -65,7 +65,7 @@ def fused_swiglu(
     b_gate, b_up = dense(b_gate), dense(b_up)
     rows, tensors = _rows(x), (x, w_gate, w_up, b_gate, b_up)
     shape = (*x.shape[:-1], w_gate.shape[0])
-    if plan is None and undisturbed() and shares_memory(rows, x):
+    if plan is None and fast_path_ok() and shares_memory(rows, x):
         if all(map(operator.is_, tensors, given)):
             _calls.keep(tensors, options, ops.plan_swiglu(rows, *tensors[1:], activation, shape))
     z = ops.swiglu(rows, w_gate, w_up, b_gate, b_up, activation)
@@ -158,12 +158,12 @@ def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
         torch.Size([2, 5, 96])
     """
     tensors, options = (gate, up), (activation,)
-    serve = _gates.find(tensors, options) if undisturbed() else None
+    serve = _gates.find(tensors, options) if fast_path_ok() else None
     if serve is not None:
         return serve(gate, up)
     checks.silu_mul(gate, up, activation)
     activation = SAME.get(activation, activation)
     rows = _rows(gate), _rows(up)
-    if undisturbed() and all(map(shares_memory, rows, tensors)):
+    if fast_path_ok() and all(map(shares_memory, rows, tensors)):
         _gates.keep(tensors, options, ops_gate.plan_silu_mul(*rows, activation, gate.shape))
     return ops_gate.silu_mul(*rows, activation).view(gate.shape)

@@ -15,7 +15,7 @@ from ...runtime import device
 from ...runtime.dtypes import HALF
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch, steps
-from ...runtime.maps import Map, Place
+from ...runtime.maps import Map, RawPointer
 from ..call import GdnCall
 from ..portable.cuts import FEWEST
 from ..portable.primitives import EXACT_FP32
@@ -214,7 +214,7 @@ class Scan:
         k: torch.Tensor,  # [B, T, H, K]
         v: torch.Tensor,  # [B, T, HV, V]
         blocks: tuple,  # Tb, P [rows, HV, C, C]; F [rows, HV, 4, C] and decay [rows, HV], both fp32
-        warm: Union[torch.Tensor, Place],  # self.warm fp32 words
+        warm: Union[torch.Tensor, RawPointer],  # self.warm fp32 words
         initial_state: Optional[torch.Tensor],  # [N or pool, HV, K, V]
         state_indices: Optional[torch.Tensor],  # [N]
         cu_seqlens: Optional[torch.Tensor],  # [N + 1]
