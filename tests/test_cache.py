@@ -132,7 +132,7 @@ def test_where_no_plan_serves():
 
 
 def test_a_check_that_was_passed():
-    """It is passed over for calls like it, and made for all others."""
+    """A passed check is skipped for calls that match, and made for all others."""
     made = []
 
     @submodule("runtime.checks").remembered
