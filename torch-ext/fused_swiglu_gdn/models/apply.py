@@ -64,11 +64,11 @@ def kernelize(
             mode replaces the same modules.
         only, skip: kinds of modules to replace, or not to: "mlp", "gdn", "norm", "attention",
             "layer" (decoder layers), "linear" (FP8Linear), "experts". All by default.
-        loss: computes the loss of a language model in training steps without its logits, by Liger,
-            if liger-kernel is installed and the loss is the same; any use of `output.logits` in
-            such a step is an error (docs/models.md).
+        loss: in training steps the loss of a language model is made without its logits, by Liger,
+            where liger-kernel is installed and the loss is the same; any use of `output.logits` is
+            an error there (docs/models.md).
         cuda_graphs: `model.generate(..., cache_implementation="static")` then replays a CUDA graph
-            of a decoding step instead of compiling it, if a replay computes the same.
+            of a decoding step instead of compiling it, where a replay does the same.
         replay: in CUDA graphs (cuda_graphs, or graphed_step), Gated DeltaNet layers that decode
             many sequences write their states once in this many tokens, of which 16 are best, by
             replay_gated_delta_rule. 0: at every token. A state that is read from the cache always
