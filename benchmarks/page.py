@@ -83,7 +83,7 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
     "experts_mixtral": ("Routed experts of Mixtral-8x7B", "The same at other sizes."),
     "experts_gpt_oss": (
         "Routed experts of gpt-oss-20b",
-        "The same with weights that lie transposed, gate and up in turn, clamped, and biases.",
+        "The same with weights that lie transposed, gate and up interleaved, clamped, and biases.",
     ),
     "experts_first": (
         "First calls of routed experts",
@@ -132,7 +132,7 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "in place. Three states take turns, so that none is read from the cache.",
     ),
     "gdn_replay": (
-        "GDN decode that seldom writes a state",
+        "GDN decode with deferred state write-back",
         "`replay_gated_delta_rule` with rings of 16 rows for one token and of 32 for drafts, of "
         "which three of four are accepted: the mean over a period, writes of the state and all, "
         "with sequences at different places of it (ours) or all at the same (in phase). Beside it "
@@ -140,10 +140,10 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "the state.",
     ),
     "replay_models": (
-        "A model that seldom writes a state",
+        "A model with deferred state write-back",
         "A token inside transformers' `generate` on a static cache after a prompt of 512, random "
         "weights in bf16, fp32 states, in CUDA graphs: `kernelize(model, cuda_graphs=True, "
-        "replay=16)` beside the same without `replay`, in turns.",
+        "replay=16)` beside the same without `replay`, interleaved.",
     ),
     "gdn_backward_flashqla": (
         "GDN gradient",
@@ -250,8 +250,8 @@ SUMMARY: List[Summary] = [
      "16/64 heads, 32768 tokens, slow gates", OURS["hopper"], "fla"),
     ("GDN decode, 16/32 heads, batch 64, fp32 state [V, K]", "gdn_recurrent",
      "16/32 heads, batch 64, fp32 state [V, K]", "ours", "flashinfer"),
-    ("The same with replay", "gdn_replay", "16/32 heads, batch 64, fp32 state, one token", "ours",
-     "every state written"),
+    ("GDN decode with deferred write-back", "gdn_replay",
+     "16/32 heads, batch 64, fp32 state, one token", "ours", "state written every token"),
     ("GDN gradient, 16/32 heads, 32768 tokens, eager", "gdn_backward_flashqla",
      "16/32 heads, 32768 tokens, an eager call", "ours", "flashqla"),
     ("Llama, 8 layers, training step of 4096 tokens", "whole_models_training",

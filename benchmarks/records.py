@@ -118,7 +118,7 @@ def replay(record: dict) -> Iterator[Case]:
     for row in record["rows"]:
         us = {name: t for name, t in row["us"].items() if name != "ours advance"}
         before = ["ours"] if "ours, replay" in us else [n for n in us if "every" in n]
-        us["every state written"] = us.pop(before[0])
+        us["state written every token"] = us.pop(before[0])
         ours = {n: n.replace("ours, replay", "ours") for n in us if n.startswith("ours")}
         yield split(row["what"], us, ours, record)
 

@@ -25,7 +25,7 @@ def gate() -> dict:
 
 
 def decoding(kernel, *names: str, max_tokens: int = 1) -> dict:
-    """Of replay_gated_delta_rule, or these arguments of it."""
+    """Arguments of replay_gated_delta_rule, or those with the given names."""
     x = rule(T=1)
     x["initial_state"] = x["initial_state"].mT.contiguous()
     ring = kernel.make_ring(x["initial_state"], 2, torch.float32, max_tokens=max_tokens)

@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on a CPU: the calls of one step, done again on the same memory.
+"""Emulates a CUDA graph on a CPU: the calls of one step are repeated on the same memory.
 
 A replay runs no Python: whatever Python would do anew in each step is as it was when the graph was
 captured, and a read of a value by the host cannot be captured at all.

@@ -57,7 +57,7 @@ def problem(
 
 
 def options_of(p: Problem) -> dict:
-    """Of fused_experts."""
+    """Options of fused_experts for a problem."""
     biases = {"b_gate_up": p.biases[0], "b_down": p.biases[1]}
     return {"activation": p.activation, "limit": p.limit, "interleaved": p.interleaved, **biases}
 

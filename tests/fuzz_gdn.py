@@ -108,8 +108,8 @@ def compare(p: Problem, out) -> torch.Tensor:
 def run_group(
     module, variant: Variant, seeds, is_long: bool, device
 ) -> Tuple[int, float, List[str]]:
-    """How many of the problems the implementation refuses, the largest error of the others over
-    what is tolerated, and what is wrong."""
+    """Returns the number of problems that the implementation refuses, the largest ratio of error to
+    tolerance of the others, and the failures."""
     errors_of, taken = [], []
     for seed in seeds:
         p = draw_problem(variant, seed, is_long, device)
@@ -134,7 +134,7 @@ def is_long(number: int) -> bool:
 
 
 def run_variant(implementation: str, seed: int, numbers: range, device: str):
-    """As run_group, for the problems of these numbers, which share the variant of the seed."""
+    """Runs run_group for the problems of these numbers, which share the variant of the seed."""
     module = submodule(f"gdn.{implementation}.chunk")
     variant = draw_variant(random.Random(seed), implementation)
     refused, worst, misses = 0, 0.0, []

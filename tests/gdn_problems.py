@@ -13,7 +13,7 @@ GATES = ("qwen", "slow", "none", "hard", "mixed", "zero")
 
 @dataclasses.dataclass
 class Variant:
-    """What the kernels are compiled for."""
+    """Parameters for which the kernels are compiled."""
 
     dtype: torch.dtype
     state_dtype: torch.dtype

@@ -151,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
         raise Refusal(404, f"no route for {self.command} {path}")
 
     def authorised(self, organisation=None):
-        """Whoever writes has a token, and the right to."""
+        """Refuses a request without a valid token, or without write access to the organisation."""
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if token != TOKEN:
             raise Refusal(401, "Invalid credentials in Authorization header")

@@ -12,7 +12,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class Run:
-    """As in Triton 3.5 and 3.6: the last step takes what the launcher was given."""
+    """Launcher call of Triton 3.5 and 3.6: the last step takes the launcher's arguments."""
 
     global_scratch_size = profile_scratch_size = 0
 
@@ -24,7 +24,7 @@ class Run:
 
 
 class PackedRun(Run):
-    """As since Triton 3.7: the arguments in one tuple."""
+    """Launcher call since Triton 3.7: the kernel's arguments in one tuple."""
 
     def __call__(self, x, y, z, stream, function, *rest):
         self.launch(x, y, z, stream, function, *rest[:4], ["annotations"], b"iii", rest[4:])
@@ -48,12 +48,12 @@ class OtherRun:
 
 
 def encode(descriptor, meta):
-    """What stands for Triton's own encoding of a tensor map."""
+    """Stub of Triton's encoding of a tensor map."""
     return [("map", descriptor.base.data_ptr(), tuple(descriptor.strides)), *descriptor.shape]
 
 
 def wrap(packed: bool):
-    """As triton.backends.nvidia.driver.wrap_handle_tensordesc of 3.6, and of 3.7 where packed."""
+    """Stub of triton.backends.nvidia.driver.wrap_handle_tensordesc of 3.6, or of 3.7 if packed."""
 
     def wrap_handle_tensordesc(launcher, signature, metas):
         kinds = [i for i, s in enumerate(signature.values()) if str(s).startswith("tensordesc")]
@@ -135,7 +135,7 @@ class Kernel:
         return compiled
 
     def ends(self, special) -> int:
-        """How many arguments the last step takes for the kernel."""
+        """Number of arguments that the last step takes for the kernel."""
         if self.run is OtherRun:
             return len(special)
         ranks = [kind.count(",", 0, kind.index("]")) + 1 for kind, _ in special

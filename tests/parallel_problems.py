@@ -149,7 +149,8 @@ def outer(outputs) -> list:
 
 
 def alone(case: Case, kind: str, device, dtype) -> dict:
-    """What one process makes of the whole stream, by the kernels that its parts take."""
+    """Results of one process for the whole stream, by the kernels that the processes' parts
+    take."""
     given = [x.to(device, torch.promote_types(x.dtype, dtype)) for x in inputs(case, kind)]
     given = [x.requires_grad_(name not in case.frozen) for name, x in zip(NAMES, given)]
     lengths = torch.tensor(case.lengths, dtype=torch.int32, device=device)
@@ -295,8 +296,8 @@ def batches(group) -> Dict[str, int]:
 
 
 def calls_of_the_rule(group) -> Dict[str, list]:
-    """How often this process runs the rule and its gradient: what needs nobody's state runs once,
-    and so does what nobody waits for."""
+    """Number of runs of the rule and of its gradient in this process: one for segments that need no
+    other rank's state, and one for those whose state no rank waits for."""
     kernel, dispatch, found = load_package(), submodule("runtime.dispatch"), {}
     layouts = {"contiguous": "contiguous", "zigzag": "zigzag", "empty": [[(6, 12), (0, 6)], []]}
     for name, layout in layouts.items():
@@ -311,7 +312,7 @@ def calls_of_the_rule(group) -> Dict[str, list]:
 
 
 def refused(group) -> Dict[str, str]:
-    """What each process says of bad use: all must raise, and go on together afterwards."""
+    """Error of each process for invalid use: all must raise, and all can communicate afterwards."""
     kernel, rank = load_package(), dist.get_rank(group)
     cp = kernel.build_cp_context([0, 12], group)
     q, v, g = torch.randn(1, 6, 1, 4), torch.randn(1, 6, 1, 4), -torch.ones(1, 6, 1)

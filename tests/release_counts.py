@@ -1,4 +1,5 @@
-"""What kernelize serves in tiny models of the transformers that this process imports, as JSON.
+"""Prints, as JSON, what kernelize serves in tiny models of the transformers that this process
+imports.
 
     PYTHONPATH=DIR python tests/release_counts.py [TYPE ...]
 
@@ -62,7 +63,7 @@ def model_and_inputs(kind: str):
 
 
 def outputs_of(model, inputs: dict) -> dict:
-    """What the model computes, by phase: a prompt, and tokens after a padded one."""
+    """Outputs of the model by phase: for a prompt, and for tokens after a padded prompt."""
     out = model(**inputs)
     phases = {"a prompt": [out["logits"] if "logits" in out else out["last_hidden_state"]]}
     if "input_ids" in inputs and model.can_generate():
@@ -77,7 +78,8 @@ def outputs_of(model, inputs: dict) -> dict:
 
 
 def why_wrong(model, inputs: dict, expected: dict, kinds) -> Optional[str]:
-    """How the served model differs from what it gave before."""
+    """Describes the difference of the served model's outputs from the expected ones, or returns
+    None."""
     with submodule("runtime.dispatch").served() as record:
         found = outputs_of(model, inputs)
     for phase in expected:

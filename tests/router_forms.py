@@ -220,7 +220,7 @@ class Smallest(Plain):
 
 
 class Rounded(Plain):
-    """Scores in 16 bits before they are chosen from and summed."""
+    """Rounds the scores to the dtype of x before the choice and the sum."""
 
     def forward(self, x):
         logits = F.linear(x.reshape(-1, x.shape[-1]), self.weight)

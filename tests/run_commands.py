@@ -76,7 +76,7 @@ MODULES = {"pytest": run_pytest, "ruff": run_ruff, "pip": run_pip, "kernels": ru
 
 
 def run(words):
-    """How a command ended, and what it wrote to stderr."""
+    """Returns how a command ended and what it wrote to stderr."""
     path, said = list(sys.path), io.StringIO()
     known.clear()
     try:

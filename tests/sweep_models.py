@@ -168,7 +168,7 @@ def _short(error) -> str:
 
 
 def inputs(model) -> Iterator[dict]:
-    """What the model may be called with."""
+    """Yields arguments with which the model may be called."""
     random = torch.Generator().manual_seed(1)
     ids = torch.randint(8, 100, (2, 9), generator=random)
     yield (

@@ -288,7 +288,7 @@ def nested(m, x):
 
 
 class Halved(TorchFunctionMode):
-    """Whoever calls F.linear gets half of it."""
+    """Halves the result of every F.linear."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         y = function(*args, **(kwargs or {}))

@@ -300,7 +300,7 @@ def test_empty(kernel, device, shape):
 
 
 def test_gradients_through_the_operators(kernel, device):
-    """Of the public functions, in eager mode and compiled, against autograd in fp64."""
+    """Gradients of the public functions, eager and compiled, equal those of autograd in fp64."""
     x = problem(2, 5, 4, 2, 16, 8, device=device, gate=True)
     names = ("q", "k", "q_weight", "k_weight")
     leaves = [x[name].detach().requires_grad_() for name in names]

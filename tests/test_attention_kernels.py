@@ -53,7 +53,7 @@ class Kernel:
 
     @pytest.fixture(autouse=True)
     def processors(self, monkeypatch):
-        """Where there is no GPU there are as many multiprocessors as an H200 has."""
+        """Reports as many SMs as an H200 has if there is no GPU."""
         if self.device == "cpu":
             monkeypatch.setattr(submodule("runtime.device"), "multiprocessor_count", lambda _: 132)
 
@@ -224,7 +224,8 @@ class Kernel:
 
     @pytest.mark.parametrize("multiprocessors", [1, 132])
     def test_attention_of_a_query_without_a_slot(self, multiprocessors, monkeypatch):
-        """It is NaN (test_cache), and so is what it gives, by one part and by many."""
+        """Its output is NaN (test_cache), and so is that of attention, with one part and with
+        many."""
         where = submodule("runtime.device")
         monkeypatch.setattr(where, "multiprocessor_count", lambda _: multiprocessors)
         decode = submodule("attention.portable.decode")

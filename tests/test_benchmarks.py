@@ -89,7 +89,7 @@ def run_on_cpu(monkeypatch, tmp_path):
 
 
 def stub_sonicmoe(kernel):
-    """What SonicMoE's function is called with, answered by ours."""
+    """Computes with our kernels what SonicMoE's function would compute from the same arguments."""
 
     def inputs(x, top, token, ids, w1, b1, w2, b2, *, E, concat_layout, **more):
         assert concat_layout and b1 is None and b2 is None and E == w2.shape[-1]
@@ -198,7 +198,7 @@ runpy.run_path("tools/bench.py", run_name="__main__")
 
 
 def test_bench_says_what_it_does_before_it_does_anything():
-    """Where torch cannot even be imported."""
+    """The first line is printed even if torch cannot be imported."""
     command = [sys.executable, "-c", WITHOUT_TORCH]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 1 and "import of torch halted" in ran.stderr

@@ -63,7 +63,7 @@ def contents(folder: Path):
 
 
 def python(code, *arguments, **env):
-    """What the code prints in a process of its own."""
+    """Output of the code, run in a new process."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     ran = subprocess.run(
         command, env={**os.environ, **env}, capture_output=True, text=True, timeout=120

@@ -104,35 +104,35 @@ def test_few_are_kept(cache, monkeypatch):
 def test_without_tensor_guards(monkeypatch):
     """Another torch: facts are compared, and no plan serves a public call."""
     module = submodule("runtime.cache")
-    assert module.undisturbed()
+    assert module.fast_path_ok()
     monkeypatch.setattr(module, "TensorGuards", None)
     cache, x = module.CallCache(), torch.randn(2, 4)
     cache.keep((x, None), (1,), "the plan")
     assert cache.find((x.clone(), None), (1,)) == "the plan"
     for other in (x.t(), x.double(), x[:1], x.clone().requires_grad_()):
         assert cache.find((other, None), (1,)) is None
-    assert not module.undisturbed()
+    assert not module.fast_path_ok()
 
 
 def test_where_no_plan_serves():
     dispatch, module = submodule("runtime.dispatch"), submodule("runtime.cache")
-    assert module.undisturbed()
+    assert module.fast_path_ok()
     with dispatch.served():
-        assert not module.undisturbed()
+        assert not module.fast_path_ok()
     with dispatch.force("reference"):
-        assert not module.undisturbed()
+        assert not module.fast_path_ok()
 
     @torch.compile(backend="eager", fullgraph=True)
     def traced(x):
-        return x + (2 if module.undisturbed() else 1)
+        return x + (2 if module.fast_path_ok() else 1)
 
     x = torch.randn(2)
     assert torch.equal(traced(x), x + 1)
-    assert module.undisturbed()
+    assert module.fast_path_ok()
 
 
 def test_a_check_that_was_passed():
-    """It is passed over for calls like it, and made for all others."""
+    """A passed check is skipped for calls that match, and made for all others."""
     made = []
 
     @submodule("runtime.checks").remembered

@@ -564,7 +564,8 @@ def test_state_dtypes_are_served_as_documented(kernel):
 
 
 def tracked(function, **tensors):
-    """The first result of function(**tensors), with gradients wanted of one tensor in turn."""
+    """Yields the first result of function(**tensors), with gradients required of one tensor at a
+    time."""
     for name in tensors:
         given = {key: x.detach().requires_grad_(key == name) for key, x in tensors.items()}
         out = function(**given)

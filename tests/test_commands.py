@@ -51,7 +51,7 @@ def printed(text: str) -> list:
 
 
 def as_for_python(words: list) -> list:
-    """What stands after Python's name in a command; [] if another program does it."""
+    """Arguments after Python's name in a command; [] for another program."""
     if words[0] in ("pip", "kernels"):
         named_only = words[0] == "kernels" and len(words) == 2
         return ["-m", *words, *["--help"] * named_only]
@@ -77,7 +77,7 @@ def run(commands: list, folder) -> list:
 
 
 def wrong(words: list, options: list, result: dict) -> str:
-    """What is the matter with a command that was run; "" for nothing."""
+    """Describes the fault of a command that was run; "" if there is none."""
     end, said = result["end"], result["said"]
     lacking = re.fullmatch(r"ModuleNotFoundError: No module named '(\w+)'", end)
     if lacking and lacking[1] in (*NOT_NEEDED_TO_RUN, "triton"):
@@ -101,7 +101,7 @@ MISPRINTED = [
 
 
 def test_commands_of_python(tmp_path):
-    """As printed, as far as their options are read: in a process that they share."""
+    """Printed commands have options that their programs accept, parsed in one shared process."""
     pytest.importorskip("kernels")
     pages = {page: printed(page.read_text()) for page in PAGES}
     assert len(pages[ROOT / "README.md"]) >= 6 and len(pages[ROOT / "CONTRIBUTING.md"]) >= 15

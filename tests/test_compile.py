@@ -1,6 +1,6 @@
-"""What the calls of tools/launched.py launch, compiled without a GPU: no operand of wgmma lost
-(wrong code of ptxas, tools/wgmma_descriptors.py), nothing spilled but what SPILLS allows, no
-product of wgmma serialized (ptxas's C7510 to C7519, which cost a third of the speed)."""
+"""Compiles, without a GPU, what the calls of tools/launched.py launch: no operand of wgmma is lost
+(wrong code of ptxas, tools/wgmma_descriptors.py), nothing is spilled except what SPILLS allows, no
+product of wgmma is serialized (ptxas's C7510 to C7519, which cost a third of the speed)."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What a CPU computes without gradients, which has forms of its own, against the definition.
+"""CPU implementations used without gradients, compared with the definition.
 
 The definition is what runs where gradients are on: the rule token by token, out of place.
 """

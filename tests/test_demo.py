@@ -1,4 +1,4 @@
-"""What `make demo` shows on a machine without a GPU, with models that are smaller yet."""
+"""Output of `make demo` on a machine without a GPU, with smaller models."""
 
 import re
 import sys

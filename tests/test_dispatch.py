@@ -34,7 +34,7 @@ def dispatch(monkeypatch):
 
 
 class OnGpu:
-    """What choose asks of its first argument."""
+    """Stub of a tensor on a GPU, with the attributes that choose reads."""
 
     device = torch.device("cuda", 0)
 

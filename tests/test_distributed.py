@@ -122,7 +122,7 @@ def check(name: str, wrap: str, rank: int, device) -> dict:
 
 
 def limit_of(wrap: str, kind: str) -> float:
-    """Of those errors."""
+    """Tolerance of those errors."""
     factor = 1
     if wrap == "tp first":
         factor = 2  # the parts of each product are rounded before they are added
@@ -151,7 +151,7 @@ def process(rank: int, kind: str, folder: str) -> None:
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def results(request, tmp_path_factory):
-    """What both processes found: errors by model and wrap. One start for all tests of a device."""
+    """Errors of both processes by model and wrapper. One launch serves all tests of a device."""
     if request.param == "cuda" and torch.cuda.device_count() < WORLD:
         pytest.skip(f"needs {WORLD} GPUs")
     folder = tmp_path_factory.mktemp("distributed")
@@ -217,7 +217,7 @@ def sharded(model, mesh):
 @pytest.mark.parametrize("order", ["kernelize first", "fully_shard first"])
 @pytest.mark.parametrize("name", MODELS)
 def test_modules_that_fsdp2_wraps(kernel, tmp_path, name, order, checkpoints):
-    """They are served in either order, stay what FSDP2 has made them, and go back to it."""
+    """Modules are served in either order, stay wrapped by FSDP2, and are restored."""
     from torch.distributed.fsdp import FSDPModule
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)

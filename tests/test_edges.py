@@ -296,7 +296,7 @@ def test_lists_of_any_strides(kernel, monkeypatch):
 
 @interpreted
 def test_states_that_stand_for_their_negatives(kernel, monkeypatch):
-    """They are written where they lie, with their sign."""
+    """States with the negative bit are written in place, with their sign."""
     dispatch = submodule("runtime.dispatch")
     monkeypatch.setattr(dispatch, "_folders", lambda device_type, index: ("portable",))
     q, k = torch.randn(2, 2, 1, 2, 16).unbind(0)

@@ -74,7 +74,7 @@ OTHERS = {  # by a word of the annotation; the first that is found
 
 
 def others(value: object, parameter: inspect.Parameter) -> Iterator[Tuple[str, object]]:
-    """What an argument with this value may be by mistake."""
+    """Invalid values that may be passed by mistake in place of this one."""
     annotation = str(parameter.annotation)
     if isinstance(value, torch.Tensor):
         yield from other_tensors(value)
@@ -95,7 +95,7 @@ def others(value: object, parameter: inspect.Parameter) -> Iterator[Tuple[str, o
 
 
 def fault(error: Exception, argument: str, kind: str, names) -> str:
-    """What is wrong with an error that an argument was refused with; empty if nothing is."""
+    """Describes the fault of an error message for an argument; empty if there is none."""
     message = str(error)
     *_, argument = (argument, *kind.split(":")[1:])  # or its field
     said = [name for name in {*names, argument} if re.search(rf"\b{re.escape(name)}\b", message)]

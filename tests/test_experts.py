@@ -240,7 +240,8 @@ def test_compiled_equals_eager(kernel, device, recompute):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_layout_of_gpt_oss(kernel, device, recompute):
-    """Weights that are .mT of what is stored, gate and up in turn, biases; eager and compiled."""
+    """Weights that are transposed views, with gate and up interleaved, and biases; eager and
+    compiled."""
     p = problem(9, 2, 4, 16, 8, activation="swigluoai", limit=0.9, turned=True, interleaved=True,
                 biased=True, device=device)  # fmt: skip
     stored = [w.mT.contiguous() for w in p[1:3]]

@@ -29,7 +29,7 @@ def problem(T, E, K, kind=torch.float32, device="cpu", bias=False, **options):
 
 
 def by_torch(logits, top_k, bias, scoring="softmax", renormalize=True, scale=1.0, dtype=None):
-    """As transformers' routers spell it."""
+    """Reference router, written like those of transformers."""
     wide = logits if logits.dtype == torch.float64 else logits.float()
     scores = wide.softmax(-1) if scoring == "softmax" else wide.sigmoid()
     ids = (scores if bias is None else scores + bias).topk(top_k, -1)[1]

@@ -165,7 +165,7 @@ def test_chain_at_cuts(lengths, packed):
     "lengths", [None, (8192,), (1,) * 100 + (8192,), (100,) * 50 + (4500, 2048), (2048,) * 8]
 )
 def test_extra_memory_of_a_call_that_is_cut(implementation, lengths, pool):  # noqa: F811
-    """What a call requests beside its results, for a token that a chunk row has room for.
+    """Memory that a call requests beside its results, per token for which scratch rows have space.
 
     Requested, since the allocator may count up to 1 MiB more for a block.
     """

@@ -18,7 +18,7 @@ LIMIT = 3e-6
 
 @triton.jit
 def decode_gates(a_ptr, A_log_ptr, dt_bias_ptr, g_ptr, beta_ptr, N: tl.constexpr, R: tl.constexpr):
-    """What the kernels of a decoding step compute of a token's raw gates."""
+    """Gates that the decode kernels compute from a token's raw gates."""
     n = tl.arange(0, N)
     a = tl.load(a_ptr + n)
     tl.store(g_ptr + n, gates.log_decay(a, A_log_ptr, dt_bias_ptr, n % R))

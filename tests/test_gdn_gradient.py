@@ -24,7 +24,7 @@ def test_options(kernels, options):
 
 
 def prepared(case):
-    """What the forward saves of a case: Tb, P and F."""
+    """Tensors that the forward saves for the backward: Tb, P and F."""
     call = case.call()
     gates = (call.g, call.beta, call.A_log, call.dt_bias)
     *blocks, _ = submodule("gdn.hopper.plan").Prepare(call)(call.q, call.k, *gates, call.cu_seqlens)

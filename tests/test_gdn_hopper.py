@@ -1,5 +1,5 @@
-"""What is particular to the Hopper kernels: the prepare kernel's blocks against the common one's;
-the scan's segments, one or two state warpgroups; what they refuse.
+"""Properties of the Hopper kernels alone: the prepare kernel's blocks compared with the portable
+ones; the scan's segments, with one or two state warpgroups; the calls that they refuse.
 
 The rest is tested for all implementations alike in test_gdn_chunk.py, the compiled code in
 test_compile.py, and random small problems by tests/fuzz_gdn.py.
@@ -285,7 +285,7 @@ def test_prepare(H, HV, dtype, gates):
 @compiled
 @pytest.mark.parametrize("H, HV", [(2, 12), (1, 8), (3, 3)])
 def test_prepare_packed_from_raw_gates(H, HV):
-    """The neighbours' tokens, here NaN, do not enter; rows of no chunk are nobody's."""
+    """Neighbouring sequences' tokens, here NaN, have no effect; some rows belong to no chunk."""
     lengths = (100, 0, 1, 64, 0, 200)
     raw = {"A_log": torch.randn(HV, device="cuda"), "dt_bias": torch.randn(HV, device="cuda")}
     offsets = cu(*lengths, device="cuda", dtype=torch.int64)

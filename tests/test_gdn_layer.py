@@ -138,7 +138,7 @@ class Kernel:
     @pytest.mark.parametrize("S", [3, 4, 6])
     @pytest.mark.parametrize("T", [1, 3])
     def test_update_of_slots(self, T, S, dtype):
-        """Rows of a pool: those that nobody has, and others, stay, whatever is in them."""
+        """Null slots and slots of other sequences stay unchanged, whatever they hold."""
         run = submodule("gdn_layer.portable.layer").causal_conv1d_update
         weight, bias = self.normal(24, 4, dtype=dtype), self.normal(24, dtype=dtype)
         for null, slots in ((-1, [4, -1, 0, 2]), (0, [4, 0, 3, -1])):

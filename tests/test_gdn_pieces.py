@@ -1,5 +1,5 @@
-"""What a process tells of its pieces of sequences, on Hopper, against the ordinary rule: N is the
-final state, M that of the identity without V, E the gradient of the initial state."""
+"""Summaries of the local segments of a process, on Hopper, compared with the ordinary rule: N is
+the final state, M that of the identity without V, E the gradient of the initial state."""
 
 import pytest
 import torch

@@ -248,7 +248,7 @@ class Kernel:
     @pytest.mark.parametrize("T", [1, 2])
     @pytest.mark.parametrize("write", [None, [1, 5, 2, 0]], ids=str)
     def test_null_row(self, T, write, v_first):
-        """Where row 0 is nobody's, an index of 0 is what a negative one is elsewhere."""
+        """If row 0 is the null slot, an index of 0 means what a negative one means otherwise."""
         options = {"pool": 8, "inplace": True, "v_first": v_first, "device": self.device}
         nobody = None if write is None else [row or -1 for row in write]
         x = arguments(4, T, 1, 2, 16, 16, read=[3, 0, -1, 6], write=write, null=0, **options)
@@ -268,7 +268,7 @@ class Kernel:
     @pytest.mark.parametrize("null", [-1, 0])
     @pytest.mark.parametrize("state", STATES, ids=str)
     def test_drafts(self, cu, null, state, v_first):
-        """A row for each token: all are written but those that nobody has, and nothing else is."""
+        """A row for each token: all rows are written except null slots, and nothing else is."""
         nobody = torch.tensor([[5, 8, 2], [0, 7, 1], [9, 10, 0], [4, 0, 6]]) + null
         rows = nobody.tolist()  # what starts from nobody's row is skipped
         x = arguments(

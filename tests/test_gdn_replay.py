@@ -136,7 +136,7 @@ class Decoding:
         self.flushes += int(moved[self.live].sum())
 
     def check(self):
-        """Outputs so far, and the states now, rows of nobody too."""
+        """Compares the outputs so far and the current states, null slots included."""
         state = torch.promote_types(self.pool.dtype, F32) if self.dtype == F64 else self.pool.dtype
         limit = max(TOLERANCE[self.dtype], TOLERANCE[state])
         assert max(self.errors) <= limit, max(self.errors)
@@ -157,7 +157,7 @@ SIZES = [(2, 4, 16, 8), (1, 1, 24, 40)]
 
 
 class Either:
-    """What reference and kernels do."""
+    """Common interface of reference and kernels."""
 
     kernels, device = False, "cpu"
     DTYPES = (F64, F32)
@@ -215,7 +215,7 @@ class Either:
         x.check()
 
     def test_flush_on_demand(self):
-        """In place, for whoever reads states; then decoding goes on with empty rings."""
+        """Flushes in place, for readers of states; decoding then continues with empty rings."""
         x = self.decoding(rows=ROWS)
         for _ in range(3):
             x.step()
@@ -267,7 +267,7 @@ class Either:
         assert self.same(one.materialise(), many.materialise()[keep])
 
     def test_poisoned_rows_of_nobody(self):
-        """What a padding row of the batch holds may be anything."""
+        """Padding rows of the batch may hold any values."""
         x = self.decoding(rows=ROWS)
         tokens = x.tokens()
         for name in "qkv":
@@ -278,7 +278,7 @@ class Either:
 
     @pytest.mark.parametrize("T", [1, 2])
     def test_null_rows_and_out(self, T):
-        """Row 0 of the pool is nobody's, as in vLLM; o is written where the caller wants it."""
+        """Row 0 of the pool is the null slot, as in vLLM; o is written to the caller's tensor."""
         x = self.decoding(rows=[4, 0, 2], null=0, max_tokens=T, R=6)
         for _ in range(7):
             x.step(T, x.some())
@@ -427,7 +427,7 @@ def test_bad_input(kernel, changes, error, words):
 def test_bad_rings_and_cursors(kernel):
     state = torch.zeros(3, 4, 8, 16)
     with pytest.raises(
-        ValueError, match="ring must have room for twice max_tokens, 8 tokens, got 7"
+        ValueError, match="ring must have a capacity of twice max_tokens, 8 tokens, got 7"
     ):
         kernel.make_ring(state, 2, F32, rows=7, max_tokens=4)
     with pytest.raises(ValueError, match="heads must divide the 4 heads of state, got 3"):

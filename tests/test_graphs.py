@@ -286,7 +286,7 @@ def other_memory(model, cache):
 
 
 def back_by_three(model, cache):
-    """What crop does: the tensors stay."""
+    """Goes back by three tokens as crop does: the tensors stay."""
     for layer in cache.layers:
         layer.cumulative_length.sub_(3)
 
@@ -404,7 +404,7 @@ def test_kernelize_and_restore_between_steps(kernel, graph, device, name):
 
 @on_every_device
 def test_generating_meanwhile_leaves_a_graph_alone(kernel, graph, device):
-    """Of this model and of another: what waits for their prompts is not a hook of somebody's."""
+    """Hooks that wait for prompts, of this model and of another, do not count as foreign hooks."""
     loops = Loops(kernel, tiny("llama", device))
     others = [loops.models[0], tiny("qwen3", device)]
     for model in others:
@@ -419,7 +419,7 @@ def test_generating_meanwhile_leaves_a_graph_alone(kernel, graph, device):
 
 
 class Adapter(nn.Module):
-    """As PEFT's LoRA layers keep their state."""
+    """Keeps its state like PEFT's LoRA layers."""
 
     def __init__(self, base):
         super().__init__()

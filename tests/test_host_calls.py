@@ -1,5 +1,5 @@
-"""What a call costs the host: how many Python functions a call like one before runs, with Triton's
-own binder and a stand-in for its launcher."""
+"""Host cost of a call: the number of Python functions that a repeated call runs, with Triton's own
+binder and a stub of its launcher."""
 
 import functools
 import sys
@@ -62,7 +62,7 @@ APART = ("launching.py", "maps.py", "code.py", "<string>")
 
 
 def functions(call) -> int:
-    """Of the package and of torch, that run in a call like those before."""
+    """Functions of the package and of torch that run in a repeated call."""
     names = []
 
     def count(frame, event, _):

@@ -58,7 +58,7 @@ class Tape:
 
 
 def tokenizer():
-    """Of the words 0 to 96: one letter, or two."""
+    """Tokenizer of the words 0 to 96: one letter, or two."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     letters = "abcdefghijklmnopqrstuvwxyz"

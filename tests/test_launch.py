@@ -1,5 +1,5 @@
-"""How kernels are started (runtime/launch.py), with Triton's own binder and stand-ins for its
-launchers of several versions; and on a GPU."""
+"""Tests of kernel launches (runtime/launch.py), with Triton's own binder and stubs of its launchers
+of several versions; and on a GPU."""
 
 import itertools
 import random
@@ -142,7 +142,7 @@ def test_kinds_of_maps():
 
 @compiled
 def test_every_start_is_as_tritons_own(run, cuda):
-    """Calls of several kinds in turn, each by the code that Triton would take, with its values."""
+    """Alternating calls of several kinds run the code that Triton would choose, with its values."""
     kernel = Kernel(_pointers, run)
     one = pointers(kernel)
     x, y = at(), at()
@@ -506,7 +506,7 @@ def test_other_kinds_by_one_launch(kernel):
 @pytest.mark.gpu
 @pytest.mark.parametrize("M", [3, 300, 2048])
 def test_two_devices(kernel, M):
-    """Tensors on a device that is not the current one, in turn with the current one."""
+    """Tensors on another device than the current one, alternating with the current one."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
     cases = [[t.to(f"cuda:{i}").requires_grad_() for t in swiglu_case(M)] for i in range(2)]

@@ -22,7 +22,7 @@ def modeling(name: str):
 
 
 def replaced(layer: str):
-    """What transformers has where our layer goes: a module class, or a function's."""
+    """The module class or function of transformers that our layer replaces."""
     qwen = modeling("qwen3_5")
     functions = {
         "chunk_gated_delta_rule": qwen.torch_chunk_gated_delta_rule,
@@ -101,7 +101,7 @@ class MLP(nn.Module):
 
 
 class Adapter(nn.Module):
-    """As PEFT wraps a linear layer: reading its weight would lose the adapter."""
+    """Wraps a linear layer as PEFT does: reading its weight would lose the adapter."""
 
     def __init__(self, base):
         super().__init__()

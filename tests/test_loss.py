@@ -1,4 +1,5 @@
-"""serve_loss: the model's loss by a stand-in for Liger's function, and whatever is not for it."""
+"""Tests of serve_loss: the model's loss by a stub of Liger's function, and calls that are not for
+it."""
 
 import copy
 import inspect
@@ -15,7 +16,8 @@ fused = []  # of each call that Liger's stand-in got: the reduction
 
 
 class Liger(torch.autograd.Function):
-    """What Liger's function does, by plain torch: its backward scales what it kept in place."""
+    """Computes what Liger's function computes in plain torch: its backward scales saved tensors in
+    place."""
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, target, options):

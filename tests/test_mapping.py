@@ -46,7 +46,7 @@ class Peft(nn.Module):
 
 
 class Quantized(torch.Tensor):
-    """As torchao's weights: a tensor whose numbers mean something else."""
+    """Tensor class like torchao's: its stored numbers are not its values."""
 
 
 def quantize(mlp):

@@ -270,7 +270,7 @@ def test_a_weight_of_one_number(kernel, name, norms, weight, when):
 
 
 def outcome(function, *args, **options):
-    """What a call gives, or the error that it raises."""
+    """Result of a call, or the type and message of the error that it raises."""
     try:
         return function(*args, **options)
     except Exception as error:

@@ -218,7 +218,7 @@ def test_gradients(kernel, name, checkpointing, device):
 
 
 class Lora(nn.Module):
-    """As PEFT wraps a projection."""
+    """Wraps a projection as PEFT does."""
 
     def __init__(self, base):
         super().__init__()

@@ -54,7 +54,7 @@ def test_a_cpu_alone(kernel, no_gpu, name, served):
 
 
 def test_a_cpu_beside_a_gpu(kernel):
-    """It may be moved there. As long as it is not, its own forwards run."""
+    """The model may be moved to the GPU. Until then its own forwards run."""
     model, ids = random_model("llama"), tokens(2, 9)
     ref = logits(model, ids)
     report = kernel.kernelize(model)
@@ -90,7 +90,7 @@ STARTS_CUDA = (
 
 @pytest.fixture
 def no_cuda(monkeypatch):
-    """Raises where somebody starts CUDA, after which a process cannot fork and use it."""
+    """Raises if CUDA is initialized, after which a process cannot fork and use it."""
 
     def refuse(*args, **kwargs):
         raise AssertionError("CUDA is started")

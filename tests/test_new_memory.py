@@ -129,7 +129,7 @@ def test_results_are_in_memory_of_their_own(kernel, call, T, dtype, grad):
 
 @pytest.mark.parametrize("name", [CHUNK, STEPS])
 def test_a_final_state_without_tokens(kernel, name):
-    """It has the initial state's values and gradient, and can be written to."""
+    """The final state has the initial state's values and gradient, and can be written to."""
     q, state = random(1, 0, 2, 8), random(1, 2, 8, 8).requires_grad_()
     g = random(1, 0, 2)
     _, final = getattr(kernel, name)(q, q, q, g, g, initial_state=state, output_final_state=True)

@@ -1,5 +1,5 @@
-"""Operators of runtime/ops.py: eager calls go past torch's dispatcher with the operator's own
-gradient; whoever watches, transforms or traces meets the operator."""
+"""Tests of operators of runtime/ops.py: eager calls skip torch's dispatcher and use the operator's
+own gradient; modes, transforms and tracing see the operator."""
 
 from typing import Optional, Tuple
 
@@ -173,7 +173,7 @@ def test_gradients_that_are_not_in_memory():
 
 
 def test_the_rule_by_the_operator_and_past_it(monkeypatch):
-    """The same bits, whoever serves."""
+    """Both paths give the same bits with every implementation."""
     train, calls = submodule("gdn.ops_train"), submodule("gdn.call")
     x = gdn_inputs(1, 70, 1, 2, 8, 8, torch.float32)
     tensors = [t.requires_grad_() for t in x.values()]

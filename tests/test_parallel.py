@@ -29,7 +29,7 @@ BAD_USES = (
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def found(request, tmp_path_factory):
-    """What each process found, and on a GPU the errors of one: a start for all tests."""
+    """Results of each process, and on a GPU the errors of one: one launch for all tests."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     folder = tmp_path_factory.mktemp("parallel")
@@ -181,7 +181,7 @@ def test_without_process_groups(kernel):
 
 
 def test_sequences_that_nobody_shares_are_an_ordinary_call(kernel, monkeypatch):
-    """Where processes compare nothing, as with NCCL."""
+    """With a backend in which processes compare nothing, such as NCCL."""
     dist = torch.distributed
     fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     dist.init_process_group("fake", rank=1, world_size=2, store=fake_pg.FakeStore())

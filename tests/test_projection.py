@@ -60,7 +60,7 @@ def test_on_a_gpu(dtype, monkeypatch):
 @pytest.mark.gpu
 @compiled
 def test_parts_of_one_weight():
-    """As many programs as the GPU has processors; the same bits in every run."""
+    """As many programs as the GPU has SMs; the same bits in every run."""
     portable = submodule("projection.portable.project")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for M, K, rows in ((2, 2048, 512), (64, 4096, 2560), (17, 9216, 2560), (64, 1024, 64)):

@@ -1,5 +1,6 @@
-"""What people read: it is short, it names what exists, and its numbers are those of the records."""
+"""Checks texts: length, words, names of files, and numbers against the records."""
 
+import ast
 import importlib
 import json
 import re
@@ -21,6 +22,31 @@ BANNED = [
     r"was fixed", r"/tmp/\S+", r"/home/\S+", r"/root/\S+", r"/work/\S+", r"printed_\w+",
 ]  # fmt: skip
 BANNED = re.compile(r"(?<![\w./-])(?:" + "|".join(BANNED) + r")(?![\w-])", flags=re.I)
+# A docstring begins with a verb or a noun that names the thing: not with one of these.
+FIRST = set(
+    "what who whoever whom whose which how whether where wherever when as of nobody somebody "
+    "anybody everybody whatever it is are was they this that these those room by told tells asks "
+    "lies comes".split()
+)
+# Private words, and the field's words for them (CONTRIBUTING.md).
+GLOSSARY = {
+    "copy engine": "TMA", "processor": "SM, or CPU", "multiprocessor": "SM", "in turn":
+    "interleaved, alternately", "lie alike": "have the same layout", "in 16 bits":
+    "in bf16 and fp16", "16-bit inputs": "bf16 and fp16 inputs", "landed": "full", "tailed":
+    "with an overlapped epilogue", "stand-in": "stub", "nobody": "no rank, null slot", "whoever":
+    "callers that", "somebody": "a caller", "anybody": "any code", "undisturbed": "fast_path_ok",
+    "untouched": "torch_unpatched", "seldom": "deferred", "who serves": "implementation",
+    "bitwise repeatable": "deterministic",
+}  # fmt: skip
+PRIVATE = re.compile(r"\b(" + "|".join(GLOSSARY) + r")s?\b", flags=re.I)
+# Files that are rewritten in another branch: docstrings there may still be in the old words.
+LATER = {"docs/models.md", "docs/fp8.md", "layers/fp8.py", "layers/gdn.py", "layers/own_code.py"}
+LATER |= {
+    f"models/{name}.py"
+    for name in "attributes body callees code conditions experts expressions fp8_linear "
+    "gated_delta_net gdn_body gdn_trial layer_trial reader recognise serving values".split()
+}
+SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_ops.py")
 ENDING = r"\.(?:py|md|json|png|toml|nix)"
 # a file in some folder, wherever it is named; a file's bare name in backticks or as a link
 PATHS = re.compile(rf"(?<![\w/:.<-])((?:[\w.*-]+/)+[\w.,=*<>\[\]-]+{ENDING})(?!\w)")
@@ -55,6 +81,50 @@ def test_nothing_is_told_of_the_occasion(path):
     for number, line in enumerate(path.read_text().splitlines(), 1):
         found = BANNED.search(line)
         assert not found, f"{name_of(path)}:{number}: '{found.group()}'"
+
+
+def docstrings(path) -> list:
+    """(name, docstring) of a module and of the classes and functions in it."""
+    tree = ast.parse(path.read_text())
+    nodes = (ast.ClassDef, ast.FunctionDef)
+    every = [tree, *(node for node in ast.walk(tree) if isinstance(node, nodes))]
+    found = [(getattr(node, "name", path.stem), ast.get_docstring(node)) for node in every]
+    return [(name, text) for name, text in found if text]
+
+
+def private_words(text: str) -> list:
+    return [f"'{word}': write {GLOSSARY[word.lower()]}" for word in PRIVATE.findall(text)]
+
+
+def odd_beginning(text: str) -> bool:
+    return text.split()[0].strip(".,:;").lower() in FIRST
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_docstrings_are_in_the_words_of_the_field(path):
+    name = path.relative_to(PACKAGE).as_posix()
+    if name in LATER or name.startswith("fp8/"):
+        pytest.skip("rewritten in another branch")
+    for owner, text in docstrings(path):
+        assert not odd_beginning(text), f"{name}: {owner} begins with '{text.split()[0]}'"
+        assert not private_words(text), f"{name}: {owner}: {private_words(text)}"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_pages_are_in_the_words_of_the_field(path):
+    if name_of(path) in LATER or "notes" in path.parts or path.name == "CHANGELOG.md":
+        pytest.skip("rewritten in another branch, or a record")
+    for number, line in prose(path):
+        found = private_words(re.sub("`[^`]*`", "", line))
+        assert not found, f"{name_of(path)}:{number}: {found}"
+
+
+def test_words_that_are_not_the_fields_are_found():
+    """The checks of words can fail."""
+    assert odd_beginning("What serves a call.") and odd_beginning("Whether it does.")
+    assert not odd_beginning("Returns the implementation of a call.")
+    assert private_words("Copy engines move it.") == ["'Copy engine': write TMA"]
+    assert private_words("TMA moves it; `logits_processor` is a name.") == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

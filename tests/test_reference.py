@@ -190,7 +190,7 @@ def test_state_pool(kernel, in_place):
 @pytest.mark.parametrize("inplace", [True, False])
 @pytest.mark.parametrize("v_first", [False, True])
 def test_prompts_that_start_anew(kernel, inplace, v_first):
-    """Where a sequence has no state yet, what its row of the pool holds is not read."""
+    """Rows of the pool of sequences without an initial state are not read."""
     x = gdn_inputs(4, 70, 1, 2, 8, 12, F64)
     pool = torch.randn(6, 2, *((12, 8) if v_first else (8, 12)), dtype=F64)
     pool[2] = float("nan")

@@ -1,4 +1,4 @@
-"""What a prompt and a token launch is compiled ahead, by several threads."""
+"""Kernels of a prompt and a token are compiled ahead, by several threads."""
 
 import pickle
 import threading

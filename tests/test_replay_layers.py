@@ -1,5 +1,5 @@
-"""kernelize(model, replay=...): the tokens of decoding that writes every state, whoever reads,
-copies, reorders, resets or replaces the cache's states meanwhile."""
+"""Tests of kernelize(model, replay=...): tokens equal those of decoding that writes every state,
+also if callers read, copy, reorder, reset or replace the cache's states meanwhile."""
 
 import copy
 import pickle
@@ -341,7 +341,8 @@ def test_report_and_arguments(kernel):
 
 
 def test_rings_begin_in_graphs_alone(kernel, monkeypatch):
-    """Of large states in fp32, for which there are kernels; else layers decode as ever."""
+    """Rings are used for large fp32 states that have kernels; otherwise layers decode without
+    them."""
     monkeypatch.undo()
     x = Pair(both(kernel, "qwen3_5_text"))
     module = submodule("layers.replay")

@@ -1,4 +1,4 @@
-"""Which routers of experts, and blocks with a shared expert, are recognised, and as what."""
+"""Tests of the recognition of routers of experts and of blocks with a shared expert."""
 
 import copy
 

@@ -145,7 +145,8 @@ def test_an_old_python_is_told_so(monkeypatch):
     "gpu, ours, workers", [(False, 1, 1), (False, 8, None), (True, 1, 1), (True, 8, 4)]
 )
 def test_one_worker_a_core_that_is_ours(monkeypatch, gpu, ours, workers):
-    """As `taskset -c 0 make test` begins."""
+    """Workers are counted by the cores of the process's affinity, as in `taskset -c 0 make
+    test`."""
     monkeypatch.setattr(conftest.os, "cpu_count", lambda: 8)
     monkeypatch.setattr(
         conftest.os, "sched_getaffinity", lambda process: range(ours), raising=False

@@ -184,7 +184,7 @@ def test_weights_gigabytes_apart():
 @pytest.mark.parametrize("N, K", [(3072, 1024), (1096, 520), (77, 133)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_row_does_not_depend_on_its_batch(kernel, N, K, dtype):
-    """Whoever serves, in whichever tiles: few rows, half and three-quarter tiles, whole ones."""
+    """A row's bits are equal in every tile: few rows, half and three-quarter tiles, whole ones."""
     x, w_gate, w_up, _, _ = inputs(1100, N, K, dtype)
     everything = kernel.fused_swiglu(x, w_gate, w_up)
     for M in (1, 3, 16, 17, 33, 64, 65, 128, 256, 512, 1000):
@@ -221,7 +221,7 @@ def test_streams():
 
 @compiled
 def test_hopper_chooses_by_waves(monkeypatch):
-    """132 processors and Hopper's table: what docs/swiglu.md says of M = 512."""
+    """132 SMs and Hopper's table: the case of M = 512 in docs/swiglu.md."""
     hopper, facts = submodule("swiglu.hopper.forward"), submodule("runtime.device")
     monkeypatch.setattr(facts, "multiprocessor_count", lambda index: 132)
     monkeypatch.setattr(submodule("runtime.tuning"), "chip", lambda device: ("capability=9.0",))

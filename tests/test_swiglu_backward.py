@@ -90,7 +90,7 @@ def test_gated_gradients_interpreted(kernel, on_cpu):
 
 @interpreted
 def test_compiled_step_interpreted(kernel, on_cpu):
-    """What tracing sees: the operators, their fakes and their functionalization."""
+    """Tracing sees the operators, their fakes and their functionalization."""
     tensors, dy = inputs(20, 24, 16, 8, torch.float32, "cpu", bias=False)
 
     def step(x, w_gate, w_up, w_down):
@@ -289,8 +289,8 @@ def test_implementations(kernel, implementation, activation):
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_gate_gradients(activation, dtype):
-    """Of the same gate and up: relu's slope jumps, so a gate that torch rounded beside 0 may differ
-    from the reference's by its sign, and whole gradients with it."""
+    """Gradients for the same gate and up: relu's slope jumps, so a gate that torch rounds near 0
+    may differ from the reference's in its sign, and whole gradients with it."""
     M, N = 70, 1100
     torch.manual_seed(0)
     gate_up, dz = torch.randn(M, 2 * N, device="cuda").to(dtype), torch.randn(M, N, device="cuda")
@@ -342,7 +342,8 @@ def test_gradients_repeat(kernel):
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute, share", [(False, 0.7), (True, 0.1)])
 def test_held_memory(kernel, recompute, share):
-    """Of what Liger and eager torch hold: x, gate, up and z (their silu(gate) not counted)."""
+    """Held memory, as a share of Liger's and eager torch's: x, gate, up and z (silu(gate) not
+    counted)."""
     M, N, K = 4096, 3584, 1024
     tensors, _ = inputs(M, N, K, K, torch.bfloat16, "cuda", bias=False)
     leaves = [t.requires_grad_() for t in tensors[:4]]

@@ -1,4 +1,4 @@
-"""Models whose weights are of a tensor class of somebody else's, as quantization makes them."""
+"""Tests of models whose weights are of a foreign tensor class, as quantization makes them."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_packed_products(kernel, name, options):
 @pytest.mark.parametrize("machine", ["beside a GPU", "alone"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_next", "qwen3_5_moe_text"])
 def test_nothing_but_packed_weights(kernel, monkeypatch, name, machine):
-    """Nobody asks them anything: kernelize, its report and restore do not raise."""
+    """No operation runs on such weights: kernelize, its report and restore do not raise."""
     monkeypatch.setattr(submodule("runtime.device"), "has_gpu", lambda: machine != "alone")
     for made in ("cpu", "meta"):
         model = random_model(name, made)
@@ -75,7 +75,7 @@ def test_nothing_but_packed_weights(kernel, monkeypatch, name, machine):
 
 
 def test_a_module_that_raises_when_it_is_looked_at(kernel):
-    """It is left alone, with the reason, and does not stop the others."""
+    """The module is left alone, with the reason, and does not stop the others."""
 
     class Strange(torch.nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"""What a graph's watch notices of dicts and lists."""
+"""Tests of the changes in dicts and lists that a graph's watch notices."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ watch = submodule("models.watch")
 
 
 class Holds:
-    """Whose attributes Python may keep in the object itself, or in a dict."""
+    """Holds attributes that Python may store in the object itself or in a dict."""
 
 
 def tables():
@@ -75,7 +75,7 @@ def test_tensors_that_move_and_lists_that_grow():
 
 
 def test_the_hook_of_another_threads_prompt():
-    """Whether a graph is captured before it comes, while it is there or after it went."""
+    """The hook does not end a watch that began before it was set, or while it was set."""
     model = torch.nn.Sequential(torch.nn.ReLU())
     hook, own = submodule("models.serving").HOOK, model[0]._forward_pre_hooks
     before = watch.ModelWatch(model)

@@ -137,7 +137,7 @@ def check_the_same(served, model):
 
 
 def mlps_and_gdn(report) -> int:
-    """How many MLPs and GDN layers are served."""
+    """Number of MLPs and GDN layers that are served."""
     layers = [row.layer for row in report.served]
     return sum(layer.startswith("SwiGLU") or layer.endswith("GatedDeltaNet") for layer in layers)
 

@@ -1,1 +1,2 @@
-"""What surrounds attention in a decoder layer, and attention of one token over a static cache."""
+"""Norm, rotary embedding and gate around attention, and attention of one token over a static
+cache."""

@@ -1,10 +1,11 @@
-"""What surrounds attention in a decoder layer, and attention of one token over a static cache."""
+"""Norm, rotary embedding and gate around attention, and attention of one token over a static
+cache."""
 
 from typing import Optional, Tuple
 
 from torch import Tensor
 
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from . import checks, ops
 from .call import QkNormRope, QkOptions
 
@@ -78,19 +79,19 @@ def fused_qk_norm_rope(
     """
     tensors = (q, k, cos, sin, q_weight, k_weight, v, key_cache, value_cache, cache_position)
     options = (eps, casting_mode, offset, norm, interleaved)
-    plan = _rotations.find(tensors, options) if undisturbed() else None
+    plan = _rotations.find(tensors, options) if fast_path_ok() else None
     if plan is not None:
         return plan(*tensors)
     checks.fused_qk_norm_rope(*tensors, *options)
     checks.holds_cache_position(cache_position, k, key_cache)
     call = QkNormRope(*tensors, QkOptions(float(eps), float(offset), norm == "all", interleaved))
-    if undisturbed():
+    if fast_path_ok():
         _rotations.keep(tensors, options, ops.plan_qk_norm_rope(call))
     return ops.qk_norm_rope(call)
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
-    """x * sigmoid(gate), in fp32 and rounded once: the gate on what attention returns.
+    """x * sigmoid(gate), computed in fp32 and rounded once: the gate on an attention output.
 
     Args:
         x, gate: the same shape; fp32, bf16 or fp16; any strides, so a part of a projection needs
@@ -108,11 +109,11 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
         >>> sigmoid_gate(torch.randn(2, 5, 8, 64), gate).shape
         torch.Size([2, 5, 8, 64])
     """
-    plan = _gates.find((x, gate), ()) if undisturbed() else None
+    plan = _gates.find((x, gate), ()) if fast_path_ok() else None
     if plan is not None:
         return plan(x, gate)
     checks.sigmoid_gate(x, gate)
-    if undisturbed():
+    if fast_path_ok():
         _gates.keep((x, gate), (), ops.plan_sigmoid_gate(x, gate))
     return ops.sigmoid_gate(x, gate)
 
@@ -155,12 +156,12 @@ def attention_with_kvcache(
         torch.Size([2, 1, 8, 64])
     """
     tensors = (q, k_cache, v_cache, cache_seqlens, attention_mask)
-    plan = _attentions.find(tensors, (softmax_scale,)) if undisturbed() else None
+    plan = _attentions.find(tensors, (softmax_scale,)) if fast_path_ok() else None
     if plan is not None:
         return plan(*tensors)
     checks.attention_with_kvcache(*tensors, softmax_scale)
     checks.holds_cache_seqlens(cache_seqlens, k_cache)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if undisturbed():
+    if fast_path_ok():
         _attentions.keep(tensors, (softmax_scale,), ops.plan_kvcache_attention(*tensors, scale))
     return ops.kvcache_attention(*tensors, scale)

@@ -11,7 +11,7 @@ from ..runtime.call import call
 
 
 class QkOptions(NamedTuple):
-    """What a call asks for besides its tensors."""
+    """The options of a call: all that is not a tensor."""
 
     eps: float  # of the norms
     offset: float  # added to their weights

@@ -1,4 +1,4 @@
-"""Checks of what surrounds attention."""
+"""Checks of norm, rotary embedding, gate and attention over a cache."""
 
 import torch
 
@@ -122,7 +122,8 @@ def fused_qk_norm_rope(
 
 
 def holds_cache_position(cache_position, k, key_cache) -> None:
-    """The cache has a slot for each token. On a GPU the kernel looks, and gives NaN."""
+    """Checks that the cache has a slot for each token; on a GPU the kernel checks, and writes
+    NaN."""
     if not readable(cache_position):
         return
     first, T, S = int(cache_position), k.shape[1], key_cache.shape[2]
@@ -134,7 +135,7 @@ def holds_cache_position(cache_position, k, key_cache) -> None:
 
 
 def holds_cache_seqlens(cache_seqlens, k_cache) -> None:
-    """No more slots are filled than there are. On a GPU the kernel reads what there is."""
+    """Checks that no more slots are filled than exist; on a GPU the kernel clamps the length."""
     if not readable(cache_seqlens):
         return
     S = k_cache.shape[2]

@@ -1,4 +1,4 @@
-"""The operators of what surrounds attention."""
+"""Operators of norm, rotary embedding, gate and attention over a cache."""
 
 from typing import Optional, Tuple
 
@@ -69,12 +69,12 @@ def qk_norm_rope(call: QkNormRope) -> Tuple[Tensor, Tensor]:
 
 
 def plan_qk_norm_rope(call: QkNormRope):
-    """What serves eager calls of qk_norm_rope like this one, from their tensors, or None."""
+    """Returns a function of the tensors for eager calls that match this one, or None."""
     return plan(FAMILY, "qk_norm_rope_fwd", (call,), written=_caches_of(call))
 
 
 def _caches_of(call: QkNormRope) -> tuple:
-    """What the call writes in place."""
+    """The tensors that the call writes in place."""
     return () if call.key_cache is None else (call.key_cache, call.value_cache)
 
 
@@ -106,7 +106,7 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
 
 
 def plan_sigmoid_gate(x: Tensor, gate: Tensor):
-    """What serves eager calls of sigmoid_gate like this one, from their tensors, or None."""
+    """Returns a function of the tensors for eager calls that match this one, or None."""
     return plan(FAMILY, "sigmoid_gate_fwd", (x, gate))
 
 
@@ -124,7 +124,7 @@ def _kvcache_attention(
 
 
 def kvcache_attention(*args) -> Tensor:
-    """args: the operator's."""
+    """Attention over the cache; args are those of the operator."""
     return run(
         FAMILY, "kvcache_attention", _kvcache_attention, reference.kvcache_attention, args,
         differentiable=False,
@@ -132,5 +132,5 @@ def kvcache_attention(*args) -> Tensor:
 
 
 def plan_kvcache_attention(*args):
-    """What serves eager calls of kvcache_attention like this one, from their tensors, or None."""
+    """Returns a function of the tensors for eager calls that match this one, or None."""
     return plan(FAMILY, "kvcache_attention", args)

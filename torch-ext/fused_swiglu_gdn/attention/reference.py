@@ -1,4 +1,4 @@
-"""What surrounds attention, in plain torch: the definition.
+"""Norm, rotary embedding, gate and attention over a cache in plain torch: the definitions.
 
 Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a cache.
 """
@@ -13,7 +13,8 @@ from .call import QkNormRope, QkOptions
 
 
 def _normed(x: Tensor, weight: Optional[Tensor], options: QkOptions) -> Tensor:
-    """x [B, T, H, D] over each head, or over all of a token, times offset + weight."""
+    """x [B, T, H, D] normalised over each head, or over all heads of a token, times offset +
+    weight."""
     if weight is None:
         return x
     dims = (-2, -1) if options.whole else (-1,)
@@ -22,7 +23,7 @@ def _normed(x: Tensor, weight: Optional[Tensor], options: QkOptions) -> Tensor:
 
 
 def turned(x: Tensor, interleaved: bool) -> Tensor:
-    """A quarter turn of each pair of channels, (i, i + R / 2) or (2 i, 2 i + 1): rotate_half."""
+    """rotate_half: a quarter turn of each pair of channels, (i, i + R / 2) or (2 i, 2 i + 1)."""
     if interleaved:
         return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
     first, second = x.chunk(2, dim=-1)
@@ -37,7 +38,7 @@ def _by_channel(table: Tensor, interleaved: bool) -> Tensor:
 
 
 def _rotated(x: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool) -> Tensor:
-    """The first R channels of x [B, T, H, D] by the tables; the others pass."""
+    """x [B, T, H, D] with its first R channels rotated; the others are unchanged."""
     if cos is None:
         return x
     cos, sin = (_by_channel(table, interleaved) for table in (cos, sin))
@@ -46,7 +47,7 @@ def _rotated(x: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleave
 
 
 def _apart(y: Tensor, x: Tensor) -> Tensor:
-    """y, contiguous, in the dtype of x and never x itself: nothing is done without any weights."""
+    """y, contiguous, in the dtype of x, and never the tensor x itself."""
     y = y.to(x.dtype).contiguous()
     return y.clone() if y is x else y
 
@@ -97,7 +98,7 @@ def kvcache_attention(
 
 
 def _bent(d: Tensor, cos: Optional[Tensor], sin: Optional[Tensor], interleaved: bool) -> Tensor:
-    """The gradient of _rotated: the transposed map."""
+    """The gradient of _rotated: its transpose."""
     if cos is None:
         return d
     cos, sin = (_by_channel(table, interleaved) for table in (cos, sin))

@@ -1,1 +1,1 @@
-"""The routed experts of a mixture of experts: SwiGLU, once for every token and chosen expert."""
+"""Routed experts of a mixture of experts: a SwiGLU for every token and chosen expert."""

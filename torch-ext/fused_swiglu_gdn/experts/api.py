@@ -6,7 +6,7 @@ from typing import Optional
 from torch import Tensor
 
 from ..runtime.activations import SAME
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.checks import are_flags
 from ..runtime.main_grad import into_main_grad
 from ..runtime.ops import autocast
@@ -38,14 +38,14 @@ def fused_experts(
     with biases, if given, added to the products: b_gate_up[e] to x[t] Wg[e]^T and x[t] Wu[e]^T, and
     b_down[e] to the last.
 
-    The sum over k is made in fp32, in the order of the slots, and rounded once; every run gives the
-    same bits. Nothing is read by the host, so that a call can be captured in a CUDA graph and
-    replayed with other indices. An index outside [0, E) means that the expert is held elsewhere
+    The sum over k is computed in fp32, in the order of the slots, and rounded once; it is
+    deterministic. The host reads no values, so a call can be captured in a CUDA graph and replayed
+    with other indices. An index outside [0, E) means that the expert is held by another rank
     (expert parallelism): it costs nothing, adds nothing, and its weight has a gradient of 0.
 
-    Kernels serve bf16 and fp16 where H and I are multiples of 8 and both weights are contiguous, or
-    both are `.mT` of contiguous ones, as those of gpt-oss are; `interleaved` with the latter alone.
-    Everything else is computed by plain torch, one expert after the other.
+    Kernels support bf16 and fp16 if H and I are multiples of 8 and both weights are contiguous, or
+    both are `.mT` of contiguous ones, as in gpt-oss; `interleaved` only with the latter. Everything
+    else is computed by plain torch, one expert after the other.
 
     Args:
         x: [T, H]; fp32, bf16 or fp16.
@@ -56,17 +56,17 @@ def fused_experts(
         b_gate_up: [E, 2 I], in the order of w_gate_up's rows; the dtype of x.
         b_down: [E, H]; the dtype of x.
         activation: "silu" (or "swish"), "gelu_tanh" (or "gelu_pytorch_tanh"), "relu", or
-            "swigluoai", the gate of gpt-oss's kind: gate * sigmoid(1.702 gate) * (up + 1) in place
-            of act(gate) * up.
+            "swigluoai", the gate of gpt-oss: gate * sigmoid(1.702 gate) * (up + 1) in place of
+            act(gate) * up.
         limit: if given, gate is clamped to at most `limit` and up to [-limit, limit] first.
-        interleaved: the rows of w_gate_up are those of gate and up in turn.
-        recompute: for training: save only x for the backward pass, and compute gate and up again
+        interleaved: the rows of w_gate_up alternate between gate and up.
+        recompute: for training: save only x for the backward pass, and recompute gate and up
             there. Otherwise they are saved, [T K, 2 I].
         main_grad: for training in eager mode: add the gradients of weights that have an attribute
             `main_grad` (fp32, as Megatron's) to it in fp32, and return none for them.
 
     Returns:
-        [T, H], the dtype of x (of autocast, where that is on).
+        [T, H], the dtype of x (of autocast, if that is on).
 
     Raises:
         ValueError: a shape, device, activation or limit does not fit.
@@ -81,7 +81,7 @@ def fused_experts(
     """
     given = (x, w_gate_up, w_down, top_k_index, top_k_weights, b_gate_up, b_down)
     kind = (activation, limit, recompute, main_grad, interleaved)
-    plan = _calls.find(given, kind) if undisturbed() else None
+    plan = _calls.find(given, kind) if fast_path_ok() else None
     found = plan(*given) if plan is not None else None
     if found is not None:
         return found[0]
@@ -97,6 +97,6 @@ def fused_experts(
     limit = None if limit is None else float(limit)
     activation = SAME.get(activation, activation)
     options = (activation, limit, bool(recompute), bool(main_grad), bool(interleaved))
-    if plan is None and undisturbed() and all(map(operator.is_, tensors, given)):
+    if plan is None and fast_path_ok() and all(map(operator.is_, tensors, given)):
         _calls.keep(given, kind, ops.plan_experts(*tensors, *options))
     return ops.experts(*tensors, *options)

@@ -1,11 +1,11 @@
-"""The choice of a mixture's router, as one function."""
+"""Top-k routing of a mixture of experts, as one function."""
 
 from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from . import checks, ops_topk
 from .call import TopkOptions
 
@@ -28,24 +28,24 @@ def fused_topk(
         e = the top_k experts with the largest s + bias, the largest first
         w = scale s[e], divided by the sum over the chosen s[e] if renormalize
 
-    Of equal ones the expert with the lower index comes first, and NaN counts as largest. Without a
-    bias the logits are compared, so that experts whose scores round to the same number keep their
-    order; where the scores differ the experts are torch.topk's. The gradient goes to the logits
-    through the weights; the bias has none. Every run gives the same bits.
+    Among equal values the expert with the lower index comes first, and NaN counts as largest.
+    Without a bias the logits are compared, so that experts whose scores round to the same number
+    keep their order; if all scores differ, the experts are those of torch.topk. The gradient goes
+    to the logits through the weights; the bias has none. Results are deterministic.
 
-    Kernels serve fp32, bf16 and fp16 with up to 1024 experts and 64 chosen, in one launch.
+    Kernels support fp32, bf16 and fp16 with up to 1024 experts and 64 chosen, in one launch.
 
     Args:
         logits: [T, E]; fp32, bf16 or fp16.
-        top_k: how many experts a token has, K.
-        scoring: "softmax" or "sigmoid". The latter's sum has 1e-20 added before it divides.
+        top_k: K, the number of experts of a token.
+        scoring: "softmax" or "sigmoid". With "sigmoid" 1e-20 is added to the sum that divides.
         renormalize: the weights of a token sum up to scale.
         bias: [E], added to the scores for the choice alone, as DeepSeek-V3's correction is.
-        scale: what the weights are multiplied by.
+        scale: a factor on the weights.
         dtype: of the weights; by default that of logits.
 
     Returns:
-        (weights [T, K], index [T, K] int64): what fused_experts takes.
+        (weights [T, K], index [T, K] int64): arguments of fused_experts.
 
     Raises:
         ValueError: a shape, device, top_k, scoring or scale does not fit.
@@ -57,11 +57,11 @@ def fused_topk(
         (torch.Size([5, 2]), True)
     """
     given, kind = (logits, bias), (top_k, scoring, renormalize, scale, dtype)
-    plan = _calls.find(given, kind) if undisturbed() else None
+    plan = _calls.find(given, kind) if fast_path_ok() else None
     if plan is not None:
         return plan(logits, bias)
     checks.fused_topk(logits, bias, *kind)
     options = TopkOptions(top_k, scoring, bool(renormalize), float(scale), dtype or logits.dtype)
-    if undisturbed():
+    if fast_path_ok():
         _calls.keep(given, kind, ops_topk.plan_topk(logits, bias, options))
     return ops_topk.topk(logits, bias, options)

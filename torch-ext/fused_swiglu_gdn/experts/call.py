@@ -1,5 +1,5 @@
-"""What a call of the experts, and one of the router, asks for besides its tensors; and what the
-operators and the kernels agree on.
+"""Options of calls of the experts and of the router, and constants that operators and kernels
+share.
 
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
 """
@@ -18,11 +18,11 @@ class ExpertsOptions(NamedTuple):
     keeps: bool = False  # what the gradient reads is returned: gate_up and the routing
     recompute: bool = False  # but not gate_up, which the gradient makes again
     main_grad: bool = False  # gradients of weights are added to their main_grad
-    interleaved: bool = False  # rows of gate and up lie in turn
+    interleaved: bool = False  # rows alternate between gate and up
 
 
 class Biases(NamedTuple):
-    """What is added to the two products, if anything."""
+    """The biases of the two products, or None."""
 
     gate_up: Optional[Tensor] = None  # [E, 2 I]
     down: Optional[Tensor] = None  # [E, H]
@@ -32,7 +32,7 @@ class Biases(NamedTuple):
 
 
 class ExpertsGradient(NamedTuple):
-    """What the gradient of a call takes besides that call."""
+    """The arguments of the gradient of a call beyond those of the call."""
 
     dout: Tensor  # [T, H]
     gate_up: Optional[Tensor]  # [S, 2 I] by rows, if the forward kept it
@@ -42,7 +42,7 @@ class ExpertsGradient(NamedTuple):
 
 
 class TopkOptions(NamedTuple):
-    """Options of the router's choice."""
+    """Options of top-k routing."""
 
     top_k: int
     scoring: str
@@ -57,5 +57,5 @@ LEAST = {"softmax": 0.0, "sigmoid": 1e-20}  # added to a sum of scores before it
 
 
 def routing_size(entries: int, experts: int) -> int:
-    """How many int32 the buffer of portable/routing.py has, with some to spare."""
+    """Number of int32 elements of the buffer of portable/routing.py, with some spare ones."""
     return 3 * (entries + experts + 1)

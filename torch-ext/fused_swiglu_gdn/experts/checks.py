@@ -1,4 +1,4 @@
-"""Checks of the routed experts and of the router's choice."""
+"""Checks of the routed experts and of top-k routing."""
 
 from ..runtime.activations import OF_EXPERTS
 from ..runtime.checks import (

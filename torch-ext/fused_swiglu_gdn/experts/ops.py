@@ -1,7 +1,6 @@
-"""The operators of the routed experts, and how a call reaches them.
+"""Operators of the routed experts, and their dispatch.
 
-What is kept for the gradient: x, the routing, and gate_up [S, 2 I], S = T K, unless it is to be
-made again.
+Saved for the gradient: x, the routing, and gate_up [S, 2 I], S = T K, unless it is recomputed.
 """
 
 import functools
@@ -42,12 +41,12 @@ def _experts_fwd(
     args = (x, w_gate_up, w_down, ids, weights, biases, asked)
     out, gate_up, routing = serve(FAMILY, "experts_fwd", _by_torch, args)
     if routing is None:  # the gradient of who served does not read them
-        gate_up, routing = _room(x, w_gate_up, ids, asked)
+        gate_up, routing = _unfilled(x, w_gate_up, ids, asked)
     return out, gate_up, routing
 
 
-def _room(x, w_gate_up, ids, options) -> Tuple[Optional[Tensor], ...]:
-    """gate_up and routing, not filled."""
+def _unfilled(x, w_gate_up, ids, options) -> Tuple[Optional[Tensor], ...]:
+    """gate_up and routing, uninitialised, or None if they are not kept."""
     if not options.keeps:
         return None, None
     S, (E, width, _) = ids.numel(), w_gate_up.shape
@@ -57,7 +56,7 @@ def _room(x, w_gate_up, ids, options) -> Tuple[Optional[Tensor], ...]:
 
 @_experts_fwd.register_fake
 def _(x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, *options):
-    kept = _room(x, w_gate_up, ids, ExpertsOptions(*options))
+    kept = _unfilled(x, w_gate_up, ids, ExpertsOptions(*options))
     return (x.new_empty(x.shape), *[present(tensor, x) for tensor in kept])
 
 
@@ -98,9 +97,11 @@ def _gradients(
     main_grads, x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, dout, gate_up, routing,
     needs, *options,
 ) -> Sequence[Optional[Tensor]]:  # fmt: skip
-    """The gradients of x, w_gate_up, w_down, weights and the biases; None where not needed, or
-    where it was added to one of main_grads, which are the two weights'. Those of the weights lie in
-    memory as the weights do."""
+    """Gradients of x, w_gate_up, w_down, weights and the biases.
+
+    They are None if not needed, or if added to one of main_grads, which belong to the two weights.
+    Those of the weights have the weights' layout in memory.
+    """
     gradient = ExpertsGradient(dout, gate_up, routing, needs, main_grads)
     biases, asked = Biases(b_gate_up, b_down), ExpertsOptions(*options)
     args = (x, w_gate_up, w_down, ids, weights, biases, asked, gradient)
@@ -123,8 +124,10 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, dout, *_):
-    """Of x, w_gate_up, w_down, ids, weights and the biases; those of mains are added to their
-    main_grad."""
+    """Gradients of x, w_gate_up, w_down, ids, weights and the biases.
+
+    Those of weights in ctx.mains are added to their main_grad.
+    """
     x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, *options = ctx.needs_input_grad
     nothing = [None for _ in options]
     if dout is None:
@@ -151,7 +154,7 @@ no_second_derivative(_experts_bwd, "fused_experts")
 
 
 def _by_torch(x, w_gate_up, w_down, ids, weights, biases, options) -> tuple:
-    """What torch can differentiate; nothing is kept."""
+    """The forward by operations that torch can differentiate; returns nothing to keep."""
     if options.main_grad:
         w_gate_up, w_down = map(into_main_grad, (w_gate_up, w_down))
     args = (x, w_gate_up, w_down, ids, weights, options.activation, options.limit)
@@ -175,9 +178,11 @@ def _options(tensors, activation, limit, recompute, main_grad, interleaved) -> E
 def plan_experts(
     x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, *options
 ) -> Optional[Callable]:
-    """What serves all eager calls like this one, from their tensors: a tuple, of which the first is
-    out; or None. Where addresses differ in what kernels ask of them it makes nothing and returns
-    None."""
+    """Returns a function of the tensors for all eager calls that match this one, or None.
+
+    The function returns a tuple that begins with out. It returns None, without computing anything,
+    if the kernels cannot take the addresses of a call.
+    """
     tensors, biases = (x, w_gate_up, w_down, ids, weights), Biases(b_gate_up, b_down)
     options = _options((*tensors, biases), *options)
     launch = plan(FAMILY, "experts_fwd", (*tensors, biases, options), differentiable=True)
@@ -193,7 +198,7 @@ def plan_experts(
 def experts(x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, *options) -> Tensor:  # [T, H]
     tensors, biases = (x, w_gate_up, w_down, ids, weights), Biases(b_gate_up, b_down)
     options = _options((*tensors, biases), *options)
-    if torch.compiler.is_compiling():  # whoever serves: the reference reads the ids on the host
+    if torch.compiler.is_compiling():  # the reference reads the ids on the host
         if options.keeps and options.main_grad:
             raise NotImplementedError("main_grad=True is for eager mode, not torch.compile")
         return _experts_fwd(*tensors, *biases, *options)[0]

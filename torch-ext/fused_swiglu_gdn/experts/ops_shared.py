@@ -1,4 +1,4 @@
-"""The operator that adds the shared expert of a block to what its routed experts gave."""
+"""The operator that adds a block's shared expert to the output of its routed experts."""
 
 from typing import Tuple
 
@@ -50,7 +50,9 @@ no_second_derivative(_shared_bwd, "a block with a shared expert")
 
 
 def add_shared(routed, shared, x, w_gate) -> Tensor:
-    """routed + sigmoid(<x, w_gate>) shared; x, routed and shared [T, H] and w_gate [H] of one
-    dtype."""
+    """routed + sigmoid(<x, w_gate>) shared.
+
+    x, routed and shared [T, H] and w_gate [H] are of one dtype.
+    """
     args = (routed, shared, x, w_gate)
     return run(FAMILY, "shared_fwd", _shared_fwd, reference.shared_fwd, args)

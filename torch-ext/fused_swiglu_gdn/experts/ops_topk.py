@@ -1,4 +1,4 @@
-"""The operators of the router's choice."""
+"""The operators of top-k routing."""
 
 from typing import Callable, Optional, Tuple
 
@@ -58,7 +58,7 @@ no_second_derivative(_topk_bwd, "fused_topk")
 
 
 def plan_topk(logits, bias, options) -> Optional[Callable]:
-    """What serves all eager calls like this one, from their tensors, or None."""
+    """Returns a function of the tensors for all eager calls that match this one, or None."""
     launch = plan(FAMILY, "topk_fwd", (logits, bias, options), differentiable=True)
     if launch is None or not needs_grad((logits, bias)):
         return launch
@@ -70,7 +70,7 @@ def plan_topk(logits, bias, options) -> Optional[Callable]:
 
 
 def topk(logits, bias, options) -> Tuple[Tensor, Tensor]:
-    """(weights [T, K], ids [T, K])."""
+    """Returns (weights [T, K], ids [T, K])."""
     if bias is not None:
         bias = bias.detach()
 

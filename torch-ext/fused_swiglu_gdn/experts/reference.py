@@ -1,10 +1,10 @@
-"""The routed experts in plain torch, any device: one expert after the other; and what stands beside
-them in a block, the router's choice and the shared expert.
+"""Routed experts, top-k routing and the shared expert in plain torch, on any device.
 
     out[t] = sum_k w[t, k] (act(x[t] Wg[e]^T) * (x[t] Wu[e]^T)) Wd[e]^T,   e = ids[t, k]
 
-An id outside [0, E) means that the expert is held elsewhere: nothing is added, and the gradient of
-its weight is 0. Sizes: T tokens, K slots, E experts, H model width, I hidden width of an expert.
+The experts are computed one after the other. An id outside [0, E) means that the expert is held by
+another rank: it adds nothing, and the gradient of its weight is 0. Sizes: T tokens, K slots, E
+experts, H model width, I hidden width of an expert.
 """
 
 from typing import Iterator, Optional, Sequence, Tuple
@@ -26,7 +26,7 @@ ADDED = {"swigluoai": 1.0}  # to up, behind the clamp
 
 
 def _clamped(gate: Tensor, up: Tensor, activation: str, limit: Optional[float]) -> tuple:
-    """What the activation takes, and what it is multiplied by."""
+    """The argument of the activation, and its factor."""
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return gate, up + ADDED[activation] if activation in ADDED else up
@@ -39,9 +39,10 @@ def gated(gate: Tensor, up: Tensor, activation: str, limit: Optional[float]) -> 
 
 
 def _chosen(ids: Tensor, experts: int) -> Iterator[Tuple[int, Tensor, Tensor]]:
-    """(expert, its tokens, their slots) of each expert that is chosen; the host reads the ids.
+    """Yields (expert, its tokens, their slots) for each chosen expert; the host reads the ids.
 
-    Where none is, expert 0 with no tokens: gradients are zeros then, not absent.
+    If none is chosen, it yields expert 0 without tokens, so that gradients are zeros and not
+    absent.
     """
     chosen = [expert for expert in ids.unique().tolist() if 0 <= expert < experts]
     for expert in chosen or [0]:
@@ -67,7 +68,10 @@ def experts_fwd(
     interleaved: bool = False,
     biases: Biases = NO_BIASES,
 ) -> Tensor:  # [T, H]
-    """Rounds gate, up, z and the results of the experts to the dtype of x; sums in fp32."""
+    """The routed experts; gate, up, z and the experts' results are rounded to the dtype of x.
+
+    The weighted sum is computed in fp32.
+    """
     y = at_least_fp32(x.new_zeros((*ids.shape, x.shape[1])))  # [T, K, H]
     for expert, token, slot in _chosen(ids, w_down.shape[0]):
         gate, up = _gate_and_up(x[token], w_gate_up, expert, interleaved, biases)
@@ -83,7 +87,7 @@ def _gated_gradient(
     dz: Tensor, gate: Tensor, up: Tensor, activation: str, limit: Optional[float],
     interleaved: bool,
 ) -> Tensor:  # fmt: skip
-    """[dgate, dup] [rows, 2 I], as gate and up lie, of z = gated(gate, up)."""
+    """[dgate, dup] [rows, 2 I], in the layout of gate and up, of z = gated(gate, up)."""
     passes = (gate <= limit, up.abs() <= limit) if limit is not None else None
     gate, up = _clamped(gate, up, activation, limit)
     dgate = SLOPES[activation](dz * up, gate)
@@ -106,8 +110,10 @@ def experts_bwd(
     interleaved: bool = False,
     biases: Biases = NO_BIASES,
 ) -> Tuple[Optional[Tensor], ...]:
-    """(dx, dw_gate_up, dw_down, dweights, db_gate_up, db_down), None where not needed; for where
-    torch records nothing, as in an operator."""
+    """(dx, dw_gate_up, dw_down, dweights, db_gate_up, db_down), None if not needed.
+
+    It is not recorded by autograd: an operator calls it.
+    """
     dx = at_least_fp32(x.new_zeros((*ids.shape, x.shape[1])))  # [T, K, H]
     dw_gate_up = torch.zeros_like(w_gate_up) if needs[1] else None
     dw_down = torch.zeros_like(w_down) if needs[2] else None
@@ -147,8 +153,11 @@ def topk_fwd(
     bias: Optional[Tensor],  # [E]
     options: TopkOptions,
 ) -> Tuple[Tensor, Tensor]:  # weights [T, K], ids [T, K] int64
-    """Both scores grow with their logit, and two that differ may have equal scores in fp32: without
-    a bias the logits themselves are compared."""
+    """Top-k routing by a stable sort.
+
+    Both scores grow with their logit, and two different logits may have equal scores in fp32, so
+    without a bias the logits themselves are compared.
+    """
     scores = _scores(logits, options.scoring)
     choice = at_least_fp32(logits) if bias is None else scores + bias
     ids = choice.sort(dim=-1, descending=True, stable=True)[1][:, : options.top_k]

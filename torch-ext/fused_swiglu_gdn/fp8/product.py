@@ -4,7 +4,7 @@ from typing import Callable, Optional
 
 from torch import Tensor
 
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from . import ops
 from .call import Quantised
 
@@ -32,7 +32,7 @@ def _made(cache: CallCache, operation: tuple, *tensors: Tensor) -> Optional[Quan
 
 def _served(cache: CallCache, operation: tuple, *tensors: Tensor) -> Optional[Callable]:
     """What serves calls like this one; kept, where nothing is recorded or forced."""
-    if not undisturbed():
+    if not fast_path_ok():
         return ops.chosen(*operation, *tensors)
     found = cache.find(tensors, ())
     if found is None:

@@ -1,1 +1,1 @@
-"""The gated delta rule: prompts, training, one-token decoding."""
+"""The gated delta rule: prefill, training and decoding."""

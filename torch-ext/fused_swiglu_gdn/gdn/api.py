@@ -6,7 +6,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.checks import is_null_index
 from ..runtime.ops import autocast, dense, needs_grad
 from . import checks, ops
@@ -60,38 +60,38 @@ def chunk_gated_delta_rule(
         scale: factor of the outputs, K ** -0.5 by default.
         initial_state: [N, HV, K, V], any floating dtype, or None for zeros; with state_indices the
             pool [P, HV, K, V].
-        output_final_state: whether to return the state after the last token.
+        output_final_state: also return the state after the last token.
         use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum(x ** 2) + 1e-6) first.
         use_beta_sigmoid_in_kernel: beta is a logit; sigmoid(beta) is used.
         allow_neg_eigval: with use_beta_sigmoid_in_kernel alone: 2 * sigmoid(beta) is used.
         state_v_first: states are [N, HV, V, K].
         cu_seqlens: [N + 1], int32 or int64, cumulative lengths of N sequences packed into a batch
-            of one (as FlashAttention has it); sequences may be empty. On a GPU its values are not
-            checked, which would stop the host.
+            of one (as in FlashAttention); sequences may be empty. On a GPU its values are not
+            checked, because that would block the host.
         use_gate_in_kernel: g is raw; -exp(A_log) * softplus(g + dt_bias) is used.
         A_log, dt_bias: [HV], for use_gate_in_kernel; dt_bias may be None.
         state_indices: [N], int32 or int64: sequence n starts from row state_indices[n] of the pool
             `initial_state` and its final state is written there. A negative index skips the
-            sequence: its outputs are zero and no row is touched.
+            sequence: its outputs are zero and no row is read or written.
         has_initial_state: [N], bool, with state_indices: False: the sequence starts from zeros,
-            whatever its row holds.
-        inplace_final_state: with state_indices: False leaves the pool as it is, and final states
+            and its row is not read.
+        inplace_final_state: with state_indices: False leaves the pool unchanged, and final states
             are returned as without a pool (zeros for a sequence that is skipped). Then several
             sequences may start from one row, such as a prefix that they share.
         state_dtype: dtype of the returned states, fp32, bf16, fp16 or fp64: fp32 by default, fp64
             for inputs in fp64. They are computed in that default and rounded once.
         checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
         chunk_size: 64; anything else is refused.
-        cp_context: from build_cp_context, for sequences that several processes hold parts of. Then
-            the tensors have the tokens of this process, states are those of its pieces of
-            sequences, and cu_seqlens is not given; neither are state_indices and checkpoint_every.
+        cp_context: from build_cp_context, for sequences that are split among ranks. Then the
+            tensors have the tokens of this rank, states are those of its local segments, and
+            cu_seqlens, state_indices and checkpoint_every are not given.
         recompute: for training: True saves only the inputs; False also saves the prepared blocks
             of each chunk, 272 bytes a token and head of v in half precision (528 in fp32), which
             the backward pass otherwise recomputes.
 
     Returns:
         o [B, T, HV, V], the dtype of q, and the final state [N, HV, K, V] (the pool with
-        state_indices; None if it was not asked for). With checkpoint_every also the states
+        state_indices; None without output_final_state). With checkpoint_every also the states
         [B * (T // E), HV, K, V]: row b * (T // E) + j of an equal-length batch, or cu_seqlens[n]
         // E + j of a packed one, is the state of the sequence after its first (j + 1) * E tokens;
         rows that belong to no sequence are undefined.
@@ -133,13 +133,13 @@ def chunk_gated_delta_rule(
             return chunk_with_context(call, cp_context, _checked, settings)
         tensors = (*tensors[:-1], lengths)
     kind = (*options, *settings, recompute)
-    plan = _prefilling.find(tensors, kind) if undisturbed() else None
+    plan = _prefilling.find(tensors, kind) if fast_path_ok() else None
     if plan is None:
         call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
         call = _checked(call, *settings)
         if state_indices is not None:
             checks.pool_is_written(call.initial_state)
-        if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
+        if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
             plan = _prefilling.keep(tensors, kind, ops.plan_gdn_chunk(call))
     o, state, checkpoints, _ = ops.gdn_chunk(call) if plan is None else plan(*tensors)
     if not inplace_final_state:
@@ -148,14 +148,14 @@ def chunk_gated_delta_rule(
 
 
 def _started(call: GdnCall, checked: GdnCall, kept: Optional[Tensor], apart: bool) -> tuple:
-    """The tensors of the call, with the states that its sequences start from."""
+    """The tensors of the call, with the states from which its sequences start."""
     pool, rows = checked.initial_state, checked.state_indices
     pool, rows = ops.states_to_start_from(pool, rows, dense(kept), apart)
     return call._replace(initial_state=pool, state_indices=rows).tensors
 
 
 def _checked(call: GdnCall, use_gate: bool, chunk_size: int, written: bool = True) -> GdnCall:
-    """The call as the operator takes it."""
+    """Checks the call and returns it in the form that the operator takes."""
     checks.chunk_size(chunk_size)
     q, k, v = autocast(call.q, call.k, call.v)
     call = call._replace(q=q, k=k, v=v)
@@ -173,7 +173,7 @@ def _checked(call: GdnCall, use_gate: bool, chunk_size: int, written: bool = Tru
 
 
 def _with_scale(call):
-    """The call with the scale that is meant where none was given."""
+    """The call with the default scale if none was given."""
     scale = call.options.scale
     scale = call.K**-0.5 if scale is None else float(scale)
     return call._replace(options=call.options._replace(scale=scale))
@@ -214,10 +214,10 @@ def fused_recurrent_gated_delta_rule(
         initial_state: [N, HV, K, V], any floating dtype, or None for zeros; with state_indices
             the pool [P, HV, K, V].
         state_indices: [N], int32 or int64: the pool rows to start from. A negative index skips
-            the sequence: its outputs are zero and no row is touched.
-        output_state_indices: [N]: the pool rows to write, state_indices by default. Where they are
+            the sequence: its outputs are zero and no row is read or written.
+        output_state_indices: [N]: the pool rows to write, state_indices by default. If they are
             given, several sequences may start from one row; but no sequence may write a row that
-            another one starts from, for nothing says which of the two comes first.
+            another one starts from, because the order of the two is undefined.
         inplace_final_state: the final state overwrites `initial_state` (its rows, with
             state_indices) and that tensor is returned.
         output_all_states: return the state after every token, [B, T, HV, K, V], for speculative
@@ -225,11 +225,11 @@ def fused_recurrent_gated_delta_rule(
         num_accepted_tokens: [N], int32 or int64, for verifying drafts in a pool, with state_indices
             [N, 1 + S] and inplace_final_state: each sequence has 1 + S rows of its own. It starts
             from row state_indices[n, num_accepted_tokens[n] - 1], and the state after its token t
-            is written to row state_indices[n, t]. So the next call only has to say how many of
-            these tokens were accepted, 1 to 1 + S. A negative index writes nothing, and skips the
-            sequence where it should start there.
-        null_index: -1, or 0 for pools whose row 0 is nobody's, as in vLLM: an index up to this one
-            names no row, as a negative one does.
+            is written to row state_indices[n, t]. So the next call only passes how many of these
+            tokens were accepted, 1 to 1 + S. A negative index writes nothing, and skips the
+            sequence that would start there.
+        null_index: -1, or 0 for pools whose row 0 is a null slot, as in vLLM: an index up to this
+            one names no row, as a negative one does.
         out: [B, T, HV, V], the dtype of v: o is written there, and `out` is returned. It shares no
             memory with the other tensors. One that is not contiguous is written by a copy.
 
@@ -251,7 +251,7 @@ def fused_recurrent_gated_delta_rule(
         >>> o.shape, new is state
         (torch.Size([3, 1, 4, 32]), True)
 
-        Rows 2 and 1 of a pool, and a place of the batch that nobody has:
+        Rows 2 and 1 of a pool, and a row of the batch without a sequence:
 
         >>> pool, out = torch.zeros(4, HV, K, V), torch.empty(B, 1, HV, V)
         >>> o, _ = fused_recurrent_gated_delta_rule(
@@ -270,18 +270,18 @@ def fused_recurrent_gated_delta_rule(
         state_v_first, output_final_state, inplace_final_state, output_all_states, null_index,
         use_gate_in_kernel,
     )  # fmt: skip
-    plan = _decoding.find(tensors, kind) if undisturbed() else None
+    plan = _decoding.find(tensors, kind) if fast_path_ok() else None
     if plan is not None:
         return plan(*tensors)
     call = RecurrentCall(*tensors, RecurrentOptions(*kind[:-1]))
     call = _checked_recurrent(call, use_gate_in_kernel)
-    if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
+    if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
         _decoding.keep(tensors, kind, ops.plan_gdn_recurrent(call))
     return ops.gdn_recurrent(call)
 
 
 def _checked_recurrent(call: RecurrentCall, use_gate: bool) -> RecurrentCall:
-    """The call as the operator takes it."""
+    """Checks the call and returns it in the form that the operator takes."""
     q, k, v = autocast(call.q, call.k, call.v)
     checks.is_tensor("v", v)
     checks.rule_flags(call.options, use_gate)

@@ -72,19 +72,19 @@ def chunk_gated_delta_rule_opt_vk(
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """chunk_gated_delta_rule with aiter's interface: forward only, states [N, HV, V, K].
 
-    Mind the order: `o` stands before `g`. What is not listed is as in chunk_gated_delta_rule.
+    Note the order: `o` comes before `g`. Arguments not listed are as in chunk_gated_delta_rule.
 
     Args:
         o: [B, T, HV, V], written and returned, or None.
         use_chunk_hip, use_chunk_flydsl, use_prepare_flydsl: other backends of aiter; must be False.
         state_dtype: dtype of the returned state, as in chunk_gated_delta_rule.
-        use_exp2, seq_lens_cpu, prefill_metadata, snapshot_dtype: accepted; there is nothing here
-            that they would change (no host copy of lengths, no state stored for each chunk).
+        use_exp2, seq_lens_cpu, prefill_metadata, snapshot_dtype: accepted and without effect (there
+            is no host copy of lengths, and no state is stored for each chunk).
         num_decodes, num_decode_tokens: cu_seqlens begins with this many decode sequences and
-            tokens, which the other tensors leave out.
+            tokens, which the other tensors do not contain.
         initial_state_indices: [N], rows of the pool `initial_state`; a negative one skips.
-        inplace_final_state: with indices, whether the final states go into the pool (the default)
-            or, False, into a new [N, HV, V, K].
+        inplace_final_state: with indices, True (the default) writes the final states to the pool,
+            False to a new [N, HV, V, K].
 
     Raises:
         ValueError: also when a gradient would be needed, or for a backend of aiter's.

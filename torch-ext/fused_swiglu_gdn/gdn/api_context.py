@@ -1,4 +1,5 @@
-"""chunk_gated_delta_rule with a cp_context: its arguments as the operator takes them, and back."""
+"""chunk_gated_delta_rule with a cp_context: converts arguments for the operator, and results
+back."""
 
 import operator
 from typing import Callable, Optional, Tuple
@@ -9,7 +10,7 @@ from torch import Tensor
 from ..parallel import checks
 from ..parallel.context import CpContext
 from ..parallel.exchange import agreed, agrees
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.ops import needs_grad
 from .call import GdnCall
 from .ops_context import gdn_chunk_context
@@ -21,13 +22,13 @@ _passed = CallCache()  # options as the operator takes them, of calls whose tens
 def chunk_with_context(
     call: GdnCall, cp: object, check: Callable, settings: tuple
 ) -> Tuple[Tensor, Optional[Tensor]]:
-    """o and the states after the pieces here; check(call, *settings): of an ordinary call, as its
-    operator takes it.
+    """o and the states after the local segments.
 
-    The checks come before the first collective, so that no process waits for one that refused.
+    check(call, *settings) checks an ordinary call and returns it in its operator's form. All checks
+    come before the first collective, so that no rank waits for one that raised.
     """
     checks.is_context(cp)
-    quiet = undisturbed() and call.cu_seqlens is None and not agrees(cp.group)
+    quiet = fast_path_ok() and call.cu_seqlens is None and not agrees(cp.group)
     kind = (*call.options, *settings, cp.tokens, cp.batch_size, len(cp.pieces))
     options = _passed.find(call.tensors, kind) if quiet else None
     if options is not None:
@@ -40,7 +41,7 @@ def chunk_with_context(
 
 
 def _checked(call: GdnCall, cp: CpContext, check: Callable[[GdnCall], GdnCall]) -> GdnCall:
-    """The call as the operator takes it, in all processes or in none."""
+    """The call in the operator's form; all ranks pass the checks or all raise."""
 
     def make() -> GdnCall:
         checks.lengths_are_its_own(cp, call.cu_seqlens)
@@ -71,7 +72,7 @@ def _served(call: GdnCall, made: GdnCall, cp: CpContext) -> Tuple[Tensor, Option
 
 
 def lengths_alone(call: GdnCall, cp: object) -> Optional[Tensor]:
-    """cu_seqlens of the ordinary call that comes to the same, or None."""
+    """cu_seqlens of the equivalent ordinary call, or None if there is none."""
     others = (call.cu_seqlens, call.state_indices, call.options.checkpoint_every or None)
     if others != (None, None, None) or not isinstance(cp, CpContext):
         return None
@@ -79,7 +80,7 @@ def lengths_alone(call: GdnCall, cp: object) -> Optional[Tensor]:
 
 
 def _as_stream(call: GdnCall, cp: CpContext) -> GdnCall:
-    """The rows of a batch one after another, with the pieces here for sequences."""
+    """The rows of a batch concatenated, with the local segments as sequences."""
     five = (call.q, call.k, call.v, call.g, call.beta)
     if isinstance(call.q, Tensor) and call.q.ndim == 4:
         checks.holds_tokens(cp, "q", call.B, call.T)

@@ -1,4 +1,4 @@
-"""Decoding with the gated delta rule that reads a state at every token and writes it seldom."""
+"""Decoding with the gated delta rule and deferred state write-back."""
 
 import operator
 from typing import Optional
@@ -6,7 +6,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.ops import autocast, dense
 from . import checks_replay as checks
 from . import ops_replay as ops
@@ -18,23 +18,23 @@ _replaying, _advancing = CallCache(), CallCache()
 def make_ring(
     state: Tensor, heads: int, dtype: torch.dtype, *, rows: int = 16, max_tokens: int = 1
 ) -> Ring:
-    """Memory for the tokens that states [P, HV, V, K] of one layer have not got yet.
+    """Allocates a ring for the latest tokens of states [P, HV, V, K] of one layer.
 
-    For replay_gated_delta_rule. It is not filled: a cursor of zeros says that there is no token.
+    For replay_gated_delta_rule. It is uninitialised: a cursor of zeros means an empty ring.
 
     Args:
-        state: [P, HV, V, K], the states that the ring is for; only its facts matter.
+        state: [P, HV, V, K], the states that the ring is for; only shape, dtype and device matter.
         heads: H, the heads of k.
         dtype: of k.
-        rows: R, the tokens that there is room for, at least 2 * max_tokens. A state is written
-            once in about R - 2 * max_tokens + 2 tokens. With 16 rows and fp32 the ring takes a
-            sixth of the memory that the states take.
+        rows: R, the capacity in tokens, at least 2 * max_tokens. A state is written once in about
+            R - 2 * max_tokens + 2 tokens. With 16 rows and fp32 the ring takes a sixth of the
+            memory of the states.
         max_tokens: the most tokens of a call: 1, or with drafts 1 + drafts.
 
     Returns:
         Ring(k, u, g, max_tokens): k [P, H, R, K] in `dtype`, u [P, HV, R, V] in the dtype of bf16
-        or fp64 states and else fp32, g [P, HV, R] in fp32 (fp64 for fp64 states). Tensors of one's
-        own go in by `ring._replace(k=...)`.
+        or fp64 states and else fp32, g [P, HV, R] in fp32 (fp64 for fp64 states). Other tensors can
+        be put in by `ring._replace(k=...)`.
 
     Raises:
         ValueError, TypeError: an argument does not fit.
@@ -78,35 +78,36 @@ def replay_gated_delta_rule(
     null_index: int = -1,
     out: Optional[Tensor] = None,
 ) -> Tensor:
-    """The gated delta rule for one token, or a few drafts, that seldom writes a state.
+    """The gated delta rule for one token, or a few drafts, with deferred state write-back.
 
         S_t = exp(g_t) (I - beta_t k_t k_t^T) S_{t-1} + beta_t k_t v_t^T
         o_t = scale * S_t^T q_t
 
     fused_recurrent_gated_delta_rule writes the state at every token, which is half of its time for
-    many sequences. This function reads the state and puts what a token changes of it, k and a
-    vector of V numbers, into a ring; once the ring is full, all of it goes into the state
+    many sequences. This function reads the state and stores a token's update, k and a vector of V
+    numbers, in a ring; when the ring is full, all of its updates are added to the state
     (docs/gdn_decode.md). After the last layer of a step, `advance_ring` moves the cursor, which all
-    layers share. Nothing here is read by the host, so a step can be captured in a CUDA graph.
+    layers share. The host reads no values, so a step can be captured in a CUDA graph.
 
-    `initial_state` is without the tokens of the ring: materialise_ring gives it with them.
+    `initial_state` does not include the tokens of the ring; materialise_ring returns states that
+    do.
 
     Args:
-        q, k, v, g, beta, A_log, dt_bias, and the options: as chunk_gated_delta_rule has them, with
+        q, k, v, g, beta, A_log, dt_bias, and the options: as in chunk_gated_delta_rule, with
             q, k [N, T, H, K] and v [N, T, HV, V] for T of 1 to ring.max_tokens tokens.
         initial_state: [N, HV, V, K], any floating dtype, written when a sequence's ring is full;
             with state_indices the pool [P, HV, V, K].
         ring: from make_ring for these states; this call's tokens are written to it.
-        cursor: [N, 2] int32, contiguous: the ring's first row and how many tokens there are. Zeros
-            for a sequence that begins, whatever row it gets. It goes with a row of the batch, not
-            with a row of the pool. Its values are not checked on a GPU.
+        cursor: [N, 2] int32, contiguous: the ring's first row and its number of tokens. Zeros for
+            a new sequence, whatever row it gets. It belongs to a row of the batch, not to a row
+            of the pool. Its values are not checked on a GPU.
         state_indices: [N], int32 or int64: row n of the batch has this row of states and ring.
-            Negative: its outputs are zero and nothing is touched.
-        force_flush: [N] bool: these sequences write their state now. Where ring.max_tokens is 1,
-            that state has this call's token in it; else, only what was in the ring before. Give
-            advance_ring the same.
-        null_index: -1, or 0 for pools whose row 0 is nobody's, as in vLLM: indices up to it are
-            what negative ones are. Give advance_ring and materialise_ring the same.
+            Negative: its outputs are zero and no row is read or written.
+        force_flush: [N] bool: these sequences write their state in this call. If ring.max_tokens is
+            1, that state includes this call's token; else only the tokens of the ring before it.
+            Pass the same to advance_ring.
+        null_index: -1, or 0 for pools whose row 0 is a null slot, as in vLLM: indices up to it
+            count as negative. Pass the same to advance_ring and materialise_ring.
         out: [N, T, HV, V], the dtype of v: o is written there, and `out` is returned.
 
     Returns:
@@ -136,12 +137,12 @@ def replay_gated_delta_rule(
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         getattr(ring, "max_tokens", None), null_index, use_gate_in_kernel,
     )  # fmt: skip
-    plan = _replaying.find(tensors, kind) if undisturbed() else None
+    plan = _replaying.find(tensors, kind) if fast_path_ok() else None
     if plan is not None:
         return plan(*tensors)
     checks.is_ring(ring)
     call = _checked(ReplayCall(*tensors, ReplayOptions(*kind[:-1])), ring, use_gate_in_kernel)
-    if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
+    if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
         _replaying.keep(tensors, kind, ops.plan_gdn_replay(call))
     return ops.gdn_replay(call)
 
@@ -171,14 +172,14 @@ def advance_ring(
 ) -> None:
     """Moves the cursor, in place, past the tokens of a step: once, after its last layer.
 
-    Drafts are dropped by not counting them: the next call overwrites them.
+    Drafts that are not counted are dropped: the next call overwrites them.
 
     Args:
         cursor, state_indices, force_flush, null_index: those of the step's
-            replay_gated_delta_rule. Rows that were skipped stay.
+            replay_gated_delta_rule. Skipped rows are unchanged.
         ring: the ring of any layer; only its sizes matter.
-        num_accepted_tokens: [N], int32 or int64, where ring.max_tokens is above 1: how many of the
-            step's tokens, from its first on, are kept. None where it is 1.
+        num_accepted_tokens: [N], int32 or int64, if ring.max_tokens is above 1: how many of the
+            step's tokens, from its first on, are kept. None if it is 1.
 
     Raises:
         ValueError, TypeError: an argument does not fit.
@@ -193,13 +194,13 @@ def advance_ring(
     checks.is_ring(ring)
     tensors = (cursor, num_accepted_tokens, force_flush, state_indices)
     kind = (ring.g.shape, ring.max_tokens, null_index)
-    plan = _advancing.find(tensors, kind) if undisturbed() else None
+    plan = _advancing.find(tensors, kind) if fast_path_ok() else None
     if plan is not None:
         plan(*tensors)
         return
     checks.advance(cursor, ring, num_accepted_tokens, force_flush, state_indices, null_index)
     ready = (cursor, *map(dense, tensors[1:]))
-    if undisturbed() and all(map(operator.is_, tensors, ready)):
+    if fast_path_ok() and all(map(operator.is_, tensors, ready)):
         _advancing.keep(tensors, kind, ops.plan_gdn_ring_advance(ready, ring, null_index))
     ops.gdn_ring_advance(ready, ring, null_index)
 
@@ -213,7 +214,7 @@ def materialise_ring(
     null_index: int = -1,
     inplace: bool = False,
 ) -> Tensor:
-    """The states of one layer with all tokens of the ring: for whoever reads states.
+    """The states of one layer including all tokens of the ring, for callers that read states.
 
         S = exp(g_1 + .. + g_m) S_0 + sum_j exp(g_{j+1} + .. + g_m) u_j k_j^T
 
@@ -221,7 +222,7 @@ def materialise_ring(
         state: [N, HV, V, K], or with state_indices the pool [P, HV, V, K].
         ring, cursor, state_indices, null_index: those of replay_gated_delta_rule, after
             advance_ring.
-        inplace: write the states where they lie. Then the ring's tokens are in them, so set the
+        inplace: write the states in place. They then include the ring's tokens, so set the
             cursor's rows to zero (`cursor.zero_()`) once all layers are written.
 
     Returns:

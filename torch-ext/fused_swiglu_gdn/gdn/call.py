@@ -1,7 +1,8 @@
-"""One call of the gated delta rule: what everything behind the public functions takes.
+"""Call objects of the gated delta rule, which all modules behind the public functions take.
 
-A call holds its tensors and its options by name, and tells the sizes that follow from them. Options
-are hashable, and `*options` are the last arguments of the registered operators, in this order.
+A call has its tensors and its options by name, and properties for the sizes that follow from them.
+Options are hashable, and `*options` are the last arguments of the registered operators, in this
+order.
 
 Sizes: B batch, T tokens, H query/key heads, HV value heads, K and V head dims, N sequences, P rows
 of a state pool; C = 64 tokens a chunk, rows of chunks as in chunks.py.
@@ -17,7 +18,7 @@ from .chunks import chunk_rows, count_sequences
 
 
 def _beta_max(options) -> float:
-    """The factor of sigmoid(beta); 0 where beta is used as it is."""
+    """The factor of sigmoid(beta); 0 if beta is used unchanged."""
     return (2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid else 0.0
 
 
@@ -38,7 +39,7 @@ class GdnOptions(NamedTuple):
 
 
 class RecurrentOptions(NamedTuple):
-    """Options of the form that goes token by token."""
+    """Options of the recurrent (token by token) form."""
 
     scale: float
     use_qk_l2norm: bool = False
@@ -48,27 +49,27 @@ class RecurrentOptions(NamedTuple):
     output_final_state: bool = False
     inplace: bool = False  # the final states overwrite initial_state, or rows of it
     all_states: bool = False  # the states after every token are returned
-    null_index: int = -1  # rows of the pool up to this one are nobody's
+    null_index: int = -1  # rows of the pool up to this one are null slots
 
     beta_max = property(_beta_max)
 
 
 class ReplayOptions(NamedTuple):
-    """Options of the form that keeps its latest tokens in a ring."""
+    """Options of the form with a ring of the latest tokens."""
 
     scale: float
     use_qk_l2norm: bool = False
     use_beta_sigmoid: bool = False
     allow_neg_eigval: bool = False
     max_tokens: int = 1  # of the ring
-    null_index: int = -1  # rows of the pool up to this one are nobody's
+    null_index: int = -1  # rows of the pool up to this one are null slots
 
     beta_max = property(_beta_max)
     state_v_first, output_final_state = True, False
 
 
 def _with_sizes(kind):
-    """Adds to a kind of call what follows from its tensors."""
+    """Adds properties that follow from the tensors to a call type."""
     kind.B = property(lambda call: call.q.shape[0])
     kind.T = property(lambda call: call.q.shape[1])
     kind.H = property(lambda call: call.q.shape[2])
@@ -105,7 +106,7 @@ class GdnCall(NamedTuple):
 
 
 class GdnGradient(NamedTuple):
-    """What the gradient of a GdnCall takes besides that call."""
+    """The arguments of the gradient of a GdnCall beyond those of the call."""
 
     do: Tensor  # [B, T, HV, V]
     d_final_state: Optional[Tensor]  # [N, HV, K, V]
@@ -114,15 +115,15 @@ class GdnGradient(NamedTuple):
 
 
 class Ring(NamedTuple):
-    """The latest tokens of sequences, which their states have not got yet: row p belongs to row p
-    of the states. What no cursor says is there may be anything.
+    """The latest tokens of sequences that their states do not include yet.
 
-    A call may bring up to max_tokens. With 1, a token is always kept: it goes into the ring, or
-    with all of the ring into the state. With more, they are drafts, of which some may be dropped:
-    they go into the ring, and the state only ever takes what was there before the call.
+    Row p belongs to row p of the states; elements outside the range of every cursor are undefined.
+    A call may bring up to max_tokens. With 1, a token is always kept: it is added to the ring, or
+    to the state together with the whole ring. With more, they are drafts, some of which may be
+    rejected: they are added to the ring, and the state takes only tokens from before the call.
     """
 
-    k: Tensor  # [P, H, R, K], as it was given
+    k: Tensor  # [P, H, R, K], not normalised
     u: Tensor  # [P, HV, R, V]: beta (v - exp(g) S k^) / |k|, where k^ = k / |k|
     g: Tensor  # [P, HV, R]: natural-log decay, fp32
     max_tokens: int = 1
@@ -130,7 +131,7 @@ class Ring(NamedTuple):
 
 @_with_sizes
 class ReplayCall(NamedTuple):
-    """A call of the form that keeps its latest tokens in a ring. States are [P, HV, V, K]."""
+    """A call of the form with a ring of the latest tokens. States are [P, HV, V, K]."""
 
     q: Tensor  # [N, T, H, K]
     k: Tensor  # [N, T, H, K]
@@ -143,10 +144,10 @@ class ReplayCall(NamedTuple):
     ring_k: Tensor  # [P, H, R, K]
     ring_u: Tensor  # [P, HV, R, V]
     ring_g: Tensor  # [P, HV, R]
-    cursor: Tensor  # [N, 2] int32: the ring's first row, and how many rows there are from it on
+    cursor: Tensor  # [N, 2] int32: the ring's first row, and the number of rows in use from it on
     force_flush: Optional[Tensor]  # [N] bool
     state_indices: Optional[Tensor]  # [N], rows of the states and of the ring
-    out: Optional[Tensor]  # [N, T, HV, V], what o is written to
+    out: Optional[Tensor]  # [N, T, HV, V], o is written to it
     options: ReplayOptions
 
     cu_seqlens = None  # a row of the batch is a sequence
@@ -155,7 +156,7 @@ class ReplayCall(NamedTuple):
 
 @_with_sizes
 class RecurrentCall(NamedTuple):
-    """A call of the form that goes token by token."""
+    """A call of the recurrent (token by token) form."""
 
     q: Tensor  # [B, T, H, K]
     k: Tensor  # [B, T, H, K]
@@ -169,5 +170,5 @@ class RecurrentCall(NamedTuple):
     output_state_indices: Optional[Tensor]  # [N], rows of the pool to write, if not the same
     num_accepted_tokens: Optional[Tensor]  # [N], which of its rows a sequence starts from, from 1
     cu_seqlens: Optional[Tensor]  # [N + 1]
-    out: Optional[Tensor]  # [B, T, HV, V], what o is written to
+    out: Optional[Tensor]  # [B, T, HV, V], o is written to it
     options: RecurrentOptions

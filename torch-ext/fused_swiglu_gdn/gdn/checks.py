@@ -31,8 +31,10 @@ MAX_HEAD_DIM = 256
 
 
 def gated_delta_rule(call, use_gate_in_kernel: bool, written: bool = True) -> None:
-    """What a GdnCall and a RecurrentCall share; a scale of None is the default. written: rows of
-    state_indices are; those that are read alone may be of several sequences."""
+    """Checks the fields that GdnCall and RecurrentCall share; a scale of None is the default.
+
+    written: the call writes rows of state_indices; rows that are only read may be shared.
+    """
     _shapes(call, use_gate_in_kernel)
     if call.cu_seqlens is not None:
         holds_cu_seqlens("cu_seqlens", call.cu_seqlens, call.T)
@@ -144,7 +146,7 @@ def chunk_size(value: object) -> None:
 
 
 def pool_of_prompts(call, kept, cp_context) -> None:
-    """What a GdnCall has with has_initial_state, or without inplace_final_state."""
+    """Checks a GdnCall with has_initial_state, or without inplace_final_state."""
     if call.state_indices is None:
         raise ValueError(
             "state_indices must be given where has_initial_state is, or inplace_final_state=False, "
@@ -181,13 +183,13 @@ def forward_only(function: str, instead: str, **tensors: Optional[torch.Tensor])
 
 
 def pool_is_written(initial_state: torch.Tensor) -> None:
-    """States are updated where they lie."""
+    """Checks that states can be updated in place."""
     has_memory("initial_state", initial_state)
     may_be_written(initial_state=initial_state)
 
 
 def decode_states(call) -> None:
-    """What only a RecurrentCall has."""
+    """Checks the fields that only a RecurrentCall has."""
     inplace, all_states = call.options.inplace, call.options.all_states
     if call.output_state_indices is not None:
         written, sizes = call.output_state_indices, {"N": call.N}
@@ -212,7 +214,7 @@ def decode_states(call) -> None:
 
 
 def _accepted(call) -> None:
-    """What a call with num_accepted_tokens has besides."""
+    """Checks a call with num_accepted_tokens."""
     counts, rows = call.num_accepted_tokens, call.state_indices
     if rows is None:
         raise ValueError("state_indices must be given when num_accepted_tokens is, got None")
@@ -268,7 +270,7 @@ def aiter_options(
 
 
 def without_decodes(cu_seqlens, num_decodes, num_decode_tokens, v):
-    """cu_seqlens, if given, of the sequences behind those that decode."""
+    """cu_seqlens, if given, without the leading decode sequences."""
     most, why = 0, ", where cu_seqlens is not given"
     if cu_seqlens is not None:
         is_cu_seqlens("cu_seqlens", cu_seqlens, "v", v)
@@ -289,7 +291,7 @@ def without_decodes(cu_seqlens, num_decodes, num_decode_tokens, v):
 
 
 def aiter_pool(initial_state_indices, initial_state, cu_seqlens, v, written) -> None:
-    """What is asked of state_indices, said of the argument that aiter has for them."""
+    """Checks of state_indices with error messages for aiter's name of the argument."""
     name, rows, sizes = "initial_state_indices", initial_state_indices, {}
     if rows is None:
         return

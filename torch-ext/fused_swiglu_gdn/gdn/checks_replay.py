@@ -37,13 +37,13 @@ def new_ring(state, heads, dtype, rows, max_tokens) -> None:
     if state.shape[1] == 0 or state.shape[1] % heads != 0:
         raise ValueError(f"heads must divide the {state.shape[1]} heads of state, got {heads}")
     is_floating_dtype("dtype", dtype)
-    _room(rows, max_tokens)
+    _has_capacity(rows, max_tokens)
 
 
-def _room(rows: int, max_tokens: int) -> None:
+def _has_capacity(rows: int, max_tokens: int) -> None:
     if rows < 2 * max_tokens:
         raise ValueError(
-            f"ring must have room for twice max_tokens, {2 * max_tokens} tokens, got {rows}"
+            f"ring must have a capacity of twice max_tokens, {2 * max_tokens} tokens, got {rows}"
         )
 
 
@@ -55,7 +55,7 @@ def is_ring(ring) -> None:
 
 
 def _ring(ring, like: torch.Tensor, first: str) -> dict:
-    """The sizes of a ring on the device of `like`."""
+    """Checks a ring on the device of `like`, and returns its sizes."""
     sizes = {}
     has_shape("ring.k", ring.k, "P H R K", sizes)
     has_shape("ring.u", ring.u, "P HV R V", sizes)
@@ -69,7 +69,7 @@ def _ring(ring, like: torch.Tensor, first: str) -> dict:
             f"ring.k must have heads that divide the {sizes['HV']} of ring.u, got {sizes['H']}"
         )
     is_int("ring.max_tokens", ring.max_tokens, 1)
-    _room(sizes["R"], ring.max_tokens)
+    _has_capacity(sizes["R"], ring.max_tokens)
     return sizes
 
 
@@ -80,7 +80,7 @@ def _cursor(cursor, sizes: dict, like: torch.Tensor, first: str) -> None:
 
 
 def _of_sequences(sizes: dict, like: torch.Tensor, first: str, **tensors) -> None:
-    """[N] each, if given: flags, or rows."""
+    """Checks tensors [N], if given: flags or row indices."""
     for name, x in tensors.items():
         if x is None:
             continue
@@ -89,7 +89,7 @@ def _of_sequences(sizes: dict, like: torch.Tensor, first: str, **tensors) -> Non
 
 
 def _is_within(cursor: torch.Tensor, rows: int, max_tokens: int) -> None:
-    """Values of a cursor, where the host can read them."""
+    """Checks the values of a cursor, if the host can read them."""
     if not readable(cursor) or cursor.numel() == 0:
         return
     first, count = cursor.unbind(1)
@@ -102,7 +102,7 @@ def _is_within(cursor: torch.Tensor, rows: int, max_tokens: int) -> None:
 
 
 def replay(call, ring, use_gate: bool) -> None:
-    """Of replay_gated_delta_rule."""
+    """Checks a call of replay_gated_delta_rule."""
     function, tensors = "replay_gated_delta_rule", {"q": call.q, "k": call.k, "v": call.v}
     tensors.update(g=call.g, beta=call.beta, initial_state=call.initial_state)
     checks.forward_only(function, "chunk_gated_delta_rule", **tensors)

@@ -1,7 +1,7 @@
-"""The operators of the gated delta rule; those with a gradient are in ops_train.py.
+"""Operators of the gated delta rule without gradients; ops_train.py has those with gradients.
 
-Their arguments are the fields of a call and of its options. One thing is different: a state that is
-written in place comes as `state_pool`, so that torch knows which argument changes.
+Their arguments are the fields of a call and of its options, with one difference: a state that is
+written in place is passed as `state_pool`, so that torch knows which argument changes.
 """
 
 from typing import Optional, Tuple
@@ -32,7 +32,7 @@ def _with_pool(call, state_pool: Optional[Tensor]):
 
 
 def _without_pool(call, pooled: bool) -> tuple:
-    """state_pool, and the fields of the call, as the operators take them."""
+    """state_pool and the fields of the call, as the operators take them."""
     pool, start = (call.initial_state, None) if pooled else (None, call.initial_state)
     return (pool, *call._replace(initial_state=start).tensors, *call.options)
 
@@ -94,8 +94,10 @@ def _cleared(pool, indices, kept) -> tuple:
 
 
 def states_to_start_from(pool: Tensor, indices: Tensor, kept: Optional[Tensor], copies: bool):
-    """The pool and indices for a call whose sequences start from zeros where kept[n] is false;
-    copies: and which leaves the pool as it is."""
+    """The pool and indices for a call whose sequences start from zeros where kept[n] is false.
+
+    copies: start from copies, and leave the pool unchanged.
+    """
     if copies:
         return common.own_rows(pool, indices, kept)
     run(*CLEAR, _gdn_clear_rows, _cleared, (pool, indices, kept), written=(pool,))
@@ -103,17 +105,17 @@ def states_to_start_from(pool: Tensor, indices: Tensor, kept: Optional[Tensor], 
 
 
 def _differentiable(call: GdnCall) -> bool:
-    """Kernels have no gradient through a pool or of checkpoints."""
+    """True if kernels have a gradient of the call: not through a pool, nor of checkpoints."""
     return call.state_indices is None and not call.options.checkpoint_every
 
 
 def _pool_of(call: GdnCall) -> tuple:
-    """What the call writes in place."""
+    """The tensors that the call writes in place."""
     return (call.initial_state,) if call.state_indices is not None else ()
 
 
 def plan_gdn_chunk(call: GdnCall):
-    """What serves all eager calls of gdn_chunk like this one, from their tensors, or None."""
+    """Returns a function of the tensors for all eager calls that match this one, or None."""
     launch = plan(*CHUNK, (call,), _differentiable(call), _pool_of(call))
     options = call.options
     if launch is None or not needs_grad((call,)):
@@ -163,7 +165,7 @@ def gdn_recurrent(call: RecurrentCall) -> Tuple[Tensor, Optional[Tensor]]:
 
 
 def plan_gdn_recurrent(call: RecurrentCall):
-    """What serves all eager calls of gdn_recurrent like this one, from their tensors, or None."""
+    """Returns a function of the tensors for all eager calls that match this one, or None."""
     return plan(*RECURRENT, (call,), written=_written(call))
 
 

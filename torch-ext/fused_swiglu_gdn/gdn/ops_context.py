@@ -1,14 +1,15 @@
-"""The gated delta rule over sequences that several processes hold (docs/parallel.md).
+"""The gated delta rule over sequences that are split among ranks (docs/parallel.md).
 
-A piece of a sequence maps the state before it to the one behind it, S_out = M S_in + N. Processes
-tell each other N, and M where a piece has others on both sides; then each knows the state that its
-own pieces start from, and the ordinary call does the rest. In the backward they tell each other
-E = dS_in of a piece for dS_out = 0, and the chain runs the other way, by M^T.
+A local segment maps the state before it to the state after it, S_out = M S_in + N. Ranks all-gather
+N (and M for segments with others on both sides); each rank then knows the initial states of its
+segments and runs the ordinary kernel. In the backward they all-gather E = dS_in of a segment for
+dS_out = 0, and the chain runs the other way, with M^T.
 
-One function holds the exchange and all that depends on it, so that every process reaches every
-collective, in the backward as well, whether or not its own tokens need anybody's. What needs
-nobody's is launched before the exchange ends. The family gdn.pieces computes what is told, where it
-serves; elsewhere ordinary calls do, and where a call needs nobody's its results hold what it tells.
+One autograd function contains the exchange and all that depends on it, so that every rank reaches
+every collective, in the backward as well, even if its own tokens need no state of another rank.
+Work that needs no such state is launched before the exchange ends. The family gdn.pieces computes
+the values to send, if it supports the call; otherwise ordinary calls do, and the results of a call
+that needs no other rank's state contain the values to send.
 
 States are [pieces, HV, K, V] here, in fp32 or fp64.
 """
@@ -30,7 +31,7 @@ from .reference import chunk as reference
 
 
 class Saved(NamedTuple):
-    """What the backward takes from the forward."""
+    """Tensors that the forward saves for the backward."""
 
     start: Optional[Tensor]  # the state before each piece here
     transitions: Optional[Tensor]  # M^T of the outgoing pieces here, [slots, HV, K, K], of those
@@ -39,13 +40,13 @@ class Saved(NamedTuple):
 
 
 def _run(call: GdnCall) -> Tuple[Tensor, Tensor, Tuple[Tensor, ...]]:
-    """o, the final states, and the prepared blocks, if the call saves them."""
+    """o, the final states, and the prepared blocks if the call saves them."""
     o, states, _, blocks = serve("gdn.chunk", "gdn_chunk_fwd", reference.gdn_chunk_fwd, (call,))
     return o, states, blocks or ()
 
 
 def _run_here(call: GdnCall, cp: CpContext, start: Optional[Tensor]) -> tuple:
-    """_run of all that is here, if anything is."""
+    """Runs _run on all local tokens, if there are any."""
     if cp.tokens:
         return _run(call._replace(initial_state=start))
     wide = torch.promote_types(call.v.dtype, torch.float32)
@@ -54,13 +55,13 @@ def _run_here(call: GdnCall, cp: CpContext, start: Optional[Tensor]) -> tuple:
 
 
 def _gradients(call: GdnCall, gradient: GdnGradient) -> tuple:
-    """Of the first seven tensors of a call, and of its initial state."""
+    """Gradients of the first seven tensors of a call, and of its initial state."""
     args = (call, gradient)
     return serve("gdn.chunk", "gdn_chunk_bwd", backward_reference.gdn_chunk_bwd, args)
 
 
 def _part(call: GdnCall, cp: CpContext, name: str, start: Tensor) -> GdnCall:
-    """The call on some of the pieces here, from the rows of `start` that are theirs."""
+    """The call on some of the local segments, with their rows of `start`."""
     subset = cp.subset(name, call.device)
     q, k, v, g, beta = (subset.take(x) for x in (call.q, call.k, call.v, call.g, call.beta))
     return call._replace(
@@ -70,7 +71,7 @@ def _part(call: GdnCall, cp: CpContext, name: str, start: Tensor) -> GdnCall:
 
 
 def _transitions(call: GdnCall, cp: CpContext, like: Tensor) -> Tensor:
-    """M [middle, HV, K, K] of the pieces that have others on both sides."""
+    """M [middle, HV, K, K] of the segments that have others on both sides."""
     middle = cp.subset("middle", call.device).places
     eye = torch.eye(call.K, dtype=like.dtype, device=like.device)
     eye = eye.expand(len(middle), call.HV, call.K, call.K)
@@ -82,29 +83,34 @@ def _transitions(call: GdnCall, cp: CpContext, like: Tensor) -> Tensor:
 
 
 def _rows(cp: CpContext, slots: int, like: Tensor, call: GdnCall) -> Tensor:
-    """Room for what this process tells, [slots, HV, V or V + K, K]: N^T or E^T, and M^T below it.
-    What no piece of this process fills nobody reads."""
+    """Send buffer of this rank, [slots, HV, V or V + K, K]: N^T or E^T, and M^T below it.
+
+    Slots without a local segment are not read.
+    """
     return like.new_empty(slots, call.HV, call.V + (call.K if cp.plan.has_middle else 0), call.K)
 
 
-def _chained(told: Tensor, slots: List[Slot], V: int, transposed: bool) -> Tensor:
-    """N_n + M_n (N_(n-1) + M_(n-1) (.. N_0)) of these slots, with M^T where `transposed`.
+def _chained(gathered: Tensor, slots: List[Slot], V: int, transposed: bool) -> Tensor:
+    """N_n + M_n (N_(n-1) + M_(n-1) (.. N_0)) of these slots, with M^T if `transposed`.
 
-    In fp64: a product of torch may be in TF32, which a chain of states must not be.
+    In fp64: torch may compute products in TF32, which is too coarse for a chain of states.
     """
-    first = told[slots[0].rank, slots[0].number, :, :V]
+    first = gathered[slots[0].rank, slots[0].number, :, :V]
     if len(slots) == 1:
         return first.mT
     S = first.double()  # S^T
     for rank, number in slots[1:]:
-        N, M = told[rank, number].double().split([V, told.shape[-2] - V], -2)
+        N, M = gathered[rank, number].double().split([V, gathered.shape[-2] - V], -2)
         S = N + S @ (M.mT if transposed else M)
-    return S.mT.to(told.dtype)
+    return S.mT.to(gathered.dtype)
 
 
-def _tell(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Callable]:
-    """What this process tells of its outgoing pieces; and what gives o, the final states and the
-    blocks from the states before all pieces here. start: these, but 0 where others know them."""
+def _to_send(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Callable]:
+    """The values to send for the outgoing segments, and a function that finishes the forward.
+
+    The function takes the states before all local segments and returns o, the final states and the
+    blocks. start: these states, but 0 for those that other ranks compute.
+    """
     own = _rows(cp, cp.plan.slots_out, start, call)
     outgoing = cp.subset("outgoing", call.device)
     before = None if call.initial_state is None else start.mT.contiguous()
@@ -128,10 +134,10 @@ def _tell(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Callable
 
 
 def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
-    """o [1, T, HV, V], the state after each piece, and what the backward takes.
+    """o [1, T, HV, V], the state after each segment, and the tensors saved for the backward.
 
-    call: a batch of one whose sequences are the pieces here; initial_state is read where a piece
-    starts its sequence.
+    call: a batch of one whose sequences are the local segments; initial_state is read for segments
+    that start their sequence.
     """
     start = call.initial_state
     if not cp.plan.chains:
@@ -143,16 +149,16 @@ def chunk_forward(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor, Saved]:
     else:
         first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
         start = start.masked_fill(~first, 0)
-    own, finish = _tell(call, cp, start)
+    own, finish = _to_send(call, cp, start)
     exchanged = start_all_gather(own, cp.group)
     incoming, transitions = cp.subset("incoming", call.device).places, None
     results = None if incoming else finish(start)
-    told = exchanged()
+    gathered = exchanged()
     if cp.subset("middle", call.device).places:
         transitions = own[:, :, call.V :].contiguous()
     for place in incoming:
         before, _ = cp.chain(cp.pieces[place])
-        start[place] = _chained(told, _slots(cp.plan.outgoing, before), call.V, False)
+        start[place] = _chained(gathered, _slots(cp.plan.outgoing, before), call.V, False)
     o, states, blocks = results or finish(start)
     return o, states, Saved(start, transitions, blocks or ())
 
@@ -162,7 +168,7 @@ def _slots(known: dict, pieces: List[Piece]) -> List[Slot]:
 
 
 def _gradients_here(call: GdnCall, cp: CpContext, gradient: GdnGradient) -> tuple:
-    """_gradients of all that is here, if anything is."""
+    """Runs _gradients on all local tokens, if there are any."""
     if cp.tokens:
         return _gradients(call, gradient)
     return *[
@@ -170,11 +176,14 @@ def _gradients_here(call: GdnCall, cp: CpContext, gradient: GdnGradient) -> tupl
     ], call.initial_state
 
 
-def _tell_back(
+def _to_send_back(
     call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGradient
 ) -> Tuple[Tensor, Callable]:
-    """What this process tells of its incoming pieces; and what gives all gradients here from those
-    of the states behind all pieces. gradient: with these, but without what others ask of them."""
+    """The values to send for the incoming segments, and a function that finishes the backward.
+
+    The function takes the gradients of the states after all segments and returns all local
+    gradients. gradient: with these, but without the contributions of other ranks.
+    """
     own = _rows(cp, cp.plan.slots_in, saved.start, call)
     incoming, known = cp.subset("incoming", call.device), None
     if incoming.places:
@@ -204,26 +213,25 @@ def _tell_back(
 
 
 def chunk_backward(
-    call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGradient, asks_initial: bool
+    call: GdnCall, cp: CpContext, saved: Saved, gradient: GdnGradient, needs_initial: bool
 ) -> tuple:
-    """Gradients of the first seven tensors of the call, and of its initial state if that is asked
-    for."""
+    """Gradients of the first seven tensors of the call, and of its initial state if requested."""
     call = call._replace(initial_state=saved.start)
     if not cp.plan.chains:
         return _gradients_here(call, cp, gradient)
     asked = gradient.d_final_state
     d_states = torch.zeros_like(saved.start) if asked is None else asked.clone()
-    own, finish = _tell_back(call, cp, saved, gradient._replace(d_final_state=d_states))
+    own, finish = _to_send_back(call, cp, saved, gradient._replace(d_final_state=d_states))
     exchanged = start_all_gather(own, cp.group)
     outgoing = cp.subset("outgoing", call.device).places
     grads = None if outgoing else finish(d_states)
-    told = exchanged()
+    gathered = exchanged()
     for place in outgoing:
         _, behind = cp.chain(cp.pieces[place])
         slots = _slots(cp.plan.incoming, behind[::-1])
-        d_states[place].add_(_chained(told, slots, call.V, True))
+        d_states[place].add_(_chained(gathered, slots, call.V, True))
     *grads, d_start = grads or finish(d_states)
-    if asks_initial:
+    if needs_initial:
         first = cp.marks(cp.plan.incoming, call.device).view(-1, 1, 1, 1)
         d_start = d_start.masked_fill(~first, 0)
     return (*grads, d_start)
@@ -255,7 +263,7 @@ class _Chunk(torch.autograd.Function):
 
 
 def gdn_chunk_context(call: GdnCall, cp: CpContext) -> Tuple[Tensor, Tensor]:
-    """o [1, T, HV, V], and the state after each piece here [pieces, HV, K, V]."""
+    """o [1, T, HV, V], and the state after each local segment [pieces, HV, K, V]."""
     tensors = call.tensors[:8]
     if needs_grad(tensors):
         return _Chunk.apply(cp, call.options, *tensors)

@@ -1,4 +1,4 @@
-"""The operators of decoding with a ring. Their arguments are the fields of a call."""
+"""Operators of decoding with a ring. Their arguments are the fields of a call."""
 
 from typing import Optional
 
@@ -28,7 +28,7 @@ def _(*fields):
 
 
 def gdn_replay(call: ReplayCall) -> Tensor:
-    """o [N, T, HV, V]; the ring and the states change."""
+    """o [N, T, HV, V]; the ring and the states are updated in place."""
 
     def op(call):
         o = _gdn_replay_fwd(*call.tensors, *call.options)
@@ -39,7 +39,7 @@ def gdn_replay(call: ReplayCall) -> Tensor:
 
 
 def plan_gdn_replay(call: ReplayCall):
-    """What serves all eager calls of gdn_replay like this one, from their tensors, or None."""
+    """Returns a function of the tensors for all eager calls that match this one, or None."""
     return plan(*REPLAY, (call,), written=(call.initial_state, call.out))
 
 
@@ -67,14 +67,13 @@ def _advance(tensors: tuple, ring: Ring, null_index: int) -> tuple:
 
 
 def gdn_ring_advance(tensors: tuple, ring: Ring, null_index: int) -> None:
-    """Moves the cursor, the first of: cursor, accepted, force_flush, state_indices."""
+    """Updates the cursor, the first of: cursor, accepted, force_flush, state_indices."""
     args = _advance(tensors, ring, null_index)
     run(*ADVANCE, _gdn_ring_advance, reference.gdn_ring_advance, args)
 
 
 def plan_gdn_ring_advance(tensors: tuple, ring: Ring, null_index: int):
-    """What serves all eager calls of gdn_ring_advance like this one, from their tensors, or
-    None."""
+    """Returns a function of the tensors for all eager calls that match this one, or None."""
     return plan(*ADVANCE, _advance(tensors, ring, null_index))
 
 
@@ -106,7 +105,7 @@ def gdn_ring_materialise(
     state: Tensor, ring: Ring, cursor: Tensor, state_indices: Optional[Tensor], null_index: int,
     inplace: bool,
 ) -> Tensor:  # fmt: skip
-    """The states with all of the ring: new ones, or the pool."""
+    """The states with all tokens of the ring: new ones, or the pool."""
 
     def op(state, *args):
         *rest, inplace = args

@@ -1,7 +1,7 @@
-"""The operators of the gated delta rule where gradients are needed: forward, and its gradient.
+"""Operators of the gated delta rule with gradients: the forward, and its gradient.
 
-They stand beside the forward operator of ops.py because that one may write a pool in place, and an
-operator with an autograd formula may not.
+They are separate from the forward operator of ops.py because that one may write a pool in place,
+and an operator with an autograd formula may not.
 """
 
 from typing import Callable, Optional, Tuple
@@ -20,7 +20,7 @@ TENSORS = len(GdnCall._fields) - 1
 
 
 def empty_state(call, rows: int, dtype: Optional[torch.dtype] = None) -> Tensor:
-    """Room for states, [rows, HV, K, V] or [rows, HV, V, K]."""
+    """Uninitialised states, [rows, HV, K, V] or [rows, HV, V, K]."""
     return call.q.new_empty(rows, *call.state_shape, dtype=dtype or torch.float32)
 
 
@@ -35,14 +35,14 @@ def gdn_chunk_train(*fields: GdnCall) -> Tuple[Tensor, Tensor, Tensor, Tensor, T
 
 
 def _blocks(call: GdnCall) -> tuple:
-    """Room for Tb, P and F."""
+    """Uninitialised Tb, P and F."""
     rows, HV = call.rows, call.HV
     tb, p = (call.q.new_empty(rows, HV, CHUNK, CHUNK) for _ in range(2))
     return tb, p, call.q.new_empty(rows, HV, 4, CHUNK, dtype=torch.float32)
 
 
 def trained_by(launch: Callable) -> Callable:
-    """The body of the operator above where this launcher of gdn_chunk_fwd serves."""
+    """Returns the body of gdn_chunk_train that uses this launcher of gdn_chunk_fwd."""
 
     def body(*fields):
         o, state, _, blocks = launch(*fields[:TENSORS])

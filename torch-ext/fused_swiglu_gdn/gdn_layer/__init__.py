@@ -1,1 +1,1 @@
-"""What surrounds the rule in a Gated DeltaNet layer: convolution, gates, norm, projections."""
+"""The parts of a Gated DeltaNet layer around its rule: convolution, gates, norm."""

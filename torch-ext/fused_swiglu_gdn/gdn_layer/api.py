@@ -31,13 +31,13 @@ def causal_conv1d_fn(
         x: [B, D, T]; fp32, bf16 or fp16; any strides (a transposed [B, T, D] needs no copy).
         weight: [D, W], W from 2 to 8; bias: [D] or None.
         activation: None, "silu" (or "swish").
-        seq_idx: [B, T], int32 or int64: which sequence a token belongs to; others are not read.
+        seq_idx: [B, T], int32 or int64: the sequence of each token; others are not read.
         cu_seqlens: [N + 1], the same for a batch of one by cumulative lengths.
         initial_states: [N, D, W - 1], the inputs before each sequence; zeros by default.
         return_final_states: also return the last W - 1 inputs of each sequence.
-        cp_context: from build_cp_context, for sequences that several processes hold parts of: x has
-            the tokens of this process, states are those of its pieces of sequences, and cu_seqlens
-            and seq_idx are not given.
+        cp_context: from build_cp_context, for sequences that are split among ranks: x has the
+            tokens of this rank, states are those of its local segments, and cu_seqlens and seq_idx
+            are not given.
 
     Returns:
         y [B, D, T], the dtype of x; with return_final_states also [N, D, W - 1].
@@ -86,15 +86,15 @@ def causal_conv1d_update(
         weight: [D, W], W from 2 to 8; bias: [D] or None.
         activation: None, "silu" (or "swish").
         conv_state_indices: [B], int32 or int64: rows of conv_state, which then is a pool [P, D, S].
-            An index up to null_index skips the sequence: its outputs are zero and no row is
-            touched.
+            An index up to null_index skips the sequence: its outputs are zero and no row is read
+            or written.
         num_accepted_tokens: [B], int32 or int64, for verifying drafts. A state then has at least
             W - 2 + T columns. With n of the tokens of the call before accepted, 1 to S - W + 2, the
             inputs before x are columns n - 1 to n + W - 3; this call leaves the latest W - 2 of
             them in the first columns, then its T tokens. After a prompt, whose W - 1 latest inputs
             are in the first columns, n is 1.
         cu_seqlens: [N + 1], for x of N sequences packed into a batch of one; states are N then.
-        null_index: -1, or 0 for pools whose row 0 is nobody's, as in vLLM.
+        null_index: -1, or 0 for pools whose row 0 is a null slot, as in vLLM.
         out: the shape and dtype of x, any strides: y is written there, and `out` is returned. It
             shares no memory with the other tensors.
 
@@ -110,7 +110,7 @@ def causal_conv1d_update(
         >>> y.shape, bool(conv_state[..., -1].any())
         (torch.Size([2, 8]), True)
 
-        Two drafts after a token, of which the latter was refused; the next call has three again:
+        Two drafts after a token, the second rejected; the next call has three tokens again:
 
         >>> pool, slots = torch.zeros(5, 8, 5), torch.tensor([3, 1])
         >>> for accepted in ([1, 1], [2, 2]):
@@ -149,7 +149,7 @@ def rms_norm_gated(
         activation: "silu" (or "swish") or "sigmoid", of the gate.
 
     Returns:
-        [..., D], the dtype of x; fp32 inside, rounded once.
+        [..., D], the dtype of x; computed in fp32 and rounded once.
 
     Raises:
         ValueError, TypeError: an argument does not fit.

@@ -1,4 +1,4 @@
-"""causal_conv1d_fn with a cp_context: its arguments as the operator takes them, and back."""
+"""causal_conv1d_fn with a cp_context: converts arguments for the operator, and results back."""
 
 from typing import Callable, Optional, Tuple
 
@@ -13,7 +13,7 @@ from .ops_context import causal_conv1d_context
 
 
 def lengths_alone(args: tuple, cp: object) -> Optional[Tensor]:
-    """cu_seqlens of the ordinary call that comes to the same, or None."""
+    """cu_seqlens of the equivalent ordinary call, or None if there is none."""
     x, _, _, _, seq_idx, cu_seqlens, _, _ = args
     if seq_idx is not None or cu_seqlens is not None or not isinstance(cp, CpContext):
         return None
@@ -24,8 +24,10 @@ def lengths_alone(args: tuple, cp: object) -> Optional[Tensor]:
 def convolve_with_context(
     args: tuple, cp: object, check: Callable
 ) -> Tuple[Tensor, Optional[Tensor]]:
-    """y and the last inputs of each piece here; args: those of the ordinary call, which `check`
-    refuses or not before the first collective."""
+    """y and the last inputs of each local segment.
+
+    args: those of the ordinary call; `check` validates them before the first collective.
+    """
     checks.is_context(cp)
 
     def make() -> tuple:

@@ -12,7 +12,7 @@ from ..runtime.call import call
 
 
 class DecodeOptions(NamedTuple):
-    """What a token asks for besides its tensors."""
+    """The options of a call: all that is not a tensor."""
 
     activation: Optional[str]  # of the convolution: None, "silu" or "swish"
     eps: float  # of the norm
@@ -22,7 +22,8 @@ class DecodeOptions(NamedTuple):
 
 @call
 class LayerDecode(NamedTuple):
-    """A token of a layer: from what the input projections gave to what the output's reads."""
+    """A token of a layer, from the outputs of its input projections to the input of the output
+    projection."""
 
     q: Tensor  # [B, 1, H, K]
     k: Tensor  # [B, 1, H, K]

@@ -93,7 +93,8 @@ def causal_conv1d_update(
 
 
 def _fits_drafts(x, columns, taps, accepted, cu_seqlens) -> None:
-    """A state has a column for each token, and one for each input before them but one."""
+    """Checks that a state has a column for each token and for all but one of the inputs before
+    them."""
     longest = 0 if cu_seqlens is not None else x.shape[2]
     if readable(cu_seqlens):
         longest = max(cu_seqlens.diff().tolist(), default=0)

@@ -1,11 +1,11 @@
-"""What the layers call in place of several public functions."""
+"""Functions for layers that each replace several public functions."""
 
 from typing import Optional, Tuple
 
 from torch import Tensor
 
 from ..runtime.activations import SAME
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from . import ops_fused as ops
 from .call import DecodeOptions, LayerDecode
 
@@ -22,7 +22,7 @@ def convolve_qkv(
     initial_states: Optional[Tensor] = None,
     final_width: int = 0,
 ) -> Tuple[Tensor, Optional[Tensor]]:
-    """causal_conv1d_fn of q, k and v side by side, without putting them there.
+    """causal_conv1d_fn of q, k and v side by side, without concatenating them.
 
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V]; views of one projection, or of several.
@@ -30,11 +30,11 @@ def convolve_qkv(
         activation: None, "silu" (or "swish").
         cu_seqlens: [N + 1] for packed sequences in a batch of one.
         initial_states: [N, D, W - 1], the inputs before each sequence.
-        final_width: how many of the last inputs of each sequence to return.
+        final_width: number of the last inputs of each sequence to return.
 
     Returns:
-        y [B, T, D], contiguous, and [N, D, final_width] (zeros where there were not so many
-        inputs) or None.
+        y [B, T, D], contiguous, and [N, D, final_width] (zeros before the first
+        input) or None.
     """
     return ops.gdn_layer_prologue(
         q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width
@@ -63,8 +63,8 @@ def decode_step(
     """One token of a layer between its projections: convolution, rule, norm and gate.
 
     Args:
-        q, k: [B, 1, H, K]; v, z: [B, 1, HV, V]; a, b: [B, 1, HV]: what the projections gave;
-            v, z, a, b may have their heads by those of q and k, as [H, HV / H].
+        q, k: [B, 1, H, K]; v, z: [B, 1, HV, V]; a, b: [B, 1, HV]: outputs of the projections;
+            v, z, a, b may have their heads grouped by those of q and k, as [H, HV / H].
         conv_state: [B, D, S], S at least W - 1; state: [B, HV, K, V]; both updated in place.
         weight: [D, W]; bias: [D] or None; activation: None, "silu" (or "swish").
         A_log, dt_bias: [HV] of the gate; norm_weight: [V] and eps of the norm.
@@ -72,20 +72,20 @@ def decode_step(
         allow_neg_eigval: beta is 2 sigmoid(b).
 
     Returns:
-        [B, 1, HV, V], what the output projection reads.
+        [B, 1, HV, V], the input of the output projection.
     """
     tensors = (
         q, k, v, z, a, b, conv_state, state, weight, bias, A_log, dt_bias, norm_weight,
     )  # fmt: skip
     options = (activation, eps, gate_activation, allow_neg_eigval)
-    plan = _decoding.find(tensors, options) if undisturbed() else None
+    plan = _decoding.find(tensors, options) if fast_path_ok() else None
     if plan is not None:
         return plan(*tensors)
     gate_activation = SAME.get(gate_activation, gate_activation)
     call = LayerDecode(
         *tensors, DecodeOptions(activation, eps, gate_activation, allow_neg_eigval)
     )  # fmt: skip
-    if undisturbed():
+    if fast_path_ok():
         _decoding.keep(tensors, options, ops.plan_gdn_layer_decode(call))
     return ops.gdn_layer_decode(call)
 

@@ -1,4 +1,4 @@
-"""The operators round the gated delta rule."""
+"""Operators of the parts around the gated delta rule."""
 
 from typing import Optional, Tuple
 
@@ -42,7 +42,7 @@ _causal_conv1d_fwd.register_autograd(conv_gradients, setup_context=save_conv)
 
 
 def causal_conv1d(*args) -> Tuple[Tensor, Optional[Tensor]]:
-    """args: the operator's."""
+    """The convolution over a prompt; args are those of the operator."""
 
     def op(*args):
         *_, return_final_states = args
@@ -80,7 +80,7 @@ def _(x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, nu
 
 
 def causal_conv1d_update(*args) -> Tensor:
-    """args: the operator's."""
+    """The convolution of the next tokens; args are those of the operator."""
 
     def op(*args):
         *_, out = args
@@ -107,7 +107,7 @@ _rms_norm_gated_fwd.register_autograd(norm_gradients, setup_context=save_norm)
 
 
 def rms_norm_gated(*args) -> Tensor:
-    """args: the operator's."""
+    """The gated norm; args are those of the operator."""
     return run(
         FAMILY, "rms_norm_gated_fwd", _rms_norm_gated_fwd, reference.rms_norm_gated_fwd, args
     )

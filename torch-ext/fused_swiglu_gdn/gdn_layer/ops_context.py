@@ -1,9 +1,10 @@
-"""The short convolution over sequences that several processes hold (docs/parallel.md).
+"""The short convolution over sequences that are split among ranks (docs/parallel.md).
 
-A piece of a sequence starts from the W - 1 inputs before it. Processes tell each other the last
-W - 1 of their outgoing pieces, the *tails*; one of fewer tokens passes on what came before it. In
-the backward they tell each other the gradients of what they have read, and add those that are
-theirs. One function holds all of it, as gdn/ops_context.py says.
+A local segment starts from the W - 1 inputs before it. Ranks all-gather the last W - 1 inputs of
+their outgoing segments, the *tails*; a segment of fewer tokens passes on inputs from before it. In
+the backward they all-gather the gradients of the inputs they have read, and each rank adds those of
+its own tokens. One autograd function contains all of it, for the reason given in
+gdn/ops_context.py.
 """
 
 from typing import List, NamedTuple, Optional, Tuple
@@ -23,7 +24,7 @@ FAMILY = "gdn_layer.layer"
 
 
 class Source(NamedTuple):
-    """Columns of a piece's tail that are columns of the history of one behind it."""
+    """Columns of one segment's tail that are columns of a later segment's history."""
 
     piece: Piece
     tail: slice
@@ -31,7 +32,8 @@ class Source(NamedTuple):
 
 
 def sources(before: List[Piece], taps: int) -> List[Source]:
-    """Where the taps - 1 inputs before a piece come from; `before` are those of its sequence."""
+    """Sources of the taps - 1 inputs before a segment; `before` are the earlier segments of its
+    sequence."""
     found, have = [], taps - 1
     for at in range(len(before) - 1, -1, -1):
         # the tail of the first holds what came before the sequence, too
@@ -42,41 +44,42 @@ def sources(before: List[Piece], taps: int) -> List[Source]:
     return [source for source in found if source.history.stop > source.history.start]
 
 
-class Asked(NamedTuple):
-    """What a piece behind asks of a tail here: columns of the gradient of its history."""
+class Request(NamedTuple):
+    """A later segment's request to a local tail: columns of the gradient of its history."""
 
     slot: Slot
     tail: slice
     history: slice
 
 
-def _heard(cp: CpContext, place: int, taps: int) -> List[Source]:
-    """Where the inputs before a piece here come from."""
-    return cp.once(("heard", place, taps), lambda: sources(cp.chain(cp.pieces[place])[0], taps))
+def _sources_of(cp: CpContext, place: int, taps: int) -> List[Source]:
+    """Sources of the inputs before a local segment."""
+    return cp.once(("sources", place, taps), lambda: sources(cp.chain(cp.pieces[place])[0], taps))
 
 
-def _asked(cp: CpContext, place: int, taps: int) -> List[Asked]:
-    """What pieces behind it ask of a piece here."""
+def _requests_of(cp: CpContext, place: int, taps: int) -> List[Request]:
+    """Requests of later segments to a local segment."""
     piece = cp.pieces[place]
 
-    def make() -> List[Asked]:
+    def make() -> List[Request]:
         return [
-            Asked(cp.plan.incoming[other], source.tail, source.history)
+            Request(cp.plan.incoming[other], source.tail, source.history)
             for other in cp.chain(piece)[1]
             for source in sources(cp.chain(other)[0], taps)
             if source.piece == piece
         ]
 
-    return cp.once(("asked", place, taps), make)
+    return cp.once(("requests", place, taps), make)
 
 
 def _histories(x: Tensor, taps: int, initial: Optional[Tensor], cp: CpContext) -> Optional[Tensor]:
-    """The inputs before each piece here, [pieces, D, W - 1], from x [1, D, T]; None are zeros."""
+    """The inputs before each local segment, [pieces, D, W - 1], from x [1, D, T]; None stands for
+    zeros."""
     D, history = x.shape[1], None
     if initial is not None:
         first = cp.marks(cp.plan.incoming, x.device).view(-1, 1, 1)
         history = initial.masked_fill(~first, 0).to(x.dtype)
-    own = x.new_empty(cp.plan.slots_out, D, taps - 1)  # what no piece fills nobody reads
+    own = x.new_empty(cp.plan.slots_out, D, taps - 1)  # slots of no segment are not read
     for number, place in enumerate(cp.subset("outgoing", x.device).places):
         start, stop = cp.bounds[place], cp.bounds[place + 1]
         tokens = x[0, :, max(start, stop - taps + 1) : stop]  # [D, up to W - 1]
@@ -84,27 +87,29 @@ def _histories(x: Tensor, taps: int, initial: Optional[Tensor], cp: CpContext) -
             before = x.new_zeros(D, taps - 1) if history is None else history[place]
             tokens = torch.cat([before, tokens], -1)[:, 1 - taps :]
         own[number] = tokens
-    told = all_gather(own, cp.group)  # [P, slots, D, W - 1]
+    gathered = all_gather(own, cp.group)  # [P, slots, D, W - 1]
     incoming = cp.subset("incoming", x.device).places
     if not incoming:
         return history
-    if len(cp.pieces) == len(_heard(cp, incoming[0], taps)) == 1:
-        rank, number = cp.plan.outgoing[_heard(cp, 0, taps)[0].piece]
-        return told[rank, number : number + 1]
+    if len(cp.pieces) == len(_sources_of(cp, incoming[0], taps)) == 1:
+        rank, number = cp.plan.outgoing[_sources_of(cp, 0, taps)[0].piece]
+        return gathered[rank, number : number + 1]
     if history is None:
         history = x.new_zeros(len(cp.pieces), D, taps - 1)
     for place in incoming:
-        for piece, tail, columns in _heard(cp, place, taps):
+        for piece, tail, columns in _sources_of(cp, place, taps):
             rank, number = cp.plan.outgoing[piece]
-            history[place, :, columns] = told[rank, number, :, tail]
+            history[place, :, columns] = gathered[rank, number, :, tail]
     return history
 
 
 def _return(
-    d_history: Optional[Tensor], dx: Tensor, taps: int, cp: CpContext, asks_initial: bool
+    d_history: Optional[Tensor], dx: Tensor, taps: int, cp: CpContext, needs_initial: bool
 ) -> Tuple[Tensor, Optional[Tensor]]:
-    """Adds to dx [1, D, T] what other pieces ask of the tails here; gives that and the gradient of
-    the initial states [pieces, D, W - 1], if that is asked for."""
+    """Adds the gradients that other segments have for local tails to dx [1, D, T].
+
+    Returns dx and the gradient of the initial states [pieces, D, W - 1], if requested.
+    """
     incoming = cp.subset("incoming", dx.device)
     if len(incoming.places) == len(cp.pieces) == cp.plan.slots_in:
         own = d_history
@@ -112,22 +117,24 @@ def _return(
         own = dx.new_empty(cp.plan.slots_in, dx.shape[1], taps - 1)
         if incoming.places:
             own[: len(incoming.places)] = incoming.rows_of(d_history)
-    told = all_gather(own, cp.group)  # [P, slots, D, W - 1]
+    gathered = all_gather(own, cp.group)  # [P, slots, D, W - 1]
     d_initial = None
-    if asks_initial:
+    if needs_initial:
         first = cp.marks(cp.plan.incoming, dx.device).view(-1, 1, 1)
         d_initial = d_history.masked_fill(~first, 0)
     for place in cp.subset("outgoing", dx.device).places:
         start, stop = cp.bounds[place], cp.bounds[place + 1]
-        everything = _asked(cp, place, taps)
+        everything = _requests_of(cp, place, taps)
         if len(everything) == 1 and stop - start >= taps - 1:
             (rank, number), tail, columns = everything[0]
             at = stop - taps + 1
-            dx[0, :, at + tail.start : at + tail.stop].add_(told[rank, number, :, columns])
+            dx[0, :, at + tail.start : at + tail.stop].add_(gathered[rank, number, :, columns])
             continue
-        asked = told.new_zeros(told.shape[2:], dtype=torch.promote_types(dx.dtype, torch.float32))
+        asked = gathered.new_zeros(
+            gathered.shape[2:], dtype=torch.promote_types(dx.dtype, torch.float32)
+        )
         for (rank, number), tail, columns in everything:
-            asked[:, tail] += told[rank, number, :, columns]
+            asked[:, tail] += gathered[rank, number, :, columns]
         count = min(stop - start, taps - 1)
         latest = dx[0, :, stop - count : stop]
         latest.copy_(latest + asked[:, taps - 1 - count :])
@@ -158,12 +165,12 @@ class _Convolution(torch.autograd.Function):
 
 
 def _lengths(cp: CpContext, x: Tensor) -> Optional[Tensor]:
-    """cu_seqlens of the pieces here, where there are several."""
+    """cu_seqlens of the local segments, or None for a single one."""
     return cp.lengths_on(x.device) if len(cp.pieces) > 1 else None
 
 
 def conv_forward(cp, activation, has_final, x, weight, bias, initial) -> tuple:
-    """y [1, D, T], the last inputs of each piece or None, and the inputs before each piece."""
+    """y [1, D, T], the last inputs of each segment or None, and the inputs before each segment."""
     taps, history = weight.shape[1], initial
     if cp.plan.chains:
         history = _histories(x, taps, initial, cp)
@@ -175,7 +182,7 @@ def conv_forward(cp, activation, has_final, x, weight, bias, initial) -> tuple:
     return y, final if has_final else None, history
 
 
-def conv_backward(cp, history, asks_initial, x, weight, bias, activation, dy, d_final) -> tuple:
+def conv_backward(cp, history, needs_initial, x, weight, bias, activation, dy, d_final) -> tuple:
     """Gradients of x, weight, bias and the initial states."""
     taps = weight.shape[1]
     if cp.tokens:
@@ -187,14 +194,14 @@ def conv_backward(cp, history, asks_initial, x, weight, bias, activation, dy, d_
         dx, dweight, d_history = torch.empty_like(x), torch.zeros_like(weight), history
         dbias = None if bias is None else torch.zeros_like(bias)
     if cp.plan.chains:
-        dx, d_history = _return(d_history, dx, taps, cp, asks_initial)
+        dx, d_history = _return(d_history, dx, taps, cp, needs_initial)
     return dx, dweight, dbias, d_history
 
 
 def causal_conv1d_context(
     x, weight, bias, activation, initial_states, has_final: bool, cp: CpContext
 ) -> Tuple[Tensor, Optional[Tensor]]:
-    """y [1, D, T] and the last inputs of each piece here, or None."""
+    """y [1, D, T] and the last inputs of each local segment, or None."""
     args = (cp, activation, has_final, x, weight, bias, initial_states)
     if needs_grad((x, weight, bias, initial_states)):
         return _Convolution.apply(*args)

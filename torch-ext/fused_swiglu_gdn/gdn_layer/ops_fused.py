@@ -1,4 +1,4 @@
-"""The operators of a whole layer's fused kernels; the layers alone call them."""
+"""Operators of a layer's fused kernels, for layers."""
 
 from typing import Optional, Tuple
 
@@ -41,7 +41,7 @@ _gdn_layer_prologue.register_autograd(prologue_gradients, setup_context=save_pro
 
 
 def gdn_layer_prologue(*args) -> Tuple[Tensor, Optional[Tensor]]:
-    """args: the operator's."""
+    """The convolution of q, k and v; args are those of the operator."""
     *_, final_width = args
 
     def op(*args):
@@ -76,5 +76,5 @@ def gdn_layer_decode(call: LayerDecode) -> Tensor:
 
 
 def plan_gdn_layer_decode(call: LayerDecode):
-    """What serves eager calls of gdn_layer_decode like this one, from their tensors, or None."""
+    """Returns a function of the tensors for eager calls that match this one, or None."""
     return plan(FAMILY, "gdn_layer_decode", (call,), written=(call.conv_state, call.state))

@@ -1,4 +1,4 @@
-"""The gradients of the operators round the gated delta rule."""
+"""Gradients of the operators around the gated delta rule."""
 
 from typing import Optional, Tuple
 

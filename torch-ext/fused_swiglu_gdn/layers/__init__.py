@@ -1,4 +1,4 @@
-"""What `kernels` and transformers swap into models, looked up here by name: forwards alone."""
+"""Layers that `kernels` and transformers look up by name; they contain forwards alone."""
 
 from .functions import (
     FusedRMSNormGated,
@@ -26,5 +26,5 @@ __all__ = [
 
 
 def __dir__():
-    """What kernels and transformers look up; the modules behind it may change."""
+    """The names that kernels and transformers look up; the modules behind them may change."""
     return [*__all__, "__all__", "__doc__", "__file__", "__name__"]

@@ -1,4 +1,4 @@
-"""Which activation of fused_swiglu a model's activation is."""
+"""Maps a model's activation to the name of fused_swiglu's activation."""
 
 import functools
 import sys
@@ -31,7 +31,8 @@ _known[nn.GELU] = _Known("gelu_tanh", nn.GELU.forward)
 
 
 def _meet(kind: type) -> Optional[_Known]:
-    """A class of transformers.activations with the forward that its file has."""
+    """The entry of a class of transformers.activations whose forward is that of its file, or
+    None."""
     module = sys.modules.get("transformers.activations")
     name = _OF_TRANSFORMERS.get(kind.__name__)
     if name is None or getattr(module, kind.__name__, None) is not kind:
@@ -43,7 +44,7 @@ def _meet(kind: type) -> Optional[_Known]:
 
 
 def activation_of(function) -> Optional[str]:
-    """The name that fused_swiglu has for an activation; None for one that it has not."""
+    """The name that fused_swiglu has for an activation, or None."""
     if not isinstance(function, nn.Module):
         return _of_function(function)
     kind = type(function)
@@ -67,12 +68,13 @@ def activation_of(function) -> Optional[str]:
 
 
 def _is_bound(forward: object, own: Callable) -> bool:
-    """`kernels` puts the class's own forward on the instance where it has no kernel."""
+    """True if the instance holds its class's own forward, which `kernels` sets if it has no
+    kernel."""
     return getattr(forward, "__func__", None) is own
 
 
 def _by_tanh(attributes: dict) -> bool:
-    """A GELU takes the tanh form where its class leaves that to the instance."""
+    """True if a GELU uses the tanh form, if its class leaves that to the instance."""
     if "approximate" in attributes:  # nn.GELU
         return attributes["approximate"] == "tanh"
     return "act" not in attributes or _of_function(attributes["act"]) == "gelu_tanh"

@@ -1,4 +1,4 @@
-"""Attention modules: what surrounds the attention function, which stays the user's own choice.
+"""Attention modules: everything around the attention function, which remains the user's choice.
 
 Sizes: B rows, T tokens, HQ and HK heads, D head dim, R rotary dim, S slots of a cache.
 """
@@ -33,7 +33,7 @@ NOT_PLAIN = ("cache", "output_attentions", "position_bias", "softcap")
 
 
 class Heads(NamedTuple):
-    """How queries and keys are made from their projections."""
+    """The computation of queries and keys from their projections."""
 
     gated: bool  # the second half of each head of q_proj is a gate on what attention gives
     norm: str  # over which width queries and keys are normed: "none", "head", "all"
@@ -41,7 +41,7 @@ class Heads(NamedTuple):
 
 
 class AttentionForm(NamedTuple):
-    """A class of attention modules, and which of our forms its forward is."""
+    """A class of attention modules, and the form of its forward."""
 
     kind: type
     pinned: Pinned
@@ -74,12 +74,12 @@ class AttentionForm(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: AttentionForm) -> Callable:
-    """A forward for the modules of a class: ours, or the class's own where that differs."""
+    """Returns a forward for the modules of a class: ours, or the class's own for other calls."""
     return forward_by(form, Attention(form).served, "Attention")
 
 
 class Attention:
-    """What a form says, made ready for calls."""
+    """A form, prepared for calls."""
 
     def __init__(self, form: AttentionForm):
         self.form = form
@@ -93,7 +93,7 @@ class Attention:
         self.width = 2 * form.D if form.heads.gated else form.D
 
     def updated(self, past, k: torch.Tensor, v: torch.Tensor, index, *call) -> tuple:
-        """Keys and values of the cache, with those of these tokens."""
+        """Keys and values of the cache after an update with those of these tokens."""
         if not call:
             return past.update(k, v, index)
         more, words = self.updates.made(*call).values(), self.updates_with.made(*call)
@@ -102,7 +102,7 @@ class Attention:
     def served(
         self, attention: nn.Module, x: torch.Tensor, given: dict, rest: dict
     ) -> Optional[tuple]:
-        """What the module gives for these arguments; None if it has to compute that itself."""
+        """The module's output for these arguments, or None if the class's own forward must run."""
         form, D = self.form, self.form.D
         plain = x.ndim == 3 and not torch.is_autocast_enabled(x.device.type)
         if not (plain and form.pinned.unchanged(attention) and has_values(attention, form.guards)):
@@ -163,8 +163,8 @@ class Attention:
 
 
 def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tuple]:
-    """cos and sin as fused_qk_norm_rope takes them, both None where there is no rotary embedding;
-    None where they do not fit."""
+    """cos and sin for fused_qk_norm_rope, both None without rotary embedding; None if they do not
+    fit."""
     rotary = form.heads.rotary
     if rotary is None:
         return None, None
@@ -188,7 +188,7 @@ def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tu
 
 
 def _norms(form: AttentionForm, parts: dict, x: torch.Tensor, D: int) -> Optional[dict]:
-    """How queries and keys are normed where they are, as fused_qk_norm_rope takes it."""
+    """Keyword arguments of fused_qk_norm_rope for the norms of queries and keys, or None."""
     q, k = parameters_of_norm(parts[form.q_norm]), parameters_of_norm(parts[form.k_norm])
     if q is None or k is None or q[1:] != k[1:] or q[0] is None or k[0] is None:
         return None
@@ -207,7 +207,7 @@ def _norms(form: AttentionForm, parts: dict, x: torch.Tensor, D: int) -> Optiona
 
 
 def _slots(cache, index: int, k: torch.Tensor):
-    """The layer of a static cache, if its slots are all that updating it with k would change."""
+    """The layer of a static cache if an update with k changes its slots alone, or None."""
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or type(cache) not in (caches.Cache, caches.StaticCache):
         return None
@@ -231,7 +231,7 @@ def _slots(cache, index: int, k: torch.Tensor):
 
 
 def _by_mask(function, q, mask, words: dict, rest: dict) -> bool:
-    """`function` is SDPA with no more than a mask, and a kernel of ours can stand in for it."""
+    """True if `function` is SDPA with at most a mask, and a kernel can replace it."""
     if mask is None or q.dtype not in SIXTEEN or q.shape[-1] > 256 or mask.ndim != 4:
         return False
     sdpa = sys.modules.get("transformers.integrations.sdpa_attention")

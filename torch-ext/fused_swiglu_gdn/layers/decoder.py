@@ -1,7 +1,7 @@
-"""Decoder layers with a norm before the MLP or after mixer and MLP: it is one with the sum before
-or after it.
+"""Decoder layers with a norm before the MLP, or after mixer and MLP, fused with the residual's
+addition.
 
-What a layer returns is the true hidden state, for whoever looks at it.
+A layer returns the true hidden state, so that hooks and callers see the usual values.
 """
 
 import functools
@@ -17,7 +17,7 @@ from .words import Word, Words
 
 
 class Call(NamedTuple):
-    """How a layer calls one of its parts."""
+    """The arguments with which a layer calls one of its parts."""
 
     place: Optional[str]  # the keyword of the hidden states; None: the first by position
     after: Tuple[Word, ...]  # what else it gets by position
@@ -54,12 +54,12 @@ class LayerForm(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: LayerForm) -> Callable:
-    """A forward for the layers of a class: ours, or the class's own where that differs."""
+    """Returns a forward for the layers of a class: ours, or the class's own for other calls."""
     return forward_by(form, Decoder(form).served, "DecoderLayer")
 
 
 class Decoder:
-    """What a form says, made ready for calls."""
+    """A form, prepared for calls."""
 
     def __init__(self, form: LayerForm):
         self.form = form
@@ -68,7 +68,7 @@ class Decoder:
     def served(
         self, layer: nn.Module, x: torch.Tensor, given: dict, rest: dict
     ) -> Optional[torch.Tensor]:
-        """What the layer gives for these arguments; None if it has to compute that itself."""
+        """The layer's output for these arguments, or None if the class's own forward must run."""
         form = self.form
         if not form.pinned.unchanged(layer):
             return None
@@ -121,13 +121,13 @@ class Part:
 
 
 def _normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """norm(x), without the call of a module where that does no more."""
+    """norm(x), without a call of the module if that call does nothing else."""
     found = parameters_of_norm(norm)
     return norm(x) if found is None or not fits(x, found[0]) else normed(x, found)
 
 
 def _found(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> Optional[tuple]:
-    """What rms_norm takes, if that is all that calling the norm does and the sum fits into it."""
+    """Arguments of rms_norm, if the call of the norm does nothing else and the sum fits into it."""
     found = parameters_of_norm(norm)
     if found is None or type(x) is not type(residual) or x.dtype is not residual.dtype:
         return None
@@ -135,7 +135,7 @@ def _found(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> Optional
 
 
 def _added_and_normed(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor):
-    """norm(residual + x) and residual + x, in one launch if that is all that calling it does."""
+    """norm(residual + x) and residual + x, in one launch if the norm's call does nothing else."""
     found = _found(norm, x, residual)
     if found is not None:
         return normed(x, found, residual)

@@ -1,4 +1,4 @@
-"""The forward of served modules that take hidden states among other arguments."""
+"""The forward of replaced modules that take hidden states among other arguments."""
 
 from typing import Callable, FrozenSet, NamedTuple, Optional, Tuple
 
@@ -10,7 +10,7 @@ PLAIN_VALUES = (bool, int, float, str)
 
 
 class Arguments(NamedTuple):
-    """The arguments of a class's forward, and which of them are the hidden states."""
+    """The arguments of a class's forward, with the role of the hidden states."""
 
     positional: Tuple[str, ...]  # in their order
     names: FrozenSet[str]  # all that the forward has a name for
@@ -65,7 +65,7 @@ def forward_by(form, serve: Callable, name: str, compiled: Optional[bool] = None
 
 
 def is_same(value: object, default: object) -> bool:
-    """The very same, or a number, flag or word of the same type that is equal."""
+    """True for the same object, or for equal numbers, flags or strings of the same type."""
     if value is default:
         return True
     return type(value) is type(default) and type(value) in PLAIN_VALUES and value == default

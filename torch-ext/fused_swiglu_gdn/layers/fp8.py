@@ -20,7 +20,7 @@ from ..fp8.product import product_of, quantise, silu_mul_quantise
 from ..runtime import dispatch
 from .pinned import Pinned
 from .plain import PLAIN_TENSORS, is_plain
-from .untouched import untouched
+from .untouched import torch_unpatched
 
 
 class Fp8Form(NamedTuple):
@@ -52,7 +52,7 @@ def takes(x: torch.Tensor, compiling: Optional[bool] = None) -> bool:
         return False
     if type(x) not in PLAIN_TENSORS or x.dtype is not torch.bfloat16:
         return False
-    if not dispatch.serves(*MULTIPLY, x, False) or not untouched(False):
+    if not dispatch.serves(*MULTIPLY, x, False) or not torch_unpatched(False):
         return False
     return not x.is_nested and x.numel() > 0 and not torch._C._len_torch_dispatch_stack()
 

@@ -1,8 +1,8 @@
-"""Drop-ins for the functions and the norm that transformers asks of other kernel repositories.
+"""Drop-ins for the functions and the norm that transformers loads from other kernel repositories.
 
 The names are transformers' own (integrations/hub_kernels.py), and so are the signatures: a layer of
-the mapping must have the parameters of what it replaces. Callers hand down whatever keyword
-arguments the model was called with; those of packed sequences are used, the rest is dropped.
+the mapping must have the parameters of the one it replaces. Callers pass on all keyword arguments
+of the model's call; those of packed sequences are used, the rest is ignored.
 """
 
 import torch
@@ -15,20 +15,21 @@ from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
 
 
 def packed_lengths(kwargs):
-    """The cumulative lengths [N + 1] of a packed batch by any name that callers have for it."""
+    """The cumulative lengths [N + 1] of a packed batch, under any name that callers use."""
     lengths = kwargs.get("cu_seqlens")
     return kwargs.get("cu_seq_lens_q") if lengths is None else lengths
 
 
 def convolved(activation, convolution):
-    """convolution(activation), where the kernel has the activation, else the two after another."""
+    """convolution(activation) if the kernel has the activation, else the two one after the
+    other."""
     if activation in OF_CONVOLUTION:
         return convolution(activation)
     return named_activation(activation)(convolution(None))
 
 
 def normed_and_gated(norm, x, gate):
-    """What the forward of a model's RMSNormGated `norm` gives for x and gate [..., D]."""
+    """The output of a model's RMSNormGated `norm` for x and gate [..., D]."""
     weight, eps = norm.weight, norm.variance_epsilon
     activation = getattr(norm, "activation", "silu")
     if activation in OF_GATED_NORM:
@@ -38,7 +39,7 @@ def normed_and_gated(norm, x, gate):
 
 
 def named_activation(name):
-    """Any other activation that a transformers config can name."""
+    """The function of any other activation that a transformers config can name."""
     from transformers.activations import ACT2FN
 
     return ACT2FN[name]

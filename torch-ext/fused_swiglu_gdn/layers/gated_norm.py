@@ -1,4 +1,4 @@
-"""Whether reading a gated norm's weight is the same as calling the norm."""
+"""Checks that calling a gated norm is equivalent to reading its weight."""
 
 from types import MethodType, SimpleNamespace
 from typing import Dict
@@ -11,16 +11,16 @@ from ..runtime.checks import FLOATING
 from .functions import FusedRMSNormGated
 from .own_code import NotOwn, OwnCode, own_code
 from .plain import PLAIN_TENSORS, why_hooked
-from .untouched import untouched
+from .untouched import torch_unpatched
 
 _norms: Dict[type, OwnCode] = {}
 _others: Dict[type, object] = {}  # classes that are not, with their forwards
 
 
 def is_gated_norm(norm: nn.Module) -> bool:
-    """Calling the norm gives weight * x / rms(x) * act(gate), and nothing more happens.
+    """True if calling the norm computes weight * x / rms(x) * act(gate) and nothing else.
 
-    It is of a class of transformers' with its own forward, whose values were compared with the
+    It is of a class of transformers with its own forward, whose values were compared with the
     formula; there are no hooks, and no forward on the instance but its class's or ours.
     """
     kind = type(norm)
@@ -38,7 +38,7 @@ def is_gated_norm(norm: nn.Module) -> bool:
         function = bound.__func__ if isinstance(bound, MethodType) else None
         if function is not kind.forward and function is not FusedRMSNormGated.forward:
             return False
-    if not untouched() or why_hooked(norm) is not None:
+    if not torch_unpatched() or why_hooked(norm) is not None:
         return False
     weight, eps = norm._parameters.get("weight"), norm.__dict__.get("variance_epsilon")
     if type(weight) not in PLAIN_TENSORS or weight.ndim != 1 or weight.dtype not in FLOATING:
@@ -61,7 +61,8 @@ def _recognised(kind: type) -> bool:
 
 
 def _is_the_formula(forward) -> bool:
-    """Told by small numbers; transformers rounds to fp32 inside."""
+    """True if the forward agrees with the formula on small inputs; transformers computes in
+    fp32."""
     x, gate, weight = torch.linspace(-3, 5, 15, device="cpu").view(3, 5).tensor_split(3)
     for eps in (1e-6, 0.5):
         norm = SimpleNamespace(weight=weight[0], variance_epsilon=eps, activation="silu")

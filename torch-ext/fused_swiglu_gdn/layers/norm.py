@@ -1,4 +1,4 @@
-"""RMSNorm modules, served by rms_norm."""
+"""RMSNorm modules, computed by rms_norm."""
 
 import functools
 from typing import Callable, Dict, NamedTuple, Optional, Tuple
@@ -12,7 +12,7 @@ from ..runtime import dispatch
 from ..runtime.checks import FLOATING
 from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS, is_plain
-from .untouched import untouched
+from .untouched import torch_unpatched
 
 
 class NormForm(NamedTuple):
@@ -33,13 +33,14 @@ FORMS: Dict[type, NormForm] = {}  # by the classes of served modules
 
 
 def does_nothing(module: nn.Module) -> bool:
-    """Calling the module gives what it is given."""
+    """True if the module returns its input."""
     kind = type(module)
     return (kind is nn.Identity or kind is nn.Dropout and not module.p) and is_plain(module)
 
 
 def parameters_of_norm(norm: nn.Module) -> Optional[tuple]:
-    """(weight, eps, casting_mode, offset) if calling the norm is rms_norm with these alone."""
+    """(weight, eps, casting_mode, offset) if calling the norm is rms_norm with these alone, else
+    None."""
     form = FORMS.get(type(norm))
     if form is None or form.checks or not is_plain(norm):
         return None
@@ -63,17 +64,17 @@ def _parameters(norm: nn.Module, form: NormForm) -> Optional[tuple]:
 
 
 def serves(x: torch.Tensor) -> bool:
-    """A kernel may serve rms_norm of x where torch does not compile, and nothing watches the calls
-    of modules."""
+    """True if a kernel may compute rms_norm of x: outside torch.compile, with unwatched module
+    calls."""
     if type(x) not in PLAIN_TENSORS or x.is_nested or x.dtype not in FLOATING:
         return False
-    return dispatch.serves(FAMILY, "rms_norm_fwd", x, False) and untouched(False)
+    return dispatch.serves(FAMILY, "rms_norm_fwd", x, False) and torch_unpatched(False)
 
 
 def normed(
     x: torch.Tensor, found: tuple, residual: Optional[torch.Tensor] = None, after: bool = False
 ):
-    """rms_norm with what parameters_of_norm found."""
+    """rms_norm with the result of parameters_of_norm."""
     weight, eps, casting_mode, offset = found
     return rms_norm(
         x, weight, eps, casting_mode=casting_mode, offset=offset, residual=residual, after=after
@@ -82,7 +83,8 @@ def normed(
 
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: NormForm) -> Callable:
-    """A forward for the modules of a class: rms_norm, or the class's own where that differs."""
+    """Returns a forward for the modules of a class: rms_norm, or the class's own for other
+    calls."""
     kind, argument = form.kind, form.argument
 
     def forward(self, *args, **kwargs):
@@ -102,7 +104,7 @@ def forward_of(form: NormForm) -> Callable:
 
 
 def fits(x: torch.Tensor, weight: Optional[torch.Tensor]) -> bool:
-    """rms_norm takes them; what does not fit is the norm's own to refuse."""
+    """True if rms_norm takes x and weight; otherwise the norm's own forward raises its error."""
     if weight is None:
         return x.ndim > 0
     return weight.ndim == 1 and x.shape[-1:] == weight.shape and x.device == weight.device

@@ -1,4 +1,4 @@
-"""What was looked at when a module was recognised, and may be changed afterwards."""
+"""Pins what a module was recognised by, to detect later changes."""
 
 from types import CodeType, FunctionType
 from typing import Optional, Tuple
@@ -11,7 +11,7 @@ from .own_code import NotOwn, codes_in, look_at_torch
 
 
 class Pinned:
-    """The functions that a forward consists of."""
+    """The functions of which a forward consists."""
 
     patched: Optional[str] = None  # what had been patched before
 
@@ -24,7 +24,7 @@ class Pinned:
         self.names, self.codes, self.methods = names, codes, methods
 
     def unchanged(self, module: Optional[nn.Module] = None) -> bool:
-        """Nobody has patched them since, nor given this module methods of its own."""
+        """True if none has been patched since, and the module has no methods of its own."""
         if module is not None:
             for name in self.methods:
                 if name in module.__dict__:
@@ -39,8 +39,10 @@ class Pinned:
 
 
 def torchs_own(function: FunctionType) -> Pinned:
-    """What a function finds in its module and in torch by the names in its code, as that is at
-    present; `patched` says for which of torch's functions somebody else's stands, if any."""
+    """Pins the names in a function's code that are found in its module and in torch.
+
+    `patched` says which of torch's functions is replaced at present, if any.
+    """
     names = sorted({name for code in codes_in(function.__code__) for name in code.co_names})
     spaces = function.__globals__, vars(torch), vars(F)
     values = tuple(
@@ -57,7 +59,7 @@ def torchs_own(function: FunctionType) -> Pinned:
 
 
 def found_at(module: nn.Module, path: str) -> object:
-    """The attribute of a module at "config.use_rope"; None where there is none."""
+    """The attribute of a module at a path such as "config.use_rope", or None."""
     value = module
     for name in path.split("."):
         value = getattr(value, name, None)
@@ -65,7 +67,7 @@ def found_at(module: nn.Module, path: str) -> object:
 
 
 def has_values(module: nn.Module, guards: Tuple[Tuple[str, object], ...]) -> bool:
-    """The module's attributes are those by which it was recognised."""
+    """True if the module's attributes still have the values by which it was recognised."""
     attributes = module.__dict__
     for path, value in guards:
         found = attributes[path] if path in attributes else found_at(module, path)

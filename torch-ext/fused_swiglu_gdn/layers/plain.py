@@ -1,7 +1,7 @@
-"""Whether reading a module's weight is the same as calling the module.
+"""Checks that calling a module is equivalent to reading its weight.
 
-A layer replaces a forward, so it meets whatever else was done to the model: adapters, quantized or
-sharded weights, hooks. Each function gives the reason why not, or None if all is plain.
+A layer replaces a forward, so it meets all other changes to the model: adapters, quantized or
+sharded weights, hooks. Functions `why_...` return the reason against it, or None.
 """
 
 from typing import Optional, Tuple
@@ -15,9 +15,9 @@ PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
 
 
 def told(x: object, name: str) -> object:
-    """x.name as torch itself knows it of any tensor; None where there is none, or nobody tells.
+    """x.name, bypassing the tensor's class; None if there is no such attribute or it raises.
 
-    What a tensor's class makes of such a question is its own: it may raise.
+    Subclasses of Tensor may answer such a question in their own way, or raise.
     """
     try:
         with torch._C.DisableTorchFunctionSubclass():
@@ -27,7 +27,7 @@ def told(x: object, name: str) -> object:
 
 
 def why_hooked(module: nn.Module) -> Optional[str]:
-    """Calling the module does more than its class's forward."""
+    """Reason if calling the module does more than its class's forward, or None."""
     attributes = module.__dict__
     if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
         return "has forward hooks"
@@ -39,7 +39,7 @@ def why_hooked(module: nn.Module) -> Optional[str]:
 
 
 def why_not_tensor(x: Optional[torch.Tensor]) -> Optional[str]:
-    """x is sharded, quantized or without data."""
+    """Why x is not a plain dense tensor, or None."""
     if x is None:
         return None
     if type(x) not in PLAIN_TENSORS:
@@ -54,7 +54,7 @@ def why_not_tensor(x: Optional[torch.Tensor]) -> Optional[str]:
 
 
 def why_not_linear(module: Optional[nn.Module]) -> Optional[str]:
-    """The module is not just x @ weight.T + bias."""
+    """Why the module is not just x @ weight.T + bias, or None."""
     if type(module) is not nn.Linear:
         return f"is a {type(module).__module__}.{type(module).__name__}, not nn.Linear"
     attributes = module.__dict__
@@ -78,9 +78,9 @@ def why_not_linear(module: Optional[nn.Module]) -> Optional[str]:
 def parameters_of(
     module: Optional[nn.Module],
 ) -> Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
-    """The weight and the bias, if calling the module is no more than a product with them.
+    """The weight and the bias if calling the module is only a product with them, else None.
 
-    What why_not_linear says in words, for every call; dtypes and devices are the product's to tell.
+    It makes the checks of why_not_linear, at every call, except for dtypes and devices.
     """
     if type(module) is not nn.Linear:
         return None
@@ -107,7 +107,7 @@ def parameters_of(
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Calling the module does no more than the forward of its class."""
+    """True if calling the module does no more than the forward of its class."""
     attributes = module.__dict__
     return not (
         attributes["_forward_hooks"]
@@ -122,7 +122,7 @@ def is_plain(module: nn.Module) -> bool:
 
 
 def same_dtype(x: torch.Tensor, *weights: Optional[torch.Tensor]) -> bool:
-    """x can be multiplied with the weights, or autocast will see to it."""
+    """True if x can be multiplied with the weights, or autocast converts them."""
     if type(x) not in PLAIN_TENSORS:
         return False
     dtype = x.dtype

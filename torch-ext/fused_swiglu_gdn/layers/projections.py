@@ -1,4 +1,4 @@
-"""Several projections of one tensor: each called, or all in one launch."""
+"""Several projections of one tensor: by calls of the modules, or in one launch."""
 
 from typing import List, Optional
 
@@ -10,15 +10,19 @@ from ..projection.project import project
 from ..runtime import dispatch
 from . import fp8
 from .plain import parameters_of
-from .untouched import untouched
+from .untouched import torch_unpatched
 
 
 def projections(
     x: torch.Tensor, *linears: nn.Module, compiling: Optional[bool] = None
 ) -> List[torch.Tensor]:
-    """linear(x) for each; for a few tokens in one launch, if reading their weights is enough. For
-    FP8Linears x is quantised once."""
-    if dispatch.serves("projection.project", "project_fwd", x, compiling) and untouched(compiling):
+    """linear(x) for each linear.
+
+    A few tokens take one launch, if reading the weights is equivalent. For FP8Linears x is
+    quantised once.
+    """
+    served = dispatch.serves("projection.project", "project_fwd", x, compiling)
+    if served and torch_unpatched(compiling):
         weights = []
         for linear in linears:
             found = parameters_of(linear)
@@ -36,6 +40,6 @@ def projections(
 
 
 def projected(linear: nn.Module, x: torch.Tensor, compiling: Optional[bool] = None) -> torch.Tensor:
-    """linear(x) of x [B, T, K]; of a few tokens by launches that begin as the one before ends."""
+    """linear(x) of x [B, T, K]; few tokens by launches that overlap the previous one's end."""
     few = x.shape[0] * x.shape[1] <= MAX_TOKENS
     return projections(x, linear, compiling=compiling)[0] if few else linear(x)

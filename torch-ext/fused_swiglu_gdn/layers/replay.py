@@ -1,9 +1,9 @@
-"""Decoding that seldom writes a layer's state: kernelize(model, replay=16).
+"""Decoding with deferred state write-back in a layer: kernelize(model, replay=16).
 
 A cache layer of transformers has its states in `recurrent_states`, a dict that it reads itself to
-reset, reorder, offload and update them, and that anybody else may read. `HeldStates` stands in its
-place: its latest tokens are in a ring (gdn/api_replay.py), and they are written into the state
-before anybody gets it. So there is nothing that a reader has to know.
+reset, reorder, offload and update them, and that other code may read. `HeldStates` replaces that
+dict: its latest tokens are in a ring (gdn/api_replay.py), and they are added to the state before
+the state is read. So readers need no change.
 
 Sizes: B batch, H and HV heads, K and V head dims.
 """
@@ -28,8 +28,10 @@ _begins: ContextVar = ContextVar("rings begin", default=False)
 
 @contextlib.contextmanager
 def rings_begin():
-    """Layers that are called inside may begin with rings: what is a CUDA graph from the next token
-    on. The host takes longer to start five kernels than two, which a graph hides."""
+    """Allows layers that are called inside to begin with rings, because a CUDA graph follows.
+
+    The host takes longer to start five kernels than two, which a graph hides.
+    """
     token = _begins.set(True)
     try:
         yield
@@ -46,9 +48,9 @@ class _Held(NamedTuple):
 class HeldStates(MutableMapping):
     """`recurrent_states` of a cache layer, the state 0 of which is [B, HV, K, V].
 
-    A state that is read has all tokens in it. Copies and pickles are dicts of such states. Whoever
-    puts another tensor in its place (beam search and offloading do, after every token) ends what is
-    done here: the layer then decodes as it does without.
+    A state that is read includes all tokens. Copies and pickles are dicts of such states. If
+    another tensor is assigned in its place (beam search and offloading do that after every token),
+    the ring is dropped and the layer decodes as without it.
     """
 
     def __init__(self, states: dict, k: Tensor, rows: int):
@@ -91,7 +93,7 @@ class HeldStates(MutableMapping):
         return dict, (dict(self.items()),)
 
     def step(self, q, k, v, a, b, **options) -> Tensor:
-        """replay_gated_delta_rule for one token; the cursor moves on."""
+        """Runs replay_gated_delta_rule for one token, and advances the cursor."""
         state, ring, cursor = self.held
         o = gdn.replay_gated_delta_rule(q, k, v, a, b, state, ring, cursor, **options)
         gdn.advance_ring(cursor, ring)
@@ -99,7 +101,7 @@ class HeldStates(MutableMapping):
 
 
 def pays(state: Tensor) -> bool:
-    """Whether a token is faster with a ring than without."""
+    """True if a token is faster with a ring than without."""
     where, size = state.device, state.numel() * state.element_size()
     if not _begins.get() or state.dtype != torch.float32 or size < PAYS_FROM:
         return False
@@ -107,7 +109,8 @@ def pays(state: Tensor) -> bool:
 
 
 def held_states(layer, cached, k: Tensor) -> Optional[HeldStates]:
-    """What a layer decodes a token with, whose key is k [B, 1, H, K]; None: as without a ring."""
+    """The HeldStates of a layer for a token with key k [B, 1, H, K]; None to decode without a
+    ring."""
     rows = getattr(type(layer), "replay_rows", 0)
     if not rows or torch.compiler.is_compiling() or torch.is_autocast_enabled(k.device.type):
         return None

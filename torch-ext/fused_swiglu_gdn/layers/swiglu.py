@@ -1,7 +1,7 @@
 """MLPs with a gate: down(act(gate(x)) * up(x)).
 
-The kernels serve a call if reading the weights of the MLP's parts is all that calling them would
-do, and if they serve its device. Every other call runs the forward of the MLP's own class.
+A call uses kernels if they exist for its device and if calling the MLP's parts does nothing beyond
+a product with their weights. Every other call runs the forward of the MLP's own class.
 """
 
 import functools
@@ -22,13 +22,13 @@ from .activations import activation_of
 from .pinned import Pinned, has_values
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, why_hooked
 from .tensor_parallel import Shards, mlp_on_shards, shards
-from .untouched import untouched
+from .untouched import torch_unpatched
 
 DROPOUTS = (nn.Dropout, nn.Identity)  # which drop nothing in evaluation
 
 
 class Roles(NamedTuple):
-    """Which attributes of an MLP are what in down(act(gate(x)) * up(x))."""
+    """The attributes of an MLP by their role in down(act(gate(x)) * up(x))."""
 
     gate: str
     up: Optional[str]  # None: gate makes both, one half each
@@ -52,7 +52,7 @@ def activation(mlp: nn.Module, roles: Roles) -> Optional[str]:
 
 
 def drops_out(mlp: nn.Module, roles: Roles) -> bool:
-    """Some of its values are dropped in a call now."""
+    """True if this call would drop values."""
     for name in roles.dropouts:
         dropout = mlp.__dict__["_modules"].get(name)
         if type(dropout) not in DROPOUTS or why_hooked(dropout) is not None:
@@ -65,7 +65,7 @@ def drops_out(mlp: nn.Module, roles: Roles) -> bool:
 
 
 def projections(mlp: nn.Module, roles: Roles) -> Optional[tuple]:
-    """w_gate, w_up, b_gate, b_up of an MLP whose projections are plain; else None."""
+    """w_gate, w_up, b_gate, b_up of an MLP whose projections are plain, else None."""
     modules = mlp.__dict__["_modules"]
     gate = parameters_of(modules.get(roles.gate))
     if gate is None:
@@ -81,7 +81,7 @@ def projections(mlp: nn.Module, roles: Roles) -> Optional[tuple]:
 
 
 def shards_of(mlp: nn.Module, roles: Roles) -> Optional[Shards]:
-    """The weights of an MLP that is sharded for tensor parallelism; else None."""
+    """The weights of an MLP that is sharded for tensor parallelism, else None."""
     if roles.up is None or roles.casts or roles.dropouts or roles.rates:
         return None
     modules = mlp.__dict__["_modules"]
@@ -123,13 +123,13 @@ def _of_wrapped(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Opt
 
 
 def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tensor]:
-    """What the MLP gives for x [..., K], by kernels; None if the MLP has to be called itself."""
+    """The MLP's output for x [..., K] by kernels, or None if the MLP itself must be called."""
     if type(x) not in PLAIN_TENSORS or not dispatch.serves("swiglu.forward", "swiglu_fwd", x):
         return None
     attributes = mlp.__dict__
     if roles.gate in attributes or roles.up in attributes or roles.down in attributes:
         return None  # they hide the modules of these names
-    if x.is_nested or not untouched() or drops_out(mlp, roles):
+    if x.is_nested or not torch_unpatched() or drops_out(mlp, roles):
         return None
     name, found = activation(mlp, roles), projections(mlp, roles)
     if name is None:
@@ -175,7 +175,8 @@ class Form(NamedTuple):
     roles: Roles
 
     def holds(self, mlp: nn.Module, x: torch.Tensor) -> bool:
-        """The class and the module are as they were recognised, and the forward does not raise."""
+        """True if the class and the module are as they were recognised, and the forward would not
+        raise."""
         if torch.compiler.is_compiling():  # what is pinned is a constant of the trace
             return not self.checks
         if not (self.pinned.unchanged(mlp) and has_values(mlp, self.guards)):
@@ -188,7 +189,8 @@ FORMS: Dict[type, Form] = {}  # what was recognised so far, for forwards that `k
 
 @functools.lru_cache(maxsize=1024)
 def forward_of(form: Form) -> Callable:
-    """A forward for the modules of a class: the kernels', or the class's own where they differ."""
+    """Returns a forward for the modules of a class: by kernels, or the class's own for other
+    calls."""
     kind, argument, roles = form.kind, form.argument, form.roles
 
     def forward(self, *args, **kwargs):
@@ -207,7 +209,7 @@ def forward_of(form: Form) -> Callable:
 
 
 def _serve_class(mlp: nn.Module, x: torch.Tensor, default: Roles) -> Optional[torch.Tensor]:
-    """serve() by what is known of the module's class, else by the names of `default`."""
+    """serve() for the form of the module's class, if known, else with the names of `default`."""
     form = FORMS.get(type(mlp))
     if form is None:
         if default.act not in mlp._modules and not hasattr(mlp, default.act):
@@ -229,8 +231,8 @@ class SwiGLUMLP(nn.Module):
     """down_proj(act_fn(gate_proj(x)) * up_proj(x)), both products and the gate in one launch.
 
     For the MLP of Llama, Mistral, Qwen2, Qwen3, Qwen3.5, OLMo and every other of that shape, with
-    biases or without. An activation, adapter, hook or weight that the kernel does not know is
-    left to the modules themselves.
+    or without biases. With an activation, adapter, hook or weight that the kernel does not support
+    the modules themselves are called.
 
     Shapes:
         x: [..., K] -> [..., K]
@@ -265,9 +267,9 @@ class SwiGLUGateUp(nn.Module):
 
 
 class _GateUpConversion:
-    """How a checkpoint's gate_proj and up_proj become gate_up_proj (and back, on saving).
+    """The conversion of a checkpoint's gate_proj and up_proj to gate_up_proj, and back for saving.
 
-    A descriptor, since a kernel may import transformers only when transformers asks for this.
+    It is a descriptor, since a kernel may import transformers only when transformers reads this.
     """
 
     def __get__(self, instance, owner):
@@ -284,7 +286,7 @@ class _GateUpConversion:
 
 
 class SwiGLUGateUpLayout(nn.Module):
-    """The parameters of SwiGLUGateUp: transformers builds this class in an MLP's place.
+    """The parameters of SwiGLUGateUp, which transformers builds in place of an MLP.
 
     With from_pretrained(..., kernel_config=KernelConfig({"LlamaMLP": "org/repo:SwiGLUGateUp"})).
     """

@@ -1,9 +1,9 @@
 """MLPs that transformers has sharded for tensor parallelism (`DistributedConfig(tp_plan="auto")`).
 
 gate and up hold rows [N / P, K] of their weights and down columns [D, N / P], as DTensors, and each
-has a forward that brings inputs and outputs into their placements. Together they come to
-sum over ranks of down_r(act(gate_r(x)) * up_r(x)): one sum in the forward, and one of x's gradient.
-What they are is told by those placements alone.
+has a forward that converts inputs and outputs to their placements. Together they compute sum over
+ranks of down_r(act(gate_r(x)) * up_r(x)): one sum in the forward, and one of x's gradient. They are
+recognised by those placements alone.
 """
 
 import operator
@@ -23,7 +23,7 @@ from .plain import PLAIN_TENSORS, why_hooked
 
 
 class Shards(NamedTuple):
-    """The weights of an MLP as DTensors, and the processes that share them."""
+    """The weights of an MLP as DTensors, and the group of ranks that share them."""
 
     w_gate: Tensor  # [N, K], this process has rows [N / P, K]
     w_up: Tensor  # [N, K], the same rows
@@ -34,14 +34,14 @@ class Shards(NamedTuple):
     group: object
 
     def local(self) -> Tuple[Optional[Tensor], ...]:
-        """This process's parts; their gradients become DTensors of the same placements."""
+        """Returns this rank's parts; their gradients become DTensors of the same placements."""
         return tuple([
             x.to_local(grad_placements=x.placements) if hasattr(x, "placements") else x
             for x in self[:6]
         ])  # fmt: skip
 
     def values(self) -> Tuple[Optional[Tensor], ...]:
-        """This process's parts, for calls without gradients: to_local takes 3 us for each."""
+        """Returns this rank's parts, for calls without gradients: to_local takes 3 us for each."""
         return tuple([getattr(x, "_local_tensor", x) for x in self[:6]])
 
 
@@ -95,8 +95,10 @@ def _shards(gate: nn.Linear, up: nn.Linear, down: nn.Linear) -> Optional[Shards]
 
 
 def _linear(module: nn.Linear) -> Optional[tuple]:
-    """weight, bias, placement of the input and of the output, if transformers has sharded it and
-    nothing else was done to it."""
+    """weight, bias, placement of the input and of the output of a sharded linear, or None.
+
+    The sharding must be transformers' and the module otherwise unchanged.
+    """
     attributes, parameters = module.__dict__, module._parameters
     forward, weight = attributes.get("forward"), parameters.get("weight")
     if not hasattr(weight, "placements"):
@@ -115,7 +117,7 @@ def _linear(module: nn.Linear) -> Optional[tuple]:
 
 
 def _from_all_to_shards(layouts) -> bool:
-    """From a replica to shards of the last dimension."""
+    """True for the layouts of a replica and of shards of the last dimension."""
     first, last = layouts
     return first.is_replicate() and last.is_shard() and last.dim == -1
 
@@ -133,12 +135,12 @@ def _is_replica(x: object) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """The DTensor has no further meaning: its shards are plain tensors."""
+    """True if the DTensor's shards are plain tensors."""
     return type(x.to_local().detach()) in PLAIN_TENSORS
 
 
 class _Copies(torch.autograd.Function):
-    """x, of which every process of the group has a copy: its gradient is the sum of theirs."""
+    """The identity of x, a copy of which is on every rank: its gradient is the sum over ranks."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -154,7 +156,7 @@ class _Copies(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of y over the processes, in place of y."""
+    """Sums y over the ranks, in place."""
 
     @staticmethod
     def forward(ctx, y, group):
@@ -168,7 +170,7 @@ class _Sum(torch.autograd.Function):
 
 
 def mlp_on_shards(x: Tensor, found: Shards, activation: str) -> Tensor:
-    """down(act(gate(x)) * up(x)), [..., K] -> [..., D], alike in all processes."""
+    """down(act(gate(x)) * up(x)), [..., K] -> [..., D], equal on all ranks."""
     if not torch.is_grad_enabled() and not torch.is_autocast_enabled(x.device.type):
         w_gate, w_up, w_down, b_gate, b_up, b_down = found.values()
         z = fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation=activation)

@@ -1,9 +1,9 @@
-"""Whether torch itself still does what it did, and whether nothing watches the calls of modules.
+"""Checks that torch is not patched and that nothing watches the calls of modules.
 
-A kernel that reads a module's weight does less than a call of the module where somebody patched
-nn.Linear or torch.nn.functional, registered a hook for all modules, traces, differentiates
-forwards, or entered a TorchFunctionMode other than that of torch.set_default_device. None of that
-leaves a trace on the module, so it is looked at in every call.
+A kernel that reads a module's weight does less than a call of the module if nn.Linear or
+torch.nn.functional is patched, if there is a hook for all modules, if torch traces or computes
+forward derivatives, or inside a TorchFunctionMode other than that of torch.set_default_device. None
+of this is visible on the module, so it is checked at every call.
 """
 
 from types import BuiltinFunctionType, FunctionType
@@ -23,14 +23,14 @@ _functorch = torch._C._functorch.peek_interpreter_stack  # None outside vmap, gr
 
 
 def is_torchs_own(function, file: str) -> bool:
-    """The function is a built-in one, or written in this file: no patch, no wrapper."""
+    """True if the function is a built-in one, or defined in this file: no patch, no wrapper."""
     if isinstance(function, FunctionType):
         return function.__code__.co_filename == file and not hasattr(function, "__wrapped__")
     return isinstance(function, BuiltinFunctionType)
 
 
 def why_patched() -> Optional[str]:
-    """torch had been patched before this package was imported."""
+    """Reason if torch had been patched before this package was imported, or None."""
     for name, function in (("linear", _LINEAR), ("silu", _SILU), ("relu", _RELU), ("gelu", _GELU)):
         if not is_torchs_own(function, F.__file__):
             return f"torch.nn.functional.{name} is patched"
@@ -41,9 +41,11 @@ def why_patched() -> Optional[str]:
     return None
 
 
-def untouched(compiling: Optional[bool] = None) -> bool:
-    """Reading a plain module's weight is, in this call, as good as calling the module; `compiling`
-    is what torch says of that, where the caller knows it."""
+def torch_unpatched(compiling: Optional[bool] = None) -> bool:
+    """True if reading a plain module's weight is equivalent to calling the module, in this call.
+
+    compiling: torch.compiler.is_compiling(), if the caller knows it.
+    """
     if (
         modules._global_forward_hooks
         or modules._global_forward_pre_hooks

@@ -1,4 +1,4 @@
-"""Arguments of calls that a served module makes: a table says where each of them comes from."""
+"""Tables of the arguments of calls that a replaced module makes, with the source of each."""
 
 import operator
 from typing import Iterable, NamedTuple, Optional, Tuple
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Word(NamedTuple):
-    """An argument of a call, and where its value comes from."""
+    """An argument of a call, and the source of its value."""
 
     name: str  # "" of one by position
     # "argument": one of the module's own call, or its default; "attribute", "parameter": the
@@ -19,7 +19,7 @@ class Word(NamedTuple):
 
 
 class Value:
-    """What a word that is an attribute or a constant says."""
+    """The value of a word that is an attribute or a constant."""
 
     def __init__(self, word: Optional[Word]):
         self.constant = None if word is None or word.how != "constant" else word.what
@@ -31,7 +31,7 @@ class Value:
 
 
 class Words:
-    """The arguments that a table says."""
+    """The arguments that a table describes."""
 
     def __init__(self, table: Iterable[Word]):
         table = tuple(table)

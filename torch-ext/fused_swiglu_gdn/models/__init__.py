@@ -1,4 +1,4 @@
-"""Which layer of which model is served by which of ours: in one call, or through `kernels`."""
+"""Recognises modules of models and replaces their forwards: directly, or through `kernels`."""
 
 from .apply import kernelize, restore
 from .experts import register_experts

@@ -49,21 +49,21 @@ def kernelize(
     cp_group=None,
     cp_attention: bool = True,
 ) -> Report:
-    """Serves every MLP, norm, attention module, decoder layer, Gated DeltaNet layer and module of
-    routed experts of a model that our layers and fused_experts compute the same.
+    """Replaces the forwards of modules that our layers and fused_experts compute.
 
-    Modules are recognised by what they are, not by the model's name; all others, and those that
-    something else was done to (quantization of what we read, hooks, sharding), are left alone. Only
-    forwards change, and for experts transformers' choice of their implementation: parameters,
-    state_dict and saved configuration stay, and restore(model) undoes it.
-    Call it last, after adapters are added and after `use_kernels=True`.
+    These are MLPs, norms, attention modules, decoder layers, Gated DeltaNet layers and modules of
+    routed experts. Modules are recognised by what they compute, not by the model's name; all
+    others, and those that were changed otherwise (quantization of what we read, hooks, sharding),
+    are left alone. Only forwards change, and for experts transformers' choice of their
+    implementation: parameters, state_dict and saved configuration stay, and restore(model) undoes
+    it. Call it last, after adapters are added and after `use_kernels=True`.
 
     Args:
-        model: any nn.Module, on any device. Where no kernel can serve a module, it is left alone;
-            on the CPU of a machine with a GPU it is served, since it may be moved (docs/models.md).
+        model: any nn.Module, on any device. A module for which no kernel exists is left alone; on
+            the CPU of a machine with a GPU it is replaced, since it may be moved (docs/models.md).
         mode: "inference", "training" or a kernels.Mode. All of our layers have gradients, so every
-            mode serves the same modules.
-        only, skip: kinds of modules to serve, or not to: "mlp", "gdn", "norm", "attention",
+            mode replaces the same modules.
+        only, skip: kinds of modules to replace, or not to: "mlp", "gdn", "norm", "attention",
             "layer" (decoder layers), "linear" (FP8Linear), "experts". All by default.
         loss: in training steps the loss of a language model is made without its logits, by Liger,
             where liger-kernel is installed and the loss is the same; any use of `output.logits` is
@@ -72,13 +72,13 @@ def kernelize(
             does the same: on a static cache, which it gets where it is asked for no kind of cache,
             nobody sees the cache, and graphs pay.
         replay: in CUDA graphs (cuda_graphs, or graphed_step), Gated DeltaNet layers that decode
-            many sequences write their states once in so many tokens, of which 16 are best, by
-            replay_gated_delta_rule. 0: at every token. A state that is read from the cache has all
-            tokens in it, always.
+            many sequences write their states once in this many tokens, of which 16 are best, by
+            replay_gated_delta_rule. 0: at every token. A state that is read from the cache always
+            includes all tokens.
         cp_group: a torch.distributed.ProcessGroup that holds parts of every sequence: the model is
-            then called with what shard_batch gives (docs/parallel.md).
-        cp_attention: with cp_group, whether softmax attention gathers keys and values of the
-            group; False leaves that to torch's context_parallel or to DeepSpeed's Ulysses.
+            then called with the result of shard_batch (docs/parallel.md).
+        cp_attention: with cp_group, softmax attention gathers keys and values of the group; False
+            leaves that to torch's context_parallel or to DeepSpeed's Ulysses.
 
     Returns:
         A report: print it for a table of the modules, and why some are left.
@@ -86,7 +86,7 @@ def kernelize(
     Raises:
         TypeError: model is no nn.Module, replay no int, or a flag no bool.
         ValueError: mode, only or skip is no known word; replay is 1 or negative; with cp_group, a
-            Gated DeltaNet layer cannot or shall not be served.
+            Gated DeltaNet layer cannot or shall not be replaced.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -95,7 +95,7 @@ def kernelize(
         >>> model = LlamaForCausalLM(config).eval()
         >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
         >>> before = model(ids).logits
-        >>> report = kernelize(model, skip=["layer"])  # print(report) says who serves what
+        >>> report = kernelize(model, skip=["layer"])  # print(report) shows every module
         >>> sorted({row.kind for row in report.rows})
         ['LlamaAttention', 'LlamaMLP', 'LlamaRMSNorm']
         >>> torch.allclose(model(ids).logits, before, atol=1e-5)
@@ -124,7 +124,7 @@ def kernelize(
 
 
 def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
-    """Raises ValueError for a model of which a layer would miss what other processes hold."""
+    """Raises ValueError for a model with a layer that would miss the states of other ranks."""
     for row in rows:
         if row.reason is not None and row.layer.endswith("GatedDeltaNet"):
             restore(model)
@@ -141,7 +141,7 @@ def _check_replay(replay: int) -> None:
 
 
 def _replays(model: nn.Module, rows: List[Row], replay: int) -> Row:
-    """What the report says of the states of served GDN layers."""
+    """The report's row about deferred write-back in GDN layers."""
     served = any(row.reason is None and row.layer.endswith("GatedDeltaNet") for row in rows)
     reason = why_not_model(model) if served else "it has no Gated DeltaNet layer that is served"
     if reason is not None:
@@ -193,20 +193,20 @@ def _why_no_kernel(module: nn.Module, kind: str) -> Optional[str]:
 
 
 def _note(module: nn.Module, kind: str) -> Optional[str]:
-    """What a reader of the report should know of a module that is served."""
+    """The report's note about a module that is replaced, or None."""
     if dispatch.forced is not None or why_not_on(_place_of(module), *_OPERATIONS[kind]) is None:
         return None
     return "in plain torch" if kind == "gdn" else WAITS
 
 
 def _place_of(module: nn.Module) -> torch.device:
-    """Where a module's parameters are: its plain ones, if it has any. "cpu" if it has none."""
+    """The device of a module's parameters, preferably of plain ones; "cpu" without parameters."""
     parameters = sorted(module.parameters(), key=lambda x: type(x) not in PLAIN_TENSORS)
     return next((told(x, "device") for x in parameters if told(x, "device")), torch.device("cpu"))
 
 
 def _kinds(only, skip) -> set:
-    """The kinds of modules to serve."""
+    """The kinds of modules to replace."""
     for name, words in (("only", only), ("skip", skip)):
         if words is not None:
             are_words(name, words, KINDS)
@@ -214,14 +214,16 @@ def _kinds(only, skip) -> set:
 
 
 def restore(model: nn.Module) -> int:
-    """Gives every module that kernelize served its own forward back, experts the implementation
-    that they had and generate its own decoding.
+    """Undoes kernelize.
+
+    Every replaced module gets its own forward back, experts their previous implementation, and
+    generate its own decoding.
 
     Args:
         model: any nn.Module, whether or not kernelize has seen it.
 
     Returns:
-        How many modules were served.
+        The number of modules that were replaced.
 
     Raises:
         TypeError: model is no nn.Module.

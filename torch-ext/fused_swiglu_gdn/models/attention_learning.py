@@ -1,4 +1,4 @@
-"""Which argument of an attention module's forward is what, and what is handed on."""
+"""Finds the role of each argument of an attention module's forward."""
 
 import itertools
 from typing import Iterator, Optional, Tuple
@@ -25,10 +25,10 @@ from .stand_ins import (
 
 
 class Learning:
-    """The part of a trial (attention_trial.py) that learns roles."""
+    """The part of an equivalence check (attention_trial.py) that finds roles."""
 
     def learned(self) -> Run:
-        """The first run, when it is known which argument is what."""
+        """The first run in which the role of every argument is known."""
         for _ in range(4 * len(self.signature.names) + len(self.handed) + 8):
             try:
                 run = self.called(FIRST, values=self.marks())
@@ -42,7 +42,8 @@ class Learning:
         raise Refused("its arguments are not known")
 
     def learn(self, what: Read) -> None:
-        """An argument was read that nobody knew, or an attribute that was to be handed on."""
+        """Handles a read of an argument without a known role, or of an attribute assumed to be
+        passed on."""
         name, how = what.name, what.how
         if name.startswith("self."):
             self.handed -= {name[5:]}
@@ -63,7 +64,7 @@ class Learning:
             raise what
 
     def first(self) -> None:
-        """Learns the arguments and the plan, by tables of each row or of all rows."""
+        """Finds the arguments and the plan, with tables for each row or for all rows."""
         self.dims = 3
         try:
             self.see(self.fitting())
@@ -77,7 +78,7 @@ class Learning:
                 raise why from None
 
     def fitting(self) -> Run:
-        """The first run, by tables of a width that fits."""
+        """The first run with tables of a width that fits."""
         error = None
         for width in dict.fromkeys([1, 2, *self.widths()]):
             self.D = width
@@ -100,7 +101,7 @@ class Learning:
         self.plan, self.sizes = self.planned(run)
 
     def widths(self) -> Iterator[int]:
-        """What the head dim may be."""
+        """Candidates for the head dim."""
         outs = [p.features[1] for p in self.parts.values() if isinstance(p, Product)]
         values = plain_values(self.module, self.source.reads).values()
         sizes = [v for v in values if type(v) is int and v > 2 and any(n % v == 0 for n in outs)]
@@ -109,7 +110,7 @@ class Learning:
     # ------------------------------------------------------------------ what is learned
 
     def those_handed(self) -> frozenset:
-        """Attributes that are only handed on, whatever they are."""
+        """Attributes that are only passed on, whatever their value."""
         implementation, words, index, updates, updates_with = self.calls
         everything = (implementation, index, *updates, *updates_with, *words, *self.training_words)
         met = frozenset(w.what for w in everything if w is not None and w.how == "attribute")
@@ -138,14 +139,14 @@ class Learning:
         )  # fmt: skip
 
     def others(self) -> tuple:
-        """The arguments that are handed on, or ignored."""
+        """The arguments that are passed on, or ignored."""
         roles = {self.hidden, self.tables, self.cache, self.mask, *self.fixed}
         return tuple(
             n for n in self.signature.names if n not in roles and n in self.signature.defaults
         )
 
     def those_travelling(self) -> frozenset:
-        """Keywords that the forward reads from **kwargs, and leaves there."""
+        """Keywords that the forward reads from **kwargs and leaves there."""
         extra = frozenset(getattr(self.source, "extra", ())) & set(self.others())
         if not extra:
             return extra
@@ -157,16 +158,16 @@ class Learning:
         )  # fmt: skip
 
     def argument(self, value: object, run: Run) -> Optional[str]:
-        """The name of the argument that is this very value."""
+        """The name of the argument that is this very object."""
         return next((n for n, v in run.given.items() if v is value and v is not None), None)
 
     def rest(self, run: Run) -> dict:
-        """The keywords of a run that the forward has no name for."""
+        """The keywords of a run for which the forward has no name."""
         more = {WORD: run.word} if self.signature.more else {}
         return {**{n: run.given[n] for n in self.travelling if n in run.given}, **more}
 
     def calls_of(self, run: Run) -> tuple:
-        """Where all comes from that the registry, the attention function and the cache get."""
+        """The sources of all arguments of the registry, the attention function and the cache."""
         *_, keywords, _ = run.interface.calls[0]
         ((name, self.eager),) = run.interface.asked
         rest = self.rest(run)
@@ -186,7 +187,7 @@ class Learning:
         return tuple(self.word(name, value, run) for name, value in values.items())
 
     def word(self, name: str, value: object, run: Run) -> Word:
-        """Where a value comes from."""
+        """The source of a value."""
         if issubclass(type(value), Opaque):
             known = self.argument(value, run)
             if known is not None and name_of(value) not in (self.cache,):

@@ -1,4 +1,4 @@
-"""A run of an attention module's forward, and which of our forms its numbers are."""
+"""Runs an attention module's forward, and finds the form that gives its numbers."""
 
 import itertools
 from typing import Callable, NamedTuple, Optional, Tuple
@@ -21,7 +21,7 @@ OTHERS = (None, True, 3, "word")
 
 
 class Case(NamedTuple):
-    """One run of a trial."""
+    """One run of an equivalence check."""
 
     B: int
     T: int
@@ -46,7 +46,7 @@ WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, 0, False, True)
 
 
 class Run(NamedTuple):
-    """What a run of the class's forward was given, met and gave."""
+    """Inputs, intermediate calls and outputs of a run of the class's forward."""
 
     twin: nn.Module
     x: torch.Tensor
@@ -59,7 +59,7 @@ class Run(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a forward does, as far as it is the same in every run."""
+    """The parts of a forward's computation that are the same in every run."""
 
     projections: Tuple[str, ...]
     q_norm: Optional[str]
@@ -69,10 +69,10 @@ class Plan(NamedTuple):
 
 
 class Numbers:
-    """The part of a trial (attention_trial.py) that compares numbers."""
+    """The part of an equivalence check (attention_trial.py) that compares numbers."""
 
     def planned(self, run: Run, known: Optional[Plan] = None) -> tuple:
-        """The plan that a run agrees with, and the widths of queries, keys and values."""
+        """The plan that agrees with a run, and the widths of queries, keys and values."""
         module, q, k, v, _, _, out = run.interface.calls[0]
         if module is not run.twin:
             raise Refused("it gives its attention function another module")
@@ -102,7 +102,7 @@ class Numbers:
         return plan, tuple(t.shape[1] * t.shape[-1] for t in (q, k, v))
 
     def before_the_cache(self, run: Run, k, v):
-        """Keys and values as they came to the cache, if one was given."""
+        """Keys and values as passed to the cache, if one was given."""
         cache = run.given.get(self.cache)
         if cache is None:
             return k, v
@@ -165,7 +165,7 @@ class Numbers:
         raise Refused(why)
 
     def formed(self, x, D: int, norm: Optional[Callable], form: Heads, tables):
-        """x [B, T, H * D] as heads [B, H, T, D], normed and rotated."""
+        """x [B, T, H * D] as heads [B, H, T, D], normalised and rotated."""
         x = norm(x) if form.norm == "all" else x
         x = x.unflatten(-1, (-1, D)).transpose(1, 2)
         x = norm(x) if form.norm == "head" else x
@@ -185,7 +185,7 @@ class Numbers:
 
 
 def are_the_same(found: dict, expected: dict) -> bool:
-    """Equal, with the very same objects where they are no plain values."""
+    """True if values are equal, and identical objects unless they are plain values."""
     if found.keys() != expected.keys():
         return False
     for name, value in found.items():

@@ -1,8 +1,8 @@
-"""What an attention module does around its attention function, told by its source and a trial.
+"""The equivalence check of attention modules: everything around their attention function.
 
-The class's forward runs on stand-ins in fp64. Which argument and which part is what is learned from
-what the forward does with them; what reaches the cache and the attention function, and what comes
-back, is compared with each form that ours has. The trial gives the plan of our forward.
+The class's forward runs on stubs in fp64. The role of each argument and part follows from what the
+forward does with them; the arguments of the cache and the attention function, and the output, are
+compared with each of our forms. The check gives the plan of our forward.
 """
 
 import functools
@@ -65,8 +65,11 @@ _forms: Dict[tuple, List[tuple]] = {}
 
 
 def is_attention(module: nn.Module) -> bool:
-    """It makes queries, keys and values, and what comes out of attention, or asks transformers'
-    registry for an attention function."""
+    """True if the module looks like attention.
+
+    It has projections of queries, keys and values and an output projection, or it uses
+    transformers' registry of attention functions.
+    """
     parts = set(module._modules)
     makes = set(PROJECTIONS) <= parts or any(name in parts for name in JOINED)
     if makes and any(name in parts for name in OUT):
@@ -76,7 +79,7 @@ def is_attention(module: nn.Module) -> bool:
 
 @functools.cache
 def asks_for_attention(kind: type) -> bool:
-    """A method of the class names what the registry of attention functions answers."""
+    """True if a method of the class calls the registry of attention functions."""
     own = kind.__mro__[: kind.__mro__.index(nn.Module)]
     values = [inspect.unwrap(value) for base in own for value in vars(base).values()]
     codes = [getattr(value, "__code__", None) for value in values]
@@ -84,7 +87,7 @@ def asks_for_attention(kind: type) -> bool:
 
 
 def attention_form(module: nn.Module) -> Union[AttentionForm, str]:
-    """The form of an attention module, or why it is none of ours."""
+    """The form of an attention module, or the reason why it has none of ours."""
     kind = own_class(module)
     try:
         source = read(kind, module)
@@ -114,7 +117,7 @@ def _without(values: dict, names: frozenset) -> dict:
 
 
 def may_be_norm(part: nn.Module) -> bool:
-    """It has one vector of weights, and nothing else."""
+    """True if the part has one vector of weights and nothing else."""
     shapes = [told(p, "ndim") for p in part._parameters.values() if p is not None]
     return shapes == [1] and not part._modules
 
@@ -133,7 +136,8 @@ def _norm_key(norm: nn.Module, form: Union[NormForm, str]) -> tuple:
 
 
 def _find(module, kind, source, values, norms) -> tuple:
-    """The form, or why there is none, and the attributes on whose values that does not depend."""
+    """The form, or the reason against it, and the attributes on whose values that does not
+    depend."""
     paths = frozenset(p for p in source.reads if readable(module, p))
     reasons = []
     for handed in (paths, frozenset()):
@@ -183,7 +187,7 @@ class _Trial(Learning, Numbers):
     # ------------------------------------------------------------------ runs
 
     def called(self, case: Case, dtype=F64, values=None, absent=frozenset()) -> Run:
-        """One run of the class's forward, where attributes are `values` by their paths."""
+        """One run of the class's forward, with attributes `values` by their paths."""
         log, parts = [], {}
         for name, part in self.parts.items():
             logged = isinstance(part, (Product, Norm))
@@ -227,7 +231,7 @@ class _Trial(Learning, Numbers):
         return {path: Opaque(f"self.{path}") for path in self.handed}
 
     def fields(self) -> tuple:
-        """The fields of an AttentionForm that the trial finds."""
+        """The fields of an AttentionForm that the check finds."""
         self.first()
         if self.cache is None and self.tables is None and self.plan.q_norm is None:
             raise Refused("it has no norm, no rotary embedding and no cache")
@@ -257,7 +261,7 @@ class _Trial(Learning, Numbers):
         return True
 
     def check(self, case: Case, values: Optional[dict] = None, absent=frozenset()) -> Run:
-        """A run does what the first one did; Refused if not."""
+        """Checks that a run does the same as the first one; raises Refused if not."""
         run = self.called(case, values=values, absent=absent)
         if values or absent:
             if not _are_equal(run, self.runs[case]):
@@ -293,7 +297,7 @@ class _Trial(Learning, Numbers):
         return Words(words).made(run.twin, run.given, self.rest(run), run.tables)
 
     def keeps_dtype(self) -> None:
-        """All that leaves the forward has the dtype of what came, in 16 bits too."""
+        """Checks that all outputs of the forward have the dtype of the input, in bf16 too."""
         run = self.called(FIRST, torch.bfloat16)
         left = (*run.interface.calls[0][1:4], run.result[0])
         if {x.dtype for x in left} != {torch.bfloat16}:
@@ -301,7 +305,7 @@ class _Trial(Learning, Numbers):
 
 
 def _are_equal(a: Run, b: Run) -> bool:
-    """Two runs on the same numbers did the same with them."""
+    """True if two runs on the same numbers did the same with them."""
     (twin, *heads), (_, *others) = a.interface.calls[0][:4], b.interface.calls[0][:4]
     if type(a.result) is not tuple or a.result[1:] != b.result[1:] or twin is not a.twin:
         return False

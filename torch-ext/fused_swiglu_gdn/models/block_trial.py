@@ -1,10 +1,10 @@
-"""Blocks of routed experts and a shared one, told by their source and by a trial.
+"""The equivalence check of blocks with routed experts and a shared expert.
 
     routed = experts(x, ids, weights), with (_, weights, ids) = router(x)
     out = routed + sigmoid(gate(x)) * shared(x)
 
-x are the tokens in one dimension. The forward of the class is read (reader.py) and run with
-functions of its own for each part: which part is which is what gives the formula's numbers.
+x are the tokens in one dimension. The forward of the class is read (reader.py) and run with a stub
+for each part: the assignment of parts whose numbers agree with the formula is the right one.
 """
 
 import itertools
@@ -59,7 +59,7 @@ def sizes_of(module: nn.Module) -> tuple:
 
 
 def find_parts(module: nn.Module, kind: type, source: Source, values: dict) -> Parts:
-    """Which part is what; raises Refused."""
+    """Finds the role of each part; raises Refused."""
     reason = why_odd_module(module, kind, source, source.parts, "__call__")
     if reason is not None:
         raise Refused(reason)
@@ -103,7 +103,7 @@ def _computes(module: nn.Module, kind: type, source: Source, parts: Parts) -> bo
 
 
 def _stubs(parts: Parts, H: int, dtype: torch.dtype, log: list) -> Dict[str, Callable]:
-    """Functions of rows [T, H], of which none is like another; calls are in the log."""
+    """Distinct functions of rows [T, H] for the parts; their calls are logged."""
     a, b, c = random(3, H, seed=2).to(dtype)
 
     def router(x, /):

@@ -1,5 +1,5 @@
-"""A CUDA graph of one step, and what is read of it: what of torch.cuda the rest of this room stands
-on."""
+"""Captures and replays a CUDA graph of one step; the only module of models/ that calls torch.cuda's
+graphs."""
 
 import functools
 import threading
@@ -14,10 +14,10 @@ capturing = threading.RLock()  # torch cannot capture two graphs of a process at
 
 @functools.lru_cache(maxsize=64)
 def _side(device: torch.device, stream: int) -> torch.cuda.Stream:
-    """Where steps run and are captured that are replayed on this stream.
+    """The side stream on which steps run and are captured that are replayed on `stream`.
 
-    Libraries keep a workspace for each stream, which graphs go on using: streams that may run at
-    the same time must not share one.
+    Libraries keep a workspace for each stream, which graphs continue to use: streams that may run
+    concurrently must not share one.
     """
     return torch.cuda.Stream(device)
 
@@ -39,7 +39,7 @@ class Graph:
 
     @staticmethod
     def place(device: torch.device) -> int:
-        """The current stream: a graph is replayed where it was captured for."""
+        """The current stream: a graph is replayed on the stream for which it was captured."""
         return torch.cuda.current_stream(device).cuda_stream
 
     @staticmethod
@@ -49,11 +49,12 @@ class Graph:
 
     @staticmethod
     def busy() -> bool:
-        """Somebody else captures what is called now."""
+        """True if the current stream is already being captured."""
         return torch.cuda.is_current_stream_capturing()
 
     def run(self, call: Callable):
-        """call() where it will be captured: what is done once, such as compiling, is done here."""
+        """Runs call() on the side stream on which it will be captured, so that one-time work is
+        done before."""
         with on(self.device), capturing:  # code that is loaded breaks another thread's capture
             current = torch.cuda.current_stream(self.device)
             side = _side(self.device, current.cuda_stream)
@@ -64,7 +65,7 @@ class Graph:
         return out
 
     def capture(self, call: Callable):
-        """Captures call(), which computes nothing yet; returns what replay() will compute."""
+        """Captures call() without running it; returns the output that replay() will compute."""
         self.graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle()
         with on(self.device), capturing:
@@ -90,12 +91,12 @@ class Graph:
 
     @staticmethod
     def generator(device: torch.device) -> torch.Generator:
-        """What torch draws random numbers from where it is given no generator."""
+        """The generator from which torch draws random numbers by default."""
         return torch.cuda.default_generators[device.index]
 
 
 class Delivery:
-    """Tensors on their way to the host, which waits for them alone."""
+    """Copies tensors to the host; the host waits for these copies alone."""
 
     def __init__(self, device: torch.device, like: List[torch.Tensor]):
         self.device = device
@@ -117,7 +118,7 @@ def _graph(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, pool):
 
 
 def _forget(device: torch.device, side: torch.cuda.Stream, pool) -> None:
-    """Makes torch forget a capture that failed: its memory, and that it has random numbers."""
+    """Clears torch's state of a failed capture: its memory pool, and its use of random numbers."""
     try:
         torch._C._cuda_endAllocateToPool(device.index, pool)
         torch._C._cuda_releasePool(device.index, pool)

@@ -1,7 +1,8 @@
-"""Softmax attention over sequences that several processes hold: K and V are gathered.
+"""Softmax attention over sequences that are split among ranks: K and V are gathered.
 
-An attention function of transformers' own registry, so that nothing of a model is patched. Every
-process computes the outputs of its own tokens, piece by piece, from the keys of their sequences.
+It is an attention function in transformers' own registry, so that nothing of a model is patched.
+Every rank computes the outputs of its own tokens, segment by segment, from the keys of their
+sequences.
 """
 
 from typing import List, Optional
@@ -64,7 +65,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float], cp: CpCo
 
 
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float]) -> Tensor:
-    """Attention of the last tokens of a sequence to all of it; no mask is made on GPUs."""
+    """Attention of the last tokens of a sequence to all of it; no mask is allocated on GPUs."""
     from torch.nn.attention.bias import causal_lower_right
 
     alone = q.shape[2] == k.shape[2]
@@ -75,13 +76,13 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, scale: Optional[float]) -> Tensor:
 
 
 def _no_mask(*args, attention_mask=None, **kwargs) -> None:
-    """What transformers asks for a mask by: pieces say it all."""
+    """The mask function of this implementation: segments determine the mask."""
     if attention_mask is not None:
         raise ValueError("attention_mask must not be given with cp_context: sequences are packed")
 
 
 def serve_attention(model: nn.Module) -> List[Row]:
-    """Lets all of a model's attention gather; restore_attention undoes it."""
+    """Makes all attention of a model gather; restore_attention undoes it."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 

@@ -1,6 +1,6 @@
-"""What a CUDA graph of a decoding step would get wrong, and so is left eager.
+"""Conditions under which a CUDA graph of a decoding step would compute something else.
 
-Each function gives the reason, or None if a graph may serve.
+Each function returns the reason, or None if a graph may be used.
 """
 
 from typing import Any, Callable, List, Optional
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..layers.plain import PLAIN_TENSORS, told
-from ..layers.untouched import untouched
+from ..layers.untouched import torch_unpatched
 from . import rehearsal
 from .capture import Graph
 from .watch import COUNT, PLAIN
@@ -25,7 +25,7 @@ LAYERS = (
 
 
 def why_not_model(model: nn.Module) -> Optional[str]:
-    """Why a step of the model cannot be captured, or a replay would leave something out."""
+    """Reason why a step of the model cannot be captured, or why a replay would omit something."""
     devices, kinds = set(), set()
     for name, module in model.named_modules():
         attributes = module.__dict__
@@ -55,7 +55,7 @@ def _hooks(module: nn.Module) -> List[Callable]:
 
 
 def _is_idle(hook: Callable) -> bool:
-    """transformers' own, which records outputs where they are asked for, or our own, which waits
+    """True for transformers' hook, which records outputs on request, and for our hook that waits
     for a prompt."""
     return getattr(hook, "__module__", None) in IDLE
 
@@ -69,7 +69,7 @@ def _rope_types(model: nn.Module) -> set:
 
 
 def why_not_cache(cache: Any) -> Optional[str]:
-    """Why a step on the cache cannot be captured; None if it may be."""
+    """Reason why a step on the cache cannot be captured, or None."""
     kind = type(cache)
     if (kind.__module__, kind.__name__) != (CACHES, "StaticCache"):
         return f"its cache is a {kind.__name__}, not a StaticCache"
@@ -85,7 +85,7 @@ def why_not_cache(cache: Any) -> Optional[str]:
 
 
 def why_not_yet(cache: Any) -> Optional[str]:
-    """What a step would make on its first call is not there."""
+    """Reason if state that the first step creates does not exist yet, or None."""
     for layer in cache.layers:
         made = getattr(layer, "is_initialized", True)
         if not made or not all(getattr(layer, "has_previous_state", {}).values()):
@@ -100,7 +100,7 @@ PASSING = (PROMPT, GRADIENTS, AUTOCAST, WATCHED)
 
 
 def why_eager(model: nn.Module, cache: Any, inputs: dict) -> Optional[str]:
-    """Why this call is not for a graph."""
+    """Reason why this call must run eagerly, or None."""
     ids = inputs.get("input_ids")
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
         return PROMPT
@@ -111,13 +111,13 @@ def why_eager(model: nn.Module, cache: Any, inputs: dict) -> Optional[str]:
 
 
 def why_not_now(device: torch.device) -> Optional[str]:
-    """Why no call is for a graph in the modes that torch is in."""
+    """Reason why every call must run eagerly in torch's current modes, or None."""
     if torch.is_grad_enabled():
         return GRADIENTS
     if torch.is_autocast_enabled(device.type):
         return AUTOCAST
     traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()
-    return WATCHED if traced or Graph.busy() or not untouched() else None
+    return WATCHED if traced or Graph.busy() or not torch_unpatched() else None
 
 
 def _why_not_inputs(model: nn.Module, inputs: dict) -> Optional[str]:
@@ -136,7 +136,8 @@ def _why_not_inputs(model: nn.Module, inputs: dict) -> Optional[str]:
 
 
 def _why_not_windows(cache: Any, inputs: dict) -> Optional[str]:
-    """A sliding layer counts in Python, and does something else once it is full."""
+    """Reason of sliding layers, which count in Python and change behaviour once they are full; or
+    None."""
     for layer in cache.layers:
         count = layer.__dict__.get(COUNT)
         if count is None:

@@ -1,9 +1,9 @@
-"""Decoding by CUDA graphs: kernelize(model, cuda_graphs=True) and graphed_step.
+"""Decoding with CUDA graphs: kernelize(model, cuda_graphs=True) and graphed_step.
 
-transformers' generate asks a model for the function that decodes, `get_compiled_call`, where its
-cache is static. Served, the model answers with `Decoding.step`: the first token of a cache runs as
-it is, on a side stream, the second is captured, and later ones replay the graph on copies of their
-inputs. A graph belongs to one cache and dies with it.
+transformers' generate calls the model's `get_compiled_call` for the decoding function if its cache
+is static. A kernelized model returns `Decoding.step`: the first token of a cache runs eagerly on a
+side stream, the second is captured, and later ones replay the graph on copies of their inputs. A
+graph belongs to one cache and is freed with it.
 """
 
 import inspect
@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 
 def serve_graphs(model: nn.Module) -> Row:
-    """Has transformers' generate decode by graphs, where it has a static cache."""
+    """Makes transformers' generate decode with CUDA graphs if it has a static cache."""
     restore_graphs(model)
     found = _generating(model)
     if found is None:
@@ -61,7 +61,7 @@ def serve_graphs(model: nn.Module) -> Row:
 
 
 def restore_graphs(model: nn.Module) -> int:
-    """Undoes serve_graphs; returns for how many modules."""
+    """Undoes serve_graphs; returns the number of modules that changed."""
     served = 0
     for module in model.modules():
         take_back(module, Generate)
@@ -72,7 +72,7 @@ def restore_graphs(model: nn.Module) -> int:
 
 
 def _generating(model: nn.Module) -> Optional[Tuple[str, nn.Module]]:
-    """The outermost module whose generate has the seam, with its name."""
+    """The outermost module whose generate calls get_compiled_call, with its name."""
     for name, module in model.named_modules():
         kind = type(module)
         if hasattr(kind, SEAM) and hasattr(kind, "prepare_inputs_for_generation"):
@@ -81,7 +81,7 @@ def _generating(model: nn.Module) -> Optional[Tuple[str, nn.Module]]:
 
 
 class Step:
-    """A token on one cache: eager at first, then replayed."""
+    """One decoding step on one cache: eager at first, then replayed."""
 
     def __init__(self, cache: Any, name: str):
         self.name = name  # of the model's argument that takes the cache
@@ -94,7 +94,7 @@ class Step:
         self.replays = self.wasted = 0
 
     def __call__(self, model: nn.Module, cache: Any, inputs: dict):
-        """The model on this cache and these inputs."""
+        """Runs the model on this cache and these inputs."""
         if self.graph is not None:
             tensors, key = _kind(inputs, self.static[0].device)
             if key == self.key and self._holds(cache):  # so what else is asked below is as it was
@@ -124,7 +124,7 @@ class Step:
         return self._call(model, cache, inputs)
 
     def _holds(self, cache: Any) -> bool:
-        """The modes of torch, the cache and the model are as they were at the capture."""
+        """True if torch's modes, the cache and the model are as they were at the capture."""
         of_cache, of_model = self.watches
         if why_not_now(self.static[0].device) is not None or of_cache.is_full():
             return False
@@ -139,7 +139,8 @@ class Step:
         return self.output.around(cache)
 
     def _capture(self, model: nn.Module, cache: Any, inputs: dict, graph: Graph):
-        """Captures the call and replays it: a capture computes nothing, but Python counts."""
+        """Captures the call and replays it: a capture computes nothing, but Python's counters
+        advance."""
         static = _map(inputs, torch.clone)
         watch, before = CacheWatch(cache), ModelWatch(model)
         counts = watch.counts()
@@ -172,14 +173,15 @@ class Step:
 
 
 def _kind(inputs: dict, device: torch.device) -> Tuple[list, tuple]:
-    """The tensors among the inputs of a call on a device, and what tells such calls apart."""
+    """The tensors among the inputs of a call on a device, and the key of calls that share a
+    graph."""
     tensors, plain = _parts(inputs)
     facts = tuple([(name, x.shape, x.dtype, x.device) for name, x in tensors])
     return tensors, (facts, plain, Graph.place(device), torch.is_inference_mode_enabled())
 
 
 def _parts(inputs: dict) -> Tuple[list, tuple]:
-    """(name, tensor) of the tensors among the inputs and the dicts in them, and all else."""
+    """(name, tensor) of the tensors among the inputs and in their dicts, and all other values."""
     tensors, plain = [], []
     for name, value in inputs.items():
         items = value.items() if isinstance(value, dict) else ((None, value),)
@@ -192,14 +194,14 @@ def _parts(inputs: dict) -> Tuple[list, tuple]:
 
 
 def _map(value, function: Callable):
-    """The value with function(x) for each tensor x in it and in dicts in it."""
+    """The value with function(x) in place of each tensor x in it and in its dicts."""
     if isinstance(value, dict):
         return {name: _map(x, function) for name, x in value.items()}
     return function(value) if isinstance(value, torch.Tensor) else value
 
 
 def say(model: nn.Module, reason: str) -> None:
-    """Warns, once for a model and a reason."""
+    """Logs a warning, once for each model and reason."""
     said = _said.setdefault(model, set())
     if reason not in said:
         said.add(reason)
@@ -210,7 +212,7 @@ _said: "weakref.WeakKeyDictionary" = weakref.WeakKeyDictionary()
 
 
 class Decoding(InPlace):
-    """What stands in place of a model's get_compiled_call."""
+    """Replaces a model's get_compiled_call."""
 
     name = SEAM
 
@@ -220,7 +222,7 @@ class Decoding(InPlace):
         self.rehearsed: set = set()  # shapes of prompts whose kernels have been compiled
 
     def __call__(self, compile_config=None) -> Callable:
-        """The function that decodes, for one call of generate."""
+        """Returns the decoding function for one call of generate."""
         model = self.model
         reason = why_not_model(model)
         if reason is None:
@@ -241,7 +243,7 @@ class Decoding(InPlace):
 
 
 class GraphedStep:
-    """What graphed_step returns."""
+    """The result of graphed_step."""
 
     def __init__(self, model: nn.Module, cache: Any, batch_size: int):
         self._model, self._cache, self._batch_size = model, cache, batch_size
@@ -250,7 +252,7 @@ class GraphedStep:
 
     @property
     def reason(self) -> Optional[str]:
-        """Why no step is a graph; None if steps may be."""
+        """The reason why no step is a graph; None if steps may be."""
         return self._step.reason
 
     @torch.no_grad()
@@ -264,33 +266,33 @@ class GraphedStep:
 
 
 def _cache_name(model: nn.Module) -> str:
-    """Of the model's argument that takes the cache."""
+    """The name of the model's argument that takes the cache."""
     known = inspect.signature(model.forward).parameters
     return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[-1])
 
 
 def graphed_step(model: nn.Module, cache: Any, batch_size: int) -> GraphedStep:
-    """A decoding step of a model of transformers as a CUDA graph, for loops written by hand.
+    """A decoding step of a transformers model as a CUDA graph, for hand-written loops.
 
-    step(input_ids, **inputs) is the model's call on input_ids, the cache and the inputs, without
-    gradients. The first call runs as it is, the second is captured, later ones are replays, as
-    long as nothing changed that the graph holds: shapes, addresses of weights and of the cache,
-    adapters, hooks, modes. Where a graph would not do the same, steps run as they are.
+    step(input_ids, **inputs) calls the model on input_ids, the cache and the inputs, without
+    gradients. The first call runs eagerly, the second is captured, and later ones are replays, as
+    long as nothing changes that the graph contains: shapes, addresses of weights and of the cache,
+    adapters, hooks, modes. If a graph would compute something else, steps run eagerly.
 
     Args:
-        model: what was prepared for decoding, kernelized or not; in evaluation mode.
-        cache: a transformers.StaticCache through which the prompt went.
+        model: a model prepared for decoding, kernelized or not; in evaluation mode.
+        cache: a transformers.StaticCache that has been filled with the prompt.
         batch_size: B of the tokens [B, 1] that a step takes.
 
     Returns:
-        The step. It takes input_ids [B, 1] int64 and what else the model takes, tensors always of
-        the same shapes: position_ids [B, 1], and attention_mask [B, 1, 1, S] for the S slots of the
-        cache. A model with sliding windows needs both. It returns the model's output, whose tensors
-        the next step overwrites. `step.reason` says why steps are not replayed, or is None.
+        The step. It takes input_ids [B, 1] int64 and other arguments of the model, tensors always
+        of the same shapes: position_ids [B, 1], and attention_mask [B, 1, 1, S] for the S slots of
+        the cache. A model with sliding windows needs both. It returns the model's output, whose
+        tensors the next step overwrites. `step.reason` says why steps are not replayed, or is None.
 
     Raises:
         TypeError: model is not an nn.Module, cache no cache, or batch_size not an int.
-        ValueError: batch_size is below 1; of a step, input_ids are not [B, 1].
+        ValueError: batch_size is below 1; in a step, input_ids are not [B, 1].
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM, StaticCache

@@ -1,4 +1,4 @@
-"""Our layers for the mappings of `kernels` and transformers; `kernels` is imported on use."""
+"""Mappings of our layers for `kernels` and transformers; `kernels` is imported on use."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 class _Loaded:
-    """A repository, as `kernels` has them, of layers that are in memory already."""
+    """A layer repository, in the sense of `kernels`, of layers that are in memory already."""
 
     def __init__(self, package: ModuleType, layer_name: str):
         self.package, self.layer_name = package, layer_name
@@ -63,7 +63,7 @@ def layer_mapping(
     devices: Sequence[str] = ("cuda", "rocm", "cpu", "mps"),
     trust_remote_code: Union[bool, List[str]] = False,
 ) -> Dict[str, dict]:
-    """The mapping for kernels.use_kernel_mapping or kernels.register_kernel_mapping.
+    """A mapping for kernels.use_kernel_mapping or kernels.register_kernel_mapping.
 
     It survives transformers' `use_kernels=True`, which puts its own mapping over others each time:
     a range of capabilities is narrower than no range, and the narrower one wins.
@@ -130,7 +130,7 @@ def _is_trust(trusted: object) -> None:
 
 
 def _is_source(source: object, version: object, revision: object) -> None:
-    """What a repository can be made of, and a version or revision with the Hub's alone."""
+    """Checks the source of a repository, and that only the Hub's has a version or revision."""
     if source is not None and not isinstance(source, (ModuleType, str, Path)):
         raise TypeError(
             'source must be "org/repo", the path of a folder, a loaded kernel or None, '
@@ -188,7 +188,7 @@ def _device(kind: str):
 
 
 def decorate(model: nn.Module) -> Dict[str, str]:
-    """Makes the model's classes known to `kernels`, which asks for names that most MLPs lack.
+    """Decorates the model's classes with names that `kernels` looks up, which most MLPs lack.
 
     After it, kernels.kernelize, model.set_use_kernels and KernelConfig replace the forwards of
     the modules that kernelize(model) would serve, and of no others. Classes are decorated for the
@@ -233,5 +233,5 @@ def _is_served(module: nn.Module) -> bool:
 
 
 def _is_named(finding: Optional[Finding]) -> bool:
-    """The module is served by a layer that `kernels` can ask for."""
+    """True if the module is replaced by a layer that `kernels` can look up."""
     return finding is not None and finding.reason is None and finding.layer in NAMES

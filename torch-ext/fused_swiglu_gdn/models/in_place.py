@@ -1,4 +1,4 @@
-"""What stands on a model in place of one of its methods, and does not keep the model alive."""
+"""Replacements of a model's methods that do not keep the model alive."""
 
 import weakref
 
@@ -6,7 +6,10 @@ from torch import nn
 
 
 class InPlace:
-    """A copy of a model has one of its own; a pickle of a model has the model's own method."""
+    """Replaces a method of a model.
+
+    A copy of a model gets a replacement of its own; a pickle of a model has the model's own method.
+    """
 
     name = ""  # of the method
 
@@ -31,7 +34,7 @@ class InPlace:
 
 
 def take_back(module: nn.Module, kind: type) -> bool:
-    """Gives a module its own method back where one of this kind stands in its place."""
+    """Restores a module's own method if a replacement of this kind is set on it."""
     found = isinstance(module.__dict__.get(kind.name), kind)
     if found:
         delattr(module, kind.name)

@@ -1,11 +1,11 @@
-"""transformers' generate, which reads whether to stop a token late where tokens are replays.
+"""transformers' generate with a stop check that is read one token late if tokens are replays.
 
-Its loop asks after every token whether all sequences have ended, and so waits for the GPU, which
-then has nothing to do until the host has made the next inputs. It has a way to ask a token later,
-`DeferredStopCheck`, which it takes on Apple's GPUs alone. Here its own function runs with another
-class under that name: what is copied to the host for a token is read when the next one has been
-launched. A token too many is a replay, which runs no Python, into a cache that nobody gets to see;
-transformers drops what was recorded of it, and the random numbers that it drew are given back.
+The loop checks after every token whether all sequences have ended. That blocks the host, and the
+GPU is then idle until the host has prepared the next inputs. transformers has a deferred check,
+`DeferredStopCheck`, and uses it on Apple's GPUs only. Here its own loop runs with another class
+under that name: the copy of a token to the host is read after the next token has been launched. The
+surplus token is a replay, which runs no Python, into a cache that is not returned; transformers
+drops its output, and the generator's state is restored.
 """
 
 import functools
@@ -51,7 +51,7 @@ CRITERIA = {LENGTH, "MaxTimeCriteria", "EosTokenCriteria", "StopStringCriteria"}
 
 
 class Generate(InPlace):
-    """What stands in place of a model's generate."""
+    """Replaces a model's generate."""
 
     name = "generate"
 
@@ -70,7 +70,7 @@ class Generate(InPlace):
 
 
 def why_not_late(kind: type) -> Optional[str]:
-    """Why models of the class read at once whether to stop; None if they may read it late."""
+    """Reason why models of the class must read the stop check at once, or None."""
     utils = sys.modules.get(UTILS)
     mixin, check = getattr(utils, "GenerationMixin", None), getattr(utils, CHECK, None)
     if mixin is None or getattr(kind, "generate", None) is not mixin.generate:
@@ -94,13 +94,13 @@ def _is_known(loop: Callable, check: Optional[type]) -> bool:
 
 
 class View:
-    """A model, for transformers' generate: it shares the attributes, and has another loop.
+    """A model for transformers' generate that shares the model's attributes and has another loop.
 
-    generate looks up its loops on the class. What it calls is given the model itself.
+    generate looks up its loops on the class. The methods it calls get the model itself.
     """
 
     def __init_subclass__(cls, **kwargs):
-        """Whatever the own class does for its subclasses is not done for this one."""
+        """Skips the hook that the model's class runs for its subclasses."""
 
 
 def _view(model: nn.Module) -> nn.Module:
@@ -125,7 +125,7 @@ def _view_class(own: type) -> type:
 
 
 def _of_model(own: type, name: str) -> Callable:
-    """A way to decode for a view: the model's own, called with the model."""
+    """A decoding method for a view, which calls the model's own method on the model."""
 
     @functools.wraps(getattr(own, name))
     def method(view, *args, **options):
@@ -142,8 +142,8 @@ def _of_model(own: type, name: str) -> Callable:
 def decode(
     model: nn.Module, input_ids, logits_processor, stopping_criteria, generation_config, **given
 ):
-    """transformers' loop for a model: where all is known that takes part in it, one that may read
-    a token late."""
+    """transformers' loop for a model, with the late check if everything that takes part is
+    known."""
     loop = getattr(type(model), LOOP)
     given.update(
         logits_processor=logits_processor,
@@ -179,7 +179,7 @@ def _are_of(file: str, objects: list, names: set) -> bool:
 
 
 def _with(loop: FunctionType, late: "Late") -> FunctionType:
-    """The function with another stop check: nothing of transformers is changed."""
+    """The function with another stop check; nothing in transformers is modified."""
     names = {**loop.__globals__, CHECK: late}
     found = FunctionType(loop.__code__, names, loop.__name__, loop.__defaults__, loop.__closure__)
     found.__kwdefaults__ = loop.__kwdefaults__
@@ -187,7 +187,8 @@ def _with(loop: FunctionType, late: "Late") -> FunctionType:
 
 
 class Criteria(list):
-    """transformers' list of criteria, which launches nothing for a length that is not reached."""
+    """transformers' list of stopping criteria, without launches for a length that is not
+    reached."""
 
     def __init__(self, criteria):
         super().__init__(criteria)
@@ -200,7 +201,7 @@ class Criteria(list):
         self.none: Optional[torch.Tensor] = None
 
     def __call__(self, input_ids, scores, **options) -> torch.Tensor:
-        """Which sequences [B] have ended."""
+        """Returns which sequences [B] have ended."""
         if input_ids.shape[1] >= self.reached:
             return self.all(input_ids, scores, **options)
         if self.others:
@@ -212,7 +213,7 @@ class Criteria(list):
 
 
 class Late:
-    """What one call of generate finds under the name of transformers' DeferredStopCheck."""
+    """The replacement of transformers' DeferredStopCheck for one call of generate."""
 
     def __init__(self, model: nn.Module, criteria: Criteria, draws: Optional[bool]):
         self.decoding = model.__dict__.get("get_compiled_call")
@@ -222,7 +223,8 @@ class Late:
     def is_supported(
         self, device: torch.device, cache: Any, cache_is_returned: bool, is_assistant: bool
     ) -> bool:
-        """Whether the loop asks us. Where a cache lives on, a step too many would be seen in it."""
+        """True if the late check may be used: in a cache that lives on, a surplus step would be
+        visible."""
         if is_assistant or cache_is_returned and not self.known:
             return False
         if getattr(self.decoding, "steps", None) is None or Graph.why_not(device) is not None:
@@ -247,7 +249,7 @@ class Late:
 
 
 class Draws:
-    """How far a generator was after each of the latest tokens."""
+    """The offsets of a generator after each of the latest tokens."""
 
     def __init__(self, generator):
         self.generator = generator
@@ -257,16 +259,17 @@ class Draws:
         self.offsets.append(self.generator.get_offset())
 
     def take_back(self) -> None:
-        """Gives back what the latest token drew, unless another thread draws, too."""
+        """Restores the generator's state before the latest token, unless another thread draws,
+        too."""
         before, kept, after = self.offsets
         if after - kept == kept - before and self.generator.get_offset() == after:
             self.generator.set_offset(kept)
 
 
 class StopCheck:
-    """transformers' StopCheck, whose answer is that of the token before where tokens are replays.
+    """transformers' StopCheck, which answers for the token before if tokens are replays.
 
-    max_length: of the ids. is_replayed(): whether the next step may be launched before the answer.
+    max_length: of the ids. is_replayed(): True if the next step may be launched before the answer.
     slots: two deliveries to the host. known: sequences end by their length alone.
     """
 
@@ -298,7 +301,7 @@ class StopCheck:
             self.ended = not values[0].any()
 
     def finish(self) -> int:
-        """How many steps were too many."""
+        """Returns the number of surplus steps."""
         if self.ended:
             if self.sent and self.draws is not None:
                 self.draws.take_back()

@@ -1,10 +1,10 @@
 """kernelize(model, loss=True): the loss of a language model without its logits, by Liger.
 
 The logits of a training step are its largest tensors: tokens x vocabulary, in the model's dtype, in
-fp32 and as a gradient. Liger's fused linear cross entropy makes the loss and its gradients from
-what the output projection reads, a piece at a time. The model's forward and transformers' loss
-function run as ever, with an object for the logits between `lm_head` and `F.cross_entropy`. All
-else that is done with it is an error; models that do more with their logits are left alone.
+fp32 and as a gradient. Liger's fused linear cross entropy computes the loss and its gradients from
+the input of the output projection, in chunks. The model's forward and transformers' loss function
+run unchanged, with a placeholder for the logits between `lm_head` and `F.cross_entropy`. Any other
+use of it is an error; models that do more with their logits are left alone.
 """
 
 import functools
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ..layers.own_code import is_own_function
 from ..layers.plain import PLAIN_TENSORS, why_hooked
-from ..layers.untouched import untouched
+from ..layers.untouched import torch_unpatched
 from ..runtime import device
 from ..runtime.ops import autocast
 from .code import Refused, source_of, spelled
@@ -47,7 +47,7 @@ _thread = threading.local()  # .step: (lm_head, its stand-in) of the model whose
 
 
 class NoLogits:
-    """What a training step has for logits: ForCausalLMLoss gets on with it, in the forward."""
+    """The placeholder for the logits of a training step, which ForCausalLMLoss can handle."""
 
     _parts = None  # hidden, weight, bias, while the forward runs
 
@@ -57,7 +57,7 @@ class NoLogits:
         return self._parts[0].device if name == "device" else self._in_fp32
 
     def _in_fp32(self, *shape: int) -> "NoLogits":
-        """float(), and view(-1, V)."""
+        """Returns itself, for float() and view(-1, V)."""
         V = len(self._parts[1])
         if shape not in ((), (-1, V)):
             raise ValueError(f"vocab_size must be {V}, as lm_head has it, got {shape[-1]}")
@@ -124,8 +124,11 @@ def _liger() -> Optional[Callable]:
 
 
 def _project(self, hidden: Tensor):
-    """The forward of a served lm_head. Gradients in fp16 would be made before the scaler's factor,
-    and Liger makes none of the weight where the hidden states need none."""
+    """The forward of a replaced lm_head.
+
+    Gradients in fp16 would be computed before the loss scaler's factor, and Liger computes none of
+    the weight if the hidden states need none; both use nn.Linear's forward.
+    """
     head, logits = getattr(_thread, "step", None) or (None, None)
     if head is self and hidden.requires_grad and hidden.numel() and why_hooked(self) is None:
         parts = autocast(hidden, self.weight, self.bias)
@@ -138,7 +141,7 @@ def _project(self, hidden: Tensor):
 
 @functools.cache
 def _model_forward(own: type) -> Callable:
-    """The forward of a served model of this class; with the signature that generate looks at."""
+    """The forward of a replaced model of this class, with the signature that generate inspects."""
 
     @functools.wraps(own.forward)
     def forward(self, *args, **kwargs):
@@ -148,7 +151,7 @@ def _model_forward(own: type) -> Callable:
         if not step or type(labels) is not Tensor or replica or not _is_known(self.loss_function):
             return own.forward(self, *args, **kwargs)
         before, logits = getattr(_thread, "step", None), NoLogits()
-        if untouched() and device.is_gpu(labels.device):
+        if torch_unpatched() and device.is_gpu(labels.device):
             _thread.step = head, logits
         try:
             return own.forward(self, *args, **kwargs)
@@ -159,7 +162,7 @@ def _model_forward(own: type) -> Callable:
 
 
 def _is_known(loss: Callable) -> bool:
-    """A model's loss function is transformers' cross entropy of the next tokens."""
+    """True if a model's loss function is transformers' next-token cross entropy."""
     return getattr(loss, "__name__", None) == "ForCausalLMLoss" and is_own_function(loss)
 
 
@@ -183,7 +186,7 @@ def _why_not(module: nn.Module) -> Optional[str]:
 
 
 def serve_loss(model: nn.Module) -> Optional[Row]:
-    """Makes the model's loss Liger's; a row of the report, or None if it has no lm_head."""
+    """Uses Liger for the model's loss; returns a row of the report, or None without an lm_head."""
     for name, module in model.named_modules():
         kind, head = own_class(module), module._modules.get("lm_head")
         if head is not None and "labels" in inspect.signature(kind.forward).parameters:

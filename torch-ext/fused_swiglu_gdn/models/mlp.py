@@ -1,10 +1,10 @@
-"""Gated MLPs, down(act(gate(x)) * up(x)): which modules are one, and which of them are served.
+"""Gated MLPs, down(act(gate(x)) * up(x)): recognises them and decides which can be replaced.
 
 The forward of a module's class is read (code.py) and run on stub parts. Each product of a stub has
-numbers of its own and the activation is no function that torch has, so that a forward which takes
-another part, or another order, gives other numbers; which part is gate, up and down is what agrees.
-A module is served if nothing in its class or on the instance stands between the forward and its
-parts, and if these are what the kernels can read. What can change later is looked at in every call.
+numbers of its own and the activation is no function of torch, so that a forward with other parts,
+or another order, gives other numbers; the roles gate, up and down follow from agreement. A module
+is replaced if nothing in its class or on the instance stands between the forward and its parts, and
+if the kernels can read these. Everything that can change later is checked at every call.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class GatedMLP(NamedTuple):
 
 
 def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
-    """What our layers can do for a module; None if it is no gated MLP."""
+    """The layer for a gated MLP, or the reason why it is left alone; None if the module is none."""
     parts = module._modules
     resembles = any(names <= set(parts) for names in KNOWN_PARTS)
     if not resembles and sum(bool(features(part)) for part in parts.values()) not in (2, 3):
@@ -100,7 +100,7 @@ def _sort(part: nn.Module) -> str:
 
 
 def _find(module: nn.Module, kind: type, source: Source) -> Union[Tuple[str, Roles], str]:
-    """The argument's name and which part is what, or why that is not certain."""
+    """The argument's name and the roles of the parts, or the reason why they are uncertain."""
     reason = why_patched()
     names = (*source.parts, *source.rates, "training")
     reason = reason or why_odd_class(kind, names, "__call__")
@@ -162,7 +162,7 @@ def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
 
 
 class _Product:
-    """Stands for an nn.Linear."""
+    """Stub of an nn.Linear."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor):
         self.weight, self.bias = weight, bias
@@ -177,7 +177,8 @@ def _mark(input: torch.Tensor) -> torch.Tensor:
 
 
 def _why_another_formula(module, kind, source: Source, roles: Roles) -> Optional[str]:
-    """The class's forward does not give the formula, in some dtype, size or mode."""
+    """Reason if the class's forward differs from the formula in some dtype, size or mode, or
+    None."""
     for dtype, case in itertools.product(DTYPES, CASES):
         for training, grad in itertools.product((False, True), (False, True)):
             with torch.inference_mode(False), torch.set_grad_enabled(grad):
@@ -241,7 +242,7 @@ def _why_not(module, kind, source, roles, dtype, case, training) -> Optional[str
 
 
 def _why_not_parts(module: nn.Module, roles: Roles) -> Optional[str]:
-    """The parts are not plain weights, or the kernels have not its activation."""
+    """Reason if the parts are not plain weights, or the kernels lack its activation; or None."""
     if swiglu.activation(module, roles) is None:
         act = module.__dict__.get(roles.act, module._modules.get(roles.act))
         return f"its activation is {_name_of(act)}"

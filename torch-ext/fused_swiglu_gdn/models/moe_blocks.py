@@ -1,8 +1,8 @@
 """Routers of transformers' mixtures, and blocks that add a shared expert to routed ones.
 
-What a module computes is told by router_trial.py and block_trial.py. The parts of a block stay
-modules that are called, so that hooks on them, which record a router's logits or sum over ranks,
-see what they saw.
+router_trial.py and block_trial.py determine what a module computes. The parts of a block are still
+called as modules, so that hooks on them, which record a router's logits or sum over ranks, see the
+same tensors.
 """
 
 import functools
@@ -15,7 +15,7 @@ from ..experts import ops_shared, ops_topk
 from ..experts.api_topk import fused_topk
 from ..layers.pinned import Pinned, has_values
 from ..layers.plain import PLAIN_TENSORS, parameters_of, why_not_tensor
-from ..layers.untouched import untouched, why_patched
+from ..layers.untouched import torch_unpatched, why_patched
 from ..runtime import dispatch
 from ..runtime.dtypes import HALF
 from .block_trial import Parts, find_parts, gates_among, sizes_of, with_shared
@@ -43,8 +43,10 @@ _found: Dict[tuple, Union[Choice, Parts, str]] = {}
 
 
 def form_of(module: nn.Module) -> Optional[Form]:
-    """The form of a router, or of a block with a shared expert; None of any other module. Raises
-    Refused."""
+    """The form of a router, or of a block with a shared expert; None for any other module.
+
+    Raises Refused if it has no known form.
+    """
     kind = own_class(module)
     if kind.__module__.split(".")[0] == "torch":  # most modules of a model
         return None
@@ -73,14 +75,16 @@ def form_of(module: nn.Module) -> Optional[Form]:
 
 
 def _tensors(router: nn.Module, choice: Choice) -> tuple:
-    """weight, bias and added; None for one that there is not."""
+    """weight, bias and added; None for each that is missing."""
     names = choice.weight, choice.bias, choice.added
     return tuple([None if name is None else getattr(router, name) for name in names])
 
 
 def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tuple]:
-    """logits [T, E], weights [T, K] and ids [T, K] in the order of the router; None where that is
-    its own forward's to say."""
+    """logits [T, E], weights [T, K] and ids [T, K] in the order of the router.
+
+    None if the class's own forward must run.
+    """
     tensors = weight, bias, _ = _tensors(router, choice)
     if _why_not_tensors(tensors, choice) or x.ndim not in choice.dims:
         return None
@@ -104,7 +108,7 @@ def _choose(router: nn.Module, choice: Choice, x: torch.Tensor) -> Optional[tupl
 
 
 def _add_shared(block: nn.Module, parts: Parts, x: torch.Tensor) -> Optional[torch.Tensor]:
-    """A block's output; None where that is its own forward's to say."""
+    """A block's output, or None if the class's own forward must run."""
     w_gate, modules = _gate_of(block, parts), block._modules
     if w_gate is None or x.dtype is not w_gate.dtype or x.ndim != 3 or not x.is_contiguous():
         return None
@@ -120,7 +124,7 @@ _COMPUTE = {Choice: _choose, Parts: _add_shared}
 
 @functools.lru_cache(maxsize=1024)
 def _forward(form: Form) -> Callable:
-    """A forward for the modules of a class: ours, or the class's own where they may differ."""
+    """Returns a forward for the modules of a class: ours, or the class's own for other calls."""
     kind, pinned, guards, checks, argument, found = form
     compute = _COMPUTE[type(found)]
 
@@ -130,7 +134,7 @@ def _forward(form: Form) -> Callable:
             len(args) + len(kwargs) == 1
             and type(x) in PLAIN_TENSORS
             and not torch.is_autocast_enabled(x.device.type)
-            and untouched()
+            and torch_unpatched()
             and pinned.unchanged(self)
             and has_values(self, guards)
             and (not checks or _hold(checks, self, {argument: x}))
@@ -149,8 +153,8 @@ def _hold(checks: tuple, module: nn.Module, given: dict) -> bool:
 
 
 def _gate_of(block: nn.Module, parts: Parts) -> Optional[torch.Tensor]:
-    """The weight [1, H] of a shared expert's gate, if calling the gate is no more than a product
-    with it."""
+    """The weight [1, H] of a shared expert's gate, if calling the gate is only a product with
+    it."""
     found = parameters_of(block._modules.get(parts.gate))
     if found is None or found[1] is not None or found[0].shape[0] != 1:
         return None
@@ -158,7 +162,7 @@ def _gate_of(block: nn.Module, parts: Parts) -> Optional[torch.Tensor]:
 
 
 def why_not_router(router: nn.Module, choice: Choice) -> Optional[str]:
-    """Why a router of a known class is not served; None if it is."""
+    """Reason why a router of a known class is not replaced, or None."""
     return _why_not_tensors(_tensors(router, choice), choice)
 
 
@@ -193,13 +197,14 @@ _WHY_NOT = {Choice: why_not_router, Parts: _why_not_block}
 
 
 def serve_blocks(model: nn.Module) -> List[Row]:
-    """Serves all routers, and blocks with a shared expert, that are of a known form."""
+    """Replaces all routers, and blocks with a shared expert, of a known form."""
     rows = [_serve(*pair) for pair in model.named_modules() if not is_served(pair[1])]
     return [row for row in rows if row is not None]
 
 
 def _serve(name: str, module: nn.Module) -> Optional[Row]:
-    """Serves a module if it is of a known form. One that is not has a row if it is called so."""
+    """Replaces a module of a known form. Others get a row of the report if their class's name
+    suggests it."""
     kind = own_class(module)
     try:
         form = form_of(module)

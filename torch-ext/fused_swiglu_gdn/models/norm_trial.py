@@ -1,6 +1,6 @@
-"""Which RMSNorm a class of norms is, told by its source and by a trial.
+"""The equivalence check of norms: which variant of RMSNorm a class computes.
 
-The variants differ in their roundings alone, so the trial compares bits in 16-bit dtypes.
+The variants differ in their roundings alone, so the check compares bits in bf16 and fp16.
 """
 
 from typing import Dict, Optional, Union
@@ -34,7 +34,7 @@ _forms: Dict[tuple, Union[NormForm, str]] = {}
 
 
 def is_norm(module: nn.Module) -> bool:
-    """It is called an RMS norm, and takes no gate; or it is called a norm, and is one."""
+    """True if its class is called an RMS norm without a gate, or is called a norm and is one."""
     name = own_class(module).__name__.lower()
     if "rmsnorm" in name:
         return "gated" not in name
@@ -42,7 +42,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def norm_form(module: nn.Module) -> Union[NormForm, str]:
-    """The form of a module of norms, or why it is none of rms_norm's."""
+    """The form of a norm module, or the reason why it is not rms_norm."""
     kind = own_class(module)
     shapes = {n: told(p, "shape") for n, p in module._parameters.items() if p is not None}
     if module._modules or any(b is not None for b in module._buffers.values()):
@@ -64,7 +64,8 @@ def norm_form(module: nn.Module) -> Union[NormForm, str]:
 
 
 def _eps_among(values: dict) -> Optional[str]:
-    """The attribute that is eps: the one number that the forward reads, or that is called so."""
+    """The attribute that is eps: the only number that the forward reads, or the one with that
+    name."""
     floats = [name for name, value in values.items() if isinstance(value, float)]
     named = [name for name in floats if "eps" in name] or floats
     return named[0] if len(named) == 1 else None
@@ -89,7 +90,7 @@ def _find(module, kind, source, weight, values, eps) -> Union[NormForm, str]:
 
 
 def _computes(module, kind, forward, weight: Optional[str], eps_name: str, variant: tuple) -> bool:
-    """The forward gives this variant's bits in 16-bit dtypes, and its numbers in fp32."""
+    """True if the forward gives this variant's bits in bf16 and fp16, and its numbers in fp32."""
     with quiet():
         for shape, dtype, weight_dtype, scale in CASES:
             w = None if weight is None else random(D, seed=3).mul(0.3).to(weight_dtype)

@@ -1,4 +1,4 @@
-"""What a model returns, made anew for every replay."""
+"""A model's output, rebuilt for every replay."""
 
 from collections import OrderedDict
 from typing import Any
@@ -7,8 +7,10 @@ CACHE = object()  # where the cache stands, which an output that is kept would k
 
 
 class Output:
-    """A model's output around its cache, made without what its class looks up and checks each
-    time, which is a good part of what the host does for a replay."""
+    """A model's output around its cache, without the work of its class's constructor.
+
+    That work is a considerable part of the host's time for a replay.
+    """
 
     def __init__(self, out: Any, cache: Any):
         if not isinstance(out, dict) or not any(x is cache for x in out.values()):

@@ -1,10 +1,10 @@
-"""Compiling what a prompt and a token launch, before the prompt and all at once.
+"""Compiles the kernels of a prompt and of a token before the prompt, in parallel.
 
 One decoder layer of each kind runs ahead of a prompt without starting a kernel: on the prompt's own
-hidden states and on a copy of its empty cache, first for the prompt and then for a token. What it
-would launch is compiled meanwhile (runtime/ahead.py). Nothing that it computes is used: all of it
-is garbage. It is done for the first prompt of a model, and once for each batch and order of lengths
-that come later, of which kernels may have forms of their own.
+hidden states and on a copy of its empty cache, first for the prompt and then for a token. The
+kernels that it would launch are compiled meanwhile (runtime/ahead.py). All its results are
+uninitialised and are discarded. It happens for the first prompt of a model, and once for each later
+batch size and order of lengths, for which kernels may have other forms.
 """
 
 import contextvars
@@ -25,8 +25,10 @@ logger = logging.getLogger(__name__)
 
 
 def expect_prompt(model: nn.Module, met: Set[tuple]) -> None:
-    """Rehearses when the first of the model's layers that are served is called next, with a prompt
-    of a shape that is not among those met, which it joins."""
+    """Rehearses when the first kernel-backed layer of the model is called next with a prompt.
+
+    The prompt's shape must be new; it is added to `met`.
+    """
     layers = [m for m in model.modules() if is_served(m) and m.served_as == "DecoderLayer"]
     if not any(map(_is_dense, layers)):
         return
@@ -57,7 +59,7 @@ def expect_prompt(model: nn.Module, met: Set[tuple]) -> None:
 
 
 def expect_none(model: nn.Module) -> None:
-    """Takes the hook away that a prompt left which failed before it came to a layer."""
+    """Removes the hook of a prompt that failed before it reached a layer."""
     for module in model.modules():
         _unhook(module)
 
@@ -68,8 +70,10 @@ def _unhook(layer: nn.Module) -> None:
 
 
 def rehearse(layers: List[nn.Module], x: torch.Tensor, given: Dict[str, Any]) -> None:
-    """Compiles what the layers launch for a prompt x [B, T, hidden], given to them with these
-    keywords, and for a token after it."""
+    """Compiles the kernels that the layers launch for a prompt and for a token after it.
+
+    x: the prompt [B, T, hidden]; given: the layers' keywords.
+    """
     from ..runtime.ahead import compiled_ahead  # where there is no Triton nothing is served
 
     name = _cache_of(given)
@@ -84,7 +88,7 @@ def rehearse(layers: List[nn.Module], x: torch.Tensor, given: Dict[str, Any]) ->
 
 
 def _has_room(cache: Any, tokens: int) -> bool:
-    """Whether a token after so many has a slot: a write beyond would end the process on a GPU."""
+    """True if a token after `tokens` has a slot: a write past the cache would fault on a GPU."""
     for each in cache.layers:
         keys = getattr(each, "keys", None)
         if isinstance(keys, torch.Tensor) and not getattr(each, "is_sliding", False):
@@ -94,7 +98,7 @@ def _has_room(cache: Any, tokens: int) -> bool:
 
 
 def _of_a_token(layer: nn.Module, x: torch.Tensor, given: dict) -> dict:
-    """The keywords of a layer for the token after the prompt, whose values do not matter."""
+    """The keywords of a layer for the token after the prompt; their values are irrelevant."""
     found = dict(given)
     tables, positions = given.get("position_embeddings"), given.get("position_ids")
     if tables is not None:
@@ -110,7 +114,7 @@ def _of_a_token(layer: nn.Module, x: torch.Tensor, given: dict) -> dict:
 
 
 def _cache_of(given: dict) -> Optional[str]:
-    """The keyword that has a static cache, whatever its name."""
+    """The keyword whose value is a static cache, or None."""
     kinds = ((name, type(value)) for name, value in given.items())
     return next((n for n, kind in kinds if (kind.__module__, kind.__name__) == STATIC), None)
 
@@ -127,7 +131,7 @@ def _is_empty(cache: Any) -> bool:
 
 
 def _kinds(layers: List[nn.Module]) -> List[nn.Module]:
-    """The first layer of each kind. Mixtures are left out: garbage must not choose experts."""
+    """The first layer of each kind, without mixtures of experts, which need valid ids."""
     found: dict = {}
     for layer in layers:
         if _is_dense(layer):
@@ -138,14 +142,14 @@ def _kinds(layers: List[nn.Module]) -> List[nn.Module]:
 
 
 def _order(layer: nn.Module) -> tuple:
-    """In which order the weights of its MLP lie in memory: Hopper's kernel is compiled for it."""
+    """The order of the MLP's weights in memory, for which Hopper's kernel is specialised."""
     weights = [list(part.parameters()) for part in layer.children() if _is_mlp(part)]
     places = [[x.data_ptr() for x in each] for each in weights]
     return tuple(tuple(map(sorted(each).index, each)) for each in places)
 
 
 def _words(part: nn.Module) -> list:
-    """Attributes that tell kinds apart: a type of attention, but not a layer's number."""
+    """Attributes that distinguish kinds: a type of attention, but not a layer's index."""
     return [item for item in part.__dict__.items() if item[1].__class__ in (bool, str)]
 
 

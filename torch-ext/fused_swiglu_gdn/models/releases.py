@@ -1,4 +1,4 @@
-"""Which releases of transformers this build was tested with, and what is said of newer ones."""
+"""Releases of transformers with which this build was tested, and the warning about newer ones."""
 
 import re
 import sys
@@ -9,12 +9,12 @@ TRIED = ("5.17", "5.24")
 
 
 def untried() -> Optional[str]:
-    """The version of transformers, if it is imported and newer than all that were tried."""
+    """The version of transformers, if it is imported and newer than all tested ones, else None."""
     version = getattr(sys.modules.get("transformers"), "__version__", "")
     return version if minor(version) > minor(TRIED[1]) else None
 
 
 def minor(version: str) -> Tuple[int, ...]:
-    """(5, 24) of "5.24.0"; () of what is no version."""
+    """(5, 24) of "5.24.0"; () of a string that is no version."""
     found = re.match(r"(\d+)\.(\d+)", version)
     return tuple(map(int, found.groups())) if found else ()

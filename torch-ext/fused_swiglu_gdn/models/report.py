@@ -1,4 +1,4 @@
-"""What kernelize did, as a table."""
+"""The report of kernelize, as a table."""
 
 import logging
 import re
@@ -34,12 +34,12 @@ class Row(NamedTuple):
 
 
 def kind_of(row: Row) -> str:
-    """The kind of a row's module, "mlp"; our layer's name where it is of none."""
+    """The kind of a row's module, such as "mlp", or our layer's name if it has none."""
     return next((kind for part, (kind, _) in KINDS.items() if part in row.layer), row.layer)
 
 
 class Report:
-    """The modules that kernelize looked at. print(report) shows a table."""
+    """The modules that kernelize examined. print(report) shows a table."""
 
     def __init__(self, rows: List[Row]):
         self.rows = rows
@@ -54,8 +54,10 @@ class Report:
 
     @property
     def untried(self) -> Optional[str]:
-        """What is to be said of a transformers that is newer than those that this build was tested
-        with, if modules are left alone because of what their classes are; None elsewhere."""
+        """The warning about a transformers newer than the tested releases, or None.
+
+        It is given only if modules are left alone because of their classes.
+        """
         version, unknown = untried(), [row for row in self.rows if row.unknown]
         if version is None or not unknown:
             return None
@@ -71,7 +73,7 @@ class Report:
         )
 
     def warn_once(self) -> "Report":
-        """Itself; logs what is to be said of a newer transformers, once in a process."""
+        """Logs the warning about a newer transformers, once in a process; returns the report."""
         said = self.untried
         if said is not None and untried() not in _warned:
             _warned.add(untried())

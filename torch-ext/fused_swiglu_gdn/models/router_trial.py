@@ -1,8 +1,8 @@
-"""Which choice of experts a class of routers makes, told by its source and by a trial.
+"""The equivalence check of routers: which choice of experts a class makes.
 
-The forward of the class is read (reader.py) and run on a twin of the module, with random weights of
-the module's own sizes. Its logits must be a product of input and weight, and its weights and
-experts those that experts/reference.py gives for these logits.
+The forward of the class is read (reader.py) and run on a probe module, with random weights of the
+module's own sizes. Its logits must be a product of input and weight, and its weights and experts
+those that experts/reference.py gives for these logits.
 """
 
 import itertools
@@ -35,7 +35,7 @@ ANOTHER_RESULT = "it does not return logits, weights and experts"
 
 
 class Choice(NamedTuple):
-    """What a forward does, x @ weight.T + added being its logits. Names are of attributes."""
+    """The computation of a forward with logits x @ weight.T + added. Names are of attributes."""
 
     weight: str
     shape: Tuple[int, int]  # experts and width
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
 
 
 def weight_among(module: nn.Module) -> Optional[str]:
-    """The name of the one matrix of a module without parts, as routers have it."""
+    """The name of the only matrix of a module without parts, as routers have, or None."""
     if module._modules:
         return None
     names = [n for n, x in module._parameters.items() if told(x, "ndim") == 2]
@@ -75,7 +75,7 @@ def shapes_of(module: nn.Module) -> tuple:
 
 
 def find_choice(module: nn.Module, kind: type, source: Source, values: dict) -> Choice:
-    """What a router does; raises Refused."""
+    """The computation of a router; raises Refused."""
     weight, shapes = weight_among(module), dict(shapes_of(module))
     reason = why_odd_module(module, kind, source, shapes, "__call__")
     if reason is None and (
@@ -105,7 +105,7 @@ def find_choice(module: nn.Module, kind: type, source: Source, values: dict) -> 
 
 
 def _tried(module, kind, source, facts: tuple, weights: dict, dims, scales) -> Choice:
-    """The choice, if bias and added of `facts` are what they are called; raises Refused."""
+    """The choice, for given roles of bias and added in `facts`; raises Refused."""
     found, rows = None, 0
     modes = (False, True) if "training" in source.reads else (module.training,)
     every = ((*given, mode) for given in _inputs(facts, weights, dims) for mode in modes)
@@ -136,7 +136,7 @@ def _weights(E: int, H: int) -> dict:
 
 
 def _inputs(facts: tuple, weights: dict, dims: tuple) -> Iterator[tuple]:
-    """x, the parameters by their names, and (weight, bias, added)."""
+    """Yields x, the parameters by their names, and (weight, bias, added)."""
     weight, (E, H), *roles = facts
     vectors = random(2, E, seed=2) * 0.5
     for (i, (sizes, scale, shift)), dtype in itertools.product(enumerate(CASES), DTYPES):
@@ -151,7 +151,7 @@ def _inputs(facts: tuple, weights: dict, dims: tuple) -> Iterator[tuple]:
 
 
 def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
-    """(logits, weights, ids) that a forward gives, and their order; raises Refused."""
+    """(logits, weights, ids) of a forward, and their order; raises Refused."""
     given = (x, *twin._parameters.values())
     before = [tensor._version for tensor in given]
     try:
@@ -181,7 +181,7 @@ def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
 
 
 def _candidates(x: torch.Tensor, out: tuple, facts: tuple, more: tuple, scales: tuple) -> list:
-    """What the first run, in 16 bits, leaves possible."""
+    """The choices that the first run, in bf16, leaves possible."""
     logits, weights, ids = out
     dtype = None if weights.dtype == x.dtype else weights.dtype
     wide = ((False, False),) if logits.dtype == x.dtype else ((True, False), (False, True))
@@ -190,7 +190,7 @@ def _candidates(x: torch.Tensor, out: tuple, facts: tuple, more: tuple, scales: 
 
 
 def _is_product(x: torch.Tensor, tensors: tuple, theirs: torch.Tensor, choice: Choice) -> bool:
-    """The logits are those of the candidate, but for the order of their sums."""
+    """True if the logits are those of the candidate, except for the order of sums."""
     mine = choice.logits(x, tensors)
     if mine.dtype != theirs.dtype:
         return False
@@ -201,8 +201,10 @@ def _is_product(x: torch.Tensor, tensors: tuple, theirs: torch.Tensor, choice: C
 
 
 def _rows_alike(out: tuple, bias, choice: Choice, x: torch.Tensor) -> Optional[int]:
-    """The number of tokens whose choice is certain, if all of these have the weights and experts
-    of the candidate."""
+    """The number of tokens whose choice is certain, or None.
+
+    None if one of these has other weights or experts than the candidate.
+    """
     (logits, weights, ids), K, E = out, choice.top_k, choice.shape[0]
     if weights.dtype != (choice.dtype or x.dtype) or ids.shape[1] != K:
         return None

@@ -1,8 +1,7 @@
-"""Models whose weights are sharded when kernelize looks at them: FSDP2 and ZeRO-3.
+"""Models whose weights are sharded when kernelize examines them: FSDP2 and ZeRO-3.
 
-FSDP2 gathers a module's weights before its forward, so what counts is what they are there: plain
-tensors. ZeRO-3 gathers them by hooks on every module, so a kernel that reads weights cannot be sure
-of them.
+FSDP2 gathers a module's weights before its forward, so they are plain tensors there. ZeRO-3 gathers
+them by hooks on every module, so a kernel that reads weights cannot rely on them.
 """
 
 import contextlib
@@ -15,10 +14,10 @@ from torch import nn
 
 @contextlib.contextmanager
 def as_gathered(model: nn.Module) -> Iterator[None]:
-    """Inside, weights that FSDP2 shards are tensors without values, of the whole weight's shape.
+    """Replaces weights that FSDP2 shards by tensors without values, of the whole weight's shape.
 
-    Served layers look at their weights in every call, so one that stays sharded there (as with
-    tensor parallelism below FSDP2) is left to the module's own forward.
+    Replaced layers check their weights at every call, so one that stays sharded in the forward (as
+    with tensor parallelism below FSDP2) runs the module's own forward.
     """
     kept, stand_ins = [], {}
     for module in _below_fsdp(model):
@@ -35,7 +34,7 @@ def as_gathered(model: nn.Module) -> Iterator[None]:
 
 
 def _below_fsdp(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules that fully_shard was called on, or a module around them."""
+    """Yields modules on which fully_shard was called, and the modules inside them."""
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None:
         return
@@ -45,8 +44,11 @@ def _below_fsdp(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _gathered_in_forward(x: object) -> bool:
-    """A DTensor as fully_shard makes it of a plain tensor: sharded over one dimension of a mesh,
-    and with two (hybrid sharding) a replica along the other."""
+    """True for a DTensor that fully_shard made of a plain tensor.
+
+    It is sharded over one dimension of a mesh, and with two (hybrid sharding) replicated along the
+    other.
+    """
     placements = getattr(x, "placements", None)
     if placements is None or not hasattr(x, "device_mesh"):
         return False
@@ -55,7 +57,7 @@ def _gathered_in_forward(x: object) -> bool:
 
 
 def _stand_in(x: torch.Tensor, known: Dict[int, torch.Tensor]) -> torch.Tensor:
-    """A plain tensor with the facts of x and the memory of one row."""
+    """A plain tensor with shape, dtype and device of x, and the memory of one row."""
     if id(x) not in known:
         row = torch.empty(x.shape[-1:], dtype=x.dtype, device=x.device_mesh.device_type)
         known[id(x)] = row.expand(x.shape).requires_grad_(x.requires_grad)
@@ -63,6 +65,6 @@ def _stand_in(x: torch.Tensor, known: Dict[int, torch.Tensor]) -> torch.Tensor:
 
 
 def why_partitioned(module: nn.Module) -> Optional[str]:
-    """Its weights are somewhere else until a hook of DeepSpeed brings them."""
+    """Reason if its weights are elsewhere until a hook of DeepSpeed gathers them, or None."""
     partitioned = any(hasattr(x, "ds_id") for x in module.parameters())
     return "is partitioned by ZeRO-3" if partitioned else None

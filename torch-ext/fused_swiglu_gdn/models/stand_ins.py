@@ -1,8 +1,8 @@
-"""What stands in for the parts of a module in a trial of its forward.
+"""Stubs for the parts and arguments of a module in an equivalence check of its forward.
 
-A twin has the module's class and plain attributes; its parts are functions with numbers of their
-own, and all else that a forward is given is opaque: it may be handed on and compared with None, and
-raises where it is read. So a forward that gives the formula's numbers has used nothing else.
+A probe module has the module's class and plain attributes; its parts are functions with numbers of
+their own, and every other argument of a forward is opaque: it may be passed on and compared with
+None, and raises if it is read. So a forward that gives the formula's numbers has used nothing else.
 """
 
 import collections
@@ -31,7 +31,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class Read(Refused):
-    """A stand-in was read that stands for an argument, or for an attribute of the module."""
+    """Raised when a stub of an argument, or of an attribute of the module, is read."""
 
     def __init__(self, name: str, how: str):
         super().__init__(f"its forward reads {name}")
@@ -39,7 +39,7 @@ class Read(Refused):
 
 
 class Raises(Refused):
-    """The forward raises an exception of its own."""
+    """Raised when the forward raises an exception of its own."""
 
     def __init__(self, error: Exception):
         why = f"{type(error).__name__} on stand-ins: {str(error)[:60]}"
@@ -48,7 +48,7 @@ class Raises(Refused):
 
 @contextlib.contextmanager
 def quiet():
-    """No gradients, no autocast, on the CPU: whatever the user's own settings are."""
+    """Disables gradients and autocast and selects the CPU, whatever the user's settings are."""
     with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
         with torch.autocast("cpu", enabled=False):
             yield
@@ -60,14 +60,14 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor
 
 
 def same(a: object, b: torch.Tensor) -> bool:
-    """Equal but for the order of sums in fp64."""
+    """True if a and b are equal except for the order of sums in fp64."""
     if not isinstance(a, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.allclose(a, b, rtol=1e-9, atol=1e-9)
 
 
 def twin_of(module: nn.Module, kind: type, parts=None, parameters=None) -> nn.Module:
-    """A module of this class with the plain attributes of `module`, and other parts."""
+    """A probe module of this class with the plain attributes of `module`, and other parts."""
     twin = object.__new__(kind)
     nn.Module.__init__(twin)
     for name, value in module.__dict__.items():
@@ -95,7 +95,7 @@ def rms(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 
 
 class KeepsFp64(TorchFunctionMode):
-    """float() leaves fp64 as it is: a part of a formula in fp32 is the same formula."""
+    """Makes float() keep fp64: a formula with a part in fp32 is the same formula."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is torch.Tensor.float and args[0].dtype is F64:
@@ -104,7 +104,7 @@ class KeepsFp64(TorchFunctionMode):
 
 
 class Norm:
-    """An RMS norm with a weight of the length of the norm that it stands for."""
+    """An RMS norm with a weight of the length of the norm that it replaces."""
 
     def __init__(self, size: int, seed: int):
         self.weight = random(size, seed=seed) + 1.5
@@ -128,7 +128,7 @@ class Product:
 
 
 class Logged:
-    """A part of an attention module, which remembers what it is given."""
+    """A part of an attention module that logs its inputs."""
 
     def __init__(self, name: str, part: Callable, log: list):
         self.name, self.part, self.log = name, part, log
@@ -145,8 +145,10 @@ class Logged:
 
 
 class Block:
-    """A part of a layer, which remembers its calls: outputs(name) says how many it gives, `flat`
-    that rows and tokens are one dimension in them."""
+    """A part of a layer that logs its calls.
+
+    outputs(name) is its number of outputs; `flat`: rows and tokens are one dimension in them.
+    """
 
     def __init__(self, name: str, seed: int, log: list, outputs: Callable, flat: bool):
         self.name, self.seed, self.log = name, seed, log
@@ -175,7 +177,7 @@ class Block:
 
 
 class Unknown:
-    """A part that the formula has no use for."""
+    """A part that the formula does not use."""
 
     def __init__(self, name: str):
         self.name = name
@@ -192,7 +194,7 @@ def _reading(how: str) -> Callable:
 
 
 class Opaque:
-    """An argument that the formula has no use for, or that nobody knows yet."""
+    """An argument that the formula does not use, or whose role is unknown yet."""
 
     __hash__ = object.__hash__
     __class__ = property(_reading("isinstance"))
@@ -205,7 +207,7 @@ class Opaque:
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        """A function of torch is given one, among what may be a list."""
+        """Raises: a function of torch was called on it, or on a list that contains it."""
         everything = [*args, *(kwargs or {}).values()]
         for value in everything:
             if type(value) in (tuple, list):
@@ -230,14 +232,14 @@ def name_of(opaque: Opaque) -> str:
 
 
 def read_by(x: object, part: str) -> NoReturn:
-    """A part is given something else than one tensor."""
+    """Raises because a part is called on something other than one tensor."""
     if issubclass(type(x), Opaque):
         raise Read(name_of(x), "part")
     raise Refused(f"it calls {part} in a way that is not known")
 
 
 class Cache(Opaque):
-    """An argument that answers update, with other tensors of twice the length."""
+    """An argument whose update returns other tensors of twice the length."""
 
     def __init__(self, name: str):
         super().__init__(name)
@@ -257,8 +259,10 @@ UPDATED = ("key_states", "value_states", "layer_idx")  # as caches call what the
 
 
 class Interface:
-    """Stands for the registry of attention functions, and for the function that it finds, whose
-    calls are None in the log of those of the parts."""
+    """Stub of the registry of attention functions, and of the function that it returns.
+
+    Its calls are None in the log of the parts' calls.
+    """
 
     def __init__(self, log: list):
         self.calls, self.asked, self.log = [], [], log
@@ -280,7 +284,7 @@ _registry = threading.Lock()
 
 @contextlib.contextmanager
 def asked_by_this_thread(interface: Interface):
-    """transformers' registry gives `interface` to whoever asks it in this thread."""
+    """Makes transformers' registry return `interface` in this thread."""
     registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     me, attributes, kind = threading.get_ident(), registry.__dict__, type(registry)
     with _registry:
@@ -323,14 +327,14 @@ class View:
 
 
 def put(twin: nn.Module, values: Dict[str, object]) -> None:
-    """Gives a twin other attributes, by their paths."""
+    """Sets attributes of a probe module, by their paths."""
     for path, value in values.items():
         name, *rest = path.split(".")
         twin.__dict__[name] = View(getattr(twin, name), rest, value) if rest else value
 
 
 class Signature(NamedTuple):
-    """What a forward may be given, in the order of its definition."""
+    """The arguments of a forward, in the order of its definition."""
 
     names: Tuple[str, ...]  # with the keywords that it takes out of **kwargs
     positional: Tuple[str, ...]
@@ -339,7 +343,7 @@ class Signature(NamedTuple):
     more: bool  # it takes others, too
 
     def called(self, forward: FunctionType, twin: nn.Module, given: dict, words: dict) -> object:
-        """What a forward gives on stand-ins."""
+        """The output of a forward on stubs."""
         args = [given.pop(n) for n in self.positional_only]
         try:
             return forward(twin, *args, **given, **(words if self.more else {}))
@@ -364,7 +368,7 @@ def signature_of(source) -> Signature:
 
 
 def arguments_of(signature: Signature, source, hidden: str, fixed: set, travelling) -> Arguments:
-    """What a served forward has to know of the arguments, some of which stay at their defaults."""
+    """The Arguments of a replaced forward, some of which must stay at their defaults."""
     names, extra = signature.names, set(getattr(source, "extra", ()))
     return Arguments(
         signature.positional,
@@ -378,7 +382,7 @@ def arguments_of(signature: Signature, source, hidden: str, fixed: set, travelli
 
 
 def toggles(names: Tuple[str, ...]) -> Iterator[frozenset]:
-    """Which of the arguments are left at their defaults: none, all, each alone, all but one."""
+    """Yields sets of arguments to leave at their defaults: none, all, each alone, all but one."""
     yield from dict.fromkeys(
         [frozenset(), frozenset(names), *(frozenset([n]) for n in names),
          *(frozenset(names) - {n} for n in names)]
@@ -386,7 +390,7 @@ def toggles(names: Tuple[str, ...]) -> Iterator[frozenset]:
 
 
 def readable(module: nn.Module, path: str) -> bool:
-    """The module has an attribute at the path that a trial may give another value."""
+    """True if the module has an attribute at the path for which a check may substitute a value."""
     if path == "training" or path.split(".")[0] in (*module._modules, *module._buffers):
         return False
     try:

@@ -1,7 +1,7 @@
-"""Whether what a graph has baked in is still what Python would read.
+"""Detects changes that invalidate a captured graph.
 
-A replay runs no Python: what modules and cache layers hold must be the same objects at the same
-addresses. `Watch` compares them in tens of microseconds, for every call.
+A replay runs no Python, so modules and cache layers must hold the same objects at the same
+addresses as at the capture. `Watch` compares them in tens of microseconds, at every call.
 """
 
 import gc
@@ -30,14 +30,16 @@ _same_places = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", None)
 
 
 def _is_walked(table: dict) -> bool:
-    """The garbage collector finds the values of the dict, in their order and nothing else: not so
-    where a key is no string, nor where an object itself holds its attributes (Python 3.13)."""
+    """True if the garbage collector visits exactly the values of the dict, in order.
+
+    That fails if a key is not a string, or if the object itself holds its attributes (Python 3.13).
+    """
     found = gc.get_referents(table)
     return bool(found) and list(map(id, found)) == list(map(id, table.values()))
 
 
 class Watch:
-    """The values of dicts and lists, and where their tensors lie."""
+    """The values of dicts and lists, and the addresses of tensors among them."""
 
     def __init__(self, tables: List[dict], lists: Sequence[list] = ()):
         self.walked = [t for t in tables if _is_walked(t)]
@@ -55,7 +57,7 @@ class Watch:
         return gc.get_referents(*self.walked) + list(_values(map(dict.values, self.others)))
 
     def holds(self) -> bool:
-        """All is as it was: the same objects, or equal ones, and tensors at the same addresses."""
+        """True if all objects are the same or equal, and tensors have the same addresses."""
         now = self.values_now()
         try:
             if now != self.values or list(map(tuple, self.lists)) != self.members:
@@ -68,15 +70,20 @@ class Watch:
 
 
 def _inner(attributes: dict) -> List[dict]:
-    """The attributes that are dicts with something in them, more than what rehearsal hooks on and
-    off for each prompt, another thread's, too."""
+    """The non-empty dicts among the attributes, without dicts that hold only rehearsal's hook.
+
+    Rehearsal adds and removes that hook at prompts, also those of another thread.
+    """
     values = [x.states if isinstance(x, HeldStates) else x for x in attributes.values()]
     return [x for x in values if isinstance(x, dict) and x and list(x) != [HOOK]]
 
 
 class Code:
-    """What modules of some classes run: the functions of the classes and of the files that define
-    them, torch's apart, and those that transformers calls by name."""
+    """The functions that modules of some classes run.
+
+    These are functions of the classes, of the files that define them, without torch's, and those
+    that transformers looks up by name.
+    """
 
     def __init__(self, kinds: Set[type]):
         bases = set(chain.from_iterable(kind.__mro__ for kind in kinds)) - {nn.Module}
@@ -153,12 +160,12 @@ class ModelWatch:
         return [x for x in values if x.__class__ in PLAIN]
 
     def counts_on(self) -> bool:
-        """Some number or flag is another than it was."""
+        """True if some number or flag has changed."""
         return self._plain() != self.plain
 
 
 class CacheWatch:
-    """The layers of a static cache: their tensors, and what they know in Python."""
+    """The layers of a static cache: their tensors, and their state in Python."""
 
     def __init__(self, cache: Any):
         self.layers = list(cache.layers)
@@ -172,7 +179,7 @@ class CacheWatch:
             before += len(table)
 
     def is_full(self) -> bool:
-        """A sliding layer will do something else."""
+        """True if a sliding layer is full, after which it computes something else."""
         return any([table[COUNT] >= table["max_cache_len"] for table, _ in self.counting])
 
     def holds(self, cache: Any) -> bool:
@@ -183,7 +190,7 @@ class CacheWatch:
         return self.watch.holds()
 
     def advance(self) -> None:
-        """What Python does to the counts in a step."""
+        """Advances the counts as Python does in a step."""
         for attributes, _ in self.counting:
             attributes[COUNT] += 1
 

@@ -1,1 +1,1 @@
-"""RMSNorm as transformers' models round it, with the residual added."""
+"""RMSNorm with the rounding of transformers' models, and with the residual added."""

@@ -1,10 +1,10 @@
-"""RMSNorm, and the residual added before or after it."""
+"""RMSNorm, with the residual added before or after it."""
 
 from typing import Optional, Tuple, Union
 
 from torch import Tensor
 
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from . import checks, ops
 
 _calls = CallCache()
@@ -22,14 +22,14 @@ def rms_norm(
 ) -> Union[Tensor, Tuple[Tensor, Tensor]]:
     """weight * x / sqrt(mean(x ** 2) + eps): RMSNorm (arXiv:1910.07467) over the last dimension.
 
-    All is computed in fp32 and rounded where transformers' models round:
+    The computation is in fp32, rounded where transformers' models round:
 
     - "llama" (Llama, Mistral, Qwen2, Qwen3): n = (x / sqrt(..)).to(x.dtype); y = weight * n.
     - "gemma" (Gemma and Qwen3.5 with offset=1.0, OLMo with offset=0.0):
       y = (x / sqrt(..) * (offset + weight)).to(x.dtype), the weight in fp32.
 
-    Autocast changes nothing. Differentiable in x, weight and residual; x (or the sum) and one
-    number a row are kept for that.
+    Autocast does not change the result. Differentiable in x, weight and residual; the gradient
+    saves x (or the sum) and one number a row.
 
     Args:
         x: [..., D]; fp32, bf16 or fp16; any strides (rows of a wider tensor need no copy).
@@ -54,11 +54,11 @@ def rms_norm(
         (torch.Size([3, 5, 16]), torch.Size([3, 5, 16]))
     """
     tensors, options = (x, weight, residual), (eps, casting_mode, offset, after)
-    run = _calls.find(tensors, options) if undisturbed() else None
+    run = _calls.find(tensors, options) if fast_path_ok() else None
     if run is None:
         checks.rms_norm(*tensors, *options)
         args = (*tensors, float(eps), casting_mode, float(offset), after)
-        if undisturbed():
+        if fast_path_ok():
             _calls.keep(tensors, options, ops.plan_rms_norm(*args))
         found = ops.rms_norm(*args)
     else:

@@ -1,7 +1,7 @@
-"""The operators of RMSNorm, and how a call reaches them.
+"""Operators of RMSNorm, and their dispatch.
 
-What is kept for the gradient: what was normalised (x, or its sum with the residual) and rstd = 1 /
-sqrt(mean(x^2) + eps) of each row.
+Saved for the gradient: the input of the normalisation (x, or its sum with the residual) and rstd =
+1 / sqrt(mean(x^2) + eps) of each row.
 """
 
 from typing import Callable, Optional, Tuple
@@ -67,7 +67,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, dy, dtotal, _):
-    """Of x, weight and residual."""
+    """Gradients of x, weight and residual."""
     x, weight, residual = ctx.needs_input_grad[:3]
     dx, added, dweight = dtotal, dtotal, None
     if dy is not None:
@@ -90,7 +90,7 @@ def rms_norm(*args) -> tuple:
 
 
 def plan_rms_norm(*args) -> Optional[Callable]:
-    """What serves all eager calls of rms_norm like this one, from their tensors, or None."""
+    """Returns a function of the tensors for all eager calls that match this one, or None."""
     grad = needs_grad(args)
     options = (*args[3:6], grad, args[6])
     launch = plan(FAMILY, "rms_norm_fwd", (*args[:3], *options), differentiable=True)

@@ -13,7 +13,7 @@ from ..runtime.dtypes import at_least_fp32
 
 
 def result_dtype(x: torch.Tensor, weight: Optional[torch.Tensor], casting_mode: str) -> torch.dtype:
-    """Of y: with "llama" torch's promotion of x and weight, else the dtype of x."""
+    """The dtype of y: with "llama" torch's promotion of x and weight, else the dtype of x."""
     if weight is None or casting_mode != "llama":
         return x.dtype
     return torch.promote_types(x.dtype, weight.dtype)

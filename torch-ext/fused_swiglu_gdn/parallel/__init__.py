@@ -1,1 +1,2 @@
-"""One batch over several processes: who holds which tokens, and what they tell each other."""
+"""Context parallelism: the tokens of a batch that each rank holds, and the collectives between
+ranks."""

@@ -1,4 +1,4 @@
-"""Context parallelism: one batch over several processes, a part of its tokens in each."""
+"""Context parallelism: one batch over several ranks, each with a part of its tokens."""
 
 from collections.abc import Mapping
 from typing import Optional, Sequence, Union
@@ -23,33 +23,33 @@ def build_cp_context(
     layout: Union[str, Sequence] = "contiguous",
     batch_size: int = 1,
 ) -> CpContext:
-    """Says which tokens of a batch each process holds, for `cp_context=` of
-    chunk_gated_delta_rule and causal_conv1d_fn (docs/parallel.md). Made once a batch.
+    """Describes which tokens of a batch each rank holds (docs/parallel.md).
 
-    A stream of T tokens, its sequences packed one after another, is dealt to the P processes of
-    the group. Every process of the group calls this, with the same arguments. The interface is that
-    of flash-linear-attention 0.6, which has the two first layouts.
+    The result is `cp_context=` of chunk_gated_delta_rule and causal_conv1d_fn, and is built once a
+    batch. A stream of T tokens, packed sequences, is split among the P ranks of the group. Every
+    rank calls this function with the same arguments. The interface is that of
+    flash-linear-attention 0.6, which has the first two layouts.
 
     Args:
         cu_seqlens: [N + 1], integers: cumulative lengths of the sequences of the whole stream. On
             the CPU, or in a list: on a GPU they are copied to the host.
-        group: a torch.distributed.ProcessGroup; all processes by default.
-        conv1d_kernel_size, use_tf32x3_affine_chain: taken for FLA's callers, and not needed.
+        group: a torch.distributed.ProcessGroup; all ranks by default.
+        conv1d_kernel_size, use_tf32x3_affine_chain: accepted for callers of FLA, without effect.
         cu_seqlens_cpu: cu_seqlens on the CPU, which saves that copy.
-        layout: "contiguous": process r has tokens r T / P to (r + 1) T / P. "zigzag": blocks r and
-            2 P - 1 - r of 2 P, which shares causal attention evenly. "torch": as torch's
-            context_parallel, "zigzag" where 2 P divides T and else torch.chunk. Or for each process
-            a list of its fragments (start, stop).
+        layout: "contiguous": rank r has tokens r T / P to (r + 1) T / P. "zigzag": blocks r and
+            2 P - 1 - r of 2 P, which balances causal attention. "torch": as torch's
+            context_parallel, "zigzag" if 2 P divides T and else torch.chunk. Or for each rank a
+            list of its fragments (start, stop).
         batch_size: B > 1: the stream is B rows of T / B tokens, [B, T / B], and the layout is that
             of each row.
 
     Returns:
         CpContext: `shard(x, dim)` and `unshard(x, dim)`; `cu_seqlens`, `position_ids`, `tokens`,
-        `starts_here`, `ends_here` and `sequences` of the pieces of sequences here.
+        `starts_here`, `ends_here` and `sequences` of the local segments.
 
     Raises:
         ValueError: the lengths, batch_size or layout do not fit, or (with gloo, or with
-            TORCH_DISTRIBUTED_DEBUG=INFO) differ between processes.
+            TORCH_DISTRIBUTED_DEBUG=INFO) differ between ranks.
         TypeError: an argument is of the wrong type.
 
     Example:
@@ -81,28 +81,28 @@ def build_cp_context(
 
 
 def shard_batch(batch: dict, group=None, *, layout: Union[str, Sequence] = "contiguous") -> dict:
-    """The part of a model's batch for this process of a group that shares every sequence.
+    """Returns this rank's part of a model's batch, for a group of ranks that share every sequence.
 
     For a model of `kernelize(model, cp_group=group)`: `model(**shard_batch(batch, group))`. All
-    processes of the group have the same batch. Labels are shifted before they are cut, rows are
-    padded at their end where the layout needs it, and positions are those in each sequence. The
-    loss of a process is its part of the sum over all targets, divided by their number in the whole
-    batch: add the parts over the group for the loss of the batch.
+    ranks of the group pass the same batch. Labels are shifted before they are split, rows are
+    padded at their end if the layout requires it, and positions are those in each sequence. The
+    loss of a rank is the sum over its targets divided by the number of targets in the whole batch:
+    the sum of these losses over the group is the loss of the batch.
 
     Args:
-        batch: input_ids [B, T]; and, if there, labels [B, T]; position_ids [B, T], which begin a
-            new sequence where they are 0 and count on in it; cu_seqlens or cu_seq_lens_q [N + 1],
-            of sequences packed into one row; attention_mask [B, T] with its zeros at the end of
-            rows. Other tensors [B, T, ..] are cut as well; the rest is handed on.
-        group: a torch.distributed.ProcessGroup; all processes by default.
-        layout: of each row, as build_cp_context has it. "zigzag" shares softmax attention evenly.
+        batch: input_ids [B, T]; and, if present, labels [B, T]; position_ids [B, T], which begin a
+            new sequence at each 0 and count on in it; cu_seqlens or cu_seq_lens_q [N + 1], of
+            sequences packed into one row; attention_mask [B, T] with its zeros at the end of rows.
+            Other tensors [B, T, ..] are split as well; the rest is passed through.
+        group: a torch.distributed.ProcessGroup; all ranks by default.
+        layout: of each row, as in build_cp_context. "zigzag" balances softmax attention.
 
     Returns:
         The batch with cp_context, position_ids, labels, shift_labels and num_items_in_batch.
 
     Raises:
         ValueError: something in the batch does not fit, or (with gloo, or with
-            TORCH_DISTRIBUTED_DEBUG=INFO) differs between processes.
+            TORCH_DISTRIBUTED_DEBUG=INFO) differs between ranks.
         TypeError: batch is no dict.
 
     Example:

@@ -1,4 +1,4 @@
-"""The batch of a model as one process gets it."""
+"""The part of a model's batch that one rank gets."""
 
 from typing import Dict, List, Optional, Union
 
@@ -19,7 +19,7 @@ IGNORED = -100  # the label of no target
 
 
 class Batch:
-    """What shard_batch has been given: tokens [B, T] in rows, and where sequences begin."""
+    """The arguments of shard_batch: tokens [B, T] in rows, and the starts of sequences."""
 
     def __init__(self, given: dict):
         ids = given.get("input_ids")
@@ -71,7 +71,7 @@ class Batch:
         return starts
 
     def padded(self, x: Tensor, T: int, value) -> Tensor:
-        """[B, self.T, ..] -> [B, T, ..]."""
+        """Pads [B, self.T, ..] to [B, T, ..]."""
         if T == self.T:
             return x
         return torch.cat([x, x.new_full((self.B, T - self.T, *x.shape[2:]), value)], 1)
@@ -84,7 +84,8 @@ class Batch:
         return [*starts.flatten().nonzero()[:, 0].tolist(), self.B * T]
 
     def targets(self) -> Optional[Tensor]:
-        """[B, T]: what each token is to predict, if any; the last of a sequence has no target."""
+        """The token that each token is to predict, [B, T], or None; a sequence's last has no
+        target."""
         shifted = self.given.get("shift_labels")
         name = "labels" if shifted is None else "shift_labels"
         labels = self.given.get(name)
@@ -100,7 +101,7 @@ class Batch:
 
 
 def _are_consecutive(positions: Tensor, starts: Tensor, here: Tensor) -> None:
-    """Positions [B, T] count from 0 in each sequence, as the parts will; padding has any."""
+    """Checks that positions [B, T] count from 0 in each sequence; those of padding are ignored."""
     token = torch.arange(starts.shape[1]).expand(starts.shape)
     places = token - token.masked_fill(~starts, 0).cummax(1).values
     wrong = ((positions != places) & here).nonzero().tolist()
@@ -113,7 +114,7 @@ def _are_consecutive(positions: Tensor, starts: Tensor, here: Tensor) -> None:
 
 
 def whole_size(T: int, P: int, layout: Union[str, list]) -> int:
-    """Tokens of a row that the layout deals out evenly."""
+    """Tokens of a row, padded so that the layout splits it evenly."""
     if not isinstance(layout, str):
         return T
     parts = P if layout == "contiguous" else 2 * P
@@ -121,7 +122,7 @@ def whole_size(T: int, P: int, layout: Union[str, list]) -> int:
 
 
 def shard(batch: Batch, group, P: int, layout) -> Dict[str, object]:
-    """The part of a batch that this process has, and its context."""
+    """The part of a batch that this rank has, and its context."""
     T = whole_size(batch.T, P, layout)
     device = batch.ids.device
     fragments = fragments_of(layout, T, P)

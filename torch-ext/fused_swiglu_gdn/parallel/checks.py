@@ -1,4 +1,4 @@
-"""Checks of what is shared by several processes."""
+"""Checks of arguments that are shared by several ranks."""
 
 import operator
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from .exchange import has
 
 
 def lengths(name: str, cu_seqlens: Union[Tensor, Sequence[int]], batch_size: int) -> List[int]:
-    """The cumulative lengths of the whole stream as numbers."""
+    """The cumulative lengths of the whole stream as a list of ints."""
     values = ints(name, cu_seqlens)
     if not values or values[0] != 0 or any(b < a for a, b in zip(values, values[1:])):
         raise ValueError(f"{name} must start with 0 and never decrease, got {values}")
@@ -30,7 +30,7 @@ def lengths(name: str, cu_seqlens: Union[Tensor, Sequence[int]], batch_size: int
 
 
 def ints(name: str, values: object) -> List[int]:
-    """The numbers of a tensor [N + 1] of integers, or of a sequence of ints."""
+    """The values of a tensor [N + 1] of integers, or of a sequence of ints."""
     if isinstance(values, Tensor):
         if values.ndim != 1:
             raise ValueError(f"{name} must have shape [N + 1], got {list(values.shape)}")
@@ -47,7 +47,7 @@ def ints(name: str, values: object) -> List[int]:
 
 
 def is_copy(name: str, x: object, first: str, y: object) -> None:
-    """x has the integers of y, which are looked at on a CPU alone."""
+    """Checks that x has the integers of y, whose values are read on a CPU only."""
     if not isinstance(y, Tensor):
         kind = type(y).__name__
         raise TypeError(f"{first} must be a torch.Tensor where {name} is given, got {kind}")
@@ -89,7 +89,7 @@ def is_context(cp_context: object) -> None:
 
 
 def holds_tokens(cp: CpContext, name: str, rows: int, tokens: int) -> None:
-    """A tensor has the tokens that are here: as rows of the batch, or as one."""
+    """Checks that a tensor has the local tokens, as rows of the batch or as one row."""
     if rows * tokens != cp.tokens or rows not in (1, cp.batch_size):
         raise ValueError(
             f"{name} must have the {cp.tokens} tokens that cp_context has in this process, as "
@@ -108,7 +108,7 @@ def is_absent(name: str, value: object) -> None:
 
 
 def device_of(cu_seqlens: object, group) -> torch.device:
-    """Where a context's tensors are to be."""
+    """The device for a context's tensors."""
     if isinstance(cu_seqlens, Tensor) and cu_seqlens.device.type != "cpu":
         return cu_seqlens.device
     if has(group, "cuda:nccl"):

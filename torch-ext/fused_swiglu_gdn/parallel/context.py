@@ -1,4 +1,4 @@
-"""CpContext: what one process knows of a batch that several hold together."""
+"""CpContext: one rank's view of a batch that is split among several."""
 
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
@@ -13,7 +13,7 @@ from .plan import Piece, Plan, Slot, make_plan
 
 
 class Subset(NamedTuple):
-    """Some of the pieces here, and their tokens as a packed batch of its own."""
+    """Some of the local segments, and their tokens as a packed batch of its own."""
 
     places: List[int]  # which pieces
     rows: Tensor  # the same on the device
@@ -22,32 +22,33 @@ class Subset(NamedTuple):
     index: Optional[Tensor]  # else which these are
 
     def take(self, x: Tensor) -> Tensor:
-        """[1, tokens, ..] -> those of the subset."""
+        """Selects the subset's tokens of [1, tokens, ..]."""
         if self.span is None:
             return x.index_select(1, self.index)
         start, stop = self.span
         return x if stop - start == x.shape[1] else x[:, start:stop]
 
     def rows_of(self, x: Tensor) -> Tensor:
-        """[pieces here, ..] -> those of the subset."""
+        """Selects the subset's rows of [pieces, ..]."""
         return x if len(self.places) == len(x) else x.index_select(0, self.rows)
 
 
 class CpContext:
-    """One batch over the processes of a group, seen from one of them; build_cp_context makes it.
+    """One batch over the ranks of a group, seen from one of them; build_cp_context makes it.
 
-    A stream of packed sequences is cut into the fragments that the processes hold, and borders of
-    sequences cut these into *pieces*, which are what a process's own calls know as sequences.
+    A stream of packed sequences is cut into the fragments that the ranks hold, and the borders of
+    sequences cut these into *pieces*: the local segments, which are the sequences of a rank's own
+    calls.
 
     Attributes:
-        group, rank, size: the processes, the number of this one, and how many there are.
-        tokens: how many tokens are here, over all rows of the batch.
-        cu_seqlens: [pieces + 1], int32, cumulative lengths of the pieces here.
-        position_ids: [batch_size, tokens / batch_size], of each token here its place in its
+        group, rank, size: the process group, this rank, and the number of ranks.
+        tokens: the number of local tokens, over all rows of the batch.
+        cu_seqlens: [pieces + 1], int32, cumulative lengths of the local segments.
+        position_ids: [batch_size, tokens / batch_size], the position of each local token in its
             sequence.
-        sequences: [pieces], the number of each piece's sequence in the stream.
-        starts_here: [pieces], whether it is the first of its sequence: its initial state is read.
-        ends_here: [pieces], whether it is the last: its final state is the sequence's.
+        sequences: [pieces], the index of each segment's sequence in the stream.
+        starts_here: [pieces], True for the first of its sequence: its initial state is read.
+        ends_here: [pieces], True for the last one: its final state is the sequence's.
     """
 
     def __init__(self, cu: Sequence[int], group, layout: Sequence, batch_size: int, device):
@@ -78,25 +79,25 @@ class CpContext:
         return torch.cat(spans) if spans else torch.arange(0)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Of x, which holds the rows of the whole batch along `dim`, the tokens that are here."""
+        """The local tokens of x, which holds the rows of the whole batch along `dim`."""
         _has_tokens(x, dim, self.row, "a row")
         return x.index_select(dim, self.columns(x.device))
 
     def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """The tokens of all processes in their order, from those that are here: shard undone.
+        """The tokens of all ranks in their order, from the local ones: the inverse of shard.
 
-        Every process calls it, in the backward as well, where gradients are summed over processes.
+        Every rank calls it, in the backward as well, where gradients are summed over ranks.
         """
         own = self.tokens // self.batch_size
         _has_tokens(x, dim, own, "a row here")
         return _Unshard.apply(x, self, dim)
 
     def columns(self, device) -> Tensor:
-        """Which tokens of a row are here, in order."""
+        """Indices of the local tokens of a row, in order."""
         return self._once("columns", device, lambda: _columns(self.layout[self.rank]))
 
     def gathered(self, device) -> Tensor:
-        """Where each token of a row stands in what all_gather gives of padded shards."""
+        """Index of each token of a row in the all-gathered padded shards."""
 
         def make():
             places, most = torch.empty(self.row, dtype=torch.int64), self.most
@@ -109,7 +110,7 @@ class CpContext:
 
     @property
     def most(self) -> int:
-        """Tokens of a row in the process that has most."""
+        """Tokens of a row in the rank that has most."""
         return max(sum(b - a for a, b in fragments) for fragments in self.layout)
 
     def lengths_on(self, device) -> Tensor:
@@ -117,7 +118,7 @@ class CpContext:
         return self._once("lengths", device, lambda: torch.tensor(self.bounds, dtype=torch.int32))
 
     def slots_on(self, device) -> Tensor:
-        """[pieces], int32: the slot of an outgoing piece, and -1 for others."""
+        """[pieces], int32: the slot of an outgoing segment, and -1 for others."""
 
         def make():
             slots = [self.plan.outgoing.get(piece) for piece in self.pieces]
@@ -127,8 +128,11 @@ class CpContext:
         return self._once("slots", device, make)
 
     def lengths_alone(self, x: object, dim: int) -> Optional[Tensor]:
-        """cu_seqlens, where an ordinary call on x, whose dimension `dim` is tokens, comes to the
-        same: no sequence is shared, and the processes compare nothing. Else None."""
+        """cu_seqlens for an equivalent ordinary call on x, whose dimension `dim` is tokens, or
+        None.
+
+        There is one if no sequence is shared and the ranks do not compare their arguments.
+        """
         if torch.compiler.is_compiling() or self.plan.chains or not self.tokens:
             return None
         fits = isinstance(x, Tensor) and x.ndim > dim and x.shape[0] == 1
@@ -137,14 +141,15 @@ class CpContext:
         return self.lengths_on(x.device)
 
     def marks(self, others: Dict[Piece, Slot], device) -> Tensor:
-        """[pieces], which are not among these: others is plan.incoming or plan.outgoing."""
+        """[pieces], True for segments that are not in others, which is plan.incoming or
+        plan.outgoing."""
         name = "starts" if others is self.plan.incoming else "ends"
         return self._once(name, device, lambda: torch.tensor(
             [piece not in others for piece in self.pieces], dtype=torch.bool
         ))  # fmt: skip
 
     def subset(self, name: str, device) -> Subset:
-        """The pieces here that are "outgoing", "incoming" or, being both, in the "middle"."""
+        """The local segments that are "outgoing", "incoming" or, being both, in the "middle"."""
 
         def make():
             kinds = {"outgoing": [self.plan.outgoing], "incoming": [self.plan.incoming]}
@@ -165,13 +170,13 @@ class CpContext:
         return self._once(name, device, make)
 
     def chain(self, piece: Piece) -> Tuple[List[Piece], List[Piece]]:
-        """The pieces of a sequence before one of its pieces, and those behind it, in order."""
+        """The segments of a sequence before one of its segments, and those after it, in order."""
         chain = self.plan.chains.get(piece.sequence, [piece])
         at = chain.index(piece)
         return chain[:at], chain[at + 1 :]
 
     def once(self, name: object, make):
-        """make(), of this context and the name alone, which is kept."""
+        """Returns make(), which may depend only on this context and the name, from a cache."""
         return self._once(name, None, make)
 
     def _once(self, name: object, device, make):

@@ -1,4 +1,4 @@
-"""The collectives: every process of the group calls the same ones in the same order."""
+"""Collectives; every rank of the group calls the same ones in the same order."""
 
 import functools
 from typing import Callable, List, Optional
@@ -19,9 +19,9 @@ def size(group) -> int:
 
 
 def has(group, backend: str) -> bool:
-    """Whether this, as "cuda:nccl", is one of the group's backends for its types of devices.
+    """True if the group has this backend, such as "cuda:nccl", for a type of device.
 
-    A group that was made without a backend, or with several, has one for each.
+    A group that was made without a backend, or with several, has one for each type.
     """
     group = dist.group.WORLD if group is None else group
     found = _backends.get(group)
@@ -32,18 +32,19 @@ def has(group, backend: str) -> bool:
 
 @functools.cache
 def _one_tensor(name: str) -> Callable:
-    """The collective on one tensor for all processes, by the name that this torch has for it."""
+    """The collective on one tensor for all ranks, under the name that this torch has for it."""
     older = {"all_gather": "all_gather_into_tensor", "reduce_scatter": "reduce_scatter_tensor"}
     return getattr(dist, f"{name}_single", None) or getattr(dist, older[name])
 
 
 def all_gather(own: Tensor, group) -> Tensor:
-    """[..] of every process, of one shape -> [P, ..]."""
+    """Gathers [..] of every rank, of one shape, to [P, ..]."""
     return start_all_gather(own, group)()
 
 
 def start_all_gather(own: Tensor, group) -> Callable[[], Tensor]:
-    """What ends the all_gather that this begins: what is launched in between runs beside it."""
+    """Starts an all_gather and returns a function that finishes it; launches in between overlap
+    it."""
     P = size(group)
     if P == 1:
         return lambda: own.unsqueeze(0)
@@ -64,7 +65,7 @@ def start_all_gather(own: Tensor, group) -> Callable[[], Tensor]:
 
 
 def sum_scatter(parts: Tensor, group) -> Tensor:
-    """[P, ..] of every process -> [..], the sum of their parts for this one, taken in fp32."""
+    """Sums [P, ..] over the ranks in fp32 and returns this rank's part [..]."""
     if size(group) == 1:
         return parts[0]
     wide = parts.to(torch.promote_types(parts.dtype, torch.float32)).contiguous()
@@ -79,10 +80,11 @@ def sum_scatter(parts: Tensor, group) -> Tensor:
 
 
 def agrees(group) -> bool:
-    """Whether the processes compare what they are about to do.
+    """True if the ranks compare their arguments before a collective.
 
-    That stops the host, so with NCCL it is done where torch is asked to debug its collectives
-    (TORCH_DISTRIBUTED_DEBUG), and never while a CUDA graph is captured; gloo stops the host anyway.
+    That blocks the host, so with NCCL it happens only if torch is set to debug its collectives
+    (TORCH_DISTRIBUTED_DEBUG), and never during the capture of a CUDA graph; gloo blocks the host
+    anyway.
     """
     if not has(group, "cuda:nccl"):
         return True
@@ -91,7 +93,7 @@ def agrees(group) -> bool:
 
 
 def agreed(make: Callable, facts: Callable, group, what: str):
-    """make(), unless it raises in some process or facts(of it) differ: then all of them raise."""
+    """Returns make(). If it raises on some rank, or facts(made) differ, all ranks raise."""
     error, made = None, None
     try:
         made = make()

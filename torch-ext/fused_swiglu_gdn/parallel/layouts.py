@@ -1,4 +1,4 @@
-"""Which tokens of a stream each process holds: a layout is its fragments (start, stop) for each."""
+"""Layouts of a stream: the fragments (start, stop) of tokens that each rank holds."""
 
 from operator import index
 from typing import List, Sequence, Tuple, Union
@@ -8,10 +8,10 @@ NAMES = ("contiguous", "zigzag", "torch")
 
 
 def fragments_of(layout: Union[str, Sequence], length: int, P: int) -> List[Fragments]:
-    """The fragments of each of P processes; neighbours on one process are joined.
+    """The fragments of each of P ranks; adjacent ones on one rank are joined.
 
     "contiguous" is one fragment each; "zigzag" blocks r and 2 P - 1 - r of 2 P, which gives every
-    process the same share of causal attention; "torch" what torch's context_parallel does.
+    rank the same share of causal attention; "torch" the layout of torch's context_parallel.
     """
     if not isinstance(layout, str):
         return _explicit(layout, length, P)
@@ -29,7 +29,7 @@ def fragments_of(layout: Union[str, Sequence], length: int, P: int) -> List[Frag
 
 
 def _joined(fragments: Sequence) -> Fragments:
-    """Without empty fragments, and neighbours in one."""
+    """The fragments without empty ones, and with adjacent ones joined."""
     found: Fragments = []
     for start, stop in fragments:
         if start == stop:

@@ -1,9 +1,10 @@
-"""Pieces of sequences, and which of them go on where. Made on the host, alike in every process.
+"""The pieces (segments) of sequences on each rank and their order; computed on the host of every
+rank.
 
-Borders of sequences cut a process's fragments into pieces: what its own calls know as sequences.
-The pieces of a sequence are a chain. One that another follows is *outgoing*, one that follows
-another *incoming*; each has a slot in what its process tells the others. A fragment has at most one
-of either.
+Borders of sequences cut a rank's fragments into pieces, which are the sequences of its own calls.
+The pieces of a sequence form a chain. A piece with a successor is *outgoing*, one with a
+predecessor *incoming*; each has a slot in its rank's send buffer. A fragment has at most one of
+either.
 """
 
 import bisect
@@ -23,7 +24,7 @@ class Piece(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where a piece's message lies in what all processes have told."""
+    """Position of a piece's data in the all-gathered buffer."""
 
     rank: int
     number: int
@@ -39,7 +40,8 @@ class Plan(NamedTuple):
 
     @property
     def has_middle(self) -> bool:
-        """Some piece has one before it and one behind it, so that its transition matters."""
+        """True if some piece has a predecessor and a successor, so that its transition is
+        needed."""
         return any(len(chain) > 2 for chain in self.chains.values())
 
 

@@ -1,3 +1,3 @@
-"""What every part of a product of few tokens goes by."""
+"""The limit that every module of projection/ shares."""
 
 MAX_TOKENS = 64  # that the kernels take

@@ -1,4 +1,4 @@
-"""The operator of the projections of a few tokens. Forward only."""
+"""The operator of projections of a few tokens. Forward only."""
 
 from typing import List, Optional
 
@@ -30,7 +30,7 @@ def _(x, weights, activation):
 
 
 def is_served(x, weights, activation) -> bool:
-    """Whether a kernel makes these products; else the modules themselves had better do it."""
+    """True if a kernel computes these products; else the modules themselves are as fast."""
     if not dispatch.has_kernels(*PROJECT, x.device.type, x.device.index):
         return False
     if torch.compiler.is_compiling():
@@ -45,5 +45,5 @@ def project(x, weights, activation) -> Tensor:
 
 
 def plan_project(x, weights, activation):
-    """What serves all eager calls of project like this one, from the tensors, or None."""
+    """Returns a function of the tensors for all eager calls that match this one, or None."""
     return plan(*PROJECT, (x, weights, activation))

@@ -1,4 +1,4 @@
-"""Products of a few tokens with the weights of a layer. For the layers; not part of the API."""
+"""Projections of a few tokens by all weights of a layer, for layers; not part of the API."""
 
 from typing import List, Optional
 
@@ -6,21 +6,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from . import ops
 
 
 def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
-    """x @ w.T for each weight, in one launch, or None where that is no gain or not possible.
+    """x @ w.T for each weight, in one launch; None if that is no gain or not possible.
 
     Args:
         x: [..., K]. weights: [N_i, K] each, the dtype of x.
 
     Returns:
-        Views [..., N_i] of one tensor; None for more than a few tokens, where a gradient is
-        needed, under autocast, and where no kernel serves.
+        Views [..., N_i] of one tensor; None for more than a few tokens, if a gradient is needed,
+        under autocast, and if no kernel supports the call.
     """
-    plan = _plans.find((x, *weights), (len(weights),)) if undisturbed() else None
+    plan = _plans.find((x, *weights), (len(weights),)) if fast_path_ok() else None
     if plan is not None:
         y = plan(x, *weights)
     else:
@@ -38,13 +38,14 @@ def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
 def mlp_of_a_token(
     x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, activation: str
 ) -> Optional[Tensor]:
-    """(act(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T of one token, in two launches; None as above.
+    """(act(x @ w_gate.T) * (x @ w_up.T)) @ w_down.T of one token, in two launches; None as from
+    project.
 
     Args:
         x: [..., K], K numbers in all. w_gate, w_up: [N, K]. w_down: [K, N].
     """
     tensors = (x, w_gate, w_up, w_down)
-    plans = _plans.find(tensors, (activation,)) if undisturbed() else None
+    plans = _plans.find(tensors, (activation,)) if fast_path_ok() else None
     if plans is not None:
         gated, down = plans
         return down(gated(x, w_gate, w_up), w_down)
@@ -65,7 +66,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weights: List[Tensor], activation: Optional[str]) -> Optional[Tensor]:
-    """By the kernel, [..., N]; or None."""
+    """The product [..., N] by a kernel, or None."""
     if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or not x.numel():
         return None
     if any((w.dtype, w.device, w.shape[1:]) != (x.dtype, x.device, x.shape[-1:]) for w in weights):
@@ -77,8 +78,8 @@ def _product(x: Tensor, weights: List[Tensor], activation: Optional[str]) -> Opt
 
 
 def _lies_in_rows(x: Tensor) -> bool:
-    """A plan takes x as it is, and may be kept."""
-    return undisturbed() and _rows(x).data_ptr() == x.data_ptr()
+    """True if x is a view of its rows [M, K] and a plan for it may be kept."""
+    return fast_path_ok() and _rows(x).data_ptr() == x.data_ptr()
 
 
 _plans = CallCache()

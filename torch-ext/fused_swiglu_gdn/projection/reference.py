@@ -13,7 +13,7 @@ def project_fwd(
     weights: List[torch.Tensor],  # [N_i, K] each
     activation: Optional[str],
 ) -> torch.Tensor:  # [M, N]
-    """x W_i^T for each i, side by side; with an activation, that of the first times the second."""
+    """x W_i^T for each i, side by side; with an activation, act(x W_0^T) * (x W_1^T)."""
     if activation is not None:
         w_gate, w_up = weights
         return swiglu_fwd(x, w_gate, w_up, None, None, activation)

@@ -1,1 +1,1 @@
-"""What every operation stands on: choice of a kernel, launching, tuning, checks, verification."""
+"""Infrastructure under every operation: dispatch, launching, tuning, checks and verification."""

@@ -1,4 +1,4 @@
-"""The names of activations: which a function takes, and how each may be spelled."""
+"""Names of activations: the ones that each function takes, and their aliases."""
 
 SAME = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}  # transformers' second names
 

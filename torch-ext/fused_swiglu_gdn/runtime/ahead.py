@@ -1,4 +1,4 @@
-"""Compiling by several threads, ahead of the launches.
+"""Compiles kernels in several threads before they are launched.
 
 Triton compiles a kernel where it is first launched, and the C code that launches it, one after
 another: ten seconds for what a prompt needs.
@@ -14,15 +14,18 @@ from triton.runtime import driver
 
 from .device import on
 from .launch import Launch, watched
-from .maps import Place
+from .maps import RawPointer
 
 MOST_THREADS = 16
 
 
 @contextlib.contextmanager
 def compiled_ahead() -> Iterator[None]:
-    """Launches of this thread inside do not start, and what they would write is left as it is.
-    Other threads compile their kernels; at the end all are compiled."""
+    """Compiles the kernels that this thread launches inside, without starting them.
+
+    The outputs of those launches are left uninitialised. Other threads compile; the context ends
+    when all kernels are compiled.
+    """
     here, met = threading.get_ident(), set()
     with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
 
@@ -42,13 +45,15 @@ def compiled_ahead() -> Iterator[None]:
             yield
 
 
-def _place(x) -> Place:
-    return Place(x.data_ptr(), x.dtype)
+def _place(x) -> RawPointer:
+    return RawPointer(x.data_ptr(), x.dtype)
 
 
 def _compile(launch: Launch, places: list) -> None:
-    """As the first launch does; its code is then in Triton's memory. What cannot be compiled fails
-    again where it is launched."""
+    """Compiles a launch as its first call does, and leaves the code in Triton's memory cache.
+
+    A kernel that does not compile raises its error again at the real launch.
+    """
     with on(launch.device):
         options = dict(launch.options)
         code = launch.kernel.warmup(*launch.arguments(tuple(places)), grid=launch.grid, **options)

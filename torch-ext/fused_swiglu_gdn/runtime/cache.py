@@ -1,7 +1,7 @@
-"""What is remembered between calls, and bounds on it.
+"""Caches of plans and checks from call to call, and bounds on their size.
 
-A short call costs the host more than the GPU. Whoever passed the checks, found a kernel and its
-launches for a call need not do so again for calls like it.
+A short call costs the host more than the GPU. A call that passed the checks and found its kernel
+and launches keeps them for later calls with the same facts.
 """
 
 import weakref
@@ -23,7 +23,7 @@ MOST, ALIKE = 1024, 16  # values of a CallCache; of one shape of the first tenso
 
 
 def keep(table: dict, key, value):
-    """Adds a value under its key, and returns it; a dict that has grown large starts anew."""
+    """Stores a value under its key and returns it; a dict with MOST entries is emptied first."""
     if len(table) >= MOST:
         table.clear()
     table[key] = value
@@ -31,9 +31,10 @@ def keep(table: dict, key, value):
 
 
 class Bound:
-    """A limit on what many holders keep together: past it all of them forget.
+    """A limit on the total number of entries of many holders; at the limit all of them are emptied.
 
-    A server meets ever new lengths, each with a plan of its own; what plans keep must not add up.
+    A server meets new lengths all the time, each with a plan of its own, so a bound for each holder
+    alone would not bound the sum.
     """
 
     def __init__(self, most: int):
@@ -41,7 +42,7 @@ class Bound:
         self.holders: weakref.WeakSet = weakref.WeakSet()
 
     def count_one(self, holder) -> None:
-        """The holder, which has a method forget(), is about to keep one thing more."""
+        """Counts an entry that the holder is about to add. A holder has a method forget()."""
         if self.count >= self.most:
             for each in list(self.holders):
                 each.forget()
@@ -51,7 +52,8 @@ class Bound:
 
 
 class _Facts:
-    """What TensorGuards compares, but for modes of torch; where there are no TensorGuards."""
+    """The comparison that TensorGuards makes, except for modes of torch; used where torch lacks
+    them."""
 
     def __init__(self, *tensors: torch.Tensor):
         self.facts = self._of(tensors)
@@ -65,7 +67,8 @@ class _Facts:
 
 
 class _Repeated:
-    """Guards for tensors of which some are the same object, which TensorGuards never let pass."""
+    """Guards for a call that passes one tensor object several times, which TensorGuards always
+    reject."""
 
     def __init__(self, *tensors: torch.Tensor):
         self.firsts = self._firsts(tensors)
@@ -73,7 +76,7 @@ class _Repeated:
 
     @staticmethod
     def _firsts(tensors) -> list:
-        """For each tensor the first place where it stands."""
+        """For each tensor the first index at which the same object occurs."""
         return list(map(list(map(id, tensors)).index, map(id, tensors)))
 
     def check(self, *tensors) -> bool:
@@ -91,7 +94,7 @@ def _guards(*tensors: torch.Tensor):
 
 
 def _picking(places: list) -> Callable[[tuple], tuple]:
-    """What lies at these places of a tuple, as a tuple."""
+    """Returns a function that picks these indices of a tuple, as a tuple."""
     if len(places) > 1:
         return itemgetter(*places)
     return itemgetter(slice(places[0], places[0] + 1))
@@ -105,12 +108,12 @@ def _autocast_dtype(x: torch.Tensor) -> Optional[torch.dtype]:
 
 
 class CallCache:
-    """A value for each kind of call: a plan that serves it, or that its checks were passed.
+    """A cache of one value (a plan, or True for passed checks) for each set of facts of a call.
 
-    Calls are alike that have as many tensors, the same ones missing and the same facts of the
-    others (type, sizes, strides, dtype, device, whether a gradient is needed, what modes of torch
-    are on), equal options of equal types (1, 1.0 and True differ), the same grad mode and
-    autocast's dtype. torch's own guards compare the facts in a microsecond.
+    Two calls match if they have as many tensors, the same ones None, the same facts of the others
+    (type, sizes, strides, dtype, device, requires_grad, active modes of torch), equal options of
+    equal types (1, 1.0 and True differ), the same grad mode and the same autocast dtype. torch's
+    own guards compare the facts in a microsecond.
     """
 
     __slots__ = ("_rows", "_count")
@@ -120,7 +123,7 @@ class CallCache:
         self._count = 0
 
     def find(self, tensors: tuple, options: tuple) -> Any:
-        """The value of a call like this one, or None."""
+        """Returns the value kept for a matching call, or None."""
         try:
             rows = self._rows[len(tensors), tensors[0].shape, options, _grad_enabled()]
             for absent, there, check, types, autocast, value in rows:
@@ -136,7 +139,7 @@ class CallCache:
         return None
 
     def keep(self, tensors: tuple, options: tuple, value: Any) -> Any:
-        """Keeps the value of a call that find() had none for, if it is not None; returns it."""
+        """Stores a value for a call that find() missed, unless it is None, and returns it."""
         if value is None:
             return None
         if self._count >= MOST:
@@ -155,7 +158,7 @@ class CallCache:
         return value
 
     def get(self, make: Callable, tensors: tuple, options: tuple) -> Any:
-        """The value of a call like this one, or else make(*tensors, *options), which is kept."""
+        """Returns the value of a matching call, or stores and returns make(*tensors, *options)."""
         value = self.find(tensors, options)
         return self.keep(tensors, options, make(*tensors, *options)) if value is None else value
 
@@ -167,9 +170,12 @@ class CallCache:
         return sum(map(len, self._rows.values()))
 
 
-def undisturbed() -> bool:
-    """Whether a plan may serve a public call: nothing is traced, recorded or forced, and torch has
-    no modes that its guards do not see, as FakeTensorMode or forward derivatives."""
+def fast_path_ok() -> bool:
+    """True if a cached plan may run a public call.
+
+    That excludes tracing, recording, a forced implementation and modes that torch's guards do not
+    see, such as FakeTensorMode and forward-mode derivatives.
+    """
     if dispatch.forced is not None or dispatch.records or TensorGuards is None:
         return False
     if forward_ad._current_level >= 0:

@@ -1,13 +1,14 @@
-"""What all calls have in common: NamedTuples of tensors, or None, whose last field is `options`."""
+"""Call objects: NamedTuples of tensors (or None) whose last field is `options`."""
 
 import typing
 
 
 def call(kind: type) -> type:
-    """Adds to a kind of call: device, tensors, and of(arguments of an operator), which makes one.
+    """Adds `device`, `tensors` and `of` to a call type.
 
-    These are all tensors, then all options. `of` goes past the constructors of the NamedTuples,
-    which are Python functions: operators have looked at the arguments.
+    `of` makes a call from the arguments of an operator, which are all tensors and then all options.
+    It bypasses the constructors of the NamedTuples, which are Python functions: operators have
+    already checked the arguments.
     """
     options, count = typing.get_type_hints(kind)["options"], len(kind._fields) - 1
     new = tuple.__new__
@@ -22,6 +23,6 @@ def call(kind: type) -> type:
 
 
 def _tensors(call) -> tuple:
-    """All of a call but its options."""
+    """All fields of a call except its options."""
     *tensors, _ = call
     return tuple(tensors)

@@ -1,4 +1,5 @@
-"""What the checks share. Messages say which argument, what was expected, and what came."""
+"""Argument checks that rooms share. A message says which argument, what was expected and what
+came."""
 
 import contextlib
 import functools
@@ -16,10 +17,10 @@ LARGEST = sys.float_info.max
 
 
 def remembered(check: Callable) -> Callable:
-    """The check, passed over for calls like those that passed it (runtime/cache.py).
+    """Wraps a check so that it is skipped for calls with the same facts as one that passed.
 
-    A decoding step's checks cost more than its kernel. Only for checks that read no values of a
-    tensor.
+    The checks of a decoding step cost more than its kernel. A check that reads values of a tensor
+    may not be wrapped (runtime/cache.py).
     """
     passed = CallCache()
 
@@ -43,7 +44,7 @@ def remembered(check: Callable) -> Callable:
 
 
 def _flat(args: tuple) -> list:
-    """Arguments, with the fields of the calls among them."""
+    """Flattens arguments: the fields of tuples and calls take the place of the tuple."""
     found = []
     for x in args:
         found += _flat(x) if isinstance(x, tuple) else [x]
@@ -65,7 +66,7 @@ def is_model(function: str, model: object) -> None:
 
 
 def has_shape(name: str, x: object, dims: str, sizes: Dict[str, int]) -> None:
-    """x is a tensor whose shape is `dims`, e.g. "B T H K".
+    """Checks that x is a tensor of shape `dims`, e.g. "B T H K".
 
     A size met for the first time is added to `sizes`; a known one must agree.
     """
@@ -83,14 +84,14 @@ def has_shape(name: str, x: object, dims: str, sizes: Dict[str, int]) -> None:
 
 
 def has_last(name: str, x: object, dim: str) -> None:
-    """x is a tensor with a last dimension."""
+    """Checks that x is a tensor with at least one dimension."""
     is_tensor(name, x)
     if x.ndim < 1:
         raise ValueError(f"{name} must have shape [..., {dim}], got []")
 
 
 def has_shape_of(name: str, x: object, first: str, y: torch.Tensor) -> None:
-    """x is a tensor with the shape of y."""
+    """Checks that x is a tensor with the shape of y."""
     is_tensor(name, x)
     if x.shape != y.shape:
         raise ValueError(
@@ -115,7 +116,7 @@ def is_floating_dtype(name: str, dtype: object, or_none: str = "") -> None:
 
 
 def agrees(name: str, x: Optional[torch.Tensor], first: str, y: torch.Tensor) -> None:
-    """x, if given, has the dtype and device of y."""
+    """Checks that x, if given, has the dtype and device of y."""
     if x is None:
         return
     if x.dtype != y.dtype:
@@ -132,27 +133,30 @@ def has_form(
     name: str, x: object, dims: str, sizes: Dict[str, int], first: str, y: torch.Tensor,
     dtypes: Sequence[torch.dtype] = FLOATING,
 ) -> None:  # fmt: skip
-    """x is a tensor of a shape that has_shape takes, of one of these dtypes, beside y."""
+    """Checks shape (as has_shape does), dtype, and that x is on the device of y."""
     has_shape(name, x, dims, sizes)
     has_dtype(name, x, dtypes)
     same_device(name, x, first, y)
 
 
 def is_one_of(name: str, value: object, allowed: Sequence[object]) -> None:
-    """value is a string of `allowed`, or None where that is allowed."""
+    """Checks that value is one of the strings in `allowed`, or None if `allowed` contains it."""
     if (value is not None and not isinstance(value, str)) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def are_words(name: str, words: object, known: Iterable[str]) -> None:
-    """A list, tuple or set of words that are known."""
+    """Checks that words is a list, tuple or set of known words."""
     listed = isinstance(words, (list, tuple, set, frozenset))
     if not listed or not all(isinstance(word, str) and word in known for word in words):
         raise ValueError(f"{name} must be a list of {', '.join(map(repr, known))}, got {words!r}")
 
 
 def are_flags(**values: object) -> None:
-    """Truth values; 0, 1 and None pass for them. Anything else is an argument in a wrong place."""
+    """Checks that values are True or False; 0, 1 and None pass, too.
+
+    Any other value is likely an argument in the wrong position.
+    """
     for name, value in values.items():
         if value is not None and not isinstance(value, int):
             raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
@@ -161,7 +165,7 @@ def are_flags(**values: object) -> None:
 
 
 def is_number(name: str, value: object, least: str = "", or_none: str = "") -> None:
-    """A finite float or int; least: "positive", "non-negative", or nothing for any."""
+    """Checks for a finite float or int. least: "positive", "non-negative" or "" for any sign."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise TypeError(f"{name} must be a float{or_none}, got {type(value).__name__}")
     enough = {"positive": value > 0, "non-negative": value >= 0}
@@ -170,7 +174,7 @@ def is_number(name: str, value: object, least: str = "", or_none: str = "") -> N
 
 
 def is_int(name: str, value: object, least: int, most: Optional[int] = None, why: str = "") -> None:
-    """An int of a range, whose end may be open; why: what the range follows from."""
+    """Checks for an int of at least `least` and at most `most`; why: the reason for the range."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < least or most is not None and value > most:
@@ -179,12 +183,13 @@ def is_int(name: str, value: object, least: int, most: Optional[int] = None, why
 
 
 def between(least: int, most: int) -> str:
-    """Both ends of a range in words, or its one number."""
+    """A range in words, or its one number."""
     return f"{least} to {most}" if least != most else str(least)
 
 
 def is_cu_seqlens(name: str, cu_seqlens: object, first: str, y: torch.Tensor) -> None:
-    """A tensor of cumulative lengths, [N + 1]; holds_cu_seqlens looks at the values."""
+    """Checks dtype and shape [N + 1] of cumulative lengths; holds_cu_seqlens checks their
+    values."""
     is_tensor(name, cu_seqlens)
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"{name} must have shape [N + 1], got {list(cu_seqlens.shape)}")
@@ -193,12 +198,15 @@ def is_cu_seqlens(name: str, cu_seqlens: object, first: str, y: torch.Tensor) ->
 
 
 def readable(x: Optional[torch.Tensor]) -> bool:
-    """Values are read on the CPU only: on a GPU that stops the host, so there the kernels clamp."""
+    """True if values of x may be read: on the CPU only.
+
+    Reading on a GPU would block the host, so kernels clamp such values instead.
+    """
     return x is not None and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def holds_cu_seqlens(name: str, cu_seqlens: Optional[torch.Tensor], total: int) -> None:
-    """Cumulative lengths are 0 first and `total` last and never decrease."""
+    """Checks that cumulative lengths start with 0, end with `total` and never decrease."""
     if not readable(cu_seqlens):
         return
     values = cu_seqlens.tolist()
@@ -212,15 +220,18 @@ def holds_cu_seqlens(name: str, cu_seqlens: Optional[torch.Tensor], total: int) 
 
 
 def is_null_index(value: object) -> None:
-    """Up to which index rows of a pool are nobody's."""
+    """Checks the largest row index that names a null slot: -1 or 0."""
     if not isinstance(value, int) or isinstance(value, bool) or value not in (-1, 0):
         raise ValueError(
-            f"null_index must be -1 or 0, the last row that is nobody's, got {value!r}"
+            f"null_index must be -1 or 0, the largest index of a null slot, got {value!r}"
         )
 
 
 def may_be_written(**tensors: Optional[torch.Tensor]) -> None:
-    """Not remembered: among tensors with a gradient those that are results of others may."""
+    """Checks that no tensor is a leaf that requires a gradient, or a view of one.
+
+    Results of other operations pass. The check depends on grad mode and is not remembered.
+    """
     if not torch.is_grad_enabled():
         return
     for name, x in tensors.items():
@@ -234,14 +245,14 @@ def may_be_written(**tensors: Optional[torch.Tensor]) -> None:
 
 
 def is_written(name: str, out: object, first: str, y: torch.Tensor) -> None:
-    """What an output like y can be written to."""
+    """Checks a tensor `out` that receives an output like y."""
     has_shape_of(name, out, first, y)
     agrees(name, out, first, y)
     has_memory(name, out)
 
 
 def has_memory(name: str, x: Optional[torch.Tensor]) -> None:
-    """No two elements of what is written in place, if it is given, are one, as in x.expand(...)."""
+    """Checks that each element of x has memory of its own, unlike those of x.expand(...)."""
     if x is not None and any(step == 0 and size > 1 for step, size in zip(x.stride(), x.shape)):
         raise ValueError(
             f"{name} must have memory for each element, got strides {list(x.stride())}"
@@ -251,8 +262,10 @@ def has_memory(name: str, x: Optional[torch.Tensor]) -> None:
 def names_rows(
     name: str, indices: torch.Tensor, rows: int, null: int, written: bool = True
 ) -> None:
-    """Indices are of rows of a pool, and of each once if it is written; up to `null` they name
-    none."""
+    """Checks that indices are rows of a pool, and distinct ones if the rows are written.
+
+    Indices up to `null` name no row.
+    """
     if not readable(indices):
         return
     values = [row for row in indices.flatten().tolist() if row > null]

@@ -1,4 +1,4 @@
-"""Compiled kernels, and how Triton's launchers of several versions start them in the end."""
+"""Compiled kernels, and the final functions with which several versions of Triton start them."""
 
 import copy
 import functools
@@ -12,9 +12,12 @@ ROCM = torch.version.hip is not None
 
 
 def last_step(run, grid: tuple, code: tuple, arguments: tuple) -> Optional[tuple]:
-    """What Triton's launcher comes to: a function, what that takes between the stream and the
-    arguments, and whether it takes the arguments as one tuple. None where this Triton does it
-    otherwise, or allocates memory for each launch. Launches nothing."""
+    """Finds the function that Triton's launcher ends in, without launching anything.
+
+    Returns (function, its arguments between the stream and the kernel's, whether it takes the
+    kernel's as one tuple), or None if this Triton launches in another way or allocates memory at
+    each launch.
+    """
     taken: list = []
     try:
         watched = copy.copy(run)
@@ -32,7 +35,7 @@ def last_step(run, grid: tuple, code: tuple, arguments: tuple) -> Optional[tuple
 
 
 def _encoded(wrap, kind: str, meta, base: int, packed: bool, descriptor) -> list:
-    """What Triton's wrapper of a last step with one descriptor hands on in its place."""
+    """The values that Triton's wrapper of a final function passes on in place of one descriptor."""
     taken: list = []
     step = wrap(lambda *given: taken.extend(given), {0: kind}, [meta])
     step(*(0,) * base, (descriptor,) if packed else descriptor)
@@ -40,11 +43,11 @@ def _encoded(wrap, kind: str, meta, base: int, packed: bool, descriptor) -> list
 
 
 class Code:
-    """A compiled kernel, and how to start it past Triton's binder.
+    """A compiled kernel and the functions that start it without Triton's binder.
 
     run: Triton's launcher, which takes grid, stream, `fixed` and the arguments, with descriptors.
-    step: the function that `run` comes to, which takes grid, stream, `middle` and the arguments,
-    with what `encoders` make of descriptors; None where it was not found.
+    step: the function that `run` ends in, which takes grid, stream, `middle` and the arguments,
+    with `encoders` applied to descriptors; None if it was not found.
     """
 
     __slots__ = (
@@ -71,7 +74,8 @@ class Code:
         self.step, self.middle = step, middle
 
     def _without_encoding(self, step: Callable, base: int) -> Callable:
-        """The step behind the encoding of descriptors, where it has one; finds the encoders."""
+        """Returns the function behind the one that encodes descriptors, if any, and sets the
+        encoders."""
         kinds = [str(s) for s in self.compiled.src.signature.values()]
         kinds = [kind for kind in kinds if kind.startswith("tensordesc")]
         if not kinds:

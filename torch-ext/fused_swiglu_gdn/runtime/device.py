@@ -10,7 +10,7 @@ import torch
 
 
 class Chip(NamedTuple):
-    """What kernels and their tuning ask of a GPU."""
+    """The facts about a GPU on which kernels and their tuning depend."""
 
     name: str  # with underscores for spaces, as configs/ files carry it
     capability: Optional[Tuple[int, int]]  # of CUDA; None for AMD GPUs
@@ -26,8 +26,11 @@ def is_gpu(device: torch.device) -> bool:
 
 @functools.cache
 def has_gpu() -> bool:
-    """This machine has a GPU. Asked of NVML or AMD's library, so that the process can still fork:
-    torch.cuda.device_count() starts CUDA where these do not know (MIG slices, some containers)."""
+    """True if this machine has a GPU.
+
+    NVML or AMD's library answers, so that the process can still fork: torch.cuda.device_count()
+    starts CUDA where these give no count (MIG slices, some containers).
+    """
     if pretended is not None or not torch.backends.cuda.is_built():
         return pretended is not None
     if torch.cuda.is_initialized():
@@ -58,7 +61,7 @@ def multiprocessor_count(index: int) -> int:
 
 @functools.cache
 def name(index: int) -> str:
-    """The device's name with underscores for spaces, as configs/ files carry it."""
+    """The device's name with underscores for spaces, as in the names of configs/ files."""
     if pretended is not None:
         return pretended.name
     return torch.cuda.get_device_name(index).replace(" ", "_")
@@ -69,7 +72,7 @@ _thread = threading.local()
 
 
 def on(device: torch.device):
-    """A context in which the device is current; nothing is switched where it already is."""
+    """A context in which the device is current; it is empty if the device is current already."""
     if device.type != "cuda":
         return _NOTHING
     if not hasattr(_thread, "has_context"):
@@ -78,10 +81,10 @@ def on(device: torch.device):
 
 
 def _make_context(device: torch.device) -> None:
-    """Gives this thread its CUDA context, as a thread's first call of CUDA's runtime does.
+    """Creates this thread's CUDA context, as a thread's first call of the CUDA runtime does.
 
-    Tensor maps are encoded by the driver, which does not: a thread of autograd's that has called
-    nothing else yet would fail.
+    The driver encodes tensor maps and does not create a context: encoding would fail in a thread of
+    autograd that has not called the runtime yet.
     """
     with torch.cuda.device(device):
         torch.cuda.mem_get_info()
@@ -89,10 +92,10 @@ def _make_context(device: torch.device) -> None:
 
 
 def from_host(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """x, which the host has just made, on a device: without a wait for what is queued there.
+    """Copies x, which the host has just made, to a device without waiting for work queued there.
 
-    While a CUDA graph is captured it is a plain copy, which CUDA refuses: a replay would read
-    memory that the host has given to others.
+    During the capture of a CUDA graph it is a plain copy, which CUDA refuses: a replay would read
+    memory that the host has reused.
     """
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return x.to(device)
@@ -106,7 +109,7 @@ def _is_at_least(index: int, major: int) -> bool:
 
 
 def takes_ptx(device: torch.device) -> bool:
-    """Whether a kernel may hold PTX, as of Ampere: not on AMD GPUs, nor under the interpreter."""
+    """True if kernels may contain PTX for Ampere: not on AMD GPUs, nor under the interpreter."""
     return is_gpu(device) and _is_at_least(device.index, 8)
 
 
@@ -115,24 +118,25 @@ def is_amd(device: torch.device) -> bool:
 
 
 def overlaps_launches(device: torch.device) -> bool:
-    """Whether a launch may begin before the one that it follows has ended (Hopper and later).
+    """True if a launch may begin before its predecessor has ended (Hopper and later).
 
-    A kernel that lets the next launch begin has waited itself, or was not launched early: what is
-    older than it has ended. What a kernel reads before it waits must not be of the launch before,
-    whichever that is: it may be states of a layer, so what writes those last lets no launch begin;
-    it may not be weights, which anybody may just have made.
+    A kernel that lets its successor begin has waited itself, or was not launched early, so all
+    older kernels have ended. What a kernel reads before it waits must not be written by its
+    predecessor, whichever kernel that is. A layer's states may be read before, because the kernel
+    that writes them last does not let its successor begin; weights may not, for any kernel may have
+    written them.
     """
     return is_gpu(device) and _is_at_least(device.index, 9)
 
 
 @functools.cache
 def has_wgmma(device: torch.device) -> bool:
-    """Whether warpgroups multiply by wgmma, which is Hopper's own: later chips have others."""
+    """True if the tensor cores take wgmma instructions, which only Hopper has."""
     found = capability(device.index) if is_gpu(device) else None
     return found is not None and found[0] == 9
 
 
 def has_tensor_memory(device: torch.device) -> bool:
-    """Whether Triton keeps accumulators in tensor memory, of which a program has 512 columns."""
+    """True if Triton keeps accumulators in tensor memory, of which a program has 512 columns."""
     found = capability(device.index) if is_gpu(device) else None
     return found is not None and found[0] == 10

@@ -1,10 +1,10 @@
-"""THE choice of implementation.
+"""The choice of implementation, made in this module alone.
 
-A family is an operation and a module, "gdn.chunk". Its kernels, `gdn/<folder>/chunk.py`, export a
-launcher `<operation>` and `supports_<operation>` with the same arguments. The first of FOLDERS
-that is for the device and whose `supports_...` says yes serves the call; if none does, the
-plain-torch reference serves. Kernel modules are imported here alone, and only when a device of
-theirs is met, so the package loads without Triton or with an old one.
+A family is an operation and a module, such as "gdn.chunk". The kernel module
+`gdn/<folder>/chunk.py` exports a launcher `<operation>` and `supports_<operation>` with the same
+arguments. A call goes to the first of FOLDERS that is for the device and whose `supports_...`
+returns True, else to the plain-torch reference. Kernel modules are imported here alone, and only
+when a device of theirs is met, so the package loads without Triton or with an old one.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _thread = threading.local()  # .decision: what hand_over keeps for the body of a
 
 @functools.cache
 def _module(folder: str, family: str):
-    """The kernel module, or None where there is none or this Triton cannot load it."""
+    """The kernel module, or None if there is none or this Triton cannot load it."""
     room, module = family.split(".")
     if folder == "tma":
         return _module("hopper", family) if room in TMA else None
@@ -56,7 +56,7 @@ def _module(folder: str, family: str):
 
 @functools.cache
 def _folders(device_type: str, index: Optional[int]) -> Tuple[str, ...]:
-    """The folders whose kernels run on this device, best first."""
+    """Folders of kernels for this device, best first."""
     if not device.is_gpu(torch.device(device_type)):
         return ()
     if device_type == "cuda" and index is None:
@@ -77,7 +77,7 @@ def backward_of(operation: str) -> str:
 
 @torch.compiler.assume_constant_result
 def has_kernels(family: str, operation: str, device_type: str, index: Optional[int]) -> bool:
-    """Whether any kernel of the operation exists for the device: a constant while tracing."""
+    """True if any kernel of the operation exists for the device; a constant while tracing."""
     if forced == "reference":
         return False
     folders = _folders(device_type, index)
@@ -90,10 +90,10 @@ def _has_kernels(family: str, operation: str, where: torch.device) -> bool:
 
 
 def serves(family: str, operation: str, x: torch.Tensor, compiling: Optional[bool] = None) -> bool:
-    """Whether some kernel may serve operation(x, ...), or somebody is forced to.
+    """True if a kernel may compute operation(x, ...), or an implementation is forced.
 
-    A layer asks, which can do without any of us, and may know whether torch compiles. No kernel
-    computes in fp64.
+    Layers call it, for they can also run their original forward; they may pass whether torch
+    compiles. No kernel computes in fp64.
     """
     if forced is not None:
         return True
@@ -106,7 +106,7 @@ def serves(family: str, operation: str, x: torch.Tensor, compiling: Optional[boo
 
 
 def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Optional[Callable]]:
-    """The first folder, and its launcher, that takes operation(*args)."""
+    """The first folder whose kernels support operation(*args), and its launcher."""
     where = args[0].device
     for folder in _folders(where.type, where.index):
         if forced is not None and folder != forced:
@@ -119,10 +119,10 @@ def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Opti
 
 
 def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional[Callable]:
-    """The launcher that serves operation(*args), or None for the reference.
+    """Returns the launcher that computes operation(*args), or None for the reference.
 
-    args[0] is a tensor on the device of the call, or the call. Where a gradient is needed, some
-    kernel must have it as well, which supports_<operation>_bwd says of the forward's arguments too.
+    args[0] is a tensor on the device of the call, or the call. If a gradient is needed, some kernel
+    must have it as well: supports_<operation>_bwd takes the forward's arguments, too.
     """
     decision = getattr(_thread, "decision", None)
     if decision is not None and decision[0] == operation and decision[1] is _first(args):
@@ -136,12 +136,12 @@ def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Option
 
 
 def _first(args: tuple):
-    """The first tensor of a call; a call is a tuple, too."""
+    """The first tensor of the arguments or of a call object."""
     return args[0][0] if isinstance(args[0], tuple) else args[0]
 
 
 def hand_over(operation: str, launch: Callable, op: Callable, args: tuple):
-    """op(*args), an operator whose body would choose again: it gets what has been chosen here."""
+    """Runs op(*args), an operator whose body would choose again, with the launcher chosen here."""
     _thread.decision = (operation, _first(args), launch)
     try:
         return op(*args)
@@ -150,10 +150,10 @@ def hand_over(operation: str, launch: Callable, op: Callable, args: tuple):
 
 
 def plan(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional[Callable]:
-    """A callable that serves all calls like operation(*args), from their tensors; or None.
+    """Returns a callable of the tensors for all calls that match operation(*args), or None.
 
-    A kernel module has it as `plan_<operation>`, if at all. "Like" means the same facts of the
-    tensors (runtime/cache.py) and the same other arguments.
+    A kernel module exports it as `plan_<operation>`, if at all. Calls match if they have the same
+    facts of the tensors (runtime/cache.py) and the same other arguments.
     """
     folder, _ = _find(family, operation, args)
     if needs_grad and _find(family, backward_of(operation), args)[1] is None:
@@ -169,7 +169,8 @@ def _record(operation: str, implementation: str) -> None:
 
 @contextlib.contextmanager
 def served() -> Iterator[Dict[str, list]]:
-    """Records who serves each eager call inside: {"swiglu_fwd": ["hopper", ...], ...}."""
+    """Records the implementation of each eager call inside: {"swiglu_fwd": ["hopper", ...],
+    ...}."""
     record: Dict[str, list] = {}
     records.append(record)
     try:
@@ -180,7 +181,7 @@ def served() -> Iterator[Dict[str, list]]:
 
 @contextlib.contextmanager
 def force(implementation: str) -> Iterator[None]:
-    """Only this implementation (or the reference) serves calls inside; for tests and benchmarks."""
+    """Restricts calls inside to one implementation, or the reference; for tests and benchmarks."""
     global forced
     before, forced = forced, implementation
     try:

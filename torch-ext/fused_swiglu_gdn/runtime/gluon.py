@@ -1,4 +1,4 @@
-"""The one place that knows which Triton this is: names that Gluon moved between 3.5 and 3.9.
+"""Gluon under one set of names for Triton 3.5 to 3.9, which renamed some.
 
 All kernels that are written in Gluon import it from here, and so are written once.
 """
@@ -59,7 +59,8 @@ _reinterpret = getattr(_Smem, "reinterpret", None) or _Smem._reinterpret
 
 @builtin
 def as_tile(smem, dtype, shape, layout, _semantic=None):
-    """The bytes of smem, seen as another tile: all of them, which 3.8 asks for."""
+    """Reinterprets the bytes of smem as another tile of the same size, which Triton 3.8
+    requires."""
     dtype, sizes = _plain(dtype), [_plain(n) for n in _plain(shape)]
     bits = dtype.primitive_bitwidth * math.prod(sizes)
     if bits != smem.dtype.primitive_bitwidth * math.prod(smem.shape):
@@ -87,8 +88,8 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 @builtin
 def warp_specialize(partitions, args, warps, registers, _semantic=None, _generator=None):
-    """The first partition in the warps that are there, each other in warps and with registers of
-    its own, all with the same args."""
+    """Runs the first partition in the warps of the program, and each other one in warps and
+    registers of its own, all with the same args."""
     context = {"_semantic": _semantic, "_generator": _generator}
     if TRITON_VERSION >= (3, 6):
         pairs = [(partition, args) for partition in partitions]
@@ -117,14 +118,14 @@ def _box(dtype: torch.dtype, *shape: int):
 
 
 class _Descriptor(TensorDescriptor):
-    """As maps.Descriptor, for Gluon's kernels."""
+    """A tensor descriptor of Gluon without its checks, as maps.Descriptor."""
 
     def __post_init__(self):
         pass
 
 
 def tile_map(dtype: torch.dtype, shape, strides, *box: int) -> Map:
-    """The Map of tensors that a Gluon kernel moves in boxes."""
+    """Returns the Map of tensors that a Gluon kernel moves in boxes."""
     return Map(shape, strides, *_box(dtype, *box), kind=_Descriptor)
 
 
@@ -143,19 +144,19 @@ def record(cls):
 
 @gluon.jit
 def add(a, b):
-    """What scans combine by."""
+    """The function with which scans combine two values."""
     return a + b
 
 
 @gluon.jit
 def as_box(smem, desc):
-    """A tile in shared memory, seen as the box of a descriptor with more dimensions."""
+    """Reinterprets a tile in shared memory as the box of a descriptor with more dimensions."""
     return as_tile(smem, desc.dtype, desc.block_type.shape, desc.layout)
 
 
 @gluon.jit
 def fence_async_global():
-    """Orders this thread's plain accesses of global memory before those of the copy engine."""
+    """Orders this thread's generic accesses of global memory before those of TMA."""
     gl.inline_asm_elementwise(
         "fence.proxy.async.global; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -163,8 +164,8 @@ def fence_async_global():
 
 @gluon.jit
 def wait_for_predecessor():
-    """Returns when the kernel launched before this one has finished and its writes can be seen:
-    Triton's gdc_wait."""
+    """Waits until the kernel launched before this one has finished and its writes are visible
+    (Triton's gdc_wait)."""
     gl.inline_asm_elementwise(
         "griddepcontrol.wait; // $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1
     )

@@ -1,4 +1,4 @@
-"""Which implementation serves a call."""
+"""Reports the implementation that computes a call."""
 
 from typing import Callable
 
@@ -6,7 +6,7 @@ from . import dispatch
 
 
 def implementation_of(function: Callable, *args, **kwargs) -> str:
-    """Runs function(*args, **kwargs), one of this package's, and names what served it.
+    """Runs function(*args, **kwargs), a function of this package, and names its implementation.
 
     Returns:
         "hopper": kernels for Hopper GPUs (compute capability 9.0);

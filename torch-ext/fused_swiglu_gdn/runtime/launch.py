@@ -1,14 +1,14 @@
-"""THE way to start a kernel.
+"""Launches kernels; every launch of the package goes through `Launch`.
 
 `kernel[grid](...)` looks at every argument to find the compiled code again, `compiled[grid](...)`
 prepares for launch hooks: 34 us a launch of 19 arguments (H200, Triton 3.6.0), more than a decoding
-kernel runs. A `Launch` keeps the compiled code of each kind of call that it met and starts it by
-the last function that Triton's own launcher calls; Triton's launch hooks (its profiler Proton has
-some) see the first launch alone. Where a Triton launches in another way, its own way is taken.
+kernel runs. A `Launch` keeps the compiled code for each specialisation key it has met and starts it
+by the last function that Triton's own launcher calls. Triton's launch hooks (its profiler Proton
+has some) see only the first launch. If a Triton launches in another way, that way is taken.
 
-The kind of a call is all that Triton compiles for: dtypes, which arguments are None, which
-addresses are multiples of 16, which numbers are 1 or multiples of 16 or need 64 bits, the boxes of
-tensor maps. It is read off the arguments of each call.
+The specialisation key (`kind`) is all that Triton compiles for: dtypes, which arguments are None,
+which addresses are multiples of 16, which scalars are 1 or multiples of 16 or need 64 bits, the
+boxes of tensor maps. It is computed from the arguments of each call.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ import torch
 from .cache import keep
 from .code import ROCM, Code
 from .device import on
-from .maps import Place
+from .maps import RawPointer
 
-Argument = Optional[Union[torch.Tensor, Place]]
+Argument = Optional[Union[torch.Tensor, RawPointer]]
 
 # a * b + c is rounded once, whatever a Triton's default is, where a kernel does not ask for less
 FUSED = ("enable_fp_fusion", True)
@@ -33,14 +33,15 @@ _watches: List[Callable] = []  # of recorded() and paranoid()
 def steps(x: torch.Tensor) -> tuple:
     """Strides of B, T and heads of x [B, T, heads, ..].
 
-    0 for a batch of one, whose stride means nothing but would make a kind of its own for each T.
+    The stride of a batch of one is given as 0: it means nothing, but would make a specialisation of
+    its own for each T.
     """
     batch, token, head = x.stride()[:3]
     return (batch if x.shape[0] > 1 else 0, token, head)
 
 
 def aligned(*tensors: torch.Tensor) -> bool:
-    """Whether all begin at a multiple of 16 bytes: what the facts of a call do not tell."""
+    """True if all begin at a multiple of 16 bytes, which is not among the facts of a call."""
     bits = 0
     for x in tensors:
         bits |= x.data_ptr()
@@ -48,14 +49,16 @@ def aligned(*tensors: torch.Tensor) -> bool:
 
 
 def named(kernel, **values) -> Tuple[tuple, tuple]:
-    """(constexprs in the kernel's order, options) of values by name; what the kernel does not name
-    is an option: num_warps and the like."""
+    """Splits values by name into (constexprs in the kernel's order, options).
+
+    Names that are not parameters of the kernel are options, such as num_warps.
+    """
     constexprs = tuple([values.pop(name) for name in kernel.arg_names if name in values])
     return constexprs, tuple(values.items())
 
 
 def kind_of(number) -> Any:
-    """What Triton may compile in of a number or a tuple of them: at least as fine as it does."""
+    """Specialisation key of a scalar or a tuple of them, at least as fine as Triton's."""
     if number.__class__ is int:
         if number == 1:
             return 1
@@ -75,12 +78,12 @@ def _kind_of_pointer(x: Argument) -> Any:
 class Launch:
     """A kernel at one grid on one device.
 
-    The kernel's parameters are tensor maps, pointers, numbers (or tuples of them) and constexprs,
+    The kernel's parameters are tensor maps, pointers, scalars (or tuples of them) and constexprs,
     in this order. A Launch is called with a tensor or None for each map and each pointer.
 
-    maps: a Map, or None, for each of the first tensors. options: ("num_warps", 4) and the like.
-    guarded: who calls has found this Launch in a CallCache by the tensors' facts, so that their
-    dtypes need no second look; addresses still do.
+    maps: a Map, or None, for each of the first tensors. numbers: the scalars. options:
+    ("num_warps", 4) and the like. guarded: the caller has found this Launch in a CallCache by the
+    tensors' facts, so that their dtypes need no second check; addresses still do.
     """
 
     __slots__ = (
@@ -138,7 +141,7 @@ class Launch:
         return self.types == [None if x is None else x.dtype for x in tensors]
 
     def _find_and_start(self, tensors: tuple) -> None:
-        """By the table of codes; the first call of a kind by Triton."""
+        """Starts the code found in the table; the first call of a key goes through Triton."""
         if 0 in self.grid:
             return
         with on(self.device):
@@ -154,7 +157,7 @@ class Launch:
                 self.types = [None if x is None else x.dtype for x in tensors]
 
     def key(self, tensors: tuple) -> tuple:
-        """The kind of a call."""
+        """The specialisation key of a call."""
         if self.fixed is None:
             # 1, 1.0 and True are equal, but not the same to a kernel
             types = tuple(map(type, self.constexprs))
@@ -167,7 +170,7 @@ class Launch:
         return (self.fixed, *described, *map(_kind_of_pointer, tensors[maps:]))
 
     def arguments(self, tensors: tuple) -> tuple:
-        """The kernel's, as Triton takes them."""
+        """The kernel's arguments in the form that Triton takes."""
         maps = len(self.maps)
         pairs = zip(self.maps, tensors)
         described = [None if m is None or x is None else m.described(x) for m, x in pairs]
@@ -178,7 +181,7 @@ class Launch:
         compiled = self.kernel[self.grid](*arguments, **dict(self.options))
         if compiled is None:  # the interpreter compiles nothing
             return None
-        at = [x.data_ptr() if isinstance(x, (torch.Tensor, Place)) else x for x in arguments]
+        at = [x.data_ptr() if isinstance(x, (torch.Tensor, RawPointer)) else x for x in arguments]
         return keep(_codes, key, Code(self.kernel, compiled, self.grid, tuple(at)))
 
     def _start(self, code: Code, tensors: tuple) -> None:
@@ -195,7 +198,7 @@ class Launch:
             code.step(*self.grid, stream, *code.middle, *values)
 
     def _mapped(self, code: Code, tensors: tuple) -> list:
-        """What Triton's launcher takes in the end for the maps."""
+        """The encoded tensor maps, as Triton's launcher takes them in the end."""
         found: list = []
         encoders = iter(code.encoders)
         for m, x in zip(self.maps, tensors):
@@ -206,7 +209,7 @@ class Launch:
         return found
 
     def kept(self, tensors: tuple) -> Optional[Code]:
-        """The code that a call would start without asking Triton, or None."""
+        """The code that a call would start without Triton's binder, or None."""
         if self.types is not None and (self.guarded or self._has_types(tensors)):
             if all(x is None or x.data_ptr() % 16 == 0 for x in tensors):
                 return self.code
@@ -215,7 +218,8 @@ class Launch:
 
 @contextlib.contextmanager
 def watched(watch: Callable[[Launch, tuple], bool]) -> Iterator[None]:
-    """Calls watch(launch, tensors) for each launch inside; where it says True nothing starts."""
+    """Calls watch(launch, tensors) for each launch inside; a launch for which it returns True is
+    skipped."""
     _watches.append(watch)
     try:
         yield
@@ -234,6 +238,8 @@ def _compare(launch: Launch, tensors: tuple) -> bool:
 
 
 def paranoid() -> contextlib.AbstractContextManager:
-    """Inside, each launch that goes past Triton's binder is bound by it as well, and must come to
-    the same compiled code. For tests."""
+    """Binds each launch inside by Triton's binder as well, and asserts that the code is the same.
+
+    For tests.
+    """
     return watched(_compare)

@@ -1,4 +1,4 @@
-"""Gradients that are added to a weight's `main_grad`, in fp32, as Megatron-LM has it."""
+"""Gradients that are accumulated into a weight's `main_grad` in fp32, as Megatron-LM does."""
 
 from typing import Optional
 
@@ -8,7 +8,7 @@ from torch.autograd.function import once_differentiable
 
 
 def stand_in(weight: Tensor) -> Optional[Tensor]:
-    """What Megatron's hooks want for a gradient that is in main_grad already."""
+    """The placeholder gradient that Megatron's hooks expect for a gradient already in main_grad."""
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
@@ -16,7 +16,7 @@ def stand_in(weight: Tensor) -> Optional[Tensor]:
 
 
 class _IntoMainGrad(torch.autograd.Function):
-    """A weight, whose gradient goes into its main_grad."""
+    """The identity of a weight, whose backward adds the gradient to main_grad."""
 
     @staticmethod
     def forward(ctx, weight):
@@ -31,7 +31,9 @@ class _IntoMainGrad(torch.autograd.Function):
 
 
 def into_main_grad(weight: Tensor) -> Tensor:
-    """The weight for a function that torch differentiates: if it has a main_grad, that is added
-    to."""
+    """Returns the weight for a function that torch differentiates.
+
+    If the weight has a main_grad, its gradient is added to that.
+    """
     wanted = torch.is_grad_enabled() and weight.requires_grad and hasattr(weight, "main_grad")
     return _IntoMainGrad.apply(weight) if wanted else weight

@@ -1,9 +1,9 @@
-"""Tensor maps: how the copy engine sees a tensor. A map is encoded once for each address.
+"""Tensor maps, which describe tensors to TMA, encoded once for each address.
 
 Triton encodes a map of each tensor descriptor at every launch: about 3 us each, and a prefill has
 eleven, or eighteen where it is cut. Models call with the same addresses again and again, so a `Map`
-keeps what it encoded by address. Nothing is kept alive, and nothing that is kept can be wrong: the
-map of an address, sizes and strides is the same whatever lies there.
+keeps the encoded maps by address. It keeps no tensor alive, and no entry can be stale: the map of
+an address, sizes and strides does not depend on what is stored there.
 """
 
 from typing import Callable, Sequence, Union
@@ -17,8 +17,8 @@ LIMIT = 64  # addresses kept by one Map: half a KB each
 BOUND = Bound(32768)  # by all of them
 
 
-class Place:
-    """Where something lies inside a tensor, for launches: all that they ask of a tensor."""
+class RawPointer:
+    """A raw device address and a dtype: all that a launch needs of a tensor."""
 
     __slots__ = ("data_ptr", "dtype")
 
@@ -27,14 +27,15 @@ class Place:
 
 
 class Descriptor(TensorDescriptor):
-    """A tensor descriptor whose checks `supports_...` has made: they cost 8 us a call."""
+    """A tensor descriptor without its checks, which cost 8 us a call; `supports_...` has made
+    them."""
 
     def __post_init__(self):
         pass
 
 
 class Map:
-    """Shape, strides and box of the tensors that a kernel moves by the copy engine.
+    """Shape, strides and box of tensors that a kernel moves by TMA.
 
     layout: of the box in shared memory, for Gluon's descriptors (runtime/gluon.py).
     """
@@ -46,12 +47,12 @@ class Map:
         self.layout, self.kind = layout, kind
         self.kept: dict = {}
 
-    def described(self, x: Union[torch.Tensor, Place]):
-        """As Triton takes it."""
+    def described(self, x: Union[torch.Tensor, RawPointer]):
+        """The descriptor of x, as Triton takes it."""
         return self.kind(x, self.shape, self.strides, self.box, *self.layout)
 
-    def encoded(self, x: Union[torch.Tensor, Place], encode: Callable, tag: str) -> list:
-        """As Triton's launcher takes it in the end; `tag` says how `encode` encodes."""
+    def encoded(self, x: Union[torch.Tensor, RawPointer], encode: Callable, tag: str) -> list:
+        """The encoded map of x, as Triton's launcher takes it; `tag` identifies `encode`."""
         key = (x.data_ptr(), tag)
         found = self.kept.get(key)
         if found is None:

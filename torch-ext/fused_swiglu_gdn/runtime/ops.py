@@ -1,7 +1,6 @@
-"""How operators are registered, and how a call reaches the one who serves it.
+"""Registers torch operators and dispatches calls to an implementation.
 
-The arguments of an operation are tensors and options, or a call: a NamedTuple of them, which has a
-`device`.
+The arguments of an operation are tensors and options, or a call object, which has a `device`.
 """
 
 import inspect
@@ -21,7 +20,7 @@ _functorch = torch._C._functorch.peek_interpreter_stack  # None outside vmap, gr
 
 
 def autocast(*tensors: Optional[torch.Tensor]) -> Tuple[Optional[torch.Tensor], ...]:
-    """The tensors in autocast's dtype where autocast is on, else unchanged."""
+    """The tensors in autocast's dtype if autocast is on, else unchanged."""
     first = tensors[0]
     if not isinstance(first, torch.Tensor):
         return tensors
@@ -38,11 +37,11 @@ def autocast(*tensors: Optional[torch.Tensor]) -> Tuple[Optional[torch.Tensor], 
 
 
 class Operator(CustomOpDef):
-    """An operator of torch, past which eager calls go.
+    """A torch operator that eager calls bypass.
 
     torch.library takes 60 to 130 us of the host for a call with a gradient, an autograd.Function of
-    the same two functions takes 10. Whoever traces, transforms or watches operators, or has tensors
-    of other classes, meets the operator.
+    the same two functions takes 10. Tracing, transforms, dispatch modes and tensor subclasses see
+    the operator.
     """
 
     body: Callable  # what the operator does; None stands for an output that is not there
@@ -61,11 +60,11 @@ class Operator(CustomOpDef):
         return outputs
 
     def run(self, body: Callable, *args):
-        """body(*args), which does what this operator does, with this operator's gradient."""
+        """Runs body(*args), a replacement for the operator's body, with the operator's gradient."""
         return self.function.apply(*args, body)
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
-        """As torch has it, and for eager calls."""
+        """Registers the gradient with torch and for eager calls."""
         super().register_autograd(backward, setup_context=setup_context)
 
         def forward(ctx, *args):
@@ -84,8 +83,11 @@ class Operator(CustomOpDef):
 
 
 def _unwatched(args: tuple) -> bool:
-    """Nothing but eager torch sees a call with these arguments, and none is a view that stands for
-    its negatives: the operator is given those in memory."""
+    """True if only eager torch sees a call with these arguments and no view has its negative bit
+    set.
+
+    Operators take such views materialised.
+    """
     if _functorch() is not None or torch._C._len_torch_dispatch_stack():
         return False
     if torch._C._get_tracing_state() is not None:
@@ -94,23 +96,25 @@ def _unwatched(args: tuple) -> bool:
 
 
 def _in_memory(gradient: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-    """The gradient, if need be as a tensor whose values are where it says: torch has tensors of
-    zeros without memory, and views that stand for their negatives."""
+    """The gradient as a tensor with memory and without the negative bit.
+
+    torch has tensors of zeros without memory, and views whose negation is lazy.
+    """
     if gradient is not None and (gradient._is_zerotensor() or gradient.is_neg()):
         return gradient.clone()
     return gradient
 
 
 def operator(name: str, mutates_args: tuple = (), like: tuple = ()):
-    """Registers a function as an operator of torch.
+    """Registers a function as a torch operator.
 
-    like: the arguments whose shapes and dtypes its outputs have, if that is all that a fake has to
-    say; where such an argument is None, so is the output.
+    like: names of the arguments whose shapes and dtypes the outputs have, if that is all that a
+    fake computes. If such an argument is None, so is the output.
 
-    Its signature is the schema, where `*options: Options` or `*fields: Call`, a NamedTuple, stands
-    for the fields of that: all operators of an operation take them as the call has them. An
-    operator returns tensors only, so an empty one stands for each None among those that the
-    function returns; or nothing.
+    The function's signature is the schema. `*options: Options` or `*fields: Call`, a NamedTuple,
+    stands for the fields of that type: all operators of an operation take them in the order of the
+    call. An operator returns tensors only, so None among the function's outputs becomes an empty
+    tensor. The function may also return nothing.
     """
 
     def register(function: Callable):
@@ -149,7 +153,7 @@ def operator(name: str, mutates_args: tuple = (), like: tuple = ()):
 
 
 def _fake(places: list, first: int) -> Callable:
-    """The fake of an operator whose outputs are like its arguments at these places."""
+    """The fake of an operator whose outputs are like its arguments at these indices."""
 
     def fake(*args):
         inputs = [args[place] for place in places]
@@ -160,7 +164,7 @@ def _fake(places: list, first: int) -> Callable:
 
 
 def _fields(kind: type) -> list:
-    """Parameters for the fields of a NamedTuple, and for those of one among them."""
+    """Parameters for the fields of a NamedTuple, nested NamedTuples flattened."""
     found = []
     for name, hint in typing.get_type_hints(kind).items():
         if hasattr(hint, "_fields"):
@@ -172,7 +176,7 @@ def _fields(kind: type) -> list:
 
 
 def tensors_of(args: tuple) -> list:
-    """The tensors among arguments, and in calls and lists among them."""
+    """The tensors among arguments, including those in calls and lists."""
     found = []
     for x in args:
         if isinstance(x, torch.Tensor):
@@ -187,7 +191,8 @@ def needs_grad(args: tuple) -> bool:
 
 
 def transformed() -> bool:
-    """Whether torch.func or forward derivatives look at calls, which no kernel has a rule for."""
+    """True inside torch.func transforms or forward-mode derivatives, for which no kernel has a
+    rule."""
     return _functorch() is not None or forward_ad._current_level >= 0
 
 
@@ -195,13 +200,14 @@ def run(
     family: str, operation: str, op: Callable, reference: Callable, args: tuple,
     train: Optional[Callable] = None, differentiable: bool = True, written: tuple = (),
 ):  # fmt: skip
-    """operation(*args) by a kernel, or by the reference, which torch differentiates and traces.
+    """Computes operation(*args) by a kernel, or by the reference, which torch differentiates and
+    traces.
 
     `train` is the operator that has a gradient, if that is not `op`; differentiable=False says that
-    none has for these arguments; `written` are the tensors, or None, that it writes in place. A
-    registered operator costs several microseconds a call (docs/gdn.md), so in eager mode without
-    gradients the kernel's launcher is called directly; while tracing, in a TorchDispatchMode and on
-    tensor subclasses, the operator stands in for it.
+    no operator has one for these arguments; `written` are the tensors, or None, that it writes in
+    place. A registered operator costs several microseconds a call (docs/gdn.md), so eager calls
+    without gradients call the kernel's launcher directly; while tracing, in a TorchDispatchMode and
+    for tensor subclasses the operator is called.
     """
     grad = needs_grad(args)
     if grad and not differentiable:
@@ -232,17 +238,20 @@ def run(
 
 
 def _counted(written: tuple) -> list:
-    """Of what a kernel writes, that whose writes autograd counts: backward raises where it has kept
-    such a tensor, as after torch's own operations, and would else compute from other values."""
+    """The tensors a kernel writes whose version counter autograd tracks.
+
+    As after torch's own in-place operations, backward then raises if it has saved such a tensor,
+    instead of computing from other values.
+    """
     return [x for x in written if x is not None and not x.is_inference()]
 
 
 def plan(
     family: str, operation: str, args: tuple, differentiable: bool = False, written: tuple = ()
 ) -> Optional[Callable]:
-    """The launcher that `run` would come to for all eager calls like this one, if there is one.
+    """Returns the launcher that `run` would use for all matching eager calls, or None.
 
-    differentiable: where a gradient is needed, the caller sees to it. written: as `run` has it.
+    differentiable: the caller computes gradients itself where one is needed. written: as for `run`.
     """
     grad = needs_grad(args)
     if grad and not differentiable or not _unwatched(args):
@@ -263,9 +272,9 @@ def plan(
 
 
 def serve(family: str, operation: str, reference: Callable, args: tuple):
-    """The body of an operator: autograd is above it, so the reference may serve here too.
+    """The body of an operator: autograd is above it, so the reference may compute it here, too.
 
-    Its outputs are made contiguous, as the operators' fake implementations say.
+    Outputs are made contiguous, as the operators' fake implementations promise.
     """
     launch = dispatch.choose(family, operation, False, args)
     if launch is not None:
@@ -277,23 +286,25 @@ def serve(family: str, operation: str, reference: Callable, args: tuple):
 
 
 def dense(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-    """x with its last dimension contiguous, the one thing that kernels ask of strides."""
+    """x with its last dimension contiguous, which is all that kernels require of strides."""
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
 def shares_memory(view: torch.Tensor, x: torch.Tensor) -> bool:
-    """Whether a view of x, or a copy, begins where x does; asked by vmap and the like, where
-    nothing has an address, it says no."""
+    """True if x and a view or copy of it begin at the same address.
+
+    False inside vmap and other transforms, where tensors have no address.
+    """
     return not transformed() and view.data_ptr() == x.data_ptr()
 
 
 def present(x, like: torch.Tensor) -> torch.Tensor:
-    """An operator returns tensors only: an absent output is an empty one."""
+    """x, or an empty tensor for an absent output: operators return tensors only."""
     return like.new_empty(0) if x is None else x
 
 
 def no_second_derivative(op: Callable, function: str) -> None:
-    """Makes differentiating `op`, which is the gradient of a public function, a clear error."""
+    """Makes differentiating `op`, the gradient of a public function, raise a clear error."""
 
     def refuse(ctx, *_):
         raise NotImplementedError(

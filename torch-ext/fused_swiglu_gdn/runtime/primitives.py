@@ -8,7 +8,7 @@ import triton.language as tl
 def _sigmoid(x, PTX: tl.constexpr):
     """1 / (1 + exp(-x)); exp2 takes two thirds of the instructions that exp does.
 
-    PTX: in four instructions, without those that keep denormal numbers.
+    PTX: uses four instructions and omits those that keep denormal numbers.
     """
     if PTX:
         return tl.inline_asm_elementwise(
@@ -22,7 +22,7 @@ def _sigmoid(x, PTX: tl.constexpr):
 
 @triton.jit
 def activate(x, ACTIVATION: tl.constexpr, PTX: tl.constexpr = False):
-    """The activation of a gate, x and result fp32. PTX: as _sigmoid has it, of silu alone.
+    """The activation of a gate, x and result fp32. PTX: as for _sigmoid, of silu alone.
 
     gelu_tanh: 0.5 x (1 + tanh(y)) = x sigmoid(2 y), y = sqrt(2/pi) (x + 0.044715 x^3).
     """
@@ -38,9 +38,9 @@ def activate(x, ACTIVATION: tl.constexpr, PTX: tl.constexpr = False):
 
 @triton.jit
 def activate_with_slope(x, ACTIVATION: tl.constexpr, PTX: tl.constexpr = False):
-    """The activation of a gate and its derivative, all fp32. PTX: as _sigmoid has it.
+    """The activation of a gate and its derivative, all fp32. PTX: as for _sigmoid.
 
-    silu: s = sigmoid(x), (x s)' = s (1 + x (1 - s)); gelu_tanh is x sigmoid(2 y), see above.
+    silu: s = sigmoid(x), (x s)' = s (1 + x (1 - s)); gelu_tanh is x sigmoid(2 y), as in activate.
     """
     if ACTIVATION == "relu":
         return activate(x, ACTIVATION), tl.where(x > 0.0, 1.0, 0.0)
@@ -74,9 +74,9 @@ def exact_exp2(x):
 
 @triton.jit
 def sequence_bounds(cu_ptr, n, T):
-    """(first token, the one behind the last) of packed sequence n, int64.
+    """(first token, end) of packed sequence n, int64.
 
-    Within the T tokens of the call whatever cu holds: nobody on the host has seen its values, and
+    Both are clamped to the T tokens of the call: the host has not checked the values of cu, and
     wrong ones must not make a kernel read or write out of bounds.
     """
     start = tl.minimum(tl.maximum(tl.load(cu_ptr + n), 0), T).to(tl.int64)
@@ -86,7 +86,8 @@ def sequence_bounds(cu_ptr, n, T):
 
 @triton.jit
 def grouped_tile(tile, tiles_m, tiles_n, group):
-    """(row, column) of a tile, `group` rows of tiles at a time so that L2 keeps their operands."""
+    """(row, column) of a tile in grouped order: `group` rows of tiles at a time, for reuse in
+    L2."""
     per_group = group * tiles_n
     first = (tile // per_group) * group
     rows = min(tiles_m - first, group)
@@ -95,9 +96,10 @@ def grouped_tile(tile, tiles_m, tiles_n, group):
 
 @triton.jit
 def either(first, first_ptr, second_ptr, NUMBERS: tl.constexpr):
-    """first_ptr where `first` holds, else second_ptr.
+    """first_ptr if `first` is true, else second_ptr.
 
-    NUMBERS: choose addresses: Triton's compiler for AMD GPUs fails at a choice of pointers.
+    NUMBERS: select between addresses as integers, for Triton's compiler for AMD GPUs fails at a
+    select of pointers.
     """
     if NUMBERS:
         chosen = tl.where(first, first_ptr.to(tl.int64), second_ptr.to(tl.int64))

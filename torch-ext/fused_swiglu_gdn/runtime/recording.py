@@ -1,4 +1,4 @@
-"""What a call launches, without launching it and without a GPU: for tools and tests.
+"""Records the launches of a call without launching them and without a GPU, for tools and tests.
 
 with recorded(Chip("NVIDIA_H200", (9, 0), 132)) as records:
     chunk_gated_delta_rule(*meta_tensors)
@@ -19,7 +19,7 @@ from .launch import Launch, watched
 
 
 class Record(NamedTuple):
-    """One launch: what Triton would compile for it, and its grid."""
+    """One launch: the inputs of triton.compile for it, and its grid."""
 
     kernel: Any  # triton.jit's or gluon.jit's
     grid: tuple
@@ -34,7 +34,7 @@ class Record(NamedTuple):
         return self.kernel.__name__
 
     def source(self) -> ASTSource:
-        """What triton.compile takes."""
+        """The source object that triton.compile takes."""
         described = (self.kernel, self.signature, self.constexprs, self.attributes)
         if not self.kernel.is_gluon():
             return ASTSource(*described)
@@ -51,7 +51,7 @@ def _target(chip: device.Chip) -> GPUTarget:
 
 
 def record(launch: Launch, tensors: tuple, target: GPUTarget) -> Record:
-    """What Triton's own binder makes of a launch."""
+    """The record of a launch, made by Triton's own binder."""
     kernel, options, backend = launch.kernel, dict(launch.options), make_backend(target)
     bind = jit.create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, special, given = bind(*launch.arguments(tensors), **options)
@@ -61,10 +61,10 @@ def record(launch: Launch, tensors: tuple, target: GPUTarget) -> Record:
 
 @contextlib.contextmanager
 def recorded(chip: Optional[device.Chip] = None) -> Iterator[List[Record]]:
-    """Launches inside are recorded and do not run.
+    """Records launches inside instead of running them.
 
-    chip: the GPU that all tensors are taken to be on, wherever they are; meta tensors will do. By
-    default they are where they say, and what is recorded is for Hopper.
+    chip: the GPU that all tensors are assumed to be on, whatever their device; meta tensors will
+    do. Without it tensors keep their device, and launches are recorded for Hopper.
     """
     records: List[Record] = []
     target = GPUTarget("cuda", 90, 32) if chip is None else _target(chip)
@@ -80,7 +80,7 @@ def recorded(chip: Optional[device.Chip] = None) -> Iterator[List[Record]]:
 
 @contextlib.contextmanager
 def pretending(chip: Optional[device.Chip]) -> Iterator[None]:
-    """CPU tensors are taken to be on this chip, or on none."""
+    """Treats CPU tensors as if they were on this chip, or on none."""
     if chip is device.pretended:
         yield
         return
@@ -94,7 +94,7 @@ def pretending(chip: Optional[device.Chip]) -> Iterator[None]:
 
 
 def forget() -> None:
-    """What the package remembers of the device and of calls."""
+    """Clears the package's caches of facts about the device and of calls."""
     package = __package__.rpartition(".")[0]
     for name, module in list(sys.modules.items()):
         if name.startswith(package):

@@ -1,7 +1,7 @@
-"""THE lookup of launch configurations: tuned numbers for this device and shape, else a default.
+"""Looks up launch configurations: tuned numbers for a device and shape, else a default.
 
-A table, {"default": config, "tuned": [entry, ...]} with entries {"sizes": {"M": 1, ...}, "config":
-config}, is the first of these that there is:
+A table is {"default": config, "tuned": [entry, ...]} with entries {"sizes": {"M": 1, ...},
+"config": config}. The first of these files that exists is used:
 
     configs/<operation>,device_name=<name>.json     one GPU's own
     configs/<operation>,capability=<x.y>.json       of all GPUs of a CUDA compute capability
@@ -16,21 +16,21 @@ from typing import Tuple
 
 import torch
 
-from . import device as facts
+from . import device as devices
 
 _CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def chip(device: torch.device) -> Tuple[str, ...]:
-    """What a device's tables may be called, the most particular first."""
-    if not facts.is_gpu(device):
+    """The suffixes of a device's tables, most specific first."""
+    if not devices.is_gpu(device):
         return ()
-    own, capability = f"device_name={facts.name(device.index)}", facts.capability(device.index)
+    own, capability = f"device_name={devices.name(device.index)}", devices.capability(device.index)
     return (own, "capability={}.{}".format(*capability)) if capability else (own,)
 
 
 def path_of(operation: str, chip: Tuple[str, ...]) -> Path:
-    """The table that serves an operation."""
+    """The path of the table for an operation."""
     names = (*(f"{operation},{part}.json" for part in chip), f"{operation}.json")
     return next(path for name in names if (path := _CONFIGS / name).exists())
 
@@ -46,7 +46,7 @@ def _nearest(operation: str, chip: Tuple[str, ...], sizes: tuple) -> dict:
     wanted = dict(sizes)
 
     def distance(entry: dict) -> float:
-        """How far an entry is in log space, where a factor of two counts the same at any size."""
+        """Distance of an entry in log space, where a factor of two counts the same at any size."""
         tuned = entry["sizes"]
         return sum(abs(math.log2(max(wanted[k], 1) / max(tuned[k], 1))) for k in tuned)
 
@@ -55,5 +55,5 @@ def _nearest(operation: str, chip: Tuple[str, ...], sizes: tuple) -> dict:
 
 
 def lookup(operation: str, device: torch.device, **sizes: int) -> dict:
-    """Launch configuration of an operation at these sizes: not to be changed by the caller."""
+    """Launch configuration of an operation at these sizes; the caller must not change it."""
     return _nearest(operation, chip(device), tuple(sizes.items()))

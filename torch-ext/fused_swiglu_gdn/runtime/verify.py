@@ -1,6 +1,6 @@
-"""Whether the files of the loaded build are those that were built.
+"""Checks that the files of the loaded build are those that were built.
 
-`metadata.json` of a build holds a hash of every file; the loaders do not look at it.
+`metadata.json` of a build holds a hash of every file; loaders do not check it.
 """
 
 import base64
@@ -21,9 +21,9 @@ _CACHE = "__pycache__"
 def verify(expected: Optional[str] = None) -> str:
     """Checks every file of this build against the hashes recorded when it was built.
 
-    That finds damage and edits, also of the byte code that Python would run in place of a source
-    file. Whoever can rewrite metadata.json and this file too is found only
-    by a caller who noted the build's digest when they trusted it, and gives it as `expected`.
+    This detects damage and edits, also of the byte code that Python would run in place of a source
+    file. Edits that include metadata.json or this file are detected only with `expected`: a digest
+    of the build that was noted when the build was trusted.
 
     Args:
         expected: what an earlier verify() returned, or the release printed, for this build.
@@ -70,7 +70,7 @@ def verify(expected: Optional[str] = None) -> str:
 
 
 def _recorded(root: Path) -> dict:
-    """The "digest" of metadata.json: the name of an algorithm, and a hash for each file."""
+    """The "digest" entry of metadata.json: the name of an algorithm, and a hash for each file."""
     try:
         metadata = json.loads((root / "metadata.json").read_text(encoding="utf-8"))
         digest = metadata["digest"]
@@ -85,7 +85,10 @@ def _recorded(root: Path) -> dict:
 
 
 def _entries(root: Path, folder: Path, problems: List[str]) -> Iterator[Path]:
-    """Every file below the folder. No build has links to folders, and Python would import them."""
+    """Yields every file below the folder, and reports links to folders, which no build contains.
+
+    Python would import from such a link.
+    """
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and not path.is_file():
             kind = "a folder" if path.is_dir() else "no file"
@@ -113,16 +116,16 @@ def _hashes(root: Path, algorithm: str, problems: List[str]) -> Dict[str, str]:
 
 
 def _is_byte_code(path: Path) -> bool:
-    """Whether this is where some Python keeps the byte code of a source file that is there."""
+    """True if the path is the byte-code cache of an existing source file."""
     if path.parent.name != _CACHE or path.suffix != ".pyc":
         return False
     return (path.parent.parent / (path.name.split(".")[0] + ".py")).is_file()
 
 
 def _is_compiled_from(source: Path) -> bool:
-    """Whether the byte code that this Python would run in place of the source file is the source's.
+    """True if the byte code that this Python would run in place of the source file matches it.
 
-    Python looks at the source's time and size at most, which anybody can set.
+    Python compares at most the source's time and size, which are easily forged.
     """
     if sys.implementation.cache_tag is None:  # it keeps none
         return True
@@ -148,8 +151,11 @@ def _is_compiled_from(source: Path) -> bool:
 
 
 def _file_names(code: CodeType) -> Iterator[str]:
-    """Where inspect, and Triton with it, reads the source of the code and of what is in it. Python
-    corrects one name; equality of code objects does not see them."""
+    """Yields the file names from which inspect, and so Triton, reads the source of a code object.
+
+    Nested code objects are included. Python corrects one of the names, and equality of code objects
+    ignores them.
+    """
     yield code.co_filename
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

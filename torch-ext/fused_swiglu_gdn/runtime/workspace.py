@@ -1,18 +1,18 @@
-"""Room for what the launches of a call leave for each other."""
+"""Scratch memory that the launches of a call share."""
 
 from typing import List, Tuple
 
 import torch
 
-from .maps import Place
+from .maps import RawPointer
 
 STEP = 256  # bytes: where each array begins
 
 
 class Workspace:
-    """Arrays one behind the other in one tensor, given as (elements, dtype).
+    """Arrays, given as (elements, dtype), packed into one tensor.
 
-    An allocation costs the host as much as half a launch, and so does each view.
+    One allocation, and likewise one view, costs the host as much as half a launch.
     """
 
     __slots__ = ("size", "starts")
@@ -23,8 +23,9 @@ class Workspace:
             self.starts.append((self.size, dtype))
             self.size += -(-count * dtype.itemsize // STEP) * STEP
 
-    def __call__(self, like: torch.Tensor) -> Tuple[torch.Tensor, List[Place]]:
-        """The tensor, to be kept till all is launched, and where each array lies."""
+    def __call__(self, like: torch.Tensor) -> Tuple[torch.Tensor, List[RawPointer]]:
+        """Returns the tensor, which must live until all is launched, and the address of each
+        array."""
         memory = like.new_empty(self.size, dtype=torch.uint8)
         at = memory.data_ptr()
-        return memory, [Place(at + start, dtype) for start, dtype in self.starts]
+        return memory, [RawPointer(at + start, dtype) for start, dtype in self.starts]

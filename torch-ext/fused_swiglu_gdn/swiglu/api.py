@@ -6,7 +6,7 @@ from typing import Optional
 from torch import Tensor
 
 from ..runtime.activations import SAME
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.main_grad import into_main_grad
 from ..runtime.ops import autocast, dense, shares_memory
 from . import checks, ops, ops_gate
@@ -26,9 +26,9 @@ def fused_swiglu(
     """act(x @ w_gate.T + b_gate) * (x @ w_up.T + b_up) in one launch.
 
     SwiGLU (Shazeer 2020, https://arxiv.org/abs/2002.05202) for `activation="silu"`, GeGLU for
-    "gelu_tanh", ReGLU for "relu". Gate and up stay in fp32 until the gate is applied, where a
-    kernel serves; the result is rounded once. Where a gradient is wanted gate and up are saved in
-    the dtype of x for it and rounded before the gate is applied, as in eager torch.
+    "gelu_tanh", ReGLU for "relu". A kernel keeps gate and up in fp32 until the gate is applied and
+    rounds the result once. If a gradient is needed, gate and up are saved in the dtype of x and
+    rounded before the gate is applied, as in eager torch.
 
     Args:
         x: [..., K]; fp32, bf16 or fp16. Any leading dimensions, any strides.
@@ -53,7 +53,7 @@ def fused_swiglu(
         torch.Size([5, 96])
     """
     tensors, options = (x, w_gate, w_up, b_gate, b_up), (activation,)
-    plan = _calls.find(tensors, options) if undisturbed() else None
+    plan = _calls.find(tensors, options) if fast_path_ok() else None
     if plan is not None:
         z = plan(*tensors)
         if z is not None:
@@ -65,7 +65,7 @@ def fused_swiglu(
     b_gate, b_up = dense(b_gate), dense(b_up)
     rows, tensors = _rows(x), (x, w_gate, w_up, b_gate, b_up)
     shape = (*x.shape[:-1], w_gate.shape[0])
-    if plan is None and undisturbed() and shares_memory(rows, x):
+    if plan is None and fast_path_ok() and shares_memory(rows, x):
         if all(map(operator.is_, tensors, given)):
             _calls.keep(tensors, options, ops.plan_swiglu(rows, *tensors[1:], activation, shape))
     z = ops.swiglu(rows, w_gate, w_up, b_gate, b_up, activation)
@@ -73,7 +73,7 @@ def fused_swiglu(
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x as [M, K], its last dimension dense."""
+    """x as [M, K] with a contiguous last dimension."""
     return dense(x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None])
 
 
@@ -135,10 +135,10 @@ def fused_swiglu_mlp(
 
 
 def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
-    """act(gate) * up: the gate of SwiGLU (arXiv:2002.05202) where both projections are made.
+    """act(gate) * up: the gate of SwiGLU (arXiv:2002.05202) for projections computed elsewhere.
 
     For an MLP whose projections are modules of their own (LoRA, quantised weights). Computed in
-    fp32 and rounded once. For the gradient gate and up are kept and nothing else.
+    fp32 and rounded once. The gradient saves gate and up only.
 
     Args:
         gate, up: [..., N], of one dtype: fp32, bf16 or fp16; any strides (halves of one tensor
@@ -158,12 +158,12 @@ def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
         torch.Size([2, 5, 96])
     """
     tensors, options = (gate, up), (activation,)
-    serve = _gates.find(tensors, options) if undisturbed() else None
+    serve = _gates.find(tensors, options) if fast_path_ok() else None
     if serve is not None:
         return serve(gate, up)
     checks.silu_mul(gate, up, activation)
     activation = SAME.get(activation, activation)
     rows = _rows(gate), _rows(up)
-    if undisturbed() and all(map(shares_memory, rows, tensors)):
+    if fast_path_ok() and all(map(shares_memory, rows, tensors)):
         _gates.keep(tensors, options, ops_gate.plan_silu_mul(*rows, activation, gate.shape))
     return ops_gate.silu_mul(*rows, activation).view(gate.shape)

@@ -68,7 +68,7 @@ def training_modes(recompute: bool, keep_z: bool, main_grad: bool) -> Tuple[bool
 
 
 def packed_weight(name: str, weight: object, rows: int, columns: int) -> None:
-    """`weight` of FusedSwiGLU, or its transpose."""
+    """Checks the shape of FusedSwiGLU's `weight`, or of its transpose."""
     is_tensor(name, weight)
     if weight.shape != (rows, columns):
         raise ValueError(f"{name} must have shape [{rows}, {columns}], got {list(weight.shape)}")

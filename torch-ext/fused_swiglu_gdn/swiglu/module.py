@@ -1,4 +1,4 @@
-"""Ordinary modules with parameters."""
+"""SwiGLU as a torch module."""
 
 import math
 from typing import Tuple
@@ -82,7 +82,7 @@ class FusedSwiGLU(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def reset_parameters(self) -> None:
-        """Uniform in +-1 / sqrt(in_features), as nn.Linear."""
+        """Draws the weight uniformly from +-1 / sqrt(in_features), as nn.Linear does."""
         bound = 1 / math.sqrt(self.in_features)
         nn.init.uniform_(self.weight, -bound, bound)
 
@@ -98,7 +98,7 @@ class FusedSwiGLU(nn.Module):
 
     @classmethod
     def from_linears(cls, gate: nn.Linear, up: nn.Linear, **kwargs) -> "FusedSwiGLU":
-        """The module that computes silu(gate(x)) * up(x); the weights are copied."""
+        """Returns a module that computes silu(gate(x)) * up(x), with copies of the weights."""
         checks.linears(gate, up)
         module = cls(
             gate.in_features, gate.out_features,
@@ -110,7 +110,7 @@ class FusedSwiGLU(nn.Module):
         return module
 
     def to_linears(self) -> Tuple[nn.Linear, nn.Linear]:
-        """(gate, up) as nn.Linear without bias; the weights are copied."""
+        """Returns (gate, up) as nn.Linear without bias, with copies of the weights."""
         linears = []
         for half in self.weights():
             linear = nn.Linear(

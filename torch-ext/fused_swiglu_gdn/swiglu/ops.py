@@ -1,4 +1,4 @@
-"""The SwiGLU operator."""
+"""The SwiGLU operator and its dispatch."""
 
 from typing import Optional
 
@@ -41,10 +41,10 @@ def swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> Tensor:
 
 
 def plan_swiglu(x, w_gate, w_up, b_gate, b_up, activation, shape):
-    """What serves all eager calls of swiglu like this one, from their tensors, or None.
+    """Returns a function of the tensors for all eager calls that match this one, or None.
 
-    It takes whatever [.., K] has the rows of x, and makes z of the shape given. Where addresses
-    differ in what kernels ask of them it makes nothing and returns None.
+    The function takes any x [.., K] with these rows and makes z of the shape given. It returns
+    None, without computing anything, if the kernel cannot take the addresses of a call.
     """
     make = plan(*FORWARD, (x, w_gate, w_up, b_gate, b_up, activation))
     return None if make is None else make(shape)

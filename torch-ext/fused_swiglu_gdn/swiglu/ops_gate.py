@@ -1,6 +1,6 @@
-"""The gate of SwiGLU alone, act(gate) * up: its operators, and how a call reaches them.
+"""The gate of SwiGLU alone, act(gate) * up: operators and dispatch.
 
-Kept for the gradient: gate and up.
+Saved for the gradient: gate and up.
 """
 
 from typing import Callable, Optional, Tuple
@@ -52,7 +52,9 @@ def silu_mul(*args) -> Tensor:
 
 
 def plan_silu_mul(gate, up, activation, shape) -> Optional[Callable]:
-    """What serves all eager calls of silu_mul like this one, from their tensors, with a result of
-    this shape; or None."""
+    """Returns a function of the tensors for all eager calls that match this one, or None.
+
+    Its result has the shape given.
+    """
     make = plan(FAMILY, "silu_mul_fwd", (gate, up, activation))
     return None if make is None else make(shape)

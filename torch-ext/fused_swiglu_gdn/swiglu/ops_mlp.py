@@ -1,7 +1,7 @@
-"""The whole MLP of SwiGLU with gradients, where kernels serve, as ops_train.py has SwiGLU.
+"""The whole SwiGLU MLP with gradients by kernels; ops_train.py has SwiGLU alone.
 
-The forward keeps x and gate_up [M, 2 N]; or x alone (recompute), or z as well (keep_z). With
-main_grad the weights' gradients are added, in fp32, to the `main_grad` of weights that have one.
+The forward saves x and gate_up [M, 2 N]; with recompute only x, with keep_z also z. With main_grad
+the weights' gradients are added, in fp32, to the `main_grad` of weights that have one.
 """
 
 from typing import List, Optional, Tuple
@@ -90,7 +90,8 @@ def _save(ctx, inputs, output):
 
 
 def _backward(ctx, dy, *_):
-    """Gradients of the first seven arguments; those that go to a main_grad are added to it."""
+    """Gradients of the first seven arguments, with None for weights whose gradient went to
+    main_grad."""
     if dy is None:
         return (None,) * 11
     x, gate, up, down, b_gate, b_up, b_down = ctx.needs_input_grad[:7]

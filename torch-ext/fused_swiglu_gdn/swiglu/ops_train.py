@@ -1,6 +1,6 @@
-"""SwiGLU with gradients, where kernels serve; the whole MLP is in ops_mlp.py.
+"""SwiGLU with gradients by kernels; ops_mlp.py has the whole MLP.
 
-The forward keeps x and gate_up [M, 2 N]; the backward overwrites gate_up with its gradient, so a
+The forward saves x and gate_up [M, 2 N]; the backward overwrites gate_up with its gradient, so a
 second backward over the same graph raises.
 """
 
@@ -15,15 +15,15 @@ from ..runtime.ops import PLAIN, dense, needs_grad, operator, transformed
 
 
 def launcher(operation: str, *args):
-    """The kernels' launcher; the caller has asked `trains` before."""
+    """Runs the launcher of an operation; `trains` must have returned True."""
     return dispatch.choose("swiglu.backward", operation, False, args)(*args)
 
 
 def trains(*args) -> bool:
-    """Whether gradients are wanted of these tensors (or None) and kernels make them.
+    """True if gradients of these tensors (or None) are needed and kernels compute them.
 
-    Portable takes every size and layout; tensor subclasses (DTensor) stay with torch, and so does
-    what torch.func transforms.
+    Portable kernels take every size and layout. Tensor subclasses (DTensor) and torch.func
+    transforms stay with torch.
     """
     x = args[0]
     if not needs_grad(args) or x.dtype not in SERVED:
@@ -45,7 +45,10 @@ def shapes(x, w_gate, needs) -> list:
 
 
 def apart(gradients: Sequence[Optional[Tensor]], needs: Sequence[bool]) -> list:
-    """dx, dw_gate, dw_up, db_gate, db_up, None where not needed: the weights' share a tensor."""
+    """Splits gradients into dx, dw_gate, dw_up, db_gate, db_up, None if not needed.
+
+    The gradients of the two weights share a tensor.
+    """
     dx, dw, db_gate, db_up = gradients[:4]
     dw_gate = dw_up = None
     if needs[1] and needs[2]:

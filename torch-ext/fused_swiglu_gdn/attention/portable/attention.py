@@ -1,4 +1,4 @@
-"""The kernels round attention that attention/ops.py asks for."""
+"""Exports the kernels of the family attention.attention under the names that dispatch looks up."""
 
 from .decode import (  # noqa: F401
     kvcache_attention,

@@ -1,9 +1,9 @@
 """Attention of one token a row over the filled slots of a static cache.
 
 A program takes up to BLOCK_G of the query heads that share a key head, and one of SPLITS parts of
-the filled slots: keys and values are read once, softmax runs along (arXiv:1805.02867). The parts
-are as long as the length on the device asks for, so all programs work however little is filled;
-what they found is combined by a second launch (arXiv:2311.01282), or there is one part.
+the filled slots: keys and values are read once, with online softmax (arXiv:1805.02867). The size of
+the parts follows from the length on the device, so all programs have work however few slots are
+filled; a second launch combines the parts (arXiv:2311.01282), unless there is only one.
 
 Sizes: B rows, HQ and HK heads, G = HQ / HK, S slots, D head dim.
 """
@@ -26,7 +26,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 def supports_kvcache_attention(q, k_cache, v_cache, cache_seqlens, mask, scale) -> bool:
-    """fp16 and bf16, head dims up to 256, caches with dense rows."""
+    """True for fp16 and bf16, head dims up to 256 and caches with a contiguous last dimension."""
     D = q.shape[3]
     return (
         q.dtype in HALF
@@ -70,8 +70,11 @@ def _kvcache_attention_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One part of the slots for BLOCK_G heads. P is split in two for the product with V, so that
-    what is rounded is the result alone."""
+    """Attention of BLOCK_G heads over one part of the slots.
+
+    For the product with V, P is split into a high and a low half-precision part, so that only the
+    result is rounded.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     G: tl.constexpr = HQ // HK
@@ -159,7 +162,7 @@ def _combine_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The parts of a head."""
+    """Combines the parts of a head."""
     row = tl.program_id(0).to(tl.int64)
     length, size = _parts(len_ptr, row // HQ, len_step, S, SPLITS, BLOCK_N)
     offs_s = tl.arange(0, BLOCK_S)
@@ -184,14 +187,19 @@ def _combine_kernel(
 
 
 def count_parts(where: torch.device, programs: int, blocks: int) -> int:
-    """How many parts fill the device with so many programs a part, and no more than the blocks of
-    a cache need: a power of two, so that caches of other lengths find their kernels compiled."""
+    """Number of parts that fill the device with `programs` programs a part, at most one a block.
+
+    It is a power of two, so that caches of other lengths find their kernels compiled.
+    """
     most = WAVES * device.multiprocessor_count(where.index) // max(programs, 1)
     return max(1, min(most, triton.next_power_of_2(blocks), MAX_SPLITS))
 
 
 class Attention:
-    """All calls of a kind: shapes, strides, dtypes and the scale; the last dimension dense."""
+    """The launches for all calls with the same shapes, strides, dtypes and scale.
+
+    The last dimensions are contiguous.
+    """
 
     __slots__ = ("split", "combine", "make", "parts")
 
@@ -250,7 +258,8 @@ _attentions = CallCache()
 
 
 def plan_kvcache_attention(q, k_cache, v_cache, cache_seqlens, mask, scale) -> Optional[Attention]:
-    """What serves all calls like this one, if q is not to be copied."""
+    """Returns a function of the tensors for all matching calls, or None if q must be copied
+    first."""
     if q.stride(3) != 1:
         return None
     return _attentions.get(Attention, (q, k_cache, v_cache, cache_seqlens, mask), (scale,))
@@ -264,6 +273,6 @@ def kvcache_attention(
     mask: Optional[torch.Tensor],  # [B or 1, 1, 1, S]
     scale: float,
 ) -> torch.Tensor:  # [B, 1, HQ, D]
-    """One launch where one part fills the device, else two."""
+    """One launch if one part fills the device, else two."""
     tensors = (dense(q), k_cache, v_cache, cache_seqlens, mask)
     return plan_kvcache_attention(*tensors, scale)(*tensors)

@@ -1,4 +1,4 @@
-"""y = x sigmoid(gate) and its gradient, from views: rows of channels at up to three strides.
+"""y = x sigmoid(gate) and its gradient, for strided views: rows of channels at up to three strides.
 
 Sizes: M rows, N channels of a row.
 """
@@ -25,7 +25,7 @@ def supports_sigmoid_gate_bwd(x, gate, *dy) -> bool:
 
 @triton.jit
 def _row(x_ptr, strides, rows, middle, inner):
-    """Where rows of x begin, int64 [M, 1]."""
+    """Addresses of rows of x, [M, 1], computed in int64."""
     outer = rows // (middle * inner)
     place = outer.to(tl.int64) * strides[0]
     place += ((rows // inner) % middle).to(tl.int64) * strides[1]
@@ -52,7 +52,7 @@ def _sigmoid_gate_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,  # the next launch may begin before this one has ended
 ):
-    """BLOCK_M rows of BLOCK_N channels."""
+    """Computes BLOCK_M rows of BLOCK_N channels."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -75,8 +75,11 @@ def _sigmoid_gate_kernel(
 
 
 def rows_of(*tensors: torch.Tensor) -> Optional[Tuple[List[int], List[List[int]]]]:
-    """([outer, middle, inner, N], strides of outer, middle, inner for each tensor) of tensors of
-    one shape, as few dimensions as their strides allow; None if these do not suffice."""
+    """Merges dimensions of tensors of one shape as far as their strides allow.
+
+    Returns ([outer, middle, inner, N], strides of outer, middle, inner for each tensor), or None if
+    four dimensions do not suffice.
+    """
     if tensors[0].numel() == 0:  # whose strides mean nothing, and contiguous() leaves as they are
         return [0, 1, 1, 1], [[0, 0, 0] for _ in tensors]
     found: list = []  # (size, strides), innermost first
@@ -96,7 +99,8 @@ def rows_of(*tensors: torch.Tensor) -> Optional[Tuple[List[int], List[List[int]]
 
 
 class Gate:
-    """All calls of a kind: shape, strides and dtypes; dy only for the gradient."""
+    """The launch for all calls with the same shape, strides and dtypes; dy only for the
+    gradient."""
 
     __slots__ = ("kernel", "make_x", "make_gate")
 
@@ -135,7 +139,8 @@ _gates = CallCache()
 
 
 def plan_sigmoid_gate_fwd(x, gate) -> Optional[Gate]:
-    """What serves all calls like this one, if none of the tensors is to be copied."""
+    """Returns a function of the tensors for all matching calls, or None if one must be copied
+    first."""
     return None if rows_of(x, gate) is None else _gates.get(Gate, (x, gate), ())
 
 
@@ -144,7 +149,7 @@ def _regular(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
 
 
 def sigmoid_gate_fwd(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """The shape of x, contiguous: one launch."""
+    """y in the shape of x, contiguous: one launch."""
     x, gate = _regular(x, gate)
     return _gates.get(Gate, (x, gate), ())(x, gate)
 

@@ -1,10 +1,10 @@
-"""What the kernels of rotary.py and rotary_backward.py share: heads of a token in three parts.
+"""Loads and stores of heads in three parts, for rotary.py and rotary_backward.py.
 
-The first R channels of a head turn in P = R / 2 pairs, and U = D - R channels stay: a tile of heads
-is [H, P], [H, P] and [H, U]. ANGLES is 0 where channels (i, P + i) are a pair: then each part is
-contiguous. Where (2 i, 2 i + 1) are one, it says for how many of the two channels the tables have
-an angle, 1 or 2: then all pairs are contiguous, and are taken apart in registers. So all loads are
-wide.
+The first R channels of a head are rotated in P = R / 2 pairs, and U = D - R channels are unchanged:
+a tile of heads is [H, P], [H, P] and [H, U]. ANGLES is 0 if channels (i, P + i) are a pair: then
+each part is contiguous. If (2 i, 2 i + 1) are a pair, ANGLES says whether the tables have an angle
+for 1 or for both (2) of the channels; then all pairs are contiguous and are split in registers. So
+all loads are wide.
 """
 
 import triton
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def apart(x, BLOCK_P: tl.constexpr):
-    """The first and the second of neighbours: [H, 2 BLOCK_P] as two of [H, BLOCK_P], fp32."""
+    """Splits interleaved pairs [H, 2 BLOCK_P] into two [H, BLOCK_P], fp32."""
     return tl.split(tl.reshape(x.to(tl.float32), (x.shape[0], BLOCK_P, 2)))
 
 
@@ -22,7 +22,7 @@ def load_heads(
     x_ptr, heads, stride, H, P: tl.constexpr, U: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_U: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
-    """The three parts of rows `heads` below H, fp32, 0 where there is none."""
+    """Loads the three parts of rows `heads` below H as fp32, with 0 elsewhere."""
     rows = x_ptr + heads.to(tl.int64)[:, None] * stride
     there = (heads < H)[:, None]
     p = tl.arange(0, BLOCK_P)[None, :]
@@ -42,7 +42,7 @@ def store_heads(
     y_ptr, heads, stride, H, first, second, rest, P: tl.constexpr, U: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_U: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
-    """The parts to rows `heads` below H."""
+    """Stores the three parts to rows `heads` below H."""
     rows = y_ptr + heads.to(tl.int64)[:, None] * stride
     there = (heads < H)[:, None]
     p = tl.arange(0, BLOCK_P)[None, :]
@@ -63,7 +63,7 @@ def load_weight(
     w_ptr, heads, H, WHOLE: tl.constexpr, P: tl.constexpr, U: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_U: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a norm's weight, [1, ..], or [H, ..] of a norm over all heads."""
+    """Loads the parts of a norm's weight, [1, ..], or [H, ..] for a norm over all heads."""
     if WHOLE:
         return load_heads(w_ptr, heads, 2 * P + U, H, P, U, BLOCK_P, BLOCK_U, ANGLES)
     else:
@@ -72,7 +72,7 @@ def load_weight(
 
 @triton.jit
 def mean_of_heads(first, second, rest, heads, H, D: tl.constexpr, WHOLE: tl.constexpr):
-    """[H, 1], or of all heads [1, 1], of three parts."""
+    """Mean over each head [H, 1], or over all heads [1, 1], of three parts."""
     sums = tl.sum(first, 1) + tl.sum(second, 1) + tl.sum(rest, 1)
     if WHOLE:
         return tl.sum(sums, 0, keep_dims=True)[:, None] / (H * D)
@@ -82,7 +82,7 @@ def mean_of_heads(first, second, rest, heads, H, D: tl.constexpr, WHOLE: tl.cons
 
 @triton.jit
 def rms_reciprocal(first, second, rest, heads, H, eps, D: tl.constexpr, WHOLE: tl.constexpr):
-    """1 / sqrt(mean(x^2) + eps), [H, 1] or [1, 1]; 1 for heads that are not there."""
+    """1 / sqrt(mean(x^2) + eps), [H, 1] or [1, 1]; 1 for rows that are no heads."""
     square = mean_of_heads(
         first * first, second * second, rest * rest, heads, H, D, WHOLE
     )  # fmt: skip
@@ -94,7 +94,8 @@ def rms_reciprocal(first, second, rest, heads, H, eps, D: tl.constexpr, WHOLE: t
 
 @triton.jit
 def load_turn(cos_ptr, sin_ptr, at, P: tl.constexpr, BLOCK_P: tl.constexpr, ANGLES: tl.constexpr):
-    """cos and sin of both channels of each pair, [1, P], fp32; at: where a token's row begins."""
+    """Loads cos and sin of both channels of each pair, [1, P] fp32; at: offset of the token's
+    row."""
     p = tl.arange(0, BLOCK_P)[None, :]
     if ANGLES == 2:
         both = tl.arange(0, 2 * BLOCK_P)[None, :]

@@ -32,7 +32,8 @@ def served(*tensors: Optional[torch.Tensor]) -> bool:
 
 
 def supports_qk_norm_rope_fwd(call: QkNormRope) -> bool:
-    """Head dims up to 1024, norms over up to 16384 channels, caches with dense rows."""
+    """True for head dims up to 1024, norms over up to 16384 channels and caches with contiguous
+    rows."""
     q, k, cache, options = call.q, call.k, (call.key_cache, call.value_cache), call.options
     D = q.shape[3]
     most = MAX_WHOLE // triton.next_power_of_2(max(D, 1)) if options.whole else 65536
@@ -53,8 +54,10 @@ def _make(
     eps, offset, WHOLE: tl.constexpr, P: tl.constexpr, U: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_U: tl.constexpr, ANGLES: tl.constexpr,
 ):  # fmt: skip
-    """A token's heads, normed and turned, also to a cache (or None); NaN, and to no cache, where
-    has_slot (or None) is 0."""
+    """Normalises and rotates a token's heads, and also writes them to a cache if there is one.
+
+    If has_slot is given and 0, the results are NaN and the cache is not written.
+    """
     D: tl.constexpr = 2 * P + U
     first, second, rest = load_heads(x_ptr, heads, stride, H, P, U, BLOCK_P, BLOCK_U, ANGLES)
     if w_ptr is not None:
@@ -88,7 +91,7 @@ def _copy(
     v_ptr, cache_ptr, heads, stride, cache_stride, has_slot, H, DV: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A token's values to the cache, if it has a slot there."""
+    """Copies a token's values to the cache if the cache has a slot for it."""
     d = tl.arange(0, BLOCK_V)[None, :]
     there = (heads < tl.where(has_slot, H, 0))[:, None] & (d < DV)
     rows = heads.to(tl.int64)[:, None]
@@ -133,8 +136,11 @@ def _qk_norm_rope_kernel(
     BLOCK_V: tl.constexpr,
     ANGLES: tl.constexpr,
 ):
-    """The heads of a token, BLOCK_Q of q, BLOCK_K of k or of v a program. Queries and keys of a
-    token that the cache has no slot for are NaN: the host is not asked, and nothing is silent."""
+    """The heads of a token: a program takes BLOCK_Q heads of q, or BLOCK_K of k or of v.
+
+    Queries and keys of a token without a slot in the cache are NaN: the error is visible without a
+    check on the host.
+    """
     D: tl.constexpr = 2 * P + U
     Q: tl.constexpr = (HQ + BLOCK_Q - 1) // BLOCK_Q
     K: tl.constexpr = (HK + BLOCK_K - 1) // BLOCK_K
@@ -173,15 +179,17 @@ def _qk_norm_rope_kernel(
 
 
 def contiguous_like(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """What makes an empty contiguous tensor for all tensors like x: empty_like where its strides
-    are these, which costs the host half of what empty does."""
+    """Returns a function that makes an empty contiguous tensor for tensors with the strides of x.
+
+    That is empty_like if its result is contiguous, which costs the host half of what empty costs.
+    """
     if torch.empty_like(x, device="meta").is_contiguous():
         return torch.empty_like
     return functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
 
 
 def parts_of(D: int, cos: Optional[torch.Tensor], interleaved: bool) -> Dict[str, int]:
-    """P, U and their tiles, and ANGLES, by the names of a kernel's parameters."""
+    """P, U, their tiles and ANGLES, by the names of a kernel's parameters."""
     P = 0 if cos is None else cos.shape[2] if interleaved else cos.shape[2] // 2
     tiles = [triton.next_power_of_2(max(n, 1)) for n in (P, D - 2 * P)]
     angles = 0 if cos is None or not interleaved else cos.ndim - 2
@@ -189,8 +197,8 @@ def parts_of(D: int, cos: Optional[torch.Tensor], interleaved: bool) -> Dict[str
 
 
 def settings(operation: str, q: torch.Tensor, U: int, whole: bool) -> dict:
-    """By the number of tokens and of channels that do not turn, for their tiles lie apart; or of
-    all channels for a norm over all heads."""
+    """The launch configuration: by number of tokens and of channels that are not rotated, whose
+    tiles are separate; for a norm over all heads by all channels of a token."""
     B, T, H, D = q.shape
     if whole:
         return tuning.lookup(f"{operation}_whole", q.device, D=H * D)
@@ -198,7 +206,8 @@ def settings(operation: str, q: torch.Tensor, U: int, whole: bool) -> dict:
 
 
 def head_tiles(config: dict, D: int, whole: bool, *heads: int) -> Tuple[int, ...]:
-    """How many heads of so many a program takes: all of them for a norm over all of them."""
+    """Heads that a program takes of each of these numbers: all of them for a norm over all
+    heads."""
     every = [triton.next_power_of_2(n) for n in heads]
     if whole:
         return tuple(every)
@@ -214,9 +223,9 @@ def turn_steps(cos: Optional[torch.Tensor], B: int) -> Tuple[int, int]:
 
 
 class Rotation:
-    """All calls of a kind: shapes, strides, dtypes and options; all last dimensions dense.
+    """The launch for all calls with the same shapes, strides, dtypes and options.
 
-    args: the tensors of the call, then its options.
+    All last dimensions are contiguous. args: the tensors of the call, then its options.
     """
 
     __slots__ = ("kernel", "make_q", "make_k")
@@ -259,7 +268,7 @@ _rotations = CallCache()
 
 
 def are_dense(cos: Optional[torch.Tensor], sin: Optional[torch.Tensor]) -> bool:
-    """The angles of a token lie side by side, and both tables alike."""
+    """True if the angles of a token are contiguous and both tables have the same layout."""
     return cos is None or (
         cos.stride() == sin.stride()
         and cos.stride(-1) == 1
@@ -273,7 +282,8 @@ def _is_dense(call: QkNormRope) -> bool:
 
 
 def plan_qk_norm_rope_fwd(call: QkNormRope) -> Optional[Rotation]:
-    """What serves all calls like this one, from the tensors alone, if none is to be copied."""
+    """Returns a function of the tensors for all matching calls, or None if one must be copied
+    first."""
     if not _is_dense(call):
         return None
     return _rotations.get(Rotation, call.tensors, call.options)

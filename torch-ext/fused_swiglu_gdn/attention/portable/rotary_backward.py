@@ -1,6 +1,7 @@
 """The gradient of rotary.py in one pass over its inputs.
 
-The transpose of a turn is the turn back; with n = x rstd and d the gradient of what was turned:
+The transpose of a rotation is the inverse rotation. With n = x rstd and d the gradient of the
+rotation's input:
 
     dn = d (offset + weight)      dx = rstd (dn - n mean(dn n))      dweight = sum over tokens d n
 
@@ -36,7 +37,8 @@ from .rotary import (
 
 
 def supports_qk_norm_rope_bwd(*args) -> bool:
-    """Of the call or of the gradient's own arguments: what has been computed forward."""
+    """True if the kernels support the arguments: the forward's call, or the gradient's own
+    arguments."""
     if isinstance(args[0], QkNormRope):
         return supports_qk_norm_rope_fwd(args[0])
     dq, dk, q, k, cos, sin, q_weight, k_weight, options = args
@@ -52,7 +54,8 @@ def _differentiate(
     U: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_U: tl.constexpr,
     ANGLES: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """A block of heads of a group of TILES tokens, and what they add to the weight's gradient."""
+    """Gradients of a block of heads over TILES tokens, and their contribution to the weight's
+    gradient."""
     D: tl.constexpr = 2 * P + U
     BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     heads = block * BLOCK_H + tl.arange(0, BLOCK_H)
@@ -144,7 +147,7 @@ def _qk_norm_rope_bwd_kernel(
     ANGLES: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """BLOCK_Q heads of q or BLOCK_K of k, at TILES tokens, a program."""
+    """A program takes BLOCK_Q heads of q or BLOCK_K of k, at TILES tokens."""
     Q: tl.constexpr = (HQ + BLOCK_Q - 1) // BLOCK_Q
     K: tl.constexpr = (HK + BLOCK_K - 1) // BLOCK_K
     pid = tl.program_id(0)
@@ -175,7 +178,8 @@ def qk_norm_rope_bwd(
     k_weight: Optional[torch.Tensor],
     options: QkOptions,
 ) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """The gradients of q, k and the weights: one launch, and a sum over programs for a weight."""
+    """The gradients of q, k and the weights: one launch, and a sum over programs for each
+    weight."""
     (B, T, HQ, D), HK = dq.shape, dk.shape[2]
     where, whole = dq.device, options.whole
     if not are_dense(cos, sin):

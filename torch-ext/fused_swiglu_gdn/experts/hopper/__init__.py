@@ -1,1 +1,1 @@
-"""What Hopper's kernels of the routed experts have: wgmma, TMA, warps that do one thing each."""
+"""Warp-specialised kernels of the routed experts with wgmma and TMA, for Hopper."""

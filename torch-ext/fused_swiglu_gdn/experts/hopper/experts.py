@@ -1,4 +1,4 @@
-"""The gradients of the routed experts on Hopper: as portable's, with strips.py and gate.py."""
+"""Gradients of the routed experts on Hopper: portable/experts.py with strips.py and gate.py."""
 
 from typing import Optional
 
@@ -15,8 +15,10 @@ from .gate import BM, gate_gradient
 def supports_experts_bwd(
     x, w_gate_up, w_down, ids, weights, biases, options, gradient=None
 ) -> bool:
-    """Experts with so many rows that the routing's tiles are as high as these kernels', of weights
-    that are not transposed and without biases."""
+    """True if each expert has enough rows for tiles as high as these kernels'.
+
+    The weights may not be transposed, and biases are not supported.
+    """
     args = (x, w_gate_up, w_down, ids, weights, biases, options)
     if biases.are_there() or not w_down.is_contiguous():
         return False
@@ -26,7 +28,7 @@ def supports_experts_bwd(
 
 
 def takes_strips(a: torch.Tensor, b: torch.Tensor, routing: Routing) -> bool:
-    """Whether strips.py is faster than portable's tiles for so many rows an expert."""
+    """True if strips.py is faster than portable's tiles for this number of rows an expert."""
     most = tuning.lookup("hopper_experts_weight", a.device)["rows"]  # of an expert
     return routing.T * routing.K <= most * routing.E
 
@@ -34,13 +36,13 @@ def takes_strips(a: torch.Tensor, b: torch.Tensor, routing: Routing) -> bool:
 def _weight_gradient(
     a, b, routing: Routing, main_grad: Optional[torch.Tensor], config: dict
 ) -> Optional[torch.Tensor]:
-    """As portable's."""
+    """Computes weight_gradient of portable/gradients.py by the faster of the two kernels."""
     if main_grad is None and takes_strips(a, b, routing):
         return strips.weight_gradient(a, b, routing)
     return gradients.weight_gradient(a, b, routing, main_grad, config)
 
 
 def experts_bwd(x, w_gate_up, w_down, ids, weights, biases, options, gradient) -> tuple:
-    """As portable's."""
+    """Calls experts_bwd of portable/experts.py with the functions of this folder."""
     args = (x, w_gate_up, w_down, ids, weights, biases, options, gradient)
     return plain.experts_bwd(*args, _weight_gradient, gate_gradient)

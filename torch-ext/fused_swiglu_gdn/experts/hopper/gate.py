@@ -1,8 +1,8 @@
-"""The gradient of the experts' gate, a product with what comes after it in warps of their own.
+"""The gradient of the experts' gate: a GEMM with an overlapped epilogue.
 
-One warp brings the operands of dz = dout Wd, two groups of four warps multiply and hand a finished
-tile over in shared memory. Three more warps then make dgate, dup, w z and <dz, z> of it, as
-portable/gradients.py says, while the next tile is multiplied.
+One warp loads the operands of dz = dout Wd, two warpgroups multiply and leave a finished tile in
+shared memory. Three more warps then compute dgate, dup, w z and <dz, z> of it, by the formulas of
+portable/gradients.py, while the next tile is multiplied.
 
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
 """
@@ -39,7 +39,7 @@ PART = gl.constexpr(64)  # columns whose <dz, z> is summed at once
 
 @record
 class Work:
-    """What the warps of one CTA share."""
+    """State that the warps of one CTA share."""
 
     dout_desc: tma.tensor_descriptor  # [.., H] by places, box [BM, BK]
     w_desc: tma.tensor_descriptor  # [E, H, I] box [1, BK, BN]
@@ -52,10 +52,10 @@ class Work:
     b_smem: gl.shared_memory_descriptor  # [STAGES, 1, BK, BN]
     tile_smem: gl.shared_memory_descriptor  # [4, BM, 64] a finished dz by columns, fp16
     rows_smem: gl.shared_memory_descriptor  # [2, BM] fp32: what to multiply its rows by; w of them
-    landed: gl.shared_memory_descriptor  # [STAGES] mbarriers: the operands of a step are there
-    free: gl.shared_memory_descriptor  # [STAGES] mbarriers: they have been multiplied
-    ready: gl.shared_memory_descriptor  # [1] mbarrier: tile_smem is written
-    taken: gl.shared_memory_descriptor  # [1] mbarrier: and read
+    full: gl.shared_memory_descriptor  # [STAGES] mbarriers: the operands of a step are there
+    empty: gl.shared_memory_descriptor  # [STAGES] mbarriers: they have been multiplied
+    tile_full: gl.shared_memory_descriptor  # [1] mbarrier: tile_smem is written
+    tile_empty: gl.shared_memory_descriptor  # [1] mbarrier: and read
     S: gl.tensor
     E: gl.tensor
     tiles_m: gl.tensor
@@ -69,7 +69,7 @@ class Work:
 
 @gluon.jit
 def _tile(w, number):
-    """(expert, first row, the row behind the expert's last, place, first column) of a tile."""
+    """(expert, first row, end of the expert's rows, place, first column) of a tile."""
     m, n = grouped_tile(number, w.tiles_m, (w.I + BN - 1) // BN, w.GROUP)
     expert, row, end = tile_at(w.routing_ptr, m, w.S, w.E)
     return expert, row, end, place_of(w.routing_ptr, expert, row, BM), n * BN
@@ -82,31 +82,31 @@ def _tiles(w):
 
 @gluon.jit
 def _load_partition(w, parts_ptr):
-    """One warp: operands, STAGES steps ahead at most."""
+    """Loads operands up to STAGES steps ahead; one warp."""
     it = 0
     for number in range(gl.program_id(0), _tiles(w), gl.num_programs(0)):
         expert, row, end, place, column = _tile(w, number)
         for step in range(w.DEPTH):
             s = it % w.STAGES
-            landed = w.landed.index(s)
-            mbarrier.wait(w.free.index(s), ((it // w.STAGES) & 1) ^ 1)
-            mbarrier.expect(landed, (BM + BN) * BK * 2)
-            tma_load(w.dout_desc, [place, step * BK], landed, w.a_smem.index(s))
-            tma_load(w.w_desc, [expert, step * BK, column], landed, w.b_smem.index(s))
+            full = w.full.index(s)
+            mbarrier.wait(w.empty.index(s), ((it // w.STAGES) & 1) ^ 1)
+            mbarrier.expect(full, (BM + BN) * BK * 2)
+            tma_load(w.dout_desc, [place, step * BK], full, w.a_smem.index(s))
+            tma_load(w.w_desc, [expert, step * BK, column], full, w.b_smem.index(s))
             it += 1
 
 
 @gluon.jit
 def _multiply_partition(w, parts_ptr):
-    """Two warpgroups: dz, a tile after another, into tile_smem.
+    """Computes dz tile after tile into tile_smem; two warpgroups.
 
-    It is handed on as fp16, each row by the power of two that makes the most of its 11 bits.
+    It is passed on as fp16, each row scaled by the power of two that uses its 11 bits best.
     """
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
     ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     acc = gl.zeros((BM, BN), gl.float32, LAYOUT)
     it = 0
-    phase = 1  # of `taken`: the first tile passes
+    phase = 1  # of `tile_empty`: the first tile passes
     for number in range(gl.program_id(0), _tiles(w), gl.num_programs(0)):
         expert, row, end, place, column = _tile(w, number)
         rows = row + gl.arange(0, BM, layout=ROWS)
@@ -114,15 +114,15 @@ def _multiply_partition(w, parts_ptr):
         weight = gl.load(w.weights_ptr + entry, mask=rows < end, other=0.0).to(gl.float32)
         for step in range(w.DEPTH):
             s = it % w.STAGES
-            mbarrier.wait(w.landed.index(s), (it // w.STAGES) & 1)
+            mbarrier.wait(w.full.index(s), (it // w.STAGES) & 1)
             b = w.b_smem.index(s).reshape([BK, BN])
             acc = warpgroup_mma(w.a_smem.index(s), b, acc, use_acc=step > 0, is_async=True)
             acc = warpgroup_mma_wait(1, (acc,))
-            mbarrier.arrive(w.free.index((it + w.STAGES - 1) % w.STAGES), count=1, pred=step > 0)
+            mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1, pred=step > 0)
             it += 1
         acc = warpgroup_mma_wait(0, (acc,))
-        mbarrier.arrive(w.free.index((it + w.STAGES - 1) % w.STAGES), count=1)
-        mbarrier.wait(w.taken, phase)
+        mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1)
+        mbarrier.wait(w.tile_empty, phase)
         phase ^= 1
         # 2^e <= max of the row < 2^(e + 1); e at least -112, so that 2^(14 - e) is a number
         most = gl.max(gl.abs(acc), 1).to(gl.int32, bitcast=True) & 0x7F800000
@@ -131,12 +131,12 @@ def _multiply_partition(w, parts_ptr):
         w.rows_smem.index(1).store(weight)
         scale = ((254 << 23) - most + (14 << 23)).to(gl.float32, bitcast=True)
         hand_over(w.tile_smem, acc * gl.expand_dims(scale, 1))
-        mbarrier.arrive(w.ready, count=1)
+        mbarrier.arrive(w.tile_full, count=1)
 
 
 @gluon.jit
 def _of_rows(w, kind: gl.constexpr, i, WARPS: gl.constexpr):
-    """One of rows_smem for a piece's rows, [UNIT WARPS]."""
+    """Row `kind` of rows_smem for the rows of a piece, [UNIT WARPS]."""
     smem = w.rows_smem
     SHAPE: gl.constexpr = [2 * BM // (UNIT * WARPS), UNIT * WARPS]
     HALF: gl.constexpr = SHAPE[0] // 2
@@ -156,7 +156,7 @@ def _offsets(i, WARPS: gl.constexpr):
 
 @gluon.jit
 def _load_pair(w, i, row, end, column, LAST: gl.constexpr, WARPS: gl.constexpr):
-    """gate and up of piece i, nothing past LAST."""
+    """Loads gate and up of piece i; pieces from LAST on are masked off."""
     offs_m, offs_n = _offsets(i, WARPS)
     m = gl.expand_dims(row + offs_m, 1)
     n = gl.expand_dims(column + offs_n, 0)
@@ -169,7 +169,7 @@ def _load_pair(w, i, row, end, column, LAST: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def _store_piece(w, parts_ptr, gate, up, i, row, end, place, column, WARPS: gl.constexpr):
-    """Piece i from its gate and up (fp32) and the dz of tile_smem."""
+    """Stores the results of piece i from its gate and up (fp32) and the dz of tile_smem."""
     LAYOUT: gl.constexpr = vector_layout(WARPS)
     TYPE: gl.constexpr = w.d_gate_up_ptr.dtype.element_ty
     COUNT: gl.constexpr = (w.I + BN - 1) // BN * (BN // PART)
@@ -195,15 +195,18 @@ def _store_piece(w, parts_ptr, gate, up, i, row, end, place, column, WARPS: gl.c
 
 
 @gluon.jit
-def _tail(w, parts_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS: gl.constexpr):
-    """Pieces FIRST to LAST, an even number, by twos: what is loaded for the next two stays in its
-    registers, since a move from one to another would wait for the load."""
+def _epilogue(w, parts_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS: gl.constexpr):
+    """Computes pieces FIRST to LAST, an even number, two at a time.
+
+    The values loaded for the next two stay in registers of their own, since a move between
+    registers would wait for the load.
+    """
     phase = 0
     for number in range(gl.program_id(0), _tiles(w), gl.num_programs(0)):
         expert, row, end, place, column = _tile(w, number)
         gate_0, up_0 = _load_pair(w, FIRST, row, end, column, LAST, WARPS)
         gate_1, up_1 = _load_pair(w, FIRST + 1, row, end, column, LAST, WARPS)
-        mbarrier.wait(w.ready, phase)
+        mbarrier.wait(w.tile_full, phase)
         phase ^= 1
         for i in range(FIRST, LAST, 2):
             gate = gate_0.to(gl.float32)
@@ -214,19 +217,19 @@ def _tail(w, parts_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS: gl.const
             up = up_1.to(gl.float32)
             gate_1, up_1 = _load_pair(w, i + 3, row, end, column, LAST, WARPS)
             _store_piece(w, parts_ptr, gate, up, i + 1, row, end, place, column, WARPS)
-        mbarrier.arrive(w.taken, count=1)
+        mbarrier.arrive(w.tile_empty, count=1)
 
 
 @gluon.jit
-def _tail_partition_0(w, parts_ptr):
-    """Two warps: two thirds of what comes after the product."""
-    _tail(w, parts_ptr, 0, 22, 2)
+def _epilogue_partition_0(w, parts_ptr):
+    """Runs two thirds of the epilogue; two warps."""
+    _epilogue(w, parts_ptr, 0, 22, 2)
 
 
 @gluon.jit
-def _tail_partition_1(w, parts_ptr):
-    """One warp: the rest."""
-    _tail(w, parts_ptr, 44, 64, 1)
+def _epilogue_partition_1(w, parts_ptr):
+    """Runs the rest of the epilogue; one warp."""
+    _epilogue(w, parts_ptr, 44, 64, 1)
 
 
 @gluon.jit(do_not_specialize=["S", "E"])
@@ -249,7 +252,7 @@ def gate_gradient_kernel(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """dgate and dup, w z, and the parts of dw; programs stride over tiles [BM, BN]."""
+    """Stores dgate and dup, w z, and the parts of dw; programs stride over tiles [BM, BN]."""
     TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     ROW: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
@@ -261,23 +264,23 @@ def gate_gradient_kernel(
     )
     tile_smem = gl.allocate_shared_memory(gl.float16, [4, BM, 64], TILE)
     rows_smem = gl.allocate_shared_memory(gl.float32, [2, BM], ROW)
-    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
-    ready = gl.allocate_shared_memory(gl.int64, [1], BAR)
-    taken = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BAR)
+    tile_full = gl.allocate_shared_memory(gl.int64, [1], BAR)
+    tile_empty = gl.allocate_shared_memory(gl.int64, [1], BAR)
     for i in gl.static_range(STAGES):
-        mbarrier.init(landed.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    mbarrier.init(ready, count=1)
-    mbarrier.init(taken, count=2)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(tile_full, count=1)
+    mbarrier.init(tile_empty, count=2)
     w = Work(
         dout_desc, w_desc, gate_up_ptr, d_gate_up_ptr, wz_ptr, weights_ptr, routing_ptr,
-        a_smem, b_smem, tile_smem, rows_smem, landed, free, ready, taken, S, E,
+        a_smem, b_smem, tile_smem, rows_smem, full, empty, tile_full, tile_empty, S, E,
         gl.load(routing_ptr), DEPTH, I, GROUP, ACTIVATION, LIMIT, STAGES,
     )  # fmt: skip
     barrier()
     warp_specialize(
-        [_multiply_partition, _tail_partition_0, _tail_partition_1, _load_partition],
+        [_multiply_partition, _epilogue_partition_0, _epilogue_partition_1, _load_partition],
         (w, parts_ptr), [2, 1, 1], [REGISTERS, REGISTERS, REGISTERS],
     )  # fmt: skip
 
@@ -314,7 +317,7 @@ def gate_gradient(
     activation: str,
     limit: Optional[float],
 ) -> Optional[torch.Tensor]:  # [.., PARTS] fp32 by places
-    """As portable's, in tiles of BM rows."""
+    """Computes gate_gradient of portable/gradients.py in tiles of BM rows."""
     (buffer, T, K, E, _), (_, H, I) = routing, w_down.shape
     count = -(-I // BN.value) * (BN.value // PART.value)
     parts = None

@@ -1,15 +1,15 @@
-"""The gradients of the experts' weights, with a strip of one operand held in shared memory.
+"""Gradients of the experts' weights, with a strip of one operand held in shared memory.
 
     dW[e] = a^T b over the rows of expert e, in their order
 
-A CTA takes 128 rows of dW[e] with all its columns. One warp brings the strip's operand once and the
-other operand tile by tile, in chunks of 64 rows of the sum. Two groups of four warps multiply a
-tile of [128, 128] each in turn, so that one stores its tile while the other multiplies. Where an
-expert has more chunks than there is room for, its strips are brought again for each tile, so that
-nothing binds the tiles together: a few of them each are the work of a CTA, and come first, so that
-a crowded expert keeps no CTA busy while the others have none left.
+A CTA takes 128 rows of dW[e] with all its columns. One warp loads the strip's operand once and the
+other operand tile by tile, in chunks of 64 rows of the sum. Two warpgroups multiply tiles of [128,
+128] alternately, so that one stores its tile while the other multiplies. If an expert has more
+chunks than shared memory holds, its strips are loaded again for each tile, and tiles are
+independent: then a CTA takes a few tiles of a strip at a time, and those parts come first, so that
+an expert with many rows does not keep a CTA busy after the others have finished.
 
-E experts; rows and places are the routing's (portable/routing.py).
+E experts; rows and places are those of the routing (portable/routing.py).
 """
 
 import functools
@@ -43,7 +43,7 @@ CHUNK = gl.constexpr(64)  # of a sum
 
 @record
 class Work:
-    """What the warps of one CTA share."""
+    """State that the warps of one CTA share."""
 
     a_desc: tma.tensor_descriptor  # [.., M] by places, box [CHUNK, TILE]
     b_desc: tma.tensor_descriptor  # [.., N] by places, box [CHUNK, TILE]
@@ -51,10 +51,10 @@ class Work:
     a_smem: gl.shared_memory_descriptor  # [HELD, *box of a_desc]
     b_smem: gl.shared_memory_descriptor  # [2 STAGES, *box of b_desc]: a ring for each group
     out_smem: gl.shared_memory_descriptor  # [2 BUFFERS, TILE, 64]
-    a_landed: gl.shared_memory_descriptor  # [HELD] mbarriers: a chunk is there
-    a_free: gl.shared_memory_descriptor  # [HELD] mbarriers: both groups are done with it
-    b_landed: gl.shared_memory_descriptor  # [2 STAGES]
-    b_free: gl.shared_memory_descriptor  # [2 STAGES]: its group is done with it
+    a_full: gl.shared_memory_descriptor  # [HELD] mbarriers: a chunk is there
+    a_empty: gl.shared_memory_descriptor  # [HELD] mbarriers: both groups are done with it
+    b_full: gl.shared_memory_descriptor  # [2 STAGES]
+    b_empty: gl.shared_memory_descriptor  # [2 STAGES]: its group is done with it
     routing_ptr: gl.tensor
     height: gl.tensor  # of the routing's tiles
     strips: gl.tensor
@@ -69,8 +69,10 @@ class Work:
 
 @gluon.jit
 def _part(w, number):
-    """(expert, place of its first row, row of its weight, chunks, first tile, the one behind the
-    last) of a part of a strip: a strip that is held is whole in its first part."""
+    """Position of a part of a strip; a strip that is held is whole in its first part.
+
+    Returns (expert, place of its first row, row of its weight, chunks, first tile, end of tiles).
+    """
     part = w.PARTS - 1 - number // w.strips
     strip = number % w.strips
     expert = strip // w.TILES_M
@@ -88,7 +90,7 @@ def _part(w, number):
 
 @gluon.jit
 def _load_partition(w):
-    """One warp: both operands, as far ahead as there is room."""
+    """Loads both operands, as far ahead as buffers are empty; one warp."""
     BYTES: gl.constexpr = TILE * CHUNK * 2
     at_a = 0
     at_0 = 0  # chunks of b that the first group has got
@@ -102,17 +104,17 @@ def _load_partition(w):
             for k in range(chunks):
                 if (n == 0) | (chunks > w.HELD):
                     s = at_a % w.HELD
-                    landed = w.a_landed.index(s)
-                    mbarrier.wait(w.a_free.index(s), ((at_a // w.HELD) & 1) ^ 1)
-                    mbarrier.expect(landed, BYTES)
-                    tma_load(w.a_desc, [place + k * CHUNK, row], landed, w.a_smem.index(s))
+                    full = w.a_full.index(s)
+                    mbarrier.wait(w.a_empty.index(s), ((at_a // w.HELD) & 1) ^ 1)
+                    mbarrier.expect(full, BYTES)
+                    tma_load(w.a_desc, [place + k * CHUNK, row], full, w.a_smem.index(s))
                     at_a += 1
                 j = at_b + k
                 s = group * w.STAGES + j % w.STAGES
-                landed = w.b_landed.index(s)
-                mbarrier.wait(w.b_free.index(s), ((j // w.STAGES) & 1) ^ 1)
-                mbarrier.expect(landed, BYTES)
-                tma_load(w.b_desc, [place + k * CHUNK, n * TILE], landed, w.b_smem.index(s))
+                full = w.b_full.index(s)
+                mbarrier.wait(w.b_empty.index(s), ((j // w.STAGES) & 1) ^ 1)
+                mbarrier.expect(full, BYTES)
+                tma_load(w.b_desc, [place + k * CHUNK, n * TILE], full, w.b_smem.index(s))
             at_0 += chunks * (1 - group)
             at_1 += chunks * group
             tile += 1
@@ -120,7 +122,8 @@ def _load_partition(w):
 
 @gluon.jit
 def _multiply_tile(w, at_a, at_b, chunks, GROUP: gl.constexpr):
-    """A tile's sum. What of a is not held for the next tile is let go as it is multiplied."""
+    """The sum of a tile. Chunks of a that are not held for the next tile are released once
+    multiplied."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     FIRST: gl.constexpr = GROUP * w.STAGES
     streams = chunks > w.HELD
@@ -128,27 +131,27 @@ def _multiply_tile(w, at_a, at_b, chunks, GROUP: gl.constexpr):
     for k in range(chunks):
         i = at_a + k
         j = at_b + k
-        mbarrier.wait(w.a_landed.index(i % w.HELD), (i // w.HELD) & 1)
-        mbarrier.wait(w.b_landed.index(FIRST + j % w.STAGES), (j // w.STAGES) & 1)
+        mbarrier.wait(w.a_full.index(i % w.HELD), (i // w.HELD) & 1)
+        mbarrier.wait(w.b_full.index(FIRST + j % w.STAGES), (j // w.STAGES) & 1)
         a = w.a_smem.index(i % w.HELD).permute((1, 0))
         b = w.b_smem.index(FIRST + j % w.STAGES)
         acc = warpgroup_mma(a, b, acc, is_async=True)
         acc = warpgroup_mma_wait(1, (acc,))
         i += w.HELD - 1
         j += w.STAGES - 1
-        mbarrier.arrive(w.b_free.index(FIRST + j % w.STAGES), count=1, pred=k > 0)
-        mbarrier.arrive(w.a_free.index(i % w.HELD), count=1, pred=(k > 0) & streams)
+        mbarrier.arrive(w.b_empty.index(FIRST + j % w.STAGES), count=1, pred=k > 0)
+        mbarrier.arrive(w.a_empty.index(i % w.HELD), count=1, pred=(k > 0) & streams)
     acc = warpgroup_mma_wait(0, (acc,))
     i = at_a + chunks + w.HELD - 1
     j = at_b + chunks + w.STAGES - 1
-    mbarrier.arrive(w.b_free.index(FIRST + j % w.STAGES), count=1, pred=chunks > 0)
-    mbarrier.arrive(w.a_free.index(i % w.HELD), count=1, pred=(chunks > 0) & streams)
+    mbarrier.arrive(w.b_empty.index(FIRST + j % w.STAGES), count=1, pred=chunks > 0)
+    mbarrier.arrive(w.a_empty.index(i % w.HELD), count=1, pred=(chunks > 0) & streams)
     return acc
 
 
 @gluon.jit
 def _store_tile(w, acc, expert, row, column, GROUP: gl.constexpr):
-    """By the copy engine, which leaves out what is past the result's end."""
+    """Stores a tile by TMA, which drops elements past the result's end."""
     left, right = acc.reshape((TILE, 2, TILE // 2)).permute((0, 2, 1)).split()
     for half in gl.static_range(2):
         part = left if half == 0 else right
@@ -162,10 +165,10 @@ def _store_tile(w, acc, expert, row, column, GROUP: gl.constexpr):
 
 @gluon.jit
 def _multiply(w, GROUP: gl.constexpr):
-    """Every second tile; strips and tiles are counted as the loading warp does.
+    """Computes every second tile; strips and tiles are counted as by the loading warp.
 
-    A group waits for each chunk of a, and lets it go once, whether it multiplies it or not: who
-    misses one could not tell by a barrier's phase which of two has landed.
+    A group waits for each chunk of a and releases it once, whether it multiplies it or not: after a
+    missed chunk a barrier's phase would be ambiguous.
     """
     at_a = 0
     at_b = 0
@@ -178,13 +181,13 @@ def _multiply(w, GROUP: gl.constexpr):
                 at_b += chunks
                 if (n + 2 >= w.TILES_N) & (chunks <= w.HELD):  # the group's last of the strip
                     for k in range(chunks):
-                        mbarrier.arrive(w.a_free.index((at_a + k) % w.HELD), count=1)
+                        mbarrier.arrive(w.a_empty.index((at_a + k) % w.HELD), count=1)
                 _store_tile(w, acc, expert, row, n * TILE, GROUP)
             elif (w.TILES_N == 1) | (chunks > w.HELD):
                 for k in range(chunks):
                     i = at_a + k
-                    mbarrier.wait(w.a_landed.index(i % w.HELD), (i // w.HELD) & 1)
-                    mbarrier.arrive(w.a_free.index(i % w.HELD), count=1)
+                    mbarrier.wait(w.a_full.index(i % w.HELD), (i // w.HELD) & 1)
+                    mbarrier.arrive(w.a_empty.index(i % w.HELD), count=1)
             tile += 1
             if chunks > w.HELD:
                 at_a += chunks
@@ -219,7 +222,7 @@ def weight_strips_kernel(
     SPAN: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """out[e] = a^T b over the rows of expert e; zeros where one has none."""
+    """out[e] = a^T b over the rows of expert e; zeros for an expert without rows."""
     OUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     BAR: gl.constexpr = mbarrier.MBarrierLayout()
     a_smem = gl.allocate_shared_memory(
@@ -229,18 +232,18 @@ def weight_strips_kernel(
         b_desc.dtype, [2 * STAGES] + b_desc.block_type.shape, b_desc.layout
     )
     out_smem = gl.allocate_shared_memory(out_desc.dtype, [2 * BUFFERS, TILE, TILE // 2], OUT)
-    a_landed = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
-    a_free = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
-    b_landed = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BAR)
-    b_free = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BAR)
+    a_full = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
+    a_empty = gl.allocate_shared_memory(gl.int64, [HELD, 1], BAR)
+    b_full = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BAR)
+    b_empty = gl.allocate_shared_memory(gl.int64, [2 * STAGES, 1], BAR)
     for i in gl.static_range(HELD):
-        mbarrier.init(a_landed.index(i), count=1)
-        mbarrier.init(a_free.index(i), count=2)
+        mbarrier.init(a_full.index(i), count=1)
+        mbarrier.init(a_empty.index(i), count=2)
     for i in gl.static_range(2 * STAGES):
-        mbarrier.init(b_landed.index(i), count=1)
-        mbarrier.init(b_free.index(i), count=1)
+        mbarrier.init(b_full.index(i), count=1)
+        mbarrier.init(b_empty.index(i), count=1)
     w = Work(
-        a_desc, b_desc, out_desc, a_smem, b_smem, out_smem, a_landed, a_free, b_landed, b_free,
+        a_desc, b_desc, out_desc, a_smem, b_smem, out_smem, a_full, a_empty, b_full, b_empty,
         routing_ptr, height, E * TILES_M, TILES_M, TILES_N, HELD, STAGES, BUFFERS,
         SPAN, (TILES_N + SPAN - 1) // SPAN,
     )  # fmt: skip

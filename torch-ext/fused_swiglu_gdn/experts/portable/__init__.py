@@ -1,1 +1,1 @@
-"""The kernels of the routed experts, in Triton for every GPU."""
+"""Kernels of the routed experts, in Triton for every GPU."""

@@ -1,4 +1,4 @@
-"""From places back to tokens: the weighted sum over the slots, and the gradient of the weights.
+"""From places back to tokens: the weighted sum over the slots, and the weights' gradient.
 
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width.
 """
@@ -78,7 +78,7 @@ def _weights_gradient_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dw[entry] = sum of the parts at its place, in order; 0 where the expert is held elsewhere."""
+    """dw[entry] = sum of the parts at its place, in order; 0 if the expert is on another rank."""
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     place_ptr = place_of_entry(routing_ptr, S, E) + entry
     place = tl.load(place_ptr, mask=entry < S, other=-1).to(tl.int64)

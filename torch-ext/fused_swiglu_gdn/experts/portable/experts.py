@@ -1,9 +1,8 @@
-"""The routed experts and their gradients: `few` tokens without routing, all others by grouped
-products.
+"""The routed experts and their gradients: few tokens without routing, more by grouped products.
 
-Chosen by the number of tokens alone, never by where they go. What of the gradients is not needed
-costs nothing: frozen experts leave the products for dx alone. Sizes: T tokens, K slots, S = T K
-entries, E experts, H model width, I hidden width of an expert.
+The number of tokens alone decides, never their routing. Gradients that are not needed cost nothing:
+frozen experts compute only the products for dx. Sizes: T tokens, K slots, S = T K entries, E
+experts, H model width, I hidden width of an expert.
 """
 
 from typing import Callable, Optional, Tuple
@@ -23,12 +22,13 @@ FEW = 8  # tokens
 
 
 def _is_readable(x: torch.Tensor) -> bool:
-    """The copy engine reads it: contiguous, from a multiple of 16 bytes on, in rows of such."""
+    """True if TMA can read x: contiguous, aligned to 16 bytes, with rows of a multiple of 16
+    bytes."""
     return x.is_contiguous() and x.data_ptr() % 16 == 0 and x.shape[-1] % 8 == 0
 
 
-def _lie_alike(w_gate_up: torch.Tensor, w_down: torch.Tensor, interleaved: bool) -> bool:
-    """Both weights are contiguous, or both are .mT of what is."""
+def _have_one_layout(w_gate_up: torch.Tensor, w_down: torch.Tensor, interleaved: bool) -> bool:
+    """True if both weights are contiguous, or both are .mT of contiguous tensors."""
     if w_gate_up.is_contiguous():
         return not interleaved and _is_readable(w_gate_up) and _is_readable(w_down)
     return _is_readable(w_gate_up.mT) and _is_readable(w_down.mT)
@@ -42,7 +42,7 @@ def supports_experts_fwd(x, w_gate_up, w_down, ids, weights, biases, options) ->
         and 0 < K <= 64
         and x.shape[0] * K < 2**29
         and weights.dtype != torch.float64
-        and _lie_alike(w_gate_up, w_down, options.interleaved)
+        and _have_one_layout(w_gate_up, w_down, options.interleaved)
         and all(b is None or (b.dtype == x.dtype and b.is_contiguous()) for b in biases)
     )
 
@@ -54,20 +54,20 @@ def supports_experts_bwd(
 
 
 def tiles_for(where: torch.device, T: int, K: int, E: int) -> dict:
-    """The tuned tiles for so many rows an expert."""
+    """The tuned tiles for the average number of rows of an expert."""
     return tuning.lookup("portable_experts", where, rows=max(1, T * K // E))
 
 
 def experts_fwd(
     x: torch.Tensor,  # [T, H]
-    w_gate_up: torch.Tensor,  # [E, 2 I, H]: gate above up; as _lie_alike has it
+    w_gate_up: torch.Tensor,  # [E, 2 I, H]: gate above up; as _have_one_layout has it
     w_down: torch.Tensor,  # [E, H, I]
     ids: torch.Tensor,  # [T, K] int32 or int64
     weights: torch.Tensor,  # [T, K]
     biases: Biases,
     options: ExpertsOptions,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """(out [T, H], gate_up [S, 2 I] by rows if it is kept, routing if any is)."""
+    """(out [T, H], gate_up [S, 2 I] by rows if it is kept, routing if there is one)."""
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     activation, limit, keeps, recompute, _, interleaved = options
     T, (E, _, I), K = x.shape[0], w_down.shape, ids.shape[1]
@@ -88,14 +88,16 @@ def experts_fwd(
 
 
 def _are_few(x, w_gate_up, biases: Biases, options: ExpertsOptions) -> bool:
-    """Whether plan_few serves these tokens: it has one layout of the weights, and no biases."""
+    """True if plan_few supports these tokens: it takes one layout of the weights, and no biases."""
     plain = not biases.are_there() and w_gate_up.is_contiguous()
     return 0 < x.shape[0] <= FEW and plain and not options.keeps
 
 
 def plan_experts_fwd(x, w_gate_up, w_down, ids, weights, biases, options) -> Callable:
-    """experts_fwd for all calls like this one, from their tensors. It returns None where
-    supports_experts_fwd would not take their addresses."""
+    """Returns experts_fwd as a function of the tensors for all calls that match this one.
+
+    The function returns None for addresses that supports_experts_fwd would reject.
+    """
     few = None
     if _are_few(x, w_gate_up, biases, options):
         if all(t.is_contiguous() for t in (x, ids, weights)):
@@ -123,10 +125,10 @@ def experts_bwd(
     product: Callable = weight_gradient,
     gate: Optional[Callable] = None,
 ) -> Tuple[Optional[torch.Tensor], ...]:
-    """(dx, dw_gate_up, dw_down, dweights, db_gate_up, db_down): None where not needed or added to a
-    main_grad.
+    """(dx, dw_gate_up, dw_down, dweights, db_gate_up, db_down).
 
-    product: what serves as weight_gradient. gate: as gate_gradient, if dout lies by places.
+    A gradient is None if not needed or added to a main_grad. product: the function used as
+    weight_gradient. gate: a replacement for gate_gradient that takes dout by places.
     """
     activation, limit, *_, interleaved = options
     dout, gate_up, buffer, needs, main_grads = gradient

@@ -1,4 +1,4 @@
-"""A few tokens, as in decoding: two launches that read each chosen expert once and sort nothing.
+"""The experts of a few tokens, as in decoding: two launches, without sorting.
 
     z[t, k] = act(x[t] Wg[e]^T) * (x[t] Wu[e]^T),  out[t] = sum_k w[t, k] z[t, k] Wd[e]^T,
     e = ids[t, k]
@@ -34,7 +34,7 @@ def _few_up_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """z of one entry and BLOCK_N columns. Entries are the fast axis: equal experts meet in L2."""
+    """z of one entry and BLOCK_N columns. Entries are the fast axis, so equal experts share L2."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     columns = (I + BLOCK_N - 1) // BLOCK_N
@@ -88,7 +88,7 @@ def _few_down_kernel(
 ):
     """out of one token and BLOCK_N columns, all its slots at once.
 
-    PDL: this begins while _few_up_kernel runs; the first weights arrive before z is there.
+    PDL: the kernel begins while _few_up_kernel runs; its first weights arrive before z is written.
     """
     columns = (H + BLOCK_N - 1) // BLOCK_N
     tokens = tl.num_programs(0) // columns
@@ -135,7 +135,8 @@ def _launches(where, T: int, K: int, E: int, H: int, I: int, activation: str, li
 
 
 def plan_few(x, w_down, ids, activation: str, limit: Optional[float]) -> Callable:
-    """few_fwd for all calls of these shapes."""
+    """Returns the forward for few tokens as a function of the tensors for all calls of these
+    shapes."""
     (T, H), (E, _, I), K = x.shape, w_down.shape, ids.shape[1]
     up, down = _launches(x.device, T, K, E, H, I, activation, limit)
 

@@ -1,4 +1,4 @@
-"""The gate of an expert and its gradient: what the kernels of this folder do between products."""
+"""The gate of an expert and its gradient, for the kernels of experts/."""
 
 import triton
 import triton.language as tl
@@ -28,7 +28,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr):
 def gated_with_gradient(
     gate, up, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, PTX: tl.constexpr = False
 ):
-    """(z, dz/dgate, dz/dup) of z = gated(gate, up), all fp32. PTX: activate_with_slope's."""
+    """(z, dz/dgate, dz/dup) of z = gated(gate, up), all fp32. PTX: as for activate_with_slope."""
     if LIMIT is not None:
         gate_passes = gate <= LIMIT
         up_passes = (up <= LIMIT) & (up >= -LIMIT)

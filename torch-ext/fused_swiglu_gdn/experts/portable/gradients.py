@@ -1,11 +1,11 @@
-"""The kernels of the experts' gradients that no other pass has.
+"""Kernels of the experts' gradients.
 
     dz[row] = w dout[token] Wd[e],  dgate = dz * up * act'(gate),  dup = dz * act(gate)
     dw[row] = <dout[token] Wd[e], z[row]>,  which is <dout[token], y[row]>: no y is kept
     dWg[e], dWu[e] = dgate^T x, dup^T x,  dWd[e] = dout^T (w z),  summed over the expert's rows
 
-What the sums read is kept by places (routing.py), with zeros behind an expert's last row up to the
-next whole step, so that a step holds nothing of another expert's: 0 * inf is NaN.
+Operands of the sums are stored by places (routing.py), with zeros after an expert's last row up to
+the next whole step, so that a step reads no row of another expert: 0 * inf is NaN.
 
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
 """
@@ -36,8 +36,7 @@ STEP = tl.constexpr(64)  # rows of a step of the sums, at most
 
 @triton.jit
 def _written(row, end, height):
-    """The row behind the last, of those from row on, that is to be written: with zeros, up to a
-    whole step."""
+    """End of the rows that are written from `row` on: with the zeros up to a whole step."""
     size = tl.minimum(height, STEP)
     return row + (end - row + size - 1) // size * size
 
@@ -54,7 +53,8 @@ def _spread_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token's row of x to its TOP_K places; the last E programs write the zeros of an expert."""
+    """Copies a token's row of x to its TOP_K places; the last E programs write an expert's
+    zeros."""
     columns: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     tokens = S // TOP_K
     number = tl.program_id(0) // columns
@@ -91,7 +91,8 @@ def spread(
 
 @triton.jit
 def _piece(x, NUMBER: tl.constexpr, PIECES: tl.constexpr):
-    """One of PIECES equal pieces of the columns of x, a power of two: nothing moves."""
+    """Piece NUMBER of PIECES equal pieces of the columns of x; no data moves. PIECES is a power of
+    two."""
     if PIECES == 1:
         return x
     else:
@@ -106,9 +107,12 @@ def _piece(x, NUMBER: tl.constexpr, PIECES: tl.constexpr):
 def _gate_columns(
     dz,  # [BLOCK_M, BLOCK] fp32: dout Wd, not yet weighted
     gate_up_ptr, d_gate_up_ptr, wz_ptr, weight, row, end, place, stop, column, I: tl.constexpr,
-    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """dgate and dup, in turn if PAIRS, and w z, of some columns; <dz, z> of each row."""
+    """Stores dgate, dup and w z of some columns, and returns <dz, z> of each row.
+
+    INTERLEAVED: columns of dgate and dup alternate.
+    """
     BLOCK_M: tl.constexpr = dz.shape[0]
     BLOCK: tl.constexpr = dz.shape[1]
     offs_m, offs_n = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK)[None, :]
@@ -125,7 +129,7 @@ def _gate_columns(
         ptrs = wz_ptr + place.to(tl.int64) * I + column + (offs_m * I + offs_n)
         tl.store(ptrs, wz, mask=mask)
     dz *= weight[:, None]
-    if PAIRS:
+    if INTERLEAVED:
         both = tl.reshape(tl.join(dz * by_gate, dz * by_up), (BLOCK_M, 2 * BLOCK))
         offs_2n = 2 * column + tl.arange(0, 2 * BLOCK)[None, :]
         ptrs = d_gate_up_ptr + place.to(tl.int64) * 2 * I + (offs_m * 2 * I + offs_2n)
@@ -142,7 +146,7 @@ def _gate_columns(
 def _gate_tile(
     w_desc, dout_ptr, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr, entry_ptr,
     expert, row, end, place, stop, n, H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr,
-    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     rows = row + tl.arange(0, BLOCK_M)
@@ -163,7 +167,7 @@ def _gate_tile(
     for piece in tl.static_range(PIECES):
         part += _gate_columns(
             _piece(acc, piece, PIECES), gate_up_ptr, d_gate_up_ptr, wz_ptr, weight, row,
-            end, place, stop, n * BLOCK_N + piece * COLUMNS, I, ACTIVATION, LIMIT, PAIRS,
+            end, place, stop, n * BLOCK_N + piece * COLUMNS, I, ACTIVATION, LIMIT, INTERLEAVED,
         )  # fmt: skip
     if parts_ptr is not None:
         PARTS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
@@ -189,7 +193,7 @@ def _gate_gradient_kernel(
     ACTIVATION: tl.constexpr,
     LIMIT: tl.constexpr,
     ROWS: tl.constexpr,
-    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -197,8 +201,11 @@ def _gate_gradient_kernel(
     FLAT: tl.constexpr,
     TAILS: tl.constexpr,
 ):
-    """dgate and dup, in turn if PAIRS, w z, and the parts of dw; tiles [BLOCK_M, BLOCK_N]. With
-    TAILS, tiles with few rows are computed in half the height."""
+    """Stores dgate and dup, w z, and the parts of dw; tiles [BLOCK_M, BLOCK_N].
+
+    INTERLEAVED: columns of dgate and dup alternate. TAILS: tiles with few rows are computed at half
+    the height.
+    """
     tiles_m = tl.load(routing_ptr)
     PARTS: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
     entry_ptr = entry_of_row(routing_ptr, E)
@@ -210,13 +217,13 @@ def _gate_gradient_kernel(
             _gate_tile(
                 w_desc, dout_ptr, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr,
                 entry_ptr, expert, row, end, place, stop, n, H, I, TOP_K, ACTIVATION, LIMIT,
-                ROWS, PAIRS, BLOCK_M // 2, BLOCK_N, BLOCK_K,
+                ROWS, INTERLEAVED, BLOCK_M // 2, BLOCK_N, BLOCK_K,
             )  # fmt: skip
         else:
             _gate_tile(
                 w_desc, dout_ptr, gate_up_ptr, d_gate_up_ptr, weights_ptr, wz_ptr, parts_ptr,
                 entry_ptr, expert, row, end, place, stop, n, H, I, TOP_K, ACTIVATION, LIMIT,
-                ROWS, PAIRS, BLOCK_M, BLOCK_N, BLOCK_K,
+                ROWS, INTERLEAVED, BLOCK_M, BLOCK_N, BLOCK_K,
             )  # fmt: skip
 
 
@@ -234,7 +241,7 @@ def gate_gradient(
     interleaved: bool,
     config: dict,
 ) -> Optional[torch.Tensor]:  # [.., PARTS] fp32 by places
-    """Fills d_gate_up and w z; returns the parts of dw, if they are needed."""
+    """Fills d_gate_up and w z; returns the parts of dw if they are needed."""
     (buffer, T, K, E, height), (_, H, I) = routing, w_down.shape
     BN, BK = config["BLOCK_N"], config["BLOCK_K"]
     count = -(-I // BN)
@@ -257,7 +264,7 @@ def gate_gradient(
 @triton.jit
 def _store_half(half, out_desc, out_ptr, expert, row, column, M: tl.constexpr, N: tl.constexpr,
                 ADD: tl.constexpr):  # fmt: skip
-    """Half a tile into out [E, M, N]; ADD: added to what is there."""
+    """Stores half a tile to out [E, M, N]; ADD: adds it to the values there."""
     if out_desc is not None:
         out_desc.store([expert, row, column], half.to(out_desc.dtype)[None, :, :])
     else:
@@ -288,9 +295,9 @@ def _weight_gradient_kernel(
     GROUP: tl.constexpr,
     FLAT: tl.constexpr,
 ):
-    """out[e] = a^T b over the rows of expert e, in their order; ADD: added to what is there.
+    """out[e] = a^T b over the rows of expert e, in their order; ADD: added to the values there.
 
-    Programs stride over tiles [BLOCK_M, BLOCK_N] of experts; zeros where one has no rows.
+    Programs stride over tiles [BLOCK_M, BLOCK_N] of experts; zeros for an expert without rows.
     """
     tiles_m: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
@@ -346,10 +353,10 @@ def bias_gradients(
     routing: Routing,
     config: dict,
 ) -> Tuple[Optional[torch.Tensor], ...]:
-    """(what the bias behind Wd adds to dweights, fp32 [T, K]; db_gate_up, db_down).
+    """(term of the bias of Wd in dweights, fp32 [T, K]; db_gate_up; db_down).
 
-    They are small products of torch's, but for the sum over an expert's rows of d_gate_up: that is
-    a gradient of weights beside ones, which are read as far as d_gate_up is written.
+    They are small products of torch, except for the sum of d_gate_up over an expert's rows: that is
+    a weight gradient with ones as the other operand, read only as far as d_gate_up is written.
     """
     more = db_gate_up = db_down = None
     if needs[1]:

@@ -1,4 +1,4 @@
-"""How this folder launches: what a launch depends on besides addresses is kept."""
+"""Launches of experts/, cached by everything but addresses."""
 
 import functools
 from typing import NamedTuple, Optional
@@ -10,7 +10,7 @@ from ...runtime.maps import Map
 
 
 class Box(NamedTuple):
-    """A contiguous tensor that a kernel moves in blocks; outside it, zeros are read."""
+    """A contiguous tensor that a kernel moves in blocks; reads outside of it give zeros."""
 
     tensor: torch.Tensor
     shape: tuple
@@ -18,7 +18,7 @@ class Box(NamedTuple):
 
 
 def box(tensor: torch.Tensor, *block: int, shape: Optional[tuple] = None) -> Box:
-    """shape: another one than the tensor's."""
+    """Returns the Box of a tensor; shape: a shape other than the tensor's."""
     return Box(tensor, tuple(tensor.shape) if shape is None else shape, block)
 
 

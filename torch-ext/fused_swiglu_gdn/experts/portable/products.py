@@ -1,10 +1,10 @@
-"""Grouped products: each row of x, z or a gradient with the weights of the row's expert.
+"""Grouped products: each row of x, z or a gradient times the weights of the row's expert.
 
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
-Rows, places and tiles are routing.py's. Descriptors have the experts as a dimension of their own,
-so that what lies outside a weight is read as zero, never as its neighbour. A tile may have fewer
-rows than its height: what is computed beside them is stored at places that nobody reads, or not at
-all. Addresses of a tile have 64 bits, offsets in it 32.
+Rows, places and tiles are those of routing.py. Descriptors have the experts as a dimension of their
+own, so that reads outside a weight give zero and never its neighbour. A tile may have fewer rows
+than its height: the results of the others are stored at places that are never read, or not at all.
+Addresses of a tile have 64 bits, offsets inside it 32.
 """
 
 from typing import Optional
@@ -33,7 +33,7 @@ def gathered(x_ptr, token, inside, first, WIDTH: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def halves(x):
-    """The left and the right half of the columns: a thread holds some of both, nothing moves."""
+    """The left and the right half of the columns; a thread holds some of both, so no data moves."""
     rows: tl.constexpr = x.shape[0]
     half: tl.constexpr = x.shape[1] // 2
     return tl.split(tl.permute(tl.reshape(x, (rows, 2, half)), (0, 2, 1)))
@@ -41,7 +41,7 @@ def halves(x):
 
 @triton.jit
 def _store_rows(tile, y_ptr, row, end, column, WIDTH: tl.constexpr, STOP: tl.constexpr):
-    """The tile into y [.., WIDTH] at (row, column): its rows before end, columns before STOP."""
+    """Stores the tile to y [.., WIDTH] at (row, column): rows before end, columns before STOP."""
     offs_m, offs_n = tl.arange(0, tile.shape[0])[:, None], tl.arange(0, tile.shape[1])[None, :]
     ptrs = y_ptr + row.to(tl.int64) * WIDTH + column + (offs_m * WIDTH + offs_n)
     mask = (row + offs_m < end) & (column + offs_n < STOP)
@@ -50,7 +50,7 @@ def _store_rows(tile, y_ptr, row, end, column, WIDTH: tl.constexpr, STOP: tl.con
 
 @triton.jit
 def _store(tile, y_desc, y_ptr, place, stop, column, WIDTH: tl.constexpr):
-    """The same into y [.., WIDTH] by places; by y_desc, if that is there, which does not wait."""
+    """Stores the tile to y [.., WIDTH] by places; through y_desc, if given, asynchronously."""
     if y_desc is None:
         _store_rows(tile, y_ptr, place, stop, column, WIDTH, WIDTH)
     else:
@@ -64,8 +64,10 @@ def _up_tile(
     ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """gate and up of BLOCK_M rows, and z of them. Where their weights lie together: one product of
-    width 2 BLOCK_N."""
+    """Computes gate and up of BLOCK_M rows, and z from them.
+
+    If the weights of gate and up are in one block, this is one product of width 2 BLOCK_N.
+    """
     rows = row + tl.arange(0, BLOCK_M)
     inside = rows < end
     token = tl.load(entry_ptr + rows, mask=inside, other=0) // TOP_K
@@ -85,20 +87,20 @@ def _up_tile(
         acc = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
         for k in range(0, H, BLOCK_K):
             x = gathered(x_ptr, token, inside, k, H, BLOCK_K)
-            if LAYOUT == "pairs":
+            if LAYOUT == "interleaved":
                 w = w_desc.load([expert, k, 2 * column]).reshape(BLOCK_K, 2 * BLOCK_N)
             else:
                 w = w_desc.load([2 * expert, column, k]).reshape(2 * BLOCK_N, BLOCK_K).T
             acc = tl.dot(x, w, acc)
-        if LAYOUT == "pairs":
+        if LAYOUT == "interleaved":
             gate, up = tl.split(tl.reshape(acc, (BLOCK_M, BLOCK_N, 2)))
         else:
             gate, up = halves(acc)
     if b_ptr is not None:
         n = column + tl.arange(0, BLOCK_N)
         biases = b_ptr + expert.to(tl.int64) * (2 * I)
-        step: tl.constexpr = 2 if LAYOUT == "pairs" else 1  # from gate to gate
-        beside: tl.constexpr = 1 if LAYOUT == "pairs" else I  # from gate to up
+        step: tl.constexpr = 2 if LAYOUT == "interleaved" else 1  # from gate to gate
+        beside: tl.constexpr = 1 if LAYOUT == "interleaved" else I  # from gate to up
         gate += tl.load(biases + step * n, mask=n < I, other=0.0).to(tl.float32)[None, :]
         up += tl.load(biases + step * n + beside, mask=n < I, other=0.0).to(tl.float32)[None, :]
     if gate_up_ptr is not None:
@@ -132,12 +134,12 @@ def _up_kernel(
     FLAT: tl.constexpr,
     TAILS: tl.constexpr,
 ):
-    """z = act(x Wg^T) * (x Wu^T); programs stride over tiles [BLOCK_M, BLOCK_N]. With TAILS, tiles
-    with few rows are computed in half the height.
+    """z = act(x Wg^T) * (x Wu^T); programs stride over tiles [BLOCK_M, BLOCK_N].
 
-    LAYOUT of the weights: "rows", [2 E, I, H] in blocks [2, BLOCK_N, BLOCK_K]; "columns",
-    [E, H, 2 I], gate beside up, in blocks [1, BLOCK_K, BLOCK_N]; "pairs", the same with gate and up
-    in turn, in blocks [1, BLOCK_K, 2 BLOCK_N].
+    TAILS: tiles with few rows are computed at half the height. LAYOUT of the weights: "rows", [2 E,
+    I, H] in blocks [2, BLOCK_N, BLOCK_K]; "columns", [E, H, 2 I], gate beside up, in blocks [1,
+    BLOCK_K, BLOCK_N]; "interleaved", [E, H, 2 I], columns alternating between gate and up, in
+    blocks [1, BLOCK_K, 2 BLOCK_N].
     """
     tiles_m = tl.load(routing_ptr)
     tiles_n: tl.constexpr = (I + BLOCK_N - 1) // BLOCK_N
@@ -197,8 +199,10 @@ def _rows_kernel(
     FLAT: tl.constexpr,
     TAILS: tl.constexpr,
 ):
-    """y = a W[e]^T, or a W[e], of each place; programs stride over tiles [BLOCK_M, BLOCK_N]. With
-    TAILS, tiles with few rows are computed in half the height."""
+    """y = a W[e]^T, or a W[e], of each place; programs stride over tiles [BLOCK_M, BLOCK_N].
+
+    TAILS: tiles with few rows are computed at half the height.
+    """
     tiles_m = tl.load(routing_ptr)
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
@@ -219,7 +223,8 @@ def _rows_kernel(
 
 
 def programs(tiles: int, config: dict, where: torch.device) -> int:
-    """A program for each tile; where the loop over tiles is flattened, as many as run at once."""
+    """Number of programs: one a tile, or as many as run at once if the loop over tiles is
+    flattened."""
     if not config["FLAT"] or where.type != "cuda":
         return tiles
     return min(tiles, device.multiprocessor_count(where.index) * config["per_processor"])
@@ -243,7 +248,7 @@ def up(
     if w_gate_up.is_contiguous():
         layout, weights = "rows", box(w_gate_up, 2, BN, BK, shape=(2 * E, I, H))
     elif interleaved:
-        layout, weights = "pairs", box(w_gate_up.mT, 1, BK, 2 * BN)
+        layout, weights = "interleaved", box(w_gate_up.mT, 1, BK, 2 * BN)
     else:
         layout, weights = "columns", box(w_gate_up.mT, 1, BK, BN)
     tile = (layout, height, BN, BK, config["GROUP"], config["FLAT"], config["TAILS"])
@@ -260,7 +265,7 @@ def rows_product(
     routing: Routing,
     config: dict,
 ) -> torch.Tensor:  # [.., N] by places
-    """a W[e]^T of each row's expert e."""
+    """a W[e]^T for the expert e of each row."""
     (buffer, T, K, E, height), (_, N, width) = routing, weight.shape
     transposed = weight.is_contiguous()
     y = a.new_empty((routing.places, N))

@@ -1,18 +1,19 @@
-"""Which rows each expert computes: a stable counting sort of the entries, on the device.
+"""Routing: a stable counting sort of the entries by expert, on the device.
 
-An entry is a pair of token and slot, t K + k. A row is an entry's place once the entries are sorted
-by expert; entries of one expert keep their order, whatever else is in the batch. No atomics in
-global memory, nothing read by the host: the same rows in every run, and the launches can be
-captured in a CUDA graph that is replayed with other ids.
+An entry is a routed pair: a token and a slot, t K + k. A row is the index of an entry once they are
+sorted by expert; entries of one expert keep their order, whatever else is in the batch. There are
+no atomics in global memory and the host reads nothing: the sort is deterministic, and its launches
+can be captured in a CUDA graph that is replayed with other ids.
 
 Sizes: T tokens, K slots, S = T K entries, E experts. The buffer is one of int32:
 
     tiles [1], first row of each expert [E + 1], entry of each row [S], place of each entry [S],
     expert of each tile [most], first row of each tile [most], most = S // 16 + E, and to spare
 
-A tile is up to `height` rows of one expert. Places are rows with gaps: those of an expert begin at
-a multiple of the height, so that whole tiles of them hold nobody else's. An id outside [0, E) means
-that the expert is held elsewhere: such an entry has place -1, and the rows end before S.
+A tile is up to `height` rows of one expert. Places are padded row indices: those of an expert begin
+at a multiple of the height, so that a whole tile of them holds no row of another expert. An id
+outside [0, E) means that the expert is held by another rank: such an entry has place -1, and the
+rows end before S.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ ALONE = 2048  # up to so many entries every program counts all of them itself
 
 
 class Routing(NamedTuple):
-    """Where the entries of a call are computed."""
+    """The routing of a call: its buffer and sizes."""
 
     buffer: torch.Tensor
     T: int
@@ -40,42 +41,43 @@ class Routing(NamedTuple):
 
     @property
     def places(self) -> int:
-        """How long an array by places is."""
+        """Length of an array by places."""
         return self.T * self.K + self.height * (self.E + 1)
 
     @property
     def tiles(self) -> int:
-        """Tiles at most: every expert that is hit loses less than one tile."""
+        """Upper bound of the number of tiles: every expert with tokens wastes less than one
+        tile."""
         entries = self.T * self.K
         return min(entries, entries // self.height + min(self.E, entries))
 
 
 def new_buffer(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """The buffer, not filled."""
+    """The buffer, uninitialised."""
     return ids.new_empty(routing_size(ids.numel(), experts), dtype=torch.int32)
 
 
 @triton.jit
 def first_rows(routing_ptr):
-    """[E + 1]: the first row of each expert, and the number of rows."""
+    """Pointer to [E + 1]: the first row of each expert, and the number of rows."""
     return routing_ptr + 1
 
 
 @triton.jit
 def entry_of_row(routing_ptr, E):
-    """[S]"""
+    """Pointer to [S]: the entry of each row."""
     return routing_ptr + E + 2
 
 
 @triton.jit
 def place_of_entry(routing_ptr, S, E):
-    """[S]"""
+    """Pointer to [S]: the place of each entry."""
     return routing_ptr + E + 2 + S
 
 
 @triton.jit
 def tile_at(routing_ptr, tile, S, E):
-    """(expert, first row, the row behind the expert's last) of a tile."""
+    """(expert, first row, end of the expert's rows) of a tile."""
     list_ptr = routing_ptr + E + 2 + 2 * S
     expert = tl.load(list_ptr + tile)
     row = tl.load(list_ptr + S // 16 + E + tile)
@@ -91,26 +93,26 @@ def place_of(routing_ptr, expert, row, height):
 
 @triton.jit
 def first_place(row, expert, height):
-    """The place of an expert's first row. All fit into Routing.places."""
+    """The place of an expert's first row; all fit into Routing.places."""
     return row // height * height + height * expert
 
 
 @triton.jit
 def _experts_at(ids_ptr, offs, S, E):
-    """The experts of entries; E for those held elsewhere and behind the last entry."""
+    """The experts of entries; E for those on other ranks and past the last entry."""
     ids = tl.load(ids_ptr + offs, mask=offs < S, other=-1)
     return tl.where((ids >= 0) & (ids < E), ids, E).to(tl.int32)
 
 
 @triton.jit
 def _histogram(ids, E, EXPERTS: tl.constexpr):
-    """[EXPERTS]: how many of the ids are e, for e < E."""
+    """Counts ids by expert, [EXPERTS]; ids from E on are not counted."""
     return tl.histogram(tl.where(ids < E, ids, 0), EXPERTS, mask=ids < E)
 
 
 @triton.jit
 def _count(ids_ptr, start, stop, E, EXPERTS: tl.constexpr, CHUNK: tl.constexpr):
-    """[EXPERTS]: the entries from start to stop that go to each expert."""
+    """Counts the entries from start to stop by expert, [EXPERTS]."""
     counts = tl.zeros((EXPERTS,), tl.int32)
     for first in range(start, stop, CHUNK):
         counts += _histogram(_experts_at(ids_ptr, first + tl.arange(0, CHUNK), stop, E), E, EXPERTS)
@@ -126,7 +128,7 @@ def _count_kernel(
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """counts[block, e]: the entries of a block that go to expert e."""
+    """counts[block, e]: number of entries of a block that go to expert e."""
     block = tl.program_id(0)
     ids = _experts_at(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), S, E)
     counts = _histogram(ids, E, EXPERTS)
@@ -141,7 +143,8 @@ def _scan_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """counts[block, e] becomes the count of all earlier blocks; the last row gets the totals."""
+    """Replaces counts[block, e] by the sum over all earlier blocks; the last row gets the
+    totals."""
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     total = tl.zeros((BLOCK_E,), tl.int32)
     for first in range(0, blocks, BLOCK_B):
@@ -168,7 +171,7 @@ def _place_kernel(
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """row = first row of the expert + its entries before this one; a program places BLOCK entries.
+    """row = first row of the expert + its entries before this one; a program takes BLOCK entries.
 
     The entry whose row is the first of a tile writes the tile.
     """
@@ -210,7 +213,7 @@ def _place_kernel(
 
 
 def route(ids: torch.Tensor, experts: int, height: int) -> Routing:
-    """That of ids [T, K], which are contiguous, in tiles of `height` rows."""
+    """Returns the routing of ids [T, K], which are contiguous, in tiles of `height` rows."""
     entries = ids.numel()
     blocks = -(-entries // BLOCK)
     buffer = new_buffer(ids, experts)

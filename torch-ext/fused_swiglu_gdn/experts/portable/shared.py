@@ -16,7 +16,7 @@ from ...runtime.launch import Launch
 
 @triton.jit
 def _piece(ptr, first, H: tl.constexpr, BLOCK: tl.constexpr):
-    """[BLOCK] fp32 of a row, and which of its columns are there."""
+    """Loads [BLOCK] columns of a row as fp32."""
     offs = first + tl.arange(0, BLOCK)
     return tl.load(ptr + offs, mask=offs < H, other=0.0).to(tl.float32)
 

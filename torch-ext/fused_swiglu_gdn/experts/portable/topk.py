@@ -1,4 +1,4 @@
-"""The router's choice in one launch: a program, of one warp, reads the logits of one token.
+"""Top-k routing in one launch: a program, of one warp, reads the logits of one token.
 
 Sizes: T tokens, E experts, K of them chosen.
 """
@@ -17,7 +17,7 @@ from ..call import LEAST, TopkOptions
 
 @triton.jit
 def _scores(logits_ptr, token, E, SOFTMAX: tl.constexpr, EXPERTS: tl.constexpr):
-    """(logits, scores) [EXPERTS] fp32 of a token; -inf and 0 behind the last expert."""
+    """(logits, scores) [EXPERTS] fp32 of a token; -inf and 0 past the last expert."""
     e = tl.arange(0, EXPERTS)
     logits = tl.load(logits_ptr + token * E + e, mask=e < E, other=float("-inf")).to(tl.float32)
     if SOFTMAX:
@@ -28,8 +28,11 @@ def _scores(logits_ptr, token, E, SOFTMAX: tl.constexpr, EXPERTS: tl.constexpr):
 
 @triton.jit
 def _ranked(choice, e, EXPERTS: tl.constexpr):
-    """int64 keys of which the largest is the first choice: by value, NaN above all; of equal ones
-    the lower index; behind the last expert the least."""
+    """Sort keys, int64, the largest for the first choice.
+
+    They order by value with NaN above all; among equal values the lower index comes first; indices
+    past the last expert come last.
+    """
     choice = tl.where(choice == 0.0, 0.0, choice)  # -0 is no less than 0
     bits = choice.to(tl.int32, bitcast=True)
     bits = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -142,7 +145,7 @@ def supports_topk_fwd(logits, bias, options) -> bool:
 
 
 def supports_topk_bwd(logits, *args) -> bool:
-    """Of the arguments of either direction."""
+    """True if the dtype is supported; takes the arguments of either direction."""
     return logits.dtype in SERVED
 
 
@@ -161,7 +164,7 @@ def topk_fwd(
 
 
 def plan_topk_fwd(logits, bias, options) -> Callable:
-    """topk_fwd for all calls like this one, from their tensors."""
+    """Returns topk_fwd as a function of the tensors for all calls that match this one."""
     return lambda logits, bias: topk_fwd(logits, bias, options)
 
 

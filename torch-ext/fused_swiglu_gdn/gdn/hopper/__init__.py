@@ -1,1 +1,1 @@
-"""What Hopper has: Gluon kernels with wgmma and TMA."""
+"""Gluon kernels with wgmma and TMA, for Hopper."""

@@ -1,5 +1,7 @@
-"""The gradient of Gated DeltaNet prefill on Hopper: portable/backward.py with kernels of its own
-for the states (gradient_states.py) and for queries and keys (gradient.py).
+"""The gradient of Gated DeltaNet prefill on Hopper.
+
+It is portable/backward.py with other kernels for the states (gradient_states.py) and for queries
+and keys (gradient.py).
 
 Sizes: B batch, T tokens, H query/key heads, HV value heads, K = V = 128, C = 64 tokens a chunk,
 rows of chunks as in docs/gdn.md.
@@ -32,7 +34,7 @@ KEY_REGISTERS, FEW_REGISTERS, GRADIENT_CAP = 232, 40, 168
 
 
 def supports_gdn_chunk_bwd(call: GdnCall, gradient: Optional[GdnGradient] = None) -> bool:
-    """Half precision, K = V = 128; layouts are the launcher's to mend."""
+    """True for fp16 or bf16 and K = V = 128; the launcher copies tensors of other layouts."""
     return (
         device.has_wgmma(call.device)
         and call.q.dtype in HALF
@@ -44,7 +46,7 @@ def supports_gdn_chunk_bwd(call: GdnCall, gradient: Optional[GdnGradient] = None
 
 
 def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient) -> tuple:
-    """As portable's."""
+    """Computes gdn_chunk_bwd of portable/backward.py."""
     do, d_final, prepared, values_only = gradient
     tokens = (call.q, call.k, call.v, do)
     key = ((*call.tensors, do, d_final), (call.options, values_only, prepared is None))
@@ -64,7 +66,8 @@ def _copy(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Gradient:
-    """gdn_chunk_bwd for calls of one kind: shapes, strides, dtypes and options are known."""
+    """The launches of gdn_chunk_bwd for all calls with the same shapes, strides, dtypes and
+    options."""
 
     __slots__ = (
         "reads", "values_only", "prepare", "own", "states", "chunks", "gates", "betas", "workspace",
@@ -125,7 +128,8 @@ class _Gradient:
 
 
 def both_passes(call: GdnCall, do, d_final) -> list:
-    """Both launches over the states: the gradient's, which goes backward, and the state's own."""
+    """Returns both launches over the states: the backward one for the gradient, the forward one for
+    S."""
     q, v, T, H, K, HV, rows = call.q, call.v, call.T, call.H, call.K, call.HV, call.rows
     v_first, packed = call.options.state_v_first, call.cu_seqlens is not None
     keys = [token_map(x.shape, x.stride(), x.dtype, K, packed) for x in (call.k, q)]
@@ -158,7 +162,7 @@ def both_passes(call: GdnCall, do, d_final) -> list:
 
 
 def _chunks(call: GdnCall, do) -> Launch:
-    """The launch for the queries and keys of all chunks."""
+    """Returns the launch for the queries and keys of all chunks."""
     q, g, T, H, K, HV, rows = call.q, call.g, call.T, call.H, call.K, call.HV, call.rows
     packed = call.cu_seqlens is not None
     made = (T * HV * K, HV * K, K, 1)  # strides of vt and dv

@@ -1,8 +1,8 @@
-"""Tb and P of a value head, by one warp on 16 x 16 blocks in registers: docs/gdn_hopper_prepare.md.
+"""Tb and P of a value head by one warp on 16 x 16 blocks in registers: docs/gdn_hopper_prepare.md.
 
-All blocks are fragments of mma.sync. A fragment of an accumulator is one of the operand A as it
-lies, and one of the operand B of the transpose: so where a product needs a transposed block, the
-transpose is computed beside it by the same products, and no element ever moves.
+All blocks are fragments of mma.sync. A fragment of an accumulator has the layout of an operand A,
+and of an operand B of the transpose: so if a product needs a transposed block, the transpose is
+computed beside it by the same products, and no element ever moves.
 
 W warps of a CTA, each with a head: blocks are [W, 16, 16].
 """
@@ -13,7 +13,7 @@ from ..portable.primitives import level
 
 @gluon.constexpr_function
 def tile_layout(warps):
-    """16 x 16 blocks, one a warp [W, 16, 16], as the fragments of mma.sync."""
+    """The fragment layout of mma.sync for 16 x 16 blocks, one a warp [W, 16, 16]."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1, 1], [1, 16, 8])
 
 
@@ -36,7 +36,7 @@ class Gates:
 
 @gluon.jit
 def _row(smem, b: gl.constexpr, TILE: gl.constexpr):
-    """Elements of block b of a vector, one for each row of a 16 x 16 block."""
+    """Loads elements of block b of a vector, one for each row of a 16 x 16 block."""
     return gl.expand_dims(smem.slice(16 * b, 16, 1).load(gl.SliceLayout(2, TILE)), 2)
 
 
@@ -66,8 +66,10 @@ def _decayed(smem, gates, scale, i, j, bi: gl.constexpr, bj: gl.constexpr, TILE:
 
 @gluon.jit
 def _product(a, b, acc):
-    """a b^T + acc of blocks, each where the last product left it: no element moves, since a
-    fragment of the accumulator is one of A, and one of B of the transpose."""
+    """a b^T + acc of blocks in the registers in which the last product left them.
+
+    No element moves: a fragment of the accumulator is one of A, and one of B of the transpose.
+    """
     TILE: gl.constexpr = acc.type.layout
     a = gl.convert_layout(a.to(gl.float16), operand(0, TILE), assert_trivial=True)
     b = b.to(gl.float16).permute((0, 2, 1))
@@ -78,8 +80,8 @@ def _product(a, b, acc):
 def _inverse_16(kk_smem, gates, i, j, b: gl.constexpr, TILE: gl.constexpr):
     """(I - m)^-1 and its transpose of block b of the diagonal, m = -L, [W, 16, 16] fp32.
 
-    Below the diagonal of [[A, 0], [-m, D]]^-1 stands D^-1 m A^-1. Blocks of 1 join without a
-    product, and without one their transpose: K K^T is symmetric.
+    [[A, 0], [-m, D]]^-1 has D^-1 m A^-1 below the diagonal. Blocks of size 1 are joined without a
+    product, and so are their transposes, because K K^T is symmetric.
     """
     m = _decayed(kk_smem, gates, _row(gates.beta, b, TILE), i, j, b, b, TILE)
     kk = kk_smem.slice(16 * b, 16, 0).slice(16 * b, 16, 1).load(gl.SliceLayout(0, TILE))
@@ -126,7 +128,7 @@ def inverse(kk_smem, gates, i, j, TILE: gl.constexpr):
 
 @gluon.jit
 def p_row(qk_smem, gates, i, j, bi: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.constexpr):
-    """Row bi of the blocks of P."""
+    """Row bi of blocks of P."""
     W: gl.constexpr = gates.beta.shape[0]
     row = ()
     for bj in gl.static_range(4):
@@ -140,7 +142,7 @@ def p_row(qk_smem, gates, i, j, bi: gl.constexpr, DTYPE: gl.constexpr, TILE: gl.
 
 @gluon.jit
 def tb_row(x, gates, DTYPE: gl.constexpr, TILE: gl.constexpr):
-    """A row of blocks of Tb, of the inverse's."""
+    """A row of blocks of Tb, from that of the inverse."""
     row = ()
     for b in gl.static_range(4):
         row = row + ((x[b] * _column(gates.beta, b, TILE)).to(DTYPE),)

@@ -1,8 +1,8 @@
 """The states at the cuts of a long sequence, for heads that do not forget (docs/gdn_hopper.md).
 
-The scan's transition launch leaves in o, for every segment whose end asks for it, either the state
-itself, where it knew the state before, or N and M of S -> M S + N (gdn/portable/cuts.py). This
-kernel puts them together.
+The scan's transition launch stores in o, for every segment whose end state is needed, either that
+state, if it knew the one before, or N and M of S -> M S + N (gdn/portable/cuts.py). This kernel
+chains them.
 
 Sizes: HV value heads, K = V = 128, slots of segments as in scheduler.py.
 """
@@ -16,7 +16,7 @@ from ..portable.cuts import chunk_at_cut, count_segments, word_at_cut
 
 @triton.jit
 def _word(x, k, HV):
-    """Where N^T[x, k] lies behind the first of a segment's words, or M^T[x - V, k]."""
+    """Offset of N^T[x, k], or M^T[x - V, k], from the first of a segment's words."""
     return word_at_cut(x, k, HV * 64, 128, 128, 64, 32)
 
 
@@ -32,7 +32,10 @@ def _keep_start(
     HV,
     V_FIRST: tl.constexpr,
 ):
-    """Columns e of the state before sequence n to `at`: its last segment writes over the pool's."""
+    """Copies columns e of the state before sequence n to `at`.
+
+    The sequence's last segment may overwrite that row of the pool.
+    """
     D: tl.constexpr = 128
     d = tl.arange(0, D)[None, :]
     slot = tl.load(index_ptr + n).to(tl.int64)
@@ -93,9 +96,9 @@ def gdn_carry_kernel(
         before = first
         known = True  # the state before segment j
         for j in range(1, segments):
-            asked = tl.load(warm_ptr + j * HV) < 0.0
+            needed = tl.load(warm_ptr + j * HV) < 0.0
             at = first + chunk_at_cut(j, total, segments).to(tl.int64) * HV * (64 * 64)
-            if asked & (known == 0):
+            if needed & (known == 0):
                 s = tl.load(before + _word(e[:, None], d[None, :], HV))  # [V, K]
                 for k0 in tl.static_range(0, D, BLOCK_K):
                     c = k0 + tl.arange(0, BLOCK_K)[None, :]
@@ -103,5 +106,5 @@ def gdn_carry_kernel(
                     own = at + _word(e[:, None], c, HV)  # [V, BLOCK_K]
                     tl.store(own, tl.dot(s, m, tl.load(own), input_precision=PREC))
                 tl.debug_barrier()  # the next step reads what other threads wrote
-            known = asked == 0
+            known = needed == 0
             before = at

@@ -20,12 +20,12 @@ from .plan import HEAD_DIM, Prepare, Scan, reads_by_tma
 
 
 def _dense_heads(state: Optional[torch.Tensor]) -> bool:
-    """A state or pool whose rows may be apart, but whose heads lie together."""
+    """True if the heads of each row of a state or pool are contiguous; rows may have any stride."""
     return state is None or state.stride()[1:] == (HEAD_DIM * HEAD_DIM, HEAD_DIM, 1)
 
 
 def supports_gdn_chunk_fwd(call: GdnCall) -> bool:
-    """Half precision, K = V = 128, at least one token, tensors that the copy engine can address."""
+    """True for fp16 or bf16, K = V = 128, at least one token and tensors that TMA can address."""
     return (
         device.has_wgmma(call.device)
         and call.q.dtype in HALF
@@ -44,7 +44,7 @@ def gdn_chunk_fwd(call: GdnCall) -> tuple:
 
 
 def plan_gdn_chunk_fwd(call: GdnCall):
-    """gdn_chunk_fwd for all calls like this one, from their ten tensors."""
+    """Returns gdn_chunk_fwd as a function of the ten tensors for all calls that match this one."""
     kept, options = _chunked(call), call.options
 
     def run(q, k, v, *rest):
@@ -60,13 +60,14 @@ _kept = CallCache()
 
 
 def _chunked(call: GdnCall) -> "_Chunked":
-    """The _Chunked of this call, from among those that have been made."""
+    """Returns the cached _Chunked of calls that match this one, or makes it."""
     key = (call.tensors, call.options)
     return _kept.find(*key) or _kept.keep(*key, _Chunked(call))
 
 
 class _Chunked:
-    """gdn_chunk_fwd for calls of one kind: shapes, strides, dtypes and options are known."""
+    """The launches of gdn_chunk_fwd for all calls with the same shapes, strides, dtypes and
+    options."""
 
     __slots__ = ("prepare", "scan", "saves", "workspace")
 

@@ -1,13 +1,14 @@
-"""dQ and dK of chunks, and what they give to the gates, on Hopper (docs/gdn_backward.md).
+"""dQ and dK of chunks, and their terms of the gates' gradient, on Hopper (docs/gdn_backward.md).
 
-From the states before each chunk, their gradients behind it, vt and dV (backward_states.py):
+From the states before each chunk, the gradients of those after it, vt and dV (backward_states.py):
 
     dP = scale lower(Gam dO vt^T)       dQ = F2 (dO S^T) + dP K
     N = -strict_lower(Gam dV vt^T)      dK = -F0 (dV S^T) + F1 (vt dS^T) + (N + N^T) K + dP^T Q
 
-A CTA takes chunk after chunk of a key head, with all R value heads of it. One warp brings tiles, a
-warpgroup makes dQ, another dK, and two warps <S, dS>, all from the same tiles in shared memory. dP
-goes from one warpgroup to the other through shared memory, and is read transposed from there.
+A CTA takes chunk after chunk of a key head, with all its R value heads. One warp loads tiles, a
+warpgroup computes dQ, another dK, and two warps <S, dS>, all from the same tiles in shared memory.
+dP is passed from one warpgroup to the other through shared memory, and is read transposed from
+there.
 
 Sizes: C = 64 tokens a chunk, K = V = D = 128, R = HV / H, STAGES ring slots of half a value head.
 """
@@ -52,7 +53,7 @@ HALF = gl.constexpr(64)  # columns of V in a slot
 
 @record
 class Work:
-    """What the warps of a CTA share."""
+    """State that the warps of a CTA share."""
 
     q_desc: tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
     k_desc: tma.tensor_descriptor  # likewise
@@ -70,12 +71,12 @@ class Work:
     ds_smem: gl.shared_memory_descriptor  # [STAGES, K, HALF]
     dp_smem: gl.shared_memory_descriptor  # [C, C] dP of the chunk
     n_smem: gl.shared_memory_descriptor  # [C, C] N
-    landed: gl.shared_memory_descriptor  # [STAGES] mbarriers: a slot's loads are complete
-    free: gl.shared_memory_descriptor  # [STAGES] mbarriers: all have read it
-    pair_landed: gl.shared_memory_descriptor  # [1] mbarrier: q and k are there
-    pair_free: gl.shared_memory_descriptor  # [1] mbarrier: both warpgroups are done with them
-    dp_ready: gl.shared_memory_descriptor  # [1] mbarrier: dP is written
-    dp_free: gl.shared_memory_descriptor  # [1] mbarrier: and read
+    full: gl.shared_memory_descriptor  # [STAGES] mbarriers: a slot's loads are complete
+    empty: gl.shared_memory_descriptor  # [STAGES] mbarriers: all have read it
+    pair_full: gl.shared_memory_descriptor  # [1] mbarrier: q and k are there
+    pair_empty: gl.shared_memory_descriptor  # [1] mbarrier: both warpgroups are done with them
+    dp_full: gl.shared_memory_descriptor  # [1] mbarrier: dP is written
+    dp_empty: gl.shared_memory_descriptor  # [1] mbarrier: and read
     T: gl.tensor
     N: gl.tensor
     NT: gl.tensor  # ceil(T / C), equal length
@@ -87,7 +88,7 @@ class Work:
 
 @gluon.jit
 def _place(w, number, cu_ptr):
-    """(chunk row, key head) of a number, and what `locate` says of the row."""
+    """(chunk row, key head) of a number, and the results of `locate` for the row."""
     row = number // w.H
     batch, end, first, c, length = locate(row, cu_ptr, w.T, w.N, w.NT)
     return row, number % w.H, batch, end, first, c, length
@@ -98,7 +99,7 @@ def _load_partition(
     w, g_strides, scale, g_ptr, A_log_ptr, dt_bias_ptr, cu_ptr, f_ptr, dq_ptr, dk_ptr, G_ptr,
     by_query_ptr, by_key_ptr, ends_ptr,
 ):  # fmt: skip
-    """One warp: tiles of value heads by halves, STAGES ahead at most, and of q and k."""
+    """Loads tiles of value heads by halves, up to STAGES ahead, and of q and k; one warp."""
     BYTES: gl.constexpr = (3 * C + 2 * D) * HALF * 2
     PAIR_AT: gl.constexpr = min(STAGES, 2 * w.R) - 1  # slots before q and k, which come late
     it = 0
@@ -111,23 +112,23 @@ def _load_partition(
                 s = it % STAGES
                 hv = head * w.R + step // 2
                 column = step % 2 * HALF
-                landed = w.landed.index(s)
-                mbarrier.wait(w.free.index(s), ((it // STAGES) & 1) ^ 1)
-                mbarrier.expect(landed, BYTES)
+                full = w.full.index(s)
+                mbarrier.wait(w.empty.index(s), ((it // STAGES) & 1) ^ 1)
+                mbarrier.expect(full, BYTES)
                 at = [batch, end, token, hv, column]
                 state = [(row * (w.H * w.R) + hv) * D, column]
-                tma_load(w.do_desc, at, landed, as_box(w.do_smem.index(s), w.do_desc))
-                tma_load(w.vt_desc, at, landed, as_box(w.vt_smem.index(s), w.vt_desc))
-                tma_load(w.s_desc, state, landed, w.s_smem.index(s))
-                tma_load(w.dv_desc, at, landed, as_box(w.dv_smem.index(s), w.dv_desc))
-                tma_load(w.ds_desc, state, landed, w.ds_smem.index(s))
+                tma_load(w.do_desc, at, full, as_box(w.do_smem.index(s), w.do_desc))
+                tma_load(w.vt_desc, at, full, as_box(w.vt_smem.index(s), w.vt_desc))
+                tma_load(w.s_desc, state, full, w.s_smem.index(s))
+                tma_load(w.dv_desc, at, full, as_box(w.dv_smem.index(s), w.dv_desc))
+                tma_load(w.ds_desc, state, full, w.ds_smem.index(s))
                 it += 1
                 if step == PAIR_AT:
-                    mbarrier.wait(w.pair_free, (pairs & 1) ^ 1)
-                    mbarrier.expect(w.pair_landed, 2 * C * D * 2)
+                    mbarrier.wait(w.pair_empty, (pairs & 1) ^ 1)
+                    mbarrier.expect(w.pair_full, 2 * C * D * 2)
                     at = [batch, end, token, head, 0]
-                    tma_load(w.q_desc, at, w.pair_landed, as_box(w.q_smem, w.q_desc))
-                    tma_load(w.k_desc, at, w.pair_landed, as_box(w.k_smem, w.k_desc))
+                    tma_load(w.q_desc, at, w.pair_full, as_box(w.q_smem, w.q_desc))
+                    tma_load(w.k_desc, at, w.pair_full, as_box(w.k_smem, w.k_desc))
             pairs += 1
 
 
@@ -136,7 +137,8 @@ def _query_partition(
     w, g_strides, scale, g_ptr, A_log_ptr, dt_bias_ptr, cu_ptr, f_ptr, dq_ptr, dk_ptr, G_ptr,
     by_query_ptr, by_key_ptr, ends_ptr,
 ):  # fmt: skip
-    """One warpgroup: dP, dQ, and the first three vectors of gdn/portable/backward_gates.py."""
+    """Computes dP, dQ and the first three vectors of gdn/portable/backward_gates.py; one
+    warpgroup."""
     DTYPE: gl.constexpr = w.q_desc.dtype
     i = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, TILE)), 1)
     j = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, TILE)), 0)
@@ -149,7 +151,7 @@ def _query_partition(
             b, token = first_token(cu_ptr, end, c, length, w.T)
             unit = (row.to(gl.int64) * w.H + head) * w.R
             g_at = g_ptr + b * g_strides[0] + token * g_strides[1]
-            mbarrier.wait(w.pair_landed, pairs & 1)
+            mbarrier.wait(w.pair_full, pairs & 1)
             rq = inverse_norm(w.q_smem, w.NORM)
             rk = inverse_norm(w.k_smem, w.NORM)
             dq0 = gl.zeros((C, 64), gl.float32, TILE)  # rq times the gradient of the normalised q
@@ -161,13 +163,13 @@ def _query_partition(
                 dots = f2 * 0.0
                 for _ in range(2):
                     s = it % STAGES
-                    mbarrier.wait(w.landed.index(s), (it // STAGES) & 1)
+                    mbarrier.wait(w.full.index(s), (it // STAGES) & 1)
                     do, state = w.do_smem.index(s), w.s_smem.index(s)
                     own += product(do, w.vt_smem.index(s))
                     wide0 = product(do, rows_of(state, 0))
                     dq0, dots = add_rows(dq0, dots, wide0, f2, half_of(w.q_smem, 0))
                     wide1 = product(do, rows_of(state, 1))
-                    mbarrier.arrive(w.free.index(s), count=1)
+                    mbarrier.arrive(w.empty.index(s), count=1)
                     dq1, dots = add_rows(dq1, dots, wide1, f2, half_of(w.q_smem, 1))
                     it += 1
                 G = cumulative_gates(g_at, g_strides, A_log_ptr, dt_bias_ptr, head * w.R + r, left)
@@ -181,23 +183,23 @@ def _query_partition(
                 store_line(part, gl.sum(own, 1))
                 store_line(part + C, gl.sum(own, 0))
             dp = dp * by_row(rq * scale) * by_column(rk)
-            mbarrier.wait(w.dp_free, (pairs & 1) ^ 1)
+            mbarrier.wait(w.dp_empty, (pairs & 1) ^ 1)
             w.dp_smem.store(dp.to(DTYPE))
             fence_async_shared()
-            mbarrier.arrive(w.dp_ready, count=1)
+            mbarrier.arrive(w.dp_full, count=1)
             dp = as_a(dp, DTYPE)
             dq0 = warpgroup_mma(dp, half_of(w.k_smem, 0), dq0, is_async=True)
             dq1 = warpgroup_mma(dp, half_of(w.k_smem, 1), dq1, is_async=True)
             dq0, dq1 = warpgroup_mma_wait(0, (dq0, dq1))
             at = dq_ptr + ((b * w.T + token) * w.H + head) * D
             finish(dq0, dq1, w.q_smem, rq, at, left, w.NORM, w.H)
-            mbarrier.arrive(w.pair_free, count=1)
+            mbarrier.arrive(w.pair_empty, count=1)
             pairs += 1
 
 
 @gluon.jit
 def _add_products(dk, n, w, d: gl.constexpr):
-    """dk + (N + N^T) K + dP^T Q, started, of half of the columns."""
+    """Starts dk + (N + N^T) K + dP^T Q of half of the columns."""
     dk = warpgroup_mma(n, half_of(w.k_smem, d), dk, is_async=True)
     dk = warpgroup_mma(w.n_smem.permute((1, 0)), half_of(w.k_smem, d), dk, is_async=True)
     return warpgroup_mma(w.dp_smem.permute((1, 0)), half_of(w.q_smem, d), dk, is_async=True)
@@ -208,7 +210,7 @@ def _key_partition(
     w, g_strides, scale, g_ptr, A_log_ptr, dt_bias_ptr, cu_ptr, f_ptr, dq_ptr, dk_ptr, G_ptr,
     by_query_ptr, by_key_ptr, ends_ptr,
 ):  # fmt: skip
-    """One warpgroup: N, dK, and the other five vectors."""
+    """Computes N, dK and the other five vectors; one warpgroup."""
     DTYPE: gl.constexpr = w.q_desc.dtype
     i = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, TILE)), 1)
     j = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(0, TILE)), 0)
@@ -221,7 +223,7 @@ def _key_partition(
             b, token = first_token(cu_ptr, end, c, length, w.T)
             unit = (row.to(gl.int64) * w.H + head) * w.R
             g_at = g_ptr + b * g_strides[0] + token * g_strides[1]
-            mbarrier.wait(w.pair_landed, pairs & 1)
+            mbarrier.wait(w.pair_full, pairs & 1)
             rk = inverse_norm(w.k_smem, w.NORM)
             dk0 = gl.zeros((C, 64), gl.float32, TILE)  # rk times the gradient of the normalised k
             dk1 = gl.zeros((C, 64), gl.float32, TILE)
@@ -235,7 +237,7 @@ def _key_partition(
                 after = f1 * 0.0
                 for _ in range(2):
                     s = it % STAGES
-                    mbarrier.wait(w.landed.index(s), (it // STAGES) & 1)
+                    mbarrier.wait(w.full.index(s), (it // STAGES) & 1)
                     dv, vt = w.dv_smem.index(s), w.vt_smem.index(s)
                     state, d_state = w.s_smem.index(s), w.ds_smem.index(s)
                     own += product(dv, vt)
@@ -246,7 +248,7 @@ def _key_partition(
                     wide0 = product(vt, rows_of(d_state, 0))
                     dk0, after = add_rows(dk0, after, wide0, f1, half_of(w.k_smem, 0))
                     wide1 = product(vt, rows_of(d_state, 1))
-                    mbarrier.arrive(w.free.index(s), count=1)
+                    mbarrier.arrive(w.empty.index(s), count=1)
                     dk1, after = add_rows(dk1, after, wide1, f1, half_of(w.k_smem, 1))
                     it += 1
                 G = cumulative_gates(g_at, g_strides, A_log_ptr, dt_bias_ptr, head * w.R + r, left)
@@ -263,14 +265,14 @@ def _key_partition(
             w.n_smem.store(dn)
             fence_async_shared()
             dn = as_a(dn, DTYPE)
-            mbarrier.wait(w.dp_ready, pairs & 1)
+            mbarrier.wait(w.dp_full, pairs & 1)
             dk0 = _add_products(dk0, dn, w, 0)
             dk1 = _add_products(dk1, dn, w, 1)
             dk0, dk1 = warpgroup_mma_wait(0, (dk0, dk1))
-            mbarrier.arrive(w.dp_free, count=1)
+            mbarrier.arrive(w.dp_empty, count=1)
             at = dk_ptr + ((b * w.T + token) * w.H + head) * D
             finish(dk0, dk1, w.k_smem, rk, at, left, w.NORM, w.H)
-            mbarrier.arrive(w.pair_free, count=1)
+            mbarrier.arrive(w.pair_empty, count=1)
             pairs += 1
 
 
@@ -279,7 +281,7 @@ def _ends_partition(
     w, g_strides, scale, g_ptr, A_log_ptr, dt_bias_ptr, cu_ptr, f_ptr, dq_ptr, dk_ptr, G_ptr,
     by_query_ptr, by_key_ptr, ends_ptr,
 ):  # fmt: skip
-    """Two warps: <S, dS> of each value head."""
+    """Computes <S, dS> of each value head; two warps."""
     VECTORS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [2, 1], [1, 0])
     it = 0
     for number in own_range(gl.program_id(0), w.count, gl.num_programs(0), disable_licm=True):
@@ -290,13 +292,13 @@ def _ends_partition(
                 total = gl.zeros((8, HALF), gl.float32, VECTORS)
                 for _ in range(2):
                     s = it % STAGES
-                    mbarrier.wait(w.landed.index(s), (it // STAGES) & 1)
+                    mbarrier.wait(w.full.index(s), (it // STAGES) & 1)
                     for k in gl.static_range(0, D, 8):
                         x = w.s_smem.index(s).slice(k, 8).load(VECTORS).to(gl.float32)
                         total += x * w.ds_smem.index(s).slice(k, 8).load(VECTORS).to(gl.float32)
                         if LOADS_FIRST:
                             total = pin(total)
-                    mbarrier.arrive(w.free.index(s), count=1)
+                    mbarrier.arrive(w.empty.index(s), count=1)
                     it += 1
                 gl.store(ends_ptr + unit + r, gl.sum(gl.sum(total, 1), 0))
 
@@ -327,7 +329,7 @@ def gdn_gradient_kernel(
     KEY_REGISTERS: gl.constexpr,
     FEW_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Sets up one CTA and divides it."""
+    """Allocates the shared memory of a CTA and starts its partitions."""
     LAYOUT: gl.constexpr = s_desc.layout  # 128-byte swizzle, for every tile
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [C, D], LAYOUT)
     k_smem = gl.allocate_shared_memory(q_desc.dtype, [C, D], LAYOUT)
@@ -338,17 +340,17 @@ def gdn_gradient_kernel(
     ds_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, D, HALF], LAYOUT)
     dp_smem = gl.allocate_shared_memory(q_desc.dtype, [C, C], LAYOUT)
     n_smem = gl.allocate_shared_memory(q_desc.dtype, [C, C], LAYOUT)
-    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     single = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(landed.index(s), count=1)
-        mbarrier.init(free.index(s), count=3)
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=3)
     for s in gl.static_range(4):
         mbarrier.init(single.index(s), count=2 if s == 1 else 1)
     w = Work(
         q_desc, k_desc, do_desc, vt_desc, dv_desc, s_desc, ds_desc, q_smem, k_smem, do_smem,
-        vt_smem, dv_smem, s_smem, ds_smem, dp_smem, n_smem, landed, free, single.index(0),
+        vt_smem, dv_smem, s_smem, ds_smem, dp_smem, n_smem, full, empty, single.index(0),
         single.index(1), single.index(2), single.index(3), T, N, NT, count, H, R, NORM,
     )  # fmt: skip
     args = (

@@ -1,17 +1,17 @@
 """Both passes over the states for the gradient, on Hopper (docs/gdn_backward.md).
 
-Forward through the chunks, the state S that each starts from and its deltas; backward through them,
-the gradient dS of the state that each ends with and that of V:
+Forward over the chunks, the state S before each and its deltas; backward over them, the gradient dS
+of the state after each and that of V:
 
     X = V - F0 (K S)    vt = Tb X    S <- gam_C S + K^T (F1 vt)
     dvt = F1 (K dS) + P^T dO    dV = Tb^T dvt    dS <- gam_C dS + Q^T (F2 dO) - K^T (F0 dV)
 
 A CTA owns a sequence, a value head, 64 columns of V and one direction. As in scan.py all is
 computed transposed, [V, *], so that an accumulator, rounded, is the next product's register
-operand; one warp loads. What a row of X or dvt loses to rounding comes back through Tb's diagonal.
-The directions are two launches; the second, forward, does not wait for the first. With the decays
-of the chunks the backward one is for the gradient of the initial state alone (pieces.py): it keeps
-nothing else, and begins behind the first chunks where these forget the state before them.
+operand; one warp loads. The rounding error of X or dvt is compensated through Tb's diagonal. The
+directions are two launches; the second, forward, does not wait for the first. If the chunks' decays
+are given, the backward launch computes the gradient of the initial state only (pieces.py): it
+stores nothing else, and starts after the first chunks once these forget the state before them.
 
 Sizes: C = 64 tokens a chunk, K = V = D = 128, STAGES ring slots.
 """
@@ -46,7 +46,7 @@ TOKEN = gl.constexpr(gl.SliceLayout(0, acc_layout(64)))  # a factor for each tok
 
 @record
 class Pass:
-    """One CTA's descriptors, ring buffers and barriers, and its place in the batch."""
+    """Descriptors, ring buffers and barriers of one CTA, and its place in the batch."""
 
     k_desc: tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
     q_desc: tma.tensor_descriptor  # likewise
@@ -64,8 +64,8 @@ class Pass:
     f_smem: gl.shared_memory_descriptor  # [STAGES, 4 * C] fp32
     out_smem: gl.shared_memory_descriptor  # [C, 64]
     state_smem: gl.shared_memory_descriptor  # [K, 64]
-    landed: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads are complete
-    free: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot has been read
+    full: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads are complete
+    empty: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot has been read
     batch: gl.tensor  # coordinates in the token descriptors: (batch, end, row, head, column)
     end: gl.tensor
     row: gl.tensor  # of the first token
@@ -80,36 +80,36 @@ class Pass:
 
 @gluon.jit
 def _chunk(u, i):
-    """The chunk that comes as number i."""
+    """Index of the i-th chunk in the order of the pass."""
     return u.chunks - 1 - i if u.REVERSE else i
 
 
 @gluon.jit
 def _load_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, decay_ptr):
-    """One warp: brings chunk after chunk into the ring, STAGES ahead at most."""
+    """Loads chunk after chunk into the ring, up to STAGES ahead; one warp."""
     ALWAYS: gl.constexpr = C * (D + 64 + C) * 2 + 4 * C * 4
     BYTES: gl.constexpr = ALWAYS + (C * (D + C) * 2 if u.REVERSE else 0)
     for i in range(u.chunks):
         s = i % STAGES
         c = _chunk(u, i)
-        landed = u.landed.index(s)
+        full = u.full.index(s)
         block = u.block + c * u.heads
-        mbarrier.wait(u.free.index(s), ((i // STAGES) & 1) ^ 1)  # the first round passes at once
-        mbarrier.expect(landed, BYTES)
+        mbarrier.wait(u.empty.index(s), ((i // STAGES) & 1) ^ 1)  # the first round passes at once
+        mbarrier.expect(full, BYTES)
         at = [u.batch, u.end, u.row + c * C, u.key_head, 0]
-        tma_load(u.k_desc, at, landed, as_box(u.k_smem.index(s), u.k_desc))
+        tma_load(u.k_desc, at, full, as_box(u.k_smem.index(s), u.k_desc))
         if u.REVERSE:
-            tma_load(u.p_desc, [block * C, 0], landed, u.p_smem.index(s))
-            tma_load(u.q_desc, at, landed, as_box(u.q_smem.index(s), u.q_desc))
+            tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
+            tma_load(u.q_desc, at, full, as_box(u.q_smem.index(s), u.q_desc))
         at = [u.batch, u.end, u.row + c * C, u.head, u.column]
-        tma_load(u.in_desc, at, landed, as_box(u.in_smem.index(s), u.in_desc))
-        tma_load(u.f_desc, [block * (4 * C)], landed, u.f_smem.index(s))
-        tma_load(u.t_desc, [block * C, 0], landed, u.t_smem.index(s))
+        tma_load(u.in_desc, at, full, as_box(u.in_smem.index(s), u.in_desc))
+        tma_load(u.f_desc, [block * (4 * C)], full, u.f_smem.index(s))
+        tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
 
 
 @gluon.jit
 def _state_at(ptr, strides, u):
-    """Where S^T [64, K] of this CTA lies in a tensor of states with strides of head, K and V."""
+    """Addresses of this CTA's S^T [64, K] in a tensor of states with strides of head, K and V."""
     v = gl.expand_dims(u.column + gl.arange(0, 64, layout=gl.SliceLayout(1, STATE)), 1)
     k = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, STATE)), 0)
     return ptr + u.head * strides[1] + v * strides[3] + k * strides[2]
@@ -117,7 +117,7 @@ def _state_at(ptr, strides, u):
 
 @gluon.jit
 def _diagonal(u, tb_ptr, i):
-    """beta as it stands in Tb, of the chunk that comes as number i [C] fp32."""
+    """beta as on the diagonal of Tb, for the i-th chunk in the order of the pass [C] fp32."""
     c = gl.maximum(_chunk(u, gl.minimum(i, u.chunks - 1)), 0)
     at = tb_ptr + (u.block + c * u.heads).to(gl.int64) * (C * C)
     return gl.load(at + gl.arange(0, C, layout=TOKEN) * (C + 1))
@@ -125,13 +125,13 @@ def _diagonal(u, tb_ptr, i):
 
 @gluon.jit
 def _factor(u, s, n: gl.constexpr):
-    """Row n of F in slot s, beside the tokens of a tile."""
+    """Row n of F in slot s, broadcastable over the tokens of a tile."""
     return gl.expand_dims(u.f_smem.index(s).slice(n * C, C).load(TOKEN), 0)
 
 
 @gluon.jit
 def _keep_state(u, S, c):
-    """S^T, rounded, to the place of chunk c; what is stored here again has left by then."""
+    """Stores S^T, rounded, for chunk c, once the previous store from the buffer has finished."""
     tma_store_wait(0)
     u.state_smem.permute((1, 0)).store(S)
     fence_async_shared()
@@ -140,7 +140,8 @@ def _keep_state(u, S, c):
 
 @gluon.jit
 def _keep_tokens(u, x, c):
-    """A tile [64, C], rounded, to the tokens of chunk c that there are."""
+    """Stores a tile [64, C], rounded, to the tokens of chunk c; rows past the sequence are
+    dropped."""
     u.out_smem.permute((1, 0)).store(x)
     fence_async_shared()
     at = [u.batch, u.end, u.row + c * C, u.head, u.column]
@@ -149,7 +150,7 @@ def _keep_tokens(u, x, c):
 
 @gluon.jit
 def _solve(x, b, beta, DTYPE: gl.constexpr):
-    """x b [64, C], started; what x loses to rounding comes back through the diagonal."""
+    """Starts x b [64, C]; the rounding error of x is compensated through the diagonal."""
     low = x.to(DTYPE)
     lost = (x - low.to(gl.float32)) * gl.expand_dims(beta.to(gl.float32), 0)
     return warpgroup_mma(as_a(low, DTYPE), b, lost, is_async=True)
@@ -157,17 +158,17 @@ def _solve(x, b, beta, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _to_state(x, DTYPE: gl.constexpr):
-    """A tile as the left operand of a product with columns of K."""
+    """Converts a tile to the left operand of a product with columns of K."""
     LAYOUT: gl.constexpr = gl.DotOperandLayout(0, STATE, 2)
     return gl.convert_layout(as_a(x, DTYPE), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides, decay_ptr):
-    """One warpgroup: carries S^T or dS^T of 64 columns of V through the chunks.
+    """Carries S^T or dS^T of 64 columns of V through the chunks; one warpgroup.
 
-    With decay_ptr it keeps nothing on its way, and where its chunks are only the first of a packed
-    sequence it starts from zeros.
+    With decay_ptr it stores nothing on its way, and starts from zeros if its chunks are only the
+    first of a packed sequence.
     """
     DTYPE: gl.constexpr = u.k_desc.dtype
     S = gl.zeros((64, D), gl.float32, STATE)
@@ -181,7 +182,7 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
         c = _chunk(u, i)
         k = u.k_smem.index(s)
         low = pin(S.to(DTYPE))
-        mbarrier.wait(u.landed.index(s), (i // STAGES) & 1)
+        mbarrier.wait(u.full.index(s), (i // STAGES) & 1)
         y = start_product(as_a(low, DTYPE), k)  # S^T K^T
         if u.REVERSE:
             do = u.in_smem.index(s).permute((1, 0))
@@ -212,12 +213,12 @@ def _state_partition(u, tb_ptr, first_ptr, last_ptr, first_strides, last_strides
         if decay_ptr is None:
             _keep_tokens(u, y.to(DTYPE), c)
         S = warpgroup_mma_wait(0, (S,))
-        mbarrier.arrive(u.free.index(s), count=1)
+        mbarrier.arrive(u.empty.index(s), count=1)
     if last_ptr is not None:
         gl.store(_state_at(last_ptr, last_strides, u), S.to(last_ptr.dtype.element_ty))
     tma_store_wait(0)
     if not u.REVERSE:
-        wait_for_predecessor()  # whoever comes after this launch comes after both
+        wait_for_predecessor()  # launches after this one then come after both
 
 
 @gluon.jit
@@ -226,7 +227,7 @@ def _run(
     last_ptr, cu_ptr, decay_ptr, first_strides, last_strides, T, HV, H, n, head, column,
     REVERSE: gl.constexpr, LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Sets up one CTA and divides it."""
+    """Allocates the shared memory of a CTA and starts its partitions."""
     LAYOUT: gl.constexpr = t_desc.layout  # 128-byte swizzle, for every 16-bit tile
     QUERY: gl.constexpr = STAGES if REVERSE else 1
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, C, D], LAYOUT)
@@ -237,11 +238,11 @@ def _run(
     f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * C], f_desc.layout)
     out_smem = gl.allocate_shared_memory(k_desc.dtype, [C, 64], LAYOUT)
     state_smem = gl.allocate_shared_memory(k_desc.dtype, [D, 64], LAYOUT)
-    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
-        mbarrier.init(landed.index(s), count=1)
-        mbarrier.init(free.index(s), count=1)
+        mbarrier.init(full.index(s), count=1)
+        mbarrier.init(empty.index(s), count=1)
     if cu_ptr is None:
         batch, end, row, tokens = n * 0, n, n * 0, T
         block = n * ((T + C - 1) // C)
@@ -259,7 +260,7 @@ def _run(
         chunks = gl.where(needed < 0, chunks, needed)
     u = Pass(
         k_desc, q_desc, in_desc, out_desc, state_desc, t_desc, p_desc, f_desc, k_smem, q_smem,
-        in_smem, t_smem, p_smem, f_smem, out_smem, state_smem, landed, free, batch, end, row, head,
+        in_smem, t_smem, p_smem, f_smem, out_smem, state_smem, full, empty, batch, end, row, head,
         key_head, column, HV, block, chunks, REVERSE,
     )  # fmt: skip
     if first_ptr is not None:

@@ -1,7 +1,7 @@
-"""Pieces of gradient.py: vectors of a chunk's tokens, and tiles [C, 64] of a warpgroup.
+"""Helpers of gradient.py for vectors of a chunk's tokens and tiles [C, 64] of a warpgroup.
 
 A tile has a row for each token of a chunk; its columns are tokens, or half of the head dim. A
-vector [C] goes with its rows unless it says otherwise.
+vector [C] belongs to its rows unless stated otherwise.
 """
 
 from ...runtime.gluon import add, gl, gluon, warpgroup_mma_wait
@@ -23,7 +23,7 @@ def cumulative_gates(g_ptr, g_strides, A_log_ptr, dt_bias_ptr, hv, left):
 
 @gluon.jit
 def by_row(x):
-    """[C] as a column beside a tile."""
+    """[C] as a column, broadcastable over a tile."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, TILE)), 1)
 
 
@@ -34,19 +34,19 @@ def by_column(x):
 
 @gluon.jit
 def decay(G):
-    """Gam [C, C], and beyond it something finite above the diagonal."""
+    """Gam [C, C]; finite values above the diagonal."""
     return gl.exp2(gl.minimum(by_row(G) - by_column(G), 100.0))
 
 
 @gluon.jit
 def half_of(smem, d: gl.constexpr):
-    """Columns of a tile [C, D] in shared memory."""
+    """Half d of the columns of a tile [C, D] in shared memory."""
     return smem.slice(64 * d, 64, 1)
 
 
 @gluon.jit
 def row_dot(x, smem):
-    """[C]: x [C, 64] fp32 with the rows of a tile in shared memory."""
+    """[C]: dot products of the rows of x [C, 64] fp32 and of a tile in shared memory."""
     return gl.sum(x * smem.load(TILE).to(gl.float32), 1)
 
 
@@ -69,19 +69,19 @@ def product(a, b):
 
 @gluon.jit
 def rows_of(state, d: gl.constexpr):
-    """Half of K of a state [K, ..] in shared memory."""
+    """Half d of the rows (K) of a state [K, ..] in shared memory."""
     return state.slice(64 * d, 64, 0)
 
 
 @gluon.jit
 def add_rows(dx, dots, wide, f, smem):
-    """dx + f wide [C, 64], and dots + the rows of wide with those of a tile."""
+    """dx + f wide [C, 64], and dots + the dot products of the rows of wide and of a tile."""
     return dx + gl.expand_dims(f, 1) * wide, dots + row_dot(wide, smem)
 
 
 @gluon.jit
 def line(ptr):
-    """[C] fp32, a factor for each row of a tile."""
+    """Loads [C] fp32, a factor for each row of a tile."""
     return gl.load(ptr + gl.arange(0, C, layout=gl.SliceLayout(1, TILE)))
 
 
@@ -92,7 +92,7 @@ def store_line(ptr, x):
 
 @gluon.jit
 def store_rows(ptr, x, left, H: gl.constexpr):
-    """x [C, 64] of one head to the rows that there are."""
+    """Stores x [C, 64] of one head to the rows below `left`."""
     i = gl.expand_dims(gl.arange(0, C, layout=gl.SliceLayout(1, TILE)), 1)
     d = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, TILE)), 0)
     gl.store(ptr + i * (H * D) + d, x.to(ptr.dtype.element_ty), mask=i < left)
@@ -100,7 +100,7 @@ def store_rows(ptr, x, left, H: gl.constexpr):
 
 @gluon.jit
 def finish(dx0, dx1, x_smem, r, ptr, left, NORM: gl.constexpr, H: gl.constexpr):
-    """Through the norm of x, whose inverse is r, to memory."""
+    """Applies the gradient of the norm of x, whose inverse is r, and stores the result."""
     if NORM:
         along = row_dot(dx0, half_of(x_smem, 0)) + row_dot(dx1, half_of(x_smem, 1))
         along = gl.expand_dims(r * r * along, 1)

@@ -1,9 +1,9 @@
-"""Sequences that several processes hold, on Hopper (gdn/ops_context.py, docs/parallel.md).
+"""Sequences that are split among ranks, on Hopper (gdn/ops_context.py, docs/parallel.md).
 
-One prepare serves what the process tells of its pieces (summary.py) and the ordinary scan, from the
-states that the others have told. In the backward the gradient's pass over the states, which keeps
-nothing on its way, tells what a piece asks of the state before it, and its prepare serves the
-ordinary backward.
+One prepare launch serves both the values that the rank sends for its segments (summary.py) and the
+ordinary scan, which starts from the states computed from all ranks' values. In the backward the
+gradient's pass over the states, without intermediate stores, computes the gradient of the state
+before a segment, and its prepare launch serves the ordinary backward, too.
 
 Sizes: T tokens, HV value heads, K = V = 128, C = 64 tokens a chunk.
 """
@@ -29,32 +29,35 @@ from .summary import gdn_summary_kernel
 
 
 def supports_gdn_pieces_fwd(
-    call: GdnCall, rows: Optional[Tensor], told: Tensor, start: Optional[Tensor]
+    call: GdnCall, rows: Optional[Tensor], sent: Tensor, start: Optional[Tensor]
 ) -> bool:
     return supports_gdn_chunk_fwd(call) and call.cu_seqlens is not None
 
 
-_kept, _asking = CallCache(), CallCache()
+_kept, _entries = CallCache(), CallCache()
 
 
 def gdn_pieces_fwd(
     call: GdnCall,
-    rows: Optional[Tensor],  # [N] int32: rows of `told` for pieces that others go on from, or < 0
-    told: Tensor,  # [slots, HV, V or V + K, K] fp32, contiguous: gets N^T, and M^T below it
-    start: Optional[Tensor],  # [N, HV, V, K] fp32, contiguous: states before the pieces, or zeros
+    rows: Optional[
+        Tensor
+    ],  # [N] int32: rows of `sent` for segments that continue elsewhere, or < 0
+    sent: Tensor,  # [slots, HV, V or V + K, K] fp32, contiguous: receives N^T, and M^T below it
+    start: Optional[Tensor],  # [N, HV, V, K] fp32, contiguous: states before the segments, or zeros
 ) -> Callable:
-    """Starts what is told; gives the rest: initial states [N, HV, K, V] -> o, states, blocks.
+    """Launches the computation of the values to send, and returns a function for the rest.
 
-    call.initial_state stands for those initial states: it says how they lie.
+    That function maps initial states [N, HV, K, V] to o, states and blocks. call.initial_state
+    stands for those initial states: it has their layout.
     """
-    key = ((*call.tensors, rows, told, start), call.options)
-    kept = _kept.find(*key) or _kept.keep(*key, _Pieces(call, told.shape[2] > call.V))
+    key = ((*call.tensors, rows, sent, start), call.options)
+    kept = _kept.find(*key) or _kept.keep(*key, _Pieces(call, sent.shape[2] > call.V))
     q, k, v, g, beta, A_log, dt_bias, _, _, cu_seqlens, options = call
     with device.on(call.device):
         blocks = kept.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
         tb, _, f, decay = blocks
         if rows is not None:
-            kept.summary(k, v, tb, f, start, told, rows, cu_seqlens, decay)
+            kept.summary(k, v, tb, f, start, sent, rows, cu_seqlens, decay)
 
     def finish(initial_state: Tensor) -> tuple:
         with device.on(call.device):
@@ -66,7 +69,7 @@ def gdn_pieces_fwd(
 
 
 class _Pieces:
-    """The launches for calls of one kind: shapes, strides, dtypes and options are known."""
+    """The launches for all calls with the same shapes, strides, dtypes and options."""
 
     __slots__ = ("prepare", "scan", "summary")
 
@@ -103,7 +106,7 @@ def gdn_entry_bwd(call: GdnCall, gradient: GdnGradient) -> Tuple[Tensor, tuple]:
     q, k, v, g, beta, A_log, dt_bias, initial, _, cu_seqlens, _ = call
     do, d_final = gradient.do, gradient.d_final_state
     key = ((*call.tensors, do, d_final), call.options)
-    kept = _asking.find(*key) or _asking.keep(*key, _Entry(call, do, d_final))
+    kept = _entries.find(*key) or _entries.keep(*key, _Entry(call, do, d_final))
     with device.on(call.device):
         tb, p, f, decay = kept.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
         d_initial = torch.empty_like(initial)
@@ -113,7 +116,7 @@ def gdn_entry_bwd(call: GdnCall, gradient: GdnGradient) -> Tuple[Tensor, tuple]:
 
 
 class _Entry:
-    """The launches for calls of one kind: shapes, strides, dtypes and options are known."""
+    """The launches for all calls with the same shapes, strides, dtypes and options."""
 
     __slots__ = ("prepare", "states")
 

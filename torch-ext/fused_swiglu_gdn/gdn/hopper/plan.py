@@ -1,7 +1,7 @@
-"""The launches of GDN prefill on Hopper, for calls of one kind (docs/gdn_hopper.md).
+"""The launches of GDN prefill on Hopper for all calls with the same facts (docs/gdn_hopper.md).
 
-What follows from shapes, strides, dtypes and options is found once: `Prepare` and `Scan` keep it,
-and a call of them only adds the tensors.
+`Prepare` and `Scan` compute everything that follows from shapes, strides, dtypes and options once;
+a call of them only passes the tensors.
 
 Sizes: B batch, T tokens, H query/key heads, HV value heads, K = V = 128, N sequences, C = 64 tokens
 a chunk, rows of chunks as in docs/gdn.md.
@@ -15,7 +15,7 @@ from ...runtime import device
 from ...runtime.dtypes import HALF
 from ...runtime.gluon import tile_map
 from ...runtime.launch import Launch, steps
-from ...runtime.maps import Map, Place
+from ...runtime.maps import Map, RawPointer
 from ..call import GdnCall
 from ..portable.cuts import FEWEST
 from ..portable.primitives import EXACT_FP32
@@ -33,12 +33,13 @@ FEW_SEQUENCES, LONG = 8, 8192
 # By state warpgroups: registers of the second one and of the loader, and the cap at launch.
 REGISTERS = {1: (0, 32), 2: (240, 24)}
 CAP = {1: 136, 2: 168}
-# Registers of a thread of prepare by its warps: 16 and 12 warps a multiprocessor
+# Registers of a thread of prepare by its warps: 16 and 12 warps an SM
 PREPARE_CAP = {4: 128, 2: 168, 1: 255}
 
 
 def reads_by_tma(x: torch.Tensor) -> bool:
-    """The copy engine wants a dense last dimension and 16-byte steps in the others."""
+    """True if TMA can read x: a contiguous last dimension, and other strides of a multiple of 16
+    bytes."""
     if x.stride(3) != 1 or x.data_ptr() % 16:
         return False
     return all(s > 0 and s % 8 == 0 for n, s in zip(x.shape[:3], x.stride()[:3]) if n > 1)
@@ -49,7 +50,7 @@ def token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) ->
 
     Equal lengths: dimensions (1, B, T, H, D), whose third ends at T. Packed: token i of a sequence
     [start, end) is (2^30, end, 2^30 - length + i, h, d) with strides (2^34 - s, s, s, ..). That
-    comes to start + i tokens, since 2^64 elements wrap to nothing, and the third dimension ends at
+    addresses token start + i, since 2^64 elements wrap to nothing, and the third dimension ends at
     i = length.
     """
     B, T, H, D = shape
@@ -70,7 +71,7 @@ def block_map(units: int, dtype: torch.dtype) -> Map:
 
 
 class Prepare:
-    """The first half, for calls of one kind, with unit keys."""
+    """The launch of the first half, for all calls with the same facts and with unit keys."""
 
     __slots__ = ("shape", "units", "kernel")
 
@@ -96,8 +97,11 @@ class Prepare:
 
     @staticmethod
     def serves(call: GdnCall) -> bool:
-        """Keys of norm 1, whose products fp16 holds, and what supports_gdn_chunk_fwd asks of q and
-        k. Other calls are for the portable kernel."""
+        """True for q and k that supports_gdn_chunk_fwd accepts and keys of norm 1, whose products
+        fit fp16.
+
+        Other calls use the portable kernel.
+        """
         return (
             device.has_wgmma(call.device)
             and call.options.use_qk_l2norm
@@ -132,22 +136,21 @@ class Prepare:
         self.kernel(q, k, tb, p, g, beta, A_log, dt_bias, cu_seqlens, f, decay)
 
     def arrays(self, dtype: torch.dtype) -> tuple:
-        """Of Tb, P, F and decay: for a Workspace."""
+        """Sizes and dtypes of Tb, P, F and decay, for a Workspace."""
         units, fp32 = self.units, torch.float32
         return *[(units * 64 * 64, dtype)] * 2, (units * 4 * 64, fp32), (units, fp32)
 
 
 class Scan:
-    """The second half of gdn_chunk_fwd for calls of one kind: what follows from shapes, strides,
-    dtypes and options is found once."""
+    """The launches of the second half of gdn_chunk_fwd, for all calls with the same facts."""
 
     __slots__ = (
         "split", "warm", "like_v", "final", "checkpoints", "kernels", "transition", "carry",
     )  # fmt: skip
 
     def __init__(self, call: GdnCall, behind_prepare: bool = True):
-        """behind_prepare: nothing is launched between prepare and this, so it may begin before
-        that has ended."""
+        """behind_prepare: no launch comes between prepare and this one, so it may begin before that
+        ends."""
         q, k, v, T, K, HV, N = call.q, call.k, call.v, call.T, call.K, call.HV, call.N
         packed, where, options = call.cu_seqlens is not None, v.device, call.options
         self.split, slots = _segments(N, T, HV, packed, where)
@@ -211,7 +214,7 @@ class Scan:
         k: torch.Tensor,  # [B, T, H, K]
         v: torch.Tensor,  # [B, T, HV, V]
         blocks: tuple,  # Tb, P [rows, HV, C, C]; F [rows, HV, 4, C] and decay [rows, HV], both fp32
-        warm: Union[torch.Tensor, Place],  # self.warm fp32 words
+        warm: Union[torch.Tensor, RawPointer],  # self.warm fp32 words
         initial_state: Optional[torch.Tensor],  # [N or pool, HV, K, V]
         state_indices: Optional[torch.Tensor],  # [N]
         cu_seqlens: Optional[torch.Tensor],  # [N + 1]
@@ -235,7 +238,7 @@ class Scan:
 
 
 def _segments(N: int, T: int, HV: int, packed: bool, where: torch.device) -> Tuple[int, int]:
-    """(the most segments of a sequence, slots for all segments of the batch): scheduler.py.
+    """(most segments of a sequence, slots for all segments of the batch): scheduler.py.
 
     A sequence is cut into as many parts as one alone needs to fill the GPU with 64 columns a CTA.
     """

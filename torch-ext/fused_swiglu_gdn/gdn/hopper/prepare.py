@@ -2,11 +2,11 @@
 
 The results are those of `portable/prepare.py`: per chunk of 64 tokens and value head Tb, P, F and
 decay. A CTA owns a chunk and some value heads of one key head, a warp one of these heads. The CTA
-makes K K^T and Q K^T; then each warp works alone, in registers, on the 16 x 16 blocks of its head's
-tiles. docs/gdn_hopper_prepare.md says how.
+computes K K^T and Q K^T; then each warp works alone, in registers, on the 16 x 16 blocks of its
+head's tiles, as docs/gdn_hopper_prepare.md describes.
 
-Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, W = 1, 2 or 4 warps,
-which are the heads of a CTA.
+Sizes: C = 64 tokens a chunk, D = 128, R = HV / H value heads a key head, W = 1, 2 or 4 warps, the
+number of heads of a CTA.
 """
 
 from ...runtime.gluon import (
@@ -39,19 +39,19 @@ WORDS = gl.constexpr(gl.SwizzledSharedLayout(8, 1, 4, [1, 0]))
 
 @gluon.constexpr_function
 def pair_layout(warps):
-    """32 rows of K K^T or Q K^T, by all warps."""
+    """The layout of 32 rows of K K^T or Q K^T over all warps."""
     return gl.NVMMADistributedLayout([2, 0], [min(warps, 2), max(warps // 2, 1)], [16, 8])
 
 
 @gluon.constexpr_function
 def gate_layout(warps):
-    """[W, C]: a warp has the tokens of its head, a lane two of them."""
+    """The layout of [W, C]: a warp has the tokens of its head, a lane two of them."""
     return gl.BlockedLayout([1, 2], [1, 32], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def _shared_gates(g, beta, W: gl.constexpr):
-    """Gates of log2 decays g and of beta, [W, C] fp32."""
+    """Allocates Gates from log2 decays g and beta, [W, C] fp32."""
     GATE: gl.constexpr = gate_layout(W)
     blocks = g.reshape([W, 4, 16])
     inside = gl.associative_scan(blocks, 2, add)
@@ -72,8 +72,10 @@ def _shared_gates(g, beta, W: gl.constexpr):
 
 @gluon.jit
 def _squares(smem, i, j, TILE: gl.constexpr):
-    """|x|^2 [4, 16] of the rows of x [C, D]: the diagonals of four products of blocks. The tensor
-    cores do it with fewer instructions than a reduction."""
+    """|x|^2 [4, 16] of the rows of x [C, D]: the diagonals of four products of blocks.
+
+    The tensor cores compute them with fewer instructions than a reduction takes.
+    """
     BLOCKS: gl.constexpr = gl.NVMMASharedLayout(128, 16, 3)  # of the same bytes
     x = as_tile(smem, smem.dtype, [4, 16, D], BLOCKS).load(operand(0, TILE))
     xt = gl.convert_layout(x.permute((0, 2, 1)), operand(1, TILE), assert_trivial=True)
@@ -83,7 +85,7 @@ def _squares(smem, i, j, TILE: gl.constexpr):
 
 @gluon.jit
 def _shared_line(x):
-    """[4, 16] fp32 in shared memory, as [C]."""
+    """Stores [4, 16] fp32 to shared memory, viewed as [C]."""
     LINE: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return as_tile(gl.allocate_shared_memory(gl.float32, [4, 16], ROWS, x), gl.float32, [C], LINE)
 
@@ -108,7 +110,8 @@ def _products(q_smem, k_smem, to_smem, rq_smem, rk_smem, FIRST: gl.constexpr, PA
 
 @gluon.jit
 def _store_factors(f_ptr, decay_ptr, g, beta, ok, w, token, rq, rk, k2):
-    """F, and log2 of a bound of the norm of the chunk's transition; all [W, C] or a part of it."""
+    """Stores F, and log2 of a bound of the norm of the chunk's transition; all [W, C] or a part of
+    it."""
     G = gl.associative_scan(g, 1, add)
     exact = gl.expand_dims(gl.sum(g.to(gl.float64), 1), 1)
     G_end = exact.to(gl.float32)
@@ -123,9 +126,11 @@ def _store_factors(f_ptr, decay_ptr, g, beta, ok, w, token, rq, rk, k2):
 
 
 @gluon.jit
-def _store(desc, row, room, r0, r1, r2, r3):
-    """Tiles of W heads, each of four rows of four blocks, to rows row.. of desc, through the first
-    of the tiles in `room`."""
+def _store(desc, row, scratch, r0, r1, r2, r3):
+    """Stores tiles of W heads, each four rows of four blocks, to rows `row`.. of desc.
+
+    They pass through the first tiles of the buffer `scratch`.
+    """
     W: gl.constexpr = r0[0].shape[0]
     t0 = gl.join(gl.join(r0[0], r0[2]), gl.join(r0[1], r0[3]))  # [W, 16, 16, 2, 2]
     t1 = gl.join(gl.join(r1[0], r1[2]), gl.join(r1[1], r1[3]))
@@ -133,8 +138,8 @@ def _store(desc, row, room, r0, r1, r2, r3):
     t3 = gl.join(gl.join(r3[0], r3[2]), gl.join(r3[1], r3[3]))
     tile = gl.join(gl.join(t0, t2), gl.join(t1, t3))  # [W, 16, 16, 2 2 (columns), 2 2 (rows)]
     tile = tile.permute((0, 5, 6, 1, 3, 4, 2)).reshape([W * C, C])
-    room.slice(0, W * C).store(tile)
-    tiles = as_tile(room, desc.dtype, [room.shape[0] // C, C, C], desc.layout)
+    scratch.slice(0, W * C).store(tile)
+    tiles = as_tile(scratch, desc.dtype, [scratch.shape[0] // C, C, C], desc.layout)
     fence_async_shared()
     for w in gl.static_range(W):
         tma_store(desc, [row + w * C, 0], tiles.index(w))
@@ -177,20 +182,20 @@ def gdn_prepare_fwd_kernel(
     batch, end, first, c, length = locate(row, cu_ptr, T, N, NT)
     if c * C >= length:
         return
-    landed = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    # q and k; in their place Q K^T, in the room of the tiles on their way out, and K K^T behind it
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    # q and k; later Q K^T, in the buffer of outgoing tiles, and K K^T after it
     TILES: gl.constexpr = W if W * C > D else D // C
-    room = gl.allocate_shared_memory(DTYPE, [TILES * C, C], t_desc.layout)
+    scratch = gl.allocate_shared_memory(DTYPE, [TILES * C, C], t_desc.layout)
     behind = gl.allocate_shared_memory(DTYPE, [C, D], t_desc.layout)
-    halves = as_tile(room, DTYPE, [TILES * C // D, C, D], t_desc.layout)
+    halves = as_tile(scratch, DTYPE, [TILES * C // D, C, D], t_desc.layout)
     q_smem, k_smem = halves.index(0), behind
     if TILES * C > D:
         k_smem = halves.index(1)
-    mbarrier.init(landed, count=1)
-    mbarrier.expect(landed, 2 * C * D * 2)
+    mbarrier.init(full, count=1)
+    mbarrier.expect(full, 2 * C * D * 2)
     at = [batch, end, first + c * C, hv0 // R, 0]
-    tma_load(k_desc, at, landed, as_box(k_smem, k_desc))
-    tma_load(q_desc, at, landed, as_box(q_smem, q_desc))
+    tma_load(k_desc, at, full, as_box(k_smem, k_desc))
+    tma_load(q_desc, at, full, as_box(q_smem, q_desc))
     barrier()  # ptxas would put the loads off until the next one
 
     # While they come
@@ -217,7 +222,7 @@ def gdn_prepare_fwd_kernel(
     i = gl.expand_dims(gl.expand_dims(i, 0), 2)  # [1, 16, 1]
     j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, TILE)))
     j = gl.expand_dims(gl.expand_dims(j, 0), 1)  # [1, 1, 16]
-    mbarrier.wait(landed, 0)
+    mbarrier.wait(full, 0)
     rq = gl.rsqrt(_squares(q_smem, i, j, TILE) + 1e-6) * scale
     k2 = _squares(k_smem, i, j, TILE)
     rk = gl.rsqrt(k2 + 1e-6)
@@ -246,7 +251,7 @@ def gdn_prepare_fwd_kernel(
     p1 = p_row(qk_smem, gates, i, j, 1, DTYPE, TILE)
     p2 = p_row(qk_smem, gates, i, j, 2, DTYPE, TILE)
     p3 = p_row(qk_smem, gates, i, j, 3, DTYPE, TILE)
-    _store(p_desc, to, room, p0, p1, p2, p3)
+    _store(p_desc, to, scratch, p0, p1, p2, p3)
     x0, x1, x2, x3 = inverse(kk_smem, gates, i, j, TILE)
     t0 = tb_row(x0, gates, DTYPE, TILE)
     t1 = tb_row(x1, gates, DTYPE, TILE)
@@ -254,7 +259,7 @@ def gdn_prepare_fwd_kernel(
     t3 = tb_row(x3, gates, DTYPE, TILE)
     barrier()  # ptxas would wait for P's way out before all this
     tma_store_wait(0)
-    _store(t_desc, to, room, t0, t1, t2, t3)
+    _store(t_desc, to, scratch, t0, t1, t2, t3)
     tma_store_wait(0)
     # Till here the barrier has its memory to itself: PTX allows no other use of it before this.
-    mbarrier.invalidate(landed)
+    mbarrier.invalidate(full)

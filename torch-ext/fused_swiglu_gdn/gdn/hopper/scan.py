@@ -1,13 +1,13 @@
 """The sequential half of Gated DeltaNet prefill on Hopper: a pass over the chunks of a sequence.
 
-Per chunk of 64 tokens, with what prepare made of it (Tb, P and the row factors F, docs/gdn.md):
+Per chunk of 64 tokens, with Tb, P and the row factors F from prepare (docs/gdn.md):
 
     X = V - F0 (K S);   vt = Tb X;   O = F2 (Q S) + P vt;   S = gam_C S + K^T (F1 vt).
 
 A CTA owns one sequence (or a segment of one), one value head and 64 columns of V per state
 warpgroup. Everything is computed transposed, [V, *], so that the fp32 state S^T [64, 128] is a
-wgmma accumulator and, rounded, the next register A operand. docs/gdn_hopper.md has the timeline of
-a chunk and says why nothing here can hang.
+wgmma accumulator and, rounded, the next register operand A. docs/gdn_hopper.md has the timeline of
+a chunk and shows why the kernel cannot deadlock.
 
 Sizes: C = 64 tokens a chunk, K = V = 128, W state warpgroups a CTA, STAGES ring slots.
 """
@@ -30,7 +30,7 @@ from ...runtime.gluon import (
     warpgroup_mma_wait,
 )
 from ..portable.cuts import word_at_cut
-from .primitives import C, D, a_layout, acc_layout, as_a, pin, start_product
+from .primitives import C, D, a_layout, acc_layout, as_a, decayed_state, pin, start_product
 from .scheduler import CARRY, Unit, place
 
 STAGES = gl.constexpr(3)
@@ -38,36 +38,36 @@ STAGES = gl.constexpr(3)
 
 @gluon.jit
 def _load_partition(u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST: gl.constexpr):
-    """One warp: brings chunk after chunk into the ring, STAGES ahead at most."""
+    """Loads chunk after chunk into the ring, up to STAGES ahead; one warp."""
     BYTES: gl.constexpr = C * (2 * D + 64 * u.W + 2 * C) * 2 + 4 * C * 4
     for c in range(u.chunks):
         s = c % STAGES
-        landed = u.landed.index(s)
-        mbarrier.wait(u.free.index(s), ((c // STAGES) & 1) ^ 1)  # the first round passes at once
-        mbarrier.expect(landed, BYTES)
+        full = u.full.index(s)
+        mbarrier.wait(u.empty.index(s), ((c // STAGES) & 1) ^ 1)  # the first round passes at once
+        mbarrier.expect(full, BYTES)
         row = u.row + c * C
         block = u.block + c * u.heads
-        _load_tokens(u.k_desc, u, row, u.key_head, 0, u.k_smem.index(s), landed)
+        _load_tokens(u.k_desc, u, row, u.key_head, 0, u.k_smem.index(s), full)
         for w in gl.static_range(u.W):
             v_smem = u.v_smem.index(s * u.W + w)
-            _load_tokens(u.v_desc, u, row, u.head, u.column + w * u.second, v_smem, landed)
-        _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), landed)
+            _load_tokens(u.v_desc, u, row, u.head, u.column + w * u.second, v_smem, full)
+        _load_tokens(u.q_desc, u, row, u.key_head, 0, u.q_smem.index(s), full)
         if c == 0:
             wait_for_predecessor()
-        tma_load(u.f_desc, [block * (4 * C)], landed, u.f_smem.index(s))
-        tma_load(u.t_desc, [block * C, 0], landed, u.t_smem.index(s))
-        tma_load(u.p_desc, [block * C, 0], landed, u.p_smem.index(s))
+        tma_load(u.f_desc, [block * (4 * C)], full, u.f_smem.index(s))
+        tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
+        tma_load(u.p_desc, [block * C, 0], full, u.p_smem.index(s))
 
 
 @gluon.jit
-def _load_tokens(desc, u, row, head, column, smem, landed):
-    """A tile [C, columns] of one head; rows past the sequence's end arrive as zeros."""
-    tma_load(desc, [u.batch, u.end, row, head, column], landed, as_box(smem, desc))
+def _load_tokens(desc, u, row, head, column, smem, full):
+    """Loads a tile [C, columns] of one head; rows past the sequence's end arrive as zeros."""
+    tma_load(desc, [u.batch, u.end, row, head, column], full, as_box(smem, desc))
 
 
 @gluon.jit
 def _store_tokens(u, o_smem, o, c, W_INDEX: gl.constexpr):
-    """O^T [64, C] of chunk c; the copy engine drops rows past the sequence's end."""
+    """Stores O^T [64, C] of chunk c; TMA drops rows past the sequence's end."""
     tma_store_wait(0)  # the previous store has finished reading o_smem
     o_smem.permute((1, 0)).store(o)
     fence_async_shared()
@@ -77,22 +77,16 @@ def _store_tokens(u, o_smem, o, c, W_INDEX: gl.constexpr):
 
 @gluon.jit
 def _opaque(x):
-    """x, hidden from the optimiser: else offsets of the initial state stay live over the loop."""
+    """x, hidden from the optimiser, which would keep offsets of the initial state live over the
+    loop."""
     return gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _decayed(S, f, more):
-    """gam_C S for the chunk whose factors are f; S if there is none."""
-    gam = f.slice(3 * C, C).load(gl.SliceLayout(1, acc_layout(D)))
-    return S * gl.expand_dims(gl.where(more, gam, 1.0), 1)
-
-
-@gluon.jit
 def _state_offsets(column, V_FIRST: gl.constexpr):
-    """Where S^T [64, K] of columns column.. lies in one head's state, [K, V] or [V, K]."""
+    """Offsets of S^T [64, K] of columns column.. in one head's state, [K, V] or [V, K]."""
     v = _opaque(gl.arange(0, 64, layout=gl.SliceLayout(1, acc_layout(D))))
     v = gl.expand_dims(column + v, 1)
     k = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, acc_layout(D))), 0)
@@ -105,7 +99,8 @@ def _state_offsets(column, V_FIRST: gl.constexpr):
 
 @gluon.jit
 def _at_cut(u, o_ptr, column):
-    """Where S^T [64, K] of columns column.. of V, then of M, lies in o while o is not yet there."""
+    """Addresses in o of S^T [64, K] of columns column.. of V, then of M, before o is written
+    there."""
     WORDS: gl.constexpr = D // 2  # fp32 words in a head's row of o; half of them in a slice
     x = _opaque(gl.arange(0, 64, layout=gl.SliceLayout(1, acc_layout(D))))
     x = gl.expand_dims(column + x, 1)
@@ -117,7 +112,7 @@ def _at_cut(u, o_ptr, column):
 
 @gluon.jit
 def _initial_state(u, h0_ptr, o_ptr, column, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr):
-    """S^T [64, K] fp32."""
+    """Loads S^T [64, K] fp32."""
     S = gl.zeros((64, D), gl.float32, acc_layout(D))
     if h0_ptr is not None:
         if u.source >= 0:
@@ -125,7 +120,7 @@ def _initial_state(u, h0_ptr, o_ptr, column, W_INDEX: gl.constexpr, V_FIRST: gl.
             S = gl.load(h0 + _state_offsets(column, V_FIRST)).to(gl.float32)
     if u.source == CARRY:
         S = gl.load(_at_cut(u, o_ptr, column))
-        # The copy engine writes O over it, through another proxy, by order of another thread: the
+        # TMA writes O over it, through another proxy, on behalf of another thread: the
         # barrier before a store orders threads, only this fence the proxies.
         fence_async_global()
     if W_INDEX == 1:
@@ -138,7 +133,7 @@ def _initial_state(u, h0_ptr, o_ptr, column, W_INDEX: gl.constexpr, V_FIRST: gl.
 def _state_partition(
     u, h0_ptr, hT_ptr, ck_ptr, o_ptr, W_INDEX: gl.constexpr, V_FIRST: gl.constexpr
 ):
-    """One warpgroup: carries S^T of 64 columns of V through the chunks. Tiles are [64, *]."""
+    """Carries S^T of 64 columns of V through the chunks; one warpgroup. Tiles are [64, *]."""
     X_LAYOUT: gl.constexpr = acc_layout(C)
     TOKEN: gl.constexpr = gl.SliceLayout(0, X_LAYOUT)  # a factor per token, along the columns
     DTYPE: gl.constexpr = u.q_desc.dtype
@@ -148,15 +143,15 @@ def _state_partition(
     Sa = as_a(S, DTYPE)
     ob = gl.zeros((64, C), DTYPE, X_LAYOUT)
     next_ck, ck_row = u.next_ck, u.ck_row
-    mbarrier.wait(u.landed.index(0), 0, pred=u.chunks > 0)
-    S = pin(_decayed(S, u.f_smem.index(0), u.chunks > 0))
+    mbarrier.wait(u.full.index(0), 0, pred=u.chunks > 0)
+    S = pin(decayed_state(S, u.f_smem.index(0), u.chunks > 0))
     for c in range(u.chunks):
         s, n = c % STAGES, (c + 1) % STAGES  # this chunk's slot and the next one's
         k, f = u.k_smem.index(s), u.f_smem.index(s)
         sk = start_product(Sa, k)
         o1 = start_product(Sa, u.q_smem.index(s))
         # Under these two: give the previous slot back, send the previous O out, fetch V and F0.
-        mbarrier.arrive(u.free.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
+        mbarrier.arrive(u.empty.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
         if c > u.warm:
             _store_tokens(u, o_smem, ob, c - 1, W_INDEX)
         f0 = f.slice(0, C).load(TOKEN)
@@ -175,22 +170,22 @@ def _state_partition(
         p = u.p_smem.index(s).permute((1, 0))
         o = warpgroup_mma(as_a(vt, DTYPE), p, o1, is_async=True)
         more = c + 1 < u.chunks
-        mbarrier.wait(u.landed.index(n), ((c + 1) // STAGES) & 1, pred=more)
+        mbarrier.wait(u.full.index(n), ((c + 1) // STAGES) & 1, pred=more)
         S = warpgroup_mma_wait(1, (S,))
         # Under the P product: round S, and scale it for the next chunk.
         Sa = pin(as_a(S, DTYPE))
         if ck_ptr is None:
-            S = _decayed(S, u.f_smem.index(n), more)
+            S = decayed_state(S, u.f_smem.index(n), more)
         # ptxas lets no wgmma cross the back edge if a plain instruction reads its result later.
         o, S = warpgroup_mma_wait(0, (o, S))
         ob = pin(o.to(DTYPE))
         if ck_ptr is not None:
-            if (c == next_ck) & (c < u.full):
+            if (c == next_ck) & (c < u.whole):
                 ck = ck_ptr + ck_row.to(gl.int64) * (D * D)
                 gl.store(ck + _state_offsets(column, V_FIRST), S.to(ck_ptr.dtype.element_ty))
                 next_ck += u.every
                 ck_row += u.heads
-            S = _decayed(S, u.f_smem.index(n), more)
+            S = decayed_state(S, u.f_smem.index(n), more)
     if u.chunks > u.warm:
         _store_tokens(u, o_smem, ob, u.chunks - 1, W_INDEX)
     # Also where no chunk was: this kernel must not end before prepare does, nor write o before the
@@ -252,11 +247,11 @@ def gdn_scan_fwd_kernel(
     q_smem = gl.allocate_shared_memory(q_desc.dtype, [STAGES, C, D], LAYOUT)
     p_smem = gl.allocate_shared_memory(p_desc.dtype, [STAGES, C, C], LAYOUT)
     o_smem = gl.allocate_shared_memory(o_desc.dtype, [W, C, 64], LAYOUT)
-    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(landed.index(i), count=1)
-        mbarrier.init(free.index(i), count=W)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=W)
     if transition != 0:
         launch_dependents()
     where = place(
@@ -265,7 +260,7 @@ def gdn_scan_fwd_kernel(
     )  # fmt: skip
     u = Unit(
         q_desc, k_desc, v_desc, o_desc, t_desc, p_desc, f_desc, q_smem, k_smem, v_smem, t_smem,
-        p_smem, f_smem, o_smem, landed, free, *where, W,
+        p_smem, f_smem, o_smem, full, empty, *where, W,
     )  # fmt: skip
     args = (u, h0_ptr, hT_ptr, ck_ptr, o_ptr, V_FIRST)
     # Triton passes args to the workers through memory that the reductions in `place` may still use.

@@ -1,9 +1,9 @@
-"""What each CTA of the scan works on: sequence, head, columns and, where heads are few, segment.
+"""Assigns work to each CTA of the scan: sequence, head, columns and, if heads are few, segment.
 
 A long sequence of few heads is cut into segments, by its own length and head count alone, so that a
-result does not depend on the batch. Where the decays prove that the state before some chunks cannot
-matter any more, a segment starts from zero that much earlier. Elsewhere a launch before this one
-has found the state at the cut: "Segments" in docs/gdn_hopper.md. Decided on the device, per head.
+result does not depend on the batch. If the decays prove that the state before some chunks has no
+effect, a segment starts from zero at those chunks. Otherwise a launch before this one has computed
+the state at the cut: "Segments" in docs/gdn_hopper.md. The device decides, per head.
 """
 
 from ...runtime.gluon import add, gl, gluon, record, tma, wait_for_predecessor
@@ -21,7 +21,7 @@ CARRY = gl.constexpr(-2)  # the rows of o from token `carry` on
 
 @record
 class Unit:
-    """One CTA's descriptors, ring buffers and barriers, and its place in the batch."""
+    """Descriptors, ring buffers and barriers of one CTA, and its place in the batch."""
 
     q_desc: tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
     k_desc: tma.tensor_descriptor  # likewise
@@ -37,8 +37,8 @@ class Unit:
     p_smem: gl.shared_memory_descriptor  # [STAGES, C, C]
     f_smem: gl.shared_memory_descriptor  # [STAGES, 4 * C] fp32
     o_smem: gl.shared_memory_descriptor  # [W, C, 64]
-    landed: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads are complete
-    free: gl.shared_memory_descriptor  # [STAGES] mbarriers: all state warpgroups are done with it
+    full: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads are complete
+    empty: gl.shared_memory_descriptor  # [STAGES] mbarriers: all state warpgroups are done with it
     batch: gl.tensor  # coordinates in the token descriptors: (batch, end, row, head, column)
     end: gl.tensor
     row: gl.tensor  # of the first token
@@ -55,7 +55,7 @@ class Unit:
     target: gl.tensor  # where in hT the final state goes, or one of the above
     source_step: gl.tensor  # elements from one such place to the next
     target_step: gl.tensor
-    full: gl.tensor  # of `chunks`, how many have all 64 tokens: only these end at a checkpoint
+    whole: gl.tensor  # of `chunks`, how many have all 64 tokens: only these end at a checkpoint
     every: gl.tensor  # chunks from one checkpoint to the next
     next_ck: gl.tensor  # the chunk at whose end the first checkpoint is due
     ck_row: gl.tensor  # its row times HV plus the head
@@ -65,8 +65,10 @@ class Unit:
 
 @gluon.jit
 def warm_up(decay_ptr, block, heads, c, limit):
-    """The fewest chunks before chunk c whose joint transition has a norm below 2^-30, or -1 if
-    `limit` chunks do not do."""
+    """The fewest chunks before chunk c whose joint transition has a norm below 2^-30.
+
+    -1 if `limit` chunks are not enough.
+    """
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
     past = decay_ptr + block + (c - 1 - i) * heads
     decay = gl.load(past, mask=i < gl.minimum(limit, c), other=0.0)
@@ -75,7 +77,8 @@ def warm_up(decay_ptr, block, heads, c, limit):
 
 @gluon.jit
 def reach(decay_ptr, block, heads, limit):
-    """warm_up for the chunks from the first on: how far the state before a sequence matters."""
+    """warm_up for the chunks from the first on: how far the state before a sequence has an
+    effect."""
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
     decay = gl.load(decay_ptr + block + i * heads, mask=i < limit, other=0.0)
     return _fewest(decay, i, limit)
@@ -104,31 +107,32 @@ def _sequence(cu_ptr, slot, N):
 
 @gluon.jit
 def _segment(decay_ptr, warm_ptr, block, heads, row, i, total, segments, transition):
-    """(first chunk, end, warm-up or -1, whether the state at the end must be found) of segment i.
+    """(first chunk, end, warm-up or -1, whether the state at the end is needed) of segment i.
 
-    The transition launch looks at the decays before each cut and leaves the warm-ups for the next.
+    The transition launch reads the decays before each cut and stores the warm-ups for the next
+    launch.
     """
     begin = chunk_at_cut(gl.minimum(i, segments), total, segments)
     end = chunk_at_cut(gl.minimum(i + 1, segments), total, segments)
     wait_for_predecessor()  # decay, or what the launches in between made of it
-    warm, asked = i * 0, i < 0
+    warm, needed = i * 0, i < 0
     if transition != 0:
         limit = gl.minimum(total // segments, LOOK_BACK)
         if end < total:
             after = warm_up(decay_ptr, block, heads, end, limit)
             gl.store(warm_ptr + row + heads, after.to(gl.float32))
-            asked = after < 0
-        if asked & (i > 0):
+            needed = after < 0
+        if needed & (i > 0):
             warm = warm_up(decay_ptr, block, heads, begin, limit)
     elif (i > 0) & (begin < total):
-        # nobody has written it where offsets are wrong
+        # not written if offsets are wrong
         warm = gl.minimum(gl.load(warm_ptr + row), begin.to(gl.float32)).to(gl.int32)
-    return begin, end, warm, asked
+    return begin, end, warm, needed
 
 
 @gluon.jit
 def _one_is_long(cu_ptr, N, T):
-    """Whether one sequence is longer than the rest together; at most LOOK_BACK sequences."""
+    """True if one sequence is longer than the rest together; takes at most LOOK_BACK sequences."""
     i = gl.arange(0, LOOK_BACK, layout=VECTOR)
     start = gl.load(cu_ptr + i, mask=i < N, other=0)
     stop = gl.load(cu_ptr + i + 1, mask=i < N, other=0)
@@ -140,7 +144,7 @@ def place(
     cu_ptr, index_ptr, decay_ptr, warm_ptr, T, HV, H, N, every, split, pool_step, transition,
     IN_PLACE: gl.constexpr, W: gl.constexpr, BY_LENGTHS: gl.constexpr,
 ):  # fmt: skip
-    """The fields of Unit from `batch` to `carry` for this CTA; arguments as of the kernel."""
+    """The fields of Unit from `batch` to `carry` for this CTA; arguments as for the kernel."""
     second = gl.where(transition != 0, D, 64)
     slices = second * 2 // (64 * W)
     pid = gl.program_id(0)
@@ -167,9 +171,9 @@ def place(
     block = block * HV + head
     total = (tokens + C - 1) // C
     segments = count_segments(tokens, split, MIN_SEGMENT * C)
-    begin, stop, warm, asked = n * 0, gl.where(i == 0, total, 0), n * 0, i < 0
+    begin, stop, warm, needed = n * 0, gl.where(i == 0, total, 0), n * 0, i < 0
     if segments > 1:
-        begin, stop, warm, asked = _segment(
+        begin, stop, warm, needed = _segment(
             decay_ptr, warm_ptr, block, HV, slot * HV + head, i, total, segments, transition
         )
     work = stop - begin
@@ -185,14 +189,14 @@ def place(
     if IN_PLACE:  # the carry launch took the pool's row to o, since the last segment writes it
         unknown |= (i == 0) & (segments > 1) & (transition == 0) & (source >= 0)
     source = gl.where(unknown, CARRY, gl.where(i == 0, gl.maximum(source, NOWHERE), NOWHERE))
-    full = tokens // C
+    whole = tokens // C
     carry = start + begin * C
     if transition != 0:  # from zero, or from the state if it is known
         carry = start + stop * C
-        work = gl.where(asked, work, 0)
+        work = gl.where(needed, work, 0)
         source = gl.where(unknown | (work == 0), NOWHERE, source)
         target = gl.where(work > 0, CARRY, NOWHERE)
-        zeros, full = n * 0, n * 0
+        zeros, whole = n * 0, n * 0
     if BY_LENGTHS:  # else it is the launch with the other W that works
         idle = _one_is_long(cu_ptr, N, T) != (W == 1)
         work, zeros = gl.where(idle, 0, work), gl.where(idle, 0, zeros)
@@ -205,6 +209,6 @@ def place(
         batch, end, row + first * C, head, head // (HV // H), column, second, HV,
         block + first * HV,
         work + warm, silent, zeros, source, target, pool_step,
-        pool_step if IN_PLACE else HV * (D * D), full - first, every,
+        pool_step if IN_PLACE else HV * (D * D), whole - first, every,
         (passed + 1) * every - 1 - first, (checkpoint + passed) * HV + head, carry,
     )  # fmt: skip

@@ -1,11 +1,12 @@
-"""What a process tells of its pieces of sequences, on Hopper (docs/parallel.md): N and M of
-S -> M S + N, the state after a piece by the state before it.
+"""The values that a rank sends for its local segments, on Hopper (docs/parallel.md).
+
+They are N and M of S -> M S + N, the map from the state before a segment to the state after it:
 
     X = V - F0 (K S);   vt = Tb X;   S = gam_C S + K^T (F1 vt),
 
 the scan without its outputs: N from the state before, or zeros, and M from the identity without V.
-Where decays prove that a piece's end does not depend on what was before its last chunks, these are
-run alone, from zeros. All is transposed, [V, *], as in scan.py.
+If decays prove that a segment's end does not depend on the state before its last chunks, only these
+are run, from zeros. All is transposed, [V, *], as in scan.py.
 
 Sizes: C = 64 tokens a chunk, K = V = D = 128, STAGES ring slots.
 """
@@ -24,7 +25,17 @@ from ...runtime.gluon import (
     warpgroup_mma_wait,
 )
 from ...runtime.primitives import sequence_bounds
-from .primitives import RAGGED_END, C, D, a_layout, acc_layout, as_a, pin, start_product
+from .primitives import (
+    RAGGED_END,
+    C,
+    D,
+    a_layout,
+    acc_layout,
+    as_a,
+    decayed_state,
+    pin,
+    start_product,
+)
 from .scheduler import LOOK_BACK, warm_up
 
 STAGES = gl.constexpr(3)
@@ -33,7 +44,7 @@ GROUPS = gl.constexpr(2)  # warpgroups, of 64 columns of V or of M each
 
 @record
 class Piece:
-    """One CTA's descriptors, ring buffers and barriers, and its place."""
+    """Descriptors, ring buffers and barriers of one CTA, and its place."""
 
     k_desc: tma.tensor_descriptor  # [.., .., tokens, H, K] box [1, 1, C, 1, K]
     v_desc: tma.tensor_descriptor  # [.., .., tokens, HV, V] box [1, 1, C, 1, 64]
@@ -43,58 +54,51 @@ class Piece:
     v_smem: gl.shared_memory_descriptor  # [STAGES * GROUPS, C, 64]
     t_smem: gl.shared_memory_descriptor  # [STAGES, C, C]
     f_smem: gl.shared_memory_descriptor  # [STAGES, 4 * C] fp32
-    landed: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads are complete
-    free: gl.shared_memory_descriptor  # [STAGES] mbarriers: both warpgroups are done with it
-    end: gl.tensor  # of the piece, a token
-    row: gl.tensor  # of its first token to run, as the copy engine counts
+    full: gl.shared_memory_descriptor  # [STAGES] mbarriers: the slot's loads are complete
+    empty: gl.shared_memory_descriptor  # [STAGES] mbarriers: both warpgroups are done with it
+    end: gl.tensor  # of the segment, a token
+    row: gl.tensor  # of its first token to run, in the coordinates of TMA
     head: gl.tensor  # value head
     key_head: gl.tensor
     column: gl.tensor  # of V, the first warpgroup's
     second: gl.tensor  # from there to the second one's: 64, or D where that one has columns of M
     heads: gl.tensor  # HV
     block: gl.tensor  # of the first chunk to run: chunk row times HV plus the head
-    chunks: gl.tensor  # to run; 0 where nothing is told
+    chunks: gl.tensor  # to run; 0 if nothing is sent
     source: gl.tensor  # the state before it, or -1 for zeros
-    target: gl.tensor  # the row of what is told
+    target: gl.tensor  # the row of the values to send
 
 
 @gluon.jit
-def _load_partition(u, start_ptr, told_ptr):
-    """One warp: brings chunk after chunk into the ring, STAGES ahead at most."""
+def _load_partition(u, start_ptr, sent_ptr):
+    """Loads chunk after chunk into the ring, up to STAGES ahead; one warp."""
     BYTES: gl.constexpr = C * (D + 64 * GROUPS + C) * 2 + 4 * C * 4
     for c in range(u.chunks):
         s = c % STAGES
-        landed = u.landed.index(s)
-        mbarrier.wait(u.free.index(s), ((c // STAGES) & 1) ^ 1)  # the first round passes at once
-        mbarrier.expect(landed, BYTES)
+        full = u.full.index(s)
+        mbarrier.wait(u.empty.index(s), ((c // STAGES) & 1) ^ 1)  # the first round passes at once
+        mbarrier.expect(full, BYTES)
         row = u.row + c * C
         block = u.block + c * u.heads
         at = [RAGGED_END, u.end, row, u.key_head, 0]
-        tma_load(u.k_desc, at, landed, as_box(u.k_smem.index(s), u.k_desc))
+        tma_load(u.k_desc, at, full, as_box(u.k_smem.index(s), u.k_desc))
         for w in gl.static_range(GROUPS):  # past the columns of V are zeros, as M wants
             at = [RAGGED_END, u.end, row, u.head, u.column + w * u.second]
-            tma_load(u.v_desc, at, landed, as_box(u.v_smem.index(s * GROUPS + w), u.v_desc))
-        tma_load(u.f_desc, [block * (4 * C)], landed, u.f_smem.index(s))
-        tma_load(u.t_desc, [block * C, 0], landed, u.t_smem.index(s))
+            tma_load(u.v_desc, at, full, as_box(u.v_smem.index(s * GROUPS + w), u.v_desc))
+        tma_load(u.f_desc, [block * (4 * C)], full, u.f_smem.index(s))
+        tma_load(u.t_desc, [block * C, 0], full, u.t_smem.index(s))
 
 
 @gluon.jit
 def _offsets(column):
-    """Where S^T [64, K] of these columns of V, and then of M, lies in one head's [V + K, K]."""
+    """Offsets of S^T [64, K] of these columns of V, and then of M, in one head's [V + K, K]."""
     v = gl.expand_dims(column + gl.arange(0, 64, layout=gl.SliceLayout(1, acc_layout(D))), 1)
     return v * D + gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, acc_layout(D))), 0)
 
 
 @gluon.jit
-def _decayed(S, f, more):
-    """gam_C S for the chunk whose factors are f; S if there is none."""
-    gam = f.slice(3 * C, C).load(gl.SliceLayout(1, acc_layout(D)))
-    return S * gl.expand_dims(gl.where(more, gam, 1.0), 1)
-
-
-@gluon.jit
-def _state_partition(u, start_ptr, told_ptr, GROUP: gl.constexpr):
-    """One warpgroup: carries S^T of 64 columns through the chunks. Tiles are [64, *]."""
+def _state_partition(u, start_ptr, sent_ptr, GROUP: gl.constexpr):
+    """Carries S^T of 64 columns through the chunks; one warpgroup. Tiles are [64, *]."""
     X_LAYOUT: gl.constexpr = acc_layout(C)
     TOKEN: gl.constexpr = gl.SliceLayout(0, X_LAYOUT)  # a factor per token, along the columns
     DTYPE: gl.constexpr = u.k_desc.dtype
@@ -107,13 +111,13 @@ def _state_partition(u, start_ptr, told_ptr, GROUP: gl.constexpr):
     if column >= D:
         S = gl.where(_offsets(column - D) % (D + 1) == 0, 1.0, 0.0)
     Sa = as_a(S, DTYPE)
-    mbarrier.wait(u.landed.index(0), 0, pred=u.chunks > 0)
-    S = pin(_decayed(S, u.f_smem.index(0), u.chunks > 0))
+    mbarrier.wait(u.full.index(0), 0, pred=u.chunks > 0)
+    S = pin(decayed_state(S, u.f_smem.index(0), u.chunks > 0))
     for c in range(u.chunks):
         s, n = c % STAGES, (c + 1) % STAGES  # this chunk's slot and the next one's
         k, f = u.k_smem.index(s), u.f_smem.index(s)
         sk = start_product(Sa, k)
-        mbarrier.arrive(u.free.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
+        mbarrier.arrive(u.empty.index((c + STAGES - 1) % STAGES), count=1, pred=c > 0)
         f0 = f.slice(0, C).load(TOKEN)
         v = u.v_smem.index(s * GROUPS + GROUP).permute((1, 0)).load(X_LAYOUT)
         sk = warpgroup_mma_wait(0, (sk,))
@@ -125,24 +129,24 @@ def _state_partition(u, start_ptr, told_ptr, GROUP: gl.constexpr):
         wa = gl.convert_layout(wa, a_layout(D), assert_trivial=True)
         S = warpgroup_mma(wa, k, S, is_async=True)
         more = c + 1 < u.chunks
-        mbarrier.wait(u.landed.index(n), ((c + 1) // STAGES) & 1, pred=more)
+        mbarrier.wait(u.full.index(n), ((c + 1) // STAGES) & 1, pred=more)
         S = warpgroup_mma_wait(0, (S,))
         Sa = pin(as_a(S, DTYPE))
-        S = pin(_decayed(S, u.f_smem.index(n), more))
+        S = pin(decayed_state(S, u.f_smem.index(n), more))
     if u.chunks > 0:
         size = D * 2 * u.second  # of a head's [V, K] or [V + K, K]
-        told_ptr += (u.target.to(gl.int64) * u.heads + u.head) * size
-        gl.store(told_ptr + _offsets(column), S)
+        sent_ptr += (u.target.to(gl.int64) * u.heads + u.head) * size
+        gl.store(sent_ptr + _offsets(column), S)
 
 
 @gluon.jit
-def _state_partition_0(u, start_ptr, told_ptr):
-    _state_partition(u, start_ptr, told_ptr, 0)
+def _state_partition_0(u, start_ptr, sent_ptr):
+    _state_partition(u, start_ptr, sent_ptr, 0)
 
 
 @gluon.jit
-def _state_partition_1(u, start_ptr, told_ptr):
-    _state_partition(u, start_ptr, told_ptr, 1)
+def _state_partition_1(u, start_ptr, sent_ptr):
+    _state_partition(u, start_ptr, sent_ptr, 1)
 
 
 @gluon.jit
@@ -176,9 +180,9 @@ def _place(cu_ptr, rows_ptr, decay_ptr, T, HV, H, WITH_M: gl.constexpr):
 @gluon.jit(do_not_specialize=["T", "HV", "H"])
 def gdn_summary_kernel(
     k_desc, v_desc, t_desc, f_desc,  # as in Piece
-    start_ptr,  # [N, HV, V, K] fp32: states before the pieces, or None for zeros
-    told_ptr,  # [slots, HV, V or V + K, K] fp32: N^T and M^T
-    rows_ptr,  # [N] int32: the slot of each piece, or negative
+    start_ptr,  # [N, HV, V, K] fp32: states before the segments, or None for zeros
+    sent_ptr,  # [slots, HV, V or V + K, K] fp32: N^T and M^T
+    rows_ptr,  # [N] int32: the slot of each segment, or negative
     cu_ptr,  # [N + 1] token offsets
     decay_ptr,  # [rows, HV] fp32: log2 of a bound of the norm of a chunk's transition
     T, HV, H,
@@ -186,23 +190,25 @@ def gdn_summary_kernel(
     STATE_REGISTERS: gl.constexpr,  # of the second warpgroup
     LOAD_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Sets up one CTA, which has 128 columns of N, or 64 of N and of M each, of a head of a piece,
-    and divides it."""
+    """Allocates the shared memory of a CTA and starts its partitions.
+
+    A CTA has 128 columns of N, or 64 of N and 64 of M, of a head of a segment.
+    """
     LAYOUT: gl.constexpr = t_desc.layout  # 128-byte swizzle, for every 16-bit tile
     k_smem = gl.allocate_shared_memory(k_desc.dtype, [STAGES, C, D], LAYOUT)
     v_smem = gl.allocate_shared_memory(v_desc.dtype, [STAGES * GROUPS, C, 64], LAYOUT)
     t_smem = gl.allocate_shared_memory(t_desc.dtype, [STAGES, C, C], LAYOUT)
     f_smem = gl.allocate_shared_memory(gl.float32, [STAGES, 4 * C], f_desc.layout)
-    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(landed.index(i), count=1)
-        mbarrier.init(free.index(i), count=GROUPS)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
     where = _place(cu_ptr, rows_ptr, decay_ptr, T, HV, H, WITH_M)
     u = Piece(
-        k_desc, v_desc, t_desc, f_desc, k_smem, v_smem, t_smem, f_smem, landed, free, *where
+        k_desc, v_desc, t_desc, f_desc, k_smem, v_smem, t_smem, f_smem, full, empty, *where
     )  # fmt: skip
-    args = (u, start_ptr, told_ptr)
+    args = (u, start_ptr, sent_ptr)
     # Triton passes args to the workers through memory that reductions above may still use.
     barrier()
     warp_specialize(

@@ -1,8 +1,8 @@
 """The gradient of the chunked gated delta rule (docs/gdn_backward.md).
 
 Prepare (unless the forward saved its blocks); both passes over the states in one launch; then all
-chunks side by side: queries, keys, gates, and dbeta where beta is next to nothing. No atomics: the
-same bits every run.
+chunks in parallel: queries, keys, gates, and dbeta for beta close to zero. There are no atomics, so
+results are deterministic.
 """
 
 import functools
@@ -24,7 +24,10 @@ from .prepare import gdn_prepare
 
 
 def supports_gdn_chunk_bwd(call: GdnCall, gradient: Optional[GdnGradient] = None) -> bool:
-    """Head dims up to 256; fp16, bf16 and fp32. Without value heads no program writes dq and dk."""
+    """True for head dims up to 256 and fp16, bf16 or fp32.
+
+    Without value heads no program would write dq and dk.
+    """
     return call.q.dtype in SERVED and max(call.K, call.V) <= 256 and call.HV > 0
 
 
@@ -46,23 +49,31 @@ def configuration(units: int, K: int, V: int, size: int, where: torch.device) ->
 
 
 def for_waves(config: dict) -> dict:
-    """A phase's configuration on AMD: half as many waves, which have twice a warp's threads, and
-    nothing loaded ahead, which takes registers there. Else the loops spill."""
+    """A phase's configuration on AMD GPUs, so that its loops do not spill.
+
+    It has half as many waves, which have twice a warp's threads, and no loads ahead, which take
+    registers there.
+    """
     if "STAGES" not in config:
         return config
     return {**config, "STAGES": 1, "num_warps": config["num_warps"] // 2}
 
 
 def for_registers(phase: str, config: dict, K: int) -> dict:
-    """A phase's configuration in fp32 on chips with tensor memory: where its products overflow it,
-    16 warps, with which Triton leaves it alone. Slow: only compiled, never run."""
+    """A phase's configuration in fp32 on GPUs with tensor memory.
+
+    A phase whose products overflow tensor memory gets 16 warps, with which Triton does not use it.
+    That is slow, and has only been compiled.
+    """
     overflows = phase == "key" or K > 128
     return {**config, "num_warps": 16} if "STAGES" in config and overflows else config
 
 
 def _query_and_key(call: GdnCall, f, do, h, dh, vt, dv, config: dict) -> tuple:
-    """dq, dk; cumsum(g) in log2 [rows, HV, C]; and for the gates the vectors by_query and by_key
-    [rows, HV, NV, 8, C] and <S, dS> [rows, HV, NV]."""
+    """Returns dq, dk, cumsum(g) in log2 [rows, HV, C] and operands of the gates' gradient.
+
+    These are the vectors by_query and by_key [rows, HV, NV, 8, C] and <S, dS> [rows, HV, NV].
+    """
     rows, HV = f.shape[:2]
     NQ, NK = (vt.shape[3] // config[side]["BLOCK_V"] for side in ("query", "key"))
     cumulative = f.new_empty(rows, HV, 64)
@@ -75,7 +86,8 @@ def _query_and_key(call: GdnCall, f, do, h, dh, vt, dv, config: dict) -> tuple:
 
 
 def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient) -> tuple:
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given.
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for arguments that were not
+    given.
 
     With values_only, only dv and d_initial_state.
     """
@@ -108,10 +120,12 @@ def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient) -> tuple:
 
 
 def _padded(x: torch.Tensor, more: int) -> torch.Tensor:
-    """x with its last 1 + more dimensions brought to powers of two by zeros, which change nothing.
+    """x with its last 1 + more dimensions zero-padded to powers of two, which does not change
+    results.
 
-    So every row is copied by 16 bytes and every loop over chunks pipelined: the ptxas of Triton
-    3.4 to 3.6 loses descriptors of products in loops that are not (docs/gdn_backward.md).
+    Every row is then copied in units of 16 bytes, and every loop over chunks is pipelined: the
+    ptxas of Triton 3.4 to 3.6 loses descriptors of products in loops that are not
+    (docs/gdn_backward.md).
     """
     missing = [max(triton.next_power_of_2(n), 32) - n for n in x.shape[-1 - more :]]
     if not any(missing):
@@ -120,15 +134,15 @@ def _padded(x: torch.Tensor, more: int) -> torch.Tensor:
 
 
 def _cut(x: torch.Tensor, *sizes: int) -> torch.Tensor:
-    """The first of x's last dimensions' elements, contiguous."""
+    """The leading elements of x's last dimensions, contiguous."""
     for dim, size in enumerate(sizes, -len(sizes)):
         x = x.narrow(dim, 0, size)
     return x.contiguous()
 
 
 def near(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy where kernels could not reach across a chunk of it with 32 bits, or not copy its
-    rows by 16 bytes."""
+    """x, or a copy if 32-bit offsets do not span a chunk of it or its rows are not aligned to 16
+    bytes."""
     reached = x.stride(-1) == 1 and x.stride(1) < 2**25
     aligned = x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps(x))
     return x if reached and aligned else x.clone(memory_format=torch.contiguous_format)

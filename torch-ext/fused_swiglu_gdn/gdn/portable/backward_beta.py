@@ -1,12 +1,13 @@
-"""The gradient of beta where beta is too small to divide by, or a chunk has few tokens
+"""The gradient of beta if beta is too small to divide by, or a chunk has few tokens
 (docs/gdn_backward.md).
 
     w = X - strict_lower(Gam K K^T) vt
     u = dvt - strict_upper(Gam^T K K^T) dV      dbeta = u . w
 
-holds for every beta; elsewhere u = dV / beta and w = vt / beta give (dV . vt) / beta^2, which
-backward_key.py has for nothing. There dV and vt were rounded once more than here, which is
-nothing beside the error of many tokens, but not of a few. Other chunks end after one load.
+holds for every beta; otherwise u = dV / beta and w = vt / beta give (dV . vt) / beta^2, which
+backward_key.py computes at no cost. In that formula dV and vt are rounded once more than here,
+which is negligible beside the error of many tokens, but not of a few. The programs of other chunks
+end after one load.
 
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; R = HV / H; rows = chunk rows of the call.
 K and V are powers of two.
@@ -106,7 +107,8 @@ def _beta_bwd_kernel(
     BLOCK_V: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """dbeta of the tokens of one chunk with |beta| < SMALL, in any value head, or of all FEW."""
+    """dbeta of a chunk's tokens with |beta| < SMALL in any value head, or of all if they are at
+    most FEW."""
     HV: tl.constexpr = H * R
     row = tl.program_id(0)
     n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
@@ -147,7 +149,7 @@ def _beta_bwd_kernel(
 
 
 class SmallBetas:
-    """The kernel above for calls of one kind."""
+    """The launch of the kernel above for all calls with the same facts."""
 
     __slots__ = ("kernel",)
 
@@ -167,7 +169,9 @@ class SmallBetas:
         )
 
     def __call__(self, call: GdnCall, p, f, cumulative, do, vt, dv, h, dh, dbeta) -> None:
-        """Overwrites dbeta where |beta| is so small, or so few tokens are there, that too much of
-        (dV . vt) / beta^2 is lost to rounding."""
+        """Overwrites dbeta where rounding would lose too much of (dV . vt) / beta^2.
+
+        That is where |beta| is small, or a chunk has few tokens.
+        """
         _, k, v, _, beta, *_, cu_seqlens, _ = call
         self.kernel(k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta)

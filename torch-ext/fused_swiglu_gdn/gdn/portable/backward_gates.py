@@ -1,7 +1,7 @@
-"""The gradients of g and beta from what the queries' and the keys' kernels left of each chunk.
+"""The gradient of g and beta from the results of the query and key kernels for each chunk.
 
     dg_u = sum over i >= u of dG by rows + sum over i < u of dG by columns + gam_C <S, dS>
-    dbeta = (dV . vt) / beta^2        with beta as Tb has it on its diagonal, rounded
+    dbeta = (dV . vt) / beta^2        with beta rounded as on the diagonal of Tb
 
 then through the gate g = -exp(A_log) softplus(a + dt_bias) and the sigmoid (docs/gdn_backward.md).
 The vectors [rows, HV, NV, 8, C] of each kernel, by its blocks of V, are
@@ -104,7 +104,10 @@ def _gates_bwd_kernel(
 
 
 class Gates:
-    """The kernel above for calls of one kind; NQ, NK: blocks of V of by_query, by_key and ends."""
+    """The launch of the kernel above for all calls with the same facts.
+
+    NQ, NK: blocks of V of by_query, by_key and ends.
+    """
 
     __slots__ = ("kernel", "rows")
 

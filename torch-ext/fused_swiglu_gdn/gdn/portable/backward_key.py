@@ -6,10 +6,10 @@ backward_query.py:
     N = -strict_lower(Gam dV vt^T)
     dK = -F0 (dV S^T) + F1 (vt dS^T) + (N + N^T) K + dP^T Q      then through the norm of k
 
-and what the keys add to dG: rows of N * KK^T, its columns, rows of F0 (dV S^T) * K and of
-F1 (vt dS^T) * K, and <S, dS>; and the rows' dV . vt, from which dbeta comes.
-N^T and dP^T are read transposed from memory: Triton below 3.7.1 miscompiles a dot of a transposed
-accumulator on Hopper (flash-linear-attention#640).
+and the keys' terms of dG: rows of N * KK^T, its columns, rows of F0 (dV S^T) * K and of F1 (vt
+dS^T) * K, and <S, dS>; and the rows' dV . vt, from which dbeta is computed. N^T and dP^T are read
+transposed from memory: Triton below 3.7.1 miscompiles a dot of a transposed accumulator on Hopper
+(flash-linear-attention#640).
 
 Sizes as in backward_query.py.
 """
@@ -54,7 +54,7 @@ def _key_bwd_kernel(
     HALVES: tl.constexpr,  # of K, one after another, in the keys' own products
     PREC: tl.constexpr,
 ):
-    """dK of one chunk and key head, over its R value heads; the keys' part of dG."""
+    """dK of one chunk and key head, over its R value heads; the keys' terms of dG."""
     HV: tl.constexpr = H * R
     NV: tl.constexpr = V // BLOCK_V
     b, h, first, left, unit = place(cu_ptr, T, N, NT, H, R)

@@ -4,12 +4,12 @@ From the state S before a chunk, its deltas vt and dO, with Gam_ij = exp(G_i - G
 
     dP = scale lower(Gam dO vt^T)      dQ = F2 (dO S^T) + dP K      then through the norm of q
 
-and what the queries add to dG, the gradient of cumsum(g): rows of dP * QK^T, its columns, and rows
-of F2 (dO S^T) * Q.
+and the queries' terms of dG, the gradient of cumsum(g): rows of dP * QK^T, its columns, and rows of
+F2 (dO S^T) * Q.
 
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; R = HV / H; rows = chunk rows of the call;
-NV blocks of V. K and V are powers of two. `parts` [rows, HV, NV, 8, C] takes the vectors that
-backward_gates.py puts together, see there.
+NV blocks of V. K and V are powers of two. `parts` [rows, HV, NV, 8, C] receives the vectors that
+backward_gates.py combines.
 """
 
 import torch
@@ -24,14 +24,18 @@ from .primitives import chunk_numbers, locate, precision
 
 @triton.jit
 def tile(ptr, tok, stride, d, ok):
-    """Rows `tok` and columns `d` of a matrix of dense rows; zeros in rows that are not ok."""
+    """Loads rows `tok` and columns `d` of a matrix with contiguous rows; zeros in rows that are not
+    ok."""
     return tl.load(ptr + tok[:, None] * stride + d[None, :], mask=ok[:, None], other=0.0)
 
 
 @triton.jit
 def place(cu_ptr, T, N, NT, H: tl.constexpr, R: tl.constexpr):
-    """A program's chunk and key head: batch, head, first token, how many are left from there on,
-    and the place of its first value head among all chunk rows and value heads."""
+    """A program's chunk and key head: (batch, head, first token, tokens left in the sequence,
+    unit).
+
+    unit: index of its first value head among all chunk rows and value heads.
+    """
     row = tl.program_id(0) // H
     h = (tl.program_id(0) % H).to(tl.int64)
     n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
@@ -41,7 +45,7 @@ def place(cu_ptr, T, N, NT, H: tl.constexpr, R: tl.constexpr):
 
 @triton.jit
 def at(ptr, strides, b, tok, head):
-    """ptr of one token and head, by strides of B, T, heads."""
+    """The pointer to one token and head, by strides of B, T, heads."""
     return ptr + b * strides[0] + tok * strides[1] + head * strides[2]
 
 
@@ -58,7 +62,7 @@ def _store_cumulative_gates(
     cumulative_ptr, g_ptr, A_log_ptr, dt_bias_ptr, g_strides, ok, hv, R: tl.constexpr,
     HEADS: tl.constexpr,
 ):  # fmt: skip
-    """G [R, C] of the group's heads, in log2, where both kernels of gradients read it."""
+    """Stores G [R, C] of the group's heads, in log2, for both gradient kernels."""
     t = tl.arange(0, 64)
     r = tl.arange(0, HEADS)
     mask = (r < R)[:, None] & ok[None, :]
@@ -103,7 +107,7 @@ def _query_bwd_kernel(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """dQ of one chunk and key head, over its R value heads; the queries' part of dG."""
+    """dQ of one chunk and key head, over its R value heads; the queries' terms of dG."""
     HV: tl.constexpr = H * R
     NV: tl.constexpr = V // BLOCK_V
     b, h, first, left, unit = place(cu_ptr, T, N, NT, H, R)

@@ -1,14 +1,14 @@
-"""The two sequential passes of the gated delta rule's gradient, side by side in one launch.
+"""The two sequential passes of the gated delta rule's gradient, concurrently in one launch.
 
-Forward through the chunks, the state S [K, V] that each chunk starts from and its deltas vt:
+Forward over the chunks, the state S [K, V] before each chunk and its deltas vt:
 
     X = V - F0 (K S)      vt = Tb X       S <- gam_C S + K^T (F1 vt)
 
-Backward through them, the gradient dS of the state that each chunk ends with and that of V:
+Backward over them, the gradient dS of the state after each chunk and that of V:
 
     dvt = F1 (K dS) + P^T dO      dV = Tb^T dvt      dS <- gam_C dS + Q^T (F2 dO) - K^T (F0 dV)
 
-Neither needs the other, so half of the programs run the one and half the other. Tb, P and the row
+The passes are independent, so half of the programs run one and half the other. Tb, P and the row
 factors F come from gdn/portable/prepare.py; docs/gdn_backward.md derives both.
 
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; R = HV / H; rows = chunk rows of the call.
@@ -27,15 +27,18 @@ from .primitives import kv_strides, precision
 
 @triton.jit
 def _tile(ptr, first, stride, d, mask):
-    """64 rows from `first` on and columns `d` of a matrix of dense rows; zeros outside the mask."""
+    """Loads 64 rows from `first` on and columns `d` of a matrix with contiguous rows; zeros if
+    masked."""
     at = tl.arange(0, 64)[:, None] * stride + d[None, :]
     return tl.load(ptr + first * stride + at, mask=mask, other=0.0)
 
 
 @triton.jit
 def _solve(matrix, diagonal_ptr, x, PREC: tl.constexpr):
-    """Tb x or Tb^T x [C, BLOCK_V] fp32. What a row of x loses to rounding comes back through the
-    diagonal, which is most of what it does."""
+    """Tb x or Tb^T x [C, BLOCK_V] fp32.
+
+    The rounding error of x is multiplied by the diagonal, its largest factor, and added.
+    """
     low = x.to(matrix.dtype)
     if low.dtype == tl.float32:
         return tl.dot(matrix, low, input_precision=PREC)
@@ -151,7 +154,7 @@ def _states_bwd_kernel(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """BLOCK_V columns of one value head of one sequence, in one of the two directions."""
+    """One of the two passes for BLOCK_V columns of one value head of one sequence."""
     HV: tl.constexpr = H * R
     NV: tl.constexpr = V // BLOCK_V
     pid = tl.program_id(0)

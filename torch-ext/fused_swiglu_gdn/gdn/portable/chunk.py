@@ -1,4 +1,5 @@
-"""Chunked gated delta rule for every chip: prepare, then scan (docs/gdn.md). Holds no kernel."""
+"""The chunked gated delta rule on every GPU: prepare, then scan (docs/gdn.md). Contains no
+kernel."""
 
 import torch
 
@@ -16,15 +17,15 @@ from .scan import Scan
 
 
 def supports_gdn_chunk_fwd(call: GdnCall) -> bool:
-    """Head dims up to 256; fp16, bf16 and fp32."""
+    """True for head dims up to 256 and fp16, bf16 or fp32."""
     return call.q.dtype in SERVED and max(call.K, call.V) <= 256
 
 
 def _kind(call: GdnCall) -> str:
-    """Which configurations of configs/ a call takes.
+    """Suffix of the configurations in configs/ for a call.
 
-    "": a loop that loads ahead, which needs rows that can be copied in pieces of 16 bytes and a
-    state of at most 128 rows. "_plain": any rows and sizes. "_fp32": three products for each.
+    "": a loop that loads ahead, for rows that can be copied in units of 16 bytes and a state of at
+    most 128 rows. "_plain": any rows and sizes. "_fp32": three products for each.
     """
     if call.q.dtype == torch.float32:
         return "_fp32"
@@ -40,7 +41,8 @@ def gdn_chunk_fwd(call: GdnCall) -> tuple:
 
 
 def plan_gdn_chunk_fwd(call: GdnCall):
-    """gdn_chunk_fwd for all calls like this one, from their ten tensors."""
+    """Returns gdn_chunk_fwd as a function of the ten tensors for all calls that match this one, or
+    None."""
     if not aligned(call.q, call.k, call.v):
         return None
     kept, options = _Chunked(call), call.options
@@ -54,7 +56,8 @@ def plan_gdn_chunk_fwd(call: GdnCall):
 
 
 class _Chunked:
-    """gdn_chunk_fwd for calls of one kind: shapes, strides, dtypes and options are known."""
+    """The launches of gdn_chunk_fwd for all calls with the same shapes, strides, dtypes and
+    options."""
 
     __slots__ = ("final", "checkpoints", "saves", "prepare", "carry", "scan")
 

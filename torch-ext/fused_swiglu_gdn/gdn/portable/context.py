@@ -1,4 +1,4 @@
-"""Exact context parallelism inside one GPU: segments of a long sequence at the same time.
+"""Exact context parallelism inside one GPU: segments of a long sequence run concurrently.
 
 A segment maps the state before it to the state after it, S -> M S + N, with N its final state from
 S = 0, and M the same recurrence without V from S = I. Three launches (docs/gdn.md):
@@ -7,14 +7,16 @@ S = 0, and M the same recurrence without V from S = I. Three launches (docs/gdn.
     carry:      S_1 = M_0 S_0 + N_0, S_2 = M_1 S_1 + N_1, ... in fp32
     scan:       scan.py from those states, S_0 too, all segments at once
 
-They lie in o, in the place of the first rows of the segment that starts from them
-(gdn/portable/cuts.py). A rest too short for that is no segment, but the end of the one before.
+These states are stored in o, in place of the first rows of the segment that starts from them
+(gdn/portable/cuts.py). A remainder too short for that is not a segment of its own but the end of
+the one before.
 
-A chunk's transition stretches no state by more than 2^decay (prepare). Where the decays of a
-segment's last chunks come to less than 2^-30, those alone are run from zero, and M is zero: the
-device decides for each segment and head, and nothing that fp32 could hold is lost.
+A chunk's transition stretches no state by more than 2^decay (prepare). If the decays of a segment's
+last chunks multiply to less than 2^-30, only those chunks are run from zero, and M is zero: the
+device decides for each segment and head, and nothing that fp32 could represent is lost.
 
-Where segments begin depends on the sequence alone, so neither do results on the rest of the batch.
+The start of a segment depends on its sequence alone, so results do not depend on the rest of the
+batch.
 """
 
 from typing import Optional
@@ -150,11 +152,11 @@ def _carry_kernel(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """S <- M S + N over the segments of a sequence; every S takes the place of its N.
+    """S <- M S + N over the segments of a sequence; every S replaces its N.
 
-    S_0 goes to the first segment's rows: the last one may write the pool's row that it came from.
-
-    On rows: S^T <- S^T M^T + N^T for BLOCK_V columns of the state of one value head.
+    S_0 is stored in the first segment's rows: the last segment may overwrite the row of the pool
+    from which it was read. Transposed: S^T <- S^T M^T + N^T for BLOCK_V columns of one value head's
+    state.
     """
     NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
@@ -197,7 +199,8 @@ def _carry_kernel(
 
 
 class Carry:
-    """The two kernels above for calls of one kind: shapes, strides and dtypes are known."""
+    """The launches of the two kernels above for all calls with the same shapes, strides and
+    dtypes."""
 
     __slots__ = ("transition", "carry")
 
@@ -249,6 +252,6 @@ class Carry:
         state_indices: Optional[torch.Tensor],
         cu_seqlens: Optional[torch.Tensor],
     ) -> None:
-        """Leaves in o the state before each segment of a sequence that is cut."""
+        """Stores in o the state before each segment of a sequence that is cut."""
         self.transition(k, v, tb, f, decay, cu_seqlens, o)
         self.carry(o, initial_state, state_indices, cu_seqlens)

@@ -1,13 +1,13 @@
-"""Where the states at the cuts of long sequences lie: in rows of o that nobody has written yet.
+"""Memory for the states at the cuts of long sequences: rows of o that are not written yet.
 
-A long sequence of few heads is cut into segments that run at the same time, and one needs the state
-at each cut. Such a state and the transition that leads to it take no memory of their own. The scan
-alone writes o, after the kernels that find those states, so they lie in the rows of o of the
-segment *behind* the cut, and every one is read before o takes its place.
+A long sequence of few heads is cut into segments that run concurrently, which needs the state at
+each cut. Such a state and the transition that leads to it take no memory of their own. Only the
+scan writes o, after the kernels that compute those states, so they are stored in the rows of o of
+the segment *after* the cut, and each is read before o overwrites it.
 
-Programs of the scan share a segment by columns of V, and do not wait for each other. So the state
-of a program's `width` columns lies in the bytes of those columns of o: a *slice* of a token's row,
-`words` fp32 words. M has no reader by then and lies in the rows behind.
+Programs of the scan share a segment by columns of V, and are not synchronised. So the state of a
+program's `width` columns is stored in the bytes of those columns of o: a *slice* of a token's row,
+`words` fp32 words. M is not read by then and is stored in the rows after.
 
 Sizes: K and V head dims; HV value heads; o [B, T, HV, V] contiguous.
 """
@@ -24,15 +24,15 @@ FORGOTTEN = tl.constexpr(-30.0)
 
 
 def words(width: int, size: int) -> int:
-    """fp32 words in the slice of `width` columns of `size` bytes."""
+    """fp32 words in a slice of `width` columns of `size` bytes."""
     return width * size // 4
 
 
 def tokens_at_cut(K: int, V: int, size: int) -> int:
-    """Rows of o that N and M of a cut take, or 0 where they do not fit into slices.
+    """Rows of o that N and M of a cut take, or 0 if they do not fit into slices.
 
-    Asked of the widest slice, of `WIDEST` columns, since the width of a program depends on the
-    batch, but where a sequence is cut must not. Narrower ones take as many rows.
+    Computed for the widest slice, of `WIDEST` columns, because the width of a program depends on
+    the batch, but the positions of cuts must not. Narrower slices take as many rows.
     """
     if V % WIDEST or K % words(WIDEST, size):
         return 0
@@ -41,7 +41,8 @@ def tokens_at_cut(K: int, V: int, size: int) -> int:
 
 @triton.jit
 def word_at_cut(x, k, step, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr):
-    """fp32 words from a head's part of a segment's first row to N^T[x, k], or M^T[x - V, k].
+    """Offset in fp32 words from a head's part of a segment's first row to N^T[x, k], or M^T[x - V,
+    k].
 
     step: words from a row of o to the next. W columns a slice of WORDS words.
     """
@@ -50,7 +51,7 @@ def word_at_cut(x, k, step, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr, W
 
 
 def chunks_in_segment(chunks: int, shortest: int, longest: int) -> int:
-    """Chunks in a segment of a sequence of so many full ones, on the portable path.
+    """Chunks in a segment of a sequence of `chunks` full chunks, for the portable kernels.
 
     A quarter of the sequence: shorter segments take more states to chain, longer ones more steps.
     """
@@ -59,25 +60,27 @@ def chunks_in_segment(chunks: int, shortest: int, longest: int) -> int:
 
 @triton.jit
 def segment_of(length, SHORTEST, LONGEST: tl.constexpr):
-    """As chunks_in_segment, of a sequence's tokens."""
+    """chunks_in_segment for a sequence of `length` tokens."""
     chunks = length // 64
     return tl.where(chunks < SHORTEST * _FEWEST, _WHOLE, tl.minimum(chunks // _FEWEST, LONGEST))
 
 
 @triton.jit
 def count_cuts(length, SPAN, BEHIND: tl.constexpr):
-    """Cuts of a sequence cut every SPAN tokens: each has BEHIND tokens behind it or more."""
+    """Cuts of a sequence cut every SPAN tokens: at least BEHIND tokens follow each."""
     return tl.maximum(length - BEHIND, 0) // SPAN
 
 
 @triton.jit
 def count_segments(length, most, SPAN: tl.constexpr):
-    """Segments of a sequence that is cut into `most` alike, or fewer if they had less than SPAN
-    tokens, on Hopper."""
+    """Number of equal segments of a sequence on Hopper.
+
+    At most `most`, and fewer if they had less than SPAN tokens.
+    """
     return tl.where(length < _FEWEST * SPAN, 1, tl.minimum(most, length // SPAN))
 
 
 @triton.jit
 def chunk_at_cut(i, total, segments):
-    """The first of a sequence's `total` chunks in segment i, where segments are alike."""
+    """The first of a sequence's `total` chunks in segment i of equal segments."""
     return i * total // segments

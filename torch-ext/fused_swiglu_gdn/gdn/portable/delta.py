@@ -1,6 +1,6 @@
-"""One step of the gated delta rule on a tile of a state: what the decode kernels share.
+"""One step of the gated delta rule on a tile of a state, for the decoding kernels.
 
-Sizes: K and V head dims; a tile is [BLOCK_V, BLOCK_K] for states kept as [V, K], else transposed.
+Sizes: K and V head dims; a tile is [BLOCK_V, BLOCK_K] for states stored as [V, K], else transposed.
 """
 
 import triton
@@ -11,7 +11,7 @@ _AS_USUAL = tl.constexpr("")
 
 @triton.jit
 def load(ptrs, mask, alive=None):
-    """fp32; zeros where a mask is given and false."""
+    """Loads fp32; zeros where a mask is given and false."""
     if mask is not None and alive is not None:
         x = tl.load(ptrs, mask=mask & alive, other=0.0)
     elif mask is not None:
@@ -42,9 +42,11 @@ def state_tile(
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HEAD: tl.constexpr = None,
     ROW: tl.constexpr = None,
 ):  # fmt: skip
-    """Of a program its sequence, its value head, the rows and columns of its tile of the state, and
-    the tile's offsets in the states of the sequence, whose heads are HEAD and rows ROW apart: side
-    by side where that is not given."""
+    """(sequence, value head, rows and columns of its tile of the state, offsets) of a program.
+
+    The offsets are within the states of the sequence. HEAD and ROW: their strides, if not
+    contiguous.
+    """
     PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     n = (pid // (PARTS * HV)).to(tl.int64)
     hv = (pid // PARTS) % HV
@@ -60,7 +62,7 @@ def state_tile(
 
 @triton.jit
 def pool_rows(n, read_ptr, write_ptr):
-    """The rows of a pool that a sequence reads and writes; negative: it does not."""
+    """The rows of a pool that a sequence reads and writes; a negative row is not accessed."""
     row = n if read_ptr is None else tl.load(read_ptr + n).to(tl.int64)
     write_row = row if write_ptr is None else tl.load(write_ptr + n).to(tl.int64)
     return row, write_row
@@ -86,8 +88,8 @@ def key_norms(q, k, scale, L2NORM: tl.constexpr):
 def read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS: tl.constexpr):
     """(delta, o) [BLOCK_V] of a step from S_{t-1} [BLOCK_V, BLOCK_K] (K_AXIS = 1) or transposed.
 
-    S_t^T q = decay S_{t-1}^T q + (k.q) delta, so that every reduction starts from what was loaded,
-    and k and q stay as they are: their norms are factors of the sums. All fp32.
+    S_t^T q = decay S_{t-1}^T q + (k.q) delta, so that every reduction starts from loaded values,
+    and k and q are not normalised: their norms are factors of the sums. All fp32.
     """
     decay = tl.exp(g)
     wide_k = tl.expand_dims(k, 1 - K_AXIS)

@@ -1,7 +1,7 @@
-"""The gates of the gated delta rule: one formula for prefill, decode and gradients on every chip.
+"""The gates of the gated delta rule: one formula for prefill, decoding and gradients on every GPU.
 
-All in fp32. `hv` is the value head of each element, `mask` says where there is one, if not
-everywhere.
+All in fp32. `hv` is the value head of each element; `mask`, if given, is False for elements without
+a head.
 """
 
 import triton
@@ -29,7 +29,7 @@ def _of_head(ptr, hv, mask):
 
 @triton.jit
 def log_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=None):
-    """The natural-log decay: g itself, or -exp(A_log) * softplus(g + dt_bias)."""
+    """The natural-log decay: g unchanged, or -exp(A_log) * softplus(g + dt_bias)."""
     g = g.to(tl.float32)
     if A_log_ptr is not None:
         if dt_bias_ptr is not None:
@@ -41,8 +41,10 @@ def log_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=None):
 
 @triton.jit
 def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=None):
-    """log2 of the decay. Cut at 2^-200, which is 0 in fp32, so that one reset does not cost its
-    chunk all precision."""
+    """log2 of the decay, clamped at -200.
+
+    2^-200 is 0 in fp32; without the clamp one reset would cost its chunk all precision.
+    """
     g = log_decay(g, A_log_ptr, dt_bias_ptr, hv, mask)
     # log2(e) in two parts: in fp32 it is off by 1.3e-8, which a state that decays for long shows
     return tl.maximum(g * LOG2_E + g * LOG2_E_REST, -200.0)
@@ -50,7 +52,7 @@ def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=None):
 
 @triton.jit
 def write_strength(beta, BETA_MAX: tl.constexpr):
-    """beta itself, or BETA_MAX * sigmoid(beta) where that is not 0."""
+    """beta unchanged, or BETA_MAX * sigmoid(beta) if BETA_MAX is not 0."""
     beta = beta.to(tl.float32)
     if BETA_MAX != 0:
         beta = BETA_MAX / (1.0 + tl.exp(-beta))

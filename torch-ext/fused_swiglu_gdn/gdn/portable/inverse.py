@@ -1,11 +1,11 @@
-"""Tb of the chunked gated delta rule: the inverse of I + L, a warp for each value head.
+"""Tb of the chunked gated delta rule: the inverse of I + L, one warp for each value head.
 
-A [C, C] tile is handled as 16 x 16 blocks, the ten on and below its diagonal, each a batched
-product's operand [U, 16, 16] for U units (a unit is a chunk of one value head). Batches of products
-go to one warp each, so a unit's whole inverse stays in the registers of one warp: an accumulator is
-the left operand of the next product as it lies, and its transpose the right one. Hence every block
-that stands on the right later is computed transposed too; that costs less than a way through
-shared memory. docs/gdn.md has the maths.
+A [C, C] tile is split into 16 x 16 blocks, the ten on and below its diagonal, each an operand [U,
+16, 16] of a batched product for U units (a unit is a chunk of one value head). Batches of products
+go to one warp each, so a unit's whole inverse stays in the registers of one warp: the layout of an
+accumulator is that of the left operand of the next product, and that of its transpose the right
+one. Hence every block that is a right operand later is computed transposed too; that costs less
+than a conversion through shared memory. docs/gdn.md has the maths.
 """
 
 import triton
@@ -16,7 +16,7 @@ from .primitives import level
 
 @triton.jit
 def keep_blocks(ptr, x):
-    """Stores x [C, C], in blocks that lie as the lanes of a warp hold them: 8 values a lane."""
+    """Stores x [C, C] in blocks in the order of a warp's lanes, 8 values a lane."""
     x = tl.reshape(
         x, (4, 2, 8, 4, 2, 4, 2)
     )  # block row, half, row, block column, half, pair, column
@@ -28,7 +28,8 @@ def keep_blocks(ptr, x):
 
 @triton.jit
 def _block(ptr, BI: tl.constexpr, BJ: tl.constexpr, TURN: tl.constexpr):
-    """Block (BI, BJ) of what keep_blocks stored at ptr [1, U, 1] -> [U, 16, 16], or turned."""
+    """Loads block (BI, BJ), stored by keep_blocks at ptr [1, U, 1], as [U, 16, 16]; TURN:
+    transposed."""
     U: tl.constexpr = ptr.shape[1]
     lane = tl.arange(0, 32)[:, None, None]
     x = tl.load(ptr + (4 * BI + BJ) * 256 + lane * 8 + tl.arange(0, 8)[None, None, :])  # [32, U, 8]
@@ -39,10 +40,10 @@ def _block(ptr, BI: tl.constexpr, BJ: tl.constexpr, TURN: tl.constexpr):
 
 @triton.jit
 def kept_block(ptr, BI: tl.constexpr, BJ: tl.constexpr):
-    """Block (BI, BJ), BI >= BJ, of a symmetric tile -> [U, 16, 16].
+    """Loads block (BI, BJ), BI >= BJ, of a symmetric tile as [U, 16, 16].
 
-    Below the diagonal it is read as the transpose of the one above, which lies as a product's right
-    operand does.
+    Below the diagonal it is read as the transpose of the one above, which has the layout of a
+    product's right operand.
     """
     if BI == BJ:
         return _block(ptr, BI, BI, False)
@@ -51,7 +52,7 @@ def kept_block(ptr, BI: tl.constexpr, BJ: tl.constexpr):
 
 @triton.jit
 def kept_blocks(ptr):
-    """The blocks (i, j), i >= j, of a symmetric tile: ten [U, 16, 16], row by row."""
+    """Loads the blocks (i, j), i >= j, of a symmetric tile: ten [U, 16, 16], row by row."""
     out = ()
     for i in tl.static_range(4):
         for j in tl.static_range(i + 1):
@@ -61,13 +62,13 @@ def kept_blocks(ptr):
 
 @triton.jit
 def minus_abs(x):
-    """-|x|. As a factor, the sign is free: it goes into the instruction that takes the result."""
+    """-|x|. As a factor, the sign is free: it is part of the instruction that uses the result."""
     return tl.abs(x) * -1.0
 
 
 @triton.jit
 def _row(gates, WHICH: tl.constexpr, BI: tl.constexpr):
-    """16 values of a row of each unit's gates [U] -> [U, 16]."""
+    """Loads 16 values of a row of each unit's gates [U] as [U, 16]."""
     return tl.load(gates[:, None] + (WHICH * 64 + 16 * BI) + tl.arange(0, 16)[None, :])
 
 
@@ -84,8 +85,11 @@ def _gam(gates, BI: tl.constexpr, BJ: tl.constexpr):
 
 @triton.jit
 def _turned(x, DOT: tl.constexpr):
-    """x transposed, as a product's right operand: turned in fp32 so that Triton leaves it in
-    registers (it sends 16-bit tensors that go from here to a product through shared memory)."""
+    """x transposed, as a product's right operand.
+
+    It is transposed in fp32 so that Triton keeps it in registers: it would convert 16-bit tensors
+    to an operand's layout through shared memory.
+    """
     return tl.permute(x, (0, 2, 1)).to(DOT)
 
 
@@ -116,7 +120,7 @@ def _beside(x, y):
 def _finish(
     x, beta, gates, BI: tl.constexpr, BJ: tl.constexpr, GATED: tl.constexpr, TYPE: tl.constexpr
 ):
-    """Block (BI, BJ) of Tb = X diag(beta); x with the decay in it or yet to come."""
+    """Block (BI, BJ) of Tb = X diag(beta). GATED: x includes the decay already."""
     if not GATED:
         x *= _gam(gates, BI, BJ)
     return (x * beta[:, None, :]).to(TYPE)
@@ -124,7 +128,7 @@ def _finish(
 
 @triton.jit
 def _store_row(tb, BI: tl.constexpr, x0, x1, x2, x3):
-    """Block row BI of each unit's Tb at tb [1, U, 1]: whole lines of 128 bytes."""
+    """Stores block row BI of each unit's Tb at tb [1, U, 1] in whole lines of 128 bytes."""
     x = _beside(_beside(x0, x1), _beside(x2, x3))  # [U, 16, C]
     at = (16 * BI + tl.arange(0, 16)[:, None, None]) * 64 + tl.arange(0, 64)[None, None, :]
     tl.store(tb + at, tl.permute(x, (1, 0, 2)))  # so that the units stay a warp each
@@ -134,8 +138,10 @@ def _store_row(tb, BI: tl.constexpr, x0, x1, x2, x3):
 def _key_block(
     m, gates, BI: tl.constexpr, BJ: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr
 ):
-    """Block (BI, BJ) of m, loaded here if m says where it lies; GATED: with the decay between its
-    tokens and the keys' lengths, DOT."""
+    """Block (BI, BJ) of m, loaded here if m is a pointer.
+
+    GATED: multiplied by the decay between its tokens and the keys' norms, as DOT.
+    """
     if len(m) == 1:
         x = kept_block(m[0], BI, BJ)
     else:
@@ -150,7 +156,7 @@ def _key_block(
 def _diagonal(
     m, gates, B: tl.constexpr, GATED: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr
 ):
-    """Of diagonal block B: beta; its inverse and that transposed; it times beta, DOT."""
+    """For diagonal block B: beta; its inverse and the transpose; the inverse times beta, as DOT."""
     beta = _row(gates, 3, B)
     x, xt = _diagonal_inverse(_key_block(m, gates, B, B, GATED, DOT), beta, DOT, PREC)
     return beta, x, xt, (x * beta[:, None, :]).to(DOT)
@@ -165,11 +171,11 @@ def store_inverse(
     DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Tb of U units. With [[A, 0], [-M, D]], below the diagonal of the inverse stands D^-1 M A^-1.
+    """Stores Tb of U units. The inverse of [[A, 0], [-M, D]] has D^-1 M A^-1 below the diagonal.
 
     The decay is a similarity, (I + L)^-1 = diag(gam) (I + diag(beta) K K^T)^-1 diag(1 / gam). So it
-    can come last, and all heads share the blocks of K K^T: for keys of length 1, that is. With
-    others the inverse may grow beyond fp32 unless the decay comes first.
+    can be applied last, and all heads share the blocks of K K^T, if keys are unit vectors. For
+    other keys the inverse may exceed fp32 unless the decay is applied first.
     """
     GATED: tl.constexpr = not UNIT_KEYS
     TYPE: tl.constexpr = tb.dtype.element_ty

@@ -1,4 +1,4 @@
-"""Rows of a state pool that a call is about to use, in portable Triton.
+"""Clears rows of a state pool before a call, in portable Triton.
 
 Sizes: N sequences, P rows of the pool, HV K V.
 """
@@ -28,7 +28,7 @@ def _clear_rows_kernel(
     SIZE,  # HV R C
     BLOCK: tl.constexpr,
 ):
-    """A program writes zeros to BLOCK elements of one sequence's row, if that is to be cleared."""
+    """A program zeroes BLOCK elements of one sequence's row, if that row is to be cleared."""
     blocks = tl.cdiv(SIZE, BLOCK)
     n = tl.program_id(0) // blocks
     row = tl.load(index_ptr + n).to(tl.int64)
@@ -45,7 +45,7 @@ def gdn_clear_rows(
     indices: torch.Tensor,  # [N]
     kept: torch.Tensor,  # [N] bool
 ) -> None:
-    """Zeros in the rows indices[n] of the pool where kept[n] is false; negative: no row."""
+    """Zeroes rows indices[n] of the pool where kept[n] is false; a negative index is no row."""
     _, heads, R, C = pool.shape
     size = heads * R * C
     kernel = Launch(

@@ -1,6 +1,6 @@
 """The chunk-parallel half of the chunked gated delta rule (docs/gdn.md).
 
-Per chunk of C = 64 tokens and value head, with q and k normalised if asked, G = cumsum(g) and
+Per chunk of C = 64 tokens and value head, with q and k normalised if requested, G = cumsum(g) and
 Gam_ij = exp(G_i - G_j) for i >= j:
 
     L  = strict_lower(beta_i Gam_ij k_i.k_j)      Tb = (I + L)^-1 diag(beta)
@@ -57,10 +57,10 @@ def _store_factors(
     GATES: tl.constexpr,
     LOW: tl.constexpr,  # of Tb
 ):
-    """F, the gates and log2 of a bound of the norm of the chunk's transition, all heads at once.
+    """Stores F, the gates and log2 of a bound of the norm of the chunk's transition, for all heads.
 
-    Gates: G; exp2(-|G - G_r|) for r the last token before the middle of token's half; the same for
-    the chunk's middle; beta. The second or third make Gam_ij for tokens on two sides of an r.
+    Gates: G; exp2(-|G - G_r|) for r the last token before the middle of the token's half; the same
+    for the chunk's middle; beta. The second or third make Gam_ij for tokens on two sides of an r.
     """
     i = tl.arange(0, 64)[:, None]
     r = tl.arange(0, UNITS)[None, :]
@@ -125,7 +125,7 @@ def _prepare_key(
     GATES: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """P, F and the gates of one chunk and key head; K K^T goes to kept_ptr."""
+    """P, F and the gates of one chunk and key head; stores K K^T at kept_ptr."""
     t = tl.arange(0, 64)
     i = t[:, None]
     j = t[None, :]
@@ -204,7 +204,10 @@ def _prepare_kernel(
     DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """Tb, P and F of a chunk and up to UNITS value heads: of KEYS key heads or a part of one's."""
+    """Tb, P and F of a chunk and up to UNITS value heads.
+
+    They are the heads of KEYS key heads, or a part of the heads of one.
+    """
     PARTS: tl.constexpr = (R + UNITS - 1) // UNITS
     row = tl.program_id(0) // (H // KEYS * PARTS)
     h = (tl.program_id(0) // PARTS % (H // KEYS) * KEYS).to(tl.int64)
@@ -250,12 +253,14 @@ def _prepare_kernel(
 
 
 def keys_together(H: int, R: int) -> int:
-    """Key heads of one program: so many that their value heads fill its warps, if that divides."""
+    """Key heads of a program, so that their value heads fill its warps, if that number divides
+    H."""
     return next(n for n in (4, 2, 1) if n * R <= UNITS and H % n == 0 or n == 1)
 
 
 class Prepare:
-    """The kernel above for calls of one kind: shapes, strides, dtypes and options are known."""
+    """The launch of the kernel above for all calls with the same shapes, strides, dtypes and
+    options."""
 
     __slots__ = ("kernel", "rows", "heads", "scratch")
 

@@ -1,4 +1,4 @@
-"""What kernels of the chunked gated delta rule share, on every chip, and their launchers.
+"""Shared helpers of the kernels of the chunked gated delta rule, and of their launchers.
 
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; rows of chunks as in gdn/chunks.py.
 """
@@ -19,10 +19,10 @@ EXACT_FP32 = "ieee" if torch.version.hip else "tf32x3"
 
 @triton.jit
 def locate(row, cu_ptr, T, N, ROWS, SPAN):
-    """Row of SPAN tokens -> (sequence, span within it, first token, length of the sequence).
+    """Maps a row of SPAN tokens to (sequence, span within it, first token, length of the sequence).
 
     Sequence n owns the rows from cu[n] // SPAN + n (n * ROWS at equal length) on. That is enough
-    for its tokens and costs no prefix sum; the caller leaves rows behind a sequence's end alone.
+    for its tokens and needs no prefix sum; the caller skips rows past a sequence's end.
     """
     if cu_ptr is None:
         n = row // ROWS
@@ -47,17 +47,17 @@ def locate(row, cu_ptr, T, N, ROWS, SPAN):
 
 @triton.jit
 def level(i, j, S: tl.constexpr):
-    """Where the blocks below the diagonal lie that join two S x S blocks into one of 2S x 2S."""
+    """Mask of the blocks below the diagonal that join two S x S blocks into one of 2S x 2S."""
     return (i // S == j // S + 1) & ((j // S) % 2 == 0)
 
 
 def chunk_numbers(call: GdnCall) -> tuple:
-    """T, N and NT of a kernel that finds its chunk by `locate`."""
+    """Scalars T, N and NT of a kernel that finds its chunk by `locate`."""
     return call.T, 1 if call.cu_seqlens is None else call.N, -(-call.T // CHUNK)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """input_precision of products of tensors of the dtype; only fp32 depends on it."""
+    """input_precision for products of tensors of this dtype; it matters for fp32 only."""
     if dtype == torch.float32 or torch.version.hip is not None:
         return EXACT_FP32
     return "tf32"

@@ -21,7 +21,7 @@ from .recurrent_step import Step, is_dense, state_steps, step_config, step_of
 
 
 def supports_gdn_recurrent_fwd(call: RecurrentCall) -> bool:
-    """fp16, bf16 and fp32; states that are written where they lie have their columns together."""
+    """True for fp16, bf16 and fp32, if states written in place have contiguous columns."""
     if not {call.q.dtype, call.g.dtype, call.beta.dtype}.issubset(SERVED):
         return False
     initial = call.initial_state
@@ -38,7 +38,8 @@ def supports_gdn_recurrent_fwd(call: RecurrentCall) -> bool:
 def _load_token(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, token, h, hv, offs_k, offs_v, mask_k, mask_v
 ):
-    """q, k [BLOCK_K], v [BLOCK_V] in fp32 and the raw g and beta of a token and a value head."""
+    """Loads q, k [BLOCK_K], v [BLOCK_V] in fp32 and the raw g and beta of a token and a value
+    head."""
     q = load(q_ptr + token * strides[0] + h * strides[1] + offs_k, mask_k)
     k = load(k_ptr + token * strides[2] + h * strides[3] + offs_k, mask_k)
     v = load(v_ptr + token * strides[4] + hv * strides[5] + offs_v, mask_v)
@@ -77,7 +78,7 @@ def _gdn_recurrent_fwd_kernel(
     V_FIRST: tl.constexpr,
     ALL_STATES: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FIRST: tl.constexpr,  # the first row of a pool that may be somebody's
+    FIRST: tl.constexpr,  # the first row of a pool that is no null slot
     HEAD: tl.constexpr,  # elements from a head of a state to the next, and from a row
     ROW: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -147,7 +148,7 @@ def _gdn_recurrent_fwd_kernel(
 
 
 def _token_stride(x: torch.Tensor) -> Optional[int]:
-    """The distance of one token of x [B, T, ...] from the next, across the batch too, or None."""
+    """Distance of one token of x [B, T, ...] from the next, across the batch too, or None."""
     B, T = x.shape[:2]
     if T <= 1:
         return x.stride(0)
@@ -155,7 +156,7 @@ def _token_stride(x: torch.Tensor) -> Optional[int]:
 
 
 def _launch(call: RecurrentCall, T: int, final, o) -> None:
-    """Runs the kernel of any number of tokens, T of each row; all outputs are allocated."""
+    """Launches the kernel for any number of tokens, T of each row; all outputs are allocated."""
     q, k, v, g, beta, options = call.q, call.k, call.v, call.g, call.beta, call.options
     HV, K, V, initial = call.HV, call.K, call.V, call.initial_state
     config = step_config(q.device, K, 4, options.state_v_first)
@@ -186,7 +187,8 @@ def _launch(call: RecurrentCall, T: int, final, o) -> None:
 
 
 def plan_gdn_recurrent_fwd(call: RecurrentCall) -> Optional[Step]:
-    """What serves all calls like this one, from the tensors alone, if each sequence has a token."""
+    """Returns a function of the tensors for all calls that match this one, for one token a
+    sequence."""
     if call.B == 0 or call.T != 1 or call.cu_seqlens is not None or call.options.all_states:
         return None
     if call.num_accepted_tokens is not None:

@@ -54,12 +54,11 @@ def _gdn_recurrent_step_kernel(
 ):
     """A program takes one token and BLOCK_V columns of one state.
 
-    INPLACE writes the tile where it was read, which takes no registers for another address.
-    FIRST is the first row of a pool that may be somebody's; HEAD and ROW are elements from a head
-    of a state, and from a row of a head, to the next.
-    RELOAD reads the tile again for its update, from the cache: with fewer registers a program, more
-    programs have their loads under way. EVICT "evict_first" lets the cache drop what was written
-    before what is still to be read.
+    INPLACE writes the tile where it was read, which takes no registers for another address. FIRST
+    is the first row of a pool that is no null slot; HEAD and ROW are the strides of a state's heads
+    and of their rows. RELOAD reads the tile again for its update, from the cache: with fewer
+    registers a program, more programs have their loads in flight. EVICT "evict_first" lets the
+    cache evict written lines before lines that are still to be read.
     """
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
     n, hv, offs_k, offs_v, offs_s = state_tile(
@@ -101,21 +100,23 @@ def _gdn_recurrent_step_kernel(
 
 
 def step_config(device, K, size: int, state_v_first) -> dict:
-    """For tiles that are held with so many bytes an element."""
+    """Launch configuration for tiles of `size` bytes an element."""
     layout = "vk" if state_v_first else "kv"
     return tuning.lookup(f"portable_gdn_recurrent_{layout}_fwd", device, K=K, STATE_BYTES=size)
 
 
 def is_dense(state: torch.Tensor) -> bool:
-    """Each row [HV, K, V] is contiguous; rows may be any distance apart."""
+    """True if each row [HV, K, V] is contiguous; rows may have any stride."""
     _, heads, rows, columns = state.stride()
     _, _, R, C = state.shape
     return columns == 1 and rows == C and heads == R * C
 
 
 def state_steps(state: Optional[torch.Tensor], shape: tuple) -> Optional[tuple]:
-    """Elements from a head [R, C] of a state [.., heads, R, C] to the next, and from a row; None
-    where columns are apart, rows share memory, or a state is wider than offsets of 32 bits."""
+    """Strides of heads [R, C] of a state [.., heads, R, C] and of their rows.
+
+    None if columns are not contiguous, rows share memory, or a state exceeds 32-bit offsets.
+    """
     heads, R, C = shape
     if state is None or state.numel() == 0:
         return R * C, C
@@ -129,7 +130,8 @@ def state_steps(state: Optional[torch.Tensor], shape: tuple) -> Optional[tuple]:
 
 
 class Step:
-    """One token a sequence, for all calls of a kind: shapes, strides, dtypes and options."""
+    """The launch of one token a sequence for all calls with the same shapes, strides, dtypes and
+    options."""
 
     __slots__ = (
         "kernel", "device", "into", "like_v", "like_initial", "final", "inplace", "moves", "copies",
@@ -172,7 +174,7 @@ class Step:
         self, q, k, v, g, beta, A_log, dt_bias, initial, read, write, accepted=None,
         cu_seqlens=None, out=None,
     ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:  # fmt: skip
-        """o and the final state, the state written, or None."""
+        """o and the final state, the state written in place, or None."""
         if self.into:
             o = out
         else:  # empty_like takes half the time of an allocation by shape
@@ -194,6 +196,7 @@ _steps = CallCache()
 
 
 def step_of(call: RecurrentCall) -> Step:
-    """The Step of all calls like this one: q, k, v [N, 1, ...] and g, beta [N, 1, HV]."""
+    """Returns the Step for all calls that match this one: q, k, v [N, 1, ...] and g, beta [N, 1,
+    HV]."""
     key = (call.tensors, call.options)
     return _steps.find(*key) or _steps.keep(*key, Step(call))

@@ -1,14 +1,14 @@
-"""Decoding that reads a state at every token and writes it once in many: gdn/reference/replay.py.
+"""Decoding with deferred state write-back: kernels of gdn/reference/replay.py.
 
     S = exp(c) S_0 + sum_j w_j u_j k_j^T    c = g_1 + .. + g_now    w_j = exp(g_{j+1} + .. + g_now)
     S k = exp(c) S_0 k + sum_j w_j (k_j . k) u_j                    S q likewise
 
-so a token takes two dot products with each row of the ring, and not the state rebuilt from it. The
-products of keys are the same for all rows of a state: a launch of its own makes them, so that the
-programs that read states wait for nothing but their loads.
+so a token takes two dot products with each row of the ring, and the state need not be rebuilt. The
+products of keys are the same for all rows of a state: a launch of its own computes them, so that
+the programs that read states wait only for their loads.
 
 Sizes: N sequences, T tokens of each, H and HV heads, K and V head dims, P rows of states and ring,
-R tokens that a ring has room for, m of them there from row `first` on, around its end.
+R rows of tokens in a ring, m of them in use from row `first` on, cyclically.
 """
 
 from typing import Optional
@@ -35,7 +35,8 @@ ADVANCED = 128  # sequences a program
 
 
 def _rows_are_dense(*tensors: torch.Tensor) -> bool:
-    """The states and the ring's k and u [P, .., .., ..], and its g [P, HV, R]: each row is."""
+    """True if each row of the states, of the ring's k and u [P, .., .., ..] and of its g is
+    contiguous."""
     *wide, g = tensors
     return all(map(is_dense, wide)) and is_dense(g.unsqueeze(2))
 
@@ -47,7 +48,8 @@ def _tile(device, K: int, state: torch.Tensor) -> dict:
 
 
 class Replay:
-    """T tokens a sequence, for all calls of a kind: shapes, strides, dtypes and options."""
+    """The launches of T tokens a sequence for all calls with the same shapes, strides, dtypes and
+    options."""
 
     __slots__ = ("products", "step", "factors")
 
@@ -101,20 +103,21 @@ _replays = CallCache()
 
 
 def supports_gdn_replay_fwd(call: ReplayCall) -> bool:
-    """fp16, bf16 and fp32, in memory that the kernel can write; g of the ring is in fp32."""
+    """True for fp16, bf16 and fp32 in memory that the kernel can write; g of the ring is in
+    fp32."""
     held = (call.initial_state, call.ring_k, call.ring_u, call.ring_g)
     dense = _rows_are_dense(*held)
     return served(call.q, call.g, call.beta, *held) and dense and call.T <= MOST_TOKENS
 
 
 def plan_gdn_replay_fwd(call: ReplayCall) -> Replay:
-    """What serves all calls like this one, from the tensors alone."""
+    """Returns a function of the tensors for all calls that match this one."""
     key = (call.tensors, call.options)
     return _replays.find(*key) or _replays.keep(*key, Replay(call))
 
 
 def gdn_replay_fwd(call: ReplayCall) -> torch.Tensor:
-    """Two launches: o; the ring, or the states, are written."""
+    """Two launches: o; the ring, or the states, are written in place."""
     return plan_gdn_replay_fwd(call)(*call.tensors)
 
 
@@ -127,7 +130,7 @@ def supports_gdn_ring_advance(
 def plan_gdn_ring_advance(
     cursor, accepted, force_flush, state_indices, R: int, max_tokens: int, null_index: int
 ) -> Launch:  # fmt: skip
-    """What serves all calls like this one, from the tensors alone."""
+    """Returns a function of the tensors for all calls that match this one."""
     N = cursor.shape[0]
     return Launch(
         advance_kernel, triton.cdiv(N, ADVANCED), cursor.device, numbers=(N,),
@@ -139,7 +142,7 @@ def gdn_ring_advance(
     cursor: torch.Tensor, accepted: Optional[torch.Tensor], force_flush: Optional[torch.Tensor],
     state_indices: Optional[torch.Tensor], R: int, max_tokens: int, null_index: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The cursor, moved."""
+    """Updates the cursor in place and returns it."""
     tensors = (cursor, accepted, force_flush, state_indices)
     plan_gdn_ring_advance(*tensors, R, max_tokens, null_index)(*tensors)
     return cursor
@@ -157,7 +160,7 @@ def gdn_ring_materialise(
     cursor: torch.Tensor, state_indices: Optional[torch.Tensor], null_index: int,
     inplace: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """The states with all of the ring."""
+    """The states with all tokens of the ring."""
     (_, HV, V, K), (_, H, R, _), N = state.shape, ring_k.shape, cursor.shape[0]
     config = _tile(state.device, K, state)
     out = None

@@ -1,9 +1,9 @@
-"""The kernels of replay.py.
+"""Kernels of replay.py.
 
 Sizes: N sequences, T tokens of each, H and HV heads, K and V head dims, P rows of states and ring,
-R tokens that a ring has room for, m of them there from row `first` on, around its end. A tile of a
-state is [BLOCK_V, C, K_PART] with C = BLOCK_K / K_PART: most of a sum over K is then within a
-thread, and little of it by shuffles, which are slow.
+R rows of tokens in a ring, m of them in use from row `first` on, cyclically. A tile of a state is
+[BLOCK_V, C, K_PART] with C = BLOCK_K / K_PART: most of a sum over K is then within a thread, and
+little of it by shuffles, which are slow.
 """
 
 import triton
@@ -16,14 +16,15 @@ from .replay_write import STRIP, fold, ring_row, write_by_products
 
 @triton.jit
 def _first(n, cursor_ptr, R: tl.constexpr):
-    """The first row of a sequence's ring: within it, whatever the cursor says, for nobody on the
-    host has seen its values."""
+    """The first row of a sequence's ring, clamped, for the host has not checked the cursor's
+    values."""
     return tl.minimum(tl.maximum(tl.load(cursor_ptr + 2 * n), 0), R - 1)
 
 
 @triton.jit
 def _count(alive, n, cursor_ptr, MOST: tl.constexpr):
-    """The tokens in its ring, likewise; none where the sequence has no row of the pool."""
+    """The number of tokens in a sequence's ring, clamped; 0 if the sequence has no row of the
+    pool."""
     m = tl.minimum(tl.maximum(tl.load(cursor_ptr + 2 * n + 1), 0), MOST)
     return tl.where(alive, m, 0)
 
@@ -33,8 +34,10 @@ def _place(
     n, cursor_ptr, force_ptr, rows_ptr, R: tl.constexpr, MAX_TOKENS: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Of a sequence its row of the pool, whether it has one, which is FIRST or a later one, the
-    tokens in its ring, and whether its state is written."""
+    """(row of the pool, whether there is one, tokens in the ring, whether the state is written).
+
+    A row below FIRST is a null slot.
+    """
     row = n if rows_ptr is None else tl.load(rows_ptr + n).to(tl.int64)
     alive = row >= (0 if rows_ptr is None else FIRST)
     m = _count(alive, n, cursor_ptr, R - MAX_TOKENS)
@@ -49,8 +52,10 @@ def replay_tile(
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr, K_PART: tl.constexpr,
 ):  # fmt: skip
-    """Of a program its sequence and head, its columns [C, K_PART] and rows [BLOCK_V] of the
-    state, and their offsets in the states of the sequence."""
+    """(sequence, head, columns [C, K_PART] and rows [BLOCK_V] of the state, offsets) of a program.
+
+    The offsets are within the states of the sequence.
+    """
     PARTS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     n = (pid // (PARTS * HV)).to(tl.int64)
@@ -91,7 +96,7 @@ def replay_products_kernel(
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """A program takes one head of v: what its token needs of the ring's keys, and of its own.
+    """A program takes one value head: the factors of its tokens for the ring's rows and their own.
 
         u_t = b v - (f S_0 k_t + sum_j f_j u_j)    o_t = F S_0 q_t + sum_j F_j u_j
 

@@ -1,6 +1,6 @@
-"""Tokens of a ring go into a state: by fp32 arithmetic throughout, or by products of 16-bit parts.
+"""Adds tokens of a ring to a state: in fp32 arithmetic, or by products of 16-bit parts.
 
-Sizes: K and V head dims, R tokens that a ring has room for, m of them there.
+Sizes: K and V head dims, R rows of tokens in a ring, m of them in use.
 """
 
 import triton
@@ -13,7 +13,7 @@ STRIP = tl.constexpr(32)  # of a state at a time in products
 
 @triton.jit
 def ring_row(first, j, R: tl.constexpr):
-    """Where the j-th token of a ring is, whose first row may be known to be row 0 (None)."""
+    """The row of the j-th token of a ring; `first` is its first row, None for row 0."""
     if first is not None:
         j += first
         j = tl.where(j >= R, j - R, j)
@@ -25,8 +25,10 @@ def fold(
     state_ptrs, ring_k, ring_u, ring_g, first, m, past, mask, offs_k, offs_v, mask_k, mask_v,
     K: tl.constexpr, V: tl.constexpr, R: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the state with m tokens of the ring in it, in fp32 throughout; past: the gates
-    since then."""
+    """A tile of the state with m tokens of the ring added, in fp32 throughout.
+
+    past: the sum of the gates after them.
+    """
     j = tl.arange(0, BLOCK_R)
     gates = load(ring_g + ring_row(first, j, R), j < m)
     S = tl.exp(past + tl.sum(gates, 0)) * load(state_ptrs, mask)
@@ -43,11 +45,11 @@ def write_by_products(
     state, ring_k, ring_u, ring_g, k_row, u, g, m, offs_v, mask_v, K: tl.constexpr, V: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Writes rows offs_v of a head's state with the ring's m < BLOCK_R tokens, which begin with its
-    row 0, and one more (k_row, u, g) in it, where keys are bf16.
+    """Writes rows offs_v of a head's state with the ring's tokens and one more (k_row, u, g) added.
 
-    A weighted u is the sum of three bf16 numbers, exactly but for its last bit, so that tensor
-    cores make products that are exact and add them in fp32.
+    The ring has m < BLOCK_R tokens from its row 0 on, and keys are bf16. A weighted u is the sum of
+    three bf16 numbers, exact except for its last bit, so that tensor cores compute exact products
+    and add them in fp32.
     """
     j = tl.arange(0, BLOCK_R)
     later = load(ring_g + j + 1, j + 1 < m)

@@ -1,12 +1,12 @@
 """The sequential half of the chunked gated delta rule, in portable Triton (docs/gdn.md).
 
-Per chunk, with S [K, V] fp32 carried along and Tb, P, F made by gdn/portable/prepare.py:
+Per chunk, with S [K, V] fp32 carried along and Tb, P, F from gdn/portable/prepare.py:
 
     X = V - F0 (K S)    vt = Tb X    O = F2 (Q S) + P vt    S = gam_C S + K^T (F1 vt)
 
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; E tokens between checkpoints. Segments of a
-long sequence run at the same time (context.py): they start from states in o, in the place of
-their first rows (gdn/portable/cuts.py).
+long sequence run concurrently (context.py): they start from states in o, stored in place of their
+first rows (gdn/portable/cuts.py).
 """
 
 import inspect
@@ -33,7 +33,7 @@ def _store_checkpoint(
     ptr, done, E, s, s_ptr, e, STEP: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     V_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """The state after `done` tokens, a multiple of E; STEP from a checkpoint to the next."""
+    """Stores the state after `done` tokens, a multiple of E; STEP: stride of checkpoints."""
     BLOCK: tl.constexpr = s[0].shape[0]
     for i in tl.static_range(len(s)):
         d = i * BLOCK + tl.arange(0, BLOCK)
@@ -57,8 +57,10 @@ def _start_state(
     s0_ptr, o_ptr, s0_strides, at_s0, cuts, d, e, HV: tl.constexpr, K: tl.constexpr,
     V: tl.constexpr, WORDS: tl.constexpr, BEHIND: tl.constexpr,
 ):  # fmt: skip
-    """The state before a segment [K, V] fp32, in blocks of rows: the caller's, or out of o where
-    the sequence is cut."""
+    """The state before a segment [K, V] fp32, in blocks of rows.
+
+    It is the call's initial state, or is read from o if the sequence is cut.
+    """
     BLOCK_K: tl.constexpr = d.shape[0]
     BLOCK_V: tl.constexpr = e.shape[0]
     s = ()
@@ -81,7 +83,7 @@ def _start_state(
 
 @triton.jit
 def _zero_rows(o_ptr, chunks, length, stride, columns, V: tl.constexpr):
-    """Zeros in the outputs of a sequence that is skipped."""
+    """Zeroes the outputs of a sequence that is skipped."""
     t = tl.arange(0, 64)
     for c in range(chunks):
         at = o_ptr + t[:, None] * stride + columns[None, :]
@@ -249,12 +251,13 @@ def segments(call: GdnCall, shortest: int, longest: int) -> tuple:
 
 
 def configuration(kind: str, device: torch.device, units: int, K: int) -> dict:
-    """Of the kernel above, for `units` segments and value heads."""
+    """Launch configuration of the kernel above, for `units` segments and value heads."""
     return lookup(f"portable_gdn_scan{kind}", device, units=units, K=K)
 
 
 class Scan:
-    """The kernel above for calls of one kind: shapes, strides, dtypes and options are known."""
+    """The launch of the kernel above for all calls with the same shapes, strides, dtypes and
+    options."""
 
     __slots__ = ("kernel", "scratch")
 

@@ -1,7 +1,8 @@
 """The state S [K, V] fp32 of the portable kernels, BLOCK_V columns a program, in blocks of rows.
 
-It stays in registers. In fp32, where an operand takes four times as many as in 16 bits (two parts
-of each number), it lies in memory, and one block at a time is in registers (docs/gdn.md).
+It stays in registers. In fp32, where an operand takes four times as many registers as in bf16 or
+fp16 (two parts of each number), it is stored in memory, with one block at a time in registers
+(docs/gdn.md).
 """
 
 import triton
@@ -10,11 +11,11 @@ import triton.language as tl
 
 @triton.jit
 def own_rows(left, STAGES: tl.constexpr):
-    """Rows 0 to C - 1 of a chunk, as addresses are made of them; `left` tokens from its first on.
+    """Rows 0 to C - 1 of a chunk, for addresses; `left` tokens remain from its first on.
 
-    A loop that does not load ahead bounds them by what is left of the sequence, which changes none
-    that is read: so the addresses are made anew in each chunk. Kept from chunk to chunk, as those
-    of a constant are, they take more registers than there are.
+    A loop that does not load ahead clamps them to the end of the sequence, which changes no row
+    that is read: so the addresses are computed anew in each chunk. As constants they would be kept
+    from chunk to chunk and take more registers than there are.
     """
     t = tl.arange(0, 64)
     return t if STAGES > 1 else tl.minimum(t, left - 1)
@@ -22,7 +23,7 @@ def own_rows(left, STAGES: tl.constexpr):
 
 @triton.jit
 def _rows(ptr, at, ok, first, D: tl.constexpr, BLOCK: tl.constexpr, POLICY: tl.constexpr):
-    """BLOCK columns, from `first` on, of a chunk's rows [C, D] at `at` [C]; zeros outside."""
+    """Loads BLOCK columns, from `first` on, of a chunk's rows [C, D] at `at` [C]; zeros outside."""
     d = first + tl.arange(0, BLOCK)[None, :]
     mask = ok[:, None] & (d < D)
     return tl.load(ptr + at[:, None] + d, mask=mask, other=0.0, eviction_policy=POLICY)
@@ -41,14 +42,14 @@ def read(ptr, at, ok, s, K: tl.constexpr, PREC: tl.constexpr):
 
 @triton.jit
 def block_at(s_ptr, first, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
-    """Where BLOCK_K rows, from `first` on, of a program's state in memory [K, BLOCK_V] are."""
+    """Addresses of BLOCK_K rows, from `first` on, of a program's state in memory [K, BLOCK_V]."""
     d = first + tl.arange(0, BLOCK_K)
     return s_ptr + d[:, None] * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]
 
 
 @triton.jit
 def read_both(k_ptr, k_at, q_ptr, q_at, ok, s, s_ptr, K: tl.constexpr, PREC: tl.constexpr):
-    """k S and q S, block by block of S: as operand of both a block is in registers only once."""
+    """k S and q S, block by block of S: as an operand of both a block is in registers only once."""
     BLOCK: tl.constexpr = s[0].shape[0]
     BLOCK_V: tl.constexpr = s[0].shape[1]
     ks = tl.zeros((64, BLOCK_V), tl.float32)
@@ -73,7 +74,8 @@ def read_both(k_ptr, k_at, q_ptr, q_at, ok, s, s_ptr, K: tl.constexpr, PREC: tl.
 def write(
     x, ptr, at, ok, s, decay, w, K: tl.constexpr, RELOAD: tl.constexpr, PREC: tl.constexpr
 ):  # fmt: skip
-    """decay S + x^T w for a chunk's rows x [C, K], which one block holds or are loaded again."""
+    """decay S + x^T w for a chunk's rows x [C, K]. RELOAD: x is loaded again, else one block holds
+    it."""
     BLOCK: tl.constexpr = s[0].shape[0]
     new = ()
     for i in tl.static_range(len(s)):
@@ -87,7 +89,7 @@ def write(
 def write_to(
     s_ptr, ptr, at, ok, decay, w, K: tl.constexpr, BLOCK: tl.constexpr, PREC: tl.constexpr
 ):  # fmt: skip
-    """The same of a state in memory."""
+    """Does the work of `write` for a state in memory."""
     for first in tl.range(0, K, BLOCK, num_stages=1):
         x = _rows(ptr, at, ok, first, K, BLOCK, "evict_first")
         to = block_at(s_ptr, first, BLOCK, w.shape[1])

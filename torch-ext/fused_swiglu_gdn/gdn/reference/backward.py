@@ -1,7 +1,7 @@
 """The gradient of the gated delta rule in chunks of 64 tokens, written out (docs/gdn_backward.md).
 
-What automatic differentiation of gdn.py gives, in the form that the kernels compute. With the
-state S before a chunk, the gradient dS of the state after it, and what gdn.py calls `new` as W:
+It equals automatic differentiation of chunk.py, in the form that the kernels compute. With the
+state S before a chunk, the gradient dS of the state after it, and `new` of chunk.py as W:
 
     dW = gam_C / gam (K dS) + P^T dO                 dV = T^T dW
     dS <- gam_C dS + (gam Q)^T dO - (gam K)^T dV     dbeta = (X - strict(Gam K K^T) W) .
@@ -24,7 +24,7 @@ from .common import Inputs, prepare_inputs, spans
 def _states(x, gam, k_end, T_beta, P, do, S, dS):
     """S before and dS after each chunk, and W, dV, X, dW of each chunk; then dS before the first.
 
-    The forward pass over the chunks and the backward one do not need each other.
+    The forward pass over the chunks and the backward pass are independent.
     """
     forward, backward = [], []
     chunks = x.g.shape[3]
@@ -45,7 +45,7 @@ def _states(x, gam, k_end, T_beta, P, do, S, dS):
 
 
 def _chunked(x: Inputs, do, S, dS):
-    """Gradients of one sequence batch: Inputs of the gradients, and of the state it starts from."""
+    """Gradients of one batch of sequences: those of its Inputs, and of its initial state."""
     T = x.v.shape[3]
     if T == 0:
         return Inputs(*(torch.zeros_like(y) for y in x)), dS
@@ -83,7 +83,7 @@ def _chunked(x: Inputs, do, S, dS):
 
 
 def _through_norm(dx, x):
-    """From the gradient of l2norm(x) to that of x."""
+    """The gradient of x from that of l2norm(x)."""
     r = torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
     return r * dx - x * r.pow(3) * (x * dx).sum(-1, keepdim=True)
 
@@ -105,8 +105,10 @@ def _through_gates(dg, dbeta, call):
 
 
 def _by_sequence(x: Inputs, do, S, dS, call):
-    """_chunked of each sequence: gradients like q, k, v, g, beta, in fp32 or fp64, and of the
-    states that they start from."""
+    """_chunked for each sequence.
+
+    Returns gradients like q, k, v, g, beta, in fp32 or fp64, and those of the initial states.
+    """
     parts, starts = [], []
     for n, (rows, tokens) in enumerate(spans(call.B, call.T, call.cu_seqlens)):
         own = slice(None) if call.cu_seqlens is None else slice(n, n + 1)
@@ -123,15 +125,17 @@ def _by_sequence(x: Inputs, do, S, dS, call):
 
 
 def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient):
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given.
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for arguments that were not
+    given.
 
-    With values_only, only dv and d_initial_state. `prepared` saves kernels work; here it is unused.
+    With values_only, only dv and d_initial_state. `prepared` saves work for kernels; here it is
+    unused.
     """
     x, v_first = prepare_inputs(call), call.options.state_v_first
     group = (call.H, call.HV // call.H)
 
     def state(given):
-        """[N, H, R, K, V], zeros where none is given."""
+        """[N, H, R, K, V]; zeros if None is given."""
         if given is None:
             return x.v.new_zeros(call.N, *group, call.K, call.V)
         given = given.mT if v_first else given

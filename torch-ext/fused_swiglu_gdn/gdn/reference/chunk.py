@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks of 64 tokens (docs/gdn.md): what a CPU should run.
+"""The gated delta rule in chunks of 64 tokens (docs/gdn.md); the fast form on a CPU.
 
 With G = cumsum(g) inside a chunk, gam = exp(G), Gam_ij = exp(G_i - G_j) for i >= j, and the state S
 at the start of the chunk:

@@ -1,7 +1,7 @@
-"""What the two forms of the gated delta rule share: gates, inputs in fp32, sequences, state pools.
+"""Shared parts of the chunked and recurrent forms: gates, inputs in fp32, sequences, state pools.
 
-Sizes: B batch, T tokens, H query/key heads, HV value heads (R = HV / H each), K and V head dims,
-N sequences. States are [N, HV, K, V]; [N, HV, V, K] with state_v_first.
+Sizes: B batch, T tokens, H query/key heads, HV value heads (R = HV / H each), K and V head dims, N
+sequences. States are [N, HV, K, V]; [N, HV, V, K] with state_v_first.
 """
 
 import functools
@@ -14,7 +14,10 @@ from ...runtime.dtypes import at_least_fp32, in_one_dtype
 
 
 def without_autocast(function: Callable) -> Callable:
-    """Autocast would round the state and all products with it; the inputs are cast before."""
+    """Runs a function without autocast, which would round the state and all products with it.
+
+    Inputs are cast before.
+    """
 
     @functools.wraps(function)
     def in_full(q, *args, **options):
@@ -43,7 +46,8 @@ def l2norm(x: torch.Tensor) -> torch.Tensor:
 
 
 class Inputs(NamedTuple):
-    """One sequence batch, heads before tokens, in fp32 or fp64; queries and keys per key head."""
+    """One batch of sequences, heads before tokens, in fp32 or fp64; queries and keys per key
+    head."""
 
     q: torch.Tensor  # [B, H, 1, T, K], scaled
     k: torch.Tensor  # [B, H, 1, T, K]
@@ -53,7 +57,7 @@ class Inputs(NamedTuple):
 
 
 def prepare_inputs(call) -> Inputs:
-    """Of a GdnCall or a RecurrentCall."""
+    """The Inputs of a GdnCall or a RecurrentCall."""
     g, A_log = call.g, call.A_log
     g = g if A_log is None else gated_delta_gate(g, A_log, call.dt_bias)
     q, k, v, g, beta = in_one_dtype(call.q, call.k, call.v, g, call.beta)
@@ -77,12 +81,12 @@ def spans(B: int, T: int, cu_seqlens: Optional[torch.Tensor]):
 
 
 def no_tokens(x: Inputs, S: torch.Tensor) -> torch.Tensor:
-    """o [B, H, R, T, V] where that is empty: autograd sees what it would depend on."""
+    """An empty o [B, H, R, T, V] that keeps the autograd graph connected to the inputs."""
     return x.v + sum(y.sum() for y in (x.q, x.k, x.g, x.beta, S))
 
 
 def run(step, call):
-    """Calls step(inputs, S) for each sequence; gives o [B, T, HV, V] and their results."""
+    """Calls step(inputs, S) for each sequence; returns o [B, T, HV, V] and the steps' results."""
     x, state = prepare_inputs(call), _start(call)
     if state is None:
         state = x.v.new_zeros(call.N, call.HV, call.K, call.V)
@@ -101,7 +105,7 @@ def run(step, call):
 
 
 def _start(call):
-    """The states to start from, [N, HV, K, V], out of a pool when indices are given, or None."""
+    """The initial states [N, HV, K, V], gathered from a pool if indices are given, or None."""
     if call.initial_state is None:
         return None
     state = call.initial_state.mT if call.options.state_v_first else call.initial_state
@@ -119,13 +123,16 @@ def write_pool(pool, indices, states):
 
 
 def clear_rows(pool, indices, kept):
-    """Zeros in the rows indices[n] of the pool where kept[n] is false; negative: no row."""
+    """Zeroes rows indices[n] of the pool where kept[n] is false; a negative index is no row."""
     pool[indices[(indices >= 0) & ~kept].long()] = 0.0
 
 
 def own_rows(pool, indices, kept):
-    """A pool of the rows indices[n] alone, in order, and their indices in it; in fp32 or more,
-    zero where kept[n] is false; negative indices stay so."""
+    """Copies rows indices[n] of a pool into a pool of their own.
+
+    Returns that pool, in fp32 or more and zero where kept[n] is false, and indices into it;
+    negative indices stay negative.
+    """
     skipped = indices < 0
     fresh = skipped if kept is None else skipped | ~kept
     rows = at_least_fp32(pool[indices.clamp(min=0).long()])
@@ -134,7 +141,7 @@ def own_rows(pool, indices, kept):
 
 
 def _silence_skipped(o, indices, cu_seqlens):
-    """Zeros in the outputs of sequences whose state index is negative."""
+    """Zeroes the outputs of sequences whose state index is negative."""
     if indices is None:
         return o
     skipped = indices < 0
@@ -145,12 +152,12 @@ def _silence_skipped(o, indices, cu_seqlens):
 
 
 def stacked(states, like_empty):
-    """[[B, H, R, K, V], ...] -> [N, HV, K, V]."""
+    """Concatenates [[B, H, R, K, V], ...] to [N, HV, K, V]."""
     if len(states) == 1:  # a state is large: no copy
         return states[0].flatten(1, 2)
     return torch.cat(states).flatten(1, 2) if states else like_empty
 
 
 def negative(indices, null: int):
-    """Indices with -1 for those that name no row."""
+    """Indices with -1 in place of null slots."""
     return None if indices is None else indices.masked_fill(indices <= null, -1)

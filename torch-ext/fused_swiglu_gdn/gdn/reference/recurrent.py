@@ -13,10 +13,10 @@ from .common import Inputs, negative, no_tokens, run, stacked, without_autocast,
 
 
 def step_in_place(q, k, v, decay, beta, S):
-    """One token of N independent heads without gradients: o [N, 1, V], and S [N, K, V] is updated.
+    """One token of N independent heads without gradients: o [N, 1, V]; S [N, K, V] is updated.
 
-    q, k [N, 1, K]; v [N, 1, V]; decay, beta [N, 1, 1]. S is passed over four times, which is all
-    that a token costs on a CPU.
+    q, k [N, 1, K]; v [N, 1, V]; decay, beta [N, 1, 1]. The four passes over S are the whole cost of
+    a token on a CPU.
     """
     S.mul_(decay)
     delta = torch.bmm(k, S).neg_().add_(v).mul_(beta)  # [N, 1, V]
@@ -25,7 +25,7 @@ def step_in_place(q, k, v, decay, beta, S):
 
 
 def _by_steps_in_place(x: Inputs, S: torch.Tensor):
-    """_recurrent without gradients on a CPU; S is overwritten if it is dense."""
+    """_recurrent without gradients on a CPU; S is overwritten if it is contiguous."""
     (B, H, R, T, V), K = x.v.shape, x.k.shape[-1]
     N = B * H * R
     q, k = (y.expand(-1, -1, R, -1, -1).reshape(N, T, K) for y in (x.q, x.k))
@@ -72,7 +72,7 @@ def gdn_recurrent_fwd(call: RecurrentCall):
 
 
 def _by_drafts(call: RecurrentCall):
-    """_by_call where each sequence has a row of the pool for the state after each token."""
+    """_by_call for sequences with a row of the pool for the state after each token."""
     rows, T = call.state_indices, call.T  # [N, 1 + S]
     N, columns = rows.shape
     last = (call.num_accepted_tokens.long() - 1).clamp(0, columns - 1)
@@ -92,7 +92,7 @@ def _by_drafts(call: RecurrentCall):
 
 
 def _by_call(call: RecurrentCall):
-    """o and states; negative indices alone name no row."""
+    """o and states; only negative indices are null slots."""
     options, all_states = call.options, call.options.all_states
     overwrite = options.inplace or call.initial_state is None or call.state_indices is not None
     o, results = run(lambda x, S: _recurrent(x, S, all_states, overwrite), call)

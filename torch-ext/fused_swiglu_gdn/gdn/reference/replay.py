@@ -1,17 +1,18 @@
-"""Decoding that writes a state once in many tokens: the definition.
+"""Decoding with deferred state write-back: the definition.
 
     S_t = exp(g_t) S_{t-1} + u_t k_t^T    u_t = beta_t (v_t - exp(g_t) S_{t-1} k^_t) / |k_t|
     o_t = scale * S_t q^_t                k^ = k / |k|, q^ = q / |q|; without l2norm, |x| is 1
 
-which is the gated delta rule for states [V, K]. A ring holds k, u and g of the latest tokens, which
-rebuild the state from the one of the last flush:
+which is the gated delta rule for states [V, K]. A ring holds k, u and g of the latest tokens, from
+which the state is rebuilt, starting with that of the last flush:
 
     S = exp(g_1 + .. + g_m) S_0 + sum_j exp(g_{j+1} + .. + g_m) u_j k_j^T
 
-Decays are sums of later gates, never differences of two sums: a gate of -inf forgets, and no more.
+Decays are sums of later gates, never differences of two sums, so that a gate of -inf zeroes earlier
+tokens without making NaN.
 
 Sizes: N sequences, T tokens, H and HV heads, K and V head dims, P rows of states and of the ring, R
-tokens that a ring has room for, m of them there.
+rows of tokens in a ring, m of them in use.
 """
 
 from typing import NamedTuple, Optional
@@ -25,7 +26,7 @@ from .common import negative, prepare_inputs, without_autocast, write_pool
 
 
 class _Held(NamedTuple):
-    """What sequences have in their rows."""
+    """The contents of the sequences' rows."""
 
     rows: Tensor  # [N], of the pool; negative: none
     first: Tensor  # [N], the ring's first row
@@ -34,12 +35,12 @@ class _Held(NamedTuple):
 
 
 def is_full(count: Tensor, R: int, max_tokens: int) -> Tensor:
-    """Whether a call's tokens are the last that fit: those of the next would not."""
+    """True if the tokens of this call are the last that fit: the ring is flushed."""
     return count + 2 * max_tokens > R
 
 
 def _in_ring(cursor: Tensor, j: Tensor, R: int) -> Tensor:
-    """Rows of the ring [N, ..] of the j-th tokens there."""
+    """Rows of the ring [N, ..] that hold its j-th tokens."""
     return (cursor[:, :1].long() + j) % R
 
 
@@ -67,7 +68,7 @@ def _held(state, ring_k, ring_u, ring_g, cursor, indices, dtype) -> _Held:
 
 @without_autocast
 def gdn_replay_fwd(call: ReplayCall) -> Tensor:
-    """o [N, T, HV, V]. The tokens go into the ring, or the ring into the states."""
+    """o [N, T, HV, V]. Adds the tokens to the ring, or the ring to the states."""
     rows = negative(call.state_indices, call.options.null_index)
     x = prepare_inputs(call)
     k_raw = call.k.to(x.v.dtype)
@@ -114,7 +115,7 @@ def gdn_ring_advance(
     cursor: Tensor, accepted: Optional[Tensor], force_flush: Optional[Tensor],
     state_indices: Optional[Tensor], R: int, max_tokens: int, null_index: int = -1,
 ) -> Tensor:  # fmt: skip
-    """The cursor after a call, in place."""
+    """Updates the cursor after a call, in place."""
     first, count = cursor.unbind(1)
     flush = is_full(count, R, max_tokens)
     if force_flush is not None:
@@ -137,7 +138,7 @@ def gdn_ring_materialise(
     state: Tensor, ring_k: Tensor, ring_u: Tensor, ring_g: Tensor, cursor: Tensor,
     state_indices: Optional[Tensor], null_index: int, inplace: bool,
 ) -> Tensor:  # fmt: skip
-    """The states with all tokens of the ring: [N, HV, V, K], or their rows of `state` in place."""
+    """The states with all tokens of the ring: [N, HV, V, K], or their rows of `state`, in place."""
     wide = at_least_fp32(state[:0]).dtype
     rows = negative(state_indices, null_index)
     held = _held(state, ring_k, ring_u, ring_g, cursor, rows, wide)

@@ -29,7 +29,7 @@ def supports_causal_conv1d_fwd(
 
 @triton.jit
 def sequence_of(token, cu_ptr, N, STEPS):
-    """The n with cu[n] <= token < cu[n + 1], by bisection; token [BLOCK_T] int64."""
+    """Sequence n with cu[n] <= token < cu[n + 1], by bisection; token [BLOCK_T] int64."""
     low = tl.zeros_like(token)
     high = low + N
     for _ in range(STEPS):
@@ -128,7 +128,7 @@ def final_tile(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The last S inputs of a sequence, zeros or its initial state before its first."""
+    """The last S inputs of a sequence; before its first token its initial state, or zeros."""
     first = n.to(tl.int64) * 0
     length = first + T
     if cu_ptr is not None:
@@ -154,9 +154,11 @@ def final_tile(
 def _place(
     pid, tiles_t, tiles_d, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, ALONG: tl.constexpr
 ):
-    """(row of the batch, first token, first channel) of a tile; with few divisions, each of which
-    takes the instructions of two elements. ALONG: the next program has the next tokens of the same
-    channels, and without it the next channels of the same tokens."""
+    """(row of the batch, first token, first channel) of a tile.
+
+    Divisions are few: each takes the instructions of two elements. ALONG: the next program has the
+    next tokens of the same channels; otherwise the next channels of the same tokens.
+    """
     inner = tiles_t if ALONG else tiles_d
     outer = tiles_d if ALONG else tiles_t
     at = pid // inner
@@ -195,8 +197,11 @@ def _causal_conv1d_fwd_kernel(
     ALONG: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program makes a tile of y (RUN: by rows, QUADS: by quads of tokens); those behind the last
-    tile, one final state. PTX: silu and rounding as for NVIDIA GPUs; ALONG: as _place has it."""
+    """A program makes a tile of y; programs past the last tile make one final state each.
+
+    RUN: by rows; QUADS: by quads of tokens; PTX: silu and rounding by instructions of NVIDIA GPUs;
+    ALONG: as for _place.
+    """
     tiles_d = tl.cdiv(D, BLOCK_D)
     rows = N if cu_ptr is None else 1
     pid = tl.program_id(0)
@@ -239,7 +244,8 @@ def _plan(
     where: torch.device, order: str, W: int, silu: bool, B: int, D: int, T: int, N: int, ends: int,
     *strides: tuple,
 ) -> Launch:  # fmt: skip
-    """order: whose configuration. ends: sequences whose last inputs are wanted."""
+    """order: the name in the configuration's file. ends: number of sequences whose last inputs are
+    stored."""
     config = tuning.lookup(f"portable_causal_conv1d_{order}_fwd", where, D=D)
     tiles = triton.cdiv(T, config["BLOCK_T"])
     constexprs, options = named(

@@ -4,7 +4,7 @@ Within a sequence, with z_t = bias + sum_w weight[w] x[t - W + 1 + w] and dz = d
 
     dx_s = sum_f weight[W - 1 - f] dz[s + f]      dweight[W - 1 - f] = sum_t dz_t x[t - f]
 
-z is made again from x, W times an element: x stays in cache, and nothing is saved.
+z is recomputed from x, W times an element: x stays in cache, and nothing is saved.
 
 Sizes: B batch, D channels, T tokens, W taps, N sequences; P groups of tokens.
 """
@@ -34,7 +34,7 @@ def _input(
     x_ptr, seq_ptr, initial_ptr, x_strides, initial_strides, tok, position, n, ok, offs_d, mask_d,
     back, W: tl.constexpr,
 ):  # fmt: skip
-    """x of `back` tokens before each token, from the initial state before the first; fp32.
+    """x of the token `back` before each token, or the initial state before the first; fp32.
 
     Pointers are those of the tile's first token and channel; tok and offs_d count from there.
     """
@@ -57,7 +57,7 @@ def _dz(
     x_ptr, dy_ptr, weight_ptr, bias_ptr, seq_ptr, initial_ptr, x_strides, dy_strides,
     initial_strides, tok, position, n, ok, offs_d, mask_d, W: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of z [BLOCK_T, BLOCK_D] fp32; zeros where not ok."""
+    """The gradient of z [BLOCK_T, BLOCK_D] fp32; zeros for tokens that are not ok."""
     at = tok[:, None] * dy_strides[0] + offs_d[None, :] * dy_strides[1]
     dy = tl.load(dy_ptr + at, mask=ok[:, None] & mask_d[None, :], other=0.0).to(tl.float32)
     if SILU:
@@ -78,7 +78,7 @@ def _dz(
 
 @triton.jit
 def _place(tok, cu_ptr, row, T, N, STEPS):
-    """Of each token its sequence, position in it, and the tokens from there to its end."""
+    """(sequence, position in it, tokens from there to its end) of each token."""
     n = row.to(tl.int64) + tl.zeros_like(tok)
     position = tok
     left = T - tok
@@ -118,7 +118,8 @@ def _causal_conv1d_bwd_kernel(
     BLOCK_D: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """dx of TILES tiles of BLOCK_T tokens and BLOCK_D channels, and what they add to dweight."""
+    """dx of TILES tiles of BLOCK_T tokens and BLOCK_D channels, and their contribution to
+    dweight."""
     tiles_d = tl.cdiv(D, BLOCK_D)
     d0 = ((tl.program_id(0) % tiles_d) * BLOCK_D).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
@@ -243,7 +244,7 @@ def _initial_steps(initial_states: Optional[torch.Tensor]) -> tuple:
 def _plan(
     where: torch.device, W: int, silu: bool, B: int, D: int, T: int, N: int, *strides: tuple
 ) -> Tuple[Launch, int]:
-    """The launch of _by_rows, and its groups of tokens."""
+    """The launch of _by_rows, and its number of groups of tokens."""
     config = tuning.lookup("portable_causal_conv1d_rows_bwd", where, D=D)
     groups = triton.cdiv(T, config["RUN"] * config["RUNS"])
     constexprs, options = named(conv_rows_bwd_kernel, W=W, SILU=silu, **config)
@@ -259,7 +260,7 @@ def _plan(
 
 
 def _by_rows(given, dx, N: int, silu: bool) -> torch.Tensor:
-    """Fills dx; the groups' shares of dweight and dbias, [B, P, W + 1, D] fp32."""
+    """Fills dx and returns the groups' parts of dweight and dbias, [B, P, W + 1, D] fp32."""
     x, weight, bias, _, cu_seqlens, initial_states, dy, _ = given
     (B, D, T), W = x.shape, weight.shape[1]
     strides = (_steps(x)[:2], _steps(dy)[:2], _steps(dx)[:2], _initial_steps(initial_states))
@@ -271,7 +272,7 @@ def _by_rows(given, dx, N: int, silu: bool) -> torch.Tensor:
 
 
 def _by_tiles(given, dx, N: int, silu: bool) -> torch.Tensor:
-    """As _by_rows, for every memory order, seq_idx and final states."""
+    """Does the work of _by_rows for every memory order, seq_idx and final states."""
     x, weight, *_, initial_states, dy, _ = given
     (B, D, T), W = x.shape, weight.shape[1]
     order = "td" if x.stride(2) > x.stride(1) else "dt"  # slow dimension first
@@ -346,7 +347,7 @@ def causal_conv1d_bwd(
 
 
 def _joined(q, k, v) -> torch.Tensor:
-    """[q k v] as [B, T, D]: the projection that they are views of, or a copy."""
+    """[q k v] as [B, T, D]: the projection of which they are views, or a copy."""
     parts = [x.flatten(2) for x in (q, k, v)]  # no copies where heads are dense
     first, D = parts[0], sum(x.shape[2] for x in parts)
     place = first.data_ptr()

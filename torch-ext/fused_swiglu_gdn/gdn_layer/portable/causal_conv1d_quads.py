@@ -1,9 +1,9 @@
-"""The convolution over channels whose tokens lie side by side, eight 16-bit tokens at a time.
+"""The convolution for contiguous tokens of a channel, eight 16-bit tokens at a time.
 
-A tap moves its inputs by a token, which leaves loads of two bytes; as integers of 64 bits a token's
-neighbours come along, and all loads are aligned. A thread takes two of these quads of tokens, so
-that one load has both, and the quads that reach back W - 1 tokens are loaded once for both. Sizes:
-T tokens, D channels, W taps, Q quads of tokens that reach back W - 1, P = BLOCK_T / 8 pairs.
+A tap shifts its inputs by a token, which would leave loads of two bytes. Loads of 64-bit integers,
+quads of tokens, are all aligned. A thread takes two of these quads, so that one load has both, and
+the quads that reach back W - 1 tokens are loaded once for both. Sizes: T tokens, D channels, W
+taps, Q quads of tokens that reach back W - 1, P = BLOCK_T / 8 pairs.
 """
 
 import triton
@@ -13,7 +13,7 @@ from ...runtime.primitives import activate
 
 
 def takes_quads(x, y, *others) -> bool:
-    """Whether conv_quads makes y from x [B, D, T], where nothing but x comes in."""
+    """True if conv_quads can make y from x [B, D, T]; it takes no other input."""
     if x.element_size() != 2 or any(other is not None for other in others):
         return False
     return all(
@@ -40,14 +40,16 @@ def _two_tokens(two, dtype: tl.constexpr):
 
 @triton.jit
 def _four_tokens(four, dtype: tl.constexpr):
-    """The tokens of a quad; by halves of 32 bits, each of which is a register."""
+    """The tokens of a quad, by 32-bit halves, each of which is a register."""
     return _two_tokens(four.to(tl.int32), dtype) + _two_tokens((four >> 32).to(tl.int32), dtype)
 
 
 @triton.jit
 def _pack_two(first, second, dtype: tl.constexpr, PTX: tl.constexpr):
-    """The inverse of _two_tokens, rounding. PTX: by the instruction for two, and not by that for
-    one, which takes as long as an exponential."""
+    """The inverse of _two_tokens, with rounding.
+
+    PTX: converts two at once; the instruction for one takes as long as an exponential.
+    """
     if PTX:
         CVT: tl.constexpr = "cvt.rn.bf16x2.f32" if dtype == tl.bfloat16 else "cvt.rn.f16x2.f32"
         return tl.inline_asm_elementwise(

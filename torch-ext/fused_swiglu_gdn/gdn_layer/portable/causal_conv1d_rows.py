@@ -1,4 +1,4 @@
-"""The convolution over tokens whose channels lie side by side, as projections leave them.
+"""The convolution for contiguous channels of a token, the layout of projections.
 
 A thread keeps a few channels of a run of tokens, so that each input is loaded and widened once for
 all of its taps. Sizes: T tokens, D channels, W taps, N sequences.
@@ -22,7 +22,7 @@ def _add_initial(
     mask_d,
     W: tl.constexpr,
 ):
-    """What the inputs before a sequence add to the token at `position` in it."""
+    """Adds the contribution of the inputs before a sequence to the token at `position` in it."""
     for back in tl.static_range(1, W):
         at = n * strides[0] + (W - 1 + position - back) * strides[2]
         wanted = mask_d & (position < back)
@@ -33,7 +33,7 @@ def _add_initial(
 
 @triton.jit
 def sequence_at(row, token, T, cu_ptr, N):
-    """(n, its first token, the one behind its last) of the sequence of a token; all int64."""
+    """(n, its first token, its end) of the sequence of a token; all int64."""
     n = row.to(tl.int64)
     start = n * 0
     stop = start + T
@@ -52,7 +52,7 @@ def sequence_at(row, token, T, cu_ptr, N):
 
 @triton.jit
 def advance(n, start, stop, token, T, cu_ptr, N):
-    """sequence_at of a token that is not before the sequence at hand."""
+    """The result of sequence_at for a token that is not before the current sequence."""
     if cu_ptr is not None:
         while (token >= stop) & (n < N - 1):
             n += 1
@@ -63,7 +63,7 @@ def advance(n, start, stop, token, T, cu_ptr, N):
 
 @triton.jit
 def _alone(first, start, stop, seq_ptr, cu_ptr, initial_ptr, T, W: tl.constexpr, RUN: tl.constexpr):
-    """Whether a run of tokens and the W - 1 before it lie in one sequence, or before its zeros."""
+    """True if a run of tokens and the W - 1 before it are in one sequence, or before its zeros."""
     alone = first >= 0
     if cu_ptr is not None:
         alone = (first - start >= W - 1) & (first + RUN <= stop)
@@ -79,7 +79,7 @@ def _alone(first, start, stop, seq_ptr, cu_ptr, initial_ptr, T, W: tl.constexpr,
 
 @triton.jit
 def _together(token, back, position, seq_ptr):
-    """Whether the token so many back belongs to the same sequence."""
+    """True if the token `back` before is in the same sequence."""
     together = position >= back
     if seq_ptr is not None:
         theirs = tl.load(seq_ptr + token - back, mask=together, other=0)
@@ -89,7 +89,8 @@ def _together(token, back, position, seq_ptr):
 
 @triton.jit
 def _load_run(x_ptr, strides, first, local_d, mask_d, T, W: tl.constexpr, RUN: tl.constexpr):
-    """The inputs of a run and the W - 1 before it, [BLOCK_D] each; zeros beyond the T tokens."""
+    """Loads the inputs of a run and the W - 1 before it, [BLOCK_D] each; zeros beyond the T
+    tokens."""
     x_at = x_ptr + (first.to(tl.int64) + (1 - W)) * strides[0] + local_d * strides[1]
     rows = ()
     for i in tl.static_range(1 - W, RUN):

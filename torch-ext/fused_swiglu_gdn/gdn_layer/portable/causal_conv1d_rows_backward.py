@@ -1,8 +1,8 @@
-"""The gradient of the convolution over tokens whose channels lie side by side.
+"""The gradient of the convolution for contiguous channels of a token.
 
-What causal_conv1d_backward.py computes, for calls without final states and seq_idx: a thread keeps
-a few channels of a run of tokens, so that each input is loaded and each activation made once for
-all taps. Sizes: B batch, T tokens, D channels, W taps, N sequences; P groups of tokens.
+Computes what causal_conv1d_backward.py does, for calls without final states and seq_idx: a thread
+keeps a few channels of a run of tokens, so that each input is loaded and each activation computed
+once for all taps. Sizes: B batch, T tokens, D channels, W taps, N sequences; P groups of tokens.
 """
 
 import triton
@@ -13,7 +13,7 @@ from .causal_conv1d_rows import advance, sequence_at
 
 @triton.jit
 def _places(row, first, T, cu_ptr, N, COUNT: tl.constexpr):
-    """Of COUNT tokens from `first` on, the sequence of each and its place there; int64."""
+    """(sequences, positions in them) of COUNT tokens from `first` on; int64."""
     n, start, stop = sequence_at(row, first, T, cu_ptr, N)
     sequences, positions = (), ()
     for i in tl.static_range(COUNT):
@@ -24,7 +24,7 @@ def _places(row, first, T, cu_ptr, N, COUNT: tl.constexpr):
 
 @triton.jit
 def _within(x, position, distance: tl.constexpr, PACKED: tl.constexpr):
-    """x, or zeros where the token `distance` before is of another sequence."""
+    """x, or zeros if the token `distance` before is in another sequence."""
     if PACKED and distance > 0:
         x = tl.where(position >= distance, x, 0.0)
     return x
@@ -35,7 +35,7 @@ def _input(
     x, n, position, initial_ptr, initial_strides, d, ok, distance: tl.constexpr, W: tl.constexpr,
     PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The input `distance` before a token, in fp32; x is that of the token there."""
+    """The input `distance` before a token, in fp32; x is that of the token at that distance."""
     x = _within(x.to(tl.float32), position, distance, PACKED)
     if initial_ptr is not None and distance > 0:
         at = n * initial_strides[0] + (W - 1 + position - distance) * initial_strides[2]
@@ -69,7 +69,7 @@ def conv_rows_bwd_kernel(
     RUN: tl.constexpr,
     RUNS: tl.constexpr,
 ):
-    """dx of RUNS runs of RUN tokens and BLOCK_D channels, and what they add to dweight."""
+    """dx of RUNS runs of RUN tokens and BLOCK_D channels, and their contribution to dweight."""
     AHEAD: tl.constexpr = RUN + W - 1  # tokens whose dz a run needs
     PACKED: tl.constexpr = cu_ptr is not None
     tiles_d = tl.cdiv(D, BLOCK_D)

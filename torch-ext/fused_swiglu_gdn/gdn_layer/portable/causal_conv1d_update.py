@@ -1,6 +1,6 @@
 """The short depthwise causal convolution of a layer, for the next tokens.
 
-    y_t = act(bias + sum_w weight[w] x[t - W + 1 + w])        with the inputs before in a state
+    y_t = act(bias + sum_w weight[w] x[t - W + 1 + w])        with earlier inputs in a state
 
 Sizes: B batch, N sequences, D channels, T tokens, W taps, S columns of a state, P rows of a pool.
 """
@@ -29,7 +29,7 @@ def _convolve_tokens(
     x_row, y_row, held, weight_ptr, bias, x_step, y_step, state_step, offs_d, mask_d, T,
     COLUMNS: tl.constexpr, W: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """T tokens of y after those in COLUMNS columns from `held` on."""
+    """y of T tokens that follow the inputs in COLUMNS columns from `held` on."""
     for t in range(0, T):
         acc = bias
         for w in tl.static_range(0, W):
@@ -62,7 +62,7 @@ def update_tile(
     ONE: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """T tokens of y after those in the state, which then moves T columns on; ONE says T = 1."""
+    """y of T tokens that follow the state, which is then shifted by T columns; ONE says T = 1."""
     offs_s = tl.arange(0, BLOCK_S)
     mask = mask_d[:, None] & (offs_s < S)[None, :]
     state_ptrs = state[:, None] + offs_s[None, :] * state_step  # [BLOCK_D, BLOCK_S]
@@ -114,8 +114,10 @@ def _draft_tile(
     SILU: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """update_tile where W - 1 inputs before the tokens begin at column `accepted - 1`. The latest
-    W - 2 of them move to the first columns, and the tokens behind these."""
+    """update_tile for a state whose W - 1 inputs before the tokens begin at column `accepted - 1`.
+
+    The latest W - 2 of them move to the first columns, followed by the tokens.
+    """
     accepted = tl.minimum(tl.maximum(accepted, 1), S - W + 2)
     held = state + (accepted - 1).to(tl.int64) * state_step
     offs_s = tl.arange(0, BLOCK_S)
@@ -150,7 +152,8 @@ def _packed_step(
     W: tl.constexpr,
     SILU: tl.constexpr,
 ):
-    """update_tile of one token where a channel's four columns of 16 bits are one integer."""
+    """update_tile of one token for states whose four 16-bit columns of a channel are one
+    integer."""
     state = state.to(tl.pointer_type(tl.int64))
     held = tl.load(state, mask=mask_d, other=0)  # [BLOCK_D]
     dtype: tl.constexpr = x_row.dtype.element_ty
@@ -170,7 +173,7 @@ def _packed_step(
 
 
 def _is_packed(x, conv_state, W: int) -> bool:
-    """Whether _packed_step takes a token of x [B, D, 1]."""
+    """True if _packed_step supports a token of x [B, D, 1]."""
     return (
         x.dtype == conv_state.dtype
         and x.element_size() == 2
@@ -202,11 +205,11 @@ def _causal_conv1d_update_kernel(
     SILU: tl.constexpr,
     ONE: tl.constexpr,
     PACKED: tl.constexpr,
-    FIRST: tl.constexpr,  # the first row of a pool that may be somebody's
+    FIRST: tl.constexpr,  # the first row of a pool that is no null slot
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program takes BLOCK_D channels of a sequence through its tokens and moves its state on."""
+    """A program computes BLOCK_D channels of all tokens of a sequence and updates its state."""
     tiles_d = tl.cdiv(D, BLOCK_D)
     pid = tl.program_id(0)
     b = (pid // tiles_d).to(tl.int64)
@@ -249,7 +252,7 @@ def _plan(
     where: torch.device, N: int, S: int, W: int, first: int, silu: bool, one: bool, packed: bool,
     *numbers,
 ) -> Launch:  # fmt: skip
-    """numbers: the kernel's."""
+    """numbers: scalars of the kernel."""
     D = numbers[-1]
     config = tuning.lookup("portable_causal_conv1d_update", where, D=D)
     constexprs, options = named(
@@ -275,10 +278,10 @@ def causal_conv1d_update(
     indices: Optional[torch.Tensor] = None,  # [N] rows of conv_state
     accepted: Optional[torch.Tensor] = None,  # [N] tokens of the call before that count, from 1
     cu_seqlens: Optional[torch.Tensor] = None,  # [N + 1]
-    null_index: int = -1,  # rows of conv_state up to this one are nobody's
+    null_index: int = -1,  # rows of conv_state up to this one are null slots
     out: Optional[torch.Tensor] = None,  # [B, D, T], any strides
 ) -> torch.Tensor:  # [B, D, T]
-    """One launch; y is `out`, or in the memory order of x."""
+    """One launch; y is `out`, or a new tensor in the memory order of x."""
     (B, D, T), W, S = x.shape, weight.shape[1], conv_state.shape[2]
     y = torch.empty_like(x) if out is None else out  # [B, D, T]
     if y.numel() == 0:

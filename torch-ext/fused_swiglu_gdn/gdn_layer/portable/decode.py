@@ -1,11 +1,11 @@
 """One token of a Gated DeltaNet layer between its projections, in two launches.
 
-    q, k, v = silu(conv([q, k, v]))        the convolution's state moves on by a token
+    q, k, v = silu(conv([q, k, v]))        the convolution's state is shifted by a token
     S = exp(g) (I - beta k k^T) S + beta k v^T        o = scale * S^T q        k, q normalised
     y = weight * o / sqrt(mean(o^2) + eps) * act(z)
 
-Sizes: B rows, H and HV heads, R = HV / H, K and V head dims, D = 2 H K + HV V channels, W taps,
-S columns.
+Sizes: B rows, H and HV heads, R = HV / H, K and V head dims, D = 2 H K + HV V channels, W taps, S
+columns.
 """
 
 from typing import Optional
@@ -24,7 +24,8 @@ from .prologue import channel_block
 
 
 def supports_gdn_layer_decode(call: LayerDecode) -> bool:
-    """One token a row, dense last dimensions, head dims up to 256, states with dense rows."""
+    """True for one token a row, contiguous last dimensions, head dims up to 256 and contiguous
+    state rows."""
     projected = (call.q, call.k, call.v, call.z, call.a, call.b)
     K, V = call.q.shape[3], call.v.shape[-1]
     return (
@@ -39,13 +40,13 @@ def supports_gdn_layer_decode(call: LayerDecode) -> bool:
 
 
 def _grouped(x: torch.Tensor, R: int, last: int) -> tuple:
-    """Strides of a row, a group and a head in x, [B, 1, HV, ..] or [B, 1, H, R, ..] alike."""
+    """Strides of a row, a group and a head in x, [B, 1, HV, ..] or [B, 1, H, R, ..]."""
     row, head = x.stride(0), x.stride(-1 - last)
     return (row, x.stride(2) if x.ndim == 4 + last else R * head, head)
 
 
 class Step:
-    """A token of a layer, for all calls of a kind: shapes, strides, dtypes and options."""
+    """The launches of a token for all calls with the same shapes, strides, dtypes and options."""
 
     __slots__ = ("rule", "finish", "device", "dtype", "out")
 
@@ -107,7 +108,7 @@ _steps = CallCache()
 
 
 def plan_gdn_layer_decode(call: LayerDecode) -> Optional[Step]:
-    """What serves all calls like this one, from the tensors alone, if there are any rows."""
+    """Returns a function of the tensors for all calls that match this one, or None without rows."""
     if call.q.shape[0] == 0:
         return None
     key = (call.tensors, call.options)

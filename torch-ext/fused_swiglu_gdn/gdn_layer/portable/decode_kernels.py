@@ -25,7 +25,7 @@ def _before(
     S: tl.constexpr,
     W: tl.constexpr,
 ):
-    """What the inputs before a token, and the bias, add to its convolution: [N] fp32."""
+    """The contribution of earlier inputs and the bias to the convolution at a token: [N] fp32."""
     acc = tl.zeros(channel.shape, tl.float32)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + channel, mask=mask, other=0.0).to(tl.float32)
@@ -76,8 +76,8 @@ def layer_step_kernel(
 ):
     """The convolution and the rule's step: a program takes BLOCK_V columns of one head's state.
 
-    Every program makes the q and k that it needs: that costs less than a launch of their own. The
-    convolution's state stays, for others may yet read it.
+    Every program computes the q and k that it needs: that costs less than a launch for them. The
+    convolution's state is not updated here, because other programs may still read it.
     """
     if PDL:  # layer_finish_kernel, which waits. That one must not: the next step reads early
         tl.extra.cuda.gdc_launch_dependents()
@@ -153,8 +153,11 @@ def layer_finish_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program norms and gates one head; those behind them move BLOCK_D channels of the
-    convolution's state on by a token."""
+    """A program normalises and gates one head; programs past the heads update the convolution's
+    state.
+
+    Each of those shifts BLOCK_D channels by a token.
+    """
     pid = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()

@@ -1,4 +1,4 @@
-"""The parts of a layer around the gated delta rule: the kernels that ops.gdn_layer asks for."""
+"""Exports the kernels of the family gdn_layer.layer under the names that dispatch looks up."""
 
 from .causal_conv1d import causal_conv1d_fwd, supports_causal_conv1d_fwd  # noqa: F401
 from .causal_conv1d_backward import (  # noqa: F401

@@ -1,7 +1,7 @@
-"""The convolution of a layer over a prompt, from wherever the projections put q, k and v.
+"""The convolution of a layer over a prompt, for q, k and v in separate or joint tensors.
 
-Sizes: B T, H and HV heads, K and V head dims, D = 2 H K + HV V channels, W taps, N sequences,
-S columns of a final state.
+Sizes: B T, H and HV heads, K and V head dims, D = 2 H K + HV V channels, W taps, N sequences, S
+columns of a final state.
 """
 
 import functools
@@ -20,7 +20,7 @@ from .causal_conv1d_rows import conv_rows
 
 
 def channel_block(K: int, V: int) -> int:
-    """The widest tile of channels that never spans two heads: a power of two, at most 128."""
+    """Widest tile of channels that never spans two heads: a power of two, at most 128."""
     return min(K & -K, V & -V, 128)
 
 
@@ -39,7 +39,7 @@ def supports_gdn_layer_prologue(
 def head_row(
     q_ptr, k_ptr, v_ptr, strides, b, d0, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr
 ):
-    """Where token 0 of row b and channel d0 of [q, k, v] lies, and how far its tokens are apart."""
+    """(address of token 0 of row b and channel d0 of [q, k, v], stride of its tokens)."""
     # selected, not branched for, and no remainders: Triton goes on knowing what is a multiple of 16
     # and loads 16 bytes at a time
     in_q, in_k = d0 < HK, d0 < 2 * HK
@@ -80,7 +80,7 @@ def _gdn_layer_prologue_kernel(
     RUN: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program makes one tile of y; the programs behind the last tile, one final state each."""
+    """A program makes one tile of y; programs past the last tile make one final state each."""
     pid = tl.program_id(0)
     d0 = (pid % (D // BLOCK_D)) * BLOCK_D
     tile = pid // (D // BLOCK_D)

@@ -1,6 +1,6 @@
-"""RMSNorm with a gate: y = weight * x / sqrt(mean(x^2) + eps) * act(gate), fp32 inside.
+"""RMSNorm with a gate: y = weight * x / sqrt(mean(x^2) + eps) * act(gate), in fp32.
 
-Sizes: M rows (G groups of R rows each the same distance apart), D channels.
+Sizes: M rows (G groups of R rows at one stride each), D channels.
 """
 
 import functools
@@ -44,7 +44,7 @@ def _rms_norm_gated_fwd_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """A program makes BLOCK_M rows."""
+    """A program computes BLOCK_M rows."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     mask = (rows < M)[:, None] & (offs_d < D)
@@ -63,7 +63,7 @@ def _rms_norm_gated_fwd_kernel(
 
 @functools.lru_cache(maxsize=1024, typed=True)
 def _plan(where: torch.device, D: int, silu: bool, *numbers) -> Launch:
-    """numbers: the kernel's."""
+    """numbers: scalars of the kernel."""
     config = tuning.lookup("portable_rms_norm_gated_fwd", where, D=D)
     constexprs, options = named(
         _rms_norm_gated_fwd_kernel, D=D, SILU=silu, BLOCK_D=triton.next_power_of_2(D), **config
@@ -85,7 +85,7 @@ def rms_norm_gated_fwd(
     eps: float,
     activation: str,
 ) -> torch.Tensor:  # [..., D]
-    """One launch; views whose rows lie at two strides (heads of tokens) are read as they are."""
+    """One launch; views whose rows have two strides (heads of tokens) are not copied."""
     D = x.shape[-1]
     M = x.numel() // D
     R = x.shape[-2] if x.ndim > 1 else 1

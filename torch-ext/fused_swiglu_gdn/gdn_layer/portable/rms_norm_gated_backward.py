@@ -47,7 +47,7 @@ def _rms_norm_gated_bwd_kernel(
     BLOCK_D: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """TILES tiles of BLOCK_M rows, and what they add to dweight."""
+    """dx and dgate of TILES tiles of BLOCK_M rows, and their contribution to dweight."""
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     weight = tl.load(weight_ptr + offs_d, mask=offs_d < D, other=0.0).to(tl.float32)
     dweight = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -87,7 +87,7 @@ def _rms_norm_gated_bwd_kernel(
 def _plan(
     where: torch.device, activation: str, D: int, M: int, R: int, eps: float, *strides: tuple
 ) -> Tuple[Launch, int]:
-    """The launch, and its programs."""
+    """The launch, and its number of programs."""
     config = tuning.lookup("portable_rms_norm_gated_bwd", where, D=D)
     programs = triton.cdiv(M, config["BLOCK_M"] * config["TILES"])
     constexprs, options = named(

@@ -1,1 +1,1 @@
-"""The rest of the layer in plain torch: its meaning, and what runs where no kernel does."""
+"""The parts of the layer around its rule in plain torch: the definition, and the fallback."""

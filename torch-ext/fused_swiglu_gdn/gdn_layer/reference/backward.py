@@ -1,7 +1,7 @@
-"""The gradients of the parts around the gated delta rule, written out in plain torch.
+"""Gradients of the parts around the gated delta rule, written out in plain torch.
 
-What automatic differentiation of layer.py gives, for operators that no kernel of the device
-serves. Sizes as in layer.py.
+They equal automatic differentiation of layer.py, for operators without a kernel on the device.
+Sizes as in layer.py.
 """
 
 from typing import Optional, Tuple

@@ -1,4 +1,4 @@
-"""What a layer does round and with the gated delta rule, as its fused kernels have it.
+"""The computations of the layer's fused kernels in plain torch.
 
 Sizes: B T, H and HV heads, K and V head dims, D = 2 H K + HV V channels, W taps, S columns.
 """

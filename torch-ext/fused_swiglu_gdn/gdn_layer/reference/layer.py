@@ -13,7 +13,7 @@ from ...runtime.dtypes import at_least_fp32, in_one_dtype
 
 
 def sequence_of_token(T: int, seq_idx, cu_seqlens) -> Optional[torch.Tensor]:
-    """Which sequence each token belongs to, [B or 1, T], or None when a row is one sequence."""
+    """The sequence of each token, [B or 1, T], or None if a row is one sequence."""
     if seq_idx is not None:
         return seq_idx
     if cu_seqlens is None:
@@ -23,7 +23,7 @@ def sequence_of_token(T: int, seq_idx, cu_seqlens) -> Optional[torch.Tensor]:
 
 
 def places(B: int, T: int, seq_idx, cu_seqlens, device):
-    """Of each token [B, T] the row of its initial state, and its position in its sequence."""
+    """(row of the initial state, position in the sequence) of each token, [B, T] each."""
     token = torch.arange(T, device=device)
     row = torch.arange(B, device=device).unsqueeze(1).expand(B, T)
     sequence = sequence_of_token(T, seq_idx, cu_seqlens)
@@ -36,10 +36,10 @@ def places(B: int, T: int, seq_idx, cu_seqlens, device):
 
 
 def reads(x, history, n, position):
-    """What each tap reads: the token `back` places before, or a column of the initial state.
+    """Yields the inputs of each tap: the token `back` before, or a column of the initial state.
 
-    x: [B, D, T]; history: [N, D, W - 1]; n, position: [B, T] as `places` has them. Yields (back,
-    inside [B, 1, T]: whether it is a token, column [B, T], what is read [B, D, T]).
+    x: [B, D, T]; history: [N, D, W - 1]; n, position: [B, T] from `places`. Yields (back, inside
+    [B, 1, T]: True for a token, column [B, T], input [B, D, T]).
     """
     W, token = history.shape[-1] + 1, torch.arange(x.shape[-1], device=x.device)
     for back in range(W):
@@ -90,7 +90,7 @@ def causal_conv1d_fwd(
 def _sum_of_taps(x, weight, history):
     """The convolution of [B, D, T] after `history` [B, D, W - 1] or zeros, tap by tap.
 
-    On a CPU this is four times as fast as the depthwise F.conv1d, which wants another layout.
+    On a CPU this is four times as fast as the depthwise F.conv1d, which needs another layout.
     """
     W, T = weight.shape[-1], x.shape[-1]
     y = x * weight[:, -1:]
@@ -105,7 +105,8 @@ def _sum_of_taps(x, weight, history):
 
 
 def _conv_by_seq_idx(x, weight, seq_idx):
-    """The convolution that never reads a token of another sequence; sequences start from zero."""
+    """The convolution for seq_idx, without inputs of other sequences; sequences start from
+    zeros."""
     W, T = weight.shape[-1], x.shape[-1]
     y = x * weight[:, -1:]
     for back in range(1, min(W, T)):
@@ -135,7 +136,7 @@ def causal_conv1d_update(
     indices: Optional[torch.Tensor] = None,  # [N] rows of conv_state
     accepted: Optional[torch.Tensor] = None,  # [N] tokens of the call before that count, from 1
     cu_seqlens: Optional[torch.Tensor] = None,  # [N + 1]
-    null_index: int = -1,  # rows of conv_state up to this one are nobody's
+    null_index: int = -1,  # rows of conv_state up to this one are null slots
     out: Optional[torch.Tensor] = None,  # [B, D, T], what y is written to
 ) -> torch.Tensor:
     """One or a few tokens of the convolution, with the state of the tokens before; y [B, D, T]."""

@@ -25,13 +25,14 @@ HELD = tl.constexpr(8192)  # columns up to which a program keeps the weight in r
 
 
 def supports_rms_norm_bwd(*args) -> bool:
-    """Of the arguments of the forward, too: three tensors come first."""
+    """True if the dtypes are supported; takes the forward's arguments, too: three tensors come
+    first."""
     return args[0].shape[-1] > 0 and all(t is None or t.dtype in SERVED for t in args[:3])
 
 
 @triton.jit
 def _loaded(ptr, rows, R, stride_group, stride_row, offs, mask):
-    """[BLOCK_M, BLOCK_D] of rows at two strides, fp32."""
+    """Loads rows at two strides as [BLOCK_M, BLOCK_D] fp32."""
     group = (rows // R).to(tl.int64)
     member = (rows % R).to(tl.int64)
     at = group * stride_group + member * stride_row
@@ -102,9 +103,9 @@ def _rms_norm_bwd_kernel(
     BLOCK_D: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK_D columns of TILES tiles of BLOCK_M rows, and what they add to dweight.
+    """dx of BLOCK_D columns of TILES tiles of BLOCK_M rows, and their contribution to dweight.
 
-    The tiles of the programs alternate.
+    Tile i belongs to program i mod P.
     """
     offs = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
     weight = _weight(weight_ptr, offs, offset, D)
@@ -146,7 +147,7 @@ def _sum_kernel(
     BLOCK_P: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """The sum over P of BLOCK_D columns."""
+    """Sums BLOCK_D columns over P."""
     offs = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
     total = tl.zeros((BLOCK_P, BLOCK_D), tl.float32)
     for p in range(0, P, BLOCK_P):
@@ -158,7 +159,7 @@ def _sum_kernel(
 
 
 class _Plan(NamedTuple):
-    """The launches of a gradient. means: of rows wider than a block; sum: of the parts."""
+    """The launches of a gradient. means: for rows wider than a block; sum: of the parts."""
 
     gradient: Launch
     programs: int
@@ -167,7 +168,10 @@ class _Plan(NamedTuple):
 
 
 def _stages(config: dict, width: int, weight: int) -> int:
-    """Of the loop over tiles: each but one has a tile of all that is read in shared memory."""
+    """Pipeline stages of the loop over tiles that fit in shared memory.
+
+    Each stage but one holds a tile of every tensor that is read.
+    """
     tile, shared = config["BLOCK_M"] * config["BLOCK_D"], config["shared"]
     most = min(config["STAGES"], max(1, shared // (width * tile)))  # as tuned
     read = width + weight if config["BLOCK_D"] > HELD.value else width
@@ -178,8 +182,8 @@ def _stages(config: dict, width: int, weight: int) -> int:
 def _plan(
     where: torch.device, M: int, D: int, rows: tuple, offset: float, width: int, weight: int
 ) -> _Plan:
-    """rows: as layout has them; width: bytes of a column of all that is read of a row; weight:
-    bytes of an element of it, or 0."""
+    """rows: as from layout(); width: bytes of a column over all tensors that are read row by row;
+    weight: bytes of an element of the weight, or 0."""
     config = blocks("portable_rms_norm_bwd", where, M, D)
     tiles = triton.cdiv(M, config["BLOCK_M"])
     config["STAGES"] = _stages(config, width, weight)
@@ -215,7 +219,7 @@ def rms_norm_bwd(
     offset: float,
     needs_weight: bool,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """dx [..., D], and dweight [D] or None: one launch, one more for dweight."""
+    """dx [..., D] and dweight [D] or None: one launch, and one more for dweight."""
     D = x.shape[-1]
     M = x.numel() // D
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -1,7 +1,7 @@
-"""RMSNorm: n = x rstd, rstd = 1 / sqrt(mean(x^2) + eps), y = weight n, fp32 inside.
+"""RMSNorm: n = x rstd, rstd = 1 / sqrt(mean(x^2) + eps), y = weight n, in fp32.
 
-Rounds where norm/reference.py does. Sizes: M rows (groups of R rows each the same distance apart),
-D columns.
+Rounds where norm/reference.py rounds. Sizes: M rows (groups of R rows at one stride each), D
+columns.
 """
 
 import functools
@@ -24,7 +24,7 @@ def supports_rms_norm_fwd(x, weight, *_) -> bool:
 
 @triton.jit
 def _added(x_ptr, residual_ptr, at_x, at_residual, mask):
-    """x + residual as it is rounded, or x; fp32."""
+    """x + residual, rounded to the dtype of x, or x; as fp32."""
     x = tl.load(x_ptr + at_x, mask=mask, other=0.0).to(tl.float32)
     if residual_ptr is not None:
         x += tl.load(residual_ptr + at_residual, mask=mask, other=0.0).to(tl.float32)
@@ -55,7 +55,7 @@ def _rms_norm_fwd_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,  # the next launch may begin before this one has ended
 ):
-    """BLOCK_M rows. Where they are wider than BLOCK_D, what is normalised is read twice."""
+    """Normalises BLOCK_M rows. Rows wider than BLOCK_D are read twice."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     before_ptr = None if AFTER else residual_ptr
@@ -107,7 +107,7 @@ def _launch(
     guarded: bool,
     *numbers: float,
 ) -> Launch:
-    """rows: as layout has them; numbers: eps, offset."""
+    """rows: as from layout(); numbers: eps, offset."""
     config = blocks("portable_rms_norm_fwd", where, M, D)
     # LLVM makes these products and sums ones of 16 bits, and of the two one instruction, which does
     # not round the product
@@ -126,7 +126,7 @@ _kept = functools.lru_cache(maxsize=1024, typed=True)(_launch)
 
 
 def _dtype(x: torch.Tensor, weight: Optional[torch.Tensor], llama: bool) -> torch.dtype:
-    """Of y."""
+    """The dtype of y."""
     return torch.promote_types(x.dtype, weight.dtype) if llama and weight is not None else x.dtype
 
 
@@ -156,7 +156,7 @@ def rms_norm_fwd(
 
 
 def plan_rms_norm_fwd(x, weight, residual, eps, casting_mode, offset, keep, after=False):
-    """rms_norm_fwd for all calls like this one, from their tensors; or None."""
+    """Returns rms_norm_fwd as a function of the tensors, for all matching calls; or None."""
     D, llama = x.shape[-1], casting_mode == "llama"
     if x.numel() == 0 or not all(t is None or t.is_contiguous() for t in (x, weight, residual)):
         return None

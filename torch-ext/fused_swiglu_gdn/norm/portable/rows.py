@@ -1,4 +1,4 @@
-"""Where the rows of a tensor [..., D] lie, and how many of them a program takes."""
+"""Strides of the rows of a tensor [..., D], and the block of rows that a program takes."""
 
 import itertools
 from typing import Optional, Tuple
@@ -12,7 +12,8 @@ MAX_BLOCK = 16384  # columns that a program holds at once
 
 
 def two_strides(x: torch.Tensor) -> Optional[Tuple[int, int]]:
-    """Of a group of x.shape[-2] rows and of a row of x [..., D], or None if they do not suffice."""
+    """Strides (of a group of x.shape[-2] rows, of a row) of x [..., D], or None if two do not
+    suffice."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         return None
     outer = [(n, s) for n, s in zip(x.shape[:-2], x.stride()[:-2]) if n > 1]
@@ -22,14 +23,15 @@ def two_strides(x: torch.Tensor) -> Optional[Tuple[int, int]]:
 
 
 def readable(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
-    """x, or a copy of it if its rows do not lie at two strides."""
+    """x, or a contiguous copy if its rows cannot be addressed by two strides."""
     return x if x is None or two_strides(x) is not None else x.contiguous()
 
 
 def layout(*tensors: Optional[torch.Tensor]) -> tuple:
-    """(R, and of each tensor the strides of a group of R rows and of a row); zeros for None.
+    """(R, and for each tensor the strides of a group of R rows and of a row); zeros for None.
 
-    All have one shape. Where one stride does for all of them, R is 1: a group is a row.
+    All tensors have one shape. If one stride addresses the rows of all of them, R is 1: a group is
+    a row.
     """
     x = tensors[0]
     R = x.shape[-2] if x.ndim > 1 else 1
@@ -40,7 +42,8 @@ def layout(*tensors: Optional[torch.Tensor]) -> tuple:
 
 
 def blocks(operation: str, where: torch.device, M: int, D: int) -> dict:
-    """Rows and columns of a program, warps, and what else the configuration says."""
+    """The launch configuration for M rows of D columns: BLOCK_M, BLOCK_D, warps and the rest of the
+    table."""
     config = tuning.lookup(operation, where, M=M, D=D)
     if D > MAX_BLOCK:
         return {**config, "BLOCK_M": 1, "BLOCK_D": MAX_BLOCK}

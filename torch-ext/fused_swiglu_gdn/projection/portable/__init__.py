@@ -1,1 +1,1 @@
-"""Plain Triton, for NVIDIA GPUs from compute capability 8.0 and for AMD."""
+"""Triton kernels for NVIDIA GPUs from compute capability 8.0 on and for AMD GPUs."""

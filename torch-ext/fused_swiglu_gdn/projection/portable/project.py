@@ -1,9 +1,10 @@
 """Projections of a few tokens: y_i = x W_i^T for all i, in one launch.
 
-A decoding step reads each weight once, so its time is that of memory; separate products pay a
-launch each, and the small ones little else. The weights stay where they are. One token is for
-portable/token.py, several are a product on tensor cores. A single weight of few rows has too few
-tiles for a whole GPU: parts of K are then programs of their own, added up by a second launch.
+A decoding step reads each weight once, so its time is that of the memory traffic; separate products
+cost a launch each, and small ones little else. The weights are not copied. One token is computed by
+portable/token.py, several by a product on tensor cores. A single weight of few rows has too few
+tiles for a whole GPU: its K is then split among programs (split-K), and a second launch adds up the
+parts.
 
 Sizes: M tokens, K model width, N rows of all weights together.
 """
@@ -40,9 +41,9 @@ def supports_project_fwd(x, weights, activation) -> bool:
 
 
 def parts_of_k(x, weight) -> int:
-    """Into how many parts the product of several tokens with one weight is cut, to fill the GPU.
+    """Number of splits of K that fill the GPU, for several tokens and one weight.
 
-    It is cut on Hopper and later, where the launch that adds up the parts waits on the GPU.
+    K is split on Hopper and later, where the launch that adds up the parts waits on the GPU.
     """
     if not device.overlaps_launches(x.device):
         return 1
@@ -56,7 +57,7 @@ def _split_config(x) -> dict:
 
 
 def _tile_of_parts(M: int) -> int:
-    """Rows of a tile for M tokens: 64 for wgmma, which 32 tokens take as well (H200)."""
+    """Rows of a tile for M tokens: 64 for wgmma, which is as fast for 32 tokens (H200)."""
     return 16 if M <= 16 else 64
 
 
@@ -86,8 +87,8 @@ def _project_few_kernel(
     PARTS: tl.constexpr,
     PDL: tl.constexpr,  # the next launch may begin before this one has ended
 ):
-    """y = x [W_0; W_1; ...]^T; a program makes the columns [BLOCK_M, BLOCK_N] of one weight, from
-    its part of K."""
+    """y = x [W_0; W_1; ...]^T; a program makes columns [BLOCK_M, BLOCK_N] of one weight and split
+    of K."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -132,7 +133,7 @@ def _add_parts_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,  # as above
 ):
-    """y = sum of the parts, in their order."""
+    """y = sum of the parts in order."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -144,7 +145,7 @@ def _add_parts_kernel(
 
 
 class Projection:
-    """The products of all calls of a kind: the facts of x [M, K] and of the weights [N_i, K]."""
+    """The launches for all calls with the same facts of x [M, K] and of the weights [N_i, K]."""
 
     __slots__ = ("kernel", "device", "dtype", "width", "missing", "parts", "add")
 
@@ -204,7 +205,7 @@ _projections = CallCache()
 def plan_project_fwd(
     x: torch.Tensor, weights: List[torch.Tensor], activation: Optional[str]
 ) -> Projection:
-    """What serves all calls like this one, from the tensors alone."""
+    """Returns a function of the tensors for all calls that match this one."""
     key = ((x, *weights), (activation,))
     return _projections.find(*key) or _projections.keep(*key, Projection(activation, x, *weights))
 
@@ -214,5 +215,5 @@ def project_fwd(
     weights: List[torch.Tensor],  # [N_i, K] each
     activation: Optional[str],
 ) -> torch.Tensor:  # [M, N]
-    """The products side by side; with an activation, that of the first times the second."""
+    """The products side by side; with an activation, act of the first times the second."""
     return plan_project_fwd(x, weights, activation)(x, *weights)

@@ -1,8 +1,8 @@
-"""The products of one token: each weight goes from memory to registers, past tensor cores.
+"""Projections of one token: weights go from memory to registers, without tensor cores.
 
-Nothing is staged in shared memory, as in the kernels around it in a decoding step; among others
-that need it this gains nothing (docs/projection.md). Two tiles of a row are on their way while a
-third is multiplied.
+Shared memory is not used, as in the kernels around this one in a decoding step; among kernels that
+use it this gains nothing (docs/projection.md). Two tiles of a row are in flight while a third is
+multiplied.
 """
 
 import triton
@@ -13,7 +13,7 @@ from ...runtime.primitives import activate, either
 
 @triton.jit
 def _next_weight(tile, w_ptr, rows, column, next_ptr, next_rows, BLOCK_N: tl.constexpr):
-    """Moves on to the next weight if the tile lies past this one."""
+    """Advances to the next weight if the tile is past the end of this one."""
     tiles = tl.cdiv(rows, BLOCK_N)
     past = tile >= tiles
     return (
@@ -29,8 +29,8 @@ def weight_of(
     tile, w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, rows0, rows1, rows2, rows3, rows4, rows5,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """The weight that a tile lies in: the tile's place in it, the weight, its rows, and the column
-    of the result where they begin."""
+    """Finds the weight of a tile: (tile index inside it, its pointer, its rows, its first column of
+    y)."""
     column = 0
     w_ptr, rows = w0_ptr, rows0
     tile, w_ptr, rows, column = _next_weight(tile, w_ptr, rows, column, w1_ptr, rows1, BLOCK_N)
@@ -85,7 +85,7 @@ def project_token_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,  # this launch may begin before the last one has ended, the next one likewise
 ):
-    """y = [W_0; W_1; ...] x; a program makes BLOCK_N numbers, with rows of one weight."""
+    """y = [W_0; W_1; ...] x; a program makes BLOCK_N numbers, from rows of one weight."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -115,7 +115,7 @@ def gated_token_kernel(
 ):
     """z = act(W_gate x) * (W_up x); a program makes BLOCK_N numbers.
 
-    Rows of both weights alternate, so that the two of a pair come to lie side by side.
+    Rows of both weights are interleaved, so that a thread holds the two of a pair side by side.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()

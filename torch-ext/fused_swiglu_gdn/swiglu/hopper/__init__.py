@@ -1,1 +1,1 @@
-"""What Hopper and later GPUs have: tensor descriptors, wgmma, TMA."""
+"""Kernels that need tensor descriptors, wgmma or TMA, for Hopper and later GPUs."""

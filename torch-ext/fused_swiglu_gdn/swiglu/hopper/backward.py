@@ -1,8 +1,8 @@
-"""Training SwiGLU on sm_90 and up: portable/gradients.py, with what kernels of ours do better.
+"""SwiGLU training on sm_90 and up: portable/gradients.py with faster kernels for some of its steps.
 
 dX = dG Wg + dU Wu in one accumulator: neither product is rounded before they are added, and the sum
-is not read again. Large products bring their gate with them (training.py).
-Sizes: M tokens, K model width, N hidden width. docs/swiglu.md has the times.
+is not read again. Large products have the gate in their epilogue (training.py). Sizes: M tokens, K
+model width, N hidden width. docs/swiglu.md has the times.
 """
 
 import functools
@@ -57,7 +57,7 @@ def _swiglu_dx_kernel(
 
 @functools.lru_cache(maxsize=4096)
 def _dx_plan(where: torch.device, M: int, N: int, K: int, strides: tuple, apart: int) -> Launch:
-    """strides: of the weights. apart: as between(w_gate, w_up)."""
+    """strides: of the weights. apart: between(w_gate, w_up)."""
     tile = tuning.lookup("hopper_swiglu_dx", where)
     BM, BN, BK = blocks = (tile["BLOCK_M"], tile["BLOCK_N"], tile["BLOCK_K"])
     tiles_m = triton.cdiv(M, BM)
@@ -105,13 +105,13 @@ def supports_swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs) -> bool
 
 
 def swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs):
-    """As gated_gradients of portable/gradients.py, with the input's gradient by kernels of here."""
+    """Calls gated_gradients of portable/gradients.py with input_gradient of this module."""
     args = (dz, x, w_gate, w_up, gate_up, activation, needs)
     return plain.gated_gradients(*args, input_gradient)
 
 
 def gate_gradient(dy, w_down, gate_up, activation: str, with_z: bool):
-    """As gate_gradient of portable/gradients.py."""
+    """Computes gate_gradient of portable/gradients.py by the faster of the two ways."""
     way = tailed if tailed.serves_gradients(dy, w_down) else plain
     return way.gate_gradient(dy, w_down, gate_up, activation, with_z)
 
@@ -123,6 +123,6 @@ def supports_swiglu_mlp_bwd(
 
 
 def swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads):
-    """As mlp_gradients of portable/gradients.py, with the gradients of here."""
+    """Calls mlp_gradients of portable/gradients.py with the functions of this module."""
     args = (dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads)
     return plain.mlp_gradients(*args, gate_gradient, input_gradient)

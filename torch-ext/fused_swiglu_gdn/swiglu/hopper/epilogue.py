@@ -1,6 +1,6 @@
-"""What the last warps of a tailed product do with its tiles (training_kernels.py).
+"""The epilogue of training_kernels.py: the work of its last warps on a finished tile.
 
-They take a tile in pieces 64 columns wide, vector by vector. Sizes: M tokens, N hidden width.
+They take a tile in pieces of 64 columns, vector by vector. Sizes: M tokens, N hidden width.
 """
 
 from ...runtime.gluon import (
@@ -23,7 +23,7 @@ UNIT = gl.constexpr(8)  # rows of a tile, 64 columns wide, that a warp of the ta
 
 @record
 class Work:
-    """What the warps of one CTA share."""
+    """State that the warps of one CTA share."""
 
     a_desc: tma.tensor_descriptor  # [M, D] box [BM, BK]
     b_desc: tma.tensor_descriptor  # weights: [2, N, D] box [2, BN / 2, BK], or [D, N] box [BK, BN]
@@ -31,10 +31,10 @@ class Work:
     b_smem: gl.shared_memory_descriptor  # [STAGES, *box of b_desc]
     tile_smem: gl.shared_memory_descriptor  # [4, BM, 64] a finished tile by columns, 16 bits
     scale_smem: gl.shared_memory_descriptor  # [1, BM] fp32: what to multiply each row of it with
-    landed: gl.shared_memory_descriptor  # [STAGES] mbarriers: the operands of a step are there
-    free: gl.shared_memory_descriptor  # [STAGES] mbarriers: they have been multiplied
-    ready: gl.shared_memory_descriptor  # [1] mbarrier: tile_smem is written
-    taken: gl.shared_memory_descriptor  # [1] mbarrier: and read
+    full: gl.shared_memory_descriptor  # [STAGES] mbarriers: the operands of a step are there
+    empty: gl.shared_memory_descriptor  # [STAGES] mbarriers: they have been multiplied
+    tile_full: gl.shared_memory_descriptor  # [1] mbarrier: tile_smem is written
+    tile_empty: gl.shared_memory_descriptor  # [1] mbarrier: and read
     M: gl.tensor
     N: gl.tensor
     depth: gl.tensor  # of the product: steps of BK
@@ -48,7 +48,7 @@ class Work:
 
 @gluon.jit
 def hand_over(tile_smem, acc):
-    """acc [BM, BN] into [4, BM, 64]; the splits only rename registers."""
+    """Stores acc [BM, BN] to tile_smem [4, BM, 64]; the splits only rename registers."""
     left, right = acc.reshape((BM, 2, BN // 2)).permute((0, 2, 1)).split()
     for half in gl.static_range(2):
         part = left if half == 0 else right
@@ -75,13 +75,13 @@ def _scales(w, i, WARPS: gl.constexpr):
 
 @gluon.constexpr_function
 def vector_layout(warps):
-    """Eight neighbours to a thread."""
+    """The layout with eight neighbours to a thread."""
     return gl.BlockedLayout([1, 8], [4, 8], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def _elements(w, i, row, column, WARPS: gl.constexpr):
-    """(m [.., 1], n [1, ..], whether inside [M, N]) of piece i of the tile at row, column."""
+    """(m [.., 1], n [1, ..], mask of those inside [M, N]) of piece i of the tile at row, column."""
     LAYOUT: gl.constexpr = vector_layout(WARPS)
     HIGH: gl.constexpr = UNIT * WARPS
     DOWN: gl.constexpr = BM // HIGH
@@ -95,7 +95,7 @@ def _elements(w, i, row, column, WARPS: gl.constexpr):
 
 @gluon.jit
 def make_gate(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS: gl.constexpr):
-    """Gate and up, as they are, to memory, and z = act(gate) * up: pieces FIRST to LAST."""
+    """Stores gate and up unchanged, and z = act(gate) * up, of pieces FIRST to LAST."""
     LAYOUT: gl.constexpr = vector_layout(WARPS)
     HALF: gl.constexpr = 2 * BM // (UNIT * WARPS)  # the tile's columns 128 to 255 begin here
     GATE: gl.constexpr = HALF if w.UP_FIRST else 0
@@ -105,7 +105,7 @@ def make_gate(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS:
         pid_m, pid_n = grouped_tile(tile, w.tiles_m, w.tiles_n, w.group)
         row = pid_m * BM
         column = pid_n * (BN // 2)
-        mbarrier.wait(w.ready, phase)
+        mbarrier.wait(w.tile_full, phase)
         phase ^= 1
         if FIRST == 0:
             for q in gl.static_range(4):
@@ -119,12 +119,12 @@ def make_gate(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS:
             gl.store(z_ptr + m.to(gl.int64) * N + n, z, mask=inside)
         if FIRST == 0:
             tma_store_wait(0)
-        mbarrier.arrive(w.taken, count=1)
+        mbarrier.arrive(w.tile_empty, count=1)
 
 
 @gluon.jit
 def _load_pair(w, gate_up, i, row, column, LAST: gl.constexpr, WARPS: gl.constexpr):
-    """gate and up of piece i, nothing past LAST."""
+    """Loads gate and up of piece i; pieces from LAST on are masked off."""
     m, n, inside = _elements(w, i, row, column, WARPS)
     N = w.N // 8 * 8
     ptrs = gate_up + m.to(gl.int64) * (2 * N) + n
@@ -135,7 +135,7 @@ def _load_pair(w, gate_up, i, row, column, LAST: gl.constexpr, WARPS: gl.constex
 
 @gluon.jit
 def _gradient_piece(w, gate_up, z_ptr, gate, up, i, row, column, WARPS: gl.constexpr):
-    """Piece i from its gate and up (fp32) and the dz of tile_smem."""
+    """Stores the gradients of piece i from its gate and up (fp32) and the dz of tile_smem."""
     LAYOUT: gl.constexpr = vector_layout(WARPS)
     TYPE: gl.constexpr = gate_up.dtype.element_ty
     N = w.N // 8 * 8
@@ -152,10 +152,10 @@ def _gradient_piece(w, gate_up, z_ptr, gate, up, i, row, column, WARPS: gl.const
 
 @gluon.jit
 def make_gradients(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, WARPS: gl.constexpr):
-    """gate and up [M, 2 N] overwritten by their gradients, and z = act(gate) * up.
+    """Overwrites gate and up [M, 2 N] by their gradients, and stores z = act(gate) * up.
 
-    Pieces FIRST to LAST, an even number, by twos: what is loaded for the next two stays in its
-    registers, since a move from one to another would wait for the load.
+    Takes pieces FIRST to LAST, an even number, two at a time: the values loaded for the next two
+    stay in registers of their own, since a move between registers would wait for the load.
     """
     phase = 0
     for tile in range(gl.program_id(0), w.tiles_m * w.tiles_n, gl.num_programs(0)):
@@ -164,7 +164,7 @@ def make_gradients(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, W
         column = pid_n * BN
         gate_0, up_0 = _load_pair(w, gate_up, FIRST, row, column, LAST, WARPS)
         gate_1, up_1 = _load_pair(w, gate_up, FIRST + 1, row, column, LAST, WARPS)
-        mbarrier.wait(w.ready, phase)
+        mbarrier.wait(w.tile_full, phase)
         phase ^= 1
         for i in range(FIRST, LAST, 2):
             gate = gate_0.to(gl.float32)
@@ -175,4 +175,4 @@ def make_gradients(w, gate_up, z_ptr, FIRST: gl.constexpr, LAST: gl.constexpr, W
             up = up_1.to(gl.float32)
             gate_1, up_1 = _load_pair(w, gate_up, i + 3, row, column, LAST, WARPS)
             _gradient_piece(w, gate_up, z_ptr, gate, up, i + 1, row, column, WARPS)
-        mbarrier.arrive(w.taken, count=1)
+        mbarrier.arrive(w.tile_empty, count=1)

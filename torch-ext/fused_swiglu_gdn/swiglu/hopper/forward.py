@@ -20,7 +20,7 @@ X, GATE, UP, LOWER, Z, NONE, B_GATE, B_UP = range(8)  # the tensors of a call
 
 @functools.lru_cache(maxsize=4096)
 def _serves(where, dtype, size, strides, gate_size, gate_strides, up_strides) -> bool:
-    """Whether the copy engine can read tensors of these sizes and strides, addresses apart."""
+    """True if TMA can read tensors of these sizes and strides, addresses apart."""
     (M, K), N, dense = size, gate_size[0], 8  # elements of 16 bytes
     least = tuning.lookup("hopper_swiglu_fwd", where)["least_rows"]
     if M < least or K < 1 or N % dense or dtype not in (torch.float16, torch.bfloat16):
@@ -39,32 +39,34 @@ def supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
 
 
 def between(first: torch.Tensor, second: torch.Tensor) -> int:
-    """How many elements behind the first the second lies; negative where it lies before."""
+    """Distance in elements from the start of the first tensor to that of the second; may be
+    negative."""
     return (second.data_ptr() - first.data_ptr()) // first.element_size()
 
 
 def equal_groups(tiles: int, most: int) -> int:
-    """Tiles of a group: so many at most, and in all groups about as many."""
+    """Group size of at most `most` tiles that splits `tiles` into groups of about equal size."""
     return triton.cdiv(tiles, triton.cdiv(tiles, most))
 
 
 def joined(size: tuple, strides: tuple, apart: int) -> Tuple[tuple, tuple]:
-    """Shape and strides of two [N, K] as one [2, N, K]: the first dimension's stride is how far
-    they lie apart.
+    """Shape and strides of two [N, K] tensors seen as one [2, N, K], whose first stride is `apart`.
 
-    Halves of a packed and of an interleaved weight are special cases; for two allocations the
-    stride is the difference of their addresses. The lower one comes first, whichever it is.
+    Halves of a packed or an interleaved weight are special cases; for two allocations the stride is
+    the difference of their addresses. The tensor with the lower address comes first.
     """
     return (2, *size), (abs(apart), *strides)
 
 
 @functools.lru_cache(maxsize=4096)
 def choose(where: torch.device, M: int, N: int, K: int, wf: bool = False):
-    """(tile configuration, tiles made whole, whether the rest is made in halves), by least time.
+    """(tile configuration, number of whole tiles, whether the rest is split in halves) of least
+    time.
 
-    A configuration carries its measured cost, in microseconds: a K step and a tile; of a last wave
-    made of halves, or of one tile a processor where two fit, as a share of a whole wave.
-    wf: for weights whose hidden dimension is dense: only whole tiles of the width BLOCK_N.
+    A configuration carries its measured cost: microseconds of a K step and of a tile, and the cost
+    of a last wave as a share of a whole one, if it is made of halves or has one tile an SM where
+    two fit. wf: for weights whose hidden dimension is contiguous: only whole tiles of the width
+    BLOCK_N.
     """
     best = None
     processors = device.multiprocessor_count(where.index)
@@ -86,7 +88,7 @@ def choose(where: torch.device, M: int, N: int, K: int, wf: bool = False):
 
 
 class Plan(NamedTuple):
-    """What a call needs besides its addresses."""
+    """The launch of a call and the order of its tensors."""
 
     kernel: Launch
     order: tuple  # places of the launch's tensors among x, the weights or the lower one, z, biases
@@ -97,7 +99,7 @@ def _plan(
     where: torch.device, dtype, M: int, N: int, K: int, stride_x: int, strides: tuple,
     activation: str, apart: int,
 ) -> Plan:  # fmt: skip
-    """strides: of the weights. apart: as between(w_gate, w_up), or 0 where that does not matter."""
+    """strides: of the weights. apart: between(w_gate, w_up), or 0 if irrelevant."""
     wf = strides[1] != 1
     tile, whole, halves = choose(where, M, N, K, wf)
     tile = dict(tile)
@@ -139,8 +141,11 @@ def _plan(
 
 
 def plan_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation):
-    """For the shape of z: swiglu_fwd for all calls like this one, from their tensors. It returns
-    None where supports_swiglu_fwd would not take their addresses."""
+    """Returns a function that makes, for a shape of z, swiglu_fwd for all calls that match this
+    one.
+
+    That returns None for addresses that supports_swiglu_fwd would reject.
+    """
     (M, K), N, size, strides = x.shape, w_gate.shape[0], x.element_size(), w_gate.stride()
     sizes = (x.device, x.dtype, M, N, K, x.stride(0), strides, activation)
     together = strides[1] == 1  # both weights by one map, which holds how far they lie apart

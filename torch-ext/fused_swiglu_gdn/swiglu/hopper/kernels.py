@@ -1,7 +1,7 @@
-"""The kernels of swiglu/hopper/forward.py: tiles of z = act(x Wg^T + bg) * (x Wu^T + bu).
+"""Kernels of swiglu/hopper/forward.py: tiles of z = act(x Wg^T + bg) * (x Wu^T + bu).
 
-Sizes: M tokens, K model width, N hidden width. Descriptors carry what an operand looks like; the
-copy engine fills with zeros what lies outside it and leaves out what is stored there.
+Sizes: M tokens, K model width, N hidden width. Descriptors carry shape and strides of an operand;
+TMA fills with zeros what a load reads outside of it, and drops what a store writes there.
 """
 
 import triton
@@ -22,7 +22,7 @@ def _gate_and_store(
     N,
     ACTIVATION: tl.constexpr,
 ):
-    """z = act(gate + bg) * (up + bu) into the tile at (row, column)."""
+    """Stores z = act(gate + bg) * (up + bu) to the tile at (row, column)."""
     BLOCK_N: tl.constexpr = gate.shape[1]
     offs_n = column + tl.arange(0, BLOCK_N)
     if b_gate_ptr is not None:
@@ -34,7 +34,7 @@ def _gate_and_store(
 
 @triton.jit
 def _gate_up(acc, UP_FIRST: tl.constexpr):
-    """[BLOCK_M, 2 n] -> gate and up [BLOCK_M, n]: renames registers, a thread holds both."""
+    """Splits [BLOCK_M, 2 n] into gate and up [BLOCK_M, n]; registers are only renamed."""
     n: tl.constexpr = acc.shape[1] // 2
     first, second = tl.split(tl.permute(tl.reshape(acc, (acc.shape[0], 2, n)), (0, 2, 1)))
     if UP_FIRST:
@@ -127,9 +127,11 @@ def swiglu_three_quarter_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The same in tiles of 3/4 BLOCK_N columns, one a program: for sizes that fill the chip so.
+    """swiglu_fwd_kernel in tiles of 3/4 BLOCK_N columns, one a program, for sizes that fill the GPU
+    so.
 
-    A tile's width must be a power of two, so it is made as a half and a quarter of BLOCK_N.
+    The width of a block must be a power of two, so a tile is made of a half and a quarter of
+    BLOCK_N.
     """
     HALF: tl.constexpr = BLOCK_N // 2
     QUARTER: tl.constexpr = BLOCK_N // 4
@@ -169,9 +171,10 @@ def swiglu_wf_fwd_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """The same for weights whose hidden dimension is the dense one: two products a step.
+    """swiglu_fwd_kernel for weights whose hidden dimension is contiguous: two products a step.
 
-    Not flattened: with two accumulators that would serialize the products (docs/swiglu.md).
+    The loop is not flattened: with two accumulators that would serialize the products
+    (docs/swiglu.md).
     """
     tiles_m = tl.cdiv(M, BLOCK_M)
     tiles_n = tl.cdiv(N, BLOCK_N)

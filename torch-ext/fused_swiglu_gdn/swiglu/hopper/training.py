@@ -1,4 +1,4 @@
-"""Launchers of the products with a tail (training_kernels.py).
+"""Launchers of the products with an overlapped epilogue (training_kernels.py).
 
 Sizes: M tokens, K model width, N hidden width, D output width of Wd.
 """
@@ -22,7 +22,7 @@ def _forward_plan(
     where: torch.device, dtype, M: int, N: int, K: int, stride_x: int, strides: tuple,
     activation: str, apart: int,
 ) -> Launch:  # fmt: skip
-    """strides: of the weights. apart: as between(w_gate, w_up)."""
+    """strides: of the weights. apart: between(w_gate, w_up)."""
     half, BK = BN.value // 2, tuning.lookup("hopper_swiglu_training", where)["BLOCK_K"]
     weights = joined((N, K), strides, apart)
     maps = (
@@ -50,7 +50,7 @@ def _gradient_plan(
 
 
 def _launch(kernel, where, tiles_n: int, maps: tuple, sizes: tuple, constexprs: tuple) -> Launch:
-    """sizes: M, N and the width of the product's sums."""
+    """sizes: M, N and the depth of the product."""
     config = tuning.lookup("hopper_swiglu_training", where)
     tiles_m = triton.cdiv(sizes[0], BM.value)
     group = equal_groups(tiles_m, config["GROUP"])
@@ -66,14 +66,15 @@ def _launch(kernel, where, tiles_n: int, maps: tuple, sizes: tuple, constexprs: 
 
 
 def serves_forward(x, w_gate, b_gate, b_up) -> bool:
-    """Of calls that supports_swiglu_saving_fwd takes: whether the kernel does, and wins."""
+    """True if the kernel takes a call of supports_swiglu_saving_fwd and is the faster way."""
     if b_gate is not None or b_up is not None or not device.has_wgmma(x.device):
         return False
     return x.shape[0] >= tuning.lookup("hopper_swiglu_training", x.device)["forward_rows"]
 
 
 def _readable(x: torch.Tensor) -> bool:
-    """By the copy engine, or in vectors: a matrix whose rows are 16 bytes times something."""
+    """True if TMA and vector loads can read x: a matrix whose row stride is a multiple of 16
+    bytes."""
     aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.shape[1] % 8 == 0
     return aligned and x.stride(1) == 1 and x.stride(0) >= x.shape[1] > 0
 
@@ -86,7 +87,7 @@ def serves_gradients(dy: torch.Tensor, w_down: torch.Tensor) -> bool:
 
 
 def saving_fwd(x, w_gate, w_up, activation: str) -> Tuple[torch.Tensor, torch.Tensor]:
-    """(z [M, N], gate_up [M, 2 N])."""
+    """Returns (z [M, N], gate_up [M, 2 N])."""
     (M, K), N = x.shape, w_gate.shape[0]
     z, gate_up = x.new_empty((M, N)), x.new_empty((M, 2 * N))
     apart = between(w_gate, w_up)

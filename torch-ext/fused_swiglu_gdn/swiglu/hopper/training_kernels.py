@@ -1,9 +1,9 @@
-"""Products of SwiGLU's training step with what comes after them done by warps of their own.
+"""GEMMs of SwiGLU's training step with an overlapped epilogue.
 
-A CTA makes tiles of a product: one warp brings the operands, two warpgroups multiply, and hand the
-finished tile over in shared memory. Two more warps then do the memory-bound part (the gate, or its
-gradients) while the next tile is multiplied, so that part costs no time and the tile never reaches
-memory. Sizes: M tokens, K model width, N hidden width. docs/swiglu.md has the timeline.
+A CTA makes tiles of a product: one warp loads the operands, two warpgroups multiply and leave the
+finished tile in shared memory. Three more warps do the memory-bound epilogue (the gate, or its
+gradients) while the next tile is multiplied, so the epilogue costs no time and the tile never
+reaches memory. Sizes: M tokens, K model width, N hidden width. docs/swiglu.md has the timeline.
 """
 
 from ...runtime.gluon import (
@@ -23,7 +23,7 @@ from .epilogue import BM, BN, Work, hand_over, make_gate, make_gradients
 
 @gluon.jit
 def _load_partition(w, gate_up, z_ptr):
-    """One warp: operands, STAGES steps ahead at most."""
+    """Loads operands up to STAGES steps ahead; one warp."""
     PAIR: gl.constexpr = len(w.b_desc.block_type.shape) == 3
     BK: gl.constexpr = w.a_desc.block_type.shape[1]
     BYTES: gl.constexpr = (BM + BN) * BK * 2
@@ -32,44 +32,45 @@ def _load_partition(w, gate_up, z_ptr):
         pid_m, pid_n = grouped_tile(tile, w.tiles_m, w.tiles_n, w.group)
         for step in range(w.depth):
             s = it % w.STAGES
-            landed = w.landed.index(s)
-            mbarrier.wait(w.free.index(s), ((it // w.STAGES) & 1) ^ 1)  # the first round passes
-            mbarrier.expect(landed, BYTES)
-            tma_load(w.a_desc, [pid_m * BM, step * BK], landed, w.a_smem.index(s))
+            full = w.full.index(s)
+            mbarrier.wait(w.empty.index(s), ((it // w.STAGES) & 1) ^ 1)  # the first round passes
+            mbarrier.expect(full, BYTES)
+            tma_load(w.a_desc, [pid_m * BM, step * BK], full, w.a_smem.index(s))
             if PAIR:
-                tma_load(w.b_desc, [0, pid_n * (BN // 2), step * BK], landed, w.b_smem.index(s))
+                tma_load(w.b_desc, [0, pid_n * (BN // 2), step * BK], full, w.b_smem.index(s))
             else:
-                tma_load(w.b_desc, [step * BK, pid_n * BN], landed, w.b_smem.index(s))
+                tma_load(w.b_desc, [step * BK, pid_n * BN], full, w.b_smem.index(s))
             it += 1
 
 
 @gluon.jit
 def _multiply_partition(w, gate_up, z_ptr):
-    """Two warpgroups: the product, a tile after another, into tile_smem.
+    """Computes the product tile after tile into tile_smem; two warpgroups.
 
-    Gate and up are rounded as they are kept. dZ is handed on as fp16, each row by the power of two
-    that makes the most of its 11 bits: as good as not rounded beside the bf16 of everything else.
+    Gate and up are rounded to the dtype in which they are saved. dZ is passed on as fp16, each row
+    scaled by the power of two that uses its 11 bits best: beside the bf16 of all other operands
+    that is as good as no rounding.
     """
     PAIR: gl.constexpr = len(w.b_desc.block_type.shape) == 3
     BK: gl.constexpr = w.a_desc.block_type.shape[1]
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BN, 16])
     acc = gl.zeros((BM, BN), gl.float32, LAYOUT)
     it = 0
-    phase = 1  # of `taken`: the first tile passes
+    phase = 1  # of `tile_empty`: the first tile passes
     for _ in range(gl.program_id(0), w.tiles_m * w.tiles_n, gl.num_programs(0)):
         for step in range(w.depth):
             s = it % w.STAGES
-            mbarrier.wait(w.landed.index(s), (it // w.STAGES) & 1)
+            mbarrier.wait(w.full.index(s), (it // w.STAGES) & 1)
             b = w.b_smem.index(s)
             if PAIR:
                 b = b.reshape([BN, BK]).permute((1, 0))
             acc = warpgroup_mma(w.a_smem.index(s), b, acc, use_acc=step > 0, is_async=True)
             acc = warpgroup_mma_wait(1, (acc,))
-            mbarrier.arrive(w.free.index((it + w.STAGES - 1) % w.STAGES), count=1, pred=step > 0)
+            mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1, pred=step > 0)
             it += 1
         acc = warpgroup_mma_wait(0, (acc,))
-        mbarrier.arrive(w.free.index((it + w.STAGES - 1) % w.STAGES), count=1)
-        mbarrier.wait(w.taken, phase)
+        mbarrier.arrive(w.empty.index((it + w.STAGES - 1) % w.STAGES), count=1)
+        mbarrier.wait(w.tile_empty, phase)
         phase ^= 1
         if PAIR:
             hand_over(w.tile_smem, acc)
@@ -81,12 +82,12 @@ def _multiply_partition(w, gate_up, z_ptr):
             scale = ((254 << 23) - most + (14 << 23)).to(gl.float32, bitcast=True)
             hand_over(w.tile_smem, acc * gl.expand_dims(scale, 1))
         fence_async_shared()
-        mbarrier.arrive(w.ready, count=1)
+        mbarrier.arrive(w.tile_full, count=1)
 
 
 @gluon.jit
-def _tail_partition_0(w, gate_up, z_ptr):
-    """Two warps: two thirds of what comes after the product."""
+def _epilogue_partition_0(w, gate_up, z_ptr):
+    """Runs two thirds of the epilogue; two warps."""
     if len(w.b_desc.block_type.shape) == 3:
         make_gate(w, gate_up, z_ptr, 0, 11, 2)
     else:
@@ -94,8 +95,8 @@ def _tail_partition_0(w, gate_up, z_ptr):
 
 
 @gluon.jit
-def _tail_partition_1(w, gate_up, z_ptr):
-    """One warp: the rest."""
+def _epilogue_partition_1(w, gate_up, z_ptr):
+    """Runs the rest of the epilogue; one warp."""
     if len(w.b_desc.block_type.shape) == 3:
         make_gate(w, gate_up, z_ptr, 22, 32, 1)
     else:
@@ -110,7 +111,7 @@ def _run(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Sets up one CTA and divides it."""
+    """Allocates the shared memory of a CTA and starts its partitions."""
     PAIR: gl.constexpr = len(b_desc.block_type.shape) == 3
     COLUMNS: gl.constexpr = BN // 2 if PAIR else BN  # of N to a tile
     BK: gl.constexpr = a_desc.block_type.shape[1]
@@ -125,23 +126,24 @@ def _run(
     )
     tile_smem = gl.allocate_shared_memory(HANDED, [4, BM, 64], TILE)
     scale_smem = gl.allocate_shared_memory(gl.float32, [1, BM], ROW)
-    landed = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tile_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tile_empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        mbarrier.init(landed.index(i), count=1)
-        mbarrier.init(free.index(i), count=1)
-    mbarrier.init(ready, count=1)
-    mbarrier.init(taken, count=2)
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    mbarrier.init(tile_full, count=1)
+    mbarrier.init(tile_empty, count=2)
     w = Work(
-        a_desc, b_desc, a_smem, b_smem, tile_smem, scale_smem, landed, free, ready, taken, M, N,
-        gl.cdiv(D, BK), gl.cdiv(M, BM), gl.cdiv(N, COLUMNS), group, STAGES, UP_FIRST, ACTIVATION,
+        a_desc, b_desc, a_smem, b_smem, tile_smem, scale_smem, full, empty, tile_full, tile_empty,
+        M, N, gl.cdiv(D, BK), gl.cdiv(M, BM), gl.cdiv(N, COLUMNS), group, STAGES, UP_FIRST,
+        ACTIVATION,
     )  # fmt: skip
     args = (w, gate_up, z_ptr)
     barrier()
     warp_specialize(
-        [_multiply_partition, _tail_partition_0, _tail_partition_1, _load_partition], args,
+        [_multiply_partition, _epilogue_partition_0, _epilogue_partition_1, _load_partition], args,
         [2, 1, 1], [REGISTERS, REGISTERS, REGISTERS],
     )  # fmt: skip
 
@@ -182,7 +184,7 @@ def swiglu_gradient_kernel(
     STAGES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
-    """dz = dy Wd, dgate = dz * up * act'(gate), dup = dz * act(gate), and z again."""
+    """dz = dy Wd, dgate = dz * up * act'(gate), dup = dz * act(gate), and z recomputed."""
     _run(
         dy_desc, w_down_desc, gate_up_ptr, z_ptr, M, N, D, group,
         False, ACTIVATION, STAGES, REGISTERS,

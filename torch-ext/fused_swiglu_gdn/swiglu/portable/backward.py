@@ -1,4 +1,4 @@
-"""Training SwiGLU on any GPU: swiglu/portable/gradients.py as it is."""
+"""SwiGLU training on any GPU: the functions of swiglu/portable/gradients.py."""
 
 from ...runtime.dtypes import SERVED
 from .gradients import gated_gradients, mlp_gradients, projections, saving_fwd

@@ -49,8 +49,8 @@ def _swiglu_fwd_kernel(
 ):
     """z = act(x Wg^T + bg) * (x Wu^T + bu); a program makes one [BLOCK_M, BLOCK_N] tile.
 
-    Gate and up rows alternate in one operand, so one product makes both and a thread holds the two
-    of a pair side by side: splitting them moves nothing.
+    Rows of gate and up are interleaved in one operand, so one product makes both and a thread holds
+    the two of a pair side by side: splitting them moves no data.
     """
     pid_m, pid_n = grouped_tile(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP)
     row = (pid_m * BLOCK_M).to(tl.int64)
@@ -109,8 +109,11 @@ def _plan(
 
 
 def _launch(x, w_gate, w_up, b_gate, b_up, activation) -> torch.Tensor:
-    """z [M, N] by the kernel above, which has one pair of strides for both weights, and offsets of
-    32 bits inside a tile."""
+    """z [M, N] by the kernel above.
+
+    The kernel takes one pair of strides for both weights and 32-bit offsets inside a tile, so other
+    operands are copied first.
+    """
     (M, K), N = x.shape, w_gate.shape[0]
     stride_x, strides = x.stride(0), w_gate.stride()
     if strides != w_up.stride() or max(strides) > FAR:
@@ -124,7 +127,8 @@ def _launch(x, w_gate, w_up, b_gate, b_up, activation) -> torch.Tensor:
 
 
 def plan_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation):
-    """For the shape of z: swiglu_fwd for all calls like this one, from their tensors; or None."""
+    """Returns a function that makes, for a shape of z, swiglu_fwd for all matching calls; or
+    None."""
     (M, K), N, strides = x.shape, w_gate.shape[0], w_gate.stride()
     if x.dtype == torch.float32 or strides != w_up.stride() or max(*strides, x.stride(0)) > FAR:
         return None
@@ -149,10 +153,11 @@ def swiglu_fwd(
     b_up: Optional[torch.Tensor],  # [N]
     activation: str,
 ) -> torch.Tensor:  # [M, N]
-    """One launch for fp16 and bf16; fp32 keeps torch's own products and their tf32 setting.
+    """One launch for fp16 and bf16; fp32 uses torch's own products and their tf32 setting.
 
-    Of fp16 and bf16 the bits of a row do not depend on the other rows, on their number or on who
-    serves: every path sums K in the same order (tests/test_swiglu.py). Of fp32 cuBLAS decides.
+    In fp16 and bf16 the bits of a row do not depend on the other rows, their number or the
+    implementation: every path sums K in the same order (tests/test_swiglu.py). In fp32 cuBLAS
+    decides.
     """
     if x.dtype == torch.float32 and device.is_gpu(x.device):
         return gate_fwd(F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up), activation)

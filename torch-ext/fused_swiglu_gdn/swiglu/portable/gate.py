@@ -1,4 +1,4 @@
-"""The gate of SwiGLU where its operands are in memory: z = act(gate) * up, and its gradients."""
+"""The gate of SwiGLU for operands in memory: z = act(gate) * up, and its gradients."""
 
 from typing import Optional, Tuple
 
@@ -71,7 +71,8 @@ def _gate_bwd_kernel(
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """dgate = dz * up * act'(gate), dup = dz * act(gate), z again; BLOCK elements of one row."""
+    """dgate = dz * up * act'(gate), dup = dz * act(gate), and z recomputed; BLOCK elements of one
+    row."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < N
@@ -100,7 +101,7 @@ def gate_bwd(
 
 
 def _gradients(dz, gate, up, d_gate, d_up, z, activation: str) -> None:
-    """Fills d_gate and d_up, whose rows lie equally far apart, and z if it is there."""
+    """Fills d_gate and d_up, which have one row stride, and z if given."""
     M, N = dz.shape
     strides = [x.stride(0) for x in (dz, gate, up, d_gate)]
     kernel = Launch(
@@ -114,7 +115,8 @@ silu_mul_fwd = gate_fwd
 
 
 def plan_silu_mul_fwd(gate, up, activation):
-    """For the shape of z: silu_mul_fwd for all calls like this one, from their tensors."""
+    """Returns a function that makes, for a shape of z, silu_mul_fwd for all calls that match this
+    one."""
     M, N = gate.shape
     kernel = Launch(
         _gate_fwd_kernel, (M, triton.cdiv(N, BLOCK)), gate.device,

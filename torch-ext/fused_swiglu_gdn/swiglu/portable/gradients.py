@@ -1,12 +1,12 @@
-"""Training SwiGLU: torch's products, and one launch for the gate or for its gradients.
+"""SwiGLU training: torch's products, and one launch for the gate or for its gradients.
 
     G = X Wg^T + bg,  U = X Wu^T + bu,  Z = act(G) * U,  Y = Z Wd^T
     dZ = dY Wd,  dG = dZ * U * act'(G),  dU = dZ * act(G),  dX = dG Wg + dU Wu
 
-An implementation may have its own way to make dX, and dG, dU and Z from dY.
+An implementation may pass functions of its own for dX, and for dG, dU and Z from dY.
 
-Sizes: M tokens, K model width, N hidden width, D output width of Wd. `needs` are truth values: x,
-w_gate, w_up, b_gate, b_up, w_down; what is not needed costs nothing and comes back as None.
+Sizes: M tokens, K model width, N hidden width, D output width of Wd. `needs` are booleans for x,
+w_gate, w_up, b_gate, b_up, w_down; a gradient that is not needed costs nothing and is None.
 """
 
 from typing import Callable, Optional, Sequence, Tuple
@@ -21,7 +21,7 @@ ADDS_TO_FP32 = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= 
 
 
 def projections(x, w_gate, w_up, b_gate, b_up) -> Tensor:
-    """gate_up [M, 2 N]: gate beside up."""
+    """gate_up [M, 2 N]: gate and up side by side."""
     M, N = x.shape[0], w_gate.shape[0]
     gate_up = x.new_empty((M, 2 * N))  # [M, 2 N]
     for out, weight, bias in zip(gate_up.split(N, dim=1), (w_gate, w_up), (b_gate, b_up)):
@@ -33,7 +33,7 @@ def projections(x, w_gate, w_up, b_gate, b_up) -> Tensor:
 
 
 def saving_fwd(x, w_gate, w_up, b_gate, b_up, activation: str) -> Tuple[Tensor, Tensor]:
-    """(z [M, N], gate_up [M, 2 N]): what the gradients want of the forward."""
+    """(z [M, N], gate_up [M, 2 N]): the result, and what the gradients need."""
     gate_up = projections(x, w_gate, w_up, b_gate, b_up)
     return gate_fwd(*gate_up.chunk(2, dim=1), activation), gate_up
 
@@ -45,9 +45,10 @@ def input_gradient(d_gate_up: Tensor, w_gate: Tensor, w_up: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b in the dtype of total, fp32: one product of cuBLAS, rounded nowhere.
+    """total += a b in the dtype of total, fp32: one product of cuBLAS without further rounding.
 
-    torch before 2.10 cannot add to fp32 what it makes of 16 bits; there the product is rounded.
+    torch before 2.10 cannot accumulate products of fp16 or bf16 in fp32; there the product is
+    rounded.
     """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -60,9 +61,9 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 def _weight_gradients(
     d_gate_up: Tensor, x: Tensor, needs: Sequence[bool], main_grads: Sequence[Optional[Tensor]]
 ) -> Optional[Tensor]:
-    """dWg above dWu [2 N, K] in one product, or the one that is wanted [N, K].
+    """dWg above dWu [2 N, K] in one product, or one of them [N, K], or None.
 
-    What is needed and has a main_grad is added to it, and is then not wanted here.
+    A gradient whose weight has a main_grad is added to that and not returned.
     """
     wanted = []
     for d, needed, total in zip(d_gate_up.chunk(2, dim=1), needs[1:3], main_grads):
@@ -84,7 +85,7 @@ def _projection_gradients(
     input_gradient: Callable[[Tensor, Tensor, Tensor], Tensor],
     main_grads: Sequence[Optional[Tensor]] = (None, None),
 ) -> Gradients:
-    """(dx, dw, db_gate, db_up); dw as _weight_gradients has it."""
+    """(dx, dw, db_gate, db_up); dw as from _weight_gradients."""
     dx = input_gradient(d_gate_up, w_gate, w_up) if needs[0] else None  # [M, K]
     dw = _weight_gradients(d_gate_up, x, needs, main_grads)
     d_gate, d_up = d_gate_up.chunk(2, dim=1)
@@ -100,7 +101,7 @@ def gated_gradients(
 ) -> Gradients:
     """(dx, dw, db_gate, db_up) of z = act(gate) * up; overwrites gate_up [M, 2 N].
 
-    dw: dw_gate above dw_up [2 N, K] where both are needed, or one of them [N, K].
+    dw: dw_gate above dw_up [2 N, K] if both are needed, else the one that is [N, K].
     """
     gate_bwd(dz, gate_up, activation, with_z=False)
     return _projection_gradients(gate_up, x, w_gate, w_up, needs, input_gradient)
@@ -122,8 +123,8 @@ def mlp_gradients(
 ) -> Gradients:  # fmt: skip
     """(dx, dw, db_gate, db_up, dw_down) of y = z w_down^T; overwrites gate_up [M, 2 N].
 
-    dy: [M, D]; w_down: [D, N]. z, which dw_down needs, is made again from gate_up where it is None.
-    main_grads: fp32 tensors to add the gradients of w_gate, w_up and w_down to, or Nones.
+    dy: [M, D]; w_down: [D, N]. dw_down needs z, which is recomputed from gate_up if it is None.
+    main_grads: fp32 tensors to which the gradients of w_gate, w_up and w_down are added, or None.
     """
     made = gate_gradient(dy, w_down, gate_up, activation, needs[5] and z is None)
     z = made if z is None else z  # [M, N]
