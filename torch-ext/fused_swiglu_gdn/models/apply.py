@@ -68,9 +68,9 @@ def kernelize(
         loss: in training steps the loss of a language model is made without its logits, by Liger,
             where liger-kernel is installed and the loss is the same; any use of `output.logits` is
             an error there (docs/models.md).
-        cuda_graphs: `model.generate` then replays a CUDA graph of a decoding step, where a replay
-            does the same: on a static cache, which it gets where it is asked for no kind of cache,
-            nobody sees the cache, and graphs pay.
+        cuda_graphs: `model.generate` then replays a CUDA graph of a decoding step, if a replay
+            computes the same. That needs a static cache; a call that asks for no kind of cache and
+            does not return it gets one where graphs pay (docs/models.md).
         replay: in CUDA graphs (cuda_graphs, or graphed_step), Gated DeltaNet layers that decode
             many sequences write their states once in this many tokens, of which 16 are best, by
             replay_gated_delta_rule. 0: at every token. A state that is read from the cache always

@@ -27,8 +27,10 @@ PART = 8  # of the device's memory, which the cache may take
 
 
 def with_static_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: dict) -> dict:
-    """The arguments of the loop of generate, with a static cache in place of an empty dynamic one
-    that nobody else holds, if tokens are then replays and pay for it.
+    """Returns the arguments of generate's loop with a static cache in place of an empty dynamic one.
+
+    They are returned as they are if the caller holds the cache or receives it, if tokens would not
+    be replays, or if a graph would not pay.
 
     ids [B, T]: of the prompt. config: the GenerationConfig of the call.
     """
