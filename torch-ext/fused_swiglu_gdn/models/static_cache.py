@@ -27,7 +27,7 @@ PART = 8  # of the device's memory, which the cache may take
 
 
 def with_static_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: dict) -> dict:
-    """Returns the arguments of generate's loop with a static cache in place of an empty dynamic one.
+    """Returns the arguments of generate's loop, a static cache among them for an empty dynamic one.
 
     They are returned as they are if the caller holds the cache or receives it, if tokens would not
     be replays, or if a graph would not pay.
@@ -65,12 +65,12 @@ def _is_replaceable(cache: Any) -> bool:
 
 
 def _slides(cache: Any, slots: int) -> bool:
-    """A layer's window becomes full, after which its tokens are no replays."""
+    """True if a layer's window becomes full, after which tokens are no replays."""
     return any(getattr(layer, "max_cache_len", slots) < slots for layer in cache.layers)
 
 
 def _bytes(model: nn.Module, cache: Any, slots: int) -> int:
-    """Of the keys and values of so many slots in all layers that have them."""
+    """Counts the bytes of keys and values for this many slots in all layers that have them."""
     config = model.config.get_text_config(decoder=True)
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
