@@ -46,13 +46,13 @@ class Weight(NamedTuple):
         return y if self.bias is None else y.add_(self.bias)
 
 
-def takes(x: torch.Tensor, compiling: Optional[bool] = None) -> bool:
-    """Whether x may be quantised here: bf16 in memory, in eager mode."""
+def takes(x: torch.Tensor, compiling: Optional[bool] = None, operation: tuple = MULTIPLY) -> bool:
+    """Whether x may be quantised here for an operation: bf16 in memory, in eager mode."""
     if torch.compiler.is_compiling() if compiling is None else compiling:
         return False
     if type(x) not in PLAIN_TENSORS or x.dtype is not torch.bfloat16:
         return False
-    if not dispatch.serves(*MULTIPLY, x, False) or not untouched(False):
+    if not dispatch.serves(*operation, x, False) or not untouched(False):
         return False
     return not x.is_nested and x.numel() > 0 and not torch._C._len_torch_dispatch_stack()
 

@@ -32,15 +32,27 @@ def supports_silu_mul_quantise_fwd(gate, up) -> bool:
 
 
 @triton.jit
+def scale_of(x, AXIS: tl.constexpr):
+    """The scale of x fp32 along an axis."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(bits, AXIS).to(tl.float32, bitcast=True)
+    return tl.maximum(amax, _LEAST, propagate_nan=tl.PropagateNan.ALL) * _INVERSE
+
+
+@triton.jit
+def codes_of(x, scale, AXIS: tl.constexpr):
+    """x in e4m3, of which scale_of(x, AXIS) is the scale."""
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return (x * tl.expand_dims(inverse, AXIS)).to(tl.float8e4nv)
+
+
+@triton.jit
 def _store(x, q_ptr, s_ptr, row, group, offs, P, COLUMNS: tl.constexpr):
     """x [GROUPS, 128] fp32 of a row, as codes and scales."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.max(bits, 1).to(tl.float32, bitcast=True)  # [GROUPS]
-    s = tl.maximum(amax, _LEAST, propagate_nan=tl.PropagateNan.ALL) * _INVERSE
-    q = x * tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)[:, None]
+    s = scale_of(x, 1)  # [GROUPS]
     here = group < COLUMNS // _BLOCK
     at = row.to(tl.int64) * COLUMNS + offs
-    tl.store(q_ptr + at, q.to(tl.float8e4nv), mask=here[:, None])
+    tl.store(q_ptr + at, codes_of(x, s, 1), mask=here[:, None])
     tl.store(s_ptr + group.to(tl.int64) * P + row, s, mask=here)
 
 

@@ -1,0 +1,133 @@
+"""The routed experts in FP8 with block scales: x is quantised once a token, z by the launch that
+makes it.
+
+Up to FEW tokens nothing is sorted: an entry is a tile. A row has the same bits in any batch. Sizes:
+T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
+"""
+
+import functools
+from typing import Callable, NamedTuple, Optional
+
+import torch
+
+from ...fp8.call import BLOCK, padded
+from ...fp8.portable.quantise import plan_quantise_fwd, supports_quantise_fwd
+from ...runtime import device, tuning
+from ...runtime.launch import Launch
+from ..portable.combine import combine
+from ..portable.experts import FEW
+from ..portable.launching import launch_of
+from ..portable.products import programs
+from ..portable.routing import Routing, route
+from .fp8_products import down_kernel, up_kernel
+
+
+def _lies_so(codes: torch.Tensor, scales: torch.Tensor, shape: tuple) -> bool:
+    """A weight [E, N, K] with a scale for each 128 x 128 values, as the copy engine reads it."""
+    E, N, K = shape
+    return (
+        codes.shape == shape
+        and codes.dtype is torch.float8_e4m3fn
+        and scales.dtype is torch.float32
+        and K % BLOCK == N % BLOCK == 0
+        and scales.shape == (E, N // BLOCK, K // BLOCK)
+        and codes.is_contiguous()
+        and scales.is_contiguous()
+        and scales.device == codes.device
+        and codes.data_ptr() % 16 == 0
+    )
+
+
+def supports_fp8_experts_fwd(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> bool:
+    if w_down.ndim != 3 or x.ndim != 2 or ids.ndim != 2 or weights.shape != ids.shape:
+        return False
+    (E, H, I), K = w_down.shape, ids.shape[1]
+    return (
+        (not device.is_gpu(x.device) or device.has_wgmma(x.device))
+        and _lies_so(w_gate_up, s_gate_up, (E, 2 * I, H))
+        and _lies_so(w_down, s_down, (E, H, I))
+        and 0 < E <= 1024
+        and 0 < K <= 64
+        and I > 0
+        and x.shape == (ids.shape[0], H)
+        and x.shape[0] * K < 2**29
+        and x.device == w_down.device == ids.device == weights.device
+        and ids.dtype in (torch.int32, torch.int64)
+        and supports_quantise_fwd(x)
+        and weights.dtype != torch.float64
+    )
+
+
+class _Products(NamedTuple):
+    """Gate and up with the gate, and down."""
+
+    routing: Routing  # without a buffer
+    up: Launch
+    down: Launch
+
+
+@functools.lru_cache(maxsize=1024)
+def _products(where: torch.device, T: int, K: int, E: int, H: int, I: int) -> _Products:
+    few, S, pdl = T <= FEW, T * K, device.overlaps_launches(where)
+    config = tuning.lookup("hopper_experts_fp8", where, rows=1 if few else max(1, S // E))
+    up, down = config["up"], config["down"]
+    routing = Routing(None, T, K, E, config["HEIGHT"])
+    places, tiles = (S, S) if few else (routing.places, routing.tiles)
+    early = (("launch_pdl", True),) if pdl else ()
+
+    def launch(kernel, maps: tuple, columns: int, numbers: tuple, sizes: tuple, tile: dict):
+        return launch_of(
+            kernel, programs(tiles * columns, tile, where), where, maps, numbers,
+            (*sizes, tile["GROUP"], tile["FLAT"], pdl),
+            (("num_warps", tile["num_warps"]), ("num_stages", tile["num_stages"]), *early),
+        )  # fmt: skip
+
+    box, height = (1, BLOCK, BLOCK), routing.height
+    maps = (((places, I), (height, BLOCK)), ((E, H, I), box))
+    numbers, wide = (S, E, places), 2 * BLOCK if down["PAIR"] else BLOCK
+    sizes = (H, I, height, down["PAIR"])
+    return _Products(
+        routing,
+        launch(
+            up_kernel, (((2 * E, I, H), box),), I // BLOCK, (S, E, padded(T), places),
+            (H, I, K, height), up,
+        ),
+        launch(down_kernel, maps, -(-H // wide), numbers, sizes, down),
+    )  # fmt: skip
+
+
+def plan_fp8_experts_fwd(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> Callable:
+    """fp8_experts_fwd for all calls like this one, from their tensors. It returns None where the
+    weights do not begin at a multiple of 16 bytes."""
+    quantise, (E, H, I) = plan_quantise_fwd(x), w_down.shape
+    routing, up, down = _products(x.device, *ids.shape, E, H, I)
+    few, S = routing.T <= FEW, routing.T * routing.K
+    places, pdl = S if few else routing.places, device.overlaps_launches(x.device)
+
+    def plan(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> Optional[torch.Tensor]:
+        if (w_gate_up.data_ptr() | w_down.data_ptr()) & 15:
+            return None
+        ids, weights = ids.contiguous(), weights.contiguous()
+        codes, scales = quantise(x)
+        routed = routing if few else route(ids, E, routing.height)
+        z = codes.new_empty((places, I))
+        z_scales = scales.new_empty((I // BLOCK, places))
+        up(w_gate_up, codes, scales, s_gate_up, ids, routed.buffer, z, z_scales)
+        y = x.new_empty((places, H))
+        down(z, w_down, z_scales, s_down, ids, routed.buffer, y)
+        return combine(y, weights, routed, ids, pdl=pdl)
+
+    return plan
+
+
+def fp8_experts_fwd(
+    x: torch.Tensor,  # [T, H] bf16
+    w_gate_up: torch.Tensor,  # [E, 2 I, H] e4m3: gate above up
+    s_gate_up: torch.Tensor,  # [E, 2 I / 128, H / 128]
+    w_down: torch.Tensor,  # [E, H, I] e4m3
+    s_down: torch.Tensor,  # [E, H / 128, I / 128]
+    ids: torch.Tensor,  # [T, K] int32 or int64
+    weights: torch.Tensor,  # [T, K]
+) -> Optional[torch.Tensor]:  # [T, H]
+    args = (x, w_gate_up, s_gate_up, w_down, s_down, ids, weights)
+    return plan_fp8_experts_fwd(*args)(*args)
