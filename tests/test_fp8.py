@@ -106,7 +106,12 @@ def check_kernels(device, bits):
     assert relative_error(z[0].nan_to_num(), z[1].nan_to_num()) < (0.02 if bits else 0.1)
     assert not portable.supports_quantise_fwd(values(4, 192, device))
     assert not portable.supports_quantise_fwd(values(4, 256, device).half())
-    assert not portable.supports_silu_mul_quantise_fwd(gate[:3], up[:3])
+    for M in (1, 17):  # rows of zeros behind them
+        assert portable.supports_silu_mul_quantise_fwd(gate[:M], up[:M])
+        part = portable.silu_mul_quantise_fwd(gate[3 : 3 + M], up[3 : 3 + M])
+        assert torch.equal(part.scales[:M], found.scales[3 : 3 + M])
+        assert part.codes.shape == (call.padded(M), 1280) and not part.codes[M:].float().any()
+    assert not portable.supports_silu_mul_quantise_fwd(gate[:3], up[:2])
 
 
 @interpreted
@@ -376,13 +381,14 @@ def test_launches(kernel, monkeypatch):
             (a.shape[0], b.shape[1]), dtype=rest["out_dtype"])
     )  # fmt: skip
     parts = [served(kernel, fp8_problems.linear(128, 5120, seed=n)) for n in range(3)]
-    x = torch.ones(5, 5120, dtype=torch.bfloat16)
-    with recording.recorded(device.Chip("NVIDIA_H200", (9, 0), 132)) as records:
+    hopper = device.Chip("NVIDIA_H200", (9, 0), 132)
+    x = torch.ones(70, 5120, dtype=torch.bfloat16)
+    with recording.recorded(hopper) as records:
         ys = [part(x) for part in parts]
-    assert [y.shape for y in ys] == [(5, 128)] * 3
-    assert [(one.name, one.grid) for one in records] == [("_quantise_kernel", (16, 2, 1))]
+    assert [y.shape for y in ys] == [(70, 128)] * 3
+    assert [(one.name, one.grid) for one in records] == [("_quantise_kernel", (80, 2, 1))]
     assert records[0].options["launch_pdl"]
-    assert len(products) == 3 and all(p["scale_a"].stride() == (1, 16) for p in products)
+    assert len(products) == 3 and all(p["scale_a"].stride() == (1, 80) for p in products)
     assert all(p["scale_b"].shape == (40, 1) for p in products)
     with recording.recorded(device.Chip("NVIDIA_A100", (8, 0), 108)) as records:
         assert submodule("fp8.product").quantise(x) is None and not records

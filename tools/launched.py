@@ -569,6 +569,24 @@ calls(_fp8, "fp8 silu_mul_quantise", {
 }, gate=True)  # fmt: skip
 
 
+def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0):
+    product = submodule("fp8.product")
+    weights = [values(n, K, dtype=E4M3) for n in rows]
+    weights += [values(down, rows[0], dtype=E4M3)] if down else []
+    scales = [values(*(-(-n // 128) for n in w.shape), dtype=FP32).abs() for w in weights]
+    x = values(M, K)
+    if down:
+        return functools.partial(product.few_mlp, x, tuple(weights), tuple(scales))
+    return lambda: product.few(product.quantise(x), M, tuple(weights), tuple(scales))
+
+
+for M in (1, 32, 64):
+    calls(_fp8_few, f"fp8 few, M {M}", {
+        "MLP": dict(down=4096), "qkv": dict(rows=(4096, 1024, 1024)), "one": dict(rows=(2048,)),
+    }, M=M)  # fmt: skip
+calls(_fp8_few, "fp8 few", {"odd blocks": dict(M=17, K=17 * 128, rows=(1040, 272))})
+
+
 def _fp8_experts(kernel, T, E=256, K=8, H=2048, N=512, index=torch.int64):
     w_gate_up, w_down = values(E, 2 * N, H, dtype=E4M3), values(E, H, N, dtype=E4M3)
     scales = [

@@ -8,6 +8,8 @@ from . import reference
 QUANTISE = ("fp8.quantise", "quantise_fwd")
 GATE = ("fp8.quantise", "silu_mul_quantise_fwd")
 MULTIPLY = ("fp8.multiply", "multiply_fwd")
+FEW = ("fp8.few", "few_fwd")
+FEW_MLP = ("fp8.few", "few_mlp_fwd")
 
 
 def chosen(family: str, operation: str, *tensors) -> Optional[Callable]:

@@ -15,7 +15,7 @@ def quantise(x: Tensor) -> Optional[Quantised]:
 
 
 def silu_mul_quantise(gate: Tensor, up: Tensor) -> Optional[Quantised]:
-    """silu(gate) * up of [P, N] bf16 each, in e4m3; rounded to bf16 after each of the two."""
+    """silu(gate) * up of [M, N] bf16 each, in e4m3; rounded to bf16 after each of the two."""
     return _made(_gated, ops.GATE, gate, up)
 
 
@@ -25,7 +25,27 @@ def product_of(weight: Tensor, scale: Tensor) -> Optional[Callable]:
     return _served(_products, ops.MULTIPLY, weight, scale)
 
 
-def _made(cache: CallCache, operation: tuple, *tensors: Tensor) -> Optional[Quantised]:
+def few(x: Quantised, M: int, weights: tuple, scales: tuple) -> Optional[Tensor]:
+    """x W^T of the M tokens of x with each of the weights, side by side [M, N] bf16, in one or two
+    launches; None where M is no small number or no kernel serves."""
+    tensors = (*x, *weights, *scales)
+    if not undisturbed():
+        launch = ops.chosen(*ops.FEW, *x, M, *weights, *scales)
+    else:
+        launch = _few.find(tensors, (M,))
+        if launch is None:
+            args = (*x, M, *weights, *scales)
+            launch = _few.keep(tensors, (M,), ops.planned(*ops.FEW, *args))
+    return None if launch is None else launch(*x, M, *weights, *scales)
+
+
+def few_mlp(x: Tensor, weights: tuple, scales: tuple) -> Optional[Tensor]:
+    """down(silu(gate(x)) * up(x)) of x [M, K] bf16; weights and scales of gate, up and down. None
+    as above."""
+    return _made(_mlps, ops.FEW_MLP, x, *weights, *scales)
+
+
+def _made(cache: CallCache, operation: tuple, *tensors: Tensor):
     launch = _served(cache, operation, *tensors)
     return None if launch is None else launch(*tensors)
 
@@ -41,3 +61,4 @@ def _served(cache: CallCache, operation: tuple, *tensors: Tensor) -> Optional[Ca
 
 
 _quantised, _gated, _products = CallCache(), CallCache(), CallCache()
+_few, _mlps = CallCache(), CallCache()

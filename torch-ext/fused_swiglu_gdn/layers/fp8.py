@@ -14,9 +14,9 @@ from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 import torch
 from torch import nn
 
-from ..fp8.call import BLOCK, Quantised
+from ..fp8.call import BLOCK, MOST, Quantised
 from ..fp8.ops import MULTIPLY
-from ..fp8.product import product_of, quantise, silu_mul_quantise
+from ..fp8.product import few, few_mlp, product_of, quantise, silu_mul_quantise
 from ..runtime import dispatch
 from .pinned import Pinned
 from .plain import PLAIN_TENSORS, is_plain
@@ -41,8 +41,11 @@ class Weight(NamedTuple):
     bias: Optional[torch.Tensor]
     product: Callable
 
-    def times(self, x: Quantised) -> torch.Tensor:  # [P, N]
-        y = self.product(self.weight, self.scale, x)
+    def times(self, x: Quantised, M: int) -> torch.Tensor:
+        """The product with the M tokens of x, and with zeros behind them: [P, N], or [M, N]."""
+        y = few(x, M, (self.weight,), (self.scale,)) if M <= MOST else None
+        if y is None:
+            y = self.product(self.weight, self.scale, x)
         return y if self.bias is None else y.add_(self.bias)
 
 
@@ -179,7 +182,9 @@ def forward_of(form: Fp8Form) -> Callable:
             if weight is not None:
                 with _no_grad():
                     x = _quantised(input, id(self))
-                    y = None if x is None else _shaped(weight.times(x), input)
+                    if x is not None:
+                        M = input.numel() // input.shape[-1]
+                        y = _shaped(weight.times(x, M), input)
         return own(self, input) if y is None else y
 
     forward.__wrapped__ = own
@@ -198,22 +203,31 @@ def project(
         return None
     with _no_grad():
         codes = quantise(_rows(x))
-    if codes is None:
-        return None
-    found = []
-    for linear, weight in zip(linears, weights):
-        if weight is None:
-            found.append(linear(x))
-        else:
-            with _no_grad():
-                found.append(_shaped(weight.times(codes), x))
+        if codes is None:
+            return None
+        products = iter(_together(codes, x, [weight for weight in weights if weight is not None]))
+    return [
+        linear(x) if weight is None else next(products) for linear, weight in zip(linears, weights)
+    ]
+
+
+def _together(codes: Quantised, x: torch.Tensor, weights: List[Weight]) -> List[torch.Tensor]:
+    """The products of x [..., K] with all weights, [..., N_i]; of few tokens in one launch."""
+    M, y = x.numel() // x.shape[-1], None
+    if M <= MOST:
+        y = few(codes, M, tuple([w.weight for w in weights]), tuple([w.scale for w in weights]))
+    if y is None:
+        return [_shaped(weight.times(codes, M), x) for weight in weights]
+    found, y = [], _shaped(y, x)
+    for weight, part in zip(weights, y.split_with_sizes([w.weight.shape[0] for w in weights], -1)):
+        found.append(part if weight.bias is None else part.add_(weight.bias))
     return found
 
 
 def mlp(
     x: torch.Tensor, gate: nn.Module, up: Optional[nn.Module], down: nn.Module, gate_first: bool
 ) -> Optional[torch.Tensor]:
-    """down(silu(gate(x)) * up(x)) of FP8Linears, in five launches; None where it is not.
+    """down(silu(gate(x)) * up(x)) of FP8Linears, in five launches or less; None where it is not.
 
     up=None: gate makes both, one half each.
     """
@@ -228,14 +242,39 @@ def mlp(
     third = read(down, x, hidden)
     if third is None or rows != (2 * hidden if second is None else second.weight.shape[0]):
         return None
+    rows = _rows(x)
+    M = rows.shape[0]
     with _no_grad():
-        codes = quantise(_rows(x))
+        y = _of_few(rows, first, second, third, gate_first) if M <= MOST else None
+        if y is not None:
+            return _shaped(y, x)
+        codes = quantise(rows)
         if codes is None:
             return None
-        g = first.times(codes)  # [P, N]
+        g = first.times(codes, M)  # [P, N], or [M, N]
         if second is None:
             g, u = g.split(hidden, 1) if gate_first else reversed(g.split(hidden, 1))
         else:
-            u = second.times(codes)
+            u = second.times(codes, M)
         z = silu_mul_quantise(g, u)
-        return None if z is None else _shaped(third.times(z), x)
+        return None if z is None else _shaped(third.times(z, M), x)
+
+
+def _of_few(
+    x: torch.Tensor, first: Weight, second: Optional[Weight], third: Weight, gate_first: bool
+) -> Optional[torch.Tensor]:  # [M, K]
+    """An MLP of a few tokens x [M, K] without biases; None where it is another."""
+    if first.bias is not None or third.bias is not None:
+        return None
+    if second is not None:
+        gate, up = first, second
+        if second.bias is not None:
+            return None
+        weights, scales = (gate.weight, up.weight), (gate.scale, up.scale)
+    else:
+        if first.weight.shape[0] % (2 * BLOCK):
+            return None  # a block of scales is for rows of both
+        weights, scales = first.weight.chunk(2), first.scale.chunk(2)
+        if not gate_first:
+            weights, scales = weights[::-1], scales[::-1]
+    return few_mlp(x, (*weights, third.weight), (*scales, third.scale))

@@ -73,7 +73,7 @@ def _store(tile, ptr, place, count, column, WIDTH: tl.constexpr, HEIGHT: tl.cons
         tl.store(ptr + offs_m[:, None] * WIDTH + offs_n[None, :], value, mask=mask)
 
 
-@triton.jit(do_not_specialize=["S", "E", "P"])
+@triton.jit(do_not_specialize=["S", "E", "P", "places"])
 def up_kernel(
     w_desc,  # [2 E, I, H] e4m3 in blocks [1, 128, 128]: gate and up of an expert, and so on
     x_ptr,  # [P, H] e4m3
@@ -137,7 +137,7 @@ def up_kernel(
         tl.store(z_scale_ptr + at, scale, mask=inside)
 
 
-@triton.jit(do_not_specialize=["S", "E"])
+@triton.jit(do_not_specialize=["S", "E", "places"])
 def down_kernel(
     z_desc,  # [.., I] e4m3 by places, in blocks [HEIGHT, 128]
     w_desc,  # [E, H, I] e4m3 in blocks [1, 128, 128]

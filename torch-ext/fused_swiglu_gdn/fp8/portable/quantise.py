@@ -27,8 +27,7 @@ def supports_quantise_fwd(x) -> bool:
 
 
 def supports_silu_mul_quantise_fwd(gate, up) -> bool:
-    alike = gate.shape == up.shape and gate.shape[0] == padded(gate.shape[0])
-    return alike and supports_quantise_fwd(gate) and supports_quantise_fwd(up)
+    return gate.shape == up.shape and supports_quantise_fwd(gate) and supports_quantise_fwd(up)
 
 
 @triton.jit
@@ -79,12 +78,13 @@ def _quantise_kernel(
     _store(x.to(tl.float32), q_ptr, s_ptr, row, group, offs, P, K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _silu_mul_quantise_kernel(
-    gate_ptr,  # [P, N]
-    up_ptr,  # [P, N]
+    gate_ptr,  # [M, N]
+    up_ptr,  # [M, N]
     q_ptr,  # [P, N] e4m3
     s_ptr,  # [N / 128, P] fp32
+    M,
     P,
     stride_gate,  # of a row
     stride_up,
@@ -99,7 +99,7 @@ def _silu_mul_quantise_kernel(
     row = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     offs = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    mask = offs < N
+    mask = (offs < N) & (row < M)
     gate = tl.load(gate_ptr + row.to(tl.int64) * stride_gate + offs, mask=mask, other=0.0)
     up = tl.load(up_ptr + row.to(tl.int64) * stride_up + offs, mask=mask, other=0.0)
     gate = gate.to(tl.float32)
@@ -138,7 +138,8 @@ def plan_quantise_fwd(x: torch.Tensor) -> _Plan:
 
 def plan_silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> _Plan:
     """As above."""
-    numbers = (gate.shape[0], gate.stride(0), up.stride(0))
+    M = gate.shape[0]
+    numbers = (M, padded(M), gate.stride(0), up.stride(0))
     return _Plan(_silu_mul_quantise_kernel, 8, numbers, gate)
 
 
@@ -146,5 +147,5 @@ def quantise_fwd(x: torch.Tensor) -> Quantised:  # x [M, K]
     return plan_quantise_fwd(x)(x)
 
 
-def silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> Quantised:  # [P, N] each
+def silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> Quantised:  # [M, N] each
     return plan_silu_mul_quantise_fwd(gate, up)(gate, up)
