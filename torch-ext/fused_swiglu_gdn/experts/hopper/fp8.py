@@ -20,6 +20,8 @@ from ..portable.launching import launch_of
 from ..portable.products import programs
 from ..portable.routing import Routing, route
 from .fp8_products import down_kernel, up_kernel
+from .fp8_spread import spread_launch
+from .fp8_wide import BM, places_of, wide_launch
 
 
 def _lies_so(codes: torch.Tensor, scales: torch.Tensor, shape: tuple) -> bool:
@@ -99,25 +101,61 @@ def _products(where: torch.device, T: int, K: int, E: int, H: int, I: int) -> _P
 def plan_fp8_experts_fwd(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> Callable:
     """fp8_experts_fwd for all calls like this one, from their tensors. It returns None where the
     weights do not begin at a multiple of 16 bytes."""
-    quantise, (E, H, I) = plan_quantise_fwd(x), w_down.shape
-    routing, up, down = _products(x.device, *ids.shape, E, H, I)
-    few, S = routing.T <= FEW, routing.T * routing.K
-    places, pdl = S if few else routing.places, device.overlaps_launches(x.device)
+    E, H, I = w_down.shape
+    products = _products(x.device, *ids.shape, E, H, I)
+    make = _plan_wide if products.routing.height == BM.value else _plan
+    run, pdl = make(x, products, E, H, I), device.overlaps_launches(x.device)
 
     def plan(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> Optional[torch.Tensor]:
         if (w_gate_up.data_ptr() | w_down.data_ptr()) & 15:
             return None
         ids, weights = ids.contiguous(), weights.contiguous()
-        codes, scales = quantise(x)
+        y, routed = run(x, w_gate_up, s_gate_up, w_down, s_down, ids)
+        return combine(y, weights, routed, ids, pdl=pdl)
+
+    return plan
+
+
+def _plan(x, products: _Products, E: int, H: int, I: int) -> Callable:  # noqa: E741
+    """(y by places, routing) from all but the weights of the slots."""
+    quantise, (routing, up, down) = plan_quantise_fwd(x), products
+    few, S = routing.T <= FEW, routing.T * routing.K
+    places = S if few else routing.places
+
+    def run(x, w_gate_up, s_gate_up, w_down, s_down, ids):
         routed = routing if few else route(ids, E, routing.height)
+        codes, scales = quantise(x)
         z = codes.new_empty((places, I))
         z_scales = scales.new_empty((I // BLOCK, places))
         up(w_gate_up, codes, scales, s_gate_up, ids, routed.buffer, z, z_scales)
         y = x.new_empty((places, H))
         down(z, w_down, z_scales, s_down, ids, routed.buffer, y)
-        return combine(y, weights, routed, ids, pdl=pdl)
+        return y, routed
 
-    return plan
+    return run
+
+
+def _plan_wide(x, products: _Products, E: int, H: int, I: int) -> Callable:  # noqa: E741
+    """The same of many rows an expert."""
+    routing, where, e4m3 = products.routing, x.device, torch.float8_e4m3fn
+    T, K, places = routing.T, routing.K, places_of(routing)
+    spread = spread_launch(where, T, K, E, H, x.stride(0), places)
+    up, down = wide_launch(where, routing, H, I, True), wide_launch(where, routing, I, H, False)
+
+    def run(x, w_gate_up, s_gate_up, w_down, s_down, ids):
+        routed = route(ids, E, routing.height)
+        codes = torch.empty((places, H), dtype=e4m3, device=where)
+        scales = torch.empty((H // BLOCK, places), dtype=torch.float32, device=where)
+        spread(x, codes, scales, routed.buffer)
+        z = torch.empty((places, I), dtype=e4m3, device=where)
+        z_scales = torch.empty((I // BLOCK, places), dtype=torch.float32, device=where)
+        up(codes, scales, w_gate_up, z, s_gate_up, z_scales, routed.buffer)
+        del codes, scales
+        y = torch.empty((places, H), dtype=torch.bfloat16, device=where)
+        down(z, z_scales, w_down, y, s_down, None, routed.buffer)
+        return y, routed
+
+    return run
 
 
 def fp8_experts_fwd(
