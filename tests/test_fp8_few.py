@@ -100,7 +100,14 @@ def test_parts_of_k_interpreted(monkeypatch):
     codes = reference.quantise_fwd(x)
     exact = torch.cat([fp8_problems.exact(codes, w, s) for w, s in zip(weights, scales)], 1)[:5]
     for steps, parts in ((1, 2), (1, 4), (2, 3), (4, 1)):
-        config = {"ROWS": 64, "STEPS": steps, "per_processor": 1, "num_warps": 4, "num_stages": 3}
+        config = {
+            "ROWS": 64,
+            "STEPS": steps,
+            "per_processor": 1,
+            "num_warps": 4,
+            "num_stages": 3,
+            "AHEAD": 0,
+        }
         monkeypatch.setattr(hopper.tuning, "lookup", lambda *_, config=config, **__: config)
         monkeypatch.setattr(hopper, "parts_of_k", lambda *_, parts=parts: parts)
         hopper._few.cache_clear()
@@ -193,7 +200,7 @@ def test_codes_of_z_on_a_gpu(on_hopper):
     z = torch.empty(64, 1024, device="cuda", dtype=torch.float8_e4m3fn)
     z_scales = torch.empty(8, 64, device="cuda")
     launch = hopper._gate(x.device, 64, 1024, 1024)
-    launch(*weights[:2], *codes, *scales[:2], z, z_scales)
+    launch(*weights[:2], *weights[:2], *codes, *scales[:2], z, z_scales)
     same = (z.view(torch.uint8) == expected.codes.view(torch.uint8)).float().mean()
-    assert same > 0.98, same
-    assert torch.isclose(z_scales.t(), expected.scales, rtol=2**-7).all()
+    assert same > 0.97, same
+    assert torch.isclose(z_scales.t(), expected.scales, rtol=2**-6).all()  # two roundings to bf16

@@ -120,10 +120,10 @@ def _plan(x, products: _Products, E: int, H: int, I: int) -> Callable:  # noqa: 
     """(y by places, routing) from all but the weights of the slots."""
     quantise, (routing, up, down) = plan_quantise_fwd(x), products
     few, S = routing.T <= FEW, routing.T * routing.K
-    places = S if few else routing.places
+    places, pdl = S if few else routing.places, device.overlaps_launches(x.device)
 
     def run(x, w_gate_up, s_gate_up, w_down, s_down, ids):
-        routed = routing if few else route(ids, E, routing.height)
+        routed = routing if few else route(ids, E, routing.height, pdl)
         codes, scales = quantise(x)
         z = codes.new_empty((places, I))
         z_scales = scales.new_empty((I // BLOCK, places))
@@ -139,11 +139,12 @@ def _plan_wide(x, products: _Products, E: int, H: int, I: int) -> Callable:  # n
     """The same of many rows an expert."""
     routing, where, e4m3 = products.routing, x.device, torch.float8_e4m3fn
     T, K, places = routing.T, routing.K, places_of(routing)
+    pdl = device.overlaps_launches(where)
     spread = spread_launch(where, T, K, E, H, x.stride(0), places)
     up, down = wide_launch(where, routing, H, I, True), wide_launch(where, routing, I, H, False)
 
     def run(x, w_gate_up, s_gate_up, w_down, s_down, ids):
-        routed = route(ids, E, routing.height)
+        routed = route(ids, E, routing.height, pdl)
         codes = torch.empty((places, H), dtype=e4m3, device=where)
         scales = torch.empty((H // BLOCK, places), dtype=torch.float32, device=where)
         spread(x, codes, scales, routed.buffer)

@@ -64,12 +64,18 @@ def _tokens(M: int) -> int:
     return 16 if M <= 16 else 32 if M <= 32 else 64
 
 
-def parts_of_k(where: torch.device, tiles: int, blocks: int, config: dict) -> int:
-    """Into how many parts `blocks` steps of K are cut, to fill the GPU."""
+def parts_of_k(where: torch.device, rows: Tuple[int, ...], blocks: int) -> int:
+    """Into how many parts `blocks` steps of K are cut: two programs a multiprocessor, of 64 rows
+    and at least 8 steps each, whatever tiles serve."""
     if not device.overlaps_launches(where):
         return 1
-    programs = config["per_processor"] * device.multiprocessor_count(where.index)
-    return max(1, min(programs // tiles, blocks // (4 * config["STEPS"])))
+    tiles = sum([-(-n // 64) for n in rows])
+    return max(1, min(2 * device.multiprocessor_count(where.index) // tiles, blocks // 8))
+
+
+def _ahead(config: dict, blocks: int) -> int:
+    """Bytes of each row that are read early, of a program that reads so many blocks of them."""
+    return config["AHEAD"] if blocks * BLOCK >= config["AHEAD"] else 0
 
 
 class _Few:
@@ -83,13 +89,16 @@ class _Few:
         config = tuning.lookup("hopper_fp8_few", where, M=M)
         height, blocks, pdl = config["ROWS"], K // BLOCK, device.overlaps_launches(where)
         tiles = sum([-(-n // height) for n in rows])
-        self.parts = parts_of_k(where, tiles, blocks, config)
+        self.parts = parts_of_k(where, rows, blocks)
         steps = math.gcd(config["STEPS"], -(-blocks // self.parts), blocks)
         early = (("launch_pdl", True),) if pdl else ()
         self.product = Launch(
             few_kernel, (tiles, self.parts), where,
             numbers=(M, self.width, padded(M), *rows, *(0,) * self.missing),
-            constexprs=(K, _tokens(M), height, steps, self.parts, pdl),
+            constexprs=(
+                K, _tokens(M), height, steps, self.parts,
+                _ahead(config, -(-blocks // self.parts)), pdl,
+            ),
             options=(
                 ("num_warps", config["num_warps"]), ("num_stages", config["num_stages"]), *early
             ),
@@ -153,7 +162,8 @@ def _gate(where: torch.device, M: int, K: int, N: int) -> Launch:
     early = (("launch_pdl", True),) if pdl else ()
     return Launch(
         few_gate_kernel, N // BLOCK, where, maps=(rows, Map((N, K), (K, 1), (BLOCK, BLOCK))),
-        numbers=(M, padded(M)), constexprs=(N, K, _tokens(M), pdl),
+        numbers=(M, padded(M)),
+        constexprs=(N, K, _tokens(M), _ahead(config, K // BLOCK), pdl),
         options=(
             ("num_warps", config["num_warps"]), ("num_stages", config["num_stages"]), *early
         ),
@@ -172,7 +182,7 @@ def plan_few_mlp_fwd(x, w_gate, w_up, w_down, s_gate, s_up, s_down) -> Callable:
         codes, scales = quantise(x)
         z = torch.empty((P, N), dtype=torch.float8_e4m3fn, device=where)
         z_scales = torch.empty((N // BLOCK, P), dtype=torch.float32, device=where)
-        gate(w_gate, w_up, codes, scales, s_gate, s_up, z, z_scales)
+        gate(w_gate, w_up, w_gate, w_up, codes, scales, s_gate, s_up, z, z_scales)
         return down(Quantised(z, z_scales), (w_down,), (s_down,))
 
     return plan

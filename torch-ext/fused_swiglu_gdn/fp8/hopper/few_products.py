@@ -19,6 +19,21 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit
+def _prefetch(ptrs, BYTES: tl.constexpr):
+    """Has L2 read what lies there, while what this launch follows still runs: no value is taken."""
+    if BYTES == 512:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;", "=r,l",
+            [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+    elif BYTES == 1024:
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;", "=r,l",
+            [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
+
+
+@triton.jit
 def _part(w_ptrs, x_ptrs, k, mask_m):
     """The product of step k, [ROWS, BLOCK_M]."""
     x = tl.load(x_ptrs + k * _BLOCK, mask=mask_m[:, None], other=0.0)  # [BLOCK_M, 128]
@@ -63,12 +78,10 @@ def few_kernel(
     ROWS: tl.constexpr,  # of a weight that a program takes: they share a block of scales
     STEPS: tl.constexpr,  # 1, 2 or 4 products are on their way at once
     PARTS: tl.constexpr,
+    AHEAD: tl.constexpr,  # bytes of each row of a weight that are read early, with PDL
     PDL: tl.constexpr,  # it may begin before what it follows has ended
 ):
     """y = x [W_0; W_1; ...]^T of one part of K."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     blocks: tl.constexpr = K // _BLOCK
     rows = (rows0, rows1, rows2, rows3, rows4, rows5)
     tile, w_ptr, count, column = weight_of(
@@ -82,12 +95,16 @@ def few_kernel(
     mask_m = offs_m < M
     # rows past the end read the last one, and nothing of them is stored
     w_row = tl.minimum(offs_n, count - 1).to(tl.int64)
+    share: tl.constexpr = (blocks + PARTS - 1) // PARTS
+    first = tl.program_id(1) * share
+    if PDL:
+        _prefetch(w_ptr + w_row * K + first * _BLOCK, AHEAD)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     w_ptrs = w_ptr + w_row[:, None] * K + offs_k[None, :]
     x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
     w_scales = s_ptr + tile * ROWS // _BLOCK * blocks
     x_scales = x_scale_ptr + offs_m
-    share: tl.constexpr = (blocks + PARTS - 1) // PARTS
-    first = tl.program_id(1) * share
     y_ptr += tl.program_id(1).to(tl.int64) * M * N
     acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
     for k in range(first, tl.minimum(first + share, blocks), STEPS):
@@ -123,6 +140,8 @@ def _rounded(x):
 def few_gate_kernel(
     gate_desc,  # [N, K] e4m3 in blocks [128, 128]
     up_desc,
+    gate_ptr,  # the same
+    up_ptr,
     x_ptr,  # [P, K] e4m3
     x_scale_ptr,  # [K / 128, P]
     gate_scale_ptr,  # [N / 128, K / 128]
@@ -134,15 +153,20 @@ def few_gate_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    AHEAD: tl.constexpr,  # as above
     PDL: tl.constexpr,
 ):
     """z = silu(x Wg^T) * (x Wu^T) of 128 columns, rounded to bf16 as often as torch's operations
     are, quantised. Rows of z past M are not written."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     steps: tl.constexpr = K // _BLOCK
     tile = tl.program_id(0)
+    offs_n = tile * _BLOCK + tl.arange(0, _BLOCK)
+    if PDL:
+        rows = offs_n.to(tl.int64) * K
+        _prefetch(gate_ptr + rows, AHEAD)
+        _prefetch(up_ptr + rows, AHEAD)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     offs_m = tl.arange(0, BLOCK_M)
     mask_m = offs_m < M
     x_ptrs = x_ptr + offs_m[:, None] * K + tl.arange(0, _BLOCK)[None, :]
@@ -159,7 +183,6 @@ def few_gate_kernel(
         up += second * (x_scale * up_scale)[None, :]
     z = _rounded(_rounded(activate(_rounded(gate), "silu")) * _rounded(up))
     scale = scale_of(z, 0)
-    offs_n = tile * _BLOCK + tl.arange(0, _BLOCK)
     offs_z = offs_m[None, :] * N + offs_n[:, None]
     mask = mask_m[None, :] & (offs_n < N)[:, None]
     tl.store(z_ptr + offs_z, codes_of(z, scale, 0), mask=mask)
