@@ -49,8 +49,8 @@ def parts(problem, height, monkeypatch):
     z = torch.zeros(count, I, device=x.device).to(torch.float8_e4m3fn)
     z_scales = torch.zeros(I // 128, count, device=x.device)
     y = torch.full((count, H), float("nan"), device=x.device, dtype=torch.bfloat16)
-    up(w_gate_up, codes, scales, s_gate_up, ids, routed.buffer, z, z_scales)
-    down(z, w_down, z_scales, s_down, ids, routed.buffer, y)
+    up(w_gate_up, codes, scales, s_gate_up, w_gate_up, ids, routed.buffer, z, z_scales)
+    down(z, w_down, z_scales, s_down, w_down, ids, routed.buffer, y)
     wide = z.double() * z_scales.t().double().repeat_interleave(128, 1)
     tokens = (codes.double() * scales.double().repeat_interleave(128, 1))[:T]
     exact_z, exact_y = torch.zeros_like(wide), torch.zeros(count, H, dtype=torch.float64)

@@ -127,9 +127,9 @@ def _plan(x, products: _Products, E: int, H: int, I: int) -> Callable:  # noqa: 
         codes, scales = quantise(x)
         z = codes.new_empty((places, I))
         z_scales = scales.new_empty((I // BLOCK, places))
-        up(w_gate_up, codes, scales, s_gate_up, ids, routed.buffer, z, z_scales)
+        up(w_gate_up, codes, scales, s_gate_up, w_gate_up, ids, routed.buffer, z, z_scales)
         y = x.new_empty((places, H))
-        down(z, w_down, z_scales, s_down, ids, routed.buffer, y)
+        down(z, w_down, z_scales, s_down, w_down, ids, routed.buffer, y)
         return y, routed
 
     return run

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from ...fp8.call import BLOCK
 from ...fp8.portable.quantise import codes_of, scale_of
-from ...runtime.primitives import activate, grouped_tile
+from ...runtime.primitives import activate, grouped_tile, prefetch
 from ..portable.routing import entry_of_row, place_of, tile_at
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -33,6 +33,17 @@ def _tile(tile, ids_ptr, routing_ptr, S, E, HEIGHT: tl.constexpr):
     else:
         expert, row, end = tile_at(routing_ptr, tile, S, E)
         return expert, row, end, place_of(routing_ptr, expert, row, HEIGHT)
+
+
+@triton.jit
+def _read_early(w_ptr, row, WIDTH: tl.constexpr):
+    """128 rows of a weight, or their beginning: the first tile's, before the launch waits. Routing
+    is older than what it waits for."""
+    ptrs = w_ptr + (row + tl.arange(0, _BLOCK)).to(tl.int64) * WIDTH
+    if WIDTH >= 1024:
+        prefetch(ptrs, 1024)
+    elif WIDTH >= 512:
+        prefetch(ptrs, 512)
 
 
 @triton.jit
@@ -79,6 +90,7 @@ def up_kernel(
     x_ptr,  # [P, H] e4m3
     x_scale_ptr,  # [H / 128, P]
     w_scale_ptr,  # [E, 2 I / 128, H / 128]
+    w_ptr,  # the same as w_desc
     ids_ptr,  # [S], without routing
     routing_ptr,
     z_ptr,  # [.., I] e4m3 by places
@@ -97,12 +109,17 @@ def up_kernel(
 ):
     """z = silu(x Wg^T) * (x Wu^T), rounded to bf16 as often as torch's operations are, quantised;
     programs stride over tiles [HEIGHT, 128]."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     steps: tl.constexpr = H // _BLOCK
     tiles_n: tl.constexpr = I // _BLOCK
     tiles_m = S if routing_ptr is None else tl.load(routing_ptr)
+    if PDL:
+        if tl.program_id(0) < tiles_m * tiles_n:
+            m, n = grouped_tile(tl.program_id(0), tiles_m, tiles_n, GROUP)
+            expert = _tile(m, ids_ptr, routing_ptr, S, E, HEIGHT)[0]
+            _read_early(w_ptr, (2 * expert * tiles_n + n) * _BLOCK, H)
+            _read_early(w_ptr, ((2 * expert + 1) * tiles_n + n) * _BLOCK, H)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     offs_m = tl.arange(0, HEIGHT)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
@@ -143,6 +160,7 @@ def down_kernel(
     w_desc,  # [E, H, I] e4m3 in blocks [1, 128, 128]
     z_scale_ptr,  # [I / 128, places]
     w_scale_ptr,  # [E, H / 128, I / 128]
+    w_ptr,  # the same as w_desc
     ids_ptr,  # [S], without routing
     routing_ptr,
     y_ptr,  # [.., H] bf16 by places
@@ -158,14 +176,18 @@ def down_kernel(
     PDL: tl.constexpr,
 ):
     """y = z Wd^T; programs stride over tiles [HEIGHT, 128 or 256]."""
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
     steps: tl.constexpr = I // _BLOCK
     last: tl.constexpr = H // _BLOCK - 1
     wide: tl.constexpr = 2 if PAIR else 1
     tiles_n: tl.constexpr = (last + wide) // wide
     tiles_m = S if routing_ptr is None else tl.load(routing_ptr)
+    if PDL:
+        if tl.program_id(0) < tiles_m * tiles_n:
+            m, n = grouped_tile(tl.program_id(0), tiles_m, tiles_n, GROUP)
+            expert = _tile(m, ids_ptr, routing_ptr, S, E, HEIGHT)[0]
+            _read_early(w_ptr, (expert * (last + 1) + n * wide) * _BLOCK, I)
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     offs_m = tl.arange(0, HEIGHT)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)

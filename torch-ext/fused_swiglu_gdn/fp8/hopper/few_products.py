@@ -11,26 +11,11 @@ import triton
 import triton.language as tl
 
 from ...projection.portable.token import weight_of
-from ...runtime.primitives import activate
+from ...runtime.primitives import activate, prefetch
 from ..call import BLOCK
 from ..portable.quantise import codes_of, scale_of
 
 _BLOCK = tl.constexpr(BLOCK)
-
-
-@triton.jit
-def _prefetch(ptrs, BYTES: tl.constexpr):
-    """Has L2 read what lies there, while what this launch follows still runs: no value is taken."""
-    if BYTES == 512:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;", "=r,l",
-            [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    elif BYTES == 1024:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;", "=r,l",
-            [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
 
 
 @triton.jit
@@ -98,7 +83,7 @@ def few_kernel(
     share: tl.constexpr = (blocks + PARTS - 1) // PARTS
     first = tl.program_id(1) * share
     if PDL:
-        _prefetch(w_ptr + w_row * K + first * _BLOCK, AHEAD)
+        prefetch(w_ptr + w_row * K + first * _BLOCK, AHEAD)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     w_ptrs = w_ptr + w_row[:, None] * K + offs_k[None, :]
@@ -163,8 +148,8 @@ def few_gate_kernel(
     offs_n = tile * _BLOCK + tl.arange(0, _BLOCK)
     if PDL:
         rows = offs_n.to(tl.int64) * K
-        _prefetch(gate_ptr + rows, AHEAD)
-        _prefetch(up_ptr + rows, AHEAD)
+        prefetch(gate_ptr + rows, AHEAD)
+        prefetch(up_ptr + rows, AHEAD)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     offs_m = tl.arange(0, BLOCK_M)
