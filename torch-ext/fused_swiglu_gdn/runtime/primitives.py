@@ -104,19 +104,3 @@ def either(first, first_ptr, second_ptr, NUMBERS: tl.constexpr):
         return chosen.to(first_ptr.dtype)
     else:
         return tl.where(first, first_ptr, second_ptr)
-
-
-@triton.jit
-def prefetch(ptrs, BYTES: tl.constexpr):
-    """Has L2 read 512 or 1024 bytes at each address, on Hopper and later. No value is taken, so it
-    may be done before a launch waits for the one that it follows."""
-    if BYTES == 512:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 512; mov.u32 $0, 0;", "=r,l",
-            [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-    elif BYTES == 1024:
-        tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], 1024; mov.u32 $0, 0;", "=r,l",
-            [ptrs.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip

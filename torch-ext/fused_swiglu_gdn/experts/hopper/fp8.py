@@ -17,7 +17,6 @@ from ...runtime.launch import Launch
 from ..portable.combine import combine
 from ..portable.experts import FEW
 from ..portable.launching import launch_of
-from ..portable.products import programs
 from ..portable.routing import Routing, route
 from .fp8_products import down_kernel, up_kernel
 from .fp8_spread import spread_launch
@@ -68,43 +67,43 @@ class _Products(NamedTuple):
     down: Launch
 
 
+def _config(where: torch.device, T: int, K: int, E: int) -> dict:
+    if T <= FEW:
+        return tuning.lookup("hopper_experts_fp8_few", where)
+    return tuning.lookup("hopper_experts_fp8", where, rows=max(1, T * K // E))
+
+
 @functools.lru_cache(maxsize=1024)
-def _products(where: torch.device, T: int, K: int, E: int, H: int, I: int) -> _Products:
-    few, S, pdl = T <= FEW, T * K, device.overlaps_launches(where)
-    config = tuning.lookup("hopper_experts_fp8", where, rows=1 if few else max(1, S // E))
-    up, down = config["up"], config["down"]
-    routing = Routing(None, T, K, E, config["HEIGHT"])
-    places, tiles = (S, S) if few else (routing.places, routing.tiles)
+def _products(where: torch.device, T: int, K: int, E: int, H: int, I: int) -> _Products:  # noqa: E741
+    """Those of calls of these sizes, but for experts with so many rows that fp8_wide.py serves."""
+    config, pdl = _config(where, T, K, E), device.overlaps_launches(where)
+    height, S = config["HEIGHT"], T * K
+    routing = Routing(None, T, K, E, height)
+    places, tiles = (S, S) if T <= FEW else (routing.places, routing.tiles)
     early = (("launch_pdl", True),) if pdl else ()
 
     def launch(kernel, maps: tuple, columns: int, numbers: tuple, sizes: tuple, tile: dict):
-        return launch_of(
-            kernel, programs(tiles * columns, tile, where), where, maps, numbers,
-            (*sizes, tile["GROUP"], tile["FLAT"], pdl),
-            (("num_warps", tile["num_warps"]), ("num_stages", tile["num_stages"]), *early),
-        )  # fmt: skip
+        options = (("num_warps", tile["num_warps"]), ("num_stages", tile["num_stages"]), *early)
+        constexprs = (*sizes, height, tile["GROUP"], pdl)
+        size = tiles * (columns // BLOCK)
+        return launch_of(kernel, size, where, maps, numbers, constexprs, options)
 
-    box, height = (1, BLOCK, BLOCK), routing.height
+    box = (1, BLOCK, BLOCK)
     maps = (((places, I), (height, BLOCK)), ((E, H, I), box))
-    numbers, wide = (S, E, places), 2 * BLOCK if down["PAIR"] else BLOCK
-    sizes = (H, I, height, down["PAIR"])
+    numbers, up = (S, E, padded(T), places), config["up"]
     return _Products(
         routing,
-        launch(
-            up_kernel, (((2 * E, I, H), box),), I // BLOCK, (S, E, padded(T), places),
-            (H, I, K, height), up,
-        ),
-        launch(down_kernel, maps, -(-H // wide), numbers, sizes, down),
-    )  # fmt: skip
+        launch(up_kernel, (((2 * E, I, H), box),), I, numbers, (H, I, K), up),
+        launch(down_kernel, maps, H, (S, E, places), (H, I), config["down"]),
+    )
 
 
 def plan_fp8_experts_fwd(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> Callable:
     """fp8_experts_fwd for all calls like this one, from their tensors. It returns None where the
     weights do not begin at a multiple of 16 bytes."""
-    E, H, I = w_down.shape
-    products = _products(x.device, *ids.shape, E, H, I)
-    make = _plan_wide if products.routing.height == BM.value else _plan
-    run, pdl = make(x, products, E, H, I), device.overlaps_launches(x.device)
+    (E, H, I), (T, K), where = w_down.shape, ids.shape, x.device
+    wide = _config(where, T, K, E)["HEIGHT"] == BM.value
+    run, pdl = (_plan_wide if wide else _plan)(x, K, E, H, I), device.overlaps_launches(where)
 
     def plan(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> Optional[torch.Tensor]:
         if (w_gate_up.data_ptr() | w_down.data_ptr()) & 15:
@@ -116,9 +115,10 @@ def plan_fp8_experts_fwd(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) 
     return plan
 
 
-def _plan(x, products: _Products, E: int, H: int, I: int) -> Callable:  # noqa: E741
+def _plan(x, K: int, E: int, H: int, I: int) -> Callable:  # noqa: E741
     """(y by places, routing) from all but the weights of the slots."""
-    quantise, (routing, up, down) = plan_quantise_fwd(x), products
+    quantise = plan_quantise_fwd(x)
+    routing, up, down = _products(x.device, x.shape[0], K, E, H, I)
     few, S = routing.T <= FEW, routing.T * routing.K
     places, pdl = S if few else routing.places, device.overlaps_launches(x.device)
 
@@ -127,20 +127,20 @@ def _plan(x, products: _Products, E: int, H: int, I: int) -> Callable:  # noqa: 
         codes, scales = quantise(x)
         z = codes.new_empty((places, I))
         z_scales = scales.new_empty((I // BLOCK, places))
-        up(w_gate_up, codes, scales, s_gate_up, w_gate_up, ids, routed.buffer, z, z_scales)
+        up(w_gate_up, codes, scales, s_gate_up, ids, routed.buffer, z, z_scales)
         y = x.new_empty((places, H))
-        down(z, w_down, z_scales, s_down, w_down, ids, routed.buffer, y)
+        down(z, w_down, z_scales, s_down, ids, routed.buffer, y)
         return y, routed
 
     return run
 
 
-def _plan_wide(x, products: _Products, E: int, H: int, I: int) -> Callable:  # noqa: E741
+def _plan_wide(x, K: int, E: int, H: int, I: int) -> Callable:  # noqa: E741
     """The same of many rows an expert."""
-    routing, where, e4m3 = products.routing, x.device, torch.float8_e4m3fn
-    T, K, places = routing.T, routing.K, places_of(routing)
-    pdl = device.overlaps_launches(where)
-    spread = spread_launch(where, T, K, E, H, x.stride(0), places)
+    where, e4m3 = x.device, torch.float8_e4m3fn
+    routing, pdl = Routing(None, x.shape[0], K, E, BM.value), device.overlaps_launches(where)
+    places = places_of(routing)
+    spread = spread_launch(where, x.shape[0], K, E, H, x.stride(0), places)
     up, down = wide_launch(where, routing, H, I, True), wide_launch(where, routing, I, H, False)
 
     def run(x, w_gate_up, s_gate_up, w_down, s_down, ids):

@@ -1,9 +1,8 @@
 """Grouped products in e4m3 with block scales: rows of x or z with the weights of the row's expert.
 
 A step is 128 columns, over which all scales are constant: its product is made in fp32 by wgmmas and
-added once it is scaled, k ascending: acc = fma(part, s_x s_w, acc). Tiles of up to 64 rows are
-products w x^T, weights as the rows of wgmma, tokens as its columns; those of 128 rows are x w^T.
-Both have the same bits, and so has a row in any tile.
+added once it is scaled, k ascending: acc = fma(part, s_x s_w, acc). The products are w x^T, weights
+as the rows of wgmma, tokens as its columns, and a row has the same bits in any tile.
 
 Sizes: T tokens, P of them with padding, K slots, S = T K entries, E experts, H model width, I
 hidden width of an expert. Rows, places and tiles are ../portable/routing.py's; without routing an
@@ -16,7 +15,7 @@ import triton.language as tl
 
 from ...fp8.call import BLOCK
 from ...fp8.portable.quantise import codes_of, scale_of
-from ...runtime.primitives import activate, grouped_tile, prefetch
+from ...runtime.primitives import activate, grouped_tile
 from ..portable.routing import entry_of_row, place_of, tile_at
 
 _BLOCK = tl.constexpr(BLOCK)
@@ -36,33 +35,9 @@ def _tile(tile, ids_ptr, routing_ptr, S, E, HEIGHT: tl.constexpr):
 
 
 @triton.jit
-def _read_early(w_ptr, row, WIDTH: tl.constexpr):
-    """128 rows of a weight, or their beginning: the first tile's, before the launch waits. Routing
-    is older than what it waits for."""
-    ptrs = w_ptr + (row + tl.arange(0, _BLOCK)).to(tl.int64) * WIDTH
-    if WIDTH >= 1024:
-        prefetch(ptrs, 1024)
-    elif WIDTH >= 512:
-        prefetch(ptrs, 512)
-
-
-@triton.jit
-def _zeros(HEIGHT: tl.constexpr):
-    """The sums of a tile and 128 rows of a weight: [128, HEIGHT], or [HEIGHT, 128] of 128."""
-    if HEIGHT < 128:
-        return tl.zeros((_BLOCK, HEIGHT), tl.float32)
-    else:
-        return tl.zeros((HEIGHT, _BLOCK), tl.float32)
-
-
-@triton.jit
-def _added(acc, x, w, scale, HEIGHT: tl.constexpr):
-    """acc + x w^T scale, or its transpose; x [HEIGHT, 128], w [1, 128, 128], scale [HEIGHT]."""
-    w = w.reshape(_BLOCK, _BLOCK)
-    if HEIGHT < 128:
-        return acc + tl.dot(w, x.T) * scale[None, :]
-    else:
-        return acc + tl.dot(x, w.T) * scale[:, None]
+def _added(acc, x, w, scale):
+    """acc + w x^T scale, [128, HEIGHT]; x [HEIGHT, 128], w [1, 128, 128], scale [HEIGHT]."""
+    return acc + tl.dot(w.reshape(_BLOCK, _BLOCK), x.T) * scale[None, :]
 
 
 @triton.jit
@@ -72,16 +47,10 @@ def _rounded(x):
 
 @triton.jit
 def _store(tile, ptr, place, count, column, WIDTH: tl.constexpr, HEIGHT: tl.constexpr):
-    """Sums into [.., WIDTH] by places: `count` rows of them, 128 columns."""
+    """Sums [128, HEIGHT] into [.., WIDTH] by places: `count` rows of them, 128 columns."""
     offs_m, offs_n = tl.arange(0, HEIGHT), column + tl.arange(0, _BLOCK)
-    ptr += place.to(tl.int64) * WIDTH
-    value = tile.to(ptr.dtype.element_ty)
-    if HEIGHT < 128:
-        mask = (offs_m < count)[None, :] & (offs_n < WIDTH)[:, None]
-        tl.store(ptr + offs_m[None, :] * WIDTH + offs_n[:, None], value, mask=mask)
-    else:
-        mask = (offs_m < count)[:, None] & (offs_n < WIDTH)[None, :]
-        tl.store(ptr + offs_m[:, None] * WIDTH + offs_n[None, :], value, mask=mask)
+    ptrs = ptr + place.to(tl.int64) * WIDTH + offs_m[None, :] * WIDTH + offs_n[:, None]
+    tl.store(ptrs, tile.to(ptr.dtype.element_ty), mask=(offs_m < count)[None, :])
 
 
 @triton.jit(do_not_specialize=["S", "E", "P", "places"])
@@ -90,7 +59,6 @@ def up_kernel(
     x_ptr,  # [P, H] e4m3
     x_scale_ptr,  # [H / 128, P]
     w_scale_ptr,  # [E, 2 I / 128, H / 128]
-    w_ptr,  # the same as w_desc
     ids_ptr,  # [S], without routing
     routing_ptr,
     z_ptr,  # [.., I] e4m3 by places
@@ -104,54 +72,50 @@ def up_kernel(
     TOP_K: tl.constexpr,
     HEIGHT: tl.constexpr,
     GROUP: tl.constexpr,
-    FLAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """z = silu(x Wg^T) * (x Wu^T), rounded to bf16 as often as torch's operations are, quantised;
-    programs stride over tiles [HEIGHT, 128]."""
+    """z = silu(x Wg^T) * (x Wu^T) of a tile [HEIGHT, 128], rounded to bf16 as often as torch's
+    operations are, quantised."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     steps: tl.constexpr = H // _BLOCK
     tiles_n: tl.constexpr = I // _BLOCK
     tiles_m = S if routing_ptr is None else tl.load(routing_ptr)
-    if PDL:
-        if tl.program_id(0) < tiles_m * tiles_n:
-            m, n = grouped_tile(tl.program_id(0), tiles_m, tiles_n, GROUP)
-            expert = _tile(m, ids_ptr, routing_ptr, S, E, HEIGHT)[0]
-            _read_early(w_ptr, (2 * expert * tiles_n + n) * _BLOCK, H)
-            _read_early(w_ptr, ((2 * expert + 1) * tiles_n + n) * _BLOCK, H)
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    m, n = grouped_tile(tl.program_id(0), tiles_m, tiles_n, GROUP)
+    if tl.program_id(0) >= tiles_m * tiles_n:
+        return
+    expert, row, end, place = _tile(m, ids_ptr, routing_ptr, S, E, HEIGHT)
+    if row >= end:
+        return
     offs_m = tl.arange(0, HEIGHT)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
-        m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
-        expert, row, end, place = _tile(m, ids_ptr, routing_ptr, S, E, HEIGHT)
-        inside = row + offs_m < end
-        entry = row + offs_m
-        if routing_ptr is not None:
-            entry = tl.load(entry_of_row(routing_ptr, E) + entry, mask=inside, other=0)
-        token = entry // TOP_K
-        rows = x_ptr + token.to(tl.int64)[:, None] * H + tl.arange(0, _BLOCK)[None, :]
-        gate_scales = w_scale_ptr + (expert * (2 * tiles_n) + n).to(tl.int64) * steps
-        up_scales = gate_scales + tiles_n * steps
-        gate, up = _zeros(HEIGHT), _zeros(HEIGHT)
-        x_scale = tl.load(x_scale_ptr + token, mask=inside, other=0.0)
-        gate_scale, up_scale = tl.load(gate_scales), tl.load(up_scales)
-        for k in range(0, steps):
-            ahead = tl.minimum(k + 1, steps - 1)
-            more = tl.load(x_scale_ptr + ahead * P + token, mask=inside, other=0.0)
-            more_gate, more_up = tl.load(gate_scales + ahead), tl.load(up_scales + ahead)
-            x = tl.load(rows + k * _BLOCK, mask=inside[:, None], other=0.0)
-            w = w_desc.load([2 * expert, n * _BLOCK, k * _BLOCK])
-            gate = _added(gate, x, w, x_scale * gate_scale, HEIGHT)
-            w = w_desc.load([2 * expert + 1, n * _BLOCK, k * _BLOCK])
-            up = _added(up, x, w, x_scale * up_scale, HEIGHT)
-            x_scale, gate_scale, up_scale = more, more_gate, more_up
-        z = _rounded(_rounded(activate(_rounded(gate), "silu")) * _rounded(up))
-        axis: tl.constexpr = 0 if HEIGHT < 128 else 1
-        scale = scale_of(z, axis)  # [HEIGHT]
-        z = codes_of(z, scale, axis)
-        _store(z, z_ptr, place, end - row, n * _BLOCK, I, HEIGHT)
-        at = n.to(tl.int64) * places + place + offs_m
-        tl.store(z_scale_ptr + at, scale, mask=inside)
+    inside = row + offs_m < end
+    entry = row + offs_m
+    if routing_ptr is not None:
+        entry = tl.load(entry_of_row(routing_ptr, E) + entry, mask=inside, other=0)
+    token = entry // TOP_K
+    rows = x_ptr + token.to(tl.int64)[:, None] * H + tl.arange(0, _BLOCK)[None, :]
+    gate_scales = w_scale_ptr + (expert * (2 * tiles_n) + n).to(tl.int64) * steps
+    up_scales = gate_scales + tiles_n * steps
+    gate = tl.zeros((_BLOCK, HEIGHT), tl.float32)
+    up = tl.zeros((_BLOCK, HEIGHT), tl.float32)
+    x_scale = tl.load(x_scale_ptr + token, mask=inside, other=0.0)
+    gate_scale, up_scale = tl.load(gate_scales), tl.load(up_scales)
+    for k in range(0, steps):
+        ahead = tl.minimum(k + 1, steps - 1)
+        more = tl.load(x_scale_ptr + ahead * P + token, mask=inside, other=0.0)
+        more_gate, more_up = tl.load(gate_scales + ahead), tl.load(up_scales + ahead)
+        x = tl.load(rows + k * _BLOCK, mask=inside[:, None], other=0.0)
+        w = w_desc.load([2 * expert, n * _BLOCK, k * _BLOCK])
+        gate = _added(gate, x, w, x_scale * gate_scale)
+        w = w_desc.load([2 * expert + 1, n * _BLOCK, k * _BLOCK])
+        up = _added(up, x, w, x_scale * up_scale)
+        x_scale, gate_scale, up_scale = more, more_gate, more_up
+    z = _rounded(_rounded(activate(_rounded(gate), "silu")) * _rounded(up))
+    scale = scale_of(z, 0)  # [HEIGHT]
+    _store(codes_of(z, scale, 0), z_ptr, place, end - row, n * _BLOCK, I, HEIGHT)
+    at = n.to(tl.int64) * places + place + offs_m
+    tl.store(z_scale_ptr + at, scale, mask=inside)
 
 
 @triton.jit(do_not_specialize=["S", "E", "places"])
@@ -160,7 +124,6 @@ def down_kernel(
     w_desc,  # [E, H, I] e4m3 in blocks [1, 128, 128]
     z_scale_ptr,  # [I / 128, places]
     w_scale_ptr,  # [E, H / 128, I / 128]
-    w_ptr,  # the same as w_desc
     ids_ptr,  # [S], without routing
     routing_ptr,
     y_ptr,  # [.., H] bf16 by places
@@ -170,48 +133,34 @@ def down_kernel(
     H: tl.constexpr,
     I: tl.constexpr,
     HEIGHT: tl.constexpr,
-    PAIR: tl.constexpr,  # two blocks of 128 columns a tile
     GROUP: tl.constexpr,
-    FLAT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y = z Wd^T; programs stride over tiles [HEIGHT, 128 or 256]."""
-    steps: tl.constexpr = I // _BLOCK
-    last: tl.constexpr = H // _BLOCK - 1
-    wide: tl.constexpr = 2 if PAIR else 1
-    tiles_n: tl.constexpr = (last + wide) // wide
-    tiles_m = S if routing_ptr is None else tl.load(routing_ptr)
+    """y = z Wd^T of a tile [HEIGHT, 128]."""
     if PDL:
-        if tl.program_id(0) < tiles_m * tiles_n:
-            m, n = grouped_tile(tl.program_id(0), tiles_m, tiles_n, GROUP)
-            expert = _tile(m, ids_ptr, routing_ptr, S, E, HEIGHT)[0]
-            _read_early(w_ptr, (expert * (last + 1) + n * wide) * _BLOCK, I)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    steps: tl.constexpr = I // _BLOCK
+    tiles_n: tl.constexpr = H // _BLOCK
+    tiles_m = S if routing_ptr is None else tl.load(routing_ptr)
+    m, n = grouped_tile(tl.program_id(0), tiles_m, tiles_n, GROUP)
+    if tl.program_id(0) >= tiles_m * tiles_n:
+        return
+    expert, row, end, place = _tile(m, ids_ptr, routing_ptr, S, E, HEIGHT)
+    if row >= end:
+        return
     offs_m = tl.arange(0, HEIGHT)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
-        m, n = grouped_tile(tile, tiles_m, tiles_n, GROUP)
-        expert, row, end, place = _tile(m, ids_ptr, routing_ptr, S, E, HEIGHT)
-        inside = row + offs_m < end
-        n *= wide
-        scales = w_scale_ptr + (expert * (last + 1)).to(tl.int64) * steps
-        left_scales = scales + n * steps
-        right_scales = scales + tl.minimum(n + 1, last) * steps
-        z_scales = z_scale_ptr + place + offs_m
-        left, right = _zeros(HEIGHT), _zeros(HEIGHT)
-        z_scale = tl.load(z_scales, mask=inside, other=0.0)
-        left_scale, right_scale = tl.load(left_scales), tl.load(right_scales)
-        for k in range(0, steps):
-            ahead = tl.minimum(k + 1, steps - 1)
-            more = tl.load(z_scales + ahead.to(tl.int64) * places, mask=inside, other=0.0)
-            more_left, more_right = tl.load(left_scales + ahead), tl.load(right_scales + ahead)
-            z = z_desc.load([place, k * _BLOCK])
-            w = w_desc.load([expert, n * _BLOCK, k * _BLOCK])
-            left = _added(left, z, w, z_scale * left_scale, HEIGHT)
-            if PAIR:
-                w = w_desc.load([expert, (n + 1) * _BLOCK, k * _BLOCK])
-                right = _added(right, z, w, z_scale * right_scale, HEIGHT)
-            z_scale, left_scale, right_scale = more, more_left, more_right
-        _store(left, y_ptr, place, end - row, n * _BLOCK, H, HEIGHT)
-        if PAIR:
-            _store(right, y_ptr, place, end - row, (n + 1) * _BLOCK, H, HEIGHT)
+    inside = row + offs_m < end
+    w_scales = w_scale_ptr + (expert * tiles_n + n).to(tl.int64) * steps
+    z_scales = z_scale_ptr + place + offs_m
+    y = tl.zeros((_BLOCK, HEIGHT), tl.float32)
+    z_scale, w_scale = tl.load(z_scales, mask=inside, other=0.0), tl.load(w_scales)
+    for k in range(0, steps):
+        ahead = tl.minimum(k + 1, steps - 1)
+        more = tl.load(z_scales + ahead.to(tl.int64) * places, mask=inside, other=0.0)
+        more_w = tl.load(w_scales + ahead)
+        z = z_desc.load([place, k * _BLOCK])
+        w = w_desc.load([expert, n * _BLOCK, k * _BLOCK])
+        y = _added(y, z, w, z_scale * w_scale)
+        z_scale, w_scale = more, more_w
+    _store(y, y_ptr, place, end - row, n * _BLOCK, H, HEIGHT)

@@ -73,11 +73,6 @@ def parts_of_k(where: torch.device, rows: Tuple[int, ...], blocks: int) -> int:
     return max(1, min(2 * device.multiprocessor_count(where.index) // tiles, blocks // 8))
 
 
-def _ahead(config: dict, blocks: int) -> int:
-    """Bytes of each row that are read early, of a program that reads so many blocks of them."""
-    return config["AHEAD"] if blocks * BLOCK >= config["AHEAD"] else 0
-
-
 class _Few:
     """The product of M tokens with weights of some numbers of rows."""
 
@@ -95,10 +90,7 @@ class _Few:
         self.product = Launch(
             few_kernel, (tiles, self.parts), where,
             numbers=(M, self.width, padded(M), *rows, *(0,) * self.missing),
-            constexprs=(
-                K, _tokens(M), height, steps, self.parts,
-                _ahead(config, -(-blocks // self.parts)), pdl,
-            ),
+            constexprs=(K, _tokens(M), height, steps, self.parts, pdl),
             options=(
                 ("num_warps", config["num_warps"]), ("num_stages", config["num_stages"]), *early
             ),
@@ -163,7 +155,7 @@ def _gate(where: torch.device, M: int, K: int, N: int) -> Launch:
     return Launch(
         few_gate_kernel, N // BLOCK, where, maps=(rows, Map((N, K), (K, 1), (BLOCK, BLOCK))),
         numbers=(M, padded(M)),
-        constexprs=(N, K, _tokens(M), _ahead(config, K // BLOCK), pdl),
+        constexprs=(N, K, _tokens(M), pdl),
         options=(
             ("num_warps", config["num_warps"]), ("num_stages", config["num_stages"]), *early
         ),
@@ -182,7 +174,7 @@ def plan_few_mlp_fwd(x, w_gate, w_up, w_down, s_gate, s_up, s_down) -> Callable:
         codes, scales = quantise(x)
         z = torch.empty((P, N), dtype=torch.float8_e4m3fn, device=where)
         z_scales = torch.empty((N // BLOCK, P), dtype=torch.float32, device=where)
-        gate(w_gate, w_up, w_gate, w_up, codes, scales, s_gate, s_up, z, z_scales)
+        gate(w_gate, w_up, codes, scales, s_gate, s_up, z, z_scales)
         return down(Quantised(z, z_scales), (w_down,), (s_down,))
 
     return plan

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ...projection.portable.token import weight_of
-from ...runtime.primitives import activate, prefetch
+from ...runtime.primitives import activate
 from ..call import BLOCK
 from ..portable.quantise import codes_of, scale_of
 
@@ -63,7 +63,6 @@ def few_kernel(
     ROWS: tl.constexpr,  # of a weight that a program takes: they share a block of scales
     STEPS: tl.constexpr,  # 1, 2 or 4 products are on their way at once
     PARTS: tl.constexpr,
-    AHEAD: tl.constexpr,  # bytes of each row of a weight that are read early, with PDL
     PDL: tl.constexpr,  # it may begin before what it follows has ended
 ):
     """y = x [W_0; W_1; ...]^T of one part of K."""
@@ -83,7 +82,6 @@ def few_kernel(
     share: tl.constexpr = (blocks + PARTS - 1) // PARTS
     first = tl.program_id(1) * share
     if PDL:
-        prefetch(w_ptr + w_row * K + first * _BLOCK, AHEAD)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     w_ptrs = w_ptr + w_row[:, None] * K + offs_k[None, :]
@@ -125,8 +123,6 @@ def _rounded(x):
 def few_gate_kernel(
     gate_desc,  # [N, K] e4m3 in blocks [128, 128]
     up_desc,
-    gate_ptr,  # the same
-    up_ptr,
     x_ptr,  # [P, K] e4m3
     x_scale_ptr,  # [K / 128, P]
     gate_scale_ptr,  # [N / 128, K / 128]
@@ -138,7 +134,6 @@ def few_gate_kernel(
     N: tl.constexpr,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    AHEAD: tl.constexpr,  # as above
     PDL: tl.constexpr,
 ):
     """z = silu(x Wg^T) * (x Wu^T) of 128 columns, rounded to bf16 as often as torch's operations
@@ -147,9 +142,6 @@ def few_gate_kernel(
     tile = tl.program_id(0)
     offs_n = tile * _BLOCK + tl.arange(0, _BLOCK)
     if PDL:
-        rows = offs_n.to(tl.int64) * K
-        prefetch(gate_ptr + rows, AHEAD)
-        prefetch(up_ptr + rows, AHEAD)
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     offs_m = tl.arange(0, BLOCK_M)
