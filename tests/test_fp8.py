@@ -114,6 +114,43 @@ def check_kernels(device, bits):
     assert not portable.supports_silu_mul_quantise_fwd(gate[:3], up[:2])
 
 
+def check_norms(device, bits):
+    """The norm's result, the sum, and codes and scales of the result as the quantiser has them."""
+    portable, quantiser = submodule("fp8.portable.norm"), submodule("fp8.portable.quantise")
+    for M, D, mode, added in (
+        (3, 512, "llama", True),
+        (17, 640, "gemma", False),
+        (1, 384, "llama", False),
+    ):
+        x = (values(M, D, device).nan_to_num(1.0, 1.0), torch.randn(D).bfloat16().to(device))
+        residual = values(M, D, device, 5).nan_to_num(1.0, 1.0) if added else None
+        args = (*x, residual, 1e-6, mode, float(mode == "gemma"))
+        assert portable.supports_norm_quantise_fwd(*args)
+        y, total, codes = portable.norm_quantise_fwd(*args)
+        expected, sums, _ = reference.norm_quantise_fwd(*args)
+        assert y.shape == expected.shape and relative_error(y, expected) < (4e-3 if bits else 2e-2)
+        assert (total is None) == (residual is None)
+        assert total is None or relative_error(total, sums) < (1e-6 if bits else 1e-2)
+        same_bits(codes, quantiser.quantise_fwd(y))
+    other = (x[0].half(), *args[1:])
+    assert not portable.supports_norm_quantise_fwd(*other)
+    columns = x[0].repeat(4, 1).t().contiguous().t()
+    assert not portable.supports_norm_quantise_fwd(columns, *args[1:])
+    wide = (x[0], x[1].float(), *args[2:])
+    assert not portable.supports_norm_quantise_fwd(*wide)  # y would be fp32
+
+
+@interpreted
+def test_norms_interpreted():
+    check_norms("cpu", False)
+
+
+@pytest.mark.gpu
+@compiled
+def test_norms_on_a_gpu():
+    check_norms("cuda", True)
+
+
 @interpreted
 def test_values_interpreted():
     """Scales alone to the bit: Triton's interpreter rounds to e4m3 in a way of its own."""
@@ -363,6 +400,31 @@ def test_several_in_one_call(kernel, counted):
     parts[1].register_forward_hook(lambda *_: seen.append(1))
     projections(x, *parts, plain)
     assert seen and len(counted) == 1  # it is called, and takes what the first one made
+
+
+def test_what_a_norm_gives(kernel, counted):
+    """Its codes serve the module that gets its result, unless that has changed, and nobody else."""
+    q, k = (served(kernel, fp8_problems.linear(128, 512, seed=n)) for n in range(2))
+    x = values(4, 512).nan_to_num(1.0, 1.0)
+    expected, codes = q(x), reference.quantise_fwd(x)
+    counted.clear()
+    with layer.given(x, codes):
+        assert torch.equal(q(x), expected)
+        k(x)
+        assert not counted
+        q(x.clone())
+        assert len(counted) == 1
+        x.mul_(2)
+        q(x)
+        assert len(counted) == 2
+    assert layer._given.x is None
+    k(x)
+    assert len(counted) == 2  # what q has made, which is kept
+    parts = torch.nn.ModuleDict({"q": q})
+    assert layer.quantises(parts, x) and not layer.quantises(q, x)
+    assert not layer.quantises(parts, x.float())
+    with torch.inference_mode():
+        assert not layer.quantises(parts, x.clone())
 
 
 # --- one launch to quantise, one to multiply

@@ -69,21 +69,27 @@ def mlp_of(K, N, device="cpu"):
     return (gate, up, down), (s_gate, s_up, s_down)
 
 
+def mlp(x, weights, scales):
+    """By the kernels."""
+    codes = reference.quantise_fwd(x)
+    return submodule("fp8.hopper.few").few_mlp_fwd(*codes, len(x), *weights, *scales)
+
+
 def check_mlp(device, most):
     hopper = submodule("fp8.hopper.few")
     for K, N in ((256, 384), (640, 128)):
         weights, scales = mlp_of(K, N, device)
         x = tokens(64, K, device)
-        assert hopper.supports_few_mlp_fwd(x, *weights, *scales)
-        whole = hopper.few_mlp_fwd(x, *weights, *scales)
-        expected = reference.few_mlp_fwd(x, *weights, *scales)
+        codes = reference.quantise_fwd(x)
+        assert hopper.supports_few_mlp_fwd(*codes, 64, *weights, *scales)
+        whole = mlp(x, weights, scales)
+        expected = reference.few_mlp_fwd(*codes, 64, *weights, *scales)
         assert whole.shape == (64, K) and error(whole, expected) < most, (K, N)
         for M in (1, 16, 31, 50):
-            assert torch.equal(hopper.few_mlp_fwd(x[:M], *weights, *scales), whole[:M]), M
-    assert not hopper.supports_few_mlp_fwd(x.half(), *weights, *scales)
-    assert not hopper.supports_few_mlp_fwd(tokens(65, 640, device), *weights, *scales)
+            assert torch.equal(mlp(x[:M], weights, scales), whole[:M]), M
+    assert not hopper.supports_few_mlp_fwd(*codes, 65, *weights, *scales)
     narrow = (*(w[:64] for w in weights[:2]), weights[2][:, :64].contiguous())
-    assert not hopper.supports_few_mlp_fwd(x, *narrow, *scales)
+    assert not hopper.supports_few_mlp_fwd(*codes, 64, *narrow, *scales)
 
 
 @interpreted
@@ -136,7 +142,7 @@ def test_the_references():
     )  # fmt: skip
     z = reference.quantise_fwd(torch.nn.functional.silu(ys[0]) * ys[1])
     y = reference.multiply_fwd(weights[2], scales[2], z)[:17]
-    assert torch.equal(reference.few_mlp_fwd(x, *weights, *scales), y)
+    assert torch.equal(reference.few_mlp_fwd(*codes, 17, *weights, *scales), y)
 
 
 @compiled
@@ -145,13 +151,14 @@ def test_launches():
     recording, device = submodule("runtime.recording"), submodule("runtime.device")
     hopper = device.Chip("NVIDIA_H200", (9, 0), 132)
     weights, scales = mlp_of(512, 4096)
+    codes = reference.quantise_fwd(tokens(1, 512))
     with recording.recorded(hopper) as records:
-        assert product.few_mlp(tokens(1, 512), weights, scales).shape == (1, 512)
-        assert product.few_mlp(tokens(65, 512), weights, scales) is None
+        assert product.few_mlp(codes, 1, weights, scales).shape == (1, 512)
+        assert product.few_mlp(codes, 65, weights, scales) is None
     names = [(record.name, record.grid) for record in records]
-    assert names[:2] == [("_quantise_kernel", (16, 1, 1)), ("few_gate_kernel", (32, 1, 1))]
-    assert [name for name, _ in names[2:]] == ["few_kernel", "add_parts_kernel"]
-    tiles, parts, _ = names[2][1]
+    assert names[0] == ("few_gate_kernel", (32, 1, 1))
+    assert [name for name, _ in names[1:]] == ["few_kernel", "add_parts_kernel"]
+    tiles, parts, _ = names[1][1]
     assert tiles == 8 and parts == 4
     assert all(record.options["launch_pdl"] for record in records)
     codes = reference.quantise_fwd(tokens(3, 512))

@@ -36,13 +36,14 @@ def test_a_model_has_the_same_bits(kernel, monkeypatch, few):
         assert not calls and torch.equal(found, expected)
         # q, k and v share one, as do gate and up; what multiplies is chosen for each weight
         made = {"few_fwd": 8, "few_mlp_fwd": 2} if few else {"silu_mul_quantise_fwd": 2}
-        expected_calls = {"quantise_fwd": 4 if few else 6, "multiply_fwd": 14, **made}
+        expected_calls = {"quantise_fwd": 6, "multiply_fwd": 14, **made}
         assert {k: len(v) for k, v in record.items()} == expected_calls
         report = kernel.kernelize(model)
         assert not report.left and len(kinds(report)["Qwen3Attention"]) == 2
         with dispatch.force("reference"), dispatch.served() as record:
             served = model(ids).logits
-        assert not calls and len(record["quantise_fwd"]) == (4 if few else 6)
+        assert not calls and len(record["quantise_fwd"]) == 2  # of o; norms do for the others
+        assert len(record["norm_quantise_fwd"]) == 4 and "rms_norm_fwd" in record
         assert not few or len(record["few_fwd"]) == 4  # q, k and v in one
         assert (served - expected).abs().max() < 0.15 * expected.abs().max()
     assert kernel.restore(model) == len(report.served)

@@ -574,10 +574,20 @@ def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0):
     weights = [values(n, K, dtype=E4M3) for n in rows]
     weights += [values(down, rows[0], dtype=E4M3)] if down else []
     scales = [values(*(-(-n // 128) for n in w.shape), dtype=FP32).abs() for w in weights]
-    x = values(M, K)
-    if down:
-        return functools.partial(product.few_mlp, x, tuple(weights), tuple(scales))
-    return lambda: product.few(product.quantise(x), M, tuple(weights), tuple(scales))
+    x, call = values(M, K), product.few_mlp if down else product.few
+    return lambda: call(product.quantise(x), M, tuple(weights), tuple(scales))
+
+
+def _fp8_norm(kernel, M, K=4096, residual=True, mode="llama"):
+    x, weight, added = values(M, K), values(K), values(M, K) if residual else None
+    product = submodule("fp8.product")
+    return lambda: product.norm_quantise(x, weight, added, 1e-6, mode, float(mode == "gemma"))
+
+
+calls(_fp8_norm, "fp8 norm", {
+    "": dict(M=64), "K 5120, gemma": dict(M=33, K=5120, residual=False, mode="gemma"),
+    "K 16384": dict(M=8, K=16384),
+})  # fmt: skip
 
 
 for M in (1, 32, 64):

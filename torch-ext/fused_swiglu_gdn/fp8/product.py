@@ -25,27 +25,45 @@ def product_of(weight: Tensor, scale: Tensor) -> Optional[Callable]:
     return _served(_products, ops.MULTIPLY, weight, scale)
 
 
+def norm_quantise(x: Tensor, weight: Optional[Tensor], residual: Optional[Tensor], *how):
+    """(y, x + residual or None, y in FP8) of RMSNorm of x [..., K] bf16; how: eps, casting_mode and
+    offset, as rms_norm has them. None where no kernel serves."""
+    tensors = (x, weight, residual)
+    if not undisturbed():
+        launch = ops.chosen(*ops.NORM, *tensors, *how)
+        return None if launch is None else launch(*tensors, *how)
+    plan = _norms.find(tensors, how)
+    if plan is None:
+        plan = _norms.keep(tensors, how, ops.plan(*ops.NORM, *tensors, *how))
+    return None if plan is None else plan(*tensors)
+
+
 def few(x: Quantised, M: int, weights: tuple, scales: tuple) -> Optional[Tensor]:
     """x W^T of the M tokens of x with each of the weights, side by side [M, N] bf16, in one or two
     launches; None where M is no small number or no kernel serves."""
-    tensors = (*x, *weights, *scales)
+    return _of_few(_few, ops.FEW, x, M, weights, scales)
+
+
+def few_mlp(x: Quantised, M: int, weights: tuple, scales: tuple) -> Optional[Tensor]:
+    """down(silu(gate(x)) * up(x)) of the M tokens of x, [M, K] bf16; weights and scales of gate, up
+    and down. None as above."""
+    return _of_few(_mlps, ops.FEW_MLP, x, M, weights, scales)
+
+
+def _of_few(cache: CallCache, operation: tuple, x: Quantised, M: int, *more) -> Optional[Tensor]:
+    weights, scales = more
+    args = (*x, M, *weights, *scales)
     if not undisturbed():
-        launch = ops.chosen(*ops.FEW, *x, M, *weights, *scales)
+        launch = ops.chosen(*operation, *args)
     else:
-        launch = _few.find(tensors, (M,))
+        tensors = (*x, *weights, *scales)
+        launch = cache.find(tensors, (M,))
         if launch is None:
-            args = (*x, M, *weights, *scales)
-            launch = _few.keep(tensors, (M,), ops.planned(*ops.FEW, *args))
-    return None if launch is None else launch(*x, M, *weights, *scales)
+            launch = cache.keep(tensors, (M,), ops.planned(*operation, *args))
+    return None if launch is None else launch(*args)
 
 
-def few_mlp(x: Tensor, weights: tuple, scales: tuple) -> Optional[Tensor]:
-    """down(silu(gate(x)) * up(x)) of x [M, K] bf16; weights and scales of gate, up and down. None
-    as above."""
-    return _made(_mlps, ops.FEW_MLP, x, *weights, *scales)
-
-
-def _made(cache: CallCache, operation: tuple, *tensors: Tensor):
+def _made(cache: CallCache, operation: tuple, *tensors: Tensor) -> Optional[Quantised]:
     launch = _served(cache, operation, *tensors)
     return None if launch is None else launch(*tensors)
 
@@ -61,4 +79,4 @@ def _served(cache: CallCache, operation: tuple, *tensors: Tensor) -> Optional[Ca
 
 
 _quantised, _gated, _products = CallCache(), CallCache(), CallCache()
-_few, _mlps = CallCache(), CallCache()
+_few, _mlps, _norms = CallCache(), CallCache(), CallCache()

@@ -9,9 +9,12 @@ infinite, so that all that is multiplied with them becomes NaN.
 Sizes: M tokens, P of them with padding, K columns, N rows of a weight.
 """
 
+from typing import Optional, Tuple
+
 import torch
 import torch.nn.functional as F
 
+from ..norm import reference as norm
 from .call import BLOCK, INVERSE, LEAST, Quantised, padded
 
 
@@ -21,6 +24,19 @@ def quantise_fwd(x: torch.Tensor) -> Quantised:  # x [M, K] bf16
     scales = groups.abs().amax(2).clamp(LEAST) * INVERSE
     codes = (groups * (1.0 / scales).unsqueeze(2)).to(torch.float8_e4m3fn)
     return Quantised(codes.flatten(1), scales.t().contiguous().t())
+
+
+def norm_quantise_fwd(
+    x: torch.Tensor,  # [..., D] bf16
+    weight: Optional[torch.Tensor],  # [D]
+    residual: Optional[torch.Tensor],  # [..., D]
+    eps: float,
+    casting_mode: str,
+    offset: float,
+) -> Tuple[torch.Tensor, Optional[torch.Tensor], Quantised]:
+    """RMSNorm of x + residual, that sum, and the norm's result in FP8."""
+    y, total, _ = norm.rms_norm_fwd(x, weight, residual, eps, casting_mode, offset, False)
+    return y, total, quantise_fwd(y.reshape(-1, y.shape[-1]))
 
 
 def silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> Quantised:  # [M, N] bf16 each
@@ -56,7 +72,9 @@ def few_fwd(
 
 
 def few_mlp_fwd(
-    x: torch.Tensor,  # [M, K] bf16
+    codes: torch.Tensor,  # [P, K]
+    scales: torch.Tensor,  # [P, K / BLOCK]
+    M: int,
     w_gate: torch.Tensor,  # [N, K] e4m3
     w_up: torch.Tensor,
     w_down: torch.Tensor,  # [H, N]
@@ -64,6 +82,6 @@ def few_mlp_fwd(
     s_up: torch.Tensor,
     s_down: torch.Tensor,
 ) -> torch.Tensor:  # [M, H] bf16
-    codes = quantise_fwd(x)
-    gate, up = multiply_fwd(w_gate, s_gate, codes), multiply_fwd(w_up, s_up, codes)
-    return multiply_fwd(w_down, s_down, silu_mul_quantise_fwd(gate, up))[: len(x)]
+    x = Quantised(codes, scales)
+    gate, up = multiply_fwd(w_gate, s_gate, x), multiply_fwd(w_up, s_up, x)
+    return multiply_fwd(w_down, s_down, silu_mul_quantise_fwd(gate, up))[:M]

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -126,6 +126,36 @@ class _Last(threading.local):
 _last = _Last()
 
 
+class _Given(threading.local):
+    """What a norm has quantised, for the module that is called with its result."""
+
+    x: Optional[torch.Tensor] = None
+    version: int = 0
+    found: Optional[Quantised] = None
+
+
+_given = _Given()
+
+
+@contextlib.contextmanager
+def given(x: torch.Tensor, found: Quantised) -> Iterator[None]:
+    """Inside, x in FP8 is `found`, as long as x does not change. Both are of one launch, so what
+    may read x may read it; x is no inference tensor, of which nobody counts the changes."""
+    before = _given.x, _given.version, _given.found
+    _given.x, _given.version, _given.found = x, x._version, found
+    try:
+        yield
+    finally:
+        _given.x, _given.version, _given.found = before
+
+
+def _codes(x: torch.Tensor) -> Optional[Quantised]:
+    """x [..., K] in FP8."""
+    if _given.x is x and _given.version == x._version:
+        return _given.found
+    return quantise(_rows(x))
+
+
 def _facts(x: torch.Tensor) -> Optional[tuple]:
     """What x's values are known by, beside its identity; None where they cannot be: an inference
     tensor does not count its changes, and what a graph captures is made when it is replayed."""
@@ -141,6 +171,8 @@ def _facts(x: torch.Tensor) -> Optional[tuple]:
 
 def _quantised(x: torch.Tensor, user: int) -> Optional[Quantised]:
     """x [..., K] in FP8, as the module before `user` had it where that took the same x."""
+    if _given.x is x and _given.version == x._version:
+        return _given.found
     facts = _facts(x)
     if facts is not None and _last.x is not None and _last.x() is x and _last.facts == facts:
         if user not in _last.users:
@@ -202,7 +234,7 @@ def project(
     if sum([weight is not None for weight in weights]) < 2:
         return None
     with _no_grad():
-        codes = quantise(_rows(x))
+        codes = _codes(x)
         if codes is None:
             return None
         products = iter(_together(codes, x, [weight for weight in weights if weight is not None]))
@@ -242,15 +274,14 @@ def mlp(
     third = read(down, x, hidden)
     if third is None or rows != (2 * hidden if second is None else second.weight.shape[0]):
         return None
-    rows = _rows(x)
-    M = rows.shape[0]
+    M = x.numel() // x.shape[-1]
     with _no_grad():
-        y = _of_few(rows, first, second, third, gate_first) if M <= MOST else None
-        if y is not None:
-            return _shaped(y, x)
-        codes = quantise(rows)
+        codes = _codes(x)
         if codes is None:
             return None
+        y = _of_few(codes, M, first, second, third, gate_first) if M <= MOST else None
+        if y is not None:
+            return _shaped(y, x)
         g = first.times(codes, M)  # [P, N], or [M, N]
         if second is None:
             g, u = g.split(hidden, 1) if gate_first else reversed(g.split(hidden, 1))
@@ -261,9 +292,9 @@ def mlp(
 
 
 def _of_few(
-    x: torch.Tensor, first: Weight, second: Optional[Weight], third: Weight, gate_first: bool
+    x: Quantised, M: int, first: Weight, second: Optional[Weight], third: Weight, gate_first: bool
 ) -> Optional[torch.Tensor]:  # [M, K]
-    """An MLP of a few tokens x [M, K] without biases; None where it is another."""
+    """An MLP of a few tokens without biases; None where it is another."""
     if first.bias is not None or third.bias is not None:
         return None
     if second is not None:
@@ -277,4 +308,12 @@ def _of_few(
         weights, scales = first.weight.chunk(2), first.scale.chunk(2)
         if not gate_first:
             weights, scales = weights[::-1], scales[::-1]
-    return few_mlp(x, (*weights, third.weight), (*scales, third.scale))
+    return few_mlp(x, M, (*weights, third.weight), (*scales, third.scale))
+
+
+def quantises(part: nn.Module, x: torch.Tensor) -> bool:
+    """A module that is called with a norm's result quantises it: some of its parts are FP8Linears.
+    x: what is normed."""
+    if not FORMS or not any([type(child) in FORMS for child in part._modules.values()]):
+        return False
+    return takes(x) and not x.is_inference()

@@ -16,7 +16,6 @@ from ...runtime import device, tuning
 from ...runtime.launch import Launch
 from ...runtime.maps import Map
 from ..call import BLOCK, MOST, Quantised, padded
-from ..portable.quantise import plan_quantise_fwd, supports_quantise_fwd
 from .few_products import few_gate_kernel, few_kernel
 
 
@@ -44,16 +43,14 @@ def supports_few_fwd(codes: torch.Tensor, scales: torch.Tensor, M: int, *tensors
     return fits and here and all([_lies_so(w, s, K) for w, s in pairs])
 
 
-def supports_few_mlp_fwd(x, w_gate, w_up, w_down, s_gate, s_up, s_down) -> bool:
-    if x.ndim != 2 or not supports_quantise_fwd(x):
-        return False
-    M, N = x.shape[0], w_gate.shape[0]
+def supports_few_mlp_fwd(codes, scales, M, w_gate, w_up, w_down, s_gate, s_up, s_down) -> bool:
+    N = w_gate.shape[0]
     return (
         N > 0
         and N % BLOCK == 0
         and w_up.shape == w_gate.shape
-        and supports_few_fwd(x, None, M, w_gate, w_up, s_gate, s_up)
-        and w_down.device == x.device
+        and supports_few_fwd(codes, scales, M, w_gate, w_up, s_gate, s_up)
+        and w_down.device == codes.device
         and w_down.shape[0] > 0
         and _lies_so(w_down, s_down, N)
     )
@@ -162,16 +159,14 @@ def _gate(where: torch.device, M: int, K: int, N: int) -> Launch:
     )  # fmt: skip
 
 
-def plan_few_mlp_fwd(x, w_gate, w_up, w_down, s_gate, s_up, s_down) -> Callable:
+def plan_few_mlp_fwd(codes, scales, M, w_gate, w_up, w_down, s_gate, s_up, s_down) -> Callable:
     """few_mlp_fwd for all calls like this one, from their tensors; None as above."""
-    (M, K), N, where = x.shape, w_gate.shape[0], x.device
-    quantise, gate = plan_quantise_fwd(x), _gate(where, M, K, N)
-    down, P = _few(where, M, N, (w_down.shape[0],)), padded(M)
+    (N, K), where, P = w_gate.shape, codes.device, padded(M)
+    gate, down = _gate(where, M, K, N), _few(where, M, N, (w_down.shape[0],))
 
-    def plan(x, w_gate, w_up, w_down, s_gate, s_up, s_down) -> Optional[torch.Tensor]:
+    def plan(codes, scales, M, w_gate, w_up, w_down, s_gate, s_up, s_down):
         if (w_gate.data_ptr() | w_up.data_ptr() | w_down.data_ptr()) & 15:
             return None
-        codes, scales = quantise(x)
         z = torch.empty((P, N), dtype=torch.float8_e4m3fn, device=where)
         z_scales = torch.empty((N // BLOCK, P), dtype=torch.float32, device=where)
         gate(w_gate, w_up, codes, scales, s_gate, s_up, z, z_scales)
@@ -181,7 +176,9 @@ def plan_few_mlp_fwd(x, w_gate, w_up, w_down, s_gate, s_up, s_down) -> Callable:
 
 
 def few_mlp_fwd(
-    x: torch.Tensor,  # [M, K] bf16
+    codes: torch.Tensor,  # [P, K] e4m3
+    scales: torch.Tensor,  # [P, K / 128]
+    M: int,
     w_gate: torch.Tensor,  # [N, K] e4m3
     w_up: torch.Tensor,
     w_down: torch.Tensor,  # [H, N]
@@ -189,5 +186,5 @@ def few_mlp_fwd(
     s_up: torch.Tensor,
     s_down: torch.Tensor,  # [ceil(H / 128), N / 128]
 ) -> torch.Tensor:  # [M, H] bf16
-    args = (x, w_gate, w_up, w_down, s_gate, s_up, s_down)
+    args = (codes, scales, M, w_gate, w_up, w_down, s_gate, s_up, s_down)
     return plan_few_mlp_fwd(*args)(*args)
