@@ -509,6 +509,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "experts_first": [of_expert_first_calls],
     "experts": [of_expert_limits, of_expert_first_calls],
     "attention": [of_errors_and_host],
+    "fp8": [of_errors_and_host],
     "gdn_chunk_errors": [of_errors],
     "gdn_chunk_flashinfer": [of_prepare, of_gdn_errors, of_host],
     "gdn_chunk": [of_gdn_errors, of_host],
