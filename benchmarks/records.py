@@ -24,6 +24,7 @@ PEERS = {  # name in a record -> name on the page, and the package whose version
     "flashinfer": ("FlashInfer", "flashinfer-python"),
     "flashinfer_pool": ("FlashInfer, states by index", None),
     "flashqla": ("FlashQLA", "flash-qla"),
+    "formula": ("the formula in torch", None),
     "gemm": ("one cuBLAS product", None),
     "graph": ("the graph by itself", None),
     "grouped_mm": ("transformers' grouped_mm", "transformers"),

@@ -20,6 +20,12 @@ def quantised_weight(weight: torch.Tensor) -> tuple:
     return codes.flatten(2).flatten(0, 1)[:N].contiguous(), (1.0 / scale)[:, 0, :, 0].contiguous()
 
 
+def quantised_experts(weight: torch.Tensor) -> tuple:
+    """Of each expert of [E, N, K]."""
+    codes, scales = zip(*map(quantised_weight, weight))
+    return torch.stack(codes), torch.stack(scales)
+
+
 def exact(x, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The product of FP8 operands in fp64, [P, N]."""
     wide = scale.double().repeat_interleave(128, 0)[: len(weight)].repeat_interleave(128, 1)
@@ -48,7 +54,11 @@ def stand_in(monkeypatch) -> list:
 def in_fp8(model: torch.nn.Module, skip=("lm_head",), **config) -> torch.nn.Module:
     """The model with its linears in FP8, by transformers' own replacement of modules."""
     from transformers import FineGrainedFP8Config
-    from transformers.integrations.finegrained_fp8 import FP8Linear, replace_with_fp8_linear
+    from transformers.integrations.finegrained_fp8 import (
+        FP8Experts,
+        FP8Linear,
+        replace_with_fp8_linear,
+    )
 
     plain = dict(copy.deepcopy(model).named_modules())
     replace_with_fp8_linear(model, list(skip), FineGrainedFP8Config(**config))
@@ -57,6 +67,11 @@ def in_fp8(model: torch.nn.Module, skip=("lm_head",), **config) -> torch.nn.Modu
             weight, scale = quantised_weight(plain[name].weight.detach())
             module.weight, module.weight_scale_inv = map(torch.nn.Parameter, (weight, scale))
             module.bias = plain[name].bias
+        elif isinstance(module, FP8Experts):
+            for part in ("gate_up_proj", "down_proj"):
+                weight, scale = quantised_experts(getattr(plain[name], part).detach())
+                setattr(module, part, torch.nn.Parameter(weight))
+                setattr(module, f"{part}_scale_inv", torch.nn.Parameter(scale))
     return model.eval()
 
 
@@ -81,6 +96,50 @@ def tiny_qwen3(skip=("lm_head",), **more) -> torch.nn.Module:
         max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None, **more,
     )  # fmt: skip
     return in_fp8(Qwen3ForCausalLM(config).to(torch.bfloat16), skip)
+
+
+def tiny_moe(**more) -> torch.nn.Module:
+    """Two layers of Qwen3-MoE of such widths."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=97, hidden_size=512, intermediate_size=1024, moe_intermediate_size=128,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=1, head_dim=128,
+        num_experts=8, num_experts_per_tok=2, initializer_range=0.05, pad_token_id=0,
+        bos_token_id=1, eos_token_id=None, max_position_embeddings=256, **more,
+    )  # fmt: skip
+    return in_fp8(Qwen3MoeForCausalLM(config).to(torch.bfloat16), ("lm_head", "gate"))
+
+
+def experts_problem(T, E, K, H, I, device="cpu", seed=0, absent=True) -> tuple:  # noqa: E741
+    """Arguments of fp8_experts; two ids are of experts that are held elsewhere."""
+    random = torch.Generator().manual_seed(seed)
+    x = torch.randn(T, H, generator=random)
+    x *= torch.randn(H, generator=random).exp()
+    tensors = [x.bfloat16()]
+    for N, width in ((2 * I, H), (H, I)):
+        weight = torch.randn(E, N, width, generator=random).mul(width**-0.5)
+        tensors += quantised_experts(weight)
+    ids = torch.rand(T, E, generator=random).argsort(1)[:, :K].contiguous()
+    if absent and T > 1:
+        ids[0, 0], ids[-1, -1] = E, -1
+    weights = torch.rand(T, K, generator=random)
+    return tuple(t.to(device) for t in (*tensors, ids, weights))
+
+
+def exact_experts(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> torch.Tensor:
+    """In fp64 of dequantised weights and x that is not rounded, [T, H]."""
+    reference, y = submodule("fp8.reference"), torch.zeros(x.shape, dtype=torch.float64)
+    for expert in range(len(w_down)):
+        token, slot = (ids == expert).nonzero(as_tuple=True)
+        up = reference.dequantised(w_gate_up[expert], s_gate_up[expert]).double()
+        down = reference.dequantised(w_down[expert], s_down[expert]).double()
+        gate, up = (x[token].double() @ up.t()).chunk(2, 1)
+        found = (torch.nn.functional.silu(gate) * up) @ down.t()
+        found *= weights[token, slot].double().unsqueeze(1)
+        y = y.to(x.device).index_add(0, token, found)
+    return y
 
 
 def dequantised(model: torch.nn.Module) -> torch.nn.Module:

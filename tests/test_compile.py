@@ -23,6 +23,7 @@ tuning = submodule("runtime.tuning")
 SPILLS = {
     ("swiglu forward, odd sizes", "_swiglu_fwd_kernel"): 8,
     ("experts training, odd sizes", "_up_kernel"): 8,
+    ("experts fp8", "wide_kernel"): 16,
     ("experts training, odd sizes", "_gate_gradient_kernel"): 8,
     ("gdn", "_prepare_kernel"): 72,
     ("gdn training", "gdn_gradient_kernel"): 24,

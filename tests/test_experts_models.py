@@ -271,7 +271,7 @@ def test_transposed_weights(everywhere, folder, kind, config, sizes):
 
 def test_what_transformers_computes_is_said_once(caplog):
     module, args = transposed(*TRANSPOSED[0][:3], **TRANSPOSED[0][3])
-    experts._say_once.cache_clear()
+    submodule("models.serving").say_once.cache_clear()
     with torch.no_grad():
         found = [module(*args) for _ in range(2)]
         expected = moe.grouped_mm_experts_forward(module, *args)
@@ -468,12 +468,12 @@ def test_all_of_a_configuration_or_none(everywhere):
     assert model.config._experts_implementation == "grouped_mm"
 
 
-def test_fp8_is_refused_with_a_reason():
+def test_fp8_experts_have_a_forward_of_their_own():
+    """In transformers' table of FP8 experts; tests/test_fp8_experts.py."""
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     name = experts.register_experts()
-    with pytest.raises(NotImplementedError, match="does not serve FP8 experts"):
-        fp8.ALL_FP8_EXPERTS_FUNCTIONS.get_interface(name, None)(None)
-    assert "does not choose" in experts.form_of(fp8.FP8Experts)
+    served = submodule("models.fp8_experts").fp8_experts_forward
+    assert fp8.ALL_FP8_EXPERTS_FUNCTIONS.get_interface(name, None) is served
 
 
 MIXTURES = {

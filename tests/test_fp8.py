@@ -106,7 +106,49 @@ def check_kernels(device, bits):
     assert relative_error(z[0].nan_to_num(), z[1].nan_to_num()) < (0.02 if bits else 0.1)
     assert not portable.supports_quantise_fwd(values(4, 192, device))
     assert not portable.supports_quantise_fwd(values(4, 256, device).half())
-    assert not portable.supports_silu_mul_quantise_fwd(gate[:3], up[:3])
+    for M in (1, 17):  # rows of zeros behind them
+        assert portable.supports_silu_mul_quantise_fwd(gate[:M], up[:M])
+        part = portable.silu_mul_quantise_fwd(gate[3 : 3 + M], up[3 : 3 + M])
+        assert torch.equal(part.scales[:M], found.scales[3 : 3 + M])
+        assert part.codes.shape == (call.padded(M), 1280) and not part.codes[M:].float().any()
+    assert not portable.supports_silu_mul_quantise_fwd(gate[:3], up[:2])
+
+
+def check_norms(device, bits):
+    """The norm's result, the sum, and codes and scales of the result as the quantiser has them."""
+    portable, quantiser = submodule("fp8.portable.norm"), submodule("fp8.portable.quantise")
+    for M, D, mode, added in (
+        (3, 512, "llama", True),
+        (17, 640, "gemma", False),
+        (1, 384, "llama", False),
+    ):
+        x = (values(M, D, device).nan_to_num(1.0, 1.0), torch.randn(D).bfloat16().to(device))
+        residual = values(M, D, device, 5).nan_to_num(1.0, 1.0) if added else None
+        args = (*x, residual, 1e-6, mode, float(mode == "gemma"))
+        assert portable.supports_norm_quantise_fwd(*args)
+        y, total, codes = portable.norm_quantise_fwd(*args)
+        expected, sums, _ = reference.norm_quantise_fwd(*args)
+        assert y.shape == expected.shape and relative_error(y, expected) < (4e-3 if bits else 2e-2)
+        assert (total is None) == (residual is None)
+        assert total is None or relative_error(total, sums) < (1e-6 if bits else 1e-2)
+        same_bits(codes, quantiser.quantise_fwd(y))
+    other = (x[0].half(), *args[1:])
+    assert not portable.supports_norm_quantise_fwd(*other)
+    columns = x[0].repeat(4, 1).t().contiguous().t()
+    assert not portable.supports_norm_quantise_fwd(columns, *args[1:])
+    wide = (x[0], x[1].float(), *args[2:])
+    assert not portable.supports_norm_quantise_fwd(*wide)  # y would be fp32
+
+
+@interpreted
+def test_norms_interpreted():
+    check_norms("cpu", False)
+
+
+@pytest.mark.gpu
+@compiled
+def test_norms_on_a_gpu():
+    check_norms("cuda", True)
 
 
 @interpreted
@@ -360,6 +402,31 @@ def test_several_in_one_call(kernel, counted):
     assert seen and len(counted) == 1  # it is called, and takes what the first one made
 
 
+def test_what_a_norm_gives(kernel, counted):
+    """Its codes serve the module that gets its result, unless that has changed, and nobody else."""
+    q, k = (served(kernel, fp8_problems.linear(128, 512, seed=n)) for n in range(2))
+    x = values(4, 512).nan_to_num(1.0, 1.0)
+    expected, codes = q(x), reference.quantise_fwd(x)
+    counted.clear()
+    with layer.given(x, codes):
+        assert torch.equal(q(x), expected)
+        k(x)
+        assert not counted
+        q(x.clone())
+        assert len(counted) == 1
+        x.mul_(2)
+        q(x)
+        assert len(counted) == 2
+    assert layer._given.x is None
+    k(x)
+    assert len(counted) == 2  # what q has made, which is kept
+    parts = torch.nn.ModuleDict({"q": q})
+    assert layer.quantises(parts, x) and not layer.quantises(q, x)
+    assert not layer.quantises(parts, x.float())
+    with torch.inference_mode():
+        assert not layer.quantises(parts, x.clone())
+
+
 # --- one launch to quantise, one to multiply
 
 
@@ -376,13 +443,14 @@ def test_launches(kernel, monkeypatch):
             (a.shape[0], b.shape[1]), dtype=rest["out_dtype"])
     )  # fmt: skip
     parts = [served(kernel, fp8_problems.linear(128, 5120, seed=n)) for n in range(3)]
-    x = torch.ones(5, 5120, dtype=torch.bfloat16)
-    with recording.recorded(device.Chip("NVIDIA_H200", (9, 0), 132)) as records:
+    hopper = device.Chip("NVIDIA_H200", (9, 0), 132)
+    x = torch.ones(70, 5120, dtype=torch.bfloat16)
+    with recording.recorded(hopper) as records:
         ys = [part(x) for part in parts]
-    assert [y.shape for y in ys] == [(5, 128)] * 3
-    assert [(one.name, one.grid) for one in records] == [("_quantise_kernel", (16, 2, 1))]
+    assert [y.shape for y in ys] == [(70, 128)] * 3
+    assert [(one.name, one.grid) for one in records] == [("_quantise_kernel", (80, 2, 1))]
     assert records[0].options["launch_pdl"]
-    assert len(products) == 3 and all(p["scale_a"].stride() == (1, 16) for p in products)
+    assert len(products) == 3 and all(p["scale_a"].stride() == (1, 80) for p in products)
     assert all(p["scale_b"].shape == (40, 1) for p in products)
     with recording.recorded(device.Chip("NVIDIA_A100", (8, 0), 108)) as records:
         assert submodule("fp8.product").quantise(x) is None and not records

@@ -18,12 +18,13 @@ def kinds(report):
         "FP8Linear", "Qwen3MLP", "Qwen3Attention")}  # fmt: skip
 
 
-def test_a_model_has_the_same_bits(kernel, monkeypatch):
+@pytest.mark.parametrize("few", [True, False])
+def test_a_model_has_the_same_bits(kernel, monkeypatch, few):
     """Products in torch on both sides, DeepGEMM's formula, roundings where transformers rounds."""
     calls = fp8_problems.stand_in(monkeypatch)
-    model = fp8_problems.tiny_qwen3()
+    model, ids = fp8_problems.tiny_qwen3(), IDS if few else IDS.repeat(1, 5)
     with torch.no_grad():
-        expected = model(IDS).logits
+        expected = model(ids).logits
         assert len(calls) == 14
         report = kernel.kernelize(model, only=["mlp", "linear"])
         assert {k: len(v) for k, v in kinds(report).items()} == {
@@ -31,19 +32,22 @@ def test_a_model_has_the_same_bits(kernel, monkeypatch):
         assert not report.left
         calls.clear()
         with dispatch.force("reference"), dispatch.served() as record:
-            found = model(IDS).logits
+            found = model(ids).logits
         assert not calls and torch.equal(found, expected)
-        assert {k: len(v) for k, v in record.items()} == {
-            # q, k and v share one, as do gate and up
-            "quantise_fwd": 6, "silu_mul_quantise_fwd": 2, "multiply_fwd": 14}  # fmt: skip
+        # q, k and v share one, as do gate and up; what multiplies is chosen for each weight
+        made = {"few_fwd": 8, "few_mlp_fwd": 2} if few else {"silu_mul_quantise_fwd": 2}
+        expected_calls = {"quantise_fwd": 6, "multiply_fwd": 14, **made}
+        assert {k: len(v) for k, v in record.items()} == expected_calls
         report = kernel.kernelize(model)
         assert not report.left and len(kinds(report)["Qwen3Attention"]) == 2
         with dispatch.force("reference"), dispatch.served() as record:
-            served = model(IDS).logits
-        assert not calls and len(record["quantise_fwd"]) == 6
+            served = model(ids).logits
+        assert not calls and len(record["quantise_fwd"]) == 2  # of o; norms do for the others
+        assert len(record["norm_quantise_fwd"]) == 4 and "rms_norm_fwd" in record
+        assert not few or len(record["few_fwd"]) == 4  # q, k and v in one
         assert (served - expected).abs().max() < 0.15 * expected.abs().max()
     assert kernel.restore(model) == len(report.served)
-    assert torch.equal(model(IDS).logits, expected)
+    assert torch.equal(model(ids).logits, expected)
 
 
 @pytest.mark.parametrize("part", ["down_proj", "gate_proj", "up_proj"])
@@ -72,13 +76,17 @@ def test_mlps_of_one_weight_and_with_biases(kernel, monkeypatch):
     for mlp in (Phi3MLP(Phi3Config(**sizes)), LlamaMLP(LlamaConfig(mlp_bias=True, **sizes))):
         torch.manual_seed(0)
         model = fp8_problems.in_fp8(torch.nn.Sequential(mlp.to(torch.bfloat16)), skip=())
-        x = torch.randn(17, 512).bfloat16()
-        with torch.no_grad():
-            expected = model(x)
-            assert not kernel.kernelize(model).left
-            with dispatch.force("reference"), dispatch.served() as record:
-                assert torch.equal(model(x), expected)
-        assert len(record["silu_mul_quantise_fwd"]) == 1 and "silu_mul_fwd" not in record
+        for M in (17, 70):
+            x = torch.randn(M, 512).bfloat16()
+            kernel.restore(model)
+            with torch.no_grad():
+                expected = model(x)
+                assert not kernel.kernelize(model).left
+                with dispatch.force("reference"), dispatch.served() as record:
+                    assert torch.equal(model(x), expected)
+            whole = M == 17 and isinstance(mlp, Phi3MLP)
+            made = "few_mlp_fwd" if whole else "silu_mul_quantise_fwd"
+            assert len(record[made]) == 1 and "silu_mul_fwd" not in record
 
 
 def test_an_adapter_is_called(kernel, monkeypatch):

@@ -3,11 +3,11 @@
     python tools/compile_all.py [--call "gdn prefill"] [--chip sm_90] [--kernel scan] [--json FILE]
 
 The calls of tools/launched.py are recorded, so this is what users' calls compile. Of each kernel:
-registers, spilled bytes and shared memory a program; for Hopper the wgmma instructions (HGMMA), the
-waits for them (DEPBAR), whether ptxas says that it serialized them (C7510 to C7519: a wait behind
-every product), and whether it lost an operand (wgmma_descriptors.py: wrong code). --json has the
-digest of the machine code, too: equal digests before and after a change say that a kernel is the
-same.
+registers, spilled bytes and shared memory a program; for Hopper the wgmma instructions (HGMMA, or
+QGMMA in FP8), the waits for them (DEPBAR), whether ptxas says that it serialized them (C7510 to
+C7519: a wait behind every product), and whether it lost an operand (wgmma_descriptors.py: wrong
+code). --json has the digest of the machine code, too: equal digests before and after a change say
+that a kernel is the same.
 """
 
 import argparse
@@ -84,7 +84,7 @@ def _take_apart(cubin: bytes, ptx: str, said: str, digest: bool) -> dict:
         usage = _run("cuobjdump", "--dump-resource-usage", file.name)
         sass = _run("nvdisasm", "-c", file.name) if digest or "wgmma.mma_async" in ptx else ""
     registers, spills = map(int, re.search(r"REG:(\d+) STACK:(\d+)", usage).groups())
-    hgmma = len(re.findall(r"\bHGMMA\.", sass))
+    hgmma = len(re.findall(r"\b[HQ]GMMA\.", sass))
     errors = {
         "an mbarrier is never invalidated: Triton may put something else there": _reuses_barriers,
         "a product of 16 bits is added before it is rounded": _contracts_halves,

@@ -21,6 +21,7 @@ CHIPS = {
     "gfx942": ("gfx942", None, 304),
 }
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3 = torch.float8_e4m3fn
 
 
 # name: a function of the package, and of sizes in place of its own, that makes the tensors and
@@ -566,6 +567,52 @@ calls(_fp8, "fp8 quantise", {"": dict(M=4096), "1 token": dict(M=1), "K 5120": d
 calls(_fp8, "fp8 silu_mul_quantise", {
     "": dict(M=4096, K=14336), "16 tokens": dict(M=16, K=17408),
 }, gate=True)  # fmt: skip
+
+
+def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0):
+    product = submodule("fp8.product")
+    weights = [values(n, K, dtype=E4M3) for n in rows]
+    weights += [values(down, rows[0], dtype=E4M3)] if down else []
+    scales = [values(*(-(-n // 128) for n in w.shape), dtype=FP32).abs() for w in weights]
+    x, call = values(M, K), product.few_mlp if down else product.few
+    return lambda: call(product.quantise(x), M, tuple(weights), tuple(scales))
+
+
+def _fp8_norm(kernel, M, K=4096, residual=True, mode="llama"):
+    x, weight, added = values(M, K), values(K), values(M, K) if residual else None
+    product = submodule("fp8.product")
+    return lambda: product.norm_quantise(x, weight, added, 1e-6, mode, float(mode == "gemma"))
+
+
+calls(_fp8_norm, "fp8 norm", {
+    "": dict(M=64), "K 5120, gemma": dict(M=33, K=5120, residual=False, mode="gemma"),
+    "K 16384": dict(M=8, K=16384),
+})  # fmt: skip
+
+
+for M in (1, 32, 64):
+    calls(_fp8_few, f"fp8 few, M {M}", {
+        "MLP": dict(down=4096), "qkv": dict(rows=(4096, 1024, 1024)), "one": dict(rows=(2048,)),
+    }, M=M)  # fmt: skip
+calls(_fp8_few, "fp8 few", {"odd blocks": dict(M=17, K=17 * 128, rows=(1040, 272))})
+
+
+def _fp8_experts(kernel, T, E=256, K=8, H=2048, N=512, index=torch.int64):
+    w_gate_up, w_down = values(E, 2 * N, H, dtype=E4M3), values(E, H, N, dtype=E4M3)
+    scales = [
+        values(E, *(n // 128 for n in w.shape[1:]), dtype=FP32).abs() for w in (w_gate_up, w_down)
+    ]
+    ids = torch.arange(T * K, dtype=index, device=DEVICE).remainder_(E).view(T, K)
+    weights = values(T, K, dtype=FP32)
+    tensors = (values(T, H), w_gate_up, scales[0], w_down, scales[1], ids, weights)
+    return functools.partial(submodule("experts.ops_fp8").fp8_experts, *tensors)
+
+
+calls(_fp8_experts, "experts fp8", {
+    **{f"T {T}": dict(T=T) for T in (1, 16, 64, 512, 2048, 8192)},
+    "T 300, wide": dict(T=300, E=128, H=5120, N=1536, index=torch.int32),
+    "T 4096, odd blocks": dict(T=4096, E=60, K=4, H=2176, N=1408),
+})  # fmt: skip
 
 
 # --- RMSNorm and the gate of SwiGLU alone

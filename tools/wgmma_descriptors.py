@@ -102,13 +102,13 @@ def _step(machine: _Machine, op: str, args: List[str], text: str) -> None:
 
 def lost_descriptors(sass: str) -> List[str]:
     """Addresses of the wgmmas in the output of `nvdisasm -c` one of whose descriptors is lost."""
-    if "HGMMA" not in sass:  # not Hopper's machine code
+    if "GMMA" not in sass:  # not Hopper's machine code
         return []
     found = re.findall(r"^\s*/\*([0-9a-f]+)\*/\s+(?:@!?U?P\w+ )?\s*(\S+)\s*(.*?)\s*;", sass, re.M)
     machine, lost = _Machine(), set()
     for address, op, rest in found * 2:  # twice: loops carry registers round
         args = [x.strip().replace(".reuse", "") for x in rest.split(",")]
-        if not op.startswith("HGMMA"):
+        if not op.startswith(("HGMMA", "QGMMA")):
             _step(machine, op, args, rest)
             continue
         first = re.search(r"gdesc\[UR(\d+)\]", rest)
@@ -117,6 +117,6 @@ def lost_descriptors(sass: str) -> List[str]:
             words = [machine.read(f"UR{int(first.group(1)) + i}") for i in uppers]
             if not all(isinstance(word, int) for word in words):
                 lost.add(address)
-        columns = int(re.match(r"HGMMA\.\d+x(\d+)x", op).group(1))
+        columns = int(re.match(r"[HQ]GMMA\.\d+x(\d+)x", op).group(1))
         machine.write(args[0], *[machine.unknown() for _ in range(columns // 2)])
     return sorted(lost, key=lambda address: int(address, 16))

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..fp8 import reference as fp8
 from ..runtime.dtypes import at_least_fp32
 from ..swiglu import reference as swiglu
 from .call import ALPHA, LEAST, NO_BIASES, Biases, TopkOptions
@@ -80,6 +81,30 @@ def experts_fwd(
         y = y.index_put((token, slot), F.linear(z, w_down[expert], bias).to(y.dtype))
     absent = (ids < 0) | (ids >= w_down.shape[0])  # of which the weight may be anything
     weights = weights.to(y.dtype).masked_fill(absent, 0.0)
+    return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
+
+
+def fp8_experts_fwd(
+    x: Tensor,  # [T, H] bf16
+    w_gate_up: Tensor,  # [E, 2 I, H] e4m3: gate above up
+    s_gate_up: Tensor,  # [E, 2 I / 128, H / 128]
+    w_down: Tensor,  # [E, H, I] e4m3
+    s_down: Tensor,  # [E, H / 128, I / 128]
+    ids: Tensor,  # [T, K]
+    weights: Tensor,  # [T, K]
+) -> Tensor:  # [T, H]
+    """The same of weights in FP8 with block scales, x and z quantised: fp8/reference.py. Rounds to
+    bf16 gate, up, silu(gate), z before it is quantised and the results of the experts."""
+    y = x.new_zeros((*ids.shape, x.shape[1]), dtype=torch.float32)  # [T, K, H]
+    for expert, token, slot in _chosen(ids, w_down.shape[0]):
+        if len(token):
+            rows = fp8.quantise_fwd(x[token])
+            both = fp8.multiply_fwd(w_gate_up[expert], s_gate_up[expert], rows)
+            z = fp8.silu_mul_quantise_fwd(*both.chunk(2, 1))
+            found = fp8.multiply_fwd(w_down[expert], s_down[expert], z)[: len(token)]
+            y = y.index_put((token, slot), found.float())
+    absent = (ids < 0) | (ids >= w_down.shape[0])
+    weights = weights.float().masked_fill(absent, 0.0)
     return (y * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 

@@ -5,6 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 BLOCK = 128  # columns, and rows of a weight, that share a scale
+MOST = 64  # tokens are few
 ROWS = 16  # the product takes a multiple of so many
 LEAST = 1e-4  # the least magnitude that a scale is made of
 INVERSE = 1 / 448  # of the largest value of e4m3; torch divides by a number on a GPU like this

@@ -6,8 +6,11 @@ from ..runtime import dispatch
 from . import reference
 
 QUANTISE = ("fp8.quantise", "quantise_fwd")
+NORM = ("fp8.norm", "norm_quantise_fwd")
 GATE = ("fp8.quantise", "silu_mul_quantise_fwd")
 MULTIPLY = ("fp8.multiply", "multiply_fwd")
+FEW = ("fp8.few", "few_fwd")
+FEW_MLP = ("fp8.few", "few_mlp_fwd")
 
 
 def chosen(family: str, operation: str, *tensors) -> Optional[Callable]:
@@ -21,7 +24,12 @@ def chosen(family: str, operation: str, *tensors) -> Optional[Callable]:
     return launch
 
 
+def plan(family: str, operation: str, *args) -> Optional[Callable]:
+    """A plan of all calls like this one, from their tensors, or None."""
+    return dispatch.plan(family, operation, False, args)
+
+
 def planned(family: str, operation: str, *tensors) -> Optional[Callable]:
     """What serves all calls like this one, from their tensors, or None."""
-    plan = dispatch.plan(family, operation, False, tensors)
-    return chosen(family, operation, *tensors) if plan is None else plan
+    found = plan(family, operation, *tensors)
+    return chosen(family, operation, *tensors) if found is None else found

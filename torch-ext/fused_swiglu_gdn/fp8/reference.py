@@ -9,9 +9,12 @@ infinite, so that all that is multiplied with them becomes NaN.
 Sizes: M tokens, P of them with padding, K columns, N rows of a weight.
 """
 
+from typing import Optional, Tuple
+
 import torch
 import torch.nn.functional as F
 
+from ..norm import reference as norm
 from .call import BLOCK, INVERSE, LEAST, Quantised, padded
 
 
@@ -23,7 +26,20 @@ def quantise_fwd(x: torch.Tensor) -> Quantised:  # x [M, K] bf16
     return Quantised(codes.flatten(1), scales.t().contiguous().t())
 
 
-def silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> Quantised:  # [P, N] bf16 each
+def norm_quantise_fwd(
+    x: torch.Tensor,  # [..., D] bf16
+    weight: Optional[torch.Tensor],  # [D]
+    residual: Optional[torch.Tensor],  # [..., D]
+    eps: float,
+    casting_mode: str,
+    offset: float,
+) -> Tuple[torch.Tensor, Optional[torch.Tensor], Quantised]:
+    """RMSNorm of x + residual, that sum, and the norm's result in FP8."""
+    y, total, _ = norm.rms_norm_fwd(x, weight, residual, eps, casting_mode, offset, False)
+    return y, total, quantise_fwd(y.reshape(-1, y.shape[-1]))
+
+
+def silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> Quantised:  # [M, N] bf16 each
     """silu(gate) * up, of which transformers rounds each to bf16 before it is quantised."""
     return quantise_fwd(F.silu(gate) * up)
 
@@ -42,3 +58,30 @@ def multiply_fwd(
 ) -> torch.Tensor:  # [P, N] bf16
     groups = x.codes.float().unflatten(1, (-1, BLOCK)) * x.scales.unsqueeze(2)
     return (groups.flatten(1) @ dequantised(weight, scale).t()).to(torch.bfloat16)
+
+
+def few_fwd(
+    codes: torch.Tensor,  # [P, K]
+    scales: torch.Tensor,  # [P, K / BLOCK]
+    M: int,
+    *tensors: torch.Tensor,  # weights, then their scales
+) -> torch.Tensor:  # [M, N] bf16: the products with all weights
+    half, x = len(tensors) // 2, Quantised(codes, scales)
+    ys = [multiply_fwd(w, s, x)[:M] for w, s in zip(tensors[:half], tensors[half:])]
+    return torch.cat(ys, 1)
+
+
+def few_mlp_fwd(
+    codes: torch.Tensor,  # [P, K]
+    scales: torch.Tensor,  # [P, K / BLOCK]
+    M: int,
+    w_gate: torch.Tensor,  # [N, K] e4m3
+    w_up: torch.Tensor,
+    w_down: torch.Tensor,  # [H, N]
+    s_gate: torch.Tensor,
+    s_up: torch.Tensor,
+    s_down: torch.Tensor,
+) -> torch.Tensor:  # [M, H] bf16
+    x = Quantised(codes, scales)
+    gate, up = multiply_fwd(w_gate, s_gate, x), multiply_fwd(w_up, s_up, x)
+    return multiply_fwd(w_down, s_down, silu_mul_quantise_fwd(gate, up))[:M]

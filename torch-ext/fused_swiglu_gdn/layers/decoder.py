@@ -10,8 +10,11 @@ from typing import Callable, NamedTuple, Optional, Tuple
 import torch
 from torch import nn
 
+from ..fp8.call import Quantised
+from ..fp8.product import norm_quantise
+from . import fp8
 from .forward import Arguments, forward_by
-from .norm import does_nothing, fits, normed, parameters_of_norm
+from .norm import does_nothing, fits, normed, parameters_of_norm, serves
 from .pinned import Pinned, has_values
 from .words import Word, Words
 
@@ -79,14 +82,18 @@ class Decoder:
             if not does_nothing(parts[name]):
                 return None
         order, scale = form.order, form.scale and getattr(layer, form.scale)
-        y = x if order.pre_mixer is None else _normed(parts[order.pre_mixer], x)
-        y = self.mixer.called(parts[order.mixer], y, given, rest)
+        y, codes, mixer, mlp = x, None, parts[order.mixer], parts[order.mlp]
+        if order.pre_mixer is not None:
+            y, _, codes = _normed_for(mixer, parts[order.pre_mixer], x)
+        y = self.mixer.called_with(codes, mixer, y, given, rest)
+        codes = None
         if order.pre_mlp is None:
             y = x = _normed_and_added(parts, order.post_mixer, y, x, scale)
         else:
             y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)
-            y, x = _added_and_normed(parts[order.pre_mlp], y if scale is None else y * scale, x)
-        y = self.mlp.called(parts[order.mlp], y, given, rest)
+            y = y if scale is None else y * scale
+            y, x, codes = _normed_for(mlp, parts[order.pre_mlp], y, x)
+        y = self.mlp.called_with(codes, mlp, y, given, rest)
         return _normed_and_added(parts, order.post_mlp, y, x, scale)
 
 
@@ -99,6 +106,15 @@ class Part:
         self.arguments = [(w.name, w.what, w.default) for w in call.words if w.how == "argument"]
         self.after = Words(w._replace(name=str(i)) for i, w in enumerate(call.after))
         self.alone = call == Call(None, (), (), False, call.flat)
+
+    def called_with(
+        self, codes: Optional[Quantised], part: nn.Module, x: torch.Tensor, given: dict, rest: dict
+    ) -> torch.Tensor:
+        """The first output of the part; codes: x in FP8, if the norm has made it."""
+        if codes is None:
+            return self.called(part, x, given, rest)
+        with fp8.given(x, codes):
+            return self.called(part, x, given, rest)
 
     def called(self, part: nn.Module, x: torch.Tensor, given: dict, rest: dict) -> torch.Tensor:
         """The first output of the part."""
@@ -132,6 +148,36 @@ def _found(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> Optional
     if found is None or type(x) is not type(residual) or x.dtype is not residual.dtype:
         return None
     return found if x.shape == residual.shape and fits(x, found[0]) else None
+
+
+def _normed_for(
+    part: nn.Module, norm: nn.Module, x: torch.Tensor, residual: Optional[torch.Tensor] = None
+) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[Quantised]]:
+    """norm(x), or norm(residual + x); that sum; and the former in FP8 where `part`, which takes it,
+    would quantise it and one launch does both."""
+    if fp8.quantises(part, x):
+        found = parameters_of_norm(norm) if residual is None else _found(norm, x, residual)
+        if (
+            found is not None
+            and serves(x)
+            and fits(x, found[0])
+            and not _learns(x, residual, found)
+        ):
+            weight, *how = found
+            made = norm_quantise(x, weight, residual, *how)
+            if made is not None:
+                return made
+    if residual is None:
+        return _normed(norm, x), None, None
+    return (*_added_and_normed(norm, x, residual), None)
+
+
+def _learns(*given) -> bool:
+    """A gradient of some of them is asked for."""
+    if not torch.is_grad_enabled():
+        return False
+    x, residual, (weight, *_) = given
+    return any([t is not None and t.requires_grad for t in (x, residual, weight)])
 
 
 def _added_and_normed(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor):

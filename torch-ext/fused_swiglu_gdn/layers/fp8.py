@@ -9,14 +9,14 @@ import contextlib
 import functools
 import threading
 import weakref
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
 
-from ..fp8.call import BLOCK, Quantised
+from ..fp8.call import BLOCK, MOST, Quantised
 from ..fp8.ops import MULTIPLY
-from ..fp8.product import product_of, quantise, silu_mul_quantise
+from ..fp8.product import few, few_mlp, product_of, quantise, silu_mul_quantise
 from ..runtime import dispatch
 from .pinned import Pinned
 from .plain import PLAIN_TENSORS, is_plain
@@ -41,18 +41,21 @@ class Weight(NamedTuple):
     bias: Optional[torch.Tensor]
     product: Callable
 
-    def times(self, x: Quantised) -> torch.Tensor:  # [P, N]
-        y = self.product(self.weight, self.scale, x)
+    def times(self, x: Quantised, M: int) -> torch.Tensor:
+        """The product with the M tokens of x, and with zeros behind them: [P, N], or [M, N]."""
+        y = few(x, M, (self.weight,), (self.scale,)) if M <= MOST else None
+        if y is None:
+            y = self.product(self.weight, self.scale, x)
         return y if self.bias is None else y.add_(self.bias)
 
 
-def takes(x: torch.Tensor, compiling: Optional[bool] = None) -> bool:
-    """Whether x may be quantised here: bf16 in memory, in eager mode."""
+def takes(x: torch.Tensor, compiling: Optional[bool] = None, operation: tuple = MULTIPLY) -> bool:
+    """Whether x may be quantised here for an operation: bf16 in memory, in eager mode."""
     if torch.compiler.is_compiling() if compiling is None else compiling:
         return False
     if type(x) not in PLAIN_TENSORS or x.dtype is not torch.bfloat16:
         return False
-    if not dispatch.serves(*MULTIPLY, x, False) or not torch_unpatched(False):
+    if not dispatch.serves(*operation, x, False) or not torch_unpatched(False):
         return False
     return not x.is_nested and x.numel() > 0 and not torch._C._len_torch_dispatch_stack()
 
@@ -123,6 +126,36 @@ class _Last(threading.local):
 _last = _Last()
 
 
+class _Given(threading.local):
+    """What a norm has quantised, for the module that is called with its result."""
+
+    x: Optional[torch.Tensor] = None
+    version: int = 0
+    found: Optional[Quantised] = None
+
+
+_given = _Given()
+
+
+@contextlib.contextmanager
+def given(x: torch.Tensor, found: Quantised) -> Iterator[None]:
+    """Inside, x in FP8 is `found`, as long as x does not change. Both are of one launch, so what
+    may read x may read it; x is no inference tensor, of which nobody counts the changes."""
+    before = _given.x, _given.version, _given.found
+    _given.x, _given.version, _given.found = x, x._version, found
+    try:
+        yield
+    finally:
+        _given.x, _given.version, _given.found = before
+
+
+def _codes(x: torch.Tensor) -> Optional[Quantised]:
+    """x [..., K] in FP8."""
+    if _given.x is x and _given.version == x._version:
+        return _given.found
+    return quantise(_rows(x))
+
+
 def _facts(x: torch.Tensor) -> Optional[tuple]:
     """What x's values are known by, beside its identity; None where they cannot be: an inference
     tensor does not count its changes, and what a graph captures is made when it is replayed."""
@@ -138,6 +171,8 @@ def _facts(x: torch.Tensor) -> Optional[tuple]:
 
 def _quantised(x: torch.Tensor, user: int) -> Optional[Quantised]:
     """x [..., K] in FP8, as the module before `user` had it where that took the same x."""
+    if _given.x is x and _given.version == x._version:
+        return _given.found
     facts = _facts(x)
     if facts is not None and _last.x is not None and _last.x() is x and _last.facts == facts:
         if user not in _last.users:
@@ -179,7 +214,9 @@ def forward_of(form: Fp8Form) -> Callable:
             if weight is not None:
                 with _no_grad():
                     x = _quantised(input, id(self))
-                    y = None if x is None else _shaped(weight.times(x), input)
+                    if x is not None:
+                        M = input.numel() // input.shape[-1]
+                        y = _shaped(weight.times(x, M), input)
         return own(self, input) if y is None else y
 
     forward.__wrapped__ = own
@@ -197,23 +234,32 @@ def project(
     if sum([weight is not None for weight in weights]) < 2:
         return None
     with _no_grad():
-        codes = quantise(_rows(x))
-    if codes is None:
-        return None
-    found = []
-    for linear, weight in zip(linears, weights):
-        if weight is None:
-            found.append(linear(x))
-        else:
-            with _no_grad():
-                found.append(_shaped(weight.times(codes), x))
+        codes = _codes(x)
+        if codes is None:
+            return None
+        products = iter(_together(codes, x, [weight for weight in weights if weight is not None]))
+    return [
+        linear(x) if weight is None else next(products) for linear, weight in zip(linears, weights)
+    ]
+
+
+def _together(codes: Quantised, x: torch.Tensor, weights: List[Weight]) -> List[torch.Tensor]:
+    """The products of x [..., K] with all weights, [..., N_i]; of few tokens in one launch."""
+    M, y = x.numel() // x.shape[-1], None
+    if M <= MOST:
+        y = few(codes, M, tuple([w.weight for w in weights]), tuple([w.scale for w in weights]))
+    if y is None:
+        return [_shaped(weight.times(codes, M), x) for weight in weights]
+    found, y = [], _shaped(y, x)
+    for weight, part in zip(weights, y.split_with_sizes([w.weight.shape[0] for w in weights], -1)):
+        found.append(part if weight.bias is None else part.add_(weight.bias))
     return found
 
 
 def mlp(
     x: torch.Tensor, gate: nn.Module, up: Optional[nn.Module], down: nn.Module, gate_first: bool
 ) -> Optional[torch.Tensor]:
-    """down(silu(gate(x)) * up(x)) of FP8Linears, in five launches; None where it is not.
+    """down(silu(gate(x)) * up(x)) of FP8Linears, in five launches or less; None where it is not.
 
     up=None: gate makes both, one half each.
     """
@@ -228,14 +274,46 @@ def mlp(
     third = read(down, x, hidden)
     if third is None or rows != (2 * hidden if second is None else second.weight.shape[0]):
         return None
+    M = x.numel() // x.shape[-1]
     with _no_grad():
-        codes = quantise(_rows(x))
+        codes = _codes(x)
         if codes is None:
             return None
-        g = first.times(codes)  # [P, N]
+        y = _of_few(codes, M, first, second, third, gate_first) if M <= MOST else None
+        if y is not None:
+            return _shaped(y, x)
+        g = first.times(codes, M)  # [P, N], or [M, N]
         if second is None:
             g, u = g.split(hidden, 1) if gate_first else reversed(g.split(hidden, 1))
         else:
-            u = second.times(codes)
+            u = second.times(codes, M)
         z = silu_mul_quantise(g, u)
-        return None if z is None else _shaped(third.times(z), x)
+        return None if z is None else _shaped(third.times(z, M), x)
+
+
+def _of_few(
+    x: Quantised, M: int, first: Weight, second: Optional[Weight], third: Weight, gate_first: bool
+) -> Optional[torch.Tensor]:  # [M, K]
+    """An MLP of a few tokens without biases; None where it is another."""
+    if first.bias is not None or third.bias is not None:
+        return None
+    if second is not None:
+        gate, up = first, second
+        if second.bias is not None:
+            return None
+        weights, scales = (gate.weight, up.weight), (gate.scale, up.scale)
+    else:
+        if first.weight.shape[0] % (2 * BLOCK):
+            return None  # a block of scales is for rows of both
+        weights, scales = first.weight.chunk(2), first.scale.chunk(2)
+        if not gate_first:
+            weights, scales = weights[::-1], scales[::-1]
+    return few_mlp(x, M, (*weights, third.weight), (*scales, third.scale))
+
+
+def quantises(part: nn.Module, x: torch.Tensor) -> bool:
+    """A module that is called with a norm's result quantises it: some of its parts are FP8Linears.
+    x: what is normed."""
+    if not FORMS or not any([type(child) in FORMS for child in part._modules.values()]):
+        return False
+    return takes(x) and not x.is_inference()

@@ -7,50 +7,38 @@ experts/reference.py. All else is left to the implementation that was chosen bef
 to transformers' grouped_mm where that was ours.
 """
 
-import functools
 import inspect
 import itertools
-import logging
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
+from typing import Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from torch import nn
 
-from ..experts import ops, reference
+from ..experts import ops
 from ..experts.api import fused_experts
-from ..experts.call import ALPHA, NO_BIASES, Biases
+from ..experts.call import ALPHA
 from ..layers.activations import activation_of
 from ..layers.own_code import names_in
 from ..layers.pinned import Pinned, torchs_own
 from ..layers.plain import told, why_not_tensor
 from ..runtime.dtypes import HALF
 from .code import Refused
+from .experts_trial import FLAGS, Form, computes
+from .fp8_experts import (
+    form_of_fp8,
+    fp8_experts_forward,
+    is_fp8_experts,
+    why_not_fp8_experts,
+    why_not_fp8_here,
+)
 from .mlp import NAMED
 from .reader import Source, read_method
 from .report import Row
-from .serving import is_of_transformers, why_not_on
+from .serving import BEFORE, is_of_transformers, say_once, why_not_on
 from .stand_ins import quiet
 
 NAME = "fused_swiglu_gdn"
 REPLACED = (None, "eager", "batched_mm", "grouped_mm")  # implementations that kernelize replaces
-BEFORE = "_experts_implementation_before"  # attribute of a served module
-
-logger = logging.getLogger(__name__)
-
-
-class Form(NamedTuple):
-    """How a class's gate differs from act_fn(gate) * up."""
-
-    limit: Optional[str] = None  # the attribute with what gate and up are clamped by
-    activation: Optional[str] = None  # whatever act_fn is
-    alpha: Optional[str] = None  # the attribute with swigluoai's factor
-    interleaved: bool = False  # gate and up in turn
-
-
-FLAGS = {  # of transformers' classes, where they have none
-    "has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True,
-    "has_post_expert_norm": False,
-}  # fmt: skip
 
 
 def register_experts() -> str:
@@ -79,15 +67,8 @@ def register_experts() -> str:
     from transformers.integrations import finegrained_fp8, moe
 
     moe.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-    finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, _refuse_fp8)
+    finegrained_fp8.ALL_FP8_EXPERTS_FUNCTIONS.register(NAME, fp8_experts_forward)
     return NAME
-
-
-def _refuse_fp8(self, *args, **kwargs):
-    raise NotImplementedError(
-        f'experts_implementation="{NAME}" does not serve FP8 experts: load the model with '
-        'experts_implementation="grouped_mm"'
-    )
 
 
 def experts_forward(
@@ -142,15 +123,10 @@ def _fall_back(self, reason: str, *args, **named) -> torch.Tensor:
 
     loop = _loops.get(type(self)) if self.__dict__.get(BEFORE) == "eager" else None
     if not torch.compiler.is_compiling():
-        _say_once(type(self).__name__, "own loop" if loop else "grouped_mm", reason)
+        say_once(type(self).__name__, "own loop" if loop else "grouped_mm", reason)
     if loop is not None:
         return loop(self, *args, **named)
     return grouped_mm_experts_forward(self, *args, **named)
-
-
-@functools.lru_cache(maxsize=256)
-def _say_once(kind: str, implementation: str, reason: str) -> None:
-    logger.warning("%s is computed by transformers' %s: %s", kind, implementation, reason)
 
 
 # the functions that were looked at, the form, and what the class's own loop calls by name
@@ -196,7 +172,7 @@ def _find_form(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
     pins = (pinned,) if gate is None else (pinned, gate.pinned)
     with quiet():
         for form in forms:
-            if _computes(kind, names["original_forward"], form, flags):
+            if computes(kind, names["original_forward"], form, flags):
                 return form, pins
     return pinned.patched or reason, pins
 
@@ -213,64 +189,6 @@ def _forms_of(gate: Source) -> Iterator[Form]:
 
 
 BY_NAME = {"__dict__", "getattr", "hasattr", "vars"}  # which may find another answer later
-
-# tokens, experts, experts of a token and the scale of the weights' values; an expert has none of
-# the tokens, one, or many
-PROBES = ((4, 3, 2, 1.0), (1, 4, 1, -1.0), (9, 5, 3, 0.3), (33, 2, 1, -2.0))
-TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.bfloat16: 4e-2, torch.float16: 1e-2}
-
-
-def _computes(kind: type, forward, form: Form, flags: dict) -> bool:
-    """The class's own loop over its experts gives the formula, with and without gradients."""
-    return all(
-        _agrees(kind, forward, form, flags, seed, dtype)
-        for seed in range(len(PROBES))
-        for dtype in TOLERANCES
-    )
-
-
-def _agrees(kind: type, forward, form: Form, flags: dict, seed: int, dtype: torch.dtype) -> bool:
-    random, trains = torch.Generator().manual_seed(seed), seed % 2 == 1
-    T, E, K, scale = PROBES[seed]
-    x, w_gate_up, w_down, weights, *biases = (
-        torch.randn(shape, generator=random, dtype=torch.float64).mul(scale).to(dtype)
-        for shape in ((T, 5), (E, 12, 5), (E, 5, 6), (T, K), (E, 12), (E, 5))
-    )
-    x[0, 0] = x[0, 0].abs() * (1 if trains else -1)
-    turned = flags["is_transposed"]
-    ids = torch.rand(T, E, generator=random).argsort(-1)[:, :K]
-    limit = None if form.limit is None else 0.5
-    parts = {
-        "num_experts": E, "hidden_dim": 5, "intermediate_dim": 6, "training": trains,
-        "gate_up_proj": w_gate_up.mT if turned else w_gate_up,
-        "down_proj": w_down.mT if turned else w_down,
-        "gate_up_proj_bias": biases[0], "down_proj_bias": biases[1],
-        "_apply_gate": kind._apply_gate,
-    }  # fmt: skip
-    parts.update({form.limit: limit} if form.limit else {})
-    parts.update({form.alpha: ALPHA} if form.alpha else {})
-    stand_in = type("StandIn", (), parts)
-    activation = form.activation or ("silu", "relu")[seed % 2]
-    stand_in.act_fn = staticmethod(reference.ACTIVATIONS[activation])
-    try:
-        with torch.set_grad_enabled(trains):
-            found = forward(stand_in(), x.clone(), ids, weights)
-        gated = stand_in()._apply_gate(biases[0].clone())  # which the loop need not call
-    except Exception:  # it wants something that the formula has not
-        return False
-    both = biases[0].view(E, 6, 2).unbind(-1) if form.interleaved else biases[0].chunk(2, -1)
-    z = reference.gated(*both, activation, limit)
-    args = (x, w_gate_up, w_down, ids, weights, activation, limit)
-    added = Biases(*biases) if flags["has_bias"] else NO_BIASES
-    expected = reference.experts_fwd(*args, form.interleaved, added)
-    return _is_close(found, expected) and _is_close(gated, z)
-
-
-def _is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return False
-    limit = TOLERANCES[found.dtype] * expected.double().abs().max()
-    return bool((found.double() - expected.double()).abs().max() <= limit)
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -345,14 +263,18 @@ def serve_experts(model: nn.Module) -> List[Row]:
             _choose(module, before)
         else:
             _restore(module)
-        unknown = isinstance(form_of(type(module)), str) and is_of_transformers(module)
+        form = (form_of_fp8 if is_fp8_experts(module) else form_of)(type(module))
+        unknown = isinstance(form, str) and is_of_transformers(module)
         kind = type(module).__name__
         rows.append(Row(name, kind, "fused_experts", None, reason, unknown))
     return rows
 
 
 def _why_left(module: nn.Module) -> Optional[str]:
-    reason = why_not_experts(module) or why_not_here(module)
+    if is_fp8_experts(module):
+        reason = why_not_fp8_experts(module) or why_not_fp8_here(module)
+    else:
+        reason = why_not_experts(module) or why_not_here(module)
     if reason is not None:
         return reason
     chosen = module.config._experts_implementation

@@ -6,6 +6,7 @@ fp8_linear is to have the known arguments. Both are looked at for patches in eve
 
 import inspect
 import sys
+from types import ModuleType
 from typing import Dict, Optional, Tuple, Union
 
 import torch
@@ -67,15 +68,22 @@ def _form(kind: type) -> Union[Fp8Form, str]:
             return "its forward is none that is known"
     except Refused as why:
         return str(why)
-    function = home.fp8_linear
-    if not is_in_its_file(function, "transformers"):
-        return "its forward calls fp8_linear, which is patched"
-    if tuple(inspect.signature(function).parameters) != ARGUMENTS:
-        return "its forward calls an fp8_linear of other arguments"
+    reason = why_not_function(home)
+    if reason is not None:
+        return reason
     pinned = torchs_own(kind.forward)
     pinned.names += ((vars(kind), "forward", kind.forward),)
-    pinned.codes += ((function, function.__code__),)
+    pinned.codes += ((home.fp8_linear, home.fp8_linear.__code__),)
     return pinned.patched or Fp8Form(kind, pinned)
+
+
+def why_not_function(home: ModuleType) -> Optional[str]:
+    """Why the module's fp8_linear is not the known one, or None."""
+    if not is_in_its_file(home.fp8_linear, "transformers"):
+        return "its forward calls fp8_linear, which is patched"
+    if tuple(inspect.signature(home.fp8_linear).parameters) != ARGUMENTS:
+        return "its forward calls an fp8_linear of other arguments"
+    return None
 
 
 def why_not_fp8(module: nn.Module) -> Optional[str]:
@@ -85,15 +93,15 @@ def why_not_fp8(module: nn.Module) -> Optional[str]:
     if weight is None or scale is None:
         return "has a weight or scales that are no parameter of its own"
     return (
-        _why_not_scheme(module)
+        why_not_block(*scheme_of(module))
         or _why_not_parameters(weight, scale, bias)
         or _why_not_sizes(weight, scale)
         or _why_no_product(weight, scale)
     )
 
 
-def _why_not_scheme(module: nn.Module) -> Optional[str]:
-    block, scheme, given = scheme_of(module)
+def why_not_block(block: object, scheme: object, given: object) -> Optional[str]:
+    """Why a weight in FP8 that is scaled so is left alone, or None: scheme_of()."""
     if scheme != SCHEME[1] or given is not None:
         words = "static" if scheme == SCHEME[1] else scheme
         return f"FP8 with {words} activations; those of activation_scheme='dynamic' are served"
@@ -116,10 +124,17 @@ def _why_not_parameters(weight, scale, bias) -> Optional[str]:
         reason = why_not_tensor(x)
         if reason is not None and not reason.startswith("is of dtype"):
             return f"its {name} {reason}"
-        if x.dtype is not dtype:
-            words = [str(d).replace("torch.", "") for d in (x.dtype, dtype)]
-            return f"its {name} is of dtype {words[0]}; {words[1]} is served"
+        reason = why_not_dtype(f"its {name}", x, dtype)
+        if reason is not None:
+            return reason
     return None
+
+
+def why_not_dtype(name: str, x: torch.Tensor, dtype: torch.dtype) -> Optional[str]:
+    if x.dtype is dtype:
+        return None
+    words = [str(d).replace("torch.", "") for d in (x.dtype, dtype)]
+    return f"{name} is of dtype {words[0]}; {words[1]} is served"
 
 
 def _why_not_sizes(weight, scale) -> Optional[str]:

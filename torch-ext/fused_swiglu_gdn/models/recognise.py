@@ -11,6 +11,7 @@ from torch import nn
 
 from ..layers import attention, decoder, fp8, gdn, norm, swiglu
 from .attention_trial import attention_form, is_attention
+from .formats import format_of
 from .fp8_linear import fp8_form, is_fp8_linear, why_not_fp8
 from .gated_delta_net import gated_delta_net, is_gated_delta_net
 from .layer_trial import is_decoder_layer, layer_form
@@ -45,6 +46,9 @@ class Finding(NamedTuple):
 
 def recognise(module: nn.Module) -> Optional[Finding]:
     """What our layers can do for a module; None if it is nothing like what they replace."""
+    found = format_of(module)
+    if found is not None:
+        return Finding(found.kind, found.layer, found.reason)
     for find, kind, layer in _FINDERS:
         try:
             finding = find(module)

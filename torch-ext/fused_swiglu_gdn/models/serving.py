@@ -9,6 +9,7 @@ that it can be read where this package is not.
 import copy
 import copyreg
 import functools
+import logging
 import warnings
 from types import MethodType
 from typing import Callable, Dict, Optional, Tuple
@@ -23,7 +24,11 @@ from ..runtime import device, dispatch
 PACKAGE = __name__.rsplit(".", 2)[0]
 HOOK = f"{PACKAGE}.models.rehearsal"  # the key of its hook, which is in no pickle
 SPECIAL = ("__copy__", "__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
+BEFORE = "_experts_implementation_before"  # attribute of a module of experts that is served
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # that have the key
+
+
+logger = logging.getLogger(__name__)
 
 
 class Served:
@@ -163,6 +168,12 @@ def why_not_on(where: torch.device, family: str, operation: str) -> Optional[str
     if dispatch.has_kernels(family, operation, where.type, where.index):
         return None
     return f"there are no kernels for {where.type}"
+
+
+@functools.lru_cache(maxsize=256)
+def say_once(kind: str, implementation: str, reason: str) -> None:
+    """Logs that a module of experts is not computed by us."""
+    logger.warning("%s is computed by transformers' %s: %s", kind, implementation, reason)
 
 
 def why_nowhere(where: torch.device, family: str, operation: str) -> Optional[str]:

@@ -108,7 +108,10 @@ def _mma_v2(a, b, acc, _semantic=None):
 mma_v2 = getattr(hopper, "mma_v2", _mma_v2)
 
 
-ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+ELEMENTS = {
+    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}  # fmt: skip
 
 
 @functools.cache

@@ -17,25 +17,33 @@ from .routing import Routing, place_of_entry
 def _combine_kernel(
     y_ptr,  # [.., H] by places
     weights_ptr,  # [S], or None: ones
-    ids_ptr,  # [S], if there is a bias
+    ids_ptr,  # [S], if there is a bias, or no routing
     b_ptr,  # [E, H], or None
+    routing_ptr,  # None: an entry is its own place
     out_ptr,  # [T, H]
-    routing_ptr,
     S,
     E,
     H: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out[t] = sum_k w[t, k] (y[its place] + b[its expert]) for BLOCK columns: k in order, fp32,
     rounded once."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     columns: tl.constexpr = (H + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // columns).to(tl.int64)
     offs = (tl.program_id(0) % columns) * BLOCK + tl.arange(0, BLOCK)
-    place_ptr = place_of_entry(routing_ptr, S, E) + token * TOP_K
     out = tl.zeros((BLOCK,), tl.float32)
     for k in tl.static_range(TOP_K):
-        place = tl.load(place_ptr + k).to(tl.int64)
+        if routing_ptr is None:
+            expert = tl.load(ids_ptr + token * TOP_K + k)
+            place = tl.where((expert >= 0) & (expert < E), token * TOP_K + k, -1)
+        else:
+            place_ptr = place_of_entry(routing_ptr, S, E) + token * TOP_K
+            place = tl.load(place_ptr + k).to(tl.int64)
         # what nobody wrote is not read, and may be NaN
         mask = (offs < H) & (place >= 0)
         y = tl.load(y_ptr + place * H + offs, mask=mask, other=0.0).to(tl.float32)
@@ -54,16 +62,17 @@ def combine(
     y: torch.Tensor,  # [.., H] by places
     weights: Optional[torch.Tensor],  # [T, K]
     routing: Routing,
-    ids: Optional[torch.Tensor] = None,  # [T, K], with a bias
+    ids: Optional[torch.Tensor] = None,  # [T, K], with a bias or without a routing's buffer
     bias: Optional[torch.Tensor] = None,  # [E, H], added to y
+    pdl: bool = False,
 ) -> torch.Tensor:  # [T, H]
     (buffer, T, K, E, _), H = routing, y.shape[1]
     out = y.new_empty((T, H))  # [T, H]
     # few tokens are divided among more programs
     block = min(1 << (H - 1).bit_length(), 2048 if T >= 128 else 512)
     launch(
-        _combine_kernel, T * -(-H // block), (), (y, weights, ids, bias, out, buffer), (T * K, E),
-        (H, K, block), max(1, block // 256),
+        _combine_kernel, T * -(-H // block), (), (y, weights, ids, bias, buffer, out), (T * K, E),
+        (H, K, block, pdl), max(1, block // 256), pdl=pdl,
     )  # fmt: skip
     return out
 

@@ -40,13 +40,16 @@ def launch_of(kernel, size: int, where, boxes: tuple, numbers, constexprs, optio
 
 def launch(
     kernel, size: int, boxes: tuple, pointers: tuple, numbers: tuple, constexprs: tuple,
-    num_warps: int, num_stages: Optional[int] = None,
+    num_warps: int, num_stages: Optional[int] = None, pdl: bool = False,
 ) -> None:  # fmt: skip
     """The kernel with `size` programs. Its parameters in their order: boxes or None, pointers or
-    None, of which the last is there, numbers, constexprs."""
+    None, of which the last is there, numbers, constexprs. pdl: it may begin before what it follows
+    has ended."""
     options: tuple = (("num_warps", num_warps),)
     if num_stages is not None:
         options += (("num_stages", num_stages),)
+    if pdl:
+        options += (("launch_pdl", True),)
     described = tuple([b and b[1:] for b in boxes])
     where = pointers[-1].device
     start = launch_of(kernel, size, where, described, numbers, constexprs, options)

@@ -127,8 +127,12 @@ def _count_kernel(
     E,
     EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """counts[block, e]: number of entries of a block that go to expert e."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
     ids = _experts_at(ids_ptr, block * BLOCK + tl.arange(0, BLOCK), S, E)
     counts = _histogram(ids, E, EXPERTS)
@@ -142,9 +146,13 @@ def _scan_kernel(
     EXPERTS: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_B: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Replaces counts[block, e] by the sum over all earlier blocks; the last row gets the
     totals."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     e = tl.program_id(0) * BLOCK_E + tl.arange(0, BLOCK_E)
     total = tl.zeros((BLOCK_E,), tl.int32)
     for first in range(0, blocks, BLOCK_B):
@@ -170,11 +178,15 @@ def _place_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
     STEP: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """row = first row of the expert + its entries before this one; a program takes BLOCK entries.
 
     The entry whose row is the first of a tile writes the tile.
     """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     block = tl.program_id(0)
     offs = block * BLOCK + tl.arange(0, BLOCK)
     ids = _experts_at(ids_ptr, offs, S, E)  # [BLOCK]
@@ -212,8 +224,11 @@ def _place_kernel(
         tl.store(first_rows(routing_ptr) + E, tl.sum(total, 0))
 
 
-def route(ids: torch.Tensor, experts: int, height: int) -> Routing:
-    """Returns the routing of ids [T, K], which are contiguous, in tiles of `height` rows."""
+def route(ids: torch.Tensor, experts: int, height: int, pdl: bool = False) -> Routing:
+    """Returns the routing of ids [T, K], which are contiguous, in tiles of `height` rows.
+
+    pdl: launches may begin before those that they follow have ended.
+    """
     entries = ids.numel()
     blocks = -(-entries // BLOCK)
     buffer = new_buffer(ids, experts)
@@ -222,9 +237,11 @@ def route(ids: torch.Tensor, experts: int, height: int) -> Routing:
     counts = None
     if entries > ALONE:
         counts = ids.new_empty((blocks + 1, width), dtype=torch.int32)
-        launch(_count_kernel, blocks, (), (ids, counts), (entries, experts), (width, BLOCK), 4)
-        launch(_scan_kernel, width // 8, (), (counts,), (blocks,), (width, 8, 512), 8)
-    numbers = (entries, experts, blocks, height)
-    constexprs = (width, BLOCK, chunk, 32)
-    launch(_place_kernel, blocks, (), (ids, counts, buffer), numbers, constexprs, 4)
+        numbers: tuple = (entries, experts)
+        sizes: tuple = (width, BLOCK, pdl)
+        launch(_count_kernel, blocks, (), (ids, counts), numbers, sizes, 4, pdl=pdl)
+        sizes = (width, 8, 512, pdl)
+        launch(_scan_kernel, width // 8, (), (counts,), (blocks,), sizes, 8, pdl=pdl)
+    numbers, sizes = (entries, experts, blocks, height), (width, BLOCK, chunk, 32, pdl)
+    launch(_place_kernel, blocks, (), (ids, counts, buffer), numbers, sizes, 4, pdl=pdl)
     return Routing(buffer, *ids.shape, experts, height)

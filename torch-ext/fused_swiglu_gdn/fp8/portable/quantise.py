@@ -27,20 +27,31 @@ def supports_quantise_fwd(x) -> bool:
 
 
 def supports_silu_mul_quantise_fwd(gate, up) -> bool:
-    alike = gate.shape == up.shape and gate.shape[0] == padded(gate.shape[0])
-    return alike and supports_quantise_fwd(gate) and supports_quantise_fwd(up)
+    return gate.shape == up.shape and supports_quantise_fwd(gate) and supports_quantise_fwd(up)
+
+
+@triton.jit
+def scale_of(x, AXIS: tl.constexpr):
+    """The scale of x fp32 along an axis."""
+    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    amax = tl.max(bits, AXIS).to(tl.float32, bitcast=True)
+    return tl.maximum(amax, _LEAST, propagate_nan=tl.PropagateNan.ALL) * _INVERSE
+
+
+@triton.jit
+def codes_of(x, scale, AXIS: tl.constexpr):
+    """x in e4m3, of which scale_of(x, AXIS) is the scale."""
+    inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+    return (x * tl.expand_dims(inverse, AXIS)).to(tl.float8e4nv)
 
 
 @triton.jit
 def _store(x, q_ptr, s_ptr, row, group, offs, P, COLUMNS: tl.constexpr):
     """x [GROUPS, 128] fp32 of a row, as codes and scales."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    amax = tl.max(bits, 1).to(tl.float32, bitcast=True)  # [GROUPS]
-    s = tl.maximum(amax, _LEAST, propagate_nan=tl.PropagateNan.ALL) * _INVERSE
-    q = x * tl.div_rn(tl.full(s.shape, 1.0, tl.float32), s)[:, None]
+    s = scale_of(x, 1)  # [GROUPS]
     here = group < COLUMNS // _BLOCK
     at = row.to(tl.int64) * COLUMNS + offs
-    tl.store(q_ptr + at, q.to(tl.float8e4nv), mask=here[:, None])
+    tl.store(q_ptr + at, codes_of(x, s, 1), mask=here[:, None])
     tl.store(s_ptr + group.to(tl.int64) * P + row, s, mask=here)
 
 
@@ -67,12 +78,13 @@ def _quantise_kernel(
     _store(x.to(tl.float32), q_ptr, s_ptr, row, group, offs, P, K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def _silu_mul_quantise_kernel(
-    gate_ptr,  # [P, N]
-    up_ptr,  # [P, N]
+    gate_ptr,  # [M, N]
+    up_ptr,  # [M, N]
     q_ptr,  # [P, N] e4m3
     s_ptr,  # [N / 128, P] fp32
+    M,
     P,
     stride_gate,  # of a row
     stride_up,
@@ -87,7 +99,7 @@ def _silu_mul_quantise_kernel(
     row = tl.program_id(0)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     offs = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
-    mask = offs < N
+    mask = (offs < N) & (row < M)
     gate = tl.load(gate_ptr + row.to(tl.int64) * stride_gate + offs, mask=mask, other=0.0)
     up = tl.load(up_ptr + row.to(tl.int64) * stride_up + offs, mask=mask, other=0.0)
     gate = gate.to(tl.float32)
@@ -126,7 +138,8 @@ def plan_quantise_fwd(x: torch.Tensor) -> _Plan:
 
 def plan_silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> _Plan:
     """As above."""
-    numbers = (gate.shape[0], gate.stride(0), up.stride(0))
+    M = gate.shape[0]
+    numbers = (M, padded(M), gate.stride(0), up.stride(0))
     return _Plan(_silu_mul_quantise_kernel, 8, numbers, gate)
 
 
@@ -134,5 +147,5 @@ def quantise_fwd(x: torch.Tensor) -> Quantised:  # x [M, K]
     return plan_quantise_fwd(x)(x)
 
 
-def silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> Quantised:  # [P, N] each
+def silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> Quantised:  # [M, N] each
     return plan_silu_mul_quantise_fwd(gate, up)(gate, up)

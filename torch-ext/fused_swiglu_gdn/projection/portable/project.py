@@ -125,7 +125,7 @@ def _project_few_kernel(
 
 
 @triton.jit
-def _add_parts_kernel(
+def add_parts_kernel(
     parts_ptr,  # [PARTS, size] fp32
     y_ptr,  # [size]
     size,
@@ -182,7 +182,7 @@ class Projection:
         )  # fmt: skip
         if self.parts > 1:
             self.add = Launch(
-                _add_parts_kernel, triton.cdiv(M * self.width, 1024), x.device,
+                add_parts_kernel, triton.cdiv(M * self.width, 1024), x.device,
                 numbers=(M * self.width,), constexprs=(self.parts, 1024, pdl), options=early,
                 guarded=True,
             )  # fmt: skip

@@ -1,0 +1,56 @@
+"""Quantised modules of others: each is named in the report and left alone."""
+
+import pytest
+import torch
+from conftest import submodule
+
+CLASSES = {
+    ("awq.modules.linear.gemm", "WQLinear_GEMM"): "int4 by AWQ",
+    ("gptqmodel.nn_modules.qlinear.gemm_awq", "AwqGEMMQuantLinear"): "int4 by AWQ",
+    ("gptqmodel.nn_modules.qlinear.marlin", "MarlinQuantLinear"): "int4 by GPTQ",
+    ("auto_gptq.nn_modules.qlinear.qlinear_cuda", "QuantLinear"): "int4 by GPTQ",
+    ("bitsandbytes.nn.modules", "Linear4bit"): "4 bits by bitsandbytes",
+    ("bitsandbytes.nn.modules", "Linear8bitLt"): "int8 by bitsandbytes",
+    ("transformers.integrations.fbgemm_fp8", "FbgemmFp8Linear"): "FP8 by FBGEMM",
+    ("transformers.integrations.mxfp4", "Mxfp4GptOssExperts"): "MXFP4: load with dequantize=True",
+}
+
+
+@pytest.mark.parametrize("name", CLASSES, ids=lambda name: name[1])
+def test_a_format_is_named(kernel, name):
+    kind = type(name[1], (torch.nn.Module,), {"__module__": name[0]})
+    report = kernel.kernelize(torch.nn.ModuleDict({"part": kind()}))
+    (row,) = report.rows
+    assert row.module == "part" and row.kind == name[1] and CLASSES[name] in row.reason
+    assert not row.unknown and not report.served and CLASSES[name] in str(report)
+
+
+def test_others_have_no_row(kernel):
+    format_of = submodule("models.formats").format_of
+    for module in (torch.nn.Linear(2, 2), torch.nn.Embedding(2, 2), torch.nn.Sequential()):
+        assert format_of(module) is None
+    assert not kernel.kernelize(torch.nn.Sequential(torch.nn.Linear(2, 2))).rows
+
+
+def test_a_model_with_parts_of_another_format(kernel):
+    """The MLP itself says what its parts are; the rest is looked at as ever."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    mlp = LlamaMLP(LlamaConfig(hidden_size=64, intermediate_size=64))
+    members = {"__module__": "bitsandbytes.nn.modules"}
+    mlp.up_proj.__class__ = type("Linear4bit", (torch.nn.Linear,), members)
+    rows = {row.kind: row.reason for row in kernel.kernelize(mlp).rows}
+    assert "Linear4bit" in rows and "4 bits by bitsandbytes" in rows["Linear4bit"]
+    assert kernel.kernelize(mlp, only=["mlp"]).rows[-1].kind == "LlamaMLP"
+
+
+def test_transformers_has_these_classes():
+    for name in ("mxfp4", "fbgemm_fp8"):
+        pytest.importorskip(f"transformers.integrations.{name}")
+    from transformers.integrations.fbgemm_fp8 import FbgemmFp8Linear
+    from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+
+    found = submodule("models.formats")._of_class
+    assert "FBGEMM" in found(FbgemmFp8Linear).reason
+    assert "MXFP4" in found(Mxfp4GptOssExperts).reason

@@ -1,0 +1,172 @@
+"""The routed experts in FP8 with block scales: x is quantised once a token, z by the launch that
+makes it.
+
+Up to FEW tokens nothing is sorted: an entry is a tile. A row has the same bits in any batch. Sizes:
+T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
+"""
+
+import functools
+from typing import Callable, NamedTuple, Optional
+
+import torch
+
+from ...fp8.call import BLOCK, padded
+from ...fp8.portable.quantise import plan_quantise_fwd, supports_quantise_fwd
+from ...runtime import device, tuning
+from ...runtime.launch import Launch
+from ..portable.combine import combine
+from ..portable.experts import FEW
+from ..portable.launching import launch_of
+from ..portable.routing import Routing, route
+from .fp8_products import down_kernel, up_kernel
+from .fp8_spread import spread_launch
+from .fp8_wide import BM, places_of, wide_launch
+
+
+def _lies_so(codes: torch.Tensor, scales: torch.Tensor, shape: tuple) -> bool:
+    """A weight [E, N, K] with a scale for each 128 x 128 values, as the copy engine reads it."""
+    E, N, K = shape
+    return (
+        codes.shape == shape
+        and codes.dtype is torch.float8_e4m3fn
+        and scales.dtype is torch.float32
+        and K % BLOCK == N % BLOCK == 0
+        and scales.shape == (E, N // BLOCK, K // BLOCK)
+        and codes.is_contiguous()
+        and scales.is_contiguous()
+        and scales.device == codes.device
+        and codes.data_ptr() % 16 == 0
+    )
+
+
+def supports_fp8_experts_fwd(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> bool:
+    if w_down.ndim != 3 or x.ndim != 2 or ids.ndim != 2 or weights.shape != ids.shape:
+        return False
+    (E, H, I), K = w_down.shape, ids.shape[1]
+    return (
+        (not device.is_gpu(x.device) or device.has_wgmma(x.device))
+        and _lies_so(w_gate_up, s_gate_up, (E, 2 * I, H))
+        and _lies_so(w_down, s_down, (E, H, I))
+        and 0 < E <= 1024
+        and 0 < K <= 64
+        and I > 0
+        and x.shape == (ids.shape[0], H)
+        and x.shape[0] * K < 2**29
+        and x.device == w_down.device == ids.device == weights.device
+        and ids.dtype in (torch.int32, torch.int64)
+        and supports_quantise_fwd(x)
+        and weights.dtype != torch.float64
+    )
+
+
+class _Products(NamedTuple):
+    """Gate and up with the gate, and down."""
+
+    routing: Routing  # without a buffer
+    up: Launch
+    down: Launch
+
+
+def _config(where: torch.device, T: int, K: int, E: int) -> dict:
+    if T <= FEW:
+        return tuning.lookup("hopper_experts_fp8_few", where)
+    return tuning.lookup("hopper_experts_fp8", where, rows=max(1, T * K // E))
+
+
+@functools.lru_cache(maxsize=1024)
+def _products(where: torch.device, T: int, K: int, E: int, H: int, I: int) -> _Products:  # noqa: E741
+    """Those of calls of these sizes, but for experts with so many rows that fp8_wide.py serves."""
+    config, pdl = _config(where, T, K, E), device.overlaps_launches(where)
+    height, S = config["HEIGHT"], T * K
+    routing = Routing(None, T, K, E, height)
+    places, tiles = (S, S) if T <= FEW else (routing.places, routing.tiles)
+    early = (("launch_pdl", True),) if pdl else ()
+
+    def launch(kernel, maps: tuple, columns: int, numbers: tuple, sizes: tuple, tile: dict):
+        options = (("num_warps", tile["num_warps"]), ("num_stages", tile["num_stages"]), *early)
+        constexprs = (*sizes, height, tile["GROUP"], pdl)
+        size = tiles * (columns // BLOCK)
+        return launch_of(kernel, size, where, maps, numbers, constexprs, options)
+
+    box = (1, BLOCK, BLOCK)
+    maps = (((places, I), (height, BLOCK)), ((E, H, I), box))
+    numbers, up = (S, E, padded(T), places), config["up"]
+    return _Products(
+        routing,
+        launch(up_kernel, (((2 * E, I, H), box),), I, numbers, (H, I, K), up),
+        launch(down_kernel, maps, H, (S, E, places), (H, I), config["down"]),
+    )
+
+
+def plan_fp8_experts_fwd(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> Callable:
+    """fp8_experts_fwd for all calls like this one, from their tensors. It returns None where the
+    weights do not begin at a multiple of 16 bytes."""
+    (E, H, I), (T, K), where = w_down.shape, ids.shape, x.device
+    wide = _config(where, T, K, E)["HEIGHT"] == BM.value
+    run, pdl = (_plan_wide if wide else _plan)(x, K, E, H, I), device.overlaps_launches(where)
+
+    def plan(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> Optional[torch.Tensor]:
+        if (w_gate_up.data_ptr() | w_down.data_ptr()) & 15:
+            return None
+        ids, weights = ids.contiguous(), weights.contiguous()
+        y, routed = run(x, w_gate_up, s_gate_up, w_down, s_down, ids)
+        return combine(y, weights, routed, ids, pdl=pdl)
+
+    return plan
+
+
+def _plan(x, K: int, E: int, H: int, I: int) -> Callable:  # noqa: E741
+    """(y by places, routing) from all but the weights of the slots."""
+    quantise = plan_quantise_fwd(x)
+    routing, up, down = _products(x.device, x.shape[0], K, E, H, I)
+    few, S = routing.T <= FEW, routing.T * routing.K
+    places, pdl = S if few else routing.places, device.overlaps_launches(x.device)
+
+    def run(x, w_gate_up, s_gate_up, w_down, s_down, ids):
+        routed = routing if few else route(ids, E, routing.height, pdl)
+        codes, scales = quantise(x)
+        z = codes.new_empty((places, I))
+        z_scales = scales.new_empty((I // BLOCK, places))
+        up(w_gate_up, codes, scales, s_gate_up, ids, routed.buffer, z, z_scales)
+        y = x.new_empty((places, H))
+        down(z, w_down, z_scales, s_down, ids, routed.buffer, y)
+        return y, routed
+
+    return run
+
+
+def _plan_wide(x, K: int, E: int, H: int, I: int) -> Callable:  # noqa: E741
+    """The same of many rows an expert."""
+    where, e4m3 = x.device, torch.float8_e4m3fn
+    routing, pdl = Routing(None, x.shape[0], K, E, BM.value), device.overlaps_launches(where)
+    places = places_of(routing)
+    spread = spread_launch(where, x.shape[0], K, E, H, x.stride(0), places)
+    up, down = wide_launch(where, routing, H, I, True), wide_launch(where, routing, I, H, False)
+
+    def run(x, w_gate_up, s_gate_up, w_down, s_down, ids):
+        routed = route(ids, E, routing.height, pdl)
+        codes = torch.empty((places, H), dtype=e4m3, device=where)
+        scales = torch.empty((H // BLOCK, places), dtype=torch.float32, device=where)
+        spread(x, codes, scales, routed.buffer)
+        z = torch.empty((places, I), dtype=e4m3, device=where)
+        z_scales = torch.empty((I // BLOCK, places), dtype=torch.float32, device=where)
+        up(codes, scales, w_gate_up, z, s_gate_up, z_scales, routed.buffer)
+        del codes, scales
+        y = torch.empty((places, H), dtype=torch.bfloat16, device=where)
+        down(z, z_scales, w_down, y, s_down, None, routed.buffer)
+        return y, routed
+
+    return run
+
+
+def fp8_experts_fwd(
+    x: torch.Tensor,  # [T, H] bf16
+    w_gate_up: torch.Tensor,  # [E, 2 I, H] e4m3: gate above up
+    s_gate_up: torch.Tensor,  # [E, 2 I / 128, H / 128]
+    w_down: torch.Tensor,  # [E, H, I] e4m3
+    s_down: torch.Tensor,  # [E, H / 128, I / 128]
+    ids: torch.Tensor,  # [T, K] int32 or int64
+    weights: torch.Tensor,  # [T, K]
+) -> Optional[torch.Tensor]:  # [T, H]
+    args = (x, w_gate_up, s_gate_up, w_down, s_down, ids, weights)
+    return plan_fp8_experts_fwd(*args)(*args)

@@ -1,0 +1,63 @@
+"""x quantised once a token, and what came of it stored at the places of all its slots.
+
+Sizes: T tokens, K slots, S = T K entries, E experts, H model width.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+from ...fp8.call import BLOCK
+from ...fp8.portable.quantise import codes_of, scale_of
+from ...runtime import device
+from ...runtime.launch import Launch
+from ..portable.routing import place_of_entry
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit(do_not_specialize=["S", "E", "places"])
+def spread_kernel(
+    x_ptr,  # [T, H]
+    q_ptr,  # [places, H] e4m3
+    s_ptr,  # [H / 128, places] fp32
+    routing_ptr,
+    S,
+    E,
+    places,
+    stride_x,  # of a row
+    H: tl.constexpr,
+    TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A program takes GROUPS times 128 columns of a token."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    token = tl.program_id(0)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    offs = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    here = group < H // _BLOCK
+    x = tl.load(x_ptr + token.to(tl.int64) * stride_x + offs, mask=here[:, None], other=0.0)
+    x = x.to(tl.float32)
+    scale = scale_of(x, 1)
+    codes = codes_of(x, scale, 1)
+    place_ptr = place_of_entry(routing_ptr, S, E) + token * TOP_K
+    for k in range(TOP_K):
+        place = tl.load(place_ptr + k).to(tl.int64)
+        mask = here & (place >= 0)
+        tl.store(q_ptr + place * H + offs, codes, mask=mask[:, None])
+        tl.store(s_ptr + group.to(tl.int64) * places + place, scale, mask=mask)
+
+
+@functools.lru_cache(maxsize=1024)
+def spread_launch(where: torch.device, T: int, K: int, E: int, H: int, stride: int, places: int):
+    """Of x [T, H] with rows `stride` apart."""
+    groups, pdl = min(32, triton.next_power_of_2(H // BLOCK)), device.overlaps_launches(where)
+    return Launch(
+        spread_kernel, (T, -(-H // (BLOCK * groups))), where, numbers=(T * K, E, places, stride),
+        constexprs=(H, K, groups, pdl), options=(("launch_pdl", True),) if pdl else (),
+    )  # fmt: skip

@@ -1,0 +1,166 @@
+"""Products of few tokens in e4m3 with block scales: w x^T by wgmma, weights as its rows.
+
+A step is 128 columns, over which all scales are constant: its product is made in fp32 by wgmmas and
+added once it is scaled: acc = fma(part, s_x s_w, acc). Tokens are columns of the product and never
+meet, so what stands in those past the last may be anything.
+
+Sizes: M tokens, P of them with padding, K columns, N rows of all weights together.
+"""
+
+import triton
+import triton.language as tl
+
+from ...projection.portable.token import weight_of
+from ...runtime.primitives import activate
+from ..call import BLOCK
+from ..portable.quantise import codes_of, scale_of
+
+_BLOCK = tl.constexpr(BLOCK)
+
+
+@triton.jit
+def _part(w_ptrs, x_ptrs, k, mask_m):
+    """The product of step k, [ROWS, BLOCK_M]."""
+    x = tl.load(x_ptrs + k * _BLOCK, mask=mask_m[:, None], other=0.0)  # [BLOCK_M, 128]
+    w = tl.load(w_ptrs + k * _BLOCK, eviction_policy="evict_first")  # [ROWS, 128]
+    return tl.dot(w, x.T)
+
+
+@triton.jit
+def _scale(x_scales, w_scales, k, P, mask_m):
+    """What step k is multiplied by, [BLOCK_M]."""
+    return tl.load(x_scales + k * P, mask=mask_m, other=0.0) * tl.load(w_scales + k)
+
+
+@triton.jit(do_not_specialize=["M", "P"])
+def few_kernel(
+    x_ptr,  # [P, K] e4m3
+    x_scale_ptr,  # [K / 128, P]
+    w0_ptr,  # [rows0, K] e4m3
+    w1_ptr,
+    w2_ptr,
+    w3_ptr,
+    w4_ptr,
+    w5_ptr,
+    s0_ptr,  # [rows0 / 128, K / 128]
+    s1_ptr,
+    s2_ptr,
+    s3_ptr,
+    s4_ptr,
+    s5_ptr,
+    y_ptr,  # [M, N], or [PARTS, M, N] fp32
+    M,
+    N,
+    P,
+    rows0,
+    rows1,
+    rows2,
+    rows3,
+    rows4,
+    rows5,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    ROWS: tl.constexpr,  # of a weight that a program takes: they share a block of scales
+    STEPS: tl.constexpr,  # 1, 2 or 4 products are on their way at once
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,  # it may begin before what it follows has ended
+):
+    """y = x [W_0; W_1; ...]^T of one part of K."""
+    blocks: tl.constexpr = K // _BLOCK
+    rows = (rows0, rows1, rows2, rows3, rows4, rows5)
+    tile, w_ptr, count, column = weight_of(
+        tl.program_id(0), w0_ptr, w1_ptr, w2_ptr, w3_ptr, w4_ptr, w5_ptr, *rows, ROWS
+    )
+    _, s_ptr, _, _ = weight_of(
+        tl.program_id(0), s0_ptr, s1_ptr, s2_ptr, s3_ptr, s4_ptr, s5_ptr, *rows, ROWS
+    )
+    offs_m, offs_k = tl.arange(0, BLOCK_M), tl.arange(0, _BLOCK)
+    offs_n = tile * ROWS + tl.arange(0, ROWS)
+    mask_m = offs_m < M
+    # rows past the end read the last one, and nothing of them is stored
+    w_row = tl.minimum(offs_n, count - 1).to(tl.int64)
+    share: tl.constexpr = (blocks + PARTS - 1) // PARTS
+    first = tl.program_id(1) * share
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    w_ptrs = w_ptr + w_row[:, None] * K + offs_k[None, :]
+    x_ptrs = x_ptr + offs_m[:, None] * K + offs_k[None, :]
+    w_scales = s_ptr + tile * ROWS // _BLOCK * blocks
+    x_scales = x_scale_ptr + offs_m
+    y_ptr += tl.program_id(1).to(tl.int64) * M * N
+    acc = tl.zeros((ROWS, BLOCK_M), tl.float32)
+    for k in range(first, tl.minimum(first + share, blocks), STEPS):
+        scale0 = _scale(x_scales, w_scales, k, P, mask_m)
+        if STEPS > 1:
+            scale1 = _scale(x_scales, w_scales, k + 1, P, mask_m)
+        if STEPS > 2:
+            scale2 = _scale(x_scales, w_scales, k + 2, P, mask_m)
+            scale3 = _scale(x_scales, w_scales, k + 3, P, mask_m)
+        part0 = _part(w_ptrs, x_ptrs, k, mask_m)
+        if STEPS > 1:
+            part1 = _part(w_ptrs, x_ptrs, k + 1, mask_m)
+        if STEPS > 2:
+            part2 = _part(w_ptrs, x_ptrs, k + 2, mask_m)
+            part3 = _part(w_ptrs, x_ptrs, k + 3, mask_m)
+        acc += part0 * scale0[None, :]
+        if STEPS > 1:
+            acc += part1 * scale1[None, :]
+        if STEPS > 2:
+            acc += part2 * scale2[None, :]
+            acc += part3 * scale3[None, :]
+    offs_y = offs_m[None, :] * N + column + offs_n[:, None]
+    mask = mask_m[None, :] & (offs_n < count)[:, None]
+    tl.store(y_ptr + offs_y, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rounded(x):
+    return x.to(tl.bfloat16).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["M", "P"])
+def few_gate_kernel(
+    gate_desc,  # [N, K] e4m3 in blocks [128, 128]
+    up_desc,
+    x_ptr,  # [P, K] e4m3
+    x_scale_ptr,  # [K / 128, P]
+    gate_scale_ptr,  # [N / 128, K / 128]
+    up_scale_ptr,
+    z_ptr,  # [P, N] e4m3
+    z_scale_ptr,  # [N / 128, P]
+    M,
+    P,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """z = silu(x Wg^T) * (x Wu^T) of 128 columns, rounded to bf16 as often as torch's operations
+    are, quantised. Rows of z past M are not written."""
+    steps: tl.constexpr = K // _BLOCK
+    tile = tl.program_id(0)
+    offs_n = tile * _BLOCK + tl.arange(0, _BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    offs_m = tl.arange(0, BLOCK_M)
+    mask_m = offs_m < M
+    x_ptrs = x_ptr + offs_m[:, None] * K + tl.arange(0, _BLOCK)[None, :]
+    gate_scales, up_scales = gate_scale_ptr + tile * steps, up_scale_ptr + tile * steps
+    gate = tl.zeros((_BLOCK, BLOCK_M), tl.float32)
+    up = tl.zeros((_BLOCK, BLOCK_M), tl.float32)
+    for k in range(0, steps):
+        x_scale = tl.load(x_scale_ptr + k * P + offs_m, mask=mask_m, other=0.0)
+        gate_scale, up_scale = tl.load(gate_scales + k), tl.load(up_scales + k)
+        x = tl.load(x_ptrs + k * _BLOCK, mask=mask_m[:, None], other=0.0)
+        first = tl.dot(gate_desc.load([tile * _BLOCK, k * _BLOCK]), x.T)
+        second = tl.dot(up_desc.load([tile * _BLOCK, k * _BLOCK]), x.T)
+        gate += first * (x_scale * gate_scale)[None, :]
+        up += second * (x_scale * up_scale)[None, :]
+    z = _rounded(_rounded(activate(_rounded(gate), "silu")) * _rounded(up))
+    scale = scale_of(z, 0)
+    offs_z = offs_m[None, :] * N + offs_n[:, None]
+    mask = mask_m[None, :] & (offs_n < N)[:, None]
+    tl.store(z_ptr + offs_z, codes_of(z, scale, 0), mask=mask)
+    tl.store(z_scale_ptr + tile * P + offs_m, scale, mask=mask_m)

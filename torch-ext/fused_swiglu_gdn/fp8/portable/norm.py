@@ -1,0 +1,116 @@
+"""RMSNorm, with a residual added before, and its result in FP8 besides: one launch.
+
+norm/portable/rms_norm.py has the norm, quantise.py the formula of codes and scales. A program takes
+a row. Sizes: M rows, P of them with padding, D columns.
+"""
+
+from typing import Optional, Tuple
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime import device
+from ...runtime.launch import Launch
+from ..call import BLOCK, Quantised, padded
+from .quantise import codes_of, scale_of, supports_quantise_fwd
+
+_BLOCK = tl.constexpr(BLOCK)
+WIDEST = 16384  # columns, which a program holds
+Normed = Tuple[torch.Tensor, Optional[torch.Tensor], Quantised]
+
+
+def supports_norm_quantise_fwd(x, weight, residual, eps, casting_mode, offset) -> bool:
+    alike = residual is None or (residual.shape == x.shape and residual.dtype is x.dtype)
+    dense = all(t is None or t.is_contiguous() for t in (x, weight, residual))
+    rounds = weight is None or weight.dtype is x.dtype or casting_mode != "llama"
+    rows = x.view(-1, x.shape[-1]) if dense and x.ndim > 0 else None
+    return (
+        rows is not None
+        and alike
+        and rounds  # else y is of the weight's dtype
+        and (weight is None or weight.dtype in (torch.bfloat16, torch.float32))
+        and x.shape[-1] <= WIDEST
+        and supports_quantise_fwd(rows)
+    )
+
+
+@triton.jit(do_not_specialize=["M"])
+def _norm_quantise_kernel(
+    x_ptr,  # [M, D]
+    weight_ptr,  # [D] or None
+    residual_ptr,  # [M, D] or None
+    y_ptr,  # [M, D]
+    total_ptr,  # [M, D], with a residual
+    q_ptr,  # [P, D] e4m3
+    s_ptr,  # [D / 128, P] fp32
+    M,
+    P,
+    eps,
+    offset,
+    D: tl.constexpr,
+    LLAMA: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,  # it may begin before what it follows has ended
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    row = tl.program_id(0)
+    group = tl.arange(0, GROUPS)
+    offs = group[:, None] * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    mask = (offs < D) & (row < M)
+    at = row.to(tl.int64) * D + offs
+    x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        x += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        total = x.to(tl.bfloat16)
+        tl.store(total_ptr + at, total, mask=mask)
+        x = total.to(tl.float32)
+    n = x * tl.rsqrt(tl.sum(tl.sum(x * x, 1), 0) * (1.0 / D) + eps)
+    if weight_ptr is not None:
+        weight = tl.load(weight_ptr + offs, mask=offs < D, other=0.0).to(tl.float32)
+        if LLAMA:
+            n = weight * n.to(tl.bfloat16).to(tl.float32)
+        else:
+            n = n * (offset + weight)
+    y = n.to(tl.bfloat16)
+    tl.store(y_ptr + at, y, mask=mask)
+    y = y.to(tl.float32)
+    scale, here = scale_of(y, 1), group < D // _BLOCK
+    tl.store(q_ptr + at, codes_of(y, scale, 1), mask=here[:, None])
+    tl.store(s_ptr + group.to(tl.int64) * P + row, scale, mask=here)
+
+
+def plan_norm_quantise_fwd(x, weight, residual, eps, casting_mode, offset):
+    """What serves all calls like this one, from their tensors."""
+    D, where = x.shape[-1], x.device
+    M = x.numel() // D
+    groups, pdl, P = triton.next_power_of_2(D // BLOCK), device.overlaps_launches(where), padded(M)
+    options = (("num_warps", 4 if groups <= 32 else 8), *((("launch_pdl", True),) if pdl else ()))
+    kernel = Launch(
+        _norm_quantise_kernel, P, where, numbers=(M, P, eps, offset),
+        constexprs=(D, casting_mode == "llama", groups, pdl), options=options, guarded=True,
+    )  # fmt: skip
+
+    def run(x, weight, residual) -> Normed:
+        y = torch.empty_like(x)
+        total = None if residual is None else torch.empty_like(x)
+        codes = torch.empty((P, D), dtype=torch.float8_e4m3fn, device=where)
+        scales = torch.empty((D // BLOCK, P), dtype=torch.float32, device=where)
+        kernel(x, weight, residual, y, total, codes, scales)
+        return y, total, Quantised(codes, scales.t())
+
+    return run
+
+
+def norm_quantise_fwd(
+    x: torch.Tensor,  # [..., D] bf16
+    weight: Optional[torch.Tensor],  # [D]
+    residual: Optional[torch.Tensor],  # [..., D]
+    eps: float,
+    casting_mode: str,
+    offset: float,
+) -> Normed:  # y [..., D], x + residual [..., D] or None, y in FP8
+    plan = plan_norm_quantise_fwd(x, weight, residual, eps, casting_mode, offset)
+    return plan(x, weight, residual)

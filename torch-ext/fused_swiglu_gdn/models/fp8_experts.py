@@ -1,0 +1,213 @@
+"""transformers' FP8Experts, the routed experts of checkpoints in FP8 with block scales: which are
+served, through transformers' own table of implementations (experts.py).
+
+The class's own loop over its experts is run on small weights in 16 and more bits, where it takes no
+scales; what it multiplies with in FP8, its method `linear`, is compared with what releases of
+transformers have. What does not fit a call is computed by the implementation that was chosen
+before, or by transformers' grouped_mm where that was ours.
+"""
+
+import inspect
+import sys
+from typing import Callable, Dict, NamedTuple, Optional, Tuple, Union
+
+import torch
+from torch import nn
+
+from ..experts.ops_fp8 import FP8, fp8_experts
+from ..fp8.call import BLOCK
+from ..layers.activations import activation_of
+from ..layers.fp8 import SCHEME, takes
+from ..layers.own_code import is_in_its_file
+from ..layers.pinned import Pinned, torchs_own
+from ..layers.plain import PLAIN_TENSORS, why_not_tensor
+from .code import Refused, source_of, spelled
+from .experts_trial import FLAGS, Form, computes
+from .fp8_linear import HOME, why_not_block, why_not_dtype, why_not_function
+from .serving import BEFORE, own_class, say_once, why_not_on
+from .stand_ins import quiet
+
+_WIDE = "if weight.element_size() > 1:\n    return F.linear(input, weight, None)\n"
+LINEARS = (  # as FP8Linear's forwards
+    _WIDE + "return fp8_linear(input, weight, weight_scale_inv, self.block_size, "
+    "activation_scale=activation_scale, allow_deepgemm=not self._deepgemm_disabled)",
+    _WIDE + "return _apply_if_grad(FP8LinearFunction, fp8_linear, input, weight, "
+    "weight_scale_inv, self.block_size, None, activation_scale, not self._deepgemm_disabled)",
+)
+WEIGHTS = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
+
+
+class Fp8ExpertsForm(NamedTuple):
+    """The class as it was recognised."""
+
+    pinned: Tuple[Pinned, ...]
+    unset: Tuple[str, ...]  # attributes that its gate reads, which are to be None
+    loop: Callable  # over the experts
+
+
+_forms: Dict[type, Tuple[tuple, Union[Fp8ExpertsForm, str]]] = {}
+
+
+def is_fp8_experts(module: nn.Module) -> bool:
+    """A module is transformers' FP8Experts, or of a class made of it."""
+    kind = getattr(sys.modules.get(HOME), "FP8Experts", None)
+    return kind is not None and issubclass(own_class(module), kind)
+
+
+def form_of_fp8(kind: type) -> Union[Fp8ExpertsForm, str]:
+    """The form of FP8Experts, or why a class is not served."""
+    functions = kind.forward, kind._apply_gate, kind.linear
+    found = _forms.get(kind)
+    if found is None or found[0] != functions or not _still(found[1]):
+        found = _forms[kind] = (functions, _find_form(kind))
+    return found[1]
+
+
+def _still(form: Union[Fp8ExpertsForm, str]) -> bool:
+    return not isinstance(form, str) and all([pin.unchanged() for pin in form.pinned])
+
+
+def _find_form(kind: type) -> Union[Fp8ExpertsForm, str]:
+    home = sys.modules[HOME]
+    if kind is not home.FP8Experts:
+        return f"is a {kind.__name__}, not FP8Experts: its class computes in a way of its own"
+    try:
+        names = inspect.getclosurevars(kind.forward).nonlocals
+    except TypeError:
+        names = {}
+    chosen = names.get("experts_interface") is home.ALL_FP8_EXPERTS_FUNCTIONS
+    if not chosen or not is_in_its_file(kind.forward, "transformers"):
+        return "transformers does not choose the implementation of this class"
+    try:
+        if spelled(source_of(kind.linear)) not in LINEARS:
+            return "its products are none that are known"
+    except Refused as why:
+        return str(why)
+    reason = why_not_function(home)
+    if reason is not None:
+        return reason
+    loop = inspect.unwrap(kind.forward)
+    names = {*kind._apply_gate.__code__.co_names} - {"act_fn", *dir(torch.Tensor)}
+    unset = tuple(sorted(names))
+    ones = torch.ones(8)
+    more = {
+        **FLAGS, **dict.fromkeys(unset), "linear": kind.linear, "activation_scheme": SCHEME[1],
+        "gate_up_proj_scale_inv": ones, "down_proj_scale_inv": ones,
+    }  # fmt: skip
+    with quiet():
+        if not computes(kind, loop, Form(), FLAGS, **more):
+            return "its formula is another"
+    pinned = [torchs_own(f) for f in (loop, kind._apply_gate, kind.linear)]
+    pinned[0].names += tuple(
+        (vars(kind), name, vars(kind).get(name)) for name in ("_apply_gate", "linear")
+    )
+    pinned[0].codes += ((home.fp8_linear, home.fp8_linear.__code__),)
+    patched = next((pin.patched for pin in pinned if pin.patched), None)
+    return patched or Fp8ExpertsForm(tuple(pinned), unset, loop)
+
+
+def why_not_fp8_experts(module: nn.Module) -> Optional[str]:
+    """Why a module of FP8 experts is left alone, whatever the device; None if it is not."""
+    form = form_of_fp8(own_class(module))
+    if isinstance(form, str):
+        return form
+    return _why_not_formula(module, form) or _why_not_weights(module)
+
+
+def _why_not_formula(module: nn.Module, form: Fp8ExpertsForm) -> Optional[str]:
+    attributes = module.__dict__
+    for name in ("_apply_gate", "linear"):
+        if name in attributes:
+            return f"it has a {name} of its own"
+    for name, value in FLAGS.items():
+        if getattr(module, name, value) is not value:
+            return f"{name} is {getattr(module, name)}"
+    for name in form.unset:
+        if getattr(module, name, None) is not None:
+            return f"its gate is another: {name} is {getattr(module, name)}"
+    activation = getattr(module, "act_fn", None)
+    if activation_of(activation) != "silu":
+        return f"its activation is {type(activation).__name__}, not silu"
+    block, scheme = attributes.get("block_size"), attributes.get("activation_scheme")
+    return why_not_block(tuple(block) if isinstance(block, list) else block, scheme, None)
+
+
+def _why_not_weights(module: nn.Module) -> Optional[str]:
+    found = [module._parameters.get(name) for name in WEIGHTS]
+    for name, x in zip(WEIGHTS, found):
+        if x is None or name in module.__dict__:
+            return f"{name} is no parameter of its own"
+        reason = why_not_tensor(x)
+        if reason is not None and not reason.startswith("is of dtype"):
+            return f"{name} {reason}"
+        if x.dtype is torch.int8:
+            return f"{name} is FP4, packed in int8; float8_e4m3fn is served"
+        wanted = torch.float32 if "scale" in name else torch.float8_e4m3fn
+        if why_not_dtype(name, x, wanted):
+            return why_not_dtype(name, x, wanted)
+    w_gate_up, s_gate_up, w_down, s_down = found
+    if w_down.ndim != 3 or w_gate_up.ndim != 3:
+        return "its weights are not of three dimensions"
+    E, H, I = w_down.shape
+    if w_gate_up.shape != (E, 2 * I, H):
+        return f"gate_up_proj is of shape {list(w_gate_up.shape)}, not {[E, 2 * I, H]}"
+    if H % BLOCK or I % BLOCK or not H * I:
+        return f"its widths, {H} and {I}, are not multiples of {BLOCK}"
+    for name, x, w in (("gate_up", s_gate_up, w_gate_up), ("down", s_down, w_down)):
+        if x.shape != (E, w.shape[1] // BLOCK, w.shape[2] // BLOCK):
+            return (
+                f"{name}_proj_scale_inv is of shape {list(x.shape)}, not one for {BLOCK} x {BLOCK}"
+            )
+    if not all(x.is_contiguous() for x in found):
+        return "its weights or scales are not contiguous"
+    return None
+
+
+def why_not_fp8_here(module: nn.Module) -> Optional[str]:
+    """Why no kernel serves FP8Experts that are the formula, by the device."""
+    return why_not_on(module.down_proj.device, *FP8)
+
+
+def fp8_experts_forward(
+    self: nn.Module, *given: torch.Tensor, **named: torch.Tensor
+) -> torch.Tensor:  # [T, H]
+    """What transformers calls for FP8Experts: x [T, H], ids [T, K], weights [T, K]."""
+    reason = "it is not called with three tensors by position"
+    if not named and len(given) == 3:
+        y, reason = _computed(self, *given)
+        if y is not None:
+            return y
+    return _fall_back(self, reason, *given, **named)
+
+
+def _computed(
+    self: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> Tuple[Optional[torch.Tensor], Optional[str]]:
+    """What ours gives; None, and the reason if the user should know it."""
+    if torch.compiler.is_compiling():
+        return None, None
+    form = form_of_fp8(own_class(self))
+    if isinstance(form, str):
+        return None, form
+    reason = _why_not_formula(self, form)
+    if reason is not None or not takes(x, False, FP8):
+        return None, reason
+    if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+        return None, "a gradient is needed"
+    tensors = (x, *map(self._parameters.get, WEIGHTS), ids, weights)
+    if all([type(t) in PLAIN_TENSORS for t in tensors]):
+        with torch.no_grad():
+            y = fp8_experts(*tensors)
+        if y is not None:
+            return y, None
+    return None, _why_not_weights(self) or why_not_fp8_here(self)
+
+
+def _fall_back(self, reason: Optional[str], *args, **named) -> torch.Tensor:
+    table, before = sys.modules[HOME].ALL_FP8_EXPERTS_FUNCTIONS, self.__dict__.get(BEFORE)
+    loops = before == "eager" or getattr(self, "activation_scheme", None) == "static"
+    name = "eager" if loops else before or "grouped_mm"
+    if reason is not None and not torch.compiler.is_compiling():
+        say_once(type(self).__name__, "own loop" if loops else name, reason)
+    forward = inspect.unwrap(own_class(self).forward) if loops else table[name]
+    return forward(self, *args, **named)
