@@ -1,4 +1,4 @@
-"""Who computes routed experts in FP8. Forward only, in eager mode only: no operator of torch."""
+"""Chooses the implementation of routed experts in FP8: forward and eager mode only, no operator."""
 
 from typing import Callable, Optional
 

@@ -1,4 +1,4 @@
-"""What a class of experts computes: its loop over them, run on small weights."""
+"""Compares the loop of a class of experts with the formula, on small weights."""
 
 from typing import NamedTuple, Optional
 
@@ -9,7 +9,7 @@ from ..experts.call import ALPHA, NO_BIASES, Biases
 
 
 class Form(NamedTuple):
-    """How a class's gate differs from act_fn(gate) * up."""
+    """The differences of a class's gate from act_fn(gate) * up."""
 
     limit: Optional[str] = None  # the attribute with what gate and up are clamped by
     activation: Optional[str] = None  # whatever act_fn is

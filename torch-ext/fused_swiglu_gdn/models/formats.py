@@ -1,4 +1,4 @@
-"""Quantised weights that we leave to whoever multiplies with them, told by their classes' names."""
+"""Names the formats of quantised weights that are left to their own modules, by class names."""
 
 import functools
 import re

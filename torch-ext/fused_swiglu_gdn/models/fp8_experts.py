@@ -171,7 +171,7 @@ def why_not_fp8_here(module: nn.Module) -> Optional[str]:
 def fp8_experts_forward(
     self: nn.Module, *given: torch.Tensor, **named: torch.Tensor
 ) -> torch.Tensor:  # [T, H]
-    """What transformers calls for FP8Experts: x [T, H], ids [T, K], weights [T, K]."""
+    """Computes FP8Experts for transformers: x [T, H], ids [T, K], weights [T, K]."""
     reason = "it is not called with three tensors by position"
     if not named and len(given) == 3:
         y, reason = _computed(self, *given)
@@ -183,7 +183,7 @@ def fp8_experts_forward(
 def _computed(
     self: nn.Module, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
 ) -> Tuple[Optional[torch.Tensor], Optional[str]]:
-    """What ours gives; None, and the reason if the user should know it."""
+    """Returns our result; or None, and the reason if the user should know it."""
     if torch.compiler.is_compiling():
         return None, None
     form = form_of_fp8(own_class(self))

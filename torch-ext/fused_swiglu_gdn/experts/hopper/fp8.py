@@ -24,7 +24,7 @@ from .fp8_wide import BM, places_of, wide_launch
 
 
 def _lies_so(codes: torch.Tensor, scales: torch.Tensor, shape: tuple) -> bool:
-    """A weight [E, N, K] with a scale for each 128 x 128 values, as the copy engine reads it."""
+    """A weight [E, N, K] with a scale for each 128 x 128 values, as TMA reads it."""
     E, N, K = shape
     return (
         codes.shape == shape
@@ -75,7 +75,7 @@ def _config(where: torch.device, T: int, K: int, E: int) -> dict:
 
 @functools.lru_cache(maxsize=1024)
 def _products(where: torch.device, T: int, K: int, E: int, H: int, I: int) -> _Products:  # noqa: E741
-    """Those of calls of these sizes, but for experts with so many rows that fp8_wide.py serves."""
+    """Prepares the products of calls of these sizes, except of those that fp8_wide.py computes."""
     config, pdl = _config(where, T, K, E), device.overlaps_launches(where)
     height, S = config["HEIGHT"], T * K
     routing = Routing(None, T, K, E, height)

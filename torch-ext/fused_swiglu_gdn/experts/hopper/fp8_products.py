@@ -6,7 +6,7 @@ as the rows of wgmma, tokens as its columns, and a row has the same bits in any 
 
 Sizes: T tokens, P of them with padding, K slots, S = T K entries, E experts, H model width, I
 hidden width of an expert. Rows, places and tiles are ../portable/routing.py's; without routing an
-entry is a tile, and its own place. What lies at places that nobody wrote may be anything: rows of a
+entry is a tile, and its own place. Places that no program wrote hold anything: rows of a
 tile never meet.
 """
 

@@ -55,7 +55,7 @@ def spread_kernel(
 
 @functools.lru_cache(maxsize=1024)
 def spread_launch(where: torch.device, T: int, K: int, E: int, H: int, stride: int, places: int):
-    """Of x [T, H] with rows `stride` apart."""
+    """Prepares the launch that spreads x [T, H], whose rows are `stride` apart."""
     groups, pdl = min(32, triton.next_power_of_2(H // BLOCK)), device.overlaps_launches(where)
     return Launch(
         spread_kernel, (T, -(-H // (BLOCK * groups))), where, numbers=(T * K, E, places, stride),

@@ -6,7 +6,7 @@ registers and adds it, scaled, to half of its sums, then with the other: gate an
 neighbouring blocks of down. The sums are those of fp8_products.py to the bit.
 
 Sizes: S entries, E experts, H model width, I hidden width of an expert. Rows, places and tiles are
-../portable/routing.py's: a tile is 128 places that hold nobody else's rows, so it is stored whole.
+../portable/routing.py's: a tile is 128 places without rows of another tile, so it is stored whole.
 """
 
 import functools
@@ -46,7 +46,7 @@ _LEAST, _INVERSE = gl.constexpr(LEAST), gl.constexpr(INVERSE)
 
 @record
 class Work:
-    """What the warps of one CTA share."""
+    """The state that the warps of one CTA share."""
 
     a_desc: tma.tensor_descriptor  # [places, K] e4m3, box [BM, STEP]
     a_scale_desc: tma.tensor_descriptor  # [K / 128 * places] fp32, box [BM]
