@@ -24,7 +24,7 @@ SLOTS, FILLED = 8192, 1024
 
 
 class Family(NamedTuple):
-    """How a model's queries and keys look."""
+    """Module and sizes of a model's queries and keys."""
 
     module: str  # of transformers
     norm_class: Optional[str]

@@ -52,7 +52,7 @@ DEVICE = "cuda"
 
 
 class Module(torch.nn.Module):
-    """What transformers' implementations read of a module of experts."""
+    """Attributes of a module of experts that transformers' implementations read."""
 
     has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
     has_post_expert_norm, _is_expert_parallel = False, False

@@ -124,7 +124,7 @@ def recurrence(q, k, v, g, beta, state):
 
 
 def errors(package, T, only) -> dict:
-    """By way and name."""
+    """Errors by implementation and name."""
     squares = {way: [] for way in only}
     for seed in range(SEEDS):
         leaves, outer = tensors(1, *ERROR_HEADS, T, seed)

@@ -62,7 +62,7 @@ def inputs(kind: str, M: int, D: int) -> list:
 
 
 def units(kind: str, training: bool) -> int:
-    """How many tensors [M, D] are read or written."""
+    """Number of tensors [M, D] that are read or written."""
     forward = {"norm": 2, "residual": 4, "silu_mul": 3}[kind]
     return forward + training * {"norm": 3, "residual": 3, "silu_mul": 5}[kind]
 

@@ -68,7 +68,7 @@ def functions(package) -> dict:
 
 
 def errors(call, x, ref) -> list:
-    """Of the outputs and the state; absolute where the reference is zero."""
+    """Errors of the outputs and the state; absolute where the reference is zero."""
     return [
         ((a.double() - b).norm() / (b.norm() if b.norm() > 0 else 1)).item()
         for a, b in zip(call(x), ref)

@@ -33,7 +33,7 @@ def microseconds(calls: Dict[str, Callable], rounds: int = 3, rep_ms: int = 20) 
 
 
 def seconds(call: Callable) -> float:
-    """By the clock, from an idle GPU to an idle GPU."""
+    """Seconds by the host's clock, from an idle GPU to an idle GPU."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     call()

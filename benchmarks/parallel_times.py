@@ -117,7 +117,7 @@ def memory(worker: Worker, call: Callable) -> float:
 
 
 def packed(worker: Worker) -> tuple:
-    """Sequences that nobody shares, 16 on each GPU."""
+    """Sequences that no other rank has a part of, 16 on each GPU."""
     each, H, HV = (512, 16, 32) if worker.on_gpu else (64, 1, 2)
     many = 16 * worker.world
     T = many * each

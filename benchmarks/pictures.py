@@ -96,7 +96,7 @@ def caption(names: Tuple[str, ...]) -> str:
 
 
 def digest(picture: Picture) -> str:
-    """Of the records; a picture carries that of the ones that it was drawn from."""
+    """Digest of the records; a picture carries that of the records that it was drawn from."""
     records = b"".join((RESULTS / f"{name}.json").read_bytes() for name in picture.records)
     return hashlib.sha256(records).hexdigest()
 

@@ -1,4 +1,4 @@
-"""Which of our own forms of an operation serves at each size, and whether it is the fastest.
+"""Compares the form of an operation that we choose at each size with our other forms.
 
     python benchmarks/sweep_forms.py [--sweeps weight few ...] [--only "30B"] [--json FILE]
 

@@ -72,7 +72,7 @@ def source_files(root, config):
 
 
 def benchmark_files(root):
-    """What `kernels benchmark` runs, sorted."""
+    """Files that `kernels benchmark` runs, sorted."""
     return sources(root, root / "benchmarks", "benchmark*.py")
 
 

@@ -53,7 +53,7 @@ def token_problems(token):
 
 
 def problems(repo_id, api):
-    """What is wrong with a repository id, the address of the Hub and the token."""
+    """Lists the faults of a repository id, the address of the Hub and the token."""
     return [
         *repo_id_problems(repo_id),
         *endpoint_problems(api.endpoint),

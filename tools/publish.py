@@ -33,7 +33,7 @@ class Stop(Exception):
 
 
 class Plan(typing.NamedTuple):
-    """What is on the Hub and what shall be."""
+    """State of the Hub and the changes to make."""
 
     repo_id: str
     branch: str  # v<version>

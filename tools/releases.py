@@ -86,7 +86,7 @@ def available(wanted=()) -> list:
 
 
 def unmet(folder: pathlib.Path) -> list:
-    """What the transformers in a folder requires and this environment has not."""
+    """Requirements of the transformers in a folder that this environment does not meet."""
     (library,) = importlib.metadata.distributions(name="transformers", path=[str(folder)])
     found = []
     for requirement in map(Requirement, library.requires or ()):
@@ -123,7 +123,7 @@ def install(version: str, folder: pathlib.Path = FOLDER) -> pathlib.Path:
 
 
 def survey(folder=None, kinds=()) -> dict:
-    """What tests/release_counts.py finds for a release in a folder, or for this environment's."""
+    """Results of tests/release_counts.py for a release in a folder, or for this environment's."""
     paths = [str(folder)] if folder else []
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
@@ -144,7 +144,7 @@ def expected(table: dict, version: str) -> dict:
 
 
 def losses(found: dict, table: dict) -> list:
-    """What a release gives less than the table has, or gives wrong: a line for each reason."""
+    """Losses and wrong results of a release compared with the table: a line for each reason."""
     lines, fewer = [], {}
     if found.get("waits"):
         lines.append(f"generate, a wait in each token: {found['waits']}")

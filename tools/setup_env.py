@@ -55,7 +55,7 @@ def gpu_torch():
 
 
 def nvidia_device():
-    """Whether this machine has one, as far as its driver's traces say."""
+    """True if the machine has an NVIDIA GPU, by the traces of its driver."""
     traces = ("/dev/nvidiactl", "/proc/driver/nvidia/version", "/dev/dxg")  # the last one: WSL
     return shutil.which("nvidia-smi") is not None or any(map(os.path.exists, traces))
 

@@ -20,7 +20,7 @@ def package_dir(root, config):
 
 
 def git(root, *arguments):
-    """What git prints, or None where root is no git checkout with a commit."""
+    """Output of git, or None if root is not a git checkout with a commit."""
     command = ["git", "-C", str(root), *arguments]
     try:
         ran = subprocess.run(command, capture_output=True, text=True, check=True)
@@ -64,7 +64,7 @@ def sources(root, folder, pattern="**/*"):
 
 
 def text_of(root, name):
-    """What a file at the root says; ValueError says why it cannot be read."""
+    """Text of a file at the root; ValueError explains why it cannot be read."""
     found = sources(root, root, name)
     if not found:
         raise ValueError(f"{name} is missing, or git ignores it")
