@@ -96,12 +96,18 @@ def read_step(
     """
     decay = tl.exp(g)
     if CHANNELS:
-        k, q, decay = k * decay, q * decay, 1.0
+        k *= decay
+        q *= decay
     wide_k = tl.expand_dims(k, 1 - K_AXIS)
     wide_q = tl.expand_dims(q, 1 - K_AXIS)
     seen, asked = tl.reduce((S * wide_k, S * wide_q), K_AXIS, add_pairs)  # [BLOCK_V] fp32
-    delta = (beta * rstd_k) * (v - (decay * rstd_k) * seen)  # [BLOCK_V] fp32
-    return delta, scale * (decay * asked + kq * delta)
+    if CHANNELS:
+        delta = (beta * rstd_k) * (v - rstd_k * seen)
+        o = scale * (asked + kq * delta)
+    else:
+        delta = (beta * rstd_k) * (v - (decay * rstd_k) * seen)  # [BLOCK_V] fp32
+        o = scale * (decay * asked + kq * delta)
+    return delta, o
 
 
 @triton.jit
@@ -119,8 +125,10 @@ def load_gate(
 ):
     """The raw g of a token and a head; CHANNELS: of each of its channels, [BLOCK_K]."""
     if CHANNELS:
-        return load(g_ptr + token * token_step + hv * K + offs_k, mask_k)
-    return tl.load(g_ptr + token * token_step + hv)
+        g = load(g_ptr + token * token_step + hv * K + offs_k, mask_k)
+    else:
+        g = tl.load(g_ptr + token * token_step + hv)
+    return g
 
 
 @triton.jit
@@ -131,5 +139,7 @@ def gate_of(
     """The natural-log decay that load_gate's g stands for."""
     if CHANNELS:
         at = hv * K + offs_k
-        return channel_log_decay(g, A_log_ptr, dt_bias_ptr, hv, at, mask_k, LOWER)
-    return log_decay(g, A_log_ptr, dt_bias_ptr, hv)
+        g = channel_log_decay(g, A_log_ptr, dt_bias_ptr, hv, at, mask_k, LOWER)
+    else:
+        g = log_decay(g, A_log_ptr, dt_bias_ptr, hv)
+    return g

@@ -74,9 +74,11 @@ def _decayed(s, decay, gam_ptr, first, K: tl.constexpr):
     """A block of S, from row `first` on, times decay; rows of it times their own, where gam_ptr
     [K] has them."""
     if gam_ptr is None:
-        return s * decay
-    d = first + tl.arange(0, s.shape[0])
-    return s * tl.load(gam_ptr + d, mask=d < K, other=0.0)[:, None]
+        s *= decay
+    else:
+        d = first + tl.arange(0, s.shape[0])
+        s *= tl.load(gam_ptr + d, mask=d < K, other=0.0)[:, None]
+    return s
 
 
 @triton.jit
