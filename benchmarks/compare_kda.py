@@ -14,6 +14,7 @@ tokens and 4 heads for five kinds of gates.
 """
 
 import argparse
+import functools
 import os
 import sys
 import time
@@ -203,8 +204,8 @@ def main() -> None:
                     print(f"{kind} of {name} is left out: no time", flush=True)
                     continue
                 calls = {
-                    "ours": lambda: package.chunk_kda(*x, **given),
-                    kind: lambda: fla(*x, **given, safe_gate=safe),
+                    "ours": functools.partial(package.chunk_kda, *x, **given),
+                    kind: functools.partial(fla, *x, **given, safe_gate=safe),
                 }
                 try:
                     done({"prompt": name, "us": microseconds(calls, rounds=3, rep_ms=10)})

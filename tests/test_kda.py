@@ -248,7 +248,9 @@ def test_what_is_refused(kernel):
     refuses(kernel, ValueError, r"g must have shape \[B, T, HV, K\]", g=torch.zeros(1, 5, 2))
     refuses(kernel, ValueError, "g must have shape", g=torch.zeros(1, 5, 2, 7))
     refuses(kernel, TypeError, "g must be a torch.Tensor, got NoneType", g=None)
-    refuses(kernel, ValueError, "A_log must be given .* without lower_bound", use_gate_in_kernel=True)
+    refuses(
+        kernel, ValueError, "A_log must be given .* without lower_bound", use_gate_in_kernel=True
+    )
     refuses(kernel, ValueError, "A_log must be None unless", A_log=torch.zeros(2))
     refuses(kernel, TypeError, "A_log must be a torch.Tensor", A_log=[0.0], use_gate_in_kernel=True)
     raw = {"use_gate_in_kernel": True, "A_log": torch.zeros(2)}

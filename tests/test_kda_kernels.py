@@ -323,7 +323,9 @@ class TestTokens(Tokens):
     @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("v_first", [False, True])
     def test_a_models_size(self, B, state, v_first):
-        x = raw_gates(kda_inputs(B, 1, 32, 32, 128, 128, torch.bfloat16, device="cuda"), 32, 128, -5.0)
+        x = raw_gates(
+            kda_inputs(B, 1, 32, 32, 128, 128, torch.bfloat16, device="cuda"), 32, 128, -5.0
+        )
         x["initial_state"] = torch.randn(B, 32, 128, 128, device="cuda").to(state)
         options = {"inplace": True, "state_v_first": v_first, "use_beta_sigmoid": True}
         self.check(token(x, **options, use_qk_l2norm=True))

@@ -54,8 +54,8 @@ def chunk_kda(
         o_t = scale * S_t^T q_t
 
     For prompts and training. State, gates, cumulative sums and the triangular solve are in fp32
-    (docs/kda.md). Any gate is right, -80, -inf and 0 among them: no exponent is ever positive. The
-    result of a sequence does not depend on the rest of the batch, nor that of a token on later ones.
+    (docs/kda.md). Any gate is right, -80, -inf and 0 among them: no exponent is ever positive. A
+    sequence's result does not depend on the rest of the batch, nor a token's on later ones.
 
     Args:
         q, k: [B, T, H, K], K up to 256; fp32, bf16 or fp16. Head h of v uses head h // (HV / H).
@@ -133,13 +133,7 @@ def chunk_kda(
     settings = (use_gate_in_kernel, chunk_size)
     if has_initial_state is not None or not inplace_final_state:
         call = KdaCall(*tensors, KdaOptions(*options))
-        checked = _checked(call, *settings, bool(inplace_final_state))
-        gdn_checks.pool_of_prompts(checked, has_initial_state, None)
-        pool, rows = states_to_start_from(
-            checked.initial_state, checked.state_indices, dense(has_initial_state),
-            not inplace_final_state,
-        )  # fmt: skip
-        tensors = call._replace(initial_state=pool, state_indices=rows).tensors
+        tensors = _started(call, settings, has_initial_state, bool(inplace_final_state))
     kind = (*options, *settings)
     plan = _prefilling.find(tensors, kind) if undisturbed() else None
     if plan is None:
@@ -153,6 +147,15 @@ def chunk_kda(
     if not inplace_final_state:
         state = state.to(state_dtype or state.dtype) if output_final_state else None
     return (o, state, checkpoints) if checkpoint_every else (o, state)
+
+
+def _started(call: KdaCall, settings: tuple, kept: Optional[Tensor], inplace: bool) -> tuple:
+    """The tensors of the call, with the states that its sequences start from."""
+    checked = _checked(call, *settings, inplace)
+    gdn_checks.pool_of_prompts(checked, kept, None)
+    pool, rows = checked.initial_state, checked.state_indices
+    pool, rows = states_to_start_from(pool, rows, dense(kept), not inplace)
+    return call._replace(initial_state=pool, state_indices=rows).tensors
 
 
 def _checked(call: KdaCall, use_gate: bool, chunk_size: int, written: bool = True) -> KdaCall:

@@ -66,14 +66,14 @@ def _trains(call: KdaCall) -> bool:
     not through a pool or of checkpoints, nor where torch.func differentiates."""
     if call.state_indices is not None or call.options.checkpoint_every:
         return False
-    if not torch.compiler.is_compiling() and (transformed() or any(x.is_neg() for x in _given(call))):
+    if not torch.compiler.is_compiling() and (transformed() or any(map(_is_neg, call.tensors))):
         return False
     where = call.device
     return dispatch.has_kernels(*CHUNK, where.type, where.index) and call.q.dtype != torch.float64
 
 
-def _given(call) -> list:
-    return [x for x in call.tensors if x is not None]
+def _is_neg(x: Optional[Tensor]) -> bool:
+    return x is not None and x.is_neg()
 
 
 def plan_kda_chunk(call: KdaCall):

@@ -91,6 +91,31 @@ def _zero_rows(o_ptr, chunks, length, stride, columns, V: tl.constexpr):
 
 
 @triton.jit
+def _load_factors(ptr):
+    """The row factors of a chunk [C] fp32, and its decay."""
+    t = tl.arange(0, 64)
+    f0 = tl.load(ptr + t)
+    f1 = tl.load(ptr + 64 + t)
+    f2 = tl.load(ptr + 128 + t)
+    return f0, f1, f2, tl.load(ptr + 192)
+
+
+@triton.jit
+def _store_final(
+    s1_ptr, s1_strides, at, s, s_ptr, e, is_end, K: tl.constexpr, V: tl.constexpr,
+    BEHIND: tl.constexpr,
+):  # fmt: skip
+    """The state after a segment, if it is wanted: of a sequence with cuts only where that is the
+    sequence's end."""
+    BLOCK_K: tl.constexpr = s[0].shape[0]
+    for i in tl.static_range(len(s) if s1_ptr is not None else 0):
+        kv = i * BLOCK_K + tl.arange(0, BLOCK_K)
+        to = at + kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
+        is_state = (kv < K)[:, None] & (e < V)[None, :]
+        _store_state(s1_ptr, to, part_of(s, s_ptr, i), is_state & is_end if BEHIND else is_state)
+
+
+@triton.jit
 def _times(f, x):
     """Rows of x times factors [C], if there are any."""
     return x if f is None else f[:, None] * x
@@ -206,11 +231,7 @@ def _scan_kernel(
         v_tile = v_ptr + go * v_strides[1] + own[:, None] * v_strides[1] + e[None, :]
         block = t[:, None] * 64 + t[None, :]
         if ke_ptr is None:
-            f = f_ptr + go * (HV * 4)
-            f0 = tl.load(f + t)  # [C] fp32
-            f1 = tl.load(f + 64 + t)
-            f2 = tl.load(f + 128 + t)
-            decay = tl.load(f + 192)
+            f0, f1, f2, decay = _load_factors(f_ptr + go * (HV * 4))
             gam = None
             end_tile = k_tile
         else:
@@ -250,16 +271,8 @@ def _scan_kernel(
 
         left -= 64
 
-    if s1_ptr is not None:
-        for i in tl.static_range(len(s)):
-            kv = i * BLOCK_K + d
-            at = slot * s1_strides[0] + hv * s1_strides[1]
-            at += kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
-            is_state = (kv < K)[:, None] & (e < V)[None, :]
-            is_end = left <= 0  # the sequence's; behind a cut there is more
-            _store_state(
-                s1_ptr, at, part_of(s, s_ptr, i), is_state & is_end if BEHIND else is_state
-            )
+    at = slot * s1_strides[0] + hv * s1_strides[1]
+    _store_final(s1_ptr, s1_strides, at, s, s_ptr, e, left <= 0, K, V, BEHIND)
 
 
 def segments(call: GdnCall, shortest: int, longest: int) -> tuple:

@@ -1,4 +1,4 @@
-"""Chunked Kimi Delta Attention for every chip: prepare, then scan (docs/kda.md). Holds no kernel."""
+"""Chunked Kimi Delta Attention for every chip: prepare, then scan (docs/kda.md)."""
 
 import torch
 

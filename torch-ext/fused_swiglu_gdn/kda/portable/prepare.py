@@ -39,7 +39,7 @@ def _store_lengths(
     q, k, beta, gates, q_stride, k_stride, beta_stride, ok, scale, LOW: tl.constexpr,
     K: tl.constexpr, L2NORM: tl.constexpr, BETA_MAX: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """1 / |k|, scale / |q| [C], where there is a token; they and beta go to rows 0, 1, 3 of gates."""
+    """1 / |k|, scale / |q| [C] where there is a token; they and beta are rows 0, 1, 3 of gates."""
     t = tl.arange(0, 64)
     rk = tl.where(ok, 1.0, 0.0)
     rq = rk * scale
@@ -248,7 +248,5 @@ class Prepare:
         # scratch, apart: free again for o
         gates = gam.new_empty((rows, HV, self.scratch, CHUNK))
         work = gam.new_empty((rows, HV, CHUNK, K)) if self.works else None
-        self.kernel(
-            q, k, g, beta, A_log, dt_bias, cu_seqlens, tb, p, kd, qd, ke, gam, gates, work
-        )
+        self.kernel(q, k, g, beta, A_log, dt_bias, cu_seqlens, tb, p, kd, qd, ke, gam, gates, work)
         return tb, p, kd, qd, ke, gam

@@ -1,6 +1,7 @@
 """Kimi Delta Attention (arXiv:2510.26692), token by token: the definition.
 
-    S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T      o_t = scale S_t^T q_t
+S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T
+o_t = scale * S_t^T q_t
 """
 
 from ...gdn.reference.recurrent import gdn_recurrent_fwd
