@@ -262,9 +262,9 @@ def test_what_is_refused(kernel):
     chunk = {"rule": "chunk_kda"}
     refuses(kernel, ValueError, "chunk_size must be 64", chunk_size=32, **chunk)
     refuses(kernel, TypeError, "safe_gate must be True or False", safe_gate="yes", **chunk)
-    refuses(kernel, NotImplementedError, "cp_context must be None", cp_context=object(), **chunk)
+    refuses(kernel, ValueError, "cp_context must be None", cp_context=object(), **chunk)
     message = "return_intermediate_states must be False: checkpoint_every"
-    refuses(kernel, NotImplementedError, message, return_intermediate_states=True, **chunk)
+    refuses(kernel, ValueError, message, return_intermediate_states=True, **chunk)
     step = {"rule": "fused_recurrent_kda"}
     refuses(kernel, ValueError, "null_index must be -1 or 0", null_index=3, **step)
     refuses(kernel, ValueError, "initial_state must be given", inplace_final_state=True, **step)

@@ -103,9 +103,9 @@ def chunk_kda(
         rows that chunk_gated_delta_rule has them in.
 
     Raises:
-        ValueError: a shape, device, scale, cu_seqlens or option does not fit.
+        ValueError: a shape, device, scale, cu_seqlens or option does not fit, or
+            return_intermediate_states or cp_context is given.
         TypeError: an argument is no tensor or of the wrong dtype.
-        NotImplementedError: return_intermediate_states or cp_context is given.
 
     Example:
         >>> B, T, H, K, V = 1, 100, 2, 16, 32

@@ -23,13 +23,13 @@ def refused(
     """What FLA's function has and this one does not, or does without being asked."""
     are_flags(return_intermediate_states=return_intermediate_states, **flags)
     if return_intermediate_states:
-        raise NotImplementedError(
+        raise ValueError(
             "return_intermediate_states must be False: checkpoint_every returns the states after "
             f"every so many tokens, got {return_intermediate_states!r}"
         )
     if cp_context is not None:
         kind = type(cp_context).__name__
-        raise NotImplementedError(
+        raise ValueError(
             f"cp_context must be None: sequences are not shared among processes here, got {kind}"
         )
     if cu_seqlens_cpu is not None:
