@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from ...gdn.portable.gates import to_log2
-from ...gdn.portable.primitives import level
+from ...gdn.portable.primitives import level, locate
 
 
 @triton.jit
@@ -51,18 +51,19 @@ def _store_pairs(p_ptr, kept_ptr, i, j, qk, kk, DIAGONAL: tl.constexpr):
 
 
 @triton.jit
-def store_half(
-    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, left, K: tl.constexpr,
-    RAW: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+def _store_below(
+    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, first, left, S: tl.constexpr,
+    K: tl.constexpr, RAW: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
-    """Level 32, the lower left quarter of the chunk; zeros above the diagonal blocks of P."""
-    i = tl.arange(0, 32)
-    lo = i[:, None]
-    hi = lo + 32
-    kk = tl.zeros((32, 32), tl.float32)
-    qk = tl.zeros((32, 32), tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
-        d = k0 + tl.arange(0, BLOCK_K)[None, :]
+    """The block of level S whose rows are the S tokens behind the S from token `first` on."""
+    i = tl.arange(0, S)
+    lo = first + i[:, None]
+    hi = lo + S
+    kk = tl.zeros((S, S), tl.float32)
+    qk = tl.zeros((S, S), tl.float32)
+    for k0 in tl.range(0, K, BLOCK, disable_licm=True):
+        d = k0 + tl.arange(0, BLOCK)[None, :]
         in_lo = (lo < left) & (d < K)
         in_hi = (hi < left) & (d < K)
         f = tl.exp2(tl.cumsum(_load_decays(x, hi * x_stride + d, in_hi, RAW), axis=0))
@@ -73,44 +74,13 @@ def store_half(
         c = tl.trans((_load_scaled(k, lo * k_stride + d, gates, lo, in_lo) * r).to(DOT))
         kk = tl.dot(a, c, kk, input_precision=PREC)
         qk = tl.dot(qa, c, qk, input_precision=PREC)
-    _store_pairs(p, kept, hi, i[None, :], qk, kk, False)
-    t = tl.arange(0, 64)
-    r, c = t[:, None], t[None, :]
-    tl.store(p + r * 64 + c, tl.zeros((64, 64), p.dtype.element_ty), mask=r // 16 < c // 16)
-
-
-@triton.jit
-def store_quarters(
-    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, left, K: tl.constexpr,
-    RAW: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
-):  # fmt: skip
-    """Level 16: two blocks of 16 x 16."""
-    i = tl.arange(0, 16)
-    half = tl.arange(0, 2)[:, None, None] * 32
-    lo = half + i[None, :, None]  # [2, 16, 1]
-    hi = lo + 16
-    kk = tl.zeros((2, 16, 16), tl.float32)
-    qk = tl.zeros((2, 16, 16), tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
-        d = k0 + tl.arange(0, BLOCK_K)[None, None, :]
-        in_lo = (lo < left) & (d < K)
-        in_hi = (hi < left) & (d < K)
-        f = tl.exp2(tl.cumsum(_load_decays(x, hi * x_stride + d, in_hi, RAW), axis=1))
-        g = _load_decays(x, lo * x_stride + d, in_lo, RAW)
-        r = tl.exp2(tl.cumsum(g, axis=1, reverse=True) - g)
-        a = (_load_scaled(k, hi * k_stride + d, gates, hi, in_hi) * f).to(DOT)
-        qa = (_load_scaled(q, hi * q_stride + d, gates + 64, hi, in_hi) * f).to(DOT)
-        c = (_load_scaled(k, lo * k_stride + d, gates, lo, in_lo) * r).to(DOT)
-        c = tl.permute(c, (0, 2, 1))
-        kk = tl.dot(a, c, kk, input_precision=PREC)
-        qk = tl.dot(qa, c, qk, input_precision=PREC)
-    _store_pairs(p, kept, hi, half + i[None, None, :], qk, kk, False)
+    _store_pairs(p, kept, hi, first + i[None, :], qk, kk, False)
 
 
 @triton.jit
 def _factors(x, S: tl.constexpr, BLOCK: tl.constexpr):
-    """E of level S for decays x in each 16 tokens, [4, 16, BLOCK] fp32."""
-    y = tl.reshape(x, (32 // S, 2, S, BLOCK))
+    """E of level S for decays x [16, BLOCK] fp32."""
+    y = tl.reshape(x, (8 // S, 2, S, BLOCK))
     behind = (tl.arange(0, 2) == 1)[None, :, None, None]
     if S == 1:
         e = tl.where(behind, y, 0.0)
@@ -118,34 +88,97 @@ def _factors(x, S: tl.constexpr, BLOCK: tl.constexpr):
         since = tl.cumsum(y, axis=2)
         until = tl.cumsum(y, axis=2, reverse=True) - y
         e = tl.where(behind, since, until)
-    return tl.reshape(tl.exp2(e), (4, 16, BLOCK))
+    return tl.reshape(tl.exp2(e), (16, BLOCK))
 
 
 @triton.jit
-def store_diagonal(
-    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, left, K: tl.constexpr,
-    RAW: tl.constexpr, BLOCK_D: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+def _store_diagonal(
+    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, first, left, K: tl.constexpr,
+    RAW: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """Levels 8, 4, 2, 1 and the diagonal: four blocks of 16 x 16, a warp each."""
-    row = tl.arange(0, 16)
-    block = tl.arange(0, 4)[:, None, None] * 16
-    i = row[None, :, None]
-    j = row[None, None, :]
-    t = block + i  # [4, 16, 1]
-    kk = tl.zeros((4, 16, 16), tl.float32)
-    qk = tl.zeros((4, 16, 16), tl.float32)
-    for k0 in tl.range(0, K, BLOCK_D, disable_licm=True):
-        d = k0 + tl.arange(0, BLOCK_D)[None, None, :]
+    """Levels 8, 4, 2, 1 and the diagonal of the 16 tokens from `first` on."""
+    i = tl.arange(0, 16)[:, None]
+    j = tl.arange(0, 16)[None, :]
+    t = first + i
+    kk = tl.zeros((16, 16), tl.float32)
+    qk = tl.zeros((16, 16), tl.float32)
+    for k0 in tl.range(0, K, BLOCK, disable_licm=True):
+        d = k0 + tl.arange(0, BLOCK)[None, :]
         mask = (t < left) & (d < K)
         g = _load_decays(x, t * x_stride + d, mask, RAW)
         kn = _load_scaled(k, t * k_stride + d, gates, t, mask)
         qn = _load_scaled(q, t * q_stride + d, gates + 64, t, mask)
-        qk += tl.where(i == j, tl.sum(qn * kn, axis=2)[:, :, None], 0.0)
+        qk += tl.where(i == j, tl.sum(qn * kn, axis=1)[:, None], 0.0)
         for s in tl.static_range(4):
-            e = _factors(g, 2**s, BLOCK_D)
+            e = _factors(g, 2**s, BLOCK)
             a = (kn * e).to(DOT)
-            c = tl.permute(a, (0, 2, 1))
+            c = tl.trans(a)
             mine = level(i, j, 2**s)
             kk += tl.where(mine, tl.dot(a, c, input_precision=PREC), 0.0)
             qk += tl.where(mine, tl.dot((qn * e).to(DOT), c, input_precision=PREC), 0.0)
-    _store_pairs(p, kept, t, block + j, qk, kk, True)
+    _store_pairs(p, kept, t, first + j, qk, kk, True)
+
+
+@triton.jit(do_not_specialize=["T", "N", "NT"])
+def pairs_kernel(
+    q_ptr,  # [B, T, H, K]
+    k_ptr,  # [B, T, H, K]
+    x_ptr,  # [B, T, HV, K], the caller's g; [rows, HV, C, K] fp32 with RAW, log2 of the decays
+    cu_ptr,  # [N + 1] int32 | int64 or None
+    p_ptr,  # [rows, HV, C, C], written
+    kept_ptr,  # [rows, HV, STEP]: -A, written; the element type is DOT's
+    gates_ptr,  # [rows, HV, GATES, C] fp32: factors of keys and of queries
+    q_strides,  # of B, T, H
+    k_strides,
+    x_strides,  # of B, T, HV
+    T,
+    N,
+    NT,  # ceil(T / C), equal length
+    H: tl.constexpr,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    RAW: tl.constexpr,
+    GATES: tl.constexpr,
+    STEP: tl.constexpr,  # elements from a unit's -A to the next
+    BLOCK: tl.constexpr,
+    DOT: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """A warp's part of a chunk and value head: a diagonal block of 16 tokens, a block of level 16,
+    or level 32. Without other warps to wait for; parts that read the same lie together."""
+    HV: tl.constexpr = H * R
+    part = tl.program_id(0) % 7
+    hv = (tl.program_id(0) // 7) % HV
+    row = tl.program_id(0) // (7 * HV)
+    n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
+    if c * 64 >= length:
+        return
+    b = n.to(tl.int64) if cu_ptr is None else start * 0  # packed: a batch of one
+    tok = start + c * 64
+    left = (length - c * 64).to(tl.int32)
+    unit = row.to(tl.int64) * HV + hv
+    q = q_ptr + b * q_strides[0] + tok * q_strides[1] + (hv // R) * q_strides[2]
+    k = k_ptr + b * k_strides[0] + tok * k_strides[1] + (hv // R) * k_strides[2]
+    if RAW:
+        x = x_ptr + unit * (64 * K)
+    else:
+        x = x_ptr + b * x_strides[0] + tok * x_strides[1] + hv * K
+    gates = gates_ptr + unit * (64 * GATES)
+    p = p_ptr + unit * 4096
+    kept = kept_ptr + unit * STEP
+    x_stride = K if RAW else x_strides[1]
+    if part < 4:
+        _store_diagonal(
+            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, part * 16, left, K, RAW,
+            BLOCK, DOT, PREC,
+        )  # fmt: skip
+    elif part < 6:
+        _store_below(
+            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, (part - 4) * 32, left,
+            16, K, RAW, BLOCK, DOT, PREC,
+        )  # fmt: skip
+    else:
+        _store_below(
+            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, 0, left, 32, K, RAW,
+            BLOCK, DOT, PREC,
+        )  # fmt: skip

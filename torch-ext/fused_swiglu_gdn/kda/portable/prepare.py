@@ -7,6 +7,8 @@ G = cumsum(g):
     P_ij = sum_d q_id k_jd exp(G_id - G_jd), i >= j     Kd, Qd = exp(G) K, exp(G) Q
     Ke = exp(G_C - G) K                                 gam = exp(G_C)
 
+Three launches: the scan's operands, with norms and gates; A and P (levels.py); the inverse.
+
 Sizes: B T H HV K V; N sequences; C chunk; R = HV / H; rows = chunk rows of the call.
 """
 
@@ -22,7 +24,7 @@ from ...runtime.launch import Launch, steps
 from ...runtime.primitives import exact_exp2
 from ...runtime.tuning import lookup
 from ..call import KdaCall
-from .levels import store_diagonal, store_half, store_quarters
+from .levels import pairs_kernel
 
 UNITS = 4  # value heads of a program that are inverted at once: a warp each
 
@@ -94,7 +96,7 @@ def _store_operands(
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
-def _prepare_kernel(
+def _operands_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
     g_ptr,  # [B, T, HV, K], heads side by side
@@ -102,8 +104,7 @@ def _prepare_kernel(
     A_log_ptr,  # [HV] or None
     dt_bias_ptr,  # [HV, K] or None
     cu_ptr,  # [N + 1] int32 | int64 or None
-    tb_ptr,  # [rows, HV, C, C]
-    p_ptr,  # [rows, HV, C, C]
+    p_ptr,  # [rows, HV, C, C]: zeros above the diagonal blocks
     kd_ptr,  # [B, T, HV, K]
     qd_ptr,  # [B, T, HV, K]
     ke_ptr,  # [B, T, HV, K]
@@ -124,79 +125,67 @@ def _prepare_kernel(
     L2NORM: tl.constexpr,
     BETA_MAX: tl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
     LOWER: tl.constexpr,  # of a bounded gate, or None
-    UNITS: tl.constexpr,  # value heads of a program, at most
-    BLOCK_K: tl.constexpr,
-    BLOCK_D: tl.constexpr,  # channels at once in the blocks of 16 tokens
     GATES: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """Everything of a chunk and up to UNITS value heads: one after another, then all inverses."""
+    """What one chunk and value head gives the scan, and factors of keys, queries and beta."""
     HV: tl.constexpr = H * R
-    PARTS: tl.constexpr = (HV + UNITS - 1) // UNITS
-    row = tl.program_id(0) // PARTS
-    first = tl.program_id(0) % PARTS * UNITS
-    heads = tl.minimum(HV - first, UNITS)
+    hv = tl.program_id(0) % HV
+    row = tl.program_id(0) // HV
     n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
     if c * 64 >= length:
         return
     b = n.to(tl.int64) if cu_ptr is None else start * 0  # packed: a batch of one
     tok = start + c * 64  # first token, int64; offsets inside a chunk are 32-bit
-    left = (length - c * 64).to(tl.int32)
-    ok = tl.arange(0, 64) < left
-    q_ptr += b * q_strides[0] + tok * q_strides[1]
-    k_ptr += b * k_strides[0] + tok * k_strides[1]
-    g_ptr += b * g_strides[0] + tok * g_strides[1]
-    beta_ptr += b * beta_strides[0] + tok * beta_strides[1]
-    LATER: tl.constexpr = GATES > 4
-    for u in tl.range(0, heads, disable_licm=True):
-        hv = first + u
-        unit = row.to(tl.int64) * HV + hv
-        q = q_ptr + (hv // R) * q_strides[2]
-        k = k_ptr + (hv // R) * k_strides[2]
-        g = g_ptr + hv * K
-        tb = tb_ptr + unit * 4096
-        p = p_ptr + unit * 4096
-        gates = gates_ptr + unit * (64 * GATES)
-        work = None if work_ptr is None else work_ptr + unit * (64 * K)
-        out = ((b * T + tok) * HV + hv) * K
-        rk, rq = _store_lengths(
-            q, k, beta_ptr + hv * beta_strides[2], gates, q_strides[1], k_strides[1],
-            beta_strides[1], ok, scale, kd_ptr.dtype.element_ty, K, L2NORM, BETA_MAX, BLOCK_K,
-        )  # fmt: skip
-        _store_operands(
-            q, k, g, A_log_ptr, dt_bias_ptr, kd_ptr + out, qd_ptr + out, ke_ptr + out,
-            gam_ptr + unit * K, work, rk, rq, q_strides[1], k_strides[1], g_strides[1], ok, hv,
-            HV * K, K, LOWER, BLOCK_K,
-        )  # fmt: skip
-        tl.debug_barrier()  # 1/|k|, 1/|q| and decays of other threads
-        # -A lies where Tb will, and is read before; or behind the gates
-        kept = gates + 256 if LATER else tb.to(tl.pointer_type(tl.float16))
-        RAW: tl.constexpr = work_ptr is not None
-        if RAW:
-            x = work
-            x_stride = K
-        else:
-            x = g
-            x_stride = g_strides[1]
-        store_half(
-            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, left, K, RAW, BLOCK_K,
-            DOT, PREC,
-        )  # fmt: skip
-        store_quarters(
-            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, left, K, RAW, BLOCK_K,
-            DOT, PREC,
-        )  # fmt: skip
-        store_diagonal(
-            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, left, K, RAW, BLOCK_D,
-            DOT, PREC,
-        )  # fmt: skip
-    tl.debug_barrier()  # what follows was written by other threads
+    t = tl.arange(0, 64)
+    ok = t < length - c * 64
+    q_ptr += b * q_strides[0] + tok * q_strides[1] + (hv // R) * q_strides[2]
+    k_ptr += b * k_strides[0] + tok * k_strides[1] + (hv // R) * k_strides[2]
+    g_ptr += b * g_strides[0] + tok * g_strides[1] + hv * K
+    beta_ptr += b * beta_strides[0] + tok * beta_strides[1] + hv * beta_strides[2]
+    unit = row.to(tl.int64) * HV + hv
+    work = None if work_ptr is None else work_ptr + unit * (64 * K)
+    out = ((b * T + tok) * HV + hv) * K
+    rk, rq = _store_lengths(
+        q_ptr, k_ptr, beta_ptr, gates_ptr + unit * (64 * GATES), q_strides[1], k_strides[1],
+        beta_strides[1], ok, scale, kd_ptr.dtype.element_ty, K, L2NORM, BETA_MAX, BLOCK_K,
+    )  # fmt: skip
+    _store_operands(
+        q_ptr, k_ptr, g_ptr, A_log_ptr, dt_bias_ptr, kd_ptr + out, qd_ptr + out, ke_ptr + out,
+        gam_ptr + unit * K, work, rk, rq, q_strides[1], k_strides[1], g_strides[1], ok, hv, HV * K,
+        K, LOWER, BLOCK_K,
+    )  # fmt: skip
+    zero = tl.zeros((64, 64), p_ptr.dtype.element_ty)
+    r, c = t[:, None], t[None, :]
+    tl.store(p_ptr + unit * 4096 + r * 64 + c, zero, mask=r // 16 < c // 16)
+
+
+@triton.jit(do_not_specialize=["T", "N", "NT"])
+def _inverse_kernel(
+    cu_ptr,  # [N + 1] int32 | int64 or None
+    tb_ptr,  # [rows, HV, C, C]: -A in fp16 before, if GATES is 4
+    gates_ptr,  # [rows, HV, GATES, C] fp32: beta in row 3, -A from row 4 on if there are more
+    T,
+    N,
+    NT,
+    HV: tl.constexpr,
+    UNITS: tl.constexpr,
+    GATES: tl.constexpr,
+    DOT: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Tb of a chunk and up to UNITS value heads, a warp each."""
+    PARTS: tl.constexpr = (HV + UNITS - 1) // UNITS
+    row = tl.program_id(0) // PARTS
+    first = tl.program_id(0) % PARTS * UNITS
+    n, c, start, length = locate(row, cu_ptr, T, N, NT, 64)
+    if c * 64 >= length:
+        return
     # warps left over repeat the last unit
-    u = row.to(tl.int64) * HV + first + tl.minimum(tl.arange(0, UNITS), heads - 1)
+    u = row.to(tl.int64) * HV + tl.minimum(first + tl.arange(0, UNITS), HV - 1)
     tb = tb_ptr + u[None, :, None] * 4096
     gates = gates_ptr + u * (64 * GATES)
-    if LATER:
+    if GATES > 4:
         m = (gates[None, :, None] + 256,)
     else:
         m = kept_blocks(tb.to(tl.pointer_type(tl.float16)))
@@ -205,12 +194,12 @@ def _prepare_kernel(
 
 
 class Prepare:
-    """The kernel above for calls of one kind: shapes, strides, dtypes and options are known."""
+    """The kernels above for calls of one kind: shapes, strides, dtypes and options are known."""
 
-    __slots__ = ("kernel", "rows", "shape", "scratch", "works")
+    __slots__ = ("operands", "pairs", "inverse", "rows", "shape", "scratch", "works")
 
     def __init__(self, call: KdaCall):
-        q, K, HV, options = call.q, call.K, call.HV, call.options
+        q, H, K, HV, options = call.q, call.H, call.K, call.HV, call.options
         wide = q.dtype == torch.float32
         self.rows, self.shape = call.rows, (call.B, call.T, HV, K)
         # with unit keys nothing of A and P exceeds 1 and nothing of the inverse 2, and fp16 has
@@ -218,24 +207,30 @@ class Prepare:
         narrow = options.use_qk_l2norm and not wide
         self.scratch = 4 if narrow else 4 + CHUNK
         self.works = call.A_log is not None or options.lower_bound is not None
-        name = "portable_kda_prepare_wide" if wide else "portable_kda_prepare"
-        config = dict(lookup(name, q.device))
-        widest = triton.next_power_of_2(max(K, 16))
-        blocks = (min(widest, config.pop("BLOCK_K")), min(widest, config.pop("BLOCK_D")))
-        self.kernel = Launch(
-            _prepare_kernel,
-            self.rows * -(-HV // UNITS),
-            q.device,
-            numbers=(
-                *map(steps, (q, call.k, call.g, call.beta)), *chunk_numbers(call), options.scale,
-            ),
+        dot = (tl.float16 if narrow else tl.float32, precision(torch.float32 if wide else q.dtype))
+        config = lookup("portable_kda_prepare_wide" if wide else "portable_kda_prepare", q.device)
+        blocks = [min(triton.next_power_of_2(max(K, 16)), config[n]) for n in ("BLOCK_K", "BLOCK")]
+        numbers, heads = chunk_numbers(call), (H, HV // H, K)
+        strides = tuple(map(steps, (q, call.k, call.g, call.beta)))
+        self.operands = Launch(
+            _operands_kernel, self.rows * HV, q.device,
+            numbers=(*strides, *numbers, options.scale),
             constexprs=(
-                call.H, HV // call.H, K, options.use_qk_l2norm, options.beta_max,
-                options.lower_bound, UNITS, *blocks, self.scratch,
-                tl.float16 if narrow else tl.float32,
-                precision(torch.float32 if wide else torch.float16),
+                *heads, options.use_qk_l2norm, options.beta_max, options.lower_bound, self.scratch,
+                blocks[0],
             ),
-            options=tuple(config.items()),
+            options=(("num_warps", config["num_warps"]), ("num_stages", 1)),
+        )  # fmt: skip
+        step = 4096 if narrow else 64 * self.scratch
+        self.pairs = Launch(
+            pairs_kernel, self.rows * HV * 7, q.device, numbers=(*strides[:3], *numbers),
+            constexprs=(*heads, self.works, self.scratch, step, blocks[1], *dot),
+            options=(("num_warps", 1), ("num_stages", 1)),
+        )  # fmt: skip
+        self.inverse = Launch(
+            _inverse_kernel, self.rows * -(-HV // UNITS), q.device, numbers=numbers,
+            constexprs=(HV, UNITS, self.scratch, *dot),
+            options=(("num_warps", UNITS), ("num_stages", 1)),
         )  # fmt: skip
 
     def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> tuple:
@@ -248,5 +243,9 @@ class Prepare:
         # scratch, apart: free again for o
         gates = gam.new_empty((rows, HV, self.scratch, CHUNK))
         work = gam.new_empty((rows, HV, CHUNK, K)) if self.works else None
-        self.kernel(q, k, g, beta, A_log, dt_bias, cu_seqlens, tb, p, kd, qd, ke, gam, gates, work)
+        self.operands(q, k, g, beta, A_log, dt_bias, cu_seqlens, p, kd, qd, ke, gam, gates, work)
+        # -A lies where Tb will, or behind the gates
+        kept = tb.view(torch.float16) if self.scratch == 4 else gates[:, :, 4:]
+        self.pairs(q, k, g if work is None else work, cu_seqlens, p, kept, gates)
+        self.inverse(cu_seqlens, tb, gates)
         return tb, p, kd, qd, ke, gam
