@@ -18,7 +18,7 @@ from .chunks import chunk_rows, count_sequences
 
 
 def of_beta(options) -> float:
-    """The factor of sigmoid(beta); 0 where beta is used as it is."""
+    """The factor of sigmoid(beta); 0 if beta is used unchanged."""
     return (2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid else 0.0
 
 
@@ -70,8 +70,10 @@ class ReplayOptions(NamedTuple):
 
 
 def with_sizes(kind):
-    """Adds to a kind of call what follows from its tensors, and whether each channel of the keys
-    has a gate of its own: g is [B, T, HV, K] then."""
+    """Adds properties that follow from the tensors to a call type.
+
+    One of them is true if each channel of the keys has a gate of its own: g is [B, T, HV, K].
+    """
     kind.B = property(lambda call: call.q.shape[0])
     kind.T = property(lambda call: call.q.shape[1])
     kind.H = property(lambda call: call.q.shape[2])

@@ -32,7 +32,7 @@ def with_pool(call, state_pool: Optional[Tensor]):
 
 
 def without_pool(call, pooled: bool) -> tuple:
-    """state_pool, and the fields of the call, as the operators take them."""
+    """state_pool and the fields of the call, as the operators take them."""
     pool, start = (call.initial_state, None) if pooled else (None, call.initial_state)
     return (pool, *call._replace(initial_state=start).tensors, *call.options)
 

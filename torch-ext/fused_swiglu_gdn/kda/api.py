@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..gdn import checks as gdn_checks
 from ..gdn.ops import states_to_start_from
-from ..runtime.cache import CallCache, undisturbed
+from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.checks import are_flags, is_null_index, is_tensor
 from ..runtime.ops import autocast, dense
 from . import checks, ops
@@ -135,13 +135,13 @@ def chunk_kda(
         call = KdaCall(*tensors, KdaOptions(*options))
         tensors = _started(call, settings, has_initial_state, bool(inplace_final_state))
     kind = (*options, *settings)
-    plan = _prefilling.find(tensors, kind) if undisturbed() else None
+    plan = _prefilling.find(tensors, kind) if fast_path_ok() else None
     if plan is None:
         given = KdaCall(*tensors, KdaOptions(*options))
         call = _checked(given, *settings)
         if state_indices is not None:
             gdn_checks.pool_is_written(call.initial_state)
-        if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
+        if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
             plan = _prefilling.keep(tensors, kind, ops.plan_kda_chunk(call))
     o, state, checkpoints = ops.kda_chunk(call) if plan is None else plan(*tensors)[:3]
     if not inplace_final_state:
@@ -256,12 +256,12 @@ def fused_recurrent_kda(
         state_v_first, output_final_state, inplace_final_state, output_all_states, null_index,
         lower_bound, use_gate_in_kernel,
     )  # fmt: skip
-    plan = _decoding.find(tensors, kind) if undisturbed() else None
+    plan = _decoding.find(tensors, kind) if fast_path_ok() else None
     if plan is not None:
         return plan(*tensors)
     given = KdaStepCall(*tensors, KdaStepOptions(*kind[:-1]))
     call = _checked_step(given, use_gate_in_kernel)
-    if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
+    if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
         _decoding.keep(tensors, kind, ops.plan_kda_recurrent(call))
     return ops.kda_recurrent(call)
 

@@ -64,7 +64,7 @@ class KdaCall(NamedTuple):
 
 
 class KdaGradient(NamedTuple):
-    """What the gradient of a KdaCall takes besides that call."""
+    """Inputs of the gradient of a KdaCall besides that call."""
 
     do: Tensor  # [B, T, HV, V]
     d_final_state: Optional[Tensor]  # [N, HV, K, V]

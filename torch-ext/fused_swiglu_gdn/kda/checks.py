@@ -20,7 +20,7 @@ def gates(A_log: object, dt_bias: object, lower_bound: object, use_gate: object)
 def refused(
     return_intermediate_states: object, cp_context: object, cu_seqlens_cpu: object, **flags: object
 ) -> None:
-    """What FLA's function has and this one does not, or does without being asked."""
+    """Refuses arguments of FLA's function that this one does not support."""
     are_flags(return_intermediate_states=return_intermediate_states, **flags)
     if return_intermediate_states:
         raise ValueError(

@@ -62,8 +62,10 @@ def kda_chunk(call: KdaCall) -> tuple:
 
 
 def _trains(call: KdaCall) -> bool:
-    """Whether the kernel serves the forward of a call with a gradient, which is torch's own work:
-    not through a pool or of checkpoints, nor where torch.func differentiates."""
+    """True if the kernel computes the forward of a call whose gradient torch computes.
+
+    It does not for calls through a pool or with checkpoints, nor under torch.func's transforms.
+    """
     if call.state_indices is not None or call.options.checkpoint_every:
         return False
     if not torch.compiler.is_compiling() and (transformed() or any(map(_is_neg, call.tensors))):
@@ -77,7 +79,7 @@ def _is_neg(x: Optional[Tensor]) -> bool:
 
 
 def plan_kda_chunk(call: KdaCall):
-    """What serves all eager calls of kda_chunk like this one, from their tensors, or None."""
+    """Returns a function of the tensors for eager calls of kda_chunk that match, or None."""
     written = (call.initial_state,) if call.state_indices is not None else ()
     return plan(*CHUNK, (call,), written=written)
 
@@ -116,7 +118,7 @@ def kda_recurrent(call: KdaStepCall) -> Tuple[Tensor, Optional[Tensor]]:
 
 
 def plan_kda_recurrent(call: KdaStepCall):
-    """What serves all eager calls of kda_recurrent like this one, from their tensors, or None."""
+    """Returns a function of the tensors for eager calls of kda_recurrent that match, or None."""
     return plan(*RECURRENT, (call,), written=_written(call))
 
 

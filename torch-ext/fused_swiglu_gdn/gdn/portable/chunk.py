@@ -22,7 +22,7 @@ def supports_gdn_chunk_fwd(call: GdnCall) -> bool:
 
 
 def kind_of(call: GdnCall) -> str:
-    """Which configurations of configs/ a call takes.
+    """Suffix of the configurations in configs/ for a call.
 
     "": a loop that loads ahead, for rows that can be copied in units of 16 bytes and a state of at
     most 128 rows. "_plain": any rows and sizes. "_fp32": three products for each.

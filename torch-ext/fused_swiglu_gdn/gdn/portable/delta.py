@@ -92,9 +92,9 @@ def read_step(
 ):
     """(delta, o) [BLOCK_V] of a step from S_{t-1} [BLOCK_V, BLOCK_K] (K_AXIS = 1) or transposed.
 
-    S_t^T q = decay S_{t-1}^T q + (k.q) delta, so that every reduction starts from what was loaded,
-    and k and q stay as they are: their norms are factors of the sums. All fp32. CHANNELS: g is
-    [BLOCK_K], and its decays go into k and q before the sums.
+    S_t^T q = decay S_{t-1}^T q + (k.q) delta, so that every reduction starts from loaded values,
+    and k and q are not normalised: their norms are factors of the sums. All fp32. CHANNELS: g is
+    [BLOCK_K], and k and q are multiplied by its decays before the sums.
     """
     decay = tl.exp(g)
     if CHANNELS:

@@ -175,9 +175,9 @@ def store_inverse(
     """Stores Tb of U units. The inverse of [[A, 0], [-M, D]] has D^-1 M A^-1 below the diagonal.
 
     The decay is a similarity, (I + L)^-1 = diag(gam) (I + diag(beta) K K^T)^-1 diag(1 / gam). So it
-    can come last, and all heads share the blocks of K K^T: for keys of length 1, that is. With
-    others the inverse may grow beyond fp32 unless the decay comes first. MADE: m is A of a rule
-    whose decays are no similarity.
+    can be applied last, and all heads share the blocks of K K^T, if keys are unit vectors. For
+    other keys the inverse may exceed fp32 unless the decay is applied first. MADE: m is A of a
+    rule whose decays are not a similarity.
     """
     LEFT: tl.constexpr = not UNIT_KEYS and not MADE  # decay and lengths come to m here
     GATED: tl.constexpr = not UNIT_KEYS or MADE

@@ -49,7 +49,7 @@ def _load_token(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, token, h, hv, offs_k, offs_v, mask_k, mask_v,
     K: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """q, k [BLOCK_K], v [BLOCK_V] in fp32 and the raw g and beta of a token and a value head."""
+    """Loads q, k [BLOCK_K], v [BLOCK_V] in fp32 and raw g and beta of a token and a value head."""
     q = load(q_ptr + token * strides[0] + h * strides[1] + offs_k, mask_k)
     k = load(k_ptr + token * strides[2] + h * strides[3] + offs_k, mask_k)
     v = load(v_ptr + token * strides[4] + hv * strides[5] + offs_v, mask_v)

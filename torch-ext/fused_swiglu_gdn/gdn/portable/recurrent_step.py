@@ -210,6 +210,6 @@ _steps = CallCache()
 
 
 def step_of(call: RecurrentCall) -> Step:
-    """The Step of all calls like this one: q, k, v [N, 1, ...] and g, beta [N, 1, HV, ...]."""
+    """Returns the Step of calls that match: q, k, v [N, 1, ...] and g, beta [N, 1, HV, ...]."""
     key = (call.tensors, call.options)
     return _steps.find(*key) or _steps.keep(*key, Step(call))

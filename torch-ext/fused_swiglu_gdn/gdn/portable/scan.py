@@ -287,7 +287,7 @@ def segments(call: GdnCall, shortest: int, longest: int) -> tuple:
 
 
 def configuration(kind: str, device: torch.device, units: int, K: int, rule: str = "gdn") -> dict:
-    """Of the kernel above, for `units` segments and value heads."""
+    """Launch configuration of the kernel above, for `units` segments and value heads."""
     return lookup(f"portable_{rule}_scan{kind}", device, units=units, K=K)
 
 

@@ -26,7 +26,7 @@ from .common import Inputs, prepare_inputs, spans
 def passes(x, gam, k_end, T_beta, P, do, S, dS):
     """S before and dS after each chunk, and W, dV, X, dW of each chunk; then dS before the first.
 
-    The forward pass over the chunks and the backward one do not need each other. gam is
+    The forward pass over the chunks and the backward pass are independent. gam is
     [B, H, R, NT, C, 1], or has a factor for each channel of the keys.
     """
     forward, backward = [], []
@@ -113,8 +113,10 @@ def _through_gates(dg, dbeta, call):
 
 
 def _by_sequence(chunked, x: Inputs, do, S, dS, call):
-    """chunked(..) of each sequence: gradients like q, k, v, g, beta, in fp32 or fp64, and of the
-    states that they start from."""
+    """chunked(...) for each sequence.
+
+    Returns gradients like q, k, v, g, beta, in fp32 or fp64, and those of the initial states.
+    """
     parts, starts = [], []
     for n, (rows, tokens) in enumerate(spans(call.B, call.T, call.cu_seqlens)):
         own = slice(None) if call.cu_seqlens is None else slice(n, n + 1)
@@ -138,7 +140,7 @@ def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient):
 def by_chunks_bwd(
     call, x: Inputs, gradient: GdnGradient, chunked: Callable, through_gates: Callable
 ):
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given.
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None if not given.
 
     With values_only, only dv and d_initial_state. `prepared` saves work for kernels; here it is
     unused.

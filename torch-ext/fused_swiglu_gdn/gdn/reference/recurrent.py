@@ -15,8 +15,8 @@ from .common import Inputs, negative, no_tokens, run, stacked, without_autocast,
 def step_in_place(q, k, v, decay, beta, S):
     """One token of N independent heads without gradients: o [N, 1, V]; S [N, K, V] is updated.
 
-    q, k [N, 1, K]; v [N, 1, V]; beta [N, 1, 1]; decay [N, 1, 1], or [N, K, 1] for one a channel. S
-    is passed over four times, which is all that a token costs on a CPU.
+    q, k [N, 1, K]; v [N, 1, V]; beta [N, 1, 1]; decay [N, 1, 1], or [N, K, 1] for one a channel.
+    The four passes over S are the whole cost of a token on a CPU.
     """
     S.mul_(decay)
     delta = torch.bmm(k, S).neg_().add_(v).mul_(beta)  # [N, 1, V]

@@ -29,7 +29,7 @@ def _load_scaled(ptr, at, scale_ptr, t, mask):
 
 @triton.jit
 def _kept_at(i, j):
-    """Where keep_blocks puts element (i, j) of a [C, C] tile."""
+    """Offset at which keep_blocks stores element (i, j) of a [C, C] tile."""
     r = i % 16
     c = j % 16
     block = (4 * (i // 16) + j // 16) * 256

@@ -128,7 +128,7 @@ def _operands_kernel(
     GATES: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """What one chunk and value head gives the scan, and factors of keys, queries and beta."""
+    """Stores the operands of one chunk and value head, and factors of k, q and beta."""
     HV: tl.constexpr = H * R
     hv = tl.program_id(0) % HV
     row = tl.program_id(0) // HV

@@ -12,12 +12,12 @@ def together(g) -> bool:
 
 
 def supports_kda_recurrent_fwd(call: KdaStepCall) -> bool:
-    """What gdn_recurrent_fwd serves, and gates whose heads lie side by side."""
+    """True for calls that gdn_recurrent_fwd supports, with gates whose heads are contiguous."""
     return together(call.g) and recurrent.supports_gdn_recurrent_fwd(call)
 
 
 def plan_kda_recurrent_fwd(call: KdaStepCall):
-    """What serves all calls like this one, from the tensors alone, if each sequence has a token."""
+    """Returns a function of the tensors for calls that match, if each sequence has one token."""
     return recurrent.plan_gdn_recurrent_fwd(call)
 
 

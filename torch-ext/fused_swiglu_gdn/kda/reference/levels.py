@@ -31,7 +31,7 @@ def level_factors(g: torch.Tensor, s: int) -> torch.Tensor:
 
 
 def lost_until_end(g: torch.Tensor) -> torch.Tensor:
-    """What a token's write loses until the end of the chunk, [..., C, K]."""
+    """Decay of a token's write until the end of the chunk, [..., C, K]."""
     later = g.flip(-2).cumsum(-2).flip(-2)
     return F.pad(later[..., 1:, :], (0, 0, 0, 1)).exp()
 
