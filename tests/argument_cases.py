@@ -24,6 +24,14 @@ def gate() -> dict:
     return {"use_gate_in_kernel": True, "A_log": torch.zeros(4), "dt_bias": torch.zeros(4)}
 
 
+def channels(B: int = 2, T: int = 8, raw: bool = False, **more) -> dict:
+    """Of Kimi Delta Attention."""
+    x = rule(B, T)
+    x["g"] = x["g"].unsqueeze(-1).expand(B, T, 4, 6).contiguous()
+    bias = {"dt_bias": torch.zeros(24), "lower_bound": -5.0}
+    return {**x, **({**gate(), **bias} if raw else {}), **more}
+
+
 def decoding(kernel, *names: str, max_tokens: int = 1) -> dict:
     """Arguments of replay_gated_delta_rule, or those with the given names."""
     x = rule(T=1)
@@ -61,6 +69,7 @@ class Case(NamedTuple):
 WIDE = "float16 float64"  # beside fp32: the dtypes may differ
 RULE = {"g": WIDE, "beta": WIDE, "initial_state": WIDE}
 GATED = {**RULE, "A_log": WIDE, "dt_bias": WIDE}
+CHANNELS = {**RULE, "A_log": WIDE + " rank+1", "dt_bias": WIDE + " rank+1"}
 UNUSED = {  # aiter's, taken for its callers
     "seq_lens_cpu": "tensor", "snapshot_dtype": "int8 float8 complex",
     "prefill_metadata": "word number list tensor",
@@ -253,6 +262,37 @@ CASES = [
             **RULE, "initial_state": "float16 float64 more0", "state_indices": "low",
             "null_index": "zero",
         },
+    ),
+    Case(
+        "chunk_kda",
+        lambda kernel: channels(raw=True),
+        {
+            **CHANNELS, "lower_bound": "minus", "checkpoint_every": "zero",
+            "cu_seqlens_cpu": "tensor",
+        },
+    ),
+    Case(
+        "chunk_kda",
+        lambda kernel: channels(
+            1, initial_state=ones(2, 4, 6, 5), checkpoint_every=64, **PACKED,
+        ),
+        {
+            **RULE, "checkpoint_every": "zero", "lower_bound": "minus", "cu_seqlens_cpu": "tensor",
+        },
+    ),
+    Case(
+        "fused_recurrent_kda",
+        lambda kernel: channels(raw=True, out=ones(2, 8, 4, 5)),
+        {**CHANNELS, "lower_bound": "minus", "null_index": "zero"},
+    ),
+    Case(
+        "fused_recurrent_kda",
+        lambda kernel: channels(
+            initial_state=ones(3, 4, 6, 5), state_indices=ints(0, 0), inplace_final_state=True,
+            output_state_indices=ints(1, 2),
+        ),
+        {**RULE, "initial_state": "float16 float64 more0", "state_indices": "low",
+         "output_state_indices": "low", "lower_bound": "minus", "null_index": "zero"},
     ),
     Case(
         "chunk_gated_delta_rule_opt",

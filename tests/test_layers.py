@@ -23,10 +23,12 @@ def modeling(name: str):
 
 def replaced(layer: str):
     """The module class or function of transformers that our layer replaces."""
-    qwen = modeling("qwen3_5")
+    qwen, kimi = modeling("qwen3_5"), modeling("kimi_linear")
     functions = {
         "chunk_gated_delta_rule": qwen.torch_chunk_gated_delta_rule,
         "recurrent_gated_delta_rule": qwen.torch_recurrent_gated_delta_rule,
+        "chunk_kimi_delta_attention": kimi.chunk_kimi_delta_attention,
+        "recurrent_kimi_delta_attention": kimi.recurrent_kimi_delta_attention,
         "causal_conv1d_fn": qwen.causal_conv1d_fn,
         "causal_conv1d_update": qwen.causal_conv1d_update,
     }
@@ -51,7 +53,9 @@ LAYERS = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
+    "chunk_kimi_delta_attention",
     "recurrent_gated_delta_rule",
+    "recurrent_kimi_delta_attention",
 ]
 
 

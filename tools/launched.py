@@ -471,6 +471,78 @@ calls(_replay, "gdn replay", {
 })  # fmt: skip
 
 
+# --- Kimi Delta Attention
+
+
+def _channels(
+    kernel, T=2048, H=32, HV=32, K=128, V=128, dtype=BF16, B=1, packed=None, state=None,
+    v_first=False, raw=False, bound=None, l2norm=True, pool=None, checkpoints=0, grad=False,
+):  # fmt: skip
+    q, k, v = (values(B, T, n, D, dtype=dtype) for n, D in ((H, K), (H, K), (HV, V)))
+    gate = dtype if raw else FP32
+    tensors = (q, k, v, values(B, T, HV, K, dtype=gate), values(B, T, HV, dtype=gate))
+    options = {"output_final_state": state is not None, "use_qk_l2norm_in_kernel": l2norm}
+    if raw:
+        options.update(raw_gates(HV), lower_bound=bound, dt_bias=values(HV * K, dtype=FP32))
+    N = B
+    if packed is not None:
+        N, options["cu_seqlens"] = len(packed), offsets(packed)
+    if state is not None:
+        shape = (N + 3, HV) if pool is not None else (N, HV)
+        shape += (V, K) if v_first else (K, V)
+        options.update(initial_state=values(*shape, dtype=state), state_v_first=v_first)
+    if pool is not None:
+        options["state_indices"] = rows(N, pool)
+    if checkpoints:
+        options["checkpoint_every"] = checkpoints
+    if grad:
+        tensors = [x.detach().requires_grad_() for x in tensors]
+    rule = functools.partial(kernel.chunk_kda, *tensors, **options)
+    return with_gradients(lambda: rule()[0], *tensors) if grad else rule
+
+
+calls(_channels, "kda prefill", {
+    "equal lengths": {},
+    "64 heads": dict(T=8192, H=64, HV=64, state=FP32),
+    "packed, softplus": dict(packed=two, state=FP32, raw=True),
+    "bounded": dict(raw=True, bound=-5.0, H=16),
+    "fp16": dict(dtype=FP16, state=BF16, v_first=True),
+    "fp16, without l2norm": dict(dtype=FP16, l2norm=False),
+    "pool": dict(packed=two, state=FP32, pool=torch.int64, checkpoints=64),
+    "head dim 64": dict(K=64, V=64, H=3, HV=6),
+    "head dim 100": dict(K=100, V=100, H=3, HV=3),
+    "head dim 256": dict(K=256, V=256, H=4, HV=4),
+    "fp32": dict(dtype=FP32, state=FP32, H=4, HV=4),
+    "fp32, head dim 256": dict(K=256, V=256, dtype=FP32, H=4, HV=4),
+})  # fmt: skip
+
+
+def _channel_step(
+    kernel, B=1, T=1, H=32, K=128, V=128, state=FP32, v_first=False, bound=None, raw=True,
+    inplace=True, pool=None, dtype=BF16,
+):  # fmt: skip
+    q, k, v, g = (values(B, T, H, D, dtype=dtype) for D in (K, K, V, K))
+    beta, count = values(B, T, H, dtype=dtype), B if pool is None else B + 3
+    options = {"initial_state": values(count, H, *((V, K) if v_first else (K, V)), dtype=state)}
+    if raw:
+        options.update(raw_gates(H), lower_bound=bound, dt_bias=values(H * K, dtype=FP32))
+    if pool is not None:
+        options.update(state_indices=rows(B, pool), null_index=0)
+    return functools.partial(
+        kernel.fused_recurrent_kda, q, k, v, g, beta, output_final_state=True,
+        use_qk_l2norm_in_kernel=True, state_v_first=v_first, inplace_final_state=inplace, **options,
+    )  # fmt: skip
+
+
+for B, state, v_first in itertools.product((1, 64), (FP32, BF16), (False, True)):
+    name = f"kda decode, batch {B}, {str(state)[6:]} {'[V, K]' if v_first else '[K, V]'}"
+    table = {"": {}, "bounded": dict(bound=-5.0), "tokens from a pool": dict(T=4, pool=torch.int64)}
+    calls(_channel_step, name, table, B=B, state=state, v_first=v_first)
+calls(_channel_step, "kda decode", {
+    "gates given": dict(raw=False, inplace=False), "head dim 100": dict(K=100, V=100),
+})  # fmt: skip
+
+
 # --- what surrounds the rule
 
 

@@ -8,6 +8,7 @@ from .gdn.api import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 from .gdn.api_aiter import chunk_gated_delta_rule_opt, chunk_gated_delta_rule_opt_vk
 from .gdn.api_replay import advance_ring, make_ring, materialise_ring, replay_gated_delta_rule
 from .gdn_layer.api import causal_conv1d_fn, causal_conv1d_update, gated_delta_gate, rms_norm_gated
+from .kda.api import chunk_kda, fused_recurrent_kda
 from .models import (
     decorate,
     graphed_step,
@@ -35,10 +36,12 @@ __all__ = [
     "chunk_gated_delta_rule",
     "chunk_gated_delta_rule_opt",
     "chunk_gated_delta_rule_opt_vk",
+    "chunk_kda",
     "decorate",
     "fused_experts",
     "fused_qk_norm_rope",
     "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
     "fused_swiglu",
     "fused_swiglu_mlp",
     "fused_topk",

@@ -17,7 +17,7 @@ from ..runtime.call import call
 from .chunks import chunk_rows, count_sequences
 
 
-def _beta_max(options) -> float:
+def of_beta(options) -> float:
     """The factor of sigmoid(beta); 0 if beta is used unchanged."""
     return (2.0 if options.allow_neg_eigval else 1.0) if options.use_beta_sigmoid else 0.0
 
@@ -35,7 +35,7 @@ class GdnOptions(NamedTuple):
     checkpoint_every: int = 0  # tokens; 0: no checkpoints
     save_blocks: bool = False  # Tb, P and F of the chunks are returned, for the gradient
 
-    beta_max = property(_beta_max)
+    beta_max = property(of_beta)
 
 
 class RecurrentOptions(NamedTuple):
@@ -51,7 +51,8 @@ class RecurrentOptions(NamedTuple):
     all_states: bool = False  # the states after every token are returned
     null_index: int = -1  # rows of the pool up to this one are null slots
 
-    beta_max = property(_beta_max)
+    beta_max = property(of_beta)
+    lower_bound = None  # of a gate that is bounded: kda/call.py has such
 
 
 class ReplayOptions(NamedTuple):
@@ -64,12 +65,15 @@ class ReplayOptions(NamedTuple):
     max_tokens: int = 1  # of the ring
     null_index: int = -1  # rows of the pool up to this one are null slots
 
-    beta_max = property(_beta_max)
+    beta_max = property(of_beta)
     state_v_first, output_final_state = True, False
 
 
-def _with_sizes(kind):
-    """Adds properties that follow from the tensors to a call type."""
+def with_sizes(kind):
+    """Adds properties that follow from the tensors to a call type.
+
+    One of them is true if each channel of the keys has a gate of its own: g is [B, T, HV, K].
+    """
     kind.B = property(lambda call: call.q.shape[0])
     kind.T = property(lambda call: call.q.shape[1])
     kind.H = property(lambda call: call.q.shape[2])
@@ -79,6 +83,7 @@ def _with_sizes(kind):
     kind.N = property(lambda call: count_sequences(call.B, call.cu_seqlens))
     kind.rows = property(lambda call: chunk_rows(call.T, call.B, call.cu_seqlens))
     kind.state_shape = property(_state_shape)
+    kind.channels = vars(kind).get("channels", False)
     return call(kind)
 
 
@@ -88,7 +93,7 @@ def _state_shape(call) -> Tuple[int, int, int]:
     return (call.HV, *dims)
 
 
-@_with_sizes
+@with_sizes
 class GdnCall(NamedTuple):
     """A call of the chunked form."""
 
@@ -129,7 +134,7 @@ class Ring(NamedTuple):
     max_tokens: int = 1
 
 
-@_with_sizes
+@with_sizes
 class ReplayCall(NamedTuple):
     """A call of the form with a ring of the latest tokens. States are [P, HV, V, K]."""
 
@@ -154,7 +159,7 @@ class ReplayCall(NamedTuple):
     R = property(lambda call: call.ring_k.shape[2])
 
 
-@_with_sizes
+@with_sizes
 class RecurrentCall(NamedTuple):
     """A call of the recurrent (token by token) form."""
 

@@ -54,8 +54,9 @@ def _shapes(call, use_gate_in_kernel) -> None:
     agrees("k", call.k, "q", q)
     agrees("v", call.v, "q", q)
     _heads(sizes)
-    for name, x in (("g", call.g), ("beta", call.beta)):
-        has_form(name, x, "B T HV", sizes, "q", q)
+    gates = "B T HV K" if call.channels else "B T HV"
+    has_form("g", call.g, gates, sizes, "q", q)
+    has_form("beta", call.beta, "B T HV", sizes, "q", q)
     _gate(use_gate_in_kernel, call, sizes)
     _scale(call.options.scale)
     _sequences(call, sizes)
@@ -97,11 +98,14 @@ def _gate(use_gate_in_kernel, call, sizes) -> None:
                     f"{name} must be None unless use_gate_in_kernel is True, got {type(x).__name__}"
                 )
         return
-    if call.A_log is None:
-        raise ValueError("A_log must be given when use_gate_in_kernel is True, got None")
-    for name, x in given:
+    bound = getattr(call.options, "lower_bound", None)
+    if call.A_log is None and bound is None:
+        where = " without lower_bound" if call.channels else ""
+        raise ValueError(f"A_log must be given when use_gate_in_kernel is True{where}, got None")
+    sizes["HV*K"] = sizes["HV"] * sizes["K"]
+    for (name, x), dims in zip(given, ("HV", "HV*K" if call.channels else "HV")):
         if x is not None:
-            has_form(name, x, "HV", sizes, "q", call.q)
+            has_form(name, x, dims, sizes, "q", call.q)
 
 
 def _scale(scale: Optional[float]) -> None:

@@ -22,16 +22,16 @@ RECURRENT = ("gdn.recurrent", "gdn_recurrent_fwd")
 
 @operator("gdn_chunk_fwd", mutates_args=("state_pool",))
 def _gdn_chunk_fwd(state_pool: Optional[Tensor], *fields: GdnCall) -> Tuple[Tensor, Tensor, Tensor]:
-    call = _with_pool(GdnCall.of(fields), state_pool)
+    call = with_pool(GdnCall.of(fields), state_pool)
     o, state, checkpoints, _ = serve(*CHUNK, chunk_reference.gdn_chunk_fwd, (call,))
     return o, state if state_pool is None else None, checkpoints
 
 
-def _with_pool(call, state_pool: Optional[Tensor]):
+def with_pool(call, state_pool: Optional[Tensor]):
     return call if state_pool is None else call._replace(initial_state=state_pool)
 
 
-def _without_pool(call, pooled: bool) -> tuple:
+def without_pool(call, pooled: bool) -> tuple:
     """state_pool and the fields of the call, as the operators take them."""
     pool, start = (call.initial_state, None) if pooled else (None, call.initial_state)
     return (pool, *call._replace(initial_state=start).tensors, *call.options)
@@ -56,7 +56,7 @@ def gdn_chunk(call: GdnCall) -> tuple:
     options = call.options
 
     def op(call):
-        o, state, checkpoints = _gdn_chunk_fwd(*_without_pool(call, pooled))
+        o, state, checkpoints = _gdn_chunk_fwd(*without_pool(call, pooled))
         if pooled:
             state = call.initial_state
         elif not options.output_final_state:
@@ -133,7 +133,7 @@ def plan_gdn_chunk(call: GdnCall):
 def _gdn_recurrent_fwd(
     state_pool: Optional[Tensor], *fields: RecurrentCall
 ) -> Tuple[Tensor, Tensor]:
-    call = _with_pool(RecurrentCall.of(fields), state_pool)
+    call = with_pool(RecurrentCall.of(fields), state_pool)
     o, state = serve(*RECURRENT, recurrent_reference.gdn_recurrent_fwd, (call,))
     return o if call.out is None else None, state if state_pool is None else None
 
@@ -154,7 +154,7 @@ def gdn_recurrent(call: RecurrentCall) -> Tuple[Tensor, Optional[Tensor]]:
     options = call.options
 
     def op(call):
-        o, state = _gdn_recurrent_fwd(*_without_pool(call, options.inplace))
+        o, state = _gdn_recurrent_fwd(*without_pool(call, options.inplace))
         o = o if call.out is None else call.out
         if options.inplace:
             return o, call.initial_state

@@ -5,7 +5,9 @@ from .functions import (
     causal_conv1d_fn,
     causal_conv1d_update,
     chunk_gated_delta_rule,
+    chunk_kimi_delta_attention,
     recurrent_gated_delta_rule,
+    recurrent_kimi_delta_attention,
 )
 from .gdn import OlmoHybridGatedDeltaNet, Qwen3_5GatedDeltaNet, Qwen3NextGatedDeltaNet
 from .swiglu import SwiGLUGateUp, SwiGLUGateUpLayout, SwiGLUMLP
@@ -21,7 +23,9 @@ __all__ = [
     "causal_conv1d_fn",
     "causal_conv1d_update",
     "chunk_gated_delta_rule",
+    "chunk_kimi_delta_attention",
     "recurrent_gated_delta_rule",
+    "recurrent_kimi_delta_attention",
 ]
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from ..gdn import api as gdn
 from ..gdn_layer import api as gdn_layer
+from ..kda import api as kda
 from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
 
 
@@ -86,6 +87,51 @@ class recurrent_gated_delta_rule(nn.Module):
         use_qk_l2norm_in_kernel=False, **kwargs,
     ):  # fmt: skip
         return gdn.fused_recurrent_gated_delta_rule(
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+
+
+class chunk_kimi_delta_attention(nn.Module):
+    """Kimi Delta Attention in chunks of 64 tokens: chunk_kda. The result does not depend on
+    chunk_size.
+
+    Shapes:
+        query, key: [B, T, H, K]; value: [B, T, HV, V]; g: [B, T, HV, K]; beta: [B, T, HV]
+        -> [B, T, HV, V] and the state [N, HV, K, V] in fp32, or None
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        query, key, value, g, beta, chunk_size=64, initial_state=None, output_final_state=False,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
+        return kda.chunk_kda(
+            query, key, value, g, beta, initial_state=initial_state,
+            output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
+            use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+        )  # fmt: skip
+
+
+class recurrent_kimi_delta_attention(nn.Module):
+    """Kimi Delta Attention token by token: fused_recurrent_kda.
+
+    Shapes: as chunk_kimi_delta_attention.
+    """
+
+    has_backward = True
+    can_torch_compile = True
+
+    def forward(
+        self,
+        query, key, value, g, beta, initial_state, output_final_state,
+        use_qk_l2norm_in_kernel=False, **kwargs,
+    ):  # fmt: skip
+        return kda.fused_recurrent_kda(
             query, key, value, g, beta, initial_state=initial_state,
             output_final_state=output_final_state, cu_seqlens=packed_lengths(kwargs),
             use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,

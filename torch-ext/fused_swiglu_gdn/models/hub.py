@@ -22,6 +22,8 @@ NAMES = {
     "RMSNormGated": "FusedRMSNormGated",
     "chunk_gated_delta_rule": "chunk_gated_delta_rule",
     "fused_recurrent_gated_delta_rule": "recurrent_gated_delta_rule",
+    "chunk_kda": "chunk_kimi_delta_attention",
+    "fused_recurrent_kda": "recurrent_kimi_delta_attention",
     "causal_conv1d_fn": "causal_conv1d_fn",
     "causal_conv1d_update": "causal_conv1d_update",
 }
@@ -76,7 +78,7 @@ def layer_mapping(
         names: the names to map, all by default: "SwiGLUMLP", "SwiGLUGateUp",
             "Qwen3_5GatedDeltaNet", "Qwen3NextGatedDeltaNet", "OlmoHybridGatedDeltaNet",
             "RMSNormGated", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule",
-            "causal_conv1d_fn", "causal_conv1d_update".
+            "chunk_kda", "fused_recurrent_kda", "causal_conv1d_fn", "causal_conv1d_update".
         devices: the device types to map, of those that `kernels` knows: "cpu", "cuda", "mps",
             "neuron", "npu", "rocm", "tpu", "xpu".
         trust_remote_code: for a Hub repository whose publisher is not a trusted one: True, or a
@@ -97,7 +99,7 @@ def layer_mapping(
         (['SwiGLUMLP', 'RMSNormGated'], 1)
         >>> mapping = layer_mapping("org/fused-swiglu-gdn", version=1)  # nothing is fetched yet
         >>> len(mapping)
-        10
+        12
     """
     for word, words, known in (("names", names, NAMES), ("devices", devices, DEVICES)):
         if words is not None or word == "devices":

@@ -255,7 +255,7 @@ def wide_kernel(
 
 
 def places_of(routing: Routing) -> int:
-    """How long arrays by places are: whole tiles."""
+    """The length of arrays by places: whole tiles."""
     return -(-routing.places // BM.value) * BM.value
 
 

@@ -21,7 +21,7 @@ def supports_gdn_chunk_fwd(call: GdnCall) -> bool:
     return call.q.dtype in SERVED and max(call.K, call.V) <= 256
 
 
-def _kind(call: GdnCall) -> str:
+def kind_of(call: GdnCall) -> str:
     """Suffix of the configurations in configs/ for a call.
 
     "": a loop that loads ahead, for rows that can be copied in units of 16 bytes and a state of at
@@ -50,7 +50,7 @@ def plan_gdn_chunk_fwd(call: GdnCall):
     def run(q, k, v, *rest):
         if aligned(q, k, v):
             return kept(q, k, v, *rest)
-        return gdn_chunk_fwd(GdnCall(q, k, v, *rest, options))  # of another _kind
+        return gdn_chunk_fwd(GdnCall(q, k, v, *rest, options))  # of another kind
 
     return run
 
@@ -74,7 +74,7 @@ class _Chunked:
         if options.checkpoint_every:
             rows = call.B * (call.T // options.checkpoint_every)
             self.checkpoints = {"size": (rows, *call.state_shape), "dtype": dtype}
-        kind = _kind(call)
+        kind = kind_of(call)
         context, segment = lookup("portable_gdn_context", v.device), (WHOLE, WHOLE)
         behind = tokens_at_cut(K, V, v.element_size())
         # more heads fill the GPU with longer segments, of which fewer must be found first

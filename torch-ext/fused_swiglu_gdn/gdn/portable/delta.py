@@ -6,6 +6,8 @@ Sizes: K and V head dims; a tile is [BLOCK_V, BLOCK_K] for states stored as [V, 
 import triton
 import triton.language as tl
 
+from .gates import channel_log_decay, log_decay
+
 _AS_USUAL = tl.constexpr("")
 
 
@@ -85,21 +87,61 @@ def key_norms(q, k, scale, L2NORM: tl.constexpr):
 
 
 @triton.jit
-def read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS: tl.constexpr):
+def read_step(
+    S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS: tl.constexpr, CHANNELS: tl.constexpr = False
+):
     """(delta, o) [BLOCK_V] of a step from S_{t-1} [BLOCK_V, BLOCK_K] (K_AXIS = 1) or transposed.
 
     S_t^T q = decay S_{t-1}^T q + (k.q) delta, so that every reduction starts from loaded values,
-    and k and q are not normalised: their norms are factors of the sums. All fp32.
+    and k and q are not normalised: their norms are factors of the sums. All fp32. CHANNELS: g is
+    [BLOCK_K], and k and q are multiplied by its decays before the sums.
     """
     decay = tl.exp(g)
+    if CHANNELS:
+        k *= decay
+        q *= decay
     wide_k = tl.expand_dims(k, 1 - K_AXIS)
     wide_q = tl.expand_dims(q, 1 - K_AXIS)
     seen, asked = tl.reduce((S * wide_k, S * wide_q), K_AXIS, add_pairs)  # [BLOCK_V] fp32
-    delta = (beta * rstd_k) * (v - (decay * rstd_k) * seen)  # [BLOCK_V] fp32
-    return delta, scale * (decay * asked + kq * delta)
+    if CHANNELS:
+        delta = (beta * rstd_k) * (v - rstd_k * seen)
+        o = scale * (asked + kq * delta)
+    else:
+        delta = (beta * rstd_k) * (v - (decay * rstd_k) * seen)  # [BLOCK_V] fp32
+        o = scale * (decay * asked + kq * delta)
+    return delta, o
 
 
 @triton.jit
-def write_step(S, k, delta, g, K_AXIS: tl.constexpr):
+def write_step(S, k, delta, g, K_AXIS: tl.constexpr, CHANNELS: tl.constexpr = False):
     """S_t from S_{t-1} and delta."""
-    return tl.exp(g) * S + tl.expand_dims(k, 1 - K_AXIS) * tl.expand_dims(delta, K_AXIS)
+    decay = tl.exp(g)
+    if CHANNELS:
+        decay = tl.expand_dims(decay, 1 - K_AXIS)
+    return decay * S + tl.expand_dims(k, 1 - K_AXIS) * tl.expand_dims(delta, K_AXIS)
+
+
+@triton.jit
+def load_gate(
+    g_ptr, token_step, token, hv, offs_k, mask_k, K: tl.constexpr, CHANNELS: tl.constexpr
+):
+    """The raw g of a token and a head; CHANNELS: of each of its channels, [BLOCK_K]."""
+    if CHANNELS:
+        g = load(g_ptr + token * token_step + hv * K + offs_k, mask_k)
+    else:
+        g = tl.load(g_ptr + token * token_step + hv)
+    return g
+
+
+@triton.jit
+def gate_of(
+    g, A_log_ptr, dt_bias_ptr, hv, offs_k, mask_k, K: tl.constexpr, CHANNELS: tl.constexpr,
+    LOWER: tl.constexpr,
+):  # fmt: skip
+    """The natural-log decay that load_gate's g stands for."""
+    if CHANNELS:
+        at = hv * K + offs_k
+        g = channel_log_decay(g, A_log_ptr, dt_bias_ptr, hv, at, mask_k, LOWER)
+    else:
+        g = log_decay(g, A_log_ptr, dt_bias_ptr, hv)
+    return g

@@ -40,14 +40,40 @@ def log_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=None):
 
 
 @triton.jit
-def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=None):
-    """log2 of the decay, clamped at -200.
+def channel_log_decay(g, A_log_ptr, dt_bias_ptr, hv, at, mask, LOWER: tl.constexpr):
+    """The natural-log decay of each channel of a head's keys: g itself, -exp(A_log) *
+    softplus(g + dt_bias), or with LOWER LOWER * sigmoid(exp(A_log) * (g + dt_bias)).
+
+    `at` is the offset of the channel in dt_bias [HV, K]; without A_log the exponential is 1.
+    """
+    g = g.to(tl.float32)
+    if A_log_ptr is not None or LOWER is not None:
+        if dt_bias_ptr is not None:
+            g += _of_head(dt_bias_ptr, at, mask)
+        rate = 1.0
+        if A_log_ptr is not None:
+            rate = tl.exp(tl.load(A_log_ptr + hv).to(tl.float32))
+        if LOWER is not None:
+            g = LOWER / (1.0 + tl.exp(-rate * g))
+        else:
+            g = -rate * (tl.maximum(g, 0.0) + _log1p(tl.exp(-tl.abs(g))))
+    return g
+
+
+@triton.jit
+def to_log2(g):
+    """log2 of the decay whose natural logarithm is g, clamped at -200.
 
     2^-200 is 0 in fp32; without the clamp one reset would cost its chunk all precision.
     """
-    g = log_decay(g, A_log_ptr, dt_bias_ptr, hv, mask)
     # log2(e) in two parts: in fp32 it is off by 1.3e-8, which a state that decays for long shows
     return tl.maximum(g * LOG2_E + g * LOG2_E_REST, -200.0)
+
+
+@triton.jit
+def log2_decay(g, A_log_ptr, dt_bias_ptr, hv, mask=None):
+    """log2 of the decay, clamped at -200."""
+    return to_log2(log_decay(g, A_log_ptr, dt_bias_ptr, hv, mask))
 
 
 @triton.jit

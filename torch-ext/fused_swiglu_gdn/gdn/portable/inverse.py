@@ -170,23 +170,26 @@ def store_inverse(
     UNIT_KEYS: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
+    MADE: tl.constexpr = False,  # m has everything in it but beta, and gates beta alone
 ):
     """Stores Tb of U units. The inverse of [[A, 0], [-M, D]] has D^-1 M A^-1 below the diagonal.
 
     The decay is a similarity, (I + L)^-1 = diag(gam) (I + diag(beta) K K^T)^-1 diag(1 / gam). So it
     can be applied last, and all heads share the blocks of K K^T, if keys are unit vectors. For
-    other keys the inverse may exceed fp32 unless the decay is applied first.
+    other keys the inverse may exceed fp32 unless the decay is applied first. MADE: m is A of a
+    rule whose decays are not a similarity.
     """
-    GATED: tl.constexpr = not UNIT_KEYS
+    LEFT: tl.constexpr = not UNIT_KEYS and not MADE  # decay and lengths come to m here
+    GATED: tl.constexpr = not UNIT_KEYS or MADE
     TYPE: tl.constexpr = tb.dtype.element_ty
     LATER: tl.constexpr = len(m) == 1  # what is made, when it is needed: a form of fewer registers
     b0 = _row(gates, 3, 0)
     b1 = _row(gates, 3, 1)
-    x00, t00 = _diagonal_inverse(_key_block(m, gates, 0, 0, GATED, DOT), b0, DOT, PREC)
-    x11, t11 = _diagonal_inverse(_key_block(m, gates, 1, 1, GATED, DOT), b1, DOT, PREC)
+    x00, t00 = _diagonal_inverse(_key_block(m, gates, 0, 0, LEFT, DOT), b0, DOT, PREC)
+    x11, t11 = _diagonal_inverse(_key_block(m, gates, 1, 1, LEFT, DOT), b1, DOT, PREC)
     if not LATER:
-        b2, x22, t22, d22 = _diagonal(m, gates, 2, GATED, DOT, PREC)
-        b3, x33, t33, d33 = _diagonal(m, gates, 3, GATED, DOT, PREC)
+        b2, x22, t22, d22 = _diagonal(m, gates, 2, LEFT, DOT, PREC)
+        b3, x33, t33, d33 = _diagonal(m, gates, 3, LEFT, DOT, PREC)
     # d: beta multiplies the rows of m, that is the columns of the factor on its left; r: right
     d11 = (x11 * b1[:, None, :]).to(DOT)
     r00 = _turned(t00, DOT)
@@ -194,21 +197,21 @@ def store_inverse(
     zero = tl.zeros_like(x00).to(TYPE)
     x00 = _finish(x00, b0, gates, 0, 0, GATED, TYPE)
     _store_row(tb, 0, x00, zero, zero, zero)
-    y = tl.dot(d11, _key_block(m, gates, 1, 0, GATED, DOT), input_precision=PREC)
+    y = tl.dot(d11, _key_block(m, gates, 1, 0, LEFT, DOT), input_precision=PREC)
     x10 = tl.dot(y.to(DOT), r00, input_precision=PREC)
     r10 = _turned(tl.dot(t00.to(DOT), _turned(y, DOT), input_precision=PREC), DOT)
     x10 = _finish(x10, b0, gates, 1, 0, GATED, TYPE)
     x11 = _finish(x11, b1, gates, 1, 1, GATED, TYPE)
     _store_row(tb, 1, x10, x11, zero, zero)
     if LATER:
-        b2, x22, t22, d22 = _diagonal(m, gates, 2, GATED, DOT, PREC)
+        b2, x22, t22, d22 = _diagonal(m, gates, 2, LEFT, DOT, PREC)
     else:
-        y = tl.dot(d33, _key_block(m, gates, 3, 2, GATED, DOT), input_precision=PREC)
+        y = tl.dot(d33, _key_block(m, gates, 3, 2, LEFT, DOT), input_precision=PREC)
         x32 = tl.dot(y.to(DOT), _turned(t22, DOT), input_precision=PREC)
         d32 = (x32 * b2[:, None, :]).to(DOT)
     # the join of the two 32 x 32 halves, by 16 x 16 blocks: Y = D M, X = Y A
-    m20 = _key_block(m, gates, 2, 0, GATED, DOT)
-    m21 = _key_block(m, gates, 2, 1, GATED, DOT)
+    m20 = _key_block(m, gates, 2, 0, LEFT, DOT)
+    m21 = _key_block(m, gates, 2, 1, LEFT, DOT)
     y0 = tl.dot(d22, m20, input_precision=PREC).to(DOT)
     y1 = tl.dot(d22, m21, input_precision=PREC).to(DOT)
     x20 = tl.dot(y1, r10, tl.dot(y0, r00, input_precision=PREC), input_precision=PREC)
@@ -218,16 +221,16 @@ def store_inverse(
     x22 = _finish(x22, b2, gates, 2, 2, GATED, TYPE)
     _store_row(tb, 2, x20, x21, x22, zero)
     if LATER:
-        b3, x33, t33, d33 = _diagonal(m, gates, 3, GATED, DOT, PREC)
-        y = tl.dot(d33, _key_block(m, gates, 3, 2, GATED, DOT), input_precision=PREC)
+        b3, x33, t33, d33 = _diagonal(m, gates, 3, LEFT, DOT, PREC)
+        y = tl.dot(d33, _key_block(m, gates, 3, 2, LEFT, DOT), input_precision=PREC)
         x32 = tl.dot(y.to(DOT), _turned(t22, DOT), input_precision=PREC)
         d32 = (x32 * b2[:, None, :]).to(DOT)
-        m20 = _key_block(m, gates, 2, 0, GATED, DOT)
-        m21 = _key_block(m, gates, 2, 1, GATED, DOT)
+        m20 = _key_block(m, gates, 2, 0, LEFT, DOT)
+        m21 = _key_block(m, gates, 2, 1, LEFT, DOT)
     y0 = tl.dot(d32, m20, input_precision=PREC)
     y1 = tl.dot(d32, m21, input_precision=PREC)
-    m30 = _key_block(m, gates, 3, 0, GATED, DOT)
-    m31 = _key_block(m, gates, 3, 1, GATED, DOT)
+    m30 = _key_block(m, gates, 3, 0, LEFT, DOT)
+    m31 = _key_block(m, gates, 3, 1, LEFT, DOT)
     y0 = tl.dot(d33, m30, y0, input_precision=PREC).to(DOT)
     y1 = tl.dot(d33, m31, y1, input_precision=PREC).to(DOT)
     x30 = tl.dot(y1, r10, tl.dot(y0, r00, input_precision=PREC), input_precision=PREC)

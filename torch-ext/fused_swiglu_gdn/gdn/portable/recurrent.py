@@ -15,8 +15,18 @@ from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
 from ...runtime.primitives import sequence_bounds
 from ..call import RecurrentCall
-from .delta import key_norms, load, pool_rows, read_step, state_tile, store, write_step
-from .gates import log_decay, write_strength
+from .delta import (
+    gate_of,
+    key_norms,
+    load,
+    load_gate,
+    pool_rows,
+    read_step,
+    state_tile,
+    store,
+    write_step,
+)
+from .gates import write_strength
 from .recurrent_step import Step, is_dense, state_steps, step_config, step_of
 
 
@@ -36,14 +46,14 @@ def supports_gdn_recurrent_fwd(call: RecurrentCall) -> bool:
 
 @triton.jit
 def _load_token(
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, token, h, hv, offs_k, offs_v, mask_k, mask_v
-):
-    """Loads q, k [BLOCK_K], v [BLOCK_V] in fp32 and the raw g and beta of a token and a value
-    head."""
+    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, token, h, hv, offs_k, offs_v, mask_k, mask_v,
+    K: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """Loads q, k [BLOCK_K], v [BLOCK_V] in fp32 and raw g and beta of a token and a value head."""
     q = load(q_ptr + token * strides[0] + h * strides[1] + offs_k, mask_k)
     k = load(k_ptr + token * strides[2] + h * strides[3] + offs_k, mask_k)
     v = load(v_ptr + token * strides[4] + hv * strides[5] + offs_v, mask_v)
-    g = tl.load(g_ptr + token * strides[6] + hv)
+    g = load_gate(g_ptr, strides[6], token, hv, offs_k, mask_k, K, CHANNELS)
     beta = tl.load(beta_ptr + token * strides[7] + hv)
     return q, k, v, g, beta
 
@@ -53,10 +63,10 @@ def _gdn_recurrent_fwd_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
     v_ptr,  # [B, T, HV, V]
-    g_ptr,  # [B, T, HV]
+    g_ptr,  # [B, T, HV], or [B, T, HV, K] with CHANNELS
     beta_ptr,  # [B, T, HV]
     A_log_ptr,  # [HV] or None
-    dt_bias_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV] or None; [HV, K] with CHANNELS
     initial_ptr,  # [N or P, HV, K, V] or None
     final_ptr,  # [N or P, HV, K, V], [B, T, HV, K, V] with ALL_STATES, or None
     o_ptr,  # [B, T, HV, V]
@@ -83,6 +93,8 @@ def _gdn_recurrent_fwd_kernel(
     ROW: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    CHANNELS: tl.constexpr,  # every channel of the keys has a gate of its own
+    LOWER: tl.constexpr,  # of a bounded gate, or None
 ):
     """A program runs BLOCK_V columns of one state of one sequence through all of its tokens."""
     K_AXIS: tl.constexpr = 1 if V_FIRST else 0
@@ -118,22 +130,24 @@ def _gdn_recurrent_fwd_kernel(
     token = tl.maximum(tl.minimum(first, last), 0)
     q, k, v, g, beta = _load_token(
         q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, token, h, hv, offs_k, offs_v, mask_k,
-        mask_v,
+        mask_v, K, CHANNELS,
     )  # fmt: skip
     if accepted_ptr is not None:
         tl.debug_barrier()  # every thread has read its state before any writes
     for t in range(0, length):
         token = first + t
         now_q, now_k, now_v = q, k, v
-        now_g = log_decay(g, A_log_ptr, dt_bias_ptr, hv)
+        now_g = gate_of(g, A_log_ptr, dt_bias_ptr, hv, offs_k, mask_k, K, CHANNELS, LOWER)
         now_beta = write_strength(beta, BETA_MAX)
         q, k, v, g, beta = _load_token(
             q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, tl.minimum(token + 1, last), h, hv,
-            offs_k, offs_v, mask_k, mask_v,
+            offs_k, offs_v, mask_k, mask_v, K, CHANNELS,
         )  # fmt: skip
         rstd_k, scale_q, kq = key_norms(now_q, now_k, scale, L2NORM)
-        delta, o = read_step(S, now_q, now_k, now_v, now_g, now_beta, rstd_k, scale_q, kq, K_AXIS)
-        S = write_step(S, now_k, delta, now_g, K_AXIS)
+        delta, o = read_step(
+            S, now_q, now_k, now_v, now_g, now_beta, rstd_k, scale_q, kq, K_AXIS, CHANNELS
+        )
+        S = write_step(S, now_k, delta, now_g, K_AXIS, CHANNELS)
         if alive is not None:
             o = tl.where(alive, o, 0.0)
         store(o_ptr + (token * HV + hv) * V + offs_v, o, mask_v)
@@ -178,6 +192,7 @@ def _launch(call: RecurrentCall, T: int, final, o) -> None:
             call.H, HV, K, V, options.use_qk_l2norm, options.beta_max, options.state_v_first,
             options.all_states, columns, options.null_index + 1,
             *state_steps(initial, call.state_shape), triton.next_power_of_2(K), config["BLOCK_V"],
+            call.channels, options.lower_bound,
         ),
         options=(("num_warps", config["num_warps"]),),
     )  # fmt: skip

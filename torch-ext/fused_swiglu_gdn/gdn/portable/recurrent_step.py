@@ -16,8 +16,18 @@ from ...runtime import tuning
 from ...runtime.cache import CallCache
 from ...runtime.launch import Launch
 from ..call import RecurrentCall
-from .delta import key_norms, load, pool_rows, read_step, state_tile, store, write_step
-from .gates import log_decay, write_strength
+from .delta import (
+    gate_of,
+    key_norms,
+    load,
+    load_gate,
+    pool_rows,
+    read_step,
+    state_tile,
+    store,
+    write_step,
+)
+from .gates import write_strength
 
 
 @triton.jit
@@ -25,10 +35,10 @@ def _gdn_recurrent_step_kernel(
     q_ptr,  # [N, H, K]
     k_ptr,  # [N, H, K]
     v_ptr,  # [N, HV, V]
-    g_ptr,  # [N, HV]
+    g_ptr,  # [N, HV], or [N, HV, K] with CHANNELS
     beta_ptr,  # [N, HV]
     A_log_ptr,  # [HV] or None
-    dt_bias_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV] or None; [HV, K] with CHANNELS
     initial_ptr,  # [N or P, HV, K, V] or None
     final_ptr,  # [N or P, HV, K, V] or None; None with INPLACE
     o_ptr,  # [N, HV, V]
@@ -51,6 +61,8 @@ def _gdn_recurrent_step_kernel(
     BLOCK_V: tl.constexpr,
     RELOAD: tl.constexpr,
     EVICT: tl.constexpr,
+    CHANNELS: tl.constexpr,  # every channel of the keys has a gate of its own
+    LOWER: tl.constexpr,  # of a bounded gate, or None
 ):
     """A program takes one token and BLOCK_V columns of one state.
 
@@ -82,17 +94,18 @@ def _gdn_recurrent_step_kernel(
     q = load(q_ptr + n * strides[0] + h * strides[1] + offs_k, mask_k)
     k = load(k_ptr + n * strides[2] + h * strides[3] + offs_k, mask_k)
     v = load(v_ptr + n * strides[4] + hv * strides[5] + offs_v, mask_v)
-    g = log_decay(tl.load(g_ptr + n * strides[6] + hv), A_log_ptr, dt_bias_ptr, hv)
+    g = load_gate(g_ptr, strides[6], n, hv, offs_k, mask_k, K, CHANNELS)
+    g = gate_of(g, A_log_ptr, dt_bias_ptr, hv, offs_k, mask_k, K, CHANNELS, LOWER)
     beta = write_strength(tl.load(beta_ptr + n * strides[7] + hv), BETA_MAX)
     rstd_k, scale, kq = key_norms(q, k, scale, L2NORM)
-    delta, o = read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS)
+    delta, o = read_step(S, q, k, v, g, beta, rstd_k, scale, kq, K_AXIS, CHANNELS)
     if alive is not None:
         o = tl.where(alive, o, 0.0)
     store(o_ptr + (n * HV + hv) * V + offs_v, o, mask_v)
     if INPLACE or final_ptr is not None:
         if RELOAD and initial_ptr is not None:
             S = load(state_ptrs, mask, alive)
-        S = write_step(S, k, delta, g, K_AXIS)
+        S = write_step(S, k, delta, g, K_AXIS, CHANNELS)
         if INPLACE:
             store(state_ptrs, S, mask, alive, EVICT)
         else:
@@ -162,7 +175,8 @@ class Step:
         constexprs = (
             H, HV, K, V, options.use_qk_l2norm, options.beta_max, v_first,
             inplace and not self.moves, options.null_index + 1, *steps, triton.next_power_of_2(K),
-            config["BLOCK_V"], config["RELOAD"], config["EVICT"],
+            config["BLOCK_V"], config["RELOAD"], config["EVICT"], call.channels,
+            options.lower_bound,
         )  # fmt: skip
         self.kernel = Launch(
             _gdn_recurrent_step_kernel, N * HV * triton.cdiv(V, config["BLOCK_V"]), q.device,
@@ -196,7 +210,6 @@ _steps = CallCache()
 
 
 def step_of(call: RecurrentCall) -> Step:
-    """Returns the Step for all calls that match this one: q, k, v [N, 1, ...] and g, beta [N, 1,
-    HV]."""
+    """Returns the Step of calls that match: q, k, v [N, 1, ...] and g, beta [N, 1, HV, ...]."""
     key = (call.tensors, call.options)
     return _steps.find(*key) or _steps.keep(*key, Step(call))

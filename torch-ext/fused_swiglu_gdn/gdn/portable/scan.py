@@ -92,6 +92,37 @@ def _zero_rows(o_ptr, chunks, length, stride, columns, V: tl.constexpr):
         o_ptr += 64 * stride
 
 
+@triton.jit
+def _load_factors(ptr):
+    """The row factors of a chunk [C] fp32, and its decay."""
+    t = tl.arange(0, 64)
+    f0 = tl.load(ptr + t)
+    f1 = tl.load(ptr + 64 + t)
+    f2 = tl.load(ptr + 128 + t)
+    return f0, f1, f2, tl.load(ptr + 192)
+
+
+@triton.jit
+def _store_final(
+    s1_ptr, s1_strides, at, s, s_ptr, e, is_end, K: tl.constexpr, V: tl.constexpr,
+    BEHIND: tl.constexpr,
+):  # fmt: skip
+    """The state after a segment, if it is wanted: of a sequence with cuts only where that is the
+    sequence's end."""
+    BLOCK_K: tl.constexpr = s[0].shape[0]
+    for i in tl.static_range(len(s) if s1_ptr is not None else 0):
+        kv = i * BLOCK_K + tl.arange(0, BLOCK_K)
+        to = at + kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
+        is_state = (kv < K)[:, None] & (e < V)[None, :]
+        _store_state(s1_ptr, to, part_of(s, s_ptr, i), is_state & is_end if BEHIND else is_state)
+
+
+@triton.jit
+def _times(f, x):
+    """Rows of x times factors [C], if there are any."""
+    return x if f is None else f[:, None] * x
+
+
 @triton.jit(do_not_specialize=["T", "N", "NS", "ROW", "E"])
 def _scan_kernel(
     q_ptr,  # [B, T, H, K]
@@ -107,6 +138,7 @@ def _scan_kernel(
     s1_ptr,  # [N | pool, HV, K, V] or None
     mid_ptr,  # [checkpoint rows, HV, K, V] or None
     s_ptr,  # [programs, K in whole blocks, BLOCK_V] fp32 or None: S, where it is not in registers
+    ke_ptr,  # [B, T, HV, K] or None: q, k are Qd, Kd with it, and f_ptr is gam [rows, HV, K]
     q_strides,  # of B, T, H
     k_strides,
     v_strides,  # of B, T, HV
@@ -130,8 +162,13 @@ def _scan_kernel(
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
 ):
-    """BLOCK_V columns of one value head of one segment, from its first token to its last."""
+    """BLOCK_V columns of one value head of one segment, from its first token to its last.
+
+    ke_ptr: of Kimi Delta Attention (kda/portable/prepare.py), where the row factors are in the
+    operands: X = V - Kd S, O = Qd S + P vt, S = gam S + Ke^T vt.
+    """
     HV: tl.constexpr = H * R
+    FACTORS: tl.constexpr = 256 if ke_ptr is None else K
     NV: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     row = pid // (NV * HV)
@@ -180,7 +217,9 @@ def _scan_kernel(
 
     tb_ptr += ((chunk_row + first) * HV + hv) * 4096
     p_ptr += ((chunk_row + first) * HV + hv) * 4096
-    f_ptr += ((chunk_row + first) * HV + hv) * 256
+    f_ptr += ((chunk_row + first) * HV + hv) * FACTORS
+    if ke_ptr is not None:
+        ke_ptr += b * k_strides[0] + token * k_strides[1] + h * k_strides[2]
     if mid_ptr is not None:
         mid_ptr += (mid_row * HV + hv) * (K * V)
     left = length - first * 64  # tokens; carried along, it leaves registers to the loop
@@ -193,33 +232,38 @@ def _scan_kernel(
         q_tile = q_ptr + go * q_strides[1]
         v_tile = v_ptr + go * v_strides[1] + own[:, None] * v_strides[1] + e[None, :]
         block = t[:, None] * 64 + t[None, :]
-        f = f_ptr + go * (HV * 4)
-        f0 = tl.load(f + t)  # [C] fp32
-        f1 = tl.load(f + 64 + t)
-        f2 = tl.load(f + 128 + t)
-        decay = tl.load(f + 192)
+        if ke_ptr is None:
+            f0, f1, f2, decay = _load_factors(f_ptr + go * (HV * 4))
+            gam = None
+            end_tile = k_tile
+        else:
+            f0, f1, f2 = None, None, None  # they are in the operands
+            decay = 1.0
+            gam = f_ptr + (n * 0 + c) * (HV * K)
+            end_tile = ke_ptr + go * k_strides[1]
 
         # loads stand before their use: held in registers from the top they spill
         if STAGES == 1:
             k_at, q_at = own * k_strides[1], own * q_strides[1]
             ks, qs = read_both(k_tile, k_at, q_tile, q_at, ok, s, s_ptr, K, PREC)
             v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
-            x = v.to(tl.float32) - f0[:, None] * ks
+            x = v.to(tl.float32) - _times(f0, ks)
             k = v  # is loaded again
         else:
             ks, k = read(k_tile, own * k_strides[1], ok, s, K, PREC)  # [C, V] fp32
             v = tl.load(v_tile, mask=in_v, other=0.0)  # [C, V]
-            x = v.to(tl.float32) - f0[:, None] * ks
+            x = v.to(tl.float32) - _times(f0, ks)
             qs, _ = read(q_tile, own * q_strides[1], ok, s, K, PREC)
         tb = tl.load(tb_ptr + go * (HV * 64) + block)  # [C, C]
         vt = tl.dot(tb, x.to(tb.dtype), input_precision=PREC)  # [C, V] fp32
-        w = (f1[:, None] * vt).to(tb.dtype)
+        w = _times(f1, vt).to(tb.dtype)
         if s_ptr is None:
-            s = write(k, k_tile, own * k_strides[1], ok, s, decay, w, K, STAGES == 1, PREC)
+            again: tl.constexpr = STAGES == 1 or ke_ptr is not None
+            s = write(k, end_tile, own * k_strides[1], ok, s, decay, w, K, again, PREC, gam)
         else:
-            write_to(s_ptr, k_tile, own * k_strides[1], ok, decay, w, K, BLOCK_K, PREC)
+            write_to(s_ptr, end_tile, own * k_strides[1], ok, decay, w, K, BLOCK_K, PREC, gam)
         p = tl.load(p_ptr + go * (HV * 64) + block)  # [C, C]
-        o = tl.dot(p, vt.to(p.dtype), f2[:, None] * qs, input_precision=PREC)
+        o = tl.dot(p, vt.to(p.dtype), _times(f2, qs), input_precision=PREC)
         o_tile = o_ptr + go * (HV * V) + t[:, None] * (HV * V) + e[None, :]
         tl.store(o_tile, o.to(o_ptr.dtype.element_ty), mask=in_v)
         if mid_ptr is not None:
@@ -229,16 +273,8 @@ def _scan_kernel(
 
         left -= 64
 
-    if s1_ptr is not None:
-        for i in tl.static_range(len(s)):
-            kv = i * BLOCK_K + d
-            at = slot * s1_strides[0] + hv * s1_strides[1]
-            at += kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
-            is_state = (kv < K)[:, None] & (e < V)[None, :]
-            is_end = left <= 0  # the sequence's; behind a cut there is more
-            _store_state(
-                s1_ptr, at, part_of(s, s_ptr, i), is_state & is_end if BEHIND else is_state
-            )
+    at = slot * s1_strides[0] + hv * s1_strides[1]
+    _store_final(s1_ptr, s1_strides, at, s, s_ptr, e, left <= 0, K, V, BEHIND)
 
 
 def segments(call: GdnCall, shortest: int, longest: int) -> tuple:
@@ -250,9 +286,9 @@ def segments(call: GdnCall, shortest: int, longest: int) -> tuple:
     return T // (shortest * CHUNK) + call.N, 0
 
 
-def configuration(kind: str, device: torch.device, units: int, K: int) -> dict:
+def configuration(kind: str, device: torch.device, units: int, K: int, rule: str = "gdn") -> dict:
     """Launch configuration of the kernel above, for `units` segments and value heads."""
-    return lookup(f"portable_gdn_scan{kind}", device, units=units, K=K)
+    return lookup(f"portable_{rule}_scan{kind}", device, units=units, K=K)
 
 
 class Scan:
@@ -272,7 +308,8 @@ class Scan:
         q, k, v, options = call.q, call.k, call.v, call.options
         K, V, HV = call.K, call.V, call.HV
         rows, own = segments(call, *segment)
-        config = configuration(kind, v.device, rows * HV, K)
+        rule = "kda" if call.channels else "gdn"
+        config = configuration(kind, v.device, rows * HV, K, rule)
         block_k = min(triton.next_power_of_2(max(K, 16)), config["BLOCK_K"])
         programs = rows * HV * -(-V // config["BLOCK_V"])
         state = -(-K // block_k) * block_k * config["BLOCK_V"]
@@ -305,8 +342,9 @@ class Scan:
         # initial_state [N | pool, HV, K, V], state_indices [N], final_state (written), checkpoints
         # [.., HV, K, V] (written): each may be None
         states: tuple,
+        k_end: Optional[torch.Tensor] = None,  # Ke [B, T, HV, K]: q, k are Qd, Kd then, F is gam
     ) -> None:
         memory = None  # for the states of all programs, where they are not in registers
         if self.scratch is not None:
             memory = blocks[2].new_empty(self.scratch)
-        self.kernel(*tokens, *blocks, cu_seqlens, *states, memory)
+        self.kernel(*tokens, *blocks, cu_seqlens, *states, memory, k_end)

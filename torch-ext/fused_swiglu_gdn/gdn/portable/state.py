@@ -71,8 +71,21 @@ def read_both(k_ptr, k_at, q_ptr, q_at, ok, s, s_ptr, K: tl.constexpr, PREC: tl.
 
 
 @triton.jit
+def _decayed(s, decay, gam_ptr, first, K: tl.constexpr):
+    """A block of S, from row `first` on, times decay; rows of it times their own, where gam_ptr
+    [K] has them."""
+    if gam_ptr is None:
+        s *= decay
+    else:
+        d = first + tl.arange(0, s.shape[0])
+        s *= tl.load(gam_ptr + d, mask=d < K, other=0.0)[:, None]
+    return s
+
+
+@triton.jit
 def write(
-    x, ptr, at, ok, s, decay, w, K: tl.constexpr, RELOAD: tl.constexpr, PREC: tl.constexpr
+    x, ptr, at, ok, s, decay, w, K: tl.constexpr, RELOAD: tl.constexpr, PREC: tl.constexpr,
+    gam_ptr=None,
 ):  # fmt: skip
     """decay S + x^T w for a chunk's rows x [C, K]. RELOAD: x is loaded again, else one block holds
     it."""
@@ -81,19 +94,22 @@ def write(
     for i in tl.static_range(len(s)):
         if RELOAD:
             x = _rows(ptr, at, ok, i * BLOCK, K, BLOCK, "evict_first")
-        new += (tl.dot(tl.trans(x), w, s[i] * decay, input_precision=PREC),)
+        part = _decayed(s[i], decay, gam_ptr, i * BLOCK, K)
+        new += (tl.dot(tl.trans(x), w, part, input_precision=PREC),)
     return new
 
 
 @triton.jit
 def write_to(
-    s_ptr, ptr, at, ok, decay, w, K: tl.constexpr, BLOCK: tl.constexpr, PREC: tl.constexpr
+    s_ptr, ptr, at, ok, decay, w, K: tl.constexpr, BLOCK: tl.constexpr, PREC: tl.constexpr,
+    gam_ptr=None,
 ):  # fmt: skip
     """Does the work of `write` for a state in memory."""
     for first in tl.range(0, K, BLOCK, num_stages=1):
         x = _rows(ptr, at, ok, first, K, BLOCK, "evict_first")
         to = block_at(s_ptr, first, BLOCK, w.shape[1])
-        s = tl.dot(tl.trans(x), w, tl.load(to) * decay, input_precision=PREC)
+        part = _decayed(tl.load(to), decay, gam_ptr, first, K)
+        s = tl.dot(tl.trans(x), w, part, input_precision=PREC)
         tl.debug_barrier()  # every thread has read what is now overwritten
         tl.store(to, s)
     tl.debug_barrier()  # and sees what another wrote

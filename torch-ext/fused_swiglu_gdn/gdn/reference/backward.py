@@ -12,6 +12,8 @@ state S before a chunk, the gradient dS of the state after it, and `new` of chun
 Sizes as in common.py, and C = 64 tokens a chunk.
 """
 
+from typing import Callable
+
 import torch
 
 from ...runtime.dtypes import at_least_fp32
@@ -21,10 +23,11 @@ from .chunk import to_chunks
 from .common import Inputs, prepare_inputs, spans
 
 
-def _states(x, gam, k_end, T_beta, P, do, S, dS):
+def passes(x, gam, k_end, T_beta, P, do, S, dS):
     """S before and dS after each chunk, and W, dV, X, dW of each chunk; then dS before the first.
 
-    The forward pass over the chunks and the backward pass are independent.
+    The forward pass over the chunks and the backward pass are independent. gam is
+    [B, H, R, NT, C, 1], or has a factor for each channel of the keys.
     """
     forward, backward = [], []
     chunks = x.g.shape[3]
@@ -33,12 +36,12 @@ def _states(x, gam, k_end, T_beta, P, do, S, dS):
         X = x.v[:, :, :, c] - k[:, :, :, c] @ S  # [B, H, R, C, V]
         W = T_beta[:, :, :, c] @ X
         forward.append((S, W, X))
-        S = gam[:, :, :, c, -1:] * S + k_end[:, :, :, c].mT @ W
+        S = gam[:, :, :, c, -1, :, None] * S + k_end[:, :, :, c].mT @ W
     for c in reversed(range(chunks)):
         dW = k_end[:, :, :, c] @ dS + P[:, :, :, c].mT @ do[:, :, :, c]
         dV = T_beta[:, :, :, c].mT @ dW
         backward.append((dS, dV, dW))
-        dS = gam[:, :, :, c, -1:] * dS + q[:, :, :, c].mT @ do[:, :, :, c]
+        dS = gam[:, :, :, c, -1, :, None] * dS + q[:, :, :, c].mT @ do[:, :, :, c]
         dS = dS - k[:, :, :, c].mT @ dV
     stacks = [torch.stack(s, 3) for s in (*zip(*forward), *zip(*backward[::-1]))]
     return (*stacks, dS)
@@ -59,7 +62,7 @@ def _chunked(x: Inputs, do, S, dS):
     )
     kk = kk.tril(-1)
     gam, gam_end = G.exp().unsqueeze(-1), (G[..., -1:] - G).exp().unsqueeze(-1)
-    S, W, X, dS, dV, dW, dS0 = _states(x, gam, gam_end * x.k, T_beta, qk, do, S, dS)
+    S, W, X, dS, dV, dW, dS0 = passes(x, gam, gam_end * x.k, T_beta, qk, do, S, dS)
 
     dP = do @ W.mT * decay  # [B, H, R, NT, C, C]
     N = -(dV @ W.mT * decay).tril(-1)
@@ -88,6 +91,14 @@ def _through_norm(dx, x):
     return r * dx - x * r.pow(3) * (x * dx).sum(-1, keepdim=True)
 
 
+def through_beta(dbeta, call):
+    """The gradient of beta, which may be raw."""
+    if call.options.use_beta_sigmoid:
+        s = at_least_fp32(call.beta).sigmoid()
+        dbeta = dbeta * s * (1 - s) * call.options.beta_max
+    return dbeta.to(call.beta.dtype)
+
+
 def _through_gates(dg, dbeta, call):
     """Gradients of the raw g and beta, of A_log and of dt_bias."""
     dA_log = ddt_bias = None
@@ -98,14 +109,11 @@ def _through_gates(dg, dbeta, call):
         dA_log = (dg * slope * torch.nn.functional.softplus(a)).sum((0, 1)).to(call.A_log.dtype)
         dg = dg * slope * a.sigmoid()
         ddt_bias = None if dt_bias is None else dg.sum((0, 1)).to(dt_bias.dtype)
-    if call.options.use_beta_sigmoid:
-        s = at_least_fp32(call.beta).sigmoid()
-        dbeta = dbeta * s * (1 - s) * call.options.beta_max
-    return dg.to(call.g.dtype), dbeta.to(call.beta.dtype), dA_log, ddt_bias
+    return dg.to(call.g.dtype), through_beta(dbeta, call), dA_log, ddt_bias
 
 
-def _by_sequence(x: Inputs, do, S, dS, call):
-    """_chunked for each sequence.
+def _by_sequence(chunked, x: Inputs, do, S, dS, call):
+    """chunked(...) for each sequence.
 
     Returns gradients like q, k, v, g, beta, in fp32 or fp64, and those of the initial states.
     """
@@ -113,7 +121,7 @@ def _by_sequence(x: Inputs, do, S, dS, call):
     for n, (rows, tokens) in enumerate(spans(call.B, call.T, call.cu_seqlens)):
         own = slice(None) if call.cu_seqlens is None else slice(n, n + 1)
         part = Inputs(*(y[rows, :, :, tokens] for y in x))
-        grads, start = _chunked(part, do[rows, :, :, tokens], S[own], dS[own])
+        grads, start = chunked(part, do[rows, :, :, tokens], S[own], dS[own])
         parts.append(grads)
         starts.append(start)
     if parts:
@@ -125,13 +133,19 @@ def _by_sequence(x: Inputs, do, S, dS, call):
 
 
 def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient):
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for arguments that were not
-    given.
+    """by_chunks_bwd of this rule."""
+    return by_chunks_bwd(call, prepare_inputs(call), gradient, _chunked, _through_gates)
+
+
+def by_chunks_bwd(
+    call, x: Inputs, gradient: GdnGradient, chunked: Callable, through_gates: Callable
+):
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None if not given.
 
     With values_only, only dv and d_initial_state. `prepared` saves work for kernels; here it is
     unused.
     """
-    x, v_first = prepare_inputs(call), call.options.state_v_first
+    v_first = call.options.state_v_first
     group = (call.H, call.HV // call.H)
 
     def state(given):
@@ -143,7 +157,7 @@ def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient):
 
     S, dS = state(call.initial_state), state(gradient.d_final_state)
     do = at_least_fp32(gradient.do).to(x.v.dtype).transpose(1, 2).unflatten(1, group)
-    (dq, dk, dv, dg, dbeta), starts = _by_sequence(x, do, S, dS, call)
+    (dq, dk, dv, dg, dbeta), starts = _by_sequence(chunked, x, do, S, dS, call)
     d_initial, initial = None, call.initial_state
     if initial is not None:
         d_initial = torch.cat(starts).flatten(1, 2) if starts else torch.zeros_like(initial)
@@ -156,5 +170,5 @@ def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient):
     if call.options.use_qk_l2norm:
         dq = _through_norm(dq, at_least_fp32(call.q))
         dk = _through_norm(dk, at_least_fp32(call.k))
-    gates = _through_gates(dg, dbeta, call)
+    gates = through_gates(dg, dbeta, call)
     return (dq.to(call.q.dtype), dk.to(call.k.dtype), dv, *gates, d_initial)

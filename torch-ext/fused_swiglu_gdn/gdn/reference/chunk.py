@@ -9,6 +9,8 @@ at the start of the chunk:
 Sizes as in common.py, and C = 64 tokens a chunk.
 """
 
+from typing import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -57,8 +59,13 @@ def _chunked(x: Inputs, S: torch.Tensor, checkpoint_every: int):
     return torch.cat(o, 3)[..., :T, :], S, checkpoints
 
 
-@without_autocast
 def gdn_chunk_fwd(call: GdnCall):
+    """by_chunks of this rule."""
+    return by_chunks(call, _chunked)
+
+
+@without_autocast
+def by_chunks(call, chunked: Callable):
     """o [B, T, HV, V]; the final state [N, HV, K, V], the pool, or None; checkpoints or None; None.
 
     Checkpoint row cu[n] // E + j (b * (T // E) + j without cu_seqlens) is the state of sequence n
@@ -66,7 +73,7 @@ def gdn_chunk_fwd(call: GdnCall):
     """
     options = call.options
     every, v_first = options.checkpoint_every, options.state_v_first
-    o, results = run(lambda x, S: _chunked(x, S, every), call)
+    o, results = run(lambda x, S: chunked(x, S, every), call)
     wide = at_least_fp32(call.v[:0]).dtype
     empty = call.v.new_zeros(0, call.HV, call.K, call.V, dtype=wide)
 
@@ -85,7 +92,7 @@ def gdn_chunk_fwd(call: GdnCall):
 
 
 def _place(results, call, empty):
-    """The checkpoint rows, in the order that gdn_chunk_fwd documents."""
+    """The checkpoint rows, in the order that by_chunks documents."""
     every = call.options.checkpoint_every
     if call.cu_seqlens is None:
         states = results[0][1]

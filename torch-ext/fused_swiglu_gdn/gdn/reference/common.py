@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
     q: torch.Tensor  # [B, H, 1, T, K], scaled
     k: torch.Tensor  # [B, H, 1, T, K]
     v: torch.Tensor  # [B, H, R, T, V]
-    g: torch.Tensor  # [B, H, R, T]
+    g: torch.Tensor  # [B, H, R, T], or [B, H, R, T, K]
     beta: torch.Tensor  # [B, H, R, T]
 
 

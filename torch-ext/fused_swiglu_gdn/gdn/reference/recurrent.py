@@ -15,8 +15,8 @@ from .common import Inputs, negative, no_tokens, run, stacked, without_autocast,
 def step_in_place(q, k, v, decay, beta, S):
     """One token of N independent heads without gradients: o [N, 1, V]; S [N, K, V] is updated.
 
-    q, k [N, 1, K]; v [N, 1, V]; decay, beta [N, 1, 1]. The four passes over S are the whole cost of
-    a token on a CPU.
+    q, k [N, 1, K]; v [N, 1, V]; beta [N, 1, 1]; decay [N, 1, 1], or [N, K, 1] for one a channel.
+    The four passes over S are the whole cost of a token on a CPU.
     """
     S.mul_(decay)
     delta = torch.bmm(k, S).neg_().add_(v).mul_(beta)  # [N, 1, V]
@@ -24,19 +24,24 @@ def step_in_place(q, k, v, decay, beta, S):
     return torch.bmm(q, S)
 
 
+def _decays(x: Inputs):
+    """[B, H, R, T, 1 or K, 1]."""
+    decay = x.g.exp().unsqueeze(-1)
+    return decay.unsqueeze(-1) if x.g.ndim == x.beta.ndim else decay
+
+
 def _by_steps_in_place(x: Inputs, S: torch.Tensor):
     """_recurrent without gradients on a CPU; S is overwritten if it is contiguous."""
     (B, H, R, T, V), K = x.v.shape, x.k.shape[-1]
     N = B * H * R
     q, k = (y.expand(-1, -1, R, -1, -1).reshape(N, T, K) for y in (x.q, x.k))
-    v, decay, beta = (y.reshape(N, T, n) for y, n in ((x.v, V), (x.g.exp(), 1), (x.beta, 1)))
+    v, beta = x.v.reshape(N, T, V), x.beta.reshape(N, T, 1)
+    decay = _decays(x).flatten(0, 2)  # [N, T, 1 or K, 1]
     heads = S.contiguous().view(N, K, V)
     o = torch.empty_like(v)
     for t in range(T):
         now = slice(t, t + 1)
-        o[:, now] = step_in_place(
-            q[:, now], k[:, now], v[:, now], decay[:, now], beta[:, now], heads
-        )
+        o[:, now] = step_in_place(q[:, now], k[:, now], v[:, now], decay[:, t], beta[:, now], heads)
     return o.view(B, H, R, T, V), heads.view(B, H, R, K, V)
 
 
@@ -44,7 +49,7 @@ def _recurrent(x: Inputs, S: torch.Tensor, all_states: bool, overwrite: bool):
     """S [B, H, R, K, V] -> o [B, H, R, T, V], and S or every S [B, T, H, R, K, V]."""
     if S.device.type == "cpu" and not all_states and not torch.is_grad_enabled():
         return _by_steps_in_place(x, S if overwrite else S.clone())
-    decay = x.g.exp()[..., None, None]  # [B, H, R, T, 1, 1]
+    decay = _decays(x)
     o, states = [], []
     for t in range(x.v.shape[3]):
         k = x.k[:, :, :, t, :, None]  # [B, H, 1, K, 1]

@@ -1,0 +1,220 @@
+"""Kernel time of Kimi Delta Attention beside FLA's: prompts and decoding.
+
+    python benchmarks/compare_kda.py [--json FILE] [--seconds 100]     on a GPU
+
+Head dim 128, bf16, l2norm of q and k in the call. Prompts: gates -5 sigmoid(n) in fp32, given. FLA
+is called as transformers calls it ("fla"), and with safe_gate, which needs gates above -5
+("fla_safe"); FLA_FLASH_KDA=0 and FLA_TILELANG=0 keep it to its own Triton kernels, and of its
+autotuning every kernel gets the configurations that --configurations says. Decoding: raw gates in
+our call; FLA is given the gates, and writes new states where ours writes in place. `copy` is a
+Triton kernel that reads and writes as many bytes as the states have: the wall.
+
+The rows of FLA that do not fit into --seconds are left out. Errors are relative to fp64, at 1000
+tokens and 4 heads for five kinds of gates.
+"""
+
+import argparse
+import functools
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+from kernel_time import RESULTS, ROOT, load_package, microseconds, parse_on_gpu, save
+
+sys.path.insert(0, str(ROOT / "tests"))
+PROMPTS = {
+    "H 64, 8192": (1, 8192, 64, None),
+    "H 32, 2048": (1, 2048, 32, None),
+    "H 32, 8192": (1, 8192, 32, None),
+    "H 32, 32768": (1, 32768, 32, None),
+    "H 32, packed 4 x 2048": (1, 8192, 32, 4),
+}
+BATCHES = (1, 64, 256)
+ERRORS = ("softplus", "bounded", "slow", "floor", "wild")
+
+
+def prompt(B, T, H, pieces) -> tuple:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, B, T, H, 128, device="cuda").bfloat16().unbind(0)
+    g = -5 * torch.sigmoid(torch.randn(B, T, H, 128, device="cuda"))
+    beta = torch.rand(B, T, H, device="cuda")
+    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    if pieces is not None:
+        options["cu_seqlens"] = torch.arange(pieces + 1, device="cuda") * (T // pieces)
+    return (q, k, v, g, beta), options
+
+
+def thin_autotuning(most: int) -> None:
+    """FLA's tuning of every kernel takes minutes."""
+    from triton.runtime.autotuner import Autotuner
+
+    run = Autotuner.run
+
+    def thinned(self, *args, **kwargs):
+        if len(self.configs) > most:
+            self.configs = self.configs[:: -(-len(self.configs) // most)]
+        return run(self, *args, **kwargs)
+
+    Autotuner.run = thinned
+
+
+def load_fla():
+    os.environ.update(FLA_FLASH_KDA="0", FLA_TILELANG="0", FLA_FLASH_QLA="0")
+    from fla.ops.kda import chunk_kda, fused_recurrent_kda
+
+    return chunk_kda, fused_recurrent_kda
+
+
+def phases(package, x, options) -> dict:
+    """Our two kernels of a prompt, one by one."""
+    import importlib
+
+    name = package.__name__
+    calls = importlib.import_module(f"{name}.kda.call")
+    chunk = importlib.import_module(f"{name}.kda.portable.chunk")
+    given = calls.KdaOptions(128**-0.5, use_qk_l2norm=True, output_final_state=True)
+    cu = options.get("cu_seqlens")
+    call = calls.KdaCall(*x, None, None, None, None, cu, given)
+    chunked = chunk._Chunked(call)
+    q, k, v, g, beta = x
+    tb, p, kd, qd, ke, gam = chunked.prepare(q, k, g, beta, None, None, cu)
+    o, states = torch.empty_like(v), v.new_empty(**chunked.final)
+    return {
+        "prepare": lambda: chunked.prepare(q, k, g, beta, None, None, cu),
+        "scan": lambda: chunked.scan(
+            (qd, kd, v, o), (tb, p, gam), cu, (None, None, states, None), ke
+        ),
+    }
+
+
+def host(call) -> float:
+    """Median microseconds until an eager call returns, the GPU idle before each."""
+    for _ in range(10):
+        call()
+    times = []
+    for _ in range(50):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append((time.perf_counter() - start) * 1e6)
+    return sorted(times)[25]
+
+
+def copied(states):
+    from compare_gdn_recurrent import copy
+
+    return lambda: [copy(state) for state in states]
+
+
+def decode(package, fla, B, H, dtype) -> dict:
+    """States take turns, so that what one call wrote is no longer in the cache."""
+    torch.manual_seed(0)
+    count = 3 if B > 1 else 24
+    q, k, v, a = torch.randn(4, B, 1, H, 128, device="cuda").bfloat16().unbind(0)
+    b, A_log = torch.randn(B, 1, H, device="cuda").bfloat16(), torch.randn(H, device="cuda") * 0.5
+    dt_bias = torch.randn(H * 128, device="cuda")
+    states = [0.1 * torch.randn(B, H, 128, 128, device="cuda").to(dtype) for _ in range(count)]
+    raw = {
+        "use_gate_in_kernel": True, "use_beta_sigmoid_in_kernel": True, "A_log": A_log,
+        "dt_bias": dt_bias, "lower_bound": -5.0, "use_qk_l2norm_in_kernel": True,
+        "inplace_final_state": True,
+    }  # fmt: skip
+
+    def ours(v_first):
+        return lambda: [
+            package.fused_recurrent_kda(
+                q, k, v, a, b, initial_state=state, state_v_first=v_first, **raw
+            )
+            for state in states
+        ]
+
+    calls = {"copy": copied(states), "ours": ours(True), "ours_kv": ours(False)}
+    if fla is not None and dtype == torch.float32:
+        g = -5 * torch.sigmoid(A_log.exp()[:, None] * (a.float() + dt_bias.view(H, 128)))
+        beta = b.float().sigmoid()
+        calls["fla"] = lambda: [
+            fla(q, k, v, g, beta, initial_state=state, output_final_state=True,
+                use_qk_l2norm_in_kernel=True) for state in states
+        ]  # fmt: skip
+    times = microseconds(calls, rounds=3, rep_ms=6)
+    row = {"decode": B, "heads": H, "states": str(dtype)[6:]}
+    return {**row, "us": {name: t / count for name, t in times.items()}}
+
+
+def errors(package, fla) -> list:
+    from kda_problems import kda_inputs
+
+    rows, options = [], {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    for gates in ERRORS:
+        x = kda_inputs(1, 1000, 4, 4, 128, 128, torch.bfloat16, gates, device="cuda")
+        x["beta"] = x["beta"].bfloat16().float()
+        want = package.fused_recurrent_kda(**{n: y.double() for n, y in x.items()}, **options)
+        found = {"ours": lambda x=x: package.chunk_kda(**x, **options)}
+        if fla is not None:
+            found["fla"] = lambda x=x: fla(**x, **options)
+            found["fla_safe"] = lambda x=x: fla(**x, **options, safe_gate=True)
+        row = {"errors": gates}
+        for name, call in found.items():
+            pairs = zip(call(), want)
+            row[name] = [((y.double() - z).norm() / z.norm()).item() for y, z in pairs]
+        rows.append(row)
+        print(row, flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=RESULTS / "kda.json")
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--configurations", type=int, default=6)
+    options = parse_on_gpu(parser)
+    began = time.perf_counter()
+    package, rows = load_package(), []
+    try:
+        fla, fla_step = load_fla()
+        thin_autotuning(options.configurations)
+    except ImportError as error:
+        print(f"fla is left out: {error}")
+        fla = fla_step = None
+
+    def done(row) -> None:
+        rows.append(row)
+        print(row, f"{time.perf_counter() - began:.0f} s", flush=True)
+        save(options.json, rows)
+
+    with torch.no_grad():
+        for name, case in PROMPTS.items():
+            x, given = prompt(*case)
+            call = lambda x=x, given=given: package.chunk_kda(*x, **given)  # noqa: E731
+            ours = microseconds({"ours": call, **phases(package, x, given)}, rounds=3, rep_ms=10)
+            done({"prompt": name, "us": ours, "host_us": {"ours": host(call)}})
+        for H in (32, 64):
+            for B in BATCHES:
+                for dtype in (torch.float32, torch.bfloat16):
+                    step = fla_step if B <= 64 else None
+                    done(decode(package, step, B, H, dtype))
+        for row in errors(package, None):
+            done(row)
+        for name, case in PROMPTS.items() if fla is not None else ():
+            x, given = prompt(*case)
+            for kind, safe in (("fla_safe", True), ("fla", False)):
+                if time.perf_counter() - began > options.seconds:
+                    print(f"{kind} of {name} is left out: no time", flush=True)
+                    continue
+                calls = {
+                    "ours": functools.partial(package.chunk_kda, *x, **given),
+                    kind: functools.partial(fla, *x, **given, safe_gate=safe),
+                }
+                try:
+                    done({"prompt": name, "us": microseconds(calls, rounds=3, rep_ms=10)})
+                except Exception as error:  # a peer that refuses is left out
+                    print(f"{kind} of {name} is left out: {str(error)[-200:]}", flush=True)
+        if fla is not None and time.perf_counter() - began < options.seconds:
+            for row in errors(package, fla):
+                done(row)
+
+
+if __name__ == "__main__":
+    main()

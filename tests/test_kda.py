@@ -1,0 +1,270 @@
+"""Kimi Delta Attention in plain torch: two forms and a recurrence written here are one function;
+gradients; arguments."""
+
+import pytest
+import torch
+from conftest import assert_close, relative_error, submodule
+from kda_problems import GATES, kda_inputs
+
+RULES = ("chunk_kda", "fused_recurrent_kda")
+
+
+def recurrence(q, k, v, g, beta, state, scale):
+    """The definition, a token at a time, for [B, T, H, *] with as many heads everywhere."""
+    S, o = state, []
+    for t in range(q.shape[1]):
+        S = g[:, t].exp().unsqueeze(-1) * S
+        seen = torch.einsum("bhk,bhkv->bhv", k[:, t], S)
+        write = beta[:, t].unsqueeze(-1) * (v[:, t] - seen)
+        S = S + torch.einsum("bhk,bhv->bhkv", k[:, t], write)
+        o.append(torch.einsum("bhk,bhkv->bhv", q[:, t], S) * scale)
+    return torch.stack(o, 1), S
+
+
+def doubles(*args, **options):
+    return {name: x.double() for name, x in kda_inputs(*args, **options).items()}
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_definition(kernel, rule, gates):
+    x = doubles(2, 150, 2, 2, 16, 24, gates=gates)
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    state = torch.randn(2, 2, 16, 24, dtype=torch.float64)
+    o, final = getattr(kernel, rule)(**x, initial_state=state, output_final_state=True)
+    want, S = recurrence(**x, state=state, scale=16**-0.5)
+    assert_close(o, want)
+    assert_close(final, S)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_groups_and_norms(kernel, rule):
+    """Value heads share key heads; lengths go first, in the kernel or before."""
+    x = doubles(1, 70, 2, 4, 16, 8)
+    o, _ = getattr(kernel, rule)(**x, use_qk_l2norm_in_kernel=True)
+    for name in ("q", "k"):
+        y = x[name].repeat_interleave(2, 2)
+        x[name] = y * torch.rsqrt(y.square().sum(-1, keepdim=True) + 1e-6)
+    want, _ = recurrence(**x, state=torch.zeros(1, 4, 16, 8).double(), scale=0.25)
+    assert_close(o, want)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("bound, rate", [(None, True), (-5.0, True), (-2.0, False)])
+@pytest.mark.parametrize("shapes", ["flat", "as transformers has them"])
+def test_raw_gates(kernel, rule, bound, rate, shapes):
+    x = doubles(1, 70, 2, 2, 8, 8)
+    a, b = 5 * torch.randn_like(x["g"]), torch.randn_like(x["beta"])
+    A_log, bias = torch.tensor([-1.0, 2.0]).double(), torch.linspace(-3, 30, 16).double()
+    factor = A_log.exp().unsqueeze(-1) if rate else 1.0
+    shifted = a + bias.view(2, 8)
+    g = -factor * torch.nn.functional.softplus(shifted)
+    if bound is not None:
+        g = bound * torch.sigmoid(factor * shifted)
+    if shapes != "flat":
+        A_log, bias = A_log.view(1, 1, 2, 1), bias.view(2, 8)
+    function = getattr(kernel, rule)
+    o, _ = function(
+        **{**x, "g": a, "beta": b}, use_gate_in_kernel=True, A_log=A_log if rate else None,
+        dt_bias=bias, lower_bound=bound, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True,
+        use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    given = {**x, "g": g, "beta": 2 * b.sigmoid()}
+    want, _ = function(**given, use_qk_l2norm_in_kernel=True)
+    assert_close(o, want)
+    if bound is not None:  # a bound is of raw gates alone, as FLA has it
+        again, _ = function(**given, use_qk_l2norm_in_kernel=True, lower_bound=bound)
+        assert torch.equal(again, want)
+
+
+def test_packed_pool_and_layouts(kernel):
+    x = doubles(1, 147, 1, 2, 16, 24)
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    cu, rows = torch.tensor([0, 0, 66, 147]), torch.tensor([3, 0, -1])
+    pool = torch.randn(4, 2, 24, 16, dtype=torch.float64)
+    before = pool.clone()
+    o, after = kernel.chunk_kda(
+        **x, initial_state=pool, state_indices=rows, cu_seqlens=cu, cu_seqlens_cpu=cu,
+        state_v_first=True, safe_gate=True, disable_recompute=True,
+    )  # fmt: skip
+    assert after is pool and not o[:, 66:].any()
+    assert torch.equal(pool[[1, 2, 3]], before[[1, 2, 3]])
+    part = {name: y[:, :66] for name, y in x.items()}
+    want, S = kernel.fused_recurrent_kda(
+        **part, initial_state=before[:1].mT, output_final_state=True
+    )
+    assert_close(o[:, :66], want)
+    assert_close(pool[:1].mT, S)
+
+
+def test_states_on_the_way_and_a_prefix_that_is_shared(kernel):
+    x = doubles(1, 200, 1, 1, 8, 8)
+    x["k"] = torch.nn.functional.normalize(x["k"], dim=-1)
+    o, final, states = kernel.chunk_kda(**x, checkpoint_every=64, output_final_state=True)
+    for j in range(3):
+        part = {name: y[:, : 64 * (j + 1)] for name, y in x.items()}
+        _, S = kernel.fused_recurrent_kda(**part, output_final_state=True)
+        assert_close(states[j], S[0])
+    rest = {name: y[:, 128:] for name, y in x.items()}
+    again, S = kernel.chunk_kda(
+        **rest, initial_state=states, state_indices=torch.tensor([1]), inplace_final_state=False,
+        output_final_state=True,
+    )  # fmt: skip
+    assert_close(again, o[:, 128:])
+    assert_close(S, final)
+    fresh, _ = kernel.chunk_kda(
+        **rest, initial_state=states, state_indices=torch.tensor([1]),
+        has_initial_state=torch.tensor([False]),
+    )  # fmt: skip
+    want, _ = kernel.chunk_kda(**rest)
+    assert_close(fresh, want)
+
+
+@pytest.mark.parametrize("T", [0, 1, 64])
+@pytest.mark.parametrize("rule", RULES)
+def test_edges(kernel, rule, T):
+    x = kda_inputs(2, T, 1, 1, 8, 8)
+    state = torch.randn(2, 1, 8, 8)
+    o, final = getattr(kernel, rule)(**x, initial_state=state, output_final_state=True)
+    assert o.shape == (2, T, 1, 8) and final.shape == (2, 1, 8, 8)
+    assert final is not state and (T > 0 or torch.equal(final, state))
+
+
+def test_steps_in_a_pool(kernel):
+    x = kda_inputs(3, 1, 1, 2, 16, 8)
+    pool, out = torch.randn(4, 2, 16, 8), torch.empty(3, 1, 2, 8)
+    before = pool.clone()
+    o, after = kernel.fused_recurrent_kda(
+        **x, initial_state=pool, state_indices=torch.tensor([2, 0, 1]), inplace_final_state=True,
+        null_index=0, out=out, use_qk_l2norm_in_kernel=True,
+    )  # fmt: skip
+    assert o is out and after is pool and not o[1].any()
+    want, S = kernel.fused_recurrent_kda(
+        **x, initial_state=before[[2, 0, 1]], output_final_state=True, use_qk_l2norm_in_kernel=True
+    )
+    assert_close(o[[0, 2]], want[[0, 2]])
+    assert_close(pool[[2, 1]], S[[0, 2]])
+    assert torch.equal(pool[[0, 3]], before[[0, 3]])
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("raw", [None, "softplus", "bounded"])
+def test_gradient_written_out(kernel, gates, raw):
+    """What kda/reference/backward.py says is what autograd finds through the recurrence."""
+    if raw and gates != "slow":
+        pytest.skip("gates are raw: there is one kind of them")
+    calls, by_hand = submodule("kda.call"), submodule("kda.reference.backward")
+    x = doubles(1, 147, 1, 2, 16, 8, gates=gates)
+    more = {"A_log": None, "dt_bias": None}
+    bound = -5.0 if raw == "bounded" else None
+    if raw:
+        x["g"] = 2 * torch.randn_like(x["g"])
+        more = {"A_log": torch.tensor([-1.0, 0.5]), "dt_bias": torch.linspace(-2, 22, 32)}
+        more = {name: y.double() for name, y in more.items()}
+    cu = torch.tensor([0, 66, 66, 147])
+    state = torch.randn(3, 2, 16, 8, dtype=torch.float64)
+    x.update(more, initial_state=state)
+    leaves = [y.requires_grad_() for y in x.values() if y is not None]
+    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    if raw:
+        options.update(use_gate_in_kernel=True, lower_bound=bound, use_beta_sigmoid_in_kernel=True)
+    o, final = kernel.fused_recurrent_kda(**x, cu_seqlens=cu, **options)
+    do, dS = torch.randn_like(o), torch.randn_like(final)
+    wanted = torch.autograd.grad((o, final), leaves, (do, dS))
+    given = calls.KdaOptions(0.25, True, bool(raw), False, False, True, None, 0, bound)
+    call = calls.KdaCall(**x, state_indices=None, cu_seqlens=cu, options=given)
+    gradient = submodule("gdn.call").GdnGradient(do, dS, None, False)
+    with torch.no_grad():
+        found = [y for y in by_hand.kda_chunk_bwd(call, gradient) if y is not None]
+    assert len(found) == len(wanted)
+    for a, b in zip(found, wanted):
+        assert a.shape == b.shape and relative_error(a, b) < 1e-11
+    again = torch.autograd.grad(kernel.chunk_kda(**x, cu_seqlens=cu, **options), leaves, (do, dS))
+    for a, b in zip(again, wanted):
+        assert relative_error(a, b) < 1e-11
+
+
+@pytest.mark.parametrize("v_first", [False, True])
+def test_operator_with_a_gradient(kernel, v_first):
+    """What training on a GPU goes through, whose forward is a kernel's there."""
+    calls, ops = submodule("kda.call"), submodule("kda.ops_train")
+    x = doubles(2, 70, 1, 2, 8, 12)
+    shape = (2, 2, 12, 8) if v_first else (2, 2, 8, 12)
+    x["initial_state"] = torch.randn(shape, dtype=torch.float64)
+    leaves = [y.requires_grad_() for y in x.values()]
+    options = calls.KdaOptions(0.3, True, state_v_first=v_first, output_final_state=True)
+    fields = (*list(x.values())[:5], None, None, x["initial_state"], None, None, *options)
+    o, state = ops.kda_chunk_train(*fields)
+    want = kernel.chunk_kda(
+        **x, scale=0.3, use_qk_l2norm_in_kernel=True, output_final_state=True, state_v_first=v_first
+    )
+    assert torch.equal(o, want[0]) and torch.equal(state, want[1])
+    ways = [torch.autograd.grad(y[0].sum() + y[1].sin().sum(), leaves) for y in ((o, state), want)]
+    for a, b in zip(*ways):
+        assert relative_error(a, b) < 1e-11
+    o, state = ops.kda_chunk_train(*fields)
+    (g,) = torch.autograd.grad(o.sum(), leaves[0], create_graph=True)
+    with pytest.raises(NotImplementedError, match="chunk_kda has no second derivative"):
+        torch.autograd.grad(g.sum(), leaves[1])
+
+
+def test_operators_agree_with_their_fakes():
+    calls, ops = submodule("kda.call"), submodule("kda.ops")
+    x = kda_inputs(1, 70, 1, 1, 8, 8)
+    state, options = torch.randn(1, 1, 8, 8), calls.KdaOptions(0.3, True, output_final_state=True)
+    tensors = (*x.values(), None, None)
+    for start in (None, state):
+        torch.library.opcheck(
+            ops._kda_chunk_fwd, (None, *tensors, start, None, None, *options),
+            test_utils=("test_schema", "test_faketensor"),
+        )  # fmt: skip
+    steps = calls.KdaStepOptions(0.3, True, inplace=True)
+    torch.library.opcheck(
+        ops._kda_recurrent_fwd, (state, *tensors, None, None, None, None, None, None, *steps),
+        test_utils=("test_schema", "test_faketensor"),
+    )  # fmt: skip
+    leaves = [y.requires_grad_() for y in x.values()]
+    torch.library.opcheck(
+        submodule("kda.ops_train").kda_chunk_train,
+        (*leaves, None, None, None, None, None, *options),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )  # fmt: skip
+
+
+# ---- arguments
+
+
+def refuses(kernel, error, message, rule=None, **changes):
+    for name in RULES if rule is None else (rule,):
+        x = {**kda_inputs(1, 5, 2, 2, 8, 8), **changes}
+        with pytest.raises(error, match=message):
+            getattr(kernel, name)(**x)
+
+
+def test_what_is_refused(kernel):
+    refuses(kernel, ValueError, r"g must have shape \[B, T, HV, K\]", g=torch.zeros(1, 5, 2))
+    refuses(kernel, ValueError, "g must have shape", g=torch.zeros(1, 5, 2, 7))
+    refuses(kernel, TypeError, "g must be a torch.Tensor, got NoneType", g=None)
+    refuses(
+        kernel, ValueError, "A_log must be given .* without lower_bound", use_gate_in_kernel=True
+    )
+    refuses(kernel, ValueError, "A_log must be None unless", A_log=torch.zeros(2))
+    refuses(kernel, TypeError, "A_log must be a torch.Tensor", A_log=[0.0], use_gate_in_kernel=True)
+    raw = {"use_gate_in_kernel": True, "A_log": torch.zeros(2)}
+    refuses(kernel, ValueError, r"dt_bias must have shape \[HV\*K\]", dt_bias=torch.zeros(3), **raw)
+    refuses(kernel, ValueError, "lower_bound must be negative", lower_bound=0.0, **raw)
+    refuses(kernel, TypeError, "lower_bound must be a float", lower_bound="-5", **raw)
+    refuses(kernel, ValueError, "allow_neg_eigval must be False", allow_neg_eigval=True)
+    refuses(kernel, ValueError, "scale must be positive", scale=-1.0)
+    chunk = {"rule": "chunk_kda"}
+    refuses(kernel, ValueError, "chunk_size must be 64", chunk_size=32, **chunk)
+    refuses(kernel, TypeError, "safe_gate must be True or False", safe_gate="yes", **chunk)
+    refuses(kernel, ValueError, "cp_context must be None", cp_context=object(), **chunk)
+    message = "return_intermediate_states must be False: checkpoint_every"
+    refuses(kernel, ValueError, message, return_intermediate_states=True, **chunk)
+    step = {"rule": "fused_recurrent_kda"}
+    refuses(kernel, ValueError, "null_index must be -1 or 0", null_index=3, **step)
+    refuses(kernel, ValueError, "initial_state must be given", inplace_final_state=True, **step)

@@ -1,0 +1,331 @@
+"""The kernels of Kimi Delta Attention against the reference in fp64, and what they promise: under
+Triton's interpreter, and on a GPU."""
+
+import pytest
+import torch
+from conftest import assert_close, load_package, relative_error, submodule
+from interpreter import INTERPRETING, compiled, interpreted, rerun
+from kda_problems import GATES, calls, kda_inputs, wide
+
+reference, decoding = submodule("kda.reference.chunk"), submodule("kda.reference.recurrent")
+# on the GPU the truth is token by token; in the interpreter by chunks, which is as exact
+DTYPES = [torch.float16, torch.float32] if INTERPRETING else [torch.bfloat16, torch.float16]
+
+
+def prompt(x, **options):
+    """The KdaCall of inputs by name; what is not given is off."""
+    return call_of(calls.KdaCall, calls.KdaOptions, {"output_final_state": True, **x, **options})
+
+
+def token(x, **options):
+    """The same of a KdaStepCall."""
+    return call_of(calls.KdaStepCall, calls.KdaStepOptions, {**x, **options})
+
+
+def call_of(kind, kind_of_options, given):
+    given = {"scale": given["q"].shape[-1] ** -0.5, **given}
+    options = {name: given.pop(name) for name in kind_of_options._fields if name in given}
+    tensors = {**dict.fromkeys(kind._fields), **given}
+    return kind(**{**tensors, "options": kind_of_options(**options)})
+
+
+def expected(call, forward):
+    """The reference in fp64, which leaves the call as it is."""
+    tensors = [x if x is None or not x.is_floating_point() else wide(x).clone() for x in call[:-1]]
+    options = call.options
+    if hasattr(options, "state_dtype"):
+        options = options._replace(state_dtype=torch.float64)
+    return forward(type(call)(*tensors, options))
+
+
+def run(call):
+    module = submodule("kda.portable.chunk")
+    assert module.supports_kda_chunk_fwd(call)
+    if call.q.is_cuda:
+        stale = torch.full_like(call.v, float("nan"))
+        del stale  # the caching allocator hands this block to the next tensor of the size
+    return module.kda_chunk_fwd(call)[:3]
+
+
+def coarser(a, b):
+    order = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+    return min(a, b, key=order.index)
+
+
+def check(call, factor=1.0):
+    ref = expected(call, reference.kda_chunk_fwd)
+    o, state, checkpoints = run(call)
+    assert o.dtype == call.q.dtype
+    assert_close(o, ref[0], factor=factor)
+    if state is not None:
+        assert_close(state, ref[1], coarser(o.dtype, state.dtype), factor)
+    if checkpoints is not None:
+        used = ref[2].flatten(1).abs().sum(1) > 0
+        assert_close(checkpoints[used], ref[2][used], coarser(o.dtype, checkpoints.dtype), factor)
+    return o, state
+
+
+def ends(*lengths, device="cpu"):
+    return torch.tensor([0, *lengths], device=device).cumsum(0).int()
+
+
+def raw_gates(x, HV, K, bound):
+    """Raw inputs in place of g, with what makes decays of them."""
+    device = x["q"].device
+    return {
+        **x, "g": torch.randn_like(x["g"]).to(x["q"].dtype) * 3,
+        "A_log": torch.linspace(-1.0, 2.0, HV, device=device),
+        "dt_bias": torch.linspace(-2.0, 25.0, HV * K, device=device), "lower_bound": bound,
+    }  # fmt: skip
+
+
+class Prompts:
+    """Run twice: under the interpreter on the CPU, and compiled on a GPU."""
+
+    device = "cpu"
+    shape = (1, 100, 1, 2, 32, 16)
+
+    @pytest.mark.parametrize("gates", GATES)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_gates(self, gates, dtype):
+        x = kda_inputs(*self.shape, dtype, gates, device=self.device)
+        B, _, _, HV, K, V = self.shape
+        x["initial_state"] = torch.randn(B, HV, K, V, device=self.device)
+        check(prompt(x, use_qk_l2norm=True))
+
+    @pytest.mark.parametrize("T", [1, 63, 64, 130])
+    def test_lengths(self, T):
+        x = kda_inputs(1, T, 1, 1, 16, 24, DTYPES[0], device=self.device)
+        check(prompt(x, use_qk_l2norm=True))
+
+    @pytest.mark.parametrize("H, HV", [(3, 3), (5, 5), (2, 4), (1, 6)])
+    def test_heads(self, H, HV):
+        x = kda_inputs(1, 70, H, HV, 16, 16, DTYPES[0], device=self.device)
+        check(prompt(x, use_qk_l2norm=True))
+
+    @pytest.mark.parametrize("bound", [None, -5.0])
+    @pytest.mark.parametrize("K", [16, 40])
+    def test_raw_gates(self, bound, K):
+        x = raw_gates(kda_inputs(1, 70, 2, 2, K, 16, DTYPES[0], device=self.device), 2, K, bound)
+        check(prompt(x, use_qk_l2norm=True, use_beta_sigmoid=True, allow_neg_eigval=True))
+        del x["dt_bias"]
+        if bound is not None:
+            del x["A_log"]
+        check(prompt(x, use_qk_l2norm=True))
+
+    def test_keys_of_any_length(self):
+        """Without l2norm, keys that write with up to twice their own projection."""
+        x = kda_inputs(1, 130, 1, 2, 40, 16, DTYPES[0], "slow", device=self.device)
+        unit = torch.nn.functional.normalize(x["k"].float(), dim=-1)
+        x["k"] = (1.4 * unit).to(DTYPES[0])
+        check(prompt(x))
+
+    @pytest.mark.parametrize("gates", ["slow", "softplus", "zero"])
+    def test_keys_alike(self, gates):
+        x = kda_inputs(1, 130, 1, 1, 32, 16, DTYPES[0], gates, alike=3.0, device=self.device)
+        check(prompt(x, use_qk_l2norm=True), factor=2)
+
+    @pytest.mark.parametrize("beta", [0.0, 1.0, 2.0])
+    def test_betas(self, beta):
+        gates = "bounded" if beta else "slow"  # fp16 has no number for what strong ones leave
+        x = kda_inputs(1, 70, 1, 1, 16, 16, DTYPES[0], gates, device=self.device)
+        x["beta"].fill_(beta)
+        x["initial_state"] = torch.randn(1, 1, 16, 16, device=self.device)
+        check(prompt(x, use_qk_l2norm=True))
+
+    @pytest.mark.parametrize("K, dtype", [(16, DTYPES[0]), (80, DTYPES[0]), (80, torch.float32)])
+    def test_packed_pool_checkpoints(self, K, dtype):
+        x = kda_inputs(1, 147, 1, 2, K, 16, dtype, device=self.device)
+        x["initial_state"] = torch.randn(5, 2, 16, K, device=self.device)
+        call = prompt(
+            x, cu_seqlens=ends(0, 66, 0, 81, device=self.device),
+            state_indices=torch.tensor([2, 4, 0, -1], device=self.device), checkpoint_every=64,
+            state_v_first=True, use_qk_l2norm=True,
+        )  # fmt: skip
+        before = x["initial_state"].clone()
+        ref = expected(call, reference.kda_chunk_fwd)
+        o, pool, checkpoints = run(call)
+        assert pool is x["initial_state"]
+        assert_close(o, ref[0])
+        assert_close(pool, ref[1], dtype)
+        assert torch.equal(pool[[0, 1, 2, 3]], before[[0, 1, 2, 3]])  # empty, unnamed or skipped
+        assert_close(checkpoints[:1], ref[2][:1], dtype)
+        assert not o[:, 66:].any()
+
+    def test_causal_and_alone_to_the_bit(self):
+        """Later tokens and other sequences change no bit, gates of -inf among them."""
+        x = kda_inputs(1, 150, 1, 2, 32, 16, DTYPES[0], "bounded", device=self.device)
+        lengths = {"cu_seqlens": ends(100, 50, device=self.device)}
+        options = {"use_qk_l2norm": True}
+        whole = run(prompt(x, **lengths, **options))
+        changed = {name: y.clone() for name, y in x.items()}
+        for name, y in kda_inputs(1, 150, 1, 2, 32, 16, DTYPES[0], "reset", seed=7).items():
+            changed[name][:, 37:100] = y[:, 37:100].to(self.device)
+        other = run(prompt(changed, **lengths, **options))
+        assert torch.equal(whole[0][:, :37], other[0][:, :37])
+        assert torch.equal(whole[0][:, 100:], other[0][:, 100:])
+        assert not torch.equal(whole[0][:, 37:100], other[0][:, 37:100])
+        alone = run(prompt({name: y[:, 100:] for name, y in x.items()}, **options))
+        assert torch.equal(alone[0], whole[0][:, 100:]) and torch.equal(alone[1][0], whole[1][1])
+
+    def test_a_plan_serves_calls_alike(self):
+        module = submodule("kda.portable.chunk")
+        first, second = (
+            prompt(
+                kda_inputs(2, 70, 1, 2, 16, 16, DTYPES[0], seed=seed, device=self.device),
+                use_qk_l2norm=True,
+            )
+            for seed in (0, 1)
+        )
+        plan = module.plan_kda_chunk_fwd(first)
+        for call in (first, second):
+            (o, state, *_), (ref, ref_state, *_) = plan(*call.tensors), module.kda_chunk_fwd(call)
+            assert torch.equal(o, ref) and torch.equal(state, ref_state)
+
+    def test_strides(self):
+        """Views of wider tensors; gates whose heads are apart are made dense by the function."""
+        wider = kda_inputs(2, 70, 2, 2, 48, 32, DTYPES[0], device=self.device)
+        x = {name: y[..., :32] if y.ndim == 4 else y for name, y in wider.items()}
+        assert not submodule("kda.portable.chunk").supports_kda_chunk_fwd(prompt(x))
+        x["g"] = x["g"].contiguous()
+        check(prompt(x, use_qk_l2norm=True))
+
+
+STATE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
+
+
+class Tokens:
+    device = "cpu"
+
+    def check(self, call):
+        module = submodule("kda.portable.recurrent")
+        assert module.supports_kda_recurrent_fwd(call)
+        ref_o, ref_state = expected(call, decoding.kda_recurrent_fwd)
+        o, state = module.kda_recurrent_fwd(call)
+        assert_close(o, ref_o)
+        if state is not None:
+            assert relative_error(state, ref_state) < STATE[state.dtype]
+        return o, state
+
+    @pytest.mark.parametrize("v_first", [False, True])
+    @pytest.mark.parametrize("T", [1, 3])
+    @pytest.mark.parametrize("bound", ["given", None, -5.0])
+    def test_right(self, T, v_first, bound):
+        x = kda_inputs(2, T, 1, 2, 24, 40, torch.float32, "wild", device=self.device)
+        if bound != "given":
+            x = raw_gates(x, 2, 24, bound)
+        x["initial_state"] = torch.randn(2, 2, 24, 40, device=self.device)
+        if v_first:
+            x["initial_state"] = x["initial_state"].mT.contiguous()
+        options = {"state_v_first": v_first, "output_final_state": True, "use_qk_l2norm": True}
+        self.check(token(x, **options, use_beta_sigmoid=bound != "given"))
+
+    @pytest.mark.parametrize("gates", GATES)
+    def test_gates(self, gates):
+        for B, T in ((2, 1), (1, 4)):
+            x = kda_inputs(B, T, 1, 2, 16, 16, torch.float32, gates, device=self.device)
+            x["initial_state"] = torch.randn(B, 2, 16, 16, device=self.device)
+            self.check(token(x, output_final_state=True, use_qk_l2norm=True))
+
+    @pytest.mark.parametrize("T", [1, 2])
+    def test_pool_in_place(self, T):
+        x = kda_inputs(3, T, 1, 2, 16, 32, DTYPES[0], device=self.device)
+        pool = torch.randn(4, 2, 16, 32, device=self.device)
+        out = torch.full((3, T, 2, 32), 9.0, dtype=DTYPES[0], device=self.device)
+        rows = torch.tensor([2, 0, 1], device=self.device)
+        x.update(initial_state=pool, state_indices=rows, out=out)
+        before = pool.clone()
+        o, after = self.check(token(x, inplace=True, null_index=0, use_qk_l2norm=True))
+        assert after is pool and o is out and not o[1].any()
+        assert torch.equal(pool[[0, 3]], before[[0, 3]]) and not torch.equal(pool[1], before[1])
+
+    def test_all_states_and_drafts(self):
+        x = kda_inputs(2, 3, 1, 1, 16, 16, torch.float32, "bounded", device=self.device)
+        state = torch.randn(2, 1, 16, 16, device=self.device)
+        _, states = self.check(token({**x, "initial_state": state}, all_states=True))
+        pool = torch.zeros(6, 1, 16, 16, device=self.device)
+        rows = torch.tensor([[0, 1, 2], [3, 4, 5]], device=self.device)
+        pool[[0, 4]] = state
+        accepted = torch.tensor([1, 2], device=self.device)
+        x.update(initial_state=pool, state_indices=rows, num_accepted_tokens=accepted)
+        self.check(token(x, inplace=True))
+        assert torch.equal(pool.view(2, 3, 1, 16, 16), states)
+
+
+@interpreted
+class TestPromptsInterpreted(Prompts):
+    pass
+
+
+@interpreted
+class TestTokensInterpreted(Tokens):
+    pass
+
+
+@compiled
+def test_in_the_interpreter():
+    rerun(__file__)
+
+
+# ---- on a GPU
+
+
+@pytest.mark.gpu
+@compiled
+class TestPrompts(Prompts):
+    device = "cuda"
+    shape = (2, 300, 2, 4, 128, 128)
+
+    @pytest.mark.parametrize("K, V", [(128, 64), (60, 60), (192, 256), (256, 256), (36, 8)])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_head_dims(self, K, V, dtype):
+        x = kda_inputs(1, 200, 1, 2, K, V, dtype, device="cuda")
+        check(prompt(x, use_qk_l2norm=True))
+
+    @pytest.mark.parametrize("gates", GATES)
+    def test_as_exact_as_the_recurrence(self, gates):
+        """Beside it in fp32, with bf16 inputs: the bars of the rule in chunks."""
+        kernel = load_package()
+        x = kda_inputs(1, 1000, 4, 4, 128, 128, torch.bfloat16, gates, device="cuda")
+        o, state = kernel.chunk_kda(**x, output_final_state=True, use_qk_l2norm_in_kernel=True)
+        want = {name: y.double() for name, y in x.items()}
+        ref, ref_state = kernel.fused_recurrent_kda(
+            **want, output_final_state=True, use_qk_l2norm_in_kernel=True
+        )
+        assert relative_error(o, ref) < 1e-2 and relative_error(state, ref_state) < 1e-2
+
+    def test_repeatable(self):
+        x = kda_inputs(1, 2000, 8, 8, 128, 128, torch.bfloat16, device="cuda")
+        first, again = (run(prompt(x, use_qk_l2norm=True)) for _ in "ab")
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+    def test_gradient(self):
+        """The kernel's forward, and the gradient written out in torch."""
+        kernel = load_package()
+        x = kda_inputs(1, 130, 1, 2, 64, 64, torch.bfloat16, "bounded", device="cuda")
+        leaves = {name: y.requires_grad_() for name, y in x.items()}
+        o, _ = kernel.chunk_kda(**leaves, use_qk_l2norm_in_kernel=True)
+        do = torch.randn_like(o)
+        found = torch.autograd.grad(o, tuple(leaves.values()), do)
+        doubles = {name: y.detach().double().requires_grad_() for name, y in x.items()}
+        ref, _ = kernel.chunk_kda(**doubles, use_qk_l2norm_in_kernel=True)
+        wanted = torch.autograd.grad(ref, tuple(doubles.values()), do.double())
+        for a, b in zip(found, wanted):
+            assert relative_error(a, b) < 1e-2
+
+
+@pytest.mark.gpu
+@compiled
+class TestTokens(Tokens):
+    device = "cuda"
+
+    @pytest.mark.parametrize("B", [1, 64])
+    @pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("v_first", [False, True])
+    def test_a_models_size(self, B, state, v_first):
+        x = raw_gates(
+            kda_inputs(B, 1, 32, 32, 128, 128, torch.bfloat16, device="cuda"), 32, 128, -5.0
+        )
+        x["initial_state"] = torch.randn(B, 32, 128, 128, device="cuda").to(state)
+        options = {"inplace": True, "state_v_first": v_first, "use_beta_sigmoid": True}
+        self.check(token(x, **options, use_qk_l2norm=True))

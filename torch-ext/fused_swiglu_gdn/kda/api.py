@@ -1,0 +1,280 @@
+"""Kimi Delta Attention with FLA's interface: in chunks, and token by token."""
+
+import operator
+from typing import Optional, Tuple
+
+import torch
+from torch import Tensor
+
+from ..gdn import checks as gdn_checks
+from ..gdn.ops import states_to_start_from
+from ..runtime.cache import CallCache, fast_path_ok
+from ..runtime.checks import are_flags, is_null_index, is_tensor
+from ..runtime.ops import autocast, dense
+from . import checks, ops
+from .call import KdaCall, KdaOptions, KdaStepCall, KdaStepOptions
+
+_prefilling, _decoding = CallCache(), CallCache()
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: Optional[float] = None,
+    initial_state: Optional[Tensor] = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: Optional[float] = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Optional[Tensor] = None,
+    cu_seqlens_cpu: Optional[Tensor] = None,
+    cp_context=None,
+    *,
+    A_log: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None,
+    state_indices: Optional[Tensor] = None,
+    has_initial_state: Optional[Tensor] = None,
+    inplace_final_state: bool = True,
+    state_dtype: Optional[torch.dtype] = None,
+    checkpoint_every: int = 0,
+    chunk_size: int = 64,
+):
+    """Kimi Delta Attention (https://arxiv.org/abs/2510.26692) in chunks of 64 tokens.
+
+        S_t = (I - beta_t k_t k_t^T) Diag(exp(g_t)) S_{t-1} + beta_t k_t v_t^T
+        o_t = scale * S_t^T q_t
+
+    For prompts and training. State, gates, cumulative sums and the triangular solve are in fp32
+    (docs/kda.md). Any gate is right, -80, -inf and 0 among them: no exponent is ever positive. A
+    sequence's result does not depend on the rest of the batch, nor a token's on later ones.
+
+    Args:
+        q, k: [B, T, H, K], K up to 256; fp32, bf16 or fp16. Head h of v uses head h // (HV / H).
+        v: [B, T, HV, V], V up to 256, HV a multiple of H; the dtype of q.
+        g: [B, T, HV, K], the natural logarithm of the decay of each channel, at most 0; or the raw
+            input of the gate, see use_gate_in_kernel. Any floating dtype; fp32 is advised.
+        beta: [B, T, HV], the write strength, any floating dtype.
+        scale: factor of the outputs, K ** -0.5 by default.
+        initial_state: [N, HV, K, V], any floating dtype, or None for zeros; with state_indices the
+            pool [P, HV, K, V].
+        output_final_state: whether to return the state after the last token.
+        use_qk_l2norm_in_kernel: q and k are divided by sqrt(sum(x ** 2) + 1e-6) first.
+        use_gate_in_kernel: g is raw; -exp(A_log) * softplus(g + dt_bias) is used, or with
+            lower_bound lower_bound * sigmoid(exp(A_log) * (g + dt_bias)).
+        use_beta_sigmoid_in_kernel: beta is a logit; sigmoid(beta) is used.
+        allow_neg_eigval: with use_beta_sigmoid_in_kernel alone: 2 * sigmoid(beta) is used.
+        safe_gate: accepted, and changes nothing: all gates are safe.
+        lower_bound: of the gates, negative, with use_gate_in_kernel; else it changes nothing.
+        disable_recompute: accepted, and changes nothing.
+        return_intermediate_states: refused; see checkpoint_every.
+        state_v_first: states are [N, HV, V, K].
+        cu_seqlens: [N + 1], int32 or int64, cumulative lengths of N sequences packed into a batch
+            of one (as FlashAttention has it); sequences may be empty. On a GPU its values are not
+            checked, which would stop the host.
+        cu_seqlens_cpu: accepted, and not needed.
+        cp_context: refused.
+        A_log: HV elements in any shape, for use_gate_in_kernel; may be None with lower_bound: the
+            factor exp(A_log) is 1 then.
+        dt_bias: [HV * K] or [HV, K], for use_gate_in_kernel; may be None.
+        state_indices: [N], int32 or int64: sequence n starts from row state_indices[n] of the pool
+            `initial_state` and its final state is written there. A negative index skips the
+            sequence: its outputs are zero and no row is touched.
+        has_initial_state: [N], bool, with state_indices: False: the sequence starts from zeros,
+            whatever its row holds.
+        inplace_final_state: with state_indices: False leaves the pool as it is, and final states
+            are returned as without a pool (zeros for a sequence that is skipped).
+        state_dtype: dtype of the returned states, fp32, bf16, fp16 or fp64: fp32 by default, fp64
+            for inputs in fp64. They are computed in that default and rounded once.
+        checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
+        chunk_size: 64; anything else is refused.
+
+    Returns:
+        o [B, T, HV, V], the dtype of q, and the final state [N, HV, K, V] (the pool with
+        state_indices; None if it was not asked for). With checkpoint_every also the states, in the
+        rows that chunk_gated_delta_rule has them in.
+
+    Raises:
+        ValueError: a shape, device, scale, cu_seqlens or option does not fit, or
+            return_intermediate_states or cp_context is given.
+        TypeError: an argument is no tensor or of the wrong dtype.
+
+    Example:
+        >>> B, T, H, K, V = 1, 100, 2, 16, 32
+        >>> q, k, a = torch.randn(3, B, T, H, K).unbind(0)
+        >>> v, beta = torch.randn(B, T, H, V), torch.rand(B, T, H)
+        >>> o, state = chunk_kda(
+        ...     q, k, v, a, beta, output_final_state=True, use_qk_l2norm_in_kernel=True,
+        ...     use_gate_in_kernel=True, A_log=torch.zeros(H), dt_bias=torch.zeros(H * K),
+        ... )
+        >>> o.shape, state.shape
+        (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 16, 32]))
+    """
+    checks.refused(
+        return_intermediate_states, cp_context, cu_seqlens_cpu, safe_gate=safe_gate,
+        disable_recompute=disable_recompute, inplace_final_state=inplace_final_state,
+    )  # fmt: skip
+    A_log, dt_bias, lower_bound = checks.gates(A_log, dt_bias, lower_bound, use_gate_in_kernel)
+    tensors = (
+        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens,
+    )  # fmt: skip
+    options = (
+        scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        state_v_first, output_final_state, state_dtype, checkpoint_every, lower_bound,
+    )  # fmt: skip
+    settings = (use_gate_in_kernel, chunk_size)
+    if has_initial_state is not None or not inplace_final_state:
+        call = KdaCall(*tensors, KdaOptions(*options))
+        tensors = _started(call, settings, has_initial_state, bool(inplace_final_state))
+    kind = (*options, *settings)
+    plan = _prefilling.find(tensors, kind) if fast_path_ok() else None
+    if plan is None:
+        given = KdaCall(*tensors, KdaOptions(*options))
+        call = _checked(given, *settings)
+        if state_indices is not None:
+            gdn_checks.pool_is_written(call.initial_state)
+        if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
+            plan = _prefilling.keep(tensors, kind, ops.plan_kda_chunk(call))
+    o, state, checkpoints = ops.kda_chunk(call) if plan is None else plan(*tensors)[:3]
+    if not inplace_final_state:
+        state = state.to(state_dtype or state.dtype) if output_final_state else None
+    return (o, state, checkpoints) if checkpoint_every else (o, state)
+
+
+def _started(call: KdaCall, settings: tuple, kept: Optional[Tensor], inplace: bool) -> tuple:
+    """The tensors of the call, with the states that its sequences start from."""
+    checked = _checked(call, *settings, inplace)
+    gdn_checks.pool_of_prompts(checked, kept, None)
+    pool, rows = checked.initial_state, checked.state_indices
+    pool, rows = states_to_start_from(pool, rows, dense(kept), not inplace)
+    return call._replace(initial_state=pool, state_indices=rows).tensors
+
+
+def _checked(call: KdaCall, use_gate: bool, chunk_size: int, written: bool = True) -> KdaCall:
+    """The call as the operator takes it."""
+    gdn_checks.chunk_size(chunk_size)
+    gdn_checks.checkpoint_every(call.options.checkpoint_every)
+    gdn_checks.state_dtype(call.options.state_dtype)
+    return _dense(_with_rule(call, use_gate, written))
+
+
+def _with_rule(call, use_gate: bool, written: bool):
+    """Either form's call, checked in what they share, and its scale where none was given."""
+    q, k, v = autocast(call.q, call.k, call.v)
+    call = call._replace(q=q, k=k, v=v)
+    is_tensor("q", q)
+    gdn_checks.rule_flags(call.options, use_gate)
+    gdn_checks.gated_delta_rule(call, use_gate, written)
+    scale = call.options.scale
+    scale = call.K**-0.5 if scale is None else float(scale)
+    return call._replace(options=call.options._replace(scale=scale))
+
+
+def _dense(call):
+    """The call with its tensors as kernels take them, except for states: the last dimension
+    contiguous, and the gates of a token's heads side by side."""
+    skipped = ("initial_state", "out", "options")
+    made = {name: dense(x) for name, x in call._asdict().items() if name not in skipped}
+    g = made["g"]
+    if g.shape[2] > 1 and g.stride(2) != g.shape[3]:
+        made["g"] = g.contiguous()
+    return call._replace(**made)
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Optional[Tensor] = None,
+    A_log: Optional[Tensor] = None,
+    dt_bias: Optional[Tensor] = None,
+    scale: Optional[float] = None,
+    initial_state: Optional[Tensor] = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: Optional[float] = None,
+    state_v_first: bool = False,
+    cu_seqlens: Optional[Tensor] = None,
+    *,
+    state_indices: Optional[Tensor] = None,
+    output_state_indices: Optional[Tensor] = None,
+    inplace_final_state: bool = False,
+    output_all_states: bool = False,
+    num_accepted_tokens: Optional[Tensor] = None,
+    null_index: int = -1,
+    out: Optional[Tensor] = None,
+) -> Tuple[Tensor, Optional[Tensor]]:
+    """Kimi Delta Attention token by token: for decoding, one or a few tokens a sequence.
+
+    The recurrence, shapes and options are those of chunk_kda; in addition
+
+    Args:
+        beta: may be None: a write strength of 1.
+        initial_state: [N, HV, K, V], any floating dtype, or None for zeros; with state_indices
+            the pool [P, HV, K, V].
+        state_indices, output_state_indices, inplace_final_state, output_all_states,
+        num_accepted_tokens, null_index, out: as fused_recurrent_gated_delta_rule has them: rows of
+            a pool of states to start from and to write, states that are written in place or
+            returned after every token, the check of drafts, and where o is written.
+
+    Returns:
+        o [B, T, HV, V], the dtype of q, and the final state, fp32 [N, HV, K, V] (or as the options
+        say), or None.
+
+    Raises:
+        ValueError, TypeError: as chunk_kda.
+
+    Example:
+        >>> B, H, K, V = 3, 2, 16, 32
+        >>> q, k, g = torch.randn(3, B, 1, H, K).unbind(0)
+        >>> v, beta, state = torch.randn(B, 1, H, V), torch.rand(B, 1, H), torch.zeros(B, H, K, V)
+        >>> o, new = fused_recurrent_kda(
+        ...     q, k, v, -g.abs(), beta, initial_state=state, inplace_final_state=True
+        ... )
+        >>> o.shape, new is state
+        (torch.Size([3, 1, 2, 32]), True)
+    """
+    A_log, dt_bias, lower_bound = checks.gates(A_log, dt_bias, lower_bound, use_gate_in_kernel)
+    tensors = (
+        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
+        num_accepted_tokens, cu_seqlens, out,
+    )  # fmt: skip
+    kind = (
+        scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
+        state_v_first, output_final_state, inplace_final_state, output_all_states, null_index,
+        lower_bound, use_gate_in_kernel,
+    )  # fmt: skip
+    plan = _decoding.find(tensors, kind) if fast_path_ok() else None
+    if plan is not None:
+        return plan(*tensors)
+    given = KdaStepCall(*tensors, KdaStepOptions(*kind[:-1]))
+    call = _checked_step(given, use_gate_in_kernel)
+    if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
+        _decoding.keep(tensors, kind, ops.plan_kda_recurrent(call))
+    return ops.kda_recurrent(call)
+
+
+def _checked_step(call: KdaStepCall, use_gate: bool) -> KdaStepCall:
+    """The call as the operator takes it."""
+    options = call.options
+    is_tensor("v", call.v)
+    are_flags(inplace_final_state=options.inplace, output_all_states=options.all_states)
+    is_null_index(options.null_index)
+    if call.beta is None:
+        call = call._replace(beta=call.v.new_ones(call.v.shape[:3], dtype=torch.float32))
+    written = bool(options.inplace) and call.output_state_indices is None
+    call = _with_rule(call, use_gate, written)
+    gdn_checks.decode_states(call)
+    return _dense(call)

@@ -1,0 +1,92 @@
+"""One call of Kimi Delta Attention: a call of the gated delta rule whose gates are [B, T, HV, K].
+
+Sizes as in gdn/call.py.
+"""
+
+from typing import NamedTuple, Optional
+
+import torch
+from torch import Tensor
+
+from ..gdn.call import of_beta, with_sizes
+
+
+class KdaOptions(NamedTuple):
+    """Options of the chunked form."""
+
+    scale: float
+    use_qk_l2norm: bool = False
+    use_beta_sigmoid: bool = False
+    allow_neg_eigval: bool = False
+    state_v_first: bool = False
+    output_final_state: bool = False
+    state_dtype: Optional[torch.dtype] = None  # of the states that are returned; None: fp32
+    checkpoint_every: int = 0  # tokens; 0: no checkpoints
+    lower_bound: Optional[float] = None  # of gates that are raw; None: they have none
+
+    beta_max = property(of_beta)
+
+
+class KdaStepOptions(NamedTuple):
+    """Options of the form that goes token by token."""
+
+    scale: float
+    use_qk_l2norm: bool = False
+    use_beta_sigmoid: bool = False
+    allow_neg_eigval: bool = False
+    state_v_first: bool = False
+    output_final_state: bool = False
+    inplace: bool = False  # the final states overwrite initial_state, or rows of it
+    all_states: bool = False  # the states after every token are returned
+    null_index: int = -1  # rows of the pool up to this one are nobody's
+    lower_bound: Optional[float] = None  # of gates that are raw; None: they have none
+
+    beta_max = property(of_beta)
+
+
+@with_sizes
+class KdaCall(NamedTuple):
+    """A call of the chunked form."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor  # [B, T, HV, K], natural-log decay; raw with A_log or lower_bound
+    beta: Tensor  # [B, T, HV]
+    A_log: Optional[Tensor]  # [HV]
+    dt_bias: Optional[Tensor]  # [HV * K]
+    initial_state: Optional[Tensor]  # [N, HV, K, V]; with state_indices the pool [P, HV, K, V]
+    state_indices: Optional[Tensor]  # [N]
+    cu_seqlens: Optional[Tensor]  # [N + 1]
+    options: KdaOptions
+
+    channels = True
+
+
+class KdaGradient(NamedTuple):
+    """Inputs of the gradient of a KdaCall besides that call."""
+
+    do: Tensor  # [B, T, HV, V]
+    d_final_state: Optional[Tensor]  # [N, HV, K, V]
+
+
+@with_sizes
+class KdaStepCall(NamedTuple):
+    """A call of the form that goes token by token."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor  # [B, T, HV, K], natural-log decay; raw with A_log or lower_bound
+    beta: Tensor  # [B, T, HV]
+    A_log: Optional[Tensor]  # [HV]
+    dt_bias: Optional[Tensor]  # [HV * K]
+    initial_state: Optional[Tensor]  # [N, HV, K, V]; with state_indices the pool [P, HV, K, V]
+    state_indices: Optional[Tensor]  # [N], rows of the pool to start from; [N, 1 + S] with counts
+    output_state_indices: Optional[Tensor]  # [N], rows of the pool to write, if not the same
+    num_accepted_tokens: Optional[Tensor]  # [N], which of its rows a sequence starts from, from 1
+    cu_seqlens: Optional[Tensor]  # [N + 1]
+    out: Optional[Tensor]  # [B, T, HV, V], what o is written to
+    options: KdaStepOptions
+
+    channels = True
