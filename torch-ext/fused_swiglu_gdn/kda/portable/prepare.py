@@ -193,6 +193,12 @@ def _inverse_kernel(
     store_inverse(tb, gates, m, True, DOT, PREC, True)
 
 
+def _options(config: dict) -> tuple:
+    """Of a launch; AMD's compiler knows no bound on registers."""
+    left_out = ("BLOCK", "maxnreg") if torch.version.hip is not None else ("BLOCK",)
+    return tuple((name, value) for name, value in config.items() if name not in left_out)
+
+
 class Prepare:
     """The kernels above for calls of one kind: shapes, strides, dtypes and options are known."""
 
@@ -209,7 +215,11 @@ class Prepare:
         self.works = call.A_log is not None or options.lower_bound is not None
         dot = (tl.float16 if narrow else tl.float32, precision(torch.float32 if wide else q.dtype))
         config = lookup("portable_kda_prepare_wide" if wide else "portable_kda_prepare", q.device)
-        blocks = [min(triton.next_power_of_2(max(K, 16)), config[n]) for n in ("BLOCK_K", "BLOCK")]
+        widest = triton.next_power_of_2(max(K, 16))
+        (in_operands, operands), (in_pairs, pairs) = (
+            (min(widest, config[name]["BLOCK"]), _options(config[name]))
+            for name in ("operands", "pairs")
+        )
         numbers, heads = chunk_numbers(call), (H, HV // H, K)
         strides = tuple(map(steps, (q, call.k, call.g, call.beta)))
         self.operands = Launch(
@@ -217,15 +227,15 @@ class Prepare:
             numbers=(*strides, *numbers, options.scale),
             constexprs=(
                 *heads, options.use_qk_l2norm, options.beta_max, options.lower_bound, self.scratch,
-                blocks[0],
+                in_operands,
             ),
-            options=(("num_warps", config["num_warps"]), ("num_stages", 1)),
+            options=operands,
         )  # fmt: skip
         step = 4096 if narrow else 64 * self.scratch
         self.pairs = Launch(
             pairs_kernel, self.rows * HV * 7, q.device, numbers=(*strides[:3], *numbers),
-            constexprs=(*heads, self.works, self.scratch, step, blocks[1], *dot),
-            options=(("num_warps", 1), ("num_stages", 1)),
+            constexprs=(*heads, self.works, self.scratch, step, in_pairs, *dot),
+            options=pairs,
         )  # fmt: skip
         self.inverse = Launch(
             _inverse_kernel, self.rows * -(-HV // UNITS), q.device, numbers=numbers,
