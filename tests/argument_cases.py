@@ -291,7 +291,9 @@ CASES = [
             initial_state=ones(3, 4, 6, 5), state_indices=ints(0, 0), inplace_final_state=True,
             output_state_indices=ints(1, 2),
         ),
-        {**RULE, "initial_state": "float16 float64 more0", "state_indices": "low", "output_state_indices": "low", "lower_bound": "minus", "null_index": "zero"},
+        {**RULE, "initial_state": "float16 float64 more0", "state_indices": "low",
+            "output_state_indices": "low",
+            "lower_bound": "minus", "null_index": "zero"},
     ),
     Case(
         "chunk_gated_delta_rule_opt",
