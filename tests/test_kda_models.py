@@ -162,12 +162,16 @@ def reason(kernel, model):
     return next(row.reason for row in report.rows if row.layer == "KimiDeltaAttention")
 
 
+def other_gate(self, x):
+    return -self.f_b_proj(self.f_a_proj(x)).float().exp().unflatten(-1, (2, 16))
+
+
 def test_other_code_is_left_alone(kernel, monkeypatch):
     model = random_model("kimi_linear")
     layer = layer_of(model)
     gate, kind = type(layer.forget_gate), type(layer)
     with monkeypatch.context() as patch:
-        patch.setattr(gate, "forward", lambda self, x: -self.f_b_proj(self.f_a_proj(x)).exp())
+        patch.setattr(gate, "forward", other_gate)
         assert "is not that of transformers" in reason(kernel, model)
     with monkeypatch.context() as patch:
         patch.setattr(kind, "forward", lambda self, hidden_states, **more: hidden_states)
@@ -186,8 +190,7 @@ def test_a_patch_counts_later_too(kernel, monkeypatch):
     dispatch, gate = submodule("runtime.dispatch"), type(layer_of(model).forget_gate)
     before = values(model, ids)
     with monkeypatch.context() as patch:
-        patch.setattr(gate, "forward", lambda self, x: -self.f_b_proj(self.f_a_proj(x)).exp().float()
-                      .unflatten(-1, (2, 16)))  # fmt: skip
+        patch.setattr(gate, "forward", other_gate)
         with dispatch.served() as record, torch.no_grad():
             assert_same(values(other, ids), values(model, ids))
         assert not record and (values(model, ids) - before).abs().max() > 1e-3
