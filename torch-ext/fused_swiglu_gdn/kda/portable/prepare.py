@@ -220,6 +220,7 @@ class Prepare:
             (min(widest, config[name]["BLOCK"]), _options(config[name]))
             for name in ("operands", "pairs")
         )
+        stages = config["pairs"]["num_stages"]
         numbers, heads = chunk_numbers(call), (H, HV // H, K)
         strides = tuple(map(steps, (q, call.k, call.g, call.beta)))
         self.operands = Launch(
@@ -234,7 +235,7 @@ class Prepare:
         step = 4096 if narrow else 64 * self.scratch
         self.pairs = Launch(
             pairs_kernel, self.rows * HV * 7, q.device, numbers=(*strides[:3], *numbers),
-            constexprs=(*heads, self.works, self.scratch, step, in_pairs, *dot),
+            constexprs=(*heads, self.works, self.scratch, step, in_pairs, stages, *dot),
             options=pairs,
         )  # fmt: skip
         self.inverse = Launch(
