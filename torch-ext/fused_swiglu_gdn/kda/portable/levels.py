@@ -52,7 +52,7 @@ def _store_pairs(p_ptr, kept_ptr, i, j, qk, kk, DIAGONAL: tl.constexpr):
 
 @triton.jit
 def _store_below(
-    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, first, left, S: tl.constexpr,
+    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, first, left, scale, S: tl.constexpr,
     K: tl.constexpr, RAW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -74,7 +74,7 @@ def _store_below(
         c = tl.trans((_load_scaled(k, lo * k_stride + d, gates, lo, in_lo) * r).to(DOT))
         kk = tl.dot(a, c, kk, input_precision=PREC)
         qk = tl.dot(qa, c, qk, input_precision=PREC)
-    _store_pairs(p, kept, hi, first + i[None, :], qk, kk, False)
+    _store_pairs(p, kept, hi, first + i[None, :], qk * scale, kk, False)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def _factors(x, S: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_diagonal(
-    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, first, left, K: tl.constexpr,
+    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, first, left, scale, K: tl.constexpr,
     RAW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
@@ -117,7 +117,7 @@ def _store_diagonal(
             mine = level(i, j, 2**s)
             kk += tl.where(mine, tl.dot(a, c, input_precision=PREC), 0.0)
             qk += tl.where(mine, tl.dot((qn * e).to(DOT), c, input_precision=PREC), 0.0)
-    _store_pairs(p, kept, t, first + j, qk, kk, True)
+    _store_pairs(p, kept, t, first + j, qk * scale, kk, True)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
@@ -135,6 +135,7 @@ def pairs_kernel(
     T,
     N,
     NT,  # ceil(T / C), equal length
+    scale,
     H: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
@@ -171,16 +172,16 @@ def pairs_kernel(
     x_stride = K if RAW else x_strides[1]
     if part < 4:
         _store_diagonal(
-            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, part * 16, left, K, RAW,
-            BLOCK, STAGES, DOT, PREC,
+            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, part * 16, left, scale,
+            K, RAW, BLOCK, STAGES, DOT, PREC,
         )  # fmt: skip
     elif part < 6:
         _store_below(
             q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, (part - 4) * 32, left,
-            16, K, RAW, BLOCK, STAGES, DOT, PREC,
+            scale, 16, K, RAW, BLOCK, STAGES, DOT, PREC,
         )  # fmt: skip
     else:
         _store_below(
-            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, 0, left, 32, K, RAW,
-            BLOCK, STAGES, DOT, PREC,
+            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, 0, left, scale, 32, K,
+            RAW, BLOCK, STAGES, DOT, PREC,
         )  # fmt: skip

@@ -41,10 +41,11 @@ def _store_lengths(
     q, k, beta, gates, q_stride, k_stride, beta_stride, ok, scale, LOW: tl.constexpr,
     K: tl.constexpr, L2NORM: tl.constexpr, BETA_MAX: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """1 / |k|, scale / |q| [C] where there is a token; they and beta are rows 0, 1, 3 of gates."""
+    """1 / |k|, scale / |q| [C] where there is a token. 1 / |k|, 1 / |q| and beta are rows 0, 1, 3
+    of gates: the scale would take fp16 beyond its range."""
     t = tl.arange(0, 64)
     rk = tl.where(ok, 1.0, 0.0)
-    rq = rk * scale
+    rq = rk
     if L2NORM:
         k2 = tl.zeros((64,), tl.float32)
         q2 = tl.zeros((64,), tl.float32)
@@ -63,7 +64,7 @@ def _store_lengths(
     tl.store(gates + t, rk)
     tl.store(gates + 64 + t, rq)
     tl.store(gates + 192 + t, b)
-    return rk, rq
+    return rk, rq * scale
 
 
 @triton.jit
@@ -234,7 +235,8 @@ class Prepare:
         )  # fmt: skip
         step = 4096 if narrow else 64 * self.scratch
         self.pairs = Launch(
-            pairs_kernel, self.rows * HV * 7, q.device, numbers=(*strides[:3], *numbers),
+            pairs_kernel, self.rows * HV * 7, q.device,
+            numbers=(*strides[:3], *numbers, options.scale),
             constexprs=(*heads, self.works, self.scratch, step, in_pairs, stages, *dot),
             options=pairs,
         )  # fmt: skip
