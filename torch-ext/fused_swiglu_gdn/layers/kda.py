@@ -30,6 +30,7 @@ class KdaForm:
     kind: type
     gate: type
     arguments: Arguments
+    cache: str  # the name of an argument
     checks: Tuple[Callable, ...]
     codes: Tuple[OwnCode, ...]  # of both classes: what a patch could replace
     bounded: Tuple[Optional[str], Optional[str]]  # attributes of the gate: its bound, and whether
@@ -40,7 +41,7 @@ def forward_of(form: KdaForm) -> Callable:
     """Our forward for the layers of a class, and its own wherever that may do anything else."""
 
     def serve(layer, x, given, rest):
-        cache = given.get("cache_params")
+        cache = given.get(form.cache)
         lengths = packed_lengths(rest)
         if rest.get("seq_idx") is not None or cache is not None and lengths is not None:
             return None
@@ -85,9 +86,9 @@ def kimi_delta_attention(layer, hidden_states, cache, mask, lengths, bound) -> t
     x, gate, heads = hidden_states, layer.forget_gate, (-1, layer.head_dim)
     qkv = torch.cat(projections(x, layer.q_proj, layer.k_proj, layer.v_proj), -1)
     conv_state = state = None
-    if cache is not None:
-        conv_state = cache.get_conv_state(layer.layer_idx, state_idx=0)
-        state = cache.get_recurrent_state(layer.layer_idx, state_idx=0)
+    if cache is not None and cache.layers[layer.layer_idx].has_previous_state[0]:
+        cached = cache.layers[layer.layer_idx]
+        conv_state, state = cached.conv_states[0], cached.recurrent_states[0]
     if state is not None and torch.is_grad_enabled():
         state = state.clone()  # autograd keeps what it reads, and the cache is overwritten
     step = x.shape[1] == 1 and state is not None and not torch.is_grad_enabled()

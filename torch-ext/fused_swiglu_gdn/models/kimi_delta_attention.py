@@ -28,7 +28,7 @@ FAMILIES = (
     ({"g_a_proj", "g_b_proj"}, {"f_a_proj", "f_b_proj"}, None, None),
     ({"g_proj"}, {"f_proj"}, "lower_bound", "safe_gate"),
 )
-ARGUMENTS = ("hidden_states", "cache_params", "attention_mask")
+CACHE_NAMES = ("cache_params", "cache")  # before transformers 5.24 and from it on
 
 _forms: Dict[tuple, Union[KdaForm, str]] = {}
 
@@ -65,11 +65,13 @@ def _form(kind: type, gate: type, bounded: tuple) -> Union[KdaForm, str]:
 
 
 def _found(kind: type, gate: type, bounded: tuple, codes: tuple) -> Union[KdaForm, str]:
-    parameters = inspect.signature(codes[0].forward).parameters
-    if tuple(parameters)[:4] != ("self", *ARGUMENTS) or len(parameters) != 5:
+    _, *names = inspect.signature(codes[0].forward).parameters
+    cache = names[1] if len(names) == 4 and names[1] in CACHE_NAMES else "cache"
+    if names != ["hidden_states", cache, "attention_mask", "kwargs"]:
         return "its forward takes other arguments"
-    arguments = Arguments(ARGUMENTS, frozenset(ARGUMENTS), (), True, "hidden_states")
-    form = KdaForm(kind, gate, arguments, (), codes, bounded)
+    named, others = tuple(names[:3]), frozenset(CACHE_NAMES) - {cache}
+    arguments = Arguments(named, frozenset(named), (), True, "hidden_states", own=others)
+    form = KdaForm(kind, gate, arguments, cache, (), codes, bounded)
     return why_not_same(form) or form
 
 
