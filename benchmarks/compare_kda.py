@@ -143,7 +143,7 @@ def decode(package, fla, B, H, dtype) -> dict:
                 use_qk_l2norm_in_kernel=True) for state in states
         ]  # fmt: skip
     times = microseconds(calls, rounds=3, rep_ms=6)
-    row = {"decode": B, "heads": H, "states": str(dtype)[6:]}
+    row = {"B": B, "heads": [H, H], "state": str(dtype)[6:]}
     return {**row, "us": {name: t / count for name, t in times.items()}}
 
 
