@@ -79,10 +79,14 @@ def phases(package, x, options) -> dict:
     call = calls.KdaCall(*x, None, None, None, None, cu, given)
     chunked = chunk._Chunked(call)
     q, k, v, g, beta = x
-    tb, p, kd, qd, ke, gam = chunked.prepare(q, k, g, beta, None, None, cu)
+    prepare = chunked.prepare
+    tb, p, kd, qd, ke, gam = prepare(q, k, g, beta, None, None, cu)
     o, states = torch.empty_like(v), v.new_empty(**chunked.final)
+    gates = gam.new_zeros(*tb.shape[:2], prepare.scratch, 64)
     return {
-        "prepare": lambda: chunked.prepare(q, k, g, beta, None, None, cu),
+        "prepare": lambda: prepare(q, k, g, beta, None, None, cu),
+        "pairs": lambda: prepare.pairs(q, k, g, cu, p, tb.view(torch.float16), gates),
+        "inverse": lambda: prepare.inverse(cu, tb, gates),
         "scan": lambda: chunked.scan(
             (qd, kd, v, o), (tb, p, gam), cu, (None, None, states, None), ke
         ),
@@ -139,7 +143,7 @@ def decode(package, fla, B, H, dtype) -> dict:
                 use_qk_l2norm_in_kernel=True) for state in states
         ]  # fmt: skip
     times = microseconds(calls, rounds=3, rep_ms=6)
-    row = {"decode": B, "heads": H, "states": str(dtype)[6:]}
+    row = {"B": B, "heads": [H, H], "state": str(dtype)[6:]}
     return {**row, "us": {name: t / count for name, t in times.items()}}
 
 

@@ -131,6 +131,12 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "`fused_recurrent_gated_delta_rule`, one token a sequence, head dim 128, the state updated "
         "in place. Three states take turns, so that none is read from the cache.",
     ),
+    "kda_recurrent": (
+        "Kimi Delta Attention decode",
+        "`fused_recurrent_kda` with raw gates of a bound, one token a sequence, head dim 128, the "
+        "state updated in place. FLA is given the decays, and writes a new state. States take "
+        "turns, so that none is read from the cache.",
+    ),
     "gdn_replay": (
         "GDN decode with deferred state write-back",
         "`replay_gated_delta_rule` with rings of 16 rows for one token and of 32 for drafts, of "

@@ -184,6 +184,7 @@ READERS = {  # by the beginning of the record's name
     "gdn_chunk_errors": lambda record: iter(()),
     "gdn_chunk": gdn_chunk,
     "gdn_recurrent": gdn_recurrent,
+    "kda_recurrent": gdn_recurrent,
     "gdn_replay": replay,
     "replay_models": replay,
     "gdn_backward": gdn_backward,

@@ -292,7 +292,8 @@ CASES = [
             output_state_indices=ints(1, 2),
         ),
         {**RULE, "initial_state": "float16 float64 more0", "state_indices": "low",
-         "output_state_indices": "low", "lower_bound": "minus", "null_index": "zero"},
+            "output_state_indices": "low",
+            "lower_bound": "minus", "null_index": "zero"},
     ),
     Case(
         "chunk_gated_delta_rule_opt",

@@ -294,6 +294,12 @@ class TestPrompts(Prompts):
         )
         assert relative_error(o, ref) < 1e-2 and relative_error(state, ref_state) < 1e-2
 
+    @pytest.mark.parametrize("scale", [1e-6, 1e6])
+    def test_scales(self, scale):
+        """Of inputs in bf16, which has their range: A and P are products of fp16, which has not."""
+        x = kda_inputs(1, 200, 1, 2, 128, 128, torch.bfloat16, "bounded", device="cuda")
+        check(prompt(x, use_qk_l2norm=True, scale=scale))
+
     def test_repeatable(self):
         x = kda_inputs(1, 2000, 8, 8, 128, 128, torch.bfloat16, device="cuda")
         first, again = (run(prompt(x, use_qk_l2norm=True)) for _ in "ab")

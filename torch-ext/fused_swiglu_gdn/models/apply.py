@@ -33,6 +33,7 @@ _OPERATIONS = {
     "layer": (NORM, "rms_norm_fwd"),
     "attention": (ATTENTION, "qk_norm_rope_fwd"),
     "gdn": ("gdn.chunk", "gdn_chunk_fwd"),
+    "kda": ("kda.chunk", "kda_chunk_fwd"),
     "linear": MULTIPLY,
 }
 
@@ -63,8 +64,9 @@ def kernelize(
             the CPU of a machine with a GPU it is replaced, since it may be moved (docs/models.md).
         mode: "inference", "training" or a kernels.Mode. All of our layers have gradients, so every
             mode replaces the same modules.
-        only, skip: kinds of modules to replace, or not to: "mlp", "gdn", "norm", "attention",
-            "layer" (decoder layers), "linear" (FP8Linear), "experts". All by default.
+        only, skip: kinds of modules to replace, or not to: "mlp", "gdn", "kda" (Kimi Delta
+            Attention layers), "norm", "attention", "layer" (decoder layers), "linear" (FP8Linear),
+            "experts". All by default.
         loss: in training steps the loss of a language model is made without its logits, by Liger,
             where liger-kernel is installed and the loss is the same; any use of `output.logits` is
             an error there (docs/models.md).

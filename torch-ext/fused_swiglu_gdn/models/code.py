@@ -77,6 +77,9 @@ def in_short(node: ast.AST) -> str:
     return text if len(text) < 60 else text[:57] + "..."
 
 
+BY_NAME = {"__dict__", "getattr", "hasattr", "vars"}  # which may find another answer later
+
+
 class Refused(Exception):
     """A forward, or a module, is of no known form; the message says why."""
 

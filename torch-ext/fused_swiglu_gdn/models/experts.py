@@ -22,7 +22,7 @@ from ..layers.own_code import names_in
 from ..layers.pinned import Pinned, torchs_own
 from ..layers.plain import told, why_not_tensor
 from ..runtime.dtypes import HALF
-from .code import Refused
+from .code import BY_NAME, Refused
 from .experts_trial import FLAGS, Form, computes
 from .fp8_experts import (
     form_of_fp8,
@@ -186,9 +186,6 @@ def _forms_of(gate: Source) -> Iterator[Form]:
             yield Form(limit, activation, None, interleaved)
         for alpha in gate.reads:
             yield Form(limit, "swigluoai", alpha, interleaved)
-
-
-BY_NAME = {"__dict__", "getattr", "hasattr", "vars"}  # which may find another answer later
 
 
 def is_experts(module: nn.Module) -> bool:

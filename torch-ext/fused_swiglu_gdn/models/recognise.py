@@ -9,11 +9,12 @@ from typing import Callable, NamedTuple, Optional, Union
 
 from torch import nn
 
-from ..layers import attention, decoder, fp8, gdn, norm, swiglu
+from ..layers import attention, decoder, fp8, gdn, kda, norm, swiglu
 from .attention_trial import attention_form, is_attention
 from .formats import format_of
 from .fp8_linear import fp8_form, is_fp8_linear, why_not_fp8
 from .gated_delta_net import gated_delta_net, is_gated_delta_net
+from .kimi_delta_attention import is_kimi_delta_attention, kimi_delta_attention
 from .layer_trial import is_decoder_layer, layer_form
 from .mlp import gated_mlp
 from .norm_trial import is_norm, norm_form
@@ -21,13 +22,15 @@ from .serving import is_of_transformers, is_served, own_class, why_replaced
 from .sharded import why_partitioned
 
 Form = Union[
-    swiglu.Form, norm.NormForm, attention.AttentionForm, decoder.LayerForm, fp8.Fp8Form, gdn.GdnForm
+    swiglu.Form, norm.NormForm, attention.AttentionForm, decoder.LayerForm, fp8.Fp8Form,
+    gdn.GdnForm, kda.KdaForm,
 ]  # fmt: skip
 # what kernelize can be asked for: `only` and `skip`
-KINDS = ("mlp", "gdn", "norm", "attention", "layer", "linear", "experts")
+KINDS = ("mlp", "gdn", "kda", "norm", "attention", "layer", "linear", "experts")
 _FORWARDS = {
     "mlp": swiglu.forward_of, "norm": norm.forward_of, "attention": attention.forward_of,
     "layer": decoder.forward_of, "linear": fp8.forward_of, "gdn": gdn.forward_of,
+    "kda": kda.forward_of,
 }  # fmt: skip
 
 
@@ -76,6 +79,12 @@ def _gdn(module: nn.Module) -> Optional[Finding]:
     return None
 
 
+def _kda(module: nn.Module) -> Optional[Finding]:
+    if is_kimi_delta_attention(module):
+        return Finding("kda", *kimi_delta_attention(module))
+    return None
+
+
 def _linear(module: nn.Module) -> Optional[Finding]:
     if not is_fp8_linear(module):
         return None
@@ -99,6 +108,7 @@ def _by_trial(kind: str, may_be: Callable, form_of: Callable, layer: str) -> Cal
 _FINDERS = (
     (_mlp, "mlp", "SwiGLUMLP"),
     (_gdn, "gdn", "GatedDeltaNet"),
+    (_kda, "kda", "KimiDeltaAttention"),
     (_by_trial("norm", is_norm, norm_form, "RMSNorm"), "norm", "RMSNorm"),
     (_by_trial("attention", is_attention, attention_form, "Attention"), "attention", "Attention"),
     (_by_trial("layer", is_decoder_layer, layer_form, "DecoderLayer"), "layer", "DecoderLayer"),

@@ -11,6 +11,7 @@ WAITS = "its own forward, until the model is on a GPU"
 KINDS = {
     "SwiGLU": ("mlp", "MLP"),
     "RMSNorm": ("norm", "norm"),
+    "KimiDeltaAttention": ("kda", "Kimi Delta Attention layer"),
     "Attention": ("attention", "attention module"),
     "DecoderLayer": ("layer", "decoder layer"),
     "GatedDeltaNet": ("gdn", "Gated DeltaNet layer"),

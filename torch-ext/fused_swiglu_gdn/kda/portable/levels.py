@@ -52,9 +52,9 @@ def _store_pairs(p_ptr, kept_ptr, i, j, qk, kk, DIAGONAL: tl.constexpr):
 
 @triton.jit
 def _store_below(
-    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, first, left, S: tl.constexpr,
-    K: tl.constexpr, RAW: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr,
-    PREC: tl.constexpr,
+    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, first, left, scale, S: tl.constexpr,
+    K: tl.constexpr, RAW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    DOT: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """The block of level S whose rows are the S tokens behind the S from token `first` on."""
     i = tl.arange(0, S)
@@ -62,7 +62,7 @@ def _store_below(
     hi = lo + S
     kk = tl.zeros((S, S), tl.float32)
     qk = tl.zeros((S, S), tl.float32)
-    for k0 in tl.range(0, K, BLOCK, disable_licm=True):
+    for k0 in tl.range(0, K, BLOCK, num_stages=STAGES, disable_licm=True):
         d = k0 + tl.arange(0, BLOCK)[None, :]
         in_lo = (lo < left) & (d < K)
         in_hi = (hi < left) & (d < K)
@@ -74,7 +74,7 @@ def _store_below(
         c = tl.trans((_load_scaled(k, lo * k_stride + d, gates, lo, in_lo) * r).to(DOT))
         kk = tl.dot(a, c, kk, input_precision=PREC)
         qk = tl.dot(qa, c, qk, input_precision=PREC)
-    _store_pairs(p, kept, hi, first + i[None, :], qk, kk, False)
+    _store_pairs(p, kept, hi, first + i[None, :], qk * scale, kk, False)
 
 
 @triton.jit
@@ -93,8 +93,9 @@ def _factors(x, S: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _store_diagonal(
-    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, first, left, K: tl.constexpr,
-    RAW: tl.constexpr, BLOCK: tl.constexpr, DOT: tl.constexpr, PREC: tl.constexpr,
+    q, k, x, gates, p, kept, q_stride, k_stride, x_stride, first, left, scale, K: tl.constexpr,
+    RAW: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, DOT: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """Levels 8, 4, 2, 1 and the diagonal of the 16 tokens from `first` on."""
     i = tl.arange(0, 16)[:, None]
@@ -102,7 +103,7 @@ def _store_diagonal(
     t = first + i
     kk = tl.zeros((16, 16), tl.float32)
     qk = tl.zeros((16, 16), tl.float32)
-    for k0 in tl.range(0, K, BLOCK, disable_licm=True):
+    for k0 in tl.range(0, K, BLOCK, num_stages=STAGES, disable_licm=True):
         d = k0 + tl.arange(0, BLOCK)[None, :]
         mask = (t < left) & (d < K)
         g = _load_decays(x, t * x_stride + d, mask, RAW)
@@ -116,7 +117,7 @@ def _store_diagonal(
             mine = level(i, j, 2**s)
             kk += tl.where(mine, tl.dot(a, c, input_precision=PREC), 0.0)
             qk += tl.where(mine, tl.dot((qn * e).to(DOT), c, input_precision=PREC), 0.0)
-    _store_pairs(p, kept, t, first + j, qk, kk, True)
+    _store_pairs(p, kept, t, first + j, qk * scale, kk, True)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
@@ -134,6 +135,7 @@ def pairs_kernel(
     T,
     N,
     NT,  # ceil(T / C), equal length
+    scale,
     H: tl.constexpr,
     R: tl.constexpr,
     K: tl.constexpr,
@@ -141,6 +143,7 @@ def pairs_kernel(
     GATES: tl.constexpr,
     STEP: tl.constexpr,  # elements from a unit's -A to the next
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
     DOT: tl.constexpr,
     PREC: tl.constexpr,
 ):
@@ -169,16 +172,16 @@ def pairs_kernel(
     x_stride = K if RAW else x_strides[1]
     if part < 4:
         _store_diagonal(
-            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, part * 16, left, K, RAW,
-            BLOCK, DOT, PREC,
+            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, part * 16, left, scale,
+            K, RAW, BLOCK, STAGES, DOT, PREC,
         )  # fmt: skip
     elif part < 6:
         _store_below(
             q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, (part - 4) * 32, left,
-            16, K, RAW, BLOCK, DOT, PREC,
+            scale, 16, K, RAW, BLOCK, STAGES, DOT, PREC,
         )  # fmt: skip
     else:
         _store_below(
-            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, 0, left, 32, K, RAW,
-            BLOCK, DOT, PREC,
+            q, k, x, gates, p, kept, q_strides[1], k_strides[1], x_stride, 0, left, scale, 32, K,
+            RAW, BLOCK, STAGES, DOT, PREC,
         )  # fmt: skip

@@ -41,10 +41,11 @@ def _store_lengths(
     q, k, beta, gates, q_stride, k_stride, beta_stride, ok, scale, LOW: tl.constexpr,
     K: tl.constexpr, L2NORM: tl.constexpr, BETA_MAX: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """1 / |k|, scale / |q| [C] where there is a token; they and beta are rows 0, 1, 3 of gates."""
+    """1 / |k|, scale / |q| [C] where there is a token. 1 / |k|, 1 / |q| and beta are rows 0, 1, 3
+    of gates: the scale would take fp16 beyond its range."""
     t = tl.arange(0, 64)
     rk = tl.where(ok, 1.0, 0.0)
-    rq = rk * scale
+    rq = rk
     if L2NORM:
         k2 = tl.zeros((64,), tl.float32)
         q2 = tl.zeros((64,), tl.float32)
@@ -63,7 +64,7 @@ def _store_lengths(
     tl.store(gates + t, rk)
     tl.store(gates + 64 + t, rq)
     tl.store(gates + 192 + t, b)
-    return rk, rq
+    return rk, rq * scale
 
 
 @triton.jit
@@ -193,6 +194,12 @@ def _inverse_kernel(
     store_inverse(tb, gates, m, True, DOT, PREC, True)
 
 
+def _options(config: dict) -> tuple:
+    """Options of a launch; AMD's compiler knows no bound on registers."""
+    left_out = ("BLOCK", "maxnreg") if torch.version.hip is not None else ("BLOCK",)
+    return tuple((name, value) for name, value in config.items() if name not in left_out)
+
+
 class Prepare:
     """The kernels above for calls of one kind: shapes, strides, dtypes and options are known."""
 
@@ -209,7 +216,12 @@ class Prepare:
         self.works = call.A_log is not None or options.lower_bound is not None
         dot = (tl.float16 if narrow else tl.float32, precision(torch.float32 if wide else q.dtype))
         config = lookup("portable_kda_prepare_wide" if wide else "portable_kda_prepare", q.device)
-        blocks = [min(triton.next_power_of_2(max(K, 16)), config[n]) for n in ("BLOCK_K", "BLOCK")]
+        widest = triton.next_power_of_2(max(K, 16))
+        (in_operands, operands), (in_pairs, pairs) = (
+            (min(widest, config[name]["BLOCK"]), _options(config[name]))
+            for name in ("operands", "pairs")
+        )
+        stages = config["pairs"]["num_stages"]
         numbers, heads = chunk_numbers(call), (H, HV // H, K)
         strides = tuple(map(steps, (q, call.k, call.g, call.beta)))
         self.operands = Launch(
@@ -217,15 +229,16 @@ class Prepare:
             numbers=(*strides, *numbers, options.scale),
             constexprs=(
                 *heads, options.use_qk_l2norm, options.beta_max, options.lower_bound, self.scratch,
-                blocks[0],
+                in_operands,
             ),
-            options=(("num_warps", config["num_warps"]), ("num_stages", 1)),
+            options=operands,
         )  # fmt: skip
         step = 4096 if narrow else 64 * self.scratch
         self.pairs = Launch(
-            pairs_kernel, self.rows * HV * 7, q.device, numbers=(*strides[:3], *numbers),
-            constexprs=(*heads, self.works, self.scratch, step, blocks[1], *dot),
-            options=(("num_warps", 1), ("num_stages", 1)),
+            pairs_kernel, self.rows * HV * 7, q.device,
+            numbers=(*strides[:3], *numbers, options.scale),
+            constexprs=(*heads, self.works, self.scratch, step, in_pairs, stages, *dot),
+            options=pairs,
         )  # fmt: skip
         self.inverse = Launch(
             _inverse_kernel, self.rows * -(-HV // UNITS), q.device, numbers=numbers,
