@@ -38,6 +38,8 @@ def chunk_kda(
     cu_seqlens: Optional[Tensor] = None,
     cu_seqlens_cpu: Optional[Tensor] = None,
     cp_context=None,
+    use_graph: bool = False,
+    max_num_seqs: Optional[int] = None,
     *,
     A_log: Optional[Tensor] = None,
     dt_bias: Optional[Tensor] = None,
@@ -82,6 +84,7 @@ def chunk_kda(
             checked, which would stop the host.
         cu_seqlens_cpu: accepted, and not needed.
         cp_context: refused.
+        use_graph, max_num_seqs: accepted, and change nothing: a CUDA graph can capture any call.
         A_log: HV elements in any shape, for use_gate_in_kernel; may be None with lower_bound: the
             factor exp(A_log) is 1 then.
         dt_bias: [HV * K] or [HV, K], for use_gate_in_kernel; may be None.
@@ -119,8 +122,9 @@ def chunk_kda(
         (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 16, 32]))
     """
     checks.refused(
-        return_intermediate_states, cp_context, cu_seqlens_cpu, safe_gate=safe_gate,
+        return_intermediate_states, cp_context, cu_seqlens_cpu, max_num_seqs, safe_gate=safe_gate,
         disable_recompute=disable_recompute, inplace_final_state=inplace_final_state,
+        use_graph=use_graph,
     )  # fmt: skip
     A_log, dt_bias, lower_bound = checks.gates(A_log, dt_bias, lower_bound, use_gate_in_kernel)
     tensors = (
