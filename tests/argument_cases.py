@@ -277,7 +277,8 @@ CASES = [
             1, initial_state=ones(2, 4, 6, 5), checkpoint_every=64, **PACKED,
         ),
         {
-            **RULE, "checkpoint_every": "zero", "lower_bound": "minus", "cu_seqlens_cpu": "tensor", "max_num_seqs": "zero",
+            **RULE, "checkpoint_every": "zero", "lower_bound": "minus",
+            "cu_seqlens_cpu": "tensor", "max_num_seqs": "zero",
         },
     ),
     Case(

@@ -127,9 +127,7 @@ def chunk_kda(
         use_graph=use_graph,
     )  # fmt: skip
     A_log, dt_bias, lower_bound = checks.gates(A_log, dt_bias, lower_bound, use_gate_in_kernel)
-    tensors = (
-        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens,
-    )  # fmt: skip
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens)
     options = (
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, output_final_state, state_dtype, checkpoint_every, lower_bound,
@@ -141,8 +139,7 @@ def chunk_kda(
     kind = (*options, *settings)
     plan = _prefilling.find(tensors, kind) if undisturbed() else None
     if plan is None:
-        given = KdaCall(*tensors, KdaOptions(*options))
-        call = _checked(given, *settings)
+        call = _checked(KdaCall(*tensors, KdaOptions(*options)), *settings)
         if state_indices is not None:
             gdn_checks.pool_is_written(call.initial_state)
         if undisturbed() and all(map(operator.is_, tensors, call.tensors)):
