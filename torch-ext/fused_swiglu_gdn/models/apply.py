@@ -126,6 +126,12 @@ def kernelize(
 def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
     """Raises ValueError for a model of which a layer would miss what other processes hold."""
     for row in rows:
+        if row.layer == "KimiDeltaAttention":
+            restore(model)
+            raise ValueError(
+                "model must have no Kimi Delta Attention layer with cp_group, for its states are "
+                f"not exchanged, but {row.module} is one"
+            )
         if row.reason is not None and row.layer.endswith("GatedDeltaNet"):
             restore(model)
             raise ValueError(
