@@ -268,7 +268,7 @@ CASES = [
         lambda kernel: channels(raw=True),
         {
             **CHANNELS, "lower_bound": "minus", "checkpoint_every": "zero",
-            "cu_seqlens_cpu": "tensor",
+            "cu_seqlens_cpu": "tensor", "max_num_seqs": "zero",
         },
     ),
     Case(
@@ -277,7 +277,8 @@ CASES = [
             1, initial_state=ones(2, 4, 6, 5), checkpoint_every=64, **PACKED,
         ),
         {
-            **RULE, "checkpoint_every": "zero", "lower_bound": "minus", "cu_seqlens_cpu": "tensor",
+            **RULE, "checkpoint_every": "zero", "lower_bound": "minus",
+            "cu_seqlens_cpu": "tensor", "max_num_seqs": "zero",
         },
     ),
     Case(

@@ -183,6 +183,17 @@ def test_other_code_is_left_alone(kernel, monkeypatch):
     assert "do not match" in reason(kernel, model)
 
 
+def test_sequences_are_not_shared_among_processes(kernel, monkeypatch):
+    """The states of these layers are not exchanged: that is said, and nothing is served wrong."""
+    model = random_model("kimi_linear")
+    monkeypatch.setattr(submodule("models.apply"), "is_group", lambda group, name: None)
+    with pytest.raises(ValueError, match="no Kimi Delta Attention layer with cp_group"):
+        kernel.kernelize(model, cp_group=object())
+    layer = layer_of(served(kernel, model))
+    with pytest.raises(ValueError, match="cp_context must be None"):
+        layer(torch.zeros(1, 4, 32), cp_context=object())
+
+
 def test_a_patch_counts_later_too(kernel, monkeypatch):
     """A class that is patched after kernelize, and hooks of parts that are read, not called."""
     model = random_model("kimi_linear")

@@ -38,6 +38,8 @@ def chunk_kda(
     cu_seqlens: Optional[Tensor] = None,
     cu_seqlens_cpu: Optional[Tensor] = None,
     cp_context=None,
+    use_graph: bool = False,
+    max_num_seqs: Optional[int] = None,
     *,
     A_log: Optional[Tensor] = None,
     dt_bias: Optional[Tensor] = None,
@@ -82,6 +84,7 @@ def chunk_kda(
             checked, which would stop the host.
         cu_seqlens_cpu: accepted, and not needed.
         cp_context: refused.
+        use_graph, max_num_seqs: accepted, and change nothing: a CUDA graph can capture any call.
         A_log: HV elements in any shape, for use_gate_in_kernel; may be None with lower_bound: the
             factor exp(A_log) is 1 then.
         dt_bias: [HV * K] or [HV, K], for use_gate_in_kernel; may be None.
@@ -119,13 +122,12 @@ def chunk_kda(
         (torch.Size([1, 100, 2, 32]), torch.Size([1, 2, 16, 32]))
     """
     checks.refused(
-        return_intermediate_states, cp_context, cu_seqlens_cpu, safe_gate=safe_gate,
+        return_intermediate_states, cp_context, cu_seqlens_cpu, max_num_seqs, safe_gate=safe_gate,
         disable_recompute=disable_recompute, inplace_final_state=inplace_final_state,
+        use_graph=use_graph,
     )  # fmt: skip
     A_log, dt_bias, lower_bound = checks.gates(A_log, dt_bias, lower_bound, use_gate_in_kernel)
-    tensors = (
-        q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens,
-    )  # fmt: skip
+    tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens)
     options = (
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, output_final_state, state_dtype, checkpoint_every, lower_bound,
@@ -137,8 +139,7 @@ def chunk_kda(
     kind = (*options, *settings)
     plan = _prefilling.find(tensors, kind) if fast_path_ok() else None
     if plan is None:
-        given = KdaCall(*tensors, KdaOptions(*options))
-        call = _checked(given, *settings)
+        call = _checked(KdaCall(*tensors, KdaOptions(*options)), *settings)
         if state_indices is not None:
             gdn_checks.pool_is_written(call.initial_state)
         if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):

@@ -1,6 +1,6 @@
 """Checks of the functions of Kimi Delta Attention."""
 
-from ..runtime.checks import are_flags, is_number, is_tensor
+from ..runtime.checks import are_flags, is_int, is_number, is_tensor
 
 
 def gates(A_log: object, dt_bias: object, lower_bound: object, use_gate: object) -> tuple:
@@ -18,7 +18,11 @@ def gates(A_log: object, dt_bias: object, lower_bound: object, use_gate: object)
 
 
 def refused(
-    return_intermediate_states: object, cp_context: object, cu_seqlens_cpu: object, **flags: object
+    return_intermediate_states: object,
+    cp_context: object,
+    cu_seqlens_cpu: object,
+    max_num_seqs: object,
+    **flags: object,
 ) -> None:
     """Refuses arguments of FLA's function that this one does not support."""
     are_flags(return_intermediate_states=return_intermediate_states, **flags)
@@ -34,3 +38,5 @@ def refused(
         )
     if cu_seqlens_cpu is not None:
         is_tensor("cu_seqlens_cpu", cu_seqlens_cpu)
+    if max_num_seqs is not None:
+        is_int("max_num_seqs", max_num_seqs, 0)

@@ -43,6 +43,8 @@ def forward_of(form: KdaForm) -> Callable:
     def serve(layer, x, given, rest):
         cache = given.get(form.cache)
         lengths = packed_lengths(rest)
+        if rest.get("cp_context") is not None:
+            raise ValueError("cp_context must be None: states of these layers are not exchanged")
         if rest.get("seq_idx") is not None or cache is not None and lengths is not None:
             return None
         if not _is_as_known(layer, form) or cache is not None and _records(cache, layer):

@@ -128,6 +128,12 @@ def kernelize(
 def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:
     """Raises ValueError for a model with a layer that would miss the states of other ranks."""
     for row in rows:
+        if row.layer == "KimiDeltaAttention":
+            restore(model)
+            raise ValueError(
+                "model must have no Kimi Delta Attention layer with cp_group, for its states are "
+                f"not exchanged, but {row.module} is one"
+            )
         if row.reason is not None and row.layer.endswith("GatedDeltaNet"):
             restore(model)
             raise ValueError(

@@ -104,17 +104,18 @@ def _load_factors(ptr):
 
 @triton.jit
 def _store_final(
-    s1_ptr, s1_strides, at, s, s_ptr, e, is_end, K: tl.constexpr, V: tl.constexpr,
+    s1_ptr, s1_strides, slot, hv, s, s_ptr, d, e, left, K: tl.constexpr, V: tl.constexpr,
     BEHIND: tl.constexpr,
 ):  # fmt: skip
     """The state after a segment, if it is wanted: of a sequence with cuts only where that is the
     sequence's end."""
-    BLOCK_K: tl.constexpr = s[0].shape[0]
     for i in tl.static_range(len(s) if s1_ptr is not None else 0):
-        kv = i * BLOCK_K + tl.arange(0, BLOCK_K)
-        to = at + kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
+        kv = i * d.shape[0] + d
+        at = slot * s1_strides[0] + hv * s1_strides[1]
+        at += kv[:, None] * s1_strides[2] + e[None, :] * s1_strides[3]
         is_state = (kv < K)[:, None] & (e < V)[None, :]
-        _store_state(s1_ptr, to, part_of(s, s_ptr, i), is_state & is_end if BEHIND else is_state)
+        is_end = left <= 0  # the sequence's; behind a cut there is more
+        _store_state(s1_ptr, at, part_of(s, s_ptr, i), is_state & is_end if BEHIND else is_state)
 
 
 @triton.jit
@@ -273,8 +274,7 @@ def _scan_kernel(
 
         left -= 64
 
-    at = slot * s1_strides[0] + hv * s1_strides[1]
-    _store_final(s1_ptr, s1_strides, at, s, s_ptr, e, left <= 0, K, V, BEHIND)
+    _store_final(s1_ptr, s1_strides, slot, hv, s, s_ptr, d, e, left, K, V, BEHIND)
 
 
 def segments(call: GdnCall, shortest: int, longest: int) -> tuple:
