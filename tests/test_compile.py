@@ -25,6 +25,8 @@ SPILLS = {
     ("experts training, odd sizes", "_up_kernel"): 8,
     ("experts fp8", "wide_kernel"): 16,
     ("experts training, odd sizes", "_gate_gradient_kernel"): 8,
+    ("kda", "pairs_kernel"): 8,
+    ("kda prefill, pool", "_scan_kernel"): 96,  # with states on the way in its registers
     ("gdn", "_prepare_kernel"): 72,
     ("gdn training", "gdn_gradient_kernel"): 24,
     ("gdn training", "_beta_bwd_kernel"): 120,
