@@ -141,7 +141,7 @@ def test_gates_without_a_bound(kernel, name):
 def test_everything_that_can_be_served_beside_it(kernel):
     model = random_model("kimi_linear")
     other, ids = copy.deepcopy(model), tokens(2, 30)
-    report = kernel.kernelize(other)
+    report = kernel.kernelize(other, only=list(submodule("models.recognise").KINDS))
     kinds = {row.layer for row in report.rows if row.reason is None}
     assert {"KimiDeltaAttention", "SwiGLUMLP", "RMSNorm"} <= kinds, report
     with torch.no_grad():
@@ -151,6 +151,14 @@ def test_everything_that_can_be_served_beside_it(kernel):
 
 
 # ---- what is left alone
+
+
+def test_layers_are_served_on_request(kernel):
+    """Where `only` does not name them, the report says how to have them."""
+    model = random_model("kimi_linear")
+    rows = [row for row in kernel.kernelize(model).rows if row.layer == "KimiDeltaAttention"]
+    assert {row.reason for row in rows} == {'only=["kda"] serves it, not a call without'}
+    assert not {"chunk_kda", "fused_recurrent_kda"} & set(kernel.layer_mapping())
 
 
 def layer_of(model):

@@ -21,7 +21,7 @@ from .graph_rules import why_not_model
 from .graphs import restore_graphs, serve_graphs
 from .loss import serve_loss
 from .moe_blocks import serve_blocks
-from .recognise import KINDS, recognise, remember
+from .recognise import KINDS, ON_REQUEST, recognise, remember
 from .report import WAITS, Report, Row
 from .serving import serve, unserve, why_not_on, why_nowhere
 from .sharded import as_gathered
@@ -66,7 +66,7 @@ def kernelize(
             mode replaces the same modules.
         only, skip: kinds of modules to replace, or not to: "mlp", "gdn", "kda" (Kimi Delta
             Attention layers), "norm", "attention", "layer" (decoder layers), "linear" (FP8Linear),
-            "experts". All by default.
+            "experts". All but "kda" by default.
         loss: in training steps the loss of a language model is made without its logits, by Liger,
             where liger-kernel is installed and the loss is the same; any use of `output.logits` is
             an error there (docs/models.md).
@@ -178,9 +178,11 @@ def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
     for name, module in model.named_modules():
         unserve(module)
         finding = recognise(module)
-        if finding is None or finding.kind not in kinds:
+        if finding is None or finding.kind not in kinds | ON_REQUEST:
             continue
         note, reason = None, finding.reason or _why_no_kernel(module, finding.kind)
+        if finding.kind not in kinds:
+            reason = reason or f'only=["{finding.kind}"] serves it, not a call without'
         if reason is None:
             note = _note(module, finding.kind)
             replay_rows = replay if finding.kind == "gdn" else 0
@@ -218,7 +220,7 @@ def _kinds(only, skip) -> set:
     for name, words in (("only", only), ("skip", skip)):
         if words is not None:
             are_words(name, words, KINDS)
-    return set(KINDS if only is None else only) - set(skip or ())
+    return set(set(KINDS) - ON_REQUEST if only is None else only) - set(skip or ())
 
 
 def restore(model: nn.Module) -> int:
