@@ -130,3 +130,14 @@ def test_the_model_and_its_configuration_stay(kernel, graph, device):  # noqa: F
     plain(model, ids)
     assert model.generation_config.to_dict() == before
     assert model.generation_config.cache_implementation is None
+
+
+def test_ids_of_other_ranks_are_left_alone(kernel):
+    """Several codebooks of a token, say."""
+    model = tiny("llama", "cpu")
+    given = dynamic(model)
+    config = transformers.GenerationConfig(max_length=64)
+    found = submodule("models.static_cache").with_static_cache(
+        model, torch.zeros(1, 4, 2, dtype=torch.long), config, given
+    )
+    assert found is given

@@ -36,7 +36,7 @@ def with_static_cache(model: nn.Module, ids: torch.Tensor, config: Any, given: d
     """
     name = next((name for name in CACHE_NAMES if name in given), None)
     slots = getattr(config, "max_length", None)
-    if name is None or type(slots) is not int or not _is_replaceable(given[name]):
+    if name is None or ids.ndim != 2 or type(slots) is not int or not _is_replaceable(given[name]):
         return given
     odd = given.get("inputs_embeds") is not None or given.get("use_cache") is False
     if odd or model.training or any(getattr(config, each, None) for each in ASKED):
