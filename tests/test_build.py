@@ -290,7 +290,7 @@ def test_torch_for_intel_gpus_finds_a_variant(copy):
 def test_two_builds_load_in_one_process_as_users_load_them(copy, built, tmp_path):
     changed = Checkout(tmp_path / "changed")
     verify = "torch-ext/fused_swiglu_gdn/runtime/verify.py"
-    changed.edit(verify, '"""Whether', '"""If', "another commit")
+    changed.edit(verify, "import json\n", "import json  # again\n", "another commit")
     changed.build()
     out = python(LOAD, copy, LOCAL_KERNELS=f"org/fused-swiglu-gdn={changed.root}")
     first, second = out.split()
