@@ -39,7 +39,11 @@ def without_pool(call, pooled: bool) -> tuple:
 
 @_gdn_chunk_fwd.register_fake
 def _(state_pool, *fields):
-    call = GdnCall.of(fields)
+    return like_chunk(GdnCall.of(fields), state_pool)
+
+
+def like_chunk(call, state_pool: Optional[Tensor]) -> Tuple[Tensor, Tensor, Tensor]:
+    """Empty results of the operator of a chunked call: o, the final state, checkpoints."""
     v, options = call.v, call.options
     state, checkpoints = v.new_empty(0), v.new_empty(0)
     if options.output_final_state and state_pool is None:
@@ -52,16 +56,10 @@ def _(state_pool, *fields):
 
 def gdn_chunk(call: GdnCall) -> tuple:
     """o; the final state, the pool or None; checkpoints or None; blocks or None."""
-    pooled = call.state_indices is not None
     options = call.options
 
     def op(call):
-        o, state, checkpoints = _gdn_chunk_fwd(*without_pool(call, pooled))
-        if pooled:
-            state = call.initial_state
-        elif not options.output_final_state:
-            state = None
-        return o, state, checkpoints if options.checkpoint_every else None, None
+        return (*chunk_by(_gdn_chunk_fwd, call), None)
 
     def train(call):
         o, state, *_ = gdn_chunk_train(*call.tensors, *call.options)
@@ -69,8 +67,19 @@ def gdn_chunk(call: GdnCall) -> tuple:
 
     reference = chunk_reference.gdn_chunk_fwd
     return run(
-        *CHUNK, op, reference, (call,), train, _differentiable(call), written=_pool_of(call)
+        *CHUNK, op, reference, (call,), train, _differentiable(call), written=pool_of(call)
     )  # fmt: skip
+
+
+def chunk_by(operator, call) -> tuple:
+    """o; the final state, the pool or None; checkpoints or None, of a chunked call's operator."""
+    pooled, options = call.state_indices is not None, call.options
+    o, state, checkpoints = operator(*without_pool(call, pooled))
+    if pooled:
+        state = call.initial_state
+    elif not options.output_final_state:
+        state = None
+    return o, state, checkpoints if options.checkpoint_every else None
 
 
 @operator("gdn_clear_rows", mutates_args=("pool",))
@@ -109,14 +118,14 @@ def _differentiable(call: GdnCall) -> bool:
     return call.state_indices is None and not call.options.checkpoint_every
 
 
-def _pool_of(call: GdnCall) -> tuple:
+def pool_of(call) -> tuple:
     """The tensors that the call writes in place."""
     return (call.initial_state,) if call.state_indices is not None else ()
 
 
 def plan_gdn_chunk(call: GdnCall):
     """Returns a function of the tensors for all eager calls that match this one, or None."""
-    launch = plan(*CHUNK, (call,), _differentiable(call), _pool_of(call))
+    launch = plan(*CHUNK, (call,), _differentiable(call), pool_of(call))
     options = call.options
     if launch is None or not needs_grad((call,)):
         return launch
@@ -140,7 +149,11 @@ def _gdn_recurrent_fwd(
 
 @_gdn_recurrent_fwd.register_fake
 def _(state_pool, *fields):
-    call = RecurrentCall.of(fields)
+    return like_recurrent(RecurrentCall.of(fields), state_pool)
+
+
+def like_recurrent(call, state_pool: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
+    """Empty results of the operator of a recurrent call: o and the state."""
     v, options, state = call.v, call.options, call.v.new_empty(0)
     if options.all_states:
         state = empty_state(call, call.B * call.T).unflatten(0, (call.B, call.T))
@@ -151,23 +164,29 @@ def _(state_pool, *fields):
 
 def gdn_recurrent(call: RecurrentCall) -> Tuple[Tensor, Optional[Tensor]]:
     """o, and the final state, every state, the state written in place, or None."""
-    options = call.options
 
     def op(call):
-        o, state = _gdn_recurrent_fwd(*without_pool(call, options.inplace))
-        o = o if call.out is None else call.out
-        if options.inplace:
-            return o, call.initial_state
-        return o, state if options.output_final_state or options.all_states else None
+        return recurrent_by(_gdn_recurrent_fwd, call)
 
     reference = recurrent_reference.gdn_recurrent_fwd
-    return run(*RECURRENT, op, reference, (call,), written=_written(call))
+    return run(*RECURRENT, op, reference, (call,), written=written_by(call))
+
+
+def recurrent_by(operator, call) -> Tuple[Tensor, Optional[Tensor]]:
+    """o, and the final state, every state, the pool or None, of a recurrent call's operator."""
+    options = call.options
+    o, state = operator(*without_pool(call, options.inplace))
+    o = o if call.out is None else call.out
+    if options.inplace:
+        return o, call.initial_state
+    return o, state if options.output_final_state or options.all_states else None
 
 
 def plan_gdn_recurrent(call: RecurrentCall):
     """Returns a function of the tensors for all eager calls that match this one, or None."""
-    return plan(*RECURRENT, (call,), written=_written(call))
+    return plan(*RECURRENT, (call,), written=written_by(call))
 
 
-def _written(call: RecurrentCall) -> tuple:
+def written_by(call) -> tuple:
+    """The tensors that a recurrent call writes in place."""
     return (call.initial_state if call.options.inplace else None, call.out)

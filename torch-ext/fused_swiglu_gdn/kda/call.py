@@ -38,7 +38,7 @@ class KdaStepOptions(NamedTuple):
     output_final_state: bool = False
     inplace: bool = False  # the final states overwrite initial_state, or rows of it
     all_states: bool = False  # the states after every token are returned
-    null_index: int = -1  # rows of the pool up to this one are nobody's
+    null_index: int = -1  # rows of the pool up to this one are null slots
     lower_bound: Optional[float] = None  # of gates that are raw; None: they have none
 
     beta_max = property(of_beta)
@@ -61,13 +61,6 @@ class KdaCall(NamedTuple):
     options: KdaOptions
 
     channels = True
-
-
-class KdaGradient(NamedTuple):
-    """Inputs of the gradient of a KdaCall besides that call."""
-
-    do: Tensor  # [B, T, HV, V]
-    d_final_state: Optional[Tensor]  # [N, HV, K, V]
 
 
 @with_sizes

@@ -8,8 +8,15 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..gdn.ops import with_pool, without_pool
-from ..gdn.ops_train import empty_state
+from ..gdn.ops import (
+    chunk_by,
+    like_chunk,
+    like_recurrent,
+    pool_of,
+    recurrent_by,
+    with_pool,
+    written_by,
+)
 from ..runtime import dispatch
 from ..runtime.ops import needs_grad, operator, plan, run, serve, transformed
 from .call import KdaCall, KdaStepCall
@@ -30,35 +37,21 @@ def _kda_chunk_fwd(state_pool: Optional[Tensor], *fields: KdaCall) -> Tuple[Tens
 
 @_kda_chunk_fwd.register_fake
 def _(state_pool, *fields):
-    call = KdaCall.of(fields)
-    v, options = call.v, call.options
-    state, checkpoints = v.new_empty(0), v.new_empty(0)
-    if options.output_final_state and state_pool is None:
-        state = empty_state(call, call.N, options.state_dtype)
-    if options.checkpoint_every:
-        rows = call.B * (call.T // options.checkpoint_every)
-        checkpoints = empty_state(call, rows, options.state_dtype)
-    return v.new_empty(v.shape), state, checkpoints
+    return like_chunk(KdaCall.of(fields), state_pool)
 
 
 def kda_chunk(call: KdaCall) -> tuple:
     """o; the final state, the pool or None; checkpoints or None."""
-    pooled, options = call.state_indices is not None, call.options
+    options = call.options
     if needs_grad((call,)) and _trains(call):
         o, state = kda_chunk_train(*call.tensors, *options)
         return o, state if options.output_final_state else None, None
 
     def op(call):
-        o, state, checkpoints = _kda_chunk_fwd(*without_pool(call, pooled))
-        if pooled:
-            state = call.initial_state
-        elif not options.output_final_state:
-            state = None
-        return o, state, checkpoints if options.checkpoint_every else None
+        return chunk_by(_kda_chunk_fwd, call)
 
     reference = chunk_reference.kda_chunk_fwd
-    written = (call.initial_state,) if pooled else ()
-    return run(*CHUNK, op, reference, (call,), differentiable=False, written=written)[:3]
+    return run(*CHUNK, op, reference, (call,), differentiable=False, written=pool_of(call))[:3]
 
 
 def _trains(call: KdaCall) -> bool:
@@ -80,8 +73,7 @@ def _is_neg(x: Optional[Tensor]) -> bool:
 
 def plan_kda_chunk(call: KdaCall):
     """Returns a function of the tensors for eager calls of kda_chunk that match, or None."""
-    written = (call.initial_state,) if call.state_indices is not None else ()
-    return plan(*CHUNK, (call,), written=written)
+    return plan(*CHUNK, (call,), written=pool_of(call))
 
 
 @operator("kda_recurrent_fwd", mutates_args=("state_pool", "out"))
@@ -93,34 +85,19 @@ def _kda_recurrent_fwd(state_pool: Optional[Tensor], *fields: KdaStepCall) -> Tu
 
 @_kda_recurrent_fwd.register_fake
 def _(state_pool, *fields):
-    call = KdaStepCall.of(fields)
-    v, options, state = call.v, call.options, call.v.new_empty(0)
-    if options.all_states:
-        state = empty_state(call, call.B * call.T).unflatten(0, (call.B, call.T))
-    elif options.output_final_state and state_pool is None:
-        state = empty_state(call, call.N)
-    return v.new_empty(v.shape if call.out is None else 0), state
+    return like_recurrent(KdaStepCall.of(fields), state_pool)
 
 
 def kda_recurrent(call: KdaStepCall) -> Tuple[Tensor, Optional[Tensor]]:
     """o, and the final state, every state, the state written in place, or None."""
-    options = call.options
 
     def op(call):
-        o, state = _kda_recurrent_fwd(*without_pool(call, options.inplace))
-        o = o if call.out is None else call.out
-        if options.inplace:
-            return o, call.initial_state
-        return o, state if options.output_final_state or options.all_states else None
+        return recurrent_by(_kda_recurrent_fwd, call)
 
     reference = recurrent_reference.kda_recurrent_fwd
-    return run(*RECURRENT, op, reference, (call,), written=_written(call))
+    return run(*RECURRENT, op, reference, (call,), written=written_by(call))
 
 
 def plan_kda_recurrent(call: KdaStepCall):
     """Returns a function of the tensors for eager calls of kda_recurrent that match, or None."""
-    return plan(*RECURRENT, (call,), written=_written(call))
-
-
-def _written(call: KdaStepCall) -> tuple:
-    return (call.initial_state if call.options.inplace else None, call.out)
+    return plan(*RECURRENT, (call,), written=written_by(call))
