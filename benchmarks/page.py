@@ -137,6 +137,12 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "state updated in place. FLA is given the decays, and writes a new state. States take "
         "turns, so that none is read from the cache.",
     ),
+    "kda_prefill": (
+        "Kimi Delta Attention prefill, launch by launch",
+        "Launches of `chunk_kda` by themselves with settings of each, and calls with a prepare of "
+        "one kernel, which the package does not have. Results of the launches of prepare have not "
+        "been compared with the reference on a GPU.",
+    ),
     "gdn_replay": (
         "GDN decode with deferred state write-back",
         "`replay_gated_delta_rule` with rings of 16 rows for one token and of 32 for drafts, of "
@@ -504,6 +510,15 @@ def of_forms(record: dict) -> str:
     return table(["", "sizes", "of these late", "at most"], rows)
 
 
+def of_launch_times(record: dict) -> str:
+    """Of launches, or calls and their parts: the time of each."""
+    names = {"ours": "the call or launch", "fla_safe": "FLA with safe_gate"}
+    ways = list(dict.fromkeys(way for row in record["rows"] for way in row["us"]))
+    rows = [[row["what"], *(us(row["us"][w]) if w in row["us"] else "" for w in ways)]
+            for row in record["rows"]]  # fmt: skip
+    return table(["", *(f"{names.get(way, way)}, us" for way in ways)], rows)
+
+
 def of_training(record: dict) -> str:
     rows = []
     for name, way in record["ways"].items():
@@ -536,12 +551,13 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "first_token": [of_first_calls],
     "generate_loop": [],
     "generate_plain": [],
+    "kda_prefill": [of_launch_times],
     "generate": [of_generate],
     "train_bytes": [of_training],
     "gdn_parallel": [of_parallel],
     "forms": [of_forms],
 }
-OWN_TABLE = ("gdn_parallel", "forms")  # whose rows are no times of ours and of peers
+OWN_TABLE = ("gdn_parallel", "forms", "kda_prefill")  # whose rows are no times of ours and of peers
 
 
 def section(record: dict) -> Iterator[str]:

@@ -20,8 +20,8 @@ ASKED = (
     "prefill_chunk_size", "return_dict_in_generate",
 )  # fmt: skip
 PAYS = 16  # new tokens: a graph is captured for each call of generate
-# Over the slots of a static cache attention cannot be told to be causal, and a prompt takes longer:
-# on an H200 5 ms more a layer for 8192 tokens, where a replay of a token saves .3 ms a layer.
+# Over the slots of a static cache attention cannot be told to be causal, and a prompt takes longer.
+# An estimate for an H200: 5 ms more a layer for 8192 tokens, and .3 ms a layer saved by a replay.
 PAIRS = 2**21  # pairs of a prompt's tokens that a new token pays for
 PART = 8  # of the device's memory, which the cache may take
 
