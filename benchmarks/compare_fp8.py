@@ -45,31 +45,40 @@ def stand_in(x, weight, scale, block_size, output_dtype, activation_scale=None):
     return y.view(*x.shape[:-1], -1)
 
 
+def stand_in_for_hub() -> None:
+    """In the place of the kernels that transformers loads from the Hub."""
+    from transformers.integrations import finegrained_fp8
+
+    os.environ["TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR"] = "1"
+    finegrained_fp8._FINEGRAINED_FP8 = finegrained_fp8.FineGrainedFP8(stand_in, None, None)
+
+
+def in_fp8(linear: torch.nn.Linear) -> torch.nn.Module:
+    """transformers' FP8Linear of the same weight."""
+    from transformers.integrations.finegrained_fp8 import FP8Linear
+
+    with torch.device("meta"):
+        part = FP8Linear(linear.in_features, linear.out_features, (128, 128))
+    codes, scale = quantised_weight(linear.weight.detach())
+    part.weight, part.weight_scale_inv = map(torch.nn.Parameter, (codes, scale))
+    return part
+
+
 def mlps(package, K: int, N: int) -> dict:
     """The same MLP four times."""
     from transformers import LlamaConfig
-    from transformers.integrations import finegrained_fp8
     from transformers.models.llama.modeling_llama import LlamaMLP
 
-    os.environ["TRANSFORMERS_DISABLE_DEEPGEMM_LINEAR"] = "1"
-    kernels = finegrained_fp8.FineGrainedFP8(stand_in, None, None)
-    finegrained_fp8._FINEGRAINED_FP8 = kernels
+    stand_in_for_hub()
     with torch.device("cuda"):
         config = LlamaConfig(hidden_size=K, intermediate_size=N, num_attention_heads=K // 128)
         eager = LlamaMLP(config).to(torch.bfloat16)
     theirs = copy.copy(eager)
     theirs._modules = dict(eager._modules)
-    for name, (rows, columns) in {
-        "gate_proj": (N, K),
-        "up_proj": (N, K),
-        "down_proj": (K, N),
-    }.items():
+    for name in ("gate_proj", "up_proj", "down_proj"):
         weight = getattr(eager, name).weight
-        torch.nn.init.normal_(weight, std=columns**-0.5)
-        with torch.device("meta"):
-            part = finegrained_fp8.FP8Linear(columns, rows, (128, 128))
-        codes, scale = quantised_weight(weight.detach())
-        part.weight, part.weight_scale_inv = map(torch.nn.Parameter, (codes, scale))
+        torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        part = in_fp8(getattr(eager, name))
         theirs._modules[name] = part
     ours, bf16 = (copy.deepcopy(mlp) for mlp in (theirs, eager))
     for mlp in (ours, bf16):

@@ -1,13 +1,14 @@
 """Whole models before and after kernelize on a GPU: prompts, tokens and training steps.
 
-    python benchmarks/compare_whole.py [--model llama qwen3_5 qwen3_moe]
+    python benchmarks/compare_whole.py [--model llama qwen3_5 qwen3_moe kimi_linear]
                                        [--what token prompt training] [--batch 1 64]
                                        [--peers compile liger] [--json FILE]
                                        [--wait-for FILE] [--every N]
 
 Llama with 8 layers of the 8B model's sizes, Qwen3.5 with 16 layers of the 4B model's, Qwen3-MoE
-with 8 of the 30B-A3B model's, random weights, bf16. Before means transformers with FLA's kernels
-(compare_models.py), whose backward pass takes no notice of its own guard (compare_gdn_backward.py).
+with 8 of the 30B-A3B model's, Kimi Linear with 8 of the 48B-A3B model's, random weights, bf16.
+Before means transformers with FLA's kernels (compare_models.py), whose backward pass takes no
+notice of its own guard (compare_gdn_backward.py).
 Peers beside it are torch.compile of it, by its defaults and for fixed shapes, and Liger's kernels,
 with which training has kernelize(loss=True) as well. All run in one process, in turns: wall time,
 launches, busy time of the GPU, the kernels that take most of it and, for training, peak memory.
@@ -62,6 +63,14 @@ QWEN = {
     "max_position_embeddings": 16384,
     "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(16)],
 }
+KIMI = {  # the defaults are the 48B-A3B model's
+    "num_hidden_layers": 8,
+    "vocab_size": 32768,
+    "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(8)],
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 PROMPT, TRAINING = 8192, 4096
 TURNS = 4
 PRODUCTS = "nvjet gemm cutlass splitK swiglu_fwd swiglu_saving swiglu_dx swiglu_gradient project"
@@ -79,6 +88,9 @@ def model_of(name: str):
     elif name == "qwen3_moe":
         sizes = MIXTURES["Qwen3-30B-A3B"][-1]
         kind, config = transformers.Qwen3MoeForCausalLM, transformers.Qwen3MoeConfig(**sizes)
+        config._experts_implementation = "grouped_mm"
+    elif name == "kimi_linear":
+        kind, config = transformers.KimiLinearForCausalLM, transformers.KimiLinearConfig(**KIMI)
         config._experts_implementation = "grouped_mm"
     else:
         kind, config = transformers.Qwen3_5ForCausalLM, transformers.Qwen3_5TextConfig(**QWEN)
@@ -252,7 +264,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--json", type=Path, default=RESULTS / "whole_models.json")
     options = parse_on_gpu(parser)
-    if "qwen3_5" in options.model:
+    if {"qwen3_5", "kimi_linear"} & set(options.model):
         share_autotuning(0, options.every)
         import fla.ops.common.chunk_o as guarded
 

@@ -210,6 +210,12 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "(a stand-in in torch quantises as DeepGEMM's Python does, and cuBLAS multiplies), and "
         "beside the MLP in bf16, eager and kernelized: times of kernels, by CUDA graph.",
     ),
+    "fp8_models": (
+        "Whole models of FP8 checkpoints",
+        "Every linear of the layers in FP8 with block scales, kernelized, beside the model in bf16 "
+        "kernelized, and beside the FP8 model untouched (with the stand-in of the table above): "
+        "wall time, random weights. A token's CUDA graph follows a prompt of 512.",
+    ),
     "fp8_experts": (
         "Routed experts in FP8 with block scales",
         "Weights in e4m3 with a scale for 128 x 128 values, beside `fused_experts` on the same "
@@ -537,6 +543,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "experts_first": [of_expert_first_calls],
     "experts": [of_expert_limits, of_expert_first_calls],
     "attention": [of_errors_and_host],
+    "fp8_models": [],
     "fp8": [of_errors_and_host],
     "gdn_chunk_errors": [of_errors],
     "gdn_chunk_flashinfer": [of_prepare, of_gdn_errors, of_host],

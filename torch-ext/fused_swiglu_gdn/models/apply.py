@@ -21,7 +21,7 @@ from .graph_rules import why_not_model
 from .graphs import restore_graphs, serve_graphs
 from .loss import serve_loss
 from .moe_blocks import serve_blocks
-from .recognise import KINDS, ON_REQUEST, recognise, remember
+from .recognise import KINDS, recognise, remember
 from .report import WAITS, Report, Row
 from .serving import serve, unserve, why_not_on, why_nowhere
 from .sharded import as_gathered
@@ -178,11 +178,9 @@ def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
     for name, module in model.named_modules():
         unserve(module)
         finding = recognise(module)
-        if finding is None or finding.kind not in kinds | ON_REQUEST:
+        if finding is None or finding.kind not in kinds:
             continue
         note, reason = None, finding.reason or _why_no_kernel(module, finding.kind)
-        if finding.kind not in kinds:
-            reason = reason or f'only=["{finding.kind}"] serves it, not a call without'
         if reason is None:
             note = _note(module, finding.kind)
             replay_rows = replay if finding.kind == "gdn" else 0
@@ -220,7 +218,7 @@ def _kinds(only, skip) -> set:
     for name, words in (("only", only), ("skip", skip)):
         if words is not None:
             are_words(name, words, KINDS)
-    return set(set(KINDS) - ON_REQUEST if only is None else only) - set(skip or ())
+    return set(KINDS if only is None else only) - set(skip or ())
 
 
 def restore(model: nn.Module) -> int:

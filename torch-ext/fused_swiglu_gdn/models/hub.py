@@ -27,7 +27,6 @@ NAMES = {
     "causal_conv1d_fn": "causal_conv1d_fn",
     "causal_conv1d_update": "causal_conv1d_update",
 }
-ON_REQUEST = {"chunk_kda", "fused_recurrent_kda"}  # results were not compared on a GPU
 DEVICES = ("cpu", "cuda", "mps", "neuron", "npu", "rocm", "tpu", "xpu")  # that `kernels` knows
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -78,9 +77,8 @@ def layer_mapping(
             only revision works (kernels 0.17.2).
         names: the names to map: "SwiGLUMLP", "SwiGLUGateUp", "Qwen3_5GatedDeltaNet",
             "Qwen3NextGatedDeltaNet", "OlmoHybridGatedDeltaNet", "RMSNormGated",
-            "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "causal_conv1d_fn",
-            "causal_conv1d_update"; all of these by default. Also "chunk_kda" and
-            "fused_recurrent_kda".
+            "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule", "chunk_kda",
+            "fused_recurrent_kda", "causal_conv1d_fn", "causal_conv1d_update"; all by default.
         devices: the device types to map, of those that `kernels` knows: "cpu", "cuda", "mps",
             "neuron", "npu", "rocm", "tpu", "xpu".
         trust_remote_code: for a Hub repository whose publisher is not a trusted one: True, or a
@@ -101,7 +99,7 @@ def layer_mapping(
         (['SwiGLUMLP', 'RMSNormGated'], 1)
         >>> mapping = layer_mapping("org/fused-swiglu-gdn", version=1)  # nothing is fetched yet
         >>> len(mapping)
-        10
+        12
     """
     for word, words, known in (("names", names, NAMES), ("devices", devices, DEVICES)):
         if words is not None or word == "devices":
@@ -113,7 +111,7 @@ def layer_mapping(
     both = Mode.INFERENCE, Mode.INFERENCE | Mode.TORCH_COMPILE
     gradients = Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE
     mapping = {}
-    for name in (n for n in NAMES if n not in ON_REQUEST) if names is None else names:
+    for name in NAMES if names is None else names:
         layer = NAMES[name]
         repository = _repository(source, layer, version, revision, trust_remote_code)
         flags = getattr(layers, layer)

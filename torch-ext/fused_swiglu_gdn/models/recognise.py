@@ -27,7 +27,6 @@ Form = Union[
 ]  # fmt: skip
 # what kernelize can be asked for: `only` and `skip`
 KINDS = ("mlp", "gdn", "kda", "norm", "attention", "layer", "linear", "experts")
-ON_REQUEST = {"kda"}  # kinds that `only` has to name: results were not compared on a GPU
 _FORWARDS = {
     "mlp": swiglu.forward_of, "norm": norm.forward_of, "attention": attention.forward_of,
     "layer": decoder.forward_of, "linear": fp8.forward_of, "gdn": gdn.forward_of,

@@ -1,0 +1,102 @@
+"""Whole models of FP8 checkpoints on a GPU: a prompt, an eager token, a token in a CUDA graph.
+
+    python benchmarks/compare_fp8_models.py [--model llama qwen3_5] [--json FILE]
+
+The models of compare_whole.py, random weights; every linear of their layers whose sizes are
+multiples of 128 is an FP8Linear with block scales, as transformers makes it. `ours` is that model
+kernelized, `ours, bf16` the one in bf16 kernelized, `transformers_fp8` the FP8 model untouched,
+with compare_fp8.py's stand-in for the kernels that transformers loads from the Hub, for Llama
+alone: for Qwen3.5 FLA would tune itself. Eager tokens are of 16 sequences, the fewest that
+cuBLAS's product of FP8 blocks takes.
+"""
+
+import argparse
+import copy
+import gc
+import statistics
+from functools import partial
+from pathlib import Path
+
+import torch
+from compare_fp8 import PEER, in_fp8, stand_in_for_hub
+from compare_generate import TURNS, decode_with_fla, graph_us
+from compare_models import greedy_step, wall
+from compare_whole import PROMPT, model_of
+from kernel_time import RESULTS, load_package, parse_on_gpu, save
+
+TITLES = {"llama": "Llama, 8 layers", "qwen3_5": "Qwen3.5, 16 layers"}
+EAGER, GRAPHED = 16, (1, 64)  # sequences
+
+
+def all_in_fp8(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy that shares what is not in FP8."""
+    memo = {id(p): p for p in model.parameters()}
+    other = copy.deepcopy(model, memo)
+    for parent in list(other.model.layers.modules()):
+        for name, part in parent.named_children():
+            if type(part) is torch.nn.Linear and not (part.weight.shape[0] % 128):
+                setattr(parent, name, in_fp8(part))
+    return other
+
+
+def in_turns(calls: dict) -> dict:
+    turns = [{name: call() for name, call in calls.items()} for _ in range(TURNS)]
+    return {name: statistics.median(turn[name] for turn in turns) for name in calls}
+
+
+def rows_of(package, name: str):
+    bf16 = model_of(name)
+    bf16.generation_config.eos_token_id = None
+    models = {"ours": all_in_fp8(bf16), "ours, bf16": bf16}
+    if name == "llama":
+        models[PEER] = copy.deepcopy(
+            models["ours"], {id(p): p for p in models["ours"].parameters()}
+        )
+    for side in ("ours", "ours, bf16"):
+        print(package.kernelize(models[side], cuda_graphs=True), flush=True)
+    config, title = bf16.config, TITLES[name]
+    ids = torch.randint(5, config.vocab_size, (1, PROMPT), device="cuda")
+    calls = {n: partial(m, ids, use_cache=True, logits_to_keep=1) for n, m in models.items()}
+    error = {n: calls[n]().logits.double() for n in models}
+    row = {"what": f"{title}, prompt of {PROMPT} tokens in FP8"}
+    row["us"] = in_turns({n: partial(wall, call) for n, call in calls.items()})
+    row["from_bf16"] = {
+        n: ((y - error["ours, bf16"]).norm() / error["ours, bf16"].norm()).item()
+        for n, y in error.items() if n != "ours, bf16"
+    }  # fmt: skip
+    yield row
+    ids = torch.randint(5, config.vocab_size, (EAGER, 128), device="cuda")
+    steps = {n: greedy_step(m, models["ours"], config, ids) for n, m in models.items()}
+    yield {
+        "what": f"{title}, an eager token of {EAGER} sequences in FP8",
+        "us": in_turns({n: partial(wall, step) for n, step in steps.items()}),
+    }
+    for batch in GRAPHED:
+        graphs = {n: partial(graph_us, models[n], batch) for n in ("ours", "ours, bf16")}
+        yield {
+            "what": f"{title}, a token's CUDA graph in FP8, batch {batch}",
+            "us": in_turns(graphs),
+        }
+
+
+@torch.no_grad()
+def measure(path: Path, names: list) -> None:
+    package, rows = load_package(), []
+    decode_with_fla(package)
+    stand_in_for_hub()
+    for name in names:
+        for row in rows_of(package, name):
+            rows.append(row)
+            save(path, rows)
+            ours = row["us"]["ours"]
+            print(row, {n: round(ours / us, 3) for n, us in row["us"].items()}, flush=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", nargs="+", choices=TITLES, default=list(TITLES))
+    parser.add_argument("--json", type=Path, default=RESULTS / "fp8_models.json")
+    options = parse_on_gpu(parser)
+    measure(options.json, options.model)
