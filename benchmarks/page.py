@@ -213,14 +213,19 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
     "fp8_models": (
         "Whole models of FP8 checkpoints",
         "Every linear of the layers in FP8 with block scales, kernelized, beside the model in bf16 "
-        "kernelized, and beside the FP8 model untouched (with the stand-in of the table above): "
-        "wall time, random weights. A token's CUDA graph follows a prompt of 512.",
+        "kernelized, and beside the FP8 model without kernelize (quantised and multiplied as in the "
+        "table above): wall time, random weights. A token's CUDA graph follows a prompt of 512.",
     ),
     "fp8_experts": (
         "Routed experts in FP8 with block scales",
         "Weights in e4m3 with a scale for 128 x 128 values, beside `fused_experts` on the same "
         "weights in bf16: times of kernels, by CUDA graph over several routings. Errors are of 16 "
         "tokens against fp64 on dequantised weights, ours and of the formula in torch.",
+    ),
+    "whole_models_kimi": (
+        "Whole models: Kimi Linear",
+        "8 layers of the 48B-A3B model's sizes, six with Kimi Delta Attention; before is "
+        "transformers with FLA's kernels, whose autotuning tries every eighth configuration.",
     ),
     "whole_models_moe": (
         "Training steps of whole models: a mixture of experts",

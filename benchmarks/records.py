@@ -156,6 +156,7 @@ WHOLE = {
     "llama": "Llama, 8 layers",
     "qwen3_5": "Qwen3.5, 16 layers",
     "qwen3_moe": "Qwen3-MoE, 8 layers",
+    "kimi_linear": "Kimi Linear, 8 layers",
 }
 
 

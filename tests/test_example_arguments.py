@@ -9,7 +9,10 @@ from conftest import load_example
 
 pytest.importorskip("transformers")
 pytest.importorskip("kernels")
-EXAMPLES = ("finetune_lora", "generate_fast", "kernelize_llm", "train_bytes", "train_digits")
+EXAMPLES = (
+    "finetune_lora", "fp8_checkpoint", "generate_fast", "kernelize_llm", "train_bytes",
+    "train_digits",
+)  # fmt: skip
 
 
 def said(name: str, line: str, monkeypatch, capsys, code: int) -> str:
@@ -30,6 +33,8 @@ def said(name: str, line: str, monkeypatch, capsys, code: int) -> str:
         ("generate_fast", "--tokens 4", "--tokens must be at least 5"),
         ("generate_fast", "--device gpu", "invalid choice: 'gpu'"),
         ("generate_fast", "--device cuda", "--device cuda: torch finds no GPU"),
+        ("fp8_checkpoint", "--tokens 0", "--tokens must be at least 1"),
+        ("fp8_checkpoint", "", "FP8 needs a GPU of compute capability 9.0"),
         ("kernelize_llm", "--device gpu", "invalid choice: 'gpu'"),
         ("kernelize_llm", "--device cuda", "--device cuda: torch finds no GPU"),
         ("finetune_lora", "--steps 0", "--steps must be at least 2"),
