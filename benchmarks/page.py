@@ -213,8 +213,8 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
     "fp8_models": (
         "Whole models of FP8 checkpoints",
         "Every linear of the layers in FP8 with block scales, kernelized, beside the model in bf16 "
-        "kernelized, and beside the FP8 model without kernelize (quantised and multiplied as in the "
-        "table above): wall time, random weights. A token's CUDA graph follows a prompt of 512.",
+        "kernelized, and beside the FP8 model without kernelize (quantised and multiplied as in "
+        "the table above): wall time, random weights. A token's CUDA graph follows 512 tokens.",
     ),
     "fp8_experts": (
         "Routed experts in FP8 with block scales",
