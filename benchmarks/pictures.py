@@ -2,8 +2,8 @@
 
     python benchmarks/pictures.py [NAME ..]     default: all of PICTURES
 
-A bar is a speed-up over the peer that the title names: the peer's time divided by ours. The line
-is at 1, where both take the same time. The GPU, the versions and the dates stand below.
+A bar is a speed-up over the peer that the title or the legend names: the peer's time divided by
+ours. The line is at 1, where both take the same time. The GPU, the versions and the dates stand below.
 """
 
 import argparse
@@ -19,7 +19,7 @@ LABEL = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # the line must
 class Picture(NamedTuple):
     title: str  # what was timed; the peer is added
     records: Tuple[str, ...]
-    peer: str
+    peer: str  # "": every peer of a record is a series
     bar: Callable[[Case], Tuple[str, str]]  # a case -> (group, series); no group: left out
 
 
@@ -49,7 +49,39 @@ def model(case: Case) -> Tuple[str, str]:
     return "\n".join((part, what, *batch)), f"ours, {how}"
 
 
+WHOLE = {  # what a case of whole models was, as the picture has it, in the picture's order
+    "prompt of 8192": "prompt",
+    "training step of 4096": "training",
+    "token": "a token",
+    "a token": "in generate",
+}
+
+
+def whole(case: Case) -> Tuple[str, str]:
+    """Prompts, training steps and tokens of whole models; the largest mixture of experts alone."""
+    name, *parts = case.label.removesuffix(", eager").split(", ")
+    what = next((said for part, said in WHOLE.items() if part in parts), "")
+    batch = [part for part in parts if part.startswith("batch")]
+    left = name == "Qwen3-30B-A3B" or "CUDA graph" in parts or not what
+    name = name.replace("Qwen3.5-35B-A3B", "Qwen3.5\n35B-A3B")
+    name = name if "\n" in name else f"{name}\n"
+    return ("" if left else "\n".join([name, what, *batch])), ""
+
+
 PICTURES: Dict[str, Picture] = {
+    "whole_models": Picture(
+        "Whole models of 8 or 16 layers, bf16: speed-up over three others",
+        (
+            "whole_models",
+            "mixtures",
+            "whole_models_training",
+            "whole_models_qwen",
+            "whole_models_moe",
+            "generate",
+        ),
+        "",
+        whole,
+    ),
     "swiglu_fwd": Picture("SwiGLU forward, bf16, by tokens", ("swiglu_fwd",), "liger", tokens),
     "experts": Picture("Routed experts, bf16, by tokens", ("experts",), "grouped_mm", experts),
     "gdn_chunk_fla": Picture(
@@ -74,14 +106,17 @@ def bars(picture: Picture) -> Tuple[List[str], Dict[str, Dict[str, float]]]:
     series: Dict[str, Dict[str, float]] = {}
     for name in picture.records:
         record = load(name)
-        peer = title_of(picture.peer, record)
         for case in cases(record):
             group, its_series = picture.bar(case)
-            if group and peer in case.peers:
+            wanted = [title_of(picture.peer, record)] if picture.peer else list(case.peers)
+            for peer in [p for p in wanted if group and p in case.peers]:
                 for variant, time in case.ours.items():
-                    mine = series.setdefault(its_series or variant, {})
-                    mine[group] = case.peers[peer] / time
+                    if picture.peer or variant == "ours":
+                        label = its_series or (variant if picture.peer else f"over {peer}")
+                        series.setdefault(label, {})[group] = case.peers[peer] / time
     groups = list(dict.fromkeys(group for s in series.values() for group in s))
+    if picture.bar is whole:
+        groups.sort(key=lambda group: list(WHOLE.values()).index(group.split("\n")[2]))
     if all(group.isdigit() for group in groups):
         groups.sort(key=int)
     return groups, series
@@ -125,10 +160,12 @@ def draw(name: str) -> None:
             zorder=3,
         )
     axes.axhline(1, color="black", linewidth=0.9)
-    axes.set_xticks(range(len(groups)), groups, fontsize=8.5)
+    fits = 8.5 if picture.bar is not whole else 7.5
+    axes.set_xticks(range(len(groups)), groups, fontsize=fits)
     axes.set_xlabel(caption(picture.records), fontsize=8, color="#555555", labelpad=8)
     axes.set_ylabel("speed-up (above 1: ours is faster)", fontsize=9)
-    axes.set_title(f"{picture.title}: speed-up over {title_of(picture.peer, load(name))}")
+    peer = f": speed-up over {title_of(picture.peer, load(name))}" if picture.peer else ""
+    axes.set_title(picture.title + peer)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(series), frameon=False)
     figure.savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Source": digest(picture)})

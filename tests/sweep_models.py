@@ -82,6 +82,7 @@ class Result(NamedTuple):
     compared: str = ""
     note: str = ""
     whole: bool = False  # it has RMS norms, and they, attention and layers are all served
+    rows: tuple = ()  # of the report: (kind of module, why it is left alone or None)
 
 
 class NotMade(Exception):
@@ -92,16 +93,16 @@ class Wrong(Exception):
     """A kernelized model gives something else."""
 
 
-def smaller(values: dict, dropped: tuple) -> dict:
+def smaller(values: dict, dropped: tuple, sizes: dict = SIZES) -> dict:
     """A configuration's dictionary with small sizes, in its parts too."""
     out = {}
     for name, value in values.items():
         if name in dropped or not isinstance(name, str):  # labels by number stay out
             continue
         if isinstance(value, dict) and "rope" not in name:
-            out[name] = smaller(value, dropped)
-        elif name in SIZES and type(value) is int:
-            out[name] = SIZES[name]
+            out[name] = smaller(value, dropped, sizes)
+        elif name in sizes and type(value) is int:
+            out[name] = sizes[name]
         elif name.endswith("layer_types") and isinstance(value, list):
             out[name] = (list(dict.fromkeys(value)) * 2)[:2]
         elif name.endswith("token_id") and type(value) is int:
@@ -132,14 +133,14 @@ def types() -> list:
     return sorted({kind for m in mappings for kind in getattr(auto, f"{m}_MAPPING_NAMES")})
 
 
-def models(kind: str) -> Iterator[torch.nn.Module]:
+def models(kind: str, sizes: dict = SIZES) -> Iterator[torch.nn.Module]:
     """Small random models of a type, in evaluation mode, the best first."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     values = CONFIG_MAPPING[kind]().to_dict()
     error = made = None
     for dropped in DROPPED:
-        small = {**smaller(values, dropped), **OF_TYPE.get(kind, {})}
+        small = {**smaller(values, dropped, sizes), **OF_TYPE.get(kind, {})}
         for model in classes(kind):
             try:
                 config = CONFIG_MAPPING[kind](**small)
@@ -206,10 +207,10 @@ def difference(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).abs().max() / b.abs().max().clamp_min(1e-12)).item() if a.numel() else 0.0
 
 
-def callable_model(kind: str):
+def callable_model(kind: str, sizes: dict = SIZES):
     """(model, arguments, output): the first that runs; arguments are None where none does."""
     first = None
-    for model in models(kind):
+    for model in models(kind, sizes):
         first = model if first is None else first
         for arguments in inputs(model):
             try:
@@ -261,7 +262,8 @@ def state_of(model) -> dict:
     return {name: (type(m), set(m.__dict__)) for name, m in model.named_modules()}
 
 
-def compare(kind: str) -> Result:
+def compare(kind: str, kinds=None) -> Result:
+    """Compares a type's model before and after kernelize(model, only=kinds)."""
     package, dispatch = load_package(), submodule("runtime.dispatch")
     try:
         model, arguments, before = callable_model(kind)
@@ -273,7 +275,7 @@ def compare(kind: str) -> Result:
     if arguments is not None:
         grads, tokens = gradients(model, arguments), tokens_of(model, arguments)
     with dispatch.force("reference"):
-        report = package.kernelize(model)
+        report = package.kernelize(model, only=kinds)
         check_modules(model, report.served)
         done.append("modules")
         if arguments is not None:
@@ -303,10 +305,13 @@ def compare(kind: str) -> Result:
     served, left = ({row.layer for row in rows} & LAYERS for rows in (report.served, report.left))
     whole = "RMSNorm" in served and not left
     counts = len(report.served), len(report.left)
-    return Result(kind, "ok", *counts, compared, "; ".join(reasons), whole)
+    rows = tuple((submodule("models.report").kind_of(row), row.reason) for row in report.rows)
+    return Result(kind, "ok", *counts, compared, "; ".join(reasons), whole, rows)
 
 
-def look_at(kind: str) -> Result:
+def look_at(kind: str, look=compare) -> Result:
+    """look(kind) with a limit of time; a fault is a Result, too."""
+
     def stop(*_):
         raise TimeoutError(f"took longer than {SECONDS} s")
 
@@ -318,7 +323,7 @@ def look_at(kind: str) -> Result:
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
     try:
-        return compare(kind)
+        return look(kind)
     except Wrong as error:
         return Result(kind, "WRONG", note=str(error))
     except Exception as error:

@@ -13,7 +13,7 @@ from setup_env import NOT_NEEDED_TO_RUN
 
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CARD.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
-CODE = re.compile(r"```(\w*)\n(.*?)```|`([^`]+)`", flags=re.S)
+CODE = re.compile(r"```(\w*)[^\n`]*\n(.*?)```|`([^`]+)`", flags=re.S)
 PYTHON = (".venv/bin/python", "python", "python3")
 PROGRAMS = (*PYTHON, "make", "pip", "kernels")
 OF_THE_READER = ("my_script.py", "load.py")

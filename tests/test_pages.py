@@ -1,0 +1,120 @@
+"""Every block of Python that README.md and docs/*.md print is run, in a page's order, as a reader
+would who types one after the other into one session.
+
+A word behind ```python says why a block is not run here: `gpu`, `download` (of a checkpoint),
+`processes` (of torchrun). The names and keywords by which it calls the kernel are checked instead.
+"""
+
+import ast
+import inspect
+import re
+
+import pytest
+import torch
+from conftest import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+MARKS = {"gpu", "download", "processes"}
+BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", flags=re.M | re.S)
+# pages that are no instructions: measurements, and a generated table
+NO_CALL = {"benchmarks.md", "model_table.md"}
+OURS = ("kernel", "ours")  # what pages call the package
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def blocks(text: str) -> list:
+    """(line, words behind the language, code) of each block."""
+    found = []
+    for match in BLOCK.finditer(text):
+        line = text[: match.start()].count("\n") + 1
+        found.append((line, set(match[1].split()), match[2]))
+    return found
+
+
+ALL = [
+    pytest.param(page, place, id=f"{page.relative_to(ROOT).as_posix()}:{line}")
+    for page in PAGES
+    for place, (line, _, _) in enumerate(blocks(page.read_text()))
+]
+
+
+def calls_of_the_kernel(code: str) -> list:
+    """(name, keywords) of what is called as kernel.name(...) or ours.name(...)."""
+    found = []
+    for node in ast.walk(ast.parse(code)):
+        named = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+        if named and isinstance(node.func.value, ast.Name) and node.func.value.id in OURS:
+            found.append((node.func.attr, {word.arg for word in node.keywords} - {None}))
+    return found
+
+
+def misprinted(code: str, kernel) -> list:
+    """Names that the kernel has not, and keywords that a function does not take."""
+    wrong = []
+    for name, words in calls_of_the_kernel(code):
+        if name not in kernel.__all__:
+            wrong.append(name)
+            continue
+        taken = inspect.signature(getattr(kernel, name)).parameters
+        wrong += [f"{name}({word}=)" for word in words - set(taken)]
+    return wrong
+
+
+@pytest.fixture(scope="module")
+def sessions():
+    """{page: (number of blocks that ran, names)}."""
+    return {}
+
+
+@pytest.fixture
+def as_a_reader(repository, tmp_path, monkeypatch):
+    """In a built clone, and by two threads: nothing is left behind in this process."""
+    pytest.importorskip("kernels")
+    pytest.importorskip("transformers")
+    monkeypatch.chdir(repository)
+    threads, grad, random = torch.get_num_threads(), torch.is_grad_enabled(), torch.get_rng_state()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(grad)
+    torch.set_rng_state(random)
+
+
+def runs_here(marks: set) -> bool:
+    return not marks or marks == {"gpu"} and torch.cuda.is_available()
+
+
+@pytest.mark.parametrize("page, place", ALL)
+def test_a_block(page, place, sessions, as_a_reader, kernel):
+    found = blocks(page.read_text())
+    line, marks, code = found[place]
+    assert marks <= MARKS, f"{page.name}:{line}: {marks - MARKS} is no mark"
+    assert not misprinted(code, kernel), misprinted(code, kernel)
+    if not runs_here(marks):
+        return
+    done, names = sessions.get(page, (0, {"__name__": "__page__"}))
+    if done > place:
+        done, names = 0, {"__name__": "__page__"}
+    for line, marks, code in found[done : place + 1]:
+        if runs_here(marks):
+            padded = "\n" * line + code  # so that a traceback has the page's line
+            exec(compile(padded, str(page), "exec"), names)
+    sessions[page] = place + 1, names
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_page_begins_with_a_call(page):
+    """Before its first section a page shows a call that was run here."""
+    if page.name in NO_CALL or page.name == "README.md":
+        return
+    found = blocks(page.read_text().partition("\n## ")[0])
+    assert found, f"{page.name} shows no call before its first section"
+    assert any(not marks for _, marks, _ in found), f"{page.name}: its first call is not run"
+
+
+def test_what_is_checked_can_fail(kernel):
+    assert misprinted("kernel.kernelise(model)", kernel) == ["kernelise"]
+    assert misprinted("kernel.kernelize(model, graphs=True)", kernel) == ["kernelize(graphs=)"]
+    assert misprinted("other.kernelise(); kernel.restore(model)", kernel) == []
+    text = "a\n```python gpu\nx = 1\n```\n```text\ny\n```\n```python\nz\n```\n"
+    assert blocks(text) == [(2, {"gpu"}, "x = 1\n"), (8, set(), "z\n")]
+    assert len(ALL) >= 30
