@@ -53,19 +53,9 @@ def _solve(matrix, diagonal_ptr, x, PREC: tl.constexpr):
 
 
 @triton.jit
-def _decay(f_ptr, unit, d, ke_ptr, K: tl.constexpr):
-    """What a chunk leaves of each row of a state [K, 1] fp32, or of all rows."""
-    if ke_ptr is None:
-        return tl.load(f_ptr + unit * 256 + 192)
-    return tl.load(f_ptr + unit * K + d)[:, None]
-
-
-@triton.jit
-def factors_of(f_ptr, unit, WHICH: tl.constexpr, ke_ptr):
-    """Row factors of a chunk [C, 1] fp32; with Ke they are in the operands."""
-    if ke_ptr is None:
-        return tl.load(f_ptr + unit * 256 + WHICH * 64 + tl.arange(0, 64))[:, None]
-    return None
+def factor(ptr, WHICH: tl.constexpr):
+    """A row factor of a chunk [C, 1] fp32."""
+    return tl.load(ptr + WHICH * 64 + tl.arange(0, 64))[:, None]
 
 
 @triton.jit
@@ -91,10 +81,16 @@ def _forward(
         k = _tile(k_ptr, first, k_stride, d, ok[:, None])  # [C, K]
         v = _tile(v_ptr, first, v_stride, e, ok[:, None])  # [C, BLOCK_V]
         tb = tl.load(tb_ptr + unit * 4096 + square)  # [C, C]
-        f0 = factors_of(f_ptr, unit, 0, ke_ptr)
-        f1 = factors_of(f_ptr, unit, 1, ke_ptr)
-        decay = _decay(f_ptr, unit, d, ke_ptr, K)
-        ke = k if ke_ptr is None else _tile(ke_ptr, first, k_stride, d, ok[:, None])
+        if ke_ptr is None:
+            f_at = f_ptr + unit * 256
+            f0 = factor(f_at, 0)
+            f1 = factor(f_at, 1)
+            decay = tl.load(f_at + 192)
+            ke = k
+        else:
+            f0, f1 = None, None
+            decay = tl.load(f_ptr + unit * K + d)[:, None]
+            ke = _tile(ke_ptr, first, k_stride, d, ok[:, None])  # [C, K]
 
         low = s.to(k.dtype)  # [K, BLOCK_V]
         tl.store(h_ptr + unit * (K * V) + at_state, low)
@@ -128,11 +124,17 @@ def _reverse(
         do = _tile(do_ptr, first, do_stride, e, ok[:, None])  # [C, BLOCK_V]
         tb = tl.load(tb_ptr + unit * 4096 + square)  # [C, C]
         p = tl.load(p_ptr + unit * 4096 + square)  # [C, C]
-        f0 = factors_of(f_ptr, unit, 0, ke_ptr)
-        f1 = factors_of(f_ptr, unit, 1, ke_ptr)
-        f2 = factors_of(f_ptr, unit, 2, ke_ptr)
-        decay = _decay(f_ptr, unit, d, ke_ptr, K)
-        ke = k if ke_ptr is None else _tile(ke_ptr, first, k_stride, d, ok[:, None])
+        if ke_ptr is None:
+            f_at = f_ptr + unit * 256
+            f0 = factor(f_at, 0)
+            f1 = factor(f_at, 1)
+            f2 = factor(f_at, 2)
+            decay = tl.load(f_at + 192)
+            ke = k
+        else:
+            f0, f1, f2 = None, None, None
+            decay = tl.load(f_ptr + unit * K + d)[:, None]
+            ke = _tile(ke_ptr, first, k_stride, d, ok[:, None])  # [C, K]
 
         low = ds.to(k.dtype)  # [K, BLOCK_V]
         tl.store(dh_ptr + unit * (K * V) + at_state, low)
@@ -240,9 +242,7 @@ def _states_bwd_kernel(
             tl.store(ds0_ptr + at, s.to(ds0_ptr.dtype.element_ty))
 
 
-def gdn_backward_states(
-    call: GdnCall, do, d_final_state, tb, p, f, config: dict, ke=None
-) -> tuple:
+def gdn_backward_states(call: GdnCall, do, d_final_state, tb, p, f, config: dict, ke=None) -> tuple:
     """h and dh [rows, HV, K, V], vt and dv [B, T, HV, V], and the initial state's gradient.
 
     h is the state before each chunk, dh the gradient of the state after it. With ke, the call's q

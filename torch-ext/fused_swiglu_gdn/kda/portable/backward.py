@@ -26,18 +26,18 @@ from .recurrent import together
 
 
 def supports_kda_chunk_bwd(call: KdaCall, gradient: Optional[GdnGradient] = None) -> bool:
-    """Head dims up to 256; fp16, bf16 and fp32; gates whose heads lie side by side."""
+    """Keys of up to 128, values of up to 256; fp16, bf16 and fp32; gates whose heads lie side by
+    side."""
     dtypes = {call.q.dtype, call.g.dtype, call.beta.dtype}
-    fits = max(call.K, call.V) <= 256 and call.HV > 0
+    fits = call.K <= 128 and call.V <= 256 and call.HV > 0
     return dtypes.issubset(SERVED) and fits and together(call.g)
 
 
 @functools.lru_cache(maxsize=256)
 def configuration(units: int, K: int, V: int, size: int, where: torch.device) -> dict:
     """Launch configurations of the phases for `units` sequences and value heads."""
-    wide = K > 128 or size > 2
-    name = "portable_kda_chunk_bwd_wide" if wide else "portable_kda_chunk_bwd"
-    table = lookup(name, where, units=units, K=K, bytes=size)
+    name = "portable_kda_chunk_bwd_wide" if size > 2 else "portable_kda_chunk_bwd"
+    table = lookup(name, where, units=units)
     if torch.version.hip is not None:
         table = {phase: for_waves(config) for phase, config in table.items()}
     elif size > 2 and device.has_tensor_memory(where):

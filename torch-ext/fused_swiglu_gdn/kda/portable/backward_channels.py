@@ -4,15 +4,16 @@ With dP and N of backward_pairs.py as symmetric matrices, the state S before the
 dS of the state after it, and E_s as in levels.py:
 
     q_row = e^G (dO S^T)    k_row = -e^G (dV S^T)    k_col = e^(G_C - G) (vt dS^T)
-    U = E_s (dP|_s (E_s Y)), Y = Q behind the middles and K before them        W = E_s (N|_s (E_s K))
-    dQ = q_row + diag(dP) K + sum of U behind
-    dK = k_row + k_col + diag(dP) Q + sum of W behind and of U + W before
+    U_s = dP|_s (E_s Y), Y = Q behind the middles and K before them        W_s = N|_s (E_s K)
+    dQ = q_row + diag(dP) K + sum over s of E_s U_s behind
+    dK = k_row + k_col + diag(dP) Q + sum over s of E_s W_s, and of E_s U_s before
 
 Of a level, rows behind the middles are what their pairs' later tokens get, and rows before them
-what the earlier ones get: one product for both. The decays' gradient sums what crosses a token:
+what the earlier ones get: one product for both. The decays' gradient is the sum of what crosses a
+token:
 
-    dg_u = sum of Q q_row + K k_row over i >= u, of K k_col over i < u, gam_C <S, dS>,
-           and at each level of Q U + K W behind from u on, or of K (U + W) before u
+    dg_u = sum over i >= u of Q q_row + K k_row and the levels' dG, over i < u of K k_col, and
+           gam_C <S, dS>;        dG = E_s Y U_s + E_s K W_s behind, minus that before
 
 Sizes as in backward_pairs.py.
 """
@@ -23,17 +24,17 @@ import triton.language as tl
 
 from ...gdn.portable.backward_query import tile
 from ...gdn.portable.gates import channel_log_decay, to_log2
-from ...gdn.portable.primitives import chunk_numbers, level, locate, precision
+from ...gdn.portable.primitives import chunk_numbers, locate, precision
 from ...runtime.launch import Launch, steps
 from ..call import KdaCall
-from .tokens import as_blocks, as_tokens, crossing, earlier, factors, is_behind, later, of_blocks
-from .tokens import since, until
+from .sums import factors, in_parts, is_behind, running, summed
 
 
 @triton.jit
-def _load_scaled(ptr, stride, gates, t, d, mask):
-    """Normalised rows t [16, 4, 1] and columns d [1, 1, BLOCK], fp32."""
-    return tl.load(ptr + t * stride + d, mask=mask, other=0.0).to(tl.float32) * tl.load(gates + t)
+def _load_scaled(ptr, stride, gates, d, ok):
+    """Normalised rows of a chunk, columns d, fp32."""
+    t = tl.arange(0, 64)
+    return tile(ptr, t, stride, d, ok).to(tl.float32) * tl.load(gates + t)[:, None]
 
 
 @triton.jit
@@ -58,46 +59,51 @@ def _through_states(
         x = tile(vt, t, vt_stride, e, ok)
         k_col = tl.dot(x, tl.trans(ds), k_col, input_precision=PREC)
         ends += tl.sum(s.to(tl.float32) * ds.to(tl.float32), 1)
-    return as_blocks(q_row), as_blocks(k_row), as_blocks(k_col), ends
+    return q_row, k_row, k_col, ends
 
 
 @triton.jit
-def _through_level(x, q, k, dq, dk, dg, dp, dn, S: tl.constexpr, PREC: tl.constexpr):
-    """dQ, dK and dg with the terms of level S."""
+def _through_level(parts, q, k, dq, dk, dg, dp, dn, S, PREC: tl.constexpr):
+    """dQ, dK and dG with the terms of level S.
+
+    In dG stand the rounded operands: a pair's term then is the same number at both its tokens, and
+    is gone where both are added.
+    """
     i = tl.arange(0, 64)[:, None]
     j = tl.arange(0, 64)[None, :]
-    mine = level(i, j, S) | level(j, i, S)
+    mine = ((i ^ j) >= S) & ((i ^ j) < 2 * S)
     behind = is_behind(S)
-    e = factors(x, S)
-    ek = e * k
-    y = as_tokens(tl.where(behind, e * q, ek)).to(dp.dtype)
+    e = factors(parts, S)
+    ek = (e * k).to(dp.dtype)
+    y = tl.where(behind, (e * q).to(dp.dtype), ek)
     u = tl.dot(tl.where(mine, dp, 0.0), y, input_precision=PREC)
-    w = tl.dot(tl.where(mine, dn, 0.0), as_tokens(ek).to(dp.dtype), input_precision=PREC)
-    u = e * as_blocks(u)
-    w = e * as_blocks(w)
-    both = u + w
+    w = tl.dot(tl.where(mine, dn, 0.0), ek, input_precision=PREC)
+    z = y.to(tl.float32) * u + ek.to(tl.float32) * w
+    dg += tl.where(behind, z, -z)
+    u *= e
     dq += tl.where(behind, u, 0.0)
-    dk += tl.where(behind, w, both)
-    dg += crossing(tl.where(behind, q * u + k * w, k * both), S)
+    dk += tl.where(behind, 0.0, u) + e * w
     return dq, dk, dg
 
 
 @triton.jit
 def _through_gate(a, dg, A_log_ptr, dt_bias_ptr, hv, at, LOWER: tl.constexpr):
     """The gradient of raw gates a from that of the decays, and the terms of A_log's."""
-    if A_log_ptr is None and LOWER is None:
-        return dg, dg
-    a = a.to(tl.float32)
-    if dt_bias_ptr is not None:
-        a += tl.load(dt_bias_ptr + at).to(tl.float32)
-    rate = 1.0
-    if A_log_ptr is not None:
-        rate = tl.exp(tl.load(A_log_ptr + hv).to(tl.float32))
-    if LOWER is None:
-        by_rate = dg * channel_log_decay(a, A_log_ptr, None, hv, at, None, LOWER)
-        return dg * -rate * tl.sigmoid(a), by_rate
-    dg *= LOWER * rate * tl.sigmoid(rate * a) * tl.sigmoid(-rate * a)
-    return dg, dg * a
+    by_rate = dg
+    if A_log_ptr is not None or LOWER is not None:
+        a = a.to(tl.float32)
+        if dt_bias_ptr is not None:
+            a += tl.load(dt_bias_ptr + at).to(tl.float32)
+        rate = 1.0
+        if A_log_ptr is not None:
+            rate = tl.exp(tl.load(A_log_ptr + hv).to(tl.float32))
+        if LOWER is None:
+            by_rate = dg * channel_log_decay(a, A_log_ptr, None, hv, at, None, LOWER)
+            dg *= -rate * tl.sigmoid(a)
+        else:
+            dg *= LOWER * rate * tl.sigmoid(rate * a) * tl.sigmoid(-rate * a)
+            by_rate = dg * a
+    return dg, by_rate
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
@@ -136,6 +142,7 @@ def _channels_bwd_kernel(
     BLOCK: tl.constexpr,
     BLOCK_V: tl.constexpr,
     STAGES: tl.constexpr,
+    PARTS: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """BLOCK channels of one chunk and value head."""
@@ -157,58 +164,59 @@ def _channels_bwd_kernel(
     left = (length - c * 64).to(tl.int32)
     made = (b * T + first) * HV + hv  # of what is contiguous
     gates_ptr += unit * (64 * GATES)
-    tok = tl.arange(0, 64)
-    q_in, k_in, k_out, ends = _through_states(
+    t = tl.arange(0, 64)
+    ok = t < left
+    q_row, k_row, k_col, ends = _through_states(
         do_ptr + b * do_strides[0] + first * do_strides[1] + hv * do_strides[2], vt_ptr + made * V,
         dv_ptr + made * V, h_ptr + unit * (K * V), dh_ptr + unit * (K * V), do_strides[1], HV * V,
-        channel, tok, tok < left, V, BLOCK_V, STAGES, PREC,
+        channel, t, ok, V, BLOCK_V, STAGES, PREC,
     )  # fmt: skip
-    t = 16 * tl.arange(0, 4)[None, :, None] + tl.arange(0, 16)[:, None, None]  # [16, 4, 1]
-    d = channel[None, None, :]
-    mask = (t < left) & (d < K)  # [16, 4, BLOCK]
+    at = hv * K + channel[None, :]
     g_ptr += b * g_strides[0] + first * g_strides[1] + hv * K
-    a = tl.load(g_ptr + t * g_strides[1] + d, mask=mask, other=0.0)
-    x = channel_log_decay(a, A_log_ptr, dt_bias_ptr, hv, hv * K + d, None, LOWER)
-    x = tl.where(mask, to_log2(x), 0.0)  # [16, 4, BLOCK] fp32
+    x = channel_log_decay(
+        tile(g_ptr, t, g_strides[1], channel, ok), A_log_ptr, dt_bias_ptr, hv, at, None, LOWER
+    )
+    x = tl.where(ok[:, None], to_log2(x), 0.0)  # [C, BLOCK] fp32
+    ends *= tl.exp2(tl.sum(x, 0))
+    parts = in_parts(x, PARTS)
     k_ptr += b * k_strides[0] + first * k_strides[1] + (hv // R) * k_strides[2]
     q_ptr += b * q_strides[0] + first * q_strides[1] + (hv // R) * q_strides[2]
-    k = _load_scaled(k_ptr, k_strides[1], gates_ptr, t, d, mask)
-    q = _load_scaled(q_ptr, q_strides[1], gates_ptr + 64, t, d, mask) * scale
+    k = _load_scaled(k_ptr, k_strides[1], gates_ptr, channel, ok)
+    q = _load_scaled(q_ptr, q_strides[1], gates_ptr + 64, channel, ok) * scale
 
-    e = tl.exp2(since(x) + of_blocks(x, earlier()))
-    dq = e * q_in
-    dk = -e * k_in
-    z = q * dq + k * dk
-    dg = tl.cumsum(z, axis=0, reverse=True) + of_blocks(z, later())
-    k_out = tl.exp2(until(x) + of_blocks(x, later())) * k_out
-    dk += k_out
-    z = k * k_out
-    dg += tl.cumsum(z, axis=0) - z + of_blocks(z, earlier())
-    dg += (ends * tl.exp2(tl.sum(tl.sum(x, 0), 0)))[None, None, :]
-    own = tl.load(gates_ptr + 128 + t)
+    i = t[:, None]
+    j = t[None, :]
+    e = tl.exp2(summed(j <= i, parts))
+    dq = e * q_row
+    dk = -e * k_row
+    dg = q * dq + k * dk
+    k_col *= tl.exp2(summed(j > i, parts))
+    dk += k_col
+    later = k * k_col  # of a token: crosses those behind it
+    own = tl.load(gates_ptr + 128 + t)[:, None]
     dq += own * k
     dk += own * q
-    pairs_ptr += unit * 8192 + tok[:, None] * 64 + tok[None, :]
+    pairs_ptr += unit * 8192 + i * 64 + j
     dp = tl.load(pairs_ptr)  # [C, C]
     dn = tl.load(pairs_ptr + 4096)
-    for s in tl.static_range(6):
-        dq, dk, dg = _through_level(x, q, k, dq, dk, dg, dp, dn, 2**s, PREC)
+    for s in tl.range(0, 6, num_stages=1):
+        dq, dk, dg = _through_level(parts, q, k, dq, dk, dg, dp, dn, 1 << s, PREC)
 
-    out = made * K + t * (HV * K) + d
-    tl.store(dq_ptr + out, dq, mask=mask)
-    tl.store(dk_ptr + out, dk, mask=mask)
-    dg, by_rate = _through_gate(a, dg, A_log_ptr, dt_bias_ptr, hv, hv * K + d, LOWER)
-    tl.store(dg_ptr + out, dg.to(dg_ptr.dtype.element_ty), mask=mask)
+    out = made * K + i * (HV * K) + channel[None, :]
+    tl.store(dq_ptr + out, dq, mask=ok[:, None])
+    tl.store(dk_ptr + out, dk, mask=ok[:, None])
+    dg = running(dg, True) + (running(later, False) - later) + ends[None, :]
+    a = tile(g_ptr, t, g_strides[1], channel, ok)  # again: raw, they would take registers
+    dg, by_rate = _through_gate(a, dg, A_log_ptr, dt_bias_ptr, hv, at, LOWER)
+    tl.store(dg_ptr + out, dg.to(dg_ptr.dtype.element_ty), mask=ok[:, None])
     if sums_ptr is not None:
         sums_ptr += unit * K + channel
-        tl.store(sums_ptr, tl.sum(tl.sum(tl.where(mask, by_rate, 0.0), 0), 0))
+        tl.store(sums_ptr, tl.sum(tl.where(ok[:, None], by_rate, 0.0), 0))
         sums_ptr += tl.num_programs(0).to(tl.int64) * BLOCK
-        tl.store(sums_ptr, tl.sum(tl.sum(tl.where(mask, dg, 0.0), 0), 0))
+        tl.store(sums_ptr, tl.sum(tl.where(ok[:, None], dg, 0.0), 0))
 
 
-def kda_backward_channels(
-    call: KdaCall, gates, do, vt, dv, h, dh, pairs, config: dict
-) -> tuple:
+def kda_backward_channels(call: KdaCall, gates, do, vt, dv, h, dh, pairs, config: dict) -> tuple:
     """The gradients of q and k as they are in the rule, for each value head [B, T, HV, K] fp32; dg
     (of the raw gates if they are); and sums [2, rows, HV, K] fp32 for A_log and dt_bias, or None.
     """
@@ -222,7 +230,8 @@ def kda_backward_channels(
         numbers=(*map(steps, (q, k, g, do)), *chunk_numbers(call), options.scale),
         constexprs=(
             H, HV // H, K, call.V, options.lower_bound, gates.shape[2], config["BLOCK"],
-            min(config["BLOCK_V"], call.V), config["STAGES"], precision(q.dtype),
+            min(config["BLOCK_V"], call.V), config["STAGES"],
+            3 if q.dtype == torch.float32 else 2, precision(q.dtype),
         ),
         options=(("num_warps", config["num_warps"]),),
     )  # fmt: skip
