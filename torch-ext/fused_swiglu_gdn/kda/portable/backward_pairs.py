@@ -14,7 +14,6 @@ Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; rows = chunk rows of th
 powers of two.
 """
 
-import torch
 import triton
 import triton.language as tl
 

@@ -46,7 +46,7 @@ def factors(parts, S):
 
 @triton.jit
 def running(x, REVERSE: tl.constexpr):
-    """Sums of x [C, BLOCK] fp32 from the first token to each, REVERSE: from the last, however large.
+    """Sums of x [C, BLOCK] fp32 from the first token to each; REVERSE: from the last.
 
     As 16 rows of four blocks, of which Triton gives each warp one where BLOCK is 8 times as many as
     there are warps: a thread then has all rows of a channel.
