@@ -80,13 +80,13 @@ def phases(package, x, options) -> dict:
     chunked = chunk._Chunked(call)
     q, k, v, g, beta = x
     prepare = chunked.prepare
-    tb, p, kd, qd, ke, gam = prepare(q, k, g, beta, None, None, cu)
+    tb, p, kd, qd, ke, gam, *_ = prepare(q, k, g, beta, None, None, cu)
     o, states = torch.empty_like(v), v.new_empty(**chunked.final)
     gates = gam.new_zeros(*tb.shape[:2], prepare.scratch, 64)
     return {
         "prepare": lambda: prepare(q, k, g, beta, None, None, cu),
         "pairs": lambda: prepare.pairs(q, k, g, cu, p, tb.view(torch.float16), gates),
-        "inverse": lambda: prepare.inverse(cu, tb, gates),
+        "inverse": lambda: prepare.inverse(cu, tb.view(torch.float16), tb, gates),
         "scan": lambda: chunked.scan(
             (qd, kd, v, o), (tb, p, gam), cu, (None, None, states, None), ke
         ),
@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=RESULTS / "kda.json")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--configurations", type=int, default=6)
+    parser.add_argument("--prompts", action="store_true", help="no decoding, no errors")
     options = parse_on_gpu(parser)
     began = time.perf_counter()
     package, rows = load_package(), []
@@ -194,12 +195,12 @@ def main() -> None:
             call = lambda x=x, given=given: package.chunk_kda(*x, **given)  # noqa: E731
             ours = microseconds({"ours": call, **phases(package, x, given)}, rounds=3, rep_ms=10)
             done({"prompt": name, "us": ours, "host_us": {"ours": host(call)}})
-        for H in (32, 64):
+        for H in () if options.prompts else (32, 64):
             for B in BATCHES:
                 for dtype in (torch.float32, torch.bfloat16):
                     step = fla_step if B <= 64 else None
                     done(decode(package, step, B, H, dtype))
-        for row in errors(package, None):
+        for row in () if options.prompts else errors(package, None):
             done(row)
         for name, case in PROMPTS.items() if fla is not None else ():
             x, given = prompt(*case)
@@ -215,7 +216,7 @@ def main() -> None:
                     done({"prompt": name, "us": microseconds(calls, rounds=3, rep_ms=10)})
                 except Exception as error:  # a peer that refuses is left out
                     print(f"{kind} of {name} is left out: {str(error)[-200:]}", flush=True)
-        if fla is not None and time.perf_counter() - began < options.seconds:
+        if fla and not options.prompts and time.perf_counter() - began < options.seconds:
             for row in errors(package, fla):
                 done(row)
 
