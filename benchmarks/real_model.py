@@ -116,7 +116,7 @@ class Run:
         self.tiny, self.path = options.tiny, options.json
         self.base = tiny() if options.tiny else pretrained(options.gguf)
         self.words = Bytes() if options.tiny else Pretrained(options.gguf)
-        self.window, self.batch, self.new = (32, 2, 6) if options.tiny else (1024, 4, 64)
+        self.window, self.batch, self.new = (32, 2, 8) if options.tiny else (1024, 4, 48)
         text = self.words.encode(manual()[: 4000 if options.tiny else None])
         self.text = torch.tensor(text)
         self.learnt = self.text[: len(text) * 9 // 10]
@@ -378,6 +378,7 @@ def main() -> None:
             print(f"--- {part}", flush=True)
             DO[part](run)
             run.save()
+            print(f"saved {part}", flush=True)
 
 
 if __name__ == "__main__":
