@@ -17,7 +17,7 @@ import torch
 from records import RESULTS
 
 sys.path.insert(0, str(RESULTS.parent.parent / "tools"))
-from in_tree import ROOT, load_package, parse_on_gpu  # noqa: E402, F401
+from in_tree import ROOT, load_package, need_gpu, parse_on_gpu  # noqa: E402, F401
 
 
 def microseconds(calls: Dict[str, Callable], rounds: int = 3, rep_ms: int = 20) -> Dict[str, float]:
@@ -32,12 +32,12 @@ def microseconds(calls: Dict[str, Callable], rounds: int = 3, rep_ms: int = 20) 
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def seconds(call: Callable) -> float:
+def seconds(call: Callable, synchronize: Callable = torch.cuda.synchronize) -> float:
     """Seconds by the host's clock, from an idle GPU to an idle GPU."""
-    torch.cuda.synchronize()
+    synchronize()
     start = time.perf_counter()
     call()
-    torch.cuda.synchronize()
+    synchronize()
     return time.perf_counter() - start
 
 
@@ -101,7 +101,7 @@ def command() -> str:
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
     options = sys.argv[1:]
-    for name_of_file in ("--json", "--wait-for"):  # where the record goes is no part of it
+    for name_of_file in ("--json", "--wait-for", "--gguf"):  # where a file lies is no part of it
         if name_of_file in options:
             at = options.index(name_of_file)
             del options[at : at + 2]
@@ -117,7 +117,7 @@ def machine() -> dict:
 
     return {
         "command": command(),
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "torch": torch.__version__,
         "triton": triton.__version__,
         "versions": installed(),
@@ -126,8 +126,12 @@ def machine() -> dict:
 
 
 def save(path: Path, rows: list, **more) -> None:
+    write(path, {**machine(), **more, "rows": rows})
+
+
+def write(path: Path, record: dict) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**machine(), **more, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps(record, indent=1) + "\n")
 
 
 def merged(path: Path, rows: list) -> list:
