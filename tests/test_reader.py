@@ -168,3 +168,39 @@ def test_norms(kernel):
     module.scaled = plain.scaled = True
     assert_same(module, plain)
     assert kernelized(kernel, InPlaceNorm()) == ["its forward writes to its input"]
+
+
+def doubled(function):
+    return lambda *args: 2 * function(*args)
+
+
+class Decorated(P):
+    def forward(self, x):
+        @doubled
+        def gate(x):
+            return self.gate_proj(x)
+
+        return self.down_proj(self.act_fn(gate(x)) * self.up_proj(x))
+
+
+class Wrapped(P):
+    @torch.no_grad()
+    def other(self, x):
+        return x
+
+
+def test_a_function_inside_with_a_decorator(kernel):
+    """It computes something else than its statements say."""
+    module, plain = made(Decorated), made(Decorated)
+    (reason,) = kernelized(kernel, module)
+    assert reason is not None
+    assert_same(module, plain)
+
+
+def test_where_a_function_begins(kernel):
+    """Functions are found in their file by name and first line, which is a decorator's."""
+    code = submodule("models.code")
+    found = code.source_of(Decorated.forward)
+    assert [node.name for node in found.body[:1]] == ["gate"]
+    assert [node.id for node in found.body[0].decorator_list] == ["doubled"]
+    assert code.source_of(Wrapped.other.__wrapped__).body[0].value.id == "x"

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .plain import HOOKS
 from .untouched import is_torchs_own
 
 # NewGELUActivation spells out the formula that the other two ask torch for
@@ -52,15 +53,9 @@ def activation_of(function) -> Optional[str]:
     if known is None or kind.forward is not known.forward:
         return None
     attributes = function.__dict__
-    if (
-        attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or ("forward" in attributes and not _is_bound(attributes["forward"], known.forward))
-        or "_call_impl" in attributes
-        or "_hf_hook" in attributes
-    ):
+    if any(map(attributes.get, HOOKS)) or "_call_impl" in attributes or "_hf_hook" in attributes:
+        return None
+    if "forward" in attributes and not _is_bound(attributes["forward"], known.forward):
         return None
     if known.name == "gelu_tanh" and not _by_tanh(attributes):
         return None

@@ -16,11 +16,11 @@ from ..attention import ops
 from ..attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
 from ..runtime import dispatch
 from .forward import Arguments, forward_by
+from .interface import Interface
 from .norm import does_nothing, parameters_of_norm
-from .pinned import Pinned, has_values
+from .pinned import Pinned
 from .plain import PLAIN_TENSORS
-from .projections import projected, projections
-from .untouched import is_torchs_own
+from .projections import projections
 from .words import Value, Word, Words
 
 GATES, NORMS = (False, True), ("none", "head", "all")
@@ -28,6 +28,7 @@ GATES, NORMS = (False, True), ("none", "head", "all")
 # tables (GLM); neighbours, by tables that have their channels side by side (GLM-4V)
 ROTARY = ("halves", "pairs", "channels")
 SIXTEEN = (torch.bfloat16, torch.float16)
+KERNEL = (ops.FAMILY, "kvcache_attention")
 # with any of these SDPA does something else than attention by its mask
 NOT_PLAIN = ("cache", "output_attentions", "position_bias", "softcap")
 
@@ -83,7 +84,7 @@ class Attention:
 
     def __init__(self, form: AttentionForm):
         self.form = form
-        self.implementation, self.index = Value(form.implementation), Value(form.index)
+        self.interface, self.index = Interface(form.implementation, form.eager), Value(form.index)
         self.words = Words(form.words), Words(form.training_words)
         self.updates = Words(w._replace(name=str(i)) for i, w in enumerate(form.updates))
         self.updates_with = Words(form.updates_with)
@@ -105,7 +106,7 @@ class Attention:
         """The module's output for these arguments, or None if the class's own forward must run."""
         form, D = self.form, self.form.D
         plain = x.ndim == 3 and not torch.is_autocast_enabled(x.device.type)
-        if not (plain and form.pinned.unchanged(attention) and has_values(attention, form.guards)):
+        if not (plain and form.pinned.unchanged(attention, form.guards)):
             return None
         parts = attention.__dict__["_modules"]
         for name in form.identities:
@@ -118,7 +119,7 @@ class Attention:
             return None
         if self.joined is None:
             linears = [parts[name] for name in form.projections]
-            q, k, v = projections(x, *linears, compiling=False)
+            q, k, v = projections(x, *linears, unpatched=True)
         else:
             q, k, v = parts[self.joined](x).split(form.sizes, -1)
         B, T = x.shape[:2]
@@ -143,9 +144,7 @@ class Attention:
             if past is not None:
                 more = () if self.plain_update else (attention, given, rest, own_tables)
                 k, v = self.updated(past, k, v, index, *more)
-        name = self.implementation.of(attention)
-        registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
-        function = registry.get_interface(name, form.eager)
+        function = self.interface.of(attention)
         words = self.words[attention.training].made(attention, given, rest, own_tables)
         if not form.rests:
             rest = {}
@@ -159,7 +158,7 @@ class Attention:
         if gate is not None:
             out = sigmoid_gate(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
         out = out.reshape(B, T, -1).contiguous()
-        return projected(parts[form.out], out, compiling=False), weights
+        return projections(out, parts[form.out], unpatched=True)[0], weights
 
 
 def _tables(form: AttentionForm, tables, x: torch.Tensor, D: int) -> Optional[tuple]:
@@ -211,7 +210,11 @@ def _slots(cache, index: int, k: torch.Tensor):
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or type(cache) not in (caches.Cache, caches.StaticCache):
         return None
-    if "update" in cache.__dict__ or not is_torchs_own(type(cache).update, caches.__file__):
+    for update in (type(cache).update, caches.StaticLayer.update):  # neither patched nor wrapped
+        code = getattr(update, "__code__", None)
+        if getattr(code, "co_filename", None) != caches.__file__ or hasattr(update, "__wrapped__"):
+            return None
+    if "update" in cache.__dict__:
         return None
     if cache.offloading or cache.layer_class_to_replicate is not None or torch.is_grad_enabled():
         return None
@@ -220,7 +223,6 @@ def _slots(cache, index: int, k: torch.Tensor):
         type(layer) is not caches.StaticLayer
         or not layer.is_initialized
         or "update" in layer.__dict__
-        or not is_torchs_own(caches.StaticLayer.update, caches.__file__)
     ):
         return None
     keys, length = layer.keys, layer.cumulative_length
@@ -242,6 +244,6 @@ def _by_mask(function, q, mask, words: dict, rest: dict) -> bool:
     for keywords in (words, rest):
         if keywords.get("dropout") or any(map(keywords.get, NOT_PLAIN)):
             return False
-    return mask.shape[1] == mask.shape[2] == 1 and dispatch.serves(
-        ops.FAMILY, "kvcache_attention", q, False
-    )
+    if not mask.shape[1] == mask.shape[2] == 1:
+        return False
+    return dispatch.forced is not None or dispatch.has_kernels_at(*KERNEL, q.device)

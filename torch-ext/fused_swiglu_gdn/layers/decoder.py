@@ -14,8 +14,8 @@ from ..fp8.call import Quantised
 from ..fp8.product import norm_quantise
 from . import fp8
 from .forward import Arguments, forward_by
-from .norm import does_nothing, fits, normed, parameters_of_norm, serves
-from .pinned import Pinned, has_values
+from .norm import does_nothing, parameters_of_norm, rms_norm, serves
+from .pinned import Pinned
 from .words import Word, Words
 
 
@@ -73,9 +73,7 @@ class Decoder:
     ) -> Optional[torch.Tensor]:
         """The layer's output for these arguments, or None if the class's own forward must run."""
         form = self.form
-        if not form.pinned.unchanged(layer):
-            return None
-        if form.guards and not has_values(layer, form.guards):
+        if not form.pinned.unchanged(layer, form.guards):
             return None
         parts = layer.__dict__["_modules"]
         for name in form.dropouts:
@@ -84,16 +82,18 @@ class Decoder:
         order, scale = form.order, form.scale and getattr(layer, form.scale)
         y, codes, mixer, mlp = x, None, parts[order.mixer], parts[order.mlp]
         if order.pre_mixer is not None:
-            y, _, codes = _normed_for(mixer, parts[order.pre_mixer], x)
-        y = self.mixer.called_with(codes, mixer, y, given, rest)
-        codes = None
+            y, _, codes = _normed(parts[order.pre_mixer], x, None, mixer)
+        y = self.mixer.called(mixer, y, given, rest, codes)
         if order.pre_mlp is None:
             y = x = _normed_and_added(parts, order.post_mixer, y, x, scale)
+            codes = None
         else:
-            y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)
+            y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)[0]
             y = y if scale is None else y * scale
-            y, x, codes = _normed_for(mlp, parts[order.pre_mlp], y, x)
-        y = self.mlp.called_with(codes, mlp, y, given, rest)
+            y, x, codes = _normed(parts[order.pre_mlp], y, x, mlp)
+        y = self.mlp.called(mlp, y, given, rest, codes)
+        if order.post_mlp is None and scale is None:
+            return x + y
         return _normed_and_added(parts, order.post_mlp, y, x, scale)
 
 
@@ -107,17 +107,18 @@ class Part:
         self.after = Words(w._replace(name=str(i)) for i, w in enumerate(call.after))
         self.alone = call == Call(None, (), (), False, call.flat)
 
-    def called_with(
-        self, codes: Optional[Quantised], part: nn.Module, x: torch.Tensor, given: dict, rest: dict
+    def called(
+        self,
+        part: nn.Module,
+        x: torch.Tensor,
+        given: dict,
+        rest: dict,
+        codes: Optional[Quantised] = None,
     ) -> torch.Tensor:
         """The first output of the part; codes: x in FP8, if the norm has made it."""
-        if codes is None:
-            return self.called(part, x, given, rest)
-        with fp8.given(x, codes):
-            return self.called(part, x, given, rest)
-
-    def called(self, part: nn.Module, x: torch.Tensor, given: dict, rest: dict) -> torch.Tensor:
-        """The first output of the part."""
+        if codes is not None:
+            with fp8.given(x, codes):
+                return self.called(part, x, given, rest)
         if self.alone:
             y = part(x)
         else:
@@ -136,65 +137,38 @@ class Part:
         return y.view(x.shape) if self.flat and y.shape != x.shape else y
 
 
-def _normed(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """norm(x), without a call of the module if that call does nothing else."""
-    found = parameters_of_norm(norm)
-    return norm(x) if found is None or not fits(x, found[0]) else normed(x, found)
-
-
-def _found(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor) -> Optional[tuple]:
-    """Arguments of rms_norm, if the call of the norm does nothing else and the sum fits into it."""
-    found = parameters_of_norm(norm)
-    if found is None or type(x) is not type(residual) or x.dtype is not residual.dtype:
-        return None
-    return found if x.shape == residual.shape and fits(x, found[0]) else None
-
-
-def _normed_for(
-    part: nn.Module, norm: nn.Module, x: torch.Tensor, residual: Optional[torch.Tensor] = None
+def _normed(
+    norm: nn.Module, x: torch.Tensor, residual: Optional[torch.Tensor] = None, part=None
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[Quantised]]:
-    """norm(x), or norm(residual + x); that sum; and the former in FP8 where `part`, which takes it,
-    would quantise it and one launch does both."""
-    if fp8.quantises(part, x):
-        found = parameters_of_norm(norm) if residual is None else _found(norm, x, residual)
-        if (
-            found is not None
-            and serves(x)
-            and fits(x, found[0])
-            and not _learns(x, residual, found)
-        ):
-            weight, *how = found
-            made = norm_quantise(x, weight, residual, *how)
+    """norm(residual + x); that sum; and the former in FP8 where `part`, which takes it, would
+    quantise it and one launch does both. One launch, if the call of the norm does nothing else."""
+    quantises = fp8.FORMS and part is not None and fp8.quantises(part, x)
+    found = parameters_of_norm(norm, x, residual)
+    if found is not None:
+        weight, eps, mode, offset = found
+        if quantises and serves(x) and not _learns(x, residual, weight):
+            made = norm_quantise(x, weight, residual, eps, mode, offset)
             if made is not None:
                 return made
-    if residual is None:
-        return _normed(norm, x), None, None
-    return (*_added_and_normed(norm, x, residual), None)
+        y = rms_norm(x, weight, eps, casting_mode=mode, offset=offset, residual=residual)
+        return (y, None, None) if residual is None else (*y, None)
+    x = x if residual is None else residual + x
+    return norm(x), x, None
 
 
-def _learns(*given) -> bool:
+def _learns(*tensors: Optional[torch.Tensor]) -> bool:
     """A gradient of some of them is asked for."""
-    if not torch.is_grad_enabled():
-        return False
-    x, residual, (weight, *_) = given
-    return any([t is not None and t.requires_grad for t in (x, residual, weight)])
-
-
-def _added_and_normed(norm: nn.Module, x: torch.Tensor, residual: torch.Tensor):
-    """norm(residual + x) and residual + x, in one launch if the norm's call does nothing else."""
-    found = _found(norm, x, residual)
-    if found is not None:
-        return normed(x, found, residual)
-    total = residual + x
-    return norm(total), total
+    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
 
 
 def _normed_and_added(parts: dict, name: Optional[str], x: torch.Tensor, residual, scale):
     """residual + norm(x), in one launch if it is not scaled and that is all that calling it does;
     without a name there is no norm."""
     if name is not None:
-        found = _found(parts[name], x, residual) if scale is None else None
+        found = parameters_of_norm(parts[name], x, residual) if scale is None else None
         if found is not None:
-            return normed(x, found, residual, after=True)
-        x = _normed(parts[name], x)
+            weight, eps, mode, offset = found
+            words = {"casting_mode": mode, "offset": offset, "residual": residual, "after": True}
+            return rms_norm(x, weight, eps, **words)
+        x = _normed(parts[name], x)[0]
     return residual + (x if scale is None else x * scale)

@@ -2,8 +2,6 @@
 
 from typing import Callable, FrozenSet, NamedTuple, Optional, Tuple
 
-import torch
-
 from .norm import serves
 
 PLAIN_VALUES = (bool, int, float, str)
@@ -32,7 +30,7 @@ def forward_by(form, serve: Callable, name: str, compiled: Optional[bool] = None
 
     def forward(self, *args, **kwargs):
         x = args[place] if place < len(args) <= count else kwargs.get(hidden)
-        able = compiled or not torch.compiler.is_compiling() and (compiled is False or serves(x))
+        able = compiled or serves(x, compiled is False)
         if not able or not own.isdisjoint(kwargs):
             return kind.forward(self, *args, **kwargs)
         given = kwargs

@@ -20,9 +20,9 @@ from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
 from .forward import Arguments, forward_by
 from .functions import named_activation, normed_and_gated, packed_lengths
 from .gated_norm import is_gated_norm
-from .pinned import Pinned, has_values
+from .pinned import Pinned, found_at
 from .plain import PLAIN_TENSORS
-from .projections import projected, projections
+from .projections import projections
 from .replay import held_states
 
 OLD_CACHE = "cache_params"  # what transformers called the cache before 5.24
@@ -78,7 +78,7 @@ def forward_of(form: GdnForm) -> Callable:
             return _usual(ours, kind, "cache" if cache == OLD_CACHE else OLD_CACHE)
 
     def serve(self, x, given, rest):
-        if guards and not has_values(self, guards):
+        if not all([found_at(self, path) == value for path, value in guards]):
             return None
         return ours.forward(self, x, given.get(cache), given.get(mask), **rest)
 
@@ -343,7 +343,7 @@ class Qwen3_5GatedDeltaNet(nn.Module):
         z = _heads(z, self.head_v_dim)
         seq = _Sequences(self, k, cache, kwargs)
         o = _gated_delta_net(self, self.norm, q, k, v, z, a, b, seq, joined=qkv)
-        return projected(self.out_proj, o)
+        return projections(o, self.out_proj)[0]
 
 
 class Qwen3NextGatedDeltaNet(nn.Module):
@@ -370,7 +370,8 @@ class Qwen3NextGatedDeltaNet(nn.Module):
         b, a = ba.unflatten(-1, heads).split(ratio, dim=-1)  # [B, T, H, HV / H]
         v, z = v.unflatten(-1, (ratio, -1)), z.unflatten(-1, (ratio, -1))
         seq = _Sequences(self, k, cache, kwargs)
-        return projected(self.out_proj, _gated_delta_net(self, self.norm, q, k, v, z, a, b, seq))
+        o = _gated_delta_net(self, self.norm, q, k, v, z, a, b, seq)
+        return projections(o, self.out_proj)[0]
 
 
 class OlmoHybridGatedDeltaNet(nn.Module):
@@ -396,4 +397,4 @@ class OlmoHybridGatedDeltaNet(nn.Module):
         v, z = _heads(v, self.head_v_dim), _heads(z, self.head_v_dim)
         seq = _Sequences(self, k, cache, kwargs)
         o = _gated_delta_net(self, self.o_norm, q, k, v, z, a, b, seq, self.allow_neg_eigval)
-        return projected(self.o_proj, o)
+        return projections(o, self.o_proj)[0]

@@ -20,7 +20,7 @@ from .functions import convolved, normed_and_gated, packed_lengths
 from .gated_norm import is_gated_norm
 from .own_code import OwnCode
 from .plain import PLAIN_TENSORS, is_plain
-from .projections import projected, projections
+from .projections import projections
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,7 +117,7 @@ def kimi_delta_attention(layer, hidden_states, cache, mask, lengths, bound) -> t
             cache.update_recurrent_state(state.to(torch.float32), layer.layer_idx)
     z, norm = z.unflatten(-1, heads), layer.o_norm
     o = normed_and_gated(norm, o, z) if is_gated_norm(norm) else norm(o, z)
-    return projected(layer.o_proj, o.flatten(2))
+    return projections(o.flatten(2), layer.o_proj)[0]
 
 
 def _convolution(layer, qkv, cache, conv_state, lengths) -> torch.Tensor:

@@ -10,8 +10,8 @@ from ..norm.api import rms_norm
 from ..norm.ops import FAMILY
 from ..runtime import dispatch
 from ..runtime.checks import FLOATING
-from .pinned import Pinned, has_values
-from .plain import PLAIN_TENSORS, is_plain
+from .pinned import Pinned
+from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain
 from .untouched import torch_unpatched
 
 
@@ -29,6 +29,7 @@ class NormForm(NamedTuple):
     offset: float
 
 
+FORWARD = (FAMILY, "rms_norm_fwd")
 FORMS: Dict[type, NormForm] = {}  # by the classes of served modules
 
 
@@ -38,47 +39,59 @@ def does_nothing(module: nn.Module) -> bool:
     return (kind is nn.Identity or kind is nn.Dropout and not module.p) and is_plain(module)
 
 
-def parameters_of_norm(norm: nn.Module) -> Optional[tuple]:
+def parameters_of_norm(
+    norm: nn.Module,
+    x: Optional[torch.Tensor] = None,
+    residual: Optional[torch.Tensor] = None,
+    form: Optional[NormForm] = None,
+) -> Optional[tuple]:
     """(weight, eps, casting_mode, offset) if calling the norm is rms_norm with these alone, else
-    None."""
-    form = FORMS.get(type(norm))
-    if form is None or form.checks or not is_plain(norm):
-        return None
-    return _parameters(norm, form)
-
-
-def _parameters(norm: nn.Module, form: NormForm) -> Optional[tuple]:
-    if not form.pinned.unchanged(norm) or form.guards and not has_values(norm, form.guards):
-        return None
+    None. x, residual: rms_norm takes them, too, where the norm's own forward may raise its error.
+    form: of a norm that is being called."""
     attributes, weight = norm.__dict__, None
+    if form is None:
+        form = FORMS.get(type(norm))
+        if form is None or form.checks or type(norm).__call__ is not nn.Module.__call__:
+            return None
+        if any(map(attributes.get, HOOKS)) or not OWN.isdisjoint(attributes):
+            return None
+    if not form.pinned.unchanged(norm, form.guards):
+        return None
     if form.weight is not None:
         weight = attributes["_parameters"].get(form.weight)
         if type(weight) not in PLAIN_TENSORS or form.weight in attributes:
             return None
         if weight.dtype not in FLOATING:
             return None
+        if x is not None and (
+            weight.ndim != 1 or x.shape[-1:] != weight.shape or x.device != weight.device
+        ):
+            return None
+    elif x is not None and not x.ndim:
+        return None
+    if residual is not None and not (
+        type(x) is type(residual) and x.dtype is residual.dtype and x.shape == residual.shape
+    ):
+        return None
     eps = attributes.get(form.eps)
     if type(eps) is not float or not eps >= 0.0:  # nan is neither
         return None
     return weight, eps, form.casting_mode, form.offset
 
 
-def serves(x: torch.Tensor) -> bool:
+def serves(x: torch.Tensor, whatever: bool = False) -> bool:
     """True if a kernel may compute rms_norm of x: outside torch.compile, with unwatched module
-    calls."""
+    calls. whatever: x may be anything, and only torch.compile is looked for."""
+    if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
+        return False
+    if whatever:
+        return True
     if type(x) not in PLAIN_TENSORS or x.is_nested or x.dtype not in FLOATING:
         return False
-    return dispatch.serves(FAMILY, "rms_norm_fwd", x, False) and torch_unpatched(False)
-
-
-def normed(
-    x: torch.Tensor, found: tuple, residual: Optional[torch.Tensor] = None, after: bool = False
-):
-    """rms_norm with the result of parameters_of_norm."""
-    weight, eps, casting_mode, offset = found
-    return rms_norm(
-        x, weight, eps, casting_mode=casting_mode, offset=offset, residual=residual, after=after
-    )
+    if dispatch.forced is None:
+        if x.dtype is torch.float64 or not dispatch.has_kernels_at(*FORWARD, x.device):
+            return False
+    return torch_unpatched(False)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -89,22 +102,16 @@ def forward_of(form: NormForm) -> Callable:
 
     def forward(self, *args, **kwargs):
         x = args[0] if len(args) == 1 and not kwargs else kwargs.get(argument)
-        if len(args) + len(kwargs) != 1 or torch.compiler.is_compiling() or not serves(x):
+        if len(args) + len(kwargs) != 1 or not serves(x):
             return kind.forward(self, *args, **kwargs)
-        found = _parameters(self, form)
-        if found is None or not fits(x, found[0]):
+        found = parameters_of_norm(self, x, form=form)
+        if found is None:
             return kind.forward(self, x)
         if form.checks and not all([check(self, {argument: x}) for check in form.checks]):
             return kind.forward(self, x)
-        return normed(x, found)
+        weight, eps, mode, offset = found
+        return rms_norm(x, weight, eps, casting_mode=mode, offset=offset)
 
     forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
     forward.__qualname__ = "RMSNorm.forward"
     return forward
-
-
-def fits(x: torch.Tensor, weight: Optional[torch.Tensor]) -> bool:
-    """True if rms_norm takes x and weight; otherwise the norm's own forward raises its error."""
-    if weight is None:
-        return x.ndim > 0
-    return weight.ndim == 1 and x.shape[-1:] == weight.shape and x.device == weight.device

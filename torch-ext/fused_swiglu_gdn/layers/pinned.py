@@ -23,11 +23,19 @@ class Pinned:
     ):
         self.names, self.codes, self.methods = names, codes, methods
 
-    def unchanged(self, module: Optional[nn.Module] = None) -> bool:
-        """True if none has been patched since, and the module has no methods of its own."""
+    def unchanged(
+        self, module: Optional[nn.Module] = None, guards: Tuple[Tuple[str, object], ...] = ()
+    ) -> bool:
+        """True if none has been patched since, the module has no methods of its own, and its
+        attributes at these paths still have the values by which it was recognised."""
         if module is not None:
+            attributes = module.__dict__
             for name in self.methods:
-                if name in module.__dict__:
+                if name in attributes:
+                    return False
+            for path, value in guards:
+                found = attributes[path] if path in attributes else found_at(module, path)
+                if found is not value and found != value:
                     return False
         for namespace, name, value in self.names:
             if namespace.get(name) is not value:
@@ -64,13 +72,3 @@ def found_at(module: nn.Module, path: str) -> object:
     for name in path.split("."):
         value = getattr(value, name, None)
     return value
-
-
-def has_values(module: nn.Module, guards: Tuple[Tuple[str, object], ...]) -> bool:
-    """True if the module's attributes still have the values by which it was recognised."""
-    attributes = module.__dict__
-    for path, value in guards:
-        found = attributes[path] if path in attributes else found_at(module, path)
-        if found is not value and found != value:
-            return False
-    return True

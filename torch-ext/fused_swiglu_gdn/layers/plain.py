@@ -4,13 +4,17 @@ A layer replaces a forward, so it meets all other changes to the model: adapters
 sharded weights, hooks. Functions `why_...` return the reason against it, or None.
 """
 
-from typing import Optional, Tuple
+from typing import List, Optional
 
 import torch
 from torch import nn
 
 from ..runtime.checks import FLOATING
 
+# What an instance holds whose call does more than its class's forward: hooks, and others' functions
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OWN = frozenset(("forward", "_call_impl", "_hf_hook"))  # the last: accelerate's
+OWN_LINEAR = OWN | {"weight", "bias"}
 PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
 
 
@@ -75,49 +79,35 @@ def why_not_linear(module: Optional[nn.Module]) -> Optional[str]:
     return None
 
 
-def parameters_of(
-    module: Optional[nn.Module],
-) -> Optional[Tuple[torch.Tensor, Optional[torch.Tensor]]]:
-    """The weight and the bias if calling the module is only a product with them, else None.
+def parameters_of(*modules: Optional[nn.Module]) -> Optional[List[tuple]]:
+    """(weight, bias) of each module if calling it is only a product with them, else None.
 
     It makes the checks of why_not_linear, at every call, except for dtypes and devices.
     """
-    if type(module) is not nn.Linear:
-        return None
-    attributes = module.__dict__
-    if (
-        attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or "forward" in attributes
-        or "_call_impl" in attributes
-        or "_hf_hook" in attributes
-        or "weight" in attributes
-        or "bias" in attributes
-    ):
-        return None
-    parameters = attributes["_parameters"]
-    weight, bias = parameters.get("weight"), parameters.get("bias")
-    if type(weight) not in PLAIN_TENSORS:
-        return None
-    if bias is not None and type(bias) not in PLAIN_TENSORS:
-        return None
-    return weight, bias
+    found = []
+    for module in modules:
+        if type(module) is not nn.Linear:
+            return None
+        attributes = module.__dict__
+        if any(map(attributes.get, HOOKS)) or not OWN_LINEAR.isdisjoint(attributes):
+            return None
+        parameters = attributes["_parameters"]
+        weight, bias = parameters.get("weight"), parameters.get("bias")
+        if type(weight) not in PLAIN_TENSORS:
+            return None
+        if bias is not None and type(bias) not in PLAIN_TENSORS:
+            return None
+        found.append((weight, bias))
+    return found
 
 
 def is_plain(module: nn.Module) -> bool:
     """True if calling the module does no more than the forward of its class."""
     attributes = module.__dict__
-    return not (
-        attributes["_forward_hooks"]
-        or attributes["_forward_pre_hooks"]
-        or attributes["_backward_hooks"]
-        or attributes["_backward_pre_hooks"]
-        or "forward" in attributes
-        or "_call_impl" in attributes
-        or "_hf_hook" in attributes
-        or type(module).__call__ is not nn.Module.__call__
+    return (
+        not any(map(attributes.get, HOOKS))
+        and OWN.isdisjoint(attributes)
+        and type(module).__call__ is nn.Module.__call__
     )
 
 

@@ -19,11 +19,12 @@ from ..swiglu.api import fused_swiglu, fused_swiglu_mlp, silu_mul
 from ..swiglu.reference import ACTIVATIONS
 from . import fp8
 from .activations import activation_of
-from .pinned import Pinned, has_values
+from .pinned import Pinned
 from .plain import PLAIN_TENSORS, parameters_of, same_dtype, why_hooked
 from .tensor_parallel import Shards, mlp_on_shards, shards
 from .untouched import torch_unpatched
 
+SWIGLU = ("swiglu.forward", "swiglu_fwd")
 DROPOUTS = (nn.Dropout, nn.Identity)  # which drop nothing in evaluation
 
 
@@ -64,19 +65,33 @@ def drops_out(mlp: nn.Module, roles: Roles) -> bool:
     return bool(roles.rates) and mlp.training and any(getattr(mlp, name) for name in roles.rates)
 
 
+def _weights(mlp: nn.Module, roles: Roles) -> Tuple[Optional[tuple], Optional[tuple]]:
+    """What projections() gives, and weight and bias of `down`, if it is plain, too."""
+    modules = mlp.__dict__["_modules"]
+    if roles.up is not None:
+        every = parameters_of(*map(modules.get, (roles.gate, roles.up, roles.down)))
+        if every is not None:
+            (w_gate, b_gate), (w_up, b_up), plain = every
+            return (w_gate, w_up, b_gate, b_up), plain
+    found, down = projections(mlp, roles), parameters_of(modules.get(roles.down))
+    return found, None if down is None else down[0]
+
+
 def projections(mlp: nn.Module, roles: Roles) -> Optional[tuple]:
     """w_gate, w_up, b_gate, b_up of an MLP whose projections are plain, else None."""
     modules = mlp.__dict__["_modules"]
-    gate = parameters_of(modules.get(roles.gate))
-    if gate is None:
+    names = (roles.gate,) if roles.up is None else (roles.gate, roles.up)
+    found = parameters_of(*map(modules.get, names))
+    if found is None:
         return None
+    weight, bias = found[0]
     if roles.up is not None:
-        up = parameters_of(modules.get(roles.up))
-        return None if up is None else (gate[0], up[0], gate[1], up[1])
-    if gate[0].shape[0] % 2:
+        w_up, b_up = found[1]
+        return weight, w_up, bias, b_up
+    if weight.shape[0] % 2:
         return None
-    w_gate, w_up = gate[0].chunk(2)  # [N, K] each
-    b_gate, b_up = (None, None) if gate[1] is None else gate[1].chunk(2)
+    w_gate, w_up = weight.chunk(2)  # [N, K] each
+    b_gate, b_up = (None, None) if bias is None else bias.chunk(2)
     return (w_gate, w_up, b_gate, b_up) if roles.gate_first else (w_up, w_gate, b_up, b_gate)
 
 
@@ -122,24 +137,40 @@ def _of_wrapped(mlp: nn.Module, x: torch.Tensor, roles: Roles, name: str) -> Opt
     return down(act(g) * u)
 
 
-def serve(mlp: nn.Module, x: torch.Tensor, roles: Roles) -> Optional[torch.Tensor]:
-    """The MLP's output for x [..., K] by kernels, or None if the MLP itself must be called."""
-    if type(x) not in PLAIN_TENSORS or not dispatch.serves("swiglu.forward", "swiglu_fwd", x):
+def _of_others(
+    mlp: nn.Module, x: torch.Tensor, roles: Roles, name: Optional[str]
+) -> Optional[torch.Tensor]:
+    """serve() for an MLP whose projections are not plain, if it has an activation of ours."""
+    for way in () if name is None else (_of_fp8, _on_shards, _of_wrapped):
+        y = way(mlp, x, roles, name)
+        if y is not None:
+            return y
+    return None
+
+
+def serve(
+    mlp: nn.Module, x: torch.Tensor, roles: Roles, compiling: Optional[bool] = None
+) -> Optional[torch.Tensor]:
+    """The MLP's output for x [..., K] by kernels, or None if the MLP itself must be called.
+    compiling: torch.compiler.is_compiling(), if the caller knows it."""
+    if type(x) not in PLAIN_TENSORS:
+        return None
+    if compiling is not False or dispatch.forced is not None:
+        if not dispatch.serves(*SWIGLU, x, compiling):
+            return None
+    elif x.dtype is torch.float64 or not dispatch.has_kernels_at(*SWIGLU, x.device):
         return None
     attributes = mlp.__dict__
     if roles.gate in attributes or roles.up in attributes or roles.down in attributes:
         return None  # they hide the modules of these names
-    if x.is_nested or not torch_unpatched() or drops_out(mlp, roles):
+    if x.is_nested or not torch_unpatched(compiling):
         return None
-    name, found = activation(mlp, roles), projections(mlp, roles)
-    if name is None:
+    if (roles.dropouts or roles.rates) and drops_out(mlp, roles):
         return None
-    if found is None:
-        y = _of_fp8(mlp, x, roles, name)
-        y = _on_shards(mlp, x, roles, name) if y is None else y
-        return _of_wrapped(mlp, x, roles, name) if y is None else y
+    name, (found, plain) = activation(mlp, roles), _weights(mlp, roles)
+    if name is None or found is None:
+        return _of_others(mlp, x, roles, name)
     down = attributes["_modules"].get(roles.down)
-    plain = parameters_of(down)
     try:
         if plain is not None and same_dtype(x, *found, *plain):
             w_gate, w_up, b_gate, b_up = found
@@ -174,15 +205,6 @@ class Form(NamedTuple):
     argument: str  # the name of its argument
     roles: Roles
 
-    def holds(self, mlp: nn.Module, x: torch.Tensor) -> bool:
-        """True if the class and the module are as they were recognised, and the forward would not
-        raise."""
-        if torch.compiler.is_compiling():  # what is pinned is a constant of the trace
-            return not self.checks
-        if not (self.pinned.unchanged(mlp) and has_values(mlp, self.guards)):
-            return False
-        return all([check(mlp, {self.argument: x}) for check in self.checks])
-
 
 FORMS: Dict[type, Form] = {}  # what was recognised so far, for forwards that `kernels` binds
 
@@ -191,7 +213,7 @@ FORMS: Dict[type, Form] = {}  # what was recognised so far, for forwards that `k
 def forward_of(form: Form) -> Callable:
     """Returns a forward for the modules of a class: by kernels, or the class's own for other
     calls."""
-    kind, argument, roles = form.kind, form.argument, form.roles
+    kind, pinned, guards, checks, argument, roles = form
 
     def forward(self, *args, **kwargs):
         if len(args) == 1 and not kwargs:
@@ -200,7 +222,14 @@ def forward_of(form: Form) -> Callable:
             x = kwargs[argument]
         else:
             return kind.forward(self, *args, **kwargs)  # raises, as ever
-        y = serve(self, x, roles) if form.holds(self, x) else None
+        compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
+        if compiling:  # what is pinned is a constant of the trace
+            holds = not checks
+        else:
+            holds = pinned.unchanged(self, guards)
+            for check in checks:  # whether the forward raises not
+                holds = holds and check(self, {argument: x})
+        y = serve(self, x, roles, compiling) if holds else None
         return kind.forward(self, x) if y is None else y
 
     forward.__wrapped__ = kind.forward  # whose arguments inspect and torch.fx then find
@@ -215,8 +244,7 @@ def _serve_class(mlp: nn.Module, x: torch.Tensor, default: Roles) -> Optional[to
         if default.act not in mlp._modules and not hasattr(mlp, default.act):
             default = default._replace(act="activation_fn")
         return serve(mlp, x, default)
-    y = serve(mlp, x, form.roles) if form.holds(mlp, x) else None
-    return form.kind.forward(mlp, x) if y is None else y
+    return forward_of(form)(mlp, x)
 
 
 _SEPARATE = Roles("gate_proj", "up_proj", "down_proj", "act_fn")

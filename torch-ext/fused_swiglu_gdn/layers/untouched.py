@@ -61,7 +61,9 @@ def torch_unpatched(compiling: Optional[bool] = None) -> bool:
         or forward_ad._current_level >= 0
     ):
         return False
-    if torch.compiler.is_compiling() if compiling is None else compiling:
+    if compiling is None:
+        compiling = torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag
+    if compiling:
         return True
     if _functorch() is not None or torch._C._get_tracing_state() is not None:
         return False

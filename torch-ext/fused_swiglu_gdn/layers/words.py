@@ -34,16 +34,25 @@ class Words:
     """The arguments that a table describes."""
 
     def __init__(self, table: Iterable[Word]):
-        table = tuple(table)
-        of = {word.how: [w for w in table if w.how == word.how] for word in table}
-        self.constants = {w.name: w.what for w in of.get("constant", ())}
-        self.arguments = [(w.name, w.what, w.default) for w in of.get("argument", ())]
-        self.attributes = [(w.name, operator.attrgetter(w.what)) for w in of.get("attribute", ())]
-        self.parameters = [(w.name, w.what) for w in of.get("parameter", ())]
-        self.tables = [(w.name, w.what) for w in of.get("table", ())]
-        self.rest = [w.name for w in of.get("rest", ())]
-        self.dicts = [(w.name, Words(w.what)) for w in of.get("dict", ())]
-        self.empty = not of
+        self.constants, self.arguments, self.attributes = {}, [], []
+        self.parameters, self.tables, self.rest, self.dicts = [], [], [], []
+        self.empty = True
+        for name, how, what, default in table:
+            self.empty = False
+            if how == "constant":
+                self.constants[name] = what
+            elif how == "argument":
+                self.arguments.append((name, what, default))
+            elif how == "attribute":
+                self.attributes.append((name, operator.attrgetter(what)))
+            elif how == "parameter":
+                self.parameters.append((name, what))
+            elif how == "table":
+                self.tables.append((name, what))
+            elif how == "rest":
+                self.rest.append(name)
+            else:
+                self.dicts.append((name, Words(what)))
 
     def made(self, module: nn.Module, given: dict, rest: dict, tables: Optional[Tuple]) -> dict:
         """The arguments by their names, for a call of the module with `given`."""

@@ -209,8 +209,15 @@ def _note(module: nn.Module, kind: str) -> Optional[str]:
 
 def _place_of(module: nn.Module) -> torch.device:
     """The device of a module's parameters, preferably of plain ones; "cpu" without parameters."""
-    parameters = sorted(module.parameters(), key=lambda x: type(x) not in PLAIN_TENSORS)
-    return next((told(x, "device") for x in parameters if told(x, "device")), torch.device("cpu"))
+    parts, other = [module], None
+    for part in parts:  # which grows
+        for x in part._parameters.values():
+            where = told(x, "device")
+            if where and type(x) in PLAIN_TENSORS:
+                return where
+            other = other or where
+        parts += filter(None, part._modules.values())
+    return other or torch.device("cpu")
 
 
 def _kinds(only, skip) -> set:

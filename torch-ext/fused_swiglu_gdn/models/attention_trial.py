@@ -5,6 +5,7 @@ forward does with them; the arguments of the cache and the attention function, a
 compared with each of our forms. The check gives the plan of our forward.
 """
 
+import contextlib
 import functools
 import inspect
 from typing import Dict, List, Optional, Union
@@ -14,6 +15,7 @@ from torch import nn
 
 from ..layers.attention import AttentionForm
 from ..layers.norm import NormForm
+from ..layers.own_code import names_in
 from ..layers.plain import told
 from ..layers.words import Words
 from .attention_learning import Learning
@@ -81,7 +83,10 @@ def is_attention(module: nn.Module) -> bool:
 def asks_for_attention(kind: type) -> bool:
     """True if a method of the class calls the registry of attention functions."""
     own = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    values = [inspect.unwrap(value) for base in own for value in vars(base).values()]
+    values = [
+        inspect.unwrap(value) if hasattr(value, "__wrapped__") else value
+        for base in own for value in vars(base).values()
+    ]  # fmt: skip
     codes = [getattr(value, "__code__", None) for value in values]
     return any("get_interface" in code.co_names for code in codes if code is not None)
 
@@ -183,6 +188,8 @@ class _Trial(Learning, Numbers):
         self.fixed = set(source.switches)  # those that are left at their defaults
         self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
         self.dims, self.D, self.travelling = 3, 1, frozenset()
+        names = {name for function, _ in source.pinned.codes for name in names_in(function)}
+        self.wide = KeepsFp64 if "float" in names else contextlib.nullcontext
 
     # ------------------------------------------------------------------ runs
 
@@ -216,7 +223,7 @@ class _Trial(Learning, Numbers):
             elif name in self.signature.positional_only:
                 given[name] = self.signature.defaults[name]
 
-        with KeepsFp64(), asked_by_this_thread(interface):
+        with self.wide(), asked_by_this_thread(interface):
             forward = self.source.forward
             result = self.signature.called(forward, twin, dict(given), {WORD: word})
         numbers = [random(case.B, case.T, self.width, seed=1, dtype=dtype)]

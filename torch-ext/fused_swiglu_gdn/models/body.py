@@ -4,7 +4,7 @@ import ast
 import sys
 from typing import Callable, List, NoReturn, Optional, Set, Tuple, Union
 
-from .code import Raised, Refused, in_short, is_text, logs
+from .code import Raised, Refused, in_short, is_text, logs, nodes_of
 from .expressions import Expressions
 from .values import VALUE, Closure, Given, Known, Own, Plain, Several, Words, merged
 
@@ -20,7 +20,7 @@ class Body(Expressions):
         self.returns: List[object] = []
         self.passing = None  # the arguments with which a wrapper calls what it wraps
         stored = [
-            node.id for node in ast.walk(definition)
+            node.id for node in nodes_of(definition)
             if isinstance(node, ast.Name) and isinstance(node.ctx, (ast.Store, ast.Del))
         ]  # fmt: skip
         self.local: Set[str] = {*env, *stored}

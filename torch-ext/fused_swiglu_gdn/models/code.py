@@ -1,15 +1,15 @@
 """The source of a function, and what a function that is read may consist of."""
 
 import ast
+import copy
 import functools
-import inspect
 import linecache
 import logging
 import operator
 import sys
 import time
 from types import FunctionType, GetSetDescriptorType
-from typing import Iterable, Optional, Tuple
+from typing import Dict, Iterable, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -97,28 +97,45 @@ def source_of(function: object, free: Tuple[str, ...] = ()) -> ast.FunctionDef:
     if not set(code.co_freevars) <= set(free):
         where = f"{code.co_filename.rsplit('/', 1)[-1]}:{code.co_firstlineno}"
         raise Refused(f"its forward is wrapped by {code.co_name} in {where}")
-    try:
-        text = _text_of(function)  # of a method, it is as in a block
-        tree = ast.parse(text) if text.lstrip() == text else ast.parse("if 1:\n" + text).body[0]
-    except (OSError, TypeError, SyntaxError):
-        raise Refused("its forward has no source to read") from None
-    definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef):
+    linecache.checkcache(code.co_filename)
+    text = "".join(linecache.getlines(code.co_filename, function.__globals__))
+    definition = _definitions(text).get((code.co_name, code.co_firstlineno))
+    if definition is None:
         raise Refused("its forward has no source to read")
     if code not in _codes_around(function):
         raise Refused("its forward is not what its source says")
-    definition.decorator_list = []  # decorated or not: it is the code that runs which is compared
+    definition = copy.copy(definition)  # decorated or not: it is the code that runs which is read
+    definition.decorator_list = []
     return definition
 
 
-def _text_of(function: FunctionType) -> str:
-    """inspect.getsource, which goes through all modules for the file of a code."""
-    code = function.__code__
-    linecache.checkcache(code.co_filename)
-    lines = linecache.getlines(code.co_filename, function.__globals__)
-    if len(lines) < code.co_firstlineno:
-        raise OSError("no source")
-    return "".join(inspect.getblock(lines[code.co_firstlineno - 1 :]))
+@functools.lru_cache(maxsize=64)
+def _definitions(text: str) -> Dict[Tuple[str, int], ast.FunctionDef]:
+    """The functions of a file by name and first line, as code objects have them."""
+    found: Dict[Tuple[str, int], ast.FunctionDef] = {}
+    try:
+        statements = list(ast.parse(text).body)
+    except SyntaxError:
+        return found
+    for node in statements:  # which grows
+        if isinstance(node, ast.FunctionDef):
+            first = min([node.lineno, *[each.lineno for each in node.decorator_list]])
+            found[node.name, first] = node
+        for inside in ("body", "orelse", "finalbody", "handlers", "cases"):
+            statements += getattr(node, inside, ())
+    return found
+
+
+def nodes_of(tree: ast.AST) -> List[ast.AST]:
+    """A tree and all nodes in it, as ast.walk, which calls three generators for each."""
+    found = [tree]
+    for node in found:  # which grows
+        for name in node._fields:
+            value = getattr(node, name, None)
+            for each in value if isinstance(value, list) else (value,):
+                if isinstance(each, ast.AST):
+                    found.append(each)
+    return found
 
 
 def _codes_around(function: FunctionType) -> frozenset:
@@ -188,7 +205,7 @@ def logs(statement: ast.stmt, names: dict) -> bool:
     warns = value is sys.modules.get("warnings") and call.func.attr == "warn"
     if not (isinstance(value, logging.Logger) or warns):
         return False
-    calls = [node for node in ast.walk(call) if isinstance(node, (ast.Call, ast.NamedExpr))]
+    calls = [node for node in nodes_of(call) if isinstance(node, (ast.Call, ast.NamedExpr))]
     return all(
         node is call or isinstance(node, ast.Call) and ast.unparse(node.func) in IN_LOGS
         for node in calls

@@ -52,6 +52,8 @@ class GatedMLP(NamedTuple):
 def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
     """The layer for a gated MLP, or the reason why it is left alone; None if the module is none."""
     parts = module._modules
+    if len(parts) < 2:
+        return None
     resembles = any(names <= set(parts) for names in KNOWN_PARTS)
     if not resembles and sum(bool(features(part)) for part in parts.values()) not in (2, 3):
         return None
@@ -179,17 +181,18 @@ def _mark(input: torch.Tensor) -> torch.Tensor:
 def _why_another_formula(module, kind, source: Source, roles: Roles) -> Optional[str]:
     """Reason if the class's forward differs from the formula in some dtype, size or mode, or
     None."""
-    for dtype, case in itertools.product(DTYPES, CASES):
-        for training, grad in itertools.product((False, True), (False, True)):
-            with torch.inference_mode(False), torch.set_grad_enabled(grad):
-                with torch.autocast("cpu", enabled=False):
-                    reason = _why_not(module, kind, source, roles, dtype, case, training)
+    direct = _read_directly(module, source)
+    without = {name for name in direct if module._modules[name].bias is None}
+    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
+        for dtype, case in itertools.product(DTYPES, CASES):
+            reason = _why_not(module, kind, source, roles, dtype, case, without)
             if reason is not None:
                 return reason
     return None
 
 
-def _why_not(module, kind, source, roles, dtype, case, training) -> Optional[str]:
+def _why_not(module, kind, source, roles, dtype, case, without: set) -> Optional[str]:
+    """The same of one dtype and size; without: parts that have no bias."""
     (sizes, K, N, scale), random = case, torch.Generator("cpu").manual_seed(0)
 
     def normal(*shape):
@@ -200,7 +203,7 @@ def _why_not(module, kind, source, roles, dtype, case, training) -> Optional[str
         _Product(normal(n, k) * k**-0.5, normal(n)) for n, k in ((N, K), (N, K), (K, N))
     )
     for name, product in ((roles.gate, gate), (roles.up, up), (roles.down, down)):
-        if name in _read_directly(module, source) and module._modules[name].bias is None:
+        if name in without:
             product.bias = None
     if roles.up is None and gate.bias is None:
         up.bias = None
@@ -218,26 +221,38 @@ def _why_not(module, kind, source, roles, dtype, case, training) -> Optional[str
         parts[roles.act] = act
     twin = twin_of(module, kind, parts)
     twin.__dict__.pop(roles.act, None)
-    twin.__dict__.update(dict.fromkeys(roles.rates, 0.0), training=training)
-    x = (normal(*sizes, K) * scale).requires_grad_(torch.is_grad_enabled())
-    before = x.detach().clone()
-    if roles.up is None:  # the same product as the forward's: the bits may depend on its size
-        halves = joined(x).chunk(2, dim=-1)
-        g, u = halves if roles.gate_first else halves[::-1]
-    else:
-        g, u = gate(x), up(x)
-    expected = down(act(g) * u)
+    twin.__dict__.update(dict.fromkeys(roles.rates, 0.0))
+    x = normal(*sizes, K) * scale
+    with torch.no_grad():
+        if roles.up is None:  # the same product as the forward's: the bits may depend on its size
+            halves = joined(x).chunk(2, dim=-1)
+            g, u = halves if roles.gate_first else halves[::-1]
+        else:
+            g, u = gate(x), up(x)
+        expected = down(act(g) * u)
+    for training, grad in itertools.product((False, True), (False, True)):
+        twin.__dict__["training"] = training
+        with torch.set_grad_enabled(grad):
+            reason = _why_not_equal(source.forward, twin, x, expected)
+        if reason is not None:
+            return reason
+    return None
+
+
+def _why_not_equal(forward, twin, x: torch.Tensor, expected: torch.Tensor) -> Optional[str]:
+    """Reason if a forward gives anything else, on stubs, or None."""
+    given = x.clone().requires_grad_(torch.is_grad_enabled())
     try:
-        got = source.forward(twin, x)
+        got = forward(twin, given)
     except Exception as error:
         if isinstance(error, RuntimeError):  # sizes that do not fit: the parts are other ones
             return ANOTHER
         return f"its forward raises {type(error).__name__} on stub parts: {str(error)[:60]}"
-    if type(got) is not torch.Tensor or got.dtype != dtype or got.shape != expected.shape:
+    if type(got) is not torch.Tensor or got.dtype != x.dtype or got.shape != expected.shape:
         return ANOTHER
-    if not torch.equal(x.detach(), before):
+    if not torch.equal(given.detach(), x):
         return "its forward writes to its input"
-    limit = ROUNDINGS * torch.finfo(dtype).eps * expected.abs().max().item()
+    limit = ROUNDINGS * torch.finfo(x.dtype).eps * expected.abs().max().item()
     return None if torch.allclose(got, expected, rtol=0.0, atol=limit) else ANOTHER
 
 

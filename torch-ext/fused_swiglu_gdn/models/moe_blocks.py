@@ -13,7 +13,7 @@ from torch import nn
 
 from ..experts import ops_shared, ops_topk
 from ..experts.api_topk import fused_topk
-from ..layers.pinned import Pinned, has_values
+from ..layers.pinned import Pinned
 from ..layers.plain import PLAIN_TENSORS, parameters_of, why_not_tensor
 from ..layers.untouched import torch_unpatched, why_patched
 from ..runtime import dispatch
@@ -135,8 +135,7 @@ def _forward(form: Form) -> Callable:
             and type(x) in PLAIN_TENSORS
             and not torch.is_autocast_enabled(x.device.type)
             and torch_unpatched()
-            and pinned.unchanged(self)
-            and has_values(self, guards)
+            and pinned.unchanged(self, guards)
             and (not checks or _hold(checks, self, {argument: x}))
         ):
             out = compute(self, found, x)
@@ -156,9 +155,10 @@ def _gate_of(block: nn.Module, parts: Parts) -> Optional[torch.Tensor]:
     """The weight [1, H] of a shared expert's gate, if calling the gate is only a product with
     it."""
     found = parameters_of(block._modules.get(parts.gate))
-    if found is None or found[1] is not None or found[0].shape[0] != 1:
+    if found is None:
         return None
-    return found[0]
+    weight, bias = found[0]
+    return weight if bias is None and weight.shape[0] == 1 else None
 
 
 def why_not_router(router: nn.Module, choice: Choice) -> Optional[str]:

@@ -121,12 +121,14 @@ def _set_inner(module: nn.Module, inner: type) -> None:
 
 def own_class(module: nn.Module) -> type:
     """The module's class, whether it is served or not, and sharded by FSDP2 or not."""
-    kind = _inner(module)
+    kind = type(module)
+    if len(kind.__bases__) > 1:  # as both of them make it
+        kind = _inner(module)
     return kind.__bases__[1] if kind.__bases__[0] is Served else kind
 
 
 def is_served(module: nn.Module) -> bool:
-    return _inner(module).__bases__[0] is Served
+    return len(type(module).__bases__) > 1 and _inner(module).__bases__[0] is Served
 
 
 def is_of_transformers(module: nn.Module) -> bool:

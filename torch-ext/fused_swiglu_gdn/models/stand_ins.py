@@ -19,15 +19,13 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..layers.forward import Arguments
+from ..layers.plain import HOOKS
 from .code import Refused
 
 F64 = torch.float64
 WORD = "a_word_that_nobody_knows"  # a keyword that a forward can only hand on
 # what tensors are asked for
-SIZES = (
-    "__len__", "device", "dim", "dtype", "is_floating_point", "ndim", "numel", "shape", "size",
-)  # fmt: skip
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+SIZES = "__len__ device dim dtype is_floating_point ndim numel shape size".split()
 
 
 class Read(Refused):
@@ -49,7 +47,10 @@ class Raises(Refused):
 @contextlib.contextmanager
 def quiet():
     """Disables gradients and autocast and selects the CPU, whatever the user's settings are."""
-    with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+    # without a mode, tensors are made on the CPU
+    on_cpu = not torch._C._len_torch_function_stack()
+    device = contextlib.nullcontext() if on_cpu else torch.device("cpu")
+    with torch.inference_mode(False), torch.no_grad(), device:
         with torch.autocast("cpu", enabled=False):
             yield
 

@@ -178,6 +178,6 @@ def fast_path_ok() -> bool:
     """
     if dispatch.forced is not None or dispatch.records or TensorGuards is None:
         return False
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 or torch.compiler.is_dynamo_compiling():
         return False
-    return not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    return not (torch.compiler._is_compiling_flag or torch._C._len_torch_dispatch_stack())

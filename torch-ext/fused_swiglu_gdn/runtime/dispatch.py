@@ -85,7 +85,8 @@ def has_kernels(family: str, operation: str, device_type: str, index: Optional[i
 
 
 @functools.cache
-def _has_kernels(family: str, operation: str, where: torch.device) -> bool:
+def has_kernels_at(family: str, operation: str, where: torch.device) -> bool:
+    """has_kernels(), remembered; not for what torch compiles."""
     return has_kernels(family, operation, where.type, where.index)
 
 
@@ -102,7 +103,7 @@ def serves(family: str, operation: str, x: torch.Tensor, compiling: Optional[boo
     where = x.device
     if torch.compiler.is_compiling() if compiling is None else compiling:
         return has_kernels(family, operation, where.type, where.index)
-    return _has_kernels(family, operation, where)
+    return has_kernels_at(family, operation, where)
 
 
 def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Optional[Callable]]:
