@@ -27,7 +27,7 @@ from ...gdn.portable.gates import channel_log_decay, to_log2
 from ...gdn.portable.primitives import chunk_numbers, locate, precision
 from ...runtime.launch import Launch, steps
 from ..call import KdaCall
-from .sums import factors, in_parts, is_behind, running, summed
+from .sums import as_blocks, as_tokens, in_parts, of_blocks, running, summed
 
 
 @triton.jit
@@ -63,27 +63,59 @@ def _through_states(
 
 
 @triton.jit
-def _through_level(parts, q, k, dq, dk, dg, dp, dn, S, PREC: tl.constexpr):
-    """dQ, dK and dG with the terms of level S.
+def _with_level(e, q, k, dq, dk, dg, behind, y, ek, u, w):
+    """dQ, dK and dG with a level's products U and W.
 
     In dG stand the rounded operands: a pair's term then is the same number at both its tokens, and
     is gone where both are added.
     """
-    i = tl.arange(0, 64)[:, None]
-    j = tl.arange(0, 64)[None, :]
-    mine = ((i ^ j) >= S) & ((i ^ j) < 2 * S)
-    behind = is_behind(S)
-    e = factors(parts, S)
-    ek = (e * k).to(dp.dtype)
-    y = tl.where(behind, (e * q).to(dp.dtype), ek)
-    u = tl.dot(tl.where(mine, dp, 0.0), y, input_precision=PREC)
-    w = tl.dot(tl.where(mine, dn, 0.0), ek, input_precision=PREC)
     z = y.to(tl.float32) * u + ek.to(tl.float32) * w
     dg += tl.where(behind, z, -z)
     u *= e
     dq += tl.where(behind, u, 0.0)
     dk += tl.where(behind, 0.0, u) + e * w
     return dq, dk, dg
+
+
+@triton.jit
+def _through_blocks(parts, q, k, dq, dk, dg, pairs, S, PREC: tl.constexpr):
+    """dQ, dK and dG with the terms of level S of 8, 4, 2, 1: inside blocks of 16 tokens."""
+    i = tl.arange(0, 16)[:, None]
+    j = tl.arange(0, 16)[None, :]
+    behind = ((j & S) != 0)[None, :, :]  # [1, 1, 16]
+    e = tl.exp2(summed(parts, ((i ^ j) < S) & ((i <= j) == ((j & S) != 0))))
+    dp, dn = pairs
+    ek = (e * k).to(dp.dtype)
+    y = tl.where(behind, (e * q).to(dp.dtype), ek)
+    mine = (((i ^ j) >= S) & ((i ^ j) < 2 * S))[None, :, :]
+    u = tl.dot(y, tl.where(mine, dp, 0.0), input_precision=PREC)
+    w = tl.dot(ek, tl.where(mine, dn, 0.0), input_precision=PREC)
+    return _with_level(e, q, k, dq, dk, dg, behind, y, ek, u, w)
+
+
+@triton.jit
+def _product_of_tokens(x, pairs, S, PREC: tl.constexpr):
+    """x [4, BLOCK, 16] times the pairs [C, C] at pairs that part at level S."""
+    BLOCK: tl.constexpr = x.shape[1]
+    i = tl.arange(0, 64)[:, None]
+    j = tl.arange(0, 64)[None, :]
+    mine = ((i ^ j) >= S) & ((i ^ j) < 2 * S)
+    y = tl.reshape(tl.permute(x, (1, 0, 2)), (BLOCK, 64))
+    y = tl.dot(y, tl.where(mine, tl.load(pairs + i * 64 + j), 0.0), input_precision=PREC)
+    return tl.permute(tl.reshape(y, (BLOCK, 4, 16)), (1, 0, 2))
+
+
+@triton.jit
+def _through_level(since, until, beyond, q, k, dq, dk, dg, pairs, S, PREC: tl.constexpr):
+    """dQ, dK and dG with the terms of level S of 32 and 16, between blocks of 16 tokens."""
+    behind = ((16 * tl.arange(0, 4) & S) != 0)[:, None, None]
+    e = tl.exp2(tl.where(behind, since, until) + tl.where(S == 32, beyond, 0.0))
+    low = pairs.dtype.element_ty
+    ek = (e * k).to(low)
+    y = tl.where(behind, (e * q).to(low), ek)
+    u = _product_of_tokens(y, pairs, S, PREC)
+    w = _product_of_tokens(ek, pairs + 4096, S, PREC)
+    return _with_level(e, q, k, dq, dk, dg, behind, y, ek, u, w)
 
 
 @triton.jit
@@ -144,6 +176,7 @@ def _channels_bwd_kernel(
     STAGES: tl.constexpr,
     PARTS: tl.constexpr,
     PREC: tl.constexpr,
+    SUM: tl.constexpr,  # precision of sums in fp32
 ):
     """BLOCK channels of one chunk and value head."""
     HV: tl.constexpr = H * R
@@ -176,36 +209,48 @@ def _channels_bwd_kernel(
     x = channel_log_decay(
         tile(g_ptr, t, g_strides[1], channel, ok), A_log_ptr, dt_bias_ptr, hv, at, None, LOWER
     )
-    x = tl.where(ok[:, None], to_log2(x), 0.0)  # [C, BLOCK] fp32
-    ends *= tl.exp2(tl.sum(x, 0))
+    x = as_blocks(tl.where(ok[:, None], to_log2(x), 0.0))  # [4, BLOCK, 16] fp32
     parts = in_parts(x, PARTS)
     k_ptr += b * k_strides[0] + first * k_strides[1] + (hv // R) * k_strides[2]
     q_ptr += b * q_strides[0] + first * q_strides[1] + (hv // R) * q_strides[2]
-    k = _load_scaled(k_ptr, k_strides[1], gates_ptr, channel, ok)
-    q = _load_scaled(q_ptr, q_strides[1], gates_ptr + 64, channel, ok) * scale
+    k = as_blocks(_load_scaled(k_ptr, k_strides[1], gates_ptr, channel, ok))
+    q = as_blocks(_load_scaled(q_ptr, q_strides[1], gates_ptr + 64, channel, ok) * scale)
+    pairs_ptr += unit * 8192
 
-    i = t[:, None]
-    j = t[None, :]
-    e = tl.exp2(summed(j <= i, parts))
-    dq = e * q_row
-    dk = -e * k_row
+    i = tl.arange(0, 16)[:, None]
+    j = tl.arange(0, 16)[None, :]
+    since = summed(parts, i <= j)
+    until = summed(parts, i > j)
+    total = tl.sum(x, 2)  # [4, BLOCK]
+    i = tl.arange(0, 4)[:, None]
+    j = tl.arange(0, 4)[None, :]
+    ends *= tl.exp2(tl.sum(total, 0))
+    dq = tl.exp2(since + of_blocks(total, i < j)) * as_blocks(q_row)
+    dk = tl.exp2(since + of_blocks(total, i < j)) * as_blocks(-k_row)
     dg = q * dq + k * dk
-    k_col *= tl.exp2(summed(j > i, parts))
+    k_col = tl.exp2(until + of_blocks(total, i > j)) * as_blocks(k_col)
     dk += k_col
     later = k * k_col  # of a token: crosses those behind it
-    own = tl.load(gates_ptr + 128 + t)[:, None]
-    dq += own * k
-    dk += own * q
-    pairs_ptr += unit * 8192 + i * 64 + j
-    dp = tl.load(pairs_ptr)  # [C, C]
-    dn = tl.load(pairs_ptr + 4096)
-    for s in tl.range(0, 6, num_stages=1):
-        dq, dk, dg = _through_level(parts, q, k, dq, dk, dg, dp, dn, 1 << s, PREC)
+    own = tl.load(gates_ptr + 128 + 16 * tl.arange(0, 4)[:, None] + tl.arange(0, 16)[None, :])
+    dq += own[:, None, :] * k
+    dk += own[:, None, :] * q
+    beyond = of_blocks(total, ((i == 2) & (j == 3)) | ((i == 1) & (j == 0)))
+    for s in tl.range(0, 2, num_stages=1):
+        dq, dk, dg = _through_level(
+            since, until, beyond, q, k, dq, dk, dg, pairs_ptr, 16 << s, PREC
+        )
+    i = tl.arange(0, 16)
+    square = tl.arange(0, 4)[:, None, None] * 1040 + i[None, :, None] * 64 + i[None, None, :]
+    pairs = (tl.load(pairs_ptr + square), tl.load(pairs_ptr + 4096 + square))  # [4, 16, 16]
+    for s in tl.range(0, 4, num_stages=1):
+        dq, dk, dg = _through_blocks(parts, q, k, dq, dk, dg, pairs, 1 << s, PREC)
 
+    dg = running(dg, True, SUM) + (running(later, False, SUM) - later)
+    dq, dk, dg = as_tokens(dq), as_tokens(dk), as_tokens(dg) + ends[None, :]
+    i = t[:, None]
     out = made * K + i * (HV * K) + channel[None, :]
     tl.store(dq_ptr + out, dq, mask=ok[:, None])
     tl.store(dk_ptr + out, dk, mask=ok[:, None])
-    dg = running(dg, True) + (running(later, False) - later) + ends[None, :]
     a = tile(g_ptr, t, g_strides[1], channel, ok)  # again: raw, they would take registers
     dg, by_rate = _through_gate(a, dg, A_log_ptr, dt_bias_ptr, hv, at, LOWER)
     tl.store(dg_ptr + out, dg.to(dg_ptr.dtype.element_ty), mask=ok[:, None])
@@ -231,7 +276,7 @@ def kda_backward_channels(call: KdaCall, gates, do, vt, dv, h, dh, pairs, config
         constexprs=(
             H, HV // H, K, call.V, options.lower_bound, gates.shape[2], config["BLOCK"],
             min(config["BLOCK_V"], call.V), config["STAGES"],
-            3 if q.dtype == torch.float32 else 2, precision(q.dtype),
+            3 if q.dtype == torch.float32 else 2, precision(q.dtype), precision(torch.float32),
         ),
         options=(("num_warps", config["num_warps"]),),
     )  # fmt: skip
