@@ -17,7 +17,9 @@ D = 2 * H * K + HV * V
 @pytest.fixture
 def adapters(kernel):
     names = {"torch": torch, "ours": kernel}
-    for block in re.findall(r"```python\n(def .*?)```", (ROOT / "docs/engines.md").read_text(), re.S):
+    for block in re.findall(
+        r"```python\n(def .*?)```", (ROOT / "docs/engines.md").read_text(), re.S
+    ):
         exec(block, names)
     return names
 
