@@ -1,4 +1,4 @@
-"""What a person can do about each reason for which kernelize leaves a module alone."""
+"""Advice about each reason for which kernelize leaves a module alone."""
 
 import re
 from typing import Dict, Iterable, List, Optional
@@ -39,7 +39,7 @@ ADVICE = (
 
 
 def advice_for(reason: str) -> str:
-    """What to do about a reason."""
+    """Returns what a person can do about a reason."""
     return next((said for pattern, said in ADVICE if re.search(pattern, reason)), ITS_OWN)
 
 
