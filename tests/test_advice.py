@@ -11,6 +11,7 @@ report = submodule("models.report")
 
 REASONS = {  # as rows have them, and a word of what to do
     "there are no kernels for cpu": "to a CUDA or ROCm GPU",
+    "there are no kernels for cuda": "from Ampere on",
     "there are no kernels for meta": "load its weights",
     "gate_proj has a weight that is on the meta device": "load its weights",
     "no CUDA graph: the model is on cpu": "to a CUDA or ROCm GPU",

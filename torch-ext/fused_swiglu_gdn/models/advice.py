@@ -14,6 +14,7 @@ ITS_OWN = "nothing: no kernel computes this formula, and its own forward stays r
 # the first pattern that a reason has in it says what to do
 ADVICE = (
     (r"no kernels for meta|on the meta device", "load its weights, then call kernelize again"),
+    (r"no kernels for cuda", "nothing: kernels need Triton, and a GPU from Ampere on or of AMD"),
     (r"no kernels for|the model is on (cpu|meta|mps)", TO_A_GPU),
     (r"AMD GPU", "nothing: decoding stays eager there"),
     (r"accelerate hook|on several devices",

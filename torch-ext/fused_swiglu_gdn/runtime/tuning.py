@@ -9,6 +9,7 @@ A table is {"default": config, "tuned": [entry, ...]} with entries {"sizes": {"M
 """
 
 import functools
+import glob
 import json
 import math
 from pathlib import Path
@@ -38,7 +39,7 @@ def path_of(operation: str, chip: Tuple[str, ...]) -> Path:
 def tuned_for(device: torch.device) -> Optional[str]:
     """The most specific of a GPU's suffixes for which an operation has a table, in words; None if
     all operations have their defaults."""
-    found = [part for part in chip(device) if any(_CONFIGS.glob(f"*,{part}.json"))]
+    found = [part for part in chip(device) if any(_CONFIGS.glob(f"*,{glob.escape(part)}.json"))]
     if not found:
         return None
     key, _, value = found[0].partition("=")
