@@ -3,7 +3,8 @@
     python benchmarks/pictures.py [NAME ..]     default: all of PICTURES
 
 A bar is a speed-up over the peer that the title or the legend names: the peer's time divided by
-ours. The line is at 1, where both take the same time. The GPU, the versions and the dates stand below.
+ours. The line is at 1, where both take the same time. The GPU, the versions and the dates stand
+below.
 """
 
 import argparse

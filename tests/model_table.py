@@ -15,6 +15,7 @@ of transformers' modules. `--run` replaces what the record says of this release 
 import argparse
 import json
 import sys
+import textwrap
 from pathlib import Path
 from typing import Dict, List, Optional
 
@@ -33,6 +34,7 @@ COLUMNS = {  # title: kinds of rows of the report
     "GDN": ("gdn",), "KDA": ("kda",), "experts": ("experts",), "router": ("router", "block"),
     "graphs": ("graphs",), "FP8": ("fp8",),
 }  # fmt: skip
+REPLACED = tuple(COLUMNS)[:-2]
 # Widths that products in FP8 take on a CPU, too: multiples of 512, and heads of 128.
 WIDER = {**SIZES, **{name: 512 for name, size in SIZES.items() if size in (24, 32, 48)}}
 WIDER.update(dict.fromkeys([name for name in SIZES if name.endswith("head_dim")], 128))
@@ -44,20 +46,27 @@ FP8 = 0.1
 NEW = 6  # tokens by graph
 HEAD = """# Models
 
-What `kernelize` serves in a tiny random model of every type that transformers knows. The page is written by
-`python tests/model_table.py --run`, which makes each model from its default configuration with small sizes, and
-compares its logits, greedy tokens and gradients before and after, with the package's reference in place of kernels.
-**No row was run on a GPU for this table**; what was measured there is in [benchmarks.md](benchmarks.md).
+`kernelize` was tried on a tiny random model of every type that transformers knows. This page is
+written by `python tests/model_table.py --run`: each model is made from its default configuration
+with small sizes, and its logits, greedy tokens and gradients are compared before and after, with
+the package's reference in place of kernels. **No row was run on a GPU**; what was measured there is
+in [benchmarks.md](benchmarks.md).
 
-- **yes**: all modules of the kind are replaced. **part**: some are. **no**: they are left alone, and run transformers'
-  code. Empty: the model has none, or the kind could not be tried.
-- *MLP* is a gated MLP, *layer* a decoder layer whose sums are fused with its norms, *GDN* a Gated DeltaNet layer and
-  *KDA* a Kimi Delta Attention layer. *router* includes the sum with a shared expert.
-- *graphs*: `generate` decodes by CUDA graphs with `cuda_graphs=True` (here an emulated one).
-- *FP8*: all linear layers and experts of a model with FP8 weights and scales of 128 x 128 values are replaced.
-- A larger model of a type can have other parts than its default configuration: `print(kernel.kernelize(model))` says
-  what is served in yours, and why the rest is not.
+- **yes**: all modules of the kind are replaced. **part**: some are. **no**: they are left alone and
+  run transformers' code. Empty: the model has none, or the kind could not be tried.
+- *MLP* is a gated MLP, *layer* a decoder layer whose sums are fused with its norms, *GDN* a Gated
+  DeltaNet layer, *KDA* a Kimi Delta Attention layer. *router* includes sums with shared experts.
+- *graphs*: `generate` decodes by CUDA graphs with `cuda_graphs=True` (an emulated graph here).
+- *FP8*: linear layers and experts with FP8 weights and scales of 128 x 128 values are replaced.
+  Projections to fewer than 128 features are left alone, and then it is a part.
+- A larger model of a type can have other parts: `print(kernel.kernelize(model))` says what is
+  replaced in yours, and what to do about the rest ([use.md](use.md)).
 """
+MORE = (
+    ("Nothing is replaced in", "They have none of these parts, or compute others"),
+    ("Not tried:", "A tiny model of the type could not be made or called"),
+    ("Other results:", "A comparison failed"),
+)
 
 
 def graphs(kind: str, model, arguments) -> Optional[str]:
@@ -94,12 +103,13 @@ def _counting(self):
 
 
 def in_fp8(kind: str) -> list:
-    """Of each module with weights in FP8 why it is left alone, or None; [] if it cannot be tried."""
+    """Of each module in FP8 why it is left alone, or None; [] if the type cannot be tried."""
     try:
         model, arguments, _ = callable_model(kind, WIDER)
         if arguments is None or "input_ids" not in arguments:
             return []
-        skip = [n for n, m in model.named_modules() if n.endswith(("lm_head", "router", ".gate"))]
+        names = [name for name, _ in model.named_modules()]
+        skip = [name for name in names if name.endswith(("lm_head", "router", ".gate"))]
         model = fp8_problems.in_fp8(model.bfloat16(), skip)
     except TimeoutError:
         raise
@@ -178,40 +188,30 @@ def cell(title: str, by_release: Dict[str, object]) -> str:
 
 def page(record: dict) -> str:
     releases = sorted(record, key=release_order)
-    kinds = sorted({kind for of in record.values() for kind in of})
-    rows, nothing, apart = [], [], {"not made": [], "WRONG": [], "CRASH": []}
-    for kind in kinds:
+    rows, apart = [], ([], [], [])
+    for kind in sorted({kind for of in record.values() for kind in of}):
         states = {r: record[r][kind] for r in releases if kind in record[r]}
         made = {r: state for r, state in states.items() if isinstance(state, dict)}
         newest = list(states.values())[-1]
-        if not made or not isinstance(newest, dict):
-            apart[newest if isinstance(newest, str) else "not made"].append(kind)
-        elif not {"yes", "part"} & {v for t, v in newest.items() if t not in ("graphs", "FP8")}:
-            nothing.append(kind)
+        if not isinstance(newest, dict):
+            apart[1 if newest == "not made" else 2].append(kind)
+        elif not {"yes", "part"} & {newest.get(title) for title in REPLACED}:
+            apart[0].append(kind)
         else:
-            found = [cell(title, made) for title in COLUMNS]
-            since = "" if releases[0] in made else f" (from {next(iter(made))})"
-            rows.append(f"| `{kind}`{since} | " + " | ".join(found) + " |")
+            found = " | ".join(cell(title, made) for title in COLUMNS)
+            only = "" if len(states) == len(releases) else f" (in {', '.join(states)})"
+            rows.append(f"| `{kind}`{only} | {found} |")
     head = "| type | " + " | ".join(COLUMNS) + " |\n" + "|---" * (len(COLUMNS) + 1) + "|"
-    parts = [HEAD, f"transformers {' and '.join(releases)}, torch on a CPU. A cell is of the "
-             "newest release; where another differs, it is named.", "\n".join([head, *rows])]  # fmt: skip
-    titles = (
-        ("Nothing is served in", "they have none of these parts, or others", nothing),
-        ("Not tried", "a tiny model of the type could not be made or called", apart["not made"]),
-        ("Other results", "a comparison failed", apart["WRONG"] + apart["CRASH"]),
-    )
-    for title, why, names in titles:
+    said = f"transformers {' and '.join(releases)}. A cell is of the newest; others are named."
+    parts = [HEAD, said, "\n".join([head, *rows])]
+    for (title, why), names in zip(MORE, apart):
         if names:
             listed = ", ".join(f"`{name}`" for name in names)
-            parts.append(
-                f"## {title} {len(names)} types\n\n{why[0].upper()}{why[1:]}:\n{wrapped(listed)}"
-            )
+            parts.append(f"## {title} {len(names)} types\n\n{why}:\n{wrapped(listed)}")
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
 def wrapped(text: str) -> str:
-    import textwrap
-
     return textwrap.fill(text, 115, break_long_words=False, break_on_hyphens=False)
 
 

@@ -118,3 +118,26 @@ def test_what_is_checked_can_fail(kernel):
     text = "a\n```python gpu\nx = 1\n```\n```text\ny\n```\n```python\nz\n```\n"
     assert blocks(text) == [(2, {"gpu"}, "x = 1\n"), (8, set(), "z\n")]
     assert len(ALL) >= 30
+
+
+def anchors(text: str) -> set:
+    """Anchors of a page's headings, as GitHub makes them."""
+    plain = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+    heads = re.findall(r"^#+ (.*)$", plain, flags=re.M)
+    return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
+
+
+@pytest.mark.parametrize("page", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"`[^`]*`", "", page.read_text())
+    for target, anchor in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", text):
+        other = (page.parent / target).resolve() if target else page
+        assert other.exists(), f"{page.name}: {target}"
+        if anchor:
+            assert anchor in anchors(other.read_text()), f"{page.name}: {target}#{anchor}"
+
+
+def test_functions_have_all_public_names(kernel):
+    text = (ROOT / "docs" / "functions.md").read_text()
+    missing = [name for name in kernel.__all__ if f"kernel.{name}" not in text]
+    assert not missing, missing

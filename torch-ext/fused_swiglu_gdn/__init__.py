@@ -1,4 +1,15 @@
-"""Kernels of SwiGLU, experts, Gated DeltaNet and RMSNorm. `__all__` is the API of this version."""
+"""Kernels of SwiGLU, experts, Gated DeltaNet and RMSNorm, for models and by themselves.
+
+With this package as `kernel`, three calls:
+
+    >>> report = kernel.kernelize(model)  # a model of transformers; print(report) says what it has
+    >>> y = kernel.fused_swiglu(x, w_gate, w_up)  # silu(x @ w_gate.T) * (x @ w_up.T)
+    >>> o, state = kernel.chunk_gated_delta_rule(q, k, v, g, beta, output_final_state=True)
+
+`kernel.restore(model)` undoes the first. `__all__` is the API of this version; help(kernel.<name>)
+has the formula, shapes, errors and an example of each name. On a CPU, and where no kernel supports
+a call, plain torch computes the same.
+"""
 
 from . import layers
 from .attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate

@@ -1,4 +1,13 @@
-"""Layers that `kernels` and transformers look up by name; they contain forwards alone."""
+"""Layers that `kernels` and transformers look up by name; they contain forwards alone.
+
+layer_mapping() of the package maps the names that modules of models carry to these layers.
+
+Example:
+    >>> layers.SwiGLUMLP.has_backward, layers.SwiGLUMLP.can_torch_compile
+    (True, True)
+    >>> "Qwen3_5GatedDeltaNet" in layers.__all__
+    True
+"""
 
 from .functions import (
     FusedRMSNormGated,

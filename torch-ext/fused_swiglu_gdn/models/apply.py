@@ -61,7 +61,7 @@ def kernelize(
 
     Args:
         model: any nn.Module, on any device. A module for which no kernel exists is left alone; on
-            the CPU of a machine with a GPU it is replaced, since it may be moved (docs/models.md).
+            the CPU of a machine with a GPU it is replaced, since it may be moved (docs/use.md).
         mode: "inference", "training" or a kernels.Mode. All of our layers have gradients, so every
             mode replaces the same modules.
         only, skip: kinds of modules to replace, or not to: "mlp", "gdn", "kda" (Kimi Delta
@@ -69,10 +69,10 @@ def kernelize(
             "experts". All but "kda" by default.
         loss: in training steps the loss of a language model is made without its logits, by Liger,
             where liger-kernel is installed and the loss is the same; any use of `output.logits` is
-            an error there (docs/models.md).
+            an error there (docs/training.md).
         cuda_graphs: `model.generate` then replays a CUDA graph of a decoding step, if a replay
             computes the same. That needs a static cache; a call that asks for no kind of cache and
-            does not return it gets one where graphs pay (docs/models.md).
+            does not return it gets one where graphs pay (docs/decoding.md).
         replay: in CUDA graphs (cuda_graphs, or graphed_step), Gated DeltaNet layers that decode
             many sequences write their states once in this many tokens, of which 16 are best, by
             replay_gated_delta_rule. 0: at every token. A state that is read from the cache always
@@ -83,7 +83,7 @@ def kernelize(
             leaves that to torch's context_parallel or to DeepSpeed's Ulysses.
 
     Returns:
-        A report: print it for a table of the modules, and why some are left.
+        A report: print it for a table of the modules, why some are left, and what to do about it.
 
     Raises:
         TypeError: model is no nn.Module, replay no int, or a flag no bool.
@@ -122,7 +122,7 @@ def kernelize(
     rows += [serve_loss(model)] if loss else []
     rows += [serve_graphs(model)] if cuda_graphs else []
     rows += [_replays(model, rows, replay)] if replay else []
-    return Report([row for row in rows if row is not None]).warn_once()
+    return Report([row for row in rows if row is not None], _place_of(model)).warn_once()
 
 
 def _exchanges_states(model: nn.Module, rows: List[Row]) -> None:

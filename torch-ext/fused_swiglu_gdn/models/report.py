@@ -4,6 +4,9 @@ import logging
 import re
 from typing import Dict, List, NamedTuple, Optional, Set
 
+import torch
+
+from .advice import advice, tuning_of
 from .releases import TRIED, untried
 
 WAITS = "its own forward, until the model is on a GPU"
@@ -40,10 +43,15 @@ def kind_of(row: Row) -> str:
 
 
 class Report:
-    """The modules that kernelize examined. print(report) shows a table."""
+    """The modules that kernelize examined.
 
-    def __init__(self, rows: List[Row]):
+    print(report) shows a table, what can be done about modules that are left alone, and whether the
+    kernels were tuned for the model's GPU.
+    """
+
+    def __init__(self, rows: List[Row], device: Optional[torch.device] = None):
         self.rows = rows
+        self.device = device  # of the model's parameters
 
     @property
     def served(self) -> List[Row]:
@@ -98,7 +106,9 @@ class Report:
             table.append((module, f"x{count}", kind, layer if reason is None else "-", remark))
         kinds = {kind_of(row) for row in self.rows}
         gateless = None if kinds & {"mlp", "experts", "block"} else f"no {GATED} was found"
-        return "\n".join(filter(None, (self.untried, head, gateless, aligned(table))))
+        todo = advice(row.reason for row in self.left)
+        lines = (self.untried, head, gateless, aligned(table), *todo, tuning_of(self.device))
+        return "\n".join(filter(None, lines))
 
     __repr__ = __str__
 

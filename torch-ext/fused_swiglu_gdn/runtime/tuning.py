@@ -9,10 +9,11 @@ A table is {"default": config, "tuned": [entry, ...]} with entries {"sizes": {"M
 """
 
 import functools
+import glob
 import json
 import math
 from pathlib import Path
-from typing import Tuple
+from typing import Optional, Tuple
 
 import torch
 
@@ -33,6 +34,16 @@ def path_of(operation: str, chip: Tuple[str, ...]) -> Path:
     """The path of the table for an operation."""
     names = (*(f"{operation},{part}.json" for part in chip), f"{operation}.json")
     return next(path for name in names if (path := _CONFIGS / name).exists())
+
+
+def tuned_for(device: torch.device) -> Optional[str]:
+    """The most specific of a GPU's suffixes for which an operation has a table, in words; None if
+    all operations have their defaults."""
+    found = [part for part in chip(device) if any(_CONFIGS.glob(f"*,{glob.escape(part)}.json"))]
+    if not found:
+        return None
+    key, _, value = found[0].partition("=")
+    return "this GPU" if key == "device_name" else f"compute capability {value}"
 
 
 @functools.cache
