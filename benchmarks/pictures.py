@@ -3,13 +3,13 @@
     python benchmarks/pictures.py [NAME ..]     default: all of PICTURES
 
 A bar is a speed-up over the peer that the title or the legend names: the peer's time divided by
-ours. The line is at 1, where both take the same time. The GPU, the versions and the dates stand
-below.
+ours. The line is at 1, where both take the same time. Curves are losses of a training. The GPU, the
+versions and the dates stand below.
 """
 
 import argparse
 import hashlib
-from typing import Callable, Dict, List, NamedTuple, Tuple
+from typing import Callable, Dict, List, NamedTuple, Tuple, Union
 
 from records import RESULTS, Case, cases, load, machine, title_of
 
@@ -69,7 +69,15 @@ def whole(case: Case) -> Tuple[str, str]:
     return ("" if left else "\n".join([name, what, *batch])), ""
 
 
-PICTURES: Dict[str, Picture] = {
+class Curves(NamedTuple):
+    """Losses by step: one plot for each of `parts`, which are entries of the record."""
+
+    title: str
+    records: Tuple[str, ...]
+    parts: Tuple[str, ...]
+
+
+PICTURES: Dict[str, Union[Picture, Curves]] = {
     "whole_models": Picture(
         "Whole models of 8 or 16 layers, bf16: speed-up over three others",
         (
@@ -98,8 +106,17 @@ PICTURES: Dict[str, Picture] = {
         prompt,
     ),
     "gdn_recurrent": Picture("GDN decode, head dim 128", ("gdn_recurrent",), "flashinfer", decode),
+    "real_model": Curves(
+        "Fine-tuning SmolLM2-135M on Python's manual", ("real_model",), ("AdamW", "LoRA")
+    ),
     "models": Picture("A GDN layer and a 24-layer model, bf16", ("models",), "transformers", model),
 }
+
+
+def recorded() -> List[str]:
+    """Names of the pictures whose records are all there."""
+    there = {path.stem for path in RESULTS.glob("*.json")}
+    return [name for name, picture in PICTURES.items() if there.issuperset(picture.records)]
 
 
 def bars(picture: Picture) -> Tuple[List[str], Dict[str, Dict[str, float]]]:
@@ -144,6 +161,35 @@ def draw(name: str) -> None:
     from matplotlib import pyplot
 
     picture = PICTURES[name]
+    make = draw_curves if isinstance(picture, Curves) else draw_bars
+    figure = make(picture, pyplot)
+    figure.savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Source": digest(picture)})
+    pyplot.close(figure)
+
+
+def draw_curves(picture: Curves, pyplot):
+    """Ours is dashed, so that a curve below it can be seen."""
+    record = load(picture.records[0])
+    parts = [part for part in picture.parts if part in record]
+    figure, plots = pyplot.subplots(
+        1, len(parts), figsize=(10, 4.2), layout="constrained", squeeze=False
+    )
+    for axes, part in zip(plots[0], parts):
+        for (way, found), colour in zip(record[part].items(), COLOURS):
+            style = "--" if way == "ours" else "-"
+            label = f"{way}: {found['held_out'][1]:.3f} held out, {found['step_ms']:.1f} ms a step"
+            axes.plot(found["losses"], style, color=colour, linewidth=1.1, label=label)
+        axes.set_title(part, fontsize=10)
+        axes.set_xlabel("step", fontsize=9)
+        axes.set_ylabel("loss, nats a token", fontsize=9)
+        axes.legend(frameon=False, fontsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(picture.title)
+    figure.supxlabel(caption(picture.records), fontsize=8, color="#555555")
+    return figure
+
+
+def draw_bars(picture: Picture, pyplot):
     groups, series = bars(picture)
     figure, axes = pyplot.subplots(figsize=(10, 4.2), layout="constrained")
     width = 0.8 / len(series)
@@ -165,18 +211,18 @@ def draw(name: str) -> None:
     axes.set_xticks(range(len(groups)), groups, fontsize=fits)
     axes.set_xlabel(caption(picture.records), fontsize=8, color="#555555", labelpad=8)
     axes.set_ylabel("speed-up (above 1: ours is faster)", fontsize=9)
-    peer = f": speed-up over {title_of(picture.peer, load(name))}" if picture.peer else ""
+    last = load(picture.records[-1])
+    peer = f": speed-up over {title_of(picture.peer, last)}" if picture.peer else ""
     axes.set_title(picture.title + peer)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=len(series), frameon=False)
-    figure.savefig(RESULTS / f"{name}.png", dpi=120, metadata={"Source": digest(picture)})
-    pyplot.close(figure)
+    return figure
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="default: all")
-    for name in parser.parse_args().names or PICTURES:
+    for name in parser.parse_args().names or recorded():
         draw(name)
         print(f"wrote {RESULTS / name}.png")
 

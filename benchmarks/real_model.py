@@ -25,7 +25,7 @@ from typing import Callable, Dict, List
 
 import torch
 import torch.nn.functional as F
-from kernel_time import RESULTS, load_package, machine, need_gpu, seconds, write
+from kernel_time import RESULTS, installed, load_package, machine, need_gpu, seconds, write
 
 PARTS = ("likelihood", "greedy", "token", "finetune", "lora", "compile")
 QUESTIONS = (
@@ -123,6 +123,7 @@ class Run:
         self.held_out = self.text[len(self.learnt) :]
         there = json.loads(self.path.read_text()) if self.path.exists() else {"rows": []}
         self.record = {**there, **machine(), "tokens": len(text)}
+        self.record["versions"] = installed(("transformers", "peft", "gguf"))
 
     def add(self, what: str, us: Dict[str, float]) -> None:
         """A row of times in the place of the record's of the same name."""
