@@ -70,13 +70,14 @@ def sessions():
 
 
 @pytest.fixture
-def as_a_reader(repository, tmp_path, monkeypatch):
-    """In a built clone, and by two threads: nothing is left behind in this process."""
+def as_a_reader(repository, monkeypatch):
+    """In a built clone; what torch has for the whole process is put back."""
     pytest.importorskip("kernels")
     pytest.importorskip("transformers")
     monkeypatch.chdir(repository)
     threads, grad, random = torch.get_num_threads(), torch.is_grad_enabled(), torch.get_rng_state()
     yield
+    torch.set_default_device(None)
     torch.set_num_threads(threads)
     torch.set_grad_enabled(grad)
     torch.set_rng_state(random)
@@ -97,10 +98,13 @@ def test_a_block(page, place, sessions, as_a_reader, kernel):
     done, names = sessions.get(page, (0, {"__name__": "__page__"}))
     if done > place:
         done, names = 0, {"__name__": "__page__"}
+    torch.set_default_device(names.get("__device__"))
     for line, marks, code in found[done : place + 1]:
         if runs_here(marks):
             padded = "\n" * line + code  # so that a traceback has the page's line
             exec(compile(padded, str(page), "exec"), names)
+    if torch.get_default_device().type != "cpu":  # one that the page has set
+        names["__device__"] = torch.get_default_device()
     sessions[page] = place + 1, names
 
 
