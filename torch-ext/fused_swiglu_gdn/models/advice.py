@@ -14,7 +14,8 @@ ITS_OWN = "nothing to do, no kernel computes this formula; their own forward sta
 # the first pattern that a reason has in it says what to do
 ADVICE = (
     (r"no kernels for meta|on the meta device", "load its weights, then call kernelize again"),
-    (r"no kernels for cuda", "nothing to do, kernels need Triton, and a GPU from Ampere on or of AMD"),
+    (r"no kernels for cuda",
+     "nothing to do, kernels need Triton, and a GPU from Ampere on or of AMD"),
     (r"no kernels for|the model is on (cpu|meta|mps)", TO_A_GPU),
     (r"AMD GPU", "nothing to do, decoding stays eager there"),
     (r"accelerate hook|on several devices",
