@@ -192,17 +192,23 @@ def page(record: dict) -> str:
     for kind in sorted({kind for of in record.values() for kind in of}):
         states = {r: record[r][kind] for r in releases if kind in record[r]}
         made = {r: state for r, state in states.items() if isinstance(state, dict)}
-        newest = list(states.values())[-1]
-        if not isinstance(newest, dict):
-            apart[1 if newest == "not made" else 2].append(kind)
-        elif not {"yes", "part"} & {newest.get(title) for title in REPLACED}:
+        last = list(states.values())[-1]
+        if not isinstance(last, dict):
+            apart[1 if last == "not made" else 2].append(kind)
+        elif not {"yes", "part"} & {last.get(title) for title in REPLACED}:
             apart[0].append(kind)
         else:
             found = " | ".join(cell(title, made) for title in COLUMNS)
             only = "" if len(states) == len(releases) else f" (in {', '.join(states)})"
             rows.append(f"| `{kind}`{only} | {found} |")
     head = "| type | " + " | ".join(COLUMNS) + " |\n" + "|---" * (len(COLUMNS) + 1) + "|"
-    said = f"transformers {' and '.join(releases)}. A cell is of the newest; others are named."
+    newest = [of for of in record[releases[-1]].values() if isinstance(of, dict)]
+    counts = [f"{title} {sum(of.get(title) == 'yes' for of in newest)}" for title in COLUMNS]
+    said = wrapped(
+        f"transformers {' and '.join(releases)}. A cell is of the newest, others are named. Of "
+        f"{len(newest)} types of {releases[-1]} that could be made and called, all modules of a "
+        f"kind are replaced in: {', '.join(counts)}."
+    )
     parts = [HEAD, said, "\n".join([head, *rows])]
     for (title, why), names in zip(MORE, apart):
         if names:

@@ -1,5 +1,5 @@
-"""Every block of Python that README.md and docs/*.md print is run, in a page's order, as a reader
-would who types one after the other into one session.
+"""Every block of Python that README.md, CARD.md and docs/*.md print is run, in a page's order, as
+a reader would who types one after the other into one session.
 
 A word behind ```python says why a block is not run here: `gpu`, `download` (of a checkpoint),
 `processes` (of torchrun). The names and keywords by which it calls the kernel are checked instead.
@@ -11,9 +11,10 @@ import re
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import REPOSITORY, ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CARD.md", *sorted((ROOT / "docs").glob("*.md"))]
+FILLED_IN = {"{{ repo_id }}": REPOSITORY, "{{ version }}": "1"}  # of CARD.md, by tools/publish.py
 MARKS = {"gpu", "download", "processes"}
 BLOCK = re.compile(r"^```python([^\n]*)\n(.*?)^```", flags=re.M | re.S)
 # pages that are no instructions: measurements, and a generated table
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def blocks(text: str) -> list:
     """(line, words behind the language, code) of each block."""
     found = []
+    for blank, value in FILLED_IN.items():
+        text = text.replace(blank, value)
     for match in BLOCK.finditer(text):
         line = text[: match.start()].count("\n") + 1
         found.append((line, set(match[1].split()), match[2]))
@@ -67,13 +70,14 @@ def sessions():
 
 
 @pytest.fixture
-def as_a_reader(repository, tmp_path, monkeypatch):
-    """In a built clone, and by two threads: nothing is left behind in this process."""
+def as_a_reader(repository, monkeypatch):
+    """In a built clone; what torch has for the whole process is put back."""
     pytest.importorskip("kernels")
     pytest.importorskip("transformers")
     monkeypatch.chdir(repository)
     threads, grad, random = torch.get_num_threads(), torch.is_grad_enabled(), torch.get_rng_state()
     yield
+    torch.set_default_device(None)
     torch.set_num_threads(threads)
     torch.set_grad_enabled(grad)
     torch.set_rng_state(random)
@@ -94,17 +98,20 @@ def test_a_block(page, place, sessions, as_a_reader, kernel):
     done, names = sessions.get(page, (0, {"__name__": "__page__"}))
     if done > place:
         done, names = 0, {"__name__": "__page__"}
+    torch.set_default_device(names.get("__device__"))
     for line, marks, code in found[done : place + 1]:
         if runs_here(marks):
             padded = "\n" * line + code  # so that a traceback has the page's line
             exec(compile(padded, str(page), "exec"), names)
+    if torch.get_default_device().type != "cpu":  # one that the page has set
+        names["__device__"] = torch.get_default_device()
     sessions[page] = place + 1, names
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_begins_with_a_call(page):
     """Before its first section a page shows a call that was run here."""
-    if page.name in NO_CALL or page.name == "README.md":
+    if page.name in NO_CALL or page.parent == ROOT:
         return
     found = blocks(page.read_text().partition("\n## ")[0])
     assert found, f"{page.name} shows no call before its first section"

@@ -10,13 +10,14 @@ from ..runtime import tuning
 
 TO_A_GPU = "move the model to a CUDA or ROCm GPU, then call kernelize again"
 IN_BF16 = "load the model in bfloat16 or float16"
-ITS_OWN = "nothing: no kernel computes this formula, and its own forward stays right"
+ITS_OWN = "nothing to do, no kernel computes this formula; their own forward stays right"
 # the first pattern that a reason has in it says what to do
 ADVICE = (
     (r"no kernels for meta|on the meta device", "load its weights, then call kernelize again"),
-    (r"no kernels for cuda", "nothing: kernels need Triton, and a GPU from Ampere on or of AMD"),
+    (r"no kernels for cuda",
+     "nothing to do, kernels need Triton, and a GPU from Ampere on or of AMD"),
     (r"no kernels for|the model is on (cpu|meta|mps)", TO_A_GPU),
-    (r"AMD GPU", "nothing: decoding stays eager there"),
+    (r"AMD GPU", "nothing to do, decoding stays eager there"),
     (r"accelerate hook|on several devices",
      'put the whole model on one GPU, device_map="cuda", and call kernelize again'),
     (r"not bfloat16 or float16|several dtypes|of another dtype|a dtype of its own", IN_BF16),
@@ -32,7 +33,7 @@ ADVICE = (
     (r"dropout and is in training", "set its dropout to 0, or call model.eval()"),
     (r'only=\["', "name the kind in only=[..] to replace it"),
     (r"multiples? of|head dims? (are|is) above|taps",
-     "nothing: the kernels do not have these sizes"),
+     "nothing to do, the kernels do not have these sizes"),
     (r"StaticCache|cache_implementation|cannot generate|no replay|no CUDA graph|encoder and a",
      "see docs/decoding.md for what a graph needs"),
     (r"liger", "pip install liger-kernel"),
