@@ -558,13 +558,17 @@ def of_likelihood(record: dict) -> str:
 
 
 def of_answers(record: dict) -> str:
-    """Of each way to generate: how many answers are those of transformers' dynamic cache."""
+    """Of each way to generate: how many answers are those of transformers' dynamic cache, and
+    the errors of the logits that decode them."""
     rows = []
     for way, found in record["greedy"].items():
         gaps = [apart["gap"] for apart in found["apart"] if "gap" in apart]
         count = f"{found['same']} of {len(found['texts'])}"
-        rows.append([way, count, f"{max(gaps):.3f}" if gaps else ""])
-    return table(["greedy answers", "same as transformers'", "largest gap, logits"], rows)
+        decoded = record["decoding"].get(way)
+        errors = [f"{decoded[name]:.1e}" for name in ("kl", "error")] if decoded else ["", ""]
+        rows.append([way, count, f"{max(gaps):.3f}" if gaps else "", *errors])
+    head = ["greedy answers", "same as transformers'", "largest gap, logits"]
+    return table([*head, "KL from fp32, nats", "relative error of logits"], rows)
 
 
 def of_curves(record: dict) -> str:

