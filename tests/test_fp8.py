@@ -264,7 +264,7 @@ def test_calls_that_are_the_modules_own(kernel, monkeypatch):
     handle.remove()
     with torch.inference_mode():
         assert not own(x.clone())
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     assert own(x)
     monkeypatch.undo()
     module.activation_scheme = "static"

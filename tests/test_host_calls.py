@@ -199,24 +199,42 @@ def test_other_dtypes_by_other_code(hopper):
             hopper.silu_mul(x.to(dtype), x.to(dtype))
 
 
+def functions_of_a_layer(model, D: int) -> int:
+    """Those of a token through the second layer of a kernelized model, on a static cache."""
+    transformers = pytest.importorskip("transformers")
+    layer, cache = model.model.layers[1], transformers.StaticCache(model.config, max_cache_len=64)
+    heads = model.config.num_key_value_heads
+    x = torch.zeros(1, 1, model.config.hidden_size, dtype=torch.bfloat16)
+    given = {
+        "attention_mask": torch.ones(1, 1, 1, 64, dtype=torch.bool),
+        "position_embeddings": torch.zeros(2, 1, 1, D, dtype=torch.bfloat16).unbind(),
+        "past_key_values": cache,
+    }
+    with torch.no_grad():
+        cache.layers[1].update(*torch.zeros(2, 1, heads, 1, D, dtype=torch.bfloat16))
+        return functions(lambda: cache.layers[1].cumulative_length.zero_() is layer(x, **given))
+
+
 @pytest.mark.parametrize("name, most", [("llama", 90), ("qwen3_5_text", 104)])
 def test_functions_of_a_decoder_layer(hopper, name, most):
     """A token through attention and MLP, on a static cache; torch's and transformers' own among
     them."""
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     from tiny_models import random_model
 
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
     model = random_model(name, **sizes).bfloat16()
     hopper.kernelize(model)
-    layer, cache = model.model.layers[1], transformers.StaticCache(model.config, max_cache_len=64)
-    x = torch.zeros(1, 1, 256, dtype=torch.bfloat16)
-    given = {
-        "attention_mask": torch.ones(1, 1, 1, 64, dtype=torch.bool),
-        "position_embeddings": torch.zeros(2, 1, 1, 64, dtype=torch.bfloat16).unbind(),
-        "past_key_values": cache,
-    }
-    with torch.no_grad():
-        cache.layers[1].update(*torch.zeros(2, 1, 1, 1, 64, dtype=torch.bfloat16))
-        found = functions(lambda: cache.layers[1].cumulative_length.zero_() is layer(x, **given))
-    assert 50 < found <= most
+    assert 50 < functions_of_a_layer(model, 64) <= most
+
+
+def test_functions_of_a_layer_in_fp8(hopper, monkeypatch):
+    """261 where each weight's product was looked up for a token, which needs none."""
+    pytest.importorskip("transformers.integrations.finegrained_fp8")
+    import fp8_problems
+
+    fp8_problems.stand_in(monkeypatch)
+    model = fp8_problems.tiny_qwen3()
+    monkeypatch.setattr(submodule("fp8.hopper.multiply"), "_has_product", lambda where: True)
+    assert not hopper.kernelize(model).left
+    assert 100 < functions_of_a_layer(model, 128) <= 182

@@ -14,7 +14,7 @@ from ..fp8.call import Quantised
 from ..fp8.product import norm_quantise
 from . import fp8
 from .forward import Arguments, forward_by
-from .norm import does_nothing, parameters_of_norm, rms_norm, serves
+from .norm import does_nothing, parameters_of_norm, rms_norm
 from .pinned import Pinned
 from .words import Word, Words
 
@@ -146,7 +146,7 @@ def _normed(
     found = parameters_of_norm(norm, x, residual)
     if found is not None:
         weight, eps, mode, offset = found
-        if quantises and serves(x) and not _learns(x, residual, weight):
+        if quantises and not _learns(x, residual, weight):
             made = norm_quantise(x, weight, residual, eps, mode, offset)
             if made is not None:
                 return made

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from ..fp8.ops import MULTIPLY
 from ..fp8.product import few, few_mlp, product_of, quantise, silu_mul_quantise
 from ..runtime import dispatch
 from .pinned import Pinned
-from .plain import PLAIN_TENSORS, is_plain
+from .plain import HOOKS, OWN, PLAIN_TENSORS
 from .untouched import torch_unpatched
 
 
@@ -39,23 +39,29 @@ class Weight(NamedTuple):
     weight: torch.Tensor  # [N, K] e4m3
     scale: torch.Tensor  # [ceil(N / 128), K / 128]
     bias: Optional[torch.Tensor]
-    product: Callable
+    product: Optional[Callable] = None  # which tokens in any number need
 
-    def times(self, x: Quantised, M: int) -> torch.Tensor:
-        """The product with the M tokens of x, and with zeros behind them: [P, N], or [M, N]."""
+    def times(self, x: Quantised, M: int) -> Optional[torch.Tensor]:
+        """The product with the M tokens of x, and with zeros behind them: [P, N], or [M, N]. None
+        where nothing computes it."""
         y = few(x, M, (self.weight,), (self.scale,)) if M <= MOST else None
         if y is None:
-            y = self.product(self.weight, self.scale, x)
+            product = self.product or product_of(self.weight, self.scale)
+            if product is None:
+                return None
+            y = product(self.weight, self.scale, x)
         return y if self.bias is None else y.add_(self.bias)
 
 
-def takes(x: torch.Tensor, compiling: Optional[bool] = None, operation: tuple = MULTIPLY) -> bool:
+def takes(x: torch.Tensor, operation: tuple = MULTIPLY) -> bool:
     """Whether x may be quantised here for an operation: bf16 in memory, in eager mode."""
-    if torch.compiler.is_compiling() if compiling is None else compiling:
+    if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
         return False
     if type(x) not in PLAIN_TENSORS or x.dtype is not torch.bfloat16:
         return False
-    if not dispatch.serves(*operation, x, False) or not torch_unpatched(False):
+    if dispatch.forced is None and not dispatch.has_kernels_at(*operation, x.device):
+        return False
+    if not torch_unpatched(False):
         return False
     return not x.is_nested and x.numel() > 0 and not torch._C._len_torch_dispatch_stack()
 
@@ -70,22 +76,38 @@ def scheme_of(linear: nn.Module) -> Tuple[object, object, object]:
 
 
 SCHEME = ((BLOCK, BLOCK), "dynamic", None)  # that is served
+PARAMETERS = ("weight", "weight_scale_inv", "bias")
+NAMED = frozenset(PARAMETERS)
 
 
-def weight_of(linear: Optional[nn.Module], x: torch.Tensor, K: int) -> Optional[Weight]:
+def weight_of(
+    linear: Optional[nn.Module], x: torch.Tensor, K: int, called: bool = True
+) -> Optional[Weight]:
     """What the forward of an FP8Linear multiplies tokens with K columns by, if it does no more; x:
-    what the tokens are made of."""
+    what the tokens are made of. called: by a call of the module; if not, that does no more than its
+    class's forward, too."""
     form = FORMS.get(type(linear))
-    if form is None or not form.pinned.unchanged() or scheme_of(linear) != SCHEME:
+    if form is None or not form.pinned.unchanged():
         return None
     attributes = linear.__dict__
-    parameters = attributes["_parameters"]
-    if "weight" in attributes or "weight_scale_inv" in attributes or "bias" in attributes:
-        return None  # they hide the parameters of these names
-    weight, scale, bias = map(parameters.get, ("weight", "weight_scale_inv", "bias"))
+    parameters, block = attributes["_parameters"], attributes.get("block_size")
+    if not called:
+        if any(map(attributes.get, HOOKS)) or not OWN.isdisjoint(attributes):
+            return None
+        if type(linear).__call__ is not nn.Module.__call__:
+            return None
+    if block != SCHEME[0] and block != list(SCHEME[0]) or not NAMED.isdisjoint(attributes):
+        return None  # the latter hide the parameters of these names
+    if attributes.get("activation_scheme") != SCHEME[1]:
+        return None
+    if parameters.get("activation_scale") is not None:
+        return None
+    weight, scale, bias = map(parameters.get, PARAMETERS)
     if type(weight) not in PLAIN_TENSORS or type(scale) not in PLAIN_TENSORS:
         return None
     if weight.ndim != 2 or weight.shape[1] != K or weight.device != x.device:
+        return None
+    if weight.dtype is not torch.float8_e4m3fn or scale.dtype is not torch.float32:
         return None
     if bias is not None and (type(bias) not in PLAIN_TENSORS or bias.dtype is not x.dtype):
         return None
@@ -93,15 +115,14 @@ def weight_of(linear: Optional[nn.Module], x: torch.Tensor, K: int) -> Optional[
         return None
     if (weight.data_ptr() | scale.data_ptr()) % 16:
         return None
-    product = product_of(weight, scale)
-    return None if product is None else Weight(weight, scale, bias, product)
+    return Weight(weight, scale, bias)
 
 
-def read(linear: Optional[nn.Module], x: torch.Tensor, K: int) -> Optional[Weight]:
-    """weight_of() where calling the module does no more than its class's forward."""
-    if type(linear) not in FORMS or not is_plain(linear):
-        return None
-    return weight_of(linear, x, K)
+def _for_many(weights: Sequence[Weight]) -> Optional[List[Weight]]:
+    """The weights with what multiplies by each, whatever the number of tokens; None if nothing
+    does with one of them."""
+    found = [w._replace(product=product_of(w.weight, w.scale)) for w in weights]
+    return None if any([w.product is None for w in found]) else found
 
 
 class _Last(threading.local):
@@ -137,16 +158,19 @@ class _Given(threading.local):
 _given = _Given()
 
 
-@contextlib.contextmanager
-def given(x: torch.Tensor, found: Quantised) -> Iterator[None]:
+class given:
     """Inside, x in FP8 is `found`, as long as x does not change. Both are of one launch, so what
     may read x may read it; x is no inference tensor, of which nobody counts the changes."""
-    before = _given.x, _given.version, _given.found
-    _given.x, _given.version, _given.found = x, x._version, found
-    try:
-        yield
-    finally:
-        _given.x, _given.version, _given.found = before
+
+    def __init__(self, x: torch.Tensor, found: Quantised):
+        self.mine = x, x._version, found
+
+    def __enter__(self) -> None:
+        self.before = _given.x, _given.version, _given.found
+        _given.x, _given.version, _given.found = self.mine
+
+    def __exit__(self, *_) -> None:
+        _given.x, _given.version, _given.found = self.before
 
 
 def _codes(x: torch.Tensor) -> Optional[Quantised]:
@@ -210,13 +234,14 @@ def forward_of(form: Fp8Form) -> Callable:
     def forward(self, input):
         y = None
         if takes(input):
-            weight = weight_of(self, input, input.shape[-1])
+            weight, M = weight_of(self, input, input.shape[-1]), input.numel() // input.shape[-1]
+            if weight is not None and M > MOST:
+                (weight,) = _for_many([weight]) or (None,)
             if weight is not None:
                 with _no_grad():
                     x = _quantised(input, id(self))
-                    if x is not None:
-                        M = input.numel() // input.shape[-1]
-                        y = _shaped(weight.times(x, M), input)
+                    y = None if x is None else weight.times(x, M)
+                    y = None if y is None else _shaped(y, input)
         return own(self, input) if y is None else y
 
     forward.__wrapped__ = own
@@ -224,32 +249,41 @@ def forward_of(form: Fp8Form) -> Callable:
     return forward
 
 
-def project(
-    x: torch.Tensor, linears: Sequence[nn.Module], compiling: Optional[bool] = None
-) -> Optional[List[torch.Tensor]]:
+def project(x: torch.Tensor, linears: Sequence[nn.Module]) -> Optional[List[torch.Tensor]]:
     """linear(x) for each, x quantised once for all FP8Linears among them; None if they are few."""
-    if sum([type(linear) in FORMS for linear in linears]) < 2 or not takes(x, compiling):
+    if sum([type(linear) in FORMS for linear in linears]) < 2 or not takes(x):
         return None
-    weights = [read(linear, x, x.shape[-1]) for linear in linears]
-    if sum([weight is not None for weight in weights]) < 2:
+    weights = [weight_of(linear, x, x.shape[-1], called=False) for linear in linears]
+    known = [weight for weight in weights if weight is not None]
+    M = x.numel() // x.shape[-1]
+    if len(known) > 1 and M > MOST:
+        known = _for_many(known) or []
+    if len(known) < 2:
         return None
     with _no_grad():
         codes = _codes(x)
-        if codes is None:
+        found = None if codes is None else _together(codes, x, known)
+        if found is None:
             return None
-        products = iter(_together(codes, x, [weight for weight in weights if weight is not None]))
+    products = iter(found)
     return [
         linear(x) if weight is None else next(products) for linear, weight in zip(linears, weights)
     ]
 
 
-def _together(codes: Quantised, x: torch.Tensor, weights: List[Weight]) -> List[torch.Tensor]:
-    """The products of x [..., K] with all weights, [..., N_i]; of few tokens in one launch."""
+def _together(
+    codes: Quantised, x: torch.Tensor, weights: List[Weight]
+) -> Optional[List[torch.Tensor]]:
+    """The products of x [..., K] with all weights, [..., N_i]; of few tokens in one launch. None
+    where nothing computes them."""
     M, y = x.numel() // x.shape[-1], None
     if M <= MOST:
         y = few(codes, M, tuple([w.weight for w in weights]), tuple([w.scale for w in weights]))
     if y is None:
-        return [_shaped(weight.times(codes, M), x) for weight in weights]
+        products = [weight.times(codes, M) for weight in weights]
+        if any([y is None for y in products]):
+            return None
+        return [_shaped(y, x) for y in products]
     found, y = [], _shaped(y, x)
     for weight, part in zip(weights, y.split_with_sizes([w.weight.shape[0] for w in weights], -1)):
         found.append(part if weight.bias is None else part.add_(weight.bias))
@@ -265,30 +299,42 @@ def mlp(
     """
     if type(gate) not in FORMS or not takes(x):
         return None
-    first = read(gate, x, x.shape[-1])
-    second = None if up is None else read(up, x, x.shape[-1])
+    first = weight_of(gate, x, x.shape[-1], called=False)
+    second = None if up is None else weight_of(up, x, x.shape[-1], called=False)
     if first is None or up is not None and second is None:
         return None
     rows = first.weight.shape[0]
     hidden = rows // 2 if up is None else rows
-    third = read(down, x, hidden)
+    third = weight_of(down, x, hidden, called=False)
     if third is None or rows != (2 * hidden if second is None else second.weight.shape[0]):
         return None
-    M = x.numel() // x.shape[-1]
+    M, known = x.numel() // x.shape[-1], [w for w in (first, second, third) if w is not None]
+    if M > MOST:
+        known = _for_many(known) or []
     with _no_grad():
-        codes = _codes(x)
-        if codes is None:
-            return None
-        y = _of_few(codes, M, first, second, third, gate_first) if M <= MOST else None
-        if y is not None:
-            return _shaped(y, x)
-        g = first.times(codes, M)  # [P, N], or [M, N]
-        if second is None:
-            g, u = g.split(hidden, 1) if gate_first else reversed(g.split(hidden, 1))
-        else:
-            u = second.times(codes, M)
-        z = silu_mul_quantise(g, u)
-        return None if z is None else _shaped(third.times(z, M), x)
+        codes = _codes(x) if known else None
+        y = None
+        if codes is not None and M <= MOST:
+            y = _of_few(codes, M, first, second, third, gate_first)
+            if y is None:
+                known = _for_many(known) or []
+        if codes is not None and y is None and known:
+            y = _of_many(codes, M, known, gate_first)
+        return None if y is None else _shaped(y, x)
+
+
+def _of_many(
+    x: Quantised, M: int, weights: List[Weight], gate_first: bool
+) -> Optional[torch.Tensor]:  # [P, K] or [M, K]
+    """An MLP of weights for any number of tokens: gate and up, or one for both, and down."""
+    *gates, down = weights
+    g = gates[0].times(x, M)  # [P, N], or [M, N]
+    if len(gates) > 1:
+        u = gates[1].times(x, M)
+    else:
+        g, u = g.chunk(2, 1) if gate_first else reversed(g.chunk(2, 1))
+    z = silu_mul_quantise(g, u)
+    return None if z is None else down.times(z, M)
 
 
 def _of_few(

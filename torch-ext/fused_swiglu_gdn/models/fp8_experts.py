@@ -190,7 +190,7 @@ def _computed(
     if isinstance(form, str):
         return None, form
     reason = _why_not_formula(self, form)
-    if reason is not None or not takes(x, False, FP8):
+    if reason is not None or not takes(x, FP8):
         return None, reason
     if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
         return None, "a gradient is needed"
