@@ -180,4 +180,5 @@ def fast_path_ok() -> bool:
         return False
     if forward_ad._current_level >= 0:
         return False
-    return not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack()
+    # an export that is not by dynamo traces in a mode
+    return not torch.compiler.is_dynamo_compiling() and not torch._C._len_torch_dispatch_stack()

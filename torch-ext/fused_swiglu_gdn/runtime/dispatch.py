@@ -81,7 +81,8 @@ def has_kernels(family: str, operation: str, device_type: str, index: Optional[i
     if forced == "reference":
         return False
     folders = _folders(device_type, index)
-    return any(hasattr(_module(folder, family), operation) for folder in folders)
+    modules = [_module(folder, family) for folder in folders]
+    return any([hasattr(x, operation) or _has(x, operation) for x in modules])
 
 
 @functools.cache
@@ -103,6 +104,30 @@ def serves(family: str, operation: str, x: torch.Tensor, compiling: Optional[boo
     if torch.compiler.is_compiling() if compiling is None else compiling:
         return has_kernels(family, operation, where.type, where.index)
     return _has_kernels(family, operation, where)
+
+
+def prepare(family: str, operation: str, call, needs_grad: bool = False) -> Optional[Callable]:
+    """A function of the call's tensors by the first folder that computes the call, or None.
+
+    It is for all calls with the same facts (runtime/cache.py). If a gradient is needed, some folder
+    must have a kernel for it as well.
+    """
+    where = call.device
+    folders = [x for x in _folders(where.type, where.index) if forced in (None, x)]
+    modules = {folder: _module(folder, family) for folder in folders}
+    if needs_grad and not any([_has(x, backward_of(operation)) for x in modules.values()]):
+        modules = {}
+    for folder, module in modules.items():
+        found = getattr(module, f"prepare_{operation}")(call) if _has(module, operation) else None
+        if found is not None:
+            _record(operation, folder)
+            return found
+    _record(operation, "reference")
+    return None
+
+
+def _has(module, operation: str) -> bool:
+    return hasattr(module, f"prepare_{operation}")
 
 
 def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Optional[Callable]]:
