@@ -12,7 +12,7 @@ WIDTHS = [1, 7, 200, 20000] if INTERPRETING else [1, 7, 64, 2560, 4096, 5120, 81
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETING else [torch.bfloat16])
 HALF = (torch.float16, torch.bfloat16)
 reference, ops, calls = (submodule(f"norm.{x}") for x in ("reference", "ops", "call"))
-gates, gate_ops = submodule("swiglu.reference"), submodule("swiglu.ops_gate")
+gates, gate_ops = submodule("swiglu.reference"), submodule("swiglu.ops")
 
 
 def forward(*fields):
@@ -274,15 +274,17 @@ class Kernel:
     @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_silu_mul(self, dtype, activation):
-        kernels = submodule("swiglu.portable.gate")
+        kinds, gate_module = submodule("swiglu.call"), "swiglu.portable.gate"
         joined = self.normal(9, 2 * 1100, dtype=dtype)
         for gate, up in (joined.chunk(2, 1), joined[:, :14].chunk(2, 1), (joined, joined.flip(0))):
             dz = self.normal(*gate.shape, dtype=dtype)
             poison(dz)
-            z = kernels.silu_mul_fwd(gate, up, activation)
-            found = (z, *kernels.silu_mul_bwd(gate, up, dz, activation))
+            args = (gate_module, "silu_mul_fwd", kinds.SiluMul, gate, up, activation)
+            z = prepared(*args)
+            args = (gate_module, "silu_mul_bwd", kinds.SiluMulGradient, gate, up, dz, activation)
+            found = (z, *prepared(*args))
             wide = gate.double(), up.double()
-            right = gates.silu_mul(*wide, activation)
+            right = gates.silu_mul_fwd(*wide, activation)
             for a, b in zip(found, (right, *gates.silu_mul_bwd(*wide, dz.double(), activation))):
                 assert_close(a, b, factor=0.5)
 
@@ -412,8 +414,10 @@ def test_opcheck(device):
         torch.library.opcheck(
             ops.GRADIENT.op, (x, rstd, weight, x, residual, 0.0, weight_too), test_utils=checks
         )
-    torch.library.opcheck(gate_ops._silu_mul_fwd, (x, residual, "silu"), test_utils=checks)
-    torch.library.opcheck(gate_ops._silu_mul_bwd, (x, residual, x, "relu"), test_utils=checks)
+    torch.library.opcheck(gate_ops.SILU_MUL.op, (x, residual, "silu"), test_utils=checks)
+    torch.library.opcheck(
+        gate_ops.SILU_MUL_GRADIENT.op, (x, residual, x, "relu"), test_utils=checks
+    )
 
 
 @compiled

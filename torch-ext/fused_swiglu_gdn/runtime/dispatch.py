@@ -106,22 +106,25 @@ def serves(family: str, operation: str, x: torch.Tensor, compiling: Optional[boo
     return _has_kernels(family, operation, where)
 
 
-def prepare(family: str, operation: str, call, needs_grad: bool = False) -> Optional[Callable]:
+def prepare(
+    family: str, operation: str, call, gradient: Optional[Tuple[str, str]] = None
+) -> Optional[Callable]:
     """A function of the call's tensors by the first folder that computes the call, or None.
 
-    It is for all calls with the same facts (runtime/cache.py). If a gradient is needed, some folder
-    must have a kernel for it as well.
+    It is for all calls with the same facts (runtime/cache.py). gradient: family and name of another
+    operation that some folder must have as well.
     """
     where = call.device
     folders = [x for x in _folders(where.type, where.index) if forced in (None, x)]
-    modules = {folder: _module(folder, family) for folder in folders}
-    if needs_grad and not any([_has(x, backward_of(operation)) for x in modules.values()]):
-        modules = {}
-    for folder, module in modules.items():
-        found = getattr(module, f"prepare_{operation}")(call) if _has(module, operation) else None
-        if found is not None:
-            _record(operation, folder)
-            return found
+    if gradient is None or any([_has(_module(x, gradient[0]), gradient[1]) for x in folders]):
+        for folder in folders:
+            module = _module(folder, family)
+            found = None
+            if _has(module, operation):
+                found = getattr(module, f"prepare_{operation}")(call)
+            if found is not None:
+                _record(operation, folder)
+                return found
     _record(operation, "reference")
     return None
 

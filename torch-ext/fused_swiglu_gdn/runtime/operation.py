@@ -36,14 +36,16 @@ class Operation(CallCache):
     of fields (`operator`) or as a function of the call.
     written: names of the tensors that are written in place.
     differentiable(call): False if the reference must compute a call that needs a gradient.
-    schema: the operator's name, if it is not `name`.
+    train: the Operation of the same calls with a gradient, whose first output is the result.
+    schema: the operator's name, if it is not `name`; None: there is no operator, for the reference
+    calls other operations.
     """
 
     def __init__(
         self, family: str, name: str, call: type, reference, *, check: Optional[Callable] = None,
         autocasts: bool = False, outputs: int = 1, like: tuple = (), written: tuple = (),
         fake: Optional[Callable] = None, differentiable: Optional[Callable] = None,
-        schema: str = "",
+        train: Optional["Operation"] = None, schema: Optional[str] = "",
     ):  # fmt: skip
         super().__init__()
         self.family, self.name, self.kind, self.module = family, name, call, reference
@@ -51,25 +53,31 @@ class Operation(CallCache):
         self.options = call.__annotations__["options"]
         self.count = len(call._fields) - 1
         self.places = [call._fields.index(x) for x in written]
-        self.has_gradient = False
+        self.train, self.gradient = train, None
+        if schema is not None:
+            self._register(schema or name, written, like, outputs, fake)
 
+    def _register(self, name: str, written, like, outputs: int, fake) -> None:
         def body(*fields):
-            return self._compute(fields)
+            return self.launcher(fields)(*fields[: self.count])
 
         returned = Tensor if outputs == 1 else Tuple[(Tensor,) * outputs]
-        body.__annotations__ = {"fields": call, "return": returned}
-        self.op = operator(schema or name, mutates_args=written, like=like)(body)
+        body.__annotations__ = {"fields": self.kind, "return": returned}
+        self.op = operator(name, mutates_args=written, like=like)(body)
         if fake is not None:
-            self.op.register_fake(_presenting(fake, call))
+            self.op.register_fake(_presenting(fake, self.kind))
 
-    def register_gradient(self, save: Callable, backward: Callable, by, function: str) -> None:
+    def register_gradient(
+        self, save: Callable, backward: Callable, by: "Operation", function: str = ""
+    ) -> None:
         """Registers the gradient, as torch.library takes it; `by`: the Operation that computes it.
 
         function: the public function, whose second derivative is refused.
         """
-        self.has_gradient = True
+        self.gradient = (by.family, by.name)
         self.op.register_autograd(backward, setup_context=save)
-        no_second_derivative(by.op, function)
+        if function:
+            no_second_derivative(by.op, function)
 
     def __call__(self, tensors: tuple, options: tuple = ()):
         """The operation on the arguments of a public function."""
@@ -91,33 +99,48 @@ class Operation(CallCache):
         return bound(*given)
 
     def _traced(self, call):
-        grad = needs_grad(call.tensors)
-        name = dispatch.backward_of(self.name) if grad else self.name
-        where = call.device
-        kernels = dispatch.has_kernels(self.family, name, where.type, where.index)
-        if kernels and (not grad or self._has_gradient(call)):
+        grad = needs_grad(call)
+        if grad and self.train is not None:
+            if self.train._has_kernels(call, grad):
+                return self.train.op(*call.tensors, *call.options)[0]
+        elif self._has_kernels(call, grad):
             return self.op(*call.tensors, *call.options)
         return self._reference(call)
 
+    def _has_kernels(self, call, grad: bool) -> bool:
+        """True while tracing, if the operator and not the reference is traced."""
+        if grad and not self._has_gradient(call):
+            return False
+        family, name = self.gradient if grad else (self.family, self.name)
+        return dispatch.has_kernels(family, name, call.device.type, call.device.index)
+
     def _has_gradient(self, call) -> bool:
-        return self.has_gradient and (self.differentiable is None or self.differentiable(call))
+        if self.gradient is None:
+            return False
+        return self.differentiable is None or self.differentiable(call)
 
     def _reference(self, call):
         return getattr(self.module, self.name)(*call.tensors, *call.options)
 
     def _bind(self, call) -> Callable:
-        """A function of the tensors of all calls like this one; never None."""
-        (*tensors, options), kind, grad = call, self.kind, needs_grad(call)
+        """A function of the tensors of all calls like this one."""
+        run, kind, options = self._by_kernels(call), self.kind, call.options
+        return run or (lambda *tensors: self._reference(kind(*tensors, options)))
+
+    def _by_kernels(self, call) -> Optional[Callable]:
+        (*tensors, options), grad = call, needs_grad(call)
+        if grad and self.train is not None:
+            return _first_of(self.train._by_kernels(call))
         there = [x for x in tensors if x is not None]
-        launch = None
         # torch's transforms have no rule for kernels, which see no sign that is kept aside either
-        if not transformed() and not any([x.is_neg() for x in there]):
-            if not grad or self._has_gradient(call):
-                launch = dispatch.prepare(self.family, self.name, call, grad)
+        if transformed() or any([x.is_neg() for x in there]):
+            return None
+        if grad and not self._has_gradient(call):
+            return None
+        launch = dispatch.prepare(self.family, self.name, call, self.gradient if grad else None)
         if launch is None:
-            return lambda *tensors: self._reference(kind(*tensors, options))
-        plain = all([type(x) in PLAIN for x in there]) and not torch._C._len_torch_dispatch_stack()
-        if not plain:
+            return None
+        if not all([type(x) in PLAIN for x in there]) or torch._C._len_torch_dispatch_stack():
             return lambda *tensors: self.op(*tensors, *options)
         if grad:
             return self._with_gradient(launch, options)
@@ -133,19 +156,21 @@ class Operation(CallCache):
 
         return lambda *tensors: run(body, *tensors, *options)
 
-    def _compute(self, fields: tuple):
-        """The operator's body. Autograd is above it, so the reference may compute it, too.
+    def launcher(self, fields: tuple) -> Callable:
+        """A function of the tensors of an operator's arguments: its body.
 
-        Outputs are contiguous then, as the fake promises.
+        Autograd is above it, so the reference may compute it, too. Outputs are contiguous then, as
+        the fake promises.
         """
-        tensors, options = fields[: self.count], (None, *fields[self.count :])
+        tensors, options = fields[: self.count], fields[self.count :]
+        options = (None, *[tuple(x) if isinstance(x, list) else x for x in options])
         run = self.find(tensors, options) if fast_path_ok() else None
         if run is None:
             call = self.kind.of(fields)
             run = dispatch.prepare(self.family, self.name, call) or self._contiguous(call.options)
             if fast_path_ok():
                 self.keep(tensors, options, run)
-        return run(*tensors)
+        return run
 
     def _contiguous(self, options: tuple) -> Callable:
         def run(*tensors):
@@ -165,6 +190,10 @@ def _presenting(fake: Callable, kind: type) -> Callable:
         return out if isinstance(out, Tensor) else tuple([present(x, fields[0]) for x in out])
 
     return run
+
+
+def _first_of(run: Optional[Callable]) -> Optional[Callable]:
+    return None if run is None else lambda *tensors: run(*tensors)[0]
 
 
 def _casting(run: Callable) -> Callable:
