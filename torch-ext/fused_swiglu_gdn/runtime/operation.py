@@ -30,7 +30,8 @@ class Operation(CallCache):
     call: a NamedTuple of tensors, or None, whose last field is `options` (runtime/call.py). Its
     fields are the schema of the operator.
     reference: the module whose function `<name>(*tensors, *options)` is the formula.
-    check(call): raises if an argument is wrong, and returns the call with complete options.
+    check(call): raises if an argument is wrong, and returns the call with complete options; for
+    `serving`, None where no kernel shall compute it.
     autocasts: the tensors are cast to autocast's dtype first.
     outputs: how many tensors the operator returns; like, fake: their shapes and dtypes, as names
     of fields (`operator`) or as a function of the call.
@@ -83,6 +84,25 @@ class Operation(CallCache):
         """The operation on the arguments of a public function."""
         run = self.find(tensors, options) if fast_path_ok() else None
         return self._first(tensors, options) if run is None else run(*tensors)
+
+    def serving(self, tensors: tuple, options: tuple = ()) -> Optional[Callable]:
+        """A function of the tensors by kernels, or None where nothing is gained by them.
+
+        For layers, which have another way to compute the same.
+        """
+        run = self.find(tensors, options) if fast_path_ok() else None
+        if run is not None:
+            return run
+        call = self.check(self.kind(*tensors, self.options(*options)))
+        if call is None:
+            return None
+        if torch.compiler.is_compiling():
+            traced = self._has_kernels(call, False)
+            return (lambda *tensors: self.op(*tensors, *call.options)) if traced else None
+        run = self._by_kernels(call)
+        if fast_path_ok():
+            self.keep(tensors, options, run)
+        return run
 
     def _first(self, tensors: tuple, options: tuple):
         given = autocast(*tensors) if self.autocasts else tensors
