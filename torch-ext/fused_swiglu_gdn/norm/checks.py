@@ -16,7 +16,7 @@ CASTING_MODES = ("llama", "gemma")
 
 
 def rms_norm(call: RmsNorm) -> RmsNorm:
-    x, weight, residual, (eps, casting_mode, offset, after, _) = call
+    x, weight, residual, (eps, casting_mode, offset, after) = call
     has_last("x", x, "D")
     is_floating("x", x)
     if weight is not None:

@@ -11,7 +11,7 @@ MAX_WEIGHTS = 6
 
 
 class ProjectOptions(NamedTuple):
-    activation: Optional[str] = None  # of the first of two products, which then multiply
+    activation: Optional[str]  # of the first of two products, which then multiply
 
 
 @call

@@ -21,7 +21,7 @@ def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
     if len(weights) > MAX_WEIGHTS:
         return None
     tensors = (x, *weights, *(None,) * (MAX_WEIGHTS - len(weights)))
-    run = PROJECT.serving(tensors)
+    run = PROJECT.serving(tensors, (None,))
     if run is None:
         return None
     y = run(*tensors)

@@ -30,8 +30,8 @@ class Operation(CallCache):
     call: a NamedTuple of tensors, or None, whose last field is `options` (runtime/call.py). Its
     fields are the schema of the operator.
     reference: the module whose function `<name>(*tensors, *options)` is the formula.
-    check(call): raises if an argument is wrong, and returns the call with complete options; for
-    `serving`, None where no kernel shall compute it.
+    check(call): takes the options of the public function, raises if an argument is wrong, and
+    returns the call with options of its type; for `serving`, None where no kernel shall compute it.
     autocasts: the tensors are cast to autocast's dtype first.
     outputs: how many tensors the operator returns; like, fake: their shapes and dtypes, as names
     of fields (`operator`) or as a function of the call.
@@ -51,7 +51,6 @@ class Operation(CallCache):
         super().__init__()
         self.family, self.name, self.kind, self.module = family, name, call, reference
         self.check, self.autocasts, self.differentiable = check, autocasts, differentiable
-        self.options = call.__annotations__["options"]
         self.count = len(call._fields) - 1
         self.places = [call._fields.index(x) for x in written]
         self.train, self.gradient = train, None
@@ -85,7 +84,7 @@ class Operation(CallCache):
         run = self.find(tensors, options) if fast_path_ok() else None
         return self._first(tensors, options) if run is None else run(*tensors)
 
-    def serving(self, tensors: tuple, options: tuple = ()) -> Optional[Callable]:
+    def serving(self, tensors: tuple, options: tuple) -> Optional[Callable]:
         """A function of the tensors by kernels, or None where nothing is gained by them.
 
         For layers, which have another way to compute the same.
@@ -93,7 +92,7 @@ class Operation(CallCache):
         run = self.find(tensors, options) if fast_path_ok() else None
         if run is not None:
             return run
-        call = self.check(self.kind(*tensors, self.options(*options)))
+        call = self.check(self.kind(*tensors, options))
         if call is None:
             return None
         if torch.compiler.is_compiling():
@@ -106,9 +105,7 @@ class Operation(CallCache):
 
     def _first(self, tensors: tuple, options: tuple):
         given = autocast(*tensors) if self.autocasts else tensors
-        call = self.kind(*given, self.options(*options))
-        if self.check is not None:
-            call = self.check(call)
+        call = self.check(self.kind(*given, options))
         if torch.compiler.is_compiling():
             return self._traced(call)
         run = bound = self._bind(call)

@@ -36,7 +36,7 @@ def _named(activation: str) -> str:
 
 def fused_swiglu(call: Swiglu) -> Swiglu:
     _projections(*call.tensors, *call.options)
-    return Swiglu(*call.tensors, SwigluOptions(_named(call.options.activation)))
+    return Swiglu(*call.tensors, SwigluOptions(*map(_named, call.options)))
 
 
 def fused_swiglu_mlp(call: SwigluMlp) -> SwigluMlp:
