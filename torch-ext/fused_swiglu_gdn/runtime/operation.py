@@ -29,7 +29,8 @@ class Operation(CallCache):
     facts (runtime/cache.py), or None if its kernels do not compute the call exactly.
     call: a NamedTuple of tensors, or None, whose last field is `options` (runtime/call.py). Its
     fields are the schema of the operator.
-    reference: the module whose function `<name>(*tensors, *options)` is the formula.
+    reference: the module whose function `<name>(*tensors, *options)` is the formula, or a function
+    of the call.
     check(call): takes the options of the public function, raises if an argument is wrong, and
     returns the call with options of its type; for `serving`, None where no kernel shall compute it.
     autocasts: the tensors are cast to autocast's dtype first.
@@ -50,7 +51,8 @@ class Operation(CallCache):
     ):  # fmt: skip
         super().__init__()
         self.family, self.name, self.kind, self.module = family, name, call, reference
-        self.check, self.autocasts, self.differentiable = check, autocasts, differentiable
+        self.check = check or (lambda call: call)
+        self.autocasts, self.differentiable = autocasts, differentiable
         self.count = len(call._fields) - 1
         self.places = [call._fields.index(x) for x in written]
         self.train, self.gradient = train, None
@@ -137,6 +139,8 @@ class Operation(CallCache):
         return self.differentiable is None or self.differentiable(call)
 
     def _reference(self, call):
+        if callable(self.module):
+            return self.module(call)
         return getattr(self.module, self.name)(*call.tensors, *call.options)
 
     def _bind(self, call) -> Callable:

@@ -4,8 +4,6 @@ For its gradient it saves x and gate_up [M, 2 N]; with recompute only x, with ke
 main_grad the weights' gradients are added, in fp32, to the `main_grad` of weights that have one.
 """
 
-import types
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,9 +16,8 @@ from .call import MlpGradient, SwigluMlp
 from .ops import SWIGLU, TRAINING, apart, differentiable, gradients_like, saved
 
 
-def _composed(
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute, keep_z, main_grad
-) -> Tensor:
+def _composed(call: SwigluMlp) -> Tensor:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, (activation, _, _, main_grad) = call
     if main_grad:
         w_gate, w_up, w_down = map(into_main_grad, (w_gate, w_up, w_down))
     return F.linear(SWIGLU((x, w_gate, w_up, b_gate, b_up), (activation,)), w_down, b_down)
@@ -48,8 +45,8 @@ GRADIENT = Operation(
     TRAINING, "swiglu_mlp_bwd", MlpGradient, None, written=("gate_up",), outputs=5, fake=_gradients
 )
 MLP = Operation(
-    TRAINING, "swiglu_mlp", SwigluMlp, types.SimpleNamespace(swiglu_mlp=_composed),
-    check=checks.fused_swiglu_mlp, train=SAVING, schema=None,
+    TRAINING, "swiglu_mlp", SwigluMlp, _composed, check=checks.fused_swiglu_mlp, train=SAVING,
+    schema=None,
 )  # fmt: skip
 
 
