@@ -24,6 +24,15 @@ for folder in ("tools", "examples"):
 import in_tree  # noqa: E402
 from in_tree import NAME, PACKAGE, ROOT, submodule  # noqa: E402, F401
 
+
+def prepared(module: str, name: str, call: type, *fields):
+    """What a kernel module computes of a call, whose fields are given flat, options last; None if
+    it does not compute it."""
+    call = call.of(fields)
+    run = getattr(submodule(module), f"prepare_{name}")(call)
+    return None if run is None else run(*call.tensors)
+
+
 # Where these packages are installed, transformers calls them; the tests compare with its own torch
 # functions, which are right in fp32 and on a CPU.
 sys.modules.update(dict.fromkeys(("fla", "causal_conv1d")))

@@ -110,7 +110,7 @@ def test_gradient_of_the_reference(shape, norm, angles):
     want = torch.autograd.grad(y, leaves, d)
     options = submodule("attention.call").QkOptions(1e-6, 0.5, norm == "all", angles > 0)
     tensors = (x["q"], x["k"], x["cos"], x["sin"], x["q_weight"], x["k_weight"])
-    found = reference.qk_norm_rope_bwd(*d, *tensors, options)
+    found = reference.qk_norm_rope_bwd(*d, *tensors, *options)
     for a, b in zip(found, want):
         assert_close(a, b)
 
@@ -341,20 +341,18 @@ def test_opcheck(device):
     tensors = [x[name] for name in ("q", "k", "cos", "sin", "q_weight", "k_weight")]
     options = (1e-6, 0.0, False, False)
     for given in ((*tensors, *[None] * 4), (*tensors[:2], *[None] * 8)):
-        torch.library.opcheck(ops._qk_norm_rope_fwd, (*given, *options), test_utils=CHECKS)
+        torch.library.opcheck(ops.QK_NORM_ROPE.op, (*given, *options), test_utils=CHECKS)
     rows = [x["q"].clone(), x["k"].clone()]
-    torch.library.opcheck(ops._qk_norm_rope_bwd, (*rows, *tensors, *options), test_utils=CHECKS)
+    torch.library.opcheck(ops.QK_GRADIENT.op, (*rows, *tensors, *options), test_utils=CHECKS)
     cache = torch.ones(2, 2, 2, 9, 16, device=device).unbind(0)
     written = (x["k"].clone(), *cache, torch.tensor(1, device=device))
-    torch.library.opcheck(
-        ops._qk_norm_rope_cache, (*tensors, *written, *options), test_utils=CHECKS
-    )
+    torch.library.opcheck(ops.WITH_CACHE.op, (*tensors, *written, *options), test_utils=CHECKS)
     pair = (x["q"], x["q"].transpose(1, 2).contiguous().transpose(1, 2))
-    torch.library.opcheck(ops._sigmoid_gate_fwd, pair, test_utils=CHECKS)
-    torch.library.opcheck(ops._sigmoid_gate_bwd, (*pair, rows[0]), test_utils=CHECKS)
+    torch.library.opcheck(ops.SIGMOID_GATE.op, pair, test_utils=CHECKS)
+    torch.library.opcheck(ops.SIGMOID_GRADIENT.op, (*pair, rows[0]), test_utils=CHECKS)
     length = torch.tensor(4, device=device)
     torch.library.opcheck(
-        ops._kvcache_attention, (x["q"][:, :1], *cache, length, None, 0.25), test_utils=CHECKS
+        ops.KVCACHE_ATTENTION.op, (x["q"][:, :1], *cache, length, None, 0.25), test_utils=CHECKS
     )
 
 

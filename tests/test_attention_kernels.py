@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from conftest import assert_close, relative_error, submodule
+from conftest import assert_close, prepared, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 from test_attention import SHAPES, normal, problem, wide
 
@@ -28,6 +28,21 @@ if INTERPRETING:
 ATTENTIONS = [(2, 4, 2, 100, 64), (1, 3, 1, 70, 80), (2, 40, 2, 130, 16), (3, 5, 5, 65, 96),
               (2, 8, 2, 200, 128), (1, 16, 4, 90, 256)]  # fmt: skip
 ATTENTIONS = ATTENTIONS[:3] if INTERPRETING else ATTENTIONS
+
+
+KINDS = {
+    "qk_norm_rope_fwd": calls.QkNormRope, "qk_norm_rope_bwd": calls.QkGradient,
+    "sigmoid_gate_fwd": calls.SigmoidGate, "sigmoid_gate_bwd": calls.SigmoidGradient,
+    "kvcache_attention": calls.KvCacheAttention,
+}  # fmt: skip
+
+
+def by_kernels(name, *fields):
+    return prepared("attention.portable.attention", name, KINDS[name], *fields)
+
+
+def flat(call) -> tuple:
+    return *call.tensors, *call.options
 
 
 def call_of(x, offset=0.5, eps=1e-6, cache=(None, None, None, None)):
@@ -57,10 +72,6 @@ class Kernel:
         if self.device == "cpu":
             monkeypatch.setattr(submodule("runtime.device"), "multiprocessor_count", lambda _: 132)
 
-    @property
-    def kernels(self):
-        return submodule("attention.portable.attention")
-
     def repeats(self, call, found):
         """The same bits again; the interpreter runs one program after the other."""
         for a, b in zip(found, found if self.device == "cpu" else call()):
@@ -77,11 +88,11 @@ class Kernel:
         )  # fmt: skip
         call = call_of(x)
         poison(x["q"], x["k"])
-        found = self.kernels.qk_norm_rope_fwd(call)
-        for a, b in zip(found, reference.qk_norm_rope_fwd(wide_call(call))):
+        found = by_kernels("qk_norm_rope_fwd", *flat(call))
+        for a, b in zip(found, reference.qk_norm_rope_fwd(*flat(wide_call(call)))):
             assert a.is_contiguous()
             assert_close(a, b, factor=0.3)  # rounded once
-        self.repeats(lambda: self.kernels.qk_norm_rope_fwd(call), found)
+        self.repeats(lambda: by_kernels("qk_norm_rope_fwd", *flat(call)), found)
 
     @pytest.mark.parametrize("shape, norm, dtype, angles", ROTARIES, ids=str)
     def test_rotary_gradient(self, shape, norm, dtype, angles):
@@ -93,9 +104,9 @@ class Kernel:
         rows = (None, None) if norm is None else (call.q, call.k)
         args = (dq, dk, *rows, *call.tensors[2:6])
         poison(dq, dk, *(dq.float(),) * 2)
-        found = self.kernels.qk_norm_rope_bwd(*args, call.options)
-        want = reference.qk_norm_rope_bwd(*map(wide, args), call.options)
-        self.repeats(lambda: self.kernels.qk_norm_rope_bwd(*args, call.options), found)
+        found = by_kernels("qk_norm_rope_bwd", *args, *call.options)
+        want = reference.qk_norm_rope_bwd(*map(wide, args), *call.options)
+        self.repeats(lambda: by_kernels("qk_norm_rope_bwd", *args, *call.options), found)
         for a, b in zip(found, want):
             assert (a is None) == (b is None)
             if a is not None:
@@ -110,12 +121,12 @@ class Kernel:
         for name in ("q", "k", "cos", "sin"):
             x[name] = x[name].mT.contiguous().mT
         call = call_of(x, eps=0.0)
-        found = self.kernels.qk_norm_rope_fwd(call)
-        for a, b in zip(found, reference.qk_norm_rope_fwd(wide_call(call))):
+        found = by_kernels("qk_norm_rope_fwd", *flat(call))
+        for a, b in zip(found, reference.qk_norm_rope_fwd(*flat(wide_call(call)))):
             assert_close(a, b)
         args = (call.q, call.k, call.q, None, *call.tensors[2:6])
-        found = self.kernels.qk_norm_rope_bwd(*args, call.options)
-        want = reference.qk_norm_rope_bwd(*map(wide, args), call.options)
+        found = by_kernels("qk_norm_rope_bwd", *args, *call.options)
+        want = reference.qk_norm_rope_bwd(*map(wide, args), *call.options)
         for a, b in zip(found[:3], want[:3]):
             assert_close(a, b)
         assert found[3] is None and want[3] is None
@@ -134,9 +145,9 @@ class Kernel:
         held = keys.clone(), values.clone()
         position = torch.tensor(at, device=self.device)
         call = call_of(x, cache=(v, keys, values, position))
-        found = self.kernels.qk_norm_rope_fwd(call)
+        found = by_kernels("qk_norm_rope_fwd", *flat(call))
         has_slot = [0 <= at + t < 9 for t in range(T)]
-        for a, b in zip(found, self.kernels.qk_norm_rope_fwd(call_of(x))):
+        for a, b in zip(found, by_kernels("qk_norm_rope_fwd", *flat(call_of(x)))):
             assert torch.equal(a[:, has_slot], b[:, has_slot])
             assert a.isnan().all((0, 2, 3)).tolist() == [not there for there in has_slot]
         for cache, before, new in ((keys, held[0], found[1]), (values, held[1], v)):
@@ -155,25 +166,25 @@ class Kernel:
         ):
             gate = gates[..., 24:]
             poison(x)
-            y = self.kernels.sigmoid_gate_fwd(x, gate)
+            y = by_kernels("sigmoid_gate_fwd", x, gate)
             assert y.is_contiguous(), shape
             assert_close(y, reference.sigmoid_gate_fwd(wide(x), wide(gate)), factor=0.3)
             dy = self.normal(2, 7, 5, 24, seed=2, dtype=dtype)
-            found = self.kernels.sigmoid_gate_bwd(x, gate, dy)
+            found = by_kernels("sigmoid_gate_bwd", x, gate, dy)
             for a, b in zip(found, reference.sigmoid_gate_bwd(*map(wide, (x, gate, dy)))):
                 assert_close(a, b, factor=0.3)
 
     @pytest.mark.parametrize("shape", [(7,), (1,), (3, 1), (0, 4), (2, 1, 3000), (1, 1, 1, 5000)])
     def test_gate_of_other_shapes(self, shape):
         x, gate = self.normal(*shape), self.normal(*shape, seed=1)
-        y = self.kernels.sigmoid_gate_fwd(x, gate)
+        y = by_kernels("sigmoid_gate_fwd", x, gate)
         assert_close(y, reference.sigmoid_gate_fwd(wide(x), wide(gate)))
 
     def test_gate_of_nothing_with_gaps(self):
         """contiguous() leaves the strides of a tensor without elements as they are."""
         x, gate = self.normal(0, 2, 15)[..., 1::2], self.normal(0, 2, 7)
-        assert self.kernels.sigmoid_gate_fwd(x, gate).shape == (0, 2, 7)
-        for dx in self.kernels.sigmoid_gate_bwd(x, gate, x):
+        assert by_kernels("sigmoid_gate_fwd", x, gate).shape == (0, 2, 7)
+        for dx in by_kernels("sigmoid_gate_bwd", x, gate, x):
             assert dx.shape == (0, 2, 7)
 
     @pytest.mark.parametrize("kind", [None, torch.bool, torch.float32, HALF], ids=str)
@@ -184,8 +195,6 @@ class Kernel:
         monkeypatch.setattr(
             submodule("runtime.device"), "multiprocessor_count", lambda _: multiprocessors
         )
-        decode = submodule("attention.portable.decode")
-        decode._attentions.cache_clear()
         q = self.normal(B, 1, HQ, 2 * D, dtype=HALF)[..., D:]
         k, v = (self.normal(B, HK, S, D, seed=seed, dtype=HALF) for seed in (1, 2))
         length = torch.tensor([S - 9, 3, 0][:B], device=self.device, dtype=torch.int32)
@@ -201,24 +210,23 @@ class Kernel:
             cache.masked_fill_(~seen[:, None, :, None], torch.nan)
         args = (q, k, v, length, mask, D**-0.5)
         poison(q, *(q.float().repeat(1, 1, 1, 4),) * 4)
-        found = self.kernels.kvcache_attention(*args)
+        found = by_kernels("kvcache_attention", *args)
         want = reference.kvcache_attention(*map(wide, args))
         assert_close(found, want, factor=0.3)
-        self.repeats(lambda: [self.kernels.kvcache_attention(*args)], [found])
+        self.repeats(lambda: [by_kernels("kvcache_attention", *args)], [found])
         if B == 3:  # whose last row attends to nothing
             assert not found[2].any()
-        decode._attentions.cache_clear()
 
     def test_attention_without_a_slot_or_with_the_least_of_floats(self):
         q, k, v = (
             self.normal(1, *n, 16, seed=len(n), dtype=HALF) for n in ((1, 4), (2, 0), (2, 0))
         )
         length = torch.tensor(5, device=self.device)
-        assert not self.kernels.kvcache_attention(q, k, v, length, None, 0.25).any()
+        assert not by_kernels("kvcache_attention", q, k, v, length, None, 0.25).any()
         k, v = (self.normal(1, 2, 40, 16, seed=seed, dtype=HALF) for seed in (1, 2))
         mask = torch.full((1, 1, 1, 40), torch.finfo(torch.float32).min, device=self.device)
         args = (q, k, v, length, mask, 0.25)
-        found = self.kernels.kvcache_attention(*args)
+        found = by_kernels("kvcache_attention", *args)
         mean = v[:, :, :5].double().mean(2).repeat_interleave(2, 1).view(1, 1, 4, 16)
         assert_close(found, mean)
 
@@ -228,8 +236,6 @@ class Kernel:
         many."""
         where = submodule("runtime.device")
         monkeypatch.setattr(where, "multiprocessor_count", lambda _: multiprocessors)
-        decode = submodule("attention.portable.decode")
-        decode._attentions.cache_clear()
         q = self.normal(2, 1, 4, 16, dtype=HALF)
         q[1] = torch.nan
         k, v = (self.normal(2, 2, 200, 16, seed=seed, dtype=HALF) for seed in (1, 2))
@@ -238,11 +244,10 @@ class Kernel:
         for kept in (None, mask, torch.zeros_like(mask, dtype=HALF)):
             args = (q, k, v, length, kept, 0.25)
             for found in (
-                self.kernels.kvcache_attention(*args),
+                by_kernels("kvcache_attention", *args),
                 reference.kvcache_attention(*args),
             ):
                 assert found[0].isfinite().all() and found[1].isnan().all()
-        decode._attentions.cache_clear()
 
 
 @interpreted
@@ -301,7 +306,7 @@ class TestCompiled(Kernel):
             own.append(y.transpose(1, 2))
         own = [y.transpose(1, 2) for y in module.apply_rotary_pos_emb(*own, x["cos"], x["sin"])]
         found = kernel.fused_qk_norm_rope(**x, offset=offset)
-        want = reference.qk_norm_rope_fwd(wide_call(call_of(x, offset=offset)))
+        want = reference.qk_norm_rope_fwd(*flat(wide_call(call_of(x, offset=offset))))
         for ours, theirs, right in zip(found, own, want):
             assert relative_error(ours, right) <= relative_error(theirs, right)
 
@@ -366,7 +371,7 @@ class TestCompiled(Kernel):
         x.update(q_weight=weight, k_weight=weight, norm="head", interleaved=False)
         y, _ = kernel.fused_qk_norm_rope(**x)
         x.update({name: x[name][:, -40:] for name in ("q", "k", "cos", "sin")})
-        want, _ = reference.qk_norm_rope_fwd(wide_call(call_of(x, offset=0.0)))
+        want, _ = reference.qk_norm_rope_fwd(*flat(wide_call(call_of(x, offset=0.0))))
         assert_close(y[:, -40:], want, factor=0.3)
         z = kernel.sigmoid_gate(y, q)[:, -40:]
         assert_close(

@@ -99,7 +99,7 @@ TIGHT = [
     ("gdn training, float32, head dims 256 and 256", "_key_bwd_kernel"),
     ("gdn training, bfloat16, head dims 256 and 256", "_query_bwd_kernel"),
     ("attention decode, head dim 160, torch.bool", "_kvcache_attention_kernel"),
-    ("projection, 33 tokens, one weight", "_project_few_kernel"),
+    ("projection, 33 tokens", "_project_few_kernel"),
 ]
 
 
@@ -110,8 +110,7 @@ TIGHT = [
     + [(chip, *case) for chip in ("sm_80", "sm_89", "sm_90") for case in TIGHT[2:]],
 )
 def test_widest_calls_fit(chip, call, kernel):
-    ((name, record),) = widest.launches(chip, call, kernel)
-    assert name == call
+    (record,) = [found for name, found in widest.launches(chip, call, kernel) if name == call]
     assert 32 * 1024 < widest.taken(call, chip, record) <= widest.SHARED[chip]
 
 

@@ -1,5 +1,6 @@
 """The choice of implementation, with kernel modules made up for the purpose."""
 
+import contextlib
 import types
 
 import pytest
@@ -15,9 +16,11 @@ class Module(types.SimpleNamespace):
         super().__init__()
         self.swiglu_fwd = lambda *args: name
         self.supports_swiglu_fwd = lambda *args: supports
+        self.prepare_swiglu_fwd = lambda call: (lambda: name) if supports else None
         if backward:
             self.swiglu_bwd = lambda *args: name
             self.supports_swiglu_bwd = lambda *args: supports
+            self.prepare_swiglu_bwd = self.prepare_swiglu_fwd
 
 
 @pytest.fixture
@@ -41,8 +44,21 @@ class OnGpu:
 
 def chosen(dispatch, needs_grad=False):
     dispatch.module._folders.cache_clear()
-    launch = dispatch.module.choose("swiglu.forward", "swiglu_fwd", needs_grad, (OnGpu(),))
+    family, name = "swiglu.forward", "swiglu_fwd"
+    launch = dispatch.module.choose(family, name, needs_grad, (OnGpu(),))
+    with set_aside(dispatch.module.records):
+        gradient = (family, "swiglu_bwd") if needs_grad else None
+        prepared = dispatch.module.prepare(family, name, OnGpu(), gradient)
+    assert (launch and launch()) == (prepared and prepared())
     return "reference" if launch is None else launch()
+
+
+@contextlib.contextmanager
+def set_aside(records):
+    """Inside, nothing is recorded."""
+    kept, records[:] = records[:], []
+    yield
+    records[:] = kept
 
 
 def test_first_that_supports_the_call(dispatch):

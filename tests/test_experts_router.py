@@ -5,12 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_close, relative_error, submodule
+from conftest import assert_close, prepared, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 from tiny_models import check_the_same, random_model, tokens
 
 reference, ops_shared = submodule("experts.reference"), submodule("experts.ops_shared")
-TopkOptions = submodule("experts.call").TopkOptions
+calls = submodule("experts.call")
+TopkOptions = calls.TopkOptions
 blocks = submodule("models.moe_blocks")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 OPTIONS = [
@@ -44,15 +45,23 @@ def topk_options(K, dtype, given):
     return TopkOptions(K, scoring, renormalize, given.get("scale", 1.0), dtype)
 
 
-def portable(name):
-    return submodule(f"experts.portable.{name}")
+def topk_bwd(dweights, logits, ids, options):
+    args = ("experts.portable.topk", "topk_bwd", calls.TopkGradient)
+    return prepared(*args, dweights, logits, ids, *options)
+
+
+def shared_fwd(*tensors):
+    return prepared("experts.portable.shared", "shared_fwd", calls.Shared, *tensors)
+
+
+def shared_bwd(*tensors):
+    return prepared("experts.portable.shared", "shared_bwd", calls.SharedGradient, *tensors)
 
 
 def by_kernel(logits, top_k, bias, scoring="softmax", renormalize=True, scale=1.0, dtype=None):
     options = TopkOptions(top_k, scoring, renormalize, scale, dtype or logits.dtype)
-    args = (logits, bias, options)
-    assert portable("topk").supports_topk_fwd(*args)
-    return portable("topk").topk_fwd(*args)
+    args = ("experts.portable.topk", "topk_fwd", calls.Topk)
+    return prepared(*args, logits, bias, *options)
 
 
 def distinct(logits):
@@ -148,7 +157,7 @@ def test_reference_gradients(options):
 @pytest.mark.parametrize("options", OPTIONS)
 def test_gradients_interpreted(options):
     for sizes in SIZES:
-        check_gradients(portable("topk").topk_bwd, *sizes, torch.float32, "cpu", **options)
+        check_gradients(topk_bwd, *sizes, torch.float32, "cpu", **options)
 
 
 @pytest.mark.gpu
@@ -156,7 +165,7 @@ def test_gradients_interpreted(options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients(options, dtype):
     for sizes in SIZES:
-        check_gradients(portable("topk").topk_bwd, *sizes, dtype, "cuda", **options)
+        check_gradients(topk_bwd, *sizes, dtype, "cuda", **options)
 
 
 @compiled
@@ -219,14 +228,14 @@ def check_shared(forward, backward, T, H, dtype, device="cpu"):
 @pytest.mark.parametrize("T, H", [(1, 8), (3, 200), (2, 5000)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_shared_interpreted(T, H, dtype):
-    check_shared(portable("shared").shared_fwd, portable("shared").shared_bwd, T, H, dtype)
+    check_shared(shared_fwd, shared_bwd, T, H, dtype)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("T, H", [(1, 8), (3, 200), (2, 5000), (700, 2048)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_shared(T, H, dtype):
-    check_shared(portable("shared").shared_fwd, portable("shared").shared_bwd, T, H, dtype, "cuda")
+    check_shared(shared_fwd, shared_bwd, T, H, dtype, "cuda")
 
 
 @compiled
@@ -533,4 +542,4 @@ def test_in_the_interpreter():
 
 
 if INTERPRETING:
-    portable("topk")
+    submodule("experts.portable.topk")

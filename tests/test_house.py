@@ -21,7 +21,17 @@ KINDS = {"chunks": 0, "call": 0, "reference": 1, "checks": 1, "portable": 1, "ho
 KERNELS = ("portable", "hopper")
 SHARED = ("chunks", "call")
 # of runtime: what is imported where there is no Triton
-EVERYWHERE = ("dispatch", "device", "tuning", "verify", "checks", "ops", "cache", "call")
+EVERYWHERE = (
+    "dispatch",
+    "device",
+    "tuning",
+    "verify",
+    "checks",
+    "ops",
+    "operation",
+    "cache",
+    "call",
+)
 API = 4
 MAX_FILE, MAX_KERNEL, MAX_FUNCTION = 400, 150, 60
 # Parameters. On the host more are a call (gdn/call.py); a kernel can take no object.

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TOLERANCE, assert_close, relative_error, submodule
+from conftest import TOLERANCE, assert_close, prepared, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 MODES = [("llama", 0.0), ("gemma", 1.0), ("gemma", 0.0)]
@@ -11,8 +11,18 @@ WIDTHS = [1, 7, 200, 20000] if INTERPRETING else [1, 7, 64, 2560, 4096, 5120, 81
 # The interpreter rounds to bf16 in its own way
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETING else [torch.bfloat16])
 HALF = (torch.float16, torch.bfloat16)
-reference, ops = submodule("norm.reference"), submodule("norm.ops")
-gates, gate_ops = submodule("swiglu.reference"), submodule("swiglu.ops_gate")
+reference, ops, calls = (submodule(f"norm.{x}") for x in ("reference", "ops", "call"))
+gates, gate_ops = submodule("swiglu.reference"), submodule("swiglu.ops")
+
+
+def forward(*fields):
+    """What the kernel makes of x, weight, residual, eps, mode, offset, after and keep."""
+    return prepared("norm.portable.rms_norm", "rms_norm_fwd", calls.RmsNorm, *fields)
+
+
+def gradients(*fields):
+    """dx and dweight by the kernels, of x, rstd, weight, dy, dtotal, offset and needs_weight."""
+    return prepared("norm.portable.rms_norm", "rms_norm_bwd", calls.RmsNormGradient, *fields)
 
 
 def modules(width: int):
@@ -96,7 +106,7 @@ def test_gradients_of_the_reference(kernel, mode, offset):
     y, total = norm(*leaves)
     dy, dtotal = torch.randn(2, *y.shape, dtype=torch.float64)
     expected = torch.autograd.grad((y, total), leaves, (dy, dtotal))
-    _, total, rstd = reference.rms_norm_fwd(x, weight, residual, 1e-3, mode, offset, True)
+    _, total, rstd = reference.rms_norm_fwd(x, weight, residual, 1e-3, mode, offset, False, True)
     dx, dweight = reference.rms_norm_bwd(total, rstd, weight, dy, dtotal, offset, True)
     for found, d in zip((dx, dweight, dx), expected):
         assert_close(found, d)
@@ -120,7 +130,7 @@ def test_what_is_kept_is_read_once(after):
     x, weight = x.requires_grad_(), torch.randn(8).requires_grad_()
     added = None if after is None else residual
     with torch.autograd.graph.saved_tensors_hooks(keep, give):
-        y, *_ = ops._rms_norm_fwd(x, weight, added, 1e-6, "llama", 0.0, True, bool(after))
+        y, *_ = ops.RMS_NORM.op(x, weight, added, 1e-6, "llama", 0.0, bool(after), True)
         y.sum().backward()
     assert x.grad is not None and sorted(read) == list(range(len(kept)))
 
@@ -155,12 +165,10 @@ class Kernel:
 
     def check(self, x, weight, residual, mode, offset, eps=1e-6):
         """Forward and backward against the reference; returns what the forward made."""
-        kernels = submodule("norm.portable.rms_norm")
         args = (x, weight, residual, eps, mode, offset)
-        assert kernels.supports_rms_norm_fwd(*args, True)
         poison(x)
-        y, total, rstd = kernels.rms_norm_fwd(*args, True)
-        ref_y, ref_total, ref_rstd = reference.rms_norm_fwd(*args, True)
+        y, total, rstd = forward(*args, False, True)
+        ref_y, ref_total, ref_rstd = reference.rms_norm_fwd(*args, False, True)
         assert_same_bits(y, ref_y)
         assert (total is None) == (residual is None)
         assert total is None or torch.equal(total, ref_total)
@@ -171,7 +179,7 @@ class Kernel:
         self.check_backward(normed, rstd, weight, dy, dtotal, offset, mode, eps)
         if residual is not None:
             poison(x)
-            found, none, rstd = kernels.rms_norm_fwd(*args, True, True)
+            found, none, rstd = forward(*args, True, True)
             ref, _, ref_rstd = reference.rms_norm_fwd(*args, True, True)
             assert none is None
             # where the sum cancels, an ulp of the norm is many of the sum
@@ -182,12 +190,11 @@ class Kernel:
 
     def check_backward(self, x, rstd, weight, dy, dtotal, offset, mode, eps):
         args = (x, rstd, weight, dy, dtotal, offset, weight is not None)
-        run = submodule("norm.portable.rms_norm").rms_norm_bwd
         poison(x)
-        dx, dweight = run(*args)
+        dx, dweight = gradients(*args)
         wide = [None if t is None else t.detach().double() for t in (x, weight)]
         leaves = [t.requires_grad_() for t in wide if t is not None]
-        y, *_ = reference.rms_norm_fwd(*wide, None, eps, mode, offset, True)
+        y, *_ = reference.rms_norm_fwd(*wide, None, eps, mode, offset)
         right, *more = torch.autograd.grad(y, leaves, dy.double())
         right = right if dtotal is None else right + dtotal.double()
         assert dx.dtype == x.dtype
@@ -197,7 +204,7 @@ class Kernel:
             assert dweight.dtype == weight.dtype
             assert_close(dweight, more[0], dtype=max(x.dtype, weight.dtype, key=TOLERANCE.get))
         # the interpreter runs one program after the other
-        again = (dx, dweight) if self.device == "cpu" else run(*args)
+        again = (dx, dweight) if self.device == "cpu" else gradients(*args)
         assert torch.equal(again[0], dx) and (weight is None or torch.equal(again[1], dweight))
 
     @pytest.mark.parametrize("D", WIDTHS)
@@ -210,14 +217,13 @@ class Kernel:
 
     def test_what_is_not_wanted_changes_nothing(self):
         """rstd, and the gradient of the weight."""
-        kernels = submodule("norm.portable.rms_norm")
         x, weight = self.normal(9, 136), self.normal(136)
         args = (x, weight, None, 1e-6, "llama", 0.0)
-        y, _, rstd = kernels.rms_norm_fwd(*args, True)
-        again, _, absent = kernels.rms_norm_fwd(*args, False)
+        y, _, rstd = forward(*args, False, True)
+        again, _, absent = forward(*args, False, False)
         assert absent is None and torch.equal(again, y)
-        dx, _ = kernels.rms_norm_bwd(x, rstd, weight, x, None, 0.0, True)
-        again, absent = kernels.rms_norm_bwd(x, rstd, weight, x, None, 0.0, False)
+        dx, _ = gradients(x, rstd, weight, x, None, 0.0, True)
+        again, absent = gradients(x, rstd, weight, x, None, 0.0, False)
         assert absent is None and torch.equal(again, dx)
 
     @pytest.mark.parametrize("weight_dtype", [*DTYPES, None])
@@ -243,13 +249,12 @@ class Kernel:
         self.check(wide[..., :D], self.normal(D, 2)[:, 0], None, "llama", 0.0)
 
     def test_many_rows_and_none(self):
-        kernels = submodule("norm.portable.rms_norm")
         M = 70 if INTERPRETING else 70000
         x, weight = self.normal(M, 24), self.normal(24)
         self.check(x, weight, x.flip(0), "gemma", 1.0)
-        y, total, rstd = kernels.rms_norm_fwd(x[:0], weight, x[:0], 1e-6, "llama", 0.0, True)
+        y, total, rstd = forward(x[:0], weight, x[:0], 1e-6, "llama", 0.0, False, True)
         assert y.shape == total.shape == (0, 24) and rstd.shape == (0,)
-        dx, dweight = kernels.rms_norm_bwd(x[:0], rstd, weight, y, None, 0.0, True)
+        dx, dweight = gradients(x[:0], rstd, weight, y, None, 0.0, True)
         assert dx.shape == (0, 24) and torch.equal(dweight, torch.zeros_like(weight))
 
     @pytest.mark.parametrize("dtype", DTYPES)
@@ -259,25 +264,27 @@ class Kernel:
         scales = (0.0, 1e-4, 1e-7, 200.0, 1.0)
         x[:5] *= torch.tensor(scales, device=self.device, dtype=dtype)[:, None]
         x[5, 3], x[6, 4] = float("inf"), float("nan")
-        weight, run = self.normal(160, dtype=dtype), submodule("norm.portable.rms_norm")
+        weight = self.normal(160, dtype=dtype)
         for mode, offset in MODES:
-            args = (x, weight, None, 1e-6, mode, offset, True)
-            y, ref = run.rms_norm_fwd(*args)[0], reference.rms_norm_fwd(*args)[0]
+            args = (x, weight, None, 1e-6, mode, offset, False, True)
+            y, ref = forward(*args)[0], reference.rms_norm_fwd(*args)[0]
             assert_same_bits(y[:5], ref[:5])
             assert torch.equal(y[5:].isnan(), ref[5:].isnan())
 
     @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "relu"])
     @pytest.mark.parametrize("dtype", DTYPES)
     def test_silu_mul(self, dtype, activation):
-        kernels = submodule("swiglu.portable.gate")
+        kinds, gate_module = submodule("swiglu.call"), "swiglu.portable.gate"
         joined = self.normal(9, 2 * 1100, dtype=dtype)
         for gate, up in (joined.chunk(2, 1), joined[:, :14].chunk(2, 1), (joined, joined.flip(0))):
             dz = self.normal(*gate.shape, dtype=dtype)
             poison(dz)
-            z = kernels.silu_mul_fwd(gate, up, activation)
-            found = (z, *kernels.silu_mul_bwd(gate, up, dz, activation))
+            args = (gate_module, "silu_mul_fwd", kinds.SiluMul, gate, up, activation)
+            z = prepared(*args)
+            args = (gate_module, "silu_mul_bwd", kinds.SiluMulGradient, gate, up, dz, activation)
+            found = (z, *prepared(*args))
             wide = gate.double(), up.double()
-            right = gates.silu_mul(*wide, activation)
+            right = gates.silu_mul_fwd(*wide, activation)
             for a, b in zip(found, (right, *gates.silu_mul_bwd(*wide, dz.double(), activation))):
                 assert_close(a, b, factor=0.5)
 
@@ -298,12 +305,13 @@ class TestGpu(Kernel):
             pytest.skip("needs 40 GiB")
         x = torch.randn(2**19 + 3, 4096, device="cuda", dtype=torch.bfloat16)
         weight = self.normal(4096, dtype=torch.bfloat16)
-        kernels = submodule("norm.portable.rms_norm")
-        y, _, rstd = kernels.rms_norm_fwd(x, weight, None, 1e-6, "llama", 0.0, True)
+        y, _, rstd = forward(x, weight, None, 1e-6, "llama", 0.0, False, True)
         last = x[-5:].clone()
-        right, _, rstd_last = reference.rms_norm_fwd(last, weight, None, 1e-6, "llama", 0.0, True)
+        right, _, rstd_last = reference.rms_norm_fwd(
+            last, weight, None, 1e-6, "llama", 0.0, False, True
+        )
         assert_same_bits(y[-5:], right)
-        dx, _ = kernels.rms_norm_bwd(x, rstd, weight, y, None, 0.0, True)
+        dx, _ = gradients(x, rstd, weight, y, None, 0.0, True)
         right, _ = reference.rms_norm_bwd(last, rstd_last, weight, y[-5:], None, 0.0, True)
         assert_close(dx[-5:], right)
 
@@ -374,14 +382,14 @@ def test_a_call_repeats_and_follows_its_arguments(kernel, device):
                 with torch.no_grad():
                     y = kernel.rms_norm(*args[:2], **options)
                     pair = kernel.rms_norm(*args[:2], residual=args[2], **options)
-                ref = reference.rms_norm_fwd(*args[:2], None, *args[3:], False)
+                ref = reference.rms_norm_fwd(*args[:2], None, *args[3:])
                 assert_same_bits(y, ref[0])
-                ref = reference.rms_norm_fwd(*args, False)
+                ref = reference.rms_norm_fwd(*args)
                 assert_same_bits(pair[0], ref[0])
                 assert torch.equal(pair[1], ref[1])
                 with torch.no_grad():
                     y = kernel.rms_norm(*args[:2], residual=args[2], after=True, **options)
-                assert_close(y, reference.rms_norm_fwd(*args, False, True)[0])
+                assert_close(y, reference.rms_norm_fwd(*args, True)[0])
         x = torch.randn_like(x)
     parameter = torch.nn.Parameter(weight)
     assert kernel.rms_norm(x, parameter).requires_grad
@@ -397,17 +405,19 @@ def test_opcheck(device):
     for args in ((x, weight, residual), (x, None, None), (x.bfloat16(), weight, None)):
         for keep in (False, True):
             torch.library.opcheck(
-                ops._rms_norm_fwd, (*args, 1e-6, "llama", 0.0, keep), test_utils=checks
+                ops.RMS_NORM.op, (*args, 1e-6, "llama", 0.0, False, keep), test_utils=checks
             )
     args = (x, weight, residual, 1e-6, "gemma", 0.0, True, True)
-    torch.library.opcheck(ops._rms_norm_fwd, args, test_utils=checks)
+    torch.library.opcheck(ops.RMS_NORM.op, args, test_utils=checks)
     rstd = torch.rand(5, device=device)
     for weight_too in (False, True):
         torch.library.opcheck(
-            ops._rms_norm_bwd, (x, rstd, weight, x, residual, 0.0, weight_too), test_utils=checks
+            ops.GRADIENT.op, (x, rstd, weight, x, residual, 0.0, weight_too), test_utils=checks
         )
-    torch.library.opcheck(gate_ops._silu_mul_fwd, (x, residual, "silu"), test_utils=checks)
-    torch.library.opcheck(gate_ops._silu_mul_bwd, (x, residual, x, "relu"), test_utils=checks)
+    torch.library.opcheck(gate_ops.SILU_MUL.op, (x, residual, "silu"), test_utils=checks)
+    torch.library.opcheck(
+        gate_ops.SILU_MUL_GRADIENT.op, (x, residual, x, "relu"), test_utils=checks
+    )
 
 
 @compiled

@@ -5,7 +5,8 @@ import torch
 from conftest import assert_close, submodule
 from interpreter import compiled, interpreted, rerun
 
-reference = submodule("projection.reference")
+reference, portable = submodule("projection.reference"), "projection.portable.project"
+calls = submodule("projection.call")
 
 # weights of Qwen3.5 (qkv, z, b, a), Qwen3-Next (two) and OLMo-Hybrid (six); rows past a tile
 ROWS = [(96, 64, 4, 4), (130, 8), (64, 64, 96, 96, 4, 4)]
@@ -17,27 +18,42 @@ def inputs(M, K, rows, dtype, device):
     return x, [torch.randn(n, K, device=device, dtype=dtype) * K**-0.5 for n in rows]
 
 
+def prepared(x, weights, activation=None):
+    return submodule(portable).prepare_project_fwd(calls.products(x, weights, activation))
+
+
+def product(x, weights, activation=None):
+    """By the kernels."""
+    call = calls.products(x, weights, activation)
+    return prepared(x, weights, activation)(*call.tensors)
+
+
+def right(x, weights, activation=None):
+    return reference.project_fwd(x.double(), *[w.double() for w in weights], activation)
+
+
 def check(dtype, device, monkeypatch):
-    portable = submodule("projection.portable.project")
     for rows in ROWS:
         for M in (1, 5, 16, 33, 64):
             x, weights = inputs(M, 192 if M < 16 else 128, rows, dtype, device)
-            assert portable.supports_project_fwd(x, weights, None)
-            y = portable.project_fwd(x, weights, None)
-            assert_close(y, reference.project_fwd(x.double(), [w.double() for w in weights], None))
+            assert_close(product(x, weights), right(x, weights))
     for K, rows in ((64, 3), (192, 40), (1600, 70)):  # less than a tile, several, and a rest
         x, weights = inputs(1, K, (rows, rows), dtype, device)
         for activation in ("silu", "gelu_tanh", "relu"):
-            z = portable.project_fwd(x, weights, activation)
-            ref = reference.project_fwd(x.double(), [w.double() for w in weights], activation)
-            assert_close(z, ref)
+            z = product(x, weights, activation)
+            assert_close(z, right(x, weights, activation))
+            down = torch.randn(K, rows, device=device, dtype=dtype) * rows**-0.5
+            call = calls.TokenMlp.of((x, *weights, down, activation))
+            y = submodule(portable).prepare_token_mlp_fwd(call)(*call.tensors)
+            assert_close(y, z.double() @ down.double().T)
     for K, rows, parts in ((64, 1, 1), (192, 70, 3), (448, 130, 3), (576, 64, 5)):
-        monkeypatch.setattr(portable, "parts_of_k", lambda x, weight, parts=parts: parts)
+        monkeypatch.setattr(submodule(portable), "parts_of_k", lambda x, weight, parts=parts: parts)
         for M in (1, 5, 64):
             x, weights = inputs(M, K, (rows,), dtype, device)
-            assert portable.supports_project_fwd(x, weights, None) == (M == 1 or parts > 1)
-            y = portable.Projection(None, x, *weights)(x, *weights)
-            assert_close(y, reference.project_fwd(x.double(), [w.double() for w in weights], None))
+            if M == 1 or parts > 1:
+                assert_close(product(x, weights), right(x, weights))
+            else:
+                assert prepared(x, weights) is None
 
 
 @interpreted
@@ -61,38 +77,35 @@ def test_on_a_gpu(dtype, monkeypatch):
 @compiled
 def test_parts_of_one_weight():
     """As many programs as the GPU has SMs; the same bits in every run."""
-    portable = submodule("projection.portable.project")
     processors = torch.cuda.get_device_properties(0).multi_processor_count
     for M, K, rows in ((2, 2048, 512), (64, 4096, 2560), (17, 9216, 2560), (64, 1024, 64)):
         x, weights = inputs(M, K, (rows,), torch.bfloat16, "cuda")
-        parts = portable.parts_of_k(x, *weights)
+        parts = submodule(portable).parts_of_k(x, *weights)
         if not submodule("runtime.device").overlaps_launches(x.device):
             assert parts == 1
             continue
         assert parts == min(processors // -(-rows // 64), K // 512) > 1
-        y = portable.project_fwd(x, weights, None)
-        assert_close(y, reference.project_fwd(x.double(), [w.double() for w in weights], None))
-        assert all(torch.equal(y, portable.project_fwd(x, weights, None)) for _ in range(3))
+        y = product(x, weights)
+        assert_close(y, right(x, weights))
+        assert all(torch.equal(y, product(x, weights)) for _ in range(3))
     x, weights = inputs(8, 4096, (16384,), torch.bfloat16, "cuda")
-    assert not portable.supports_project_fwd(x, weights, None)  # fills the GPU without
+    assert prepared(x, weights) is None  # fills the GPU without
 
 
 @compiled
 def test_what_is_refused():
     """More tokens than a decoding batch, other dtypes, odd widths, weights that are not dense."""
-    supports = submodule("projection.portable.project").supports_project_fwd
     x, weights = inputs(4, 128, (96, 8), torch.bfloat16, "cpu")
-    assert supports(x, weights, None)
-    assert not supports(x.repeat(17, 1), weights, None)
-    assert not supports(x.float(), [w.float() for w in weights], None)
-    assert not supports(x[:, :100], [w[:, :100] for w in weights], None)
-    assert not supports(x, [w.t().contiguous().t() for w in weights], None)
-    assert not supports(x, weights * 4, None)
+    assert prepared(x, weights)
+    assert not prepared(x.repeat(17, 1), weights)
+    assert not prepared(x.float(), [w.float() for w in weights])
+    assert not prepared(x[:, :100], [w[:, :100] for w in weights])
+    assert not prepared(x, [w.t().contiguous().t() for w in weights])
     pair = [weights[0], weights[0]]
-    assert supports(x[:1], pair, "silu")
-    assert not supports(x, pair, "silu")  # a gate: of one token alone
-    assert not supports(x[:1], pair, "gelu")
-    assert not supports(x[:1], weights, "silu") and not supports(x[:1], pair * 2, "silu")
+    assert prepared(x[:1], pair, "silu")
+    assert not prepared(x, pair, "silu")  # a gate: of one token alone
+    assert not prepared(x[:1], pair, "gelu")
+    assert not prepared(x[:1], weights, "silu") and not prepared(x[:1], pair * 2, "silu")
 
 
 @compiled
@@ -101,7 +114,27 @@ def test_without_a_kernel_the_modules_are_called(kernel):
     project = submodule("projection.project").project
     x, weights = inputs(4, 128, (96, 8), torch.bfloat16, "cpu")
     with torch.no_grad():
-        assert project(x[None], weights) is None
+        assert project(x[None], weights) is None and project(x, weights * 4) is None
+
+
+@compiled
+def test_one_graph(kernel):
+    """Tracing sees the operators where a chip has kernels."""
+    pytest.importorskip("triton.experimental.gluon")
+    recording, device = submodule("runtime.recording"), submodule("runtime.device")
+    project = submodule("projection.project")
+    x, (w, v) = inputs(1, 128, (96, 96), torch.bfloat16, "cpu")
+    down = torch.empty(128, 128).bfloat16()
+
+    def step(x, w, v):
+        z = project.mlp_of_a_token(x, w, w.clone(), v.new_empty(128, 96), "silu")
+        return project.project(x, [w, v]), project.project(x, [down]), z
+
+    with torch.no_grad(), recording.recorded(device.Chip("NVIDIA_H200", (9, 0), 132)) as records:
+        (a, b), (c,), z = torch.compile(step, backend="eager", fullgraph=True)(x, w, v)
+    assert (a.shape, b.shape, c.shape, z.shape) == ((1, 96), (1, 96), (1, 128), (1, 128))
+    names = [record.name for record in records]
+    assert names.count("project_token_kernel") == 2 and names.count("gated_token_kernel") == 1
 
 
 @pytest.mark.gpu
@@ -125,7 +158,7 @@ def test_the_mlp_of_few_tokens(kernel):
                 assert_close(y, mlp(x))  # by what is remembered of the call
                 assert_close(y, exact(x.double()))
                 assert_close(mlp(x[0, 0]), exact(x[0, 0].double()))  # [K]
-    assert seen[False, 1].keys() == {"project_fwd"}
+    assert seen[False, 1].keys() == {"token_mlp_fwd"}
     if submodule("runtime.device").overlaps_launches(x.device):
         assert seen[False, 2].keys() == {"swiglu_fwd", "project_fwd"}
     few = ((False, 1), (False, 2))

@@ -1,8 +1,10 @@
 """The SwiGLU kernels against the reference in fp64: hopper and portable, and what each promises."""
 
+import functools
+
 import pytest
 import torch
-from conftest import assert_close, relative_error, submodule
+from conftest import assert_close, prepared, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 reference = submodule("swiglu.reference")
@@ -59,14 +61,9 @@ def check(run, args, activation):
 
 
 def serve(implementation):
-    """swiglu_fwd of an implementation, which must accept the call."""
-    module = submodule(f"swiglu.{implementation}.forward")
-
-    def run(*args):
-        assert module.supports_swiglu_fwd(*args)
-        return module.swiglu_fwd(*args)
-
-    return run
+    """swiglu_fwd of an implementation."""
+    kind = submodule("swiglu.call").Swiglu
+    return functools.partial(prepared, f"swiglu.{implementation}.forward", "swiglu_fwd", kind)
 
 
 # one row; less than a tile; one tile; several tiles with ragged edges, K below and above a block
@@ -237,10 +234,10 @@ def test_hopper_chooses_by_waves(monkeypatch):
 
 @compiled
 def test_hopper_declines_what_the_copy_engine_cannot_read():
-    supports = submodule("swiglu.hopper.forward").supports_swiglu_fwd
+    hopper, kind = submodule("swiglu.hopper.forward"), submodule("swiglu.call").Swiglu
 
     def served(*args):
-        return supports(*args, None, None, "silu")
+        return hopper.prepare_swiglu_fwd(kind.of((*args, None, None, "silu"))) is not None
 
     def pair(N, K, layout="separate"):
         return weights(N, K, torch.bfloat16, layout, "cpu")
@@ -256,6 +253,29 @@ def test_hopper_declines_what_the_copy_engine_cannot_read():
     w = pair(64, 64)[0]
     assert not served(x, w, w)  # nothing between gate and up
     assert not served(x, w, pair(64, 64, "interleaved")[1])  # strides differ
+
+
+@compiled
+@pytest.mark.parametrize("grad", [False, True])
+def test_other_addresses_of_a_known_call(kernel, grad):
+    """TMA reads at multiples of 16 bytes alone: elsewhere a call like one before is portable's."""
+    pytest.importorskip("triton.experimental.gluon")
+    recording, device = submodule("runtime.recording"), submodule("runtime.device")
+    spare = torch.empty(128 * 64 + 1).bfloat16()
+    w = [x.requires_grad_(grad) for x in torch.empty(2, 64, 64).bfloat16().unbind()]
+    with recording.recorded(device.Chip("NVIDIA_H200", (9, 0), 132)) as records:
+        names = []
+        for first in (0, 0, 1, 0):
+            x = spare[first:][: 128 * 64].view(128, 64).detach().requires_grad_(grad)
+            z = kernel.fused_swiglu(x, *w)
+            if grad:
+                torch.autograd.grad(z, (x, *w), torch.ones_like(z))
+            names.append([record.name for record in records])
+            records.clear()
+    gates = ["_gate_fwd_kernel", "_gate_bwd_kernel"]
+    assert names[2] == (gates if grad else ["_swiglu_fwd_kernel"])
+    hopper = [*gates, "_swiglu_dx_kernel"] if grad else ["swiglu_fwd_kernel"]
+    assert names[0] == names[1] == names[3] == hopper
 
 
 if INTERPRETING:

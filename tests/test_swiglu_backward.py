@@ -109,23 +109,23 @@ def check_operators(device, dtype):
     has it, and which the backward overwrites.
     """
     some = ("test_schema", "test_autograd_registration", "test_faketensor")
-    gated, mlp = submodule("swiglu.ops_train"), submodule("swiglu.ops_mlp")
+    gated, mlp = submodule("swiglu.ops"), submodule("swiglu.ops_mlp")
     (x, w_gate, w_up, w_down, b_gate, b_up, b_down), dy = inputs(20, 24, 16, 8, dtype, device)
     leaves = [t.requires_grad_() for t in (x, w_gate, w_up, w_down, b_gate, b_up, b_down)]
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = leaves
     for args in ((x, w_gate, w_up, b_gate, b_up), (x, w_gate, w_up, None, None)):
-        torch.library.opcheck(gated._swiglu_saving_fwd, (*args, "silu"), test_utils=some)
+        torch.library.opcheck(gated.SAVING.op, (*args, "silu"), test_utils=some)
     for recompute, keep_z in ((False, False), (True, False), (False, True)):
         modes = ("silu", recompute, keep_z, False)
-        torch.library.opcheck(mlp._swiglu_mlp_fwd, (*leaves, *modes), test_utils=some)
+        torch.library.opcheck(mlp.SAVING.op, (*leaves, *modes), test_utils=some)
     tensors = [t.detach() for t in leaves]
     gate_up = torch.randn(20, 48, device=device).to(dtype)
     needs = [True, True, False, True, False, True]
     args = (dy, *tensors[:6], gate_up, None, "silu", needs)
-    torch.library.opcheck(mlp._swiglu_mlp_bwd, args)
+    torch.library.opcheck(mlp.GRADIENT.op, args)
     dz = torch.randn(20, 24, device=device).to(dtype)
     args = (dz, *tensors[:3], gate_up, "silu", needs[:5])
-    torch.library.opcheck(gated._swiglu_bwd, args)
+    torch.library.opcheck(gated.GRADIENT.op, args)
 
 
 @interpreted

@@ -5,11 +5,7 @@ from typing import Optional, Tuple
 
 from torch import Tensor
 
-from ..runtime.cache import CallCache, fast_path_ok
-from . import checks, ops
-from .call import QkNormRope, QkOptions
-
-_rotations, _gates, _attentions = CallCache(), CallCache(), CallCache()
+from .ops import KVCACHE_ATTENTION, QK_NORM_ROPE, SIGMOID_GATE, WITH_CACHE
 
 
 def fused_qk_norm_rope(
@@ -78,16 +74,8 @@ def fused_qk_norm_rope(
         (torch.Size([2, 5, 8, 64]), torch.Size([2, 5, 2, 64]))
     """
     tensors = (q, k, cos, sin, q_weight, k_weight, v, key_cache, value_cache, cache_position)
-    options = (eps, casting_mode, offset, norm, interleaved)
-    plan = _rotations.find(tensors, options) if fast_path_ok() else None
-    if plan is not None:
-        return plan(*tensors)
-    checks.fused_qk_norm_rope(*tensors, *options)
-    checks.holds_cache_position(cache_position, k, key_cache)
-    call = QkNormRope(*tensors, QkOptions(float(eps), float(offset), norm == "all", interleaved))
-    if fast_path_ok():
-        _rotations.keep(tensors, options, ops.plan_qk_norm_rope(call))
-    return ops.qk_norm_rope(call)
+    operation = QK_NORM_ROPE if key_cache is None else WITH_CACHE
+    return operation(tensors, (eps, casting_mode, offset, norm, interleaved))
 
 
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
@@ -109,13 +97,7 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
         >>> sigmoid_gate(torch.randn(2, 5, 8, 64), gate).shape
         torch.Size([2, 5, 8, 64])
     """
-    plan = _gates.find((x, gate), ()) if fast_path_ok() else None
-    if plan is not None:
-        return plan(x, gate)
-    checks.sigmoid_gate(x, gate)
-    if fast_path_ok():
-        _gates.keep((x, gate), (), ops.plan_sigmoid_gate(x, gate))
-    return ops.sigmoid_gate(x, gate)
+    return SIGMOID_GATE((x, gate))
 
 
 def attention_with_kvcache(
@@ -156,12 +138,4 @@ def attention_with_kvcache(
         torch.Size([2, 1, 8, 64])
     """
     tensors = (q, k_cache, v_cache, cache_seqlens, attention_mask)
-    plan = _attentions.find(tensors, (softmax_scale,)) if fast_path_ok() else None
-    if plan is not None:
-        return plan(*tensors)
-    checks.attention_with_kvcache(*tensors, softmax_scale)
-    checks.holds_cache_seqlens(cache_seqlens, k_cache)
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    if fast_path_ok():
-        _attentions.keep(tensors, (softmax_scale,), ops.plan_kvcache_attention(*tensors, scale))
-    return ops.kvcache_attention(*tensors, scale)
+    return KVCACHE_ATTENTION(tensors, (softmax_scale,))

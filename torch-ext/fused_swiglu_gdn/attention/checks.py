@@ -18,9 +18,9 @@ from ..runtime.checks import (
     is_one_of,
     is_tensor,
     readable,
-    remembered,
     same_device,
 )
+from .call import KvCacheAttention, KvOptions, QkNormRope, QkOptions, SigmoidGate
 
 NORMS = ("head", "all")
 
@@ -84,11 +84,9 @@ def _caches(q, v, key_cache, value_cache, cache_position, sizes) -> None:
         )
 
 
-@remembered
-def fused_qk_norm_rope(
-    q, k, cos, sin, q_weight, k_weight, v, key_cache, value_cache, cache_position,
-    eps, casting_mode, offset, norm, interleaved,
-) -> None:  # fmt: skip
+def fused_qk_norm_rope(call: QkNormRope) -> QkNormRope:
+    *tensors, (eps, casting_mode, offset, norm, interleaved) = call
+    q, k, cos, sin, q_weight, k_weight, v, key_cache, value_cache, cache_position = tensors
     sizes: dict = {}
     has_shape("q", q, "B T HQ D", sizes)
     has_shape("k", k, "B T HK D", sizes)
@@ -119,9 +117,11 @@ def fused_qk_norm_rope(
                     f"{name} must not require a gradient where caches are given, which are written "
                     "in place: call under torch.no_grad()"
                 )
+    _holds_cache_position(cache_position, k, key_cache)
+    return QkNormRope(*tensors, QkOptions(float(eps), float(offset), norm == "all", interleaved))
 
 
-def holds_cache_position(cache_position, k, key_cache) -> None:
+def _holds_cache_position(cache_position, k, key_cache) -> None:
     """Checks that the cache has a slot for each token; on a GPU the kernel checks, and writes
     NaN."""
     if not readable(cache_position):
@@ -134,7 +134,7 @@ def holds_cache_position(cache_position, k, key_cache) -> None:
         )
 
 
-def holds_cache_seqlens(cache_seqlens, k_cache) -> None:
+def _holds_cache_seqlens(cache_seqlens, k_cache) -> None:
     """Checks that no more slots are filled than exist; on a GPU the kernel clamps the length."""
     if not readable(cache_seqlens):
         return
@@ -146,19 +146,18 @@ def holds_cache_seqlens(cache_seqlens, k_cache) -> None:
         )
 
 
-@remembered
-def sigmoid_gate(x, gate) -> None:
+def sigmoid_gate(call: SigmoidGate) -> SigmoidGate:
+    x, gate, _ = call
     is_tensor("x", x)
     is_floating("x", x)
     has_shape_of("gate", gate, "x", x)
     is_floating("gate", gate)
     same_device("gate", gate, "x", x)
+    return call
 
 
-@remembered
-def attention_with_kvcache(
-    q, k_cache, v_cache, cache_seqlens, attention_mask, softmax_scale
-) -> None:
+def attention_with_kvcache(call: KvCacheAttention) -> KvCacheAttention:
+    q, k_cache, v_cache, cache_seqlens, attention_mask, (softmax_scale,) = call
     sizes = {"1": 1}
     has_shape("q", q, "B 1 HQ D", sizes)
     has_shape("k_cache", k_cache, "B HK S D", sizes)
@@ -184,3 +183,6 @@ def attention_with_kvcache(
             raise ValueError(f"attention_mask must have batch {sizes['B']} or 1, got {sizes['N']}")
     if softmax_scale is not None:
         is_number("softmax_scale", softmax_scale)
+    _holds_cache_seqlens(cache_seqlens, k_cache)
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
+    return KvCacheAttention(*call.tensors, KvOptions(scale))

@@ -52,8 +52,12 @@ def _apart(y: Tensor, x: Tensor) -> Tensor:
     return y.clone() if y is x else y
 
 
-def qk_norm_rope_fwd(call: QkNormRope) -> Tuple[Tensor, Tensor]:
-    """q [B, T, HQ, D] and k [B, T, HK, D] in fp32, rounded once; k and v written to the caches."""
+def qk_norm_rope_fwd(*fields) -> Tuple[Tensor, Tensor]:
+    """q [B, T, HQ, D] and k [B, T, HK, D] in fp32, rounded once; k and v written to the caches.
+
+    fields: of QkNormRope, in its order.
+    """
+    call = QkNormRope.of(fields)
     options, turn = call.options, (call.cos, call.sin, call.options.interleaved)
     q, k = (
         _apart(_rotated(_normed(at_least_fp32(x), weight, options), *turn), x)
@@ -127,9 +131,10 @@ def qk_norm_rope_bwd(
     sin: Optional[Tensor],
     q_weight: Optional[Tensor],
     k_weight: Optional[Tensor],
-    options: QkOptions,
+    *fields,
 ) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
-    """The gradients of q, k and the weights."""
+    """The gradients of q, k and the weights. fields: of QkOptions."""
+    options = QkOptions(*fields)
     (first, dq_weight), (second, dk_weight) = (
         _norm_gradients(_bent(at_least_fp32(d), cos, sin, options.interleaved), x, weight, options)
         for d, x, weight in ((dq, q, q_weight), (dk, k, k_weight))

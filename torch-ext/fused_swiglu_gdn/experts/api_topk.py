@@ -5,11 +5,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..runtime.cache import CallCache, fast_path_ok
-from . import checks, ops_topk
-from .call import TopkOptions
-
-_calls = CallCache()
+from .ops_topk import TOPK
 
 
 def fused_topk(
@@ -56,12 +52,4 @@ def fused_topk(
         >>> index.shape, weights.sum(-1).allclose(torch.ones(5))
         (torch.Size([5, 2]), True)
     """
-    given, kind = (logits, bias), (top_k, scoring, renormalize, scale, dtype)
-    plan = _calls.find(given, kind) if fast_path_ok() else None
-    if plan is not None:
-        return plan(logits, bias)
-    checks.fused_topk(logits, bias, *kind)
-    options = TopkOptions(top_k, scoring, bool(renormalize), float(scale), dtype or logits.dtype)
-    if fast_path_ok():
-        _calls.keep(given, kind, ops_topk.plan_topk(logits, bias, options))
-    return ops_topk.topk(logits, bias, options)
+    return TOPK((logits, bias), (top_k, scoring, renormalize, scale, dtype))

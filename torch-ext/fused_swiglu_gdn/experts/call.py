@@ -1,4 +1,4 @@
-"""Options of calls of the experts and of the router, and constants that operators and kernels
+"""Calls of the experts and of the router, and constants that operators and kernels
 share.
 
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
@@ -8,6 +8,8 @@ from typing import NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
+
+from ..runtime.call import NoOptions, call
 
 
 class ExpertsOptions(NamedTuple):
@@ -49,6 +51,39 @@ class TopkOptions(NamedTuple):
     renormalize: bool
     scale: float
     dtype: torch.dtype  # of the weights
+
+
+@call
+class Topk(NamedTuple):
+    logits: Tensor  # [T, E]
+    bias: Optional[Tensor]  # [E]
+    options: TopkOptions
+
+
+@call
+class TopkGradient(NamedTuple):
+    dweights: Tensor  # [T, K]
+    logits: Tensor  # [T, E]
+    ids: Tensor  # [T, K]
+    options: TopkOptions
+
+
+@call
+class Shared(NamedTuple):
+    routed: Tensor  # [T, H]
+    shared: Tensor  # [T, H]
+    x: Tensor  # [T, H]
+    w_gate: Tensor  # [H]
+    options: NoOptions
+
+
+@call
+class SharedGradient(NamedTuple):
+    dout: Tensor  # [T, H]
+    shared: Tensor  # [T, H]
+    x: Tensor  # [T, H]
+    w_gate: Tensor  # [H]
+    options: NoOptions
 
 
 NO_BIASES = Biases()

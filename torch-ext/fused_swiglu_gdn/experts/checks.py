@@ -16,6 +16,7 @@ from ..runtime.checks import (
     remembered,
     same_device,
 )
+from .call import Topk, TopkOptions
 
 SCORINGS = ("softmax", "sigmoid")
 
@@ -51,8 +52,8 @@ def fused_experts(
         is_number("limit", limit, "positive", " or None")
 
 
-@remembered
-def fused_topk(logits, bias, top_k, scoring, renormalize, scale, dtype) -> None:
+def fused_topk(call: Topk) -> Topk:
+    logits, bias, (top_k, scoring, renormalize, scale, dtype) = call
     sizes: dict = {}
     has_shape("logits", logits, "T E", sizes)
     is_floating("logits", logits)
@@ -66,3 +67,5 @@ def fused_topk(logits, bias, top_k, scoring, renormalize, scale, dtype) -> None:
     is_number("scale", scale, "positive")
     if dtype is not None:
         is_floating_dtype("dtype", dtype, ", or None")
+    options = TopkOptions(top_k, scoring, bool(renormalize), float(scale), dtype or logits.dtype)
+    return Topk(logits, bias, options)

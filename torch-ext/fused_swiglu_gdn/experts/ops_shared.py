@@ -1,38 +1,26 @@
-"""The operator that adds a block's shared expert to the output of its routed experts."""
-
-from typing import Tuple
+"""Adding a block's shared expert to the output of its routed experts, as an operation."""
 
 from torch import Tensor
 
-from ..runtime.ops import no_second_derivative, operator, run, serve
+from ..runtime.operation import Operation
 from . import reference
+from .call import Shared, SharedGradient
 
 FAMILY = "experts.shared"
 
 
-@operator("experts_shared_fwd", like=("routed",))
-def _shared_fwd(
-    routed: Tensor,  # [T, H]
-    shared: Tensor,  # [T, H]
-    x: Tensor,  # [T, H]
-    w_gate: Tensor,  # [H]
-) -> Tensor:  # [T, H]
-    return serve(FAMILY, "shared_fwd", reference.shared_fwd, (routed, shared, x, w_gate))
-
-
-@operator("experts_shared_bwd")
-def _shared_bwd(
-    dout: Tensor,  # [T, H]
-    shared: Tensor,  # [T, H]
-    x: Tensor,  # [T, H]
-    w_gate: Tensor,  # [H]
-) -> Tuple[Tensor, Tensor, Tensor]:  # dshared, dx, the gradient of <x, w_gate> [T]
-    return serve(FAMILY, "shared_bwd", reference.shared_bwd, (dout, shared, x, w_gate))
-
-
-@_shared_bwd.register_fake
-def _(dout, shared, x, w_gate):
+def _gradients(call: SharedGradient) -> tuple:
+    shared, x = call.shared, call.x
     return shared.new_empty(shared.shape), x.new_empty(x.shape), x.new_empty(x.shape[0])
+
+
+SHARED = Operation(
+    FAMILY, "shared_fwd", Shared, reference, like=("routed",), schema="experts_shared_fwd"
+)
+GRADIENT = Operation(
+    FAMILY, "shared_bwd", SharedGradient, reference, outputs=3, fake=_gradients,
+    schema="experts_shared_bwd",
+)  # fmt: skip
 
 
 def _save(ctx, inputs, output):
@@ -41,18 +29,16 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dout):
     shared, x, w_gate = ctx.saved_tensors
-    dshared, dx, dgate = _shared_bwd(dout, shared, x, w_gate)
+    dshared, dx, dgate = GRADIENT.op(dout, shared, x, w_gate)
     return dout, dshared, dx, dgate @ x if ctx.needs_input_grad[3] else None
 
 
-_shared_fwd.register_autograd(_backward, setup_context=_save)
-no_second_derivative(_shared_bwd, "a block with a shared expert")
+SHARED.register_gradient(_save, _backward, GRADIENT, "a block with a shared expert")
 
 
-def add_shared(routed, shared, x, w_gate) -> Tensor:
+def add_shared(routed: Tensor, shared: Tensor, x: Tensor, w_gate: Tensor) -> Tensor:
     """routed + sigmoid(<x, w_gate>) shared.
 
     x, routed and shared [T, H] and w_gate [H] are of one dtype.
     """
-    args = (routed, shared, x, w_gate)
-    return run(FAMILY, "shared_fwd", _shared_fwd, reference.shared_fwd, args)
+    return SHARED((routed, shared, x, w_gate))

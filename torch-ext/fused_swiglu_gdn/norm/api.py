@@ -4,10 +4,7 @@ from typing import Optional, Tuple, Union
 
 from torch import Tensor
 
-from ..runtime.cache import CallCache, fast_path_ok
-from . import checks, ops
-
-_calls = CallCache()
+from .ops import RMS_NORM
 
 
 def rms_norm(
@@ -53,14 +50,6 @@ def rms_norm(
         >>> y.shape, residual.shape
         (torch.Size([3, 5, 16]), torch.Size([3, 5, 16]))
     """
-    tensors, options = (x, weight, residual), (eps, casting_mode, offset, after)
-    run = _calls.find(tensors, options) if fast_path_ok() else None
-    if run is None:
-        checks.rms_norm(*tensors, *options)
-        args = (*tensors, float(eps), casting_mode, float(offset), after)
-        if fast_path_ok():
-            _calls.keep(tensors, options, ops.plan_rms_norm(*args))
-        found = ops.rms_norm(*args)
-    else:
-        found = run(x, weight, residual)
-    return found[0] if residual is None or after else found[:2]
+    tensors = (x, weight, residual)
+    y, total, _ = RMS_NORM(tensors, (eps, casting_mode, offset, after))
+    return y if residual is None or after else (y, total)

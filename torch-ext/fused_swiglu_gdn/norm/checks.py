@@ -8,14 +8,15 @@ from ..runtime.checks import (
     is_floating,
     is_number,
     is_one_of,
-    remembered,
 )
+from ..runtime.ops import needs_grad
+from .call import RmsNorm, RmsNormOptions
 
 CASTING_MODES = ("llama", "gemma")
 
 
-@remembered
-def rms_norm(x, weight, residual, eps, casting_mode, offset, after) -> None:
+def rms_norm(call: RmsNorm) -> RmsNorm:
+    x, weight, residual, (eps, casting_mode, offset, after) = call
     has_last("x", x, "D")
     is_floating("x", x)
     if weight is not None:
@@ -32,3 +33,5 @@ def rms_norm(x, weight, residual, eps, casting_mode, offset, after) -> None:
         raise TypeError(f"after must be a bool, got {after!r}")
     if after and residual is None:
         raise ValueError("residual must be given with after=True, got None")
+    options = RmsNormOptions(float(eps), casting_mode, float(offset), after, needs_grad(call))
+    return RmsNorm(x, weight, residual, options)

@@ -26,8 +26,8 @@ def rms_norm_fwd(
     eps: float,
     casting_mode: str,
     offset: float,
-    keep: bool,
     after: bool = False,
+    keep: bool = False,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """y [..., D], x + residual [..., D] or None, 1 / sqrt(mean(x^2) + eps) [...] or None.
 

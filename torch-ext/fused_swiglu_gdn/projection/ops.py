@@ -1,49 +1,42 @@
-"""The operator of projections of a few tokens. Forward only."""
-
-from typing import List, Optional
+"""Projections of a few tokens as operations. Forward only."""
 
 import torch
 from torch import Tensor
 
-from ..runtime import dispatch
 from ..runtime.dtypes import HALF
-from ..runtime.ops import operator, plan, run, serve
+from ..runtime.operation import Operation
 from . import reference
-from .call import MAX_TOKENS
+from .call import MAX_TOKENS, Project, TokenMlp
 
-PROJECT = ("projection.project", "project_fwd")
-
-
-@operator("project_fwd")
-def _project_fwd(
-    x: Tensor,  # [M, K]
-    weights: List[Tensor],  # [N_i, K] each
-    activation: Optional[str],
-) -> Tensor:  # [M, N]
-    return serve(*PROJECT, reference.project_fwd, (x, weights, activation))
+FAMILY = "projection.project"
 
 
-@_project_fwd.register_fake
-def _(x, weights, activation):
-    rows = [w.shape[0] for w in weights]
-    return x.new_empty(x.shape[0], sum(rows) if activation is None else rows[0])
-
-
-def is_served(x, weights, activation) -> bool:
-    """True if a kernel computes these products; else the modules themselves are as fast."""
-    if not dispatch.has_kernels(*PROJECT, x.device.type, x.device.index):
-        return False
+def _gains(call):
+    """The call, or None if the modules themselves are as fast, or must compute it."""
+    x, *weights, _ = call
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type) or not x.numel():
+        return None
+    alike = [w for w in weights if w is not None and (w.dtype, w.device) == (x.dtype, x.device)]
+    if len(alike) < len([w for w in weights if w is not None]):
+        return None
+    if any([w.shape[1:] != x.shape[-1:] for w in (alike[:2] if type(call) is TokenMlp else alike)]):
+        return None
     if torch.compiler.is_compiling():
         # a single weight of several tokens may be cuBLAS's, which is told by the device
-        few = x.shape[0] <= (MAX_TOKENS if activation is None and len(weights) > 1 else 1)
-        return few and x.dtype in HALF and x.shape[1] % 64 == 0
-    return dispatch.choose(*PROJECT, False, (x, weights, activation)) is not None
+        few = MAX_TOKENS if type(call) is Project and len(alike) > 1 else 1
+        tokens, K = x.numel() // x.shape[-1], x.shape[-1]
+        return call if tokens <= few and x.dtype in HALF and K % 64 == 0 else None
+    return call
 
 
-def project(x, weights, activation) -> Tensor:
-    return run(*PROJECT, _project_fwd, reference.project_fwd, (x, weights, activation))
+def _result(call: Project) -> Tensor:
+    x, *weights, (activation,) = call
+    rows = [w.shape[0] for w in weights if w is not None]
+    return x.new_empty(*x.shape[:-1], sum(rows) if activation is None else rows[0])
 
 
-def plan_project(x, weights, activation):
-    """Returns a function of the tensors for all eager calls that match this one, or None."""
-    return plan(*PROJECT, (x, weights, activation))
+PROJECT = Operation(FAMILY, "project_fwd", Project, reference, check=_gains, fake=_result)
+TOKEN_MLP = Operation(
+    FAMILY, "token_mlp_fwd", TokenMlp, reference, check=_gains,
+    fake=lambda call: call.x.new_empty(*call.x.shape[:-1], call.w_down.shape[0]),
+)  # fmt: skip

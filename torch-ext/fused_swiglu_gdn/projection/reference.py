@@ -1,6 +1,6 @@
 """Projections of a few tokens, in plain torch."""
 
-from typing import List, Optional
+from typing import Optional
 
 import torch
 import torch.nn.functional as F
@@ -8,13 +8,22 @@ import torch.nn.functional as F
 from ..swiglu.reference import swiglu_fwd
 
 
-def project_fwd(
-    x: torch.Tensor,  # [M, K]
-    weights: List[torch.Tensor],  # [N_i, K] each
-    activation: Optional[str],
-) -> torch.Tensor:  # [M, N]
-    """x W_i^T for each i, side by side; with an activation, act(x W_0^T) * (x W_1^T)."""
+def project_fwd(x: torch.Tensor, *weights_and_activation) -> torch.Tensor:
+    """x W_i^T for each i, side by side; with an activation, act(x W_0^T) * (x W_1^T).
+
+    x [..., K]; weights [N_i, K] or None, then the activation or None -> [..., N].
+    """
+    *weights, activation = weights_and_activation
     if activation is not None:
-        w_gate, w_up = weights
-        return swiglu_fwd(x, w_gate, w_up, None, None, activation)
-    return torch.cat([F.linear(x, w) for w in weights], dim=-1)
+        return swiglu_fwd(x, *weights[:2], None, None, activation)
+    return torch.cat([F.linear(x, w) for w in weights if w is not None], dim=-1)
+
+
+def token_mlp_fwd(
+    x: torch.Tensor,  # [..., K]
+    w_gate: torch.Tensor,  # [N, K]
+    w_up: torch.Tensor,  # [N, K]
+    w_down: torch.Tensor,  # [K, N]
+    activation: Optional[str],
+) -> torch.Tensor:  # [..., K]
+    return F.linear(swiglu_fwd(x, w_gate, w_up, None, None, activation), w_down)

@@ -180,4 +180,5 @@ def fast_path_ok() -> bool:
         return False
     if forward_ad._current_level >= 0 or torch.compiler.is_dynamo_compiling():
         return False
-    return not (torch.compiler._is_compiling_flag or torch._C._len_torch_dispatch_stack())
+    # an export that is not by dynamo traces in a mode
+    return not torch._C._len_torch_dispatch_stack()

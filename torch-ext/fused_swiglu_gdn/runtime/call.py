@@ -3,6 +3,10 @@
 import typing
 
 
+class NoOptions(typing.NamedTuple):
+    """The options of a call that has none."""
+
+
 def call(kind: type) -> type:
     """Adds `device`, `tensors` and `of` to a call type.
 

@@ -81,7 +81,8 @@ def has_kernels(family: str, operation: str, device_type: str, index: Optional[i
     if forced == "reference":
         return False
     folders = _folders(device_type, index)
-    return any(hasattr(_module(folder, family), operation) for folder in folders)
+    modules = [_module(folder, family) for folder in folders]
+    return any([hasattr(x, operation) or _has(x, operation) for x in modules])
 
 
 @functools.cache
@@ -104,6 +105,33 @@ def serves(family: str, operation: str, x: torch.Tensor, compiling: Optional[boo
     if torch.compiler.is_compiling() if compiling is None else compiling:
         return has_kernels(family, operation, where.type, where.index)
     return has_kernels_at(family, operation, where)
+
+
+def prepare(
+    family: str, operation: str, call, gradient: Optional[Tuple[str, str]] = None
+) -> Optional[Callable]:
+    """A function of the call's tensors by the first folder that computes the call, or None.
+
+    It is for all calls with the same facts (runtime/cache.py). gradient: family and name of another
+    operation that some folder must have as well.
+    """
+    where = call.device
+    folders = [x for x in _folders(where.type, where.index) if forced in (None, x)]
+    if gradient is None or any([_has(_module(x, gradient[0]), gradient[1]) for x in folders]):
+        for folder in folders:
+            module = _module(folder, family)
+            found = None
+            if _has(module, operation):
+                found = getattr(module, f"prepare_{operation}")(call)
+            if found is not None:
+                _record(operation, folder)
+                return found
+    _record(operation, "reference")
+    return None
+
+
+def _has(module, operation: str) -> bool:
+    return hasattr(module, f"prepare_{operation}")
 
 
 def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Optional[Callable]]:

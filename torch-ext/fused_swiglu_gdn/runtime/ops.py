@@ -4,6 +4,7 @@ The arguments of an operation are tensors and options, or a call object, which h
 """
 
 import inspect
+import math
 import typing
 from typing import Callable, Optional, Tuple
 
@@ -290,12 +291,19 @@ def dense(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     return x if x is None or x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
-def shares_memory(view: torch.Tensor, x: torch.Tensor) -> bool:
-    """True if x and a view or copy of it begin at the same address.
+def rows_of(x: torch.Tensor) -> Optional[torch.Tensor]:
+    """x [..., K] as a view [M, K] with dense rows, or None if it must be copied first."""
+    try:
+        rows = x if x.ndim == 2 else x.view(math.prod(x.shape[:-1]), x.shape[-1])
+    except RuntimeError:
+        return None
+    return rows if rows.stride(1) == 1 or rows.shape[1] <= 1 else None
 
-    False inside vmap and other transforms, where tensors have no address.
-    """
-    return not transformed() and view.data_ptr() == x.data_ptr()
+
+def in_rows(x: torch.Tensor) -> torch.Tensor:
+    """x [..., K] as [M, K] with dense rows, a view if possible."""
+    rows = rows_of(x)
+    return rows_of(x.contiguous()) if rows is None else rows
 
 
 def present(x, like: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,13 @@
 """SwiGLU: both projections and the gate, and the whole MLP."""
 
-import operator
 from typing import Optional
 
 from torch import Tensor
 
-from ..runtime.activations import SAME
-from ..runtime.cache import CallCache, fast_path_ok
 from ..runtime.main_grad import into_main_grad
-from ..runtime.ops import autocast, dense, shares_memory
-from . import checks, ops, ops_gate
-
-_calls, _gates = CallCache(), CallCache()
+from ..runtime.ops import autocast
+from .ops import SILU_MUL, SWIGLU
+from .ops_mlp import MLP
 
 
 def fused_swiglu(
@@ -52,29 +48,7 @@ def fused_swiglu(
         >>> fused_swiglu(x, w_gate, w_up).shape
         torch.Size([5, 96])
     """
-    tensors, options = (x, w_gate, w_up, b_gate, b_up), (activation,)
-    plan = _calls.find(tensors, options) if fast_path_ok() else None
-    if plan is not None:
-        z = plan(*tensors)
-        if z is not None:
-            return z
-    given = tensors
-    x, w_gate, w_up, b_gate, b_up = tensors = autocast(*given)
-    checks.fused_swiglu(*tensors, activation)
-    activation = SAME.get(activation, activation)
-    b_gate, b_up = dense(b_gate), dense(b_up)
-    rows, tensors = _rows(x), (x, w_gate, w_up, b_gate, b_up)
-    shape = (*x.shape[:-1], w_gate.shape[0])
-    if plan is None and fast_path_ok() and shares_memory(rows, x):
-        if all(map(operator.is_, tensors, given)):
-            _calls.keep(tensors, options, ops.plan_swiglu(rows, *tensors[1:], activation, shape))
-    z = ops.swiglu(rows, w_gate, w_up, b_gate, b_up, activation)
-    return z if x.ndim == 2 else z.view(shape)
-
-
-def _rows(x: Tensor) -> Tensor:
-    """x as [M, K] with a contiguous last dimension."""
-    return dense(x if x.ndim == 2 else x.flatten(0, -2) if x.ndim > 2 else x[None])
+    return SWIGLU((x, w_gate, w_up, b_gate, b_up), (activation,))
 
 
 def fused_swiglu_mlp(
@@ -118,20 +92,14 @@ def fused_swiglu_mlp(
         >>> y.shape, w_down.grad.shape
         (torch.Size([2, 5, 64]), torch.Size([64, 96]))
     """
-    modes = checks.training_modes(recompute, keep_z, main_grad)
     given = (w_gate, w_up, w_down)
     x, *weights, b_gate, b_up, b_down = autocast(x, *given, b_gate, b_up, b_down)
     if main_grad:  # what autocast made of a weight has none
         weights = [
             w if w is own else autocast(into_main_grad(own))[0] for w, own in zip(weights, given)
         ]
-    w_gate, w_up, w_down = weights
-    checks.fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation)
-    activation = SAME.get(activation, activation)
-    biases = map(dense, (b_gate, b_up, b_down))
-    args = (_rows(x), w_gate, w_up, w_down, *biases, activation, *modes)
-    y = ops.swiglu_mlp(*args)
-    return y if x.ndim == 2 else y.view(*x.shape[:-1], w_down.shape[0])
+    options = (activation, recompute, keep_z, main_grad)
+    return MLP((x, *weights, b_gate, b_up, b_down), options)
 
 
 def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
@@ -157,13 +125,4 @@ def silu_mul(gate: Tensor, up: Tensor, *, activation: str = "silu") -> Tensor:
         >>> silu_mul(gate, up).shape
         torch.Size([2, 5, 96])
     """
-    tensors, options = (gate, up), (activation,)
-    serve = _gates.find(tensors, options) if fast_path_ok() else None
-    if serve is not None:
-        return serve(gate, up)
-    checks.silu_mul(gate, up, activation)
-    activation = SAME.get(activation, activation)
-    rows = _rows(gate), _rows(up)
-    if fast_path_ok() and all(map(shares_memory, rows, tensors)):
-        _gates.keep(tensors, options, ops_gate.plan_silu_mul(*rows, activation, gate.shape))
-    return ops_gate.silu_mul(*rows, activation).view(gate.shape)
+    return SILU_MUL((gate, up), (activation,))

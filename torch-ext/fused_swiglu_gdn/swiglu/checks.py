@@ -1,10 +1,8 @@
 """Checks of the SwiGLU functions."""
 
-from typing import Tuple
-
 import torch
 
-from ..runtime.activations import OF_SWIGLU
+from ..runtime.activations import OF_SWIGLU, SAME
 from ..runtime.checks import (
     agrees,
     are_flags,
@@ -16,12 +14,11 @@ from ..runtime.checks import (
     is_int,
     is_one_of,
     is_tensor,
-    remembered,
 )
+from .call import MlpOptions, SiluMul, Swiglu, SwigluMlp, SwigluOptions
 
 
-@remembered
-def fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> None:
+def _projections(x, w_gate, w_up, b_gate, b_up, activation) -> None:
     has_last("x", x, "K")
     is_floating("x", x)
     sizes = {"K": x.shape[-1]}
@@ -33,23 +30,35 @@ def fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> None:
     is_one_of("activation", activation, OF_SWIGLU)
 
 
-@remembered
-def fused_swiglu_mlp(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation) -> None:
-    fused_swiglu(x, w_gate, w_up, b_gate, b_up, activation)
+def _named(activation: str) -> str:
+    return SAME.get(activation, activation)
+
+
+def fused_swiglu(call: Swiglu) -> Swiglu:
+    _projections(*call.tensors, *call.options)
+    return Swiglu(*call.tensors, SwigluOptions(*map(_named, call.options)))
+
+
+def fused_swiglu_mlp(call: SwigluMlp) -> SwigluMlp:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, (activation, *modes) = call
+    _projections(x, w_gate, w_up, b_gate, b_up, activation)
+    modes = _training_modes(*modes)
     sizes = {"N": w_gate.shape[0]}
     has_shape("w_down", w_down, "O N", sizes)
     _biases((("b_down", b_down),), "O", sizes)
     agrees("w_down", w_down, "x", x)
     agrees("b_down", b_down, "x", x)
+    return SwigluMlp(*call.tensors, MlpOptions(_named(activation), *modes))
 
 
-@remembered
-def silu_mul(gate, up, activation) -> None:
+def silu_mul(call: SiluMul) -> SiluMul:
+    gate, up, (activation,) = call
     has_last("gate", gate, "N")
     is_floating("gate", gate)
     has_shape_of("up", up, "gate", gate)
     agrees("up", up, "gate", gate)
     is_one_of("activation", activation, OF_SWIGLU)
+    return SiluMul(gate, up, SwigluOptions(_named(activation)))
 
 
 def _biases(named, dim: str, sizes) -> None:
@@ -58,7 +67,7 @@ def _biases(named, dim: str, sizes) -> None:
             has_shape(name, bias, dim, sizes)
 
 
-def training_modes(recompute: bool, keep_z: bool, main_grad: bool) -> Tuple[bool, bool, bool]:
+def _training_modes(recompute: bool, keep_z: bool, main_grad: bool) -> tuple:
     are_flags(recompute=recompute, keep_z=keep_z, main_grad=main_grad)
     if main_grad and torch.compiler.is_compiling():
         raise NotImplementedError("main_grad=True is for eager mode, not torch.compile")

@@ -1,62 +1,108 @@
-"""The SwiGLU operator and its dispatch."""
+"""SwiGLU and its gate as operations; ops_mlp.py has the whole MLP.
 
-from typing import Optional
+SwiGLU saves x and gate_up [M, 2 N] for its gradient; the backward overwrites gate_up with its
+gradient, so a second backward over the same graph raises. The gate alone saves gate and up.
+"""
 
-import torch.nn.functional as F
+from typing import Optional, Sequence
+
 from torch import Tensor
 
 from ..runtime.activations import BY_TORCH
-from ..runtime.main_grad import into_main_grad
-from ..runtime.ops import operator, plan, run, serve
-from . import ops_train as training
-from . import reference
-from .ops_mlp import swiglu_mlp_train
+from ..runtime.dtypes import SERVED
+from ..runtime.operation import Operation
+from ..runtime.ops import PLAIN
+from . import checks, reference
+from .call import SiluMul, SiluMulGradient, Swiglu, SwigluGradient
 
-FORWARD = ("swiglu.forward", "swiglu_fwd")
-
-
-@operator("swiglu_fwd")
-def _swiglu_fwd(
-    x: Tensor,  # [M, K]
-    w_gate: Tensor,  # [N, K]
-    w_up: Tensor,  # [N, K]
-    b_gate: Optional[Tensor],  # [N]
-    b_up: Optional[Tensor],  # [N]
-    activation: str,
-) -> Tensor:  # [M, N]
-    args = (x, w_gate, w_up, b_gate, b_up, activation)
-    return serve(*FORWARD, reference.swiglu_fwd, args)
+TRAINING = "swiglu.backward"
 
 
-@_swiglu_fwd.register_fake
-def _(x, w_gate, w_up, b_gate, b_up, activation):
-    return x.new_empty(x.shape[0], w_gate.shape[0])
+def differentiable(call) -> bool:
+    """True if kernels may compute the gradients of SwiGLU, or of the MLP.
 
-
-def swiglu(x, w_gate, w_up, b_gate, b_up, activation) -> Tensor:
-    args = (x, w_gate, w_up, b_gate, b_up, activation)
-    if training.trains(*args[:5]) and activation not in BY_TORCH:
-        return training.swiglu_train(*args)
-    return run(*FORWARD, _swiglu_fwd, reference.swiglu_fwd, args)
-
-
-def plan_swiglu(x, w_gate, w_up, b_gate, b_up, activation, shape):
-    """Returns a function of the tensors for all eager calls that match this one, or None.
-
-    The function takes any x [.., K] with these rows and makes z of the shape given. It returns
-    None, without computing anything, if the kernel cannot take the addresses of a call.
+    They take every size and layout. Tensor subclasses (DTensor) stay with torch.
     """
-    make = plan(*FORWARD, (x, w_gate, w_up, b_gate, b_up, activation))
-    return None if make is None else make(shape)
+    plain = all([x is None or type(x) in PLAIN for x in call.tensors])
+    return plain and call.x.dtype in SERVED and call.options.activation not in BY_TORCH
 
 
-def swiglu_mlp(
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute, keep_z, main_grad
-) -> Tensor:
-    """y [M, D] = swiglu(...) @ w_down.T + b_down."""
-    tensors = (x, w_gate, w_up, w_down, b_gate, b_up, b_down)
-    if training.trains(*tensors) and activation not in BY_TORCH:
-        return swiglu_mlp_train(*tensors, activation, recompute, keep_z, main_grad)
-    if main_grad:
-        w_gate, w_up, w_down = map(into_main_grad, (w_gate, w_up, w_down))
-    return F.linear(swiglu(x, w_gate, w_up, b_gate, b_up, activation), w_down, b_down)
+def _result(call) -> Tensor:
+    return call.x.new_empty(*call.x.shape[:-1], call.w_gate.shape[0])
+
+
+def saved(call) -> Tensor:
+    """gate_up [M, 2 N], empty."""
+    K, N = call.x.shape[-1], call.w_gate.shape[0]
+    return call.x.new_empty(call.x.numel() // max(K, 1), 2 * N)
+
+
+def gradients_like(call) -> list:
+    """Empty dx, dw, db_gate, db_up; an absent gradient is None."""
+    (N, K), needs = call.w_gate.shape, call.options.needs
+    weights = N * (needs[1] + needs[2])
+    shapes = (call.x.shape, (weights, K), (N,), (N,))
+    wanted = (needs[0], needs[1] or needs[2], *needs[3:5])
+    return [call.x.new_empty(shape) if w else None for shape, w in zip(shapes, wanted)]
+
+
+def apart(gradients: Sequence[Optional[Tensor]], needs: Sequence[bool]) -> list:
+    """Splits gradients into dx, dw_gate, dw_up, db_gate, db_up, None if not needed.
+
+    The gradients of the two weights share a tensor.
+    """
+    dx, dw, db_gate, db_up = gradients[:4]
+    both = needs[1] and needs[2]
+    dw_gate, dw_up = dw.chunk(2) if both else (dw, dw)
+    found = (dx, dw_gate, dw_up, db_gate, db_up)
+    return [gradient if needed else None for gradient, needed in zip(found, needs)]
+
+
+SAVING = Operation(
+    TRAINING, "swiglu_saving_fwd", Swiglu, None, differentiable=differentiable, outputs=2,
+    fake=lambda call: (_result(call), saved(call)),
+)  # fmt: skip
+GRADIENT = Operation(
+    TRAINING, "swiglu_bwd", SwigluGradient, None, written=("gate_up",), outputs=4,
+    fake=gradients_like,
+)  # fmt: skip
+SWIGLU = Operation(
+    "swiglu.forward", "swiglu_fwd", Swiglu, reference, check=checks.fused_swiglu, autocasts=True,
+    fake=_result, train=SAVING,
+)  # fmt: skip
+SILU_MUL = Operation(
+    "swiglu.gate", "silu_mul_fwd", SiluMul, reference, check=checks.silu_mul, like=("gate",)
+)
+SILU_MUL_GRADIENT = Operation(
+    "swiglu.gate", "silu_mul_bwd", SiluMulGradient, reference, like=("gate", "up"), outputs=2
+)
+
+
+def _save(ctx, inputs, output):
+    x, w_gate, w_up, _, _, ctx.activation = inputs
+    ctx.save_for_backward(x, w_gate, w_up, output[1])
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # zeros as large as what is kept
+
+
+def _backward(ctx, dz, _):
+    if dz is None:
+        return (None,) * 6
+    needs = list(ctx.needs_input_grad[:5])
+    gradients = GRADIENT.op(dz, *ctx.saved_tensors, ctx.activation, needs)
+    return (*apart(gradients, needs), None)
+
+
+SAVING.register_gradient(_save, _backward, GRADIENT)
+
+
+def _save_gate(ctx, inputs, output) -> None:
+    gate, up, ctx.activation = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _gate_backward(ctx, dz):
+    return (*SILU_MUL_GRADIENT.op(*ctx.saved_tensors, dz, ctx.activation), None)
+
+
+SILU_MUL.register_gradient(_save_gate, _gate_backward, SILU_MUL_GRADIENT, "silu_mul")

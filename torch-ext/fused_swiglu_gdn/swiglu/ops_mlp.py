@@ -1,82 +1,53 @@
-"""The whole SwiGLU MLP with gradients by kernels; ops_train.py has SwiGLU alone.
+"""The whole SwiGLU MLP as an operation; ops.py has SwiGLU alone.
 
-The forward saves x and gate_up [M, 2 N]; with recompute only x, with keep_z also z. With main_grad
-the weights' gradients are added, in fp32, to the `main_grad` of weights that have one.
+For its gradient it saves x and gate_up [M, 2 N]; with recompute only x, with keep_z also z. With
+main_grad the weights' gradients are added, in fp32, to the `main_grad` of weights that have one.
 """
-
-from typing import List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from ..runtime import dispatch
-from ..runtime.main_grad import stand_in
-from ..runtime.ops import dense, operator
-from .ops_train import apart, launcher, shapes
+from ..runtime.main_grad import into_main_grad, stand_in
+from ..runtime.operation import Operation
+from . import checks
+from .call import MlpGradient, SwigluMlp
+from .ops import SWIGLU, TRAINING, apart, differentiable, gradients_like, saved
 
 
-@operator("swiglu_mlp_fwd")
-def _swiglu_mlp_fwd(
-    x: Tensor,  # [M, K]
-    w_gate: Tensor,  # [N, K]
-    w_up: Tensor,  # [N, K]
-    w_down: Tensor,  # [D, N]
-    b_gate: Optional[Tensor],  # [N]
-    b_up: Optional[Tensor],  # [N]
-    b_down: Optional[Tensor],  # [D]
-    activation: str,
-    recompute: bool,
-    keep_z: bool,
-    main_grad: bool,  # False where it is traced
-) -> Tuple[Tensor, Tensor, Tensor]:  # y [M, D], gate_up [M, 2 N], z [M, N]: None if not kept
-    args, gate_up = (x, w_gate, w_up, b_gate, b_up, activation), None
-    if recompute:
-        z = dispatch.choose("swiglu.forward", "swiglu_fwd", False, args)(*args)
-    else:
-        z, gate_up = launcher("swiglu_saving_fwd", *args)
-    return F.linear(z, w_down, b_down), gate_up, z if keep_z else None
+def _composed(call: SwigluMlp) -> Tensor:
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down, (activation, _, _, main_grad) = call
+    if main_grad:
+        w_gate, w_up, w_down = map(into_main_grad, (w_gate, w_up, w_down))
+    return F.linear(SWIGLU((x, w_gate, w_up, b_gate, b_up), (activation,)), w_down, b_down)
 
 
-@_swiglu_mlp_fwd.register_fake
-def _(x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute, keep_z, main_grad):
-    M, N = x.shape[0], w_gate.shape[0]
-    gate_up = x.new_empty((0,) if recompute else (M, 2 * N))
-    return x.new_empty(M, w_down.shape[0]), gate_up, x.new_empty((M, N) if keep_z else (0,))
+def _results(call: SwigluMlp) -> tuple:
+    """y, gate_up and z; None if not kept."""
+    x, gate_up = call.x, saved(call)
+    z = x.new_empty(gate_up.shape[0], call.w_gate.shape[0]) if call.options.keep_z else None
+    y = x.new_empty(*x.shape[:-1], call.w_down.shape[0])
+    return y, None if call.options.recompute else gate_up, z
 
 
-@operator("swiglu_mlp_bwd", mutates_args=("gate_up",))
-def _swiglu_mlp_bwd(
-    dy: Tensor,  # [M, D]
-    x: Tensor,  # [M, K]
-    w_gate: Tensor,  # [N, K]
-    w_up: Tensor,  # [N, K]
-    w_down: Tensor,  # [D, N]
-    b_gate: Optional[Tensor],  # [N]
-    b_up: Optional[Tensor],  # [N]
-    gate_up: Optional[Tensor],  # [M, 2 N], overwritten
-    z: Optional[Tensor],  # [M, N]
-    activation: str,
-    needs: List[bool],
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # dx, dw, db_gate, db_up, dw_down
-    tensors = (x, w_gate, w_up, w_down, b_gate, b_up, gate_up, z)
-    return _run_bwd(dy, *tensors, activation, needs, (None, None, None))
+def _gradients(call: MlpGradient) -> tuple:
+    w_down = call.w_down
+    dw_down = w_down.new_empty(w_down.shape) if call.options.needs[5] else None
+    return (*gradients_like(call), dw_down)
 
 
-def _run_bwd(
-    dy, x, w_gate, w_up, w_down, b_gate, b_up, gate_up, z, activation, needs, main_grads
-) -> tuple:
-    if gate_up is None:
-        gate_up = launcher("swiglu_projections", x, w_gate, w_up, b_gate, b_up)
-    args = (dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads)
-    return launcher("swiglu_mlp_bwd", *args)
-
-
-@_swiglu_mlp_bwd.register_fake
-def _(dy, x, w_gate, w_up, w_down, b_gate, b_up, gate_up, z, activation, needs):
-    found = [*shapes(x, w_gate, needs), w_down.shape if needs[5] else (0,)]
-    return tuple([x.new_empty(shape) for shape in found])
+SAVING = Operation(
+    TRAINING, "swiglu_mlp_fwd", SwigluMlp, None, differentiable=differentiable, outputs=3,
+    fake=_results,
+)  # fmt: skip
+GRADIENT = Operation(
+    TRAINING, "swiglu_mlp_bwd", MlpGradient, None, written=("gate_up",), outputs=5, fake=_gradients
+)
+MLP = Operation(
+    TRAINING, "swiglu_mlp", SwigluMlp, _composed, check=checks.fused_swiglu_mlp, train=SAVING,
+    schema=None,
+)  # fmt: skip
 
 
 def _save(ctx, inputs, output):
@@ -96,27 +67,24 @@ def _backward(ctx, dy, *_):
         return (None,) * 11
     x, gate, up, down, b_gate, b_up, b_down = ctx.needs_input_grad[:7]
     needs = [x, gate, up, b_gate, b_up, down]
-    args = (dense(dy), *ctx.saved_tensors, ctx.activation, needs)
+    args = (dy, *ctx.saved_tensors, ctx.activation, needs)
     if any(weight is not None for weight in ctx.mains):
-        gradients = _run_bwd(*args, [w if w is None else w.main_grad for w in ctx.mains])
+        main_grads = [w if w is None else w.main_grad for w in ctx.mains]
+        gradients = GRADIENT.launcher(args)(*args[:9], main_grads=main_grads)
         if args[7] is not None:
             increment_version(args[7])
     else:
-        gradients = _swiglu_mlp_bwd(*args)
+        gradients = GRADIENT.op(*args)
     here = [n and w is None for n, w in zip((gate, up, down), ctx.mains)]
     dx, *weights, db_gate, db_up = apart(gradients, [x, *here[:2], b_gate, b_up])
     weights.append(gradients[4] if here[2] else None)
     for i, (needed, weight) in enumerate(zip((gate, up, down), ctx.mains)):
         if needed and weight is not None:
             weights[i] = stand_in(weight)
-    db_down = dy.sum(0, dtype=torch.float32).to(dy.dtype) if b_down else None  # [D]
+    db_down = None
+    if b_down:
+        db_down = dy.flatten(0, -2).sum(0, dtype=torch.float32).to(dy.dtype)  # [D]
     return (dx, *weights, db_gate, db_up, db_down, None, None, None, None)
 
 
-_swiglu_mlp_fwd.register_autograd(_backward, setup_context=_save)
-
-
-def swiglu_mlp_train(*args) -> Tensor:
-    """y [M, D] of x, w_gate, w_up, w_down, b_gate, b_up, b_down, activation, recompute, keep_z,
-    main_grad."""
-    return _swiglu_mlp_fwd(*args)[0]
+SAVING.register_gradient(_save, _backward, GRADIENT)

@@ -28,20 +28,20 @@ SLOPES = {  # by d, the gradient of act(x), and x: the gradient of x
 
 
 def swiglu_fwd(
-    x: torch.Tensor,  # [M, K]
+    x: torch.Tensor,  # [..., K]
     w_gate: torch.Tensor,  # [N, K]
     w_up: torch.Tensor,  # [N, K]
     b_gate: Optional[torch.Tensor],  # [N]
     b_up: Optional[torch.Tensor],  # [N]
     activation: str,
 ) -> torch.Tensor:
-    """z [M, N] in the dtype of x; the gate is applied in fp32 and rounded once."""
-    gate = at_least_fp32(F.linear(x, w_gate, b_gate))  # [M, N]
-    up = at_least_fp32(F.linear(x, w_up, b_up))  # [M, N]
+    """z [..., N] in the dtype of x; the gate is applied in fp32 and rounded once."""
+    gate = at_least_fp32(F.linear(x, w_gate, b_gate))  # [..., N]
+    up = at_least_fp32(F.linear(x, w_up, b_up))  # [..., N]
     return (ACTIVATIONS[activation](gate) * up).to(x.dtype)
 
 
-def silu_mul(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def silu_mul_fwd(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """act(gate) * up of tensors [..., N], in fp32, rounded once to their dtype."""
     return (ACTIVATIONS[activation](at_least_fp32(gate)) * at_least_fp32(up)).to(gate.dtype)
 

@@ -8,34 +8,20 @@ filled; a second launch combines the parts (arXiv:2311.01282), unless there is o
 Sizes: B rows, HQ and HK heads, G = HQ / HK, S slots, D head dim.
 """
 
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
-from ...runtime.cache import CallCache
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch, named
-from ...runtime.ops import dense
-from .rotary import contiguous_like
+from ...runtime.operation import contiguous_like, on_copies
+from ..call import KvCacheAttention
 
 MAX_HEAD, MAX_SPLITS, WAVES = 256, 64, 2
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-def supports_kvcache_attention(q, k_cache, v_cache, cache_seqlens, mask, scale) -> bool:
-    """True for fp16 and bf16, head dims up to 256 and caches with a contiguous last dimension."""
-    D = q.shape[3]
-    return (
-        q.dtype in HALF
-        and q.shape[2] > 0
-        and 0 < D <= MAX_HEAD
-        and k_cache.stride(3) == 1
-        and v_cache.stride(3) == 1
-        and (mask is None or mask.dtype != torch.float64)
-    )
 
 
 @triton.jit
@@ -195,84 +181,71 @@ def count_parts(where: torch.device, programs: int, blocks: int) -> int:
     return max(1, min(most, triton.next_power_of_2(blocks), MAX_SPLITS))
 
 
-class Attention:
-    """The launches for all calls with the same shapes, strides, dtypes and scale.
+def prepare_kvcache_attention(call: KvCacheAttention) -> Optional[Callable]:
+    """(q, k_cache, v_cache, cache_seqlens, mask) -> y [B, 1, HQ, D]: one launch if one part fills
+    the device, else two.
 
-    The last dimensions are contiguous.
+    For fp16 and bf16, head dims up to 256 and caches with a contiguous last dimension.
     """
+    q, k_cache, v_cache, cache_seqlens, mask, (scale,) = call
+    (B, _, HQ, D), (HK, S) = q.shape, k_cache.shape[1:3]
+    if q.dtype not in HALF or HQ == 0 or not 0 < D <= MAX_HEAD:
+        return None
+    if k_cache.stride(3) != 1 or v_cache.stride(3) != 1:
+        return None
+    if mask is not None and mask.dtype == torch.float64:
+        return None
+    if q.stride(3) != 1:
+        return on_copies(prepare_kvcache_attention, call, lambda q, *more: (q.contiguous(), *more))
+    config = tuning.lookup("portable_kvcache_attention", q.device, D=D)
+    BLOCK_G, BLOCK_N = 16 if HQ // HK <= 16 else 32, config["BLOCK_N"]
+    programs = B * HK * -(-HQ // (HK * BLOCK_G))
+    splits = count_parts(q.device, programs, -(-S // BLOCK_N))
+    pdl = device.overlaps_launches(q.device) and splits > 1
+    shared = {
+        "HQ": HQ, "HK": HK, "D": D, "SPLITS": splits, "BLOCK_N": BLOCK_N, "PDL": pdl,
+        "BLOCK_D": triton.next_power_of_2(D),
+    }  # fmt: skip
+    mask_steps = (0, 0)
+    if mask is not None:
+        mask_steps = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3))
+    step = cache_seqlens.stride(0) if cache_seqlens.ndim else 0
+    constexprs, options = named(
+        _kvcache_attention_kernel, **shared, BLOCK_G=BLOCK_G, num_warps=config["num_warps"],
+        num_stages=config["num_stages"],
+    )  # fmt: skip
+    split = Launch(
+        _kvcache_attention_kernel, programs * splits, q.device,
+        numbers=(
+            (q.stride(0), q.stride(2)), k_cache.stride()[:3], v_cache.stride()[:3], mask_steps,
+            step, B, S, scale,
+        ),
+        constexprs=constexprs, options=options, guarded=True,
+    )  # fmt: skip
+    make, size = contiguous_like(q), B * HQ * splits * (D + 2)
+    combine = None if splits == 1 else _combination(q, step, S, shared)
 
-    __slots__ = ("split", "combine", "make", "parts")
-
-    def __init__(self, q, k_cache, v_cache, cache_seqlens, mask, scale):
-        (B, _, HQ, D), (HK, S) = q.shape, k_cache.shape[1:3]
-        self.make = contiguous_like(q)
-        config = tuning.lookup("portable_kvcache_attention", q.device, D=D)
-        BLOCK_G, BLOCK_N = 16 if HQ // HK <= 16 else 32, config["BLOCK_N"]
-        programs = B * HK * -(-HQ // (HK * BLOCK_G))
-        splits = count_parts(q.device, programs, -(-S // BLOCK_N))
-        self.parts = 0 if splits == 1 else B * HQ * splits * (D + 2)
-        pdl = device.overlaps_launches(q.device) and splits > 1
-        shared = {
-            "HQ": HQ, "HK": HK, "D": D, "SPLITS": splits, "BLOCK_N": BLOCK_N, "PDL": pdl,
-            "BLOCK_D": triton.next_power_of_2(D),
-        }  # fmt: skip
-        mask_steps = (0, 0)
-        if mask is not None:
-            mask_steps = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3))
-        step = cache_seqlens.stride(0) if cache_seqlens.ndim else 0
-        constexprs, options = named(
-            _kvcache_attention_kernel, **shared, BLOCK_G=BLOCK_G, num_warps=config["num_warps"],
-            num_stages=config["num_stages"],
-        )  # fmt: skip
-        self.split = Launch(
-            _kvcache_attention_kernel, programs * splits, q.device,
-            numbers=(
-                (q.stride(0), q.stride(2)), k_cache.stride()[:3], v_cache.stride()[:3], mask_steps,
-                step, B, S, scale,
-            ),
-            constexprs=constexprs, options=options, guarded=True,
-        )  # fmt: skip
-        shared.pop("HK")
-        constexprs, options = named(
-            _combine_kernel, **shared, BLOCK_S=triton.next_power_of_2(splits),
-            num_warps=8 if D > 128 else 4,
-            **({"launch_pdl": True} if pdl else {}),
-        )  # fmt: skip
-        self.combine = None if splits == 1 else Launch(
-            _combine_kernel, B * HQ, q.device, numbers=(step, B, S), constexprs=constexprs,
-            options=options, guarded=True,
-        )  # fmt: skip
-
-    def __call__(self, q, k_cache, v_cache, cache_seqlens, mask) -> torch.Tensor:
-        y = self.make(q)  # [B, 1, HQ, D]
-        if self.combine is None:
-            self.split(q, k_cache, v_cache, cache_seqlens, mask, y)
+    def run(q, k_cache, v_cache, cache_seqlens, mask):
+        y = make(q)  # [B, 1, HQ, D]
+        if combine is None:
+            split(q, k_cache, v_cache, cache_seqlens, mask, y)
             return y
-        parts = q.new_empty(self.parts, dtype=torch.float32)
-        self.split(q, k_cache, v_cache, cache_seqlens, mask, parts)
-        self.combine(parts, cache_seqlens, y)
+        parts = q.new_empty(size, dtype=torch.float32)
+        split(q, k_cache, v_cache, cache_seqlens, mask, parts)
+        combine(parts, cache_seqlens, y)
         return y
 
-
-_attentions = CallCache()
-
-
-def plan_kvcache_attention(q, k_cache, v_cache, cache_seqlens, mask, scale) -> Optional[Attention]:
-    """Returns a function of the tensors for all matching calls, or None if q must be copied
-    first."""
-    if q.stride(3) != 1:
-        return None
-    return _attentions.get(Attention, (q, k_cache, v_cache, cache_seqlens, mask), (scale,))
+    return run
 
 
-def kvcache_attention(
-    q: torch.Tensor,  # [B, 1, HQ, D]
-    k_cache: torch.Tensor,  # [B, HK, S, D]
-    v_cache: torch.Tensor,  # [B, HK, S, D]
-    cache_seqlens: torch.Tensor,  # [] or [B]
-    mask: Optional[torch.Tensor],  # [B or 1, 1, 1, S]
-    scale: float,
-) -> torch.Tensor:  # [B, 1, HQ, D]
-    """One launch if one part fills the device, else two."""
-    tensors = (dense(q), k_cache, v_cache, cache_seqlens, mask)
-    return plan_kvcache_attention(*tensors, scale)(*tensors)
+def _combination(q, step: int, S: int, shared: dict) -> Launch:
+    """The launch that combines parts. shared: the constexprs that it has in common."""
+    (B, _, HQ, D), early = q.shape, {"launch_pdl": True} if shared["PDL"] else {}
+    constexprs, options = named(
+        _combine_kernel, **{name: x for name, x in shared.items() if name != "HK"},
+        BLOCK_S=triton.next_power_of_2(shared["SPLITS"]), num_warps=8 if D > 128 else 4, **early,
+    )  # fmt: skip
+    return Launch(
+        _combine_kernel, B * HQ, q.device, numbers=(step, B, S), constexprs=constexprs,
+        options=options, guarded=True,
+    )  # fmt: skip

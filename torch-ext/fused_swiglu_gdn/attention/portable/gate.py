@@ -3,24 +3,17 @@
 Sizes: M rows, N channels of a row.
 """
 
-from typing import List, Optional, Tuple
+from typing import Callable, List, Optional, Tuple
 
 import torch
 import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
-from ...runtime.cache import CallCache
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from .rotary import contiguous_like, served
-
-
-def supports_sigmoid_gate_fwd(x, gate) -> bool:
-    return served(x, gate) and x.ndim > 0
-
-
-def supports_sigmoid_gate_bwd(x, gate, *dy) -> bool:
-    return served(x, gate, *dy) and x.ndim > 0
+from ...runtime.operation import contiguous_like, on_copies
+from ..call import SigmoidGate, SigmoidGradient
 
 
 @triton.jit
@@ -98,65 +91,59 @@ def rows_of(*tensors: torch.Tensor) -> Optional[Tuple[List[int], List[List[int]]
     return list(sizes), [list(each) for each in zip(*strides[:3])]
 
 
-class Gate:
-    """The launch for all calls with the same shape, strides and dtypes; dy only for the
-    gradient."""
+def _launch(*tensors: torch.Tensor) -> Launch:
+    """The launch for tensors like these: x, gate and, for the gradient alone, dy."""
+    x = tensors[0]
+    (outer, middle, inner, N), strides = rows_of(*tensors)
+    M = outer * middle * inner
+    config = tuning.lookup("portable_sigmoid_gate", x.device, MN=M * N)
+    BLOCK_N = min(triton.next_power_of_2(max(N, 1)), config["BLOCK"])
+    BLOCK_M = config["BLOCK"] // BLOCK_N
+    columns = -(-N // BLOCK_N)
+    constexprs, options = named(
+        _sigmoid_gate_kernel, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=config["num_warps"],
+        PDL=device.overlaps_launches(x.device),
+    )  # fmt: skip
+    strides = [tuple(each) for each in strides] + [(0, 0, 0)] * (3 - len(tensors))
+    return Launch(
+        _sigmoid_gate_kernel, -(-M // BLOCK_M) * columns, x.device,
+        numbers=(*strides, M, middle, inner, N, columns), constexprs=constexprs, options=options,
+        guarded=True,
+    )  # fmt: skip
 
-    __slots__ = ("kernel", "make_x", "make_gate")
 
-    def __init__(self, x, gate, dy=None):
-        tensors = (x, gate) if dy is None else (x, gate, dy)
-        (outer, middle, inner, N), strides = rows_of(*tensors)
-        self.make_x, self.make_gate = contiguous_like(x), contiguous_like(gate)
-        M = outer * middle * inner
-        config = tuning.lookup("portable_sigmoid_gate", x.device, MN=M * N)
-        BLOCK_N = min(triton.next_power_of_2(max(N, 1)), config["BLOCK"])
-        BLOCK_M = config["BLOCK"] // BLOCK_N
-        columns = -(-N // BLOCK_N)
-        constexprs, options = named(
-            _sigmoid_gate_kernel, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, num_warps=config["num_warps"],
-            PDL=device.overlaps_launches(x.device),
-        )  # fmt: skip
-        strides = [tuple(each) for each in strides] + [(0, 0, 0)] * (dy is None)
-        self.kernel = Launch(
-            _sigmoid_gate_kernel, -(-M // BLOCK_M) * columns, x.device,
-            numbers=(*strides, M, middle, inner, N, columns), constexprs=constexprs,
-            options=options, guarded=True,
-        )  # fmt: skip
+def _contiguous(*tensors: torch.Tensor) -> list:
+    return [x.contiguous() for x in tensors]
 
-    def __call__(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        y = self.make_x(x)
-        self.kernel(x, gate, None, y, None)
+
+def prepare_sigmoid_gate_fwd(call: SigmoidGate) -> Optional[Callable]:
+    """(x, gate) -> y in the shape of x, contiguous: one launch."""
+    if not served(*call.tensors) or call.x.ndim == 0:
+        return None
+    if rows_of(*call.tensors) is None:
+        return on_copies(prepare_sigmoid_gate_fwd, call, _contiguous)
+    kernel, make = _launch(*call.tensors), contiguous_like(call.x)
+
+    def run(x, gate):
+        y = make(x)
+        kernel(x, gate, None, y, None)
         return y
 
-    def gradients(self, x, gate, dy) -> Tuple[torch.Tensor, torch.Tensor]:
-        dx, dgate = self.make_x(x), self.make_gate(gate)
-        self.kernel(x, gate, dy, dx, dgate)
+    return run
+
+
+def prepare_sigmoid_gate_bwd(call: SigmoidGradient) -> Optional[Callable]:
+    """(x, gate, dy) -> (dx, dgate), contiguous: one launch."""
+    if not served(*call.tensors) or call.x.ndim == 0:
+        return None
+    if rows_of(*call.tensors) is None:
+        return on_copies(prepare_sigmoid_gate_bwd, call, _contiguous)
+    kernel = _launch(*call.tensors)
+    make_x, make_gate = contiguous_like(call.x), contiguous_like(call.gate)
+
+    def run(x, gate, dy):
+        dx, dgate = make_x(x), make_gate(gate)
+        kernel(x, gate, dy, dx, dgate)
         return dx, dgate
 
-
-_gates = CallCache()
-
-
-def plan_sigmoid_gate_fwd(x, gate) -> Optional[Gate]:
-    """Returns a function of the tensors for all matching calls, or None if one must be copied
-    first."""
-    return None if rows_of(x, gate) is None else _gates.get(Gate, (x, gate), ())
-
-
-def _regular(*tensors: torch.Tensor) -> Tuple[torch.Tensor, ...]:
-    return tensors if rows_of(*tensors) is not None else tuple([x.contiguous() for x in tensors])
-
-
-def sigmoid_gate_fwd(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """y in the shape of x, contiguous: one launch."""
-    x, gate = _regular(x, gate)
-    return _gates.get(Gate, (x, gate), ())(x, gate)
-
-
-def sigmoid_gate_bwd(
-    x: torch.Tensor, gate: torch.Tensor, dy: torch.Tensor
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    """dx and dgate, contiguous: one launch."""
-    tensors = _regular(x, gate, dy)
-    return _gates.get(Gate, tensors, ()).gradients(*tensors)
+    return run

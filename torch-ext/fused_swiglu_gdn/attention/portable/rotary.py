@@ -9,7 +9,6 @@ Sizes: B rows, T tokens, HQ and HK heads, D and DV head dims, R rotary dim, P = 
 S slots.
 """
 
-import functools
 from typing import Callable, Dict, Optional, Tuple
 
 import torch
@@ -17,21 +16,17 @@ import triton
 import triton.language as tl
 
 from ...runtime import tuning
-from ...runtime.cache import CallCache
-from ...runtime.dtypes import SERVED
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named, steps
+from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.ops import dense
-from ..call import QkNormRope, QkOptions
+from ..call import QkNormRope
 from .heads import load_heads, load_turn, load_weight, rms_reciprocal, store_heads
 
 MAX_HEAD, MAX_WHOLE = 1024, 16384
 
 
-def served(*tensors: Optional[torch.Tensor]) -> bool:
-    return all(x is None or x.dtype in SERVED for x in tensors)
-
-
-def supports_qk_norm_rope_fwd(call: QkNormRope) -> bool:
+def takes(call: QkNormRope) -> bool:
     """True for head dims up to 1024, norms over up to 16384 channels and caches with contiguous
     rows."""
     q, k, cache, options = call.q, call.k, (call.key_cache, call.value_cache), call.options
@@ -178,16 +173,6 @@ def _qk_norm_rope_kernel(
         )  # fmt: skip
 
 
-def contiguous_like(x: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns a function that makes an empty contiguous tensor for tensors with the strides of x.
-
-    That is empty_like if its result is contiguous, which costs the host half of what empty costs.
-    """
-    if torch.empty_like(x, device="meta").is_contiguous():
-        return torch.empty_like
-    return functools.partial(torch.empty_like, memory_format=torch.contiguous_format)
-
-
 def parts_of(D: int, cos: Optional[torch.Tensor], interleaved: bool) -> Dict[str, int]:
     """P, U, their tiles and ANGLES, by the names of a kernel's parameters."""
     P = 0 if cos is None else cos.shape[2] if interleaved else cos.shape[2] // 2
@@ -222,51 +207,6 @@ def turn_steps(cos: Optional[torch.Tensor], B: int) -> Tuple[int, int]:
     return (cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1))
 
 
-class Rotation:
-    """The launch for all calls with the same shapes, strides, dtypes and options.
-
-    All last dimensions are contiguous. args: the tensors of the call, then its options.
-    """
-
-    __slots__ = ("kernel", "make_q", "make_k")
-
-    def __init__(self, *args):
-        call = QkNormRope(*args[:10], QkOptions(*args[10:]))
-        q, k, v, options = call.q, call.k, call.v, call.options
-        (B, T, HQ, D), HK = q.shape, k.shape[2]
-        DV = 0 if v is None else v.shape[3]
-        self.make_q, self.make_k = contiguous_like(q), contiguous_like(k)
-        parts = parts_of(D, call.cos, options.interleaved)
-        config = settings("portable_qk_norm_rope", q, parts["U"], options.whole)
-        BLOCK_Q, BLOCK_K = head_tiles(config, D, options.whole, HQ, HK)
-        none = (0, 0, 0)
-        numbers = (
-            steps(q), steps(k), none if v is None else steps(v), turn_steps(call.cos, B),
-            *(none if x is None else x.stride()[:3] for x in (call.key_cache, call.value_cache)),
-            T, 0 if v is None else call.key_cache.shape[2], float(options.eps),
-            float(options.offset),
-        )  # fmt: skip
-        constexprs, launched = named(
-            _qk_norm_rope_kernel, HQ=HQ, HK=HK, DV=DV, WHOLE=options.whole, BLOCK_Q=BLOCK_Q,
-            BLOCK_K=BLOCK_K, BLOCK_V=triton.next_power_of_2(max(DV, 1)),
-            num_warps=config["num_warps"], **parts,
-        )  # fmt: skip
-        blocks = -(-HQ // BLOCK_Q) + (1 if v is None else 2) * -(-HK // BLOCK_K)
-        self.kernel = Launch(
-            _qk_norm_rope_kernel, B * T * blocks, q.device, numbers=numbers,
-            constexprs=constexprs, options=launched, guarded=True,
-        )  # fmt: skip
-
-    def __call__(self, *tensors: Optional[torch.Tensor]) -> Tuple[torch.Tensor, torch.Tensor]:
-        """tensors: of the call, in its order."""
-        y_q, y_k = self.make_q(tensors[0]), self.make_k(tensors[1])
-        self.kernel(*tensors, y_q, y_k)
-        return y_q, y_k
-
-
-_rotations = CallCache()
-
-
 def are_dense(cos: Optional[torch.Tensor], sin: Optional[torch.Tensor]) -> bool:
     """True if the angles of a token are contiguous and both tables have the same layout."""
     return cos is None or (
@@ -281,22 +221,47 @@ def _is_dense(call: QkNormRope) -> bool:
     return all(x is None or x.stride(-1) == 1 for x in rows) and are_dense(call.cos, call.sin)
 
 
-def plan_qk_norm_rope_fwd(call: QkNormRope) -> Optional[Rotation]:
-    """Returns a function of the tensors for all matching calls, or None if one must be copied
-    first."""
-    if not _is_dense(call):
+def _copied(q, k, cos, sin, q_weight, k_weight, v, *rest) -> tuple:
+    """The tensors of a call with dense last dimensions."""
+    if not are_dense(cos, sin):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    weights = [x if x is None else x.contiguous() for x in (q_weight, k_weight)]
+    return dense(q), dense(k), cos, sin, *weights, dense(v), *rest
+
+
+def prepare_qk_norm_rope_fwd(call: QkNormRope) -> Optional[Callable]:
+    """A function of the call's tensors -> (q [B, T, HQ, D], k [B, T, HK, D]): one launch."""
+    if not takes(call):
         return None
-    return _rotations.get(Rotation, call.tensors, call.options)
+    if not _is_dense(call):
+        return on_copies(prepare_qk_norm_rope_fwd, call, _copied)
+    q, k, v, options = call.q, call.k, call.v, call.options
+    (B, T, HQ, D), HK = q.shape, k.shape[2]
+    DV = 0 if v is None else v.shape[3]
+    parts = parts_of(D, call.cos, options.interleaved)
+    config = settings("portable_qk_norm_rope", q, parts["U"], options.whole)
+    BLOCK_Q, BLOCK_K = head_tiles(config, D, options.whole, HQ, HK)
+    none = (0, 0, 0)
+    numbers = (
+        steps(q), steps(k), none if v is None else steps(v), turn_steps(call.cos, B),
+        *(none if x is None else x.stride()[:3] for x in (call.key_cache, call.value_cache)),
+        T, 0 if v is None else call.key_cache.shape[2], float(options.eps), float(options.offset),
+    )  # fmt: skip
+    constexprs, launched = named(
+        _qk_norm_rope_kernel, HQ=HQ, HK=HK, DV=DV, WHOLE=options.whole, BLOCK_Q=BLOCK_Q,
+        BLOCK_K=BLOCK_K, BLOCK_V=triton.next_power_of_2(max(DV, 1)),
+        num_warps=config["num_warps"], **parts,
+    )  # fmt: skip
+    blocks = -(-HQ // BLOCK_Q) + (1 if v is None else 2) * -(-HK // BLOCK_K)
+    kernel = Launch(
+        _qk_norm_rope_kernel, B * T * blocks, q.device, numbers=numbers, constexprs=constexprs,
+        options=launched, guarded=True,
+    )  # fmt: skip
+    make_q, make_k = contiguous_like(q), contiguous_like(k)
 
+    def run(*tensors):
+        y_q, y_k = make_q(tensors[0]), make_k(tensors[1])
+        kernel(*tensors, y_q, y_k)
+        return y_q, y_k
 
-def qk_norm_rope_fwd(call: QkNormRope) -> Tuple[torch.Tensor, torch.Tensor]:
-    """q [B, T, HQ, D] and k [B, T, HK, D]: one launch."""
-    plan = plan_qk_norm_rope_fwd(call)
-    if plan is None:
-        (q, k, *tables, q_weight, k_weight), rest = call.tensors[:6], call.tensors[7:]
-        if not are_dense(*tables):
-            tables = [x.contiguous() for x in tables]
-        weights = [x if x is None else x.contiguous() for x in (q_weight, k_weight)]
-        call = QkNormRope(dense(q), dense(k), *tables, *weights, dense(call.v), *rest, call.options)
-        plan = plan_qk_norm_rope_fwd(call)
-    return plan(*call.tensors)
+    return run

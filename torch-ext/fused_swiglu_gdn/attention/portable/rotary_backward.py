@@ -8,15 +8,17 @@ rotation's input:
 Sizes: B rows, T tokens, HQ and HK heads, D head dim, P = R / 2, U = D - R.
 """
 
-from typing import Optional, Tuple
+from typing import Callable, Optional
 
 import torch
 import triton
 import triton.language as tl
 
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named, steps
+from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.ops import dense
-from ..call import QkNormRope, QkOptions
+from ..call import QkGradient, QkNormRope
 from .heads import (
     load_heads,
     load_turn,
@@ -25,26 +27,7 @@ from .heads import (
     rms_reciprocal,
     store_heads,
 )
-from .rotary import (
-    are_dense,
-    head_tiles,
-    parts_of,
-    served,
-    settings,
-    supports_qk_norm_rope_fwd,
-    turn_steps,
-)
-
-
-def supports_qk_norm_rope_bwd(*args) -> bool:
-    """True if the kernels support the arguments: the forward's call, or the gradient's own
-    arguments."""
-    if isinstance(args[0], QkNormRope):
-        return supports_qk_norm_rope_fwd(args[0])
-    dq, dk, q, k, cos, sin, q_weight, k_weight, options = args
-    cache = (None, None, None, None)
-    call = QkNormRope(dq, dk, cos, sin, q_weight, k_weight, *cache, options)
-    return served(q, k) and supports_qk_norm_rope_fwd(call)
+from .rotary import are_dense, head_tiles, parts_of, settings, takes, turn_steps
 
 
 @triton.jit
@@ -167,45 +150,51 @@ def _qk_norm_rope_bwd_kernel(
         )  # fmt: skip
 
 
-def qk_norm_rope_bwd(
-    dq: torch.Tensor,  # [B, T, HQ, D]
-    dk: torch.Tensor,  # [B, T, HK, D]
-    q: Optional[torch.Tensor],  # [B, T, HQ, D], where q_weight is given; likewise k
-    k: Optional[torch.Tensor],
-    cos: Optional[torch.Tensor],  # [B or 1, T, R]
-    sin: Optional[torch.Tensor],
-    q_weight: Optional[torch.Tensor],
-    k_weight: Optional[torch.Tensor],
-    options: QkOptions,
-) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """The gradients of q, k and the weights: one launch, and a sum over programs for each
-    weight."""
-    (B, T, HQ, D), HK = dq.shape, dk.shape[2]
-    where, whole = dq.device, options.whole
+def _copied(dq, dk, q, k, cos, sin, *weights) -> tuple:
+    """The tensors of a call with dense last dimensions."""
     if not are_dense(cos, sin):
         cos, sin = cos.contiguous(), sin.contiguous()
-    rows = [dense(x) for x in (dq, dk, q, k)]
-    weights = [x if x is None else x.contiguous() for x in (q_weight, k_weight)]
+    weights = [x if x is None else x.contiguous() for x in weights]
+    return *[dense(x) for x in (dq, dk, q, k)], cos, sin, *weights
+
+
+def prepare_qk_norm_rope_bwd(call: QkGradient) -> Optional[Callable]:
+    """A function of the call's tensors -> the gradients of q, k and the weights: one launch, and a
+    sum over programs for each weight."""
+    dq, dk, q, k, cos, sin, q_weight, k_weight, options = call
+    none = (None, None, None, None)
+    like = QkNormRope(dq, dk, cos, sin, q_weight, k_weight, *none, options)
+    if not served(q, k) or not takes(like):
+        return None
+    if any([a is not b for a, b in zip(_copied(*call.tensors), call.tensors)]):
+        return on_copies(prepare_qk_norm_rope_bwd, call, _copied)
+    (B, T, HQ, D), HK, whole = dq.shape, dk.shape[2], options.whole
     parts = parts_of(D, cos, options.interleaved)
     config = settings("portable_qk_norm_rope_bwd", dq, parts["U"], whole)
     BLOCK_Q, BLOCK_K = head_tiles(config, D, whole, HQ, HK)
     groups, Q, K = -(-B * T // config["TILES"]), -(-HQ // BLOCK_Q), -(-HK // BLOCK_K)
-    d_q = torch.empty(dq.shape, dtype=dq.dtype, device=where)  # [B, T, HQ, D]
-    d_k = torch.empty(dk.shape, dtype=dk.dtype, device=where)  # [B, T, HK, D]
-    sums = [
-        x if x is None else x.new_empty(groups * blocks, x.numel(), dtype=torch.float32)
-        for x, blocks in ((weights[0], Q), (weights[1], K))
-    ]
     constexprs, launched = named(
         _qk_norm_rope_bwd_kernel, HQ=HQ, HK=HK, WHOLE=whole, BLOCK_Q=BLOCK_Q,
         BLOCK_K=BLOCK_K, TILES=config["TILES"], num_warps=config["num_warps"], **parts,
     )  # fmt: skip
-    strides = [(0, 0, 0) if x is None else steps(x) for x in rows]
+    strides = [(0, 0, 0) if x is None else steps(x) for x in (dq, dk, q, k)]
     numbers = (*strides, turn_steps(cos, B), B * T, T, options.eps, options.offset)
     kernel = Launch(
-        _qk_norm_rope_bwd_kernel, groups * (Q + K), where, numbers=numbers, constexprs=constexprs,
-        options=launched,
+        _qk_norm_rope_bwd_kernel, groups * (Q + K), dq.device, numbers=numbers,
+        constexprs=constexprs, options=launched, guarded=True,
     )  # fmt: skip
-    kernel(*rows, cos, sin, *weights, d_q, d_k, *sums)
-    found = [x if x is None else x.sum(0).to(w.dtype) for x, w in zip(sums, weights)]
-    return (d_q, d_k, *found)
+    make_q, make_k = contiguous_like(dq), contiguous_like(dk)
+
+    def run(*tensors):
+        dq, dk, *_, q_weight, k_weight = tensors
+        d_q, d_k = make_q(dq), make_k(dk)
+        weights = (q_weight, groups * Q), (k_weight, groups * K)
+        sums = [
+            x if x is None else x.new_empty(rows, x.numel(), dtype=torch.float32)
+            for x, rows in weights
+        ]
+        kernel(*tensors, d_q, d_k, *sums)
+        found = [x if x is None else x.sum(0).to(w.dtype) for x, (w, _) in zip(sums, weights)]
+        return (d_q, d_k, *found)
+
+    return run

@@ -3,15 +3,15 @@
 Sizes: T tokens, H model width.
 """
 
-import functools
-from typing import Tuple
+from typing import Callable, Optional
 
 import torch
 import triton
 import triton.language as tl
 
-from ...runtime.dtypes import SERVED
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch
+from ..call import Shared, SharedGradient
 
 
 @triton.jit
@@ -76,43 +76,40 @@ def _shared_backward_kernel(
         _store(dx_ptr + row, dgate * _piece(w_ptr, first, H, BLOCK), first, H, BLOCK)
 
 
-@functools.lru_cache(maxsize=1024)
-def _launch(kernel, where, T: int, H: int) -> Launch:
+def _launch(kernel, *tensors: torch.Tensor) -> Optional[Launch]:
+    """The launch for tensors like these, of which x is the third, or None."""
+    (T, H), dtype = tensors[2].shape, tensors[2].dtype
+    if any([t.dtype != dtype for t in tensors]) or not served(*tensors):
+        return None
+    if not 0 < H <= 65536 or T >= 2**31:
+        return None
     block = min(triton.next_power_of_2(H), 4096)
     options = (("num_warps", max(1, min(8, block // 256))),)
-    return Launch(kernel, T, where, constexprs=(H, block), options=options)
+    where = tensors[2].device
+    return Launch(kernel, T, where, constexprs=(H, block), options=options, guarded=True)
 
 
-def supports_shared_fwd(routed, shared, x, w_gate) -> bool:
-    same = routed.dtype == shared.dtype == x.dtype == w_gate.dtype
-    return same and x.dtype in SERVED and 0 < x.shape[1] <= 65536 and x.shape[0] < 2**31
+def prepare_shared_fwd(call: Shared) -> Optional[Callable]:
+    """(routed, shared, x, w_gate) -> out [T, H]: one launch."""
+    kernel = _launch(_shared_kernel, *call.tensors)
+
+    def run(*tensors):
+        tensors = [t.contiguous() for t in tensors]
+        out = torch.empty_like(tensors[0])
+        kernel(*tensors, out)
+        return out
+
+    return None if kernel is None else run
 
 
-def supports_shared_bwd(dout, shared, x, w_gate) -> bool:
-    return supports_shared_fwd(dout, shared, x, w_gate)
+def prepare_shared_bwd(call: SharedGradient) -> Optional[Callable]:
+    """(dout, shared, x, w_gate) -> (dshared [T, H], dx [T, H], the gradient of <x, w_gate> [T])."""
+    kernel = _launch(_shared_backward_kernel, *call.tensors)
 
+    def run(*tensors):
+        dout, shared, x, w_gate = tensors = [t.contiguous() for t in tensors]
+        found = torch.empty_like(shared), torch.empty_like(x), x.new_empty(x.shape[0])
+        kernel(*tensors, *found)
+        return found
 
-def shared_fwd(
-    routed: torch.Tensor,  # [T, H]
-    shared: torch.Tensor,  # [T, H]
-    x: torch.Tensor,  # [T, H]
-    w_gate: torch.Tensor,  # [H]
-) -> torch.Tensor:  # [T, H]
-    routed, shared, x, w_gate = (t.contiguous() for t in (routed, shared, x, w_gate))
-    out = torch.empty_like(routed)
-    _launch(_shared_kernel, x.device, *x.shape)(routed, shared, x, w_gate, out)
-    return out
-
-
-def shared_bwd(
-    dout: torch.Tensor,  # [T, H]
-    shared: torch.Tensor,  # [T, H]
-    x: torch.Tensor,  # [T, H]
-    w_gate: torch.Tensor,  # [H]
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(dshared [T, H], dx [T, H], the gradient of <x, w_gate> [T])."""
-    dout, shared, x, w_gate = (t.contiguous() for t in (dout, shared, x, w_gate))
-    dshared, dx, dgate = torch.empty_like(shared), torch.empty_like(x), x.new_empty(x.shape[0])
-    start = _launch(_shared_backward_kernel, x.device, *x.shape)
-    start(dout, shared, x, w_gate, dshared, dx, dgate)
-    return dshared, dx, dgate
+    return None if kernel is None else run

@@ -3,8 +3,7 @@
 Sizes: T tokens, E experts, K of them chosen.
 """
 
-import functools
-from typing import Callable, Optional, Tuple
+from typing import Callable, Optional
 
 import torch
 import triton
@@ -12,7 +11,7 @@ import triton.language as tl
 
 from ...runtime.dtypes import SERVED, served
 from ...runtime.launch import Launch
-from ..call import LEAST, TopkOptions
+from ..call import LEAST, Topk, TopkGradient
 
 
 @triton.jit
@@ -118,64 +117,43 @@ def _width(E: int) -> int:
     return max(32, triton.next_power_of_2(E))
 
 
-@functools.lru_cache(maxsize=1024)
-def _launch(where, T: int, E: int, K: int, options: TopkOptions) -> Launch:
-    _, scoring, renormalize, scale, _ = options
+def prepare_topk_fwd(call: Topk) -> Optional[Callable]:
+    """(logits, bias) -> (weights [T, K], ids [T, K] int64): one launch."""
+    (T, E), (K, scoring, renormalize, scale, dtype) = call.logits.shape, call.options
+    if not (0 < E <= 1024 and K <= 64 and T < 2**31 and dtype in SERVED and served(*call.tensors)):
+        return None
     slots = triton.next_power_of_2(K)
     constexprs = (K, slots, scoring == "softmax", renormalize, LEAST[scoring], _width(E))
-    return Launch(
-        _topk_kernel, T, where, numbers=(scale, E), constexprs=constexprs,
-        options=(("num_warps", 1),),
+    kernel = Launch(
+        _topk_kernel, T, call.device, numbers=(scale, E), constexprs=constexprs,
+        options=(("num_warps", 1),), guarded=True,
     )  # fmt: skip
 
+    def run(logits, bias):
+        weights = logits.new_empty((T, K), dtype=dtype)
+        ids = logits.new_empty((T, K), dtype=torch.int64)
+        bias = bias if bias is None else bias.contiguous()
+        kernel(logits.contiguous(), bias, weights, ids)
+        return weights, ids
 
-@functools.lru_cache(maxsize=1024)
-def _backward_launch(where, T: int, E: int, K: int, options: TopkOptions) -> Launch:
-    _, scoring, renormalize, scale, _ = options
+    return run
+
+
+def prepare_topk_bwd(call: TopkGradient) -> Optional[Callable]:
+    """(dweights, logits, ids) -> dlogits [T, E]: one launch."""
+    (T, E), (K, scoring, renormalize, scale, _) = call.logits.shape, call.options
+    if call.logits.dtype not in SERVED:
+        return None
     constexprs = (K, scoring == "softmax", renormalize, LEAST[scoring], _width(E))
-    return Launch(
-        _topk_backward_kernel, T, where, numbers=(scale, E), constexprs=constexprs,
-        options=(("num_warps", 1),),
+    kernel = Launch(
+        _topk_backward_kernel, T, call.device, numbers=(scale, E), constexprs=constexprs,
+        options=(("num_warps", 1),), guarded=True,
     )  # fmt: skip
 
+    def run(dweights, logits, ids):
+        logits = logits.contiguous()
+        dlogits = torch.empty_like(logits)
+        kernel(dweights.contiguous(), logits, ids, dlogits)
+        return dlogits
 
-def supports_topk_fwd(logits, bias, options) -> bool:
-    fits = 0 < logits.shape[1] <= 1024 and options.top_k <= 64 and logits.shape[0] < 2**31
-    return fits and served(logits, bias) and options.dtype in SERVED
-
-
-def supports_topk_bwd(logits, *args) -> bool:
-    """True if the dtype is supported; takes the arguments of either direction."""
-    return logits.dtype in SERVED
-
-
-def topk_fwd(
-    logits: torch.Tensor,  # [T, E]
-    bias: Optional[torch.Tensor],  # [E]
-    options: TopkOptions,
-) -> Tuple[torch.Tensor, torch.Tensor]:  # weights [T, K], ids [T, K] int64
-    logits = logits.contiguous()
-    (T, E), K = logits.shape, options.top_k
-    weights = logits.new_empty((T, K), dtype=options.dtype)
-    ids = logits.new_empty((T, K), dtype=torch.int64)
-    start = _launch(logits.device, T, E, K, options)
-    start(logits, None if bias is None else bias.contiguous(), weights, ids)
-    return weights, ids
-
-
-def plan_topk_fwd(logits, bias, options) -> Callable:
-    """Returns topk_fwd as a function of the tensors for all calls that match this one."""
-    return lambda logits, bias: topk_fwd(logits, bias, options)
-
-
-def topk_bwd(
-    dweights: torch.Tensor,  # [T, K]
-    logits: torch.Tensor,  # [T, E]
-    ids: torch.Tensor,  # [T, K]
-    options: TopkOptions,
-) -> torch.Tensor:  # [T, E]
-    dweights, logits = dweights.contiguous(), logits.contiguous()
-    dlogits = torch.empty_like(logits)
-    start = _backward_launch(logits.device, *logits.shape, ids.shape[1], options)
-    start(dweights, logits, ids, dlogits)
-    return dlogits
+    return run

@@ -11,7 +11,8 @@ from typing import Callable, Optional, Tuple
 
 import torch
 
-from ...projection.portable.project import MAX_WEIGHTS, add_parts_kernel
+from ...projection.call import MAX_WEIGHTS
+from ...projection.portable.project import add_parts_kernel
 from ...runtime import device, tuning
 from ...runtime.launch import Launch
 from ...runtime.maps import Map

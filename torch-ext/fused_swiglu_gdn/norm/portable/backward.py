@@ -8,26 +8,21 @@ With n = x rstd and y = weight n:
 Sizes: M rows, D columns; P programs, each of which leaves its part of dweight for a second kernel.
 """
 
-import functools
-from typing import NamedTuple, Optional, Tuple
+from typing import Callable, Optional
 
 import torch
 import triton
 import triton.language as tl
 
 from ...runtime import device
-from ...runtime.dtypes import SERVED
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from .rows import blocks, layout, readable
+from ...runtime.operation import contiguous_like, on_copies
+from ..call import RmsNormGradient
+from .rows import blocks, layout, lie_in_rows, readable
 
 COLUMNS = 32  # that a program of the last sum takes
 HELD = tl.constexpr(8192)  # columns up to which a program keeps the weight in registers
-
-
-def supports_rms_norm_bwd(*args) -> bool:
-    """True if the dtypes are supported; takes the forward's arguments, too: three tensors come
-    first."""
-    return args[0].shape[-1] > 0 and all(t is None or t.dtype in SERVED for t in args[:3])
 
 
 @triton.jit
@@ -158,15 +153,6 @@ def _sum_kernel(
     tl.store(sum_ptr + offs, tl.sum(total, 0).to(sum_ptr.dtype.element_ty), mask=offs < D)
 
 
-class _Plan(NamedTuple):
-    """The launches of a gradient. means: for rows wider than a block; sum: of the parts."""
-
-    gradient: Launch
-    programs: int
-    means: Optional[Launch]
-    sum: Launch
-
-
 def _stages(config: dict, width: int, weight: int) -> int:
     """Pipeline stages of the loop over tiles that fit in shared memory.
 
@@ -178,15 +164,22 @@ def _stages(config: dict, width: int, weight: int) -> int:
     return min(most, 1 + shared // (read * tile))
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
-def _plan(
-    where: torch.device, M: int, D: int, rows: tuple, offset: float, width: int, weight: int
-) -> _Plan:
-    """rows: as from layout(); width: bytes of a column over all tensors that are read row by row;
-    weight: bytes of an element of the weight, or 0."""
+def prepare_rms_norm_bwd(call: RmsNormGradient) -> Optional[Callable]:
+    """(x, rstd, weight, dy, dtotal) -> (dx, dweight or None): one launch, one more for dweight, and
+    one for rows that are wider than a block."""
+    x, rstd, weight, dy, dtotal, (offset, needs_weight) = call
+    D, where = x.shape[-1], x.device
+    if D == 0 or not served(x, rstd, weight):
+        return None
+    if not lie_in_rows(x, dy, dtotal) or weight is not None and not weight.is_contiguous():
+        return on_copies(prepare_rms_norm_bwd, call, _copied)
+    if x.numel() == 0:
+        return _of_nothing(needs_weight)
+    M, rows = x.numel() // D, layout(x, dy, dtotal)
     config = blocks("portable_rms_norm_bwd", where, M, D)
     tiles = triton.cdiv(M, config["BLOCK_M"])
-    config["STAGES"] = _stages(config, width, weight)
+    width = sum([t.element_size() for t in (x, dy, dtotal) if t is not None])
+    config["STAGES"] = _stages(config, width, 0 if weight is None else weight.element_size())
     del config["shared"]
     processors = device.multiprocessor_count(where.index) if device.is_gpu(where) else 1
     programs = min(tiles, config.pop("per_processor") * processors)
@@ -194,50 +187,44 @@ def _plan(
     gradient = Launch(
         _rms_norm_bwd_kernel, (programs, triton.cdiv(D, config["BLOCK_D"])), where,
         numbers=(M, *rows, offset, triton.cdiv(tiles, programs)), constexprs=constexprs,
-        options=options,
+        options=options, guarded=True,
     )  # fmt: skip
-    means = None
-    if config["BLOCK_D"] < D:
-        means = Launch(
-            _rms_norm_mean_kernel, M, where, numbers=(M, *rows[:5], offset),
-            constexprs=(D, 4096), options=(("num_warps", 8),),
-        )  # fmt: skip
+    mean = Launch(
+        _rms_norm_mean_kernel, M, where, numbers=(M, *rows[:5], offset),
+        constexprs=(D, 4096), options=(("num_warps", 8),), guarded=True,
+    )  # fmt: skip
     parts = min(512, triton.next_power_of_2(programs))
-    total = Launch(
+    add = Launch(
         _sum_kernel, triton.cdiv(D, COLUMNS), where, numbers=(programs,),
-        constexprs=(D, parts, COLUMNS), options=(("num_warps", 8),),
+        constexprs=(D, parts, COLUMNS), options=(("num_warps", 8),), guarded=True,
     )  # fmt: skip
-    return _Plan(gradient, programs, means, total)
+    wide, make = config["BLOCK_D"] < D, contiguous_like(x)
+
+    def run(x, rstd, weight, dy, dtotal):
+        dx, means, parts, dweight = make(x), None, None, None
+        if wide:
+            means = x.new_empty(M, dtype=torch.float32)
+            mean(x, rstd, weight, dy, means)
+        if needs_weight:
+            parts = x.new_empty((programs, D), dtype=torch.float32)  # [P, D]
+        gradient(x, rstd, weight, dy, dtotal, means, dx, parts)
+        if needs_weight:
+            dweight = torch.empty_like(weight)
+            add(parts, dweight)
+        return dx, dweight
+
+    return run
 
 
-def rms_norm_bwd(
-    x: torch.Tensor,  # [..., D]: what was normalised
-    rstd: torch.Tensor,  # [...]
-    weight: Optional[torch.Tensor],  # [D]
-    dy: torch.Tensor,  # [..., D]
-    dtotal: Optional[torch.Tensor],  # [..., D]
-    offset: float,
-    needs_weight: bool,
-) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """dx [..., D] and dweight [D] or None: one launch, and one more for dweight."""
-    D = x.shape[-1]
-    M = x.numel() // D
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if M == 0:
-        return dx, torch.zeros_like(weight) if needs_weight else None
-    x, dy, dtotal = map(readable, (x, dy, dtotal))
+def _copied(x, rstd, weight, dy, dtotal) -> tuple:
     weight = weight if weight is None else weight.contiguous()
-    width = sum([t.element_size() for t in (x, dy, dtotal) if t is not None])
-    weight_size = 0 if weight is None else weight.element_size()
-    plan = _plan(x.device, M, D, layout(x, dy, dtotal), offset, width, weight_size)
-    means = parts = dweight = None
-    if plan.means is not None:
-        means = torch.empty(M, dtype=torch.float32, device=x.device)
-        plan.means(x, rstd, weight, dy, means)
-    if needs_weight:
-        parts = torch.empty(plan.programs, D, dtype=torch.float32, device=x.device)  # [P, D]
-    plan.gradient(x, rstd, weight, dy, dtotal, means, dx, parts)
-    if needs_weight:
-        dweight = torch.empty(D, dtype=weight.dtype, device=x.device)
-        plan.sum(parts, dweight)
-    return dx, dweight
+    return readable(x), rstd, weight, readable(dy), readable(dtotal)
+
+
+def _of_nothing(needs_weight: bool) -> Callable:
+    """For a call without rows."""
+
+    def run(x, rstd, weight, dy, dtotal):
+        return torch.empty_like(x), torch.zeros_like(weight) if needs_weight else None
+
+    return run

@@ -4,22 +4,19 @@ Rounds where norm/reference.py rounds. Sizes: M rows (groups of R rows at one st
 columns.
 """
 
-import functools
-from typing import Optional, Tuple
+from typing import Callable, Optional
 
 import torch
 import triton
 import triton.language as tl
 
 from ...runtime import device
-from ...runtime.dtypes import SERVED
+from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from .backward import rms_norm_bwd, supports_rms_norm_bwd  # noqa: F401
-from .rows import blocks, layout, readable
-
-
-def supports_rms_norm_fwd(x, weight, *_) -> bool:
-    return x.shape[-1] > 0 and all(t is None or t.dtype in SERVED for t in (x, weight))
+from ...runtime.operation import contiguous_like, on_copies
+from ..call import RmsNorm
+from .backward import prepare_rms_norm_bwd  # noqa: F401
+from .rows import blocks, layout, lie_in_rows, readable
 
 
 @triton.jit
@@ -97,80 +94,41 @@ def _rms_norm_fwd_kernel(
         tl.store(y_ptr + at_y + offs, n.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-def _launch(
-    where: torch.device,
-    M: int,
-    D: int,
-    llama: bool,
-    after: bool,
-    rows: tuple,
-    guarded: bool,
-    *numbers: float,
-) -> Launch:
-    """rows: as from layout(); numbers: eps, offset."""
-    config = blocks("portable_rms_norm_fwd", where, M, D)
+def prepare_rms_norm_fwd(call: RmsNorm) -> Optional[Callable]:
+    """(x, weight, residual) -> (y, x + residual or None, rstd or None): one launch."""
+    x, weight, residual, (eps, casting_mode, offset, after, keep) = call
+    D, llama = x.shape[-1], casting_mode == "llama"
+    if D == 0 or not served(x, weight):
+        return None
+    if not lie_in_rows(x, residual) or weight is not None and not weight.is_contiguous():
+        return on_copies(prepare_rms_norm_fwd, call, _copied)
+    M = x.numel() // D
+    config = blocks("portable_rms_norm_fwd", x.device, M, D)
     # LLVM makes these products and sums ones of 16 bits, and of the two one instruction, which does
     # not round the product
     exact = {"enable_fp_fusion": False} if llama and after else {}
     constexprs, options = named(
-        _rms_norm_fwd_kernel, D=D, LLAMA=llama, AFTER=after, PDL=device.overlaps_launches(where),
-        **config, **exact,
+        _rms_norm_fwd_kernel, D=D, LLAMA=llama, AFTER=after,
+        PDL=device.overlaps_launches(x.device), **config, **exact,
     )  # fmt: skip
-    return Launch(
-        _rms_norm_fwd_kernel, triton.cdiv(M, config["BLOCK_M"]), where,
-        numbers=(M, *rows, *numbers), constexprs=constexprs, options=options, guarded=guarded,
+    kernel = Launch(
+        _rms_norm_fwd_kernel, triton.cdiv(M, config["BLOCK_M"]), x.device,
+        numbers=(M, *layout(x, residual), eps, offset), constexprs=constexprs, options=options,
+        guarded=True,
     )  # fmt: skip
-
-
-_kept = functools.lru_cache(maxsize=1024, typed=True)(_launch)
-
-
-def _dtype(x: torch.Tensor, weight: Optional[torch.Tensor], llama: bool) -> torch.dtype:
-    """The dtype of y."""
-    return torch.promote_types(x.dtype, weight.dtype) if llama and weight is not None else x.dtype
-
-
-def rms_norm_fwd(
-    x: torch.Tensor,  # [..., D]
-    weight: Optional[torch.Tensor],  # [D]
-    residual: Optional[torch.Tensor],  # [..., D]
-    eps: float,
-    casting_mode: str,
-    offset: float,
-    keep: bool,
-    after: bool = False,
-) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """y [..., D], x + residual [..., D] or None, rstd [...] or None: one launch."""
+    dtype = torch.promote_types(x.dtype, weight.dtype) if llama and weight is not None else x.dtype
+    make_y, make_total = contiguous_like(x, dtype), contiguous_like(x)
     added = residual is not None and not after
-    D, llama = x.shape[-1], casting_mode == "llama"
-    M = x.numel() // D
-    y = torch.empty(x.shape, dtype=_dtype(x, weight, llama), device=x.device)
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device) if added else None
-    rstd = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device) if keep else None
-    if M > 0:
-        x, residual = readable(x), readable(residual)
-        kernel = _kept(x.device, M, D, llama, after, layout(x, residual), False, eps, offset)
-        weight = weight if weight is None else weight.contiguous()
-        kernel(x, weight, residual, y, total, rstd)
-    return y, total, rstd
-
-
-def plan_rms_norm_fwd(x, weight, residual, eps, casting_mode, offset, keep, after=False):
-    """Returns rms_norm_fwd as a function of the tensors, for all matching calls; or None."""
-    D, llama = x.shape[-1], casting_mode == "llama"
-    if x.numel() == 0 or not all(t is None or t.is_contiguous() for t in (x, weight, residual)):
-        return None
-    rows = layout(x, residual)
-    kernel = _launch(x.device, x.numel() // D, D, llama, after, rows, True, eps, offset)
-    added = residual is not None and not after
-    dtype, empty_like = _dtype(x, weight, llama), torch.empty_like
-    empty = empty_like if dtype is x.dtype else functools.partial(empty_like, dtype=dtype)
 
     def run(x, weight, residual):
-        y = empty(x)
-        total = empty_like(x) if added else None
+        y = make_y(x)
+        total = make_total(x) if added else None
         rstd = x.new_empty(x.shape[:-1], dtype=torch.float32) if keep else None
         kernel(x, weight, residual, y, total, rstd)
         return y, total, rstd
 
     return run
+
+
+def _copied(x, weight, residual) -> tuple:
+    return readable(x), weight if weight is None else weight.contiguous(), readable(residual)

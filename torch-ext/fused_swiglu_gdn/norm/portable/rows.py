@@ -22,9 +22,14 @@ def two_strides(x: torch.Tensor) -> Optional[Tuple[int, int]]:
     return (outer[-1][1] if outer else 0, x.stride(-2) if x.ndim > 1 else 0)
 
 
+def lie_in_rows(*tensors: Optional[torch.Tensor]) -> bool:
+    """True if two strides address the rows of each tensor."""
+    return all([x is None or two_strides(x) is not None for x in tensors])
+
+
 def readable(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:
     """x, or a contiguous copy if its rows cannot be addressed by two strides."""
-    return x if x is None or two_strides(x) is not None else x.contiguous()
+    return x if lie_in_rows(x) else x.contiguous()
 
 
 def layout(*tensors: Optional[torch.Tensor]) -> tuple:

@@ -10,24 +10,25 @@ Sizes: M tokens, K model width, N rows of all weights together.
 """
 
 import math
-from typing import List, Optional
+from typing import Callable, Optional
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 
 from ...runtime import device, tuning
-from ...runtime.cache import CallCache
 from ...runtime.dtypes import HALF
 from ...runtime.launch import Launch
-from ..call import MAX_TOKENS
+from ...runtime.operation import on_copies
+from ...runtime.ops import rows_of
+from ..call import MAX_TOKENS, MAX_WEIGHTS, Project, TokenMlp, products
 from .token import gated_token_kernel, project_token_kernel, weight_of
 
-MAX_WEIGHTS = 6
 
-
-def supports_project_fwd(x, weights, activation) -> bool:
-    if x.dtype not in HALF or not 1 <= len(weights) <= MAX_WEIGHTS:
+def _takes(x, weights: list, activation: Optional[str]) -> bool:
+    """True if the kernels compute products of x [M, K] and are faster than cuBLAS."""
+    if x.dtype not in HALF:
         return False
     if activation is not None:  # of two weights alike
         alike = [w.shape for w in weights] == [weights[0].shape] * 2
@@ -36,8 +37,7 @@ def supports_project_fwd(x, weights, activation) -> bool:
     if len(weights) == 1 and x.shape[0] > 1 and parts_of_k(x, weights[0]) < 2:
         return False  # cuBLAS takes no longer
     dense = all(w.stride() == (w.shape[1], 1) and w.data_ptr() % 16 == 0 for w in weights)
-    fits = 0 < x.shape[0] <= MAX_TOKENS and x.shape[1] % 64 == 0
-    return dense and fits and x.stride(1) == 1
+    return dense and 0 < x.shape[0] <= MAX_TOKENS and x.shape[1] % 64 == 0
 
 
 def parts_of_k(x, weight) -> int:
@@ -144,76 +144,80 @@ def add_parts_kernel(
     tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=offs < size)
 
 
-class Projection:
-    """The launches for all calls with the same facts of x [M, K] and of the weights [N_i, K]."""
+def prepare_project_fwd(call: Project) -> Optional[Callable]:
+    """(x, six weights or None) -> the products side by side; with an activation, act of the first
+    times the second."""
+    x, *weights, (activation,) = call
+    weights, rows = [w for w in weights if w is not None], rows_of(x)
+    if rows is None:
+        return on_copies(prepare_project_fwd, call, lambda x, *weights: (x.contiguous(), *weights))
+    if not _takes(rows, weights, activation):
+        return None
+    where, (M, K), sizes = x.device, rows.shape, [w.shape[0] for w in weights]
+    width = sum(sizes) if activation is None else sizes[0]
+    count, missing = len(weights), MAX_WEIGHTS - len(weights) if activation is None else 0
+    parts = parts_of_k(rows, weights[0]) if M > 1 and count == 1 else 1
+    pdl, sizes = device.overlaps_launches(where), (*sizes, *(0,) * missing)
+    if parts > 1:
+        options = dict(_split_config(rows))
+    else:
+        name = "portable_project_token" if M == 1 else "portable_project"
+        options = dict(tuning.lookup(name, where, M=M, N=sum(sizes), K=K))
+    BLOCK_N, BLOCK_K = options.pop("BLOCK_N"), options.pop("BLOCK_K")
+    if activation is not None:
+        pairs = max(1, BLOCK_N // 2)  # of rows that a program takes
+        kernel, grid, numbers = gated_token_kernel, -(-sizes[0] // pairs), (K, sizes[0])
+        constexprs = (activation, pairs, BLOCK_K, device.is_amd(where))
+    else:
+        grid = sum(-(-n // BLOCK_N) for n in sizes)
+        kernel, numbers, constexprs = project_token_kernel, (K, *sizes), (BLOCK_N, BLOCK_K)
+    if M > 1:
+        # all tokens are in one tile; nothing past a row's end is read
+        tokens = _tile_of_parts(M) if parts > 1 else max(16, triton.next_power_of_2(M))
+        kernel, numbers = _project_few_kernel, (M, width, K, rows.stride(0), *sizes)
+        constexprs = (tokens, BLOCK_N, math.gcd(BLOCK_K, K), parts)
+        grid = (grid, parts)
+    early = (("launch_pdl", True),) if pdl else ()
+    launch = Launch(
+        kernel, grid, where, numbers=numbers, constexprs=(*constexprs, pdl),
+        options=(*options.items(), *early), guarded=True,
+    )  # fmt: skip
+    shape = (*x.shape[:-1], width)
+    if parts > 1:
+        return _added(launch, parts, shape, pdl, early)
 
-    __slots__ = ("kernel", "device", "dtype", "width", "missing", "parts", "add")
-
-    def __init__(self, activation, x, *weights):
-        (M, K), rows = x.shape, [w.shape[0] for w in weights]
-        self.device, self.dtype = x.device, x.dtype
-        self.width = sum(rows) if activation is None else rows[0]
-        self.missing = MAX_WEIGHTS - len(weights) if activation is None else 0
-        self.parts = parts_of_k(x, weights[0]) if M > 1 and len(weights) == 1 else 1
-        pdl, rows = device.overlaps_launches(x.device), (*rows, *(0,) * self.missing)
-        if self.parts > 1:
-            options = dict(_split_config(x))
-        else:
-            name = "portable_project_token" if M == 1 else "portable_project"
-            options = dict(tuning.lookup(name, x.device, M=M, N=sum(rows), K=K))
-        BLOCK_N, BLOCK_K = options.pop("BLOCK_N"), options.pop("BLOCK_K")
-        if activation is not None:
-            pairs = max(1, BLOCK_N // 2)  # of rows that a program takes
-            kernel, grid, numbers = gated_token_kernel, -(-rows[0] // pairs), (K, rows[0])
-            constexprs = (activation, pairs, BLOCK_K, device.is_amd(x.device))
-        else:
-            grid = sum(-(-n // BLOCK_N) for n in rows)
-            kernel, numbers, constexprs = project_token_kernel, (K, *rows), (BLOCK_N, BLOCK_K)
-        if M > 1:
-            # all tokens are in one tile; nothing past a row's end is read
-            tokens = _tile_of_parts(M) if self.parts > 1 else max(16, triton.next_power_of_2(M))
-            kernel, numbers = _project_few_kernel, (M, self.width, K, x.stride(0), *rows)
-            constexprs = (tokens, BLOCK_N, math.gcd(BLOCK_K, K), self.parts)
-            grid = (grid, self.parts)
-        early = (("launch_pdl", True),) if pdl else ()
-        self.kernel = Launch(
-            kernel, grid, x.device, numbers=numbers, constexprs=(*constexprs, pdl),
-            options=(*options.items(), *early), guarded=True,
-        )  # fmt: skip
-        if self.parts > 1:
-            self.add = Launch(
-                add_parts_kernel, triton.cdiv(M * self.width, 1024), x.device,
-                numbers=(M * self.width,), constexprs=(self.parts, 1024, pdl), options=early,
-                guarded=True,
-            )  # fmt: skip
-
-    def __call__(self, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        """x [..., K] with M rows in all -> [..., N]."""
-        y = torch.empty((*x.shape[:-1], self.width), dtype=self.dtype, device=self.device)
-        if self.parts == 1:
-            self.kernel(x, *weights, *weights[:1] * self.missing, y)
-            return y
-        parts = torch.empty((self.parts, y.numel()), dtype=torch.float32, device=self.device)
-        self.kernel(x, *weights, *weights[:1] * self.missing, parts)
-        self.add(parts, y)
+    def run(x, *weights):
+        y = x.new_empty(shape)
+        launch(x, *weights[:count], *weights[:1] * missing, y)
         return y
 
-
-_projections = CallCache()
-
-
-def plan_project_fwd(
-    x: torch.Tensor, weights: List[torch.Tensor], activation: Optional[str]
-) -> Projection:
-    """Returns a function of the tensors for all calls that match this one."""
-    key = ((x, *weights), (activation,))
-    return _projections.find(*key) or _projections.keep(*key, Projection(activation, x, *weights))
+    return run
 
 
-def project_fwd(
-    x: torch.Tensor,  # [M, K], last dimension dense
-    weights: List[torch.Tensor],  # [N_i, K] each
-    activation: Optional[str],
-) -> torch.Tensor:  # [M, N]
-    """The products side by side; with an activation, act of the first times the second."""
-    return plan_project_fwd(x, weights, activation)(x, *weights)
+def _added(launch: Launch, parts: int, shape: tuple, pdl: bool, early: tuple) -> Callable:
+    """The product with one weight, of which `launch` makes a sum's parts."""
+    size = math.prod(shape)
+    add = Launch(
+        add_parts_kernel, triton.cdiv(size, 1024), launch.device, numbers=(size,),
+        constexprs=(parts, 1024, pdl), options=early, guarded=True,
+    )  # fmt: skip
+
+    def run(x, weight, *_):
+        y = x.new_empty(shape)
+        made = x.new_empty((parts, size), dtype=torch.float32)
+        launch(x, *(weight,) * MAX_WEIGHTS, made)
+        add(made, y)
+        return y
+
+    return run
+
+
+def prepare_token_mlp_fwd(call: TokenMlp) -> Optional[Callable]:
+    """(x, w_gate, w_up, w_down) -> y, two launches, or torch's product with w_down."""
+    x, w_gate, w_up, w_down, (activation,) = call
+    gated = prepare_project_fwd(products(x, (w_gate, w_up), activation))
+    if gated is None:
+        return None
+    z = x.new_empty(*x.shape[:-1], w_gate.shape[0])
+    down = prepare_project_fwd(products(z, (w_down,))) or F.linear
+    return lambda x, w_gate, w_up, w_down: down(gated(x, w_gate, w_up), w_down)

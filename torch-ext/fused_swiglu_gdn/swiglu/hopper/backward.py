@@ -6,6 +6,7 @@ model width, N hidden width. docs/swiglu.md has the times.
 """
 
 import functools
+from typing import Callable, Optional
 
 import torch
 import triton
@@ -14,10 +15,13 @@ import triton.language as tl
 from ...runtime import device, tuning
 from ...runtime.launch import Launch
 from ...runtime.maps import Map
+from ...runtime.ops import in_rows
 from ...runtime.primitives import grouped_tile
+from ..call import MlpGradient, Swiglu, SwigluGradient, SwigluMlp
+from ..portable import backward
 from ..portable import gradients as plain
 from . import training as tailed
-from .forward import between, equal_groups, joined, supports_swiglu_fwd
+from .forward import between, equal_groups, joined, lie_well, prepare_swiglu_fwd, takes
 
 
 @triton.jit(do_not_specialize=["M", "N", "K", "group"])
@@ -88,41 +92,49 @@ def input_gradient(d_gate_up, w_gate, w_up) -> torch.Tensor:
     return dx
 
 
-def supports_swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
-    dense = w_gate.stride(1) == 1 and w_gate.shape[1] % 8 == 0
-    return dense and supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation)
-
-
-def swiglu_saving_fwd(x, w_gate, w_up, b_gate, b_up, activation: str):
-    """(z [M, N], gate_up [M, 2 N])."""
+def _saving_fwd(x, w_gate, w_up, b_gate, b_up, activation: str):
+    """(z [M, N], gate_up [M, 2 N]) by the faster of the two ways."""
     if tailed.serves_forward(x, w_gate, b_gate, b_up):
         return tailed.saving_fwd(x, w_gate, w_up, activation)
     return plain.saving_fwd(x, w_gate, w_up, b_gate, b_up, activation)
 
 
-def supports_swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs) -> bool:
-    return supports_swiglu_saving_fwd(x, w_gate, w_up, None, None, activation)
-
-
-def swiglu_bwd(dz, x, w_gate, w_up, gate_up, activation, needs):
-    """Calls gated_gradients of portable/gradients.py with input_gradient of this module."""
-    args = (dz, x, w_gate, w_up, gate_up, activation, needs)
-    return plain.gated_gradients(*args, input_gradient)
-
-
-def gate_gradient(dy, w_down, gate_up, activation: str, with_z: bool):
+def _gate_gradient(dy, w_down, gate_up, activation: str, with_z: bool):
     """Computes gate_gradient of portable/gradients.py by the faster of the two ways."""
     way = tailed if tailed.serves_gradients(dy, w_down) else plain
     return way.gate_gradient(dy, w_down, gate_up, activation, with_z)
 
 
-def supports_swiglu_mlp_bwd(
-    dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads
-) -> bool:
-    return supports_swiglu_saving_fwd(x, w_gate, w_up, None, None, activation)
+def _prepare(portable: Callable, call, **steps: Callable) -> Optional[Callable]:
+    """Prepares a call as portable/backward.py does, with these steps at addresses that TMA can
+    read."""
+    x, w_gate, w_up, kind, options = call.x, call.w_gate, call.w_up, type(call), call.options
+    dense = w_gate.stride(1) == 1 and w_gate.shape[1] % 8 == 0
+    if not dense or not takes(in_rows(x), w_gate, w_up, options.activation):
+        return None
+    first, run = call._fields.index("x"), portable(call, **steps)
+
+    def at_any_address(*tensors, **more):
+        if lie_well(*tensors[first : first + 3]):
+            return run(*tensors, **more)
+        return portable(kind(*tensors, options))(*tensors, **more)
+
+    return None if run is None else at_any_address
 
 
-def swiglu_mlp_bwd(dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads):
-    """Calls mlp_gradients of portable/gradients.py with the functions of this module."""
-    args = (dy, x, w_gate, w_up, w_down, gate_up, z, activation, needs, main_grads)
-    return plain.mlp_gradients(*args, gate_gradient, input_gradient)
+def prepare_swiglu_saving_fwd(call: Swiglu) -> Optional[Callable]:
+    return _prepare(backward.prepare_swiglu_saving_fwd, call, forward=_saving_fwd)
+
+
+def prepare_swiglu_bwd(call: SwigluGradient) -> Optional[Callable]:
+    return _prepare(backward.prepare_swiglu_bwd, call, input_gradient=input_gradient)
+
+
+def prepare_swiglu_mlp_fwd(call: SwigluMlp) -> Optional[Callable]:
+    steps = {"forward": _saving_fwd, "recomputed": prepare_swiglu_fwd}
+    return _prepare(backward.prepare_swiglu_mlp_fwd, call, **steps)
+
+
+def prepare_swiglu_mlp_bwd(call: MlpGradient) -> Optional[Callable]:
+    steps = {"gate_gradient": _gate_gradient, "input_gradient": input_gradient}
+    return _prepare(backward.prepare_swiglu_mlp_bwd, call, **steps)

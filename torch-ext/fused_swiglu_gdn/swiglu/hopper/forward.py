@@ -4,7 +4,7 @@ Sizes: M tokens, K model width, N hidden width. Derivation and measurements: doc
 """
 
 import functools
-from typing import NamedTuple, Optional, Tuple
+from typing import Callable, NamedTuple, Optional, Tuple
 
 import torch
 import triton
@@ -13,29 +13,37 @@ from ...runtime import device, tuning
 from ...runtime.cache import keep
 from ...runtime.launch import Launch
 from ...runtime.maps import Map
+from ...runtime.operation import on_copies
+from ...runtime.ops import rows_of
+from ..call import Swiglu
+from ..portable import forward as portable
+from ..portable.forward import in_dense_rows
 from .kernels import swiglu_fwd_kernel, swiglu_three_quarter_fwd_kernel, swiglu_wf_fwd_kernel
 
 X, GATE, UP, LOWER, Z, NONE, B_GATE, B_UP = range(8)  # the tensors of a call
 
 
-@functools.lru_cache(maxsize=4096)
-def _serves(where, dtype, size, strides, gate_size, gate_strides, up_strides) -> bool:
-    """True if TMA can read tensors of these sizes and strides, addresses apart."""
-    (M, K), N, dense = size, gate_size[0], 8  # elements of 16 bytes
-    least = tuning.lookup("hopper_swiglu_fwd", where)["least_rows"]
-    if M < least or K < 1 or N % dense or dtype not in (torch.float16, torch.bfloat16):
+def _reads(x, w_gate, w_up) -> bool:
+    """True if TMA can read x [M, K] and weights of these sizes and strides, addresses apart."""
+    (M, K), N, dense = x.shape, w_gate.shape[0], 8  # elements of 16 bytes
+    least = tuning.lookup("hopper_swiglu_fwd", x.device)["least_rows"]
+    if M < least or K < 1 or N % dense or x.dtype not in (torch.float16, torch.bfloat16):
         return False
-    if gate_strides != up_strides or strides[0] < K or strides[0] % dense or 1 not in gate_strides:
+    strides, step = w_gate.stride(), x.stride(0)
+    if strides != w_up.stride() or step < K or step % dense or 1 not in strides:
         return False
-    return max(gate_strides) % dense == 0 and min(gate_strides) > 0
+    return max(strides) % dense == 0 and min(strides) > 0
 
 
-def supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
-    sizes = (x.shape, x.stride(), w_gate.shape, w_gate.stride(), w_up.stride())
-    if activation == "gelu" or not _serves(x.device, x.dtype, *sizes):
-        return False
+def lie_well(x, w_gate, w_up) -> bool:
+    """True if TMA can read at these addresses, both weights by one map."""
     gate, up = w_gate.data_ptr(), w_up.data_ptr()
     return (x.data_ptr() | gate | up) % 16 == 0 and 0 < abs(gate - up) < 2**40
+
+
+def takes(x, w_gate, w_up, activation: str) -> bool:
+    """True if these kernels compute SwiGLU of x [..., K] with dense rows."""
+    return activation != "gelu" and _reads(rows_of(x), w_gate, w_up) and lie_well(x, w_gate, w_up)
 
 
 def between(first: torch.Tensor, second: torch.Tensor) -> int:
@@ -94,7 +102,6 @@ class Plan(NamedTuple):
     order: tuple  # places of the launch's tensors among x, the weights or the lower one, z, biases
 
 
-@functools.lru_cache(maxsize=4096)
 def _plan(
     where: torch.device, dtype, M: int, N: int, K: int, stride_x: int, strides: tuple,
     activation: str, apart: int,
@@ -140,49 +147,33 @@ def _plan(
     return Plan(launch, (*order, B_GATE, B_UP))
 
 
-def plan_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation):
-    """Returns a function that makes, for a shape of z, swiglu_fwd for all calls that match this
-    one.
-
-    That returns None for addresses that supports_swiglu_fwd would reject.
-    """
-    (M, K), N, size, strides = x.shape, w_gate.shape[0], x.element_size(), w_gate.stride()
-    sizes = (x.device, x.dtype, M, N, K, x.stride(0), strides, activation)
+def prepare_swiglu_fwd(call: Swiglu) -> Optional[Callable]:
+    """(x, w_gate, w_up, b_gate, b_up) -> z: one launch. portable's takes the addresses that TMA
+    cannot read."""
+    x, w_gate, w_up, b_gate, b_up, (activation,) = call
+    if any([a is not b for a, b in zip(in_dense_rows(*call.tensors), call.tensors)]):
+        return on_copies(prepare_swiglu_fwd, call, in_dense_rows)
+    if not takes(x, w_gate, w_up, activation):
+        return None
+    rows, N, size, strides = rows_of(x), w_gate.shape[0], x.element_size(), w_gate.stride()
+    (M, K), shape = rows.shape, (*x.shape[:-1], N)
+    sizes = (x.device, x.dtype, M, N, K, rows.stride(0), strides, activation)
     together = strides[1] == 1  # both weights by one map, which holds how far they lie apart
     plans: dict = {}  # by that distance in bytes, since layers of one size differ in it
 
-    def bind(shape: tuple):
-        def run(x, w_gate, w_up, b_gate, b_up):
-            gate, up = w_gate.data_ptr(), w_up.data_ptr()
-            apart = up - gate
-            if (x.data_ptr() | gate | up) & 15 or not 0 < abs(apart) < 2**40:
-                return None
-            plan = plans.get(apart if together else 0)
-            if plan is None:
-                distance = apart // size if together else 0
-                plan = keep(plans, apart if together else 0, _plan(*sizes, distance))
-            z = x.new_empty(shape)
-            tensors = (x, w_gate, w_up, w_up if apart < 0 else w_gate, z, None, b_gate, b_up)
-            plan.kernel(*[tensors[place] for place in plan.order])
-            return z
+    def run(x, w_gate, w_up, b_gate, b_up):
+        gate, up = w_gate.data_ptr(), w_up.data_ptr()
+        apart = up - gate
+        if (x.data_ptr() | gate | up) & 15 or not 0 < abs(apart) < 2**40:
+            tensors = (x, w_gate, w_up, b_gate, b_up)
+            return portable.prepare_swiglu_fwd(Swiglu.of((*tensors, activation)))(*tensors)
+        plan = plans.get(apart if together else 0)
+        if plan is None:
+            distance = apart // size if together else 0
+            plan = keep(plans, apart if together else 0, _plan(*sizes, distance))
+        z = x.new_empty(shape)
+        tensors = (x, w_gate, w_up, w_up if apart < 0 else w_gate, z, None, b_gate, b_up)
+        plan.kernel(*[tensors[place] for place in plan.order])
+        return z
 
-        return run
-
-    return bind
-
-
-def swiglu_fwd(
-    x: torch.Tensor,  # [M, K], last dimension dense
-    w_gate: torch.Tensor,  # [N, K]: (any, 1) strides, or (1, any)
-    w_up: torch.Tensor,  # [N, K], strides of w_gate
-    b_gate: Optional[torch.Tensor],  # [N]
-    b_up: Optional[torch.Tensor],  # [N]
-    activation: str,
-) -> torch.Tensor:  # [M, N]
-    (M, K), N, strides = x.shape, w_gate.shape[0], w_gate.stride()
-    z = x.new_empty((M, N))  # [M, N]
-    apart = between(w_gate, w_up) if strides[1] == 1 else 0
-    plan = _plan(x.device, x.dtype, M, N, K, x.stride(0), strides, activation, apart)
-    tensors = (x, w_gate, w_up, w_up if apart < 0 else w_gate, z, None, b_gate, b_up)
-    plan.kernel(*[tensors[place] for place in plan.order])
-    return z
+    return run

@@ -3,8 +3,7 @@
 Sizes: M tokens, K model width, N hidden width. Derivation and measurements: docs/swiglu.md.
 """
 
-import functools
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 import torch.nn.functional as F
@@ -14,14 +13,13 @@ import triton.language as tl
 from ...runtime import device, tuning
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
+from ...runtime.operation import on_copies
+from ...runtime.ops import dense, in_rows, rows_of
 from ...runtime.primitives import activate, either, grouped_tile
+from ..call import Swiglu
 from .gate import gate_fwd
 
 FAR = 2**23  # 128 rows this far apart still fit 32-bit offsets
-
-
-def supports_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation) -> bool:
-    return x.dtype in SERVED and activation != "gelu"
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -91,74 +89,63 @@ def _swiglu_fwd_kernel(
     tl.store(z_ptr + row * N + column + offs_z, z, mask=mask_m[:, None] & mask_n)
 
 
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    where: torch.device, M: int, N: int, K: int, stride_x: int, strides: tuple, activation: str
-) -> Launch:
-    """strides: of both weights."""
+def prepare_swiglu_fwd(call: Swiglu) -> Optional[Callable]:
+    """(x, w_gate, w_up, b_gate, b_up) -> z: one launch for fp16 and bf16.
+
+    In fp16 and bf16 the bits of a row do not depend on the other rows, their number or the
+    implementation: every path sums K in the same order (tests/test_swiglu.py). In fp32 cuBLAS
+    decides: torch's own products and their tf32 setting.
+    """
+    x, w_gate, w_up, b_gate, b_up, (activation,) = call
+    where, N = x.device, w_gate.shape[0]
+    if x.dtype not in SERVED or activation == "gelu":
+        return None
+    shape = (*x.shape[:-1], N)
+    if x.dtype == torch.float32 and device.is_gpu(where):
+        return _by_products(shape, activation)
+    if any([a is not b for a, b in zip(_readable(*call.tensors), call.tensors)]):
+        return on_copies(prepare_swiglu_fwd, call, _readable)
+    rows = rows_of(x)
+    M, K = rows.shape
     config = tuning.lookup("portable_swiglu_fwd", where, M=M, N=N, K=K)
     tiles = triton.cdiv(M, config["BLOCK_M"]) * triton.cdiv(N, config["BLOCK_N"])
     blocks = tuple(config[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "GROUP"))
     even_k = K % config["BLOCK_K"] == 0
-    constexprs = (activation, "ieee", even_k, *blocks, device.is_amd(where))
-    options = tuple((name, config[name]) for name in ("num_warps", "num_stages"))
-    return Launch(
-        _swiglu_fwd_kernel, tiles, where, numbers=(M, N, K, stride_x, *strides),
-        constexprs=constexprs, options=options,
+    kernel = Launch(
+        _swiglu_fwd_kernel, tiles, where, numbers=(M, N, K, rows.stride(0), *w_gate.stride()),
+        constexprs=(activation, "ieee", even_k, *blocks, device.is_amd(where)),
+        options=tuple((name, config[name]) for name in ("num_warps", "num_stages")), guarded=True,
     )  # fmt: skip
 
+    def run(x, w_gate, w_up, b_gate, b_up):
+        z = x.new_empty(shape)
+        kernel(x, w_gate, w_up, b_gate, b_up, z)
+        return z
 
-def _launch(x, w_gate, w_up, b_gate, b_up, activation) -> torch.Tensor:
-    """z [M, N] by the kernel above.
-
-    The kernel takes one pair of strides for both weights and 32-bit offsets inside a tile, so other
-    operands are copied first.
-    """
-    (M, K), N = x.shape, w_gate.shape[0]
-    stride_x, strides = x.stride(0), w_gate.stride()
-    if strides != w_up.stride() or max(strides) > FAR:
-        return _launch(x, w_gate.contiguous(), w_up.contiguous(), b_gate, b_up, activation)
-    if stride_x > FAR:
-        return _launch(x.contiguous(), w_gate, w_up, b_gate, b_up, activation)
-    z = x.new_empty((M, N))  # [M, N]
-    kernel = _plan(x.device, M, N, K, stride_x, strides, activation)
-    kernel(x, w_gate, w_up, b_gate, b_up, z)
-    return z
+    return run
 
 
-def plan_swiglu_fwd(x, w_gate, w_up, b_gate, b_up, activation):
-    """Returns a function that makes, for a shape of z, swiglu_fwd for all matching calls; or
-    None."""
-    (M, K), N, strides = x.shape, w_gate.shape[0], w_gate.stride()
-    if x.dtype == torch.float32 or strides != w_up.stride() or max(*strides, x.stride(0)) > FAR:
-        return None
-    kernel = _plan(x.device, M, N, K, x.stride(0), strides, activation)
-
-    def bind(shape: tuple):
-        def run(x, w_gate, w_up, b_gate, b_up):
-            z = x.new_empty(shape)
-            kernel(x, w_gate, w_up, b_gate, b_up, z)
-            return z
-
-        return run
-
-    return bind
+def in_dense_rows(x, w_gate, w_up, b_gate, b_up) -> tuple:
+    """The tensors, x with rows at one stride and dense biases."""
+    return x if rows_of(x) is not None else x.contiguous(), w_gate, w_up, dense(b_gate), dense(b_up)
 
 
-def swiglu_fwd(
-    x: torch.Tensor,  # [M, K], last dimension dense
-    w_gate: torch.Tensor,  # [N, K], any strides
-    w_up: torch.Tensor,  # [N, K], any strides
-    b_gate: Optional[torch.Tensor],  # [N]
-    b_up: Optional[torch.Tensor],  # [N]
-    activation: str,
-) -> torch.Tensor:  # [M, N]
-    """One launch for fp16 and bf16; fp32 uses torch's own products and their tf32 setting.
+def _readable(*tensors: torch.Tensor) -> tuple:
+    """The tensors, or copies: the kernel takes one pair of strides for both weights and 32-bit
+    offsets inside a tile."""
+    x, w_gate, w_up, *biases = in_dense_rows(*tensors)
+    if rows_of(x).stride(0) > FAR:
+        x = x.contiguous()
+    if w_gate.stride() != w_up.stride() or max(w_gate.stride()) > FAR:
+        w_gate, w_up = w_gate.contiguous(), w_up.contiguous()
+    return x, w_gate, w_up, *biases
 
-    In fp16 and bf16 the bits of a row do not depend on the other rows, their number or the
-    implementation: every path sums K in the same order (tests/test_swiglu.py). In fp32 cuBLAS
-    decides.
-    """
-    if x.dtype == torch.float32 and device.is_gpu(x.device):
-        return gate_fwd(F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up), activation)
-    return _launch(x, w_gate, w_up, b_gate, b_up, activation)
+
+def _by_products(shape: tuple, activation: str) -> Callable:
+    def run(x, w_gate, w_up, b_gate, b_up):
+        x = in_rows(x)
+        return gate_fwd(F.linear(x, w_gate, b_gate), F.linear(x, w_up, b_up), activation).view(
+            shape
+        )
+
+    return run

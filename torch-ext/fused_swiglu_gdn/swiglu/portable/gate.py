@@ -1,6 +1,6 @@
 """The gate of SwiGLU for operands in memory: z = act(gate) * up, and its gradients."""
 
-from typing import Optional, Tuple
+from typing import Callable, Optional
 
 import torch
 import triton
@@ -9,17 +9,12 @@ import triton.language as tl
 from ...runtime.activations import BY_KERNELS
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
+from ...runtime.operation import on_copies
+from ...runtime.ops import rows_of
 from ...runtime.primitives import activate, activate_with_slope
+from ..call import SiluMul, SiluMulGradient
 
 BLOCK = 1024
-
-
-def supports_silu_mul_fwd(gate, up, activation) -> bool:
-    return gate.dtype in SERVED and activation in BY_KERNELS
-
-
-def supports_silu_mul_bwd(gate, up, *rest) -> bool:
-    return supports_silu_mul_fwd(gate, up, rest[-1])
 
 
 @triton.jit
@@ -45,14 +40,38 @@ def _gate_fwd_kernel(
 
 def gate_fwd(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """z [M, N] of gate and up [M, N], last dimension dense."""
+    return _forward(gate, up, activation, gate.shape)(gate, up)
+
+
+def _forward(gate, up, activation: str, shape: tuple, guarded: bool = False) -> Callable:
+    """z in a shape, of tensors like gate and up [M, N]; guarded: as Launch has it."""
     M, N = gate.shape
-    z = torch.empty((M, N), dtype=gate.dtype, device=gate.device)  # [M, N]
     kernel = Launch(
         _gate_fwd_kernel, (M, triton.cdiv(N, BLOCK)), gate.device,
-        numbers=(N, gate.stride(0), up.stride(0)), constexprs=(activation, BLOCK),
+        numbers=(N, gate.stride(0), up.stride(0)), constexprs=(activation, BLOCK), guarded=guarded,
     )  # fmt: skip
-    kernel(gate, up, z)
-    return z
+
+    def run(gate, up):
+        z = gate.new_empty(shape)
+        kernel(gate, up, z)
+        return z
+
+    return run
+
+
+def prepare_silu_mul_fwd(call: SiluMul) -> Optional[Callable]:
+    """(gate, up) -> z: one launch."""
+    gate, up, (activation,) = call
+    if gate.dtype not in SERVED or activation not in BY_KERNELS:
+        return None
+    rows = rows_of(gate), rows_of(up)
+    if None in rows:
+        return on_copies(prepare_silu_mul_fwd, call, _contiguous)
+    return _forward(*rows, activation, gate.shape, guarded=True)
+
+
+def _contiguous(*tensors: torch.Tensor) -> list:
+    return [x.contiguous() for x in tensors]
 
 
 @triton.jit
@@ -111,36 +130,17 @@ def _gradients(dz, gate, up, d_gate, d_up, z, activation: str) -> None:
     kernel(dz, gate, up, d_gate, d_up, z)
 
 
-silu_mul_fwd = gate_fwd
+def prepare_silu_mul_bwd(call: SiluMulGradient) -> Optional[Callable]:
+    """(gate, up, dz) -> (dgate, dup): one launch."""
+    *tensors, (activation,) = call
+    if call.gate.dtype not in SERVED or activation not in BY_KERNELS:
+        return None
+    if None in map(rows_of, tensors):
+        return on_copies(prepare_silu_mul_bwd, call, _contiguous)
 
+    def run(gate, up, dz):
+        d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
+        _gradients(*map(rows_of, (dz, gate, up, d_gate, d_up)), None, activation)
+        return d_gate, d_up
 
-def plan_silu_mul_fwd(gate, up, activation):
-    """Returns a function that makes, for a shape of z, silu_mul_fwd for all calls that match this
-    one."""
-    M, N = gate.shape
-    kernel = Launch(
-        _gate_fwd_kernel, (M, triton.cdiv(N, BLOCK)), gate.device,
-        numbers=(N, gate.stride(0), up.stride(0)), constexprs=(activation, BLOCK), guarded=True,
-    )  # fmt: skip
-
-    def bind(shape: tuple):
-        def run(gate, up):
-            z = gate.new_empty(shape)
-            kernel(gate, up, z)
-            return z
-
-        return run
-
-    return bind
-
-
-def silu_mul_bwd(
-    gate: torch.Tensor,  # [M, N], last dimension dense, as all
-    up: torch.Tensor,  # [M, N]
-    dz: torch.Tensor,  # [M, N]
-    activation: str,
-) -> Tuple[torch.Tensor, torch.Tensor]:
-    """dgate and dup [M, N]."""
-    d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    _gradients(dz, gate, up, d_gate, d_up, None, activation)
-    return d_gate, d_up
+    return run

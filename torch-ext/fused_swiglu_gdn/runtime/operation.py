@@ -1,0 +1,253 @@
+"""`Operation`: what a call means, which kernels compute it, and how torch sees it."""
+
+import functools
+from typing import Callable, Optional, Tuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from . import dispatch
+from .cache import CallCache, fast_path_ok
+from .device import is_gpu
+from .ops import (
+    PLAIN,
+    autocast,
+    needs_grad,
+    no_second_derivative,
+    operator,
+    present,
+    transformed,
+)
+
+
+class Operation(CallCache):
+    """One operation: its calls, its torch operator, its kernels, and a function for known calls.
+
+    family: "room.module". A kernel module `<room>/<folder>/<module>.py` exports
+    `prepare_<name>(call)`. It returns a function of the call's tensors, for all calls with the same
+    facts (runtime/cache.py), or None if its kernels do not compute the call exactly.
+    call: a NamedTuple of tensors, or None, whose last field is `options` (runtime/call.py). Its
+    fields are the schema of the operator.
+    reference: the module whose function `<name>(*tensors, *options)` is the formula, or a function
+    of the call.
+    check(call): takes the options of the public function, raises if an argument is wrong, and
+    returns the call with options of its type; for `serving`, None where no kernel shall compute it.
+    autocasts: the tensors are cast to autocast's dtype first.
+    outputs: how many tensors the operator returns; like, fake: their shapes and dtypes, as names
+    of fields (`operator`) or as a function of the call.
+    written: names of the tensors that are written in place.
+    differentiable(call): False if the reference must compute a call that needs a gradient.
+    train: the Operation of the same calls with a gradient, whose first output is the result.
+    schema: the operator's name, if it is not `name`; None: there is no operator, for the reference
+    calls other operations.
+    """
+
+    def __init__(
+        self, family: str, name: str, call: type, reference, *, check: Optional[Callable] = None,
+        autocasts: bool = False, outputs: int = 1, like: tuple = (), written: tuple = (),
+        fake: Optional[Callable] = None, differentiable: Optional[Callable] = None,
+        train: Optional["Operation"] = None, schema: Optional[str] = "",
+    ):  # fmt: skip
+        super().__init__()
+        self.family, self.name, self.kind, self.module = family, name, call, reference
+        self.check = check or (lambda call: call)
+        self.autocasts, self.differentiable = autocasts, differentiable
+        self.count = len(call._fields) - 1
+        self.places = [call._fields.index(x) for x in written]
+        self.train, self.gradient = train, None
+        if schema is not None:
+            self._register(schema or name, written, like, outputs, fake)
+
+    def _register(self, name: str, written, like, outputs: int, fake) -> None:
+        def body(*fields):
+            return self.launcher(fields)(*fields[: self.count])
+
+        returned = Tensor if outputs == 1 else Tuple[(Tensor,) * outputs]
+        body.__annotations__ = {"fields": self.kind, "return": returned}
+        self.op = operator(name, mutates_args=written, like=like)(body)
+        if fake is not None:
+            self.op.register_fake(_presenting(fake, self.kind))
+
+    def register_gradient(
+        self, save: Callable, backward: Callable, by: "Operation", function: str = ""
+    ) -> None:
+        """Registers the gradient, as torch.library takes it; `by`: the Operation that computes it.
+
+        function: the public function, whose second derivative is refused.
+        """
+        self.gradient = (by.family, by.name)
+        self.op.register_autograd(backward, setup_context=save)
+        if function:
+            no_second_derivative(by.op, function)
+
+    def __call__(self, tensors: tuple, options: tuple = ()):
+        """The operation on the arguments of a public function."""
+        run = self.find(tensors, options) if fast_path_ok() else None
+        return self._first(tensors, options) if run is None else run(*tensors)
+
+    def serving(self, tensors: tuple, options: tuple) -> Optional[Callable]:
+        """A function of the tensors by kernels, or None where nothing is gained by them.
+
+        For layers, which have another way to compute the same.
+        """
+        run = self.find(tensors, options) if fast_path_ok() else None
+        if run is not None:
+            return run
+        call = self.check(self.kind(*tensors, options))
+        if call is None:
+            return None
+        if torch.compiler.is_compiling():
+            traced = self._has_kernels(call, False)
+            return (lambda *tensors: self.op(*tensors, *call.options)) if traced else None
+        run = self._by_kernels(call)
+        if fast_path_ok():
+            self.keep(tensors, options, run)
+        return run
+
+    def _first(self, tensors: tuple, options: tuple):
+        given = autocast(*tensors) if self.autocasts else tensors
+        call = self.check(self.kind(*given, options))
+        if torch.compiler.is_compiling():
+            return self._traced(call)
+        run = bound = self._bind(call)
+        if any([a is not b for a, b in zip(given, tensors)]):
+            run = _casting(bound)
+        if fast_path_ok() and is_gpu(call.device):  # on a CPU checks may read values
+            self.keep(tensors, options, run)
+        return bound(*given)
+
+    def _traced(self, call):
+        grad = needs_grad(call)
+        if grad and self.train is not None:
+            if self.train._has_kernels(call, grad):
+                return self.train.op(*call.tensors, *call.options)[0]
+        elif self._has_kernels(call, grad):
+            return self.op(*call.tensors, *call.options)
+        return self._reference(call)
+
+    def _has_kernels(self, call, grad: bool) -> bool:
+        """True while tracing, if the operator and not the reference is traced."""
+        if grad and not self._has_gradient(call):
+            return False
+        family, name = self.gradient if grad else (self.family, self.name)
+        return dispatch.has_kernels(family, name, call.device.type, call.device.index)
+
+    def _has_gradient(self, call) -> bool:
+        if self.gradient is None:
+            return False
+        return self.differentiable is None or self.differentiable(call)
+
+    def _reference(self, call):
+        if callable(self.module):
+            return self.module(call)
+        return getattr(self.module, self.name)(*call.tensors, *call.options)
+
+    def _bind(self, call) -> Callable:
+        """A function of the tensors of all calls like this one."""
+        run, kind, options = self._by_kernels(call), self.kind, call.options
+        return run or (lambda *tensors: self._reference(kind(*tensors, options)))
+
+    def _by_kernels(self, call) -> Optional[Callable]:
+        (*tensors, options), grad = call, needs_grad(call)
+        if grad and self.train is not None:
+            return _first_of(self.train._by_kernels(call))
+        there = [x for x in tensors if x is not None]
+        # torch's transforms have no rule for kernels, which see no sign that is kept aside either
+        if transformed() or any([x.is_neg() for x in there]):
+            return None
+        if grad and not self._has_gradient(call):
+            return None
+        launch = dispatch.prepare(self.family, self.name, call, self.gradient if grad else None)
+        if launch is None:
+            return None
+        if not all([type(x) in PLAIN for x in there]) or torch._C._len_torch_dispatch_stack():
+            return lambda *tensors: self.op(*tensors, *options)
+        if grad:
+            return self._with_gradient(launch, options)
+        places = [i for i in self.places if tensors[i] is not None]
+        places = [i for i in places if not tensors[i].is_inference()]
+        return _counting(launch, places) if places else launch
+
+    def _with_gradient(self, launch: Callable, options: tuple) -> Callable:
+        run, count = self.op.run, self.count
+
+        def body(*fields):
+            return launch(*fields[:count])
+
+        return lambda *tensors: run(body, *tensors, *options)
+
+    def launcher(self, fields: tuple) -> Callable:
+        """A function of the tensors of an operator's arguments: its body.
+
+        Autograd is above it, so the reference may compute it, too. Outputs are contiguous then, as
+        the fake promises.
+        """
+        tensors, options = fields[: self.count], fields[self.count :]
+        options = (None, *[tuple(x) if isinstance(x, list) else x for x in options])
+        run = self.find(tensors, options) if fast_path_ok() else None
+        if run is None:
+            call = self.kind.of(fields)
+            run = dispatch.prepare(self.family, self.name, call) or self._contiguous(call.options)
+            if fast_path_ok():
+                self.keep(tensors, options, run)
+        return run
+
+    def _contiguous(self, options: tuple) -> Callable:
+        def run(*tensors):
+            out = self._reference(self.kind(*tensors, options))
+            if isinstance(out, Tensor):
+                return out.contiguous()
+            return tuple([x if x is None else x.contiguous() for x in out])
+
+        return run
+
+
+def _presenting(fake: Callable, kind: type) -> Callable:
+    """A fake of an operator's arguments from one of a call, which returns None where nothing is."""
+
+    def run(*fields):
+        out = fake(kind.of(fields))
+        return out if isinstance(out, Tensor) else tuple([present(x, fields[0]) for x in out])
+
+    return run
+
+
+def _first_of(run: Optional[Callable]) -> Optional[Callable]:
+    return None if run is None else lambda *tensors: run(*tensors)[0]
+
+
+def _casting(run: Callable) -> Callable:
+    return lambda *tensors: run(*autocast(*tensors))
+
+
+def _counting(launch: Callable, places: list) -> Callable:
+    """launch, and autograd's notice of the tensors that it writes.
+
+    As after torch's own in-place operations, backward then raises if it has saved such a tensor,
+    instead of computing from other values.
+    """
+
+    def run(*tensors):
+        out = launch(*tensors)
+        increment_version([tensors[i] for i in places])
+        return out
+
+    return run
+
+
+def on_copies(prepare: Callable, call, copied: Callable) -> Optional[Callable]:
+    """prepare(call), where the kernels take no tensors but those that copied(*tensors) returns."""
+    run = prepare(type(call)(*copied(*call.tensors), call.options))
+    return None if run is None else lambda *tensors: run(*copied(*tensors))
+
+
+def contiguous_like(x: Tensor, dtype: Optional[torch.dtype] = None) -> Callable[[Tensor], Tensor]:
+    """A function that makes an empty contiguous tensor for tensors with the strides of x.
+
+    That is empty_like if its result is contiguous, which costs the host half of what empty costs.
+    """
+    more: dict = {} if dtype in (None, x.dtype) else {"dtype": dtype}
+    if not torch.empty_like(x, device="meta").is_contiguous():
+        more["memory_format"] = torch.contiguous_format
+    return functools.partial(torch.empty_like, **more) if more else torch.empty_like
