@@ -167,14 +167,14 @@ def test_opcheck(device):
     p = op_arguments(device)
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     torch.library.opcheck(
-        ops._experts_fwd,
+        ops.EXPERTS.op,
         (*p[:5], None, None, *p[5:7], False, False, False, False),
         test_utils=checks,
     )
     p = p._replace(x=p.x.requires_grad_(), w_down=p.w_down.requires_grad_())
     for recompute in (False, True):
         args = (*p[:5], None, None, *p[5:7], True, recompute, False, False)
-        torch.library.opcheck(ops._experts_fwd, args, test_utils=checks[:2])
+        torch.library.opcheck(ops.EXPERTS.op, args, test_utils=checks[:2])
 
 
 def operator_call(recompute=False, main_grad=False):
@@ -185,7 +185,7 @@ def operator_call(recompute=False, main_grad=False):
         w.main_grad = torch.ones_like(w)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         options = ("silu", None, True, recompute, main_grad, False)
-        out = ops._experts_fwd(*p[:5], None, None, *options)[0]
+        out = ops.EXPERTS.op(*p[:5], None, None, *options)[0]
     return p, out, leaves, kept
 
 
