@@ -311,8 +311,9 @@ def test_set_and_restored(everywhere):
 
 def test_reaches_the_function(everywhere, monkeypatch):
     seen = []
-    run = experts.ops.experts
-    monkeypatch.setattr(experts.ops, "experts", lambda *a: seen.append(a[3].shape) or run(*a))
+    api = submodule("experts.api")
+    run = api.EXPERTS
+    monkeypatch.setattr(api, "EXPERTS", lambda *a: seen.append(a[0][3].shape) or run(*a))
     model = model_of()
     model(tokens(2, 7))
     assert not seen

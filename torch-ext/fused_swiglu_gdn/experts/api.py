@@ -1,18 +1,12 @@
 """The routed experts of a mixture of experts, as one function."""
 
-import operator
 from typing import Optional
 
 from torch import Tensor
 
-from ..runtime.activations import SAME
-from ..runtime.cache import CallCache, fast_path_ok
-from ..runtime.checks import are_flags
 from ..runtime.main_grad import into_main_grad
 from ..runtime.ops import autocast
-from . import checks, ops
-
-_calls = CallCache()
+from .ops import EXPERTS
 
 
 def fused_experts(
@@ -79,24 +73,10 @@ def fused_experts(
         >>> fused_experts(x, w_gate_up, w_down, index, weights).shape
         torch.Size([5, 64])
     """
-    given = (x, w_gate_up, w_down, top_k_index, top_k_weights, b_gate_up, b_down)
-    kind = (activation, limit, recompute, main_grad, interleaved)
-    plan = _calls.find(given, kind) if fast_path_ok() else None
-    found = plan(*given) if plan is not None else None
-    if found is not None:
-        return found[0]
-    are_flags(recompute=recompute, main_grad=main_grad)
-    x, *weights, b_gate_up, b_down = autocast(*given[:3], b_gate_up, b_down)
     if main_grad:  # what autocast made of a weight has none
-        weights = [
-            w if w is own else autocast(into_main_grad(own))[0]
-            for w, own in zip(weights, given[1:3])
+        w_gate_up, w_down = [
+            w if autocast(w)[0] is w else autocast(into_main_grad(w))[0]
+            for w in (w_gate_up, w_down)
         ]
-    tensors = (x, *weights, top_k_index, top_k_weights, b_gate_up, b_down)
-    checks.fused_experts(*tensors, activation, limit, interleaved)
-    limit = None if limit is None else float(limit)
-    activation = SAME.get(activation, activation)
-    options = (activation, limit, bool(recompute), bool(main_grad), bool(interleaved))
-    if plan is None and fast_path_ok() and all(map(operator.is_, tensors, given)):
-        _calls.keep(given, kind, ops.plan_experts(*tensors, *options))
-    return ops.experts(*tensors, *options)
+    tensors = (x, w_gate_up, w_down, top_k_index, top_k_weights, b_gate_up, b_down)
+    return EXPERTS(tensors, (activation, limit, recompute, main_grad, interleaved))[0]

@@ -4,7 +4,7 @@ share.
 Sizes: T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
 """
 
-from typing import NamedTuple, Optional, Sequence
+from typing import List, NamedTuple, Optional, Sequence
 
 import torch
 from torch import Tensor
@@ -41,6 +41,52 @@ class ExpertsGradient(NamedTuple):
     routing: Tensor  # [routing_size(S, E)]
     needs: Sequence[bool]  # of x, w_gate_up, w_down, weights and the two biases
     main_grads: Sequence[Optional[Tensor]]  # of w_gate_up and w_down, fp32: added to
+
+
+@call
+class Experts(NamedTuple):
+    x: Tensor  # [T, H]
+    w_gate_up: Tensor  # [E, 2 I, H]
+    w_down: Tensor  # [E, H, I]
+    ids: Tensor  # [T, K]
+    weights: Tensor  # [T, K]
+    b_gate_up: Optional[Tensor]  # [E, 2 I]
+    b_down: Optional[Tensor]  # [E, H]
+    options: ExpertsOptions
+
+
+class BackwardOptions(NamedTuple):
+    needs: List[bool]  # of x, w_gate_up, w_down, weights, b_gate_up, b_down
+    activation: str  # from here on as ExpertsOptions
+    limit: Optional[float]
+    keeps: bool
+    recompute: bool
+    main_grad: bool
+    interleaved: bool
+
+
+@call
+class ExpertsBackward(NamedTuple):
+    x: Tensor  # [T, H]
+    w_gate_up: Tensor  # [E, 2 I, H]
+    w_down: Tensor  # [E, H, I]
+    ids: Tensor  # [T, K]
+    weights: Tensor  # [T, K]
+    b_gate_up: Optional[Tensor]  # [E, 2 I]
+    b_down: Optional[Tensor]  # [E, H]
+    dout: Tensor  # [T, H]
+    gate_up: Optional[Tensor]  # [S, 2 I], if the forward kept it
+    routing: Tensor
+    options: BackwardOptions
+
+    def in_layout(self, gradients) -> tuple:
+        """The gradients, those of the two weights in the weights' layout in memory."""
+        found = list(gradients)
+        for i, weight in ((1, self.w_gate_up), (2, self.w_down)):
+            if found[i] is not None and not weight.is_contiguous():
+                like = torch.empty_like(weight)
+                found[i] = found[i] if found[i].stride() == like.stride() else like.copy_(found[i])
+        return tuple(found)
 
 
 class TopkOptions(NamedTuple):

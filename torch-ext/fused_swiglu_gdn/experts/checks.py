@@ -1,6 +1,8 @@
 """Checks of the routed experts and of top-k routing."""
 
-from ..runtime.activations import OF_EXPERTS
+import torch
+
+from ..runtime.activations import OF_EXPERTS, SAME
 from ..runtime.checks import (
     INDICES,
     agrees,
@@ -13,19 +15,18 @@ from ..runtime.checks import (
     is_int,
     is_number,
     is_one_of,
-    remembered,
     same_device,
 )
-from .call import Topk, TopkOptions
+from ..runtime.ops import needs_grad
+from .call import Experts, ExpertsOptions, Topk, TopkOptions
 
 SCORINGS = ("softmax", "sigmoid")
 
 
-@remembered
-def fused_experts(
-    x, w_gate_up, w_down, top_k_index, top_k_weights, b_gate_up, b_down, activation, limit,
-    interleaved,
-) -> None:  # fmt: skip
+def fused_experts(call: Experts) -> Experts:
+    x, w_gate_up, w_down, top_k_index, top_k_weights, b_gate_up, b_down, options = call
+    activation, limit, recompute, main_grad, interleaved = options
+    are_flags(recompute=recompute, main_grad=main_grad)
     sizes: dict = {}
     has_shape("x", x, "T H", sizes)
     is_floating("x", x)
@@ -50,6 +51,12 @@ def fused_experts(
     is_one_of("activation", activation, OF_EXPERTS)
     if limit is not None:
         is_number("limit", limit, "positive", " or None")
+    keeps = needs_grad(call.tensors)
+    if keeps and main_grad and torch.compiler.is_compiling():
+        raise NotImplementedError("main_grad=True is for eager mode, not torch.compile")
+    limit, activation = None if limit is None else float(limit), SAME.get(activation, activation)
+    flags = (keeps, bool(recompute), bool(main_grad), bool(interleaved))
+    return Experts(*call.tensors, ExpertsOptions(activation, limit, *flags))
 
 
 def fused_topk(call: Topk) -> Topk:

@@ -1,125 +1,88 @@
-"""Operators of the routed experts, and their dispatch.
+"""The routed experts as an operation.
 
 Saved for the gradient: x, the routing, and gate_up [S, 2 I], S = T K, unless it is recomputed.
 """
 
-import functools
-from typing import Callable, List, Optional, Sequence, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
 from ..runtime.main_grad import into_main_grad, stand_in
-from ..runtime.ops import (
-    PLAIN,
-    needs_grad,
-    no_second_derivative,
-    operator,
-    plan,
-    present,
-    run,
-    serve,
-)
-from . import reference
-from .call import Biases, ExpertsGradient, ExpertsOptions, routing_size
+from ..runtime.operation import Operation
+from ..runtime.ops import PLAIN, autocast
+from . import checks, reference
+from .call import Biases, Experts, ExpertsBackward, routing_size
 
 FAMILY = "experts.experts"
+WEIGHTS = ("w_gate_up", "w_down")  # which kernels read by TMA
 
 
-@operator("experts_fwd")
-def _experts_fwd(
-    x: Tensor,  # [T, H]
-    w_gate_up: Tensor,  # [E, 2 I, H]
-    w_down: Tensor,  # [E, H, I]
-    ids: Tensor,  # [T, K]
-    weights: Tensor,  # [T, K]
-    b_gate_up: Optional[Tensor],  # [E, 2 I]
-    b_down: Optional[Tensor],  # [E, H]
-    *options: ExpertsOptions,
-) -> Tuple[Tensor, Tensor, Tensor]:  # out [T, H], gate_up [S, 2 I], routing
-    biases, asked = Biases(b_gate_up, b_down), ExpertsOptions(*options)
-    args = (x, w_gate_up, w_down, ids, weights, biases, asked)
-    out, gate_up, routing = serve(FAMILY, "experts_fwd", _by_torch, args)
-    if routing is None:  # the gradient of who served does not read them
-        gate_up, routing = _unfilled(x, w_gate_up, ids, asked)
-    return out, gate_up, routing
-
-
-def _unfilled(x, w_gate_up, ids, options) -> Tuple[Optional[Tensor], ...]:
+def _unfilled(call: Experts) -> Tuple[Optional[Tensor], ...]:
     """gate_up and routing, uninitialised, or None if they are not kept."""
-    if not options.keeps:
+    if not call.options.keeps:
         return None, None
-    S, (E, width, _) = ids.numel(), w_gate_up.shape
-    routing = ids.new_empty(routing_size(S, E), dtype=torch.int32)
-    return None if options.recompute else x.new_empty(S, width), routing
+    S, (E, width, _) = call.ids.numel(), call.w_gate_up.shape
+    routing = call.ids.new_empty(routing_size(S, E), dtype=torch.int32)
+    return None if call.options.recompute else call.x.new_empty(S, width), routing
 
 
-@_experts_fwd.register_fake
-def _(x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, *options):
-    kept = _unfilled(x, w_gate_up, ids, ExpertsOptions(*options))
-    return (x.new_empty(x.shape), *[present(tensor, x) for tensor in kept])
+def _by_torch(call: Experts) -> tuple:
+    """The forward by operations that torch can differentiate; its gradient reads nothing kept."""
+    x, w_gate_up, w_down, ids, weights, *biases, options = call
+    if options.main_grad:
+        w_gate_up, w_down = map(into_main_grad, (w_gate_up, w_down))
+    args = (x, w_gate_up, w_down, ids, weights, options.activation, options.limit)
+    return reference.experts_fwd(*args, options.interleaved, Biases(*biases)), *_unfilled(call)
 
 
-@operator("experts_bwd")
-def _experts_bwd(
-    x: Tensor,  # [T, H]
-    w_gate_up: Tensor,  # [E, 2 I, H]
-    w_down: Tensor,  # [E, H, I]
-    ids: Tensor,  # [T, K]
-    weights: Tensor,  # [T, K]
-    b_gate_up: Optional[Tensor],  # [E, 2 I]
-    b_down: Optional[Tensor],  # [E, H]
-    dout: Tensor,  # [T, H]
-    gate_up: Optional[Tensor],  # [S, 2 I]
-    routing: Tensor,
-    needs: List[bool],  # of x, w_gate_up, w_down, weights, b_gate_up, b_down
-    *options: ExpertsOptions,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # their gradients, if needed
-    tensors = (x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, dout, gate_up, routing)
-    return _gradients((None, None), *tensors, needs, *options)
+def _gradients_by_torch(call: ExpertsBackward, main_grads=(None, None)) -> tuple:
+    x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, dout, _, _, options = call
+    args = (x, w_gate_up, w_down, ids, weights, options.activation, options.limit, options.needs)
+    biases = Biases(b_gate_up, b_down)
+    found = list(reference.experts_bwd(dout, *args, options.interleaved, biases))
+    for i, main_grad in enumerate(main_grads, 1):
+        if main_grad is not None and found[i] is not None:
+            main_grad.add_(found[i])
+            found[i] = None
+    return call.in_layout(found)
 
 
-@_experts_bwd.register_fake
-def _(
-    x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, dout, gate_up, routing, needs, *options
-):  # fmt: skip
+def _results(call: Experts) -> tuple:
+    return call.x.new_empty(call.x.shape), *_unfilled(call)
+
+
+def _gradients_like(call: ExpertsBackward) -> tuple:
+    x, w_gate_up, w_down, _, weights, b_gate_up, b_down, *_ = call
     tensors = (x, w_gate_up, w_down, weights, b_gate_up, b_down)
-    found = [
-        x.new_empty(0) if not needed
-        else torch.empty_like(t) if t is w_gate_up or t is w_down
-        else t.new_empty(t.shape)
-        for t, needed in zip(tensors, needs)
-    ]  # fmt: skip
-    return tuple(found)
+    made = [None if t is None else t.new_empty(t.shape) for t in tensors]
+    made[1:3] = map(torch.empty_like, (w_gate_up, w_down))
+    return tuple([t if needed else None for t, needed in zip(made, call.options.needs)])
 
 
-def _gradients(
-    main_grads, x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, dout, gate_up, routing,
-    needs, *options,
-) -> Sequence[Optional[Tensor]]:  # fmt: skip
-    """Gradients of x, w_gate_up, w_down, weights and the biases.
+def _cast(x, w_gate_up, w_down, ids, weights, b_gate_up, b_down) -> tuple:
+    x, w_gate_up, w_down, *biases = autocast(x, w_gate_up, w_down, b_gate_up, b_down)
+    return x, w_gate_up, w_down, ids, weights, *biases
 
-    They are None if not needed, or if added to one of main_grads, which belong to the two weights.
-    Those of the weights have the weights' layout in memory.
-    """
-    gradient = ExpertsGradient(dout, gate_up, routing, needs, main_grads)
-    biases, asked = Biases(b_gate_up, b_down), ExpertsOptions(*options)
-    args = (x, w_gate_up, w_down, ids, weights, biases, asked, gradient)
-    found = list(serve(FAMILY, "experts_bwd", _gradients_by_torch, args))
-    for i, weight in ((1, w_gate_up), (2, w_down)):
-        if found[i] is not None and not weight.is_contiguous():
-            like = torch.empty_like(weight)
-            found[i] = found[i] if found[i].stride() == like.stride() else like.copy_(found[i])
-    return tuple(found)
+
+EXPERTS = Operation(
+    FAMILY, "experts_fwd", Experts, _by_torch, check=checks.fused_experts, cast=_cast, outputs=3,
+    fake=_results, aligned=WEIGHTS, opaque=True,
+    differentiable=lambda call: all([t is None or type(t) in PLAIN for t in call.tensors]),
+)  # fmt: skip
+GRADIENT = Operation(
+    FAMILY, "experts_bwd", ExpertsBackward, _gradients_by_torch, outputs=6, fake=_gradients_like,
+    aligned=WEIGHTS,
+)  # fmt: skip
 
 
 def _save(ctx, inputs, output):
     _, gate_up, routing = output
-    ctx.options = ExpertsOptions(*inputs[7:])
-    ctx.save_for_backward(*inputs[:7], None if ctx.options.recompute else gate_up, routing)
+    ctx.options = inputs[7:]
+    _, _, _, recompute, adds, _ = ctx.options
+    ctx.save_for_backward(*inputs[:7], None if recompute else gate_up, routing)
     ctx.mark_non_differentiable(*[x for x in (gate_up, routing) if x is not None])
     ctx.set_materialize_grads(False)
-    adds = ctx.options.main_grad
     ctx.mains = [w if adds and hasattr(w, "main_grad") else None for w in inputs[1:3]]
 
 
@@ -137,9 +100,13 @@ def _backward(ctx, dout, *_):
     args = (*tensors, dout, gate_up, routing, needs, *ctx.options)
     if any(weight is not None for weight in ctx.mains):
         main_grads = [w if w is None else w.main_grad for w in ctx.mains]
-        found = _experts_bwd.run(functools.partial(_gradients, main_grads), *args)
+
+        def body(*args):
+            return GRADIENT.launcher(args)(*args[:10], main_grads=main_grads)
+
+        found = GRADIENT.op.run(body, *args)
     else:
-        found = _experts_bwd(*args)
+        found = GRADIENT.op(*args)
     dx, *dw, dweights, db_gate_up, db_down = [
         g if needed else None for g, needed in zip(found, needs)
     ]
@@ -149,63 +116,4 @@ def _backward(ctx, dout, *_):
     return (dx, *dw, None, dweights, db_gate_up, db_down, *nothing)
 
 
-_experts_fwd.register_autograd(_backward, setup_context=_save)
-no_second_derivative(_experts_bwd, "fused_experts")
-
-
-def _by_torch(x, w_gate_up, w_down, ids, weights, biases, options) -> tuple:
-    """The forward by operations that torch can differentiate; returns nothing to keep."""
-    if options.main_grad:
-        w_gate_up, w_down = map(into_main_grad, (w_gate_up, w_down))
-    args = (x, w_gate_up, w_down, ids, weights, options.activation, options.limit)
-    return reference.experts_fwd(*args, options.interleaved, biases), None, None
-
-
-def _gradients_by_torch(x, w_gate_up, w_down, ids, weights, biases, options, gradient) -> tuple:
-    args = (x, w_gate_up, w_down, ids, weights, options.activation, options.limit, gradient.needs)
-    found = list(reference.experts_bwd(gradient.dout, *args, options.interleaved, biases))
-    for i, main_grad in enumerate(gradient.main_grads, 1):
-        if main_grad is not None and found[i] is not None:
-            main_grad.add_(found[i])
-            found[i] = None
-    return tuple(found)
-
-
-def _options(tensors, activation, limit, recompute, main_grad, interleaved) -> ExpertsOptions:
-    return ExpertsOptions(activation, limit, needs_grad(tensors), recompute, main_grad, interleaved)
-
-
-def plan_experts(
-    x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, *options
-) -> Optional[Callable]:
-    """Returns a function of the tensors for all eager calls that match this one, or None.
-
-    The function returns a tuple that begins with out. It returns None, without computing anything,
-    if the kernels cannot take the addresses of a call.
-    """
-    tensors, biases = (x, w_gate_up, w_down, ids, weights), Biases(b_gate_up, b_down)
-    options = _options((*tensors, biases), *options)
-    launch = plan(FAMILY, "experts_fwd", (*tensors, biases, options), differentiable=True)
-    if launch is None or not options.keeps:
-        return launch
-
-    def body(*args):
-        return launch(*args[:7]) or _experts_fwd.body(*args)
-
-    return lambda *tensors: _experts_fwd.run(body, *tensors, *options)
-
-
-def experts(x, w_gate_up, w_down, ids, weights, b_gate_up, b_down, *options) -> Tensor:  # [T, H]
-    tensors, biases = (x, w_gate_up, w_down, ids, weights), Biases(b_gate_up, b_down)
-    options = _options((*tensors, biases), *options)
-    if torch.compiler.is_compiling():  # the reference reads the ids on the host
-        if options.keeps and options.main_grad:
-            raise NotImplementedError("main_grad=True is for eager mode, not torch.compile")
-        return _experts_fwd(*tensors, *biases, *options)[0]
-
-    def op(*args):
-        return _experts_fwd(*args[:5], *biases, *options)
-
-    differentiable = all([t is None or type(t) in PLAIN for t in (*tensors, *biases)])
-    args = (*tensors, biases, options)
-    return run(FAMILY, "experts_fwd", op, _by_torch, args, differentiable=differentiable)[0]
+EXPERTS.register_gradient(_save, _backward, GRADIENT, "fused_experts")

@@ -12,7 +12,6 @@ from .cache import CallCache, fast_path_ok
 from .device import is_gpu
 from .ops import (
     PLAIN,
-    autocast,
     needs_grad,
     no_second_derivative,
     operator,
@@ -30,14 +29,17 @@ class Operation(CallCache):
     call: a NamedTuple of tensors, or None, whose last field is `options` (runtime/call.py). Its
     fields are the schema of the operator.
     reference: the module whose function `<name>(*tensors, *options)` is the formula, or a function
-    of the call.
+    of the call, whose outputs lie as the fake says.
     check(call): takes the options of the public function, raises if an argument is wrong, and
     returns the call with options of its type; for `serving`, None where no kernel shall compute it.
-    autocasts: the tensors are cast to autocast's dtype first.
+    cast(*tensors): the tensors in autocast's dtype.
     outputs: how many tensors the operator returns; like, fake: their shapes and dtypes, as names
     of fields (`operator`) or as a function of the call.
     written: names of the tensors that are written in place.
     differentiable(call): False if the reference must compute a call that needs a gradient.
+    aligned: names of tensors that kernels read at multiples of 16 bytes alone; the reference
+    computes calls with others.
+    opaque: the reference cannot be traced, so that tracing always sees the operator.
     train: the Operation of the same calls with a gradient, whose first output is the result.
     schema: the operator's name, if it is not `name`; None: there is no operator, for the reference
     calls other operations.
@@ -45,16 +47,18 @@ class Operation(CallCache):
 
     def __init__(
         self, family: str, name: str, call: type, reference, *, check: Optional[Callable] = None,
-        autocasts: bool = False, outputs: int = 1, like: tuple = (), written: tuple = (),
+        cast: Optional[Callable] = None, outputs: int = 1, like: tuple = (), written: tuple = (),
         fake: Optional[Callable] = None, differentiable: Optional[Callable] = None,
+        aligned: tuple = (), opaque: bool = False,
         train: Optional["Operation"] = None, schema: Optional[str] = "",
     ):  # fmt: skip
         super().__init__()
         self.family, self.name, self.kind, self.module = family, name, call, reference
         self.check = check or (lambda call: call)
-        self.autocasts, self.differentiable = autocasts, differentiable
+        self.cast, self.differentiable, self.opaque = cast, differentiable, opaque
         self.count = len(call._fields) - 1
         self.places = [call._fields.index(x) for x in written]
+        self.aligned = [call._fields.index(x) for x in aligned]
         self.train, self.gradient = train, None
         if schema is not None:
             self._register(schema or name, written, like, outputs, fake)
@@ -106,23 +110,26 @@ class Operation(CallCache):
         return run
 
     def _first(self, tensors: tuple, options: tuple):
-        given = autocast(*tensors) if self.autocasts else tensors
+        given = tensors if self.cast is None else self.cast(*tensors)
         call = self.check(self.kind(*given, options))
         if torch.compiler.is_compiling():
             return self._traced(call)
         run = bound = self._bind(call)
         if any([a is not b for a, b in zip(given, tensors)]):
-            run = _casting(bound)
+            run = self._casting(bound)
         if fast_path_ok() and is_gpu(call.device):  # on a CPU checks may read values
             self.keep(tensors, options, run)
         return bound(*given)
+
+    def _casting(self, run: Callable) -> Callable:
+        return lambda *tensors: run(*self.cast(*tensors))
 
     def _traced(self, call):
         grad = needs_grad(call)
         if grad and self.train is not None:
             if self.train._has_kernels(call, grad):
                 return self.train.op(*call.tensors, *call.options)[0]
-        elif self._has_kernels(call, grad):
+        elif self.opaque or self._has_kernels(call, grad):
             return self.op(*call.tensors, *call.options)
         return self._reference(call)
 
@@ -138,9 +145,9 @@ class Operation(CallCache):
             return False
         return self.differentiable is None or self.differentiable(call)
 
-    def _reference(self, call):
+    def _reference(self, call, **more):
         if callable(self.module):
-            return self.module(call)
+            return self.module(call, **more)
         return getattr(self.module, self.name)(*call.tensors, *call.options)
 
     def _bind(self, call) -> Callable:
@@ -158,7 +165,7 @@ class Operation(CallCache):
             return None
         if grad and not self._has_gradient(call):
             return None
-        launch = dispatch.prepare(self.family, self.name, call, self.gradient if grad else None)
+        launch = self._prepared(call, self.gradient if grad else None)
         if launch is None:
             return None
         if not all([type(x) in PLAIN for x in there]) or torch._C._len_torch_dispatch_stack():
@@ -188,14 +195,31 @@ class Operation(CallCache):
         run = self.find(tensors, options) if fast_path_ok() else None
         if run is None:
             call = self.kind.of(fields)
-            run = dispatch.prepare(self.family, self.name, call) or self._contiguous(call.options)
+            run = self._prepared(call) or self._contiguous(call.options)
             if fast_path_ok():
                 self.keep(tensors, options, run)
         return run
 
+    def _prepared(self, call, gradient: Optional[Tuple[str, str]] = None) -> Optional[Callable]:
+        """A function of the call's tensors by kernels, or None."""
+        launch, places = dispatch.prepare(self.family, self.name, call, gradient), self.aligned
+        if launch is None or not places:
+            return launch
+        by_reference = self._contiguous(call.options)
+
+        def run(*tensors, **more):
+            for place in places:
+                if tensors[place].data_ptr() & 15:
+                    return by_reference(*tensors, **more)
+            return launch(*tensors, **more)
+
+        return run
+
     def _contiguous(self, options: tuple) -> Callable:
-        def run(*tensors):
-            out = self._reference(self.kind(*tensors, options))
+        def run(*tensors, **more):
+            out = self._reference(self.kind(*tensors, options), **more)
+            if callable(self.module):
+                return out
             if isinstance(out, Tensor):
                 return out.contiguous()
             return tuple([x if x is None else x.contiguous() for x in out])
@@ -215,10 +239,6 @@ def _presenting(fake: Callable, kind: type) -> Callable:
 
 def _first_of(run: Optional[Callable]) -> Optional[Callable]:
     return None if run is None else lambda *tensors: run(*tensors)[0]
-
-
-def _casting(run: Callable) -> Callable:
-    return lambda *tensors: run(*autocast(*tensors))
 
 
 def _counting(launch: Callable, places: list) -> Callable:

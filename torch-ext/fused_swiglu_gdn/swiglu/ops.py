@@ -11,7 +11,7 @@ from torch import Tensor
 from ..runtime.activations import BY_TORCH
 from ..runtime.dtypes import SERVED
 from ..runtime.operation import Operation
-from ..runtime.ops import PLAIN
+from ..runtime.ops import PLAIN, autocast
 from . import checks, reference
 from .call import SiluMul, SiluMulGradient, Swiglu, SwigluGradient
 
@@ -67,7 +67,7 @@ GRADIENT = Operation(
     fake=gradients_like,
 )  # fmt: skip
 SWIGLU = Operation(
-    "swiglu.forward", "swiglu_fwd", Swiglu, reference, check=checks.fused_swiglu, autocasts=True,
+    "swiglu.forward", "swiglu_fwd", Swiglu, reference, check=checks.fused_swiglu, cast=autocast,
     fake=_result, train=SAVING,
 )  # fmt: skip
 SILU_MUL = Operation(

@@ -1,10 +1,11 @@
 """Gradients of the routed experts on Hopper: portable/experts.py with strips.py and gate.py."""
 
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 
 from ...runtime import device, tuning
+from ..call import Biases, ExpertsBackward
 from ..portable import experts as plain
 from ..portable import gradients
 from ..portable.routing import Routing
@@ -46,3 +47,10 @@ def experts_bwd(x, w_gate_up, w_down, ids, weights, biases, options, gradient) -
     """Calls experts_bwd of portable/experts.py with the functions of this folder."""
     args = (x, w_gate_up, w_down, ids, weights, biases, options, gradient)
     return plain.experts_bwd(*args, _weight_gradient, gate_gradient)
+
+
+def prepare_experts_bwd(call: ExpertsBackward) -> Optional[Callable]:
+    options = plain.split_options(call)[1]
+    if not supports_experts_bwd(*call[:5], Biases(*call[5:7]), options):
+        return None
+    return plain.prepare_experts_bwd(call, experts_bwd)

@@ -11,7 +11,7 @@ import torch
 
 from ...runtime import tuning
 from ...runtime.dtypes import HALF
-from ..call import Biases, ExpertsGradient, ExpertsOptions
+from ..call import Biases, Experts, ExpertsBackward, ExpertsGradient, ExpertsOptions
 from .combine import combine, weights_gradient
 from .few import plan_few
 from .gradients import bias_gradients, gate_gradient, spread, weight_gradient
@@ -22,9 +22,8 @@ FEW = 8  # tokens
 
 
 def _is_readable(x: torch.Tensor) -> bool:
-    """True if TMA can read x: contiguous, aligned to 16 bytes, with rows of a multiple of 16
-    bytes."""
-    return x.is_contiguous() and x.data_ptr() % 16 == 0 and x.shape[-1] % 8 == 0
+    """True if TMA can read x, addresses apart: contiguous, with rows of a multiple of 16 bytes."""
+    return x.is_contiguous() and x.shape[-1] % 8 == 0
 
 
 def _have_one_layout(w_gate_up: torch.Tensor, w_down: torch.Tensor, interleaved: bool) -> bool:
@@ -68,15 +67,20 @@ def experts_fwd(
     options: ExpertsOptions,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """(out [T, H], gate_up [S, 2 I] by rows if it is kept, routing if there is one)."""
+    if _are_few(x, w_gate_up, biases, options):
+        x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
+        few = plan_few(x, w_down, ids, options.activation, options.limit)
+        return few(x, w_gate_up, w_down, ids, weights)
+    return _grouped(x, w_gate_up, w_down, ids, weights, biases, options)
+
+
+def _grouped(x, w_gate_up, w_down, ids, weights, biases: Biases, options: ExpertsOptions) -> tuple:
     x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
     activation, limit, keeps, recompute, _, interleaved = options
     T, (E, _, I), K = x.shape[0], w_down.shape, ids.shape[1]
     gate_up = x.new_empty((T * K, 2 * I)) if keeps and not recompute else None  # [S, 2 I]
     if x.numel() == 0:
         return torch.empty_like(x), gate_up, new_buffer(ids, E) if keeps else None
-    if _are_few(x, w_gate_up, biases, options):
-        few = plan_few(x, w_down, ids, activation, limit)
-        return few(x, w_gate_up, w_down, ids, weights), None, None
     tiles = tiles_for(x.device, T, K, E)
     routing = route(ids, E, tiles["BLOCK_M"])
     z = x.new_empty((routing.places, I))
@@ -93,24 +97,46 @@ def _are_few(x, w_gate_up, biases: Biases, options: ExpertsOptions) -> bool:
     return 0 < x.shape[0] <= FEW and plain and not options.keeps
 
 
-def plan_experts_fwd(x, w_gate_up, w_down, ids, weights, biases, options) -> Callable:
-    """Returns experts_fwd as a function of the tensors for all calls that match this one.
-
-    The function returns None for addresses that supports_experts_fwd would reject.
-    """
-    few = None
+def prepare_experts_fwd(call: Experts) -> Optional[Callable]:
+    """experts_fwd as a function of the call's tensors."""
+    *tensors, b_gate_up, b_down, options = call
+    x, w_gate_up, w_down, ids, _ = tensors
+    biases = Biases(b_gate_up, b_down)
+    if not supports_experts_fwd(*tensors, biases, options):
+        return None
+    forward = _grouped
     if _are_few(x, w_gate_up, biases, options):
-        if all(t.is_contiguous() for t in (x, ids, weights)):
-            few = plan_few(x, w_down, ids, options.activation, options.limit)
+        forward = experts_fwd
+        if all(t.is_contiguous() for t in (x, ids, call.weights)):
+            return plan_few(x, w_down, ids, options.activation, options.limit)
 
-    def plan(x, w_gate_up, w_down, ids, weights, *biases):
-        if (w_gate_up.data_ptr() | w_down.data_ptr()) & 15:
-            return None
-        if few is not None:
-            return few(x, w_gate_up, w_down, ids, weights), None, None
-        return experts_fwd(x, w_gate_up, w_down, ids, weights, Biases(*biases), options)
+    def run(x, w_gate_up, w_down, ids, weights, *biases):
+        return forward(x, w_gate_up, w_down, ids, weights, Biases(*biases), options)
 
-    return plan
+    return run
+
+
+def prepare_experts_bwd(call: ExpertsBackward, gradients=None) -> Optional[Callable]:
+    """The six gradients as a function of the call's tensors; gradients: as experts_bwd.
+
+    main_grads: fp32 tensors to which the gradients of w_gate_up and w_down are added, or None.
+    """
+    needs, options, function = *split_options(call), gradients or experts_bwd
+    if not supports_experts_bwd(*call[:5], Biases(*call[5:7]), options):
+        return None
+
+    def run(*tensors, main_grads=(None, None)):
+        gradient = ExpertsGradient(*tensors[7:10], needs, main_grads)
+        found = function(*tensors[:5], Biases(*tensors[5:7]), options, gradient)
+        return ExpertsBackward(*tensors, None).in_layout(found)
+
+    return run
+
+
+def split_options(call: ExpertsBackward) -> Tuple[list, ExpertsOptions]:
+    """needs, and the options of the forward."""
+    needs, *options = call.options
+    return needs, ExpertsOptions(*options)
 
 
 def experts_bwd(
