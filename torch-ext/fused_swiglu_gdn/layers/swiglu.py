@@ -66,7 +66,7 @@ def drops_out(mlp: nn.Module, roles: Roles) -> bool:
 
 
 def _weights(mlp: nn.Module, roles: Roles) -> Tuple[Optional[tuple], Optional[tuple]]:
-    """What projections() gives, and weight and bias of `down`, if it is plain, too."""
+    """The result of projections(), and weight and bias of `down`, if it is plain, too."""
     modules = mlp.__dict__["_modules"]
     if type(modules.get(roles.gate)) is not nn.Linear:
         return None, None
