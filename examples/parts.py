@@ -104,17 +104,19 @@ def sections(count: int) -> list:
     return sorted(topics.values(), key=len)[:count]
 
 
-def parser_of(doc: str, packages=()) -> argparse.ArgumentParser:
-    """With --model; ends clearly where a package is missing."""
+def parser_of(doc: str, packages=(), model: bool = True) -> argparse.ArgumentParser:
+    """With --model, unless it is False; packages are those that have to be installed."""
     parser = argparse.ArgumentParser(
         description=doc.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--model", help="a Hub name, a folder or a .gguf file; default: tiny")
+    if model:
+        parser.add_argument("--model", help="a Hub name, a folder or a .gguf file; default: tiny")
     parser.set_defaults(packages=packages)
     return parser
 
 
 def options_of(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options; the program ends with one line where a package is missing."""
     options = parser.parse_args()
     for package in options.packages:
         if importlib.util.find_spec(package) is None:

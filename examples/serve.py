@@ -9,7 +9,7 @@ and values in pages. Without --model, weights are random and so are the texts; t
 
 import parts
 import torch
-from transformers import GenerationConfig, pipeline
+from transformers import ContinuousBatchingConfig, GenerationConfig, pipeline
 
 PROMPTS = ["Python is", "What is the capital of France? It is", "A prime number"]
 
@@ -31,7 +31,10 @@ def answers(model, tokenizer, count: int) -> dict:
         pad_token_id=tokenizer.pad_token_id,
     )
     ids = [tokenizer(prompt).input_ids for prompt in PROMPTS]
-    batch = model.generate_batch(inputs=ids, generation_config=greedy, progress_bar=False)
+    pages = ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=256)  # else all free memory
+    batch = model.generate_batch(
+        inputs=ids, generation_config=greedy, continuous_batching_config=pages, progress_bar=False
+    )
     by_prompt = {tuple(out.prompt_ids): out.generated_tokens for out in batch.values()}
     tokens = [by_prompt[tuple(prompt)] for prompt in ids]
     found["continuous batching"] = tokenizer.batch_decode(tokens, skip_special_tokens=True)
