@@ -18,7 +18,6 @@ BEFORE, AFTER = "transformers alone", "kernelized"
 @pytest.fixture
 def example(kernel, monkeypatch):
     """Loads one, and the reference serves on the CPU."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with submodule("runtime.dispatch").force("reference"):
         yield load_example
@@ -51,6 +50,15 @@ def test_sft_with_packing(example, kernel, capsys, family):
     else:
         assert found[AFTER] == pytest.approx(found[BEFORE], rel=1e-4)
     assert served(capsys.readouterr().out, "DecoderLayer")
+
+
+def test_qlora(example, kernel, capsys):
+    for package in ("peft", "bitsandbytes"):
+        pytest.importorskip(package)
+    before, after = example("finetune_lora").run(kernel, "cpu", 3, four_bits=True)
+    assert len(after) == 3 and after == pytest.approx(before, rel=1e-4) and after[-1] < after[0]
+    said = capsys.readouterr().out
+    assert "DecoderLayer" in said and "left alone: 4 bits by bitsandbytes" in said
 
 
 def test_serving(example, kernel, capsys):
