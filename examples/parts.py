@@ -86,7 +86,7 @@ def model_of(name: str, family: str = "qwen3_5"):
     if name is None:
         return tiny_model(family)
     how = gguf_place(name)
-    if "gguf_file" in how and hasattr(transformers, "GgufConfig"):  # older releases always unpack
+    if "gguf_file" in how:
         how["quantization_config"] = transformers.GgufConfig(dequantize=True)
     return transformers.AutoModelForCausalLM.from_pretrained(**how, dtype=torch.float32)
 
