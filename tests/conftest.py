@@ -91,7 +91,9 @@ def load_example(name: str):
     """A program of examples/ as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:  # as for a program: its folder is first
+        patch.syspath_prepend(str(ROOT / "examples"))
+        spec.loader.exec_module(module)
     return module
 
 

