@@ -114,6 +114,11 @@ def main() -> None:
     parser.add_argument("--configurations", type=int, default=2)
     options = parse_on_gpu(parser)
     began = time.perf_counter()
+    try:
+        fla, _ = load_fla()
+    except ImportError as error:
+        print(f"fla is left out: {error}")
+        fla = None
     package, rows = load_package(), []
     ways = {"ours": (package.chunk_kda, {})}
 
@@ -129,10 +134,8 @@ def main() -> None:
         done({**row, "launches_us": launches(calls["both"])})
     for row in errors(package, ways):
         done(row)
-    try:
-        fla, _ = load_fla()
-    except ImportError as error:
-        return print(f"fla is left out: {error}")
+    if fla is None:
+        return
     thin_autotuning(options.configurations)
     ways = {"fla_safe": (fla, {"safe_gate": True}), "fla": (fla, {})}
     for name, case in SHAPES.items():
