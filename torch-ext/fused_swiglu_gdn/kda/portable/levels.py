@@ -61,8 +61,8 @@ def add_between(kk, qk, parts, total, q, k, STEP, DOT: tl.constexpr, PREC: tl.co
 
 @triton.jit
 def store_inside(p_ptr, kept_ptr, kk, qk):
-    """Stores the diagonal blocks of P, and of -A as kept_blocks of gdn/portable/inverse.py reads it:
-    on both sides of the diagonal."""
+    """Stores the diagonal blocks of P, and of -A as kept_blocks of gdn/portable/inverse.py reads
+    it: on both sides of the diagonal."""
     i = tl.arange(0, 16)[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
     b = tl.arange(0, 4)[:, None, None] * 16

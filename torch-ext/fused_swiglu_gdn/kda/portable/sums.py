@@ -2,9 +2,9 @@
 
 A chunk's 64 tokens are four blocks of 16 each, and Triton gives each of four warps a block. Tiles
 are [4, 16, BLOCK], or [4, BLOCK, 16], channels first, by which operand of the next product they
-are. Sums along tokens would pass from thread to thread; as a product of tensor cores their result lies
-where that product takes it from registers. Parts in fp16, 11 bits each, keep what is added as exact
-as it was.
+are. Sums along tokens would pass from thread to thread; as a product of tensor cores their result
+lies where that product takes it from registers. Parts in fp16, 11 bits each, keep what is added as
+exact as it was.
 """
 
 import triton
