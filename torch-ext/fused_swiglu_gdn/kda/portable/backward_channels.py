@@ -181,10 +181,10 @@ def _channels_bwd_kernel(
     STAGES: tl.constexpr,
     PARTS: tl.constexpr,
     PREC: tl.constexpr,
-    SUM: tl.constexpr,  # precision of sums in fp32
 ):
     """BLOCK channels of one chunk and value head."""
     HV: tl.constexpr = H * R
+    SUM: tl.constexpr = "ieee" if PREC == "ieee" else "tf32x3"  # of products of fp32
     pid = tl.program_id(0)
     channel = pid % (K // BLOCK) * BLOCK + tl.arange(0, BLOCK)
     row = pid // (K // BLOCK * HV)
@@ -281,7 +281,7 @@ def kda_backward_channels(call: KdaCall, gates, do, vt, dv, h, dh, pairs, config
         constexprs=(
             H, HV // H, K, call.V, options.lower_bound, gates.shape[2], config["BLOCK"],
             min(config["BLOCK_V"], call.V), config["STAGES"],
-            3 if q.dtype == torch.float32 else 2, precision(q.dtype), precision(torch.float32),
+            3 if q.dtype == torch.float32 else 2, precision(q.dtype),
         ),
         options=launched_with(config),
     )  # fmt: skip
