@@ -98,12 +98,11 @@ def errors(package, ways: dict) -> list:
             try:
                 got = gradients(function, x, outer, **more)
             except Exception as error:  # a peer that refuses is left out
-                print(f"{way} is left out: {str(error)[-200:]}")
+                print(f"{way} is left out: {str(error)[-200:]}", flush=True)
                 continue
             ratios = (((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want))
             row[way] = {name: float(f"{ratio:.2e}") for name, ratio in zip(NAMES, ratios)}
         rows.append(row)
-        print(row, flush=True)
     return rows
 
 
@@ -114,6 +113,11 @@ def main() -> None:
     parser.add_argument("--configurations", type=int, default=2)
     options = parse_on_gpu(parser)
     began = time.perf_counter()
+    try:
+        fla, _ = load_fla()
+    except ImportError as error:
+        print(f"fla is left out: {error}")
+        fla = None
     package, rows = load_package(), []
     ways = {"ours": (package.chunk_kda, {})}
 
@@ -122,34 +126,27 @@ def main() -> None:
         print(row, f"{time.perf_counter() - began:.0f} s", flush=True)
         save(options.json, rows)
 
-    for name, case in SHAPES.items():
-        x, given = prompt(*case)
-        calls = calls_of(package.chunk_kda, x, given, {})
-        row = {"gradient": name, "way": "ours", "ms": milliseconds(calls)}
-        done({**row, "launches_us": launches(calls["both"])})
-    for row in errors(package, ways):
-        done(row)
-    try:
-        fla, _ = load_fla()
-    except ImportError as error:
-        return print(f"fla is left out: {error}")
-    thin_autotuning(options.configurations)
-    ways = {"fla_safe": (fla, {"safe_gate": True}), "fla": (fla, {})}
+    if fla is not None:
+        thin_autotuning(options.configurations)
+        ways.update(fla_safe=(fla, {"safe_gate": True}), fla=(fla, {}))
+        without_guards()
     for name, case in SHAPES.items():
         for way, (function, more) in ways.items():
-            if time.perf_counter() - began > options.seconds:
+            if way != "ours" and time.perf_counter() - began > options.seconds:
                 print(f"{way} of {name} is left out: no time", flush=True)
                 continue
             x, given = prompt(*case)
+            row = {"gradient": name, "way": way}
             try:
-                without_guards()
                 calls = calls_of(function, x, given, more)
-                done({"gradient": name, "way": way, "ms": milliseconds(calls)})
+                row["ms"] = milliseconds(calls)
             except Exception as error:  # a peer that refuses is left out
                 print(f"{way} of {name} is left out: {str(error)[-300:]}", flush=True)
-    if time.perf_counter() - began < options.seconds:
-        for row in errors(package, ways):
-            done(row)
+                continue
+            done({**row, "launches_us": launches(calls["both"])} if way == "ours" else row)
+        if name == next(iter(SHAPES)):
+            for row in errors(package, ways):
+                done(row)
 
 
 if __name__ == "__main__":

@@ -195,13 +195,14 @@ class SmallBetas:
         small = 2.0**-6 if k.dtype == torch.float16 else 1e-12
         sizes = (call.H, HV // call.H, K, call.V, triton.next_power_of_2(HV), step)
         gates = (call.options.use_qk_l2norm, call.options.beta_max, small, FEW)
+        block_k = config.get("BLOCK_K", 64)
         self.kernel = Launch(
             _beta_bwd_kernel,
             call.rows if HV else 0,
             k.device,
             numbers=(*map(steps, (k, v, call.beta, do)), *chunk_numbers(call)),
-            constexprs=(*sizes, *gates, min(K, 64), config["BLOCK_V"], precision(k.dtype)),
-            options=(("num_warps", config["num_warps"]),),
+            constexprs=(*sizes, *gates, min(K, block_k), config["BLOCK_V"], precision(k.dtype)),
+            options=tuple(x for x in config.items() if x[0] in ("num_warps", "num_stages")),
             guarded=True,
         )
 

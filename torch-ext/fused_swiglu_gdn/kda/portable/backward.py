@@ -26,10 +26,13 @@ from .recurrent import together
 
 
 def supports_kda_chunk_bwd(call: KdaCall, gradient: Optional[GdnGradient] = None) -> bool:
-    """Keys of up to 128, values of up to 256; fp16, bf16 and fp32; gates whose heads lie side by
-    side."""
+    """Keys of up to 128, values of up to 256; fp16, bf16 and, where a program may have more than
+    100 KB of shared memory, fp32; gates whose heads lie side by side."""
+    where = call.q.device
     dtypes = {call.q.dtype, call.g.dtype, call.beta.dtype}
     fits = call.K <= 128 and call.V <= 256 and call.HV > 0
+    if call.q.dtype == torch.float32 and where.type == "cuda" and not device.is_amd(where):
+        fits = fits and (device.has_wgmma(where) or device.has_tensor_memory(where))
     return dtypes.issubset(SERVED) and fits and together(call.g)
 
 

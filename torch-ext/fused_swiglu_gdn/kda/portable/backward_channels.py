@@ -27,6 +27,7 @@ from ...gdn.portable.gates import channel_log_decay, to_log2
 from ...gdn.portable.primitives import chunk_numbers, locate, precision
 from ...runtime.launch import Launch, steps
 from ..call import KdaCall
+from .prepare import launched_with
 from .sums import as_blocks, as_tokens, in_parts, of_blocks, running, summed
 
 
@@ -69,11 +70,11 @@ def _with_level(e, q, k, dq, dk, dg, behind, y, ek, u, w):
     In dG stand the rounded operands: a pair's term then is the same number at both its tokens, and
     is gone where both are added.
     """
-    z = y.to(tl.float32) * u + ek.to(tl.float32) * w
-    dg += tl.where(behind, z, -z)
+    one = tl.where(behind, 1.0, 0.0)  # a factor, once for all channels
+    dg += (2.0 * one - 1.0) * (y.to(tl.float32) * u + ek.to(tl.float32) * w)
     u *= e
-    dq += tl.where(behind, u, 0.0)
-    dk += tl.where(behind, 0.0, u) + e * w
+    dq += one * u
+    dk += (1.0 - one) * u + e * w
     return dq, dk, dg
 
 
@@ -94,22 +95,26 @@ def _through_blocks(parts, q, k, dq, dk, dg, pairs, S, PREC: tl.constexpr):
 
 
 @triton.jit
-def _product_of_tokens(x, pairs, S, PREC: tl.constexpr):
+def _product_of_tokens(x, pairs, S: tl.constexpr, PREC: tl.constexpr):
     """x [4, BLOCK, 16] times the pairs [C, C] at pairs that part at level S."""
     BLOCK: tl.constexpr = x.shape[1]
     i = tl.arange(0, 64)[:, None]
     j = tl.arange(0, 64)[None, :]
-    mine = ((i ^ j) >= S) & ((i ^ j) < 2 * S)
+    # by blocks of S, along which Triton sees that 16 bytes have one mask
+    mine = (i // S != j // S) & (i // (2 * S) == j // (2 * S))
     y = tl.reshape(tl.permute(x, (1, 0, 2)), (BLOCK, 64))
-    y = tl.dot(y, tl.where(mine, tl.load(pairs + i * 64 + j), 0.0), input_precision=PREC)
+    y = tl.dot(y, tl.load(pairs + i * 64 + j, mask=mine, other=0.0), input_precision=PREC)
     return tl.permute(tl.reshape(y, (BLOCK, 4, 16)), (1, 0, 2))
 
 
 @triton.jit
-def _through_level(since, until, beyond, q, k, dq, dk, dg, pairs, S, PREC: tl.constexpr):
+def _through_level(
+    since, until, beyond, q, k, dq, dk, dg, pairs, S: tl.constexpr, PREC: tl.constexpr
+):
     """dQ, dK and dG with the terms of level S of 32 and 16, between blocks of 16 tokens."""
     behind = ((16 * tl.arange(0, 4) & S) != 0)[:, None, None]
-    e = tl.exp2(tl.where(behind, since, until) + tl.where(S == 32, beyond, 0.0))
+    e = tl.where(behind, since, until)
+    e = tl.exp2(e + beyond if S == 32 else e)
     low = pairs.dtype.element_ty
     ek = (e * k).to(low)
     y = tl.where(behind, (e * q).to(low), ek)
@@ -176,10 +181,10 @@ def _channels_bwd_kernel(
     STAGES: tl.constexpr,
     PARTS: tl.constexpr,
     PREC: tl.constexpr,
-    SUM: tl.constexpr,  # precision of sums in fp32
 ):
     """BLOCK channels of one chunk and value head."""
     HV: tl.constexpr = H * R
+    SUM: tl.constexpr = "ieee" if PREC == "ieee" else "tf32x3"  # of products of fp32
     pid = tl.program_id(0)
     channel = pid % (K // BLOCK) * BLOCK + tl.arange(0, BLOCK)
     row = pid // (K // BLOCK * HV)
@@ -225,19 +230,19 @@ def _channels_bwd_kernel(
     i = tl.arange(0, 4)[:, None]
     j = tl.arange(0, 4)[None, :]
     ends *= tl.exp2(tl.sum(total, 0))
-    dq = tl.exp2(since + of_blocks(total, i < j)) * as_blocks(q_row)
-    dk = tl.exp2(since + of_blocks(total, i < j)) * as_blocks(-k_row)
+    dq = tl.exp2(since + of_blocks(total, i < j)[:, :, None]) * as_blocks(q_row)
+    dk = tl.exp2(since + of_blocks(total, i < j)[:, :, None]) * as_blocks(-k_row)
     dg = q * dq + k * dk
-    k_col = tl.exp2(until + of_blocks(total, i > j)) * as_blocks(k_col)
+    k_col = tl.exp2(until + of_blocks(total, i > j)[:, :, None]) * as_blocks(k_col)
     dk += k_col
     later = k * k_col  # of a token: crosses those behind it
     own = tl.load(gates_ptr + 128 + 16 * tl.arange(0, 4)[:, None] + tl.arange(0, 16)[None, :])
     dq += own[:, None, :] * k
     dk += own[:, None, :] * q
-    beyond = of_blocks(total, ((i == 2) & (j == 3)) | ((i == 1) & (j == 0)))
-    for s in tl.range(0, 2, num_stages=1):
+    beyond = of_blocks(total, ((i == 2) & (j == 3)) | ((i == 1) & (j == 0)))[:, :, None]
+    for s in tl.static_range(2):
         dq, dk, dg = _through_level(
-            since, until, beyond, q, k, dq, dk, dg, pairs_ptr, 16 << s, PREC
+            since, until, beyond, q, k, dq, dk, dg, pairs_ptr, 16 * 2**s, PREC
         )
     i = tl.arange(0, 16)
     square = tl.arange(0, 4)[:, None, None] * 1040 + i[None, :, None] * 64 + i[None, None, :]
@@ -245,7 +250,7 @@ def _channels_bwd_kernel(
     for s in tl.range(0, 4, num_stages=1):
         dq, dk, dg = _through_blocks(parts, q, k, dq, dk, dg, pairs, 1 << s, PREC)
 
-    dg = running(dg, True, SUM) + (running(later, False, SUM) - later)
+    dg = running(dg, True, SUM) + running(later, False, SUM)
     dq, dk, dg = as_tokens(dq), as_tokens(dk), as_tokens(dg) + ends[None, :]
     i = t[:, None]
     out = made * K + i * (HV * K) + channel[None, :]
@@ -276,9 +281,9 @@ def kda_backward_channels(call: KdaCall, gates, do, vt, dv, h, dh, pairs, config
         constexprs=(
             H, HV // H, K, call.V, options.lower_bound, gates.shape[2], config["BLOCK"],
             min(config["BLOCK_V"], call.V), config["STAGES"],
-            3 if q.dtype == torch.float32 else 2, precision(q.dtype), precision(torch.float32),
+            3 if q.dtype == torch.float32 else 2, precision(q.dtype),
         ),
-        options=(("num_warps", config["num_warps"]),),
+        options=launched_with(config),
     )  # fmt: skip
     inputs = (q, k, g, call.A_log, call.dt_bias, call.cu_seqlens, gates, do, vt, dv, h, dh, pairs)
     kernel(*inputs, dq, dk, dg, sums)
