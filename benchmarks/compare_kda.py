@@ -68,7 +68,7 @@ def load_fla():
 
 
 def phases(package, x, options) -> dict:
-    """Our kernels of a prompt, one by one."""
+    """Our two kernels of a prompt, one by one."""
     import importlib
 
     name = package.__name__
@@ -80,12 +80,13 @@ def phases(package, x, options) -> dict:
     chunked = chunk._Chunked(call)
     q, k, v, g, beta = x
     prepare = chunked.prepare
-    tb, p, kd, qd, ke, gam, gates, kept = prepare(q, k, g, beta, None, None, cu)
+    tb, p, kd, qd, ke, gam = prepare(q, k, g, beta, None, None, cu)
     o, states = torch.empty_like(v), v.new_empty(**chunked.final)
-    written = (p, kept, kd, qd, ke, gam, gates)
+    gates = gam.new_zeros(*tb.shape[:2], prepare.scratch, 64)
     return {
-        "blocks": lambda: prepare.blocks(q, k, g, beta, None, None, cu, *written),
-        "inverse": lambda: prepare.inverse(cu, kept, tb, gates),
+        "prepare": lambda: prepare(q, k, g, beta, None, None, cu),
+        "pairs": lambda: prepare.pairs(q, k, g, cu, p, tb.view(torch.float16), gates),
+        "inverse": lambda: prepare.inverse(cu, tb, gates),
         "scan": lambda: chunked.scan(
             (qd, kd, v, o), (tb, p, gam), cu, (None, None, states, None), ke
         ),

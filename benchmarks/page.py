@@ -530,7 +530,7 @@ def of_forms(record: dict) -> str:
 
 def of_launch_times(record: dict) -> str:
     """Of launches, or calls and their parts: the time of each."""
-    names = {"ours": "the call or launch", "fla_safe": "FLA with safe_gate"}
+    names = {"ours": "the call or launch", "fla_safe": "FLA with safe_gate", "fla": "FLA"}
     ways = list(dict.fromkeys(way for row in record["rows"] for way in row["us"]))
     rows = [[row["what"], *(us(row["us"][w]) if w in row["us"] else "" for w in ways)]
             for row in record["rows"]]  # fmt: skip

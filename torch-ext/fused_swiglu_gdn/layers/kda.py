@@ -47,6 +47,8 @@ def forward_of(form: KdaForm) -> Callable:
             raise ValueError("cp_context must be None: states of these layers are not exchanged")
         if rest.get("seq_idx") is not None or cache is not None and lengths is not None:
             return None
+        if x.is_cuda and torch.is_grad_enabled():
+            return None  # our gradient is torch code
         if not _is_as_known(layer, form) or cache is not None and _records(cache, layer):
             return None
         bound = bound_of(layer.forget_gate, form)

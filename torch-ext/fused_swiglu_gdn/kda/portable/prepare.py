@@ -7,7 +7,7 @@ G = cumsum(g):
     P_ij = sum_d q_id k_jd exp(G_id - G_jd), i >= j     Kd, Qd = exp(G) K, exp(G) Q
     Ke = exp(G_C - G) K                                 gam = exp(G_C)
 
-Two launches: the scan's operands, with norms and gates, A and P (levels.py); and the inverse.
+Three launches: the scan's operands, with norms and gates; A and P (levels.py); the inverse.
 
 Sizes: B T H HV K V; N sequences; C chunk; R = HV / H; rows = chunk rows of the call.
 """
@@ -24,8 +24,7 @@ from ...runtime.launch import Launch, steps
 from ...runtime.primitives import exact_exp2
 from ...runtime.tuning import lookup
 from ..call import KdaCall
-from .levels import add_between, add_inside, store_between, store_inside
-from .sums import in_parts, of_blocks, summed_rows
+from .levels import pairs_kernel
 
 UNITS = 4  # value heads of a program that are inverted at once: a warp each
 
@@ -69,39 +68,36 @@ def _store_lengths(
 
 
 @triton.jit
-def _load_decays(
-    g, A_log_ptr, dt_bias_ptr, g_stride, d, ok, hv, K: tl.constexpr, LOWER: tl.constexpr
+def _store_operands(
+    q, k, g, A_log_ptr, dt_bias_ptr, kd, qd, ke, gam, work, rk, rq, q_stride, k_stride, g_stride,
+    ok, hv, OUT: tl.constexpr, K: tl.constexpr, LOWER: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """log2 of the decays [C, BLOCK] fp32, 0 where there is no token."""
+    """Kd, Qd, Ke and gam; where there is room for them in `work` [C, K], log2 of the decays."""
     t = tl.arange(0, 64)
-    mask = ok[:, None] & (d < K)[None, :]
-    x = tl.load(g + t[:, None] * g_stride + d[None, :], mask=mask, other=0.0)
-    at = hv * K + d[None, :]
-    x = channel_log_decay(x, A_log_ptr, dt_bias_ptr, hv, at, (d < K)[None, :], LOWER)
-    return tl.where(mask, to_log2(x), 0.0)
-
-
-@triton.jit
-def _load_tokens(
-    q, k, rq, rk, q_stride, k_stride, d, ok, K: tl.constexpr
-):  # fmt: skip
-    """Normalised queries and keys [4, 16, BLOCK] fp32."""
-    t = tl.arange(0, 64)
-    q = _load_rows(q, q_stride, t, d, ok, K) * rq[:, None]
-    k = _load_rows(k, k_stride, t, d, ok, K) * rk[:, None]
-    return tl.reshape(q, (4, 16, d.shape[0])), tl.reshape(k, (4, 16, d.shape[0]))
-
-
-@triton.jit
-def _store_operand(ptr, x, d, ok, OUT: tl.constexpr, K: tl.constexpr):
-    """Stores x [4, 16, BLOCK] as columns d of rows [C, K]."""
-    x = tl.reshape(x.to(ptr.dtype.element_ty), (64, d.shape[0]))
-    at = tl.arange(0, 64)[:, None] * OUT + d[None, :]
-    tl.store(ptr + at, x, mask=ok[:, None] & (d < K)[None, :])
+    for k0 in tl.range(0, K, BLOCK_K, disable_licm=True):
+        d = k0 + tl.arange(0, BLOCK_K)
+        mask = ok[:, None] & (d < K)[None, :]
+        x = tl.load(g + t[:, None] * g_stride + d[None, :], mask=mask, other=0.0)
+        at = hv * K + d[None, :]
+        x = channel_log_decay(x, A_log_ptr, dt_bias_ptr, hv, at, (d < K)[None, :], LOWER)
+        x = tl.where(mask, to_log2(x), 0.0)  # [C, BLOCK_K] fp32
+        if work is not None:
+            tl.store(work + t[:, None] * K + d[None, :], x, mask=(d < K)[None, :])
+        kn = _load_rows(k, k_stride, t, d, ok, K) * rk[:, None]
+        qn = _load_rows(q, q_stride, t, d, ok, K) * rq[:, None]
+        out = t[:, None] * OUT + d[None, :]
+        e = tl.exp2(tl.cumsum(x, axis=0))
+        tl.store(kd + out, (kn * e).to(kd.dtype.element_ty), mask=mask)
+        tl.store(qd + out, (qn * e).to(kd.dtype.element_ty), mask=mask)
+        # the decay still to come is a sum of its own: G_C - G has the rounding errors of both
+        e = tl.exp2(tl.cumsum(x, axis=0, reverse=True) - x)
+        tl.store(ke + out, (kn * e).to(kd.dtype.element_ty), mask=mask)
+        end = exact_exp2(tl.sum(x.to(tl.float64), axis=0))
+        tl.store(gam + d, end, mask=d < K)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
-def _blocks_kernel(
+def _operands_kernel(
     q_ptr,  # [B, T, H, K]
     k_ptr,  # [B, T, H, K]
     g_ptr,  # [B, T, HV, K], heads side by side
@@ -109,13 +105,13 @@ def _blocks_kernel(
     A_log_ptr,  # [HV] or None
     dt_bias_ptr,  # [HV, K] or None
     cu_ptr,  # [N + 1] int32 | int64 or None
-    p_ptr,  # [rows, HV, C, C]
-    kept_ptr,  # [rows, HV, STEP]: -A; the element type is DOT's
+    p_ptr,  # [rows, HV, C, C]: zeros above the diagonal blocks
     kd_ptr,  # [B, T, HV, K]
     qd_ptr,  # [B, T, HV, K]
     ke_ptr,  # [B, T, HV, K]
     gam_ptr,  # [rows, HV, K] fp32
-    gates_ptr,  # [rows, HV, GATES, C] fp32: factors of keys, of queries; beta
+    gates_ptr,  # [rows, HV, GATES, C] fp32, scratch
+    work_ptr,  # [rows, HV, C, K] fp32, scratch: log2 of decays whose gates are raw; or None
     q_strides,  # of B, T, H
     k_strides,
     g_strides,  # of B, T, HV
@@ -131,13 +127,9 @@ def _blocks_kernel(
     BETA_MAX: tl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
     LOWER: tl.constexpr,  # of a bounded gate, or None
     GATES: tl.constexpr,
-    STEP: tl.constexpr,  # elements from a unit's -A to the next
     BLOCK_K: tl.constexpr,
-    PARTS: tl.constexpr,
-    DOT: tl.constexpr,
-    PREC: tl.constexpr,
 ):
-    """The scan's operands, A and P of one chunk and value head; factors of k, q and beta."""
+    """Stores the operands of one chunk and value head, and factors of k, q and beta."""
     HV: tl.constexpr = H * R
     hv = tl.program_id(0) % HV
     row = tl.program_id(0) // HV
@@ -153,57 +145,27 @@ def _blocks_kernel(
     g_ptr += b * g_strides[0] + tok * g_strides[1] + hv * K
     beta_ptr += b * beta_strides[0] + tok * beta_strides[1] + hv * beta_strides[2]
     unit = row.to(tl.int64) * HV + hv
+    work = None if work_ptr is None else work_ptr + unit * (64 * K)
     out = ((b * T + tok) * HV + hv) * K
     rk, rq = _store_lengths(
         q_ptr, k_ptr, beta_ptr, gates_ptr + unit * (64 * GATES), q_strides[1], k_strides[1],
         beta_strides[1], ok, scale, kd_ptr.dtype.element_ty, K, L2NORM, BETA_MAX, BLOCK_K,
     )  # fmt: skip
-    i = tl.arange(0, 16)[None, :, None]
-    j = tl.arange(0, 16)[None, None, :]
-    a = tl.arange(0, 4)[:, None]
-    b = tl.arange(0, 4)[None, :]
-    # inside blocks of 16 tokens, then between them: together they would take too many registers
-    kk = tl.zeros((4, 16, 16), tl.float32)
-    qk = tl.zeros((4, 16, 16), tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=1, disable_licm=True):
-        d = k0 + tl.arange(0, BLOCK_K)
-        x = _load_decays(g_ptr, A_log_ptr, dt_bias_ptr, g_strides[1], d, ok, hv, K, LOWER)
-        q, k = _load_tokens(q_ptr, k_ptr, rq, rk, q_strides[1], k_strides[1], d, ok, K)
-        end = exact_exp2(tl.sum(x.to(tl.float64), axis=0))
-        tl.store(gam_ptr + unit * K + d, end, mask=d < K)
-        x = tl.reshape(x, (4, 16, BLOCK_K))
-        parts = in_parts(x, PARTS)
-        total = tl.sum(x, 1)  # [4, BLOCK_K]
-        e = tl.exp2(summed_rows(j <= i, parts) + of_blocks(total, a < b)[:, None, :])
-        _store_operand(kd_ptr + out, k * e, d, ok, HV * K, K)
-        _store_operand(qd_ptr + out, q * e, d, ok, HV * K, K)
-        # the decay still to come is a sum of its own: G_C - G has the rounding errors of both
-        e = tl.exp2(summed_rows(j > i, parts) + of_blocks(total, a > b)[:, None, :])
-        _store_operand(ke_ptr + out, k * e, d, ok, HV * K, K)
-        qk += tl.where(i == j, tl.sum(q * k, 2)[:, :, None], 0.0)
-        for s in tl.range(0, 4, num_stages=1):
-            kk, qk = add_inside(kk, qk, parts, q, k, 1 << s, DOT, PREC)
-    store_inside(p_ptr + unit * 4096, kept_ptr + unit * STEP, kk, qk)
-    kk = tl.zeros((64, 64), tl.float32)
-    qk = tl.zeros((64, 64), tl.float32)
-    for k0 in tl.range(0, K, BLOCK_K, num_stages=1, disable_licm=True):
-        d = k0 + tl.arange(0, BLOCK_K)
-        x = _load_decays(g_ptr, A_log_ptr, dt_bias_ptr, g_strides[1], d, ok, hv, K, LOWER)
-        q, k = _load_tokens(q_ptr, k_ptr, rq, rk, q_strides[1], k_strides[1], d, ok, K)
-        x = tl.reshape(x, (4, 16, BLOCK_K))
-        parts = in_parts(x, PARTS)
-        total = tl.sum(x, 1)
-        for s in tl.range(0, 3, num_stages=1):
-            kk, qk = add_between(kk, qk, parts, total, q, k, s, DOT, PREC)
-    store_between(p_ptr + unit * 4096, kept_ptr + unit * STEP, kk, qk)
+    _store_operands(
+        q_ptr, k_ptr, g_ptr, A_log_ptr, dt_bias_ptr, kd_ptr + out, qd_ptr + out, ke_ptr + out,
+        gam_ptr + unit * K, work, rk, rq, q_strides[1], k_strides[1], g_strides[1], ok, hv, HV * K,
+        K, LOWER, BLOCK_K,
+    )  # fmt: skip
+    zero = tl.zeros((64, 64), p_ptr.dtype.element_ty)
+    r, c = t[:, None], t[None, :]
+    tl.store(p_ptr + unit * 4096 + r * 64 + c, zero, mask=r // 16 < c // 16)
 
 
 @triton.jit(do_not_specialize=["T", "N", "NT"])
 def _inverse_kernel(
     cu_ptr,  # [N + 1] int32 | int64 or None
-    kept_ptr,  # [rows, HV, STEP]: -A; it may be where Tb is, if GATES is 4
-    tb_ptr,  # [rows, HV, C, C]
-    gates_ptr,  # [rows, HV, GATES, C] fp32: beta in row 3; -A may follow
+    tb_ptr,  # [rows, HV, C, C]: -A in fp16 before, if GATES is 4
+    gates_ptr,  # [rows, HV, GATES, C] fp32: beta in row 3, -A from row 4 on if there are more
     T,
     N,
     NT,
@@ -225,25 +187,23 @@ def _inverse_kernel(
     tb = tb_ptr + u[None, :, None] * 4096
     gates = gates_ptr + u * (64 * GATES)
     if GATES > 4:
-        m = (kept_ptr + u[None, :, None] * (64 * GATES),)
+        m = (gates[None, :, None] + 256,)
     else:
-        m = kept_blocks(kept_ptr + u[None, :, None] * 4096)
-        tl.debug_barrier()  # Tb may overwrite it
+        m = kept_blocks(tb.to(tl.pointer_type(tl.float16)))
+        tl.debug_barrier()  # Tb overwrites it
     store_inverse(tb, gates, m, True, DOT, PREC, True)
 
 
-def launched_with(config: dict) -> tuple:
+def _options(config: dict) -> tuple:
     """Options of a launch; AMD's compiler knows no bound on registers."""
-    options = (("num_warps", config["num_warps"]), ("num_stages", 1))
-    if "maxnreg" in config and torch.version.hip is None:
-        options += (("maxnreg", config["maxnreg"]),)
-    return options
+    left_out = ("BLOCK", "maxnreg") if torch.version.hip is not None else ("BLOCK",)
+    return tuple((name, value) for name, value in config.items() if name not in left_out)
 
 
 class Prepare:
     """The kernels above for calls of one kind: shapes, strides, dtypes and options are known."""
 
-    __slots__ = ("blocks", "inverse", "rows", "shape", "scratch")
+    __slots__ = ("operands", "pairs", "inverse", "rows", "shape", "scratch", "works")
 
     def __init__(self, call: KdaCall):
         q, H, K, HV, options = call.q, call.H, call.K, call.HV, call.options
@@ -253,18 +213,32 @@ class Prepare:
         # the mantissa of tf32 at twice its rate
         narrow = options.use_qk_l2norm and not wide
         self.scratch = 4 if narrow else 4 + CHUNK
+        self.works = call.A_log is not None or options.lower_bound is not None
         dot = (tl.float16 if narrow else tl.float32, precision(torch.float32 if wide else q.dtype))
         config = lookup("portable_kda_prepare_wide" if wide else "portable_kda_prepare", q.device)
-        numbers = chunk_numbers(call)
-        self.blocks = Launch(
-            _blocks_kernel, self.rows * HV, q.device,
-            numbers=(*map(steps, (q, call.k, call.g, call.beta)), *numbers, options.scale),
+        widest = triton.next_power_of_2(max(K, 16))
+        (in_operands, operands), (in_pairs, pairs) = (
+            (min(widest, config[name]["BLOCK"]), _options(config[name]))
+            for name in ("operands", "pairs")
+        )
+        stages = config["pairs"]["num_stages"]
+        numbers, heads = chunk_numbers(call), (H, HV // H, K)
+        strides = tuple(map(steps, (q, call.k, call.g, call.beta)))
+        self.operands = Launch(
+            _operands_kernel, self.rows * HV, q.device,
+            numbers=(*strides, *numbers, options.scale),
             constexprs=(
-                H, HV // H, K, options.use_qk_l2norm, options.beta_max, options.lower_bound,
-                self.scratch, 4096 if narrow else 64 * self.scratch, config["BLOCK"],
-                3 if wide else 2, *dot,
+                *heads, options.use_qk_l2norm, options.beta_max, options.lower_bound, self.scratch,
+                in_operands,
             ),
-            options=launched_with(config),
+            options=operands,
+        )  # fmt: skip
+        step = 4096 if narrow else 64 * self.scratch
+        self.pairs = Launch(
+            pairs_kernel, self.rows * HV * 7, q.device,
+            numbers=(*strides[:3], *numbers, options.scale),
+            constexprs=(*heads, self.works, self.scratch, step, in_pairs, stages, *dot),
+            options=pairs,
         )  # fmt: skip
         self.inverse = Launch(
             _inverse_kernel, self.rows * -(-HV // UNITS), q.device, numbers=numbers,
@@ -272,9 +246,8 @@ class Prepare:
             options=(("num_warps", UNITS), ("num_stages", 1)),
         )  # fmt: skip
 
-    def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens, keep: bool = False) -> tuple:
-        """Tb, P [rows, HV, C, C]; Kd, Qd, Ke [B, T, HV, K]; gam [rows, HV, K] fp32; and what is
-        scratch but for the gradient: factors of tokens, and -A, which with `keep` outlives Tb."""
+    def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> tuple:
+        """Tb, P [rows, HV, C, C]; Kd, Qd, Ke [B, T, HV, K]; gam [rows, HV, K] fp32."""
         rows, (*_, HV, K) = self.rows, self.shape
         tb = q.new_empty((rows, HV, CHUNK, CHUNK))
         p = torch.empty_like(tb)
@@ -282,10 +255,10 @@ class Prepare:
         gam = q.new_empty((rows, HV, K), dtype=torch.float32)
         # scratch, apart: free again for o
         gates = gam.new_empty((rows, HV, self.scratch, CHUNK))
-        # -A lies where Tb will, apart, or behind the gates
-        kept = gates[:, :, 4:]
-        if self.scratch == 4:
-            kept = tb.new_empty(tb.shape, dtype=torch.float16) if keep else tb.view(torch.float16)
-        self.blocks(q, k, g, beta, A_log, dt_bias, cu_seqlens, p, kept, kd, qd, ke, gam, gates)
-        self.inverse(cu_seqlens, kept, tb, gates)
-        return tb, p, kd, qd, ke, gam, gates, kept
+        work = gam.new_empty((rows, HV, CHUNK, K)) if self.works else None
+        self.operands(q, k, g, beta, A_log, dt_bias, cu_seqlens, p, kd, qd, ke, gam, gates, work)
+        # -A lies where Tb will, or behind the gates
+        kept = tb.view(torch.float16) if self.scratch == 4 else gates[:, :, 4:]
+        self.pairs(q, k, g if work is None else work, cu_seqlens, p, kept, gates)
+        self.inverse(cu_seqlens, tb, gates)
+        return tb, p, kd, qd, ke, gam
