@@ -60,7 +60,7 @@ def test_opcheck_swiglu_and_layer(device):
 
     x = normal(5, 16)
     torch.library.opcheck(
-        swiglu._swiglu_fwd, (x, normal(24, 16), normal(24, 16), None, normal(24), "silu"),
+        swiglu.SWIGLU.op, (x, normal(24, 16), normal(24, 16), None, normal(24), "silu"),
         test_utils=CHECKS,
     )  # fmt: skip
     torch.library.opcheck(

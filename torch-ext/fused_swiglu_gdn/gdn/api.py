@@ -133,7 +133,7 @@ def chunk_gated_delta_rule(
             return chunk_with_context(call, cp_context, _checked, settings)
         tensors = (*tensors[:-1], lengths)
     kind = (*options, *settings, recompute)
-    plan = _prefilling.find(tensors, kind) if fast_path_ok() else None
+    plan = _prefilling.find(tensors, kind, True)
     if plan is None:
         call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
         call = _checked(call, *settings)
@@ -270,7 +270,7 @@ def fused_recurrent_gated_delta_rule(
         state_v_first, output_final_state, inplace_final_state, output_all_states, null_index,
         use_gate_in_kernel,
     )  # fmt: skip
-    plan = _decoding.find(tensors, kind) if fast_path_ok() else None
+    plan = _decoding.find(tensors, kind, True)
     if plan is not None:
         return plan(*tensors)
     call = RecurrentCall(*tensors, RecurrentOptions(*kind[:-1]))

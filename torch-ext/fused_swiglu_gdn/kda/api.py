@@ -137,7 +137,7 @@ def chunk_kda(
         call = KdaCall(*tensors, KdaOptions(*options))
         tensors = _started(call, settings, has_initial_state, bool(inplace_final_state))
     kind = (*options, *settings)
-    plan = _prefilling.find(tensors, kind) if fast_path_ok() else None
+    plan = _prefilling.find(tensors, kind, True)
     if plan is None:
         call = _checked(KdaCall(*tensors, KdaOptions(*options)), *settings)
         if state_indices is not None:
@@ -257,7 +257,7 @@ def fused_recurrent_kda(
         state_v_first, output_final_state, inplace_final_state, output_all_states, null_index,
         lower_bound, use_gate_in_kernel,
     )  # fmt: skip
-    plan = _decoding.find(tensors, kind) if fast_path_ok() else None
+    plan = _decoding.find(tensors, kind, True)
     if plan is not None:
         return plan(*tensors)
     given = KdaStepCall(*tensors, KdaStepOptions(*kind[:-1]))

@@ -122,8 +122,16 @@ class CallCache:
         self._rows: dict = {}
         self._count = 0
 
-    def find(self, tensors: tuple, options: tuple) -> Any:
-        """Returns the value kept for a matching call, or None."""
+    def find(self, tensors: tuple, options: tuple, public: bool = False) -> Any:
+        """Returns the value kept for a matching call, or None.
+
+        public: of a public call, for which fast_path_ok() must hold as well.
+        """
+        if public:  # fast_path_ok() without a call
+            if dispatch.forced is not None or dispatch.records or forward_ad._current_level >= 0:
+                return None
+            if torch.compiler.is_dynamo_compiling() or torch._C._len_torch_dispatch_stack():
+                return None
         try:
             rows = self._rows[len(tensors), tensors[0].shape, options, _grad_enabled()]
             for absent, there, check, types, autocast, value in rows:

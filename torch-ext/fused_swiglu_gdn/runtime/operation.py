@@ -87,7 +87,7 @@ class Operation(CallCache):
 
     def __call__(self, tensors: tuple, options: tuple = ()):
         """The operation on the arguments of a public function."""
-        run = self.find(tensors, options) if fast_path_ok() else None
+        run = self.find(tensors, options, True)
         return self._first(tensors, options) if run is None else run(*tensors)
 
     def serving(self, tensors: tuple, options: tuple) -> Optional[Callable]:
@@ -95,7 +95,7 @@ class Operation(CallCache):
 
         For layers, which have another way to compute the same.
         """
-        run = self.find(tensors, options) if fast_path_ok() else None
+        run = self.find(tensors, options, True)
         if run is not None:
             return run
         call = self.check(self.kind(*tensors, options))
@@ -192,7 +192,7 @@ class Operation(CallCache):
         """
         tensors, options = fields[: self.count], fields[self.count :]
         options = (None, *[tuple(x) if isinstance(x, list) else x for x in options])
-        run = self.find(tensors, options) if fast_path_ok() else None
+        run = self.find(tensors, options, True)
         if run is None:
             call = self.kind.of(fields)
             run = self._prepared(call) or self._contiguous(call.options)
