@@ -40,12 +40,6 @@ GLOSSARY = {
 }  # fmt: skip
 PRIVATE = re.compile(r"\b(" + "|".join(GLOSSARY) + r")s?\b", flags=re.I)
 # Files that are rewritten in another branch: docstrings there may still be in the old words.
-LATER = {"docs/fp8.md", "layers/fp8.py", "layers/gdn.py", "layers/own_code.py"}
-LATER |= {
-    f"models/{name}.py"
-    for name in "attributes body callees code conditions experts expressions fp8_linear "
-    "gated_delta_net gdn_body gdn_trial layer_trial reader recognise serving values".split()
-}
 SOURCES = sorted(path for path in PACKAGE.rglob("*.py") if path.name != "_ops.py")
 ENDING = r"\.(?:py|md|json|png|toml|nix)"
 # a file in some folder, wherever it is named; a file's bare name in backticks or as a link
@@ -103,8 +97,6 @@ def odd_beginning(text: str) -> bool:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_docstrings_are_in_the_words_of_the_field(path):
     name = path.relative_to(PACKAGE).as_posix()
-    if name in LATER or name.startswith("fp8/"):
-        pytest.skip("rewritten in another branch")
     for owner, text in docstrings(path):
         assert not odd_beginning(text), f"{name}: {owner} begins with '{text.split()[0]}'"
         assert not private_words(text), f"{name}: {owner}: {private_words(text)}"
@@ -112,8 +104,8 @@ def test_docstrings_are_in_the_words_of_the_field(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_pages_are_in_the_words_of_the_field(path):
-    if name_of(path) in LATER or "notes" in path.parts or path.name == "CHANGELOG.md":
-        pytest.skip("rewritten in another branch, or a record")
+    if "notes" in path.parts or path.name == "CHANGELOG.md":
+        pytest.skip("a record")
     for number, line in prose(path):
         found = private_words(re.sub("`[^`]*`", "", line))
         assert not found, f"{name_of(path)}:{number}: {found}"

@@ -1,4 +1,4 @@
-"""What every part of a product in FP8 goes by."""
+"""The arguments of a product in FP8 that all its parts share."""
 
 from typing import NamedTuple
 

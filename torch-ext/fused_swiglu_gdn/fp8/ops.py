@@ -1,4 +1,5 @@
-"""Who quantises and multiplies in FP8. Forward only, in eager mode only: no operator of torch."""
+"""Dispatch of quantisation and products in FP8. Forward only, in eager mode only: no operator of
+torch."""
 
 from typing import Callable, Optional
 
@@ -14,7 +15,8 @@ FEW_MLP = ("fp8.few", "few_mlp_fwd")
 
 
 def chosen(family: str, operation: str, *tensors) -> Optional[Callable]:
-    """What serves an operation on these tensors; None where a module had better be called.
+    """Returns the implementation of an operation on these tensors; None if the module should be
+    called.
 
     The product is chosen by its weight and scale, before anything is launched.
     """
@@ -30,6 +32,6 @@ def plan(family: str, operation: str, *args) -> Optional[Callable]:
 
 
 def planned(family: str, operation: str, *tensors) -> Optional[Callable]:
-    """What serves all calls like this one, from their tensors, or None."""
+    """Returns the launcher of all calls like this one, which takes their tensors, or None."""
     found = plan(family, operation, *tensors)
     return chosen(family, operation, *tensors) if found is None else found

@@ -20,8 +20,9 @@ def silu_mul_quantise(gate: Tensor, up: Tensor) -> Optional[Quantised]:
 
 
 def product_of(weight: Tensor, scale: Tensor) -> Optional[Callable]:
-    """What multiplies with weight [N, K] e4m3 and its scale [ceil(N / 128), K / 128] fp32: takes
-    them and tokens in FP8, gives [P, N] bf16. None where nothing does; told before any launch."""
+    """Returns the function that multiplies with weight [N, K] e4m3 and its scale [ceil(N / 128), K
+    / 128] fp32: takes them and tokens in FP8, gives [P, N] bf16. None where nothing does; told
+    before any launch."""
     return _served(_products, ops.MULTIPLY, weight, scale)
 
 
@@ -69,7 +70,8 @@ def _made(cache: CallCache, operation: tuple, *tensors: Tensor) -> Optional[Quan
 
 
 def _served(cache: CallCache, operation: tuple, *tensors: Tensor) -> Optional[Callable]:
-    """What serves calls like this one; kept, where nothing is recorded or forced."""
+    """Returns the implementation of calls like this one; cached, where nothing is recorded or
+    forced."""
     if not fast_path_ok():
         return ops.chosen(*operation, *tensors)
     found = cache.find(tensors, ())

@@ -54,7 +54,7 @@ class Weight(NamedTuple):
 
 
 def takes(x: torch.Tensor, operation: tuple = MULTIPLY) -> bool:
-    """Whether x may be quantised here for an operation: bf16 in memory, in eager mode."""
+    """Returns True if x may be quantised here for an operation: bf16 in memory, in eager mode."""
     if torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag:
         return False
     if type(x) not in PLAIN_TENSORS or x.dtype is not torch.bfloat16:
@@ -67,7 +67,7 @@ def takes(x: torch.Tensor, operation: tuple = MULTIPLY) -> bool:
 
 
 def scheme_of(linear: nn.Module) -> Tuple[object, object, object]:
-    """How an FP8Linear scales: blocks of the weight, how x is scaled, and by what."""
+    """Returns how an FP8Linear scales: blocks of the weight, how x is scaled, and by what."""
     attributes = linear.__dict__
     block = attributes.get("block_size")
     block = tuple(block) if isinstance(block, (list, tuple)) else block
@@ -83,9 +83,9 @@ NAMED = frozenset(PARAMETERS)
 def weight_of(
     linear: Optional[nn.Module], x: torch.Tensor, K: int, called: bool = True
 ) -> Optional[Weight]:
-    """What the forward of an FP8Linear multiplies tokens with K columns by, if it does no more; x:
-    what the tokens are made of. called: by a call of the module; if not, that does no more than its
-    class's forward, too."""
+    """Returns what the forward of an FP8Linear multiplies tokens with K columns by, if it does no
+    more; x: what the tokens are made of. called: by a call of the module; if not, that does no more
+    than its class's forward, too."""
     form = FORMS.get(type(linear))
     if form is None or not form.pinned.unchanged():
         return None
@@ -126,7 +126,7 @@ def _for_many(weights: Sequence[Weight]) -> Optional[List[Weight]]:
 
 
 class _Last(threading.local):
-    """What was quantised last in a thread, while the tensor lives that it was made of."""
+    """The result that was quantised last in a thread, while its source is alive."""
 
     x: Optional[weakref.ref] = None
     found: Optional[Quantised] = None
@@ -148,7 +148,7 @@ _last = _Last()
 
 
 class _Given(threading.local):
-    """What a norm has quantised, for the module that is called with its result."""
+    """The result that a norm has quantised, for the module that is called with its result."""
 
     x: Optional[torch.Tensor] = None
     version: int = 0
@@ -160,7 +160,7 @@ _given = _Given()
 
 class given:
     """Inside, x in FP8 is `found`, as long as x does not change. Both are of one launch, so what
-    may read x may read it; x is no inference tensor, of which nobody counts the changes."""
+    may read x may read it; x is no inference tensor, whose changes are not counted."""
 
     def __init__(self, x: torch.Tensor, found: Quantised):
         self.mine = x, x._version, found
@@ -181,8 +181,9 @@ def _codes(x: torch.Tensor) -> Optional[Quantised]:
 
 
 def _facts(x: torch.Tensor) -> Optional[tuple]:
-    """What x's values are known by, beside its identity; None where they cannot be: an inference
-    tensor does not count its changes, and what a graph captures is made when it is replayed."""
+    """Returns what identifies x's values, beside its identity; None where they cannot be: an
+    inference tensor does not count its changes, and what a graph captures is made when it is
+    replayed."""
     if x.is_inference():
         return None
     if x.device.type != "cuda":

@@ -102,7 +102,7 @@ class chunk_kimi_delta_attention(nn.Module):
         -> [B, T, HV, V] and the state [N, HV, K, V] in fp32, or None
     """
 
-    has_backward = False
+    has_backward = True
     can_torch_compile = True
 
     def forward(

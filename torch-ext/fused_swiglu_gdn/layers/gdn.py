@@ -30,7 +30,7 @@ CACHE_NAMES = ("cache", "cache_params", "past_key_values")  # of a layer's argum
 
 
 class Known(NamedTuple):
-    """What the forward of a class is known by."""
+    """The properties that identify the forward of a class."""
 
     pinned: Pinned  # what a patch could replace
     own: FrozenSet[str]  # keywords that it does not know, or takes for others
@@ -54,7 +54,7 @@ class GdnForm(NamedTuple):
 
 @functools.cache
 def _own_class(kind: type, ours: type) -> Optional[type]:
-    """Whose forward stands behind ours in a class that is served."""
+    """Returns the class whose forward stands behind ours in a class that is served."""
     for base in kind.__mro__:
         members = vars(base)
         if "served_as" in members:
@@ -113,7 +113,7 @@ def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
     if it knows one of the keywords by another name, or if the layer's weights are sharded in this
     call.
 
-    Whoever patches a class or a module of transformers wants the patch to count.
+    A patch of a class or a module of transformers is meant to count.
     """
     if torch.compiler.is_compiling():
         return None
@@ -129,13 +129,13 @@ def _patch(layer, ours: type, kwargs: dict) -> Optional[Callable]:
 
 
 def _called(patch: Callable, layer, x, cache, mask, kwargs: dict) -> torch.Tensor:
-    """What another forward gives, which may know the cache by more names than one."""
+    """Calls another forward, which may know the cache by more names than one."""
     given = (x,) if cache is None else (x, cache)
     return patch(layer, *given, attention_mask=mask, **kwargs)
 
 
 class _Sequences:
-    """Where the layer's tokens stand: the cached states they go on from, and packed lengths."""
+    """The position of the layer's tokens: the cached states they go on from, and packed lengths."""
 
     def __init__(self, layer, k, cache, kwargs):
         tokens = k.shape[1]

@@ -1,4 +1,4 @@
-"""Whether a function of transformers is the one in its file, and so is whatever it calls.
+"""Checks that a function of transformers is the one in its file, with all that it calls.
 
 A patch of a class or of a module changes what a model computes, and a layer of ours that stands in
 for the unpatched code would lose it. No list of versions is needed: the code of a function is
@@ -30,7 +30,7 @@ class OwnCode(NamedTuple):
     names: Tuple[tuple, ...]  # (namespace, name, value) of everything that a patch could replace
 
     def unchanged(self) -> bool:
-        """Nobody has patched what was looked at since."""
+        """Returns True if nothing that was looked at has been patched since."""
         return all([namespace.get(name) is value for namespace, name, value in self.names])
 
 
@@ -124,7 +124,7 @@ def names_in(function: FunctionType) -> set:
 
 
 def why_not_own(function) -> Optional[str]:
-    """It is not a function of transformers as its file has it."""
+    """Raised for a function that is not transformers' as its file has it."""
     if is_in_its_file(function, "transformers"):
         return None
     where = getattr(function, "__module__", None) or type(function).__module__

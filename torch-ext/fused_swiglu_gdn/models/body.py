@@ -33,7 +33,7 @@ class Body(Expressions):
         return Refused(f"its forward has `{in_short(node)}`")
 
     def run(self) -> object:
-        """What the function gives."""
+        """Returns the function's result."""
         if isinstance(self.definition, ast.Lambda):
             return self.expression(self.definition.body)
         if not self.block(self.definition.body):

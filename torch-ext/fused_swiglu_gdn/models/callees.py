@@ -1,4 +1,4 @@
-"""What a function that is read calls: parts of the module, listed operations, functions to read."""
+"""Reads the calls of a function: parts of the module, listed operations, functions to read."""
 
 import ast
 import functools
@@ -60,7 +60,7 @@ class Callees:
         return self.call(node)
 
     def call(self, node: ast.Call, idle: bool = False) -> object:
-        """What a call gives; `idle`: nobody reads that, so it may be of functions to read alone."""
+        """Returns the result of a call; `idle`: one that is not read."""
         function = node.func
         if isinstance(function, ast.Name) and self.is_builtin(function, "super"):
             return self.super(node)
@@ -96,7 +96,7 @@ class Callees:
         return self.found(name, node).value is vars(sys.modules["builtins"])[name]
 
     def arguments(self, node: ast.Call) -> typing.Tuple[list, Words, bool]:
-        """What it is given, and whether all of that is told."""
+        """Returns the arguments of a call, and whether all of that is told."""
         args, words, rest, whole = [], {}, False, True
         for argument in node.args:
             starred = isinstance(argument, ast.Starred)
@@ -158,7 +158,7 @@ class Callees:
             self.refuse(node)
 
     def is_no_patch(self, function: Plain, node: ast.Call) -> None:
-        """Refuses what somebody has put in place of a function of torch, and what is not listed."""
+        """Refuses what a patch has put in place of a function of torch, and what is not listed."""
         space, name = function.place or (None, "")
         for home in (torch, F):
             if space is vars(home):

@@ -85,7 +85,7 @@ class Refused(Exception):
 
 
 class Raised(Refused):
-    """What is read raises an error."""
+    """Raised where the code that is read raises an error."""
 
 
 def source_of(function: object, free: Tuple[str, ...] = ()) -> ast.FunctionDef:
@@ -196,7 +196,7 @@ def is_text(statement: ast.stmt) -> bool:
 
 
 def logs(statement: ast.stmt, names: dict) -> bool:
-    """It calls a method of a logger, or warnings.warn, and no more."""
+    """Returns True if it calls a method of a logger, or warnings.warn, and no more."""
     call = statement.value if isinstance(statement, ast.Expr) else None
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
         return False

@@ -14,7 +14,7 @@ def defaults_of(parameters: Mapping) -> dict:
 
 
 def condition(text: str, defaults: dict) -> Callable:
-    """(module, arguments by name) -> whether a condition is met, which nobody can tell of some."""
+    """(module, arguments by name) -> whether a condition is met, which cannot be told of some."""
     code = compile(text, "<condition>", "eval")
 
     def met(module: nn.Module, given: dict) -> bool:

@@ -74,7 +74,8 @@ def register_experts() -> str:
 def experts_forward(
     self: nn.Module, *given: torch.Tensor, **named: torch.Tensor
 ) -> torch.Tensor:  # [T, H]
-    """What transformers calls for a module of experts: x [T, H], ids [T, K], weights [T, K]."""
+    """The function that transformers calls for a module of experts: x [T, H], ids [T, K], weights
+    [T, K]."""
     reason = why_not_experts(self) or why_not_here(self)
     if reason is None and (named or len(given) != 3 or not isinstance(given[0], torch.Tensor)):
         reason = "it is not called with three tensors by position"
@@ -114,7 +115,7 @@ def weights_of(module: nn.Module) -> Tuple[torch.Tensor, torch.Tensor]:
 
 
 def _refuses_dtypes(self, x: torch.Tensor) -> bool:
-    """What was chosen before does not cast x to the weights' dtype."""
+    """Returns True if the implementation chosen before does not cast x to the weights' dtype."""
     return self.__dict__.get(BEFORE) == "eager" and not torch.is_autocast_enabled(x.device.type)
 
 
@@ -178,7 +179,7 @@ def _find_form(kind: type) -> Tuple[Union[Form, str], Tuple[Pinned, ...]]:
 
 
 def _forms_of(gate: Source) -> Iterator[Form]:
-    """What a gate may be, by what it reads and calls."""
+    """Returns the possible forms of a gate, by what it reads and calls."""
     if gate.by_dtype or not {*gate.more} <= {"clamp"} or not {*gate.parts} <= {"act_fn"}:
         return
     for interleaved, limit in itertools.product((False, True), (None, *gate.reads)):

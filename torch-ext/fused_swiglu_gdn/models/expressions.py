@@ -40,7 +40,7 @@ class Expressions(Attributes):
     """The part of a Body (body.py) that is about expressions."""
 
     def expression(self, node: ast.expr) -> object:
-        """What is known of an expression's value."""
+        """Returns what is known of an expression's value."""
         read = getattr(self, f"read_{type(node).__name__}", None)
         if read is None or not isinstance(node, ast.expr):
             self.refuse(node)
@@ -88,7 +88,7 @@ class Expressions(Attributes):
         return self.found(name, node)
 
     def found(self, name: str, node: ast.AST) -> Plain:
-        """What a name that is not local stands for."""
+        """Returns the object that a name stands for which is not local."""
         code, spaces = self.function.__code__, self.function.__globals__
         if name in code.co_freevars:
             cell = self.reader.space(self.function, name)

@@ -1,4 +1,4 @@
-"""Whether a module is a Gated DeltaNet layer that one of our layers computes the same.
+"""Recognises the Gated DeltaNet layers that one of our layers computes the same.
 
 That is certain only if its class's forward, with all that it calls, is transformers' own code, has
 no way that a trial does not go, and gives what our layer gives in the trial. Its parts are found by
@@ -54,7 +54,7 @@ _forms: Dict[tuple, Union[Found, str]] = {}
 
 
 class Parts(NamedTuple):
-    """What the parts of a module may be."""
+    """The possible roles of a module's parts."""
 
     layer: str
     names: Dict[str, str]  # {ours: the module's}
@@ -63,14 +63,14 @@ class Parts(NamedTuple):
 
 
 def is_gated_delta_net(module: nn.Module) -> bool:
-    """It has a convolution and A_log, or what else a family has by its sizes."""
+    """Returns True if it has a convolution and A_log, or what else a family has by its sizes."""
     if "conv1d" in module._modules and "A_log" in module._parameters:
         return True
     return len(module._modules) > 4 and next(parts_of(module), None) is not None
 
 
 def parts_of(module: nn.Module) -> Iterator[Parts]:
-    """What is what, by its name or its size."""
+    """Returns the role of each part, by its name or its size."""
     parts = {n: p for n, p in module._modules.items() if p is not None}
     vectors = [n for n, x in module._parameters.items() if told(x, "ndim") == 1]
     convs = ["conv1d"] if "conv1d" in parts else [n for n, p in parts.items() if _is_depthwise(p)]
@@ -126,8 +126,8 @@ def gated_delta_net(module: nn.Module) -> Tuple[str, Optional[str], Optional[Gdn
 
 
 def _form(module: nn.Module, parts: Parts) -> GdnForm:
-    """Of a module that has the parts of a family; raises Refused, which says why nothing
-    does: it has not the family's forward, sizes or plain weights."""
+    """Returns the form of a module that has the parts of a family; raises Refused, which says why
+    nothing does: it has not the family's forward, sizes or plain weights."""
     kind = own_class(module)
     why = why_not_own(peeled(kind.forward).forward)
     if why is not None:
@@ -207,7 +207,7 @@ def _sizes(module: nn.Module) -> dict:
 
 
 def _candidates(module: nn.Module, source, index: str) -> Iterator[Roles]:
-    """What the parts, sizes and flags may be."""
+    """Returns the possible parts, sizes and flags."""
     for parts in parts_of(module):
         family = FAMILIES[parts.layer]
         heads = told(module._parameters[parts.names["A_log"]], "numel")()
@@ -229,7 +229,7 @@ def _candidates(module: nn.Module, source, index: str) -> Iterator[Roles]:
 
 
 def _head_dims(module: nn.Module, parts: Parts, heads: int) -> Iterator[int]:
-    """What the head dim of k may be."""
+    """Returns the possible head dims of k."""
     named = getattr(module, "head_k_dim", None)
     known = [named] if type(named) is int else dict.fromkeys(_sizes(module).values())
     for size in known:

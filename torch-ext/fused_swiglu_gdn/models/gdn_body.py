@@ -1,4 +1,5 @@
-"""What functions of a Gated DeltaNet layer may have besides what those of every module may.
+"""Reads the functions of a Gated DeltaNet layer, which may have, besides what those of every module
+may.
 
 They branch on whether there is one token, and on what the cache answers: the trial (gdn_trial.py)
 goes all of these ways. Its rule and its convolution have loops, and so are not read; but they are
@@ -68,7 +69,7 @@ class GdnBody(Body):
         super().use(value, node)
 
     def read_Compare(self, node: ast.Compare) -> object:
-        """Whether there is one of something is a condition of a kind of its own."""
+        """Reads "is there one of something" as a condition of a kind of its own."""
         found = super().read_Compare(node)
         if not isinstance(found, Known) or len(node.ops) != 1:
             return found
@@ -125,7 +126,7 @@ class GdnBody(Body):
         return VALUE
 
     def word(self, words: Words, name: str, node: ast.Call) -> object:
-        """Of packed sequences, whatever helper takes them out."""
+        """Returns an option of packed sequences, whatever helper takes them out."""
         word = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
         more = [self.expression(argument) for argument in node.args[1:]]
         if name in ("get", "pop") and word in PACKED and word not in words.values and words.rest:

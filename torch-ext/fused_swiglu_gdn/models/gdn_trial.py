@@ -46,7 +46,7 @@ VALUES = {
 
 
 class Roles(NamedTuple):
-    """Which of a module's parts and parameters are what, and its sizes."""
+    """The roles of a module's parts and parameters, and its sizes."""
 
     layer: str  # the name of ours
     names: Tuple[Tuple[str, str], ...]  # (ours, the module's)
@@ -176,7 +176,7 @@ class Trial:
         return 16 if self.small else self.roles.hidden
 
     def values(self, roles: Roles) -> dict:
-        """Of our attributes: smaller ones, if it is known which the forward reads."""
+        """Returns values of our attributes: smaller ones, if it is known which are read."""
         values = dict(roles.values)
         if not self.small:
             return values
@@ -235,7 +235,7 @@ class Trial:
     # -- arguments
 
     def learn(self) -> None:
-        """Which argument is what."""
+        """Finds the role of each argument."""
         usual = [n for n in self.names if n not in self.signature.defaults]
         guesses = [n for n in ("hidden_states", *usual, *self.names) if n in self.names]
         reasons = []
@@ -284,7 +284,7 @@ class Trial:
     def outputs(
         self, forward, dtype, training: bool, index: int, whole: bool
     ) -> Iterator[torch.Tensor]:
-        """What a layer gives in each kind of use, and the states it leaves."""
+        """Returns the outputs of a layer in each kind of use, and the states it leaves."""
         for B, T in ((2, 70), (1, 3), (3, 1), (1, 1)) if whole else ():
             x, _, mask = self.inputs(B, T, dtype)
             before = x.clone()
@@ -359,7 +359,7 @@ class _View:
 
 
 def why_or_found(module: nn.Module, kind: type, source, candidates) -> Found:
-    """Which part and which argument is what; raises Refused."""
+    """Returns the role of each part and argument; raises Refused."""
     first = next(candidates)
     with quiet(), pretending(None):
         trial = Trial(module, kind, source, first)

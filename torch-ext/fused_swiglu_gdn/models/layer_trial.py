@@ -40,7 +40,7 @@ _forms: Dict[tuple, Union[LayerForm, str]] = {}
 
 
 def is_decoder_layer(module: nn.Module) -> bool:
-    """It has a mixer of tokens, an MLP, and norms."""
+    """Returns True if it has a mixer of tokens, an MLP, and norms."""
     parts = module._modules.items()
     mixes = any(_mixes(name, part) for name, part in parts if part is not None)
     return mixes and sum("norm" in n or m is not None and _norms(m) for n, m in parts) >= 2
@@ -102,7 +102,8 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
 
 
 class Run(NamedTuple):
-    """What a run of a layer's forward was given, what its parts were given, and what it gave."""
+    """The record of a run of a layer's forward: what it was given, what its parts were given, and
+    what it gave."""
 
     x: object
     given: dict
@@ -121,7 +122,8 @@ class _Trial:
         self.hidden, self.fixed = None, set(source.switches)
 
     def plan(self, values: dict) -> tuple:
-        """What an agreeing LayerForm has: its order, its scale, and the calls of mixer and MLP."""
+        """Returns the fields of a LayerForm that agrees: its order, its scale, and the calls of
+        mixer and MLP."""
         run = self.learned()
         order, scale = _order(run.log, self.norms, run.x, run.out, values)
         called = {name: (place, after, rest) for name, _, _, place, after, rest in run.log}
@@ -209,7 +211,7 @@ class _Trial:
         return {**{n: run.given[n] for n in self.travelling if n in run.given}, **more}
 
     def call(self, place, after: tuple, words: dict, run: Run, flat: bool) -> Call:
-        """Where a part's arguments come from."""
+        """Returns where a part's arguments come from."""
         rest = self.rest(run)
         passes = bool(rest) and all(words.get(n) is v for n, v in rest.items())
         words = {n: v for n, v in words.items() if not passes or n not in rest}
@@ -255,7 +257,8 @@ class _Trial:
 
 
 def _order(log, norms, x, out, values):
-    """Which part is what, and the attribute that scales what is added; Refused if it is none."""
+    """Returns the role of each part, and the attribute that scales what is added; Refused if it is
+    none."""
     names = [entry[0] for entry in log]
     blocks = [i for i, name in enumerate(names) if name not in norms]
     if len(set(names)) != len(names) or len(blocks) != 2:
@@ -280,7 +283,7 @@ def _agrees(order: Order, log: dict, x, out, scale) -> bool:
     """The parts were given what this order gives them, and the result is its."""
 
     def through(name, value):
-        """What a part gives for `value`, if that is what it was given."""
+        """Returns a part's result for `value`, if that is what it was given."""
         return value if name is None else log[name][2] if same(log[name][1], value) else None
 
     for pre, block, post in (

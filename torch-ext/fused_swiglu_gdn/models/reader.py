@@ -152,7 +152,7 @@ def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
 
 
 def form_key(module: nn.Module, kind: type, source: Source, values: dict) -> tuple:
-    """What the forms that are remembered are told apart by, beside a module's parts."""
+    """Returns the key of a remembered form, beside a module's parts."""
     hidden = tuple(name for name in source.parts if name in module.__dict__)
     return kind, source.pinned.codes, tuple((n, type(v), v) for n, v in values.items()), hidden
 
@@ -193,12 +193,12 @@ class Reader:
         return kept, self.by_dtype, self.depth
 
     def back_to(self, mark: tuple) -> None:
-        """Forgets what was read since; `path` is as it was, as whoever adds to it takes it back."""
+        """Forgets what was read since; `path` is as it was, which its callers restore."""
         kept, self.by_dtype, self.depth = mark
         self.__dict__.update({n: v for n, v in kept.items() if n != "path"})
 
     def holds(self, known: Known) -> Optional[bool]:
-        """Whether a condition on attributes that are guarded holds for the module; None if that may
+        """Returns whether a condition on guarded attributes holds for the module; None if that may
         change."""
         if self.module is None or not known.text or not {"own"} <= known.on <= {"own", "none"}:
             return None
@@ -319,7 +319,7 @@ class Reader:
         return self.definitions[function]
 
     def interpreted(self, function, owner: Optional[type], args: list, words: Words) -> object:
-        """What a function gives for these arguments."""
+        """Returns a function's result for these arguments."""
         found = peeled(function)
         self.is_for_itself(found.renamed)
         self.hooked |= found.hooked
@@ -335,7 +335,7 @@ class Reader:
         return self.run(self.body(self, plain, definition, env, owner))
 
     def inner(self, closure: Closure, args: list, words: Words) -> object:
-        """What a function inside of a function gives."""
+        """Returns the result of a function inside of a function."""
         definition, frame, defaults = closure
         env = self.bound(definition.args, args, words, defaults)
         return self.run(self.body(self, frame.function, definition, env, frame.owner, frame))

@@ -1,4 +1,4 @@
-"""What a module is, told by its parts, and whether one of our layers computes the same.
+"""Recognises a module by its parts, and finds the layer of ours that computes the same.
 
 A module is served only if that is certain: MLPs, norms, attention and decoder layers are a known
 form by their source and by a trial; a GDN layer has the parts of a known family and transformers'
@@ -48,7 +48,7 @@ class Finding(NamedTuple):
 
 
 def recognise(module: nn.Module) -> Optional[Finding]:
-    """What our layers can do for a module; None if it is nothing like what they replace."""
+    """Returns what our layers can do for a module; None if it is nothing like what they replace."""
     found = format_of(module)
     if found is not None:
         return Finding(found.kind, found.layer, found.reason)

@@ -1,8 +1,8 @@
-"""How a module is served: its class becomes a subclass that differs in its forward alone.
+"""Serves a module: its class becomes a subclass that differs in its forward alone.
 
 As the forward belongs to the class, copies (copy.copy, copy.deepcopy, replicas of DataParallel) are
-served too, each with its own weights, and whoever binds the class's forward to the module again
-(`kernels` does, where it has no kernel) binds this one. A pickle holds the module's own class, so
+served too, each with its own weights, and code that binds the class's forward to the module again
+(as `kernels` does, where it has no kernel) binds this one. A pickle holds the module's own class, so
 that it can be read where this package is not.
 """
 
@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 
 
 class Served:
-    """What is common to the classes of served modules. It stands before the module's own class."""
+    """The base class of served modules' classes. It stands before the module's own class."""
 
     serving_package = PACKAGE
 
     def __init_subclass__(cls, **kwargs):
-        """Whatever the own class does for its subclasses is not done for this one."""
+        """Skips what the own class does for its subclasses."""
 
     def __copy__(self):
         other = object.__new__(type(self))
@@ -88,8 +88,8 @@ def _served_class(own: type, layer: str, forward: Callable, replay_rows: int) ->
 
 
 def _around(kind: type) -> Optional[type]:
-    """What torch.distributed has put before a module's class, as fully_shard does, or None: it
-    makes a subclass of the two."""
+    """Returns the class that torch.distributed has put before a module's class, as fully_shard
+    does, or None: it makes a subclass of the two."""
     first, *others = kind.__bases__
     return first if others and first.__module__.startswith("torch.distributed.") else None
 
@@ -132,7 +132,7 @@ def is_served(module: nn.Module) -> bool:
 
 
 def is_of_transformers(module: nn.Module) -> bool:
-    """Whether transformers itself has the module's class."""
+    """Returns True if transformers itself has the module's class."""
     return own_class(module).__module__.split(".")[0] == "transformers"
 
 
@@ -188,7 +188,8 @@ def why_nowhere(where: torch.device, family: str, operation: str) -> Optional[st
 
 
 def why_replaced(module: nn.Module) -> Optional[str]:
-    """Somebody else gave the module another forward than its class's, or its class forbids ours."""
+    """Returns a reason if the module was given another forward than its class's, or its class
+    forbids ours."""
     package = getattr(type(module), "serving_package", PACKAGE)
     if package != PACKAGE:
         return f"its forward is replaced already, by {package}"

@@ -1,4 +1,4 @@
-"""What the reader knows of a value while it reads a forward: where it comes from."""
+"""The reader's knowledge of a value while it reads a forward: where it comes from."""
 
 import ast
 from typing import FrozenSet, Iterable, NamedTuple, Optional, Tuple, Union
@@ -82,7 +82,7 @@ class Super(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What a function gives that a wrapper calls with all that it is given."""
+    """The result of a function that a wrapper calls with all that it is given."""
 
     function: object
 
@@ -124,7 +124,7 @@ def joined(form: str, between: str, values: Iterable, *on: str) -> Optional[Know
 
 
 def merged(a: object, b: object) -> object:
-    """What is known of a value that is one of two."""
+    """Returns what is known of a value that is one of two."""
     if a is b or type(a) is type(b) and _equal(a, b):
         return a
     if isinstance(a, Several) and isinstance(b, Several) and len(a.values) == len(b.values):

@@ -1,1 +1,1 @@
-"""What Hopper GPUs (compute capability 9.0) alone have: torch's product of FP8 blocks."""
+"""Kernels for Hopper GPUs (compute capability 9.0) alone: torch's product of FP8 blocks."""

@@ -63,7 +63,7 @@ def _tokens(M: int) -> int:
 
 
 def parts_of_k(where: torch.device, rows: Tuple[int, ...], blocks: int) -> int:
-    """Into how many parts `blocks` steps of K are cut: two programs a multiprocessor, of 64 rows
+    """Into how many parts `blocks` steps of K are cut: two programs an SM, of 64 rows
     and at least 8 steps each, whatever tiles serve."""
     if not device.overlaps_launches(where):
         return 1

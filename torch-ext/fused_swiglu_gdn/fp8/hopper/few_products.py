@@ -28,7 +28,7 @@ def _part(w_ptrs, x_ptrs, k, mask_m):
 
 @triton.jit
 def _scale(x_scales, w_scales, k, P, mask_m):
-    """What step k is multiplied by, [BLOCK_M]."""
+    """Returns the scales of step k, [BLOCK_M]."""
     return tl.load(x_scales + k * P, mask=mask_m, other=0.0) * tl.load(w_scales + k)
 
 

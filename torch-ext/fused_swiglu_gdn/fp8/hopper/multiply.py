@@ -45,7 +45,8 @@ def _has_product(where: torch.device) -> bool:
 
 
 def _is_right(where: torch.device) -> bool:
-    """Whether torch's product has the scales where they belong, a last block of 16 rows, too."""
+    """Returns True if torch's product applies the scales where they belong, those of a last block
+    of 16 rows too."""
     random = torch.Generator("cpu").manual_seed(0)
     P, N, K = 32, 2 * BLOCK + ROWS, 8 * BLOCK
 

@@ -83,7 +83,7 @@ def _norm_quantise_kernel(
 
 
 def plan_norm_quantise_fwd(x, weight, residual, eps, casting_mode, offset):
-    """What serves all calls like this one, from their tensors."""
+    """Returns the launcher of all calls like this one, which takes their tensors."""
     D, where = x.shape[-1], x.device
     M = x.numel() // D
     groups, pdl, P = triton.next_power_of_2(D // BLOCK), device.overlaps_launches(where), padded(M)

@@ -132,12 +132,12 @@ class _Plan:
 
 
 def plan_quantise_fwd(x: torch.Tensor) -> _Plan:
-    """What serves all calls like this one, from their tensors."""
+    """Returns the launcher of all calls like this one, which takes their tensors."""
     return _Plan(_quantise_kernel, 32, (x.shape[0], padded(x.shape[0]), x.stride(0)), x)
 
 
 def plan_silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> _Plan:
-    """As above."""
+    """Returns the launcher of all calls like this one, which takes their tensors."""
     M = gate.shape[0]
     numbers = (M, padded(M), gate.stride(0), up.stride(0))
     return _Plan(_silu_mul_quantise_kernel, 8, numbers, gate)
