@@ -2,7 +2,7 @@
 
 As the forward belongs to the class, copies (copy.copy, copy.deepcopy, replicas of DataParallel) are
 served too, each with its own weights, and code that binds the class's forward to the module again
-(as `kernels` does, where it has no kernel) binds this one. A pickle holds the module's own class, so
+(as `kernels` does without a kernel) binds this one. A pickle holds the module's own class, so
 that it can be read where this package is not.
 """
 
