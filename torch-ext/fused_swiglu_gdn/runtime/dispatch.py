@@ -124,9 +124,9 @@ def prepare(
             if _has(module, operation):
                 found = getattr(module, f"prepare_{operation}")(call)
             if found is not None:
-                _record(operation, folder)
+                recorded(operation, folder)
                 return found
-    _record(operation, "reference")
+    recorded(operation, "reference")
     return None
 
 
@@ -160,7 +160,7 @@ def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Option
     folder, launch = _find(family, operation, args)
     if needs_grad and launch is not None and _find(family, backward_of(operation), args)[1] is None:
         folder, launch = None, None
-    _record(operation, folder or "reference")
+    recorded(operation, folder or "reference")
     return launch
 
 
@@ -191,7 +191,8 @@ def plan(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional
     return None if make is None else make(*args)
 
 
-def _record(operation: str, implementation: str) -> None:
+def recorded(operation: str, implementation: str) -> None:
+    """Adds a call to the records of served()."""
     for record in records:
         record.setdefault(operation, []).append(implementation)
 

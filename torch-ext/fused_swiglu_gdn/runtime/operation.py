@@ -164,6 +164,7 @@ class Operation(CallCache):
         if transformed() or any([x.is_neg() for x in there]):
             return None
         if grad and not self._has_gradient(call):
+            dispatch.recorded(self.name, "reference")
             return None
         launch = self._prepared(call, self.gradient if grad else None)
         if launch is None:
