@@ -14,7 +14,7 @@ import time
 
 import torch
 import transformers
-from generate_fast import load_kernel
+from parts import load_kernel
 
 GPU = {
     "hidden_size": 4096,

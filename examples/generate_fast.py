@@ -9,18 +9,12 @@ CUDA graphs, the model is tiny and the report says that decoding was left alone.
 
 import argparse
 import logging
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import torch
 import transformers
-from kernels import get_kernel
+from parts import load_kernel
 
-ROOT = Path(__file__).resolve().parent.parent
-REPOSITORY = "org/fused-swiglu-gdn"
 WAYS = ("eager", "compiled", "graphed")
 FEWEST = 5  # tokens
 GPU = {
@@ -49,13 +43,6 @@ CPU = {
     "linear_value_head_dim": 32,
     "vocab_size": 512,
 }
-
-
-def load_kernel():
-    """What `make build` writes, loaded by a Hub name; LOCAL_KERNELS stands in for the Hub."""
-    subprocess.run([sys.executable, ROOT / "tools" / "build.py"], check=True)
-    os.environ["LOCAL_KERNELS"] = f"{REPOSITORY}={ROOT}"
-    return get_kernel(REPOSITORY, version=1)
 
 
 def random_model(device: str):

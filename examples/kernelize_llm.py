@@ -10,21 +10,15 @@ have the same weights and are timed in turns, so that a busy machine is unfair t
 import argparse
 import copy
 import logging
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
+import parts
 import torch
 import transformers
-from kernels import get_kernel
-
-ROOT = Path(__file__).resolve().parent.parent
-REPOSITORY = "org/fused-swiglu-gdn"
 
 SIZES = {  # what a CPU with two cores runs in seconds, and what keeps a GPU busy
     "cpu": {
@@ -70,11 +64,8 @@ TOKENS = 8  # decoded in one timing
 
 
 def load_kernel():
-    """What `make build` writes, loaded by a Hub name; LOCAL_KERNELS stands in for the Hub."""
-    subprocess.run([sys.executable, ROOT / "tools" / "build.py"], check=True)
-    os.environ["LOCAL_KERNELS"] = f"{REPOSITORY}={ROOT}"
-    kernel = get_kernel(REPOSITORY, version=1)
-    print(f'loaded {kernel.__name__}: get_kernel("{REPOSITORY}", version=1)')
+    kernel = parts.load_kernel()
+    print(f'loaded {kernel.__name__}: get_kernel("{parts.REPOSITORY}", version=1)')
     return kernel
 
 
