@@ -137,6 +137,12 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "state updated in place. FLA is given the decays, and writes a new state. States take "
         "turns, so that none is read from the cache.",
     ),
+    "kda_calls": (
+        "Kimi Delta Attention prefill",
+        "Calls of `chunk_kda` and their launches, kernel time, bf16, head dim 128, gates given; "
+        "FLA with `safe_gate` and as transformers calls it. FLA's autotuning has one configuration "
+        "for each kernel.",
+    ),
     "kda_prefill": (
         "Kimi Delta Attention prefill, launch by launch",
         "Launches of `chunk_kda` by themselves with settings of each, and calls with a prepare of "
@@ -612,6 +618,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "first_token": [of_first_calls],
     "generate_loop": [],
     "generate_plain": [],
+    "kda_calls": [of_launch_times],
     "kda_prefill": [of_launch_times],
     "generate": [of_generate],
     "real_model": [of_likelihood, of_answers, of_curves],
@@ -619,7 +626,12 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "gdn_parallel": [of_parallel],
     "forms": [of_forms],
 }
-OWN_TABLE = ("gdn_parallel", "forms", "kda_prefill")  # whose rows are no times of ours and of peers
+OWN_TABLE = (
+    "gdn_parallel",
+    "forms",
+    "kda_calls",
+    "kda_prefill",
+)  # whose rows are no times of ours and of peers
 
 
 def section(record: dict) -> Iterator[str]:
