@@ -92,7 +92,7 @@ def weight_of(
     attributes = linear.__dict__
     parameters, block = attributes["_parameters"], attributes.get("block_size")
     if not called:
-        if any(map(attributes.get, HOOKS)) or not OWN.isdisjoint(attributes):
+        if any(map(attributes.get, HOOKS)) or any(map(attributes.__contains__, OWN)):
             return None
         if type(linear).__call__ is not nn.Module.__call__:
             return None

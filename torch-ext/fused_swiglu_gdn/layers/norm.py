@@ -53,7 +53,7 @@ def parameters_of_norm(
         form = FORMS.get(type(norm))
         if form is None or form.checks or type(norm).__call__ is not nn.Module.__call__:
             return None
-        if any(map(attributes.get, HOOKS)) or not OWN.isdisjoint(attributes):
+        if any(map(attributes.get, HOOKS)) or any(map(attributes.__contains__, OWN)):
             return None
     if not form.pinned.unchanged(norm, form.guards):
         return None

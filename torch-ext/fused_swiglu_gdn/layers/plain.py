@@ -13,8 +13,8 @@ from ..runtime.checks import FLOATING
 
 # What an instance holds whose call does more than its class's forward: hooks, and others' functions
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-OWN = frozenset(("forward", "_call_impl", "_hf_hook"))  # the last: accelerate's
-OWN_LINEAR = OWN | {"weight", "bias"}
+OWN = ("forward", "_call_impl", "_hf_hook")  # the last: accelerate's
+OWN_LINEAR = (*OWN, "weight", "bias")
 PLAIN_TENSORS = (nn.Parameter, torch.Tensor)
 
 
@@ -89,7 +89,7 @@ def parameters_of(*modules: Optional[nn.Module]) -> Optional[List[tuple]]:
         if type(module) is not nn.Linear:
             return None
         attributes = module.__dict__
-        if any(map(attributes.get, HOOKS)) or not OWN_LINEAR.isdisjoint(attributes):
+        if any(map(attributes.get, HOOKS)) or any(map(attributes.__contains__, OWN_LINEAR)):
             return None
         parameters = attributes["_parameters"]
         weight, bias = parameters.get("weight"), parameters.get("bias")
@@ -106,7 +106,7 @@ def is_plain(module: nn.Module) -> bool:
     attributes = module.__dict__
     return (
         not any(map(attributes.get, HOOKS))
-        and OWN.isdisjoint(attributes)
+        and not any(map(attributes.__contains__, OWN))
         and type(module).__call__ is nn.Module.__call__
     )
 
