@@ -1,15 +1,22 @@
 """Lanes that are not there, and values at the edge: kernels whose masked lanes divide by zero or
 take its root, and NaN that must stay in its row, head or sequence."""
 
+import functools
+
 import pytest
 import torch
-from conftest import TOLERANCE, assert_close, relative_error, submodule
+from conftest import TOLERANCE, assert_close, prepared, relative_error, submodule
 from interpreter import compiled, interpreted, rerun
 from test_gdn_backward import Case
 from torch.utils._python_dispatch import TorchDispatchMode
 
-layer = submodule("gdn_layer.reference.layer")
+layer, layer_calls = submodule("gdn_layer.reference.layer"), submodule("gdn_layer.call")
 NAN = float("nan")
+
+
+def by_layer_kernel(name, kind):
+    """What the kernels of a GDN layer compute of the fields of a call."""
+    return functools.partial(prepared, "gdn_layer.portable.layer", name, kind)
 
 
 def norm_inputs(rows, D, dtype=torch.float32, device="cpu"):
@@ -25,10 +32,9 @@ def check_norm_without_eps(rows, D, device="cpu", dtype=torch.float32):
     leaves = [t.double().requires_grad_() for t in (x, gate, weight)]
     y = layer.rms_norm_gated_fwd(*leaves, 0.0, "silu")
     want = [y, *torch.autograd.grad(y, leaves, dy.double())]
-    out = submodule("gdn_layer.portable.rms_norm_gated").rms_norm_gated_fwd(
-        x, gate, weight, 0.0, "silu"
-    )
-    backward = submodule("gdn_layer.portable.rms_norm_gated_backward").rms_norm_gated_bwd
+    forward = by_layer_kernel("rms_norm_gated_fwd", layer_calls.GatedNorm)
+    backward = by_layer_kernel("rms_norm_gated_bwd", layer_calls.GatedNormGradient)
+    out = forward(x, gate, weight, 0.0, "silu")
     for a, b in zip([out, *backward(x, gate, weight, dy, 0.0, "silu")], want):
         assert relative_error(a, b) <= 2 * TOLERANCE[dtype]
 
@@ -38,7 +44,7 @@ def check_norm_keeps_nan_in_its_row(rows, D, device="cpu"):
     x, gate, weight, dy = norm_inputs(rows, D, device=device)
     clean = x.clone()
     x[0], x[rows - 1, 1] = 0.0, NAN
-    backward = submodule("gdn_layer.portable.rms_norm_gated_backward").rms_norm_gated_bwd
+    backward = by_layer_kernel("rms_norm_gated_bwd", layer_calls.GatedNormGradient)
     got, want = (backward(t, gate, weight, dy, 0.0, "silu") for t in (x, clean))
     for a, b in zip(got[:2], want[:2]):
         assert torch.equal(a[1:-1], b[1:-1]) and a[-1].isnan().any()
@@ -61,7 +67,7 @@ def test_norm_keeps_nan_in_its_row():
 
 @interpreted
 def test_convolutions_gradient_keeps_nan_in_its_sequence():
-    backward = submodule("gdn_layer.portable.causal_conv1d_backward").causal_conv1d_bwd
+    backward = by_layer_kernel("causal_conv1d_bwd", layer_calls.ConvolutionGradient)
     x, dy, weight = torch.randn(1, 24, 20), torch.randn(1, 24, 20), torch.randn(24, 3)
     states, d_final = torch.randn(3, 24, 2), torch.randn(3, 24, 2)
     spoiled = x.clone()
@@ -72,7 +78,7 @@ def test_convolutions_gradient_keeps_nan_in_its_sequence():
         last = None if where[2] is None else d_final
         for order in (lambda t: t, lambda t: t.mT.contiguous().mT):  # both layouts' kernels
             got, want = (
-                backward(order(t), weight, None, "silu", *where, order(dy), last)
+                backward(order(t), weight, None, *where, order(dy), last, "silu")
                 for t in (spoiled, x)
             )
             assert torch.equal(got[0][..., :5], want[0][..., :5])
@@ -147,16 +153,15 @@ def test_decoding_without_eps(V):
     tensors = (q, k, v, z, *gates.split(HV, -1))
     weight, norm = torch.randn(D, W), torch.randn(V)
     vectors = torch.randn(2, HV).unbind(0)
-    calls = submodule("gdn_layer.call")
-    rest, options = (weight, None, *vectors, norm), calls.DecodeOptions("silu", 0.0, "silu", False)
-    states = torch.randn(B, D, W), torch.randn(B, HV, K, V)
-    module = submodule("gdn_layer.portable.layer")
-    call = calls.LayerDecode(*tensors, *states, *rest, options)
-    if not module.supports_gdn_layer_decode(call):
+    kind, rest = layer_calls.LayerDecode, (weight, None, *vectors, norm)
+    options = layer_calls.DecodeOptions("silu", 0.0, "silu", False)
+    tensors += (torch.randn(B, D, W), torch.randn(B, HV, K, V), *rest)
+    wide = [t if t is None else t.double() for t in tensors]
+    out = by_layer_kernel("gdn_layer_decode", kind)(*tensors, *options)
+    if out is None:
         pytest.skip("no kernel for this head dim")
-    wide = [t if t is None else t.double() for t in call.tensors]
-    ref = submodule("gdn_layer.reference.fused").gdn_layer_decode(calls.LayerDecode(*wide, options))
-    assert_close(module.gdn_layer_decode(call), ref)
+    ref = submodule("gdn_layer.reference.fused").gdn_layer_decode(kind(*wide, options))
+    assert_close(out, ref)
 
 
 def test_sizes_of_zero(kernel):

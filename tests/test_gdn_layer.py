@@ -1,8 +1,10 @@
 """Convolution, gated norm and the fused layer kernels against plain torch in fp64."""
 
+import functools
+
 import pytest
 import torch
-from conftest import assert_close, relative_error, submodule
+from conftest import assert_close, prepared, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 reference = submodule("gdn_layer.reference.layer")
@@ -14,6 +16,30 @@ DTYPES = [torch.float32, torch.float16] if INTERPRETING else [torch.float32, tor
 def wide(*args):
     """The arguments in fp64, in memory of their own."""
     return [x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in args]
+
+
+def by_kernel(name, kind):
+    """What the kernels compute of the fields of a call."""
+    return functools.partial(prepared, "gdn_layer.portable.layer", name, kind)
+
+
+convolve = by_kernel("causal_conv1d_fwd", calls.Convolution)
+norm = by_kernel("rms_norm_gated_fwd", calls.GatedNorm)
+definition = reference.causal_conv1d_update
+
+
+def decode(call):
+    return by_kernel("gdn_layer_decode", calls.LayerDecode)(*call.tensors, *call.options)
+
+
+def update(*tensors, activation="silu", null=-1, out=None, by=None):
+    """By the kernel, or by another function of the same tensors and options."""
+    tensors += (None,) * (7 - len(tensors))
+    if by is not None:
+        return by(*tensors, activation, null)
+    run = by_kernel("causal_conv1d_update", calls.ConvolutionUpdate)
+    y = run(*tensors, out, activation, null)
+    return y if out is None else out
 
 
 def poison(*tensors):
@@ -44,34 +70,32 @@ class Kernel:
     @pytest.mark.parametrize("order", ["tokens", "channels"])
     @pytest.mark.parametrize("W", [2, 4, 8])  # the least, the models', the most
     def test_convolution(self, W, order, dtype):
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         x = self.x(order, 2, 24, 37, dtype)
         weight, bias = self.normal(24, W, dtype=dtype), self.normal(24, dtype=dtype)
         before = self.normal(2, W - 1, 24, dtype=dtype).mT
         for initial, b, activation in ((None, None, None), (before, bias, "silu")):
-            args = (x, weight, b, activation, None, None, initial, True)
+            args = (x, weight, b, None, None, initial, activation, True)
             poison(x)
-            y, final = run(*args)
+            y, final = convolve(*args)
             ref_y, ref_final = reference.causal_conv1d_fwd(*wide(*args))
             assert_close(y, ref_y)
             assert torch.equal(final.double(), ref_final)
             assert y.stride() == torch.empty_like(x).stride()
             if self.device != "cpu":  # the interpreter runs one program after the other
-                assert torch.equal(y, run(*args)[0])
+                assert torch.equal(y, convolve(*args)[0])
 
     @pytest.mark.parametrize("T", [4, 36, 300])
     @pytest.mark.parametrize("W", [2, 4, 5, 6, 8])
     def test_convolution_by_quads(self, W, T):
         """16-bit tokens side by side, a multiple of four: four at a time."""
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         x = self.normal(2, 12, T + 4, dtype=DTYPES[1])[..., 4:]
         weight, bias = self.normal(12, W, dtype=DTYPES[1]), self.normal(12)
         assert submodule("gdn_layer.portable.causal_conv1d_quads").takes_quads(
             x, torch.empty_like(x)
         )
-        args = (x, weight, bias, "silu", None, None, None, True)
+        args = (x, weight, bias, None, None, None, "silu", True)
         poison(x)
-        y, final = run(*args)
+        y, final = convolve(*args)
         ref_y, ref_final = reference.causal_conv1d_fwd(*wide(*args))
         assert_close(y, ref_y)
         assert torch.equal(final.double(), ref_final)
@@ -80,57 +104,52 @@ class Kernel:
     @pytest.mark.parametrize("cu", [[0, 0, 2, 3, 21, 37, 37], [0, 37]], ids=str)
     @pytest.mark.parametrize("order", ["tokens", "channels"])
     def test_packed_convolution(self, order, cu):
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         N, x, weight = len(cu) - 1, self.x(order, 1, 24, 37, DTYPES[1]), self.normal(24, 4)
         initial = self.normal(N, 24, 3, dtype=DTYPES[1])
         lengths = torch.tensor(cu, device=self.device, dtype=torch.int32)
         for start in (None, initial):
-            args = (x, weight, None, "silu", None, lengths, start, True)
-            y, final = run(*args)
+            args = (x, weight, None, None, lengths, start, "silu", True)
+            y, final = convolve(*args)
             ref_y, ref_final = reference.causal_conv1d_fwd(*wide(*args))
             assert_close(y, ref_y)
             assert torch.equal(final.double(), ref_final)
             for n, (a, b) in enumerate(zip(cu, cu[1:])):  # alone it gives the same bits
                 one = None if start is None else start[n : n + 1]
-                alone, _ = run(x[..., a:b], weight, None, "silu", None, None, one, False)
+                alone, _ = convolve(x[..., a:b], weight, None, None, None, one, "silu", False)
                 assert torch.equal(alone, y[..., a:b])
 
     def test_nothing_leaks(self):
         """NaN of another sequence, by seq_idx or lengths, reaches no other."""
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         x, weight = self.x("tokens", 1, 24, 20, torch.float32), self.normal(24, 4)
         x[..., 5:12] = float("nan")
         seq_idx = torch.tensor([[0] * 5 + [1] * 7 + [2] * 8], device=self.device)
         lengths = torch.tensor([0, 5, 12, 20], device=self.device)
         for args in ((seq_idx, None), (None, lengths)):
-            y, _ = run(x, weight, None, "silu", *args, None, False)
+            y, _ = convolve(x, weight, None, *args, None, "silu", False)
             assert not y[..., :5].isnan().any() and not y[..., 12:].isnan().any()
 
     def test_convolution_by_seq_idx(self):
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         x, weight = self.x("tokens", 2, 24, 20, DTYPES[1]), self.normal(24, 4, dtype=DTYPES[1])
         seq_idx = torch.tensor([[0] * 5 + [1] * 15, [3] * 20], device=self.device)
-        args = (x, weight, None, None, seq_idx, None, None, False)
-        assert_close(run(*args)[0], reference.causal_conv1d_fwd(*wide(*args))[0])
+        args = (x, weight, None, seq_idx, None, None, None, False)
+        assert_close(convolve(*args)[0], reference.causal_conv1d_fwd(*wide(*args))[0])
 
     def test_no_tokens(self):
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
         x, weight, initial = self.normal(2, 24, 0), self.normal(24, 4), self.normal(2, 24, 3)
-        y, final = run(x, weight, None, None, None, None, initial, True)
+        y, final = convolve(x, weight, None, None, None, initial, None, True)
         assert y.shape == x.shape and torch.equal(final, initial)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("S", [3, 4, 6])  # the least; transformers'; more
     @pytest.mark.parametrize("T", [1, 3])
     def test_update(self, T, S, dtype):
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_update
         weight, bias = self.normal(24, 4, dtype=dtype), self.normal(24, dtype=dtype)
         state = self.normal(2, 24, S, dtype=dtype)
         ref_state = state.double()
         for order in ("tokens", "channels"):
             x = self.x(order, 2, 24, T, dtype)
-            y = run(x, state, weight, bias, "silu")
-            ref = reference.causal_conv1d_update(*wide(x), ref_state, *wide(weight, bias), "silu")
+            y = update(x, state, weight, bias)
+            ref = update(*wide(x), ref_state, *wide(weight, bias), by=definition)
             assert_close(y, ref)
             assert torch.equal(state.double(), ref_state)
 
@@ -139,7 +158,6 @@ class Kernel:
     @pytest.mark.parametrize("T", [1, 3])
     def test_update_of_slots(self, T, S, dtype):
         """Null slots and slots of other sequences stay unchanged, whatever they hold."""
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_update
         weight, bias = self.normal(24, 4, dtype=dtype), self.normal(24, dtype=dtype)
         for null, slots in ((-1, [4, -1, 0, 2]), (0, [4, 0, 3, -1])):
             pool = self.normal(6, S, 24, dtype=dtype).mT if S == 6 else self.normal(6, 24, S)
@@ -150,11 +168,9 @@ class Kernel:
             x, room = self.x("tokens", 4, 24, T, dtype), self.normal(4, T + 1, 24, dtype=dtype)
             x[1] = float("nan")
             ref_pool, before, out = pool.double(), room.clone(), room[:, 1:].mT
-            args = (indices, None, None, null)
-            y = run(x, pool, weight, bias, "silu", *args, out)
-            ref = reference.causal_conv1d_update(
-                *wide(x.nan_to_num()), ref_pool, *wide(weight, bias), "silu", *args
-            )
+            y = update(x, pool, weight, bias, indices, null=null, out=out)
+            clean, params = wide(x.nan_to_num()), wide(weight, bias)
+            ref = update(*clean, ref_pool, *params, indices, null=null, by=definition)
             assert y is out and torch.equal(room[:, :1], before[:, :1])
             assert_close(y, ref)
             assert not y[1].any()
@@ -165,7 +181,6 @@ class Kernel:
     @pytest.mark.parametrize("W", [2, 4])
     @pytest.mark.parametrize("cu", [None, [0, 2, 2, 5, 6]], ids=str)
     def test_update_with_drafts(self, cu, W, dtype):
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_update
         weight, S = self.normal(24, W, dtype=dtype), W + 2  # a column more than 3 tokens need
         x = self.x("tokens", 4 if cu is None else 1, 24, 3 if cu is None else 6, dtype)
         lengths = None if cu is None else torch.tensor(cu, device=self.device)
@@ -173,60 +188,56 @@ class Kernel:
         for null, counts in ((-1, [1, 2, 3, 4]), (0, [3, 1, 1, 2])):
             ref_pool = pool.double()
             rows = torch.tensor([5, 2, 0, 6], device=self.device)
-            args = (rows, torch.tensor(counts, device=self.device), lengths, null)
-            y = run(x, pool, weight, None, None, *args)
-            ref = reference.causal_conv1d_update(
-                *wide(x), ref_pool, *wide(weight), None, None, *args
-            )
+            args = (None, rows, torch.tensor(counts, device=self.device), lengths)
+            options = {"activation": None, "null": null}
+            y = update(x, pool, weight, *args, **options)
+            ref = update(*wide(x), ref_pool, *wide(weight), *args, **options, by=definition)
             assert_close(y, ref)
             assert torch.equal(pool.double(), ref_pool)
 
     def test_rejected_drafts_leave_no_trace(self):
         """Rounds of drafts of which some are accepted give what those tokens alone give."""
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_update
         x, weight = self.x("tokens", 2, 24, 12, torch.float32), self.normal(24, 4)
         counts = [[3, 1, 2, 2], [1, 2, 3, 1]]  # accepted of each round, of two sequences
         pool, outputs, last = self.normal(2, 24, 5), [[], []], [1, 1]
         history = pool[..., :3].clone()
         for i in range(4):
             accepted = torch.tensor(last, device=self.device)
-            y = run(x[..., 3 * i : 3 * i + 3], pool, weight, None, "silu", None, accepted)
+            y = update(x[..., 3 * i : 3 * i + 3], pool, weight, None, None, accepted)
             last = [counts[n][i] for n in range(2)]
             for n in range(2):
                 outputs[n].append(y[n, :, : last[n]])
         for n in range(2):
             at = [3 * i + t for i in range(4) for t in range(counts[n][i])]
-            args = (x[n : n + 1, :, at], weight, None, "silu", None, None, history[n : n + 1], True)
+            args = (x[n : n + 1, :, at], weight, None, None, None, history[n : n + 1], "silu", True)
             ref, final = reference.causal_conv1d_fwd(*wide(*args))
             assert_close(torch.cat(outputs[n], -1), ref[0])
             assert torch.equal(pool[n, :, last[n] - 1 : last[n] + 2].double(), final[0])
 
     def test_update_of_packed_sequences(self):
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_update
         weight, pool = self.normal(24, 4), self.normal(4, 24, 4)
         x, cu = self.x("tokens", 1, 24, 6, torch.float32), [0, 2, 2, 5, 6]
         ref_pool, alone = pool.double(), pool.clone()
-        args = (None, "silu", None, None, torch.tensor(cu, device=self.device))
-        y = run(x, pool, weight, *args)
-        assert_close(y, reference.causal_conv1d_update(*wide(x), ref_pool, *wide(weight), *args))
+        args = (None, None, None, torch.tensor(cu, device=self.device))
+        y = update(x, pool, weight, *args)
+        assert_close(y, update(*wide(x), ref_pool, *wide(weight), *args, by=definition))
         assert torch.equal(pool.double(), ref_pool)
         for n, (a, b) in enumerate(zip(cu, cu[1:])):
-            mine = run(x[..., a:b], alone[n : n + 1], weight, None, "silu")
+            mine = update(x[..., a:b], alone[n : n + 1], weight)
             assert_close(y[..., a:b], mine.double())
         assert torch.equal(alone, pool)
 
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("shape", [(7,), (5, 128), (3, 4, 100), (2, 1, 4, 24)], ids=str)
     def test_norm(self, shape, dtype):
-        run = submodule("gdn_layer.portable.layer").rms_norm_gated_fwd
         x, weight = self.normal(*shape, dtype=dtype), self.normal(shape[-1])
         gate = self.normal(*shape[:-1], 2 * shape[-1], dtype=dtype)[..., : shape[-1]]
         for activation in ("silu", "sigmoid"):
             args = (x, gate, weight, 1e-6, activation)
             poison(x)
-            y = run(*args)
+            y = norm(*args)
             assert_close(y, reference.rms_norm_gated_fwd(*wide(*args)))
-            assert torch.equal(y, run(*args))
+            assert torch.equal(y, norm(*args))
 
     # (B, T, H, HV, K, V, W, S, lengths): a head dim of 48 is no power of two
     @pytest.mark.parametrize(
@@ -241,7 +252,7 @@ class Kernel:
     def test_prologue(self, sizes):
         """q, k, v by key head, as Qwen3-Next has them: what put side by side, convolution gives."""
         B, T, H, HV, K, V, W, S, cu = sizes
-        layer, R = submodule("gdn_layer.portable.layer"), HV // H
+        R = HV // H
         packed = self.normal(B, T, H, 2 * K + R * V, dtype=DTYPES[1])
         q, k, v = packed.split([K, K, R * V], -1)
         v = v.unflatten(-1, (R, V)).flatten(2, 3)
@@ -250,9 +261,8 @@ class Kernel:
         N = B if cu is None else len(cu) - 1
         cached = self.normal(N, weight.shape[0], W, dtype=DTYPES[1])
         for initial in (None, cached[..., 1:]):
-            args = (q, k, v, weight, None, "silu", lengths, initial, S)
-            assert layer.supports_gdn_layer_prologue(*args)
-            y, final = layer.gdn_layer_prologue(*args)
+            args = (q, k, v, weight, None, lengths, initial, "silu", S)
+            y, final = by_kernel("gdn_layer_prologue", calls.Prologue)(*args)
             ref_y, ref_final = fused.gdn_layer_prologue(*wide(*args))
             assert_close(y, ref_y)
             assert torch.equal(final.double(), ref_final)
@@ -270,7 +280,7 @@ class Kernel:
     def test_decode(self, sizes, dtype):
         """Two steps of a layer: both states and both outputs."""
         B, H, HV, K, V, W, S = sizes
-        layer, D = submodule("gdn_layer.portable.layer"), 2 * H * K + HV * V
+        D = 2 * H * K + HV * V
         conv_state, state = self.normal(B, D, S, dtype=dtype), self.normal(B, HV, K, V) * 0.2
         ref_conv, ref_state = wide(conv_state, state)
         weight = self.normal(D, W, dtype=dtype)
@@ -292,9 +302,8 @@ class Kernel:
             options = calls.DecodeOptions("silu", 1e-6, "silu", neg)
             given, rest = (q, k, v, z, a, b), (weight, None, *vectors, norm)
             call = calls.LayerDecode(*given, conv_state, state, *rest, options)
-            assert layer.supports_gdn_layer_decode(call)
             poison(v)
-            y = layer.gdn_layer_decode(call)
+            y = decode(call)
             states = (ref_conv, ref_state)
             ref = fused.gdn_layer_decode(
                 calls.LayerDecode(*wide(*given), *states, *wide(*rest), options)
@@ -315,18 +324,35 @@ def test_in_the_interpreter():
 
 
 @compiled
+@pytest.mark.parametrize("name, flag", [("fn", "QUADS"), ("update", "PACKED")])
+def test_a_known_call_at_another_address(kernel, name, flag):
+    """Kernels that read integers of 64 bits are for multiples of 8 bytes, known call or not."""
+    pytest.importorskip("triton")
+    recording, device = submodule("runtime.recording"), submodule("runtime.device")
+    weight, room = torch.zeros(12, 4).bfloat16(), torch.zeros(1000).bfloat16()
+    with recording.recorded(device.Chip("NVIDIA_H200", (9, 0), 132)) as records:
+        for shift in (0, 1, 4, 0):
+            if name == "fn":
+                kernel.causal_conv1d_fn(room[shift : shift + 960].view(2, 12, 40), weight)
+            else:
+                state = room[shift : shift + 96].view(2, 12, 4)
+                kernel.causal_conv1d_update(room[:24].view(2, 12), state, weight)
+    flags = [r.constexprs[r.kernel.arg_names.index(flag),] for r in records]
+    assert flags == [True, False, True, True]
+
+
+@compiled
 @pytest.mark.gpu
 class TestCompiled(Kernel):
     device = "cuda"
 
     def test_update_many_times(self):
         """A race between threads that move the state would show in some of many tries."""
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_update
         state, weight = self.normal(64, 4096, 4), self.normal(4096, 4)
         expected = state.clone()
         for _ in range(50):
             x = self.normal(64, 4096, 1)
-            run(x, state, weight, None, None)
+            update(x, state, weight, activation=None)
             expected = torch.cat([expected, x], -1)[..., 1:]
             assert torch.equal(state, expected)
 
@@ -335,16 +361,15 @@ class TestCompiled(Kernel):
         x = torch.zeros(1, 2**31 // 8192 + 64, 8192, dtype=torch.bfloat16, device="cuda")
         x[0, -40:] = self.normal(40, 8192)
         weight = self.normal(8192, 4, dtype=torch.bfloat16)
-        run = submodule("gdn_layer.portable.layer").causal_conv1d_fwd
-        y, final = run(x.transpose(1, 2), weight, None, "silu", None, None, None, True)
+        y, final = convolve(x.transpose(1, 2), weight, None, None, None, None, "silu", True)
         tail = x[:, -43:].transpose(1, 2)
-        ref = reference.causal_conv1d_fwd(*wide(tail, weight), None, "silu", None, None, None, True)
+        ref = reference.causal_conv1d_fwd(*wide(tail, weight), None, None, None, None, "silu", True)
         assert_close(y[..., -40:], ref[0][..., -40:])
         assert torch.equal(final.double(), ref[1])
 
     def test_decode_batch_invariant(self):
         """A row of a batch gives the bits that it gives alone, every time."""
-        layer, n = submodule("gdn_layer.portable.layer"), 33
+        n = 33
         rows = self.normal(n, 1, 3 * 4 * 128, dtype=torch.bfloat16)
         q, k, v = (x.unflatten(-1, (4, 128)) for x in rows.chunk(3, -1))
         z, (a, b) = self.normal(n, 1, 4, 128), self.normal(2, n, 1, 4).unbind(0)
@@ -355,7 +380,7 @@ class TestCompiled(Kernel):
         def run(part):
             own = [x[part].clone() for x in (conv, state)]
             args = [x[part] for x in (q, k, v, z, a, b)]
-            return layer.gdn_layer_decode(calls.LayerDecode(*args, *own, *rest, options)), own[1]
+            return decode(calls.LayerDecode(*args, *own, *rest, options)), own[1]
 
         y, after = run(slice(None))
         again = run(slice(None))

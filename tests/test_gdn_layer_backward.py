@@ -1,14 +1,26 @@
 """Gradients of the convolution and the gated norm: written out in torch, and by the kernels,
 against automatic differentiation of the reference in fp64."""
 
+import functools
+
 import pytest
 import torch
-from conftest import TOLERANCE, relative_error, submodule
+from conftest import TOLERANCE, prepared, relative_error, submodule
 from interpreter import compiled, interpreted, rerun
 
 reference = submodule("gdn_layer.reference.layer")
-ops = submodule("gdn_layer.ops")
-fused = submodule("gdn_layer.ops_fused")
+backward, calls = submodule("gdn_layer.reference.backward"), submodule("gdn_layer.call")
+ops, fused = submodule("gdn_layer.ops"), submodule("gdn_layer.ops_fused")
+
+
+def by_kernel(name, kind):
+    """What the kernels compute of the fields of a call."""
+    return functools.partial(prepared, "gdn_layer.portable.layer", name, kind)
+
+
+convolution_bwd = by_kernel("causal_conv1d_bwd", calls.ConvolutionGradient)
+norm_bwd = by_kernel("rms_norm_gated_bwd", calls.GatedNormGradient)
+prologue_bwd = by_kernel("gdn_layer_prologue_bwd", calls.PrologueGradient)
 
 CONVOLUTIONS = {
     "plain": {},
@@ -59,29 +71,30 @@ class Convolution:
         self.x, self.dy = tokens_by_channels(B, D, T), tokens_by_channels(B, D, T)
         weight, bias = normal(D, W), normal(D) if bias else None
         state = normal(N, D, W - 1) if initial else None
-        self.args = (self.x, weight, bias, activation, seq, cu, state)
+        self.args, self.activation = (self.x, weight, bias, seq, cu, state), activation
         self.d_final = normal(N, D, W - 1) if final else None
 
     def expected(self):
         leaves = {i: self.args[i].double().requires_grad_() for i in self.given()}
         args = [leaves.get(i, x) for i, x in enumerate(self.args)]
-        y, state = reference.causal_conv1d_fwd(*args, self.d_final is not None)
+        final = self.d_final is not None
+        y, state = reference.causal_conv1d_fwd(*args, self.activation, final)
         loss = (y * self.dy.double()).sum()
         if self.d_final is not None:
             loss = loss + (state * self.d_final.double()).sum()
         return torch.autograd.grad(loss, list(leaves.values()))
 
     def given(self):
-        return [i for i in (0, 1, 2, 6) if self.args[i] is not None]
+        return [i for i in (0, 1, 2, 5) if self.args[i] is not None]
 
-    def check(self, module):
-        got = module.causal_conv1d_bwd(*self.args, self.dy, self.d_final)
-        assert [d is None for d in got] == [i not in self.given() for i in (0, 1, 2, 6)]
+    def check(self, gradients):
+        got = gradients(*self.args, self.dy, self.d_final, self.activation)
+        assert [d is None for d in got] == [i not in self.given() for i in (0, 1, 2, 5)]
         for a, b in zip([d for d in got if d is not None], self.expected()):
             assert relative_error(a, b) <= 2 * TOLERANCE[self.x.dtype]
 
 
-def check_norm(module, shape, activation, dtype, device="cpu"):
+def check_norm(gradients, shape, activation, dtype, device="cpu"):
     random = torch.Generator(device=device).manual_seed(0)
     x, gate, dy = (torch.randn(shape, generator=random, device=device).to(dtype) for _ in range(3))
     weight = torch.randn(shape[-1], generator=random, device=device).to(dtype)
@@ -89,7 +102,7 @@ def check_norm(module, shape, activation, dtype, device="cpu"):
     leaves = [t.double().requires_grad_() for t in (x, gate, weight)]
     y = reference.rms_norm_gated_fwd(*leaves, 1e-6, activation)
     want = torch.autograd.grad(y, leaves, dy.double())
-    for a, b in zip(module.rms_norm_gated_bwd(x, gate, weight, dy, 1e-6, activation), want):
+    for a, b in zip(gradients(x, gate, weight, dy, 1e-6, activation), want):
         assert relative_error(a, b) <= 2 * TOLERANCE[dtype]
 
 
@@ -101,12 +114,12 @@ LARGE_NORMS = [((2, 500, 32, 128), "silu"), ((3, 8192), "silu"), ((5, 3, 100), "
 
 @pytest.mark.parametrize("options", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
 def test_written_out_convolution(options):
-    Convolution(torch.float64, **options).check(submodule("gdn_layer.reference.backward"))
+    Convolution(torch.float64, **options).check(backward.causal_conv1d_bwd)
 
 
 @pytest.mark.parametrize("shape, activation", NORMS)
 def test_written_out_norm(shape, activation):
-    check_norm(submodule("gdn_layer.reference.backward"), shape, activation, torch.float64)
+    check_norm(backward.rms_norm_gated_bwd, shape, activation, torch.float64)
 
 
 @compiled
@@ -124,15 +137,14 @@ IN_FP16 = ("plain", "states", "packed, no states")
     [(name, torch.float32) for name in CONVOLUTIONS] + [(name, torch.float16) for name in IN_FP16],
 )
 def test_convolution(name, dtype):
-    module = submodule("gdn_layer.portable.causal_conv1d_backward")
-    Convolution(dtype, **CONVOLUTIONS[name]).check(module)
+    Convolution(dtype, **CONVOLUTIONS[name]).check(convolution_bwd)
 
 
 @interpreted
 @pytest.mark.parametrize("shape, activation", NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_norm(shape, activation, dtype):
-    check_norm(submodule("gdn_layer.portable.rms_norm_gated_backward"), shape, activation, dtype)
+    check_norm(norm_bwd, shape, activation, dtype)
 
 
 @interpreted
@@ -144,9 +156,9 @@ def test_prologue(adjacent):
     q, k, v = (t if adjacent else t.clone() for t in x.split([4, 4, 8], -1))
     q, k, v = q.unflatten(-1, (1, 4)), k.unflatten(-1, (1, 4)), v.unflatten(-1, (2, 4))
     assert (module._joined(q, k, v).data_ptr() == x.data_ptr()) == adjacent
-    got = module.gdn_layer_prologue_bwd(q, k, v, weight, None, "silu", None, None, dy)
-    written_out = submodule("gdn_layer.reference.backward").gdn_layer_prologue_bwd
-    want = written_out(*(wide(t) for t in (q, k, v, weight)), None, "silu", None, None, wide(dy))
+    got = prologue_bwd(q, k, v, weight, None, None, None, dy, "silu")
+    tensors = (*(wide(t) for t in (q, k, v, weight)), None, None, None, wide(dy))
+    want = backward.gdn_layer_prologue_bwd(*tensors, "silu")
     for a, b in zip(got[:2], want[:2]):
         assert relative_error(a, b) < 1e-6
 
@@ -155,14 +167,14 @@ def test_prologue(adjacent):
 def test_operators():
     x = torch.randn(2, 4, 10, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
-    args = (x, weight, None, "silu", None, None, None, False)
-    torch.library.opcheck(ops._causal_conv1d_fwd, args)
+    args = (x, weight, None, None, None, None, "silu", False)
+    torch.library.opcheck(ops.CONVOLUTION.op, args)
     gate, scale = torch.randn_like(x, requires_grad=True), torch.ones(10, dtype=torch.float64)
-    torch.library.opcheck(ops._rms_norm_gated_fwd, (x, gate, scale.requires_grad_(), 1e-6, "silu"))
+    torch.library.opcheck(ops.GATED_NORM.op, (x, gate, scale.requires_grad_(), 1e-6, "silu"))
     heads = [torch.randn(1, 6, 2, 2, dtype=torch.float64, requires_grad=True) for _ in range(3)]
     weight = torch.randn(12, 3, dtype=torch.float64, requires_grad=True)
-    torch.library.opcheck(fused._gdn_layer_prologue, (*heads, weight, None, "silu", None, None, 0))
-    y = ops._causal_conv1d_fwd(*args)[0]
+    torch.library.opcheck(fused.PROLOGUE.op, (*heads, weight, None, None, None, "silu", 0))
+    y = ops.CONVOLUTION.op(*args)[0]
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         dx.sum().backward()
@@ -182,9 +194,9 @@ LARGE = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gpu_convolution(options, dtype):
     case = Convolution(dtype, "cuda", **options)
-    module = submodule("gdn_layer.portable.causal_conv1d_backward")
-    case.check(module)
-    twice = [module.causal_conv1d_bwd(*case.args, case.dy, case.d_final) for _ in range(2)]
+    case.check(convolution_bwd)
+    fields = (*case.args, case.dy, case.d_final, case.activation)
+    twice = [convolution_bwd(*fields) for _ in range(2)]
     assert all(a is b is None or torch.equal(a, b) for a, b in zip(*twice))
 
 
@@ -192,23 +204,21 @@ def test_gpu_convolution(options, dtype):
 @pytest.mark.parametrize("shape, activation", NORMS + LARGE_NORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_gpu_norm(shape, activation, dtype):
-    module = submodule("gdn_layer.portable.rms_norm_gated_backward")
-    check_norm(module, shape, activation, dtype, "cuda")
+    check_norm(norm_bwd, shape, activation, dtype, "cuda")
     x, gate, dy = (torch.randn(shape, device="cuda").to(dtype) for _ in range(3))
     weight = torch.randn(shape[-1], device="cuda").to(dtype)
-    twice = [module.rms_norm_gated_bwd(x, gate, weight, dy, 1e-6, activation) for _ in range(2)]
+    twice = [norm_bwd(x, gate, weight, dy, 1e-6, activation) for _ in range(2)]
     assert all(torch.equal(a, b) for a, b in zip(*twice))
 
 
 @pytest.mark.gpu
 def test_gpu_prologue():
     """Views of one projection, as a layer has them."""
-    module = submodule("gdn_layer.portable.causal_conv1d_backward")
     x, dy = (torch.randn(2, 130, 512, device="cuda").bfloat16() for _ in range(2))
     weight = torch.randn(512, 4, device="cuda").bfloat16()
     q, k, v = (t.unflatten(-1, (-1, 64)) for t in x.split([128, 128, 256], -1))
-    got = module.gdn_layer_prologue_bwd(q, k, v, weight, None, "silu", None, None, dy)
-    written_out = submodule("gdn_layer.reference.backward").gdn_layer_prologue_bwd
-    want = written_out(*(wide(t) for t in (q, k, v, weight)), None, "silu", None, None, wide(dy))
+    got = prologue_bwd(q, k, v, weight, None, None, None, dy, "silu")
+    tensors = (*(wide(t) for t in (q, k, v, weight)), None, None, None, wide(dy))
+    want = backward.gdn_layer_prologue_bwd(*tensors, "silu")
     for a, b in zip(got[:2], want[:2]):
         assert relative_error(a, b) <= 2 * TOLERANCE[torch.bfloat16]

@@ -64,21 +64,21 @@ def test_opcheck_swiglu_and_layer(device):
         test_utils=CHECKS,
     )  # fmt: skip
     torch.library.opcheck(
-        layer._rms_norm_gated_fwd, (x, normal(5, 16), normal(16), 1e-6, "silu"), test_utils=CHECKS
+        layer.GATED_NORM.op, (x, normal(5, 16), normal(16), 1e-6, "silu"), test_utils=CHECKS
     )
-    conv = (normal(2, 6, 9), normal(6, 4), None, "silu")
+    conv = (normal(2, 6, 9), normal(6, 4), None)
     torch.library.opcheck(
-        layer._causal_conv1d_fwd, (*conv, None, None, None, True), test_utils=CHECKS
+        layer.CONVOLUTION.op, (*conv, None, None, None, "silu", True), test_utils=CHECKS
     )
     torch.library.opcheck(
-        layer._causal_conv1d_update,
-        (conv[0], normal(2, 6, 4), *conv[1:], None, None, None, -1, None),
+        layer.CONVOLUTION_UPDATE.op,
+        (conv[0], normal(2, 6, 4), *conv[1:], None, None, None, None, "silu", -1),
         test_utils=CHECKS,
     )
-    rows = torch.tensor([3, 0], device=device)
+    rows, out = torch.tensor([3, 0], device=device), normal(2, 6, 9)
     torch.library.opcheck(
-        layer._causal_conv1d_update,
-        (conv[0], normal(4, 6, 12), *conv[1:], rows, rows - rows + 1, None, 0, normal(2, 6, 9)),
+        layer.CONVOLUTION_UPDATE.op,
+        (conv[0], normal(4, 6, 12), *conv[1:], rows, rows - rows + 1, None, out, "silu", 0),
         test_utils=CHECKS,
     )
 

@@ -5,10 +5,10 @@ from typing import Optional, Tuple, Union
 from torch import Tensor
 
 from ..gdn.reference import common as gdn_common
-from ..runtime.activations import SAME
-from ..runtime.ops import dense
-from . import checks, ops
+from ..runtime.checks import may_be_written
+from . import checks
 from .api_context import convolve_with_context, lengths_alone
+from .ops import CONVOLUTION, CONVOLUTION_UPDATE, GATED_NORM
 
 
 def causal_conv1d_fn(
@@ -51,17 +51,15 @@ def causal_conv1d_fn(
         >>> y.shape
         torch.Size([2, 8, 10])
     """
-    args = (x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states)
+    tensors = (x, weight, bias, seq_idx, cu_seqlens, initial_states)
+    options = (activation, return_final_states)
     if cp_context is not None:
-        lengths = lengths_alone(args, cp_context)
+        lengths = lengths_alone(tensors, cp_context)
         if lengths is None:
-            y, final = convolve_with_context(args, cp_context, checks.causal_conv1d_fn)
+            y, final = convolve_with_context(tensors, options, cp_context)
             return (y, final) if return_final_states else y
-        args = (x, weight, bias, activation, None, lengths, initial_states, return_final_states)
-    checks.causal_conv1d_fn(*args)
-    _, _, _, _, seq_idx, cu_seqlens, *states = args
-    rest = (activation, seq_idx, dense(cu_seqlens), *states)
-    y, final = ops.causal_conv1d(x, weight, dense(bias), *rest)
+        tensors = (x, weight, bias, None, lengths, initial_states)
+    y, final = CONVOLUTION(tensors, options)
     return (y, final) if return_final_states else y
 
 
@@ -124,15 +122,11 @@ def causal_conv1d_update(
     single = isinstance(x, Tensor) and x.ndim == 2
     tokens = x.unsqueeze(-1) if single else x
     room = out.unsqueeze(-1) if single and isinstance(out, Tensor) else out
-    args = (
-        tokens, conv_state, weight, bias, activation, conv_state_indices, num_accepted_tokens,
-        cu_seqlens, null_index, room,
+    may_be_written(conv_state=conv_state, out=out)
+    tensors = (
+        tokens, conv_state, weight, bias, conv_state_indices, num_accepted_tokens, cu_seqlens, room,
     )  # fmt: skip
-    checks.causal_conv1d_update(*args)
-    y = ops.causal_conv1d_update(
-        tokens, conv_state, weight, dense(bias), activation, conv_state_indices,
-        num_accepted_tokens, dense(cu_seqlens), null_index, room,
-    )  # fmt: skip
+    y = CONVOLUTION_UPDATE(tensors, (activation, null_index))
     if out is not None:
         return out
     return y.squeeze(-1) if single else y
@@ -159,8 +153,7 @@ def rms_norm_gated(
         >>> rms_norm_gated(x, gate, torch.ones(16)).shape
         torch.Size([3, 5, 16])
     """
-    checks.rms_norm_gated(x, gate, weight, eps, activation)
-    return ops.rms_norm_gated(x, gate, weight, float(eps), SAME.get(activation, activation))
+    return GATED_NORM((x, gate, weight), (eps, activation))
 
 
 def gated_delta_gate(a: Tensor, A_log: Tensor, dt_bias: Optional[Tensor] = None) -> Tensor:

@@ -1,6 +1,6 @@
 """causal_conv1d_fn with a cp_context: converts arguments for the operator, and results back."""
 
-from typing import Callable, Optional, Tuple
+from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
@@ -8,13 +8,15 @@ from torch import Tensor
 from ..parallel import checks
 from ..parallel.context import CpContext
 from ..parallel.exchange import agreed
-from ..runtime.ops import dense, needs_grad
+from ..runtime.ops import needs_grad
+from .call import Convolution
+from .checks import causal_conv1d_fn
 from .ops_context import causal_conv1d_context
 
 
-def lengths_alone(args: tuple, cp: object) -> Optional[Tensor]:
+def lengths_alone(tensors: tuple, cp: object) -> Optional[Tensor]:
     """cu_seqlens of the equivalent ordinary call, or None if there is none."""
-    x, _, _, _, seq_idx, cu_seqlens, _, _ = args
+    x, _, _, seq_idx, cu_seqlens, _ = tensors
     if seq_idx is not None or cu_seqlens is not None or not isinstance(cp, CpContext):
         return None
     return cp.lengths_alone(x, 2)
@@ -22,16 +24,16 @@ def lengths_alone(args: tuple, cp: object) -> Optional[Tensor]:
 
 @torch.compiler.disable
 def convolve_with_context(
-    args: tuple, cp: object, check: Callable
+    tensors: tuple, options: tuple, cp: object
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """y and the last inputs of each local segment.
 
-    args: those of the ordinary call; `check` validates them before the first collective.
+    tensors, options: those of the ordinary call, checked before the first collective.
     """
     checks.is_context(cp)
 
-    def make() -> tuple:
-        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, has_final = args
+    def make() -> Convolution:
+        x, weight, bias, seq_idx, cu_seqlens, initial_states = tensors
         checks.lengths_are_its_own(cp, cu_seqlens)
         checks.is_absent("seq_idx", seq_idx)
         if isinstance(x, Tensor) and x.ndim == 3:
@@ -39,21 +41,16 @@ def convolve_with_context(
             if x.shape[0] > 1:  # the rows one after another
                 x = x.transpose(1, 2).flatten(0, 1).unsqueeze(0).transpose(1, 2)
             cu_seqlens = cp.lengths_on(x.device)
-        made = (x, weight, bias, activation, None, cu_seqlens, initial_states, has_final)
-        check(*made)
-        return made
+        given = (x, weight, bias, None, cu_seqlens, initial_states)
+        return causal_conv1d_fn(Convolution(*given, options))
 
-    def facts(made: tuple) -> str:
-        x, weight, *_ = made
-        grad = needs_grad(made)
+    def facts(call: Convolution) -> str:
+        x, weight, *_ = call
+        grad = needs_grad(call)
         return f"channels {x.shape[1]}, taps {weight.shape[1]}, {x.dtype}, gradients {grad}"
 
-    made = agreed(make, facts, cp.group, "causal_conv1d_fn")
-    x, weight, bias, activation, _, _, initial_states, has_final = made
-    y, final = causal_conv1d_context(
-        x, weight, dense(bias), activation, initial_states, bool(has_final), cp
-    )
-    B, D, T = args[0].shape
+    y, final = causal_conv1d_context(agreed(make, facts, cp.group, "causal_conv1d_fn"), cp)
+    B, D, T = tensors[0].shape
     if B > 1:
         y = y.transpose(1, 2).view(B, T, D).transpose(1, 2)
     return y, final

@@ -1,7 +1,7 @@
 """Checks for the parts of a layer around the gated delta rule."""
 
 from ..gdn.chunks import count_sequences
-from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM
+from ..runtime.activations import OF_CONVOLUTION, OF_GATED_NORM, SAME
 from ..runtime.checks import (
     INDICES,
     are_flags,
@@ -18,11 +18,17 @@ from ..runtime.checks import (
     is_number,
     is_one_of,
     is_written,
-    may_be_written,
     names_rows,
     readable,
-    remembered,
     same_device,
+)
+from .call import (
+    Convolution,
+    ConvolutionOptions,
+    ConvolutionUpdate,
+    GatedNorm,
+    GatedNormOptions,
+    UpdateOptions,
 )
 
 MAX_TAPS = 8
@@ -46,17 +52,10 @@ def _is_packed(x, cu_seqlens) -> None:
         )
 
 
-def causal_conv1d_fn(
-    x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
-) -> None:
+def causal_conv1d_fn(call: Convolution) -> Convolution:
+    *tensors, (activation, return_final_states) = call
+    x, weight, bias, seq_idx, cu_seqlens, initial_states = tensors
     are_flags(return_final_states=return_final_states)
-    _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states)
-    if cu_seqlens is not None:
-        holds_cu_seqlens("cu_seqlens", cu_seqlens, x.shape[2])
-
-
-@remembered
-def _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states) -> None:
     sizes = {}
     has_shape("x", x, "B D T", sizes)
     _conv(x, weight, bias, activation, sizes)
@@ -74,44 +73,15 @@ def _causal_conv1d_fn(x, weight, bias, activation, seq_idx, cu_seqlens, initial_
         sizes["N"] = count_sequences(sizes["B"], cu_seqlens)
     if initial_states is not None:
         has_form("initial_states", initial_states, "N D W-1", sizes, "x", x)
-
-
-def causal_conv1d_update(
-    x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, null_index, out
-) -> None:
-    is_null_index(null_index)
-    may_be_written(conv_state=conv_state, out=out)
-    _causal_conv1d_update(
-        x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, out
-    )
     if cu_seqlens is not None:
         holds_cu_seqlens("cu_seqlens", cu_seqlens, x.shape[2])
-    if indices is not None:
-        names_rows("conv_state_indices", indices, conv_state.shape[0], null_index)
-    if accepted is not None:
-        _fits_drafts(x, conv_state.shape[2], weight.shape[1], accepted, cu_seqlens)
+    return Convolution(*tensors, ConvolutionOptions(activation, bool(return_final_states)))
 
 
-def _fits_drafts(x, columns, taps, accepted, cu_seqlens) -> None:
-    """Checks that a state has a column for each token and for all but one of the inputs before
-    them."""
-    longest = 0 if cu_seqlens is not None else x.shape[2]
-    if readable(cu_seqlens):
-        longest = max(cu_seqlens.diff().tolist(), default=0)
-    if columns < taps - 2 + longest:
-        raise ValueError(
-            f"conv_state must hold {taps - 2 + longest} columns for {longest} tokens whose number "
-            f"may change, got {columns}"
-        )
-    most = columns - taps + 2
-    if readable(accepted) and not all(1 <= count <= most for count in accepted.tolist()):
-        raise ValueError(f"num_accepted_tokens must be {between(1, most)}, got {accepted.tolist()}")
-
-
-@remembered
-def _causal_conv1d_update(
-    x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, out
-) -> None:
+def causal_conv1d_update(call: ConvolutionUpdate) -> ConvolutionUpdate:
+    *tensors, (activation, null_index) = call
+    x, conv_state, weight, bias, indices, accepted, cu_seqlens, out = tensors
+    is_null_index(null_index)
     sizes = {}
     has_shape("x", x, "B D T", sizes)
     _conv(x, weight, bias, activation, sizes)
@@ -130,10 +100,33 @@ def _causal_conv1d_update(
             f"conv_state must hold at least the {sizes['W'] - 1} inputs before a token, "
             f"got {sizes['S']}"
         )
+    if cu_seqlens is not None:
+        holds_cu_seqlens("cu_seqlens", cu_seqlens, x.shape[2])
+    if indices is not None:
+        names_rows("conv_state_indices", indices, conv_state.shape[0], null_index)
+    if accepted is not None:
+        _fits_drafts(x, conv_state.shape[2], weight.shape[1], accepted, cu_seqlens)
+    return ConvolutionUpdate(*tensors, UpdateOptions(activation, null_index))
 
 
-@remembered
-def rms_norm_gated(x, gate, weight, eps, activation) -> None:
+def _fits_drafts(x, columns, taps, accepted, cu_seqlens) -> None:
+    """Checks that a state has a column for each token and for all but one of the inputs before
+    them."""
+    longest = 0 if cu_seqlens is not None else x.shape[2]
+    if readable(cu_seqlens):
+        longest = max(cu_seqlens.diff().tolist(), default=0)
+    if columns < taps - 2 + longest:
+        raise ValueError(
+            f"conv_state must hold {taps - 2 + longest} columns for {longest} tokens whose number "
+            f"may change, got {columns}"
+        )
+    most = columns - taps + 2
+    if readable(accepted) and not all(1 <= count <= most for count in accepted.tolist()):
+        raise ValueError(f"num_accepted_tokens must be {between(1, most)}, got {accepted.tolist()}")
+
+
+def rms_norm_gated(call: GatedNorm) -> GatedNorm:
+    x, gate, weight, (eps, activation) = call
     has_last("x", x, "D")
     is_floating("x", x)
     has_shape_of("gate", gate, "x", x)
@@ -142,9 +135,10 @@ def rms_norm_gated(x, gate, weight, eps, activation) -> None:
     has_form("weight", weight, "D", {"D": x.shape[-1]}, "x", x)
     is_number("eps", eps, "non-negative")
     is_one_of("activation", activation, OF_GATED_NORM)
+    options = GatedNormOptions(float(eps), SAME.get(activation, activation))
+    return GatedNorm(x, gate, weight, options)
 
 
-@remembered
 def gated_delta_gate(a, A_log, dt_bias) -> None:
     has_last("a", a, "HV")
     is_floating("a", a)

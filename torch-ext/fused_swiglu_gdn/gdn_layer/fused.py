@@ -4,10 +4,7 @@ from typing import Optional, Tuple
 
 from torch import Tensor
 
-from ..runtime.activations import SAME
-from ..runtime.cache import CallCache, fast_path_ok
-from . import ops_fused as ops
-from .call import DecodeOptions, LayerDecode
+from .ops_fused import DECODE, PROLOGUE
 
 
 def convolve_qkv(
@@ -36,9 +33,9 @@ def convolve_qkv(
         y [B, T, D], contiguous, and [N, D, final_width] (zeros before the first
         input) or None.
     """
-    return ops.gdn_layer_prologue(
-        q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width
-    )
+    tensors = (q, k, v, weight, bias, cu_seqlens, initial_states)
+    y, final = PROLOGUE(tensors, (activation, final_width))
+    return y, final if final_width else None
 
 
 def decode_step(
@@ -77,17 +74,4 @@ def decode_step(
     tensors = (
         q, k, v, z, a, b, conv_state, state, weight, bias, A_log, dt_bias, norm_weight,
     )  # fmt: skip
-    options = (activation, eps, gate_activation, allow_neg_eigval)
-    plan = _decoding.find(tensors, options, True)
-    if plan is not None:
-        return plan(*tensors)
-    gate_activation = SAME.get(gate_activation, gate_activation)
-    call = LayerDecode(
-        *tensors, DecodeOptions(activation, eps, gate_activation, allow_neg_eigval)
-    )  # fmt: skip
-    if fast_path_ok():
-        _decoding.keep(tensors, options, ops.plan_gdn_layer_decode(call))
-    return ops.gdn_layer_decode(call)
-
-
-_decoding = CallCache()
+    return DECODE(tensors, (activation, eps, gate_activation, allow_neg_eigval))

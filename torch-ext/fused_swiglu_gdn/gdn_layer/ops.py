@@ -1,113 +1,108 @@
-"""Operators of the parts around the gated delta rule."""
-
-from typing import Optional, Tuple
+"""The convolution and the gated norm as operations, with their gradients."""
 
 import torch
 from torch import Tensor
 
 from ..gdn.chunks import count_sequences
-from ..runtime.ops import operator, present, run, serve
-from .ops_train import conv_gradients, norm_gradients, save_conv, save_norm
-from .reference import layer as reference
+from ..runtime.operation import Operation
+from . import checks
+from .call import Convolution, ConvolutionGradient, ConvolutionUpdate, GatedNorm, GatedNormGradient
+from .reference import backward, layer
 
 FAMILY = "gdn_layer.layer"
 
 
-@operator("causal_conv1d_fwd")
-def _causal_conv1d_fwd(
-    x: Tensor,  # [B, D, T]
-    weight: Tensor,  # [D, W]
-    bias: Optional[Tensor],  # [D]
-    activation: Optional[str],
-    seq_idx: Optional[Tensor],  # [B, T]
-    cu_seqlens: Optional[Tensor],  # [N + 1]
-    initial_states: Optional[Tensor],  # [N, D, W - 1]
-    return_final_states: bool,
-) -> Tuple[Tensor, Tensor]:
-    args = (
-        x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states,
-    )  # fmt: skip
-    y, final = serve(FAMILY, "causal_conv1d_fwd", reference.causal_conv1d_fwd, args)
-    return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y), present(final, x)
+def _like(x: Tensor, y: Tensor) -> Tensor:
+    """y in the layout in memory that empty_like(x) has, as kernels make it and fakes promise."""
+    made = torch.empty_like(x)
+    return y if y.stride() == made.stride() else made.copy_(y)
 
 
-@_causal_conv1d_fwd.register_fake
-def _(x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states):
-    N = count_sequences(x.shape[0], cu_seqlens)
-    states = (N, x.shape[1], weight.shape[1] - 1) if return_final_states else (0,)
-    return torch.empty_like(x), x.new_empty(states)
+def _convolution(call: Convolution) -> tuple:
+    y, final = layer.causal_conv1d_fwd(*call.tensors, *call.options)
+    return _like(call.x, y), final if final is None else final.contiguous()
 
 
-_causal_conv1d_fwd.register_autograd(conv_gradients, setup_context=save_conv)
+def _convolution_like(call: Convolution) -> tuple:
+    x, final = call.x, None
+    if call.options.return_final_states:
+        N = count_sequences(x.shape[0], call.cu_seqlens)
+        final = x.new_empty(N, x.shape[1], call.weight.shape[1] - 1)
+    return torch.empty_like(x), final
 
 
-def causal_conv1d(*args) -> Tuple[Tensor, Optional[Tensor]]:
-    """The convolution over a prompt; args are those of the operator."""
-
-    def op(*args):
-        *_, return_final_states = args
-        y, final = _causal_conv1d_fwd(*args)
-        return y, final if return_final_states else None
-
-    return run(FAMILY, "causal_conv1d_fwd", op, reference.causal_conv1d_fwd, args)
+def _convolution_gradient(call: ConvolutionGradient) -> tuple:
+    dx, *rest = backward.causal_conv1d_bwd(*call.tensors, *call.options)
+    return _like(call.x, dx), *[d if d is None else d.contiguous() for d in rest]
 
 
-@operator("causal_conv1d_update", mutates_args=("conv_state", "out"))
-def _causal_conv1d_update(
-    x: Tensor,  # [B, D, T]
-    conv_state: Tensor,  # [N or P, D, S]
-    weight: Tensor,  # [D, W]
-    bias: Optional[Tensor],  # [D]
-    activation: Optional[str],
-    indices: Optional[Tensor],  # [N]
-    accepted: Optional[Tensor],  # [N]
-    cu_seqlens: Optional[Tensor],  # [N + 1]
-    null_index: int,
-    out: Optional[Tensor],  # [B, D, T]
-) -> Tensor:
-    args = (
-        x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, null_index, out,
-    )  # fmt: skip
-    y = serve(FAMILY, "causal_conv1d_update", reference.causal_conv1d_update, args)
-    if out is not None:
-        return x.new_empty(0)
-    return y if y.stride() == x.stride() else torch.empty_like(x).copy_(y)
+def _convolution_gradient_like(call: ConvolutionGradient) -> tuple:
+    rest = (call.weight, call.bias, call.initial_states)
+    return torch.empty_like(call.x), *[t if t is None else t.new_empty(t.shape) for t in rest]
 
 
-@_causal_conv1d_update.register_fake
-def _(x, conv_state, weight, bias, activation, indices, accepted, cu_seqlens, null_index, out):
-    return torch.empty_like(x) if out is None else x.new_empty(0)
+def _update(call: ConvolutionUpdate) -> Tensor:
+    *tensors, out, options = call
+    y = layer.causal_conv1d_update(*tensors, *options)
+    if out is None:
+        return _like(call.x, y)
+    out.copy_(y)
+    return y.new_empty(0)
 
 
-def causal_conv1d_update(*args) -> Tensor:
-    """The convolution of the next tokens; args are those of the operator."""
-
-    def op(*args):
-        *_, out = args
-        y = _causal_conv1d_update(*args)
-        return y if out is None else out
-
-    written, plain = (args[1], args[-1]), reference.causal_conv1d_update
-    return run(FAMILY, "causal_conv1d_update", op, plain, args, written=written)
+def _update_like(call: ConvolutionUpdate) -> Tensor:
+    return torch.empty_like(call.x) if call.out is None else call.x.new_empty(0)
 
 
-@operator("rms_norm_gated_fwd", like=("x",))
-def _rms_norm_gated_fwd(
-    x: Tensor,  # [..., D]
-    gate: Tensor,  # [..., D]
-    weight: Tensor,  # [D]
-    eps: float,
-    activation: str,
-) -> Tensor:
-    args = (x, gate, weight, eps, activation)
-    return serve(FAMILY, "rms_norm_gated_fwd", reference.rms_norm_gated_fwd, args)
+CONVOLUTION = Operation(
+    FAMILY, "causal_conv1d_fwd", Convolution, _convolution, check=checks.causal_conv1d_fn,
+    outputs=2, fake=_convolution_like,
+)  # fmt: skip
+CONVOLUTION_GRADIENT = Operation(
+    FAMILY, "causal_conv1d_bwd", ConvolutionGradient, _convolution_gradient, outputs=4,
+    fake=_convolution_gradient_like,
+)  # fmt: skip
+# where y is written to `out`, the result is an empty tensor: an operator may not return an input
+CONVOLUTION_UPDATE = Operation(
+    FAMILY, "causal_conv1d_update", ConvolutionUpdate, _update, check=checks.causal_conv1d_update,
+    written=("conv_state", "out"), fake=_update_like,
+)  # fmt: skip
+GATED_NORM = Operation(
+    FAMILY, "rms_norm_gated_fwd", GatedNorm, layer, check=checks.rms_norm_gated, like=("x",)
+)
+GATED_NORM_GRADIENT = Operation(
+    FAMILY, "rms_norm_gated_bwd", GatedNormGradient, backward, outputs=3,
+    like=("x", "gate", "weight"),
+)  # fmt: skip
 
 
-_rms_norm_gated_fwd.register_autograd(norm_gradients, setup_context=save_norm)
+def _save_convolution(ctx, inputs, output) -> None:
+    *tensors, ctx.activation, ctx.has_final = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.set_materialize_grads(False)
 
 
-def rms_norm_gated(*args) -> Tensor:
-    """The gated norm; args are those of the operator."""
-    return run(
-        FAMILY, "rms_norm_gated_fwd", _rms_norm_gated_fwd, reference.rms_norm_gated_fwd, args
-    )
+def _convolution_backward(ctx, dy, d_final):
+    tensors = ctx.saved_tensors
+    dy = torch.zeros_like(tensors[0]) if dy is None else dy
+    d_final = d_final if ctx.has_final else None
+    dx, dweight, dbias, d_initial = CONVOLUTION_GRADIENT.op(*tensors, dy, d_final, ctx.activation)
+    found = (dx, dweight, dbias, None, None, d_initial, None, None)
+    return tuple([d if needed else None for d, needed in zip(found, ctx.needs_input_grad)])
+
+
+def _save_norm(ctx, inputs, output) -> None:
+    *tensors, ctx.eps, ctx.activation = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _norm_backward(ctx, dy):
+    found = GATED_NORM_GRADIENT.op(*ctx.saved_tensors, dy, ctx.eps, ctx.activation)
+    needs = ctx.needs_input_grad
+    return *[d if needed else None for d, needed in zip(found, needs)], None, None
+
+
+CONVOLUTION.register_gradient(
+    _save_convolution, _convolution_backward, CONVOLUTION_GRADIENT, "causal_conv1d_fn"
+)
+GATED_NORM.register_gradient(_save_norm, _norm_backward, GATED_NORM_GRADIENT, "rms_norm_gated")

@@ -16,11 +16,9 @@ from torch.autograd.function import once_differentiable
 from ..parallel.context import CpContext
 from ..parallel.exchange import all_gather
 from ..parallel.plan import Piece, Slot
-from ..runtime.ops import needs_grad, serve
-from .reference import backward as backward_reference
-from .reference import layer as reference
-
-FAMILY = "gdn_layer.layer"
+from ..runtime.ops import needs_grad
+from .call import Convolution
+from .ops import CONVOLUTION, CONVOLUTION_GRADIENT
 
 
 class Source(NamedTuple):
@@ -177,19 +175,18 @@ def conv_forward(cp, activation, has_final, x, weight, bias, initial) -> tuple:
     if not cp.tokens:
         final = x.new_empty(0, x.shape[1], taps - 1) if has_final else None
         return torch.empty_like(x), final, history
-    args = (x, weight, bias, activation, None, _lengths(cp, x), history, has_final)
-    y, final = serve(FAMILY, "causal_conv1d_fwd", reference.causal_conv1d_fwd, args)
-    return y, final if has_final else None, history
+    tensors = (x, weight, bias, None, _lengths(cp, x), history)
+    y, final = CONVOLUTION.launcher((*tensors, activation, has_final))(*tensors)
+    return y, final, history
 
 
 def conv_backward(cp, history, needs_initial, x, weight, bias, activation, dy, d_final) -> tuple:
     """Gradients of x, weight, bias and the initial states."""
     taps = weight.shape[1]
     if cp.tokens:
-        args = (x, weight, bias, activation, None, _lengths(cp, x), history, dy, d_final)
-        dx, dweight, dbias, d_history = serve(
-            FAMILY, "causal_conv1d_bwd", backward_reference.causal_conv1d_bwd, args
-        )
+        tensors = (x, weight, bias, None, _lengths(cp, x), history, dy, d_final)
+        gradients = CONVOLUTION_GRADIENT.launcher((*tensors, activation))
+        dx, dweight, dbias, d_history = gradients(*tensors)
     else:
         dx, dweight, d_history = torch.empty_like(x), torch.zeros_like(weight), history
         dbias = None if bias is None else torch.zeros_like(bias)
@@ -198,11 +195,10 @@ def conv_backward(cp, history, needs_initial, x, weight, bias, activation, dy, d
     return dx, dweight, dbias, d_history
 
 
-def causal_conv1d_context(
-    x, weight, bias, activation, initial_states, has_final: bool, cp: CpContext
-) -> Tuple[Tensor, Optional[Tensor]]:
+def causal_conv1d_context(call: Convolution, cp: CpContext) -> Tuple[Tensor, Optional[Tensor]]:
     """y [1, D, T] and the last inputs of each local segment, or None."""
+    x, weight, bias, _, _, initial_states, (activation, has_final) = call
     args = (cp, activation, has_final, x, weight, bias, initial_states)
-    if needs_grad((x, weight, bias, initial_states)):
+    if needs_grad(call):
         return _Convolution.apply(*args)
     return conv_forward(*args)[:2]

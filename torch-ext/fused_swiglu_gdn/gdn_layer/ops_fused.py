@@ -1,80 +1,53 @@
-"""Operators of a layer's fused kernels, for layers."""
-
-from typing import Optional, Tuple
-
-from torch import Tensor
+"""A layer's fused kernels as operations, for layers."""
 
 from ..gdn.chunks import count_sequences
-from ..runtime.ops import operator, plan, present, run, serve
-from .call import LayerDecode
-from .ops_train import prologue_gradients, save_prologue
-from .reference import fused as reference
-
-FAMILY = "gdn_layer.layer"
-
-
-@operator("gdn_layer_prologue")
-def _gdn_layer_prologue(
-    q: Tensor,  # [B, T, H, K]
-    k: Tensor,  # [B, T, H, K]
-    v: Tensor,  # [B, T, HV, V]
-    weight: Tensor,  # [D, W]
-    bias: Optional[Tensor],  # [D]
-    activation: Optional[str],
-    cu_seqlens: Optional[Tensor],  # [N + 1]
-    initial_states: Optional[Tensor],  # [N, D, W - 1]
-    final_width: int,
-) -> Tuple[Tensor, Tensor]:
-    args = (q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width)
-    y, final = serve(FAMILY, "gdn_layer_prologue", reference.gdn_layer_prologue, args)
-    return y, present(final, q)
+from ..runtime.activations import SAME
+from ..runtime.operation import Operation
+from .call import DecodeOptions, LayerDecode, Prologue, PrologueGradient, PrologueOptions
+from .ops import FAMILY
+from .reference import backward, fused
 
 
-@_gdn_layer_prologue.register_fake
-def _(q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width):
-    (B, T), D = q.shape[:2], weight.shape[0]
-    N = count_sequences(B, cu_seqlens)
-    return q.new_empty(B, T, D), q.new_empty((N, D, final_width) if final_width else (0,))
+def _prologue_like(call: Prologue) -> tuple:
+    q, (B, T), D, width = call.q, call.q.shape[:2], call.weight.shape[0], call.options.final_width
+    N = count_sequences(B, call.cu_seqlens)
+    return q.new_empty(B, T, D), q.new_empty(N, D, width) if width else None
 
 
-_gdn_layer_prologue.register_autograd(prologue_gradients, setup_context=save_prologue)
+def _decode(call: LayerDecode) -> LayerDecode:
+    activation, eps, gate, allow_neg_eigval = call.options
+    options = DecodeOptions(activation, float(eps), SAME.get(gate, gate), allow_neg_eigval)
+    return call._replace(options=options)
 
 
-def gdn_layer_prologue(*args) -> Tuple[Tensor, Optional[Tensor]]:
-    """The convolution of q, k and v; args are those of the operator."""
-    *_, final_width = args
-
-    def op(*args):
-        y, final = _gdn_layer_prologue(*args)
-        return y, final if final_width else None
-
-    return run(
-        FAMILY, "gdn_layer_prologue", op, reference.gdn_layer_prologue, args,
-        differentiable=not final_width,  # the kernel has no gradient of the last inputs
-    )  # fmt: skip
-
-
-@operator("gdn_layer_decode", mutates_args=("conv_state", "state"))
-def _gdn_layer_decode(*fields: LayerDecode) -> Tensor:
-    args = (LayerDecode.of(fields),)
-    return serve(FAMILY, "gdn_layer_decode", reference.gdn_layer_decode, args)
+PROLOGUE = Operation(
+    FAMILY, "gdn_layer_prologue", Prologue, fused, outputs=2, fake=_prologue_like,
+    check=lambda call: call._replace(options=PrologueOptions(*call.options)),
+    differentiable=lambda call: not call.options.final_width,  # no kernel has the last inputs'
+)  # fmt: skip
+PROLOGUE_GRADIENT = Operation(
+    FAMILY, "gdn_layer_prologue_bwd", PrologueGradient, backward, outputs=4,
+    like=("dy", "weight", "bias", "initial_states"),
+)  # fmt: skip
+DECODE = Operation(
+    FAMILY, "gdn_layer_decode", LayerDecode, fused.gdn_layer_decode, check=_decode,
+    written=("conv_state", "state"),
+    fake=lambda call: call.q.new_empty(call.v.flatten(2, -2).shape),
+)  # fmt: skip
 
 
-@_gdn_layer_decode.register_fake
-def _(q, k, v, *_):
-    return q.new_empty(v.flatten(2, -2).shape)
+def _save(ctx, inputs, output) -> None:
+    *tensors, ctx.activation, _ = inputs
+    ctx.save_for_backward(*tensors)
 
 
-def gdn_layer_decode(call: LayerDecode) -> Tensor:
-    """y [B, 1, HV, V]."""
+def _backward(ctx, dy, _):
+    tensors = ctx.saved_tensors
+    dx, dweight, dbias, d_initial = PROLOGUE_GRADIENT.op(*tensors, dy, ctx.activation)
+    sizes = [x.shape[2] * x.shape[3] for x in tensors[:3]]
+    parts = [d.unflatten(2, x.shape[2:]) for d, x in zip(dx.split(sizes, 2), tensors)]
+    found = (*parts, dweight, dbias, None, d_initial, None, None)
+    return tuple([d if needed else None for d, needed in zip(found, ctx.needs_input_grad)])
 
-    def op(call):
-        return _gdn_layer_decode(*call.tensors, *call.options)
 
-    written = (call.conv_state, call.state)
-    return run(FAMILY, "gdn_layer_decode", op, reference.gdn_layer_decode, (call,), written=written)
-
-
-def plan_gdn_layer_decode(call: LayerDecode):
-    """Returns a function of the tensors for eager calls that match this one, or None."""
-    return plan(FAMILY, "gdn_layer_decode", (call,), written=(call.conv_state, call.state))
+PROLOGUE.register_gradient(_save, _backward, PROLOGUE_GRADIENT, "the layer's convolution")

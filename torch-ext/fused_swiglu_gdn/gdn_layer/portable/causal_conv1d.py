@@ -5,8 +5,7 @@
 Sizes: B batch, D channels, T tokens, W taps, N sequences, S columns of a final state.
 """
 
-import functools
-from typing import Optional, Tuple
+from typing import Callable, Optional
 
 import torch
 import triton
@@ -16,15 +15,12 @@ from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
+from ...runtime.operation import on_copies
+from ...runtime.ops import dense
 from ...runtime.primitives import activate, sequence_bounds
+from ..call import Convolution
 from .causal_conv1d_quads import conv_quads, takes_quads
 from .causal_conv1d_rows import conv_rows
-
-
-def supports_causal_conv1d_fwd(
-    x, weight, bias, activation, seq_idx, cu_seqlens, initial_states, return_final_states
-) -> bool:
-    return served(x, weight, bias, initial_states)
 
 
 @triton.jit
@@ -239,51 +235,74 @@ def _causal_conv1d_fwd_kernel(
         )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
-def _plan(
-    where: torch.device, order: str, W: int, silu: bool, B: int, D: int, T: int, N: int, ends: int,
-    *strides: tuple,
-) -> Launch:  # fmt: skip
-    """order: the name in the configuration's file. ends: number of sequences whose last inputs are
-    stored."""
+def _launch(call: Convolution, order: str, y: torch.Tensor) -> Launch:
+    """order: the name in the configuration's file."""
+    x, weight, _, _, cu_seqlens, initial_states, (activation, return_final_states) = call
+    (B, D, T), W, where = x.shape, weight.shape[1], x.device
+    N = count_sequences(B, cu_seqlens)
     config = tuning.lookup(f"portable_causal_conv1d_{order}_fwd", where, D=D)
-    tiles = triton.cdiv(T, config["BLOCK_T"])
+    tiles, ends = triton.cdiv(T, config["BLOCK_T"]), N if return_final_states else 0
     constexprs, options = named(
-        _causal_conv1d_fwd_kernel, W=W, SILU=silu, PTX=device.takes_ptx(where),
+        _causal_conv1d_fwd_kernel, W=W, SILU=activation is not None, PTX=device.takes_ptx(where),
         QUADS=order == "quads", **config,
     )  # fmt: skip
+    strides = (by_token(x), by_token(y), steps_of_states(initial_states))
     return Launch(
-        _causal_conv1d_fwd_kernel,
-        (B * tiles + ends) * triton.cdiv(D, config["BLOCK_D"]),
-        where,
-        numbers=(*strides, T, D, N, tiles, N.bit_length()),
-        constexprs=constexprs,
-        options=options,
-    )
+        _causal_conv1d_fwd_kernel, (B * tiles + ends) * triton.cdiv(D, config["BLOCK_D"]), where,
+        numbers=(*strides, T, D, N, tiles, N.bit_length()), constexprs=constexprs,
+        options=options, guarded=True,
+    )  # fmt: skip
 
 
-def causal_conv1d_fwd(
-    x: torch.Tensor,  # [B, D, T], any strides
-    weight: torch.Tensor,  # [D, W]
-    bias: Optional[torch.Tensor],  # [D]
-    activation: Optional[str],
-    seq_idx: Optional[torch.Tensor],  # [B, T]
-    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-    initial_states: Optional[torch.Tensor],  # [N, D, W - 1]
-    return_final_states: bool,
-) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """One launch: y [B, D, T] in the memory order of x, and the last W - 1 inputs or None."""
-    (B, D, T), W = x.shape, weight.shape[1]
-    N = count_sequences(B, cu_seqlens)
-    y = torch.empty_like(x)  # [B, D, T]
-    final = x.new_empty(N, D, W - 1) if return_final_states else None  # [N, D, W - 1]
-    order = "td" if x.stride(2) > x.stride(1) else "dt"  # slow dimension first
-    quads = order == "dt" and takes_quads(x, y, seq_idx, cu_seqlens, initial_states)
-    order = "quads" if quads else order
-    strides = [(a.stride(0), a.stride(2), a.stride(1)) for a in (x, y)]
-    held = (0, 0, 0) if initial_states is None else initial_states.stride()
-    ends = N if return_final_states else 0
-    kernel = _plan(x.device, order, W, activation is not None, B, D, T, N, ends, *strides, held)
+def prepare_causal_conv1d_fwd(call: Convolution) -> Optional[Callable]:
+    """(x, weight, bias, seq_idx, cu_seqlens, initial_states) -> y [B, D, T] in the memory order of
+    x, and the last W - 1 inputs or None: one launch."""
+    x, weight, bias, seq_idx, cu_seqlens, initial_states, (_, return_final_states) = call
+    if not served(x, weight, bias, initial_states):
+        return None
+    if not are_dense(*call[1:5]):
+        return on_copies(prepare_causal_conv1d_fwd, call, copied)
+    y = torch.empty_like(x, device="meta")
+    order = slow_first(x)
+    kernel = by_quads = _launch(call, order, y)
+    if order == "dt" and takes_quads(x, y, seq_idx, cu_seqlens, initial_states):
+        by_quads = _launch(call, "quads", y)
+    final_shape = (count_sequences(x.shape[0], cu_seqlens), x.shape[1], weight.shape[1] - 1)
+
+    def run(x, *tensors):
+        y = torch.empty_like(x)  # [B, D, T]
+        final = x.new_empty(final_shape) if return_final_states else None  # [N, D, W - 1]
+        launch = kernel if x.data_ptr() & 7 else by_quads
+        launch(x, *tensors, y, final)
+        return y, final
+
+    return run
+
+
+def slow_first(x: torch.Tensor) -> str:
+    """The order of tokens and channels of x [B, D, T] in memory, the slow dimension first."""
+    return "td" if x.stride(2) > x.stride(1) else "dt"
+
+
+def by_token(x: torch.Tensor) -> tuple:
+    """Strides of B, T, D of x [B, D, T]."""
+    return x.stride(0), x.stride(2), x.stride(1)
+
+
+def steps_of_states(initial_states: Optional[torch.Tensor]) -> tuple:
+    return (0, 0, 0) if initial_states is None else initial_states.stride()
+
+
+def are_dense(weight, bias, seq_idx, cu_seqlens, *more) -> bool:
+    """True if kernels read these tensors as they lie; None counts as no tensor."""
+    whole = all([t is None or t.is_contiguous() for t in (weight, seq_idx, *more)])
+    return whole and bias is dense(bias) and cu_seqlens is dense(cu_seqlens)
+
+
+def copied(x, weight, bias, seq_idx, cu_seqlens, initial_states, *gradients) -> tuple:
+    """The tensors of a call, those that kernels cannot read as contiguous copies."""
     seq_idx = None if seq_idx is None else seq_idx.contiguous()
-    kernel(x, weight.contiguous(), bias, seq_idx, cu_seqlens, initial_states, y, final)
-    return y, final
+    *dy, d_final = gradients or (None,)
+    d_final = [d_final if d_final is None else d_final.contiguous()] if dy else []
+    lengths = dense(cu_seqlens)
+    return x, weight.contiguous(), dense(bias), seq_idx, lengths, initial_states, *dy, *d_final

@@ -9,8 +9,7 @@ z is recomputed from x, W times an element: x stays in cache, and nothing is sav
 Sizes: B batch, D channels, T tokens, W taps, N sequences; P groups of tokens.
 """
 
-import functools
-from typing import Optional, Tuple
+from typing import Callable, Optional, Tuple
 
 import torch
 import triton
@@ -20,13 +19,11 @@ from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
+from ...runtime.operation import on_copies
 from ...runtime.primitives import sequence_bounds
-from .causal_conv1d import sequence_of
+from ..call import ConvolutionGradient, PrologueGradient
+from .causal_conv1d import are_dense, by_token, copied, sequence_of, slow_first, steps_of_states
 from .causal_conv1d_rows_backward import conv_rows_bwd_kernel
-
-
-def supports_causal_conv1d_bwd(x, weight, bias, *_) -> bool:
-    return served(x, weight, bias)
 
 
 @triton.jit
@@ -231,119 +228,88 @@ def _initial_bwd_kernel(
         tl.store(dinitial_ptr + at, d.to(dinitial_ptr.dtype.element_ty), mask=mask_d)
 
 
-def _steps(x) -> tuple:
-    """Strides of B, T, D of x [B, D, T]."""
-    return x.stride(0), x.stride(2), x.stride(1)
-
-
-def _initial_steps(initial_states: Optional[torch.Tensor]) -> tuple:
-    return (0, 0, 0) if initial_states is None else initial_states.stride()
-
-
-@functools.lru_cache(maxsize=1024, typed=True)
-def _plan(
-    where: torch.device, W: int, silu: bool, B: int, D: int, T: int, N: int, *strides: tuple
-) -> Tuple[Launch, int]:
-    """The launch of _by_rows, and its number of groups of tokens."""
-    config = tuning.lookup("portable_causal_conv1d_rows_bwd", where, D=D)
+def _by_rows(call: ConvolutionGradient, dx: torch.Tensor, N: int) -> Tuple[Callable, int]:
+    """A function that fills dx and the groups' parts of dweight and dbias, [B, P, W + 1, D] fp32,
+    and P."""
+    x, weight, initial_states, dy = call.x, call.weight, call.initial_states, call.dy
+    (B, D, T), W = x.shape, weight.shape[1]
+    config = tuning.lookup("portable_causal_conv1d_rows_bwd", x.device, D=D)
     groups = triton.cdiv(T, config["RUN"] * config["RUNS"])
+    silu = call.options.activation is not None
     constexprs, options = named(conv_rows_bwd_kernel, W=W, SILU=silu, **config)
+    strides = (*[by_token(t)[:2] for t in (x, dy, dx)], steps_of_states(initial_states))
     kernel = Launch(
-        conv_rows_bwd_kernel,
-        B * groups * triton.cdiv(D, config["BLOCK_D"]),
-        where,
-        numbers=(*strides, T, D, N, groups),
-        constexprs=constexprs,
-        options=options,
-    )
+        conv_rows_bwd_kernel, B * groups * triton.cdiv(D, config["BLOCK_D"]), x.device,
+        numbers=(*strides, T, D, N, groups), constexprs=constexprs, options=options, guarded=True,
+    )  # fmt: skip
+
+    def run(x, weight, bias, seq_idx, cu_seqlens, initial_states, dy, d_final, dx, sums):
+        kernel(x, weight, bias, cu_seqlens, initial_states, dy, dx, sums)
+
+    return run, groups
+
+
+def _by_tiles(call: ConvolutionGradient, dx: torch.Tensor, N: int) -> Tuple[Callable, int]:
+    """As _by_rows, for every memory order, seq_idx and final states."""
+    x, weight, initial_states, dy = call.x, call.weight, call.initial_states, call.dy
+    (B, D, T), W = x.shape, weight.shape[1]
+    config = tuning.lookup(f"portable_causal_conv1d_{slow_first(x)}_bwd", x.device, D=D)
+    groups = triton.cdiv(T, config["BLOCK_T"] * config["TILES"])
+    taps, silu = triton.next_power_of_2(W + 1), call.options.activation is not None
+    constexprs, options = named(_causal_conv1d_bwd_kernel, W=W, TAPS=taps, SILU=silu, **config)
+    strides = (*map(by_token, (x, dy, dx)), steps_of_states(initial_states))
+    kernel = Launch(
+        _causal_conv1d_bwd_kernel, B * groups * triton.cdiv(D, config["BLOCK_D"]), x.device,
+        numbers=(*strides, T, D, N, groups, N.bit_length()), constexprs=constexprs,
+        options=options, guarded=True,
+    )  # fmt: skip
     return kernel, groups
 
 
-def _by_rows(given, dx, N: int, silu: bool) -> torch.Tensor:
-    """Fills dx and returns the groups' parts of dweight and dbias, [B, P, W + 1, D] fp32."""
-    x, weight, bias, _, cu_seqlens, initial_states, dy, _ = given
-    (B, D, T), W = x.shape, weight.shape[1]
-    strides = (_steps(x)[:2], _steps(dy)[:2], _steps(dx)[:2], _initial_steps(initial_states))
-    kernel, groups = _plan(x.device, W, silu, B, D, T, N, *strides)
-    sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
-    if dx.numel() > 0:
-        kernel(x, weight, bias, cu_seqlens, initial_states, dy, dx, sums)
-    return sums
-
-
-def _by_tiles(given, dx, N: int, silu: bool) -> torch.Tensor:
-    """Does the work of _by_rows for every memory order, seq_idx and final states."""
-    x, weight, *_, initial_states, dy, _ = given
-    (B, D, T), W = x.shape, weight.shape[1]
-    order = "td" if x.stride(2) > x.stride(1) else "dt"  # slow dimension first
-    config = tuning.lookup(f"portable_causal_conv1d_{order}_bwd", x.device, D=D)
-    groups = triton.cdiv(T, config["BLOCK_T"] * config["TILES"])
-    sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=x.device)
-    if dx.numel() > 0:
-        taps = triton.next_power_of_2(W + 1)
-        constexprs, options = named(_causal_conv1d_bwd_kernel, W=W, TAPS=taps, SILU=silu, **config)
-        strides = (_steps(x), _steps(dy), _steps(dx), _initial_steps(initial_states))
-        kernel = Launch(
-            _causal_conv1d_bwd_kernel,
-            B * groups * triton.cdiv(D, config["BLOCK_D"]),
-            x.device,
-            numbers=(*strides, T, D, N, groups, N.bit_length()),
-            constexprs=constexprs,
-            options=options,
-        )
-        kernel(*given, dx, sums)
-    return sums
-
-
-@functools.lru_cache(maxsize=1024, typed=True)
-def _initial_plan(
-    where: torch.device, W: int, silu: bool, N: int, D: int, T: int, *strides: tuple
-) -> Launch:
+def _of_states(call: ConvolutionGradient, N: int) -> Launch:
     """The launch for the gradient of the initial states."""
+    x, W, (_, D, T) = call.x, call.weight.shape[1], call.x.shape
+    strides = (by_token(x), by_token(call.dy), call.initial_states.stride())
+    silu = call.options.activation is not None
     return Launch(
-        _initial_bwd_kernel,
-        N * triton.cdiv(D, 128),
-        where,
-        numbers=(*strides, T, D),
-        constexprs=(W, silu, triton.next_power_of_2(W - 1), 128),
-    )
+        _initial_bwd_kernel, N * triton.cdiv(D, 128), x.device, numbers=(*strides, T, D),
+        constexprs=(W, silu, triton.next_power_of_2(W - 1), 128), guarded=True,
+    )  # fmt: skip
 
 
-def causal_conv1d_bwd(
-    x: torch.Tensor,  # [B, D, T], any strides
-    weight: torch.Tensor,  # [D, W]
-    bias: Optional[torch.Tensor],  # [D]
-    activation: Optional[str],
-    seq_idx: Optional[torch.Tensor],  # [B, T]
-    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-    initial_states: Optional[torch.Tensor],  # [N, D, W - 1]
-    dy: torch.Tensor,  # [B, D, T], any strides
-    d_final: Optional[torch.Tensor],  # [N, D, W - 1]
-) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
-    """dx in the memory order of x, dweight, dbias or None, d_initial_states or None."""
-    (B, D, T), W = x.shape, weight.shape[1]
-    N = count_sequences(B, cu_seqlens)
-    dx = torch.empty_like(x)  # [B, D, T]
-    d_initial = None if initial_states is None else x.new_empty(N, D, W - 1)  # [N, D, W - 1]
-    weight_c = weight.contiguous()
-    seq_idx = None if seq_idx is None else seq_idx.contiguous()
-    d_final = None if d_final is None else d_final.contiguous()
-    given = (x, weight_c, bias, seq_idx, cu_seqlens, initial_states, dy, d_final)
-    silu = activation is not None
+def prepare_causal_conv1d_bwd(call: ConvolutionGradient) -> Optional[Callable]:
+    """The tensors of a call -> dx in the memory order of x, dweight, dbias or None, and
+    d_initial_states or None."""
+    x, weight, bias, seq_idx, cu_seqlens, initial_states, dy, d_final, _ = call
+    if not served(x, weight, bias):
+        return None
+    if not are_dense(weight, bias, seq_idx, cu_seqlens, d_final):
+        return on_copies(prepare_causal_conv1d_bwd, call, copied)
+    (B, D, _), W, where = x.shape, weight.shape[1], x.device
+    N, dx = count_sequences(B, cu_seqlens), torch.empty_like(x, device="meta")
     alone = seq_idx is None and d_final is None
-    with device.on(x.device):
-        if alone and x.stride(1) == dy.stride(1) == dx.stride(1) == 1:
-            sums = _by_rows(given, dx, N, silu)
-        else:
-            sums = _by_tiles(given, dx, N, silu)
-        if d_initial is not None and d_initial.numel() > 0:
-            strides = (_steps(x), _steps(dy), initial_states.stride())
-            _initial_plan(x.device, W, silu, N, D, T, *strides)(*given, d_initial)
-    sums = sums.sum((0, 1))  # [W + 1, D]
-    dbias = None if bias is None else sums[W].to(bias.dtype, copy=True)  # shares no memory
-    if d_initial is not None:
-        d_initial = d_initial.to(initial_states.dtype)
-    return dx, sums[:W].t().contiguous().to(weight.dtype), dbias, d_initial
+    by_rows = alone and x.stride(1) == dy.stride(1) == dx.stride(1) == 1
+    kernel, groups = (_by_rows if by_rows else _by_tiles)(call, dx, N)
+    of_states = None if initial_states is None else _of_states(call, N)
+    some, dtype = x.numel() > 0, weight.dtype
+
+    def run(*tensors):
+        x, _, bias, _, _, initial_states, _, _ = tensors
+        dx, dbias, d_initial = torch.empty_like(x), None, None  # [B, D, T]
+        sums = torch.empty(B, groups, W + 1, D, dtype=torch.float32, device=where)
+        with device.on(where):
+            if some:
+                kernel(*tensors, dx, sums)
+            if of_states is not None:
+                d_initial = x.new_empty(N, D, W - 1)
+                of_states(*tensors, d_initial)
+                d_initial = d_initial.to(initial_states.dtype)
+        sums = sums.sum((0, 1))  # [W + 1, D]
+        if bias is not None:
+            dbias = sums[W].to(bias.dtype, copy=True)  # shares no memory
+        return dx, sums[:W].t().contiguous().to(dtype), dbias, d_initial
+
+    return run
 
 
 def _joined(q, k, v) -> torch.Tensor:
@@ -359,14 +325,22 @@ def _joined(q, k, v) -> torch.Tensor:
     return first.as_strided((*first.shape[:2], D), first.stride())
 
 
-def supports_gdn_layer_prologue_bwd(q, k, v, weight, bias, *_) -> bool:
-    return served(q, weight, bias)
+def prepare_gdn_layer_prologue_bwd(call: PrologueGradient) -> Optional[Callable]:
+    """The tensors of a call -> gradients of [q k v] [B, T, D], weight, bias, initial_states or
+    None."""
+    q, k, v, weight, bias, *_, options = call
+    if not served(q, k, v, weight, bias):
+        return None
+    runs: dict = {}  # by strides: of the projection, or of a copy
 
+    def run(q, k, v, weight, bias, cu_seqlens, initial_states, dy):
+        x = _joined(q, k, v).transpose(1, 2)  # [B, D, T]
+        tensors = (x, weight, bias, None, cu_seqlens, initial_states, dy.transpose(1, 2), None)
+        convolution = runs.get(x.stride())
+        if convolution is None:
+            call = ConvolutionGradient(*tensors, options)
+            convolution = runs[x.stride()] = prepare_causal_conv1d_bwd(call)
+        dx, *rest = convolution(*tensors)
+        return (dx.transpose(1, 2), *rest)
 
-def gdn_layer_prologue_bwd(q, k, v, weight, bias, activation, cu_seqlens, initial_states, dy):
-    """Gradients of [q k v] [B, T, D], weight, bias, initial_states or None, from dy [B, T, D]."""
-    x = _joined(q, k, v).transpose(1, 2)  # [B, D, T]
-    dx, *rest = causal_conv1d_bwd(
-        x, weight, bias, activation, None, cu_seqlens, initial_states, dy.transpose(1, 2), None
-    )
-    return (dx.transpose(1, 2), *rest)
+    return run

@@ -5,8 +5,7 @@
 Sizes: B batch, N sequences, D channels, T tokens, W taps, S columns of a state, P rows of a pool.
 """
 
-import functools
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 import triton
@@ -16,12 +15,10 @@ from ...gdn.chunks import count_sequences
 from ...runtime import tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
+from ...runtime.operation import on_copies
 from ...runtime.ops import dense
 from ...runtime.primitives import activate, sequence_bounds
-
-
-def supports_causal_conv1d_update(x, conv_state, weight, bias, activation, *_) -> bool:
-    return served(x, conv_state, weight, bias)
+from ..call import ConvolutionUpdate
 
 
 @triton.jit
@@ -173,7 +170,8 @@ def _packed_step(
 
 
 def _is_packed(x, conv_state, W: int) -> bool:
-    """True if _packed_step supports a token of x [B, D, 1]."""
+    """True if _packed_step supports a token of x [B, D, 1] where conv_state begins at a multiple of
+    8 bytes."""
     return (
         x.dtype == conv_state.dtype
         and x.element_size() == 2
@@ -181,7 +179,6 @@ def _is_packed(x, conv_state, W: int) -> bool:
         and W <= 4
         and conv_state.stride()[1:] == (4, 1)
         and conv_state.stride(0) % 4 == 0
-        and conv_state.data_ptr() % 8 == 0
     )
 
 
@@ -247,51 +244,46 @@ def _causal_conv1d_update_kernel(
         )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
-def _plan(
-    where: torch.device, N: int, S: int, W: int, first: int, silu: bool, one: bool, packed: bool,
-    *numbers,
-) -> Launch:  # fmt: skip
-    """numbers: scalars of the kernel."""
-    D = numbers[-1]
+def _launch(call: ConvolutionUpdate, y: torch.Tensor, one: bool, packed: bool) -> Launch:
+    x, conv_state, weight, *_, cu_seqlens, _, (activation, null_index) = call
+    (B, D, T), W, S, where = x.shape, weight.shape[1], conv_state.shape[2], x.device
     config = tuning.lookup("portable_causal_conv1d_update", where, D=D)
     constexprs, options = named(
-        _causal_conv1d_update_kernel, S=S, W=W, SILU=silu, ONE=one, PACKED=packed,
-        FIRST=first, BLOCK_S=triton.next_power_of_2(S), **config,
+        _causal_conv1d_update_kernel, S=S, W=W, SILU=activation is not None, ONE=one,
+        PACKED=packed, FIRST=null_index + 1, BLOCK_S=triton.next_power_of_2(S), **config,
     )  # fmt: skip
     return Launch(
         _causal_conv1d_update_kernel,
-        N * triton.cdiv(D, config["BLOCK_D"]),
-        where,
-        numbers=numbers,
-        constexprs=constexprs,
-        options=options,
-    )
+        count_sequences(B, cu_seqlens) * triton.cdiv(D, config["BLOCK_D"]), where,
+        numbers=(x.stride(), y.stride(), conv_state.stride(), T, D), constexprs=constexprs,
+        options=options, guarded=True,
+    )  # fmt: skip
 
 
-def causal_conv1d_update(
-    x: torch.Tensor,  # [B, D, T], any strides
-    conv_state: torch.Tensor,  # [N or P, D, S], any strides, updated in place
-    weight: torch.Tensor,  # [D, W]
-    bias: Optional[torch.Tensor],  # [D]
-    activation: Optional[str],
-    indices: Optional[torch.Tensor] = None,  # [N] rows of conv_state
-    accepted: Optional[torch.Tensor] = None,  # [N] tokens of the call before that count, from 1
-    cu_seqlens: Optional[torch.Tensor] = None,  # [N + 1]
-    null_index: int = -1,  # rows of conv_state up to this one are null slots
-    out: Optional[torch.Tensor] = None,  # [B, D, T], any strides
-) -> torch.Tensor:  # [B, D, T]
-    """One launch; y is `out`, or a new tensor in the memory order of x."""
-    (B, D, T), W, S = x.shape, weight.shape[1], conv_state.shape[2]
-    y = torch.empty_like(x) if out is None else out  # [B, D, T]
-    if y.numel() == 0:
-        return y
-    one = T == 1 and cu_seqlens is None
-    packed = one and accepted is None and _is_packed(x, conv_state, W)
-    N = count_sequences(B, cu_seqlens)
-    strides = (x.stride(), y.stride(), conv_state.stride())
-    flags = (null_index + 1, activation is not None, one, packed)
-    kernel = _plan(x.device, N, S, W, *flags, *strides, T, D)
-    lists = (dense(indices), dense(accepted), dense(cu_seqlens))
-    kernel(x, conv_state, weight.contiguous(), bias, y, *lists)
-    return y
+def prepare_causal_conv1d_update(call: ConvolutionUpdate) -> Optional[Callable]:
+    """The tensors of a call -> y [B, D, T] in the memory order of x, or an empty tensor where y is
+    written to `out`: one launch."""
+    x, conv_state, weight, bias, *lists, out, _ = call
+    if not served(x, conv_state, weight, bias):
+        return None
+    if not weight.is_contiguous() or any([t is not dense(t) for t in (bias, *lists)]):
+        return on_copies(prepare_causal_conv1d_update, call, _copied)
+    like = torch.empty_like(x, device="meta") if out is None else out
+    one, some = x.shape[2] == 1 and call.cu_seqlens is None, x.numel() > 0
+    kernel = by_integers = _launch(call, like, one, False)
+    if one and call.accepted is None and _is_packed(x, conv_state, weight.shape[1]):
+        by_integers = _launch(call, like, one, True)
+
+    def run(x, conv_state, weight, bias, indices, accepted, cu_seqlens, out):
+        y = torch.empty_like(x) if out is None else out
+        if some:
+            launch = kernel if conv_state.data_ptr() & 7 else by_integers
+            launch(x, conv_state, weight, bias, y, indices, accepted, cu_seqlens)
+        return y if out is None else x.new_empty(0)
+
+    return run
+
+
+def _copied(x, conv_state, weight, bias, indices, accepted, cu_seqlens, out) -> tuple:
+    lists = map(dense, (bias, indices, accepted, cu_seqlens))
+    return x, conv_state, weight.contiguous(), *lists, out

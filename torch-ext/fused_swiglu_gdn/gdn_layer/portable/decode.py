@@ -8,14 +8,13 @@ Sizes: B rows, H and HV heads, R = HV / H, K and V head dims, D = 2 H K + HV V c
 columns.
 """
 
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 import triton
 
 from ...gdn.portable.recurrent_step import is_dense, step_config
 from ...runtime import device
-from ...runtime.cache import CallCache
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch
 from ..call import LayerDecode
@@ -23,7 +22,7 @@ from .decode_kernels import layer_finish_kernel, layer_step_kernel
 from .prologue import channel_block
 
 
-def supports_gdn_layer_decode(call: LayerDecode) -> bool:
+def _supports(call: LayerDecode) -> bool:
     """True for one token a row, contiguous last dimensions, head dims up to 256 and contiguous
     state rows."""
     projected = (call.q, call.k, call.v, call.z, call.a, call.b)
@@ -104,20 +103,6 @@ class Step:
         return y
 
 
-_steps = CallCache()
-
-
-def plan_gdn_layer_decode(call: LayerDecode) -> Optional[Step]:
-    """Returns a function of the tensors for all calls that match this one, or None without rows."""
-    if call.q.shape[0] == 0:
-        return None
-    key = (call.tensors, call.options)
-    return _steps.find(*key) or _steps.keep(*key, Step(call))
-
-
-def gdn_layer_decode(call: LayerDecode) -> torch.Tensor:  # [B, 1, HV, V]
-    """Two launches: convolution and rule, then norm and gate. Both states are updated in place."""
-    step = plan_gdn_layer_decode(call)
-    if step is None:
-        return call.q.new_empty(0, 1, call.state.shape[1], call.v.shape[-1])
-    return step(*call.tensors)
+def prepare_gdn_layer_decode(call: LayerDecode) -> Optional[Callable]:
+    """The tensors of a call -> y [B, 1, HV, V]: convolution and rule, then norm and gate."""
+    return Step(call) if _supports(call) else None

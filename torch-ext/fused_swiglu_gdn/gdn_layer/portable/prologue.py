@@ -4,8 +4,7 @@ Sizes: B T, H and HV heads, K and V head dims, D = 2 H K + HV V channels, W taps
 columns of a final state.
 """
 
-import functools
-from typing import Optional, Tuple
+from typing import Callable, Optional
 
 import torch
 import triton
@@ -15,24 +14,15 @@ from ...gdn.chunks import count_sequences
 from ...runtime import device, tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch
-from .causal_conv1d import final_tile
+from ...runtime.operation import on_copies
+from ..call import Prologue
+from .causal_conv1d import are_dense, copied, final_tile, steps_of_states
 from .causal_conv1d_rows import conv_rows
 
 
 def channel_block(K: int, V: int) -> int:
     """Widest tile of channels that never spans two heads: a power of two, at most 128."""
     return min(K & -K, V & -V, 128)
-
-
-def supports_gdn_layer_prologue(
-    q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width
-) -> bool:
-    return (
-        served(q, k, v, weight, bias, initial_states)
-        and q.dtype == k.dtype == v.dtype
-        and all(x.stride(-1) == 1 for x in (q, k, v))
-        and channel_block(q.shape[3], v.shape[3]) >= 16
-    )
 
 
 @triton.jit
@@ -104,47 +94,41 @@ def _gdn_layer_prologue_kernel(
         )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
-def _plan(
-    where: torch.device, HK: int, K: int, V: int, D: int, W: int, final_width: int, silu: bool,
-    B: int, T: int, N: int, *strides: tuple,
-) -> Launch:  # fmt: skip
+def prepare_gdn_layer_prologue(call: Prologue) -> Optional[Callable]:
+    """The tensors of a call -> act(conv([q, k, v])) [B, T, D], and the last inputs [N, D, S] or
+    None: one launch."""
+    q, k, v, weight, bias, cu_seqlens, initial_states, (activation, final_width) = call
+    (B, T, H, K), V, (D, W), where = q.shape, v.shape[3], weight.shape, q.device
+    block = channel_block(K, V)
+    if not served(q, k, v, weight, bias, initial_states) or not q.dtype == k.dtype == v.dtype:
+        return None
+    if block < 16 or any([x.stride(-1) != 1 for x in (q, k, v)]):
+        return None
+    if not are_dense(weight, bias, None, cu_seqlens):
+        return on_copies(prepare_gdn_layer_prologue, call, _copied)
     config = tuning.lookup("portable_causal_conv1d_td_fwd", where, D=D)
-    block, S = min(channel_block(K, V), config["BLOCK_D"]), max(final_width, 1)
+    block, S, N = min(block, config["BLOCK_D"]), max(final_width, 1), count_sequences(B, cu_seqlens)
     tiles = triton.cdiv(T, config["BLOCK_T"])
-    return Launch(
-        _gdn_layer_prologue_kernel,
-        (B * tiles + (N if final_width else 0)) * (D // block),
-        where,
-        numbers=(*strides, T, N, tiles),
+    strides = (*q.stride()[:3], *k.stride()[:3], *v.stride()[:3])
+    kernel = Launch(
+        _gdn_layer_prologue_kernel, (B * tiles + (N if final_width else 0)) * (D // block), where,
+        numbers=(strides, steps_of_states(initial_states), T, N, tiles),
         constexprs=(
-            HK, K, V, D, W, S, silu, device.takes_ptx(where), triton.next_power_of_2(S),
-            config["BLOCK_T"], config["RUN"], block,
+            H * K, K, V, D, W, S, activation is not None, device.takes_ptx(where),
+            triton.next_power_of_2(S), config["BLOCK_T"], config["RUN"], block,
         ),
-        options=(("num_warps", 1),),
+        options=(("num_warps", 1),), guarded=True,
     )  # fmt: skip
 
+    def run(q, *tensors):
+        y = torch.empty((B, T, D), dtype=q.dtype, device=where)
+        final = q.new_empty(N, D, final_width) if final_width else None
+        kernel(q, *tensors, y, final)
+        return y, final
 
-def gdn_layer_prologue(
-    q: torch.Tensor,  # [B, T, H, K], last dimension dense, as those below
-    k: torch.Tensor,  # [B, T, H, K]
-    v: torch.Tensor,  # [B, T, HV, V]
-    weight: torch.Tensor,  # [D, W], channels in the order q, k, v
-    bias: Optional[torch.Tensor],  # [D]
-    activation: Optional[str],
-    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
-    initial_states: Optional[torch.Tensor],  # [N, D, W - 1]
-    final_width: int,
-) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """One launch: act(conv([q, k, v])) [B, T, D], and the last inputs [N, D, S] or None."""
-    (B, T, H, K), V, (D, W) = q.shape, v.shape[3], weight.shape
-    N = count_sequences(B, cu_seqlens)
-    y = torch.empty((B, T, D), dtype=q.dtype, device=q.device)  # [B, T, D]
-    final = q.new_empty(N, D, final_width) if final_width else None  # [N, D, S]
-    held = (0, 0, 0) if initial_states is None else initial_states.stride()
-    strides = ((*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]), held)
-    kernel = _plan(
-        q.device, H * K, K, V, D, W, final_width, activation is not None, B, T, N, *strides
-    )
-    kernel(q, k, v, weight, bias, cu_seqlens, initial_states, y, final)
-    return y, final
+    return run
+
+
+def _copied(q, k, v, weight, bias, cu_seqlens, initial_states) -> tuple:
+    _, weight, bias, _, *rest = copied(q, weight, bias, None, cu_seqlens, initial_states)
+    return q, k, v, weight, bias, *rest

@@ -3,22 +3,19 @@
 Sizes: M rows (G groups of R rows at one stride each), D channels.
 """
 
-import functools
+from typing import Callable, Optional
 
-import torch
 import triton
 import triton.language as tl
 
-from ...norm.portable.rows import readable, two_strides
+from ...norm.portable.rows import lie_in_rows, readable, two_strides
 from ...runtime import tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
+from ...runtime.operation import contiguous_like, on_copies
+from ..call import GatedNorm
 
 MAX_CHANNELS = 16384
-
-
-def supports_rms_norm_gated_fwd(x, gate, weight, eps, activation) -> bool:
-    return served(x, gate, weight) and 0 < x.shape[-1] <= MAX_CHANNELS
 
 
 @triton.jit
@@ -61,39 +58,39 @@ def _rms_norm_gated_fwd_kernel(
     tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
-def _plan(where: torch.device, D: int, silu: bool, *numbers) -> Launch:
-    """numbers: scalars of the kernel."""
-    config = tuning.lookup("portable_rms_norm_gated_fwd", where, D=D)
+def prepare_rms_norm_gated_fwd(call: GatedNorm) -> Optional[Callable]:
+    """(x, gate, weight) -> y: one launch; views whose rows have two strides (heads of tokens) are
+    not copied."""
+    x, gate, weight, (eps, activation) = call
+    D, where = x.shape[-1], x.device
+    if not served(x, gate, weight) or not 0 < D <= MAX_CHANNELS:
+        return None
+    if not lie_in_rows(x, gate) or not weight.is_contiguous():
+        return on_copies(prepare_rms_norm_gated_fwd, call, copied)
+    M, config = x.numel() // D, tuning.lookup("portable_rms_norm_gated_fwd", where, D=D)
     constexprs, options = named(
-        _rms_norm_gated_fwd_kernel, D=D, SILU=silu, BLOCK_D=triton.next_power_of_2(D), **config
-    )
-    return Launch(
-        _rms_norm_gated_fwd_kernel,
-        triton.cdiv(numbers[2], config["BLOCK_M"]),
-        where,
-        numbers=numbers,
-        constexprs=constexprs,
-        options=options,
-    )
+        _rms_norm_gated_fwd_kernel, D=D, SILU=activation == "silu",
+        BLOCK_D=triton.next_power_of_2(D), **config,
+    )  # fmt: skip
+    kernel = Launch(
+        _rms_norm_gated_fwd_kernel, triton.cdiv(M, config["BLOCK_M"]), where,
+        numbers=(two_strides(x), two_strides(gate), M, rows_of_a_group(x), eps),
+        constexprs=constexprs, options=options, guarded=True,
+    )  # fmt: skip
+    make_y = contiguous_like(x)
 
-
-def rms_norm_gated_fwd(
-    x: torch.Tensor,  # [..., D]
-    gate: torch.Tensor,  # [..., D]
-    weight: torch.Tensor,  # [D]
-    eps: float,
-    activation: str,
-) -> torch.Tensor:  # [..., D]
-    """One launch; views whose rows have two strides (heads of tokens) are not copied."""
-    D = x.shape[-1]
-    M = x.numel() // D
-    R = x.shape[-2] if x.ndim > 1 else 1
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # [..., D]
-    if M == 0:
+    def run(x, gate, weight):
+        y = make_y(x)
+        kernel(x, gate, weight, y)
         return y
-    x, gate = readable(x), readable(gate)
-    strides = (two_strides(x), two_strides(gate))
-    kernel = _plan(x.device, D, activation == "silu", *strides, M, R, eps)
-    kernel(x, gate, weight.contiguous(), y)
-    return y
+
+    return run
+
+
+def rows_of_a_group(x) -> int:
+    return x.shape[-2] if x.ndim > 1 else 1
+
+
+def copied(x, gate, weight, *dy) -> tuple:
+    """The tensors of a call, those that kernels cannot read as contiguous copies."""
+    return readable(x), readable(gate), weight.contiguous(), *map(readable, dy)

@@ -8,22 +8,19 @@ With n = x rstd, rstd = 1 / sqrt(mean(x^2) + eps) and y = weight n act(gate):
 Sizes: M rows, D channels; P programs.
 """
 
-import functools
-from typing import Tuple
+from typing import Callable, Optional
 
 import torch
 import triton
 import triton.language as tl
 
-from ...norm.portable.rows import readable, two_strides
+from ...norm.portable.rows import lie_in_rows, two_strides
 from ...runtime import tuning
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch, named
-from .rms_norm_gated import MAX_CHANNELS, gate_activation
-
-
-def supports_rms_norm_gated_bwd(x, gate, weight, *_) -> bool:
-    return served(x, gate, weight) and 0 < x.shape[-1] <= MAX_CHANNELS
+from ...runtime.operation import contiguous_like, on_copies
+from ..call import GatedNormGradient
+from .rms_norm_gated import MAX_CHANNELS, copied, gate_activation, rows_of_a_group
 
 
 @triton.jit
@@ -83,45 +80,31 @@ def _rms_norm_gated_bwd_kernel(
     tl.store(dweight_ptr + at, tl.sum(dweight, 0), mask=tl.arange(0, BLOCK_D) < D)
 
 
-@functools.lru_cache(maxsize=1024, typed=True)
-def _plan(
-    where: torch.device, activation: str, D: int, M: int, R: int, eps: float, *strides: tuple
-) -> Tuple[Launch, int]:
-    """The launch, and its number of programs."""
-    config = tuning.lookup("portable_rms_norm_gated_bwd", where, D=D)
+def prepare_rms_norm_gated_bwd(call: GatedNormGradient) -> Optional[Callable]:
+    """(x, gate, weight, dy) -> (dx, dgate, dweight): one launch, and the sum over its programs."""
+    x, gate, weight, dy, (eps, activation) = call
+    D, where = x.shape[-1], x.device
+    if not served(x, gate, weight) or not 0 < D <= MAX_CHANNELS:
+        return None
+    if not lie_in_rows(x, gate, dy) or not weight.is_contiguous():
+        return on_copies(prepare_rms_norm_gated_bwd, call, copied)
+    M, config = x.numel() // D, tuning.lookup("portable_rms_norm_gated_bwd", where, D=D)
     programs = triton.cdiv(M, config["BLOCK_M"] * config["TILES"])
     constexprs, options = named(
         _rms_norm_gated_bwd_kernel, D=D, SILU=activation == "silu",
         BLOCK_D=triton.next_power_of_2(D), **config,
     )  # fmt: skip
     kernel = Launch(
-        _rms_norm_gated_bwd_kernel,
-        programs,
-        where,
-        numbers=(*strides, M, R, eps),
-        constexprs=constexprs,
-        options=options,
-    )
-    return kernel, programs
+        _rms_norm_gated_bwd_kernel, programs, where,
+        numbers=(*map(two_strides, (x, gate, dy)), M, rows_of_a_group(x), eps),
+        constexprs=constexprs, options=options, guarded=True,
+    )  # fmt: skip
+    make_dx, make_dgate, dtype = contiguous_like(x), contiguous_like(gate), weight.dtype
 
+    def run(x, gate, weight, dy):
+        dx, dgate = make_dx(x), make_dgate(gate)  # [..., D]
+        dweight = torch.empty(programs, D, dtype=torch.float32, device=where)  # [P, D]
+        kernel(x, gate, weight, dy, dx, dgate, dweight)
+        return dx, dgate, dweight.sum(0).to(dtype)
 
-def rms_norm_gated_bwd(
-    x: torch.Tensor,  # [..., D]
-    gate: torch.Tensor,  # [..., D]
-    weight: torch.Tensor,  # [D]
-    dy: torch.Tensor,  # [..., D]
-    eps: float,
-    activation: str,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """dx, dgate [..., D] and dweight [D]: one launch, and the sum over its programs."""
-    D = x.shape[-1]
-    M = x.numel() // D
-    R = x.shape[-2] if x.ndim > 1 else 1
-    x, gate, dy = map(readable, (x, gate, dy))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)  # [..., D]
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=x.device)  # [..., D]
-    kernel, programs = _plan(x.device, activation, D, M, R, eps, *map(two_strides, (x, gate, dy)))
-    dweight = torch.empty(programs, D, dtype=torch.float32, device=x.device)  # [P, D]
-    if M > 0:
-        kernel(x, gate, weight.contiguous(), dy, dx, dgate, dweight)
-    return dx, dgate, dweight.sum(0).to(weight.dtype)
+    return run

@@ -37,12 +37,12 @@ def causal_conv1d_bwd(
     x: torch.Tensor,  # [B, D, T]
     weight: torch.Tensor,  # [D, W]
     bias: Optional[torch.Tensor],  # [D]
-    activation: Optional[str],
     seq_idx: Optional[torch.Tensor],  # [B, T]
     cu_seqlens: Optional[torch.Tensor],  # [N + 1]
     initial_states: Optional[torch.Tensor],  # [N, D, W - 1]
     dy: torch.Tensor,  # [B, D, T]
     d_final: Optional[torch.Tensor],  # [N, D, W - 1]
+    activation: Optional[str],
 ) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """dx [B, D, T], dweight [D, W], dbias [D] or None, d_initial_states [N, D, W - 1] or None."""
     (B, D, T), W = x.shape, weight.shape[1]
@@ -79,10 +79,10 @@ def causal_conv1d_bwd(
     return dx.to(x.dtype), dweight.to(weight.dtype), dbias, d_initial
 
 
-def gdn_layer_prologue_bwd(q, k, v, weight, bias, activation, cu_seqlens, initial_states, dy):
+def gdn_layer_prologue_bwd(q, k, v, weight, bias, cu_seqlens, initial_states, dy, activation):
     """Gradients of [q k v] [B, T, D], weight, bias, initial_states or None, from dy [B, T, D]."""
     x = torch.cat([t.flatten(2) for t in (q, k, v)], -1).transpose(1, 2)
     dx, *rest = causal_conv1d_bwd(
-        x, weight, bias, activation, None, cu_seqlens, initial_states, dy.transpose(1, 2), None
+        x, weight, bias, None, cu_seqlens, initial_states, dy.transpose(1, 2), None, activation
     )
     return (dx.transpose(1, 2), *rest)

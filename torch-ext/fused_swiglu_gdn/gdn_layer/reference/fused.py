@@ -19,7 +19,7 @@ def _channels(q, k, v):
 
 
 def gdn_layer_prologue(
-    q, k, v, weight, bias, activation, cu_seqlens, initial_states, final_width
+    q, k, v, weight, bias, cu_seqlens, initial_states, activation, final_width
 ):  # fmt: skip
     """act(conv([q, k, v])) [B, T, D], and the last `final_width` inputs [N, D, S] or None."""
     x, W = _channels(q, k, v), weight.shape[1]
@@ -27,7 +27,7 @@ def gdn_layer_prologue(
     before = initial_states
     if before is None:
         before = x.new_zeros(N, x.shape[1], W - 1)
-    y, _ = causal_conv1d_fwd(x, weight, bias, activation, None, cu_seqlens, before, False)
+    y, _ = causal_conv1d_fwd(x, weight, bias, None, cu_seqlens, before, activation, False)
     y = y.transpose(1, 2).contiguous()
     if final_width == 0:
         return y, None
@@ -45,9 +45,8 @@ def gdn_layer_decode(call: LayerDecode):
     q, k, v, options = call.q, call.k, call.v.flatten(2, -2), call.options
     z, a, b, state = call.z.flatten(2, -2), call.a.flatten(2), call.b.flatten(2), call.state
     (B, _, H, K), (HV, V) = q.shape, v.shape[2:]
-    x = causal_conv1d_update(
-        _channels(q, k, v), call.conv_state, call.weight, call.bias, options.activation
-    )
+    conv = (call.conv_state, call.weight, call.bias, None, None, None, options.activation, -1)
+    x = causal_conv1d_update(_channels(q, k, v), *conv)
     qk, v = at_least_fp32(x).squeeze(-1).split([2 * H * K, HV * V], -1)
     qk = l2norm(qk.view(B, 2, H, K)).repeat_interleave(HV // H, 2)  # [B, 2, HV, K]
     q, k = (y.reshape(B * HV, 1, K) for y in qk.unbind(1))
@@ -59,4 +58,4 @@ def gdn_layer_decode(call: LayerDecode):
     if state.dtype != v.dtype or not state.is_contiguous():
         state.copy_(heads.view(state.shape))
     y = rms_norm_gated_fwd(o * K**-0.5, z, call.norm_weight, options.eps, options.gate_activation)
-    return y.to(z.dtype)
+    return y.to(z.dtype).contiguous()

@@ -53,10 +53,10 @@ def causal_conv1d_fwd(
     x: torch.Tensor,  # [B, D, T]
     weight: torch.Tensor,  # [D, W]
     bias: Optional[torch.Tensor],  # [D]
-    activation: Optional[str],
     seq_idx: Optional[torch.Tensor],  # [B, T]
     cu_seqlens: Optional[torch.Tensor],  # [N + 1]
     initial_states: Optional[torch.Tensor],  # [B or N, D, W - 1]
+    activation: Optional[str],
     return_final_states: bool,
 ):
     """y_t = act(bias + sum_w weight[w] x[t - W + 1 + w]) within each sequence; y [B, D, T].
@@ -132,12 +132,11 @@ def causal_conv1d_update(
     conv_state: torch.Tensor,  # [N or P, D, S], S >= W - 1, the last inputs; updated in place
     weight: torch.Tensor,  # [D, W]
     bias: Optional[torch.Tensor],  # [D]
+    indices: Optional[torch.Tensor],  # [N] rows of conv_state
+    accepted: Optional[torch.Tensor],  # [N] tokens of the call before that count, from 1
+    cu_seqlens: Optional[torch.Tensor],  # [N + 1]
     activation: Optional[str],
-    indices: Optional[torch.Tensor] = None,  # [N] rows of conv_state
-    accepted: Optional[torch.Tensor] = None,  # [N] tokens of the call before that count, from 1
-    cu_seqlens: Optional[torch.Tensor] = None,  # [N + 1]
-    null_index: int = -1,  # rows of conv_state up to this one are null slots
-    out: Optional[torch.Tensor] = None,  # [B, D, T], what y is written to
+    null_index: int,  # rows of conv_state up to this one are null slots
 ) -> torch.Tensor:
     """One or a few tokens of the convolution, with the state of the tokens before; y [B, D, T]."""
     rest = (weight, bias, activation)
@@ -160,7 +159,7 @@ def causal_conv1d_update(
                     y[..., a:b] = _by_slots(
                         tokens, conv_state, *rest, indices[own], counts, null_index
                     )
-    return y if out is None else out.copy_(y)
+    return y
 
 
 def _by_slots(x, conv_state, weight, bias, activation, indices, accepted, null_index):
@@ -173,7 +172,7 @@ def _by_slots(x, conv_state, weight, bias, activation, indices, accepted, null_i
         first = accepted.long().clamp(1, S - W + 2) - 1
     columns = first.unsqueeze(1) + torch.arange(W - 1, device=x.device)  # [N, W - 1]
     before = held.gather(2, columns.unsqueeze(1).expand(-1, held.shape[1], -1))
-    y, _ = causal_conv1d_fwd(x, weight, bias, activation, None, None, before, False)
+    y, _ = causal_conv1d_fwd(x, weight, bias, None, None, before, activation, False)
     if accepted is None:
         moved = torch.cat([held, x], -1)[..., T:]
     else:
@@ -192,7 +191,7 @@ def _next_tokens(x, conv_state, weight, bias, activation):
         y = (y if activation is None else F.silu(y)).to(x.dtype)
     else:
         before = conv_state[..., conv_state.shape[-1] - W + 1 :]
-        y, _ = causal_conv1d_fwd(x, weight, bias, activation, None, None, before, False)
+        y, _ = causal_conv1d_fwd(x, weight, bias, None, None, before, activation, False)
     conv_state.copy_(seen[..., T:])
     return y
 
