@@ -7,7 +7,7 @@ import io
 import fp8_problems
 import pytest
 import torch
-from conftest import TOLERANCE, assert_close, relative_error, submodule
+from conftest import TOLERANCE, assert_close, prepared, relative_error, submodule
 from interpreter import compiled, interpreted, rerun
 
 E4M3 = torch.float8_e4m3fn
@@ -85,17 +85,27 @@ def test_the_gate_rounds_where_torch_does():
 # --- the kernels
 
 
+def quantise(x):
+    return prepared("fp8.portable.quantise", "quantise_fwd", call.Quantise, x)
+
+
+def silu_mul_quantise(*tensors):
+    args = ("fp8.portable.quantise", "silu_mul_quantise_fwd", call.SiluMulQuantise)
+    return prepared(*args, *tensors)
+
+
+def norm_quantise(*fields):
+    return prepared("fp8.portable.norm", "norm_quantise_fwd", call.NormQuantise, *fields)
+
+
 def check_kernels(device, bits):
-    portable = submodule("fp8.portable.quantise")
     for M, K in ((1, 256), (3, 512), (15, 640), (16, 5120), (17, 4352), (65, 384)):
         wide = values(M, K + 128, device, M)
         for x in (wide[:, :K], wide[:, :K].contiguous()):
-            assert portable.supports_quantise_fwd(x)
-            same_bits(portable.quantise_fwd(x), reference.quantise_fwd(x), bits)
+            same_bits(quantise(x), reference.quantise_fwd(x), bits)
     gate_up = values(32, 2 * 1280, device)
     gate, up = gate_up.chunk(2, 1)
-    assert portable.supports_silu_mul_quantise_fwd(gate, up)
-    found = portable.silu_mul_quantise_fwd(gate, up)
+    found = silu_mul_quantise(gate, up)
     expected = reference.silu_mul_quantise_fwd(gate, up)
     assert found.scales.stride() == (1, 32)
     # exp2 is another than exp, and the interpreter cuts bf16 off: neighbours, twice
@@ -104,19 +114,17 @@ def check_kernels(device, bits):
     assert near.all()
     z = [(q.codes.float() * q.scales.repeat_interleave(128, 1))[3:] for q in (found, expected)]
     assert relative_error(z[0].nan_to_num(), z[1].nan_to_num()) < (0.02 if bits else 0.1)
-    assert not portable.supports_quantise_fwd(values(4, 192, device))
-    assert not portable.supports_quantise_fwd(values(4, 256, device).half())
+    assert quantise(values(4, 192, device)) is None
+    assert quantise(values(4, 256, device).half()) is None
     for M in (1, 17):  # rows of zeros behind them
-        assert portable.supports_silu_mul_quantise_fwd(gate[:M], up[:M])
-        part = portable.silu_mul_quantise_fwd(gate[3 : 3 + M], up[3 : 3 + M])
+        part = silu_mul_quantise(gate[3 : 3 + M], up[3 : 3 + M])
         assert torch.equal(part.scales[:M], found.scales[3 : 3 + M])
         assert part.codes.shape == (call.padded(M), 1280) and not part.codes[M:].float().any()
-    assert not portable.supports_silu_mul_quantise_fwd(gate[:3], up[:2])
+    assert silu_mul_quantise(gate[:3], up[:2]) is None
 
 
 def check_norms(device, bits):
     """The norm's result, the sum, and codes and scales of the result as the quantiser has them."""
-    portable, quantiser = submodule("fp8.portable.norm"), submodule("fp8.portable.quantise")
     for M, D, mode, added in (
         (3, 512, "llama", True),
         (17, 640, "gemma", False),
@@ -125,19 +133,16 @@ def check_norms(device, bits):
         x = (values(M, D, device).nan_to_num(1.0, 1.0), torch.randn(D).bfloat16().to(device))
         residual = values(M, D, device, 5).nan_to_num(1.0, 1.0) if added else None
         args = (*x, residual, 1e-6, mode, float(mode == "gemma"))
-        assert portable.supports_norm_quantise_fwd(*args)
-        y, total, codes = portable.norm_quantise_fwd(*args)
+        y, total, codes = norm_quantise(*args)
         expected, sums, _ = reference.norm_quantise_fwd(*args)
         assert y.shape == expected.shape and relative_error(y, expected) < (4e-3 if bits else 2e-2)
         assert (total is None) == (residual is None)
         assert total is None or relative_error(total, sums) < (1e-6 if bits else 1e-2)
-        same_bits(codes, quantiser.quantise_fwd(y))
-    other = (x[0].half(), *args[1:])
-    assert not portable.supports_norm_quantise_fwd(*other)
+        same_bits(codes, quantise(y))
+    assert norm_quantise(x[0].half(), *args[1:]) is None
     columns = x[0].repeat(4, 1).t().contiguous().t()
-    assert not portable.supports_norm_quantise_fwd(columns, *args[1:])
-    wide = (x[0], x[1].float(), *args[2:])
-    assert not portable.supports_norm_quantise_fwd(*wide)  # y would be fp32
+    assert norm_quantise(columns, *args[1:]) is None
+    assert norm_quantise(x[0], x[1].float(), *args[2:]) is None  # y would be fp32
 
 
 @interpreted

@@ -5,7 +5,7 @@ import copy
 import fp8_problems
 import pytest
 import torch
-from conftest import submodule
+from conftest import prepared, submodule
 from interpreter import compiled, interpreted, rerun
 
 reference, dispatch = submodule("experts.reference"), submodule("runtime.dispatch")
@@ -29,10 +29,8 @@ def parts(problem, height, monkeypatch):
     hopper, routing = submodule("experts.hopper.fp8"), submodule("experts.portable.routing")
     x, w_gate_up, s_gate_up, w_down, s_down, ids, _ = problem
     (E, H, I), (T, K) = w_down.shape, ids.shape
-    hopper._products.cache_clear()
     monkeypatch.setattr(hopper.tuning, "lookup", lambda *_, **__: TILES[height])
     plain, up, down = hopper._products(x.device, T, K, E, H, I)
-    hopper._products.cache_clear()
     few = T <= hopper.FEW
     routed = plain if few else routing.route(ids, E, height)
     here = (ids >= 0) & (ids < E)
@@ -82,11 +80,16 @@ def test_products_interpreted(monkeypatch):
     check_products("cpu", monkeypatch, 0.09)
 
 
+def by_kernels(*tensors):
+    kind = submodule("experts.call").Fp8Experts
+    return prepared("experts.hopper.fp8", "fp8_experts_fwd", kind, *tensors)
+
+
 @interpreted
 def test_a_call_interpreted():
     for T in (2, 20):
         problem = fp8_problems.experts_problem(T, 4, 2, 256, 128)
-        found = submodule("experts.hopper.fp8").fp8_experts_fwd(*problem)
+        found = by_kernels(*problem)
         assert error(found, reference.fp8_experts_fwd(*problem)) < 0.15
     assert not found[0].isnan().any()
 
@@ -131,9 +134,10 @@ def test_launches():
 
 
 def test_what_kernels_refuse():
-    hopper = submodule("experts.hopper.fp8")
+    prepare = submodule("experts.hopper.fp8").prepare_fp8_experts_fwd
+    kind = submodule("experts.call").Fp8Experts
     problem = fp8_problems.experts_problem(4, 3, 2, 256, 128)
-    assert hopper.supports_fp8_experts_fwd(*problem)
+    assert prepare(kind.of(problem)) is not None
     x, w_gate_up, s_gate_up, w_down, s_down, ids, weights = problem
     others = {
         0: (x.half(), x[:, :128], x[:2], x.t().contiguous().t(), x[0]),
@@ -147,7 +151,7 @@ def test_what_kernels_refuse():
     for place, values in others.items():
         for value in values:
             args = (*problem[:place], value, *problem[place + 1 :])
-            assert not hopper.supports_fp8_experts_fwd(*args), (place, value.shape)
+            assert prepare(kind.of(args)) is None, (place, value.shape)
 
 
 # --- on a GPU

@@ -3,10 +3,11 @@
 import fp8_problems
 import pytest
 import torch
-from conftest import submodule
+from conftest import prepared, submodule
 from interpreter import compiled, interpreted, rerun
 
 reference, product = submodule("fp8.reference"), submodule("fp8.product")
+calls = submodule("fp8.call")
 ROWS = ((128,), (272, 128, 64), (1040, 16), (64,) * 6)
 
 
@@ -31,10 +32,15 @@ def tokens(M, K, device="cpu", seed=0):
     return x.bfloat16().to(device)
 
 
+def products(codes, M, weights, scales):
+    """By the kernels, or None."""
+    absent = (None,) * (6 - len(weights))
+    tensors = (*codes, *weights, *absent, *scales, *absent)
+    return prepared("fp8.hopper.few", "few_fwd", calls.Few, *tensors, M)
+
+
 def few(x, weights, scales):
-    return submodule("fp8.hopper.few").few_fwd(
-        *reference.quantise_fwd(x), len(x), *weights, *scales
-    )
+    return products(reference.quantise_fwd(x), len(x), weights, scales)
 
 
 # --- the kernels
@@ -42,7 +48,6 @@ def few(x, weights, scales):
 
 def check_products(device):
     """Against fp64 of their operands, and each token's bits beside any others."""
-    hopper = submodule("fp8.hopper.few")
     for rows, K in zip(ROWS, (640, 512, 1152, 256)):
         weights, scales = weights_of(rows, K, device)
         x = tokens(64, K, device)
@@ -55,12 +60,12 @@ def check_products(device):
             assert torch.equal(part, whole[:M]), (rows, M)
     codes = reference.quantise_fwd(tokens(3, 512, device))
     weights, scales = weights_of((128,), 512, device)
-    assert hopper.supports_few_fwd(*codes, 3, *weights, *scales)
-    assert not hopper.supports_few_fwd(*codes, 65, *weights, *scales)
-    assert not hopper.supports_few_fwd(*codes, 3, weights[0][:, :256], scales[0])
-    assert not hopper.supports_few_fwd(*codes, 3, weights[0], scales[0].double())
-    assert not hopper.supports_few_fwd(*codes, 3, weights[0].view(torch.int8), scales[0])
-    assert not hopper.supports_few_fwd(*codes, 3, *weights * 7, *scales * 7)
+    assert products(codes, 3, weights, scales) is not None
+    assert products(codes, 65, weights, scales) is None
+    assert products(codes, 3, (weights[0][:, :256],), scales) is None
+    assert products(codes, 3, weights, (scales[0].double(),)) is None
+    assert products(codes, 3, (weights[0].view(torch.int8),), scales) is None
+    assert product.few(codes, 3, weights * 7, scales * 7) is None
 
 
 def mlp_of(K, N, device="cpu"):
@@ -71,25 +76,27 @@ def mlp_of(K, N, device="cpu"):
 
 def mlp(x, weights, scales):
     """By the kernels."""
-    codes = reference.quantise_fwd(x)
-    return submodule("fp8.hopper.few").few_mlp_fwd(*codes, len(x), *weights, *scales)
+    return mlp_products(reference.quantise_fwd(x), len(x), weights, scales)
+
+
+def mlp_products(codes, M, weights, scales):
+    fields = (*codes, *weights, *scales, M)
+    return prepared("fp8.hopper.few", "few_mlp_fwd", calls.FewMlp, *fields)
 
 
 def check_mlp(device, most):
-    hopper = submodule("fp8.hopper.few")
     for K, N in ((256, 384), (640, 128)):
         weights, scales = mlp_of(K, N, device)
         x = tokens(64, K, device)
         codes = reference.quantise_fwd(x)
-        assert hopper.supports_few_mlp_fwd(*codes, 64, *weights, *scales)
         whole = mlp(x, weights, scales)
-        expected = reference.few_mlp_fwd(*codes, 64, *weights, *scales)
+        expected = reference.few_mlp_fwd(*codes, *weights, *scales, 64)
         assert whole.shape == (64, K) and error(whole, expected) < most, (K, N)
         for M in (1, 16, 31, 50):
             assert torch.equal(mlp(x[:M], weights, scales), whole[:M]), M
-    assert not hopper.supports_few_mlp_fwd(*codes, 65, *weights, *scales)
+    assert mlp_products(codes, 65, weights, scales) is None
     narrow = (*(w[:64] for w in weights[:2]), weights[2][:, :64].contiguous())
-    assert not hopper.supports_few_mlp_fwd(*codes, 64, *narrow, *scales)
+    assert mlp_products(codes, 64, narrow, scales) is None
 
 
 @interpreted
@@ -116,9 +123,7 @@ def test_parts_of_k_interpreted(monkeypatch):
         }
         monkeypatch.setattr(hopper.tuning, "lookup", lambda *_, config=config, **__: config)
         monkeypatch.setattr(hopper, "parts_of_k", lambda *_, parts=parts: parts)
-        hopper._few.cache_clear()
         assert error(few(x, weights, scales), exact) < 4e-3, (steps, parts)
-    hopper._few.cache_clear()
 
 
 @interpreted
@@ -138,11 +143,11 @@ def test_the_references():
     codes = reference.quantise_fwd(x)
     ys = [reference.multiply_fwd(w, s, codes)[:17] for w, s in zip(weights[:2], scales[:2])]
     assert torch.equal(
-        reference.few_fwd(*codes, 17, *weights[:2], *scales[:2]), torch.cat(ys, 1)
+        reference.few_fwd(*codes, *weights[:2], *scales[:2], 17), torch.cat(ys, 1)
     )  # fmt: skip
     z = reference.quantise_fwd(torch.nn.functional.silu(ys[0]) * ys[1])
     y = reference.multiply_fwd(weights[2], scales[2], z)[:17]
-    assert torch.equal(reference.few_mlp_fwd(*codes, 17, *weights, *scales), y)
+    assert torch.equal(reference.few_mlp_fwd(*codes, *weights, *scales, 17), y)
 
 
 @compiled

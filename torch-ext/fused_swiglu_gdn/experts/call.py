@@ -89,6 +89,20 @@ class ExpertsBackward(NamedTuple):
         return tuple(found)
 
 
+@call
+class Fp8Experts(NamedTuple):
+    """Weights in e4m3 with a fp32 scale for each 128 x 128 values."""
+
+    x: Tensor  # [T, H] bf16
+    w_gate_up: Tensor  # [E, 2 I, H]: gate above up
+    s_gate_up: Tensor  # [E, 2 I / 128, H / 128]
+    w_down: Tensor  # [E, H, I]
+    s_down: Tensor  # [E, H / 128, I / 128]
+    ids: Tensor  # [T, K] int32 or int64; outside [0, E): the expert is held elsewhere
+    weights: Tensor  # [T, K]
+    options: NoOptions
+
+
 class TopkOptions(NamedTuple):
     """Options of top-k routing."""
 

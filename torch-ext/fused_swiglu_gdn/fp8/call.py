@@ -1,8 +1,10 @@
-"""The arguments of a product in FP8 that all its parts share."""
+"""The calls of FP8, and what they share. Sizes: M tokens, P of them with padding, K columns."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Optional
 
 from torch import Tensor
+
+from ..runtime.call import NoOptions, call
 
 BLOCK = 128  # columns, and rows of a weight, that share a scale
 MOST = 64  # tokens are few
@@ -20,3 +22,79 @@ class Quantised(NamedTuple):
 
 def padded(rows: int) -> int:
     return -(-rows // ROWS) * ROWS
+
+
+@call
+class Quantise(NamedTuple):
+    x: Tensor  # [M, K] bf16
+    options: NoOptions
+
+
+@call
+class SiluMulQuantise(NamedTuple):
+    gate: Tensor  # [M, K] bf16
+    up: Tensor  # [M, K] bf16
+    options: NoOptions
+
+
+class NormOptions(NamedTuple):
+    """As those of rms_norm."""
+
+    eps: float
+    casting_mode: str
+    offset: float
+
+
+@call
+class NormQuantise(NamedTuple):
+    x: Tensor  # [..., K] bf16
+    weight: Optional[Tensor]  # [K]
+    residual: Optional[Tensor]  # [..., K]
+    options: NormOptions
+
+
+@call
+class Product(NamedTuple):
+    """The weight of a product, by which its kernel is chosen before any tokens are quantised."""
+
+    weight: Tensor  # [N, K] e4m3
+    scale: Tensor  # [ceil(N / BLOCK), K / BLOCK] fp32
+    options: NoOptions
+
+
+class FewOptions(NamedTuple):
+    M: int
+
+
+@call
+class Few(NamedTuple):
+    """Products of up to MOST tokens by up to MAX_WEIGHTS weights (projection/call.py)."""
+
+    codes: Tensor  # [P, K] e4m3
+    scales: Tensor  # [P, K / BLOCK]
+    w0: Tensor  # [N_i, K] e4m3, as all of them
+    w1: Optional[Tensor]
+    w2: Optional[Tensor]
+    w3: Optional[Tensor]
+    w4: Optional[Tensor]
+    w5: Optional[Tensor]
+    s0: Tensor  # [ceil(N_i / BLOCK), K / BLOCK] fp32, as all of them
+    s1: Optional[Tensor]
+    s2: Optional[Tensor]
+    s3: Optional[Tensor]
+    s4: Optional[Tensor]
+    s5: Optional[Tensor]
+    options: FewOptions
+
+
+@call
+class FewMlp(NamedTuple):
+    codes: Tensor  # [P, K] e4m3
+    scales: Tensor  # [P, K / BLOCK]
+    w_gate: Tensor  # [N, K] e4m3
+    w_up: Tensor
+    w_down: Tensor  # [H, N]
+    s_gate: Tensor  # [N / BLOCK, K / BLOCK]
+    s_up: Tensor
+    s_down: Tensor  # [ceil(H / BLOCK), N / BLOCK]
+    options: FewOptions

@@ -1,37 +1,46 @@
-"""Dispatch of quantisation and products in FP8. Forward only, in eager mode only: no operator of
-torch."""
+"""Quantisation and products in FP8 as operations of layers."""
 
 from typing import Callable, Optional
 
 from ..runtime import dispatch
+from ..runtime.operation import Operation
+from ..runtime.ops import transformed
 from . import reference
-
-QUANTISE = ("fp8.quantise", "quantise_fwd")
-NORM = ("fp8.norm", "norm_quantise_fwd")
-GATE = ("fp8.quantise", "silu_mul_quantise_fwd")
-MULTIPLY = ("fp8.multiply", "multiply_fwd")
-FEW = ("fp8.few", "few_fwd")
-FEW_MLP = ("fp8.few", "few_mlp_fwd")
+from .call import Few, FewMlp, NormQuantise, Product, Quantise, SiluMulQuantise
 
 
-def chosen(family: str, operation: str, *tensors) -> Optional[Callable]:
-    """Returns the implementation of an operation on these tensors; None if the module should be
-    called.
+class EagerOperation(Operation):
+    """An operation for layers, which call it in eager mode and where no gradient is needed.
 
-    The product is chosen by its weight and scale, before anything is launched.
+    There is no operator of torch. A call gives None where the module should be called instead; if
+    the reference is forced, that computes it.
     """
-    launch = dispatch.choose(family, operation, False, tensors)
-    if launch is None and dispatch.forced == "reference":
-        return getattr(reference, operation)
-    return launch
+
+    def __init__(self, family: str, name: str, call: type, reference):
+        super().__init__(family, name, call, reference, schema=None)
+
+    def __call__(self, tensors: tuple, options: tuple = ()):
+        run = self.find(tensors, options, True)
+        if run is None:
+            run = self.serving(tensors, options)
+        return None if run is None else run(*tensors)
+
+    def serving(self, tensors: tuple, options: tuple = ()) -> Optional[Callable]:
+        """A function of the tensors, or None where the module should be called."""
+        run = super().serving(tensors, options)
+        if run is None and dispatch.forced == "reference":
+            function = getattr(self.module, self.name)
+            return lambda *given: function(*given, *options)
+        return run
+
+    def _by_kernels(self, call) -> Optional[Callable]:
+        return None if transformed() else self._prepared(call)
 
 
-def plan(family: str, operation: str, *args) -> Optional[Callable]:
-    """A plan of all calls like this one, from their tensors, or None."""
-    return dispatch.plan(family, operation, False, args)
-
-
-def planned(family: str, operation: str, *tensors) -> Optional[Callable]:
-    """Returns the launcher of all calls like this one, which takes their tensors, or None."""
-    found = plan(family, operation, *tensors)
-    return chosen(family, operation, *tensors) if found is None else found
+MULTIPLY = ("fp8.multiply", "multiply_fwd")
+QUANTISE = EagerOperation("fp8.quantise", "quantise_fwd", Quantise, reference)
+GATE = EagerOperation("fp8.quantise", "silu_mul_quantise_fwd", SiluMulQuantise, reference)
+NORM = EagerOperation("fp8.norm", "norm_quantise_fwd", NormQuantise, reference)
+PRODUCT = EagerOperation(*MULTIPLY, Product, reference)
+FEW = EagerOperation("fp8.few", "few_fwd", Few, reference)
+FEW_MLP = EagerOperation("fp8.few", "few_mlp_fwd", FewMlp, reference)

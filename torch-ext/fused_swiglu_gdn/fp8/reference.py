@@ -63,24 +63,24 @@ def multiply_fwd(
 def few_fwd(
     codes: torch.Tensor,  # [P, K]
     scales: torch.Tensor,  # [P, K / BLOCK]
-    M: int,
-    *tensors: torch.Tensor,  # weights, then their scales
+    *more,  # weights, then their scales, None for those that are not there, and M
 ) -> torch.Tensor:  # [M, N] bf16: the products with all weights
+    *tensors, M = more
     half, x = len(tensors) // 2, Quantised(codes, scales)
-    ys = [multiply_fwd(w, s, x)[:M] for w, s in zip(tensors[:half], tensors[half:])]
-    return torch.cat(ys, 1)
+    pairs = zip(tensors[:half], tensors[half:])
+    return torch.cat([multiply_fwd(w, s, x)[:M] for w, s in pairs if w is not None], 1)
 
 
 def few_mlp_fwd(
     codes: torch.Tensor,  # [P, K]
     scales: torch.Tensor,  # [P, K / BLOCK]
-    M: int,
     w_gate: torch.Tensor,  # [N, K] e4m3
     w_up: torch.Tensor,
     w_down: torch.Tensor,  # [H, N]
     s_gate: torch.Tensor,
     s_up: torch.Tensor,
     s_down: torch.Tensor,
+    M: int,
 ) -> torch.Tensor:  # [M, H] bf16
     x = Quantised(codes, scales)
     gate, up = multiply_fwd(w_gate, s_gate, x), multiply_fwd(w_up, s_up, x)

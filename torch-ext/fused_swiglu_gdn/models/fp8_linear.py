@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..fp8.call import BLOCK, ROWS
-from ..fp8.ops import MULTIPLY, chosen
+from ..fp8.product import product_of
 from ..layers.fp8 import SCHEME, Fp8Form, scheme_of
 from ..layers.own_code import is_in_its_file
 from ..layers.pinned import torchs_own
@@ -155,7 +155,7 @@ def _why_not_sizes(weight, scale) -> Optional[str]:
 def _why_no_product(weight, scale) -> Optional[str]:
     if weight.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
-    if chosen(*MULTIPLY, weight, scale) is not None:
+    if product_of(weight, scale) is not None:
         return None
     return (
         f"torch {torch.__version__} with CUDA {torch.version.cuda} has no product of FP8 blocks "

@@ -5,15 +5,16 @@ Up to FEW tokens nothing is sorted: an entry is a tile. A row has the same bits 
 T tokens, K slots, S = T K entries, E experts, H model width, I hidden width of an expert.
 """
 
-import functools
 from typing import Callable, NamedTuple, Optional
 
 import torch
 
-from ...fp8.call import BLOCK, padded
-from ...fp8.portable.quantise import plan_quantise_fwd, supports_quantise_fwd
+from ...fp8.call import BLOCK, Quantise, padded
+from ...fp8.portable.quantise import is_quantised_here, prepare_quantise_fwd
 from ...runtime import device, tuning
+from ...runtime.call import NoOptions
 from ...runtime.launch import Launch
+from ..call import Fp8Experts
 from ..portable.combine import combine
 from ..portable.experts import FEW
 from ..portable.launching import launch_of
@@ -35,11 +36,11 @@ def _lies_so(codes: torch.Tensor, scales: torch.Tensor, shape: tuple) -> bool:
         and codes.is_contiguous()
         and scales.is_contiguous()
         and scales.device == codes.device
-        and codes.data_ptr() % 16 == 0
     )
 
 
-def supports_fp8_experts_fwd(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> bool:
+def _supports(call: Fp8Experts) -> bool:
+    x, w_gate_up, s_gate_up, w_down, s_down, ids, weights, _ = call
     if w_down.ndim != 3 or x.ndim != 2 or ids.ndim != 2 or weights.shape != ids.shape:
         return False
     (E, H, I), K = w_down.shape, ids.shape[1]
@@ -54,7 +55,7 @@ def supports_fp8_experts_fwd(x, w_gate_up, s_gate_up, w_down, s_down, ids, weigh
         and x.shape[0] * K < 2**29
         and x.device == w_down.device == ids.device == weights.device
         and ids.dtype in (torch.int32, torch.int64)
-        and supports_quantise_fwd(x)
+        and is_quantised_here(x)
         and weights.dtype != torch.float64
     )
 
@@ -73,7 +74,6 @@ def _config(where: torch.device, T: int, K: int, E: int) -> dict:
     return tuning.lookup("hopper_experts_fp8", where, rows=max(1, T * K // E))
 
 
-@functools.lru_cache(maxsize=1024)
 def _products(where: torch.device, T: int, K: int, E: int, H: int, I: int) -> _Products:  # noqa: E741
     """Prepares the products of calls of these sizes, except of those that fp8_wide.py computes."""
     config, pdl = _config(where, T, K, E), device.overlaps_launches(where)
@@ -98,26 +98,27 @@ def _products(where: torch.device, T: int, K: int, E: int, H: int, I: int) -> _P
     )
 
 
-def plan_fp8_experts_fwd(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> Callable:
-    """fp8_experts_fwd for all calls like this one, from their tensors. It returns None where the
-    weights do not begin at a multiple of 16 bytes."""
-    (E, H, I), (T, K), where = w_down.shape, ids.shape, x.device
+def prepare_fp8_experts_fwd(call: Fp8Experts) -> Optional[Callable]:
+    """The tensors of a call -> [T, H]. The weights begin at multiples of 16 bytes, which the caller
+    sees to."""
+    if not _supports(call):
+        return None
+    x, ids = call.x, call.ids
+    (E, H, I), (T, K), where = call.w_down.shape, ids.shape, x.device
     wide = _config(where, T, K, E)["HEIGHT"] == BM.value
-    run, pdl = (_plan_wide if wide else _plan)(x, K, E, H, I), device.overlaps_launches(where)
+    run, pdl = (_wide if wide else _plain)(x, K, E, H, I), device.overlaps_launches(where)
 
-    def plan(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights) -> Optional[torch.Tensor]:
-        if (w_gate_up.data_ptr() | w_down.data_ptr()) & 15:
-            return None
+    def experts(x, w_gate_up, s_gate_up, w_down, s_down, ids, weights):
         ids, weights = ids.contiguous(), weights.contiguous()
         y, routed = run(x, w_gate_up, s_gate_up, w_down, s_down, ids)
         return combine(y, weights, routed, ids, pdl=pdl)
 
-    return plan
+    return experts
 
 
-def _plan(x, K: int, E: int, H: int, I: int) -> Callable:  # noqa: E741
+def _plain(x, K: int, E: int, H: int, I: int) -> Callable:  # noqa: E741
     """(y by places, routing) from all but the weights of the slots."""
-    quantise = plan_quantise_fwd(x)
+    quantise = prepare_quantise_fwd(Quantise(x, NoOptions()))
     routing, up, down = _products(x.device, x.shape[0], K, E, H, I)
     few, S = routing.T <= FEW, routing.T * routing.K
     places, pdl = S if few else routing.places, device.overlaps_launches(x.device)
@@ -135,7 +136,7 @@ def _plan(x, K: int, E: int, H: int, I: int) -> Callable:  # noqa: E741
     return run
 
 
-def _plan_wide(x, K: int, E: int, H: int, I: int) -> Callable:  # noqa: E741
+def _wide(x, K: int, E: int, H: int, I: int) -> Callable:  # noqa: E741
     """The same of many rows an expert."""
     where, e4m3 = x.device, torch.float8_e4m3fn
     routing, pdl = Routing(None, x.shape[0], K, E, BM.value), device.overlaps_launches(where)
@@ -157,16 +158,3 @@ def _plan_wide(x, K: int, E: int, H: int, I: int) -> Callable:  # noqa: E741
         return y, routed
 
     return run
-
-
-def fp8_experts_fwd(
-    x: torch.Tensor,  # [T, H] bf16
-    w_gate_up: torch.Tensor,  # [E, 2 I, H] e4m3: gate above up
-    s_gate_up: torch.Tensor,  # [E, 2 I / 128, H / 128]
-    w_down: torch.Tensor,  # [E, H, I] e4m3
-    s_down: torch.Tensor,  # [E, H / 128, I / 128]
-    ids: torch.Tensor,  # [T, K] int32 or int64
-    weights: torch.Tensor,  # [T, K]
-) -> Optional[torch.Tensor]:  # [T, H]
-    args = (x, w_gate_up, s_gate_up, w_down, s_down, ids, weights)
-    return plan_fp8_experts_fwd(*args)(*args)

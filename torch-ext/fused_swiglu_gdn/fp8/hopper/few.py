@@ -5,9 +5,8 @@ added up in order by a second launch. How K is cut goes by the weights, so a tok
 beside any others, up to MOST.
 """
 
-import functools
 import math
-from typing import Callable, Optional, Tuple
+from typing import Callable, Optional, Sequence, Tuple
 
 import torch
 
@@ -16,7 +15,7 @@ from ...projection.portable.project import add_parts_kernel
 from ...runtime import device, tuning
 from ...runtime.launch import Launch
 from ...runtime.maps import Map
-from ..call import BLOCK, MOST, Quantised, padded
+from ..call import BLOCK, MOST, Few, FewMlp, padded
 from .few_products import few_gate_kernel, few_kernel
 
 
@@ -29,32 +28,16 @@ def _lies_so(weight: torch.Tensor, scale: torch.Tensor, K: int) -> bool:
         and weight.is_contiguous()
         and scale.is_contiguous()
         and weight.device == scale.device
-        and weight.data_ptr() % 16 == 0
     )
 
 
-def supports_few_fwd(codes: torch.Tensor, scales: torch.Tensor, M: int, *tensors) -> bool:
-    """tensors: weights [N_i, K], then their scales."""
-    half, K = len(tensors) // 2, codes.shape[1]
-    if device.is_gpu(codes.device) and not device.has_wgmma(codes.device):
+def _supports(codes: torch.Tensor, M: int, weights: Sequence, scales: Sequence) -> bool:
+    K, where = codes.shape[1], codes.device
+    if device.is_gpu(where) and not device.has_wgmma(where):
         return False
-    pairs = list(zip(tensors[:half], tensors[half:]))
-    here = all([w.device == codes.device and w.shape[0] > 0 for w in tensors[:half]])
-    fits = 0 < M <= MOST and 1 <= half <= MAX_WEIGHTS and K > 0 and K % BLOCK == 0
-    return fits and here and all([_lies_so(w, s, K) for w, s in pairs])
-
-
-def supports_few_mlp_fwd(codes, scales, M, w_gate, w_up, w_down, s_gate, s_up, s_down) -> bool:
-    N = w_gate.shape[0]
-    return (
-        N > 0
-        and N % BLOCK == 0
-        and w_up.shape == w_gate.shape
-        and supports_few_fwd(codes, scales, M, w_gate, w_up, s_gate, s_up)
-        and w_down.device == codes.device
-        and w_down.shape[0] > 0
-        and _lies_so(w_down, s_down, N)
-    )
+    here = all([w.device == where and w.shape[0] > 0 for w in weights])
+    fits = 0 < M <= MOST and K > 0 and K % BLOCK == 0
+    return fits and here and all([_lies_so(w, s, K) for w, s in zip(weights, scales)])
 
 
 def _tokens(M: int) -> int:
@@ -92,14 +75,15 @@ class _Few:
             options=(
                 ("num_warps", config["num_warps"]), ("num_stages", config["num_stages"]), *early
             ),
+            guarded=True,
         )  # fmt: skip
         size = M * self.width
         self.add = Launch(
             add_parts_kernel, -(-size // 512), where, numbers=(size,),
-            constexprs=(self.parts, 512, pdl), options=early,
+            constexprs=(self.parts, 512, pdl), options=early, guarded=True,
         )  # fmt: skip
 
-    def __call__(self, x: Quantised, weights: tuple, scales: tuple) -> torch.Tensor:  # [M, N]
+    def __call__(self, x: Sequence, weights: Sequence, scales: Sequence) -> torch.Tensor:  # [M, N]
         more = self.missing
         tensors = (*x, *weights, *weights[:1] * more, *scales, *scales[:1] * more)
         y = torch.empty((self.M, self.width), dtype=torch.bfloat16, device=self.where)
@@ -112,46 +96,29 @@ class _Few:
         return y
 
 
-_few = functools.lru_cache(maxsize=1024)(_Few)
+def prepare_few_fwd(call: Few) -> Optional[Callable]:
+    """The tensors of a call -> x W_i^T side by side, [M, N] bf16, in a launch or two. The weights
+    begin at multiples of 16 bytes, which the caller sees to."""
+    codes, _, *tensors, (M,) = call
+    there = [w for w in tensors[:MAX_WEIGHTS] if w is not None]
+    if not _supports(codes, M, there, tensors[MAX_WEIGHTS:]):
+        return None
+    last, end = 2 + len(there), 2 + MAX_WEIGHTS + len(there)
+    product = _Few(codes.device, M, codes.shape[1], tuple([w.shape[0] for w in there]))
+
+    def run(*tensors):
+        return product(tensors[:2], tensors[2:last], tensors[2 + MAX_WEIGHTS : end])
+
+    return run
 
 
-def _plan(where: torch.device, M: int, tensors: tuple) -> Callable:
-    half = len(tensors) // 2
-    product = _few(where, M, tensors[0].shape[1], tuple([w.shape[0] for w in tensors[:half]]))
-
-    def plan(codes, scales, M, *tensors) -> Optional[torch.Tensor]:
-        bits = 0
-        for w in tensors[:half]:
-            bits |= w.data_ptr()
-        if bits & 15:
-            return None
-        return product(Quantised(codes, scales), tensors[:half], tensors[half:])
-
-    return plan
-
-
-def plan_few_fwd(codes: torch.Tensor, scales: torch.Tensor, M: int, *tensors) -> Callable:
-    """few_fwd for all calls like this one, from their tensors; it returns None where a weight does
-    not begin at a multiple of 16 bytes."""
-    return _plan(codes.device, M, tensors)
-
-
-def few_fwd(
-    codes: torch.Tensor,  # [P, K] e4m3
-    scales: torch.Tensor,  # [P, K / 128]
-    M: int,
-    *tensors: torch.Tensor,  # weights [N_i, K], then their scales [ceil(N_i / 128), K / 128]
-) -> torch.Tensor:  # [M, N] bf16: x W_i^T side by side
-    return _plan(codes.device, M, tensors)(codes, scales, M, *tensors)
-
-
-@functools.lru_cache(maxsize=1024)
 def _gate(where: torch.device, M: int, K: int, N: int) -> Launch:
     config = tuning.lookup("hopper_fp8_few_gate", where, M=M)
     pdl, rows = device.overlaps_launches(where), Map((N, K), (K, 1), (BLOCK, BLOCK))
     early = (("launch_pdl", True),) if pdl else ()
     return Launch(
-        few_gate_kernel, N // BLOCK, where, maps=(rows, Map((N, K), (K, 1), (BLOCK, BLOCK))),
+        few_gate_kernel, N // BLOCK, where, guarded=True,
+        maps=(rows, Map((N, K), (K, 1), (BLOCK, BLOCK))),
         numbers=(M, padded(M)),
         constexprs=(N, K, _tokens(M), pdl),
         options=(
@@ -160,32 +127,27 @@ def _gate(where: torch.device, M: int, K: int, N: int) -> Launch:
     )  # fmt: skip
 
 
-def plan_few_mlp_fwd(codes, scales, M, w_gate, w_up, w_down, s_gate, s_up, s_down) -> Callable:
-    """few_mlp_fwd for all calls like this one, from their tensors; None as above."""
-    (N, K), where, P = w_gate.shape, codes.device, padded(M)
-    gate, down = _gate(where, M, K, N), _few(where, M, N, (w_down.shape[0],))
+def prepare_few_mlp_fwd(call: FewMlp) -> Optional[Callable]:
+    """The tensors of a call -> [M, H] bf16, in two launches or three; the weights as above."""
+    codes, _, w_gate, w_up, w_down, s_gate, s_up, s_down, (M,) = call
+    N, where, P = w_gate.shape[0], codes.device, padded(M)
+    served = (
+        N > 0
+        and N % BLOCK == 0
+        and w_up.shape == w_gate.shape
+        and _supports(codes, M, (w_gate, w_up), (s_gate, s_up))
+        and w_down.device == where
+        and w_down.shape[0] > 0
+        and _lies_so(w_down, s_down, N)
+    )
+    if not served:
+        return None
+    gate, down = _gate(where, M, w_gate.shape[1], N), _Few(where, M, N, (w_down.shape[0],))
 
-    def plan(codes, scales, M, w_gate, w_up, w_down, s_gate, s_up, s_down):
-        if (w_gate.data_ptr() | w_up.data_ptr() | w_down.data_ptr()) & 15:
-            return None
+    def run(codes, scales, w_gate, w_up, w_down, s_gate, s_up, s_down):
         z = torch.empty((P, N), dtype=torch.float8_e4m3fn, device=where)
         z_scales = torch.empty((N // BLOCK, P), dtype=torch.float32, device=where)
         gate(w_gate, w_up, codes, scales, s_gate, s_up, z, z_scales)
-        return down(Quantised(z, z_scales), (w_down,), (s_down,))
+        return down((z, z_scales), (w_down,), (s_down,))
 
-    return plan
-
-
-def few_mlp_fwd(
-    codes: torch.Tensor,  # [P, K] e4m3
-    scales: torch.Tensor,  # [P, K / 128]
-    M: int,
-    w_gate: torch.Tensor,  # [N, K] e4m3
-    w_up: torch.Tensor,
-    w_down: torch.Tensor,  # [H, N]
-    s_gate: torch.Tensor,  # [N / 128, K / 128]
-    s_up: torch.Tensor,
-    s_down: torch.Tensor,  # [ceil(H / 128), N / 128]
-) -> torch.Tensor:  # [M, H] bf16
-    args = (codes, scales, M, w_gate, w_up, w_down, s_gate, s_up, s_down)
-    return plan_few_mlp_fwd(*args)(*args)
+    return run

@@ -5,26 +5,29 @@ cuBLAS reads the scales of a weight in rows of a multiple of four, which torch t
 only where K is a multiple of 512. What torch, CUDA and the GPU have is tried once for each device.
 """
 
-from typing import Dict
+from typing import Callable, Dict, Optional
 
 import torch
 
-from ..call import BLOCK, ROWS, Quantised
+from ..call import BLOCK, ROWS, Product, Quantised
 
 _works: Dict[int, bool] = {}  # by the index of a device
 
 
-def supports_multiply_fwd(weight, scale) -> bool:
+def prepare_multiply_fwd(call: Product) -> Optional[Callable]:
+    """(weight, scale, x) -> [P, N] bf16, for tokens x in FP8."""
+    weight, scale, _ = call
     if weight.dtype is not torch.float8_e4m3fn or scale.dtype is not torch.float32:
-        return False
+        return None
     N, K = weight.shape
     dense = weight.is_contiguous() and scale.is_contiguous() and scale.device == weight.device
     fits = K > 0 and K % (4 * BLOCK) == 0 and N >= BLOCK and N % ROWS == 0
     shape = (-(-N // BLOCK), K // BLOCK)
-    return dense and fits and scale.shape == shape and _has_product(weight.device)
+    served = dense and fits and scale.shape == shape and _has_product(weight.device)
+    return _multiply if served else None
 
 
-def multiply_fwd(
+def _multiply(
     weight: torch.Tensor,  # [N, K]
     scale: torch.Tensor,  # [ceil(N / BLOCK), K / BLOCK]
     x: Quantised,  # [P, K]
@@ -60,7 +63,7 @@ def _is_right(where: torch.device) -> bool:
     exact = tokens @ (weight.double() * wide).t()
     codes, weight, scales, scale = (x.to(where) for x in (codes, weight, scales, scale))
     try:
-        y = multiply_fwd(weight, scale, Quantised(codes, scales.t())).cpu()
+        y = _multiply(weight, scale, Quantised(codes, scales.t())).cpu()
     except (AttributeError, RuntimeError, TypeError, ValueError):
         return False
     return bool((y - exact).norm() <= 1e-2 * exact.norm())

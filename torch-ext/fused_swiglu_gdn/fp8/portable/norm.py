@@ -4,7 +4,7 @@ norm/portable/rms_norm.py has the norm, quantise.py the formula of codes and sca
 a row. Sizes: M rows, P of them with padding, D columns.
 """
 
-from typing import Optional, Tuple
+from typing import Callable, Optional
 
 import torch
 import triton
@@ -12,15 +12,15 @@ import triton.language as tl
 
 from ...runtime import device
 from ...runtime.launch import Launch
-from ..call import BLOCK, Quantised, padded
-from .quantise import codes_of, scale_of, supports_quantise_fwd
+from ..call import BLOCK, NormQuantise, Quantised, padded
+from .quantise import codes_of, is_quantised_here, scale_of
 
 _BLOCK = tl.constexpr(BLOCK)
 WIDEST = 16384  # columns, which a program holds
-Normed = Tuple[torch.Tensor, Optional[torch.Tensor], Quantised]
 
 
-def supports_norm_quantise_fwd(x, weight, residual, eps, casting_mode, offset) -> bool:
+def _supports(call: NormQuantise) -> bool:
+    x, weight, residual, (_, casting_mode, _) = call
     alike = residual is None or (residual.shape == x.shape and residual.dtype is x.dtype)
     dense = all(t is None or t.is_contiguous() for t in (x, weight, residual))
     rounds = weight is None or weight.dtype is x.dtype or casting_mode != "llama"
@@ -31,7 +31,7 @@ def supports_norm_quantise_fwd(x, weight, residual, eps, casting_mode, offset) -
         and rounds  # else y is of the weight's dtype
         and (weight is None or weight.dtype in (torch.bfloat16, torch.float32))
         and x.shape[-1] <= WIDEST
-        and supports_quantise_fwd(rows)
+        and is_quantised_here(rows)
     )
 
 
@@ -82,8 +82,11 @@ def _norm_quantise_kernel(
     tl.store(s_ptr + group.to(tl.int64) * P + row, scale, mask=here)
 
 
-def plan_norm_quantise_fwd(x, weight, residual, eps, casting_mode, offset):
-    """Returns the launcher of all calls like this one, which takes their tensors."""
+def prepare_norm_quantise_fwd(call: NormQuantise) -> Optional[Callable]:
+    """(x, weight, residual) -> (y, x + residual or None, y in FP8)."""
+    if not _supports(call):
+        return None
+    x, (eps, casting_mode, offset) = call.x, call.options
     D, where = x.shape[-1], x.device
     M = x.numel() // D
     groups, pdl, P = triton.next_power_of_2(D // BLOCK), device.overlaps_launches(where), padded(M)
@@ -93,7 +96,7 @@ def plan_norm_quantise_fwd(x, weight, residual, eps, casting_mode, offset):
         constexprs=(D, casting_mode == "llama", groups, pdl), options=options, guarded=True,
     )  # fmt: skip
 
-    def run(x, weight, residual) -> Normed:
+    def run(x, weight, residual) -> tuple:
         y = torch.empty_like(x)
         total = None if residual is None else torch.empty_like(x)
         codes = torch.empty((P, D), dtype=torch.float8_e4m3fn, device=where)
@@ -102,15 +105,3 @@ def plan_norm_quantise_fwd(x, weight, residual, eps, casting_mode, offset):
         return y, total, Quantised(codes, scales.t())
 
     return run
-
-
-def norm_quantise_fwd(
-    x: torch.Tensor,  # [..., D] bf16
-    weight: Optional[torch.Tensor],  # [D]
-    residual: Optional[torch.Tensor],  # [..., D]
-    eps: float,
-    casting_mode: str,
-    offset: float,
-) -> Normed:  # y [..., D], x + residual [..., D] or None, y in FP8
-    plan = plan_norm_quantise_fwd(x, weight, residual, eps, casting_mode, offset)
-    return plan(x, weight, residual)

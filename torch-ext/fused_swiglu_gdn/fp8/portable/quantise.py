@@ -6,28 +6,27 @@ of the values as integers, of which those of NaN are the largest.
 Sizes: M tokens, P of them with padding, K or N columns.
 """
 
+from typing import Callable, Optional
+
 import torch
 import triton
 import triton.language as tl
 
 from ...runtime import device
 from ...runtime.launch import Launch
-from ..call import BLOCK, INVERSE, LEAST, Quantised, padded
+from ..call import BLOCK, INVERSE, LEAST, Quantise, Quantised, SiluMulQuantise, padded
 
 _BLOCK, _LEAST, _INVERSE = tl.constexpr(BLOCK), tl.constexpr(LEAST), tl.constexpr(INVERSE)
 
 
-def supports_quantise_fwd(x) -> bool:
+def is_quantised_here(x: torch.Tensor) -> bool:
+    """True if these kernels take the values x [M, K]."""
     if x.dtype is not torch.bfloat16 or not x.numel() or x.shape[1] % BLOCK or x.stride(1) != 1:
         return False
     if not device.is_gpu(x.device):
         return True  # the interpreter
     found = device.capability(x.device.index)
     return found is not None and found >= (8, 9)
-
-
-def supports_silu_mul_quantise_fwd(gate, up) -> bool:
-    return gate.shape == up.shape and supports_quantise_fwd(gate) and supports_quantise_fwd(up)
 
 
 @triton.jit
@@ -108,44 +107,36 @@ def _silu_mul_quantise_kernel(
     _store(z.to(tl.float32), q_ptr, s_ptr, row, group, offs, P, N)
 
 
-class _Plan:
-    """The launch of all calls of a kind: the facts of the tensors, which have `columns` each."""
+def _prepared(kernel, most: int, numbers: tuple, x: torch.Tensor) -> Callable:
+    """One launch of a kernel for values of the shape of x, a program for a row and at most `most`
+    blocks of its columns."""
+    (M, columns), where = x.shape, x.device
+    P, groups = padded(M), min(most, triton.next_power_of_2(columns // BLOCK))
+    pdl = device.overlaps_launches(where)
+    launch = Launch(
+        kernel, (P, -(-columns // (BLOCK * groups))), where, numbers=(M, P, *numbers),
+        constexprs=(columns, groups, pdl), options=(("launch_pdl", True),) if pdl else (),
+        guarded=True,
+    )  # fmt: skip
 
-    __slots__ = ("kernel", "device", "P", "columns")
-
-    def __init__(self, kernel, most: int, numbers: tuple, x: torch.Tensor):
-        self.device, self.columns, self.P = x.device, x.shape[1], padded(x.shape[0])
-        groups = min(most, triton.next_power_of_2(self.columns // BLOCK))
-        pdl = device.overlaps_launches(x.device)
-        self.kernel = Launch(
-            kernel, (self.P, -(-self.columns // (BLOCK * groups))), x.device, numbers=numbers,
-            constexprs=(self.columns, groups, pdl), options=(("launch_pdl", True),) if pdl else (),
-            guarded=True,
-        )  # fmt: skip
-
-    def __call__(self, *tensors: torch.Tensor) -> Quantised:
-        P, columns, where = self.P, self.columns, self.device
+    def run(*tensors: torch.Tensor) -> Quantised:
         codes = torch.empty((P, columns), dtype=torch.float8_e4m3fn, device=where)
         scales = torch.empty((columns // BLOCK, P), dtype=torch.float32, device=where)
-        self.kernel(*tensors, codes, scales)
+        launch(*tensors, codes, scales)
         return Quantised(codes, scales.t())
 
-
-def plan_quantise_fwd(x: torch.Tensor) -> _Plan:
-    """Returns the launcher of all calls like this one, which takes their tensors."""
-    return _Plan(_quantise_kernel, 32, (x.shape[0], padded(x.shape[0]), x.stride(0)), x)
+    return run
 
 
-def plan_silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> _Plan:
-    """Returns the launcher of all calls like this one, which takes their tensors."""
-    M = gate.shape[0]
-    numbers = (M, padded(M), gate.stride(0), up.stride(0))
-    return _Plan(_silu_mul_quantise_kernel, 8, numbers, gate)
+def prepare_quantise_fwd(call: Quantise) -> Optional[Callable]:
+    """x -> x in FP8."""
+    x = call.x
+    return _prepared(_quantise_kernel, 32, (x.stride(0),), x) if is_quantised_here(x) else None
 
 
-def quantise_fwd(x: torch.Tensor) -> Quantised:  # x [M, K]
-    return plan_quantise_fwd(x)(x)
-
-
-def silu_mul_quantise_fwd(gate: torch.Tensor, up: torch.Tensor) -> Quantised:  # [M, N] each
-    return plan_silu_mul_quantise_fwd(gate, up)(gate, up)
+def prepare_silu_mul_quantise_fwd(call: SiluMulQuantise) -> Optional[Callable]:
+    """(gate, up) -> silu(gate) * up in FP8."""
+    gate, up, _ = call
+    if gate.shape != up.shape or not is_quantised_here(gate) or not is_quantised_here(up):
+        return None
+    return _prepared(_silu_mul_quantise_kernel, 8, (gate.stride(0), up.stride(0)), gate)
