@@ -20,8 +20,17 @@ MOST = {
     "swiglu, M=1": 9,
     "swiglu, M=512": 12,
     "layer": 9,  # here, too
+    "convolution": 6,  # by checks and tables of launches they were 31
+    "convolution, gradient": 77,  # 144 so
+    "convolution of a token": 9,  # 38 so; one of them lets autograd notice what was written
     "norm": 9,
+    "gated norm": 6,  # 37 so
+    "gated norm, gradient": 70,  # 151 so
     "gate": 9,
+    "FP8": 6,
+    "norm in FP8": 6,
+    "products in FP8": 8,
+    "experts in FP8, T=4": 17,
     "rotary and cache": 9,  # here, too
     "attention gate": 7,
     "static cache": 8,
@@ -96,6 +105,45 @@ def experts_of(T: int) -> list:
     return [x, w_gate_up, w_down, torch.zeros(T, 4, dtype=torch.int64), weights]
 
 
+def layer_calls(kernel) -> dict:
+    """Parts of a GDN layer."""
+    x, weight = torch.zeros(1, 64, 256).bfloat16().mT, torch.zeros(256, 4).bfloat16()
+    token, state = torch.zeros(2, 256).bfloat16(), torch.zeros(2, 256, 4).bfloat16()
+    heads = (*torch.zeros(2, 8, 4, 128).bfloat16(), torch.zeros(128).bfloat16())
+    convolve = functools.partial(kernel.causal_conv1d_fn, activation="silu")
+    leaves, parts = ([t.clone().requires_grad_() for t in ts] for ts in ((x, weight), heads))
+
+    def step(function, leaves):
+        with torch.enable_grad():
+            y = function(*leaves)
+            torch.autograd.grad(y, leaves, torch.empty_like(y))
+
+    return {
+        "convolution": lambda: convolve(x, weight),
+        "convolution, gradient": lambda: step(convolve, leaves),
+        "convolution of a token": lambda: kernel.causal_conv1d_update(token, state, weight),
+        "gated norm": lambda: kernel.rms_norm_gated(*heads),
+        "gated norm, gradient": lambda: step(kernel.rms_norm_gated, parts),
+    }
+
+
+def fp8_calls() -> dict:
+    product, experts = submodule("fp8.product"), submodule("experts.ops_fp8").fp8_experts
+    x, residual, weight = (torch.zeros(*s, 512).bfloat16() for s in ((4,), (4,), ()))
+    weights = [torch.zeros(512, 512).to(torch.float8_e4m3fn) for _ in range(2)]
+    scales, codes = [torch.ones(4, 4) for _ in range(2)], product.quantise(x)
+    stacked = [torch.zeros(4, *s, 256).to(torch.float8_e4m3fn) for s in ((512,), (256,))]
+    tensors = (stacked[0], torch.ones(4, 4, 2), stacked[1], torch.ones(4, 2, 2))
+    routed = (torch.zeros(4, 2, dtype=torch.int64), torch.zeros(4, 2).bfloat16())
+    token = x[:, :256].contiguous()
+    return {
+        "FP8": lambda: product.quantise(x),
+        "norm in FP8": lambda: product.norm_quantise(x, weight, residual, 1e-6, "llama", 0.0),
+        "products in FP8": lambda: product.few(codes, 4, tuple(weights), tuple(scales)),
+        "experts in FP8, T=4": lambda: experts(token, *tensors, *routed),
+    }
+
+
 def calls(kernel) -> dict:
     w_gate, w_up = torch.zeros(128, 64, dtype=torch.bfloat16).chunk(2)
     few, many = (torch.zeros(M, 64, dtype=torch.bfloat16) for M in (1, 512))
@@ -135,6 +183,8 @@ def calls(kernel) -> dict:
             torch.autograd.grad(weights, logits, dout[:4, :4])
 
     return {
+        **layer_calls(kernel),
+        **fp8_calls(),
         "experts, T=1": functools.partial(kernel.fused_experts, *experts_of(1)),
         "experts, T=100": functools.partial(kernel.fused_experts, *experts),
         "experts, training step": experts_step,
