@@ -38,7 +38,7 @@ class SiluMulQuantise(NamedTuple):
 
 
 class NormOptions(NamedTuple):
-    """As those of rms_norm."""
+    """The options of rms_norm."""
 
     eps: float
     casting_mode: str

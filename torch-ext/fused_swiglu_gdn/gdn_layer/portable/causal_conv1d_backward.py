@@ -250,7 +250,7 @@ def _by_rows(call: ConvolutionGradient, dx: torch.Tensor, N: int) -> Tuple[Calla
 
 
 def _by_tiles(call: ConvolutionGradient, dx: torch.Tensor, N: int) -> Tuple[Callable, int]:
-    """As _by_rows, for every memory order, seq_idx and final states."""
+    """The same as _by_rows, for every memory order, seq_idx and final states."""
     x, weight, initial_states, dy = call.x, call.weight, call.initial_states, call.dy
     (B, D, T), W = x.shape, weight.shape[1]
     config = tuning.lookup(f"portable_causal_conv1d_{slow_first(x)}_bwd", x.device, D=D)
