@@ -44,14 +44,15 @@ def test_options():
         ("gdn.ops", "_gdn_chunk_fwd", calls.GdnOptions),
         ("gdn.ops_train", "gdn_chunk_train", calls.GdnOptions),
         ("gdn.ops_train", "gdn_chunk_bwd", calls.GdnOptions),
-        ("gdn.ops", "_gdn_recurrent_fwd", calls.RecurrentOptions),
+        ("gdn.ops", "RECURRENT", calls.RecurrentOptions),
         ("gdn.ops_replay", "_gdn_replay_fwd", calls.ReplayOptions),
         ("gdn_layer.ops_fused", "_gdn_layer_decode", layer_calls.DecodeOptions),
     ],
 )
 def test_operators_end_with_the_options(module, operator, options):
     """In their order: `*options` of a call are the last arguments."""
-    schema = getattr(submodule(module), operator)._opoverload._schema
+    found = getattr(submodule(module), operator)
+    schema = getattr(found, "op", found)._opoverload._schema
     names = tuple(argument.name for argument in schema.arguments)
     assert names[-len(options._fields) :] == options._fields
     assert "options" not in names

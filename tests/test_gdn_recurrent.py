@@ -71,7 +71,9 @@ def call(x):
 
 def run(x):
     """The kernels' o and states."""
-    return submodule("gdn.portable.recurrent").gdn_recurrent_fwd(call(x))
+    made = call(x)
+    kernels = submodule("gdn.portable.recurrent").prepare_gdn_recurrent_fwd(made)
+    return kernels and kernels(*made.tensors)
 
 
 def poisoned(*shapes, dtype, device):
@@ -82,8 +84,6 @@ def poisoned(*shapes, dtype, device):
 
 def check(x):
     """The kernel's output and states are the reference's; returns them."""
-    kernel = submodule("gdn.portable.recurrent")
-    assert kernel.supports_gdn_recurrent_fwd(call(x))
     ref_o, ref_state = reference.gdn_recurrent_fwd(call(wide(x)))
     for tensor, dtype in ((x["v"], x["q"].dtype), (x["initial_state"], torch.float32)):
         poisoned(tensor.shape, dtype=dtype, device=tensor.device)
@@ -238,12 +238,12 @@ class Kernel:
 
     def test_pool_that_no_kernel_reaches(self):
         """Columns apart, rows that share memory: the reference's."""
-        supports = submodule("gdn.portable.recurrent").supports_gdn_recurrent_fwd
+        prepare = submodule("gdn.portable.recurrent").prepare_gdn_recurrent_fwd
         x = arguments(2, 1, 1, 2, 16, 16, device=self.device, read=[1, 2], pool=4, inplace=True)
-        assert supports(call(x))
+        assert prepare(call(x)) is not None
         pool = x["initial_state"]
         for wrong in (pool.mT, pool[:, :, :1].expand(-1, -1, 16, -1), pool[:, :1].expand_as(pool)):
-            assert not supports(call({**x, "initial_state": wrong}))
+            assert prepare(call({**x, "initial_state": wrong})) is None
 
     @pytest.mark.parametrize("T", [1, 2])
     @pytest.mark.parametrize("write", [None, [1, 5, 2, 0]], ids=str)

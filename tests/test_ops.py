@@ -31,10 +31,10 @@ def test_opcheck_rule(device, pool, packed):
     )
     recurrent = calls.RecurrentOptions(**options, inplace=pool)
     out = torch.empty_like(first[2]) if pool else None
+    operation = gdn.RECURRENT_IN_PLACE if pool else gdn.RECURRENT
     torch.library.opcheck(
-        gdn._gdn_recurrent_fwd,
-        (state_pool, *first, start, indices, None, None, cu, out, *recurrent), test_utils=CHECKS,
-    )  # fmt: skip
+        operation.op, (*first, state, indices, None, None, cu, out, *recurrent), test_utils=CHECKS
+    )
 
 
 def test_opcheck_checkpoints_and_all_states(device):
@@ -49,9 +49,8 @@ def test_opcheck_checkpoints_and_all_states(device):
     )
     recurrent = calls.RecurrentOptions(**options, all_states=True)
     torch.library.opcheck(
-        gdn._gdn_recurrent_fwd, (None, *first, state, *[None] * 5, *recurrent),
-        test_utils=CHECKS,
-    )  # fmt: skip
+        gdn.RECURRENT.op, (*first, state, *[None] * 5, *recurrent), test_utils=CHECKS
+    )
 
 
 def test_opcheck_swiglu_and_layer(device):

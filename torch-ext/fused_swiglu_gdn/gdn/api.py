@@ -7,13 +7,12 @@ import torch
 from torch import Tensor
 
 from ..runtime.cache import CallCache, fast_path_ok
-from ..runtime.checks import is_null_index
 from ..runtime.ops import autocast, dense, needs_grad
 from . import checks, ops
 from .api_context import chunk_with_context, lengths_alone
-from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
+from .call import GdnCall, GdnOptions
 
-_prefilling, _decoding = CallCache(), CallCache()
+_prefilling = CallCache()
 
 
 def chunk_gated_delta_rule(
@@ -163,20 +162,13 @@ def _checked(call: GdnCall, use_gate: bool, chunk_size: int, written: bool = Tru
     checks.checkpoint_every(call.options.checkpoint_every)
     checks.state_dtype(call.options.state_dtype)
     checks.gated_delta_rule(call, use_gate, written)
-    return _with_scale(
+    return checks.with_scale(
         call._replace(
             q=dense(q), k=dense(k), v=dense(v), A_log=dense(call.A_log),
             dt_bias=dense(call.dt_bias), state_indices=dense(call.state_indices),
             cu_seqlens=dense(call.cu_seqlens),
         )
     )  # fmt: skip
-
-
-def _with_scale(call):
-    """The call with the default scale if none was given."""
-    scale = call.options.scale
-    scale = call.K**-0.5 if scale is None else float(scale)
-    return call._replace(options=call.options._replace(scale=scale))
 
 
 def fused_recurrent_gated_delta_rule(
@@ -265,46 +257,16 @@ def fused_recurrent_gated_delta_rule(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
         num_accepted_tokens, cu_seqlens, out,
     )  # fmt: skip
-    kind = (
+    options = (
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, output_final_state, inplace_final_state, output_all_states, null_index,
         use_gate_in_kernel,
     )  # fmt: skip
-    plan = _decoding.find(tensors, kind, True)
-    if plan is not None:
-        return plan(*tensors)
-    call = RecurrentCall(*tensors, RecurrentOptions(*kind[:-1]))
-    call = _checked_recurrent(call, use_gate_in_kernel)
-    if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
-        _decoding.keep(tensors, kind, ops.plan_gdn_recurrent(call))
-    return ops.gdn_recurrent(call)
-
-
-def _checked_recurrent(call: RecurrentCall, use_gate: bool) -> RecurrentCall:
-    """Checks the call and returns it in the form that the operator takes."""
-    q, k, v = autocast(call.q, call.k, call.v)
-    checks.is_tensor("v", v)
-    checks.rule_flags(call.options, use_gate)
-    checks.are_flags(
-        inplace_final_state=call.options.inplace, output_all_states=call.options.all_states
-    )
-    is_null_index(call.options.null_index)
-    g, beta = call.g, call.beta
-    if g is None:
-        g = v.new_zeros(v.shape[:3], dtype=torch.float32)
-    if beta is None:
-        beta = v.new_ones(v.shape[:3], dtype=torch.float32)
-    call = call._replace(q=q, k=k, v=v, g=g, beta=beta)
-    written = bool(call.options.inplace) and call.output_state_indices is None
-    checks.gated_delta_rule(call, use_gate, written)
-    checks.decode_states(call)
-    return _with_scale(
-        call._replace(
-            q=dense(q), k=dense(k), v=dense(v), g=dense(g), beta=dense(beta),
-            A_log=dense(call.A_log), dt_bias=dense(call.dt_bias),
-            state_indices=dense(call.state_indices),
-            output_state_indices=dense(call.output_state_indices),
-            num_accepted_tokens=dense(call.num_accepted_tokens),
-            cu_seqlens=dense(call.cu_seqlens),
-        )
-    )  # fmt: skip
+    inplace = isinstance(inplace_final_state, int) and inplace_final_state  # others are refused
+    operation = ops.RECURRENT_IN_PLACE if inplace else ops.RECURRENT
+    o, state = operation(tensors, options)
+    if inplace_final_state:
+        state = initial_state
+    elif not (output_final_state or output_all_states):
+        state = None
+    return o if out is None else out, state

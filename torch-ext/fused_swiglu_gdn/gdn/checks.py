@@ -18,6 +18,7 @@ from ..runtime.checks import (
     is_floating,
     is_floating_dtype,
     is_int,
+    is_null_index,
     is_number,
     is_tensor,
     is_written,
@@ -26,6 +27,7 @@ from ..runtime.checks import (
     readable,
     remembered,
 )
+from .call import RecurrentCall, RecurrentOptions
 
 MAX_HEAD_DIM = 256
 
@@ -215,6 +217,31 @@ def decode_states(call) -> None:
     if call.out is not None:
         is_written("out", call.out, "v", call.v)
     may_be_written(out=call.out)
+
+
+def recurrent(call: RecurrentCall) -> RecurrentCall:
+    """Checks a call of fused_recurrent_gated_delta_rule.
+
+    Its options are those of RecurrentOptions, and use_gate_in_kernel.
+    """
+    *options, use_gate = call.options
+    options = RecurrentOptions(*options)
+    call = call._replace(options=options)
+    is_tensor("v", call.v)
+    rule_flags(options, use_gate)
+    are_flags(inplace_final_state=options.inplace, output_all_states=options.all_states)
+    is_null_index(options.null_index)
+    written = bool(options.inplace) and call.output_state_indices is None
+    gated_delta_rule(call, use_gate, written)
+    decode_states(call)
+    return with_scale(call)
+
+
+def with_scale(call):
+    """The call with the default scale if none was given."""
+    scale = call.options.scale
+    scale = call.K**-0.5 if scale is None else float(scale)
+    return call._replace(options=call.options._replace(scale=scale))
 
 
 def _accepted(call) -> None:

@@ -6,9 +6,12 @@ written in place is passed as `state_pool`, so that torch knows which argument c
 
 from typing import Optional, Tuple
 
+import torch
 from torch import Tensor
 
-from ..runtime.ops import needs_grad, operator, plan, run, serve
+from ..runtime.operation import Operation
+from ..runtime.ops import autocast, needs_grad, operator, plan, present, run, serve
+from . import checks
 from .call import GdnCall, RecurrentCall
 from .ops_train import empty_state, gdn_chunk_train, trained_by
 from .reference import chunk as chunk_reference
@@ -17,7 +20,6 @@ from .reference import recurrent as recurrent_reference
 
 CHUNK = ("gdn.chunk", "gdn_chunk_fwd")
 CLEAR = ("gdn.pool", "gdn_clear_rows")
-RECURRENT = ("gdn.recurrent", "gdn_recurrent_fwd")
 
 
 @operator("gdn_chunk_fwd", mutates_args=("state_pool",))
@@ -138,38 +140,46 @@ def plan_gdn_chunk(call: GdnCall):
     return train
 
 
-@operator("gdn_recurrent_fwd", mutates_args=("state_pool", "out"))
-def _gdn_recurrent_fwd(
-    state_pool: Optional[Tensor], *fields: RecurrentCall
-) -> Tuple[Tensor, Tensor]:
-    call = with_pool(RecurrentCall.of(fields), state_pool)
-    o, state = serve(*RECURRENT, recurrent_reference.gdn_recurrent_fwd, (call,))
-    return o if call.out is None else None, state if state_pool is None else None
+def _by_steps(call: RecurrentCall) -> tuple:
+    """The reference: o and states, contiguous but for tensors that are written in place."""
+    o, state = recurrent_reference.gdn_recurrent_fwd(call)
+    o = o if call.out is not None else o.contiguous()
+    return o, state if call.options.inplace or state is None else state.contiguous()
 
 
-@_gdn_recurrent_fwd.register_fake
-def _(state_pool, *fields):
-    return like_recurrent(RecurrentCall.of(fields), state_pool)
+def _like_steps(call: RecurrentCall) -> tuple:
+    """Empty results of the operator: o and the state, where they are not written in place."""
+    v, options, state = call.v, call.options, None
+    if options.all_states:
+        state = empty_state(call, call.B * call.T).unflatten(0, (call.B, call.T))
+    elif options.output_final_state and not options.inplace:
+        state = empty_state(call, call.N)
+    return v.new_empty(v.shape) if call.out is None else None, state
+
+
+def _with_gates(q, k, v, g, beta, *more) -> tuple:
+    """The tensors in autocast's dtype, with no decay and a write strength of 1 by default."""
+    q, k, v = autocast(q, k, v)
+    if isinstance(v, Tensor):
+        shape = v.shape[:3]
+        g = v.new_zeros(shape, dtype=torch.float32) if g is None else g
+        beta = v.new_ones(shape, dtype=torch.float32) if beta is None else beta
+    return (q, k, v, g, beta, *more)
+
+
+_STEPS = dict(check=checks.recurrent, cast=_with_gates, outputs=2, fake=_like_steps)
+RECURRENT = Operation(
+    "gdn.recurrent", "gdn_recurrent_fwd", RecurrentCall, _by_steps, written=("out",), **_STEPS
+)
+RECURRENT_IN_PLACE = Operation(
+    "gdn.recurrent", "gdn_recurrent_fwd", RecurrentCall, _by_steps,
+    written=("initial_state", "out"), schema="gdn_recurrent_inplace", **_STEPS,
+)  # fmt: skip
 
 
 def like_recurrent(call, state_pool: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-    """Empty results of the operator of a recurrent call: o and the state."""
-    v, options, state = call.v, call.options, call.v.new_empty(0)
-    if options.all_states:
-        state = empty_state(call, call.B * call.T).unflatten(0, (call.B, call.T))
-    elif options.output_final_state and state_pool is None:
-        state = empty_state(call, call.N)
-    return v.new_empty(v.shape if call.out is None else 0), state
-
-
-def gdn_recurrent(call: RecurrentCall) -> Tuple[Tensor, Optional[Tensor]]:
-    """o, and the final state, every state, the state written in place, or None."""
-
-    def op(call):
-        return recurrent_by(_gdn_recurrent_fwd, call)
-
-    reference = recurrent_reference.gdn_recurrent_fwd
-    return run(*RECURRENT, op, reference, (call,), written=written_by(call))
+    """As _like_steps, with an empty tensor where nothing is returned: of kda/ops.py."""
+    return tuple([present(x, call.v) for x in _like_steps(call)])
 
 
 def recurrent_by(operator, call) -> Tuple[Tensor, Optional[Tensor]]:
@@ -180,11 +190,6 @@ def recurrent_by(operator, call) -> Tuple[Tensor, Optional[Tensor]]:
     if options.inplace:
         return o, call.initial_state
     return o, state if options.output_final_state or options.all_states else None
-
-
-def plan_gdn_recurrent(call: RecurrentCall):
-    """Returns a function of the tensors for all eager calls that match this one, or None."""
-    return plan(*RECURRENT, (call,), written=written_by(call))
 
 
 def written_by(call) -> tuple:
