@@ -45,7 +45,7 @@ def test_options():
         ("gdn.ops_train", "gdn_chunk_train", calls.GdnOptions),
         ("gdn.ops_train", "gdn_chunk_bwd", calls.GdnOptions),
         ("gdn.ops", "RECURRENT", calls.RecurrentOptions),
-        ("gdn.ops_replay", "_gdn_replay_fwd", calls.ReplayOptions),
+        ("gdn.ops_replay", "REPLAY", calls.ReplayOptions),
         ("gdn_layer.ops_fused", "_gdn_layer_decode", layer_calls.DecodeOptions),
     ],
 )

@@ -156,7 +156,54 @@ class ReplayCall(NamedTuple):
     options: ReplayOptions
 
     cu_seqlens = None  # a row of the batch is a sequence
+    ring = property(lambda call: Ring(*call[8:11], call.options.max_tokens))
     R = property(lambda call: call.ring_k.shape[2])
+
+
+class AdvanceOptions(NamedTuple):
+    """Options of moving the cursor."""
+
+    max_tokens: int  # of the ring
+    null_index: int = -1  # rows of the pool up to this one are null slots
+
+
+class MaterialiseOptions(NamedTuple):
+    """Options of adding the tokens of a ring to states."""
+
+    max_tokens: int  # of the ring
+    null_index: int = -1  # rows of the pool up to this one are null slots
+    inplace: bool = False  # the states are written
+
+
+@call
+class RingAdvance(NamedTuple):
+    """A call that moves the cursor."""
+
+    cursor: Tensor  # [N, 2], written
+    accepted: Optional[Tensor]  # [N]
+    force_flush: Optional[Tensor]  # [N] bool
+    state_indices: Optional[Tensor]  # [N]
+    ring_k: Tensor  # [P, H, R, K]; of the ring only shapes are read
+    ring_u: Tensor  # [P, HV, R, V]
+    ring_g: Tensor  # [P, HV, R]
+    options: AdvanceOptions
+
+    ring = property(lambda call: Ring(*call[4:7], call.options.max_tokens))
+
+
+@call
+class RingMaterialise(NamedTuple):
+    """A call that adds the tokens of a ring to states, in place or in new ones."""
+
+    state: Tensor  # [P, HV, V, K]
+    ring_k: Tensor  # [P, H, R, K]
+    ring_u: Tensor  # [P, HV, R, V]
+    ring_g: Tensor  # [P, HV, R]
+    cursor: Tensor  # [N, 2]
+    state_indices: Optional[Tensor]  # [N]
+    options: MaterialiseOptions
+
+    ring = property(lambda call: Ring(*call[1:4], call.options.max_tokens))
 
 
 @with_sizes
