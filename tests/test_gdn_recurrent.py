@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_close, gdn_inputs, relative_error, submodule
+from conftest import assert_close, computed, gdn_inputs, prepared, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 reference, calls = submodule("gdn.reference.recurrent"), submodule("gdn.call")
@@ -71,9 +71,7 @@ def call(x):
 
 def run(x):
     """The kernels' o and states."""
-    made = call(x)
-    kernels = submodule("gdn.portable.recurrent").prepare_gdn_recurrent_fwd(made)
-    return kernels and kernels(*made.tensors)
+    return computed("gdn.portable.recurrent", "gdn_recurrent_fwd", call(x))
 
 
 def poisoned(*shapes, dtype, device):
@@ -225,15 +223,13 @@ class Kernel:
     @pytest.mark.parametrize("dense", [True, False])
     def test_cleared_rows(self, dense, state):
         """Rows that are to be cleared, and no others."""
-        pool = submodule("gdn.portable.pool")
         wider = torch.full((7, 3, 40, 24), 7.0, dtype=state, device=self.device)
         mine = wider if dense else wider[:, 1:].mT[..., 3:]
         rows = torch.tensor([5, -1, 0, 2, 3], device=self.device)
         kept = torch.tensor([False, False, True, False, True], device=self.device)
-        assert pool.supports_gdn_clear_rows(mine, rows, kept)
         expected = wider.clone()
         (expected if dense else expected[:, 1:].mT[..., 3:])[[5, 2]] = 0.0
-        pool.gdn_clear_rows(mine, rows, kept)
+        prepared("gdn.portable.pool", "gdn_clear_rows", calls.ClearRows, mine, rows, kept)
         assert torch.equal(wider, expected)
 
     def test_pool_that_no_kernel_reaches(self):

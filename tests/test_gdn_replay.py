@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from conftest import TOLERANCE, relative_error, submodule
+from conftest import TOLERANCE, computed, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 calls, reference = submodule("gdn.call"), submodule("gdn.reference.replay")
@@ -26,8 +26,7 @@ GATES = {
 def by(kernels: bool, name: str, call):
     """What the kernels, or the reference, give of a call."""
     if kernels:
-        run = getattr(submodule("gdn.portable.replay"), f"prepare_{name}")(call)
-        return run(*call.tensors)
+        return computed("gdn.portable.replay", name, call)
     operations = submodule("gdn.ops_replay")
     named = {x.name: x for x in (operations.REPLAY, operations.ADVANCE, operations.MATERIALISE)}
     return named[name].module(call)

@@ -13,7 +13,7 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..runtime.call import call
+from ..runtime.call import NoOptions, call
 from .chunks import chunk_rows, count_sequences
 
 
@@ -110,6 +110,47 @@ class GdnCall(NamedTuple):
     options: GdnOptions
 
 
+class GradientOptions(NamedTuple):
+    """Options of the gradient of the chunked form."""
+
+    values_only: bool  # only the gradients of v and of initial_state are wanted
+    scale: float  # from here on as GdnOptions
+    use_qk_l2norm: bool
+    use_beta_sigmoid: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+    output_final_state: bool
+    state_dtype: Optional[torch.dtype]
+    checkpoint_every: int
+    save_blocks: bool
+
+    beta_max = property(of_beta)
+
+
+@with_sizes
+class GdnBackward(NamedTuple):
+    """A call of the gradient of the chunked form."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor  # [B, T, HV]
+    beta: Tensor  # [B, T, HV]
+    A_log: Optional[Tensor]  # [HV]
+    dt_bias: Optional[Tensor]  # [HV]
+    initial_state: Optional[Tensor]  # [N, HV, K, V]
+    cu_seqlens: Optional[Tensor]  # [N + 1]
+    do: Tensor  # [B, T, HV, V]
+    d_final_state: Optional[Tensor]  # [N, HV, K, V]
+    tb: Optional[Tensor]  # [rows, HV, C, C]: these three where the forward saved them
+    p: Optional[Tensor]  # [rows, HV, C, C]
+    f: Optional[Tensor]  # [rows, HV, 4, C] fp32
+    options: GradientOptions
+
+    state_indices = None  # through a pool there is no gradient
+    prepared = property(lambda call: None if call.tb is None else call[11:14])
+
+
 class GdnGradient(NamedTuple):
     """The arguments of the gradient of a GdnCall beyond those of the call."""
 
@@ -173,6 +214,37 @@ class MaterialiseOptions(NamedTuple):
     max_tokens: int  # of the ring
     null_index: int = -1  # rows of the pool up to this one are null slots
     inplace: bool = False  # the states are written
+
+
+@with_sizes
+class GdnPieces(NamedTuple):
+    """A call of the chunked form whose sequences are segments that other ranks continue."""
+
+    q: Tensor  # [1, T, H, K]
+    k: Tensor  # [1, T, H, K]
+    v: Tensor  # [1, T, HV, V]
+    g: Tensor  # [1, T, HV]
+    beta: Tensor  # [1, T, HV]
+    A_log: Optional[Tensor]  # [HV]
+    dt_bias: Optional[Tensor]  # [HV]
+    initial_state: Tensor  # [N, HV, K, V]: has the layout of the states to start from
+    cu_seqlens: Tensor  # [N + 1]
+    rows: Optional[Tensor]  # [N] int32: rows of `sent` for segments that continue elsewhere, or < 0
+    sent: Tensor  # [slots, HV, V or V + K, K] fp32, contiguous: receives N^T, and M^T below it
+    start: Optional[Tensor]  # [N, HV, V, K] fp32, contiguous: states before the segments, or zeros
+    options: GdnOptions
+
+    state_indices = None
+
+
+@call
+class ClearRows(NamedTuple):
+    """A call that zeroes rows indices[n] of a pool where kept[n] is false."""
+
+    pool: Tensor  # [P, HV, K, V], written
+    indices: Tensor  # [N]
+    kept: Tensor  # [N] bool
+    options: NoOptions
 
 
 @call

@@ -27,7 +27,8 @@ from ..runtime.checks import (
     readable,
     remembered,
 )
-from .call import RecurrentCall, RecurrentOptions
+from ..runtime.ops import needs_grad
+from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
 
 MAX_HEAD_DIM = 256
 
@@ -217,6 +218,25 @@ def decode_states(call) -> None:
     if call.out is not None:
         is_written("out", call.out, "v", call.v)
     may_be_written(out=call.out)
+
+
+def chunk(call: GdnCall, written: bool = True) -> GdnCall:
+    """Checks a call of chunk_gated_delta_rule.
+
+    Its options are those of GdnOptions but save_blocks, and use_gate_in_kernel, chunk_size and
+    recompute. written: as in gated_delta_rule; False also for a pool that is left unchanged.
+    """
+    *options, use_gate, size, recompute = call.options
+    options = GdnOptions(*options, not recompute and needs_grad(call))
+    call = call._replace(options=options)
+    chunk_size(size)
+    rule_flags(options, use_gate)
+    checkpoint_every(options.checkpoint_every)
+    state_dtype(options.state_dtype)
+    gated_delta_rule(call, use_gate, written)
+    if written and call.state_indices is not None:
+        pool_is_written(call.initial_state)
+    return with_scale(call)
 
 
 def recurrent(call: RecurrentCall) -> RecurrentCall:
