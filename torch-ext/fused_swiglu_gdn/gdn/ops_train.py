@@ -12,7 +12,7 @@ from torch import Tensor
 from ..runtime.operation import Operation
 from ..runtime.ops import autocast, needs_grad
 from . import checks
-from .call import GdnBackward, GdnCall, GdnGradient
+from .call import GdnBackward, GdnCall
 from .chunks import CHUNK as TOKENS
 from .reference import backward as backward_reference
 from .reference import chunk as reference
@@ -61,8 +61,7 @@ def _results(call: GdnCall) -> tuple:
 
 
 def _gradients_by_torch(call: GdnBackward) -> tuple:
-    more = GdnGradient(call.do, call.d_final_state, None, call.options.values_only)
-    found = backward_reference.gdn_chunk_bwd(call, more)
+    found = backward_reference.gdn_chunk_bwd(call)
     return tuple([x if x is None else x.contiguous() for x in found])
 
 
@@ -88,9 +87,8 @@ GRADIENT = Operation(
 
 def _save(ctx, inputs, output) -> None:
     _, _, checkpoints, *blocks = output
-    (*tensors, _, cu_seqlens), ctx.options = inputs[:10], inputs[10:]
-    *_, ctx.final, _, _, saves = ctx.options
-    ctx.save_for_backward(*tensors, cu_seqlens, *(blocks if saves else NONE))
+    *tensors, _, cu_seqlens, ctx.options = GdnCall.of(inputs)
+    ctx.save_for_backward(*tensors, cu_seqlens, *(blocks if ctx.options.save_blocks else NONE))
     ctx.mark_non_differentiable(*[x for x in (checkpoints, *blocks) if x is not None])
     ctx.set_materialize_grads(False)
 
@@ -100,7 +98,7 @@ def _backward(ctx, do, d_final_state, *_):
     q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[:8]
     values_only = not any((q, k, g, beta, A_log, dt_bias))
     do = torch.zeros_like(tensors[2]) if do is None else do
-    d_final_state = d_final_state if ctx.final else None
+    d_final_state = d_final_state if ctx.options.output_final_state else None
     grads = GRADIENT.op(*tensors, do, d_final_state, tb, p, f, values_only, *ctx.options)
     nothing = [None for _ in ctx.needs_input_grad[8:]]
     return (*[x if want else None for x, want in zip(grads, wanted)], *nothing)
