@@ -184,8 +184,9 @@ def test_a_plan_serves_calls_alike_interpreted():
     first, second = (
         arguments(gdn_inputs(2, 70, 1, 2, 16, 16, torch.float16, seed=seed)) for seed in (0, 1)
     )
+    off = torch.cat([second.q.new_zeros(1), second.q.flatten()])[1:].view_as(second.q)
     plan = module.prepare_gdn_chunk_fwd(first)
-    for args in (first, second):
+    for args in (first, second, second._replace(q=off), first):  # off 16 bytes as well
         (o, state, *_), (ref, ref_state, _) = plan(*args.tensors), run("portable", args)
         assert torch.equal(o, ref) and torch.equal(state, ref_state)
 

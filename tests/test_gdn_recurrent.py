@@ -119,6 +119,27 @@ class Kernel:
     def test_right(self, shape, dtype, raw, v_first):
         check(arguments(*shape, dtype, self.device, raw=raw, v_first=v_first))
 
+    @pytest.mark.parametrize("T", [0, 1, 3])
+    @pytest.mark.parametrize("apart", [False, True])
+    def test_a_function_for_all_calls_alike(self, T, apart):
+        """Prepared for one call, it computes another one's values; tokens may lie apart."""
+        made = []
+        for seed in range(2):
+            x = arguments(2, T, 1, 2, 16, 24, device=self.device, raw=True, seed=seed)
+            for name in ("q", "v", "beta") if apart else ():
+                wider = x[name].new_zeros(2, 2 * T + 1, *x[name].shape[2:])
+                wider[:, 1::2] = x[name]
+                x[name] = wider[:, 1::2]
+            made.append(call(x))
+        function = submodule("gdn.portable.recurrent").prepare_gdn_recurrent_fwd(made[0])
+        o, state = function(*made[1].tensors)
+        want = computed("gdn.portable.recurrent", "gdn_recurrent_fwd", made[1])
+        ref, ref_state = reference.gdn_recurrent_fwd(made[1])
+        assert torch.equal(o, want[0]) and torch.equal(state, want[1])
+        assert relative_error(state, ref_state) < 2e-6
+        if T:
+            assert_close(o, ref)
+
     @pytest.mark.parametrize("state", STATES, ids=str)
     @pytest.mark.parametrize("T", [1, 3])
     def test_in_place(self, state, T, v_first):
