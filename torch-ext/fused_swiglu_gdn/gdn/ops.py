@@ -110,7 +110,7 @@ def pool_of(call) -> tuple:
 
 
 def like_recurrent(call, state_pool: Optional[Tensor]) -> Tuple[Tensor, Tensor]:
-    """As _like_steps, with an empty tensor where nothing is returned: of kda/ops.py."""
+    """The results of _like_steps, with an empty tensor in place of None."""
     return tuple([present(x, call.v) for x in _like_steps(call)])
 
 

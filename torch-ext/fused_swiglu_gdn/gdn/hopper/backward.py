@@ -35,8 +35,10 @@ TOKENS = (0, 1, 2, 9)  # q, k, v and do in a GdnBackward
 
 
 def prepare_gdn_chunk_bwd(call: GdnBackward) -> Optional[Callable]:
-    """As prepare_gdn_chunk_bwd of portable/backward.py, for fp16 or bf16 and K = V = 128; tokens
-    of other layouts are copied."""
+    """The function that prepare_gdn_chunk_bwd of portable/backward.py describes, by these kernels.
+
+    For fp16 or bf16 and K = V = 128; tokens of other layouts are copied.
+    """
     return on_dense(_prepare, call, *APART) if computes(call) else None
 
 

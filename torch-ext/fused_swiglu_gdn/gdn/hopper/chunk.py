@@ -25,8 +25,10 @@ def _dense_heads(state: Optional[torch.Tensor]) -> bool:
 
 
 def prepare_gdn_chunk_fwd(call: GdnCall) -> Optional[Callable]:
-    """As prepare_gdn_chunk_fwd of portable/chunk.py, for fp16 or bf16, K = V = 128, at least one
-    token and tensors whose strides TMA can address."""
+    """The function that prepare_gdn_chunk_fwd of portable/chunk.py describes, by these kernels.
+
+    For fp16 or bf16, K = V = 128, at least one token and tensors whose strides TMA can address.
+    """
     return on_dense(_prepare, call, "g", "beta", "initial_state")
 
 
