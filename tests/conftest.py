@@ -28,7 +28,11 @@ from in_tree import NAME, PACKAGE, ROOT, submodule  # noqa: E402, F401
 def prepared(module: str, name: str, call: type, *fields):
     """What a kernel module computes of a call, whose fields are given flat, options last; None if
     it does not compute it."""
-    call = call.of(fields)
+    return computed(module, name, call.of(fields))
+
+
+def computed(module: str, name: str, call):
+    """What a kernel module computes of a call; None if it does not compute it."""
     run = getattr(submodule(module), f"prepare_{name}")(call)
     return None if run is None else run(*call.tensors)
 

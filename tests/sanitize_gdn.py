@@ -33,7 +33,6 @@ def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False,
     indices = torch.tensor(rows, device=device) if pool else None
     chip = gdn_plan.device
     segments, processors = gdn_plan._segments, chip.multiprocessor_count
-    gdn._kept.cache_clear()
     if not cut:
         gdn_plan._segments = lambda N, *_: (1, N)
     chip.multiprocessor_count = lambda index: processors(index) if cut else PROCESSORS[W]
@@ -42,9 +41,8 @@ def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False,
         128**-0.5, use_qk_l2norm=True, state_v_first=v_first, output_final_state=True,
         checkpoint_every=every,
     )  # fmt: skip
-    o, final, *_ = gdn.gdn_chunk_fwd(
-        calls.GdnCall(q, k, v, g, beta, None, None, state, indices, cu, options)
-    )
+    tensors = (q, k, v, g, beta, None, None, state, indices, cu)
+    o, final, *_ = gdn.prepare_gdn_chunk_fwd(calls.GdnCall(*tensors, options))(*tensors)
     torch.cuda.synchronize()
     gdn_plan._segments, chip.multiprocessor_count = segments, processors
     assert torch.isfinite(o).all() and torch.isfinite(final).all()

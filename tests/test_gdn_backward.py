@@ -94,8 +94,16 @@ class Case:
         return [None if x is None else next(grads) for x in leaves]
 
     def gradients(self, module, prepared=None, values_only=False):
-        gradient = calls.GdnGradient(self.do, self.d_final, prepared, values_only)
-        return module.gdn_chunk_bwd(self.call(), gradient)
+        call = self.backward(prepared, values_only)
+        if module is written_out:
+            return module.gdn_chunk_bwd(call)
+        return module.prepare_gdn_chunk_bwd(call)(*call.tensors)
+
+    def backward(self, prepared=None, values_only=False):
+        """The call of the gradient."""
+        prepared, options = prepared or (None, None, None), self.call().options
+        tensors = (*self.inputs, self.cu_seqlens, self.do, self.d_final, *prepared)
+        return calls.GdnBackward(*tensors, calls.GradientOptions(values_only, *options))
 
     def call(self):
         options = calls.GdnOptions(self.scale, *self.flags)
@@ -216,7 +224,7 @@ def operator_arguments(x, recompute):
 @pytest.mark.parametrize("recompute", [True, False])
 def test_operator(recompute):
     args = operator_arguments(leaves(), recompute)
-    torch.library.opcheck(train.gdn_chunk_train, args)
+    torch.library.opcheck(train.CHUNK.op, args)
 
 
 @compiled
@@ -225,7 +233,7 @@ def test_gradient_of_the_operator():
     wanted = ("q", "k", "v", "g", "beta", "initial_state")
 
     def both(*tensors):
-        return train.gdn_chunk_train(*operator_arguments(dict(zip(wanted, tensors)), True))[:2]
+        return train.CHUNK.op(*operator_arguments(dict(zip(wanted, tensors)), True))[:2]
 
     torch.autograd.gradcheck(both, [x[name] for name in wanted], fast_mode=True)
 
@@ -233,7 +241,7 @@ def test_gradient_of_the_operator():
 @compiled
 def test_second_derivative_is_refused():
     x = leaves()
-    o = train.gdn_chunk_train(*operator_arguments(x, True))[0]
+    o = train.CHUNK.op(*operator_arguments(x, True))[0]
     (dq,) = torch.autograd.grad(o.sum(), x["q"], create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         dq.sum().backward()
@@ -244,7 +252,7 @@ def test_only_what_is_wanted():
     x = leaves()
     for name in ("q", "k", "g", "beta"):
         x[name].requires_grad_(False)
-    _, state = train.gdn_chunk_train(*operator_arguments(x, True))[:2]
+    _, state = train.CHUNK.op(*operator_arguments(x, True))[:2]
     state.sum().backward()  # no gradient of o comes in
     assert x["v"].grad is not None and x["initial_state"].grad is not None
     assert x["q"].grad is None
@@ -348,7 +356,7 @@ def kernels(case):
     found = [submodule("gdn.portable.backward")]
     if torch.cuda.get_device_capability()[0] == 9:
         hopper = submodule("gdn.hopper.backward")
-        found += [hopper] if hopper.supports_gdn_chunk_bwd(case.call()) else []
+        found += [hopper] if hopper.prepare_gdn_chunk_bwd(case.backward()) else []
     return found
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_close, gdn_inputs, relative_error, submodule
+from conftest import assert_close, computed, gdn_inputs, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 call, reference = submodule("gdn.call"), submodule("gdn.reference.chunk")
@@ -34,10 +34,12 @@ def expected(args):
 
 def run(implementation, args):
     """o, the final state and the checkpoints."""
+    return computed(f"gdn.{implementation}.chunk", "gdn_chunk_fwd", args)[:3]
+
+
+def is_computed(implementation, args) -> bool:
     module = submodule(f"gdn.{implementation}.chunk")
-    assert module.supports_gdn_chunk_fwd(args)
-    o, state, checkpoints, _ = module.gdn_chunk_fwd(args)
-    return o, state, checkpoints
+    return module.prepare_gdn_chunk_fwd(args) is not None
 
 
 def check(implementation, args, factor=1.0):
@@ -182,9 +184,10 @@ def test_a_plan_serves_calls_alike_interpreted():
     first, second = (
         arguments(gdn_inputs(2, 70, 1, 2, 16, 16, torch.float16, seed=seed)) for seed in (0, 1)
     )
-    plan = module.plan_gdn_chunk_fwd(first)
-    for args in (first, second):
-        (o, state, _, _), (ref, ref_state, _, _) = plan(*args.tensors), module.gdn_chunk_fwd(args)
+    off = torch.cat([second.q.new_zeros(1), second.q.flatten()])[1:].view_as(second.q)
+    plan = module.prepare_gdn_chunk_fwd(first)
+    for args in (first, second, second._replace(q=off), first):  # off 16 bytes as well
+        (o, state, *_), (ref, ref_state, _) = plan(*args.tensors), run("portable", args)
         assert torch.equal(o, ref) and torch.equal(state, ref_state)
 
 
@@ -218,8 +221,7 @@ def implementation(request):
 
 
 def check_where_supported(implementation, args, factor=1.0):
-    module = submodule(f"gdn.{implementation}.chunk")
-    if not module.supports_gdn_chunk_fwd(args):
+    if not is_computed(implementation, args):
         assert implementation != "portable"
         pytest.skip("another implementation serves this call")
     check(implementation, args, factor)
@@ -258,7 +260,7 @@ def aiter_inputs(B, T, H, D, norm, zeros, dtype, rows):
 
 
 def assert_aiter(implementation, args):
-    if not submodule(f"gdn.{implementation}.chunk").supports_gdn_chunk_fwd(args):
+    if not is_computed(implementation, args):
         pytest.skip("another implementation serves this call")
     ref = expected(args)
     o, state, _ = run(implementation, args)
@@ -457,7 +459,6 @@ def test_more_elements_than_32_bits_count(implementation):
 def test_supports():
     if INTERPRETING:
         pytest.skip("nothing to interpret")
-    portable = submodule("gdn.portable.chunk")
     x = gdn_inputs(1, 4, 1, 1, 8, 8)
-    assert portable.supports_gdn_chunk_fwd(arguments(x))
-    assert not portable.supports_gdn_chunk_fwd(arguments({n: y.double() for n, y in x.items()}))
+    assert is_computed("portable", arguments(x))
+    assert not is_computed("portable", arguments({n: y.double() for n, y in x.items()}))

@@ -110,7 +110,7 @@ def test_a_million_tokens(gates):
 
 def test_operator_and_compiled_function():
     """opcheck of the operator, and one graph, where the portable kernels serve."""
-    dispatch, ops = submodule("runtime.dispatch"), submodule("gdn.ops")
+    dispatch, ops = submodule("runtime.dispatch"), submodule("gdn.ops_train")
     kernel = load_package()
     x = inputs(2200, HV=2, D=64)
     state = x.pop("initial_state")
@@ -125,9 +125,9 @@ def test_operator_and_compiled_function():
 
     with torch.no_grad(), dispatch.force("portable"):
         checks = ("test_schema", "test_faketensor")
-        for pool, start, rows in ((None, state, None), (state, None, torch.tensor([0]).cuda())):
-            args = (pool, *first, start, rows, None, *options)
-            torch.library.opcheck(ops._gdn_chunk_fwd, args, test_utils=checks)
+        for found, rows in ((ops.CHUNK, None), (ops.CHUNK_IN_POOL, torch.tensor([0]).cuda())):
+            args = (*first, state, rows, None, *options)
+            torch.library.opcheck(found.op, args, test_utils=checks)
         eager = call(*first[:5])
         compiled_ = torch.compile(call, fullgraph=True, backend="aot_eager")(*first[:5])
     assert all(relative_error(a, b) == 0 for a, b in zip(compiled_, eager))

@@ -3,7 +3,7 @@ the final state, M that of the identity without V, E the gradient of the initial
 
 import pytest
 import torch
-from conftest import relative_error, submodule
+from conftest import computed, relative_error, submodule
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,7 +33,27 @@ def problem(lengths, H, HV, gates: str):
     cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
     options = call.GdnOptions(D**-0.5, use_qk_l2norm=True, output_final_state=True)
     one = call.GdnCall(q, k, v, g, beta, None, None, start, None, cu, options)
-    return one, call.GdnGradient(normal(1, T, HV, D), torch.randn_like(start), None, True)
+    return one, (normal(1, T, HV, D), torch.randn_like(start))
+
+
+def forward(call):
+    return computed("gdn.hopper.chunk", "gdn_chunk_fwd", call)
+
+
+def of_pieces(call, *more):
+    """The function that pieces.py prepares, and its tensors."""
+    kind = submodule("gdn.call").GdnPieces
+    tensors = (*call.tensors[:8], call.cu_seqlens, *more)
+    run = submodule("gdn.hopper.pieces").prepare_gdn_pieces_fwd(kind(*tensors, call.options))
+    return run(*tensors)
+
+
+def backward(call, asked, blocks=(None, None, None)):
+    """The call of the gradient, of v and initial_state alone."""
+    calls = submodule("gdn.call")
+    options = calls.GradientOptions(True, *call.options)
+    tensors = (*call.tensors[:8], call.cu_seqlens, *asked, *blocks)
+    return calls.GdnBackward(*tensors, options)
 
 
 @pytest.mark.parametrize("gates", GATES)
@@ -41,22 +61,19 @@ def problem(lengths, H, HV, gates: str):
     "lengths, H, HV", [((1000,), 2, 4), ((130, 64, 700), 2, 4), ((1, 63, 65), 1, 2)]
 )
 def test_pieces(lengths, H, HV, gates):
-    pieces, chunk = submodule("gdn.hopper.pieces"), submodule("gdn.hopper.chunk")
-    call, gradient = problem(lengths, H, HV, gates)
+    call, _ = problem(lengths, H, HV, gates)
     N, start = len(lengths), call.initial_state
-    o, states, *_ = chunk.gdn_chunk_fwd(call)
+    o, states, *_ = forward(call)
     eye = torch.eye(D, device="cuda").expand(N, HV, D, D).contiguous()
     zeros = torch.zeros_like(start)
-    from_zeros = chunk.gdn_chunk_fwd(call._replace(initial_state=zeros))[1]
-    transition = chunk.gdn_chunk_fwd(call._replace(v=torch.zeros_like(call.v), initial_state=eye))[
-        1
-    ]
+    from_zeros = forward(call._replace(initial_state=zeros))[1]
+    transition = forward(call._replace(v=torch.zeros_like(call.v), initial_state=eye))[1]
     tell = torch.arange(N, device="cuda").roll(1).int()  # in other rows, and the last one nothing
     tell[-1] = -1 if N > 1 else 0
     for with_m in (False, True):
         for before, want in ((None, from_zeros), (start.mT.contiguous(), states)):
             told = torch.full((N, HV, 2 * D if with_m else D, D), float("nan"), device="cuda")
-            finish = pieces.gdn_pieces_fwd(call, tell, told, before)
+            finish = of_pieces(call, tell, told, before)
             for n, row in enumerate(tell.tolist()):
                 if row < 0:
                     continue
@@ -69,24 +86,24 @@ def test_pieces(lengths, H, HV, gates):
             again = torch.full_like(told, float("nan"))
             got, ends, _ = finish(start)
             assert torch.equal(got, o) and torch.equal(ends, states)
-            pieces.gdn_pieces_fwd(call, tell, again, before)
+            of_pieces(call, tell, again, before)
             assert torch.equal(told.nan_to_num(7.0), again.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("gates", GATES)
 @pytest.mark.parametrize("lengths, H, HV", [((1000,), 2, 4), ((130, 64, 700), 2, 4)])
 def test_what_pieces_ask_for(lengths, H, HV, gates):
-    pieces, chunk = submodule("gdn.hopper.pieces"), submodule("gdn.hopper.chunk")
-    call, gradient = problem(lengths, H, HV, gates)
-    before = [x.clone() for x in (call.q, call.k, gradient.do)]
-    want = chunk.gdn_chunk_bwd(call, gradient)[7]
-    asked, blocks = pieces.gdn_entry_bwd(call, gradient)
+    call, given = problem(lengths, H, HV, gates)
+    one = backward(call, given)
+    before = [x.clone() for x in (call.q, call.k, one.do)]
+    want = computed("gdn.hopper.chunk", "gdn_chunk_bwd", one)[7]
+    asked, blocks = computed("gdn.hopper.pieces", "gdn_entry_bwd", one)
     if gates == "slow":
         assert torch.equal(asked, want)
     else:  # heads that forget begin from zeros behind their first chunks
         assert relative_error(asked, want) < 1e-6
-    again, _ = pieces.gdn_entry_bwd(call, gradient)
+    again, _ = computed("gdn.hopper.pieces", "gdn_entry_bwd", one)
     assert torch.equal(asked, again)
-    assert all(map(torch.equal, before, (call.q, call.k, gradient.do)))
-    given = chunk.gdn_chunk_bwd(call, gradient._replace(prepared=blocks))
-    assert torch.equal(given[7], want)
+    assert all(map(torch.equal, before, (call.q, call.k, one.do)))
+    found = computed("gdn.hopper.chunk", "gdn_chunk_bwd", backward(call, given, blocks))
+    assert torch.equal(found[7], want)

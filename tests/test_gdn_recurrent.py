@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from conftest import assert_close, gdn_inputs, relative_error, submodule
+from conftest import assert_close, computed, gdn_inputs, prepared, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 reference, calls = submodule("gdn.reference.recurrent"), submodule("gdn.call")
@@ -71,7 +71,7 @@ def call(x):
 
 def run(x):
     """The kernels' o and states."""
-    return submodule("gdn.portable.recurrent").gdn_recurrent_fwd(call(x))
+    return computed("gdn.portable.recurrent", "gdn_recurrent_fwd", call(x))
 
 
 def poisoned(*shapes, dtype, device):
@@ -82,8 +82,6 @@ def poisoned(*shapes, dtype, device):
 
 def check(x):
     """The kernel's output and states are the reference's; returns them."""
-    kernel = submodule("gdn.portable.recurrent")
-    assert kernel.supports_gdn_recurrent_fwd(call(x))
     ref_o, ref_state = reference.gdn_recurrent_fwd(call(wide(x)))
     for tensor, dtype in ((x["v"], x["q"].dtype), (x["initial_state"], torch.float32)):
         poisoned(tensor.shape, dtype=dtype, device=tensor.device)
@@ -120,6 +118,27 @@ class Kernel:
     @pytest.mark.parametrize("raw", [False, True], ids=["ready", "raw"])
     def test_right(self, shape, dtype, raw, v_first):
         check(arguments(*shape, dtype, self.device, raw=raw, v_first=v_first))
+
+    @pytest.mark.parametrize("T", [0, 1, 3])
+    @pytest.mark.parametrize("apart", [False, True])
+    def test_a_function_for_all_calls_alike(self, T, apart):
+        """Prepared for one call, it computes another one's values; tokens may lie apart."""
+        made = []
+        for seed in range(2):
+            x = arguments(2, T, 1, 2, 16, 24, device=self.device, raw=True, seed=seed)
+            for name in ("q", "v", "beta") if apart else ():
+                wider = x[name].new_zeros(2, 2 * T + 1, *x[name].shape[2:])
+                wider[:, 1::2] = x[name]
+                x[name] = wider[:, 1::2]
+            made.append(call(x))
+        function = submodule("gdn.portable.recurrent").prepare_gdn_recurrent_fwd(made[0])
+        o, state = function(*made[1].tensors)
+        want = computed("gdn.portable.recurrent", "gdn_recurrent_fwd", made[1])
+        ref, ref_state = reference.gdn_recurrent_fwd(made[1])
+        assert torch.equal(o, want[0]) and torch.equal(state, want[1])
+        assert relative_error(state, ref_state) < 2e-6
+        if T:
+            assert_close(o, ref)
 
     @pytest.mark.parametrize("state", STATES, ids=str)
     @pytest.mark.parametrize("T", [1, 3])
@@ -225,25 +244,23 @@ class Kernel:
     @pytest.mark.parametrize("dense", [True, False])
     def test_cleared_rows(self, dense, state):
         """Rows that are to be cleared, and no others."""
-        pool = submodule("gdn.portable.pool")
         wider = torch.full((7, 3, 40, 24), 7.0, dtype=state, device=self.device)
         mine = wider if dense else wider[:, 1:].mT[..., 3:]
         rows = torch.tensor([5, -1, 0, 2, 3], device=self.device)
         kept = torch.tensor([False, False, True, False, True], device=self.device)
-        assert pool.supports_gdn_clear_rows(mine, rows, kept)
         expected = wider.clone()
         (expected if dense else expected[:, 1:].mT[..., 3:])[[5, 2]] = 0.0
-        pool.gdn_clear_rows(mine, rows, kept)
+        prepared("gdn.portable.pool", "gdn_clear_rows", calls.ClearRows, mine, rows, kept)
         assert torch.equal(wider, expected)
 
     def test_pool_that_no_kernel_reaches(self):
         """Columns apart, rows that share memory: the reference's."""
-        supports = submodule("gdn.portable.recurrent").supports_gdn_recurrent_fwd
+        prepare = submodule("gdn.portable.recurrent").prepare_gdn_recurrent_fwd
         x = arguments(2, 1, 1, 2, 16, 16, device=self.device, read=[1, 2], pool=4, inplace=True)
-        assert supports(call(x))
+        assert prepare(call(x)) is not None
         pool = x["initial_state"]
         for wrong in (pool.mT, pool[:, :, :1].expand(-1, -1, 16, -1), pool[:, :1].expand_as(pool)):
-            assert not supports(call({**x, "initial_state": wrong}))
+            assert prepare(call({**x, "initial_state": wrong})) is None
 
     @pytest.mark.parametrize("T", [1, 2])
     @pytest.mark.parametrize("write", [None, [1, 5, 2, 0]], ids=str)

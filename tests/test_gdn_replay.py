@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from conftest import TOLERANCE, relative_error, submodule
+from conftest import TOLERANCE, computed, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 calls, reference = submodule("gdn.call"), submodule("gdn.reference.replay")
@@ -23,8 +23,13 @@ GATES = {
 }
 
 
-def functions(kernels: bool):
-    return submodule("gdn.portable.replay") if kernels else reference
+def by(kernels: bool, name: str, call):
+    """What the kernels, or the reference, give of a call."""
+    if kernels:
+        return computed("gdn.portable.replay", name, call)
+    operations = submodule("gdn.ops_replay")
+    named = {x.name: x for x in (operations.REPLAY, operations.ADVANCE, operations.MATERIALISE)}
+    return named[name].module(call)
 
 
 class Decoding:
@@ -88,20 +93,26 @@ class Decoding:
 
     def replay(self, x, force=None, out=None):
         call = self.call(x, force, out)
-        if self.kernels:
-            assert functions(True).supports_gdn_replay_fwd(call)
-        return functions(self.kernels).gdn_replay_fwd(call)
+        return by(self.kernels, "gdn_replay_fwd", call)
 
     def advance(self, accepted=None, force=None):
         sizes = (self.ring.k.shape[2], self.ring.max_tokens, self.null)
         rest = (accepted, force, self.rows, *sizes)
         want = reference.gdn_ring_advance(self.cursor.clone(), *rest)
-        functions(self.kernels).gdn_ring_advance(self.cursor, *rest)
+        self.advance_by(self.kernels, accepted, force)
         assert torch.equal(self.cursor, want)
 
+    def advance_by(self, kernels, accepted, force=None):
+        options = calls.AdvanceOptions(self.ring.max_tokens, self.null)
+        ring = self.ring[:3]
+        call = calls.RingAdvance(self.cursor, accepted, force, self.rows, *ring, options)
+        by(kernels, "gdn_ring_advance", call)
+
     def materialise(self, inplace=False):
+        options = calls.MaterialiseOptions(self.ring.max_tokens, self.null, inplace)
         tensors = (self.pool, *self.ring[:3], self.cursor, self.rows)
-        return functions(self.kernels).gdn_ring_materialise(*tensors, self.null, inplace)
+        call = calls.RingMaterialise(*tensors, options)
+        return by(self.kernels, "gdn_ring_materialise", call)
 
     def recurrence(self, x):
         """o and the states after every token of the live rows, in fp64."""
@@ -457,14 +468,15 @@ def test_operators():
     x.ring = x.ring._replace(k=x.ring.k.zero_(), u=x.ring.u.zero_(), g=x.ring.g.zero_())
     call = x.call(x.tokens())
     checks = ("test_schema", "test_faketensor")
-    held = (*x.ring[:3], x.cursor, x.rows, -1)
-    for operator, args in (
-        (ops._gdn_replay_fwd, (*call.tensors, *call.options)),
-        (ops._gdn_ring_advance, (x.cursor, None, None, x.rows, 8, 1, -1)),
-        (ops._gdn_ring_materialise, (x.pool, None, *held)),
-        (ops._gdn_ring_materialise, (None, x.pool, *held)),
+    ring, out = x.ring[:3], torch.empty_like(call.v)
+    for operation, args in (
+        (ops.REPLAY, (*call.tensors, *call.options)),
+        (ops.REPLAY, (*call._replace(out=out).tensors, *call.options)),
+        (ops.ADVANCE, (x.cursor, None, None, x.rows, *ring, 1, -1)),
+        (ops.MATERIALISE, (x.pool, *ring, x.cursor, x.rows, 1, -1, False)),
+        (ops.MATERIALISE_IN_PLACE, (x.pool, *ring, x.cursor, x.rows, 1, -1, True)),
     ):
-        torch.library.opcheck(operator, args, test_utils=checks)
+        torch.library.opcheck(operation.op, args, test_utils=checks)
 
 
 @compiled
@@ -545,8 +557,7 @@ class TestCompiled(Kernel):
 
         def step(of):
             o = of.replay(fixed)
-            rest = (accepted, None, of.rows, 8, T, -1)
-            functions(True).gdn_ring_advance(of.cursor, *rest)
+            of.advance_by(True, accepted)
             return o
 
         for _ in range(20):

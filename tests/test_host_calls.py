@@ -17,6 +17,11 @@ from launching import Kernel, pretending  # noqa: E402
 MOST = {
     "prefill": 32,
     "decode": 9,  # two of them let autograd notice what was written
+    "decode, 4 tokens": 8,  # 179 without a launch that is kept
+    "decode without gates": 12,  # g and beta are made
+    "replay": 10,  # here, too
+    "ring": 9,  # here, too
+    "ring to states": 8,
     "swiglu, M=1": 9,
     "swiglu, M=512": 12,
     "layer": 9,  # here, too
@@ -182,9 +187,17 @@ def calls(kernel) -> dict:
             weights, _ = kernel.fused_topk(logits, 4)
             torch.autograd.grad(weights, logits, dout[:4, :4])
 
+    ring, cursor = kernel.make_ring(state, 2, torch.bfloat16), torch.zeros(1, 2, dtype=torch.int32)
     return {
         **layer_calls(kernel),
         **fp8_calls(),
+        "decode, 4 tokens": functools.partial(
+            kernel.fused_recurrent_gated_delta_rule, *tensors(4), output_final_state=True
+        ),
+        "decode without gates": lambda: kernel.fused_recurrent_gated_delta_rule(q, k, v),
+        "replay": lambda: kernel.replay_gated_delta_rule(*token, state, ring, cursor),
+        "ring": lambda: kernel.advance_ring(cursor, ring),
+        "ring to states": lambda: kernel.materialise_ring(state, ring, cursor),
         "experts, T=1": functools.partial(kernel.fused_experts, *experts_of(1)),
         "experts, T=100": functools.partial(kernel.fused_experts, *experts),
         "experts, training step": experts_step,

@@ -45,8 +45,8 @@ def place(parts) -> tuple:
     """(room, kind) of a module by the parts of its path, e.g. ("gdn", "hopper")."""
     if parts[0] not in OPERATIONS or len(parts) == 1:
         return parts[0], ""
-    kind = parts[1]
-    return parts[0], "ops" if kind.startswith("ops_") else kind
+    kind = parts[1].partition("_")[0]  # ops_train and checks_replay are ops and checks
+    return parts[0], kind if kind in ("ops", "checks") else parts[1]
 
 
 def imported(path):

@@ -533,8 +533,8 @@ def test_addresses_in_turn(kernel, T):
     gdn = pytest.importorskip("triton.experimental.gluon") and submodule("gdn.hopper.chunk")
     cases = [gdn_inputs(1, T, 2, 4, 128, 128, torch.bfloat16, "cuda", seed=i) for i in range(2)]
     calls = [arguments(x, use_qk_l2norm=True) for x in cases]
-    want = [gdn.gdn_chunk_fwd(args)[0] for args in calls]
-    run = gdn.plan_gdn_chunk_fwd(calls[0])
+    want = [gdn.prepare_gdn_chunk_fwd(args)(*args.tensors)[0] for args in calls]
+    run = gdn.prepare_gdn_chunk_fwd(calls[0])
     for _ in range(3):
         for args, o in zip(calls, want):
             assert torch.equal(run(*args.tensors)[0], o)

@@ -181,7 +181,7 @@ def test_the_rule_by_the_operator_and_past_it(monkeypatch):
 
     def gradients():
         args = (*tensors[:5], None, None, tensors[5], None, None, *options)
-        o, state, *blocks = train.gdn_chunk_train(*args)
+        o, state, _, *blocks = train.CHUNK.op(*args)
         assert not any(block.requires_grad for block in blocks)
         return torch.autograd.grad(o.sum() + state.square().sum(), tensors)
 

@@ -5,7 +5,7 @@ import torch
 from conftest import gdn_inputs, relative_error, submodule
 
 swiglu, gdn, layer = (submodule(f"{room}.ops") for room in ("swiglu", "gdn", "gdn_layer"))
-calls = submodule("gdn.call")
+calls, train = submodule("gdn.call"), submodule("gdn.ops_train")
 # gradients are the reference's own (or a kernel's, tested with that kernel), not the operator's
 CHECKS = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
 
@@ -23,18 +23,17 @@ def rule_args(device, pool=False, packed=False):
 @pytest.mark.parametrize("packed", [False, True])
 def test_opcheck_rule(device, pool, packed):
     first, state, indices, cu = rule_args(device, pool, packed)
-    start, state_pool = (None, state) if pool else (state, None)
     options = {"scale": 0.25, "use_qk_l2norm": True, "output_final_state": True}
     chunk = calls.GdnOptions(**options)
-    torch.library.opcheck(
-        gdn._gdn_chunk_fwd, (state_pool, *first, start, indices, cu, *chunk), test_utils=CHECKS
-    )
+    operation = train.CHUNK_IN_POOL if pool else train.CHUNK
+    args = (*first, state, indices, cu, *chunk)
+    torch.library.opcheck(operation.op, args, test_utils=CHECKS)
     recurrent = calls.RecurrentOptions(**options, inplace=pool)
     out = torch.empty_like(first[2]) if pool else None
+    operation = gdn.RECURRENT_IN_PLACE if pool else gdn.RECURRENT
     torch.library.opcheck(
-        gdn._gdn_recurrent_fwd,
-        (state_pool, *first, start, indices, None, None, cu, out, *recurrent), test_utils=CHECKS,
-    )  # fmt: skip
+        operation.op, (*first, state, indices, None, None, cu, out, *recurrent), test_utils=CHECKS
+    )
 
 
 def test_opcheck_checkpoints_and_all_states(device):
@@ -44,14 +43,12 @@ def test_opcheck_checkpoints_and_all_states(device):
     }  # fmt: skip
     state = state.mT.contiguous()
     chunk = calls.GdnOptions(**options, state_dtype=torch.bfloat16, checkpoint_every=64)
-    torch.library.opcheck(
-        gdn._gdn_chunk_fwd, (None, *first, state, None, None, *chunk), test_utils=CHECKS
-    )
+    args = (*first, state, None, None, *chunk)
+    torch.library.opcheck(train.CHUNK.op, args, test_utils=CHECKS)
     recurrent = calls.RecurrentOptions(**options, all_states=True)
     torch.library.opcheck(
-        gdn._gdn_recurrent_fwd, (None, *first, state, *[None] * 5, *recurrent),
-        test_utils=CHECKS,
-    )  # fmt: skip
+        gdn.RECURRENT.op, (*first, state, *[None] * 5, *recurrent), test_utils=CHECKS
+    )
 
 
 def test_opcheck_swiglu_and_layer(device):

@@ -373,19 +373,19 @@ calls(_rule, "gdn training", {
 def _pieces(kernel, T=8192, H=16, HV=64, D=128, slots=1, with_m=False, known=False, grad=False):
     """What a process tells of a sequence that others hold too, and its part of the rule; of the
     gradient what it asks of the state before that sequence."""
-    call, dispatch = submodule("gdn.call"), submodule("runtime.dispatch")
+    call, ops = submodule("gdn.call"), submodule("gdn.ops_context")
     q, v, g = values(1, T, H, D), values(1, T, HV, D), values(1, T, HV)
     start, lengths = values(slots, HV, D, D, dtype=FP32), offsets((T // slots,) * slots)
     options = call.GdnOptions(D**-0.5, use_qk_l2norm=True, output_final_state=True)
-    one = call.GdnCall(q, q, v, g, g, None, None, start, None, lengths, options)
+    one = (q, q, v, g, g, None, None, start, lengths)
     if grad:
-        args = (one, call.GdnGradient(v, torch.empty_like(start), None, True))
-        launch = dispatch.choose("gdn.pieces", "gdn_entry_bwd", False, args)
-        return lambda: launch and launch(*args)
+        tensors = (*one, v, torch.empty_like(start), None, None, None)
+        launch = ops.ENTRY.serving(tensors, call.GradientOptions(True, *options))
+        return lambda: launch and launch(*tensors)
     told = values(slots, HV, 2 * D if with_m else D, D, dtype=FP32)
-    args = (one, rows(slots, torch.int32), told, start if known else None)
-    launch = dispatch.choose("gdn.pieces", "gdn_pieces_fwd", False, args)
-    return lambda: launch and launch(*args)(start)
+    tensors = (*one, rows(slots, torch.int32), told, start if known else None)
+    launch = ops.PIECES.serving(tensors, options)
+    return lambda: launch and launch(*tensors)(start)
 
 
 calls(_pieces, "gdn pieces", {

@@ -1,19 +1,15 @@
 """The gated delta rule with FLA's interface: in chunks, and token by token."""
 
-import operator
 from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from ..runtime.cache import CallCache, fast_path_ok
-from ..runtime.checks import is_null_index
-from ..runtime.ops import autocast, dense, needs_grad
+from ..runtime.ops import needs_grad
 from . import checks, ops
 from .api_context import chunk_with_context, lengths_alone
-from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
-
-_prefilling, _decoding = CallCache(), CallCache()
+from .call import GdnCall, GdnOptions
+from .ops_train import CHUNK, CHUNK_IN_POOL, cast
 
 
 def chunk_gated_delta_rule(
@@ -120,63 +116,35 @@ def chunk_gated_delta_rule(
         state_v_first, output_final_state, state_dtype, checkpoint_every,
     )  # fmt: skip
     checks.are_flags(inplace_final_state=inplace_final_state, recompute=recompute)
-    settings = (use_gate_in_kernel, chunk_size)
+    settings = (use_gate_in_kernel, chunk_size, recompute)
     if has_initial_state is not None or not inplace_final_state:
-        call = GdnCall(*tensors, GdnOptions(*options))
-        checked = _checked(call, *settings, bool(inplace_final_state))
-        checks.pool_of_prompts(checked, has_initial_state, cp_context)
-        tensors = _started(call, checked, has_initial_state, not inplace_final_state)
+        call = _checked(tensors, options, settings, bool(inplace_final_state))
+        checks.pool_of_prompts(call, has_initial_state, cp_context)
+        pool, rows = call.initial_state, call.state_indices
+        pool, rows = ops.states_to_start_from(
+            pool, rows, has_initial_state, not inplace_final_state
+        )
+        tensors = (*tensors[:7], pool, rows, cu_seqlens)
     if cp_context is not None:
         call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
         lengths = lengths_alone(call, cp_context)
         if lengths is None:
             return chunk_with_context(call, cp_context, _checked, settings)
         tensors = (*tensors[:-1], lengths)
-    kind = (*options, *settings, recompute)
-    plan = _prefilling.find(tensors, kind, True)
-    if plan is None:
-        call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
-        call = _checked(call, *settings)
-        if state_indices is not None:
-            checks.pool_is_written(call.initial_state)
-        if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
-            plan = _prefilling.keep(tensors, kind, ops.plan_gdn_chunk(call))
-    o, state, checkpoints, _ = ops.gdn_chunk(call) if plan is None else plan(*tensors)
-    if not inplace_final_state:
-        state = state.to(state_dtype or state.dtype) if output_final_state else None
+    operation = CHUNK if state_indices is None else CHUNK_IN_POOL
+    o, state, checkpoints, *_ = operation(tensors, (*options, *settings))
+    if state_indices is not None:
+        state = tensors[7]
+    if not (output_final_state or state_indices is not None and inplace_final_state):
+        state = None
+    elif not inplace_final_state:
+        state = state.to(state_dtype or state.dtype)
     return (o, state, checkpoints) if checkpoint_every else (o, state)
 
 
-def _started(call: GdnCall, checked: GdnCall, kept: Optional[Tensor], apart: bool) -> tuple:
-    """The tensors of the call, with the states from which its sequences start."""
-    pool, rows = checked.initial_state, checked.state_indices
-    pool, rows = ops.states_to_start_from(pool, rows, dense(kept), apart)
-    return call._replace(initial_state=pool, state_indices=rows).tensors
-
-
-def _checked(call: GdnCall, use_gate: bool, chunk_size: int, written: bool = True) -> GdnCall:
-    """Checks the call and returns it in the form that the operator takes."""
-    checks.chunk_size(chunk_size)
-    q, k, v = autocast(call.q, call.k, call.v)
-    call = call._replace(q=q, k=k, v=v)
-    checks.rule_flags(call.options, use_gate)
-    checks.checkpoint_every(call.options.checkpoint_every)
-    checks.state_dtype(call.options.state_dtype)
-    checks.gated_delta_rule(call, use_gate, written)
-    return _with_scale(
-        call._replace(
-            q=dense(q), k=dense(k), v=dense(v), A_log=dense(call.A_log),
-            dt_bias=dense(call.dt_bias), state_indices=dense(call.state_indices),
-            cu_seqlens=dense(call.cu_seqlens),
-        )
-    )  # fmt: skip
-
-
-def _with_scale(call):
-    """The call with the default scale if none was given."""
-    scale = call.options.scale
-    scale = call.K**-0.5 if scale is None else float(scale)
-    return call._replace(options=call.options._replace(scale=scale))
+def _checked(tensors: tuple, options: tuple, settings: tuple, written: bool = True) -> GdnCall:
+    """Checks the arguments and returns the call that they make."""
+    return checks.chunk(GdnCall(*cast(*tensors), (*options, *settings)), written)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -265,46 +233,16 @@ def fused_recurrent_gated_delta_rule(
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
         num_accepted_tokens, cu_seqlens, out,
     )  # fmt: skip
-    kind = (
+    options = (
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, output_final_state, inplace_final_state, output_all_states, null_index,
         use_gate_in_kernel,
     )  # fmt: skip
-    plan = _decoding.find(tensors, kind, True)
-    if plan is not None:
-        return plan(*tensors)
-    call = RecurrentCall(*tensors, RecurrentOptions(*kind[:-1]))
-    call = _checked_recurrent(call, use_gate_in_kernel)
-    if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
-        _decoding.keep(tensors, kind, ops.plan_gdn_recurrent(call))
-    return ops.gdn_recurrent(call)
-
-
-def _checked_recurrent(call: RecurrentCall, use_gate: bool) -> RecurrentCall:
-    """Checks the call and returns it in the form that the operator takes."""
-    q, k, v = autocast(call.q, call.k, call.v)
-    checks.is_tensor("v", v)
-    checks.rule_flags(call.options, use_gate)
-    checks.are_flags(
-        inplace_final_state=call.options.inplace, output_all_states=call.options.all_states
-    )
-    is_null_index(call.options.null_index)
-    g, beta = call.g, call.beta
-    if g is None:
-        g = v.new_zeros(v.shape[:3], dtype=torch.float32)
-    if beta is None:
-        beta = v.new_ones(v.shape[:3], dtype=torch.float32)
-    call = call._replace(q=q, k=k, v=v, g=g, beta=beta)
-    written = bool(call.options.inplace) and call.output_state_indices is None
-    checks.gated_delta_rule(call, use_gate, written)
-    checks.decode_states(call)
-    return _with_scale(
-        call._replace(
-            q=dense(q), k=dense(k), v=dense(v), g=dense(g), beta=dense(beta),
-            A_log=dense(call.A_log), dt_bias=dense(call.dt_bias),
-            state_indices=dense(call.state_indices),
-            output_state_indices=dense(call.output_state_indices),
-            num_accepted_tokens=dense(call.num_accepted_tokens),
-            cu_seqlens=dense(call.cu_seqlens),
-        )
-    )  # fmt: skip
+    inplace = isinstance(inplace_final_state, int) and inplace_final_state  # others are refused
+    operation = ops.RECURRENT_IN_PLACE if inplace else ops.RECURRENT
+    o, state = operation(tensors, options)
+    if inplace_final_state:
+        state = initial_state
+    elif not (output_final_state or output_all_states):
+        state = None
+    return o if out is None else out, state

@@ -24,8 +24,8 @@ def chunk_with_context(
 ) -> Tuple[Tensor, Optional[Tensor]]:
     """o and the states after the local segments.
 
-    check(call, *settings) checks an ordinary call and returns it in its operator's form. All checks
-    come before the first collective, so that no rank waits for one that raised.
+    check(tensors, options, settings) checks an ordinary call and returns it. All checks come before
+    the first collective, so that no rank waits for one that raised.
     """
     checks.is_context(cp)
     quiet = fast_path_ok() and call.cu_seqlens is None and not agrees(cp.group)
@@ -34,7 +34,7 @@ def chunk_with_context(
     if options is not None:
         made = call._replace(cu_seqlens=cp.lengths_on(call.device), options=options)
     else:
-        made = _checked(call, cp, lambda x: check(x, *settings))
+        made = _checked(call, cp, lambda x: check(x.tensors, x.options[:-1], settings))
         if quiet and all(map(operator.is_, call.tensors[:9], made.tensors[:9])):
             _passed.keep(call.tensors, kind, made.options)
     return _served(call, made, cp)

@@ -1,18 +1,13 @@
 """Decoding with the gated delta rule and deferred state write-back."""
 
-import operator
 from typing import Optional
 
 import torch
 from torch import Tensor
 
-from ..runtime.cache import CallCache, fast_path_ok
-from ..runtime.ops import autocast, dense
 from . import checks_replay as checks
 from . import ops_replay as ops
-from .call import ReplayCall, ReplayOptions, Ring
-
-_replaying, _advancing = CallCache(), CallCache()
+from .call import Ring
 
 
 def make_ring(
@@ -128,37 +123,18 @@ def replay_gated_delta_rule(
         >>> o.shape, cursor[0].tolist()
         (torch.Size([3, 1, 4, 32]), [0, 1])
     """
-    parts = ring[:3] if isinstance(ring, tuple) else (None, None, None)
+    if not isinstance(ring, Ring):
+        checks.no_ring(ring)
     tensors = (
-        q, k, v, g, beta, A_log, dt_bias, initial_state, *parts, cursor, force_flush, state_indices,
-        out,
+        q, k, v, g, beta, A_log, dt_bias, initial_state, *ring[:3], cursor, force_flush,
+        state_indices, out,
     )  # fmt: skip
-    kind = (
+    options = (
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
-        getattr(ring, "max_tokens", None), null_index, use_gate_in_kernel,
+        ring.max_tokens, null_index, use_gate_in_kernel,
     )  # fmt: skip
-    plan = _replaying.find(tensors, kind, True)
-    if plan is not None:
-        return plan(*tensors)
-    checks.is_ring(ring)
-    call = _checked(ReplayCall(*tensors, ReplayOptions(*kind[:-1])), ring, use_gate_in_kernel)
-    if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
-        _replaying.keep(tensors, kind, ops.plan_gdn_replay(call))
-    return ops.gdn_replay(call)
-
-
-def _checked(call: ReplayCall, ring: Ring, use_gate: bool) -> ReplayCall:
-    """The call as the operator takes it."""
-    q, k, v = autocast(call.q, call.k, call.v)
-    call = call._replace(q=q, k=k, v=v)
-    checks.replay(call, ring, use_gate)
-    scale = call.options.scale
-    scale = call.K**-0.5 if scale is None else float(scale)
-    return call._replace(
-        q=dense(q), k=dense(k), v=dense(v), g=dense(call.g), beta=dense(call.beta),
-        A_log=dense(call.A_log), dt_bias=dense(call.dt_bias), force_flush=dense(call.force_flush),
-        state_indices=dense(call.state_indices), options=call.options._replace(scale=scale),
-    )  # fmt: skip
+    o = ops.REPLAY(tensors, options)
+    return o if out is None else out
 
 
 def advance_ring(
@@ -191,18 +167,10 @@ def advance_ring(
         >>> cursor.tolist()
         [[0, 1], [0, 4]]
     """
-    checks.is_ring(ring)
-    tensors = (cursor, num_accepted_tokens, force_flush, state_indices)
-    kind = (ring.g.shape, ring.max_tokens, null_index)
-    plan = _advancing.find(tensors, kind, True)
-    if plan is not None:
-        plan(*tensors)
-        return
-    checks.advance(cursor, ring, num_accepted_tokens, force_flush, state_indices, null_index)
-    ready = (cursor, *map(dense, tensors[1:]))
-    if fast_path_ok() and all(map(operator.is_, tensors, ready)):
-        _advancing.keep(tensors, kind, ops.plan_gdn_ring_advance(ready, ring, null_index))
-    ops.gdn_ring_advance(ready, ring, null_index)
+    if not isinstance(ring, Ring):
+        checks.no_ring(ring)
+    tensors = (cursor, num_accepted_tokens, force_flush, state_indices, *ring[:3])
+    ops.ADVANCE(tensors, (ring.max_tokens, null_index))
 
 
 def materialise_ring(
@@ -238,6 +206,10 @@ def materialise_ring(
         >>> torch.equal(materialise_ring(state, ring, cursor), state)  # an empty ring
         True
     """
-    checks.materialise(state, ring, cursor, state_indices, null_index, inplace)
-    rows = dense(state_indices)
-    return ops.gdn_ring_materialise(state, ring, cursor, rows, null_index, bool(inplace))
+    if not isinstance(ring, Ring):
+        checks.no_ring(ring)
+    tensors = (state, *ring[:3], cursor, state_indices)
+    written = isinstance(inplace, int) and inplace  # others are refused
+    operation = ops.MATERIALISE_IN_PLACE if written else ops.MATERIALISE
+    found = operation(tensors, (ring.max_tokens, null_index, inplace))
+    return state if written else found

@@ -13,7 +13,7 @@ from typing import NamedTuple, Optional, Tuple
 import torch
 from torch import Tensor
 
-from ..runtime.call import call
+from ..runtime.call import NoOptions, call
 from .chunks import chunk_rows, count_sequences
 
 
@@ -110,6 +110,47 @@ class GdnCall(NamedTuple):
     options: GdnOptions
 
 
+class GradientOptions(NamedTuple):
+    """Options of the gradient of the chunked form."""
+
+    values_only: bool  # only the gradients of v and of initial_state are wanted
+    scale: float  # from here on as GdnOptions
+    use_qk_l2norm: bool
+    use_beta_sigmoid: bool
+    allow_neg_eigval: bool
+    state_v_first: bool
+    output_final_state: bool
+    state_dtype: Optional[torch.dtype]
+    checkpoint_every: int
+    save_blocks: bool
+
+    beta_max = property(of_beta)
+
+
+@with_sizes
+class GdnBackward(NamedTuple):
+    """A call of the gradient of the chunked form."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor  # [B, T, HV]
+    beta: Tensor  # [B, T, HV]
+    A_log: Optional[Tensor]  # [HV]
+    dt_bias: Optional[Tensor]  # [HV]
+    initial_state: Optional[Tensor]  # [N, HV, K, V]
+    cu_seqlens: Optional[Tensor]  # [N + 1]
+    do: Tensor  # [B, T, HV, V]
+    d_final_state: Optional[Tensor]  # [N, HV, K, V]
+    tb: Optional[Tensor]  # [rows, HV, C, C]: these three where the forward saved them
+    p: Optional[Tensor]  # [rows, HV, C, C]
+    f: Optional[Tensor]  # [rows, HV, 4, C] fp32
+    options: GradientOptions
+
+    state_indices = None  # through a pool there is no gradient
+    prepared = property(lambda call: None if call.tb is None else call[11:14])
+
+
 class GdnGradient(NamedTuple):
     """The arguments of the gradient of a GdnCall beyond those of the call."""
 
@@ -156,7 +197,85 @@ class ReplayCall(NamedTuple):
     options: ReplayOptions
 
     cu_seqlens = None  # a row of the batch is a sequence
+    ring = property(lambda call: Ring(*call[8:11], call.options.max_tokens))
     R = property(lambda call: call.ring_k.shape[2])
+
+
+class AdvanceOptions(NamedTuple):
+    """Options of moving the cursor."""
+
+    max_tokens: int  # of the ring
+    null_index: int = -1  # rows of the pool up to this one are null slots
+
+
+class MaterialiseOptions(NamedTuple):
+    """Options of adding the tokens of a ring to states."""
+
+    max_tokens: int  # of the ring
+    null_index: int = -1  # rows of the pool up to this one are null slots
+    inplace: bool = False  # the states are written
+
+
+@with_sizes
+class GdnPieces(NamedTuple):
+    """A call of the chunked form whose sequences are segments that other ranks continue."""
+
+    q: Tensor  # [1, T, H, K]
+    k: Tensor  # [1, T, H, K]
+    v: Tensor  # [1, T, HV, V]
+    g: Tensor  # [1, T, HV]
+    beta: Tensor  # [1, T, HV]
+    A_log: Optional[Tensor]  # [HV]
+    dt_bias: Optional[Tensor]  # [HV]
+    initial_state: Tensor  # [N, HV, K, V]: has the layout of the states to start from
+    cu_seqlens: Tensor  # [N + 1]
+    rows: Optional[Tensor]  # [N] int32: rows of `sent` for segments that continue elsewhere, or < 0
+    sent: Tensor  # [slots, HV, V or V + K, K] fp32, contiguous: receives N^T, and M^T below it
+    start: Optional[Tensor]  # [N, HV, V, K] fp32, contiguous: states before the segments, or zeros
+    options: GdnOptions
+
+    state_indices = None
+
+
+@call
+class ClearRows(NamedTuple):
+    """A call that zeroes rows indices[n] of a pool where kept[n] is false."""
+
+    pool: Tensor  # [P, HV, K, V], written
+    indices: Tensor  # [N]
+    kept: Tensor  # [N] bool
+    options: NoOptions
+
+
+@call
+class RingAdvance(NamedTuple):
+    """A call that moves the cursor."""
+
+    cursor: Tensor  # [N, 2], written
+    accepted: Optional[Tensor]  # [N]
+    force_flush: Optional[Tensor]  # [N] bool
+    state_indices: Optional[Tensor]  # [N]
+    ring_k: Tensor  # [P, H, R, K]; of the ring only shapes are read
+    ring_u: Tensor  # [P, HV, R, V]
+    ring_g: Tensor  # [P, HV, R]
+    options: AdvanceOptions
+
+    ring = property(lambda call: Ring(*call[4:7], call.options.max_tokens))
+
+
+@call
+class RingMaterialise(NamedTuple):
+    """A call that adds the tokens of a ring to states, in place or in new ones."""
+
+    state: Tensor  # [P, HV, V, K]
+    ring_k: Tensor  # [P, H, R, K]
+    ring_u: Tensor  # [P, HV, R, V]
+    ring_g: Tensor  # [P, HV, R]
+    cursor: Tensor  # [N, 2]
+    state_indices: Optional[Tensor]  # [N]
+    options: MaterialiseOptions
+
+    ring = property(lambda call: Ring(*call[1:4], call.options.max_tokens))
 
 
 @with_sizes

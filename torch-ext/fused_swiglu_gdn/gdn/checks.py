@@ -18,6 +18,7 @@ from ..runtime.checks import (
     is_floating,
     is_floating_dtype,
     is_int,
+    is_null_index,
     is_number,
     is_tensor,
     is_written,
@@ -26,6 +27,8 @@ from ..runtime.checks import (
     readable,
     remembered,
 )
+from ..runtime.ops import needs_grad
+from .call import GdnCall, GdnOptions, RecurrentCall, RecurrentOptions
 
 MAX_HEAD_DIM = 256
 
@@ -215,6 +218,50 @@ def decode_states(call) -> None:
     if call.out is not None:
         is_written("out", call.out, "v", call.v)
     may_be_written(out=call.out)
+
+
+def chunk(call: GdnCall, written: bool = True) -> GdnCall:
+    """Checks a call of chunk_gated_delta_rule.
+
+    Its options are those of GdnOptions but save_blocks, and use_gate_in_kernel, chunk_size and
+    recompute. written: as in gated_delta_rule; False also for a pool that is left unchanged.
+    """
+    *options, use_gate, size, recompute = call.options
+    options = GdnOptions(*options, not recompute and needs_grad(call))
+    call = call._replace(options=options)
+    chunk_size(size)
+    rule_flags(options, use_gate)
+    checkpoint_every(options.checkpoint_every)
+    state_dtype(options.state_dtype)
+    gated_delta_rule(call, use_gate, written)
+    if written and call.state_indices is not None:
+        pool_is_written(call.initial_state)
+    return with_scale(call)
+
+
+def recurrent(call: RecurrentCall) -> RecurrentCall:
+    """Checks a call of fused_recurrent_gated_delta_rule.
+
+    Its options are those of RecurrentOptions, and use_gate_in_kernel.
+    """
+    *options, use_gate = call.options
+    options = RecurrentOptions(*options)
+    call = call._replace(options=options)
+    is_tensor("v", call.v)
+    rule_flags(options, use_gate)
+    are_flags(inplace_final_state=options.inplace, output_all_states=options.all_states)
+    is_null_index(options.null_index)
+    written = bool(options.inplace) and call.output_state_indices is None
+    gated_delta_rule(call, use_gate, written)
+    decode_states(call)
+    return with_scale(call)
+
+
+def with_scale(call):
+    """The call with the default scale if none was given."""
+    scale = call.options.scale
+    scale = call.K**-0.5 if scale is None else float(scale)
+    return call._replace(options=call.options._replace(scale=scale))
 
 
 def _accepted(call) -> None:

@@ -20,11 +20,17 @@ from ..runtime.checks import (
     may_be_written,
     names_rows,
     readable,
-    remembered,
     same_device,
 )
 from . import checks
-from .call import Ring
+from .call import (
+    AdvanceOptions,
+    MaterialiseOptions,
+    ReplayCall,
+    ReplayOptions,
+    RingAdvance,
+    RingMaterialise,
+)
 
 HELP = "call it under torch.no_grad()"
 
@@ -47,11 +53,8 @@ def _has_capacity(rows: int, max_tokens: int) -> None:
         )
 
 
-def is_ring(ring) -> None:
-    if not isinstance(ring, Ring):
-        raise TypeError(f"ring must come from make_ring, got {type(ring).__name__}")
-    if not isinstance(ring.g, torch.Tensor):  # its shape is read before all else
-        raise TypeError(f"ring.g must be a torch.Tensor, got {type(ring.g).__name__}")
+def no_ring(ring: object) -> None:
+    raise TypeError(f"ring must come from make_ring, got {type(ring).__name__}")
 
 
 def _ring(ring, like: torch.Tensor, first: str) -> dict:
@@ -101,8 +104,13 @@ def _is_within(cursor: torch.Tensor, rows: int, max_tokens: int) -> None:
         )
 
 
-def replay(call, ring, use_gate: bool) -> None:
-    """Checks a call of replay_gated_delta_rule."""
+def replay(call: ReplayCall) -> ReplayCall:
+    """Checks a call of replay_gated_delta_rule.
+
+    Its options are those of ReplayOptions, and use_gate_in_kernel.
+    """
+    *options, use_gate = call.options
+    call = call._replace(options=ReplayOptions(*options))
     function, tensors = "replay_gated_delta_rule", {"q": call.q, "k": call.k, "v": call.v}
     tensors.update(g=call.g, beta=call.beta, initial_state=call.initial_state)
     checks.forward_only(function, "chunk_gated_delta_rule", **tensors)
@@ -110,13 +118,14 @@ def replay(call, ring, use_gate: bool) -> None:
     is_null_index(call.options.null_index)
     is_tensor("initial_state", call.initial_state)
     checks.gated_delta_rule(call, use_gate)
-    _replay(call, ring)
+    _replay(call)
     may_be_written(out=call.out)
-    _is_within(call.cursor, call.R, ring.max_tokens)
+    _is_within(call.cursor, call.R, call.options.max_tokens)
+    return checks.with_scale(call)
 
 
-@remembered
-def _replay(call, ring) -> None:
+def _replay(call: ReplayCall) -> None:
+    ring = call.ring
     sizes = _ring(ring, call.q, "q")
     agrees("ring.k", ring.k, "k", call.k)
     sizes.update(N=call.N)
@@ -137,8 +146,8 @@ def _replay(call, ring) -> None:
         is_written("out", call.out, "v", call.v)
 
 
-@remembered
-def _advance(cursor, ring, accepted, force_flush, state_indices) -> None:
+def _advance(call: RingAdvance) -> None:
+    (cursor, accepted, force_flush, state_indices, *_), ring = call, call.ring
     is_tensor("cursor", cursor)
     sizes = _ring(ring, cursor, "cursor")
     _cursor(cursor, sizes, cursor, "cursor")
@@ -154,38 +163,43 @@ def _advance(cursor, ring, accepted, force_flush, state_indices) -> None:
         )
 
 
-def advance(cursor, ring, accepted, force_flush, state_indices, null_index) -> None:
-    is_ring(ring)
+def advance(call: RingAdvance) -> RingAdvance:
+    cursor, accepted, _, state_indices, *_ = call
+    call = call._replace(options=AdvanceOptions(*call.options))
+    max_tokens, null_index = call.options
     is_null_index(null_index)
-    _advance(cursor, ring, accepted, force_flush, state_indices)
-    _is_within(cursor, ring.g.shape[2], ring.max_tokens)
+    _advance(call)
+    _is_within(cursor, call.ring_g.shape[2], max_tokens)
     if readable(accepted) and accepted.numel():
-        if accepted.min() < 0 or accepted.max() > ring.max_tokens:
+        if accepted.min() < 0 or accepted.max() > max_tokens:
             raise ValueError(
-                f"num_accepted_tokens must be {between(0, ring.max_tokens)}, "
-                f"got {accepted.tolist()}"
+                f"num_accepted_tokens must be {between(0, max_tokens)}, got {accepted.tolist()}"
             )
     if state_indices is not None:
-        names_rows("state_indices", state_indices, ring.g.shape[0], null_index)
+        names_rows("state_indices", state_indices, call.ring_g.shape[0], null_index)
+    return call
 
 
-def materialise(state, ring, cursor, state_indices, null_index, inplace) -> None:
-    is_ring(ring)
+def materialise(call: RingMaterialise) -> RingMaterialise:
+    state, _, _, ring_g, cursor, state_indices, _ = call
+    call = call._replace(options=MaterialiseOptions(*call.options))
+    max_tokens, null_index, inplace = call.options
     is_null_index(null_index)
     are_flags(inplace=inplace)
     checks.forward_only("materialise_ring", HELP, state=state)
-    _materialise(state, ring, cursor, state_indices)
+    _materialise(call)
     if inplace:
         has_memory("state", state)
-    _is_within(cursor, ring.g.shape[2], ring.max_tokens)
+    _is_within(cursor, ring_g.shape[2], max_tokens)
     if state_indices is not None:
         names_rows("state_indices", state_indices, state.shape[0], null_index)
+    return call._replace(options=call.options._replace(inplace=bool(inplace)))
 
 
-@remembered
-def _materialise(state, ring, cursor, state_indices) -> None:
+def _materialise(call: RingMaterialise) -> None:
+    state, _, _, _, cursor, state_indices, _ = call
     is_tensor("state", state)
-    sizes = _ring(ring, state, "state")
+    sizes = _ring(call.ring, state, "state")
     has_shape("state", state, "P HV V K", sizes)
     is_floating("state", state)
     is_tensor("cursor", cursor)

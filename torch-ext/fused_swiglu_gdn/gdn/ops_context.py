@@ -23,11 +23,14 @@ from torch.autograd.function import once_differentiable
 from ..parallel.context import CpContext
 from ..parallel.exchange import start_all_gather
 from ..parallel.plan import Piece, Slot
-from ..runtime import dispatch
-from ..runtime.ops import needs_grad, serve
-from .call import GdnCall, GdnGradient
-from .reference import backward as backward_reference
-from .reference import chunk as reference
+from ..runtime.operation import Operation
+from ..runtime.ops import needs_grad
+from .call import GdnBackward, GdnCall, GdnGradient, GdnPieces, GradientOptions
+from .ops_train import CHUNK, GRADIENT, NONE
+
+# parts of a call, which ordinary calls compute as well: there is no other definition
+PIECES = Operation("gdn.pieces", "gdn_pieces_fwd", GdnPieces, None, schema=None)
+ENTRY = Operation("gdn.pieces", "gdn_entry_bwd", GdnBackward, None, schema=None)
 
 
 class Saved(NamedTuple):
@@ -41,8 +44,8 @@ class Saved(NamedTuple):
 
 def _run(call: GdnCall) -> Tuple[Tensor, Tensor, Tuple[Tensor, ...]]:
     """o, the final states, and the prepared blocks if the call saves them."""
-    o, states, _, blocks = serve("gdn.chunk", "gdn_chunk_fwd", reference.gdn_chunk_fwd, (call,))
-    return o, states, blocks or ()
+    o, states, _, *blocks = CHUNK.launcher((*call.tensors, *call.options))(*call.tensors)
+    return o, states, tuple(blocks) if call.options.save_blocks else ()
 
 
 def _run_here(call: GdnCall, cp: CpContext, start: Optional[Tensor]) -> tuple:
@@ -56,8 +59,15 @@ def _run_here(call: GdnCall, cp: CpContext, start: Optional[Tensor]) -> tuple:
 
 def _gradients(call: GdnCall, gradient: GdnGradient) -> tuple:
     """Gradients of the first seven tensors of a call, and of its initial state."""
-    args = (call, gradient)
-    return serve("gdn.chunk", "gdn_chunk_bwd", backward_reference.gdn_chunk_bwd, args)
+    call = _backward_of(call, gradient)
+    return GRADIENT.launcher((*call.tensors, *call.options))(*call.tensors)
+
+
+def _backward_of(call: GdnCall, gradient: GdnGradient) -> GdnBackward:
+    """The call of the gradient."""
+    (*tensors, _, cu_seqlens, options), (do, d_final, prepared, values_only) = call, gradient
+    more = (do, d_final, *(prepared or NONE), GradientOptions(values_only, *options))
+    return GdnBackward(*tensors, cu_seqlens, *more)
 
 
 def _part(call: GdnCall, cp: CpContext, name: str, start: Tensor) -> GdnCall:
@@ -115,10 +125,10 @@ def _to_send(call: GdnCall, cp: CpContext, start: Tensor) -> Tuple[Tensor, Calla
     outgoing = cp.subset("outgoing", call.device)
     before = None if call.initial_state is None else start.mT.contiguous()
     rows = cp.slots_on(call.device) if outgoing.places else None
-    args = (call._replace(initial_state=start), rows, own, before)
-    launch = dispatch.choose("gdn.pieces", "gdn_pieces_fwd", False, args) if cp.tokens else None
+    tensors = (*call.tensors[:7], start, call.cu_seqlens, rows, own, before)
+    launch = PIECES.serving(tensors, call.options) if cp.tokens else None
     if launch is not None:
-        return own, launch(*args)
+        return own, launch(*tensors)
     known = None if cp.subset("incoming", call.device).places else _run_here(call, cp, start)
     if outgoing.places:
         if known is None:
@@ -190,9 +200,10 @@ def _to_send_back(
         asked = incoming.rows_of(gradient.d_final_state)
         part = _part(call, cp, "incoming", incoming.rows_of(saved.start))
         args = (part, GdnGradient(incoming.take(gradient.do), asked, None, True))
-        launch = dispatch.choose("gdn.pieces", "gdn_entry_bwd", False, args)
+        entry = _backward_of(*args)
+        launch = ENTRY.serving(entry.tensors, entry.options)
         if launch is not None:
-            E, blocks = launch(*args)
+            E, blocks = launch(*entry.tensors)
             if part.T == call.T and gradient.prepared is None:  # its chunks are those of the call
                 gradient = gradient._replace(prepared=blocks)
         elif cp.subset("outgoing", call.device).places:

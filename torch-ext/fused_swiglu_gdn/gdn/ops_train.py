@@ -1,22 +1,24 @@
-"""Operators of the gated delta rule with gradients: the forward, and its gradient.
+"""The gated delta rule in chunks as an operation with a gradient.
 
-They are separate from the forward operator of ops.py because that one may write a pool in place,
-and an operator with an autograd formula may not.
+Saved for the gradient: the tensors of the call, and Tb, P and F of its chunks where they are not
+recomputed.
 """
 
-from typing import Callable, Optional, Tuple
+from typing import Optional
 
 import torch
 from torch import Tensor
 
-from ..runtime.ops import no_second_derivative, operator, serve
-from .call import GdnCall, GdnGradient
-from .chunks import CHUNK
+from ..runtime.operation import Operation
+from ..runtime.ops import autocast, needs_grad
+from . import checks
+from .call import GdnBackward, GdnCall
+from .chunks import CHUNK as TOKENS
 from .reference import backward as backward_reference
 from .reference import chunk as reference
 
+FAMILY = "gdn.chunk"
 NONE = (None, None, None)  # in place of Tb, P and F
-TENSORS = len(GdnCall._fields) - 1
 
 
 def empty_state(call, rows: int, dtype: Optional[torch.dtype] = None) -> Tensor:
@@ -24,87 +26,82 @@ def empty_state(call, rows: int, dtype: Optional[torch.dtype] = None) -> Tensor:
     return call.q.new_empty(rows, *call.state_shape, dtype=dtype or torch.float32)
 
 
-@operator("gdn_chunk_train")
-def gdn_chunk_train(*fields: GdnCall) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """o, the final state, and the prepared Tb, P [rows, HV, C, C], F [rows, HV, 4, C] to save."""
-    call = GdnCall.of(fields)
-    o, state, _, blocks = serve("gdn.chunk", "gdn_chunk_fwd", reference.gdn_chunk_fwd, (call,))
-    if blocks is None and call.options.save_blocks:  # the reference has nothing to save
-        blocks = [x.zero_() for x in _blocks(call)]
-    return (o, state, *(blocks or NONE))
-
-
 def _blocks(call: GdnCall) -> tuple:
-    """Uninitialised Tb, P and F."""
+    """Uninitialised Tb, P and F, or None where they are not saved."""
+    if not call.options.save_blocks:
+        return NONE
     rows, HV = call.rows, call.HV
-    tb, p = (call.q.new_empty(rows, HV, CHUNK, CHUNK) for _ in range(2))
-    return tb, p, call.q.new_empty(rows, HV, 4, CHUNK, dtype=torch.float32)
+    tb, p = (call.q.new_empty(rows, HV, TOKENS, TOKENS) for _ in range(2))
+    return tb, p, call.q.new_empty(rows, HV, 4, TOKENS, dtype=torch.float32)
 
 
-def trained_by(launch: Callable) -> Callable:
-    """Returns the body of gdn_chunk_train that uses this launcher of gdn_chunk_fwd."""
-
-    def body(*fields):
-        o, state, _, blocks = launch(*fields[:TENSORS])
-        return (o, state, *(blocks or NONE))
-
-    return body
+def cast(q, k, v, *more) -> tuple:
+    """The tensors of a call, with tokens in autocast's dtype."""
+    return (*autocast(q, k, v), *more)
 
 
-@gdn_chunk_train.register_fake
-def _(*fields):
-    call = GdnCall.of(fields)
-    v, options, state = call.v, call.options, call.v.new_empty(0)
-    if options.output_final_state:
+def _by_torch(call: GdnCall) -> tuple:
+    """The reference, which has nothing to save, as kernels and the operator return it."""
+    o, *states, _ = reference.gdn_chunk_fwd(call)
+    if call.state_indices is None:
+        states = [x if x is None else x.contiguous() for x in states]
+    blocks = NONE if needs_grad(call) else _blocks(call)
+    return o.contiguous(), *states, *[x if x is None else x.zero_() for x in blocks]
+
+
+def _results(call: GdnCall) -> tuple:
+    """Empty results: o, the final state, checkpoints, Tb, P, F; a pool is not among them."""
+    options, state, checkpoints = call.options, None, None
+    if options.output_final_state and call.state_indices is None:
         state = empty_state(call, call.N, options.state_dtype)
-    blocks = _blocks(call) if options.save_blocks else [v.new_empty(0) for _ in NONE]
-    return (v.new_empty(v.shape), state, *blocks)
+    if options.checkpoint_every:
+        rows = call.B * (call.T // options.checkpoint_every)
+        checkpoints = empty_state(call, rows, options.state_dtype)
+    return call.v.new_empty(call.v.shape), state, checkpoints, *_blocks(call)
 
 
-@operator("gdn_chunk_bwd")
-def gdn_chunk_bwd(
-    do: Tensor,  # [B, T, HV, V]
-    d_final_state: Optional[Tensor],  # [N, HV, K, V]
-    tb: Optional[Tensor],  # [rows, HV, C, C]
-    p: Optional[Tensor],  # [rows, HV, C, C]
-    f: Optional[Tensor],  # [rows, HV, 4, C] fp32
-    values_only: bool,
-    *fields: GdnCall,
-) -> Tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of the call's first eight fields; with values_only of v and initial_state alone."""
-    prepared = None if tb is None else (tb, p, f)
-    gradient = GdnGradient(do, d_final_state, prepared, values_only)
-    args = (GdnCall.of(fields), gradient)
-    return serve("gdn.chunk", "gdn_chunk_bwd", backward_reference.gdn_chunk_bwd, args)
+def _gradients_by_torch(call: GdnBackward) -> tuple:
+    found = backward_reference.gdn_chunk_bwd(call)
+    return tuple([x if x is None else x.contiguous() for x in found])
 
 
-@gdn_chunk_bwd.register_fake
-def _(do, d_final_state, tb, p, f, values_only, *fields):
-    q, k, v, g, beta, A_log, dt_bias, initial_state, *_ = fields
-    if values_only:
-        q = k = g = beta = A_log = dt_bias = None
-    wanted = (q, k, v, g, beta, A_log, dt_bias, initial_state)
-    return tuple([do.new_empty(0) if x is None else x.new_empty(x.shape) for x in wanted])
+def _gradients_like(call: GdnBackward) -> tuple:
+    wanted = list(call[:8])
+    if call.options.values_only:
+        wanted = [None, None, call.v, *[None] * 4, call.initial_state]
+    return tuple([x if x is None else x.new_empty(x.shape) for x in wanted])
+
+
+CHUNK = Operation(
+    FAMILY, "gdn_chunk_fwd", GdnCall, _by_torch, check=checks.chunk, cast=cast, outputs=6,
+    fake=_results, differentiable=lambda call: not call.options.checkpoint_every,
+)  # fmt: skip
+CHUNK_IN_POOL = Operation(
+    FAMILY, "gdn_chunk_fwd", GdnCall, _by_torch, check=checks.chunk, cast=cast, outputs=6,
+    fake=_results, written=("initial_state",), schema="gdn_chunk_pool",
+)  # fmt: skip
+GRADIENT = Operation(
+    FAMILY, "gdn_chunk_bwd", GdnBackward, _gradients_by_torch, outputs=8, fake=_gradients_like
+)
 
 
 def _save(ctx, inputs, output) -> None:
-    _, _, *blocks = output
-    *tensors, ctx.options = GdnCall.of(inputs)
-    ctx.save_for_backward(*tensors, *(blocks if ctx.options.save_blocks else NONE))
-    ctx.mark_non_differentiable(*[x for x in blocks if x is not None])
+    _, _, checkpoints, *blocks = output
+    *tensors, _, cu_seqlens, ctx.options = GdnCall.of(inputs)
+    ctx.save_for_backward(*tensors, cu_seqlens, *(blocks if ctx.options.save_blocks else NONE))
+    ctx.mark_non_differentiable(*[x for x in (checkpoints, *blocks) if x is not None])
     ctx.set_materialize_grads(False)
 
 
-def _gradients(ctx, do, d_final_state, *_):
-    *inputs, tb, p, f = ctx.saved_tensors
-    q, k, v, g, beta, A_log, dt_bias, initial_state, *nothing = ctx.needs_input_grad
-    wanted = (q, k, v, g, beta, A_log, dt_bias, initial_state)
+def _backward(ctx, do, d_final_state, *_):
+    *tensors, tb, p, f = ctx.saved_tensors
+    q, k, _, g, beta, A_log, dt_bias, _ = wanted = ctx.needs_input_grad[:8]
     values_only = not any((q, k, g, beta, A_log, dt_bias))
-    do = torch.zeros_like(inputs[2]) if do is None else do
+    do = torch.zeros_like(tensors[2]) if do is None else do
     d_final_state = d_final_state if ctx.options.output_final_state else None
-    grads = gdn_chunk_bwd(do, d_final_state, tb, p, f, values_only, *inputs, *ctx.options)
-    return (*[x if want else None for x, want in zip(grads, wanted)], *[None for _ in nothing])
+    grads = GRADIENT.op(*tensors, do, d_final_state, tb, p, f, values_only, *ctx.options)
+    nothing = [None for _ in ctx.needs_input_grad[8:]]
+    return (*[x if want else None for x, want in zip(grads, wanted)], *nothing)
 
 
-gdn_chunk_train.register_autograd(_gradients, setup_context=_save)
-no_second_derivative(gdn_chunk_bwd, "chunk_gated_delta_rule")
+CHUNK.register_gradient(_save, _backward, GRADIENT, "chunk_gated_delta_rule")

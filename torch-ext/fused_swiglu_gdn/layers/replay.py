@@ -105,7 +105,7 @@ def pays(state: Tensor) -> bool:
     where, size = state.device, state.numel() * state.element_size()
     if not _begins.get() or state.dtype != torch.float32 or size < PAYS_FROM:
         return False
-    return dispatch.has_kernels(*REPLAY, where.type, where.index)
+    return dispatch.has_kernels(REPLAY.family, REPLAY.name, where.type, where.index)
 
 
 def held_states(layer, cached, k: Tensor) -> Optional[HeldStates]:

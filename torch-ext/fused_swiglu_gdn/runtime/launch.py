@@ -12,6 +12,7 @@ boxes of tensor maps. It is computed from the arguments of each call.
 """
 
 import contextlib
+import operator
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
@@ -46,6 +47,24 @@ def aligned(*tensors: torch.Tensor) -> bool:
     for x in tensors:
         bits |= x.data_ptr()
     return bits % 16 == 0
+
+
+def by_alignment(make: Callable, call, *places: int) -> Callable:
+    """A function of the tensors of all calls like this one.
+
+    That is make(call) of calls in which the tensors at these places all begin at multiples of 16
+    bytes, and another make(call) of those in which some do not.
+    """
+    made: Dict[bool, Callable] = {}
+    pick, kind, options = operator.itemgetter(*places), type(call), call.options
+
+    def run(*tensors):
+        alike = aligned(*pick(tensors))
+        if alike not in made:
+            made[alike] = make(kind(*tensors, options))
+        return made[alike](*tensors)
+
+    return run
 
 
 def named(kernel, **values) -> Tuple[tuple, tuple]:

@@ -12,6 +12,7 @@ from .cache import CallCache, fast_path_ok
 from .device import is_gpu
 from .ops import (
     PLAIN,
+    dense,
     needs_grad,
     no_second_derivative,
     operator,
@@ -35,7 +36,9 @@ class Operation(CallCache):
     cast(*tensors): the tensors in autocast's dtype.
     outputs: how many tensors the operator returns; like, fake: their shapes and dtypes, as names
     of fields (`operator`) or as a function of the call.
-    written: names of the tensors that are written in place.
+    written: names of the tensors that are written in place. Kernels and the reference may return
+    them as well; the operator, whose outputs share no memory with its arguments, returns empty
+    tensors in their place.
     differentiable(call): False if the reference must compute a call that needs a gradient.
     aligned: names of tensors that kernels read at multiples of 16 bytes alone; the reference
     computes calls with others.
@@ -65,13 +68,14 @@ class Operation(CallCache):
 
     def _register(self, name: str, written, like, outputs: int, fake) -> None:
         def body(*fields):
-            return self.launcher(fields)(*fields[: self.count])
+            found = self.launcher(fields)(*fields[: self.count])
+            return _apart(found, [fields[i] for i in self.places]) if self.places else found
 
-        returned = Tensor if outputs == 1 else Tuple[(Tensor,) * outputs]
+        returned = Tensor if outputs == 1 else Tuple[(Tensor,) * outputs] if outputs else None
         body.__annotations__ = {"fields": self.kind, "return": returned}
         self.op = operator(name, mutates_args=written, like=like)(body)
-        if fake is not None:
-            self.op.register_fake(_presenting(fake, self.kind))
+        if fake is not None or not outputs:
+            self.op.register_fake(_presenting(fake, self.kind, outputs))
 
     def register_gradient(
         self, save: Callable, backward: Callable, by: "Operation", function: str = ""
@@ -228,14 +232,25 @@ class Operation(CallCache):
         return run
 
 
-def _presenting(fake: Callable, kind: type) -> Callable:
+def _presenting(fake: Optional[Callable], kind: type, outputs: int) -> Callable:
     """A fake of an operator's arguments from one of a call, which returns None where nothing is."""
 
     def run(*fields):
+        if not outputs:
+            return None
         out = fake(kind.of(fields))
-        return out if isinstance(out, Tensor) else tuple([present(x, fields[0]) for x in out])
+        if outputs == 1:
+            return present(out, fields[0])
+        return tuple([present(x, fields[0]) for x in out])
 
     return run
+
+
+def _apart(found, written: list):
+    """The outputs, with None in place of tensors that were written."""
+    if isinstance(found, tuple):
+        return tuple([_apart(x, written) for x in found])
+    return None if any([found is x for x in written]) else found
 
 
 def _first_of(run: Optional[Callable]) -> Optional[Callable]:
@@ -261,6 +276,22 @@ def on_copies(prepare: Callable, call, copied: Callable) -> Optional[Callable]:
     """prepare(call), where the kernels take no tensors but those that copied(*tensors) returns."""
     run = prepare(type(call)(*copied(*call.tensors), call.options))
     return None if run is None else lambda *tensors: run(*copied(*tensors))
+
+
+def on_dense(prepare: Callable, call, *apart: str) -> Optional[Callable]:
+    """prepare(call), where the kernels need a contiguous last dimension of all tensors but some.
+
+    apart: the names of those that they take as they are.
+    """
+    named = list(zip(call._fields, call.tensors))
+    places = [i for i, (name, x) in enumerate(named) if name not in apart and dense(x) is not x]
+    if not places:
+        return prepare(call)
+
+    def copied(*tensors):
+        return [x.contiguous() if i in places else x for i, x in enumerate(tensors)]
+
+    return on_copies(prepare, call, copied)
 
 
 def contiguous_like(x: Tensor, dtype: Optional[torch.dtype] = None) -> Callable[[Tensor], Tensor]:

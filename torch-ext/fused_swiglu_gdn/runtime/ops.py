@@ -137,7 +137,8 @@ def operator(name: str, mutates_args: tuple = (), like: tuple = ()):
         def presented(*args):
             outputs = function(*args)
             if outputs is None or isinstance(outputs, torch.Tensor):
-                return outputs
+                nothing = signature.return_annotation is None
+                return None if nothing else present(outputs, args[first])
             return tuple([present(x, args[first]) for x in outputs])
 
         found = torch.library.custom_op(

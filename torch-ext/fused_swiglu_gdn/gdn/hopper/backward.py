@@ -7,34 +7,43 @@ Sizes: B batch, T tokens, H query/key heads, HV value heads, K = V = 128, C = 64
 rows of chunks as in docs/gdn.md.
 """
 
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 
 from ...runtime import device
-from ...runtime.cache import CallCache
 from ...runtime.device import multiprocessor_count
 from ...runtime.dtypes import HALF
 from ...runtime.gluon import tile_map
-from ...runtime.launch import Launch, aligned, steps
+from ...runtime.launch import Launch, aligned, by_alignment, steps
+from ...runtime.operation import on_copies, on_dense
 from ...runtime.workspace import Workspace
-from ..call import GdnCall, GdnGradient
+from ..call import GdnBackward
 from ..portable import prepare as portable_prepare
-from ..portable.backward import configuration, near
-from ..portable.backward_beta import SmallBetas
+from ..portable.backward import APART, configuration, lies_near, near
+from ..portable.backward_beta import small_betas
 from ..portable.backward_gates import Gates
 from ..portable.primitives import kv_strides
 from .gradient import gdn_gradient_kernel
 from .gradient_states import gdn_states_kernel
-from .plan import CAP, HEAD_DIM, REGISTERS, Prepare, block_map, reads_by_tma, token_map
+from .plan import CAP, HEAD_DIM, REGISTERS, Prepare, block_map, lies_for_tma, token_map
 
 # Registers of the gradient kernel's 12 warps: of the keys' (the queries' get as many), of those
 # that load or have little to do; and the cap at launch
 KEY_REGISTERS, FEW_REGISTERS, GRADIENT_CAP = 232, 40, 168
+TOKENS = (0, 1, 2, 9)  # q, k, v and do in a GdnBackward
 
 
-def supports_gdn_chunk_bwd(call: GdnCall, gradient: Optional[GdnGradient] = None) -> bool:
-    """True for fp16 or bf16 and K = V = 128; the launcher copies tensors of other layouts."""
+def prepare_gdn_chunk_bwd(call: GdnBackward) -> Optional[Callable]:
+    """The function that prepare_gdn_chunk_bwd of portable/backward.py describes, by these kernels.
+
+    For fp16 or bf16 and K = V = 128; tokens of other layouts are copied.
+    """
+    return on_dense(_prepare, call, *APART) if computes(call) else None
+
+
+def computes(call: GdnBackward) -> bool:
+    """True for calls whose gradient these kernels compute."""
     return (
         device.has_wgmma(call.device)
         and call.q.dtype in HALF
@@ -45,40 +54,55 @@ def supports_gdn_chunk_bwd(call: GdnCall, gradient: Optional[GdnGradient] = None
     )
 
 
-def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient) -> tuple:
-    """Computes gdn_chunk_bwd of portable/backward.py."""
-    do, d_final, prepared, values_only = gradient
-    tokens = (call.q, call.k, call.v, do)
-    key = ((*call.tensors, do, d_final), (call.options, values_only, prepared is None))
-    kept = _kept.find(*key) or _kept.keep(*key, _Gradient(call, gradient))
-    if not (kept.reads and aligned(*tokens)):
-        q, k, v, do = (x if reads_by_tma(x) and near(x) is x else _copy(x) for x in tokens)
-        return gdn_chunk_bwd(call._replace(q=q, k=k, v=v), gradient._replace(do=do))
-    with device.on(call.device):
-        return kept(call, do, d_final, prepared)
+def are_readable(call: GdnBackward) -> bool:
+    """True if TMA can read the tokens as they lie, from multiples of 16 bytes on."""
+    return all(lies_for_tma(x) and lies_near(x) for x in (*call[:3], call.do))
 
 
-_kept = CallCache()
+def _prepare(call: GdnBackward) -> Callable:
+    return by_alignment(_made, call, *TOKENS)
 
 
-def _copy(x: torch.Tensor) -> torch.Tensor:
+def _made(call: GdnBackward) -> Callable:
+    if not aligned(*call[:3], call.do):
+        return on_copies(_Gradient, call, in_new_memory)
+    return _Gradient(call) if are_readable(call) else on_copies(_Gradient, call, _readable)
+
+
+def _of_tokens(change: Callable) -> Callable:
+    """The tensors of a call with q, k, v and do changed."""
+
+    def run(q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, *more) -> tuple:
+        rest = (g, beta, A_log, dt_bias, initial, cu_seqlens)
+        return change(q), change(k), change(v), *rest, change(do), *more
+
+    return run
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    if x.is_contiguous() and aligned(x):
+        return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _near(x: torch.Tensor) -> torch.Tensor:
+    return near(x) if lies_for_tma(x) else x.clone(memory_format=torch.contiguous_format)
+
+
+in_new_memory, _readable = _of_tokens(_contiguous), _of_tokens(_near)
+
+
 class _Gradient:
-    """The launches of gdn_chunk_bwd for all calls with the same shapes, strides, dtypes and
-    options."""
+    """The launches for all calls with the same shapes, strides, dtypes and options."""
 
     __slots__ = (
-        "reads", "values_only", "prepare", "own", "states", "chunks", "gates", "betas", "workspace",
+        "where", "values_only", "prepare", "own", "states", "chunks", "gates", "betas", "workspace",
     )  # fmt: skip
 
-    def __init__(self, call: GdnCall, gradient: GdnGradient):
-        do, d_final, prepared, self.values_only = gradient
+    def __init__(self, call: GdnBackward):
+        do, d_final, prepared = call.do, call.d_final_state, call.prepared
+        self.values_only, self.where = call.options.values_only, call.device
         low, fp32 = call.q.dtype, torch.float32
-        self.reads = all(reads_by_tma(x) and near(x) is x for x in (call.q, call.k, call.v, do))
-        if not self.reads:
-            return
         self.prepare, blocks, self.own = None, (), prepared is None and Prepare.serves(call)
         if self.own:
             self.prepare = Prepare(call)
@@ -93,18 +117,23 @@ class _Gradient:
             config = configuration(call.N * call.HV, call.K, call.V, low.itemsize, call.device)
             self.chunks = _chunks(call, do)
             self.gates = Gates(call, 1, 1, config["gates"])
-            self.betas = SmallBetas(call, do, config["beta"])
+            self.betas = small_betas(call, do, config["beta"])
             # cumsum(g), the vectors of queries and of keys, <S, dS>
             arrays += [(units * size, fp32) for size in (64, 8 * 64, 8 * 64, 1)]
         self.workspace = Workspace(*arrays, *blocks)
 
-    def __call__(self, call: GdnCall, do, d_final, prepared: Optional[tuple]) -> tuple:
-        q, k, v, g, beta, A_log, dt_bias, initial, _, cu_seqlens, _ = call
+    def __call__(self, *tensors) -> tuple:
+        with device.on(self.where):
+            return self._launched(*tensors)
+
+    def _launched(
+        self, q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, d_final, *prepared
+    ) -> tuple:
         memory, (h, dh, vt, *places) = self.workspace(v)
         if self.own:
             *places, tb, p, f, decay = places
             self.prepare.launch(q, k, g, beta, A_log, dt_bias, cu_seqlens, (tb, p, f, decay))
-        elif prepared is None:
+        elif self.prepare is not None:
             tb, p, f, _ = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
         else:
             tb, p, f = prepared
@@ -122,12 +151,14 @@ class _Gradient:
         gates = (g, A_log, dt_bias, cu_seqlens)
         parts = (by_query, by_key, ends)
         self.chunks(q, k, do, vt, dv, h, dh, *gates, f, dq, dk, cumulative, *parts)
-        gates = self.gates(call, f, *parts)  # dg, dbeta, dA_log, ddt_bias
-        self.betas(call, p, f, cumulative, do, vt, dv, h, dh, gates[1])
+        gates = self.gates(
+            g, beta, A_log, dt_bias, cu_seqlens, f, *parts
+        )  # dg, dbeta, dA_log, ddt_bias
+        self.betas(k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, gates[1])
         return (dq, dk, dv, *gates, d_initial)
 
 
-def both_passes(call: GdnCall, do, d_final) -> list:
+def both_passes(call: GdnBackward, do, d_final) -> list:
     """Returns both launches over the states: the backward one for the gradient, the forward one for
     S."""
     q, v, T, H, K, HV, rows = call.q, call.v, call.T, call.H, call.K, call.HV, call.rows
@@ -161,7 +192,7 @@ def both_passes(call: GdnCall, do, d_final) -> list:
     return launches
 
 
-def _chunks(call: GdnCall, do) -> Launch:
+def _chunks(call: GdnBackward, do) -> Launch:
     """Returns the launch for the queries and keys of all chunks."""
     q, g, T, H, K, HV, rows = call.q, call.g, call.T, call.H, call.K, call.HV, call.rows
     packed = call.cu_seqlens is not None

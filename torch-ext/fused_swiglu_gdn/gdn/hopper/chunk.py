@@ -4,19 +4,19 @@ Sizes: B batch, T tokens, H query/key heads, HV value heads, K = V = 128, N sequ
 a chunk.
 """
 
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 
 from ...runtime import device
-from ...runtime.cache import CallCache
 from ...runtime.dtypes import HALF
-from ...runtime.launch import aligned
+from ...runtime.launch import aligned, by_alignment
+from ...runtime.operation import on_copies, on_dense
 from ...runtime.workspace import Workspace
 from ..call import GdnCall
 from ..portable import prepare as portable
-from .backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
-from .plan import HEAD_DIM, Prepare, Scan, reads_by_tma
+from .backward import prepare_gdn_chunk_bwd  # noqa: F401
+from .plan import HEAD_DIM, Prepare, Scan, lies_for_tma
 
 
 def _dense_heads(state: Optional[torch.Tensor]) -> bool:
@@ -24,8 +24,16 @@ def _dense_heads(state: Optional[torch.Tensor]) -> bool:
     return state is None or state.stride()[1:] == (HEAD_DIM * HEAD_DIM, HEAD_DIM, 1)
 
 
-def supports_gdn_chunk_fwd(call: GdnCall) -> bool:
-    """True for fp16 or bf16, K = V = 128, at least one token and tensors that TMA can address."""
+def prepare_gdn_chunk_fwd(call: GdnCall) -> Optional[Callable]:
+    """The function that prepare_gdn_chunk_fwd of portable/chunk.py describes, by these kernels.
+
+    For fp16 or bf16, K = V = 128, at least one token and tensors whose strides TMA can address.
+    """
+    return on_dense(_prepare, call, "g", "beta", "initial_state")
+
+
+def computes(call) -> bool:
+    """True for calls that these kernels compute, if tokens begin at multiples of 16 bytes."""
     return (
         device.has_wgmma(call.device)
         and call.q.dtype in HALF
@@ -33,41 +41,25 @@ def supports_gdn_chunk_fwd(call: GdnCall) -> bool:
         and call.K == call.V == HEAD_DIM
         and 0 < call.B * call.T < 2**30
         and (call.cu_seqlens is None or call.N > 0)
-        and all(reads_by_tma(x) for x in (call.q, call.k, call.v))
+        and all(lies_for_tma(x) for x in (call.q, call.k, call.v))
         and _dense_heads(call.initial_state)
     )
 
 
-def gdn_chunk_fwd(call: GdnCall) -> tuple:
-    """o [B, T, HV, V]; the final state, the pool or None; checkpoints or None; Tb, P, F or None."""
-    return _chunked(call)(*call.tensors)
+def _prepare(call: GdnCall) -> Optional[Callable]:
+    return by_alignment(_made, call, 0, 1, 2) if computes(call) else None
 
 
-def plan_gdn_chunk_fwd(call: GdnCall):
-    """Returns gdn_chunk_fwd as a function of the ten tensors for all calls that match this one."""
-    kept, options = _chunked(call), call.options
-
-    def run(q, k, v, *rest):
-        if aligned(q, k, v):
-            return kept(q, k, v, *rest)
-        tokens = (x if reads_by_tma(x) else x.clone() for x in (q, k, v))
-        return gdn_chunk_fwd(GdnCall(*tokens, *rest, options))
-
-    return run
+def _made(call: GdnCall) -> Callable:
+    return _Chunked(call) if aligned(*call[:3]) else on_copies(_Chunked, call, copied)
 
 
-_kept = CallCache()
-
-
-def _chunked(call: GdnCall) -> "_Chunked":
-    """Returns the cached _Chunked of calls that match this one, or makes it."""
-    key = (call.tensors, call.options)
-    return _kept.find(*key) or _kept.keep(*key, _Chunked(call))
+def copied(q, k, v, *rest) -> tuple:
+    return *[x.clone(memory_format=torch.contiguous_format) for x in (q, k, v)], *rest
 
 
 class _Chunked:
-    """The launches of gdn_chunk_fwd for all calls with the same shapes, strides, dtypes and
-    options."""
+    """The launches for all calls with the same shapes, strides, dtypes and options."""
 
     __slots__ = ("prepare", "scan", "saves", "workspace")
 
@@ -84,14 +76,15 @@ class _Chunked:
         self, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens
     ) -> tuple:
         inputs = (q, k, g, beta, A_log, dt_bias, cu_seqlens)
-        saved = None
+        saved = (None, None, None)
         with device.on(q.device):
             if self.workspace is not None:
                 memory, (*blocks, warm) = self.workspace(q)
                 self.prepare.launch(*inputs, blocks)
             else:
                 blocks = self.prepare(*inputs)
-                *saved, decay = blocks
+                *found, decay = blocks
+                saved = found if self.saves else saved
                 warm = decay.new_empty(self.scan.warm)
             results = self.scan(q, k, v, blocks, warm, initial_state, state_indices, cu_seqlens)
-        return (*results, tuple(saved) if self.saves else None)
+        return (*results, *saved)

@@ -14,66 +14,45 @@ import torch
 from torch import Tensor
 
 from ...runtime import device
-from ...runtime.cache import CallCache
 from ...runtime.gluon import tile_map
-from ...runtime.launch import Launch
-from ..call import GdnCall, GdnGradient
+from ...runtime.launch import Launch, aligned, by_alignment
+from ...runtime.operation import on_copies, on_dense
+from ..call import GdnBackward, GdnPieces
 from ..portable import prepare as portable
-from ..portable.backward import near
+from ..portable.backward import APART
 from ..portable.primitives import kv_strides
-from .backward import supports_gdn_chunk_bwd
-from .chunk import supports_gdn_chunk_fwd
+from .backward import TOKENS, are_readable, in_new_memory
+from .backward import computes as gradient_computes
+from .chunk import computes, copied
 from .gradient_states import gdn_states_kernel
-from .plan import CAP, REGISTERS, Prepare, Scan, block_map, reads_by_tma, token_map
+from .plan import CAP, REGISTERS, Prepare, Scan, block_map, token_map
 from .summary import gdn_summary_kernel
 
 
-def supports_gdn_pieces_fwd(
-    call: GdnCall, rows: Optional[Tensor], sent: Tensor, start: Optional[Tensor]
-) -> bool:
-    return supports_gdn_chunk_fwd(call) and call.cu_seqlens is not None
+def prepare_gdn_pieces_fwd(call: GdnPieces) -> Optional[Callable]:
+    """The call's tensors -> a function for the rest, once what is to be sent is launched.
 
-
-_kept, _entries = CallCache(), CallCache()
-
-
-def gdn_pieces_fwd(
-    call: GdnCall,
-    rows: Optional[
-        Tensor
-    ],  # [N] int32: rows of `sent` for segments that continue elsewhere, or < 0
-    sent: Tensor,  # [slots, HV, V or V + K, K] fp32, contiguous: receives N^T, and M^T below it
-    start: Optional[Tensor],  # [N, HV, V, K] fp32, contiguous: states before the segments, or zeros
-) -> Callable:
-    """Launches the computation of the values to send, and returns a function for the rest.
-
-    That function maps initial states [N, HV, K, V] to o, states and blocks. call.initial_state
-    stands for those initial states: it has their layout.
+    That function maps initial states [N, HV, K, V] to o, states, and Tb, P and F if the call saves
+    them. call.initial_state stands for those initial states: it has their layout.
     """
-    key = ((*call.tensors, rows, sent, start), call.options)
-    kept = _kept.find(*key) or _kept.keep(*key, _Pieces(call, sent.shape[2] > call.V))
-    q, k, v, g, beta, A_log, dt_bias, _, _, cu_seqlens, options = call
-    with device.on(call.device):
-        blocks = kept.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
-        tb, _, f, decay = blocks
-        if rows is not None:
-            kept.summary(k, v, tb, f, start, sent, rows, cu_seqlens, decay)
+    return on_dense(_prepare, call, "g", "beta", "initial_state", "sent", "start")
 
-    def finish(initial_state: Tensor) -> tuple:
-        with device.on(call.device):
-            warm = decay.new_empty(kept.scan.warm)
-            o, states, _ = kept.scan(q, k, v, blocks, warm, initial_state, None, cu_seqlens)
-        return o, states, tuple(blocks[:3]) if options.save_blocks else None
 
-    return finish
+def _prepare(call: GdnPieces) -> Optional[Callable]:
+    return by_alignment(_made, call, 0, 1, 2) if computes(call) else None
+
+
+def _made(call: GdnPieces) -> Callable:
+    return _Pieces(call) if aligned(*call[:3]) else on_copies(_Pieces, call, copied)
 
 
 class _Pieces:
     """The launches for all calls with the same shapes, strides, dtypes and options."""
 
-    __slots__ = ("prepare", "scan", "summary")
+    __slots__ = ("prepare", "scan", "summary", "saves")
 
-    def __init__(self, call: GdnCall, with_m: bool):
+    def __init__(self, call: GdnPieces):
+        with_m, self.saves = call.sent.shape[2] > call.V, call.options.save_blocks
         k, v, T, HV, units = call.k, call.v, call.T, call.HV, call.rows * call.HV
         self.prepare = Prepare(call) if Prepare.serves(call) else portable.Prepare(call)
         self.scan = Scan(call, behind_prepare=False)
@@ -93,26 +72,37 @@ class _Pieces:
             guarded=True,
         )
 
+    def __call__(
+        self, q, k, v, g, beta, A_log, dt_bias, _, cu_seqlens, rows, sent, start
+    ) -> Callable:  # fmt: skip
+        with device.on(v.device):
+            blocks = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
+            tb, _, f, decay = blocks
+            if rows is not None:
+                self.summary(k, v, tb, f, start, sent, rows, cu_seqlens, decay)
 
-def supports_gdn_entry_bwd(call: GdnCall, gradient: GdnGradient) -> bool:
-    tokens = (call.q, call.k, call.v, gradient.do)
-    readable = all(reads_by_tma(x) and near(x) is x for x in tokens)
-    given = call.initial_state is not None and call.cu_seqlens is not None
-    return readable and given and supports_gdn_chunk_bwd(call)
+        def finish(initial_state: Tensor) -> tuple:
+            with device.on(v.device):
+                warm = decay.new_empty(self.scan.warm)
+                o, states, _ = self.scan(q, k, v, blocks, warm, initial_state, None, cu_seqlens)
+            return o, states, tuple(blocks[:3]) if self.saves else None
+
+        return finish
 
 
-def gdn_entry_bwd(call: GdnCall, gradient: GdnGradient) -> Tuple[Tensor, tuple]:
-    """The gradient of initial_state, and Tb, P and F of the chunks."""
-    q, k, v, g, beta, A_log, dt_bias, initial, _, cu_seqlens, _ = call
-    do, d_final = gradient.do, gradient.d_final_state
-    key = ((*call.tensors, do, d_final), call.options)
-    kept = _entries.find(*key) or _entries.keep(*key, _Entry(call, do, d_final))
-    with device.on(call.device):
-        tb, p, f, decay = kept.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
-        d_initial = torch.empty_like(initial)
-        # with decays it keeps neither tokens nor states: their maps are of what it reads
-        kept.states(k, q, do, do, tb, tb, p, f, tb, d_final, d_initial, cu_seqlens, decay)
-    return d_initial, (tb, p, f)
+def prepare_gdn_entry_bwd(call: GdnBackward) -> Optional[Callable]:
+    """The call's tensors -> the gradient of initial_state, and Tb, P and F of the chunks."""
+    if call.initial_state is None or call.cu_seqlens is None or not gradient_computes(call):
+        return None
+    return on_dense(_prepare_entry, call, *APART)
+
+
+def _prepare_entry(call: GdnBackward) -> Optional[Callable]:
+    return by_alignment(_made_entry, call, *TOKENS) if are_readable(call) else None
+
+
+def _made_entry(call: GdnBackward) -> Callable:
+    return _Entry(call) if aligned(*call[:3], call.do) else on_copies(_Entry, call, in_new_memory)
 
 
 class _Entry:
@@ -120,7 +110,8 @@ class _Entry:
 
     __slots__ = ("prepare", "states")
 
-    def __init__(self, call: GdnCall, do: Tensor, d_final: Optional[Tensor]):
+    def __init__(self, call: GdnBackward):
+        do, d_final = call.do, call.d_final_state
         q, k, T, HV, v_first = call.q, call.k, call.T, call.HV, call.options.state_v_first
         self.prepare = Prepare(call) if Prepare.serves(call) else portable.Prepare(call)
         d_initial = torch.empty_like(call.initial_state, device="meta")
@@ -140,3 +131,13 @@ class _Entry:
             options=(("num_warps", 4), ("maxnreg", CAP[1])),
             guarded=True,
         )
+
+    def __call__(
+        self, q, k, v, g, beta, A_log, dt_bias, initial, cu_seqlens, do, d_final, *_
+    ) -> Tuple[Tensor, tuple]:  # fmt: skip
+        with device.on(q.device):
+            tb, p, f, decay = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
+            d_initial = torch.empty_like(initial)
+            # with decays it keeps neither tokens nor states: their maps are of what it reads
+            self.states(k, q, do, do, tb, tb, p, f, tb, d_final, d_initial, cu_seqlens, decay)
+        return d_initial, (tb, p, f)

@@ -38,11 +38,14 @@ PREPARE_CAP = {4: 128, 2: 168, 1: 255}
 
 
 def reads_by_tma(x: torch.Tensor) -> bool:
-    """True if TMA can read x: a contiguous last dimension, and other strides of a multiple of 16
-    bytes."""
-    if x.stride(3) != 1 or x.data_ptr() % 16:
-        return False
-    return all(s > 0 and s % 8 == 0 for n, s in zip(x.shape[:3], x.stride()[:3]) if n > 1)
+    """True if TMA can read x: lies_for_tma, and begins at a multiple of 16 bytes."""
+    return x.data_ptr() % 16 == 0 and lies_for_tma(x)
+
+
+def lies_for_tma(x: torch.Tensor) -> bool:
+    """True for a contiguous last dimension and other strides of a multiple of 16 bytes."""
+    strides = zip(x.shape[:3], x.stride()[:3])
+    return x.stride(3) == 1 and all(s > 0 and s % 8 == 0 for n, s in strides if n > 1)
 
 
 def token_map(shape, strides, dtype: torch.dtype, columns: int, packed: bool) -> Map:
@@ -97,7 +100,7 @@ class Prepare:
 
     @staticmethod
     def serves(call: GdnCall) -> bool:
-        """True for q and k that supports_gdn_chunk_fwd accepts and keys of norm 1, whose products
+        """True for q and k that TMA can read and keys of norm 1, whose products
         fit fp16.
 
         Other calls use the portable kernel.
@@ -142,7 +145,7 @@ class Prepare:
 
 
 class Scan:
-    """The launches of the second half of gdn_chunk_fwd, for all calls with the same facts."""
+    """The launches of the second half of a call, for all calls with the same facts."""
 
     __slots__ = (
         "split", "warm", "like_v", "final", "checkpoints", "kernels", "transition", "carry",

@@ -6,7 +6,7 @@ results are deterministic.
 """
 
 import functools
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 import triton
@@ -14,21 +14,34 @@ import triton
 from ...runtime import device, tuning
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import steps
-from ..call import GdnCall, GdnGradient
-from .backward_beta import SmallBetas
+from ...runtime.operation import on_dense
+from ..call import GdnBackward, GdnCall
+from .backward_beta import small_betas
 from .backward_gates import Gates
 from .backward_key import gdn_backward_key
 from .backward_query import gdn_backward_query
 from .backward_states import gdn_backward_states
 from .prepare import gdn_prepare
 
+# fields of a GdnBackward that kernels take with any strides
+APART = ("g", "beta", "initial_state", "do", "d_final_state", "tb", "p", "f")
 
-def supports_gdn_chunk_bwd(call: GdnCall, gradient: Optional[GdnGradient] = None) -> bool:
-    """True for head dims up to 256 and fp16, bf16 or fp32.
 
-    Without value heads no program would write dq and dk.
+def prepare_gdn_chunk_bwd(call: GdnBackward) -> Optional[Callable]:
+    """The call's tensors -> dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for
+    arguments that were not given. With values_only, only dv and d_initial_state.
+
+    For head dims up to 256 and fp16, bf16 or fp32. Without value heads no program would write dq
+    and dk.
     """
-    return call.q.dtype in SERVED and max(call.K, call.V) <= 256 and call.HV > 0
+    if call.q.dtype not in SERVED or max(call.K, call.V) > 256 or call.HV == 0:
+        return None
+    return on_dense(_prepare, call, *APART)
+
+
+def _prepare(call: GdnBackward) -> Callable:
+    options = call.options
+    return lambda *tensors: _gradients(GdnBackward(*tensors, options))
 
 
 @functools.lru_cache(maxsize=256)
@@ -85,37 +98,33 @@ def _query_and_key(call: GdnCall, f, do, h, dh, vt, dv, config: dict) -> tuple:
     return dq, dk, cumulative, by_query, by_key, ends
 
 
-def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient) -> tuple:
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for arguments that were not
-    given.
-
-    With values_only, only dv and d_initial_state.
-    """
+def _gradients(call: GdnBackward) -> tuple:
     K, V, initial_state = call.K, call.V, call.initial_state
-    do, d_final = near(_padded(gradient.do, 0)), gradient.d_final_state
+    do, d_final = near(_padded(call.do, 0)), call.d_final_state
     d_final = None if d_final is None else _padded(d_final, 1)
     q, k, v = (near(_padded(x, 0)) for x in (call.q, call.k, call.v))
     start = None if initial_state is None else _padded(initial_state, 1)
     call = call._replace(q=q, k=k, v=v, initial_state=start)  # K and V are now powers of two
     config = configuration(call.N * call.HV, call.K, call.V, q.element_size(), q.device)
     with device.on(q.device):
-        if gradient.prepared is None:
+        if call.prepared is None:
             tb, p, f, _ = gdn_prepare(call)
         else:
-            tb, p, f = gradient.prepared
+            tb, p, f = call.prepared
         h, dh, vt, dv, d_initial = gdn_backward_states(
             call, do, d_final, tb, p, f, config["states"]
         )
         if initial_state is not None:
             d_initial = _cut(d_initial, *initial_state.shape[2:])
-        if gradient.values_only:
+        if call.options.values_only:
             return None, None, _cut(dv, V), None, None, None, None, d_initial
         dq, dk, cumulative, *parts = _query_and_key(call, f, do, h, dh, vt, dv, config)
         blocks = (call.V // config[side]["BLOCK_V"] for side in ("query", "key"))
-        gates = Gates(call, *blocks, config["gates"])(call, f, *parts)
+        own = (call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens)
+        gates = Gates(call, *blocks, config["gates"])(*own, f, *parts)
         _, dbeta, _, _ = gates
-        betas = SmallBetas(call, do, config["beta"])
-        betas(call, p, f, cumulative, do, vt, dv, h, dh, dbeta)
+        own = (call.k, call.v, call.beta, call.cu_seqlens)
+        small_betas(call, do, config["beta"])(*own, p, f, cumulative, do, vt, dv, h, dh, dbeta)
     return (_cut(dq, K), _cut(dk, K), _cut(dv, V), *gates, d_initial)
 
 
@@ -140,9 +149,14 @@ def _cut(x: torch.Tensor, *sizes: int) -> torch.Tensor:
     return x.contiguous()
 
 
-def near(x: torch.Tensor) -> torch.Tensor:
-    """x, or a copy if 32-bit offsets do not span a chunk of it or its rows are not aligned to 16
-    bytes."""
+def lies_near(x: torch.Tensor) -> bool:
+    """True if 32-bit offsets span a chunk of x and its rows are whole multiples of 16 elements."""
     reached = x.stride(-1) == 1 and x.stride(1) < 2**25
-    aligned = x.data_ptr() % 16 == 0 and all(step % 16 == 0 for step in steps(x))
-    return x if reached and aligned else x.clone(memory_format=torch.contiguous_format)
+    return reached and all(step % 16 == 0 for step in steps(x))
+
+
+def near(x: torch.Tensor) -> torch.Tensor:
+    """x, or a copy unless it lies_near and begins at a multiple of 16 bytes."""
+    if lies_near(x) and x.data_ptr() % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -148,30 +148,23 @@ def _beta_bwd_kernel(
             tl.store(dbeta_at, dbeta.to(dbeta_ptr.dtype.element_ty), mask=mine)
 
 
-class SmallBetas:
-    """The launch of the kernel above for all calls with the same facts."""
+def small_betas(call: GdnCall, do, config: dict) -> Launch:
+    """The launch of the kernel above for all calls with the same facts.
 
-    __slots__ = ("kernel",)
-
-    def __init__(self, call: GdnCall, do, config: dict):
-        k, v, K, HV = call.k, call.v, call.K, call.HV
-        small = 2.0**-6 if k.dtype == torch.float16 else 1e-12
-        sizes = (call.H, HV // call.H, K, call.V, triton.next_power_of_2(HV))
-        gates = (call.options.use_qk_l2norm, call.options.beta_max, small, FEW)
-        self.kernel = Launch(
-            _beta_bwd_kernel,
-            call.rows if HV else 0,
-            k.device,
-            numbers=(*map(steps, (k, v, call.beta, do)), *chunk_numbers(call)),
-            constexprs=(*sizes, *gates, min(K, 64), config["BLOCK_V"], precision(k.dtype)),
-            options=(("num_warps", config["num_warps"]),),
-            guarded=True,
-        )
-
-    def __call__(self, call: GdnCall, p, f, cumulative, do, vt, dv, h, dh, dbeta) -> None:
-        """Overwrites dbeta where rounding would lose too much of (dV . vt) / beta^2.
-
-        That is where |beta| is small, or a chunk has few tokens.
-        """
-        _, k, v, _, beta, *_, cu_seqlens, _ = call
-        self.kernel(k, v, beta, cu_seqlens, p, f, cumulative, do, vt, dv, h, dh, dbeta)
+    It takes k, v, beta, cu_seqlens, P, F, cumsum(g), do, vt, dV, S, dS and dbeta, which it
+    overwrites where rounding would lose too much of (dV . vt) / beta^2: where |beta| is small, or a
+    chunk has few tokens.
+    """
+    k, v, K, HV = call.k, call.v, call.K, call.HV
+    small = 2.0**-6 if k.dtype == torch.float16 else 1e-12
+    sizes = (call.H, HV // call.H, K, call.V, triton.next_power_of_2(HV))
+    gates = (call.options.use_qk_l2norm, call.options.beta_max, small, FEW)
+    return Launch(
+        _beta_bwd_kernel,
+        call.rows if HV else 0,
+        k.device,
+        numbers=(*map(steps, (k, v, call.beta, do)), *chunk_numbers(call)),
+        constexprs=(*sizes, *gates, min(K, 64), config["BLOCK_V"], precision(k.dtype)),
+        options=(("num_warps", config["num_warps"]),),
+        guarded=True,
+    )

@@ -124,9 +124,8 @@ class Gates:
             guarded=True,
         )
 
-    def __call__(self, call: GdnCall, f, by_query, by_key, ends) -> tuple:
+    def __call__(self, g, beta, A_log, dt_bias, cu_seqlens, f, by_query, by_key, ends) -> tuple:
         """dg (of the raw gate with A_log), dbeta [B, T, HV]; dA_log, ddt_bias [HV] or None."""
-        _, _, _, g, beta, A_log, dt_bias, *_, cu_seqlens, _ = call
         dg, dbeta, sums = g.new_empty(g.shape), beta.new_empty(beta.shape), None
         if A_log is not None:
             sums = g.new_empty((2, self.rows, g.shape[2]), dtype=torch.float32)

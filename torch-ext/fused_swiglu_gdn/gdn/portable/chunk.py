@@ -1,24 +1,22 @@
 """The chunked gated delta rule on every GPU: prepare, then scan (docs/gdn.md). Contains no
 kernel."""
 
+from typing import Callable, Optional
+
 import torch
 
 from ...runtime import device
 from ...runtime.dtypes import SERVED
-from ...runtime.launch import aligned, steps
+from ...runtime.launch import by_alignment, steps
+from ...runtime.operation import on_dense
 from ...runtime.tuning import lookup
 from ..call import GdnCall
 from ..chunks import CHUNK
-from .backward import gdn_chunk_bwd, supports_gdn_chunk_bwd  # noqa: F401
+from .backward import prepare_gdn_chunk_bwd  # noqa: F401
 from .context import Carry
 from .cuts import FEWEST, WHOLE, tokens_at_cut
 from .prepare import Prepare
 from .scan import Scan
-
-
-def supports_gdn_chunk_fwd(call: GdnCall) -> bool:
-    """True for head dims up to 256 and fp16, bf16 or fp32."""
-    return call.q.dtype in SERVED and max(call.K, call.V) <= 256
 
 
 def kind_of(call: GdnCall) -> str:
@@ -35,29 +33,24 @@ def kind_of(call: GdnCall) -> str:
     return ""
 
 
-def gdn_chunk_fwd(call: GdnCall) -> tuple:
-    """o [B, T, HV, V]; the final state, the pool or None; checkpoints or None; Tb, P, F or None."""
-    return _Chunked(call)(*call.tensors)
+def prepare_gdn_chunk_fwd(call: GdnCall) -> Optional[Callable]:
+    """The call's tensors -> o [B, T, HV, V]; the final state, the pool or None; checkpoints or
+    None; Tb, P and F or three None.
 
-
-def plan_gdn_chunk_fwd(call: GdnCall):
-    """Returns gdn_chunk_fwd as a function of the ten tensors for all calls that match this one, or
-    None."""
-    if not aligned(call.q, call.k, call.v):
+    For head dims up to 256 and fp16, bf16 or fp32.
+    """
+    if call.q.dtype not in SERVED or max(call.K, call.V) > 256:
         return None
-    kept, options = _Chunked(call), call.options
+    return on_dense(_prepare, call, "g", "beta", "initial_state")
 
-    def run(q, k, v, *rest):
-        if aligned(q, k, v):
-            return kept(q, k, v, *rest)
-        return gdn_chunk_fwd(GdnCall(q, k, v, *rest, options))  # of another kind
 
-    return run
+def _prepare(call: GdnCall) -> Callable:
+    return by_alignment(_Chunked, call, 0, 1, 2)
 
 
 class _Chunked:
-    """The launches of gdn_chunk_fwd for all calls with the same shapes, strides, dtypes and
-    options."""
+    """The launches for all calls with the same shapes, strides, dtypes and options, and with q, k
+    and v at multiples of 16 bytes as here."""
 
     __slots__ = ("final", "checkpoints", "saves", "prepare", "carry", "scan")
 
@@ -104,4 +97,4 @@ class _Chunked:
                 checkpoints = v.new_empty(**self.checkpoints)
             states = (initial_state, state_indices, final, checkpoints)
             self.scan((q, k, v, o), blocks, cu_seqlens, states)
-        return o, final, checkpoints, tuple(blocks) if self.saves else None
+        return o, final, checkpoints, *(blocks if self.saves else (None, None, None))

@@ -3,18 +3,18 @@
 Sizes: N sequences, P rows of the pool, HV K V.
 """
 
+from typing import Callable, Optional
+
 import torch
 import triton
 import triton.language as tl
 
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
+from ...runtime.operation import on_dense
+from ..call import ClearRows
 
 BLOCK = 4096
-
-
-def supports_gdn_clear_rows(pool, indices, kept) -> bool:
-    return pool.dtype in SERVED
 
 
 @triton.jit
@@ -40,16 +40,17 @@ def _clear_rows_kernel(
         tl.store(pool_ptr + at, zero, mask=e < SIZE)
 
 
-def gdn_clear_rows(
-    pool: torch.Tensor,  # [P, HV, K, V] or [P, HV, V, K], any strides
-    indices: torch.Tensor,  # [N]
-    kept: torch.Tensor,  # [N] bool
-) -> None:
-    """Zeroes rows indices[n] of the pool where kept[n] is false; a negative index is no row."""
+def prepare_gdn_clear_rows(call: ClearRows) -> Optional[Callable]:
+    """(pool, indices, kept) -> None; rows of the pool, of any strides, are zeroed."""
+    return on_dense(_prepare, call, "pool") if call.pool.dtype in SERVED else None
+
+
+def _prepare(call: ClearRows) -> Callable:
+    pool = call.pool
     _, heads, R, C = pool.shape
     size = heads * R * C
     kernel = Launch(
-        _clear_rows_kernel, indices.numel() * triton.cdiv(size, BLOCK), pool.device,
-        numbers=(pool.stride(), R, C, size), constexprs=(BLOCK,),
+        _clear_rows_kernel, call.indices.numel() * triton.cdiv(size, BLOCK), pool.device,
+        numbers=(pool.stride(), R, C, size), constexprs=(BLOCK,), guarded=True,
     )  # fmt: skip
-    kernel(pool, indices, kept.view(torch.uint8))
+    return lambda pool, indices, kept: kernel(pool, indices, kept.view(torch.uint8))

@@ -5,7 +5,8 @@
 Sizes: B T H HV K V; N sequences; P rows of a state pool. Measurements: docs/gdn_decode.md.
 """
 
-from typing import Optional, Tuple
+import math
+from typing import Callable, Optional
 
 import torch
 import triton
@@ -13,6 +14,7 @@ import triton.language as tl
 
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
+from ...runtime.operation import on_dense
 from ...runtime.primitives import sequence_bounds
 from ..call import RecurrentCall
 from .delta import (
@@ -27,7 +29,7 @@ from .delta import (
     write_step,
 )
 from .gates import write_strength
-from .recurrent_step import Step, is_dense, state_steps, step_config, step_of
+from .recurrent_step import Step, is_dense, state_steps, step_config
 
 
 def supports_gdn_recurrent_fwd(call: RecurrentCall) -> bool:
@@ -169,21 +171,31 @@ def _token_stride(x: torch.Tensor) -> Optional[int]:
     return x.stride(1) if B == 1 or x.stride(0) == T * x.stride(1) else None
 
 
-def _launch(call: RecurrentCall, T: int, final, o) -> None:
-    """Launches the kernel for any number of tokens, T of each row; all outputs are allocated."""
+def _evenly(x: torch.Tensor, T: int) -> torch.Tensor:
+    """x, or a copy whose tokens are equally far apart; one token of zeros if there is none."""
+    if T == 0:  # the kernel reads a token before it knows that there is none
+        return x.new_zeros(x.shape[0], 1, *x.shape[2:])
+    return x if _token_stride(x) is not None else x.contiguous()
+
+
+def _tokens_kernel(call: RecurrentCall, T: int, initial, final: int) -> Launch:
+    """The launch for any number of tokens, T in a row of the batch.
+
+    call: its tokens are equally far apart. initial: dense, or written in place; final: elements
+    from a row of the final states to the next.
+    """
     q, k, v, g, beta, options = call.q, call.k, call.v, call.g, call.beta, call.options
-    HV, K, V, initial = call.HV, call.K, call.V, call.initial_state
+    HV, K, V = call.HV, call.K, call.V
     config = step_config(q.device, K, 4, options.state_v_first)
     strides = (
         _token_stride(q), q.stride(2), _token_stride(k), k.stride(2), _token_stride(v), v.stride(2),
-        _token_stride(g), _token_stride(beta), 0 if initial is None else initial.stride(0),
-        0 if final is None else final.stride(-4),
+        _token_stride(g), _token_stride(beta), 0 if initial is None else initial.stride(0), final,
     )  # fmt: skip
     columns = 0
     if call.num_accepted_tokens is not None:
         columns = call.state_indices.shape[1]
         strides += (call.state_indices.stride(0),)
-    kernel = Launch(
+    return Launch(
         _gdn_recurrent_fwd_kernel,
         call.N * HV * triton.cdiv(V, config["BLOCK_V"]),
         q.device,
@@ -195,46 +207,55 @@ def _launch(call: RecurrentCall, T: int, final, o) -> None:
             call.channels, options.lower_bound,
         ),
         options=(("num_warps", config["num_warps"]),),
+        guarded=True,
     )  # fmt: skip
-    inputs = (q, k, v, g, beta, call.A_log, call.dt_bias, initial)
-    indices = (call.state_indices, call.output_state_indices, call.num_accepted_tokens)
-    kernel(*inputs, final, o, *indices, call.cu_seqlens)
 
 
-def plan_gdn_recurrent_fwd(call: RecurrentCall) -> Optional[Step]:
-    """Returns a function of the tensors for all calls that match this one, for one token a
-    sequence."""
-    if call.B == 0 or call.T != 1 or call.cu_seqlens is not None or call.options.all_states:
-        return None
-    if call.num_accepted_tokens is not None:
-        return None
-    return step_of(call)
-
-
-def gdn_recurrent_fwd(call: RecurrentCall) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-    """One launch: o, and the final state, the states after every token, the pool, or None."""
-    step = plan_gdn_recurrent_fwd(call)
-    if step is not None:
-        return step(*call.tensors)
+def _tokens(call: RecurrentCall) -> Callable:
+    """A function of the tensors of calls with any number of tokens."""
     options, initial, T = call.options, call.initial_state, call.T
-    o = call.out  # [B, T, HV, V]
-    if o is None or not o.is_contiguous():
-        o = torch.empty(call.v.shape, dtype=call.q.dtype, device=call.device)
-    final = None
-    if options.inplace:
-        final = initial
-    elif options.output_final_state or options.all_states:
-        rows = (call.B, T) if options.all_states else (call.N,)
-        shape = (*rows, *call.state_shape)
-        final = torch.empty(shape, dtype=torch.float32, device=call.device)  # [N, HV, K, V]
-    if initial is not None and not options.inplace and not is_dense(initial):
-        initial = initial.contiguous()
-    inputs = (call.q, call.k, call.v, call.g, call.beta)
-    if T == 0:  # the kernel reads a token before it knows that there is none
-        inputs = (x.new_zeros(call.B, 1, *x.shape[2:]) for x in inputs)
-    q, k, v, g, beta = (x if _token_stride(x) is not None else x.contiguous() for x in inputs)
-    call = call._replace(q=q, k=k, v=v, g=g, beta=beta, initial_state=initial)
-    _launch(call, T, final, o)
-    if call.out is not None and o is not call.out:
-        o = call.out.copy_(o)
-    return o, final
+    inplace, size = options.inplace, math.prod(call.state_shape)
+    copies = initial is not None and not inplace and not is_dense(initial)
+    uneven = T == 0 or any([_token_stride(x) is None for x in call.tensors[:5]])
+    into = call.out is not None and call.out.is_contiguous()
+    made = None  # the shape of new states
+    if not inplace and (options.output_final_state or options.all_states):
+        made = (*((call.B, T) if options.all_states else (call.N,)), *call.state_shape)
+    step = initial.stride(0) if inplace else 0 if made is None else size
+    start = initial.contiguous() if copies else initial
+    tokens = [_evenly(x, T) for x in call.tensors[:5]]
+    even = call._replace(**dict(zip(call._fields, tokens)))
+    kernel = _tokens_kernel(even, T, start, step)
+
+    def run(
+        q, k, v, g, beta, A_log, dt_bias, initial, read, write, accepted, cu_seqlens, out
+    ) -> tuple:
+        tokens = (q, k, v, g, beta)
+        o = out if into else q.new_empty(v.shape)
+        final = initial if inplace else None
+        if made is not None:
+            final = q.new_empty(made, dtype=torch.float32)
+        if uneven:
+            tokens = [_evenly(x, T) for x in tokens]
+        start = initial.contiguous() if copies else initial
+        kernel(*tokens, A_log, dt_bias, start, final, o, read, write, accepted, cu_seqlens)
+        return o if out is None or into else out.copy_(o), final
+
+    return run
+
+
+def prepare_gdn_recurrent_fwd(call: RecurrentCall) -> Optional[Callable]:
+    """The call's tensors -> o, and the final state, every state, the pool, or None: one launch."""
+    if not supports_gdn_recurrent_fwd(call):
+        return None
+    single = call.B > 0 and call.T == 1 and call.cu_seqlens is None
+    single = single and not call.options.all_states and call.num_accepted_tokens is None
+    return on_dense(Step if single else _tokens, call, "initial_state", "out")
+
+
+plan_gdn_recurrent_fwd = prepare_gdn_recurrent_fwd  # of kda/portable/recurrent.py
+
+
+def gdn_recurrent_fwd(call: RecurrentCall) -> tuple:
+    """Runs prepare_gdn_recurrent_fwd."""
+    return prepare_gdn_recurrent_fwd(call)(*call.tensors)

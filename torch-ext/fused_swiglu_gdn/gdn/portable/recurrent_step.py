@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 
 from ...runtime import tuning
-from ...runtime.cache import CallCache
 from ...runtime.launch import Launch
 from ..call import RecurrentCall
 from .delta import (
@@ -204,12 +203,3 @@ class Step:
         if out is not None and not self.into:
             o = out.copy_(o)
         return o, initial if self.inplace else final
-
-
-_steps = CallCache()
-
-
-def step_of(call: RecurrentCall) -> Step:
-    """Returns the Step of calls that match: q, k, v [N, 1, ...] and g, beta [N, 1, HV, ...]."""
-    key = (call.tensors, call.options)
-    return _steps.find(*key) or _steps.keep(*key, Step(call))

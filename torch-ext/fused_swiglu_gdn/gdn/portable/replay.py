@@ -11,17 +11,17 @@ Sizes: N sequences, T tokens of each, H and HV heads, K and V head dims, P rows 
 R rows of tokens in a ring, m of them in use from row `first` on, cyclically.
 """
 
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 import triton
 
 from ...runtime import tuning
-from ...runtime.cache import CallCache
 from ...runtime.device import overlaps_launches
 from ...runtime.dtypes import served
 from ...runtime.launch import Launch
-from ..call import ReplayCall
+from ...runtime.operation import on_dense
+from ..call import ReplayCall, RingAdvance, RingMaterialise
 from .recurrent_step import is_dense
 from .replay_kernels import (
     advance_kernel,
@@ -99,81 +99,55 @@ class Replay:
         return o if out is None or into else out.copy_(o)
 
 
-_replays = CallCache()
-
-
-def supports_gdn_replay_fwd(call: ReplayCall) -> bool:
-    """True for fp16, bf16 and fp32 in memory that the kernel can write; g of the ring is in
-    fp32."""
+def prepare_gdn_replay_fwd(call: ReplayCall) -> Optional[Callable]:
+    """The call's tensors -> o: two launches; the ring, or the states, are written in place."""
     held = (call.initial_state, call.ring_k, call.ring_u, call.ring_g)
-    dense = _rows_are_dense(*held)
-    return served(call.q, call.g, call.beta, *held) and dense and call.T <= MOST_TOKENS
+    if not (served(call.q, call.g, call.beta, *held) and _rows_are_dense(*held)):
+        return None
+    if call.T > MOST_TOKENS:
+        return None
+    return on_dense(Replay, call, "initial_state", "ring_k", "ring_u", "ring_g", "cursor", "out")
 
 
-def plan_gdn_replay_fwd(call: ReplayCall) -> Replay:
-    """Returns a function of the tensors for all calls that match this one."""
-    key = (call.tensors, call.options)
-    return _replays.find(*key) or _replays.keep(*key, Replay(call))
+def prepare_gdn_ring_advance(call: RingAdvance) -> Callable:
+    """The call's tensors -> None; the cursor is written in place."""
+    return on_dense(_advance, call, "cursor", "ring_k", "ring_u", "ring_g")
 
 
-def gdn_replay_fwd(call: ReplayCall) -> torch.Tensor:
-    """Two launches: o; the ring, or the states, are written in place."""
-    return plan_gdn_replay_fwd(call)(*call.tensors)
-
-
-def supports_gdn_ring_advance(
-    cursor, accepted, force_flush, state_indices, R: int, max_tokens: int, null_index: int
-) -> bool:  # fmt: skip
-    return True
-
-
-def plan_gdn_ring_advance(
-    cursor, accepted, force_flush, state_indices, R: int, max_tokens: int, null_index: int
-) -> Launch:  # fmt: skip
-    """Returns a function of the tensors for all calls that match this one."""
-    N = cursor.shape[0]
-    return Launch(
-        advance_kernel, triton.cdiv(N, ADVANCED), cursor.device, numbers=(N,),
-        constexprs=(R, max_tokens, null_index + 1, ADVANCED),
+def _advance(call: RingAdvance) -> Callable:
+    (max_tokens, null_index), N = call.options, call.cursor.shape[0]
+    kernel = Launch(
+        advance_kernel, triton.cdiv(N, ADVANCED), call.device, numbers=(N,),
+        constexprs=(call.ring_g.shape[2], max_tokens, null_index + 1, ADVANCED), guarded=True,
     )  # fmt: skip
+    return lambda cursor, accepted, force, rows, *ring: kernel(cursor, accepted, force, rows)
 
 
-def gdn_ring_advance(
-    cursor: torch.Tensor, accepted: Optional[torch.Tensor], force_flush: Optional[torch.Tensor],
-    state_indices: Optional[torch.Tensor], R: int, max_tokens: int, null_index: int,
-) -> torch.Tensor:  # fmt: skip
-    """Updates the cursor in place and returns it."""
-    tensors = (cursor, accepted, force_flush, state_indices)
-    plan_gdn_ring_advance(*tensors, R, max_tokens, null_index)(*tensors)
-    return cursor
+def prepare_gdn_ring_materialise(call: RingMaterialise) -> Optional[Callable]:
+    """The call's tensors -> the states with all tokens of the ring."""
+    held = call[:4]
+    if not (served(*held) and _rows_are_dense(*held)):
+        return None
+    return on_dense(_materialise, call, "state", "ring_k", "ring_u", "ring_g", "cursor")
 
 
-def supports_gdn_ring_materialise(
-    state, ring_k, ring_u, ring_g, cursor, state_indices, null_index: int, inplace: bool
-) -> bool:  # fmt: skip
-    held = (state, ring_k, ring_u, ring_g)
-    return served(*held) and _rows_are_dense(*held)
-
-
-def gdn_ring_materialise(
-    state: torch.Tensor, ring_k: torch.Tensor, ring_u: torch.Tensor, ring_g: torch.Tensor,
-    cursor: torch.Tensor, state_indices: Optional[torch.Tensor], null_index: int,
-    inplace: bool,
-) -> torch.Tensor:  # fmt: skip
-    """The states with all tokens of the ring."""
-    (_, HV, V, K), (_, H, R, _), N = state.shape, ring_k.shape, cursor.shape[0]
+def _materialise(call: RingMaterialise) -> Callable:
+    state, (_, null_index, inplace) = call.state, call.options
+    (_, HV, V, K), (_, H, R, _), N = state.shape, call.ring_k.shape, call.cursor.shape[0]
     config = _tile(state.device, K, state)
-    out = None
-    if not inplace:
-        out = torch.empty(N, HV, V, K, dtype=torch.float32, device=state.device)
     kernel = Launch(
         materialise_kernel, N * HV * triton.cdiv(V, config["BLOCK_V"]), state.device,
-        numbers=(tuple(x.stride(0) for x in (state, ring_k, ring_u, ring_g)),),
+        numbers=(tuple(x.stride(0) for x in call[:4]),),
         constexprs=(
             H, HV, K, V, R, null_index + 1, *map(triton.next_power_of_2, (K, R)),
             config["BLOCK_V"], config["K_PART"],
         ),
-        options=(("num_warps", config["num_warps"]),),
+        options=(("num_warps", config["num_warps"]),), guarded=True,
     )  # fmt: skip
-    kernel(state, ring_k, ring_u, ring_g, cursor, state_indices, out)
-    return state if inplace else out
+
+    def run(state, *more):
+        out = None if inplace else state.new_empty(N, HV, V, K, dtype=torch.float32)
+        kernel(state, *more, out)
+        return state if inplace else out
+
+    return run

@@ -17,7 +17,7 @@ from typing import Callable
 import torch
 
 from ...runtime.dtypes import at_least_fp32
-from ..call import GdnCall, GdnGradient
+from ..call import GdnBackward, GdnGradient
 from ..chunks import CHUNK
 from .chunk import to_chunks
 from .common import Inputs, prepare_inputs, spans
@@ -132,8 +132,9 @@ def _by_sequence(chunked, x: Inputs, do, S, dS, call):
     return grads, starts
 
 
-def gdn_chunk_bwd(call: GdnCall, gradient: GdnGradient):
+def gdn_chunk_bwd(call: GdnBackward):
     """by_chunks_bwd of this rule."""
+    gradient = GdnGradient(call.do, call.d_final_state, None, call.options.values_only)
     return by_chunks_bwd(call, prepare_inputs(call), gradient, _chunked, _through_gates)
 
 
