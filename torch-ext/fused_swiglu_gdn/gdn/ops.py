@@ -8,6 +8,7 @@ from typing import Optional, Tuple
 
 from torch import Tensor
 
+from ..runtime.call import tensors_in
 from ..runtime.ops import needs_grad, operator, plan, run, serve
 from .call import GdnCall, RecurrentCall
 from .ops_train import empty_state, gdn_chunk_train, trained_by
@@ -62,7 +63,7 @@ def gdn_chunk(call: GdnCall) -> tuple:
         return (*chunk_by(_gdn_chunk_fwd, call), None)
 
     def train(call):
-        o, state, *_ = gdn_chunk_train(*call.tensors, *call.options)
+        o, state, *_ = gdn_chunk_train(*tensors_in(call), *call.options)
         return o, state if options.output_final_state else None, None, None
 
     reference = chunk_reference.gdn_chunk_fwd

@@ -4,6 +4,7 @@ from typing import Optional
 
 from torch import Tensor
 
+from ..runtime.call import tensors_in
 from ..runtime.dtypes import at_least_fp32
 from ..runtime.ops import operator, plan, run, serve
 from .call import ReplayCall, Ring
@@ -31,7 +32,7 @@ def gdn_replay(call: ReplayCall) -> Tensor:
     """o [N, T, HV, V]; the ring and the states are updated in place."""
 
     def op(call):
-        o = _gdn_replay_fwd(*call.tensors, *call.options)
+        o = _gdn_replay_fwd(*tensors_in(call), *call.options)
         return o if call.out is None else call.out
 
     written = (call.initial_state, call.out)

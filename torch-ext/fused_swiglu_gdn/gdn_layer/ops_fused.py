@@ -5,6 +5,7 @@ from typing import Optional, Tuple
 from torch import Tensor
 
 from ..gdn.chunks import count_sequences
+from ..runtime.call import tensors_in
 from ..runtime.ops import operator, plan, present, run, serve
 from .call import LayerDecode
 from .ops_train import prologue_gradients, save_prologue
@@ -69,7 +70,7 @@ def gdn_layer_decode(call: LayerDecode) -> Tensor:
     """y [B, 1, HV, V]."""
 
     def op(call):
-        return _gdn_layer_decode(*call.tensors, *call.options)
+        return _gdn_layer_decode(*tensors_in(call), *call.options)
 
     written = (call.conv_state, call.state)
     return run(FAMILY, "gdn_layer_decode", op, reference.gdn_layer_decode, (call,), written=written)
