@@ -35,6 +35,6 @@ def tensors_in(call) -> tuple:
     return tuple(tensors)
 
 
-def device_of(call) -> torch.device:
-    """The device of a call's first tensor."""
-    return call[0].device
+def device_of(x) -> torch.device:
+    """The device of a tensor, or of a call's first one."""
+    return x.device if isinstance(x, torch.Tensor) else x[0].device

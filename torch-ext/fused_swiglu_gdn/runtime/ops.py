@@ -217,7 +217,7 @@ def run(
     if grad and train is not None:
         op = train
     if torch.compiler.is_compiling():
-        where = args[0].device if isinstance(args[0], torch.Tensor) else device_of(args[0])
+        where = device_of(args[0])
         needed = dispatch.backward_of(operation) if grad else operation
         kernels = dispatch.has_kernels(family, needed, where.type, where.index)
         return op(*args) if kernels else reference(*args)
