@@ -132,7 +132,7 @@ def test_compiled_functions_have_one_graph(kernel, device, grad, traced_without_
         return kernel.rms_norm_gated(z, o, v[0, 0, 0]), y, state
 
     eager = step(**x)
-    # the reference asks for rows of a pool, which torch before 2.11 traces only if it is told to
+    # the reference asks for rows of a pool, which torch 2.9 traces only if it is told to
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(**x)
     for a, b in zip(compiled, eager):
