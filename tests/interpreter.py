@@ -90,5 +90,22 @@ def _hasten() -> None:
     interpreter.ReduceOps.generic_reduce = reduce
 
 
+def _mend() -> None:
+    """A comparison's result has the type of what was compared, for the interpreter: it spreads one
+    over a block as 64-bit integers, and Triton 3.9 takes none of them as a mask."""
+    from triton.language import int1
+    from triton.runtime import interpreter
+
+    compute = interpreter.InterpreterBuilder.binary_op
+
+    def binary_op(self, *operands):
+        result = compute(self, *operands)
+        is_mask = result.data.dtype == numpy.bool_
+        return interpreter.TensorHandle(result.data, int1) if is_mask else result
+
+    interpreter.InterpreterBuilder.binary_op = binary_op
+
+
 if INTERPRETING:
     _hasten()
+    _mend()

@@ -263,12 +263,13 @@ print(local.verify(), hub.verify())
 
 
 AS_ON_XPU = """
+import functools
 import sys
 from pathlib import Path
 import torch
 
 torch.version.cuda, torch.version.hip, torch.version.xpu = None, None, "20250101"
-torch.backends.mps.is_available = lambda: False
+torch.backends.mps.is_available = functools.cache(lambda: False)  # 2.15 asks for what is wrapped
 from kernels import get_local_kernel
 
 kernel = get_local_kernel(Path(sys.argv[1]))

@@ -1,8 +1,11 @@
 """The registered operators: opcheck, and functions compiled without a graph break."""
 
+import re
+import sys
+
 import pytest
 import torch
-from conftest import gdn_inputs, relative_error, submodule
+from conftest import NAME, PACKAGE, gdn_inputs, relative_error, submodule
 
 swiglu, gdn, layer = (submodule(f"{room}.ops") for room in ("swiglu", "gdn", "gdn_layer"))
 calls, train = submodule("gdn.call"), submodule("gdn.ops_train")
@@ -80,8 +83,38 @@ def test_opcheck_swiglu_and_layer(device):
     )
 
 
+def test_no_membership_in_a_map():
+    """torch.compile of torch 2.9 cannot trace `x in map(...)`; in a tuple of it, it can."""
+    inside = re.compile(r"\bif\b.*\bin map\(.*:$", re.M)
+    traced = [
+        path for path in PACKAGE.rglob("*.py") if path.parent.name not in ("portable", "hopper")
+    ]
+    found = {str(path): inside.findall(path.read_text()) for path in traced}
+    assert len(found) > 100 and not any(found.values()), found
+
+
+@pytest.fixture
+def traced_without_properties(monkeypatch):
+    """Fails where what torch compiles asks for a property of a call: torch.compile of torch 2.9
+    knows none of a NamedTuple's."""
+    homes = [m for name, m in sys.modules.items() if name.endswith(".call") and NAME in name]
+    kinds = {x for home in homes for x in vars(home).values() if hasattr(x, "tensors")}
+    assert len(kinds) > 10
+    for kind in kinds:
+        for name in ("device", "tensors"):
+            monkeypatch.setattr(kind, name, property(eagerly(getattr(kind, name).fget)))
+
+
+def eagerly(get):
+    def found(call):
+        assert not torch.compiler.is_compiling(), f"{get.__name__} by a property"
+        return get(call)
+
+    return found
+
+
 @pytest.mark.parametrize("grad", [False, True])
-def test_compiled_functions_have_one_graph(kernel, device, grad):
+def test_compiled_functions_have_one_graph(kernel, device, grad, traced_without_properties):
     x = gdn_inputs(1, 70, 1, 2, 16, 16, device=device)
     if grad:
         for y in x.values():
@@ -107,7 +140,9 @@ def test_compiled_functions_have_one_graph(kernel, device, grad):
         return kernel.rms_norm_gated(z, o, v[0, 0, 0]), y, state
 
     eager = step(**x)
-    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(**x)
+    # the reference asks for rows of a pool, which torch 2.9 traces only if it is told to
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(**x)
     for a, b in zip(compiled, eager):
         assert relative_error(a, b) < 1e-5
     if grad:

@@ -65,6 +65,20 @@ def test_texts_give_the_range(name):
     assert given and set(given) == {TRIED}
 
 
+@pytest.mark.parametrize("name", ["README.md", "docs/faq.md"])
+def test_texts_give_the_range_of_torch_and_triton(name):
+    """tests/torch_releases.json: {torch that the tests were run with: the Triton beside it}."""
+    ran = json.loads((ROOT / "tests" / "torch_releases.json").read_text())
+    text = " ".join((ROOT / name).read_text().split())
+    for package, versions in (("torch", list(ran)), ("Triton", list(ran.values()))):
+        given = re.findall(rf"{package} \(?(\d+\.\d+) to (\d+\.\d+)", text.replace("its ", ""))
+        assert [tuple(map(releases.minor, pair)) for pair in given] == [
+            (min(map(releases.minor, versions)), max(map(releases.minor, versions)))
+        ]
+    pinned = re.search(r"^torch==(.*)$", (ROOT / "requirements-dev.txt").read_text(), re.M)
+    assert pinned.group(1) in ran
+
+
 def found_as_in(release: str) -> dict:
     types = {
         kind: {"served": dict(of), "left": {}, "wrong": None} for kind, of in TABLE[release].items()

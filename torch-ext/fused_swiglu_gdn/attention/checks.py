@@ -3,6 +3,7 @@
 import torch
 
 from ..norm.checks import CASTING_MODES
+from ..runtime.call import tensors_in
 from ..runtime.checks import (
     FLOATING,
     INDICES,
@@ -185,4 +186,4 @@ def attention_with_kvcache(call: KvCacheAttention) -> KvCacheAttention:
         is_number("softmax_scale", softmax_scale)
     _holds_cache_seqlens(cache_seqlens, k_cache)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
-    return KvCacheAttention(*call.tensors, KvOptions(scale))
+    return KvCacheAttention(*tensors_in(call), KvOptions(scale))

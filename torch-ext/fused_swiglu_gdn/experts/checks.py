@@ -3,6 +3,7 @@
 import torch
 
 from ..runtime.activations import OF_EXPERTS, SAME
+from ..runtime.call import tensors_in
 from ..runtime.checks import (
     INDICES,
     agrees,
@@ -51,12 +52,12 @@ def fused_experts(call: Experts) -> Experts:
     is_one_of("activation", activation, OF_EXPERTS)
     if limit is not None:
         is_number("limit", limit, "positive", " or None")
-    keeps = needs_grad(call.tensors)
+    keeps = needs_grad(tensors_in(call))
     if keeps and main_grad and torch.compiler.is_compiling():
         raise NotImplementedError("main_grad=True is for eager mode, not torch.compile")
     limit, activation = None if limit is None else float(limit), SAME.get(activation, activation)
     flags = (keeps, bool(recompute), bool(main_grad), bool(interleaved))
-    return Experts(*call.tensors, ExpertsOptions(activation, limit, *flags))
+    return Experts(*tensors_in(call), ExpertsOptions(activation, limit, *flags))
 
 
 def fused_topk(call: Topk) -> Topk:

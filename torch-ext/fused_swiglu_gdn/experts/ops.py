@@ -8,6 +8,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from ..runtime.call import tensors_in
 from ..runtime.main_grad import into_main_grad, stand_in
 from ..runtime.operation import Operation
 from ..runtime.ops import PLAIN, autocast
@@ -68,7 +69,7 @@ def _cast(x, w_gate_up, w_down, ids, weights, b_gate_up, b_down) -> tuple:
 EXPERTS = Operation(
     FAMILY, "experts_fwd", Experts, _by_torch, check=checks.fused_experts, cast=_cast, outputs=3,
     fake=_results, aligned=WEIGHTS, opaque=True,
-    differentiable=lambda call: all([t is None or type(t) in PLAIN for t in call.tensors]),
+    differentiable=lambda call: all([t is None or type(t) in PLAIN for t in tensors_in(call)]),
 )  # fmt: skip
 GRADIENT = Operation(
     FAMILY, "experts_bwd", ExpertsBackward, _gradients_by_torch, outputs=6, fake=_gradients_like,

@@ -6,6 +6,7 @@ from typing import Optional, Tuple
 import torch
 from torch import Tensor
 
+from ..runtime.call import tensors_in
 from ..runtime.operation import Operation
 from ..runtime.ops import present
 from . import checks
@@ -15,7 +16,7 @@ from .reference import common
 from .reference import recurrent as recurrent_reference
 
 CLEAR = Operation(
-    "gdn.pool", "gdn_clear_rows", ClearRows, lambda call: common.clear_rows(*call.tensors),
+    "gdn.pool", "gdn_clear_rows", ClearRows, lambda call: common.clear_rows(*tensors_in(call)),
     outputs=0, written=("pool",),
 )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from ..runtime.call import tensors_in
 from ..runtime.dtypes import at_least_fp32
 from ..runtime.operation import Operation
 from ..runtime.ops import autocast
@@ -27,7 +28,7 @@ def _advanced(call: RingAdvance) -> None:
 
 def _materialised(call: RingMaterialise) -> Tensor:
     _, null_index, inplace = call.options
-    found = reference.gdn_ring_materialise(*call.tensors, null_index, inplace)
+    found = reference.gdn_ring_materialise(*tensors_in(call), null_index, inplace)
     return found if inplace else found.contiguous()
 
 

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ..gdn.chunks import count_sequences
+from ..runtime.call import tensors_in
 from ..runtime.operation import Operation
 from . import checks
 from .call import Convolution, ConvolutionGradient, ConvolutionUpdate, GatedNorm, GatedNormGradient
@@ -19,7 +20,7 @@ def _like(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _convolution(call: Convolution) -> tuple:
-    y, final = layer.causal_conv1d_fwd(*call.tensors, *call.options)
+    y, final = layer.causal_conv1d_fwd(*tensors_in(call), *call.options)
     return _like(call.x, y), final if final is None else final.contiguous()
 
 
@@ -32,7 +33,7 @@ def _convolution_like(call: Convolution) -> tuple:
 
 
 def _convolution_gradient(call: ConvolutionGradient) -> tuple:
-    dx, *rest = backward.causal_conv1d_bwd(*call.tensors, *call.options)
+    dx, *rest = backward.causal_conv1d_bwd(*tensors_in(call), *call.options)
     return _like(call.x, dx), *[d if d is None else d.contiguous() for d in rest]
 
 

@@ -18,6 +18,7 @@ from ..gdn.ops import (
     written_by,
 )
 from ..runtime import dispatch
+from ..runtime.call import device_of, tensors_in
 from ..runtime.ops import needs_grad, operator, plan, run, serve, transformed
 from .call import KdaCall, KdaStepCall
 from .ops_train import kda_chunk_train
@@ -44,7 +45,7 @@ def kda_chunk(call: KdaCall) -> tuple:
     """o; the final state, the pool or None; checkpoints or None."""
     options = call.options
     if needs_grad((call,)) and _trains(call):
-        o, state = kda_chunk_train(*call.tensors, *options)
+        o, state = kda_chunk_train(*tensors_in(call), *options)
         return o, state if options.output_final_state else None, None
 
     def op(call):
@@ -63,7 +64,7 @@ def _trains(call: KdaCall) -> bool:
         return False
     if not torch.compiler.is_compiling() and (transformed() or any(map(_is_neg, call.tensors))):
         return False
-    where = call.device
+    where = device_of(call)
     return dispatch.has_kernels(*CHUNK, where.type, where.index) and call.q.dtype != torch.float64
 
 

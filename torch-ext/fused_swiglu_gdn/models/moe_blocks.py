@@ -112,7 +112,7 @@ def _add_shared(block: nn.Module, parts: Parts, x: torch.Tensor) -> Optional[tor
     w_gate, modules = _gate_of(block, parts), block._modules
     if w_gate is None or x.dtype is not w_gate.dtype or x.ndim != 3 or not x.is_contiguous():
         return None
-    if None in map(modules.get, parts):
+    if None in tuple(map(modules.get, parts)):
         return None
     if not dispatch.serves(ops_shared.FAMILY, "shared_fwd", x):
         return None

@@ -9,6 +9,7 @@ from torch.autograd.graph import increment_version
 
 from . import dispatch
 from .cache import CallCache, fast_path_ok
+from .call import device_of, tensors_in
 from .device import is_gpu
 from .ops import (
     PLAIN,
@@ -132,9 +133,9 @@ class Operation(CallCache):
         grad = needs_grad(call)
         if grad and self.train is not None:
             if self.train._has_kernels(call, grad):
-                return self.train.op(*call.tensors, *call.options)[0]
+                return self.train.op(*tensors_in(call), *call.options)[0]
         elif self.opaque or self._has_kernels(call, grad):
-            return self.op(*call.tensors, *call.options)
+            return self.op(*tensors_in(call), *call.options)
         return self._reference(call)
 
     def _has_kernels(self, call, grad: bool) -> bool:
@@ -142,7 +143,8 @@ class Operation(CallCache):
         if grad and not self._has_gradient(call):
             return False
         family, name = self.gradient if grad else (self.family, self.name)
-        return dispatch.has_kernels(family, name, call.device.type, call.device.index)
+        where = device_of(call)
+        return dispatch.has_kernels(family, name, where.type, where.index)
 
     def _has_gradient(self, call) -> bool:
         if self.gradient is None:
@@ -152,7 +154,7 @@ class Operation(CallCache):
     def _reference(self, call, **more):
         if callable(self.module):
             return self.module(call, **more)
-        return getattr(self.module, self.name)(*call.tensors, *call.options)
+        return getattr(self.module, self.name)(*tensors_in(call), *call.options)
 
     def _bind(self, call) -> Callable:
         """A function of the tensors of all calls like this one."""

@@ -15,6 +15,7 @@ from torch.library import CustomOpDef
 
 from .._ops import add_op_namespace_prefix
 from . import dispatch
+from .call import device_of
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _functorch = torch._C._functorch.peek_interpreter_stack  # None outside vmap, grad, jvp, ...
@@ -217,7 +218,7 @@ def run(
     if grad and train is not None:
         op = train
     if torch.compiler.is_compiling():
-        where = args[0].device
+        where = device_of(args[0])
         needed = dispatch.backward_of(operation) if grad else operation
         kernels = dispatch.has_kernels(family, needed, where.type, where.index)
         return op(*args) if kernels else reference(*args)

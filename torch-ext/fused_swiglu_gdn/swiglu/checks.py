@@ -3,6 +3,7 @@
 import torch
 
 from ..runtime.activations import OF_SWIGLU, SAME
+from ..runtime.call import tensors_in
 from ..runtime.checks import (
     agrees,
     are_flags,
@@ -35,8 +36,8 @@ def _named(activation: str) -> str:
 
 
 def fused_swiglu(call: Swiglu) -> Swiglu:
-    _projections(*call.tensors, *call.options)
-    return Swiglu(*call.tensors, SwigluOptions(*map(_named, call.options)))
+    _projections(*tensors_in(call), *call.options)
+    return Swiglu(*tensors_in(call), SwigluOptions(*map(_named, call.options)))
 
 
 def fused_swiglu_mlp(call: SwigluMlp) -> SwigluMlp:
@@ -48,7 +49,7 @@ def fused_swiglu_mlp(call: SwigluMlp) -> SwigluMlp:
     _biases((("b_down", b_down),), "O", sizes)
     agrees("w_down", w_down, "x", x)
     agrees("b_down", b_down, "x", x)
-    return SwigluMlp(*call.tensors, MlpOptions(_named(activation), *modes))
+    return SwigluMlp(*tensors_in(call), MlpOptions(_named(activation), *modes))
 
 
 def silu_mul(call: SiluMul) -> SiluMul:

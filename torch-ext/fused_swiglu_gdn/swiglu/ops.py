@@ -9,6 +9,7 @@ from typing import Optional, Sequence
 from torch import Tensor
 
 from ..runtime.activations import BY_TORCH
+from ..runtime.call import tensors_in
 from ..runtime.dtypes import SERVED
 from ..runtime.operation import Operation
 from ..runtime.ops import PLAIN, autocast
@@ -23,7 +24,7 @@ def differentiable(call) -> bool:
 
     They take every size and layout. Tensor subclasses (DTensor) stay with torch.
     """
-    plain = all([x is None or type(x) in PLAIN for x in call.tensors])
+    plain = all([x is None or type(x) in PLAIN for x in tensors_in(call)])
     return plain and call.x.dtype in SERVED and call.options.activation not in BY_TORCH
 
 

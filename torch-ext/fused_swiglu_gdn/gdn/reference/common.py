@@ -10,6 +10,7 @@ from typing import Callable, NamedTuple, Optional
 import torch
 import torch.nn.functional as F
 
+from ...runtime.call import device_of
 from ...runtime.dtypes import at_least_fp32, in_one_dtype
 
 
@@ -21,7 +22,7 @@ def without_autocast(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def in_full(q, *args, **options):
-        kind = q.device.type
+        kind = (q.device if isinstance(q, torch.Tensor) else device_of(q)).type
         if kind == "meta" or not torch.is_autocast_enabled(kind):
             return function(q, *args, **options)
         with torch.autocast(kind, enabled=False):
