@@ -27,16 +27,15 @@ from .stand_ins import (
 class Learning:
     """The part of an equivalence check (attention_trial.py) that finds roles."""
 
-    def learned(self) -> Run:
-        """The first run in which the role of every argument is known."""
+    def learned(self) -> Tuple[Run, Run]:
+        """The first runs in which the role of every argument is known, without and in training."""
         for _ in range(4 * len(self.signature.names) + len(self.handed) + 8):
             try:
                 run = self.called(FIRST, values=self.marks())
                 self.D = run.interface.calls[0][1].shape[-1]
                 if self.tables is not None and run.tables[0].shape[-1] != self.D:
                     continue
-                self.called(TRAINING, values=self.marks())
-                return run
+                return run, self.called(TRAINING, values=self.marks())
             except Read as what:
                 self.learn(what)
         raise Refused("its arguments are not known")
@@ -63,22 +62,27 @@ class Learning:
         else:
             raise what
 
-    def first(self) -> None:
+    def first(self) -> Tuple[Run, Run]:
         """Finds the arguments and the plan, with tables for each row or for all rows."""
         self.dims = 3
         try:
-            self.see(self.fitting())
+            return self.fitting()
         except Refused as why:
             if self.tables is None:
                 raise
             self.dims = 2
             try:
-                self.see(self.fitting())
+                return self.fitting()
             except Refused:
                 raise why from None
 
-    def fitting(self) -> Run:
-        """The first run with tables of a width that fits."""
+    def fitting(self) -> Tuple[Run, Run]:
+        """The first runs with tables of a width that fits, from which the plan is found."""
+        runs = self.with_tables()
+        self.see(runs[0])
+        return runs
+
+    def with_tables(self) -> Tuple[Run, Run]:
         error = None
         for width in dict.fromkeys([1, 2, *self.widths()]):
             self.D = width
@@ -121,17 +125,18 @@ class Learning:
         return frozenset(name for name in self.handed if self.are_handed({name}))
 
     def are_handed(self, names) -> bool:
-        cases = itertools.product(OTHERS if names else (), (FIRST, TRAINING))
-        return all(self.passes(case, dict.fromkeys(names, value)) for value, case in cases)
+        others = OTHERS if self.source.guarded.intersection(names) else OTHERS[: bool(names)]
+        for value, case in itertools.product(others, (FIRST, TRAINING)):
+            if not self.passes(case, dict.fromkeys(names, value)):
+                return False
+        return True
 
     def form(self, partial: bool, without: bool) -> tuple:
         implementation, words, index, updates, updates_with = self.calls
         identities = [n for n, part in self.parts.items() if isinstance(part, nn.Module)]
-        arguments = arguments_of(
-            self.signature, self.source, self.hidden, self.fixed, self.travelling
-        )
+        arguments = arguments_of(self.source, self.hidden, self.fixed, self.travelling)
         return (
-            arguments, tuple(getattr(self.source, "checks", ())), self.tables, self.cache,
+            arguments, self.source.checks, self.tables, self.cache,
             self.mask, index, updates, updates_with, self.plan.projections, self.sizes,
             self.plan.q_norm, self.plan.k_norm, self.plan.out, self.plan.heads, self.D, self.dims,
             partial, without, tuple(identities), implementation, words, self.training_words,
@@ -147,7 +152,7 @@ class Learning:
 
     def those_travelling(self) -> frozenset:
         """Keywords that the forward reads from **kwargs and leaves there."""
-        extra = frozenset(getattr(self.source, "extra", ())) & set(self.others())
+        extra = frozenset(self.source.extra) & set(self.others())
         if not extra:
             return extra
         run = self.called(FIRST, values=self.marks())

@@ -16,7 +16,7 @@ from .stand_ins import (
     same,
 )
 
-# what an attribute that is only handed on may be as well
+# what an attribute that is only handed on may be as well; the first, if no branch is about it
 OTHERS = (None, True, 3, "word")
 
 

@@ -87,7 +87,7 @@ class Body(Expressions):
     def read_AugAssign(self, node: ast.AugAssign) -> None:
         if not isinstance(node.target, ast.Name):
             self.refuse(node)
-        before = self.named(ast.Name(node.target.id, ast.Load()))
+        before = self.read_Name(ast.Name(node.target.id, ast.Load()))
         if isinstance(before, (Given, Own, Several, Words)):  # it would be written to
             self.refuse(node)
         value = self.expression(node.value)
@@ -104,7 +104,7 @@ class Body(Expressions):
             return
         if not isinstance(node.value, ast.Call):
             self.refuse(node)
-        self.call(node.value, idle=True)
+        self.read_Call(node.value, idle=True)
 
     def read_FunctionDef(self, node: ast.FunctionDef) -> None:
         if node.decorator_list:

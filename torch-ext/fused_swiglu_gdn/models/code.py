@@ -3,13 +3,14 @@
 import ast
 import copy
 import functools
+import inspect
 import linecache
 import logging
 import operator
 import sys
 import time
 from types import FunctionType, GetSetDescriptorType
-from typing import Dict, Iterable, List, Optional, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,34 @@ def in_short(node: ast.AST) -> str:
 
 
 BY_NAME = {"__dict__", "getattr", "hasattr", "vars"}  # which may find another answer later
+
+
+class Signature(NamedTuple):
+    """The arguments of a function beside its first one, in the order of its definition."""
+
+    names: Tuple[str, ...]  # with the keywords that it takes out of **kwargs
+    positional: Tuple[str, ...]
+    positional_only: Tuple[str, ...]
+    defaults: Dict[str, object]  # of those that have one
+    several: bool  # it takes *args
+    more: bool  # it takes **kwargs
+
+
+def signature_of(function: FunctionType, extra: Tuple[str, ...] = ()) -> Signature:
+    """The signature of the function itself, whatever it wraps; `extra`: further keywords."""
+    code, values = function.__code__, function.__defaults__ or ()
+    count, known = code.co_argcount, code.co_varnames
+    defaults = dict(zip(known[count - len(values) : count], values))
+    defaults.update(function.__kwdefaults__ or {})
+    defaults.update(dict.fromkeys(extra))
+    return Signature(
+        (*known[1 : count + code.co_kwonlyargcount], *extra),
+        known[1:count],
+        known[1 : code.co_posonlyargcount],
+        defaults,
+        bool(code.co_flags & inspect.CO_VARARGS),
+        bool(code.co_flags & inspect.CO_VARKEYWORDS),
+    )
 
 
 class Refused(Exception):
@@ -174,7 +203,10 @@ MACHINERY = (
 
 def static(kind: type, name: str) -> object:
     """A class's attribute as it stands there, found without running any code of the class."""
-    return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), None)
+    for base in kind.__mro__:
+        if name in base.__dict__:
+            return base.__dict__[name]
+    return None
 
 
 def why_odd_class(kind: type, names: Iterable[str], *more: str) -> Optional[str]:

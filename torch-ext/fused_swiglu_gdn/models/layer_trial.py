@@ -4,6 +4,7 @@ The class's forward runs on parts that remember what they are given.
 """
 
 import itertools
+import operator
 from typing import Dict, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
@@ -24,17 +25,17 @@ from .stand_ins import (
     Opaque,
     Read,
     arguments_of,
+    called,
     is_identity,
     name_of,
     quiet,
     random,
     same,
-    signature_of,
     toggles,
     twin_of,
 )
 
-OUTPUTS = (1, 2, 3)
+OUTPUTS = ((2, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2))  # of mixer and MLP
 
 _forms: Dict[tuple, Union[LayerForm, str]] = {}
 
@@ -86,7 +87,7 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
         return reason
     reasons = []
     with quiet():
-        for outputs in itertools.product(OUTPUTS, OUTPUTS[:2]):
+        for outputs in OUTPUTS:
             trial = _Trial(module, kind, source, norms, plain, outputs)
             try:
                 order, scale, *calls = trial.plan(values)
@@ -95,9 +96,8 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
                 continue
             if order.pre_mlp is None and (scale or not (order.post_mixer and order.post_mlp)):
                 return "no sum is before or after a norm"
-            facts = kind, source.pinned, tuple(values.items()), trial.arguments()
-            checks = tuple(getattr(source, "checks", ()))
-            return LayerForm(*facts, checks, order, scale, *calls, tuple(plain))
+            facts = kind, source.pinned, tuple(values.items()), trial.as_called()
+            return LayerForm(*facts, source.checks, order, scale, *calls, tuple(plain))
     return min(reasons, key=lambda reason: "raises" in reason)
 
 
@@ -118,8 +118,13 @@ class _Trial:
     def __init__(self, module, kind, source, norms, plain, outputs: Tuple[int, int]):
         self.module, self.kind, self.source = module, kind, source
         self.norms, self.plain, self.outputs = norms, plain, outputs
-        self.signature = signature_of(source)
+        self.signature = source.signature
         self.hidden, self.fixed = None, set(source.switches)
+        self.arguments = {n: Opaque(n) for n in self.signature.names}
+        self.parts = dict(module._modules)
+        for i, name in enumerate(self.parts):
+            if name not in plain and self.parts[name] is not None:
+                self.parts[name] = Block(name, 300 + 11 * i, self, name in norms)
 
     def plan(self, values: dict) -> tuple:
         """Returns the fields of a LayerForm that agrees: its order, its scale, and the calls of
@@ -137,7 +142,7 @@ class _Trial:
             except Refused:
                 flat = False
             calls.append(self.call(*called[name], run, flat))
-        for absent in toggles(self.others()):
+        for absent in toggles(self.others(), self.source.asked):
             self.check(run, absent, order, calls)
         return order, scale, *calls
 
@@ -168,7 +173,7 @@ class _Trial:
 
     def those_travelling(self, run: Run) -> frozenset:
         """Keywords that the forward reads from **kwargs, and leaves there."""
-        extra = frozenset(getattr(self.source, "extra", ())) & set(self.others())
+        extra = frozenset(self.source.extra) & set(self.others())
         if not extra:
             return extra
         log = self.run(absent=extra).log
@@ -180,30 +185,22 @@ class _Trial:
 
     def run(self, flat: Optional[str] = None, absent=frozenset()) -> Run:
         """One run of the class's forward, where some arguments are left at their defaults."""
-        log, parts, norms = [], {}, self.norms
-
-        def count(name):
-            """The outputs of a part that is called now."""
-            before = sum(entry[0] not in norms for entry in log)
-            return 1 if name in norms else self.outputs[min(before, 1)]
-
-        for i, (name, part) in enumerate(self.module._modules.items()):
-            block = Block(name, 300 + 11 * i, log, count, name == flat)
-            parts[name] = part if name in self.plain or part is None else block
-        given, x = {}, random(5, 4, 16, seed=1)
+        first, second = self.outputs
+        self.log, self.flat = [], flat
+        self.counts = itertools.chain([first], itertools.repeat(second))
+        given, x = {}, random(5, 4, 16, seed=1).clone()
         for name in self.signature.names:
             if name == self.hidden:
                 given[name] = x
             elif name not in self.fixed and name not in absent:
-                given[name] = Opaque(name)
+                given[name] = self.arguments[name]
             elif name in self.signature.positional_only:
                 given[name] = self.signature.defaults[name]
-        twin, word = twin_of(self.module, self.kind, parts), object()
-        forward = self.source.forward
-        out = self.signature.called(forward, twin, dict(given), {WORD: word})
+        twin, word = twin_of(self.module, self.kind, self.parts), object()
+        out = called(self.source, twin, dict(given), {WORD: word})
         if not same(x, random(5, 4, 16, seed=1)):
             raise Refused("its forward writes to its input")
-        return Run(x, given, word, log, out)
+        return Run(x, given, word, self.log, out)
 
     def rest(self, run: Run) -> dict:
         """The keywords of a run that the forward has no name for."""
@@ -234,26 +231,29 @@ class _Trial:
     def check(self, first: Run, absent: frozenset, order: Order, calls: list) -> None:
         """The layer does the same where arguments are left at their defaults."""
         run = self.run(absent=absent)
-        if not same(run.out, first.out) or [e[0] for e in run.log] != [e[0] for e in first.log]:
+        if not same(run.out, first.out) or len(run.log) != len(first.log):
             raise Refused("its forward depends on the call")
-        for name, call in zip((order.mixer, order.mlp), calls):
-            place, after, words = next(e[3:] for e in run.log if e[0] == name)
-            expected = {w.name: self.value(w, run) for w in call.words}
-            if call.passes:
-                expected.update(self.rest(run))
-            pairs = zip(after, (self.value(w, run) for w in call.after))
+        for entry, before in zip(run.log, first.log):
+            if entry[0] != before[0]:
+                raise Refused("its forward depends on the call")
+            if entry[0] not in (order.mixer, order.mlp):
+                continue
+            call, (place, after, words) = calls[entry[0] == order.mlp], entry[3:]
+            expected = {} if not call.passes else self.rest(run)
+            for word in call.words:
+                expected[word.name] = self.value(word, run)
+            ours = [*map(self.value, call.after, itertools.repeat(run)), *expected.values()]
+            given = [*after, *map(words.get, expected)]
             right = place == call.place and len(after) == len(call.after)
-            right = right and words.keys() == expected.keys() and all(
-                v is expected[n] for n, v in words.items()
-            ) and all(a is b for a, b in pairs)  # fmt: skip
-            if not right:
+            right = right and words.keys() == expected.keys()
+            if not (right and all(map(operator.is_, given, ours))):
                 raise Refused("its forward depends on the call")
 
     def value(self, word: Word, run: Run) -> object:
         return word.what if word.how == "constant" else run.given.get(word.what, word.default)
 
-    def arguments(self) -> Arguments:
-        return arguments_of(self.signature, self.source, self.hidden, self.fixed, self.travelling)
+    def as_called(self) -> Arguments:
+        return arguments_of(self.source, self.hidden, self.fixed, self.travelling)
 
 
 def _order(log, norms, x, out, values):

@@ -11,7 +11,6 @@ the forward itself: `checks` holds what a call of ours must meet.
 """
 
 import ast
-import inspect
 from types import FunctionType
 from typing import Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Tuple
 
@@ -21,8 +20,8 @@ from torch import nn
 from ..layers.own_code import peeled
 from ..layers.pinned import Pinned, found_at
 from .body import Body
-from .code import Refused, source_of, static, why_odd_class
-from .conditions import condition, defaults_of
+from .code import Refused, Signature, signature_of, source_of, static, why_odd_class
+from .conditions import condition
 from .values import (
     ARGUMENTS,
     CONSTANTS,
@@ -42,12 +41,14 @@ class Source(NamedTuple):
     """A forward whose source is known, with all that it calls by name."""
 
     forward: FunctionType  # without decorators
+    signature: Signature
     pinned: Pinned  # what a patch could replace
     reads: Tuple[str, ...]  # the module's attributes by their paths: "head_dim", "config.use_rope"
     parts: Tuple[str, ...]  # what it calls of the module
     renamed: FrozenSet[str]  # keywords with which a call is for the class's own forward
     extra: Tuple[str, ...]  # keywords that it takes out of its **kwargs
     switches: FrozenSet[str]  # arguments that it branches on: known at their defaults alone
+    asked: FrozenSet[Optional[str]]  # those it compares with None; None: a computed value, too
     checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
     rates: Tuple[str, ...]  # attributes that are the rate of a dropout
     by_dtype: bool  # it compares dtypes
@@ -114,13 +115,15 @@ def _read(
     names = {(id(space), name): (space, name, value) for space, name, value in reader.names}
     codes = {id(function): (function, code) for function, code in reader.codes}
     pinned = Pinned(tuple(names.values()), tuple(codes.values()), tuple(sorted(reader.methods)))
-    known = inspect.signature(plain).parameters
-    defaults = {**defaults_of(known), **dict.fromkeys(reader.extra)}
-    fails = (condition(f"not ({text})", defaults) for text in dict.fromkeys(reader.excluded))
+    signature = signature_of(plain, tuple(sorted(reader.extra)))
+    fails = [
+        condition(f"not ({text})", signature.defaults) for text in dict.fromkeys(reader.excluded)
+    ]
     return Source(
-        plain, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
+        plain, signature, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
         frozenset(reader.renamed), tuple(sorted(reader.extra)), frozenset(reader.switches),
-        tuple(fails), tuple(sorted(reader.rates)), reader.by_dtype, reader.by_words,
+        frozenset(reader.asked), tuple(fails), tuple(sorted(reader.rates)),
+        reader.by_dtype, reader.by_words,
         tuple((held, value) for held, value, _ in reader.decided.values()),
         tuple(sorted(reader.tensors)),
         frozenset().union(*(paths for _, _, paths in reader.decided.values())), dict(reader.more),
@@ -130,15 +133,13 @@ def _read(
 
 def only_argument(source: Source) -> str:
     """The name of the one argument that a forward has to be given."""
-    known = list(inspect.signature(source.forward).parameters.values())[1:]
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p for p in known if p.default is p.empty and p.kind not in several]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if len(needed) != 1 or needed[0].kind not in positional or needed[0] is not known[0]:
+    known = source.signature
+    needed = [name for name in known.names if name not in known.defaults]
+    if len(needed) != 1 or list(known.positional[:1]) != needed:
         raise Refused("its forward takes other arguments than one tensor")
-    if needed[0].name in source.switches:
-        raise Refused(f"its forward branches on {needed[0].name}")
-    return needed[0].name
+    if needed[0] in source.switches:
+        raise Refused(f"its forward branches on {needed[0]}")
+    return needed[0]
 
 
 def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
@@ -179,7 +180,7 @@ class Reader:
         self.named: FrozenSet[str] = frozenset()  # those of the forward
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
         self.renamed, self.extra, self.switches, self.tensors = set(), set(), set(), set()
-        self.body, self.hooked = body, set()
+        self.body, self.hooked, self.asked = body, set(), set()
         self.more: set = set()  # (one of MORE, where)
         self.excluded: list = []  # conditions under which a call is not ours
         self.decided: dict = {}  # by their texts
@@ -270,9 +271,10 @@ class Reader:
         if not isinstance(found, Passed):
             self.back_to(mark)
             return None
-        inner = inspect.signature(found.function).parameters
-        whole = a.vararg is not None or len(inner) == len(names)
-        if not whole or names[1:] != list(inner)[1 : len(names)]:
+        inner = signature_of(found.function)
+        count = 1 + len(inner.names) + inner.several + inner.more
+        whole = a.vararg is not None or count == len(names)
+        if not whole or names[1:] != list(inner.positional[: len(names) - 1]):
             self.back_to(mark)
             return None
         self.codes.append((wrapper, wrapper.__code__))
@@ -293,7 +295,7 @@ class Reader:
             raise Refused("its forward takes no self")
         env = {name: Given(name) for name in (*others, *(a.arg for a in args.kwonlyargs))}
         self.named = frozenset(env)
-        for name, value in defaults_of(inspect.signature(plain).parameters).items():
+        for name, value in signature_of(plain).defaults.items():
             if name in self.fixed and isinstance(value, CONSTANTS):
                 env[name] = Plain(value)
                 self.switches.add(name)
