@@ -13,7 +13,6 @@ from .code import Refused
 from .reader import plain_values
 from .stand_ins import (
     SIZES,
-    WORD,
     Cache,
     Opaque,
     Product,
@@ -21,6 +20,7 @@ from .stand_ins import (
     Read,
     arguments_of,
     name_of,
+    rest_of,
 )
 
 
@@ -167,9 +167,7 @@ class Learning:
         return next((n for n, v in run.given.items() if v is value and v is not None), None)
 
     def rest(self, run: Run) -> dict:
-        """The keywords of a run for which the forward has no name."""
-        more = {WORD: run.word} if self.signature.more else {}
-        return {**{n: run.given[n] for n in self.travelling if n in run.given}, **more}
+        return rest_of(run, self.signature, self.travelling)
 
     def calls_of(self, run: Run) -> tuple:
         """The sources of all arguments of the registry, the attention function and the cache."""
@@ -214,5 +212,3 @@ class Learning:
         elif value is None or type(value) in PLAIN_VALUES:
             return Word(name, "constant", value, type(value))
         raise Refused(f"it hands on {name or 'a value'}, and nobody knows where it comes from")
-
-    # ------------------------------------------------------------------ comparison

@@ -14,6 +14,7 @@ from torch import nn
 from ..layers.attention import AttentionForm
 from ..layers.norm import NormForm
 from ..layers.own_code import names_in
+from ..layers.pinned import found_at
 from ..layers.plain import told
 from ..layers.words import Words
 from .attention_learning import Learning
@@ -40,7 +41,7 @@ from .stand_ins import (
     KeepsFp64,
     Logged,
     Norm,
-    Opaque,
+    Opaques,
     Product,
     Unknown,
     asked_by_this_thread,
@@ -168,7 +169,9 @@ class _Trial(Learning, Numbers):
         self.module, self.kind, self.source = module, kind, source
         self.signature = source.signature
         self.handed = handed  # attributes that nothing has read yet
-        self.parts, self.opaque, self.log = {}, {}, []
+        # their values, where to read them from the configuration passes many functions
+        self.values = {p: found_at(module, p) for p in handed if "." in p}
+        self.parts, self.opaque, self.log = {}, Opaques(), []
         for i, (name, part) in enumerate(module._modules.items()):
             self.parts[name] = Unknown(name)
             if name in norms and not isinstance(norms[name], str):
@@ -202,8 +205,7 @@ class _Trial(Learning, Numbers):
         own = self.own and {n: p.to(dtype) for n, p in self.own.items()}
         twin = twin_of(self.module, self.kind, self.stubs, own)
         twin.__dict__["training"] = case.training
-        if values:
-            put(twin, values)
+        put(twin, {**self.values, **(values or {})})
         numbers, tables = [random(case.B, case.T, self.width, seed=1, dtype=dtype)], None
         if case.rotary is not None:
             width = max(int(self.D * case.rotary), 1)
@@ -220,9 +222,9 @@ class _Trial(Learning, Numbers):
             elif name == self.cache:
                 given[name] = Cache(name) if case.cached else None
             elif name == self.mask:
-                given[name] = self.stub(name) if case.masked else None
+                given[name] = self.opaque[name] if case.masked else None
             elif name not in self.fixed and name not in absent:
-                given[name] = self.stub(name)
+                given[name] = self.opaque[name]
             elif name in self.signature.positional_only:
                 given[name] = self.signature.defaults[name]
 
@@ -238,13 +240,8 @@ class _Trial(Learning, Numbers):
             raise Refused("it does not call one attention function, by its configuration")
         return Run(twin, x, tables, given, word, interface, self.log, result)
 
-    def stub(self, name: str) -> Opaque:
-        if name not in self.opaque:
-            self.opaque[name] = Opaque(name)
-        return self.opaque[name]
-
     def marks(self) -> dict:
-        return {path: self.stub(f"self.{path}") for path in self.handed}
+        return {path: self.opaque[f"self.{path}"] for path in self.handed}
 
     def fields(self) -> tuple:
         """The fields of an AttentionForm that the check finds."""
@@ -291,9 +288,10 @@ class _Trial(Learning, Numbers):
             raise Refused("it changes the attention mask, or keeps keyword arguments back")
         asked, default = run.interface.asked[0]
         given, expected = [asked], [implementation]
-        made = self.made(words, run)
+        rest = self.rest(run)
+        made = self.made(words, run, rest)
         if self.rests:
-            made.update(self.rest(run))
+            made.update(rest)
         if not are_the_same(keywords, made) or default is not self.eager:
             raise Refused("other keyword arguments reach its attention function")
         if case.cached and self.cache is not None:
@@ -301,17 +299,19 @@ class _Trial(Learning, Numbers):
             if len(positional) != len(updates):
                 raise Refused("it updates the cache in another way")
             given, expected = [asked, layer, *positional], [implementation, index, *updates]
-            if not are_the_same(more, self.made(updates_with, run)):
+            if not are_the_same(more, self.made(updates_with, run, rest)):
                 raise Refused("it gives the cache's update other keywords")
-        made = self.made(tuple([w._replace(name=str(i)) for i, w in enumerate(expected)]), run)
-        if not are_the_same(dict(zip(map(str, range(len(given))), given)), made):
+        names = tuple(map(str, range(len(given))))
+        if not are_the_same(dict(zip(names, given)), self.made((*expected,), run, rest, names)):
             raise Refused("it asks for other things, or updates the cache in another way")
         return run
 
-    def made(self, words: tuple, run: Run) -> dict:
+    def made(self, words: tuple, run: Run, rest: dict, names: tuple = ()) -> dict:
+        """The values of words, by other names where some are given."""
         if words not in self.tables_of:
-            self.tables_of[words] = Words(words)
-        return self.tables_of[words].made(run.twin, run.given, self.rest(run), run.tables)
+            renamed = [word._replace(name=name) for name, word in zip(names, words)]
+            self.tables_of[words] = Words(renamed or words)
+        return self.tables_of[words].made(run.twin, run.given, rest, run.tables)
 
     def keeps_dtype(self) -> None:
         """Checks that all outputs of the forward have the dtype of the input, in bf16 too."""

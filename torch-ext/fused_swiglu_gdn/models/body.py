@@ -47,18 +47,18 @@ class Body(Expressions):
         """Reads statements; whether whatever follows them is never reached."""
         held = len(self.reader.path)
         try:
-            return any(self.statement(statement) for statement in statements)
+            for node in statements:
+                self.reader.steps += 1
+                if self.reader.steps > MOST:
+                    raise Refused("its forward is too long to read")
+                read = getattr(self, f"read_{type(node).__name__}", None)
+                if read is None:
+                    self.refuse(node)
+                if read(node):
+                    return True
+            return False
         finally:
             del self.reader.path[held:]
-
-    def statement(self, node: ast.stmt) -> bool:
-        self.reader.steps += 1
-        if self.reader.steps > MOST:
-            raise Refused("its forward is too long to read")
-        read = getattr(self, f"read_{type(node).__name__}", None)
-        if read is None:
-            self.refuse(node)
-        return bool(read(node))
 
     def read_Pass(self, node: ast.Pass) -> None:
         pass

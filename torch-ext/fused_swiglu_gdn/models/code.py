@@ -201,24 +201,25 @@ MACHINERY = (
 )  # fmt: skip
 
 
-def static(kind: type, name: str) -> object:
-    """A class's attribute as it stands there, found without running any code of the class."""
-    for base in kind.__mro__:
-        if name in base.__dict__:
-            return base.__dict__[name]
-    return None
+def members_of(kind: type) -> dict:
+    """A class's attributes as they stand there, found without running any code of the class."""
+    found: dict = {}
+    for base in reversed(kind.__mro__):
+        found.update(base.__dict__)
+    return found
 
 
 def why_odd_class(kind: type, names: Iterable[str], *more: str) -> Optional[str]:
     """The class has some of MACHINERY, or `more` of it, of its own, or attributes that would hide
     those of a module by these names."""
+    members, usual = members_of(kind), members_of(nn.Module)
     for name in (*more, *MACHINERY):
-        found = static(kind, name)
+        found = members.get(name)
         of_python = name == "__dict__" and isinstance(found, GetSetDescriptorType)  # of a mixin
-        if found is not static(nn.Module, name) and not of_python:
+        if found is not usual.get(name) and not of_python:
             return f"its class has a {name} of its own"
     for name in names:
-        if static(kind, name) is not None:
+        if members.get(name) is not None:
             return f"its class has an attribute {name}"
     return None
 

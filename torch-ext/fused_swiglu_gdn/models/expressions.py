@@ -43,6 +43,8 @@ class Expressions(Attributes):
         """Returns what is known of an expression's value."""
         if type(node) is ast.Name and node.id in self.env:
             return self.env[node.id]
+        if type(node) is ast.Constant:
+            return Plain(node.value)
         read = getattr(self, f"read_{type(node).__name__}", None)
         if read is None or not isinstance(node, ast.expr):
             self.refuse(node)
@@ -78,9 +80,6 @@ class Expressions(Attributes):
     def pin(self, value: Plain) -> None:
         if value.place is not None and not isinstance(value.value, torch.dtype):
             self.reader.names.append((*value.place, value.value))
-
-    def read_Constant(self, node: ast.Constant) -> object:
-        return Plain(node.value)
 
     def read_Name(self, node: ast.Name) -> object:
         frame, name = self, node.id

@@ -23,6 +23,7 @@ from .stand_ins import (
     WORD,
     Block,
     Opaque,
+    Opaques,
     Read,
     arguments_of,
     called,
@@ -30,6 +31,7 @@ from .stand_ins import (
     name_of,
     quiet,
     random,
+    rest_of,
     same,
     toggles,
     twin_of,
@@ -120,7 +122,7 @@ class _Trial:
         self.norms, self.plain, self.outputs = norms, plain, outputs
         self.signature = source.signature
         self.hidden, self.fixed = None, set(source.switches)
-        self.arguments = {n: Opaque(n) for n in self.signature.names}
+        self.opaque = Opaques()
         self.parts = dict(module._modules)
         for i, name in enumerate(self.parts):
             if name not in plain and self.parts[name] is not None:
@@ -193,7 +195,7 @@ class _Trial:
             if name == self.hidden:
                 given[name] = x
             elif name not in self.fixed and name not in absent:
-                given[name] = self.arguments[name]
+                given[name] = self.opaque[name]
             elif name in self.signature.positional_only:
                 given[name] = self.signature.defaults[name]
         twin, word = twin_of(self.module, self.kind, self.parts), object()
@@ -203,9 +205,7 @@ class _Trial:
         return Run(x, given, word, self.log, out)
 
     def rest(self, run: Run) -> dict:
-        """The keywords of a run that the forward has no name for."""
-        more = {WORD: run.word} if self.signature.more else {}
-        return {**{n: run.given[n] for n in self.travelling if n in run.given}, **more}
+        return rest_of(run, self.signature, self.travelling)
 
     def call(self, place, after: tuple, words: dict, run: Run, flat: bool) -> Call:
         """Returns where a part's arguments come from."""

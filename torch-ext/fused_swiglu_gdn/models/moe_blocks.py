@@ -206,8 +206,10 @@ def serve_blocks(model: nn.Module) -> List[Row]:
     """Replaces all routers, and blocks with a shared expert, of a known form."""
     rows = []
     for name, module in named_modules(model):
-        of_torch = own_class(module).__module__.startswith("torch.")  # most modules of a model
-        if not of_torch and not is_served(module):
+        kind = type(module)
+        if len(kind.__bases__) == 1 and kind.__module__.startswith("torch."):
+            continue  # most modules of a model
+        if not is_served(module):
             rows.append(_serve(name, module))
     return [row for row in rows if row is not None]
 

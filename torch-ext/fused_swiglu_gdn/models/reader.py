@@ -20,7 +20,7 @@ from torch import nn
 from ..layers.own_code import peeled
 from ..layers.pinned import Pinned, found_at
 from .body import Body
-from .code import Refused, Signature, signature_of, source_of, static, why_odd_class
+from .code import Refused, Signature, members_of, signature_of, source_of, why_odd_class
 from .conditions import condition
 from .values import (
     ARGUMENTS,
@@ -69,12 +69,11 @@ def read(
     """The source of the forward of a module of this class; raises Refused. `allowed`: "by_dtype",
     "by_words", "hooked", for a kind that minds them; `more`: operations of MORE that it may have;
     `body`: what its functions may consist of."""
-    sources = [source for source in _sources.get((kind, body), ()) if source.pinned.unchanged()]
-    met = (s for s in sources if all(held(module, {}) is value for held, value in s.decided))
-    known = next(met, None)
+    known = _known(kind, module, body)
     if known is None:
         known = _read(kind, module, body=body)
-        _sources[kind, body] = [*sources, known]
+        sources = _sources.get((kind, body), ())
+        _sources[kind, body] = [*(s for s in sources if s.pinned.unchanged()), known]
     if not known.pinned.unchanged(module):
         raise Refused("it has methods of its own, which its class has not")
     for path in known.tensors:
@@ -90,6 +89,18 @@ def read(
         if operation not in more:
             raise Refused(f"its forward has `{where}`")
     return known
+
+
+def _known(kind: type, module: nn.Module, body: type) -> Optional[Source]:
+    """The source that was read of a module of this class before, with its flags."""
+    for source in _sources.get((kind, body), ()):
+        if source.pinned.unchanged():
+            for held, value in source.decided:
+                if held(module, {}) is not value:
+                    break
+            else:
+                return source
+    return None
 
 
 def read_method(kind: type, name: str) -> Source:
@@ -144,9 +155,9 @@ def only_argument(source: Source) -> str:
 
 def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
     """The values of those attributes that are numbers, words, flags or None, by their paths."""
-    values = {}
+    values, attributes = {}, module.__dict__
     for path in sorted(reads):
-        value = found_at(module, path)
+        value = attributes[path] if path in attributes else found_at(module, path)
         if value is None or isinstance(value, PLAIN_VALUES):
             values[path] = value
     return values
@@ -154,15 +165,18 @@ def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
 
 def form_key(module: nn.Module, kind: type, source: Source, values: dict) -> tuple:
     """Returns the key of a remembered form, beside a module's parts."""
-    hidden = tuple(name for name in source.parts if name in module.__dict__)
-    return kind, source.pinned.codes, tuple((n, type(v), v) for n, v in values.items()), hidden
+    hidden = frozenset(module.__dict__).intersection(source.parts)
+    return kind, source.pinned.codes, *values.items(), *map(type, values.values()), hidden
 
 
 def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) -> Optional[str]:
     """The class is odd, or the forward calls what is no part."""
     own = {*module._modules, *module._parameters, *module._buffers, "training"}
-    plain = {n for n in names if n not in own and isinstance(static(kind, n), PLAIN_VALUES)}
-    reason = why_odd_class(kind, [n for n in names if n not in plain], *more)
+    members, kept = members_of(kind), []
+    for name in names:
+        if name in own or not isinstance(members.get(name), PLAIN_VALUES):
+            kept.append(name)
+    reason = why_odd_class(kind, kept, *more)
     if reason is not None:
         return reason
     for name in source.parts:
@@ -176,6 +190,7 @@ class Reader:
 
     def __init__(self, kind: type, module: Optional[nn.Module], fixed=frozenset(), body=Body):
         self.kind, self.module, self.names, self.codes = kind, module, [], []
+        self.members = members_of(kind)
         self.fixed, self.computed_with = fixed, set()  # arguments
         self.named: FrozenSet[str] = frozenset()  # those of the forward
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()

@@ -65,8 +65,9 @@ def recognise(module: nn.Module) -> Optional[Finding]:
             reason = None
         if reason is not None:
             return finding._replace(reason=reason)
-        refused = finding.reason is not None and finding.form is None
-        return finding._replace(unknown=refused and is_of_transformers(module))
+        if finding.reason is None or finding.form is not None:
+            return finding
+        return finding._replace(unknown=is_of_transformers(module))
     return None
 
 
@@ -133,7 +134,8 @@ def remember(module: nn.Module, finding: Finding) -> None:
     elif finding.kind == "linear":
         fp8.FORMS[type(module)] = finding.form
     elif finding.kind in ("attention", "layer"):
-        for part in filter(is_norm, module._modules.values()):
-            form = norm_form(part)
-            if not isinstance(form, str):
-                norm.FORMS[own_class(part)] = form
+        for part in module._modules.values():
+            if "norm" in type(part).__name__.lower() and is_norm(part):
+                form = norm_form(part)
+                if not isinstance(form, str):
+                    norm.FORMS[form.kind] = form

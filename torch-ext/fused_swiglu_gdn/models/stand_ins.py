@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from ..layers.forward import Arguments
-from .code import Refused
+from .code import Refused, Signature
 
 F64 = torch.float64
 WORD = "a_word_that_nobody_knows"  # a keyword that a forward can only hand on
@@ -245,6 +245,14 @@ for _how in (
 Opaque.__hash__ = object.__hash__  # which __eq__ takes away
 
 
+class Opaques(dict):
+    """One Opaque for each name."""
+
+    def __missing__(self, name: str) -> Opaque:
+        self[name] = Opaque(name)
+        return self[name]
+
+
 def name_of(opaque: Opaque) -> str:
     return opaque.__dict__["opaque_name"]
 
@@ -338,10 +346,9 @@ class View:
 
     def __getattr__(self, name: str):
         owner, path, value = self.__dict__["view"]
-        found = getattr(owner, name)
         if name != path[0]:
-            return found
-        return value if len(path) == 1 else View(found, path[1:], value)
+            return getattr(owner, name)
+        return value if len(path) == 1 else View(getattr(owner, name), path[1:], value)
 
 
 def put(twin: nn.Module, values: Dict[str, object]) -> None:
@@ -376,6 +383,15 @@ def arguments_of(source, hidden: str, fixed: set, travelling) -> Arguments:
         tuple((n, signature.defaults[n]) for n in sorted(fixed - extra)),
         source.renamed | (fixed & extra) | frozenset(signature.positional_only),
     )
+
+
+def rest_of(run, signature: Signature, travelling) -> dict:
+    """The keywords of a run for which the forward has no name."""
+    rest = {WORD: run.word} if signature.more else {}
+    for name in travelling:
+        if name in run.given:
+            rest[name] = run.given[name]
+    return rest
 
 
 def toggles(names: Tuple[str, ...], asked: FrozenSet[str]) -> Iterable[frozenset]:
