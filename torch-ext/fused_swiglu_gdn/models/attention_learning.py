@@ -1,12 +1,11 @@
 """Finds the role of each argument of an attention module's forward."""
 
 import itertools
-from typing import Iterator, Optional, Tuple
+from typing import Iterator, Tuple
 
 import torch
 from torch import nn
 
-from ..layers.forward import PLAIN_VALUES
 from ..layers.words import Word
 from .attention_numbers import FIRST, OTHERS, TRAINING, Run, are_the_same
 from .code import Refused
@@ -18,13 +17,12 @@ from .stand_ins import (
     Product,
     Raises,
     Read,
-    arguments_of,
     name_of,
-    rest_of,
 )
+from .trial import Trial
 
 
-class Learning:
+class Learning(Trial):
     """The part of an equivalence check (attention_trial.py) that finds roles."""
 
     def learned(self) -> Tuple[Run, Run]:
@@ -99,7 +97,8 @@ class Learning:
             raise Refused("none of its arguments reaches its projections")
         mask = run.interface.calls[0][4]
         if mask is not None and self.mask is None:
-            self.mask = self.argument(mask, run)
+            word = self.known_word("", mask, run)
+            self.mask = word.what if word is not None and word.how == "argument" else None
             if self.mask is None:
                 raise Refused("it changes the attention mask")
         self.plan, self.sizes = self.planned(run)
@@ -134,9 +133,8 @@ class Learning:
     def form(self, partial: bool, without: bool) -> tuple:
         implementation, words, index, updates, updates_with = self.calls
         identities = [n for n, part in self.parts.items() if isinstance(part, nn.Module)]
-        arguments = arguments_of(self.source, self.hidden, self.fixed, self.travelling)
         return (
-            arguments, self.source.checks, self.tables, self.cache,
+            self.arguments(), self.source.checks, self.tables, self.cache,
             self.mask, index, updates, updates_with, self.plan.projections, self.sizes,
             self.plan.q_norm, self.plan.k_norm, self.plan.out, self.plan.heads, self.D, self.dims,
             partial, without, tuple(identities), implementation, words, self.training_words,
@@ -144,38 +142,19 @@ class Learning:
         )  # fmt: skip
 
     def others(self) -> tuple:
-        """The arguments that are passed on, or ignored."""
-        roles = {self.hidden, self.tables, self.cache, self.mask, *self.fixed}
-        return tuple(
-            n for n in self.signature.names if n not in roles and n in self.signature.defaults
-        )
+        return super().others(self.tables, self.cache, self.mask)
 
-    def those_travelling(self) -> frozenset:
-        """Keywords that the forward reads from **kwargs and leaves there."""
-        extra = frozenset(self.source.extra) & set(self.others())
-        if not extra:
-            return extra
-        run = self.called(FIRST, values=self.marks())
-        without = self.called(FIRST, values=self.marks(), absent=extra).interface.calls[0][5]
-        met = run.interface.calls[0][5]
-        return frozenset(
-            n for n in extra if met.get(n) is run.given[n] and n not in without
-        )  # fmt: skip
+    def again(self, absent: frozenset) -> Run:
+        return self.called(FIRST, values=self.marks(), absent=absent)
 
-    def argument(self, value: object, run: Run) -> Optional[str]:
-        """The name of the argument that is this very object."""
-        return next((n for n, v in run.given.items() if v is value and v is not None), None)
-
-    def rest(self, run: Run) -> dict:
-        return rest_of(run, self.signature, self.travelling)
+    def keywords_in(self, run: Run) -> list:
+        return [run.interface.calls[0][5]]
 
     def calls_of(self, run: Run) -> tuple:
         """The sources of all arguments of the registry, the attention function and the cache."""
         *_, keywords, _ = run.interface.calls[0]
         ((name, self.eager),) = run.interface.asked
-        rest = self.rest(run)
-        self.rests = bool(rest) and all(keywords.get(n) is v for n, v in rest.items())
-        keywords = {n: v for n, v in keywords.items() if not self.rests or n not in rest}
+        self.rests, keywords = self.passed(keywords, run)
         caches = [v for v in run.given.values() if type(v) is Cache and v.calls]
         index, updates, updates_with = None, (), ()
         if caches:
@@ -191,10 +170,10 @@ class Learning:
 
     def word(self, name: str, value: object, run: Run) -> Word:
         """The source of a value."""
+        known = self.known_word(name, value, run)
+        if known is not None:
+            return known
         if issubclass(type(value), Opaque):
-            known = self.argument(value, run)
-            if known is not None and name_of(value) not in (self.cache,):
-                return Word(name, "argument", known, self.signature.defaults.get(known))
             path = name_of(value)
             if path.startswith("self."):
                 return Word(name, "attribute", path[5:])
@@ -209,6 +188,4 @@ class Learning:
             for parameter, own in run.twin._parameters.items():
                 if value is own:
                     return Word(name, "parameter", parameter)
-        elif value is None or type(value) in PLAIN_VALUES:
-            return Word(name, "constant", value, type(value))
         raise Refused(f"it hands on {name or 'a value'}, and nobody knows where it comes from")

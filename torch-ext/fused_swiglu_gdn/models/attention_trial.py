@@ -35,26 +35,23 @@ from .reader import form_key, plain_values, read, why_odd_module
 from .serving import own_class
 from .stand_ins import (
     F64,
-    WORD,
     Cache,
     Interface,
     KeepsFp64,
     Logged,
     Norm,
-    Opaques,
     Product,
     Unknown,
     asked_by_this_thread,
-    called,
     features,
     is_identity,
     put,
     quiet,
     random,
     readable,
-    toggles,
     twin_of,
 )
+from .trial import WORD, called, toggles
 
 # names that make a module one to look at
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -166,12 +163,11 @@ def _find(module, kind, source, values, norms) -> tuple:
 
 class _Trial(Learning, Numbers):
     def __init__(self, module, kind, source, norms, handed: frozenset):
-        self.module, self.kind, self.source = module, kind, source
-        self.signature = source.signature
+        super().__init__(module, kind, source)
         self.handed = handed  # attributes that nothing has read yet
         # their values, where to read them from the configuration passes many functions
         self.values = {p: found_at(module, p) for p in handed if "." in p}
-        self.parts, self.opaque, self.log = {}, Opaques(), []
+        self.parts = {}
         for i, (name, part) in enumerate(module._modules.items()):
             self.parts[name] = Unknown(name)
             if name in norms and not isinstance(norms[name], str):
@@ -190,10 +186,9 @@ class _Trial(Learning, Numbers):
             for n, p in module._parameters.items()
             if p is not None
         }
-        self.hidden = self.tables = self.cache = self.mask = None  # arguments
-        self.fixed = set(source.switches)  # those that are left at their defaults
+        self.tables = self.cache = self.mask = None  # arguments
         self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
-        self.dims, self.D, self.travelling = 3, 1, frozenset()
+        self.dims, self.D = 3, 1
         self.tables_of: Dict[tuple, Words] = {}  # by the words
         names = {name for function, _ in source.pinned.codes for name in names_in(function)}
         self.has_float = "float" in names
@@ -213,22 +208,11 @@ class _Trial(Learning, Numbers):
             numbers += [random(*size, seed=21, dtype=dtype), random(*size, seed=22, dtype=dtype)]
         x, *tables = map(torch.clone, numbers)
         tables, self.log = tuple(tables) or None, []
-        given, word, interface = {}, object(), Interface(self.log)
-        for name in self.signature.names:
-            if name == self.hidden:
-                given[name] = x
-            elif name == self.tables:
-                given[name] = tables
-            elif name == self.cache:
-                given[name] = Cache(name) if case.cached else None
-            elif name == self.mask:
-                given[name] = self.opaque[name] if case.masked else None
-            elif name not in self.fixed and name not in absent:
-                given[name] = self.opaque[name]
-            elif name in self.signature.positional_only:
-                given[name] = self.signature.defaults[name]
-
-        self.interface = interface
+        roles = {self.hidden: x, self.tables: tables}
+        roles[self.cache] = Cache(self.cache) if case.cached else None
+        roles[self.mask] = self.opaque[self.mask] if case.masked else None
+        given, word = self.given(roles, absent), object()
+        self.interface = interface = Interface(self.log)
         if self.has_float:
             with KeepsFp64():
                 result = called(self.source, twin, dict(given), {WORD: word})
@@ -248,7 +232,7 @@ class _Trial(Learning, Numbers):
         first, training = self.first()
         if self.cache is None and self.tables is None and self.plan.q_norm is None:
             raise Refused("it has no norm, no rotary embedding and no cache")
-        self.travelling = self.those_travelling()
+        self.travelling = self.those_travelling(first)
         self.calls = self.calls_of(first)
         self.training_words = self.calls_of(training)[1]
         self.runs = {case: self.check(case) for case in (FIRST, TRAINING)}

@@ -22,17 +22,15 @@ from .code import Refused
 from .gdn_body import OF_CACHES, PACKED
 from .reader import Reader, plain_values
 from .stand_ins import (
-    WORD,
     Opaque,
     Product,
     Read,
-    arguments_of,
-    called,
     put,
     quiet,
     random,
     twin_of,
 )
+from .trial import WORD, arguments_of, called
 
 # relative to the largest value; transformers' rule is in fp32 also within a layer of fp64
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}

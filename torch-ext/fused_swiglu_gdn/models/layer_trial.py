@@ -10,7 +10,6 @@ from typing import Dict, NamedTuple, Optional, Tuple, Union
 from torch import nn
 
 from ..layers.decoder import Call, LayerForm, Order
-from ..layers.forward import PLAIN_VALUES, Arguments
 from ..layers.words import Word
 from .attention_trial import is_attention, may_be_norm
 from .code import Refused
@@ -20,22 +19,15 @@ from .reader import form_key, plain_values, read, why_odd_module
 from .serving import own_class
 from .stand_ins import (
     SIZES,
-    WORD,
     Block,
-    Opaque,
-    Opaques,
     Read,
-    arguments_of,
-    called,
     is_identity,
-    name_of,
     quiet,
     random,
-    rest_of,
     same,
-    toggles,
     twin_of,
 )
+from .trial import WORD, Trial, called, toggles
 
 OUTPUTS = ((2, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2))  # of mixer and MLP
 
@@ -98,7 +90,7 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
                 continue
             if order.pre_mlp is None and (scale or not (order.post_mixer and order.post_mlp)):
                 return "no sum is before or after a norm"
-            facts = kind, source.pinned, tuple(values.items()), trial.as_called()
+            facts = kind, source.pinned, tuple(values.items()), trial.arguments()
             return LayerForm(*facts, source.checks, order, scale, *calls, tuple(plain))
     return min(reasons, key=lambda reason: "raises" in reason)
 
@@ -114,15 +106,12 @@ class Run(NamedTuple):
     out: object
 
 
-class _Trial:
+class _Trial(Trial):
     """Runs of a layer whose mixer and MLP have so many outputs."""
 
     def __init__(self, module, kind, source, norms, plain, outputs: Tuple[int, int]):
-        self.module, self.kind, self.source = module, kind, source
-        self.norms, self.plain, self.outputs = norms, plain, outputs
-        self.signature = source.signature
-        self.hidden, self.fixed = None, set(source.switches)
-        self.opaque = Opaques()
+        super().__init__(module, kind, source)
+        self.norms, self.outputs = norms, outputs
         self.parts = dict(module._modules)
         for i, name in enumerate(self.parts):
             if name not in plain and self.parts[name] is not None:
@@ -169,49 +158,28 @@ class _Trial:
                     raise
         raise Refused("its arguments are not known")
 
-    def others(self) -> tuple:
-        names = set(self.signature.names) - self.fixed - {self.hidden}
-        return tuple(n for n in self.signature.names if n in names & set(self.signature.defaults))
+    def again(self, absent: frozenset) -> Run:
+        return self.run(absent=absent)
 
-    def those_travelling(self, run: Run) -> frozenset:
-        """Keywords that the forward reads from **kwargs, and leaves there."""
-        extra = frozenset(self.source.extra) & set(self.others())
-        if not extra:
-            return extra
-        log = self.run(absent=extra).log
-        return frozenset(
-            n for n in extra
-            if any(entry[-1].get(n) is run.given[n] for entry in run.log)
-            and not any(n in entry[-1] for entry in log)
-        )  # fmt: skip
+    def keywords_in(self, run: Run) -> list:
+        return [entry[-1] for entry in run.log]
 
     def run(self, flat: Optional[str] = None, absent=frozenset()) -> Run:
         """One run of the class's forward, where some arguments are left at their defaults."""
         first, second = self.outputs
         self.log, self.flat = [], flat
         self.counts = itertools.chain([first], itertools.repeat(second))
-        given, x = {}, random(5, 4, 16, seed=1).clone()
-        for name in self.signature.names:
-            if name == self.hidden:
-                given[name] = x
-            elif name not in self.fixed and name not in absent:
-                given[name] = self.opaque[name]
-            elif name in self.signature.positional_only:
-                given[name] = self.signature.defaults[name]
+        x = random(5, 4, 16, seed=1).clone()
+        given = self.given({self.hidden: x}, absent)
         twin, word = twin_of(self.module, self.kind, self.parts), object()
         out = called(self.source, twin, dict(given), {WORD: word})
         if not same(x, random(5, 4, 16, seed=1)):
             raise Refused("its forward writes to its input")
         return Run(x, given, word, self.log, out)
 
-    def rest(self, run: Run) -> dict:
-        return rest_of(run, self.signature, self.travelling)
-
     def call(self, place, after: tuple, words: dict, run: Run, flat: bool) -> Call:
         """Returns where a part's arguments come from."""
-        rest = self.rest(run)
-        passes = bool(rest) and all(words.get(n) is v for n, v in rest.items())
-        words = {n: v for n, v in words.items() if not passes or n not in rest}
+        passes, words = self.passed(words, run)
         return Call(
             place,
             tuple(self.word("", v, run) for v in after),
@@ -221,12 +189,10 @@ class _Trial:
         )
 
     def word(self, name: str, value: object, run: Run) -> Word:
-        if type(value) is Opaque and run.given.get(name_of(value)) is value:
-            source = name_of(value)
-            return Word(name, "argument", source, self.signature.defaults.get(source))
-        if value is None or type(value) in PLAIN_VALUES:
-            return Word(name, "constant", value, type(value))
-        raise Refused(f"it gives a part {name}")
+        found = self.known_word(name, value, run)
+        if found is None:
+            raise Refused(f"it gives a part {name}")
+        return found
 
     def check(self, first: Run, absent: frozenset, order: Order, calls: list) -> None:
         """The layer does the same where arguments are left at their defaults."""
@@ -251,9 +217,6 @@ class _Trial:
 
     def value(self, word: Word, run: Run) -> object:
         return word.what if word.how == "constant" else run.given.get(word.what, word.default)
-
-    def as_called(self) -> Arguments:
-        return arguments_of(self.source, self.hidden, self.fixed, self.travelling)
 
 
 def _order(log, norms, x, out, values):

@@ -342,13 +342,8 @@ class Reader:
         self.hooked |= found.hooked
         plain = found.forward
         definition = self.definition(plain, owner)
-        a = definition.args
-        names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
-        values = plain.__defaults__ or ()
-        defaults = dict(zip(names[len(names) - len(values) :], values))
-        defaults.update(plain.__kwdefaults__ or {})
-        defaults = {name: Plain(value) for name, value in defaults.items()}
-        env = self.bound(a, args, words, defaults)
+        defaults = {name: Plain(value) for name, value in signature_of(plain).defaults.items()}
+        env = self.bound(definition.args, args, words, defaults)
         return self.run(self.body(self, plain, definition, env, owner))
 
     def inner(self, closure: Closure, args: list, words: Words) -> object:

@@ -10,17 +10,15 @@ import functools
 import operator
 import sys
 import threading
-from typing import Callable, Dict, FrozenSet, Iterable, List, NoReturn, Optional, Tuple
+from typing import Callable, Dict, List, NoReturn, Optional
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..layers.forward import Arguments
-from .code import Refused, Signature
+from .code import Refused
 
 F64 = torch.float64
-WORD = "a_word_that_nobody_knows"  # a keyword that a forward can only hand on
 # what tensors are asked for
 SIZES = "__len__ device dim dtype is_floating_point ndim numel shape size".split()
 
@@ -356,50 +354,6 @@ def put(twin: nn.Module, values: Dict[str, object]) -> None:
     for path, value in values.items():
         name, *rest = path.split(".")
         twin.__dict__[name] = View(getattr(twin, name), rest, value) if rest else value
-
-
-def called(source, twin: nn.Module, given: dict, words: dict) -> object:
-    """The output of a forward on stubs."""
-    signature = source.signature
-    args = list(map(given.pop, signature.positional_only))
-    try:
-        return source.forward(twin, *args, **given, **(words if signature.more else {}))
-    except Refused:
-        raise
-    except Exception as error:
-        raise Raises(error) from None
-
-
-def arguments_of(source, hidden: str, fixed: set, travelling) -> Arguments:
-    """The Arguments of a replaced forward, some of which must stay at their defaults."""
-    signature, extra = source.signature, set(source.extra)
-    names = signature.names
-    return Arguments(
-        signature.positional,
-        frozenset(names) - travelling,
-        tuple(n for n in names if n not in signature.defaults and n != hidden),
-        signature.more,
-        hidden,
-        tuple((n, signature.defaults[n]) for n in sorted(fixed - extra)),
-        source.renamed | (fixed & extra) | frozenset(signature.positional_only),
-    )
-
-
-def rest_of(run, signature: Signature, travelling) -> dict:
-    """The keywords of a run for which the forward has no name."""
-    rest = {WORD: run.word} if signature.more else {}
-    for name in travelling:
-        if name in run.given:
-            rest[name] = run.given[name]
-    return rest
-
-
-def toggles(names: Tuple[str, ...], asked: FrozenSet[str]) -> Iterable[frozenset]:
-    """Sets of arguments to leave at their defaults: all, and of those that the forward compares
-    with None, as far as that is known, each alone and all but one."""
-    asked = names if None in asked else [n for n in names if n in asked]
-    ones = list(map(frozenset, zip(asked)))
-    return dict.fromkeys([frozenset(names), *ones, *map(frozenset(names).difference, ones)])
 
 
 def readable(module: nn.Module, path: str) -> bool:
