@@ -289,7 +289,7 @@ class Reader:
         inner = signature_of(found.function)
         count = 1 + len(inner.names) + inner.several + inner.more
         whole = a.vararg is not None or count == len(names)
-        if not whole or names[1:] != list(inner.positional[: len(names) - 1]):
+        if not whole or tuple(names[1:]) != inner.positional[: len(names[1:])]:
             self.back_to(mark)
             return None
         self.codes.append((wrapper, wrapper.__code__))
