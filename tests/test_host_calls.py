@@ -301,3 +301,29 @@ def test_functions_of_a_layer_in_fp8(hopper, monkeypatch):
     monkeypatch.setattr(submodule("fp8.hopper.multiply"), "_has_product", lambda where: True)
     assert not hopper.kernelize(model).left
     assert 100 < functions_of_a_layer(model, 128) <= 182
+
+
+def test_functions_of_kernelize(hopper):
+    """Those of a process's first tiny Llama and of a second one: with comprehensions 14,800 and
+    4,400 where trials made stubs and numbers anew for each run and each question."""
+    pytest.importorskip("transformers")
+    from tiny_models import random_model
+
+    submodule("models.reader")._sources.clear()
+    for name in ("mlp", "norm_trial", "attention_trial", "layer_trial"):
+        for table in ("_found", "_forms"):
+            getattr(submodule(f"models.{name}"), table, {}).clear()
+    for most in (4800, 1200):
+        model, names = random_model("llama"), []
+
+        def count(frame, event, _, names=names):
+            if event == "call" and "comp>" not in frame.f_code.co_name:
+                names.append(frame.f_code.co_name)
+
+        sys.setprofile(count)
+        try:
+            report = hopper.kernelize(model)
+        finally:
+            sys.setprofile(None)
+        assert len(report.served) == 11 and not report.left
+        assert 500 < len(names) <= most

@@ -74,6 +74,27 @@ def traced(function):
     return wrapper
 
 
+def passed_on(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+def test_a_wrapper_of_a_forward_with_several_arguments(kernel):
+    """It has no name for the module itself; the forward has names for all of its arguments."""
+
+    class Wrapped(P):
+        @passed_on
+        def forward(self, x, scale=None, **kwargs):
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+    module, plain = made(Wrapped), made(Wrapped)
+    assert kernelized(kernel, module) == [None]
+    assert_same(module, plain)
+
+
 def test_what_a_wrapper_calls_is_another_afterwards(kernel):
     class Wrapped(P):
         @traced

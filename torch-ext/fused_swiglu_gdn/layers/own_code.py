@@ -34,11 +34,14 @@ class OwnCode(NamedTuple):
         return all([namespace.get(name) is value for namespace, name, value in self.names])
 
 
-def codes_in(code: CodeType):
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from codes_in(constant)
+def codes_in(code: CodeType) -> List[CodeType]:
+    """A code object, and all that are inside of it."""
+    found = [code]
+    for each in found:  # which grows
+        for constant in each.co_consts:
+            if isinstance(constant, CodeType):
+                found.append(constant)
+    return found
 
 
 @functools.cache

@@ -23,7 +23,7 @@ from .loss import serve_loss
 from .moe_blocks import serve_blocks
 from .recognise import KINDS, recognise, remember
 from .report import WAITS, Report, Row
-from .serving import serve, unserve, why_not_on, why_nowhere
+from .serving import named_modules, serve, unserve, why_not_on, why_nowhere
 from .sharded import as_gathered
 
 # whose kernels serve a kind of module
@@ -175,7 +175,7 @@ def _one_thread():
 @_one_thread()
 def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
     rows = []
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         unserve(module)
         finding = recognise(module)
         if finding is None or finding.kind not in kinds:
@@ -256,7 +256,7 @@ def restore(model: nn.Module) -> int:
     """
     is_model("restore", model)
     restore_attention(model)
-    served = sum([unserve(module) for module in model.modules()])
+    served = sum([unserve(module) for _, module in named_modules(model)])
     return served + restore_experts(model) + restore_graphs(model)
 
 

@@ -1,42 +1,39 @@
 """Finds the role of each argument of an attention module's forward."""
 
 import itertools
-from typing import Iterator, Optional, Tuple
+from typing import Iterator, Tuple
 
 import torch
 from torch import nn
 
-from ..layers.forward import PLAIN_VALUES
 from ..layers.words import Word
 from .attention_numbers import FIRST, OTHERS, TRAINING, Run, are_the_same
 from .code import Refused
 from .reader import plain_values
 from .stand_ins import (
     SIZES,
-    WORD,
     Cache,
     Opaque,
     Product,
     Raises,
     Read,
-    arguments_of,
     name_of,
 )
+from .trial import Trial
 
 
-class Learning:
+class Learning(Trial):
     """The part of an equivalence check (attention_trial.py) that finds roles."""
 
-    def learned(self) -> Run:
-        """The first run in which the role of every argument is known."""
+    def learned(self) -> Tuple[Run, Run]:
+        """The first runs in which the role of every argument is known, without and in training."""
         for _ in range(4 * len(self.signature.names) + len(self.handed) + 8):
             try:
                 run = self.called(FIRST, values=self.marks())
                 self.D = run.interface.calls[0][1].shape[-1]
                 if self.tables is not None and run.tables[0].shape[-1] != self.D:
                     continue
-                self.called(TRAINING, values=self.marks())
-                return run
+                return run, self.called(TRAINING, values=self.marks())
             except Read as what:
                 self.learn(what)
         raise Refused("its arguments are not known")
@@ -63,22 +60,27 @@ class Learning:
         else:
             raise what
 
-    def first(self) -> None:
+    def first(self) -> Tuple[Run, Run]:
         """Finds the arguments and the plan, with tables for each row or for all rows."""
         self.dims = 3
         try:
-            self.see(self.fitting())
+            return self.fitting()
         except Refused as why:
             if self.tables is None:
                 raise
             self.dims = 2
             try:
-                self.see(self.fitting())
+                return self.fitting()
             except Refused:
                 raise why from None
 
-    def fitting(self) -> Run:
-        """The first run with tables of a width that fits."""
+    def fitting(self) -> Tuple[Run, Run]:
+        """The first runs with tables of a width that fits, from which the plan is found."""
+        runs = self.with_tables()
+        self.see(runs[0])
+        return runs
+
+    def with_tables(self) -> Tuple[Run, Run]:
         error = None
         for width in dict.fromkeys([1, 2, *self.widths()]):
             self.D = width
@@ -95,7 +97,8 @@ class Learning:
             raise Refused("none of its arguments reaches its projections")
         mask = run.interface.calls[0][4]
         if mask is not None and self.mask is None:
-            self.mask = self.argument(mask, run)
+            word = self.known_word("", mask, run)
+            self.mask = word.what if word is not None and word.how == "argument" else None
             if self.mask is None:
                 raise Refused("it changes the attention mask")
         self.plan, self.sizes = self.planned(run)
@@ -121,17 +124,17 @@ class Learning:
         return frozenset(name for name in self.handed if self.are_handed({name}))
 
     def are_handed(self, names) -> bool:
-        cases = itertools.product(OTHERS if names else (), (FIRST, TRAINING))
-        return all(self.passes(case, dict.fromkeys(names, value)) for value, case in cases)
+        others = OTHERS if self.source.guarded.intersection(names) else OTHERS[: bool(names)]
+        for value, case in itertools.product(others, (FIRST, TRAINING)):
+            if not self.passes(case, dict.fromkeys(names, value)):
+                return False
+        return True
 
     def form(self, partial: bool, without: bool) -> tuple:
         implementation, words, index, updates, updates_with = self.calls
         identities = [n for n, part in self.parts.items() if isinstance(part, nn.Module)]
-        arguments = arguments_of(
-            self.signature, self.source, self.hidden, self.fixed, self.travelling
-        )
         return (
-            arguments, tuple(getattr(self.source, "checks", ())), self.tables, self.cache,
+            self.arguments(), self.source.checks, self.tables, self.cache,
             self.mask, index, updates, updates_with, self.plan.projections, self.sizes,
             self.plan.q_norm, self.plan.k_norm, self.plan.out, self.plan.heads, self.D, self.dims,
             partial, without, tuple(identities), implementation, words, self.training_words,
@@ -139,40 +142,19 @@ class Learning:
         )  # fmt: skip
 
     def others(self) -> tuple:
-        """The arguments that are passed on, or ignored."""
-        roles = {self.hidden, self.tables, self.cache, self.mask, *self.fixed}
-        return tuple(
-            n for n in self.signature.names if n not in roles and n in self.signature.defaults
-        )
+        return super().others(self.tables, self.cache, self.mask)
 
-    def those_travelling(self) -> frozenset:
-        """Keywords that the forward reads from **kwargs and leaves there."""
-        extra = frozenset(getattr(self.source, "extra", ())) & set(self.others())
-        if not extra:
-            return extra
-        run = self.called(FIRST, values=self.marks())
-        without = self.called(FIRST, values=self.marks(), absent=extra).interface.calls[0][5]
-        met = run.interface.calls[0][5]
-        return frozenset(
-            n for n in extra if met.get(n) is run.given[n] and n not in without
-        )  # fmt: skip
+    def again(self, absent: frozenset) -> Run:
+        return self.called(FIRST, values=self.marks(), absent=absent)
 
-    def argument(self, value: object, run: Run) -> Optional[str]:
-        """The name of the argument that is this very object."""
-        return next((n for n, v in run.given.items() if v is value and v is not None), None)
-
-    def rest(self, run: Run) -> dict:
-        """The keywords of a run for which the forward has no name."""
-        more = {WORD: run.word} if self.signature.more else {}
-        return {**{n: run.given[n] for n in self.travelling if n in run.given}, **more}
+    def keywords_in(self, run: Run) -> list:
+        return [run.interface.calls[0][5]]
 
     def calls_of(self, run: Run) -> tuple:
         """The sources of all arguments of the registry, the attention function and the cache."""
         *_, keywords, _ = run.interface.calls[0]
         ((name, self.eager),) = run.interface.asked
-        rest = self.rest(run)
-        self.rests = bool(rest) and all(keywords.get(n) is v for n, v in rest.items())
-        keywords = {n: v for n, v in keywords.items() if not self.rests or n not in rest}
+        self.rests, keywords = self.passed(keywords, run)
         caches = [v for v in run.given.values() if type(v) is Cache and v.calls]
         index, updates, updates_with = None, (), ()
         if caches:
@@ -188,10 +170,10 @@ class Learning:
 
     def word(self, name: str, value: object, run: Run) -> Word:
         """The source of a value."""
+        known = self.known_word(name, value, run)
+        if known is not None:
+            return known
         if issubclass(type(value), Opaque):
-            known = self.argument(value, run)
-            if known is not None and name_of(value) not in (self.cache,):
-                return Word(name, "argument", known, self.signature.defaults.get(known))
             path = name_of(value)
             if path.startswith("self."):
                 return Word(name, "attribute", path[5:])
@@ -206,8 +188,4 @@ class Learning:
             for parameter, own in run.twin._parameters.items():
                 if value is own:
                     return Word(name, "parameter", parameter)
-        elif value is None or type(value) in PLAIN_VALUES:
-            return Word(name, "constant", value, type(value))
         raise Refused(f"it hands on {name or 'a value'}, and nobody knows where it comes from")
-
-    # ------------------------------------------------------------------ comparison

@@ -1,6 +1,7 @@
 """Runs an attention module's forward, and finds the form that gives its numbers."""
 
 import itertools
+import operator
 from typing import Callable, NamedTuple, Optional, Tuple
 
 import torch
@@ -12,11 +13,10 @@ from .code import Refused
 from .stand_ins import (
     Interface,
     Norm,
-    Product,
     same,
 )
 
-# what an attribute that is only handed on may be as well
+# what an attribute that is only handed on may be as well; the first, if no branch is about it
 OTHERS = (None, True, 3, "word")
 
 
@@ -42,6 +42,8 @@ CASES = (
     Case(2, 4, 1.0, 0, True),
     Case(1, 2, 1.0, 0, False, False, True),
 )
+# every form of queries and keys
+HEADS = tuple(itertools.starmap(Heads, itertools.product(GATES, NORMS, (*ROTARY, None))))
 WITHOUT, PARTIAL = Case(2, 3, None), Case(2, 3, 0.5, 0, False, True)
 
 
@@ -77,21 +79,25 @@ class Numbers:
         if module is not run.twin:
             raise Refused("it gives its attention function another module")
         k, v = self.before_the_cache(run, k, v)
-        if not all(isinstance(t, torch.Tensor) and t.ndim == 4 for t in (q, k, v)):
-            raise Refused("it gives its attention function other things than heads")
+        for t in (q, k, v):
+            if not isinstance(t, torch.Tensor) or t.ndim != 4:
+                raise Refused("it gives its attention function other things than heads")
         if q.shape[-1] != k.shape[-1]:
             raise Refused("its heads are of another size")
-        names = [entry and entry[0] for entry in run.log]
-        if len(set(names)) != len(names):
+        at, ours, norms = run.log.index(None), {}, []
+        ended, every = run.log[at + 1 :], list(filter(None, run.log))
+        if len(set(map(operator.itemgetter(0), every))) != len(every):
             raise Refused("it calls a part twice")
-        made, ended = run.log[: names.index(None)], run.log[names.index(None) + 1 :]
-        ours = [e for e in made if isinstance(self.parts[e[0]], Product)]
-        norms = [e[0] for e in made if isinstance(self.parts[e[0]], Norm)]
+        for name, x, y in run.log[:at]:
+            if isinstance(self.parts[name], Norm):
+                norms.append(name)
+                continue
+            ours[name] = y
+            if x is not run.x and not same(x, run.x):
+                raise Refused("its projections are of something else than the hidden states")
         if len(ended) != 1 or len(norms) not in (0, 2) or len(ours) not in (1, 3):
             raise Refused("its parts are called in another order, or other ones")
-        if not all(same(e[1], run.x) for e in ours):
-            raise Refused("its projections are of something else than the hidden states")
-        ours, end = {e[0]: e[2] for e in ours}, ended[0]
+        end = ended[0]
         plan, gate = self.compared(run, ours, norms, (q, k, v), end[0], known)
         y = out.reshape(*run.x.shape[:2], -1)
         y = self.parts[end[0]](y if gate is None else y * torch.sigmoid(gate))
@@ -99,7 +105,7 @@ class Numbers:
         right = type(result) is tuple and len(result) == 2 and result[1] == "weights"
         if not right or not same(result[0], y):
             raise Refused("it is another formula after attention")
-        return plan, tuple(t.shape[1] * t.shape[-1] for t in (q, k, v))
+        return plan, _widths(q, k, v)
 
     def before_the_cache(self, run: Run, k, v):
         """Keys and values as passed to the cache, if one was given."""
@@ -117,14 +123,12 @@ class Numbers:
     def compared(self, run: Run, ours: dict, norms: list, heads: tuple, out: str, known):
         """The plan that gives q, k and v, and its gate."""
         q, k, v = heads
-        D, sizes = q.shape[-1], tuple(t.shape[1] * t.shape[-1] for t in heads)
+        D, sizes = q.shape[-1], _widths(q, k, v)
         orders = [known.projections] if known else itertools.permutations(ours, len(ours))
-        plans = [known.heads] if known else [
-            Heads(*form) for form in itertools.product(GATES, NORMS, (*ROTARY, None))
-        ]  # fmt: skip
-        normed = [(known.q_norm, known.k_norm)] if known else list(
-            itertools.permutations(norms) if norms else [(None, None)]
-        )  # fmt: skip
+        plans = [known.heads] if known else HEADS
+        normed = [(known.q_norm, known.k_norm)] if known else [(None, None)]
+        if norms and not known:
+            normed = list(itertools.permutations(norms))
         if known and {*known.projections, known.q_norm, known.k_norm} - {None} != {*ours, *norms}:
             raise Refused("its forward depends on the call")
         tables = self.tables and run.tables
@@ -136,7 +140,7 @@ class Numbers:
                     raise Refused("its joined projection is of another width")
                 raw_q, raw_k, raw_v = joined.split(sizes, -1)
             else:
-                raw_q, raw_k, raw_v = (ours[name] for name in order)
+                raw_q, raw_k, raw_v = map(ours.get, order)
             if raw_v.shape[-1] != sizes[2] or not same(
                 v, raw_v.unflatten(-1, (-1, v.shape[-1])).transpose(1, 2)
             ):
@@ -154,9 +158,9 @@ class Numbers:
                     own_q, gate = raw_q.unflatten(-1, (-1, 2 * D)).chunk(2, -1)
                     own_q, gate = own_q.flatten(2), gate.flatten(2)
                 try:
-                    right = all(
-                        same(t, self.formed(raw, D, self.parts.get(name), form, tables))
-                        for t, raw, name in ((q, own_q, q_norm), (k, raw_k, k_norm))
+                    mine = self.formed(own_q, D, self.parts.get(q_norm), form, tables)
+                    right = same(q, mine) and same(
+                        k, self.formed(raw_k, D, self.parts.get(k_norm), form, tables)
                     )
                 except (Refused, RuntimeError, TypeError):
                     continue
@@ -171,7 +175,7 @@ class Numbers:
         x = norm(x) if form.norm == "head" else x
         if form.rotary is None:
             return x
-        cos, sin = (table.unsqueeze(-3) for table in tables)
+        cos, sin = tables[0].unsqueeze(-3), tables[1].unsqueeze(-3)
         R = cos.shape[-1]
         y, rest = x[..., :R], x[..., R:]
         if form.rotary == "halves":
@@ -182,6 +186,10 @@ class Numbers:
         if form.rotary == "pairs":
             cos, sin = (t[..., : R // 2].repeat_interleave(2, -1) for t in (cos, sin))
         return torch.cat([y * cos + turned * sin, rest], -1)
+
+
+def _widths(*heads: torch.Tensor) -> tuple:
+    return tuple([t.shape[1] * t.shape[-1] for t in heads])
 
 
 def are_the_same(found: dict, expected: dict) -> bool:

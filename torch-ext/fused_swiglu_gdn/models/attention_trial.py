@@ -5,9 +5,7 @@ forward does with them; the arguments of the cache and the attention function, a
 compared with each of our forms. The check gives the plan of our forward.
 """
 
-import contextlib
 import functools
-import inspect
 from typing import Dict, List, Optional, Union
 
 import torch
@@ -16,6 +14,7 @@ from torch import nn
 from ..layers.attention import AttentionForm
 from ..layers.norm import NormForm
 from ..layers.own_code import names_in
+from ..layers.pinned import found_at
 from ..layers.plain import told
 from ..layers.words import Words
 from .attention_learning import Learning
@@ -36,13 +35,11 @@ from .reader import form_key, plain_values, read, why_odd_module
 from .serving import own_class
 from .stand_ins import (
     F64,
-    WORD,
     Cache,
     Interface,
     KeepsFp64,
     Logged,
     Norm,
-    Opaque,
     Product,
     Unknown,
     asked_by_this_thread,
@@ -52,10 +49,9 @@ from .stand_ins import (
     quiet,
     random,
     readable,
-    signature_of,
-    toggles,
     twin_of,
 )
+from .trial import WORD, called, toggles
 
 # names that make a module one to look at
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -73,8 +69,8 @@ def is_attention(module: nn.Module) -> bool:
     transformers' registry of attention functions.
     """
     parts = set(module._modules)
-    makes = set(PROJECTIONS) <= parts or any(name in parts for name in JOINED)
-    if makes and any(name in parts for name in OUT):
+    makes = parts.issuperset(PROJECTIONS) or not parts.isdisjoint(JOINED)
+    if makes and not parts.isdisjoint(OUT):
         return True
     return len(parts) > 1 and asks_for_attention(own_class(module))
 
@@ -82,13 +78,14 @@ def is_attention(module: nn.Module) -> bool:
 @functools.cache
 def asks_for_attention(kind: type) -> bool:
     """True if a method of the class calls the registry of attention functions."""
-    own = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    values = [
-        inspect.unwrap(value) if hasattr(value, "__wrapped__") else value
-        for base in own for value in vars(base).values()
-    ]  # fmt: skip
-    codes = [getattr(value, "__code__", None) for value in values]
-    return any("get_interface" in code.co_names for code in codes if code is not None)
+    for base in kind.__mro__[: kind.__mro__.index(nn.Module)]:
+        for value in vars(base).values():
+            for _ in range(20):  # decorators
+                value = getattr(value, "__wrapped__", value)
+            code = getattr(value, "__code__", None)
+            if code is not None and "get_interface" in code.co_names:
+                return True
+    return False
 
 
 def attention_form(module: nn.Module) -> Union[AttentionForm, str]:
@@ -148,7 +145,7 @@ def _find(module, kind, source, values, norms) -> tuple:
     for handed in (paths, frozenset()):
         trial = _Trial(module, kind, source, norms, handed)
         try:
-            with quiet():
+            with quiet(), asked_by_this_thread(trial):
                 fields = trial.fields()
         except Refused as why:
             reasons.append((str(why), trial.handed))
@@ -166,9 +163,10 @@ def _find(module, kind, source, values, norms) -> tuple:
 
 class _Trial(Learning, Numbers):
     def __init__(self, module, kind, source, norms, handed: frozenset):
-        self.module, self.kind, self.source = module, kind, source
-        self.signature = signature_of(source)
+        super().__init__(module, kind, source)
         self.handed = handed  # attributes that nothing has read yet
+        # their values, where to read them from the configuration passes many functions
+        self.values = {p: found_at(module, p) for p in handed if "." in p}
         self.parts = {}
         for i, (name, part) in enumerate(module._modules.items()):
             self.parts[name] = Unknown(name)
@@ -179,76 +177,68 @@ class _Trial(Learning, Numbers):
                 self.parts[name] = Product(*features(part), 100 + 7 * i)
             elif is_identity(part):
                 self.parts[name] = part
+        self.stubs = dict(self.parts)
+        for name, part in self.parts.items():
+            if isinstance(part, (Product, Norm)):
+                self.stubs[name] = Logged(name, part, self)
         self.own = {
             n: random(*told(p, "shape"), seed=77)
             for n, p in module._parameters.items()
             if p is not None
         }
-        self.hidden = self.tables = self.cache = self.mask = None  # arguments
-        self.fixed = set(source.switches)  # those that are left at their defaults
+        self.tables = self.cache = self.mask = None  # arguments
         self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
-        self.dims, self.D, self.travelling = 3, 1, frozenset()
+        self.dims, self.D = 3, 1
+        self.tables_of: Dict[tuple, Words] = {}  # by the words
         names = {name for function, _ in source.pinned.codes for name in names_in(function)}
-        self.wide = KeepsFp64 if "float" in names else contextlib.nullcontext
+        self.has_float = "float" in names
 
     # ------------------------------------------------------------------ runs
 
     def called(self, case: Case, dtype=F64, values=None, absent=frozenset()) -> Run:
         """One run of the class's forward, with attributes `values` by their paths."""
-        log, parts = [], {}
-        for name, part in self.parts.items():
-            logged = isinstance(part, (Product, Norm))
-            parts[name] = Logged(name, part, log) if logged else part
-        twin = twin_of(self.module, self.kind, parts, {n: p.to(dtype) for n, p in self.own.items()})
-        twin.training = case.training
-        put(twin, values or {})
-        x = random(case.B, case.T, self.width, seed=1, dtype=dtype)
-        tables = None
+        own = self.own and {n: p.to(dtype) for n, p in self.own.items()}
+        twin = twin_of(self.module, self.kind, self.stubs, own)
+        twin.__dict__["training"] = case.training
+        put(twin, {**self.values, **(values or {})})
+        numbers, tables = [random(case.B, case.T, self.width, seed=1, dtype=dtype)], None
         if case.rotary is not None:
             width = max(int(self.D * case.rotary), 1)
             size = (case.tables or case.B, case.T, width)[3 - self.dims :]
-            tables = tuple(random(*size, seed=seed, dtype=dtype) for seed in (21, 22))
-        given, word, interface = {}, object(), Interface(log)
-        for name in self.signature.names:
-            if name == self.hidden:
-                given[name] = x
-            elif name == self.tables:
-                given[name] = tables
-            elif name == self.cache:
-                given[name] = Cache(name) if case.cached else None
-            elif name == self.mask:
-                given[name] = Opaque(name) if case.masked else None
-            elif name not in self.fixed and name not in absent:
-                given[name] = Opaque(name)
-            elif name in self.signature.positional_only:
-                given[name] = self.signature.defaults[name]
-
-        with self.wide(), asked_by_this_thread(interface):
-            forward = self.source.forward
-            result = self.signature.called(forward, twin, dict(given), {WORD: word})
-        numbers = [random(case.B, case.T, self.width, seed=1, dtype=dtype)]
-        numbers += [random(*size, seed=seed, dtype=dtype) for seed in (21, 22) if tables]
+            numbers += [random(*size, seed=21, dtype=dtype), random(*size, seed=22, dtype=dtype)]
+        x, *tables = map(torch.clone, numbers)
+        tables, self.log = tuple(tables) or None, []
+        roles = {self.hidden: x, self.tables: tables}
+        roles[self.cache] = Cache(self.cache) if case.cached else None
+        roles[self.mask] = self.opaque[self.mask] if case.masked else None
+        given, word = self.given(roles, absent), object()
+        self.interface = interface = Interface(self.log)
+        if self.has_float:
+            with KeepsFp64():
+                result = called(self.source, twin, dict(given), {WORD: word})
+        else:
+            result = called(self.source, twin, dict(given), {WORD: word})
         if not all(map(torch.equal, (x, *(tables or ())), numbers)):
             raise Refused("its forward writes to its input")
         if len(interface.calls) != 1 or len(interface.asked) != 1:
             raise Refused("it does not call one attention function, by its configuration")
-        return Run(twin, x, tables, given, word, interface, log, result)
+        return Run(twin, x, tables, given, word, interface, self.log, result)
 
     def marks(self) -> dict:
-        return {path: Opaque(f"self.{path}") for path in self.handed}
+        return {path: self.opaque[f"self.{path}"] for path in self.handed}
 
     def fields(self) -> tuple:
         """The fields of an AttentionForm that the check finds."""
-        self.first()
+        first, training = self.first()
         if self.cache is None and self.tables is None and self.plan.q_norm is None:
             raise Refused("it has no norm, no rotary embedding and no cache")
-        self.travelling = self.those_travelling()
-        self.calls = self.calls_of(self.called(FIRST, values=self.marks()))
-        self.training_words = self.calls_of(self.called(TRAINING, values=self.marks()))[1]
+        self.travelling = self.those_travelling(first)
+        self.calls = self.calls_of(first)
+        self.training_words = self.calls_of(training)[1]
         self.runs = {case: self.check(case) for case in (FIRST, TRAINING)}
         for case in CASES:
             self.check(case)
-        for absent in toggles(self.others()):
+        for absent in toggles(self.others(), self.source.asked):
             self.check(FIRST, absent=absent)
         handed = self.those_handed()
         if handed != self.handed:
@@ -281,9 +271,9 @@ class _Trial(Learning, Numbers):
         if mask is not run.given.get(self.mask):
             raise Refused("it changes the attention mask, or keeps keyword arguments back")
         asked, default = run.interface.asked[0]
-        expected = [("", asked, implementation)]
+        given, expected = [asked], [implementation]
         rest = self.rest(run)
-        made = self.made(words, run)
+        made = self.made(words, run, rest)
         if self.rests:
             made.update(rest)
         if not are_the_same(keywords, made) or default is not self.eager:
@@ -292,16 +282,20 @@ class _Trial(Learning, Numbers):
             ((_, _, layer, positional, more),) = run.given[self.cache].calls
             if len(positional) != len(updates):
                 raise Refused("it updates the cache in another way")
-            expected += [("", v, w) for v, w in zip((layer, *positional), (index, *updates))]
-            if not are_the_same(more, self.made(updates_with, run)):
+            given, expected = [asked, layer, *positional], [implementation, index, *updates]
+            if not are_the_same(more, self.made(updates_with, run, rest)):
                 raise Refused("it gives the cache's update other keywords")
-        for _, value, word in expected:
-            if not are_the_same({"": value}, self.made((word,), run)):
-                raise Refused("it asks for other things, or updates the cache in another way")
+        names = tuple(map(str, range(len(given))))
+        if not are_the_same(dict(zip(names, given)), self.made((*expected,), run, rest, names)):
+            raise Refused("it asks for other things, or updates the cache in another way")
         return run
 
-    def made(self, words, run: Run) -> dict:
-        return Words(words).made(run.twin, run.given, self.rest(run), run.tables)
+    def made(self, words: tuple, run: Run, rest: dict, names: tuple = ()) -> dict:
+        """The values of words, by other names where some are given."""
+        if words not in self.tables_of:
+            renamed = [word._replace(name=name) for name, word in zip(names, words)]
+            self.tables_of[words] = Words(renamed or words)
+        return self.tables_of[words].made(run.twin, run.given, rest, run.tables)
 
     def keeps_dtype(self) -> None:
         """Checks that all outputs of the forward have the dtype of the input, in bf16 too."""

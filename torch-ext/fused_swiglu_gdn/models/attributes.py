@@ -7,7 +7,7 @@ from typing import Optional
 from torch import nn
 
 from .callees import Callees
-from .code import ATTRIBUTES, CHOSEN, CONDITIONAL, Refused, in_short, static
+from .code import ATTRIBUTES, CHOSEN, CONDITIONAL, Refused, in_short, members_of
 from .values import (
     ATTENTION,
     CONSTANTS,
@@ -54,7 +54,7 @@ class Attributes(Callees):
         if not base.path:
             if name == "__class__":
                 return Plain(self.reader.kind)
-            found = static(self.reader.kind, name)
+            found = self.reader.members.get(name)
             if isinstance(found, (property, staticmethod, classmethod, FunctionType)):
                 return self.of_a_class(self.reader.kind, name, base)
         if name in ATTRIBUTES and base.path:
@@ -92,7 +92,7 @@ class Attributes(Callees):
             place = (home.__dict__, name) if name in home.__dict__ else None
             return Plain(getattr(home, name), place)
         if isinstance(home, type) and issubclass(home, nn.Module):
-            found = static(home, name)
+            found = members_of(home).get(name)
             if isinstance(found, (staticmethod, classmethod, FunctionType)):
                 return self.of_a_class(home, name, None)
             if isinstance(found, CONSTANTS) and found is not None:
@@ -134,9 +134,17 @@ def _constant(index: ast.expr) -> object:
     """A number, or a slice between numbers."""
     try:
         if not isinstance(index, ast.Slice):
-            found = ast.literal_eval(index)
-            return found if isinstance(found, int) else None
-        parts = (index.lower, index.upper, index.step)
-        return slice(*(None if part is None else ast.literal_eval(part) for part in parts))
+            return _literal(index)
+        return slice(*map(_literal, (index.lower, index.upper, index.step)))
     except ValueError:
         return None
+
+
+def _literal(node: Optional[ast.expr]) -> Optional[int]:
+    if node is None or isinstance(node, ast.Constant) and node.value is None:
+        return None
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_literal(node.operand)
+    if not isinstance(node, ast.Constant) or not isinstance(node.value, int):
+        raise ValueError(node)
+    return node.value

@@ -47,18 +47,18 @@ class Body(Expressions):
         """Reads statements; whether whatever follows them is never reached."""
         held = len(self.reader.path)
         try:
-            return any(self.statement(statement) for statement in statements)
+            for node in statements:
+                self.reader.steps += 1
+                if self.reader.steps > MOST:
+                    raise Refused("its forward is too long to read")
+                read = getattr(self, f"read_{type(node).__name__}", None)
+                if read is None:
+                    self.refuse(node)
+                if read(node):
+                    return True
+            return False
         finally:
             del self.reader.path[held:]
-
-    def statement(self, node: ast.stmt) -> bool:
-        self.reader.steps += 1
-        if self.reader.steps > MOST:
-            raise Refused("its forward is too long to read")
-        read = getattr(self, f"read_{type(node).__name__}", None)
-        if read is None:
-            self.refuse(node)
-        return bool(read(node))
 
     def read_Pass(self, node: ast.Pass) -> None:
         pass
@@ -87,7 +87,7 @@ class Body(Expressions):
     def read_AugAssign(self, node: ast.AugAssign) -> None:
         if not isinstance(node.target, ast.Name):
             self.refuse(node)
-        before = self.named(ast.Name(node.target.id, ast.Load()))
+        before = self.read_Name(ast.Name(node.target.id, ast.Load()))
         if isinstance(before, (Given, Own, Several, Words)):  # it would be written to
             self.refuse(node)
         value = self.expression(node.value)
@@ -104,7 +104,7 @@ class Body(Expressions):
             return
         if not isinstance(node.value, ast.Call):
             self.refuse(node)
-        self.call(node.value, idle=True)
+        self.read_Call(node.value, idle=True)
 
     def read_FunctionDef(self, node: ast.FunctionDef) -> None:
         if node.decorator_list:

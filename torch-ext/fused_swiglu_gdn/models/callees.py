@@ -56,10 +56,7 @@ SPECIAL = {*FUNCTIONS, *MODES, id(typing.cast)}  # functions that are not read
 class Callees:
     """The part of a Body (body.py) that is about calls."""
 
-    def read_Call(self, node: ast.Call) -> object:
-        return self.call(node)
-
-    def call(self, node: ast.Call, idle: bool = False) -> object:
+    def read_Call(self, node: ast.Call, idle: bool = False) -> object:
         """Returns the result of a call; `idle`: one that is not read."""
         function = node.func
         if isinstance(function, ast.Name) and self.is_builtin(function, "super"):
@@ -147,8 +144,7 @@ class Callees:
             self.refuse(node)
         elif args and args[0] == Own(""):
             args = args[1:]  # attention functions get the module
-        for value in (*args, words):
-            self.use(value, node)
+        self.use_all((*args, *words.values.values()), node)
         return VALUE
 
     def is_listed(self, function: Plain, node: ast.Call) -> None:
@@ -218,8 +214,7 @@ class Callees:
                 return Plain(function(*(value.value for value in args)))
             except Exception:
                 self.refuse(node)
-        for value in args:
-            self.use(value, node)
+        self.use_all(args, node)
         kinds = known.on | ({"derived"} if "size" in known.on else set())
         text = known.text and f"{function.__name__}(*{known.text})"
         return Known(text if home == "builtins" else None, frozenset(kinds), known.paths)
@@ -282,8 +277,11 @@ class Callees:
         if isinstance(value, Plain):
             return Plain(isinstance(value.value, tuple(c.value for c in classes)))
         if value is VALUE:
+            self.reader.asked.add(None)
             return Known(None, frozenset(["none"]))
-        if isinstance(value, Own) and value.path:
+        if isinstance(value, Given):
+            self.reader.asked.add(value.name)
+        elif isinstance(value, Own) and value.path:
             self.reader.reads.add(value.path)
         names = ["torch.Tensor" if c.value is torch.Tensor else c.value.__name__ for c in classes]
         fits = all(c.value in (torch.Tensor, tuple, list, int, float, bool) for c in classes)
@@ -328,8 +326,7 @@ class Callees:
             self.reader.more.add((name, in_short(node)))
         if "out" in words.values:
             self.refuse(node)
-        for value in (*args, words):
-            self.use(value, node)
+        self.use_all((*args, *words.values.values()), node)
         if name in ARITHMETIC:
             self.only_sizes_as_they_are((*args, *words.values.values()), node)
         kind = SIZES.get(name)

@@ -3,13 +3,14 @@
 import ast
 import copy
 import functools
+import inspect
 import linecache
 import logging
 import operator
 import sys
 import time
 from types import FunctionType, GetSetDescriptorType
-from typing import Dict, Iterable, List, Optional, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,34 @@ def in_short(node: ast.AST) -> str:
 
 
 BY_NAME = {"__dict__", "getattr", "hasattr", "vars"}  # which may find another answer later
+
+
+class Signature(NamedTuple):
+    """The arguments of a function beside its first one, in the order of its definition."""
+
+    names: Tuple[str, ...]  # with the keywords that it takes out of **kwargs
+    positional: Tuple[str, ...]
+    positional_only: Tuple[str, ...]
+    defaults: Dict[str, object]  # of those that have one
+    several: bool  # it takes *args
+    more: bool  # it takes **kwargs
+
+
+def signature_of(function: FunctionType, extra: Tuple[str, ...] = ()) -> Signature:
+    """The signature of the function itself, whatever it wraps; `extra`: further keywords."""
+    code, values = function.__code__, function.__defaults__ or ()
+    count, known = code.co_argcount, code.co_varnames
+    defaults = dict(zip(known[count - len(values) : count], values))
+    defaults.update(function.__kwdefaults__ or {})
+    defaults.update(dict.fromkeys(extra))
+    return Signature(
+        (*known[1 : count + code.co_kwonlyargcount], *extra),
+        known[1:count],
+        known[1 : code.co_posonlyargcount],
+        defaults,
+        bool(code.co_flags & inspect.CO_VARARGS),
+        bool(code.co_flags & inspect.CO_VARKEYWORDS),
+    )
 
 
 class Refused(Exception):
@@ -172,21 +201,25 @@ MACHINERY = (
 )  # fmt: skip
 
 
-def static(kind: type, name: str) -> object:
-    """A class's attribute as it stands there, found without running any code of the class."""
-    return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), None)
+def members_of(kind: type) -> dict:
+    """A class's attributes as they stand there, found without running any code of the class."""
+    found: dict = {}
+    for base in reversed(kind.__mro__):
+        found.update(base.__dict__)
+    return found
 
 
 def why_odd_class(kind: type, names: Iterable[str], *more: str) -> Optional[str]:
     """The class has some of MACHINERY, or `more` of it, of its own, or attributes that would hide
     those of a module by these names."""
+    members, usual = members_of(kind), members_of(nn.Module)
     for name in (*more, *MACHINERY):
-        found = static(kind, name)
+        found = members.get(name)
         of_python = name == "__dict__" and isinstance(found, GetSetDescriptorType)  # of a mixin
-        if found is not static(nn.Module, name) and not of_python:
+        if found is not usual.get(name) and not of_python:
             return f"its class has a {name} of its own"
     for name in names:
-        if static(kind, name) is not None:
+        if members.get(name) is not None:
             return f"its class has an attribute {name}"
     return None
 

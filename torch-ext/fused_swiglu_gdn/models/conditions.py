@@ -1,16 +1,11 @@
 """Conditions that are told of the module and of a call's arguments."""
 
-from typing import Callable, Mapping
+from typing import Callable
 
 import torch
 from torch import nn
 
 NAMES = {"torch": torch}
-
-
-def defaults_of(parameters: Mapping) -> dict:
-    """The arguments that have a default, with it."""
-    return {n: p.default for n, p in parameters.items() if p.default is not p.empty}
 
 
 def condition(text: str, defaults: dict) -> Callable:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..parallel import checks
 from ..parallel.context import CpContext
 from .report import Row
+from .serving import named_modules
 
 NAME = "fused_swiglu_gdn_cp"
 BEFORE = "_attn_implementation_before"  # attribute of a model whose attention gathers
@@ -89,7 +90,7 @@ def serve_attention(model: nn.Module) -> List[Row]:
     AttentionInterface.register(NAME, gathered_attention)
     AttentionMaskInterface.register(NAME, _no_mask)
     found = []
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if not hasattr(module, "set_attn_implementation"):
             continue
         if module.config._attn_implementation != NAME:
@@ -103,7 +104,7 @@ def serve_attention(model: nn.Module) -> List[Row]:
 
 
 def restore_attention(model: nn.Module) -> None:
-    for module in model.modules():
+    for _, module in named_modules(model):
         before = module.__dict__.pop(BEFORE, None)
         if before is not None:
             module.set_attn_implementation(before)

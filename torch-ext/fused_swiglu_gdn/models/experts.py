@@ -34,7 +34,7 @@ from .fp8_experts import (
 from .mlp import NAMED
 from .reader import Source, read_method
 from .report import Row
-from .serving import BEFORE, is_of_transformers, say_once, why_not_on
+from .serving import BEFORE, is_of_transformers, named_modules, say_once, why_not_on
 from .stand_ins import quiet
 
 NAME = "fused_swiglu_gdn"
@@ -192,7 +192,14 @@ def _forms_of(gate: Source) -> Iterator[Form]:
 def is_experts(module: nn.Module) -> bool:
     """The module holds experts in one 3-D weight."""
     weights = module._parameters
-    return any(told(weights.get(n), "ndim") == 3 for n in ("gate_up_proj", "up_proj"))
+    for name in ("gate_up_proj", "up_proj"):
+        if name in weights and told(weights[name], "ndim") == 3:
+            return True
+    return False
+
+
+def experts_in(model: nn.Module) -> List[Tuple[str, nn.Module]]:
+    return [(name, m) for name, m in named_modules(model) if m._parameters and is_experts(m)]
 
 
 def why_not_experts(module: nn.Module) -> Optional[str]:
@@ -249,7 +256,7 @@ def serve_experts(model: nn.Module) -> List[Row]:
 
     The choice is the configuration's, which modules share: it is made where all of them are served.
     """
-    found = [(name, m) for name, m in model.named_modules() if is_experts(m)]
+    found = experts_in(model)
     reasons = [_why_left(module) for _, module in found]
     refused = {id(m.config) for (_, m), why in zip(found, reasons) if why and hasattr(m, "config")}
     before = {id(m.config): m.__dict__[BEFORE] for _, m in found if BEFORE in m.__dict__}
@@ -302,9 +309,10 @@ def _restore(module: nn.Module) -> bool:
 
 def restore_experts(model: nn.Module) -> int:
     """Gives the configurations their own choice back; returns how many modules were served."""
+    found = [m for _, m in experts_in(model)]
     served = [
-        m for m in model.modules() if is_experts(m) and hasattr(m, "config")
-        and getattr(m.config, "_experts_implementation", None) == NAME
+        m for m in found
+        if hasattr(m, "config") and getattr(m.config, "_experts_implementation", None) == NAME
     ]  # fmt: skip
-    configs = {id(m.config) for m in model.modules() if is_experts(m) and _restore(m)}
+    configs = {id(m.config) for m in found if _restore(m)}
     return sum(id(m.config) in configs for m in served)

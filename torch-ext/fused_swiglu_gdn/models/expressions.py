@@ -41,6 +41,10 @@ class Expressions(Attributes):
 
     def expression(self, node: ast.expr) -> object:
         """Returns what is known of an expression's value."""
+        if type(node) is ast.Name and node.id in self.env:
+            return self.env[node.id]
+        if type(node) is ast.Constant:
+            return Plain(node.value)
         read = getattr(self, f"read_{type(node).__name__}", None)
         if read is None or not isinstance(node, ast.expr):
             self.refuse(node)
@@ -53,13 +57,14 @@ class Expressions(Attributes):
         return value
 
     def use(self, value: object, node: ast.AST) -> None:
+        """Refuses a value that nothing may be computed with; notes what is read."""
         if isinstance(value, Own):
             if not value.path:
                 self.refuse(node)
             self.reader.reads.add(value.path)
         elif isinstance(value, (Several, Words)):
-            for each in value.values if isinstance(value, Several) else value.values.values():
-                self.use(each, node)
+            values = value.values if isinstance(value, Several) else value.values.values()
+            self.use_all(values, node)
         elif isinstance(value, Plain):
             if not isinstance(value.value, CONSTANTS):
                 self.refuse(node)
@@ -67,17 +72,16 @@ class Expressions(Attributes):
         elif isinstance(value, (Closure, Method, Partial, Super)) or value is ATTENTION:
             self.refuse(node)
 
+    def use_all(self, values, node: ast.AST) -> None:
+        for value in values:
+            if value is not VALUE and type(value) not in (Given, Known):
+                self.use(value, node)
+
     def pin(self, value: Plain) -> None:
         if value.place is not None and not isinstance(value.value, torch.dtype):
             self.reader.names.append((*value.place, value.value))
 
-    def read_Constant(self, node: ast.Constant) -> object:
-        return Plain(node.value)
-
     def read_Name(self, node: ast.Name) -> object:
-        return self.named(node)
-
-    def named(self, node: ast.Name) -> object:
         frame, name = self, node.id
         while frame is not None:
             if name in frame.env:
@@ -195,16 +199,14 @@ class Expressions(Attributes):
         sign, function = OPERATORS[type(op)]
         if isinstance(left, Several) and isinstance(right, Several) and sign == "+":
             return Several(left.values + right.values)
-        self.use(left, node)
-        self.use(right, node)
+        self.use_all((left, right), node)
         if isinstance(left, Plain) and isinstance(right, Plain) and function is not None:
             try:
                 return Plain(function(left.value, right.value))
             except Exception:
                 self.refuse(node)
         found = [told(left), told(right)]
-        tensor = any(isinstance(v, Given) for v in (left, right)) or None in found
-        if tensor:
+        if isinstance(left, Given) or isinstance(right, Given) or None in found:
             self.only_sizes_as_they_are((left, right), node)
             return VALUE
         whole = [known for known in found if known.on & {"size", "derived"}]
@@ -213,9 +215,11 @@ class Expressions(Attributes):
 
     def only_sizes_as_they_are(self, values, node: ast.AST) -> None:
         """A tensor is not computed with a number that is the same for all sizes that were tried."""
-        self.reader.computed_with |= {v.name for v in values if isinstance(v, Given)}
-        if any(isinstance(v, Known) and "derived" in v.on for v in values):
-            self.refuse(node)
+        for value in values:
+            if isinstance(value, Given):
+                self.reader.computed_with.add(value.name)
+            elif isinstance(value, Known) and "derived" in value.on:
+                self.refuse(node)
 
     def read_UnaryOp(self, node: ast.UnaryOp) -> object:
         value = self.expression(node.operand)
@@ -281,10 +285,10 @@ class Expressions(Attributes):
         if isinstance(value, Plain):
             return Plain((value.value is other.value) == (op == "is"))
         if other.value is None:
-            if isinstance(value, Given):
-                return Known(f"({value.name} {op} None)", frozenset(["none"]))
-            if value is VALUE:
-                return Known(None, frozenset(["none"]))
+            if isinstance(value, Given) or value is VALUE:
+                name = None if value is VALUE else value.name
+                self.reader.asked.add(name)
+                return Known(name and f"({name} {op} None)", frozenset(["none"]))
             if not isinstance(value, Own) or not value.path:
                 return Plain(op == "is not")
         known = joined(f"({{}} {op} {other.value})", "", (value,))

@@ -3,10 +3,6 @@
 import functools
 from typing import NamedTuple, Optional, Tuple
 
-from torch import nn
-
-from .serving import own_class
-
 
 class Format(NamedTuple):
     """Classes of quantised modules."""
@@ -28,13 +24,9 @@ FORMATS = (
 )  # fmt: skip
 
 
-def format_of(module: nn.Module) -> Optional[Format]:
-    """The format of a quantised module; None of any other."""
-    return _of_class(own_class(module))
-
-
 @functools.lru_cache(maxsize=1024)
-def _of_class(kind: type) -> Optional[Format]:
+def format_of(kind: type) -> Optional[Format]:
+    """The format of quantised modules of a class; None of any other."""
     name = f"{kind.__module__}.{kind.__name__}".lower()
     for known in FORMATS:
         at = 0

@@ -19,7 +19,6 @@ from ..layers.own_code import is_in_its_file
 from ..layers.pinned import torchs_own
 from ..layers.plain import why_not_tensor
 from .code import Refused, source_of, spelled
-from .serving import own_class
 
 HOME = "transformers.integrations.finegrained_fp8"
 _WIDE = "if self.weight.element_size() > 1:\n    return F.linear(input, self.weight, self.bias)\n"
@@ -41,10 +40,10 @@ ARGUMENTS = (
 _forms: Dict[type, Tuple[object, Union[Fp8Form, str]]] = {}
 
 
-def is_fp8_linear(module: nn.Module) -> bool:
-    """A module is transformers' FP8Linear, or of a class made of it."""
-    kind = getattr(sys.modules.get(HOME), "FP8Linear", None)
-    return kind is not None and issubclass(own_class(module), kind)
+def is_fp8_linear(kind: type) -> bool:
+    """The class is transformers' FP8Linear, or one made of it."""
+    own = getattr(sys.modules.get(HOME), "FP8Linear", None)
+    return own is not None and issubclass(kind, own)
 
 
 def fp8_form(kind: type) -> Union[Fp8Form, str]:

@@ -110,19 +110,18 @@ class GdnBody(Body):
 
     # -- calls
 
-    def call(self, node: ast.Call, idle: bool = False) -> object:
+    def read_Call(self, node: ast.Call, idle: bool = False) -> object:
         function = node.func
         if isinstance(function, ast.Attribute) and function.attr in OF_CACHES:
             base = self.expression(function.value)
             if isinstance(base, Given) or base is VALUE:
-                self.use_all(node)
+                self.use_arguments(node)
                 return self.attribute(base, function.attr, node)
-        return super().call(node, idle)
+        return super().read_Call(node, idle)
 
-    def use_all(self, node: ast.Call) -> object:
+    def use_arguments(self, node: ast.Call) -> object:
         args, words, _ = self.arguments(node)
-        for value in (*args, words):
-            self.use(value, node)
+        self.use_all((*args, *words.values.values()), node)
         return VALUE
 
     def word(self, words: Words, name: str, node: ast.Call) -> object:
@@ -139,7 +138,7 @@ class GdnBody(Body):
             found = [self.called(each, node, idle) for each in function.functions]
             return merged(*found)
         if function is ACTIVATION:
-            return self.use_all(node)
+            return self.use_arguments(node)
         value = function.value if isinstance(function, Plain) else None
         plain = undispatched(value)
         name = function.place[1] if value is not None and function.place else ""
@@ -153,7 +152,7 @@ class GdnBody(Body):
         args, words, _ = self.arguments(node)
         if any(isinstance(each, Own) and not each.path for each in (*args, *words.values.values())):
             self.refuse(node)
-        return self.use_all(node)
+        return self.use_arguments(node)
 
     def calls_transformers(self, plain: FunctionType, name: str) -> None:
         """Refuses a function, which is not read, if it or what it calls is not transformers' own or

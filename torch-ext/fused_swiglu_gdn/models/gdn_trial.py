@@ -22,17 +22,15 @@ from .code import Refused
 from .gdn_body import OF_CACHES, PACKED
 from .reader import Reader, plain_values
 from .stand_ins import (
-    WORD,
     Opaque,
     Product,
     Read,
-    arguments_of,
     put,
     quiet,
     random,
-    signature_of,
     twin_of,
 )
+from .trial import WORD, arguments_of, called
 
 # relative to the largest value; transformers' rule is in fp32 also within a layer of fp64
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -80,7 +78,7 @@ def _of_each(function: FunctionType):
     known = inspect.signature(function).parameters
     first = next(iter(known))
 
-    def called(*args, **words):
+    def of_each(*args, **words):
         rule, given = "cu_seqlens" in words, dict(zip(known, args))
         given.update({n: x for n, x in words.items() if n in known})
         ends, index, lengths = words.get("cu_seqlens"), words.get("seq_idx"), None
@@ -99,7 +97,7 @@ def _of_each(function: FunctionType):
         found = [function(**{**given, **dict(zip(names, piece))}) for piece in pieces]
         return (torch.cat([x for x, _ in found], 1), None) if rule else torch.cat(found, -1)
 
-    return called
+    return of_each
 
 
 class _Copies:
@@ -161,7 +159,7 @@ class Trial:
     def __init__(self, module: nn.Module, kind: type, source, roles: Roles):
         self.module, self.source, self.roles = module, source, roles
         self.copies = _Copies(kind, source)
-        self.signature = signature_of(source)
+        self.signature = source.signature
         self.names = [n for n in self.signature.names if n not in PACKED]
         self.hidden = self.cache = self.mask = None
         self.fixed: set = set()
@@ -221,7 +219,8 @@ class Trial:
             for name in self.signature.positional_only:
                 given.setdefault(name, self.signature.defaults.get(name))
             with ReadsNoValues():
-                return self.signature.called(self.copies.forward, twin, given, {WORD: 1, **more})
+                source = self.source._replace(forward=self.copies.forward)
+                return called(source, twin, given, {WORD: 1, **more})
 
         return call
 
@@ -368,5 +367,5 @@ def why_or_found(module: nn.Module, kind: type, source, candidates) -> Found:
         if switches:
             raise Refused(f"its forward branches on {', '.join(sorted(switches))}")
         roles = trial.same_as(itertools.chain([first], candidates))
-    arguments = arguments_of(trial.signature, source, trial.hidden, trial.fixed, frozenset())
+    arguments = arguments_of(source, trial.hidden, trial.fixed, frozenset())
     return Found(roles, arguments, trial.cache, trial.mask)

@@ -12,6 +12,7 @@ from ..layers.plain import PLAIN_TENSORS, told
 from ..layers.untouched import torch_unpatched
 from . import rehearsal
 from .capture import Graph
+from .serving import named_modules
 from .watch import COUNT, PLAIN
 
 IDLE = ("transformers.utils.output_capturing", rehearsal.__name__)  # modules of hooks
@@ -27,7 +28,7 @@ LAYERS = (
 def why_not_model(model: nn.Module) -> Optional[str]:
     """Reason why a step of the model cannot be captured, or why a replay would omit something."""
     devices, kinds = set(), set()
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         attributes = module.__dict__
         if "_hf_hook" in attributes:
             return f"{name or 'the model'} has an accelerate hook (offloading, or several devices)"
@@ -62,7 +63,7 @@ def _is_idle(hook: Callable) -> bool:
 
 def _rope_types(model: nn.Module) -> set:
     found = set()
-    for module in model.modules():
+    for _, module in named_modules(model):
         kind = module.__dict__.get("rope_type")
         found |= set(kind.values()) if isinstance(kind, dict) else {kind}
     return found

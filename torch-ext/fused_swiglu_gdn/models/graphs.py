@@ -31,6 +31,7 @@ from .late import Generate, why_not_late
 from .output import Output
 from .rehearsal import expect_none, expect_prompt
 from .report import Row
+from .serving import named_modules
 from .watch import CacheWatch, ModelWatch
 
 SEAM = "get_compiled_call"
@@ -63,9 +64,10 @@ def serve_graphs(model: nn.Module) -> Row:
 def restore_graphs(model: nn.Module) -> int:
     """Undoes serve_graphs; returns the number of modules that changed."""
     served = 0
-    for module in model.modules():
-        take_back(module, Generate)
-        if take_back(module, Decoding):
+    for _, module in named_modules(model):
+        if Generate.name in module.__dict__:
+            take_back(module, Generate)
+        if SEAM in module.__dict__ and take_back(module, Decoding):
             expect_none(module)
             served += 1
     return served
@@ -73,7 +75,7 @@ def restore_graphs(model: nn.Module) -> int:
 
 def _generating(model: nn.Module) -> Optional[Tuple[str, nn.Module]]:
     """The outermost module whose generate calls get_compiled_call, with its name."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         kind = type(module)
         if hasattr(kind, SEAM) and hasattr(kind, "prepare_inputs_for_generation"):
             return name, module

@@ -10,7 +10,7 @@ from torch import nn
 from .. import layers
 from ..runtime.checks import are_words, is_int, is_model
 from .recognise import Finding, recognise
-from .serving import own_class
+from .serving import named_modules, own_class
 
 # the names that models are decorated with, or ask functions by, and our layer for each
 NAMES = {
@@ -221,7 +221,7 @@ def decorate(model: nn.Module) -> Dict[str, str]:
     from kernels import replace_kernel_forward_from_hub
 
     named = {}
-    for module in model.modules():
+    for _, module in named_modules(model):
         kind, finding = own_class(module), recognise(module)
         if not _is_named(finding) or kind.__name__ in named:
             continue

@@ -4,12 +4,12 @@ The class's forward runs on parts that remember what they are given.
 """
 
 import itertools
+import operator
 from typing import Dict, NamedTuple, Optional, Tuple, Union
 
 from torch import nn
 
 from ..layers.decoder import Call, LayerForm, Order
-from ..layers.forward import PLAIN_VALUES, Arguments
 from ..layers.words import Word
 from .attention_trial import is_attention, may_be_norm
 from .code import Refused
@@ -19,22 +19,17 @@ from .reader import form_key, plain_values, read, why_odd_module
 from .serving import own_class
 from .stand_ins import (
     SIZES,
-    WORD,
     Block,
-    Opaque,
     Read,
-    arguments_of,
     is_identity,
-    name_of,
     quiet,
     random,
     same,
-    signature_of,
-    toggles,
     twin_of,
 )
+from .trial import WORD, Trial, called, toggles
 
-OUTPUTS = (1, 2, 3)
+OUTPUTS = ((2, 1), (1, 1), (1, 2), (2, 2), (3, 1), (3, 2))  # of mixer and MLP
 
 _forms: Dict[tuple, Union[LayerForm, str]] = {}
 
@@ -86,7 +81,7 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
         return reason
     reasons = []
     with quiet():
-        for outputs in itertools.product(OUTPUTS, OUTPUTS[:2]):
+        for outputs in OUTPUTS:
             trial = _Trial(module, kind, source, norms, plain, outputs)
             try:
                 order, scale, *calls = trial.plan(values)
@@ -96,8 +91,7 @@ def _find(module, kind, source, values, norms, plain) -> Union[LayerForm, str]:
             if order.pre_mlp is None and (scale or not (order.post_mixer and order.post_mlp)):
                 return "no sum is before or after a norm"
             facts = kind, source.pinned, tuple(values.items()), trial.arguments()
-            checks = tuple(getattr(source, "checks", ()))
-            return LayerForm(*facts, checks, order, scale, *calls, tuple(plain))
+            return LayerForm(*facts, source.checks, order, scale, *calls, tuple(plain))
     return min(reasons, key=lambda reason: "raises" in reason)
 
 
@@ -112,14 +106,16 @@ class Run(NamedTuple):
     out: object
 
 
-class _Trial:
+class _Trial(Trial):
     """Runs of a layer whose mixer and MLP have so many outputs."""
 
     def __init__(self, module, kind, source, norms, plain, outputs: Tuple[int, int]):
-        self.module, self.kind, self.source = module, kind, source
-        self.norms, self.plain, self.outputs = norms, plain, outputs
-        self.signature = signature_of(source)
-        self.hidden, self.fixed = None, set(source.switches)
+        super().__init__(module, kind, source)
+        self.norms, self.outputs = norms, outputs
+        self.parts = dict(module._modules)
+        for i, name in enumerate(self.parts):
+            if name not in plain and self.parts[name] is not None:
+                self.parts[name] = Block(name, 300 + 11 * i, self, name in norms)
 
     def plan(self, values: dict) -> tuple:
         """Returns the fields of a LayerForm that agrees: its order, its scale, and the calls of
@@ -137,7 +133,7 @@ class _Trial:
             except Refused:
                 flat = False
             calls.append(self.call(*called[name], run, flat))
-        for absent in toggles(self.others()):
+        for absent in toggles(self.others(), self.source.asked):
             self.check(run, absent, order, calls)
         return order, scale, *calls
 
@@ -162,59 +158,28 @@ class _Trial:
                     raise
         raise Refused("its arguments are not known")
 
-    def others(self) -> tuple:
-        names = set(self.signature.names) - self.fixed - {self.hidden}
-        return tuple(n for n in self.signature.names if n in names & set(self.signature.defaults))
+    def again(self, absent: frozenset) -> Run:
+        return self.run(absent=absent)
 
-    def those_travelling(self, run: Run) -> frozenset:
-        """Keywords that the forward reads from **kwargs, and leaves there."""
-        extra = frozenset(getattr(self.source, "extra", ())) & set(self.others())
-        if not extra:
-            return extra
-        log = self.run(absent=extra).log
-        return frozenset(
-            n for n in extra
-            if any(entry[-1].get(n) is run.given[n] for entry in run.log)
-            and not any(n in entry[-1] for entry in log)
-        )  # fmt: skip
+    def keywords_in(self, run: Run) -> list:
+        return [entry[-1] for entry in run.log]
 
     def run(self, flat: Optional[str] = None, absent=frozenset()) -> Run:
         """One run of the class's forward, where some arguments are left at their defaults."""
-        log, parts, norms = [], {}, self.norms
-
-        def count(name):
-            """The outputs of a part that is called now."""
-            before = sum(entry[0] not in norms for entry in log)
-            return 1 if name in norms else self.outputs[min(before, 1)]
-
-        for i, (name, part) in enumerate(self.module._modules.items()):
-            block = Block(name, 300 + 11 * i, log, count, name == flat)
-            parts[name] = part if name in self.plain or part is None else block
-        given, x = {}, random(5, 4, 16, seed=1)
-        for name in self.signature.names:
-            if name == self.hidden:
-                given[name] = x
-            elif name not in self.fixed and name not in absent:
-                given[name] = Opaque(name)
-            elif name in self.signature.positional_only:
-                given[name] = self.signature.defaults[name]
-        twin, word = twin_of(self.module, self.kind, parts), object()
-        forward = self.source.forward
-        out = self.signature.called(forward, twin, dict(given), {WORD: word})
+        first, second = self.outputs
+        self.log, self.flat = [], flat
+        self.counts = itertools.chain([first], itertools.repeat(second))
+        x = random(5, 4, 16, seed=1).clone()
+        given = self.given({self.hidden: x}, absent)
+        twin, word = twin_of(self.module, self.kind, self.parts), object()
+        out = called(self.source, twin, dict(given), {WORD: word})
         if not same(x, random(5, 4, 16, seed=1)):
             raise Refused("its forward writes to its input")
-        return Run(x, given, word, log, out)
-
-    def rest(self, run: Run) -> dict:
-        """The keywords of a run that the forward has no name for."""
-        more = {WORD: run.word} if self.signature.more else {}
-        return {**{n: run.given[n] for n in self.travelling if n in run.given}, **more}
+        return Run(x, given, word, self.log, out)
 
     def call(self, place, after: tuple, words: dict, run: Run, flat: bool) -> Call:
         """Returns where a part's arguments come from."""
-        rest = self.rest(run)
-        passes = bool(rest) and all(words.get(n) is v for n, v in rest.items())
-        words = {n: v for n, v in words.items() if not passes or n not in rest}
+        passes, words = self.passed(words, run)
         return Call(
             place,
             tuple(self.word("", v, run) for v in after),
@@ -224,36 +189,34 @@ class _Trial:
         )
 
     def word(self, name: str, value: object, run: Run) -> Word:
-        if type(value) is Opaque and run.given.get(name_of(value)) is value:
-            source = name_of(value)
-            return Word(name, "argument", source, self.signature.defaults.get(source))
-        if value is None or type(value) in PLAIN_VALUES:
-            return Word(name, "constant", value, type(value))
-        raise Refused(f"it gives a part {name}")
+        found = self.known_word(name, value, run)
+        if found is None:
+            raise Refused(f"it gives a part {name}")
+        return found
 
     def check(self, first: Run, absent: frozenset, order: Order, calls: list) -> None:
         """The layer does the same where arguments are left at their defaults."""
         run = self.run(absent=absent)
-        if not same(run.out, first.out) or [e[0] for e in run.log] != [e[0] for e in first.log]:
+        if not same(run.out, first.out) or len(run.log) != len(first.log):
             raise Refused("its forward depends on the call")
-        for name, call in zip((order.mixer, order.mlp), calls):
-            place, after, words = next(e[3:] for e in run.log if e[0] == name)
-            expected = {w.name: self.value(w, run) for w in call.words}
-            if call.passes:
-                expected.update(self.rest(run))
-            pairs = zip(after, (self.value(w, run) for w in call.after))
+        for entry, before in zip(run.log, first.log):
+            if entry[0] != before[0]:
+                raise Refused("its forward depends on the call")
+            if entry[0] not in (order.mixer, order.mlp):
+                continue
+            call, (place, after, words) = calls[entry[0] == order.mlp], entry[3:]
+            expected = {} if not call.passes else self.rest(run)
+            for word in call.words:
+                expected[word.name] = self.value(word, run)
+            ours = [*map(self.value, call.after, itertools.repeat(run)), *expected.values()]
+            given = [*after, *map(words.get, expected)]
             right = place == call.place and len(after) == len(call.after)
-            right = right and words.keys() == expected.keys() and all(
-                v is expected[n] for n, v in words.items()
-            ) and all(a is b for a, b in pairs)  # fmt: skip
-            if not right:
+            right = right and words.keys() == expected.keys()
+            if not (right and all(map(operator.is_, given, ours))):
                 raise Refused("its forward depends on the call")
 
     def value(self, word: Word, run: Run) -> object:
         return word.what if word.how == "constant" else run.given.get(word.what, word.default)
-
-    def arguments(self) -> Arguments:
-        return arguments_of(self.signature, self.source, self.hidden, self.fixed, self.travelling)
 
 
 def _order(log, norms, x, out, values):

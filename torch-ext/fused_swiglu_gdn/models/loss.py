@@ -26,7 +26,7 @@ from ..runtime import device
 from ..runtime.ops import autocast
 from .code import Refused, source_of, spelled
 from .report import Row
-from .serving import own_class, serve, why_replaced
+from .serving import named_modules, own_class, serve, why_replaced
 
 # Tokens whose logits Liger makes at once; by itself it takes so few (64 of 4096 for a vocabulary of
 # 248,320) that a step takes several times as long
@@ -187,7 +187,7 @@ def _why_not(module: nn.Module) -> Optional[str]:
 
 def serve_loss(model: nn.Module) -> Optional[Row]:
     """Uses Liger for the model's loss; returns a row of the report, or None without an lm_head."""
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         kind, head = own_class(module), module._modules.get("lm_head")
         if head is not None and "labels" in inspect.signature(kind.forward).parameters:
             reason = _why_not(module)

@@ -8,7 +8,7 @@ if the kernels can read these. Everything that can change later is checked at ev
 """
 
 import itertools
-from typing import Dict, Iterator, NamedTuple, Optional, Tuple, Union
+from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +23,7 @@ from ..swiglu.reference import ACTIVATIONS
 from .code import Refused, why_odd_class
 from .reader import Source, form_key, only_argument, plain_values, read
 from .serving import own_class
-from .stand_ins import features, twin_of
+from .stand_ins import features, quiet, random, twin_of
 
 # the parts by which a module that is left alone is known to be a gated MLP: the report names it
 KNOWN_PARTS = (
@@ -54,8 +54,9 @@ def gated_mlp(module: nn.Module) -> Optional[GatedMLP]:
     parts = module._modules
     if len(parts) < 2:
         return None
-    resembles = any(names <= set(parts) for names in KNOWN_PARTS)
-    if not resembles and sum(bool(features(part)) for part in parts.values()) not in (2, 3):
+    names = frozenset(parts)
+    resembles = any(map(names.issuperset, KNOWN_PARTS))
+    if not resembles and len(list(filter(features, parts.values()))) not in (2, 3):
         return None
     try:
         form = _form(module)
@@ -166,7 +167,7 @@ def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
 class _Product:
     """Stub of an nn.Linear."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor):
+    def __init__(self, weight: torch.Tensor, bias: Optional[torch.Tensor]):
         self.weight, self.bias = weight, bias
 
     def __call__(self, input: torch.Tensor) -> torch.Tensor:
@@ -178,62 +179,67 @@ def _mark(input: torch.Tensor) -> torch.Tensor:
     return torch.atan(input) + 0.25 * input
 
 
+def _same(input: torch.Tensor) -> torch.Tensor:
+    return input
+
+
 def _why_another_formula(module, kind, source: Source, roles: Roles) -> Optional[str]:
     """Reason if the class's forward differs from the formula in some dtype, size or mode, or
-    None."""
+    None. Each size and each dtype meets each mode; all three in all combinations where the forward
+    could go by them."""
     direct = _read_directly(module, source)
     without = {name for name in direct if module._modules[name].bias is None}
-    with torch.inference_mode(False), torch.autocast("cpu", enabled=False):
-        for dtype, case in itertools.product(DTYPES, CASES):
-            reason = _why_not(module, kind, source, roles, dtype, case, without)
-            if reason is not None:
-                return reason
+    goes_by = "training" in source.reads or source.rates or source.checks or source.by_dtype
+    with quiet():
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                for (d, dtype), (c, case) in itertools.product(enumerate(DTYPES), enumerate(CASES)):
+                    modes = [(c + d) // 2 % 2 == 1]
+                    if goes_by:
+                        modes = [False, True]
+                    elif (c + d) % 2 != grad:
+                        continue
+                    reason = _why_not(module, kind, source, roles, dtype, case, without, modes)
+                    if reason is not None:
+                        return reason
     return None
 
 
-def _why_not(module, kind, source, roles, dtype, case, without: set) -> Optional[str]:
-    """The same of one dtype and size; without: parts that have no bias."""
-    (sizes, K, N, scale), random = case, torch.Generator("cpu").manual_seed(0)
-
-    def normal(*shape):
-        x = torch.randn(shape, generator=random, dtype=torch.float64, device="cpu")
-        return x.to(dtype)
-
-    gate, up, down = (
-        _Product(normal(n, k) * k**-0.5, normal(n)) for n, k in ((N, K), (N, K), (K, N))
-    )
-    for name, product in ((roles.gate, gate), (roles.up, up), (roles.down, down)):
-        if name in without:
-            product.bias = None
-    if roles.up is None and gate.bias is None:
-        up.bias = None
+def _why_not(
+    module, kind, source, roles, dtype, case, without: set, modes: List[bool]
+) -> Optional[str]:
+    """The same of one dtype and size; without: parts that have no bias; modes: of training."""
+    sizes, K, N, scale = case
+    joined = roles.up is None
+    halves = roles.gate, roles.gate if joined else roles.up
+    products = []
+    for seed, (name, n, k) in enumerate(zip((*halves, roles.down), (N, N, K), (K, K, N))):
+        weight = (random(n, k, seed=seed) * k**-0.5).to(dtype)
+        bias = None if name in without else random(n, seed=10 + seed).to(dtype)
+        products.append(_Product(weight, bias))
+    gate, up, down = products
     act = _mark if roles.act is not None else ACTIVATIONS[roles.function]
-    parts = {}
-    if roles.up is None:
-        pair = (gate, up) if roles.gate_first else (up, gate)
-        bias = None if gate.bias is None else torch.cat([p.bias for p in pair])
-        parts[roles.gate] = joined = _Product(torch.cat([p.weight for p in pair]), bias)
+    parts = {roles.down: down, **dict.fromkeys(roles.dropouts, _same)}
+    if joined:
+        first, second = (gate, up) if roles.gate_first else (up, gate)
+        bias = None if gate.bias is None else torch.cat([first.bias, second.bias])
+        parts[roles.gate] = both = _Product(torch.cat([first.weight, second.weight]), bias)
     else:
         parts.update({roles.gate: gate, roles.up: up})
-    parts[roles.down] = down
-    parts.update({name: lambda input: input for name in roles.dropouts})
-    if roles.act is not None:
-        parts[roles.act] = act
     twin = twin_of(module, kind, parts)
-    twin.__dict__.pop(roles.act, None)
+    if roles.act is not None:
+        twin.__dict__[roles.act] = act
     twin.__dict__.update(dict.fromkeys(roles.rates, 0.0))
-    x = normal(*sizes, K) * scale
-    with torch.no_grad():
-        if roles.up is None:  # the same product as the forward's: the bits may depend on its size
-            halves = joined(x).chunk(2, dim=-1)
-            g, u = halves if roles.gate_first else halves[::-1]
-        else:
-            g, u = gate(x), up(x)
-        expected = down(act(g) * u)
-    for training, grad in itertools.product((False, True), (False, True)):
+    x = (random(*sizes, K, seed=20) * scale).to(dtype)
+    if joined:  # the same product as the forward's: the bits may depend on its size
+        g, u = both(x).chunk(2, dim=-1)
+        g, u = (g, u) if roles.gate_first else (u, g)
+    else:
+        g, u = gate(x), up(x)
+    expected = down(act(g) * u)
+    for training in modes:
         twin.__dict__["training"] = training
-        with torch.set_grad_enabled(grad):
-            reason = _why_not_equal(source.forward, twin, x, expected)
+        reason = _why_not_equal(source.forward, twin, x, expected)
         if reason is not None:
             return reason
     return None

@@ -23,7 +23,15 @@ from .code import CHOICES, Refused
 from .reader import form_key, only_argument, plain_values, read
 from .report import Row
 from .router_trial import DTYPES, Choice, find_choice, shapes_of, weight_among
-from .serving import is_of_transformers, is_served, own_class, serve, why_not_on, why_replaced
+from .serving import (
+    is_of_transformers,
+    is_served,
+    named_modules,
+    own_class,
+    serve,
+    why_not_on,
+    why_replaced,
+)
 
 LAYERS = {Choice: "fused_topk", Parts: "add_shared"}
 
@@ -48,8 +56,6 @@ def form_of(module: nn.Module) -> Optional[Form]:
     Raises Refused if it has no known form.
     """
     kind = own_class(module)
-    if kind.__module__.split(".")[0] == "torch":  # most modules of a model
-        return None
     if weight_among(module) is not None:
         find, facts, allowed, more = find_choice, shapes_of(module), ("by_dtype",), CHOICES
     elif gates_among(module):
@@ -198,7 +204,13 @@ _WHY_NOT = {Choice: why_not_router, Parts: _why_not_block}
 
 def serve_blocks(model: nn.Module) -> List[Row]:
     """Replaces all routers, and blocks with a shared expert, of a known form."""
-    rows = [_serve(*pair) for pair in model.named_modules() if not is_served(pair[1])]
+    rows = []
+    for name, module in named_modules(model):
+        kind = type(module)
+        if len(kind.__bases__) == 1 and kind.__module__.startswith("torch."):
+            continue  # most modules of a model
+        if not is_served(module):
+            rows.append(_serve(name, module))
     return [row for row in rows if row is not None]
 
 

@@ -44,17 +44,20 @@ def is_norm(module: nn.Module) -> bool:
 def norm_form(module: nn.Module) -> Union[NormForm, str]:
     """The form of a norm module, or the reason why it is not rms_norm."""
     kind = own_class(module)
-    shapes = {n: told(p, "shape") for n, p in module._parameters.items() if p is not None}
-    if module._modules or any(b is not None for b in module._buffers.values()):
+    if module._modules or {*map(type, module._buffers.values())} - {type(None)}:
         return "it has parts or buffers"
-    if len(shapes) > 1 or any(len(shape) != 1 for shape in shapes.values()):
+    shapes = {}
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            shapes[name] = told(parameter, "shape")
+    if list(map(len, shapes.values())) not in ([], [1]):
         return f"it has parameters {', '.join(shapes)}"
     try:
         source = read(kind, module, "by_words")
         weight = next(iter(shapes), None)
         values = plain_values(module, source.reads)
-        eps = _eps_among({n: v for n, v in values.items() if n in module.__dict__})
-        kept = {n: v for n, v in values.items() if n != eps}
+        eps, kept = _eps_among(module, values), dict(values)
+        kept.pop(eps, None)
         key = (weight, *form_key(module, kind, source, kept))
         if key not in _forms:
             _forms[key] = _find(module, kind, source, weight, values, eps)
@@ -63,12 +66,17 @@ def norm_form(module: nn.Module) -> Union[NormForm, str]:
         return str(why)
 
 
-def _eps_among(values: dict) -> Optional[str]:
+def _eps_among(module: nn.Module, values: dict) -> Optional[str]:
     """The attribute that is eps: the only number that the forward reads, or the one with that
     name."""
-    floats = [name for name, value in values.items() if isinstance(value, float)]
-    named = [name for name in floats if "eps" in name] or floats
-    return named[0] if len(named) == 1 else None
+    floats, named = [], []
+    for name, value in values.items():
+        if isinstance(value, float) and name in module.__dict__:
+            floats.append(name)
+            if "eps" in name:
+                named.append(name)
+    found = named or floats
+    return found[0] if len(found) == 1 else None
 
 
 def _find(module, kind, source, weight, values, eps) -> Union[NormForm, str]:

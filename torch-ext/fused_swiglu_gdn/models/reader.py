@@ -11,7 +11,6 @@ the forward itself: `checks` holds what a call of ours must meet.
 """
 
 import ast
-import inspect
 from types import FunctionType
 from typing import Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Tuple
 
@@ -21,8 +20,8 @@ from torch import nn
 from ..layers.own_code import peeled
 from ..layers.pinned import Pinned, found_at
 from .body import Body
-from .code import Refused, source_of, static, why_odd_class
-from .conditions import condition, defaults_of
+from .code import Refused, Signature, members_of, signature_of, source_of, why_odd_class
+from .conditions import condition
 from .values import (
     ARGUMENTS,
     CONSTANTS,
@@ -42,12 +41,14 @@ class Source(NamedTuple):
     """A forward whose source is known, with all that it calls by name."""
 
     forward: FunctionType  # without decorators
+    signature: Signature
     pinned: Pinned  # what a patch could replace
     reads: Tuple[str, ...]  # the module's attributes by their paths: "head_dim", "config.use_rope"
     parts: Tuple[str, ...]  # what it calls of the module
     renamed: FrozenSet[str]  # keywords with which a call is for the class's own forward
     extra: Tuple[str, ...]  # keywords that it takes out of its **kwargs
     switches: FrozenSet[str]  # arguments that it branches on: known at their defaults alone
+    asked: FrozenSet[Optional[str]]  # those it compares with None; None: a computed value, too
     checks: Tuple[Callable, ...]  # (module, arguments by name) -> whether a call is one of ours
     rates: Tuple[str, ...]  # attributes that are the rate of a dropout
     by_dtype: bool  # it compares dtypes
@@ -68,12 +69,11 @@ def read(
     """The source of the forward of a module of this class; raises Refused. `allowed`: "by_dtype",
     "by_words", "hooked", for a kind that minds them; `more`: operations of MORE that it may have;
     `body`: what its functions may consist of."""
-    sources = [source for source in _sources.get((kind, body), ()) if source.pinned.unchanged()]
-    met = (s for s in sources if all(held(module, {}) is value for held, value in s.decided))
-    known = next(met, None)
+    known = _known(kind, module, body)
     if known is None:
         known = _read(kind, module, body=body)
-        _sources[kind, body] = [*sources, known]
+        sources = _sources.get((kind, body), ())
+        _sources[kind, body] = [*(s for s in sources if s.pinned.unchanged()), known]
     if not known.pinned.unchanged(module):
         raise Refused("it has methods of its own, which its class has not")
     for path in known.tensors:
@@ -89,6 +89,18 @@ def read(
         if operation not in more:
             raise Refused(f"its forward has `{where}`")
     return known
+
+
+def _known(kind: type, module: nn.Module, body: type) -> Optional[Source]:
+    """The source that was read of a module of this class before, with its flags."""
+    for source in _sources.get((kind, body), ()):
+        if source.pinned.unchanged():
+            for held, value in source.decided:
+                if held(module, {}) is not value:
+                    break
+            else:
+                return source
+    return None
 
 
 def read_method(kind: type, name: str) -> Source:
@@ -114,13 +126,15 @@ def _read(
     names = {(id(space), name): (space, name, value) for space, name, value in reader.names}
     codes = {id(function): (function, code) for function, code in reader.codes}
     pinned = Pinned(tuple(names.values()), tuple(codes.values()), tuple(sorted(reader.methods)))
-    known = inspect.signature(plain).parameters
-    defaults = {**defaults_of(known), **dict.fromkeys(reader.extra)}
-    fails = (condition(f"not ({text})", defaults) for text in dict.fromkeys(reader.excluded))
+    signature = signature_of(plain, tuple(sorted(reader.extra)))
+    fails = [
+        condition(f"not ({text})", signature.defaults) for text in dict.fromkeys(reader.excluded)
+    ]
     return Source(
-        plain, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
+        plain, signature, pinned, tuple(sorted(reader.reads)), tuple(sorted(reader.parts)),
         frozenset(reader.renamed), tuple(sorted(reader.extra)), frozenset(reader.switches),
-        tuple(fails), tuple(sorted(reader.rates)), reader.by_dtype, reader.by_words,
+        frozenset(reader.asked), tuple(fails), tuple(sorted(reader.rates)),
+        reader.by_dtype, reader.by_words,
         tuple((held, value) for held, value, _ in reader.decided.values()),
         tuple(sorted(reader.tensors)),
         frozenset().union(*(paths for _, _, paths in reader.decided.values())), dict(reader.more),
@@ -130,22 +144,20 @@ def _read(
 
 def only_argument(source: Source) -> str:
     """The name of the one argument that a forward has to be given."""
-    known = list(inspect.signature(source.forward).parameters.values())[1:]
-    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [p for p in known if p.default is p.empty and p.kind not in several]
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if len(needed) != 1 or needed[0].kind not in positional or needed[0] is not known[0]:
+    known = source.signature
+    needed = [name for name in known.names if name not in known.defaults]
+    if len(needed) != 1 or list(known.positional[:1]) != needed:
         raise Refused("its forward takes other arguments than one tensor")
-    if needed[0].name in source.switches:
-        raise Refused(f"its forward branches on {needed[0].name}")
-    return needed[0].name
+    if needed[0] in source.switches:
+        raise Refused(f"its forward branches on {needed[0]}")
+    return needed[0]
 
 
 def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
     """The values of those attributes that are numbers, words, flags or None, by their paths."""
-    values = {}
+    values, attributes = {}, module.__dict__
     for path in sorted(reads):
-        value = found_at(module, path)
+        value = attributes[path] if path in attributes else found_at(module, path)
         if value is None or isinstance(value, PLAIN_VALUES):
             values[path] = value
     return values
@@ -153,15 +165,18 @@ def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
 
 def form_key(module: nn.Module, kind: type, source: Source, values: dict) -> tuple:
     """Returns the key of a remembered form, beside a module's parts."""
-    hidden = tuple(name for name in source.parts if name in module.__dict__)
-    return kind, source.pinned.codes, tuple((n, type(v), v) for n, v in values.items()), hidden
+    hidden = frozenset(module.__dict__).intersection(source.parts)
+    return kind, source.pinned.codes, *values.items(), *map(type, values.values()), hidden
 
 
 def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) -> Optional[str]:
     """The class is odd, or the forward calls what is no part."""
     own = {*module._modules, *module._parameters, *module._buffers, "training"}
-    plain = {n for n in names if n not in own and isinstance(static(kind, n), PLAIN_VALUES)}
-    reason = why_odd_class(kind, [n for n in names if n not in plain], *more)
+    members, kept = members_of(kind), []
+    for name in names:
+        if name in own or not isinstance(members.get(name), PLAIN_VALUES):
+            kept.append(name)
+    reason = why_odd_class(kind, kept, *more)
     if reason is not None:
         return reason
     for name in source.parts:
@@ -175,11 +190,12 @@ class Reader:
 
     def __init__(self, kind: type, module: Optional[nn.Module], fixed=frozenset(), body=Body):
         self.kind, self.module, self.names, self.codes = kind, module, [], []
+        self.members = members_of(kind)
         self.fixed, self.computed_with = fixed, set()  # arguments
         self.named: FrozenSet[str] = frozenset()  # those of the forward
         self.reads, self.parts, self.methods, self.rates = set(), set(), set(), set()
         self.renamed, self.extra, self.switches, self.tensors = set(), set(), set(), set()
-        self.body, self.hooked = body, set()
+        self.body, self.hooked, self.asked = body, set(), set()
         self.more: set = set()  # (one of MORE, where)
         self.excluded: list = []  # conditions under which a call is not ours
         self.decided: dict = {}  # by their texts
@@ -270,9 +286,10 @@ class Reader:
         if not isinstance(found, Passed):
             self.back_to(mark)
             return None
-        inner = inspect.signature(found.function).parameters
-        whole = a.vararg is not None or len(inner) == len(names)
-        if not whole or names[1:] != list(inner)[1 : len(names)]:
+        inner = signature_of(found.function)
+        count = 1 + len(inner.names) + inner.several + inner.more
+        whole = a.vararg is not None or count == len(names)
+        if not whole or tuple(names[1:]) != inner.positional[: len(names[1:])]:
             self.back_to(mark)
             return None
         self.codes.append((wrapper, wrapper.__code__))
@@ -293,7 +310,7 @@ class Reader:
             raise Refused("its forward takes no self")
         env = {name: Given(name) for name in (*others, *(a.arg for a in args.kwonlyargs))}
         self.named = frozenset(env)
-        for name, value in defaults_of(inspect.signature(plain).parameters).items():
+        for name, value in signature_of(plain).defaults.items():
             if name in self.fixed and isinstance(value, CONSTANTS):
                 env[name] = Plain(value)
                 self.switches.add(name)
@@ -325,13 +342,8 @@ class Reader:
         self.hooked |= found.hooked
         plain = found.forward
         definition = self.definition(plain, owner)
-        a = definition.args
-        names = [arg.arg for arg in (*a.posonlyargs, *a.args)]
-        values = plain.__defaults__ or ()
-        defaults = dict(zip(names[len(names) - len(values) :], values))
-        defaults.update(plain.__kwdefaults__ or {})
-        defaults = {name: Plain(value) for name, value in defaults.items()}
-        env = self.bound(a, args, words, defaults)
+        defaults = {name: Plain(value) for name, value in signature_of(plain).defaults.items()}
+        env = self.bound(definition.args, args, words, defaults)
         return self.run(self.body(self, plain, definition, env, owner))
 
     def inner(self, closure: Closure, args: list, words: Words) -> object:

@@ -5,6 +5,7 @@ form by their source and by a trial; a GDN layer has the parts of a known family
 own forward.
 """
 
+import functools
 from typing import Callable, NamedTuple, Optional, Union
 
 from torch import nn
@@ -49,10 +50,11 @@ class Finding(NamedTuple):
 
 def recognise(module: nn.Module) -> Optional[Finding]:
     """Returns what our layers can do for a module; None if it is nothing like what they replace."""
-    found = format_of(module)
+    own = own_class(module)
+    found = format_of(own)
     if found is not None:
         return Finding(found.kind, found.layer, found.reason)
-    for find, kind, layer in _FINDERS:
+    for find, kind, layer in _finders_of(own, bool(module._modules)):
         try:
             finding = find(module)
             if finding is None:
@@ -63,9 +65,17 @@ def recognise(module: nn.Module) -> Optional[Finding]:
             reason = None
         if reason is not None:
             return finding._replace(reason=reason)
-        refused = finding.reason is not None and finding.form is None
-        return finding._replace(unknown=refused and is_of_transformers(module))
+        if finding.reason is None or finding.form is not None:
+            return finding
+        return finding._replace(unknown=is_of_transformers(module))
     return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _finders_of(kind: type, with_parts: bool) -> tuple:
+    """The rows of _FINDERS for modules of a class, with parts or without."""
+    fits = {"norm": "norm" in kind.__name__.lower(), "linear": is_fp8_linear(kind)}
+    return tuple([row for row in _FINDERS if fits.get(row[1], with_parts)])
 
 
 def _mlp(module: nn.Module) -> Optional[Finding]:
@@ -85,9 +95,7 @@ def _kda(module: nn.Module) -> Optional[Finding]:
     return None
 
 
-def _linear(module: nn.Module) -> Optional[Finding]:
-    if not is_fp8_linear(module):
-        return None
+def _linear(module: nn.Module) -> Finding:
     form = fp8_form(own_class(module))
     if isinstance(form, str):
         return Finding("linear", "FP8Linear", form)
@@ -126,7 +134,8 @@ def remember(module: nn.Module, finding: Finding) -> None:
     elif finding.kind == "linear":
         fp8.FORMS[type(module)] = finding.form
     elif finding.kind in ("attention", "layer"):
-        for part in filter(is_norm, module._modules.values()):
-            form = norm_form(part)
-            if not isinstance(form, str):
-                norm.FORMS[own_class(part)] = form
+        for part in module._modules.values():
+            if "norm" in type(part).__name__.lower() and is_norm(part):
+                form = norm_form(part)
+                if not isinstance(form, str):
+                    norm.FORMS[form.kind] = form

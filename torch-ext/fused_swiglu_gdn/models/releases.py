@@ -1,6 +1,6 @@
 """Releases of transformers with which this build was tested, and the warning about newer ones."""
 
-import re
+import itertools
 import sys
 from typing import Optional, Tuple
 
@@ -16,5 +16,6 @@ def untried() -> Optional[str]:
 
 def minor(version: str) -> Tuple[int, ...]:
     """(5, 24) of "5.24.0"; () of a string that is no version."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return tuple(map(int, found.groups())) if found else ()
+    first, second, *_ = [*version.split("."), "", ""]
+    digits = "".join(itertools.takewhile(str.isdigit, second))
+    return (int(first), int(digits)) if first.isdigit() and digits else ()

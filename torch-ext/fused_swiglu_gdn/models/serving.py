@@ -12,7 +12,7 @@ import functools
 import logging
 import warnings
 from types import MethodType
-from typing import Callable, Dict, Optional, Tuple
+from typing import Callable, Dict, List, Optional, Tuple
 
 import torch
 from torch import nn
@@ -119,6 +119,21 @@ def _set_inner(module: nn.Module, inner: type) -> None:
     module.__class__ = inner
 
 
+def named_modules(model: nn.Module) -> List[Tuple[str, nn.Module]]:
+    """All (name, module) of a model in nn.Module's order, without its generator for each level."""
+    found, known, left = [], set(), [("", model)]
+    while left:
+        name, module = left.pop()
+        if id(module) not in known:
+            known.add(id(module))
+            found.append((name, module))
+            inner = list(module._modules.items()) if module._modules else ()
+            for part, each in reversed(inner):
+                if each is not None:
+                    left.append((f"{name}.{part}" if name else part, each))
+    return found
+
+
 def own_class(module: nn.Module) -> type:
     """The module's class, whether it is served or not, and sharded by FSDP2 or not."""
     kind = type(module)
@@ -145,6 +160,8 @@ def serve(module: nn.Module, layer: str, forward: Callable, replay_rows: int = 0
 def unserve(module: nn.Module) -> bool:
     """Gives a served module its own forward back; whether it was served."""
     bound = module.__dict__.get("forward")
+    if bound is None and len(type(module).__bases__) == 1:
+        return False
     of_a_layer = _is_of_a_layer(bound)  # `kernels` puts them there
     if of_a_layer or (is_served(module) and _function(bound) is type(module).forward):
         del module.forward

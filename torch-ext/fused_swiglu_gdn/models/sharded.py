@@ -11,6 +11,8 @@ from typing import Dict, Iterator, Optional
 import torch
 from torch import nn
 
+from .serving import named_modules
+
 
 @contextlib.contextmanager
 def as_gathered(model: nn.Module) -> Iterator[None]:
@@ -38,9 +40,10 @@ def _below_fsdp(model: nn.Module) -> Iterator[nn.Module]:
     kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
     if kind is None:
         return
-    for module in model.modules():
+    for _, module in named_modules(model):
         if isinstance(module, kind):
-            yield from module.modules()
+            for _, inside in named_modules(module):
+                yield inside
 
 
 def _gathered_in_forward(x: object) -> bool:
@@ -66,5 +69,8 @@ def _stand_in(x: torch.Tensor, known: Dict[int, torch.Tensor]) -> torch.Tensor:
 
 def why_partitioned(module: nn.Module) -> Optional[str]:
     """Reason if its weights are elsewhere until a hook of DeepSpeed gathers them, or None."""
-    partitioned = any(hasattr(x, "ds_id") for x in module.parameters())
-    return "is partitioned by ZeRO-3" if partitioned else None
+    for _, part in named_modules(module):
+        for x in part._parameters.values():
+            if hasattr(x, "ds_id"):
+                return "is partitioned by ZeRO-3"
+    return None

@@ -5,25 +5,20 @@ their own, and every other argument of a forward is opaque: it may be passed on 
 None, and raises if it is read. So a forward that gives the formula's numbers has used nothing else.
 """
 
-import collections
 import contextlib
-import inspect
+import functools
 import operator
 import sys
 import threading
-from types import FunctionType
-from typing import Callable, Dict, Iterator, List, NamedTuple, NoReturn, Optional, Tuple
+from typing import Callable, Dict, List, NoReturn, Optional
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from ..layers.forward import Arguments
-from ..layers.plain import HOOKS
 from .code import Refused
 
 F64 = torch.float64
-WORD = "a_word_that_nobody_knows"  # a keyword that a forward can only hand on
 # what tensors are asked for
 SIZES = "__len__ device dim dtype is_floating_point ndim numel shape size".split()
 
@@ -50,12 +45,16 @@ def quiet():
     # without a mode, tensors are made on the CPU
     on_cpu = not torch._C._len_torch_function_stack()
     device = contextlib.nullcontext() if on_cpu else torch.device("cpu")
+    random.cache_clear()
     with torch.inference_mode(False), torch.no_grad(), device:
         with torch.autocast("cpu", enabled=False):
             yield
+    random.cache_clear()
 
 
+@functools.lru_cache(maxsize=256)  # of one check
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> torch.Tensor:
+    """The same tensor at each call with the same arguments: writing to it is not allowed."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=F64, device="cpu").to(dtype)
 
@@ -70,21 +69,34 @@ def same(a: object, b: torch.Tensor) -> bool:
 def twin_of(module: nn.Module, kind: type, parts=None, parameters=None) -> nn.Module:
     """A probe module of this class with the plain attributes of `module`, and other parts."""
     twin = object.__new__(kind)
-    nn.Module.__init__(twin)
-    for name, value in module.__dict__.items():
-        if name not in ("_modules", "_parameters", "_buffers", "forward", *HOOKS):
-            twin.__dict__[name] = value
-    twin.__dict__["_modules"] = dict(parts or {})
-    twin.__dict__["_parameters"] = dict(parameters or {})
-    twin.__dict__["_buffers"] = {}
-    twin.__dict__.update({name: collections.OrderedDict() for name in HOOKS})
+    attributes = twin.__dict__
+    attributes.update(module.__dict__)
+    attributes.pop("forward", None)
+    attributes.update(_bare())
+    attributes["training"] = module.__dict__["training"]
+    attributes["_modules"] = dict(parts or {})
+    attributes["_parameters"] = dict(parameters or {})
+    attributes["_buffers"] = {}
+    for inner in (attributes["_modules"], attributes["_parameters"]):
+        for name, value in inner.items():  # found without nn.Module.__getattr__
+            attributes.setdefault(name, value)
     return twin
+
+
+@functools.cache
+def _bare() -> dict:
+    """The attributes of a module without parts and hooks."""
+    return vars(nn.Module())
 
 
 def features(part: Optional[nn.Module]) -> tuple:
     """The sizes of a projection, wrapped or not; () of any other part."""
-    sizes = getattr(part, "in_features", None), getattr(part, "out_features", None)
-    return sizes if all(isinstance(size, int) for size in sizes) else ()
+    size = getattr(part, "in_features", None)
+    if isinstance(size, int):
+        other = getattr(part, "out_features", None)
+        if isinstance(other, int):
+            return size, other
+    return ()
 
 
 def is_identity(module: Optional[nn.Module]) -> bool:
@@ -129,10 +141,10 @@ class Product:
 
 
 class Logged:
-    """A part of an attention module that logs its inputs."""
+    """A part of an attention module that logs its inputs in the trial's current log."""
 
-    def __init__(self, name: str, part: Callable, log: list):
-        self.name, self.part, self.log = name, part, log
+    def __init__(self, name: str, part: Callable, trial):
+        self.name, self.part, self.trial = name, part, trial
 
     def __call__(self, *args, **words):
         if len(args) + len(words) != 1:
@@ -141,22 +153,25 @@ class Logged:
         if type(x) is not torch.Tensor:
             read_by(x, self.name)
         y = self.part(x)
-        self.log.append((self.name, x, y))
+        self.trial.log.append((self.name, x, y))
         return y
 
 
 class Block:
-    """A part of a layer that logs its calls.
+    """A part of a layer that logs its calls in the trial's current log.
 
-    outputs(name) is its number of outputs; `flat`: rows and tokens are one dimension in them.
+    It has one output if it is a norm, else as many as trial.counts says next. The trial's `flat`:
+    the part in whose outputs rows and tokens are one dimension.
     """
 
-    def __init__(self, name: str, seed: int, log: list, outputs: Callable, flat: bool):
-        self.name, self.seed, self.log = name, seed, log
-        self.outputs, self.flat = outputs, flat
+    def __init__(self, name: str, seed: int, trial, is_norm: bool):
+        self.name, self.seed, self.trial, self.is_norm = name, seed, trial, is_norm
 
     def __call__(self, *args, **kwargs):
-        places = [n for n, v in kwargs.items() if type(v) is torch.Tensor]
+        places = []
+        for name in kwargs:
+            if type(kwargs[name]) is torch.Tensor:
+                places.append(name)
         if args and type(args[0]) is torch.Tensor and not places:
             x, place, more = args[0], None, args[1:]
         elif len(places) == 1 and not args:
@@ -169,11 +184,11 @@ class Block:
         y = torch.tanh(
             x * random(x.shape[-1], seed=self.seed) + random(x.shape[-1], seed=self.seed + 1)
         )
-        y = y.flatten(0, -2) if self.flat else y
-        count = self.outputs(self.name)
-        rest = {n: v for n, v in kwargs.items() if n != place}
+        y = y.flatten(0, -2) if self.name == self.trial.flat else y
+        count = 1 if self.is_norm else next(self.trial.counts)
+        kwargs.pop(place, None)
         # as they are now: what follows may write to them
-        self.log.append((self.name, x.clone(), y.clone(), place, more, rest))
+        self.trial.log.append((self.name, x.clone(), y.clone(), place, more, kwargs))
         return y if count == 1 else (y, *["rest"] * (count - 1))
 
 
@@ -228,6 +243,14 @@ for _how in (
 Opaque.__hash__ = object.__hash__  # which __eq__ takes away
 
 
+class Opaques(dict):
+    """One Opaque for each name."""
+
+    def __missing__(self, name: str) -> Opaque:
+        self[name] = Opaque(name)
+        return self[name]
+
+
 def name_of(opaque: Opaque) -> str:
     return opaque.__dict__["opaque_name"]
 
@@ -243,15 +266,15 @@ class Cache(Opaque):
     """An argument whose update returns other tensors of twice the length."""
 
     def __init__(self, name: str):
-        super().__init__(name)
-        self.__dict__["calls"] = []
+        self.__dict__.update(opaque_name=name, calls=[])
 
     def update(self, *args, **more):
-        k, v, index, *rest = (*args, *(more.pop(n) for n in UPDATED[len(args) :]))
-        rest, more = (
-            [dict(x) if type(x) is dict else x for x in rest],
-            {n: dict(x) if type(x) is dict else x for n, x in more.items()},
-        )  # as they are at this time
+        k, v, index, *rest = (*args, *map(more.pop, UPDATED[len(args) :]))
+        # copies: what follows may write to them
+        for values, places in ((rest, range(len(rest))), (more, list(more))):
+            for at in places:
+                if type(values[at]) is dict:
+                    values[at] = dict(values[at])
         self.calls.append((k, v, index, rest, more))
         return torch.cat([k * 0.5, k], -2), torch.cat([v * 0.25, v], -2)
 
@@ -274,7 +297,7 @@ class Interface:
 
     def __call__(self, module, query, key, value, attention_mask, **kwargs):
         B, H, T, _ = query.shape
-        out = random(B, T, H, value.shape[-1], seed=11, dtype=query.dtype)
+        out = random(B, T, H, value.shape[-1], seed=11, dtype=query.dtype).clone()
         self.log.append(None)
         self.calls.append((module, query, key, value, attention_mask, kwargs, out))
         return out, "weights"
@@ -284,8 +307,8 @@ _registry = threading.Lock()
 
 
 @contextlib.contextmanager
-def asked_by_this_thread(interface: Interface):
-    """Makes transformers' registry return `interface` in this thread."""
+def asked_by_this_thread(trial):
+    """Makes transformers' registry return the trial's current `interface` in this thread."""
     registry = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     me, attributes, kind = threading.get_ident(), registry.__dict__, type(registry)
     with _registry:
@@ -294,11 +317,11 @@ def asked_by_this_thread(interface: Interface):
 
         def get_interface(*args, **kwargs):
             mine = threading.get_ident() == me
-            return (interface.get_interface if mine else own)(*args, **kwargs)
+            return (trial.interface.get_interface if mine else own)(*args, **kwargs)
 
         def element(self, name):
             mine = self is registry and threading.get_ident() == me
-            return interface.get_interface(name, None) if mine else item(self, name)
+            return trial.interface.get_interface(name, None) if mine else item(self, name)
 
         attributes["get_interface"], kind.__getitem__ = get_interface, element
         try:
@@ -321,10 +344,9 @@ class View:
 
     def __getattr__(self, name: str):
         owner, path, value = self.__dict__["view"]
-        found = getattr(owner, name)
         if name != path[0]:
-            return found
-        return value if len(path) == 1 else View(found, path[1:], value)
+            return getattr(owner, name)
+        return value if len(path) == 1 else View(getattr(owner, name), path[1:], value)
 
 
 def put(twin: nn.Module, values: Dict[str, object]) -> None:
@@ -332,62 +354,6 @@ def put(twin: nn.Module, values: Dict[str, object]) -> None:
     for path, value in values.items():
         name, *rest = path.split(".")
         twin.__dict__[name] = View(getattr(twin, name), rest, value) if rest else value
-
-
-class Signature(NamedTuple):
-    """The arguments of a forward, in the order of its definition."""
-
-    names: Tuple[str, ...]  # with the keywords that it takes out of **kwargs
-    positional: Tuple[str, ...]
-    positional_only: Tuple[str, ...]
-    defaults: Dict[str, object]  # of those that have one
-    more: bool  # it takes others, too
-
-    def called(self, forward: FunctionType, twin: nn.Module, given: dict, words: dict) -> object:
-        """The output of a forward on stubs."""
-        args = [given.pop(n) for n in self.positional_only]
-        try:
-            return forward(twin, *args, **given, **(words if self.more else {}))
-        except Refused:
-            raise
-        except Exception as error:
-            raise Raises(error) from None
-
-
-def signature_of(source) -> Signature:
-    parameters = list(inspect.signature(source.forward).parameters.values())[1:]
-    named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    extra = tuple(getattr(source, "extra", ()))
-    defaults = {p.name: p.default for p in named if p.default is not p.empty}
-    return Signature(
-        (*(p.name for p in named), *extra),
-        tuple(p.name for p in named if p.kind is not p.KEYWORD_ONLY),
-        tuple(p.name for p in named if p.kind is p.POSITIONAL_ONLY),
-        {**defaults, **dict.fromkeys(extra)},
-        any(p.kind is p.VAR_KEYWORD for p in parameters),
-    )
-
-
-def arguments_of(signature: Signature, source, hidden: str, fixed: set, travelling) -> Arguments:
-    """The Arguments of a replaced forward, some of which must stay at their defaults."""
-    names, extra = signature.names, set(getattr(source, "extra", ()))
-    return Arguments(
-        signature.positional,
-        frozenset(names) - travelling,
-        tuple(n for n in names if n not in signature.defaults and n != hidden),
-        signature.more,
-        hidden,
-        tuple((n, signature.defaults[n]) for n in sorted(fixed - extra)),
-        source.renamed | (fixed & extra) | frozenset(signature.positional_only),
-    )
-
-
-def toggles(names: Tuple[str, ...]) -> Iterator[frozenset]:
-    """Yields sets of arguments to leave at their defaults: none, all, each alone, all but one."""
-    yield from dict.fromkeys(
-        [frozenset(), frozenset(names), *(frozenset([n]) for n in names),
-         *(frozenset(names) - {n} for n in names)]
-    )  # fmt: skip
 
 
 def readable(module: nn.Module, path: str) -> bool:
