@@ -69,7 +69,7 @@ class _Chunked:
         self, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens
     ) -> tuple:
         with device.on(v.device):
-            tb, p, kd, qd, ke, gam = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
+            tb, p, kd, qd, ke, gam, *_ = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
             final = None if state_indices is None else initial_state
             checkpoints = None
             o = v.new_empty(v.shape)
