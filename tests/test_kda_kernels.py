@@ -3,6 +3,7 @@ Triton's interpreter, and on a GPU."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_close, load_package, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 from kda_problems import GATES, calls, kda_inputs, wide
@@ -216,18 +217,37 @@ def gradients(call, seed=3):
     return found, by_hand.kda_chunk_bwd(exact, gradient)
 
 
+def sizes_of(call, wanted) -> dict:
+    """What the error of a gradient is relative to: its norm. Those of A_log and dt_bias are sums of
+    terms of either sign, each with an error of its own, which may cancel to any small number: the
+    root of the sum of the terms' squares, which is the norm of such a sum if signs are random."""
+    sizes = {name: x.norm() for name, x in zip(GRADIENTS, wanted) if x is not None}
+    terms = wanted[3]
+    if call.dt_bias is not None:
+        sizes["ddt_bias"] = terms.norm()
+    if call.A_log is not None:
+        a = wide(call.g)
+        if call.dt_bias is not None:
+            a = a + wide(call.dt_bias).view(a.shape[-2:])
+        bounded = call.options.lower_bound is not None
+        sizes["dA_log"] = (terms * (a if bounded else F.softplus(a) / a.sigmoid())).norm()
+    return sizes
+
+
 def check_gradients(call, factor=1.0):
     found, wanted = gradients(call)
+    sizes = sizes_of(call, wanted)
     for name, x, a, b in zip(GRADIENTS, call, found, wanted):
         assert (a is None) == (b is None) == (x is None), name
         if a is not None:
             assert a.shape == x.shape and a.dtype == x.dtype and torch.isfinite(a).all(), name
             bound = factor * BOUNDS[coarser(call.q.dtype, x.dtype)]
-            if name == "dA_log":  # a sum over all channels of terms of either sign
-                bound *= 4
             error = (a.double() - b).norm()  # a single token's decay changes nothing: fp64 leaves
-            assert error < bound * b.norm() + 1e-12, (name, relative_error(a, b), bound)  # 1e-17
+            assert error < bound * sizes[name] + 1e-12, (name, error / sizes[name], bound)  # 1e-17
     return found
+
+
+SCALES = [(which, scale) for which in ("q", "k", "scale") for scale in (1e-6, 1e6)]
 
 
 class Gradients:
@@ -282,6 +302,23 @@ class Gradients:
         x = kda_inputs(1, 130, 1, 2, 40, 16, DTYPES[0], "slow", device=self.device)
         unit = torch.nn.functional.normalize(x["k"].float(), dim=-1)
         x["k"] = (1.4 * unit).to(DTYPES[0])
+        check_gradients(prompt(x))
+
+    @pytest.mark.parametrize("gates", ["softplus", "wild", "zero"])
+    @pytest.mark.parametrize("which, scale", SCALES)
+    def test_scales(self, which, scale, gates):
+        """Without l2norm queries, keys or the scale far from 1, in dtypes of fp32's range."""
+        dtype = torch.float32 if INTERPRETING else torch.bfloat16
+        x = kda_inputs(1, 100, 1, 2, 32, 16, dtype, gates, device=self.device)
+        x["k"] = F.normalize(x["k"].float(), dim=-1).to(dtype)
+        x["initial_state"] = torch.randn(1, 2, 32, 16, device=self.device)
+        if which == "scale":
+            check_gradients(prompt(x, scale=scale))
+            check_gradients(prompt(x, scale=scale, use_qk_l2norm=True))
+            return
+        x[which] = x[which] * scale
+        if which == "k" and scale > 1:  # or the rule diverges
+            x["beta"] = (x["beta"] * scale**-2).to(dtype).float()
         check_gradients(prompt(x))
 
     @pytest.mark.parametrize("l2norm", [True, False])
