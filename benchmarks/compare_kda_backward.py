@@ -6,8 +6,9 @@ Head dim 128, bf16, l2norm in the call, gates -5 sigmoid(n) in fp32. FLA as comp
 its guard against Triton 3.4.0 to 3.7.0 on Hopper is off, and of its autotuning every kernel gets so
 many configurations. `backward` is the gradient alone, `both` with the forward before it: medians of
 eager calls by the GPU's clock. Errors are relative to automatic differentiation of the recurrence
-in fp64, at 500 tokens and 4 heads for five kinds of gates; rows of FLA that do not fit into
---seconds are left out.
+in fp64, at 500 tokens and 4 heads for five kinds of gates, and for raw gates of both formulas.
+Those of A_log and dt_bias, sums of terms of either sign, are relative to the root of the sum of the
+terms' squares. Rows of FLA that do not fit into --seconds are left out.
 """
 
 import argparse
@@ -26,7 +27,7 @@ SHAPES = {
     "H 32, 2048": (1, 2048, 32, None),
     "H 64, 8192": (1, 8192, 64, None),
 }
-NAMES = ("dq", "dk", "dv", "dg", "dbeta", "d_initial")
+RAW = {"raw, softplus": None, "raw, bounded": -5.0}
 
 
 def without_guards() -> None:
@@ -74,34 +75,60 @@ def launches(call, times: int = 3) -> dict:
     return {name: round(us, 1) for name, us in found.items() if us > 1}
 
 
-def errors(package, ways: dict) -> list:
+def inputs(gates: str) -> tuple:
+    """Inputs by name at 500 tokens, and the options of their call."""
     from kda_problems import kda_inputs
 
-    rows, options = [], {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
-    for gates in ERRORS:
-        x = kda_inputs(1, 500, 4, 4, 128, 128, torch.bfloat16, gates, device="cuda")
-        x["beta"] = x["beta"].bfloat16().float()
-        x["initial_state"] = torch.randn(1, 4, 128, 128, device="cuda") * 0.2
+    x = kda_inputs(
+        1, 500, 4, 4, 128, 128, torch.bfloat16, ERRORS[0] if gates in RAW else gates, device="cuda"
+    )
+    x["beta"] = x["beta"].bfloat16().float()
+    x["initial_state"] = torch.randn(1, 4, 128, 128, device="cuda") * 0.2
+    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    if gates in RAW:
+        x["g"] = torch.randn_like(x["g"]).bfloat16()
+        x["A_log"] = torch.linspace(-1.0, 2.0, 4, device="cuda")
+        x["dt_bias"] = torch.linspace(-3.0, 1.0, 512, device="cuda")
+        options.update(use_gate_in_kernel=True, lower_bound=RAW[gates])
+    return x, options
 
-        def gradients(function, x, outer, **more):
-            leaves = {name: y.detach().requires_grad_() for name, y in x.items()}
-            outputs = function(**leaves, **options, **more)
-            outer = [y.to(z.dtype) for y, z in zip(outer, outputs)]
-            return torch.autograd.grad(outputs, list(leaves.values()), outer)
 
+def sizes(x: dict, wanted: dict, bound) -> dict:
+    """What the errors of gradients are relative to."""
+    found = {name: y.norm() for name, y in wanted.items()}
+    if "A_log" in x:
+        a = x["g"].double() + x["dt_bias"].double().view(4, 128)
+        by_rate = a if bound else torch.nn.functional.softplus(a) / a.sigmoid()
+        found["dt_bias"], found["A_log"] = found["g"], (wanted["g"] * by_rate).norm()
+    return found
+
+
+def gradients(function, x: dict, outer, options: dict) -> dict:
+    leaves = {name: y.detach().requires_grad_() for name, y in x.items()}
+    outputs = function(**leaves, **options)
+    outer = [y.to(z.dtype) for y, z in zip(outer, outputs)]
+    return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), outer)))
+
+
+def errors(package, ways: dict) -> list:
+    rows = []
+    for gates in (*ERRORS, *RAW):
+        x, options = inputs(gates)
         outer = (torch.randn(1, 500, 4, 128, device="cuda"), torch.randn(1, 4, 128, 128).cuda())
         outer = (outer[0].bfloat16(), outer[1])
         wide = {name: y.double() for name, y in x.items()}
-        want = gradients(package.fused_recurrent_kda, wide, outer)
-        row = {"errors": gates}
+        want = gradients(package.fused_recurrent_kda, wide, outer, options)
+        of, row = sizes(x, want, options.get("lower_bound")), {"errors": gates}
         for way, (function, more) in ways.items():
+            if more and gates in RAW and RAW[gates] is None:
+                continue  # safe_gate asks for a bound
             try:
-                got = gradients(function, x, outer, **more)
+                got = gradients(function, x, outer, {**options, **more})
             except Exception as error:  # a peer that refuses is left out
                 print(f"{way} is left out: {str(error)[-200:]}", flush=True)
                 continue
-            ratios = (((a.double() - b).norm() / b.norm()).item() for a, b in zip(got, want))
-            row[way] = {name: float(f"{ratio:.2e}") for name, ratio in zip(NAMES, ratios)}
+            ratios = {n: ((y.double() - want[n]).norm() / of[n]).item() for n, y in got.items()}
+            row[way] = {f"d{name}": float(f"{ratio:.2e}") for name, ratio in ratios.items()}
         rows.append(row)
     return rows
 
