@@ -9,6 +9,7 @@ from ...runtime import device
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import aligned
 from ..call import KdaCall
+from .backward import kda_chunk_bwd, supports_kda_chunk_bwd  # noqa: F401
 from .prepare import Prepare
 from .recurrent import together
 
