@@ -17,7 +17,7 @@ from ...gdn.portable.backward_states import gdn_backward_states
 from ...runtime import device
 from ...runtime.dtypes import SERVED
 from ...runtime.tuning import lookup
-from ..call import KdaCall
+from ..call import KdaCall, has_gradient
 from .backward_channels import kda_backward_channels
 from .backward_norms import kda_backward_norms
 from .backward_pairs import kda_backward_pairs
@@ -26,14 +26,9 @@ from .recurrent import together
 
 
 def supports_kda_chunk_bwd(call: KdaCall, gradient: Optional[GdnGradient] = None) -> bool:
-    """Keys of up to 128, values of up to 256; fp16, bf16 and, where a program may have more than
-    100 KB of shared memory, fp32; gates whose heads lie side by side."""
-    where = call.q.device
-    dtypes = {call.q.dtype, call.g.dtype, call.beta.dtype}
-    fits = call.K <= 128 and call.V <= 256 and call.HV > 0
-    if call.q.dtype == torch.float32 and where.type == "cuda" and not device.is_amd(where):
-        fits = fits and (device.has_wgmma(where) or device.has_tensor_memory(where))
-    return dtypes.issubset(SERVED) and fits and together(call.g)
+    """Head dims and dtypes of has_gradient; gates whose heads lie side by side."""
+    fits = has_gradient(call.K, call.V, call.q.dtype, call.q.device) and call.HV > 0
+    return {call.g.dtype, call.beta.dtype}.issubset(SERVED) and fits and together(call.g)
 
 
 @functools.lru_cache(maxsize=256)
