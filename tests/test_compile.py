@@ -25,6 +25,7 @@ SPILLS = {
     ("experts training, odd sizes", "_up_kernel"): 8,
     ("experts fp8", "wide_kernel"): 16,
     ("experts training, odd sizes", "_gate_gradient_kernel"): 8,
+    ("kda", "pairs_kernel"): 8,
     ("kda training", "_states_bwd_kernel"): 48,
     ("kda training", "_channels_bwd_kernel"): 456,
     ("kda training", "_beta_bwd_kernel"): 16,
