@@ -280,14 +280,15 @@ class Gradients:
         x = raw_gates(kda_inputs(1, 70, 2, 2, K, 16, DTYPES[0], device=self.device), 2, K, bound)
         options = {"use_qk_l2norm": True, "use_beta_sigmoid": True}
         check_gradients(prompt(x, allow_neg_eigval=True, **options))
+        if K == 40:
+            return
         x["beta"] = torch.randn_like(x["beta"]).to(DTYPES[0])
-        check_gradients(prompt(x, **options))
         if bound is not None:
+            check_gradients(prompt({n: y for n, y in x.items() if n != "A_log"}, **options))
+            check_gradients(prompt({n: y for n, y in x.items() if n != "dt_bias"}, **options))
             del x["A_log"]
-            check_gradients(prompt(x, **options))
         del x["dt_bias"]
-        if "A_log" in x or bound is not None:
-            check_gradients(prompt(x, **options))
+        check_gradients(prompt(x, **options))
 
     @pytest.mark.parametrize("v_first", [False, True])
     @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -304,12 +305,12 @@ class Gradients:
         x["k"] = (1.4 * unit).to(DTYPES[0])
         check_gradients(prompt(x))
 
-    @pytest.mark.parametrize("gates", ["softplus", "wild", "zero"])
+    @pytest.mark.parametrize("gates", ["wild"] if INTERPRETING else ["softplus", "wild", "zero"])
     @pytest.mark.parametrize("which, scale", SCALES)
     def test_scales(self, which, scale, gates):
         """Without l2norm queries, keys or the scale far from 1, in dtypes of fp32's range."""
         dtype = torch.float32 if INTERPRETING else torch.bfloat16
-        x = kda_inputs(1, 100, 1, 2, 32, 16, dtype, gates, device=self.device)
+        x = kda_inputs(1, 70, 1, 2, 32, 16, dtype, gates, device=self.device)
         x["k"] = F.normalize(x["k"].float(), dim=-1).to(dtype)
         x["initial_state"] = torch.randn(1, 2, 32, 16, device=self.device)
         if which == "scale":
