@@ -21,7 +21,7 @@ import triton.language as tl
 from ...runtime.launch import Launch, steps
 from ..call import GdnCall
 from .backward_query import tile
-from .backward_states import factor, times
+from .backward_states import times
 from .gates import write_strength
 from .inverse import kept_at
 from .primitives import chunk_numbers, locate, precision
@@ -72,8 +72,8 @@ def _slow_dbeta(
     p = tl.load(p_ptr + t[None, :] * 64 + t[:, None])  # [C, C], transposed
     f0, f1 = None, None
     if ke_ptr is None:
-        f0 = factor(f_ptr, 0)  # [C, 1] fp32
-        f1 = factor(f_ptr, 1)
+        f0 = tl.load(f_ptr + t)  # [C] fp32
+        f1 = tl.load(f_ptr + 64 + t)
     dbeta = tl.zeros((64,), tl.float32)
     for v0 in range(0, V, BLOCK_V):
         e = v0 + tl.arange(0, BLOCK_V)

@@ -53,15 +53,9 @@ def _solve(matrix, diagonal_ptr, x, PREC: tl.constexpr):
 
 
 @triton.jit
-def factor(ptr, WHICH: tl.constexpr):
-    """A row factor of a chunk [C, 1] fp32."""
-    return tl.load(ptr + WHICH * 64 + tl.arange(0, 64))[:, None]
-
-
-@triton.jit
 def times(x, f):
-    """x, multiplied by factors if there are any."""
-    return x if f is None else x * f
+    """Rows of x [C, BLOCK], multiplied by factors [C] if there are any."""
+    return x if f is None else x * f[:, None]
 
 
 @triton.jit
@@ -83,8 +77,8 @@ def _forward(
         tb = tl.load(tb_ptr + unit * 4096 + square)  # [C, C]
         if ke_ptr is None:
             f_at = f_ptr + unit * 256
-            f0 = factor(f_at, 0)
-            f1 = factor(f_at, 1)
+            f0 = tl.load(f_at + t)  # [C] fp32
+            f1 = tl.load(f_at + 64 + t)  # [C] fp32
             decay = tl.load(f_at + 192)
             ke = k
         else:
@@ -126,9 +120,9 @@ def _reverse(
         p = tl.load(p_ptr + unit * 4096 + square)  # [C, C]
         if ke_ptr is None:
             f_at = f_ptr + unit * 256
-            f0 = factor(f_at, 0)
-            f1 = factor(f_at, 1)
-            f2 = factor(f_at, 2)
+            f0 = tl.load(f_at + t)  # [C] fp32
+            f1 = tl.load(f_at + 64 + t)  # [C] fp32
+            f2 = tl.load(f_at + 128 + t)  # [C] fp32
             decay = tl.load(f_at + 192)
             ke = k
         else:
@@ -145,7 +139,7 @@ def _reverse(
         dv = _solve(tl.trans(tb), tb_ptr + unit * 4096, dvt, PREC)  # [C, BLOCK_V] fp32
         at_v = t[:, None] * dv_stride + e[None, :]
         tl.store(dv_ptr + first * dv_stride + at_v, dv.to(k.dtype), mask=ok[:, None])
-        forgot = (-times(dv, f0)).to(k.dtype)
+        forgot = (-dv if f0 is None else dv * -f0[:, None]).to(k.dtype)
         ds = tl.dot(tl.trans(k), forgot, ds, input_precision=PREC)
     return ds
 
