@@ -26,6 +26,12 @@ SPILLS = {
     ("experts fp8", "wide_kernel"): 16,
     ("experts training, odd sizes", "_gate_gradient_kernel"): 8,
     ("kda", "pairs_kernel"): 8,
+    ("kda training", "_states_bwd_kernel"): 48,
+    ("kda training", "_channels_bwd_kernel"): 456,
+    ("kda training", "_beta_bwd_kernel"): 16,
+    ("kda training, fp32", "_states_bwd_kernel"): 2080,
+    ("kda training, fp32", "_pairs_bwd_kernel"): 136,
+    ("kda training, fp32", "_beta_bwd_kernel"): 400,
     ("kda prefill, pool", "_scan_kernel"): 96,  # with states on the way in its registers
     ("gdn", "_prepare_kernel"): 72,
     ("gdn training", "gdn_gradient_kernel"): 24,

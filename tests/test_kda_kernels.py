@@ -3,6 +3,7 @@ Triton's interpreter, and on a GPU."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import assert_close, load_package, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 from kda_problems import GATES, calls, kda_inputs, wide
@@ -191,6 +192,171 @@ class Prompts:
         check(prompt(x, use_qk_l2norm=True))
 
 
+# Kernels beside the gradient written out, in fp64. The decays' and beta's are not rounded to q's
+# dtype, but are of values that are.
+GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "d_initial_state")
+BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
+
+
+def gradients(call, seed=3):
+    """The call's gradients by the kernels, and in fp64."""
+    module, by_hand = submodule("kda.portable.backward"), submodule("kda.reference.backward")
+    rng = torch.Generator().manual_seed(seed)
+    device, d_final = call.q.device, None
+    do = torch.randn(call.v.shape, generator=rng).to(call.v.dtype).to(device)
+    if call.options.output_final_state:
+        d_final = torch.randn(call.N, *call.state_shape, generator=rng).to(device)
+    gradient = submodule("gdn.call").GdnGradient(do, d_final, None, False)
+    assert module.supports_kda_chunk_bwd(call, gradient)
+    if call.q.is_cuda:
+        stale = torch.full((2**22,), float("nan"), device=device)
+        del stale
+    found = module.kda_chunk_bwd(call, gradient)
+    exact = type(call)(*map(wide, call[:-1]), call.options)
+    gradient = gradient._replace(do=wide(do), d_final_state=wide(d_final))
+    return found, by_hand.kda_chunk_bwd(exact, gradient)
+
+
+def sizes_of(call, wanted) -> dict:
+    """What the error of a gradient is relative to: its norm. Those of A_log and dt_bias are sums of
+    terms of either sign, each with an error of its own, which may cancel to any small number: the
+    root of the sum of the terms' squares, which is the norm of such a sum if signs are random."""
+    sizes = {name: x.norm() for name, x in zip(GRADIENTS, wanted) if x is not None}
+    terms = wanted[3]
+    if call.dt_bias is not None:
+        sizes["ddt_bias"] = terms.norm()
+    if call.A_log is not None:
+        a = wide(call.g)
+        if call.dt_bias is not None:
+            a = a + wide(call.dt_bias).view(a.shape[-2:])
+        bounded = call.options.lower_bound is not None
+        sizes["dA_log"] = (terms * (a if bounded else F.softplus(a) / a.sigmoid())).norm()
+    return sizes
+
+
+def check_gradients(call, factor=1.0):
+    found, wanted = gradients(call)
+    sizes = sizes_of(call, wanted)
+    for name, x, a, b in zip(GRADIENTS, call, found, wanted):
+        assert (a is None) == (b is None) == (x is None), name
+        if a is not None:
+            assert a.shape == x.shape and a.dtype == x.dtype and torch.isfinite(a).all(), name
+            bound = factor * BOUNDS[coarser(call.q.dtype, x.dtype)]
+            if name in ("dA_log", "ddt_bias"):  # docs/notes/kda.md: of few numbers, one is unlucky
+                bound *= 2
+            error = (a.double() - b).norm()  # a single token's decay changes nothing: fp64 leaves
+            assert error < bound * sizes[name] + 1e-12, (name, error / sizes[name], bound)  # 1e-17
+    return found
+
+
+SCALES = [(which, scale) for which in ("q", "k", "scale") for scale in (1e-6, 1e6)]
+
+
+class Gradients:
+    """The gradient's kernels."""
+
+    device = "cpu"
+    shape = (1, 100, 1, 2, 32, 16)
+
+    @pytest.mark.parametrize("gates", GATES)
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_gates(self, gates, dtype):
+        x = kda_inputs(*self.shape, dtype, gates, device=self.device)
+        B, _, _, HV, K, V = self.shape
+        x["initial_state"] = torch.randn(B, HV, K, V, device=self.device)
+        check_gradients(prompt(x, use_qk_l2norm=True))
+
+    @pytest.mark.parametrize("T", [1, 7, 63, 64, 130])
+    def test_lengths(self, T):
+        x = kda_inputs(2, T, 1, 1, 16, 24, DTYPES[0], "slow", device=self.device)
+        check_gradients(prompt(x, use_qk_l2norm=True))
+
+    @pytest.mark.parametrize("H, HV", [(3, 3), (2, 4), (1, 6)])
+    def test_heads(self, H, HV):
+        x = kda_inputs(1, 70, H, HV, 16, 16, DTYPES[0], device=self.device)
+        check_gradients(prompt(x, use_qk_l2norm=True, output_final_state=False))
+
+    @pytest.mark.parametrize("bound", [None, -5.0])
+    @pytest.mark.parametrize("K", [16, 40])
+    def test_raw_gates(self, bound, K):
+        x = raw_gates(kda_inputs(1, 70, 2, 2, K, 16, DTYPES[0], device=self.device), 2, K, bound)
+        options = {"use_qk_l2norm": True, "use_beta_sigmoid": True}
+        check_gradients(prompt(x, allow_neg_eigval=True, **options))
+        if K == 40:
+            return
+        x["beta"] = torch.randn_like(x["beta"]).to(DTYPES[0])
+        if bound is not None:
+            check_gradients(prompt({n: y for n, y in x.items() if n != "A_log"}, **options))
+            check_gradients(prompt({n: y for n, y in x.items() if n != "dt_bias"}, **options))
+            del x["A_log"]
+        del x["dt_bias"]
+        check_gradients(prompt(x, **options))
+
+    @pytest.mark.parametrize("v_first", [False, True])
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_packed_with_states(self, v_first, dtype):
+        x = kda_inputs(1, 147, 1, 2, 16, 24, dtype, "softplus", device=self.device)
+        x["cu_seqlens"] = ends(0, 66, 0, 81, device=self.device)
+        shape = (4, 2, 24, 16) if v_first else (4, 2, 16, 24)
+        x["initial_state"] = torch.randn(shape, device=self.device)
+        check_gradients(prompt(x, use_qk_l2norm=True, state_v_first=v_first))
+
+    def test_keys_of_any_length(self):
+        x = kda_inputs(1, 130, 1, 2, 40, 16, DTYPES[0], "slow", device=self.device)
+        unit = torch.nn.functional.normalize(x["k"].float(), dim=-1)
+        x["k"] = (1.4 * unit).to(DTYPES[0])
+        check_gradients(prompt(x))
+
+    @pytest.mark.parametrize("gates", ["wild"] if INTERPRETING else ["softplus", "wild", "zero"])
+    @pytest.mark.parametrize("which, scale", SCALES)
+    def test_scales(self, which, scale, gates):
+        """Without l2norm queries, keys or the scale far from 1, in dtypes of fp32's range."""
+        dtype = torch.float32 if INTERPRETING else torch.bfloat16
+        x = kda_inputs(1, 70, 1, 2, 32, 16, dtype, gates, device=self.device)
+        x["k"] = F.normalize(x["k"].float(), dim=-1).to(dtype)
+        x["initial_state"] = torch.randn(1, 2, 32, 16, device=self.device)
+        if which == "scale":
+            check_gradients(prompt(x, scale=scale))
+            check_gradients(prompt(x, scale=scale, use_qk_l2norm=True))
+            return
+        x[which] = x[which] * scale
+        if which == "k" and scale > 1:  # or the rule diverges
+            x["beta"] = (x["beta"] * scale**-2).to(dtype).float()
+        check_gradients(prompt(x))
+
+    @pytest.mark.parametrize("l2norm", [True, False])
+    def test_betas(self, l2norm):
+        """Of nothing, and next to it, among others."""
+        x = kda_inputs(1, 70, 1, 2, 16, 16, DTYPES[0], "slow", device=self.device)
+        x["k"] = torch.nn.functional.normalize(x["k"].float(), dim=-1).to(DTYPES[0])
+        x["beta"][:, ::3], x["beta"][:, 1::3] = 0, 1e-14
+        check_gradients(prompt(x, use_qk_l2norm=l2norm))
+
+    def test_decayed_to_nothing(self):
+        """What is next to nothing is not what is left of larger terms."""
+        x = kda_inputs(1, 70, 1, 1, 16, 16, torch.float32, "zero", device=self.device)
+        x["g"] -= 9.0
+        found, wanted = gradients(prompt(x, use_qk_l2norm=True))
+        assert relative_error(found[3], wanted[3]) < 2e-3 and wanted[3].abs().max() < 1e-3
+
+    def test_repeatable_and_alone(self):
+        """The same bits again, and whatever else is in the batch."""
+        x = kda_inputs(1, 150, 1, 2, 32, 16, DTYPES[0], "bounded", device=self.device)
+        module, calls_ = submodule("kda.portable.backward"), submodule("gdn.call")
+        do = torch.randn(1, 150, 2, 16, device=self.device).to(DTYPES[0])
+
+        def run(x, do):
+            options = {"use_qk_l2norm": True, "output_final_state": False}
+            gradient = calls_.GdnGradient(do, None, None, False)
+            return module.kda_chunk_bwd(prompt(x, **options), gradient)[:5]
+
+        x["cu_seqlens"] = ends(100, 50, device=self.device)
+        whole, again = run(x, do), run(x, do)
+        part = {name: y[:, 100:] for name, y in x.items() if name != "cu_seqlens"}
+        for a, b, c in zip(whole, again, run(part, do[:, 100:])):
+            assert torch.equal(a, b) and torch.equal(a[:, 100:], c)
+
+
 STATE = {torch.float32: 2e-6, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 
@@ -262,6 +428,11 @@ class TestTokensInterpreted(Tokens):
     pass
 
 
+@interpreted
+class TestGradientsInterpreted(Gradients):
+    pass
+
+
 @compiled
 def test_in_the_interpreter():
     rerun(__file__)
@@ -305,19 +476,44 @@ class TestPrompts(Prompts):
         first, again = (run(prompt(x, use_qk_l2norm=True)) for _ in "ab")
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
-    def test_gradient(self):
-        """The kernel's forward, and the gradient written out in torch."""
+
+@pytest.mark.gpu
+@compiled
+class TestGradients(Gradients):
+    device = "cuda"
+    shape = (2, 300, 2, 4, 128, 128)
+
+    @pytest.mark.parametrize("K, V", [(128, 64), (60, 60), (100, 256), (64, 128), (36, 8)])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+    def test_head_dims(self, K, V, dtype):
+        x = kda_inputs(1, 200, 1, 2, K, V, dtype, device="cuda")
+        check_gradients(prompt(x, use_qk_l2norm=True))
+
+    @pytest.mark.parametrize("gates", GATES)
+    def test_autograd(self, gates):
+        """Through the public function, beside autograd through the recurrence in fp64."""
         kernel = load_package()
-        x = kda_inputs(1, 130, 1, 2, 64, 64, torch.bfloat16, "bounded", device="cuda")
+        x = kda_inputs(1, 500, 2, 4, 128, 128, torch.bfloat16, gates, device="cuda")
+        options, leaves = {"use_qk_l2norm_in_kernel": True}, list(x.values())
+        x["initial_state"] = torch.randn(1, 4, 128, 128, device="cuda")
         leaves = {name: y.requires_grad_() for name, y in x.items()}
-        o, _ = kernel.chunk_kda(**leaves, use_qk_l2norm_in_kernel=True)
-        do = torch.randn_like(o)
-        found = torch.autograd.grad(o, tuple(leaves.values()), do)
+        with submodule("runtime.dispatch").served() as record:
+            o, state = kernel.chunk_kda(**leaves, **options, output_final_state=True)
+            do, dS = torch.randn_like(o), torch.randn_like(state)
+            found = torch.autograd.grad((o, state), tuple(leaves.values()), (do, dS))
+        assert record["kda_chunk_bwd"] == ["portable"]
         doubles = {name: y.detach().double().requires_grad_() for name, y in x.items()}
-        ref, _ = kernel.chunk_kda(**doubles, use_qk_l2norm_in_kernel=True)
-        wanted = torch.autograd.grad(ref, tuple(doubles.values()), do.double())
-        for a, b in zip(found, wanted):
-            assert relative_error(a, b) < 1e-2
+        ref = kernel.fused_recurrent_kda(**doubles, **options, output_final_state=True)
+        wanted = torch.autograd.grad(ref, tuple(doubles.values()), (do.double(), dS.double()))
+        for name, a, b in zip(GRADIENTS, found, wanted):
+            assert relative_error(a, b) < 1.5e-2, name
+
+    def test_many_rows(self):
+        """As repeatable where all multiprocessors work."""
+        x = kda_inputs(1, 2000, 8, 8, 128, 128, torch.bfloat16, device="cuda")
+        first, again = (gradients(prompt(x, use_qk_l2norm=True))[0] for _ in "ab")
+        for a, b in zip(first, again):
+            assert a is None or torch.equal(a, b)
 
 
 @pytest.mark.gpu

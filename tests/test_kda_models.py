@@ -122,6 +122,25 @@ def test_gradients(kernel, name):
     assert_same_gradients(*grads, "cpu")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_on_a_gpu(kernel, name):
+    """By the kernels, from a layer; those of transformers are of the same layer in fp64."""
+    model = random_model(name).train()
+    layer, dispatch = layer_of(model), submodule("runtime.dispatch")
+    other = layer_of(served(kernel, copy.deepcopy(model).cuda()))
+    x, do = (torch.randn(2, 200, 32, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
+    with dispatch.force(None), dispatch.served() as record:
+        other(x.cuda()).backward(do.cuda())
+    assert record["kda_chunk_bwd"] == ["portable"]
+    layer.double()(x.double()).backward(do.double())
+    grads = [
+        {n: p.grad.double().cpu() for n, p in m.named_parameters() if p.grad is not None}
+        for m in (other, layer)
+    ]
+    assert_same_gradients(*grads, "cuda")
+
+
 @pytest.mark.parametrize("name", ["bailing_hybrid", "glm5_next_text"])
 def test_gates_without_a_bound(kernel, name):
     """The bound is read from the module at each call."""

@@ -72,6 +72,12 @@ CALLED = {
 }
 
 
+def test_every_layer_has_a_mode_of_training(kernel):
+    for name, entry in kernel.layer_mapping().items():
+        (modes,) = {tuple(x) for x in entry.values()}
+        assert {Mode.TRAINING, Mode.TRAINING | Mode.TORCH_COMPILE} <= set(modes), name
+
+
 @pytest.mark.parametrize("case", LEFT_ALONE)
 def test_left_alone_with_a_reason(built, case):
     change, reason = LEFT_ALONE[case]

@@ -515,6 +515,16 @@ calls(_channels, "kda prefill", {
     "fp32": dict(dtype=FP32, state=FP32, H=4, HV=4),
     "fp32, head dim 256": dict(K=256, V=256, dtype=FP32, H=4, HV=4),
 })  # fmt: skip
+calls(_channels, "kda training", {
+    "bf16": {},
+    "from states, packed, softplus": dict(packed=two, state=FP32, raw=True),
+    "bounded, grouped heads": dict(raw=True, bound=-5.0, H=16, HV=32),
+    "fp16, without l2norm": dict(dtype=FP16, l2norm=False, state=BF16, v_first=True),
+    "head dim 64": dict(K=64, V=64, H=3, HV=6),
+    "head dim 100": dict(K=100, V=100, H=3, HV=3),
+    "head dims 128 and 256": dict(V=256, H=4, HV=4),
+    "fp32": dict(dtype=FP32, state=FP32, H=4, HV=4),
+}, grad=True)  # fmt: skip
 
 
 def _channel_step(

@@ -46,6 +46,8 @@ def _calls() -> dict:
         if K <= 128:
             long = dict(T=32768, H=2, HV=4, state=FP32)
             found |= calls(rule, f"gdn prefill, long, {kind}", {"": long}, **sizes)
+    kind = "kda training, bfloat16, head dims 128 and 256"
+    found |= calls(launched._channels, kind, {"": dict(grad=True, raw=True, **states)}, V=256)
     for rows, drafts in ((128, 1), (64, 16)):
         table = {str(state)[6:]: dict(state=state, dtype=state) for state in (BF16, FP32)}
         more = dict(B=8, T=drafts, K=256, V=256, R=rows, max_tokens=drafts)

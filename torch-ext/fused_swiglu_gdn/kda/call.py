@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ..gdn.call import of_beta, with_sizes
+from ..runtime import device
+from ..runtime.dtypes import SERVED
 
 
 class KdaOptions(NamedTuple):
@@ -83,3 +85,12 @@ class KdaStepCall(NamedTuple):
     options: KdaStepOptions
 
     channels = True
+
+
+def has_gradient(K: int, V: int, dtype: torch.dtype, where: torch.device) -> bool:
+    """True if the gradient's kernels take head dims and a dtype on a device: keys of up to 128,
+    values of up to 256, and fp32 where a program may have more than 100 KB of shared memory."""
+    fits = K <= 128 and V <= 256 and dtype in SERVED
+    if dtype == torch.float32 and where.type == "cuda" and not device.is_amd(where):
+        return fits and (device.has_wgmma(where) or device.has_tensor_memory(where))
+    return fits

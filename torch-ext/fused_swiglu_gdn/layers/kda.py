@@ -15,6 +15,7 @@ from torch import nn
 
 from ..gdn_layer import api as gdn_layer
 from ..kda import api as kda
+from ..kda.call import has_gradient
 from .forward import Arguments, forward_by
 from .functions import convolved, normed_and_gated, packed_lengths
 from .gated_norm import is_gated_norm
@@ -47,8 +48,8 @@ def forward_of(form: KdaForm) -> Callable:
             raise ValueError("cp_context must be None: states of these layers are not exchanged")
         if rest.get("seq_idx") is not None or cache is not None and lengths is not None:
             return None
-        if x.is_cuda and torch.is_grad_enabled():
-            return None  # our gradient is torch code
+        if x.is_cuda and torch.is_grad_enabled() and not _learns(layer, x):
+            return None
         if not _is_as_known(layer, form) or cache is not None and _records(cache, layer):
             return None
         bound = bound_of(layer.forget_gate, form)
@@ -68,6 +69,12 @@ def _is_as_known(layer: nn.Module, form: KdaForm) -> bool:
     if any([type(x) not in PLAIN_TENSORS for x in read]):
         return False
     return all([code.unchanged() for code in form.codes])
+
+
+def _learns(layer: nn.Module, x: torch.Tensor) -> bool:
+    """True if the gradient is made by kernels: in torch code it may be slower than the class's."""
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else x.dtype
+    return has_gradient(layer.head_dim, layer.head_dim, dtype, x.device)
 
 
 def _records(cache, layer: nn.Module) -> bool:

@@ -115,8 +115,7 @@ def layer_mapping(
         layer = NAMES[name]
         repository = _repository(source, layer, version, revision, trust_remote_code)
         flags = getattr(layers, layer)
-        learns = flags.has_backward and name != "chunk_kda"  # whose gradient is torch code
-        modes = both + gradients if learns else both
+        modes = both + gradients if flags.has_backward else both
         entry = {mode: repository for mode in modes}
         mapping[name] = {_device(device): dict(entry) for device in devices}
     return mapping

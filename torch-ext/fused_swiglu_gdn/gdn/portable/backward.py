@@ -100,10 +100,10 @@ def _query_and_key(call: GdnCall, f, do, h, dh, vt, dv, config: dict) -> tuple:
 
 def _gradients(call: GdnBackward) -> tuple:
     K, V, initial_state = call.K, call.V, call.initial_state
-    do, d_final = near(_padded(call.do, 0)), call.d_final_state
-    d_final = None if d_final is None else _padded(d_final, 1)
-    q, k, v = (near(_padded(x, 0)) for x in (call.q, call.k, call.v))
-    start = None if initial_state is None else _padded(initial_state, 1)
+    do, d_final = near(padded(call.do, 0)), call.d_final_state
+    d_final = None if d_final is None else padded(d_final, 1)
+    q, k, v = (near(padded(x, 0)) for x in (call.q, call.k, call.v))
+    start = None if initial_state is None else padded(initial_state, 1)
     call = call._replace(q=q, k=k, v=v, initial_state=start)  # K and V are now powers of two
     config = configuration(call.N * call.HV, call.K, call.V, q.element_size(), q.device)
     with device.on(q.device):
@@ -115,20 +115,20 @@ def _gradients(call: GdnBackward) -> tuple:
             call, do, d_final, tb, p, f, config["states"]
         )
         if initial_state is not None:
-            d_initial = _cut(d_initial, *initial_state.shape[2:])
+            d_initial = cut(d_initial, *initial_state.shape[2:])
         if call.options.values_only:
-            return None, None, _cut(dv, V), None, None, None, None, d_initial
+            return None, None, cut(dv, V), None, None, None, None, d_initial
         dq, dk, cumulative, *parts = _query_and_key(call, f, do, h, dh, vt, dv, config)
         blocks = (call.V // config[side]["BLOCK_V"] for side in ("query", "key"))
         own = (call.g, call.beta, call.A_log, call.dt_bias, call.cu_seqlens)
         gates = Gates(call, *blocks, config["gates"])(*own, f, *parts)
         _, dbeta, _, _ = gates
-        own = (call.k, call.v, call.beta, call.cu_seqlens)
-        small_betas(call, do, config["beta"])(*own, p, f, cumulative, do, vt, dv, h, dh, dbeta)
-    return (_cut(dq, K), _cut(dk, K), _cut(dv, V), *gates, d_initial)
+        own = (call.k, call.v, call.beta, call.cu_seqlens, p, f, cumulative, None, None)
+        small_betas(call, do, config["beta"])(*own, do, vt, dv, h, dh, dbeta)
+    return (cut(dq, K), cut(dk, K), cut(dv, V), *gates, d_initial)
 
 
-def _padded(x: torch.Tensor, more: int) -> torch.Tensor:
+def padded(x: torch.Tensor, more: int) -> torch.Tensor:
     """x with its last 1 + more dimensions zero-padded to powers of two, which does not change
     results.
 
@@ -142,7 +142,7 @@ def _padded(x: torch.Tensor, more: int) -> torch.Tensor:
     return torch.nn.functional.pad(x, [y for n in reversed(missing) for y in (0, n)])
 
 
-def _cut(x: torch.Tensor, *sizes: int) -> torch.Tensor:
+def cut(x: torch.Tensor, *sizes: int) -> torch.Tensor:
     """The leading elements of x's last dimensions, contiguous."""
     for dim, size in enumerate(sizes, -len(sizes)):
         x = x.narrow(dim, 0, size)

@@ -9,7 +9,12 @@ Backward over them, the gradient dS of the state after each chunk and that of V:
     dvt = F1 (K dS) + P^T dO      dV = Tb^T dvt      dS <- gam_C dS + Q^T (F2 dO) - K^T (F0 dV)
 
 The passes are independent, so half of the programs run one and half the other. Tb, P and the row
-factors F come from gdn/portable/prepare.py; docs/gdn_backward.md derives both.
+factors F come from gdn/portable/prepare.py; docs/gdn_backward.md derives both. With Ke, of Kimi
+Delta Attention (kda/portable/prepare.py), the row factors are in the operands, K and Q are its Kd
+and Qd, and gam_C scales the rows of S:
+
+    X = V - Kd S      S <- gam S + Ke^T vt      dvt = Ke dS + P^T dO
+    dS <- gam dS + Qd^T dO - Kd^T dV
 
 Sizes: B T H HV K V; N sequences; C = 64 tokens a chunk; R = HV / H; rows = chunk rows of the call.
 K and V are powers of two.
@@ -48,9 +53,15 @@ def _solve(matrix, diagonal_ptr, x, PREC: tl.constexpr):
 
 
 @triton.jit
+def times(x, f):
+    """Rows of x [C, BLOCK], multiplied by factors [C] if there are any."""
+    return x if f is None else x * f[:, None]
+
+
+@triton.jit
 def _forward(
     s,  # [K, BLOCK_V] fp32
-    k_ptr, v_ptr, vt_ptr, tb_ptr, f_ptr, h_ptr, k_stride, v_stride, vt_stride, length, d, e,
+    k_ptr, ke_ptr, v_ptr, vt_ptr, tb_ptr, f_ptr, h_ptr, k_stride, v_stride, vt_stride, length, d, e,
     K: tl.constexpr, V: tl.constexpr, HV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """S and vt of every chunk of one sequence and value head, for BLOCK_V of its columns."""
@@ -64,26 +75,32 @@ def _forward(
         k = _tile(k_ptr, first, k_stride, d, ok[:, None])  # [C, K]
         v = _tile(v_ptr, first, v_stride, e, ok[:, None])  # [C, BLOCK_V]
         tb = tl.load(tb_ptr + unit * 4096 + square)  # [C, C]
-        f_at = f_ptr + unit * 256
-        f0 = tl.load(f_at + t)  # [C] fp32
-        f1 = tl.load(f_at + 64 + t)  # [C] fp32
-        decay = tl.load(f_at + 192)
+        if ke_ptr is None:
+            f_at = f_ptr + unit * 256
+            f0 = tl.load(f_at + t)  # [C] fp32
+            f1 = tl.load(f_at + 64 + t)  # [C] fp32
+            decay = tl.load(f_at + 192)
+            ke = k
+        else:
+            f0, f1 = None, None
+            decay = tl.load(f_ptr + unit * K + d)[:, None]
+            ke = _tile(ke_ptr, first, k_stride, d, ok[:, None])  # [C, K]
 
         low = s.to(k.dtype)  # [K, BLOCK_V]
         tl.store(h_ptr + unit * (K * V) + at_state, low)
-        x = v.to(tl.float32) - f0[:, None] * tl.dot(k, low, input_precision=PREC)
+        x = v.to(tl.float32) - times(tl.dot(k, low, input_precision=PREC), f0)
         vt = _solve(tb, tb_ptr + unit * 4096, x, PREC)  # [C, BLOCK_V] fp32
         at_v = t[:, None] * vt_stride + e[None, :]
         tl.store(vt_ptr + first * vt_stride + at_v, vt.to(k.dtype), mask=ok[:, None])
-        written = (vt * f1[:, None]).to(k.dtype)
-        s = tl.dot(tl.trans(k), written, s * decay, input_precision=PREC)
+        written = times(vt, f1).to(k.dtype)
+        s = tl.dot(tl.trans(ke), written, s * decay, input_precision=PREC)
 
 
 @triton.jit
 def _reverse(
     ds,  # [K, BLOCK_V] fp32
-    q_ptr, k_ptr, do_ptr, dv_ptr, tb_ptr, p_ptr, f_ptr, dh_ptr, q_stride, k_stride, do_stride,
-    dv_stride, length, d, e,
+    q_ptr, k_ptr, ke_ptr, do_ptr, dv_ptr, tb_ptr, p_ptr, f_ptr, dh_ptr, q_stride, k_stride,
+    do_stride, dv_stride, length, d, e,
     K: tl.constexpr, V: tl.constexpr, HV: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dS and dV of every chunk of one sequence and value head, last first; dS at the start."""
@@ -101,22 +118,28 @@ def _reverse(
         do = _tile(do_ptr, first, do_stride, e, ok[:, None])  # [C, BLOCK_V]
         tb = tl.load(tb_ptr + unit * 4096 + square)  # [C, C]
         p = tl.load(p_ptr + unit * 4096 + square)  # [C, C]
-        f_at = f_ptr + unit * 256
-        f0 = tl.load(f_at + t)  # [C] fp32
-        f1 = tl.load(f_at + 64 + t)  # [C] fp32
-        f2 = tl.load(f_at + 128 + t)  # [C] fp32
-        decay = tl.load(f_at + 192)
+        if ke_ptr is None:
+            f_at = f_ptr + unit * 256
+            f0 = tl.load(f_at + t)  # [C] fp32
+            f1 = tl.load(f_at + 64 + t)  # [C] fp32
+            f2 = tl.load(f_at + 128 + t)  # [C] fp32
+            decay = tl.load(f_at + 192)
+            ke = k
+        else:
+            f0, f1, f2 = None, None, None
+            decay = tl.load(f_ptr + unit * K + d)[:, None]
+            ke = _tile(ke_ptr, first, k_stride, d, ok[:, None])  # [C, K]
 
         low = ds.to(k.dtype)  # [K, BLOCK_V]
         tl.store(dh_ptr + unit * (K * V) + at_state, low)
         dvt = tl.dot(tl.trans(p), do, input_precision=PREC)  # [C, BLOCK_V] fp32
-        dvt += f1[:, None] * tl.dot(k, low, input_precision=PREC)
-        read = (do.to(tl.float32) * f2[:, None]).to(k.dtype)  # [C, BLOCK_V]
+        dvt += times(tl.dot(ke, low, input_precision=PREC), f1)
+        read = times(do.to(tl.float32), f2).to(k.dtype)  # [C, BLOCK_V]
         ds = tl.dot(tl.trans(q), read, ds * decay, input_precision=PREC)
         dv = _solve(tl.trans(tb), tb_ptr + unit * 4096, dvt, PREC)  # [C, BLOCK_V] fp32
         at_v = t[:, None] * dv_stride + e[None, :]
         tl.store(dv_ptr + first * dv_stride + at_v, dv.to(k.dtype), mask=ok[:, None])
-        forgot = (dv * -f0[:, None]).to(k.dtype)
+        forgot = (-dv if f0 is None else dv * -f0[:, None]).to(k.dtype)
         ds = tl.dot(tl.trans(k), forgot, ds, input_precision=PREC)
     return ds
 
@@ -129,8 +152,9 @@ def _states_bwd_kernel(
     do_ptr,  # [B, T, HV, V]
     tb_ptr,  # [rows, HV, C, C]
     p_ptr,  # [rows, HV, C, C]
-    f_ptr,  # [rows, HV, 4, C] fp32
+    f_ptr,  # [rows, HV, 4, C] fp32; with Ke gam [rows, HV, K]
     cu_ptr,  # [N + 1] int32 | int64, or None
+    ke_ptr,  # [B, T, HV, K] like k, or None
     s0_ptr,  # [N, HV, K, V], or None
     ds1_ptr,  # [N, HV, K, V], or None
     h_ptr,  # [rows, HV, K, V]
@@ -181,7 +205,11 @@ def _states_bwd_kernel(
     unit = row * HV + hv
     tb_ptr += unit * 4096
     p_ptr += unit * 4096
-    f_ptr += unit * 256
+    if ke_ptr is None:
+        f_ptr += unit * 256
+    else:
+        f_ptr += unit * K
+        ke_ptr += b * k_strides[0] + start * k_strides[1] + h * k_strides[2]
     s = tl.zeros((K, BLOCK_V), tl.float32)  # [K, V]
     if (pid // (NV * HV)) % 2 == 1:
         if s0_ptr is not None:
@@ -189,8 +217,8 @@ def _states_bwd_kernel(
             at = d[:, None] * s0_strides[2] + e[None, :] * s0_strides[3]
             s = tl.load(s0_ptr + at).to(tl.float32)
         _forward(
-            s, k_ptr, v_ptr, vt_ptr + made, tb_ptr, f_ptr, h_ptr + unit * (K * V), k_strides[1],
-            v_strides[1], HV * V, length, d, e, K, V, HV, STAGES, PREC,
+            s, k_ptr, ke_ptr, v_ptr, vt_ptr + made, tb_ptr, f_ptr, h_ptr + unit * (K * V),
+            k_strides[1], v_strides[1], HV * V, length, d, e, K, V, HV, STAGES, PREC,
         )  # fmt: skip
     else:
         if ds1_ptr is not None:
@@ -198,8 +226,9 @@ def _states_bwd_kernel(
             at = d[:, None] * ds1_strides[2] + e[None, :] * ds1_strides[3]
             s = tl.load(ds1_ptr + at).to(tl.float32)
         s = _reverse(
-            s, q_ptr, k_ptr, do_ptr, dv_ptr + made, tb_ptr, p_ptr, f_ptr, dh_ptr + unit * (K * V),
-            q_strides[1], k_strides[1], do_strides[1], HV * V, length, d, e, K, V, HV, STAGES, PREC,
+            s, q_ptr, k_ptr, ke_ptr, do_ptr, dv_ptr + made, tb_ptr, p_ptr, f_ptr,
+            dh_ptr + unit * (K * V), q_strides[1], k_strides[1], do_strides[1], HV * V, length, d,
+            e, K, V, HV, STAGES, PREC,
         )  # fmt: skip
         if ds0_ptr is not None:
             ds0_ptr += n * ds0_strides[0] + hv * ds0_strides[1]
@@ -207,10 +236,11 @@ def _states_bwd_kernel(
             tl.store(ds0_ptr + at, s.to(ds0_ptr.dtype.element_ty))
 
 
-def gdn_backward_states(call: GdnCall, do, d_final_state, tb, p, f, config: dict) -> tuple:
+def gdn_backward_states(call: GdnCall, do, d_final_state, tb, p, f, config: dict, ke=None) -> tuple:
     """h and dh [rows, HV, K, V], vt and dv [B, T, HV, V], and the initial state's gradient.
 
-    h is the state before each chunk, dh the gradient of the state after it.
+    h is the state before each chunk, dh the gradient of the state after it. With ke, the call's q
+    and k are Qd and Kd, and f is gam.
     """
     q, k, v, H, HV, K, V = call.q, call.k, call.v, call.H, call.HV, call.K, call.V
     h = q.new_empty(tb.shape[0], HV, K, V)
@@ -228,6 +258,6 @@ def gdn_backward_states(call: GdnCall, do, d_final_state, tb, p, f, config: dict
         constexprs=(H, HV // H, K, V, config["BLOCK_V"], config["STAGES"], precision(q.dtype)),
         options=(("num_warps", config["num_warps"]),),
     )
-    inputs = (q, k, v, do, tb, p, f, call.cu_seqlens, initial, d_final_state)
+    inputs = (q, k, v, do, tb, p, f, call.cu_seqlens, ke, initial, d_final_state)
     kernel(*inputs, h, dh, vt, dv, d_initial)
     return h, dh, vt, dv, d_initial

@@ -27,6 +27,15 @@ def keep_blocks(ptr, x):
 
 
 @triton.jit
+def kept_at(i, j):
+    """Offset at which keep_blocks stores element (i, j)."""
+    r = i % 16
+    c = j % 16
+    block = (4 * (i // 16) + j // 16) * 256
+    return block + ((r % 8) * 4 + (c % 8) // 2) * 8 + (c // 8) * 4 + (r // 8) * 2 + c % 2
+
+
+@triton.jit
 def _block(ptr, BI: tl.constexpr, BJ: tl.constexpr, TURN: tl.constexpr):
     """Loads block (BI, BJ), stored by keep_blocks at ptr [1, U, 1], as [U, 16, 16]; TURN:
     transposed."""

@@ -9,6 +9,7 @@ from ...runtime import device
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import aligned
 from ..call import KdaCall
+from .backward import kda_chunk_bwd, supports_kda_chunk_bwd  # noqa: F401
 from .prepare import Prepare
 from .recurrent import together
 
@@ -69,7 +70,7 @@ class _Chunked:
         self, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens
     ) -> tuple:
         with device.on(v.device):
-            tb, p, kd, qd, ke, gam = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
+            tb, p, kd, qd, ke, gam, *_ = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
             final = None if state_indices is None else initial_state
             checkpoints = None
             o = v.new_empty(v.shape)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ...gdn.portable.gates import to_log2
+from ...gdn.portable.inverse import kept_at
 from ...gdn.portable.primitives import level, locate
 
 
@@ -28,26 +29,17 @@ def _load_scaled(ptr, at, scale_ptr, t, mask):
 
 
 @triton.jit
-def _kept_at(i, j):
-    """Offset at which keep_blocks stores element (i, j) of a [C, C] tile."""
-    r = i % 16
-    c = j % 16
-    block = (4 * (i // 16) + j // 16) * 256
-    return block + ((r % 8) * 4 + (c % 8) // 2) * 8 + (c // 8) * 4 + (r // 8) * 2 + c % 2
-
-
-@triton.jit
 def _store_pairs(p_ptr, kept_ptr, i, j, qk, kk, DIAGONAL: tl.constexpr):
     """P and -A at (i, j). A goes above the diagonal, in the diagonal blocks to both sides of it."""
     low = kept_ptr.dtype.element_ty
     if DIAGONAL:
         tl.store(p_ptr + i * 64 + j, tl.where(i >= j, qk, 0.0).to(p_ptr.dtype.element_ty))
         kk = tl.where(i == j, 0.0, -kk).to(low)
-        tl.store(kept_ptr + _kept_at(j, i), kk, mask=i >= j)
-        tl.store(kept_ptr + _kept_at(i, j), kk, mask=i > j)
+        tl.store(kept_ptr + kept_at(j, i), kk, mask=i >= j)
+        tl.store(kept_ptr + kept_at(i, j), kk, mask=i > j)
     else:
         tl.store(p_ptr + i * 64 + j, qk.to(p_ptr.dtype.element_ty))
-        tl.store(kept_ptr + _kept_at(j, i), (-kk).to(low))
+        tl.store(kept_ptr + kept_at(j, i), (-kk).to(low))
 
 
 @triton.jit

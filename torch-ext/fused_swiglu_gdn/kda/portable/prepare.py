@@ -164,7 +164,8 @@ def _operands_kernel(
 @triton.jit(do_not_specialize=["T", "N", "NT"])
 def _inverse_kernel(
     cu_ptr,  # [N + 1] int32 | int64 or None
-    tb_ptr,  # [rows, HV, C, C]: -A in fp16 before, if GATES is 4
+    kept_ptr,  # [rows, HV, C, C]: -A in fp16, which may be where Tb is; None if GATES is not 4
+    tb_ptr,  # [rows, HV, C, C], written
     gates_ptr,  # [rows, HV, GATES, C] fp32: beta in row 3, -A from row 4 on if there are more
     T,
     N,
@@ -189,15 +190,15 @@ def _inverse_kernel(
     if GATES > 4:
         m = (gates[None, :, None] + 256,)
     else:
-        m = kept_blocks(tb.to(tl.pointer_type(tl.float16)))
-        tl.debug_barrier()  # Tb overwrites it
+        m = kept_blocks(kept_ptr + u[None, :, None] * 4096)
+        tl.debug_barrier()  # Tb may overwrite it
     store_inverse(tb, gates, m, True, DOT, PREC, True)
 
 
-def _options(config: dict) -> tuple:
+def launched_with(config: dict) -> tuple:
     """Options of a launch; AMD's compiler knows no bound on registers."""
-    left_out = ("BLOCK", "maxnreg") if torch.version.hip is not None else ("BLOCK",)
-    return tuple((name, value) for name, value in config.items() if name not in left_out)
+    known = ("num_warps", "num_stages") + (() if torch.version.hip is not None else ("maxnreg",))
+    return tuple((name, value) for name, value in config.items() if name in known)
 
 
 class Prepare:
@@ -218,7 +219,7 @@ class Prepare:
         config = lookup("portable_kda_prepare_wide" if wide else "portable_kda_prepare", q.device)
         widest = triton.next_power_of_2(max(K, 16))
         (in_operands, operands), (in_pairs, pairs) = (
-            (min(widest, config[name]["BLOCK"]), _options(config[name]))
+            (min(widest, config[name]["BLOCK"]), launched_with(config[name]))
             for name in ("operands", "pairs")
         )
         stages = config["pairs"]["num_stages"]
@@ -246,8 +247,9 @@ class Prepare:
             options=(("num_warps", UNITS), ("num_stages", 1)),
         )  # fmt: skip
 
-    def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> tuple:
-        """Tb, P [rows, HV, C, C]; Kd, Qd, Ke [B, T, HV, K]; gam [rows, HV, K] fp32."""
+    def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens, keep: bool = False) -> tuple:
+        """Tb, P [rows, HV, C, C]; Kd, Qd, Ke [B, T, HV, K]; gam [rows, HV, K] fp32; and what is
+        scratch but for the gradient: factors of tokens, and -A, which with `keep` outlives Tb."""
         rows, (*_, HV, K) = self.rows, self.shape
         tb = q.new_empty((rows, HV, CHUNK, CHUNK))
         p = torch.empty_like(tb)
@@ -257,8 +259,12 @@ class Prepare:
         gates = gam.new_empty((rows, HV, self.scratch, CHUNK))
         work = gam.new_empty((rows, HV, CHUNK, K)) if self.works else None
         self.operands(q, k, g, beta, A_log, dt_bias, cu_seqlens, p, kd, qd, ke, gam, gates, work)
-        # -A lies where Tb will, or behind the gates
-        kept = tb.view(torch.float16) if self.scratch == 4 else gates[:, :, 4:]
+        if self.scratch > 4:
+            kept, narrow = gates[:, :, 4:], None
+        else:  # -A lies where Tb will, if it may
+            kept = narrow = (
+                tb.new_empty(tb.shape, dtype=torch.float16) if keep else tb.view(torch.float16)
+            )
         self.pairs(q, k, g if work is None else work, cu_seqlens, p, kept, gates)
-        self.inverse(cu_seqlens, tb, gates)
-        return tb, p, kd, qd, ke, gam
+        self.inverse(cu_seqlens, narrow, tb, gates)
+        return tb, p, kd, qd, ke, gam, gates, kept

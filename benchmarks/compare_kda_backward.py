@@ -1,0 +1,180 @@
+"""The gradient of Kimi Delta Attention: its time, its launches' times and its errors, beside FLA's.
+
+    python benchmarks/compare_kda_backward.py [--json FILE] [--seconds 100] [--configurations 2]
+
+Head dim 128, bf16, l2norm in the call, gates -5 sigmoid(n) in fp32. FLA as compare_kda.py calls it;
+its guard against Triton 3.4.0 to 3.7.0 on Hopper is off, and of its autotuning every kernel gets so
+many configurations. `backward` is the gradient alone, `both` with the forward before it: medians of
+eager calls by the GPU's clock. Errors are relative to automatic differentiation of the recurrence
+in fp64, at 500 tokens and 4 heads for five kinds of gates, and for raw gates of both formulas.
+Those of A_log and dt_bias, sums of terms of either sign, are relative to the root of the sum of the
+terms' squares. Rows of FLA that do not fit into --seconds are left out.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+from compare_kda import ERRORS, load_fla, prompt, thin_autotuning
+from kernel_time import RESULTS, load_package, parse_on_gpu, save
+
+SHAPES = {
+    "H 32, 8192": (1, 8192, 32, None),
+    "H 32, packed 4 x 2048": (1, 8192, 32, 4),
+    "H 32, 2048": (1, 2048, 32, None),
+    "H 64, 8192": (1, 8192, 64, None),
+}
+RAW = {"raw, softplus": None, "raw, bounded": -5.0}
+
+
+def without_guards() -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("fla.") and hasattr(module, "TRITON_ABOVE_3_7_1"):
+            module.TRITON_ABOVE_3_7_1 = True
+
+
+def calls_of(function, x, options, safe: dict) -> dict:
+    leaves = [y.clone().requires_grad_() for y in x]
+
+    def forward():
+        return function(*leaves, **options, **safe)
+
+    o, state = forward()
+    outer = (torch.randn_like(o), torch.randn_like(state))
+
+    def backward():
+        return torch.autograd.grad((o, state), leaves, outer, retain_graph=True)
+
+    def both():
+        return torch.autograd.grad(forward(), leaves, outer)
+
+    backward()
+    return {"backward": backward, "both": both}
+
+
+def milliseconds(calls: dict, rounds: int = 3, rep: int = 15) -> dict:
+    from triton.testing import do_bench
+
+    times = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            times[name].append(do_bench(call, warmup=5, rep=rep, return_mode="median"))
+    return {name: round(statistics.median(t), 4) for name, t in times.items()}
+
+
+def launches(call, times: int = 3) -> dict:
+    """Microseconds of each kernel of a call, by torch's profiler."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(times):
+            call()
+        torch.cuda.synchronize()
+    found = {e.key[:60]: e.self_device_time_total / times for e in profiler.key_averages()}
+    return {name: round(us, 1) for name, us in found.items() if us > 1}
+
+
+def inputs(gates: str) -> tuple:
+    """Inputs by name at 500 tokens, and the options of their call."""
+    from kda_problems import kda_inputs
+
+    x = kda_inputs(
+        1, 500, 4, 4, 128, 128, torch.bfloat16, ERRORS[0] if gates in RAW else gates, device="cuda"
+    )
+    x["beta"] = x["beta"].bfloat16().float()
+    x["initial_state"] = torch.randn(1, 4, 128, 128, device="cuda") * 0.2
+    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    if gates in RAW:
+        x["g"] = torch.randn_like(x["g"]).bfloat16()
+        x["A_log"] = torch.linspace(-1.0, 2.0, 4, device="cuda")
+        x["dt_bias"] = torch.linspace(-3.0, 1.0, 512, device="cuda")
+        options.update(use_gate_in_kernel=True, lower_bound=RAW[gates])
+    return x, options
+
+
+def sizes(x: dict, wanted: dict, bound) -> dict:
+    """What the errors of gradients are relative to."""
+    found = {name: y.norm() for name, y in wanted.items()}
+    if "A_log" in x:
+        a = x["g"].double() + x["dt_bias"].double().view(4, 128)
+        by_rate = a if bound else torch.nn.functional.softplus(a) / a.sigmoid()
+        found["dt_bias"], found["A_log"] = found["g"], (wanted["g"] * by_rate).norm()
+    return found
+
+
+def gradients(function, x: dict, outer, options: dict) -> dict:
+    leaves = {name: y.detach().requires_grad_() for name, y in x.items()}
+    outputs = function(**leaves, **options)
+    outer = [y.to(z.dtype) for y, z in zip(outer, outputs)]
+    return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), outer)))
+
+
+def errors(package, ways: dict) -> list:
+    rows = []
+    for gates in (*ERRORS, *RAW):
+        x, options = inputs(gates)
+        outer = (torch.randn(1, 500, 4, 128, device="cuda"), torch.randn(1, 4, 128, 128).cuda())
+        outer = (outer[0].bfloat16(), outer[1])
+        wide = {name: y.double() for name, y in x.items()}
+        want = gradients(package.fused_recurrent_kda, wide, outer, options)
+        of, row = sizes(x, want, options.get("lower_bound")), {"errors": gates}
+        for way, (function, more) in ways.items():
+            if more and gates in RAW and RAW[gates] is None:
+                continue  # safe_gate asks for a bound
+            try:
+                got = gradients(function, x, outer, {**options, **more})
+            except Exception as error:  # a peer that refuses is left out
+                print(f"{way} is left out: {str(error)[-200:]}", flush=True)
+                continue
+            ratios = {n: ((y.double() - want[n]).norm() / of[n]).item() for n, y in got.items()}
+            row[way] = {f"d{name}": float(f"{ratio:.2e}") for name, ratio in ratios.items()}
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, default=RESULTS / "kda_backward.json")
+    parser.add_argument("--seconds", type=float, default=1e9)
+    parser.add_argument("--configurations", type=int, default=2)
+    options = parse_on_gpu(parser)
+    began = time.perf_counter()
+    try:
+        fla, _ = load_fla()
+    except ImportError as error:
+        print(f"fla is left out: {error}")
+        fla = None
+    package, rows = load_package(), []
+    ways = {"ours": (package.chunk_kda, {})}
+
+    def done(row) -> None:
+        rows.append(row)
+        print(row, f"{time.perf_counter() - began:.0f} s", flush=True)
+        save(options.json, rows)
+
+    if fla is not None:
+        thin_autotuning(options.configurations)
+        ways.update(fla_safe=(fla, {"safe_gate": True}), fla=(fla, {}))
+        without_guards()
+    for name, case in SHAPES.items():
+        for way, (function, more) in ways.items():
+            if way != "ours" and time.perf_counter() - began > options.seconds:
+                print(f"{way} of {name} is left out: no time", flush=True)
+                continue
+            x, given = prompt(*case)
+            row = {"gradient": name, "way": way}
+            try:
+                calls = calls_of(function, x, given, more)
+                row["ms"] = milliseconds(calls)
+            except Exception as error:  # a peer that refuses is left out
+                print(f"{way} of {name} is left out: {str(error)[-300:]}", flush=True)
+                continue
+            done({**row, "launches_us": launches(calls["both"])} if way == "ours" else row)
+        if name == next(iter(SHAPES)):
+            for row in errors(package, ways):
+                done(row)
+
+
+if __name__ == "__main__":
+    main()

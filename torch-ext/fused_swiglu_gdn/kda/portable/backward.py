@@ -1,0 +1,96 @@
+"""The gradient of chunked Kimi Delta Attention (docs/kda.md).
+
+Prepare; both passes over the states in one launch, which is that of the gated delta rule; then all
+chunks in parallel: pairs of tokens with beta, channels with gates, norms, and dbeta for beta close
+to zero. There are no atomics, so results are deterministic.
+"""
+
+import functools
+from typing import Optional
+
+import torch
+
+from ...gdn.call import GdnGradient
+from ...gdn.portable.backward import cut, for_registers, for_waves, near, padded
+from ...gdn.portable.backward_beta import small_betas
+from ...gdn.portable.backward_states import gdn_backward_states
+from ...runtime import device
+from ...runtime.dtypes import SERVED
+from ...runtime.tuning import lookup
+from ..call import KdaCall, has_gradient
+from .backward_channels import kda_backward_channels
+from .backward_norms import kda_backward_norms
+from .backward_pairs import kda_backward_pairs
+from .prepare import Prepare
+from .recurrent import together
+
+
+def supports_kda_chunk_bwd(call: KdaCall, gradient: Optional[GdnGradient] = None) -> bool:
+    """Head dims and dtypes of has_gradient; gates whose heads lie side by side."""
+    fits = has_gradient(call.K, call.V, call.q.dtype, call.q.device) and call.HV > 0
+    return {call.g.dtype, call.beta.dtype}.issubset(SERVED) and fits and together(call.g)
+
+
+@functools.lru_cache(maxsize=256)
+def configuration(units: int, K: int, V: int, size: int, where: torch.device) -> dict:
+    """Launch configurations of the phases for `units` sequences and value heads."""
+    name = "portable_kda_chunk_bwd_wide" if size > 2 else "portable_kda_chunk_bwd"
+    table = lookup(name, where, units=units)
+    if torch.version.hip is not None:
+        table = {phase: for_waves(config) for phase, config in table.items()}
+    elif size > 2 and device.has_tensor_memory(where):
+        table = {phase: for_registers(phase, config, K) for phase, config in table.items()}
+    return {
+        phase: {**config, "BLOCK_V": min(config["BLOCK_V"], V)} if "BLOCK_V" in config else config
+        for phase, config in table.items()
+    }
+
+
+def _of_powers_of_two(call: KdaCall) -> KdaCall:
+    """A call of the same values whose head dims are filled up with zeros."""
+    q, k, v = (near(padded(x, 0)) for x in (call.q, call.k, call.v))
+    g, dt_bias, start = padded(call.g, 0), call.dt_bias, call.initial_state
+    g = g.contiguous() if g.stride(1) >= 2**25 else g
+    if dt_bias is not None:
+        dt_bias = padded(dt_bias.reshape(call.HV, call.K), 0).reshape(-1)
+    start = None if start is None else padded(start, 1)
+    return call._replace(q=q, k=k, v=v, g=g, dt_bias=dt_bias, initial_state=start)
+
+
+def _gates(call: KdaCall, given: KdaCall, dg, sums) -> tuple:
+    """dg, dA_log and ddt_bias like the arguments; None for those that were not given."""
+    dA_log = ddt_bias = None
+    if call.A_log is not None:
+        dA_log = sums[0].sum((0, 2)).to(call.A_log.dtype)
+    if call.dt_bias is not None:
+        ddt_bias = cut(sums[1].sum(0), given.K).reshape(given.dt_bias.shape).to(call.dt_bias.dtype)
+    return cut(dg, given.K), dA_log, ddt_bias
+
+
+def kda_chunk_bwd(call: KdaCall, gradient: GdnGradient) -> tuple:
+    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for arguments that were not
+    given."""
+    given = call
+    do, d_final = near(padded(gradient.do, 0)), gradient.d_final_state
+    d_final = None if d_final is None else padded(d_final, 1)
+    call = _of_powers_of_two(call)
+    config = configuration(call.N * call.HV, call.K, call.V, call.q.element_size(), call.q.device)
+    q, k, v, g, beta, A_log, dt_bias, *_, cu_seqlens, _ = call
+    with device.on(q.device):
+        prepared = Prepare(call)(q, k, g, beta, A_log, dt_bias, cu_seqlens, keep=True)
+        tb, p, kd, qd, ke, gam, gates, kept = prepared
+        decayed = call._replace(q=qd, k=kd)
+        h, dh, vt, dv, d_initial = gdn_backward_states(
+            decayed, do, d_final, tb, p, gam, config["states"], ke
+        )
+        pairs, dbeta = kda_backward_pairs(call, gates, do, vt, dv, config["pairs"])
+        to_q, to_k, dg, sums = kda_backward_channels(
+            call, gates, do, vt, dv, h, dh, pairs, config["channels"]
+        )
+        dq, dk = kda_backward_norms(call, to_q, to_k, config["norms"])
+        betas = small_betas(decayed, do, config["beta"], kept.stride(1))
+        betas(kd, v, beta, cu_seqlens, p, None, None, kept, ke, do, vt, dv, h, dh, dbeta)
+    dg, *to_gates = _gates(call, given, dg, sums)
+    if d_initial is not None:
+        d_initial = cut(d_initial, *given.initial_state.shape[2:])
+    return (cut(dq, given.K), cut(dk, given.K), cut(dv, given.V), dg, dbeta, *to_gates, d_initial)
