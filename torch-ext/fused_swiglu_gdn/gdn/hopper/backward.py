@@ -154,8 +154,8 @@ class _Gradient:
         gates = self.gates(
             g, beta, A_log, dt_bias, cu_seqlens, f, *parts
         )  # dg, dbeta, dA_log, ddt_bias
-        prepared = (p, f, cumulative, None, None)
-        self.betas(k, v, beta, cu_seqlens, *prepared, do, vt, dv, h, dh, gates[1])
+        of_chunks = (p, f, cumulative, None, None)
+        self.betas(k, v, beta, cu_seqlens, *of_chunks, do, vt, dv, h, dh, gates[1])
         return (dq, dk, dv, *gates, d_initial)
 
 
