@@ -107,7 +107,9 @@ def warpgroups(request, monkeypatch):
     limit = {1: 10**9, 2: 0}[request.param]
     segments = gdn_plan._segments
     monkeypatch.setattr(gdn_plan.device, "multiprocessor_count", lambda index: limit)
-    monkeypatch.setattr(gdn, "_kept", submodule("runtime.cache").CallCache())
+    operations = submodule("gdn.ops_train")
+    for operation in (operations.CHUNK, operations.CHUNK_IN_POOL):
+        monkeypatch.setattr(operation, "_rows", {})  # which keep what was made for each call
 
     def as_ever(*args):
         with pytest.MonkeyPatch.context() as patch:

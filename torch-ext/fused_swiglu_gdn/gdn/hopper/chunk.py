@@ -27,7 +27,7 @@ def _dense_heads(state: Optional[torch.Tensor]) -> bool:
 def prepare_gdn_chunk_fwd(call: GdnCall) -> Optional[Callable]:
     """The function that prepare_gdn_chunk_fwd of portable/chunk.py describes, by these kernels.
 
-    For fp16 or bf16, K = V = 128, at least one token and tensors whose strides TMA can address.
+    For fp16 or bf16, K = V = 128, at least one token and head and strides that TMA can address.
     """
     return on_dense(_prepare, call, "g", "beta", "initial_state")
 
@@ -39,6 +39,7 @@ def computes(call) -> bool:
         and call.q.dtype in HALF
         and call.q.dtype == call.k.dtype == call.v.dtype
         and call.K == call.V == HEAD_DIM
+        and call.HV > 0
         and 0 < call.B * call.T < 2**30
         and (call.cu_seqlens is None or call.N > 0)
         and all(lies_for_tma(x) for x in (call.q, call.k, call.v))
