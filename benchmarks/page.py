@@ -143,6 +143,13 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "FLA with `safe_gate` and as transformers calls it. FLA's autotuning has one configuration "
         "for each kernel.",
     ),
+    "kda_backward": (
+        "Kimi Delta Attention training",
+        "The gradient of `chunk_kda` alone, and with the forward call before it, eager, bf16, head "
+        "dim 128; FLA with `safe_gate` and as transformers calls it. FLA's autotuning has two "
+        "configurations for each kernel. Errors are those of the gradient that is farthest from "
+        "fp64 among those of q, k, v, g, beta and the initial state, for each kind of gates.",
+    ),
     "kda_prefill": (
         "Kimi Delta Attention prefill, launch by launch",
         "Launches of `chunk_kda` by themselves with settings of each, and calls with a prepare of "
@@ -543,6 +550,28 @@ def of_launch_times(record: dict) -> str:
     return table(["", *(f"{names.get(way, way)}, us" for way in ways)], rows)
 
 
+def of_gradients(record: dict) -> str:
+    """Times of gradients of each way, and the largest of their errors."""
+    names = {"ours": "ours", "fla_safe": "FLA with safe_gate", "fla": "FLA"}
+    times, far = [], {}
+    for row in record["rows"]:
+        if "gradient" in row:
+            ms = row["ms"]
+            cells = (us(1e3 * ms["backward"]), us(1e3 * ms["both"]))
+            times.append([row["gradient"], names[row["way"]], *cells])
+        else:
+            ways = {way: max(row[way].values(), key=order) for way in names if way in row}
+            far[row["errors"]] = [f"{ways[way]:.1e}" if way in ways else "" for way in names]
+    errors_of = [[kind, *cells] for kind, cells in far.items()]
+    first = table(["", "", "gradient, us", "with the forward, us"], times)
+    return first + "\n\n" + table(["largest error", *names.values()], errors_of)
+
+
+def order(error: float) -> float:
+    """A key of errors: nan is the largest."""
+    return float("inf") if error != error else error
+
+
 def of_training(record: dict) -> str:
     rows = []
     for name, way in record["ways"].items():
@@ -619,6 +648,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
     "generate_loop": [],
     "generate_plain": [],
     "kda_calls": [of_launch_times],
+    "kda_backward": [of_gradients],
     "kda_prefill": [of_launch_times],
     "generate": [of_generate],
     "real_model": [of_likelihood, of_answers, of_curves],
@@ -629,6 +659,7 @@ MORE: Dict[str, List[Callable]] = {  # by the beginning of a record's name: tabl
 OWN_TABLE = (
     "gdn_parallel",
     "forms",
+    "kda_backward",
     "kda_calls",
     "kda_prefill",
 )  # whose rows are no times of ours and of peers
