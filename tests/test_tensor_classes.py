@@ -74,7 +74,7 @@ def test_nothing_but_packed_weights(kernel, monkeypatch, name, machine):
             assert not report.served
 
 
-def test_a_module_that_raises_when_it_is_looked_at(kernel):
+def test_a_module_that_raises_when_it_is_looked_at(kernel, monkeypatch):
     """The module is left alone, with the reason, and does not stop the others."""
 
     class Strange(torch.nn.Module):
@@ -85,9 +85,15 @@ def test_a_module_that_raises_when_it_is_looked_at(kernel):
         def forward(self, x):
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
-        def parameters(self, recurse=True):
-            raise NotImplementedError("parameters")
+    recognise = submodule("models.recognise")
+    look = recognise.why_partitioned
 
+    def why_partitioned(module):
+        if isinstance(module, Strange):
+            raise NotImplementedError("parameters")
+        return look(module)
+
+    monkeypatch.setattr(recognise, "why_partitioned", why_partitioned)
     model = torch.nn.Sequential(Strange(), random_model("llama").model.layers[0].mlp)
     strange, mlp = kernel.kernelize(model).rows
     assert strange.reason == "looking at it raises NotImplementedError" and mlp.reason is None

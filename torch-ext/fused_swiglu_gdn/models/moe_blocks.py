@@ -56,6 +56,8 @@ def form_of(module: nn.Module) -> Optional[Form]:
     Raises Refused if it has no known form.
     """
     kind = own_class(module)
+    if kind.__module__.split(".")[0] == "torch":
+        return None
     if weight_among(module) is not None:
         find, facts, allowed, more = find_choice, shapes_of(module), ("by_dtype",), CHOICES
     elif gates_among(module):
