@@ -5,16 +5,12 @@ from torch import Tensor
 from ..runtime.call import tensors_in
 from ..runtime.dtypes import at_least_fp32
 from ..runtime.operation import Operation
-from ..runtime.ops import autocast
 from . import checks_replay as checks
 from .call import ReplayCall, RingAdvance, RingMaterialise
+from .ops_train import cast
 from .reference import replay as reference
 
 FAMILY = "gdn.replay"
-
-
-def _cast(q, k, v, *more) -> tuple:
-    return (*autocast(q, k, v), *more)
 
 
 def _replayed(call: ReplayCall) -> Tensor:
@@ -38,7 +34,7 @@ def _states(call: RingMaterialise) -> Tensor:
 
 
 REPLAY = Operation(
-    FAMILY, "gdn_replay_fwd", ReplayCall, _replayed, check=checks.replay, cast=_cast,
+    FAMILY, "gdn_replay_fwd", ReplayCall, _replayed, check=checks.replay, cast=cast,
     fake=lambda call: None if call.out is not None else call.v.new_empty(call.v.shape),
     written=("initial_state", "ring_k", "ring_u", "ring_g", "out"),
 )  # fmt: skip

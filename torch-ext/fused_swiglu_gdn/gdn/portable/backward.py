@@ -51,6 +51,11 @@ def configuration(units: int, K: int, V: int, size: int, where: torch.device) ->
         table = tuning.lookup("portable_gdn_chunk_bwd_wide", where, K=K, bytes=size)
     else:
         table = tuning.lookup("portable_gdn_chunk_bwd", where, units=units)
+    return fitted(table, K, V, size, where)
+
+
+def fitted(table: dict, K: int, V: int, size: int, where: torch.device) -> dict:
+    """The configurations of a table by phase, as this GPU and these head dims can have them."""
     if torch.version.hip is not None:
         table = {phase: for_waves(config) for phase, config in table.items()}
     elif size > 2 and device.has_tensor_memory(where):

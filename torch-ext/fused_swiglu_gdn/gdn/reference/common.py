@@ -22,7 +22,7 @@ def without_autocast(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def in_full(q, *args, **options):
-        kind = (q.device if isinstance(q, torch.Tensor) else device_of(q)).type
+        kind = device_of(q).type
         if kind == "meta" or not torch.is_autocast_enabled(kind):
             return function(q, *args, **options)
         with torch.autocast(kind, enabled=False):

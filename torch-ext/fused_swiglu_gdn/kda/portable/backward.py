@@ -11,7 +11,7 @@ from typing import Optional
 import torch
 
 from ...gdn.call import GdnGradient
-from ...gdn.portable.backward import cut, for_registers, for_waves, near, padded
+from ...gdn.portable.backward import cut, fitted, near, padded
 from ...gdn.portable.backward_beta import small_betas
 from ...gdn.portable.backward_states import gdn_backward_states
 from ...runtime import device
@@ -35,15 +35,7 @@ def supports_kda_chunk_bwd(call: KdaCall, gradient: Optional[GdnGradient] = None
 def configuration(units: int, K: int, V: int, size: int, where: torch.device) -> dict:
     """Launch configurations of the phases for `units` sequences and value heads."""
     name = "portable_kda_chunk_bwd_wide" if size > 2 else "portable_kda_chunk_bwd"
-    table = lookup(name, where, units=units)
-    if torch.version.hip is not None:
-        table = {phase: for_waves(config) for phase, config in table.items()}
-    elif size > 2 and device.has_tensor_memory(where):
-        table = {phase: for_registers(phase, config, K) for phase, config in table.items()}
-    return {
-        phase: {**config, "BLOCK_V": min(config["BLOCK_V"], V)} if "BLOCK_V" in config else config
-        for phase, config in table.items()
-    }
+    return fitted(lookup(name, where, units=units), K, V, size, where)
 
 
 def _of_powers_of_two(call: KdaCall) -> KdaCall:
