@@ -21,7 +21,7 @@ check: $(READY)
 	$(VENV) -m ruff check .
 	$(VENV) -m ruff format --check .
 	$(VENV) tools/build.py --in-place
-	$(VENV) -m pytest tests/test_house.py
+	$(VENV) -m pytest tests/repository/test_house.py
 
 # The tests that compare numbers, once by each set of vector instructions that this processor has:
 # torch's sums have another order in each. A set that it lacks would end in an illegal instruction.
@@ -34,7 +34,7 @@ check-processors: build
 		echo "ATEN_CPU_CAPABILITY=$$set"; \
 		ATEN_CPU_CAPABILITY=$$set $(VENV) -m pytest --numprocesses auto --dist worksteal \
 			-k "not in_the_interpreter" \
-			$$(grep -lE "assert_close|relative_error|allclose|LOGITS" tests/test_*.py) || exit 1; \
+			$$(grep -lE "assert_close|relative_error|allclose|LOGITS" tests/*/test_*.py) || exit 1; \
 	done
 
 # every benchmarks/benchmark*.py, as `kernels benchmark .` runs them, a line as each is done

@@ -26,7 +26,7 @@ from typing import Dict, List, Optional
 import torch
 from kernel_time import RESULTS, ROOT, keep_fla_to_triton, load_package, save
 
-sys.path.insert(0, str(ROOT / "tests"))
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parallel")]
 
 START = 60  # seconds until every process has begun its first part
 WARM = 80  # seconds for all that is compiled beside

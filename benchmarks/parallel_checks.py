@@ -1,7 +1,7 @@
 """Parts of compare_parallel.py that say whether several GPUs compute what one does.
 
 The problems are those of tests/parallel_problems.py (the rule and the convolution, on any layout)
-and tests/test_distributed.py (whole models), in the same tolerances.
+and tests/parallel/test_distributed.py (whole models), in the same tolerances.
 """
 
 import functools

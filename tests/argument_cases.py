@@ -412,5 +412,5 @@ CASES = [
 EXCUSED = {  # public names without a case
     "layers": "a module",
     "register_experts": "it has no arguments",
-    "verify": "it needs what tools/build.py built: tests/test_build.py",
+    "verify": "it needs what tools/build.py built: tests/repository/test_build.py",
 }

@@ -1,8 +1,8 @@
 """The kernel as the tests see it, the devices it runs on, and the one table of tolerances.
 
 Tests import `torch-ext/fused_swiglu_gdn` under a name of its own, with the generated `_ops.py`, so
-that they reach its inner modules. tests/test_build.py and tests/test_models.py load what
-tools/build.py built, as users do.
+that they reach its inner modules. tests/repository/test_build.py and tests/models/test_models.py
+load what tools/build.py built, as users do.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""Random gated-delta-rule problems, as tests/fuzz_gdn.py draws them: calls of gdn_chunk_fwd."""
+"""Calls of gdn_chunk_fwd: of given inputs, and random ones as tests/fuzz_gdn.py draws them."""
 
 import dataclasses
 import random
@@ -184,3 +184,11 @@ def draw_problem(v: Variant, seed: int, is_long: bool, device) -> Problem:
     )
     call = calls.GdnCall(q, k, w, g, beta, A_log, dt_bias, initial, indices, cu, options)
     return Problem(v, lengths, call, states, every, repeated, whole, poisoned, rows, before)
+
+
+def arguments(x, **options):
+    """The call of gdn_chunk_fwd for inputs x by name; what is not given is off."""
+    values = {"scale": x["q"].shape[-1] ** -0.5, "output_final_state": True, **x, **options}
+    given = {name: values.pop(name) for name in calls.GdnOptions._fields if name in values}
+    tensors = dict.fromkeys(calls.GdnCall._fields)
+    return calls.GdnCall(**{**tensors, **values, "options": calls.GdnOptions(**given)})

@@ -1,4 +1,4 @@
-"""Sequences that several processes hold, against one process: run by tests/test_parallel.py.
+"""Sequences that several processes hold, against one process: tests/parallel/test_parallel.py.
 
     python tests/parallel_problems.py FOLDER [cpu | cuda]
 

@@ -49,7 +49,7 @@ def run_pytest(words):
 
     gone = [word for word in words if word.endswith(".py") and not (ROOT / word).is_file()]
     words = [word for word in words if not word.endswith(".py")]
-    small = [*words, "tests/test_api.py"]
+    small = [*words, "tests/functions/test_api.py"]
     code = pytest.main([*small, "--collect-only", "-p", "no:cacheprovider"])
     raise OptionsRead if code == 0 and not gone else SystemExit(f"{code.name}, not there: {gone}")
 

@@ -115,7 +115,8 @@ def assert_same_gradients(out, ref, device: str):
     """By name. Those of the gates, A_log and dt_bias, are sums over tokens that cancel, and
     transformers makes them in fp32 in models of any dtype: its own are 3e-4 off fp64, and up to
     1e-3 if each of its sums is half a unit in the last place off, as another processor's order of
-    sums has them. tests/test_gdn_backward.py and tests/test_distributed.py hold ours in fp64."""
+    sums has them. tests/gdn/test_gdn_backward.py and tests/parallel/test_distributed.py hold ours
+    in fp64."""
     assert out.keys() == ref.keys()
     for name, gradient in ref.items():
         if gradient.norm() < 1e-7:  # an expert that no token went to

@@ -1,4 +1,4 @@
-"""The calls whose kernels tools/compile_all.py compiles and tests/test_compile.py looks at.
+"""The calls whose kernels tools/compile_all.py compiles and tests/runtime/test_compile.py looks at.
 
 A call is made on tensors without memory, on a chip that is only pretended: what it launches is
 recorded, not run (runtime/recording.py). `CALLS` names each; those of an operation begin with its

@@ -93,8 +93,8 @@ def prepare_swiglu_fwd(call: Swiglu) -> Optional[Callable]:
     """(x, w_gate, w_up, b_gate, b_up) -> z: one launch for fp16 and bf16.
 
     In fp16 and bf16 the bits of a row do not depend on the other rows, their number or the
-    implementation: every path sums K in the same order (tests/test_swiglu.py). In fp32 cuBLAS
-    decides: torch's own products and their tf32 setting.
+    implementation: every path sums K in the same order (tests/swiglu/test_swiglu.py). In fp32
+    cuBLAS decides: torch's own products and their tf32 setting.
     """
     x, w_gate, w_up, b_gate, b_up, (activation,) = call
     where, N = x.device, w_gate.shape[0]

@@ -3,11 +3,10 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-from conftest import load_package, submodule
+from conftest import ROOT, load_package, submodule
 from interpreter import compiled
 from parallel_problems import CASES, WORLD
 
@@ -33,7 +32,7 @@ def found(request, tmp_path_factory):
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     folder = tmp_path_factory.mktemp("parallel")
-    script = Path(__file__).with_name("parallel_problems.py")
+    script = ROOT / "tests" / "parallel_problems.py"
     command = [sys.executable, str(script), str(folder), request.param]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
@@ -160,7 +159,7 @@ def test_tables_reach_a_gpu_without_a_wait():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would take the GPUs")
 def test_what_several_gpus_run_is_rehearsed():
     """benchmarks/compare_parallel.py: two processes, gloo, tiny sizes."""
-    script = Path(__file__).parent.parent / "benchmarks" / "compare_parallel.py"
+    script = ROOT / "benchmarks" / "compare_parallel.py"
     parts = ("messages", "bits", "time of 16/64", "time of FLA")
     command = [sys.executable, str(script), "--seconds", "200", "--only", *parts]
     done = subprocess.run(command, capture_output=True, text=True, timeout=250)

@@ -3,20 +3,13 @@
 import pytest
 import torch
 from conftest import assert_close, computed, gdn_inputs, relative_error, submodule
+from gdn_problems import arguments
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 
 call, reference = submodule("gdn.call"), submodule("gdn.reference.chunk")
 
 # RMS error over RMS value against an fp64 recurrence: the limit of aiter's own tests (#2686)
 AITER = 0.005
-
-
-def arguments(x, **options):
-    """The call of gdn_chunk_fwd for inputs x by name; what is not given is off."""
-    values = {"scale": x["q"].shape[-1] ** -0.5, "output_final_state": True, **x, **options}
-    given = {name: values.pop(name) for name in call.GdnOptions._fields if name in values}
-    tensors = dict.fromkeys(call.GdnCall._fields)
-    return call.GdnCall(**{**tensors, **values, "options": call.GdnOptions(**given)})
 
 
 def wide(x):

@@ -470,7 +470,7 @@ def test_all_of_a_configuration_or_none(everywhere):
 
 
 def test_fp8_experts_have_a_forward_of_their_own():
-    """In transformers' table of FP8 experts; tests/test_fp8_experts.py."""
+    """In transformers' table of FP8 experts; tests/fp8/test_fp8_experts.py."""
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     name = experts.register_experts()
     served = submodule("models.fp8_experts").fp8_experts_forward

@@ -4,7 +4,8 @@ ask of it."""
 import pytest
 import torch
 from conftest import submodule
-from test_gdn_backward import OPTIONS, Case, compare
+from gdn_gradients import Case
+from test_gdn_backward import OPTIONS, compare
 
 pytest.importorskip("triton.experimental.gluon")
 pytestmark = pytest.mark.gpu

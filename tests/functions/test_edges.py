@@ -6,8 +6,8 @@ import functools
 import pytest
 import torch
 from conftest import TOLERANCE, assert_close, computed, prepared, relative_error, submodule
+from gdn_gradients import Case
 from interpreter import compiled, interpreted, rerun
-from test_gdn_backward import Case
 from torch.utils._python_dispatch import TorchDispatchMode
 
 layer, layer_calls = submodule("gdn_layer.reference.layer"), submodule("gdn_layer.call")

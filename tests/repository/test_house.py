@@ -178,7 +178,7 @@ def test_every_public_function_says_shapes_and_errors():
 @pytest.mark.parametrize("path", sorted((ROOT / "tools").glob("*.py")), ids=lambda path: path.name)
 def test_tools_stand_on_no_tests(path):
     """What compares values lies with the tests, which import tools."""
-    tests = {test.stem for test in (ROOT / "tests").glob("*.py")}
+    tests = {test.stem for test in (ROOT / "tests").rglob("*.py")}
     for node in ast.walk(ast.parse(path.read_text())):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         names += [node.module] if isinstance(node, ast.ImportFrom) else []
@@ -186,7 +186,7 @@ def test_tools_stand_on_no_tests(path):
 
 
 def test_the_public_api_is_recorded():
-    """tests/test_api.py has it, too; `make check` runs this file."""
+    """tests/functions/test_api.py has it, too; `make check` runs this file."""
     assert release_checks.api_problems(ROOT, read_config(ROOT)[0]) == []
 
 

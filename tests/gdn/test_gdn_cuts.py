@@ -6,8 +6,9 @@ import json
 import pytest
 import torch
 from conftest import PACKAGE, assert_close, gdn_inputs, submodule
+from gdn_problems import arguments
 from interpreter import compiled, interpreted, rerun
-from test_gdn_chunk import arguments, cu, implementation, run  # noqa: F401
+from test_gdn_chunk import cu, implementation, run  # noqa: F401
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402

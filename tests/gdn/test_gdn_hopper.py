@@ -10,8 +10,9 @@ import threading
 import pytest
 import torch
 from conftest import assert_close, gdn_inputs, relative_error, submodule
+from gdn_problems import arguments
 from interpreter import compiled
-from test_gdn_chunk import arguments, check, cu, expected
+from test_gdn_chunk import check, cu, expected
 
 pytest.importorskip("triton")
 gdn = pytest.importorskip("triton.experimental.gluon") and submodule("gdn.hopper.chunk")

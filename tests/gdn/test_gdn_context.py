@@ -3,8 +3,9 @@
 import pytest
 import torch
 from conftest import assert_close, gdn_inputs, load_package, relative_error, submodule
+from gdn_problems import arguments
 from interpreter import compiled
-from test_gdn_chunk import arguments, check, cu, expected, run
+from test_gdn_chunk import check, cu, expected, run
 
 pytestmark = [pytest.mark.gpu, compiled]
 # of the shortest segments, none, with a rest, one token, just not cut, of the longest

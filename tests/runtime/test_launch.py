@@ -528,7 +528,7 @@ def test_two_devices(kernel, M):
 def test_addresses_in_turn(kernel, T):
     """The same kind of call on other tensors, on other values in the same tensors, on a stream, in
     a graph."""
-    from test_gdn_chunk import arguments
+    from gdn_problems import arguments
 
     gdn = pytest.importorskip("triton.experimental.gluon") and submodule("gdn.hopper.chunk")
     cases = [gdn_inputs(1, T, 2, 4, 128, 128, torch.bfloat16, "cuda", seed=i) for i in range(2)]
