@@ -80,7 +80,7 @@ def phases(package, x, options) -> dict:
     chunked = chunk._Chunked(call)
     q, k, v, g, beta = x
     prepare = chunked.prepare
-    tb, p, kd, qd, ke, gam = prepare(q, k, g, beta, None, None, cu)
+    tb, p, kd, qd, ke, gam, *_ = prepare(q, k, g, beta, None, None, cu)
     o, states = torch.empty_like(v), v.new_empty(**chunked.final)
     gates = gam.new_zeros(*tb.shape[:2], prepare.scratch, 64)
     return {

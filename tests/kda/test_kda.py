@@ -175,10 +175,9 @@ def test_gradient_written_out(kernel, gates, raw):
     do, dS = torch.randn_like(o), torch.randn_like(final)
     wanted = torch.autograd.grad((o, final), leaves, (do, dS))
     given = calls.KdaOptions(0.25, True, bool(raw), False, False, True, None, 0, bound)
-    call = calls.KdaCall(**x, state_indices=None, cu_seqlens=cu, options=given)
-    gradient = submodule("gdn.call").GdnGradient(do, dS, None, False)
+    call = calls.KdaBackward(**x, cu_seqlens=cu, do=do, d_final_state=dS, options=given)
     with torch.no_grad():
-        found = [y for y in by_hand.kda_chunk_bwd(call, gradient) if y is not None]
+        found = [y for y in by_hand.kda_chunk_bwd(call) if y is not None]
     assert len(found) == len(wanted)
     for a, b in zip(found, wanted):  # dA_log is a sum whose terms cancel: 1e-15 of them
         assert a.shape == b.shape and relative_error(a, b) < 1e-10
@@ -190,14 +189,14 @@ def test_gradient_written_out(kernel, gates, raw):
 @pytest.mark.parametrize("v_first", [False, True])
 def test_operator_with_a_gradient(kernel, v_first):
     """What training on a GPU goes through, whose forward is a kernel's there."""
-    calls, ops = submodule("kda.call"), submodule("kda.ops_train")
+    calls, ops = submodule("kda.call"), submodule("kda.ops")
     x = doubles(2, 70, 1, 2, 8, 12)
     shape = (2, 2, 12, 8) if v_first else (2, 2, 8, 12)
     x["initial_state"] = torch.randn(shape, dtype=torch.float64)
     leaves = [y.requires_grad_() for y in x.values()]
     options = calls.KdaOptions(0.3, True, state_v_first=v_first, output_final_state=True)
     fields = (*list(x.values())[:5], None, None, x["initial_state"], None, None, *options)
-    o, state = ops.kda_chunk_train(*fields)
+    o, state, _ = ops.CHUNK.op(*fields)
     want = kernel.chunk_kda(
         **x, scale=0.3, use_qk_l2norm_in_kernel=True, output_final_state=True, state_v_first=v_first
     )
@@ -205,7 +204,7 @@ def test_operator_with_a_gradient(kernel, v_first):
     ways = [torch.autograd.grad(y[0].sum() + y[1].sin().sum(), leaves) for y in ((o, state), want)]
     for a, b in zip(*ways):
         assert relative_error(a, b) < 1e-11
-    o, state = ops.kda_chunk_train(*fields)
+    o, *_ = ops.CHUNK.op(*fields)
     (g,) = torch.autograd.grad(o.sum(), leaves[0], create_graph=True)
     with pytest.raises(NotImplementedError, match="chunk_kda has no second derivative"):
         torch.autograd.grad(g.sum(), leaves[1])
@@ -216,20 +215,25 @@ def test_operators_agree_with_their_fakes():
     x = kda_inputs(1, 70, 1, 1, 8, 8)
     state, options = torch.randn(1, 1, 8, 8), calls.KdaOptions(0.3, True, output_final_state=True)
     tensors = (*x.values(), None, None)
-    for start in (None, state):
+    rows = torch.tensor([0])
+    for operation, start, at in (
+        (ops.CHUNK, None, None), (ops.CHUNK, state, None), (ops.CHUNK_IN_POOL, state, rows),
+    ):  # fmt: skip
+        for every in (0, 64):
+            given = options._replace(checkpoint_every=every)
+            torch.library.opcheck(
+                operation.op, (*tensors, start, at, None, *given),
+                test_utils=("test_schema", "test_faketensor"),
+            )  # fmt: skip
+    for operation, inplace in ((ops.RECURRENT, False), (ops.RECURRENT_IN_PLACE, True)):
+        steps = calls.KdaStepOptions(0.3, True, output_final_state=True, inplace=inplace)
         torch.library.opcheck(
-            ops._kda_chunk_fwd, (None, *tensors, start, None, None, *options),
+            operation.op, (*tensors, state, None, None, None, None, None, *steps),
             test_utils=("test_schema", "test_faketensor"),
         )  # fmt: skip
-    steps = calls.KdaStepOptions(0.3, True, inplace=True)
-    torch.library.opcheck(
-        ops._kda_recurrent_fwd, (state, *tensors, None, None, None, None, None, None, *steps),
-        test_utils=("test_schema", "test_faketensor"),
-    )  # fmt: skip
     leaves = [y.requires_grad_() for y in x.values()]
     torch.library.opcheck(
-        submodule("kda.ops_train").kda_chunk_train,
-        (*leaves, None, None, None, None, None, *options),
+        ops.CHUNK.op, (*leaves, None, None, None, None, None, *options),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ Triton's interpreter, and on a GPU."""
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_close, load_package, relative_error, submodule
+from conftest import assert_close, computed, load_package, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
 from kda_problems import GATES, calls, kda_inputs, wide
 
@@ -40,12 +40,10 @@ def expected(call, forward):
 
 
 def run(call):
-    module = submodule("kda.portable.chunk")
-    assert module.supports_kda_chunk_fwd(call)
     if call.q.is_cuda:
         stale = torch.full_like(call.v, float("nan"))
         del stale  # the caching allocator hands this block to the next tensor of the size
-    return module.kda_chunk_fwd(call)[:3]
+    return computed("kda.portable.chunk", "kda_chunk_fwd", call)
 
 
 def coarser(a, b):
@@ -169,8 +167,7 @@ class Prompts:
         alone = run(prompt({name: y[:, 100:] for name, y in x.items()}, **options))
         assert torch.equal(alone[0], whole[0][:, 100:]) and torch.equal(alone[1][0], whole[1][1])
 
-    def test_a_plan_serves_calls_alike(self):
-        module = submodule("kda.portable.chunk")
+    def test_one_preparation_is_for_all_calls_alike(self):
         first, second = (
             prompt(
                 kda_inputs(2, 70, 1, 2, 16, 16, DTYPES[0], seed=seed, device=self.device),
@@ -178,18 +175,22 @@ class Prompts:
             )
             for seed in (0, 1)
         )
-        plan = module.plan_kda_chunk_fwd(first)
+        prepared = submodule("kda.portable.chunk").prepare_kda_chunk_fwd(first)
         for call in (first, second):
-            (o, state, *_), (ref, ref_state, *_) = plan(*call.tensors), module.kda_chunk_fwd(call)
+            (o, state, _), (ref, ref_state, _) = prepared(*call.tensors), run(call)
             assert torch.equal(o, ref) and torch.equal(state, ref_state)
 
     def test_strides(self):
-        """Views of wider tensors; gates whose heads are apart are made dense by the function."""
+        """Views of wider tensors; gates whose heads are apart are copied."""
         wider = kda_inputs(2, 70, 2, 2, 48, 32, DTYPES[0], device=self.device)
         x = {name: y[..., :32] if y.ndim == 4 else y for name, y in wider.items()}
-        assert not submodule("kda.portable.chunk").supports_kda_chunk_fwd(prompt(x))
+        o, state = check(prompt(x, use_qk_l2norm=True))
         x["g"] = x["g"].contiguous()
-        check(prompt(x, use_qk_l2norm=True))
+        again, same = check(prompt(x, use_qk_l2norm=True))
+        assert torch.equal(o, again) and torch.equal(state, same)
+        turned = {name: y.transpose(-1, -2).contiguous().mT for name, y in x.items()}
+        again, same = check(prompt(turned, use_qk_l2norm=True))
+        assert torch.equal(o, again) and torch.equal(state, same)
 
 
 # Kernels beside the gradient written out, in fp64. The decays' and beta's are not rounded to q's
@@ -198,23 +199,27 @@ GRADIENTS = ("dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "d_initial_s
 BOUNDS = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 
 
+def gradient_of(call, do, d_final=None):
+    """The KdaBackward of a KdaCall."""
+    *tensors, _, cu_seqlens, options = call
+    return calls.KdaBackward(*tensors, cu_seqlens, do, d_final, options)
+
+
 def gradients(call, seed=3):
     """The call's gradients by the kernels, and in fp64."""
-    module, by_hand = submodule("kda.portable.backward"), submodule("kda.reference.backward")
+    by_hand = submodule("kda.reference.backward")
     rng = torch.Generator().manual_seed(seed)
     device, d_final = call.q.device, None
     do = torch.randn(call.v.shape, generator=rng).to(call.v.dtype).to(device)
     if call.options.output_final_state:
         d_final = torch.randn(call.N, *call.state_shape, generator=rng).to(device)
-    gradient = submodule("gdn.call").GdnGradient(do, d_final, None, False)
-    assert module.supports_kda_chunk_bwd(call, gradient)
+    call = gradient_of(call, do, d_final)
     if call.q.is_cuda:
         stale = torch.full((2**22,), float("nan"), device=device)
         del stale
-    found = module.kda_chunk_bwd(call, gradient)
+    found = computed("kda.portable.backward", "kda_chunk_bwd", call)
     exact = type(call)(*map(wide, call[:-1]), call.options)
-    gradient = gradient._replace(do=wide(do), d_final_state=wide(d_final))
-    return found, by_hand.kda_chunk_bwd(exact, gradient)
+    return found, by_hand.kda_chunk_bwd(exact)
 
 
 def sizes_of(call, wanted) -> dict:
@@ -342,13 +347,12 @@ class Gradients:
     def test_repeatable_and_alone(self):
         """The same bits again, and whatever else is in the batch."""
         x = kda_inputs(1, 150, 1, 2, 32, 16, DTYPES[0], "bounded", device=self.device)
-        module, calls_ = submodule("kda.portable.backward"), submodule("gdn.call")
         do = torch.randn(1, 150, 2, 16, device=self.device).to(DTYPES[0])
 
         def run(x, do):
             options = {"use_qk_l2norm": True, "output_final_state": False}
-            gradient = calls_.GdnGradient(do, None, None, False)
-            return module.kda_chunk_bwd(prompt(x, **options), gradient)[:5]
+            call = gradient_of(prompt(x, **options), do)
+            return computed("kda.portable.backward", "kda_chunk_bwd", call)[:5]
 
         x["cu_seqlens"] = ends(100, 50, device=self.device)
         whole, again = run(x, do), run(x, do)
@@ -364,10 +368,8 @@ class Tokens:
     device = "cpu"
 
     def check(self, call):
-        module = submodule("kda.portable.recurrent")
-        assert module.supports_kda_recurrent_fwd(call)
         ref_o, ref_state = expected(call, decoding.kda_recurrent_fwd)
-        o, state = module.kda_recurrent_fwd(call)
+        o, state = computed("kda.portable.recurrent", "kda_recurrent_fwd", call)
         assert_close(o, ref_o)
         if state is not None:
             assert relative_error(state, ref_state) < STATE[state.dtype]

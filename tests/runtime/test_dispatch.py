@@ -1,6 +1,5 @@
 """The choice of implementation, with kernel modules made up for the purpose."""
 
-import contextlib
 import types
 
 import pytest
@@ -10,16 +9,12 @@ from interpreter import compiled
 
 
 class Module(types.SimpleNamespace):
-    """A kernel module that supports what `supports` says and names itself."""
+    """A kernel module that computes every call or none, and names itself."""
 
-    def __init__(self, name, supports=True, backward=False):
+    def __init__(self, name, computes=True, backward=False):
         super().__init__()
-        self.swiglu_fwd = lambda *args: name
-        self.supports_swiglu_fwd = lambda *args: supports
-        self.prepare_swiglu_fwd = lambda call: (lambda: name) if supports else None
+        self.prepare_swiglu_fwd = lambda call: (lambda: name) if computes else None
         if backward:
-            self.swiglu_bwd = lambda *args: name
-            self.supports_swiglu_bwd = lambda *args: supports
             self.prepare_swiglu_bwd = self.prepare_swiglu_fwd
 
 
@@ -37,37 +32,26 @@ def dispatch(monkeypatch):
 
 
 class OnGpu:
-    """Stub of a tensor on a GPU, with the attributes that choose reads."""
+    """Stub of a call on a GPU, with the attributes that prepare reads."""
 
     device = torch.device("cuda", 0)
 
 
 def chosen(dispatch, needs_grad=False):
     dispatch.module._folders.cache_clear()
-    family, name = "swiglu.forward", "swiglu_fwd"
-    launch = dispatch.module.choose(family, name, needs_grad, (OnGpu(),))
-    with set_aside(dispatch.module.records):
-        gradient = (family, "swiglu_bwd") if needs_grad else None
-        prepared = dispatch.module.prepare(family, name, OnGpu(), gradient)
-    assert (launch and launch()) == (prepared and prepared())
+    family = "swiglu.forward"
+    gradient = (family, "swiglu_bwd") if needs_grad else None
+    launch = dispatch.module.prepare(family, "swiglu_fwd", OnGpu(), gradient)
     return "reference" if launch is None else launch()
 
 
-@contextlib.contextmanager
-def set_aside(records):
-    """Inside, nothing is recorded."""
-    kept, records[:] = records[:], []
-    yield
-    records[:] = kept
-
-
-def test_first_that_supports_the_call(dispatch):
+def test_first_that_computes_the_call(dispatch):
     assert chosen(dispatch) == "reference"
     dispatch.modules["portable"] = Module("portable")
     assert chosen(dispatch) == "portable"
     dispatch.modules["hopper"] = Module("hopper")
     assert chosen(dispatch) == "hopper"
-    dispatch.modules["hopper"] = Module("hopper", supports=False)
+    dispatch.modules["hopper"] = Module("hopper", computes=False)
     assert chosen(dispatch) == "portable"
 
 

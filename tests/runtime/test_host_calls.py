@@ -40,6 +40,9 @@ MOST = {
     "attention gate": 7,
     "static cache": 8,
     "rule, training step": 150,  # 659 by torch.library and without plans
+    "kda prefill": 32,
+    "kda decode": 9,
+    "kda training step": 720,  # 1078 with a launcher, a plan and an operator of each form
     "experts, T=1": 11,
     "experts, T=100": 60,
     "experts, training step": 260,  # 274 by a Function of its own and without plans
@@ -101,6 +104,12 @@ def tensors(T: int, H: int = 2, HV: int = 4, D: int = 128):
     shapes = ((H, D), (H, D), (HV, D), (HV,), (HV,))
     dtypes = (torch.bfloat16,) * 3 + (torch.float32,) * 2
     return [torch.zeros(1, T, *shape, dtype=dtype) for shape, dtype in zip(shapes, dtypes)]
+
+
+def channel_tensors(T: int) -> list:
+    """The same for Kimi Delta Attention."""
+    q, k, v, _, beta = tensors(T, H=4)
+    return [q, k, v, torch.zeros(1, T, 4, 128), beta]
 
 
 def experts_of(T: int) -> list:
@@ -166,12 +175,17 @@ def calls(kernel) -> dict:
     heads, table = torch.zeros(1, 1, 2, 64), torch.zeros(1, 1, 64)
     heads, keys, values = (x.bfloat16() for x in (heads, *torch.zeros(2, 1, 2, 640, 64)))
     at = torch.tensor(3)
-    leaves, do = [x.clone().requires_grad_() for x in prompt], torch.zeros_like(prompt[2])
+    channels, channel = channel_tensors(64), channel_tensors(1)
 
-    def training_step():
-        with torch.enable_grad():
-            o, _ = kernel.chunk_gated_delta_rule(*leaves, use_qk_l2norm_in_kernel=True)
-            torch.autograd.grad(o, leaves, do)
+    def training_step(rule, inputs):
+        leaves, do = [x.clone().requires_grad_() for x in inputs], torch.zeros_like(inputs[2])
+
+        def step():
+            with torch.enable_grad():
+                o, _ = rule(*leaves, use_qk_l2norm_in_kernel=True)
+                torch.autograd.grad(o, leaves, do)
+
+        return step
 
     experts, dout = experts_of(100), torch.zeros(100, 64, dtype=torch.bfloat16)
     mixture = [x.clone().requires_grad_(x.is_floating_point()) for x in experts]
@@ -223,7 +237,12 @@ def calls(kernel) -> dict:
         "layer": lambda: fused.decode_step(*layer),
         "norm": lambda: kernel.rms_norm(few, w_gate[0], residual=few),
         "gate": lambda: kernel.silu_mul(few, few),
-        "rule, training step": training_step,
+        "rule, training step": training_step(kernel.chunk_gated_delta_rule, prompt),
+        "kda prefill": lambda: kernel.chunk_kda(*channels, initial_state=state, **norm),
+        "kda decode": lambda: kernel.fused_recurrent_kda(
+            *channel, initial_state=state, inplace_final_state=True, **norm
+        ),
+        "kda training step": training_step(kernel.chunk_kda, channels),
     }
 
 

@@ -118,13 +118,9 @@ def chunk_gated_delta_rule(
     checks.are_flags(inplace_final_state=inplace_final_state, recompute=recompute)
     settings = (use_gate_in_kernel, chunk_size, recompute)
     if has_initial_state is not None or not inplace_final_state:
-        call = _checked(tensors, options, settings, bool(inplace_final_state))
-        checks.pool_of_prompts(call, has_initial_state, cp_context)
-        pool, rows = call.initial_state, call.state_indices
-        pool, rows = ops.states_to_start_from(
-            pool, rows, has_initial_state, not inplace_final_state
-        )
-        tensors = (*tensors[:7], pool, rows, cu_seqlens)
+        inplace = bool(inplace_final_state)
+        call = _checked(tensors, options, settings, inplace)
+        tensors = ops.started(tensors, call, has_initial_state, inplace, cp_context)
     if cp_context is not None:
         call = GdnCall(*tensors, GdnOptions(*options, not recompute and needs_grad(tensors)))
         lengths = lengths_alone(call, cp_context)

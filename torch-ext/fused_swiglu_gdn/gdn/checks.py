@@ -228,7 +228,12 @@ def chunk(call: GdnCall, written: bool = True) -> GdnCall:
     """
     *options, use_gate, size, recompute = call.options
     options = GdnOptions(*options, not recompute and needs_grad(call))
-    call = call._replace(options=options)
+    return in_chunks(call._replace(options=options), use_gate, size, written)
+
+
+def in_chunks(call, use_gate: object, size: object, written: bool):
+    """Checks a call of a chunked form with its own options; size: of a chunk."""
+    options = call.options
     chunk_size(size)
     rule_flags(options, use_gate)
     checkpoint_every(options.checkpoint_every)
@@ -245,8 +250,12 @@ def recurrent(call: RecurrentCall) -> RecurrentCall:
     Its options are those of RecurrentOptions, and use_gate_in_kernel.
     """
     *options, use_gate = call.options
-    options = RecurrentOptions(*options)
-    call = call._replace(options=options)
+    return in_steps(call._replace(options=RecurrentOptions(*options)), use_gate)
+
+
+def in_steps(call, use_gate: object):
+    """Checks a call of a recurrent form with its own options."""
+    options = call.options
     is_tensor("v", call.v)
     rule_flags(options, use_gate)
     are_flags(inplace_final_state=options.inplace, output_all_states=options.all_states)

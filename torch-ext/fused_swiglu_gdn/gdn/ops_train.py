@@ -4,7 +4,8 @@ Saved for the gradient: the tensors of the call, and Tb, P and F of its chunks w
 recomputed.
 """
 
-from typing import Optional
+import functools
+from typing import Callable, Optional
 
 import torch
 from torch import Tensor
@@ -14,8 +15,8 @@ from ..runtime.ops import autocast, needs_grad
 from . import checks
 from .call import GdnBackward, GdnCall
 from .chunks import CHUNK as TOKENS
-from .reference import backward as backward_reference
-from .reference import chunk as reference
+from .reference.backward import gdn_chunk_bwd
+from .reference.chunk import gdn_chunk_fwd
 
 FAMILY = "gdn.chunk"
 NONE = (None, None, None)  # in place of Tb, P and F
@@ -40,29 +41,36 @@ def cast(q, k, v, *more) -> tuple:
     return (*autocast(q, k, v), *more)
 
 
-def _by_torch(call: GdnCall) -> tuple:
-    """The reference, which has nothing to save, as kernels and the operator return it."""
-    o, *states, _ = reference.gdn_chunk_fwd(call)
+def by_torch(reference: Callable, call) -> tuple:
+    """o, the final state and checkpoints of the reference, as kernels and the operator return
+    them."""
+    o, *states, _ = reference(call)
     if call.state_indices is None:
         states = [x if x is None else x.contiguous() for x in states]
+    return o.contiguous(), *states
+
+
+def _by_torch(call: GdnCall) -> tuple:
+    """The reference, which has nothing to save."""
     blocks = NONE if needs_grad(call) else _blocks(call)
-    return o.contiguous(), *states, *[x if x is None else x.zero_() for x in blocks]
+    return *by_torch(gdn_chunk_fwd, call), *[x if x is None else x.zero_() for x in blocks]
 
 
-def _results(call: GdnCall) -> tuple:
-    """Empty results: o, the final state, checkpoints, Tb, P, F; a pool is not among them."""
+def results(call) -> tuple:
+    """Empty results of a chunked form: o, the final state, checkpoints; a pool is not among
+    them."""
     options, state, checkpoints = call.options, None, None
     if options.output_final_state and call.state_indices is None:
         state = empty_state(call, call.N, options.state_dtype)
     if options.checkpoint_every:
         rows = call.B * (call.T // options.checkpoint_every)
         checkpoints = empty_state(call, rows, options.state_dtype)
-    return call.v.new_empty(call.v.shape), state, checkpoints, *_blocks(call)
+    return call.v.new_empty(call.v.shape), state, checkpoints
 
 
-def _gradients_by_torch(call: GdnBackward) -> tuple:
-    found = backward_reference.gdn_chunk_bwd(call)
-    return tuple([x if x is None else x.contiguous() for x in found])
+def gradients_by_torch(reference: Callable, call) -> tuple:
+    """The gradients of the reference, contiguous."""
+    return tuple([x if x is None else x.contiguous() for x in reference(call)])
 
 
 def _gradients_like(call: GdnBackward) -> tuple:
@@ -72,17 +80,21 @@ def _gradients_like(call: GdnBackward) -> tuple:
     return tuple([x if x is None else x.new_empty(x.shape) for x in wanted])
 
 
+_PROMPTS = dict(
+    check=checks.chunk, cast=cast, outputs=6, fake=lambda call: (*results(call), *_blocks(call))
+)
 CHUNK = Operation(
-    FAMILY, "gdn_chunk_fwd", GdnCall, _by_torch, check=checks.chunk, cast=cast, outputs=6,
-    fake=_results, differentiable=lambda call: not call.options.checkpoint_every,
+    FAMILY, "gdn_chunk_fwd", GdnCall, _by_torch,
+    differentiable=lambda call: not call.options.checkpoint_every, **_PROMPTS,
 )  # fmt: skip
 CHUNK_IN_POOL = Operation(
-    FAMILY, "gdn_chunk_fwd", GdnCall, _by_torch, check=checks.chunk, cast=cast, outputs=6,
-    fake=_results, written=("initial_state",), schema="gdn_chunk_pool",
+    FAMILY, "gdn_chunk_fwd", GdnCall, _by_torch, written=("initial_state",),
+    schema="gdn_chunk_pool", **_PROMPTS,
 )  # fmt: skip
 GRADIENT = Operation(
-    FAMILY, "gdn_chunk_bwd", GdnBackward, _gradients_by_torch, outputs=8, fake=_gradients_like
-)
+    FAMILY, "gdn_chunk_bwd", GdnBackward, functools.partial(gradients_by_torch, gdn_chunk_bwd),
+    outputs=8, fake=_gradients_like,
+)  # fmt: skip
 
 
 def _save(ctx, inputs, output) -> None:

@@ -1,20 +1,13 @@
 """Kimi Delta Attention with FLA's interface: in chunks, and token by token."""
 
-import operator
 from typing import Optional, Tuple
 
 import torch
 from torch import Tensor
 
-from ..gdn import checks as gdn_checks
-from ..gdn.ops import states_to_start_from
-from ..runtime.cache import CallCache, fast_path_ok
-from ..runtime.checks import are_flags, is_null_index, is_tensor
-from ..runtime.ops import autocast, dense
+from ..gdn.ops import started
 from . import checks, ops
-from .call import KdaCall, KdaOptions, KdaStepCall, KdaStepOptions
-
-_prefilling, _decoding = CallCache(), CallCache()
+from .call import KdaCall
 
 
 def chunk_kda(
@@ -126,68 +119,25 @@ def chunk_kda(
         disable_recompute=disable_recompute, inplace_final_state=inplace_final_state,
         use_graph=use_graph,
     )  # fmt: skip
-    A_log, dt_bias, lower_bound = checks.gates(A_log, dt_bias, lower_bound, use_gate_in_kernel)
     tensors = (q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens)
     options = (
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, output_final_state, state_dtype, checkpoint_every, lower_bound,
+        use_gate_in_kernel, chunk_size,
     )  # fmt: skip
-    settings = (use_gate_in_kernel, chunk_size)
     if has_initial_state is not None or not inplace_final_state:
-        call = KdaCall(*tensors, KdaOptions(*options))
-        tensors = _started(call, settings, has_initial_state, bool(inplace_final_state))
-    kind = (*options, *settings)
-    plan = _prefilling.find(tensors, kind, True)
-    if plan is None:
-        call = _checked(KdaCall(*tensors, KdaOptions(*options)), *settings)
-        if state_indices is not None:
-            gdn_checks.pool_is_written(call.initial_state)
-        if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
-            plan = _prefilling.keep(tensors, kind, ops.plan_kda_chunk(call))
-    o, state, checkpoints = ops.kda_chunk(call) if plan is None else plan(*tensors)[:3]
-    if not inplace_final_state:
-        state = state.to(state_dtype or state.dtype) if output_final_state else None
+        inplace = bool(inplace_final_state)
+        call = checks.chunk(KdaCall(*checks.flat(*tensors), options), inplace)
+        tensors = started(tensors, call, has_initial_state, inplace, None)
+    operation = ops.CHUNK if state_indices is None else ops.CHUNK_IN_POOL
+    o, state, checkpoints = operation(tensors, options)
+    if state_indices is not None:
+        state = tensors[7]
+    if not (output_final_state or state_indices is not None and inplace_final_state):
+        state = None
+    elif not inplace_final_state:
+        state = state.to(state_dtype or state.dtype)
     return (o, state, checkpoints) if checkpoint_every else (o, state)
-
-
-def _started(call: KdaCall, settings: tuple, kept: Optional[Tensor], inplace: bool) -> tuple:
-    """The tensors of the call, with the states that its sequences start from."""
-    checked = _checked(call, *settings, inplace)
-    gdn_checks.pool_of_prompts(checked, kept, None)
-    pool, rows = checked.initial_state, checked.state_indices
-    pool, rows = states_to_start_from(pool, rows, dense(kept), not inplace)
-    return call._replace(initial_state=pool, state_indices=rows).tensors
-
-
-def _checked(call: KdaCall, use_gate: bool, chunk_size: int, written: bool = True) -> KdaCall:
-    """The call as the operator takes it."""
-    gdn_checks.chunk_size(chunk_size)
-    gdn_checks.checkpoint_every(call.options.checkpoint_every)
-    gdn_checks.state_dtype(call.options.state_dtype)
-    return _dense(_with_rule(call, use_gate, written))
-
-
-def _with_rule(call, use_gate: bool, written: bool):
-    """Either form's call, checked in what they share, and its scale where none was given."""
-    q, k, v = autocast(call.q, call.k, call.v)
-    call = call._replace(q=q, k=k, v=v)
-    is_tensor("q", q)
-    gdn_checks.rule_flags(call.options, use_gate)
-    gdn_checks.gated_delta_rule(call, use_gate, written)
-    scale = call.options.scale
-    scale = call.K**-0.5 if scale is None else float(scale)
-    return call._replace(options=call.options._replace(scale=scale))
-
-
-def _dense(call):
-    """The call with its tensors as kernels take them, except for states: the last dimension
-    contiguous, and the gates of a token's heads side by side."""
-    skipped = ("initial_state", "out", "options")
-    made = {name: dense(x) for name, x in call._asdict().items() if name not in skipped}
-    g = made["g"]
-    if g.shape[2] > 1 and g.stride(2) != g.shape[3]:
-        made["g"] = g.contiguous()
-    return call._replace(**made)
 
 
 def fused_recurrent_kda(
@@ -247,35 +197,20 @@ def fused_recurrent_kda(
         >>> o.shape, new is state
         (torch.Size([3, 1, 2, 32]), True)
     """
-    A_log, dt_bias, lower_bound = checks.gates(A_log, dt_bias, lower_bound, use_gate_in_kernel)
     tensors = (
         q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, output_state_indices,
         num_accepted_tokens, cu_seqlens, out,
     )  # fmt: skip
-    kind = (
+    options = (
         scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, allow_neg_eigval,
         state_v_first, output_final_state, inplace_final_state, output_all_states, null_index,
         lower_bound, use_gate_in_kernel,
     )  # fmt: skip
-    plan = _decoding.find(tensors, kind, True)
-    if plan is not None:
-        return plan(*tensors)
-    given = KdaStepCall(*tensors, KdaStepOptions(*kind[:-1]))
-    call = _checked_step(given, use_gate_in_kernel)
-    if fast_path_ok() and all(map(operator.is_, tensors, call.tensors)):
-        _decoding.keep(tensors, kind, ops.plan_kda_recurrent(call))
-    return ops.kda_recurrent(call)
-
-
-def _checked_step(call: KdaStepCall, use_gate: bool) -> KdaStepCall:
-    """The call as the operator takes it."""
-    options = call.options
-    is_tensor("v", call.v)
-    are_flags(inplace_final_state=options.inplace, output_all_states=options.all_states)
-    is_null_index(options.null_index)
-    if call.beta is None:
-        call = call._replace(beta=call.v.new_ones(call.v.shape[:3], dtype=torch.float32))
-    written = bool(options.inplace) and call.output_state_indices is None
-    call = _with_rule(call, use_gate, written)
-    gdn_checks.decode_states(call)
-    return _dense(call)
+    inplace = isinstance(inplace_final_state, int) and inplace_final_state  # others are refused
+    operation = ops.RECURRENT_IN_PLACE if inplace else ops.RECURRENT
+    o, state = operation(tensors, options)
+    if inplace_final_state:
+        state = initial_state
+    elif not (output_final_state or output_all_states):
+        state = None
+    return o if out is None else out, state

@@ -66,6 +66,27 @@ class KdaCall(NamedTuple):
 
 
 @with_sizes
+class KdaBackward(NamedTuple):
+    """A call of the gradient of the chunked form."""
+
+    q: Tensor  # [B, T, H, K]
+    k: Tensor  # [B, T, H, K]
+    v: Tensor  # [B, T, HV, V]
+    g: Tensor  # [B, T, HV, K]
+    beta: Tensor  # [B, T, HV]
+    A_log: Optional[Tensor]  # [HV]
+    dt_bias: Optional[Tensor]  # [HV * K]
+    initial_state: Optional[Tensor]  # [N, HV, K, V]
+    cu_seqlens: Optional[Tensor]  # [N + 1]
+    do: Tensor  # [B, T, HV, V]
+    d_final_state: Optional[Tensor]  # [N, HV, K, V]
+    options: KdaOptions
+
+    channels = True
+    state_indices = None  # through a pool there is no gradient
+
+
+@with_sizes
 class KdaStepCall(NamedTuple):
     """A call of the form that goes token by token."""
 

@@ -1,20 +1,51 @@
 """Checks of the functions of Kimi Delta Attention."""
 
+from torch import Tensor
+
+from ..gdn.checks import in_chunks, in_steps
 from ..runtime.checks import are_flags, is_int, is_number, is_tensor
+from ..runtime.ops import autocast
+from .call import KdaCall, KdaOptions, KdaStepCall, KdaStepOptions
 
 
-def gates(A_log: object, dt_bias: object, lower_bound: object, use_gate: object) -> tuple:
-    """A_log and dt_bias as [HV] and [HV * K], of any shapes of so many elements, and the bound,
-    which means nothing where gates are not raw."""
-    for name, x in (("A_log", A_log), ("dt_bias", dt_bias)):
-        if x is not None:
-            is_tensor(name, x)
-    if lower_bound is not None:
-        is_number("lower_bound", lower_bound, or_none=" or None")
-        if lower_bound >= 0:
-            raise ValueError(f"lower_bound must be negative, got {lower_bound}")
-    A_log, dt_bias = (x if x is None or x.ndim == 1 else x.reshape(-1) for x in (A_log, dt_bias))
-    return A_log, dt_bias, float(lower_bound) if use_gate and lower_bound is not None else None
+def flat(q, k, v, g, beta, A_log, dt_bias, *more) -> tuple:
+    """The tensors in autocast's dtype, with A_log and dt_bias as [HV] and [HV * K], whatever their
+    shapes."""
+    A_log, dt_bias = [
+        x.reshape(-1) if isinstance(x, Tensor) and x.ndim != 1 else x for x in (A_log, dt_bias)
+    ]
+    return (*autocast(q, k, v), g, beta, A_log, dt_bias, *more)
+
+
+def chunk(call: KdaCall, written: bool = True) -> KdaCall:
+    """Checks a call of chunk_kda.
+
+    Its options are those of KdaOptions, and use_gate_in_kernel and chunk_size. written: False for
+    a pool that is left unchanged.
+    """
+    *options, bound, use_gate, size = call.options
+    call = call._replace(options=KdaOptions(*options, _bound(bound, use_gate)))
+    return in_chunks(call, use_gate, size, written)
+
+
+def recurrent(call: KdaStepCall) -> KdaStepCall:
+    """Checks a call of fused_recurrent_kda.
+
+    Its options are those of KdaStepOptions, and use_gate_in_kernel.
+    """
+    *options, bound, use_gate = call.options
+    call = call._replace(options=KdaStepOptions(*options, _bound(bound, use_gate)))
+    return in_steps(call, use_gate)
+
+
+def _bound(lower_bound: object, use_gate: object):
+    """The bound, which means nothing where gates are not raw."""
+    if lower_bound is None:
+        return None
+    is_number("lower_bound", lower_bound, or_none=" or None")
+    if lower_bound >= 0:
+        raise ValueError(f"lower_bound must be negative, got {lower_bound}")
+    return float(lower_bound) if use_gate else None
 
 
 def refused(

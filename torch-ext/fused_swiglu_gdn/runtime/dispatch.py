@@ -1,17 +1,16 @@
 """The choice of implementation, made in this module alone.
 
-A family is an operation and a module, such as "gdn.chunk". The kernel module
-`gdn/<folder>/chunk.py` exports a launcher `<operation>` and `supports_<operation>` with the same
-arguments. A call goes to the first of FOLDERS that is for the device and whose `supports_...`
-returns True, else to the plain-torch reference. Kernel modules are imported here alone, and only
-when a device of theirs is met, so the package loads without Triton or with an old one.
+A family is a room and a module, such as "gdn.chunk". The kernel module `gdn/<folder>/chunk.py`
+exports `prepare_<operation>(call)`, which returns a function of the call's tensors, or None for a
+call that its kernels do not compute. A call goes to the first of FOLDERS that is for the device
+and returns one, else to the plain-torch reference. Kernel modules are imported here alone, and
+only when a device of theirs is met, so the package loads without Triton or with an old one.
 """
 
 import contextlib
 import functools
 import importlib
 import logging
-import threading
 from typing import Callable, Dict, Iterator, Optional, Tuple
 
 import torch
@@ -33,7 +32,6 @@ TMA = ("swiglu",)  # rooms whose hopper/ needs tensor descriptors only, as later
 _PACKAGE = __package__.rpartition(".")[0]
 forced: Optional[str] = None  # the only implementation that may serve: force()
 records: list = []  # of served()
-_thread = threading.local()  # .decision: what hand_over keeps for the body of an operator
 
 
 @functools.cache
@@ -70,11 +68,6 @@ def _folders(device_type: str, index: Optional[int]) -> Tuple[str, ...]:
     return served
 
 
-def backward_of(operation: str) -> str:
-    """The name of an operation's gradient."""
-    return (operation[:-4] if operation.endswith("_fwd") else operation) + "_bwd"
-
-
 @torch.compiler.assume_constant_result
 def has_kernels(family: str, operation: str, device_type: str, index: Optional[int]) -> bool:
     """True if any kernel of the operation exists for the device; a constant while tracing."""
@@ -82,7 +75,7 @@ def has_kernels(family: str, operation: str, device_type: str, index: Optional[i
         return False
     folders = _folders(device_type, index)
     modules = [_module(folder, family) for folder in folders]
-    return any([hasattr(x, operation) or _has(x, operation) for x in modules])
+    return any([_has(x, operation) for x in modules])
 
 
 @functools.cache
@@ -132,63 +125,6 @@ def prepare(
 
 def _has(module, operation: str) -> bool:
     return hasattr(module, f"prepare_{operation}")
-
-
-def _find(family: str, operation: str, args: tuple) -> Tuple[Optional[str], Optional[Callable]]:
-    """The first folder whose kernels support operation(*args), and its launcher."""
-    where = args[0].device
-    for folder in _folders(where.type, where.index):
-        if forced is not None and folder != forced:
-            continue
-        module = _module(folder, family)
-        supports = getattr(module, f"supports_{operation}", None)
-        if supports is not None and supports(*args):
-            return folder, getattr(module, operation)
-    return None, None
-
-
-def choose(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional[Callable]:
-    """Returns the launcher that computes operation(*args), or None for the reference.
-
-    args[0] is a tensor on the device of the call, or the call. If a gradient is needed, some kernel
-    must have it as well: supports_<operation>_bwd takes the forward's arguments, too.
-    """
-    decision = getattr(_thread, "decision", None)
-    if decision is not None and decision[0] == operation and decision[1] is _first(args):
-        _thread.decision = None
-        return decision[2]
-    folder, launch = _find(family, operation, args)
-    if needs_grad and launch is not None and _find(family, backward_of(operation), args)[1] is None:
-        folder, launch = None, None
-    recorded(operation, folder or "reference")
-    return launch
-
-
-def _first(args: tuple):
-    """The first tensor of the arguments or of a call object."""
-    return args[0][0] if isinstance(args[0], tuple) else args[0]
-
-
-def hand_over(operation: str, launch: Callable, op: Callable, args: tuple):
-    """Runs op(*args), an operator whose body would choose again, with the launcher chosen here."""
-    _thread.decision = (operation, _first(args), launch)
-    try:
-        return op(*args)
-    finally:
-        _thread.decision = None
-
-
-def plan(family: str, operation: str, needs_grad: bool, args: tuple) -> Optional[Callable]:
-    """Returns a callable of the tensors for all calls that match operation(*args), or None.
-
-    A kernel module exports it as `plan_<operation>`, if at all. Calls match if they have the same
-    facts of the tensors (runtime/cache.py) and the same other arguments.
-    """
-    folder, _ = _find(family, operation, args)
-    if needs_grad and _find(family, backward_of(operation), args)[1] is None:
-        return None
-    make = None if folder is None else getattr(_module(folder, family), f"plan_{operation}", None)
-    return None if make is None else make(*args)
 
 
 def recorded(operation: str, implementation: str) -> None:

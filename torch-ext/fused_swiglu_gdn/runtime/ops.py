@@ -1,7 +1,4 @@
-"""Registers torch operators and dispatches calls to an implementation.
-
-The arguments of an operation are tensors and options, or a call object, which has a `device`.
-"""
+"""Registers torch operators; which tensors kernels take."""
 
 import inspect
 import math
@@ -14,8 +11,6 @@ from torch.autograd.graph import increment_version
 from torch.library import CustomOpDef
 
 from .._ops import add_op_namespace_prefix
-from . import dispatch
-from .call import device_of
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _functorch = torch._C._functorch.peek_interpreter_stack  # None outside vmap, grad, jvp, ...
@@ -197,95 +192,6 @@ def transformed() -> bool:
     """True inside torch.func transforms or forward-mode derivatives, for which no kernel has a
     rule."""
     return _functorch() is not None or forward_ad._current_level >= 0
-
-
-def run(
-    family: str, operation: str, op: Callable, reference: Callable, args: tuple,
-    train: Optional[Callable] = None, differentiable: bool = True, written: tuple = (),
-):  # fmt: skip
-    """Computes operation(*args) by a kernel, or by the reference, which torch differentiates and
-    traces.
-
-    `train` is the operator that has a gradient, if that is not `op`; differentiable=False says that
-    no operator has one for these arguments; `written` are the tensors, or None, that it writes in
-    place. A registered operator costs several microseconds a call (docs/gdn.md), so eager calls
-    without gradients call the kernel's launcher directly; while tracing, in a TorchDispatchMode and
-    for tensor subclasses the operator is called.
-    """
-    grad = needs_grad(args)
-    if grad and not differentiable:
-        return reference(*args)
-    if grad and train is not None:
-        op = train
-    if torch.compiler.is_compiling():
-        where = device_of(args[0])
-        needed = dispatch.backward_of(operation) if grad else operation
-        kernels = dispatch.has_kernels(family, needed, where.type, where.index)
-        return op(*args) if kernels else reference(*args)
-    tensors = tensors_of(args)
-    # what stands for a tensor there has no memory; nor do kernels see a sign that is kept aside
-    if transformed() or any([x.is_neg() for x in tensors]):
-        return reference(*args)
-    launch = dispatch.choose(family, operation, grad, args)
-    if launch is None:
-        return reference(*args)
-    plain = type(tensors[0]) in PLAIN and not torch._C._len_torch_dispatch_stack()
-    if plain and not grad:
-        out = launch(*args)
-        if written:
-            increment_version(_counted(written))
-        return out
-    if plain:
-        return dispatch.hand_over(operation, launch, op, args)
-    return op(*args)
-
-
-def _counted(written: tuple) -> list:
-    """The tensors a kernel writes whose version counter autograd tracks.
-
-    As after torch's own in-place operations, backward then raises if it has saved such a tensor,
-    instead of computing from other values.
-    """
-    return [x for x in written if x is not None and not x.is_inference()]
-
-
-def plan(
-    family: str, operation: str, args: tuple, differentiable: bool = False, written: tuple = ()
-) -> Optional[Callable]:
-    """Returns the launcher that `run` would use for all matching eager calls, or None.
-
-    differentiable: the caller computes gradients itself where one is needed. written: as for `run`.
-    """
-    grad = needs_grad(args)
-    if grad and not differentiable or not _unwatched(args):
-        return None
-    found = dispatch.plan(family, operation, grad, args)
-    ids = set(map(id, _counted(written)))
-    if found is None or not ids:
-        return found
-    given = args[0].tensors if isinstance(args[0], tuple) else args
-    places = [i for i, x in enumerate(given) if id(x) in ids]
-
-    def writing(*tensors):
-        out = found(*tensors)
-        increment_version([tensors[place] for place in places])
-        return out
-
-    return writing
-
-
-def serve(family: str, operation: str, reference: Callable, args: tuple):
-    """The body of an operator: autograd is above it, so the reference may compute it here, too.
-
-    Outputs are made contiguous, as the operators' fake implementations promise.
-    """
-    launch = dispatch.choose(family, operation, False, args)
-    if launch is not None:
-        return launch(*args)
-    out = reference(*args)
-    if isinstance(out, torch.Tensor):
-        return out.contiguous()
-    return tuple(x if x is None else x.contiguous() for x in out)
 
 
 def dense(x: Optional[torch.Tensor]) -> Optional[torch.Tensor]:

@@ -32,20 +32,6 @@ from .gates import write_strength
 from .recurrent_step import Step, is_dense, state_steps, step_config
 
 
-def supports_gdn_recurrent_fwd(call: RecurrentCall) -> bool:
-    """True for fp16, bf16 and fp32, if states written in place have contiguous columns."""
-    if not {call.q.dtype, call.g.dtype, call.beta.dtype}.issubset(SERVED):
-        return False
-    initial = call.initial_state
-    if initial is None:
-        return True
-    if call.options.inplace:
-        reached = state_steps(initial, call.state_shape) is not None
-    else:  # others are copied, which a pool is too large for
-        reached = call.state_indices is None or is_dense(initial)
-    return initial.dtype in SERVED and reached
-
-
 @triton.jit
 def _load_token(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, strides, token, h, hv, offs_k, offs_v, mask_k, mask_v,
@@ -244,18 +230,26 @@ def _tokens(call: RecurrentCall) -> Callable:
     return run
 
 
+def _is_taken(call: RecurrentCall) -> bool:
+    if not {call.q.dtype, call.g.dtype, call.beta.dtype}.issubset(SERVED):
+        return False
+    initial = call.initial_state
+    if initial is None:
+        return True
+    if call.options.inplace:
+        reached = state_steps(initial, call.state_shape) is not None
+    else:  # others are copied, which a pool is too large for
+        reached = call.state_indices is None or is_dense(initial)
+    return initial.dtype in SERVED and reached
+
+
 def prepare_gdn_recurrent_fwd(call: RecurrentCall) -> Optional[Callable]:
-    """The call's tensors -> o, and the final state, every state, the pool, or None: one launch."""
-    if not supports_gdn_recurrent_fwd(call):
+    """The call's tensors -> o, and the final state, every state, the pool, or None: one launch.
+
+    For fp16, bf16 and fp32, and for states written in place whose columns are contiguous.
+    """
+    if not _is_taken(call):
         return None
     single = call.B > 0 and call.T == 1 and call.cu_seqlens is None
     single = single and not call.options.all_states and call.num_accepted_tokens is None
     return on_dense(Step if single else _tokens, call, "initial_state", "out")
-
-
-plan_gdn_recurrent_fwd = prepare_gdn_recurrent_fwd  # of kda/portable/recurrent.py
-
-
-def gdn_recurrent_fwd(call: RecurrentCall) -> tuple:
-    """Runs prepare_gdn_recurrent_fwd."""
-    return prepare_gdn_recurrent_fwd(call)(*call.tensors)

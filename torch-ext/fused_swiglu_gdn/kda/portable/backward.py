@@ -6,29 +6,39 @@ to zero. There are no atomics, so results are deterministic.
 """
 
 import functools
-from typing import Optional
+from typing import Callable, Optional
 
 import torch
 
-from ...gdn.call import GdnGradient
 from ...gdn.portable.backward import cut, fitted, near, padded
 from ...gdn.portable.backward_beta import small_betas
 from ...gdn.portable.backward_states import gdn_backward_states
 from ...runtime import device
 from ...runtime.dtypes import SERVED
 from ...runtime.tuning import lookup
-from ..call import KdaCall, has_gradient
+from ..call import KdaBackward, has_gradient
 from .backward_channels import kda_backward_channels
 from .backward_norms import kda_backward_norms
 from .backward_pairs import kda_backward_pairs
 from .prepare import Prepare
-from .recurrent import together
+from .recurrent import on_dense_gates
 
 
-def supports_kda_chunk_bwd(call: KdaCall, gradient: Optional[GdnGradient] = None) -> bool:
-    """Head dims and dtypes of has_gradient; gates whose heads lie side by side."""
+def prepare_kda_chunk_bwd(call: KdaBackward) -> Optional[Callable]:
+    """The call's tensors -> dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for
+    arguments that were not given.
+
+    For the head dims and dtypes of has_gradient.
+    """
     fits = has_gradient(call.K, call.V, call.q.dtype, call.q.device) and call.HV > 0
-    return {call.g.dtype, call.beta.dtype}.issubset(SERVED) and fits and together(call.g)
+    if not fits or not {call.g.dtype, call.beta.dtype}.issubset(SERVED):
+        return None
+    return on_dense_gates(_prepare, call, "initial_state", "do", "d_final_state")
+
+
+def _prepare(call: KdaBackward) -> Callable:
+    options = call.options
+    return lambda *tensors: _gradients(KdaBackward(*tensors, options))
 
 
 @functools.lru_cache(maxsize=256)
@@ -38,7 +48,7 @@ def configuration(units: int, K: int, V: int, size: int, where: torch.device) ->
     return fitted(lookup(name, where, units=units), K, V, size, where)
 
 
-def _of_powers_of_two(call: KdaCall) -> KdaCall:
+def _of_powers_of_two(call: KdaBackward) -> KdaBackward:
     """A call of the same values whose head dims are filled up with zeros."""
     q, k, v = (near(padded(x, 0)) for x in (call.q, call.k, call.v))
     g, dt_bias, start = padded(call.g, 0), call.dt_bias, call.initial_state
@@ -49,7 +59,7 @@ def _of_powers_of_two(call: KdaCall) -> KdaCall:
     return call._replace(q=q, k=k, v=v, g=g, dt_bias=dt_bias, initial_state=start)
 
 
-def _gates(call: KdaCall, given: KdaCall, dg, sums) -> tuple:
+def _gates(call: KdaBackward, given: KdaBackward, dg, sums) -> tuple:
     """dg, dA_log and ddt_bias like the arguments; None for those that were not given."""
     dA_log = ddt_bias = None
     if call.A_log is not None:
@@ -59,15 +69,13 @@ def _gates(call: KdaCall, given: KdaCall, dg, sums) -> tuple:
     return cut(dg, given.K), dA_log, ddt_bias
 
 
-def kda_chunk_bwd(call: KdaCall, gradient: GdnGradient) -> tuple:
-    """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for arguments that were not
-    given."""
+def _gradients(call: KdaBackward) -> tuple:
     given = call
-    do, d_final = near(padded(gradient.do, 0)), gradient.d_final_state
+    do, d_final = near(padded(call.do, 0)), call.d_final_state
     d_final = None if d_final is None else padded(d_final, 1)
     call = _of_powers_of_two(call)
     config = configuration(call.N * call.HV, call.K, call.V, call.q.element_size(), call.q.device)
-    q, k, v, g, beta, A_log, dt_bias, *_, cu_seqlens, _ = call
+    q, k, v, g, beta, A_log, dt_bias, _, cu_seqlens, *_ = call
     with device.on(q.device):
         prepared = Prepare(call)(q, k, g, beta, A_log, dt_bias, cu_seqlens, keep=True)
         tb, p, kd, qd, ke, gam, gates, kept = prepared

@@ -1,5 +1,7 @@
 """Chunked Kimi Delta Attention for every chip: prepare, then scan (docs/kda.md)."""
 
+from typing import Callable, Optional
+
 import torch
 
 from ...gdn.portable.chunk import kind_of
@@ -7,40 +9,32 @@ from ...gdn.portable.cuts import WHOLE
 from ...gdn.portable.scan import Scan
 from ...runtime import device
 from ...runtime.dtypes import SERVED
-from ...runtime.launch import aligned
+from ...runtime.launch import by_alignment
 from ..call import KdaCall
-from .backward import kda_chunk_bwd, supports_kda_chunk_bwd  # noqa: F401
+from .backward import prepare_kda_chunk_bwd  # noqa: F401
 from .prepare import Prepare
-from .recurrent import together
+from .recurrent import on_dense_gates
 
 
-def supports_kda_chunk_fwd(call: KdaCall) -> bool:
-    """Head dims up to 256; fp16, bf16 and fp32; gates whose heads lie side by side."""
+def prepare_kda_chunk_fwd(call: KdaCall) -> Optional[Callable]:
+    """The call's tensors -> o [B, T, HV, V]; the final state, the pool or None; checkpoints or
+    None.
+
+    For head dims up to 256 and fp16, bf16 or fp32.
+    """
     dtypes = {call.q.dtype, call.g.dtype, call.beta.dtype}
-    return dtypes.issubset(SERVED) and max(call.K, call.V) <= 256 and together(call.g)
-
-
-def kda_chunk_fwd(call: KdaCall) -> tuple:
-    """o [B, T, HV, V]; the final state, the pool or None; checkpoints or None; None."""
-    return _Chunked(call)(*call.tensors)
-
-
-def plan_kda_chunk_fwd(call: KdaCall):
-    """kda_chunk_fwd for all calls like this one, from their ten tensors."""
-    if not aligned(call.q, call.k, call.v):
+    if not dtypes.issubset(SERVED) or max(call.K, call.V) > 256:
         return None
-    kept, options = _Chunked(call), call.options
+    return on_dense_gates(_prepare, call, "initial_state")
 
-    def run(q, k, v, *rest):
-        if aligned(q, k, v):
-            return kept(q, k, v, *rest)
-        return kda_chunk_fwd(KdaCall(q, k, v, *rest, options))  # of another kind
 
-    return run
+def _prepare(call: KdaCall) -> Callable:
+    return by_alignment(_Chunked, call, 0, 1, 2)
 
 
 class _Chunked:
-    """kda_chunk_fwd for calls of one kind: shapes, strides, dtypes and options are known."""
+    """The launches for all calls with the same shapes, strides, dtypes and options, and with q, k
+    and v at multiples of 16 bytes as here."""
 
     __slots__ = ("final", "checkpoints", "prepare", "scan")
 
@@ -80,4 +74,4 @@ class _Chunked:
                 checkpoints = v.new_empty(**self.checkpoints)
             states = (initial_state, state_indices, final, checkpoints)
             self.scan((qd, kd, v, o), (tb, p, gam), cu_seqlens, states, ke)
-        return o, final, checkpoints, None
+        return o, final, checkpoints

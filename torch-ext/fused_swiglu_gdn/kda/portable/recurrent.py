@@ -1,26 +1,26 @@
 """Kimi Delta Attention token by token: the kernels of the gated delta rule, with a gate for every
 channel of the keys (gdn/portable/delta.py)."""
 
-from ...gdn.portable import recurrent
+from typing import Callable, Optional
+
+from ...gdn.portable.recurrent import prepare_gdn_recurrent_fwd
+from ...runtime.operation import on_copies, on_dense
 from ..call import KdaStepCall
 
 
-def together(g) -> bool:
-    """The gates of a token's heads lie side by side, as the kernels take them."""
-    HV, K = g.shape[2:]
-    return (K == 1 or g.stride(3) == 1) and (HV == 1 or g.stride(2) == K)
+def on_dense_gates(prepare: Callable, call, *apart: str) -> Optional[Callable]:
+    """on_dense(prepare, call, *apart), where the kernels need contiguous gates of a token's
+    heads."""
+    HV, K = call.g.shape[2:]
+    if (K == 1 or call.g.stride(3) == 1) and (HV == 1 or call.g.stride(2) == K):
+        return on_dense(prepare, call, *apart)
+
+    def copied(q, k, v, g, *more):
+        return (q, k, v, g.contiguous(), *more)
+
+    return on_copies(lambda call: on_dense(prepare, call, *apart), call, copied)
 
 
-def supports_kda_recurrent_fwd(call: KdaStepCall) -> bool:
-    """True for calls that gdn_recurrent_fwd supports, with gates whose heads are contiguous."""
-    return together(call.g) and recurrent.supports_gdn_recurrent_fwd(call)
-
-
-def plan_kda_recurrent_fwd(call: KdaStepCall):
-    """Returns a function of the tensors for calls that match, if each sequence has one token."""
-    return recurrent.plan_gdn_recurrent_fwd(call)
-
-
-def kda_recurrent_fwd(call: KdaStepCall) -> tuple:
-    """One launch: o, and the final state, the states after every token, the pool, or None."""
-    return recurrent.gdn_recurrent_fwd(call)
+def prepare_kda_recurrent_fwd(call: KdaStepCall) -> Optional[Callable]:
+    """The call's tensors -> o, and the final state, every state, the pool, or None: one launch."""
+    return on_dense_gates(prepare_gdn_recurrent_fwd, call, "initial_state", "out")

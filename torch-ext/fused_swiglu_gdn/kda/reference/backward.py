@@ -24,7 +24,7 @@ from ...gdn.reference.backward import by_chunks_bwd, passes, through_beta
 from ...gdn.reference.chunk import to_chunks
 from ...gdn.reference.common import Inputs, prepare_inputs
 from ...runtime.dtypes import at_least_fp32
-from ..call import KdaCall
+from ..call import KdaBackward
 from .chunk import solved
 from .gates import activated
 from .levels import LEVELS, level_factors, level_mask, lost_until_end, lower_products
@@ -84,7 +84,8 @@ def _through_gates(dg, dbeta, call):
     return dg.to(call.g.dtype), through_beta(dbeta, call), dA_log, ddt_bias
 
 
-def kda_chunk_bwd(call: KdaCall, gradient: GdnGradient):
+def kda_chunk_bwd(call: KdaBackward):
     """dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for what was not given."""
     x = prepare_inputs(activated(call))
+    gradient = GdnGradient(call.do, call.d_final_state, None, False)
     return by_chunks_bwd(call, x, gradient, _chunked, _through_gates)
