@@ -97,6 +97,7 @@ def main() -> None:
     if not serves_fp8():
         parser.error("FP8 needs a GPU of compute capability 9.0 (H100, H200); torch finds none")
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     kernel = load_kernel()
     if arguments.model is not None:
         run(kernel, load_in_fp8(arguments.model), arguments.prompt, arguments.tokens)

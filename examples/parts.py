@@ -97,6 +97,18 @@ def tokenizer_of(name: str):
     return transformers.AutoTokenizer.from_pretrained(**gguf_place(name))
 
 
+def attempt(way: str, call):
+    """call(), or where transformers alone raises, what it says: FLA's kernels, which transformers
+    takes where they are installed, refuse some GPUs with some Triton."""
+    try:
+        return call()
+    except (RuntimeError, ValueError) as error:
+        if way == "kernelized":
+            raise
+        print(f"{way} does not run here: {error}")
+        return str(error)
+
+
 def sections(count: int) -> list:
     """Sections of Python's own manual, the shortest first."""
     from pydoc_data.topics import topics

@@ -43,21 +43,16 @@ def trained(model, tokenizer, steps: int, length: int) -> list:
 
 
 def run(kernel, name, family: str, steps: int) -> dict:
-    """{way: losses}, or the error of transformers alone where it packs no such model."""
+    """{way: losses}, or what transformers alone raises where it packs no such model."""
     tokenizer = parts.tokenizer_of(name)
     found = {}
     for way in parts.WAYS:
         model = parts.model_of(name, family)
         if way == "kernelized":
             print(kernel.kernelize(model))
-        try:
-            found[way] = trained(model, tokenizer, steps, 512)
+        found[way] = parts.attempt(way, lambda m=model: trained(m, tokenizer, steps, 512))
+        if isinstance(found[way], list):
             print(f"{way}: losses {' '.join(f'{loss:.4f}' for loss in found[way])}")
-        except ValueError as error:
-            if way == "kernelized":
-                raise
-            found[way] = str(error)
-            print(f"{way} refuses: {error}")
     return found
 
 

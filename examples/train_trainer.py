@@ -44,28 +44,33 @@ def trained(model, data, folder: str, steps: int, resume: bool) -> list:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
+def train_twice(kernel, way: str, name, data, steps: int) -> list:
+    """The losses of a run, and of the one that was resumed half way."""
+    curves = []
+    with tempfile.TemporaryDirectory() as folder:
+        for resume in (False, True):
+            model = parts.model_of(name)
+            if way == "kernelized":
+                report = kernel.kernelize(model)
+                if not resume:
+                    print(report)
+            curves.append(trained(model, data, folder, steps, resume))
+        plain = type(model).from_pretrained(f"{folder}/checkpoint-{steps}")
+    names = plain.state_dict().keys()
+    same = names == model.state_dict().keys()
+    print(f"{way}: losses {' '.join(f'{loss:.4f}' for loss in curves[0])}")
+    print(f"  resumed half way: {' '.join(f'{loss:.4f}' for loss in curves[1])}")
+    print(f"  {len(names)} tensors of the checkpoint load by transformers alone: {same}")
+    return curves
+
+
 def run(kernel, name, steps: int) -> dict:
-    """{way: (losses, losses of the run that was resumed)}"""
+    """{way: (losses, losses of the run that was resumed)}, or what transformers alone raises."""
     data = batches_of(parts.tokenizer_of(name))
-    found = {}
-    for way in parts.WAYS:
-        with tempfile.TemporaryDirectory() as folder:
-            curves = []
-            for resume in (False, True):
-                model = parts.model_of(name)
-                if way == "kernelized":
-                    report = kernel.kernelize(model)
-                    if not resume:
-                        print(report)
-                curves.append(trained(model, data, folder, steps, resume))
-            plain = type(model).from_pretrained(f"{folder}/checkpoint-{steps}")
-        names = plain.state_dict().keys()
-        same = names == model.state_dict().keys()
-        print(f"{way}: losses {' '.join(f'{loss:.4f}' for loss in curves[0])}")
-        print(f"  resumed half way: {' '.join(f'{loss:.4f}' for loss in curves[1])}")
-        print(f"  {len(names)} tensors of the checkpoint load by transformers alone: {same}")
-        found[way] = curves
-    return found
+    return {
+        way: parts.attempt(way, lambda way=way: train_twice(kernel, way, name, data, steps))
+        for way in parts.WAYS
+    }
 
 
 def main() -> None:

@@ -90,12 +90,30 @@ def tiny_qwen3(skip=("lm_head",), **more) -> torch.nn.Module:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3Config(
+    sizes = dict(
         vocab_size=97, hidden_size=512, intermediate_size=1024, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=1, head_dim=128, initializer_range=0.05,
-        max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None, **more,
+        max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
+    config = Qwen3Config(**{**sizes, **more})
     return in_fp8(Qwen3ForCausalLM(config).to(torch.bfloat16), skip)
+
+
+def tiny_qwen3_5(skip=("lm_head", "in_proj_a", "in_proj_b"), **more) -> torch.nn.Module:
+    """A layer of Gated DeltaNet and one of attention, of such widths; as checkpoints have it, the
+    projections of few rows stay in bf16."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(0)
+    sizes = dict(
+        vocab_size=97, hidden_size=512, intermediate_size=1024, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=1, head_dim=128, initializer_range=0.05,
+        linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=128,
+        linear_value_head_dim=128, layer_types=["linear_attention", "full_attention"],
+        max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**sizes, **more})).to(torch.bfloat16)
+    return in_fp8(model, skip)
 
 
 def tiny_moe(**more) -> torch.nn.Module:

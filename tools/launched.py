@@ -652,6 +652,14 @@ calls(_fp8, "fp8 silu_mul_quantise", {
 }, gate=True)  # fmt: skip
 
 
+def _fp8_dequantise(kernel, N, K):
+    tensors = values(N, K, dtype=E4M3), values(-(-N // 128), K // 128, dtype=FP32)
+    return functools.partial(submodule("fp8.product").dequantise, *tensors)
+
+
+calls(_fp8_dequantise, "fp8 dequantise", {"": dict(N=14336, K=4096), "odd": dict(N=400, K=1152)})
+
+
 def _fp8_few(kernel, M, K=4096, rows=(14336, 14336), down=0):
     product = submodule("fp8.product")
     weights = [values(n, K, dtype=E4M3) for n in rows]

@@ -248,7 +248,7 @@ def test_a_module_is_served_and_restored(kernel, monkeypatch):
 
 
 def test_calls_that_are_the_modules_own(kernel, monkeypatch):
-    """A gradient of x, other dtypes, no tokens, hooks on all modules, a compiler, weights that were
+    """Other dtypes, no tokens, hooks on all modules, a compiler, weights that were
     turned into bf16."""
     calls = fp8_problems.stand_in(monkeypatch)
     module = served(kernel, fp8_problems.linear(128, 512))
@@ -261,7 +261,7 @@ def test_calls_that_are_the_modules_own(kernel, monkeypatch):
         return bool(calls)
 
     assert not own(x)
-    assert own(x.clone().requires_grad_()) and own(x.half()) and own(x.float())
+    assert not own(x.clone().requires_grad_()) and own(x.half()) and own(x.float())
     with torch.no_grad():
         assert not own(x.clone().requires_grad_())
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *_: None)

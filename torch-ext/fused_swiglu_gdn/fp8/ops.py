@@ -6,7 +6,7 @@ from ..runtime import dispatch
 from ..runtime.operation import Operation
 from ..runtime.ops import transformed
 from . import reference
-from .call import Few, FewMlp, NormQuantise, Product, Quantise, SiluMulQuantise
+from .call import Dequantise, Few, FewMlp, NormQuantise, Product, Quantise, SiluMulQuantise
 
 
 class EagerOperation(Operation):
@@ -42,5 +42,6 @@ QUANTISE = EagerOperation("fp8.quantise", "quantise_fwd", Quantise, reference)
 GATE = EagerOperation("fp8.quantise", "silu_mul_quantise_fwd", SiluMulQuantise, reference)
 NORM = EagerOperation("fp8.norm", "norm_quantise_fwd", NormQuantise, reference)
 PRODUCT = EagerOperation(*MULTIPLY, Product, reference)
+DEQUANTISE = EagerOperation("fp8.dequantise", "dequantise_fwd", Dequantise, reference)
 FEW = EagerOperation("fp8.few", "few_fwd", Few, reference)
 FEW_MLP = EagerOperation("fp8.few", "few_mlp_fwd", FewMlp, reference)

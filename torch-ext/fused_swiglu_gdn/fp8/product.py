@@ -5,8 +5,9 @@ from typing import Callable, Optional
 from torch import Tensor
 
 from ..projection.call import MAX_WEIGHTS
+from . import reference
 from .call import Quantised
-from .ops import FEW, FEW_MLP, GATE, NORM, PRODUCT, QUANTISE
+from .ops import DEQUANTISE, FEW, FEW_MLP, GATE, NORM, PRODUCT, QUANTISE
 
 
 def quantise(x: Tensor) -> Optional[Quantised]:
@@ -24,6 +25,12 @@ def product_of(weight: Tensor, scale: Tensor) -> Optional[Callable]:
     / 128] fp32: takes them and tokens in FP8, gives [P, N] bf16. None where nothing does; told
     before any launch."""
     return PRODUCT.serving((weight, scale))
+
+
+def dequantise(weight: Tensor, scale: Tensor) -> Tensor:
+    """Returns weight [N, K] e4m3 times its scale in bf16; without a kernel by torch."""
+    y = DEQUANTISE((weight, scale))
+    return reference.dequantise_fwd(weight, scale) if y is None else y
 
 
 def norm_quantise(x: Tensor, weight: Optional[Tensor], residual: Optional[Tensor], *how):

@@ -51,6 +51,11 @@ def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return weight.float() * wide
 
 
+def dequantise_fwd(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Returns weight times scale, rounded once, [N, K] bf16."""
+    return dequantised(weight, scale).to(torch.bfloat16)
+
+
 def multiply_fwd(
     weight: torch.Tensor,  # [N, K] e4m3
     scale: torch.Tensor,  # [ceil(N / BLOCK), K / BLOCK] fp32

@@ -1,8 +1,8 @@
 """transformers' FP8Linear, and MLPs of them: x in e4m3 by one launch, the product by another.
 
 A scale stands for 128 columns of x and 128 x 128 values of the weight. x is quantised once for all
-modules that take it one after another: an attention module's queries, keys and values. What needs
-a gradient of x, and whatever is traced or compiled, is the forward of the module's own class.
+modules that take it one after another: an attention module's queries, keys and values. Whatever is
+traced or compiled is the forward of the module's own class.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from ..fp8.call import BLOCK, MOST, Quantised
 from ..fp8.ops import MULTIPLY
 from ..fp8.product import few, few_mlp, product_of, quantise, silu_mul_quantise
 from ..runtime import dispatch
+from .fp8_gradient import with_gradient
 from .pinned import Pinned
 from .plain import HOOKS, OWN, PLAIN_TENSORS
 from .untouched import torch_unpatched
@@ -85,7 +86,7 @@ def weight_of(
 ) -> Optional[Weight]:
     """Returns what the forward of an FP8Linear multiplies tokens with K columns by, if it does no
     more; x: what the tokens are made of. called: by a call of the module; if not, that does no more
-    than its class's forward, too."""
+    than its class's forward, too, and no gradient of x is asked for."""
     form = FORMS.get(type(linear))
     if form is None or not form.pinned.unchanged():
         return None
@@ -111,7 +112,8 @@ def weight_of(
         return None
     if bias is not None and (type(bias) not in PLAIN_TENSORS or bias.dtype is not x.dtype):
         return None
-    if torch.is_grad_enabled() and (x.requires_grad or bias is not None and bias.requires_grad):
+    learns = x.requires_grad and not called or bias is not None and bias.requires_grad
+    if learns and torch.is_grad_enabled():
         return None
     if (weight.data_ptr() | scale.data_ptr()) % 16:
         return None
@@ -243,6 +245,8 @@ def forward_of(form: Fp8Form) -> Callable:
                     x = _quantised(input, id(self))
                     y = None if x is None else weight.times(x, M)
                     y = None if y is None else _shaped(y, input)
+        if y is not None and input.requires_grad and torch.is_grad_enabled():
+            return with_gradient(input, y, weight.weight, weight.scale)
         return own(self, input) if y is None else y
 
     forward.__wrapped__ = own
@@ -250,8 +254,11 @@ def forward_of(form: Fp8Form) -> Callable:
     return forward
 
 
-def project(x: torch.Tensor, linears: Sequence[nn.Module]) -> Optional[List[torch.Tensor]]:
-    """linear(x) for each, x quantised once for all FP8Linears among them; None if they are few."""
+def project(
+    x: torch.Tensor, linears: Sequence[nn.Module]
+) -> Optional[List[Optional[torch.Tensor]]]:
+    """linear(x) of the FP8Linears, x quantised once for all, None of others; None if they are
+    few."""
     if sum([type(linear) in FORMS for linear in linears]) < 2 or not takes(x):
         return None
     weights = [weight_of(linear, x, x.shape[-1], called=False) for linear in linears]
@@ -267,9 +274,7 @@ def project(x: torch.Tensor, linears: Sequence[nn.Module]) -> Optional[List[torc
         if found is None:
             return None
     products = iter(found)
-    return [
-        linear(x) if weight is None else next(products) for linear, weight in zip(linears, weights)
-    ]
+    return [None if weight is None else next(products) for weight in weights]
 
 
 def _together(

@@ -64,10 +64,10 @@ def is_in_its_file(function, package: str) -> bool:
     return same and function.__code__ in codes_of(module)
 
 
-def _cells(function) -> dict:
-    return dict(
-        zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__))
-    )
+def cells_of(function) -> dict:
+    """The variables of a closure by name."""
+    cells = function.__closure__ or ()
+    return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells)))
 
 
 # transformers' decorators of forwards that pass a call on as it is: the module and the name of the
@@ -94,7 +94,7 @@ def peeled(forward) -> Peeled:
         key = forward.__globals__.get("__name__"), forward.__code__.co_name
         if key not in WRAPPERS or not is_in_its_file(forward, key[0]):
             break
-        cells = _cells(forward)
+        cells = cells_of(forward)
         if key == HOOKS:
             hooked.update(cells.get("child_module_names"))
         if key == RENAMES:
@@ -109,9 +109,9 @@ def undispatched(value):
     if isinstance(value, nn.Module) and type(value).__module__ == "kernels.layer.layer":
         bound = value.__dict__.get("forward")
         if bound is None or _is_put_by_kernels(value, bound):
-            value = _cells(type(value).forward).get("func")
+            value = cells_of(type(value).forward).get("func")
     if getattr(value, "__closure__", None) and is_in_its_file(value, DISPATCHERS):
-        return _cells(value).get("torch_function")
+        return cells_of(value).get("torch_function")
     return value
 
 

@@ -18,9 +18,9 @@ def projections(
     """linear(x [..., K]) for each linear.
 
     A few tokens take one launch, if reading the weights is equivalent; it overlaps the previous
-    one's end. For FP8Linears x is quantised once. unpatched: the caller knows that torch_unpatched.
+    one's end. For FP8Linears x is quantised once, and the others are as without them. unpatched:
+    the caller knows that torch_unpatched.
     """
-    y = None
     if x.numel() <= MAX_TOKENS * x.shape[-1] and (unpatched or torch_unpatched()):
         found = parameters_of(*linears)
         if found is not None and all([bias is None for _, bias in found]):
@@ -28,5 +28,9 @@ def projections(
             if y is not None:
                 return y
     if len(linears) > 1 and type(linears[0]) is not nn.Linear:
-        y = fp8.project(x, linears)
-    return [linear(x) for linear in linears] if y is None else y
+        found = fp8.project(x, linears)
+        if found is not None:
+            rest = [linear for linear, y in zip(linears, found) if y is None]
+            others = iter(projections(x, *rest, unpatched=unpatched) if rest else ())
+            return [next(others) if y is None else y for y in found]
+    return [linear(x) for linear in linears]

@@ -1,14 +1,16 @@
-"""MLPs that transformers has sharded for tensor parallelism (`DistributedConfig(tp_plan="auto")`).
+"""Linears and MLPs that transformers has sharded for tensor parallelism
+(`DistributedConfig(tp_plan="auto")`).
 
-gate and up hold rows [N / P, K] of their weights and down columns [D, N / P], as DTensors, and each
-has a forward that converts inputs and outputs to their placements. Together they compute sum over
-ranks of down_r(act(gate_r(x)) * up_r(x)): one sum in the forward, and one of x's gradient. They are
-recognised by those placements alone.
+A linear has a forward that converts inputs and outputs to their placements, and calls the module's
+own with this process's shards of the parameters in between. Of an MLP, gate and up hold rows
+[N / P, K] of their weights and down columns [D, N / P], as DTensors. Together they compute the sum
+over ranks of down_r(act(gate_r(x)) * up_r(x)): one sum in the forward, and one of x's gradient.
+They are recognised by those placements alone.
 """
 
 import operator
-from types import FunctionType
-from typing import NamedTuple, Optional, Tuple
+from types import CellType, FunctionType, MethodType
+from typing import Callable, NamedTuple, Optional, Tuple
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -18,8 +20,33 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..swiglu.api import fused_swiglu, fused_swiglu_mlp
-from .own_code import is_in_its_file
+from .own_code import cells_of, is_in_its_file
 from .plain import PLAIN_TENSORS, why_hooked
+
+HOME = "transformers.distributed.tensor_parallel"
+OWN = "original_forward"  # the variable of the forward around that holds the module's own
+
+
+def own_of_shards(module: nn.Module, forward: object) -> Optional[MethodType]:
+    """The module's own forward, where `forward` is the one that transformers has put around it."""
+    if type(forward) is not FunctionType or forward.__module__ != HOME:
+        return None
+    own = cells_of(forward).get(OWN) if is_in_its_file(forward, "transformers") else None
+    return own if getattr(own, "__self__", None) is module else None
+
+
+def around(forward: FunctionType, inner: Callable) -> FunctionType:
+    """Returns such a forward, around another one than the module's own."""
+    cells = zip(forward.__code__.co_freevars, forward.__closure__)
+    closure = tuple([CellType(inner) if name == OWN else cell for name, cell in cells])
+    return FunctionType(
+        forward.__code__, forward.__globals__, forward.__name__, forward.__defaults__, closure
+    )
+
+
+def local(x: Optional[Tensor]) -> Optional[Tensor]:
+    """Returns this process's shard of a DTensor, and any other tensor as it is."""
+    return x.to_local().detach() if hasattr(x, "placements") else x
 
 
 class Shards(NamedTuple):
@@ -103,13 +130,11 @@ def _linear(module: nn.Linear) -> Optional[tuple]:
     forward, weight = attributes.get("forward"), parameters.get("weight")
     if not hasattr(weight, "placements"):
         return None
-    if type(forward) is not FunctionType or not is_in_its_file(forward, "transformers"):
+    own = own_of_shards(module, forward)
+    if getattr(own, "__func__", None) is not nn.Linear.forward:
         return None
-    names = forward.__code__.co_freevars
-    cells = dict(zip(names, (cell.cell_contents for cell in forward.__closure__ or ())))
-    style, own = cells.get("self"), cells.get("original_forward")
-    if getattr(own, "__func__", None) is not nn.Linear.forward or own.__self__ is not module:
-        return None
+    cells = cells_of(forward)
+    style = cells.get("self")
     if cells.get("mesh") != weight.device_mesh or not getattr(style, "use_local_output", False):
         return None
     layouts = [getattr(style, f"{side}_layouts", None) for side in ("input", "output")]

@@ -18,6 +18,7 @@ from ..layers.fp8 import SCHEME, Fp8Form, scheme_of
 from ..layers.own_code import is_in_its_file
 from ..layers.pinned import torchs_own
 from ..layers.plain import why_not_tensor
+from ..layers.tensor_parallel import local, own_of_shards
 from .code import Refused, source_of, spelled
 
 HOME = "transformers.integrations.finegrained_fp8"
@@ -91,6 +92,10 @@ def why_not_fp8(module: nn.Module) -> Optional[str]:
     weight, scale, bias = map(parameters.get, ("weight", "weight_scale_inv", "bias"))
     if weight is None or scale is None:
         return "has a weight or scales that are no parameter of its own"
+    if own_of_shards(module, module.__dict__.get("forward")) is not None:
+        weight, scale, bias = map(local, (weight, scale, bias))
+        if weight.shape[0] % BLOCK:  # others might begin inside a block of scales
+            return f"tensor parallel shards of {weight.shape[0]} rows, not multiples of {BLOCK}"
     return (
         why_not_block(*scheme_of(module))
         or _why_not_parameters(weight, scale, bias)
@@ -137,7 +142,7 @@ def why_not_dtype(name: str, x: torch.Tensor, dtype: torch.dtype) -> Optional[st
 
 
 def _why_not_sizes(weight, scale) -> Optional[str]:
-    if weight.ndim != 2 or not (weight.is_contiguous() and scale.is_contiguous()):
+    if weight.ndim != 2 or not (_lies_in_rows(weight) and _lies_in_rows(scale)):
         return "its weight or scales are no matrix that lies in rows"
     N, K = weight.shape
     if K % (4 * BLOCK):
@@ -151,9 +156,16 @@ def _why_not_sizes(weight, scale) -> Optional[str]:
     return None
 
 
+def _lies_in_rows(x: torch.Tensor) -> bool:
+    """A matrix that is dense, or one row that stands for all those that FSDP2 gathers."""
+    return x.is_contiguous() or x.stride() == (0, 1)
+
+
 def _why_no_product(weight, scale) -> Optional[str]:
     if weight.device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return None
+    if not weight.is_contiguous():  # where a call is looked at once more
+        weight, scale = weight[:BLOCK].contiguous(), scale[:1].contiguous()
     if product_of(weight, scale) is not None:
         return None
     return (

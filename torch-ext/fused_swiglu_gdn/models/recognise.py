@@ -59,7 +59,9 @@ def recognise(module: nn.Module) -> Optional[Finding]:
             finding = find(module)
             if finding is None:
                 continue
-            reason = None if is_served(module) else why_replaced(module) or why_partitioned(module)
+            reason = None
+            if not is_served(module):
+                reason = why_replaced(module, kind == "linear") or why_partitioned(module)
         except Exception as error:  # a module of a kind never seen must not stop the others
             finding = Finding(kind, layer, f"looking at it raises {type(error).__name__}")
             reason = None

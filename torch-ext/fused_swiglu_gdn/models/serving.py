@@ -19,12 +19,14 @@ from torch import nn
 
 from .. import layers
 from ..layers.own_code import CHECKPOINTS, peeled
+from ..layers.tensor_parallel import around, own_of_shards
 from ..runtime import device, dispatch
 
 PACKAGE = __name__.rsplit(".", 2)[0]
 HOOK = f"{PACKAGE}.models.rehearsal"  # the key of its hook, which is in no pickle
 SPECIAL = ("__copy__", "__deepcopy__", "__getstate__", "__reduce__", "__reduce_ex__")
 BEFORE = "_experts_implementation_before"  # attribute of a module of experts that is served
+SHARDED = "_forward_of_shards_before"  # and of one whose forward transformers has put around ours
 HOOKS = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")  # that have the key
 
 
@@ -153,8 +155,12 @@ def is_of_transformers(module: nn.Module) -> bool:
 
 def serve(module: nn.Module, layer: str, forward: Callable, replay_rows: int = 0) -> None:
     """Gives a module `forward` for its own; why_replaced says whether that is all right."""
-    module.__dict__.pop("forward", None)
+    bound = module.__dict__.pop("forward", None)
+    if bound is not None and own_of_shards(module, bound) is not None and not is_served(module):
+        module.__dict__[SHARDED] = bound
     _set_inner(module, _served_class(own_class(module), layer, forward, replay_rows))
+    if SHARDED in module.__dict__:
+        module.forward = around(module.__dict__[SHARDED], MethodType(type(module).forward, module))
 
 
 def unserve(module: nn.Module) -> bool:
@@ -168,6 +174,8 @@ def unserve(module: nn.Module) -> bool:
     if not is_served(module):
         return of_a_layer
     _set_inner(module, own_class(module))
+    if SHARDED in module.__dict__:
+        module.forward = module.__dict__.pop(SHARDED)
     return True
 
 
@@ -204,9 +212,9 @@ def why_nowhere(where: torch.device, family: str, operation: str) -> Optional[st
     return why_not_on(where, family, operation)
 
 
-def why_replaced(module: nn.Module) -> Optional[str]:
+def why_replaced(module: nn.Module, shards: bool = False) -> Optional[str]:
     """Returns a reason if the module was given another forward than its class's, or its class
-    forbids ours."""
+    forbids ours. shards: the one that transformers puts on sharded linears may be around it."""
     package = getattr(type(module), "serving_package", PACKAGE)
     if package != PACKAGE:
         return f"its forward is replaced already, by {package}"
@@ -219,6 +227,9 @@ def why_replaced(module: nn.Module) -> Optional[str]:
         return None
     function = _function(bound)
     if function in (own.forward, type(module).forward):  # `kernels` puts it where it has no kernel
+        return None
+    sharded = own_of_shards(module, bound)
+    if shards and getattr(sharded, "__func__", None) is own.forward:
         return None
     if hasattr(module, "_hf_hook"):
         return "has an accelerate hook (offloading, or several devices)"

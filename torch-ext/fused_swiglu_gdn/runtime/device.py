@@ -136,6 +136,12 @@ def has_wgmma(device: torch.device) -> bool:
     return found is not None and found[0] == 9
 
 
+def has_e4m3(device: torch.device) -> bool:
+    """True if kernels can convert to and from e4m3; so they can in the interpreter."""
+    found = capability(device.index) if is_gpu(device) else (8, 9)
+    return found is not None and found >= (8, 9)
+
+
 def has_tensor_memory(device: torch.device) -> bool:
     """True if Triton keeps accumulators in tensor memory, of which a program has 512 columns."""
     found = capability(device.index) if is_gpu(device) else None

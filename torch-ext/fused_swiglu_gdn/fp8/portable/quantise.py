@@ -23,10 +23,7 @@ def is_quantised_here(x: torch.Tensor) -> bool:
     """True if these kernels take the values x [M, K]."""
     if x.dtype is not torch.bfloat16 or not x.numel() or x.shape[1] % BLOCK or x.stride(1) != 1:
         return False
-    if not device.is_gpu(x.device):
-        return True  # the interpreter
-    found = device.capability(x.device.index)
-    return found is not None and found >= (8, 9)
+    return device.has_e4m3(x.device)
 
 
 @triton.jit

@@ -1,0 +1,123 @@
+"""FP8Linears under tensor parallelism and FSDP2: two processes give the logits of one, and the
+gradients of adapters, by our products in both. With gloo, on the CPU."""
+
+import copy
+import datetime
+import json
+from pathlib import Path
+
+import fp8_problems
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import load_package, relative_error, submodule
+
+WORLD = 2
+WRAPS = ["tp", "fsdp2", "fsdp2 after"]  # after: kernelize comes before
+IDS = torch.randint(5, 90, (2, 40), generator=torch.Generator().manual_seed(0))
+SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 98}
+
+
+def wrapped(model, wrap: str):
+    mesh = dist.init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "shards"))["shards"]
+    if wrap == "tp":
+        from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+        return apply_tensor_parallelism(model, mesh)
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def gradient(model, force) -> torch.Tensor:
+    """Of the embedding of IDS, through all linears."""
+    x = model.model.embed_tokens(IDS).detach().requires_grad_()
+    with force():
+        model(inputs_embeds=x, use_cache=False).logits.float().square().mean().backward()
+    return x.grad
+
+
+def check(wrap: str) -> dict:
+    kernel, dispatch = load_package(), submodule("runtime.dispatch")
+    calls = fp8_problems.stand_in(pytest.MonkeyPatch())
+    alone = fp8_problems.tiny_qwen3(**SIZES).requires_grad_(False)
+    truth = fp8_problems.dequantised(alone).double()
+
+    def force():
+        return dispatch.force("reference")
+
+    with torch.no_grad():
+        want = truth(IDS).logits
+        theirs = relative_error(alone(IDS).logits, want)
+    model = copy.deepcopy(alone)
+    if wrap == "fsdp2 after":
+        report, model = kernel.kernelize(model), wrapped(model, "fsdp2")
+    else:
+        model = wrapped(model, wrap)
+        forwards = [m.__dict__.get("forward") for m in model.modules()]
+        report = kernel.kernelize(model)
+        assert len(kernel.kernelize(model).served) == len(report.served)
+    served = [row.kind for row in report.served].count("FP8Linear")
+    left = sorted({row.kind for row in report.left})
+    calls.clear()
+    with torch.no_grad(), force(), dispatch.served() as record:
+        error = relative_error(model(IDS).logits, want)
+    slope = relative_error(gradient(model, force), gradient(truth, force))
+    found = {"served": served, "left": left, "calls": len(calls), "error": error, "slope": slope}
+    found |= {"theirs": theirs, "made": sorted(record)}
+    assert kernel.restore(model) == len(report.served)
+    if wrap != "fsdp2 after":
+        assert [m.__dict__.get("forward") for m in model.modules()] == forwards
+    with torch.no_grad():
+        found["restored"] = relative_error(model(IDS).logits, want)
+    return {**found, "calls after": len(calls)}
+
+
+def process(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD,
+        timeout=datetime.timedelta(seconds=120),
+    )  # fmt: skip
+    found = {wrap: check(wrap) for wrap in WRAPS}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fp8")
+    torch.multiprocessing.spawn(process, (str(folder),), nprocs=WORLD)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_two_processes_give_what_one_gives(results, wrap):
+    for found in (each[wrap] for each in results):
+        assert found["served"] == 14 and found["calls"] == 0, found
+        assert {"multiply_fwd", "quantise_fwd", "norm_quantise_fwd"} <= set(found["made"])
+        # of tensor parallelism, norms of heads have a forward of their own
+        assert found["left"] == (["Qwen3RMSNorm"] if wrap == "tp" else [])
+        assert found["error"] < 1.1 * found["theirs"] and found["restored"] < 1.1 * found["theirs"]
+        assert found["slope"] < 0.2 and found["calls after"] == 14
+    if wrap == "tp":
+        assert results[0][wrap]["error"] == results[1][wrap]["error"]
+
+
+def test_shards_that_begin_inside_a_block(kernel, tmp_path):
+    """Their scales would be of other rows, as they are for transformers."""
+    parallel = pytest.importorskip("transformers.distributed.tensor_parallel")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/one", rank=0, world_size=1)
+    try:
+        mesh = dist.init_device_mesh("cpu", (1,))
+        model = torch.nn.ModuleDict({"a": fp8_problems.linear(192, 512)})
+        model["a"]._hf_quantized_needs_local_tp = True
+        parallel.apply_tensor_parallelism(model, mesh, {"a": "colwise"})
+        (row,) = kernel.kernelize(model).left
+        assert "192 rows" in row.reason and "parallel" in submodule("models.advice").advice_for(
+            row.reason
+        )
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,61 @@
+"""Weights in FP8 with a scale for 128 x 128 values, in bf16: for gradients of tokens.
+
+A program takes a few rows of one block of scales. Sizes: N rows, K columns.
+"""
+
+from typing import Callable, Optional
+
+import torch
+import triton
+import triton.language as tl
+
+from ...runtime import device
+from ...runtime.launch import Launch
+from ..call import BLOCK, Dequantise
+
+_BLOCK = tl.constexpr(BLOCK)
+ROWS = 32  # of a program
+
+
+@triton.jit
+def _dequantise_kernel(
+    weight_ptr,  # [N, K] e4m3
+    scale_ptr,  # [ceil(N / 128), K / 128] fp32
+    y_ptr,  # [N, K] bf16
+    N,
+    K,
+    ROWS: tl.constexpr,
+):
+    """y = weight * scale, rounded once."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1)
+    offs = rows[:, None] * K + column * _BLOCK + tl.arange(0, _BLOCK)[None, :]
+    mask = (rows < N)[:, None]
+    scale = tl.load(scale_ptr + tl.program_id(0) * ROWS // _BLOCK * (K // _BLOCK) + column)
+    weight = tl.load(weight_ptr + offs, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + offs, (weight * scale).to(tl.bfloat16), mask=mask)
+
+
+def prepare_dequantise_fwd(call: Dequantise) -> Optional[Callable]:
+    """(weight, scale) -> [N, K] bf16."""
+    weight, scale, _ = call
+    where = weight.device
+    if weight.dtype is not torch.float8_e4m3fn or scale.dtype is not torch.float32:
+        return None
+    if weight.ndim != 2 or not (weight.is_contiguous() and scale.is_contiguous()):
+        return None
+    N, K = weight.shape
+    dense = N > 0 and K > 0 and K % BLOCK == 0 and scale.device == where
+    if not dense or scale.shape != (-(-N // BLOCK), K // BLOCK) or not device.has_e4m3(where):
+        return None
+    kernel = Launch(
+        _dequantise_kernel, (-(-N // ROWS), K // BLOCK), where, numbers=(N, K), constexprs=(ROWS,),
+        guarded=True,
+    )  # fmt: skip
+
+    def run(weight, scale) -> torch.Tensor:
+        y = torch.empty((N, K), dtype=torch.bfloat16, device=where)
+        kernel(weight, scale, y)
+        return y
+
+    return run

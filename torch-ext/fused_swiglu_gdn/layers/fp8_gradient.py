@@ -1,0 +1,30 @@
+"""The gradient of x through a weight in FP8, which itself gets none: adapters learn on top of it.
+
+The weight is put into bf16 for each product, its codes times their scales, rounded once.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from ..fp8.product import dequantise
+
+
+class _Learned(torch.autograd.Function):
+    """y = x W^T, which is computed already."""
+
+    @staticmethod
+    def forward(ctx, x, y, weight, scale):
+        ctx.save_for_backward(weight, scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        weight = dequantise(*[t.detach() for t in ctx.saved_tensors])
+        return gradient.to(weight.dtype) @ weight, None, None, None
+
+
+def with_gradient(x: torch.Tensor, y: torch.Tensor, weight, scale) -> torch.Tensor:
+    """y [..., N], the product of x [..., K] in FP8 with a weight; its gradient is that of the
+    product without x's rounding."""
+    return _Learned.apply(x, y, weight, scale)
