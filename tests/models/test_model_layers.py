@@ -5,6 +5,7 @@ No kernel serves a CPU, so that the package's own reference stands in for one he
 
 import contextlib
 import copy
+import itertools
 
 import mutants
 import pytest
@@ -421,6 +422,37 @@ def test_autocast(kernel, device):
     ids = tokens(2, 9, device=device)
     with torch.autocast(device, torch.bfloat16), serving(device):
         assert relative_error(logits(served, ids), logits(model, ids)) < 0.02
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_5_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@on_every_device
+def test_attention_under_autocast(kernel, name, dtype, device):
+    """Served where autocast's dtype is that of the model, or torch's SDPA casts to it: no cache
+    keeps queries and keys of a dtype that the class's own would not have."""
+    model, served = pair(kernel, name, device, hidden_size=64)
+    ids = tokens(2, 12, device=device)
+    exact = logits(model.double(), ids)
+    model, served = model.to(dtype), served.to(dtype)
+    for implementation, cached in itertools.product(("sdpa", "eager"), (False, True)):
+        for each in (model, served):
+            each.set_attn_implementation(implementation)
+        with torch.no_grad(), torch.autocast(device, torch.bfloat16), serving(device) as record:
+            theirs = model(ids, use_cache=cached)
+            record.clear()
+            ours = served(ids, use_cache=cached)
+        alike = dtype is torch.bfloat16 or implementation == "sdpa" and not cached
+        assert ("qk_norm_rope_fwd" in record) == alike
+        error = relative_error(theirs.logits, exact)
+        assert relative_error(ours.logits, exact) <= 1.3 * error
+        assert not cached or keys_of(ours.past_key_values) == keys_of(theirs.past_key_values)
+
+
+def keys_of(cache) -> list:
+    """The dtypes of keys in the layers of a cache that have some."""
+    layers = [layer for layer in cache.layers if getattr(layer, "keys", None) is not None]
+    assert layers
+    return [layer.keys.dtype for layer in layers]
 
 
 class Scaled(nn.Module):

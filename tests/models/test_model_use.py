@@ -129,8 +129,9 @@ def test_trains_under_autocast(kernel, name, device):
 
     theirs = errors()
     kernel.kernelize(model, mode="training")
-    with serving(device):
+    with serving(device) as record:
         ours = errors()
+    assert record["qk_norm_rope_fwd"]
     worst = max(theirs.values())
     assert 1e-4 < worst and max(ours.values()) <= 1.2 * worst
 

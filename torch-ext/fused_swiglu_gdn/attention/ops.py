@@ -42,7 +42,7 @@ def _save_qk(ctx, inputs, output) -> None:
 
 
 def _qk_backward(ctx, dq, dk):
-    found = QK_GRADIENT.op(dq, dk, *ctx.saved_tensors, *ctx.options)
+    found = QK_GRADIENT.in_gradient((dq, dk, *ctx.saved_tensors), ctx.options)
     q, k, _, _, q_weight, k_weight, *nothing = ctx.needs_input_grad
     needs = (q, k, q_weight, k_weight)
     dq, dk, *weights = [d if needed else None for d, needed in zip(found, needs)]
@@ -57,7 +57,7 @@ def _save_gate(ctx, inputs, output) -> None:
 
 
 def _gate_backward(ctx, dy):
-    found = SIGMOID_GRADIENT.op(*ctx.saved_tensors, dy)
+    found = SIGMOID_GRADIENT.in_gradient((*ctx.saved_tensors, dy))
     return tuple([d if needed else None for d, needed in zip(found, ctx.needs_input_grad)])
 
 

@@ -96,7 +96,7 @@ def _backward(ctx, dout, *_):
     nothing = [None for _ in options]
     if dout is None:
         return (None,) * 7 + tuple(nothing)
-    needs = [x, w_gate_up, w_down, weights, b_gate_up, b_down]
+    needs = (x, w_gate_up, w_down, weights, b_gate_up, b_down)
     *tensors, gate_up, routing = ctx.saved_tensors
     args = (*tensors, dout, gate_up, routing, needs, *ctx.options)
     if any(weight is not None for weight in ctx.mains):
@@ -107,7 +107,7 @@ def _backward(ctx, dout, *_):
 
         found = GRADIENT.op.run(body, *args)
     else:
-        found = GRADIENT.op(*args)
+        found = GRADIENT.in_gradient(args[:10], args[10:])
     dx, *dw, dweights, db_gate_up, db_down = [
         g if needed else None for g, needed in zip(found, needs)
     ]

@@ -29,7 +29,7 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dout):
     shared, x, w_gate = ctx.saved_tensors
-    dshared, dx, dgate = GRADIENT.op(dout, shared, x, w_gate)
+    dshared, dx, dgate = GRADIENT.in_gradient((dout, shared, x, w_gate))
     return dout, dshared, dx, dgate @ x if ctx.needs_input_grad[3] else None
 
 

@@ -38,7 +38,7 @@ def _save(ctx, inputs, output):
 def _backward(ctx, dweights, _):
     dlogits = None
     if dweights is not None:
-        dlogits = GRADIENT.op(dweights, *ctx.saved_tensors, *ctx.options)
+        dlogits = GRADIENT.in_gradient((dweights, *ctx.saved_tensors), ctx.options)
     return (dlogits, None, *[None for _ in ctx.options])
 
 

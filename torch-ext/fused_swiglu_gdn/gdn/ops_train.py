@@ -111,7 +111,8 @@ def _backward(ctx, do, d_final_state, *_):
     values_only = not any((q, k, g, beta, A_log, dt_bias))
     do = torch.zeros_like(tensors[2]) if do is None else do
     d_final_state = d_final_state if ctx.options.output_final_state else None
-    grads = GRADIENT.op(*tensors, do, d_final_state, tb, p, f, values_only, *ctx.options)
+    given = (*tensors, do, d_final_state, tb, p, f)
+    grads = GRADIENT.in_gradient(given, (values_only, *ctx.options))
     nothing = [None for _ in ctx.needs_input_grad[8:]]
     return (*[x if want else None for x, want in zip(grads, wanted)], *nothing)
 

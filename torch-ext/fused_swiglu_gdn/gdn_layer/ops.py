@@ -87,7 +87,9 @@ def _convolution_backward(ctx, dy, d_final):
     tensors = ctx.saved_tensors
     dy = torch.zeros_like(tensors[0]) if dy is None else dy
     d_final = d_final if ctx.has_final else None
-    dx, dweight, dbias, d_initial = CONVOLUTION_GRADIENT.op(*tensors, dy, d_final, ctx.activation)
+    dx, dweight, dbias, d_initial = CONVOLUTION_GRADIENT.in_gradient(
+        (*tensors, dy, d_final), (ctx.activation,)
+    )
     found = (dx, dweight, dbias, None, None, d_initial, None, None)
     return tuple([d if needed else None for d, needed in zip(found, ctx.needs_input_grad)])
 
@@ -98,7 +100,7 @@ def _save_norm(ctx, inputs, output) -> None:
 
 
 def _norm_backward(ctx, dy):
-    found = GATED_NORM_GRADIENT.op(*ctx.saved_tensors, dy, ctx.eps, ctx.activation)
+    found = GATED_NORM_GRADIENT.in_gradient((*ctx.saved_tensors, dy), (ctx.eps, ctx.activation))
     needs = ctx.needs_input_grad
     return *[d if needed else None for d, needed in zip(found, needs)], None, None
 

@@ -43,7 +43,7 @@ def _save(ctx, inputs, output) -> None:
 
 def _backward(ctx, dy, _):
     tensors = ctx.saved_tensors
-    dx, dweight, dbias, d_initial = PROLOGUE_GRADIENT.op(*tensors, dy, ctx.activation)
+    dx, dweight, dbias, d_initial = PROLOGUE_GRADIENT.in_gradient((*tensors, dy), (ctx.activation,))
     sizes = [x.shape[2] * x.shape[3] for x in tensors[:3]]
     parts = [d.unflatten(2, x.shape[2:]) for d, x in zip(dx.split(sizes, 2), tensors)]
     found = (*parts, dweight, dbias, None, d_initial, None, None)

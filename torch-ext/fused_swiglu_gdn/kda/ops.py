@@ -50,7 +50,7 @@ def _backward(ctx, do, d_final_state, _):
     tensors = ctx.saved_tensors
     do = torch.zeros_like(tensors[2]) if do is None else do
     d_final_state = d_final_state if ctx.options.output_final_state else None
-    grads = GRADIENT.op(*tensors, do, d_final_state, *ctx.options)
+    grads = GRADIENT.in_gradient((*tensors, do, d_final_state), ctx.options)
     wanted, nothing = ctx.needs_input_grad[:8], ctx.needs_input_grad[8:]
     return (*[x if want else None for x, want in zip(grads, wanted)], *[None for _ in nothing])
 

@@ -105,8 +105,7 @@ class Attention:
     ) -> Optional[tuple]:
         """The module's output for these arguments, or None if the class's own forward must run."""
         form, D = self.form, self.form.D
-        plain = x.ndim == 3 and not torch.is_autocast_enabled(x.device.type)
-        if not (plain and form.pinned.unchanged(attention, form.guards)):
+        if x.ndim != 3 or not form.pinned.unchanged(attention, form.guards):
             return None
         parts = attention.__dict__["_modules"]
         for name in form.identities:
@@ -117,6 +116,13 @@ class Attention:
         norms = {} if form.q_norm is None else _norms(form, parts, x, D)
         if tables is None or norms is None:
             return None
+        past, mask = given.get(form.cache), given.get(form.mask)
+        function = self.interface.of(attention)
+        words = self.words[attention.training].made(attention, given, rest, own_tables)
+        more = rest if form.rests else {}
+        if torch.is_autocast_enabled(x.device.type):
+            if not _casts_alike(x, past, function, words, more):
+                return None
         if self.joined is None:
             linears = [parts[name] for name in form.projections]
             q, k, v = projections(x, *linears, unpatched=True)
@@ -128,7 +134,6 @@ class Attention:
             q, gate = q.split(D, -1)  # [B, T, HQ, D] each
         k, v = k.view(B, T, -1, D), v.view(B, T, k.shape[-1] // D, -1)
         norms["interleaved"] = self.interleaved
-        past, mask = given.get(form.cache), given.get(form.mask)
         index = None if past is None else self.index.of(attention)
         slots = None if past is None else _slots(past, index, k)
         if slots is not None:
@@ -142,19 +147,15 @@ class Attention:
             q, k = fused_qk_norm_rope(q, k, *tables, **norms)
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             if past is not None:
-                more = () if self.plain_update else (attention, given, rest, own_tables)
-                k, v = self.updated(past, k, v, index, *more)
-        function = self.interface.of(attention)
-        words = self.words[attention.training].made(attention, given, rest, own_tables)
-        if not form.rests:
-            rest = {}
-        if T == 1 and slots is not None and _by_mask(function, q, mask, words, rest):
-            scale = words.get("scaling", rest.get("scaling"))
+                call = () if self.plain_update else (attention, given, rest, own_tables)
+                k, v = self.updated(past, k, v, index, *call)
+        if T == 1 and slots is not None and _by_mask(function, q, mask, words, more):
+            scale = words.get("scaling", more.get("scaling"))
             length = slots.cumulative_length
             out = attention_with_kvcache(q, k, v, length, attention_mask=mask, softmax_scale=scale)
             weights = None
         else:
-            out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **rest)
+            out, weights = function(attention, q.transpose(1, 2), k, v, mask, **words, **more)
         if gate is not None:
             out = sigmoid_gate(out, gate) if out.shape == gate.shape else out * torch.sigmoid(gate)
         out = out.reshape(B, T, -1).contiguous()
@@ -236,14 +237,29 @@ def _by_mask(function, q, mask, words: dict, rest: dict) -> bool:
     """True if `function` is SDPA with at most a mask, and a kernel can replace it."""
     if mask is None or q.dtype not in SIXTEEN or q.shape[-1] > 256 or mask.ndim != 4:
         return False
+    if words.get("dropout") or rest.get("dropout") or not _by_torch(function, words, rest):
+        return False
+    if not mask.shape[1] == mask.shape[2] == 1:
+        return False
+    return dispatch.forced is not None or dispatch.has_kernels_at(*KERNEL, q.device)
+
+
+def _by_torch(function, words: dict, rest: dict) -> bool:
+    """True if `function` is transformers' call of torch's own SDPA, and makes no more than that."""
     sdpa = sys.modules.get("transformers.integrations.sdpa_attention")
     if function is not getattr(sdpa, "sdpa_attention_forward", None):
         return False
     if not isinstance(F.scaled_dot_product_attention, BuiltinFunctionType):
         return False  # somebody's own stands in for torch's
-    for keywords in (words, rest):
-        if keywords.get("dropout") or any(map(keywords.get, NOT_PLAIN)):
-            return False
-    if not mask.shape[1] == mask.shape[2] == 1:
-        return False
-    return dispatch.forced is not None or dispatch.has_kernels_at(*KERNEL, q.device)
+    return not any(map(words.get, NOT_PLAIN)) and not any(map(rest.get, NOT_PLAIN))
+
+
+def _casts_alike(x: torch.Tensor, past, function, words: dict, rest: dict) -> bool:
+    """True if attention is of the same queries and keys under autocast.
+
+    Where it makes projections of another dtype than x, tables of x's dtype turn them into that,
+    from which SDPA casts them again; ours are of the other one throughout. A cache would keep them.
+    """
+    if torch.get_autocast_dtype(x.device.type) is x.dtype:
+        return True
+    return past is None and x.dtype is torch.float32 and _by_torch(function, words, rest)

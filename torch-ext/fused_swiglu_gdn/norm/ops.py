@@ -50,7 +50,7 @@ def _backward(ctx, dy, dtotal, _):
     if dy is not None:
         kept = ctx.saved_tensors  # read once: a checkpoint gives them out no second time
         dtotal = dtotal if ctx.added else None
-        dx, dweight = GRADIENT.op(*kept, dy, dtotal, ctx.offset, weight)
+        dx, dweight = GRADIENT.in_gradient((*kept, dy, dtotal), (ctx.offset, weight))
         added = dy.to(kept[0].dtype) if ctx.after else dx
     found = (dx if x else None, dweight if weight else None, added if residual else None)
     return (*found, None, None, None, None, None)

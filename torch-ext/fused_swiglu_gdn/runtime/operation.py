@@ -184,12 +184,23 @@ class Operation(CallCache):
         return _counting(launch, places) if places else launch
 
     def _with_gradient(self, launch: Callable, options: tuple) -> Callable:
-        run, count = self.op.run, self.count
+        apply, more = self.op.apply, (*options, self.count, launch)
+        return lambda *tensors: apply(*tensors, *more)
 
-        def body(*fields):
-            return launch(*fields[:count])
+    def in_gradient(self, tensors: tuple, options: tuple = ()):
+        """The operation, as the gradient of another one, of tensors that autograd gives it."""
+        if not torch.is_grad_enabled():  # else a second derivative is asked for
+            run = self.find(tensors, (None, *options), True)
+            if run is not None:
+                found = run(*tensors)
+                return self._written(found, tensors) if self.places else found
+        return self.op(*tensors, *options)
 
-        return lambda *tensors: run(body, *tensors, *options)
+    def _written(self, found, tensors: tuple):
+        """The outputs apart from what was written in place, of which autograd takes notice."""
+        written = [x for x in map(tensors.__getitem__, self.places) if x is not None]
+        increment_version(written)
+        return _apart(found, written)
 
     def launcher(self, fields: tuple) -> Callable:
         """A function of the tensors of an operator's arguments: its body.
@@ -266,9 +277,11 @@ def _counting(launch: Callable, places: list) -> Callable:
     instead of computing from other values.
     """
 
+    notice = torch._C._increment_version  # what increment_version calls
+
     def run(*tensors):
         out = launch(*tensors)
-        increment_version([tensors[i] for i in places])
+        notice([tensors[i] for i in places])
         return out
 
     return run

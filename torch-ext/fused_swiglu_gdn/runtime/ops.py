@@ -44,6 +44,7 @@ class Operator(CustomOpDef):
     body: Callable  # what the operator does; None stands for an output that is not there
     mutated: tuple = ()  # places of arguments that it changes
     function: Optional[type] = None  # the autograd.Function of an operator with a gradient
+    apply: Callable  # of that Function, without torch's look for functorch's transforms
 
     def __call__(self, *args):
         if torch.compiler.is_compiling() or not _unwatched(args):
@@ -58,25 +59,29 @@ class Operator(CustomOpDef):
 
     def run(self, body: Callable, *args):
         """Runs body(*args), a replacement for the operator's body, with the operator's gradient."""
-        return self.function.apply(*args, body)
+        return self.function.apply(*args, len(args), body)
 
     def register_autograd(self, backward: Callable, *, setup_context: Callable) -> None:
         """Registers the gradient with torch and for eager calls."""
         super().register_autograd(backward, setup_context=setup_context)
 
         def forward(ctx, *args):
-            *args, body = args
-            output = body(*args)
+            *args, count, body = args
+            output = body(*args[:count])
             setup_context(ctx, args, output)
             return output
 
         def differentiate(ctx, *gradients):
-            if not torch.compiler.is_compiling():
-                gradients = map(_in_memory, gradients)
-            return (*backward(ctx, *gradients), None)
+            if not (torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag):
+                for x in gradients:
+                    if x is not None and (x._is_zerotensor() or x.is_neg()):
+                        gradients = tuple(map(_in_memory, gradients))
+                        break
+            return (*backward(ctx, *gradients), None, None)
 
         parts = {"forward": staticmethod(forward), "backward": staticmethod(differentiate)}
         self.function = type(self._name, (torch.autograd.Function,), parts)
+        self.apply = super(torch.autograd.Function, self.function).apply
 
 
 def _unwatched(args: tuple) -> bool:

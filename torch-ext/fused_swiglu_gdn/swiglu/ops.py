@@ -89,8 +89,8 @@ def _save(ctx, inputs, output):
 def _backward(ctx, dz, _):
     if dz is None:
         return (None,) * 6
-    needs = list(ctx.needs_input_grad[:5])
-    gradients = GRADIENT.op(dz, *ctx.saved_tensors, ctx.activation, needs)
+    needs = ctx.needs_input_grad[:5]
+    gradients = GRADIENT.in_gradient((dz, *ctx.saved_tensors), (ctx.activation, needs))
     return (*apart(gradients, needs), None)
 
 
@@ -103,7 +103,7 @@ def _save_gate(ctx, inputs, output) -> None:
 
 
 def _gate_backward(ctx, dz):
-    return (*SILU_MUL_GRADIENT.op(*ctx.saved_tensors, dz, ctx.activation), None)
+    return (*SILU_MUL_GRADIENT.in_gradient((*ctx.saved_tensors, dz), (ctx.activation,)), None)
 
 
 SILU_MUL.register_gradient(_save_gate, _gate_backward, SILU_MUL_GRADIENT, "silu_mul")

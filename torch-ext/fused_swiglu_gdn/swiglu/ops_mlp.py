@@ -66,15 +66,14 @@ def _backward(ctx, dy, *_):
     if dy is None:
         return (None,) * 11
     x, gate, up, down, b_gate, b_up, b_down = ctx.needs_input_grad[:7]
-    needs = [x, gate, up, b_gate, b_up, down]
-    args = (dy, *ctx.saved_tensors, ctx.activation, needs)
+    tensors, options = (dy, *ctx.saved_tensors), (ctx.activation, (x, gate, up, b_gate, b_up, down))
     if any(weight is not None for weight in ctx.mains):
         main_grads = [w if w is None else w.main_grad for w in ctx.mains]
-        gradients = GRADIENT.launcher(args)(*args[:9], main_grads=main_grads)
-        if args[7] is not None:
-            increment_version(args[7])
+        gradients = GRADIENT.launcher((*tensors, *options))(*tensors, main_grads=main_grads)
+        if tensors[7] is not None:
+            increment_version(tensors[7])
     else:
-        gradients = GRADIENT.op(*args)
+        gradients = GRADIENT.in_gradient(tensors, options)
     here = [n and w is None for n, w in zip((gate, up, down), ctx.mains)]
     dx, *weights, db_gate, db_up = apart(gradients, [x, *here[:2], b_gate, b_up])
     weights.append(gradients[4] if here[2] else None)

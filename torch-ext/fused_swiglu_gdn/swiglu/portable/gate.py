@@ -1,5 +1,6 @@
 """The gate of SwiGLU for operands in memory: z = act(gate) * up, and its gradients."""
 
+import functools
 from typing import Callable, Optional
 
 import torch
@@ -9,7 +10,7 @@ import triton.language as tl
 from ...runtime.activations import BY_KERNELS
 from ...runtime.dtypes import SERVED
 from ...runtime.launch import Launch
-from ...runtime.operation import on_copies
+from ...runtime.operation import contiguous_like, on_copies
 from ...runtime.ops import rows_of
 from ...runtime.primitives import activate, activate_with_slope
 from ..call import SiluMul, SiluMulGradient
@@ -40,23 +41,26 @@ def _gate_fwd_kernel(
 
 def gate_fwd(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """z [M, N] of gate and up [M, N], last dimension dense."""
-    return _forward(gate, up, activation, gate.shape)(gate, up)
-
-
-def _forward(gate, up, activation: str, shape: tuple, guarded: bool = False) -> Callable:
-    """z in a shape, of tensors like gate and up [M, N]; guarded: as Launch has it."""
     M, N = gate.shape
-    kernel = Launch(
-        _gate_fwd_kernel, (M, triton.cdiv(N, BLOCK)), gate.device,
-        numbers=(N, gate.stride(0), up.stride(0)), constexprs=(activation, BLOCK), guarded=guarded,
+    z = gate.new_empty((M, N))
+    strides = (gate.stride(0), up.stride(0))
+    _kept(False, gate.device, M, N, strides, activation)(gate, up, z)
+    return z
+
+
+def _launch(
+    gradient: bool, where: torch.device, M: int, N: int, strides: tuple, activation: str,
+    guarded: bool = False,
+) -> Launch:  # fmt: skip
+    """The launch of a kernel for M rows at these strides; guarded: as Launch has it."""
+    kernel = _gate_bwd_kernel if gradient else _gate_fwd_kernel
+    return Launch(
+        kernel, (M, triton.cdiv(N, BLOCK)), where, numbers=(N, *strides),
+        constexprs=(activation, BLOCK), guarded=guarded,
     )  # fmt: skip
 
-    def run(gate, up):
-        z = gate.new_empty(shape)
-        kernel(gate, up, z)
-        return z
 
-    return run
+_kept = functools.lru_cache(maxsize=4096)(_launch)
 
 
 def prepare_silu_mul_fwd(call: SiluMul) -> Optional[Callable]:
@@ -67,7 +71,16 @@ def prepare_silu_mul_fwd(call: SiluMul) -> Optional[Callable]:
     rows = rows_of(gate), rows_of(up)
     if None in rows:
         return on_copies(prepare_silu_mul_fwd, call, _contiguous)
-    return _forward(*rows, activation, gate.shape, guarded=True)
+    (M, N), strides = rows[0].shape, (rows[0].stride(0), rows[1].stride(0))
+    kernel = _launch(False, gate.device, M, N, strides, activation, True)
+    make = contiguous_like(gate)
+
+    def run(gate, up):
+        z = make(gate)
+        kernel(gate, up, z)
+        return z
+
+    return run
 
 
 def _contiguous(*tensors: torch.Tensor) -> list:
@@ -115,19 +128,10 @@ def gate_bwd(
 ) -> Optional[torch.Tensor]:  # z [M, N]
     z = torch.empty_like(dz, memory_format=torch.contiguous_format) if with_z else None  # [M, N]
     gate, up = gate_up.chunk(2, dim=1)
-    _gradients(dz, gate, up, gate, up, z, activation)
+    strides = (dz.stride(0), gate.stride(0), up.stride(0), gate.stride(0))
+    kernel = _kept(True, dz.device, *dz.shape, strides, activation)
+    kernel(dz, gate, up, gate, up, z)
     return z
-
-
-def _gradients(dz, gate, up, d_gate, d_up, z, activation: str) -> None:
-    """Fills d_gate and d_up, which have one row stride, and z if given."""
-    M, N = dz.shape
-    strides = [x.stride(0) for x in (dz, gate, up, d_gate)]
-    kernel = Launch(
-        _gate_bwd_kernel, (M, triton.cdiv(N, BLOCK)), dz.device, numbers=(N, *strides),
-        constexprs=(activation, BLOCK),
-    )  # fmt: skip
-    kernel(dz, gate, up, d_gate, d_up, z)
 
 
 def prepare_silu_mul_bwd(call: SiluMulGradient) -> Optional[Callable]:
@@ -135,12 +139,17 @@ def prepare_silu_mul_bwd(call: SiluMulGradient) -> Optional[Callable]:
     *tensors, (activation,) = call
     if call.gate.dtype not in SERVED or activation not in BY_KERNELS:
         return None
-    if None in map(rows_of, tensors):
+    rows = [rows_of(x) for x in tensors]
+    if None in rows:
         return on_copies(prepare_silu_mul_bwd, call, _contiguous)
+    (M, N), (gate, up, dz) = rows[0].shape, [x.stride(0) for x in rows]
+    strides = (dz, gate, up, N)
+    kernel = _launch(True, call.gate.device, M, N, strides, activation, True)
+    make_gate, make_up = contiguous_like(call.gate), contiguous_like(call.up)
 
     def run(gate, up, dz):
-        d_gate, d_up = gate.new_empty(gate.shape), up.new_empty(up.shape)
-        _gradients(*map(rows_of, (dz, gate, up, d_gate, d_up)), None, activation)
+        d_gate, d_up = make_gate(gate), make_up(up)
+        kernel(dz, gate, up, d_gate, d_up, None)
         return d_gate, d_up
 
     return run
