@@ -68,29 +68,27 @@ def load_fla():
 
 
 def phases(package, x, options) -> dict:
-    """Our two kernels of a prompt, one by one."""
+    """The launches of a prompt, one by one: prepare (three where it is the portable one), scan."""
     import importlib
 
-    name = package.__name__
-    calls = importlib.import_module(f"{name}.kda.call")
-    chunk = importlib.import_module(f"{name}.kda.portable.chunk")
+    module = lambda path: importlib.import_module(f"{package.__name__}.kda.{path}")  # noqa: E731
+    calls, portable = module("call"), module("portable.chunk")
     given = calls.KdaOptions(128**-0.5, use_qk_l2norm=True, output_final_state=True)
     cu = options.get("cu_seqlens")
     call = calls.KdaCall(*x, None, None, None, None, cu, given)
-    chunked = chunk._Chunked(call)
     q, k, v, g, beta = x
-    prepare = chunked.prepare
-    tb, p, kd, qd, ke, gam, *_ = prepare(q, k, g, beta, None, None, cu)
-    o, states = torch.empty_like(v), v.new_empty(**chunked.final)
-    gates = gam.new_zeros(*tb.shape[:2], prepare.scratch, 64)
-    return {
-        "prepare": lambda: prepare(q, k, g, beta, None, None, cu),
-        "pairs": lambda: prepare.pairs(q, k, g, cu, p, tb.view(torch.float16), gates),
-        "inverse": lambda: prepare.inverse(cu, tb, gates),
-        "scan": lambda: chunked.scan(
-            (qd, kd, v, o), (tb, p, gam), cu, (None, None, states, None), ke
-        ),
+    forms = {"prepare, portable": portable.Chunked(call)}
+    if torch.cuda.get_device_capability()[0] == 9:
+        forms["prepare"] = module("hopper.chunk").Chunked(call)
+    timed = {
+        name: functools.partial(form.prepare, q, k, g, beta, None, None, cu)
+        for name, form in forms.items()
     }
+    chunked = list(forms.values())[-1]
+    tb, p, kd, qd, ke, gam, *_ = chunked.prepare(q, k, g, beta, None, None, cu)
+    o, states = torch.empty_like(v), v.new_empty(**chunked.final)
+    scanned = (qd, kd, v, o), (tb, p, gam), cu, (None, None, states, None), ke
+    return {**timed, "scan": functools.partial(chunked.scan, *scanned)}
 
 
 def host(call) -> float:

@@ -29,14 +29,15 @@ def prepare_kda_chunk_fwd(call: KdaCall) -> Optional[Callable]:
 
 
 def _prepare(call: KdaCall) -> Callable:
-    return by_alignment(_Chunked, call, 0, 1, 2)
+    return by_alignment(Chunked, call, 0, 1, 2)
 
 
-class _Chunked:
+class Chunked:
     """The launches for all calls with the same shapes, strides, dtypes and options, and with q, k
     and v at multiples of 16 bytes as here."""
 
     __slots__ = ("final", "checkpoints", "prepare", "scan")
+    PREPARE = Prepare  # its kind
 
     def __init__(self, call: KdaCall):
         options = call.options
@@ -50,7 +51,7 @@ class _Chunked:
         if options.checkpoint_every:
             rows = call.B * (call.T // options.checkpoint_every)
             self.checkpoints = {"size": (rows, *call.state_shape), "dtype": dtype}
-        self.prepare = Prepare(call)
+        self.prepare = self.PREPARE(call)
         # the scan reads Kd and Qd, which every value head has its own of
         shape = (call.B, call.T, call.HV, call.K)
         like = torch.empty(shape, dtype=call.q.dtype, device="meta")

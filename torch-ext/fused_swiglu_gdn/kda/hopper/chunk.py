@@ -1,0 +1,87 @@
+"""Chunked Kimi Delta Attention on Hopper: prepare in one launch, then the scan (docs/kda.md)."""
+
+from typing import Callable, Optional
+
+import torch
+
+from ...gdn.chunks import CHUNK
+from ...gdn.hopper.plan import block_map, lies_for_tma, token_map
+from ...runtime import device
+from ...runtime.dtypes import HALF, SERVED
+from ...runtime.launch import Launch, aligned, by_alignment, steps
+from ..call import KdaCall
+from ..portable import chunk as portable
+from ..portable.recurrent import on_dense_gates
+from .prepare import kda_prepare_fwd_kernel
+
+HEAD_DIM = 128
+REGISTERS = 168  # of a thread of prepare: three programs a multiprocessor
+
+
+class Prepare:
+    """The launch of prepare for calls of one kind: shapes, strides, dtypes and options are
+    known."""
+
+    __slots__ = ("kernel", "rows", "shape")
+
+    def __init__(self, call: KdaCall):
+        q, k, H, HV, options = call.q, call.k, call.H, call.HV, call.options
+        self.rows, self.shape = call.rows, (call.B, call.T, HV, call.K)
+        packed, block = call.cu_seqlens is not None, block_map(self.rows * HV, q.dtype)
+        tokens = (token_map(x.shape, x.stride(), x.dtype, 32, packed) for x in (q, k))
+        chunks = (call.T, call.N, -(-call.T // CHUNK))
+        self.kernel = Launch(
+            kda_prepare_fwd_kernel, self.rows * HV, q.device, maps=(*tokens, block, block),
+            numbers=(steps(call.g), steps(call.beta), *chunks, options.scale),
+            constexprs=(HV, HV // H, options.beta_max, options.lower_bound),
+            options=(("num_warps", 4), ("maxnreg", REGISTERS)), guarded=True,
+        )  # fmt: skip
+
+    def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> tuple:
+        """Tb, P [rows, HV, C, C]; Kd, Qd, Ke [B, T, HV, K]; gam [rows, HV, K] fp32."""
+        rows, (*_, HV, K) = self.rows, self.shape
+        tb, p = q.new_empty((2, rows, HV, CHUNK, CHUNK)).unbind(0)
+        kd, qd, ke = q.new_empty((3, *self.shape)).unbind(0)
+        gam = g.new_empty((rows, HV, K), dtype=torch.float32)
+        self.kernel(q, k, tb, p, g, beta, A_log, dt_bias, cu_seqlens, kd, qd, ke, gam)
+        return tb, p, kd, qd, ke, gam
+
+
+def computes(call: KdaCall) -> bool:
+    """True for calls whose prepare this kernel computes, if q and k begin at multiples of 16 bytes:
+    keys of length 1, whose products fit fp16."""
+    return (
+        device.has_wgmma(call.device)
+        and call.options.use_qk_l2norm
+        and call.q.dtype in HALF
+        and call.q.dtype == call.k.dtype == call.v.dtype
+        and call.K == HEAD_DIM
+        and call.HV > 0
+        and 0 < call.B * call.T < 2**30
+        and (call.cu_seqlens is None or call.N > 0)
+        and lies_for_tma(call.q)
+        and lies_for_tma(call.k)
+    )
+
+
+def prepare_kda_chunk_fwd(call: KdaCall) -> Optional[Callable]:
+    """The function that prepare_kda_chunk_fwd of portable/chunk.py describes, with the prepare
+    above; None for other calls."""
+    if {call.g.dtype, call.beta.dtype}.issubset(SERVED) and call.V <= 256:
+        return on_dense_gates(_prepare, call, "initial_state")
+    return None
+
+
+def _prepare(call: KdaCall) -> Optional[Callable]:
+    return by_alignment(_made, call, 0, 1, 2) if computes(call) else None
+
+
+def _made(call: KdaCall) -> Callable:
+    return (Chunked if aligned(*call[:3]) else portable.Chunked)(call)
+
+
+class Chunked(portable.Chunked):
+    """portable.Chunked with the prepare above."""
+
+    __slots__ = ()
+    PREPARE = Prepare

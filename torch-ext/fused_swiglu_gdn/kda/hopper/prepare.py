@@ -1,0 +1,314 @@
+"""The chunk-parallel half of Kimi Delta Attention on Hopper, in one launch (docs/kda.md).
+
+The results are those of `portable/prepare.py`: per chunk of 64 tokens and value head Tb, P, Kd, Qd,
+Ke and gam. A CTA owns a chunk of a value head, each of its four warps a block of 16 tokens. It goes
+through 32 channels at a time: a warp computes its own block of the diagonals of A and P by levels
+(levels.py); then those of its row, of which it reads the earlier tokens' half from shared memory;
+then its rows of the scan's operands. The inverse is made of such blocks, too.
+
+Tensors are [4, 16, 16] or [4, 2, 8, 32]: block (warp), rows, columns. What all warps read of one
+block has 1 in place of 4.
+"""
+
+from ...gdn.hopper.blocks import operand
+from ...gdn.hopper.primitives import C, D, locate
+from ...gdn.portable.gates import channel_log_decay, to_log2, write_strength
+from ...gdn.portable.primitives import level
+from ...runtime.gluon import (
+    as_box,
+    as_tile,
+    barrier,
+    fence_async_shared,
+    gl,
+    gluon,
+    mbarrier,
+    mma_v2,
+    tma_load,
+    tma_store,
+    tma_store_wait,
+)
+from ...runtime.primitives import exact_exp2
+from .levels import (
+    TILE,
+    X,
+    add_levels,
+    exp2_short,
+    halves_product,
+    left,
+    of_token,
+    positions,
+    right,
+)
+
+PANELS = gl.constexpr(4)  # of 32 channels
+PANEL = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
+ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
+BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
+HALVES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+# of sums over a block's tokens [4, 32]
+TOTAL = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(1, X)))
+# of the blocks' sums of all panels [4, 4, 32]: a channel a thread
+SUMS = gl.constexpr(gl.BlockedLayout([1, 4, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]))
+
+
+@gluon.jit
+def _tokens(smem):
+    """A panel [C, 32] as [4, 2, 8, 32]."""
+    VIEW: gl.constexpr = gl.NVMMASharedLayout(64, 16, 4)  # of the same bytes
+    return as_tile(smem, smem.dtype, [4, 2, 8, 32], VIEW).load(X)
+
+
+@gluon.jit
+def _halves(smem):
+    """A panel's bytes as fp16 [4, 2, 8, 32]."""
+    return as_tile(smem, gl.float16, [4, 2, 8, 32], gl.NVMMASharedLayout(64, 16, 4))
+
+
+@gluon.jit
+def _factor(totals, N: gl.constexpr):
+    """Block N's of the factors [4, 32], as [1, 1, 1, 32]."""
+    return gl.expand_dims(gl.expand_dims(totals.slice(N, 1).load(TOTAL), 1), 1)
+
+
+@gluon.jit
+def _all(x):
+    """x in [4, 2, 8, 32]."""
+    x, _ = gl.broadcast(x, gl.zeros((4, 2, 8, 32), gl.float16, X))
+    return x
+
+
+@gluon.jit
+def _block_positions():
+    """Row and column in a block, and the block, of accumulators."""
+    i = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(2, TILE)))
+    j = gl.arange(0, 16, layout=gl.SliceLayout(0, gl.SliceLayout(1, TILE)))
+    b = gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(2, TILE)))
+    i, j = gl.expand_dims(gl.expand_dims(i, 0), 2), gl.expand_dims(gl.expand_dims(j, 0), 1)
+    return i, j, gl.expand_dims(gl.expand_dims(b, 1), 2)
+
+
+@gluon.jit
+def _lengths(smem, i, j):
+    """1 / |x| [4, 16] of the rows of x [PANELS, C, 32]; the tensor cores square."""
+    xx = gl.zeros((4, 16, 16), gl.float32, TILE)
+    for p in gl.static_range(PANELS):
+        x = _tokens(smem.index(p))
+        xx = mma_v2(left(x), right(x), xx)
+    return gl.rsqrt(gl.sum(gl.where(i == j, xx, 0.0), 2) + 1e-6)
+
+
+@gluon.jit
+def _product(a, b_smem, WHICH: gl.constexpr, acc):
+    """a b + acc: of accumulators by a block of four [4, 16, 16] fp16 in shared memory."""
+    a = gl.convert_layout(a.to(gl.float16), operand(0, TILE), assert_trivial=True)
+    b = b_smem.slice(WHICH, 1).load(operand(1, TILE))
+    like = gl.zeros((4, 16, 16), gl.float16, operand(1, TILE))
+    b, _ = gl.broadcast(b, like)
+    return mma_v2(a, b, acc)
+
+
+@gluon.jit
+def _transposed_product(a, b, acc):
+    """a b^T + acc of accumulators."""
+    a = gl.convert_layout(a.to(gl.float16), operand(0, TILE), assert_trivial=True)
+    b = b.to(gl.float16).permute((0, 2, 1))
+    return mma_v2(a, gl.convert_layout(b, operand(1, TILE), assert_trivial=True), acc)
+
+
+@gluon.jit
+def _diagonal_inverse(kk, row, column, i, j):
+    """(I + strictly_lower(diag(beta) kk))^-1; kk symmetric; beta of rows and of columns."""
+    m = kk * -row
+    x = gl.where(i == j, 1.0, gl.where(level(i, j, 1), m, 0.0))
+    xt = gl.where(i == j, 1.0, gl.where(level(j, i, 1), kk * -column, 0.0))
+    for s in gl.static_range(1, 4):
+        low = gl.where(level(i, j, 2**s), m, 0.0)
+        yt = _transposed_product(xt, low, gl.zeros_like(x))  # (low x)^T
+        x, xt = _transposed_product(x, yt, x), _transposed_product(yt, x, xt)
+    return x
+
+
+@gluon.jit
+def _inverse(smem, kk, k0, k1, k2, row, column, i, j, b):
+    """The four columns of blocks of Tb. k0, k1, k2: of A, right below the diagonal.
+
+    Of blocks, T_bj = -(sum over k of j < k <= b of T_bk A_kj) T_jj.
+    """
+    t = _diagonal_inverse(kk, row, column, i, j) * column
+    zero = gl.zeros((4, 16, 16), gl.float32, TILE)
+    tt, a0, a1, a2 = smem.index(0), smem.index(1), smem.index(2), smem.index(3)
+    tt.store(t.to(gl.float16))
+    a0.store((-k0).to(gl.float16))
+    a1.store((-k1).to(gl.float16))
+    a2.store((-k2).to(gl.float16))
+    t3 = gl.where(b == 3, t, 0.0)
+    y = _product(t3, a2, 3, zero)
+    t2 = gl.where(b == 2, t, _product(y, tt, 2, zero))
+    y = _product(t3, a1, 3, _product(t2, a1, 2, zero))
+    t1 = gl.where(b == 1, t, _product(y, tt, 1, zero))
+    y = _product(t3, a0, 3, _product(t2, a0, 2, _product(t1, a0, 1, zero)))
+    t0 = gl.where(b == 0, t, _product(y, tt, 0, zero))
+    return t0, t1, t2, t3
+
+
+@gluon.jit
+def _store_tile(desc, at, smem, x0, x1, x2, x3):
+    """Stores four columns of blocks to rows `at`.. of desc, through smem [C, C]."""
+    x0, x1, x2, x3 = x0.to(desc.dtype), x1.to(desc.dtype), x2.to(desc.dtype), x3.to(desc.dtype)
+    x = gl.join(gl.join(x0, x2), gl.join(x1, x3))  # [4, 16, 16, 2, 2]
+    smem.store(x.permute((0, 1, 3, 4, 2)).reshape([C, C]))
+    fence_async_shared()
+    tma_store(desc, [at, 0], smem)
+
+
+@gluon.jit
+def _beta(ptr, stride, rest, LAYOUT: gl.constexpr, BETA_MAX: gl.constexpr, DTYPE: gl.constexpr):
+    """beta [4, 16], rounded as by _store_lengths of portable/prepare.py; `rest` tokens are left."""
+    b = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    t = 16 * b + gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    beta = gl.load(ptr + t * stride, mask=t < rest, other=0.0)
+    beta = gl.where(t < rest, write_strength(beta, BETA_MAX), 0.0)
+    if DTYPE == gl.bfloat16:
+        beta = beta.to(DTYPE).to(gl.float32)
+    return beta
+
+
+@gluon.jit
+def _store_gam(ptr, sums):
+    """exp of log2 decays of a chunk, from its blocks' sums [4, 4, 32]."""
+    gam = exact_exp2(gl.sum(sums.load(SUMS).to(gl.float64), 1))
+    p = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, SUMS))), 1)
+    d = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, SUMS))), 0)
+    gl.store(ptr + p * 32 + d, gam)
+
+
+@gluon.jit(do_not_specialize=["T", "N", "NT"])
+def kda_prepare_fwd_kernel(
+    q_desc,  # [.., .., tokens, H, K] box [1, 1, C, 1, 32]
+    k_desc,  # likewise
+    t_desc,  # Tb [rows * HV * C, C] box [C, C]
+    p_desc,  # P, likewise
+    g_ptr,  # [B, T, HV, K], heads side by side
+    beta_ptr,  # [B, T, HV]
+    A_log_ptr,  # [HV] or None
+    dt_bias_ptr,  # [HV, K] or None
+    cu_ptr,  # [N + 1] or None
+    kd_ptr,  # [B, T, HV, K]
+    qd_ptr,  # [B, T, HV, K]
+    ke_ptr,  # [B, T, HV, K]
+    gam_ptr,  # [rows, HV, K] fp32
+    g_strides,  # of B, T, HV
+    beta_strides,
+    T,
+    N,
+    NT,  # ceil(T / C), equal length
+    scale,
+    HV: gl.constexpr,
+    R: gl.constexpr,
+    BETA_MAX: gl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
+    LOWER: gl.constexpr,  # of a bounded gate, or None
+):
+    """Tb, P, Kd, Qd, Ke and gam of one chunk and value head."""
+    DTYPE: gl.constexpr = q_desc.dtype
+    row = gl.program_id(0) // HV
+    hv = gl.program_id(0) % HV
+    batch, end, first, c, length = locate(row, cu_ptr, T, N, NT)
+    if c * C >= length:
+        return
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_tiles = gl.allocate_shared_memory(DTYPE, [2, C, C], t_desc.layout)
+    k_tiles = gl.allocate_shared_memory(DTYPE, [2, C, C], t_desc.layout)
+    q_smem = as_tile(q_tiles, DTYPE, [PANELS, C, 32], PANEL)
+    k_smem = as_tile(k_tiles, DTYPE, [PANELS, C, 32], PANEL)
+    until_smem = gl.allocate_shared_memory(gl.float16, [PANELS, 4, 2, 8, 32], HALVES)
+    total_smem = gl.allocate_shared_memory(gl.float32, [PANELS, 4, 32], ROWS)
+    sum_smem = gl.allocate_shared_memory(gl.float32, [PANELS, 4, 32], ROWS)
+    mbarrier.init(full, count=1)
+    mbarrier.expect(full, 2 * C * D * 2)
+    for p in gl.static_range(PANELS):
+        at = [batch, end, first + c * C, hv // R, 32 * p]
+        tma_load(k_desc, at, full, as_box(k_smem.index(p), k_desc))
+        tma_load(q_desc, at, full, as_box(q_smem.index(p), q_desc))
+    barrier()  # ptxas would put the loads off until the next one
+
+    if cu_ptr is None:
+        batch_of, start = end.to(gl.int64), (c * C).to(gl.int64)
+    else:
+        batch_of, start = row.to(gl.int64) * 0, (end - length + c * C).to(gl.int64)
+    rest = length - c * C
+    unit = row.to(gl.int64) * HV + hv
+    g_ptr += batch_of * g_strides[0] + start * g_strides[1] + hv * D
+    beta_ptr += batch_of * beta_strides[0] + start * beta_strides[1] + hv * beta_strides[2]
+    out = ((batch_of * T + start) * HV + hv) * D
+    kd_ptr += out
+    qd_ptr += out
+    ke_ptr += out
+    block, half, t, d = positions()
+    t += 16 * block + 8 * half
+    ok = (t < rest) & (d >= 0)
+    g_at = t * g_strides[1] + d
+    out_at = t * (HV * D) + d
+    g = gl.load(g_ptr + g_at, mask=ok, other=0.0)
+    i, j, b = _block_positions()
+    zero = gl.zeros((4, 16, 16), gl.float32, TILE)
+    kk, qk = zero, zero
+    mbarrier.wait(full, 0)
+    rk = of_token(_lengths(k_smem, i, j))
+    rq = of_token(_lengths(q_smem, i, j))
+    for p in range(PANELS):
+        channel = hv * D + 32 * p + d
+        x = to_log2(channel_log_decay(g, A_log_ptr, dt_bias_ptr, hv, channel, None, LOWER))
+        if A_log_ptr is not None or LOWER is not None:
+            x = gl.where(ok, x, 0.0)
+        k = (_tokens(k_smem.index(p)).to(gl.float32) * rk).to(gl.float16)
+        q = (_tokens(q_smem.index(p)).to(gl.float32) * rq).to(gl.float16)
+        total = gl.sum(gl.sum(x, 1), 1)  # [4, 32]
+        kk, qk, since, until = add_levels(kk, qk, k, q, x, i, j)
+        g = gl.load(g_ptr + g_at + 32 * (p + 1), mask=ok & (p < PANELS - 1), other=0.0)
+        since, until = since.to(gl.float16), until.to(gl.float16)
+        _halves(k_smem.index(p)).store(halves_product(k, since))
+        _halves(q_smem.index(p)).store(halves_product(q, since))
+        until_smem.index(p).store(halves_product(k, until))
+        sum_smem.index(p).store(total)
+        total_smem.index(p).store(exp2_short(total))
+    barrier()
+    k0, q0, k1, q1, k2, q2 = zero, zero, zero, zero, zero, zero
+    for p in range(PANELS):
+        until, totals = until_smem.index(p), total_smem.index(p)
+        f0, f1, f2 = _factor(totals, 0), _factor(totals, 1), _factor(totals, 2)
+        k, q = _halves(k_smem.index(p)).load(X), _halves(q_smem.index(p)).load(X)
+        kb, qb = left(k), left(q)
+        kt = right(_all(until.slice(2, 1).load(X)))
+        k2, q2 = mma_v2(kb, kt, k2), mma_v2(qb, kt, q2)
+        f = gl.where(block > 2, f2, 1.0)  # of the blocks between a row's and a column's
+        kt = right(halves_product(_all(until.slice(1, 1).load(X)), _all(f.to(gl.float16))))
+        k1, q1 = mma_v2(kb, kt, k1), mma_v2(qb, kt, q1)
+        f *= gl.where(block > 1, f1, 1.0)
+        kt = right(halves_product(_all(until.slice(0, 1).load(X)), _all(f.to(gl.float16))))
+        k0, q0 = mma_v2(kb, kt, k0), mma_v2(qb, kt, q0)
+        f *= gl.where(block > 0, f0, 1.0)  # of all blocks before
+        to = 32 * p + out_at
+        gl.store(kd_ptr + to, (k.to(gl.float32) * f).to(DTYPE), mask=ok)
+        gl.store(qd_ptr + to, (q.to(gl.float32) * (f * scale)).to(DTYPE), mask=ok)
+        f = gl.where(block < 1, f1, 1.0) * gl.where(block < 2, f2, 1.0)
+        f *= gl.where(block < 3, _factor(totals, 3), 1.0)  # of all blocks behind
+        gl.store(ke_ptr + to, (until.load(X).to(gl.float32) * f).to(DTYPE), mask=ok)
+    barrier()  # k and q are read
+    # Till here the barrier has its memory to itself: PTX allows no other use of it before this.
+    mbarrier.invalidate(full)
+    at = (unit * C).to(gl.int32)
+    q0 = gl.where(b == 0, gl.where(i >= j, qk, 0.0), q0) * scale
+    q1 = gl.where(b == 1, gl.where(i >= j, qk, 0.0), gl.where(b > 1, q1, 0.0)) * scale
+    q2 = gl.where(b == 2, gl.where(i >= j, qk, 0.0), gl.where(b > 2, q2, 0.0)) * scale
+    q3 = gl.where((b == 3) & (i >= j), qk, 0.0) * scale
+    _store_tile(p_desc, at, k_tiles.index(0), q0, q1, q2, q3)
+    beta = _beta(beta_ptr, beta_strides[1], rest, gl.SliceLayout(2, TILE), BETA_MAX, DTYPE)
+    column = _beta(beta_ptr, beta_strides[1], rest, gl.SliceLayout(1, TILE), BETA_MAX, DTYPE)
+    smem = as_tile(q_tiles, gl.float16, [8, 4, 16, 16], BLOCKS)
+    t0, t1, t2, t3 = _inverse(
+        smem, kk, k0, k1, k2, gl.expand_dims(beta, 2), gl.expand_dims(column, 1), i, j, b
+    )
+    _store_tile(t_desc, at, k_tiles.index(1), t0, t1, t2, t3)
+    SUMMED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    _store_gam(gam_ptr + unit * D, as_tile(sum_smem, gl.float32, [PANELS, 4, 32], SUMMED))
+    tma_store_wait(0)
