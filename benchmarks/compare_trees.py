@@ -1,12 +1,13 @@
 """Two trees of this package in one process: is anything slower than it was?
 
     python benchmarks/compare_trees.py --against REV_OR_FOLDER [--rounds 200] [--out FILE]
+                                       [--calls decoding swiglus experts prefills layers training]
 
 Times the calls that users make most with this tree and with another one, a revision of this
 repository or a folder that holds one, in turn. For each call: the host's time until the call
 returns, and the time of its kernels by CUDA graph (of a training step, the time by the clock until
 the GPU is done). Exits with 1 if any is above LIMIT times that of the other tree. Needs a GPU; the
-two rows of a whole layer need transformers.
+rows of whole layers need transformers.
 """
 
 import argparse
@@ -108,8 +109,24 @@ def experts(kernel) -> dict:
     return {f"experts, {T} tokens": mixture(T) for T in (1, 64, 8192)}
 
 
-def layer_calls(kernel) -> dict:
-    """A Qwen3.5 layer's prompt of 2048 tokens, and its next token."""
+def decoder_token(kernel) -> dict:
+    """A token of a decoder layer with Llama 8B's sizes, on a static cache."""
+    from transformers import LlamaConfig, LlamaModel, StaticCache
+
+    config = LlamaConfig(num_hidden_layers=1, num_key_value_heads=8, vocab_size=128)
+    model = LlamaModel(config).to(DEVICE, DTYPE).eval()
+    assert not kernel.kernelize(model).left
+    (layer,), cache = model.layers, StaticCache(config, max_cache_len=1024)
+    token, tables = normal(1, 1, 4096), normal(2, 1, 1, 128).unbind()
+    mask = torch.ones(1, 1, 1, 1024, dtype=torch.bool, device=DEVICE)
+    given = {"attention_mask": mask, "position_embeddings": tables, "past_key_values": cache}
+    layer(token, **given)
+    length = cache.layers[0].cumulative_length
+    return {"decoder layer, next token": lambda: length.zero_() is layer(token, **given)}
+
+
+def layers(kernel) -> dict:
+    """A Qwen3.5 layer's prompt of 2048 tokens, and its next token; a Llama layer's token."""
     try:
         from transformers import DynamicCache
         from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
@@ -127,6 +144,7 @@ def layer_calls(kernel) -> dict:
     return {
         "layer, prompt 2048": lambda: layer(prompt, cache_params=None),
         "layer, next token": lambda: layer(token, cache_params=cache),
+        **decoder_token(kernel),
     }
 
 
@@ -203,10 +221,17 @@ def compared(make, kernels: dict, rounds: int, is_training: bool) -> list:
     return rows
 
 
+CALLS = {
+    "decoding": decoding, "swiglus": swiglus, "experts": experts, "prefills": prefills,
+    "layers": layers, "training": training,
+}  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--against", required=True, help="a revision, or a folder with a tree")
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--calls", nargs="+", choices=CALLS, default=list(CALLS))
     parser.add_argument("--out", type=Path)
     options = parse_on_gpu(parser)
     with tempfile.TemporaryDirectory() as scratch:
@@ -214,10 +239,9 @@ def main() -> int:
         other = load_package("other_tree", copy_of(options.against, Path(scratch)))
         kernels = {"this": this, "other": other}
         rows = []
-        for make in (decoding, swiglus, experts, prefills, layer_calls):
-            with torch.no_grad():
-                rows += compared(make, kernels, options.rounds, False)
-        rows += compared(training, kernels, options.rounds, True)
+        for name in options.calls:
+            with torch.set_grad_enabled(name == "training"):
+                rows += compared(CALLS[name], kernels, options.rounds, name == "training")
     if options.out:
         save(options.out, rows, against=options.against)
     print(machine())

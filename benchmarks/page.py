@@ -280,6 +280,11 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
         "frozen weights are in bf16. The last tenth of the text is held out. The gap of an answer "
         "is by how much transformers in fp32 prefers one of the two tokens where answers part.",
     ),
+    "small_training": (
+        "Training steps that wait for the host",
+        "A Llama of SmolLM2-135M's sizes with random weights, 30 layers, takes a step on 4 x 1024 "
+        "tokens: the GPU waits for the host, eager and by the clock.",
+    ),
     "train_bytes": (
         "Training a small model",
         "300 steps of a Qwen3.5 of four layers on bytes of Python's library. The loss is the mean "

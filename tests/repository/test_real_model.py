@@ -82,3 +82,17 @@ def test_it_says_what_it_needs(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         script.main()
     assert ended.value.code == 2 and "--gguf must be the file" in capsys.readouterr().err
+
+
+def test_steps_that_wait_for_the_host(kernel, monkeypatch, tmp_path, capsys):
+    pytest.importorskip("peft")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    script, path = importlib.import_module("small_training"), tmp_path / "small_training.json"
+    words = ["small_training.py", "--tiny", "--device", "cpu", "--rounds", "2", "--json", str(path)]
+    monkeypatch.setattr(sys, "argv", words)
+    script.main()
+    assert capsys.readouterr().out.count("DecoderLayer") == len(script.WAYS)
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["what"] for row in rows] == list(script.WAYS)
+    assert all(set(row["us"]) == {"ours", "modeling"} for row in rows)
+    assert all(time > 0 for row in rows for time in row["us"].values())
