@@ -164,8 +164,21 @@ def card(root, config, repo_id=None):
         raise ValueError(f"{where} cannot be filled in: {error}") from error
 
 
+def contents(folder):
+    """Path and bytes of each file below it, but for what Python compiled there."""
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder): path.read_bytes()
+        for path in files
+        if path.parent.name != "__pycache__"
+    }
+
+
 def build(root=ROOT, out=None, repo_id=None):
-    """Writes `out` (root/build) whole or not at all; returns the identity in its builds' ids."""
+    """Writes `out` (root/build) whole or not at all; returns the identity in its builds' ids.
+
+    What is there and would be written again stays, as another process may be loading it.
+    """
     root, out = pathlib.Path(root), pathlib.Path(out or root / "build")
     config, backends = read_config(root)
     source = provenance(root)
@@ -177,8 +190,9 @@ def build(root=ROOT, out=None, repo_id=None):
             variant = new / f"torch-{backend}"
             write_variant(root, variant, config, backend, identity, source)
         (new / "CARD.md").write_text(card(root, config, repo_id))
-        shutil.rmtree(out, ignore_errors=True)
-        new.rename(out)
+        if contents(out) != contents(new):
+            shutil.rmtree(out, ignore_errors=True)
+            new.rename(out)
     return identity
 
 

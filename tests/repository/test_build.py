@@ -131,6 +131,19 @@ def test_a_build_replaces_what_was_there(copy, built):
     assert [path.name for path in copy.iterdir()] == ["build"]  # no scratch left
 
 
+def test_a_build_that_would_be_the_same_stays(copy, built):
+    """So that another process may load it; byte code that Python wrote there is no difference."""
+    out = copy / "build"
+    built.build("--out", str(out))
+    compileall.compile_dir(out / "torch-cpu" / "norm", quiet=1)
+    before, folder = contents(out), out.stat().st_ino
+    built.build("--out", str(out))
+    assert contents(out) == before and out.stat().st_ino == folder
+    (out / "torch-cpu" / "norm" / "api.py").write_text("")
+    built.build("--out", str(out))
+    assert contents(out) == contents(built.root / "build")
+
+
 def test_uncommitted_changes_are_marked_and_named_by_content(tmp_path):
     checkout = Checkout(tmp_path / "repo")
     ids = []
