@@ -54,6 +54,18 @@ def test_every_pattern_is_for_a_reason():
             assert any(advice.advice_for(r) == said for r in REASONS), pattern
 
 
+def test_a_module_of_another_kind(kernel):
+    """Its row names what the module has, not what kernelize tries it with."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2}
+    model = transformers.BertModel(transformers.BertConfig(num_hidden_layers=1, **sizes))
+    (row,) = kernel.kernelize(model).left
+    assert (
+        row.reason == "its forward, when tried, raises AttributeError: a part has no attribute 'p'"
+    )
+    assert advice.advice_for(row.reason) == advice.ITS_OWN
+
+
 def test_pages_that_are_named_exist():
     for _, said in advice.ADVICE:
         for page in re.findall(r"docs/\w+\.md", said):

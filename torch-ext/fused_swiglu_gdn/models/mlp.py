@@ -253,7 +253,7 @@ def _why_not_equal(forward, twin, x: torch.Tensor, expected: torch.Tensor) -> Op
     except Exception as error:
         if isinstance(error, RuntimeError):  # sizes that do not fit: the parts are other ones
             return ANOTHER
-        return f"its forward raises {type(error).__name__} on stub parts: {str(error)[:60]}"
+        return f"its forward, when tried, raises {type(error).__name__}: {str(error)[:60]}"
     if type(got) is not torch.Tensor or got.dtype != x.dtype or got.shape != expected.shape:
         return ANOTHER
     if not torch.equal(given.detach(), x):

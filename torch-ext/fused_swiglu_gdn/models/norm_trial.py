@@ -111,7 +111,7 @@ def _computes(module, kind, forward, weight: Optional[str], eps_name: str, varia
                     got = forward(twin, given)
                 except Exception as error:
                     raise Refused(
-                        f"its forward raises {type(error).__name__} on stand-ins"
+                        f"its forward, when tried, raises {type(error).__name__}"
                     ) from None
                 y = reference.rms_norm_fwd(x, w, None, eps, *variant, False)[0]
                 if not torch.equal(given, x):

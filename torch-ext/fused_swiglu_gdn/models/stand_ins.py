@@ -35,8 +35,8 @@ class Raises(Refused):
     """Raised when the forward raises an exception of its own."""
 
     def __init__(self, error: Exception):
-        why = f"{type(error).__name__} on stand-ins: {str(error)[:60]}"
-        super().__init__(f"its forward raises {why}")
+        said = str(error).replace("'Unknown' object", "a part")[:60]
+        super().__init__(f"its forward, when tried, raises {type(error).__name__}: {said}")
 
 
 @contextlib.contextmanager
