@@ -1,4 +1,5 @@
-"""The gated delta rule token by token in fp64 on a GPU, for fuzzing and benchmarks."""
+"""The gated delta rule and Kimi Delta Attention token by token in fp64 on a GPU, for fuzzing and
+benchmarks."""
 
 from typing import Optional
 
@@ -12,7 +13,7 @@ def _recurrence_kernel(
     q_ptr,  # [T, HV, D] fp64, scaled
     k_ptr,  # [T, HV, D] fp64
     v_ptr,  # [T, HV, D] fp64
-    a_ptr,  # [T, HV] fp64
+    a_ptr,  # [T, HV] fp64, or [T, HV, D] with CHANNELS
     beta_ptr,  # [T, HV] fp64
     cu_ptr,  # [N + 1]
     s_ptr,  # [N, HV, D, D] fp64, overwritten
@@ -22,6 +23,7 @@ def _recurrence_kernel(
     D: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    CHANNELS: tl.constexpr,
 ):
     """The recurrence token by token, BLOCK_V columns of one head of one sequence a program."""
     NV: tl.constexpr = (D + BLOCK_V - 1) // BLOCK_V
@@ -38,7 +40,10 @@ def _recurrence_kernel(
         k = tl.load(k_ptr + at * D + d, mask=d < D, other=0.0)[:, None]
         q = tl.load(q_ptr + at * D + d, mask=d < D, other=0.0)[:, None]
         v = tl.load(v_ptr + at * D + e, mask=e < D, other=0.0)
-        s *= tl.load(a_ptr + at)
+        if CHANNELS:
+            s *= tl.load(a_ptr + at * D + d, mask=d < D, other=0.0)[:, None]
+        else:
+            s *= tl.load(a_ptr + at)
         s += k * (tl.load(beta_ptr + at) * (v - tl.sum(k * s, 0)))[None, :]
         tl.store(o_ptr + at * D + e, tl.sum(q * s, 0), mask=e < D)
         done = t + 1 - start
@@ -53,7 +58,7 @@ def recurrence(
     q: torch.Tensor,  # [B, T, H, D] or [tokens, H, D], as all here
     k: torch.Tensor,  # [B, T, H, D]
     v: torch.Tensor,  # [B, T, HV, D]
-    g: torch.Tensor,  # [B, T, HV], natural logarithm
+    g: torch.Tensor,  # [B, T, HV] or [B, T, HV, D], natural logarithm
     beta: torch.Tensor,  # [B, T, HV]
     cu_seqlens: torch.Tensor,  # [N + 1], also for equal lengths
     scale: float,
@@ -65,7 +70,9 @@ def recurrence(
     [tokens // 64, HV, D, D] after 64, 128, .. tokens: row start // 64 + j of a sequence that begins
     at token `start`."""
     q, k, v = (x.reshape(-1, *x.shape[-2:]).double().contiguous() for x in (q, k, v))
-    g, beta = (x.reshape(-1, x.shape[-1]).double().contiguous() for x in (g, beta))
+    beta = beta.reshape(-1, beta.shape[-1]).double().contiguous()
+    channels = g.numel() > beta.numel()
+    g = g.reshape(*beta.shape, *g.shape[-1:] * channels).double().contiguous()
     if l2norm:
         q, k = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
     (tokens, HV, D), N = v.shape, len(cu_seqlens) - 1
@@ -76,6 +83,7 @@ def recurrence(
     o = torch.empty_like(v)
     kept = v.new_zeros(tokens // 64, HV, D, D) if keep else None
     _recurrence_kernel[(N * HV * triton.cdiv(D, 16),)](
-        q, k, v, g.exp(), beta, cu_seqlens, S, o, kept, HV, D, triton.next_power_of_2(D), 16
+        q, k, v, g.exp(), beta, cu_seqlens, S, o, kept, HV, D, triton.next_power_of_2(D), 16,
+        channels,
     )  # fmt: skip
     return o, S, kept

@@ -1,13 +1,14 @@
-"""Random small gated-delta-rule problems on the GPU against the token recurrence in fp64.
+"""Random small problems of the gated delta rule, or of Kimi Delta Attention, on the GPU against the
+token recurrence in fp64.
 
-    python tests/fuzz_gdn.py --implementation hopper [--problems 10000] [--seed 0]
+    python tests/fuzz_gdn.py --implementation hopper [--rule kda] [--problems 10000] [--seed 0]
 
-A problem is one call of gdn_chunk_fwd: lengths (packed or equal), heads, gates, states and pools,
-layouts and strides are drawn anew each time, now and then with a neighbour full of NaN; what a
-kernel is compiled for is drawn once for every `--per-variant` problems, since each choice costs
-seconds of compilation. One problem in 25 is long enough to be cut into segments. Prints the seeds
-of each miss, for `--repeat`, and exits with 1 if there is one; with 2 if a variant does not come
-back within `--patience` seconds.
+A problem is one call of gdn_chunk_fwd or kda_chunk_fwd: lengths (packed or equal), heads, gates,
+states and pools, layouts and strides are drawn anew each time, now and then with a neighbour full
+of NaN; what a kernel is compiled for is drawn once for every `--per-variant` problems, since each
+choice costs seconds of compilation. One problem in 25 is long enough to be cut into segments.
+Prints the seeds of each miss, for `--repeat`, and exits with 1 if there is one; with 2 if a variant
+does not come back within `--patience` seconds.
 """
 
 import argparse
@@ -17,12 +18,12 @@ import os
 import random
 import sys
 import time
-from typing import List, Tuple
+from typing import Callable, List, Tuple
 
 import torch
 from conftest import submodule
 from fp64_recurrence import recurrence
-from gdn_problems import Problem, Variant, draw_problem, draw_variant
+from gdn_problems import RULES, Problem, Variant, draw_problem, draw_variant
 from in_tree import parse_on_gpu
 
 # Relative error of o and of the states for one sequence and head, by dtype: bf16 operands are
@@ -33,13 +34,18 @@ FLOOR = 1e-2
 CHECKS = ("o", "o of a skipped sequence", "a final state", "a checkpoint", "an unused pool row")
 
 
+kda_gate = submodule("kda.reference.gates").kda_gate
+
+
 def expected(p: Problem):
     """o, the final states and the states after every 64 tokens, as fp64_recurrence.py has them."""
     call = p.call
     inputs = (call.q, call.k, call.v, call.g, call.beta, call.A_log, call.dt_bias)
     q, k, w, g, beta, A_log, dt_bias = (x if x is None else x.double() for x in inputs)
     v = p.variant
-    if v.raw_gate:
+    if v.raw_gate and v.channels:
+        g = kda_gate(g, A_log, dt_bias, v.lower_bound)
+    elif v.raw_gate:
         g = -A_log.exp() * torch.nn.functional.softplus(g + dt_bias)
     if v.sigmoid:
         beta = beta.sigmoid() * (2 if v.neg else 1)
@@ -106,14 +112,14 @@ def compare(p: Problem, out) -> torch.Tensor:
 
 
 def run_group(
-    module, variant: Variant, seeds, is_long: bool, device
+    prepare: Callable, variant: Variant, seeds, is_long: bool, device
 ) -> Tuple[int, float, List[str]]:
     """Returns the number of problems that the implementation refuses, the largest ratio of error to
     tolerance of the others, and the failures."""
     errors_of, taken = [], []
     for seed in seeds:
         p = draw_problem(variant, seed, is_long, device)
-        run = module.prepare_gdn_chunk_fwd(p.call)
+        run = prepare(p.call)
         if run is None:
             continue
         poison = torch.full_like(p.call.v, float("nan"))
@@ -134,16 +140,16 @@ def is_long(number: int) -> bool:
     return number % 25 == 0
 
 
-def run_variant(implementation: str, seed: int, numbers: range, device: str):
+def run_variant(rule: str, implementation: str, seed: int, numbers: range, device: str):
     """Runs run_group for the problems of these numbers, which share the variant of the seed."""
-    module = submodule(f"gdn.{implementation}.chunk")
-    variant = draw_variant(random.Random(seed), implementation)
+    prepare = getattr(submodule(f"{rule}.{implementation}.chunk"), f"prepare_{rule}_chunk_fwd")
+    variant = draw_variant(random.Random(seed), implementation, rule)
     refused, worst, misses = 0, 0.0, []
     for long in (False, True):
         mine = [i for i in numbers if is_long(i) == long]
         for at in range(0, len(mine), 50):
             try:
-                more, error, found = run_group(module, variant, mine[at : at + 50], long, device)
+                more, error, found = run_group(prepare, variant, mine[at : at + 50], long, device)
             except Exception as error_:
                 text = f"{mine[at]} ff: {type(error_).__name__}: {error_}"
                 more, error, found = 0, 0.0, [text[:400]]
@@ -155,6 +161,7 @@ def run_variant(implementation: str, seed: int, numbers: range, device: str):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--implementation", choices=["hopper", "portable"], required=True)
+    parser.add_argument("--rule", choices=RULES, default=RULES[0])
     parser.add_argument("--problems", type=int, default=10000)
     parser.add_argument("--per-variant", type=int, default=100)
     parser.add_argument("--workers", type=int, default=max((os.cpu_count() or 1) - 2, 1))
@@ -163,10 +170,11 @@ def main() -> int:
     parser.add_argument("--repeat", type=int, nargs=2, help="variant and number of a miss")
     parser.add_argument("--device", default="cuda")
     options = parse_on_gpu(parser)
-    name, begin = options.implementation, time.time()
+    rule, name, begin = options.rule, options.implementation, time.time()
     if options.repeat:
         seed, number = options.repeat
-        refused, worst, misses = run_variant(name, seed, range(number, number + 1), options.device)
+        numbers = range(number, number + 1)
+        refused, worst, misses = run_variant(rule, name, seed, numbers, options.device)
         print(*misses, f"{refused} refused, {worst:.2f} of the tolerance", sep="\n")
         return bool(misses)
     done, refused, worst, bad = 0, 0, 0.0, 0
@@ -177,7 +185,8 @@ def main() -> int:
             numbers = range(first, min(first + options.per_variant, options.problems))
             numbers = range((options.seed << 32) + first, (options.seed << 32) + numbers.stop)
             seed = (options.seed << 32) + first // options.per_variant
-            waiting[pool.submit(run_variant, name, seed, numbers, options.device)] = numbers
+            job = pool.submit(run_variant, rule, name, seed, numbers, options.device)
+            waiting[job] = numbers
         try:
             for future in concurrent.futures.as_completed(waiting, timeout=options.patience):
                 more, error, misses = future.result()
@@ -194,7 +203,7 @@ def main() -> int:
                 worker.kill()
             os._exit(2)
     print(
-        f"{name}, seed {options.seed}: {done} problems ({refused} refused), {bad} misses, "
+        f"{rule}, {name}, seed {options.seed}: {done} problems ({refused} refused), {bad} misses, "
         f"the worst error {worst:.2f} of what is tolerated, {time.time() - begin:.0f} s"
     )
     return 1 if bad else 0

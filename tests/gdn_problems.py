@@ -1,13 +1,16 @@
-"""Calls of gdn_chunk_fwd: of given inputs, and random ones as tests/fuzz_gdn.py draws them."""
+"""Calls of gdn_chunk_fwd and of kda_chunk_fwd: of given inputs, and random ones as
+tests/fuzz_gdn.py draws them."""
 
 import dataclasses
 import random
 from typing import List, Optional
 
+import kda_problems
 import torch
 from conftest import submodule
 
 calls = submodule("gdn.call")
+RULES = ("gdn", "kda")
 GATES = ("qwen", "slow", "none", "hard", "mixed", "zero")
 
 
@@ -32,6 +35,8 @@ class Variant:
     raw_gate: bool
     checkpoints: bool
     many: bool  # sequences enough for two state warpgroups a CTA
+    channels: bool = False  # a gate for each channel of the keys: Kimi Delta Attention
+    lower_bound: Optional[float] = None  # of raw gates of channels
 
 
 @dataclasses.dataclass
@@ -48,13 +53,13 @@ class Problem:
     pool_before: Optional[torch.Tensor]
 
 
-def draw_variant(rng: random.Random, implementation: str) -> Variant:
+def draw_variant(rng: random.Random, implementation: str, rule: str = "gdn") -> Variant:
     coin = lambda p=0.5: rng.random() < p  # noqa: E731
     dtypes = [torch.bfloat16, torch.bfloat16, torch.float16]
     if implementation != "hopper":
         dtypes.append(torch.float32)
     initial = coin(0.7)
-    return Variant(
+    variant = Variant(
         dtype=rng.choice(dtypes),
         state_dtype=torch.bfloat16 if coin(0.3) else torch.float32,
         index_dtype=torch.int64 if coin(0.3) else torch.int32,
@@ -73,6 +78,9 @@ def draw_variant(rng: random.Random, implementation: str) -> Variant:
         checkpoints=coin(0.3),
         many=coin(0.3),
     )
+    if rule == "kda":
+        variant.channels, variant.lower_bound = True, rng.choice([None, -5.0, -0.5])
+    return variant
 
 
 def draw_gates(kind: str, shape, generator, device) -> torch.Tensor:
@@ -156,12 +164,16 @@ def draw_problem(v: Variant, seed: int, is_long: bool, device) -> Problem:
     N, HV = len(lengths), v.H * v.R
     B, T = (1, sum(lengths)) if v.packed else (N, lengths[0])
     q, k, w, repeated = draw_tokens(v, rng, (B, T), generator, device)
-    g = draw_gates(rng.choice(GATES), (B, T, HV), generator, device)
+    if v.channels:
+        kind = rng.choice(kda_problems.GATES)
+        g = kda_problems.draw_gates(kind, (B, T, HV, v.D), generator, device)
+    else:
+        g = draw_gates(rng.choice(GATES), (B, T, HV), generator, device)
     A_log = dt_bias = None
     if v.raw_gate:
-        g = torch.randn(B, T, HV, device=device, generator=generator)
+        g = torch.randn(g.shape, device=device, generator=generator)
         A_log = torch.rand(HV, device=device, generator=generator) * 4 - 2
-        dt_bias = torch.randn(HV, device=device, generator=generator)
+        dt_bias = torch.randn(HV * g[0, 0, 0].numel(), device=device, generator=generator)
     beta = torch.randn(B, T, HV, device=device, generator=generator)
     whole = False
     if not v.sigmoid:
@@ -179,10 +191,13 @@ def draw_problem(v: Variant, seed: int, is_long: bool, device) -> Problem:
             mine = x[0, start : start + lengths[poisoned]] if v.packed else x[poisoned]
             mine.fill_(float("nan"))
     every = rng.choice([64, 128]) if v.checkpoints else 0
-    options = calls.GdnOptions(
-        v.D**-0.5, v.l2norm, v.sigmoid, v.neg, v.v_first, v.final, v.state_dtype, every
-    )
-    call = calls.GdnCall(q, k, w, g, beta, A_log, dt_bias, initial, indices, cu, options)
+    given = (v.D**-0.5, v.l2norm, v.sigmoid, v.neg, v.v_first, v.final, v.state_dtype, every)
+    tensors = (q, k, w, g, beta, A_log, dt_bias, initial, indices, cu)
+    if v.channels:
+        bound = v.lower_bound if v.raw_gate else None
+        call = kda_problems.calls.KdaCall(*tensors, kda_problems.calls.KdaOptions(*given, bound))
+    else:
+        call = calls.GdnCall(*tensors, calls.GdnOptions(*given))
     return Problem(v, lengths, call, states, every, repeated, whole, poisoned, rows, before)
 
 

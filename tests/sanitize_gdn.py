@@ -1,4 +1,4 @@
-"""NVIDIA's compute-sanitizer over the Hopper path of GDN prefill.
+"""NVIDIA's compute-sanitizer over the Hopper path of GDN prefill, and over Kimi Delta Attention.
 
     python tests/sanitize_gdn.py memcheck|racecheck|synccheck [CASE ...]
 
@@ -13,7 +13,7 @@ import subprocess
 import sys
 
 import torch
-from conftest import submodule
+from conftest import load_package, submodule
 from in_tree import parse_on_gpu
 
 TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck", "run")
@@ -21,16 +21,24 @@ TOOLS = ("memcheck", "racecheck", "synccheck", "initcheck", "run")
 PROCESSORS = {1: 10**9, 2: 0}  # by state warpgroups: what the launcher must believe
 
 
-def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False, packed=True):
-    gdn, gdn_plan = submodule("gdn.hopper.chunk"), submodule("gdn.hopper.plan")
+def inputs(lengths, H, HV, pool, packed, channels=False):
+    """Tensors of a chunked call by name, and of its states."""
     count, device = len(lengths), "cuda"
     B, T = (1, sum(lengths)) if packed else (count, lengths[0])
     cu = torch.tensor([0, *lengths]).cumsum(0).int().to(device) if packed else None
     q, k, v = (torch.randn(B, T, n, 128, device=device).bfloat16() for n in (H, H, HV))
-    g, beta = -torch.rand(B, T, HV, device=device), torch.rand(B, T, HV, device=device)
+    g = -torch.rand(B, T, HV, *[128] * channels, device=device)
+    beta = torch.rand(B, T, HV, device=device)
     rows = [count, -1, *range(count)][:count]
     state = torch.randn(count + 1 if pool else count, HV, 128, 128, device=device)
     indices = torch.tensor(rows, device=device) if pool else None
+    x = {"q": q, "k": k, "v": v, "g": g, "beta": beta, "initial_state": state}
+    return {**x, "state_indices": indices, "cu_seqlens": cu}
+
+
+def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False, packed=True):
+    gdn, gdn_plan = submodule("gdn.hopper.chunk"), submodule("gdn.hopper.plan")
+    x = inputs(lengths, H, HV, pool, packed)
     chip = gdn_plan.device
     segments, processors = gdn_plan._segments, chip.multiprocessor_count
     if not cut:
@@ -41,11 +49,37 @@ def call(lengths, W=1, H=1, HV=2, pool=False, every=0, v_first=False, cut=False,
         128**-0.5, use_qk_l2norm=True, state_v_first=v_first, output_final_state=True,
         checkpoint_every=every,
     )  # fmt: skip
-    tensors = (q, k, v, g, beta, None, None, state, indices, cu)
-    o, final, *_ = gdn.prepare_gdn_chunk_fwd(calls.GdnCall(*tensors, options))(*tensors)
+    made = calls.GdnCall(**x, A_log=None, dt_bias=None, options=options)
+    o, final, *_ = gdn.prepare_gdn_chunk_fwd(made)(*made.tensors)
     torch.cuda.synchronize()
     gdn_plan._segments, chip.multiprocessor_count = segments, processors
     assert torch.isfinite(o).all() and torch.isfinite(final).all()
+
+
+def channels(lengths, H=2, HV=2, pool=False, every=0, v_first=False, packed=True, grad=False):
+    """Kimi Delta Attention by its public function, and its gradient."""
+    x = inputs(lengths, H, HV, pool, packed, True)
+    leaves = [x[name].requires_grad_(grad) for name in ("q", "k", "v", "g", "beta")]
+    o, final, *_ = load_package().chunk_kda(
+        **x, use_qk_l2norm_in_kernel=True, output_final_state=True, checkpoint_every=every,
+        state_v_first=v_first,
+    )  # fmt: skip
+    found = (o, final)
+    if grad:
+        found += torch.autograd.grad(o.float().square().sum(), leaves)
+    torch.cuda.synchronize()
+    assert all(torch.isfinite(y).all() for y in found)
+
+
+def channel_tokens(T=1, v_first=False):
+    """Tokens of three sequences in a pool, whose second row is a null slot."""
+    x = inputs([T] * 3, 2, 2, True, False, True)
+    x["state_indices"] = torch.tensor([2, -1, 0], device="cuda")
+    o, pool = load_package().fused_recurrent_kda(
+        **x, use_qk_l2norm_in_kernel=True, inplace_final_state=True, state_v_first=v_first
+    )
+    torch.cuda.synchronize()
+    assert torch.isfinite(o).all() and torch.isfinite(pool).all() and not o[1].any()
 
 
 CASES = {
@@ -57,6 +91,12 @@ CASES = {
     "equal, W=2": lambda: call([200, 200], 2, packed=False),
     "segments": lambda: call([4200], packed=False, HV=1, cut=True),
     "segments, packed, pool": lambda: call([4200, 70, 4100], HV=1, cut=True, pool=True),
+    "kda, packed, pool": lambda: channels([70, 0, 1, 130], pool=True, v_first=True),
+    "kda, checkpoints": lambda: channels([70, 0, 1, 130], H=1, every=64),
+    "kda, gradient": lambda: channels([70, 0, 1, 130], H=1, grad=True),
+    "kda, gradient, equal": lambda: channels([100, 100], packed=False, v_first=True, grad=True),
+    "kda, tokens": channel_tokens,
+    "kda, tokens, three": lambda: channel_tokens(3, v_first=True),
 }
 
 

@@ -264,7 +264,7 @@ def test_what_is_refused(kernel):
     refuses(kernel, ValueError, "allow_neg_eigval must be False", allow_neg_eigval=True)
     refuses(kernel, ValueError, "scale must be positive", scale=-1.0)
     chunk = {"rule": "chunk_kda"}
-    refuses(kernel, ValueError, "chunk_size must be 64", chunk_size=32, **chunk)
+    refuses(kernel, ValueError, "chunk_size must be 32 or 64", chunk_size=16, **chunk)
     refuses(kernel, TypeError, "safe_gate must be True or False", safe_gate="yes", **chunk)
     refuses(kernel, ValueError, "cp_context must be None", cp_context=object(), **chunk)
     message = "return_intermediate_states must be False: checkpoint_every"

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from conftest import assert_close, computed, load_package, relative_error, submodule
 from interpreter import INTERPRETING, compiled, interpreted, rerun
-from kda_problems import GATES, calls, kda_inputs, wide
+from kda_problems import GATES, calls, kda_inputs, terms_of_A_log, wide
 
 reference, decoding = submodule("kda.reference.chunk"), submodule("kda.reference.recurrent")
 # on the GPU the truth is token by token; in the interpreter by chunks, which is as exact
@@ -231,11 +231,8 @@ def sizes_of(call, wanted) -> dict:
     if call.dt_bias is not None:
         sizes["ddt_bias"] = terms.norm()
     if call.A_log is not None:
-        a = wide(call.g)
-        if call.dt_bias is not None:
-            a = a + wide(call.dt_bias).view(a.shape[-2:])
         bounded = call.options.lower_bound is not None
-        sizes["dA_log"] = (terms * (a if bounded else F.softplus(a) / a.sigmoid())).norm()
+        sizes["dA_log"] = terms_of_A_log(terms, call.g, call.dt_bias, bounded).norm()
     return sizes
 
 
@@ -336,6 +333,16 @@ class Gradients:
         x["k"] = torch.nn.functional.normalize(x["k"].float(), dim=-1).to(DTYPES[0])
         x["beta"][:, ::3], x["beta"][:, 1::3] = 0, 1e-14
         check_gradients(prompt(x, use_qk_l2norm=l2norm))
+
+    def test_dbeta_is_rounded_once(self):
+        """From fp32, to the dtype of beta: as if beta were in fp32."""
+        x = kda_inputs(1, 70, 1, 2, 32, 16, DTYPES[0], "bounded", device=self.device)
+        x["beta"] = x["beta"].to(DTYPES[0])
+        found, _ = gradients(prompt(x, use_qk_l2norm=True))
+        x["beta"] = x["beta"].float()
+        wide_found, _ = gradients(prompt(x, use_qk_l2norm=True))
+        assert found[4].dtype == DTYPES[0] and wide_found[4].dtype == torch.float32
+        assert torch.equal(found[4], wide_found[4].to(DTYPES[0]))
 
     def test_decayed_to_nothing(self):
         """What is next to nothing is not what is left of larger terms."""

@@ -228,13 +228,13 @@ def chunk(call: GdnCall, written: bool = True) -> GdnCall:
     """
     *options, use_gate, size, recompute = call.options
     options = GdnOptions(*options, not recompute and needs_grad(call))
-    return in_chunks(call._replace(options=options), use_gate, size, written)
-
-
-def in_chunks(call, use_gate: object, size: object, written: bool):
-    """Checks a call of a chunked form with its own options; size: of a chunk."""
-    options = call.options
     chunk_size(size)
+    return in_chunks(call._replace(options=options), use_gate, written)
+
+
+def in_chunks(call, use_gate: object, written: bool):
+    """Checks a call of a chunked form with its own options."""
+    options = call.options
     rule_flags(options, use_gate)
     checkpoint_every(options.checkpoint_every)
     state_dtype(options.state_dtype)

@@ -91,7 +91,7 @@ def chunk_kda(
         state_dtype: dtype of the returned states, fp32, bf16, fp16 or fp64: fp32 by default, fp64
             for inputs in fp64. They are computed in that default and rounded once.
         checkpoint_every: E = 0, or a multiple of 64: also return the states after every E tokens.
-        chunk_size: 64; anything else is refused.
+        chunk_size: 32 or 64, as FLA has it, and changes nothing: chunks have 64 tokens.
 
     Returns:
         o [B, T, HV, V], the dtype of q, and the final state [N, HV, K, V] (the pool with

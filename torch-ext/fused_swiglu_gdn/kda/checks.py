@@ -1,5 +1,7 @@
 """Checks of the functions of Kimi Delta Attention."""
 
+import numbers
+
 from torch import Tensor
 
 from ..gdn.checks import in_chunks, in_steps
@@ -25,7 +27,9 @@ def chunk(call: KdaCall, written: bool = True) -> KdaCall:
     """
     *options, bound, use_gate, size = call.options
     call = call._replace(options=KdaOptions(*options, _bound(bound, use_gate)))
-    return in_chunks(call, use_gate, size, written)
+    if not isinstance(size, numbers.Real) or size not in (32, 64):
+        raise ValueError(f"chunk_size must be 32 or 64, got {size!r}")
+    return in_chunks(call, use_gate, written)
 
 
 def recurrent(call: KdaStepCall) -> KdaStepCall:

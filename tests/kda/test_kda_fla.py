@@ -1,0 +1,459 @@
+"""FLA's tests of Kimi Delta Attention (flash-linear-attention's tests/ops/test_kda.py) for our
+functions: their names, cases and limits, of the ratio of root mean squares of an error and of the
+result that is expected.
+
+On a GPU in their sizes; on a CPU, where plain torch computes, and under Triton's interpreter with
+fewer tokens, sequences, heads and channels. What is expected is the rule by chunks in fp64, which
+tests/kda/test_kda.py compares with the recurrence to 1e-12.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import load_package, submodule
+from interpreter import INTERPRETING, compiled, interpreted, rerun
+from kda_problems import terms_of_A_log, wide
+
+kernel = load_package()
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+NAMES = ("q", "k", "v", "g", "beta", "initial_state", "A_log", "dt_bias")
+ON_GPU = pytest.param("cuda", marks=[pytest.mark.gpu, compiled])
+DEVICES = [pytest.param("cpu"), ON_GPU]
+
+
+@pytest.fixture(autouse=True)
+def on_kernels(monkeypatch):
+    """In the interpreter CPU tensors are taken to be on an A100, so that kernels compute."""
+    torch.manual_seed(42)
+    if INTERPRETING:
+        recording, device = submodule("runtime.recording"), submodule("runtime.device")
+        with recording.pretending(device.Chip("NVIDIA_A100-SXM4-80GB", (8, 0), 108)):
+            yield
+    else:
+        yield
+
+
+def some(cases):
+    """All cases; a quarter of them in the interpreter."""
+    return cases[::4] if INTERPRETING else cases
+
+
+def fitted(device, B=1, T=1, H=1, HV=1, D=16, tokens=70):
+    """Sizes of a case on a device: on a CPU small ones, no multiples where these are none; tokens:
+    the most in the interpreter."""
+    if device == "cuda":
+        return B, T, H, HV, D
+    most = (1, tokens, 1, 20) if INTERPRETING else (2, 140, 2, 20)
+    return min(B, most[0]), min(T, most[1]), min(H, most[2]), min(H, most[2]) * (HV // H), most[3]
+
+
+def dtype_on(device, dtype):
+    """The interpreter's products of bf16 are wrong."""
+    return FP16 if INTERPRETING and dtype is BF16 else dtype
+
+
+def close(name, ref, tri, ratio):
+    """FLA's rule: nothing above 1e-6, or the error is below `ratio` of the root mean square."""
+    assert tri.shape == ref.shape and torch.isfinite(tri).all(), name
+    error = (tri.double() - ref.double()).abs()
+    if error.numel() == 0 or error.max() <= 1e-6:
+        return
+    found = error.square().mean().sqrt() / (ref.double().square().mean().sqrt() + 1e-8)
+    assert found < ratio, f"{name}: {found:.2e}, allowed are {ratio:.0e}"
+
+
+def unit(x):
+    return F.normalize(x, p=2, dim=-1)
+
+
+def drawn(device, B, T, H, HV, D, dtype, normalizer=1.0, raw=False, N=None, draw=torch.rand):
+    """Inputs by name; raw: g is the input of a gate."""
+    x = {"q": draw(B, T, H, D), "k": draw(B, T, H, D), "v": draw(B, T, HV, D)}
+    x = {name: y.to(dtype) for name, y in x.items()}
+    x["g"] = torch.randn(B, T, HV, D)
+    x["g"] = x["g"].to(dtype) if raw else F.logsigmoid(x["g"]) / normalizer
+    x["beta"] = torch.randn(B, T, HV).to(dtype).sigmoid()
+    x["initial_state"] = torch.randn(B if N is None else N, HV, D, D)
+    return {name: y.to(device) for name, y in x.items()}
+
+
+def expected(**given):
+    """The rule in fp64."""
+    return kernel.chunk_kda(**{name: wide(x) for name, x in given.items()})
+
+
+def normed(x, in_kernel):
+    return x if in_kernel else {**x, "q": unit(x["q"]), "k": unit(x["k"])}
+
+
+def results(function, x, do=None, dht=None, in_kernel=False, **options):
+    """o, the final state, and gradients by name where those of the outputs are given; unit q and k
+    are made first unless the rule makes them."""
+    leaves = {name: y.detach().requires_grad_(do is not None) for name, y in x.items()}
+    given = normed(leaves, in_kernel)
+    o, state = function(
+        **given, output_final_state=True, use_qk_l2norm_in_kernel=in_kernel, **options
+    )
+    found = {"o": o, "ht": state}
+    if do is not None:
+        loss = (o * do.to(o.dtype)).sum() + (state * dht.to(state.dtype)).sum()
+        grads = torch.autograd.grad(loss, list(leaves.values()))
+        found.update({f"d{name}": y for name, y in zip(leaves, grads)})
+    return {name: y.detach() for name, y in found.items()}
+
+
+def compare(ref, tri, limits):
+    for name, limit in limits.items():
+        if name in ref:
+            close(name, ref[name], tri[name], limit)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("B, T, H, HV, D, scale, normalizer", some([
+    (1, 64, 1, 1, 64, 1, 1), (2, 512, 3, 3, 60, 1, 1), (4, 1024, 4, 4, 128, 0.1, 1),
+    (4, 1024, 4, 4, 128, 1, 10), (1, 64, 1, 2, 64, 1, 1), (2, 512, 2, 4, 60, 1, 1),
+]))  # fmt: skip
+def test_naive_chunk(device, B, T, H, HV, D, scale, normalizer):
+    """The definition by chunks and token by token, in fp32."""
+    sizes = fitted(device, B, T, H, HV, D)
+    x = normed(drawn(device, *sizes, FP32, normalizer), False)
+    options = {"scale": float(scale), "output_final_state": True}
+    with submodule("runtime.dispatch").force("reference"):
+        ref = kernel.fused_recurrent_kda(**x, **options)
+        tri = kernel.chunk_kda(**x, **options)
+    compare(dict(zip(("o", "ht"), ref)), dict(zip(("o", "ht"), tri)), {"o": 5e-3, "ht": 5e-3})
+
+
+def test_chunk_invalid_chunk_size():
+    x = drawn("cpu", 1, 64, 1, 1, 16, FP32)
+    with pytest.raises(ValueError, match="chunk_size must be 32 or 64"):
+        kernel.chunk_kda(**x, chunk_size=16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("B, T, H, HV, D, scale, normalizer, in_kernel", some([
+    (1, 64, 1, 1, 64, 1, 1, False), (2, 512, 3, 3, 60, 1, 1, False),
+    (3, 1000, 4, 4, 100, 0.1, 1, True), (4, 1024, 4, 4, 128, 0.1, 1, False),
+    (2, 512, 2, 4, 60, 1, 1, False), (2, 1024, 2, 8, 128, 0.1, 1, True),
+]))  # fmt: skip
+def test_fused_recurrent(device, B, T, H, HV, D, scale, normalizer, in_kernel):
+    x = drawn(device, *fitted(device, B, T, H, HV, D, 3), FP32, normalizer)
+    options = {"scale": float(scale)}
+    ref = results(expected, x, **options)
+    tri = results(kernel.fused_recurrent_kda, x, in_kernel=in_kernel, **options)
+    compare(ref, tri, {"o": 5e-3, "ht": 5e-3})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("B, T, H, D, twice", some([
+    (2, 256, 4, 64, False), (2, 256, 4, 64, True), (1, 512, 3, 60, True),
+]))  # fmt: skip
+def test_fused_recurrent_use_beta_sigmoid_in_kernel(device, B, T, H, D, twice):
+    x = drawn(device, *fitted(device, B, T, H, H, D, 3), FP32)
+    raw = {**x, "beta": torch.logit(x["beta"].clamp(1e-4, 1 - 1e-4))}
+    x["beta"] = x["beta"] * (2 if twice else 1)
+    tri = results(
+        kernel.fused_recurrent_kda, raw, use_beta_sigmoid_in_kernel=True, allow_neg_eigval=twice
+    )
+    compare(results(kernel.fused_recurrent_kda, x), tri, {"o": 5e-3, "ht": 5e-3})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("B, T, H, D, scale", some([
+    (1, 64, 1, 64, 1), (2, 512, 3, 60, 1), (3, 1000, 4, 100, 0.1), (4, 1024, 4, 128, 0.1),
+]))  # fmt: skip
+def test_fused_recurrent_state_v_first(device, B, T, H, D, scale):
+    x = drawn(device, *fitted(device, B, T, H, H, D, 3), FP32)
+    ref = results(kernel.fused_recurrent_kda, x, scale=float(scale))
+    x["initial_state"] = x["initial_state"].mT.contiguous()
+    tri = results(kernel.fused_recurrent_kda, x, scale=float(scale), state_v_first=True)
+    compare(ref, {**tri, "ht": tri["ht"].mT}, {"o": 1e-4, "ht": 1e-4})
+
+
+def gate_of(g, A_log, dt_bias, bound, dtype=FP32):
+    """The gate in plain torch, written here."""
+    a = g.to(dtype) if dt_bias is None else g.to(dtype) + dt_bias.view(g.shape[-2:])
+    rate = 1.0 if A_log is None else A_log.view(-1, 1).exp()
+    return -rate * F.softplus(a) if bound is None else bound * torch.sigmoid(rate * a)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("B, T, H, HV, D, scale, rate, bias, safe, dtype", some([
+    (1, 64, 1, 1, 64, 1, True, False, False, FP32), (2, 256, 2, 2, 64, 1, True, True, False, FP32),
+    (2, 512, 2, 4, 64, 0.1, True, True, True, FP16),
+    (3, 1000, 2, 8, 128, 1, True, False, False, FP16),
+    (4, 1024, 4, 4, 128, 0.1, True, True, True, FP16),
+    (1, 64, 1, 1, 64, 1, False, False, True, FP32), (2, 256, 2, 4, 64, 1, False, True, True, FP32),
+]))  # fmt: skip
+def test_fused_recurrent_gate_in_kernel(
+    device, B, T, H, HV, D, scale, rate, bias, safe, dtype
+):  # fmt: skip
+    B, T, H, HV, D = fitted(device, B, T, H, HV, D, 3)
+    x = drawn(device, B, T, H, HV, D, dtype)
+    a, bound = torch.randn(B, T, HV, D, device=device), -5.0 if safe else None
+    gate = {
+        "A_log": torch.empty(HV, device=device).uniform_(1, 16).log() if rate else None,
+        "dt_bias": torch.randn(HV * D, device=device) if bias else None,
+    }
+    options = {"scale": float(scale), "in_kernel": True}
+    given = {**x, "g": gate_of(a, **gate, bound=bound)}
+    ref = results(kernel.fused_recurrent_kda, given, **options)
+    tri = results(
+        kernel.fused_recurrent_kda, {**x, "g": a}, use_gate_in_kernel=True, lower_bound=bound,
+        **gate, **options,
+    )  # fmt: skip
+    compare(ref, tri, {"o": 2e-3, "ht": 2e-3})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("B, H, D, scale, normalizer, in_kernel, raw, safe, dtype", some([
+    (16, 16, 128, 0.1, 1.0, True, False, False, BF16),
+    (32, 8, 64, 1.0, 1.0, False, False, False, FP16),
+    (7, 32, 128, 0.5, 0.5, True, False, False, BF16),
+    (16, 16, 128, 0.1, 1.0, True, True, False, BF16),
+    (32, 8, 64, 1.0, 1.0, False, True, False, FP16),
+    (7, 32, 128, 0.5, 0.5, True, True, True, BF16),
+]))  # fmt: skip
+def test_fused_recurrent_vllm_decode(
+    device, B, H, D, scale, normalizer, in_kernel, raw, safe, dtype
+):
+    """Tokens packed into one row, and states in rows of a pool: other rows hold huge values, and
+    stay as they are."""
+    B, _, H, _, D = fitted(device, B, 1, H, H, D)
+    x = drawn(device, 1, B, H, H, D, dtype_on(device, dtype), normalizer, raw)
+    pool = torch.randn(3 * B, H, D, D, device=device)
+    rows = torch.randperm(3 * B, device=device)[:B].int()
+    other = torch.ones(3 * B, dtype=torch.bool, device=device)
+    other[rows.long()] = False
+    pool[other] = 1e30
+    gate, bound = {}, -5.0 if safe else None
+    if raw:
+        gate["A_log"] = torch.empty(H, device=device).uniform_(1, 16).log()
+        gate["dt_bias"] = torch.randn(H * D, device=device)
+    alone = {name: y.transpose(0, 1) for name, y in x.items()}
+    alone["initial_state"] = pool[rows.long()]
+    if raw:
+        alone["g"] = gate_of(alone["g"], **gate, bound=bound)
+    ref = results(expected, alone, scale=scale)
+    x = normed({**x, "initial_state": pool.clone()}, in_kernel)
+    o, after = kernel.fused_recurrent_kda(
+        **x, scale=scale, state_indices=rows, inplace_final_state=True,
+        cu_seqlens=torch.arange(B + 1, dtype=torch.int32, device=device),
+        use_qk_l2norm_in_kernel=in_kernel, use_gate_in_kernel=raw, lower_bound=bound, **gate,
+    )  # fmt: skip
+    assert after is x["initial_state"]
+    compare(ref, {"o": o.transpose(0, 1), "ht": after[rows.long()]}, {"o": 5e-3, "ht": 5e-3})
+    assert torch.equal(after[other], pool[other])
+
+
+# of the gradient of A_log FLA's test only warns
+CHUNK = {
+    "o": 5e-3, "ht": 5e-3, "dq": 8e-3, "dk": 8e-3, "dv": 8e-3, "dg": 2e-2, "dbeta": 2e-2,
+    "ddt_bias": 8e-3, "dinitial_state": 8e-3,
+}  # fmt: skip
+CHUNKS = [
+    (1, 63, 1, 1, 64, 1, 1, 0, False, False, FP16, True, False, 64),
+    (2, 500, 3, 3, 60, 1, 1, 0, False, False, FP16, True, True, 64),
+    (2, 1000, 3, 3, 64, 0.1, 1, 0.5, False, False, FP16, False, True, 64),
+    (3, 1024, 4, 4, 100, 1, 0.1, 0, False, False, FP16, False, False, 64),
+    (4, 1024, 4, 4, 128, 0.1, 1, 0, False, False, FP16, True, True, 64),
+    (4, 1024, 4, 4, 128, 0.1, 1, 0, True, False, FP16, True, False, 64),
+    (2, 1500, 4, 4, 128, 0.1, 10, 0, False, True, FP16, False, True, 64),
+    (4, 2048, 8, 8, 64, 0.1, 1, 0, False, True, FP16, True, True, 64),
+    (2, 1024, 2, 4, 64, 0.1, 1, 0, False, False, FP16, False, False, 64),
+    (2, 1024, 2, 8, 64, 0.1, 1, 0, False, True, FP16, False, False, 64),
+    (2, 1024, 4, 8, 128, 0.1, 1, 0, True, True, FP16, False, False, 64),
+    (2, 160, 2, 4, 64, 0.1, 1, 0, False, True, FP16, True, True, 32),
+    (2, 1024, 2, 4, 64, 0.1, 1, 0, True, True, BF16, True, False, 64),
+    (2, 1024, 2, 4, 64, 0.1, 1, 0, False, True, BF16, False, False, 64),
+    (2, 160, 2, 4, 64, 0.1, 1, 0, False, True, BF16, True, True, 32),
+    (2, 1024, 2, 8, 128, 0.1, 1, 0, True, True, BF16, False, False, 64),
+]
+
+
+def results_of_chunks(x, raw, bound, options, **more):
+    """What is expected, and what the kernels compute, with gradients."""
+    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
+    given = {"use_gate_in_kernel": raw, "lower_bound": bound, **options}
+    ref = results(expected, x, do, dht, **given)
+    return ref, results(kernel.chunk_kda, x, do, dht, **given, **more)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    "B, T, H, HV, D, scale, normalizer, masked, in_kernel, raw, dtype, safe, kept, chunk_size",
+    some(CHUNKS),
+)
+def test_chunk(
+    device, B, T, H, HV, D, scale, normalizer, masked, in_kernel, raw, dtype, safe, kept,
+    chunk_size,
+):  # fmt: skip
+    B, T, H, HV, D = fitted(device, B, T, H, HV, D)
+    x = drawn(device, B, T, H, HV, D, dtype_on(device, dtype), normalizer, raw)
+    if raw:
+        x["A_log"] = torch.randn(HV, device=device)
+        x["dt_bias"] = torch.randn(HV * D, device=device)
+    else:
+        x["g"] *= torch.rand_like(x["g"]) > masked
+        x["g"] = x["g"].clamp(min=-5) if safe else x["g"]
+    ref, tri = results_of_chunks(
+        x, raw, -5.0 if safe else None, {"scale": float(scale)}, in_kernel=in_kernel,
+        safe_gate=safe, disable_recompute=kept, chunk_size=chunk_size,
+    )  # fmt: skip
+    compare(ref, tri, CHUNK)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("B, T, H, D, scale", some([
+    (1, 63, 1, 64, 1), (2, 500, 3, 60, 1), (3, 1024, 4, 128, 0.1), (4, 2048, 8, 64, 0.1),
+]))  # fmt: skip
+def test_chunk_state_v_first(device, B, T, H, D, scale):
+    x = drawn(device, *fitted(device, B, T, H, H, D), FP16)
+    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
+    ref = results(kernel.chunk_kda, x, do, dht, scale=float(scale))
+    x["initial_state"] = x["initial_state"].mT.contiguous()
+    tri = results(kernel.chunk_kda, x, do, dht.mT, scale=float(scale), state_v_first=True)
+    for name in ("ht", "dinitial_state"):
+        tri[name] = tri[name].mT
+    compare(ref, tri, dict.fromkeys(CHUNK, 1e-4))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("B, T, H, D, twice, dtype", some([
+    (1, 8192, 96, 128, False, BF16), (1, 8192, 96, 128, True, BF16), (2, 96, 2, 64, True, FP16),
+]))  # fmt: skip
+def test_chunk_use_beta_sigmoid_in_kernel(device, B, T, H, D, twice, dtype):
+    x = drawn(device, *fitted(device, B, T, H, H, D), dtype_on(device, dtype))
+    raw = {**x, "beta": torch.randn_like(x["beta"])}
+    post = raw["beta"].float().sigmoid()
+    x["beta"] = post * (2 if twice else 1)
+    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
+    ref = results(kernel.chunk_kda, x, do, dht)
+    options = {"use_beta_sigmoid_in_kernel": True, "allow_neg_eigval": twice}
+    tri = results(kernel.chunk_kda, raw, do, dht, **options)
+    ref["dbeta"] = (ref["dbeta"] * (2 if twice else 1) * post * (1 - post)).to(raw["beta"].dtype)
+    compare(ref, tri, dict.fromkeys(CHUNK, 1e-4))
+
+
+PACKED = [
+    (4, 60, 0.1, [0, 15], True, False, False, 64),
+    (4, 64, 0.9, [0, 256, 500, 1000], True, False, False, 64),
+    (4, 128, 0.5, [0, 256, 500, 1000], False, False, False, 64),
+    (4, 100, 0, [0, 15, 100, 300, 1200, 2000], True, False, False, 64),
+    (4, 256, 0, [0, 100, 300, 1200, 3000, 4096], False, True, True, 64),
+    (4, 60, 0.1, [0, 31, 96, 160], True, False, True, 32),
+]
+
+
+def packed_inputs(device, H, D, masked, lengths, raw, safe):
+    """Packed sequences, some of whose gates are -1000."""
+    if device == "cpu":
+        lengths = [min(end, 40 * n) for n, end in enumerate(lengths)]
+    _, _, H, _, D = fitted(device, 1, 1, H, H, D)
+    T, N = lengths[-1], len(lengths) - 1
+    x = drawn(device, 1, T, H, H, D, FP16, raw=raw, N=N, draw=torch.randn)
+    x["k"] = unit(x["k"].float()).to(FP16)
+    x["beta"] = torch.rand_like(x["beta"]).sigmoid()
+    if raw:
+        x["A_log"] = torch.empty(1, 1, H, 1, device=device).uniform_(1, 16).log()
+        x["dt_bias"] = torch.randn(H * D, device=device)
+    else:
+        x["g"] *= torch.rand_like(x["g"]) > masked
+    x["g"][torch.rand_like(x["g"].float()) < masked] = -1000
+    x["g"] = x["g"].clamp(min=-5) if safe else x["g"]
+    return x, torch.tensor(lengths, device=device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("H, D, masked, lengths, raw, safe, kept, chunk_size", some(PACKED))
+def test_chunk_varlen(device, H, D, masked, lengths, raw, safe, kept, chunk_size):
+    x, cu = packed_inputs(device, H, D, masked, lengths, raw, safe)
+    ref, tri = results_of_chunks(
+        x, raw, None, {"cu_seqlens": cu}, cu_seqlens_cpu=cu.cpu(), safe_gate=safe,
+        disable_recompute=kept, chunk_size=chunk_size,
+    )  # fmt: skip
+    limits = dict.fromkeys(("dq", "dv", "dinitial_state"), 7e-3)
+    limits.update(dict.fromkeys(("dg", "dbeta"), 1.5e-2), ddt_bias=5e-3)
+    compare(ref, tri, {**CHUNK, **limits})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("H, D, masked, lengths, raw, safe, kept", some([
+    (4, 60, 0.1, [0, 8192], True, False, False), *[case[:-1] for case in PACKED[1:5]],
+]))  # fmt: skip
+@torch.inference_mode()
+def test_chunk_varlen_prefill(device, H, D, masked, lengths, raw, safe, kept):
+    x, cu = packed_inputs(device, H, D, masked, lengths, raw, safe)
+    options = {"use_gate_in_kernel": raw, "cu_seqlens": cu}
+    ref = results(expected, x, **options)
+    tri = results(
+        kernel.chunk_kda, x, cu_seqlens_cpu=cu.cpu(), safe_gate=safe, disable_recompute=kept,
+        **options,
+    )  # fmt: skip
+    compare(ref, tri, {"o": 5e-3, "ht": 5e-3})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("B, T, H, D, rate, bias, bound", some([
+    (1, 2, 2, 12, True, False, -5.0), (1, 32, 2, 16, True, False, -5.0),
+    (2, 64, 4, 32, True, False, -5.0), (4, 128, 8, 64, True, False, -5.0),
+    (4, 128, 8, 128, True, False, None), (1, 2, 2, 12, True, True, None),
+    (1, 32, 2, 16, True, True, None), (2, 64, 4, 32, True, True, None),
+    (4, 128, 8, 64, True, True, None), (4, 128, 8, 128, True, True, None),
+    (1, 2, 2, 12, False, False, -5.0), (2, 64, 4, 32, False, False, -5.0),
+    (4, 128, 8, 64, False, True, -5.0), (4, 128, 8, 128, False, True, -5.0),
+]))  # fmt: skip
+def test_gate(device, B, T, H, D, rate, bias, bound):
+    """There is no function for the gate alone, so it is compared through the rule: raw gates in
+    fp32 beside gates of plain torch in fp64, whose gradient torch computes."""
+    B, T, H, _, D = fitted(device, B, T, H, H, D)
+    x = drawn(device, B, T, H, H, D, FP32)
+    x["g"] = torch.randn(B, T, H, D, device=device) * 10
+    if rate:
+        x["A_log"] = torch.empty(1, 1, H, 1, device=device).uniform_(1, 16).log()
+    if bias:
+        x["dt_bias"] = torch.randn(H * D, device=device)
+
+    def with_gates(g, A_log=None, dt_bias=None, **more):
+        given = {name: wide(y) for name, y in more.items()}
+        return kernel.chunk_kda(g=gate_of(g, A_log, dt_bias, bound, torch.float64), **given)
+
+    do, dht = torch.randn_like(x["v"]), torch.randn_like(x["initial_state"])
+    ref = results(with_gates, x, do, dht, in_kernel=True)
+    tri = results(
+        kernel.chunk_kda, x, do, dht, in_kernel=True, use_gate_in_kernel=True, lower_bound=bound
+    )
+    compare(ref, tri, dict.fromkeys(("o", "ht", "dg"), 1e-4))
+    # FLA's gradients here are of the gate alone; behind the rule's, sums over tokens may cancel
+    terms = terms_of_A_log(ref["dg"], x["g"], x.get("dt_bias"), bound is not None)
+    for name, size in (("dA_log", terms.norm()), ("ddt_bias", ref["dg"].norm())):
+        if name in ref:
+            assert (tri[name] - ref[name]).norm() < 1e-4 * size, name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_chunk_return_intermediate_states(device):
+    """States on the way come by checkpoint_every: after every 64 tokens, not before."""
+    B, T, H, _, D = fitted(device, 2, 1024, 4, 4, 128)
+    x = drawn(device, B, T, H, H, D, dtype_on(device, BF16), draw=torch.randn)
+    with torch.inference_mode():
+        with pytest.raises(ValueError, match="return_intermediate_states must be False"):
+            kernel.chunk_kda(**x, return_intermediate_states=True)
+        o, state, h = kernel.chunk_kda(
+            **normed(x, False), output_final_state=True, checkpoint_every=64
+        )
+    assert o.shape == x["v"].shape and state.shape == (B, H, D, D)
+    assert h.shape == (B * (T // 64), H, D, D) and torch.isfinite(h).all()
+
+
+@interpreted
+def test_kernels_compute_in_the_interpreter():
+    x = drawn("cpu", *fitted("cpu", 1, 70, 1, 2, 16), FP16)
+    with submodule("runtime.dispatch").served() as record:
+        results(kernel.chunk_kda, x, torch.ones_like(x["v"]), torch.ones_like(x["initial_state"]))
+    assert record == {"kda_chunk_fwd": ["portable"], "kda_chunk_bwd": ["portable"]}
+
+
+@compiled
+def test_in_the_interpreter():
+    rerun(__file__)
