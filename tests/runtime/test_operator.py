@@ -126,6 +126,23 @@ def test_forward_derivatives_are_the_references(monkeypatch):
     assert torch.equal(torch.func.jvp(api.rms_norm, (x,), (direction,))[1], want)
 
 
+def test_tensors_that_a_transform_has_left(monkeypatch):
+    """They have no memory, where torch does not unwrap them."""
+    api, reference = submodule("norm.api"), submodule("norm.reference")
+    kept, met = [], []
+
+    def launch(x, weight, residual):
+        met.append(x.data_ptr())
+        return reference.rms_norm_fwd(x, weight, residual, 1e-6, "llama", 0.0, keep=True)
+
+    monkeypatch.setattr(submodule("runtime.dispatch"), "prepare", lambda *args: launch)
+    torch.func.grad(lambda x: (kept.append(2 * x), x.sum())[1])(torch.randn(3, 8))
+    weight = torch.ones(8, requires_grad=True)
+    y = api.rms_norm(kept[0], weight)
+    assert met and y.requires_grad
+    torch.testing.assert_close(y, api.rms_norm(torch.tensor(kept[0].tolist()), weight))
+
+
 def test_opcheck_and_one_graph():
     x, y = leaves()
     torch.library.opcheck(product, (x, y, 2.0))

@@ -21,6 +21,8 @@ from .ops import (
     transformed,
 )
 
+wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+
 
 class Operation(CallCache):
     """One operation: its calls, its torch operator, its kernels, and a function for known calls.
@@ -178,13 +180,15 @@ class Operation(CallCache):
         if not all([type(x) in PLAIN for x in there]) or torch._C._len_torch_dispatch_stack():
             return lambda *tensors: self.op(*tensors, *options)
         if grad:
-            return self._with_gradient(launch, options)
+            return self._with_gradient(launch, options, any(map(wrapped, there)))
         places = [i for i in self.places if tensors[i] is not None]
         places = [i for i in places if not tensors[i].is_inference()]
         return _counting(launch, places) if places else launch
 
-    def _with_gradient(self, launch: Callable, options: tuple) -> Callable:
-        apply, more = self.op.apply, (*options, self.count, launch)
+    def _with_gradient(self, launch: Callable, options: tuple, unwraps: bool) -> Callable:
+        """unwraps: torch has to unwrap tensors, which a transform that has ended left behind."""
+        apply = self.op.function.apply if unwraps else self.op.apply
+        more = (*options, self.count, launch)
         return lambda *tensors: apply(*tensors, *more)
 
     def in_gradient(self, tensors: tuple, options: tuple = ()):
