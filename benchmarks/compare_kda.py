@@ -174,7 +174,7 @@ def main() -> None:
     parser.add_argument("--prompts", action="store_true", help="no decoding, no errors")
     options = parse_on_gpu(parser)
     began = time.perf_counter()
-    package, rows = load_package(), []
+    package, rows, prompts = load_package(), [], {}
     try:
         fla, fla_step = load_fla()
         thin_autotuning(options.configurations)
@@ -192,7 +192,8 @@ def main() -> None:
             x, given = prompt(*case)
             call = lambda x=x, given=given: package.chunk_kda(*x, **given)  # noqa: E731
             ours = microseconds({"ours": call, **phases(package, x, given)}, rounds=3, rep_ms=10)
-            done({"prompt": name, "us": ours, "host_us": {"ours": host(call)}})
+            prompts[name] = {"what": name, "us": ours, "host_us": {"ours": host(call)}}
+            done(prompts[name])
         for H in () if options.prompts else (32, 64):
             for B in BATCHES:
                 for dtype in (torch.float32, torch.bfloat16):
@@ -210,8 +211,10 @@ def main() -> None:
                     "ours": functools.partial(package.chunk_kda, *x, **given),
                     kind: functools.partial(fla, *x, **given, safe_gate=safe),
                 }
-                try:
-                    done({"prompt": name, "us": microseconds(calls, rounds=3, rep_ms=10)})
+                try:  # both in turn, and both are what the row says in the end
+                    prompts[name]["us"].update(microseconds(calls, rounds=3, rep_ms=10))
+                    print(prompts[name], f"{time.perf_counter() - began:.0f} s", flush=True)
+                    save(options.json, rows)
                 except Exception as error:  # a peer that refuses is left out
                     print(f"{kind} of {name} is left out: {str(error)[-200:]}", flush=True)
         if fla and not options.prompts and time.perf_counter() - began < options.seconds:

@@ -140,8 +140,8 @@ SECTIONS: Dict[str, Tuple[str, str]] = {
     "kda_calls": (
         "Kimi Delta Attention prefill",
         "Calls of `chunk_kda` and their launches, kernel time, bf16, head dim 128, gates given; "
-        "FLA with `safe_gate` and as transformers calls it. FLA's autotuning has one configuration "
-        "for each kernel.",
+        "FLA with `safe_gate` and as transformers calls it. FLA's autotuning has two "
+        "configurations for each kernel. The portable prepare is what other GPUs run.",
     ),
     "kda_backward": (
         "Kimi Delta Attention training",

@@ -101,9 +101,7 @@ class TestPrompts:
         options = {"checkpoint_every": 64, "state_v_first": True}
         found, wanted = check(x, cu_seqlens=lengths, state_indices=rows, **options)
         assert found[1] is x["initial_state"] and not found[0][:, 199:].any()
-        used = wanted[2].flatten(1).abs().sum(1) > 0
-        assert used.any()
-        assert_close(found[2][used], wanted[2][used], BF16)
+        assert_close(found[2][:3], wanted[2][:3], BF16)  # the last sequence is skipped
 
     def test_views(self):
         x = inputs(200)

@@ -28,11 +28,11 @@ class Prepare:
         q, k, H, HV, options = call.q, call.k, call.H, call.HV, call.options
         self.rows, self.shape = call.rows, (call.B, call.T, HV, call.K)
         packed, block = call.cu_seqlens is not None, block_map(self.rows * HV, q.dtype)
-        tokens = (token_map(x.shape, x.stride(), x.dtype, 32, packed) for x in (q, k))
+        tokens = (token_map(x.shape, x.stride(), x.dtype, 32, packed) for x in (q, k, call.g))
         chunks = (call.T, call.N, -(-call.T // CHUNK))
         self.kernel = Launch(
             kda_prepare_fwd_kernel, self.rows * HV, q.device, maps=(*tokens, block, block),
-            numbers=(steps(call.g), steps(call.beta), *chunks, options.scale),
+            numbers=(steps(call.beta), *chunks, options.scale),
             constexprs=(HV, HV // H, options.beta_max, options.lower_bound),
             options=(("num_warps", 4), ("maxnreg", REGISTERS)), guarded=True,
         )  # fmt: skip
@@ -43,13 +43,13 @@ class Prepare:
         tb, p = q.new_empty((2, rows, HV, CHUNK, CHUNK)).unbind(0)
         kd, qd, ke = q.new_empty((3, *self.shape)).unbind(0)
         gam = g.new_empty((rows, HV, K), dtype=torch.float32)
-        self.kernel(q, k, tb, p, g, beta, A_log, dt_bias, cu_seqlens, kd, qd, ke, gam)
+        self.kernel(q, k, g, tb, p, beta, A_log, dt_bias, cu_seqlens, kd, qd, ke, gam)
         return tb, p, kd, qd, ke, gam
 
 
 def computes(call: KdaCall) -> bool:
-    """True for calls whose prepare this kernel computes, if q and k begin at multiples of 16 bytes:
-    keys of length 1, whose products fit fp16."""
+    """True for calls whose prepare this kernel computes, if q, k and g begin at multiples of 16
+    bytes: with keys of length 1, whose products fit fp16."""
     return (
         device.has_wgmma(call.device)
         and call.options.use_qk_l2norm
@@ -59,8 +59,7 @@ def computes(call: KdaCall) -> bool:
         and call.HV > 0
         and 0 < call.B * call.T < 2**30
         and (call.cu_seqlens is None or call.N > 0)
-        and lies_for_tma(call.q)
-        and lies_for_tma(call.k)
+        and all(map(lies_for_tma, (call.q, call.k, call.g)))
     )
 
 
@@ -73,11 +72,11 @@ def prepare_kda_chunk_fwd(call: KdaCall) -> Optional[Callable]:
 
 
 def _prepare(call: KdaCall) -> Optional[Callable]:
-    return by_alignment(_made, call, 0, 1, 2) if computes(call) else None
+    return by_alignment(_made, call, 0, 1, 2, 3) if computes(call) else None
 
 
 def _made(call: KdaCall) -> Callable:
-    return (Chunked if aligned(*call[:3]) else portable.Chunked)(call)
+    return (Chunked if aligned(*call[:4]) else portable.Chunked)(call)
 
 
 class Chunked(portable.Chunked):

@@ -94,17 +94,16 @@ def exp2_short(x):
 
 
 @gluon.jit
-def add_levels(kk, qk, k, q, x, i, j):
+def add_levels(kk, qk, k, q, a, i, j):
     """Adds 32 channels' share of levels 1 to 8 to A (symmetric, no diagonal) and P [4, 16, 16].
 
-    k, q: fp16; x: log2 of the decays; i, j: row and column. Returns also what tokens have lost
+    k, q: fp16; a: decays; i, j: row and column. Returns also what tokens have lost
     since the block's start, and what they lose until its end, as factors.
     """
     _, half, t, _ = positions()
     zero = gl.zeros((4, 16, 16), gl.float32, TILE)
     kt = right(k)
     qk += gl.where(i == j, mma_v2(left(q), kt, zero), 0.0)
-    a = exp2_short(x)
     # of the token's side of the level's middle, and of the other side: since or until
     own, other = gl.where((t & 1) != 0, a, 1.0), gl.where((t & 1) != 0, 1.0, a)
     for s in gl.static_range(4):

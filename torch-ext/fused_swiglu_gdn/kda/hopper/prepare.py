@@ -12,7 +12,7 @@ block has 1 in place of 4.
 
 from ...gdn.hopper.blocks import operand
 from ...gdn.hopper.primitives import C, D, locate
-from ...gdn.portable.gates import channel_log_decay, to_log2, write_strength
+from ...gdn.portable.gates import LOG2_E, LOG2_E_REST, channel_log_decay, write_strength
 from ...gdn.portable.primitives import level
 from ...runtime.gluon import (
     as_box,
@@ -42,9 +42,10 @@ from .levels import (
 
 PANELS = gl.constexpr(4)  # of 32 channels
 PANEL = gl.constexpr(gl.NVMMASharedLayout(64, 16, 2))
-ROWS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
 BLOCKS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0]))
 HALVES = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0]))
+KEPT_SMEM = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0]))
+LEAST = gl.constexpr(-138.6294361119891)  # of gates: 2^-200 is 0 in fp32
 # of sums over a block's tokens [4, 32]
 TOTAL = gl.constexpr(gl.SliceLayout(1, gl.SliceLayout(1, X)))
 # of the blocks' sums of all panels [4, 4, 32]: a channel a thread
@@ -54,20 +55,43 @@ SUMS = gl.constexpr(gl.BlockedLayout([1, 4, 1], [1, 1, 32], [4, 1, 1], [2, 1, 0]
 @gluon.jit
 def _tokens(smem):
     """A panel [C, 32] as [4, 2, 8, 32]."""
-    VIEW: gl.constexpr = gl.NVMMASharedLayout(64, 16, 4)  # of the same bytes
+    BITS: gl.constexpr = smem.dtype.primitive_bitwidth
+    VIEW: gl.constexpr = gl.NVMMASharedLayout(4 * BITS, BITS, 4)  # of the same bytes
     return as_tile(smem, smem.dtype, [4, 2, 8, 32], VIEW).load(X)
 
 
 @gluon.jit
-def _halves(smem):
-    """A panel's bytes as fp16 [4, 2, 8, 32]."""
-    return as_tile(smem, gl.float16, [4, 2, 8, 32], gl.NVMMASharedLayout(64, 16, 4))
+def _keep(smem, x):
+    """Stores x [4, 2, 8, 32] fp16 for the same lanes, as operands on the left have it."""
+    x = x.reshape([4, 2, 8, 4, 2, 2, 2]).permute((0, 4, 2, 3, 5, 1, 6))
+    smem.store(x.reshape([4, 2, 8, 4, 8]))
 
 
 @gluon.jit
-def _factor(totals, N: gl.constexpr):
-    """Block N's of the factors [4, 32], as [1, 1, 1, 32]."""
-    return gl.expand_dims(gl.expand_dims(totals.slice(N, 1).load(TOTAL), 1), 1)
+def _kept(smem):
+    KEPT: gl.constexpr = gl.DistributedLinearLayout(
+        [[0, 0, 0, 0, 1], [0, 0, 0, 0, 2], [0, 0, 0, 0, 4], [0, 1, 0, 0, 0]],
+        [[0, 0, 0, 1, 0], [0, 0, 0, 2, 0], [0, 0, 1, 0, 0], [0, 0, 2, 0, 0], [0, 0, 4, 0, 0]],
+        [[1, 0, 0, 0, 0], [2, 0, 0, 0, 0]],
+        [],
+        [4, 2, 8, 4, 8],
+    )
+    x = smem.load(KEPT).reshape([4, 2, 8, 4, 2, 2, 2]).permute((0, 5, 2, 3, 1, 4, 6))
+    return gl.convert_layout(x.reshape([4, 2, 8, 32]), X)
+
+
+@gluon.jit
+def _panel(smem, p):
+    """Panel p [4, 32] of numbers of channels [.., PANELS, 4, 32]."""
+    FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    COUNT: gl.constexpr = 2 * PANELS if len(smem.shape) == 4 else PANELS
+    return as_tile(smem, smem.dtype, [COUNT, 4, 32], FLAT).index(p)
+
+
+@gluon.jit
+def _factors(smem, p):
+    """Factors of a panel's blocks and channels, as [4, 1, 1, 32]."""
+    return gl.expand_dims(gl.expand_dims(_panel(smem, p).load(TOTAL), 1), 1)
 
 
 @gluon.jit
@@ -75,6 +99,32 @@ def _all(x):
     """x in [4, 2, 8, 32]."""
     x, _ = gl.broadcast(x, gl.zeros((4, 2, 8, 32), gl.float16, X))
     return x
+
+
+@gluon.jit
+def _by_block(x0, x1, x2, x3):
+    """Four [PANELS, 32] as [PANELS, 4, 32]."""
+    x = gl.join(gl.join(x0, x2), gl.join(x1, x3)).permute((0, 2, 3, 1))
+    return x.reshape([PANELS, 4, 32])
+
+
+@gluon.jit
+def _store_totals(sums, before, behind, between, gam_ptr):
+    """From sums of gates over blocks [PANELS, 4, 32] the factors of all blocks before a block and
+    of all behind it, fp32; of those between it and the first, and the second, fp16; and gam."""
+    x = sums.load(SUMS)
+    p = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, SUMS))), 1)
+    d = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, SUMS))), 0)
+    whole = gl.sum(x.to(gl.float64), 1)
+    gl.store(gam_ptr + p * 32 + d, exact_exp2(whole * LOG2_E + whole * LOG2_E_REST))
+    even, odd = gl.split(exp2_short(x * LOG2_E).reshape([4, 2, 2, 32]).permute((0, 1, 3, 2)))
+    t0, t2 = gl.split(even.permute((0, 2, 1)))
+    t1, t3 = gl.split(odd.permute((0, 2, 1)))
+    one = gl.full_like(t0, 1.0)
+    before.store(_by_block(one, t0, t0 * t1, t0 * t1 * t2))
+    behind.store(_by_block(t1 * t2 * t3, t2 * t3, t3, one))
+    between.index(0).store(_by_block(one, one, t1, t1 * t2).to(gl.float16))
+    between.index(1).store(_by_block(one, one, one, t2).to(gl.float16))
 
 
 @gluon.jit
@@ -173,22 +223,13 @@ def _beta(ptr, stride, rest, LAYOUT: gl.constexpr, BETA_MAX: gl.constexpr, DTYPE
     return beta
 
 
-@gluon.jit
-def _store_gam(ptr, sums):
-    """exp of log2 decays of a chunk, from its blocks' sums [4, 4, 32]."""
-    gam = exact_exp2(gl.sum(sums.load(SUMS).to(gl.float64), 1))
-    p = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, gl.SliceLayout(1, SUMS))), 1)
-    d = gl.expand_dims(gl.arange(0, 32, layout=gl.SliceLayout(0, gl.SliceLayout(1, SUMS))), 0)
-    gl.store(ptr + p * 32 + d, gam)
-
-
 @gluon.jit(do_not_specialize=["T", "N", "NT"])
 def kda_prepare_fwd_kernel(
     q_desc,  # [.., .., tokens, H, K] box [1, 1, C, 1, 32]
     k_desc,  # likewise
+    g_desc,  # [.., .., tokens, HV, K] box [1, 1, C, 1, 32]
     t_desc,  # Tb [rows * HV * C, C] box [C, C]
     p_desc,  # P, likewise
-    g_ptr,  # [B, T, HV, K], heads side by side
     beta_ptr,  # [B, T, HV]
     A_log_ptr,  # [HV] or None
     dt_bias_ptr,  # [HV, K] or None
@@ -197,7 +238,6 @@ def kda_prepare_fwd_kernel(
     qd_ptr,  # [B, T, HV, K]
     ke_ptr,  # [B, T, HV, K]
     gam_ptr,  # [rows, HV, K] fp32
-    g_strides,  # of B, T, HV
     beta_strides,
     T,
     N,
@@ -210,6 +250,9 @@ def kda_prepare_fwd_kernel(
 ):
     """Tb, P, Kd, Qd, Ke and gam of one chunk and value head."""
     DTYPE: gl.constexpr = q_desc.dtype
+    WIDTH: gl.constexpr = g_desc.dtype.primitive_bitwidth
+    GATES: gl.constexpr = gl.NVMMASharedLayout(4 * WIDTH, WIDTH, 2)
+    STEP: gl.constexpr = WIDTH // 16  # panels of fp16 in the place of one of g
     row = gl.program_id(0) // HV
     hv = gl.program_id(0) % HV
     batch, end, first, c, length = locate(row, cu_ptr, T, N, NT)
@@ -220,15 +263,24 @@ def kda_prepare_fwd_kernel(
     k_tiles = gl.allocate_shared_memory(DTYPE, [2, C, C], t_desc.layout)
     q_smem = as_tile(q_tiles, DTYPE, [PANELS, C, 32], PANEL)
     k_smem = as_tile(k_tiles, DTYPE, [PANELS, C, 32], PANEL)
-    until_smem = gl.allocate_shared_memory(gl.float16, [PANELS, 4, 2, 8, 32], HALVES)
-    total_smem = gl.allocate_shared_memory(gl.float32, [PANELS, 4, 32], ROWS)
-    sum_smem = gl.allocate_shared_memory(gl.float32, [PANELS, 4, 32], ROWS)
+    g_smem = gl.allocate_shared_memory(g_desc.dtype, [PANELS, C, 32], GATES)
+    sums = gl.allocate_shared_memory(gl.float32, [PANELS, 4, 32], BLOCKS)
+    before = gl.allocate_shared_memory(gl.float32, [PANELS, 4, 32], BLOCKS)
+    behind = gl.allocate_shared_memory(gl.float32, [PANELS, 4, 32], BLOCKS)
+    between = gl.allocate_shared_memory(gl.float16, [2, PANELS, 4, 32], BLOCKS)
+    # what a panel was becomes what it is made into
+    k_kept = as_tile(k_tiles, gl.float16, [PANELS, 4, 2, 8, 4, 8], KEPT_SMEM)
+    q_kept = as_tile(q_tiles, gl.float16, [PANELS, 4, 2, 8, 4, 8], KEPT_SMEM)
+    until_smem = as_tile(g_smem, gl.float16, [STEP * PANELS, 4, 2, 8, 32], HALVES)
     mbarrier.init(full, count=1)
-    mbarrier.expect(full, 2 * C * D * 2)
+    mbarrier.expect(full, C * D * (4 + WIDTH // 8))
     for p in gl.static_range(PANELS):
         at = [batch, end, first + c * C, hv // R, 32 * p]
         tma_load(k_desc, at, full, as_box(k_smem.index(p), k_desc))
         tma_load(q_desc, at, full, as_box(q_smem.index(p), q_desc))
+    for p in gl.static_range(PANELS):
+        at = [batch, end, first + c * C, hv, 32 * p]
+        tma_load(g_desc, at, full, as_box(g_smem.index(p), g_desc))
     barrier()  # ptxas would put the loads off until the next one
 
     if cu_ptr is None:
@@ -237,7 +289,6 @@ def kda_prepare_fwd_kernel(
         batch_of, start = row.to(gl.int64) * 0, (end - length + c * C).to(gl.int64)
     rest = length - c * C
     unit = row.to(gl.int64) * HV + hv
-    g_ptr += batch_of * g_strides[0] + start * g_strides[1] + hv * D
     beta_ptr += batch_of * beta_strides[0] + start * beta_strides[1] + hv * beta_strides[2]
     out = ((batch_of * T + start) * HV + hv) * D
     kd_ptr += out
@@ -246,9 +297,7 @@ def kda_prepare_fwd_kernel(
     block, half, t, d = positions()
     t += 16 * block + 8 * half
     ok = (t < rest) & (d >= 0)
-    g_at = t * g_strides[1] + d
     out_at = t * (HV * D) + d
-    g = gl.load(g_ptr + g_at, mask=ok, other=0.0)
     i, j, b = _block_positions()
     zero = gl.zeros((4, 16, 16), gl.float32, TILE)
     kk, qk = zero, zero
@@ -256,42 +305,42 @@ def kda_prepare_fwd_kernel(
     rk = of_token(_lengths(k_smem, i, j))
     rq = of_token(_lengths(q_smem, i, j))
     for p in range(PANELS):
-        channel = hv * D + 32 * p + d
-        x = to_log2(channel_log_decay(g, A_log_ptr, dt_bias_ptr, hv, channel, None, LOWER))
+        g = _tokens(g_smem.index(p)).to(gl.float32)
         if A_log_ptr is not None or LOWER is not None:
-            x = gl.where(ok, x, 0.0)
+            channel = hv * D + 32 * p + d
+            g = channel_log_decay(g, A_log_ptr, dt_bias_ptr, hv, channel, None, LOWER)
+            g = gl.where(ok, g, 0.0)
+        g = gl.maximum(g, LEAST)
         k = (_tokens(k_smem.index(p)).to(gl.float32) * rk).to(gl.float16)
         q = (_tokens(q_smem.index(p)).to(gl.float32) * rq).to(gl.float16)
-        total = gl.sum(gl.sum(x, 1), 1)  # [4, 32]
-        kk, qk, since, until = add_levels(kk, qk, k, q, x, i, j)
-        g = gl.load(g_ptr + g_at + 32 * (p + 1), mask=ok & (p < PANELS - 1), other=0.0)
+        total = gl.sum(gl.sum(g, 1), 1)  # [4, 32]
+        kk, qk, since, until = add_levels(kk, qk, k, q, exp2_short(g * LOG2_E), i, j)
         since, until = since.to(gl.float16), until.to(gl.float16)
-        _halves(k_smem.index(p)).store(halves_product(k, since))
-        _halves(q_smem.index(p)).store(halves_product(q, since))
-        until_smem.index(p).store(halves_product(k, until))
-        sum_smem.index(p).store(total)
-        total_smem.index(p).store(exp2_short(total))
+        _keep(k_kept.index(p), halves_product(k, since))
+        _keep(q_kept.index(p), halves_product(q, since))
+        until_smem.index(STEP * p).store(halves_product(k, until))
+        _panel(sums, p).store(total)
+    barrier()
+    _store_totals(sums, before, behind, between, gam_ptr + unit * D)
     barrier()
     k0, q0, k1, q1, k2, q2 = zero, zero, zero, zero, zero, zero
     for p in range(PANELS):
-        until, totals = until_smem.index(p), total_smem.index(p)
-        f0, f1, f2 = _factor(totals, 0), _factor(totals, 1), _factor(totals, 2)
-        k, q = _halves(k_smem.index(p)).load(X), _halves(q_smem.index(p)).load(X)
+        until = until_smem.index(STEP * p)
+        k, q = _kept(k_kept.index(p)), _kept(q_kept.index(p))
         kb, qb = left(k), left(q)
         kt = right(_all(until.slice(2, 1).load(X)))
         k2, q2 = mma_v2(kb, kt, k2), mma_v2(qb, kt, q2)
-        f = gl.where(block > 2, f2, 1.0)  # of the blocks between a row's and a column's
-        kt = right(halves_product(_all(until.slice(1, 1).load(X)), _all(f.to(gl.float16))))
+        f = _all(_factors(between, PANELS + p))
+        kt = right(halves_product(_all(until.slice(1, 1).load(X)), f))
         k1, q1 = mma_v2(kb, kt, k1), mma_v2(qb, kt, q1)
-        f *= gl.where(block > 1, f1, 1.0)
-        kt = right(halves_product(_all(until.slice(0, 1).load(X)), _all(f.to(gl.float16))))
+        f = _all(_factors(between, p))
+        kt = right(halves_product(_all(until.slice(0, 1).load(X)), f))
         k0, q0 = mma_v2(kb, kt, k0), mma_v2(qb, kt, q0)
-        f *= gl.where(block > 0, f0, 1.0)  # of all blocks before
         to = 32 * p + out_at
+        f = _factors(before, p)
         gl.store(kd_ptr + to, (k.to(gl.float32) * f).to(DTYPE), mask=ok)
         gl.store(qd_ptr + to, (q.to(gl.float32) * (f * scale)).to(DTYPE), mask=ok)
-        f = gl.where(block < 1, f1, 1.0) * gl.where(block < 2, f2, 1.0)
-        f *= gl.where(block < 3, _factor(totals, 3), 1.0)  # of all blocks behind
+        f = _factors(behind, p)
         gl.store(ke_ptr + to, (until.load(X).to(gl.float32) * f).to(DTYPE), mask=ok)
     barrier()  # k and q are read
     # Till here the barrier has its memory to itself: PTX allows no other use of it before this.
@@ -309,6 +358,4 @@ def kda_prepare_fwd_kernel(
         smem, kk, k0, k1, k2, gl.expand_dims(beta, 2), gl.expand_dims(column, 1), i, j, b
     )
     _store_tile(t_desc, at, k_tiles.index(1), t0, t1, t2, t3)
-    SUMMED: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-    _store_gam(gam_ptr + unit * D, as_tile(sum_smem, gl.float32, [PANELS, 4, 32], SUMMED))
     tma_store_wait(0)
