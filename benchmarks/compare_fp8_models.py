@@ -7,7 +7,7 @@ multiples of 128 is an FP8Linear with block scales, as transformers makes it. `o
 kernelized, `ours, bf16` the one in bf16 kernelized, `transformers_fp8` the FP8 model untouched,
 with compare_fp8.py's stand-in for the kernels that transformers loads from the Hub, for Llama
 alone: for Qwen3.5 FLA would tune itself. Eager tokens are of 16 sequences, the fewest that
-cuBLAS's product of FP8 blocks takes.
+cuBLAS's product of FP8 blocks takes. Rows take the places of the record's of the same name.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from compare_fp8 import PEER, in_fp8, stand_in_for_hub
 from compare_generate import TURNS, decode_with_fla, graph_us
 from compare_models import greedy_step, wall
 from compare_whole import PROMPT, model_of
-from kernel_time import RESULTS, load_package, parse_on_gpu, save
+from kernel_time import RESULTS, load_package, merged, parse_on_gpu, save
 
 TITLES = {"llama": "Llama, 8 layers", "qwen3_5": "Qwen3.5, 16 layers"}
 EAGER, GRAPHED = 16, (1, 64)  # sequences
@@ -81,13 +81,12 @@ def rows_of(package, name: str):
 
 @torch.no_grad()
 def measure(path: Path, names: list) -> None:
-    package, rows = load_package(), []
+    package = load_package()
     decode_with_fla(package)
     stand_in_for_hub()
     for name in names:
         for row in rows_of(package, name):
-            rows.append(row)
-            save(path, rows)
+            save(path, merged(path, [row]))
             ours = row["us"]["ours"]
             print(row, {n: round(ours / us, 3) for n, us in row["us"].items()}, flush=True)
         gc.collect()

@@ -34,7 +34,7 @@ PEERS = {  # name in a record -> name on the page, and the package whose version
     "sdpa": ("SDPA", None),
     "sonicmoe": ("SonicMoE", "sonic-moe"),
     "transformers": ("transformers with FLA", "fla-core"),
-    "transformers_fp8": ("transformers' FP8Linear with cuBLAS for DeepGEMM", "transformers"),
+    "transformers_fp8": ("cuBLAS within transformers", "transformers"),
 }
 
 

@@ -74,13 +74,13 @@ def mlp_of(K, N, device="cpu"):
     return (gate, up, down), (s_gate, s_up, s_down)
 
 
-def mlp(x, weights, scales):
+def mlp(x, weights, scales, residual=None):
     """By the kernels."""
-    return mlp_products(reference.quantise_fwd(x), len(x), weights, scales)
+    return mlp_products(reference.quantise_fwd(x), len(x), weights, scales, residual)
 
 
-def mlp_products(codes, M, weights, scales):
-    fields = (*codes, *weights, *scales, M)
+def mlp_products(codes, M, weights, scales, residual=None):
+    fields = (*codes, *weights, *scales, residual, M)
     return prepared("fp8.hopper.few", "few_mlp_fwd", calls.FewMlp, *fields)
 
 
@@ -90,11 +90,15 @@ def check_mlp(device, most):
         x = tokens(64, K, device)
         codes = reference.quantise_fwd(x)
         whole = mlp(x, weights, scales)
-        expected = reference.few_mlp_fwd(*codes, *weights, *scales, 64)
+        expected = reference.few_mlp_fwd(*codes, *weights, *scales, None, 64)
         assert whole.shape == (64, K) and error(whole, expected) < most, (K, N)
+        for M in (1, 64):
+            assert torch.equal(mlp(x[:M], weights, scales, x[:M]), x[:M] + whole[:M])
         for M in (1, 16, 31, 50):
             assert torch.equal(mlp(x[:M], weights, scales), whole[:M]), M
     assert mlp_products(codes, 65, weights, scales) is None
+    assert mlp_products(codes, 64, weights, scales, x.float()) is None
+    assert mlp_products(codes, 64, weights, scales, x[:1]) is None
     narrow = (*(w[:64] for w in weights[:2]), weights[2][:, :64].contiguous())
     assert mlp_products(codes, 64, narrow, scales) is None
 
@@ -147,7 +151,8 @@ def test_the_references():
     )  # fmt: skip
     z = reference.quantise_fwd(torch.nn.functional.silu(ys[0]) * ys[1])
     y = reference.multiply_fwd(weights[2], scales[2], z)[:17]
-    assert torch.equal(reference.few_mlp_fwd(*codes, *weights, *scales, 17), y)
+    assert torch.equal(reference.few_mlp_fwd(*codes, *weights, *scales, None, 17), y)
+    assert torch.equal(reference.few_mlp_fwd(*codes, *weights, *scales, x, 17), x + y)
 
 
 @compiled
@@ -155,16 +160,21 @@ def test_launches():
     """On a pretended H200: a program for 64 rows of a weight, or for a part of K besides."""
     recording, device = submodule("runtime.recording"), submodule("runtime.device")
     hopper = device.Chip("NVIDIA_H200", (9, 0), 132)
-    weights, scales = mlp_of(512, 4096)
+    weights, scales = mlp_of(512, 14336)
     codes = reference.quantise_fwd(tokens(1, 512))
     with recording.recorded(hopper) as records:
         assert product.few_mlp(codes, 1, weights, scales).shape == (1, 512)
         assert product.few_mlp(codes, 65, weights, scales) is None
+    wide, of_wide = mlp_of(256, 17408)
+    with recording.recorded(hopper) as others:  # 136 blocks of scales for 132 processors
+        assert product.few_mlp(reference.quantise_fwd(tokens(1, 256)), 1, wide, of_wide) is not None
+    assert [record.name for record in others] == [
+        "few_kernel", "_silu_mul_quantise_kernel", "few_kernel", "add_parts_kernel"]  # fmt: skip
     names = [(record.name, record.grid) for record in records]
-    assert names[0] == ("few_gate_kernel", (32, 1, 1))
+    assert names[0] == ("few_gate_kernel", (112, 1, 1))
     assert [name for name, _ in names[1:]] == ["few_kernel", "add_parts_kernel"]
     tiles, parts, _ = names[1][1]
-    assert tiles == 8 and parts == 4
+    assert tiles == 8 and parts == 14
     assert all(record.options["launch_pdl"] for record in records)
     codes = reference.quantise_fwd(tokens(3, 512))
     weights, scales = weights_of((8192, 512, 512), 512)

@@ -52,12 +52,12 @@ def test_a_model_has_the_same_bits(kernel, monkeypatch, few):
 
 
 def test_projections_that_are_no_fp8(kernel, monkeypatch):
-    """Of Gated DeltaNet: those in FP8 in one launch, and those in bf16 in another."""
+    """Of Gated DeltaNet: those in FP8 in one launch, and those in bf16 in another, of one token."""
     calls = fp8_problems.stand_in(monkeypatch)
     model = fp8_problems.tiny_qwen3_5()
     layer = model.model.layers[0].linear_attn
     assert not kernel.kernelize(model).left
-    x = torch.randn(2, 3, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x = torch.randn(1, 1, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
     parts = (layer.in_proj_qkv, layer.in_proj_z, layer.in_proj_b, layer.in_proj_a)
     assert [type(part) is torch.nn.Linear for part in parts] == [False, False, True, True]
     with torch.no_grad():
@@ -70,6 +70,30 @@ def test_projections_that_are_no_fp8(kernel, monkeypatch):
     assert not calls
     for y, other in zip(found, expected):
         assert (y - other).abs().max() <= 2**-6 * other.abs().max()
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_layer_adds_within_its_mlp(kernel, monkeypatch, hooked):
+    """Of a few tokens, and where nobody looks at what the MLP gives; with the same bits."""
+    product, added, seen = submodule("fp8.product"), [], []
+    model = fp8_problems.tiny_qwen3()
+    kernel.kernelize(model)
+    mlp = model.model.layers[1].mlp
+    if hooked:
+        mlp.register_forward_hook(lambda module, args, y: seen.append(y.clone()))
+
+    def few_mlp(*args):
+        added.append(len(args) > 4)
+        return product.few_mlp(*args)
+
+    monkeypatch.setattr(submodule("layers.fp8"), "few_mlp", few_mlp)
+    with torch.no_grad(), dispatch.force("reference"):
+        found = model(IDS).logits
+        assert added == [True, not hooked]
+        monkeypatch.setattr(submodule("layers.fp8"), "takes_residual", lambda part: False)
+        expected = model(IDS).logits
+    assert added[2:] == [False, False] and torch.equal(found, expected)
+    assert len(seen) == 2 * hooked and all(torch.equal(seen[0], y) for y in seen)
 
 
 @pytest.mark.parametrize("part", ["down_proj", "gate_proj", "up_proj"])

@@ -347,7 +347,7 @@ def test_functions_of_a_layer_in_fp8(hopper, monkeypatch):
     import fp8_problems
 
     fp8_problems.stand_in(monkeypatch)
-    model = fp8_problems.tiny_qwen3()
+    model = fp8_problems.tiny_qwen3(intermediate_size=9216)
     monkeypatch.setattr(submodule("fp8.hopper.multiply"), "_has_product", lambda where: True)
     assert not hopper.kernelize(model).left
     assert 100 < functions_of_a_layer(model, 128) <= 182

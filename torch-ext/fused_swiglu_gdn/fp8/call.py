@@ -104,4 +104,5 @@ class FewMlp(NamedTuple):
     s_gate: Tensor  # [N / BLOCK, K / BLOCK]
     s_up: Tensor
     s_down: Tensor  # [ceil(H / BLOCK), N / BLOCK]
+    residual: Optional[Tensor]  # [M, H] bf16, which is added in the end
     options: FewOptions

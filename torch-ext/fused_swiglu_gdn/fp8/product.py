@@ -49,10 +49,12 @@ def few(x: Quantised, M: int, weights: tuple, scales: tuple) -> Optional[Tensor]
     return FEW((*x, *weights, *absent, *scales, *absent), (M,))
 
 
-def few_mlp(x: Quantised, M: int, weights: tuple, scales: tuple) -> Optional[Tensor]:
-    """down(silu(gate(x)) * up(x)) of the M tokens of x, [M, K] bf16; weights and scales of gate, up
-    and down. None as above."""
-    return FEW_MLP((*x, *weights, *scales), (M,)) if _aligned(weights) else None
+def few_mlp(
+    x: Quantised, M: int, weights: tuple, scales: tuple, residual: Optional[Tensor] = None
+) -> Optional[Tensor]:
+    """down(silu(gate(x)) * up(x)) of the M tokens of x, [M, K] bf16, with residual [M, K] bf16
+    added; weights and scales of gate, up and down. None as above."""
+    return FEW_MLP((*x, *weights, *scales, residual), (M,)) if _aligned(weights) else None
 
 
 _ABSENT = (None,) * MAX_WEIGHTS

@@ -85,8 +85,10 @@ def few_mlp_fwd(
     s_gate: torch.Tensor,
     s_up: torch.Tensor,
     s_down: torch.Tensor,
+    residual: Optional[torch.Tensor],  # [M, H]
     M: int,
 ) -> torch.Tensor:  # [M, H] bf16
     x = Quantised(codes, scales)
     gate, up = multiply_fwd(w_gate, s_gate, x), multiply_fwd(w_up, s_up, x)
-    return multiply_fwd(w_down, s_down, silu_mul_quantise_fwd(gate, up))[:M]
+    y = multiply_fwd(w_down, s_down, silu_mul_quantise_fwd(gate, up))[:M]
+    return y if residual is None else residual + y

@@ -91,6 +91,10 @@ class Decoder:
             y = y if order.post_mixer is None else _normed(parts[order.post_mixer], y)[0]
             y = y if scale is None else y * scale
             y, x, codes = _normed(parts[order.pre_mlp], y, x, mlp)
+        if codes is not None and order.post_mlp is None and scale is None:
+            with fp8.given(y, codes, x if fp8.takes_residual(mlp) else None) as it:
+                y = self.mlp.called(mlp, y, given, rest)
+            return y if it.added else x + y
         y = self.mlp.called(mlp, y, given, rest, codes)
         if order.post_mlp is None and scale is None:
             return x + y

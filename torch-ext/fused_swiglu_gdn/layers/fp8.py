@@ -20,7 +20,7 @@ from ..fp8.product import few, few_mlp, product_of, quantise, silu_mul_quantise
 from ..runtime import dispatch
 from .fp8_gradient import with_gradient
 from .pinned import Pinned
-from .plain import HOOKS, OWN, PLAIN_TENSORS
+from .plain import HOOKS, OWN, PLAIN_TENSORS, is_plain
 from .untouched import torch_unpatched
 
 
@@ -76,6 +76,7 @@ def scheme_of(linear: nn.Module) -> Tuple[object, object, object]:
     return block, attributes.get("activation_scheme"), scale
 
 
+MLPS = ("SwiGLUMLP", "SwiGLUGateUp")
 SCHEME = ((BLOCK, BLOCK), "dynamic", None)  # that is served
 PARAMETERS = ("weight", "weight_scale_inv", "bias")
 NAMED = frozenset(PARAMETERS)
@@ -150,11 +151,9 @@ _last = _Last()
 
 
 class _Given(threading.local):
-    """The result that a norm has quantised, for the module that is called with its result."""
+    """The result of a norm in FP8, for the module that is called with it."""
 
-    x: Optional[torch.Tensor] = None
-    version: int = 0
-    found: Optional[Quantised] = None
+    it: Optional["given"] = None
 
 
 _given = _Given()
@@ -162,24 +161,38 @@ _given = _Given()
 
 class given:
     """Inside, x in FP8 is `found`, as long as x does not change. Both are of one launch, so what
-    may read x may read it; x is no inference tensor, whose changes are not counted."""
+    may read x may read it; x is no inference tensor, whose changes are not counted.
 
-    def __init__(self, x: torch.Tensor, found: Quantised):
-        self.mine = x, x._version, found
+    residual: of x's shape. An MLP of a few tokens adds it to its result, and says so by `added`.
+    """
 
-    def __enter__(self) -> None:
-        self.before = _given.x, _given.version, _given.found
-        _given.x, _given.version, _given.found = self.mine
+    def __init__(self, x: torch.Tensor, found: Quantised, residual: Optional[torch.Tensor] = None):
+        self.x, self.version, self.found = x, x._version, found
+        self.residual, self.added = residual, False
+
+    def __enter__(self) -> "given":
+        self.before = _given.it
+        _given.it = self
+        return self
 
     def __exit__(self, *_) -> None:
-        _given.x, _given.version, _given.found = self.before
+        _given.it = self.before
+
+
+def _given_of(x: torch.Tensor) -> Optional[given]:
+    it = _given.it
+    return it if it is not None and it.x is x and it.version == x._version else None
+
+
+def takes_residual(part: nn.Module) -> bool:
+    """An MLP of ours, whose call gives its result and does no more."""
+    return getattr(type(part), "served_as", None) in MLPS and is_plain(part)
 
 
 def _codes(x: torch.Tensor) -> Optional[Quantised]:
     """x [..., K] in FP8."""
-    if _given.x is x and _given.version == x._version:
-        return _given.found
-    return quantise(_rows(x))
+    it = _given_of(x)
+    return quantise(_rows(x)) if it is None else it.found
 
 
 def _facts(x: torch.Tensor) -> Optional[tuple]:
@@ -198,8 +211,9 @@ def _facts(x: torch.Tensor) -> Optional[tuple]:
 
 def _quantised(x: torch.Tensor, user: int) -> Optional[Quantised]:
     """x [..., K] in FP8, as the module before `user` had it where that took the same x."""
-    if _given.x is x and _given.version == x._version:
-        return _given.found
+    it = _given_of(x)
+    if it is not None:
+        return it.found
     facts = _facts(x)
     if facts is not None and _last.x is not None and _last.x() is x and _last.facts == facts:
         if user not in _last.users:
@@ -318,10 +332,12 @@ def mlp(
     if M > MOST:
         known = _for_many(known) or []
     with _no_grad():
-        codes = _codes(x) if known else None
+        it, codes = _given_of(x) if known else None, None
+        if known:
+            codes = quantise(_rows(x)) if it is None else it.found
         y = None
         if codes is not None and M <= MOST:
-            y = _of_few(codes, M, first, second, third, gate_first)
+            y = _of_few(codes, M, first, second, third, gate_first, it)
             if y is None:
                 known = _for_many(known) or []
         if codes is not None and y is None and known:
@@ -344,9 +360,15 @@ def _of_many(
 
 
 def _of_few(
-    x: Quantised, M: int, first: Weight, second: Optional[Weight], third: Weight, gate_first: bool
+    x: Quantised,
+    M: int,
+    first: Weight,
+    second: Optional[Weight],
+    third: Weight,
+    gate_first: bool,
+    it: Optional[given],
 ) -> Optional[torch.Tensor]:  # [M, K]
-    """An MLP of a few tokens without biases; None where it is another."""
+    """An MLP of a few tokens without biases; None where it is another. it: says what to add."""
     if first.bias is not None or third.bias is not None:
         return None
     if second is not None:
@@ -360,7 +382,13 @@ def _of_few(
         weights, scales = first.weight.chunk(2), first.scale.chunk(2)
         if not gate_first:
             weights, scales = weights[::-1], scales[::-1]
-    return few_mlp(x, M, (*weights, third.weight), (*scales, third.scale))
+    more = ()
+    if it is not None and it.residual is not None:
+        more = (it.residual.reshape(-1, it.residual.shape[-1]),)
+    y = few_mlp(x, M, (*weights, third.weight), (*scales, third.scale), *more)
+    if more and y is not None:
+        it.added = True
+    return y
 
 
 def quantises(part: nn.Module, x: torch.Tensor) -> bool:

@@ -1,6 +1,7 @@
 """Names the formats of quantised weights that are left to their own modules, by class names."""
 
 import functools
+import re
 from typing import NamedTuple, Optional, Tuple
 
 _INTEGRATION = "transformers.integrations."
@@ -49,19 +50,12 @@ FORMATS = (
 )  # fmt: skip
 
 
+# the words of each, one after another
+_NAMES = [(re.compile(".*".join(map(re.escape, known.words))), known) for known in FORMATS]
+
+
 @functools.lru_cache(maxsize=1024)
 def format_of(kind: type) -> Optional[Format]:
     """The format of quantised modules of a class; None of any other."""
     name = f"{kind.__module__}.{kind.__name__}".lower()
-    return next((known for known in FORMATS if _has(name, known.words)), None)
-
-
-def _has(name: str, words: Tuple[str, ...]) -> bool:
-    """The words are in the name, one after another."""
-    at = 0
-    for word in words:
-        at = name.find(word, at)
-        if at < 0:
-            return False
-        at += len(word)
-    return True
+    return next((known for words, known in _NAMES if words.search(name)), None)

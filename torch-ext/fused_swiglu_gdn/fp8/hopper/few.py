@@ -16,6 +16,7 @@ from ...runtime import device, tuning
 from ...runtime.launch import Launch
 from ...runtime.maps import Map
 from ..call import BLOCK, MOST, Few, FewMlp, padded
+from ..portable.quantise import gate_of
 from .few_products import few_gate_kernel, few_kernel
 
 
@@ -55,17 +56,19 @@ def parts_of_k(where: torch.device, rows: Tuple[int, ...], blocks: int) -> int:
 
 
 class _Few:
-    """The product of M tokens with weights of some numbers of rows."""
+    """The product of M tokens with weights of some numbers of rows. whole: K is not cut."""
 
     __slots__ = ("where", "M", "width", "parts", "missing", "product", "add")
 
-    def __init__(self, where: torch.device, M: int, K: int, rows: Tuple[int, ...]):
+    def __init__(
+        self, where: torch.device, M: int, K: int, rows: Tuple[int, ...], whole: bool = False
+    ):
         self.where, self.M, self.width = where, M, sum(rows)
         self.missing = MAX_WEIGHTS - len(rows)
         config = tuning.lookup("hopper_fp8_few", where, M=M)
         height, blocks, pdl = config["ROWS"], K // BLOCK, device.overlaps_launches(where)
         tiles = sum([-(-n // height) for n in rows])
-        self.parts = parts_of_k(where, rows, blocks)
+        self.parts = 1 if whole else parts_of_k(where, rows, blocks)
         steps = math.gcd(config["STEPS"], -(-blocks // self.parts), blocks)
         early = (("launch_pdl", True),) if pdl else ()
         self.product = Launch(
@@ -83,16 +86,18 @@ class _Few:
             constexprs=(self.parts, 512, pdl), options=early, guarded=True,
         )  # fmt: skip
 
-    def __call__(self, x: Sequence, weights: Sequence, scales: Sequence) -> torch.Tensor:  # [M, N]
+    def __call__(
+        self, x: Sequence, weights: Sequence, scales: Sequence, added: Optional[torch.Tensor] = None
+    ) -> torch.Tensor:  # [M, N]
         more = self.missing
         tensors = (*x, *weights, *weights[:1] * more, *scales, *scales[:1] * more)
         y = torch.empty((self.M, self.width), dtype=torch.bfloat16, device=self.where)
         if self.parts == 1:
             self.product(*tensors, y)
-            return y
+            return y if added is None else added + y
         parts = torch.empty((self.parts, y.numel()), dtype=torch.float32, device=self.where)
         self.product(*tensors, parts)
-        self.add(parts, y)
+        self.add(parts, added, y)
         return y
 
 
@@ -112,8 +117,44 @@ def prepare_few_fwd(call: Few) -> Optional[Callable]:
     return run
 
 
-def _gate(where: torch.device, M: int, K: int, N: int) -> Launch:
+def _is_added(residual: torch.Tensor, M: int, w_down: torch.Tensor) -> bool:
+    alike = residual.dtype is torch.bfloat16 and residual.device == w_down.device
+    return alike and residual.is_contiguous() and residual.shape == (M, w_down.shape[0])
+
+
+def _is_apart(where: torch.device, tiles: int) -> bool:
+    """Returns True if programs that make a block of scales each, one an SM, would leave half of the
+    SMs' turns empty."""
+    if not device.overlaps_launches(where):
+        return False
+    count = device.multiprocessor_count(where.index)
+    return tiles < 0.53 * count * -(-tiles // count)
+
+
+def _gated(where: torch.device, M: int, K: int, N: int) -> Callable:
+    """(x, w_gate, w_up, s_gate, s_up) -> silu(gate) * up in FP8: by a kernel whose programs make a
+    block of scales each, or, where these are too few, after products by narrower ones."""
     config = tuning.lookup("hopper_fp8_few_gate", where, M=M)
+    if _is_apart(where, N // BLOCK):
+        product = _Few(where, M, K, (N, N), whole=True)  # the sums are those of the other kernel
+        gate = gate_of(where, (M, N), (2 * N, 2 * N))
+
+        def apart(x, w_gate, w_up, s_gate, s_up):
+            return gate(*product(x, (w_gate, w_up), (s_gate, s_up)).split(N, 1))
+
+        return apart
+    launch, P = _gate(where, M, K, N, config), padded(M)
+
+    def run(x, w_gate, w_up, s_gate, s_up):
+        z = torch.empty((P, N), dtype=torch.float8_e4m3fn, device=where)
+        scales = torch.empty((N // BLOCK, P), dtype=torch.float32, device=where)
+        launch(w_gate, w_up, *x, s_gate, s_up, z, scales)
+        return z, scales
+
+    return run
+
+
+def _gate(where: torch.device, M: int, K: int, N: int, config: dict) -> Launch:
     pdl, rows = device.overlaps_launches(where), Map((N, K), (K, 1), (BLOCK, BLOCK))
     early = (("launch_pdl", True),) if pdl else ()
     return Launch(
@@ -128,9 +169,9 @@ def _gate(where: torch.device, M: int, K: int, N: int) -> Launch:
 
 
 def prepare_few_mlp_fwd(call: FewMlp) -> Optional[Callable]:
-    """The tensors of a call -> [M, H] bf16, in two launches or three; the weights as above."""
-    codes, _, w_gate, w_up, w_down, s_gate, s_up, s_down, (M,) = call
-    N, where, P = w_gate.shape[0], codes.device, padded(M)
+    """The tensors of a call -> [M, H] bf16, in two launches to five; the weights as above."""
+    codes, _, w_gate, w_up, w_down, s_gate, s_up, s_down, residual, (M,) = call
+    N, where = w_gate.shape[0], codes.device
     served = (
         N > 0
         and N % BLOCK == 0
@@ -139,15 +180,14 @@ def prepare_few_mlp_fwd(call: FewMlp) -> Optional[Callable]:
         and w_down.device == where
         and w_down.shape[0] > 0
         and _lies_so(w_down, s_down, N)
+        and (residual is None or _is_added(residual, M, w_down))
     )
     if not served:
         return None
-    gate, down = _gate(where, M, w_gate.shape[1], N), _Few(where, M, N, (w_down.shape[0],))
+    gate, down = _gated(where, M, w_gate.shape[1], N), _Few(where, M, N, (w_down.shape[0],))
 
-    def run(codes, scales, w_gate, w_up, w_down, s_gate, s_up, s_down):
-        z = torch.empty((P, N), dtype=torch.float8_e4m3fn, device=where)
-        z_scales = torch.empty((N // BLOCK, P), dtype=torch.float32, device=where)
-        gate(w_gate, w_up, codes, scales, s_gate, s_up, z, z_scales)
-        return down((z, z_scales), (w_down,), (s_down,))
+    def run(codes, scales, w_gate, w_up, w_down, s_gate, s_up, s_down, residual):
+        z = gate((codes, scales), w_gate, w_up, s_gate, s_up)
+        return down(z, (w_down,), (s_down,), residual)
 
     return run

@@ -104,10 +104,10 @@ def _silu_mul_quantise_kernel(
     _store(z.to(tl.float32), q_ptr, s_ptr, row, group, offs, P, N)
 
 
-def _prepared(kernel, most: int, numbers: tuple, x: torch.Tensor) -> Callable:
-    """One launch of a kernel for values of the shape of x, a program for a row and at most `most`
-    blocks of its columns."""
-    (M, columns), where = x.shape, x.device
+def _prepared(kernel, most: int, numbers: tuple, where: torch.device, shape: tuple) -> Callable:
+    """One launch of a kernel for values of a shape, a program for a row and at most `most` blocks
+    of its columns."""
+    M, columns = shape
     P, groups = padded(M), min(most, triton.next_power_of_2(columns // BLOCK))
     pdl = device.overlaps_launches(where)
     launch = Launch(
@@ -128,7 +128,9 @@ def _prepared(kernel, most: int, numbers: tuple, x: torch.Tensor) -> Callable:
 def prepare_quantise_fwd(call: Quantise) -> Optional[Callable]:
     """x -> x in FP8."""
     x = call.x
-    return _prepared(_quantise_kernel, 32, (x.stride(0),), x) if is_quantised_here(x) else None
+    if not is_quantised_here(x):
+        return None
+    return _prepared(_quantise_kernel, 32, (x.stride(0),), x.device, x.shape)
 
 
 def prepare_silu_mul_quantise_fwd(call: SiluMulQuantise) -> Optional[Callable]:
@@ -136,4 +138,9 @@ def prepare_silu_mul_quantise_fwd(call: SiluMulQuantise) -> Optional[Callable]:
     gate, up, _ = call
     if gate.shape != up.shape or not is_quantised_here(gate) or not is_quantised_here(up):
         return None
-    return _prepared(_silu_mul_quantise_kernel, 8, (gate.stride(0), up.stride(0)), gate)
+    return gate_of(gate.device, gate.shape, (gate.stride(0), up.stride(0)))
+
+
+def gate_of(where: torch.device, shape: tuple, strides: tuple) -> Callable:
+    """(gate, up) -> silu(gate) * up in FP8, for values of these shapes and strides of rows."""
+    return _prepared(_silu_mul_quantise_kernel, 8, strides, where, shape)

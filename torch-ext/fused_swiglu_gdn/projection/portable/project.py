@@ -127,13 +127,14 @@ def _project_few_kernel(
 @triton.jit
 def add_parts_kernel(
     parts_ptr,  # [PARTS, size] fp32
+    added_ptr,  # [size] or None
     y_ptr,  # [size]
     size,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,  # as above
 ):
-    """y = sum of the parts in order."""
+    """y = sum of the parts in order, rounded; with `added`, that and y, rounded again."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -141,7 +142,11 @@ def add_parts_kernel(
     y = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(PARTS):
         y += tl.load(parts_ptr + part * size + offs, mask=offs < size, other=0.0)
-    tl.store(y_ptr + offs, y.to(y_ptr.dtype.element_ty), mask=offs < size)
+    y = y.to(y_ptr.dtype.element_ty)
+    if added_ptr is not None:
+        added = tl.load(added_ptr + offs, mask=offs < size, other=0.0)
+        y = (added.to(tl.float32) + y.to(tl.float32)).to(y_ptr.dtype.element_ty)
+    tl.store(y_ptr + offs, y, mask=offs < size)
 
 
 def prepare_project_fwd(call: Project) -> Optional[Callable]:
@@ -206,7 +211,7 @@ def _added(launch: Launch, parts: int, shape: tuple, pdl: bool, early: tuple) ->
         y = x.new_empty(shape)
         made = x.new_empty((parts, size), dtype=torch.float32)
         launch(x, *(weight,) * MAX_WEIGHTS, made)
-        add(made, y)
+        add(made, None, y)
         return y
 
     return run
