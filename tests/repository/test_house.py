@@ -1,6 +1,7 @@
 """The house: imports go down from room to room, files and functions stay small."""
 
 import ast
+import re
 import tokenize
 
 import pytest
@@ -141,6 +142,25 @@ def test_python_39_grammar_and_lazy_triton(path):
         launches = parts[0] == "runtime" and parts[1] not in EVERYWHERE
         assert launches or place(parts)[1] in KERNELS, f"{path.name} imports triton"
     assert not names & {"transformers", "kernels", "numpy", "huggingface_hub"}
+
+
+# Words of a private idiom, with which no docstring begins: what a thing is or does comes first, in
+# the field's terms (stub, TMA, SM, padded row index, epilogue warps, full and empty barriers).
+IDIOM = (
+    "as ours", "asks", "comes to", "copy engine", "in 16 bits", "in turn", "is served", "is told",
+    "landed", "lie alike", "nobody", "place of", "processor", "ready", "room for", "stand-in",
+    "tail", "taken", "tells", "trials", "twin", "undisturbed", "untouched", "what", "who",
+    "whoever",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("path", FILES, ids=NAMES)
+def test_docstrings_begin_in_plain_words(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)):
+            text = re.sub(r"^(The|A|An) ", "", ast.get_docstring(node) or "").lower()
+            begins = [word for word in IDIOM if re.match(rf"{word}\b", text)]
+            assert not begins, f"{path.name}:{getattr(node, 'lineno', 1)}: {text[:60]}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=NAMES)

@@ -161,7 +161,7 @@ def _replays(model: nn.Module, rows: List[Row], replay: int) -> Row:
 
 @contextlib.contextmanager
 def _one_thread():
-    """Trials multiply small matrices: to wake a pool of threads for each takes longer."""
+    """Equivalence checks multiply small matrices: waking a pool of threads takes longer."""
     threads = torch.get_num_threads()
     if threads > 1:
         torch.set_num_threads(1)

@@ -86,14 +86,14 @@ def tile_at(routing_ptr, tile, S, E):
 
 @triton.jit
 def place_of(routing_ptr, expert, row, height):
-    """The place of a row of an expert."""
+    """The padded row index of a row of an expert."""
     first = tl.load(first_rows(routing_ptr) + expert)
     return first_place(first, expert, height) + (row - first)
 
 
 @triton.jit
 def first_place(row, expert, height):
-    """The place of an expert's first row; all fit into Routing.places."""
+    """The padded row index of an expert's first row; all fit into Routing.places."""
     return row // height * height + height * expert
 
 
