@@ -86,7 +86,7 @@ def phases(package, x, options) -> dict:
     }
     chunked = list(forms.values())[-1]
     tb, p, kd, qd, ke, gam, *_ = chunked.prepare(q, k, g, beta, None, None, cu)
-    o, states = torch.empty_like(v), v.new_empty(**chunked.final)
+    o, (states, _) = torch.empty_like(v), chunked.states(v, None, None)
     scanned = (qd, kd, v, o), (tb, p, gam), cu, (None, None, states, None), ke
     return {**timed, "scan": functools.partial(chunked.scan, *scanned)}
 

@@ -33,6 +33,33 @@ def kind_of(call: GdnCall) -> str:
     return ""
 
 
+class NewStates:
+    """The states that all calls like this one return: `like` the final ones, or None."""
+
+    __slots__ = ("final", "checkpoints", "like")
+
+    def __init__(self, call):
+        options = call.options
+        dtype = torch.float32 if options.state_dtype is None else options.state_dtype
+        self.final = self.checkpoints = self.like = None
+        if call.state_indices is not None:
+            self.like = call.initial_state
+        elif options.output_final_state:
+            self.final = {"size": (call.N, *call.state_shape), "dtype": dtype}
+            self.like = torch.empty(self.final["size"], device="meta")
+        if options.checkpoint_every:
+            rows = call.B * (call.T // options.checkpoint_every)
+            self.checkpoints = {"size": (rows, *call.state_shape), "dtype": dtype}
+
+    def __call__(self, v: torch.Tensor, initial_state, state_indices) -> tuple:
+        """The final states, the pool or None; checkpoints or None: uninitialised."""
+        final = None if state_indices is None else initial_state
+        if self.final is not None:
+            final = v.new_empty(**self.final)
+        checkpoints = None if self.checkpoints is None else v.new_empty(**self.checkpoints)
+        return final, checkpoints
+
+
 def prepare_gdn_chunk_fwd(call: GdnCall) -> Optional[Callable]:
     """The call's tensors -> o [B, T, HV, V]; the final state, the pool or None; checkpoints or
     None; Tb, P and F or three None.
@@ -52,21 +79,11 @@ class _Chunked:
     """The launches for all calls with the same shapes, strides, dtypes and options, and with q, k
     and v at multiples of 16 bytes as here."""
 
-    __slots__ = ("final", "checkpoints", "saves", "prepare", "carry", "scan")
+    __slots__ = ("states", "saves", "prepare", "carry", "scan")
 
     def __init__(self, call: GdnCall):
-        K, V, v, options = call.K, call.V, call.v, call.options
-        dtype = torch.float32 if options.state_dtype is None else options.state_dtype
-        self.final = self.checkpoints = self.carry = None
-        final, self.saves = None, options.save_blocks
-        if call.state_indices is not None:
-            final = call.initial_state
-        elif options.output_final_state:
-            self.final = {"size": (call.N, *call.state_shape), "dtype": dtype}
-            final = torch.empty(self.final["size"], device="meta")
-        if options.checkpoint_every:
-            rows = call.B * (call.T // options.checkpoint_every)
-            self.checkpoints = {"size": (rows, *call.state_shape), "dtype": dtype}
+        K, V, v = call.K, call.V, call.v
+        self.states, self.saves, self.carry = NewStates(call), call.options.save_blocks, None
         kind = kind_of(call)
         context, segment = lookup("portable_gdn_context", v.device), (WHOLE, WHOLE)
         behind = tokens_at_cut(K, V, v.element_size())
@@ -78,7 +95,8 @@ class _Chunked:
             transition = context[f"transition{kind}"]
             self.carry = Carry(call, segment, kind, transition, context["carry"])
         self.prepare = Prepare(call)
-        self.scan = Scan(call, final, segment, 0 if self.carry is None else behind, kind)
+        behind = 0 if self.carry is None else behind
+        self.scan = Scan(call, self.states.like, segment, behind, kind)
 
     def __call__(
         self, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens
@@ -86,15 +104,10 @@ class _Chunked:
         with device.on(v.device):
             *blocks, decay = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
             tb, _, f = blocks
-            final = None if state_indices is None else initial_state
-            checkpoints = None
             o = v.new_empty(v.shape)
             if self.carry is not None:
                 self.carry(k, v, tb, f, decay, o, initial_state, state_indices, cu_seqlens)
-            if self.final is not None:
-                final = v.new_empty(**self.final)
-            if self.checkpoints is not None:
-                checkpoints = v.new_empty(**self.checkpoints)
+            final, checkpoints = self.states(v, initial_state, state_indices)
             states = (initial_state, state_indices, final, checkpoints)
             self.scan((q, k, v, o), blocks, cu_seqlens, states)
         return o, final, checkpoints, *(blocks if self.saves else (None, None, None))

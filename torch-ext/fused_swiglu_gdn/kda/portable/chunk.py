@@ -4,7 +4,7 @@ from typing import Callable, Optional
 
 import torch
 
-from ...gdn.portable.chunk import kind_of
+from ...gdn.portable.chunk import NewStates, kind_of
 from ...gdn.portable.cuts import WHOLE
 from ...gdn.portable.scan import Scan
 from ...runtime import device
@@ -36,22 +36,11 @@ class Chunked:
     """The launches for all calls with the same shapes, strides, dtypes and options, and with q, k
     and v at multiples of 16 bytes as here."""
 
-    __slots__ = ("final", "checkpoints", "prepare", "scan")
+    __slots__ = ("states", "prepare", "scan")
     PREPARE = Prepare  # its kind
 
     def __init__(self, call: KdaCall):
-        options = call.options
-        dtype = torch.float32 if options.state_dtype is None else options.state_dtype
-        self.final = self.checkpoints = final = None
-        if call.state_indices is not None:
-            final = call.initial_state
-        elif options.output_final_state:
-            self.final = {"size": (call.N, *call.state_shape), "dtype": dtype}
-            final = torch.empty(self.final["size"], device="meta")
-        if options.checkpoint_every:
-            rows = call.B * (call.T // options.checkpoint_every)
-            self.checkpoints = {"size": (rows, *call.state_shape), "dtype": dtype}
-        self.prepare = self.PREPARE(call)
+        self.states, self.prepare = NewStates(call), self.PREPARE(call)
         # the scan reads Kd and Qd, which every value head has its own of
         shape = (call.B, call.T, call.HV, call.K)
         like = torch.empty(shape, dtype=call.q.dtype, device="meta")
@@ -59,20 +48,15 @@ class Chunked:
         kind = kind_of(call._replace(q=call.v, k=call.v))  # Kd, Qd and Ke begin where memory does
         if kind == "" and (call.K > 128 or call.K % 16):
             kind = "_plain"
-        self.scan = Scan(scanned, final, (WHOLE, WHOLE), 0, kind)
+        self.scan = Scan(scanned, self.states.like, (WHOLE, WHOLE), 0, kind)
 
     def __call__(
         self, q, k, v, g, beta, A_log, dt_bias, initial_state, state_indices, cu_seqlens
     ) -> tuple:
         with device.on(v.device):
             tb, p, kd, qd, ke, gam, *_ = self.prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
-            final = None if state_indices is None else initial_state
-            checkpoints = None
             o = v.new_empty(v.shape)
-            if self.final is not None:
-                final = v.new_empty(**self.final)
-            if self.checkpoints is not None:
-                checkpoints = v.new_empty(**self.checkpoints)
+            final, checkpoints = self.states(v, initial_state, state_indices)
             states = (initial_state, state_indices, final, checkpoints)
             self.scan((qd, kd, v, o), (tb, p, gam), cu_seqlens, states, ke)
         return o, final, checkpoints
