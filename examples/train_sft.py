@@ -47,7 +47,7 @@ def run(kernel, name, family: str, steps: int) -> dict:
     tokenizer = parts.tokenizer_of(name)
     found = {}
     for way in parts.WAYS:
-        model = parts.model_of(name, family)
+        model = parts.model_of(name, family).to(parts.default_device())
         if way == "kernelized":
             print(kernel.kernelize(model))
         found[way] = parts.attempt(way, lambda m=model: trained(m, tokenizer, steps, 512))

@@ -49,7 +49,7 @@ def train_twice(kernel, way: str, name, data, steps: int) -> list:
     curves = []
     with tempfile.TemporaryDirectory() as folder:
         for resume in (False, True):
-            model = parts.model_of(name)
+            model = parts.model_of(name).to(parts.default_device())
             if way == "kernelized":
                 report = kernel.kernelize(model)
                 if not resume:

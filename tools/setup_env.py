@@ -114,7 +114,11 @@ def pip(*arguments):
                 show_progress(line)
                 if line.startswith("ERROR: "):
                     cause = line[len("ERROR: ") :].strip()
-            return cause if process.wait() else None
+            status = process.wait()
+            if status < 0:
+                cause = "another process ended pip by signal " + str(-status) + ", as the system"
+                cause += " does when memory is short: call this again"
+            return cause if status else None
         finally:
             process.kill()
 

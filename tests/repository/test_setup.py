@@ -128,6 +128,9 @@ def test_pip_s_last_error_and_its_large_downloads(monkeypatch, tmp_path, capsys)
     assert all(line in setup_env.LOG.read_text() for line in said)
     monkeypatch.setenv("code", "0")
     assert setup_env.pip("torch") is None
+    python.write_text("#!/bin/sh\nkill -9 $$\n")
+    cause = setup_env.pip("torch")
+    assert "ended pip by signal 9, as the system does when memory is short" in cause
 
 
 def test_an_old_python_is_told_so(monkeypatch):
