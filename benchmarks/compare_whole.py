@@ -9,10 +9,11 @@ Llama with 8 layers of the 8B model's sizes, Qwen3.5 with 16 layers of the 4B mo
 with 8 of the 30B-A3B model's, Kimi Linear with 8 of the 48B-A3B model's, random weights, bf16.
 Before means transformers with FLA's kernels (compare_models.py), whose backward pass takes no
 notice of its own guard (compare_gdn_backward.py).
-Peers beside it are torch.compile of it, by its defaults and for fixed shapes, and Liger's kernels,
-with which training has kernelize(loss=True) as well. All run in one process, in turns: wall time,
-launches, busy time of the GPU, the kernels that take most of it and, for training, peak memory.
-Peers that raise are left out. Rows take the places of the record's of the same name.
+Peers beside it are torch.compile of it, by its defaults and for fixed shapes, and Liger's kernels.
+With these, training has kernelize(loss=True) and Liger's patch with the model's own loss as well.
+All run in one process, in turns: wall time, launches, busy time of the GPU, the kernels that take
+most of it and, for training, peak memory. Peers that raise are left out. Rows take the places of
+the record's of the same name.
 --wait-for compiles everything first and measures once FILE exists. --every has FLA try every Nth of
 its configurations: compiling all of its backward pass takes minutes.
 """
@@ -72,6 +73,7 @@ KIMI = {  # the defaults are the 48B-A3B model's
     "eos_token_id": 2,
 }
 PROMPT, TRAINING = 8192, 4096
+LIGER = {"liger": {}, "liger, own loss": {"fused_linear_cross_entropy": False}}
 TURNS = 4
 PRODUCTS = "nvjet gemm cutlass splitK swiglu_fwd swiglu_saving swiglu_dx swiglu_gradient project"
 PARTS = {  # words in the names of their kernels
@@ -165,14 +167,14 @@ def training_step(model, ids):
     return loss
 
 
-def with_liger(name: str, model) -> Callable:
+def with_liger(name: str, model, **options) -> Callable:
     """Patches the model with Liger's kernels; around(call) is the call while the functions that
     Liger patches for all models of the family are patched."""
     from liger_kernel.transformers import monkey_patch
 
     modeling = vars(importlib.import_module(f"transformers.models.{name}.modeling_{name}"))
     before = dict(modeling)
-    getattr(monkey_patch, f"apply_liger_kernel_to_{name}")(model=model)
+    getattr(monkey_patch, f"apply_liger_kernel_to_{name}")(model=model, **options)
     patched = {key: value for key, value in modeling.items() if before.get(key) is not value}
     originals = {key: before[key] for key in patched}
     modeling.update(originals)
@@ -231,9 +233,10 @@ def rows_of(package, name: str, what: str, batches: list, peers: list, begin: Op
     if training and "liger" in peers:  # whose loss this is
         models["ours, loss=True"] = copy.deepcopy(model)
         package.kernelize(models["ours, loss=True"], loss=True)
-    if "liger" in peers:
-        models["liger"] = copy.deepcopy(model)
-        around["liger"] = with_liger(name, models["liger"])
+    for peer, options in LIGER.items() if "liger" in peers else ():
+        if training or not options:
+            models[peer] = copy.deepcopy(model)
+            around[peer] = with_liger(name, models[peer], **options)
     if "compile" in peers:
         models["compile"] = torch.compile(model, dynamic=False)
     with torch.set_grad_enabled(training):

@@ -744,3 +744,22 @@ for grad, kind in ((False, "forward"), (True, "training")):
     after = {"residual after": centred, "residual after, llama": {}}
     calls(_rms_norm, f"rms_norm {kind}", after, M=4096, grad=grad, after=True)
 calls(_rms_norm, "rms_norm forward", {"no weight": dict(weight=None, added=False)}, M=4096)
+
+
+# --- the loss of language models
+
+
+def _cross_entropy(kernel, V, M=4096, dtype=BF16, mean=True):
+    ops, logits = submodule("loss.ops"), values(M, V, dtype=dtype, grad=True)
+    target = torch.zeros(M, dtype=torch.int64, device=DEVICE)
+    return with_gradients(
+        lambda: ops.CROSS_ENTROPY((logits, target), (-100, mean))[0].view(1), logits
+    )
+
+
+calls(_cross_entropy, "loss, cross entropy", {
+    **{f"{V} words": dict(V=V) for V in (32768, 128256, 151936, 248320)},
+    "odd sizes": dict(V=50257, M=33, mean=False),
+    "fp32": dict(V=32000, dtype=FP32),
+    "fp16": dict(V=32000, dtype=FP16),
+})  # fmt: skip

@@ -16,6 +16,7 @@ from ..parallel.checks import is_group
 from ..runtime import dispatch
 from ..runtime.checks import are_flags, are_words, is_int, is_model
 from .context_attention import restore_attention, serve_attention
+from .cross_entropy import serve_cross_entropy
 from .experts import restore_experts, serve_experts
 from .graph_rules import why_not_model
 from .graphs import restore_graphs, serve_graphs
@@ -66,7 +67,7 @@ def kernelize(
             mode replaces the same modules.
         only, skip: kinds of modules to replace, or not to: "mlp", "gdn", "kda" (Kimi Delta
             Attention layers), "norm", "attention", "layer" (decoder layers), "linear" (FP8Linear),
-            "experts". All but "kda" by default.
+            "experts", "loss" (of language models). All but "kda" by default.
         loss: in training steps the loss of a language model is made without its logits, by Liger,
             where liger-kernel is installed and the loss is the same; any use of `output.logits` is
             an error there (docs/training.md).
@@ -119,7 +120,10 @@ def kernelize(
         _exchanges_states(model, rows)
         rows += serve_attention(model) if cp_attention else []
     restore_graphs(model)
-    rows += [serve_loss(model)] if loss else []
+    if loss:
+        rows.append(serve_loss(model))
+    elif "loss" in kinds:
+        rows.append(serve_cross_entropy(model, _place_of(model)))
     rows += [serve_graphs(model)] if cuda_graphs else []
     rows += [_replays(model, rows, replay)] if replay else []
     return Report([row for row in rows if row is not None], _place_of(model)).warn_once()

@@ -148,7 +148,8 @@ def _model_forward(own: type) -> Callable:
         labels, head = kwargs.get("labels"), self._modules.get("lm_head")
         step = self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
         replica = hasattr(self, "_is_replica")  # DataParallel gathers tensors
-        if not step or type(labels) is not Tensor or replica or not _is_known(self.loss_function):
+        known = step and type(labels) is Tensor and is_next_token_loss(self.loss_function)
+        if not known or replica:
             return own.forward(self, *args, **kwargs)
         before, logits = getattr(_thread, "step", None), NoLogits()
         if torch_unpatched() and device.is_gpu(labels.device):
@@ -161,7 +162,7 @@ def _model_forward(own: type) -> Callable:
     return forward
 
 
-def _is_known(loss: Callable) -> bool:
+def is_next_token_loss(loss: Callable) -> bool:
     """True if a model's loss function is transformers' next-token cross entropy."""
     return getattr(loss, "__name__", None) == "ForCausalLMLoss" and is_own_function(loss)
 
@@ -180,7 +181,7 @@ def _why_not(module: nn.Module) -> Optional[str]:
     once = body.count("self.lm_head") == body.count("self.loss_function") == 1
     if not once or re.search(r"\blogits\b", re.sub(USES, "", body)):
         return "its forward does more with its logits than to make one loss"
-    if not _is_known(getattr(module, "loss_function", None)):
+    if not is_next_token_loss(getattr(module, "loss_function", None)):
         return "its loss function is not transformers' ForCausalLMLoss"
     return None if _liger() is not None else "needs Liger 0.8.5: pip install liger-kernel"
 

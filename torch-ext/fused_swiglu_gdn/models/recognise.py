@@ -27,7 +27,7 @@ Form = Union[
     gdn.GdnForm, kda.KdaForm,
 ]  # fmt: skip
 # what kernelize can be asked for: `only` and `skip`
-KINDS = ("mlp", "gdn", "kda", "norm", "attention", "layer", "linear", "experts")
+KINDS = ("mlp", "gdn", "kda", "norm", "attention", "layer", "linear", "experts", "loss")
 _FORWARDS = {
     "mlp": swiglu.forward_of, "norm": norm.forward_of, "attention": attention.forward_of,
     "layer": decoder.forward_of, "linear": fp8.forward_of, "gdn": gdn.forward_of,
