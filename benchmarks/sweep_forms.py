@@ -23,7 +23,7 @@ from compare_experts import DEVICE, MODELS, inputs, weights_of
 from kernel_time import RESULTS, load_package, microseconds, parse_on_gpu, save
 
 LIMIT = 1.05
-ROWS = (16, 32, 64, 96, 128, 192, 256, 320, 384, 512, 768, 1024)  # of an expert, on average
+ROWS = (96, 128, 192, 256, 320, 384, 512, 768, 1024)  # of an expert, on average
 SHARES = (1, 6, 30)  # how many times as often as others a sixteenth of the experts is chosen
 FEW = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64)  # tokens
 TOKENS = (1, 8, 16, 32, 48, 64, 96, 128, 192, 256, 512, 1024, 2048, 8192)
@@ -91,7 +91,7 @@ def few(package, module) -> Iterator[Row]:
             made = inputs(model, T)
             forms = {name: functools.partial(call, name == "few", weights, made)
                      for name in ("few", "grouped")}  # fmt: skip
-            served = "few" if experts._are_few(made[0], weights[0], *rest) else "grouped"
+            served = "few" if experts._are_few(made[0], weights[1], made[1], *rest) else "grouped"
             yield Row(f"{model}, {T} tokens", forms, served)
 
 

@@ -16,12 +16,13 @@ from ...runtime.call import NoOptions
 from ...runtime.launch import Launch
 from ..call import Fp8Experts
 from ..portable.combine import combine
-from ..portable.experts import FEW
 from ..portable.launching import launch_of
 from ..portable.routing import Routing, route
 from .fp8_products import down_kernel, up_kernel
 from .fp8_spread import spread_launch
 from .fp8_wide import BM, places_of, wide_launch
+
+FEW = 8  # tokens
 
 
 def _lies_so(codes: torch.Tensor, scales: torch.Tensor, shape: tuple) -> bool:

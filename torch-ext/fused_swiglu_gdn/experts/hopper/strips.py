@@ -2,12 +2,13 @@
 
     dW[e] = a^T b over the rows of expert e, in their order
 
-A CTA takes 128 rows of dW[e] with all its columns. One warp loads the strip's operand once and the
-other operand tile by tile, in chunks of 64 rows of the sum. Two warpgroups multiply tiles of [128,
-128] alternately, so that one stores its tile while the other multiplies. If an expert has more
-chunks than shared memory holds, its strips are loaded again for each tile, and tiles are
-independent: then a CTA takes a few tiles of a strip at a time, and those parts come first, so that
-an expert with many rows does not keep a CTA busy after the others have finished.
+A CTA takes two tiles of [128, 128] of dW[e], side by side. One warp loads chunks of 64 rows of both
+operands, as far ahead as shared memory has room; two warpgroups multiply a tile each, and read the
+same chunks of a. The second group is a little behind the first, so that it multiplies while the
+other stores. Parts of an expert's strip, 128 rows of dW[e], are the work of several CTAs.
+
+Where an expert has no more than MOST chunks, they are held instead: a CTA takes a whole strip,
+loads a once, and its groups multiply tiles alternately. Such strips come last.
 
 E experts; rows and places are those of the routing (portable/routing.py).
 """
@@ -39,6 +40,7 @@ from ..portable.routing import Routing, first_place, first_rows
 
 TILE = gl.constexpr(128)  # rows and columns of a tile
 CHUNK = gl.constexpr(64)  # of a sum
+LAG = gl.constexpr(2)  # chunks by which the second group of a pair of tiles is behind the first
 
 
 @record
@@ -61,6 +63,7 @@ class Work:
     TILES_M: gl.constexpr
     TILES_N: gl.constexpr
     HELD: gl.constexpr
+    MOST: gl.constexpr  # chunks of a strip that is held
     STAGES: gl.constexpr
     BUFFERS: gl.constexpr
     SPAN: gl.constexpr  # tiles of a part of a strip that is not held
@@ -69,55 +72,76 @@ class Work:
 
 @gluon.jit
 def _part(w, number):
-    """Position of a part of a strip; a strip that is held is whole in its first part.
+    """A part of a strip that is not held, or else a whole strip: those come after all parts.
 
     Returns (expert, place of its first row, row of its weight, chunks, first tile, end of tiles).
     """
-    part = w.PARTS - 1 - number // w.strips
-    strip = number % w.strips
+    streamed = number < w.strips * w.PARTS
+    strip = number // w.PARTS if streamed else number - w.strips * w.PARTS
     expert = strip // w.TILES_M
     first = gl.load(first_rows(w.routing_ptr) + expert)
     rows = gl.load(first_rows(w.routing_ptr) + expert + 1) - first
     place = first_place(first, expert, w.height)
     chunks = (rows + CHUNK - 1) // CHUNK
-    begin = part * w.SPAN
-    end = gl.minimum(begin + w.SPAN, w.TILES_N)
-    if chunks <= w.HELD:
-        begin = 0
-        end = w.TILES_N if part == 0 else 0
+    begin = (number % w.PARTS) * w.SPAN if streamed else 0
+    end = gl.minimum(begin + w.SPAN, w.TILES_N) if streamed else w.TILES_N
+    if streamed != (chunks > w.MOST):
+        end = begin
     return expert, place, (strip % w.TILES_M) * TILE, chunks, begin, end
+
+
+@gluon.jit
+def _load(desc, place, column, at, first, ring, full, empty, SIZE: gl.constexpr):
+    """Loads chunk `at` of a ring that begins at slot `first`, once the slot is empty."""
+    s = first + at % SIZE
+    mbarrier.wait(empty.index(s), ((at // SIZE) & 1) ^ 1)
+    mbarrier.expect(full.index(s), TILE * CHUNK * 2)
+    tma_load(desc, [place, column], full.index(s), ring.index(s))
+
+
+@gluon.jit
+def _load_a(w, place, row, at):
+    _load(w.a_desc, place, row, at, 0, w.a_smem, w.a_full, w.a_empty, w.HELD)
+
+
+@gluon.jit
+def _load_b(w, place, n, at, group):
+    first = group * w.STAGES
+    _load(w.b_desc, place, n * TILE, at, first, w.b_smem, w.b_full, w.b_empty, w.STAGES)
 
 
 @gluon.jit
 def _load_partition(w):
     """Loads both operands, as far ahead as buffers are empty; one warp."""
-    BYTES: gl.constexpr = TILE * CHUNK * 2
     at_a = 0
     at_0 = 0  # chunks of b that the first group has got
     at_1 = 0
     tile = 0
-    for number in range(gl.program_id(0), w.strips * w.PARTS, gl.num_programs(0)):
+    for number in range(gl.program_id(0), w.strips * (w.PARTS + 1), gl.num_programs(0)):
         expert, place, row, chunks, begin, end = _part(w, number)
-        for n in range(begin, end):
-            group = tile % 2
-            at_b = at_0 if group == 0 else at_1
-            for k in range(chunks):
-                if (n == 0) | (chunks > w.HELD):
-                    s = at_a % w.HELD
-                    full = w.a_full.index(s)
-                    mbarrier.wait(w.a_empty.index(s), ((at_a // w.HELD) & 1) ^ 1)
-                    mbarrier.expect(full, BYTES)
-                    tma_load(w.a_desc, [place + k * CHUNK, row], full, w.a_smem.index(s))
-                    at_a += 1
-                j = at_b + k
-                s = group * w.STAGES + j % w.STAGES
-                full = w.b_full.index(s)
-                mbarrier.wait(w.b_empty.index(s), ((j // w.STAGES) & 1) ^ 1)
-                mbarrier.expect(full, BYTES)
-                tma_load(w.b_desc, [place + k * CHUNK, n * TILE], full, w.b_smem.index(s))
-            at_0 += chunks * (1 - group)
-            at_1 += chunks * group
-            tile += 1
+        if chunks > w.MOST:
+            for n in range(begin, end, 2):
+                for k in range(chunks + LAG):
+                    if k < chunks:
+                        _load_a(w, place + k * CHUNK, row, at_a + k)
+                        _load_b(w, place + k * CHUNK, n, at_0 + k, 0)
+                    if (k >= LAG) & (n + 1 < end):
+                        _load_b(w, place + (k - LAG) * CHUNK, n + 1, at_1 + k - LAG, 1)
+                at_a += chunks
+                at_0 += chunks
+                at_1 += chunks if n + 1 < end else 0
+        else:
+            for n in range(begin, end):
+                group = tile % 2
+                at_b = at_0 if group == 0 else at_1
+                for k in range(chunks):
+                    if n == 0:
+                        _load_a(w, place + k * CHUNK, row, at_a + k)
+                    _load_b(w, place + k * CHUNK, n, at_b + k, group)
+                at_0 += chunks * (1 - group)
+                at_1 += chunks * group
+                tile += 1
+            at_a += chunks if begin < end else 0
 
 
 @gluon.jit
@@ -126,7 +150,7 @@ def _multiply_tile(w, at_a, at_b, chunks, GROUP: gl.constexpr):
     multiplied."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
     FIRST: gl.constexpr = GROUP * w.STAGES
-    streams = chunks > w.HELD
+    streams = chunks > w.MOST
     acc = gl.zeros((TILE, TILE), gl.float32, LAYOUT)
     for k in range(chunks):
         i = at_a + k
@@ -164,35 +188,45 @@ def _store_tile(w, acc, expert, row, column, GROUP: gl.constexpr):
 
 
 @gluon.jit
-def _multiply(w, GROUP: gl.constexpr):
-    """Computes every second tile; strips and tiles are counted as by the loading warp.
+def _pass_by(w, at_a, chunks):
+    """Releases chunks of a that the other group alone multiplies: after a missed chunk a barrier's
+    phase would be ambiguous."""
+    for k in range(chunks):
+        i = at_a + k
+        mbarrier.wait(w.a_full.index(i % w.HELD), (i // w.HELD) & 1)
+        mbarrier.arrive(w.a_empty.index(i % w.HELD), count=1)
 
-    A group waits for each chunk of a and releases it once, whether it multiplies it or not: after a
-    missed chunk a barrier's phase would be ambiguous.
-    """
+
+@gluon.jit
+def _multiply(w, GROUP: gl.constexpr):
+    """Computes every second tile; strips and tiles are counted as by the loading warp."""
     at_a = 0
     at_b = 0
     tile = 0
-    for number in range(gl.program_id(0), w.strips * w.PARTS, gl.num_programs(0)):
+    for number in range(gl.program_id(0), w.strips * (w.PARTS + 1), gl.num_programs(0)):
         expert, place, row, chunks, begin, end = _part(w, number)
-        for n in range(begin, end):
-            if tile % 2 == GROUP:
-                acc = _multiply_tile(w, at_a, at_b, chunks, GROUP)
-                at_b += chunks
-                if (n + 2 >= w.TILES_N) & (chunks <= w.HELD):  # the group's last of the strip
-                    for k in range(chunks):
-                        mbarrier.arrive(w.a_empty.index((at_a + k) % w.HELD), count=1)
-                _store_tile(w, acc, expert, row, n * TILE, GROUP)
-            elif (w.TILES_N == 1) | (chunks > w.HELD):
-                for k in range(chunks):
-                    i = at_a + k
-                    mbarrier.wait(w.a_full.index(i % w.HELD), (i // w.HELD) & 1)
-                    mbarrier.arrive(w.a_empty.index(i % w.HELD), count=1)
-            tile += 1
-            if chunks > w.HELD:
+        if chunks > w.MOST:
+            for n in range(begin, end, 2):
+                if n + GROUP < end:
+                    acc = _multiply_tile(w, at_a, at_b, chunks, GROUP)
+                    at_b += chunks
+                    _store_tile(w, acc, expert, row, (n + GROUP) * TILE, GROUP)
+                else:
+                    _pass_by(w, at_a, chunks)
                 at_a += chunks
-        if (chunks <= w.HELD) & (begin < end):
-            at_a += chunks
+        else:
+            for n in range(begin, end):
+                if tile % 2 == GROUP:
+                    acc = _multiply_tile(w, at_a, at_b, chunks, GROUP)
+                    at_b += chunks
+                    if n + 2 >= w.TILES_N:  # the group's last of the strip
+                        for k in range(chunks):
+                            mbarrier.arrive(w.a_empty.index((at_a + k) % w.HELD), count=1)
+                    _store_tile(w, acc, expert, row, n * TILE, GROUP)
+                elif w.TILES_N == 1:
+                    _pass_by(w, at_a, chunks)
+                tile += 1
+            at_a += chunks if begin < end else 0
     tma_store_wait(0)
 
 
@@ -217,6 +251,7 @@ def weight_strips_kernel(
     TILES_M: gl.constexpr,
     TILES_N: gl.constexpr,
     HELD: gl.constexpr,
+    MOST: gl.constexpr,
     STAGES: gl.constexpr,
     BUFFERS: gl.constexpr,
     SPAN: gl.constexpr,
@@ -244,7 +279,7 @@ def weight_strips_kernel(
         mbarrier.init(b_empty.index(i), count=1)
     w = Work(
         a_desc, b_desc, out_desc, a_smem, b_smem, out_smem, a_full, a_empty, b_full, b_empty,
-        routing_ptr, height, E * TILES_M, TILES_M, TILES_N, HELD, STAGES, BUFFERS,
+        routing_ptr, height, E * TILES_M, TILES_M, TILES_N, HELD, MOST, STAGES, BUFFERS,
         SPAN, (TILES_N + SPAN - 1) // SPAN,
     )  # fmt: skip
     barrier()
@@ -263,7 +298,7 @@ def _launch(where: torch.device, dtype, places: int, E: int, height: int, M: int
         tile_map(dtype, (places, N), (N, 1), CHUNK.value, side),
         tile_map(dtype, (E, M, N), (M * N, N, 1), 1, side, side // 2),
     )
-    sizes = [config[k] for k in ("HELD", "STAGES", "BUFFERS", "SPAN", "REGISTERS")]
+    sizes = [config[k] for k in ("HELD", "MOST", "STAGES", "BUFFERS", "SPAN", "REGISTERS")]
     return Launch(
         weight_strips_kernel, min(device.multiprocessor_count(where.index), E * tiles_m), where,
         maps=maps, numbers=(E, height), constexprs=(tiles_m, tiles_n, *sizes),

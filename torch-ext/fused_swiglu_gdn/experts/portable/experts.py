@@ -1,8 +1,8 @@
 """The routed experts and their gradients: few tokens without routing, more by grouped products.
 
-The number of tokens alone decides, never their routing. Gradients that are not needed cost nothing:
-frozen experts compute only the products for dx. Sizes: T tokens, K slots, S = T K entries, E
-experts, H model width, I hidden width of an expert.
+The numbers of tokens and experts decide, never the routing. Gradients that are not needed cost
+nothing: frozen experts compute only the products for dx. Sizes: T tokens, K slots, S = T K entries,
+E experts, H model width, I hidden width of an expert.
 """
 
 from typing import Callable, Optional, Tuple
@@ -13,12 +13,10 @@ from ...runtime import tuning
 from ...runtime.dtypes import HALF
 from ..call import Biases, Experts, ExpertsBackward, ExpertsGradient, ExpertsOptions
 from .combine import combine, weights_gradient
-from .few import plan_few
+from .few import are_few, plan_few
 from .gradients import bias_gradients, gate_gradient, spread, weight_gradient
 from .products import rows_product, up
 from .routing import Routing, new_buffer, route
-
-FEW = 8  # tokens
 
 
 def _is_readable(x: torch.Tensor) -> bool:
@@ -67,7 +65,7 @@ def experts_fwd(
     options: ExpertsOptions,
 ) -> Tuple[torch.Tensor, Optional[torch.Tensor], Optional[torch.Tensor]]:
     """(out [T, H], gate_up [S, 2 I] by rows if it is kept, routing if there is one)."""
-    if _are_few(x, w_gate_up, biases, options):
+    if _are_few(x, w_down, ids, biases, options):
         x, ids, weights = x.contiguous(), ids.contiguous(), weights.contiguous()
         few = plan_few(x, w_down, ids, options.activation, options.limit)
         return few(x, w_gate_up, w_down, ids, weights)
@@ -91,10 +89,11 @@ def _grouped(x, w_gate_up, w_down, ids, weights, biases: Biases, options: Expert
     return out, gate_up, routing.buffer if keeps else None
 
 
-def _are_few(x, w_gate_up, biases: Biases, options: ExpertsOptions) -> bool:
+def _are_few(x, w_down, ids, biases: Biases, options: ExpertsOptions) -> bool:
     """True if plan_few supports these tokens: it takes one layout of the weights, and no biases."""
-    plain = not biases.are_there() and w_gate_up.is_contiguous()
-    return 0 < x.shape[0] <= FEW and plain and not options.keeps
+    if biases.are_there() or options.keeps or not w_down.is_contiguous():
+        return False
+    return are_few(x.device, *ids.shape, *w_down.shape)
 
 
 def prepare_experts_fwd(call: Experts) -> Optional[Callable]:
@@ -105,7 +104,7 @@ def prepare_experts_fwd(call: Experts) -> Optional[Callable]:
     if not supports_experts_fwd(*tensors, biases, options):
         return None
     forward = _grouped
-    if _are_few(x, w_gate_up, biases, options):
+    if _are_few(x, w_down, ids, biases, options):
         forward = experts_fwd
         if all(t.is_contiguous() for t in (x, ids, call.weights)):
             return plan_few(x, w_down, ids, options.activation, options.limit)

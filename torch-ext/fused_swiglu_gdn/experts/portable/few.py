@@ -134,6 +134,16 @@ def _launches(where, T: int, K: int, E: int, H: int, I: int, activation: str, li
     return first, second
 
 
+def are_few(where: torch.device, T: int, K: int, E: int, H: int, I: int) -> bool:
+    """True if this form is faster than grouped products, which read the weights of an expert once.
+
+    So it is for one token, and where entries are no more than a part of the experts: each then has
+    an expert of its own, or nearly so.
+    """
+    part = tuning.lookup("portable_experts_few", where, H=H, I=I)["part"]
+    return T == 1 or 0 < part * T * K <= E
+
+
 def plan_few(x, w_down, ids, activation: str, limit: Optional[float]) -> Callable:
     """Returns the forward for few tokens as a function of the tensors for all calls of these
     shapes."""
