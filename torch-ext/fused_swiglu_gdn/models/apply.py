@@ -98,7 +98,7 @@ def kernelize(
         >>> model = LlamaForCausalLM(config).eval()
         >>> ids = torch.tensor([[3, 1, 4, 1, 5]])
         >>> before = model(ids).logits
-        >>> report = kernelize(model, skip=["layer"])  # print(report) shows every module
+        >>> report = kernelize(model, skip=["layer", "loss"])  # print(report) shows every module
         >>> sorted({row.kind for row in report.rows})
         ['LlamaAttention', 'LlamaMLP', 'LlamaRMSNorm']
         >>> torch.allclose(model(ids).logits, before, atol=1e-5)
