@@ -339,6 +339,13 @@ class SameHalf(Joined):
         return self.down_proj(self.activation_fn(gate) * gate)
 
 
+class TwoSigns(P):
+    """Of an odd activation it would be the formula."""
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(-self.gate_proj(x)) * -self.up_proj(x))
+
+
 class Thirds(Joined):
     def __init__(self):
         super().__init__()
@@ -833,6 +840,7 @@ FORMS = {
     "activated twice": (ActivatedTwice, "another formula"),
     "one product for both": (OneForBoth, "another formula"),
     "one half for both": (SameHalf, "another formula"),
+    "two signs turned": (TwoSigns, "another formula"),
     "thirds": (Thirds, "another formula"),
     "interleaved": (Interleaved, "another formula"),
     "an idle call": (Counting, "self.act_fn(x)"),

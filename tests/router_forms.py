@@ -390,6 +390,16 @@ class Block(nn.Module):
         return (self.experts(rows, ids, weights) + shared).view(x.shape)
 
 
+class TwoSigns(Block):
+    """With an odd shared expert it would be the formula."""
+
+    def forward(self, x):
+        rows = x.view(-1, x.shape[-1])
+        _, weights, ids = self.gate(rows)
+        shared = self.shared_expert_gate(rows).sigmoid() * -self.shared_expert(-rows)
+        return (self.experts(rows, ids, weights) + shared).view(x.shape)
+
+
 class Renamed(Block):
     def __init__(self):
         super().__init__()
@@ -504,5 +514,5 @@ OTHER = "another formula"
 BLOCKS = {
     Block: None, Renamed: None, Once: None, Weighted: OTHER, Tanh: OTHER, Product: OTHER,
     Inner: OTHER, Twice: OTHER, NotFlat: OTHER, NoGate: OTHER, Mean: OTHER, WithLogits: OTHER,
-    Trained: OTHER, Written: "has `x *= 0.5`",
+    Trained: OTHER, TwoSigns: OTHER, Written: "has `x *= 0.5`",
 }  # fmt: skip

@@ -45,6 +45,49 @@ class Attention(llama.LlamaAttention):
         return self.o_proj(out), weights
 
 
+class Scaled(llama.LlamaAttention):
+    """Another formula in evaluation with a mask and without a cache."""
+
+    def forward(
+        self, hidden_states, position_embeddings=None, attention_mask=None, cache=None, **kwargs
+    ):
+        if cache is None and attention_mask is not None and not self.training:
+            hidden_states = hidden_states * 2
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        cos, sin = position_embeddings
+        query, key = llama_rotary(query, key, cos, sin)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        out, weights = attend(
+            self, query, key, value, attention_mask, scaling=self.scaling, **kwargs
+        )
+        return self.o_proj(out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
+class TwoSigns(llama.LlamaAttention):
+    """Without a bias it would be the formula."""
+
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query = self.q_proj(hidden_states).view(shape).transpose(1, 2)
+        key = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        value = self.v_proj(hidden_states).view(shape).transpose(1, 2)
+        query, key = llama_rotary(query, key, *position_embeddings)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        out, weights = attend(
+            self, query, key, value, attention_mask, scaling=self.scaling, **kwargs
+        )
+        return -self.o_proj(-out.reshape(*hidden_states.shape[:-1], -1).contiguous()), weights
+
+
 class Layer(llama.LlamaDecoderLayer):
     @deprecation.deprecate_kwarg("past_key_values", "5.99.0", new_name="memory")
     def forward(
@@ -196,3 +239,11 @@ def test_attention_is_known_behind_a_decorator(kernel):
 
     asks = submodule("models.attention_trial").asks_for_attention
     assert asks(Mixer) and not asks(Other)
+
+
+@pytest.mark.parametrize("kind", [llama.LlamaAttention, Scaled, TwoSigns])
+def test_attention_of_another_formula_is_left_alone(kernel, kind):
+    """One way of which is another, or which is the same without biases."""
+    with serving():
+        report = kernel.kernelize(kind(random_model("llama").config, 0))
+    assert len(report.served) == (kind is llama.LlamaAttention)

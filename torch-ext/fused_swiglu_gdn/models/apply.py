@@ -22,7 +22,7 @@ from .graph_rules import why_not_model
 from .graphs import restore_graphs, serve_graphs
 from .loss import serve_loss
 from .moe_blocks import serve_blocks
-from .recognise import KINDS, recognise, remember
+from .recognise import KINDS, is_nothing, recognise, remember
 from .report import WAITS, Report, Row
 from .serving import named_modules, serve, unserve, why_not_on, why_nowhere
 from .sharded import as_gathered
@@ -180,6 +180,8 @@ def _one_thread():
 def _serve_modules(model: nn.Module, kinds: set, replay: int) -> List[Row]:
     rows = []
     for name, module in named_modules(model):
+        if is_nothing(type(module), bool(module._modules)) and "forward" not in module.__dict__:
+            continue
         unserve(module)
         finding = recognise(module)
         if finding is None or finding.kind not in kinds:

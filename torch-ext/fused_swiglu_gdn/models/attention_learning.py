@@ -9,7 +9,6 @@ from torch import nn
 from ..layers.words import Word
 from .attention_numbers import FIRST, OTHERS, TRAINING, Run, are_the_same
 from .code import Refused
-from .reader import plain_values
 from .stand_ins import (
     SIZES,
     Cache,
@@ -19,46 +18,35 @@ from .stand_ins import (
     Read,
     name_of,
 )
-from .trial import Trial
+from .trial import Trial, plain_values
 
 
 class Learning(Trial):
     """The part of an equivalence check (attention_trial.py) that finds roles."""
 
-    def learned(self) -> Tuple[Run, Run]:
-        """The first runs in which the role of every argument is known, without and in training."""
-        for _ in range(4 * len(self.signature.names) + len(self.handed) + 8):
-            try:
-                run = self.called(FIRST, values=self.marks())
-                self.D = run.interface.calls[0][1].shape[-1]
-                if self.tables is not None and run.tables[0].shape[-1] != self.D:
-                    continue
-                return run, self.called(TRAINING, values=self.marks())
-            except Read as what:
-                self.learn(what)
-        raise Refused("its arguments are not known")
+    READS = {
+        "hidden": lambda how, optional: (
+            how in (*SIZES, "part") or not optional and how not in ("__iter__", "update")
+        ),
+        "tables": lambda how, optional: how in ("__iter__", "__getitem__"),
+        "cache": lambda how, optional: how == "update",
+        "mask": lambda how, optional: False,
+    }
+
+    def first_runs(self) -> Tuple[Run, Run]:
+        """A run without and one in training."""
+        run = self.called(FIRST, values=self.marks())
+        self.D = run.interface.calls[0][1].shape[-1]
+        if self.tables is not None and run.tables[0].shape[-1] != self.D:
+            run = self.called(FIRST, values=self.marks())  # with tables as wide as the heads
+        return run, self.called(TRAINING, values=self.marks())
 
     def learn(self, what: Read) -> None:
-        """Handles a read of an argument without a known role, or of an attribute assumed to be
-        passed on."""
-        name, how = what.name, what.how
-        if name.startswith("self."):
-            self.handed -= {name[5:]}
-            return
-        optional = name in self.signature.defaults
-        of_tensors = how in SIZES or not optional and how not in ("__iter__", "update")
-        if name in (self.hidden, self.tables, self.cache, self.mask):
-            raise what
-        if self.hidden is None and (how == "part" or of_tensors):
-            self.hidden = name
-        elif self.tables is None and how in ("__iter__", "__getitem__"):
-            self.tables = name
-        elif self.cache is None and how == "update":
-            self.cache = name
-        elif optional and name not in self.fixed:
-            self.fixed.add(name)
+        """Also of an attribute that was assumed to be passed on."""
+        if what.name.startswith("self."):
+            self.handed -= {what.name[5:]}
         else:
-            raise what
+            super().learn(what)
 
     def first(self) -> Tuple[Run, Run]:
         """Finds the arguments and the plan, with tables for each row or for all rows."""
@@ -85,7 +73,7 @@ class Learning(Trial):
         for width in dict.fromkeys([1, 2, *self.widths()]):
             self.D = width
             try:
-                return self.learned()
+                return self.learned(self.first_runs)
             except Raises as why:
                 error = error or why
                 if self.tables is None:

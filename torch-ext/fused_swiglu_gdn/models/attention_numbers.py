@@ -1,8 +1,7 @@
 """Runs an attention module's forward, and finds the form that gives its numbers."""
 
 import itertools
-import operator
-from typing import Callable, NamedTuple, Optional, Tuple
+from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from torch import nn
@@ -10,11 +9,7 @@ from torch import nn
 from ..layers.attention import GATES, NORMS, ROTARY, Heads
 from ..layers.forward import PLAIN_VALUES
 from .code import Refused
-from .stand_ins import (
-    Interface,
-    Norm,
-    same,
-)
+from .stand_ins import Interface, Norm, same
 
 # what an attribute that is only handed on may be as well; the first, if no branch is about it
 OTHERS = (None, True, 3, "word")
@@ -34,13 +29,15 @@ class Case(NamedTuple):
 
 FIRST = Case(2, 5, 1.0, 0, True, True)
 TRAINING = FIRST._replace(training=True)
-CASES = (
-    Case(2, 5, 1.0, 0, False),
+CASES = (  # with and without a cache, a mask and training
     Case(2, 1, 1.0, 1, True, True),
-    Case(1, 3, 1.0, 0, True, False, True),
+    Case(1, 3, 1.0, 0, True, True, True),
+    Case(2, 4, 1.0, 0, True, False),
+    Case(1, 2, 1.0, 0, True, False, True),
+    Case(2, 5, 1.0, 0, False, True),
     Case(3, 2, 1.0, 1, False, True, True),
-    Case(2, 4, 1.0, 0, True),
-    Case(1, 2, 1.0, 0, False, False, True),
+    Case(2, 3, 1.0, 0, False, False),
+    Case(1, 1, 1.0, 0, False, False, True),
 )
 # every form of queries and keys
 HEADS = tuple(itertools.starmap(Heads, itertools.product(GATES, NORMS, (*ROTARY, None))))
@@ -73,7 +70,7 @@ class Plan(NamedTuple):
 class Numbers:
     """The part of an equivalence check (attention_trial.py) that compares numbers."""
 
-    def planned(self, run: Run, known: Optional[Plan] = None) -> tuple:
+    def planned(self, run: Run, known: Optional[Plan] = None) -> Tuple[Plan, tuple]:
         """The plan that agrees with a run, and the widths of queries, keys and values."""
         module, q, k, v, _, _, out = run.interface.calls[0]
         if module is not run.twin:
@@ -84,26 +81,28 @@ class Numbers:
                 raise Refused("it gives its attention function other things than heads")
         if q.shape[-1] != k.shape[-1]:
             raise Refused("its heads are of another size")
-        at, ours, norms = run.log.index(None), {}, []
-        ended, every = run.log[at + 1 :], list(filter(None, run.log))
-        if len(set(map(operator.itemgetter(0), every))) != len(every):
+        at, made, norms = run.log.index(None), {}, []
+        ended, names = run.log[at + 1 :], [entry[0] for entry in run.log if entry is not None]
+        if len({*names}) != len(names):
             raise Refused("it calls a part twice")
         for name, x, y in run.log[:at]:
             if isinstance(self.parts[name], Norm):
                 norms.append(name)
                 continue
-            ours[name] = y
+            made[name] = y
             if x is not run.x and not same(x, run.x):
                 raise Refused("its projections are of something else than the hidden states")
-        if len(ended) != 1 or len(norms) not in (0, 2) or len(ours) not in (1, 3):
+        if len(ended) != 1 or len(norms) not in (0, 2) or len(made) not in (1, 3):
             raise Refused("its parts are called in another order, or other ones")
-        end = ended[0]
-        plan, gate = self.compared(run, ours, norms, (q, k, v), end[0], known)
+        plans = [known] if known is not None else _plans(made, norms, ended[0][0])
+        if known and {*known[:3], *known.projections} - {None, known[0]} != {*made, *norms}:
+            raise Refused("its forward depends on the call")
+        plan, gate = self.compared(run, made, (q, k, v), plans)
         y = out.reshape(*run.x.shape[:2], -1)
-        y = self.parts[end[0]](y if gate is None else y * torch.sigmoid(gate))
+        y = self.parts[plan.out](y if gate is None else y * torch.sigmoid(gate))
         result = run.result
         right = type(result) is tuple and len(result) == 2 and result[1] == "weights"
-        if not right or not same(result[0], y):
+        if plan.out != ended[0][0] or not right or not same(result[0], y):
             raise Refused("it is another formula after attention")
         return plan, _widths(q, k, v)
 
@@ -120,58 +119,40 @@ class Numbers:
             raise Refused("it changes keys or values after the cache")
         return k_new, v_new
 
-    def compared(self, run: Run, ours: dict, norms: list, heads: tuple, out: str, known):
-        """The plan that gives q, k and v, and its gate."""
-        q, k, v = heads
-        D, sizes = q.shape[-1], _widths(q, k, v)
-        orders = [known.projections] if known else itertools.permutations(ours, len(ours))
-        plans = [known.heads] if known else HEADS
-        normed = [(known.q_norm, known.k_norm)] if known else [(None, None)]
-        if norms and not known:
-            normed = list(itertools.permutations(norms))
-        if known and {*known.projections, known.q_norm, known.k_norm} - {None} != {*ours, *norms}:
-            raise Refused("its forward depends on the call")
-        tables = self.tables and run.tables
+    def compared(self, run: Run, made: dict, heads: tuple, plans: Iterable[Plan]) -> tuple:
+        """The plan that gives q, k and v of what projections have made, and its gate."""
+        (q, k, v), D = heads, heads[0].shape[-1]
+        sizes, tables = _widths(*heads), self.tables and run.tables
         why = "its values are another formula"
-        for order in orders:
-            if len(order) == 1:
-                joined = ours[order[0]]
-                if joined.shape[-1] != sum(sizes):
-                    raise Refused("its joined projection is of another width")
-                raw_q, raw_k, raw_v = joined.split(sizes, -1)
-            else:
-                raw_q, raw_k, raw_v = map(ours.get, order)
-            if raw_v.shape[-1] != sizes[2] or not same(
-                v, raw_v.unflatten(-1, (-1, v.shape[-1])).transpose(1, 2)
-            ):
+        for plan in plans:
+            form, raw = plan.heads, [made[name] for name in plan.projections]
+            if len(raw) == 1 and raw[0].shape[-1] == sum(sizes):
+                raw = raw[0].split(sizes, -1)
+            if len(raw) != 3 or raw[2].shape[-1] != sizes[2]:
                 continue
-            why = "its queries and keys are another formula"
-            for form, (q_norm, k_norm) in itertools.product(plans, normed):
-                if (form.norm == "none") != (q_norm is None):
-                    continue
-                if form.rotary is not None and not tables:
-                    continue
-                if raw_q.shape[-1] != sizes[0] * (1 + form.gated) or raw_k.shape[-1] != sizes[1]:
-                    continue
-                own_q, gate = raw_q, None
-                if form.gated:
-                    own_q, gate = raw_q.unflatten(-1, (-1, 2 * D)).chunk(2, -1)
-                    own_q, gate = own_q.flatten(2), gate.flatten(2)
-                try:
-                    mine = self.formed(own_q, D, self.parts.get(q_norm), form, tables)
-                    right = same(q, mine) and same(
-                        k, self.formed(raw_k, D, self.parts.get(k_norm), form, tables)
-                    )
-                except (Refused, RuntimeError, TypeError):
-                    continue
-                if right:
-                    return Plan(tuple(order), q_norm, k_norm, out, form), gate
+            if not same(v, raw[2].view(*raw[2].shape[:2], -1, v.shape[-1]).transpose(1, 2)):
+                continue
+            why, gate = "its queries and keys are another formula", None
+            if form.rotary is not None and not tables:
+                continue
+            if raw[0].shape[-1] != sizes[0] * (1 + form.gated) or raw[1].shape[-1] != sizes[1]:
+                continue
+            own_q = raw[0]
+            if form.gated:
+                own_q, gate = own_q.unflatten(-1, (-1, 2 * D)).chunk(2, -1)
+                own_q, gate = own_q.flatten(2), gate.flatten(2)
+            try:
+                if same(q, self.formed(own_q, D, self.parts.get(plan.q_norm), form, tables)):
+                    if same(k, self.formed(raw[1], D, self.parts.get(plan.k_norm), form, tables)):
+                        return plan, gate
+            except (Refused, RuntimeError, TypeError):
+                continue
         raise Refused(why)
 
     def formed(self, x, D: int, norm: Optional[Callable], form: Heads, tables):
         """x [B, T, H * D] as heads [B, H, T, D], normalised and rotated."""
         x = norm(x) if form.norm == "all" else x
-        x = x.unflatten(-1, (-1, D)).transpose(1, 2)
+        x = x.reshape(*x.shape[:2], -1, D).transpose(1, 2)
         x = norm(x) if form.norm == "head" else x
         if form.rotary is None:
             return x
@@ -188,8 +169,17 @@ class Numbers:
         return torch.cat([y * cos + turned * sin, rest], -1)
 
 
-def _widths(*heads: torch.Tensor) -> tuple:
-    return tuple([t.shape[1] * t.shape[-1] for t in heads])
+def _plans(projections: Iterable[str], norms: List[str], out: str) -> Iterator[Plan]:
+    """Every plan of these parts."""
+    normed = [*itertools.permutations(norms)] if norms else [(None, None)]
+    for order in itertools.permutations(projections):
+        for heads, pair in itertools.product(HEADS, normed):
+            if (heads.norm == "none") != bool(norms):
+                yield Plan(order, *pair, out, heads)
+
+
+def _widths(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tuple[int, int, int]:
+    return q.shape[1] * q.shape[3], k.shape[1] * k.shape[3], v.shape[1] * v.shape[3]
 
 
 def are_the_same(found: dict, expected: dict) -> bool:

@@ -6,7 +6,7 @@ compared with each of our forms. The check gives the plan of our forward.
 """
 
 import functools
-from typing import Dict, List, Optional, Union
+from typing import Dict, List, Optional
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from ..layers.norm import NormForm
 from ..layers.own_code import names_in
 from ..layers.pinned import found_at
 from ..layers.plain import told
-from ..layers.words import Words
+from ..layers.words import Word, Words
 from .attention_learning import Learning
 from .attention_numbers import (
     CASES,
@@ -30,8 +30,8 @@ from .attention_numbers import (
     are_the_same,
 )
 from .code import Refused
-from .norm_trial import norm_form
-from .reader import form_key, plain_values, read, why_odd_module
+from .norm_trial import norm_in
+from .reader import read
 from .serving import own_class
 from .stand_ins import (
     F64,
@@ -51,14 +51,14 @@ from .stand_ins import (
     readable,
     twin_of,
 )
-from .trial import WORD, called, toggles
+from .trial import WORD, called, form_key, plain_values, toggles, why_odd_module
 
 # names that make a module one to look at
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 JOINED = ("qkv_proj", "query_key_value", "qkv")
 OUT = ("o_proj", "out_proj", "dense", "wo", "c_proj")
 
-# by the class, its code and its values: (attributes that are only handed on, {key: form})
+# by the class and its code: (attributes that are only handed on, all other values, form or reason)
 _forms: Dict[tuple, List[tuple]] = {}
 
 
@@ -88,40 +88,40 @@ def asks_for_attention(kind: type) -> bool:
     return False
 
 
-def attention_form(module: nn.Module) -> Union[AttentionForm, str]:
-    """The form of an attention module, or the reason why it has none of ours."""
+def attention_form(module: nn.Module) -> AttentionForm:
+    """The form of an attention module; raises Refused with the reason why it has none of ours."""
     kind = own_class(module)
-    try:
-        source = read(kind, module)
-        values = plain_values(module, source.reads)
-        values.pop("training", None)  # both are tried
-        norms = {n: norm_form(m) for n, m in module._modules.items() if may_be_norm(m)}
-        key = (kind, source.pinned.codes, _parts_key(module), module.config.__class__)
-        key += tuple((n, _norm_key(module._modules[n], form)) for n, form in norms.items())
-        known = _forms.setdefault(key, [])
-        for handed, forms in known:
-            found = forms.get(form_key(module, kind, source, _without(values, handed)))
-            if found is not None:
-                return found
+    source = read(kind, module)
+    values = plain_values(module, source.reads)
+    values.pop("training", None)  # both are tried
+    norms = _norms_of(module)
+    key = (kind, source.pinned.codes, _parts_key(module), module.config.__class__)
+    key += tuple((n, _norm_key(module._modules[n], form)) for n, form in norms.items())
+    known = _forms.setdefault(key, [])
+    for handed, facts, found in known:
+        if form_key(module, kind, source, _without(values, handed)) == facts:
+            form = found
+            break
+    else:
         form, handed = _find(module, kind, source, values, norms)
-        forms = next((forms for names, forms in known if names == handed), None)
-        if forms is None:
-            forms = {}
-            known.append((handed, forms))
-        forms[form_key(module, kind, source, _without(values, handed))] = form
-        return form
-    except Refused as why:
-        return str(why)
+        known.append((handed, form_key(module, kind, source, _without(values, handed)), form))
+    if isinstance(form, str):
+        raise Refused(form)
+    return form
 
 
 def _without(values: dict, names: frozenset) -> dict:
     return {name: value for name, value in values.items() if name not in names}
 
 
-def may_be_norm(part: nn.Module) -> bool:
-    """True if the part has one vector of weights and nothing else."""
-    shapes = [told(p, "ndim") for p in part._parameters.values() if p is not None]
-    return shapes == [1] and not part._modules
+def _norms_of(module: nn.Module) -> Dict[str, NormForm]:
+    """The forms of the parts that are RMS norms with a weight."""
+    found = {}
+    for name, part in module._modules.items():
+        form = norm_in(part) if part is not None and part._parameters else None
+        if form is not None and form.weight is not None:
+            found[name] = form
+    return found
 
 
 def _parts_key(module: nn.Module) -> tuple:
@@ -130,11 +130,8 @@ def _parts_key(module: nn.Module) -> tuple:
     return (*sizes, *((n, tuple(told(p, "shape"))) for n, p in own.items()))
 
 
-def _norm_key(norm: nn.Module, form: Union[NormForm, str]) -> tuple:
-    if isinstance(form, str):
-        return (form,)
-    weight = norm._parameters.get(form.weight)
-    return (*form[3:], None if weight is None else told(weight, "shape"))
+def _norm_key(norm: nn.Module, form: NormForm) -> tuple:
+    return (*form[3:], told(norm._parameters[form.weight], "shape"))
 
 
 def _find(module, kind, source, values, norms) -> tuple:
@@ -170,7 +167,7 @@ class _Trial(Learning, Numbers):
         self.parts = {}
         for i, (name, part) in enumerate(module._modules.items()):
             self.parts[name] = Unknown(name)
-            if name in norms and not isinstance(norms[name], str):
+            if name in norms:
                 (size,) = told(part._parameters[norms[name].weight], "shape")
                 self.parts[name] = Norm(size, 200 + i)
             elif features(part):
@@ -189,7 +186,7 @@ class _Trial(Learning, Numbers):
         self.tables = self.cache = self.mask = None  # arguments
         self.width = next((features(m)[0] for m in module._modules.values() if features(m)), 0)
         self.dims, self.D = 3, 1
-        self.tables_of: Dict[tuple, Words] = {}  # by the words
+        self.made: Dict[tuple, Words] = {}
         names = {name for function, _ in source.pinned.codes for name in names_in(function)}
         self.has_float = "float" in names
 
@@ -233,9 +230,9 @@ class _Trial(Learning, Numbers):
         if self.cache is None and self.tables is None and self.plan.q_norm is None:
             raise Refused("it has no norm, no rotary embedding and no cache")
         self.travelling = self.those_travelling(first)
-        self.calls = self.calls_of(first)
+        self.calls, self.made = self.calls_of(first), {}
         self.training_words = self.calls_of(training)[1]
-        self.runs = {case: self.check(case) for case in (FIRST, TRAINING)}
+        self.runs = {FIRST: first, TRAINING: training}
         for case in CASES:
             self.check(case)
         for absent in toggles(self.others(), self.source.asked):
@@ -265,37 +262,35 @@ class _Trial(Learning, Numbers):
                 raise Refused("its forward depends on the call")
         elif self.planned(run, self.plan)[0] != self.plan:
             raise Refused("its forward depends on the call")
-        implementation, words, index, updates, updates_with = self.calls
-        words = self.training_words if case.training else words
-        module, _, _, _, mask, keywords, _ = run.interface.calls[0]
+        _, _, _, _, mask, keywords, _ = run.interface.calls[0]
         if mask is not run.given.get(self.mask):
             raise Refused("it changes the attention mask, or keeps keyword arguments back")
         asked, default = run.interface.asked[0]
-        given, expected = [asked], [implementation]
-        rest = self.rest(run)
-        made = self.made(words, run, rest)
-        if self.rests:
-            made.update(rest)
-        if not are_the_same(keywords, made) or default is not self.eager:
-            raise Refused("other keyword arguments reach its attention function")
+        found, updated = {"asked": asked, "keywords": keywords}, ()
         if case.cached and self.cache is not None:
-            ((_, _, layer, positional, more),) = run.given[self.cache].calls
-            if len(positional) != len(updates):
-                raise Refused("it updates the cache in another way")
-            given, expected = [asked, layer, *positional], [implementation, index, *updates]
-            if not are_the_same(more, self.made(updates_with, run, rest)):
-                raise Refused("it gives the cache's update other keywords")
-        names = tuple(map(str, range(len(given))))
-        if not are_the_same(dict(zip(names, given)), self.made((*expected,), run, rest, names)):
-            raise Refused("it asks for other things, or updates the cache in another way")
+            ((_, _, layer, positional, more),) = updated = run.given[self.cache].calls
+            found.update({"layer": layer, "more": more, **_counted(positional)})
+        rest = self.rest(run)
+        table = self.table(case.training, bool(updated))
+        expected = table.made(run.twin, run.given, rest, run.tables)
+        expected["keywords"].update(rest if self.rests else {})
+        if default is not self.eager or not are_the_same(found, expected):
+            raise Refused("its attention function or its cache gets other arguments")
         return run
 
-    def made(self, words: tuple, run: Run, rest: dict, names: tuple = ()) -> dict:
-        """The values of words, by other names where some are given."""
-        if words not in self.tables_of:
-            renamed = [word._replace(name=name) for name, word in zip(names, words)]
-            self.tables_of[words] = Words(renamed or words)
-        return self.tables_of[words].made(run.twin, run.given, rest, run.tables)
+    def table(self, training: bool, cached: bool) -> Words:
+        """All that the attention function and the cache get, by names of their own."""
+        if (training, cached) not in self.made:
+            asked, words, index, updates, updates_with = self.calls
+            of_call = {"asked": asked}
+            if cached:
+                of_call.update({"layer": index, **_counted(updates)})
+            words = self.training_words if training else words
+            table = [word._replace(name=name) for name, word in of_call.items()]
+            table += [Word("keywords", "dict", words)]
+            table += [Word("more", "dict", updates_with)] if cached else []
+            self.made[training, cached] = Words(table)
+        return self.made[training, cached]
 
     def keeps_dtype(self) -> None:
         """Checks that all outputs of the forward have the dtype of the input, in bf16 too."""
@@ -303,6 +298,10 @@ class _Trial(Learning, Numbers):
         left = (*run.interface.calls[0][1:4], run.result[0])
         if {x.dtype for x in left} != {torch.bfloat16}:
             raise Refused("it changes the dtype")
+
+
+def _counted(values) -> dict:
+    return {f"update {i}": value for i, value in enumerate(values)}
 
 
 def _are_equal(a: Run, b: Run) -> bool:

@@ -16,8 +16,9 @@ from torch import nn
 
 from ..experts import reference
 from .code import Refused
-from .reader import Source, why_odd_module
-from .stand_ins import features, quiet, random, twin_of
+from .reader import Source
+from .stand_ins import features, has_form_of, quiet, random, result_of, twin_of
+from .trial import refuse_odd_module
 
 # leading sizes of x, its dtype, and the roundings that two ways to the same numbers are apart
 CASES = (
@@ -60,9 +61,7 @@ def sizes_of(module: nn.Module) -> tuple:
 
 def find_parts(module: nn.Module, kind: type, source: Source, values: dict) -> Parts:
     """Finds the role of each part; raises Refused."""
-    reason = why_odd_module(module, kind, source, source.parts, "__call__")
-    if reason is not None:
-        raise Refused(reason)
+    refuse_odd_module(module, kind, source, source.parts, "__call__")
     names = [name for name in source.parts if name in module._modules]
     for gate in gates_among(module):
         others = [name for name in names if name != gate]
@@ -87,15 +86,12 @@ def _computes(module: nn.Module, kind: type, source: Source, parts: Parts) -> bo
             stubs[parts.gate] = lambda x: F.linear(x, w_gate)  # noqa: B023
             twin = twin_of(module, kind, stubs)
             twin.__dict__["training"] = training
-            taken = x.clone()
             try:
-                found = source.forward(twin, taken)
-            except Exception:
-                return False
-            if type(found) is not torch.Tensor or found.shape != x.shape or found.dtype != dtype:
+                found = result_of(source.forward, twin, x)
+            except Refused:
                 return False
             limit = roundings * torch.finfo(dtype).eps * expected.abs().max()
-            if sorted(log) != mine or not torch.equal(taken, x):
+            if sorted(log) != mine or not has_form_of(found, dtype, x.shape):
                 return False
             if not (found - expected).abs().max() <= limit:
                 return False
@@ -116,6 +112,6 @@ def _stubs(parts: Parts, H: int, dtype: torch.dtype, log: list) -> Dict[str, Cal
 
     def shared(x, /):
         log.append((parts.shared, x.ndim))
-        return torch.atan(x * a)
+        return torch.atan(x * a + b)  # not odd: a change of two signs is another function
 
     return {parts.router: router, parts.experts: experts, parts.shared: shared}

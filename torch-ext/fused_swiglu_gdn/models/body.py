@@ -76,7 +76,10 @@ class Body(Expressions):
     def read_Assign(self, node: ast.Assign) -> None:
         value = self.expression(node.value)
         for target in node.targets:
-            self.assign(target, value, node)
+            if type(target) is ast.Name:
+                self.env[target.id] = value
+            else:
+                self.assign(target, value, node)
 
     def read_AnnAssign(self, node: ast.AnnAssign) -> None:
         if node.value is not None:

@@ -28,6 +28,7 @@ from .code import (
 from .values import (
     ARGUMENTS,
     ATTENTION,
+    NO_WORDS,
     SIZE,
     VALUE,
     Closure,
@@ -112,7 +113,7 @@ class Callees:
                 rest = rest or value.rest
             else:
                 self.refuse(node)
-        return args, Words(words, rest), whole
+        return args, Words(words, rest) if node.keywords else NO_WORDS, whole
 
     def called(self, function: object, node: ast.Call, idle: bool = False) -> object:
         if isinstance(function, Plain):

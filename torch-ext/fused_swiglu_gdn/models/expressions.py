@@ -20,6 +20,7 @@ from .values import (
     Several,
     Super,
     Words,
+    constant,
     joined,
     merged,
     told,
@@ -44,7 +45,7 @@ class Expressions(Attributes):
         if type(node) is ast.Name and node.id in self.env:
             return self.env[node.id]
         if type(node) is ast.Constant:
-            return Plain(node.value)
+            return constant(node.value)
         read = getattr(self, f"read_{type(node).__name__}", None)
         if read is None or not isinstance(node, ast.expr):
             self.refuse(node)
@@ -53,7 +54,8 @@ class Expressions(Attributes):
     def data(self, node: ast.expr) -> object:
         """An expression whose value is computed with, or handed on."""
         value = self.expression(node)
-        self.use(value, node)
+        if value is not VALUE:
+            self.use(value, node)
         return value
 
     def use(self, value: object, node: ast.AST) -> None:
@@ -68,7 +70,8 @@ class Expressions(Attributes):
         elif isinstance(value, Plain):
             if not isinstance(value.value, CONSTANTS):
                 self.refuse(node)
-            self.pin(value)
+            if value.place is not None:
+                self.pin(value)
         elif isinstance(value, (Closure, Method, Partial, Super)) or value is ATTENTION:
             self.refuse(node)
 

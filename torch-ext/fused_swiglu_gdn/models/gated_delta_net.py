@@ -20,10 +20,11 @@ from ..layers.pinned import found_at
 from ..layers.plain import told, why_not_tensor
 from .code import Refused, why_odd_class
 from .gdn_body import PACKED, GdnBody
-from .gdn_trial import Found, Roles, why_or_found, width_of
-from .reader import form_key, plain_values, read
+from .gdn_trial import Found, Roles, found_by, width_of
+from .reader import read
 from .serving import own_class
 from .stand_ins import features
+from .trial import form_key, plain_values, remembered
 
 
 class Family(NamedTuple):
@@ -192,14 +193,8 @@ def _found(module: nn.Module, kind: type, source, parts: Parts) -> Found:
     conv = module._modules[parts.names["conv1d"]]
     key = (*form_key(module, kind, source, values), tuple(shapes), conv.weight.shape,
            conv.bias is None, repr(sorted(_sizes(module).items())))  # fmt: skip
-    if key not in _forms:
-        try:
-            _forms[key] = why_or_found(module, kind, source, _candidates(module, source, index))
-        except Refused as why:
-            _forms[key] = str(why)
-    if isinstance(_forms[key], str):
-        raise Refused(_forms[key])
-    return _forms[key]
+    candidates = _candidates(module, source, index)
+    return remembered(_forms, key, found_by, module, kind, source, candidates)
 
 
 def _sizes(module: nn.Module) -> dict:

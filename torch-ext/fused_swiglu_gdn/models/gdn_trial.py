@@ -20,17 +20,9 @@ from ..layers.own_code import names_in, undispatched
 from ..runtime.recording import pretending
 from .code import Refused
 from .gdn_body import OF_CACHES, PACKED
-from .reader import Reader, plain_values
-from .stand_ins import (
-    Opaque,
-    Product,
-    Read,
-    put,
-    quiet,
-    random,
-    twin_of,
-)
-from .trial import WORD, arguments_of, called
+from .reader import Reader
+from .stand_ins import Product, put, quiet, random, twin_of
+from .trial import WORD, Trial, called, plain_values
 
 # relative to the largest value; transformers' rule is in fp32 also within a layer of fp64
 TOLERANCES = {torch.float32: 1e-4, torch.float64: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
@@ -153,16 +145,22 @@ class _Copies:
         return self.made[function]
 
 
-class Trial:
+class _Trial(Trial):
     """Runs of a class's forward, and of ours."""
 
+    READS = {
+        "hidden": lambda how, optional: False,
+        "cache": lambda how, optional: how in OF_CACHES,
+        "mask": lambda how, optional: how != "__bool__" and hasattr(torch.Tensor, how),
+    }
+
     def __init__(self, module: nn.Module, kind: type, source, roles: Roles):
-        self.module, self.source, self.roles = module, source, roles
-        self.copies = _Copies(kind, source)
-        self.signature = source.signature
-        self.names = [n for n in self.signature.names if n not in PACKED]
-        self.hidden = self.cache = self.mask = None
-        self.fixed: set = set()
+        super().__init__(module, kind, source)
+        self.roles, self.copies = roles, _Copies(kind, source)
+        self.cache = self.mask = None
+        self.takes = frozenset(PACKED).intersection(self.signature.names)
+        names = tuple([n for n in self.signature.names if n not in PACKED])
+        self.signature = self.signature._replace(names=names)
         numbers = plain_values(module, source.reads).items()
         sizes = {name for name, value in numbers if type(value) is int}
         self.small = sizes <= {*dict(roles.values), roles.index}
@@ -213,11 +211,9 @@ class Trial:
 
         def call(x, cache=None, mask=None, **more):
             roles = {self.hidden: x, self.cache: cache, self.mask: mask}
-            given = {n: roles.get(n, Opaque(n)) for n in self.names if n not in self.fixed}
-            mine = [n for n in PACKED if n in more and n in self.signature.names]
-            given.update({n: more.pop(n) for n in mine})
-            for name in self.signature.positional_only:
-                given.setdefault(name, self.signature.defaults.get(name))
+            roles = {n: value for n, value in roles.items() if n not in self.fixed}
+            given = self.given(roles, frozenset())
+            given.update({n: more.pop(n) for n in self.takes.intersection(more)})
             with ReadsNoValues():
                 source = self.source._replace(forward=self.copies.forward)
                 return called(source, twin, given, {WORD: 1, **more})
@@ -233,41 +229,25 @@ class Trial:
 
     # -- arguments
 
-    def learn(self) -> None:
+    def find_roles(self) -> None:
         """Finds the role of each argument."""
-        usual = [n for n in self.names if n not in self.signature.defaults]
-        guesses = [n for n in ("hidden_states", *usual, *self.names) if n in self.names]
+        names = self.signature.names
+        usual = [n for n in names if n not in self.signature.defaults]
+        guesses = [n for n in ("hidden_states", *usual, *names) if n in names]
         reasons = []
         for self.hidden in dict.fromkeys(guesses):
+            self.cache, self.fixed = None, set(self.source.switches)
+            self.mask = "attention_mask" if "attention_mask" in names else None
             try:
-                return self.learn_others()
+                return self.learned(self.first_runs)
             except Refused as error:
                 reasons.append(error)
         raise reasons[0]
 
-    def learn_others(self) -> None:
-        self.cache, self.mask, self.fixed = None, None, set(self.source.switches)
-        if "attention_mask" in self.names:
-            self.mask = "attention_mask"
-        for _ in range(2 * len(self.names) + 2):
-            try:
-                for training in (False, True):
-                    for T in (5, 1):
-                        x, cache, mask = self.inputs(2, T, torch.float32)
-                        self.theirs(torch.float32, training, 0)(x, cache, mask)
-                return
-            except Read as what:
-                name, how = what.name, what.how
-                if name == self.hidden or name in (self.cache, self.mask) or name in self.fixed:
-                    raise
-                if how in OF_CACHES and self.cache is None:
-                    self.cache = name
-                elif how != "__bool__" and hasattr(torch.Tensor, how) and self.mask is None:
-                    self.mask = name
-                elif name in self.signature.defaults:
-                    self.fixed.add(name)
-                else:
-                    raise
+    def first_runs(self) -> None:
+        for training, T in itertools.product((False, True), (5, 1)):
+            x, cache, mask = self.inputs(2, T, torch.float32)
+            self.theirs(torch.float32, training, 0)(x, cache, mask)
 
     # -- comparison
 
@@ -301,7 +281,7 @@ class Trial:
                 yield forward(part, cache, shown if part.shape[1] > 1 else None)
             yield layer.conv_states[0]
             yield layer.recurrent_states[0]
-        if not whole or not (self.signature.more or set(PACKED) <= set(self.signature.names)):
+        if not whole or not (self.signature.more or self.takes == set(PACKED)):
             return
         ends = torch.tensor([0, 5, 6, 12])
         places = torch.arange(3).repeat_interleave(ends.diff()).int()[None]
@@ -357,15 +337,14 @@ class _View:
         self.__dict__.update(attributes)
 
 
-def why_or_found(module: nn.Module, kind: type, source, candidates) -> Found:
+def found_by(module: nn.Module, kind: type, source, candidates) -> Found:
     """Returns the role of each part and argument; raises Refused."""
     first = next(candidates)
     with quiet(), pretending(None):
-        trial = Trial(module, kind, source, first)
-        trial.learn()
+        trial = _Trial(module, kind, source, first)
+        trial.find_roles()
         switches = source.switches & {trial.hidden, trial.cache, trial.mask}
         if switches:
             raise Refused(f"its forward branches on {', '.join(sorted(switches))}")
         roles = trial.same_as(itertools.chain([first], candidates))
-    arguments = arguments_of(source, trial.hidden, trial.fixed, frozenset())
-    return Found(roles, arguments, trial.cache, trial.mask)
+    return Found(roles, trial.arguments(), trial.cache, trial.mask)

@@ -7,6 +7,7 @@ is replaced if nothing in its class or on the instance stands between the forwar
 if the kernels can read these. Everything that can change later is checked at every call.
 """
 
+import functools
 import itertools
 from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple, Union
 
@@ -21,9 +22,10 @@ from ..layers.swiglu import DROPOUTS, Form, Roles
 from ..layers.untouched import why_patched
 from ..swiglu.reference import ACTIVATIONS
 from .code import Refused, why_odd_class
-from .reader import Source, form_key, only_argument, plain_values, read
+from .reader import Source, read
 from .serving import own_class
-from .stand_ins import features, quiet, random, twin_of
+from .stand_ins import Raises, features, has_form_of, quiet, random, result_of, twin_of
+from .trial import form_key, only_argument, plain_values, remembered
 
 # the parts by which a module that is left alone is known to be a gated MLP: the report names it
 KNOWN_PARTS = (
@@ -38,6 +40,7 @@ NAMED = ("silu", "gelu_tanh", "relu")  # activations that a forward may call by 
 # leading sizes of x, model width, hidden width, and the size of the values
 CASES = (((2,), 5, 3, 1.0), ((1, 7), 16, 24, 100.0), ((3, 1, 2), 8, 40, 1e-3), ((65,), 96, 64, 1.0))
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+MARK = torch.selu  # a stub's activation: no forward may call it, and it is neither odd nor even
 ROUNDINGS = 4  # the same operations in the same order; a library may yet sum in another one
 
 _found: Dict[tuple, Union[Tuple[str, Roles], str]] = {}
@@ -78,11 +81,7 @@ def _form(module: nn.Module) -> Form:
     values = plain_values(module, {*source.reads, *biases} - free)
     key = form_key(module, kind, source, values)
     key += (tuple((n, _sort(part)) for n, part in module._modules.items()), why_patched())
-    if key not in _found:
-        _found[key] = _find(module, kind, source)
-    found = _found[key]
-    if isinstance(found, str):
-        raise Refused(found)
+    found = remembered(_found, key, _find, module, kind, source)
     for name in source.rates:
         if not isinstance(module.__dict__.get(name), (int, float)):
             raise Refused(f"{name} is no number")
@@ -102,26 +101,22 @@ def _sort(part: nn.Module) -> str:
     return "dropout" if type(part) in DROPOUTS else "other"
 
 
-def _find(module: nn.Module, kind: type, source: Source) -> Union[Tuple[str, Roles], str]:
-    """The argument's name and the roles of the parts, or the reason why they are uncertain."""
+def _find(module: nn.Module, kind: type, source: Source) -> Tuple[str, Roles]:
+    """The argument's name and the roles of the parts; raises Refused if they are uncertain."""
     reason = why_patched()
     names = (*source.parts, *source.rates, "training")
     reason = reason or why_odd_class(kind, names, "__call__")
     reason = reason or _why_no_modules(module, source)
     if reason is not None:
-        return reason
-    try:
-        argument = only_argument(source)
-    except Refused as why:
-        return str(why)
-    reasons = []
+        raise Refused(reason)
+    argument, reasons = only_argument(source), []
     for roles in _candidates(module, source):
         reason = _why_another_formula(module, kind, source, roles)
         if reason is None:
             return argument, roles
         reasons.append(reason)
     told = [reason for reason in reasons if reason != ANOTHER]
-    return told[-1] if told else ANOTHER
+    raise Refused(told[-1] if told else ANOTHER)
 
 
 def _why_no_modules(module: nn.Module, source: Source) -> Optional[str]:
@@ -164,19 +159,11 @@ def _candidates(module: nn.Module, source: Source) -> Iterator[Roles]:
                     yield Roles(others[0], None, down, act, function, first, **more)
 
 
-class _Product:
+def _product(weight: torch.Tensor, bias: Optional[torch.Tensor]) -> functools.partial:
     """Stub of an nn.Linear."""
-
-    def __init__(self, weight: torch.Tensor, bias: Optional[torch.Tensor]):
-        self.weight, self.bias = weight, bias
-
-    def __call__(self, input: torch.Tensor) -> torch.Tensor:
-        return F.linear(input, self.weight, self.bias)
-
-
-def _mark(input: torch.Tensor) -> torch.Tensor:
-    """The activation of stubs."""
-    return torch.atan(input) + 0.25 * input
+    made = functools.partial(F.linear, weight=weight, bias=bias)
+    made.weight, made.bias = weight, bias
+    return made
 
 
 def _same(input: torch.Tensor) -> torch.Tensor:
@@ -216,14 +203,14 @@ def _why_not(
     for seed, (name, n, k) in enumerate(zip((*halves, roles.down), (N, N, K), (K, K, N))):
         weight = (random(n, k, seed=seed) * k**-0.5).to(dtype)
         bias = None if name in without else random(n, seed=10 + seed).to(dtype)
-        products.append(_Product(weight, bias))
+        products.append(_product(weight, bias))
     gate, up, down = products
-    act = _mark if roles.act is not None else ACTIVATIONS[roles.function]
+    act = MARK if roles.act is not None else ACTIVATIONS[roles.function]
     parts = {roles.down: down, **dict.fromkeys(roles.dropouts, _same)}
     if joined:
         first, second = (gate, up) if roles.gate_first else (up, gate)
         bias = None if gate.bias is None else torch.cat([first.bias, second.bias])
-        parts[roles.gate] = both = _Product(torch.cat([first.weight, second.weight]), bias)
+        parts[roles.gate] = both = _product(torch.cat([first.weight, second.weight]), bias)
     else:
         parts.update({roles.gate: gate, roles.up: up})
     twin = twin_of(module, kind, parts)
@@ -247,17 +234,14 @@ def _why_not(
 
 def _why_not_equal(forward, twin, x: torch.Tensor, expected: torch.Tensor) -> Optional[str]:
     """Reason if a forward gives anything else, on stubs, or None."""
-    given = x.clone().requires_grad_(torch.is_grad_enabled())
     try:
-        got = forward(twin, given)
-    except Exception as error:
-        if isinstance(error, RuntimeError):  # sizes that do not fit: the parts are other ones
-            return ANOTHER
-        return f"its forward, when tried, raises {type(error).__name__}: {str(error)[:60]}"
-    if type(got) is not torch.Tensor or got.dtype != x.dtype or got.shape != expected.shape:
+        got = result_of(forward, twin, x)
+    except Raises as why:  # sizes that do not fit: the parts are other ones
+        return ANOTHER if isinstance(why.error, RuntimeError) else str(why)
+    except Refused as why:
+        return str(why)
+    if not has_form_of(got, x.dtype, expected.shape):
         return ANOTHER
-    if not torch.equal(given.detach(), x):
-        return "its forward writes to its input"
     limit = ROUNDINGS * torch.finfo(x.dtype).eps * expected.abs().max().item()
     return None if torch.allclose(got, expected, rtol=0.0, atol=limit) else ANOTHER
 
@@ -267,12 +251,12 @@ def _why_not_parts(module: nn.Module, roles: Roles) -> Optional[str]:
     if swiglu.activation(module, roles) is None:
         act = module.__dict__.get(roles.act, module._modules.get(roles.act))
         return f"its activation is {_name_of(act)}"
-    if swiglu.shards_of(module, roles) is not None:
+    reasons = {n: why_not_linear(module._modules[n]) for n in (roles.gate, roles.up) if n}
+    if any(reasons.values()) and swiglu.shards_of(module, roles) is not None:
         return None
     if swiglu.drops_out(module, roles):
         return "it drops values out: it has dropout and is in training"
-    for name in filter(None, (roles.gate, roles.up)):
-        reason = why_not_linear(module._modules[name])
+    for name, reason in reasons.items():
         if reason is not None:  # then it is called
             weights = module._modules[name].parameters()
             nowhere = roles.casts or any(told(weight, "is_meta") for weight in weights)

@@ -20,7 +20,7 @@ from ..runtime import dispatch
 from ..runtime.dtypes import HALF
 from .block_trial import Parts, find_parts, gates_among, sizes_of, with_shared
 from .code import CHOICES, Refused
-from .reader import form_key, only_argument, plain_values, read
+from .reader import read
 from .report import Row
 from .router_trial import DTYPES, Choice, find_choice, shapes_of, weight_among
 from .serving import (
@@ -32,6 +32,7 @@ from .serving import (
     why_not_on,
     why_replaced,
 )
+from .trial import form_key, only_argument, plain_values, remembered
 
 LAYERS = {Choice: "fused_topk", Parts: "add_shared"}
 
@@ -70,16 +71,11 @@ def form_of(module: nn.Module) -> Optional[Form]:
         if name not in values and name != "training" and name not in dict(facts):
             raise Refused(f"its forward reads {name}, which is no number, word or flag")
     patched = why_patched()
-    key = (patched, facts, *form_key(module, kind, source, values))
-    if key not in _found:
-        try:
-            _found[key] = patched or find(module, kind, source, values)
-        except Refused as why:
-            _found[key] = str(why)
-    found, guards = _found[key], tuple(values.items())
-    if isinstance(found, str):
-        raise Refused(found)
-    return Form(kind, source.pinned, guards, source.checks, argument, found)
+    if patched is not None:
+        raise Refused(patched)
+    key = (facts, *form_key(module, kind, source, values))
+    found = remembered(_found, key, find, module, kind, source, values)
+    return Form(kind, source.pinned, tuple(values.items()), source.checks, argument, found)
 
 
 def _tensors(router: nn.Module, choice: Choice) -> tuple:
@@ -211,7 +207,7 @@ def serve_blocks(model: nn.Module) -> List[Row]:
         kind = type(module)
         if len(kind.__bases__) == 1 and kind.__module__.startswith("torch."):
             continue  # most modules of a model
-        if not is_served(module):
+        if len(kind.__bases__) == 1 or not is_served(module):
             rows.append(_serve(name, module))
     return [row for row in rows if row is not None]
 

@@ -8,13 +8,14 @@ from typing import Dict, Optional, Union
 import torch
 from torch import nn
 
-from ..layers.norm import NormForm
+from ..layers.norm import FORMS, NormForm
 from ..layers.plain import told
 from ..norm import reference
 from .code import Refused
-from .reader import form_key, only_argument, plain_values, read, why_odd_module
+from .reader import read
 from .serving import own_class
-from .stand_ins import quiet, random, twin_of
+from .stand_ins import has_form_of, quiet, random, result_of, twin_of
+from .trial import form_key, only_argument, plain_values, refuse_odd_module, remembered
 
 D = 48
 VARIANTS = (("llama", 0.0), ("gemma", 0.0), ("gemma", 1.0))
@@ -33,37 +34,35 @@ EPS = (1e-6, 0.3)
 _forms: Dict[tuple, Union[NormForm, str]] = {}
 
 
-def is_norm(module: nn.Module) -> bool:
-    """True if its class is called an RMS norm without a gate, or is called a norm and is one."""
-    name = own_class(module).__name__.lower()
-    if "rmsnorm" in name:
-        return "gated" not in name
-    return "norm" in name and not isinstance(norm_form(module), str)
+def norm_in(part: Optional[nn.Module]) -> Optional[NormForm]:
+    """The form of a part that is an RMS norm; None of any other part."""
+    if part is None or part._modules or len(part._parameters) > 1:
+        return None
+    try:
+        return norm_form(part)
+    except Refused:
+        return None
 
 
-def norm_form(module: nn.Module) -> Union[NormForm, str]:
-    """The form of a norm module, or the reason why it is not rms_norm."""
+def norm_form(module: nn.Module) -> NormForm:
+    """The form of a norm module; raises Refused with the reason why it is not rms_norm."""
     kind = own_class(module)
     if module._modules or {*map(type, module._buffers.values())} - {type(None)}:
-        return "it has parts or buffers"
+        raise Refused("it has parts or buffers")
     shapes = {}
     for name, parameter in module._parameters.items():
         if parameter is not None:
             shapes[name] = told(parameter, "shape")
     if list(map(len, shapes.values())) not in ([], [1]):
-        return f"it has parameters {', '.join(shapes)}"
-    try:
-        source = read(kind, module, "by_words")
-        weight = next(iter(shapes), None)
-        values = plain_values(module, source.reads)
-        eps, kept = _eps_among(module, values), dict(values)
-        kept.pop(eps, None)
-        key = (weight, *form_key(module, kind, source, kept))
-        if key not in _forms:
-            _forms[key] = _find(module, kind, source, weight, values, eps)
-        return _forms[key]
-    except Refused as why:
-        return str(why)
+        raise Refused(f"it has parameters {', '.join(shapes)}")
+    source, weight = read(kind, module, "by_words"), next(iter(shapes), None)
+    values = plain_values(module, source.reads)
+    eps, kept = _eps_among(module, values), dict(values)
+    kept.pop(eps, None)
+    key = (weight, *form_key(module, kind, source, kept))
+    form = remembered(_forms, key, _find, module, kind, source, weight, values, eps)
+    FORMS[kind] = form  # attention modules and layers read the weights of their norms
+    return form
 
 
 def _eps_among(module: nn.Module, values: dict) -> Optional[str]:
@@ -79,22 +78,20 @@ def _eps_among(module: nn.Module, values: dict) -> Optional[str]:
     return found[0] if len(found) == 1 else None
 
 
-def _find(module, kind, source, weight, values, eps) -> Union[NormForm, str]:
+def _find(module, kind, source, weight, values, eps) -> NormForm:
     argument = only_argument(source)
     if eps is None:
-        return "it has no eps"
+        raise Refused("it has no eps")
     # layers and attention modules read a norm's weight in place of calling it
     names = (*values, *filter(None, [weight]))
-    reason = why_odd_module(module, kind, source, names, "__call__")
-    if reason is not None:
-        return reason
+    refuse_odd_module(module, kind, source, names, "__call__")
     guards = tuple((n, v) for n, v in values.items() if n != eps)
     variants = [("llama", 0.0)] if weight is None else VARIANTS
     for variant in variants:
         if _computes(module, kind, source.forward, weight, eps, variant):
             facts = kind, source.pinned, guards, source.checks, argument
             return NormForm(*facts, weight, eps, *variant)
-    return "its forward is another formula"
+    raise Refused("its forward is another formula")
 
 
 def _computes(module, kind, forward, weight: Optional[str], eps_name: str, variant: tuple) -> bool:
@@ -106,17 +103,9 @@ def _computes(module, kind, forward, weight: Optional[str], eps_name: str, varia
                 twin = twin_of(module, kind, parameters={} if w is None else {weight: w.clone()})
                 twin.__dict__[eps_name] = eps
                 x = (random(*shape, D, seed=5) * scale).to(dtype)
-                given = x.clone()
-                try:
-                    got = forward(twin, given)
-                except Exception as error:
-                    raise Refused(
-                        f"its forward, when tried, raises {type(error).__name__}"
-                    ) from None
+                got = result_of(forward, twin, x)
                 y = reference.rms_norm_fwd(x, w, None, eps, *variant, False)[0]
-                if not torch.equal(given, x):
-                    raise Refused("its forward writes to its input")
-                if type(got) is not torch.Tensor or got.dtype != y.dtype or got.shape != y.shape:
+                if not has_form_of(got, y.dtype, y.shape):
                     return False
                 close = dtype is FP32 and torch.allclose(got, y, rtol=2e-6, atol=2e-6 * scale)
                 if not (close or torch.equal(got, y)):

@@ -20,12 +20,12 @@ from torch import nn
 from ..layers.own_code import peeled
 from ..layers.pinned import Pinned, found_at
 from .body import Body
-from .code import Refused, Signature, members_of, signature_of, source_of, why_odd_class
-from .conditions import condition
+from .code import Refused, Signature, members_of, signature_of, source_of
 from .values import (
     ARGUMENTS,
     CONSTANTS,
     PLAIN_VALUES,
+    VALUE,
     Closure,
     Given,
     Known,
@@ -34,6 +34,7 @@ from .values import (
     Plain,
     Several,
     Words,
+    condition,
 )
 
 
@@ -142,49 +143,6 @@ def _read(
     )  # fmt: skip
 
 
-def only_argument(source: Source) -> str:
-    """The name of the one argument that a forward has to be given."""
-    known = source.signature
-    needed = [name for name in known.names if name not in known.defaults]
-    if len(needed) != 1 or list(known.positional[:1]) != needed:
-        raise Refused("its forward takes other arguments than one tensor")
-    if needed[0] in source.switches:
-        raise Refused(f"its forward branches on {needed[0]}")
-    return needed[0]
-
-
-def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
-    """The values of those attributes that are numbers, words, flags or None, by their paths."""
-    values, attributes = {}, module.__dict__
-    for path in sorted(reads):
-        value = attributes[path] if path in attributes else found_at(module, path)
-        if value is None or isinstance(value, PLAIN_VALUES):
-            values[path] = value
-    return values
-
-
-def form_key(module: nn.Module, kind: type, source: Source, values: dict) -> tuple:
-    """Returns the key of a remembered form, beside a module's parts."""
-    hidden = frozenset(module.__dict__).intersection(source.parts)
-    return kind, source.pinned.codes, *values.items(), *map(type, values.values()), hidden
-
-
-def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) -> Optional[str]:
-    """The class is odd, or the forward calls what is no part."""
-    own = {*module._modules, *module._parameters, *module._buffers, "training"}
-    members, kept = members_of(kind), []
-    for name in names:
-        if name in own or not isinstance(members.get(name), PLAIN_VALUES):
-            kept.append(name)
-    reason = why_odd_class(kind, kept, *more)
-    if reason is not None:
-        return reason
-    for name in source.parts:
-        if name in module.__dict__:
-            return f"{name} is no module of its own"
-    return None
-
-
 class Reader:
     """All functions that a class's forward consists of."""
 
@@ -203,6 +161,7 @@ class Reader:
         self.by_dtype = self.by_words = False
         self.depth = self.steps = 0
         self.definitions, self.spaces = {}, {}
+        self.results: set = set()  # calls with computed values alone that have been read
 
     def mark(self) -> tuple:
         kept = {n: v.copy() for n, v in vars(self).items() if isinstance(v, (set, list))}
@@ -337,6 +296,11 @@ class Reader:
 
     def interpreted(self, function, owner: Optional[type], args: list, words: Words) -> object:
         """Returns a function's result for these arguments."""
+        call = function, owner, len(args), tuple(words.values), tuple(self.path)
+        computed = {*map(id, args), *map(id, words.values.values())} <= {id(VALUE)}
+        computed = computed and not words.rest
+        if computed and call in self.results:
+            return VALUE
         found = peeled(function)
         self.is_for_itself(found.renamed)
         self.hooked |= found.hooked
@@ -344,7 +308,10 @@ class Reader:
         definition = self.definition(plain, owner)
         defaults = {name: Plain(value) for name, value in signature_of(plain).defaults.items()}
         env = self.bound(definition.args, args, words, defaults)
-        return self.run(self.body(self, plain, definition, env, owner))
+        value = self.run(self.body(self, plain, definition, env, owner))
+        if computed and value is VALUE:
+            self.results.add(call)
+        return value
 
     def inner(self, closure: Closure, args: list, words: Words) -> object:
         """Returns the result of a function inside of a function."""

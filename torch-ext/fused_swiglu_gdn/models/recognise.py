@@ -12,13 +12,14 @@ from torch import nn
 
 from ..layers import attention, decoder, fp8, gdn, kda, norm, swiglu
 from .attention_trial import attention_form, is_attention
+from .code import Refused
 from .formats import format_of
 from .fp8_linear import fp8_form, is_fp8_linear, why_not_fp8
 from .gated_delta_net import gated_delta_net, is_gated_delta_net
 from .kimi_delta_attention import is_kimi_delta_attention, kimi_delta_attention
 from .layer_trial import is_decoder_layer, layer_form
 from .mlp import gated_mlp
-from .norm_trial import is_norm, norm_form
+from .norm_trial import norm_form
 from .serving import is_of_transformers, is_served, own_class, why_replaced
 from .sharded import why_partitioned
 
@@ -73,10 +74,19 @@ def recognise(module: nn.Module) -> Optional[Finding]:
     return None
 
 
+@functools.lru_cache(maxsize=4096)
+def is_nothing(kind: type, with_parts: bool) -> bool:
+    """True if no module of the class is replaced or has a row in the report."""
+    served = len(kind.__bases__) > 1
+    return not served and format_of(kind) is None and not _finders_of(kind, with_parts)
+
+
 @functools.lru_cache(maxsize=1024)
 def _finders_of(kind: type, with_parts: bool) -> tuple:
     """The rows of _FINDERS for modules of a class, with parts or without."""
-    fits = {"norm": "norm" in kind.__name__.lower(), "linear": is_fp8_linear(kind)}
+    name = kind.__name__.lower()
+    gated = "rmsnorm" in name and "gated" in name
+    fits = {"norm": "norm" in name and not gated, "linear": is_fp8_linear(kind)}
     return tuple([row for row in _FINDERS if fits.get(row[1], with_parts)])
 
 
@@ -104,12 +114,17 @@ def _linear(module: nn.Module) -> Finding:
     return Finding("linear", "FP8Linear", why_not_fp8(module), form)
 
 
-def _by_trial(kind: str, may_be: Callable, form_of: Callable, layer: str) -> Callable:
+def _by_trial(
+    kind: str, layer: str, form_of: Callable, may_be: Optional[Callable] = None
+) -> Callable:
     def find(module: nn.Module) -> Optional[Finding]:
-        if not may_be(module):
+        if may_be is not None and not may_be(module):
             return None
-        form = form_of(module)
-        return Finding(kind, layer, *((form,) if isinstance(form, str) else (None, form)))
+        try:
+            return Finding(kind, layer, None, form_of(module))
+        except Refused as why:
+            told = may_be is not None or "rmsnorm" in own_class(module).__name__.lower()
+            return Finding(kind, layer, str(why)) if told else None
 
     return find
 
@@ -119,25 +134,19 @@ _FINDERS = (
     (_mlp, "mlp", "SwiGLUMLP"),
     (_gdn, "gdn", "GatedDeltaNet"),
     (_kda, "kda", "KimiDeltaAttention"),
-    (_by_trial("norm", is_norm, norm_form, "RMSNorm"), "norm", "RMSNorm"),
-    (_by_trial("attention", is_attention, attention_form, "Attention"), "attention", "Attention"),
-    (_by_trial("layer", is_decoder_layer, layer_form, "DecoderLayer"), "layer", "DecoderLayer"),
+    (_by_trial("norm", "RMSNorm", norm_form), "norm", "RMSNorm"),
+    (_by_trial("attention", "Attention", attention_form, is_attention), "attention", "Attention"),
+    (_by_trial("layer", "DecoderLayer", layer_form, is_decoder_layer), "layer", "DecoderLayer"),
     (_linear, "linear", "FP8Linear"),
 )
 
 
 def remember(module: nn.Module, finding: Finding) -> None:
     """Lets others know the form of a served module: forwards that `kernels` binds, and attention
-    modules and layers, which read the weights of their norms."""
+    modules and layers, which read weights of their parts."""
     if finding.kind == "mlp":
         swiglu.FORMS[type(module)] = finding.form
     elif finding.kind == "norm":
         norm.FORMS[type(module)] = finding.form
     elif finding.kind == "linear":
         fp8.FORMS[type(module)] = finding.form
-    elif finding.kind in ("attention", "layer"):
-        for part in module._modules.values():
-            if "norm" in type(part).__name__.lower() and is_norm(part):
-                form = norm_form(part)
-                if not isinstance(form, str):
-                    norm.FORMS[form.kind] = form

@@ -16,8 +16,9 @@ from ..experts import reference
 from ..experts.call import LEAST, TopkOptions
 from ..layers.plain import told
 from .code import Refused
-from .reader import Source, why_odd_module
+from .reader import Source
 from .stand_ins import quiet, random, twin_of
+from .trial import why_odd_module
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # leading sizes of x, the size of the logits, and what is added to all of them: to scores that

@@ -118,7 +118,7 @@ def _set_inner(module: nn.Module, inner: type) -> None:
             }
             _wrapped[around, inner] = type(outer)(outer.__name__, (around, inner), members)
         inner = _wrapped[around, inner]
-    module.__class__ = inner
+    object.__setattr__(module, "__class__", inner)  # nn.Module looks for parameters first
 
 
 def named_modules(model: nn.Module) -> List[Tuple[str, nn.Module]]:

@@ -13,6 +13,7 @@ import threading
 from typing import Callable, Dict, List, NoReturn, Optional
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -37,6 +38,7 @@ class Raises(Refused):
     def __init__(self, error: Exception):
         said = str(error).replace("'Unknown' object", "a part")[:60]
         super().__init__(f"its forward, when tried, raises {type(error).__name__}: {said}")
+        self.error = error
 
 
 @contextlib.contextmanager
@@ -64,6 +66,23 @@ def same(a: object, b: torch.Tensor) -> bool:
     if not isinstance(a, torch.Tensor) or a.shape != b.shape or a.dtype != b.dtype:
         return False
     return torch.allclose(a, b, rtol=1e-9, atol=1e-9)
+
+
+def result_of(forward: Callable, twin: nn.Module, x: torch.Tensor) -> object:
+    """The output of a forward for x; raises Refused if it raises or writes to x."""
+    given = x.clone().requires_grad_(torch.is_grad_enabled())
+    try:
+        found = forward(twin, given)
+    except Exception as error:
+        raise Raises(error) from None
+    if not torch.equal(given.detach(), x):
+        raise Refused("its forward writes to its input")
+    return found
+
+
+def has_form_of(found: object, dtype: torch.dtype, shape: tuple) -> bool:
+    """True for a plain tensor of this dtype and shape."""
+    return type(found) is torch.Tensor and found.dtype == dtype and found.shape == shape
 
 
 def twin_of(module: nn.Module, kind: type, parts=None, parameters=None) -> nn.Module:
@@ -129,15 +148,17 @@ class Norm:
 
 
 class Product:
-    """A projection of rank 3, so that the module's own sizes cost nothing."""
+    """A projection of rank 3, so that the module's own sizes cost nothing, with a bias."""
 
     def __init__(self, features_in: int, features_out: int, seed: int):
         self.features = features_in, features_out
         self.a = random(features_in, 3, seed=seed)
-        self.b = random(3, features_out, seed=seed + 1)
+        self.b = random(features_out, 3, seed=seed + 1)
+        self.bias = random(features_out, seed=seed + 2)
 
     def __call__(self, input):  # by the name that nn.Linear has for it
-        return (input @ self.a.to(input.dtype)) @ self.b.to(input.dtype)
+        dtype = input.dtype
+        return F.linear(input @ self.a.to(dtype), self.b.to(dtype), self.bias.to(dtype))
 
 
 class Logged:
@@ -163,6 +184,8 @@ class Block:
     It has one output if it is a norm, else as many as trial.counts says next. The trial's `flat`:
     the part in whose outputs rows and tokens are one dimension.
     """
+
+    _modules: Dict[str, nn.Module] = {}
 
     def __init__(self, name: str, seed: int, trial, is_norm: bool):
         self.name, self.seed, self.trial, self.is_norm = name, seed, trial, is_norm

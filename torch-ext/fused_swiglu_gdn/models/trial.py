@@ -1,15 +1,80 @@
-"""Runs of a forward on stubs in an equivalence check, and what follows of its arguments."""
+"""Equivalence checks: what identifies a form, and runs of a forward on stubs, from which the roles
+of its arguments follow."""
 
-from typing import FrozenSet, Iterable, Optional, Tuple
+from typing import Callable, Dict, FrozenSet, Iterable, Optional, Tuple
 
 from torch import nn
 
 from ..layers.forward import PLAIN_VALUES, Arguments
+from ..layers.pinned import found_at
 from ..layers.words import Word
-from .code import Refused
-from .stand_ins import Opaque, Opaques, Raises, name_of
+from .code import Refused, members_of, why_odd_class
+from .reader import Source
+from .stand_ins import Opaque, Opaques, Raises, Read, name_of
 
 WORD = "a_word_that_nobody_knows"  # a keyword that a forward can only hand on
+
+
+def only_argument(source: Source) -> str:
+    """The name of the one argument that a forward has to be given."""
+    known = source.signature
+    needed = [name for name in known.names if name not in known.defaults]
+    if len(needed) != 1 or list(known.positional[:1]) != needed:
+        raise Refused("its forward takes other arguments than one tensor")
+    if needed[0] in source.switches:
+        raise Refused(f"its forward branches on {needed[0]}")
+    return needed[0]
+
+
+def plain_values(module: nn.Module, reads: Iterable[str]) -> dict:
+    """The values of those attributes that are numbers, words, flags or None, by their paths."""
+    values, attributes = {}, module.__dict__
+    for path in sorted(reads):
+        value = attributes[path] if path in attributes else found_at(module, path)
+        if value is None or isinstance(value, PLAIN_VALUES):
+            values[path] = value
+    return values
+
+
+def form_key(module: nn.Module, kind: type, source: Source, values: dict) -> tuple:
+    """Returns the key of a remembered form, beside a module's parts."""
+    hidden = frozenset(module.__dict__).intersection(source.parts)
+    return kind, source.pinned.codes, *values.items(), *map(type, values.values()), hidden
+
+
+def remembered(forms: dict, key: tuple, find: Callable, *given: object) -> object:
+    """forms[key], which is find(*given) or the reason why that raises Refused, which is raised."""
+    if key not in forms:
+        try:
+            forms[key] = find(*given)
+        except Refused as why:
+            forms[key] = str(why)
+    if isinstance(forms[key], str):
+        raise Refused(forms[key])
+    return forms[key]
+
+
+def refuse_odd_module(*given: object) -> None:
+    """Raises Refused with the reason of why_odd_module."""
+    reason = why_odd_module(*given)
+    if reason is not None:
+        raise Refused(reason)
+
+
+def why_odd_module(module: nn.Module, kind: type, source: Source, names, *more) -> Optional[str]:
+    """The class is odd, or the forward calls what is no part."""
+    own = {*module._modules, *module._parameters, *module._buffers, "training"}
+    members, kept = members_of(kind), []
+    for name in names:
+        if name in own or not isinstance(members.get(name), PLAIN_VALUES):
+            kept.append(name)
+    reason = why_odd_class(kind, kept, *more)
+    if reason is not None:
+        return reason
+    for name in source.parts:
+        if name in module.__dict__:
+            return f"{name} is no module of its own"
+    return None
 
 
 class Trial:
@@ -19,6 +84,10 @@ class Trial:
     and has the keywords that parts got in a run by `keywords_in(run)`.
     """
 
+    # the attributes that have the names of arguments with a role: what the forward reads of such a
+    # one, in the order in which they are looked for: (how, whether it has a default) -> whether
+    READS: Dict[str, Callable[[str, bool], bool]] = {}
+
     def __init__(self, module: nn.Module, kind: type, source):
         self.module, self.kind, self.source = module, kind, source
         self.signature = source.signature
@@ -26,6 +95,29 @@ class Trial:
         self.fixed = set(source.switches)  # arguments that are left at their defaults
         self.travelling: FrozenSet[str] = frozenset()
         self.opaque, self.log = Opaques(), []
+
+    def learned(self, run: Callable) -> object:
+        """The result of a run, once the role of every argument that it reads is known."""
+        for _ in range(4 * len(self.signature.names) + len(self.source.reads) + 8):
+            try:
+                return run()
+            except Read as what:
+                self.learn(what)
+        raise Refused("its arguments are not known")
+
+    def learn(self, what: Read) -> None:
+        """Finds the role of an argument that was read; one without a role is to stay at its
+        default."""
+        name, optional = what.name, what.name in self.signature.defaults
+        if name in [getattr(self, role) for role in self.READS]:
+            raise what
+        for role, is_read in self.READS.items():
+            if getattr(self, role) is None and is_read(what.how, optional):
+                setattr(self, role, name)
+                return
+        if not optional or name in self.fixed:
+            raise what
+        self.fixed.add(name)
 
     def given(self, roles: dict, absent: FrozenSet[str]) -> dict:
         """The arguments of a run by their names; `roles`: those that are not opaque."""
@@ -84,7 +176,18 @@ class Trial:
         return None
 
     def arguments(self) -> Arguments:
-        return arguments_of(self.source, self.hidden, self.fixed, self.travelling)
+        """The arguments of a replaced forward, some of which must stay at their defaults."""
+        signature, extra = self.source.signature, set(self.source.extra)
+        names = signature.names
+        return Arguments(
+            signature.positional,
+            frozenset(names) - self.travelling,
+            tuple(n for n in names if n not in signature.defaults and n != self.hidden),
+            signature.more,
+            self.hidden,
+            tuple((n, signature.defaults[n]) for n in sorted(self.fixed - extra)),
+            self.source.renamed | (self.fixed & extra) | frozenset(signature.positional_only),
+        )
 
 
 def called(source, twin: nn.Module, given: dict, words: dict) -> object:
@@ -99,24 +202,10 @@ def called(source, twin: nn.Module, given: dict, words: dict) -> object:
         raise Raises(error) from None
 
 
-def arguments_of(source, hidden: str, fixed: set, travelling) -> Arguments:
-    """The Arguments of a replaced forward, some of which must stay at their defaults."""
-    signature, extra = source.signature, set(source.extra)
-    names = signature.names
-    return Arguments(
-        signature.positional,
-        frozenset(names) - travelling,
-        tuple(n for n in names if n not in signature.defaults and n != hidden),
-        signature.more,
-        hidden,
-        tuple((n, signature.defaults[n]) for n in sorted(fixed - extra)),
-        source.renamed | (fixed & extra) | frozenset(signature.positional_only),
-    )
-
-
 def toggles(names: Tuple[str, ...], asked: FrozenSet[str]) -> Iterable[frozenset]:
     """Sets of arguments to leave at their defaults: all, and of those that the forward compares
     with None, as far as that is known, each alone and all but one."""
     asked = names if None in asked else [n for n in names if n in asked]
     ones = list(map(frozenset, zip(asked)))
-    return dict.fromkeys([frozenset(names), *ones, *map(frozenset(names).difference, ones)])
+    every = dict.fromkeys([frozenset(names), *ones, *map(frozenset(names).difference, ones)])
+    return filter(None, every)

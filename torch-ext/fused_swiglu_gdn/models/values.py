@@ -1,9 +1,11 @@
 """The reader's knowledge of a value while it reads a forward: where it comes from."""
 
 import ast
-from typing import FrozenSet, Iterable, NamedTuple, Optional, Tuple, Union
+import functools
+from typing import Callable, FrozenSet, Iterable, NamedTuple, Optional, Tuple, Union
 
 import torch
+from torch import nn
 
 PLAIN_VALUES = (bool, int, float, str)
 CONSTANTS = (*PLAIN_VALUES, type(None), type(...), torch.dtype)
@@ -91,6 +93,8 @@ class Computed(NamedTuple):
     what: str
 
 
+constant = functools.lru_cache(maxsize=256, typed=True)(Plain)  # the same for the same
+NO_WORDS = Words({})
 VALUE = Computed("a tensor, or whatever is computed")
 ATTENTION = Computed("an attention function of transformers' registry")
 ARGUMENTS = Computed("a wrapper's *args")
@@ -121,6 +125,19 @@ def joined(form: str, between: str, values: Iterable, *on: str) -> Optional[Know
     text = None if None in texts else form.format(between.join(texts))
     kinds = frozenset(on).union(*(part.on for part in parts))
     return Known(text, kinds, frozenset().union(*(part.paths for part in parts)))
+
+
+def condition(text: str, defaults: dict) -> Callable:
+    """(module, arguments by name) -> whether a condition is met, which cannot be told of some."""
+    code = compile(text, "<condition>", "eval")
+
+    def met(module: nn.Module, given: dict) -> bool:
+        try:
+            return bool(eval(code, {"torch": torch}, {**defaults, **given, "self": module}))
+        except Exception:
+            return False
+
+    return met
 
 
 def merged(a: object, b: object) -> object:
