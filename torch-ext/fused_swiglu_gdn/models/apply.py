@@ -120,10 +120,12 @@ def kernelize(
         _exchanges_states(model, rows)
         rows += serve_attention(model) if cp_attention else []
     restore_graphs(model)
+    of_loss = None
     if loss:
-        rows.append(serve_loss(model))
+        of_loss = serve_loss(model)
     elif "loss" in kinds:
-        rows.append(serve_cross_entropy(model, _place_of(model)))
+        of_loss = serve_cross_entropy(model, _place_of(model))
+    rows += [] if of_loss is None else [of_loss]
     rows += [serve_graphs(model)] if cuda_graphs else []
     rows += [_replays(model, rows, replay)] if replay else []
     return Report([row for row in rows if row is not None], _place_of(model)).warn_once()
