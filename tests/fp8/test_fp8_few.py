@@ -221,7 +221,8 @@ def test_codes_of_z_on_a_gpu(on_hopper):
     expected = reference.silu_mul_quantise_fwd(gate, up)
     z = torch.empty(64, 1024, device="cuda", dtype=torch.float8_e4m3fn)
     z_scales = torch.empty(8, 64, device="cuda")
-    launch = hopper._gate(x.device, 64, 1024, 1024)
+    config = submodule("runtime.tuning").lookup("hopper_fp8_few_gate", x.device, M=64)
+    launch = hopper._gate(x.device, 64, 1024, 1024, config)
     launch(*weights[:2], *codes, *scales[:2], z, z_scales)
     same = (z.view(torch.uint8) == expected.codes.view(torch.uint8)).float().mean()
     assert same > 0.97, same
