@@ -422,7 +422,7 @@ def test_what_a_norm_gives(kernel, counted):
         x.mul_(2)
         q(x)
         assert len(counted) == 2
-    assert layer._given.x is None
+    assert layer._given.it is None
     k(x)
     assert len(counted) == 2  # what q has made, which is kept
     parts = torch.nn.ModuleDict({"q": q})
