@@ -34,7 +34,8 @@ def _save(ctx, inputs, output) -> None:
 def _backward(ctx, dloss, *_):
     if dloss is None:
         return None, None, None, None
-    return GRADIENT.op(*ctx.saved_tensors, dloss, *ctx.options), None, None, None
+    dlogits = GRADIENT.in_gradient((*ctx.saved_tensors, dloss), tuple(ctx.options))
+    return dlogits, None, None, None
 
 
 CROSS_ENTROPY.register_gradient(_save, _backward, GRADIENT, "the loss of a kernelized model")
