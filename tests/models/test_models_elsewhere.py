@@ -58,9 +58,9 @@ def test_a_cpu_beside_a_gpu(kernel):
     model, ids = random_model("llama"), tokens(2, 9)
     ref = logits(model, ids)
     report = kernel.kernelize(model)
-    assert layers_of(report.served) == OURS and not report.left
+    assert layers_of(report.served) == {*OURS, "loss"} and not report.left
     assert {row.note for row in report.served} == {WAITS}
-    assert str(report).startswith("11 modules served, 0 left alone; 11 of the served wait for")
+    assert str(report).startswith("12 modules served, 0 left alone; 12 of the served wait for")
     with dispatch.served() as record:
         assert torch.equal(logits(model, ids), ref)
     assert not record
@@ -77,7 +77,7 @@ def test_a_model_without_memory(kernel):
     assert all("meta" in row.reason for row in report.left) and kinds_of(empty) == before
     empty.load_state_dict(state, assign=True)
     empty.model.rotary_emb = model.model.rotary_emb
-    assert layers_of(kernel.kernelize(empty).served) == OURS
+    assert layers_of(kernel.kernelize(empty).served) == {*OURS, "loss"}
     assert torch.equal(logits(empty, ids), ref)
 
 

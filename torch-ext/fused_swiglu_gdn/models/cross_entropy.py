@@ -20,6 +20,7 @@ from ..runtime import dispatch
 from .loss import WITHOUT, is_next_token_loss
 from .report import WAITS, Row
 from .serving import named_modules, own_class, serve, why_not_on, why_nowhere, why_replaced
+from .sharded import why_partitioned
 
 _CROSS_ENTROPY = F.cross_entropy
 _OPERATION = (FAMILY, "cross_entropy_fwd")
@@ -109,7 +110,7 @@ def _why_not(module: nn.Module, where: torch.device) -> Optional[str]:
         return "its loss function is not transformers' ForCausalLMLoss"
     if not is_torchs_own(_CROSS_ENTROPY, F.__file__):
         return "torch.nn.functional.cross_entropy is patched"
-    return why_replaced(module) or why_nowhere(where, *_OPERATION)
+    return why_replaced(module) or why_partitioned(module) or why_nowhere(where, *_OPERATION)
 
 
 def serve_cross_entropy(model: nn.Module, where: torch.device) -> Optional[Row]:

@@ -158,7 +158,7 @@ def _outputs(forward, twin: nn.Module, x: torch.Tensor, experts: int) -> tuple:
     try:
         out = forward(twin, x)
     except Exception as error:
-        raise Refused(f"its forward, when tried, raises {type(error).__name__}") from None
+        raise Refused(f"its forward raises {type(error).__name__} when tried") from None
     if type(out) is not tuple or [*map(type, out)] != [torch.Tensor] * 3:
         raise Refused(ANOTHER_RESULT)
     if [tensor._version for tensor in given] != before:

@@ -37,7 +37,7 @@ class Raises(Refused):
 
     def __init__(self, error: Exception):
         said = str(error).replace("'Unknown' object", "a part")[:60]
-        super().__init__(f"its forward, when tried, raises {type(error).__name__}: {said}")
+        super().__init__(f"its forward raises {type(error).__name__} when tried: {said}")
         self.error = error
 
 
