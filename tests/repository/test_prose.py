@@ -178,7 +178,8 @@ def test_a_number_that_no_record_has_is_found(tmp_path):
     """The check of the pages can fail."""
     for folder in ("benchmarks", "docs"):
         (tmp_path / folder).mkdir()
-    for source in (*(ROOT / "benchmarks").glob("*.py"), ROOT / "README.md", ROOT / "CARD.md"):
+    written = ("benchmarks/page.md", "README.md", "CARD.md")
+    for source in (*(ROOT / "benchmarks").glob("*.py"), *(ROOT / name for name in written)):
         (tmp_path / source.relative_to(ROOT)).write_text(source.read_text())
     (tmp_path / "benchmarks" / "results").mkdir()
     for source in RESULTS.glob("*"):

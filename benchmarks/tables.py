@@ -1,0 +1,298 @@
+"""The tables of docs/benchmarks.md: of_NAME(record) makes the one that page.md calls NAME."""
+
+from typing import Dict, Iterable, List
+
+from records import GATES, OURS, Case, cases, errors, title_of, whole_name
+
+
+def us(time: float) -> str:
+    """Three digits or more."""
+    return f"{time:.2f}" if time < 10 else f"{time:.1f}" if time < 100 else f"{time:.0f}"
+
+
+def table(head: List[str], rows: List[List[str]]) -> str:
+    lines = ["| " + " | ".join(line) + " |" for line in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+def names(dicts: Iterable[dict]) -> List[str]:
+    return list(dict.fromkeys(name for d in dicts for name in d))
+
+
+def cells(found: dict, columns: Iterable[str], form=us) -> List[str]:
+    """A cell for each column, by a function or a format; empty where it was not found."""
+    shown = form if callable(form) else form.format
+    return [shown(found[name]) if name in found else "" for name in columns]
+
+
+def ratio(peer: float, ours: float) -> str:
+    if not ours or not peer:
+        return ""
+    return f"{peer / ours:.2f}" if peer < 100 * ours else f"{peer / ours:.0f}"
+
+
+def of_cases(record: dict, found: Iterable[Case] = ()) -> str:
+    """Times of ours and of the peers, and the speed-up of each over each."""
+    found = list(found) or cases(record)
+    ours, peers = names(c.ours for c in found), names(c.peers for c in found)
+    pairs = [(a, b) for b in peers for a in ours]
+    head = ["", *(f"{name}, us" for name in (*ours, *peers))]
+    head += [f"speed-up over {b}" + (f": {a}" if len(ours) > 1 else "") for a, b in pairs]
+    rows = []
+    for c in found:
+        times = {**c.ours, **c.peers}
+        ups = [f"{c.peers[b] / c.ours[a]:.2f}" if {a, b} <= set(times) else "" for a, b in pairs]
+        rows.append([c.label, *cells(times, (*ours, *peers)), *ups])
+    return table(head, rows)
+
+
+def of_errors(record: dict) -> str:
+    """Ours as it serves: the first of OURS that is there; beside it the peers."""
+    found = list(errors(record))
+    mine = next(n for n in ("hopper", "recompute", "ours", "portable") if n in found[0][1])
+    other = {"hopper": "portable"}.get(mine, mine)  # where the first does not serve
+    peers = [n for n in ("liger", "compile", "fla", "flashqla") if n in found[0][1]]
+    head = ["", "ours", *(title_of(n, record) for n in peers)]
+    rows = []
+    for label, e in found:
+        ours = e.get(mine, e.get(other))
+        row = [label, f"{ours:.1e}", *cells(e, peers, "{:.1e}")]
+        rows.append([*row, *(ratio(e[n], ours) for n in peers)])
+    return table([*head, *(f"{title_of(n, record)} / ours" for n in peers)], rows)
+
+
+def of_largest_errors(record: dict) -> str:
+    """The largest over the rows, each way."""
+    found = [row["error"] for row in record["rows"] if "error" in row]
+    worst = {way: max(e[way] for e in found if way in e) for way in names(found)}
+    head = ["largest relative error of a row", *(title_of(way, record) for way in worst)]
+    return table(head, [["result", *cells(worst, worst, "{:.2e}")]])
+
+
+def of_gdn_errors(record: dict) -> str:
+    """The largest over the rows, by gates."""
+    ways = names(row["error"] for row in record["rows"])
+    head = ["largest relative error of a row: o; final state"]
+    head += [OURS.get(way) or title_of(way, record) for way in ways]
+    rows = []
+    for gates in GATES:
+        mine = [row["error"] for row in record["rows"] if row["gates"] == gates]
+        worst = {w: [max(e[w][i] for e in mine if w in e) for i in (0, 1)] for w in ways}
+        rows.append([GATES[gates], *("{:.1e}; {:.1e}".format(*worst[way]) for way in ways)])
+    return table(head, rows)
+
+
+def of_host(record: dict) -> str:
+    """The host's time of an eager call, which differs with the load of the machine."""
+    calls = [row["host_us"] for row in record["rows"] if "host_us" in row]
+    shown = {"ours_kv": "ours [K, V]", "flashinfer_kv": "FlashInfer [K, V]", **OURS}
+    rows = []
+    for name in names(calls):
+        times = [call[name] for call in calls if name in call]
+        name = name.replace("_host", "")
+        if name != "copy":
+            who = shown.get(name) or title_of(name, record)
+            rows.append([who, us(min(times)), us(max(times))])
+    return table(["host time of an eager call", "least of the rows, us", "most, us"], rows)
+
+
+def of_memory(record: dict) -> str:
+    """MiB between forward and backward, and at the peak."""
+    rows = []
+    for row in record["rows"]:
+        for name, f in row.items():
+            f = f if isinstance(f, dict) else {}
+            held, peak = f.get("held", f.get("held_mib")), f.get("peak", f.get("peak_mib"))
+            if held is not None:
+                shape = f"K {row['K']}, N {row['N']}, {row['M']} tokens, " if "K" in row else ""
+                who = {"before": "transformers with FLA", "after": "ours"}.get(name, name)
+                rows.append([shape + title_of(who, record), f"{held:.0f}", f"{peak:.0f}"])
+    return table(["", "held between forward and backward, MiB", "peak, MiB"], rows)
+
+
+def of_expert_limits(record: dict) -> str:
+    both, rows = ("ours", "grouped_mm"), []
+    for row in record["rows"]:
+        limit = [us(row["limit_us"]), f"{row['us']['ours'] / row['limit_us']:.2f}"]
+        held = cells(row.get("held_mib", {}), both, "{:.0f}")
+        rows.append([row["what"], *limit, *held, *cells(row.get("error", {}), both, "{:.1e}")])
+    head = ["", "limit, us", "ours / limit", "MiB held: ours", "grouped_mm", "error: ours"]
+    return table([*head, "grouped_mm"], rows)
+
+
+def of_expert_first_calls(record: dict) -> str:
+    rows = [[what, f"{seconds:.4f}"] for what, seconds in record["first_calls"].items()]
+    return table(["in a new process", "seconds"], rows)
+
+
+def of_errors_and_host(record: dict) -> str:
+    """Of each row that has them: relative errors, and the host's times of an eager call."""
+    rows = []
+    for row in record["rows"]:
+        error, host = row.get("error", {}), row.get("host_us", {})
+        for name in names((error, host)):
+            both = [*cells(error, [name], "{:.1e}"), *cells(host, [name])]
+            rows.append([row["what"], title_of(name, record), *both])
+    return table(["", "", "relative error", "host time of an eager call, us"], rows)
+
+
+def of_prepare(record: dict) -> str:
+    f = record["prepare"]
+    ours = {"ours (Hopper)": f["prepare_hopper"], "ours (portable)": f["prepare"]}
+    label = "prepare kernel alone, 16/64 heads, 32768 tokens"
+    return of_cases(record, [Case(label, ours, {"a copy of its bytes": f["copy"]})])
+
+
+def of_launches(record: dict) -> str:
+    rows = [
+        [row["what"].replace(":", ","), *cells(row["launches"], ("before", "after"), str)]
+        for row in record["rows"]
+        if "launches" in row
+    ]
+    return table(["kernels launched", "transformers with FLA", "ours"], rows)
+
+
+def of_whole(record: dict) -> str:
+    """What a row's sides launch, keep busy and hold."""
+    columns = {"launches": "{}", "busy_ms": "{:.2f}", "peak_GiB": "{:.1f}"}
+    rows = []
+    for row in record["rows"]:
+        sides = {key: " / ".join(cells(row.get(key, {}), row.get(key, {}), form))
+                 for key, form in columns.items()}  # fmt: skip
+        rows.append([f"{whole_name(row)}: {' / '.join(row['ms'])}", *sides.values()])
+    return table(["", "launches", "GPU busy, ms", "peak memory, GiB"], rows)
+
+
+def of_parts(record: dict) -> str:
+    """Of the time that the GPU works."""
+    head = ["GPU busy, ms", "matrix products", "attention function", "all the rest"]
+    rows = [
+        [f"{whole_name(row)}: {side}", *cells(parts, parts, "{:.2f}")]
+        for row in record["rows"]
+        for side, parts in row.get("parts_ms", {}).items()
+    ]
+    return table(head, rows)
+
+
+def of_first_calls(record: dict) -> str:
+    columns = list(record["rows"][0]["seconds"])
+    rows = [[row["what"], *cells(row["seconds"], columns, "{:.4f}")] for row in record["rows"]]
+    return table(["", *(f"{name}, seconds" for name in columns)], rows)
+
+
+def of_generate(record: dict) -> str:
+    """Memory, and a second call of generate with another batch and length."""
+    keys = [f"another_batch_and_length_{again}_fifth_s" for again in ("first", "again")]
+    rows = []
+    for row in record["rows"]:
+        held = " / ".join(f"{way['reserved_mib']:.0f}" for way in row["more"].values())
+        rows.append(
+            [f"{row['what']}: {' / '.join(row['more'])}", held, *cells(row, keys, "{:.2f}")]
+        )
+    another = "ours, another batch and length: fifth token, s"
+    return table(["", "memory reserved, MiB", another, "again, s"], rows)
+
+
+def of_parallel(record: dict) -> str:
+    """Ours in its ways beside the one other that the row has."""
+    ways = {"ours": "ours, us", "ours, zigzag": "zigzag, us", "ours, a call by itself": "alone, us"}
+    rows = []
+    for row in record["rows"]:
+        peer, time = min((name, time) for name, time in row["us"].items() if name not in ways)
+        beside = [f"{peer}: {us(time)}", ratio(time, row["us"].get("ours"))]
+        rows.append([row["what"], *cells(row["us"], ways), *beside])
+    return table(["", *ways.values(), "beside, us", "speed-up"], rows)
+
+
+def of_forms(record: dict) -> str:
+    """Of each sweep of sweep_forms.py: its sizes, those that are served late, and the latest."""
+    found: Dict[str, list] = {}
+    for row in record["rows"]:
+        late = row["us"][row["served"]] / min(row["us"].values())
+        found.setdefault(row["sweep"], []).append((late, row["what"]))
+    rows = []
+    for sweep, sizes in found.items():
+        late, what = max(sizes)
+        count = sum(ratio > 1.05 for ratio, _ in sizes)
+        rows.append([sweep, str(len(sizes)), str(count), f"{late:.2f}: {what}"])
+    return table(["", "sizes", "of these late", "at most"], rows)
+
+
+FLA = {"fla_safe": "FLA with safe_gate", "fla": "FLA"}
+
+
+def of_launch_times(record: dict) -> str:
+    """Of launches, or calls and their parts: the time of each."""
+    ways, shown = names(row["us"] for row in record["rows"]), {"ours": "the call or launch", **FLA}
+    rows = [[row["what"], *cells(row["us"], ways)] for row in record["rows"]]
+    return table(["", *(f"{shown.get(way, way)}, us" for way in ways)], rows)
+
+
+def of_gradients(record: dict) -> str:
+    """Times of gradients of each way, and the largest of their errors."""
+    shown, times, far = {"ours": "ours", **FLA}, [], {}
+    for row in record["rows"]:
+        if "gradient" in row:
+            both = [us(1e3 * row["ms"][what]) for what in ("backward", "both")]
+            times.append([row["gradient"], shown[row["way"]], *both])
+        else:
+            worst = {way: max(row[way].values(), key=order) for way in shown if way in row}
+            far[row["errors"]] = cells(worst, shown, "{:.1e}")
+    first = table(["", "", "gradient, us", "with the forward, us"], times)
+    largest = table(["largest error", *shown.values()], [[kind, *e] for kind, e in far.items()])
+    return f"{first}\n\n{largest}"
+
+
+def order(error: float) -> float:
+    """A key of errors: nan is the largest."""
+    return float("inf") if error != error else error
+
+
+def of_training(record: dict) -> str:
+    rows = []
+    for name, way in record["ways"].items():
+        ends = [sum(curve[-20:]) / 20 for curve in way["losses"]]
+        loss = f"{sum(ends) / len(ends):.3f} ({min(ends):.3f} to {max(ends):.3f})"
+        name = {"torch": "transformers' torch functions"}.get(name, name)
+        rows.append([name, loss, f"{way['tokens_per_second']:.0f}"])
+    return table(["", "loss, nats a byte", "tokens a second"], rows)
+
+
+def of_likelihood(record: dict) -> str:
+    rows = []
+    for way, found in record["likelihood"].items():
+        same = f"{found['same'] * 100:.2f}" if "same" in found else ""
+        apart = cells(found, ("kl", "error"), "{:.1e}")
+        rows.append([way, f"{found['nats']:.4f}", *apart, same])
+    head = ["", "nats a token", "KL from fp32, nats", "relative error of logits"]
+    return table([*head, "same first choice, %"], rows)
+
+
+def of_answers(record: dict) -> str:
+    """Of each way to generate: how many answers are those of transformers' dynamic cache, and
+    the errors of the logits that decode them."""
+    rows = []
+    for way, found in record["greedy"].items():
+        gaps = [apart["gap"] for apart in found["apart"] if "gap" in apart]
+        count = f"{found['same']} of {len(found['texts'])}"
+        errors = cells(record["decoding"].get(way, {}), ("kl", "error"), "{:.1e}")
+        rows.append([way, count, f"{max(gaps):.3f}" if gaps else "", *errors])
+    head = ["greedy answers", "same as transformers'", "largest gap, logits"]
+    return table([*head, "KL from fp32, nats", "relative error of logits"], rows)
+
+
+def of_curves(record: dict) -> str:
+    """The ends of the curves, and how far each is from transformers' at any step."""
+    rows = []
+    for name, ways in ((name, record.get(name, {})) for name in ("AdamW", "LoRA")):
+        for way, found in ways.items():
+            losses = found["losses"]
+            off = [abs(a - b) for a, b in zip(losses, ways["transformers"]["losses"])]
+            ends = [f"{x:.4f}" for x in (losses[0], sum(losses[-20:]) / len(losses[-20:]))]
+            ends += ["{:.4f} to {:.4f}".format(*found["held_out"])]
+            ends += [f"{sum(off) / len(off):.4f}; {max(off):.4f}" if any(off) else ""]
+            ends += [f"{found['step_ms']:.1f}", *cells(found, ["peak_mib"], "{:.0f}")]
+            rows.append([f"{name}, {way}", *ends])
+    head = ["", "first loss", "mean of the last 20", "held out, nats a token"]
+    head += ["apart from transformers' curve: mean; most", "step, ms", "peak, MiB"]
+    return table(head, rows)
