@@ -162,7 +162,7 @@ def supervise(options) -> Record:
     if not set(options.only or ()) <= set(known):
         raise SystemExit(f"--only takes some of {', '.join(known)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the processes, too
-    todo = [name for name in known if not options.only or name in options.only]
+    todo = options.only or list(known)
     limits = {name: part.limit for name, part in known.items()}
     cuda = torch.cuda.is_available()
     world = options.processes
@@ -213,8 +213,8 @@ def work(options) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=RESULTS / "parallel.json")
-    parser.add_argument("--only", nargs="*", help="names of parts; default: all")
+    parser.add_argument("--json", type=Path, default=RESULTS / "gdn_parallel.json")
+    parser.add_argument("--only", nargs="*", help="names of parts, in their order")
     parser.add_argument("--seconds", type=float, default=150, help="for everything")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--worker", help=argparse.SUPPRESS)

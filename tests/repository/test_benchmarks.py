@@ -290,3 +290,17 @@ def test_bench_times_every_workload():
         left = [n for n in dir(kind) if n.startswith("benchmark_") and callable(getattr(kind, n))]
         assert left == [f"benchmark_{name.split()[1]}"] and name.split()[0] == kind.__name__
         assert hasattr(kind, left[0].replace("benchmark", "verify"))  # `show` wants its time
+
+
+def test_trials_of_a_tuner_are_shortened(monkeypatch):
+    """kernel_time.shorten_autotuning: by triton's clock, for tuners that are there already."""
+    import triton.testing
+    from triton.runtime.autotuner import Autotuner
+
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    monkeypatch.setattr(Autotuner, "do_bench", Autotuner.__dict__["do_bench"])  # back at the end
+    monkeypatch.setattr(triton.testing, "do_bench", lambda call, **how: (call, how))
+    tuner = object.__new__(Autotuner)
+    script("kernel_time").shorten_autotuning(2, 7)
+    call, how = tuner.do_bench("a trial", quantiles=(0.5, 0.2))
+    assert (call, how) == ("a trial", {"quantiles": (0.5, 0.2), "warmup": 2, "rep": 7})
