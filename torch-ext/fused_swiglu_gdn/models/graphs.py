@@ -16,6 +16,7 @@ from torch import nn
 
 from ..layers.replay import rings_begin
 from ..runtime.checks import is_int, is_model
+from .ahead import MASK, Ahead, ahead_of, restore_ahead, serve_ahead
 from .capture import Graph
 from .graph_rules import (
     CACHE_NAMES,
@@ -57,6 +58,7 @@ def serve_graphs(model: nn.Module) -> Row:
         waits = "generate is set on the model"
     if waits is None:
         setattr(inner, Generate.name, Generate(inner))
+        serve_ahead(inner)
     note = "CUDA graph" if waits is None else f"CUDA graph, and a wait in each token: {waits}"
     return Row(name, kind.__name__, "decode", note, None)
 
@@ -67,6 +69,7 @@ def restore_graphs(model: nn.Module) -> int:
     for _, module in named_modules(model):
         if Generate.name in module.__dict__:
             take_back(module, Generate)
+            restore_ahead(module)
         if SEAM in module.__dict__ and take_back(module, Decoding):
             expect_none(module)
             served += 1
@@ -83,15 +86,21 @@ def _generating(model: nn.Module) -> Optional[Tuple[str, nn.Module]]:
 
 
 class Step:
-    """One decoding step on one cache: eager at first, then replayed."""
+    """One decoding step on one cache: eager at first, then replayed.
 
-    def __init__(self, cache: Any, name: str):
-        self.name = name  # of the model's argument that takes the cache
+    name: of the model's argument that takes the cache. loops: in transformers' loop.
+    """
+
+    def __init__(self, cache: Any, name: str, loops: bool = False):
+        self.name, self.loops = name, loops
         self.reason = why_not_cache(cache)  # why no call on this cache is for a graph
         self.key: Optional[tuple] = None  # of the calls that a graph is, or will be, for
         self.graph: Optional[Graph] = None
         self.static: List[torch.Tensor] = []  # what the graph reads, in the order of _parts
         self.output: Optional[Output] = None  # what it writes
+        self.before: list = []  # the tensors of the call before a capture, as _parts has them
+        self.ahead: Optional[Ahead] = None  # those of `static` that the graph advances
+        self.mask: Any = None  # the mask or dict of masks among them
         self.watches: Tuple[Any, Any] = (None, None)
         self.replays = self.wasted = 0
 
@@ -113,7 +122,7 @@ class Step:
             return self._eager(model, cache, inputs, reason)
         if key == self.key:
             return self._capture(model, cache, inputs, Graph(device))
-        self.key = key
+        self.key, self.before = key, tensors
         with rings_begin():
             return Graph(device).run(lambda: self._call(model, cache, inputs))
 
@@ -132,9 +141,18 @@ class Step:
             return False
         return of_cache.holds(cache) and of_model.holds()
 
+    def has_made(self, output: Any) -> bool:
+        """True if the output is that of the latest replay."""
+        return self.output is not None and self.output.is_that_of(output)
+
+    def makes_masks(self, positions: Any) -> bool:
+        """True if these are the positions that the graph has advanced, and so are its masks."""
+        return positions is self.ahead.positions and not self.watches[0].is_full()
+
     def _replay(self, cache: Any, tensors: list):
         for mine, (_, new) in zip(self.static, tensors):
-            mine.copy_(new)
+            if mine is not new:
+                mine.copy_(new)
         self.graph.replay()
         self.watches[0].advance()
         self.replays += 1
@@ -144,10 +162,19 @@ class Step:
         """Captures the call and replays it: a capture computes nothing, but Python's counters
         advance."""
         static = _map(inputs, torch.clone)
+        tensors = _parts(static)[0]
+        ahead = ahead_of(self.before, tensors, cache) if self.loops else None
         watch, before = CacheWatch(cache), ModelWatch(model)
         counts = watch.counts()
+
+        def step():
+            out = self._call(model, cache, static)
+            if ahead is not None:
+                ahead.advance()
+            return out
+
         try:
-            out = graph.capture(lambda: self._call(model, cache, static))
+            out = graph.capture(step)
             self.output = Output(out, cache)
             if not watch.holds(cache):
                 raise RuntimeError("it puts new tensors into its cache")
@@ -161,13 +188,14 @@ class Step:
             watch.set_counts(counts)
         if self.reason is not None:
             return self._eager(model, cache, inputs, self.reason)
-        self.graph, self.static = graph, [x for _, x in _parts(static)[0]]
+        self.graph, self.static = graph, [x for _, x in tensors]
+        self.ahead, self.mask, self.before = ahead, static.get(MASK), []
         self.watches = watch, ModelWatch(model)
         return self._replay(cache, _parts(inputs)[0])
 
     def _drop(self) -> None:
         self.wasted += self.replays < PAYS
-        self.key = self.graph = self.output = None
+        self.key = self.graph = self.output = self.ahead = self.mask = None
         self.static, self.watches = [], (None, None)
         self.replays = 0
         if self.wasted >= WASTED:
@@ -240,7 +268,7 @@ class Decoding(InPlace):
         cache = inputs.pop(name)
         step = self.steps.get(cache)
         if step is None:
-            step = self.steps[cache] = Step(cache, name)
+            step = self.steps[cache] = Step(cache, name, loops=True)
         return step(self.model, cache, inputs)
 
 

@@ -28,6 +28,11 @@ class Output:
             self.base.__setitem__(out, name, value)
         return out
 
+    def is_that_of(self, out: Any) -> bool:
+        """True if the other is an output around the same logits."""
+        logits = self.items.get("logits")
+        return logits is not None and isinstance(out, dict) and out.get("logits") is logits
+
 
 def _put(new: Any, old: Any, table: dict) -> dict:
     return {name: new if x is old else x for name, x in table.items()}
