@@ -6,7 +6,15 @@ import torch
 from conftest import assert_close, computed, load_package, relative_error, submodule
 from interpreter import compiled
 from kda_problems import GATES, kda_inputs
-from test_kda_kernels import coarser, ends, expected, prompt, raw_gates
+from test_kda_kernels import (
+    check_gradients,
+    coarser,
+    ends,
+    expected,
+    gradient_of,
+    prompt,
+    raw_gates,
+)
 
 pytest.importorskip("triton")
 hopper = pytest.importorskip("triton.experimental.gluon") and submodule("kda.hopper.chunk")
@@ -15,9 +23,13 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def served(monkeypatch, x, **options):
+    """Whether the prompt is; its gradient is where it is."""
     monkeypatch.setattr(hopper.device, "has_wgmma", lambda where: True)
     call = prompt(x, **{"use_qk_l2norm": True, **options})
-    return hopper.prepare_kda_chunk_fwd(call) is not None
+    found = hopper.prepare_kda_chunk_fwd(call) is not None
+    gradient = gradient_of(call, torch.zeros_like(call.v))
+    assert (hopper.prepare_kda_chunk_bwd(gradient) is not None) == found
+    return found
 
 
 def test_takes_views(monkeypatch):
@@ -142,3 +154,68 @@ class TestPrompts:
         assert record["kda_chunk_fwd"] == ["hopper"]
         portable = computed("kda.portable.chunk", "kda_chunk_fwd", call)[0]
         assert relative_error(o, wanted[0]) < 1.05 * relative_error(portable, wanted[0])
+
+
+def check_backward(x, factor=1.0, **options):
+    call = prompt(x, **{"use_qk_l2norm": True, **options})
+    return check_gradients(call, factor, module="kda.hopper.chunk")
+
+
+@pytest.mark.gpu
+@compiled
+class TestGradients:
+    @pytest.mark.parametrize("gates", GATES)
+    @pytest.mark.parametrize("dtype", [BF16, FP16])
+    def test_gates(self, gates, dtype):
+        x = kda_inputs(2, 300, 2, 4, 128, 128, dtype, gates, device="cuda")
+        x["initial_state"] = torch.randn(2, 4, 128, 128, device="cuda")
+        check_backward(x)
+
+    @pytest.mark.parametrize("T", [1, 15, 17, 63, 64, 65, 130])
+    def test_lengths(self, T):
+        check_backward(inputs(T, gates="slow"))
+
+    @pytest.mark.parametrize("H, HV, V", [(3, 3, 128), (1, 6, 128), (2, 2, 64), (1, 1, 256)])
+    def test_heads(self, H, HV, V):
+        check_backward(inputs(200, H, HV, V=V))
+
+    @pytest.mark.parametrize("bound", [None, -5.0])
+    def test_raw_gates(self, bound):
+        x = raw_gates(inputs(200), 4, 128, bound)
+        check_backward(x, use_beta_sigmoid=True, allow_neg_eigval=True)
+        x["beta"] = torch.randn_like(x["beta"]).to(BF16)
+        del x["dt_bias"]
+        check_backward(x, use_beta_sigmoid=True)
+
+    @pytest.mark.parametrize("dtype", [BF16, FP16])
+    def test_betas(self, dtype):
+        """Of nothing and next to it, for which A is kept."""
+        x = inputs(150, dtype=dtype, gates="slow")
+        x["beta"][:, ::3], x["beta"][:, 1::3] = 0, 1e-14
+        check_backward(x)
+
+    @pytest.mark.parametrize("scale", [1e-6, 1e6])
+    def test_scales(self, scale):
+        check_backward(inputs(200), scale=scale)
+
+    def test_views_at_any_address(self):
+        x = inputs(200)
+        wider = torch.randn(1, 200, 2, 256, device="cuda").to(BF16)
+        x["q"], x["k"] = wider[..., :128], wider[..., 128:]
+        check_backward(x)
+        x["g"] = torch.cat([x["g"].new_zeros(1), x["g"].flatten()])[1:].view_as(x["g"])
+        check_backward(x)
+
+    def test_repeatable_and_alone(self):
+        """The same bits again, and whatever else is in the batch."""
+        x, do = inputs(350), torch.randn(1, 350, 4, 128, device="cuda").to(BF16)
+
+        def run(x, do):
+            call = gradient_of(prompt(x, use_qk_l2norm=True, output_final_state=False), do)
+            return computed("kda.hopper.chunk", "kda_chunk_bwd", call)[:5]
+
+        part = {name: y[:, 200:] for name, y in x.items()}
+        x["cu_seqlens"] = ends(200, 150, device="cuda")
+        whole, again = run(x, do), run(x, do)
+        for a, b, c in zip(whole, again, run(part, do[:, 200:])):
+            assert torch.equal(a, b) and torch.equal(a[:, 200:], c)

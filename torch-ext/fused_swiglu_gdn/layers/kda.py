@@ -21,7 +21,7 @@ from .functions import convolved, normed_and_gated, packed_lengths
 from .gated_norm import is_gated_norm
 from .own_code import OwnCode
 from .plain import PLAIN_TENSORS, is_plain
-from .projections import projections
+from .projections import joined, projections
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,7 +95,7 @@ def kimi_delta_attention(layer, hidden_states, cache, mask, lengths, bound) -> t
     if mask is not None:  # padding must not reach the states
         hidden_states = (hidden_states * mask[:, :, None]).to(hidden_states.dtype)
     x, gate, heads = hidden_states, layer.forget_gate, (-1, layer.head_dim)
-    qkv = torch.cat(projections(x, layer.q_proj, layer.k_proj, layer.v_proj), -1)
+    qkv = joined(x, layer.q_proj, layer.k_proj, layer.v_proj)
     conv_state = state = None
     if cache is not None and cache.layers[layer.layer_idx].has_previous_state[0]:
         cached = cache.layers[layer.layer_idx]

@@ -37,3 +37,32 @@ def projections(
                 others = (linear(x) for linear in rest)
             return [next(others) if y is None else y for y in found]
     return [linear(x) for linear in linears]
+
+
+def joined(x: torch.Tensor, *linears: nn.Module) -> torch.Tensor:
+    """linear(x [..., K]) of each, side by side: without a copy where calling them is only a
+    product."""
+    found = parameters_of(*linears) if torch_unpatched() else None
+    if found is None or any([bias is not None for _, bias in found]):
+        return torch.cat(projections(x, *linears), -1)
+    weights = [weight for weight, _ in found]
+    if x.numel() <= MAX_TOKENS * x.shape[-1]:
+        y = project(x, weights, apart=False)
+        if y is not None:
+            return y[0]
+    if not _may_write(x, weights):
+        return torch.cat([linear(x) for linear in linears], -1)
+    rows, sizes = x.reshape(-1, x.shape[-1]), [weight.shape[0] for weight in weights]
+    y = x.new_empty((rows.shape[0], sum(sizes)))
+    for weight, part in zip(weights, y.split_with_sizes(sizes, -1)):
+        torch.mm(rows, weight.t(), out=part)
+    return y.view(*x.shape[:-1], -1)
+
+
+def _may_write(x: torch.Tensor, weights: List[torch.Tensor]) -> bool:
+    """True if products may be written to a given tensor: without a gradient, autocast or trace."""
+    tensors = (x, *weights)
+    learns = torch.is_grad_enabled() and any([y.requires_grad for y in tensors])
+    alike = all([y.dtype is x.dtype and y.device == x.device for y in weights])
+    others = torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type)
+    return alike and not learns and not others

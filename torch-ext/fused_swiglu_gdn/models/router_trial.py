@@ -15,6 +15,7 @@ from torch import nn
 from ..experts import reference
 from ..experts.call import LEAST, TopkOptions
 from ..layers.plain import told
+from ..runtime.dtypes import HALF
 from .code import Refused
 from .reader import Source
 from .stand_ins import quiet, random, twin_of
@@ -56,9 +57,20 @@ class Choice(NamedTuple):
         """[T, E] of x [..., H]; tensors: weight, bias, added."""
         (weight, _, added), x = tensors, x.reshape(-1, self.shape[1])
         if self.wide:
+            if added is None and _by_tensor_cores(x, weight):
+                return torch.mm(x, weight.t(), out_dtype=torch.float32)
             return F.linear(x.float(), weight.float(), None if added is None else added.float())
         logits = F.linear(x, weight, added)
         return logits.float() if self.upcast else logits
+
+
+def _by_tensor_cores(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """True if x @ weight.T in fp32 may be made of x and weight as they are, in bf16 or fp16: the
+    product of two such numbers is exact in fp32. Such a call has no gradient."""
+    learns = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    same = x.dtype is weight.dtype and x.dtype in HALF and x.device == weight.device
+    on_nvidia = x.is_cuda and torch.version.hip is None
+    return on_nvidia and same and not learns and not torch.compiler.is_compiling()
 
 
 def weight_among(module: nn.Module) -> Optional[str]:

@@ -8,11 +8,12 @@ from .call import MAX_WEIGHTS
 from .ops import PROJECT, TOKEN_MLP
 
 
-def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
+def project(x: Tensor, weights: List[Tensor], apart: bool = True) -> Optional[List[Tensor]]:
     """x @ w.T for each weight, in one launch; None if that is no gain or not possible.
 
     Args:
         x: [..., K]. weights: [N_i, K] each, the dtype of x.
+        apart: False for the one tensor itself, [..., N].
 
     Returns:
         Views [..., N_i] of one tensor; None for more than a few tokens, if a gradient is needed,
@@ -25,7 +26,7 @@ def project(x: Tensor, weights: List[Tensor]) -> Optional[List[Tensor]]:
     if run is None:
         return None
     y = run(*tensors)
-    if len(weights) == 1:
+    if len(weights) == 1 or not apart:
         return [y]
     return list(y.split_with_sizes([w.shape[0] for w in weights], -1))
 

@@ -1,6 +1,6 @@
 """Chunked Kimi Delta Attention on Hopper: prepare in one launch, then the scan (docs/kda.md)."""
 
-from typing import Callable, Optional
+from typing import Callable, Optional, Union
 
 import torch
 
@@ -9,7 +9,8 @@ from ...gdn.hopper.plan import block_map, lies_for_tma, token_map
 from ...runtime import device
 from ...runtime.dtypes import HALF, SERVED
 from ...runtime.launch import Launch, aligned, by_alignment, steps
-from ..call import KdaCall
+from ..call import KdaBackward, KdaCall
+from ..portable import backward
 from ..portable import chunk as portable
 from ..portable.recurrent import on_dense_gates
 from .prepare import kda_prepare_fwd_kernel
@@ -22,32 +23,40 @@ class Prepare:
     """The launch of prepare for calls of one kind: shapes, strides, dtypes and options are
     known."""
 
-    __slots__ = ("kernel", "rows", "shape")
+    __slots__ = ("kernel", "rows", "shape", "keep")
 
-    def __init__(self, call: KdaCall):
+    def __init__(self, call: Union[KdaCall, KdaBackward], keep: bool = False):
+        """keep: for the gradient."""
         q, k, H, HV, options = call.q, call.k, call.H, call.HV, call.options
-        self.rows, self.shape = call.rows, (call.B, call.T, HV, call.K)
+        self.rows, self.shape, self.keep = call.rows, (call.B, call.T, HV, call.K), keep
         packed, block = call.cu_seqlens is not None, block_map(self.rows * HV, q.dtype)
         tokens = (token_map(x.shape, x.stride(), x.dtype, 32, packed) for x in (q, k, call.g))
+        kept = block_map(self.rows * HV, torch.float16) if keep else None
         chunks = (call.T, call.N, -(-call.T // CHUNK))
         self.kernel = Launch(
-            kda_prepare_fwd_kernel, self.rows * HV, q.device, maps=(*tokens, block, block),
+            kda_prepare_fwd_kernel, self.rows * HV, q.device, maps=(*tokens, block, block, kept),
             numbers=(steps(call.beta), *chunks, options.scale),
             constexprs=(HV, HV // H, options.beta_max, options.lower_bound),
             options=(("num_warps", 4), ("maxnreg", REGISTERS)), guarded=True,
         )  # fmt: skip
 
     def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> tuple:
-        """Tb, P [rows, HV, C, C]; Kd, Qd, Ke [B, T, HV, K]; gam [rows, HV, K] fp32."""
+        """Tb, P [rows, HV, C, C]; Kd, Qd, Ke [B, T, HV, K]; gam [rows, HV, K] fp32; and with `keep`
+        what the portable Prepare returns behind them."""
         rows, (*_, HV, K) = self.rows, self.shape
         tb, p = q.new_empty((2, rows, HV, CHUNK, CHUNK)).unbind(0)
         kd, qd, ke = q.new_empty((3, *self.shape)).unbind(0)
         gam = g.new_empty((rows, HV, K), dtype=torch.float32)
-        self.kernel(q, k, g, tb, p, beta, A_log, dt_bias, cu_seqlens, kd, qd, ke, gam)
-        return tb, p, kd, qd, ke, gam
+        factors = kept = None
+        if self.keep:
+            kept = tb.new_empty(tb.shape, dtype=torch.float16)
+            factors = gam.new_empty((rows, HV, 3, CHUNK))
+        inputs = (q, k, g, tb, p, kept, beta, A_log, dt_bias, cu_seqlens)
+        self.kernel(*inputs, kd, qd, ke, gam, factors)
+        return tb, p, kd, qd, ke, gam, factors, kept
 
 
-def computes(call: KdaCall) -> bool:
+def computes(call: Union[KdaCall, KdaBackward]) -> bool:
     """True for calls whose prepare this kernel computes, if q, k and g begin at multiples of 16
     bytes: with keys of length 1, whose products fit fp16."""
     return (
@@ -77,6 +86,16 @@ def _prepare(call: KdaCall) -> Optional[Callable]:
 
 def _made(call: KdaCall) -> Callable:
     return (Chunked if aligned(*call[:4]) else portable.Chunked)(call)
+
+
+def prepare_kda_chunk_bwd(call: KdaBackward) -> Optional[Callable]:
+    """The function that prepare_kda_chunk_bwd of portable/backward.py describes, with the prepare
+    above; None for other calls."""
+    return backward.prepare_kda_chunk_bwd(call, _prepare_kind) if computes(call) else None
+
+
+def _prepare_kind(call: KdaBackward) -> type:
+    return Prepare if aligned(call.q, call.k, call.g) else portable.Prepare
 
 
 class Chunked(portable.Chunked):

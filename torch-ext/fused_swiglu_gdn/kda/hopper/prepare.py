@@ -212,6 +212,25 @@ def _store_tile(desc, at, smem, x0, x1, x2, x3):
 
 
 @gluon.jit
+def _store_kept(desc, at, smem, x0, x1, x2, x3):
+    """Stores four columns of blocks in the order of kept_at(column, row), gdn/portable/inverse.py,
+    to rows `at`.. of desc, through smem [C, C]."""
+    x0, x1, x2, x3 = x0.to(desc.dtype), x1.to(desc.dtype), x2.to(desc.dtype), x3.to(desc.dtype)
+    x = gl.join(gl.join(x0, x2), gl.join(x1, x3)).reshape([4, 2, 4, 2, 2, 8, 2, 2])
+    smem.store(x.permute((6, 7, 0, 5, 2, 1, 4, 3)).reshape([C, C]))
+    fence_async_shared()
+    tma_store(desc, [at, 0], smem)
+
+
+@gluon.jit
+def _store_lengths(ptr, x):
+    """Stores x [4, 16] of a chunk's tokens."""
+    b = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, x.type.layout)), 1)
+    t = gl.expand_dims(gl.arange(0, 16, layout=gl.SliceLayout(0, x.type.layout)), 0)
+    gl.store(ptr + 16 * b + t, x)
+
+
+@gluon.jit
 def _beta(ptr, stride, rest, LAYOUT: gl.constexpr, BETA_MAX: gl.constexpr, DTYPE: gl.constexpr):
     """beta [4, 16], rounded as by _store_lengths of portable/prepare.py; `rest` tokens are left."""
     b = gl.expand_dims(gl.arange(0, 4, layout=gl.SliceLayout(1, LAYOUT)), 1)
@@ -230,6 +249,7 @@ def kda_prepare_fwd_kernel(
     g_desc,  # [.., .., tokens, HV, K] box [1, 1, C, 1, 32]
     t_desc,  # Tb [rows * HV * C, C] box [C, C]
     p_desc,  # P, likewise
+    a_desc,  # -A in fp16, likewise, or None
     beta_ptr,  # [B, T, HV]
     A_log_ptr,  # [HV] or None
     dt_bias_ptr,  # [HV, K] or None
@@ -238,6 +258,7 @@ def kda_prepare_fwd_kernel(
     qd_ptr,  # [B, T, HV, K]
     ke_ptr,  # [B, T, HV, K]
     gam_ptr,  # [rows, HV, K] fp32
+    lengths_ptr,  # [rows, HV, 3, C] fp32: 1 / |k| and 1 / |q|; or None
     beta_strides,
     T,
     N,
@@ -248,7 +269,7 @@ def kda_prepare_fwd_kernel(
     BETA_MAX: gl.constexpr,  # beta is a logit, and BETA_MAX * sigmoid(beta) is meant; 0: as given
     LOWER: gl.constexpr,  # of a bounded gate, or None
 ):
-    """Tb, P, Kd, Qd, Ke and gam of one chunk and value head."""
+    """Tb, P, Kd, Qd, Ke and gam of one chunk and value head, and what the gradient wants."""
     DTYPE: gl.constexpr = q_desc.dtype
     WIDTH: gl.constexpr = g_desc.dtype.primitive_bitwidth
     GATES: gl.constexpr = gl.NVMMASharedLayout(4 * WIDTH, WIDTH, 2)
@@ -302,8 +323,11 @@ def kda_prepare_fwd_kernel(
     zero = gl.zeros((4, 16, 16), gl.float32, TILE)
     kk, qk = zero, zero
     mbarrier.wait(full, 0)
-    rk = of_token(_lengths(k_smem, i, j))
-    rq = of_token(_lengths(q_smem, i, j))
+    rk, rq = _lengths(k_smem, i, j), _lengths(q_smem, i, j)
+    if lengths_ptr is not None:
+        _store_lengths(lengths_ptr + unit * (3 * C), rk)
+        _store_lengths(lengths_ptr + unit * (3 * C) + C, rq)
+    rk, rq = of_token(rk), of_token(rq)
     for p in range(PANELS):
         g = _tokens(g_smem.index(p)).to(gl.float32)
         if A_log_ptr is not None or LOWER is not None:
@@ -351,9 +375,13 @@ def kda_prepare_fwd_kernel(
     q2 = gl.where(b == 2, gl.where(i >= j, qk, 0.0), gl.where(b > 2, q2, 0.0)) * scale
     q3 = gl.where((b == 3) & (i >= j), qk, 0.0) * scale
     _store_tile(p_desc, at, k_tiles.index(0), q0, q1, q2, q3)
+    if a_desc is not None:
+        a_smem = as_tile(q_tiles.index(1), gl.float16, [C, C], a_desc.layout)
+        a0, a1 = gl.where(b == 0, kk, k0), gl.where(b == 1, kk, k1)
+        _store_kept(a_desc, at, a_smem, -a0, -a1, -gl.where(b == 2, kk, k2), -kk)
     beta = _beta(beta_ptr, beta_strides[1], rest, gl.SliceLayout(2, TILE), BETA_MAX, DTYPE)
     column = _beta(beta_ptr, beta_strides[1], rest, gl.SliceLayout(1, TILE), BETA_MAX, DTYPE)
-    smem = as_tile(q_tiles, gl.float16, [8, 4, 16, 16], BLOCKS)
+    smem = as_tile(q_tiles.index(0), gl.float16, [4, 4, 16, 16], BLOCKS)
     t0, t1, t2, t3 = _inverse(
         smem, kk, k0, k1, k2, gl.expand_dims(beta, 2), gl.expand_dims(column, 1), i, j, b
     )

@@ -24,21 +24,23 @@ from .prepare import Prepare
 from .recurrent import on_dense_gates
 
 
-def prepare_kda_chunk_bwd(call: KdaBackward) -> Optional[Callable]:
+def prepare_kda_chunk_bwd(
+    call: KdaBackward, prepare_kind: Callable = lambda call: Prepare
+) -> Optional[Callable]:
     """The call's tensors -> dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state; None for
     arguments that were not given.
 
-    For the head dims and dtypes of has_gradient.
+    For the head dims and dtypes of has_gradient. prepare_kind(call): the class of the first launch.
     """
     fits = has_gradient(call.K, call.V, call.q.dtype, call.q.device) and call.HV > 0
     if not fits or not {call.g.dtype, call.beta.dtype}.issubset(SERVED):
         return None
-    return on_dense_gates(_prepare, call, "initial_state", "do", "d_final_state")
 
+    def prepare(call: KdaBackward) -> Callable:
+        options = call.options
+        return lambda *tensors: _gradients(KdaBackward(*tensors, options), prepare_kind)
 
-def _prepare(call: KdaBackward) -> Callable:
-    options = call.options
-    return lambda *tensors: _gradients(KdaBackward(*tensors, options))
+    return on_dense_gates(prepare, call, "initial_state", "do", "d_final_state")
 
 
 @functools.lru_cache(maxsize=256)
@@ -69,7 +71,7 @@ def _gates(call: KdaBackward, given: KdaBackward, dg, sums) -> tuple:
     return cut(dg, given.K), dA_log, ddt_bias
 
 
-def _gradients(call: KdaBackward) -> tuple:
+def _gradients(call: KdaBackward, prepare_kind: Callable) -> tuple:
     given = call
     do, d_final = near(padded(call.do, 0)), call.d_final_state
     d_final = None if d_final is None else padded(d_final, 1)
@@ -77,7 +79,8 @@ def _gradients(call: KdaBackward) -> tuple:
     config = configuration(call.N * call.HV, call.K, call.V, call.q.element_size(), call.q.device)
     q, k, v, g, beta, A_log, dt_bias, _, cu_seqlens, *_ = call
     with device.on(q.device):
-        prepared = Prepare(call)(q, k, g, beta, A_log, dt_bias, cu_seqlens, keep=True)
+        prepare = prepare_kind(call)(call, keep=True)
+        prepared = prepare(q, k, g, beta, A_log, dt_bias, cu_seqlens)
         tb, p, kd, qd, ke, gam, gates, kept = prepared
         decayed = call._replace(q=qd, k=kd)
         h, dh, vt, dv, d_initial = gdn_backward_states(

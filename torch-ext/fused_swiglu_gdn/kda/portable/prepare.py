@@ -12,6 +12,8 @@ Three launches: the scan's operands, with norms and gates; A and P (levels.py); 
 Sizes: B T H HV K V; N sequences; C chunk; R = HV / H; rows = chunk rows of the call.
 """
 
+from typing import Union
+
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +25,7 @@ from ...gdn.portable.primitives import chunk_numbers, locate, precision
 from ...runtime.launch import Launch, steps
 from ...runtime.primitives import exact_exp2
 from ...runtime.tuning import lookup
-from ..call import KdaCall
+from ..call import KdaBackward, KdaCall
 from .levels import pairs_kernel
 
 UNITS = 4  # value heads of a program that are inverted at once: a warp each
@@ -204,11 +206,12 @@ def launched_with(config: dict) -> tuple:
 class Prepare:
     """The kernels above for calls of one kind: shapes, strides, dtypes and options are known."""
 
-    __slots__ = ("operands", "pairs", "inverse", "rows", "shape", "scratch", "works")
+    __slots__ = ("operands", "pairs", "inverse", "rows", "shape", "scratch", "works", "keep")
 
-    def __init__(self, call: KdaCall):
+    def __init__(self, call: Union[KdaCall, KdaBackward], keep: bool = False):
+        """keep: for the gradient."""
         q, H, K, HV, options = call.q, call.H, call.K, call.HV, call.options
-        wide = q.dtype == torch.float32
+        wide, self.keep = q.dtype == torch.float32, keep
         self.rows, self.shape = call.rows, (call.B, call.T, HV, K)
         # with unit keys nothing of A and P exceeds 1 and nothing of the inverse 2, and fp16 has
         # the mantissa of tf32 at twice its rate
@@ -247,9 +250,10 @@ class Prepare:
             options=(("num_warps", UNITS), ("num_stages", 1)),
         )  # fmt: skip
 
-    def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens, keep: bool = False) -> tuple:
+    def __call__(self, q, k, g, beta, A_log, dt_bias, cu_seqlens) -> tuple:
         """Tb, P [rows, HV, C, C]; Kd, Qd, Ke [B, T, HV, K]; gam [rows, HV, K] fp32; and what is
-        scratch but for the gradient: factors of tokens, and -A, which with `keep` outlives Tb."""
+        scratch but for the gradient: [rows, HV, .., C] fp32, of which the first two rows are
+        factors of k and q and the third is free; and -A, which with `keep` outlives Tb."""
         rows, (*_, HV, K) = self.rows, self.shape
         tb = q.new_empty((rows, HV, CHUNK, CHUNK))
         p = torch.empty_like(tb)
@@ -263,7 +267,7 @@ class Prepare:
             kept, narrow = gates[:, :, 4:], None
         else:  # -A lies where Tb will, if it may
             kept = narrow = (
-                tb.new_empty(tb.shape, dtype=torch.float16) if keep else tb.view(torch.float16)
+                tb.new_empty(tb.shape, dtype=torch.float16) if self.keep else tb.view(torch.float16)
             )
         self.pairs(q, k, g if work is None else work, cu_seqlens, p, kept, gates)
         self.inverse(cu_seqlens, narrow, tb, gates)
