@@ -8,18 +8,17 @@ attention is scaled_dot_product_attention as transformers calls it in decoding: 
 slots, for which keys and values are repeated for each query head.
 """
 
-import argparse
-import importlib.util
-import itertools
-import time
-from pathlib import Path
+import importlib
+from functools import partial
 from typing import NamedTuple, Optional
 
-import kernel_time
 import torch
 import torch.nn.functional as F
-from kernel_time import RESULTS, load_package, parse_on_gpu, save
+from kernel_time import host_us, microseconds
+from peers import peer
+from runner import relative_error, run
 
+ARGUMENTS = {"--no-compile": {"action": "store_true", "help": "without torch.compile"}}
 SLOTS, FILLED = 8192, 1024
 
 
@@ -107,11 +106,9 @@ class Rotary:
             self.values.index_copy_(2, slots, self.v.transpose(1, 2))
         return q.transpose(1, 2), k.transpose(1, 2)
 
-    def liger(self):
-        from liger_kernel.ops.rope import LigerRopeFunction
-
+    def liger(self, rope):
         # it writes to its input in place, as a model's projection allows
-        q, k = LigerRopeFunction.apply(*self._normed(), self.cos, self.sin)
+        q, k = rope.apply(*self._normed(), self.cos, self.sin)
         return q.transpose(1, 2), k.transpose(1, 2)
 
     def errors(self, names) -> dict:
@@ -122,28 +119,15 @@ class Rotary:
             self.query().double(), self.k.double(), self.cos.double(), self.sin.double(),
             q_weight=wide[0], k_weight=wide[1], norm=f.norm, offset=f.offset,
         )  # fmt: skip
-        found = {name: getattr(self, name)()[0].double() for name in names}
-        return {n: ((q - right).norm() / right.norm()).item() for n, q in found.items()}
+        return {name: relative_error(getattr(self, name)()[0], right) for name in names}
 
 
-def microseconds(calls: dict) -> dict:
-    return kernel_time.microseconds(calls, rounds=2, rep_ms=5)
-
-
-def host_us(call) -> float:
-    """Time until an eager call returns, the queue being empty: least mean of 5 runs of 100."""
-    means = []
-    for _ in range(6):
-        start = time.perf_counter()
-        for _ in range(100):
-            call()
-        means.append((time.perf_counter() - start) * 1e4)
-        torch.cuda.synchronize()
-    return min(means[1:])
+clock = partial(microseconds, rounds=2, rep_ms=5)
 
 
 @torch.no_grad()
 def rotary_rows(package, compiled: bool):
+    rope = peer("liger_kernel.ops.rope", "LigerRopeFunction")
     for name, family in FAMILIES.items():
         for B, T in ((1, 1), (64, 1), (1, 8192)):
             one = Rotary(package, family, B, T, cache=T == 1)
@@ -152,10 +136,10 @@ def rotary_rows(package, compiled: bool):
             if T > 1 and compiled:
                 torch._dynamo.reset()
                 calls["compile"] = torch.compile(one.modeling, dynamic=False)
-            if T > 1 and family.norm_class is None and importlib.util.find_spec("liger_kernel"):
-                calls["liger"] = one.liger
+            if T > 1 and family.norm_class is None and rope:
+                calls["liger"] = partial(one.liger, rope)
             what = f"batch {B}, and its cache" if T == 1 else f"{T} tokens"
-            row.update(what=f"{name}, q and k, {what}", us=microseconds(calls))
+            row.update(what=f"{name}, q and k, {what}", us=clock(calls))
             if B == T == 1:
                 row["host_us"] = {n: host_us(calls[n]) for n in ("ours", "modeling")}
             yield row
@@ -170,8 +154,8 @@ def training_rows(package):
             return lambda: torch.autograd.grad(forward(), leaves, d)
 
         calls = {"ours": step(one.ours), "modeling": step(one.modeling)}
-        yield {"what": f"{name}, q and k, 4096 tokens, forward and backward",
-               "us": microseconds(calls)}  # fmt: skip
+        what = f"{name}, q and k, 4096 tokens, forward and backward"
+        yield {"what": what, "us": clock(calls)}
 
 
 @torch.no_grad()
@@ -188,7 +172,7 @@ def gate_rows(package):
 
         calls = {"ours": ours, "modeling": modeling}
         row = {"what": f"Qwen3.5, gate, batch {B}, {T} token" + "s" * (T > 1)}
-        row["us"] = microseconds(calls)
+        row["us"] = clock(calls)
         if B == T == 1:
             row["host_us"] = {n: host_us(calls[n]) for n in ("ours", "modeling")}
         yield row
@@ -216,38 +200,22 @@ def attention_rows(package):
 
         calls = {"ours": ours, "sdpa": sdpa}
         row = {"what": f"attention, {HQ}/{HK} heads of {D}, batch {B}, {filled} of {S} slots"}
-        row["us"] = microseconds(calls)
+        row["us"] = clock(calls)
         right = package.attention_with_kvcache(
             q[:1].double(), k[:1].double(), v[:1].double(), length, attention_mask=mask[:1]
         )
-        found = {name: call()[:1].double() for name, call in calls.items()}
-        row["error"] = {n: ((y - right).norm() / right.norm()).item() for n, y in found.items()}
+        row["error"] = {name: relative_error(call()[:1], right) for name, call in calls.items()}
         if B == 1 and S == 640 and D == 128:
             row["host_us"] = {n: host_us(calls[n]) for n in calls}
         yield row
 
 
-def line(row: dict) -> str:
-    parts = [row["what"]]
-    for key, form in (("us", ".1f"), ("host_us", ".1f"), ("error", ".1e")):
-        if key in row:
-            parts.append(f"{key} " + ", ".join(f"{n} {x:{form}}" for n, x in row[key].items()))
-    return " | ".join(parts)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--no-compile", action="store_true", help="without torch.compile")
-    parser.add_argument("--json", type=Path, default=RESULTS / "attention.json")
-    options = parse_on_gpu(parser)
-    package, compiled, rows = load_package(), not options.no_compile, []
-    torch.manual_seed(0)
-    groups = (attention_rows(package), gate_rows(package), training_rows(package))
-    for row in itertools.chain(*groups, rotary_rows(package, compiled)):
-        rows.append(row)
-        print(line(row), flush=True)
-        save(options.json, rows)
+def rows(package, options):
+    yield from attention_rows(package)
+    yield from gate_rows(package)
+    yield from training_rows(package)
+    yield from rotary_rows(package, compiled=not options.no_compile)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "attention", rows, ARGUMENTS)

@@ -12,21 +12,15 @@ stay in L2; an eager training step by events, each started on an idle GPU. Sonic
 are timed eagerly, as steps are.
 """
 
-import argparse
-import functools
 import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
-import time
-from pathlib import Path
-from typing import Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from kernel_time import RESULTS, load_package, parse_on_gpu, save, seconds
+from kernel_time import event_ms, graph_ms, host_us, seconds
+from runner import DEVICE, SECONDS, in_fresh_process, load_package, relative_error, run
 
 MODELS = {  # experts, slots of a token, model width, hidden width
     "35B": (256, 8, 2048, 512),
@@ -46,9 +40,15 @@ NOTE = (
     "transformers 5.17 masks the rows of experts held elsewhere in every call, 5.22 under expert "
     "parallelism only: its grouped_mm is faster there at many tokens."
 )
-TOKENS = (1, 16, 64, 512, 8192, 32768)
-STEPS = 5
-DEVICE = "cuda"
+ARGUMENTS = {
+    "--models": {"nargs": "*", "default": list(MODELS), "choices": MODELS},
+    "--tokens": {"nargs": "*", "type": int, "default": (1, 16, 64, 512, 8192, 32768)},
+    "--training": {"nargs": "*", "type": int, "default": (8192, 32768)},
+    "--first-call": {"action": "store_true", "help": "a new process, too"},
+    "--sonicmoe": {"action": "store_true", "help": "beside SonicMoE, eagerly"},
+    **SECONDS,
+}
+STEPS, CALL_ONCE = 5, "--call-once"
 
 
 class Module(torch.nn.Module):
@@ -115,11 +115,11 @@ def contenders(package, weights, sonic=False) -> dict:
 
     module = Module(*weights)
     found = {
-        "ours": functools.partial(ours, package, weights),
+        "ours": partial(ours, package, weights),
         "grouped_mm": lambda *args: moe.grouped_mm_experts_forward(module, *args),
     }
     if sonic and len(weights) == 2:
-        found["sonicmoe"] = functools.partial(by_sonicmoe, *weights)
+        found["sonicmoe"] = partial(by_sonicmoe, *weights)
     return found
 
 
@@ -158,56 +158,7 @@ def error(out, x, ids, top, w_gate_up, w_down, *biases) -> float:
             else:
                 gate, up = (w_gate_up[e].double() @ x[t].double()).chunk(2)
                 ref[i] += weight * (w_down[e].double() @ (F.silu(gate) * up))
-    return ((out[tokens].double() - ref).norm() / ref.norm()).item()
-
-
-def graph_ms(calls) -> float:
-    """Milliseconds a call by replaying one graph of all calls: the median of replays for 60 ms."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls[:2]:
-            call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    times, began = [], time.time()
-    while len(times) < 4 or (time.time() - began < 0.06 and len(times) < 200):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) / len(calls))
-    return statistics.median(times[1:])
-
-
-def eager_ms(call) -> float:
-    """Milliseconds of an eager call that is started on an idle GPU: the median of 10."""
-    times = []
-    for _ in range(12):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        call()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return statistics.median(times[2:])
-
-
-def host_us(call) -> float:
-    """Time until an eager call returns, the queue being empty: least mean of 5 runs of 50."""
-    means = []
-    for _ in range(6):
-        start = time.perf_counter()
-        for _ in range(50):
-            call()
-        means.append((time.perf_counter() - start) * 2e4)
-        torch.cuda.synchronize()
-    return min(means[1:])
+    return relative_error(out[tokens], ref)
 
 
 def measure_forward(package, model, T, weights, sonic=False) -> dict:
@@ -221,10 +172,10 @@ def measure_forward(package, model, T, weights, sonic=False) -> dict:
             if sonic:
                 row.setdefault("first_s", {})[name] = seconds(lambda c=call: c(*args[0]))
             row["error"][name] = error(call(*args[0]), *args[0], *weights)
-            calls = [functools.partial(call, *each) for each in args]
-            row["us"][name] = 1e3 * (eager_ms(calls[0]) if sonic else graph_ms(calls))
+            calls = [partial(call, *each) for each in args]
+            row["us"][name] = 1e3 * (event_ms(calls[0]) if sonic else graph_ms(calls))
             if T == 1:
-                row.setdefault("host_us", {})[name] = host_us(calls[0])
+                row.setdefault("host_us", {})[name] = host_us(calls[0], 50)
     x, ids, top = args[0]
     row["served"] = package.implementation_of(ours, package, weights, x, ids, top)
     return row
@@ -256,11 +207,11 @@ def measure_training(package, model, T, sonic=False) -> dict:
     row = {"what": f"{TITLES[model]}, {T} tokens, training step", "us": {}}
     row.update(limit_us=3 * limit_us(model, T, ids), held_mib={}, peak_mib={})
     calls = contenders(package, weights, sonic)
-    calls["ours, recompute=True"] = functools.partial(ours, package, weights, recompute=True)
+    calls["ours, recompute=True"] = partial(ours, package, weights, recompute=True)
     for name, call in calls.items():
         leaves = (x, top, *weights)
         if sonic:
-            first = functools.partial(one_step, call, (x, ids, top), leaves, dout)
+            first = partial(one_step, call, (x, ids, top), leaves, dout)
             row.setdefault("first_s", {})[name] = seconds(first)
         steps = [one_step(call, (x, ids, top), leaves, dout) for _ in range(STEPS)]
         row["us"][name] = 1e3 * statistics.median(ms for ms, _, _ in steps[1:])
@@ -268,7 +219,20 @@ def measure_training(package, model, T, sonic=False) -> dict:
     return row
 
 
-def rows_of(package, options) -> Iterator[dict]:
+@torch.no_grad()
+def call_once() -> None:
+    """Prints seconds of calls at 35B's sizes in this process: decoding, then other numbers of
+    tokens and other routings."""
+    package, weights, found = load_package(), weights_of("35B"), {}
+    for name, T, seed in (("T=1", 1, 0), ("T=1, other routing", 1, 1), ("T=2", 2, 0),
+                          ("T=8192", 8192, 0), ("T=8000", 8000, 1)):  # fmt: skip
+        x, ids, top = inputs("35B", T, seed)
+        found[name] = round(seconds(partial(package.fused_experts, x, *weights, ids, top)), 4)
+    print(json.dumps(found))
+
+
+def rows(package, options):
+    options.facts["note"] = NOTE
     for model in options.models:
         weights = weights_of(model)
         for T in options.tokens:
@@ -277,73 +241,14 @@ def rows_of(package, options) -> Iterator[dict]:
         for T in options.training:
             torch.cuda.empty_cache()
             yield measure_training(package, model, T, options.sonicmoe)
-
-
-def measure(options) -> None:
-    torch.manual_seed(0)
-    rows, began = [], time.time()
-    for row in rows_of(load_package(), options):
-        rows.append(row)
-        print(line(row), flush=True)
-        save(options.json, rows, note=NOTE)
-        if time.time() - began > options.seconds:
-            break
     if options.first_call:
-        save(options.json, rows, note=NOTE, first_calls=first_calls())
+        options.facts["first_calls"] = in_fresh_process(CALL_ONCE)
 
 
-def first_calls() -> dict:
-    """Seconds of the first call of a new process with empty caches, and of calls after it."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, "TRITON_CACHE_DIR": folder}
-        command = [sys.executable, __file__, "--call-once"]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    return json.loads(done.stdout.strip().splitlines()[-1])
-
-
-def call_once() -> None:
-    """Prints seconds of calls at 35B's sizes in this process: decoding, then other numbers of
-    tokens and other routings."""
-    package, weights, found = load_package(), weights_of("35B"), {}
-    with torch.no_grad():
-        for name, T, seed in (("T=1", 1, 0), ("T=1, other routing", 1, 1), ("T=2", 2, 0),
-                              ("T=8192", 8192, 0), ("T=8000", 8000, 1)):  # fmt: skip
-            x, ids, top = inputs("35B", T, seed)
-            call = functools.partial(package.fused_experts, x, *weights, ids, top)
-            found[name] = round(seconds(call), 4)
-    print(json.dumps(found))
-
-
-def line(row: dict) -> str:
-    us, ours = row["us"], row["us"]["ours"]
-    cells = [row["what"], f"{ours:.1f} us", f"{ours / row['limit_us']:.2f} of the limit"]
-    cells += [f"{us[n] / ours:.2f} times as fast as {n}" for n in us if not n.startswith("ours")]
-    if "error" in row:
-        cells.append("error " + ", ".join(f"{value:.1e}" for value in row["error"].values()))
-    cells += [
-        f"{key} " + ", ".join(f"{name} {value:.1f}" for name, value in row[key].items())
-        for key in ("host_us", "held_mib", "first_s")
-        if key in row
-    ]
-    return " | ".join(cells)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=MODELS)
-    parser.add_argument("--tokens", nargs="*", type=int, default=TOKENS)
-    parser.add_argument("--training", nargs="*", type=int, default=(8192, 32768))
-    parser.add_argument("--seconds", type=float, default=1e9, help="start no row after so many")
-    parser.add_argument("--first-call", action="store_true", help="a new process, too")
-    parser.add_argument("--json", type=Path, default=RESULTS / "experts.json")
-    parser.add_argument("--sonicmoe", action="store_true", help="beside SonicMoE, eagerly")
-    parser.add_argument("--call-once", action="store_true", help=argparse.SUPPRESS)
-    options = parse_on_gpu(parser)
-    if options.call_once:
-        call_once()
-    else:
-        measure(options)
-
+main = partial(run, __doc__, "experts", rows, ARGUMENTS)
 
 if __name__ == "__main__":
-    main()
+    if CALL_ONCE in sys.argv:
+        call_once()
+    else:
+        main()

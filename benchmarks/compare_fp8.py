@@ -17,8 +17,8 @@ import os
 from pathlib import Path
 
 import torch
-from compare_swiglu import host_microseconds
-from kernel_time import RESULTS, load_package, microseconds, parse_on_gpu, save
+from kernel_time import host_us, microseconds
+from runner import RESULTS, load_package, parse_on_gpu, save
 
 SIZES = {"8B": (4096, 14336), "27B": (5120, 17408)}
 TOKENS, FEW = (1, 16, 64, 512, 4096), 64
@@ -119,7 +119,7 @@ def measure(path: Path) -> None:
                     }
                     del y
                 if M <= FEW:
-                    row["host_us"] = {name: host_microseconds(f) for name, f in timed.items()}
+                    row["host_us"] = {name: host_us(f) for name, f in timed.items()}
                 row["us"] = microseconds(timed, rounds=2, rep_ms=5)
                 rows.append(row)
                 save(path, rows)

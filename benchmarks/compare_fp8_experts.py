@@ -10,16 +10,17 @@ tokens against fp64 on dequantised weights: of ours, and of the formula in torch
 transformers rounds.
 """
 
-import argparse
-import functools
-from pathlib import Path
+from functools import partial
 
 import torch
-from compare_experts import MODELS, TITLES, graph_ms, host_us
-from kernel_time import RESULTS, load_package, parse_on_gpu, save
+from compare_experts import MODELS, TITLES, inputs
+from kernel_time import graph_ms, host_us
+from runner import DEVICE, relative_error, run, submodule
 
+ARGUMENTS = {
+    "--models": {"nargs": "+", "choices": list(MODELS)[:4], "default": ["35B", "30B"]},
+}
 TOKENS, SOME = (1, 16, 64, 512, 2048, 8192), 16
-DEVICE = "cuda"
 
 
 def quantised(weight: torch.Tensor) -> tuple:
@@ -43,15 +44,6 @@ def problem(model: str) -> tuple:
     return plain, [t for w in plain for t in quantised(w)]
 
 
-def inputs(model: str, T: int, seed: int) -> tuple:
-    """x [T, H], ids and weights [T, K] of a random router."""
-    E, K, H, _ = MODELS[model]
-    random = torch.Generator(device=DEVICE).manual_seed(seed)
-    x = torch.randn(T, H, device=DEVICE, generator=random).bfloat16()
-    top, ids = torch.rand(T, E, device=DEVICE, generator=random).topk(K, -1)
-    return x, ids, (top / top.sum(-1, keepdim=True)).bfloat16()
-
-
 def limit_us(model: str, T: int, ids: torch.Tensor) -> float:
     _, K, H, N = MODELS[model]
     operations = 6 * T * K * H * N / 1979e12
@@ -73,51 +65,33 @@ def exact(w_gate_up, s_gate_up, w_down, s_down, x, ids, top) -> torch.Tensor:
     return y
 
 
-def error(found: torch.Tensor, y: torch.Tensor) -> float:
-    return float((found.double() - y).norm() / y.norm())
-
-
-def measure(path: Path, models: list) -> None:
-    package, rows = load_package(), []
-    from in_tree import submodule
-
+@torch.no_grad()
+def rows(package, options):
     call, reference = submodule("experts.ops_fp8").fp8_experts, submodule("experts.reference")
-    torch.manual_seed(0)
-    for model in models:
+    for model in options.models:
         plain, tensors = problem(model)
         for T in TOKENS:
             args = [inputs(model, T, n) for n in range(8 if T <= 64 else 2 if T <= 512 else 1)]
-            x, ids, top = args[0]
+            few = [x[:SOME] for x in args[0]]
             row = {"what": f"{TITLES[model]} in FP8, {T} token" + "s" * (T > 1)}
-            row["limit_us"] = limit_us(model, T, ids)
-            few = (x[:SOME], *tensors, ids[:SOME], top[:SOME])
-            with torch.no_grad():
-                y = exact(*tensors, x[:SOME], ids[:SOME], top[:SOME])
-                found = call(x, *tensors, ids, top)[:SOME]
-                row["error"] = {
-                    "ours": error(found, y),
-                    "formula": error(reference.fp8_experts_fwd(*few), y),
-                }
-                timed = {
-                    "ours": [functools.partial(call, a, *tensors, b, c) for a, b, c in args],
-                    "ours, bf16": [
-                        functools.partial(package.fused_experts, a, *plain, b, c)
-                        for a, b, c in args
-                    ],
-                }
-                row["us"] = {name: 1e3 * graph_ms(calls) for name, calls in timed.items()}
-                if T <= 16:
-                    row["host_us"] = {name: host_us(calls[0]) for name, calls in timed.items()}
-            rows.append(row)
-            save(path, rows)
-            print({k: v for k, v in row.items() if k != "host_us"}, row.get("host_us", ""))
+            row["limit_us"] = limit_us(model, T, args[0][1])
+            y, (x, ids, top) = exact(*tensors, *few), few
+            row["error"] = {
+                "ours": relative_error(call(args[0][0], *tensors, *args[0][1:])[:SOME], y),
+                "formula": relative_error(reference.fp8_experts_fwd(x, *tensors, ids, top), y),
+            }
+            bf16 = package.fused_experts
+            timed = {
+                "ours": [partial(call, a, *tensors, b, c) for a, b, c in args],
+                "ours, bf16": [partial(bf16, a, *plain, b, c) for a, b, c in args],
+            }
+            row["us"] = {name: 1e3 * graph_ms(calls) for name, calls in timed.items()}
+            if T <= 16:
+                row["host_us"] = {name: host_us(calls[0], 50) for name, calls in timed.items()}
+            yield row
         del plain, tensors, timed
         torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", choices=list(MODELS)[:4], default=["35B", "30B"])
-    parser.add_argument("--json", type=Path, default=RESULTS / "fp8_experts.json")
-    options = parse_on_gpu(parser)
-    measure(options.json, options.models)
+    run(__doc__, "fp8_experts", rows, ARGUMENTS)

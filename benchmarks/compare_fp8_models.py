@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 from compare_fp8 import PEER, in_fp8, stand_in_for_hub
 from compare_generate import TURNS, decode_with_fla, graph_us
-from compare_models import greedy_step, wall
-from compare_whole import PROMPT, model_of
-from kernel_time import RESULTS, load_package, merged, parse_on_gpu, save
+from kernel_time import wall
+from model_cases import PROMPT, greedy_step, model_of
+from runner import RESULTS, load_package, merged, parse_on_gpu, save
 
 TITLES = {"llama": "Llama, 8 layers", "qwen3_5": "Qwen3.5, 16 layers"}
 EAGER, GRAPHED = 16, (1, 64)  # sequences
@@ -45,7 +45,7 @@ def in_turns(calls: dict) -> dict:
 
 
 def rows_of(package, name: str):
-    bf16 = model_of(name)
+    bf16 = model_of(name, cast=True)
     bf16.generation_config.eos_token_id = None
     models = {"ours": all_in_fp8(bf16), "ours, bf16": bf16}
     if name == "llama":
@@ -66,7 +66,7 @@ def rows_of(package, name: str):
     }  # fmt: skip
     yield row
     ids = torch.randint(5, config.vocab_size, (EAGER, 128), device="cuda")
-    steps = {n: greedy_step(m, models["ours"], config, ids) for n, m in models.items()}
+    steps = {n: greedy_step(m, models["ours"], ids) for n, m in models.items()}
     yield {
         "what": f"{title}, an eager token of {EAGER} sequences in FP8",
         "us": in_turns({n: partial(wall, step) for n, step in steps.items()}),

@@ -10,31 +10,29 @@ the slower. Errors are relative to automatic differentiation of the recurrence i
 squares over eight draws.
 """
 
-import argparse
 import contextlib
 import statistics
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from kernel_time import (
-    keep_fla_to_triton,
-    load_package,
-    parse_on_gpu,
-    record_of,
-    save,
-    share_autotuning,
-    warm_up,
-)
+from kernel_time import kernels_of, milliseconds
+from peers import keep_fla_to_triton, lift_fla_guard, warm_up, working
+from runner import relative_error, run
 
 SHAPES = [  # B, H, HV, T
     *((1, 16, 32, 8192), (1, 16, 32, 32768), (4, 16, 32, 4096)),
     *((1, 16, 64, 8192), (1, 16, 64, 32768), (4, 16, 64, 4096)),
     *((1, 8, 16, 8192), (1, 8, 16, 32768)),
 ]
-WAYS = ("recompute", "saved", "fla", "flashqla")
+PEERS = ("fla", "flashqla")
+ARGUMENTS = {
+    "--only": {"nargs": "*", "default": ("recompute", "saved", *PEERS)},
+    "--shapes": {"type": int, "default": len(SHAPES), "help": "the first so many"},
+}
 ERROR_HEADS, ERROR_TOKENS, SEEDS = (2, 4), (64, 1000), 8
 NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "d_initial")
+OPTIONS = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
 
 
 def tensors(B, H, HV, T, seed=0):
@@ -49,64 +47,40 @@ def tensors(B, H, HV, T, seed=0):
     return leaves, (do, d_state)
 
 
-def forward(package, way: str):
-    """(o, final state) of the leaves, by the way's own forward."""
-    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+def forward(package, way: str, leaves: list) -> tuple:
+    """(o, final state) by the way's own forward."""
+    q, k, v, g, beta, state = leaves
+    options = OPTIONS
     if way == "fla":
-        import fla.ops.common.chunk_o as guarded
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-        guarded.TRITON_ABOVE_3_7_1 = True
+        lift_fla_guard()
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
     elif way == "flashqla":
-        from flash_qla import chunk_gated_delta_rule
+        from flash_qla import chunk_gated_delta_rule as rule
     else:
-        chunk_gated_delta_rule = package.chunk_gated_delta_rule
-        options["recompute"] = way == "recompute"
-
-    def call(q, k, v, g, beta, state):
-        return chunk_gated_delta_rule(q, k, v, g=g, beta=beta, initial_state=state, **options)
-
-    return call
+        rule = package.chunk_gated_delta_rule
+        options = {**OPTIONS, "recompute": way == "recompute"}
+    return rule(q, k, v, g=g, beta=beta, initial_state=state, **options)
 
 
-def backward(call, leaves, outer):
-    outputs = call(*leaves)
+def backward(package, way: str, leaves: list, outer: tuple):
+    outputs = forward(package, way, leaves)
     return lambda: torch.autograd.grad(outputs, leaves, outer, retain_graph=True)
 
 
-def said(error) -> str:
-    return [type(error).__name__, *str(error).strip().splitlines()][-1][:120]
-
-
-def kernel_ms(call, calls: int = 5) -> float:
-    """The sum of the kernels' times of one call, what they read warm in the L2 or not."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(calls):
-            call()
-        torch.cuda.synchronize()
-    return sum(e.self_device_time_total for e in profiler.key_averages()) / calls / 1e3
+def whole(package, way: str, leaves: list, outer: tuple) -> list:
+    """Outputs and gradients, as NAMES has them."""
+    outputs = forward(package, way, leaves)
+    return [*outputs, *torch.autograd.grad(outputs, leaves, outer)]
 
 
 def measure(package, B, H, HV, T, only) -> dict:
-    from triton.testing import do_bench
-
-    leaves, outer = tensors(B, H, HV, T)
-    calls, row = {}, {"B": B, "heads": [H, HV], "T": T, "ms": {}}
-    for way in only:
-        try:
-            calls[way] = backward(forward(package, way), leaves, outer)
-            calls[way]()
-        except Exception as error:  # a peer that is not installed or refuses is left out
-            calls.pop(way, None)
-            print(f"{way} is left out: {said(error)}")
-    times = {way: [] for way in calls}
-    for _ in range(3):
-        for way, call in calls.items():
-            times[way].append(do_bench(call, warmup=10, rep=40, return_mode="median"))
-    row["ms"] = {way: round(statistics.median(t), 4) for way, t in times.items()}
-    row["kernel_ms"] = {way: round(kernel_ms(call), 4) for way, call in calls.items()}
-    print(row, flush=True)
-    return row
+    makers = {way: partial(backward, package, way, *tensors(B, H, HV, T)) for way in only}
+    calls = working(makers)
+    kernels = {way: sum(us for _, us in kernels_of(call, 5)) / 5e3 for way, call in calls.items()}
+    return {
+        "B": B, "heads": [H, HV], "T": T, "ms": milliseconds(calls),
+        "kernel_ms": {way: round(ms, 4) for way, ms in kernels.items()},
+    }  # fmt: skip
 
 
 def recurrence(q, k, v, g, beta, state):
@@ -124,66 +98,48 @@ def recurrence(q, k, v, g, beta, state):
 
 
 def errors(package, T, only) -> dict:
-    """Errors by implementation and name."""
-    squares = {way: [] for way in only}
+    """Errors by implementation and name: root mean squares over draws."""
+    found = {way: [] for way in only}
     for seed in range(SEEDS):
         leaves, outer = tensors(1, *ERROR_HEADS, T, seed)
         wide = [x.detach().double().requires_grad_() for x in leaves]
         want = recurrence(*wide)
         want = [*want, *torch.autograd.grad(want, wide, [x.double() for x in outer])]
-        for way in only:
-            try:
-                got = forward(package, way)(*leaves)
-                got = [*got, *torch.autograd.grad(got, leaves, outer)]
-            except Exception as error:
-                print(f"{way} is left out: {said(error)}")
-                continue
-            ratios = ((a.double() - b).norm() / b.norm() for a, b in zip(got, want))
-            squares[way].append([ratio.item() ** 2 for ratio in ratios])
+        makers = {way: partial(partial, whole, package, way, leaves, outer) for way in only}
+        for way, call in working(makers).items():
+            found[way].append(list(map(relative_error, call(), want)))
     row = {"T": T, "heads": list(ERROR_HEADS), "error": {}}
-    for way, draws in squares.items():
-        means = [statistics.mean(column) ** 0.5 for column in zip(*draws)]
+    for way, draws in ((way, draws) for way, draws in found.items() if draws):
+        means = [statistics.mean(e * e for e in column) ** 0.5 for column in zip(*draws)]
         row["error"][way] = {name: float(f"{mean:.2e}") for name, mean in zip(NAMES, means)}
-        print(T, way, row["error"][way], flush=True)
     return row
 
 
-def warm(shapes, only, part: int, parts: int) -> None:
+def warm(options) -> None:
     """One part of what the peers compile: of FLA's configurations, of FlashQLA's shapes."""
-    share_autotuning(part, parts)
-    shapes = [*shapes, *((1, *ERROR_HEADS, T) for T in ERROR_TOKENS)]
+    part, parts = map(int, options.warm.split("/"))
+    shapes = [*SHAPES[: options.shapes], *((1, *ERROR_HEADS, T) for T in ERROR_TOKENS)]
     todo = {"fla": [(1, *heads, 256) for heads in {shape[1:3] for shape in shapes}]}
     todo["flashqla"] = shapes[part::parts]
-    for way, chosen in todo.items():
+    for way in set(options.only) & set(PEERS):
         with contextlib.suppress(ImportError):
-            for shape in chosen if way in only else ():
-                backward(forward(None, way), *tensors(*shape))()
+            for shape in todo[way]:
+                backward(None, way, *tensors(*shape))()
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="default: gdn_backward_<peers>.json in results/")
-    parser.add_argument("--only", nargs="*", default=WAYS)
-    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="the first so many")
-    parser.add_argument("--compiled", action="store_true", help="warm nothing up before")
-    parser.add_argument("--warm", help=argparse.SUPPRESS)
-    options = parse_on_gpu(parser)
+def rows(package, options):
     keep_fla_to_triton()
-    shapes = SHAPES[: options.shapes]
-    if options.warm:
-        warm(shapes, options.only, *map(int, options.warm.split("/")))
-        return
-    peers = [way for way in ("fla", "flashqla") if way in options.only]
-    if peers and not options.compiled:
-        warm_up(__file__, "--shapes", str(options.shapes), "--only", *peers)
-    options.json = options.json or record_of("gdn_backward", peers)
-    package, rows = load_package(), []
+    if set(options.only) & set(PEERS) and not options.compiled:
+        warm_up()
     for T in ERROR_TOKENS:
-        rows.append(errors(package, T, options.only))
-    for shape in shapes:
-        rows.append(measure(package, *shape, options.only))
-        save(options.json, rows)
+        yield errors(package, T, options.only)
+    for shape in SHAPES[: options.shapes]:
+        yield measure(package, *shape, options.only)
+
+
+def record(options) -> str:
+    return "_".join(["gdn_backward", *sorted(set(options.only) & set(PEERS))])
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, record, rows, ARGUMENTS, warm)

@@ -9,14 +9,16 @@ alone) [K, V].
 FLA_FLASH_QLA=0 and FLA_TILELANG=0 keep FLA to its own kernels.
 """
 
-import argparse
-import time
-from pathlib import Path
+import itertools
+import statistics
+from functools import partial
 
 import torch
 import triton
 import triton.language as tl
-from kernel_time import RESULTS, load_package, microseconds, parse_on_gpu, save
+from kernel_time import host_us, microseconds
+from peers import peer
+from runner import run
 
 STATES = 3
 CASES = [(B, 16, HV) for HV in (32, 64) for B in (64, 256, 1)]
@@ -44,38 +46,41 @@ def rounds(call, states):
     return lambda: [call(state) for state in states]
 
 
-def ours(package, x, v_first):
-    q, k, v, a, b, A_log, dt_bias = x
+RAW = {"use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True,
+       "use_beta_sigmoid_in_kernel": True}  # fmt: skip
+
+
+def ours(package, x, v_first, **options):
+    """The call of a state, which it writes in place unless other options say so."""
+    *given, A_log, dt_bias = x
+    options = options or {"inplace_final_state": True}
     return lambda state: package.fused_recurrent_gated_delta_rule(
-        q, k, v, a, b, initial_state=state, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-        A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, state_v_first=v_first,
-        inplace_final_state=True,
+        *given, initial_state=state, A_log=A_log, dt_bias=dt_bias, state_v_first=v_first, **RAW,
+        **options,
     )  # fmt: skip
 
 
-def fla(x):
-    from fla.ops.gated_delta_rule import fused_recurrent_gated_delta_rule
-
+def fla(function, x):
     q, k, v, a, b, A_log, dt_bias = x
     g = -A_log.exp() * torch.nn.functional.softplus(a.float() + dt_bias)
     beta = b.float().sigmoid()
-    return lambda state: fused_recurrent_gated_delta_rule(
+    return lambda state: function(
         q, k, v, g, beta, initial_state=state, output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
 
 
-def flashinfer(x, by_index):
-    """by_index: states out of a pool, which spares FlashInfer a launch for its bf16 states."""
-    from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
-
+def flashinfer(function, x, kept: str):
+    """kept "[V, K]"; "by index": states out of a pool, which spares FlashInfer a launch for its
+    bf16 states; "[K, V]": its kernel for fp32 states that are kept so."""
     q, k, v, a, b, A_log, dt_bias = x
     out = torch.empty_like(v)
     rows = torch.arange(q.shape[0], device="cuda", dtype=torch.int32)
 
     def call(state):
+        by_index = kept == "by index"
         pool = {"initial_state": state, "initial_state_indices": rows} if by_index else {}
-        return gated_delta_rule_decode_pretranspose(
+        return function(
             q, k, v, None if by_index else state, A_log, a, dt_bias, b, scale=128**-0.5,
             output=out, use_qk_l2norm=True, **pool,
         )  # fmt: skip
@@ -83,75 +88,45 @@ def flashinfer(x, by_index):
     return call
 
 
-def flashinfer_kv(x):
-    """Its kernel for states kept as [K, V], fp32."""
-    from flashinfer.gdn_decode import gated_delta_rule_decode
-
-    q, k, v, a, b, A_log, dt_bias = x
-    out = torch.empty_like(v)
-    return lambda state: gated_delta_rule_decode(
-        q, k, v, state, A_log, a, dt_bias, b, scale=128**-0.5, output=out, use_qk_l2norm=True
-    )
-
-
 def copy(state):
     block = 4096 if state.numel() >= 2**22 else 2048
     _copy_kernel[(state.numel() // block,)](state, state, BLOCK=block)
 
 
-def host(call, state) -> float:
-    """Microseconds until an eager call returns."""
-    for _ in range(20):
-        call(state)
-    times = []
-    for _ in range(20):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(20):
-            call(state)
-        times.append((time.perf_counter() - start) / 20 * 1e6)
-    return sorted(times)[len(times) // 2]
+def states_of(B, HV, dtype) -> list:
+    return [torch.randn(B, HV, 128, 128, device="cuda").to(dtype) * 0.1 for _ in range(STATES)]
 
 
-def compare(package, B, H, HV, dtype, peers) -> dict:
-    x = tensors(B, H, HV)
-    states = [torch.randn(B, HV, 128, 128, device="cuda").to(dtype) * 0.1 for _ in range(STATES)]
+@torch.no_grad()
+def compare(package, B, H, HV, dtype, by_fla, by_flashinfer, by_flashinfer_kv) -> dict:
+    x, states = tensors(B, H, HV), states_of(B, HV, dtype)
     calls = {"copy": copy, "ours": ours(package, x, True), "ours_kv": ours(package, x, False)}
-    if "flashinfer" in peers:
-        calls["flashinfer"] = flashinfer(x, by_index=False)
+    if by_flashinfer:
+        calls["flashinfer"] = flashinfer(by_flashinfer, x, "[V, K]")
         if dtype == torch.bfloat16:
-            calls["flashinfer_pool"] = flashinfer(x, by_index=True)
+            calls["flashinfer_pool"] = flashinfer(by_flashinfer, x, "by index")
         else:
-            calls["flashinfer_kv"] = flashinfer_kv(x)
-    if "fla" in peers and dtype == torch.float32 and B <= FLA_BATCH:
-        calls["fla"] = fla(x)
-    with torch.no_grad():
-        times = microseconds({name: rounds(call, states) for name, call in calls.items()})
-        eager = {f"{name}_host": host(call, states[0]) for name, call in calls.items()}
-    times = {name: t / STATES for name, t in times.items()}
-    row = {"B": B, "heads": [H, HV], "state": str(dtype)[6:], "us": times, "host_us": eager}
-    print(row, flush=True)
-    return row
+            calls["flashinfer_kv"] = flashinfer(by_flashinfer_kv, x, "[K, V]")
+    if by_fla and dtype == torch.float32 and B <= FLA_BATCH:
+        calls["fla"] = fla(by_fla, x)
+    times = microseconds({name: rounds(call, states) for name, call in calls.items()})
+    host = partial(host_us, calls=20, runs=20, warm=20, of=statistics.median)
+    return {
+        "B": B, "heads": [H, HV], "state": str(dtype)[6:],
+        "us": {name: t / STATES for name, t in times.items()},
+        "host_us": {f"{n}_host": host(partial(call, states[0])) for n, call in calls.items()},
+    }  # fmt: skip
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=RESULTS / "gdn_recurrent.json")
-    options = parse_on_gpu(parser)
-    peers = []
-    for name in ("fla", "flashinfer"):
-        try:
-            __import__(name)
-            peers.append(name)
-        except ImportError:
-            pass
-    package = load_package()
-    rows = []
-    for case in CASES:
-        for dtype in (torch.float32, torch.bfloat16):
-            rows.append(compare(package, *case, dtype, peers))
-            save(options.json, rows, peers=peers)
+def rows(package, options):
+    peers = [
+        peer("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+        peer("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose"),
+        peer("flashinfer.gdn_decode", "gated_delta_rule_decode"),
+    ]
+    for case, dtype in itertools.product(CASES, (torch.float32, torch.bfloat16)):
+        yield compare(package, *case, dtype, *peers)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "gdn_recurrent", rows)

@@ -20,28 +20,37 @@ length of the prompt and the number of new tokens.
 and nothing else: graphed tokens.
 """
 
-import argparse
-import functools
 import gc
-import json
 import statistics
-import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Callable, Dict, List, Optional
 
+import model_cases
 import torch
-from compare_models import install_fla_convolution, randomize
-from compare_whole import LLAMA, QWEN
-from kernel_time import RESULTS, load_package, merged, parse_on_gpu, save, seconds, wait_for
+from kernel_time import seconds
+from peers import install_fla_convolution
+from runner import DEVICE, run, wait_for
 
-DEVICE = "cuda"
 PROMPT, NEW, EAGER = 512, 128, 48  # tokens; EAGER of the slow ways
 SHORT = 16  # tokens of the calls whose time is subtracted
 TURNS = 5
 MODELS = {  # with the vocabularies of the models whose layers these are
-    "qwen": ("Qwen3.5, 16 layers", "qwen3_5_text", {**QWEN, "vocab_size": 248320}),
-    "llama": ("Llama, 8 layers", "llama", LLAMA),
+    "qwen": ("Qwen3.5, 16 layers", "qwen3_5", {"vocab_size": 248320}),
+    "llama": ("Llama, 8 layers", "llama", {}),
+}
+KINDS = {  # option -> record and cases; without one, the first
+    "": ("generate", ["qwen:1", "llama:1", "qwen:64"]),
+    "loop": ("generate_loop", ["qwen:1", "llama:1"]),
+    "plain": ("generate_plain", ["qwen:1:512:128", "llama:1:512:128", "llama:1:8192:32"]),
+    "replay": ("replay_models", ["qwen:64", "qwen:256"]),
+}
+ARGUMENTS = {
+    "--cases": {"nargs": "+", "help": "model:batch"},
+    "--without": {"nargs": "+", "choices": ["compile", "transformers"], "default": []},
+    **{f"--{kind}": {"action": "store_true"} for kind in KINDS if kind},
+    "--wait-for": {"type": Path},
 }
 
 
@@ -52,20 +61,15 @@ def decode_with_fla(package) -> None:
     def convolution(hidden_states, weight, bias=None, activation=None):
         return package.causal_conv1d_fn(hidden_states, weight, bias, activation)
 
-    install_fla_convolution()
-    sys.modules["causal_conv1d"].causal_conv1d_fn = convolution
+    install_fla_convolution(convolution)
     rules.chunk_gated_delta_rule = package.chunk_gated_delta_rule
 
 
 def model_of(name: str):
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     _, family, sizes = MODELS[name]
-    config = AutoConfig.for_model(family, **sizes)
-    with torch.device(DEVICE):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = model_cases.model_of(family, device=DEVICE, **sizes)
     model.generation_config.eos_token_id = None
-    return randomize(model).eval()
+    return model
 
 
 def clock(stop: int):
@@ -109,22 +113,21 @@ def token_us(way: Callable, batch: int, new: int = NEW, **options) -> float:
     words = {"do_sample": False, "pad_token_id": 0, "cache_implementation": "static", **options}
     words["eos_token_id"] = 2**31  # beyond any vocabulary
     # in this order, so that both have a cache of the same length
-    long, short = (
-        seconds(functools.partial(way, ids, max_new_tokens=n, **words)) for n in (new, SHORT)
-    )
+    long, short = (seconds(partial(way, ids, max_new_tokens=n, **words)) for n in (new, SHORT))
     return (long - short) / (new - SHORT) * 1e6
 
 
-def in_turns(ways: Dict[str, Callable], begin: Optional[Path] = None) -> Dict[str, List[float]]:
+def in_turns(
+    ways: Dict[str, Callable], begin: Optional[Path] = None, turns: Optional[int] = None
+) -> Dict[str, List[float]]:
     """What each way gives in each turn but the first, which compiles. A capture collects garbage,
     which takes the longer the more objects there are: those of before are left out of it."""
     found: Dict[str, List[float]] = {name: [] for name in ways}
-    for turn in range(TURNS + 1):
+    for turn in range((turns or TURNS) + 1):
         if turn == 1:
             gc.collect()
             gc.freeze()
-            if begin is not None:
-                wait_for(begin)
+            wait_for(begin)
         for name, way in ways.items():
             found[name].append(way())
     gc.unfreeze()
@@ -133,9 +136,7 @@ def in_turns(ways: Dict[str, Callable], begin: Optional[Path] = None) -> Dict[st
 
 def row_of(name: str, batch: int, turns: Dict[str, List[float]]) -> dict:
     us = {way: statistics.median(times) for way, times in turns.items()}
-    row = {"what": f"{MODELS[name][0]}, batch {batch}, a token", "us": us, "turns": turns}
-    print(json.dumps(row), flush=True)
-    return row
+    return {"what": f"{MODELS[name][0]}, batch {batch}, a token", "us": us, "turns": turns}
 
 
 def graph_us(model, batch: int) -> float:
@@ -181,10 +182,10 @@ def plainly(package, name: str, batch: int, prompt: int, new: int) -> list:
     def way(serve: Callable) -> float:
         package.restore(model)
         serve(model)
-        return seconds(functools.partial(model.generate, ids, **words)) * 1e6
+        return seconds(partial(model.generate, ids, **words)) * 1e6
 
     ways = {
-        "ours": lambda: way(functools.partial(package.kernelize, cuda_graphs=True)),
+        "ours": lambda: way(partial(package.kernelize, cuda_graphs=True)),
         "ours, eager": lambda: way(package.kernelize),
         "transformers": lambda: way(lambda model: None),
     }
@@ -245,7 +246,7 @@ def compare(package, name: str, batch: int, without, begin: Optional[Path] = Non
 
     def way(shown: str, *arguments, **options) -> dict:
         found = measured(model, batch, *arguments, **options)
-        print(f"{title}, {shown:13}", json.dumps(found), flush=True)
+        print(f"{title}, {shown:13}", found, flush=True)
         return found
 
     ours, plain = {}, {}
@@ -268,43 +269,33 @@ def compare(package, name: str, batch: int, without, begin: Optional[Path] = Non
     return rows
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", nargs="+", help="model:batch")
-    parser.add_argument("--without", nargs="+", choices=["compile", "transformers"], default=[])
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--loop", action="store_true")
-    only.add_argument("--plain", action="store_true")
-    only.add_argument("--replay", action="store_true")
-    parser.add_argument("--wait-for", type=Path)
-    parser.add_argument("--json", type=Path)
-    arguments = parse_on_gpu(parser)
-    cases, record = ["qwen:1", "llama:1", "qwen:64"], "generate"
-    if arguments.loop:
-        cases, record = ["qwen:1", "llama:1"], "generate_loop"
-    if arguments.plain:
-        cases, record = ["qwen:1:512:128", "llama:1:512:128", "llama:1:8192:32"], "generate_plain"
-    if arguments.replay:
-        cases, record = ["qwen:64", "qwen:256"], "replay_models"
-    record = arguments.json or RESULTS / f"{record}.json"
-    package = load_package()
-    if not (arguments.loop or arguments.replay):
+def kind_of(options) -> str:
+    found = [kind for kind in KINDS if kind and getattr(options, kind)]
+    if len(found) > 1:
+        raise SystemExit(f"not together: {', '.join(found)}")
+    return found[0] if found else ""
+
+
+def rows(package, options):
+    kind, begin = kind_of(options), options.wait_for
+    if kind not in ("loop", "replay"):
         decode_with_fla(package)
-    for case in arguments.cases or cases:
+    for case in options.cases or KINDS[kind][1]:
         name, batch, *lengths = case.split(":")
         found = package, name, int(batch)
-        if arguments.plain:
-            rows = plainly(*found, *map(int, lengths))
-        elif arguments.loop:
-            rows = looped(*found, arguments.wait_for)
-        elif arguments.replay:
-            rows = replayed(*found, arguments.wait_for)
+        if kind == "plain":
+            yield from plainly(*found, *map(int, lengths))
+        elif kind:
+            yield from {"loop": looped, "replay": replayed}[kind](*found, begin)
         else:
-            rows = compare(*found, arguments.without, arguments.wait_for)
-        save(record, merged(record, rows))
+            yield from compare(*found, options.without, begin)
         gc.collect()
         torch.cuda.empty_cache()
 
+
+main = partial(
+    run, __doc__, lambda options: KINDS[kind_of(options)][0], rows, ARGUMENTS, merge=True
+)
 
 if __name__ == "__main__":
     main()

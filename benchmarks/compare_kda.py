@@ -13,15 +13,14 @@ The rows of FLA that do not fit into --seconds are left out. Errors are relative
 tokens and 4 heads for five kinds of gates.
 """
 
-import argparse
 import functools
-import os
 import sys
 import time
-from pathlib import Path
 
 import torch
-from kernel_time import RESULTS, ROOT, load_package, microseconds, parse_on_gpu, save
+from kernel_time import idle_host_us, microseconds
+from peers import keep_fla_to_triton, peer, thin_autotuning, working
+from runner import ROOT, relative_error, run, submodule
 
 sys.path.insert(0, str(ROOT / "tests"))
 PROMPTS = {
@@ -32,6 +31,11 @@ PROMPTS = {
     "H 32, packed 4 x 2048": (1, 8192, 32, 4),
 }
 BATCHES = (1, 64, 256)
+ARGUMENTS = {
+    "--seconds": {"dest": "of_fla", "type": float, "default": 1e9, "help": "no row of FLA after"},
+    "--configurations": {"type": int, "default": 6, "help": "of each kernel of FLA"},
+    "--prompts": {"action": "store_true", "help": "no decoding, no errors"},
+}
 ERRORS = ("softplus", "bounded", "slow", "floor", "wild")
 
 
@@ -46,40 +50,23 @@ def prompt(B, T, H, pieces) -> tuple:
     return (q, k, v, g, beta), options
 
 
-def thin_autotuning(most: int) -> None:
-    """FLA's tuning of every kernel takes minutes."""
-    from triton.runtime.autotuner import Autotuner
-
-    run = Autotuner.run
-
-    def thinned(self, *args, **kwargs):
-        if len(self.configs) > most:
-            self.configs = self.configs[:: -(-len(self.configs) // most)]
-        return run(self, *args, **kwargs)
-
-    Autotuner.run = thinned
+def load_fla(configurations: int) -> tuple:
+    """FLA's functions of prompts and of tokens, or None, with so many configurations a kernel."""
+    keep_fla_to_triton()
+    thin_autotuning(configurations)
+    return peer("fla.ops.kda", "chunk_kda"), peer("fla.ops.kda", "fused_recurrent_kda")
 
 
-def load_fla():
-    os.environ.update(FLA_FLASH_KDA="0", FLA_TILELANG="0", FLA_FLASH_QLA="0")
-    from fla.ops.kda import chunk_kda, fused_recurrent_kda
-
-    return chunk_kda, fused_recurrent_kda
-
-
-def phases(package, x, options) -> dict:
+def phases(x, options) -> dict:
     """The launches of a prompt, one by one: prepare (three where it is the portable one), scan."""
-    import importlib
-
-    module = lambda path: importlib.import_module(f"{package.__name__}.kda.{path}")  # noqa: E731
-    calls, portable = module("call"), module("portable.chunk")
+    calls, portable = submodule("kda.call"), submodule("kda.portable.chunk")
     given = calls.KdaOptions(128**-0.5, use_qk_l2norm=True, output_final_state=True)
     cu = options.get("cu_seqlens")
     call = calls.KdaCall(*x, None, None, None, None, cu, given)
     q, k, v, g, beta = x
     forms = {"prepare, portable": portable.Chunked(call)}
     if torch.cuda.get_device_capability()[0] == 9:
-        forms["prepare"] = module("hopper.chunk").Chunked(call)
+        forms["prepare"] = submodule("kda.hopper.chunk").Chunked(call)
     timed = {
         name: functools.partial(form.prepare, q, k, g, beta, None, None, cu)
         for name, form in forms.items()
@@ -89,19 +76,6 @@ def phases(package, x, options) -> dict:
     o, (states, _) = torch.empty_like(v), chunked.states(v, None, None)
     scanned = (qd, kd, v, o), (tb, p, gam), cu, (None, None, states, None), ke
     return {**timed, "scan": functools.partial(chunked.scan, *scanned)}
-
-
-def host(call) -> float:
-    """Median microseconds until an eager call returns, the GPU idle before each."""
-    for _ in range(10):
-        call()
-    times = []
-    for _ in range(50):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
-    return sorted(times)[25]
 
 
 def copied(states):
@@ -145,10 +119,10 @@ def decode(package, fla, B, H, dtype) -> dict:
     return {**row, "us": {name: t / count for name, t in times.items()}}
 
 
-def errors(package, fla) -> list:
+def errors(package, fla):
     from kda_problems import kda_inputs
 
-    rows, options = [], {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
+    options = {"use_qk_l2norm_in_kernel": True, "output_final_state": True}
     for gates in ERRORS:
         x = kda_inputs(1, 1000, 4, 4, 128, 128, torch.bfloat16, gates, device="cuda")
         x["beta"] = x["beta"].bfloat16().float()
@@ -159,68 +133,47 @@ def errors(package, fla) -> list:
             found["fla_safe"] = lambda x=x: fla(**x, **options, safe_gate=True)
         row = {"errors": gates}
         for name, call in found.items():
-            pairs = zip(call(), want)
-            row[name] = [((y.double() - z).norm() / z.norm()).item() for y, z in pairs]
-        rows.append(row)
-        print(row, flush=True)
-    return rows
+            row[name] = list(map(relative_error, call(), want))
+        yield row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=RESULTS / "kda.json")
-    parser.add_argument("--seconds", type=float, default=1e9)
-    parser.add_argument("--configurations", type=int, default=6)
-    parser.add_argument("--prompts", action="store_true", help="no decoding, no errors")
-    options = parse_on_gpu(parser)
-    began = time.perf_counter()
-    package, rows, prompts = load_package(), [], {}
-    try:
-        fla, fla_step = load_fla()
-        thin_autotuning(options.configurations)
-    except ImportError as error:
-        print(f"fla is left out: {error}")
-        fla = fla_step = None
+def beside_fla(package, fla, row: dict, case: tuple):
+    """The row of a prompt with FLA's time, both in turns: they are what it says in the end."""
+    x, given = prompt(*case)
+    for kind, safe in (("fla_safe", True), ("fla", False)):
+        calls = {
+            "ours": functools.partial(package.chunk_kda, *x, **given),
+            kind: functools.partial(fla, *x, **given, safe_gate=safe),
+        }
+        if kind in working({kind: functools.partial(calls.get, kind)}):
+            row["us"].update(microseconds(calls, rounds=3, rep_ms=10))
+        yield row
 
-    def done(row) -> None:
-        rows.append(row)
-        print(row, f"{time.perf_counter() - began:.0f} s", flush=True)
-        save(options.json, rows)
 
-    with torch.no_grad():
-        for name, case in PROMPTS.items():
-            x, given = prompt(*case)
-            call = lambda x=x, given=given: package.chunk_kda(*x, **given)  # noqa: E731
-            ours = microseconds({"ours": call, **phases(package, x, given)}, rounds=3, rep_ms=10)
-            prompts[name] = {"what": name, "us": ours, "host_us": {"ours": host(call)}}
-            done(prompts[name])
-        for H in () if options.prompts else (32, 64):
-            for B in BATCHES:
-                for dtype in (torch.float32, torch.bfloat16):
-                    step = fla_step if B <= 64 else None
-                    done(decode(package, step, B, H, dtype))
-        for row in () if options.prompts else errors(package, None):
-            done(row)
-        for name, case in PROMPTS.items() if fla is not None else ():
-            x, given = prompt(*case)
-            for kind, safe in (("fla_safe", True), ("fla", False)):
-                if time.perf_counter() - began > options.seconds:
-                    print(f"{kind} of {name} is left out: no time", flush=True)
-                    continue
-                calls = {
-                    "ours": functools.partial(package.chunk_kda, *x, **given),
-                    kind: functools.partial(fla, *x, **given, safe_gate=safe),
-                }
-                try:  # both in turn, and both are what the row says in the end
-                    prompts[name]["us"].update(microseconds(calls, rounds=3, rep_ms=10))
-                    print(prompts[name], f"{time.perf_counter() - began:.0f} s", flush=True)
-                    save(options.json, rows)
-                except Exception as error:  # a peer that refuses is left out
-                    print(f"{kind} of {name} is left out: {str(error)[-200:]}", flush=True)
-        if fla and not options.prompts and time.perf_counter() - began < options.seconds:
-            for row in errors(package, fla):
-                done(row)
+@torch.no_grad()
+def rows(package, options):
+    began, prompts = time.perf_counter(), {}
+    fla, fla_step = load_fla(options.configurations)
+    for name, case in PROMPTS.items():
+        x, given = prompt(*case)
+        call = functools.partial(package.chunk_kda, *x, **given)
+        us = microseconds({"ours": call, **phases(x, given)}, rounds=3, rep_ms=10)
+        prompts[name] = {"what": name, "us": us, "host_us": {"ours": idle_host_us(call)}}
+        yield prompts[name]
+    for H in () if options.prompts else (32, 64):
+        for B in BATCHES:
+            for dtype in (torch.float32, torch.bfloat16):
+                yield decode(package, fla_step if B <= 64 else None, B, H, dtype)
+    yield from () if options.prompts else errors(package, None)
+    todo = [beside_fla(package, fla, prompts[name], PROMPTS[name]) for name in prompts if fla]
+    todo += [errors(package, fla)] * bool(fla and not options.prompts)
+    for some in todo:
+        while time.perf_counter() - began < options.of_fla:
+            row = next(some, None)
+            if row is None:
+                break
+            yield row
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "kda", rows, ARGUMENTS)

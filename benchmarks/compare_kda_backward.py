@@ -11,15 +11,15 @@ Those of A_log and dt_bias, sums of terms of either sign, are relative to the ro
 terms' squares. Rows of FLA that do not fit into --seconds are left out.
 """
 
-import argparse
-import statistics
 import sys
 import time
-from pathlib import Path
+from functools import partial
 
 import torch
-from compare_kda import ERRORS, load_fla, prompt, thin_autotuning
-from kernel_time import RESULTS, load_package, parse_on_gpu, save
+from compare_kda import ERRORS, load_fla, prompt
+from kernel_time import kernels_of, milliseconds
+from peers import working
+from runner import run
 
 SHAPES = {
     "H 32, 8192": (1, 8192, 32, None),
@@ -55,23 +55,11 @@ def calls_of(function, x, options, safe: dict) -> dict:
     return {"backward": backward, "both": both}
 
 
-def milliseconds(calls: dict, rounds: int = 3, rep: int = 15) -> dict:
-    from triton.testing import do_bench
-
-    times = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(do_bench(call, warmup=5, rep=rep, return_mode="median"))
-    return {name: round(statistics.median(t), 4) for name, t in times.items()}
-
-
 def launches(call, times: int = 3) -> dict:
     """Microseconds of each kernel of a call, by torch's profiler."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-        for _ in range(times):
-            call()
-        torch.cuda.synchronize()
-    found = {e.key[:60]: e.self_device_time_total / times for e in profiler.key_averages()}
+    found = {}
+    for name, us in kernels_of(call, times):
+        found[name[:60]] = found.get(name[:60], 0.0) + us / times
     return {name: round(us, 1) for name, us in found.items() if us > 1}
 
 
@@ -110,8 +98,7 @@ def gradients(function, x: dict, outer, options: dict) -> dict:
     return dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), outer)))
 
 
-def errors(package, ways: dict) -> list:
-    rows = []
+def errors(package, ways: dict):
     for gates in (*ERRORS, *RAW):
         x, options = inputs(gates)
         outer = (torch.randn(1, 500, 4, 128, device="cuda"), torch.randn(1, 4, 128, 128).cuda())
@@ -119,62 +106,46 @@ def errors(package, ways: dict) -> list:
         wide = {name: y.double() for name, y in x.items()}
         want = gradients(package.fused_recurrent_kda, wide, outer, options)
         of, row = sizes(x, want, options.get("lower_bound")), {"errors": gates}
-        for way, (function, more) in ways.items():
-            if more and gates in RAW and RAW[gates] is None:
-                continue  # safe_gate asks for a bound
-            try:
-                got = gradients(function, x, outer, {**options, **more})
-            except Exception as error:  # a peer that refuses is left out
-                print(f"{way} is left out: {str(error)[-200:]}", flush=True)
-                continue
-            ratios = {n: ((y.double() - want[n]).norm() / of[n]).item() for n, y in got.items()}
+        makers = {
+            way: partial(partial, gradients, function, x, outer, {**options, **more})
+            for way, (function, more) in ways.items()
+            if not (more and gates in RAW and RAW[gates] is None)  # safe_gate asks for a bound
+        }
+        for way, call in working(makers).items():
+            ratios = {n: ((y.double() - want[n]).norm() / of[n]).item() for n, y in call().items()}
             row[way] = {f"d{name}": float(f"{ratio:.2e}") for name, ratio in ratios.items()}
-        rows.append(row)
-    return rows
+        yield row
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=RESULTS / "kda_backward.json")
-    parser.add_argument("--seconds", type=float, default=1e9)
-    parser.add_argument("--configurations", type=int, default=2)
-    options = parse_on_gpu(parser)
+def rows(package, options):
     began = time.perf_counter()
-    try:
-        fla, _ = load_fla()
-    except ImportError as error:
-        print(f"fla is left out: {error}")
-        fla = None
-    package, rows = load_package(), []
+    fla, _ = load_fla(options.configurations)
     ways = {"ours": (package.chunk_kda, {})}
-
-    def done(row) -> None:
-        rows.append(row)
-        print(row, f"{time.perf_counter() - began:.0f} s", flush=True)
-        save(options.json, rows)
-
-    if fla is not None:
-        thin_autotuning(options.configurations)
+    if fla:
         ways.update(fla_safe=(fla, {"safe_gate": True}), fla=(fla, {}))
         without_guards()
     for name, case in SHAPES.items():
         for way, (function, more) in ways.items():
-            if way != "ours" and time.perf_counter() - began > options.seconds:
+            if way != "ours" and time.perf_counter() - began > options.of_fla:
                 print(f"{way} of {name} is left out: no time", flush=True)
                 continue
-            x, given = prompt(*case)
-            row = {"gradient": name, "way": way}
-            try:
-                calls = calls_of(function, x, given, more)
-                row["ms"] = milliseconds(calls)
-            except Exception as error:  # a peer that refuses is left out
-                print(f"{way} of {name} is left out: {str(error)[-300:]}", flush=True)
-                continue
-            done({**row, "launches_us": launches(calls["both"])} if way == "ours" else row)
-        if name == next(iter(SHAPES)):
-            for row in errors(package, ways):
-                done(row)
+            calls = {}
 
+            def both(function=function, case=case, more=more, calls=calls):
+                calls.update(calls_of(function, *prompt(*case), more))
+                return calls["both"]
+
+            if working({way: both}):
+                row = {"gradient": name, "way": way, "ms": milliseconds(calls, warmup=5, rep=15)}
+                yield {**row, "launches_us": launches(calls["both"])} if way == "ours" else row
+        if name == next(iter(SHAPES)):
+            yield from errors(package, ways)
+
+
+ARGUMENTS = {
+    "--seconds": {"dest": "of_fla", "type": float, "default": 1e9, "help": "no row of FLA after"},
+    "--configurations": {"type": int, "default": 2, "help": "of each kernel of FLA"},
+}
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "kda_backward", rows, ARGUMENTS)

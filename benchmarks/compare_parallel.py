@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Dict, List, Optional
 
 import torch
-from kernel_time import RESULTS, ROOT, keep_fla_to_triton, load_package, save
+from peers import keep_fla_to_triton
+from runner import RESULTS, ROOT, load_package, save
 
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "parallel")]
 

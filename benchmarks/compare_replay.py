@@ -12,13 +12,11 @@ each, and `ours every state` is output_all_states. `ours advance` is advance_rin
 all layers.
 """
 
-import argparse
-import time
-from pathlib import Path
-
 import torch
-from compare_gdn_recurrent import STATES, copy, flashinfer, ours, rounds, tensors
-from kernel_time import RESULTS, load_package, microseconds, parse_on_gpu, save
+from compare_gdn_recurrent import RAW, STATES, copy, flashinfer, ours, rounds, states_of, tensors
+from kernel_time import microseconds
+from peers import peer
+from runner import SECONDS, run
 
 DRAFTS, ACCEPTED = 4, 3
 CASES = [(B, HV, state, T) for state in (torch.float32, torch.bfloat16) for T in (1, DRAFTS)
@@ -41,32 +39,19 @@ def period(package, ring, B, T) -> list:
 
 def replay(package, x, states, rings, cursors):
     """One call for each layer at each place of the period."""
-    q, k, v, a, b, A_log, dt_bias = x
+    *given, A_log, dt_bias = x
 
     def call():
         for cursor in cursors:
             for state, ring in zip(states, rings):
                 package.replay_gated_delta_rule(
-                    q, k, v, a, b, state, ring, cursor, use_qk_l2norm_in_kernel=True,
-                    use_gate_in_kernel=True, A_log=A_log, dt_bias=dt_bias,
-                    use_beta_sigmoid_in_kernel=True,
-                )  # fmt: skip
+                    *given, state, ring, cursor, A_log=A_log, dt_bias=dt_bias, **RAW
+                )
 
     return call
 
 
-def every_state(package, x):
-    q, k, v, a, b, A_log, dt_bias = x
-    return lambda state: package.fused_recurrent_gated_delta_rule(
-        q, k, v, a, b, initial_state=state, use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True,
-        A_log=A_log, dt_bias=dt_bias, use_beta_sigmoid_in_kernel=True, state_v_first=True,
-        output_all_states=True,
-    )  # fmt: skip
-
-
-def flashinfer_drafts(x):
-    from flashinfer.gdn_decode import gated_delta_rule_mtp
-
+def flashinfer_drafts(gated_delta_rule_mtp, x):
     q, k, v, a, b, A_log, dt_bias = x
     B, T, HV, V = v.shape
     out, rows = torch.empty_like(v), torch.arange(B, device="cuda", dtype=torch.int32)
@@ -77,11 +62,13 @@ def flashinfer_drafts(x):
     )  # fmt: skip
 
 
-def compare(package, B, HV, dtype, T, peers) -> dict:
-    H, x = 16, tensors(B, 16, HV, T)
-    states = [torch.randn(B, HV, 128, 128, device="cuda").to(dtype) * 0.1 for _ in range(STATES)]
-    rows = 16 if T == 1 else 32
-    rings = [package.make_ring(s, H, torch.bfloat16, rows=rows, max_tokens=T) for s in states]
+@torch.no_grad()
+def compare(package, B, HV, dtype, T, by_token, by_drafts) -> dict:
+    H, x, states = 16, tensors(B, 16, HV, T), states_of(B, HV, dtype)
+    rings = [
+        package.make_ring(s, H, torch.bfloat16, rows=16 if T == 1 else 32, max_tokens=T)
+        for s in states
+    ]
     for ring in rings:
         ring.k.normal_(), ring.u.normal_(0, 0.01), ring.g.fill_(-0.1)
     steps = period(package, rings[0], B, T)
@@ -97,39 +84,29 @@ def compare(package, B, HV, dtype, T, peers) -> dict:
     if T == 1:
         calls["ours every token"] = rounds(ours(package, x, True), states), STATES
     else:
-        calls["ours every state"] = rounds(every_state(package, x), states), STATES
-    if "flashinfer" in peers:
-        bf16 = dtype == torch.bfloat16
-        peer = flashinfer(x, by_index=bf16) if T == 1 else flashinfer_drafts(x)
-        calls["flashinfer"] = rounds(peer, states), STATES
+        every = ours(package, x, True, output_all_states=True)
+        calls["ours every state"] = rounds(every, states), STATES
+    if by_token:
+        kept = "by index" if dtype == torch.bfloat16 else "[V, K]"
+        them = flashinfer(by_token, x, kept) if T == 1 else flashinfer_drafts(by_drafts, x)
+        calls["flashinfer"] = rounds(them, states), STATES
     cursor, accepted = staggered[0].clone(), None if T == 1 else n.clamp(max=ACCEPTED)
     calls["ours advance"] = (lambda: package.advance_ring(cursor, rings[0], accepted)), 1
-    with torch.no_grad():
-        times = microseconds({name: call for name, (call, _) in calls.items()}, rounds=2, rep_ms=6)
-    us = {name: times[name] / count for name, (_, count) in calls.items()}
+    times = microseconds({name: call for name, (call, _) in calls.items()}, rounds=2, rep_ms=6)
     what = f"{H}/{HV} heads, batch {B}, {'fp32' if dtype == torch.float32 else 'bf16'} state"
-    row = {"what": f"{what}, {'one token' if T == 1 else f'{T} drafts'}", "us": us}
-    print(row, flush=True)
-    return row
+    return {
+        "what": f"{what}, {'one token' if T == 1 else f'{T} drafts'}",
+        "us": {name: times[name] / count for name, (_, count) in calls.items()},
+    }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=RESULTS / "gdn_replay.json")
-    parser.add_argument("--seconds", type=float, default=600.0, help="no case begins after these")
-    options = parse_on_gpu(parser)
-    peers = []
-    try:
-        __import__("flashinfer")
-        peers.append("flashinfer")
-    except ImportError:
-        pass
-    package, rows, start = load_package(), [], time.monotonic()
+def rows(package, options):
+    by_token = peer("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose")
+    by_drafts = peer("flashinfer.gdn_decode", "gated_delta_rule_mtp")
+    options.facts["peers"] = ["flashinfer"] * bool(by_token)
     for case in CASES:
-        if time.monotonic() - start < options.seconds:
-            rows.append(compare(package, *case, peers))
-            save(options.json, rows, peers=peers)
+        yield compare(package, *case, by_token, by_drafts)
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "gdn_replay", rows, SECONDS)

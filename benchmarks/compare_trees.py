@@ -20,7 +20,8 @@ import time
 from pathlib import Path
 
 import torch
-from kernel_time import ROOT, load_package, machine, microseconds, parse_on_gpu, save
+from kernel_time import microseconds
+from runner import ROOT, load_package, machine, parse_on_gpu, save
 
 LIMIT = 1.03
 DEVICE, DTYPE = "cuda", torch.bfloat16

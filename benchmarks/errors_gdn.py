@@ -4,21 +4,21 @@
 
 ||x - ref|| / ||ref|| of the outputs and of the final state, 1024 tokens, 2 heads of q and k, 8 of
 v, head dim 128, l2norm of q and k in the call, a random initial state; root mean squares over eight
-draws. A ratio above 1 is one where
-we are further off than FLA (FLA_FLASH_QLA=0 and FLA_TILELANG=0 keep it to its Triton kernels).
+draws. FLA_FLASH_QLA=0 and FLA_TILELANG=0 keep FLA to its Triton kernels.
 """
 
-import argparse
-import importlib
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn.functional as F
-from compare_gdn_backward import recurrence
-from kernel_time import RESULTS, keep_fla_to_triton, load_package, parse_on_gpu, save
+from compare_gdn_backward import OPTIONS, recurrence
+from peers import keep_fla_to_triton, peer, working
+from runner import relative_error, run, submodule
 
 GATES = ("qwen", "slow", "g=0", "g=-30")
 BETAS = ("random", "0", "1")
+CASES = [(g, b, "random") for g in GATES for b in BETAS]
+CASES += [(g, b, "repeated") for g in ("g=0", "slow") for b in ("random", "1")]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 T, H, HV, D = 1024, 2, 8, 128
 SEEDS = 8  # a sequence of one repeated key has few errors, which may add up or cancel
@@ -47,77 +47,44 @@ def tensors(gates: str, beta: str, keys: str, dtype: torch.dtype, seed: int) -> 
 
 def functions(package) -> dict:
     """Name -> function(x) of (outputs, final state)."""
-    dispatch = importlib.import_module(f"{package.__name__}.runtime.dispatch")
-    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    dispatch = submodule("runtime.dispatch")
 
-    def ours(folder):
-        def call(x):
-            with dispatch.force(folder):
-                return package.chunk_gated_delta_rule(*x[:5], initial_state=x[5], **options)
+    def ours(folder, x):
+        with dispatch.force(folder):
+            return package.chunk_gated_delta_rule(*x[:5], initial_state=x[5], **OPTIONS)
 
-        return call
-
-    found = {"portable": ours("portable"), "hopper": ours("hopper")}
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as fla
-
-        found["fla"] = lambda x: fla(*x[:5], initial_state=x[5], **options)
-    except ImportError:
-        print("FLA is not installed: no comparison")
+    found = {folder: partial(ours, folder) for folder in ("portable", "hopper")}
+    fla = peer("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    if fla:
+        found["fla"] = lambda x: fla(*x[:5], initial_state=x[5], **OPTIONS)
     return found
 
 
-def errors(call, x, ref) -> list:
-    """Errors of the outputs and the state; absolute where the reference is zero."""
-    return [
-        ((a.double() - b).norm() / (b.norm() if b.norm() > 0 else 1)).item()
-        for a, b in zip(call(x), ref)
-    ]
-
-
-def compare(calls, case, dtype) -> dict:
-    """By name the errors of o and of the state: root mean squares over the seeds."""
-    found = {name: [] for name in calls}
+@torch.no_grad()
+def compare(ways: dict, case: tuple, dtype) -> dict:
+    """By name the errors of o and of the state: root mean squares over the seeds. The portable
+    kernels serve fp32."""
+    found = {name: [] for name in ways if name != "hopper" or dtype != torch.float32}
     for seed in range(SEEDS):
         x = tensors(*case, dtype, seed)
-        ref = recurrence(*(y.double() for y in x))
-        for name, call in calls.items():
-            if name == "hopper" and dtype == torch.float32:
-                continue  # the portable kernels serve fp32
-            try:
-                found[name].append(errors(call, x, ref))
-            except Exception as error:  # FLA refuses some
-                print(f"{name} is left out: {str(error).strip().splitlines()[-1][:120]}")
+        want = recurrence(*(y.double() for y in x))
+        makers = {name: partial(partial, ways[name], x) for name in found}
+        for name, call in working(makers).items():
+            found[name].append(list(map(relative_error, call(), want)))
     return {
-        name: [(sum(e * e for e in column) / len(column)) ** 0.5 for column in zip(*rows)]
-        for name, rows in found.items()
-        if rows
+        name: [(sum(e * e for e in column) / len(column)) ** 0.5 for column in zip(*draws)]
+        for name, draws in found.items()
+        if draws
     }
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=RESULTS / "gdn_chunk_errors_fla.json")
-    options = parse_on_gpu(parser)
+def rows(package, options):
     keep_fla_to_triton()
-    calls = functions(load_package())
-    cases = [(g, b, "random") for g in GATES for b in BETAS]
-    cases += [(g, b, "repeated") for g in ("g=0", "slow") for b in ("random", "1")]
-    rows = []
+    ways = functions(package)
     for dtype in DTYPES:
-        for case in cases:
-            with torch.no_grad():
-                found = compare(calls, case, dtype)
-            rows.append({"dtype": str(dtype)[6:], "case": case, "error": found})
-            peer = found.get("fla")
-            ratios = [
-                f"{name} {e[0]:.2e} {e[1]:.2e}"
-                + (f" ({e[0] / peer[0]:.2f} {e[1] / peer[1]:.2f})" if peer and all(peer) else "")
-                for name, e in found.items()
-            ]
-            print(rows[-1]["dtype"], *case, "|", " | ".join(ratios), flush=True)
-            save(options.json, rows)
+        for case in CASES:
+            yield {"dtype": str(dtype)[6:], "case": case, "error": compare(ways, case, dtype)}
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "gdn_chunk_errors_fla", rows)

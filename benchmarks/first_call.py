@@ -17,7 +17,8 @@ from pathlib import Path
 
 import torch
 from compare_gdn import tensors
-from kernel_time import RESULTS, load_package, parse_on_gpu, save, seconds
+from kernel_time import seconds
+from runner import RESULTS, load_package, parse_on_gpu, save
 
 
 def swiglu(package, M):

@@ -9,9 +9,7 @@ has Triton compile kernels where they are first launched. --wait-for begins to m
 exists: for a GPU that others use meanwhile.
 """
 
-import argparse
 import collections
-import json
 import os
 import sys
 import tempfile
@@ -21,8 +19,8 @@ from pathlib import Path
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # before Triton is imported
 
 import torch  # noqa: E402
-from compare_generate import MODELS, generate, merged, model_of, wait_for  # noqa: E402
-from kernel_time import RESULTS, load_package, parse_on_gpu, save  # noqa: E402
+from compare_generate import MODELS, generate, model_of  # noqa: E402
+from runner import run, wait_for  # noqa: E402
 
 
 class Watch:
@@ -93,26 +91,23 @@ def measured(package, model, batch: int, watch: Watch) -> dict:
     return {"seconds": seconds, "more": found}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--case", default="qwen:1", help="model:batch")
-    parser.add_argument("--one-by-one", action="store_true")
-    parser.add_argument("--wait-for", type=Path)
-    parser.add_argument("--json", type=Path, default=RESULTS / "first_token.json")
-    arguments = parse_on_gpu(parser)
-    name, batch = arguments.case.split(":")
-    package, model = load_package(), model_of(name)
-    if arguments.one_by_one:
+def rows(package, options):
+    name, batch = options.case.split(":")
+    model = model_of(name)
+    if options.one_by_one:
         sys.modules[f"{package.__name__}.models.graphs"].expect_prompt = lambda *_: None
     watch = Watch()
-    if arguments.wait_for:
-        wait_for(arguments.wait_for)
-    way = "one after another" if arguments.one_by_one else "by several threads"
+    wait_for(options.wait_for)
+    way = "one after another" if options.one_by_one else "by several threads"
     row = {"what": f"{MODELS[name][0]}, batch {batch}, compiled {way}"}
-    row.update(measured(package, model, int(batch), watch))
-    print(json.dumps(row, indent=1), flush=True)
-    save(arguments.json, merged(arguments.json, [row]))
+    yield {**row, **measured(package, model, int(batch), watch)}
 
+
+ARGUMENTS = {
+    "--case": {"default": "qwen:1", "help": "model:batch"},
+    "--one-by-one": {"action": "store_true"},
+    "--wait-for": {"type": Path},
+}
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "first_token", rows, ARGUMENTS, merge=True)

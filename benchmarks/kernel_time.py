@@ -1,36 +1,50 @@
-"""What the compare_*.py scripts share: the package in the tree, kernel time, the peers' tuning, and
-the record."""
+"""The clocks of the comparisons: kernels by CUDA graph, eager calls by the GPU's and the host's."""
 
-import datetime
-import functools
-import importlib.metadata
-import json
-import os
-import shlex
 import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
-from typing import Callable, Dict
+from typing import Callable, Dict, List, Tuple
 
 import torch
-from records import RESULTS
 
-sys.path.insert(0, str(RESULTS.parent.parent / "tools"))
-from in_tree import ROOT, load_package, need_gpu, parse_on_gpu  # noqa: E402, F401
+
+def in_turns(calls: Dict[str, Callable], rounds: int, clock: Callable) -> Dict[str, float]:
+    """The median over rounds of clock(call), by name. The calls of a round follow each other, so
+    that a clock that drifts drifts for all of them."""
+    turns = [{name: clock(call) for name, call in calls.items()} for _ in range(rounds)]
+    return {name: statistics.median(turn[name] for turn in turns) for name in calls}
 
 
 def microseconds(calls: Dict[str, Callable], rounds: int = 3, rep_ms: int = 20) -> Dict[str, float]:
-    """Kernel time of each call by CUDA-graph replay: median over rounds, which take the calls in
-    turn so that a clock that drifts drifts for all of them."""
+    """Kernel time of each call by CUDA-graph replay."""
     from triton.testing import do_bench_cudagraph
 
-    times = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
-            times[name].append(do_bench_cudagraph(call, rep=rep_ms, return_mode="median") * 1e3)
-    return {name: statistics.median(t) for name, t in times.items()}
+    def clock(call) -> float:
+        return do_bench_cudagraph(call, rep=rep_ms, return_mode="median") * 1e3
+
+    return in_turns(calls, rounds, clock)
+
+
+def milliseconds(calls: Dict[str, Callable], rounds: int = 3, warmup: int = 10, rep: int = 40):
+    """Time of each eager call by the GPU's clock."""
+    from triton.testing import do_bench
+
+    def clock(call) -> float:
+        return do_bench(call, warmup=warmup, rep=rep, return_mode="median")
+
+    return {name: round(ms, 4) for name, ms in in_turns(calls, rounds, clock).items()}
+
+
+def wall(call: Callable, least: float = 0.2) -> float:
+    """Microseconds of a call as a program sees it: host and GPU, calls one after another."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    start, count = time.perf_counter(), 0
+    while time.perf_counter() - start < least:
+        call()
+        count += 1
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) / count * 1e6
 
 
 def seconds(call: Callable, synchronize: Callable = torch.cuda.synchronize) -> float:
@@ -42,116 +56,78 @@ def seconds(call: Callable, synchronize: Callable = torch.cuda.synchronize) -> f
     return time.perf_counter() - start
 
 
-def keep_fla_to_triton() -> None:
-    """FLA hands calls to FlashQLA and TileLang where they are installed; not after this."""
-    os.environ.setdefault("FLA_FLASH_QLA", "0")
-    os.environ.setdefault("FLA_TILELANG", "0")
+def host_us(call: Callable, calls: int = 100, runs: int = 5, warm: int = 0, of=min) -> float:
+    """Microseconds until an eager call returns, the queue being empty: the least (or what `of`
+    says) of the means of several runs."""
+    for _ in range(warm):
+        call()
+    means = []
+    for _ in range(runs + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        means.append((time.perf_counter() - start) / calls * 1e6)
+    torch.cuda.synchronize()
+    return of(means[1:])
 
 
-def share_autotuning(part: int, parts: int) -> None:
-    """This process tries every parts-th configuration alone, of all that are tuned at run time."""
-    from triton.runtime.autotuner import Autotuner
-
-    original = Autotuner.__init__
-
-    def init(self, fn, arg_names, configs, *args, **kwargs):
-        configs = list(configs or [])
-        original(self, fn, arg_names, configs[part::parts] or configs[:1], *args, **kwargs)
-
-    Autotuner.__init__ = init
+def idle_host_us(call: Callable) -> float:
+    """Median microseconds until an eager call returns, the GPU idle before each."""
+    return host_us(call, calls=1, runs=50, warm=10, of=statistics.median)
 
 
-def shorten_autotuning(warmup_ms: int = 3, rep_ms: int = 15) -> None:
-    """From here on every trial of what is tuned at run time takes so long, not 25 and 100 ms."""
-    from triton.runtime.autotuner import Autotuner
-    from triton.testing import do_bench
-
-    trial = functools.partial(do_bench, warmup=warmup_ms, rep=rep_ms)
-    Autotuner.do_bench = property(lambda tuner: trial)
-
-
-def warm_up(*script, parts: int = 12) -> None:
-    """Compiles what a peer's autotuner will try, minutes one after another, by many processes.
-
-    They leave it in the caches on disk; the tuning itself is then this process's, and whole.
-    """
-    command = [sys.executable, *script, "--warm"]
-    workers = [
-        subprocess.Popen([*command, f"{part}/{parts}"], stdout=subprocess.DEVNULL)
-        for part in range(parts)
-    ]
-    for worker in workers:
-        worker.wait()
+def event_ms(call: Callable, runs: int = 10) -> float:
+    """Median milliseconds of an eager call that is started on an idle GPU."""
+    times = []
+    for _ in range(runs + 2):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        call()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop))
+    return statistics.median(times[2:])
 
 
-PEERS = (
-    *("fla-core", "flashinfer-python", "flash-qla", "tilelang", "aiter"),
-    *("liger-kernel", "sonic-moe", "transformers"),
-)
+def kernels_of(call: Callable, calls: int = 1) -> List[Tuple[str, float]]:
+    """(name, microseconds) of each kernel of several calls, one after another."""
+    from torch.profiler import ProfilerActivity, profile
+
+    call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        for _ in range(calls):
+            call()
+        torch.cuda.synchronize()
+    on_gpu = torch.autograd.DeviceType.CUDA
+    return [(e.name, e.device_time) for e in record.events() if e.device_type == on_gpu]
 
 
-def installed(names=PEERS) -> dict:
-    """Versions of those packages that are there."""
-    found = {}
-    for name in names:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+def graphed(call: Callable) -> Callable:
+    """The call as a CUDA graph: its replay."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
 
 
-def record_of(operation: str, peers) -> Path:
-    """Where a comparison with these peers is kept if nobody says otherwise."""
-    return RESULTS / ("_".join([operation, *sorted(peers)]) + ".json")
-
-
-def command() -> str:
-    """What runs, as one would type it in the repository's root."""
-    script = Path(sys.argv[0]).resolve()
-    name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script.name
-    options = sys.argv[1:]
-    for name_of_file in ("--json", "--wait-for", "--gguf"):  # where a file lies is no part of it
-        if name_of_file in options:
-            at = options.index(name_of_file)
-            del options[at : at + 2]
-    return shlex.join(["python", str(name), *options])
-
-
-def today() -> str:
-    return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
-
-
-def machine() -> dict:
-    import triton
-
-    return {
-        "command": command(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "versions": installed(),
-        "date": today(),
-    }
-
-
-def save(path: Path, rows: list, **more) -> None:
-    write(path, {**machine(), **more, "rows": rows})
-
-
-def write(path: Path, record: dict) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def merged(path: Path, rows: list) -> list:
-    """The record's rows, with these in place of those of the same name."""
-    old = json.loads(path.read_text())["rows"] if path.exists() else []
-    new = {row["what"] for row in rows}
-    return [row for row in old if row["what"] not in new] + rows
-
-
-def wait_for(path: Path) -> None:
-    print("waits for", path, flush=True)
-    while not path.exists():
-        time.sleep(0.1)
+def graph_ms(calls: List[Callable]) -> float:
+    """Milliseconds a call by replaying one graph of all calls: the median of replays for 60 ms."""
+    replay = graphed(lambda: [call() for call in calls])
+    times, began = [], time.time()
+    while len(times) < 4 or (time.time() - began < 0.06 and len(times) < 200):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) / len(calls))
+    return statistics.median(times[1:])

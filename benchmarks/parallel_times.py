@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import load_package, relative_error
-from kernel_time import share_autotuning, shorten_autotuning
 from parallel_worker import LeftOut, Part, Worker
+from peers import share_autotuning, shorten_autotuning
 from records import GATES
 from tiny_models import mlps_and_gdn
 

@@ -25,7 +25,8 @@ from typing import Callable, Dict, List
 
 import torch
 import torch.nn.functional as F
-from kernel_time import RESULTS, installed, load_package, machine, need_gpu, seconds, write
+from kernel_time import seconds
+from runner import RESULTS, load_package, machine, parse_on_gpu, write
 
 PARTS = ("likelihood", "greedy", "decoding", "token", "finetune", "lora", "compile")
 QUESTIONS = (
@@ -41,14 +42,9 @@ QUESTIONS = (
     "What does the SQL statement SELECT do?",
 )
 TINY = {
-    "vocab_size": 256,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "eos_token_id": None,
-}
+    "vocab_size": 256, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "eos_token_id": None,
+}  # fmt: skip
 
 
 class Bytes:
@@ -123,7 +119,6 @@ class Run:
         self.held_out = self.text[len(self.learnt) :]
         there = json.loads(self.path.read_text()) if self.path.exists() else {"rows": []}
         self.record = {**there, **machine(), "tokens": len(text)}
-        self.record["versions"] = installed(("transformers", "peft", "gguf"))
 
     def add(self, what: str, us: Dict[str, float]) -> None:
         """A row of times in the place of the record's of the same name."""
@@ -394,7 +389,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--steps", type=int, default=200, help="of each training")
     parser.add_argument("--json", type=Path, default=RESULTS / "real_model.json")
-    options = need_gpu(parser, parser.parse_args())
+    options = parse_on_gpu(parser)
     if not options.tiny and (options.gguf is None or not options.gguf.is_file()):
         parser.error(f"--gguf must be the file of a model, or --tiny be given: {options.gguf}")
     run = Run(options)

@@ -1,6 +1,6 @@
 """What the files in benchmarks/results say: the times that page.py tabulates and pictures.py draws.
 
-A record is what kernel_time.save writes: the command, the machine and the peers' versions, a date
+A record is what runner.save writes: the command, the machine and the peers' versions, a date
 and rows. `cases` reads the rows of any record into one form: a label, our times and the peers', in
 microseconds. A record whose rows have {"what": label, "us": {"ours": .., peer: ..}} needs no reader
 of its own here.

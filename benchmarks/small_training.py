@@ -9,22 +9,19 @@ weights in bf16, under autocast and without. Both models take each step in turns
 to an idle GPU; the record has the medians.
 """
 
-import argparse
 import copy
 import statistics
-from pathlib import Path
+from functools import partial
 from typing import Callable, Dict
 
 import torch
-from kernel_time import RESULTS, installed, load_package, machine, need_gpu, seconds, write
+from kernel_time import seconds
+from real_model import TINY, adapted
+from runner import run
 
 SIZES = {
     "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
     "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
-}  # fmt: skip
-TINY = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 2, "num_key_value_heads": 1,
 }  # fmt: skip
 # what is trained: the dtype of the weights, under autocast, with adapters
 WAYS = {
@@ -33,14 +30,6 @@ WAYS = {
     "LoRA on bf16 under autocast": (torch.bfloat16, True, True),
     "LoRA on bf16": (torch.bfloat16, False, True),
 }
-
-
-def adapted(model):
-    from peft import LoraConfig, get_peft_model
-
-    torch.manual_seed(0)
-    adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, adapters)
 
 
 def step_of(model, ids: torch.Tensor, mixed: bool) -> Callable[[], None]:
@@ -70,36 +59,33 @@ def times(steps: Dict[str, Callable], rounds: int, synchronize: Callable) -> Dic
     return {side: statistics.median(taken) * 1e6 for side, taken in found.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--tiny", action="store_true", help="a model of two small layers")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--json", type=Path, default=RESULTS / "small_training.json")
-    options = need_gpu(parser, parser.parse_args())
+ARGUMENTS = {
+    "--rounds": {"type": int, "default": 40},
+    "--tiny": {"action": "store_true", "help": "a model of two small layers"},
+    "--device": {"choices": ("cpu", "cuda"), "default": "cuda"},
+}
+
+
+def rows(package, options):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    package, device = load_package(), options.device
-    torch.manual_seed(0)
     config = LlamaConfig(**(TINY if options.tiny else SIZES))
     base = LlamaForCausalLM(config).train()
     tokens = (2, 32) if options.tiny else (4, 1024)
-    ids = torch.randint(config.vocab_size, tokens).to(device)
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    rows = []
+    ids = torch.randint(config.vocab_size, tokens).to(options.device)
+    synchronize = torch.cuda.synchronize if ids.is_cuda else lambda: None
     for what, (dtype, mixed, adapters) in WAYS.items():
         steps = {}
         for side in ("ours", "modeling"):
-            model = copy.deepcopy(base).to(device, dtype)
+            model = copy.deepcopy(base).to(options.device, dtype)
             model = adapted(model) if adapters else model
             if side == "ours":
                 print(package.kernelize(model, mode="training"), flush=True)
             steps[side] = step_of(model, ids, mixed)
-        rows.append({"what": what, "us": times(steps, options.rounds, synchronize)})
-        print(rows[-1], flush=True)
-    versions = installed(("transformers", "peft"))
-    write(options.json, {**machine(), "versions": versions, "rows": rows})
+        yield {"what": what, "us": times(steps, options.rounds, synchronize)}
 
+
+main = partial(run, __doc__, "small_training", rows, ARGUMENTS)
 
 if __name__ == "__main__":
     main()

@@ -13,14 +13,13 @@ by CUDA graph.
     prompt   chunk_gated_delta_rule: Hopper's kernels, portable's
 """
 
-import argparse
-import functools
-from pathlib import Path
+from functools import partial
 from typing import Callable, Dict, Iterator, NamedTuple
 
 import torch
-from compare_experts import DEVICE, MODELS, inputs, weights_of
-from kernel_time import RESULTS, load_package, microseconds, parse_on_gpu, save
+from compare_experts import MODELS, inputs, weights_of
+from kernel_time import microseconds
+from runner import DEVICE, run, submodule
 
 LIMIT = 1.05
 ROWS = (96, 128, 192, 256, 320, 384, 512, 768, 1024)  # of an expert, on average
@@ -48,9 +47,12 @@ def drawn(T: int, E: int, K: int, share: int) -> torch.Tensor:
     return weights.expand(T, E).multinomial(K, generator=random)
 
 
-def weight(package, module) -> Iterator[Row]:
-    hopper, gradients = module("experts.hopper.experts"), module("experts.portable.gradients")
-    experts, routing_of = module("experts.portable.experts"), module("experts.portable.routing")
+def weight(package) -> Iterator[Row]:
+    hopper, gradients = submodule("experts.hopper.experts"), submodule("experts.portable.gradients")
+    experts, routing_of = (
+        submodule("experts.portable.experts"),
+        submodule("experts.portable.routing"),
+    )
     for model, rows in ((m, r) for m in MODELS for r in ROWS):
         E, K, H, N = MODELS[model]
         T = rows * E // K
@@ -64,8 +66,8 @@ def weight(package, module) -> Iterator[Row]:
             for name, a, b in (("gate_up", wide, narrow), ("down", narrow, wide[:, :N])):
                 a, b = a.contiguous(), b.contiguous()
                 plain = (a, b, routing, None, tiles["weight"])
-                strips = functools.partial(hopper.strips.weight_gradient, a, b, routing)
-                forms = {"portable": functools.partial(gradients.weight_gradient, *plain)}
+                strips = partial(hopper.strips.weight_gradient, a, b, routing)
+                forms = {"portable": partial(gradients.weight_gradient, *plain)}
                 if tiles["BLOCK_M"] == hopper.BM.value:  # the only height of tiles it is for
                     forms["strips"] = strips
                 chosen = "strips" in forms and hopper.takes_strips(a, b, routing)
@@ -73,8 +75,8 @@ def weight(package, module) -> Iterator[Row]:
                 yield Row(what, forms, "strips" if chosen else "portable")
 
 
-def few(package, module) -> Iterator[Row]:
-    experts = module("experts.portable.experts")
+def few(package) -> Iterator[Row]:
+    experts = submodule("experts.portable.experts")
 
     def call(few: bool, weights, made):
         before, experts._are_few = experts._are_few, lambda *call: few
@@ -83,21 +85,21 @@ def few(package, module) -> Iterator[Row]:
         finally:
             experts._are_few = before
 
-    shapes = module("experts.call")
+    shapes = submodule("experts.call")
     rest = (shapes.Biases(), shapes.ExpertsOptions())
     for model in list(MODELS)[:4]:
         weights = [w.detach() for w in weights_of(model)]
         for T in FEW:
             made = inputs(model, T)
-            forms = {name: functools.partial(call, name == "few", weights, made)
+            forms = {name: partial(call, name == "few", weights, made)
                      for name in ("few", "grouped")}  # fmt: skip
             served = "few" if experts._are_few(made[0], weights[1], made[1], *rest) else "grouped"
             yield Row(f"{model}, {T} tokens", forms, served)
 
 
-def by_folder(package, module, what: str, operation: str, call: Callable) -> Row:
+def by_folder(package, what: str, operation: str, call: Callable) -> Row:
     """The forms are the folders of dispatch.py."""
-    dispatch = module("runtime.dispatch")
+    dispatch = submodule("runtime.dispatch")
 
     def forced(folder):
         with dispatch.force(folder):
@@ -105,67 +107,60 @@ def by_folder(package, module, what: str, operation: str, call: Callable) -> Row
 
     with dispatch.served() as served:
         call()
-    forms = {folder: functools.partial(forced, folder) for folder in ("hopper", "portable")}
+    forms = {folder: partial(forced, folder) for folder in ("hopper", "portable")}
     return Row(what, forms, served[operation][0])
 
 
-def swiglu(package, module) -> Iterator[Row]:
+def swiglu(package) -> Iterator[Row]:
     for model, (K, N) in WIDTHS.items():
         gate, up = (torch.randn(N, K, device=DEVICE).bfloat16() * K**-0.5 for _ in range(2))
         for M in TOKENS:
             x = torch.randn(M, K, device=DEVICE).bfloat16()
-            call = functools.partial(package.fused_swiglu, x, gate, up)
-            yield by_folder(package, module, f"{model}, {M} tokens", "swiglu_fwd", call)
+            call = partial(package.fused_swiglu, x, gate, up)
+            yield by_folder(package, f"{model}, {M} tokens", "swiglu_fwd", call)
 
 
-def prompt(package, module) -> Iterator[Row]:
+def prompt(package) -> Iterator[Row]:
     for name, (H, HV) in HEADS.items():
         for B, T in PROMPTS:
             q, k = (torch.randn(B, T, H, 128, device=DEVICE).bfloat16() for _ in range(2))
             v = torch.randn(B, T, HV, 128, device=DEVICE).bfloat16()
             g, beta = (torch.rand(B, T, HV, device=DEVICE) for _ in range(2))
-            call = functools.partial(
+            call = partial(
                 package.chunk_gated_delta_rule, q, k, v, -g, beta, output_final_state=True,
                 use_qk_l2norm_in_kernel=True,
             )  # fmt: skip
             what = f"{name} heads, {B} x {T} tokens"
-            yield by_folder(package, module, what, "gdn_chunk_fwd", call)
+            yield by_folder(package, what, "gdn_chunk_fwd", call)
 
 
 SWEEPS = {"weight": weight, "few": few, "swiglu": swiglu, "prompt": prompt}
 
 
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--sweeps", nargs="*", default=list(SWEEPS), choices=SWEEPS)
-    parser.add_argument("--only", default="", help="sizes whose name begins with this")
-    parser.add_argument("--warm", action="store_true", help="each is called once, not timed")
-    parser.add_argument("--json", type=Path, default=RESULTS / "forms.json")
-    return parse_on_gpu(parser)
+ARGUMENTS = {
+    "--sweeps": {"nargs": "*", "default": list(SWEEPS), "choices": SWEEPS},
+    "--only": {"default": "", "help": "sizes whose name begins with this"},
+    "--warm": {"action": "store_true", "help": "each is called once, not timed"},
+}
 
 
-def main():
-    args = parse()
-    package, rows = load_package(), []
-    from in_tree import submodule
-
-    for name in args.sweeps:
-        for row in SWEEPS[name](package, submodule):
-            if args.warm or not row.what.startswith(args.only):
-                [call() for call in row.forms.values() if row.what.startswith(args.only)]
+def rows(package, options):
+    late = count = 0
+    for name in options.sweeps:
+        for row in SWEEPS[name](package):
+            if not row.what.startswith(options.only):
+                continue
+            if options.warm:
+                [call() for call in row.forms.values()]
                 continue
             us = microseconds(row.forms, rounds=1, rep_ms=4)
             ratio = us[row.served] / min(us.values())
-            rows.append({"sweep": name, "what": row.what, "served": row.served, "us": us})
-            times = ", ".join(f"{form} {t:.1f}" for form, t in us.items())
-            wrong = f"   WRONG: {row.served} takes {ratio:.2f}" if ratio > LIMIT else ""
-            print(f"{name}: {row.what}: {times} us{wrong}", flush=True)
-    if args.warm:
-        return
-    save(args.json, rows)
-    late = sum(r["us"][r["served"]] > LIMIT * min(r["us"].values()) for r in rows)
-    print(f"{late} of {len(rows)} sizes are served by a form that is more than {LIMIT} of the best")
+            late, count = late + (ratio > LIMIT), count + 1
+            if ratio > LIMIT:
+                print(f"WRONG: {row.served} takes {ratio:.2f}", flush=True)
+            yield {"sweep": name, "what": row.what, "served": row.served, "us": us}
+    print(f"{late} of {count} sizes are served by a form that is more than {LIMIT} of the best")
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, "forms", rows, ARGUMENTS)

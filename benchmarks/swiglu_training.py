@@ -8,15 +8,20 @@ import statistics
 
 import torch
 import torch.nn.functional as F
-from kernel_time import load_package
+from peers import peer, warm_up
+from runner import relative_error
 
 SHAPES = [  # K, N, M: Llama-3.1-8B, Qwen3-0.6B, Qwen3.5-27B
     (4096, 14336, 8192),
     (1024, 3072, 16384),
     (5120, 17408, 8192),
 ]
-STEPS = 6
+STEPS, ROUNDS = 6, 8
 NAMES = ("dx", "dw_gate", "dw_up", "dw_down")
+
+
+def eager(x, w_gate, w_up, w_down):
+    return F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
 
 
 def contenders(package, liger_mlp=False) -> dict:
@@ -24,36 +29,24 @@ def contenders(package, liger_mlp=False) -> dict:
 
     liger_mlp: with liger_kernel.ops.mlp, which tunes itself for long.
     """
-
-    def eager(x, w_gate, w_up, w_down):
-        return F.linear(F.silu(F.linear(x, w_gate)) * F.linear(x, w_up), w_down)
-
-    def ours(*tensors):
-        return package.fused_swiglu_mlp(*tensors)
-
-    def recompute(*tensors):
-        return package.fused_swiglu_mlp(*tensors, recompute=True)
-
-    compiled = torch.compile(eager, dynamic=False)
-    found = {"eager": eager, "ours": ours, "recompute": recompute, "compile": compiled}
-    try:
-        from liger_kernel.ops.swiglu import LigerSiLUMulFunction
-
-        def liger(x, w_gate, w_up, w_down):
-            z = LigerSiLUMulFunction.apply(F.linear(x, w_gate), F.linear(x, w_up))
-            return F.linear(z, w_down)
-
-        found["liger"] = liger
-        if liger_mlp:
-            from liger_kernel.ops.mlp import LigerMLPFunction
-
-            found["liger_mlp"] = lambda x, *weights: LigerMLPFunction.apply(x[None], *weights)[0]
-    except ImportError:
-        pass
+    found = {
+        "eager": eager,
+        "ours": lambda *tensors: package.fused_swiglu_mlp(*tensors),
+        "recompute": lambda *tensors: package.fused_swiglu_mlp(*tensors, recompute=True),
+        "compile": torch.compile(eager, dynamic=False),
+    }
+    liger = peer("liger_kernel.ops.swiglu", "LigerSiLUMulFunction")
+    if liger:
+        found["liger"] = lambda x, w_gate, w_up, w_down: F.linear(
+            liger.apply(F.linear(x, w_gate), F.linear(x, w_up)), w_down
+        )
+    mlp = peer("liger_kernel.ops.mlp", "LigerMLPFunction") if liger_mlp else None
+    if mlp:
+        found["liger_mlp"] = lambda x, *weights: mlp.apply(x[None], *weights)[0]
     return found
 
 
-def tune_liger_mlp() -> None:
+def warm(options) -> None:
     """Has liger_kernel.ops.mlp tune itself for all shapes."""
     for K, N, M in SHAPES:
         leaves, dy = tensors(K, N, M)
@@ -86,9 +79,9 @@ def clear(leaves) -> None:
         leaf.grad = None
 
 
-def window(function, leaves, dy, steps) -> dict:
+def window(function, leaves, dy) -> dict:
     """ms of a step and of its backward, steps queued one after another."""
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(steps)]
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(3)] for _ in range(STEPS)]
     for marks in events:
         clear(leaves)
         marks[0].record()
@@ -105,66 +98,36 @@ def window(function, leaves, dy, steps) -> dict:
     }
 
 
-def measure_step(package, K, N, M, rounds, liger_mlp) -> dict:
+def measure(package, K, N, M, liger_mlp) -> dict:
     leaves, dy = tensors(K, N, M)
     functions = contenders(package, liger_mlp)
-    frozen = [leaves[0], *(leaf.detach() for leaf in leaves[1:])]
     cases = {name: (function, leaves) for name, function in functions.items()}
+    frozen = [leaves[0], *(leaf.detach() for leaf in leaves[1:])]
     cases["ours, frozen weights"] = (functions["ours"], frozen)
-    taken = {name: [] for name in cases}
-    for number in range(rounds + 1):
-        for name, (function, operands) in cases.items():
-            figures = window(function, operands, dy, steps=STEPS)
-            if number:
-                taken[name].append(figures)
+    turns = [{name: window(*case, dy) for name, case in cases.items()} for _ in range(ROUNDS + 1)]
     row = {"K": K, "N": N, "M": M}
-    for name, figures in taken.items():
+    for name, case in cases.items():
+        figures = [turn[name] for turn in turns[1:]]
         row[name] = {key: statistics.median(f[key] for f in figures) for key in figures[0]}
-        row[name].update(memory(*cases[name], dy))
+        row[name].update(memory(*case, dy))
     return row
 
 
-def gradient_errors(package, K=1024, N=3072, M=2048) -> dict:
+def errors(package, K=1024, N=3072, M=2048) -> dict:
     """Relative errors of all gradients against fp64."""
     leaves, dy = tensors(K, N, M)
-    functions = contenders(package)
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
-    reference = torch.autograd.grad(functions["eager"](*wide), wide, dy.double())
-    errors = {}
-    for name, function in functions.items():
+    reference = torch.autograd.grad(eager(*wide), wide, dy.double())
+    found = {}
+    for name, function in contenders(package).items():
         got = torch.autograd.grad(function(*leaves), leaves, dy)
-        pairs = zip(NAMES, got, reference)
-        errors[name] = {n: ((a.double() - b).norm() / b.norm()).item() for n, a, b in pairs}
-    return errors
+        found[name] = dict(zip(NAMES, map(relative_error, got, reference)))
+    return found
 
 
-def measure_training(rounds: int, liger_mlp: bool) -> list:
-    package = load_package()
-    torch.manual_seed(0)
-    rows = []
-    for K, N, M in SHAPES:
-        rows.append(measure_step(package, K, N, M, rounds, liger_mlp))
-        print(table([rows[-1]]), flush=True)
-    rows.append({"errors": gradient_errors(package)})
-    print(rows[-1])
-    return rows
-
-
-def table(rows: list) -> str:
-    """The rows as Markdown: times, over Liger's, backward, memory."""
-    lines = [
-        "| K, N, M | | step ms | / Liger | backward ms | holds MiB | peak MiB |",
-        "|---" * 7 + "|",
-    ]
-    for row in rows:
-        if "errors" in row:
-            continue
-        base = row.get("liger", row["eager"])["step"]
-        for name, f in row.items():
-            if name in "KNM":
-                continue
-            cells = (f"{row['K']}, {row['N']}, {row['M']}", name, f"{f['step']:.2f}")
-            cells += (f"{f['step'] / base:.3f}", f"{f['backward']:.2f}")
-            cells += (f"{f['held']:.0f}", f"{f['peak']:.0f}")
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def rows(package, options):
+    if options.liger_mlp and not options.compiled:
+        warm_up()
+    for shape in SHAPES:
+        yield measure(package, *shape, options.liger_mlp)
+    yield {"errors": errors(package)}

@@ -37,17 +37,17 @@ SIZES = {
 }
 
 
-def kernel_time():
+def runner():
     """What the benchmarks share."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    import kernel_time
+    import runner
 
-    return kernel_time
+    return runner
 
 
 def load_kernel():
     """The package in the tree, as the benchmarks load it: the tests' way would hide FLA."""
-    return kernel_time().load_package()
+    return runner().load_package()
 
 
 def corpus() -> torch.Tensor:
@@ -197,18 +197,8 @@ def run(args) -> dict:
     sizes, text = SIZES[device], corpus()
     shared = ContextParallel(args.cp, device) if args.cp else None
     results: Dict[str, dict] = {}
-    gpu = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    facts = kernel_time()
-    report = {
-        "command": facts.command(),
-        "device": gpu,
-        "torch": torch.__version__,
-        "triton": facts.installed(["triton"]).get("triton"),
-        "versions": facts.installed(),
-        "date": facts.today(),
-        "sizes": sizes,
-        "ways": results,
-    }
+    facts = runner().machine()
+    report = {**facts, "device": facts["gpu"], "sizes": sizes, "ways": results}
     for name, prepare in ways(device, shared).items():
         if args.only and name not in args.only:
             continue

@@ -1,8 +1,10 @@
 """benchmarks/benchmark*.py: what is timed beside ours does the whole of it, and gives the same."""
 
 import argparse
+import importlib
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 import types
@@ -77,9 +79,10 @@ def run_on_cpu(monkeypatch, tmp_path):
     def run(name, *words, **members):
         monkeypatch.syspath_prepend(ROOT / "benchmarks")
         module, record = script(name), tmp_path / f"{name}.json"
-        monkeypatch.setattr(sys.modules["kernel_time"], "machine", dict)
-        here = {"DEVICE": "cpu", "parse_on_gpu": argparse.ArgumentParser.parse_args}
-        for member, value in {**here, **members}.items():
+        runner = sys.modules["runner"]
+        monkeypatch.setattr(runner, "machine", dict)
+        monkeypatch.setattr(runner, "parse_on_gpu", argparse.ArgumentParser.parse_args)
+        for member, value in {"DEVICE": "cpu", **members}.items():
             monkeypatch.setattr(module, member, value)
         monkeypatch.setattr(sys, "argv", [name, *words, "--json", str(record)])
         module.main()
@@ -111,14 +114,17 @@ def test_compare_experts(run_on_cpu, kernel, monkeypatch, sonic):
     def timed(calls):
         return 0.5 if [call() for call in ([calls] if callable(calls) else calls)] else None
 
+    def host(call, calls):
+        return timed(call)
+
     def one_step(call, args, leaves, dout):
         call(*args).backward(dout)
         return 1.0, 2.0, 3.0
 
     module, rows = run_on_cpu(
         "compare_experts", "--models", "Next", "--tokens", "1", "9", "--training", "5",
-        *["--sonicmoe"] * sonic, MODELS={"Next": (6, 2, 16, 8)}, graph_ms=timed, eager_ms=timed,
-        host_us=timed, one_step=one_step, seconds=timed,
+        *["--sonicmoe"] * sonic, MODELS={"Next": (6, 2, 16, 8)}, graph_ms=timed, event_ms=timed,
+        host_us=host, one_step=one_step, seconds=timed,
     )  # fmt: skip
     names = {"ours", "grouped_mm", *["sonicmoe"] * sonic}
     how = ", eager" if sonic else ""
@@ -171,10 +177,11 @@ def test_compare_generate(run_on_cpu, monkeypatch, mode):
 
 
 def test_one_line_where_a_script_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", ["compare_norm.py"])
     with pytest.raises(SystemExit) as ended:
-        in_tree.parse_on_gpu(argparse.ArgumentParser(prog="compare_norm.py"))
+        importlib.import_module("runner").run("Compares norms.", "rms_norm", rows=None)
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.count("\n") == 1
     assert said.startswith("compare_norm.py: needs a GPU")
@@ -184,9 +191,8 @@ def test_every_comparison_needs_a_gpu():
     """But that of several processes, which runs on a CPU, too."""
     files = {path.name: path.read_text() for path in (ROOT / "benchmarks").glob("compare_*.py")}
     assert len(files) > 10
-    assert [n for n, text in files.items() if "parse_on_gpu(" not in text] == [
-        "compare_parallel.py"
-    ]
+    asks = re.compile(r"\brun(\(|,)\s*__doc__|parse_on_gpu\(")
+    assert [n for n, text in files.items() if not asks.search(text)] == ["compare_parallel.py"]
 
 
 WITHOUT_TORCH = """
@@ -293,7 +299,7 @@ def test_bench_times_every_workload():
 
 
 def test_trials_of_a_tuner_are_shortened(monkeypatch):
-    """kernel_time.shorten_autotuning: by triton's clock, for tuners that are there already."""
+    """peers.shorten_autotuning: by triton's clock, for tuners that are there already."""
     import triton.testing
     from triton.runtime.autotuner import Autotuner
 
@@ -301,6 +307,6 @@ def test_trials_of_a_tuner_are_shortened(monkeypatch):
     monkeypatch.setattr(Autotuner, "do_bench", Autotuner.__dict__["do_bench"])  # back at the end
     monkeypatch.setattr(triton.testing, "do_bench", lambda call, **how: (call, how))
     tuner = object.__new__(Autotuner)
-    script("kernel_time").shorten_autotuning(2, 7)
+    script("peers").shorten_autotuning(2, 7)
     call, how = tuner.do_bench("a trial", quantiles=(0.5, 0.2))
     assert (call, how) == ("a trial", {"quantiles": (0.5, 0.2), "warmup": 2, "rep": 7})
