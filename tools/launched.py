@@ -248,11 +248,12 @@ calls(_gate, "attention gate", {
 })  # fmt: skip
 
 
-def _kvcache(kernel, B=1, S=8192, HQ=32, HK=8, D=128, mask=torch.bool, dtype=BF16):
+def _kvcache(kernel, B=1, S=8192, HQ=32, HK=8, D=128, mask=torch.bool, dtype=BF16, grows=False):
     q, length = values(B, 1, HQ, D, dtype=dtype), torch.ones((), dtype=torch.int64, device=DEVICE)
     k, v = (values(B, HK, S, D, dtype=dtype) for _ in "kv")
     if mask is not None:
         mask = torch.zeros(B, 1, 1, S, dtype=mask, device=DEVICE)
+    length = None if grows else length
     return functools.partial(kernel.attention_with_kvcache, q, k, v, length, attention_mask=mask)
 
 
@@ -260,6 +261,7 @@ calls(_kvcache, "attention decode", {
     **{f"batch {B}, {S} slots": dict(B=B, S=S) for B, S in ((1, 640), (64, 8192))},
     **{f"head dim {D}": dict(D=D, mask=None) for D in (64, 80, 256)},
     "Qwen3.5": dict(HQ=16, HK=4, D=256),
+    "a cache that grows": dict(S=777, mask=None, grows=True),
     "one key head": dict(HQ=71, HK=1, D=64, mask=FP32, dtype=FP16),
 })  # fmt: skip
 

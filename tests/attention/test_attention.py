@@ -161,12 +161,13 @@ def test_full_caches_are_not_silent(kernel):
 
 
 @pytest.mark.parametrize("kind", [None, "bool", "float"])
-@pytest.mark.parametrize("lengths", ["one", "each"])
+@pytest.mark.parametrize("lengths", ["one", "each", "all"])
 def test_attention_is_sdpa_over_the_filled_slots(kernel, device, kind, lengths):
     B, HQ, HK, S, D = 3, 6, 2, 40, 16
     q = normal(B, 1, HQ, D, seed=1, device=device)
     k, v = (normal(B, HK, S, D, seed=seed, device=device) for seed in (2, 3))
-    filled = torch.tensor(29 if lengths == "one" else [29, 1, 40], device=device)
+    given = {"one": 29, "each": [29, 1, S], "all": S}[lengths]
+    filled = torch.tensor(given, device=device)
     mask = None
     if kind is not None:
         mask = normal(B, 1, 1, S, seed=4, device=device)
@@ -183,6 +184,7 @@ def test_attention_is_sdpa_over_the_filled_slots(kernel, device, kind, lengths):
     )
     for cache in (k, v):
         cache.masked_fill_(~seen.view(-1, 1, S, 1), torch.nan)
+    filled = None if lengths == "all" else filled
     found = kernel.attention_with_kvcache(q, k, v, filled, attention_mask=mask)
     assert_close(found, want.transpose(1, 2))
 

@@ -217,6 +217,22 @@ class Kernel:
         if B == 3:  # whose last row attends to nothing
             assert not found[2].any()
 
+    @pytest.mark.parametrize("multiprocessors", [1, 132])
+    @pytest.mark.parametrize("S", [1, 33, 200])
+    def test_attention_over_all_slots(self, S, multiprocessors, monkeypatch):
+        """Without a length it is that of all slots, bit for bit."""
+        where = submodule("runtime.device")
+        monkeypatch.setattr(where, "multiprocessor_count", lambda _: multiprocessors)
+        q = self.normal(2, 1, 6, 16, dtype=HALF)
+        k, v = (self.normal(2, 2, S, 16, seed=seed, dtype=HALF) for seed in (1, 2))
+        mask = self.normal(1, 1, 1, S, seed=4) > -1
+        for kept in (None, mask):
+            args = (q, k, v, None, kept, 0.25)
+            found = by_kernels("kvcache_attention", *args)
+            length = torch.tensor(S, device=self.device)
+            assert torch.equal(found, by_kernels("kvcache_attention", q, k, v, length, *args[4:]))
+            assert_close(found, reference.kvcache_attention(*map(wide, args)), factor=0.3)
+
     def test_attention_without_a_slot_or_with_the_least_of_floats(self):
         q, k, v = (
             self.normal(1, *n, 16, seed=len(n), dtype=HALF) for n in ((1, 4), (2, 0), (2, 0))

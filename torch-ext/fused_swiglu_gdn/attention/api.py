@@ -104,12 +104,12 @@ def attention_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
-    cache_seqlens: Tensor,
+    cache_seqlens: Optional[Tensor] = None,
     *,
     attention_mask: Optional[Tensor] = None,
     softmax_scale: Optional[float] = None,
 ) -> Tensor:
-    """Attention of one token a row over the filled slots of a static cache.
+    """Attention of one token a row over the filled slots of a cache.
 
         out = softmax(q k^T softmax_scale + mask) v    over the slots below cache_seqlens
 
@@ -122,7 +122,7 @@ def attention_with_kvcache(
         q: [B, 1, HQ, D]; fp32, bf16 or fp16; any strides.
         k_cache, v_cache: [B, HK, S, D], HQ a multiple of HK; the dtype of q.
         cache_seqlens: [] or [B], int32 or int64: how many slots are filled, with this token's; 0
-            to S, which is looked at on a CPU.
+            to S, which is looked at on a CPU. None: all, as in a cache that grows.
         attention_mask: [B or 1, 1, 1, S], bool (True: attend) or floating (added), or None.
         softmax_scale: 1 / sqrt(D) by default.
 

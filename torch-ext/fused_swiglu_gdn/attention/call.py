@@ -73,6 +73,6 @@ class KvCacheAttention(NamedTuple):
     q: Tensor  # [B, 1, HQ, D]
     k_cache: Tensor  # [B, HK, S, D]
     v_cache: Tensor  # [B, HK, S, D]
-    cache_seqlens: Tensor  # [] or [B]
+    cache_seqlens: Optional[Tensor]  # [] or [B]; None: all slots are filled
     mask: Optional[Tensor]  # [B or 1, 1, 1, S]
     options: KvOptions

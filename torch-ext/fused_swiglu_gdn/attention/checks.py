@@ -171,11 +171,12 @@ def attention_with_kvcache(call: KvCacheAttention) -> KvCacheAttention:
         raise ValueError(f"q must have a multiple of the {HK} heads of k_cache, got {HQ}")
     if sizes["S"] == 0:
         raise ValueError("k_cache must have at least one slot, got 0")
-    is_tensor("cache_seqlens", cache_seqlens)
-    has_dtype("cache_seqlens", cache_seqlens, INDICES)
-    same_device("cache_seqlens", cache_seqlens, "q", q)
-    if cache_seqlens.ndim:
-        has_shape("cache_seqlens", cache_seqlens, "B", sizes)
+    if cache_seqlens is not None:
+        is_tensor("cache_seqlens", cache_seqlens)
+        has_dtype("cache_seqlens", cache_seqlens, INDICES)
+        same_device("cache_seqlens", cache_seqlens, "q", q)
+        if cache_seqlens.ndim:
+            has_shape("cache_seqlens", cache_seqlens, "B", sizes)
     if attention_mask is not None:
         has_form(
             "attention_mask", attention_mask, "N 1 1 S", sizes, "q", q, (torch.bool, *FLOATING)
@@ -184,6 +185,7 @@ def attention_with_kvcache(call: KvCacheAttention) -> KvCacheAttention:
             raise ValueError(f"attention_mask must have batch {sizes['B']} or 1, got {sizes['N']}")
     if softmax_scale is not None:
         is_number("softmax_scale", softmax_scale)
-    _holds_cache_seqlens(cache_seqlens, k_cache)
+    if cache_seqlens is not None:
+        _holds_cache_seqlens(cache_seqlens, k_cache)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else float(softmax_scale)
     return KvCacheAttention(*tensors_in(call), KvOptions(scale))

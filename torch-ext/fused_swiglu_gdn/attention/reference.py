@@ -79,14 +79,15 @@ def kvcache_attention(
     q: Tensor,  # [B, 1, HQ, D]
     k_cache: Tensor,  # [B, HK, S, D]
     v_cache: Tensor,  # [B, HK, S, D]
-    cache_seqlens: Tensor,  # [] or [B]
+    cache_seqlens: Optional[Tensor],  # [] or [B]; None: all slots are filled
     mask: Optional[Tensor],  # [B or 1, 1, 1, S], bool or floating
     scale: float,
 ) -> Tensor:  # [B, 1, HQ, D]
     """softmax(q k^T scale + mask) v over the filled slots, in fp32; 0 where no slot is attended."""
     (B, _, HQ, D), (HK, S) = q.shape, k_cache.shape[1:3]
     slots = torch.arange(S, device=q.device)
-    seen = (slots < cache_seqlens.reshape(-1, 1)).view(-1, 1, 1, S)
+    filled = slots[:1] + S if cache_seqlens is None else cache_seqlens
+    seen = (slots < filled.reshape(-1, 1)).view(-1, 1, 1, S)
     if mask is not None:
         seen = seen & (mask if mask.dtype == torch.bool else mask > -torch.inf)
     heads = at_least_fp32(q).view(B, HK, HQ // HK, D)

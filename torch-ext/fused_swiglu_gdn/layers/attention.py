@@ -14,7 +14,7 @@ from torch import nn
 
 from ..attention import ops
 from ..attention.api import attention_with_kvcache, fused_qk_norm_rope, sigmoid_gate
-from ..runtime import dispatch
+from ..runtime import device, dispatch
 from .forward import Arguments, forward_by
 from .interface import Interface
 from .norm import does_nothing, parameters_of_norm
@@ -149,9 +149,9 @@ class Attention:
             if past is not None:
                 call = () if self.plain_update else (attention, given, rest, own_tables)
                 k, v = self.updated(past, k, v, index, *call)
-        if T == 1 and slots is not None and _by_mask(function, q, mask, words, more):
+        if T == 1 and past is not None and _decodes(function, q, k, v, mask, slots, words, more):
             scale = words.get("scaling", more.get("scaling"))
-            length = slots.cumulative_length
+            length = None if slots is None else slots.cumulative_length
             out = attention_with_kvcache(q, k, v, length, attention_mask=mask, softmax_scale=scale)
             weights = None
         else:
@@ -233,15 +233,52 @@ def _slots(cache, index: int, k: torch.Tensor):
     return layer if fits and k.shape[1] <= keys.shape[2] else None
 
 
-def _by_mask(function, q, mask, words: dict, rest: dict) -> bool:
-    """True if `function` is SDPA with at most a mask, and a kernel can replace it."""
-    if mask is None or q.dtype not in SIXTEEN or q.shape[-1] > 256 or mask.ndim != 4:
+def _decodes(function, q, k, v, mask, slots, words: dict, rest: dict) -> bool:
+    """True if `function` is SDPA of one token by at most a mask, and a kernel is faster.
+
+    Over a static cache SDPA reads all slots, filled or not. Over one that grows cuDNN's SDPA builds
+    a plan for each new length, some 40 ms; that was measured on Hopper alone.
+    """
+    if q.dtype not in SIXTEEN or q.shape[-1] > 256:
+        return False
+    if mask is not None and not (mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1):
         return False
     if words.get("dropout") or rest.get("dropout") or not _by_torch(function, words, rest):
         return False
-    if not mask.shape[1] == mask.shape[2] == 1:
+    if slots is not None:
+        return mask is not None and _has_kernel(q.device)
+    return _fits(q, k, v, mask) and (dispatch.forced is not None or _makes_plans(q.device))
+
+
+def _fits(q, k, v, mask) -> bool:
+    """True if attention_with_kvcache takes these keys and values of a cache, [B, HK, S, D]."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
-    return dispatch.forced is not None or dispatch.has_kernels_at(*KERNEL, q.device)
+    if not (type(k) in PLAIN_TENSORS and type(v) in PLAIN_TENSORS):
+        return False
+    B, _, HQ, D = q.shape
+    if not (k.ndim == 4 and k.shape == v.shape and k.shape[::3] == (B, D) and k.shape[2]):
+        return False
+    if not (k.dtype is v.dtype is q.dtype and k.device == v.device == q.device):
+        return False
+    if mask is not None and (mask.shape[3] != k.shape[2] or mask.device != q.device):
+        return False
+    return k.stride(3) == v.stride(3) == 1 and HQ % k.shape[1] == 0
+
+
+def _has_kernel(where: torch.device) -> bool:
+    return dispatch.forced is not None or dispatch.has_kernels_at(*KERNEL, where)
+
+
+def _makes_plans(where: torch.device) -> bool:
+    """True if torch's SDPA may be cuDNN's on a Hopper GPU."""
+    return _on_hopper(where) and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@functools.cache
+def _on_hopper(where: torch.device) -> bool:
+    hopper = where.type == "cuda" and device.capability(where.index) == (9, 0)
+    return hopper and dispatch.has_kernels_at(*KERNEL, where)
 
 
 def _by_torch(function, words: dict, rest: dict) -> bool:

@@ -27,16 +27,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _parts(len_ptr, b, len_step, S, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
     """(filled slots of row b, slots of a part: a multiple of BLOCK_N)."""
-    length = tl.minimum(tl.maximum(tl.load(len_ptr + b * len_step), 0), S).to(tl.int32)
+    length = S
+    if len_ptr is not None:
+        length = tl.minimum(tl.maximum(tl.load(len_ptr + b * len_step), 0), S).to(tl.int32)
     return length, tl.cdiv(tl.cdiv(length, BLOCK_N), SPLITS) * BLOCK_N
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B", "S"])
 def _kvcache_attention_kernel(
     q_ptr,  # [B, 1, HQ, D]
     k_ptr,  # [B, HK, S, D]
     v_ptr,  # [B, HK, S, D]
-    len_ptr,  # [B] or []
+    len_ptr,  # [B], [] or None: all slots are filled
     mask_ptr,  # [B or 1, 1, 1, S] or None
     y_ptr,  # [B, HQ, D], or fp32 [B, HQ, SPLITS, D] and [2, B, HQ, SPLITS] where they are many
     q_strides,  # of B, heads
@@ -132,10 +134,10 @@ def _kvcache_attention_kernel(
         tl.store(y_ptr + rows * (D + 1) + row, total, mask=member < G)
 
 
-@triton.jit(do_not_specialize=["B"])
+@triton.jit(do_not_specialize=["B", "S"])
 def _combine_kernel(
     parts_ptr,  # fp32 [B, HQ, SPLITS, D] and [2, B, HQ, SPLITS]
-    len_ptr,  # [B] or []
+    len_ptr,  # [B], [] or None
     y_ptr,  # [B, HQ, D]
     len_step,
     B,
@@ -209,7 +211,7 @@ def prepare_kvcache_attention(call: KvCacheAttention) -> Optional[Callable]:
     mask_steps = (0, 0)
     if mask is not None:
         mask_steps = (mask.stride(0) if mask.shape[0] > 1 else 0, mask.stride(3))
-    step = cache_seqlens.stride(0) if cache_seqlens.ndim else 0
+    step = 0 if cache_seqlens is None or not cache_seqlens.ndim else cache_seqlens.stride(0)
     constexprs, options = named(
         _kvcache_attention_kernel, **shared, BLOCK_G=BLOCK_G, num_warps=config["num_warps"],
         num_stages=config["num_stages"],

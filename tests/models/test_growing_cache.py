@@ -1,0 +1,150 @@
+"""Decoding over a cache that grows: attention of one token is a kernel of ours where SDPA would
+compute it on Hopper, and the model's own function elsewhere."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import submodule
+from test_model_layers import pair, serving
+from tiny_models import tokens
+
+transformers = pytest.importorskip("transformers")
+attention, device = submodule("layers.attention"), submodule("runtime.device")
+pytestmark = pytest.mark.filterwarnings("ignore")
+NAMES = ["llama", "qwen3", "qwen3_5_text", "gemma2"]
+
+
+def decoded(model, new=1, mask=None, cache=None):
+    """Logits of tokens after a prompt of six."""
+    cache = transformers.DynamicCache(config=model.config) if cache is None else cache
+    ids = tokens(2, 6 + new)
+    prompt = None if mask is None else mask[:, :6]
+    model(ids[:, :6], past_key_values=cache, attention_mask=prompt)
+    return model(ids[:, 6:], past_key_values=cache, attention_mask=mask).logits.detach()
+
+
+def padded():
+    mask = torch.ones(2, 7, dtype=torch.long)
+    mask[1, :3] = 0
+    return mask
+
+
+@pytest.mark.parametrize("mask", [None, padded()], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_a_token(kernel, name, mask):
+    model, served = pair(kernel, name)
+    exact = decoded(model, mask=mask)
+    model, served = model.bfloat16(), served.bfloat16()
+    own = decoded(model, mask=mask)
+    with serving() as record:
+        found = decoded(served, mask=mask)
+    softcap = name == "gemma2"  # which is eager
+    assert ("kvcache_attention" in record) is not softcap
+    error, theirs = ((x.float() - exact).norm() / exact.norm() for x in (found, own))
+    assert error < 1.5 * theirs
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_5_text"])
+@torch.no_grad()
+def test_tokens_one_after_another(kernel, name, batch):
+    """Padded rows, through a sliding window that becomes full where there is one."""
+    window = {"sliding_window": 8} if name == "mistral" else {}
+    model, served = pair(kernel, name, **window)
+    ids, new = tokens(batch, 12), 6
+    mask = torch.ones_like(ids)
+    mask[: batch // 2, :2] = 0
+
+    def decoding(model):
+        cache, found = transformers.DynamicCache(config=model.config), []
+        model(ids[:, :-new], past_key_values=cache, attention_mask=mask[:, :-new])
+        for at in range(ids.shape[1] - new, ids.shape[1]):
+            words = {"past_key_values": cache, "attention_mask": mask[:, : at + 1]}
+            found.append(model(ids[:, at : at + 1], **words).logits.double())
+        return torch.cat(found, 1)  # [B, new, V]
+
+    exact = decoding(model)
+    model, served = model.bfloat16(), served.bfloat16()
+    own = decoding(model)
+    with serving() as record:
+        found = decoding(served)
+    layers = [layer for layer in served.model.layers if hasattr(layer, "self_attn")]
+    assert len(record["kvcache_attention"]) == new * len(layers)
+    error, theirs = ((x - exact).norm() / exact.norm() for x in (found, own))
+    assert error < 1.5 * theirs
+    margin = exact.topk(2, -1).values.diff(dim=-1).abs().squeeze(-1)
+    sure = margin > 4 * (own - exact).abs().amax(-1)
+    assert sure.any() and torch.equal(found.argmax(-1)[sure], exact.argmax(-1)[sure])
+
+
+LEFT = {
+    "two tokens": {"new": 2},
+    "a gradient": {"grad": True},
+    "fp32": {"dtype": torch.float32},
+    "eager": {"attention": "eager"},
+}
+
+
+@pytest.mark.parametrize("why", LEFT)
+def test_other_calls_are_the_models_own(kernel, why):
+    how = LEFT[why]
+    model, served = (m.to(how.get("dtype", torch.bfloat16)) for m in pair(kernel, "qwen3"))
+    for m in (model, served):
+        m.set_attn_implementation(how.get("attention", "sdpa"))
+    with torch.set_grad_enabled("grad" in how):
+        own = decoded(model, how.get("new", 1))
+        with serving() as record:
+            found = decoded(served, how.get("new", 1))
+    assert "kvcache_attention" not in record and record["qk_norm_rope_fwd"]
+    assert (found - own).abs().max() < 0.1 * own.abs().max()
+
+
+@torch.no_grad()
+def test_a_patched_sdpa(kernel, monkeypatch):
+    model, served = (m.bfloat16() for m in pair(kernel, "qwen3"))
+    own = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: own(*a, **k) * 2)
+    with serving() as record:
+        found = decoded(served)
+    assert "kvcache_attention" not in record
+    want = decoded(model)
+    assert (found - want).abs().max() < 0.1 * want.abs().max()
+
+
+class Doubled(transformers.DynamicCache):
+    """Its keys and values are others than those that were given."""
+
+    def update(self, *args, **kwargs):
+        return tuple(x * 2 for x in super().update(*args, **kwargs))
+
+
+@torch.no_grad()
+def test_a_cache_of_its_own_kind(kernel):
+    model, served = (m.bfloat16() for m in pair(kernel, "qwen3"))
+    want = decoded(model, cache=Doubled(config=model.config))
+    with serving() as record:
+        found = decoded(served, cache=Doubled(config=model.config))
+    assert record["kvcache_attention"]
+    assert (found - want).abs().max() < 0.1 * want.abs().max()
+    assert (want - decoded(model)).abs().max() > 0.1 * want.abs().max()
+
+
+@pytest.mark.parametrize("cudnn", [True, False])
+@pytest.mark.parametrize("capability", [(9, 0), (8, 0), (10, 0), None])
+def test_where_cudnn_makes_plans(capability, cudnn, monkeypatch):
+    """Elsewhere nobody has measured that a kernel is faster than SDPA."""
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: cudnn)
+    monkeypatch.setattr(device, "pretended", device.Chip("chip", capability, 132))
+    for cached in (device.capability, submodule("runtime.dispatch")._folders):
+        monkeypatch.setattr(cached, "cache_clear", cached.cache_clear, raising=False)
+        cached.cache_clear()
+    monkeypatch.setattr(attention.dispatch, "has_kernels_at", lambda *where: True)
+    attention._on_hopper.cache_clear()
+    try:
+        found = attention._makes_plans(torch.device("cuda", 0))
+        assert found is (capability == (9, 0) and cudnn)
+        assert not attention._makes_plans(torch.device("cpu"))
+    finally:
+        device.capability.cache_clear()
+        attention._on_hopper.cache_clear()
