@@ -425,7 +425,7 @@ def test_criteria_are_those_of_transformers(positions, monkeypatch):
     length = stopping.MaxLengthCriteria(7, max_position_embeddings=positions)
     eos = [stopping.EosTokenCriteria(torch.tensor([3, 5])), stopping.EosTokenCriteria(4)]
     torch.manual_seed(0)
-    for others in (eos, eos[:1], []):
+    for others in (eos, eos[:1], eos[1:], []):
         theirs = stopping.StoppingCriteriaList([*others, length])
         mine = submodule("models.late").Criteria(theirs)
         assert list(mine) == list(theirs) and mine.max_length == theirs.max_length == 7

@@ -46,8 +46,8 @@ PROCESSORS = {
     )
     for name in names.split()
 }  # fmt: skip
-LENGTH = "MaxLengthCriteria"  # which the host knows by itself
-CRITERIA = {LENGTH, "MaxTimeCriteria", "EosTokenCriteria", "StopStringCriteria"}
+LENGTH, EOS = "MaxLengthCriteria", "EosTokenCriteria"  # the host knows the length by itself
+CRITERIA = {LENGTH, "MaxTimeCriteria", EOS, "StopStringCriteria"}
 
 
 class Generate(InPlace):
@@ -187,8 +187,8 @@ def _with(loop: FunctionType, late: "Late") -> FunctionType:
 
 
 class Criteria(list):
-    """transformers' list of stopping criteria, without launches for a length that is not
-    reached."""
+    """transformers' list of stopping criteria, without launches for a length that is not reached,
+    and with fewer for tokens that end a sequence."""
 
     def __init__(self, criteria):
         super().__init__(criteria)
@@ -205,11 +205,22 @@ class Criteria(list):
         if input_ids.shape[1] >= self.reached:
             return self.all(input_ids, scores, **options)
         if self.others:
-            found = [each(input_ids, scores, **options) for each in self.others]
+            found = [_ended(each, input_ids, scores, options) for each in self.others]
             return functools.reduce(torch.Tensor.logical_or, found)
         if self.none is None:
             self.none = input_ids.new_zeros(len(input_ids), dtype=torch.bool)
         return self.none
+
+
+def _ended(criterion: Callable, input_ids, scores, options: dict) -> torch.Tensor:
+    """Returns which sequences [B] a criterion ends; for tokens that end one in two launches, of
+    which torch.isin takes five and more."""
+    ends = getattr(criterion, "eos_token_id", None)
+    known = type(criterion).__name__ == EOS and not options and ends.ndim == 1
+    if not known or ends.device != input_ids.device:  # it moves them to the device
+        return criterion(input_ids, scores, **options)
+    found = input_ids[:, -1:] == ends
+    return found[:, 0] if len(ends) == 1 else found.any(1)
 
 
 class Late:
