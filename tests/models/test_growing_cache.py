@@ -148,3 +148,42 @@ def test_where_cudnn_makes_plans(capability, cudnn, monkeypatch):
     finally:
         device.capability.cache_clear()
         attention._on_hopper.cache_clear()
+
+
+def cached(B=2, HQ=4, HK=2, S=5, D=16, wide=16, dtype=torch.bfloat16):
+    q = torch.zeros(B, 1, HQ, D, dtype=dtype)
+    return q, torch.zeros(B, HK, S, D, dtype=dtype), torch.zeros(B, HK, S, wide, dtype=dtype)
+
+
+def seen(S=5, B=2):
+    return torch.ones(B, 1, 1, S, dtype=torch.bool)
+
+
+class Quantized(torch.Tensor):
+    """A tensor of a class of its own."""
+
+
+q, k, v = cached()
+CACHED = {
+    "plain": (q, k, v, None, True),
+    "a mask": (q, k, v, seen(), True),
+    "a mask of one row": (q, k, v, seen(B=1), True),
+    "steps between slots": (q, k[:, :, ::2], v[:, :, ::2], None, True),
+    "a mask of more rows": (q, k, v, seen(B=3), False),
+    "a mask of fewer slots": (q, k, v, seen(4), False),
+    "values of another width": (*cached(wide=8), None, False),
+    "keys of another dtype": (q, k.half(), v.half(), None, False),
+    "heads that do not divide": (*cached(HQ=3), None, False),
+    "no slot": (*cached(S=0), None, False),
+    "fewer rows": (q, k[:1], v[:1], None, False),
+    "steps between channels": (*cached(D=8)[:1], k[..., ::2], v[..., ::2], None, False),
+    "a class of its own": (q, k.as_subclass(Quantized), v, None, False),
+}
+
+
+@pytest.mark.parametrize("what", CACHED)
+def test_keys_and_values_that_fit(what):
+    *call, fits = CACHED[what]
+    with torch.no_grad():
+        assert attention._fits(*call) is fits
+    assert not attention._fits(*call)  # with gradients on

@@ -261,7 +261,9 @@ def _fits(q, k, v, mask) -> bool:
         return False
     if not (k.dtype is v.dtype is q.dtype and k.device == v.device == q.device):
         return False
-    if mask is not None and (mask.shape[3] != k.shape[2] or mask.device != q.device):
+    if mask is not None and not (
+        mask.shape[0] in (1, B) and mask.shape[3] == k.shape[2] and mask.device == q.device
+    ):
         return False
     return k.stride(3) == v.stride(3) == 1 and HQ % k.shape[1] == 0
 
