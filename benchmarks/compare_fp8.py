@@ -2,12 +2,13 @@
 
     python benchmarks/compare_fp8.py [--json FILE]     on a GPU, within a minute
 
-The MLPs are transformers' LlamaMLP with the widths of Llama 8B and Qwen 27B. `ours` has three
+The MLPs are transformers' LlamaMLP with the widths of Llama 8B and Qwen 27B, each after its
+LlamaRMSNorm, which a served decoder layer calls so that it gives x in FP8 besides. `ours` has three
 FP8Linears and is kernelized; `transformers_fp8` is the same module, untouched, where a stand-in is
 the kernel that it loads from the Hub: DeepGEMM's quantiser, which is Python (its steps, in torch),
 and cuBLAS's product of FP8 blocks. `eager` is the MLP in bf16, `ours, bf16` that one kernelized.
 cuBLAS takes tokens by 16, so that the stand-in has no row for one token. Errors are of y against
-fp64 on dequantised weights.
+fp64 on dequantised weights and the norm's result in bf16.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from kernel_time import host_us, microseconds
 from runner import RESULTS, load_package, parse_on_gpu, save
 
 SIZES = {"8B": (4096, 14336), "27B": (5120, 17408)}
-TOKENS, FEW = (1, 16, 64, 512, 4096), 64
+TOKENS, FEW = (1, 16, 64, 512, 4096, 8192), 64
 E4M3, PEER = torch.float8_e4m3fn, "transformers_fp8"
 
 
@@ -64,10 +65,22 @@ def in_fp8(linear: torch.nn.Linear) -> torch.nn.Module:
     return part
 
 
+def in_a_layer(norm, mlp, x: torch.Tensor) -> torch.Tensor:
+    """mlp(norm(x)), as a served decoder layer calls them."""
+    from in_tree import submodule
+
+    layers = submodule("layers.decoder")
+    y, _, codes = layers._normed(norm, x, None, mlp)
+    if codes is None:
+        return mlp(y)
+    with layers.fp8.given(y, codes):
+        return mlp(y)
+
+
 def mlps(package, K: int, N: int) -> dict:
-    """The same MLP four times."""
+    """The same MLP four times, each after the same norm."""
     from transformers import LlamaConfig
-    from transformers.models.llama.modeling_llama import LlamaMLP
+    from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
     stand_in_for_hub()
     with torch.device("cuda"):
@@ -85,17 +98,25 @@ def mlps(package, K: int, N: int) -> dict:
         report = package.kernelize(mlp)
         if report.left:
             raise SystemExit(str(report))
-    return {"ours": ours, "ours, bf16": bf16, "eager": eager, PEER: theirs}
+    plain, served = (LlamaRMSNorm(K).to("cuda", torch.bfloat16) for _ in range(2))
+    package.kernelize(served)
+    return {
+        "ours": functools.partial(in_a_layer, served, ours),
+        "ours, bf16": functools.partial(in_a_layer, served, bf16),
+        "eager": torch.nn.Sequential(plain, eager),
+        PEER: torch.nn.Sequential(plain, theirs),
+    }
 
 
-def exact(mlp, x: torch.Tensor) -> torch.Tensor:
+def exact(both, x: torch.Tensor) -> torch.Tensor:
     """y in fp64 on dequantised weights."""
 
     def times(part, x):
         wide = part.weight_scale_inv.double().repeat_interleave(128, 0).repeat_interleave(128, 1)
         return x @ (part.weight.double() * wide).t()
 
-    x = x.double()
+    norm, mlp = both
+    x = norm(x).double()
     z = torch.nn.functional.silu(times(mlp.gate_proj, x)) * times(mlp.up_proj, x)
     return times(mlp.down_proj, z)
 
@@ -110,9 +131,9 @@ def measure(path: Path) -> None:
                 x = torch.randn(M, K, device="cuda", dtype=torch.bfloat16)
                 names = [name for name in parts if M % 16 == 0 or name != PEER]
                 timed = {name: functools.partial(parts[name], x) for name in names}
-                row = {"what": f"MLP of {title} in FP8, {M} token" + "s" * (M > 1)}
+                row = {"what": f"MLP of {title} with its norm in FP8, {M} token" + "s" * (M > 1)}
                 if M == FEW:
-                    y = exact(parts["ours"], x)
+                    y = exact(parts[PEER], x)
                     of = [name for name in names if name in ("ours", PEER)]
                     row["error"] = {
                         n: ((timed[n]().double() - y).norm() / y.norm()).item() for n in of

@@ -7,7 +7,9 @@ multiples of 128 is an FP8Linear with block scales, as transformers makes it. `o
 kernelized, `ours, bf16` the one in bf16 kernelized, `transformers_fp8` the FP8 model untouched,
 with compare_fp8.py's stand-in for the kernels that transformers loads from the Hub, for Llama
 alone: for Qwen3.5 FLA would tune itself. Eager tokens are of 16 sequences, the fewest that
-cuBLAS's product of FP8 blocks takes. Rows take the places of the record's of the same name.
+cuBLAS's product of FP8 blocks takes. `extra_mib` is what the prompt holds at its peak beyond the
+weights, and `kernelize_mib` what kernelizing both models has allocated. Rows take the places of the
+record's of the same name.
 """
 
 import argparse
@@ -39,6 +41,17 @@ def all_in_fp8(model: torch.nn.Module) -> torch.nn.Module:
     return other
 
 
+def extra_mib(call) -> float:
+    """What a call holds at its peak beyond what is there before it."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
 def in_turns(calls: dict) -> dict:
     turns = [{name: call() for name, call in calls.items()} for _ in range(TURNS)]
     return {name: statistics.median(turn[name] for turn in turns) for name in calls}
@@ -52,8 +65,10 @@ def rows_of(package, name: str):
         models[PEER] = copy.deepcopy(
             models["ours"], {id(p): p for p in models["ours"].parameters()}
         )
+    before = torch.cuda.memory_allocated()
     for side in ("ours", "ours, bf16"):
         print(package.kernelize(models[side], cuda_graphs=True), flush=True)
+    kernelize_mib = (torch.cuda.memory_allocated() - before) / 2**20
     config, title = bf16.config, TITLES[name]
     ids = torch.randint(5, config.vocab_size, (1, PROMPT), device="cuda")
     calls = {n: partial(m, ids, use_cache=True, logits_to_keep=1) for n, m in models.items()}
@@ -64,6 +79,8 @@ def rows_of(package, name: str):
         n: ((y - error["ours, bf16"]).norm() / error["ours, bf16"].norm()).item()
         for n, y in error.items() if n != "ours, bf16"
     }  # fmt: skip
+    row["kernelize_mib"] = kernelize_mib
+    row["extra_mib"] = {n: extra_mib(call) for n, call in calls.items()}
     yield row
     ids = torch.randint(5, config.vocab_size, (EAGER, 128), device="cuda")
     steps = {n: greedy_step(m, models["ours"], ids) for n, m in models.items()}

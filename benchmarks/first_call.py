@@ -1,9 +1,10 @@
 """Seconds of first calls in a fresh process with an empty Triton cache, imports apart.
 
-    python benchmarks/first_call.py [--json FILE]     on a GPU
+    python benchmarks/first_call.py [--fp8] [--json FILE]     on a GPU
 
-Each case runs in a process of its own: a call, a repeat of it, and a call of another shape of the
-same model, which should compile nothing.
+With --fp8 the cases are modules of FP8 checkpoints, kernelized before the clock starts, and the
+record is another one. Each case runs in a process of its own: a call, a repeat of it, and a call of
+another shape of the same model, which should compile nothing.
 """
 
 import argparse
@@ -48,6 +49,43 @@ def training(package, T):
     return step
 
 
+def fp8_mlp(package, M):
+    from compare_fp8 import in_fp8
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaMLP
+
+    with torch.device("cuda"):
+        config = LlamaConfig(hidden_size=4096, intermediate_size=14336)
+        mlp = LlamaMLP(config).to(torch.bfloat16).requires_grad_(False)
+        x = torch.randn(M, 4096, dtype=torch.bfloat16)
+    for name, part in list(mlp.named_children()):
+        if name.endswith("_proj"):
+            setattr(mlp, name, in_fp8(part))
+    if package.kernelize(mlp).left:
+        raise SystemExit("an FP8Linear is left alone")
+    return lambda: mlp(x)
+
+
+def fp8_experts(package, T):
+    from compare_experts import inputs
+    from compare_fp8_experts import quantised
+    from in_tree import submodule
+
+    E, H, N = 256, 2048, 512
+    weights = [
+        t for shape in ((E, 2 * N, H), (E, H, N))
+        for t in quantised(torch.randn(shape, device="cuda", dtype=torch.bfloat16))
+    ]  # fmt: skip
+    x, ids, top = inputs("35B", T, 0)
+    return lambda: submodule("experts.ops_fp8").fp8_experts(x, *weights, ids, top)
+
+
+CASES_OF_FP8 = {  # as below
+    "MLP of 8B in FP8, 1 token": (None, fp8_mlp, (1, 8)),
+    "MLP of 8B in FP8, 4096 tokens": (None, fp8_mlp, (4096, 8192)),
+    "experts of 35B-A3B in FP8, 16 tokens": (None, fp8_experts, (16, 24)),
+    "experts of 35B-A3B in FP8, 8192 tokens": (None, fp8_experts, (8192, 4096)),
+}
 CASES = {  # name -> (implementation, maker, sizes of the first call and of another)
     "swiglu, 1 token": (None, swiglu, (1, 8)),
     "swiglu, 4096 tokens": (None, swiglu, (4096, 8192)),
@@ -59,7 +97,7 @@ CASES = {  # name -> (implementation, maker, sizes of the first call and of anot
 
 
 def alone(name: str) -> dict:
-    implementation, make, (first, other) = CASES[name]
+    implementation, make, (first, other) = {**CASES, **CASES_OF_FP8}[name]
     package = load_package()
     dispatch = sys.modules[f"{package.__name__}.runtime.dispatch"]
     torch.randn(8, 8, device="cuda").bfloat16() @ torch.randn(8, 8, device="cuda").bfloat16()
@@ -71,14 +109,16 @@ def alone(name: str) -> dict:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=RESULTS / "first_call.json")
+    parser.add_argument("--fp8", action="store_true", help="modules of FP8 checkpoints")
+    parser.add_argument("--json", type=Path, help="default: first_call[_fp8].json")
     parser.add_argument("--alone", help=argparse.SUPPRESS)
     options = parse_on_gpu(parser)
+    path = options.json or RESULTS / f"first_call{'_fp8' * options.fp8}.json"
     if options.alone:
         print(json.dumps(alone(options.alone)))
         return
     rows = []
-    for name in CASES:
+    for name in CASES_OF_FP8 if options.fp8 else CASES:
         with tempfile.TemporaryDirectory() as cache:
             environment = {**os.environ, "TRITON_CACHE_DIR": cache}
             command = [sys.executable, __file__, "--alone", name]
@@ -88,7 +128,7 @@ def main():
             continue
         rows.append({"what": name, "seconds": json.loads(out.stdout.splitlines()[-1])})
         print(rows[-1], flush=True)
-        save(options.json, rows)
+        save(path, rows)
 
 
 if __name__ == "__main__":

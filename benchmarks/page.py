@@ -34,8 +34,6 @@ SUMMARY: List[Summary] = [
      "16/64 heads, 2048 tokens, slow gates", OURS["hopper"], "flashinfer"),
     ("GDN prefill, 16/64 heads, 32768 tokens", "gdn_chunk_fla",
      "16/64 heads, 32768 tokens, slow gates", OURS["hopper"], "fla"),
-    ("GDN decode, 16/32 heads, batch 64, fp32 state [V, K]", "gdn_recurrent",
-     "16/32 heads, batch 64, fp32 state [V, K]", "ours", "flashinfer"),
     ("GDN decode with deferred write-back", "gdn_replay",
      "16/32 heads, batch 64, fp32 state, one token", "ours", "state written every token"),
     ("GDN gradient, 16/32 heads, 32768 tokens, eager", "gdn_backward_flashqla",
@@ -44,6 +42,8 @@ SUMMARY: List[Summary] = [
      "Llama, 8 layers, training step of 4096, eager", "ours", "transformers"),
     ("Qwen3.5, 16 layers, prompt of 8192 tokens", "whole_models",
      "Qwen3.5, 16 layers, prompt of 8192, eager", "ours", "transformers"),
+    ("Llama in FP8, 8 layers, prompt of 8192 tokens", "fp8_models",
+     "Llama, 8 layers, prompt of 8192 tokens in FP8", "ours", "transformers_fp8"),
     ("Qwen3.5, 16 layers, a token of `generate`", "generate",
      "Qwen3.5, 16 layers, batch 1, a token", "ours", "compile"),
     ("Qwen3.5-35B-A3B, 8 layers, prompt of 8192 tokens", "mixtures",
@@ -68,7 +68,7 @@ def section(record: dict) -> Iterator[str]:
     yield f"`{record['command']}`\\\n{machine(record)}, {source}"
     if "note" in record:
         yield textwrap.fill(record["note"], 100)
-    yield from (getattr(tables, f"of_{table}")(record) for table in wanted.split())
+    yield from filter(None, (getattr(tables, f"of_{table}")(record) for table in wanted.split()))
     if (RESULTS / f"{name}.png").exists():
         title = text.splitlines()[0].lstrip("# ")
         yield f"![{title}](../benchmarks/results/{name}.png)"

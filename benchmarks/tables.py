@@ -174,6 +174,15 @@ def of_parts(record: dict) -> str:
     return table(head, rows)
 
 
+def of_extra_memory(record: dict) -> str:
+    """What a call holds at its peak beyond the weights, where that was measured."""
+    found = [row for row in record["rows"] if "extra_mib" in row]
+    ways = names([row["extra_mib"] for row in found])
+    rows = [[row["what"], *cells(row["extra_mib"], ways, "{:.0f}")] for row in found]
+    head = ["held at the peak beyond the weights, MiB", *(title_of(n, record) for n in ways)]
+    return table(head, rows) if rows else ""
+
+
 def of_first_calls(record: dict) -> str:
     columns = list(record["rows"][0]["seconds"])
     rows = [[row["what"], *cells(row["seconds"], columns, "{:.4f}")] for row in record["rows"]]

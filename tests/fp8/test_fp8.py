@@ -206,6 +206,28 @@ def test_products_on_a_gpu(on_hopper, N, K):
         assert y.shape == (call.padded(M), N) and y.dtype is torch.bfloat16
         exact = fp8_problems.exact(codes, module.weight, module.weight_scale_inv)
         assert relative_error(y[:M], exact[:M]) < 4e-3
+        if hasattr(torch.nn.functional, "scaled_mm"):
+            public = submodule("fp8.hopper.multiply")._multiply_publicly
+            assert torch.equal(public(module.weight, module.weight_scale_inv, codes), y)
+
+
+def test_the_public_product(monkeypatch):
+    """It serves a torch without _scaled_mm, and is told which scale is whose."""
+    kinds = pytest.importorskip("torch.nn.functional").ScalingType
+    multiply, given = submodule("fp8.hopper.multiply"), []
+    monkeypatch.setattr(multiply, "_has_product", lambda where: True)
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", lambda *a, **b: given.append((a, b)))
+    part = fp8_problems.linear(256, 512)
+    weight, scale = part.weight, part.weight_scale_inv
+    codes = reference.quantise_fwd(values(3, 512))
+    product = call.Product(weight, scale, submodule("runtime.call").NoOptions())
+    assert multiply.prepare_multiply_fwd(product) is multiply._multiply
+    monkeypatch.delattr(torch, "_scaled_mm")
+    multiply.prepare_multiply_fwd(product)(weight, scale, codes)
+    (((x, w, *scales), more),) = given
+    assert x is codes.codes and w.shape == (512, 256) and more == {"output_dtype": torch.bfloat16}
+    assert scales[1::2] == [kinds.BlockWise1x128, kinds.BlockWise128x128]
+    assert scales[0] is codes.scales and torch.equal(scales[2], scale.t())
 
 
 # --- FP8Linear: served, refused, restored

@@ -1,6 +1,8 @@
 """FP8Linears under tensor parallelism and FSDP2: two processes give the logits of one, and the
-gradients of adapters, by our products in both. With gloo, on the CPU."""
+gradients of adapters, by our products in both. With gloo and the formulas on the CPU; on two GPUs
+with NCCL and the kernels."""
 
+import contextlib
 import copy
 import datetime
 import json
@@ -19,7 +21,9 @@ SIZES = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2
 
 
 def wrapped(model, wrap: str):
-    mesh = dist.init_device_mesh("cpu", (1, WORLD), mesh_dim_names=("dp", "shards"))["shards"]
+    mesh = dist.init_device_mesh(model.device.type, (1, WORLD), mesh_dim_names=("dp", "shards"))[
+        "shards"
+    ]
     if wrap == "tp":
         from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
@@ -33,24 +37,25 @@ def wrapped(model, wrap: str):
 
 def gradient(model, force) -> torch.Tensor:
     """Of the embedding of IDS, through all linears."""
-    x = model.model.embed_tokens(IDS).detach().requires_grad_()
+    x = model.model.embed_tokens(IDS.to(model.device)).detach().requires_grad_()
     with force():
         model(inputs_embeds=x, use_cache=False).logits.float().square().mean().backward()
     return x.grad
 
 
-def check(wrap: str) -> dict:
+def check(wrap: str, device: str) -> dict:
     kernel, dispatch = load_package(), submodule("runtime.dispatch")
     calls = fp8_problems.stand_in(pytest.MonkeyPatch())
-    alone = fp8_problems.tiny_qwen3(**SIZES).requires_grad_(False)
+    alone = fp8_problems.tiny_qwen3(**SIZES).requires_grad_(False).to(device)
+    ids, on_gpu = IDS.to(device), device == "cuda"
     truth = fp8_problems.dequantised(alone).double()
 
     def force():
-        return dispatch.force("reference")
+        return contextlib.nullcontext() if on_gpu else dispatch.force("reference")
 
     with torch.no_grad():
-        want = truth(IDS).logits
-        theirs = relative_error(alone(IDS).logits, want)
+        want = truth(ids).logits
+        theirs = relative_error(alone(ids).logits, want)
     model = copy.deepcopy(alone)
     if wrap == "fsdp2 after":
         report, model = kernel.kernelize(model), wrapped(model, "fsdp2")
@@ -63,7 +68,7 @@ def check(wrap: str) -> dict:
     left = sorted({row.kind for row in report.left})
     calls.clear()
     with torch.no_grad(), force(), dispatch.served() as record:
-        error = relative_error(model(IDS).logits, want)
+        error = relative_error(model(ids).logits, want)
     slope = relative_error(gradient(model, force), gradient(truth, force))
     found = {"served": served, "left": left, "calls": len(calls), "error": error, "slope": slope}
     found |= {"theirs": theirs, "made": sorted(record)}
@@ -71,25 +76,29 @@ def check(wrap: str) -> dict:
     if wrap != "fsdp2 after":
         assert [m.__dict__.get("forward") for m in model.modules()] == forwards
     with torch.no_grad():
-        found["restored"] = relative_error(model(IDS).logits, want)
+        found["restored"] = relative_error(model(ids).logits, want)
     return {**found, "calls after": len(calls)}
 
 
-def process(rank: int, folder: str) -> None:
+def process(rank: int, folder: str, device: str) -> None:
     torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=WORLD,
-        timeout=datetime.timedelta(seconds=120),
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous",
+        rank=rank, world_size=WORLD, timeout=datetime.timedelta(seconds=120),
     )  # fmt: skip
-    found = {wrap: check(wrap) for wrap in WRAPS}
+    found = {wrap: check(wrap, device) for wrap in WRAPS}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory):
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def results(request, tmp_path_factory):
+    if request.param == "cuda" and torch.cuda.device_count() < WORLD:
+        pytest.skip(f"needs {WORLD} GPUs")
     folder = tmp_path_factory.mktemp("fp8")
-    torch.multiprocessing.spawn(process, (str(folder),), nprocs=WORLD)
+    torch.multiprocessing.spawn(process, (str(folder), request.param), nprocs=WORLD)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
