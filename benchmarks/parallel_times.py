@@ -5,6 +5,7 @@ another still has this one. A call by itself begins on idle GPUs, with the host'
 """
 
 import copy
+import os
 import sys
 from functools import partial
 from typing import Callable, List
@@ -25,7 +26,7 @@ LAYER = {
     "linear_key_head_dim": 128, "linear_value_head_dim": 128,
 }  # fmt: skip
 MLP = {"hidden_size": 4096, "intermediate_size": 14336}
-TUNERS = 12  # processes that try FLA's configurations
+TUNERS = max(12, (os.cpu_count() or 1) - 4)  # processes that try FLA's configurations
 
 
 def sizes(worker: Worker, T: int, H: int, HV: int) -> tuple:

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import submodule
-from test_model_layers import pair, serving
+from test_model_layers import on_every_device, pair, serving
 from tiny_models import tokens
 
 transformers = pytest.importorskip("transformers")
@@ -45,32 +45,35 @@ def test_a_token(kernel, name, mask):
     assert error < 1.5 * theirs
 
 
+def one_after_another(model, ids, mask, new):
+    """Logits [B, new, V] of the last tokens, each over what those before it have left."""
+    cache, found = transformers.DynamicCache(config=model.config), []
+    model(ids[:, :-new], past_key_values=cache, attention_mask=mask[:, :-new])
+    for at in range(ids.shape[1] - new, ids.shape[1]):
+        words = {"past_key_values": cache, "attention_mask": mask[:, : at + 1]}
+        found.append(model(ids[:, at : at + 1], **words).logits.double())
+    return torch.cat(found, 1)
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3_5_text"])
+@on_every_device
 @torch.no_grad()
-def test_tokens_one_after_another(kernel, name, batch):
+def test_tokens_one_after_another(kernel, name, batch, device):
     """Padded rows, through a sliding window that becomes full where there is one."""
     window = {"sliding_window": 8} if name == "mistral" else {}
-    model, served = pair(kernel, name, **window)
-    ids, new = tokens(batch, 12), 6
+    model, served = pair(kernel, name, device, **window)
+    ids, new = tokens(batch, 12, device=device), 6
     mask = torch.ones_like(ids)
     mask[: batch // 2, :2] = 0
-
-    def decoding(model):
-        cache, found = transformers.DynamicCache(config=model.config), []
-        model(ids[:, :-new], past_key_values=cache, attention_mask=mask[:, :-new])
-        for at in range(ids.shape[1] - new, ids.shape[1]):
-            words = {"past_key_values": cache, "attention_mask": mask[:, : at + 1]}
-            found.append(model(ids[:, at : at + 1], **words).logits.double())
-        return torch.cat(found, 1)  # [B, new, V]
-
-    exact = decoding(model)
+    exact = one_after_another(model, ids, mask, new)
     model, served = model.bfloat16(), served.bfloat16()
-    own = decoding(model)
-    with serving() as record:
-        found = decoding(served)
-    layers = [layer for layer in served.model.layers if hasattr(layer, "self_attn")]
-    assert len(record["kvcache_attention"]) == new * len(layers)
+    own = one_after_another(model, ids, mask, new)
+    with serving(device) as record:
+        found = one_after_another(served, ids, mask, new)
+    if device == "cpu" or torch.cuda.get_device_capability() == (9, 0):
+        layers = [layer for layer in served.model.layers if hasattr(layer, "self_attn")]
+        assert len(record["kvcache_attention"]) == new * len(layers)
     error, theirs = ((x - exact).norm() / exact.norm() for x in (found, own))
     assert error < 1.5 * theirs
     margin = exact.topk(2, -1).values.diff(dim=-1).abs().squeeze(-1)
